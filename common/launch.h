@@ -1,0 +1,57 @@
+// What a backend must define. This header is compiled twice, with JAXCONV_BACKEND = cpu and = cuda;
+// cpu/ and cuda/ each hold one definition of every function. Pointers are to dense buffers of the
+// layouts in problem.h; a pointer that the problem says is absent is null. Outputs are written
+// completely; they are never read.
+#pragma once
+
+#include "common/plan.h"
+#include "common/problem.h"
+#include "common/status.h"
+
+#ifndef JAXCONV_BACKEND
+#error "define JAXCONV_BACKEND as cpu or cuda"
+#endif
+
+namespace jaxconv::JAXCONV_BACKEND {
+
+struct Context;  // cpu: thread pool (cpu/context.h); cuda: stream and device (cuda/core/context.h)
+
+// y = f(conv(x, w) + bias), z before f. `bias` (K), `z` like y: null unless the epilogue has them.
+Status ConvFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
+                 const void* x, const void* w, const void* bias, void* y, void* z,
+                 Workspace workspace);
+
+// dx = the transpose of conv in x: every element of dx, also those no tap reaches, is written.
+Status ConvDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,
+                 const void* w, void* dx, Workspace workspace);
+
+// dw = the transpose of conv in w.
+Status ConvWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
+                 const void* dy, void* dw, Workspace workspace);
+
+// y = f(z), z = alpha op(x) op(w) + beta c + bias. `c` (M, N), `z` (M, N) and `bias` may be null.
+Status Dense(const Context& ctx, const DenseProblem& p, const Epilogue& e, const Plan& plan,
+             const void* x, const void* w, const void* bias, const void* c, void* y, void* z,
+             Workspace workspace);
+
+// scale, bias, running_mean, running_var, new_mean, new_var, mean, rstd: (batch, channels).
+Status BatchNormTrain(const Context& ctx, const BatchNormProblem& p, const Plan& plan,
+                      const void* x, const void* scale, const void* bias, const void* running_mean,
+                      const void* running_var, const void* residual, void* y, void* new_mean,
+                      void* new_var, void* mean, void* rstd, Workspace workspace);
+
+Status BatchNormInfer(const Context& ctx, const BatchNormProblem& p, const Plan& plan,
+                      const void* x, const void* scale, const void* bias, const void* mean,
+                      const void* var, const void* residual, void* y);
+
+// With dz = dy * f'(z), z recomputed from x (and residual):
+//   dbias = sum dz;  dscale = sum dz * xhat;  dx = scale * rstd * (dz - dbias / n - xhat * dscale /
+//   n);  dresidual = dz
+// `dx` and `dresidual` are null when nobody asked for them. `bias` and `residual` are read only
+// where f needs z.
+Status BatchNormBackward(const Context& ctx, const BatchNormProblem& p, const Plan& plan,
+                         const void* x, const void* dy, const void* scale, const void* bias,
+                         const void* mean, const void* rstd, const void* residual, void* dx,
+                         void* dscale, void* dbias, void* dresidual, Workspace workspace);
+
+}  // namespace jaxconv::JAXCONV_BACKEND

@@ -1,0 +1,91 @@
+// The three problems as native code sees them: canonical numbers, confirmed by ffi/ before a
+// launcher gets them. Shape rules live in jaxconv/_problem.py; here they are only restated as the
+// equations the handler confirms.
+#pragma once
+
+#include <cstdint>
+
+#include "common/activation.h"
+#include "common/dtype.h"
+
+namespace jaxconv {
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Convolution (cross-correlation, as lax):
+//
+//   y[n, o, k] = sum over taps t and channels c of  x[n, o*stride - pad + t*dilation, g(k)*C/G + c]
+//   * w[t, c, k]
+//
+// with o, t in up to three spatial dimensions. A 1-D or 2-D problem has leading extents of 1
+// (stride 1, pad 0, dilation 1), so index [2] is always the fastest (W), [1] is H, [0] is D.
+struct ConvProblem {
+  int64_t n;            // batch
+  int64_t c;            // input channels, all groups
+  int64_t k;            // output channels, all groups
+  int64_t groups;       // divides c and k
+  int64_t in[3];        // D H W of x
+  int64_t filter[3];    // T R S of w
+  int64_t out[3];       // O P Q of y
+  int64_t stride[3];    // >= 1
+  int64_t pad[3];       // low side; may be negative (cropping). The high side is implied by `out`
+  int64_t dilation[3];  // >= 1
+  bool channels_last;   // in memory: x (N,D,H,W,C), w (T,R,S,C/G,K), y (N,O,P,Q,K)
+                        // otherwise:  x (N,C,D,H,W), w (K,C/G,T,R,S), y (N,K,O,P,Q)
+  DType dtype;          // of x, w, y, bias, z alike
+  bool full_float32;    // float32 products must not be rounded to TF32 (precision HIGHEST)
+
+  int64_t in_size() const { return in[0] * in[1] * in[2]; }                  // D*H*W
+  int64_t filter_size() const { return filter[0] * filter[1] * filter[2]; }  // T*R*S
+  int64_t out_size() const { return out[0] * out[1] * out[2]; }              // O*P*Q
+  int64_t group_c() const { return c / groups; }
+  int64_t group_k() const { return k / groups; }
+};
+
+// What follows the sum in fprop: z = sum + bias[k]; y = f(z).
+struct Epilogue {
+  bool bias;
+  Activation activation;
+  double slope;             // leaky_relu
+  bool save_preactivation;  // also write z, in dtype
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Dense: for each of `batch` instances  z = alpha * op(x) @ op(w) + beta * c + bias;  y = f(z).
+enum class BiasKind : int32_t { kNone, kScalar, kRow, kColumn };
+
+struct DenseProblem {
+  int64_t batch;    // instances (vmap); 1 otherwise
+  int64_t m, k, n;  // op(x) is (M, K), op(w) is (K, N), y is (M, N); all row-major
+  bool trans_x;     // x is stored (K, M)
+  bool trans_w;     // w is stored (N, K)
+  bool x_batched, w_batched, c_batched,
+      bias_batched;  // false: the operand has no instance axis and is shared
+  BiasKind bias;     // kScalar: 1 element; kRow: M; kColumn: N
+  bool addend;       // c is given
+  double alpha, beta;
+  DType dtype;
+  bool full_float32;  // as in ConvProblem
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Batch-norm over a contiguous array seen as (batch, outer, channels, inner): statistics per
+// (batch, channel) over outer and inner. channels-last has inner == 1, channels-first has outer ==
+// N.
+//
+//   mean, var = over outer*inner elements (biased, two-pass or shifted: never E[x^2] - E[x]^2);
+//   rstd = 1/sqrt(var + eps) z = (x - mean) * rstd * scale + bias (+ residual);  y = f(z)
+//   new_running = momentum * running + (1 - momentum) * statistic
+struct BatchNormProblem {
+  int64_t batch;
+  int64_t outer, channels, inner;
+  double momentum, epsilon;
+  Activation activation;
+  double slope;
+  bool residual;
+  DType dtype;  // of x, y, dy, dx, residual. Parameters and statistics are float64 for float64,
+                // else float32
+
+  int64_t reduced() const { return outer * inner; }  // elements per channel
+};
+
+}  // namespace jaxconv

@@ -1,0 +1,93 @@
+// ConvFprop, ConvDgrad, ConvWgrad of common/launch.h on the CPU: dtype and plan.algorithm choose
+// the instance. Algorithms: "direct" and "im2col" take any problem, "depthwise" takes groups == c.
+// float32 and float64. The workspace argument is unused (XLA plans none on the CPU): algorithms
+// allocate what they need.
+#include "cpu/conv.h"
+
+#include <string>
+
+#include "common/launch.h"
+
+namespace jaxconv::cpu {
+namespace {
+
+// Whether the plan can be carried out.
+Status Check(const ConvProblem& p, const Plan& plan, const char* what) {
+  if (p.dtype != DType::kF32 && p.dtype != DType::kF64) {
+    return Status::Unimplemented(std::string(what) +
+                                 ": the CPU backend computes in float32 and float64, not " +
+                                 Name(p.dtype) + ": convert first");
+  }
+  if (plan.algorithm == "depthwise" && p.groups != p.c) {
+    return Status::Invalid(std::string(what) + "[depthwise]: groups=" + std::to_string(p.groups) +
+                           " must equal the number of input channels, " + std::to_string(p.c));
+  }
+  if (plan.algorithm != "direct" && plan.algorithm != "im2col" && plan.algorithm != "depthwise") {
+    return Status::Invalid(std::string(what) + ": the CPU backend has no algorithm \"" +
+                           std::string(plan.algorithm) + "\"; it has direct, im2col and depthwise");
+  }
+  return Status::Ok();
+}
+
+template <typename T>
+Status Fprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
+             const void* x, const void* w, const void* bias, void* y, void* z) {
+  const T* tx = static_cast<const T*>(x);
+  const T* tw = static_cast<const T*>(w);
+  const T* tbias = e.bias ? static_cast<const T*>(bias) : nullptr;
+  T* ty = static_cast<T*>(y);
+  T* tz = e.save_preactivation ? static_cast<T*>(z) : nullptr;
+  if (plan.algorithm == "direct") return DirectFprop(ctx, p, e, tx, tw, tbias, ty, tz);
+  if (plan.algorithm == "depthwise") return DepthwiseFprop(ctx, p, e, tx, tw, tbias, ty, tz);
+  if (IsPointwise(p)) return PointwiseFprop(ctx, p, e, tx, tw, tbias, ty, tz);
+  return Im2colFprop(ctx, p, e, tx, tw, tbias, ty, tz);
+}
+
+template <typename T>
+Status Dgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,
+             const void* w, void* dx) {
+  const T* tdy = static_cast<const T*>(dy);
+  const T* tw = static_cast<const T*>(w);
+  T* tdx = static_cast<T*>(dx);
+  if (plan.algorithm == "direct") return DirectDgrad(ctx, p, tdy, tw, tdx);
+  if (plan.algorithm == "depthwise") return DepthwiseDgrad(ctx, p, tdy, tw, tdx);
+  if (IsPointwise(p)) return PointwiseDgrad(ctx, p, tdy, tw, tdx);
+  return Im2colDgrad(ctx, p, tdy, tw, tdx);
+}
+
+template <typename T>
+Status Wgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
+             const void* dy, void* dw) {
+  const T* tx = static_cast<const T*>(x);
+  const T* tdy = static_cast<const T*>(dy);
+  T* tdw = static_cast<T*>(dw);
+  if (plan.algorithm == "direct") return DirectWgrad(ctx, p, tx, tdy, tdw);
+  if (plan.algorithm == "depthwise") return DepthwiseWgrad(ctx, p, tx, tdy, tdw);
+  if (IsPointwise(p)) return PointwiseWgrad(ctx, p, tx, tdy, tdw);
+  return Im2colWgrad(ctx, p, tx, tdy, tdw);
+}
+
+}  // namespace
+
+Status ConvFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
+                 const void* x, const void* w, const void* bias, void* y, void* z, Workspace) {
+  JAXCONV_RETURN_IF_ERROR(Check(p, plan, "conv_fprop"));
+  if (p.dtype == DType::kF32) return Fprop<float>(ctx, p, e, plan, x, w, bias, y, z);
+  return Fprop<double>(ctx, p, e, plan, x, w, bias, y, z);
+}
+
+Status ConvDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,
+                 const void* w, void* dx, Workspace) {
+  JAXCONV_RETURN_IF_ERROR(Check(p, plan, "conv_dgrad"));
+  if (p.dtype == DType::kF32) return Dgrad<float>(ctx, p, plan, dy, w, dx);
+  return Dgrad<double>(ctx, p, plan, dy, w, dx);
+}
+
+Status ConvWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
+                 const void* dy, void* dw, Workspace) {
+  JAXCONV_RETURN_IF_ERROR(Check(p, plan, "conv_wgrad"));
+  if (p.dtype == DType::kF32) return Wgrad<float>(ctx, p, plan, x, dy, dw);
+  return Wgrad<double>(ctx, p, plan, x, dy, dw);
+}
+
+}  // namespace jaxconv::cpu
