@@ -1,0 +1,105 @@
+// Vectors of V elements of T, held raw until they are used so that several loads can be in flight,
+// and the activation over a vector.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "common/activation.h"
+#include "cuda/core/convert.cuh"
+
+namespace jaxconv::cuda::batchnorm {
+
+template <typename T, int V>
+using Raw = std::conditional_t<V * sizeof(T) == 16, uint4,
+                               std::conditional_t<V * sizeof(T) == 4, uint32_t, unsigned short>>;
+
+// Offsets in vectors. `ReadOnce` and `WriteOnce` leave the L2 cache to others: in a second pass the
+// tensor's first pass is still partly there.
+template <typename T, int V>
+__device__ __forceinline__ Raw<T, V> Read(const void* base, int64_t at) {
+  return __ldg(static_cast<const Raw<T, V>*>(base) + at);
+}
+template <typename T, int V>
+__device__ __forceinline__ Raw<T, V> ReadOnce(const void* base, int64_t at) {
+  return __ldcs(static_cast<const Raw<T, V>*>(base) + at);
+}
+template <typename T, int V>
+__device__ __forceinline__ void WriteOnce(void* base, int64_t at, Raw<T, V> v) {
+  __stcs(static_cast<Raw<T, V>*>(base) + at, v);
+}
+
+__device__ __forceinline__ uint32_t PackPair(__nv_bfloat162 v) {
+  return *reinterpret_cast<const uint32_t*>(&v);
+}
+__device__ __forceinline__ uint32_t PackPair(__half2 v) {
+  return *reinterpret_cast<const uint32_t*>(&v);
+}
+
+template <typename T, int V>
+__device__ __forceinline__ void Unpack(const Raw<T, V>& raw, float (&v)[V]) {
+  const T* e = reinterpret_cast<const T*>(&raw);
+#pragma unroll
+  for (int j = 0; j < V; ++j) v[j] = ToFloat(e[j]);
+}
+
+// Rounds to nearest even.
+template <typename T, int V>
+__device__ __forceinline__ Raw<T, V> Pack(const float (&v)[V]) {
+  Raw<T, V> raw;
+  if constexpr (V == 8) {
+    uint32_t w[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if constexpr (std::is_same_v<T, __half>) {
+        w[j] = PackPair(__floats2half2_rn(v[2 * j], v[2 * j + 1]));
+      } else {
+        w[j] = PackPair(__floats2bfloat162_rn(v[2 * j], v[2 * j + 1]));
+      }
+    }
+    raw = make_uint4(w[0], w[1], w[2], w[3]);
+  } else {
+    T* e = reinterpret_cast<T*>(&raw);
+#pragma unroll
+    for (int j = 0; j < V; ++j) e[j] = FromFloat<T>(v[j]);
+  }
+  return raw;
+}
+
+// The activations in two classes, so that the common ones keep their kernels small: kSmooth ==
+// false knows the piecewise linear ones (none, relu, relu6, leaky_relu), kSmooth == true all of
+// them.
+constexpr bool IsSmooth(Activation a) {
+  return !(a == Activation::kNone || a == Activation::kRelu || a == Activation::kRelu6 ||
+           a == Activation::kLeakyRelu);
+}
+
+// v[j] = kGrad ? v[j] * f'(z[j]) : f(z[j])
+template <bool kGrad, Activation kActivation, int V>
+__device__ __forceinline__ void ApplyOne(const float (&z)[V], float slope, float (&v)[V]) {
+#pragma unroll
+  for (int j = 0; j < V; ++j) {
+    v[j] =
+        kGrad ? v[j] * ActivateGrad(kActivation, z[j], slope) : Activate(kActivation, z[j], slope);
+  }
+}
+
+// The switch is outside the loop over the vector: one uniform branch.
+template <bool kGrad, bool kSmooth, int V>
+__device__ __forceinline__ void Apply(Activation a, float slope, const float (&z)[V],
+                                      float (&v)[V]) {
+  if (a == Activation::kRelu) return ApplyOne<kGrad, Activation::kRelu>(z, slope, v);
+  if (a == Activation::kRelu6) return ApplyOne<kGrad, Activation::kRelu6>(z, slope, v);
+  if (a == Activation::kLeakyRelu) return ApplyOne<kGrad, Activation::kLeakyRelu>(z, slope, v);
+  if constexpr (kSmooth) {
+    if (a == Activation::kElu) return ApplyOne<kGrad, Activation::kElu>(z, slope, v);
+    if (a == Activation::kTanh) return ApplyOne<kGrad, Activation::kTanh>(z, slope, v);
+    if (a == Activation::kSigmoid) return ApplyOne<kGrad, Activation::kSigmoid>(z, slope, v);
+    if (a == Activation::kSilu) return ApplyOne<kGrad, Activation::kSilu>(z, slope, v);
+    if (a == Activation::kGelu) return ApplyOne<kGrad, Activation::kGelu>(z, slope, v);
+    if (a == Activation::kGeluExact) return ApplyOne<kGrad, Activation::kGeluExact>(z, slope, v);
+  }
+  ApplyOne<kGrad, Activation::kNone>(z, slope, v);
+}
+
+}  // namespace jaxconv::cuda::batchnorm

@@ -1,0 +1,234 @@
+// Batch-norm backward in two walks over the tensors (two_read):
+//
+//   dz = dy * f'(z), z recomputed from x (and residual) where f needs it
+//   dbias = sum dz;  dscale = sum dz * xhat;  dx = scale * rstd * (dz - dbias / n - xhat * dscale /
+//   n);  dresidual = dz
+//
+// First walk: block (tile, split, instance) sums dz and dz * (x - mean) over its positions into
+// sums (2, batch, channels, splits). Second walk: block (tile, piece, instance), counted from the
+// end, adds its channels' parts up (piece 0 writes dscale and dbias) and writes dx and dresidual,
+// last position first. Without dx and dresidual the second walk is a block per tile that writes the
+// sums only.
+#include "cuda/batchnorm/batchnorm.h"
+#include "cuda/batchnorm/channel.cuh"
+#include "cuda/batchnorm/launch.h"
+#include "cuda/core/reduce.cuh"
+
+namespace jaxconv::cuda::batchnorm {
+namespace {
+
+// Loads in flight per thread and tensor. Eight channels a thread take the registers of more.
+template <int V, bool kLast, bool kSmooth>
+constexpr int kUnroll = kLast && V == 8      ? 3
+                        : V == 1 && !kSmooth ? 8
+                                             : 4;
+
+template <typename T, int V, bool kLast, bool kSmooth>
+__global__ void __launch_bounds__(kThreads, V == 1 ? 3 : 2)
+    GradientSumKernel(const __grid_constant__ BackwardArgs p, float* sums) {
+  constexpr int U = kUnroll<V, kLast, kSmooth>;
+  constexpr int N = kLast   ? V
+                    : V < 4 ? V
+                            : 4;  // sums a thread keeps; channels-first: chains of one channel
+  constexpr int kStats = kLast ? V : 1;
+  __shared__ float scratch[kThreads / 32 * kMaxTile * 2];
+
+  const Layout& a = p.layout;
+  const int64_t splits = p.parts;
+  const Place at = Locate(a, blockIdx.x, splits);
+  const int lane = kLast ? threadIdx.x & (a.lanes - 1) : 0;
+  const uint32_t step = kThreads / a.lanes;
+  const int64_t base = Base<kLast>(a, at.instance, at.tile, lane);
+  const bool inside = !kLast || at.tile * a.lanes + lane < a.row;
+  const uint32_t begin = Cut(a.positions, at.part, splits);
+  const uint32_t end = inside ? Cut(a.positions, at.part + 1, splits) : begin;
+
+  const int tile_channels = a.lanes * kStats;
+  Affine mine[kStats] = {};
+  if (inside) {
+    const int64_t first =
+        at.instance * a.channels + at.tile * tile_channels + (kLast ? lane * V : 0);
+#pragma unroll
+    for (int j = 0; j < kStats; ++j) mine[j] = SavedChannel(p, first + j);
+  }
+
+  const bool has_residual = p.t.residual != nullptr;
+  float s1[N] = {}, s2[N] = {};
+  for (uint32_t i = begin + threadIdx.x / a.lanes; i < end; i += U * step) {
+    Raw<T, V> x[U], dy[U], residual[U];
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      if (i + u * step < end) {
+        const int64_t offset = base + Step<kLast>(a, i + u * step);
+        x[u] = Read<T, V>(p.t.x, offset);
+        dy[u] = Read<T, V>(p.t.dy, offset);
+        if (has_residual) residual[u] = Read<T, V>(p.t.residual, offset);
+      }
+    }
+    // kSmooth: one copy of the long derivatives instead of U; the queue of loaded vectors moves up
+    // instead.
+#pragma unroll(kSmooth ? 1 : U)
+    for (int u = 0; u < U; ++u) {
+      if (i + u * step < end) {
+        float centred[V], dz[V];
+        Backpropagate<T, V, kSmooth>(x[0], dy[0], residual[0], has_residual, mine, p.activation,
+                                     p.slope, centred, dz);
+#pragma unroll
+        for (int j = 0; j < V; ++j) {
+          s1[j % N] += dz[j];
+          s2[j % N] = fmaf(dz[j], centred[j], s2[j % N]);
+        }
+      }
+#pragma unroll
+      for (int q = 1; q < U; ++q) {
+        x[q - 1] = x[q];
+        dy[q - 1] = dy[q];
+        residual[q - 1] = residual[q];
+      }
+    }
+  }
+
+  float total[2 * kStats];
+#pragma unroll
+  for (int j = 0; j < kStats; ++j) {
+    total[j] = s1[j];
+    total[kStats + j] = s2[j];
+  }
+  if constexpr (!kLast) {
+#pragma unroll
+    for (int j = 1; j < N; ++j) {
+      total[0] += s1[j];
+      total[1] += s2[j];
+    }
+  }
+  BlockColumnSums(total, a.lanes, scratch);
+
+  for (int i = threadIdx.x; i < tile_channels; i += kThreads) {
+    const int64_t channel = at.tile * tile_channels + i;
+    if (channel >= a.channels) break;
+    const float* s = scratch + i / kStats * 2 * kStats + i % kStats;
+    const int64_t row = at.instance * a.channels + channel;
+    sums[row * splits + at.part] = s[0];
+    sums[(a.batch * a.channels + row) * splits + at.part] = s[kStats];
+  }
+}
+
+template <typename T, int V, bool kLast, bool kSmooth>
+__global__ void __launch_bounds__(kThreads, V == 1 ? 3 : 2)
+    GradientKernel(const __grid_constant__ BackwardArgs p) {
+  constexpr int U = kUnroll<V, kLast, kSmooth>;
+  constexpr int kStats = kLast ? V : 1;
+  __shared__ Affine affine[kMaxTile];
+  __shared__ Gradient gradient[kMaxTile];
+
+  const Layout& a = p.layout;
+  const Place at = Locate(a, gridDim.x - 1 - int64_t{blockIdx.x}, p.pieces);
+  const int lane = kLast ? threadIdx.x & (a.lanes - 1) : 0;
+  const uint32_t step = kThreads / a.lanes;
+  const int64_t base = Base<kLast>(a, at.instance, at.tile, lane);
+  const bool inside = !kLast || at.tile * a.lanes + lane < a.row;
+  const bool writes = p.t.dx != nullptr || p.t.dresidual != nullptr;
+  const uint32_t begin = Cut(a.positions, at.part, p.pieces);
+  const uint32_t end = Cut(a.positions, at.part + 1, p.pieces);
+  const uint32_t count = inside && writes ? end - begin : 0;
+
+  Raw<T, V> x[U], dy[U], residual[U];
+  const bool has_residual = p.t.residual != nullptr;
+  const auto load = [&](uint32_t i) {
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      if (i + u * step < count) {
+        const int64_t offset = base + Step<kLast>(a, end - 1 - (i + u * step));
+        x[u] = ReadOnce<T, V>(p.t.x, offset);
+        dy[u] = ReadOnce<T, V>(p.t.dy, offset);
+        if (has_residual) residual[u] = ReadOnce<T, V>(p.t.residual, offset);
+      }
+    }
+  };
+  uint32_t i = threadIdx.x / a.lanes;
+  load(i);  // on its way while the sums are added up
+
+  const int tile_channels = a.lanes * kStats;
+  for (int c = threadIdx.x; c < tile_channels; c += kThreads) {
+    const int64_t channel = at.tile * tile_channels + c;
+    if (channel >= a.channels) break;
+    const int64_t row = at.instance * a.channels + channel;
+    const float s1 = SumParts(p.sums, row, p.parts);
+    const float s2 = SumParts(p.sums, a.batch * a.channels + row, p.parts);
+    affine[c] = SavedChannel(p, row);
+    gradient[c] = BackwardChannel(p, row, affine[c].scale, s1, s2, at.part == 0);
+  }
+  __syncthreads();
+  Affine mine[kStats];
+  Gradient to_dx[kStats];
+#pragma unroll
+  for (int j = 0; j < kStats; ++j) {
+    mine[j] = affine[lane * kStats + j];
+    to_dx[j] = gradient[lane * kStats + j];
+  }
+
+  while (i < count) {
+#pragma unroll(kSmooth ? 1 : U)
+    for (int u = 0; u < U; ++u) {
+      if (i + u * step < count) {
+        float centred[V], dz[V];
+        Backpropagate<T, V, kSmooth>(x[0], dy[0], residual[0], has_residual, mine, p.activation,
+                                     p.slope, centred, dz);
+        const int64_t offset = base + Step<kLast>(a, end - 1 - (i + u * step));
+        if (p.t.dresidual != nullptr) {
+          WriteOnce<T, V>(p.t.dresidual, offset, Pack<T, V>(dz));
+        }
+        if (p.t.dx != nullptr) {
+          WriteOnce<T, V>(p.t.dx, offset, InputGradient<T, V>(centred, dz, mine, to_dx));
+        }
+      }
+#pragma unroll
+      for (int q = 1; q < U; ++q) {
+        x[q - 1] = x[q];
+        dy[q - 1] = dy[q];
+        residual[q - 1] = residual[q];
+      }
+    }
+    i += U * step;
+    load(i);
+  }
+}
+
+}  // namespace
+
+Status TwoReadBackward(const Context& ctx, const BatchNormProblem& p, int64_t splits,
+                       const BackwardTensors& t, Workspace workspace, const std::string& what) {
+  JAXCONV_RETURN_IF_ERROR(CheckWorkspace(p, splits, workspace, what));
+  float* sums = static_cast<float*>(workspace.data);
+  BackwardArgs args = MakeBackwardArgs(p, t);
+  args.parts = splits;
+  return WithInstance(p, {t.x, t.dy, t.residual, t.dx, t.dresidual}, [&](auto instance) {
+    using I = decltype(instance);
+    args.layout = MakeLayout(p, I::kLast, I::V, kTileBytes);
+    const Layout& a = args.layout;
+    args.pieces = t.dx != nullptr || t.dresidual != nullptr ? Pieces(a, 2 * Bytes(p)) : 1;
+    JAXCONV_RETURN_IF_ERROR(CheckGrid(a.tiles, splits, p.batch, what));
+    JAXCONV_RETURN_IF_ERROR(CheckGrid(a.tiles, args.pieces, p.batch, what));
+    const unsigned sum_blocks = static_cast<unsigned>(a.tiles * splits * p.batch);
+    const unsigned blocks = static_cast<unsigned>(a.tiles * args.pieces * p.batch);
+    return WithActivation(p.activation, [&](auto smooth) {
+      constexpr bool kSmooth = decltype(smooth)::value;
+      GradientSumKernel<typename I::T, I::V, I::kLast, kSmooth>
+          <<<sum_blocks, kThreads, 0, ctx.stream>>>(args, sums);
+      JAXCONV_RETURN_IF_ERROR(LaunchStatus(what + " sums"));
+      args.sums = sums;
+      if (splits > kInlineParts) {
+        const int64_t rows = 2 * p.batch * p.channels;
+        float* totals = sums + rows * splits;
+        JAXCONV_RETURN_IF_ERROR(AddParts(ctx, rows, splits, sums, totals, what + " parts"));
+        args.sums = totals;
+        args.parts = 1;
+      }
+      GradientKernel<typename I::T, I::V, I::kLast, kSmooth>
+          <<<blocks, kThreads, 0, ctx.stream>>>(args);
+      return LaunchStatus(what + " dx");
+    });
+  });
+}
+
+}  // namespace jaxconv::cuda::batchnorm

@@ -1,0 +1,198 @@
+// The arithmetic of one channel: its sums become statistics, and these the coefficients of the walk
+// over its elements.
+//
+// Forward sums are taken about a shift k, a typical element of the channel: s1 = sum (x - k), s2 =
+// sum (x - k)^2, so
+//   mean = k + s1 / n,  var = s2 / n - (s1 / n)^2
+// loses 1 + ((k - mean) / std)^2 ulps of the variance, not 1 + (mean / std)^2. k is the median of
+// three elements: one outlier (a padded corner) does not become the shift. Sums about one and the
+// same k simply add.
+#pragma once
+
+#include "cuda/batchnorm/access.cuh"
+#include "cuda/batchnorm/batchnorm.h"
+#include "cuda/batchnorm/layout.h"
+
+namespace jaxconv::cuda::batchnorm {
+
+struct ForwardArgs {
+  Layout layout;
+  ForwardTensors t;
+  const float* sums;  // (2, batch, channels, parts): s1 and s2; null in inference
+  int64_t parts;
+  int64_t pieces;  // parts per channel tile of the walk that writes
+  double
+      inv_n;  // 1 / (outer * inner); infinite for an empty channel, whose statistics are then NaN
+  double momentum, epsilon;
+  Activation activation;
+  float slope;
+};
+
+struct BackwardArgs {
+  Layout layout;
+  BackwardTensors t;
+  const float* sums;  // (2, batch, channels, parts): sum dz and sum dz * (x - mean)
+  int64_t parts;
+  int64_t pieces;
+  double inv_n;
+  Activation activation;
+  float slope;
+};
+
+inline ForwardArgs MakeForwardArgs(const BatchNormProblem& p, const ForwardTensors& t) {
+  ForwardArgs args{};
+  args.t = t;
+  args.inv_n = 1.0 / static_cast<double>(p.reduced());
+  args.momentum = p.momentum;
+  args.epsilon = p.epsilon;
+  args.activation = p.activation;
+  args.slope = static_cast<float>(p.slope);
+  return args;
+}
+
+inline BackwardArgs MakeBackwardArgs(const BatchNormProblem& p, const BackwardTensors& t) {
+  BackwardArgs args{};
+  args.t = t;
+  args.inv_n = 1.0 / static_cast<double>(p.reduced());
+  args.activation = p.activation;
+  args.slope = static_cast<float>(p.slope);
+  return args;
+}
+
+// Median of the channel's first, middle and last position. `channel` counts within the tile.
+template <typename T, int V, bool kLast>
+__device__ __forceinline__ float Shift(const Layout& a, const void* x, int64_t instance,
+                                       int64_t tile, int channel) {
+  if (a.positions == 0) return 0.f;
+  const T* base =
+      static_cast<const T*>(x) + Base<kLast>(a, instance, tile, channel / V) * V + channel % V;
+  const float first = ToFloat(base[0]);
+  const float middle = ToFloat(base[Step<kLast>(a, a.positions / 2) * V]);
+  const float last = ToFloat(base[Step<kLast>(a, a.positions - 1) * V]);
+  return fmaxf(fminf(first, middle), fminf(fmaxf(first, middle), last));
+}
+
+// z = (x - mean) * scale + offset. x - mean comes first: it is exact where mean / std is large.
+struct Affine {
+  float mean, scale, offset;
+};
+
+// `at` = instance * channels + channel. Writes the channel's statistics where `write` says so.
+__device__ __forceinline__ Affine TrainChannel(const ForwardArgs& p, int64_t at, float shift,
+                                               float s1, float s2, bool write) {
+  const double offset = s1 * p.inv_n;
+  const double mean = shift + offset;
+  double var = s2 * p.inv_n - offset * offset;
+  if (var < 0) var = 0;  // NaN stays
+  const float rstd = static_cast<float>(1.0 / sqrt(var + p.epsilon));
+  const float rounded = static_cast<float>(mean);
+  if (write) {
+    p.t.mean[at] = rounded;
+    p.t.rstd[at] = rstd;
+    const double keep = p.momentum, take = 1 - p.momentum;
+    p.t.new_mean[at] = static_cast<float>(keep * p.t.old_mean[at] + take * mean);
+    p.t.new_var[at] = static_cast<float>(keep * p.t.old_var[at] + take * var);
+  }
+  // What rounding took from the mean goes into the offset.
+  const float scale = p.t.scale[at] * rstd;
+  return {rounded, scale, p.t.bias[at] - static_cast<float>(mean - rounded) * scale};
+}
+
+__device__ __forceinline__ Affine InferChannel(const ForwardArgs& p, int64_t at) {
+  const float rstd = 1.f / sqrtf(p.t.old_var[at] + static_cast<float>(p.epsilon));
+  return {p.t.old_mean[at], p.t.scale[at] * rstd, p.t.bias[at]};
+}
+
+// The same affine map from the statistics that the forward pass kept. The offset counts only where
+// f needs z.
+__device__ __forceinline__ Affine SavedChannel(const BackwardArgs& p, int64_t at) {
+  const bool needs_z = p.activation != Activation::kNone;
+  return {p.t.mean[at], p.t.scale[at] * p.t.rstd[at], needs_z ? p.t.bias[at] : 0.f};
+}
+
+// dx = scale * dz + slope * (x - mean) + offset, scale being Affine's.
+struct Gradient {
+  float slope, offset;
+};
+
+// s1 = sum dz, s2 = sum dz * (x - mean).
+__device__ __forceinline__ Gradient BackwardChannel(const BackwardArgs& p, int64_t at, float scale,
+                                                    float s1, float s2, bool write) {
+  const float rstd = p.t.rstd[at];
+  if (write) {
+    p.t.dbias[at] = s1;
+    p.t.dscale[at] = p.layout.positions > 0 ? s2 * rstd : 0.f;  // an empty channel has no rstd
+  }
+  const float inv_n = static_cast<float>(p.inv_n);
+  return {-scale * rstd * rstd * (s2 * inv_n), -scale * (s1 * inv_n)};
+}
+
+// Adds up one channel's parts, in order.
+__device__ __forceinline__ float SumParts(const float* sums, int64_t row, int64_t parts) {
+  float sum = 0.f;
+  for (int64_t i = 0; i < parts; ++i) sum += sums[row * parts + i];
+  return sum;
+}
+
+// y's vector from x's: both kernels that write y. kStats = V (channels-last) or 1.
+template <typename T, int V, bool kSmooth, int kStats>
+__device__ __forceinline__ Raw<T, V> Normalise(const Raw<T, V>& x, const Raw<T, V>& residual,
+                                               bool has_residual, const Affine (&c)[kStats],
+                                               Activation activation, float slope) {
+  float z[V];
+  Unpack<T, V>(x, z);
+#pragma unroll
+  for (int j = 0; j < V; ++j) {
+    const Affine& k = c[kStats == 1 ? 0 : j];
+    z[j] = fmaf(z[j] - k.mean, k.scale, k.offset);
+  }
+  if (has_residual) {
+    float r[V];
+    Unpack<T, V>(residual, r);
+#pragma unroll
+    for (int j = 0; j < V; ++j) z[j] += r[j];
+  }
+  Apply<false, kSmooth, V>(activation, slope, z, z);
+  return Pack<T, V>(z);
+}
+
+// dz = dy * f'(z) and the centred x, from which z is recomputed.
+template <typename T, int V, bool kSmooth, int kStats>
+__device__ __forceinline__ void Backpropagate(const Raw<T, V>& x, const Raw<T, V>& dy,
+                                              const Raw<T, V>& residual, bool has_residual,
+                                              const Affine (&c)[kStats], Activation activation,
+                                              float slope, float (&centred)[V], float (&dz)[V]) {
+  Unpack<T, V>(x, centred);
+  Unpack<T, V>(dy, dz);
+#pragma unroll
+  for (int j = 0; j < V; ++j) centred[j] -= c[kStats == 1 ? 0 : j].mean;
+  if (activation == Activation::kNone) return;
+  float z[V];
+#pragma unroll
+  for (int j = 0; j < V; ++j) {
+    const Affine& k = c[kStats == 1 ? 0 : j];
+    z[j] = fmaf(centred[j], k.scale, k.offset);
+  }
+  if (has_residual) {
+    float r[V];
+    Unpack<T, V>(residual, r);
+#pragma unroll
+    for (int j = 0; j < V; ++j) z[j] += r[j];
+  }
+  Apply<true, kSmooth, V>(activation, slope, z, dz);
+}
+
+template <typename T, int V, int kStats>
+__device__ __forceinline__ Raw<T, V> InputGradient(const float (&centred)[V], const float (&dz)[V],
+                                                   const Affine (&c)[kStats],
+                                                   const Gradient (&g)[kStats]) {
+  float dx[V];
+#pragma unroll
+  for (int j = 0; j < V; ++j) {
+    const int k = kStats == 1 ? 0 : j;
+    dx[j] = fmaf(c[k].scale, dz[j], fmaf(g[k].slope, centred[j], g[k].offset));
+  }
+  return Pack<T, V>(dx);
+}
+
+}  // namespace jaxconv::cuda::batchnorm

@@ -1,0 +1,98 @@
+// What the launchers of this room share: the choice of a template instance, grids, the workspace's
+// size.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <initializer_list>
+#include <limits>
+#include <string>
+
+#include "common/plan.h"
+#include "cuda/batchnorm/access.cuh"
+#include "cuda/batchnorm/layout.h"
+#include "cuda/core/context.h"
+
+namespace jaxconv::cuda::batchnorm {
+
+constexpr int kThreads = 256;    // of a two-read or inference block
+constexpr int kTileBytes = 256;  // of neighbouring channels in such a block, channels-last
+constexpr int kMaxTile = 128;    // channels in them: 8 bf16 * 16 lanes
+constexpr int64_t kInlineParts =
+    16;  // partial sums that the blocks of the second walk add up themselves
+
+// One template instance: element type, elements per access, channels-last or -first.
+template <typename Element, int kVec, bool kChannelsLast>
+struct Instance {
+  using T = Element;
+  static constexpr int V = kVec;
+  static constexpr bool kLast = kChannelsLast;
+};
+
+inline bool Aligned16(std::initializer_list<const void*> pointers) {
+  return std::all_of(pointers.begin(), pointers.end(),
+                     [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; });
+}
+
+template <typename T, typename F>
+Status WithVector(const BatchNormProblem& p, bool aligned, F&& f) {
+  constexpr int V = 16 / sizeof(T);
+  if (p.inner == 1) {
+    if (aligned && p.channels % V == 0) return f(Instance<T, V, true>{});
+    return f(Instance<T, 1, true>{});
+  }
+  if (aligned && p.inner % V == 0) return f(Instance<T, V, false>{});
+  return f(Instance<T, 1, false>{});
+}
+
+// f(Instance<...>{}): 16-byte vectors where the extents and the pointers allow them.
+template <typename F>
+Status WithInstance(const BatchNormProblem& p, std::initializer_list<const void*> pointers, F&& f) {
+  const bool aligned = Aligned16(pointers);
+  if (p.dtype == DType::kF32) return WithVector<float>(p, aligned, f);
+  if (p.dtype == DType::kBF16) return WithVector<__nv_bfloat16>(p, aligned, f);
+  return WithVector<__half>(p, aligned, f);
+}
+
+// f(std::bool_constant<kSmooth>{}).
+template <typename F>
+Status WithActivation(Activation activation, F&& f) {
+  if (IsSmooth(activation)) return f(std::true_type{});
+  return f(std::false_type{});
+}
+
+// blocks in [1, 2^31), or a sentence.
+inline Status CheckGrid(int64_t tiles, int64_t parts, int64_t batch, const std::string& what) {
+  const int64_t limit = std::numeric_limits<int32_t>::max();
+  if (parts <= limit && tiles <= limit / parts && batch <= limit / (parts * tiles))
+    return Status::Ok();
+  return Status::Unimplemented(what + ": " + std::to_string(batch) + " instances of " +
+                               std::to_string(tiles) + " channel tiles in " +
+                               std::to_string(parts) +
+                               " parts are more than the 2^31 - 1 blocks of a grid");
+}
+
+// Parts per channel tile of a walk that keeps no sums: enough blocks for any device, 128 KB of x
+// each in a large tensor (what a block reads before its first element is then small) and no less
+// than 16 KB in a small one.
+inline int64_t Pieces(const Layout& a, int64_t bytes) {
+  const int64_t blocks = std::max(bytes / (128 << 10), std::min<int64_t>(512, bytes / (16 << 10)));
+  const int64_t pieces = blocks / (a.tiles * a.batch);
+  return std::clamp<int64_t>(pieces, 1, std::max<int64_t>(a.positions, 1));
+}
+
+inline int64_t Bytes(const BatchNormProblem& p) {
+  return p.batch * p.channels * p.reduced() * static_cast<int64_t>(SizeOf(p.dtype));
+}
+
+inline Status CheckWorkspace(const BatchNormProblem& p, int64_t splits, Workspace workspace,
+                             const std::string& what) {
+  const int64_t needed = (splits + 1) * 2 * p.batch * p.channels * 4;
+  if (workspace.bytes >= needed && workspace.data != nullptr) return Status::Ok();
+  return Status::Invalid(what + ": workspace has " + std::to_string(workspace.bytes) +
+                         " bytes, needs " + std::to_string(needed));
+}
+
+}  // namespace jaxconv::cuda::batchnorm

@@ -1,0 +1,116 @@
+// Where a channel's elements lie. Index arithmetic only, for host and device.
+//
+// The array (batch, outer, channels, inner) is read in vectors of V elements. A block owns one tile
+// of channels of one instance and a range of its positions; a position is one vector per lane:
+//
+//   channels-last  (inner == 1): V divides channels; tile = lanes * V neighbouring channels,
+//   positions = outer.
+//                                A thread keeps its V channels and walks down the rows.
+//   channels-first (inner > 1):  V divides inner; tile = one channel, lanes = 1, positions = outer
+//   * inner / V.
+//                                All of a vector belongs to the channel.
+//
+// With V = 1 either always applies.
+#pragma once
+
+#include <cstdint>
+
+#include "common/problem.h"
+
+namespace jaxconv::cuda::batchnorm {
+
+constexpr int64_t kMaxPositions = int64_t{1} << 31;  // per channel; exclusive
+
+// Offsets and extents in vectors, unless they say channels.
+struct Layout {
+  int64_t batch;
+  int64_t channels;
+  int64_t row;         // from one outer index to the next: channels * inner / V
+  int64_t instance;    // from one instance to the next: outer * row
+  uint32_t positions;  // [0, 2^31)
+  uint32_t inner;      // inner / V; 1 in channels-last
+  uint32_t multiplier,
+      shift;      // position / inner == (position * multiplier >> 32) >> shift, where inner > 1
+  int lanes;      // threads side by side across channels: a power of two in [1, 32]
+  int64_t tiles;  // channel tiles of an instance
+};
+
+// One axis less to walk where there is one channel only: all its elements are neighbours.
+inline BatchNormProblem Canonical(BatchNormProblem p) {
+  if (p.channels == 1) {
+    p.inner *= p.outer;
+    p.outer = 1;
+  }
+  return p;
+}
+
+// The most lanes that `tile_bytes` of neighbouring channels allow: 8 (a 128-byte line of 16-byte
+// vectors) rather than 16 where that leaves fewer lanes idle, and less where there are fewer
+// vectors of channels.
+inline int Lanes(int64_t channel_vectors, int vector_bytes, int tile_bytes) {
+  int lanes = tile_bytes / vector_bytes < 32 ? tile_bytes / vector_bytes : 32;
+  while (lanes > 1 && lanes / 2 >= channel_vectors) lanes /= 2;
+  const auto idle = [&](int64_t l) { return (channel_vectors + l - 1) / l * l - channel_vectors; };
+  while (lanes > 8 && idle(lanes / 2) < idle(lanes)) lanes /= 2;
+  return lanes;
+}
+
+// p is canonical and has fewer than kMaxPositions elements per channel; `vec` divides channels or
+// inner as said above.
+inline Layout MakeLayout(const BatchNormProblem& p, bool channels_last, int vec, int tile_bytes) {
+  Layout a{};
+  a.batch = p.batch;
+  a.channels = p.channels;
+  a.row = p.channels * p.inner / vec;
+  a.instance = p.outer * a.row;
+  a.inner = static_cast<uint32_t>(channels_last ? 1 : p.inner / vec);
+  a.positions = static_cast<uint32_t>(p.outer * a.inner);
+  // ceil(2^(31 + s) / d), s = ceil(log2 d): exact for every position below 2^31.
+  while ((uint64_t{1} << a.shift) < a.inner) ++a.shift;
+  if (a.inner > 1) {
+    a.multiplier = static_cast<uint32_t>(((uint64_t{1} << (31 + a.shift)) + a.inner - 1) / a.inner);
+    --a.shift;
+  }
+  a.lanes = 1;
+  a.tiles = p.channels;
+  if (channels_last) {
+    a.lanes = Lanes(a.row, vec * static_cast<int>(SizeOf(p.dtype)), tile_bytes);
+    a.tiles = (a.row + a.lanes - 1) / a.lanes;
+  }
+  return a;
+}
+
+// The first vector of a tile column in one instance: add Step(a, position).
+template <bool kLast>
+JAXCONV_HD int64_t Base(const Layout& a, int64_t instance, int64_t tile, int lane) {
+  return instance * a.instance + (kLast ? tile * a.lanes + lane : tile * a.inner);
+}
+
+template <bool kLast>
+JAXCONV_HD int64_t Step(const Layout& a, uint32_t position) {
+  if (kLast) return position * a.row;
+  if (a.inner == 1) return position * a.row;
+#ifdef __CUDA_ARCH__
+  const uint32_t outer = __umulhi(position, a.multiplier) >> a.shift;
+#else
+  const uint32_t outer = static_cast<uint32_t>(uint64_t{position} * a.multiplier >> 32) >> a.shift;
+#endif
+  return outer * a.row + (position - outer * a.inner);
+}
+
+// Part i of n takes positions [Cut(i), Cut(i + 1)): any n >= 1, parts differ by at most one
+// position and may be empty.
+JAXCONV_HD uint32_t Cut(uint32_t positions, int64_t part, int64_t parts) {
+  return static_cast<uint32_t>(positions * part / parts);
+}
+
+// A linear block index, channel tiles fastest.
+struct Place {
+  int64_t tile, part, instance;
+};
+JAXCONV_HD Place Locate(const Layout& a, int64_t block, int64_t parts) {
+  const int64_t rest = block / a.tiles;
+  return {block - rest * a.tiles, rest % parts, rest / parts};
+}
+
+}  // namespace jaxconv::cuda::batchnorm

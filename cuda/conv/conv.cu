@@ -1,0 +1,114 @@
+// The convolution entry points of common/launch.h: empty sums first, then the plan's algorithm.
+// Launches nothing itself but the fill of an output that no product reaches.
+#include <cuda_runtime_api.h>
+
+#include <string>
+
+#include "common/launch.h"
+#include "cuda/conv/depthwise.h"
+#include "cuda/conv/direct.h"
+#include "cuda/conv/im2col.h"
+#include "cuda/conv/implicit_gemm.h"
+#include "cuda/core/context.h"
+
+namespace jaxconv::cuda {
+namespace {
+
+enum class Algorithm { kDirect, kDepthwise, kIm2col, kImplicitGemm };
+
+Status Refuse(const char* op, const ConvProblem& p, const Plan& plan, Algorithm& algorithm) {
+  if (p.dtype == DType::kF64) {
+    return Status::Unimplemented(std::string(op) +
+                                 ": float64 has no CUDA kernel; expected float32, bfloat16 or "
+                                 "float16");
+  }
+  if (plan.algorithm == "direct") {
+    algorithm = Algorithm::kDirect;
+  } else if (plan.algorithm == "depthwise") {
+    algorithm = Algorithm::kDepthwise;
+  } else if (plan.algorithm == "im2col") {
+    algorithm = Algorithm::kIm2col;
+  } else if (plan.algorithm == "implicit_gemm") {
+    algorithm = Algorithm::kImplicitGemm;
+  } else {
+    return Status::Invalid(std::string(op) + ": unknown algorithm \"" +
+                           std::string(plan.algorithm) +
+                           "\"; expected direct, depthwise, im2col or implicit_gemm");
+  }
+  return Status::Ok();
+}
+
+// All bits zero is the number zero in every dtype.
+Status Zero(const Context& ctx, void* out, int64_t count, DType dtype, const char* op) {
+  return CudaStatus(cudaMemsetAsync(out, 0, size_t(count) * SizeOf(dtype), ctx.stream),
+                    std::string(op) + " zero fill");
+}
+
+int64_t SizeX(const ConvProblem& p) { return p.n * p.c * p.in_size(); }
+int64_t SizeW(const ConvProblem& p) {
+  return p.groups > 0 ? p.k * p.group_c() * p.filter_size() : 0;
+}
+int64_t SizeY(const ConvProblem& p) { return p.n * p.k * p.out_size(); }
+
+}  // namespace
+
+Status ConvFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
+                 const void* x, const void* w, const void* bias, void* y, void* z,
+                 Workspace workspace) {
+  Algorithm algorithm;
+  JAXCONV_RETURN_IF_ERROR(Refuse("conv_fprop", p, plan, algorithm));
+  if (SizeY(p) == 0) return Status::Ok();
+  // y = f(bias) everywhere: direct sums over nothing, whatever the plan says.
+  if (SizeX(p) == 0 || SizeW(p) == 0) algorithm = Algorithm::kDirect;
+  switch (algorithm) {
+    case Algorithm::kDepthwise:
+      return DepthwiseFprop(ctx, p, e, plan, x, w, bias, y, z, workspace);
+    case Algorithm::kIm2col:
+      return Im2colFprop(ctx, p, e, plan, x, w, bias, y, z, workspace);
+    case Algorithm::kImplicitGemm:
+      return ImplicitGemmFprop(ctx, p, e, plan, x, w, bias, y, z, workspace);
+    case Algorithm::kDirect:
+      break;
+  }
+  return DirectFprop(ctx, p, e, plan, x, w, bias, y, z, workspace);
+}
+
+Status ConvDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,
+                 const void* w, void* dx, Workspace workspace) {
+  Algorithm algorithm;
+  JAXCONV_RETURN_IF_ERROR(Refuse("conv_dgrad", p, plan, algorithm));
+  if (SizeX(p) == 0) return Status::Ok();
+  if (SizeY(p) == 0 || SizeW(p) == 0) return Zero(ctx, dx, SizeX(p), p.dtype, "conv_dgrad");
+  switch (algorithm) {
+    case Algorithm::kDepthwise:
+      return DepthwiseDgrad(ctx, p, plan, dy, w, dx, workspace);
+    case Algorithm::kIm2col:
+      return Im2colDgrad(ctx, p, plan, dy, w, dx, workspace);
+    case Algorithm::kImplicitGemm:
+      return ImplicitGemmDgrad(ctx, p, plan, dy, w, dx, workspace);
+    case Algorithm::kDirect:
+      break;
+  }
+  return DirectDgrad(ctx, p, plan, dy, w, dx, workspace);
+}
+
+Status ConvWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
+                 const void* dy, void* dw, Workspace workspace) {
+  Algorithm algorithm;
+  JAXCONV_RETURN_IF_ERROR(Refuse("conv_wgrad", p, plan, algorithm));
+  if (SizeW(p) == 0) return Status::Ok();
+  if (SizeX(p) == 0 || SizeY(p) == 0) return Zero(ctx, dw, SizeW(p), p.dtype, "conv_wgrad");
+  switch (algorithm) {
+    case Algorithm::kDepthwise:
+      return DepthwiseWgrad(ctx, p, plan, x, dy, dw, workspace);
+    case Algorithm::kIm2col:
+      return Im2colWgrad(ctx, p, plan, x, dy, dw, workspace);
+    case Algorithm::kImplicitGemm:
+      return ImplicitGemmWgrad(ctx, p, plan, x, dy, dw, workspace);
+    case Algorithm::kDirect:
+      break;
+  }
+  return DirectWgrad(ctx, p, plan, x, dy, dw, workspace);
+}
+
+}  // namespace jaxconv::cuda

@@ -1,0 +1,35 @@
+// Depthwise convolution: every output channel k sees one input channel c = k / (K/C).
+//
+// Supports: groups == c, k a multiple of c; float32, bfloat16, float16; both memory orders; 1-D to
+// 3-D; any stride, dilation, padding; coordinates below 2^30 (CheckIndexable). float32 products are
+// never rounded. Fast where filter[2] is 3, 5 or 7 with dilation[2] == 1 and stride[2] 1 or 2 (7: 1
+// only), and, channels-last, where k == c is a multiple of 16 / itemsize: then every access is 16
+// bytes. `plan.tile` and `plan.chunk` are not read.
+//
+// Workspace: fprop, dgrad: 0. wgrad: plan.splits > 1 ? plan.splits * K * T*R*S * 4 bytes : 0.
+//
+// wgrad cuts the N*O*P*ceil(Q/4) runs of four output pixels into `plan.splits` >= 1 contiguous
+// parts. With V = 16 / itemsize where the 16-byte condition holds, else 1, a part has
+//   channel tiles * tap-row tiles blocks of 256 threads: channels-last ceil(ceil(K/V) / 16) [V ==
+//   4: / 32; V == 1: / 64], channels-first K; times ceil(T*R / 4) (ceil(T*R*S / 4) where the
+//   generic kernel runs);
+// about four blocks an SM in all keep a device busy, and a part should keep each of its threads in
+// work: at least 16 runs for each of the 64 / (channel tile) threads that share a tap row.
+#pragma once
+
+#include "common/plan.h"
+#include "common/problem.h"
+#include "common/status.h"
+#include "cuda/core/context.h"
+
+namespace jaxconv::cuda {
+
+Status DepthwiseFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
+                      const void* x, const void* w, const void* bias, void* y, void* z,
+                      Workspace workspace);
+Status DepthwiseDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,
+                      const void* w, void* dx, Workspace workspace);
+Status DepthwiseWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
+                      const void* dy, void* dw, Workspace workspace);
+
+}  // namespace jaxconv::cuda
