@@ -1,0 +1,41 @@
+// The Python modules _cpu and _cuda: nothing but the handlers, and facts about how they were built.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <string>
+#include <vector>
+
+#include "common/activation.h"
+#include "ffi/handlers.h"
+
+#ifndef JAXCONV_CUDA
+#include "cpu/blas.h"
+#endif
+
+namespace nb = nanobind;
+
+NB_MODULE(JAXCONV_MODULE, m) {
+  m.def("registrations", [] {
+    nb::dict targets;
+    for (auto [name, handler] : jaxconv::JAXCONV_BACKEND::Handlers()) {
+      targets[name] = nb::capsule(reinterpret_cast<void*>(handler));
+    }
+    return targets;
+  });
+  m.def("ffi_api", [] { return nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); });
+  m.def("activations", [] {
+    std::vector<std::string> names;
+    for (auto name : jaxconv::kActivationNames) names.emplace_back(name);
+    return names;
+  });
+#ifdef JAXCONV_CUDA
+  m.def("architectures", [] { return std::vector<std::string>{JAXCONV_ARCHITECTURES}; });
+#else
+  m.def("set_blas", [](uintptr_t sgemm, uintptr_t dgemm) {
+    jaxconv::cpu::SetBlas(reinterpret_cast<void*>(sgemm), reinterpret_cast<void*>(dgemm));
+  });
+  m.def("has_blas", [] { return jaxconv::cpu::HasBlas(); });
+#endif
+}

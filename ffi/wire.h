@@ -1,0 +1,146 @@
+// The attributes of the custom calls, as jaxconv/_op.py and its neighbours write them, and the
+// small conversions between XLA's types and ours. Member names are the wire format: a change needs
+// a new version in the target's name.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "common/plan.h"
+#include "common/problem.h"
+#include "common/status.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jaxconv::wire {
+
+namespace ffi = xla::ffi;
+using Ints = ffi::Span<const int64_t>;
+
+struct Window {
+  Ints stride;  // one per spatial dimension, also in the next three
+  Ints pad_low;
+  Ints pad_high;
+  Ints dilation;
+  int64_t groups;
+  int64_t dims_channels_last;    // order of the logical dimensions
+  int64_t memory_channels_last;  // order of the elements in memory
+  int64_t full_float32;
+};
+
+struct Epilogue {
+  int64_t bias;
+  std::string_view activation;
+  double slope;
+  int64_t save_preactivation;
+};
+
+struct Product {
+  int64_t trans_x, trans_w;
+  int64_t batched;  // the result has an instance axis
+  int64_t x_batched, w_batched, bias_batched, c_batched;
+  std::string_view bias;  // "none", "scalar", "row", "column"
+  int64_t addend;
+  double alpha, beta;
+  int64_t full_float32;
+};
+
+struct Norm {
+  int64_t channel_axis;  // counts the instance axis
+  int64_t batched;       // the leading axis of every array is the instance axis
+  double momentum, epsilon;
+  std::string_view activation;
+  double slope;
+  int64_t residual;
+};
+
+struct Plan {
+  std::string_view algorithm, tile;
+  int64_t splits, chunk;
+};
+
+inline std::optional<DType> ToDType(ffi::DataType type) {
+  switch (type) {
+    case ffi::DataType::F32:
+      return DType::kF32;
+    case ffi::DataType::F64:
+      return DType::kF64;
+    case ffi::DataType::BF16:
+      return DType::kBF16;
+    case ffi::DataType::F16:
+      return DType::kF16;
+    default:
+      return std::nullopt;
+  }
+}
+
+inline std::optional<Activation> ToActivation(std::string_view name) {
+  for (size_t i = 0; i < std::size(kActivationNames); ++i) {
+    if (kActivationNames[i] == name) return static_cast<Activation>(i);
+  }
+  return std::nullopt;
+}
+
+inline std::optional<BiasKind> ToBiasKind(std::string_view name) {
+  if (name == "none") return BiasKind::kNone;
+  if (name == "scalar") return BiasKind::kScalar;
+  if (name == "row") return BiasKind::kRow;
+  if (name == "column") return BiasKind::kColumn;
+  return std::nullopt;
+}
+
+inline ffi::Error ToFfi(const Status& status) {
+  switch (status.code()) {
+    case Code::kOk:
+      return ffi::Error::Success();
+    case Code::kInvalidArgument:
+      return ffi::Error::InvalidArgument(status.message());
+    case Code::kUnimplemented:
+      return ffi::Error(ffi::ErrorCode::kUnimplemented, status.message());
+    default:
+      return ffi::Error::Internal(status.message());
+  }
+}
+
+inline std::string ShapeText(ffi::AnyBuffer::Dimensions dims) {
+  std::string text = "(";
+  for (size_t i = 0; i < dims.size(); ++i) text += (i ? ", " : "") + std::to_string(dims[i]);
+  return text + ")";
+}
+
+}  // namespace jaxconv::wire
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
+    ::jaxconv::wire::Window, StructMember<::jaxconv::wire::Ints>("stride"),
+    StructMember<::jaxconv::wire::Ints>("pad_low"), StructMember<::jaxconv::wire::Ints>("pad_high"),
+    StructMember<::jaxconv::wire::Ints>("dilation"), StructMember<int64_t>("groups"),
+    StructMember<int64_t>("dims_channels_last"), StructMember<int64_t>("memory_channels_last"),
+    StructMember<int64_t>("full_float32"));
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jaxconv::wire::Epilogue, StructMember<int64_t>("bias"),
+                                      StructMember<std::string_view>("activation"),
+                                      StructMember<double>("slope"),
+                                      StructMember<int64_t>("save_preactivation"));
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
+    ::jaxconv::wire::Product, StructMember<int64_t>("trans_x"), StructMember<int64_t>("trans_w"),
+    StructMember<int64_t>("batched"), StructMember<int64_t>("x_batched"),
+    StructMember<int64_t>("w_batched"), StructMember<int64_t>("bias_batched"),
+    StructMember<int64_t>("c_batched"), StructMember<std::string_view>("bias"),
+    StructMember<int64_t>("addend"), StructMember<double>("alpha"), StructMember<double>("beta"),
+    StructMember<int64_t>("full_float32"));
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jaxconv::wire::Norm, StructMember<int64_t>("channel_axis"),
+                                      StructMember<int64_t>("batched"),
+                                      StructMember<double>("momentum"),
+                                      StructMember<double>("epsilon"),
+                                      StructMember<std::string_view>("activation"),
+                                      StructMember<double>("slope"),
+                                      StructMember<int64_t>("residual"));
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jaxconv::wire::Plan,
+                                      StructMember<std::string_view>("algorithm"),
+                                      StructMember<std::string_view>("tile"),
+                                      StructMember<int64_t>("splits"),
+                                      StructMember<int64_t>("chunk"));
