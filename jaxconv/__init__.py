@@ -1,0 +1,22 @@
+"""jaxconv: convolution, fused dense and batch-norm layers for JAX, as CUDA kernels behind XLA custom calls."""
+
+from jaxconv._explain import Explanation, explain, info
+from jaxconv.batchnorm import batchnorm
+from jaxconv.conv import conv1d, conv2d, conv3d
+from jaxconv.conv_transpose import conv_general_dilated, conv_transpose1d, conv_transpose2d, conv_transpose3d
+from jaxconv.dense import dense
+
+__all__ = [
+    "Explanation",
+    "batchnorm",
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "conv_general_dilated",
+    "conv_transpose1d",
+    "conv_transpose2d",
+    "conv_transpose3d",
+    "dense",
+    "explain",
+    "info",
+]

@@ -1,0 +1,144 @@
+"""Activations: their names, formulas and derivatives. `common/activation.h` has the formulas for native code."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+# What the backward pass keeps of the forward pass: nothing, the output y, or the pre-activation z.
+RESIDUALS = {
+    "none": None,
+    "relu": "y",
+    "relu6": "y",
+    "leaky_relu": "y",
+    "elu": "y",
+    "tanh": "y",
+    "sigmoid": "y",
+    "silu": "z",
+    "gelu": "z",
+    "gelu_exact": "z",
+}
+NAMES = tuple(RESIDUALS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Activation:
+    """An activation y = f(z). `slope` belongs to leaky_relu: f(z) = slope * z below zero."""
+
+    name: str = "none"
+    slope: float = 0.0
+
+    @property
+    def residual(self) -> str | None:
+        """`"y"`, `"z"` or None: what f' is computed from."""
+        # A slope of zero or less loses the sign of z in y.
+        if self.name == "leaky_relu" and not self.slope > 0:
+            return "z"
+        return RESIDUALS[self.name]
+
+    def __str__(self) -> str:
+        return f"leaky_relu({self.slope:g})" if self.name == "leaky_relu" else self.name
+
+
+def parse(where: str, activation: Any) -> Activation:
+    """`None`, a name, `("leaky_relu", slope)` or an Activation -> Activation."""
+    if activation is None:
+        return Activation()
+    if isinstance(activation, Activation):
+        return activation
+    if (
+        isinstance(activation, tuple)
+        and len(activation) == 2
+        and activation[0] == "leaky_relu"
+        and isinstance(activation[1], (int, float))
+        and math.isfinite(activation[1])
+    ):
+        return Activation("leaky_relu", float(activation[1]))
+    if isinstance(activation, str):
+        if activation not in RESIDUALS:
+            raise ValueError(
+                f"{where}: activation={activation!r} is unknown, expected None or one of {', '.join(NAMES)}"
+            )
+        return Activation(activation, 0.01 if activation == "leaky_relu" else 0.0)
+    raise TypeError(
+        f"{where}: activation={activation!r} must be None, one of {', '.join(NAMES)}, or ('leaky_relu', slope) "
+        f"with a finite number"
+    )
+
+
+def _wide(z: jax.Array) -> jax.Array:
+    return z.astype(jnp.float32) if z.dtype.itemsize == 2 else z
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def activate(activation: Activation, z: jax.Array) -> jax.Array:
+    """y = f(z), computed in at least float32, in z's dtype. Its derivative is `activate_grad`, at any order."""
+    name = activation.name
+    if name == "none":
+        return z
+    if name == "relu":
+        return jnp.maximum(z, 0)
+    if name == "relu6":
+        return jnp.clip(z, 0, 6)
+    if name == "leaky_relu":
+        return jnp.where(z >= 0, z, (activation.slope * _wide(z)).astype(z.dtype))
+    v = _wide(z)
+    if name == "elu":
+        y = jnp.where(v > 0, v, jnp.expm1(jnp.where(v > 0, 0, v)))
+    elif name == "tanh":
+        y = jnp.tanh(v)
+    elif name == "sigmoid":
+        y = jax.nn.sigmoid(v)
+    elif name == "silu":
+        y = v * jax.nn.sigmoid(v)
+    elif name == "gelu":
+        y = 0.5 * v * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (v + 0.044715 * v * v * v)))
+    else:
+        y = 0.5 * v * (1 + jax.lax.erf(v * math.sqrt(0.5)))
+    return y.astype(z.dtype)
+
+
+@activate.defjvp
+def _(activation, primals, tangents):
+    (z,), (t,) = primals, tangents
+    y = activate(activation, z)
+    return y, activate_grad(activation, {None: None, "y": y, "z": z}[activation.residual], t)
+
+
+def activate_grad(activation: Activation, residual: jax.Array | None, t: jax.Array) -> jax.Array:
+    """t * f'(z), with `residual` the y or z that `activation.residual` names (None for no activation).
+
+    At a kink the derivative is jax.nn's: relu'(0) = 0, leaky_relu'(0) = 1; relu6 is 0 at both of its kinks.
+    """
+    name = activation.name
+    if name == "none":
+        return t
+    assert residual is not None
+    r, wide_t = _wide(residual), _wide(t)
+    if name == "relu":
+        return jnp.where(residual > 0, t, jnp.zeros_like(t))
+    if name == "relu6":
+        return jnp.where((residual > 0) & (residual < 6), t, jnp.zeros_like(t))
+    if name == "leaky_relu":
+        return jnp.where(residual >= 0, t, (activation.slope * wide_t).astype(t.dtype))
+    if name == "elu":
+        d = jnp.where(r > 0, 1, r + 1)
+    elif name == "tanh":
+        d = 1 - r * r
+    elif name == "sigmoid":
+        d = r * (1 - r)
+    elif name == "silu":
+        s = jax.nn.sigmoid(r)
+        d = s * (1 + r * (1 - s))
+    elif name == "gelu":
+        c = math.sqrt(2 / math.pi)
+        h = jnp.tanh(c * (r + 0.044715 * r * r * r))
+        d = 0.5 * (1 + h) + 0.5 * r * (1 - h * h) * c * (1 + 3 * 0.044715 * r * r)
+    else:
+        d = 0.5 * (1 + jax.lax.erf(r * math.sqrt(0.5))) + r * math.sqrt(0.5 / math.pi) * jnp.exp(-0.5 * r * r)
+    return (wide_t * d).astype(t.dtype)

@@ -1,0 +1,110 @@
+"""`explain`: which implementation each call in a function gets, and why. `info`: what was found on this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import platform as host
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jaxlib
+
+from jaxconv import _native, _op, _plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call of a jaxconv kernel in a traced function."""
+
+    op: str  # "conv_fprop", "batchnorm_train", ...
+    problem: Any
+    plan: _plan.Plan
+    count: int  # equal calls
+
+
+class Explanation(list[Call]):
+    """A list of `Call`s that prints as a table."""
+
+    def __str__(self) -> str:
+        if not self:
+            return "no jaxconv calls"
+        rows = [("calls", "op", "problem", "plan", "workspace", "why")]
+        for call in self:
+            size = call.plan.workspace_bytes
+            workspace = f"{size / 2**20:.1f} MiB" if size else "-"
+            rows.append((str(call.count), call.op, str(call.problem), str(call.plan), workspace, call.plan.reason))
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    """Every equation of a jaxpr and of the jaxprs inside it."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in equation.params.values():
+            for inner in value if isinstance(value, (tuple, list)) else (value,):
+                if hasattr(inner, "jaxpr"):
+                    inner = inner.jaxpr
+                if hasattr(inner, "eqns"):
+                    yield from _equations(inner)
+
+
+def explain(f: Callable[..., Any], *, platform: str | None = None) -> Callable[..., Explanation]:
+    """A function that takes f's arguments and returns which implementation every jaxconv call in f gets, and why.
+
+    Nothing is run or compiled: f is traced. Gradients are explained too::
+
+        print(jaxconv.explain(jax.grad(loss))(params, batch))
+
+    Args:
+      f: any JAX function, jitted or not.
+      platform: "cpu" or "cuda"; None is the default backend's.
+
+    Returns:
+      A function of f's arguments returning a list of calls (op, problem, plan, count) that prints as a table.
+
+    Raises:
+      ValueError: as the call itself would, where a forced choice cannot run.
+    """
+
+    def explained(*args: Any, **kwargs: Any) -> Explanation:
+        name = platform or {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
+        device = _plan.Device.current(name)
+        jaxpr = jax.make_jaxpr(f)(*args, **kwargs)
+        counts: dict[tuple[str, Any], int] = {}
+        for equation in _equations(jaxpr.jaxpr):
+            made = _op.KERNELS.get(equation.primitive)
+            if made is not None:
+                key = made.name, equation.params["problem"]
+                counts[key] = counts.get(key, 0) + 1
+        return Explanation(
+            Call(op, problem, _plan.plan(op, problem, device), count) for (op, problem), count in counts.items()
+        )
+
+    return explained
+
+
+def info() -> str:
+    """What jaxconv found on this machine, what is missing and why, as text for people and for bug reports."""
+    built = _native.cpu.ffi_api()
+    running = _native.running_ffi_api()
+    lines = [
+        f"jaxconv {importlib.metadata.version('jaxconv')}",
+        f"python {host.python_version()}, jax {jax.__version__}, jaxlib {jaxlib.__version__}",
+        f"XLA FFI: built against {built[0]}.{built[1]}, running "
+        + (f"{running[0]}.{running[1]}" if running else "unknown (jaxlib ships no headers)"),
+        f"CPU code: loaded, BLAS {'from SciPy' if _native.cpu.has_blas() else 'missing: plain loops instead'}",
+    ]
+    if _native.cuda is None:
+        lines.append(f"CUDA code: none. {_native.cuda_missing}")
+    else:
+        lines.append(f"CUDA code: loaded, for {', '.join(_native.cuda.architectures())}")
+    try:
+        devices = jax.devices("cuda")
+        lines.append(f"GPUs: {len(devices)} x {devices[0].device_kind}")
+    except RuntimeError as error:
+        lines.append(f"GPUs: none. {str(error).splitlines()[0]}")
+    lines.append(f"default backend: {jax.default_backend()}")
+    return "\n".join(lines)

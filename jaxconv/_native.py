@@ -1,0 +1,91 @@
+"""Loads the compiled modules, registers their custom-call targets, and says clearly why one is missing."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import pathlib
+import re
+from types import ModuleType
+
+import jax
+import jaxlib
+
+
+def running_ffi_api() -> tuple[int, int] | None:
+    """The XLA FFI version of the running jaxlib, read from the headers it ships; None where it ships none."""
+    spec = importlib.util.find_spec("jaxlib")
+    for folder in spec.submodule_search_locations or () if spec else ():
+        header = pathlib.Path(folder) / "include" / "xla" / "ffi" / "api" / "c_api.h"
+        if header.exists():
+            text = header.read_text()
+            found = [re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR")]
+            if all(found):
+                return int(found[0][1]), int(found[1][1])  # type: ignore[index]
+    return None
+
+
+def check_ffi_api(built: tuple[int, int], running: tuple[int, int] | None) -> None:
+    """Raises ImportError if the compiled modules are newer than the running jaxlib.
+
+    Registering such a module would keep JAX's CPU backend from starting at all; an older one always runs.
+    """
+    if running is not None and built > running:
+        raise ImportError(
+            f"jaxconv was compiled against XLA FFI {built[0]}.{built[1]}, but jaxlib {jaxlib.__version__} "
+            f"runs {running[0]}.{running[1]}. Reinstall jaxconv in this environment, or upgrade jaxlib."
+        )
+
+
+def _blas() -> tuple[int, int]:
+    """Addresses of SciPy's sgemm and dgemm (Fortran interface), the BLAS that jaxlib itself uses for LAPACK."""
+    from scipy.linalg import cython_blas
+
+    get_name = ctypes.pythonapi.PyCapsule_GetName
+    get_name.restype, get_name.argtypes = ctypes.c_char_p, [ctypes.py_object]
+    get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    capsules = [cython_blas.__pyx_capi__[name] for name in ("sgemm", "dgemm")]
+    sgemm, dgemm = (get_pointer(capsule, get_name(capsule)) for capsule in capsules)
+    return sgemm, dgemm
+
+
+def _load_cpu() -> ModuleType:
+    try:
+        from jaxconv import _cpu
+    except ImportError as error:
+        raise ImportError(
+            f"jaxconv's compiled CPU module cannot be loaded ({error}). Install the package (pip install .) "
+            f"rather than importing it from its source folder."
+        ) from error
+    check_ffi_api(_cpu.ffi_api(), running_ffi_api())
+    _cpu.set_blas(*_blas())
+    for name, handler in _cpu.registrations().items():
+        jax.ffi.register_ffi_target(name, handler, platform="cpu")
+    return _cpu
+
+
+def _load_cuda() -> tuple[ModuleType | None, str]:
+    try:
+        from jaxconv import _cuda
+    except ImportError as error:
+        if importlib.util.find_spec("jaxconv._cuda") is None:
+            return None, "jaxconv was built without CUDA: no nvcc was found, or JAXCONV_CUDA=OFF"
+        return None, f"jaxconv's CUDA module cannot be loaded: {error}"
+    check_ffi_api(_cuda.ffi_api(), running_ffi_api())
+    for name, handler in _cuda.registrations().items():
+        jax.ffi.register_ffi_target(name, handler, platform="CUDA")
+    return _cuda, ""
+
+
+cpu = _load_cpu()
+cuda, cuda_missing = _load_cuda()  # `cuda_missing`: why `cuda` is None
+
+
+def missing(platform: str) -> str | None:
+    """Why there is no native code for `platform` ("cpu", "cuda"), or None where there is."""
+    if platform == "cpu":
+        return None
+    if platform == "cuda":
+        return cuda_missing or None
+    return f"jaxconv has no native code for {platform}"

@@ -1,0 +1,298 @@
+"""How an op becomes a JAX op: primitives, differentiation, batching, lowering.
+
+A `Kernel` is a primitive with a meaning (its reference) and possibly a custom call. Its only parameter is a problem.
+A fused op adds a rule pair to a kernel, written as for `jax.custom_vjp`: what the forward keeps, and a backward from
+that and the cotangents. `jax.custom_vjp` itself refuses forward mode, so `fuse` gives the kernel a JVP whose linear
+part is a primitive of its own, the *linear twin*: in forward mode it computes tangents, and its transpose is the
+hand-written backward. Reverse mode therefore runs the kernel and the backward and nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir, xla
+
+from jaxconv import _plan
+
+Array = jax.Array
+Layout = tuple[int, ...]  # axes from major to minor
+
+PLATFORMS = ("cpu", "cuda")
+
+
+@dataclasses.dataclass(frozen=True)
+class Wire:
+    """What a custom call is given besides its operands."""
+
+    attrs: dict[str, Any]
+    # Physical layouts to ask XLA for, one per operand and result; None is row-major
+    operand_layouts: Sequence[Layout | None]
+    result_layouts: Sequence[Layout | None]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Kernel:
+    """A primitive: bound with arrays and a problem, lowered to a custom call or to its reference, as the plan says."""
+
+    name: str  # "conv_fprop": also the key that _plan knows, and part of the target's name
+    reference: Callable[..., list[Array]]  # (problem, *arrays) -> results
+    results: Callable[[Any], list[tuple[tuple[int, ...], str]]]  # problem -> (shape, dtype) of each result
+    wire: Callable[[Any, _plan.Plan], Wire]
+    batch: Callable[..., tuple[list[Array], list[int]]]  # (problem, args, dims) -> results, their batch axes
+    multiple_results: bool
+    primitive: Primitive
+    version: int = 1  # of the target's operands and attributes: exported programs hold them
+
+    @property
+    def target(self) -> str:
+        return f"jaxconv_{self.name}_v{self.version}"
+
+    def __call__(self, problem: Any, *args: Array) -> Any:
+        """Results of `problem` for `args`: a list, or an array where there is always one result."""
+        return self.primitive.bind(*match_varying(*args), problem=problem)
+
+
+def match_varying(*args: Array) -> list[Array]:
+    """Inside shard_map: all operands as varying over the mesh as the most varying of them.
+
+    The conversion is its own JAX op, outside ours, so that its transpose (the sum over the mesh) is JAX's.
+    """
+    varying = [jax.typeof(a).manual_axis_type.varying for a in args]
+    union = frozenset().union(*varying)
+    return [
+        a if v == union else jax.lax.pcast(a, tuple(sorted(union - v)), to="varying")
+        for a, v in zip(args, varying, strict=True)
+    ]
+
+
+def _result_avals(kernel: Kernel, problem: Any, avals: Sequence[ShapedArray]) -> list[ShapedArray]:
+    results = kernel.results(problem)
+    if all(a.sharding.mesh.empty for a in avals):
+        return [ShapedArray(shape, np.dtype(dtype)) for shape, dtype in results]
+    # On a mesh the types also say how values are sharded and where they vary: what the reference would say.
+    return list(jax.make_jaxpr(functools.partial(kernel.reference, problem))(*avals).out_avals)
+
+
+def kernel(
+    name: str,
+    *,
+    reference: Callable[..., list[Array]],
+    results: Callable[[Any], list[tuple[tuple[int, ...], str]]],
+    wire: Callable[[Any, _plan.Plan], Wire],
+    batch: Callable[..., tuple[list[Array], list[int]]],
+    multiple_results: bool = False,
+) -> Kernel:
+    """Makes the primitive `jaxconv_<name>` with everything but its differentiation rule."""
+    primitive = Primitive(f"jaxconv_{name}")
+    primitive.multiple_results = multiple_results
+    made = Kernel(name, reference, results, wire, batch, multiple_results, primitive)
+
+    primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
+
+    def abstract_eval(*avals: ShapedArray, problem: Any) -> Any:
+        outs = _result_avals(made, problem, avals)
+        return outs if multiple_results else outs[0]
+
+    primitive.def_abstract_eval(abstract_eval)
+
+    def batching_rule(args: Sequence[Array], dims: Sequence[int | None], *, problem: Any) -> Any:
+        outs, out_dims = batch(problem, list(args), list(dims))
+        return (outs, out_dims) if multiple_results else (outs[0], out_dims[0])
+
+    batching.primitive_batchers[primitive] = batching_rule
+    mlir.register_lowering(primitive, functools.partial(_lower_reference, made))
+    for platform in PLATFORMS:
+        mlir.register_lowering(primitive, functools.partial(_lower, made, platform), platform=platform)
+    KERNELS[primitive] = made
+    return made
+
+
+KERNELS: dict[Primitive, Kernel] = {}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Lowering
+
+
+def _lower_reference(made: Kernel, ctx: mlir.LoweringRuleContext, *operands: Any, problem: Any) -> Any:
+    rule = mlir.lower_fun(functools.partial(made.reference, problem), multiple_results=True)
+    return rule(ctx, *operands)
+
+
+def _lower(made: Kernel, platform: str, ctx: mlir.LoweringRuleContext, *operands: Any, problem: Any) -> Any:
+    plan = _plan.plan(made.name, problem, _plan.Device.current(platform))
+    if plan.implementation == "xla":
+        return _lower_reference(made, ctx, *operands, problem=problem)
+    if platform == "cpu" and any(a.dtype.itemsize == 2 for a in ctx.avals_in):
+        return mlir.lower_fun(functools.partial(_through_float32, made, problem), multiple_results=True)(ctx, *operands)
+    wire = made.wire(problem, plan)
+    # The workspace is a last result, so that XLA plans its memory and captured CUDA graphs see a stable address.
+    workspace = ShapedArray((plan.workspace_bytes,), np.dtype(np.uint8))
+    ctx = ctx.replace(avals_out=[*ctx.avals_out, workspace])
+    rule = jax.ffi.ffi_lowering(
+        made.target,
+        operand_layouts=[_minor_to_major(a, lay) for a, lay in zip(ctx.avals_in, wire.operand_layouts, strict=True)],
+        result_layouts=[
+            _minor_to_major(a, lay) for a, lay in zip(ctx.avals_out, [*wire.result_layouts, None], strict=True)
+        ],
+    )
+    return list(rule(ctx, *operands, **wire.attrs, plan=plan.attrs()))[:-1]
+
+
+def _minor_to_major(aval: ShapedArray, layout: Layout | None) -> Layout:
+    return tuple(reversed(range(aval.ndim) if layout is None else layout))
+
+
+def _through_float32(made: Kernel, problem: Any, *args: Array) -> list[Array]:
+    """The CPU code has float32 and float64; 16-bit problems run as float32 ones, forced to the same plan."""
+    wide = dataclasses.replace(problem, dtype="float32", implementation="native")
+    outs = made.primitive.bind(*(a.astype(jnp.float32) for a in args), problem=wide)
+    outs = outs if made.multiple_results else [outs]
+    return [out.astype(dtype) for out, (_, dtype) in zip(outs, made.results(problem), strict=True)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Differentiation
+
+
+def bilinear(made: Kernel, left: Callable[..., Array], right: Callable[..., Array]) -> None:
+    """The derivative rule of a kernel that is linear in each of its two operands.
+
+    `left(problem, ct, y)` is the cotangent of the first operand, `right(problem, ct, x)` that of the second; both are
+    built from bilinear kernels, so derivatives of any order and mode close.
+    """
+    ad.defbilinear(
+        made.primitive,
+        lambda ct, x, y, *, problem: left(problem, ct, y),
+        lambda ct, x, y, *, problem: right(problem, ct, x),
+    )
+
+
+def by_reference(made: Kernel) -> None:
+    """The derivative rule of a kernel that nobody trains through at full speed: that of its reference."""
+
+    def jvp(primals: Sequence[Array], tangents: Sequence[Any], *, problem: Any) -> Any:
+        varied = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
+
+        def of_varied(*some: Array) -> list[Array]:
+            args = list(primals)
+            for i, value in zip(varied, some, strict=True):
+                args[i] = value
+            return made.reference(problem, *args)
+
+        outs, tangents_out = jax.jvp(of_varied, [primals[i] for i in varied], [tangents[i] for i in varied])
+        return (outs, tangents_out) if made.multiple_results else (outs[0], tangents_out[0])
+
+    ad.primitive_jvps[made.primitive] = jvp
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rules:
+    """A fused op's differentiation, as `jax.custom_vjp` would have it, plus its linear part for forward mode.
+
+    forward(problem, *args)                        -> results, residuals
+    backward(problem, residuals, cotangents, want) -> a cotangent (or None) for each argument
+    tangent(problem, residuals, tangents)          -> a tangent for each result
+
+    `problem` is always `saving(problem)`, the variant of the op that also returns what backward needs. Cotangents and
+    tangents are None where they are zero; `want[i]` says whether argument i's cotangent is asked for.
+    """
+
+    saving: Callable[[Any], Any]
+    forward: Callable[..., tuple[list[Array], Any]]
+    backward: Callable[..., Sequence[Array | None]]
+    tangent: Callable[..., list[Array]]
+
+
+def fuse(made: Kernel, rules: Rules) -> Primitive:
+    """Gives `made` the derivative that `rules` state, in both modes and any order. Returns the linear twin."""
+    twin = Primitive(f"{made.primitive.name}_tangent")
+    twin.multiple_results = True
+
+    def split(operands: Sequence[Any], tree: Any, nonzero: tuple[bool, ...]) -> tuple[Any, list[Any]]:
+        residuals = jax.tree.unflatten(tree, operands[: tree.num_leaves])
+        given = iter(operands[tree.num_leaves :])
+        return residuals, [next(given) if nz else None for nz in nonzero]
+
+    def evaluate(*operands: Array, problem: Any, tree: Any, nonzero: tuple[bool, ...]) -> list[Array]:
+        residuals, tangents = split(operands, tree, nonzero)
+        return rules.tangent(problem, residuals, tangents)
+
+    def jvp(primals: Sequence[Array], tangents: Sequence[Any], *, problem: Any) -> Any:
+        saving = rules.saving(problem)
+        outs, residuals = rules.forward(saving, *primals)
+        leaves, tree = jax.tree.flatten(residuals)
+        nonzero = tuple(type(t) is not ad.Zero for t in tangents)
+        operands = match_varying(*leaves, *(t for t, nz in zip(tangents, nonzero, strict=True) if nz))
+        outs_t = twin.bind(*operands, problem=saving, tree=tree, nonzero=nonzero)
+        wanted = len(made.results(problem))
+        return outs[:wanted], outs_t[:wanted]
+
+    def twin_abstract_eval(*avals: ShapedArray, problem: Any, tree: Any, nonzero: tuple[bool, ...]) -> Any:
+        if all(a.sharding.mesh.empty for a in avals):
+            return [ShapedArray(shape, np.dtype(dtype)) for shape, dtype in made.results(problem)]
+        evaluated = functools.partial(evaluate, problem=problem, tree=tree, nonzero=nonzero)
+        return list(jax.make_jaxpr(evaluated)(*avals).out_avals)
+
+    def twin_jvp(primals: Sequence[Array], tangents: Sequence[Any], **params: Any) -> Any:
+        return jax.jvp(
+            functools.partial(evaluate, **params), tuple(primals), tuple(ad.instantiate_zeros(t) for t in tangents)
+        )
+
+    def twin_transpose(cts: Sequence[Any], *operands: Any, problem: Any, tree: Any, nonzero: tuple[bool, ...]) -> Any:
+        residuals, _ = split(operands, tree, nonzero)
+        given = [None if type(ct) is ad.Zero else ct for ct in cts]
+        if all(ct is None for ct in given):
+            return [None] * len(operands)
+        outs = rules.backward(problem, residuals, given, nonzero)
+        return [None] * tree.num_leaves + [out for out, nz in zip(outs, nonzero, strict=True) if nz]
+
+    def twin_batch(operands: Sequence[Array], dims: Sequence[int | None], **params: Any) -> Any:
+        outs = jax.vmap(functools.partial(evaluate, **params), in_axes=tuple(dims))(*operands)
+        return outs, [0] * len(outs)
+
+    ad.primitive_jvps[made.primitive] = jvp
+    twin.def_impl(functools.partial(xla.apply_primitive, twin))
+    twin.def_abstract_eval(twin_abstract_eval)
+    ad.primitive_jvps[twin] = twin_jvp
+    ad.primitive_transposes[twin] = twin_transpose
+    batching.primitive_batchers[twin] = twin_batch
+    mlir.register_lowering(twin, mlir.lower_fun(evaluate, multiple_results=True))
+    return twin
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Batching by folding: a batch axis joins an axis that the op already has
+
+
+def batch_size(args: Sequence[Array], dims: Sequence[int | None]) -> int:
+    return next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
+
+
+def to_front(a: Array, dim: int | None, size: int) -> Array:
+    """`a` with its batch axis first; broadcast where it has none."""
+    return jnp.broadcast_to(a, (size, *a.shape)) if dim is None else jnp.moveaxis(a, dim, 0)
+
+
+def fold(a: Array, dim: int, axis: int, groups: int = 1) -> Array:
+    """Joins the batch axis `dim` to `axis` (counted without it): the joined axis is (groups, batch, rest)."""
+    a = jnp.moveaxis(a, dim, 0)
+    size, shape = a.shape[0], a.shape[1:]
+    a = a.reshape(size, *shape[:axis], groups, shape[axis] // groups, *shape[axis + 1 :])
+    return jnp.moveaxis(a, 0, axis + 1).reshape(*shape[:axis], size * shape[axis], *shape[axis + 1 :])
+
+
+def unfold(a: Array, size: int, axis: int, groups: int = 1) -> Array:
+    """The inverse of `fold`, with the batch axis first."""
+    shape = a.shape
+    a = a.reshape(*shape[:axis], groups, size, shape[axis] // (groups * size), *shape[axis + 1 :])
+    return jnp.moveaxis(a, axis + 1, 0).reshape(size, *shape[:axis], shape[axis] // size, *shape[axis + 1 :])

@@ -1,0 +1,370 @@
+"""Every choice: problem x device -> Plan, with the reason. Nothing else in the project chooses.
+
+A plan is data. It is made when a call is lowered, printed by `explain`, and carried out by native code, which confirms
+but does not choose. With `implementation=None` a problem goes to XLA unless native code was measured to be faster.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxconv import _native
+from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem
+
+Problem = ConvProblem | DenseProblem | BatchNormProblem
+
+# op -> the group that JAXCONV_DISABLE names
+OPS = {
+    "conv": "conv",
+    "conv_fprop": "conv",
+    "conv_dgrad": "conv",
+    "conv_wgrad": "conv",
+    "dense": "dense",
+    "matmul": "dense",
+    "batchnorm_train": "batchnorm",
+    "batchnorm_infer": "batchnorm",
+    "batchnorm_backward": "batchnorm",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    platform: str  # "cpu", "cuda", ...
+    kind: str = ""  # "NVIDIA H200"; empty when lowering for a device that is not here
+    compute_capability: tuple[int, int] | None = None
+    sm_count: int = 132  # multiprocessors
+
+    @classmethod
+    @functools.cache
+    def current(cls, platform: str) -> Device:
+        """The first device of `platform` in this process, or an unknown one of that platform."""
+        if platform == "cpu":
+            return cls("cpu", "cpu")
+        try:
+            device = jax.devices(platform)[0]
+        except RuntimeError:
+            return cls(platform)
+        capability = getattr(device, "compute_capability", None)
+        return cls(
+            platform,
+            device.device_kind,
+            tuple(map(int, capability.split("."))) if capability else None,
+            getattr(device, "core_count", None) or 132,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    implementation: str  # "native" or "xla"
+    reason: str
+    algorithm: str = ""
+    tile: str = ""
+    splits: int = 1
+    chunk: int = 0
+    workspace_bytes: int = 0
+
+    def attrs(self) -> dict[str, Any]:
+        """As native code reads it (common/plan.h)."""
+        return {
+            "algorithm": self.algorithm,
+            "tile": self.tile,
+            "splits": np.int64(self.splits),
+            "chunk": np.int64(self.chunk),
+        }
+
+    def __str__(self) -> str:
+        if self.implementation == "xla":
+            return "xla"
+        parts = [self.algorithm, self.tile, f"splits={self.splits}" if self.splits > 1 else ""]
+        return "native[" + " ".join(p for p in parts if p) + "]"
+
+
+def disabled(op: str) -> bool:
+    """Whether JAXCONV_DISABLE (a comma-separated list of conv, dense, batchnorm, or all) names the op."""
+    names = {name.strip() for name in os.environ.get("JAXCONV_DISABLE", "").split(",")}
+    return bool(names & {OPS[op], op, "all"})
+
+
+def plan(op: str, problem: Problem, device: Device) -> Plan:
+    """The plan for `op` on `device`; ValueError where a forced choice cannot run, with the reason."""
+    forced = problem.algorithm is not None or problem.implementation == "native"
+    if problem.implementation == "xla":
+        return Plan("xla", "implementation='xla' was asked for")
+    if disabled(op):
+        return Plan("xla", f"JAXCONV_DISABLE={os.environ['JAXCONV_DISABLE']}")
+    if _empty(problem):
+        return Plan("xla", "there is nothing to compute")
+    missing = _native.missing(device.platform) or _device_refusal(problem, device)
+    if missing:
+        if forced:
+            raise ValueError(f"{problem.name}: {_asked(problem)} cannot run: {missing}")
+        return Plan("xla", missing)
+    if problem.algorithm is not None:
+        refusal = supports(op, problem.algorithm, problem, device)
+        if refusal:
+            raise ValueError(f"{problem.name}: {_asked(problem)} cannot run {op} of {problem}: {refusal}")
+        return _fill(op, problem.algorithm, problem, device, f"algorithm='{problem.algorithm}' was asked for")
+    algorithm, reason = _fastest(op, problem, device)
+    if algorithm is not None:
+        return _fill(op, algorithm, problem, device, reason)
+    if forced:
+        return _fill(op, _ladder(op, problem, device), problem, device, "implementation='native' was asked for")
+    return Plan("xla", reason)
+
+
+def _asked(problem: Problem) -> str:
+    return f"algorithm='{problem.algorithm}'" if problem.algorithm else "implementation='native'"
+
+
+def _known(extent: Any) -> bool:
+    """Whether an extent is a number (and not a symbolic dimension of jax.export)."""
+    return isinstance(extent, (int, np.integer))
+
+
+def _empty(problem: Problem) -> bool:
+    if isinstance(problem, ConvProblem):
+        extents: tuple[Any, ...] = (problem.batch,)
+    elif isinstance(problem, DenseProblem):
+        extents = (problem.m, problem.n, problem.k, problem.batch)
+    else:
+        extents = problem.x_shape
+    return any(_known(extent) and extent == 0 for extent in extents)
+
+
+def _device_refusal(problem: Problem, device: Device) -> str | None:
+    if device.platform == "cuda":
+        if problem.dtype == "float64":
+            return "float64 has no native CUDA kernels"
+        if device.compute_capability is not None and device.compute_capability < (8, 0):
+            return f"the CUDA kernels need compute capability 8.0, {device.kind} has {device.compute_capability}"
+    extents = (
+        problem.x_shape if isinstance(problem, (ConvProblem, BatchNormProblem)) else (problem.m, problem.batch or 1)
+    )
+    if not all(map(_known, extents)):
+        return "the batch extent is symbolic: native plans need a number"
+    return None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What each algorithm can run: None, or the reason why not. native code states the same limits in its headers.
+
+
+def supports(op: str, algorithm: str, problem: Problem, device: Device) -> str | None:
+    """None if `algorithm` can run `op` of `problem` on `device`, else a sentence."""
+    if isinstance(problem, ConvProblem):
+        return _conv_supports(algorithm, problem, device)
+    if isinstance(problem, BatchNormProblem):
+        return _batchnorm_supports(op, algorithm, problem, device)
+    return None
+
+
+def _conv_supports(algorithm: str, p: ConvProblem, device: Device) -> str | None:
+    if algorithm == "depthwise" and not p.depthwise:
+        return f"it needs one input channel per group, got groups={p.groups} for {p.in_channels} channels"
+    if device.platform != "cuda":
+        return "it exists on CUDA only" if algorithm == "implicit_gemm" else None
+    reach = (*p.in_spatial, *p.out_spatial, *p.stride, *(abs(v) for pair in p.padding for v in pair))
+    if max(*reach, *((f - 1) * d for f, d in zip(p.filter, p.dilation, strict=True))) >= 2**30:
+        return "its coordinates must stay below 2^30"
+    if algorithm == "implicit_gemm":
+        rows = p.batch * max(math.prod(p.in_spatial), math.prod(p.out_spatial))
+        depth = math.prod(p.filter) * max(p.in_channels, p.out_channels)
+        if max(rows, depth) >= 2**31 - 4096:
+            return f"it needs fewer than 2^31 pixels and filter elements per channel, got {rows} and {depth}"
+    return None
+
+
+def _batchnorm_supports(op: str, algorithm: str, p: BatchNormProblem, device: Device) -> str | None:
+    if device.platform != "cuda":
+        return "it exists on CUDA only" if algorithm == "resident_block" else None
+    if p.reduced >= 2**31:
+        return f"it needs fewer than 2^31 elements per channel, got {p.reduced}"
+    if algorithm == "resident_block":
+        if op == "batchnorm_infer":
+            return "inference is a single pass"
+        itemsize, vector = _itemsize(p), _batchnorm_vector(p)
+        held = 2 if op == "batchnorm_backward" else 1
+        positions = p.reduced // (vector if p.inner > 1 else 1)
+        lanes = 1 if p.inner > 1 else min(2, p.channels // vector)
+        needed = held * (positions * lanes + 512) * vector * itemsize + 12288
+        if needed > _shared_memory(device):
+            return f"a block would need {needed} bytes of shared memory, the device has {_shared_memory(device)}"
+    return None
+
+
+def _itemsize(p: Problem) -> int:
+    return {"float64": 8, "float32": 4}.get(p.dtype, 2)
+
+
+def _batchnorm_vector(p: BatchNormProblem) -> int:
+    """Elements in an access: 16 bytes where the fastest axis divides into them."""
+    vector = 16 // _itemsize(p)
+    return 1 if (p.inner if p.inner > 1 else p.channels) % vector else vector
+
+
+def _shared_memory(device: Device) -> int:
+    """Bytes a block can have (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability")."""
+    major, minor = device.compute_capability or (8, 6)
+    kib = 227 if major in (9, 10) else 163 if (major, minor) in ((8, 0), (8, 7)) else 99
+    return kib * 1024
+
+
+def _ladder(op: str, problem: Problem, device: Device) -> str:
+    """The native algorithm for a problem nobody has measured."""
+    if isinstance(problem, DenseProblem):
+        return "gemm"
+    if isinstance(problem, BatchNormProblem):
+        small = supports(op, "resident_block", problem, device) is None
+        return "resident_block" if small else "two_read"
+    if problem.depthwise and problem.groups > 1:
+        return "depthwise"
+    if device.platform == "cpu":
+        return "im2col"
+    # The direct kernels take what the tensor-core loop refuses.
+    return "implicit_gemm" if supports(op, "implicit_gemm", problem, device) is None else "direct"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# implementation=None: what was measured to be faster than XLA
+
+
+def _fastest(op: str, problem: Problem, device: Device) -> tuple[str | None, str]:
+    """(the native algorithm that beats XLA, why), or (None, why XLA)."""
+    if device.platform == "cpu":
+        return _fastest_on_cpu(op, problem, device)
+    return None, "no native kernel was measured to be faster here"
+
+
+def _fastest_on_cpu(op: str, problem: Problem, device: Device) -> tuple[str | None, str]:
+    if problem.dtype in ("float32", "float64") and isinstance(problem, ConvProblem):
+        if problem.depthwise and problem.groups > 1:
+            return "depthwise", "XLA's CPU depthwise convolutions are 10 times slower"
+        if problem.groups > 1:
+            return "im2col", "XLA's CPU grouped convolutions are 5 times slower"
+        if op == "conv_wgrad" and problem.pointwise:
+            return "im2col", "XLA's CPU 1x1 weight gradient is 10 times slower than the matrix product it is"
+    return None, "XLA is at the processor's limit"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Filling in tiles, splits and workspace. The formulas for the workspace are those of the headers in cuda/.
+
+COLUMNS_BYTES = 256 * 2**20  # of im2col columns held at a time
+PARTIALS_BYTES = 256 * 2**20  # of float32 partial sums
+
+
+def _fill(op: str, algorithm: str, problem: Problem, device: Device, reason: str) -> Plan:
+    plan = Plan("native", reason, algorithm)
+    if device.platform == "cpu":
+        return plan  # the CPU code owns its scratch
+    if isinstance(problem, DenseProblem):
+        return _fill_dense(plan, problem, device)
+    if isinstance(problem, BatchNormProblem):
+        return _fill_batchnorm(op, plan, problem, device)
+    return _fill_conv(op, plan, problem, device)
+
+
+def _tile(m: int, n: int, instances: int) -> str:
+    """The largest tile that still gives most multiprocessors of a large GPU something to do, no wider than n."""
+    enough = 96
+
+    def ctas(rows: int, columns: int) -> int:
+        return -(-m // rows) * -(-n // columns) * instances
+
+    if n > 64 and m > 64 and ctas(128, 128) >= enough:
+        return "128x128"
+    return "128x64" if m > 64 and ctas(128, 64) >= enough else "64x64"
+
+
+def _extent(tile: str) -> tuple[int, int]:
+    rows, columns = tile.split("x")
+    return int(rows), int(columns)
+
+
+def _splits(work: int, blocks: int, device: Device, waves: int, least: int, bytes_each: int) -> int:
+    """Parts of a reduction over `work` elements: `waves` blocks a multiprocessor, each part at least `least` long."""
+    wanted = -(-waves * device.sm_count // max(blocks, 1))
+    return max(1, min(wanted, work // least, PARTIALS_BYTES // max(bytes_each, 1), 65535))
+
+
+def _fill_conv(op: str, plan: Plan, p: ConvProblem, device: Device) -> Plan:
+    item, taps, pixels = _itemsize(p), math.prod(p.filter), math.prod(p.out_spatial)
+    group_c, group_k = p.in_channels // p.groups, p.out_channels // p.groups
+    filter_elements = p.out_channels * group_c * taps
+    wgrad = op == "conv_wgrad"
+    if plan.algorithm == "im2col":
+        column = p.in_channels * taps * pixels  # elements for one image
+        chunk = max(1, min(p.batch, COLUMNS_BYTES // (column * item)))
+        size = _align(chunk * column * (4 if op == "conv_dgrad" else item))
+        splits = 1
+        if wgrad:
+            splits = min(chunk, _splits(chunk, -(-filter_elements // 128**2), device, 2, 1, filter_elements * 4))
+            size += splits * filter_elements * 4
+        elif p.channels_last:
+            size += _align(filter_elements * item)
+        return dataclasses.replace(plan, chunk=chunk, splits=splits, workspace_bytes=size)
+    if plan.algorithm == "implicit_gemm":
+        if not wgrad:
+            spatial = p.in_spatial if op == "conv_dgrad" else p.out_spatial
+            phases = math.prod(p.stride) if op == "conv_dgrad" else 1
+            rows = p.batch * math.prod(spatial) // phases
+            return dataclasses.replace(
+                plan, tile=_tile(rows, group_c if op == "conv_dgrad" else group_k, p.groups * phases)
+            )
+        m, n = taps * group_c, group_k
+        tile = "128x128" if m > 64 and n > 64 else "128x64" if m > 64 else "64x64"
+        rows, columns = _extent(tile)
+        blocks = -(-m // rows) * -(-n // columns) * p.groups
+        splits = _splits(p.batch * pixels, blocks, device, 2, 256, filter_elements * 4)
+        size = splits * filter_elements * 4 if splits > 1 else 0
+        return dataclasses.replace(plan, tile=tile, splits=splits, workspace_bytes=size)
+    if not wgrad:
+        return plan
+    if plan.algorithm == "depthwise":
+        wide = p.channels_last and p.groups == p.out_channels and p.in_channels % (16 // item) == 0
+        vector = 16 // item if wide else 1
+        tile = {4: 32, 1: 64}.get(vector, 16) if p.channels_last else 1
+        blocks = -(-(p.out_channels // vector) // tile)
+        blocks *= -(-math.prod(p.filter[:-1]) // 4)
+        work, least = p.batch * math.prod(p.out_spatial[:-1]) * -(-p.out_spatial[-1] // 4), 64
+    else:  # direct: a block owns 4096 elements of dw
+        columns = min(64, max(8, 1 << (group_k - 1).bit_length()))
+        blocks = -(-group_c * taps // (4096 // columns)) * -(-group_k // columns) * p.groups
+        work, least = p.batch * pixels, 64
+    splits = _splits(work, blocks, device, 4, least, filter_elements * 4)
+    return dataclasses.replace(plan, splits=splits, workspace_bytes=splits * filter_elements * 4 if splits > 1 else 0)
+
+
+def _align(size: int) -> int:
+    return -(-size // 256) * 256
+
+
+def _fill_dense(plan: Plan, p: DenseProblem, device: Device) -> Plan:
+    batch = p.batch or 1
+    tile = _tile(p.m, p.n, batch)
+    rows, columns = _extent(tile)
+    blocks = -(-p.m // rows) * -(-p.n // columns) * batch
+    outputs = batch * p.m * p.n
+    # Splitting pays where the tiles leave most multiprocessors idle and the reduction is long.
+    splits = 1 if 2 * blocks > device.sm_count else _splits(p.k, blocks, device, 1, 256, outputs * 4)
+    return dataclasses.replace(
+        plan, tile=tile, splits=splits, workspace_bytes=splits * outputs * 4 if splits > 1 else 0
+    )
+
+
+def _fill_batchnorm(op: str, plan: Plan, p: BatchNormProblem, device: Device) -> Plan:
+    if plan.algorithm != "two_read" or op == "batchnorm_infer":
+        return plan
+    item, vector, batch = _itemsize(p), _batchnorm_vector(p), p.batch or 1
+    width = 256 if vector > 1 else 32 * item  # bytes of channels that a tile spans, channels last
+    tiles = p.channels if p.inner > 1 else -(-p.channels * item // width)
+    tile_bytes = p.reduced * item * p.channels // tiles
+    splits = max(1, min(-(-8 * device.sm_count // (batch * tiles)), max(1, tile_bytes // 16384)))
+    return dataclasses.replace(plan, splits=splits, workspace_bytes=(splits + 1) * 2 * batch * p.channels * 4)

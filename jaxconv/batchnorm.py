@@ -1,0 +1,278 @@
+"""Batch-norm: the public function, its kernels and its differentiation rules."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxconv import _op, _problem, reference
+from jaxconv._activation import activate, activate_grad
+from jaxconv._problem import BatchNormProblem
+
+Array = jax.Array
+replace = dataclasses.replace
+
+
+def _wire(p: BatchNormProblem, operands: int, results: int, **extra: Any) -> _op.Wire:
+    norm = {
+        "channel_axis": np.int64(len(p.lead) + p.channel_axis),
+        "batched": np.int64(p.batch is not None),
+        "momentum": np.float64(p.momentum),
+        "epsilon": np.float64(p.epsilon),
+        "activation": p.activation.name,
+        "slope": np.float64(p.activation.slope),
+        "residual": np.int64(p.residual),
+    }
+    attrs = {"norm": norm, **{k: np.int64(v) for k, v in extra.items()}}
+    return _op.Wire(attrs, [None] * operands, [None] * results)
+
+
+def _batch_by_instances(call: Any) -> Any:
+    """Every mapped array gets a leading instance axis; arrays that are not mapped are repeated."""
+
+    def batch(p: BatchNormProblem, args: list[Array], dims: list[int | None]) -> tuple[list[Array], list[int]]:
+        size = _op.batch_size(args, dims)
+        args = [_op.to_front(a, d, size) for a, d in zip(args, dims, strict=True)]
+        if p.batch is None:
+            outs = call()(replace(p, batch=size), *args)
+        else:
+            outs = call()(replace(p, batch=size * p.batch), *(a.reshape(-1, *a.shape[2:]) for a in args))
+            outs = outs if isinstance(outs, (list, tuple)) else [outs]
+            outs = [out.reshape(size, p.batch, *out.shape[1:]) for out in outs]
+        outs = list(outs) if isinstance(outs, (list, tuple)) else [outs]
+        return outs, [0] * len(outs)
+
+    return batch
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The kernels
+
+
+def _x(p: BatchNormProblem) -> tuple[tuple[int, ...], str]:
+    return p.x_shape, p.dtype
+
+
+def _param(p: BatchNormProblem) -> tuple[tuple[int, ...], str]:
+    return p.param_shape, p.param_dtype
+
+
+# (x, scale, bias, running_mean, running_var, residual?) -> y, new_mean, new_var, mean, rstd
+train = _op.kernel(
+    "batchnorm_train",
+    reference=reference.batchnorm_train,
+    results=lambda p: [_x(p)] + [_param(p)] * 4,
+    wire=lambda p, plan: _wire(p, 5 + p.residual, 5),
+    batch=_batch_by_instances(lambda: train),
+    multiple_results=True,
+)
+# (x, scale, bias, mean, var, residual?) -> y
+infer = _op.kernel(
+    "batchnorm_infer",
+    reference=reference.batchnorm_infer,
+    results=lambda p: [_x(p)],
+    wire=lambda p, plan: _wire(p, 5 + p.residual, 1),
+    batch=_batch_by_instances(lambda: infer),
+)
+# (x, dy, scale, bias, mean, rstd, residual?) -> dscale, dbias, dx?, dresidual?
+backward = _op.kernel(
+    "batchnorm_backward",
+    reference=reference.batchnorm_backward,
+    results=lambda p: [_param(p)] * 2 + [_x(p)] * (p.want_dx + p.want_dresidual),
+    wire=lambda p, plan: _wire(
+        p, 6 + p.residual, 2 + p.want_dx + p.want_dresidual, want_dx=p.want_dx, want_dresidual=p.want_dresidual
+    ),
+    batch=_batch_by_instances(lambda: backward),
+    multiple_results=True,
+)
+_op.by_reference(infer)
+_op.by_reference(backward)
+
+
+def train_forward(p: BatchNormProblem, *args: Array) -> tuple[list[Array], Any]:
+    """Residuals: x, scale, bias, mean, rstd, and the residual addend where the activation's mask depends on it."""
+    x, scale, bias, _, _, *residual = args
+    outs = train(p, *args)
+    *_, mean, rstd = outs
+    kept = residual[0] if residual and p.activation.residual else None
+    return outs, (x, scale, bias, mean, rstd, kept)
+
+
+def train_backward(
+    p: BatchNormProblem, residuals: Any, cotangents: Sequence[Array | None], want: Sequence[bool]
+) -> list[Array | None]:
+    """The kernel for the cotangent of y; those of the statistics, where there are any, are added to dx."""
+    x, scale, bias, mean, rstd, kept = residuals
+    dy, d_new_mean, d_new_var, d_mean, d_rstd = cotangents
+    want_x, want_scale, want_bias, want_running_mean, want_running_var, *rest = want
+    want_residual = bool(rest and rest[0])
+    dx = dscale = dbias = dresidual = None
+    if dy is not None and (want_x or want_scale or want_bias or want_residual):
+        q = replace(p, residual=kept is not None, want_dx=want_x, want_dresidual=want_residual)
+        dscale, dbias, *big = backward(q, x, dy, scale, bias, mean, rstd, *([] if kept is None else [kept]))
+        dx = big[0] if want_x else None
+        dresidual = big[-1] if want_residual else None
+    ct_mean = _total((1.0, d_mean), (1 - p.momentum, d_new_mean))
+    ct_var = _total((1 - p.momentum, d_new_var), (-0.5 * rstd * rstd * rstd, d_rstd))
+    if want_x and (ct_mean is not None or ct_var is not None):
+        s, n = reference.channel_shape(p), p.reduced
+        extra = jnp.zeros(p.x_shape, p.param_dtype)
+        if ct_mean is not None:
+            extra = extra + (ct_mean / n).reshape(s)
+        if ct_var is not None:
+            extra = extra + (x.astype(p.param_dtype) - mean.reshape(s)) * (2 / n * ct_var).reshape(s)
+        dx = extra.astype(x.dtype) if dx is None else (dx.astype(p.param_dtype) + extra).astype(x.dtype)
+    grads = [
+        dx if want_x else None,
+        dscale if want_scale else None,
+        dbias if want_bias else None,
+        _total((p.momentum, d_new_mean)) if want_running_mean else None,
+        _total((p.momentum, d_new_var)) if want_running_var else None,
+        *([dresidual] if rest else []),
+    ]
+    zeros = [_x(p), _param(p), _param(p), _param(p), _param(p), _x(p)]
+    return [
+        jnp.zeros(*zero) if wanted and grad is None else grad
+        for grad, zero, wanted in zip(grads, zeros[: len(want)], want, strict=True)
+    ]
+
+
+def _total(*terms: tuple[Any, Array | None]) -> Array | None:
+    present = [factor * ct for factor, ct in terms if ct is not None]
+    return sum(present[1:], present[0]) if present else None
+
+
+def _train_tangent(p: BatchNormProblem, residuals: Any, tangents: Sequence[Array | None]) -> list[Array]:
+    x, scale, bias, mean, rstd, kept = residuals
+    tx, tscale, tbias, trunning_mean, trunning_var, *rest = tangents
+    s, axes, n = reference.channel_shape(p), reference.reduced_axes(p), p.reduced
+    wide = p.param_dtype
+    zero = jnp.zeros(p.param_shape, wide)
+    centred = x.astype(wide) - mean.reshape(s)
+    tmean, tvar = zero, zero
+    tz = jnp.zeros(p.x_shape, wide)
+    if tx is not None:
+        tx = tx.astype(wide)
+        tmean = jnp.sum(tx, axes) / n
+        tvar = 2 * jnp.sum(centred * tx, axes) / n
+        tz = tz + (tx - tmean.reshape(s)) * (rstd * scale).reshape(s)
+    trstd = -0.5 * rstd * rstd * rstd * tvar
+    tz = tz + centred * (trstd * scale).reshape(s)
+    if tscale is not None:
+        tz = tz + centred * (rstd * tscale).reshape(s)
+    if tbias is not None:
+        tz = tz + tbias.reshape(s)
+    if rest and rest[0] is not None:
+        tz = tz + rest[0].astype(wide)
+    if p.activation.residual:
+        z = centred * (rstd * scale).reshape(s) + bias.reshape(s)
+        z = z if kept is None else z + kept.astype(wide)
+        tz = activate_grad(p.activation, z if p.activation.residual == "z" else activate(p.activation, z), tz)
+    m = p.momentum
+    return [
+        tz.astype(x.dtype),
+        (1 - m) * tmean + (zero if trunning_mean is None else m * trunning_mean),
+        (1 - m) * tvar + (zero if trunning_var is None else m * trunning_var),
+        tmean,
+        trstd,
+    ]
+
+
+RULES = _op.Rules(lambda p: p, train_forward, train_backward, _train_tangent)
+_op.fuse(train, RULES)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The public function
+
+
+def batchnorm(
+    x: Array,  # (N, ..., C) or any shape with channels on channel_axis
+    scale: Array | None,  # (C,)
+    bias: Array | None,  # (C,)
+    running_mean: Array,  # (C,)
+    running_var: Array,  # (C,)
+    *,
+    training: bool,
+    momentum: float = 0.99,
+    epsilon: float = 1e-5,
+    activation: Any = None,
+    residual: Array | None = None,  # like x
+    channel_axis: int = -1,
+    algorithm: str | None = None,
+    implementation: str | None = None,
+) -> tuple[Array, Array, Array]:
+    """Batch normalisation with residual add and activation, in training or inference.
+
+    Equivalent JAX code for channel_axis=-1, in float32 (float64 for float64 x)::
+
+        axes = tuple(range(x.ndim - 1))
+        if training:
+            mean, var = jnp.mean(x, axes), jnp.var(x, axes)          # biased
+            new_mean = momentum * running_mean + (1 - momentum) * mean
+            new_var = momentum * running_var + (1 - momentum) * var
+        else:
+            mean, var = new_mean, new_var = running_mean, running_var
+        z = (x - mean) / jnp.sqrt(var + epsilon) * scale + bias + residual
+        y = activation(z)
+
+    Args:
+      x: at least two dimensions; float32, bfloat16, float16 or float64.
+      scale, bias: (C,), float32 for 16-bit x, else of x's dtype; None stands for ones and zeros.
+      running_mean, running_var: like scale and bias. The running variance is the biased one, as in Flax.
+      training: a Python bool. True normalises with the batch's statistics and updates the running ones; False uses the
+        running ones.
+      momentum: in [0, 1], the weight of the old running statistics, as in Flax (PyTorch's is 1 minus this).
+      epsilon: added to the variance.
+      activation: see `conv2d`.
+      residual: an array of x's shape and dtype added before the activation, or None.
+      channel_axis: the axis of x that holds the channels.
+      algorithm: forces one native algorithm: "two_read" (any size), "resident_block" (one launch; a channel's elements
+        must fit in a block's shared memory; CUDA only).
+      implementation: see `conv2d`.
+
+    Returns:
+      (y of x's shape and dtype, running mean, running variance); the statistics are unchanged when not training.
+
+    Raises:
+      TypeError, ValueError: when the arguments do not fit together (at trace time), naming the argument, what it got
+        and what was expected; ValueError when a forced implementation or algorithm cannot run, with the reason.
+
+    The variance is computed about the mean (or about a sample of the channel), never as E[x^2] - E[x]^2: it is right to
+    float32 accuracy where the mean is 10,000 times the deviation. Differentiable in every array, to any order, in both
+    modes; the backward pass recomputes the activation's mask from x. Source: Ioffe and Szegedy 2015
+    (arXiv:1502.03167); Chan, Golub and LeVeque 1983 for the merging of variances.
+    """
+    name = "batchnorm"
+    x = _problem.as_array(name, "x", x)
+    given = {"scale": scale, "bias": bias, "running_mean": running_mean, "running_var": running_var}
+    arrays = {k: v if v is None else _problem.as_array(name, k, v) for k, v in given.items()}
+    for required in ("running_mean", "running_var"):
+        if arrays[required] is None:
+            raise TypeError(f"{name}: {required} must be an array, got None")
+    residual = None if residual is None else _problem.as_array(name, "residual", residual)
+    p = BatchNormProblem.infer(
+        name,
+        x,
+        residual=residual,
+        **arrays,
+        training=training,
+        momentum=momentum,
+        epsilon=epsilon,
+        activation=activation,
+        channel_axis=channel_axis,
+        algorithm=algorithm,
+        implementation=implementation,
+    )
+    ones = jnp.ones(p.param_shape, p.param_dtype) if arrays["scale"] is None else arrays["scale"]
+    zeros = jnp.zeros(p.param_shape, p.param_dtype) if arrays["bias"] is None else arrays["bias"]
+    args = [x, ones, zeros, arrays["running_mean"], arrays["running_var"], *([] if residual is None else [residual])]
+    if p.training:
+        y, new_mean, new_var, _, _ = train(p, *args)
+        return y, new_mean, new_var
+    return infer(p, *args), arrays["running_mean"], arrays["running_var"]

@@ -1,0 +1,383 @@
+"""Convolutions: the public functions, their kernels and their differentiation rules."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxconv import _op, _plan, _problem, reference
+from jaxconv._activation import activate_grad
+from jaxconv._problem import ConvProblem
+
+Array = jax.Array
+replace = dataclasses.replace
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The wire
+
+
+def _wire(p: ConvProblem, plan: _plan.Plan, operands: str, results: str) -> _op.Wire:
+    """Letters: x and y are activations (y also z), w the filter, b the bias."""
+    window = {
+        "stride": np.array(p.stride, np.int64),
+        "pad_low": np.array([low for low, _ in p.padding], np.int64),
+        "pad_high": np.array([high for _, high in p.padding], np.int64),
+        "dilation": np.array(p.dilation, np.int64),
+        "groups": np.int64(p.groups),
+        "dims_channels_last": np.int64(p.channels_last),
+        "memory_channels_last": np.int64(_memory_channels_last(p, plan)),
+        "full_float32": np.int64(p.full_float32),
+    }
+    layouts = dict.fromkeys("xywb")
+    if not p.channels_last and _memory_channels_last(p, plan):
+        spatial = tuple(range(2, p.nd + 2))
+        layouts["x"] = layouts["y"] = (0, *spatial, 1)
+        layouts["w"] = (*spatial, 1, 0)
+    return _op.Wire({"window": window}, [layouts[o] for o in operands], [layouts[r] for r in results])
+
+
+def _memory_channels_last(p: ConvProblem, plan: _plan.Plan) -> bool:
+    """The implicit GEMM reads channels last; channels-first arrays reach it in that physical layout."""
+    return p.channels_last or plan.algorithm == "implicit_gemm"
+
+
+def _epilogue(p: ConvProblem) -> dict[str, Any]:
+    return {
+        "bias": np.int64(p.bias),
+        "activation": p.activation.name,
+        "slope": np.float64(p.activation.slope),
+        "save_preactivation": np.int64(p.save_preactivation),
+    }
+
+
+def _wire_conv(p: ConvProblem, plan: _plan.Plan) -> _op.Wire:
+    wire = _wire(p, plan, "xw" + "b" * p.bias, "y" + "y" * p.save_preactivation)
+    return replace(wire, attrs={**wire.attrs, "epilogue": _epilogue(p)})
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Batching: into N where only images are mapped, into channels otherwise
+
+
+def _axes(p: ConvProblem) -> tuple[int, int, int]:
+    """(channel axis of x and y, input-channel axis of w, output-channel axis of w)."""
+    return (p.channel_axis, p.nd, p.nd + 1) if p.channels_last else (1, 1, 0)
+
+
+def _batch_conv(p: ConvProblem, args: list[Array], dims: list[int | None]) -> tuple[list[Array], list[int]]:
+    """conv and fprop: operands x, w, b?."""
+    size = _op.batch_size(args, dims)
+    channel, _, out_channel = _axes(p)
+    call = conv_kernel if p.bias or p.save_preactivation or p.activation.name != "none" else fprop
+    x, w, *b = args
+    dx, dw, *db = dims
+    if dw is None and db in ([], [None]):
+        assert dx is not None
+        outs = call(replace(p, batch=size * p.batch), _op.fold(x, dx, 0), w, *b)
+        return _listed(outs, lambda y: _op.unfold(y, size, 0))
+    w, dw = _op.to_front(w, dw, size), 0
+    b = [_op.to_front(v, d, size) for v, d in zip(b, db, strict=True)]
+    if dx is None:
+        g = p.groups
+        folded = replace(p, out_channels=size * p.out_channels)
+        outs = call(folded, x, _op.fold(w, dw, out_channel, g), *(_op.fold(v, 0, 0, g) for v in b))
+        return _listed(outs, lambda y: _op.unfold(y, size, channel, g))
+    outs = call(
+        _grouped(p, size), _op.fold(x, dx, channel), _op.fold(w, dw, out_channel), *(_op.fold(v, 0, 0) for v in b)
+    )
+    return _listed(outs, lambda y: _op.unfold(y, size, channel))
+
+
+def _grouped(p: ConvProblem, size: int) -> ConvProblem:
+    """`size` convolutions side by side in the channels."""
+    return replace(p, groups=size * p.groups, in_channels=size * p.in_channels, out_channels=size * p.out_channels)
+
+
+def _listed(outs: Any, unfold: Any) -> tuple[list[Array], list[int]]:
+    outs = [unfold(y) for y in (outs if isinstance(outs, (list, tuple)) else [outs])]
+    return outs, [0] * len(outs)
+
+
+def _batch_dgrad(p: ConvProblem, args: list[Array], dims: list[int | None]) -> tuple[list[Array], list[int]]:
+    size = _op.batch_size(args, dims)
+    channel, in_channel, out_channel = _axes(p)
+    (dy, w), (ddy, dw) = args, dims
+    if dw is None:
+        assert ddy is not None
+        dx = dgrad(replace(p, batch=size * p.batch), _op.fold(dy, ddy, 0), w)
+        return [_op.unfold(dx, size, 0)], [0]
+    if ddy is None:
+        dx = dgrad(replace(p, in_channels=size * p.in_channels), dy, _op.fold(w, dw, in_channel))
+        return [_op.unfold(dx, size, channel, p.groups)], [0]
+    dx = dgrad(_grouped(p, size), _op.fold(dy, ddy, channel), _op.fold(w, dw, out_channel))
+    return [_op.unfold(dx, size, channel)], [0]
+
+
+def _batch_wgrad(p: ConvProblem, args: list[Array], dims: list[int | None]) -> tuple[list[Array], list[int]]:
+    size = _op.batch_size(args, dims)
+    channel, in_channel, out_channel = _axes(p)
+    (x, dy), (dx, ddy) = args, dims
+    if dx is None:
+        assert ddy is not None
+        dw = wgrad(replace(p, out_channels=size * p.out_channels), x, _op.fold(dy, ddy, channel, p.groups))
+        return [_op.unfold(dw, size, out_channel, p.groups)], [0]
+    if ddy is None:
+        dw = wgrad(replace(p, in_channels=size * p.in_channels), _op.fold(x, dx, channel, p.groups), dy)
+        return [_op.unfold(dw, size, in_channel)], [0]
+    dw = wgrad(_grouped(p, size), _op.fold(x, dx, channel), _op.fold(dy, ddy, channel))
+    return [_op.unfold(dw, size, out_channel)], [0]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The kernels. fprop, dgrad and wgrad are bilinear and each other's transposes.
+
+fprop = _op.kernel(
+    "conv_fprop",
+    reference=reference.conv_fprop,
+    results=lambda p: [(p.y_shape, p.dtype)],
+    wire=_wire_conv,
+    batch=_batch_conv,
+)
+dgrad = _op.kernel(
+    "conv_dgrad",
+    reference=reference.conv_dgrad,
+    results=lambda p: [(p.x_shape, p.dtype)],
+    wire=lambda p, plan: _wire(p, plan, "yw", "x"),
+    batch=_batch_dgrad,
+)
+wgrad = _op.kernel(
+    "conv_wgrad",
+    reference=reference.conv_wgrad,
+    results=lambda p: [(p.w_shape, p.dtype)],
+    wire=lambda p, plan: _wire(p, plan, "xy", "w"),
+    batch=_batch_wgrad,
+)
+_op.bilinear(fprop, lambda p, ct, w: dgrad(p, ct, w), lambda p, ct, x: wgrad(p, x, ct))
+_op.bilinear(dgrad, lambda p, ct, w: fprop(p, ct, w), lambda p, ct, dy: wgrad(p, ct, dy))
+_op.bilinear(wgrad, lambda p, ct, dy: dgrad(p, dy, ct), lambda p, ct, x: fprop(p, x, ct))
+
+# conv: fprop with its epilogue. Results y, and z where it is saved.
+conv_kernel = _op.kernel(
+    "conv",
+    reference=reference.conv,
+    results=lambda p: [(p.y_shape, p.dtype)] * (1 + p.save_preactivation),
+    wire=_wire_conv,
+    batch=_batch_conv,
+    multiple_results=True,
+)
+
+
+def _saving(p: ConvProblem) -> ConvProblem:
+    return replace(p, save_preactivation=p.save_preactivation or p.activation.residual == "z")
+
+
+def conv_forward(p: ConvProblem, x: Array, w: Array, *b: Array) -> tuple[list[Array], Any]:
+    """Residuals: x, w, and y or z, whichever the activation's derivative is computed from."""
+    outs = conv_kernel(p, x, w, *b)
+    kept = {None: None, "y": outs[0], "z": outs[-1]}[p.activation.residual]
+    return outs, (x, w, kept)
+
+
+def conv_backward(
+    p: ConvProblem, residuals: Any, cotangents: Sequence[Array | None], want: Sequence[bool]
+) -> list[Array | None]:
+    """dz = dy * f'(z) + the cotangent of z itself; dx = dgrad(dz, w); dw = wgrad(x, dz); db = sum of dz."""
+    x, w, kept = residuals
+    dy, *dz_direct = cotangents
+    parts = [] if dy is None else [activate_grad(p.activation, kept, dy)]
+    parts += [ct for ct in dz_direct if ct is not None]
+    dz = parts[0] if len(parts) == 1 else parts[0] + parts[1]
+    bare = p.bare()
+    grads: list[Array | None] = [
+        dgrad(bare, dz, w) if want[0] else None,
+        wgrad(bare, x, dz) if want[1] else None,
+    ]
+    if p.bias:
+        axes = tuple(axis for axis in range(dz.ndim) if axis != p.channel_axis)
+        grads.append(jnp.sum(dz, axes) if want[2] else None)
+    return grads
+
+
+def _conv_tangent(p: ConvProblem, residuals: Any, tangents: Sequence[Array | None]) -> list[Array]:
+    x, w, kept = residuals
+    dx, dw, *db = tangents
+    bare = p.bare()
+    parts = [] if dx is None else [fprop(bare, dx, w)]
+    parts += [] if dw is None else [fprop(bare, x, dw)]
+    parts += [jnp.broadcast_to(reference.per_channel(p, t), p.y_shape) for t in db if t is not None]
+    dz = sum(parts[1:], parts[0])
+    dy = activate_grad(p.activation, kept, dz)
+    return [dy, dz] if p.save_preactivation else [dy]
+
+
+RULES = _op.Rules(_saving, conv_forward, conv_backward, _conv_tangent)
+_op.fuse(conv_kernel, RULES)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The public functions
+
+
+def _conv(name: str, nd: int, x: Any, w: Any, b: Any, return_preactivation: bool, **options: Any) -> Any:
+    x, w = _problem.as_array(name, "x", x), _problem.as_array(name, "w", w)
+    b = None if b is None else _problem.as_array(name, "b", b)
+    p = ConvProblem.infer(name, nd, x, w, b, return_preactivation=return_preactivation, **options)
+    return _run(p, x, w, b)
+
+
+def _run(p: ConvProblem, x: Array, w: Array, b: Array | None) -> Any:
+    if not p.bias and p.activation.name == "none":
+        y = fprop(p.bare(), x, w)
+        return (y, y) if p.save_preactivation else y
+    outs = conv_kernel(p, x, w, *([] if b is None else [b]))
+    return tuple(outs) if p.save_preactivation else outs[0]
+
+
+def conv1d(
+    x: Array,  # (N, W, C) or (N, C, W)
+    w: Array,  # (S, C/G, K) or (K, C/G, S)
+    b: Array | None = None,  # (K,)
+    *,
+    stride: int | Sequence[int] = 1,
+    padding: Any = "SAME",
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    activation: Any = None,
+    layout: str = "NWC",
+    precision: Any = None,
+    return_preactivation: bool = False,
+    algorithm: str | None = None,
+    implementation: str | None = None,
+) -> Any:
+    """1-D convolution with bias and activation. See `conv2d`; `layout` is "NWC" (filters WIO) or "NCW" (OIW)."""
+    return _conv(
+        "conv1d",
+        1,
+        x,
+        w,
+        b,
+        return_preactivation,
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        groups=groups,
+        activation=activation,
+        layout=layout,
+        precision=precision,
+        algorithm=algorithm,
+        implementation=implementation,
+    )
+
+
+def conv2d(
+    x: Array,  # (N, H, W, C) or (N, C, H, W)
+    w: Array,  # (R, S, C/G, K) or (K, C/G, R, S)
+    b: Array | None = None,  # (K,)
+    *,
+    stride: int | Sequence[int] = 1,
+    padding: Any = "SAME",
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    activation: Any = None,
+    layout: str = "NHWC",
+    precision: Any = None,
+    return_preactivation: bool = False,
+    algorithm: str | None = None,
+    implementation: str | None = None,
+) -> Any:
+    """2-D convolution (cross-correlation, as in lax) with bias and activation.
+
+    Equivalent JAX code for layout="NHWC"::
+
+        z = lax.conv_general_dilated(x, w, (stride, stride), padding, rhs_dilation=(dilation, dilation),
+                                     dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=groups,
+                                     precision=precision) + b
+        y = activation(z)
+
+    Args:
+      x: images, (N, H, W, C) for layout "NHWC", (N, C, H, W) for "NCHW". float32, bfloat16, float16 or float64;
+        sums are accumulated in at least float32.
+      w: filters of x's dtype, (R, S, C/groups, K) ("HWIO") for "NHWC", (K, C/groups, R, S) ("OIHW") for "NCHW".
+      b: bias of x's dtype, (K,), or None.
+      stride, dilation: in pixels, an int or one per spatial dimension, at least 1.
+      padding: "SAME", "SAME_LOWER", "VALID", an int, one int per dimension, or (low, high) pairs; may be asymmetric
+        and, as in lax, negative.
+      groups: channels are split into this many groups convolved separately; groups == C is a depthwise convolution.
+      activation: None, "relu", "relu6", "leaky_relu" (slope 0.01; or ("leaky_relu", slope)), "elu", "tanh", "sigmoid",
+        "silu", "gelu" (tanh form) or "gelu_exact".
+      precision: as for `lax.conv_general_dilated`. float32 at "default" and "high" may use TF32 tensor cores on a GPU;
+        "highest" has float32 accuracy.
+      return_preactivation: also return z.
+      implementation: None takes the fastest known for this problem and device; "native" is jaxconv's own custom call;
+        "xla" is lax.
+      algorithm: forces one native algorithm, in forward and backward: "implicit_gemm", "direct", "depthwise", "im2col".
+
+    Returns:
+      y of x's dtype, (N, P, Q, K) or (N, K, P, Q); or (y, z) with return_preactivation.
+
+    Raises:
+      TypeError, ValueError: when the arguments do not fit together (at trace time), naming the argument, what it got
+        and what was expected; ValueError when a forced implementation or algorithm cannot run, with the reason.
+
+    Differentiable in x, w and b to any order, in forward and reverse mode. The nouns are CUTLASS's
+    (github.com/NVIDIA/cutlass, "implicit GEMM convolution"): images N H W C, filters K R S, outputs N P Q K.
+    """
+    return _conv(
+        "conv2d",
+        2,
+        x,
+        w,
+        b,
+        return_preactivation,
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        groups=groups,
+        activation=activation,
+        layout=layout,
+        precision=precision,
+        algorithm=algorithm,
+        implementation=implementation,
+    )
+
+
+def conv3d(
+    x: Array,  # (N, D, H, W, C) or (N, C, D, H, W)
+    w: Array,  # (T, R, S, C/G, K) or (K, C/G, T, R, S)
+    b: Array | None = None,  # (K,)
+    *,
+    stride: int | Sequence[int] = 1,
+    padding: Any = "SAME",
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    activation: Any = None,
+    layout: str = "NDHWC",
+    precision: Any = None,
+    return_preactivation: bool = False,
+    algorithm: str | None = None,
+    implementation: str | None = None,
+) -> Any:
+    """3-D convolution with bias and activation. See `conv2d`; `layout` is "NDHWC" (DHWIO) or "NCDHW" (OIDHW)."""
+    return _conv(
+        "conv3d",
+        3,
+        x,
+        w,
+        b,
+        return_preactivation,
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        groups=groups,
+        activation=activation,
+        layout=layout,
+        precision=precision,
+        algorithm=algorithm,
+        implementation=implementation,
+    )

@@ -1,0 +1,274 @@
+"""Fused dense layers: the public function, its kernels and its differentiation rules."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxconv import _op, _plan, _problem, reference
+from jaxconv._activation import activate_grad
+from jaxconv._problem import DenseProblem
+
+Array = jax.Array
+replace = dataclasses.replace
+
+
+def _operands(p: DenseProblem) -> str:
+    return "xw" + "b" * (p.bias is not None) + "c" * p.addend
+
+
+def _wire(p: DenseProblem, plan: _plan.Plan) -> _op.Wire:
+    product = {
+        "trans_x": np.int64(p.trans_x),
+        "trans_w": np.int64(p.trans_w),
+        "batched": np.int64(p.batch is not None),
+        "x_batched": np.int64("x" in p.batched),
+        "w_batched": np.int64("w" in p.batched),
+        "bias_batched": np.int64("b" in p.batched),
+        "c_batched": np.int64("c" in p.batched),
+        "bias": p.bias or "none",
+        "addend": np.int64(p.addend),
+        "alpha": np.float64(p.alpha),
+        "beta": np.float64(p.beta),
+        "full_float32": np.int64(p.full_float32),
+    }
+    epilogue = {
+        "bias": np.int64(p.bias is not None),
+        "activation": p.activation.name,
+        "slope": np.float64(p.activation.slope),
+        "save_preactivation": np.int64(p.save_preactivation),
+    }
+    return _op.Wire(
+        {"product": product, "epilogue": epilogue}, [None] * len(_operands(p)), [None] * (1 + p.save_preactivation)
+    )
+
+
+def _batch(p: DenseProblem, args: list[Array], dims: list[int | None]) -> tuple[list[Array], list[int]]:
+    size = _op.batch_size(args, dims)
+    names = _operands(p)
+    call = dense_kernel if p.bias or p.addend or p.save_preactivation or p.activation.name != "none" else matmul
+    dim = dict(zip(names, dims, strict=True))
+    if p.batch is None and not p.trans_x and dim["w"] is None and dim.get("b") is None and p.bias != "row":
+        # x (and c) mapped: more rows
+        args = [
+            _op.fold(_op.to_front(a, d, size), 0, 0) if n in "xc" else a
+            for n, a, d in zip(names, args, dims, strict=True)
+        ]
+        outs = call(replace(p, m=size * p.m), *args)
+        return _listed(outs, lambda y: _op.unfold(y, size, 0))
+    if p.batch is None:
+        mapped = tuple(n for n in names if dim[n] is not None)
+        args = [a if d is None else jnp.moveaxis(a, d, 0) for a, d in zip(args, dims, strict=True)]
+        outs = call(replace(p, batch=size, batched=mapped), *args)
+        return _listed(outs, lambda y: y)
+    # Instances already: an operand that has both, one or neither axis gets both or neither.
+    mapped = tuple(n for n in names if dim[n] is not None or n in p.batched)
+    joined = []
+    for name, a, d in zip(names, args, dims, strict=True):
+        if name in mapped:
+            a = _op.to_front(a, d, size)
+            if name not in p.batched:
+                a = jnp.broadcast_to(a[:, None], (size, p.batch, *a.shape[1:]))
+            a = a.reshape(size * p.batch, *a.shape[2:])
+        joined.append(a)
+    outs = call(replace(p, batch=size * p.batch, batched=mapped), *joined)
+    return _listed(outs, lambda y: y.reshape(size, p.batch, *y.shape[1:]))
+
+
+def _listed(outs: Any, unfold: Any) -> tuple[list[Array], list[int]]:
+    outs = [unfold(y) for y in (outs if isinstance(outs, (list, tuple)) else [outs])]
+    return outs, [0] * len(outs)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The kernels
+
+matmul = _op.kernel(
+    "matmul",
+    reference=reference.matmul,
+    results=lambda p: [(p.y_shape, p.dtype)],
+    wire=_wire,
+    batch=_batch,
+)
+
+
+def _sum_shared(p: DenseProblem, operand: str, grad: Array) -> Array:
+    """The cotangent of an operand that all instances share is the sum over them."""
+    return grad if p.batch is None or operand in p.batched else jnp.sum(grad, 0)
+
+
+def _product(p: DenseProblem, x: Array, w: Array, **fields: Any) -> Array:
+    """alpha * op(x) @ op(w) between arrays of p's instances; the last two axes are the matrices."""
+    batched = tuple(n for n, a in (("x", x), ("w", w)) if a.ndim == 3)
+    return matmul(replace(p.bare(), batched=batched, **fields), x, w)
+
+
+def _grad_x(p: DenseProblem, dz: Array, w: Array) -> Array:
+    """alpha * dz @ op(w)^T, stored as x is."""
+    if p.trans_x:
+        grad = _product(p, w, dz, trans_x=p.trans_w, trans_w=True, m=p.k, k=p.n, n=p.m)
+    else:
+        grad = _product(p, dz, w, trans_x=False, trans_w=not p.trans_w, m=p.m, k=p.n, n=p.k)
+    return _sum_shared(p, "x", grad)
+
+
+def _grad_w(p: DenseProblem, dz: Array, x: Array) -> Array:
+    """alpha * op(x)^T @ dz, stored as w is."""
+    if p.trans_w:
+        grad = _product(p, dz, x, trans_x=True, trans_w=p.trans_x, m=p.n, k=p.m, n=p.k)
+    else:
+        grad = _product(p, x, dz, trans_x=not p.trans_x, trans_w=False, m=p.k, k=p.m, n=p.n)
+    return _sum_shared(p, "w", grad)
+
+
+_op.bilinear(matmul, lambda p, ct, w: _grad_x(p, ct, w), lambda p, ct, x: _grad_w(p, ct, x))
+
+# dense: the product with addend, bias and activation. Results y, and z where it is saved.
+dense_kernel = _op.kernel(
+    "dense",
+    reference=reference.dense,
+    results=lambda p: [(p.y_shape, p.dtype)] * (1 + p.save_preactivation),
+    wire=_wire,
+    batch=_batch,
+    multiple_results=True,
+)
+
+
+def _saving(p: DenseProblem) -> DenseProblem:
+    return replace(p, save_preactivation=p.save_preactivation or p.activation.residual == "z")
+
+
+def _named(p: DenseProblem, values: Sequence[Any]) -> dict[str, Any]:
+    return dict(zip(_operands(p), values, strict=True))
+
+
+def dense_forward(p: DenseProblem, x: Array, w: Array, *rest: Array) -> tuple[list[Array], Any]:
+    """Residuals: x, w, and y or z, whichever the activation's derivative is computed from."""
+    outs = dense_kernel(p, x, w, *rest)
+    kept = {None: None, "y": outs[0], "z": outs[-1]}[p.activation.residual]
+    return outs, (x, w, kept)
+
+
+def dense_backward(
+    p: DenseProblem, residuals: Any, cotangents: Sequence[Array | None], want: Sequence[bool]
+) -> list[Array | None]:
+    """dz = dy * f'(z) + the cotangent of z itself; dx = alpha dz w^T; dw = alpha x^T dz; dc = beta dz; db sums dz."""
+    x, w, kept = residuals
+    dy, *dz_direct = cotangents
+    parts = [] if dy is None else [activate_grad(p.activation, kept, dy)]
+    parts += [ct for ct in dz_direct if ct is not None]
+    dz = parts[0] if len(parts) == 1 else parts[0] + parts[1]
+    grads: list[Array | None] = []
+    for operand, wanted in zip(_operands(p), want, strict=True):
+        if not wanted:
+            grads.append(None)
+        elif operand == "x":
+            grads.append(_grad_x(p, dz, w))
+        elif operand == "w":
+            grads.append(_grad_w(p, dz, x))
+        elif operand == "c":
+            grads.append(_sum_shared(p, "c", dz if p.beta == 1.0 else (p.beta * dz).astype(dz.dtype)))
+        else:
+            axes = {"scalar": (-2, -1), "row": (-1,), "column": (-2,)}[p.bias or "scalar"]
+            db = jnp.sum(dz, axes)
+            db = db[..., None] if p.bias == "scalar" else db
+            grads.append(_sum_shared(p, "b", db))
+    return grads
+
+
+def _dense_tangent(p: DenseProblem, residuals: Any, tangents: Sequence[Array | None]) -> list[Array]:
+    x, w, kept = residuals
+    given = _named(p, tangents)
+    bare = p.bare()
+    parts = [] if given["x"] is None else [matmul(bare, given["x"], w)]
+    parts += [] if given["w"] is None else [matmul(bare, x, given["w"])]
+    if given.get("b") is not None:
+        parts.append(jnp.broadcast_to(reference.spread_bias(p, given["b"]), p.y_shape))
+    if given.get("c") is not None:
+        c = given["c"]
+        parts.append(jnp.broadcast_to(c if p.beta == 1.0 else (p.beta * c).astype(c.dtype), p.y_shape))
+    dz = sum(parts[1:], parts[0])
+    dy = activate_grad(p.activation, kept, dz)
+    return [dy, dz] if p.save_preactivation else [dy]
+
+
+RULES = _op.Rules(_saving, dense_forward, dense_backward, _dense_tangent)
+_op.fuse(dense_kernel, RULES)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The public function
+
+
+def dense(
+    x: Array,  # (..., K)
+    w: Array,  # (K, N)
+    b: Array | None = None,  # scalar, (M,) or (M, 1), (N,) or (1, N)
+    *,
+    c: Array | None = None,  # (..., N)
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    activation: Any = None,
+    return_preactivation: bool = False,
+    precision: Any = None,
+    algorithm: str | None = None,
+    implementation: str | None = None,
+) -> Any:
+    """Matrix product with addend, bias and activation, in one pass.
+
+    Equivalent JAX code::
+
+        z = alpha * x @ w + beta * c + b
+        y = activation(z)
+
+    Args:
+      x: (..., K); the leading axes together are the M rows. float32, bfloat16, float16 or float64; sums are
+        accumulated in at least float32.
+      w: (K, N), of x's dtype.
+      b: bias of x's dtype: a scalar (or (1, 1), or (1,) where N > 1), one per column ((N,) or (1, N)), or one per row
+        (x.shape[:-1], or that with a trailing 1). Where M == N a 1-D bias is per column.
+      c: an addend of the result's shape (..., N), or None.
+      alpha, beta: Python numbers, fixed when the function is traced.
+      activation, precision, return_preactivation, implementation: see `conv2d`.
+      algorithm: forces one native algorithm: "gemm".
+
+    Returns:
+      y of x's dtype, (..., N); or (y, z) with return_preactivation.
+
+    Raises:
+      TypeError, ValueError: when the arguments do not fit together (at trace time), naming the argument, what it got
+        and what was expected; ValueError when a forced implementation or algorithm cannot run, with the reason.
+
+    Differentiable in x, w, b and c to any order, in forward and reverse mode.
+    """
+    x, w = _problem.as_array("dense", "x", x), _problem.as_array("dense", "w", w)
+    b = None if b is None else _problem.as_array("dense", "b", b)
+    c = None if c is None else _problem.as_array("dense", "c", c)
+    p = DenseProblem.infer(
+        "dense",
+        x,
+        w,
+        b,
+        c,
+        alpha=alpha,
+        beta=beta,
+        activation=activation,
+        return_preactivation=return_preactivation,
+        precision=precision,
+        algorithm=algorithm,
+        implementation=implementation,
+    )
+    y_shape = (*x.shape[:-1], p.n)
+    rows = x.reshape(p.m, p.k)
+    rest = [] if b is None else [b.reshape(p.b_shape)]
+    rest += [] if c is None else [c.reshape(p.c_shape)]
+    if not rest and p.activation.name == "none":
+        y = matmul(p.bare(), rows, w).reshape(y_shape)
+        return (y, y) if return_preactivation else y
+    outs = [out.reshape(y_shape) for out in dense_kernel(p, rows, w, *rest)]
+    return tuple(outs) if return_preactivation else outs[0]

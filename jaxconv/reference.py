@@ -1,0 +1,185 @@
+"""Every op in jnp and lax: what it means, what implementation="xla" runs, and what the tests compare with.
+
+Each function takes a problem and arrays of exactly the problem's shapes, and returns a list of arrays.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxconv._activation import activate, activate_grad
+from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem
+
+
+def _like(shape: tuple[int, ...], operand: jax.Array, batch: bool) -> Any:
+    """A stand-in for an array of `shape` on `operand`'s mesh; with `batch` its first axis is sharded as operand's."""
+    aval = jax.typeof(operand)
+    if aval.sharding.mesh.empty:
+        return jax.ShapeDtypeStruct(shape, operand.dtype)
+    spec = [aval.sharding.spec[0] if batch else None] + [None] * (len(shape) - 1)
+    return jax.ShapeDtypeStruct(
+        shape,
+        operand.dtype,
+        sharding=jax.sharding.NamedSharding(aval.sharding.mesh, jax.sharding.PartitionSpec(*spec)),
+        manual_axis_type=aval.manual_axis_type,
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Convolution
+
+
+def conv_fprop(p: ConvProblem, x: jax.Array, w: jax.Array) -> list[jax.Array]:
+    """y = conv(x, w)."""
+    y = lax.conv_general_dilated(
+        x,
+        w,
+        window_strides=p.stride,
+        padding=p.padding,
+        rhs_dilation=p.dilation,
+        dimension_numbers=p.dimension_numbers,
+        feature_group_count=p.groups,
+        precision=p.precision,
+    )
+    return [y]
+
+
+def conv_dgrad(p: ConvProblem, dy: jax.Array, w: jax.Array) -> list[jax.Array]:
+    """dx: the transpose of conv_fprop in x, as lax derives it."""
+    return list(jax.linear_transpose(lambda x: conv_fprop(p, x, w)[0], _like(p.x_shape, dy, batch=True))(dy))
+
+
+def conv_wgrad(p: ConvProblem, x: jax.Array, dy: jax.Array) -> list[jax.Array]:
+    """dw: the transpose of conv_fprop in w, as lax derives it."""
+    return list(jax.linear_transpose(lambda w: conv_fprop(p, x, w)[0], _like(p.w_shape, x, batch=False))(dy))
+
+
+def per_channel(p: ConvProblem, b: jax.Array) -> jax.Array:
+    """b (K,) shaped to broadcast against y."""
+    return lax.expand_dims(b, [axis for axis in range(p.nd + 2) if axis != p.channel_axis])
+
+
+def conv(p: ConvProblem, x: jax.Array, w: jax.Array, *b: jax.Array) -> list[jax.Array]:
+    """z = conv(x, w) + b; y = f(z); [y] or [y, z]."""
+    (z,) = conv_fprop(p, x, w)
+    if p.bias:
+        z = z + per_channel(p, b[0])
+    y = activate(p.activation, z)
+    return [y, z] if p.save_preactivation else [y]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Dense
+
+
+def matmul(p: DenseProblem, x: jax.Array, w: jax.Array) -> list[jax.Array]:
+    """alpha * op(x) @ op(w) for each instance; an operand without an instance axis is shared."""
+    x_batched, w_batched = "x" in p.batched, "w" in p.batched
+    contract = ((int(x_batched) + (0 if p.trans_x else 1),), (int(w_batched) + (1 if p.trans_w else 0),))
+    batch = ((0,), (0,)) if x_batched and w_batched else ((), ())
+    z = lax.dot_general(x, w, (contract, batch), precision=p.precision)
+    if p.batch is not None and not x_batched:
+        # (m, batch, n) where only w has instances; (m, n) where neither has
+        z = jnp.moveaxis(z, 1, 0) if w_batched else jnp.broadcast_to(z, p.y_shape)
+    return [z if p.alpha == 1.0 else (p.alpha * z).astype(z.dtype)]
+
+
+def dense(p: DenseProblem, x: jax.Array, w: jax.Array, *rest: jax.Array) -> list[jax.Array]:
+    """z = alpha * op(x) @ op(w) + beta * c + b; y = f(z); [y] or [y, z]. `rest` is (b?, c?)."""
+    operands = list(rest)
+    (z,) = matmul(p, x, w)
+    if p.bias is not None:
+        z = z + spread_bias(p, operands.pop(0))
+    if p.addend:
+        c = operands.pop(0)
+        z = z + (c if p.beta == 1.0 else (p.beta * c).astype(c.dtype))
+    y = activate(p.activation, z)
+    return [y, z] if p.save_preactivation else [y]
+
+
+def spread_bias(p: DenseProblem, b: jax.Array) -> jax.Array:
+    """b, shaped to broadcast against y."""
+    b = b[..., :, None] if p.bias == "row" else b[..., None, :]
+    return b if p.batch is None or "b" in p.batched else b[None]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Batch-norm. Statistics and arithmetic in float32 for 16-bit x.
+
+
+def channel_shape(p: BatchNormProblem) -> tuple[int, ...]:
+    """The shape in which a per-channel array broadcasts against x."""
+    return (*p.lead, *(extent if axis == p.channel_axis else 1 for axis, extent in enumerate(p.shape)))
+
+
+def reduced_axes(p: BatchNormProblem) -> tuple[int, ...]:
+    first = len(p.lead)
+    return tuple(first + axis for axis in range(len(p.shape)) if axis != p.channel_axis)
+
+
+def _affine(p: BatchNormProblem, x, scale, bias, mean, rstd, residual) -> jax.Array:
+    """z, in the parameters' dtype."""
+    s = channel_shape(p)
+    z = (x.astype(p.param_dtype) - mean.reshape(s)) * (rstd * scale).reshape(s) + bias.reshape(s)
+    return z if residual is None else z + residual.astype(p.param_dtype)
+
+
+def batchnorm_statistics(p: BatchNormProblem, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Mean and biased variance per channel, in one pass over x: sums about a sample of the channel.
+
+    With k near the mean, E[(x-k)^2] - E[x-k]^2 has none of the cancellation of E[x^2] - E[x]^2.
+    """
+    axes = reduced_axes(p)
+    first = tuple(slice(None) if axis not in axes else slice(0, 1) for axis in range(x.ndim))
+    k = lax.stop_gradient(x[first]).astype(p.param_dtype)
+    d = x.astype(p.param_dtype) - k
+    n = p.reduced
+    shift = jnp.sum(d, axes) / n
+    square = jnp.sum(d * d, axes) / n
+    return k.reshape(p.param_shape) + shift, jnp.maximum(square - shift * shift, 0)
+
+
+def batchnorm_train(
+    p: BatchNormProblem, x, scale, bias, running_mean, running_var, *residual: jax.Array
+) -> list[jax.Array]:
+    """[y, new_running_mean, new_running_var, mean, rstd]."""
+    mean, var = batchnorm_statistics(p, x)
+    rstd = lax.rsqrt(var + p.epsilon)
+    z = _affine(p, x, scale, bias, mean, rstd, residual[0] if p.residual else None)
+    m = p.momentum
+    return [
+        activate(p.activation, z).astype(x.dtype),
+        m * running_mean + (1 - m) * mean,
+        m * running_var + (1 - m) * var,
+        mean,
+        rstd,
+    ]
+
+
+def batchnorm_infer(p: BatchNormProblem, x, scale, bias, mean, var, *residual: jax.Array) -> list[jax.Array]:
+    """[y]."""
+    z = _affine(p, x, scale, bias, mean, lax.rsqrt(var + p.epsilon), residual[0] if p.residual else None)
+    return [activate(p.activation, z).astype(x.dtype)]
+
+
+def batchnorm_backward(p: BatchNormProblem, x, dy, scale, bias, mean, rstd, *residual: jax.Array) -> list[jax.Array]:
+    """[dscale, dbias, dx?, dresidual?]: the derivative of batchnorm_train's y, with z recomputed from x."""
+    s, axes, n = channel_shape(p), reduced_axes(p), p.reduced
+    xhat = (x.astype(p.param_dtype) - mean.reshape(s)) * rstd.reshape(s)
+    dz = dy.astype(p.param_dtype)
+    if p.activation.residual:
+        z = _affine(p, x, scale, bias, mean, rstd, residual[0] if p.residual else None)
+        dz = activate_grad(p.activation, z if p.activation.residual == "z" else activate(p.activation, z), dz)
+    dbias = jnp.sum(dz, axes)
+    dscale = jnp.sum(dz * xhat, axes)
+    outs = [dscale, dbias]
+    if p.want_dx:
+        dx = (scale * rstd).reshape(s) * (dz - (dbias / n).reshape(s) - xhat * (dscale / n).reshape(s))
+        outs.append(dx.astype(x.dtype))
+    if p.want_dresidual:
+        outs.append(dz.astype(x.dtype))
+    return outs
