@@ -129,7 +129,8 @@ def _lower_reference(made: Kernel, ctx: mlir.LoweringRuleContext, *operands: Any
 
 
 def _lower(made: Kernel, platform: str, ctx: mlir.LoweringRuleContext, *operands: Any, problem: Any) -> Any:
-    plan = _plan.plan(made.name, problem, _plan.Device.current(platform))
+    device = dataclasses.replace(_plan.Device.current(platform), partitioned=_is_partitioned(ctx))
+    plan = _plan.plan(made.name, problem, device)
     if plan.implementation == "xla":
         return _lower_reference(made, ctx, *operands, problem=problem)
     if platform == "cpu" and any(a.dtype.itemsize == 2 for a in ctx.avals_in):
@@ -146,6 +147,12 @@ def _lower(made: Kernel, platform: str, ctx: mlir.LoweringRuleContext, *operands
         ],
     )
     return list(rule(ctx, *operands, **wire.attrs, plan=plan.attrs()))[:-1]
+
+
+def _is_partitioned(ctx: mlir.LoweringRuleContext) -> bool:
+    """Whether XLA will partition the program over several devices: it cannot see into a custom call."""
+    context = ctx.module_context.axis_context
+    return getattr(context, "num_devices", None) not in (None, 1)
 
 
 def _minor_to_major(aval: ShapedArray, layout: Layout | None) -> Layout:

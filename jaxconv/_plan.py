@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxconv import _native
+from jaxconv import _native, _tuning
 from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem
 
 Problem = ConvProblem | DenseProblem | BatchNormProblem
@@ -40,6 +40,7 @@ class Device:
     kind: str = ""  # "NVIDIA H200"; empty when lowering for a device that is not here
     compute_capability: tuple[int, int] | None = None
     sm_count: int = 132  # multiprocessors
+    partitioned: bool = False  # the program runs on several devices under jit
 
     @classmethod
     @functools.cache
@@ -111,6 +112,8 @@ def plan(op: str, problem: Problem, device: Device) -> Plan:
         if refusal:
             raise ValueError(f"{problem.name}: {_asked(problem)} cannot run {op} of {problem}: {refusal}")
         return _fill(op, problem.algorithm, problem, device, f"algorithm='{problem.algorithm}' was asked for")
+    if device.partitioned and not forced:
+        return Plan("xla", "XLA partitions its own operations over devices; it would gather for a custom call")
     algorithm, reason = _fastest(op, problem, device)
     if algorithm is not None:
         return _fill(op, algorithm, problem, device, reason)
@@ -239,7 +242,16 @@ def _fastest(op: str, problem: Problem, device: Device) -> tuple[str | None, str
     """(the native algorithm that beats XLA, why), or (None, why XLA)."""
     if device.platform == "cpu":
         return _fastest_on_cpu(op, problem, device)
-    return None, "no native kernel was measured to be faster here"
+    measured = _tuning.nearest(op, problem, device.kind)
+    if measured is None:
+        return None, f"nothing near it was measured on {device.kind or 'the device'}"
+    algorithm, ratio = measured.best
+    if ratio <= _tuning.MARGIN:
+        return None, f"native code reached {ratio:.2f} of XLA's speed at {measured.case}, the nearest case measured"
+    refusal = supports(op, algorithm, problem, device)
+    if refusal:
+        return None, f"{algorithm} is {ratio:.2f} times faster at {measured.case}, but here {refusal}"
+    return algorithm, f"{ratio:.2f} times faster than XLA at {measured.case}, the nearest case measured"
 
 
 def _fastest_on_cpu(op: str, problem: Problem, device: Device) -> tuple[str | None, str]:

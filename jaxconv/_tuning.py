@@ -1,0 +1,126 @@
+"""Measured times: jaxconv/tuning/<device>.json, written by `python -m benchmarks tune`, never by hand.
+
+A table holds, for problems that were run, the time of XLA and of each native algorithm. A problem that was not run is
+answered by its nearest neighbour of the same kind, if one is near enough. Nothing is timed in a user's program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import pathlib
+import re
+from typing import Any
+
+from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem
+
+FOLDER = pathlib.Path(__file__).parent / "tuning"
+
+# How far a neighbour may be: in each of the coordinates below, a factor of 2^REACH.
+REACH = 1.6
+# A native kernel is taken where it was faster than XLA by more than the spread between two runs.
+MARGIN = 1.03
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """One problem's times on one device."""
+
+    op: str
+    kind: tuple[Any, ...]  # must be equal for one problem to speak for another
+    coordinates: tuple[float, ...]  # log2 of extents
+    case: str  # its name in benchmarks/cases.py
+    xla_ms: float
+    native_ms: dict[str, float]  # by algorithm
+
+    @property
+    def best(self) -> tuple[str, float]:
+        """The fastest native algorithm, and XLA's time over its time."""
+        algorithm = min(self.native_ms, key=self.native_ms.__getitem__)
+        return algorithm, self.xla_ms / self.native_ms[algorithm]
+
+
+def slug(device_kind: str) -> str:
+    """The table's file name: "NVIDIA H200" -> "nvidia_h200"."""
+    return re.sub(r"[^a-z0-9]+", "_", device_kind.lower()).strip("_")
+
+
+def features(op: str, problem: Any) -> tuple[str, tuple[Any, ...], tuple[float, ...]]:
+    """(op as measured, kind, coordinates) of a problem: what decides whether two problems run alike."""
+    if isinstance(problem, ConvProblem):
+        return _conv_features(op, problem)
+    if isinstance(problem, DenseProblem):
+        aligned = problem.k % 8 == 0 and problem.n % 8 == 0
+        fused = problem.bias is not None or problem.addend or problem.activation.name != "none"
+        kind = (
+            problem.dtype,
+            problem.dtype == "float32" and problem.full_float32,
+            problem.trans_x,
+            problem.trans_w,
+            "fused" if fused else "bare",
+            aligned,
+        )
+        return "dense", kind, _log2(problem.batch or 1, problem.m, problem.k, problem.n)
+    p: BatchNormProblem = problem
+    vector = 8 if p.dtype != "float32" else 4
+    fast_axis = p.channels if p.inner == 1 else p.inner
+    return op, (p.dtype, p.inner == 1, fast_axis % vector == 0), _log2(p.reduced, (p.batch or 1) * p.channels)
+
+
+def _conv_features(op: str, p: ConvProblem) -> tuple[str, tuple[Any, ...], tuple[float, ...]]:
+    group_c, group_k = p.in_channels // p.groups, p.out_channels // p.groups
+    grouping = "none" if p.groups == 1 else "depthwise" if p.depthwise else "grouped"
+    kind = (
+        p.dtype,
+        p.dtype == "float32" and p.full_float32,
+        p.channels_last,
+        grouping,
+        p.filter,
+        p.stride,
+        p.dilation,
+        group_c % 8 == 0,
+        group_k % 8 == 0,
+    )
+    pixels = p.batch * math.prod(p.out_spatial)
+    return "conv_fprop" if op == "conv" else op, kind, _log2(pixels, group_c, group_k, p.groups)
+
+
+def _log2(*extents: int) -> tuple[float, ...]:
+    return tuple(math.log2(max(extent, 1)) for extent in extents)
+
+
+@functools.cache
+def table(device_kind: str) -> tuple[Measurement, ...]:
+    """The measurements for a device; none where nobody has run it."""
+    path = FOLDER / f"{slug(device_kind)}.json"
+    if not device_kind or not path.exists():
+        return ()
+    return tuple(
+        Measurement(
+            entry["op"],
+            _tuples(entry["kind"]),
+            tuple(entry["coordinates"]),
+            entry["case"],
+            entry["xla_ms"],
+            entry["native_ms"],
+        )
+        for entry in json.loads(path.read_text())["measurements"]
+    )
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def nearest(op: str, problem: Any, device_kind: str) -> Measurement | None:
+    """The measurement that speaks for `problem`, or None."""
+    measured_op, kind, coordinates = features(op, problem)
+    best, distance = None, math.inf
+    for m in table(device_kind):
+        if m.op == measured_op and m.kind == kind and len(m.coordinates) == len(coordinates) and m.native_ms:
+            gap = max(abs(a - b) for a, b in zip(m.coordinates, coordinates, strict=True))
+            if gap < distance:
+                best, distance = m, gap
+    return best if distance <= REACH else None
