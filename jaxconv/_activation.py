@@ -71,13 +71,9 @@ def parse(where: str, activation: Any) -> Activation:
     )
 
 
-def _wide(z: jax.Array) -> jax.Array:
-    return z.astype(jnp.float32) if z.dtype.itemsize == 2 else z
-
-
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def activate(activation: Activation, z: jax.Array) -> jax.Array:
-    """y = f(z), computed in at least float32, in z's dtype. Its derivative is `activate_grad`, at any order."""
+    """y = f(z), in z's dtype as jax.nn computes it. Its derivative is `activate_grad`, at any order."""
     name = activation.name
     if name == "none":
         return z
@@ -86,21 +82,18 @@ def activate(activation: Activation, z: jax.Array) -> jax.Array:
     if name == "relu6":
         return jnp.clip(z, 0, 6)
     if name == "leaky_relu":
-        return jnp.where(z >= 0, z, (activation.slope * _wide(z)).astype(z.dtype))
-    v = _wide(z)
+        return jnp.where(z >= 0, z, activation.slope * z)
     if name == "elu":
-        y = jnp.where(v > 0, v, jnp.expm1(jnp.where(v > 0, 0, v)))
-    elif name == "tanh":
-        y = jnp.tanh(v)
-    elif name == "sigmoid":
-        y = jax.nn.sigmoid(v)
-    elif name == "silu":
-        y = v * jax.nn.sigmoid(v)
-    elif name == "gelu":
-        y = 0.5 * v * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (v + 0.044715 * v * v * v)))
-    else:
-        y = 0.5 * v * (1 + jax.lax.erf(v * math.sqrt(0.5)))
-    return y.astype(z.dtype)
+        return jnp.where(z > 0, z, jnp.expm1(jnp.where(z > 0, 0, z)))
+    if name == "tanh":
+        return jnp.tanh(z)
+    if name == "sigmoid":
+        return jax.nn.sigmoid(z)
+    if name == "silu":
+        return z * jax.nn.sigmoid(z)
+    if name == "gelu":
+        return jax.nn.gelu(z, approximate=True)
+    return 0.5 * z * (1 + jax.lax.erf(z * math.sqrt(0.5)))
 
 
 @activate.defjvp
@@ -119,26 +112,25 @@ def activate_grad(activation: Activation, residual: jax.Array | None, t: jax.Arr
     if name == "none":
         return t
     assert residual is not None
-    r, wide_t = _wide(residual), _wide(t)
+    r = residual
     if name == "relu":
-        return jnp.where(residual > 0, t, jnp.zeros_like(t))
+        return jnp.where(r > 0, t, jnp.zeros_like(t))
     if name == "relu6":
-        return jnp.where((residual > 0) & (residual < 6), t, jnp.zeros_like(t))
+        return jnp.where((r > 0) & (r < 6), t, jnp.zeros_like(t))
     if name == "leaky_relu":
-        return jnp.where(residual >= 0, t, (activation.slope * wide_t).astype(t.dtype))
+        return jnp.where(r >= 0, t, activation.slope * t)
     if name == "elu":
-        d = jnp.where(r > 0, 1, r + 1)
-    elif name == "tanh":
-        d = 1 - r * r
-    elif name == "sigmoid":
-        d = r * (1 - r)
-    elif name == "silu":
+        return t * jnp.where(r > 0, 1, r + 1)
+    if name == "tanh":
+        return t * (1 - r * r)
+    if name == "sigmoid":
+        return t * (r * (1 - r))
+    if name == "silu":
         s = jax.nn.sigmoid(r)
-        d = s * (1 + r * (1 - s))
-    elif name == "gelu":
+        return t * (s * (1 + r * (1 - s)))
+    if name == "gelu":
         c = math.sqrt(2 / math.pi)
-        h = jnp.tanh(c * (r + 0.044715 * r * r * r))
-        d = 0.5 * (1 + h) + 0.5 * r * (1 - h * h) * c * (1 + 3 * 0.044715 * r * r)
-    else:
-        d = 0.5 * (1 + jax.lax.erf(r * math.sqrt(0.5))) + r * math.sqrt(0.5 / math.pi) * jnp.exp(-0.5 * r * r)
-    return (wide_t * d).astype(t.dtype)
+        h = jnp.tanh(c * (r + 0.044715 * (r * r * r)))
+        return t * (0.5 * (1 + h) + 0.5 * r * (1 - h * h) * c * (1 + 3 * 0.044715 * (r * r)))
+    density = math.sqrt(0.5 / math.pi) * jnp.exp(-0.5 * r * r)
+    return t * (0.5 * (1 + jax.lax.erf(r * math.sqrt(0.5))) + r * density)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import platform as host
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -39,18 +39,6 @@ class Explanation(list[Call]):
         return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
-def _equations(jaxpr: Any) -> Iterator[Any]:
-    """Every equation of a jaxpr and of the jaxprs inside it."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for value in equation.params.values():
-            for inner in value if isinstance(value, (tuple, list)) else (value,):
-                if hasattr(inner, "jaxpr"):
-                    inner = inner.jaxpr
-                if hasattr(inner, "eqns"):
-                    yield from _equations(inner)
-
-
 def explain(f: Callable[..., Any], *, platform: str | None = None) -> Callable[..., Explanation]:
     """A function that takes f's arguments and returns which implementation every jaxconv call in f gets, and why.
 
@@ -74,7 +62,7 @@ def explain(f: Callable[..., Any], *, platform: str | None = None) -> Callable[.
         device = _plan.Device.current(name)
         jaxpr = jax.make_jaxpr(f)(*args, **kwargs)
         counts: dict[tuple[str, Any], int] = {}
-        for equation in _equations(jaxpr.jaxpr):
+        for equation in _op.equations(jaxpr.jaxpr):
             made = _op.KERNELS.get(equation.primitive)
             if made is not None:
                 key = made.name, equation.params["problem"]

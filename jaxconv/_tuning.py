@@ -80,8 +80,8 @@ def _conv_features(op: str, p: ConvProblem) -> tuple[str, tuple[Any, ...], tuple
         p.filter,
         p.stride,
         p.dilation,
-        group_c % 8 == 0,
-        group_k % 8 == 0,
+        (p.in_channels if grouping == "depthwise" else group_c) % 8 == 0,
+        (p.out_channels if grouping == "depthwise" else group_k) % 8 == 0,
     )
     pixels = p.batch * math.prod(p.out_spatial)
     return "conv_fprop" if op == "conv" else op, kind, _log2(pixels, group_c, group_k, p.groups)

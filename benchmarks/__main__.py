@@ -1,0 +1,16 @@
+"""`python -m benchmarks`: measure. `... report`: tables of what was recorded. `... tune`: the plan's table from it."""
+
+import sys
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["report"]:
+        from benchmarks import report
+
+        sys.exit(report.main(sys.argv[2:]))
+    if sys.argv[1:2] == ["tune"]:
+        from benchmarks import tune
+
+        sys.exit(tune.main(sys.argv[2:]))
+    from benchmarks import run
+
+    sys.exit(run.main())

@@ -1,0 +1,331 @@
+"""The problems that are measured and tested, by name. Only the standard library: tests import this too.
+
+Extents are written channels last; a row's layout is chosen when it is run. `small()` is the same problem shrunk for
+CPUs and tests: it keeps stride, padding, dilation, the filter, the number of channels per group and whether extents
+are odd.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import math
+from typing import TypeVar
+
+Pair = tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvCase:
+    """A convolution, or with `transposed` a transposed one with lax.conv_transpose's SAME padding."""
+
+    name: str
+    batch: int  # N
+    spatial: tuple[int, ...]  # of x
+    in_channels: int  # C, all groups
+    out_channels: int  # K, all groups
+    filter: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[Pair, ...]  # (low, high); unused where transposed
+    dilation: tuple[int, ...]
+    groups: int = 1
+    transposed: bool = False
+    suite: str = "core"
+
+    op = "conv"
+    passes = ("fprop", "dgrad", "wgrad")
+
+    @property
+    def nd(self) -> int:
+        return len(self.spatial)
+
+    @property
+    def out_spatial(self) -> tuple[int, ...]:
+        if self.transposed:
+            return tuple(size * s for size, s in zip(self.spatial, self.stride, strict=True))
+        return tuple(
+            (size + low + high - (f - 1) * d - 1) // s + 1
+            for size, (low, high), f, d, s in zip(
+                self.spatial, self.padding, self.filter, self.dilation, self.stride, strict=True
+            )
+        )
+
+    @property
+    def depthwise(self) -> bool:
+        return self.groups == self.in_channels > 1
+
+    def x_shape(self, channels_last: bool = True) -> tuple[int, ...]:
+        return self._activation(self.in_channels, self.spatial, channels_last)
+
+    def y_shape(self, channels_last: bool = True) -> tuple[int, ...]:
+        return self._activation(self.out_channels, self.out_spatial, channels_last)
+
+    def _activation(self, channels: int, spatial: tuple[int, ...], channels_last: bool) -> tuple[int, ...]:
+        return (self.batch, *spatial, channels) if channels_last else (self.batch, channels, *spatial)
+
+    def w_shape(self, channels_last: bool = True) -> tuple[int, ...]:
+        c, k = self.in_channels // self.groups, self.out_channels
+        return (*self.filter, c, k) if channels_last else (k, c, *self.filter)
+
+    def layout(self, channels_last: bool = True) -> str:
+        """The name of the layout: "NHWC", "NCW", ..."""
+        s = "DHW"[3 - self.nd :]
+        return f"N{s}C" if channels_last else f"NC{s}"
+
+    def filter_layout(self, channels_last: bool = True) -> str:
+        s = "DHW"[3 - self.nd :]
+        return f"{s}IO" if channels_last else f"OI{s}"
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of each pass, those on padding included."""
+        positions = self.spatial if self.transposed else self.out_spatial
+        products = self.batch * self.out_channels * (self.in_channels // self.groups)
+        return 2 * products * math.prod(self.filter) * math.prod(positions)
+
+    @property
+    def elements(self) -> int:
+        """Of x, w and y together: each pass reads two of them and writes the third."""
+        return math.prod(self.x_shape()) + math.prod(self.w_shape()) + math.prod(self.y_shape())
+
+    def terms(self, pass_: str) -> int:
+        """Products summed into one element of the result."""
+        taps, g = math.prod(self.filter), self.groups
+        if pass_ == "wgrad":
+            return self.batch * math.prod(self.spatial if self.transposed else self.out_spatial)
+        return taps * (self.in_channels if pass_ == "fprop" else self.out_channels) // g
+
+    def small(self) -> ConvCase:
+        spatial = tuple(
+            _small_extent(size, f, s, d, self.nd, last=axis == self.nd - 1)
+            for axis, (size, f, s, d) in enumerate(
+                zip(self.spatial, self.filter, self.stride, self.dilation, strict=True)
+            )
+        )
+        g, c, k = self.groups, self.in_channels // self.groups, self.out_channels // self.groups
+        if g == 1:  # C < K, C == K and C > K stay so
+            c, k = min(c, 24), min(k, 16 if k < c else 24 if k == c else 40)
+        g = min(g, 8 if self.depthwise else 4)
+        return dataclasses.replace(
+            self, batch=min(self.batch, 2), spatial=spatial, in_channels=g * c, out_channels=g * k, groups=g
+        )
+
+    def __str__(self) -> str:
+        text = f"{self.batch}x{_times(self.spatial)} {self.in_channels}->{self.out_channels} {_times(self.filter)}"
+        text += f" s{self.stride[0]}" if max(self.stride) > 1 else ""
+        text += f" d{self.dilation[0]}" if max(self.dilation) > 1 else ""
+        text += f" g{self.groups}" if self.groups > 1 else ""
+        return text + (" transposed" if self.transposed else "")
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchNormCase:
+    name: str
+    batch: int
+    channels: int
+    spatial: tuple[int, ...]
+    suite: str = "core"
+
+    op = "batchnorm"
+    # fwd: training. infer: running statistics. bwd: the gradient of fwd alone. fwd+bwd: with a ReLU, as in training.
+    passes = ("fwd", "infer", "bwd", "fwd+bwd")
+
+    def x_shape(self, channels_last: bool = True) -> tuple[int, ...]:
+        return (
+            (self.batch, *self.spatial, self.channels) if channels_last else (self.batch, self.channels, *self.spatial)
+        )
+
+    def layout(self, channels_last: bool = True) -> str:
+        return "NHWC" if channels_last else "NCHW"
+
+    @property
+    def elements(self) -> int:
+        """Of x: one pass over the tensor."""
+        return self.batch * self.channels * math.prod(self.spatial)
+
+    @property
+    def reduced(self) -> int:
+        """Elements per channel."""
+        return self.batch * math.prod(self.spatial)
+
+    def small(self) -> BatchNormCase:
+        spatial = tuple(min(size, 7) for size in self.spatial)
+        return dataclasses.replace(self, batch=2, channels=min(self.channels, 24), spatial=spatial)
+
+    def __str__(self) -> str:
+        return f"{self.batch}x{_times(self.spatial)} C={self.channels}"
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseCase:
+    """y = activation(x @ w + b), (M, K) @ (K, N), b per column."""
+
+    name: str
+    m: int
+    k: int
+    n: int
+    activation: str
+    suite: str = "core"
+
+    op = "dense"
+    passes = ("fwd", "fwd+bwd")
+
+    def layout(self, channels_last: bool = True) -> str:
+        return "-"
+
+    @property
+    def flops(self) -> int:
+        """Of the forward product; the backward pass is two more."""
+        return 2 * self.m * self.k * self.n
+
+    @property
+    def elements(self) -> int:
+        """Of x, w, b and y together."""
+        return self.m * self.k + self.k * self.n + self.n + self.m * self.n
+
+    def small(self) -> DenseCase:
+        def shrink(extent: int) -> int:  # 64, or 40 where the extent is no multiple of 64
+            return min(extent, 64 if extent % 64 == 0 else 40)
+
+        m, k, n = shrink(self.m), shrink(self.k), shrink(self.n)
+        return dataclasses.replace(self, m=m // (2 if self.m < self.k else 1), k=k, n=n)
+
+    def __str__(self) -> str:
+        return f"{self.m}x{self.k}x{self.n} {self.activation}"
+
+
+Case = ConvCase | BatchNormCase | DenseCase
+T = TypeVar("T", ConvCase, BatchNormCase, DenseCase)
+
+
+def _times(extents: tuple[int, ...]) -> str:
+    return "x".join(map(str, extents))
+
+
+def _small_extent(size: int, filter: int, stride: int, dilation: int, nd: int, last: bool) -> int:
+    """A few windows' worth, odd where `size` is, a multiple of the stride where `size` is; the last axis is longer."""
+    least = {1: 24, 2: 8, 3: 5}[nd]
+    extent = max(least, (filter - 1) * dilation // 2 + 1)
+    if filter == stride > 1:  # patches: two of them
+        extent = 2 * stride
+    if size % stride == 0:
+        extent = -(-extent // stride) * stride
+    if (extent - size) % 2:
+        extent += stride if stride % 2 else 1
+    if last and nd > 1:
+        extent += 2 * stride
+    return min(size, extent)
+
+
+def _conv(
+    name: str,
+    batch: int,
+    spatial: int | tuple[int, ...],
+    in_channels: int,
+    out_channels: int,
+    filter: int,
+    *,
+    stride: int = 1,
+    padding: int | Pair = 0,
+    dilation: int = 1,
+    groups: int = 1,
+    nd: int = 2,
+    transposed: bool = False,
+    suite: str = "core",
+) -> ConvCase:
+    return ConvCase(
+        name=name,
+        batch=batch,
+        spatial=spatial if isinstance(spatial, tuple) else (spatial,) * nd,
+        in_channels=in_channels,
+        out_channels=out_channels,
+        filter=(filter,) * nd,
+        stride=(stride,) * nd,
+        padding=(padding if isinstance(padding, tuple) else (padding, padding),) * nd,
+        dilation=(dilation,) * nd,
+        groups=groups,
+        transposed=transposed,
+        suite=suite,
+    )
+
+
+# "core": what common networks are made of. The geometric means are over this list.
+_CORE = (
+    _conv("r50.stem7x7s2", 256, 224, 3, 64, 7, stride=2, padding=3),
+    _conv("r50.s1.1x1a", 256, 56, 64, 64, 1),
+    _conv("r50.s1.3x3", 256, 56, 64, 64, 3, padding=1),
+    _conv("r50.s1.1x1b", 256, 56, 64, 256, 1),
+    _conv("r50.s2.3x3s2", 256, 56, 128, 128, 3, stride=2, padding=1),
+    _conv("r50.s2.3x3", 256, 28, 128, 128, 3, padding=1),
+    _conv("r50.s2.down1x1s2", 256, 56, 256, 512, 1, stride=2),
+    _conv("r50.s3.3x3", 256, 14, 256, 256, 3, padding=1),
+    _conv("r50.s3.1x1b", 256, 14, 256, 1024, 1),
+    _conv("r50.s4.3x3", 256, 7, 512, 512, 3, padding=1),
+    _conv("ck.bwd_data", 128, 71, 128, 256, 3, stride=2, padding=1),
+    _conv("unet.3x3", 16, 64, 320, 320, 3, padding=1),
+    _conv("vgg.3x3", 32, 112, 128, 128, 3, padding=1),
+    _conv("deeplab.d2", 16, 65, 256, 256, 3, padding=2, dilation=2),
+    _conv("convnext.dw7", 64, 56, 96, 96, 7, padding=3, groups=96),
+    _conv("mobilenet.dw3", 128, 56, 144, 144, 3, padding=1, groups=144),
+    _conv("resnext.g32", 128, 56, 128, 128, 3, padding=1, groups=32),
+)
+
+# "special": depthwise, grouped, small-channel, dilated, transposed, 1-D and 3-D convolutions.
+_SPECIAL = (
+    _conv("mobilenet.dw3s2", 128, 112, 96, 96, 3, stride=2, padding=(0, 1), groups=96, suite="special"),
+    _conv("efficientnet.dw5", 128, 28, 240, 240, 5, padding=2, groups=240, suite="special"),
+    _conv("replknet.dw31", 32, 56, 128, 128, 31, padding=15, groups=128, suite="special"),
+    _conv("dw3.mult2", 64, 56, 64, 128, 3, padding=1, groups=64, suite="special"),
+    _conv("mamba.causal4", 4, (16384,), 1536, 1536, 4, padding=(3, 0), groups=1536, nd=1, suite="special"),
+    _conv("wavenet.causal2d64", 4, (16384,), 128, 128, 2, padding=(64, 0), dilation=64, nd=1, suite="special"),
+    _conv("unet3d.3x3x3", 2, 96, 32, 32, 3, padding=1, nd=3, suite="special"),
+    _conv("resnext.c4", 128, 28, 256, 256, 3, padding=1, groups=64, suite="special"),
+    _conv("resnext.c8", 128, 28, 256, 256, 3, padding=1, groups=32, suite="special"),
+    _conv("resnext.c16", 128, 14, 512, 512, 3, padding=1, groups=32, suite="special"),
+    _conv("mobilenet.stem3x3s2", 128, 224, 3, 32, 3, stride=2, padding=(0, 1), suite="special"),
+    _conv("convnext.stem4x4s4", 128, 224, 3, 96, 4, stride=4, suite="special"),
+    _conv("vit.patch16", 128, 224, 3, 768, 16, stride=16, suite="special"),
+    _conv("decoder.rgb", 16, 128, 64, 3, 3, padding=1, suite="special"),
+    _conv("unet.up2x2s2", 16, 64, 256, 128, 2, stride=2, transposed=True, suite="special"),
+    _conv("dcgan.up4x4s2", 64, 32, 256, 128, 4, stride=2, transposed=True, suite="special"),
+)
+
+CONV = _CORE + _SPECIAL
+
+BATCHNORM = (
+    BatchNormCase("seed", 64, 128, (56, 56)),
+    BatchNormCase("r50.stem", 256, 64, (112, 112)),
+    BatchNormCase("r50.s1", 256, 256, (56, 56)),
+    BatchNormCase("r50.s2", 256, 512, (28, 28)),
+    BatchNormCase("r50.s3", 256, 1024, (14, 14)),
+    BatchNormCase("r50.s4", 256, 2048, (7, 7)),
+    BatchNormCase("small", 32, 64, (28, 28)),
+)
+
+DENSE = tuple(
+    DenseCase(f"{name}.{activation}", m, k, n, activation)
+    for name, m, k, n in (
+        ("mlp4k", 4096, 4096, 4096),
+        ("ffn.up", 8192, 1024, 4096),
+        ("ffn.down", 8192, 4096, 1024),
+        ("head", 256, 2048, 1000),
+        ("skinny", 64, 4096, 4096),
+    )
+    for activation in ("relu", "gelu", "tanh")
+)
+
+BY_OP: dict[str, tuple[Case, ...]] = {"conv": CONV, "dense": DENSE, "batchnorm": BATCHNORM}
+SUITES = ("core", "special")
+
+
+def select(op: str, pattern: str = "*", suites: tuple[str, ...] = SUITES) -> list[Case]:
+    """The cases of `op` whose name matches one of `pattern`'s comma-separated globs."""
+    globs = pattern.split(",")
+    return [c for c in BY_OP[op] if c.suite in suites and any(fnmatch.fnmatchcase(c.name, g) for g in globs)]
+
+
+def by_name(cases: tuple[T, ...], name: str) -> T:
+    for case in cases:
+        if case.name == name:
+            return case
+    raise KeyError(f"no case is named {name!r}, there are {', '.join(c.name for c in cases)}")

@@ -1,0 +1,315 @@
+"""Is a result right? Each is compared with a float64 evaluation that shares no code with what is measured.
+
+Convolutions are sums over filter taps of shifted matrix products; batch-norm and dense layers are their formulas, and
+their gradients are written out by hand. It runs on the default device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from benchmarks.cases import BatchNormCase, Case, ConvCase, DenseCase
+
+Array = jax.Array
+
+EPSILON = 1e-5
+MOMENTUM = 0.99
+UNIT_ROUNDOFF = {"bf16": 2.0**-8, "f16": 2.0**-11, "f32": 2.0**-24}
+
+
+# What a contender returns, in this order
+RESULTS = {
+    ("conv", "fprop"): ("y",),
+    ("conv", "dgrad"): ("dx",),
+    ("conv", "wgrad"): ("dw",),
+    ("dense", "fwd"): ("y",),
+    ("dense", "fwd+bwd"): ("y", "dx", "dw", "db"),
+    ("batchnorm", "fwd"): ("y", "new_mean", "new_var"),
+    ("batchnorm", "infer"): ("y",),
+    ("batchnorm", "bwd"): ("dx", "dscale", "dbias"),
+    ("batchnorm", "fwd+bwd"): ("y", "new_mean", "new_var", "dx", "dscale", "dbias"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    error: float  # the largest of all results' errors, relative to its tolerance's scale
+    tolerance: float
+    result: str  # the result that is worst
+
+    @property
+    def right(self) -> bool:
+        return self.error <= self.tolerance  # false for NaN
+
+    def __str__(self) -> str:
+        return f"{self.error:.1e} of {self.tolerance:.1e}"
+
+
+def check(
+    case: Case,
+    pass_: str,
+    dtype: str,
+    precision: str | None,
+    channels_last: bool,
+    arrays: dict[str, Array],
+    outs: Sequence,
+) -> Verdict:
+    """Compares `outs`, in the order of `RESULTS` (None: not compared), with the reference."""
+    with jax.enable_x64(True):
+        want = reference(case, pass_, channels_last, arrays, outs)
+        verdicts = []
+        for name, out in zip(RESULTS[case.op, pass_], outs, strict=True):
+            if out is None:
+                continue
+            ref, skip = want[name]
+            if out.shape != ref.shape:
+                raise AssertionError(f"{case.name} {pass_}: {name} has shape {out.shape}, expected {ref.shape}")
+            norm, largest = map(float, _errors(out, ref, skip))
+            tol = tolerance(case, pass_, name, dtype, precision)
+            # Rounding errors are near normal: of 1e9 elements none is beyond 6.2 deviations, so 8 tolerances (each at
+            # least twice the deviation) hold for every element, and a wrong element is far outside.
+            error = math.nan if math.isnan(norm) or math.isnan(largest) else max(norm, largest / 8)
+            verdicts.append(Verdict(error, tol, name))
+    wrong = [v for v in verdicts if not v.right]
+    return wrong[0] if wrong else max(verdicts, key=lambda v: v.error / v.tolerance)
+
+
+@jax.jit
+def _errors(out: Array, ref: Array, skip: Array | None) -> tuple[Array, Array]:
+    """(|out - ref| / |ref|, the largest |out - ref| / (|ref| + rms(ref)) of an element)."""
+    difference = jnp.abs(out.astype(ref.dtype) - ref)
+    if skip is not None:
+        difference = jnp.where(skip & ~jnp.isnan(difference), 0, difference)
+    square = jnp.mean(ref * ref)
+    return jnp.sqrt(jnp.mean(difference * difference) / square), jnp.max(difference / (jnp.abs(ref) + jnp.sqrt(square)))
+
+
+def tolerance(case: Case, pass_: str, result: str, dtype: str, precision: str | None) -> float:
+    """Twice the relative error (in the norm) that correct code may have.
+
+    A sum of n products of random sign: rounding to nearest adds u32 sqrt(n) at most; matrix units truncate, once per 16
+    terms at least, which is a bias of 2^-23 of the partial sum, a third of the last one on average over the sum. TF32
+    keeps 10 bits of each operand, cut off. On a CPU nothing is cut. Results are rounded to their dtype.
+    """
+    u, u32 = UNIT_ROUNDOFF[dtype], UNIT_ROUNDOFF["f32"]
+    matrix_units = jax.default_backend() != "cpu" and not (dtype == "f32" and precision == "highest")
+
+    def product(n: int) -> float:
+        error = u32 * math.sqrt(n)
+        if matrix_units:
+            error += n / 16 * 2.0**-23 / 3 + (2.0**-10 if dtype == "f32" else 0)
+        elif dtype == "f32":
+            # Winograd and FFT algorithms, which a library may pick, lose up to 9 bits; TF32 would lose 13.
+            error = max(error, u32 * 2**9)
+        return error
+
+    if isinstance(case, ConvCase):
+        return 2 * (u + product(case.terms(pass_)))
+    if isinstance(case, DenseCase):
+        # Roundings in the chain, of random sign: product, bias, and each operation of the activation, there and back
+        chain = {"relu": 3, "tanh": 5, "gelu": 14}[case.activation]
+        n = {"y": case.k, "dx": case.n, "dw": case.m, "db": case.m}[result]
+        # Backward sums sum what forward sums produced.
+        return 2 * (u * math.sqrt(chain) + product(n) + (product(case.k) if result != "y" else 0))
+    assert isinstance(case, BatchNormCase)
+    # Statistics: float32 sums of `reduced` terms; y and dx a dozen operations on them.
+    sums = u32 * (16 + math.sqrt(case.reduced))
+    if result in ("y", "dx"):
+        return 2 * (2 * u + sums)
+    if pass_ == "fwd+bwd" and result in ("dscale", "dbias"):
+        # The sign of a z within float32 rounding of 0 is open: of n terms, n 2^-20 may be in the sum or not.
+        return 2 * (2.0**-10 + sums)
+    return 2 * sums
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# References in float64: {result: (value, elements that are not determined, or None)}
+
+
+def reference(
+    case: Case, pass_: str, channels_last: bool, arrays: dict[str, Array], outs: Sequence[Array | None]
+) -> dict[str, tuple[Array, Array | None]]:
+    # Jitted by case, so that all contenders share one compilation
+    if isinstance(case, ConvCase):
+        return {{"fprop": "y", "dgrad": "dx", "wgrad": "dw"}[pass_]: (_conv(case, pass_, channels_last, arrays), None)}
+    if isinstance(case, DenseCase):
+        return _dense(case, pass_, arrays, outs[0])
+    return _batchnorm(pass_, channels_last, arrays)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _conv(case: ConvCase, pass_: str, channels_last: bool, arrays: dict[str, Array]) -> Array:
+    nd = case.nd
+    if not channels_last:
+        to_last, filter_to_last = (0, *range(2, nd + 2), 1), (*range(2, nd + 2), 1, 0)
+        arrays = {k: jnp.transpose(v, filter_to_last if k == "w" else to_last) for k, v in arrays.items()}
+    x, w, dy = arrays["x"], arrays["w"], arrays["dy"]
+    if pass_ == "wgrad":
+        dw = _conv_wgrad(case, x, dy)
+        return dw if channels_last else jnp.transpose(dw, (nd + 1, nd, *range(nd)))
+    value = _conv_fprop(case, x, w) if pass_ == "fprop" else _conv_dgrad(case, dy, w)
+    return value if channels_last else jnp.transpose(value, (0, nd + 1, *range(1, nd + 1)))
+
+
+def _wide(a: Array) -> Array:
+    return a.astype(jnp.float64)
+
+
+class _Taps:
+    """A convolution as a loop over filter taps: tap t multiplies a window of the padded x."""
+
+    def __init__(self, case: ConvCase):
+        self.case = case
+        if case.transposed:  # lax.conv_transpose, padding="SAME": x with stride - 1 zeros between its elements
+            self.base, self.stride = case.stride, (1,) * case.nd
+            self.pads = []
+            for f, s in zip(case.filter, case.stride, strict=True):
+                total = f + s - 2
+                low = f - 1 if s > f - 1 else -(-total // 2)
+                self.pads.append((low, total - low))
+        else:
+            self.base, self.stride, self.pads = (1,) * case.nd, case.stride, list(case.padding)
+        self.config = [
+            (0, 0, 0),
+            *((lo, hi, b - 1) for (lo, hi), b in zip(self.pads, self.base, strict=True)),
+            (0, 0, 0),
+        ]
+        self.extents = [(o - 1) * s + 1 for o, s in zip(case.out_spatial, self.stride, strict=True)]
+        self.every = (slice(None), *(slice(None, None, s) for s in self.stride), slice(None))
+
+    def pad(self, x: Array) -> Array:
+        return lax.pad(_wide(x), jnp.float64(0), self.config)
+
+    def unpad(self, xp: Array) -> Array:
+        spatial = zip(xp.shape[1:-1], self.pads, self.base, strict=True)
+        cut = [slice(low, size - high, b) for size, (low, high), b in spatial]
+        return xp[(slice(None), *cut, slice(None))]
+
+    def start(self, tap: Array) -> list[Array]:
+        position, starts = tap, []
+        for f, d in zip(reversed(self.case.filter), reversed(self.case.dilation), strict=True):
+            starts.insert(0, position % f * d)
+            position = position // f
+        zero = jnp.zeros_like(tap)
+        return [zero, *starts, zero]
+
+    def window(self, xp: Array, tap: Array) -> Array:
+        """(N * out, G, C/G)"""
+        size = (xp.shape[0], *self.extents, xp.shape[-1])
+        return self.split(lax.dynamic_slice(xp, self.start(tap), size)[self.every])
+
+    def split(self, a: Array) -> Array:
+        return a.reshape(-1, self.case.groups, a.shape[-1] // self.case.groups)
+
+    def taps(self, w: Array) -> Array:
+        """(taps, C/G, G, K/G)"""
+        g = self.case.groups
+        return _wide(w).reshape(math.prod(self.case.filter), -1, g, self.case.out_channels // g)
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.case.filter)
+
+
+def _product(a: Array, w: Array) -> Array:
+    """(m, g, c), (c, g, k) -> (m, g, k)"""
+    return a * w[0] if w.shape[0] == 1 else jnp.einsum("mgc,cgk->mgk", a, w, precision="highest")
+
+
+def _conv_fprop(case: ConvCase, x: Array, w: Array) -> Array:
+    taps = _Taps(case)
+    xp, w = taps.pad(x), taps.taps(w)
+    y = jnp.zeros((case.batch * math.prod(case.out_spatial), case.groups, w.shape[-1]), jnp.float64)
+    y = lax.fori_loop(0, taps.count, lambda t, y: y + _product(taps.window(xp, t), w[t]), y)
+    return y.reshape(case.y_shape())
+
+
+def _conv_dgrad(case: ConvCase, dy: Array, w: Array) -> Array:
+    taps = _Taps(case)
+    dy, w = taps.split(_wide(dy)), taps.taps(w)
+    padded = jax.eval_shape(taps.pad, jax.ShapeDtypeStruct(case.x_shape(), jnp.float64)).shape
+    window = (case.batch, *taps.extents, case.in_channels)
+
+    def add(t: Array, xp: Array) -> Array:
+        part = _product(dy, jnp.swapaxes(w[t], 0, 2)).reshape(case.batch, *case.out_spatial, case.in_channels)
+        old = lax.dynamic_slice(xp, taps.start(t), window)
+        return lax.dynamic_update_slice(xp, old.at[taps.every].add(part), taps.start(t))
+
+    return taps.unpad(lax.fori_loop(0, taps.count, add, jnp.zeros(padded, jnp.float64)))
+
+
+def _conv_wgrad(case: ConvCase, x: Array, dy: Array) -> Array:
+    taps = _Taps(case)
+    xp, dy = taps.pad(x), taps.split(_wide(dy))
+
+    def one(t: Array) -> Array:  # (C/G, G, K/G)
+        window = taps.window(xp, t)
+        if window.shape[-1] == 1:
+            return jnp.sum(window * dy, 0)[None]
+        return jnp.einsum("mgc,mgk->cgk", window, dy, precision="highest")
+
+    return lax.map(one, jnp.arange(taps.count)).reshape(case.w_shape())
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _dense(case: DenseCase, pass_: str, a: dict[str, Array], y: Array) -> dict[str, tuple[Array, Array | None]]:
+    x, w, b = _wide(a["x"]), _wide(a["w"]), _wide(a["b"])
+    z = jnp.dot(x, w, precision="highest") + b
+    c = math.sqrt(2 / math.pi)
+    tanh = jnp.tanh(z if case.activation == "tanh" else c * (z + 0.044715 * z**3))
+    value = {"relu": jnp.maximum(z, 0), "tanh": tanh, "gelu": 0.5 * z * (1 + tanh)}[case.activation]
+    if pass_ == "fwd":
+        return {"y": (value, None)}
+    slope = {
+        # y's own mask: at a z near 0 rounding decides it, and a flipped one is an error of its whole term.
+        "relu": (y > 0).astype(jnp.float64),
+        "tanh": 1 - tanh**2,
+        "gelu": 0.5 * (1 + tanh) + 0.5 * z * (1 - tanh**2) * c * (1 + 3 * 0.044715 * z**2),
+    }[case.activation]
+    dz = _wide(a["dy"]) * slope
+    dx, dw = jnp.dot(dz, w.T, precision="highest"), jnp.dot(x.T, dz, precision="highest")
+    return {"y": (value, None), "dx": (dx, None), "dw": (dw, None), "db": (jnp.sum(dz, 0), None)}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _batchnorm(pass_: str, channels_last: bool, a: dict[str, Array]) -> dict[str, tuple[Array, Array | None]]:
+    x = _wide(a["x"])
+    axis = x.ndim - 1 if channels_last else 1
+    axes = tuple(i for i in range(x.ndim) if i != axis)
+
+    def spread(v: Array) -> Array:
+        return jnp.expand_dims(_wide(v), axes)
+
+    if pass_ == "infer":
+        mean, var = _wide(a["mean"]), _wide(a["var"])
+    else:
+        mean = jnp.mean(x, axes)
+        var = jnp.mean((x - spread(mean)) ** 2, axes)
+    rstd = 1 / jnp.sqrt(var + EPSILON)
+    xhat = (x - spread(mean)) * spread(rstd)
+    z = xhat * spread(a["scale"]) + spread(a["bias"])
+    stats = {
+        f"new_{name}": (MOMENTUM * _wide(a[name]) + (1 - MOMENTUM) * batch, None)
+        for name, batch in (("mean", mean), ("var", var))
+    }
+    if pass_ == "infer":
+        return {"y": (z, None)}
+    if pass_ == "fwd":
+        return {"y": (z, None), **stats}
+    dz, undetermined = _wide(a["dy"]), None
+    if pass_ == "fwd+bwd":
+        # Where float32 rounding decides the sign of z, it decides whether dz is 0.
+        undetermined = jnp.abs(z) < 2.0**-12
+        dz = jnp.where(z > 0, dz, 0)
+    dbias, dscale = jnp.sum(dz, axes), jnp.sum(dz * xhat, axes)
+    n = x.size // dbias.size
+    dx = spread(a["scale"]) * spread(rstd) * (dz - spread(dbias / n) - xhat * spread(dscale / n))
+    grads = {"dx": (dx, undetermined), "dscale": (dscale, None), "dbias": (dbias, None)}
+    return {"y": (jnp.maximum(z, 0), None), **stats, **grads} if pass_ == "fwd+bwd" else grads

@@ -1,0 +1,281 @@
+"""What is measured: jaxconv, XLA and PyTorch, each written as its users write it.
+
+A contender turns a case and a pass into a `Job`: a function, and its arguments made from the arrays of the case. All
+return the same results in the same order (`check.RESULTS`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import jaxconv
+from benchmarks.cases import BatchNormCase, Case, ConvCase, DenseCase
+from benchmarks.check import EPSILON, MOMENTUM
+
+Array = jax.Array
+Arrays = dict[str, Array]
+
+DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32}
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What a row has besides its case and pass."""
+
+    dtype: str  # "bf16", "f16", "f32"
+    channels_last: bool = True
+    precision: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    f: Callable[..., Any]
+    arguments: Callable[[Arrays], tuple[Any, ...]]
+    # What `jaxconv.explain` is to look at, and the kernels in it that count; None where nothing is ours
+    explained: Callable[..., Any] | None = None
+    kernels: tuple[str, ...] = ()
+    outputs: Callable[[Any], tuple[Array, ...]] = tuple
+    block: Callable[[Any], Any] = jax.block_until_ready
+
+
+def make_arrays(case: Case, setting: Setting, key: Array) -> Arrays:
+    """One set of random arrays, made on the device. Filters are scaled so that results are of order one."""
+    dtype, last = DTYPES[setting.dtype], setting.channels_last
+    keys = iter(jax.random.split(key, 8))
+
+    def normal(shape: tuple[int, ...], scale: float = 1.0, shift: float = 0.0, dtype: Any = dtype) -> Array:
+        return (shift + scale * jax.random.normal(next(keys), shape, jnp.float32)).astype(dtype)
+
+    if isinstance(case, ConvCase):
+        scale = case.terms("fprop") ** -0.5
+        return {
+            "x": normal(case.x_shape(last)),
+            "w": normal(case.w_shape(last), scale),
+            "dy": normal(case.y_shape(last)),
+        }
+    if isinstance(case, DenseCase):
+        return {
+            "x": normal((case.m, case.k)),
+            "w": normal((case.k, case.n), case.k**-0.5),
+            "b": normal((case.n,), 0.1),
+            "dy": normal((case.m, case.n)),
+        }
+    c = (case.channels,)
+    return {
+        "x": normal(case.x_shape(last), 1.5, 0.5),
+        "dy": normal(case.x_shape(last)),
+        "scale": normal(c, 0.1, 1.0, jnp.float32),
+        "bias": normal(c, 0.3, 0.0, jnp.float32),
+        "mean": normal(c, 0.2, 0.5, jnp.float32),
+        "var": jnp.abs(normal(c, 0.2, 2.0, jnp.float32)),
+    }
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Differentiation, the same for both
+
+
+def _conv_job(case: ConvCase, pass_: str, conv: Callable[[Array, Array], Array]) -> Job:
+    """The gradients alone: conv is linear in each operand, so the forward pass of a vjp is dead code."""
+    # (as timed, as explained: without the dead code)
+    f, transpose = {
+        "fprop": (conv, conv),
+        "dgrad": (
+            lambda x, w, dy: jax.vjp(lambda x: conv(x, w), x)[1](dy)[0],
+            lambda x, w, dy: jax.linear_transpose(lambda x: conv(x, w), x)(dy)[0],
+        ),
+        "wgrad": (
+            lambda x, w, dy: jax.vjp(lambda w: conv(x, w), w)[1](dy)[0],
+            lambda x, w, dy: jax.linear_transpose(lambda w: conv(x, w), w)(dy)[0],
+        ),
+    }[pass_]
+    names = ("x", "w") if pass_ == "fprop" else ("x", "w", "dy")
+    kernels = ("conv", "conv_fprop", "conv_dgrad", "conv_wgrad")
+    return Job(jax.jit(f), lambda a: tuple(a[n] for n in names), transpose, kernels, lambda out: (out,))
+
+
+def _there_and_back(forward: Callable[..., tuple[Array, ...]], count: int) -> Callable[..., tuple[Array, ...]]:
+    """(y, further results, gradients of the first `count` arguments) of `forward`, whose first result is y."""
+
+    def f(*args: Array) -> tuple[Array, ...]:
+        *args, dy = args  # type: ignore[assignment]
+
+        def of_some(*some: Array) -> tuple[Array, tuple[Array, ...]]:
+            y, *rest = forward(*some, *args[count:])
+            return y, tuple(rest)
+
+        y, backward, rest = jax.vjp(of_some, *args[:count], has_aux=True)
+        # In training dy is computed from y: no part of the backward pass can join the forward pass.
+        y, dy = lax.optimization_barrier((y, dy))
+        return (y, *rest, *backward(dy))
+
+    return f
+
+
+def _dense_job(pass_: str, dense: Callable[[Array, Array, Array], Array]) -> Job:
+    def forward(x: Array, w: Array, b: Array) -> tuple[Array]:
+        return (dense(x, w, b),)
+
+    f = forward if pass_ == "fwd" else _there_and_back(forward, 3)
+    names = ("x", "w", "b") if pass_ == "fwd" else ("x", "w", "b", "dy")
+    return Job(jax.jit(f), lambda a: tuple(a[n] for n in names), f, ("dense", "matmul"))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# jaxconv
+
+
+def ours(case: Case, pass_: str, setting: Setting, **choice: Any) -> Job:
+    """`choice` is `implementation` or `algorithm`, as the public functions take them."""
+    last = setting.channels_last
+    if isinstance(case, ConvCase):
+        name = f"conv{'_transpose' if case.transposed else ''}{case.nd}d"
+        function = getattr(jaxconv, name)
+        options = dict(
+            stride=case.stride,
+            padding="SAME" if case.transposed else case.padding,
+            dilation=case.dilation,
+            groups=case.groups,
+            layout=case.layout(last),
+            precision=setting.precision,
+            **choice,
+        )
+        return _conv_job(case, pass_, lambda x, w: function(x, w, **options))
+    if isinstance(case, DenseCase):
+        options = dict(activation=case.activation, precision=setting.precision, **choice)
+        return _dense_job(pass_, lambda x, w, b: jaxconv.dense(x, w, b, **options))
+
+    def batchnorm(x, scale, bias, mean, var, activation=None, training=True):
+        return jaxconv.batchnorm(
+            x,
+            scale,
+            bias,
+            mean,
+            var,
+            training=training,
+            momentum=MOMENTUM,
+            epsilon=EPSILON,
+            activation=activation,
+            channel_axis=-1 if last else 1,
+            **choice,
+        )
+
+    names = ("x", "scale", "bias", "mean", "var")
+    kernels = ("batchnorm_train", "batchnorm_infer", "batchnorm_backward")
+    if pass_ == "bwd":
+        # The residuals of a forward pass are its arguments: a vjp function is a pytree.
+        before = jax.jit(lambda x, s, b, m, v: jax.vjp(lambda x, s, b: batchnorm(x, s, b, m, v)[0], x, s, b)[1])
+
+        def after(vjp: Callable[[Array], tuple[Array, ...]], dy: Array) -> tuple[Array, ...]:
+            return vjp(dy)
+
+        return Job(jax.jit(after), lambda a: (before(*(a[n] for n in names)), a["dy"]), after, kernels)
+    if pass_ == "fwd+bwd":
+
+        def relu(x, scale, bias, mean, var):
+            return batchnorm(x, scale, bias, mean, var, activation="relu")
+
+        f = _there_and_back(relu, 3)
+        return Job(jax.jit(f), lambda a: tuple(a[n] for n in (*names, "dy")), f, kernels)
+
+    def infer(*args: Array) -> tuple[Array, ...]:
+        return batchnorm(*args, training=False)[:1]
+
+    f = infer if pass_ == "infer" else batchnorm
+    return Job(jax.jit(f), lambda a: tuple(a[n] for n in names), f, kernels)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# XLA: lax and jnp as Flax's layers write them
+
+
+def xla(case: Case, pass_: str, setting: Setting) -> Job:
+    last = setting.channels_last
+    if isinstance(case, ConvCase):
+        layout, filter_layout = case.layout(last), case.filter_layout(last)
+        # lax names spatial axes as it likes, as long as they agree
+        numbers = (layout, filter_layout, layout)
+        if case.transposed:
+            return _conv_job(
+                case,
+                pass_,
+                lambda x, w: lax.conv_transpose(
+                    x, w, case.stride, "SAME", dimension_numbers=numbers, precision=setting.precision
+                ),
+            )
+        return _conv_job(
+            case,
+            pass_,
+            lambda x, w: lax.conv_general_dilated(
+                x,
+                w,
+                case.stride,
+                case.padding,
+                rhs_dilation=case.dilation,
+                dimension_numbers=numbers,
+                feature_group_count=case.groups,
+                precision=setting.precision,
+            ),
+        )
+    if isinstance(case, DenseCase):
+        activation = {"relu": jax.nn.relu, "gelu": jax.nn.gelu, "tanh": jnp.tanh}[case.activation]
+        return _dense_job(pass_, lambda x, w, b: activation(jnp.dot(x, w, precision=setting.precision) + b))
+    return _xla_batchnorm(case, pass_, last)
+
+
+def _xla_batchnorm(case: BatchNormCase, pass_: str, last: bool) -> Job:
+    rank = len(case.spatial) + 2
+    axis = rank - 1 if last else 1
+    axes = tuple(i for i in range(rank) if i != axis)
+
+    def spread(v: Array) -> Array:
+        return jnp.expand_dims(v, axes)
+
+    def normalize(x: Array, scale: Array, bias: Array, mean: Array, var: Array) -> Array:
+        # Flax's _normalize
+        y = (x - spread(mean)) * (lax.rsqrt(spread(var) + EPSILON) * spread(scale)) + spread(bias)
+        return y.astype(x.dtype)
+
+    def statistics(x: Array) -> tuple[Array, Array]:
+        # Flax's _compute_stats with use_fast_variance, its default
+        wide = x.astype(jnp.float32)
+        mean = jnp.mean(wide, axes)
+        return mean, jnp.maximum(0.0, jnp.mean(lax.square(wide), axes) - lax.square(mean))
+
+    def train(x: Array, scale: Array, bias: Array, running_mean: Array, running_var: Array) -> tuple[Array, ...]:
+        mean, var = statistics(x)
+        new_mean = MOMENTUM * running_mean + (1 - MOMENTUM) * mean
+        new_var = MOMENTUM * running_var + (1 - MOMENTUM) * var
+        return normalize(x, scale, bias, mean, var), new_mean, new_var
+
+    def train_relu(*args: Array) -> tuple[Array, ...]:
+        y, *stats = train(*args)
+        return jax.nn.relu(y), *stats
+
+    names = ("x", "scale", "bias", "mean", "var")
+    if pass_ == "bwd":
+        # Autodiff alone would save float32 copies of x for a backward pass that is a program of its own; in a training
+        # step XLA recomputes them. So here it is the formula.
+        def backward(x: Array, dy: Array, scale: Array, mean: Array, rstd: Array) -> tuple[Array, ...]:
+            xhat = (x.astype(jnp.float32) - spread(mean)) * spread(rstd)
+            dz = dy.astype(jnp.float32)
+            dbias, dscale = jnp.sum(dz, axes), jnp.sum(dz * xhat, axes)
+            n = case.reduced
+            dx = spread(scale * rstd) * (dz - spread(dbias / n) - xhat * spread(dscale / n))
+            return dx.astype(x.dtype), dscale, dbias
+
+        def arguments(a: Arrays) -> tuple[Array, ...]:
+            mean, var = jax.jit(statistics)(a["x"])
+            return a["x"], a["dy"], a["scale"], mean, lax.rsqrt(var + EPSILON)
+
+        return Job(jax.jit(backward), arguments)
+    if pass_ == "fwd+bwd":
+        return Job(jax.jit(_there_and_back(train_relu, 3)), lambda a: tuple(a[n] for n in (*names, "dy")))
+    f = train if pass_ == "fwd" else lambda *args: (normalize(*args),)
+    return Job(jax.jit(f), lambda a: tuple(a[n] for n in names))

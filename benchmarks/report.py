@@ -1,0 +1,159 @@
+"""Markdown tables of the recorded runs, printed or put between the markers of README.md and docs/performance.md.
+
+A marked block is `<!-- benchmarks:NAME -->` ... `<!-- /benchmarks -->`. NAME is an op (all its tables of problems in
+full size), `summary` (every recorded table, a line for each pass), `summary/<device>`, or `<device>/<table>`, as
+`python -m benchmarks report --list` prints them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks import record
+from benchmarks.cases import BY_OP
+
+DOCUMENTS = ("README.md", "docs/performance.md")
+BLOCK = re.compile(r"(<!-- benchmarks:(\S+) -->\n)(.*?)(<!-- /benchmarks -->)", re.DOTALL)
+
+Run = dict[str, Any]
+
+
+def load(folder: pathlib.Path) -> dict[str, Run]:
+    """{"<device>/<table>": run}, the newest of each."""
+    found: dict[str, Run] = {}
+    for path in sorted(folder.glob("*/*.json")):
+        run = json.loads(path.read_text())
+        if run.get("format") != record.FORMAT:
+            raise SystemExit(
+                f"{path} has format {run.get('format')}, this program reads {record.FORMAT}: record it again"
+            )
+        name = f"{record.slug(run['device'])}/{record.config_name(run)}"
+        if name not in found or run["date"] > found[name]["date"]:
+            found[name] = run
+    return dict(sorted(found.items()))
+
+
+def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
+    """A table whose first `left` columns are text."""
+    rule = ["---"] * left + ["---:"] * (len(head) - left)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, rule, *rows)) + "\n"
+
+
+def provenance(run: Run) -> str:
+    """One sentence: where, with what, when, from which command."""
+    versions = run["versions"]
+    parts = [run["device"] + (f" ({run['cores']} cores)" if "cores" in run else "")]
+    parts.append(f"jax {versions['jax']}")
+    parts += [f"driver {run['driver']}"] if run.get("driver") else []
+    commit = (run["commit"] or "unknown")[:10] + (" with changes" if run["dirty"] else "")
+    parts += [f"commit {commit}", run["date"][:10], f"`{run['command']}`"]
+    return ", ".join(parts) + ".\n"
+
+
+def _ms(row: Run | None) -> str:
+    if row is None:
+        return ""
+    return f"{row['ms']:.4f} ±{row['spread'] * 100:.0f}%" if "ms" in row else row["status"]
+
+
+def table(run: Run) -> str:
+    """A row for each problem and pass, and one more for each forced algorithm."""
+    with_torch = any(row["contender"] == "torch" for row in run["rows"])
+    with_limit = run["ceilings"] is not None
+    groups: dict[tuple[str, str], dict[str, Run]] = {}
+    for row in run["rows"]:
+        groups.setdefault((row["case"], row["pass"]), {})[row["contender"]] = row
+    rows = []
+    for (case, pass_), contenders in groups.items():
+        for name, row in contenders.items():
+            if not name.startswith("ours"):
+                continue
+            plan = row["plan"] or name.partition(":")[2]
+            cells = [case, row["problem"], pass_, f"{plan} (forced)" if ":" in name else plan]
+            cells += [f"{row['limit_ms']:.4f}"] if with_limit else []
+            cells += [_ms(row), f"{row['rate']:.3g} {row['unit']}" if "ms" in row else ""]
+            cells += [f"{row['of_limit']:.2f}" if "ms" in row else ""] if with_limit else []
+            cells += [_ms(contenders.get("xla")), f"{row['xla_over_this']:.2f}" if row.get("xla_over_this") else ""]
+            other = contenders.get("torch")
+            if with_torch:
+                ratio = f"{other['ms'] / row['ms']:.2f}" if other and "ms" in other and "ms" in row else ""
+                cells += [_ms(other), ratio]
+            rows.append(cells)
+    head = ["case", "problem", "pass", "plan"]
+    head += ["limit, ms"] if with_limit else []
+    head += ["jaxconv, ms", "rate"]
+    head += ["of limit"] if with_limit else []
+    head += ["XLA, ms", "XLA / jaxconv"]
+    head += ["PyTorch, ms", "PyTorch / jaxconv"] if with_torch else []
+    return _markdown(head, rows, 4) + "\n" + provenance(run)
+
+
+def summary(runs: dict[str, Run]) -> str:
+    """Geometric means by pass and the number of losses, a line for each table."""
+    from benchmarks.run import LOSS, geometric_means
+
+    rows = [
+        [name, suite, pass_, str(count), f"{mean:.2f}", str(losses)]
+        for name, run in runs.items()
+        for suite, pass_, count, mean, losses in geometric_means(run["rows"])
+    ]
+    head = ["table", "cases", "pass", "problems", "XLA / jaxconv, geometric mean", f"below {LOSS}"]
+    return _markdown(head, rows, 3)
+
+
+def block(name: str, runs: dict[str, Run]) -> str:
+    if name == "summary":
+        return summary(runs)
+    if name.startswith("summary/"):
+        device = name.removeprefix("summary/") + "/"
+        some = {k.removeprefix(device): run for k, run in runs.items() if k.startswith(device)}
+        if some:
+            return summary(some) + "".join("\n" + line for line in dict.fromkeys(map(provenance, some.values())))
+    if name in BY_OP:
+        some = {k: run for k, run in runs.items() if run["op"] == name and not run["small"]}
+        return "\n".join(f"**{k}**\n\n{table(run)}" for k, run in some.items()) or "Nothing is recorded yet.\n"
+    if name in runs:
+        return table(runs[name])
+    raise SystemExit(f"nothing recorded is named {name}; there is {', '.join([*BY_OP, 'summary', *runs])}")
+
+
+def fill(text: str, runs: dict[str, Run]) -> str:
+    """`text` with each marked block made anew."""
+    return BLOCK.sub(lambda found: f"{found[1]}{block(found[2], runs)}{found[4]}", text)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks report", description=__doc__.splitlines()[0])
+    parser.add_argument("--results", type=pathlib.Path, default=record.RESULTS, help="the folder of recorded runs")
+    parser.add_argument("--list", action="store_true", help="name the tables and stop")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit status 1 where a document is stale")
+    parser.add_argument("--print", action="store_true", help="print every table and change nothing")
+    args = parser.parse_args(argv)
+    runs = load(args.results)
+    if args.list:
+        print("\n".join(["summary", *dict.fromkeys(f"summary/{name.split('/')[0]}" for name in runs), *runs]))
+        return 0
+    if args.print:
+        print("\n".join(f"## {name}\n\n{table(run)}" for name, run in runs.items()) + "\n" + summary(runs))
+        return 0
+    stale = 0
+    for document in DOCUMENTS:
+        path = record.ROOT / document
+        if not path.exists():
+            continue
+        old = path.read_text()
+        new = fill(old, runs)
+        if new == old:
+            print(f"{document}: up to date, {len(BLOCK.findall(old))} tables")
+        elif args.check:
+            print(f"{document}: stale, run python -m benchmarks report")
+            stale = 1
+        else:
+            path.write_text(new)
+            print(f"{document}: {len(BLOCK.findall(old))} tables written")
+    return stale

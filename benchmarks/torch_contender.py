@@ -1,0 +1,206 @@
+"""The same problems in PyTorch, where it is installed: eager kernels on the same arrays, shared through DLPack.
+
+Its kernels are timed like all others: CUPTI sees every kernel of the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from benchmarks.cases import Case, ConvCase, DenseCase
+from benchmarks.check import EPSILON, MOMENTUM
+from benchmarks.contenders import Job, Setting
+
+Array = jax.Array
+
+
+def available() -> str | None:
+    """None, or why PyTorch cannot take part."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return f"PyTorch cannot be imported: {error}"
+    if jax.default_backend() == "gpu" and not torch.cuda.is_available():
+        return "PyTorch sees no GPU"
+    return None
+
+
+def _give(a: Array) -> Any:
+    import torch
+
+    return torch.from_dlpack(a)
+
+
+def _block(_: Any) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _take(tensors: Sequence[Any], views: Sequence[Callable[[Any], Any]]) -> tuple[Array, ...]:
+    _block(None)
+    return tuple(jax.numpy.from_dlpack(v(t.detach()).contiguous()) for t, v in zip(tensors, views, strict=True))
+
+
+def _same(t: Any) -> Any:
+    return t
+
+
+def torch(case: Case, pass_: str, setting: Setting) -> Job:
+    import torch
+
+    full = setting.precision == "highest"
+    torch.backends.cuda.matmul.allow_tf32 = not full
+    torch.backends.cudnn.allow_tf32 = not full
+    torch.backends.cudnn.benchmark = True
+    if isinstance(case, ConvCase):
+        return _conv(case, pass_, setting)
+    if isinstance(case, DenseCase):
+        return _dense(case, pass_)
+    return _batchnorm(case, pass_, setting)
+
+
+def _conv(case: ConvCase, pass_: str, setting: Setting) -> Job:
+    import torch
+
+    nd, last = case.nd, setting.channels_last
+    first = (0, nd + 1, *range(1, nd + 1))
+    back = (0, *range(2, nd + 2), 1)
+    spatial = tuple(range(2, nd + 2))
+    memory = {2: torch.channels_last, 3: torch.channels_last_3d}.get(nd, torch.contiguous_format)
+
+    def images(t: Any) -> Any:  # NHWC arrays are NCHW tensors in channels-last memory: a view
+        return t.permute(first) if last else t
+
+    def filters(t: Any) -> Any:
+        t = t.permute(nd + 1, nd, *range(nd)) if last else t
+        if case.transposed:  # (C, K, taps), and PyTorch's taps run the other way
+            t = t.transpose(0, 1).flip(spatial)
+        return t.contiguous(memory_format=memory if last else torch.contiguous_format)
+
+    def filters_back(t: Any) -> Any:
+        t = t.flip(spatial).transpose(0, 1) if case.transposed else t
+        return t.permute(*range(2, nd + 2), 1, 0) if last else t
+
+    def images_back(t: Any) -> Any:
+        return t.permute(back) if last else t
+
+    # Asymmetric padding is a pad before the convolution; its gradient would be a crop.
+    padding = [low for low, _ in case.padding]
+    uneven = [0, 0] * nd
+    if case.transposed:
+        # SAME: what the filter is longer than the stride is cut from the output
+        padding = [(f - s) // 2 for f, s in zip(case.filter, case.stride, strict=True)]
+        if any((f - s) % 2 or f < s for f, s in zip(case.filter, case.stride, strict=True)):
+            raise ValueError("PyTorch has no padding equal to SAME here")
+    elif any(low != high for low, high in case.padding):
+        if pass_ == "dgrad":
+            raise ValueError("PyTorch has no asymmetric padding, and its gradient would be timed without the crop")
+        uneven = [p for pair in reversed(case.padding) for p in pair]
+        padding = [0] * nd
+    window = (None, case.stride, padding, case.dilation, case.transposed, [0] * nd, case.groups)
+
+    def pad(x: Any) -> Any:
+        return torch.nn.functional.pad(x, uneven) if any(uneven) else x
+
+    def fprop(x: Any, w: Any) -> Any:
+        return (torch.convolution(pad(x), w, *window),)
+
+    def backward(x: Any, w: Any, dy: Any) -> Any:
+        _, *rest = window
+        mask = [pass_ == "dgrad", pass_ == "wgrad", False]
+        x = pad(x) if pass_ == "wgrad" else x
+        grads = torch.ops.aten.convolution_backward(dy, x, w, None, *rest, mask)
+        return (grads[0] if pass_ == "dgrad" else grads[1],)
+
+    view = filters_back if pass_ == "wgrad" else images_back
+    names = ("x", "w") if pass_ == "fprop" else ("x", "w", "dy")
+    return Job(
+        fprop if pass_ == "fprop" else backward,
+        lambda a: tuple(filters(_give(a[n])) if n == "w" else images(_give(a[n])) for n in names),
+        outputs=lambda out: _take(out, [view]),
+        block=_block,
+    )
+
+
+def _dense(case: DenseCase, pass_: str) -> Job:
+    import torch
+
+    functional = torch.nn.functional
+    activation = {
+        "relu": functional.relu,
+        "gelu": lambda z: functional.gelu(z, approximate="tanh"),
+        "tanh": torch.tanh,
+    }[case.activation]
+
+    def forward(x: Any, w: Any, b: Any) -> Any:
+        with torch.no_grad():
+            return (activation(torch.addmm(b, x, w)),)
+
+    def both(x: Any, w: Any, b: Any, dy: Any) -> Any:
+        y = activation(torch.addmm(b, x, w))
+        return y, *torch.autograd.grad(y, (x, w, b), dy)
+
+    if pass_ == "fwd":
+        names, f, wanted = ("x", "w", "b"), forward, ()
+    else:
+        names, f, wanted = ("x", "w", "b", "dy"), both, ("x", "w", "b")
+    return Job(
+        f,
+        lambda a: tuple(_give(a[n]).detach().requires_grad_(n in wanted) for n in names),
+        outputs=lambda out: _take(out, [_same] * len(out)),
+        block=_block,
+    )
+
+
+def _batchnorm(case: Case, pass_: str, setting: Setting) -> Job:
+    import torch
+
+    functional = torch.nn.functional
+    last = setting.channels_last
+
+    def view(t: Any) -> Any:
+        return t.permute(0, 3, 1, 2) if last else t
+
+    def back(t: Any) -> Any:
+        return t.permute(0, 2, 3, 1) if last and t.ndim == 4 else t
+
+    def norm(x: Any, scale: Any, bias: Any, mean: Any, var: Any, training: bool) -> Any:
+        return functional.batch_norm(x, mean, var, scale, bias, training, 1 - MOMENTUM, EPSILON)
+
+    def forward(x: Any, scale: Any, bias: Any, mean: Any, var: Any) -> Any:
+        with torch.no_grad():
+            return (norm(x, scale, bias, mean, var, pass_ == "fwd"),)
+
+    def both(x: Any, scale: Any, bias: Any, mean: Any, var: Any, dy: Any) -> Any:
+        y = functional.relu(norm(x, scale, bias, mean, var, True))
+        return y, *torch.autograd.grad(y, (x, scale, bias), dy)
+
+    def backward(y: Any, x: Any, scale: Any, bias: Any, dy: Any) -> Any:
+        return torch.autograd.grad(y, (x, scale, bias), dy, retain_graph=True)
+
+    names = ("x", "scale", "bias", "mean", "var")
+
+    def arguments(a: dict[str, Array]) -> tuple[Any, ...]:
+        graph = pass_ in ("bwd", "fwd+bwd")
+        t = {n: _give(a[n]).detach() for n in (*names, "dy")}
+        t = {n: view(v) if v.ndim == 4 else v.clone() for n, v in t.items()}  # statistics are updated in place
+        for n in ("x", "scale", "bias") if graph else ():
+            t[n].requires_grad_(True)
+        if pass_ == "bwd":
+            return norm(*(t[n] for n in names), True), t["x"], t["scale"], t["bias"], t["dy"]
+        return tuple(t[n] for n in ((*names, "dy") if pass_ == "fwd+bwd" else names))
+
+    def outputs(out: Any) -> tuple[Array, ...]:
+        taken = list(_take(out, [back] * len(out)))
+        if pass_ in ("fwd", "fwd+bwd"):
+            # PyTorch's running variance is the unbiased one, and it is updated in place: not the same results.
+            taken[1:1] = [None, None]
+        return tuple(taken)
+
+    f = {"fwd": forward, "infer": forward, "bwd": backward, "fwd+bwd": both}[pass_]
+    return Job(f, arguments, outputs=outputs, block=_block)

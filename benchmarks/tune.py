@@ -1,0 +1,106 @@
+"""`python -m benchmarks tune RESULTS.json ...`: recorded runs -> jaxconv/tuning/<device>.json.
+
+A recorded run of `--algorithm all` holds XLA's time and each native algorithm's for a problem; this turns them into the
+table that `jaxconv._plan` consults, problem by problem. Older entries for the same problem are replaced, others stay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+from typing import Any
+
+import jax
+
+from benchmarks import cases, contenders
+from benchmarks.contenders import Setting
+from jaxconv import _op, _tuning
+
+# The kernel that a pass measures; the other kernels of the pass are not in its time. fwd+bwd measures several.
+KERNELS = {
+    "fprop": ("conv_fprop", "conv_dgrad"),  # a transposed convolution's forward is a dgrad
+    "dgrad": ("conv_dgrad", "conv_fprop"),
+    "wgrad": ("conv_wgrad",),
+    "fwd": ("dense", "batchnorm_train"),
+    "infer": ("batchnorm_infer",),
+    "bwd": ("batchnorm_backward",),
+}
+
+
+def kernel_of(case: cases.Case, pass_: str, setting: Setting) -> tuple[str, Any] | None:
+    """(op, problem) that a row measured, or None where it measured several."""
+    if pass_ not in KERNELS:
+        return None
+    job = contenders.ours(case, pass_, setting)
+    arrays = jax.eval_shape(lambda key: contenders.make_arrays(case, setting, key), jax.random.key(0))
+    if pass_ == "bwd":  # its arguments are a vjp function, made by running the forward pass: trace both
+        names = ("x", "scale", "bias", "mean", "var")
+        forward = contenders.ours(case, "fwd", setting).explained
+
+        def both(dy: jax.Array, *args: jax.Array) -> Any:
+            return jax.vjp(lambda *a: forward(*a)[0], *args)[1](dy)
+
+        jaxpr = jax.make_jaxpr(both)(arrays["dy"], *(arrays[n] for n in names))
+    else:
+        jaxpr = jax.make_jaxpr(job.explained)(*job.arguments(arrays))
+    found = {
+        (_op.KERNELS[e.primitive].name, e.params["problem"])
+        for e in _op.equations(jaxpr.jaxpr)
+        if e.primitive in _op.KERNELS and _op.KERNELS[e.primitive].name in KERNELS[pass_]
+    }
+    return next(iter(found)) if len(found) == 1 else None
+
+
+def measurements(run: dict[str, Any]) -> list[dict[str, Any]]:
+    setting = Setting(
+        run["dtype"], run["layout"] in (None, "NHWC"), None if run["precision"] == "default" else run["precision"]
+    )
+    by_name = {case.name: case for case in cases.BY_OP[run["op"]]}
+    rows: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for row in run["rows"]:
+        if row["status"] == "ok" and "ms" in row:
+            rows.setdefault((row["case"], row["pass"]), {})[row["contender"]] = row
+    made = []
+    for (name, pass_), contenders_ in rows.items():
+        forced = {c.partition(":")[2]: row for c, row in contenders_.items() if c.startswith("ours:")}
+        native = {algorithm: row["ms"] for algorithm, row in forced.items()}
+        kernel = kernel_of(by_name[name], pass_, setting) if native and "xla" in contenders_ else None
+        if kernel is None:
+            continue
+        op, kind, coordinates = _tuning.features(*kernel)
+        made.append(
+            {
+                "case": name,
+                "problem": str(kernel[1]),
+                "op": op,
+                "kind": kind,
+                "coordinates": [round(c, 4) for c in coordinates],
+                "xla_ms": contenders_["xla"]["ms"],
+                "native_ms": native,
+                "plans": {algorithm: row["plan"] for algorithm, row in forced.items()},
+                "commit": run["commit"],
+            }
+        )
+    return made
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks tune", description=__doc__)
+    parser.add_argument("results", nargs="+", type=pathlib.Path, help="files that --algorithm all --json recorded")
+    args = parser.parse_args(argv)
+    for path in args.results:
+        run = json.loads(path.read_text())
+        if run["small"] or run["batch"] or run["platform"] == "cpu":
+            print(f"{path}: skipped, tables are of full problems on GPUs")
+            continue
+        target = _tuning.FOLDER / f"{_tuning.slug(run['device'])}.json"
+        kept = json.loads(target.read_text())["measurements"] if target.exists() else []
+        new = json.loads(json.dumps(measurements(run)))  # tuples become lists, as they are read back
+        keys = [(m["op"], m["kind"], m["coordinates"]) for m in new]
+        kept = [m for m in kept if (m["op"], m["kind"], m["coordinates"]) not in keys]
+        lines = ",\n".join("  " + json.dumps(m) for m in kept + new)
+        target.parent.mkdir(exist_ok=True)
+        target.write_text(f'{{\n "device": {json.dumps(run["device"])},\n "measurements": [\n{lines}\n ]\n}}\n')
+        print(f"{path}: {len(new)} measurements into {target.relative_to(pathlib.Path.cwd())}")
+    return 0
