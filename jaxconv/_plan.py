@@ -40,7 +40,7 @@ class Device:
     kind: str = ""  # "NVIDIA H200"; empty when lowering for a device that is not here
     compute_capability: tuple[int, int] | None = None
     sm_count: int = 132  # multiprocessors
-    partitioned: bool = False  # the program runs on several devices under jit
+    partitioned: bool = False  # XLA partitions the program over devices and cannot be told how to split our calls
 
     @classmethod
     @functools.cache
@@ -242,6 +242,10 @@ def _fastest(op: str, problem: Problem, device: Device) -> tuple[str | None, str
     """(the native algorithm that beats XLA, why), or (None, why XLA)."""
     if device.platform == "cpu":
         return _fastest_on_cpu(op, problem, device)
+    if isinstance(problem, BatchNormProblem) and problem.activation.name == "none" and not problem.residual:
+        # Alone the native kernel may win; in a model XLA joins its normalisation with the add or activation behind it
+        # and its sums with the mask before it, and a custom call would cost these a pass of their own.
+        return None, "XLA fuses a bare normalisation with its neighbours; native code needs activation= or residual="
     measured = _tuning.nearest(op, problem, device.kind)
     if measured is None:
         return None, f"nothing near it was measured on {device.kind or 'the device'}"

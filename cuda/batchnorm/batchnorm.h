@@ -1,37 +1,30 @@
-// Batch-norm on the GPU: the algorithms behind BatchNormTrain and BatchNormBackward, their domains
-// and their scratch. Meaning and layouts: common/problem.h, common/launch.h. Inference is a single
-// pass and knows no algorithm.
+// Batch-norm on the GPU: the algorithms behind BatchNormTrain and BatchNormBackward, their domains and their scratch.
+// Meaning and layouts: common/problem.h, common/launch.h. Inference is a single pass and knows no algorithm.
 //
-// two_read        Any problem. Three small steps, no grid-wide wait: sums per (channel, split) into
-// the workspace; where
-//                 splits > 16 a pass that adds the splits up; then the second walk over the tensor,
-//                 whose blocks add (what is left of) the sums themselves. Traffic: train 2 reads +
-//                 1 write, backward 4 reads + 1 write, less what the L2 cache still holds: the
-//                 second walk is the first one backwards. Workspace, bytes:  (max(splits, 1) + 1) *
-//                 2 * batch * channels * 4   (train and backward alike) Any splits >= 1 is right,
-//                 also more than there are elements. A good one, for `sms` multiprocessors:
-//                   vec    = 16 / itemsize, or 1 where it does not divide channels (inner == 1) or
-//                   inner (inner > 1) tiles  = inner > 1 ? channels : ceil(channels * itemsize /
-//                   (vec > 1 ? 256 : 32 * itemsize)) bytes  = outer * inner * itemsize * channels /
-//                   tiles                      (of a tile) splits = clamp(ceil(8 * sms / (batch *
-//                   tiles)), 1, max(1, bytes / 16384))
-//                 and rather at most 16 where that comes near: it saves a launch.
+// two_read: any problem. Three small steps, no grid-wide wait: sums per (channel, split) into the workspace; where
+//   splits > 16 a pass that adds the splits up; then the second walk over the tensor, whose blocks add (what is left
+//   of) the sums themselves. Traffic: train 2 reads + 1 write, backward 4 reads + 1 write, less what the L2 cache still
+//   holds: the second walk is the first one backwards.
+//   Workspace, bytes, train and backward alike:  (max(splits, 1) + 1) * 2 * batch * channels * 4
+//   Any splits >= 1 is right, also more than there are elements. A good one, for `sms` multiprocessors:
+//     vec    = 16 / itemsize, or 1 where it does not divide channels (inner == 1) or inner (inner > 1)
+//     tiles  = inner > 1 ? channels : ceil(channels * itemsize / (vec > 1 ? 256 : 32 * itemsize))
+//     bytes  = outer * inner * itemsize * channels / tiles    (of a tile)
+//     splits = clamp(ceil(8 * sms / (batch * tiles)), 1, max(1, bytes / 16384))
+//   and rather at most 16 where that comes near: it saves a launch.
 //
-// resident_block  One launch; 1 read + 1 write (train), 2 reads + 1 write (backward): a block keeps
-// all of its channels'
-//                 elements in shared memory. Made for small tensors and for channels-first with
-//                 small images. Workspace: 0. Domain, with smem = the device's shared memory per
-//                 block (opt-in: 227 KB on sm_90, 163 KB on sm_80, 99 KB on sm_86 and sm_89):
-//                   vec and itemsize as above; held = 1 (train), 2 (backward: x and dy)
-//                   positions = outer * inner / (inner > 1 ? vec : 1)
-//                   lanes     = inner > 1 ? 1 : min(2, channels / vec)       (the fewest; more are
-//                   taken where they fit) held * (positions * lanes + 512) * vec * itemsize + 12288
-//                   <= smem
-//                 It fills the device where batch * channels (inner > 1) or batch * channels / (2 *
-//                 vec) is no less than the number of multiprocessors.
+// resident_block: one launch; 1 read + 1 write (train), 2 reads + 1 write (backward): a block keeps all of its channels'
+//   elements in shared memory. Made for small tensors and for channels-first with small images. Workspace: 0.
+//   Domain, with smem = the device's shared memory per block (opt-in: 227 KB on sm_90, 163 KB on sm_80, 99 KB on sm_86
+//   and sm_89):
+//     vec and itemsize as above; held = 1 (train), 2 (backward: x and dy)
+//     positions = outer * inner / (inner > 1 ? vec : 1)
+//     lanes     = inner > 1 ? 1 : min(2, channels / vec)    (the fewest; more are taken where they fit)
+//     held * (positions * lanes + 512) * vec * itemsize + 12288 <= smem
+//   It fills the device where batch * channels (inner > 1) or batch * channels / (2 * vec) is no less than the number of
+//   multiprocessors.
 //
-// Both: float32, bfloat16, float16 with float32 parameters; fewer than 2^31 positions a channel;
-// deterministic.
+// Both: float32, bfloat16, float16 with float32 parameters; fewer than 2^31 positions a channel; deterministic.
 #pragma once
 
 #include "common/plan.h"
