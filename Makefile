@@ -1,0 +1,123 @@
+# make digits   train the example network        make test    run the tests
+# make lint     check style                      make format  put it right
+# make bench    ours against XLA                 make clean   remove builds
+#
+# Everything lives in $(VENV), made on first use. PYTHON names the interpreter (3.11 to 3.13), ARGS is passed on:
+#   make digits ARGS=--compare        make test ARGS="-k dgrad"        make bench ARGS="--help"
+# JAXCONV_CUDA=ON or OFF forces or refuses the CUDA module; without it, it is built where there are a GPU and an nvcc.
+
+VENV ?= .venv
+ARGS ?=
+SHELL := /bin/bash
+.SHELLFLAGS := -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+IN_RANGE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c '$(IN_RANGE)' 2>/dev/null && { echo $$p; exit; }; done; echo python3)
+VENV_PYTHON := $(VENV)/bin/python
+
+# --- what this machine has
+GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
+ifeq ($(GPU),yes)
+  export JAXCONV_CUDA ?= AUTO
+  # Test workers share the GPU: none may take its memory in advance.
+  export XLA_PYTHON_CLIENT_PREALLOCATE ?= false
+  WORKERS ?= 4
+  cuda := ,cuda13
+else
+  # On a machine without a GPU nobody waits for nvcc; JAXCONV_CUDA=ON asks for it.
+  export JAXCONV_CUDA ?= OFF
+  WORKERS ?= auto
+  cuda :=
+endif
+# nvcc is most of the build: all cores for it.
+export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || echo 2)
+
+# --- installing
+# The installation is editable, so Python edits need none, and not isolated, so that C++ edits recompile what they touch.
+# Then pip does not provide what the build asks for: `requirements` prints it from pyproject.toml (for jaxlib, whose
+# headers are compiled against, the environment's own stands in for the pinned oldest one).
+requirements = $(VENV_PYTHON) -c "import sys, tomllib; p = tomllib.load(open('pyproject.toml', 'rb')); \
+	q = p['project']; print(*([r for r in p['build-system']['requires'] if not r.startswith('jaxlib')] + \
+	q['dependencies'] + ['cmake' + p['tool']['scikit-build']['cmake']['version'], 'ninja'] if sys.argv[1] == 'build' else \
+	q['optional-dependencies'][sys.argv[1]]), sep='\n')"
+SOURCES := pyproject.toml CMakeLists.txt $(shell find common cpu ffi -type f)
+ifneq ($(JAXCONV_CUDA),OFF)
+  SOURCES += $(shell find cuda -type f)
+endif
+PIP := $(VENV_PYTHON) -m pip --disable-pip-version-check
+INSTALL_LOG := $(VENV)/install.log
+# Of its own: an isolated `pip install .` has other paths, and would make everything compile again.
+BUILD := build/make-{wheel_tag}
+
+# $(call install,extras): the log holds what nvcc says of each kernel's registers; on failure its end is shown.
+define install
+	@echo "installing jaxconv[$(1)] into $(VENV) (JAXCONV_CUDA=$(JAXCONV_CUDA); log: $(INSTALL_LOG))"
+	@$(PIP) install -v --no-build-isolation --config-settings=build-dir='$(BUILD)' -e '.[$(1)]' >$(INSTALL_LOG) 2>&1 || { \
+		grep -nE 'error|Error|FAILED' $(INSTALL_LOG) | head -30; tail -30 $(INSTALL_LOG); \
+		echo "installing failed; the whole log is $(INSTALL_LOG)" >&2; exit 1; }
+endef
+
+$(VENV)/venv.stamp:
+	@$(PYTHON) -c '$(IN_RANGE)' || { echo "jaxconv needs Python 3.11 to 3.13; $(PYTHON) is" \
+		"$$($(PYTHON) -V 2>&1). Name another one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/build.stamp: $(VENV)/venv.stamp pyproject.toml
+	@echo "installing what the build needs into $(VENV)"
+	@$(PIP) install -q -r <($(call requirements) build) $(if $(cuda),-r <($(call requirements) cuda13))
+	@touch $@
+
+# Rewritten when the choice changes, so that a changed one builds again.
+$(VENV)/cuda.stamp: $(VENV)/venv.stamp FORCE
+	@echo '$(JAXCONV_CUDA) $(JAXCONV_CUDA_ARCHS)' | cmp -s - $@ || echo '$(JAXCONV_CUDA) $(JAXCONV_CUDA_ARCHS)' >$@
+
+$(VENV)/examples.stamp: $(VENV)/build.stamp $(VENV)/cuda.stamp $(SOURCES)
+	$(call install,examples$(cuda))
+	@touch $@
+
+$(VENV)/test.stamp: $(VENV)/build.stamp $(VENV)/cuda.stamp $(SOURCES)
+	$(call install,test$(comma)flax$(comma)examples$(comma)bench$(cuda))
+	@touch $@ $(VENV)/examples.stamp
+
+$(VENV)/dev.stamp: $(VENV)/venv.stamp pyproject.toml
+	@$(PIP) install -q -r <($(call requirements) dev)
+	@touch $@
+
+comma := ,
+
+# --- the commands
+.PHONY: help install digits test bench lint format clean FORCE
+
+help:
+	@sed -n '1,7s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
+
+install: $(VENV)/test.stamp
+
+digits: $(VENV)/examples.stamp
+	$(VENV_PYTHON) examples/digits.py $(ARGS)
+
+test: $(VENV)/test.stamp
+	$(VENV_PYTHON) -m pytest -n $(WORKERS) $(ARGS)
+
+bench: $(VENV)/test.stamp
+	$(VENV_PYTHON) -m benchmarks $(ARGS)
+
+CPP = $(shell find common cpu cuda ffi -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
+
+lint: $(VENV)/dev.stamp
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	@echo "$(VENV)/bin/clang-format --dry-run --Werror (all of common cpu cuda ffi)"
+	@$(VENV)/bin/clang-format --dry-run --Werror $(CPP)
+
+format: $(VENV)/dev.stamp
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+	@$(VENV)/bin/clang-format -i $(CPP)
+
+clean:
+	rm -rf build dist $(VENV) examples/output
