@@ -110,21 +110,22 @@ __device__ __forceinline__ Affine SavedChannel(const BackwardArgs& p, int64_t at
   return {p.t.mean[at], p.t.scale[at] * p.t.rstd[at], needs_z ? p.t.bias[at] : 0.f};
 }
 
-// dx = scale * dz + slope * (x - mean) + offset, scale being Affine's.
+// dx = scale * (dz + offset + slope * (x - mean)), scale being Affine's. dz - mean(dz) comes first: with the scale
+// multiplied in, its cancellation would be of rounded products.
 struct Gradient {
   float slope, offset;
 };
 
 // s1 = sum dz, s2 = sum dz * (x - mean).
-__device__ __forceinline__ Gradient BackwardChannel(const BackwardArgs& p, int64_t at, float scale,
-                                                    float s1, float s2, bool write) {
+__device__ __forceinline__ Gradient BackwardChannel(const BackwardArgs& p, int64_t at, float s1,
+                                                    float s2, bool write) {
   const float rstd = p.t.rstd[at];
   if (write) {
     p.t.dbias[at] = s1;
     p.t.dscale[at] = p.layout.positions > 0 ? s2 * rstd : 0.f;  // an empty channel has no rstd
   }
   const float inv_n = static_cast<float>(p.inv_n);
-  return {-scale * rstd * rstd * (s2 * inv_n), -scale * (s1 * inv_n)};
+  return {-rstd * rstd * (s2 * inv_n), -s1 * inv_n};
 }
 
 // Adds up one channel's parts, in order.
@@ -190,7 +191,7 @@ __device__ __forceinline__ Raw<T, V> InputGradient(const float (&centred)[V], co
 #pragma unroll
   for (int j = 0; j < V; ++j) {
     const int k = kStats == 1 ? 0 : j;
-    dx[j] = fmaf(c[k].scale, dz[j], fmaf(g[k].slope, centred[j], g[k].offset));
+    dx[j] = c[k].scale * fmaf(g[k].slope, centred[j], dz[j] + g[k].offset);
   }
   return Pack<T, V>(dx);
 }
