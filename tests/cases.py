@@ -1,0 +1,268 @@
+"""Convolutions at the boundaries of the algorithms, small enough for a reference in Python loops. Each says why it is
+here. NETWORK_CASES are those that people train, from benchmarks/cases.py.
+
+The tiles that matter: threads and CTAs own 16 to 128 rows and columns, vectors hold 4 or 8 elements, matrix
+instructions take 8, 16 or 32 steps of the reduction.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+from helpers import DEVICE
+
+import jaxconv
+from benchmarks.cases import CONV
+from jaxconv import _plan
+from jaxconv._problem import CONV_ALGORITHMS, ConvProblem
+
+Pair = tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvCase:
+    name: str
+    batch: int
+    spatial: tuple[int, ...]
+    channels: int
+    filters: int
+    window: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[Pair, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    why: str
+
+    @property
+    def nd(self) -> int:
+        return len(self.spatial)
+
+    @property
+    def layouts(self) -> tuple[str, str]:
+        return {1: ("NWC", "NCW"), 2: ("NHWC", "NCHW"), 3: ("NDHWC", "NCDHW")}[self.nd]
+
+    # Shapes of the channels-last arrays
+    @property
+    def x_shape(self) -> tuple[int, ...]:
+        return (self.batch, *self.spatial, self.channels)
+
+    @property
+    def w_shape(self) -> tuple[int, ...]:
+        return (*self.window, self.channels // self.groups, self.filters)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(stride=self.stride, padding=self.padding, dilation=self.dilation, groups=self.groups)
+
+    @property
+    def function(self) -> Any:
+        return {1: jaxconv.conv1d, 2: jaxconv.conv2d, 3: jaxconv.conv3d}[self.nd]
+
+    @property
+    def terms(self) -> dict[str, int]:
+        """Terms in the longest sum of each operator."""
+        window, out = int(np.prod(self.window)), self.batch * int(np.prod(self.spatial))
+        return {
+            "fprop": window * self.channels // self.groups,
+            "dgrad": window * self.filters // self.groups,
+            "wgrad": out,
+        }
+
+    def problem(self, dtype: str = "float32", **options: Any) -> ConvProblem:
+        given: dict[str, Any] = dict(
+            activation=None,
+            layout=self.layouts[0],
+            precision=None,
+            return_preactivation=False,
+            algorithm=None,
+            implementation=None,
+        )
+        x, w = (jax.ShapeDtypeStruct(s, dtype) for s in (self.x_shape, self.w_shape))
+        return ConvProblem.infer("conv", self.nd, x, w, None, **{**self.options, **given, **options})
+
+    def algorithms(self, op: str = "conv_fprop") -> list[str]:
+        """What can run this case on the device under test."""
+        problem = self.problem()
+        return [a for a in CONV_ALGORITHMS if _plan.supports(op, a, problem, DEVICE) is None]
+
+
+def _case(
+    name: str, batch: int, spatial: Any, channels: int, filters: int, window: Any, why: str, **options: Any
+) -> ConvCase:
+    nd = len(spatial)
+
+    def each(value: Any) -> tuple[Any, ...]:
+        return value if isinstance(value, tuple) else (value,) * nd
+
+    padding = tuple(p if isinstance(p, tuple) else (p, p) for p in each(options.get("padding", 0)))
+    return ConvCase(
+        name,
+        batch,
+        spatial,
+        channels,
+        filters,
+        window,
+        each(options.get("stride", 1)),
+        padding,
+        each(options.get("dilation", 1)),
+        options.get("groups", 1),
+        why,
+    )
+
+
+CONV_CASES = (
+    _case("one", 1, (1, 1), 1, 1, (1, 1), "every extent is 1: no loop may assume two steps"),
+    _case("three_channels", 2, (7, 5), 3, 5, (3, 3), "C=3 is below one 16-byte vector; odd extents", padding=1),
+    _case(
+        "prime",
+        1,
+        (13, 11),
+        7,
+        13,
+        (5, 3),
+        "prime extents divide no tile; unequal strides and asymmetric pads",
+        stride=(2, 3),
+        padding=((1, 2), (0, 3)),
+    ),
+    _case("pixels_257", 1, (1, 257), 4, 8, (1, 1), "P*Q=257: one past two tiles of 128 pixels; a plain matrix product"),
+    _case(
+        "filters_129", 1, (5, 5), 16, 129, (1, 1), "K=129: one past a tile of 128 filters; unaligned rows of w and y"
+    ),
+    _case(
+        "reduction_297",
+        1,
+        (6, 6),
+        33,
+        65,
+        (3, 3),
+        "C=33: the reduction crosses a filter tap inside a vector; K=65 is one past a tile of 64",
+        padding=1,
+    ),
+    _case(
+        "aligned",
+        2,
+        (10, 8),
+        64,
+        64,
+        (3, 3),
+        "64 channels on both sides: the vectorised path, N*P*Q=160 between tiles",
+        padding=1,
+    ),
+    _case(
+        "dilated",
+        2,
+        (9, 9),
+        4,
+        6,
+        (3, 3),
+        "dilation 2 with all padding on one side",
+        dilation=2,
+        padding=((0, 3), (4, 0)),
+    ),
+    _case(
+        "cropped",
+        2,
+        (9, 8),
+        3,
+        4,
+        (3, 2),
+        "negative pads crop the input; dx is zero where they do",
+        stride=2,
+        padding=((-1, 2), (1, -2)),
+    ),
+    _case(
+        "holes", 2, (10, 11), 4, 3, (2, 2), "stride 3 over a 2x2 window: some pixels are read by no output", stride=3
+    ),
+    _case(
+        "over_padded",
+        1,
+        (3, 4),
+        2,
+        3,
+        (2, 2),
+        "pads wider than the window: some outputs read nothing but padding",
+        padding=((3, 3), (2, 4)),
+        stride=(1, 2),
+    ),
+    _case(
+        "grouped", 2, (6, 7), 12, 18, (3, 3), "3 groups of 4 -> 6 channels, K/G no power of two", groups=3, padding=1
+    ),
+    _case(
+        "depthwise",
+        2,
+        (9, 10),
+        19,
+        19,
+        (3, 3),
+        "one channel a group; C=19 is no multiple of a vector",
+        groups=19,
+        padding=1,
+    ),
+    _case(
+        "depthwise_x2",
+        2,
+        (9, 7),
+        4,
+        8,
+        (5, 5),
+        "channel multiplier 2, strided and dilated",
+        groups=4,
+        padding=((2, 3), (4, 1)),
+        stride=(2, 1),
+        dilation=(1, 2),
+    ),
+    _case(
+        "depthwise_32", 1, (12, 9), 32, 32, (7, 7), "7x7 over aligned channels, as in ConvNeXt", groups=32, padding=3
+    ),
+    _case("one_d", 3, (19,), 3, 4, (5,), "1-D; strided and dilated", stride=2, dilation=2, padding=((3, 4),)),
+    _case(
+        "three_d",
+        2,
+        (4, 5, 6),
+        3,
+        5,
+        (3, 2, 3),
+        "3-D with different numbers in each dimension",
+        stride=(1, 2, 1),
+        dilation=(1, 1, 2),
+        padding=((1, 1), (0, 1), (2, 2)),
+    ),
+    _case("no_images", 0, (5, 5), 3, 4, (3, 3), "an empty batch is a batch", padding=1),
+)
+BY_NAME = {case.name: case for case in CONV_CASES}
+
+# The convolutions that the benchmarks measure, shrunk. Without the 31x31 filter: its taps take the reference seconds.
+NETWORK_CASES = tuple(
+    ConvCase(
+        case.name,
+        case.batch,
+        case.spatial,
+        case.in_channels,
+        case.out_channels,
+        case.filter,
+        case.stride,
+        case.padding,
+        case.dilation,
+        case.groups,
+        "a network has it",
+    )
+    for case in (large.small() for large in CONV if not large.transposed)
+    if max(case.filter) < 31
+)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Between channels last, in which the references are written, and a case's two layouts
+
+
+def images(a: Any, layout: str) -> Any:
+    """x, y and their gradients from channels last to `layout`."""
+    return a if layout.endswith("C") else np.moveaxis(a, -1, 1)
+
+
+def filters(a: Any, layout: str) -> Any:
+    """w and its gradient, (*window, C/G, K), to `layout`'s filter order."""
+    return a if layout.endswith("C") else np.moveaxis(a, (-1, -2), (0, 1))

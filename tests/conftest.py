@@ -1,0 +1,51 @@
+"""What every test shares: the device it runs on, memory that holds no zeros by luck, several CPU devices for meshes.
+
+The suite runs on JAX's default backend, so the same tests cover the CPU and a GPU; JAX_PLATFORMS=cpu forces the CPU.
+64-bit types stay off, as for users: a test that needs them takes the fixture `x64` or enters `helpers.types_of(dtype)`.
+"""
+
+import pathlib
+import sys
+
+import jax
+import pytest
+
+# Before any backend starts. Four: enough for a 2x2 mesh, and no more threads than needed.
+jax.config.update("jax_num_cpu_devices", 4)
+
+import jaxconv  # noqa: E402  (the installed package, before the source folder gets on the path)
+from jaxconv import _native  # noqa: E402
+
+# The cases of the benchmarks. At the end of the path: the source folder's jaxconv has no compiled modules.
+sys.path.append(str(pathlib.Path(__file__).parent.parent))
+
+import helpers  # noqa: E402
+
+
+def pytest_configure(config):
+    missing = _native.missing(helpers.PLATFORM)
+    if missing:
+        raise pytest.UsageError(f"{missing}. JAX_PLATFORMS=cpu runs the suite on the CPU.")
+
+
+def pytest_report_header(config):
+    return jaxconv.info().splitlines()
+
+
+@pytest.fixture
+def device() -> str:
+    """The platform under test, as the plan names it: "cpu" or "cuda"."""
+    return helpers.PLATFORM
+
+
+@pytest.fixture
+def x64():
+    """64-bit types, for one test."""
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def stale_memory_is_nan():
+    """Fills memory with NaN and frees it, so that an output element nobody wrote is seldom zero and hence noticed."""
+    helpers.poison()

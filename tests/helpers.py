@@ -1,0 +1,108 @@
+"""Small things that several test files need."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxconv import _plan
+from jaxconv._activation import Activation
+
+PLATFORM = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
+DEVICE = _plan.Device.current(PLATFORM)
+
+# float64 has native code on the CPU only.
+DTYPES = ("float32", "bfloat16", "float16") + (("float64",) if PLATFORM == "cpu" else ())
+# Where checking derivatives at all needs float64 but the platform's native code has none, XLA's path is checked.
+NATIVE_IN_FLOAT64 = ("native",) if PLATFORM == "cpu" else ()
+
+# Every activation, and every form in which one is given.
+ACTIVATIONS = (
+    None,
+    "relu",
+    "relu6",
+    "leaky_relu",
+    ("leaky_relu", 0.5),
+    ("leaky_relu", -0.5),
+    "elu",
+    "tanh",
+    "sigmoid",
+    "silu",
+    "gelu",
+    "gelu_exact",
+    Activation("tanh"),
+)
+NAMED_ACTIVATIONS = tuple(a for a in ACTIVATIONS if a is None or isinstance(a, (str, tuple)))
+
+
+def label(value: Any) -> str:
+    """A parameter's name in a test's id."""
+    if value is None:
+        return "none"
+    if isinstance(value, tuple):
+        return "_".join(map(str, value))
+    return str(getattr(value, "name", value))
+
+
+@contextlib.contextmanager
+def types_of(dtype: str) -> Iterator[None]:
+    """64-bit types on for float64, and otherwise off, as users run."""
+    with jax.enable_x64(dtype == "float64"):
+        yield
+
+
+def integers(seed: int, shape: tuple[int, ...], largest: int = 2) -> np.ndarray:
+    """Integers in [-largest, largest], as float64."""
+    return np.random.default_rng(seed).integers(-largest, largest + 1, shape).astype(np.float64)
+
+
+def normal(seed: int, shape: tuple[int, ...], dtype: str = "float64") -> np.ndarray:
+    """Normal numbers that `dtype` holds exactly, as float64."""
+    return np.random.default_rng(seed).standard_normal(shape).astype(jnp.dtype(dtype)).astype(np.float64)
+
+
+def calls(f: Callable[..., Any], *args: Any) -> collections.Counter[str]:
+    """How often the compiled f calls each of jaxconv's targets: {"conv_fprop": 1, ...}, counted in the HLO."""
+    text = jax.jit(f).lower(*args).compile().as_text()
+    return collections.Counter(re.findall(r'custom_call_target="jaxconv_(\w+)_v\d+"', text))
+
+
+def equations(f: Callable[..., Any], *args: Any) -> collections.Counter[str]:
+    """How often each primitive occurs in f's jaxpr, at any depth."""
+
+    def walk(jaxpr: Any) -> Iterator[str]:
+        for equation in jaxpr.eqns:
+            yield equation.primitive.name
+            for value in equation.params.values():
+                for inner in value if isinstance(value, (tuple, list)) else (value,):
+                    inner = getattr(inner, "jaxpr", inner)
+                    if hasattr(inner, "eqns"):
+                        yield from walk(inner)
+
+    return collections.Counter(walk(jax.make_jaxpr(f)(*args).jaxpr))
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    """Whether two pytrees are equal to the last bit."""
+    leaves_a, leaves_b = jax.tree.leaves(a), jax.tree.leaves(b)
+    return len(leaves_a) == len(leaves_b) and all(
+        x.dtype == y.dtype and np.asarray(x).tobytes() == np.asarray(y).tobytes()
+        for x, y in zip(leaves_a, leaves_b, strict=True)
+    )
+
+
+# 64 MiB is more than any test's arrays together: on a GPU the allocator hands out parts of it next. On a CPU the
+# sizes are those of small arrays, which malloc keeps for the next request of that size.
+_POISON = (16 << 20,) if PLATFORM == "cuda" else (1 << 8, 1 << 10, 1 << 12)
+
+
+def poison() -> None:
+    for array in [jnp.full(size, jnp.nan, jnp.float32) for size in _POISON for _ in range(2)]:
+        array.block_until_ready().delete()

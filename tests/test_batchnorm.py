@@ -1,0 +1,343 @@
+"""batchnorm against numpy in float64: training, inference and the backward pass."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy_reference as ref
+import pytest
+from helpers import DEVICE, DTYPES, NAMED_ACTIVATIONS, PLATFORM, calls, label, normal, same_bits, types_of
+from tolerance import assert_close, assert_within, eps
+
+import jaxconv
+from jaxconv import _plan
+from jaxconv._problem import BATCHNORM_ALGORITHMS, BatchNormProblem
+
+# (shape, channel_axis)
+SHAPES = {
+    ((5, 3), -1): "2-D, odd extents below any vector",
+    ((64, 32), -1): "2-D, whole vectors",
+    ((2, 7, 9), -1): "3-D, channels last, C=9",
+    ((3, 5, 17), 1): "3-D, channels in the middle; inner extent one past 16",
+    ((2, 6, 5, 19), -1): "4-D NHWC, C no multiple of a vector",
+    ((4, 8, 8, 64), -1): "4-D NHWC, whole vectors and 256 elements a channel",
+    ((3, 7, 6, 5), 1): "4-D NCHW, inner extent 30",
+    ((4, 33, 16, 16), 1): "4-D NCHW, whole vectors inside; one channel past 32",
+    ((2, 3, 4, 5, 6), -1): "5-D, channels last",
+    ((2, 3, 4, 5, 6), 1): "5-D, channels first",
+    ((6, 40), 0): "channels on the first axis: no outer extent",
+    ((1, 257, 1), 2): "one channel of 257 elements",
+    ((2, 515, 4), -1): "1030 elements a channel over few channels: several blocks share one",
+}
+PARAMS = ("scale", "bias", "running_mean", "running_var")
+
+
+def problem(shape: tuple[int, ...], axis: int, dtype: str, training: bool) -> BatchNormProblem:
+    wide = "float64" if dtype == "float64" else "float32"
+    x, v = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct((shape[axis],), wide)
+    return BatchNormProblem.infer(
+        "batchnorm",
+        x,
+        v,
+        v,
+        v,
+        v,
+        None,
+        training=training,
+        momentum=0.9,
+        epsilon=1e-5,
+        activation=None,
+        channel_axis=axis,
+        algorithm=None,
+        implementation=None,
+    )
+
+
+def algorithms(shape: tuple[int, ...], axis: int, dtype: str, training: bool) -> list[str]:
+    """What can run it on this device."""
+    p = problem(shape, axis, dtype, training)
+    ops = ("batchnorm_train", "batchnorm_backward") if training else ("batchnorm_infer",)
+    return [a for a in BATCHNORM_ALGORITHMS if all(_plan.supports(op, a, p, DEVICE) is None for op in ops)]
+
+
+@functools.cache
+def data(shape: tuple[int, ...], axis: int, dtype: str) -> dict[str, np.ndarray]:
+    c = shape[axis]
+    wide = "float64" if dtype == "float64" else "float32"
+    along = [-1 if a == axis % len(shape) else 1 for a in range(len(shape))]
+    # Channels of different location and size: a mixed-up channel cannot pass.
+    x = normal(0, shape) * (1 + np.arange(c).reshape(along) % 3) + (np.arange(c) % 5 - 2).reshape(along)
+    x = x.astype(jnp.dtype(dtype)).astype(np.float64)
+    rounded = {name: normal(i, (c,), wide) for i, name in enumerate(PARAMS, 1)}
+    rounded["running_var"] = (0.5 + np.abs(rounded["running_var"])).astype(wide).astype(np.float64)
+    return {"x": x, **rounded, "residual": normal(8, shape, dtype), "dy": normal(9, shape, dtype)}
+
+
+def arrays(given: dict[str, np.ndarray], dtype: str) -> dict[str, jax.Array]:
+    wide = "float64" if dtype == "float64" else "float32"
+    return {k: jnp.asarray(v, wide if k in PARAMS else dtype) for k, v in given.items()}
+
+
+def numpy_gradients(
+    given: dict[str, np.ndarray], axis: int, training: bool, epsilon: float, activation: Any, residual: bool
+) -> dict[str, np.ndarray]:
+    x, scale, dy = given["x"], given["scale"], given["dy"]
+    axis %= x.ndim
+    axes = tuple(a for a in range(x.ndim) if a != axis)
+    s = [-1 if a == axis else 1 for a in range(x.ndim)]
+    mean, var = (x.mean(axes), x.var(axes)) if training else (given["running_mean"], given["running_var"])
+    rstd = 1 / np.sqrt(var + epsilon)
+    xhat = (x - mean.reshape(s)) * rstd.reshape(s)
+    z = xhat * scale.reshape(s) + given["bias"].reshape(s) + (given["residual"] if residual else 0)
+    dz = dy * ref.slope(activation, z)
+    dscale, dbias = (dz * xhat).sum(axes), dz.sum(axes)
+    n = x.size // x.shape[axis]
+    centred = dz - dbias.reshape(s) / n - xhat * dscale.reshape(s) / n if training else dz
+    gradients = {"x": (scale * rstd).reshape(s) * centred, "scale": dscale, "bias": dbias}
+    return {**gradients, "residual": dz} if residual else gradients
+
+
+def run(options: dict[str, Any], names: tuple[str, ...], given: dict[str, jax.Array]) -> Any:
+    """(y, running mean, running variance) and the gradients of `names` for the cotangent dy of y."""
+
+    def f(varied: dict[str, jax.Array]) -> Any:
+        now = {**given, **varied}
+        now = {k: v for k, v in now.items() if k != "dy" and (k != "residual" or "residual" in names)}
+        return jaxconv.batchnorm(**now, **options)
+
+    (y, mean, var), back = jax.vjp(f, {name: given[name] for name in names})
+    (gradients,) = back((given["dy"], jnp.zeros_like(mean), jnp.zeros_like(var)))
+    return {"y": y, "mean": mean, "var": var}, gradients
+
+
+def compare(shape: Any, axis: int, dtype: str, training: bool, activation: Any, residual: bool) -> None:
+    given = data(shape, axis, dtype)
+    names = ("x", "scale", "bias", *(("residual",) if residual else ()))
+    options = dict(training=training, momentum=0.9, epsilon=1e-3, activation=activation, channel_axis=axis)
+    known = {k: v for k, v in given.items() if k != "dy" and (residual or k != "residual")}
+    expected = dict(zip(("y", "mean", "var"), ref.batchnorm(**known, **options), strict=True))
+    expected_gradients = numpy_gradients(given, axis, training, 1e-3, activation, residual)
+    n = given["x"].size // shape[axis]
+    x_size, scale_size, dy_size = (np.abs(given[name]).max() for name in ("x", "scale", "dy"))
+    # What rounding acts on: |x| in x - mean, its square in the variance, products dy * xhat in the sums of the backward
+    # pass (dx has these divided by n and times scale * rstd).
+    scales = {"y": x_size * scale_size, "mean": x_size, "var": x_size**2}
+    sums = dy_size * x_size * np.sqrt(n)
+    gradient_scales = {"x": dy_size * x_size * scale_size, "scale": sums, "bias": sums, "residual": dy_size}
+    with types_of(dtype):
+        args = arrays(given, dtype)
+        xla, xla_gradients = jax.jit(functools.partial(run, {**options, "implementation": "xla"}, names))(args)
+        for algorithm in algorithms(shape, axis, dtype, training):
+            forced = {**options, "algorithm": algorithm}
+            actual, gradients = jax.jit(functools.partial(run, forced, names))(args)
+            for what, value in expected.items():
+                assert_close(actual[what], xla[what], value, n, f"{what}, {algorithm}", scale=scales[what])
+            for name, value in expected_gradients.items():
+                what = f"d{name}, {algorithm}"
+                assert_close(gradients[name], xla_gradients[name], value, n, what, scale=gradient_scales[name])
+
+
+# Each dtype has kernels of its own on a GPU. On the CPU 16-bit arrays are widened first and float64 is float32's
+# template, so one shape in each memory order shows them.
+TYPED = [
+    (shape, axis, dtype)
+    for dtype in DTYPES
+    for shape, axis in SHAPES
+    if dtype == "float32" or PLATFORM == "cuda" or shape in ((2, 6, 5, 19), (3, 7, 6, 5))
+]
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize(("shape", "axis", "dtype"), TYPED, ids=str)
+def test_every_shape_and_channel_axis_errs_no_more_than_twice_xla(shape, axis, dtype, training):
+    """Forward, running statistics and backward, with ReLU and residual: the form that networks train."""
+    compare(shape, axis, dtype, training, "relu", True)
+
+
+@pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
+@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize("activation", NAMED_ACTIVATIONS, ids=label)
+def test_every_activation_errs_no_more_than_twice_xla(activation, training, residual):
+    shape, axis = ((2, 6, 5, 19), -1) if residual else ((3, 7, 6, 5), 1)  # both memory orders
+    compare(shape, axis, "float32", training, activation, residual)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Numbers that are easy to get wrong
+
+NORMS = [{"implementation": "native"}, {"implementation": "xla"}]
+
+
+@pytest.mark.parametrize("choice", NORMS, ids=lambda c: c["implementation"])
+@pytest.mark.parametrize(("shape", "axis"), [((16, 8, 8, 24), -1), ((16, 24, 8, 8), 1), ((4096, 3), -1)], ids=str)
+def test_variance_is_right_where_the_mean_is_10000_deviations(shape, axis, choice):
+    """E[x^2] - E[x]^2 would lose all of it: 1e8 has an ulp of 8 in float32."""
+    c = shape[axis]
+    x = (1e4 + normal(0, shape)).astype(np.float32)
+    one, zero = jnp.ones(c), jnp.zeros(c)
+    # momentum 0 returns the batch's own statistics
+    options = dict(training=True, momentum=0.0, epsilon=0.0, channel_axis=axis)
+    y, mean, var = jax.jit(functools.partial(jaxconv.batchnorm, **options, **choice))(
+        jnp.asarray(x), one, zero, zero, one
+    )
+    x64, v64 = x.astype(np.float64), np.ones(c)
+    y64, mean64, var64 = ref.batchnorm(x64, v64, 0 * v64, 0 * v64, v64, **options)
+    n = x.size // c
+    ulp = 2.0**-10  # of float32 at 10000
+    # The mean is right to an ulp or two (its own rounding, and that of the sum about a shift). A mean that is off by d
+    # adds d^2 to the variance; n squares are summed with n rounding errors of random sign, and rounded themselves.
+    assert_within(mean, mean64, 2 * ulp, "mean")
+    assert_within(var, var64, var64 * (4 * ulp**2 + 4 * eps("float32") * np.sqrt(n)), "variance")
+    # y = (x - mean) * rstd: the mean's error, in deviations, and the variance's, halved.
+    assert_within(y, y64, 2.1 * ulp + np.abs(y64) * (4 * ulp**2 + 4 * eps("float32") * np.sqrt(n)), "y")
+
+
+@pytest.mark.parametrize("choice", NORMS, ids=lambda c: c["implementation"])
+@pytest.mark.parametrize("axis", [-1, 1])
+def test_constant_channels_give_the_bias_and_a_zero_gradient(axis, choice):
+    """A channel of equal values has variance 0, not a negative one or NaN. 32 elements, so that the mean is exact."""
+    constants = np.array([0.0, 1.0, -2.0, 1000.0, 0.5])
+    x = np.broadcast_to(constants, (2, 4, 4, 5))
+    x = jnp.asarray(x if axis == -1 else np.moveaxis(x, -1, 1), "float32")
+    bias, one, zero = jnp.arange(5.0), jnp.ones(5), jnp.zeros(5)
+    f = functools.partial(jaxconv.batchnorm, training=True, momentum=0.0, channel_axis=axis, **choice)
+    y, mean, var = jax.jit(f)(x, one, bias, zero, one)
+    shape = (-1,) if axis == -1 else (-1, 1, 1)
+    np.testing.assert_array_equal(y, np.broadcast_to(np.arange(5.0).reshape(shape), x.shape))
+    np.testing.assert_array_equal(mean, constants)
+    np.testing.assert_array_equal(var, np.zeros(5))
+    dx = jax.jit(jax.grad(lambda x: (f(x, one, bias, zero, one)[0] * 3).sum()))(x)
+    np.testing.assert_array_equal(dx, np.zeros(x.shape))
+
+
+@pytest.mark.parametrize("choice", NORMS, ids=lambda c: c["implementation"])
+def test_inexact_constants_keep_a_tiny_variance(choice):
+    """0.1 has no exact sum: the mean may be off by an ulp, the variance by its square, and nothing may be NaN."""
+    x = jnp.full((7, 9, 3), 0.1)
+    one, zero = jnp.ones(3), jnp.zeros(3)
+    f = functools.partial(jaxconv.batchnorm, training=True, momentum=0.0, **choice)
+    y, _, var = jax.jit(f)(x, one, zero, zero, one)
+    ulp = 2.0**-27  # of float32 at 0.1
+    assert_within(var, np.zeros(3), (2 * ulp) ** 2)
+    assert_within(y, np.zeros(x.shape), 2 * ulp / np.sqrt(1e-5))
+    assert np.isfinite(jax.jit(jax.grad(lambda x: (f(x, one, zero, zero, one)[0] ** 2).sum()))(x)).all()
+
+
+@pytest.mark.parametrize("choice", NORMS, ids=lambda c: c["implementation"])
+def test_one_element_per_channel_is_its_own_mean(choice):
+    x, one, bias = jnp.asarray(normal(0, (1, 6)), "float32"), jnp.ones(6), jnp.arange(6.0)
+    f = functools.partial(jaxconv.batchnorm, training=True, momentum=0.0, **choice)
+    y, mean, var = jax.jit(f)(x, one, bias, 0 * one, one)
+    np.testing.assert_array_equal(y[0], bias)
+    np.testing.assert_array_equal(mean, x[0])
+    np.testing.assert_array_equal(var, np.zeros(6))
+
+
+@pytest.mark.parametrize("choice", NORMS, ids=lambda c: c["implementation"])
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 1.0])
+def test_running_statistics_move_by_one_minus_momentum_with_the_biased_variance(momentum, choice):
+    """Integers: mean 3, biased variance 4 (the unbiased one would be 8), so every number is exact."""
+    x = jnp.asarray([[1.0, 5.0], [5.0, 1.0]])
+    one = jnp.ones(2)
+    _, mean, var = jaxconv.batchnorm(x, one, one, 7 * one, 2 * one, training=True, momentum=momentum, **choice)
+    np.testing.assert_array_equal(mean, np.full(2, momentum * 7 + (1 - momentum) * 3))
+    np.testing.assert_array_equal(var, np.full(2, momentum * 2 + (1 - momentum) * 4))
+
+
+def test_inference_returns_the_running_statistics_untouched():
+    x, v = jnp.asarray(normal(0, (4, 3)), "float32"), jnp.asarray([1.0, 2.0, 3.0])
+    _, mean, var = jaxconv.batchnorm(x, v, v, v + 1, v + 2, training=False)
+    assert same_bits((mean, var), (v + 1, v + 2))
+
+
+def test_no_scale_and_no_bias_stand_for_ones_and_zeros():
+    x, v = jnp.asarray(normal(0, (4, 3)), "float32"), jnp.ones(3)
+    bare = jaxconv.batchnorm(x, None, None, 0 * v, v, training=True)
+    assert same_bits(bare, jaxconv.batchnorm(x, v, 0 * v, 0 * v, v, training=True))
+
+
+@pytest.mark.parametrize("choice", NORMS, ids=lambda c: c["implementation"])
+@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+def test_it_is_flax_batch_norm(training, choice):
+    linen = pytest.importorskip("flax.linen", reason="flax is an optional extra: pip install jaxconv[flax]")
+    x = jnp.asarray(normal(0, (4, 6, 5, 8)) + 2, "float32")
+    # use_fast_variance is E[x^2] - E[x]^2, which is what jaxconv does not do.
+    module = linen.BatchNorm(use_running_average=not training, momentum=0.9, epsilon=1e-3, use_fast_variance=False)
+    scale, bias, mean, var = (jnp.asarray(normal(i, (8,)), "float32") for i in range(1, 5))
+    var = jnp.abs(var) + 0.5
+    variables = {"params": {"scale": scale, "bias": bias}, "batch_stats": {"mean": mean, "var": var}}
+    y, updated = module.apply(variables, x, mutable=["batch_stats"])
+    options = dict(training=training, momentum=0.9, epsilon=1e-3)
+    ours = jaxconv.batchnorm(x, scale, bias, mean, var, **options, **choice)
+    reference = ref.batchnorm(*(np.asarray(a, np.float64) for a in (x, scale, bias, mean, var)), **options)
+    stats = updated["batch_stats"]
+    for a, flax_, r in zip(ours, (y, stats["mean"], stats["var"]), reference, strict=True):
+        assert_close(a, flax_, r, terms=120, scale=float(jnp.abs(x).max()) ** 2)
+
+
+@pytest.mark.parametrize("choice", NORMS, ids=lambda c: c["implementation"])
+@pytest.mark.parametrize("axis", [-1, 1])
+def test_gradients_agree_with_numerical_derivatives(axis, choice):
+    """d x, scale, bias, residual and running statistics, of y and of the new running statistics together."""
+    shape = (3, 4, 5)
+    given = data(shape, axis, "float32")
+    dy = given["dy"]
+    names = ("x", "scale", "bias", "running_mean", "running_var", "residual")
+    options = dict(training=True, momentum=0.75, epsilon=1e-3, activation="tanh", channel_axis=axis)
+
+    def numpy_loss(**changed):
+        now = {**{name: given[name] for name in names}, **changed}
+        y, mean, var = ref.batchnorm(**now, **options)
+        return float((dy * y).sum() + (mean**2).sum() + (2 * var).sum())
+
+    def loss(values):
+        y, mean, var = jaxconv.batchnorm(**values, **options, **choice)
+        return (jnp.asarray(dy, "float32") * y).sum() + (mean**2).sum() + (2 * var).sum()
+
+    gradients = jax.jit(jax.grad(loss))({name: jnp.asarray(given[name], "float32") for name in names})
+    for name in names:
+        numerical = ref.numerical_gradient(lambda v, name=name: numpy_loss(**{name: v}), given[name])
+        # Sums over 12 or 15 elements of size at most 10, in float32 and through a division by the deviation.
+        assert_within(gradients[name], numerical, 128 * eps("float32") * max(1, np.abs(numerical).max()), name)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What runs
+
+
+def test_native_runs_its_custom_calls_and_nothing_of_xla():
+    x, v = jnp.ones((4, 6, 5, 8)), jnp.ones(8)
+
+    def f(training, x, residual, *params):
+        options = dict(training=training, activation="gelu", residual=residual, implementation="native")
+        return jaxconv.batchnorm(x, *params, **options)
+
+    for training, name in ((True, "batchnorm_train"), (False, "batchnorm_infer")):
+        one = functools.partial(f, training)
+        assert calls(one, x, x, v, v, v, v) == {name: 1}
+        text = jax.jit(one).lower(x, x, v, v, v, v).compile().as_text()
+        assert not any(f" {op}(" in text for op in ("reduce", "multiply", "tanh", "fusion"))
+    gradient = jax.grad(lambda x, r, s, b: f(True, x, r, s, b, v, v)[0].sum(), (0, 1, 2, 3))
+    assert calls(gradient, x, x, v, v) == {"batchnorm_train": 1, "batchnorm_backward": 1}
+
+
+def test_xla_runs_no_custom_call_of_ours():
+    x, v = jnp.ones((4, 8)), jnp.ones(8)
+    f = functools.partial(jaxconv.batchnorm, training=True, implementation="xla")
+    assert calls(jax.grad(lambda x, s, b: f(x, s, b, v, v)[0].sum(), (0, 1, 2)), x, v, v) == {}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("axis", [-1, 1])
+def test_the_same_call_gives_the_same_bits_every_time(axis, dtype):
+    shape = (8, 17, 9, 17)
+    with types_of(dtype):
+        given = arrays(data(shape, axis, dtype), dtype)
+        options = dict(training=True, activation="relu", channel_axis=axis, implementation="native")
+        f = jax.jit(functools.partial(run, options, ("x", "scale", "bias", "residual")))
+        first = f(given)
+        assert all(same_bits(first, f(given)) for _ in range(3))

@@ -1,0 +1,309 @@
+"""The plan: an answer for every problem on every device, the same each time, and one that native code can carry out."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from cases import CONV_CASES
+from helpers import DEVICE, PLATFORM, calls, label
+from jax import lax
+
+import jaxconv
+from benchmarks.cases import BATCHNORM, CONV, DENSE
+from jaxconv import _native, _plan
+from jaxconv._activation import Activation
+from jaxconv._plan import Device, plan, supports
+from jaxconv._problem import (
+    BATCHNORM_ALGORITHMS,
+    CONV_ALGORITHMS,
+    DENSE_ALGORITHMS,
+    BatchNormProblem,
+    ConvProblem,
+    DenseProblem,
+)
+
+H200 = Device("cuda", "NVIDIA H200", (9, 0), 132)
+DEVICES = {
+    "cpu": Device("cpu", "cpu"),
+    "h200": H200,
+    "a100": Device("cuda", "NVIDIA A100-SXM4-80GB", (8, 0), 108),
+    "rtx4090": Device("cuda", "NVIDIA GeForce RTX 4090", (8, 9), 128),
+    "v100": Device("cuda", "Tesla V100", (7, 0), 80),
+    "unknown_cuda": Device("cuda"),
+    "tpu": Device("tpu", "TPU v5e"),
+}
+PAIR = (lax.Precision.DEFAULT,) * 2
+CONV_OPS = ("conv", "conv_fprop", "conv_dgrad", "conv_wgrad")
+DENSE_OPS = ("dense", "matmul")
+NORM_OPS = ("batchnorm_train", "batchnorm_infer", "batchnorm_backward")
+ALGORITHMS = {**dict.fromkeys(CONV_OPS, CONV_ALGORITHMS), **dict.fromkeys(DENSE_OPS, DENSE_ALGORITHMS)}
+ALGORITHMS |= dict.fromkeys(NORM_OPS, BATCHNORM_ALGORITHMS)
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+@pytest.fixture(autouse=True)
+def native_code_for_every_device(monkeypatch):
+    """Plans are data: those for a GPU are tested where there is neither a GPU nor CUDA code."""
+    monkeypatch.setattr(_native, "cuda_missing", "")
+    monkeypatch.delenv("JAXCONV_DISABLE", raising=False)
+
+
+def conv_problems(dtype: str, channels_last: bool) -> list[ConvProblem]:
+    """Every case of the benchmarks in full size, and every boundary case of the tests."""
+    made = []
+    for case in CONV:
+        if not case.transposed:
+            out, window = case.out_spatial, case.filter
+            made.append(
+                ConvProblem(
+                    "conv", dtype, case.batch, case.in_channels, case.out_channels, case.groups, case.spatial, window,
+                    out, case.stride, case.padding, case.dilation, channels_last, PAIR,
+                )
+            )  # fmt: skip
+    return made + [dataclasses.replace(case.problem(dtype), channels_last=channels_last) for case in CONV_CASES]
+
+
+def problems() -> list[tuple[str, object]]:
+    made: list[tuple[str, object]] = []
+    for dtype in DTYPES:
+        for last in (True, False):
+            made += itertools.product(CONV_OPS, conv_problems(dtype, last))
+            for case in BATCHNORM:
+                axis = 3 if last else 1
+                shape = case.x_shape(last)
+                norm = BatchNormProblem("batchnorm", dtype, shape, axis, True, 0.9, 1e-5, Activation("relu"))
+                made += itertools.product(NORM_OPS, [norm, dataclasses.replace(norm, batch=3)])
+        for case in DENSE:
+            product = DenseProblem("dense", dtype, case.m, case.k, case.n, PAIR, bias="column")
+            many = dataclasses.replace(product, batch=4, batched=("x",), trans_w=True)
+            made += itertools.product(DENSE_OPS, [product, many, dataclasses.replace(product, m=1)])
+    return made
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_problem_has_a_plan_with_a_reason_and_the_same_one_each_time(device):
+    for op, problem in problems():
+        first = plan(op, problem, DEVICES[device])
+        assert first == plan(op, problem, DEVICES[device])
+        assert first.implementation in ("native", "xla")
+        assert first.reason
+        if first.implementation == "native":
+            assert first.algorithm in ALGORITHMS[op]
+            assert supports(op, first.algorithm, problem, DEVICES[device]) is None
+        else:
+            assert first.algorithm == "" and first.workspace_bytes == 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("implementation", ["native", "xla"])
+def test_a_forced_implementation_is_carried_out_or_refused_with_the_reason(implementation, device):
+    for op, problem in problems():
+        forced = dataclasses.replace(problem, implementation=implementation)
+        try:
+            made = plan(op, forced, DEVICES[device])
+        except ValueError as error:
+            assert implementation == "native"
+            assert re.match(rf"{problem.name}: implementation='native' cannot run: .+", str(error))
+            unfit = DEVICES[device].platform == "tpu" or device == "v100" or problem.dtype == "float64"
+            assert unfit and device != "cpu"
+            continue
+        if made.implementation == implementation:
+            assert implementation == "xla" or supports(op, made.algorithm, forced, DEVICES[device]) is None
+        else:
+            assert problem.batch == 0 and made.reason == "there is nothing to compute"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_forced_algorithm_is_the_one_planned_or_is_refused_with_the_reason(device):
+    refused = set()
+    for op, problem in problems():
+        for algorithm in ALGORITHMS[op]:
+            forced = dataclasses.replace(problem, algorithm=algorithm)
+            reason = supports(op, algorithm, problem, DEVICES[device])
+            try:
+                made = plan(op, forced, DEVICES[device])
+            except ValueError as error:
+                assert re.match(rf"{problem.name}: algorithm='{algorithm}' cannot run", str(error))
+                if device in ("cpu", "h200", "a100", "rtx4090") and not (
+                    problem.dtype == "float64" and device != "cpu"
+                ):
+                    assert reason and reason in str(error)
+                    refused.add(algorithm)
+                continue
+            if made.implementation == "xla":
+                assert problem.batch == 0
+                continue
+            assert made.algorithm == algorithm and reason is None
+    if device in ("cpu", "h200"):
+        assert "depthwise" in refused  # the check above was not empty
+
+
+def test_workspaces_fit_into_the_gpu_beside_the_arrays():
+    """256 MiB of columns or partial sums and as much again for alignment and packed filters; one image's columns of the
+    largest case are more than that."""
+    for op, problem in problems():
+        for algorithm in ALGORITHMS[op]:
+            if problem.dtype == "float64" or supports(op, algorithm, problem, H200):
+                continue
+            made = plan(op, dataclasses.replace(problem, algorithm=algorithm), H200)
+            assert 0 <= made.workspace_bytes <= 4 * 2**30, (op, str(problem), made)
+            assert made.splits >= 1 and made.chunk >= 0
+
+
+def test_the_cpu_owns_its_scratch():
+    for op, problem in problems():
+        assert plan(op, problem, DEVICES["cpu"]).workspace_bytes == 0
+
+
+def test_float64_on_cuda_goes_to_xla_and_cannot_be_forced():
+    for op, problem in problems():
+        if problem.dtype != "float64":
+            continue
+        assert plan(op, problem, H200).implementation == "xla"
+        if problem.batch != 0:
+            with pytest.raises(ValueError, match="cannot run: float64 has no native CUDA kernels"):
+                plan(op, dataclasses.replace(problem, implementation="native"), H200)
+
+
+@pytest.mark.parametrize("device", ["tpu", "v100"])
+def test_devices_without_kernels_get_xla(device):
+    assert all(plan(op, problem, DEVICES[device]).implementation == "xla" for op, problem in problems())
+
+
+def test_without_cuda_code_a_gpu_gets_xla_and_the_reason(monkeypatch):
+    monkeypatch.setattr(_native, "cuda_missing", "jaxconv was built without CUDA: no nvcc was found")
+    problem = CONV_CASES[1].problem()
+    assert plan("conv_fprop", problem, H200).reason == "jaxconv was built without CUDA: no nvcc was found"
+    with pytest.raises(ValueError, match="implementation='native' cannot run: jaxconv was built without CUDA"):
+        plan("conv_fprop", dataclasses.replace(problem, implementation="native"), H200)
+
+
+@pytest.mark.parametrize(
+    ("value", "off"),
+    [
+        ("conv", {"conv", "conv_fprop", "conv_dgrad", "conv_wgrad"}),
+        ("dense", {"dense", "matmul"}),
+        ("batchnorm", set(NORM_OPS)),
+        ("conv_wgrad", {"conv_wgrad"}),
+        (" dense , batchnorm", {"dense", "matmul", *NORM_OPS}),
+        ("all", set(_plan.OPS)),
+        ("", set()),
+        ("convolution", set()),
+    ],
+)
+def test_jaxconv_disable_sends_the_ops_it_names_to_xla(value, off, monkeypatch):
+    monkeypatch.setenv("JAXCONV_DISABLE", value)
+    for op, problem in problems():
+        if problem.dtype == "float32" and problem.batch != 0:
+            made = plan(op, dataclasses.replace(problem, implementation="native"), DEVICES["cpu"])
+            assert (made.implementation == "xla") == (op in off)
+            assert op not in off or made.reason == f"JAXCONV_DISABLE={value}"
+
+
+def test_jaxconv_disable_reaches_the_compiled_program(monkeypatch):
+    x, w = jnp.ones((1, 4, 4, 2)), jnp.ones((3, 3, 2, 2))
+    assert calls(functools.partial(jaxconv.conv2d, implementation="native"), x, w)
+    jax.clear_caches()
+    monkeypatch.setenv("JAXCONV_DISABLE", "conv")
+    assert not calls(functools.partial(jaxconv.conv2d, implementation="native"), x, w)
+
+
+def test_attributes_of_a_plan_carry_all_of_it():
+    made = _plan.Plan("native", "why", "im2col", "128x64", 4, 2, 512)
+    assert made.attrs() == {"algorithm": "im2col", "tile": "128x64", "splits": 4, "chunk": 2}
+    assert str(made) == "native[im2col 128x64 splits=4]"
+    assert str(_plan.Plan("xla", "why")) == "xla"
+
+
+def test_the_current_device_is_the_default_backends():
+    assert Device.current(PLATFORM) == DEVICE
+    assert Device.current("no such platform").compute_capability is None
+    if PLATFORM == "cuda":
+        assert DEVICE.kind == jax.devices()[0].device_kind
+        assert DEVICE.compute_capability and DEVICE.sm_count > 0
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# explain and info
+
+
+def test_explain_says_what_every_call_gets_and_why():
+    x, w, v = jnp.ones((2, 6, 6, 4)), jnp.ones((3, 3, 1, 8)), jnp.ones(8)
+
+    @jax.jit
+    def f(x, w):
+        for _ in range(2):  # equal calls are one row
+            y = jaxconv.conv2d(x, w, groups=4, implementation="native")
+        y = jaxconv.batchnorm(y, v, v, v, v, training=True, implementation="xla")[0]
+        return jaxconv.dense(y, jnp.ones((8, 3)), implementation="native").sum()
+
+    explained = jaxconv.explain(f)(x, w)
+    assert [(call.op, call.count, call.plan.implementation) for call in explained] == [
+        ("conv_fprop", 2, "native"),
+        ("batchnorm_train", 1, "xla"),
+        ("matmul", 1, "native"),
+    ]
+    text = str(explained)
+    head, *rows = text.splitlines()
+    assert head.split() == ["calls", "op", "problem", "plan", "workspace", "why"]
+    assert "2x6x6 4->8 3x3 g4 float32 NHWC" in rows[0] and "native[depthwise" in rows[0]
+    assert "implementation='xla' was asked for" in rows[1]
+    assert "72x8x3 NN float32" in rows[2] and "native[gemm" in rows[2]
+
+
+def test_explain_of_a_gradient_shows_the_backward_calls():
+    x, w = jnp.ones((2, 6, 6, 4)), jnp.ones((3, 3, 4, 8))
+    loss = functools.partial(jaxconv.conv2d, activation="relu", implementation="native")
+    explained = jaxconv.explain(jax.grad(lambda x, w: loss(x, w).sum(), (0, 1)))(x, w)
+    assert {call.op for call in explained} == {"conv", "conv_dgrad", "conv_wgrad"}
+
+
+@pytest.mark.parametrize("implementation", [None, "native", "xla"], ids=label)
+def test_explain_agrees_with_the_compiled_program(implementation):
+    x, w = jnp.ones((2, 6, 6, 4)), jnp.ones((3, 3, 1, 8))
+
+    def f(x, w):
+        loss = functools.partial(jaxconv.conv2d, groups=4, implementation=implementation)
+        return jax.grad(lambda x, w: loss(x, w).sum(), (0, 1))(x, w)
+
+    native = {call.op: call.count for call in jaxconv.explain(f)(x, w) if call.plan.implementation == "native"}
+    compiled = calls(f, x, w)
+    assert {op: native[op] for op in native if op != "conv_fprop"} == compiled  # y itself is unused and removed
+
+
+def test_explain_runs_and_compiles_nothing_and_raises_as_the_call_would():
+    x, w = jax.ShapeDtypeStruct((256, 224, 224, 3), "float32"), jax.ShapeDtypeStruct((7, 7, 3, 64), "float32")
+    (call,) = jaxconv.explain(functools.partial(jaxconv.conv2d, stride=2))(x, w)
+    assert call.problem.out_spatial == (112, 112)
+    with pytest.raises(ValueError, match="algorithm='depthwise' cannot run"):
+        jaxconv.explain(functools.partial(jaxconv.conv2d, algorithm="depthwise"))(x, w)
+    assert str(jaxconv.explain(jnp.sin)(1.0)) == "no jaxconv calls"
+
+
+def test_explain_for_another_platform():
+    x, w = jnp.ones((2, 6, 6, 4)), jnp.ones((3, 3, 4, 8))
+    for platform in ("cpu", "cuda", "tpu"):
+        (call,) = jaxconv.explain(jaxconv.conv2d, platform=platform)(x, w)
+        assert call.plan.reason
+
+
+def test_info_says_what_was_found_and_what_is_missing(monkeypatch):
+    monkeypatch.undo()  # the fixture's pretence that there is CUDA code
+    text = jaxconv.info()
+    for part in (
+        f"jax {jax.__version__}",
+        "XLA FFI: built against 0.",
+        "CPU code: loaded",
+        "GPUs: ",
+        "default backend",
+    ):
+        assert part in text
+    assert f"default backend: {jax.default_backend()}" in text
+    if _native.cuda is None:
+        assert "CUDA code: none. jaxconv was built without CUDA" in text or "cannot be loaded" in text

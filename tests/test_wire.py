@@ -1,0 +1,248 @@
+"""What travels between Python and native code: attribute names and types, targets, errors, the FFI version."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import DEVICE, PLATFORM
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+import jaxconv
+from jaxconv import _activation, _native, _op, _plan
+
+MODULE = _native.cpu if PLATFORM == "cpu" else _native.cuda
+KERNELS = {kernel.name: kernel for kernel in _op.KERNELS.values()}
+
+
+def example(name: str) -> tuple[Any, tuple[Any, ...]]:
+    """(f, arguments) of which f contains the kernel `name` once, natively."""
+    x, w, b, v = jnp.ones((2, 5, 5, 4)), jnp.ones((3, 3, 4, 6)), jnp.ones(6), jnp.ones(4)
+    native = dict(implementation="native")
+    conv, dense = functools.partial(jaxconv.conv2d, **native), functools.partial(jaxconv.dense, **native)
+    norm = functools.partial(jaxconv.batchnorm, activation="relu", **native)
+    return {
+        "conv": (functools.partial(conv, activation=("leaky_relu", 0.5)), (x, w, b)),
+        "conv_fprop": (conv, (x, w)),
+        "conv_dgrad": (jax.grad(lambda x, w: conv(x, w).sum()), (x, w)),
+        "conv_wgrad": (jax.grad(lambda x, w: conv(x, w).sum(), 1), (x, w)),
+        "dense": (functools.partial(dense, activation="gelu", alpha=2, beta=3.0), (jnp.ones((5, 4)), w[0, 0], b)),
+        "matmul": (dense, (jnp.ones((5, 4)), w[0, 0])),
+        "batchnorm_train": (functools.partial(norm, training=True), (x, v, v, v, v)),
+        "batchnorm_infer": (functools.partial(norm, training=False), (x, v, v, v, v)),
+        "batchnorm_backward": (jax.grad(lambda x: norm(x, v, v, v, v, training=True)[0].sum()), (x,)),
+    }[name]
+
+
+def wire(name: str) -> _op.Wire:
+    """The attributes with which `example(name)` calls its kernel, before XLA sees them."""
+    f, args = example(name)
+    (call,) = [call for call in jaxconv.explain(f)(*args) if call.op == name]
+    made = KERNELS[name].wire(call.problem, call.plan)
+    return _op.Wire({**made.attrs, "plan": call.plan.attrs()}, made.operand_layouts, made.result_layouts)
+
+
+WINDOW = {
+    "stride": "i64 span",
+    "pad_low": "i64 span",
+    "pad_high": "i64 span",
+    "dilation": "i64 span",
+    "groups": "i64",
+    "dims_channels_last": "i64",
+    "memory_channels_last": "i64",
+    "full_float32": "i64",
+}
+EPILOGUE = {"bias": "i64", "activation": "string", "slope": "f64", "save_preactivation": "i64"}
+PRODUCT = {
+    **dict.fromkeys(("trans_x", "trans_w", "batched", "x_batched", "w_batched", "bias_batched", "c_batched"), "i64"),
+    "bias": "string",
+    "addend": "i64",
+    "alpha": "f64",
+    "beta": "f64",
+    "full_float32": "i64",
+}
+NORM = {
+    "channel_axis": "i64",
+    "batched": "i64",
+    "momentum": "f64",
+    "epsilon": "f64",
+    "activation": "string",
+    "slope": "f64",
+    "residual": "i64",
+}
+PLAN = {"algorithm": "string", "tile": "string", "splits": "i64", "chunk": "i64"}
+# The wire format. A change here is a change of ffi/wire.h and needs a new version in the target's name: exported
+# programs hold these.
+FORMAT = {
+    "conv": {"window": WINDOW, "epilogue": EPILOGUE, "plan": PLAN},
+    "conv_fprop": {"window": WINDOW, "epilogue": EPILOGUE, "plan": PLAN},
+    "conv_dgrad": {"window": WINDOW, "plan": PLAN},
+    "conv_wgrad": {"window": WINDOW, "plan": PLAN},
+    "dense": {"product": PRODUCT, "epilogue": EPILOGUE, "plan": PLAN},
+    "matmul": {"product": PRODUCT, "epilogue": EPILOGUE, "plan": PLAN},
+    "batchnorm_train": {"norm": NORM, "plan": PLAN},
+    "batchnorm_infer": {"norm": NORM, "plan": PLAN},
+    "batchnorm_backward": {"norm": NORM, "want_dx": "i64", "want_dresidual": "i64", "plan": PLAN},
+}
+
+
+def kind(value: Any) -> Any:
+    """The type as C++ decodes it, for those that are fixed where the attribute is made.
+
+    Python's own numbers are refused: XLA takes 2 and 2.0 for one attribute and hands out whichever came first.
+    """
+    if isinstance(value, dict):
+        return {k: kind(v) for k, v in value.items()}
+    if isinstance(value, str):
+        return "string"
+    if isinstance(value, np.ndarray):
+        return {"int64": "i64 span"}.get(value.dtype.name, f"{value.dtype} span")
+    return {np.int64: "i64", np.float64: "f64"}.get(type(value), f"Python {type(value).__name__}")
+
+
+@pytest.mark.parametrize("name", FORMAT)
+def test_attributes_have_the_names_and_types_of_the_wire_format(name):
+    assert kind(wire(name).attrs) == FORMAT[name]
+
+
+def test_the_wire_format_covers_every_kernel():
+    assert set(FORMAT) == set(KERNELS) == set(_plan.OPS)
+
+
+@pytest.mark.parametrize("name", FORMAT)
+def test_every_kernel_has_its_target_in_native_code(name):
+    assert KERNELS[name].target == f"jaxconv_{name}_v1"
+    assert KERNELS[name].target in MODULE.registrations()
+
+
+@pytest.mark.parametrize("name", FORMAT)
+def test_every_kernel_compiles_to_its_target_and_runs(name):
+    f, args = example(name)
+    compiled = jax.jit(f).lower(*args).compile()
+    assert len(re.findall(rf'custom_call_target="jaxconv_{name}_v1"', compiled.as_text())) == 1
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(compiled(*args)))
+
+
+def test_native_code_has_no_target_that_python_does_not_know():
+    assert set(MODULE.registrations()) == {kernel.target for kernel in KERNELS.values()}
+
+
+def test_both_languages_name_the_same_activations_in_the_same_order():
+    assert tuple(MODULE.activations()) == _activation.NAMES
+
+
+@pytest.mark.parametrize("first", [2, 2.0], ids=["int_first", "float_first"])
+def test_an_int_and_a_float_of_one_value_are_one_attribute(first):
+    """XLA's cache takes 2 and 2.0 for the same; a call whose type came out wrong would poison the other one."""
+    jax.clear_caches()
+    x, w = jnp.ones((5, 4)), jnp.ones((4, 6))
+    for alpha in (first, 2, 2.0, np.float32(2), np.int32(2)):
+        y = jaxconv.dense(x, w, alpha=alpha, beta=alpha, c=jnp.ones((5, 6)), implementation="native")
+        np.testing.assert_array_equal(y, np.full((5, 6), 10.0))
+    v = jnp.ones(4)
+    for momentum, epsilon in ((1, 0), (1.0, 0.0), (True * 1, 0)):
+        options = dict(training=True, momentum=momentum, epsilon=epsilon, implementation="native")
+        _, mean, _ = jaxconv.batchnorm(jnp.asarray(np.eye(4), "float32"), v, v, 3 * v, v, **options)
+        np.testing.assert_array_equal(mean, 3 * v)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Handlers confirm what they are given: exported programs reach them without Python
+
+
+def call_directly(name: str, changed: dict[str, Any], results: Any = None, args: Any = None) -> None:
+    """Calls the target of `example(name)` with some attributes, operands or results changed."""
+    f, given = example(name)
+    (call,) = [call for call in jaxconv.explain(f)(*given) if call.op == name]
+    attrs = wire(name).attrs
+    for path, value in changed.items():
+        outer, inner = path.split(".")
+        attrs[outer] = {**attrs[outer], inner: value}
+        if value is None:
+            del attrs[outer][inner]
+    results = results or [ShapedArray(shape, np.dtype(dtype)) for shape, dtype in KERNELS[name].results(call.problem)]
+    workspace = ShapedArray((call.plan.workspace_bytes,), np.dtype("uint8"))
+    direct = Primitive("direct")  # a new one each time: nothing that was compiled before is found again
+    direct.multiple_results = True
+    direct.def_abstract_eval(lambda *_: [*results, workspace])
+    rule = jax.ffi.ffi_lowering(KERNELS[name].target)
+    mlir.register_lowering(direct, lambda ctx, *operands: rule(ctx, *operands, **attrs))
+    jax.block_until_ready(jax.jit(direct.bind)(*(args or given)))
+
+
+def test_the_direct_call_itself_is_right():
+    call_directly("conv_fprop", {})
+    call_directly("matmul", {})
+    call_directly("batchnorm_infer", {})
+
+
+BAD_CALLS = {
+    "unknown_activation": ("conv", {"epilogue.activation": "swish"}, "unknown activation 'swish'"),
+    "unknown_algorithm": ("conv_fprop", {"plan.algorithm": "winograd"}, "winograd"),
+    "unknown_bias": ("dense", {"product.bias": "diagonal"}, "unknown bias kind 'diagonal'"),
+    "stride_that_does_not_fit": ("conv_fprop", {"window.stride": np.array([2, 2])}, "extents disagree"),
+    "stride_zero": ("conv_fprop", {"window.stride": np.array([0, 0])}, "extents disagree"),
+    "groups_that_do_not_fit": ("conv_fprop", {"window.groups": np.int64(2)}, "extents disagree"),
+    "too_few_dimensions": ("conv_fprop", {"window.stride": np.array([1])}, "ranks disagree"),
+    "missing_preactivation": ("conv", {"epilogue.save_preactivation": np.int64(1)}, "results, expected"),
+    "channel_axis_out_of_range": ("batchnorm_infer", {"norm.channel_axis": np.int64(7)}, "channel axis 7"),
+    "float_for_an_int": ("conv_fprop", {"window.groups": np.float64(1)}, "expected S64 but got F64"),
+    "float32_for_a_float64": ("matmul", {"product.alpha": np.float32(1)}, "expected F64 but got F32"),
+    "missing_attribute": ("matmul", {"product.alpha": None}, "expected 12 attributes but got 11"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_a_wrong_attribute_is_an_error_and_not_a_crash(name):
+    kernel, changed, message = BAD_CALLS[name]
+    with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape(message)):
+        call_directly(kernel, changed)
+
+
+def test_wrong_operands_and_results_are_errors_and_not_crashes():
+    x, w = jnp.ones((2, 5, 5, 4)), jnp.ones((3, 3, 4, 6))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="extents disagree"):
+        call_directly("conv_fprop", {}, results=[ShapedArray((2, 5, 4, 6), np.dtype("float32"))])
+    with pytest.raises(jax.errors.JaxRuntimeError, match="one floating-point type"):
+        call_directly("conv_fprop", {}, args=(x, w.astype("bfloat16")))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="got 1 operands"):
+        call_directly("conv_fprop", {}, args=(x,))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="w has shape"):
+        call_directly("matmul", {}, args=(jnp.ones((5, 4)), jnp.ones((3, 6))))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The version of the FFI
+
+
+def test_a_module_newer_than_jaxlib_is_refused_before_it_can_stop_jax():
+    with pytest.raises(
+        ImportError, match=r"compiled against XLA FFI 0\.5, but jaxlib .* runs 0\.3\. Reinstall jaxconv"
+    ):
+        _native.check_ffi_api((0, 5), (0, 3))
+    with pytest.raises(ImportError, match=r"XLA FFI 1\.0"):
+        _native.check_ffi_api((1, 0), (0, 9))
+
+
+@pytest.mark.parametrize("running", [(0, 3), (0, 4), (1, 0), None], ids=str)
+def test_a_module_as_old_as_jaxlib_or_older_is_accepted(running):
+    _native.check_ffi_api((0, 3), running)
+
+
+def test_the_running_version_is_found_and_not_older_than_the_built_one():
+    running = _native.running_ffi_api()
+    assert running is not None and running >= tuple(_native.cpu.ffi_api())
+
+
+def test_platforms_without_native_code_say_so():
+    assert _native.missing("cpu") is None
+    assert _native.missing("tpu") == "jaxconv has no native code for tpu"
+    assert (_native.missing("cuda") is None) == (_native.cuda is not None)
+    assert DEVICE.platform == PLATFORM
