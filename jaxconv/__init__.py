@@ -1,6 +1,9 @@
 """jaxconv: convolution, fused dense and batch-norm layers for JAX, as CUDA kernels behind XLA custom calls."""
 
+from jaxconv import checkpoint_policies
+from jaxconv._cost import cost
 from jaxconv._explain import Explanation, explain, info
+from jaxconv._export import check_exported, export_checks
 from jaxconv.batchnorm import batchnorm
 from jaxconv.conv import conv1d, conv2d, conv3d
 from jaxconv.conv_transpose import conv_general_dilated, conv_transpose1d, conv_transpose2d, conv_transpose3d
@@ -9,6 +12,8 @@ from jaxconv.dense import dense
 __all__ = [
     "Explanation",
     "batchnorm",
+    "check_exported",
+    "checkpoint_policies",
     "conv1d",
     "conv2d",
     "conv3d",
@@ -16,7 +21,9 @@ __all__ = [
     "conv_transpose1d",
     "conv_transpose2d",
     "conv_transpose3d",
+    "cost",
     "dense",
     "explain",
+    "export_checks",
     "info",
 ]

@@ -9,19 +9,22 @@ hand-written backward. Reverse mode therefore runs the kernel and the backward a
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
-from jaxconv import _plan
+from jaxconv import _compat, _plan, _sharding
 
 Array = jax.Array
 Layout = tuple[int, ...]  # axes from major to minor
@@ -48,6 +51,7 @@ class Kernel:
     results: Callable[[Any], list[tuple[tuple[int, ...], str]]]  # problem -> (shape, dtype) of each result
     wire: Callable[[Any, _plan.Plan], Wire]
     batch: Callable[..., tuple[list[Array], list[int]]]  # (problem, args, dims) -> results, their batch axes
+    partition: Callable[[Any], _sharding.Partition]
     multiple_results: bool
     primitive: Primitive
     version: int = 1  # of the target's operands and attributes: exported programs hold them
@@ -58,7 +62,8 @@ class Kernel:
 
     def __call__(self, problem: Any, *args: Array) -> Any:
         """Results of `problem` for `args`: a list, or an array where there is always one result."""
-        return self.primitive.bind(*match_varying(*args), problem=problem)
+        args = _sharding.match_explicit(self.partition, problem, match_varying(*args))
+        return self.primitive.bind(*args, problem=problem)
 
 
 def match_varying(*args: Array) -> list[Array]:
@@ -66,20 +71,23 @@ def match_varying(*args: Array) -> list[Array]:
 
     The conversion is its own JAX op, outside ours, so that its transpose (the sum over the mesh) is JAX's.
     """
-    varying = [jax.typeof(a).manual_axis_type.varying for a in args]
-    union = frozenset().union(*varying)
+    union = frozenset().union(*map(_compat.varying, args))
+    missing = [tuple(sorted(union - _compat.varying(a))) for a in args]
+    return [jax.lax.pcast(a, axes, to="varying") if axes else a for a, axes in zip(args, missing, strict=True)]
+
+
+def _result_avals(made: Kernel, problem: Any, avals: Sequence[ShapedArray]) -> list[ShapedArray]:
+    """Shapes, dtypes, and on a mesh also over which axes values are sharded and varying."""
+    results = [(shape, np.dtype(dtype)) for shape, dtype in made.results(problem)]
+    mesh = next((a.sharding.mesh for a in avals if not a.sharding.mesh.empty), None)
+    if mesh is None:
+        return [ShapedArray(shape, dtype) for shape, dtype in results]
+    shardings = _sharding.of_results(made.partition(problem), mesh, avals)
+    varying = avals[0].manual_axis_type  # every operand's: see `match_varying`
     return [
-        a if v == union else jax.lax.pcast(a, tuple(sorted(union - v)), to="varying")
-        for a, v in zip(args, varying, strict=True)
+        ShapedArray(shape, dtype, sharding=sharding, manual_axis_type=varying)
+        for (shape, dtype), sharding in zip(results, shardings, strict=True)
     ]
-
-
-def _result_avals(kernel: Kernel, problem: Any, avals: Sequence[ShapedArray]) -> list[ShapedArray]:
-    results = kernel.results(problem)
-    if all(a.sharding.mesh.empty for a in avals):
-        return [ShapedArray(shape, np.dtype(dtype)) for shape, dtype in results]
-    # On a mesh the types also say how values are sharded and where they vary: what the reference would say.
-    return list(jax.make_jaxpr(functools.partial(kernel.reference, problem))(*avals).out_avals)
 
 
 def kernel(
@@ -89,12 +97,13 @@ def kernel(
     results: Callable[[Any], list[tuple[tuple[int, ...], str]]],
     wire: Callable[[Any, _plan.Plan], Wire],
     batch: Callable[..., tuple[list[Array], list[int]]],
+    partition: Callable[[Any], _sharding.Partition],
     multiple_results: bool = False,
 ) -> Kernel:
     """Makes the primitive `jaxconv_<name>` with everything but its differentiation rule."""
     primitive = Primitive(f"jaxconv_{name}")
     primitive.multiple_results = multiple_results
-    made = Kernel(name, reference, results, wire, batch, multiple_results, primitive)
+    made = Kernel(name, reference, results, wire, batch, partition, multiple_results, primitive)
 
     primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
 
@@ -105,11 +114,16 @@ def kernel(
     primitive.def_abstract_eval(abstract_eval)
 
     def batching_rule(args: Sequence[Array], dims: Sequence[int | None], *, problem: Any) -> Any:
-        outs, out_dims = batch(problem, list(args), list(dims))
+        if batch_size(args, dims) == 0:  # folding divides by it
+            outs = [jnp.zeros((0, *shape), dtype) for shape, dtype in results(problem)]
+            out_dims = [0] * len(outs)
+        else:
+            outs, out_dims = batch(problem, list(args), list(dims))
         return (outs, out_dims) if multiple_results else (outs[0], out_dims[0])
 
     batching.primitive_batchers[primitive] = batching_rule
-    mlir.register_lowering(primitive, functools.partial(_lower_reference, made))
+    _compat.needs_devices_to_lower(primitive)
+    mlir.register_lowering(primitive, functools.partial(_lower, made, None))
     for platform in PLATFORMS:
         mlir.register_lowering(primitive, functools.partial(_lower, made, platform), platform=platform)
     KERNELS[primitive] = made
@@ -119,22 +133,71 @@ def kernel(
 KERNELS: dict[Primitive, Kernel] = {}
 
 
+# The linear twins' meaning: a function of their operands and parameters, made of kernels and jnp
+TWINS: dict[Primitive, Callable[..., list[Array]]] = {}
+
+
+def inner_jaxprs(equation: Any) -> Iterator[Any]:
+    """The jaxprs that an equation runs; of a linear twin that of its meaning."""
+    if equation.primitive in TWINS:
+        meaning = functools.partial(TWINS[equation.primitive], **equation.params)
+        yield jax.make_jaxpr(meaning)(*(v.aval for v in equation.invars)).jaxpr
+        return
+    for value in equation.params.values():
+        for inner in value if isinstance(value, (tuple, list)) else (value,):
+            if hasattr(inner, "jaxpr"):
+                inner = inner.jaxpr
+            if hasattr(inner, "eqns"):
+                yield inner
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """Every equation of a jaxpr and of the jaxprs inside it."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in inner_jaxprs(equation):
+            yield from equations(inner)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Lowering
 
 
-def _lower_reference(made: Kernel, ctx: mlir.LoweringRuleContext, *operands: Any, problem: Any) -> Any:
-    rule = mlir.lower_fun(functools.partial(made.reference, problem), multiple_results=True)
-    return rule(ctx, *operands)
+_OPAQUE = contextvars.ContextVar("jaxconv_opaque", default=False)
 
 
-def _lower(made: Kernel, platform: str, ctx: mlir.LoweringRuleContext, *operands: Any, problem: Any) -> Any:
-    device = dataclasses.replace(_plan.Device.current(platform), partitioned=_is_partitioned(ctx))
+@contextlib.contextmanager
+def opaque_calls() -> Iterator[None]:
+    """Lowers every kernel to a custom call that nobody implements, for looking at the rest of a program."""
+    token = _OPAQUE.set(True)
+    try:
+        yield
+    finally:
+        _OPAQUE.reset(token)
+
+
+def _lower(made: Kernel, platform: str | None, ctx: mlir.LoweringRuleContext, *operands: Any, problem: Any) -> Any:
+    """Lowers to what the mesh asks for, else to what the plan says. `platform` None is any without native code."""
+
+    def through(program: Callable[..., list[Array]]) -> Any:
+        return mlir.lower_fun(program, multiple_results=True)(ctx, *operands)
+
+    if _OPAQUE.get():
+        return jax.ffi.ffi_lowering(made.target)(ctx, *operands)
+    mapped = _sharding.explicit(made, problem, ctx.avals_in)
+    if mapped is not None:
+        return through(mapped)
+    if platform is None:
+        return through(functools.partial(made.reference, problem))
+    partitioning = _compat.partitioning(ctx)
+    device = dataclasses.replace(_plan.Device.current(platform), partitioned=partitioning == "opaque")
     plan = _plan.plan(made.name, problem, device)
+    if partitioning == "auto" and (plan.implementation == "native" or made.partition(problem).always):
+        return _compat.tell_apart(through(_sharding.auto(made, problem)), f"{made.target} {problem!r}")
     if plan.implementation == "xla":
-        return _lower_reference(made, ctx, *operands, problem=problem)
+        return through(functools.partial(made.reference, problem))
     if platform == "cpu" and any(a.dtype.itemsize == 2 for a in ctx.avals_in):
-        return mlir.lower_fun(functools.partial(_through_float32, made, problem), multiple_results=True)(ctx, *operands)
+        return through(functools.partial(_through_float32, made, problem))
     wire = made.wire(problem, plan)
     # The workspace is a last result, so that XLA plans its memory and captured CUDA graphs see a stable address.
     workspace = ShapedArray((plan.workspace_bytes,), np.dtype(np.uint8))
@@ -147,12 +210,6 @@ def _lower(made: Kernel, platform: str, ctx: mlir.LoweringRuleContext, *operands
         ],
     )
     return list(rule(ctx, *operands, **wire.attrs, plan=plan.attrs()))[:-1]
-
-
-def _is_partitioned(ctx: mlir.LoweringRuleContext) -> bool:
-    """Whether XLA will partition the program over several devices: it cannot see into a custom call."""
-    context = ctx.module_context.axis_context
-    return getattr(context, "num_devices", None) not in (None, 1)
 
 
 def _minor_to_major(aval: ShapedArray, layout: Layout | None) -> Layout:
@@ -238,6 +295,9 @@ def fuse(made: Kernel, rules: Rules) -> Primitive:
         saving = rules.saving(problem)
         outs, residuals = rules.forward(saving, *primals)
         leaves, tree = jax.tree.flatten(residuals)
+        # For jax.checkpoint's policies, and readable in print_saved_residuals.
+        named = {id(out): checkpoint_name(out, made.primitive.name) for out in outs}
+        outs, leaves = ([named.get(id(value), value) for value in values] for values in (outs, leaves))
         nonzero = tuple(type(t) is not ad.Zero for t in tangents)
         operands = match_varying(*leaves, *(t for t, nz in zip(tangents, nonzero, strict=True) if nz))
         outs_t = twin.bind(*operands, problem=saving, tree=tree, nonzero=nonzero)
@@ -267,6 +327,7 @@ def fuse(made: Kernel, rules: Rules) -> Primitive:
         outs = jax.vmap(functools.partial(evaluate, **params), in_axes=tuple(dims))(*operands)
         return outs, [0] * len(outs)
 
+    TWINS[twin] = evaluate
     ad.primitive_jvps[made.primitive] = jvp
     twin.def_impl(functools.partial(xla.apply_primitive, twin))
     twin.def_abstract_eval(twin_abstract_eval)
@@ -294,12 +355,20 @@ def fold(a: Array, dim: int, axis: int, groups: int = 1) -> Array:
     """Joins the batch axis `dim` to `axis` (counted without it): the joined axis is (groups, batch, rest)."""
     a = jnp.moveaxis(a, dim, 0)
     size, shape = a.shape[0], a.shape[1:]
-    a = a.reshape(size, *shape[:axis], groups, shape[axis] // groups, *shape[axis + 1 :])
-    return jnp.moveaxis(a, 0, axis + 1).reshape(*shape[:axis], size * shape[axis], *shape[axis + 1 :])
+    # What the joined axis is sharded over is what its major part was.
+    batch, *spec = _sharding.explicit_spec(a)
+    batch, major = (batch, None) if groups == 1 else (None, spec[axis])
+    parts = (*shape[:axis], groups, shape[axis] // groups, *shape[axis + 1 :])
+    a = _sharding.reshape(a, (size, *parts), (batch, *spec[:axis], major, None, *spec[axis + 1 :]))
+    joined = (*shape[:axis], size * shape[axis], *shape[axis + 1 :])
+    return _sharding.reshape(jnp.moveaxis(a, 0, axis + 1), joined, (*spec[:axis], batch or major, *spec[axis + 1 :]))
 
 
 def unfold(a: Array, size: int, axis: int, groups: int = 1) -> Array:
     """The inverse of `fold`, with the batch axis first."""
-    shape = a.shape
-    a = a.reshape(*shape[:axis], groups, size, shape[axis] // (groups * size), *shape[axis + 1 :])
-    return jnp.moveaxis(a, axis + 1, 0).reshape(size, *shape[:axis], shape[axis] // size, *shape[axis + 1 :])
+    shape, spec = a.shape, _sharding.explicit_spec(a)
+    batch, major = (spec[axis], None) if groups == 1 else (None, spec[axis])
+    parts = (*shape[:axis], groups, size, shape[axis] // (groups * size), *shape[axis + 1 :])
+    a = _sharding.reshape(a, parts, (*spec[:axis], major, batch, None, *spec[axis + 1 :]))
+    apart = (size, *shape[:axis], shape[axis] // size, *shape[axis + 1 :])
+    return _sharding.reshape(jnp.moveaxis(a, axis + 1, 0), apart, (batch, *spec[:axis], major, *spec[axis + 1 :]))

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxconv import _op, _problem, reference
+from jaxconv import _op, _problem, _sharding, reference
 from jaxconv._activation import activate, activate_grad
 from jaxconv._problem import BatchNormProblem
 
@@ -51,6 +51,78 @@ def _batch_by_instances(call: Any) -> Any:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Partitioning: every axis may be split. Where a reduced one is, the statistics and sums cross the mesh, once.
+
+
+def _partition(p: BatchNormProblem, operands: str, results: str, run: Any = None) -> _sharding.Partition:
+    """Letters: x is an array like x, p one of parameters."""
+    lead = "v " if p.batch is not None else ""
+    pixels = [f"d{axis}" for axis in range(len(p.shape))]
+    pixels[p.channel_axis] = "c"
+    names = {"x": lead + " ".join(pixels), "p": lead + "c"}
+
+    def local(parts: Any) -> BatchNormProblem:
+        shape = tuple(extent // parts[name] for name, extent in zip(pixels, p.shape, strict=True))
+        return replace(p, shape=shape, batch=None if p.batch is None else p.batch // parts["v"])
+
+    split = [*(["v"] if lead else []), *pixels]
+    return _sharding.Partition(
+        [names[o] for o in operands], [names[r] for r in results], split, local, run=run, always=bool(run)
+    )
+
+
+def _reduced_mesh_axes(split: _sharding.Split) -> tuple[str, ...]:
+    return tuple(a for name, axes in split.items() if name not in ("v", "c") for a in axes)
+
+
+def _inner(p: BatchNormProblem) -> BatchNormProblem:
+    """The problem for a kernel that is a part of what the user asked for: an algorithm is that of the whole."""
+    return p if p.algorithm is None else replace(p, algorithm=None, implementation="native")
+
+
+def _train_shard(p: BatchNormProblem, split: _sharding.Split, x: Array, *rest: Array) -> list[Array]:
+    """Local statistics, merged by Chan's formula, then the normalisation alone."""
+    mesh_axes = _reduced_mesh_axes(split)
+    if not mesh_axes:
+        return train(p, x, *rest)
+    scale, bias, running_mean, running_var, *residual = rest
+    # The variance of the shards' means needs all of them, so every shard gets all moments. They are gathered by a sum
+    # in which each shard fills its own place, because a sum's result is known to be replicated.
+    shards, mine = jax.lax.axis_size(mesh_axes), jax.lax.axis_index(mesh_axes)
+    own = jnp.stack(reference.batchnorm_moments(p, x))
+    place = jnp.arange(shards).reshape(shards, *(1,) * own.ndim) == mine
+    k, shift, variances = jnp.moveaxis(jax.lax.psum(jnp.where(place, own, 0), mesh_axes), 1, 0)
+    # About one shard's sample: a mean rounded to float32 may be further off than the deviations are large.
+    shift = (k - k[0]) + shift
+    mean = k[0] + jnp.mean(shift, 0)
+    var = jnp.mean(variances + (shift - jnp.mean(shift, 0)) ** 2, 0)
+    m = p.momentum
+    return [
+        infer(_inner(p), x, scale, bias, mean, var, *residual),
+        m * running_mean + (1 - m) * mean,
+        m * running_var + (1 - m) * var,
+        mean,
+        jax.lax.rsqrt(var + p.epsilon),
+    ]
+
+
+def _backward_shard(p: BatchNormProblem, split: _sharding.Split, x: Array, dy: Array, *rest: Array) -> list[Array]:
+    """Local sums, added over the mesh, then dx from them."""
+    mesh_axes = _reduced_mesh_axes(split)
+    if not mesh_axes:
+        return backward(p, x, dy, *rest)
+    dscale, dbias, *dresidual = backward(replace(_inner(p), want_dx=False), x, dy, *rest)
+    dscale, dbias = jax.lax.psum(jnp.stack([dscale, dbias]), mesh_axes)
+    if not p.want_dx:
+        return [dscale, dbias, *dresidual]
+    scale, _, _, rstd, *_ = rest
+    xhat, dz = reference.batchnorm_dz(p, x, dy, *rest)
+    n = p.reduced * jax.lax.axis_size(mesh_axes)
+    dx = reference.batchnorm_dx(p, xhat, dz, scale, rstd, dscale, dbias, n)
+    return [dscale, dbias, dx.astype(x.dtype), *dresidual]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # The kernels
 
 
@@ -69,6 +141,7 @@ train = _op.kernel(
     results=lambda p: [_x(p)] + [_param(p)] * 4,
     wire=lambda p, plan: _wire(p, 5 + p.residual, 5),
     batch=_batch_by_instances(lambda: train),
+    partition=lambda p: _partition(p, "xpppp" + "x" * p.residual, "xpppp", _train_shard),
     multiple_results=True,
 )
 # (x, scale, bias, mean, var, residual?) -> y
@@ -78,6 +151,7 @@ infer = _op.kernel(
     results=lambda p: [_x(p)],
     wire=lambda p, plan: _wire(p, 5 + p.residual, 1),
     batch=_batch_by_instances(lambda: infer),
+    partition=lambda p: _partition(p, "xpppp" + "x" * p.residual, "x"),
 )
 # (x, dy, scale, bias, mean, rstd, residual?) -> dscale, dbias, dx?, dresidual?
 backward = _op.kernel(
@@ -88,6 +162,9 @@ backward = _op.kernel(
         p, 6 + p.residual, 2 + p.want_dx + p.want_dresidual, want_dx=p.want_dx, want_dresidual=p.want_dresidual
     ),
     batch=_batch_by_instances(lambda: backward),
+    partition=lambda p: _partition(
+        p, "xxpppp" + "x" * p.residual, "pp" + "x" * (p.want_dx + p.want_dresidual), _backward_shard
+    ),
     multiple_results=True,
 )
 _op.by_reference(infer)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxconv import _op, _plan, _problem, reference
+from jaxconv import _op, _plan, _problem, _sharding, reference
 from jaxconv._activation import activate_grad
 from jaxconv._problem import ConvProblem
 
@@ -135,6 +135,61 @@ def _batch_wgrad(p: ConvProblem, args: list[Array], dims: list[int | None]) -> t
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Partitioning: images, output and input channels; with groups, whole groups
+
+
+def _partition(p: ConvProblem, operands: str, results: str, split: str) -> _sharding.Partition:
+    """Letters as for the wire. Filter taps and pixels (which would need their neighbours') are not split."""
+    g = p.groups > 1
+    c, k = "c", "k"
+    if g:
+        c = "g" if p.in_channels == p.groups else "(g c)"
+        k = "g" if p.out_channels == p.groups else "(g k)"
+
+    def activations(letter: str, channels: str) -> str:
+        spatial = [f"{letter}{i}" for i in range(p.nd)]
+        return " ".join(["n", *spatial, channels] if p.channels_last else ["n", channels, *spatial])
+
+    taps = [f"t{i}" for i in range(p.nd)]
+    names = {
+        "x": activations("i", c),
+        "y": activations("o", k),
+        "w": " ".join([*taps, "c", k] if p.channels_last else [k, "c", *taps]),
+        "b": k,
+    }
+
+    def local(parts: Any) -> ConvProblem:
+        groups = parts.get("g", 1)
+        return replace(
+            p,
+            batch=p.batch // parts["n"],
+            groups=p.groups // groups,
+            in_channels=p.in_channels // (groups * parts.get("c", 1)),
+            out_channels=p.out_channels // (groups * parts.get("k", 1)),
+        )
+
+    return _sharding.Partition(
+        operands=[names[o] for o in operands],
+        results=[names[r] for r in results],
+        split="ng" if g else split,
+        local=local,
+        sizes={"g": p.groups, "k": p.out_channels // p.groups},
+        always=g,  # XLA gathers the images of a grouped convolution
+    )
+
+
+def _partition_conv(p: ConvProblem) -> _sharding.Partition:
+    return replace(_partition(p, "xw" + "b" * p.bias, "y" + "y" * p.save_preactivation, "nkc"), run=_conv_shard)
+
+
+def _conv_shard(p: ConvProblem, split: _sharding.Split, x: Array, w: Array, *b: Array) -> list[Array]:
+    """The epilogue needs the sum over all input channels: where they are split it comes after the sum."""
+    if "c" in split:
+        return reference.conv_epilogue(p, jax.lax.psum(fprop(p.bare(), x, w), split["c"]), *b)
+    return conv_kernel(p, x, w, *b)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # The kernels. fprop, dgrad and wgrad are bilinear and each other's transposes.
 
 fprop = _op.kernel(
@@ -143,6 +198,7 @@ fprop = _op.kernel(
     results=lambda p: [(p.y_shape, p.dtype)],
     wire=_wire_conv,
     batch=_batch_conv,
+    partition=lambda p: _partition(p, "xw", "y", "nkc"),
 )
 dgrad = _op.kernel(
     "conv_dgrad",
@@ -150,6 +206,7 @@ dgrad = _op.kernel(
     results=lambda p: [(p.x_shape, p.dtype)],
     wire=lambda p, plan: _wire(p, plan, "yw", "x"),
     batch=_batch_dgrad,
+    partition=lambda p: _partition(p, "yw", "x", "nck"),
 )
 wgrad = _op.kernel(
     "conv_wgrad",
@@ -157,6 +214,7 @@ wgrad = _op.kernel(
     results=lambda p: [(p.w_shape, p.dtype)],
     wire=lambda p, plan: _wire(p, plan, "xy", "w"),
     batch=_batch_wgrad,
+    partition=lambda p: _partition(p, "xy", "w", "nkc"),
 )
 _op.bilinear(fprop, lambda p, ct, w: dgrad(p, ct, w), lambda p, ct, x: wgrad(p, x, ct))
 _op.bilinear(dgrad, lambda p, ct, w: fprop(p, ct, w), lambda p, ct, dy: wgrad(p, ct, dy))
@@ -169,6 +227,7 @@ conv_kernel = _op.kernel(
     results=lambda p: [(p.y_shape, p.dtype)] * (1 + p.save_preactivation),
     wire=_wire_conv,
     batch=_batch_conv,
+    partition=_partition_conv,
     multiple_results=True,
 )
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxconv import _op, _plan, _problem, reference
+from jaxconv import _op, _plan, _problem, _sharding, reference
 from jaxconv._activation import activate_grad
 from jaxconv._problem import DenseProblem
 
@@ -85,6 +85,31 @@ def _listed(outs: Any, unfold: Any) -> tuple[list[Array], list[int]]:
     return outs, [0] * len(outs)
 
 
+def _partition(p: DenseProblem) -> _sharding.Partition:
+    """Instances, rows, columns, and the sum."""
+    bias = {"row": "m", "column": "n"}.get(p.bias or "", "one")
+    names = {"x": "k m" if p.trans_x else "m k", "w": "n k" if p.trans_w else "k n", "b": bias, "c": "m n"}
+    operands = [("v " if o in p.batched else "") + names[o] for o in _operands(p)]
+    y = "m n" if p.batch is None else "v m n"
+
+    def local(parts: Any) -> DenseProblem:
+        batch = None if p.batch is None else p.batch // parts["v"]
+        return replace(p, batch=batch, m=p.m // parts["m"], n=p.n // parts["n"], k=p.k // parts["k"])
+
+    return _sharding.Partition(operands, [y] * (1 + p.save_preactivation), split="vmnk", local=local)
+
+
+def _partition_dense(p: DenseProblem) -> _sharding.Partition:
+    return replace(_partition(p), run=_dense_shard)
+
+
+def _dense_shard(p: DenseProblem, split: _sharding.Split, x: Array, w: Array, *rest: Array) -> list[Array]:
+    """The epilogue needs the whole sum: where it is split it comes after adding the parts."""
+    if "k" in split:
+        return reference.dense_epilogue(p, jax.lax.psum(matmul(p.bare(), x, w), split["k"]), *rest)
+    return dense_kernel(p, x, w, *rest)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The kernels
 
@@ -94,6 +119,7 @@ matmul = _op.kernel(
     results=lambda p: [(p.y_shape, p.dtype)],
     wire=_wire,
     batch=_batch,
+    partition=_partition,
 )
 
 
@@ -135,6 +161,7 @@ dense_kernel = _op.kernel(
     results=lambda p: [(p.y_shape, p.dtype)] * (1 + p.save_preactivation),
     wire=_wire,
     batch=_batch,
+    partition=_partition_dense,
     multiple_results=True,
 )
 

@@ -65,7 +65,11 @@ def per_channel(p: ConvProblem, b: jax.Array) -> jax.Array:
 
 def conv(p: ConvProblem, x: jax.Array, w: jax.Array, *b: jax.Array) -> list[jax.Array]:
     """z = conv(x, w) + b; y = f(z); [y] or [y, z]."""
-    (z,) = conv_fprop(p, x, w)
+    return conv_epilogue(p, *conv_fprop(p, x, w), *b)
+
+
+def conv_epilogue(p: ConvProblem, z: jax.Array, *b: jax.Array) -> list[jax.Array]:
+    """conv from conv(x, w) on."""
     if p.bias:
         z = z + per_channel(p, b[0])
     y = activate(p.activation, z)
@@ -90,8 +94,12 @@ def matmul(p: DenseProblem, x: jax.Array, w: jax.Array) -> list[jax.Array]:
 
 def dense(p: DenseProblem, x: jax.Array, w: jax.Array, *rest: jax.Array) -> list[jax.Array]:
     """z = alpha * op(x) @ op(w) + beta * c + b; y = f(z); [y] or [y, z]. `rest` is (b?, c?)."""
+    return dense_epilogue(p, *matmul(p, x, w), *rest)
+
+
+def dense_epilogue(p: DenseProblem, z: jax.Array, *rest: jax.Array) -> list[jax.Array]:
+    """dense from alpha * op(x) @ op(w) on."""
     operands = list(rest)
-    (z,) = matmul(p, x, w)
     if p.bias is not None:
         z = z + spread_bias(p, operands.pop(0))
     if p.addend:
@@ -128,8 +136,8 @@ def _affine(p: BatchNormProblem, x, scale, bias, mean, rstd, residual) -> jax.Ar
     return z if residual is None else z + residual.astype(p.param_dtype)
 
 
-def batchnorm_statistics(p: BatchNormProblem, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Mean and biased variance per channel, in one pass over x: sums about a sample of the channel.
+def batchnorm_moments(p: BatchNormProblem, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(k, mean - k, biased variance) per channel, in one pass over x, with k a sample of the channel.
 
     With k near the mean, E[(x-k)^2] - E[x-k]^2 has none of the cancellation of E[x^2] - E[x]^2.
     """
@@ -140,14 +148,15 @@ def batchnorm_statistics(p: BatchNormProblem, x: jax.Array) -> tuple[jax.Array, 
     n = p.reduced
     shift = jnp.sum(d, axes) / n
     square = jnp.sum(d * d, axes) / n
-    return k.reshape(p.param_shape) + shift, jnp.maximum(square - shift * shift, 0)
+    return k.reshape(p.param_shape), shift, jnp.maximum(square - shift * shift, 0)
 
 
 def batchnorm_train(
     p: BatchNormProblem, x, scale, bias, running_mean, running_var, *residual: jax.Array
 ) -> list[jax.Array]:
     """[y, new_running_mean, new_running_var, mean, rstd]."""
-    mean, var = batchnorm_statistics(p, x)
+    k, shift, var = batchnorm_moments(p, x)
+    mean = k + shift
     rstd = lax.rsqrt(var + p.epsilon)
     z = _affine(p, x, scale, bias, mean, rstd, residual[0] if p.residual else None)
     m = p.momentum
@@ -168,18 +177,30 @@ def batchnorm_infer(p: BatchNormProblem, x, scale, bias, mean, var, *residual: j
 
 def batchnorm_backward(p: BatchNormProblem, x, dy, scale, bias, mean, rstd, *residual: jax.Array) -> list[jax.Array]:
     """[dscale, dbias, dx?, dresidual?]: the derivative of batchnorm_train's y, with z recomputed from x."""
-    s, axes, n = channel_shape(p), reduced_axes(p), p.reduced
+    axes = reduced_axes(p)
+    xhat, dz = batchnorm_dz(p, x, dy, scale, bias, mean, rstd, *residual)
+    dbias = jnp.sum(dz, axes)
+    dscale = jnp.sum(dz * xhat, axes)
+    outs = [dscale, dbias]
+    if p.want_dx:
+        outs.append(batchnorm_dx(p, xhat, dz, scale, rstd, dscale, dbias, p.reduced).astype(x.dtype))
+    if p.want_dresidual:
+        outs.append(dz.astype(x.dtype))
+    return outs
+
+
+def batchnorm_dz(p: BatchNormProblem, x, dy, scale, bias, mean, rstd, *residual: jax.Array) -> tuple[Any, Any]:
+    """(xhat, dz), in the parameters' dtype."""
+    s = channel_shape(p)
     xhat = (x.astype(p.param_dtype) - mean.reshape(s)) * rstd.reshape(s)
     dz = dy.astype(p.param_dtype)
     if p.activation.residual:
         z = _affine(p, x, scale, bias, mean, rstd, residual[0] if p.residual else None)
         dz = activate_grad(p.activation, z if p.activation.residual == "z" else activate(p.activation, z), dz)
-    dbias = jnp.sum(dz, axes)
-    dscale = jnp.sum(dz * xhat, axes)
-    outs = [dscale, dbias]
-    if p.want_dx:
-        dx = (scale * rstd).reshape(s) * (dz - (dbias / n).reshape(s) - xhat * (dscale / n).reshape(s))
-        outs.append(dx.astype(x.dtype))
-    if p.want_dresidual:
-        outs.append(dz.astype(x.dtype))
-    return outs
+    return xhat, dz
+
+
+def batchnorm_dx(p: BatchNormProblem, xhat, dz, scale, rstd, dscale, dbias, n: int) -> jax.Array:
+    """dx from the sums dscale and dbias over `n` elements a channel."""
+    s = channel_shape(p)
+    return (scale * rstd).reshape(s) * (dz - (dbias / n).reshape(s) - xhat * (dscale / n).reshape(s))

@@ -1,0 +1,64 @@
+"""Every use of JAX that is not public, in one place. Checked with jax 0.10, 0.11 and 0.12.
+
+`jax.interpreters` and `jax.extend.core`, which `_op` is built on, are documented and not listed here.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import jax
+from jax._src import dispatch, source_info_util
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from jaxlib.mlir import ir
+
+# Profiles, HLO metadata and print_saved_residuals name the caller's line instead of ours. (The function: 0.4 to 0.12.)
+source_info_util.register_exclusion(os.path.dirname(os.path.abspath(__file__)) + os.sep)
+
+
+def needs_devices_to_lower(primitive: Primitive) -> None:
+    """Makes jit tell the primitive's lowering which devices the program is for. (The set's name: 0.4 to 0.12.)"""
+    dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
+def varying(a: Any) -> frozenset[str]:
+    """The mesh axes over which a value inside shard_map varies. (`manual_axis_type`: since 0.10; before it `vma`.)"""
+    return jax.typeof(a).manual_axis_type.varying
+
+
+def partitioning(ctx: mlir.LoweringRuleContext) -> str:
+    """What XLA will do with the program that is being lowered.
+
+    "none": it runs as written, on one device, or on one shard inside shard_map.
+    "auto": XLA partitions it over the devices of a mesh, and asks custom_partitioning how.
+    "opaque": XLA partitions it, and a custom call cannot say how: inside a shard_map over some of the mesh's axes
+      (there custom_partitioning raises or aborts the process), in an exported program (it would hold a pointer), or
+      without a mesh.
+
+    (The contexts are SPMDAxisContext(mesh, manual_axes), ShardingContext(num_devices, device_assignment,
+    abstract_mesh) and, up to 0.10, ReplicaAxisContext.)
+    """
+    context = ctx.module_context.axis_context
+    if hasattr(context, "manual_axes"):
+        rest = [size for name, size in context.mesh.shape.items() if name not in context.manual_axes]
+        return "opaque" if any(size > 1 for size in rest) else "none"
+    if getattr(context, "num_devices", 1) in (None, 1):
+        return "none"
+    mesh = context.abstract_mesh
+    known = mesh is not None and not mesh.empty and context.device_assignment is not None
+    auto = known and all(kind == jax.sharding.AxisType.Auto for kind in mesh.axis_types)
+    return "auto" if auto and not ctx.module_context.lowering_parameters.for_export else "opaque"
+
+
+def tell_apart(lowered: Any, text: str) -> Any:
+    """Writes `text` into the custom_partitioning call that made `lowered`, as part of the program. Returns `lowered`.
+
+    The call holds its callback as a pointer and nothing else. With jax_remove_custom_partitioning_ptr_from_cache_key
+    the persistent compilation cache would take calls of equal shapes for one another: relu for tanh.
+    """
+    for value in jax.tree.leaves(lowered):
+        label = ir.DictAttr.get({"jaxconv": ir.StringAttr.get(text)})
+        value.owner.attributes["mhlo.frontend_attributes"] = label
+    return lowered

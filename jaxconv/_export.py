@@ -1,0 +1,51 @@
+"""jax.export: what jaxconv's custom calls need to be exported, and to be loaded again."""
+
+from __future__ import annotations
+
+import re
+
+from jax import export
+
+from jaxconv import _op
+
+
+def export_checks() -> list[export.DisabledSafetyCheck]:
+    """What `jax.export.export` takes as `disabled_checks` to let jaxconv's custom calls through.
+
+    jax.export refuses custom calls whose stability nobody vouches for. jaxconv's are a file format: a target's operands
+    and attributes never change under one name, and a new name has a new version at its end::
+
+        exported = jax.export.export(jax.jit(f), disabled_checks=jaxconv.export_checks())(*args)
+        blob = exported.serialize(vjp_order=1)
+        ...
+        f = jaxconv.check_exported(jax.export.deserialize(blob)).call
+
+    Returns:
+      One check per target.
+
+    Exporting fixes each call's plan. Platforms need not be present: a program exported with platforms=("cpu", "cuda")
+    on a laptop holds CUDA calls where its jaxconv was built with CUDA, and XLA's own operations otherwise. A symbolic
+    batch extent, and a program over an Auto mesh of several devices, go to XLA.
+    """
+    return [export.DisabledSafetyCheck.custom_call(target) for target in _targets()]
+
+
+def check_exported(exported: export.Exported) -> export.Exported:
+    """`exported` itself, if this version of jaxconv has all of jaxconv's targets that it calls.
+
+    Raises:
+      ValueError: naming the missing ones. XLA would find that out only when the program is compiled.
+    """
+    called = set(re.findall(r"\bjaxconv_\w+_v\d+\b", str(exported.mlir_module())))
+    unknown = sorted(called - set(_targets()))
+    if unknown:
+        raise ValueError(
+            f"the exported program {exported.fun_name!r} calls {', '.join(unknown)}, which this jaxconv does not have: "
+            f"another version exported it. Export it again with this one, or load it with that one. "
+            f"Known: {', '.join(_targets())}"
+        )
+    return exported
+
+
+def _targets() -> list[str]:
+    return sorted(made.target for made in _op.KERNELS.values())

@@ -1,0 +1,52 @@
+"""What `jax.checkpoint` keeps of jaxconv's ops: policies for its `policy` argument.
+
+    block = jax.checkpoint(block, policy=jaxconv.checkpoint_policies.save_convs)
+
+jax's own policies that speak of dots do not know jaxconv's kernels. These do, and they compose with any of jax's
+through `jax.checkpoint_policies.save_from_both_policies`. Under differentiation the results of fused ops also carry
+names, for `jax.checkpoint_policies.save_only_these_names`: "jaxconv_conv", "jaxconv_dense", "jaxconv_batchnorm_train".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxconv._op import Kernel
+from jaxconv.batchnorm import infer, train
+from jaxconv.conv import conv_kernel, dgrad, fprop, wgrad
+from jaxconv.dense import dense_kernel, matmul
+
+_CONVS = (fprop, dgrad, wgrad, conv_kernel)
+_DENSES = (matmul, dense_kernel)
+_NORMS = (train, infer)
+
+
+def _of(kernels: Sequence[Kernel], primitive: Any, params: dict[str, Any]) -> bool:
+    """Whether a value is the result of one of `kernels`, directly or by its name."""
+    return any(primitive is k.primitive or params.get("name") == k.primitive.name for k in kernels)
+
+
+def save_convs(primitive: Any, *_: Any, **params: Any) -> bool:
+    """Keeps the results of convolutions (y, and z where the activation's derivative needs it); recomputes the rest."""
+    return _of(_CONVS, primitive, params)
+
+
+def save_products(primitive: Any, *_: Any, **params: Any) -> bool:
+    """Keeps the results of convolutions and dense layers, as jax's `dots_saveable` those of dots; not the rest."""
+    return _of(_CONVS + _DENSES, primitive, params)
+
+
+def save_all(primitive: Any, *_: Any, **params: Any) -> bool:
+    """Keeps the results of every jaxconv op; recomputes the rest."""
+    return _of(_CONVS + _DENSES + _NORMS, primitive, params)
+
+
+def save_all_but_batchnorms(primitive: Any, *_: Any, **params: Any) -> bool:
+    """Keeps whatever is no batch-norm's result: those are cheap to recompute from a convolution's."""
+    return not _of(_NORMS, primitive, params)
+
+
+def save_nothing_of_jaxconv(primitive: Any, *_: Any, **params: Any) -> bool:
+    """Keeps whatever is no jaxconv result: all convolutions, dense layers and batch-norms are recomputed."""
+    return not _of(_CONVS + _DENSES + _NORMS, primitive, params)
