@@ -4,6 +4,7 @@ from jaxconv import checkpoint_policies
 from jaxconv._cost import cost
 from jaxconv._explain import Explanation, explain, info
 from jaxconv._export import check_exported, export_checks
+from jaxconv.accelerate import accelerate
 from jaxconv.batchnorm import batchnorm
 from jaxconv.conv import conv1d, conv2d, conv3d
 from jaxconv.conv_transpose import conv_general_dilated, conv_transpose1d, conv_transpose2d, conv_transpose3d
@@ -11,6 +12,7 @@ from jaxconv.dense import dense
 
 __all__ = [
     "Explanation",
+    "accelerate",
     "batchnorm",
     "check_exported",
     "checkpoint_policies",

@@ -1,0 +1,123 @@
+"""lax's convolution and product with the bias and activation that follow them: one fused call where jaxconv has one.
+
+For callers that hold lax's arguments (the Flax modules, `accelerate`) and want lax's meaning whatever they hold: what
+jaxconv does not know is computed by lax itself, and what lax refuses is refused by lax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxconv import _problem
+from jaxconv._activation import Activation, activate
+from jaxconv._problem import ConvProblem, DenseProblem
+from jaxconv.conv import _run
+from jaxconv.conv_transpose import conv_general_dilated
+from jaxconv.dense import dense as fused_dense
+
+Array = jax.Array
+
+
+def conv_layout(numbers: lax.ConvDimensionNumbers, nd: int) -> str | None:
+    """`conv2d`'s layout for lax's dimension numbers, with the filter in any order; None where there is none."""
+    if nd not in (1, 2, 3) or numbers.lhs_spec != numbers.out_spec:
+        return None
+    if numbers.lhs_spec == (0, nd + 1, *range(1, nd + 1)):
+        return _problem.CHANNELS_LAST[nd]
+    return _problem.CHANNELS_FIRST[nd] if numbers.lhs_spec == tuple(range(nd + 2)) else None
+
+
+def conv(
+    x: Array,
+    w: Array,
+    b: Array | None,  # (K,)
+    activation: Activation,
+    *,
+    window_strides: Sequence[int],
+    padding: Any,
+    lhs_dilation: Sequence[int],
+    rhs_dilation: Sequence[int],
+    dimension_numbers: lax.ConvDimensionNumbers,
+    feature_group_count: int,
+    precision: Any,
+    return_preactivation: bool = False,
+) -> Any:
+    """y = activation(z), z = lax.conv_general_dilated(x, w, ...) + b; y, or (y, z)."""
+    numbers = dimension_numbers
+    nd = x.ndim - 2
+    layout = conv_layout(numbers, nd)
+    if layout is not None and all(d == 1 for d in lhs_dilation):
+        name = f"conv{nd}d"
+        out_feature, in_feature, *spatial = numbers.rhs_spec
+        last = layout == _problem.CHANNELS_LAST[nd]
+        filter = jnp.transpose(w, (*spatial, in_feature, out_feature) if last else (out_feature, in_feature, *spatial))
+        try:
+            p = ConvProblem.infer(
+                name,
+                nd,
+                _problem.as_array(name, "x", x),
+                _problem.as_array(name, "w", filter),
+                b if b is None else _problem.as_array(name, "b", b),
+                stride=window_strides,
+                padding=padding,
+                dilation=rhs_dilation,
+                groups=feature_group_count,
+                activation=activation,
+                layout=layout,
+                precision=precision,
+                return_preactivation=return_preactivation,
+                algorithm=None,
+                implementation=None,
+            )
+        except (TypeError, ValueError):
+            pass  # lax decides what is an error
+        else:
+            return _run(p, x, filter, b)
+    z = conv_general_dilated(
+        x,
+        w,
+        window_strides,
+        padding,
+        lhs_dilation=lhs_dilation,
+        rhs_dilation=rhs_dilation,
+        dimension_numbers=numbers,
+        feature_group_count=feature_group_count,
+        precision=precision,
+    )
+    if b is not None:
+        z = z + lax.expand_dims(b, [axis for axis in range(z.ndim) if axis != numbers.out_spec[1]])
+    y = activate(activation, z)
+    return (y, z) if return_preactivation else y
+
+
+def dense(
+    x: Array,  # (..., K)
+    w: Array,  # (K, N)
+    b: Array | None,  # (N,)
+    activation: Activation,
+    *,
+    precision: Any,
+    return_preactivation: bool = False,
+) -> Any:
+    """y = activation(z), z = x @ w + b by lax.dot_general; y, or (y, z)."""
+    options: dict[str, Any] = dict(
+        activation=activation,
+        precision=precision,
+        return_preactivation=return_preactivation,
+        algorithm=None,
+        implementation=None,
+    )
+    try:
+        arrays = [a if a is None else _problem.as_array("dense", n, a) for n, a in (("x", x), ("w", w), ("b", b))]
+        DenseProblem.infer("dense", *arrays, None, alpha=1.0, beta=1.0, **options)
+    except (TypeError, ValueError):
+        z = lax.dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())), precision=precision)
+        z = z if b is None else z + jnp.reshape(b, (1,) * (z.ndim - 1) + (-1,))
+        y = activate(activation, z)
+        return (y, z) if return_preactivation else y
+    return fused_dense(*arrays, **options)

@@ -1,0 +1,137 @@
+"""`flax.linen`'s Conv, ConvTranspose, Dense and BatchNorm on jaxconv's kernels.
+
+A model changes by its import alone, and a checkpoint moves both ways: arguments, parameters, collections, initialisers,
+dtypes and defaults are Flax's, because the classes are subclasses of Flax's. What they add:
+
+* `activation=`, applied to the result in the same call: a name or ("leaky_relu", slope), see `jaxconv.conv2d`;
+* `BatchNorm.__call__(..., residual=)`, an array added before the activation.
+
+What jaxconv has no kernel for (a dot_general or conv_general_dilated of the user's, masked or cross-device batch
+statistics, several feature axes, CIRCULAR transposed convolutions, ...) is Flax's own computation.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+try:
+    import flax.linen as nn
+except ImportError as error:
+    raise ImportError("jaxconv.linen needs Flax: pip install 'jaxconv[flax]'") from error
+from flax.linen.dtypes import canonicalize_dtype
+from flax.linen.module import merge_param
+
+from jaxconv import _flax
+from jaxconv._activation import activate
+
+Array = jax.Array
+
+__all__ = ["BatchNorm", "Conv", "ConvTranspose", "Dense"]
+
+
+def _flax_call(base: type[nn.Module], module: nn.Module, *args: Any, **kwargs: Any) -> Array:
+    """`base.__call__`, as part of module's own call: captured, tabulated and intercepted once."""
+    return inspect.unwrap(base.__call__)(module, *args, **kwargs)
+
+
+def _promote(module: Any) -> _flax.Promote:
+    return lambda x, kernel, bias: module.promote_dtype(x, kernel, bias, dtype=module.dtype)
+
+
+class Conv(nn.Conv):
+    """`flax.linen.Conv` with an `activation`. See `jaxconv.conv2d` for the activations' names."""
+
+    activation: Any = None
+
+    @nn.compact
+    def __call__(self, inputs: Array) -> Array:  # (*batch, *spatial, C) -> (*batch, *spatial, features)
+        """Convolves the inputs and applies the activation."""
+        if self.conv_general_dilated is not None or self.conv_general_dilated_cls is not None:
+            return activate(_flax.activation_of(self), _flax_call(nn.Conv, self, inputs))
+        in_features = jnp.shape(inputs)[-1]
+        assert in_features % self.feature_group_count == 0  # as in Flax
+        kernel_shape = (*_flax.sizes(self.kernel_size), in_features // self.feature_group_count, self.features)
+        _flax.check_mask(self, kernel_shape)
+        kernel = self.param("kernel", self.kernel_init, kernel_shape, self.param_dtype)
+        bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype) if self.use_bias else None
+        return _flax.conv(self, inputs, kernel, bias, _promote(self))
+
+
+class ConvTranspose(nn.ConvTranspose):
+    """`flax.linen.ConvTranspose` with an `activation`. See `jaxconv.conv2d` for the activations' names."""
+
+    activation: Any = None
+
+    @nn.compact
+    def __call__(self, inputs: Array) -> Array:  # (*batch, *spatial, C) -> (*batch, *spatial, features)
+        """Applies the transposed convolution and the activation."""
+        if not _flax.native_conv_transpose(self):
+            return activate(_flax.activation_of(self), _flax_call(nn.ConvTranspose, self, inputs))
+        in_features = jnp.shape(inputs)[-1]
+        channels = (self.features, in_features) if self.transpose_kernel else (in_features, self.features)
+        kernel_shape = (*_flax.sizes(self.kernel_size), *channels)
+        _flax.check_mask(self, kernel_shape)
+        kernel = self.param("kernel", self.kernel_init, kernel_shape, self.param_dtype)
+        bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype) if self.use_bias else None
+        return _flax.conv_transpose(self, inputs, kernel, bias, _promote(self))
+
+
+class Dense(nn.Dense):
+    """`flax.linen.Dense` with an `activation`. See `jaxconv.conv2d` for the activations' names."""
+
+    activation: Any = None
+
+    @nn.compact
+    def __call__(self, inputs: Array) -> Array:  # (..., K) -> (..., features)
+        """Multiplies by the kernel, adds the bias and applies the activation."""
+        if self.dot_general is not None or self.dot_general_cls is not None:
+            return activate(_flax.activation_of(self), _flax_call(nn.Dense, self, inputs))
+        kernel_shape = (jnp.shape(inputs)[-1], self.features)
+        kernel = self.param("kernel", self.kernel_init, kernel_shape, self.param_dtype)
+        bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype) if self.use_bias else None
+        return _flax.dense(self, inputs, kernel, bias, _promote(self))
+
+
+class BatchNorm(nn.BatchNorm):
+    """`flax.linen.BatchNorm` with an `activation`, and a `residual` in the call.
+
+    The variance is computed without cancellation whatever `use_fast_variance` says.
+    """
+
+    activation: Any = None
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Array,
+        use_running_average: bool | None = None,
+        *,
+        mask: Array | None = None,
+        residual: Array | None = None,  # like x
+    ) -> Array:
+        """activation(normalised x + residual). Other arguments, and what happens to the statistics, are Flax's."""
+        use_average = merge_param("use_running_average", self.use_running_average, use_running_average)
+        training = not use_average
+        _flax.check_residual(self, x, residual)
+        axis_name = None if self.is_initializing() else self.axis_name
+        x = jnp.asarray(x)
+        if not (self.force_float32_reductions and _flax.native_batchnorm(self, x, training, axis_name, mask)):
+            y = _flax_call(nn.BatchNorm, self, x, use_running_average, mask=mask)
+            return _flax.after_batchnorm(self, y, residual)
+        shape = [x.shape[self.axis]]
+        mean = self.variable("batch_stats", "mean", lambda s: jnp.zeros(s, jnp.float32), shape)
+        var = self.variable("batch_stats", "var", lambda s: jnp.ones(s, jnp.float32), shape)
+        scale = self.param("scale", self.scale_init, shape, self.param_dtype) if self.use_scale else None
+        bias = self.param("bias", self.bias_init, shape, self.param_dtype) if self.use_bias else None
+        given = [a for a in (x, scale, bias) if a is not None]
+        dtype = canonicalize_dtype(*given, dtype=self.dtype)
+        y, new_mean, new_var = _flax.batchnorm(
+            self, x, scale, bias, mean.value, var.value, residual, training=training, dtype=dtype
+        )
+        if training and not self.is_initializing():
+            mean.value, var.value = new_mean, new_var
+        return y

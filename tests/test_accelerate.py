@@ -1,0 +1,550 @@
+"""jaxconv.accelerate: what it replaces, what it leaves, and that the function stays the same function."""
+
+from __future__ import annotations
+
+import collections
+import functools
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax_cases import KEY, array, assert_same, randomised
+from jax import lax
+
+from jaxconv.accelerate import accelerate
+
+NHWC = ("NHWC", "HWIO", "NHWC")
+
+
+@pytest.fixture(autouse=True)
+def full_precision():
+    """Products in float32 on a GPU too: TF32 would hide what is compared."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+def conv(x: jax.Array, w: jax.Array, **kwargs: Any) -> jax.Array:
+    return lax.conv_general_dilated(
+        x, w, **{"window_strides": (1, 1), "padding": "SAME", "dimension_numbers": NHWC, **kwargs}
+    )
+
+
+def normalise(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
+    mean, var = x.mean((0, 1, 2)), x.var((0, 1, 2))
+    return (x - mean) / jnp.sqrt(var + 1e-5) * scale + bias
+
+
+X, W, B = array(0, (2, 6, 6, 4)), array(1, (3, 3, 4, 8)), array(2, (8,))
+W2 = array(4, (3, 3, 8, 8))
+SCALE, BIAS = 1 + 0.1 * array(5, (8,)), array(6, (8,))
+
+
+def kernels(f: Any, *args: Any) -> dict[str, int]:
+    """How many of jaxconv's kernels are in f, without the prefix."""
+    counted = helpers.equations(f, *args)
+    return {name.removeprefix("jaxconv_"): n for name, n in counted.items() if name.startswith("jaxconv_")}
+
+
+def check(f: Any, *args: Any, terms: int = 0, **expected: int) -> None:
+    """accelerate(f) has the expected kernels, f's results, types and structure, and its gradients."""
+    accelerated = accelerate(f)
+    assert kernels(accelerated, *args) == expected
+    assert jax.eval_shape(accelerated, *args) == jax.eval_shape(f, *args)
+
+    def both_ways(f: Any) -> Any:
+        def with_gradient(*args):
+            outs, pullback = jax.vjp(f, *args)
+            cotangents = jax.tree.map(lambda y: jnp.asarray(array(7, y.shape), y.dtype), outs)
+            return outs, pullback(cotangents)
+
+        return jax.jit(with_gradient)(*args)
+
+    largest = max(a.size for a in jax.tree.leaves(args))
+    narrow = max((a.dtype for a in jax.tree.leaves((args, jax.eval_shape(f, *args)))), key=lambda d: jnp.finfo(d).eps)
+    # Rounded on the way, in either of the two functions, up to four times: by the operations that one of them fuses.
+    assert_same(both_ways(accelerated), both_ways(f), terms=terms or 16 * largest, rounded_to=narrow)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is replaced
+
+
+ACTIVATIONS = {
+    "relu": jax.nn.relu,
+    "relu6": jax.nn.relu6,
+    "leaky_relu": jax.nn.leaky_relu,
+    "leaky_relu_0.25": functools.partial(jax.nn.leaky_relu, negative_slope=0.25),
+    "elu": jax.nn.elu,
+    "tanh": jnp.tanh,
+    "sigmoid": jax.nn.sigmoid,
+    "silu": jax.nn.silu,
+    "silu_by_hand": lambda z: jax.nn.sigmoid(z) * z,
+    "gelu": jax.nn.gelu,
+    "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
+}
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_conv_bias_and_activation_become_one_call(activation):
+    f = ACTIVATIONS[activation]
+
+    def layer(x, w, b):
+        return f(conv(x, w) + b)
+
+    check(layer, X, W, B, conv=1)
+    name = activation.removesuffix("_by_hand").replace("leaky_relu_0.25", "leaky_relu(0.25)")
+    (found,) = accelerate(layer).report(X, W, B)
+    assert found.fused.startswith(f"conv + bias + {name}")
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    (
+        (dict(window_strides=(2, 1), padding=((0, 1), (2, 0)), rhs_dilation=(1, 2)), dict(conv=1)),
+        (dict(lhs_dilation=(2, 2), padding=((1, 1), (1, 1))), dict(conv_dgrad=1)),
+        (dict(feature_group_count=2), dict(conv=1)),
+    ),
+    ids=("window", "transposed", "groups"),
+)
+def test_convolutions_of_any_window_are_replaced(options, expected):
+    w = W[:, :, : 4 // options.get("feature_group_count", 1)]
+    check(lambda x, w, b: jax.nn.relu(conv(x, w, **options) + b), X, w, B, **expected)
+
+
+def test_channels_first_and_other_filter_orders_are_replaced():
+    def layer(x, w, b):
+        y = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NCHW", "HWIO", "NCHW"))
+        return jax.nn.relu(y + b[:, None, None])
+
+    check(layer, X.transpose(0, 3, 1, 2), W, B, conv=1)
+
+
+def test_one_and_three_dimensional_convolutions_are_replaced():
+    def f(x, w, v, u):
+        return conv(x, w, window_strides=(1,), dimension_numbers=("NWC", "WIO", "NWC")), conv(
+            v, u, window_strides=(1, 1, 1), dimension_numbers=("NDHWC", "DHWIO", "NDHWC")
+        )
+
+    check(f, X[0], W[0], X[None], W[None], conv_fprop=2)
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+def test_dtypes_stay(dtype):
+    args = [a.astype(dtype) for a in (X, W, B, SCALE, BIAS)]
+
+    def f(x, w, b, scale, bias):
+        return jax.nn.relu(conv(x, w) + b), jax.nn.gelu(x @ w[0, 0] + b)
+
+    check(f, *args[:3], args[3], args[4], conv=1, dense=1)
+
+
+def test_dense_bias_and_activation_become_one_call():
+    check(lambda x, w, b: jax.nn.gelu(x @ w + b), X, W[0, 0], B, dense=1)
+    check(lambda x, w: jax.nn.relu(x @ w), X, W[0, 0], dense=1)
+
+
+@pytest.mark.parametrize("residual", (False, True), ids=("", "residual"))
+@pytest.mark.parametrize("activation", ("none", "relu", "silu"))
+def test_batchnorm_residual_and_activation_become_one_call(activation, residual):
+    f = ACTIVATIONS.get(activation, lambda y: y)
+
+    def layer(x, scale, bias, r):
+        y = normalise(x, scale, bias)
+        return f(y + r if residual else y)
+
+    x, r = array(0, (4, 3, 3, 8)), array(1, (4, 3, 3, 8))
+    check(layer, x, SCALE, BIAS, r, batchnorm_train=1)
+
+
+def haiku(x, scale, offset):
+    """As Haiku writes it."""
+    mean = jnp.mean(x, (0, 1, 2), keepdims=True)
+    var = jnp.mean(jnp.square(x), (0, 1, 2), keepdims=True) - jnp.square(mean)
+    inv = scale.reshape(1, 1, 1, -1) * lax.rsqrt(var + 1e-5)
+    return (x - mean) * inv + offset.reshape(1, 1, 1, -1), mean, var
+
+
+def two_passes(x, scale, bias):
+    mean = jnp.mean(x, (0, 1, 2))
+    var = jnp.mean((x - mean) ** 2, (0, 1, 2))
+    return (x - mean) * (lax.rsqrt(var + 1e-5) * scale) + bias, mean, var
+
+
+def no_scale(x, scale, bias):
+    mean, var = jnp.mean(x, (0, 1, 2)), jnp.var(x, (0, 1, 2))
+    return (x - mean) * lax.rsqrt(var + 1e-5), mean, var
+
+
+@pytest.mark.parametrize("written", (haiku, two_passes, no_scale), ids=lambda f: f.__name__)
+def test_batchnorm_is_recognised_however_it_is_written_and_its_statistics_are_results(written):
+    check(written, array(0, (4, 3, 3, 8)), SCALE, BIAS, batchnorm_train=1)
+
+
+def test_batchnorm_of_channels_first_is_replaced():
+    def f(x, scale, bias):
+        mean, var = x.mean((0, 2, 3), keepdims=True), x.var((0, 2, 3), keepdims=True)
+        return (x - mean) * lax.rsqrt(var + 1e-5) * scale[:, None, None] + bias[:, None, None]
+
+    check(f, array(0, (4, 8, 3, 3)), SCALE, BIAS, batchnorm_train=1)
+
+
+def test_inference_and_other_statistics_become_an_inference_call():
+    def f(x, scale, bias, mean, var):
+        return jax.nn.relu((x - mean) * lax.rsqrt(var + 1e-5) * scale + bias)
+
+    x = array(0, (4, 3, 3, 8))
+    check(f, x, SCALE, BIAS, BIAS, SCALE, batchnorm_infer=1)
+
+    def unbiased(x, scale, bias):
+        return f(x, scale, bias, x.mean((0, 1, 2)), x.var((0, 1, 2), ddof=1))
+
+    check(unbiased, x, SCALE, BIAS, batchnorm_infer=1)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Inside other transformations
+
+
+def block(x, w, b):
+    return jax.nn.relu(conv(x, w) + b)
+
+
+@jax.custom_vjp
+def with_vjp(x, w, b):
+    return block(x, w, b)
+
+
+with_vjp.defvjp(lambda *args: (block(*args), args), lambda args, ct: jax.vjp(block, *args)[1](ct))
+
+
+@jax.custom_jvp
+def with_jvp(x, w, b):
+    return block(x, w, b)
+
+
+with_jvp.defjvp(lambda primals, tangents: jax.jvp(block, primals, tangents))
+
+
+def looped(x, w, b):
+    def body(state):
+        i, x = state
+        return i + 1, block(x, w, b)
+
+    return lax.while_loop(lambda state: state[0] < 2, body, (0, x))
+
+
+def scanned(x, w, b):
+    def body(x, w):
+        y = block(x, w, b)
+        return y, y.sum()
+
+    return lax.scan(body, x, jnp.stack([w, 2 * w]))
+
+
+INSIDE = {
+    "jit": jax.jit(block),
+    "nested_jit": lambda x, w, b: jax.jit(lambda x: 2 * jax.jit(block)(x, w, b))(x),
+    "remat": jax.checkpoint(block),
+    "scan": scanned,
+    "while": looped,
+    "cond": lambda x, w, b: lax.cond(x.sum() > 0, block, lambda x, w, b: -block(x, w, b), x, w, b),
+    "custom_vjp": with_vjp,
+    "custom_jvp": with_jvp,
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_functions_inside_functions_are_rewritten(name):
+    f, args = INSIDE[name], (array(0, (2, 4, 4, 8)), 0.1 * W2, B)
+    assert kernels(accelerate(f), *args) == {"conv": 2 if name == "cond" else 1}
+    assert_same(jax.jit(accelerate(f))(*args), jax.jit(f)(*args), terms=3 * 3 * 8 * 2)
+    if name != "while":
+
+        def loss(f):
+            return jax.grad(lambda *args: sum(map(jnp.sum, jax.tree.leaves(f(*args)))), (0, 1, 2))
+
+        assert_same(jax.jit(loss(accelerate(f)))(*args), jax.jit(loss(f))(*args), terms=2 * 16 * 9 * 8)
+
+
+def test_it_is_vmapped_and_jitted_and_differentiated_as_the_function_is():
+    f = accelerate(lambda x, w, b: jnp.sum(block(x, w, b) ** 2))
+    g = lambda x, w, b: jnp.sum(block(x, w, b) ** 2)  # noqa: E731
+    x = array(0, (3, 2, 4, 4, 4))
+    transformed = [jax.jit(jax.vmap(jax.value_and_grad(h, (0, 1)), (0, None, None))) for h in (f, g)]
+    assert_same(transformed[0](x, W, B), transformed[1](x, W, B), terms=32 * 8)
+    tangents = [jax.jvp(h, (x[0], W, B), (x[1], W, B)) for h in (f, g)]
+    assert_same(*tangents, terms=32 * 8 * 36)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is shared, and what is left
+
+
+def test_a_preactivation_that_somebody_else_uses_is_a_result_of_the_call():
+    def f(x, w, b):
+        z = conv(x, w) + b
+        return jax.nn.relu(z), z * z
+
+    check(f, X, W, B, conv=1)
+
+
+def test_a_value_between_the_preactivation_and_the_result_may_be_used():
+    def f(x, w, b):
+        z = conv(x, w) + b
+        gate = jax.nn.sigmoid(z)
+        return z * gate, gate + 1
+
+    check(f, X, W, B, conv=1)
+
+
+def test_a_product_that_somebody_else_uses_keeps_its_bias_outside():
+    def f(x, w, b):
+        c = conv(x, w)
+        return jax.nn.relu(c + b), c.sum()
+
+    check(f, X, W, B, conv_fprop=1)
+
+
+def test_a_batchnorm_that_somebody_else_uses_keeps_its_activation_outside():
+    def f(x, scale, bias, r):
+        y = normalise(x, scale, bias)
+        total = y + r
+        return jax.nn.relu(total), y.sum(), total.max()
+
+    check(f, array(0, (4, 3, 3, 8)), SCALE, BIAS, array(1, (4, 3, 3, 8)), batchnorm_train=1)
+
+
+def test_a_residual_that_needs_the_statistics_stays_outside():
+    def f(x, scale, bias):
+        mean, var = x.mean((0, 1, 2)), x.var((0, 1, 2))
+        return jax.nn.relu((x - mean) * lax.rsqrt(var + 1e-5) * scale + bias + x * mean)
+
+    check(f, array(0, (4, 3, 3, 8)), SCALE, BIAS, batchnorm_train=1)
+
+
+def test_two_batchnorms_added_are_two_calls():
+    def f(x, r, scale, bias):
+        return jax.nn.relu(normalise(x, scale, bias) + normalise(r, bias, scale))
+
+    args = array(0, (4, 3, 3, 8)), array(1, (4, 3, 3, 8)), SCALE, BIAS
+    check(f, *args, batchnorm_train=2)
+    fused = [finding.fused for finding in accelerate(f).report(*args)]
+    assert fused == ["batchnorm (training) + residual + relu", "batchnorm (training)"]
+
+
+@jax.custom_jvp
+def straight_through(z):
+    """relu whose derivative is 1 everywhere: not jax.nn.relu."""
+    return jax.jit(lambda x: jnp.maximum(x, 0.0))(z)
+
+
+straight_through.defjvp(lambda primals, tangents: (straight_through(*primals), tangents[0]))
+
+LEFT = {
+    # d maximum(x, 0) is 1/2 at 0, relu's is 0
+    "maximum": (lambda x, w, b: jnp.maximum(conv(x, w) + b, 0.0), dict(conv=1)),
+    "derivative_of_its_own": (lambda x, w, b: straight_through(conv(x, w) + b), dict(conv=1)),
+    "another_slope": (lambda x, w, b: jax.nn.elu(conv(x, w) + b, 0.5), dict(conv=1)),
+    "bias_of_another_axis": (lambda x, w, b: conv(x, w[..., :6]) + b[:6, None], dict(conv_fprop=1)),
+    "no_epilogue": (lambda x, w, b: x @ w[0, 0], {}),
+    "contraction": (lambda x, w, b: jnp.einsum("nhwc,rsck->nhwrsk", x, w[:1]).sum((3, 4)) + b, {}),
+    "layer_norm": (
+        lambda x, w, b: (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-5) * b[:4],
+        {},
+    ),
+    "batch_groups": (lambda x, w, b: conv(x, w, batch_group_count=2), {}),
+    "mixed_types": (
+        lambda x, w, b: conv(x.astype("bfloat16"), w.astype("bfloat16"), preferred_element_type=jnp.float32),
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_not_recognised_is_left(name):
+    f, expected = LEFT[name]
+    assert kernels(accelerate(f), X, W, B) == expected
+    if expected:
+        check(f, X, W, B, **expected)
+    else:  # the very same function
+        assert str(jax.make_jaxpr(accelerate(f))(X, W, B)) == str(jax.make_jaxpr(f)(X, W, B))
+
+
+def test_the_report_says_what_became_of_each_layer_and_why():
+    def f(x, w, b):
+        y = jax.nn.relu(conv(x, w) + b)
+        return conv(y, W2, batch_group_count=2), y @ y[0, 0].T
+
+    report = accelerate(f).report(X, W, B)
+    assert [finding.fused for finding in report.replaced] == ["conv + bias + relu"]
+    assert [(finding.what, finding.why) for finding in report.left] == [
+        ("conv", "it has batch groups"),
+        ("dense", "neither a bias nor an activation follows"),
+    ]
+    assert "left as it was: it has batch groups" in str(report)
+    assert accelerate(f).report(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (X, W, B))) == report
+
+
+def test_arguments_and_results_keep_their_structure_and_python_values_stay_python_values():
+    Layer = collections.namedtuple("Layer", "w b")
+
+    def f(layer, x, *, train: bool, power: int = 1, note: str | None = None):
+        assert isinstance(train, bool) and note == "note"
+        return {"y": block(x, layer.w, layer.b) ** power, "x": x if train else None, "n": power}
+
+    out = accelerate(f)(Layer(W, B), np.asarray(X), train=False, power=2, note="note")
+    want = f(Layer(W, B), X, train=False, power=2, note="note")
+    assert jax.tree.structure(out) == jax.tree.structure(want)
+    assert_same(out["y"], want["y"], terms=36)
+    assert accelerate(f).__name__ == "f"
+
+
+def test_effects_stay_in_order():
+    seen = []
+
+    def f(x, scale, bias):
+        mean, var = x.mean((0, 1, 2)), x.var((0, 1, 2))
+        jax.debug.callback(lambda m: seen.append(("mean", m.shape)), mean, ordered=True)
+        y = (x - mean) * lax.rsqrt(var + 1e-5) * scale + bias
+        jax.debug.callback(lambda y: seen.append(("y", y.shape)), y, ordered=True)
+        return y
+
+    x = array(0, (4, 3, 3, 8))
+    jax.block_until_ready(jax.jit(accelerate(f))(x, SCALE, BIAS))
+    jax.effects_barrier()
+    assert seen == [("mean", (8,)), ("y", (4, 3, 3, 8))]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Whole models, written against Flax alone
+
+
+def resnet(blocks: int = 2) -> Any:
+    import flax.linen as nn
+
+    class Block(nn.Module):
+        features: int
+        stride: int = 1
+
+        @nn.compact
+        def __call__(self, x, train):
+            norm = functools.partial(nn.BatchNorm, use_running_average=not train, momentum=0.9)
+            y = nn.relu(norm()(nn.Conv(self.features, (1, 1), use_bias=False)(x)))
+            y = nn.relu(norm()(nn.Conv(self.features, (3, 3), strides=self.stride, use_bias=False)(y)))
+            y = norm(scale_init=nn.initializers.zeros)(nn.Conv(4 * self.features, (1, 1), use_bias=False)(y))
+            if x.shape != y.shape:
+                x = norm()(nn.Conv(4 * self.features, (1, 1), strides=self.stride, use_bias=False)(x))
+            return nn.relu(x + y)
+
+    class ResNet(nn.Module):
+        @nn.compact
+        def __call__(self, x, train=True):
+            x = nn.Conv(8, (7, 7), strides=2, padding=3, use_bias=False)(x)
+            x = nn.relu(nn.BatchNorm(use_running_average=not train, momentum=0.9)(x))
+            x = nn.max_pool(x, (3, 3), strides=(2, 2), padding="SAME")
+            for features, stride in ((4, 1), (8, 2)):
+                x = Block(features, stride)(x, train)
+                for _ in range(blocks - 1):
+                    x = Block(features)(x, train)
+            return nn.Dense(10)(x.mean((1, 2)))
+
+    return ResNet()
+
+
+def convnext() -> Any:
+    import flax.linen as nn
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            y = nn.LayerNorm()(nn.Conv(8, (7, 7), feature_group_count=8)(x))
+            y = nn.Dense(8)(nn.gelu(nn.Dense(32)(y)))
+            return x + y * self.param("gamma", nn.initializers.ones, (8,))
+
+    class ConvNeXt(nn.Module):
+        @nn.compact
+        def __call__(self, x, train=True):
+            x = nn.LayerNorm()(nn.Conv(8, (4, 4), strides=4)(x))
+            return nn.Dense(10)(Block()(Block()(x)).mean((1, 2)))
+
+    return ConvNeXt()
+
+
+def mobilenet() -> Any:
+    import flax.linen as nn
+
+    class Block(nn.Module):
+        features: int
+        stride: int
+
+        @nn.compact
+        def __call__(self, x, train):
+            norm = functools.partial(nn.BatchNorm, use_running_average=not train, dtype=jnp.bfloat16)
+            conv = functools.partial(nn.Conv, use_bias=False, dtype=jnp.bfloat16)
+            y = nn.relu6(norm()(conv(24, (1, 1))(x)))
+            y = nn.relu6(norm()(conv(24, (3, 3), strides=self.stride, feature_group_count=24)(y)))
+            y = norm()(conv(self.features, (1, 1))(y))
+            return x + y if x.shape == y.shape else y
+
+    class MobileNet(nn.Module):
+        @nn.compact
+        def __call__(self, x, train=True):
+            x = nn.Conv(4, (3, 3), strides=2, use_bias=False, dtype=jnp.bfloat16)(x)
+            x = Block(8, 2)(x, train)
+            return nn.Dense(10)(Block(8, 1)(x, train).mean((1, 2)))
+
+    return MobileNet()
+
+
+MODELS = {
+    # model, (convolutions, dense layers, batch-norms)
+    "resnet": (resnet, (15, 1, 15)),
+    "convnext": (convnext, (3, 5, 0)),
+    "mobilenet": (mobilenet, (7, 1, 6)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("train", (True, False), ids=("training", "inference"))
+def test_every_layer_of_a_model_is_replaced(name, train):
+    pytest.importorskip("flax", reason="the models are Flax's")
+    model, expected = MODELS[name][0](), MODELS[name][1]
+    x = jax.ShapeDtypeStruct((4, 16, 16, 3), jnp.float32)
+    variables = jax.eval_shape(model.init, KEY, x)
+    report = accelerate(functools.partial(model.apply, mutable=["batch_stats"])).report(variables, x, train)
+    assert not report.left, str(report)
+    counted = collections.Counter(finding.what for finding in report.replaced)
+    assert tuple(counted[what] for what in ("conv", "dense", "batchnorm")) == expected
+    if name == "resnet":
+        fused = collections.Counter(finding.fused.split(") ")[-1] for finding in report if finding.what == "batchnorm")
+        assert (fused["+ relu"], fused["+ residual + relu"]) == (9, 4)
+
+
+def test_a_model_trains_to_the_same_losses():
+    pytest.importorskip("flax", reason="the models are Flax's")
+    model = resnet(blocks=1)
+    x = array(0, (4, 16, 16, 3))
+    variables = randomised(jax.eval_shape(model.init, KEY, x))
+
+    def loss(params, stats, x):
+        y, updates = model.apply({"params": params, "batch_stats": stats}, x, mutable=["batch_stats"])
+        return jnp.mean((y - 1) ** 2), updates["batch_stats"]
+
+    def trained(loss):
+        @jax.jit
+        def step(params, stats):
+            (value, stats), grads = jax.value_and_grad(loss, has_aux=True)(params, stats, x)
+            return jax.tree.map(lambda p, g: p - 0.01 * g, params, grads), stats, value
+
+        params, stats, losses = variables["params"], variables["batch_stats"], []
+        for _ in range(3):
+            params, stats, value = step(params, stats)
+            losses.append(value)
+        return losses, stats
+
+    ours, flax = trained(accelerate(loss)), trained(loss)
+    # 9 layers pass each other's rounding on, each step starts from the last one's.
+    assert_same(ours, flax, terms=(9 * 3) ** 2 * x.size)
