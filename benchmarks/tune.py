@@ -102,5 +102,5 @@ def main(argv: list[str] | None = None) -> int:
         lines = ",\n".join("  " + json.dumps(m) for m in kept + new)
         target.parent.mkdir(exist_ok=True)
         target.write_text(f'{{\n "device": {json.dumps(run["device"])},\n "measurements": [\n{lines}\n ]\n}}\n')
-        print(f"{path}: {len(new)} measurements into {target.relative_to(pathlib.Path.cwd())}")
+        print(f"{path}: {len(new)} measurements into {target}")
     return 0

@@ -172,7 +172,11 @@ def _conv_supports(algorithm: str, p: ConvProblem, device: Device) -> str | None
     if algorithm == "depthwise" and not p.depthwise:
         return f"it needs one input channel per group, got groups={p.groups} for {p.in_channels} channels"
     if device.platform != "cuda":
-        return "it exists on CUDA only" if algorithm == "implicit_gemm" else None
+        return "it exists on CUDA only" if algorithm in ("implicit_gemm", "grouped") else None
+    if algorithm == "grouped":
+        if _shared_memory(device) < 163 * 1024:
+            return "its largest tiles need the shared memory of compute capability 8.0 or 9.0"
+        return _grouped_refusal(p)
     reach = (*p.in_spatial, *p.out_spatial, *p.stride, *(abs(v) for pair in p.padding for v in pair))
     if max(*reach, *((f - 1) * d for f, d in zip(p.filter, p.dilation, strict=True))) >= 2**30:
         return "its coordinates must stay below 2^30"
@@ -182,6 +186,39 @@ def _conv_supports(algorithm: str, p: ConvProblem, device: Device) -> str | None
         if max(rows, depth) >= 2**31 - 4096:
             return f"it needs fewer than 2^31 pixels and filter elements per channel, got {rows} and {depth}"
     return None
+
+
+def _grouped_refusal(p: ConvProblem) -> str | None:
+    """cuda/conv/grouped.h: few channels a group on tensor cores."""
+    group_c, group_k = p.in_channels // p.groups, p.out_channels // p.groups
+    if p.dtype not in ("bfloat16", "float16") or not p.channels_last:
+        return "it needs bfloat16 or float16 with channels last"
+    few = all(c % 4 == 0 and 4 <= c <= 32 for c in (group_c, group_k))
+    if not few or p.in_channels % 8 or p.out_channels % 8:
+        return f"it needs 4, 8, ... 32 channels a group and a multiple of 8 in all, got {group_c} and {group_k} a group"
+    if p.nd == 3 and (p.filter[0], p.stride[0], p.padding[0]) != (1, 1, (0, 0)):
+        return "it needs a first axis (of three) that the filter leaves alone"
+    plane = range(p.nd)[-2:]
+    if any(p.stride[i] > 2 or p.filter[i] > 7 or (p.filter[i] - 1) * p.dilation[i] > 16 for i in plane):
+        return "it needs strides up to 2, filters up to 7 and dilated filters up to 17"
+    return None
+
+
+def _banded(p: ConvProblem) -> bool:
+    """Whether the depthwise kernels run on tensor cores (cuda/conv/depthwise.h)."""
+    r, dilation_r = (p.filter[-2], p.dilation[-2]) if p.nd > 1 else (1, 1)
+    flat = p.nd < 3 or (p.filter[0], p.padding[0]) == (1, (0, 0))
+    return (
+        p.dtype in ("bfloat16", "float16")
+        and p.channels_last
+        and p.in_channels == p.out_channels
+        and p.in_channels % 8 == 0
+        and all(s == 1 for s in p.stride)
+        and flat
+        and (dilation_r == 1 or r == 1)
+        and r <= 41
+        and (p.filter[-1] - 1) * p.dilation[-1] <= 40
+    )
 
 
 def _batchnorm_supports(op: str, algorithm: str, p: BatchNormProblem, device: Device) -> str | None:
@@ -230,6 +267,8 @@ def _ladder(op: str, problem: Problem, device: Device) -> str:
         return "depthwise"
     if device.platform == "cpu":
         return "im2col"
+    if problem.groups > 1 and supports(op, "grouped", problem, device) is None:
+        return "grouped"
     # The direct kernels take what the tensor-core loop refuses.
     return "implicit_gemm" if supports(op, "implicit_gemm", problem, device) is None else "direct"
 
@@ -343,7 +382,19 @@ def _fill_conv(op: str, plan: Plan, p: ConvProblem, device: Device) -> Plan:
         return dataclasses.replace(plan, tile=tile, splits=splits, workspace_bytes=size)
     if not wgrad:
         return plan
-    if plan.algorithm == "depthwise":
+    if plan.algorithm == "grouped":
+        # Two blocks fit a multiprocessor; a tile is about 256 pixels.
+        blocks = -(-p.groups // max(1, 32 // max(group_c, group_k)))
+        work, least, waves = -(-p.batch * pixels // 256), 1, 2
+    elif plan.algorithm == "depthwise" and _banded(p):
+        r = p.filter[-2] if p.nd > 1 else 1
+        long = (p.filter[-1] - 1) * p.dilation[-1] > 8
+        blocks = -(-r // 7) * -(-p.out_channels // (8 if long else 16))
+        # A tile is about 500 pixels. Measured on an H200: 3 parts a multiprocessor for filters of up to 3 rows, 2 for
+        # more; one too many costs up to a quarter.
+        work, least, waves = -(-p.batch * pixels // 500), 1, 1 if long else 3 if r <= 3 else 2
+    elif plan.algorithm == "depthwise":
+        waves = 4
         wide = p.channels_last and p.groups == p.out_channels and p.in_channels % (16 // item) == 0
         vector = 16 // item if wide else 1
         tile = {4: 32, 1: 64}.get(vector, 16) if p.channels_last else 1
@@ -351,10 +402,11 @@ def _fill_conv(op: str, plan: Plan, p: ConvProblem, device: Device) -> Plan:
         blocks *= -(-math.prod(p.filter[:-1]) // 4)
         work, least = p.batch * math.prod(p.out_spatial[:-1]) * -(-p.out_spatial[-1] // 4), 64
     else:  # direct: a block owns 4096 elements of dw
+        waves = 4
         columns = min(64, max(8, 1 << (group_k - 1).bit_length()))
         blocks = -(-group_c * taps // (4096 // columns)) * -(-group_k // columns) * p.groups
         work, least = p.batch * pixels, 64
-    splits = _splits(work, blocks, device, 4, least, filter_elements * 4)
+    splits = _splits(work, blocks, device, waves, least, filter_elements * 4)
     return dataclasses.replace(plan, splits=splits, workspace_bytes=splits * filter_elements * 4 if splits > 1 else 0)
 
 

@@ -21,7 +21,7 @@ from jaxconv._activation import Activation
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 IMPLEMENTATIONS = ("native", "xla")
-CONV_ALGORITHMS = ("implicit_gemm", "direct", "depthwise", "im2col")
+CONV_ALGORITHMS = ("implicit_gemm", "direct", "depthwise", "grouped", "im2col")
 DENSE_ALGORITHMS = ("gemm",)
 BATCHNORM_ALGORITHMS = ("two_read", "resident_block")
 

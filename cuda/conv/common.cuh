@@ -178,4 +178,18 @@ __device__ __forceinline__ float ApplyActivation(Activation activation, float z,
   return ActivateCall(activation, z, slope);
 }
 
+// The same for several outputs of a thread: the switch is taken once.
+template <int kCount>
+__device__ __forceinline__ void ApplyActivation(Activation activation, float (&z)[kCount],
+                                                float slope) {
+  if (activation == Activation::kNone) return;
+  if (activation == Activation::kRelu) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) z[i] = Activate(Activation::kRelu, z[i], slope);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) z[i] = ActivateCall(activation, z[i], slope);
+}
+
 }  // namespace jaxconv::cuda::conv

@@ -12,11 +12,12 @@
 // down the rows of the image, so that the rows that neighbouring outputs share come from L1. Reads:
 // src about once from DRAM, w once per block. Writes dst once.
 //
-// wgrad is in depthwise_wgrad.cu.
+// What tensor cores can do is in depthwise_mma.cu, wgrad in depthwise_wgrad.cu.
 #include <algorithm>
 
 #include "cuda/conv/common.cuh"
 #include "cuda/conv/depthwise.h"
+#include "cuda/conv/depthwise_mma.h"
 
 namespace jaxconv::cuda {
 namespace conv {
@@ -354,6 +355,9 @@ Status Run(const Context& ctx, const ConvProblem& p, bool dgrad, const void* src
   const std::string what =
       std::string(dgrad ? "conv_dgrad" : "conv_fprop") + "[depthwise " + Name(p.dtype) + "]";
   JAXCONV_RETURN_IF_ERROR(CheckDepthwise(p, what));
+  if (DepthwiseMmaSupports(p) && Aligned16(src) && Aligned16(w) && Aligned16(dst) && Aligned16(z)) {
+    return DepthwiseMma(ctx, p, dgrad, e, {}, src, w, bias, dst, z, what);
+  }
   return ForElement(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     constexpr int V = kVecWidth<T>;

@@ -2,19 +2,32 @@
 //
 // Supports: groups == c, k a multiple of c; float32, bfloat16, float16; both memory orders; 1-D to
 // 3-D; any stride, dilation, padding; coordinates below 2^30 (CheckIndexable). float32 products are
-// never rounded. Fast where filter[2] is 3, 5 or 7 with dilation[2] == 1 and stride[2] 1 or 2 (7: 1
+// never rounded. `plan.tile` and `plan.chunk` are not read.
+//
+// Tensor cores ("banded", depthwise_mma.h) take bfloat16 and float16, channels-last, k == c a
+// multiple of 8, stride 1, filter[0] == 1 with pad[0] == 0 and in[0] == out[0], dilation[1] == 1 or
+// filter[1] == 1, filter[1] <= 41 and (filter[2] - 1) * dilation[2] <= 40, 16-byte aligned arrays.
+// Their zeros meet real inputs: an infinity in the source makes NaN in outputs of its row up to 15
+// (long filters: 47) columns away.
+//
+// The rest is fast where filter[2] is 3, 5 or 7 with dilation[2] == 1 and stride[2] 1 or 2 (7: 1
 // only), and, channels-last, where k == c is a multiple of 16 / itemsize: then every access is 16
-// bytes. `plan.tile` and `plan.chunk` are not read.
+// bytes.
 //
 // Workspace: fprop, dgrad: 0. wgrad: plan.splits > 1 ? plan.splits * K * T*R*S * 4 bytes : 0.
 //
-// wgrad cuts the N*O*P*ceil(Q/4) runs of four output pixels into `plan.splits` >= 1 contiguous
-// parts. With V = 16 / itemsize where the 16-byte condition holds, else 1, a part has
+// wgrad cuts its work into `plan.splits` >= 1 contiguous parts.
+//   Banded: the work is pixel tiles, of about 500 output pixels, and a part has
+//     ceil(R / 7) * ceil(K / 16) blocks [(S - 1) * dilation[2] > 8: ceil(K / 8)]
+//   of which 3 (R <= 3), 2, or 1 (the long filter rows) fit an SM: that many an SM keep it busy,
+//   more only lengthen the second stage. A part should be one tile at least.
+//   Otherwise: the work is the N*O*P*ceil(Q/4) runs of four output pixels. With V = 16 / itemsize
+//   where the 16-byte condition holds, else 1, a part has
 //   channel tiles * tap-row tiles blocks of 256 threads: channels-last ceil(ceil(K/V) / 16) [V ==
 //   4: / 32; V == 1: / 64], channels-first K; times ceil(T*R / 4) (ceil(T*R*S / 4) where the
 //   generic kernel runs);
-// about four blocks an SM in all keep a device busy, and a part should keep each of its threads in
-// work: at least 16 runs for each of the 64 / (channel tile) threads that share a tap row.
+//   about four blocks an SM in all keep a device busy, and a part should keep each of its threads
+//   in work: at least 16 runs for each of the 64 / (channel tile) threads that share a tap row.
 #pragma once
 
 #include "common/plan.h"

@@ -11,6 +11,7 @@
 
 #include "cuda/conv/common.cuh"
 #include "cuda/conv/depthwise.h"
+#include "cuda/conv/depthwise_mma.h"
 #include "cuda/conv/reduce.h"
 
 namespace jaxconv::cuda {
@@ -231,6 +232,12 @@ Status DepthwiseWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan
   if (plan.splits > 1) {
     JAXCONV_RETURN_IF_ERROR(conv::CheckWorkspace(workspace, plan.splits * count * 4, what));
     partials = static_cast<float*>(workspace.data);
+  }
+  if (conv::DepthwiseMmaWgradSupports(p) && conv::Aligned16(x) && conv::Aligned16(dy)) {
+    JAXCONV_RETURN_IF_ERROR(conv::DepthwiseMmaWgrad(
+        ctx, p, plan.splits, conv::DepthwiseMmaWgradTile(p), x, dy, dw, partials, what));
+    if (partials == nullptr) return Status::Ok();
+    return conv::SumPartials(ctx, p.dtype, partials, plan.splits, count, {}, dw, what.c_str());
   }
   JAXCONV_RETURN_IF_ERROR(conv::ForElement(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
