@@ -147,9 +147,10 @@ def _device_refusal(problem: Problem, device: Device) -> str | None:
             return "float64 has no native CUDA kernels"
         if device.compute_capability is not None and device.compute_capability < (8, 0):
             return f"the CUDA kernels need compute capability 8.0, {device.kind} has {device.compute_capability}"
-    extents = (
-        problem.x_shape if isinstance(problem, (ConvProblem, BatchNormProblem)) else (problem.m, problem.batch or 1)
-    )
+    if isinstance(problem, DenseProblem):
+        extents: tuple[Any, ...] = (problem.m, problem.k, problem.n, problem.batch or 1)
+    else:
+        extents = problem.x_shape
     if not all(map(_known, extents)):
         return "the batch extent is symbolic: native plans need a number"
     return None
@@ -162,17 +163,19 @@ def _device_refusal(problem: Problem, device: Device) -> str | None:
 def supports(op: str, algorithm: str, problem: Problem, device: Device) -> str | None:
     """None if `algorithm` can run `op` of `problem` on `device`, else a sentence."""
     if isinstance(problem, ConvProblem):
-        return _conv_supports(algorithm, problem, device)
+        return _conv_supports(op, algorithm, problem, device)
     if isinstance(problem, BatchNormProblem):
         return _batchnorm_supports(op, algorithm, problem, device)
-    return None
+    return _wgmma_dense_refusal(problem, device) if algorithm == "wgmma" else None
 
 
-def _conv_supports(algorithm: str, p: ConvProblem, device: Device) -> str | None:
+def _conv_supports(op: str, algorithm: str, p: ConvProblem, device: Device) -> str | None:
     if algorithm == "depthwise" and not p.depthwise:
         return f"it needs one input channel per group, got groups={p.groups} for {p.in_channels} channels"
     if device.platform != "cuda":
-        return "it exists on CUDA only" if algorithm in ("implicit_gemm", "grouped") else None
+        return "it exists on CUDA only" if algorithm in ("implicit_gemm", "grouped", "wgmma") else None
+    if algorithm == "wgmma":
+        return _wgmma_conv_refusal(op, p, device)
     if algorithm == "grouped":
         if _shared_memory(device) < 163 * 1024:
             return "its largest tiles need the shared memory of compute capability 8.0 or 9.0"
@@ -201,6 +204,58 @@ def _grouped_refusal(p: ConvProblem) -> str | None:
     plane = range(p.nd)[-2:]
     if any(p.stride[i] > 2 or p.filter[i] > 7 or (p.filter[i] - 1) * p.dilation[i] > 16 for i in plane):
         return "it needs strides up to 2, filters up to 7 and dilated filters up to 17"
+    return None
+
+
+def _wgmma_refusal(p: ConvProblem | DenseProblem, device: Device) -> str | None:
+    if device.platform != "cuda" or device.compute_capability != (9, 0):
+        return "it needs a GPU of compute capability 9.0"
+    if p.dtype not in ("bfloat16", "float16"):
+        return f"it needs bfloat16 or float16, got {p.dtype}"
+    return None
+
+
+def _wgmma_conv_refusal(op: str, p: ConvProblem, device: Device) -> str | None:
+    """cuda/conv/wgmma.h: what the copy engine can walk."""
+    refusal = _wgmma_refusal(p, device)
+    if refusal or not p.channels_last:
+        return refusal or "it needs channels last"
+    group_c, group_k = p.in_channels // p.groups, p.out_channels // p.groups
+    if group_c % 8 or group_k % 8:
+        return f"it needs multiples of 8 channels a group, got {group_c} and {group_k}"
+    dgrad, strided = op == "conv_dgrad", math.prod(p.stride) > 1
+    gathered = [group_k] + [group_c] * strided if dgrad else [group_c]
+    if p.groups > 1 and any(c % 64 for c in gathered):
+        return f"with groups it needs multiples of 64 channels a group, got {group_c} and {group_k}"
+    taps = math.prod(p.filter)
+    rows = p.batch * max(math.prod(p.in_spatial), math.prod(p.out_spatial))
+    if max(rows, taps * max(p.in_channels, p.out_channels)) >= 2**31 - 4096:
+        return "it needs fewer than 2^31 pixels and filter elements per channel"
+    if p.pointwise and not dgrad and op != "conv_wgrad":
+        return None
+    corner, reach = {1: (32768, 65535), 2: (128, 255), 3: (16, 31)}[p.nd]
+    for size, f, out, s, d, (low, high) in zip(
+        p.in_spatial, p.filter, p.out_spatial, p.stride, p.dilation, p.padding, strict=True
+    ):
+        window = (f - 1) * d
+        if dgrad:
+            walked = max(abs(low), abs(high), abs(window - low), abs(window - high)) < corner - 2
+        else:
+            walked = s <= 8 and all(-corner <= c < corner for c in (-low, (out - 1) * s - low + 1 - size))
+        if window >= reach or not walked:
+            return "its padding, stride or dilated filter is beyond the copy engine's range"
+    return "it needs strides of at most 8 together" if dgrad and math.prod(p.stride) > 8 else None
+
+
+def _wgmma_dense_refusal(p: DenseProblem, device: Device) -> str | None:
+    """cuda/dense/wgmma.h."""
+    refusal = _wgmma_refusal(p, device)
+    if refusal:
+        return refusal
+    if p.addend or (p.trans_x and p.trans_w):
+        return "it takes no addend, and not both operands transposed"
+    if p.n % 8 or (p.m if p.trans_x else p.k) % 8 or (p.k if p.trans_w else p.n) % 8:
+        return "it needs rows of x, w and y of a multiple of 8 elements"
     return None
 
 
@@ -365,6 +420,8 @@ def _fill_conv(op: str, plan: Plan, p: ConvProblem, device: Device) -> Plan:
         elif p.channels_last:
             size += _align(filter_elements * item)
         return dataclasses.replace(plan, chunk=chunk, splits=splits, workspace_bytes=size)
+    if plan.algorithm == "wgmma":
+        return _fill_wgmma_conv(op, plan, p, device)
     if plan.algorithm == "implicit_gemm":
         if not wgrad:
             spatial = p.in_spatial if op == "conv_dgrad" else p.out_spatial
@@ -410,12 +467,50 @@ def _fill_conv(op: str, plan: Plan, p: ConvProblem, device: Device) -> Plan:
     return dataclasses.replace(plan, splits=splits, workspace_bytes=splits * filter_elements * 4 if splits > 1 else 0)
 
 
+def _fill_wgmma_conv(op: str, plan: Plan, p: ConvProblem, device: Device) -> Plan:
+    """Tiles as measured on an H200 (docs/performance.md)."""
+    taps, group_c, group_k = math.prod(p.filter), p.in_channels // p.groups, p.out_channels // p.groups
+    if op != "conv_wgrad":
+        dgrad = op == "conv_dgrad"
+        n, summed = (group_c, group_k) if dgrad else (group_k, group_c)
+        steps = taps * -(-summed // 64)
+        if n <= 64:
+            tile = "256x64"
+        elif n <= 128 or steps <= 9 or (dgrad and math.prod(p.stride) > 1):
+            tile = "128x128"
+        elif n > 256 and 1 <= n % 256 <= 128:
+            tile = "256x128"
+        else:
+            rows = p.batch * math.prod(p.in_spatial if dgrad else p.out_spatial)
+            wide, narrow = -(-rows // 128) * -(-n // 256) * p.groups, -(-rows // 128) * -(-n // 128) * p.groups
+            # Waves of the whole device, in the time of a 128x128 tile: the ragged last one decides.
+            ragged = 2 * -(-wide // device.sm_count) > -(-narrow // device.sm_count)
+            tile = "128x128" if ragged else "128x256"
+        return dataclasses.replace(plan, tile=tile)
+    tile = "256x64" if group_k <= 64 else "128x128" if group_k < 256 else "128x256"
+    rows, columns = _extent(tile)
+    tiles = -(-taps * -(-group_c // 64) * 64 // rows) * -(-group_k // columns) * p.groups
+    sms = device.sm_count
+    aligned = tiles * (sms // tiles) if tiles <= sms else 0
+    image = _itemsize(p) * p.batch
+    traffic = image * (math.prod(p.in_spatial) * p.in_channels + math.prod(p.out_spatial) * p.out_channels)
+    # CTAs that share all tiles' work evenly. A number that the tiles divide keeps a part within a tile; it wins unless
+    # it leaves too many multiprocessors idle (less so where x and dy do not stay in the L2 cache).
+    whole = aligned >= 0.85 * sms or (traffic > 48 * 2**20 and aligned >= sms // 2)
+    splits = aligned if whole else sms
+    size = 2 * splits * rows * columns * 4 if splits > 1 else 0
+    return dataclasses.replace(plan, tile=tile, splits=splits, workspace_bytes=size)
+
+
 def _align(size: int) -> int:
     return -(-size // 256) * 256
 
 
 def _fill_dense(plan: Plan, p: DenseProblem, device: Device) -> Plan:
     batch = p.batch or 1
+    if plan.algorithm == "wgmma":
+        tile = "256x64" if p.n <= 64 else "128x256" if p.k >= 2048 and p.m * p.n >= 2**23 else "128x128"
+        return dataclasses.replace(plan, tile=tile)
     tile = _tile(p.m, p.n, batch)
     rows, columns = _extent(tile)
     blocks = -(-p.m // rows) * -(-p.n // columns) * batch

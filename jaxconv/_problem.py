@@ -21,8 +21,8 @@ from jaxconv._activation import Activation
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 IMPLEMENTATIONS = ("native", "xla")
-CONV_ALGORITHMS = ("implicit_gemm", "direct", "depthwise", "grouped", "im2col")
-DENSE_ALGORITHMS = ("gemm",)
+CONV_ALGORITHMS = ("wgmma", "implicit_gemm", "direct", "depthwise", "grouped", "im2col")
+DENSE_ALGORITHMS = ("gemm", "wgmma")
 BATCHNORM_ALGORITHMS = ("two_read", "resident_block")
 
 NO_ACTIVATION = Activation()

@@ -375,8 +375,8 @@ def conv2d(
       return_preactivation: also return z.
       implementation: None takes the fastest known for this problem and device; "native" is jaxconv's own custom call;
         "xla" is lax.
-      algorithm: forces one native algorithm, in forward and backward: "implicit_gemm", "direct",
-        "depthwise", "grouped", "im2col".
+      algorithm: forces one native algorithm, in forward and backward: "wgmma", "implicit_gemm",
+        "direct", "depthwise", "grouped", "im2col".
 
     Returns:
       y of x's dtype, (N, P, Q, K) or (N, K, P, Q); or (y, z) with return_preactivation.

@@ -1,7 +1,7 @@
 """Runs a small case of every CUDA kernel, for compute-sanitizer to watch; not collected by pytest.
 
-    compute-sanitizer --tool memcheck --error-exitcode 1 python tests/sanitize.py
-    compute-sanitizer --tool racecheck --error-exitcode 1 python tests/sanitize.py
+    compute-sanitizer --tool memcheck --kernel-name kns=jaxconv python tests/sanitize.py dense
+    compute-sanitizer --tool racecheck --kernel-name kns=jaxconv python tests/sanitize.py batchnorm
 
 Every algorithm, element type, memory layout, operator and access width (extents that 16-byte accesses divide, and ones
 that nothing divides). Results are not compared here, the test suite does that. An argument keeps the cases whose name

@@ -115,7 +115,8 @@ def test_integers_give_exactly_what_numpy_gives(case, algorithm, dtype, side):
         assert_exact(result, place(op, expected(op, case, largest), layout), f"{op} of {case.name} ({case.why})")
 
 
-@pytest.mark.parametrize("implementation", ["native", None], ids=label)
+# On a GPU the default may be a cuDNN algorithm that is not exact (FFT, Winograd).
+@pytest.mark.parametrize("implementation", ["native"] if GPU else ["native", None], ids=label)
 @pytest.mark.parametrize("case", NETWORK_CASES, ids=lambda case: case.name)
 def test_convolutions_of_networks_are_exact(case, implementation):
     """What the benchmarks measure, small: channels last, and the grouped ones channels first."""
@@ -253,8 +254,16 @@ def test_float32_may_round_products_to_tf32_and_no_further(case, algorithm, prec
         assert_within(result, expected(op, case, "float32"), bound, f"{op} of {case.name}")
 
 
-@pytest.mark.parametrize("activation", NAMED_ACTIVATIONS, ids=label)
-@pytest.mark.parametrize("dtype", DTYPES if GPU else ("float32",))
+# A 16-bit y rounds to 6 where z is just below it, and relu6's slope is read off y: its exact test is above.
+DTYPED_ACTIVATIONS = [
+    (dtype, activation)
+    for dtype in (DTYPES if GPU else ("float32",))
+    for activation in NAMED_ACTIVATIONS
+    if dtype == "float32" or activation != "relu6"
+]
+
+
+@pytest.mark.parametrize(("dtype", "activation"), DTYPED_ACTIVATIONS, ids=label)
 @over(ONE_EACH)
 def test_every_activation_forward_and_backward(case, algorithm, activation, dtype):
     """The fused forward, z, and the three gradients through the activation, against numpy and against the reference."""

@@ -28,7 +28,8 @@ NUMBERS = {
     "NCDHW": ("NCDHW", "OIDHW", "NCDHW"),
 }
 # A transposed convolution is a dgrad: every dense algorithm runs it. The names that the device refuses are left out.
-DGRAD = [None] + [a for a in CONV_ALGORITHMS if a != "depthwise" and (a != "implicit_gemm" or PLATFORM == "cuda")]
+DENSE = ("direct", "im2col", "implicit_gemm") if PLATFORM == "cuda" else ("direct", "im2col")
+DGRAD = [None, *(a for a in CONV_ALGORITHMS if a in DENSE)]
 
 # (stride, window, dilation, padding): stride above, at and below the window; named, symmetric and asymmetric pads.
 WINDOWS = [

@@ -170,10 +170,13 @@ CONV_BYTES = 4 * (X.size + W.size + X.size)
 
 
 def test_cost_of_one_call():
-    assert jaxconv.cost(conv)(X, W) == {"flops": CONV_FLOPS, "bytes accessed": CONV_BYTES}
+    found = jaxconv.cost(conv)(X, W)
+    assert set(found) == {"flops", "bytes accessed"}
+    assert 0 <= found["flops"] - CONV_FLOPS <= 1 and 0 <= found["bytes accessed"] - CONV_BYTES <= 1
     # That is where XLA says -1 when the call is native, and the same whatever implements it.
     assert jax.jit(conv).lower(X, W).cost_analysis()["flops"] == -1
-    assert jaxconv.cost(functools.partial(conv, implementation="xla"))(X, W)["flops"] == CONV_FLOPS
+    # (On a GPU XLA itself counts one more for what runs around the call.)
+    assert 0 <= jaxconv.cost(functools.partial(conv, implementation="xla"))(X, W)["flops"] - CONV_FLOPS <= 1
 
 
 def test_cost_of_a_training_step():

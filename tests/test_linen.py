@@ -68,6 +68,8 @@ def _eps(dtype: Any) -> float:
 
 @pytest.mark.parametrize("case", flax_cases.CONV)
 def test_conv_is_flax_conv(case):
+    if case == "4d_has_no_native_path" and jax.default_backend() == "gpu":
+        pytest.skip("XLA has no convolutions over four axes on GPUs: Flax fails too")
     shape, arguments = flax_cases.CONV[case]
     compare(*both("Conv", features=FEATURES, **arguments), array(0, shape))
 

@@ -67,6 +67,8 @@ def compare(ours: nnx.Module, flax: nnx.Module, x: jax.Array, activation: Any = 
     ),
 )
 def test_conv_is_flax_conv(case):
+    if case == "4d_has_no_native_path" and jax.default_backend() == "gpu":
+        pytest.skip("XLA has no convolutions over four axes on GPUs: Flax fails too")
     shape, arguments = flax_cases.CONV[case]
     compare(*both("Conv", 4, FEATURES, **arguments), array(0, shape))
 

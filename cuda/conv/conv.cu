@@ -7,14 +7,16 @@
 #include "common/launch.h"
 #include "cuda/conv/depthwise.h"
 #include "cuda/conv/direct.h"
+#include "cuda/conv/grouped.h"
 #include "cuda/conv/im2col.h"
 #include "cuda/conv/implicit_gemm.h"
+#include "cuda/conv/wgmma.h"
 #include "cuda/core/context.h"
 
 namespace jaxconv::cuda {
 namespace {
 
-enum class Algorithm { kDirect, kDepthwise, kIm2col, kImplicitGemm };
+enum class Algorithm { kDirect, kDepthwise, kGrouped, kIm2col, kImplicitGemm, kWgmma };
 
 Status Refuse(const char* op, const ConvProblem& p, const Plan& plan, Algorithm& algorithm) {
   if (p.dtype == DType::kF64) {
@@ -26,14 +28,19 @@ Status Refuse(const char* op, const ConvProblem& p, const Plan& plan, Algorithm&
     algorithm = Algorithm::kDirect;
   } else if (plan.algorithm == "depthwise") {
     algorithm = Algorithm::kDepthwise;
+  } else if (plan.algorithm == "grouped") {
+    algorithm = Algorithm::kGrouped;
   } else if (plan.algorithm == "im2col") {
     algorithm = Algorithm::kIm2col;
   } else if (plan.algorithm == "implicit_gemm") {
     algorithm = Algorithm::kImplicitGemm;
+  } else if (plan.algorithm == "wgmma") {
+    algorithm = Algorithm::kWgmma;
   } else {
     return Status::Invalid(std::string(op) + ": unknown algorithm \"" +
                            std::string(plan.algorithm) +
-                           "\"; expected direct, depthwise, im2col or implicit_gemm");
+                           "\"; expected direct, depthwise, grouped, im2col, implicit_gemm or "
+                           "wgmma");
   }
   return Status::Ok();
 }
@@ -63,10 +70,14 @@ Status ConvFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, co
   switch (algorithm) {
     case Algorithm::kDepthwise:
       return DepthwiseFprop(ctx, p, e, plan, x, w, bias, y, z, workspace);
+    case Algorithm::kGrouped:
+      return GroupedFprop(ctx, p, e, plan, x, w, bias, y, z, workspace);
     case Algorithm::kIm2col:
       return Im2colFprop(ctx, p, e, plan, x, w, bias, y, z, workspace);
     case Algorithm::kImplicitGemm:
       return ImplicitGemmFprop(ctx, p, e, plan, x, w, bias, y, z, workspace);
+    case Algorithm::kWgmma:
+      return WgmmaFprop(ctx, p, e, plan, x, w, bias, y, z, workspace);
     case Algorithm::kDirect:
       break;
   }
@@ -82,10 +93,14 @@ Status ConvDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, con
   switch (algorithm) {
     case Algorithm::kDepthwise:
       return DepthwiseDgrad(ctx, p, plan, dy, w, dx, workspace);
+    case Algorithm::kGrouped:
+      return GroupedDgrad(ctx, p, plan, dy, w, dx, workspace);
     case Algorithm::kIm2col:
       return Im2colDgrad(ctx, p, plan, dy, w, dx, workspace);
     case Algorithm::kImplicitGemm:
       return ImplicitGemmDgrad(ctx, p, plan, dy, w, dx, workspace);
+    case Algorithm::kWgmma:
+      return WgmmaDgrad(ctx, p, plan, dy, w, dx, workspace);
     case Algorithm::kDirect:
       break;
   }
@@ -101,10 +116,14 @@ Status ConvWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, con
   switch (algorithm) {
     case Algorithm::kDepthwise:
       return DepthwiseWgrad(ctx, p, plan, x, dy, dw, workspace);
+    case Algorithm::kGrouped:
+      return GroupedWgrad(ctx, p, plan, x, dy, dw, workspace);
     case Algorithm::kIm2col:
       return Im2colWgrad(ctx, p, plan, x, dy, dw, workspace);
     case Algorithm::kImplicitGemm:
       return ImplicitGemmWgrad(ctx, p, plan, x, dy, dw, workspace);
+    case Algorithm::kWgmma:
+      return WgmmaWgrad(ctx, p, plan, x, dy, dw, workspace);
     case Algorithm::kDirect:
       break;
   }

@@ -4,9 +4,11 @@
 // Algorithm "gemm": one product over cuda/gemm. Several instances that share w, x stored (M, K) and
 // the epilogue not telling them apart, are one product of batch * M rows. Workspace: splits == 1: 0
 // bytes; otherwise splits * batch * M * N * 4.
+// Algorithm "wgmma": wgmma.h.
 #include <string>
 
 #include "common/launch.h"
+#include "cuda/dense/wgmma.h"
 #include "cuda/gemm/gemm.h"
 
 namespace jaxconv::cuda {
@@ -14,9 +16,10 @@ namespace jaxconv::cuda {
 Status Dense(const Context& ctx, const DenseProblem& p, const Epilogue& e, const Plan& plan,
              const void* x, const void* w, const void* bias, const void* c, void* y, void* z,
              Workspace workspace) {
+  if (plan.algorithm == "wgmma") return WgmmaDense(ctx, p, e, plan, x, w, bias, y, z);
   if (plan.algorithm != "gemm") {
     return Status::Invalid("dense: algorithm \"" + std::string(plan.algorithm) +
-                           "\" is unknown; the algorithms are \"gemm\"");
+                           "\" is unknown; the algorithms are \"gemm\", \"wgmma\"");
   }
   GemmArgs g;
   g.m = p.m;

@@ -1,0 +1,370 @@
+// The sm_90a convolutions on the host: a ConvProblem into descriptors, walks and phases.
+#include "cuda/conv/wgmma.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <numeric>
+#include <string>
+
+#include "cuda/conv/gather.h"  // the phases of a dgrad
+#include "cuda/conv/wgmma_wgrad.h"
+#include "cuda/core/tma.h"
+#include "cuda/gemm/sm90_product.h"
+
+namespace jaxconv::cuda {
+namespace {
+
+constexpr int64_t kMaxPixels = (int64_t(1) << 31) - 1 - 4096;
+
+bool Aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
+
+// What the three have in common.
+Status Check(const ConvProblem& p, const Plan& plan, int64_t max_splits, bool gathers_k,
+             const std::string& what) {
+  const auto no = [&](const std::string& why) { return Status::Unimplemented(what + ": " + why); };
+  if (!p.channels_last) return no("wgmma needs channels-last arrays, given channels-first");
+  if (p.dtype != DType::kBF16 && p.dtype != DType::kF16) {
+    return no(std::string("wgmma needs bfloat16 or float16, given ") + Name(p.dtype));
+  }
+  if (p.group_c() % 8 != 0 || p.group_k() % 8 != 0) {
+    return no("channels per group must be multiples of 8, given C/G=" +
+              std::to_string(p.group_c()) + ", K/G=" + std::to_string(p.group_k()));
+  }
+  const int64_t gathered = gathers_k ? p.group_k() : p.group_c();
+  if (p.groups > 1 && gathered % 64 != 0) {
+    return no("with groups, the channels summed over must be a multiple of 64 per group, given " +
+              std::to_string(gathered));
+  }
+  const double images = double(p.n);
+  if (images * double(p.in_size()) > double(kMaxPixels) ||
+      images * double(p.out_size()) > double(kMaxPixels) ||
+      double(p.c) * double(p.filter_size()) > double(kMaxPixels) ||
+      double(p.k) * double(p.filter_size()) > double(kMaxPixels)) {
+    return no("N*D*H*W, N*O*P*Q, T*R*S*C and T*R*S*K must be at most " +
+              std::to_string(kMaxPixels));
+  }
+  for (int i = 0; i < 3; ++i) {
+    // Room for sums of coordinates in an int.
+    if (double(p.filter[i]) * double(p.dilation[i]) + double(std::llabs(p.pad[i])) +
+            double(p.out[i]) * double(p.stride[i]) + double(p.in[i]) >
+        double(int64_t(1) << 30)) {
+      return no("coordinates must stay below 2^30");
+    }
+  }
+  if (plan.splits < 1 || plan.splits > max_splits) {
+    return Status::Invalid(what + ": splits=" + std::to_string(plan.splits) + " must be in [1, " +
+                           std::to_string(max_splits) + "]");
+  }
+  return Status::Ok();
+}
+
+std::string Describe(const char* op, const ConvProblem& p, const Plan& plan) {
+  return std::string(op) + "[wgmma " + Name(p.dtype) + " " + std::string(plan.tile) +
+         (plan.splits > 1 ? " splits=" + std::to_string(plan.splits) : "") + "]";
+}
+
+// Of the descriptors of images: 3 to 5, by the first spatial axis that does anything.
+int Rank(const ConvProblem& p) {
+  const auto trivial = [&](int i) {
+    return p.in[i] == 1 && p.out[i] == 1 && p.filter[i] == 1 && p.pad[i] == 0;
+  };
+  return !trivial(0) ? 5 : !trivial(1) ? 4 : 3;
+}
+
+// (channels, W, [H, [D,]] N) of a channels-last tensor whose axes are `extent` (D H W).
+TmaTensor ImageTensor(const void* base, int rank, int64_t channels, const int64_t (&extent)[3],
+                      int64_t images) {
+  TmaTensor t;
+  t.base = base;
+  t.rank = rank;
+  t.extent[0] = channels;
+  t.stride[0] = 1;
+  int64_t stride = channels;
+  for (int i = 0; i < rank - 2; ++i) {
+    t.extent[i + 1] = extent[2 - i];
+    t.stride[i + 1] = stride;
+    stride *= extent[2 - i];
+  }
+  t.extent[rank - 1] = images;
+  t.stride[rank - 1] = stride;
+  return t;
+}
+
+// (columns of a group, group, rows) of a matrix of `rows` rows.
+TmaTensor MatrixTensor(const void* base, int64_t columns, int64_t groups, int64_t rows) {
+  return {base, 3, {columns, groups, rows}, {1, columns, columns * groups}};
+}
+
+// w (T R S, C/G, K) as (K/G, group, C/G, T*R*S).
+TmaTensor FilterTensor(const ConvProblem& p, const void* w) {
+  return {w,
+          4,
+          {p.group_k(), p.groups, p.group_c(), p.filter_size()},
+          {1, p.group_k(), p.k, p.k * p.group_c()}};
+}
+
+// The walk of fprop and wgrad over x.
+TmaWalk InputWalk(const ConvProblem& p) {
+  TmaWalk walk;
+  for (int i = 0; i < 3; ++i) {
+    walk.first[i] = int(-p.pad[2 - i]);
+    walk.step[i] = int(p.stride[2 - i]);
+    walk.count[i] = int(p.out[2 - i]);
+  }
+  return walk;
+}
+
+Status CheckWalk(const TmaTensor& t, const TmaWalk& walk, const int (&taps)[3],
+                 const int (&tap_step)[3], const std::string& what) {
+  int offset[3];
+  for (int i = 0; i < 3; ++i) {
+    const int64_t largest = int64_t(std::max(taps[i] - 1, 0)) * tap_step[i];
+    offset[i] = int(std::min<int64_t>(largest, 1 << 30));
+  }
+  const std::string refusal = RefuseWalk(t.rank, t.extent, walk, offset);
+  return refusal.empty() ? Status::Ok() : Status::Unimplemented(what + ": " + refusal);
+}
+
+// The inverse of a modulo n, both positive and coprime; 0 if n is 1.
+int64_t Inverse(int64_t a, int64_t n) {
+  for (int64_t i = 1; i < n; ++i) {
+    if (a % n * i % n == 1) return i;
+  }
+  return 0;
+}
+
+Status Launch(const Context& ctx, DType dtype, bool k_major_b, Sm90Product& product,
+              Sm90TileName tile, int multiprocessors, const std::string& what) {
+  if (dtype == DType::kBF16) {
+    return k_major_b ? LaunchSm90KKBf16(ctx, product, tile, multiprocessors, what)
+                     : LaunchSm90KNBf16(ctx, product, tile, multiprocessors, what);
+  }
+  return k_major_b ? LaunchSm90KKF16(ctx, product, tile, multiprocessors, what)
+                   : LaunchSm90KNF16(ctx, product, tile, multiprocessors, what);
+}
+
+}  // namespace
+
+Status WgmmaFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
+                  const void* x, const void* w, const void* bias, void* y, void* z, Workspace) {
+  const std::string what = Describe("conv_fprop", p, plan);
+  JAXCONV_RETURN_IF_ERROR(Check(p, plan, 1, false, what));
+  if (!Aligned(x) || !Aligned(w) || !Aligned(y) || !Aligned(z)) {
+    return Status::Invalid(what + ": x, w, y and z must be 16-byte aligned");
+  }
+  Sm90TileName tile;
+  JAXCONV_RETURN_IF_ERROR(FindSm90Tile(plan.tile, what, &tile));
+  int multiprocessors;
+  JAXCONV_RETURN_IF_ERROR(RequireSm90(what, &multiprocessors));
+
+  Sm90Product g = {};
+  Sm90Phase& phase = g.phase[0];
+  const int64_t pixels = p.n * p.out_size();
+  const TmaWalk walk = InputWalk(p);
+  phase.m = int(pixels);
+  int filter_step = 1;
+  for (int i = 0; i < 3; ++i) {
+    phase.extent[i] = walk.count[i];
+    phase.first[i] = walk.first[i];
+    phase.step[i] = walk.step[i];
+    phase.taps[i] = int(p.filter[2 - i]);
+    phase.tap_step[i] = int(p.dilation[2 - i]);
+    phase.filter_step[i] = filter_step;
+    filter_step *= phase.taps[i];
+  }
+  g.phases = 1;
+  g.instances = int(p.groups);
+  g.n = int(p.group_k());
+  g.channels = int(p.group_c());
+  g.k_blocks = (g.channels + 63) / 64;
+  g.epilogue.activation = e.activation;
+  g.epilogue.slope = float(e.slope);
+  g.epilogue.save_z = e.save_preactivation;
+  if (e.bias) {
+    g.epilogue.bias = bias;
+    g.epilogue.bias_kind = BiasKind::kColumn;
+    g.epilogue.stride_bias = p.group_k();
+  }
+  const int tile_m = TileRows(tile);
+  const bool plain = [&] {
+    for (int i = 0; i < 3; ++i) {
+      if (p.filter[i] != 1 || p.stride[i] != 1 || p.pad[i] != 0 || p.in[i] != p.out[i]) {
+        return false;
+      }
+    }
+    return true;
+  }();
+  if (plain) {
+    // A 1x1 convolution is a matrix product.
+    JAXCONV_RETURN_IF_ERROR(EncodeTiled(p.dtype, MatrixTensor(x, p.group_c(), p.groups, pixels),
+                                        {64, 1, tile_m}, what + " x", &g.a[0]));
+  } else {
+    g.rank_a = Rank(p);
+    const TmaTensor image = ImageTensor(x, g.rank_a, p.c, p.in, p.n);
+    JAXCONV_RETURN_IF_ERROR(CheckWalk(image, walk, phase.taps, phase.tap_step, what));
+    JAXCONV_RETURN_IF_ERROR(EncodeIm2col(p.dtype, image, walk, tile_m, what + " x", &g.a[0]));
+  }
+  JAXCONV_RETURN_IF_ERROR(
+      EncodeTiled(p.dtype, FilterTensor(p, w), {64, 1, 64, 1}, what + " w", &g.b));
+  const TmaTensor out = MatrixTensor(y, p.group_k(), p.groups, pixels);
+  JAXCONV_RETURN_IF_ERROR(EncodeTiled(p.dtype, out, {64, 1, 64}, what + " y", &g.d[0]));
+  if (e.save_preactivation) {
+    TmaTensor saved = out;
+    saved.base = z;
+    JAXCONV_RETURN_IF_ERROR(EncodeTiled(p.dtype, saved, {64, 1, 64}, what + " z", &g.z));
+  }
+  return Launch(ctx, p.dtype, false, g, tile, multiprocessors, what);
+}
+
+Status WgmmaDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,
+                  const void* w, void* dx, Workspace) {
+  const std::string what = Describe("conv_dgrad", p, plan);
+  JAXCONV_RETURN_IF_ERROR(Check(p, plan, 1, true, what));
+  if (!Aligned(dy) || !Aligned(w) || !Aligned(dx)) {
+    return Status::Invalid(what + ": dy, w and dx must be 16-byte aligned");
+  }
+  Sm90TileName tile;
+  JAXCONV_RETURN_IF_ERROR(FindSm90Tile(plan.tile, what, &tile));
+  int multiprocessors;
+  JAXCONV_RETURN_IF_ERROR(RequireSm90(what, &multiprocessors));
+  const int tile_m = TileRows(tile);
+
+  // Axes W, H, D from here on.
+  DgradAxis axis[3];
+  int phases = 1;
+  bool strided = false;
+  for (int i = 0; i < 3; ++i) {
+    DgradAxis& a = axis[i];
+    const int d = 2 - i;
+    a.extent = int(p.in[d]);
+    a.taps = int(p.filter[d]);
+    a.stride = int(p.stride[d]);
+    a.pad = int(p.pad[d]);
+    a.dilation = int(p.dilation[d]);
+    a.gcd = int(std::gcd(p.stride[d], p.dilation[d]));
+    a.inverse = int(Inverse(a.dilation / a.gcd, a.stride / a.gcd));
+    a.residues = std::min(a.stride, a.extent);
+    strided = strided || a.residues > 1;
+    phases *= std::min(a.residues, kMaxPhases + 1);
+  }
+  if (phases > kMaxPhases) {
+    return Status::Unimplemented(what + ": the product of the strides may be at most " +
+                                 std::to_string(kMaxPhases));
+  }
+  if (strided && p.groups > 1 && p.group_c() % 64 != 0) {
+    return Status::Unimplemented(what + ": strided, with groups, needs C/G to be a multiple of 64");
+  }
+  const int rank = Rank(p);
+  const TmaTensor image = ImageTensor(dy, rank, p.k, p.out, p.n);
+  const TmaTensor whole = ImageTensor(dx, rank, p.c, p.in, p.n);
+
+  Sm90Product g = {};
+  g.rank_a = rank;
+  g.rank_d = strided ? rank : 0;
+  g.instances = int(p.groups);
+  g.n = int(p.group_c());
+  g.channels = int(p.group_k());
+  g.k_blocks = (g.channels + 63) / 64;
+  for (int number = 0; number < phases; ++number) {
+    Sm90Phase phase = {};
+    TmaWalk walk;
+    TmaTensor to = whole;
+    TmaWalk every;  // pixel of the phase
+    int rest = number, filter_step = 1;
+    phase.m = int(p.n);
+    for (int i = 0; i < 3; ++i) {
+      const DgradAxis& a = axis[i];
+      const int residue = rest % a.residues;
+      rest /= a.residues;
+      const DgradPhase part = MakeDgradPhase(a, residue);
+      // Taps in descending order: pixel h reads h + origin - (taps - 1 - j) * dilation/g, tap first
+      // + (taps - 1 - j) * stride/g.
+      const int last = std::max(part.taps - 1, 0), between = a.stride / a.gcd;
+      phase.extent[i] = walk.count[i] = every.count[i] = part.rows;
+      phase.tap_step[i] = a.dilation / a.gcd;
+      phase.first[i] = walk.first[i] = part.origin - last * phase.tap_step[i];
+      phase.step[i] = walk.step[i] = 1;
+      phase.taps[i] = part.taps;
+      phase.filter_first += (part.first + last * between) * filter_step;
+      phase.filter_step[i] = -between * filter_step;
+      filter_step *= a.taps;
+      phase.m *= part.rows;
+      every.first[i] = 0;
+      every.step[i] = 1;
+      if (i < rank - 2) {
+        to.base = static_cast<const char*>(to.base) + residue * to.stride[i + 1] * 2;
+        to.extent[i + 1] = part.rows;
+        to.stride[i + 1] *= a.stride;
+      }
+    }
+    // The longest first: the short ones then fill the last wave.
+    const auto work = [](const Sm90Phase& f) { return f.taps[0] * f.taps[1] * f.taps[2]; };
+    int at = g.phases++;
+    while (at > 0 && work(g.phase[at - 1]) < work(phase)) {
+      g.phase[at] = g.phase[at - 1];
+      g.a[at] = g.a[at - 1];
+      g.d[at] = g.d[at - 1];
+      --at;
+    }
+    g.phase[at] = phase;
+    if (work(phase) > 0) {
+      JAXCONV_RETURN_IF_ERROR(CheckWalk(image, walk, phase.taps, phase.tap_step, what));
+      JAXCONV_RETURN_IF_ERROR(EncodeIm2col(p.dtype, image, walk, tile_m, what + " dy", &g.a[at]));
+    }
+    if (strided) {
+      JAXCONV_RETURN_IF_ERROR(EncodeIm2col(p.dtype, to, every, 64, what + " dx", &g.d[at]));
+    } else {
+      JAXCONV_RETURN_IF_ERROR(
+          EncodeTiled(p.dtype, MatrixTensor(dx, p.group_c(), p.groups, p.n * p.in_size()),
+                      {64, 1, 64}, what + " dx", &g.d[at]));
+    }
+  }
+  JAXCONV_RETURN_IF_ERROR(
+      EncodeTiled(p.dtype, FilterTensor(p, w), {64, 1, TileColumns(tile), 1}, what + " w", &g.b));
+  return Launch(ctx, p.dtype, true, g, tile, multiprocessors, what);
+}
+
+Status WgmmaWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
+                  const void* dy, void* dw, Workspace workspace) {
+  const std::string what = Describe("conv_wgrad", p, plan);
+  JAXCONV_RETURN_IF_ERROR(Check(p, plan, 4096, false, what));
+  if (!Aligned(x) || !Aligned(dy) || !Aligned(dw) || !Aligned(workspace.data)) {
+    return Status::Invalid(what + ": x, dy, dw and the workspace must be 16-byte aligned");
+  }
+  Sm90TileName tile;
+  JAXCONV_RETURN_IF_ERROR(FindSm90Tile(plan.tile, what, &tile));
+  int multiprocessors;
+  JAXCONV_RETURN_IF_ERROR(RequireSm90(what, &multiprocessors));
+
+  WgradLaunch g = {};
+  const int64_t pixels = p.n * p.out_size();
+  const TmaWalk walk = InputWalk(p);
+  for (int i = 0; i < 3; ++i) {
+    g.extent[i] = walk.count[i];
+    g.first[i] = walk.first[i];
+    g.step[i] = walk.step[i];
+    g.taps[i] = int(p.filter[2 - i]);
+    g.tap_step[i] = int(p.dilation[2 - i]);
+  }
+  g.rank = Rank(p);
+  g.instances = int(p.groups);
+  g.channels = int(p.group_c());
+  g.channel_blocks = (g.channels + 63) / 64;
+  g.n = int(p.group_k());
+  g.steps = int((pixels + 63) / 64);
+  g.parts = int(plan.splits);
+  g.pitch = p.k;
+  g.dw = dw;
+  g.partials = static_cast<float*>(workspace.data);
+  const TmaTensor image = ImageTensor(x, g.rank, p.c, p.in, p.n);
+  JAXCONV_RETURN_IF_ERROR(CheckWalk(image, walk, g.taps, g.tap_step, what));
+  JAXCONV_RETURN_IF_ERROR(EncodeIm2col(p.dtype, image, walk, 64, what + " x", &g.x));
+  const TmaTensor out = {
+      dy, 4, {p.group_k(), p.groups, pixels, 1}, {1, p.group_k(), p.k, p.k * pixels}};
+  JAXCONV_RETURN_IF_ERROR(EncodeTiled(p.dtype, out, {64, 1, 64, 1}, what + " dy", &g.dy));
+  return p.dtype == DType::kBF16
+             ? LaunchWgmmaWgradBf16(ctx, g, tile, multiprocessors, workspace.bytes, what)
+             : LaunchWgmmaWgradF16(ctx, g, tile, multiprocessors, workspace.bytes, what);
+}
+
+}  // namespace jaxconv::cuda

@@ -1,0 +1,40 @@
+// Convolution on the sm_90a main loop: the copy engine walks x and dy in place (im2col mode), the
+// tensor cores read both operands as they lie. Formulas as in implicit_gemm.h.
+//
+// Domain: compute capability 9.0; channels_last; bfloat16, float16; x, w, y, dy, dx, dw, z 16-byte
+// aligned;
+//   C/G and K/G multiples of 8; with more than one group also C/G (fprop, wgrad) or K/G (dgrad) a
+//   multiple of 64, and both for a strided dgrad;
+//   N*D*H*W, N*O*P*Q, T*R*S*C, T*R*S*K at most 2^31 - 4097; coordinates below 2^30;
+//   what a descriptor can say, which depends on the number of axes from the first one that is not
+//   trivial (in = out = filter = 1, pad = 0) on, 1, 2 or 3. On each of these axes
+//     fprop, wgrad: stride in [1, 8]; -pad and (out - 1)*stride - pad + 1 - in in [-e, e),
+//     dgrad: the same of the stride-1 walks over dy of its phases (gather.h), which
+//       |pad| + (filter - 1)*dilation < e implies for filters that fit their padded images,
+//     (filter - 1)*dilation < f;  e = 32768, 128, 16;  f = 65535, 255, 31;
+//   dgrad: the product of the strides at most 8. fprop: a 1x1 of stride 1 needs none of this.
+// Outside, a launcher returns a Status.
+//
+// Plan: algorithm "wgmma"; tile "128x256", "256x128", "128x128" or "256x64"; splits 1, except
+// wgrad's: the number of CTAs over which the reduction of all tiles together is spread evenly (a
+// multiple of the number of tiles keeps them at the same pixels at the same time, which matters
+// where x and dy are larger than L2), or 1 for whole tiles.
+// Workspace, bytes: wgrad with splits > 1: 2 * splits * tile rows * tile columns * 4; otherwise 0.
+#pragma once
+
+#include "common/plan.h"
+#include "common/problem.h"
+#include "common/status.h"
+#include "cuda/core/context.h"
+
+namespace jaxconv::cuda {
+
+Status WgmmaFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
+                  const void* x, const void* w, const void* bias, void* y, void* z,
+                  Workspace workspace);
+Status WgmmaDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,
+                  const void* w, void* dx, Workspace workspace);
+Status WgmmaWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
+                  const void* dy, void* dw, Workspace workspace);
+
+}  // namespace jaxconv::cuda

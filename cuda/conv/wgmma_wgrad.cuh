@@ -1,0 +1,267 @@
+// wgrad on the sm_90a main loop (16-bit, channels last):
+//
+//   dw[(tap, c), k] = sum over pixels of x[pixel at tap, c] * dy[pixel, k]    for each group
+//
+// Rows are blocks of 64 channels of one tap, so that a block of A (64 pixels x 64 channels,
+// m-major) is one column of pixels for the copy engine; B is dy as it lies (n-major). The reduction
+// is cut into steps of 64 pixels. All tiles' steps, tile after tile, are one line of work, cut into
+// `parts` equal runs, one a CTA: a tile that lies inside one run is written to dw at once, a tile
+// that is shared leaves float32 sums in the workspace, at most two tiles a run, which a second
+// launch adds in the order of the runs. With whole_tiles the runs are of tiles, and nothing is
+// shared.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+
+#include "common/status.h"
+#include "cuda/conv/wgmma_wgrad.h"
+#include "cuda/core/context.h"
+#include "cuda/core/convert.cuh"
+#include "cuda/core/divmod.h"
+#include "cuda/gemm/sm90.cuh"
+#include "cuda/gemm/sm90_epilogue.cuh"  // PackHalves
+
+namespace jaxconv::cuda {
+
+// The run of part i: [RunBegin(i), RunBegin(i + 1)), in steps.
+JAXCONV_HD int64_t RunBegin(const WgradLaunch& p, int part) {
+  const int64_t total = p.whole_tiles ? p.tiles : p.tiles * p.steps;
+  const int64_t begin = total * part / p.parts;
+  return p.whole_tiles ? begin * p.steps : begin;
+}
+
+// The part that holds a step, where runs are of steps: the largest i with total * i / parts <
+// step + 1.
+JAXCONV_HD int PartOf(const WgradLaunch& p, int64_t step) {
+  return int(((step + 1) * p.parts - 1) / (p.tiles * p.steps));
+}
+
+// Where the sums of `part` for a shared tile lie, in tiles of kTileM x kTileN floats. A run has at
+// most one tile that it enters in the middle and one that it leaves in the middle.
+JAXCONV_HD int64_t Slot(int part, bool enters) { return 2 * int64_t(part) + (enters ? 0 : 1); }
+
+struct WgradPlace {
+  int instance, block_m, n;  // block_m: the first block of 64 rows
+};
+
+template <typename Tile>
+JAXCONV_HD WgradPlace LocateWgradTile(const WgradLaunch& p, int64_t tile) {
+  const unsigned index = unsigned(tile);
+  const unsigned tiles_m = unsigned(p.tiles_m), tiles_n = unsigned(p.tiles_n);
+  const unsigned rest = index % (tiles_m * tiles_n);
+  WgradPlace at;
+  at.instance = int(index / (tiles_m * tiles_n));
+  at.block_m = int(rest % tiles_m) * (Tile::kTileM / 64);
+  at.n = int(rest / tiles_m) * Tile::kTileN;
+  return at;
+}
+
+// The walk over the tiles of a run: body(tile, first step, steps).
+template <typename Body>
+__device__ __forceinline__ void ForRun(const WgradLaunch& p, int part, Body&& body) {
+  int64_t at = RunBegin(p, part);
+  const int64_t end = RunBegin(p, part + 1);
+  while (at < end) {
+    const int64_t tile = at / p.steps;
+    const int first = int(at - tile * p.steps);
+    const int steps = int(end - at < p.steps - first ? end - at : p.steps - first);
+    body(tile, first, steps);
+    at += steps;
+  }
+}
+
+template <typename Tile>
+__device__ __forceinline__ void ProduceWgrad(const WgradLaunch& p, const WgradPlace& at, int first,
+                                             int steps, Sm90Ring<Tile>& ring) {
+  constexpr int kCount = Tile::kTileM / 64;
+  int channel[kCount], offset[kCount][3];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const int block = at.block_m + i;
+    const int tap = block / p.channel_blocks;
+    // Rows past the last: channels past the last, which read as zeros.
+    channel[i] = tap < p.taps[0] * p.taps[1] * p.taps[2]
+                     ? at.instance * p.channels + block % p.channel_blocks * 64
+                     : p.instances * p.channels;
+    const Digits4 digits = SplitDigits(tap, p.taps[2], p.taps[1], p.taps[0]);
+    for (int axis = 0; axis < 3; ++axis) {
+      offset[i][axis] =
+          channel[i] < p.instances * p.channels ? digits.digit[3 - axis] * p.tap_step[axis] : 0;
+    }
+  }
+  const Digits4 stride = SplitDigits(64, p.extent[2], p.extent[1], p.extent[0]);
+  Digits4 pixel = SplitDigits(first * 64, p.extent[2], p.extent[1], p.extent[0]);
+  for (int step = first; step < first + steps; ++step) {
+    int from[3];
+    for (int axis = 0; axis < 3; ++axis) {
+      from[axis] = pixel.digit[3 - axis] * p.step[axis] + p.first[axis];
+    }
+    const uint32_t full = ring.Claim();
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      LoadColumn(p.rank, ring.A() + i * kBlockBytes, p.x, full, channel[i], from, pixel.digit[0],
+                 offset[i]);
+    }
+    LoadB(ring, p.dy, full, step * 64, at.n, at.instance, 0);
+    AddDigits(pixel, stride, p.extent[2], p.extent[1], p.extent[0]);
+    ring.Advance();
+  }
+}
+
+// Four sums of a thread: two neighbouring columns of rows r and r + 8 of a block.
+// `block`: the block of 64 rows; `row`: r in it; n: the first column.
+template <typename T>
+__device__ __forceinline__ void StoreWgrad(const WgradLaunch& p, int instance, int block, int row,
+                                           int n, const float4& v) {
+  const int tap = block / p.channel_blocks, c = block % p.channel_blocks * 64 + row;
+  if (tap >= p.taps[0] * p.taps[1] * p.taps[2] || n >= p.n) return;
+  T* out = static_cast<T*>(p.dw) + (int64_t(tap) * p.channels + c) * p.pitch + instance * p.n + n;
+  if (c < p.channels) *reinterpret_cast<uint32_t*>(out) = PackHalves(v.x, v.y, T());
+  if (c + 8 < p.channels) {
+    *reinterpret_cast<uint32_t*>(out + 8 * p.pitch) = PackHalves(v.z, v.w, T());
+  }
+}
+
+template <typename Tile>
+__global__ void __launch_bounds__(kSm90Threads, 1)
+    WgmmaWgradKernel(const __grid_constant__ WgradLaunch p) {
+#ifdef JAXCONV_SM90A
+  extern __shared__ __align__(1024) unsigned char shared_bytes[];
+  Sm90Ring<Tile> ring(SharedAddress(shared_bytes));
+  Sm90Start(ring);
+  const int part = blockIdx.x;
+  const int group = __shfl_sync(0xffffffffu, int(threadIdx.x) / 128, 0) - 1;  // uniform
+  if (group < 0) {
+    RegistersDown<kProducerRegisters>();
+    if (threadIdx.x == 0) {
+      PrefetchMap(p.x);
+      PrefetchMap(p.dy);
+      ForRun(p, part, [&](int64_t tile, int first, int steps) {
+        ProduceWgrad(p, LocateWgradTile<Tile>(p, tile), first, steps, ring);
+      });
+    }
+  } else {
+    RegistersUp<kConsumerRegisters>();
+    const int block0 = group * Tile::kBlocks;
+    ForRun(p, part, [&](int64_t tile, int first, int steps) {
+      const WgradPlace at = LocateWgradTile<Tile>(p, tile);
+      float acc[Tile::kBlocks][Tile::kTileN / 2];
+      Sm90MainLoop(ring, group, steps, acc);
+      const int thread = threadIdx.x % 128;
+      if (steps == p.steps) {
+        const int row = thread / 32 * 16 + thread % 32 / 4, n = at.n + thread % 4 * 2;
+#pragma unroll
+        for (int block = 0; block < Tile::kBlocks; ++block) {
+#pragma unroll
+          for (int j = 0; j < Tile::kTileN / 8; ++j) {
+            const float* v = &acc[block][j * 4];
+            StoreWgrad<typename Tile::T>(p, at.instance, at.block_m + block0 + block, row,
+                                         n + j * 8, make_float4(v[0], v[1], v[2], v[3]));
+          }
+        }
+      } else {
+        // In the order of the registers: [block][j][thread], 16 bytes each.
+        float4* sums = reinterpret_cast<float4*>(
+            p.partials + Slot(part, first > 0) * (int64_t(Tile::kTileM) * Tile::kTileN));
+#pragma unroll
+        for (int block = 0; block < Tile::kBlocks; ++block) {
+#pragma unroll
+          for (int j = 0; j < Tile::kTileN / 8; ++j) {
+            const float* v = &acc[block][j * 4];
+            sums[((block0 + block) * (Tile::kTileN / 8) + j) * 128 + thread] =
+                make_float4(v[0], v[1], v[2], v[3]);
+          }
+        }
+      }
+    });
+  }
+#endif
+}
+
+// The shared tiles: a thread adds four sums of every part, blocks of 256 threads make 1024 of a
+// tile's outputs; grid.x counts those, grid.y the tiles (strided).
+template <typename Tile>
+__global__ void __launch_bounds__(256) WgmmaWgradSumKernel(const __grid_constant__ WgradLaunch p) {
+  constexpr int64_t kFours = int64_t(Tile::kTileM) * Tile::kTileN / 4;
+  const int index = int(blockIdx.x) * 256 + int(threadIdx.x);  // [0, kFours)
+  for (int64_t tile = blockIdx.y; tile < p.tiles; tile += gridDim.y) {
+    const int begin = PartOf(p, tile * p.steps), end = PartOf(p, (tile + 1) * p.steps - 1);
+    if (begin == end) continue;
+    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 8
+    for (int part = begin; part <= end; ++part) {
+      const float4 v = __ldcg(reinterpret_cast<const float4*>(p.partials) +
+                              Slot(part, part > begin) * kFours + index);
+      sum.x += v.x;
+      sum.y += v.y;
+      sum.z += v.z;
+      sum.w += v.w;
+    }
+    const WgradPlace at = LocateWgradTile<Tile>(p, tile);
+    const int thread = index % 128, j = index / 128 % (Tile::kTileN / 8);
+    StoreWgrad<typename Tile::T>(p, at.instance, at.block_m + index / 128 / (Tile::kTileN / 8),
+                                 thread / 32 * 16 + thread % 32 / 4, at.n + j * 8 + thread % 4 * 2,
+                                 sum);
+  }
+}
+
+// Fills in the tile counts and launches both passes.
+template <typename Tile>
+Status LaunchWgmmaWgradTile(const Context& ctx, WgradLaunch& p, int multiprocessors,
+                            int64_t workspace_bytes, const std::string& what) {
+  const int64_t rows = int64_t(p.taps[0]) * p.taps[1] * p.taps[2] * p.channel_blocks * 64;
+  p.tiles_m = int((rows + Tile::kTileM - 1) / Tile::kTileM);
+  p.tiles_n = (p.n + Tile::kTileN - 1) / Tile::kTileN;
+  p.tiles = int64_t(p.tiles_m) * p.tiles_n * p.instances;
+  if (p.tiles > (int64_t(1) << 30)) return Status::Unimplemented(what + ": more than 2^30 tiles");
+  p.whole_tiles = p.parts == 1;
+  if (p.whole_tiles) {
+    p.parts = int(std::min<int64_t>(p.tiles, multiprocessors));
+  } else {
+    p.parts = int(std::min(int64_t(p.parts), p.tiles * p.steps));  // no run is empty
+  }
+  if (double(p.tiles) * double(p.steps) * double(p.parts) > 4e18) {
+    return Status::Unimplemented(what + ": tiles * steps * splits overflows 64 bits");
+  }
+  const int64_t needed =
+      p.whole_tiles ? 0
+                    : 2 * int64_t(p.parts) * Tile::kTileM * Tile::kTileN * int64_t(sizeof(float));
+  if (workspace_bytes < needed) {
+    return Status::Invalid(what + ": needs a workspace of " + std::to_string(needed) +
+                           " bytes (2 * splits * tile rows * tile columns * 4), given " +
+                           std::to_string(workspace_bytes));
+  }
+  auto kernel = WgmmaWgradKernel<Tile>;
+  JAXCONV_RETURN_IF_ERROR(CudaStatus(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kSharedBytes),
+      what));
+  kernel<<<p.parts, kSm90Threads, Tile::kSharedBytes, ctx.stream>>>(p);
+  JAXCONV_RETURN_IF_ERROR(LaunchStatus(what));
+  if (p.whole_tiles || p.tiles % p.parts == 0) return Status::Ok();
+  const dim3 grid(unsigned(Tile::kTileM * Tile::kTileN / 1024),
+                  unsigned(std::min<int64_t>(p.tiles, 65535)));
+  WgmmaWgradSumKernel<Tile><<<grid, 256, 0, ctx.stream>>>(p);
+  return LaunchStatus(what + " (sum of parts)");
+}
+
+template <typename T>
+Status LaunchWgmmaWgradByTile(const Context& ctx, WgradLaunch& p, Sm90TileName tile,
+                              int multiprocessors, int64_t workspace_bytes,
+                              const std::string& what) {
+#define JAXCONV_SM90_CASE(name, blocks, tile_n)                                           \
+  case Sm90TileName::name:                                                                \
+    return LaunchWgmmaWgradTile<Sm90Tile<T, false, false, blocks, tile_n, false, false>>( \
+        ctx, p, multiprocessors, workspace_bytes, what);
+  switch (tile) {
+    JAXCONV_SM90_CASE(k128x256, 1, 256)
+    JAXCONV_SM90_CASE(k256x128, 2, 128)
+    JAXCONV_SM90_CASE(k128x128, 1, 128)
+    JAXCONV_SM90_CASE(k256x64, 2, 64)
+  }
+#undef JAXCONV_SM90_CASE
+  return Status::Internal(what + ": no such tile");
+}
+
+}  // namespace jaxconv::cuda

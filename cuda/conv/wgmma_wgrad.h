@@ -1,0 +1,43 @@
+// wgrad on the sm_90a main loop, as the host fills it in; wgmma_wgrad.cuh computes it.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+#include <string>
+
+#include "common/status.h"
+#include "cuda/core/context.h"
+#include "cuda/gemm/sm90_product.h"
+
+namespace jaxconv::cuda {
+
+// Axes are W, H, D.
+struct WgradLaunch {
+  CUtensorMap x;   // columns of 64 pixels
+  CUtensorMap dy;  // (k, group, pixels, 1)
+  int extent[3];   // O P Q's: pixels
+  int first[3], step[3];
+  int taps[3], tap_step[3];
+  int rank;            // of x
+  int instances;       // groups
+  int channels;        // C/G
+  int channel_blocks;  // of 64, in a tap
+  int n;               // K/G
+  int steps;           // of 64 pixels, rounded up
+  int parts;           // 1: whole tiles
+  int64_t pitch;       // K
+  void* dw;
+  float* partials;
+  // Filled in by the launch.
+  bool whole_tiles;
+  int tiles_m, tiles_n;
+  int64_t tiles;
+};
+
+Status LaunchWgmmaWgradBf16(const Context& ctx, WgradLaunch& p, Sm90TileName tile,
+                            int multiprocessors, int64_t workspace_bytes, const std::string& what);
+Status LaunchWgmmaWgradF16(const Context& ctx, WgradLaunch& p, Sm90TileName tile,
+                           int multiprocessors, int64_t workspace_bytes, const std::string& what);
+
+}  // namespace jaxconv::cuda

@@ -1,0 +1,154 @@
+// Tensor map descriptors by the driver's two encoding functions, found at the first use.
+#include "cuda/core/tma.h"
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+
+#include "cuda/core/context.h"
+
+namespace jaxconv::cuda {
+namespace {
+
+struct Driver {
+  decltype(&cuTensorMapEncodeTiled) tiled = nullptr;
+  decltype(&cuTensorMapEncodeIm2col) im2col = nullptr;
+  int version = 0;
+  cudaError_t error = cudaSuccess;
+};
+
+template <typename F>
+cudaError_t FindEntry(const char* name, F* function) {
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult result;
+  const cudaError_t error =
+      cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &result);
+  if (error != cudaSuccess) return error;
+  if (result != cudaDriverEntryPointSuccess) return cudaErrorNotSupported;
+  *function = reinterpret_cast<F>(found);
+  return cudaSuccess;
+}
+
+const Driver& TheDriver() {
+  static const Driver driver = [] {
+    Driver d;
+    d.error = FindEntry("cuTensorMapEncodeTiled", &d.tiled);
+    if (d.error == cudaSuccess) d.error = FindEntry("cuTensorMapEncodeIm2col", &d.im2col);
+    if (d.error == cudaSuccess) d.error = cudaDriverGetVersion(&d.version);
+    return d;
+  }();
+  return driver;
+}
+
+CUtensorMapDataType ElementType(DType dtype) {
+  return dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+}
+
+constexpr int kBytes = 2;  // of an element
+
+struct Shape {
+  cuuint64_t extent[5];
+  cuuint64_t stride[4];  // bytes, from dimension 1 on
+  int64_t span;          // bytes from the first element to past the last
+};
+
+Shape ShapeOf(const TmaTensor& t) {
+  Shape s;
+  s.span = kBytes;
+  for (int i = 0; i < t.rank; ++i) {
+    s.extent[i] = cuuint64_t(t.extent[i]);
+    if (i > 0) s.stride[i - 1] = cuuint64_t(t.stride[i]) * kBytes;
+    s.span += (t.extent[i] - 1) * t.stride[i] * kBytes;
+  }
+  return s;
+}
+
+// Drivers before 13.2 set a bit that promises the first 128 KiB to be mapped, whatever the tensor's
+// size.
+void ForgetLargeSpan(const Shape& s, CUtensorMap* map) {
+  if (TheDriver().version < 13020 && s.span < 128 * 1024) {
+    reinterpret_cast<uint64_t*>(map)[1] &= ~(uint64_t(1) << 21);
+  }
+}
+
+Status Refused(const std::string& what, const char* kind, const TmaTensor& t, CUresult result) {
+  std::string text = what + ": the driver refuses a " + kind + " descriptor (error " +
+                     std::to_string(int(result)) + ") for extents";
+  for (int i = 0; i < t.rank; ++i) text += " " + std::to_string(t.extent[i]);
+  text += ", strides";
+  for (int i = 1; i < t.rank; ++i) text += " " + std::to_string(t.stride[i]);
+  return Status::Invalid(text);
+}
+
+// The last position of a walk, counted from the tensor's last element.
+int UpperCorner(int64_t extent, const TmaWalk& walk, int i) {
+  return int(walk.first[i] + int64_t(walk.count[i] - 1) * walk.step[i] + 1 - extent);
+}
+
+}  // namespace
+
+Status EncodeTiled(DType dtype, const TmaTensor& tensor, const int (&rows)[5],
+                   const std::string& what, CUtensorMap* map) {
+  const Driver& driver = TheDriver();
+  JAXCONV_RETURN_IF_ERROR(CudaStatus(driver.error, what + ": cuTensorMapEncodeTiled"));
+  const Shape s = ShapeOf(tensor);
+  cuuint32_t box[5], step[5];
+  for (int i = 0; i < tensor.rank; ++i) {
+    box[i] = cuuint32_t(i == 0 ? kTmaRow : rows[i]);
+    step[i] = 1;
+  }
+  const CUresult result = driver.tiled(
+      map, ElementType(dtype), cuuint32_t(tensor.rank), const_cast<void*>(tensor.base), s.extent,
+      s.stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) return Refused(what, "tiled", tensor, result);
+  ForgetLargeSpan(s, map);
+  return Status::Ok();
+}
+
+std::string RefuseWalk(int rank, const int64_t (&extent)[5], const TmaWalk& walk,
+                       const int (&largest_offset)[3]) {
+  const int axes = rank - 2;
+  const int corner = axes == 1 ? 32768 : axes == 2 ? 128 : 16;
+  const int offset = axes == 1 ? 65535 : axes == 2 ? 255 : 31;
+  for (int i = 0; i < axes; ++i) {
+    const int upper = UpperCorner(extent[i + 1], walk, i);
+    if (std::min(walk.first[i], upper) < -corner || std::max(walk.first[i], upper) >= corner) {
+      return "padding may reach " + std::to_string(corner) + " pixels past " +
+             std::to_string(axes) + "-dimensional images, given corners " +
+             std::to_string(walk.first[i]) + " and " + std::to_string(upper);
+    }
+    if (largest_offset[i] >= offset) {
+      return "(filter - 1) * dilation must be below " + std::to_string(offset) + " in " +
+             std::to_string(axes) + " dimensions, given " + std::to_string(largest_offset[i]);
+    }
+    if (walk.step[i] < 1 || walk.step[i] > 8) {
+      return "strides must be in [1, 8], given " + std::to_string(walk.step[i]);
+    }
+  }
+  return "";
+}
+
+Status EncodeIm2col(DType dtype, const TmaTensor& tensor, const TmaWalk& walk, int pixels,
+                    const std::string& what, CUtensorMap* map) {
+  const Driver& driver = TheDriver();
+  JAXCONV_RETURN_IF_ERROR(CudaStatus(driver.error, what + ": cuTensorMapEncodeIm2col"));
+  const Shape s = ShapeOf(tensor);
+  int lower[3] = {}, upper[3] = {};
+  cuuint32_t step[5] = {1, 1, 1, 1, 1};
+  for (int i = 0; i < tensor.rank - 2; ++i) {
+    lower[i] = walk.first[i];
+    upper[i] = UpperCorner(tensor.extent[i + 1], walk, i);
+    step[i + 1] = cuuint32_t(walk.step[i]);
+  }
+  const CUresult result = driver.im2col(
+      map, ElementType(dtype), cuuint32_t(tensor.rank), const_cast<void*>(tensor.base), s.extent,
+      s.stride, lower, upper, kTmaRow, cuuint32_t(pixels), step, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) return Refused(what, "im2col", tensor, result);
+  ForgetLargeSpan(s, map);
+  return Status::Ok();
+}
+
+}  // namespace jaxconv::cuda

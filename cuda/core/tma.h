@@ -1,0 +1,51 @@
+// Descriptors of the bulk tensor copy engine (sm_90), made on the host for each call and passed as
+// a kernel parameter: they hold addresses, so they are never kept. The driver is asked for the two
+// encoding functions at the first use; a machine without one gets a Status, and nothing links to
+// libcuda.
+//
+// All tensors are 16-bit; dimension 0 is contiguous; strides are in elements. Shared memory holds
+// rows of 128 bytes (64 elements) in the 128-byte swizzle: 16-byte chunk j of row r lies at
+// j ^ (r % 8). Reads outside the tensor give zeros, writes are dropped.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+#include <string>
+
+#include "common/dtype.h"
+#include "common/status.h"
+
+namespace jaxconv::cuda {
+
+inline constexpr int kTmaRow = 64;  // elements in a row of a box
+
+struct TmaTensor {
+  const void* base;  // 16-byte aligned
+  int rank;          // in [3, 5]
+  int64_t extent[5];
+  int64_t stride[5];  // stride[0] is 1; the others are multiples of 8
+};
+
+// Boxes of 64 x rows[1] x rows[2] x ... elements.
+Status EncodeTiled(DType dtype, const TmaTensor& tensor, const int (&rows)[5],
+                   const std::string& what, CUtensorMap* map);
+
+// Columns of `pixels` pixels x 64 channels. Dimensions are (channels, W, [H, [D,]] N). Along a
+// spatial dimension i the walk visits first[i], first[i] + step[i], ..., count[i] positions in all,
+// fastest dimension first; index 0 is W. A copy adds its own offset to every position.
+struct TmaWalk {
+  int first[3];
+  int step[3];  // in [1, 8]
+  int count[3];
+};
+
+// The corners of the walk's box must fit the descriptor, and so must the largest offset: the
+// sentence that says why not, or "". The domain of the kernels that use this is stated by it.
+std::string RefuseWalk(int rank, const int64_t (&extent)[5], const TmaWalk& walk,
+                       const int (&largest_offset)[3]);
+
+Status EncodeIm2col(DType dtype, const TmaTensor& tensor, const TmaWalk& walk, int pixels,
+                    const std::string& what, CUtensorMap* map);
+
+}  // namespace jaxconv::cuda

@@ -1,0 +1,132 @@
+// wgmma (sm_90a): a warpgroup's D (64 x N, float32, in registers) += A (64 x 16) * B (16 x N), both
+// 16-bit in shared memory, as the copy engine left them (128-byte swizzle).
+//
+// Warp w of the group, lane l: d[4j], d[4j + 1] are row 16w + l/4, columns 8j + 2(l % 4) and the
+// next; d[4j + 2], d[4j + 3] the same columns of row 16w + l/4 + 8.
+//
+// An operand's tile is a sequence of 8 KiB blocks of 64 rows x 128 bytes:
+//   k-major   a row holds 64 k of one m or n: blocks follow each other along m or n
+//   mn-major  a row holds 64 m or n of one k: likewise
+// so a block is 64 (m or n) x 64 k either way, and only the 16-k step inside it differs.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace jaxconv::cuda {
+
+inline constexpr int kBlockBytes = 64 * 128;
+
+// The descriptor of the first 16 k of an operand that starts at `address`. Strides in units of 16
+// bytes: from eight rows to the next eight (bits 32 to 45), and between blocks (bits 16 to 29, read
+// for mn-major operands only). Bits 62 and 63: the 128-byte swizzle.
+template <bool kMajorK>
+__device__ __forceinline__ uint64_t OperandDescriptor(uint32_t address) {
+  constexpr uint64_t kFixed = uint64_t(1) << 62 | uint64_t(1024 / 16) << 32 |
+                              uint64_t(kMajorK ? 1 : kBlockBytes / 16) << 16;
+  return kFixed | uint64_t((address & 0x3FFFF) >> 4);
+}
+
+// What a step of 16 k adds to a descriptor: 32 bytes along the rows, or 16 rows.
+template <bool kMajorK>
+inline constexpr uint64_t kOperandStep = (kMajorK ? 32 : 16 * 128) / 16;
+
+// Before the first wgmma of a group that follows writes to the accumulators.
+__device__ __forceinline__ void WgmmaFence() {
+  asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory");
+}
+__device__ __forceinline__ void WgmmaCommit() {
+  asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory");
+}
+template <int kPending>
+__device__ __forceinline__ void WgmmaWait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(kPending) : "memory");
+}
+
+// The compiler must not move accumulators across this point.
+template <int kCount>
+__device__ __forceinline__ void Pin(float (&d)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// clang-format off
+#define JAXCONV_WGMMA_D0 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define JAXCONV_WGMMA_D1 \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define JAXCONV_WGMMA_D2 \
+  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
+  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define JAXCONV_WGMMA_D3 \
+  "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
+  "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define JAXCONV_WGMMA_F4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define JAXCONV_WGMMA_F16(i) \
+  JAXCONV_WGMMA_F4(i), JAXCONV_WGMMA_F4(i + 4), JAXCONV_WGMMA_F4(i + 8), JAXCONV_WGMMA_F4(i + 12)
+#define JAXCONV_WGMMA_F32(i) JAXCONV_WGMMA_F16(i), JAXCONV_WGMMA_F16(i + 16)
+#define JAXCONV_WGMMA_F64(i) JAXCONV_WGMMA_F32(i), JAXCONV_WGMMA_F32(i + 32)
+#define JAXCONV_WGMMA_F128(i) JAXCONV_WGMMA_F64(i), JAXCONV_WGMMA_F64(i + 64)
+
+// accumulate = 0: D = A * B. The transposition flags are 1 for mn-major operands.
+#define JAXCONV_WGMMA(N, TYPE, REGISTERS, OUTPUTS, A, B, P, TA, TB)                       \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" P ", 0;\n"                            \
+               "wgmma.mma_async.sync.aligned.m64n" N "k16.f32." TYPE "." TYPE " {" REGISTERS "}, " \
+               "%" A ", %" B ", p, 1, 1, %" TA ", %" TB ";\n}\n"                           \
+               : OUTPUTS                                                                  \
+               : "l"(a), "l"(b), "r"(accumulate), "n"(kMajorA ? 0 : 1), "n"(kMajorB ? 0 : 1))
+#define JAXCONV_WGMMA_N(TYPE)                                                                      \
+  if constexpr (kRegisters == 32) {                                                                \
+    JAXCONV_WGMMA("64", TYPE, JAXCONV_WGMMA_D0, JAXCONV_WGMMA_F32(0), "32", "33", "34", "35",      \
+                  "36");                                                                           \
+  } else if constexpr (kRegisters == 64) {                                                         \
+    JAXCONV_WGMMA("128", TYPE, JAXCONV_WGMMA_D0 ", " JAXCONV_WGMMA_D1, JAXCONV_WGMMA_F64(0), "64", \
+                  "65", "66", "67", "68");                                                         \
+  } else {                                                                                         \
+    JAXCONV_WGMMA("256", TYPE,                                                                     \
+                  JAXCONV_WGMMA_D0 ", " JAXCONV_WGMMA_D1 ", " \
+                  JAXCONV_WGMMA_D2 ", " JAXCONV_WGMMA_D3, \
+                  JAXCONV_WGMMA_F128(0), "128", "129", "130", "131", "132"); \
+  }
+// clang-format on
+
+template <typename T, bool kMajorA, bool kMajorB, int kRegisters>
+__device__ __forceinline__ void Wgmma(float (&d)[kRegisters], uint64_t a, uint64_t b,
+                                      int accumulate) {
+  static_assert(kRegisters == 32 || kRegisters == 64 || kRegisters == 128);
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    JAXCONV_WGMMA_N("bf16")
+  } else {
+    static_assert(std::is_same_v<T, __half>);
+    JAXCONV_WGMMA_N("f16")
+  }
+}
+
+#undef JAXCONV_WGMMA_N
+#undef JAXCONV_WGMMA
+#undef JAXCONV_WGMMA_F128
+#undef JAXCONV_WGMMA_F64
+#undef JAXCONV_WGMMA_F32
+#undef JAXCONV_WGMMA_F16
+#undef JAXCONV_WGMMA_F4
+#undef JAXCONV_WGMMA_D3
+#undef JAXCONV_WGMMA_D2
+#undef JAXCONV_WGMMA_D1
+#undef JAXCONV_WGMMA_D0
+
+// Registers of a thread of this warpgroup; every warp of the group calls it.
+template <int kRegisters>
+__device__ __forceinline__ void RegistersUp() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void RegistersDown() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(kRegisters));
+}
+
+}  // namespace jaxconv::cuda

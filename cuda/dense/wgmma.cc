@@ -1,0 +1,121 @@
+// The sm_90a dense on the host: a DenseProblem into descriptors.
+#include "cuda/dense/wgmma.h"
+
+#include <algorithm>
+#include <string>
+
+#include "cuda/core/tma.h"
+#include "cuda/gemm/sm90_product.h"
+
+namespace jaxconv::cuda {
+namespace {
+
+bool Aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
+
+Status Check(const DenseProblem& p, const Plan& plan, const std::string& what) {
+  const auto no = [&](const std::string& why) { return Status::Unimplemented(what + ": " + why); };
+  if (p.dtype != DType::kBF16 && p.dtype != DType::kF16) {
+    return no(std::string("wgmma needs bfloat16 or float16, given ") + Name(p.dtype));
+  }
+  if (p.addend) return no("wgmma takes no addend c");
+  if (p.trans_x && p.trans_w) return no("x and w may not both be transposed");
+  if (p.k == 0) return no("K must be at least 1");
+  const int64_t x_axis = p.trans_x ? p.m : p.k, w_axis = p.trans_w ? p.k : p.n;
+  if (x_axis % 8 != 0 || w_axis % 8 != 0 || p.n % 8 != 0) {
+    return no("the fastest axes of x, w and y must be multiples of 8, given " +
+              std::to_string(x_axis) + ", " + std::to_string(w_axis) + ", " + std::to_string(p.n));
+  }
+  constexpr int64_t kMost = (int64_t(1) << 31) - 1 - 4096;
+  if (std::max({p.m, p.n, p.k, p.batch}) > kMost) {
+    return no("M, N, K and batch must be at most " + std::to_string(kMost));
+  }
+  if (plan.splits != 1) {
+    return Status::Invalid(what + ": splits=" + std::to_string(plan.splits) + " must be 1");
+  }
+  return Status::Ok();
+}
+
+// (columns, instance, rows) of row-major matrices, `batched` or one for all.
+TmaTensor Matrices(const void* base, int64_t rows, int64_t columns, bool batched, int64_t batch) {
+  return {base, 3, {columns, batched ? batch : 1, rows}, {1, rows * columns, columns}};
+}
+
+}  // namespace
+
+Status WgmmaDense(const Context& ctx, const DenseProblem& p, const Epilogue& e, const Plan& plan,
+                  const void* x, const void* w, const void* bias, void* y, void* z) {
+  const std::string what =
+      std::string("dense[wgmma ") + Name(p.dtype) + " " + std::string(plan.tile) + "]";
+  JAXCONV_RETURN_IF_ERROR(Check(p, plan, what));
+  if (!Aligned(x) || !Aligned(w) || !Aligned(y) || (e.save_preactivation && !Aligned(z))) {
+    return Status::Invalid(what + ": x, w, y and z must be 16-byte aligned");
+  }
+  Sm90TileName tile;
+  JAXCONV_RETURN_IF_ERROR(FindSm90Tile(plan.tile, what, &tile));
+  int multiprocessors;
+  JAXCONV_RETURN_IF_ERROR(RequireSm90(what, &multiprocessors));
+  if (p.m == 0 || p.n == 0 || p.batch == 0) return Status::Ok();
+
+  // Instances that share w, and that the epilogue does not tell apart, are more rows.
+  int64_t m = p.m, batch = p.batch;
+  const bool any_row =
+      p.bias == BiasKind::kNone ||
+      (!p.bias_batched && (p.bias == BiasKind::kScalar || p.bias == BiasKind::kColumn));
+  if (batch > 1 && p.x_batched && !p.w_batched && !p.trans_x && any_row &&
+      batch <= (int64_t(1) << 30) / (m + 1)) {
+    m *= batch;
+    batch = 1;
+  }
+
+  Sm90Product g = {};
+  Sm90Phase& phase = g.phase[0];
+  phase.m = int(m);
+  for (int i = 0; i < 3; ++i) phase.extent[i] = phase.taps[i] = 1;
+  g.phases = 1;
+  g.shared_a = !p.x_batched;
+  g.shared_b = !p.w_batched;
+  g.instances = int(batch);
+  g.n = int(p.n);
+  g.k_blocks = int((p.k + 63) / 64);
+  g.epilogue.alpha = float(p.alpha);
+  g.epilogue.activation = e.activation;
+  g.epilogue.slope = float(e.slope);
+  g.epilogue.save_z = e.save_preactivation;
+  if (p.bias != BiasKind::kNone) {
+    g.epilogue.bias = bias;
+    g.epilogue.bias_kind = p.bias;
+    const int64_t elements = p.bias == BiasKind::kScalar ? 1 : p.bias == BiasKind::kRow ? p.m : p.n;
+    g.epilogue.stride_bias = p.bias_batched ? elements : 0;
+  }
+  const int rows = TileRows(tile), columns = TileColumns(tile);
+  if (p.trans_x) {
+    JAXCONV_RETURN_IF_ERROR(EncodeTiled(p.dtype, Matrices(x, p.k, m, p.x_batched, batch),
+                                        {64, 1, 64}, what + " x", &g.a[0]));
+  } else {
+    JAXCONV_RETURN_IF_ERROR(EncodeTiled(p.dtype, Matrices(x, m, p.k, p.x_batched, batch),
+                                        {64, 1, rows}, what + " x", &g.a[0]));
+  }
+  // w as (fastest axis, instance, slowest axis, 1).
+  TmaTensor filter = p.trans_w ? Matrices(w, p.n, p.k, p.w_batched, batch)
+                               : Matrices(w, p.k, p.n, p.w_batched, batch);
+  filter.rank = 4;
+  filter.extent[3] = 1;
+  filter.stride[3] = filter.stride[1];
+  JAXCONV_RETURN_IF_ERROR(
+      EncodeTiled(p.dtype, filter, {64, 1, p.trans_w ? columns : 64, 1}, what + " w", &g.b));
+  JAXCONV_RETURN_IF_ERROR(
+      EncodeTiled(p.dtype, Matrices(y, m, p.n, true, batch), {64, 1, 64}, what + " y", &g.d[0]));
+  if (e.save_preactivation) {
+    JAXCONV_RETURN_IF_ERROR(
+        EncodeTiled(p.dtype, Matrices(z, m, p.n, true, batch), {64, 1, 64}, what + " z", &g.z));
+  }
+  const auto launch = p.dtype == DType::kBF16 ? (p.trans_x   ? LaunchSm90MNBf16
+                                                 : p.trans_w ? LaunchSm90KKBf16
+                                                             : LaunchSm90KNBf16)
+                                              : (p.trans_x   ? LaunchSm90MNF16
+                                                 : p.trans_w ? LaunchSm90KKF16
+                                                             : LaunchSm90KNF16);
+  return launch(ctx, g, tile, multiprocessors, what);
+}
+
+}  // namespace jaxconv::cuda

@@ -1,0 +1,12 @@
+// The sm_90a product in bfloat16: k-major A, k-major B (dgrad; dense with w transposed). See
+// sm90_product.cuh.
+#include "cuda/gemm/sm90_instances.cuh"
+
+namespace jaxconv::cuda {
+
+Status LaunchSm90KKBf16(const Context& ctx, Sm90Product& p, Sm90TileName tile, int multiprocessors,
+                        const std::string& what) {
+  return LaunchSm90ByTile<__nv_bfloat16, true, true>(ctx, p, tile, multiprocessors, what);
+}
+
+}  // namespace jaxconv::cuda

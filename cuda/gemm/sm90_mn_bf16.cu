@@ -1,0 +1,12 @@
+// The sm_90a product in bfloat16: m-major A, n-major B (dense with x transposed). See
+// sm90_product.cuh.
+#include "cuda/gemm/sm90_instances.cuh"
+
+namespace jaxconv::cuda {
+
+Status LaunchSm90MNBf16(const Context& ctx, Sm90Product& p, Sm90TileName tile, int multiprocessors,
+                        const std::string& what) {
+  return LaunchSm90ByTile<__nv_bfloat16, false, false>(ctx, p, tile, multiprocessors, what);
+}
+
+}  // namespace jaxconv::cuda
