@@ -61,7 +61,8 @@ def environment() -> dict[str, Any]:
         "commit": os.environ.get("BENCHMARKS_COMMIT") or _output("git", "rev-parse", "HEAD"),
         "dirty": None if status is None else bool(status),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": "python -m benchmarks " + " ".join(sys.argv[1:]),
+        # Where the file was written to is nobody else's business.
+        "command": re.sub(r"--json[ =][^- ]\S*", "--json", "python -m benchmarks " + " ".join(sys.argv[1:])),
     }
     if device.platform == "cpu":
         found["cores"] = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

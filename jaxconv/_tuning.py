@@ -20,8 +20,9 @@ FOLDER = pathlib.Path(__file__).parent / "tuning"
 
 # How far a neighbour may be: in each of the coordinates below, a factor of 2^REACH.
 REACH = 1.6
-# A native kernel is taken where it was faster than XLA by more than the spread between two runs.
-MARGIN = 1.03
+# A native kernel is taken where it was faster than XLA by more than this. The spread between two runs is 2 %; and a
+# native batch-norm forward that won by 4 % alone lost 15 % beside an XLA backward, which then read what XLA had fused.
+MARGIN = 1.04
 
 
 @dataclasses.dataclass(frozen=True)

@@ -174,7 +174,8 @@ def test_cost_of_one_call():
     assert set(found) == {"flops", "bytes accessed"}
     assert 0 <= found["flops"] - CONV_FLOPS <= 1 and 0 <= found["bytes accessed"] - CONV_BYTES <= 1
     # That is where XLA says -1 when the call is native, and the same whatever implements it.
-    assert jax.jit(conv).lower(X, W).cost_analysis()["flops"] == -1
+    of_xla = jax.jit(conv).lower(X, W).cost_analysis()
+    assert of_xla is None or of_xla["flops"] == -1  # a GPU has none before it compiles
     # (On a GPU XLA itself counts one more for what runs around the call.)
     assert 0 <= jaxconv.cost(functools.partial(conv, implementation="xla"))(X, W)["flops"] - CONV_FLOPS <= 1
 
