@@ -172,6 +172,29 @@ def parse_padding(
     return ((value, value),) * nd
 
 
+def parse_transposed_padding(
+    where: str, padding: Any, filter: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
+) -> tuple[Pair, ...]:
+    """lax.conv_transpose's padding of the stride-dilated input."""
+    if not isinstance(padding, str):
+        ones = (1,) * len(filter)
+        return parse_padding(where, padding, ones, ones, ones, ones)
+    mode = padding.upper()
+    pairs = []
+    for k, s, d in zip(filter, stride, dilation, strict=True):
+        k = (k - 1) * d + 1
+        if mode == "SAME":
+            total = k + s - 2
+            low = k - 1 if s > k - 1 else -(-total // 2)
+        elif mode == "VALID":
+            total = k + s - 2 + max(k - s, 0)
+            low = k - 1
+        else:
+            raise ValueError(f"{where}: padding={padding!r} is unknown, expected 'SAME', 'VALID', or low and high pads")
+        pairs.append((low, total - low))
+    return tuple(pairs)
+
+
 CHANNELS_LAST = {1: "NWC", 2: "NHWC", 3: "NDHWC"}
 CHANNELS_FIRST = {1: "NCW", 2: "NCHW", 3: "NCDHW"}
 
@@ -355,6 +378,91 @@ class ConvProblem:
             out_spatial=out,
             stride=stride,
             padding=pads,
+            dilation=dilation,
+            channels_last=channels_last,
+            precision=parse_precision(name, precision),
+            bias=b is not None,
+            activation=_activation.parse(name, activation),
+            save_preactivation=bool(return_preactivation),
+            implementation=implementation,
+            algorithm=algorithm,
+        )
+
+    @classmethod
+    def infer_transposed(
+        cls,
+        name: str,
+        nd: int,
+        x: jax.Array,
+        w: jax.Array,
+        b: jax.Array | None,
+        *,
+        stride: Any,
+        padding: Any,  # of the stride-dilated x, as lax
+        dilation: Any,
+        groups: Any,
+        activation: Any,
+        layout: Any,
+        precision: Any,
+        return_preactivation: bool,
+        transpose_kernel: bool,
+        algorithm: Any,
+        implementation: Any,
+    ) -> ConvProblem:
+        """The convolution whose dgrad is activation(lax.conv_general_dilated(x, w, 1, pads, lhs_dilation=stride) + b).
+
+        It maps the transposed one's output to its input: `in_*` are y's, `out_*` are x's. Its `bias`, `activation` and
+        `save_preactivation` are what the dgrad is followed by.
+        """
+        channels_last = parse_layout(name, layout, nd)
+        for argument, array in (("x", x), ("w", w)):
+            if array.ndim != nd + 2:
+                raise ValueError(
+                    f"{name}: {argument} has {array.ndim} dimensions, expected {nd + 2}, got {array.shape}"
+                )
+        stride = integers(name, "stride", stride, nd, 1)
+        dilation = integers(name, "dilation", dilation, nd, 1)
+        filter = tuple(w.shape[:nd] if channels_last else w.shape[2:])
+        pads = parse_transposed_padding(name, padding, filter, stride, dilation)
+        groups = integers(name, "groups", groups, 1, 1)[0]
+        seen = _shapes(x=x, w=w, b=b)
+        c = x.shape[-1 if channels_last else 1]
+        in_axis, out_axis = (nd, nd + 1) if channels_last else (1, 0)
+        # With transpose_kernel the filter is the forward convolution's: its input channels are this one's output.
+        if transpose_kernel:
+            k, expected = w.shape[in_axis] * groups, w.shape[out_axis]
+        else:
+            k, expected = w.shape[out_axis], w.shape[in_axis] * groups
+        for argument, extents in (("x", x.shape[1:]), ("w", w.shape)):
+            if 0 in extents:
+                raise ValueError(f"{name}: {argument} is empty: only the batch extent may be 0. {seen}")
+        if expected != c:
+            raise ValueError(f"{name}: w expects {expected} input channels, x has {c} (groups={groups}). {seen}")
+        if c % groups or k % groups:
+            raise ValueError(f"{name}: groups={groups} does not divide the channels {c} -> {k}. {seen}")
+        if b is not None and b.shape != (k,):
+            raise ValueError(f"{name}: b has shape {b.shape}, expected ({k},), one per output channel. {seen}")
+        in_spatial = tuple(x.shape[1:-1] if channels_last else x.shape[2:])
+        windows = [(f - 1) * d for f, d in zip(filter, dilation, strict=True)]
+        out = tuple(
+            (size - 1) * s + 1 + low + high - window
+            for size, s, (low, high), window in zip(in_spatial, stride, pads, windows, strict=True)
+        )
+        if min(out) < 1:
+            raise ValueError(f"{name}: the output would have spatial extents {out}, expected at least 1. {seen}")
+        check_choice(name, implementation, algorithm, CONV_ALGORITHMS)
+        return cls(
+            name=name,
+            dtype=same_dtype(name, x=x, w=w, b=b),
+            batch=x.shape[0],
+            in_channels=k,
+            out_channels=c,
+            groups=groups,
+            in_spatial=out,
+            filter=filter,
+            out_spatial=in_spatial,
+            stride=stride,
+            padding=tuple((window - low, window - high) for window, (low, high) in zip(windows, pads, strict=True)),
             dilation=dilation,
             channels_last=channels_last,
             precision=parse_precision(name, precision),

@@ -19,34 +19,9 @@ from jaxconv._problem import ConvProblem, Pair
 Array = jax.Array
 
 
-def _pads(
-    where: str, padding: Any, filter: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
-) -> list[Pair]:
-    """lax.conv_transpose's padding of the stride-dilated input."""
-    if not isinstance(padding, str):
-        ones = (1,) * len(filter)
-        return list(_problem.parse_padding(where, padding, ones, ones, ones, ones))
-    mode = padding.upper()
-    pairs = []
-    for k, s, d in zip(filter, stride, dilation, strict=True):
-        k = (k - 1) * d + 1
-        if mode == "SAME":
-            total = k + s - 2
-            low = k - 1 if s > k - 1 else -(-total // 2)
-        elif mode == "VALID":
-            total = k + s - 2 + max(k - s, 0)
-            low = k - 1
-        else:
-            raise ValueError(f"{where}: padding={padding!r} is unknown, expected 'SAME', 'VALID', or low and high pads")
-        pairs.append((low, total - low))
-    return pairs
-
-
-def _swap_filter(p: ConvProblem, w: Array, flip: bool) -> Array:
+def _swap_filter(p: ConvProblem, w: Array) -> Array:
     """A transposed convolution's filter (C_in/G, C_out) as that of the convolution it transposes, (C_out/G, C_in)."""
-    spatial = tuple(range(p.nd)) if p.channels_last else tuple(range(2, p.nd + 2))
-    if flip:
-        w = lax.rev(w, spatial)
+    w = lax.rev(w, tuple(range(p.nd)) if p.channels_last else tuple(range(2, p.nd + 2)))
     g, taps = p.groups, p.filter
     if p.channels_last:  # (taps, C_in/G, G * C_out/G)
         w = w.reshape(*taps, w.shape[-2], g, w.shape[-1] // g)
@@ -55,114 +30,15 @@ def _swap_filter(p: ConvProblem, w: Array, flip: bool) -> Array:
     return jnp.swapaxes(w, 1, 2).reshape(p.out_channels, p.in_channels // g, *taps)
 
 
-def _transposed(
-    name: str,
-    nd: int,
-    x: Array,
-    w: Array,
-    b: Array | None,
-    *,
-    stride: tuple[int, ...],
-    pads: Sequence[Pair],  # of the stride-dilated x, as lax
-    dilation: tuple[int, ...],
-    groups: int,
-    activation: Any,
-    channels_last: bool,
-    precision: Any,
-    return_preactivation: bool,
-    algorithm: Any,
-    implementation: Any,
-    transpose_kernel: bool,
-) -> Any:
-    """activation(lax.conv_general_dilated(x, w, 1, pads, lhs_dilation=stride, ...) + b) as a dgrad."""
-    seen = ", ".join(f"{k}={tuple(v.shape)}" for k, v in (("x", x), ("w", w), ("b", b)) if v is not None)
-    filter = tuple(w.shape[:nd] if channels_last else w.shape[2:])
-    c = x.shape[-1 if channels_last else 1]
-    in_axis, out_axis = (nd, nd + 1) if channels_last else (1, 0)
-    # With transpose_kernel the filter is the forward convolution's: its input channels are this one's output.
-    if transpose_kernel:
-        k, expected = w.shape[in_axis] * groups, w.shape[out_axis]
-    else:
-        k, expected = w.shape[out_axis], w.shape[in_axis] * groups
-    for argument, extents in (("x", x.shape[1:]), ("w", w.shape)):
-        if 0 in extents:
-            raise ValueError(f"{name}: {argument} is empty: only the batch extent may be 0. {seen}")
-    if expected != c:
-        raise ValueError(f"{name}: w expects {expected} input channels, x has {c} (groups={groups}). {seen}")
-    if c % groups or k % groups:
-        raise ValueError(f"{name}: groups={groups} does not divide the channels {c} -> {k}. {seen}")
-    if b is not None and b.shape != (k,):
-        raise ValueError(f"{name}: b has shape {b.shape}, expected ({k},), one per output channel. {seen}")
-    in_spatial = tuple(x.shape[1:-1] if channels_last else x.shape[2:])
-    windows = [(f - 1) * d for f, d in zip(filter, dilation, strict=True)]
-    out = tuple(
-        (size - 1) * s + 1 + low + high - window
-        for size, s, (low, high), window in zip(in_spatial, stride, pads, windows, strict=True)
-    )
-    if min(out) < 1:
-        raise ValueError(f"{name}: the output would have spatial extents {out}, expected at least 1. {seen}")
-    _problem.check_choice(name, implementation, algorithm, _problem.CONV_ALGORITHMS)
-    # The convolution that this one transposes maps `out` to `in_spatial`.
-    p = ConvProblem(
-        name=name,
-        dtype=_problem.same_dtype(name, x=x, w=w, b=b),
-        batch=x.shape[0],
-        in_channels=k,
-        out_channels=c,
-        groups=groups,
-        in_spatial=out,
-        filter=filter,
-        out_spatial=in_spatial,
-        stride=stride,
-        padding=tuple((window - low, window - high) for window, (low, high) in zip(windows, pads, strict=True)),
-        dilation=dilation,
-        channels_last=channels_last,
-        precision=_problem.parse_precision(name, precision),
-        implementation=implementation,
-        algorithm=algorithm,
-    )
-    z = conv.dgrad(p, x, w if transpose_kernel else _swap_filter(p, w, flip=True))
-    if b is not None:
-        z = z + lax.expand_dims(b, [axis for axis in range(nd + 2) if axis != p.channel_axis])
-    y = _activation.activate(_activation.parse(name, activation), z)
-    return (y, z) if return_preactivation else y
-
-
-def _conv_transpose(
-    name: str,
-    nd: int,
-    x: Any,
-    w: Any,
-    b: Any,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    groups: Any,
-    layout: Any,
-    **kw: Any,
-) -> Any:
+def _conv_transpose(name: str, nd: int, x: Any, w: Any, b: Any, transpose_kernel: bool, **options: Any) -> Any:
     x, w = _problem.as_array(name, "x", x), _problem.as_array(name, "w", w)
     b = None if b is None else _problem.as_array(name, "b", b)
-    channels_last = _problem.parse_layout(name, layout, nd)
-    for argument, array in (("x", x), ("w", w)):
-        if array.ndim != nd + 2:
-            raise ValueError(f"{name}: {argument} has {array.ndim} dimensions, expected {nd + 2}, got {array.shape}")
-    strides = _problem.integers(name, "stride", stride, nd, 1)
-    dilations = _problem.integers(name, "dilation", dilation, nd, 1)
-    filter = w.shape[:nd] if channels_last else w.shape[2:]
-    return _transposed(
-        name,
-        nd,
-        x,
-        w,
-        b,
-        stride=strides,
-        pads=_pads(name, padding, filter, strides, dilations),
-        dilation=dilations,
-        groups=_problem.integers(name, "groups", groups, 1, 1)[0],
-        channels_last=channels_last,
-        **kw,
-    )
+    p = ConvProblem.infer_transposed(name, nd, x, w, b, transpose_kernel=transpose_kernel, **options)
+    z = conv.dgrad(p.bare(), x, w if transpose_kernel else _swap_filter(p, w))
+    if b is not None:
+        z = z + lax.expand_dims(b, [axis for axis in range(nd + 2) if axis != p.channel_axis])
+    y = _activation.activate(p.activation, z)
+    return (y, z) if p.save_preactivation else y
 
 
 def conv_transpose1d(
@@ -189,15 +65,15 @@ def conv_transpose1d(
         x,
         w,
         b,
-        stride,
-        padding,
-        dilation,
-        groups,
-        layout,
+        transpose_kernel,
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        groups=groups,
         activation=activation,
+        layout=layout,
         precision=precision,
         return_preactivation=return_preactivation,
-        transpose_kernel=transpose_kernel,
         algorithm=algorithm,
         implementation=implementation,
     )
@@ -248,15 +124,15 @@ def conv_transpose2d(
         x,
         w,
         b,
-        stride,
-        padding,
-        dilation,
-        groups,
-        layout,
+        transpose_kernel,
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        groups=groups,
         activation=activation,
+        layout=layout,
         precision=precision,
         return_preactivation=return_preactivation,
-        transpose_kernel=transpose_kernel,
         algorithm=algorithm,
         implementation=implementation,
     )
@@ -286,15 +162,15 @@ def conv_transpose3d(
         x,
         w,
         b,
-        stride,
-        padding,
-        dilation,
-        groups,
-        layout,
+        transpose_kernel,
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        groups=groups,
         activation=activation,
+        layout=layout,
         precision=precision,
         return_preactivation=return_preactivation,
-        transpose_kernel=transpose_kernel,
         algorithm=algorithm,
         implementation=implementation,
     )
@@ -394,34 +270,18 @@ def conv_general_dilated(
     if min(extents) < 1 or g < 1 or c % g or k % g or w.shape[in_feature] * g != c:
         return by_lax()
     w = w if order == first else jnp.transpose(w, order)
+    name = "conv_general_dilated"
     options: dict[str, Any] = dict(
-        dilation=dilation, groups=g, activation=None, precision=precision, algorithm=None, implementation=None
+        padding=pads,
+        dilation=dilation,
+        groups=g,
+        activation=None,
+        layout=(_problem.CHANNELS_LAST if channels_last else _problem.CHANNELS_FIRST)[nd],
+        precision=precision,
+        return_preactivation=False,
+        algorithm=None,
+        implementation=None,
     )
     if transposed:
-        return _transposed(
-            "conv_general_dilated",
-            nd,
-            x,
-            w,
-            None,
-            stride=base,
-            pads=pads,
-            channels_last=channels_last,
-            return_preactivation=False,
-            transpose_kernel=False,
-            **options,
-        )
-    layout = (_problem.CHANNELS_LAST if channels_last else _problem.CHANNELS_FIRST)[nd]
-    p = ConvProblem.infer(
-        "conv_general_dilated",
-        nd,
-        x,
-        w,
-        None,
-        stride=stride,
-        padding=pads,
-        layout=layout,
-        return_preactivation=False,
-        **options,
-    )
-    return conv.fprop(p, x, w)
+        return _conv_transpose(name, nd, x, w, None, transpose_kernel=False, stride=base, **options)
+    return conv.fprop(ConvProblem.infer(name, nd, x, w, None, stride=stride, **options), x, w)
