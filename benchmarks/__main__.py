@@ -1,4 +1,7 @@
-"""`python -m benchmarks`: measure. `... report`: tables of what was recorded. `... tune`: the plan's table from it."""
+"""`python -m benchmarks`: measure problems. `... train`: whole training steps.
+
+`... report`: tables of what was recorded. `... tune`: the plan's table from it.
+"""
 
 import sys
 
@@ -7,6 +10,10 @@ if __name__ == "__main__":
         from benchmarks import report
 
         sys.exit(report.main(sys.argv[2:]))
+    if sys.argv[1:2] == ["train"]:
+        from benchmarks import train
+
+        sys.exit(train.main(sys.argv[2:]))
     if sys.argv[1:2] == ["tune"]:
         from benchmarks import tune
 

@@ -88,9 +88,11 @@ def write(where: str, run: dict[str, Any]) -> pathlib.Path:
 
 
 def config_name(run: dict[str, Any]) -> str:
-    """What tells one table from another on one device: "conv-bf16-nhwc", "conv-f32-highest-nchw-small"."""
-    parts = [run["op"], run["dtype"], run["precision"], run["layout"], "small" if run["small"] else None]
+    """What tells one table from another on one device: "conv-f32-highest-nchw", "train-resnet50-bf16-batch256"."""
+    parts = [run["op"], run.get("model"), run["dtype"], run["precision"], run["layout"]]
+    parts.append("small" if run["small"] else None)
     parts.append(f"batch{run['batch']}" if run["batch"] else None)
+    parts.append(f"{run['most_devices']}devices" if run.get("most_devices", 1) > 1 else None)
     return "-".join(part.lower() for part in parts if part)
 
 

@@ -1,7 +1,8 @@
 """Markdown tables of the recorded runs, printed or put between the markers of README.md and docs/performance.md.
 
 A marked block is `<!-- benchmarks:NAME -->` ... `<!-- /benchmarks -->`. NAME is an op (all its tables of problems in
-full size), `summary` (every recorded table, a line for each pass), `summary/<device>`, or `<device>/<table>`, as
+full size), `summary` (every recorded table of problems, a line for each pass), `summary/<device>`, `train` (whole
+training steps: every table), `train/summary` (a line for each way), or `<device>/<table>`, as
 `python -m benchmarks report --list` prints them.
 """
 
@@ -19,6 +20,8 @@ from benchmarks.cases import BY_OP
 
 DOCUMENTS = ("README.md", "docs/performance.md")
 BLOCK = re.compile(r"(<!-- benchmarks:(\S+) -->\n)(.*?)(<!-- /benchmarks -->)", re.DOTALL)
+
+SHORT = ("summary", "train", "train/summary")
 
 Run = dict[str, Any]
 
@@ -63,6 +66,8 @@ def _ms(row: Run | None) -> str:
 
 def table(run: Run) -> str:
     """A row for each problem and pass, and one more for each forced algorithm."""
+    if run["op"] == "train":
+        return train_table(run)
     with_torch = any(row["contender"] == "torch" for row in run["rows"])
     with_limit = run["ceilings"] is not None
     groups: dict[tuple[str, str], dict[str, Run]] = {}
@@ -93,6 +98,56 @@ def table(run: Run) -> str:
     return _markdown(head, rows, 4) + "\n" + provenance(run)
 
 
+# What a way of `python -m benchmarks train` is, in a table.
+WAYS = {
+    "flax": "Flax's layers, XLA",
+    "import": "`jaxconv.linen` by import",
+    "fused": "`jaxconv.linen`, fused arguments",
+    "accelerate": "`jaxconv.accelerate`",
+}
+
+
+def train_table(run: Run) -> str:
+    """A row for each way and number of devices."""
+    several = any(row["devices"] > 1 for row in run["rows"])
+    rows = []
+    for row in run["rows"]:
+        flax = next((r for r in run["rows"] if r["way"] == "flax" and r["devices"] == row["devices"]), None)
+        cells = [WAYS[row["way"]]] + ([str(row["devices"])] if several else [])
+        half = (max(row["samples_ms"]) - min(row["samples_ms"])) / 2 / row["ms"]
+        cells += [f"{row['ms']:.2f} ±{half:.1%}", f"{row['images_per_s']:.0f}"]
+        cells += [f"{flax['ms'] / row['ms']:.2f}" if flax else ""]
+        cells += [f"{row['speedup']:.2f}" if row.get("speedup") else ""] if several else []
+        cells += [str(row["calls"]["native"]) if "calls" in row else ""]
+        cells += [f"{row['losses'][0]:.4f}", f"{row['losses'][-1]:.4f}", "yes" if row["agrees"] else "**no**"]
+        rows.append(cells)
+    head = ["way"] + (["devices"] if several else []) + ["ms a step", "images/s", "speed, flax = 1"]
+    head += ["speed, one device = 1"] if several else []
+    head += ["native calls", "first loss", f"loss {len(run['rows'][0]['losses'])}", "losses agree"]
+    text = _markdown(head, rows, 1) + "\n"
+    for row in run["rows"]:
+        if "replaced" in row:
+            left = sum(row["left"].values())
+            replaced = ", ".join(f"{count} {what}" for what, count in row["replaced"].items())
+            text += f"`accelerate` replaced {replaced}; it left {left or 'nothing'}"
+            text += "".join(f", {count} {what}" for what, count in row["left"].items()) + ".\n"
+            break
+    return text + provenance(run)
+
+
+def train_summary(runs: dict[str, Run]) -> str:
+    """A line for each model and way, on one device."""
+    rows = []
+    for run in runs.values():
+        flax = next((r for r in run["rows"] if (r["way"], r["devices"]) == ("flax", 1)), None)
+        for row in run["rows"]:
+            if row["devices"] == 1 and run["most_devices"] == 1:
+                ratio = f"{flax['ms'] / row['ms']:.2f}" if flax else ""
+                what = f"{run['model']}, {run['dtype']}, {run['batch']} x {run['image']}²"
+                rows.append([what, WAYS[row["way"]], f"{row['ms']:.1f}", f"{row['images_per_s']:.0f}", ratio])
+    return _markdown(["model", "way", "ms a step", "images/s", "speed, flax = 1"], rows, 2)
+
+
 def summary(runs: dict[str, Run]) -> str:
     """Geometric means by pass and the number of losses, a line for each table."""
     from benchmarks.run import LOSS, geometric_means
@@ -100,6 +155,7 @@ def summary(runs: dict[str, Run]) -> str:
     rows = [
         [name, suite, pass_, str(count), f"{mean:.2f}", str(losses)]
         for name, run in runs.items()
+        if run["op"] != "train"
         for suite, pass_, count, mean, losses in geometric_means(run["rows"])
     ]
     head = ["table", "cases", "pass", "problems", "XLA / jaxconv, geometric mean", f"below {LOSS}"]
@@ -111,15 +167,20 @@ def block(name: str, runs: dict[str, Run]) -> str:
         return summary(runs)
     if name.startswith("summary/"):
         device = name.removeprefix("summary/") + "/"
-        some = {k.removeprefix(device): run for k, run in runs.items() if k.startswith(device)}
+        some = {k.removeprefix(device): r for k, r in runs.items() if k.startswith(device) and r["op"] != "train"}
         if some:
             return summary(some) + "".join("\n" + line for line in dict.fromkeys(map(provenance, some.values())))
+    trained = {k: run for k, run in runs.items() if run["op"] == "train" and not run["small"]}
+    if name == "train/summary":
+        return train_summary(trained) if trained else "Nothing is recorded yet.\n"
+    if name == "train":
+        return "\n".join(f"**{k}**\n\n{table(run)}" for k, run in trained.items()) or "Nothing is recorded yet.\n"
     if name in BY_OP:
         some = {k: run for k, run in runs.items() if run["op"] == name and not run["small"]}
         return "\n".join(f"**{k}**\n\n{table(run)}" for k, run in some.items()) or "Nothing is recorded yet.\n"
     if name in runs:
         return table(runs[name])
-    raise SystemExit(f"nothing recorded is named {name}; there is {', '.join([*BY_OP, 'summary', *runs])}")
+    raise SystemExit(f"nothing recorded is named {name}; there is {', '.join([*BY_OP, *SHORT, *runs])}")
 
 
 def fill(text: str, runs: dict[str, Run]) -> str:
@@ -136,7 +197,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     runs = load(args.results)
     if args.list:
-        print("\n".join(["summary", *dict.fromkeys(f"summary/{name.split('/')[0]}" for name in runs), *runs]))
+        print("\n".join([*SHORT, *dict.fromkeys(f"summary/{name.split('/')[0]}" for name in runs), *runs]))
         return 0
     if args.print:
         print("\n".join(f"## {name}\n\n{table(run)}" for name, run in runs.items()) + "\n" + summary(runs))

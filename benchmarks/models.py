@@ -1,0 +1,201 @@
+"""Image classifiers in Flax, as its users write them, with the module that the layers come from as a parameter.
+
+`layers` is `flax.linen` or `jaxconv.linen`, and the parameters are the same either way. With `fused` the activations
+and residual adds are arguments of jaxconv's layers; without it the models hold nothing but Flax's own arguments.
+
+float32 parameters, computed in `dtype`; images are (N, H, W, 3). `small` keeps each kind of layer and little else.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+
+
+def _normalised(module: Any, norm: Any, x: Array, activation: str, residual: Array | None = None) -> Array:
+    """activation(norm(x) + residual), in one call or in three."""
+    if module.fused:
+        return norm(activation=activation)(x, residual=residual)
+    y = norm()(x)
+    return getattr(nn, activation)(y if residual is None else residual + y)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# ResNet-50 (He et al. 2015, "Deep Residual Learning for Image Recognition"), the stride in the 3x3 convolution
+
+
+class Bottleneck(nn.Module):
+    layers: Any
+    features: int
+    stride: int
+    dtype: Any
+    fused: bool
+
+    @nn.compact
+    def __call__(self, x: Array, train: bool) -> Array:
+        conv = functools.partial(self.layers.Conv, use_bias=False, dtype=self.dtype)
+        norm = functools.partial(
+            self.layers.BatchNorm, use_running_average=not train, momentum=0.9, epsilon=1e-5, dtype=self.dtype
+        )
+        y = conv(self.features, (1, 1))(x)
+        y = _normalised(self, norm, y, "relu")
+        y = conv(self.features, (3, 3), strides=self.stride)(y)
+        y = _normalised(self, norm, y, "relu")
+        y = conv(4 * self.features, (1, 1))(y)
+        if x.shape != y.shape:
+            x = conv(4 * self.features, (1, 1), strides=self.stride, name="shortcut")(x)
+            x = norm(name="shortcut_norm")(x)
+        return _normalised(self, functools.partial(norm, scale_init=nn.initializers.zeros), y, "relu", x)
+
+
+class ResNet(nn.Module):
+    layers: Any
+    blocks: tuple[int, ...]  # in each stage
+    features: int
+    classes: int
+    dtype: Any
+    fused: bool
+
+    @nn.compact
+    def __call__(self, x: Array, train: bool = True) -> Array:
+        layers = self.layers
+        norm = functools.partial(
+            layers.BatchNorm, use_running_average=not train, momentum=0.9, epsilon=1e-5, dtype=self.dtype
+        )
+        x = layers.Conv(self.features, (7, 7), strides=2, padding=3, use_bias=False, dtype=self.dtype)(x)
+        x = _normalised(self, norm, x, "relu")
+        x = nn.max_pool(x, (3, 3), strides=(2, 2), padding="SAME")
+        for stage, blocks in enumerate(self.blocks):
+            for block in range(blocks):
+                stride = 2 if stage and not block else 1
+                x = Bottleneck(layers, self.features * 2**stage, stride, self.dtype, self.fused)(x, train)
+        return layers.Dense(self.classes, dtype=self.dtype)(x.mean((1, 2)))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# ConvNeXt-T (Liu et al. 2022, "A ConvNet for the 2020s"), without stochastic depth
+
+
+class ConvNeXtBlock(nn.Module):
+    layers: Any
+    dtype: Any
+    fused: bool
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        features = x.shape[-1]
+        dense = functools.partial(self.layers.Dense, dtype=self.dtype)
+        y = self.layers.Conv(features, (7, 7), feature_group_count=features, dtype=self.dtype)(x)
+        y = nn.LayerNorm(epsilon=1e-6, dtype=self.dtype)(y)
+        y = dense(4 * features, activation="gelu")(y) if self.fused else nn.gelu(dense(4 * features)(y))
+        y = dense(features)(y)
+        gamma = self.param("gamma", nn.initializers.constant(1e-6), (features,))
+        return x + gamma.astype(y.dtype) * y
+
+
+class ConvNeXt(nn.Module):
+    layers: Any
+    blocks: tuple[int, ...]
+    features: int
+    classes: int
+    dtype: Any
+    fused: bool
+
+    @nn.compact
+    def __call__(self, x: Array, train: bool = True) -> Array:
+        layers = self.layers
+        norm = functools.partial(nn.LayerNorm, epsilon=1e-6, dtype=self.dtype)
+        for stage, blocks in enumerate(self.blocks):
+            if stage:
+                x = norm()(x)
+            size = 2 if stage else 4
+            x = layers.Conv(self.features * 2**stage, (size, size), strides=size, padding="VALID", dtype=self.dtype)(x)
+            if not stage:
+                x = norm()(x)
+            for _ in range(blocks):
+                x = ConvNeXtBlock(layers, self.dtype, self.fused)(x)
+        return layers.Dense(self.classes, dtype=self.dtype)(norm()(x.mean((1, 2))))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# MobileNetV2 (Sandler et al. 2018, "Inverted Residuals and Linear Bottlenecks"), without dropout
+
+
+class InvertedResidual(nn.Module):
+    layers: Any
+    expansion: int
+    features: int
+    stride: int
+    dtype: Any
+    fused: bool
+
+    @nn.compact
+    def __call__(self, x: Array, train: bool) -> Array:
+        conv = functools.partial(self.layers.Conv, use_bias=False, dtype=self.dtype)
+        norm = functools.partial(self.layers.BatchNorm, use_running_average=not train, momentum=0.9, dtype=self.dtype)
+        y, hidden = x, self.expansion * x.shape[-1]
+        if self.expansion > 1:
+            y = _normalised(self, norm, conv(hidden, (1, 1))(y), "relu6")
+        y = conv(hidden, (3, 3), strides=self.stride, feature_group_count=hidden)(y)
+        y = _normalised(self, norm, y, "relu6")
+        y = conv(self.features, (1, 1))(y)
+        if self.fused and x.shape == y.shape:
+            return norm()(y, residual=x)
+        y = norm()(y)
+        return x + y if x.shape == y.shape else y
+
+
+class MobileNetV2(nn.Module):
+    layers: Any
+    stages: tuple[tuple[int, int, int, int], ...]  # expansion, features, blocks, stride of the first
+    head: int
+    classes: int
+    dtype: Any
+    fused: bool
+
+    @nn.compact
+    def __call__(self, x: Array, train: bool = True) -> Array:
+        conv = functools.partial(self.layers.Conv, use_bias=False, dtype=self.dtype)
+        norm = functools.partial(self.layers.BatchNorm, use_running_average=not train, momentum=0.9, dtype=self.dtype)
+        x = _normalised(self, norm, conv(32, (3, 3), strides=2)(x), "relu6")
+        for expansion, features, blocks, stride in self.stages:
+            for block in range(blocks):
+                s = 1 if block else stride
+                x = InvertedResidual(self.layers, expansion, features, s, self.dtype, self.fused)(x, train)
+        x = _normalised(self, norm, conv(self.head, (1, 1))(x), "relu6")
+        return self.layers.Dense(self.classes, dtype=self.dtype)(x.mean((1, 2)))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def resnet50(layers: Any, dtype: Any = jnp.bfloat16, *, fused: bool = False, small: bool = False) -> nn.Module:
+    blocks, features, classes = ((1, 2), 8, 10) if small else ((3, 4, 6, 3), 64, 1000)
+    return ResNet(layers, blocks, features, classes, dtype, fused)
+
+
+def convnext_t(layers: Any, dtype: Any = jnp.bfloat16, *, fused: bool = False, small: bool = False) -> nn.Module:
+    blocks, features, classes = ((1, 1), 8, 10) if small else ((3, 3, 9, 3), 96, 1000)
+    return ConvNeXt(layers, blocks, features, classes, dtype, fused)
+
+
+def mobilenet_v2(layers: Any, dtype: Any = jnp.bfloat16, *, fused: bool = False, small: bool = False) -> nn.Module:
+    stages: tuple[tuple[int, int, int, int], ...] = ((1, 8, 1, 1), (6, 16, 2, 2))
+    if not small:
+        stages = ((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2))
+        stages += ((6, 320, 1, 1),)
+    return MobileNetV2(layers, stages, *((64, 10) if small else (1280, 1000)), dtype, fused)
+
+
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "resnet50": resnet50,
+    "convnext_t": convnext_t,
+    "mobilenet_v2": mobilenet_v2,
+}

@@ -1,0 +1,379 @@
+"""`python -m benchmarks train`: whole training steps of one model, several ways, on one device and on several.
+
+    python -m benchmarks train --model resnet50 --batch 256 --json
+    python -m benchmarks train --model resnet50 --devices 1,2,4 --ways flax,accelerate --batch 512
+
+Ways: `flax`, its own layers, which XLA compiles; `import`, the same model with jaxconv.linen's layers; `fused`, with
+activations and residual adds as arguments of these; `accelerate`, the untouched Flax model through jaxconv.accelerate.
+The same initial parameters, the same images, SGD with momentum.
+
+First the losses are compared. Layers that round at other places do not give the same losses, so the yardstick is the
+first way's own sensitivity: how much its losses move when each parameter is off by a rounding. Then steps are queued,
+each fed with the last one's results, and the host waits at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import concurrent.futures
+import dataclasses
+import functools
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxconv
+from benchmarks import record
+from jaxconv.accelerate import accelerate
+
+Tree = Any
+
+WAYS = ("flax", "import", "fused", "accelerate")
+DTYPES = {"bf16": jnp.bfloat16, "f32": jnp.float32}
+LEARNING_RATE, MOMENTUM = 0.02, 0.9
+DRAWS = 3  # of perturbed parameters
+# A way may differ from the first by this many times the largest of the draws. They round each parameter once; another
+# order of fusion also rounds, or spares, every activation and every gradient: three times as many places.
+ALLOWED = 4.0
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    from benchmarks.models import MODELS
+
+    gpu = jax.default_backend() == "gpu"
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="resnet50", choices=MODELS)
+    parser.add_argument("--ways", default=list(WAYS), type=lambda text: text.split(","), help=", ".join(WAYS))
+    parser.add_argument("--batch", type=int, metavar="N", help="images a step, on all devices together (256; small: 8)")
+    parser.add_argument("--image", type=int, metavar="N", help="height and width (224; small: 32)")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the computation (bf16 on a GPU, else f32)")
+    parser.add_argument(
+        "--devices", default=[1], type=lambda text: [int(n) for n in text.split(",")], help="one or several numbers"
+    )
+    parser.add_argument("--losses", type=int, default=5, metavar="N", help="steps whose losses are compared")
+    parser.add_argument("--steps", type=int, metavar="N", help="steps in a sample (20; small: 2)")
+    parser.add_argument("--repeat", type=int, default=5, metavar="N", help="samples")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="programs compiled at a time")
+    parser.add_argument("--small", action=argparse.BooleanOptionalAction, default=not gpu, help="a shrunk model")
+    parser.add_argument("--json", nargs="?", const="auto", metavar="PATH", help="record; alone: in benchmarks/results/")
+    args = parser.parse_args(argv)
+    args.batch = args.batch or (8 if args.small else 256)
+    args.image = args.image or (32 if args.small else 224)
+    args.steps = args.steps or (2 if args.small else 20)
+    args.dtype = args.dtype or ("bf16" if gpu else "f32")
+    unknown = [way for way in args.ways if way not in WAYS]
+    if unknown or not args.ways:
+        parser.error(f"--ways {','.join(unknown)}: expected some of {','.join(WAYS)}")
+    for n in args.devices:
+        if not 1 <= n <= jax.device_count():
+            parser.error(f"--devices {n}: there are {jax.device_count()}")
+        if args.batch % n:
+            parser.error(f"--batch {args.batch} does not divide over {n} devices")
+    if min(args.losses, args.repeat, args.steps, args.jobs) < 1:
+        parser.error("--losses, --steps, --repeat and --jobs are at least 1")
+    return args
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A way: a loss function, and what is said of it
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    name: str
+    loss: Callable[..., Any]  # (params, stats, images, labels) -> (loss, stats)
+    report: Callable[..., Any] | None = None  # what `accelerate` found
+
+    @classmethod
+    def make(cls, name: str, args: argparse.Namespace) -> Way:
+        import flax.linen
+
+        import jaxconv.linen
+        from benchmarks.models import MODELS
+
+        layers = flax.linen if name in ("flax", "accelerate") else jaxconv.linen
+        model = MODELS[args.model](layers, DTYPES[args.dtype], fused=name == "fused", small=args.small)
+
+        def loss(params: Tree, stats: Tree, images: jax.Array, labels: jax.Array) -> tuple[jax.Array, Tree]:
+            logits, updates = model.apply({"params": params, "batch_stats": stats}, images, mutable=["batch_stats"])
+            scores = jax.nn.log_softmax(logits.astype(jnp.float32))
+            return -jnp.mean(jnp.take_along_axis(scores, labels[:, None], 1)), updates.get("batch_stats", {})
+
+        if name != "accelerate":
+            return cls(name, loss)
+        accelerated = accelerate(loss)
+        return cls(name, accelerated, accelerated.report)
+
+
+def initial(args: argparse.Namespace) -> tuple[Tree, Tree]:
+    """Flax's own initial parameters and statistics: every way starts from them."""
+    import flax.linen
+
+    from benchmarks.models import MODELS
+
+    model = MODELS[args.model](flax.linen, DTYPES[args.dtype], small=args.small)
+    # Of this kind, because XLA compiles the default kind's bits for seconds on a CPU, for each shape anew.
+    key = jax.random.key(0, impl="unsafe_rbg")
+    variables = jax.jit(model.init)(key, jnp.zeros((1, args.image, args.image, 3)))
+    return variables["params"], variables.get("batch_stats", {})
+
+
+def batch(args: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
+    """Images of noise around a mean per class, so that there is something to learn."""
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 10, args.batch)
+    means = rng.standard_normal((10, 1, 1, 3), np.float32)
+    images = rng.standard_normal((args.batch, args.image, args.image, 3), np.float32) + means[labels]
+    return images, labels
+
+
+def train_step(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """(state, images, labels) -> (state, loss), with state = (params, momenta, stats)."""
+
+    def step(state: Tree, images: jax.Array, labels: jax.Array) -> tuple[Tree, jax.Array]:
+        params, momenta, stats = state
+        (value, stats), gradients = jax.value_and_grad(loss, has_aux=True)(params, stats, images, labels)
+        momenta = jax.tree.map(lambda m, g: MOMENTUM * m + g, momenta, gradients)
+        params = jax.tree.map(lambda p, m: p - LEARNING_RATE * m, params, momenta)
+        return (params, momenta, stats), value
+
+    return step
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# On devices
+
+
+@dataclasses.dataclass
+class Placed:
+    """Data on n devices: the state on each, the images split among them."""
+
+    devices: int
+    everywhere: Any
+    images: jax.Array
+    labels: jax.Array
+
+    @classmethod
+    def make(cls, devices: int, images: np.ndarray, labels: np.ndarray) -> Placed:
+        mesh = jax.make_mesh(
+            (devices,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:devices]
+        )
+        split = NamedSharding(mesh, PartitionSpec("data"))
+        return cls(
+            devices,
+            NamedSharding(mesh, PartitionSpec()),
+            jax.device_put(images, split),
+            jax.device_put(labels, split),
+        )
+
+    def state(self, params: Tree, stats: Tree) -> Tree:
+        """A fresh one, which a step may use up."""
+        state = params, jax.tree.map(np.zeros_like, params), stats
+        return jax.device_put(jax.tree.map(np.asarray, state), self.everywhere)
+
+
+class Program:
+    """One way compiled for some devices, by one of `pool`'s threads while others are traced."""
+
+    def __init__(self, way: Way, placed: Placed, params: Tree, stats: Tree, pool: concurrent.futures.Executor):
+        self.way, self.placed = way, placed
+        begin = time.perf_counter()
+        step = jax.jit(train_step(way.loss), donate_argnums=0)
+        lowered = step.lower(placed.state(params, stats), placed.images, placed.labels)
+        self.trace_s = time.perf_counter() - begin
+        self.compiling = pool.submit(self._compile, lowered)
+
+    @staticmethod
+    def _compile(lowered: Any) -> tuple[Any, float]:
+        begin = time.perf_counter()
+        return lowered.compile(), time.perf_counter() - begin
+
+    @property
+    def compiled(self) -> Any:
+        return self.compiling.result()[0]
+
+    @property
+    def compile_s(self) -> float:
+        return self.compiling.result()[1]
+
+    def run(self, state: Tree, steps: int) -> tuple[Tree, list[jax.Array]]:
+        step, losses = self.compiled, []
+        for _ in range(steps):
+            state, loss = step(state, self.placed.images, self.placed.labels)
+            losses.append(loss)
+        return state, losses
+
+    def losses(self, params: Tree, stats: Tree, steps: int) -> list[float]:
+        return [float(v) for v in jax.device_get(self.run(self.placed.state(params, stats), steps)[1])]
+
+    def times(self, params: Tree, stats: Tree, steps: int, repeat: int) -> list[float]:
+        """Milliseconds a step, `repeat` samples."""
+        state, _ = self.run(self.placed.state(params, stats), 3)
+        jax.block_until_ready(state)
+        samples = []
+        for _ in range(repeat):
+            begin = time.perf_counter()
+            state, _ = self.run(state, steps)
+            jax.block_until_ready(state)
+            samples.append((time.perf_counter() - begin) / steps * 1e3)
+        return samples
+
+
+def rounding(args: argparse.Namespace) -> float:
+    """By how much, relative to its terms, a layer's result may differ between two honest implementations.
+
+    Half a unit in the last place of what products are computed from (on a GPU that is TF32 for float32), and a float32
+    sum of T terms: 0.29 eps sqrt(T), see tests/tolerance.py. The longest are a batch statistic's of the first layer.
+    """
+    tf32 = args.dtype == "f32" and jax.default_backend() == "gpu" and jax.config.jax_default_matmul_precision is None
+    unit = 2.0**-10 if tf32 else float(jnp.finfo(DTYPES[args.dtype]).eps)
+    return unit / 2 + 0.29 * 2.0**-23 * math.sqrt(args.batch * (args.image // 2) ** 2)
+
+
+def perturbed(params: Tree, amount: float, seed: int) -> Tree:
+    """Every parameter off by up to `amount`, relative."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda p: (p * (1 + rng.uniform(-amount, amount, p.shape))).astype(p.dtype), params)
+
+
+def sensitivity(program: Program, params: Tree, stats: Tree, amount: float, losses: Sequence[float]) -> list[float]:
+    """How far each loss, or one before it, moves when every parameter is off by up to `amount`."""
+    draws = [program.losses(perturbed(params, amount, seed), stats, len(losses)) for seed in range(1, 1 + DRAWS)]
+    moved = np.abs(np.asarray(draws) - np.asarray(losses)).max(0)
+    return np.maximum.accumulate(moved).tolist()
+
+
+def native_calls(way: Way, params: Tree, stats: Tree, placed: Placed) -> dict[str, Any]:
+    """jaxconv's calls in the step, by the plan of one device: how many are native, which, and how many go to XLA."""
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (params, params, stats))
+    explained = jaxconv.explain(train_step(way.loss))(shapes, placed.images, placed.labels)
+    by_plan: collections.Counter[str] = collections.Counter()
+    counts = {"native": 0, "xla": 0}
+    for call in explained:
+        counts[call.plan.implementation] += call.count
+        if call.plan.implementation == "native":
+            by_plan[f"{call.op} {call.plan.algorithm}"] += call.count
+    return {**counts, "native_by_algorithm": dict(by_plan.most_common())}
+
+
+def found(way: Way, params: Tree, stats: Tree, placed: Placed) -> dict[str, Any]:
+    """What `accelerate` replaced, and what it left and why."""
+    if way.report is None:
+        return {}
+    report = way.report(params, stats, placed.images, placed.labels)
+    replaced = collections.Counter(finding.fused for finding in report.replaced)
+    left = collections.Counter(f"{finding.what}: {finding.why}" for finding in report.left)
+    return {"replaced": dict(replaced.most_common()), "left": dict(left.most_common())}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The command
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit status: 1 where losses disagree."""
+    args = parse(argv)
+    environment = record.environment()
+    say = functools.partial(print, flush=True)
+    say(f"{environment['device']}, jax {jax.__version__}")
+    say(f"{args.model}{' small' if args.small else ''}, {args.batch} images of {args.image}², {args.dtype}")
+    params, stats = jax.device_get(initial(args))
+    images, labels = batch(args)
+    ways = [Way.make(name, args) for name in args.ways]
+    config = {
+        "op": "train",
+        "model": args.model,
+        "dtype": args.dtype,
+        "precision": None,
+        "layout": None,
+        "small": args.small,
+        "batch": args.batch,
+        "image": args.image,
+        "steps": args.steps,
+        "most_devices": max(args.devices),
+    }
+    rows: list[dict[str, Any]] = []
+    reference: list[float] | None = None
+    allowed: list[float] = []
+    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+        programs = []
+        for devices in args.devices:
+            placed = Placed.make(devices, images, labels)
+            programs += [Program(way, placed, params, stats, pool) for way in ways]
+        concurrent.futures.wait([program.compiling for program in programs])  # what compiles disturbs what is timed
+        for program in programs:
+            way, devices = program.way, program.placed.devices
+            losses = program.losses(params, stats, args.losses)
+            if reference is None:
+                reference = losses
+                moved = sensitivity(program, params, stats, rounding(args), losses)
+                allowed = [ALLOWED * m for m in moved]
+            difference = [abs(a - b) for a, b in zip(losses, reference, strict=True)]
+            agrees = all(d <= a for d, a in zip(difference, allowed, strict=True))
+            samples = program.times(params, stats, args.steps, args.repeat)
+            ms = statistics.median(samples)
+            row = {
+                "way": way.name,
+                "devices": devices,
+                "ms": ms,
+                "samples_ms": samples,
+                "images_per_s": args.batch / ms * 1e3,
+                "losses": losses,
+                "difference": difference,
+                "allowed": allowed,
+                "agrees": agrees,
+                "trace_s": program.trace_s,
+                "compile_s": program.compile_s,
+            }
+            alone = next((r["ms"] for r in rows if r["way"] == way.name and r["devices"] == 1), None)
+            row["speedup"] = alone / ms if alone and devices > 1 else None
+            if devices == args.devices[0] and way.name != "flax":
+                row["calls"] = native_calls(way, params, stats, program.placed)
+                row |= found(way, params, stats, program.placed)
+            rows.append(row)
+            for line in lines(row, rows):
+                say(line)
+            if args.json:  # after each row: a run that is cut short is worth having
+                path = record.write(args.json, {**environment, **config, "rows": rows})
+    if args.json:
+        say(f"written: {path}")
+    return 0 if all(row["agrees"] for row in rows) else 1
+
+
+def lines(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str]:
+    """What is printed of a row."""
+    first = next((r for r in rows if r["way"] == "flax" and r["devices"] == row["devices"]), None)
+    spread = (max(row["samples_ms"]) - min(row["samples_ms"])) / row["ms"]
+    text = f"{row['way']:<10} {row['devices']} device{'s' if row['devices'] > 1 else ''}: {row['ms']:.2f} ms a step "
+    text += f"(samples within {spread:.1%}), {row['images_per_s']:.0f} images/s"
+    if first is not None and first is not row:
+        text += f", {first['ms'] / row['ms']:.3f} of flax's speed"
+    if row["speedup"]:
+        text += f", {row['speedup']:.2f} times one device"
+    text += f"; traced in {row['trace_s']:.0f} s, compiled in {row['compile_s']:.0f} s"
+    verdict = "agree" if row["agrees"] else "DISAGREE"
+    text += f"\n{'':10} losses {' '.join(f'{v:.4f}' for v in row['losses'])}: {verdict}, "
+    text += f"off by {max(row['difference']):.2g}, allowed {row['allowed'][-1]:.2g}"
+    out = [text]
+    if "calls" in row:
+        calls = row["calls"]
+        out.append(f"{'':10} calls: {calls['native']} native, {calls['xla']} to XLA")
+        out += [f"{'':12} {count} x {name}" for name, count in calls["native_by_algorithm"].items()]
+    for name, title in (("replaced", "replaced"), ("left", "left")):
+        out += [f"{'':10} {title}: {count} x {what}" for what, count in row.get(name, {}).items()]
+    return out
+
+
+if __name__ == "__main__":
+    sys.exit(main())
