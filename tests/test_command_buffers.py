@@ -1,0 +1,122 @@
+"""CUDA graphs: XLA's command buffers capture jaxconv's launches, and change no bit.
+
+A captured launch is replayed with the addresses it was captured with unless XLA sees that they changed; a handler that
+allocated, synchronised or kept an address of its own would fail here.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import re
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers import same_bits
+
+import jaxconv
+
+pytestmark = pytest.mark.skipif(helpers.PLATFORM != "cuda", reason="command buffers are CUDA graphs")
+
+# What XLA may capture, from nothing to everything that it has a name for in jax 0.10 to 0.12.
+LEVELS = {
+    "none": "",
+    "custom_calls": "CUSTOM_CALL",
+    "kernels": "FUSION,CUSTOM_CALL",
+    "libraries": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL",
+    "control_flow": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,WHILE",
+    "all": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,WHILE,COLLECTIVES,DYNAMIC_SLICE_FUSION",
+}
+
+X = helpers.normal(0, (8, 14, 14, 16), "float32")
+PARAMETERS = {
+    "w": 0.2 * helpers.normal(1, (3, 3, 16, 32), "float32"),
+    "depthwise": 0.2 * helpers.normal(2, (3, 3, 1, 32), "float32"),
+    "scale": 1 + 0.1 * helpers.normal(3, (32,), "float32"),
+    "bias": 0.1 * helpers.normal(4, (32,), "float32"),
+    "head": 0.2 * helpers.normal(5, (32, 24), "float32"),
+}
+
+
+def loss(parameters: Any, x: Any) -> Any:
+    """Every kernel, with and without a workspace; twice, in a loop that may be captured as well."""
+    p = jax.tree.map(lambda a: a.astype(x.dtype), parameters)
+    native = {"implementation": "native"}
+
+    def body(_: Any, h: Any) -> Any:
+        h = jaxconv.conv2d(h, p["depthwise"], groups=32, activation="silu", **native)
+        zeros, ones = jnp.zeros(32), jnp.ones(32)
+        scale, bias = p["scale"].astype(jnp.float32), p["bias"].astype(jnp.float32)
+        return jaxconv.batchnorm(h, scale, bias, zeros, ones, training=True, activation="relu", residual=h, **native)[0]
+
+    y = jax.lax.fori_loop(0, 2, body, jaxconv.conv2d(x, p["w"], p["bias"], activation="gelu", **native))
+    return jnp.mean(jaxconv.dense(y.mean((1, 2)), p["head"], activation="tanh", **native).astype(jnp.float32) ** 2)
+
+
+def compiled(f: Any, level: str, dump: pathlib.Path, *args: Any) -> Any:
+    options = {
+        "xla_gpu_enable_command_buffer": LEVELS[level],
+        "xla_gpu_graph_min_graph_size": 1,
+        "xla_dump_to": str(dump),
+    }
+    return jax.jit(f, compiler_options=options).lower(*args).compile()
+
+
+def captured(dump: pathlib.Path) -> tuple[int, int]:
+    """(launches of jaxconv's inside command buffers, all of them) in XLA's dump of what it will run."""
+    (text,) = [p.read_text() for p in dump.glob("*thunk_sequence_after_thunk_passes.txt")] or [
+        p.read_text() for p in dump.glob("*thunk_sequence.txt")
+    ]
+    inside, found, depth = 0, 0, None
+    for line in text.splitlines():
+        indent = len(line) - len(line.lstrip())
+        if depth is not None and indent <= depth:
+            depth = None
+        if depth is None and "kCommandBuffer" in line:
+            depth = indent
+        if re.search(r"kCustomCall.*jaxconv_", line):
+            found += 1
+            inside += depth is not None
+    return inside, found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("level", [level for level in LEVELS if level != "none"])
+def test_launches_are_captured_and_results_are_the_same_bits(level, dtype, tmp_path):
+    step = jax.value_and_grad(loss, (0, 1))
+    inputs = [(PARAMETERS, jnp.asarray(X * (1 + i), dtype)) for i in range(3)]
+    inputs = [jax.tree.map(jnp.asarray, args) for args in inputs]
+    plain = compiled(step, "none", tmp_path / "none", *inputs[0])
+    replayed = compiled(step, level, tmp_path / level, *inputs[0])
+    assert captured(tmp_path / "none")[0] == 0
+    inside, found = captured(tmp_path / level)
+    assert found >= 10 and inside == found
+    held = []
+    for i in (0, 0, 1, 2, 0, 1):
+        # Copies, and something that stays allocated: no call has the addresses of the one before it.
+        args = jax.tree.map(jnp.copy, inputs[i])
+        held.append((args, jnp.full(1000 + 1000 * len(held), jnp.nan)))
+        results = replayed(*args)
+        assert same_bits(results, plain(*inputs[i]))
+        held.append(results)
+
+
+def test_donated_memory_is_used_again(tmp_path):
+    """A training loop: results become the next call's arguments, in memory that goes back and forth."""
+
+    def step(parameters: Any, x: Any) -> Any:
+        value, gradient = jax.value_and_grad(loss)(parameters, x)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, parameters, gradient), value
+
+    def trained(level: str) -> Any:
+        options = {"xla_gpu_enable_command_buffer": LEVELS[level], "xla_gpu_graph_min_graph_size": 1}
+        jitted = jax.jit(step, donate_argnums=0, compiler_options=options)
+        parameters, values = jax.tree.map(jnp.asarray, PARAMETERS), []
+        for _ in range(5):
+            parameters, value = jitted(parameters, jnp.asarray(X, jnp.float32))
+            values.append(value)
+        return parameters, values
+
+    assert same_bits(trained("all"), trained("none"))
