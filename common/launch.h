@@ -21,6 +21,11 @@ Status ConvFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, co
                  const void* x, const void* w, const void* bias, void* y, void* z,
                  Workspace workspace);
 
+// y = conv(x, w), and of each of its channels, as rounded to dtype, the mean and the biased variance:
+// (K), float64 for float64, else float32. n * out_size() must not be 0.
+Status ConvStatistics(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
+                      const void* w, void* y, void* mean, void* var, Workspace workspace);
+
 // dx = the transpose of conv in x: every element of dx, also those no tap reaches, is written.
 Status ConvDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,
                  const void* w, void* dx, Workspace workspace);

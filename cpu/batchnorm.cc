@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "common/launch.h"
+#include "cpu/batchnorm.h"
 #include "cpu/context.h"
 
 namespace jaxconv::cpu {
@@ -207,16 +208,13 @@ void Normalise(const Context& ctx, const BatchNormProblem& p, const Affine<T>& a
   });
 }
 
-template <typename T>
-Status Train(const Context& ctx, const BatchNormProblem& p, const T* x, const T* scale,
-             const T* bias, const T* running_mean, const T* running_var, const T* residual, T* y,
-             T* new_mean, T* new_var, T* mean, T* rstd) {
+// finish(row, mean, var) for each (batch, channel).
+template <typename T, typename Finish>
+void Moments(const Context& ctx, const BatchNormProblem& p, const T* x, Finish&& finish) {
   const Grid g(p);
   const bool channels_last = p.inner == 1;
-  const int64_t rows = p.batch * p.channels;
   const double n = static_cast<double>(p.reduced());  // 0: the statistics are NaN
-  std::vector<double> exact_mean(rows);
-  Affine<T> affine(rows);
+  std::vector<double> exact_mean(p.batch * p.channels);
 
   Reduce<1>(
       ctx, g,
@@ -242,16 +240,22 @@ Status Train(const Context& ctx, const BatchNormProblem& p, const T* x, const T*
           }
         });
       },
-      [&](int64_t r, const double* totals) {
-        const double var = totals[0] / n, inverse = 1.0 / std::sqrt(var + p.epsilon);
-        mean[r] = static_cast<T>(exact_mean[r]);
-        rstd[r] = static_cast<T>(inverse);
-        new_mean[r] =
-            static_cast<T>(p.momentum * running_mean[r] + (1 - p.momentum) * exact_mean[r]);
-        new_var[r] = static_cast<T>(p.momentum * running_var[r] + (1 - p.momentum) * var);
-        affine.Set(r, exact_mean[r], inverse, scale[r], bias[r]);
-      });
+      [&](int64_t r, const double* totals) { finish(r, exact_mean[r], totals[0] / n); });
+}
 
+template <typename T>
+Status Train(const Context& ctx, const BatchNormProblem& p, const T* x, const T* scale,
+             const T* bias, const T* running_mean, const T* running_var, const T* residual, T* y,
+             T* new_mean, T* new_var, T* mean, T* rstd) {
+  Affine<T> affine(p.batch * p.channels);
+  Moments(ctx, p, x, [&](int64_t r, double exact_mean, double var) {
+    const double inverse = 1.0 / std::sqrt(var + p.epsilon);
+    mean[r] = static_cast<T>(exact_mean);
+    rstd[r] = static_cast<T>(inverse);
+    new_mean[r] = static_cast<T>(p.momentum * running_mean[r] + (1 - p.momentum) * exact_mean);
+    new_var[r] = static_cast<T>(p.momentum * running_var[r] + (1 - p.momentum) * var);
+    affine.Set(r, exact_mean, inverse, scale[r], bias[r]);
+  });
   Normalise(ctx, p, affine, x, residual, y);
   return Status::Ok();
 }
@@ -366,6 +370,17 @@ T* As(void* p, T) {
 }
 
 }  // namespace
+
+Status ChannelMoments(const Context& ctx, const BatchNormProblem& p, const void* x, void* mean,
+                      void* var) {
+  return WithType(p.dtype, "conv_statistics", [&](auto t) {
+    Moments(ctx, Canonical(p), As(x, t), [=](int64_t r, double exact_mean, double exact_var) {
+      As(mean, t)[r] = static_cast<decltype(t)>(exact_mean);
+      As(var, t)[r] = static_cast<decltype(t)>(exact_var);
+    });
+    return Status::Ok();
+  });
+}
 
 Status BatchNormTrain(const Context& ctx, const BatchNormProblem& p, const Plan&, const void* x,
                       const void* scale, const void* bias, const void* running_mean,

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "common/launch.h"
+#include "cpu/batchnorm.h"
 
 namespace jaxconv::cpu {
 namespace {
@@ -74,6 +75,19 @@ Status ConvFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, co
   JAXCONV_RETURN_IF_ERROR(Check(p, plan, "conv_fprop"));
   if (p.dtype == DType::kF32) return Fprop<float>(ctx, p, e, plan, x, w, bias, y, z);
   return Fprop<double>(ctx, p, e, plan, x, w, bias, y, z);
+}
+
+Status ConvStatistics(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
+                      const void* w, void* y, void* mean, void* var, Workspace workspace) {
+  const Epilogue bare = {false, Activation::kNone, 0.0, false};
+  JAXCONV_RETURN_IF_ERROR(ConvFprop(ctx, p, bare, plan, x, w, nullptr, y, nullptr, workspace));
+  BatchNormProblem norm = {};
+  norm.batch = 1;
+  norm.outer = p.channels_last ? p.n * p.out_size() : p.n;
+  norm.channels = p.k;
+  norm.inner = p.channels_last ? 1 : p.out_size();
+  norm.dtype = p.dtype;
+  return ChannelMoments(ctx, norm, y, mean, var);
 }
 
 Status ConvDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,

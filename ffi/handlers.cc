@@ -199,6 +199,26 @@ Status Fprop(ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets ret
                    e.save_preactivation ? call.Ret(1).untyped_data() : nullptr, call.Scratch());
 }
 
+Status Statistics(ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                  const wire::Window& window, const wire::Plan& plan) {
+  Call call("conv_statistics", args, rets);
+  JAXCONV_RETURN_IF_ERROR(call.Confirm(2, 3));
+  AnyBuffer x = call.Arg(0), w = call.Arg(1), y = call.Ret(0);
+  ConvProblem p;
+  JAXCONV_RETURN_IF_ERROR(ToConvProblem(call, x, w, y, window, &p));
+  if (p.n * p.out_size() == 0) {
+    return Status::Invalid(call.Text("y has no elements: there are no statistics of nothing"));
+  }
+  for (size_t i = 1; i <= 2; ++i) {
+    JAXCONV_RETURN_IF_ERROR(call.ConfirmShape("a statistic", call.Ret(i), {p.k}));
+    JAXCONV_RETURN_IF_ERROR(call.ConfirmType("a statistic", call.Ret(i),
+                                             p.dtype == DType::kF64 ? DType::kF64 : DType::kF32));
+  }
+  return ConvStatistics(MakeContext(context), p, ToPlan(plan), x.untyped_data(), w.untyped_data(),
+                        y.untyped_data(), call.Ret(1).untyped_data(), call.Ret(2).untyped_data(),
+                        call.Scratch());
+}
+
 Status Dgrad(ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets,
              const wire::Window& window, const wire::Plan& plan) {
   Call call("conv_dgrad", args, rets);
@@ -412,6 +432,12 @@ XLA_FFI_DEFINE_HANDLER(
     JAXCONV_TRAITS);
 
 XLA_FFI_DEFINE_HANDLER(
+    kStatistics,
+    [](ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets, wire::Window window,
+       wire::Plan plan) { return wire::ToFfi(Statistics(context, args, rets, window, plan)); },
+    JAXCONV_BASE.Attr<wire::Window>("window").Attr<wire::Plan>("plan"), JAXCONV_TRAITS);
+
+XLA_FFI_DEFINE_HANDLER(
     kDgrad,
     [](ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets, wire::Window window,
        wire::Plan plan) { return wire::ToFfi(Dgrad(context, args, rets, window, plan)); },
@@ -466,6 +492,7 @@ std::vector<std::pair<const char*, XLA_FFI_Handler*>> Handlers() {
   return {
       {"jaxconv_conv_v1", kFprop},
       {"jaxconv_conv_fprop_v1", kFprop},
+      {"jaxconv_conv_statistics_v1", kStatistics},
       {"jaxconv_conv_dgrad_v1", kDgrad},
       {"jaxconv_conv_wgrad_v1", kWgrad},
       {"jaxconv_dense_v1", kDense},

@@ -7,6 +7,7 @@ from jaxconv._export import check_exported, export_checks
 from jaxconv.accelerate import accelerate
 from jaxconv.batchnorm import batchnorm
 from jaxconv.conv import conv1d, conv2d, conv3d
+from jaxconv.conv_batchnorm import conv_batchnorm
 from jaxconv.conv_transpose import conv_general_dilated, conv_transpose1d, conv_transpose2d, conv_transpose3d
 from jaxconv.dense import dense
 
@@ -19,6 +20,7 @@ __all__ = [
     "conv1d",
     "conv2d",
     "conv3d",
+    "conv_batchnorm",
     "conv_general_dilated",
     "conv_transpose1d",
     "conv_transpose2d",

@@ -74,5 +74,5 @@ def _flops(op: str, p: Any) -> int:
         return p.size * (_NORM_FLOPS[op] + p.residual + (p.activation.name != "none"))
     assert isinstance(p, ConvProblem | DenseProblem)
     addend = isinstance(p, DenseProblem) and p.addend
-    epilogue = bool(p.bias) + (p.activation.name != "none") + addend
+    epilogue = bool(p.bias) + (p.activation.name != "none") + addend + 4 * (op == "conv_statistics")
     return p.flops + epilogue * math.prod(p.y_shape)

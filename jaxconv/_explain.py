@@ -62,8 +62,8 @@ def explain(f: Callable[..., Any], *, platform: str | None = None) -> Callable[.
         device = _plan.Device.current(name)
         jaxpr = jax.make_jaxpr(f)(*args, **kwargs)
         counts: dict[tuple[str, Any], int] = {}
-        for equation in _op.equations(jaxpr.jaxpr):
-            made = _op.KERNELS.get(equation.primitive)
+        for equation in _op.equations(jaxpr.jaxpr, device):
+            made = _op.KERNELS.get(equation.primitive) or _op.COMPOSITES.get(equation.primitive)
             if made is not None:
                 key = made.name, equation.params["problem"]
                 counts[key] = counts.get(key, 0) + 1

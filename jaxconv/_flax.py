@@ -151,8 +151,11 @@ def check_residual(m: Any, x: Array, residual: Array | None) -> None:
 def native_batchnorm(m: Any, x: Array, training: bool, axis_name: Any, mask: Array | None) -> bool:
     """Whether `batchnorm` computes what Flax's BatchNorm does."""
     numbers = (bool, int, float, np.integer, np.floating)
+    whole = mask is None or (
+        getattr(mask, "dtype", None) == np.bool_ and _problem.broadcasts(jnp.shape(mask), jnp.shape(x))
+    )
     return (
-        (not training or (mask is None and axis_name is None))
+        (not training or (whole and axis_name is None))
         and isinstance(m.axis, int)
         and -x.ndim <= m.axis < x.ndim
         and x.ndim >= 2
@@ -178,6 +181,7 @@ def batchnorm(
     *,
     training: bool,
     dtype: Any,  # of the result
+    mask: Array | None = None,
 ) -> tuple[Array, Array, Array]:
     """(y, running mean, running variance) as Flax's BatchNorm has them, where `native_batchnorm`.
 
@@ -203,6 +207,7 @@ def batchnorm(
         activation=activation_of(m),
         residual=None if residual is None else residual.astype(wide),
         channel_axis=m.axis,
+        mask=mask if training else None,
     )
     if not training:
         return y.astype(dtype), mean, var

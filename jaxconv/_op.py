@@ -133,15 +133,77 @@ def kernel(
 KERNELS: dict[Primitive, Kernel] = {}
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Composite:
+    """A primitive that is always lowered to other kernels and jnp: which, the plan says.
+
+    It is a primitive so that the choice waits for the device, and so that it can have a derivative rule of its own.
+    """
+
+    name: str
+    results: Callable[[Any], list[tuple[tuple[int, ...], str]]]  # as a Kernel's
+    parts: Callable[[Any, _plan.Plan | None], Callable[..., list[Array]]]  # (problem, plan) -> a function of arrays
+    primitive: Primitive
+
+    def __call__(self, problem: Any, *args: Array) -> list[Array]:
+        return self.primitive.bind(*match_varying(*args), problem=problem)
+
+
+COMPOSITES: dict[Primitive, Composite] = {}
+
+
+def composite(
+    name: str,
+    *,
+    results: Callable[[Any], list[tuple[tuple[int, ...], str]]],
+    parts: Callable[[Any, _plan.Plan | None], Callable[..., list[Array]]],
+) -> Composite:
+    """Makes the primitive `jaxconv_<name>` with everything but its differentiation rule.
+
+    `parts` gets None for a plan where none is made: under vmap, for shapes, and on platforms without native code.
+    """
+    primitive = Primitive(f"jaxconv_{name}")
+    primitive.multiple_results = True
+    made = Composite(name, results, parts, primitive)
+    primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
+
+    def abstract_eval(*avals: ShapedArray, problem: Any) -> Any:
+        if all(a.sharding.mesh.empty for a in avals):
+            return [ShapedArray(shape, np.dtype(dtype)) for shape, dtype in results(problem)]
+        return list(jax.make_jaxpr(parts(problem, None))(*avals).out_avals)
+
+    primitive.def_abstract_eval(abstract_eval)
+
+    def batching_rule(args: Sequence[Array], dims: Sequence[int | None], *, problem: Any) -> Any:
+        outs = jax.vmap(parts(problem, None), in_axes=tuple(dims))(*args)
+        return outs, [0] * len(outs)
+
+    batching.primitive_batchers[primitive] = batching_rule
+    _compat.needs_devices_to_lower(primitive)
+    mlir.register_lowering(primitive, functools.partial(_lower_composite, made, None))
+    for platform in PLATFORMS:
+        mlir.register_lowering(primitive, functools.partial(_lower_composite, made, platform), platform=platform)
+    COMPOSITES[primitive] = made
+    return made
+
+
 # The linear twins' meaning: a function of their operands and parameters, made of kernels and jnp
 TWINS: dict[Primitive, Callable[..., list[Array]]] = {}
 
 
-def inner_jaxprs(equation: Any) -> Iterator[Any]:
-    """The jaxprs that an equation runs; of a linear twin that of its meaning."""
+def inner_jaxprs(equation: Any, device: _plan.Device | None = None) -> Iterator[Any]:
+    """The jaxprs that an equation runs; of a linear twin that of its meaning, of a composite that of its parts.
+
+    `device` decides which parts; without one they are those that no plan chose.
+    """
     if equation.primitive in TWINS:
         meaning = functools.partial(TWINS[equation.primitive], **equation.params)
         yield jax.make_jaxpr(meaning)(*(v.aval for v in equation.invars)).jaxpr
+        return
+    if equation.primitive in COMPOSITES:
+        made, problem = COMPOSITES[equation.primitive], equation.params["problem"]
+        parts = made.parts(problem, device and _plan.plan(made.name, problem, device))
+        yield jax.make_jaxpr(parts)(*(v.aval for v in equation.invars)).jaxpr
         return
     for value in equation.params.values():
         for inner in value if isinstance(value, (tuple, list)) else (value,):
@@ -151,12 +213,12 @@ def inner_jaxprs(equation: Any) -> Iterator[Any]:
                 yield inner
 
 
-def equations(jaxpr: Any) -> Iterator[Any]:
-    """Every equation of a jaxpr and of the jaxprs inside it."""
+def equations(jaxpr: Any, device: _plan.Device | None = None) -> Iterator[Any]:
+    """Every equation of a jaxpr and of the jaxprs inside it, as on `device`."""
     for equation in jaxpr.eqns:
         yield equation
-        for inner in inner_jaxprs(equation):
-            yield from equations(inner)
+        for inner in inner_jaxprs(equation, device):
+            yield from equations(inner, device)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -210,6 +272,19 @@ def _lower(made: Kernel, platform: str | None, ctx: mlir.LoweringRuleContext, *o
         ],
     )
     return list(rule(ctx, *operands, **wire.attrs, plan=plan.attrs()))[:-1]
+
+
+def _lower_composite(
+    made: Composite, platform: str | None, ctx: mlir.LoweringRuleContext, *operands: Any, problem: Any
+) -> Any:
+    plan = None
+    if platform is not None and not _OPAQUE.get():
+        # What crosses calls has no rule for a mesh; each call by itself has one.
+        partitioned = _compat.partitioning(ctx) != "none"
+        plan = _plan.plan(
+            made.name, problem, dataclasses.replace(_plan.Device.current(platform), partitioned=partitioned)
+        )
+    return mlir.lower_fun(made.parts(problem, plan), multiple_results=True)(ctx, *operands)
 
 
 def _minor_to_major(aval: ShapedArray, layout: Layout | None) -> Layout:
@@ -277,7 +352,7 @@ class Rules:
     tangent: Callable[..., list[Array]]
 
 
-def fuse(made: Kernel, rules: Rules) -> Primitive:
+def fuse(made: Kernel | Composite, rules: Rules) -> Primitive:
     """Gives `made` the derivative that `rules` state, in both modes and any order. Returns the linear twin."""
     twin = Primitive(f"{made.primitive.name}_tangent")
     twin.multiple_results = True

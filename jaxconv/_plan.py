@@ -16,13 +16,14 @@ import jax
 import numpy as np
 
 from jaxconv import _native, _tuning
-from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem
+from jaxconv._problem import BatchNormProblem, ConvBatchNormProblem, ConvProblem, DenseProblem
 
 Problem = ConvProblem | DenseProblem | BatchNormProblem
 
 # op -> the group that JAXCONV_DISABLE names
 OPS = {
     "conv": "conv",
+    "conv_statistics": "conv",
     "conv_fprop": "conv",
     "conv_dgrad": "conv",
     "conv_wgrad": "conv",
@@ -63,7 +64,7 @@ class Device:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    implementation: str  # "native" or "xla"
+    implementation: str  # "native", "xla", or of a composite "calls": those of its parts, which have plans of their own
     reason: str
     algorithm: str = ""
     tile: str = ""
@@ -81,8 +82,8 @@ class Plan:
         }
 
     def __str__(self) -> str:
-        if self.implementation == "xla":
-            return "xla"
+        if self.implementation != "native":
+            return self.implementation + (f"[{self.algorithm}]" if self.algorithm else "")
         parts = [self.algorithm, self.tile, f"splits={self.splits}" if self.splits > 1 else ""]
         return "native[" + " ".join(p for p in parts if p) + "]"
 
@@ -93,8 +94,12 @@ def disabled(op: str) -> bool:
     return bool(names & {OPS[op], op, "all"})
 
 
-def plan(op: str, problem: Problem, device: Device) -> Plan:
+def plan(op: str, problem: Any, device: Device) -> Plan:
     """The plan for `op` on `device`; ValueError where a forced choice cannot run, with the reason."""
+    if op == "conv_batchnorm":
+        return _plan_conv_batchnorm(problem, device)
+    if op == "batchnorm_given":
+        return Plan("calls", "the statistics are given: what is left is inference, and the running statistics' update")
     forced = problem.algorithm is not None or problem.implementation == "native"
     if problem.implementation == "xla":
         return Plan("xla", "implementation='xla' was asked for")
@@ -118,8 +123,40 @@ def plan(op: str, problem: Problem, device: Device) -> Plan:
     if algorithm is not None:
         return _fill(op, algorithm, problem, device, reason)
     if forced:
-        return _fill(op, _ladder(op, problem, device), problem, device, "implementation='native' was asked for")
+        algorithm = _ladder(op, problem, device)
+        refusal = supports(op, algorithm, problem, device)
+        if refusal:
+            raise ValueError(f"{problem.name}: {_asked(problem)} cannot run {op} of {problem}: {refusal}")
+        return _fill(op, algorithm, problem, device, "implementation='native' was asked for")
     return Plan("xla", reason)
+
+
+def _plan_conv_batchnorm(problem: ConvBatchNormProblem, device: Device) -> Plan:
+    """One read of the convolution's result, where its statistics leave the convolution with it, or two calls."""
+
+    def two(why: str) -> Plan:
+        return Plan("calls", f"a convolution, then a batch-norm: {why}", "two")
+
+    p = problem.conv
+    if p.implementation == "xla":
+        return two("implementation='xla' was asked for")
+    if disabled("conv_statistics") or disabled("batchnorm_train"):
+        return two(f"JAXCONV_DISABLE={os.environ['JAXCONV_DISABLE']}")
+    if _empty(p):
+        return two("there is nothing to compute")
+    missing = _native.missing(device.platform) or _device_refusal(p, device)
+    if missing or device.partitioned:
+        return two(missing or "on a mesh each is split by a rule of its own")
+    if p.algorithm is not None:
+        algorithm, reason = p.algorithm, f"algorithm='{p.algorithm}' was asked for"
+    elif p.implementation == "native":
+        algorithm, reason = _ladder("conv_statistics", p, device), "implementation='native' was asked for"
+    else:
+        algorithm, reason = _fastest("conv_statistics", p, device)
+        if algorithm is None:
+            return two(reason)
+    refusal = supports("conv_statistics", algorithm, p, device)
+    return two(f"no statistics from {algorithm}: {refusal}") if refusal else Plan("calls", reason, "statistics")
 
 
 def _asked(problem: Problem) -> str:
@@ -142,6 +179,8 @@ def _empty(problem: Problem) -> bool:
 
 
 def _device_refusal(problem: Problem, device: Device) -> str | None:
+    if isinstance(problem, BatchNormProblem) and problem.masked:
+        return "masked statistics are XLA's, and it fuses what follows them"
     if device.platform == "cuda":
         if problem.dtype == "float64":
             return "float64 has no native CUDA kernels"
@@ -170,6 +209,11 @@ def supports(op: str, algorithm: str, problem: Problem, device: Device) -> str |
 
 
 def _conv_supports(op: str, algorithm: str, p: ConvProblem, device: Device) -> str | None:
+    if op == "conv_statistics":
+        if device.platform == "cuda":
+            return "no CUDA kernel sums up what it writes"
+        if device.platform == "cpu" and p.dtype not in ("float32", "float64"):
+            return "the CPU rounds to 16 bits only behind the call, and statistics are those of what was rounded"
     if algorithm == "depthwise" and not p.depthwise:
         return f"it needs one input channel per group, got groups={p.groups} for {p.in_channels} channels"
     if device.platform != "cuda":
@@ -353,6 +397,8 @@ def _fastest(op: str, problem: Problem, device: Device) -> tuple[str | None, str
 
 
 def _fastest_on_cpu(op: str, problem: Problem, device: Device) -> tuple[str | None, str]:
+    if op == "conv_statistics":
+        return None, "on the CPU its statistics cost a pass over its result, inside the call or behind it"
     if problem.dtype in ("float32", "float64") and isinstance(problem, ConvProblem):
         if problem.depthwise and problem.groups > 1:
             return "depthwise", "XLA's CPU depthwise convolutions are 10 times slower"

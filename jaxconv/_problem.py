@@ -44,6 +44,18 @@ def as_array(where: str, argument: str, value: Any) -> jax.Array:
     return array
 
 
+def as_mask(where: str, argument: str, value: Any) -> jax.Array:
+    """`value` as a jax array, of whatever dtype."""
+    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        raise TypeError(f"{where}: {argument} must be an array, got {type(value).__name__}")
+    return jnp.asarray(value)
+
+
+def broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+    """Whether an array of `shape` broadcasts to exactly the shape `to`."""
+    return len(shape) <= len(to) and all(s in (1, t) for s, t in zip(shape[::-1], to[::-1], strict=False))
+
+
 def same_dtype(where: str, **arrays: jax.Array | None) -> str:
     given = {k: v.dtype.name for k, v in arrays.items() if v is not None}
     if len(set(given.values())) > 1:
@@ -631,6 +643,7 @@ class BatchNormProblem:
     epsilon: float
     activation: Activation = NO_ACTIVATION
     residual: bool = False
+    masked: bool = False  # the statistics are those of a part of x
     batch: int | None = None  # instances made by vmap, the leading axis of every array
     # The backward pass: what is wanted besides the sums
     want_dx: bool = True
@@ -703,11 +716,15 @@ class BatchNormProblem:
         channel_axis: Any,
         algorithm: Any,
         implementation: Any,
+        mask: jax.Array | None = None,
+        mean: jax.Array | None = None,
+        var: jax.Array | None = None,
+        of: str = "x",  # what x is called in messages
     ) -> BatchNormProblem:
         seen = _shapes(
-            x=x, scale=scale, bias=bias, running_mean=running_mean, running_var=running_var, residual=residual
+            **{of: x}, scale=scale, bias=bias, running_mean=running_mean, running_var=running_var, residual=residual
         )
-        dtype = same_dtype(name, x=x, residual=residual)
+        dtype = same_dtype(name, **{of: x}, residual=residual)
         if x.ndim < 2:
             raise ValueError(f"{name}: x has {x.ndim} dimensions, expected at least 2 (N, ..., C). {seen}")
         if not isinstance(training, (bool, np.bool_)):
@@ -729,10 +746,12 @@ class BatchNormProblem:
             epsilon=_number(name, "epsilon", epsilon),
             activation=_activation.parse(name, activation),
             residual=residual is not None,
+            masked=mask is not None and bool(training),
             implementation=implementation,
             algorithm=algorithm,
         )
         parameters = {"scale": scale, "bias": bias, "running_mean": running_mean, "running_var": running_var}
+        parameters |= {"the mean of statistics": mean, "the variance of statistics": var}
         for argument, value in parameters.items():
             if value is None:
                 continue
@@ -742,10 +761,18 @@ class BatchNormProblem:
                 )
             if value.dtype.name != problem.param_dtype:
                 raise TypeError(
-                    f"{name}: {argument} has dtype {value.dtype.name}, expected {problem.param_dtype} for x of {dtype}"
+                    f"{name}: {argument} has dtype {value.dtype.name}, expected {problem.param_dtype} "
+                    f"for {of} of {dtype}"
                 )
         if residual is not None and residual.shape != x.shape:
-            raise ValueError(f"{name}: residual has shape {residual.shape}, expected {x.shape}, that of x. {seen}")
+            raise ValueError(f"{name}: residual has shape {residual.shape}, expected {x.shape}, that of {of}. {seen}")
+        if mask is not None:
+            if mean is not None:
+                raise ValueError(f"{name}: mask and statistics exclude each other: statistics are those of all of x")
+            if mask.dtype != np.bool_:
+                raise TypeError(f"{name}: mask has dtype {mask.dtype.name}, expected bool")
+            if not broadcasts(mask.shape, x.shape):
+                raise ValueError(f"{name}: mask has shape {mask.shape}, which does not broadcast to x's. {seen}")
         if c == 0:
             raise ValueError(f"{name}: x has no channels. {seen}")
         if training and problem.reduced == 0:
@@ -756,3 +783,79 @@ class BatchNormProblem:
             raise ValueError(f"{name}: momentum={momentum!r} must be between 0 and 1")
         check_choice(name, implementation, algorithm, BATCHNORM_ALGORITHMS)
         return problem
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Convolution and batch-norm
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvBatchNormProblem:
+    """A bare convolution and the batch-norm, in training, of its result."""
+
+    conv: ConvProblem
+    norm: BatchNormProblem
+    save: bool = False  # also return what the backward pass keeps
+
+    @property
+    def name(self) -> str:
+        return self.conv.name
+
+    def __str__(self) -> str:
+        return str(self.conv)
+
+    @classmethod
+    def infer(
+        cls,
+        name: str,
+        x: jax.Array,
+        w: jax.Array,
+        scale: jax.Array | None,
+        bias: jax.Array | None,
+        running_mean: jax.Array,
+        running_var: jax.Array,
+        residual: jax.Array | None,
+        *,
+        training: Any,
+        momentum: Any,
+        epsilon: Any,
+        activation: Any,
+        layout: Any,
+        algorithm: Any,
+        implementation: Any,
+        **window: Any,
+    ) -> ConvBatchNormProblem:
+        nd = w.ndim - 2
+        if nd not in CHANNELS_LAST:
+            raise ValueError(f"{name}: w has {w.ndim} dimensions, expected 3, 4 or 5. {_shapes(x=x, w=w)}")
+        conv = ConvProblem.infer(
+            name,
+            nd,
+            x,
+            w,
+            None,
+            **window,
+            activation=None,
+            layout=CHANNELS_LAST[nd] if layout is None else layout,
+            return_preactivation=False,
+            algorithm=algorithm,
+            implementation=implementation,
+        )
+        norm = BatchNormProblem.infer(
+            name,
+            jax.ShapeDtypeStruct(conv.y_shape, conv.dtype),
+            scale,
+            bias,
+            running_mean,
+            running_var,
+            residual,
+            training=training,
+            momentum=momentum,
+            epsilon=epsilon,
+            activation=activation,
+            channel_axis=conv.channel_axis,
+            algorithm=None,
+            implementation=implementation,
+            of="the convolution's result",
+        )
+        return cls(conv, norm)

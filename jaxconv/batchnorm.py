@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -96,6 +97,11 @@ def _train_shard(p: BatchNormProblem, split: _sharding.Split, x: Array, *rest: A
     shift = (k - k[0]) + shift
     mean = k[0] + jnp.mean(shift, 0)
     var = jnp.mean(variances + (shift - jnp.mean(shift, 0)) ** 2, 0)
+    return _train_with(p, x, scale, bias, running_mean, running_var, mean, var, *residual)
+
+
+def _train_with(p: BatchNormProblem, x, scale, bias, running_mean, running_var, mean, var, *residual) -> list[Array]:
+    """train's results for known statistics."""
     m = p.momentum
     return [
         infer(_inner(p), x, scale, bias, mean, var, *residual),
@@ -224,7 +230,7 @@ def _total(*terms: tuple[Any, Array | None]) -> Array | None:
     return sum(present[1:], present[0]) if present else None
 
 
-def _train_tangent(p: BatchNormProblem, residuals: Any, tangents: Sequence[Array | None]) -> list[Array]:
+def norm_tangent(p: BatchNormProblem, residuals: Any, tangents: Sequence[Array | None]) -> list[Array]:
     x, scale, bias, mean, rstd, kept = residuals
     tx, tscale, tbias, trunning_mean, trunning_var, *rest = tangents
     s, axes, n = reference.channel_shape(p), reference.reduced_axes(p), p.reduced
@@ -260,8 +266,46 @@ def _train_tangent(p: BatchNormProblem, residuals: Any, tangents: Sequence[Array
     ]
 
 
-RULES = _op.Rules(lambda p: p, train_forward, train_backward, _train_tangent)
+RULES = _op.Rules(lambda p: p, train_forward, train_backward, norm_tangent)
 _op.fuse(train, RULES)
+
+# (x, scale, bias, running_mean, running_var, mean, var, residual?) -> as train, whose derivative it has: mean and var
+# are x's own, so that what depends on them depends on x, and nothing on the arrays they came in.
+given = _op.composite(
+    "batchnorm_given",
+    results=lambda p: [_x(p)] + [_param(p)] * 4,
+    parts=lambda p, plan: functools.partial(_train_with, p),
+)
+
+
+def _without_statistics(values: Sequence[Any]) -> list[Any]:
+    return [*values[:5], *values[7:]]
+
+
+def _given_forward(p: BatchNormProblem, *args: Array) -> tuple[list[Array], Any]:
+    x, scale, bias, _, _, _, _, *residual = args
+    outs = given(p, *args)
+    kept = residual[0] if residual and p.activation.residual else None
+    return outs, (x, scale, bias, outs[3], outs[4], kept)
+
+
+def _given_backward(
+    p: BatchNormProblem, residuals: Any, cotangents: Sequence[Array | None], want: Sequence[bool]
+) -> list[Array | None]:
+    grads = train_backward(p, residuals, cotangents, _without_statistics(want))
+    zeros = [jnp.zeros(*_param(p)) if wanted else None for wanted in want[5:7]]
+    return [*grads[:5], *zeros, *grads[5:]]
+
+
+_op.fuse(
+    given,
+    _op.Rules(
+        lambda p: p,
+        _given_forward,
+        _given_backward,
+        lambda p, residuals, tangents: norm_tangent(p, residuals, _without_statistics(tangents)),
+    ),
+)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -281,6 +325,8 @@ def batchnorm(
     activation: Any = None,
     residual: Array | None = None,  # like x
     channel_axis: int = -1,
+    mask: Array | None = None,  # bool, broadcasts to x
+    statistics: tuple[Array, Array] | None = None,  # mean (C,), variance (C,)
     algorithm: str | None = None,
     implementation: str | None = None,
 ) -> tuple[Array, Array, Array]:
@@ -309,6 +355,13 @@ def batchnorm(
       activation: see `conv2d`.
       residual: an array of x's shape and dtype added before the activation, or None.
       channel_axis: the axis of x that holds the channels.
+      mask: True where an element of x counts in the statistics, as in Flax: mean and variance are those of the
+        elements kept (NaN for a channel that keeps none), and all of x is normalised with them. It is read in training
+        only. Masked batch-norms run through XLA.
+      statistics: x's own mean and biased variance per channel, from whoever wrote x, like scale and bias: x is then
+        read once, to be normalised. They are read in training only. The gradient is the one of a call without them:
+        they are taken for functions of x, so x's gradient is complete and that of the two arrays is zero. Statistics
+        that are not those of x make it wrong.
       algorithm: forces one native algorithm: "two_read" (any size), "resident_block" (one launch; a channel's elements
         must fit in a block's shared memory; CUDA only).
       implementation: see `conv2d`.
@@ -327,12 +380,16 @@ def batchnorm(
     """
     name = "batchnorm"
     x = _problem.as_array(name, "x", x)
-    given = {"scale": scale, "bias": bias, "running_mean": running_mean, "running_var": running_var}
-    arrays = {k: v if v is None else _problem.as_array(name, k, v) for k, v in given.items()}
+    arrays = {"scale": scale, "bias": bias, "running_mean": running_mean, "running_var": running_var}
+    arrays = {k: v if v is None else _problem.as_array(name, k, v) for k, v in arrays.items()}
     for required in ("running_mean", "running_var"):
         if arrays[required] is None:
             raise TypeError(f"{name}: {required} must be an array, got None")
     residual = None if residual is None else _problem.as_array(name, "residual", residual)
+    mask = None if mask is None else _problem.as_mask(name, "mask", mask)
+    if statistics is not None and not (isinstance(statistics, (tuple, list)) and len(statistics) == 2):
+        raise TypeError(f"{name}: statistics must be a pair (mean, variance), got {type(statistics).__name__}")
+    mean, var = (None, None) if statistics is None else (_problem.as_array(name, "statistics", a) for a in statistics)
     p = BatchNormProblem.infer(
         name,
         x,
@@ -343,6 +400,9 @@ def batchnorm(
         epsilon=epsilon,
         activation=activation,
         channel_axis=channel_axis,
+        mask=mask,
+        mean=mean,
+        var=var,
         algorithm=algorithm,
         implementation=implementation,
     )
@@ -350,6 +410,12 @@ def batchnorm(
     zeros = jnp.zeros(p.param_shape, p.param_dtype) if arrays["bias"] is None else arrays["bias"]
     args = [x, ones, zeros, arrays["running_mean"], arrays["running_var"], *([] if residual is None else [residual])]
     if p.training:
-        y, new_mean, new_var, _, _ = train(p, *args)
+        if p.masked:
+            mean, var = reference.batchnorm_masked_moments(p, x, mask)
+            y, new_mean, new_var, _, _ = _train_with(p, *args[:5], mean, var, *args[5:])
+        elif mean is not None:
+            y, new_mean, new_var, _, _ = given(p, *args[:5], mean, var, *args[5:])
+        else:
+            y, new_mean, new_var, _, _ = train(p, *args)
         return y, new_mean, new_var
     return infer(p, *args), arrays["running_mean"], arrays["running_var"]

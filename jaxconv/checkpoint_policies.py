@@ -4,7 +4,8 @@
 
 jax's own policies that speak of dots do not know jaxconv's kernels. These do, and they compose with any of jax's
 through `jax.checkpoint_policies.save_from_both_policies`. Under differentiation the results of fused ops also carry
-names, for `jax.checkpoint_policies.save_only_these_names`: "jaxconv_conv", "jaxconv_dense", "jaxconv_batchnorm_train".
+names, for `jax.checkpoint_policies.save_only_these_names`: "jaxconv_conv", "jaxconv_dense", "jaxconv_batchnorm_train",
+"jaxconv_batchnorm_given", "jaxconv_conv_batchnorm".
 """
 
 from __future__ import annotations
@@ -12,17 +13,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jaxconv._op import Kernel
-from jaxconv.batchnorm import infer, train
-from jaxconv.conv import conv_kernel, dgrad, fprop, wgrad
+from jaxconv._op import Composite, Kernel
+from jaxconv.batchnorm import given, infer, train
+from jaxconv.conv import conv_kernel, dgrad, fprop, statistics, wgrad
+from jaxconv.conv_batchnorm import pair
 from jaxconv.dense import dense_kernel, matmul
 
-_CONVS = (fprop, dgrad, wgrad, conv_kernel)
+_CONVS = (fprop, dgrad, wgrad, conv_kernel, statistics, pair)  # of a pair everything: y comes out of its convolution
 _DENSES = (matmul, dense_kernel)
-_NORMS = (train, infer)
+_NORMS = (train, infer, given)
 
 
-def _of(kernels: Sequence[Kernel], primitive: Any, params: dict[str, Any]) -> bool:
+def _of(kernels: Sequence[Kernel | Composite], primitive: Any, params: dict[str, Any]) -> bool:
     """Whether a value is the result of one of `kernels`, directly or by its name."""
     return any(primitive is k.primitive or params.get("name") == k.primitive.name for k in kernels)
 

@@ -94,6 +94,15 @@ def _batch_conv(p: ConvProblem, args: list[Array], dims: list[int | None]) -> tu
     return _listed(outs, lambda y: _op.unfold(y, size, channel))
 
 
+def _batch_statistics(p: ConvProblem, args: list[Array], dims: list[int | None]) -> tuple[list[Array], list[int]]:
+    """Images of different instances must not share statistics: into channels, always."""
+    size = _op.batch_size(args, dims)
+    channel, _, out_channel = _axes(p)
+    x, w = (_op.to_front(a, d, size) for a, d in zip(args, dims, strict=True))
+    outs = statistics(_grouped(p, size), _op.fold(x, 0, channel), _op.fold(w, 0, out_channel))
+    return [_op.unfold(out, size, axis) for out, axis in zip(outs, (channel, 0, 0), strict=True)], [0] * 3
+
+
 def _grouped(p: ConvProblem, size: int) -> ConvProblem:
     """`size` convolutions side by side in the channels."""
     return replace(p, groups=size * p.groups, in_channels=size * p.in_channels, out_channels=size * p.out_channels)
@@ -219,6 +228,19 @@ wgrad = _op.kernel(
 _op.bilinear(fprop, lambda p, ct, w: dgrad(p, ct, w), lambda p, ct, x: wgrad(p, x, ct))
 _op.bilinear(dgrad, lambda p, ct, w: fprop(p, ct, w), lambda p, ct, dy: wgrad(p, ct, dy))
 _op.bilinear(wgrad, lambda p, ct, dy: dgrad(p, dy, ct), lambda p, ct, x: fprop(p, x, ct))
+
+# statistics: fprop, and from its epilogue the mean and biased variance of y's channels
+statistics = _op.kernel(
+    "conv_statistics",
+    reference=reference.conv_statistics,
+    results=lambda p: [(p.y_shape, p.dtype)] + [((p.out_channels,), reference.norm_of(p).param_dtype)] * 2,
+    wire=lambda p, plan: _wire(p, plan, "xw", "ybb"),
+    batch=_batch_statistics,
+    # Composites keep it off meshes; were it on one, every operand would be gathered.
+    partition=lambda p: _partition(p, "xw", "ybb", ""),
+    multiple_results=True,
+)
+_op.by_reference(statistics)
 
 # conv: fprop with its epilogue. Results y, and z where it is saved.
 conv_kernel = _op.kernel(

@@ -6,8 +6,8 @@ dtypes and defaults are Flax's, because the classes are subclasses of Flax's. Wh
 * `activation=`, applied to the result in the same call: a name or ("leaky_relu", slope), see `jaxconv.conv2d`;
 * `BatchNorm.__call__(..., residual=)`, an array added before the activation.
 
-What jaxconv has no kernel for (a dot_general or conv_general_dilated of the user's, masked or cross-device batch
-statistics, several feature axes, CIRCULAR transposed convolutions, ...) is Flax's own computation.
+What jaxconv has no kernel for (a dot_general or conv_general_dilated of the user's, cross-device batch statistics,
+several feature axes, CIRCULAR transposed convolutions, ...) is Flax's own computation.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class BatchNorm(nn.BatchNorm):
         given = [a for a in (x, scale, bias) if a is not None]
         dtype = canonicalize_dtype(*given, dtype=self.dtype)
         y, new_mean, new_var = _flax.batchnorm(
-            self, x, scale, bias, mean.value, var.value, residual, training=training, dtype=dtype
+            self, x, scale, bias, mean.value, var.value, residual, training=training, dtype=dtype, mask=mask
         )
         if training and not self.is_initializing():
             mean.value, var.value = new_mean, new_var

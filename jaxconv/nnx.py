@@ -6,8 +6,8 @@ defaults and the handling of state are Flax's, because the classes are subclasse
 * `activation=`, applied to the result in the same call: a name or ("leaky_relu", slope), see `jaxconv.conv2d`;
 * `BatchNorm.__call__(..., residual=)`, an array added before the activation.
 
-What jaxconv has no kernel for (a dot_general or conv_general_dilated of the user's, masked or cross-device batch
-statistics, several feature axes, CIRCULAR transposed convolutions, ...) is Flax's own computation.
+What jaxconv has no kernel for (a dot_general or conv_general_dilated of the user's, cross-device batch statistics,
+several feature axes, CIRCULAR transposed convolutions, ...) is Flax's own computation.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class BatchNorm(nnx.BatchNorm):
             y, _, _ = _flax.batchnorm(self, x, scale, bias, mean, var, residual, training=False, dtype=dtype)
             return y
         y, mean, var = _flax.batchnorm(
-            self, x, scale, bias, self.mean[...], self.var[...], residual, training=True, dtype=dtype
+            self, x, scale, bias, self.mean[...], self.var[...], residual, training=True, dtype=dtype, mask=mask
         )
         if self.mean._can_update or self.var._can_update:  # variables that are references, as in Flax
             mean, var = lax.stop_gradient((mean, var))

@@ -58,6 +58,18 @@ def conv_wgrad(p: ConvProblem, x: jax.Array, dy: jax.Array) -> list[jax.Array]:
     return list(jax.linear_transpose(lambda w: conv_fprop(p, x, w)[0], _like(p.w_shape, x, batch=False))(dy))
 
 
+def conv_statistics(p: ConvProblem, x: jax.Array, w: jax.Array) -> list[jax.Array]:
+    """y = conv(x, w), and the mean and biased variance of each of its channels."""
+    (y,) = conv_fprop(p, x, w)
+    k, shift, var = batchnorm_moments(norm_of(p), y)
+    return [y, k + shift, var]
+
+
+def norm_of(p: ConvProblem) -> BatchNormProblem:
+    """A batch-norm of y."""
+    return BatchNormProblem(p.name, p.dtype, p.y_shape, p.channel_axis, True, 0.0, 0.0)
+
+
 def per_channel(p: ConvProblem, b: jax.Array) -> jax.Array:
     """b (K,) shaped to broadcast against y."""
     return lax.expand_dims(b, [axis for axis in range(p.nd + 2) if axis != p.channel_axis])
@@ -149,6 +161,19 @@ def batchnorm_moments(p: BatchNormProblem, x: jax.Array) -> tuple[jax.Array, jax
     shift = jnp.sum(d, axes) / n
     square = jnp.sum(d * d, axes) / n
     return k.reshape(p.param_shape), shift, jnp.maximum(square - shift * shift, 0)
+
+
+def batchnorm_masked_moments(p: BatchNormProblem, x: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(mean, biased variance) per channel of the elements that `mask` (broadcast to x's shape) keeps; NaN of none."""
+    axes, s = reduced_axes(p), channel_shape(p)
+    mask = jnp.broadcast_to(mask, x.shape)
+    n = jnp.sum(mask, axes, dtype=p.param_dtype)
+    wide = x.astype(p.param_dtype)
+    # Two passes: the first need not be exact, since the second corrects it.
+    k = lax.stop_gradient(jnp.sum(wide, axes, where=mask) / n)
+    d = jnp.where(mask, wide - k.reshape(s), 0)
+    shift = jnp.sum(d, axes) / n
+    return k + shift, jnp.maximum(jnp.sum(d * d, axes) / n - shift * shift, 0)
 
 
 def batchnorm_train(

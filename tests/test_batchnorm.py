@@ -10,7 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 import numpy_reference as ref
 import pytest
-from helpers import DEVICE, DTYPES, NAMED_ACTIVATIONS, PLATFORM, calls, label, normal, same_bits, types_of
+from helpers import (
+    DEVICE,
+    DTYPES,
+    NAMED_ACTIVATIONS,
+    NATIVE_IN_FLOAT64,
+    PLATFORM,
+    calls,
+    label,
+    normal,
+    same_bits,
+    types_of,
+)
+from jax.test_util import check_grads
 from tolerance import assert_close, assert_within, eps
 
 import jaxconv
@@ -303,6 +315,153 @@ def test_gradients_agree_with_numerical_derivatives(axis, choice):
         numerical = ref.numerical_gradient(lambda v, name=name: numpy_loss(**{name: v}), given[name])
         # Sums over 12 or 15 elements of size at most 10, in float32 and through a division by the deviation.
         assert_within(gradients[name], numerical, 128 * eps("float32") * max(1, np.abs(numerical).max()), name)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Masks and given statistics
+
+FIRST = (*NATIVE_IN_FLOAT64, None)[0]
+# (shape, channel_axis, shape of the mask)
+MASKS = [
+    ((4, 5, 6), -1, (4, 5, 1)),
+    ((4, 5, 6), 1, (4, 1, 6)),
+    ((4, 5, 6), -1, (5, 6)),
+    ((4, 5, 6), -1, ()),
+    ((3, 7, 6, 5), 1, (3, 7, 6, 5)),
+]
+
+
+def keep(shape: tuple[int, ...]) -> np.ndarray:
+    return np.random.default_rng(3).random(shape) < 0.7 if shape else np.bool_(True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("shape", "axis", "mask_shape"), MASKS, ids=str)
+def test_masked_statistics_are_those_of_what_is_kept(shape, axis, mask_shape, dtype):
+    given, mask = data(shape, axis, dtype), keep(mask_shape)
+    kept = np.broadcast_to(mask, shape)
+    axes = tuple(a for a in range(len(shape)) if a != axis % len(shape))
+    along = [-1 if a == axis % len(shape) else 1 for a in range(len(shape))]
+    mean, var = (moment(given["x"], axes, where=kept) for moment in (np.mean, np.var))
+    z = (given["x"] - mean.reshape(along)) / np.sqrt(var.reshape(along) + 1e-3) * given["scale"].reshape(along)
+    y = np.maximum(z + given["bias"].reshape(along) + given["residual"], 0)
+    with types_of(dtype):
+        args = {k: v for k, v in arrays(given, dtype).items() if k != "dy"}
+        options = dict(training=True, momentum=0.0, epsilon=1e-3, activation="relu", channel_axis=axis)
+        f = jax.jit(functools.partial(jaxconv.batchnorm, **options))
+        actual = f(**args, mask=jnp.asarray(mask))
+        # What is not kept is not looked at.
+        hidden = jnp.where(jnp.asarray(kept), args["x"], jnp.nan)
+        assert same_bits(actual[1:], f(**{**args, "x": hidden}, mask=jnp.asarray(mask))[1:])
+    sizes = [np.abs(given["x"]).max() ** i for i in (1, 1, 2)]
+    for a, r, size in zip(actual, (y, mean, var), sizes, strict=True):
+        scale = 8 * max(size, np.abs(r).max())
+        assert_within(a, r, scale * (eps(a.dtype.name) + 8 * eps("float64" if dtype == "float64" else "float32")))
+
+
+def test_a_masked_channel_without_elements_is_nan_as_in_flax():
+    x, v = jnp.asarray(normal(0, (4, 3)), "float32"), jnp.ones(3)
+    mask = jnp.asarray([[True, False, True]])
+    y, mean, var = jaxconv.batchnorm(x, v, v, v, v, training=True, mask=mask)
+    for a in (y.T, mean, var):
+        np.testing.assert_array_equal(np.isnan(a).reshape(3, -1).all(1), [False, True, False])
+
+
+def test_masks_and_statistics_are_read_in_training_only():
+    x, v = jnp.asarray(normal(0, (4, 3)), "float32"), jnp.asarray([1.0, 2.0, 3.0])
+    plain = jaxconv.batchnorm(x, v, v, v, v, training=False)
+    assert same_bits(plain, jaxconv.batchnorm(x, v, v, v, v, training=False, mask=x > 0))
+    assert same_bits(plain, jaxconv.batchnorm(x, v, v, v, v, training=False, statistics=(0 * v, 0 * v)))
+
+
+@pytest.mark.parametrize("axis", [-1, 1])
+def test_derivatives_through_masked_statistics(axis, x64):
+    shape = (3, 2, 2)
+    mask = jnp.asarray([[[True, True], [False, True]], [[True, False], [True, True]], [[True, True], [True, False]]])
+    f = functools.partial(jaxconv.batchnorm, training=True, momentum=0.5, activation="tanh", channel_axis=axis)
+    args = [jnp.asarray(normal(i, s)) for i, s in enumerate((shape, (2,), (2,), (2,), (2,)))]
+    check_grads(jax.jit(functools.partial(f, mask=mask)), args, order=2)
+    both = [jnp.stack([a, 2 * a]) for a in args]
+    masks = jnp.stack([mask, ~mask])
+    mapped = jax.vmap(lambda m, *a: f(*a, mask=m))(masks, *both)
+    for i in range(2):
+        for m, a in zip(mapped, f(*(a[i] for a in both), mask=masks[i]), strict=True):
+            np.testing.assert_allclose(m[i], a, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("choice", NORMS, ids=lambda c: c["implementation"])
+@pytest.mark.parametrize(("shape", "axis"), [((2, 6, 5, 19), -1), ((3, 7, 6, 5), 1)], ids=str)
+def test_given_statistics_change_neither_results_nor_gradients(shape, axis, choice):
+    """And gradients are complete though the statistics themselves have none."""
+    given = arrays(data(shape, axis, "float32"), "float32")
+    dy = given.pop("dy")
+    options = dict(training=True, momentum=0.5, activation="silu", channel_axis=axis, **choice)
+    axes = tuple(a for a in range(len(shape)) if a != axis % len(shape))
+
+    def loss(given, statistics):
+        outs = jaxconv.batchnorm(**given, statistics=statistics, **options)
+        return (outs[0] * dy).sum() + (outs[1] ** 2).sum() + (outs[2] ** 2).sum(), outs
+
+    statistics = jnp.mean(given["x"], axes), jnp.var(given["x"], axes)
+    run = jax.jit(jax.grad(loss, (0, 1), has_aux=True))
+    (gradients, of_statistics), outs = run(given, statistics)
+    expected, expected_outs = jax.jit(jax.grad(loss, has_aux=True))(given, None)
+    for a, e in zip(*map(jax.tree.leaves, ((gradients, outs), (expected, expected_outs))), strict=True):
+        np.testing.assert_allclose(a, e, rtol=0, atol=100 * eps("float32") * max(1.0, float(jnp.abs(e).max())))
+    assert all(not a.any() for a in of_statistics)
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "gelu"], ids=label)
+def test_given_statistics_have_derivatives_in_both_modes_to_second_order(activation, x64):
+    """Numerically: of a function that computes x's statistics and passes them."""
+
+    def f(x, scale, bias, mean, var, residual):
+        statistics = jnp.mean(x, (0, 1)), jnp.var(x, (0, 1))
+        options = dict(training=True, momentum=0.5, activation=activation, implementation=FIRST)
+        return jaxconv.batchnorm(x, scale, bias, mean, var, residual=residual, statistics=statistics, **options)
+
+    shapes = ((3, 2, 2), (2,), (2,), (2,), (2,), (3, 2, 2))
+    args = [jnp.asarray(normal(3 + i, shape)) for i, shape in enumerate(shapes)]
+    check_grads(jax.jit(f), args, order=2)
+
+
+def test_given_statistics_leave_a_single_pass():
+    x, v = jnp.ones((4, 6, 5, 8)), jnp.ones(8)
+
+    def f(x, *params):
+        options = dict(training=True, activation="relu", statistics=(v, v), implementation="native")
+        return jaxconv.batchnorm(x, *params, **options)
+
+    assert calls(f, x, v, v, v, v) == {"batchnorm_infer": 1}
+    gradient = jax.grad(lambda x, s, b: (f(x, s, b, v, v)[0] ** 2).sum(), (0, 1, 2))
+    assert calls(gradient, x, v, v) == {"batchnorm_infer": 1, "batchnorm_backward": 1}
+
+
+MASK, STATISTICS = jnp.ones((4, 1), bool), (jnp.ones(3), jnp.ones(3))
+BAD = {
+    "mask_dtype": (dict(mask=jnp.ones((4, 1))), TypeError, "mask has dtype float32, expected bool"),
+    "mask_shape": (dict(mask=jnp.ones((2, 1), bool)), ValueError, r"mask has shape \(2, 1\), which does not broadcast"),
+    "mask_rank": (dict(mask=jnp.ones((1, 4, 3), bool)), ValueError, r"mask has shape \(1, 4, 3\)"),
+    "mask_type": (dict(mask=[True]), TypeError, "mask must be an array, got list"),
+    "both": (dict(mask=MASK, statistics=STATISTICS), ValueError, "mask and statistics exclude each other"),
+    "no_pair": (dict(statistics=jnp.ones(3)), TypeError, r"statistics must be a pair \(mean, variance\)"),
+    "one_statistic": (dict(statistics=(jnp.ones(3), None)), TypeError, "statistics must be an array, got NoneType"),
+    "statistics_shape": (dict(statistics=(jnp.ones(3), jnp.ones(4))), ValueError, "the variance of statistics has"),
+    "statistics_dtype": (
+        dict(statistics=(jnp.ones(3, "bfloat16"), jnp.ones(3))),
+        TypeError,
+        "the mean of statistics has dtype bfloat16, expected float32",
+    ),
+    "native": (dict(mask=MASK, implementation="native"), ValueError, "cannot run: masked statistics are XLA's"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_masks_and_statistics_are_named(case):
+    changed, kind, message = BAD[case]
+    v = jnp.ones(3)
+    with pytest.raises(kind, match=message):
+        jaxconv.batchnorm(jnp.ones((4, 3)), v, v, v, v, training=True, **changed)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -28,9 +28,11 @@ def example(name: str) -> tuple[Any, tuple[Any, ...]]:
     native = dict(implementation="native")
     conv, dense = functools.partial(jaxconv.conv2d, **native), functools.partial(jaxconv.dense, **native)
     norm = functools.partial(jaxconv.batchnorm, activation="relu", **native)
+    statistics = jaxconv.conv_batchnorm
     return {
         "conv": (functools.partial(conv, activation=("leaky_relu", 0.5)), (x, w, b)),
         "conv_fprop": (conv, (x, w)),
+        "conv_statistics": (lambda x, w: statistics(x, w, b, b, b, b, training=True, **native), (x, w)),
         "conv_dgrad": (jax.grad(lambda x, w: conv(x, w).sum()), (x, w)),
         "conv_wgrad": (jax.grad(lambda x, w: conv(x, w).sum(), 1), (x, w)),
         "dense": (functools.partial(dense, activation="gelu", alpha=2, beta=3.0), (jnp.ones((5, 4)), w[0, 0], b)),
@@ -83,6 +85,7 @@ PLAN = {"algorithm": "string", "tile": "string", "splits": "i64", "chunk": "i64"
 FORMAT = {
     "conv": {"window": WINDOW, "epilogue": EPILOGUE, "plan": PLAN},
     "conv_fprop": {"window": WINDOW, "epilogue": EPILOGUE, "plan": PLAN},
+    "conv_statistics": {"window": WINDOW, "plan": PLAN},
     "conv_dgrad": {"window": WINDOW, "plan": PLAN},
     "conv_wgrad": {"window": WINDOW, "plan": PLAN},
     "dense": {"product": PRODUCT, "epilogue": EPILOGUE, "plan": PLAN},

@@ -84,6 +84,11 @@ Status ConvFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, co
   return DirectFprop(ctx, p, e, plan, x, w, bias, y, z, workspace);
 }
 
+Status ConvStatistics(const Context&, const ConvProblem&, const Plan&, const void*, const void*,
+                      void*, void*, void*, Workspace) {
+  return Status::Unimplemented("conv_statistics: no CUDA kernel sums up what it writes");
+}
+
 Status ConvDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,
                  const void* w, void* dx, Workspace workspace) {
   Algorithm algorithm;

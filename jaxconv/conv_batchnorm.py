@@ -1,0 +1,206 @@
+"""Convolution and batch-norm as a pair: the public function, its two compositions and its differentiation rules."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxconv import _op, _plan, _problem
+from jaxconv._activation import activate
+from jaxconv._problem import ConvBatchNormProblem
+from jaxconv.batchnorm import given, norm_tangent, train, train_backward
+from jaxconv.conv import conv_kernel, dgrad, fprop, statistics, wgrad
+
+Array = jax.Array
+replace = dataclasses.replace
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Training. A function of (x, w, scale, bias, running_mean, running_var, residual?), z the convolution's result:
+# -> y, new_mean, new_var, and where they are saved z, mean, rstd
+
+
+def _two_calls(p: ConvBatchNormProblem, x: Array, w: Array, *rest: Array) -> list[Array]:
+    z = fprop(p.conv, x, w)
+    y, new_mean, new_var, mean, rstd = train(p.norm, z, *rest)
+    return [y, new_mean, new_var] + [z, mean, rstd] * p.save
+
+
+def _with_statistics(p: ConvBatchNormProblem, x: Array, w: Array, *rest: Array) -> list[Array]:
+    """z is written once and read once."""
+    z, *moments = statistics(p.conv, x, w)
+    y, new_mean, new_var, mean, rstd = given(p.norm, z, *rest[:4], *moments, *rest[4:])
+    return [y, new_mean, new_var] + [z, mean, rstd] * p.save
+
+
+def _parts(p: ConvBatchNormProblem, plan: _plan.Plan | None) -> Any:
+    fused = plan is not None and plan.algorithm == "statistics"
+    return functools.partial(_with_statistics if fused else _two_calls, p)
+
+
+def _results(p: ConvBatchNormProblem) -> list[tuple[tuple[int, ...], str]]:
+    y, parameter = (p.conv.y_shape, p.conv.dtype), (p.norm.param_shape, p.norm.param_dtype)
+    return [y, parameter, parameter] + [y, parameter, parameter] * p.save
+
+
+pair = _op.composite("conv_batchnorm", results=_results, parts=_parts)
+
+
+def _forward(p: ConvBatchNormProblem, *args: Array) -> tuple[list[Array], Any]:
+    """Residuals: x and w for the convolution, those of batchnorm's for it."""
+    x, w, scale, bias, _, _, *residual = args
+    outs = pair(p, *args)
+    _, _, _, z, mean, rstd = outs
+    kept = residual[0] if residual and p.norm.activation.residual else None
+    return outs, (x, w, (z, scale, bias, mean, rstd, kept))
+
+
+def _backward(
+    p: ConvBatchNormProblem, residuals: Any, cotangents: Sequence[Array | None], want: Sequence[bool]
+) -> list[Array | None]:
+    x, w, norm_residuals = residuals
+    dy, d_new_mean, d_new_var, dz_direct, d_mean, d_rstd = cotangents
+    want_x, want_w, *want_rest = want
+    dz, *rest = train_backward(
+        p.norm, norm_residuals, [dy, d_new_mean, d_new_var, d_mean, d_rstd], [want_x or want_w, *want_rest]
+    )
+    if dz is not None and dz_direct is not None:
+        dz = dz + dz_direct
+    dx = dgrad(p.conv, dz, w) if want_x else None
+    dw = wgrad(p.conv, x, dz) if want_w else None
+    return [dx, dw, *rest]
+
+
+def _tangent(p: ConvBatchNormProblem, residuals: Any, tangents: Sequence[Array | None]) -> list[Array]:
+    x, w, norm_residuals = residuals
+    tx, tw, *rest = tangents
+    parts = [] if tx is None else [fprop(p.conv, tx, w)]
+    parts += [] if tw is None else [fprop(p.conv, x, tw)]
+    tz = sum(parts[1:], parts[0]) if parts else None
+    ty, t_new_mean, t_new_var, tmean, trstd = norm_tangent(p.norm, norm_residuals, [tz, *rest])
+    return [ty, t_new_mean, t_new_var, jnp.zeros_like(ty) if tz is None else tz, tmean, trstd]
+
+
+_op.fuse(pair, _op.Rules(lambda p: replace(p, save=True), _forward, _backward, _tangent))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Inference
+
+
+def _inference(
+    p: ConvBatchNormProblem, x: Array, w: Array, scale: Array, bias: Array, mean: Array, var: Array, *residual: Array
+) -> Array:
+    """conv(x, w * s) + (bias - mean * s), s = scale / sqrt(var + epsilon), in the convolution's own epilogue."""
+    wide = p.norm.param_dtype
+    s = scale * jax.lax.rsqrt(var + p.norm.epsilon)
+    per_filter = s if p.conv.channels_last else s.reshape(-1, *(1,) * (w.ndim - 1))
+    filters = (w.astype(wide) * per_filter).astype(w.dtype)
+    offset = (bias - mean * s).astype(x.dtype)
+    if not residual:
+        return conv_kernel(replace(p.conv, bias=True, activation=p.norm.activation), x, filters, offset)[0]
+    (z,) = conv_kernel(replace(p.conv, bias=True), x, filters, offset)
+    return activate(p.norm.activation, z.astype(wide) + residual[0].astype(wide)).astype(x.dtype)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The public function
+
+
+def conv_batchnorm(
+    x: Array,  # (N, H, W, C) or (N, C, H, W); one spatial dimension to three
+    w: Array,  # (R, S, C/G, K) or (K, C/G, R, S)
+    scale: Array | None,  # (K,)
+    bias: Array | None,  # (K,)
+    running_mean: Array,  # (K,)
+    running_var: Array,  # (K,)
+    *,
+    training: bool,
+    stride: int | Sequence[int] = 1,
+    padding: Any = "SAME",
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    layout: str | None = None,
+    precision: Any = None,
+    momentum: float = 0.99,
+    epsilon: float = 1e-5,
+    activation: Any = None,
+    residual: Array | None = None,  # like the result
+    algorithm: str | None = None,
+    implementation: str | None = None,
+) -> tuple[Array, Array, Array]:
+    """A convolution and the batch normalisation of its result, with residual add and activation.
+
+    Equivalent JAX code::
+
+        z = jaxconv.conv2d(x, w, stride=stride, padding=padding, ...)     # conv1d, conv3d for other ranks of w
+        y, running_mean, running_var = jaxconv.batchnorm(z, scale, bias, running_mean, running_var, training=training,
+                                                         activation=activation, residual=residual, ...)
+
+    In training the statistics of z leave the convolution with it where its kernel can sum up what it writes (so far
+    those of the CPU): z, rounded to x's dtype, is then written once and read once. Elsewhere
+    these are the two calls above. `explain` says which, and why. The gradient is that of the two calls, z is what it
+    keeps of the convolution's result.
+
+    In inference the normalisation is folded into the filters and the convolution's bias, and z is never written. For
+    16-bit x filters and bias are rounded to 16 bits after it: an error like that of rounding z, which two calls make.
+
+    Args:
+      x, w, stride, padding, dilation, groups, precision: see `conv2d`.
+      scale, bias, running_mean, running_var, momentum, epsilon, activation, residual: see `batchnorm`; (K,) each,
+        and residual of the result's shape.
+      training: a Python bool, see `batchnorm`.
+      layout: that of `conv1d`, `conv2d` or `conv3d`, whichever w's rank says; None is channels last.
+      algorithm: forces one native algorithm of the convolution, forward and backward.
+      implementation: see `conv2d`, for both.
+
+    Returns:
+      (y, running mean, running variance); the statistics are unchanged when not training.
+
+    Raises:
+      TypeError, ValueError: as `conv2d` and `batchnorm` do.
+
+    Differentiable in every array, to any order, in both modes. Source: the merging of the tiles' (mean, M2) is that of
+    Chan, Golub and LeVeque 1983.
+    """
+    name = "conv_batchnorm"
+    x, w = _problem.as_array(name, "x", x), _problem.as_array(name, "w", w)
+    arrays = {"scale": scale, "bias": bias, "running_mean": running_mean, "running_var": running_var}
+    arrays = {k: v if v is None else _problem.as_array(name, k, v) for k, v in arrays.items()}
+    for required in ("running_mean", "running_var"):
+        if arrays[required] is None:
+            raise TypeError(f"{name}: {required} must be an array, got None")
+    residual = None if residual is None else _problem.as_array(name, "residual", residual)
+    p = ConvBatchNormProblem.infer(
+        name,
+        x,
+        w,
+        residual=residual,
+        **arrays,
+        training=training,
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        groups=groups,
+        layout=layout,
+        precision=precision,
+        momentum=momentum,
+        epsilon=epsilon,
+        activation=activation,
+        algorithm=algorithm,
+        implementation=implementation,
+    )
+    if arrays["scale"] is None:
+        arrays["scale"] = jnp.ones(p.norm.param_shape, p.norm.param_dtype)
+    if arrays["bias"] is None:
+        arrays["bias"] = jnp.zeros(p.norm.param_shape, p.norm.param_dtype)
+    args = [x, w, *arrays.values(), *([] if residual is None else [residual])]
+    if not p.norm.training:
+        return _inference(p, *args), arrays["running_mean"], arrays["running_var"]
+    y, new_mean, new_var = pair(p, *args)
+    return y, new_mean, new_var
