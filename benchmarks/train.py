@@ -86,14 +86,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A way: a loss function, and what is said of it
+# A way: a loss function
 
 
 @dataclasses.dataclass(frozen=True)
 class Way:
     name: str
     loss: Callable[..., Any]  # (params, stats, images, labels) -> (loss, stats)
-    report: Callable[..., Any] | None = None  # what `accelerate` found
 
     @classmethod
     def make(cls, name: str, args: argparse.Namespace) -> Way:
@@ -110,10 +109,7 @@ class Way:
             scores = jax.nn.log_softmax(logits.astype(jnp.float32))
             return -jnp.mean(jnp.take_along_axis(scores, labels[:, None], 1)), updates.get("batch_stats", {})
 
-        if name != "accelerate":
-            return cls(name, loss)
-        accelerated = accelerate(loss)
-        return cls(name, accelerated, accelerated.report)
+        return cls(name, accelerate(loss) if name == "accelerate" else loss)
 
 
 def initial(args: argparse.Namespace) -> tuple[Tree, Tree]:
@@ -254,27 +250,22 @@ def sensitivity(program: Program, params: Tree, stats: Tree, amount: float, loss
     return np.maximum.accumulate(moved).tolist()
 
 
-def native_calls(way: Way, params: Tree, stats: Tree, placed: Placed) -> dict[str, Any]:
-    """jaxconv's calls in the step, by the plan of one device: how many are native, which, and how many go to XLA."""
+def explained(program: Program, params: Tree, stats: Tree) -> dict[str, Any]:
+    """jaxconv's calls in the step, by the plan of one device; and what `accelerate` replaced, and left and why."""
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (params, params, stats))
-    explained = jaxconv.explain(train_step(way.loss))(shapes, placed.images, placed.labels)
+    found = jaxconv.explain(train_step(program.way.loss))(shapes, program.placed.images, program.placed.labels)
     by_plan: collections.Counter[str] = collections.Counter()
     counts = {"native": 0, "xla": 0}
-    for call in explained:
+    for call in found:
         counts[call.plan.implementation] += call.count
         if call.plan.implementation == "native":
             by_plan[f"{call.op} {call.plan.algorithm}"] += call.count
-    return {**counts, "native_by_algorithm": dict(by_plan.most_common())}
-
-
-def found(way: Way, params: Tree, stats: Tree, placed: Placed) -> dict[str, Any]:
-    """What `accelerate` replaced, and what it left and why."""
-    if way.report is None:
-        return {}
-    report = way.report(params, stats, placed.images, placed.labels)
-    replaced = collections.Counter(finding.fused for finding in report.replaced)
-    left = collections.Counter(f"{finding.what}: {finding.why}" for finding in report.left)
-    return {"replaced": dict(replaced.most_common()), "left": dict(left.most_common())}
+    row: dict[str, Any] = {"calls": {**counts, "native_by_algorithm": dict(by_plan.most_common())}}
+    if program.way.name == "accelerate":
+        replaced = collections.Counter(finding.fused for finding in found.accelerated.replaced)
+        left = collections.Counter(f"{finding.what}: {finding.why}" for finding in found.accelerated.left)
+        row |= {"replaced": dict(replaced.most_common()), "left": dict(left.most_common())}
+    return row
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -339,8 +330,7 @@ def main(argv: list[str] | None = None) -> int:
             alone = next((r["ms"] for r in rows if r["way"] == way.name and r["devices"] == 1), None)
             row["speedup"] = alone / ms if alone and devices > 1 else None
             if devices == args.devices[0] and way.name != "flax":
-                row["calls"] = native_calls(way, params, stats, program.placed)
-                row |= found(way, params, stats, program.placed)
+                row |= explained(program, params, stats)
             rows.append(row)
             for line in lines(row, rows):
                 say(line)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import platform as host
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jaxlib
 
 from jaxconv import _native, _op, _plan
+from jaxconv.accelerate import Report, listening
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,9 +26,20 @@ class Call:
 
 
 class Explanation(list[Call]):
-    """A list of `Call`s that prints as a table."""
+    """A list of `Call`s that prints as a table.
+
+    `accelerated` lists what `jaxconv.accelerate` found in the function: what it replaced by what, and why not the rest.
+    """
+
+    def __init__(self, calls: Iterable[Call], accelerated: Report):
+        super().__init__(calls)
+        self.accelerated = accelerated
 
     def __str__(self) -> str:
+        found = f"accelerate:\n{self.accelerated}\n\n" if self.accelerated else ""
+        return found + self._calls()
+
+    def _calls(self) -> str:
         if not self:
             return "no jaxconv calls"
         rows = [("calls", "op", "problem", "plan", "workspace", "why")]
@@ -42,6 +54,8 @@ class Explanation(list[Call]):
 def explain(f: Callable[..., Any], *, platform: str | None = None) -> Callable[..., Explanation]:
     """A function that takes f's arguments and returns which implementation every jaxconv call in f gets, and why.
 
+    Where `jaxconv.accelerate` is in f, also what it replaced by what, and for what it left, why.
+
     Nothing is run or compiled: f is traced. Gradients are explained too::
 
         print(jaxconv.explain(jax.grad(loss))(params, batch))
@@ -51,7 +65,8 @@ def explain(f: Callable[..., Any], *, platform: str | None = None) -> Callable[.
       platform: "cpu" or "cuda"; None is the default backend's.
 
     Returns:
-      A function of f's arguments returning a list of calls (op, problem, plan, count) that prints as a table.
+      A function of f's arguments returning a list of calls (op, problem, plan, count) that prints as a table. Its
+      attribute `accelerated` is the list of what accelerate found (what, shapes, fused, why, where).
 
     Raises:
       ValueError: as the call itself would, where a forced choice cannot run.
@@ -60,16 +75,16 @@ def explain(f: Callable[..., Any], *, platform: str | None = None) -> Callable[.
     def explained(*args: Any, **kwargs: Any) -> Explanation:
         name = platform or {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
         device = _plan.Device.current(name)
-        jaxpr = jax.make_jaxpr(f)(*args, **kwargs)
+        with listening() as accelerated:
+            jaxpr = jax.make_jaxpr(f)(*args, **kwargs)
         counts: dict[tuple[str, Any], int] = {}
         for equation in _op.equations(jaxpr.jaxpr, device):
             made = _op.KERNELS.get(equation.primitive) or _op.COMPOSITES.get(equation.primitive)
             if made is not None:
                 key = made.name, equation.params["problem"]
                 counts[key] = counts.get(key, 0) + 1
-        return Explanation(
-            Call(op, problem, _plan.plan(op, problem, device), count) for (op, problem), count in counts.items()
-        )
+        calls = [Call(op, problem, _plan.plan(op, problem, device), count) for (op, problem), count in counts.items()]
+        return Explanation(calls, accelerated)
 
     return explained
 

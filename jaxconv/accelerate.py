@@ -15,6 +15,7 @@ else uses stays what it was; what nobody uses any more is dropped; everything el
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -66,6 +67,23 @@ class Report(list[Finding]):
             rows.append((finding.where or "-", f"{finding.what} {finding.shapes}", became))
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
         return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+@dataclasses.dataclass(eq=False)
+class _Listener:
+    report: Report = dataclasses.field(default_factory=Report)
+
+
+# Part of the key of jit's caches: inside it every function is traced anew, those under jit too.
+_LISTENER = jax.make_user_context(default_value=None)
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[Report]:
+    """A report that gathers what accelerated functions find while they are traced inside the context."""
+    listener = _Listener()
+    with _LISTENER(listener):
+        yield listener.report
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -917,7 +935,7 @@ def accelerate(f: Callable[..., Any]) -> Callable[..., Any]:
       rounding. It is differentiable, and can be jitted, mapped and sharded, as f is. Take the gradient of the
       accelerated function, not the accelerated gradient: in a gradient the layers are no longer recognisable.
       Its attribute `report` takes f's arguments too (or `jax.ShapeDtypeStruct`s) and returns what was replaced by
-      what, and for what was not, why.
+      what, and for what was not, why. `jaxconv.explain` of any function around it says the same, and more.
 
     f is traced anew at each call: put `jax.jit` around it.
     """
@@ -943,7 +961,9 @@ def accelerate(f: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(f)
     def accelerated(*args: Any, **kwargs: Any) -> Any:
-        rewritten, _, arrays, out_tree = rewriting(args, kwargs)
+        rewritten, report, arrays, out_tree = rewriting(args, kwargs)
+        if _LISTENER.value is not None:
+            _LISTENER.value.report += report
         return jax.tree.unflatten(out_tree, rewritten.run(*arrays))
 
     accelerated.report = lambda *args, **kwargs: rewriting(args, kwargs)[1]  # type: ignore[attr-defined]

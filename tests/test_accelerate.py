@@ -14,6 +14,7 @@ import pytest
 from flax_cases import KEY, array, assert_same, randomised
 from jax import lax
 
+import jaxconv
 from jaxconv.accelerate import accelerate
 
 NHWC = ("NHWC", "HWIO", "NHWC")
@@ -386,6 +387,27 @@ def test_the_report_says_what_became_of_each_layer_and_why():
     ]
     assert "left as it was: it has batch groups" in str(report)
     assert accelerate(f).report(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (X, W, B))) == report
+
+
+def test_explain_shows_what_was_replaced_wherever_the_function_is_and_however_often_it_was_traced():
+    def f(x, w, b):
+        y = jax.nn.relu(conv(x, w) + b)
+        return jnp.sum(conv(y, W2, batch_group_count=2))
+
+    step = jax.jit(jax.value_and_grad(accelerate(f)))
+    before = step(X, W, B)  # traced and cached: explain must not depend on it
+    for _ in range(2):
+        explained = jaxconv.explain(step)(X, W, B)
+        assert [(finding.fused, finding.why) for finding in explained.accelerated] == [
+            ("conv + bias + relu", ""),
+            ("", "it has batch groups"),
+        ]
+        assert {call.op for call in explained} == {"conv", "conv_dgrad"}
+        text = str(explained)
+        assert text.startswith("accelerate:\n") and "conv + bias + relu" in text and "it has batch groups" in text
+    assert not jaxconv.explain(f)(X, W, B).accelerated
+    assert helpers.same_bits(step(X, W, B), before)
+    assert step._cache_size() == 1  # explaining compiled nothing
 
 
 def test_arguments_and_results_keep_their_structure_and_python_values_stay_python_values():
