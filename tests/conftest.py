@@ -1,9 +1,11 @@
 """What every test shares: the device it runs on, memory that holds no zeros by luck, several CPU devices for meshes.
 
-The suite runs on JAX's default backend, so the same tests cover the CPU and a GPU; JAX_PLATFORMS=cpu forces the CPU.
+The suite runs on JAX's default backend, so the same tests cover the CPU and a GPU; JAX_PLATFORMS=cpu forces the CPU,
+JAX_NUM_CPU_DEVICES=8 gives it more devices.
 64-bit types stay off, as for users: a test that needs them takes the fixture `x64` or enters `helpers.types_of(dtype)`.
 """
 
+import os
 import pathlib
 import sys
 
@@ -11,15 +13,16 @@ import jax
 import pytest
 
 # Before any backend starts. Four: enough for a 2x2 mesh, and no more threads than needed.
-jax.config.update("jax_num_cpu_devices", 4)
+if "JAX_NUM_CPU_DEVICES" not in os.environ:
+    jax.config.update("jax_num_cpu_devices", 4)
 
-import jaxconv  # noqa: E402  (the installed package, before the source folder gets on the path)
-from jaxconv import _native  # noqa: E402
+import jaxconv
+from jaxconv import _native
 
 # The cases of the benchmarks. At the end of the path: the source folder's jaxconv has no compiled modules.
 sys.path.append(str(pathlib.Path(__file__).parent.parent))
 
-import helpers  # noqa: E402
+import helpers
 
 
 def pytest_configure(config):

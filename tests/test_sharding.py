@@ -1,6 +1,7 @@
 """Several devices: every op on Auto and Explicit meshes and in shard_map, with the collectives counted in the HLO.
 
-The mesh is made of all devices of the default backend: four on the CPU (see conftest.py), two or four GPUs.
+The mesh is made of all devices of the default backend: on the CPU four (see conftest.py) or as many as
+JAX_NUM_CPU_DEVICES says, or two or four GPUs.
 """
 
 from __future__ import annotations
@@ -323,6 +324,18 @@ def test_gradient_of_shard_map(kind):
     assert set(collectives(compiled.as_text())) == {"all-reduce"}
 
 
+@over_kinds
+def test_forward_of_shard_map(kind):
+    """Each device runs the call on its images, and nothing crosses the mesh."""
+    mesh = make_mesh("data", kind)
+    mapped = jax.shard_map(relu_conv, mesh=mesh, in_specs=(P("data"), P(), P()), out_specs=P("data"))
+    placed = place(mesh, (X, W, B), (BY_N, P(), P()))
+    compiled = jax.jit(mapped).lower(*placed).compile()
+    np.testing.assert_array_equal(compiled(*placed), relu_conv(X, W, B))
+    assert not collectives(compiled.as_text())
+    assert native_calls(compiled.as_text()) == [("conv", (2, 5, 6, 8))]
+
+
 def test_gradient_inside_shard_map():
     """The gradient of what is replicated is summed over the mesh by JAX."""
     mesh = make_mesh("data")
@@ -331,15 +344,17 @@ def test_gradient_inside_shard_map():
     jax.tree.map(np.testing.assert_array_equal, mapped(*place(mesh, (X, W, B), (BY_N, P(), P()))), step(X, W, B))
 
 
-@over_kinds
+@pytest.mark.parametrize("filters", [BY_K, P()], ids=["filters_split", "filters_replicated"])
+@pytest.mark.parametrize("context", ["auto", "auto_set_mesh", "auto_with_mesh", "explicit"])
 @pytest.mark.parametrize("implementation", ["native", None])
-def test_shard_map_over_some_axes(kind, implementation):
+def test_shard_map_over_some_axes(context, filters, implementation):
     """XLA partitions the rest of the mesh. custom_partitioning would end the process here."""
-    mesh = make_mesh("grid", kind)
+    mesh = make_mesh("grid", AxisType.Explicit if context == "explicit" else AxisType.Auto)
     f = functools.partial(jaxconv.conv2d, activation="relu", implementation=implementation)
     mapped = jax.shard_map(f, mesh=mesh, in_specs=(P("data"), P(), P()), out_specs=P("data"), axis_names={"data"})
-    with entered(mesh):
-        result = jax.jit(with_gradients(mapped))(*place(mesh, (X, W, B), (BY_N, BY_K, P())))
+    contexts = {"auto": contextlib.nullcontext(), "auto_with_mesh": mesh}
+    with contexts.get(context) or jax.set_mesh(mesh):
+        result = jax.jit(with_gradients(mapped))(*place(mesh, (X, W, B), (BY_N, filters, P())))
     jax.tree.map(np.testing.assert_array_equal, result, with_gradients(f)(X, W, B))
 
 
