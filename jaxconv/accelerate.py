@@ -161,11 +161,36 @@ def _inlined(eqn: JaxprEqn) -> bool:
     return all(type(s).__name__ == "UnspecifiedValue" for s in shardings) and _is_light(eqn.params["jaxpr"].jaxpr)
 
 
+UNIT_AXES = ("reshape", "broadcast_in_dim", "squeeze")  # what adds and removes axes of extent 1, among other things
+
+
+def _same_elements(v: Value) -> Value | None:
+    """u where v has u's elements in u's order, with other axes of extent 1."""
+    if v.made_by not in UNIT_AXES or (v.made_by == "reshape" and v.node.params["dimensions"] is not None):
+        return None
+    u = v.node.inputs[0]
+    return u if math.prod(u.shape) == math.prod(v.shape) else None
+
+
+def _plain(params: Any) -> str:
+    """An equation's parameters as text, without the functions (whose text is an address)."""
+    if isinstance(params, dict):
+        return str([(name, _plain(value)) for name, value in sorted(params.items()) if not callable(value)])
+    if isinstance(params, (tuple, list)):
+        return str([_plain(value) for value in params])
+    return str(int(params) if isinstance(params, np.integer) else params)
+
+
 class Graph:
-    """A jaxpr as values and nodes, in the order of its equations."""
+    """A jaxpr as values and nodes, in the order of its equations.
+
+    What vmap writes in more steps than a person would is one value here: axes of extent 1 that come and go, scalars
+    broadcast twice, and the same operation of the same operands.
+    """
 
     def __init__(self, closed: ClosedJaxpr):
         self.nodes: list[Node] = []
+        self._known: dict[Any, Value] = {}
         self.inputs = [Value(v.aval) for v in closed.jaxpr.invars]
         self.outputs = self._add(closed.jaxpr, closed.consts, self.inputs, source_info_util.new_name_stack())
         self._drop_unused()
@@ -184,11 +209,50 @@ class Graph:
                 inner = eqn.params["jaxpr"]
                 values.update(zip(eqn.outvars, self._add(inner.jaxpr, inner.consts, inputs, name_stack), strict=True))
                 continue
+            if eqn.primitive.name == "broadcast_in_dim" and _scalar(inputs[0]) is not inputs[0]:
+                inputs = [_scalar(inputs[0]), *inputs[1:]]
+                eqn = eqn.replace(params={**eqn.params, "broadcast_dimensions": ()})
             node = Node(len(self.nodes), inputs, [], eqn, name_stack)
             node.outputs = [Value(v.aval, node, i) for i, v in enumerate(eqn.outvars)]
+            known = self._before(node)
+            if known is not None:
+                values[eqn.outvars[0]] = known
+                continue
             values.update(zip(eqn.outvars, node.outputs, strict=True))
             self.nodes.append(node)
         return [read(atom) for atom in jaxpr.outvars]
+
+    def _before(self, node: Node) -> Value | None:
+        """An earlier value that equals the node's only result, in its type too."""
+        if node.name not in LIGHT or node.name == "custom_jvp_call" or len(node.outputs) != 1 or node.eqn.effects:
+            return None
+        result = node.outputs[0]
+        v = _same_elements(result)
+        while v is not None:
+            if v.aval == result.aval:
+                return v
+            v = _same_elements(v)
+
+        def key(v: Value) -> Any:
+            scalar = isinstance(v, Constant) and v.shape == () and not isinstance(v.value, jax.core.Tracer)
+            return (v.dtype, np.asarray(v.value).tobytes()) if scalar else id(v.value) if isinstance(v, Constant) else v
+
+        known = self._known.setdefault((node.name, _plain(node.params), *map(key, node.inputs)), result)
+        return known if known is not result and known.aval == result.aval else None
+
+    def text(self) -> str:
+        """The same for two graphs that compute the same in the same steps."""
+        names: dict[Value, str] = {v: f"arg{i}" for i, v in enumerate(self.inputs)}
+
+        def name(v: Value) -> str:
+            return f"{v.dtype}:{np.asarray(v.value).tolist()}" if isinstance(v, Constant) else names[v]
+
+        lines = []
+        for node in self.nodes:
+            names.update((v, f"{len(lines)}.{i}") for i, v in enumerate(node.outputs))
+            shapes = [f"{v.dtype}{v.shape}" for v in node.outputs]
+            lines.append(f"{shapes} = {node.name}{_plain(node.params)} {[name(v) for v in node.inputs]}")
+        return "\n".join([*lines, str([name(v) for v in self.outputs])])
 
     def _drop_unused(self) -> None:
         needed = {v for v in self.outputs if v.node is not None}
@@ -242,10 +306,18 @@ def _unconverted(v: Value) -> Value:
     return v
 
 
+def _scalar(v: Value) -> Value:
+    """The scalar that v is a broadcast of; v itself where it is none."""
+    source = v
+    while source.made_by == "broadcast_in_dim":
+        source = source.node.inputs[0]
+    return source if source.shape == () else v
+
+
 def _bare(v: Value) -> Value:
     """v without the reshapes, broadcasts to extents of 1 and widenings it went through: the same numbers in a row."""
     while True:
-        if v.made_by in ("reshape", "broadcast_in_dim", "squeeze") or _widened(v):
+        if v.made_by in UNIT_AXES or _widened(v):
             source = v.node.inputs[0]
             if isinstance(source, Constant) or math.prod(source.shape) != math.prod(v.shape):
                 return v
@@ -329,7 +401,7 @@ def _derivative(node: Node) -> str:
         return node.eqn.primitive.bind(*args, **node.eqn.primitive.get_bind_params(node.params))
 
     avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in node.inputs]
-    return str(jax.make_jaxpr(lambda p, t: jax.jvp(f, p, t))(avals, avals))
+    return Graph(jax.make_jaxpr(lambda p, t: jax.jvp(f, p, t))(avals, avals)).text()
 
 
 def _same_operation(a: Node, b: Node) -> bool:
@@ -453,10 +525,19 @@ def _epilogue(c: Value, axis: int, activations: Activations) -> tuple[Value, Val
 
 
 def _fuse_epilogue(
-    node: Node, axis: int, activations: Activations, what: str, run: Callable[..., Any], size: int
+    node: Node,
+    axis: int,
+    activations: Activations,
+    what: str,
+    run: Callable[..., Any],
+    size: int,
+    transposed: Node | None = None,
 ) -> Fused:
-    """`run(x, w, b, activation, return_preactivation=)` in place of the node, its bias and its activation."""
-    z, b, activated = _epilogue(node.outputs[0], axis, activations)
+    """`run(x, w, b, activation, return_preactivation=)` in place of the node, its bias and its activation.
+
+    And of the node that transposes its result, where run does that too.
+    """
+    z, b, activated = _epilogue((transposed or node).outputs[0], axis, activations)
     activation = Activation() if activated is None else activated.activation
     both = activated is not None and not activated.hides(z)
     y = z if activated is None else activated.y
@@ -466,7 +547,12 @@ def _fuse_epilogue(
         return outs if both else [outs]
 
     parts = [what, *(["bias"] if b else []), *([str(activation)] if activated else [])]
-    nodes = [node, *([z.node] if b else []), *(activated.nodes if activated else [])]
+    nodes = [
+        node,
+        *([transposed] if transposed else []),
+        *([z.node] if b else []),
+        *(activated.nodes if activated else []),
+    ]
     return Fused(nodes, [*node.inputs, *([b] if b else [])], [y, z] if both else [y], call, parts)
 
 
@@ -494,7 +580,10 @@ def _find_conv(node: Node, activations: Activations) -> Fused:
 def _find_dense(node: Node, activations: Activations) -> Fused:
     x, w = node.inputs
     p = node.params
-    if p["dimension_numbers"] != (((len(x.shape) - 1,), (0,)), ((), ())) or len(w.shape) != 2:
+    swapped = _swapped(node)
+    if swapped is not None:  # w @ x for each row x, as vmap writes it: (w x^T)^T = x w^T
+        x, w = w, x
+    elif p["dimension_numbers"] != (((len(x.shape) - 1,), (0,)), ((), ())) or len(w.shape) != 2:
         raise _Refusal("jaxconv's products are (..., K) @ (K, N)")
     if x.dtype != w.dtype or p["preferred_element_type"] not in (None, x.dtype) or x.dtype.name not in _problem.DTYPES:
         raise _Refusal(f"its types are {x.dtype} and {w.dtype} -> {node.outputs[0].dtype}")
@@ -505,11 +594,27 @@ def _find_dense(node: Node, activations: Activations) -> Fused:
     precision = p["precision"]
     if precision is not None and not isinstance(precision, tuple):
         raise _Refusal(f"jaxconv has no algorithm {precision}")
-    run = functools.partial(_fused.dense, precision=precision)
-    fused = _fuse_epilogue(node, len(x.shape) - 1, activations, "dense", run, w.shape[1])
+    if swapped is not None and precision is not None:
+        precision = precision[::-1]
+
+    def run(a: Array, b: Array, *rest: Any, **options: Any) -> Any:
+        x, w = (a, b) if swapped is None else (b, a.T)
+        return _fused.dense(x, w, *rest, precision=precision, **options)
+
+    size = w.shape[1] if swapped is None else w.shape[0]
+    fused = _fuse_epilogue(node, len(x.shape) - 1, activations, "dense", run, size, swapped)
     if len(fused.parts) == 1:
         raise _Refusal("neither a bias nor an activation follows")
     return fused
+
+
+def _swapped(node: Node) -> Node | None:
+    """The transpose that follows, where the node is w @ x^T of two matrices and nobody else uses it."""
+    users = node.outputs[0].users
+    by_rows = node.params["dimension_numbers"] == (((1,), (1,)), ((), ())) and len(node.inputs[0].shape) == 2
+    if not by_rows or len(node.inputs[1].shape) != 2 or len(users) != 1 or users[0] is None:
+        return None
+    return users[0] if users[0].name == "transpose" else None
 
 
 # ---- batch-norm
@@ -575,26 +680,60 @@ def _factors(v: Value, power: int) -> list[tuple[Value, int]]:
     return [(v, power)]
 
 
-def _mean_of(v: Value, axis: int) -> Value | None:
-    """u where v is the mean of u over every axis but `axis`."""
+def _means(v: Value) -> Iterator[tuple[Value, int | None]]:
+    """(u, axis) where v is the mean of u over every axis but `axis`; several, where a mean is taken in stages.
+
+    Under vmap with an axis name there are two: over the axes of an example, and over the examples (psum).
+    """
+    steps: list[Node] = []
+    count = 1.0
     v = _bare(v)
-    if v.made_by == "div":
-        numerator, count = _bare(v.node.inputs[0]), _number(v.node.inputs[1])
-    elif v.made_by == "mul":
-        (a, b) = v.node.inputs
-        a, b = (a, b) if _number(b) is not None else (b, a)
-        numerator, reciprocal = _bare(a), _number(b)
-        count = 1 / reciprocal if reciprocal else None
-    else:
-        return None
-    if numerator.made_by != "reduce_sum" or count is None:
-        return None
-    u = numerator.node.inputs[0]
-    others = tuple(a for a in range(len(u.shape)) if a != axis)
-    size = math.prod(u.shape[a] for a in others)
-    same = tuple(sorted(numerator.node.params["axes"])) == others
-    # A reciprocal is rounded to float32: half an ulp of it.
-    return u if same and abs(count - size) <= 1e-6 * size else None
+    while v.node is not None:
+        numbers = [_number(operand) for operand in v.node.inputs]
+        if v.made_by == "div" and numbers[1]:
+            count *= numbers[1]
+            v = _bare(v.node.inputs[0])
+        elif v.made_by == "mul" and (numbers[0] or numbers[1]):
+            count /= numbers[1] or numbers[0]
+            v = _bare(v.node.inputs[0 if numbers[1] else 1])
+        elif v.made_by == "reduce_sum" or _sums_an_axis(v.node):
+            steps.append(v.node)
+            v = v.node.inputs[0]
+            axes = _kept(v.shape, steps[::-1])
+            size = math.prod(v.shape[a] for a in range(len(v.shape)) if axes is not None and a not in axes)
+            # A reciprocal is rounded to float32: half an ulp of it, and there may be one for each stage.
+            if axes is not None and len(axes) == 1 and abs(count - size) <= 2e-6 * size:
+                yield v, axes[0]
+            v = _bare(v)
+        else:
+            return
+
+
+def _sums_an_axis(node: Node) -> bool:
+    """Whether it is the psum that vmap with an axis name leaves: over an axis of the array, not of a mesh."""
+    p = node.params
+    return node.name == "psum" and len(node.inputs) == 1 and _is_axes(p["axes"]) and p["axis_index_groups"] is None
+
+
+def _is_axes(axes: Any) -> bool:
+    return all(isinstance(a, (int, np.integer)) for a in axes)
+
+
+def _kept(shape: tuple[int, ...], sums: Sequence[Node]) -> list[int] | None:
+    """The axes of `shape`, of those longer than 1, that are left after the sums; None where others are in between."""
+    left = [a for a, extent in enumerate(shape) if extent != 1]
+    for node in sums:
+        entering = node.inputs[0].shape
+        positions = [a for a, extent in enumerate(entering) if extent != 1]
+        if [entering[a] for a in positions] != [shape[a] for a in left]:
+            return None
+        left = [a for a, at in zip(left, positions, strict=True) if at not in node.params["axes"]]
+    return left
+
+
+def _is_mean(v: Value, axis: int, accept: Callable[[Value], bool]) -> bool:
+    """Whether v is the mean, over every axis but `axis`, of something that `accept` accepts."""
+    return any(at == axis and accept(u) for u, at in _means(v))
 
 
 def _squared(v: Value | None) -> Value | None:
@@ -614,7 +753,14 @@ def _is_variance_of(v: Value, x: Value, axis: int) -> bool:
         return u is not None and _unconverted(u) is x
 
     def is_mean(u: Value | None) -> bool:
-        return u is not None and is_x(_mean_of(u, axis))
+        return u is not None and _is_mean(u, axis, is_x)
+
+    def is_centred_square(u: Value) -> bool:
+        centred = _squared(u)
+        if centred is None or centred.made_by != "sub":
+            return False
+        found = _channels(centred.node.inputs[1], centred.shape)
+        return is_x(centred.node.inputs[0]) and found is not None and found[1] == axis and is_mean(found[0])
 
     v = _bare(v)
     for low, rest in _operands(v, "max"):
@@ -622,19 +768,15 @@ def _is_variance_of(v: Value, x: Value, axis: int) -> bool:
             v = _bare(rest)
             break
     for second_moment, square in _operands(v, "sub"):
-        return is_x(_squared(_mean_of(second_moment, axis))) and is_mean(_squared(_bare(square)))
-    centred = _squared(_mean_of(v, axis))
-    if centred is None or centred.made_by != "sub":
-        return False
-    found = _channels(centred.node.inputs[1], centred.shape)
-    return is_x(centred.node.inputs[0]) and found is not None and found[1] == axis and is_mean(found[0])
+        return _is_mean(second_moment, axis, lambda u: is_x(_squared(u))) and is_mean(_squared(_bare(square)))
+    return _is_mean(v, axis, is_centred_square)
 
 
 def _find_batchnorm(n: Normalised, activations: Activations) -> Iterator[Fused]:
     """The replacements, those that take in most first: a residual may need what only comes later."""
     x0 = _unconverted(n.x)
     channels = n.x.shape[n.axis]
-    is_mean = (u := _mean_of(n.mean, n.axis)) is not None and _unconverted(u) is x0
+    is_mean = _is_mean(n.mean, n.axis, lambda u: _unconverted(u) is x0)
     training = is_mean and _is_variance_of(n.var, x0, n.axis)
     y = n.result
     if len(y.users) == 1 and y.users[0] is not None and y.users[0].name == "convert_element_type":

@@ -184,6 +184,64 @@ def test_batchnorm_is_recognised_however_it_is_written_and_its_statistics_are_re
     check(written, array(0, (4, 3, 3, 8)), SCALE, BIAS, batchnorm_train=1)
 
 
+def per_example(statistics: Any) -> Any:
+    """A model of one (C, H, W) example under vmap, as Equinox writes it; the statistics cross the examples."""
+
+    def layers(x, w, b, scale, bias, matrix, running):
+        y = lax.conv_general_dilated(x[None], w, (1, 1), "SAME")[0] + b[:, None, None]
+        mean = lax.pmean(jnp.mean(y, (1, 2)), "batch")
+        var = lax.pmean(jnp.mean((y - mean[:, None, None]) * (y - mean[:, None, None]), (1, 2)), "batch")
+        var = jnp.maximum(0.0, var)
+        center, spread = statistics(mean, var, running)
+        y = (y - center[:, None, None]) / jnp.sqrt(spread + 1e-5)[:, None, None]
+        y = jax.nn.relu(y * scale[:, None, None] + bias[:, None, None])
+        return matrix @ y.mean((1, 2)) + bias[: matrix.shape[0]], 0.9 * running + 0.1 * mean
+
+    return jax.vmap(layers, (0,) + (None,) * 6, (0, None), axis_name="batch")
+
+
+PER_EXAMPLE = (array(0, (3, 4, 6, 6)), W.transpose(3, 2, 0, 1), B, SCALE, BIAS, W2[0, 0, :, :5].T, B)
+
+
+@pytest.mark.parametrize(
+    ("statistics", "kernel"),
+    (
+        (lambda mean, var, running: (mean, var), "batchnorm_train"),
+        (lambda mean, var, running: (running, jnp.abs(running)), "batchnorm_infer"),
+    ),
+    ids=("of_the_batch", "running"),
+)
+def test_a_model_of_one_example_under_vmap_is_recognised(statistics, kernel):
+    f = per_example(statistics)
+    check(f, *PER_EXAMPLE, terms=16 * 3 * 36 * 36, **{"conv": 1, kernel: 1, "dense": 1})
+    fused = [finding.fused.split(") ")[-1] for finding in accelerate(f).report(*PER_EXAMPLE)]
+    assert fused == ["conv + bias", "+ relu", "dense + bias"]
+
+
+def test_flax_batchnorm_that_shares_its_statistics_under_vmap_stays_right():
+    """Flax sends mean and mean square through one pmean, stacked: the statistics stay Flax's own computation."""
+    nn = pytest.importorskip("flax.linen", reason="the module is Flax's")
+    norm = nn.BatchNorm(use_running_average=False, axis_name="batch")
+    x = array(0, (3, 2, 4, 4, 8))
+    variables = jax.eval_shape(norm.init, KEY, x[0])
+
+    def f(params, stats, x):
+        def one(x):
+            return norm.apply({"params": params, "batch_stats": stats}, x, mutable=["batch_stats"])
+
+        y, updates = jax.vmap(one, axis_name="batch")(x)
+        return y, jax.tree.map(lambda a: a[0], updates)
+
+    variables = randomised(variables)
+    check(f, variables["params"], variables["batch_stats"], x, batchnorm_infer=1)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_under_vmap_are_recognised(activation):
+    f = ACTIVATIONS[activation]
+    check(jax.vmap(lambda x, w, b: f(conv(x[None], w)[0] + b), (0, None, None)), X, W, B, conv=1)
+
+
 def test_batchnorm_of_channels_first_is_replaced():
     def f(x, scale, bias):
         mean, var = x.mean((0, 2, 3), keepdims=True), x.var((0, 2, 3), keepdims=True)
@@ -345,6 +403,14 @@ def straight_through(z):
 straight_through.defjvp(lambda primals, tangents: (straight_through(*primals), tangents[0]))
 
 LEFT = {
+    "derivative_of_its_own_under_vmap": (
+        lambda x, w, b: jax.vmap(lambda x: straight_through(conv(x[None], w)[0] + b))(x),
+        dict(conv=1),
+    ),
+    "statistics_of_each_example": (
+        lambda x, w, b: jax.vmap(lambda x: (x - x.mean((0, 1))) * lax.rsqrt(x.var((0, 1)) + 1e-5))(x),
+        {},
+    ),
     # d maximum(x, 0) is 1/2 at 0, relu's is 0
     "maximum": (lambda x, w, b: jnp.maximum(conv(x, w) + b, 0.0), dict(conv=1)),
     "derivative_of_its_own": (lambda x, w, b: straight_through(conv(x, w) + b), dict(conv=1)),
@@ -372,6 +438,15 @@ def test_what_is_not_recognised_is_left(name):
         check(f, X, W, B, **expected)
     else:  # the very same function
         assert str(jax.make_jaxpr(accelerate(f))(X, W, B)) == str(jax.make_jaxpr(f)(X, W, B))
+
+
+def test_a_mean_in_two_stages_that_is_none_is_left():
+    def f(x, scale, bias):
+        mean = x.mean((1, 2)).sum(0) / 3  # of four examples
+        var = ((x - mean) ** 2).mean((0, 1, 2))
+        return (x - mean) * lax.rsqrt(var + 1e-5) * scale + bias
+
+    check(f, array(0, (4, 3, 3, 8)), SCALE, BIAS, batchnorm_infer=1)
 
 
 def test_the_report_says_what_became_of_each_layer_and_why():
