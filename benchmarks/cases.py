@@ -292,6 +292,22 @@ _SPECIAL = (
 
 CONV = _CORE + _SPECIAL
 
+# "cpu": eight images, what a processor does in milliseconds. Dense shapes, where XLA is at the limit, and those where
+# it is not: depthwise, grouped, the weight gradient of a 1x1.
+CPU_CONV = (
+    _conv("cpu.3x3", 8, 56, 64, 64, 3, padding=1, suite="cpu"),
+    _conv("cpu.3x3s2", 8, 56, 64, 128, 3, stride=2, padding=1, suite="cpu"),
+    _conv("cpu.1x1", 8, 56, 64, 256, 1, suite="cpu"),
+    _conv("cpu.stem7x7s2", 8, 112, 3, 64, 7, stride=2, padding=3, suite="cpu"),
+    _conv("cpu.d2", 8, 56, 64, 64, 3, padding=2, dilation=2, suite="cpu"),
+    _conv("cpu.dw3", 8, 56, 128, 128, 3, padding=1, groups=128, suite="cpu"),
+    _conv("cpu.dw3s2", 8, 56, 96, 96, 3, stride=2, padding=(0, 1), groups=96, suite="cpu"),
+    _conv("cpu.dw7", 8, 28, 96, 96, 7, padding=3, groups=96, suite="cpu"),
+    _conv("cpu.causal4", 8, (1024,), 256, 256, 4, padding=(3, 0), groups=256, nd=1, suite="cpu"),
+    _conv("cpu.g8", 8, 56, 64, 64, 3, padding=1, groups=8, suite="cpu"),
+    _conv("cpu.g32", 8, 28, 128, 128, 3, padding=1, groups=32, suite="cpu"),
+)
+
 BATCHNORM = (
     BatchNormCase("seed", 64, 128, (56, 56)),
     BatchNormCase("r50.stem", 256, 64, (112, 112)),
@@ -314,11 +330,18 @@ DENSE = tuple(
     for activation in ("relu", "gelu", "tanh")
 )
 
-BY_OP: dict[str, tuple[Case, ...]] = {"conv": CONV, "dense": DENSE, "batchnorm": BATCHNORM}
-SUITES = ("core", "special")
+CPU_BATCHNORM = (BatchNormCase("cpu.bn", 8, 64, (56, 56), suite="cpu"),)
+CPU_DENSE = (DenseCase("cpu.mlp", 512, 1024, 1024, "relu", suite="cpu"),)
+
+BY_OP: dict[str, tuple[Case, ...]] = {
+    "conv": CONV + CPU_CONV,
+    "dense": DENSE + CPU_DENSE,
+    "batchnorm": BATCHNORM + CPU_BATCHNORM,
+}
+SUITES = ("core", "special", "cpu")
 
 
-def select(op: str, pattern: str = "*", suites: tuple[str, ...] = SUITES) -> list[Case]:
+def select(op: str, pattern: str = "*", suites: tuple[str, ...] = SUITES[:2]) -> list[Case]:
     """The cases of `op` whose name matches one of `pattern`'s comma-separated globs."""
     globs = pattern.split(",")
     return [c for c in BY_OP[op] if c.suite in suites and any(fnmatch.fnmatchcase(c.name, g) for g in globs)]

@@ -1,15 +1,17 @@
 """Markdown tables of the recorded runs, printed or put between the markers of README.md and docs/performance.md.
 
 A marked block is `<!-- benchmarks:NAME -->` ... `<!-- /benchmarks -->`. NAME is an op (all its tables of problems in
-full size), `summary` (every recorded table of problems, a line for each pass), `summary/<device>`, `train` (whole
-training steps: every table), `train/summary` (a line for each way), or `<device>/<table>`, as
-`python -m benchmarks report --list` prints them.
+full size on accelerators), `cpu` (what was recorded on processors: a line for each kernel, then the tables), `summary`
+(every recorded table of problems, a line for each pass), `summary/<device>`, `train` (whole training steps: every
+table), `train/summary` (a line for each way), or `<device>/<table>`, as `python -m benchmarks report --list` prints
+them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import pathlib
 import re
 from collections.abc import Sequence
@@ -21,7 +23,7 @@ from benchmarks.cases import BY_OP
 DOCUMENTS = ("README.md", "docs/performance.md")
 BLOCK = re.compile(r"(<!-- benchmarks:(\S+) -->\n)(.*?)(<!-- /benchmarks -->)", re.DOTALL)
 
-SHORT = ("summary", "train", "train/summary")
+SHORT = ("summary", "cpu", "train", "train/summary")
 
 Run = dict[str, Any]
 
@@ -162,9 +164,32 @@ def summary(runs: dict[str, Run]) -> str:
     return _markdown(head, rows, 3)
 
 
+def kernels(runs: dict[str, Run]) -> str:
+    """How each native algorithm that was forced did against XLA, a line for each pass."""
+    ratios: dict[tuple[str, str, str], list[tuple[float, str]]] = {}
+    for run in runs.values():
+        for row in run["rows"]:
+            algorithm = row["contender"].partition(":")[2]
+            if algorithm and row.get("xla_over_this"):
+                kernel = f"{run['op']} `{algorithm}` {run['dtype']}"
+                ratios.setdefault((kernel, row["pass"], run["device"]), []).append((row["xla_over_this"], row["case"]))
+    rows = []
+    for (kernel, pass_, _), found in ratios.items():
+        (worst, at_worst), (best, at_best) = min(found), max(found)
+        mean = math.exp(sum(math.log(ratio) for ratio, _ in found) / len(found))
+        cells = [f"{worst:.2f} ({at_worst})", f"{best:.2f} ({at_best})"]
+        rows.append([kernel, pass_, str(len(found)), f"{mean:.2f}", *cells])
+    head = ["kernel", "pass", "problems", "XLA / kernel, geometric mean", "least", "most"]
+    return _markdown(head, rows, 2)
+
+
 def block(name: str, runs: dict[str, Run]) -> str:
     if name == "summary":
         return summary(runs)
+    if name == "cpu":
+        some = {k: r for k, r in runs.items() if r["platform"] == "cpu" and r["op"] in BY_OP and not r["small"]}
+        tables = "".join(f"\n**{k}**\n\n{table(run)}" for k, run in some.items())
+        return kernels(some) + tables if some else "Nothing is recorded yet.\n"
     if name.startswith("summary/"):
         device = name.removeprefix("summary/") + "/"
         some = {k.removeprefix(device): r for k, r in runs.items() if k.startswith(device) and r["op"] != "train"}
@@ -176,7 +201,9 @@ def block(name: str, runs: dict[str, Run]) -> str:
     if name == "train":
         return "\n".join(f"**{k}**\n\n{table(run)}" for k, run in trained.items()) or "Nothing is recorded yet.\n"
     if name in BY_OP:
-        some = {k: run for k, run in runs.items() if run["op"] == name and not run["small"]}
+        some = {
+            k: run for k, run in runs.items() if run["op"] == name and run["platform"] != "cpu" and not run["small"]
+        }
         return "\n".join(f"**{k}**\n\n{table(run)}" for k, run in some.items()) or "Nothing is recorded yet.\n"
     if name in runs:
         return table(runs[name])

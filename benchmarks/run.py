@@ -56,7 +56,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     several = lambda text: text.split(",")  # noqa: E731
     parser.add_argument("--op", default="all", choices=("conv", "dense", "batchnorm", "all"))
     parser.add_argument("--cases", default="*", metavar="GLOB", help="names to run; several with commas")
-    parser.add_argument("--suite", default="core", choices=(*cases.SUITES, "all"))
+    parser.add_argument("--suite", default="core" if gpu else "cpu", choices=(*cases.SUITES, "all"))
     parser.add_argument("--dtype", default=["bf16" if gpu else "f32"], type=several, help="of bf16, f16, f32")
     parser.add_argument("--precision", default=["default"], type=several, help="of default, highest (for f32)")
     parser.add_argument("--layout", default=["NHWC"], type=several, help="of NHWC, NCHW")
@@ -64,7 +64,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--implementation", choices=("native", "xla"), help="force one instead of the default choice")
     parser.add_argument("--algorithm", type=several, default=[], help="also force these native algorithms; all: each")
     parser.add_argument("--torch", action="store_true", help="PyTorch too, where it is installed")
-    parser.add_argument("--small", action=argparse.BooleanOptionalAction, default=not gpu, help="shrunk problems")
+    small = "shrunk problems; on a CPU the default for core and special"
+    parser.add_argument("--small", action=argparse.BooleanOptionalAction, help=small)
     parser.add_argument("--batch", type=int, metavar="N", help="replace the batch extent (conv, batchnorm)")
     parser.add_argument("--repeat", type=int, default=15, help="samples per row")
     parser.add_argument("--seconds", type=float, default=5.0, help="a row that needs longer for a call is skipped")
@@ -72,7 +73,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="name the cases and stop")
     args = parser.parse_args(argv)
     args.ops = list(cases.BY_OP) if args.op == "all" else [args.op]
-    args.suites = cases.SUITES if args.suite == "all" else (args.suite,)
+    args.suites = ("core", "special") if args.suite == "all" else (args.suite,)  # "cpu" holds smaller ones of these
+    if args.small is None:
+        args.small = not gpu and args.suite != "cpu"
     known_passes = {p for op in args.ops for case in cases.BY_OP[op][:1] for p in case.passes}
     for option, values, known in (
         ("--dtype", args.dtype, contenders.DTYPES),
