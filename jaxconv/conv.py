@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxconv import _op, _plan, _problem, _sharding, reference
-from jaxconv._activation import activate_grad
+from jaxconv import _layer, _op, _plan, _problem, _sharding, reference
 from jaxconv._problem import ConvProblem
 
 Array = jax.Array
@@ -80,18 +79,18 @@ def _batch_conv(p: ConvProblem, args: list[Array], dims: list[int | None]) -> tu
     if dw is None and db in ([], [None]):
         assert dx is not None
         outs = call(replace(p, batch=size * p.batch), _op.fold(x, dx, 0), w, *b)
-        return _listed(outs, lambda y: _op.unfold(y, size, 0))
+        return _layer.unfolded(outs, lambda y: _op.unfold(y, size, 0))
     w, dw = _op.to_front(w, dw, size), 0
     b = [_op.to_front(v, d, size) for v, d in zip(b, db, strict=True)]
     if dx is None:
         g = p.groups
         folded = replace(p, out_channels=size * p.out_channels)
         outs = call(folded, x, _op.fold(w, dw, out_channel, g), *(_op.fold(v, 0, 0, g) for v in b))
-        return _listed(outs, lambda y: _op.unfold(y, size, channel, g))
+        return _layer.unfolded(outs, lambda y: _op.unfold(y, size, channel, g))
     outs = call(
         _grouped(p, size), _op.fold(x, dx, channel), _op.fold(w, dw, out_channel), *(_op.fold(v, 0, 0) for v in b)
     )
-    return _listed(outs, lambda y: _op.unfold(y, size, channel))
+    return _layer.unfolded(outs, lambda y: _op.unfold(y, size, channel))
 
 
 def _batch_statistics(p: ConvProblem, args: list[Array], dims: list[int | None]) -> tuple[list[Array], list[int]]:
@@ -106,11 +105,6 @@ def _batch_statistics(p: ConvProblem, args: list[Array], dims: list[int | None])
 def _grouped(p: ConvProblem, size: int) -> ConvProblem:
     """`size` convolutions side by side in the channels."""
     return replace(p, groups=size * p.groups, in_channels=size * p.in_channels, out_channels=size * p.out_channels)
-
-
-def _listed(outs: Any, unfold: Any) -> tuple[list[Array], list[int]]:
-    outs = [unfold(y) for y in (outs if isinstance(outs, (list, tuple)) else [outs])]
-    return outs, [0] * len(outs)
 
 
 def _batch_dgrad(p: ConvProblem, args: list[Array], dims: list[int | None]) -> tuple[list[Array], list[int]]:
@@ -254,26 +248,8 @@ conv_kernel = _op.kernel(
 )
 
 
-def _saving(p: ConvProblem) -> ConvProblem:
-    return replace(p, save_preactivation=p.save_preactivation or p.activation.residual == "z")
-
-
-def conv_forward(p: ConvProblem, x: Array, w: Array, *b: Array) -> tuple[list[Array], Any]:
-    """Residuals: x, w, and y or z, whichever the activation's derivative is computed from."""
-    outs = conv_kernel(p, x, w, *b)
-    kept = {None: None, "y": outs[0], "z": outs[-1]}[p.activation.residual]
-    return outs, (x, w, kept)
-
-
-def conv_backward(
-    p: ConvProblem, residuals: Any, cotangents: Sequence[Array | None], want: Sequence[bool]
-) -> list[Array | None]:
-    """dz = dy * f'(z) + the cotangent of z itself; dx = dgrad(dz, w); dw = wgrad(x, dz); db = sum of dz."""
-    x, w, kept = residuals
-    dy, *dz_direct = cotangents
-    parts = [] if dy is None else [activate_grad(p.activation, kept, dy)]
-    parts += [ct for ct in dz_direct if ct is not None]
-    dz = parts[0] if len(parts) == 1 else parts[0] + parts[1]
+def _cotangents(p: ConvProblem, x: Array, w: Array, dz: Array, want: Sequence[bool]) -> list[Array | None]:
+    """dx = dgrad(dz, w); dw = wgrad(x, dz); db = sum of dz."""
     bare = p.bare()
     grads: list[Array | None] = [
         dgrad(bare, dz, w) if want[0] else None,
@@ -285,31 +261,26 @@ def conv_backward(
     return grads
 
 
-def _conv_tangent(p: ConvProblem, residuals: Any, tangents: Sequence[Array | None]) -> list[Array]:
-    x, w, kept = residuals
-    dx, dw, *db = tangents
+def _tangents(p: ConvProblem, x: Array, w: Array, given: Sequence[Array | None]) -> list[Array]:
+    dx, dw, *db = given
     bare = p.bare()
     parts = [] if dx is None else [fprop(bare, dx, w)]
     parts += [] if dw is None else [fprop(bare, x, dw)]
-    parts += [jnp.broadcast_to(reference.per_channel(p, t), p.y_shape) for t in db if t is not None]
-    dz = sum(parts[1:], parts[0])
-    dy = activate_grad(p.activation, kept, dz)
-    return [dy, dz] if p.save_preactivation else [dy]
+    return parts + [jnp.broadcast_to(reference.per_channel(p, t), p.y_shape) for t in db if t is not None]
 
 
-RULES = _op.Rules(_saving, conv_forward, conv_backward, _conv_tangent)
+RULES = _layer.rules(conv_kernel, _tangents, _cotangents)
 _op.fuse(conv_kernel, RULES)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The public functions
+# The public functions. `locals()` in the first statement is the arguments by name.
 
 
-def _conv(name: str, nd: int, x: Any, w: Any, b: Any, return_preactivation: bool, **options: Any) -> Any:
+def _conv(name: str, nd: int, x: Any, w: Any, b: Any, **options: Any) -> Any:
     x, w = _problem.as_array(name, "x", x), _problem.as_array(name, "w", w)
     b = None if b is None else _problem.as_array(name, "b", b)
-    p = ConvProblem.infer(name, nd, x, w, b, return_preactivation=return_preactivation, **options)
-    return _run(p, x, w, b)
+    return _run(ConvProblem.infer(name, nd, x, w, b, **options), x, w, b)
 
 
 def _run(p: ConvProblem, x: Array, w: Array, b: Array | None) -> Any:
@@ -337,23 +308,7 @@ def conv1d(
     implementation: str | None = None,
 ) -> Any:
     """1-D convolution with bias and activation. See `conv2d`; `layout` is "NWC" (filters WIO) or "NCW" (OIW)."""
-    return _conv(
-        "conv1d",
-        1,
-        x,
-        w,
-        b,
-        return_preactivation,
-        stride=stride,
-        padding=padding,
-        dilation=dilation,
-        groups=groups,
-        activation=activation,
-        layout=layout,
-        precision=precision,
-        algorithm=algorithm,
-        implementation=implementation,
-    )
+    return _conv("conv1d", 1, **locals())
 
 
 def conv2d(
@@ -410,23 +365,7 @@ def conv2d(
     Differentiable in x, w and b to any order, in forward and reverse mode. The nouns are CUTLASS's
     (github.com/NVIDIA/cutlass, "implicit GEMM convolution"): images N H W C, filters K R S, outputs N P Q K.
     """
-    return _conv(
-        "conv2d",
-        2,
-        x,
-        w,
-        b,
-        return_preactivation,
-        stride=stride,
-        padding=padding,
-        dilation=dilation,
-        groups=groups,
-        activation=activation,
-        layout=layout,
-        precision=precision,
-        algorithm=algorithm,
-        implementation=implementation,
-    )
+    return _conv("conv2d", 2, **locals())
 
 
 def conv3d(
@@ -446,20 +385,4 @@ def conv3d(
     implementation: str | None = None,
 ) -> Any:
     """3-D convolution with bias and activation. See `conv2d`; `layout` is "NDHWC" (DHWIO) or "NCDHW" (OIDHW)."""
-    return _conv(
-        "conv3d",
-        3,
-        x,
-        w,
-        b,
-        return_preactivation,
-        stride=stride,
-        padding=padding,
-        dilation=dilation,
-        groups=groups,
-        activation=activation,
-        layout=layout,
-        precision=precision,
-        algorithm=algorithm,
-        implementation=implementation,
-    )
+    return _conv("conv3d", 3, **locals())

@@ -30,6 +30,7 @@ def _swap_filter(p: ConvProblem, w: Array) -> Array:
     return jnp.swapaxes(w, 1, 2).reshape(p.out_channels, p.in_channels // g, *taps)
 
 
+# As in conv.py, `locals()` in a function's first statement is its arguments by name.
 def _conv_transpose(name: str, nd: int, x: Any, w: Any, b: Any, transpose_kernel: bool, **options: Any) -> Any:
     x, w = _problem.as_array(name, "x", x), _problem.as_array(name, "w", w)
     b = None if b is None else _problem.as_array(name, "b", b)
@@ -59,24 +60,7 @@ def conv_transpose1d(
     implementation: str | None = None,
 ) -> Any:
     """1-D transposed convolution. See `conv_transpose2d`."""
-    return _conv_transpose(
-        "conv_transpose1d",
-        1,
-        x,
-        w,
-        b,
-        transpose_kernel,
-        stride=stride,
-        padding=padding,
-        dilation=dilation,
-        groups=groups,
-        activation=activation,
-        layout=layout,
-        precision=precision,
-        return_preactivation=return_preactivation,
-        algorithm=algorithm,
-        implementation=implementation,
-    )
+    return _conv_transpose("conv_transpose1d", 1, **locals())
 
 
 def conv_transpose2d(
@@ -118,24 +102,7 @@ def conv_transpose2d(
     Raises:
       TypeError, ValueError: as `conv2d`.
     """
-    return _conv_transpose(
-        "conv_transpose2d",
-        2,
-        x,
-        w,
-        b,
-        transpose_kernel,
-        stride=stride,
-        padding=padding,
-        dilation=dilation,
-        groups=groups,
-        activation=activation,
-        layout=layout,
-        precision=precision,
-        return_preactivation=return_preactivation,
-        algorithm=algorithm,
-        implementation=implementation,
-    )
+    return _conv_transpose("conv_transpose2d", 2, **locals())
 
 
 def conv_transpose3d(
@@ -156,24 +123,7 @@ def conv_transpose3d(
     implementation: str | None = None,
 ) -> Any:
     """3-D transposed convolution. See `conv_transpose2d`."""
-    return _conv_transpose(
-        "conv_transpose3d",
-        3,
-        x,
-        w,
-        b,
-        transpose_kernel,
-        stride=stride,
-        padding=padding,
-        dilation=dilation,
-        groups=groups,
-        activation=activation,
-        layout=layout,
-        precision=precision,
-        return_preactivation=return_preactivation,
-        algorithm=algorithm,
-        implementation=implementation,
-    )
+    return _conv_transpose("conv_transpose3d", 3, **locals())
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxconv import _op, _plan, _problem, _sharding, reference
-from jaxconv._activation import activate_grad
+from jaxconv import _layer, _op, _plan, _problem, _sharding, reference
 from jaxconv._problem import DenseProblem
 
 Array = jax.Array
@@ -60,12 +59,12 @@ def _batch(p: DenseProblem, args: list[Array], dims: list[int | None]) -> tuple[
             for n, a, d in zip(names, args, dims, strict=True)
         ]
         outs = call(replace(p, m=size * p.m), *args)
-        return _listed(outs, lambda y: _op.unfold(y, size, 0))
+        return _layer.unfolded(outs, lambda y: _op.unfold(y, size, 0))
     if p.batch is None:
         mapped = tuple(n for n in names if dim[n] is not None)
         args = [a if d is None else jnp.moveaxis(a, d, 0) for a, d in zip(args, dims, strict=True)]
         outs = call(replace(p, batch=size, batched=mapped), *args)
-        return _listed(outs, lambda y: y)
+        return _layer.unfolded(outs, lambda y: y)
     # Instances already: an operand that has both, one or neither axis gets both or neither.
     mapped = tuple(n for n in names if dim[n] is not None or n in p.batched)
     joined = []
@@ -77,12 +76,7 @@ def _batch(p: DenseProblem, args: list[Array], dims: list[int | None]) -> tuple[
             a = a.reshape(size * p.batch, *a.shape[2:])
         joined.append(a)
     outs = call(replace(p, batch=size * p.batch, batched=mapped), *joined)
-    return _listed(outs, lambda y: y.reshape(size, p.batch, *y.shape[1:]))
-
-
-def _listed(outs: Any, unfold: Any) -> tuple[list[Array], list[int]]:
-    outs = [unfold(y) for y in (outs if isinstance(outs, (list, tuple)) else [outs])]
-    return outs, [0] * len(outs)
+    return _layer.unfolded(outs, lambda y: y.reshape(size, p.batch, *y.shape[1:]))
 
 
 def _partition(p: DenseProblem) -> _sharding.Partition:
@@ -166,30 +160,8 @@ dense_kernel = _op.kernel(
 )
 
 
-def _saving(p: DenseProblem) -> DenseProblem:
-    return replace(p, save_preactivation=p.save_preactivation or p.activation.residual == "z")
-
-
-def _named(p: DenseProblem, values: Sequence[Any]) -> dict[str, Any]:
-    return dict(zip(_operands(p), values, strict=True))
-
-
-def dense_forward(p: DenseProblem, x: Array, w: Array, *rest: Array) -> tuple[list[Array], Any]:
-    """Residuals: x, w, and y or z, whichever the activation's derivative is computed from."""
-    outs = dense_kernel(p, x, w, *rest)
-    kept = {None: None, "y": outs[0], "z": outs[-1]}[p.activation.residual]
-    return outs, (x, w, kept)
-
-
-def dense_backward(
-    p: DenseProblem, residuals: Any, cotangents: Sequence[Array | None], want: Sequence[bool]
-) -> list[Array | None]:
-    """dz = dy * f'(z) + the cotangent of z itself; dx = alpha dz w^T; dw = alpha x^T dz; dc = beta dz; db sums dz."""
-    x, w, kept = residuals
-    dy, *dz_direct = cotangents
-    parts = [] if dy is None else [activate_grad(p.activation, kept, dy)]
-    parts += [ct for ct in dz_direct if ct is not None]
-    dz = parts[0] if len(parts) == 1 else parts[0] + parts[1]
+def _cotangents(p: DenseProblem, x: Array, w: Array, dz: Array, want: Sequence[bool]) -> list[Array | None]:
+    """dx = alpha dz w^T; dw = alpha x^T dz; dc = beta dz; db sums dz."""
     grads: list[Array | None] = []
     for operand, wanted in zip(_operands(p), want, strict=True):
         if not wanted:
@@ -208,23 +180,20 @@ def dense_backward(
     return grads
 
 
-def _dense_tangent(p: DenseProblem, residuals: Any, tangents: Sequence[Array | None]) -> list[Array]:
-    x, w, kept = residuals
-    given = _named(p, tangents)
+def _tangents(p: DenseProblem, x: Array, w: Array, given: Sequence[Array | None]) -> list[Array]:
+    of = dict(zip(_operands(p), given, strict=True))
     bare = p.bare()
-    parts = [] if given["x"] is None else [matmul(bare, given["x"], w)]
-    parts += [] if given["w"] is None else [matmul(bare, x, given["w"])]
-    if given.get("b") is not None:
-        parts.append(jnp.broadcast_to(reference.spread_bias(p, given["b"]), p.y_shape))
-    if given.get("c") is not None:
-        c = given["c"]
+    parts = [] if of["x"] is None else [matmul(bare, of["x"], w)]
+    parts += [] if of["w"] is None else [matmul(bare, x, of["w"])]
+    if of.get("b") is not None:
+        parts.append(jnp.broadcast_to(reference.spread_bias(p, of["b"]), p.y_shape))
+    if of.get("c") is not None:
+        c = of["c"]
         parts.append(jnp.broadcast_to(c if p.beta == 1.0 else (p.beta * c).astype(c.dtype), p.y_shape))
-    dz = sum(parts[1:], parts[0])
-    dy = activate_grad(p.activation, kept, dz)
-    return [dy, dz] if p.save_preactivation else [dy]
+    return parts
 
 
-RULES = _op.Rules(_saving, dense_forward, dense_backward, _dense_tangent)
+RULES = _layer.rules(dense_kernel, _tangents, _cotangents)
 _op.fuse(dense_kernel, RULES)
 
 

@@ -1,0 +1,56 @@
+"""What convolutions and dense layers share: y = f(z), where z is linear in every operand."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jaxconv import _op
+from jaxconv._activation import activate_grad
+
+Array = jax.Array
+
+
+def rules(
+    call: _op.Kernel,
+    tangents: Callable[..., list[Array]],  # (p, x, w, a tangent or None for each operand) -> summands of z's tangent
+    cotangents: Callable[..., list[Array | None]],  # (p, x, w, dz, want) -> a cotangent (or None) for each operand
+) -> _op.Rules:
+    """The rule pair of `call`, whose results are y, and z where the problem saves it.
+
+    Residuals: x, w, and y or z, whichever the activation's derivative is computed from.
+    """
+
+    def saving(p: Any) -> Any:
+        return dataclasses.replace(p, save_preactivation=p.save_preactivation or p.activation.residual == "z")
+
+    def forward(p: Any, x: Array, w: Array, *rest: Array) -> tuple[list[Array], Any]:
+        outs = call(p, x, w, *rest)
+        kept = {None: None, "y": outs[0], "z": outs[-1]}[p.activation.residual]
+        return outs, (x, w, kept)
+
+    def backward(p: Any, residuals: Any, given: Sequence[Array | None], want: Sequence[bool]) -> Sequence[Array | None]:
+        """dz = dy * f'(z) + the cotangent of z itself."""
+        x, w, kept = residuals
+        dy, *direct = given
+        parts = [] if dy is None else [activate_grad(p.activation, kept, dy)]
+        parts += [ct for ct in direct if ct is not None]
+        return cotangents(p, x, w, parts[0] if len(parts) == 1 else parts[0] + parts[1], want)
+
+    def tangent(p: Any, residuals: Any, given: Sequence[Array | None]) -> list[Array]:
+        x, w, kept = residuals
+        parts = tangents(p, x, w, given)
+        dz = sum(parts[1:], parts[0])
+        dy = activate_grad(p.activation, kept, dz)
+        return [dy, dz] if p.save_preactivation else [dy]
+
+    return _op.Rules(saving, forward, backward, tangent)
+
+
+def unfolded(outs: Any, unfold: Callable[[Array], Array]) -> tuple[list[Array], list[int]]:
+    """A kernel's result or results as a batching rule returns them, the batch axis first."""
+    outs = [unfold(y) for y in (outs if isinstance(outs, (list, tuple)) else [outs])]
+    return outs, [0] * len(outs)
