@@ -62,13 +62,12 @@ def compare(ours: nnx.Module, flax: nnx.Module, x: jax.Array, activation: Any = 
 @pytest.mark.parametrize(
     "case",
     (
-        *("plain", "1d", "no_bias", "circular", "causal", "input_dilation", "mask", "no_batch_dimension"),
-        *("bfloat16", "bfloat16_parameters"),
+        *("plain", "1d", "3d", "no_bias", "strides", "padding_mixed", "circular", "reflect", "causal", "groups"),
+        *("kernel_dilation", "input_dilation", "mask", "no_batch_dimension", "several_batch_dimensions", "precision"),
+        *("bfloat16", "bfloat16_parameters", "initialisers"),
     ),
 )
 def test_conv_is_flax_conv(case):
-    if case == "4d_has_no_native_path" and jax.default_backend() == "gpu":
-        pytest.skip("XLA has no convolutions over four axes on GPUs: Flax fails too")
     shape, arguments = flax_cases.CONV[case]
     compare(*both("Conv", 4, FEATURES, **arguments), array(0, shape))
 
@@ -85,7 +84,13 @@ def test_linear_is_flax_linear(case):
     compare(*both("Linear", 4, FEATURES, **arguments), array(0, shape))
 
 
-@pytest.mark.parametrize("case", ("plain", "matrix", "axis", "neither", "bfloat16", "bfloat16_x", "float16_parameters"))
+@pytest.mark.parametrize(
+    "case",
+    (
+        *("plain", "matrix", "axis", "no_scale", "no_bias", "neither", "momentum_epsilon", "two_pass_variance"),
+        *("initialisers", "bfloat16", "bfloat16_x", "float16_parameters"),
+    ),
+)
 @pytest.mark.parametrize("average", (False, True), ids=("training", "inference"))
 def test_batchnorm_is_flax_batchnorm(case, average):
     shape, dtype, arguments = flax_cases.BATCHNORM[case]
