@@ -308,6 +308,59 @@ CPU_CONV = (
     _conv("cpu.g32", 8, 28, 128, 128, 3, padding=1, groups=32, suite="cpu"),
 )
 
+# "models": what ResNet-50, ConvNeXt-T and MobileNetV2 (benchmarks/models.py) at batch 256 hold besides the above, for
+# the plan's table: without a neighbour a problem goes to XLA.
+MODELS_CONV = (
+    _conv("r50.s1.1x1c", 256, 56, 256, 64, 1, suite="models"),
+    _conv("r50.s2.1x1a", 256, 56, 256, 128, 1, suite="models"),
+    _conv("r50.s2.1x1b", 256, 28, 128, 512, 1, suite="models"),
+    _conv("r50.s2.1x1c", 256, 28, 512, 128, 1, suite="models"),
+    _conv("r50.s3.3x3s2", 256, 28, 256, 256, 3, stride=2, padding=(0, 1), suite="models"),
+    _conv("r50.s3.1x1c", 256, 14, 1024, 256, 1, suite="models"),
+    _conv("r50.s3.down1x1s2", 256, 28, 512, 1024, 1, stride=2, suite="models"),
+    _conv("r50.s4.3x3s2", 256, 14, 512, 512, 3, stride=2, padding=(0, 1), suite="models"),
+    _conv("r50.s4.1x1b", 256, 7, 512, 2048, 1, suite="models"),
+    _conv("r50.s4.1x1c", 256, 7, 2048, 512, 1, suite="models"),
+    _conv("convnext.s1.dw7", 256, 56, 96, 96, 7, padding=3, groups=96, suite="models"),
+    _conv("convnext.s2.dw7", 256, 28, 192, 192, 7, padding=3, groups=192, suite="models"),
+    _conv("convnext.s3.dw7", 256, 14, 384, 384, 7, padding=3, groups=384, suite="models"),
+    _conv("convnext.s4.dw7", 256, 7, 768, 768, 7, padding=3, groups=768, suite="models"),
+    _conv("convnext.s2.down2x2s2", 256, 56, 96, 192, 2, stride=2, suite="models"),
+    _conv("convnext.s3.down2x2s2", 256, 28, 192, 384, 2, stride=2, suite="models"),
+    _conv("convnext.s4.down2x2s2", 256, 14, 384, 768, 2, stride=2, suite="models"),
+    _conv("mobilenet.112.dw3", 256, 112, 32, 32, 3, padding=1, groups=32, suite="models"),
+    _conv("mobilenet.56.dw3", 256, 56, 144, 144, 3, padding=1, groups=144, suite="models"),
+    _conv("mobilenet.56.dw3s2", 256, 56, 144, 144, 3, stride=2, padding=(0, 1), groups=144, suite="models"),
+    _conv("mobilenet.28.dw3", 256, 28, 192, 192, 3, padding=1, groups=192, suite="models"),
+    _conv("mobilenet.28.dw3s2", 256, 28, 192, 192, 3, stride=2, padding=(0, 1), groups=192, suite="models"),
+    _conv("mobilenet.14.dw3", 256, 14, 384, 384, 3, padding=1, groups=384, suite="models"),
+    _conv("mobilenet.14.dw3s2", 256, 14, 576, 576, 3, stride=2, padding=(0, 1), groups=576, suite="models"),
+    _conv("mobilenet.7.dw3", 256, 7, 960, 960, 3, padding=1, groups=960, suite="models"),
+    _conv("mobilenet.112.1x1a", 256, 112, 32, 16, 1, suite="models"),
+    _conv("mobilenet.112.1x1b", 256, 112, 16, 96, 1, suite="models"),
+    _conv("mobilenet.56.1x1a", 256, 56, 96, 24, 1, suite="models"),
+    _conv("mobilenet.56.1x1b", 256, 56, 24, 144, 1, suite="models"),
+    _conv("mobilenet.28.1x1a", 256, 28, 144, 32, 1, suite="models"),
+    _conv("mobilenet.28.1x1b", 256, 28, 32, 192, 1, suite="models"),
+    _conv("mobilenet.14.1x1a", 256, 14, 384, 64, 1, suite="models"),
+    _conv("mobilenet.14.1x1b", 256, 14, 96, 576, 1, suite="models"),
+    _conv("mobilenet.7.1x1a", 256, 7, 960, 160, 1, suite="models"),
+    _conv("mobilenet.7.1x1b", 256, 7, 320, 1280, 1, suite="models"),
+)
+
+MODELS_BATCHNORM = (
+    BatchNormCase("r50.s1.64", 256, 64, (56, 56), suite="models"),
+    BatchNormCase("r50.s2.128", 256, 128, (28, 28), suite="models"),
+    BatchNormCase("r50.s3.256", 256, 256, (14, 14), suite="models"),
+    BatchNormCase("r50.s4.512", 256, 512, (7, 7), suite="models"),
+    BatchNormCase("mobilenet.112.32", 256, 32, (112, 112), suite="models"),
+    BatchNormCase("mobilenet.112.96", 256, 96, (112, 112), suite="models"),
+    BatchNormCase("mobilenet.56.144", 256, 144, (56, 56), suite="models"),
+    BatchNormCase("mobilenet.28.192", 256, 192, (28, 28), suite="models"),
+    BatchNormCase("mobilenet.14.384", 256, 384, (14, 14), suite="models"),
+    BatchNormCase("mobilenet.7.960", 256, 960, (7, 7), suite="models"),
+)
+
 BATCHNORM = (
     BatchNormCase("seed", 64, 128, (56, 56)),
     BatchNormCase("r50.stem", 256, 64, (112, 112)),
@@ -334,11 +387,11 @@ CPU_BATCHNORM = (BatchNormCase("cpu.bn", 8, 64, (56, 56), suite="cpu"),)
 CPU_DENSE = (DenseCase("cpu.mlp", 512, 1024, 1024, "relu", suite="cpu"),)
 
 BY_OP: dict[str, tuple[Case, ...]] = {
-    "conv": CONV + CPU_CONV,
+    "conv": CONV + MODELS_CONV + CPU_CONV,
     "dense": DENSE + CPU_DENSE,
-    "batchnorm": BATCHNORM + CPU_BATCHNORM,
+    "batchnorm": BATCHNORM + MODELS_BATCHNORM + CPU_BATCHNORM,
 }
-SUITES = ("core", "special", "cpu")
+SUITES = ("core", "special", "models", "cpu")
 
 
 def select(op: str, pattern: str = "*", suites: tuple[str, ...] = SUITES[:2]) -> list[Case]:

@@ -89,7 +89,7 @@ def write(where: str, run: dict[str, Any]) -> pathlib.Path:
 
 def config_name(run: dict[str, Any]) -> str:
     """What tells one table from another on one device: "conv-f32-highest-nchw", "train-resnet50-bf16-batch256"."""
-    parts = [run["op"], run.get("model"), run["dtype"], run["precision"], run["layout"]]
+    parts = [run["op"], run.get("model"), run["dtype"], run["precision"], run["layout"], run.get("suite")]
     parts.append("small" if run["small"] else None)
     parts.append(f"batch{run['batch']}" if run["batch"] else None)
     parts.append(f"{run['most_devices']}devices" if run.get("most_devices", 1) > 1 else None)

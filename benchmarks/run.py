@@ -409,6 +409,9 @@ def main(argv: list[str] | None = None) -> int:
                 "layout": layout,
                 "small": args.small,
                 "batch": args.batch,
+                "suite": args.suite
+                if args.suite == "models"
+                else None,  # the others' tables are one, or another device's
                 "implementation": args.implementation,
                 "ceilings": None if top is None else dataclasses.asdict(top),
             }
