@@ -134,6 +134,21 @@ class Node:
     def params(self) -> dict[str, Any]:
         return self.eqn.params
 
+    @functools.cached_property
+    def body(self) -> str:
+        """The text of what a custom_jvp_call computes."""
+        return str(self.params["call_jaxpr"])
+
+    @functools.cached_property
+    def derivative(self) -> str:
+        """The text of the derivative rule of a custom_jvp_call."""
+
+        def f(*args: Array) -> Any:
+            return self.eqn.primitive.bind(*args, **self.eqn.primitive.get_bind_params(self.params))
+
+        avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in self.inputs]
+        return Graph(jax.make_jaxpr(lambda p, t: jax.jvp(f, p, t))(avals, avals)).text()
+
 
 # Functions of jax.nn and jax.numpy arrive as jitted calls of these operations; such calls are read as their bodies.
 LIGHT = frozenset(
@@ -394,21 +409,11 @@ def _patterns(shape: tuple[int, ...], dtype: Any) -> list[Pattern]:
     return patterns
 
 
-def _derivative(node: Node) -> str:
-    """The text of the derivative rule of a custom_jvp_call."""
-
-    def f(*args: Array) -> Any:
-        return node.eqn.primitive.bind(*args, **node.eqn.primitive.get_bind_params(node.params))
-
-    avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in node.inputs]
-    return Graph(jax.make_jaxpr(lambda p, t: jax.jvp(f, p, t))(avals, avals)).text()
-
-
 def _same_operation(a: Node, b: Node) -> bool:
     if a.name != b.name or len(a.inputs) != len(b.inputs):
         return False
     if a.name == "custom_jvp_call":
-        return str(a.params["call_jaxpr"]) == str(b.params["call_jaxpr"]) and _derivative(a) == _derivative(b)
+        return a.body == b.body and a.derivative == b.derivative
     return a.params == b.params
 
 
