@@ -1,121 +1,335 @@
-"""Runs a small case of every CUDA kernel, for compute-sanitizer to watch; not collected by pytest.
+"""Watches small cases of every CUDA kernel with compute-sanitizer; not collected by pytest.
 
-    compute-sanitizer --tool memcheck --kernel-name kns=jaxconv python tests/sanitize.py dense
-    compute-sanitizer --tool racecheck --kernel-name kns=jaxconv python tests/sanitize.py batchnorm
+    python tests/sanitize.py --tool memcheck            # every part
+    python tests/sanitize.py --tool racecheck wgmma     # the parts whose name contains "wgmma"
+    python tests/sanitize.py conv/direct/float32        # that part alone, unwatched
 
-Every algorithm, element type, memory layout, operator and access width (extents that 16-byte accesses divide, and ones
-that nothing divides). Results are not compared here, the test suite does that. An argument keeps the cases whose name
-contains it.
+A part is an op, an algorithm and an element type: its memory layouts, tiles, operators and access widths (extents that
+16-byte accesses divide, and ones that nothing divides). Each runs in a process of its own, which ends in an error if
+the tool reports one. Results are not compared here, the test suite does that. XLA's own kernels are not watched, and
+every program is a list of custom calls, so that XLA has next to nothing to compile.
 """
 
 from __future__ import annotations
 
+import argparse
+import concurrent.futures
+import dataclasses
 import functools
 import itertools
+import os
+import pathlib
+import re
+import shutil
+import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
-import jaxconv
-from jaxconv import _plan, _problem
+from jaxconv import _op, _plan, _problem
+from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem
+from jaxconv.batchnorm import backward, infer, train
+from jaxconv.conv import conv_kernel, dgrad, fprop, wgrad
+from jaxconv.dense import dense_kernel, matmul
 
+TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 DTYPES = ("float32", "bfloat16", "float16")
-Case = tuple[str, Callable[[], Any]]
+SM80_TILES, SM90_TILES = ("64x64", "128x64", "128x128"), ("256x64", "128x128", "256x128", "128x256")
+# Besides the plan's own tile
+TILES = {"implicit_gemm": SM80_TILES, "gemm": SM80_TILES, "wgmma": SM90_TILES}
+EPILOGUE = {"activation": "gelu", "return_preactivation": True}
+
+Call = tuple[_op.Kernel, Any, list[tuple[tuple[int, ...], str]]]  # kernel, problem, its operands
 
 
-def there_and_back(f: Callable[..., Any], *args: jax.Array) -> Any:
-    """f and its gradients in every argument, as one program."""
-
-    def run(*args: jax.Array) -> Any:
-        outs, transpose = jax.vjp(f, *args)
-        return outs, transpose(outs)
-
-    return jax.jit(run)(*args)
+def array(shape: tuple[int, ...], dtype: str) -> Any:
+    return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def conv(dtype: str, last: bool, c: int, k: int, groups: int, filter: tuple[int, int], **options: Any) -> Any:
-    x = jnp.ones((3, 11, 9, c) if last else (3, c, 11, 9), dtype)
-    w = jnp.ones((*filter, c // groups, k) if last else (k, c // groups, *filter), dtype)
-    options |= {"groups": groups, "layout": "NHWC" if last else "NCHW"}
-    fused = functools.partial(jaxconv.conv2d, activation="gelu", return_preactivation=True, **options)
-    return there_and_back(fused, x, w, jnp.ones(k, dtype))
+# ----------------------------------------------------------------------------------------------------------------------
+# Cases: the calls of one program, by name
+
+# pixels, C, K, groups, filter, options
+CONVS = {
+    "aligned": ((11, 9), 32, 72, 1, (3, 3), {}),
+    "odd": ((11, 9), 5, 7, 1, (3, 2), {"stride": 2}),
+    "pixels": ((23, 31), 24, 40, 1, (3, 3), {"stride": (2, 1), "padding": 2}),
+    "1x1": ((11, 9), 64, 72, 1, (1, 1), {}),
+    "1x1-s2": ((11, 9), 64, 72, 1, (1, 1), {"stride": 2}),
+    "dilated": ((13, 12), 16, 24, 1, (3, 3), {"dilation": 2}),
+    "stem": ((21, 19), 3, 64, 1, (7, 7), {"stride": 2}),
+    "1-D": ((65,), 16, 24, 1, (4,), {"padding": ((3, 0),)}),
+    "3-D": ((5, 6, 7), 8, 16, 1, (3, 3, 3), {"stride": (1, 2, 1)}),
+    "groups": ((11, 9), 16, 32, 4, (3, 3), {"stride": 2}),
+    "depthwise": ((11, 9), 5, 10, 5, (3, 3), {}),
+}
+DEPTHWISE_CONVS = {
+    "3x3": ((23, 31), 16, 16, 16, (3, 3), {}),
+    "5x5-s2": ((11, 9), 16, 16, 16, (5, 5), {"stride": 2}),
+    "7x7": ((11, 9), 24, 24, 24, (7, 7), {}),
+    "31x31": ((33, 35), 8, 8, 8, (31, 31), {}),
+    "odd": ((11, 9), 5, 5, 5, (3, 3), {}),
+    "causal": ((130,), 16, 16, 16, (4,), {"padding": ((3, 0),)}),
+    "multiplier": ((11, 9), 6, 12, 6, (2, 3), {"dilation": 2}),
+    "3-D": ((5, 6, 7), 8, 8, 8, (3, 3, 3), {}),
+}
+GROUPED_CONVS = {
+    "4": ((11, 9), 16, 16, 4, (3, 3), {}),
+    "4to8-s2": ((11, 9), 16, 32, 4, (3, 3), {"stride": 2}),
+    "8-d2": ((13, 12), 64, 64, 8, (3, 3), {"dilation": 2}),
+    "16-5x5": ((23, 31), 64, 64, 4, (5, 5), {"stride": (1, 2)}),
+    "32to16": ((11, 9), 128, 64, 4, (3, 3), {}),
+    "1-D": ((65,), 32, 32, 8, (7,), {}),
+}
+WGMMA_CONVS = {
+    "3x3": ((11, 9), 64, 72, 1, (3, 3), {}),
+    "3x3-s2": ((12, 13), 72, 64, 1, (3, 3), {"stride": 2}),
+    "1x1": ((11, 9), 64, 136, 1, (1, 1), {}),
+    "1x1-s2": ((11, 9), 136, 264, 1, (1, 1), {"stride": 2}),
+    "5x5-d2": ((13, 12), 24, 8, 1, (5, 5), {"dilation": 2}),
+    "groups": ((11, 9), 128, 192, 2, (3, 3), {}),
+    "groups64": ((12, 13), 128, 128, 2, (3, 3), {"stride": 2}),
+    "1-D": ((65,), 64, 72, 1, (4,), {"padding": ((3, 0),)}),
+    "3-D": ((5, 6, 7), 64, 72, 1, (3, 3, 3), {"stride": (1, 2, 1)}),
+    "many-tiles": ((81, 83), 64, 64, 1, (3, 3), {}),  # more tiles than multiprocessors
+}
+CONVS_BY_ALGORITHM = {"wgmma": WGMMA_CONVS, "depthwise": DEPTHWISE_CONVS, "grouped": GROUPED_CONVS}
 
 
-def conv_cases() -> Iterator[Case]:
-    shapes = {
-        # C, K, groups, filter, stride, dilation
-        "aligned": (32, 72, 1, (3, 3), 1, 1),
-        "odd": (5, 7, 1, (3, 2), 2, 1),
-        "grouped": (16, 32, 4, (3, 3), 2, 1),
-        "depthwise": (16, 16, 16, (3, 3), 1, 1),
-        "depthwise5s2": (16, 16, 16, (5, 5), 2, 1),
-        "depthwise7": (16, 16, 16, (7, 7), 1, 1),
-        "multiplier": (6, 12, 6, (2, 3), 1, 2),
-    }
-    for algorithm, dtype, last, name in itertools.product(_problem.CONV_ALGORITHMS, DTYPES, (True, False), shapes):
-        *shape, stride, dilation = shapes[name]
-        for precision in ("default", "highest") if dtype == "float32" and name == "odd" else ("default",):
-            options = {"stride": stride, "dilation": dilation, "algorithm": algorithm, "precision": precision}
-            label = f"conv {algorithm} {dtype} {'NHWC' if last else 'NCHW'} {name} {precision}"
-            yield label, functools.partial(conv, dtype, last, *shape, **options)
+def conv_calls(dtype: str, last: bool, algorithm: str, precision: str, shape: tuple[Any, ...]) -> list[Call]:
+    pixels, c, k, groups, filter, options = shape
+    nd = len(pixels)
+    layout = (_problem.CHANNELS_LAST if last else _problem.CHANNELS_FIRST)[nd]
+    x = (3, *pixels, c) if last else (3, c, *pixels)
+    w = (*filter, c // groups, k) if last else (k, c // groups, *filter)
+    settled = {"stride": 1, "padding": "SAME", "dilation": 1, **options}
+    p = ConvProblem.infer(
+        f"conv{nd}d",
+        nd,
+        array(x, dtype),
+        array(w, dtype),
+        array((k,), dtype),
+        **settled,
+        **EPILOGUE,
+        groups=groups,
+        layout=layout,
+        precision=precision,
+        algorithm=algorithm,
+        implementation=None,
+    )
+    bare, y = p.bare(), (p.y_shape, dtype)
+    x, w, b = ((shape, dtype) for shape in (x, w, (k,)))
+    fused = [(conv_kernel, p, [x, w, b]), (fprop, bare, [x, w])]
+    return [*fused, (dgrad, bare, [y, w]), (wgrad, bare, [x, y])]
 
 
-def dense(dtype: str, m: int, k: int, n: int, precision: str) -> Any:
-    def f(x: jax.Array, w: jax.Array, b: jax.Array, c: jax.Array) -> Any:
-        return jaxconv.dense(x, w, b, c=c, beta=0.5, activation="silu", precision=precision, implementation="native")
-
-    args = [jnp.ones(shape, dtype) for shape in ((m, k), (k, n), (n,), (m, n))]
-    instances = [jnp.stack([a, a]) for a in args[:2]]
-    return there_and_back(f, *args), there_and_back(jax.vmap(f, (0, 0, None, None)), *instances, *args[2:])
-
-
-def dense_cases() -> Iterator[Case]:
-    for dtype, shape in itertools.product(DTYPES, ((72, 64, 136), (5, 7, 3), (16, 2048, 24))):
-        for precision in ("default", "highest") if dtype == "float32" else ("default",):
-            yield f"dense {dtype} {shape} {precision}", functools.partial(dense, dtype, *shape, precision)
-
-
-def batchnorm(algorithm: str, dtype: str, shape: tuple[int, ...], axis: int, fused: bool) -> Any:
-    def f(training: bool, x: jax.Array, scale: jax.Array, bias: jax.Array, residual: jax.Array) -> Any:
-        options: dict[str, Any] = {"residual": residual, "activation": "silu"} if fused else {}
-        forced = algorithm if training else "two_read"
-        return jaxconv.batchnorm(
-            x, scale, bias, c, c, training=training, channel_axis=axis, algorithm=forced, **options
-        )[0]
-
-    c, x = jnp.ones(shape[axis]), jnp.ones(shape, dtype)
-    args = (x, c, c, x)
-    return there_and_back(functools.partial(f, True), *args), f(False, *args)
+def dense_calls(dtype: str, algorithm: str, precision: str, m: int, k: int, n: int) -> list[Call]:
+    options = {"alpha": 0.5, "beta": 0.5, "precision": precision, "algorithm": algorithm, "implementation": None}
+    x, w, b, c = ((m, k), dtype), ((k, n), dtype), ((n,), dtype), ((m, n), dtype)
+    calls = []
+    for addend in (None, array(*c)) if algorithm == "gemm" else (None,):
+        p = DenseProblem.infer("dense", array(*x), array(*w), array(*b), addend, **EPILOGUE, **options)
+        calls.append((dense_kernel, p, [x, w, b] + [c] * p.addend))
+    bare = p.bare()
+    for trans_x, trans_w, batch in ((False, False, None), (False, True, None), (True, False, None), (False, False, 2)):
+        q = dataclasses.replace(bare, trans_x=trans_x, trans_w=trans_w, batch=batch, batched=("x",) * bool(batch))
+        calls.append((matmul, q, [(q.x_shape, dtype), (q.w_shape, dtype)]))
+    return calls
 
 
-def batchnorm_cases() -> Iterator[Case]:
-    shapes = (((6, 5, 5, 16), -1), ((6, 16, 8, 8), 1), ((6, 7, 7, 5), -1), ((6, 5, 7, 7), 1), ((130, 9, 9, 24), -1))
-    for algorithm, dtype, shape, fused in itertools.product(
-        _problem.BATCHNORM_ALGORITHMS, DTYPES, shapes, (False, True)
-    ):
-        label = f"batchnorm {algorithm} {dtype} {shape} {'fused' if fused else 'bare'}"
-        yield label, functools.partial(batchnorm, algorithm, dtype, *shape, fused)
+def batchnorm_calls(dtype: str, algorithm: str, shape: tuple[int, ...], axis: int, fused: bool) -> list[Call]:
+    x, param = (shape, dtype), ((shape[axis],), "float32")
+    residual = [x] * fused
+    options = {"training": True, "momentum": 0.9, "epsilon": 1e-5, "channel_axis": axis, "implementation": None}
+    p = BatchNormProblem.infer(
+        "batchnorm",
+        array(*x),
+        *[array(*param)] * 4,
+        array(*x) if fused else None,
+        **options,
+        activation="silu" if fused else None,
+        algorithm=algorithm,
+    )
+    q = dataclasses.replace(p, want_dresidual=fused)
+    return [
+        (train, p, [x, *[param] * 4, *residual]),
+        (infer, dataclasses.replace(p, training=False), [x, *[param] * 4, *residual]),
+        (backward, q, [x, x, *[param] * 4, *residual]),
+    ]
 
 
-def main(keep: str = "") -> None:
-    if jax.default_backend() != "gpu":
-        raise SystemExit("no GPU: there is nothing to watch")
-    done = refused = 0
-    for name, run in itertools.chain(conv_cases(), dense_cases(), batchnorm_cases()):
-        if keep not in name:
+BATCHNORMS = (((6, 5, 5, 16), -1), ((6, 16, 8, 8), 1), ((6, 7, 7, 5), -1), ((6, 5, 7, 7), 1), ((130, 9, 9, 24), -1))
+DENSES = ((72, 64, 136), (5, 7, 3), (16, 2048, 24), (200, 72, 264))
+
+
+def cases(op: str, algorithm: str, dtype: str) -> Iterator[tuple[str, list[Call]]]:
+    products = dtype == "float32" and algorithm in ("implicit_gemm", "im2col", "gemm")  # which TF32 tensor cores do
+    precisions = ("default", "highest") if products else ("default",)
+    if op == "conv":
+        shapes = CONVS_BY_ALGORITHM.get(algorithm, CONVS)
+        for name, last, precision in itertools.product(shapes, (True, False), precisions):
+            calls = conv_calls(dtype, last, algorithm, precision, shapes[name])
+            yield f"{name} {'last' if last else 'first'} {precision}", calls
+    elif op == "dense":
+        for shape, precision in itertools.product(DENSES, precisions):
+            yield f"{shape} {precision}", dense_calls(dtype, algorithm, precision, *shape)
+    else:
+        for shape, fused in itertools.product(BATCHNORMS, (False, True)):
+            yield f"{shape} {'fused' if fused else 'bare'}", batchnorm_calls(dtype, algorithm, *shape, fused)
+
+
+ALGORITHMS = {
+    "conv": _problem.CONV_ALGORITHMS,
+    "dense": _problem.DENSE_ALGORITHMS,
+    "batchnorm": _problem.BATCHNORM_ALGORITHMS,
+}
+SIXTEEN_BIT = ("wgmma", "grouped")
+PARTS = [
+    f"{op}/{algorithm}/{dtype}"
+    for op, algorithms in ALGORITHMS.items()
+    for algorithm, dtype in itertools.product(algorithms, DTYPES)
+    if not (dtype == "float32" and algorithm in SIXTEEN_BIT)
+]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# One part, in this process
+
+
+def with_tile(tile: str, op: str, problem: Any, device: _plan.Device) -> _plan.Plan:
+    """The plan, or that with another tile: for wgrad also without parts, since the workspace may depend on both."""
+    plan = chosen(op, problem, device)
+    if not tile:
+        return plan
+    alone = {"splits": 1, "workspace_bytes": 0} if op == "conv_wgrad" else {}
+    return dataclasses.replace(plan, tile=tile, **alone)
+
+
+chosen = _plan.plan
+
+
+def runs(call: Call, device: _plan.Device) -> bool:
+    """Whether the call is in its algorithm's domain and reads its operands as they lie."""
+    made, p, _ = call
+    if _plan.supports(made.name, p.algorithm, p, device) is not None:
+        return False
+    wire = made.wire(p, chosen(made.name, p, device))
+    return all(layout is None for layout in wire.operand_layouts)
+
+
+def run_part(part: str) -> int:
+    """Runs the part's cases; their number."""
+    op, algorithm, dtype = part.split("/")
+    device, rng, done = _plan.Device.current("cuda"), np.random.default_rng(0), 0
+    for name, calls in cases(op, algorithm, dtype):
+        calls = [call for call in calls if runs(call, device)]
+        if not calls:
             continue
-        try:
-            jax.block_until_ready(run())
+        args = [[rng.standard_normal(shape).astype(jax.numpy.dtype(t)) for shape, t in call[2]] for call in calls]
+
+        def program(args: Any, calls: list[Call] = calls) -> Any:
+            return [made(p, *given) for (made, p, _), given in zip(calls, args, strict=True)]
+
+        for tile in ("", *TILES.get(algorithm, ())):
+            print(f"{part} {name} {tile}", flush=True)
+            _plan.plan = functools.partial(with_tile, tile)
+            jax.block_until_ready(jax.jit(program)(args))
             done += 1
-        except ValueError as error:
-            if "cannot run" not in str(error):
-                raise
-            refused += 1  # outside the algorithm's domain: not a case of its kernels
-    print(f"{done} cases ran on {_plan.Device.current('cuda').kind}, {refused} are outside their algorithm's domain")
+    return done
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# All parts, each in a process of its own under the tool
+
+SUMMARY = re.compile(r"(?:ERROR SUMMARY|RACECHECK SUMMARY): (\d+) (?:error|hazard)")
+
+
+def watch(part: str, tool: str, sanitizer: str, limit: float, logs: pathlib.Path | None) -> tuple[bool, str]:
+    """(whether the part is clean, its row of the table, with the end of its output where it is not)."""
+    # sys.executable itself: a wrapper script would be what the tool watches. A buffer an allocation, so that an access
+    # beyond it is seen; no CUDA graphs, so that it is seen in the kernel's own launch.
+    command = [sanitizer, "--tool", tool, "--kernel-name", "kns=jaxconv", sys.executable, __file__, part]
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_enable_command_buffer="
+    environment = {**os.environ, "XLA_PYTHON_CLIENT_ALLOCATOR": "platform", "XLA_FLAGS": flags}
+    start = time.monotonic()
+    try:
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=limit, env=environment
+        )
+        output, code = done.stdout, done.returncode
+    except subprocess.TimeoutExpired as late:
+        output, code = (late.stdout or b"").decode(errors="replace"), None
+    seconds = time.monotonic() - start
+    if logs is not None:
+        logs.mkdir(parents=True, exist_ok=True)
+        (logs / f"{tool}-{part.replace('/', '-')}.txt").write_text(output)
+    counts = [int(n) for n in SUMMARY.findall(output)]
+    ran = re.search(r"^(\d+) cases ran", output, re.MULTILINE)
+    if code is None:
+        verdict = f"not done after {limit:.0f} s"
+    elif counts and sum(counts):
+        verdict = f"{sum(counts)} {'hazards' if tool == 'racecheck' else 'errors'}"
+    elif code or not ran:
+        verdict = f"ended with {code}"
+    elif ran[1] == "0":
+        return True, f"{part:<32} {0:>5} {seconds:>6.1f}  outside what this GPU's kernels can run"
+    elif not counts:
+        verdict = "the tool printed no summary"
+    else:
+        verdict = "clean"
+    row = f"{part:<32} {ran[1] if ran else '?':>5} {seconds:>6.1f}  {verdict}"
+    if verdict == "clean":
+        return True, row
+    return False, "\n".join([row, *("    " + line for line in output.splitlines()[-40:])])
+
+
+def find_sanitizer() -> str:
+    places = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/cuda/bin"])
+    found = shutil.which("compute-sanitizer", path=places)
+    if found is None:
+        raise SystemExit("compute-sanitizer is neither on the PATH nor in /usr/local/cuda/bin: it is part of CUDA")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", help="part names, or words that they contain; none: all")
+    parser.add_argument("--tool", choices=TOOLS, help="watch each part in a process of its own; without: run it here")
+    parser.add_argument("-j", "--jobs", type=int, default=6, help="parts watched at once (default: 6)")
+    parser.add_argument("--limit", type=float, default=300, help="seconds a part may take (default: 300)")
+    parser.add_argument("--logs", type=pathlib.Path, help="a folder for each part's whole output")
+    parser.add_argument("--list", action="store_true", help="print the parts' names")
+    options = parser.parse_args()
+    parts = [p for p in PARTS if p in options.parts] or [
+        p for p in PARTS if not options.parts or any(word in p for word in options.parts)
+    ]
+    if not parts:
+        raise SystemExit(f"no part's name contains {' or '.join(options.parts)}; --list prints them")
+    if options.list:
+        print("\n".join(parts))
+        return
+    if options.tool is None:
+        if jax.default_backend() != "gpu":
+            raise SystemExit("no GPU: there is nothing to watch")
+        done = sum(map(run_part, parts))
+        print(f"{done} cases ran on {_plan.Device.current('cuda').kind}", flush=True)
+        return
+    sanitizer, clean = find_sanitizer(), []
+    print(f"{'part':<32} {'cases':>5} {'s':>6}  {options.tool}")
+    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+        started = [pool.submit(watch, p, options.tool, sanitizer, options.limit, options.logs) for p in parts]
+        for result in concurrent.futures.as_completed(started):
+            ok, row = result.result()
+            clean.append(ok)
+            print(row, flush=True)
+    if not all(clean):
+        raise SystemExit(f"{clean.count(False)} of {len(parts)} parts are not clean")
+    print(f"all {len(parts)} parts are clean")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()
