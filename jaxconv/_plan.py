@@ -71,6 +71,8 @@ class Plan:
     splits: int = 1
     chunk: int = 0
     workspace_bytes: int = 0
+    # The arrays are channels first and the kernel reads channels last: XLA is asked for that physical layout
+    asks_channels_last: bool = False
 
     def attrs(self) -> dict[str, Any]:
         """As native code reads it (common/plan.h)."""
@@ -85,6 +87,7 @@ class Plan:
         if self.implementation != "native":
             return self.implementation + (f"[{self.algorithm}]" if self.algorithm else "")
         parts = [self.algorithm, self.tile, f"splits={self.splits}" if self.splits > 1 else ""]
+        parts += ["channels-last" if self.asks_channels_last else ""]
         return "native[" + " ".join(p for p in parts if p) + "]"
 
 
@@ -217,7 +220,8 @@ def _conv_supports(op: str, algorithm: str, p: ConvProblem, device: Device) -> s
     if algorithm == "depthwise" and not p.depthwise:
         return f"it needs one input channel per group, got groups={p.groups} for {p.in_channels} channels"
     if device.platform != "cuda":
-        return "it exists on CUDA only" if algorithm in ("implicit_gemm", "grouped", "wgmma") else None
+        return "it exists on CUDA only" if algorithm in CHANNELS_LAST_ONLY else None
+    p = _in_memory(algorithm, p)
     if algorithm == "wgmma":
         return _wgmma_conv_refusal(op, p, device)
     if algorithm == "grouped":
@@ -235,11 +239,26 @@ def _conv_supports(op: str, algorithm: str, p: ConvProblem, device: Device) -> s
     return None
 
 
+CHANNELS_LAST_ONLY = ("wgmma", "implicit_gemm", "grouped")
+
+
+def _in_memory(algorithm: str, p: ConvProblem) -> ConvProblem:
+    """The problem as the CUDA kernel finds it in memory: channels last where that is what it asks XLA for.
+
+    The depthwise kernels read either order. In 16 bits XLA computes convolutions channels last whatever the arrays'
+    order, so that their neighbours' memory is that already, and only there are the tensor cores used.
+    """
+    vectors = p.dtype in ("bfloat16", "float16") and p.in_channels % 8 == p.out_channels % 8 == 0
+    if algorithm in CHANNELS_LAST_ONLY or (algorithm == "depthwise" and vectors):
+        return dataclasses.replace(p, channels_last=True)
+    return p
+
+
 def _grouped_refusal(p: ConvProblem) -> str | None:
     """cuda/conv/grouped.h: few channels a group on tensor cores."""
     group_c, group_k = p.in_channels // p.groups, p.out_channels // p.groups
-    if p.dtype not in ("bfloat16", "float16") or not p.channels_last:
-        return "it needs bfloat16 or float16 with channels last"
+    if p.dtype not in ("bfloat16", "float16"):
+        return f"it needs bfloat16 or float16, got {p.dtype}"
     few = all(c % 4 == 0 and 4 <= c <= 32 for c in (group_c, group_k))
     if not few or p.in_channels % 8 or p.out_channels % 8:
         return f"it needs 4, 8, ... 32 channels a group and a multiple of 8 in all, got {group_c} and {group_k} a group"
@@ -262,8 +281,8 @@ def _wgmma_refusal(p: ConvProblem | DenseProblem, device: Device) -> str | None:
 def _wgmma_conv_refusal(op: str, p: ConvProblem, device: Device) -> str | None:
     """cuda/conv/wgmma.h: what the copy engine can walk."""
     refusal = _wgmma_refusal(p, device)
-    if refusal or not p.channels_last:
-        return refusal or "it needs channels last"
+    if refusal:
+        return refusal
     group_c, group_k = p.in_channels // p.groups, p.out_channels // p.groups
     if group_c % 8 or group_k % 8:
         return f"it needs multiples of 8 channels a group, got {group_c} and {group_k}"
@@ -451,6 +470,8 @@ def _splits(work: int, blocks: int, device: Device, waves: int, least: int, byte
 
 
 def _fill_conv(op: str, plan: Plan, p: ConvProblem, device: Device) -> Plan:
+    stored = _in_memory(plan.algorithm, p)
+    plan, p = dataclasses.replace(plan, asks_channels_last=stored.channels_last and not p.channels_last), stored
     item, taps, pixels = _itemsize(p), math.prod(p.filter), math.prod(p.out_spatial)
     group_c, group_k = p.in_channels // p.groups, p.out_channels // p.groups
     filter_elements = p.out_channels * group_c * taps

@@ -23,6 +23,7 @@ replace = dataclasses.replace
 
 def _wire(p: ConvProblem, plan: _plan.Plan, operands: str, results: str) -> _op.Wire:
     """Letters: x and y are activations (y also z), w the filter, b the bias."""
+    memory_channels_last = p.channels_last or plan.asks_channels_last
     window = {
         "stride": np.array(p.stride, np.int64),
         "pad_low": np.array([low for low, _ in p.padding], np.int64),
@@ -30,20 +31,15 @@ def _wire(p: ConvProblem, plan: _plan.Plan, operands: str, results: str) -> _op.
         "dilation": np.array(p.dilation, np.int64),
         "groups": np.int64(p.groups),
         "dims_channels_last": np.int64(p.channels_last),
-        "memory_channels_last": np.int64(_memory_channels_last(p, plan)),
+        "memory_channels_last": np.int64(memory_channels_last),
         "full_float32": np.int64(p.full_float32),
     }
     layouts = dict.fromkeys("xywb")
-    if not p.channels_last and _memory_channels_last(p, plan):
+    if plan.asks_channels_last:
         spatial = tuple(range(2, p.nd + 2))
         layouts["x"] = layouts["y"] = (0, *spatial, 1)
         layouts["w"] = (*spatial, 1, 0)
     return _op.Wire({"window": window}, [layouts[o] for o in operands], [layouts[r] for r in results])
-
-
-def _memory_channels_last(p: ConvProblem, plan: _plan.Plan) -> bool:
-    """The implicit GEMM reads channels last; channels-first arrays reach it in that physical layout."""
-    return p.channels_last or plan.algorithm == "implicit_gemm"
 
 
 def _epilogue(p: ConvProblem) -> dict[str, Any]:
