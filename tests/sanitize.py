@@ -53,8 +53,9 @@ def array(shape: tuple[int, ...], dtype: str) -> Any:
 # ----------------------------------------------------------------------------------------------------------------------
 # Cases: the calls of one program, by name
 
-# pixels, C, K, groups, filter, options
+# pixels, C, K, groups, filter, options. XLA rounds an allocation up to 256 bytes: "exact" arrays fill theirs.
 CONVS = {
+    "exact": ((8, 8), 32, 64, 1, (3, 3), {}),
     "aligned": ((11, 9), 32, 72, 1, (3, 3), {}),
     "odd": ((11, 9), 5, 7, 1, (3, 2), {"stride": 2}),
     "pixels": ((23, 31), 24, 40, 1, (3, 3), {"stride": (2, 1), "padding": 2}),
@@ -68,6 +69,7 @@ CONVS = {
     "depthwise": ((11, 9), 5, 10, 5, (3, 3), {}),
 }
 DEPTHWISE_CONVS = {
+    "exact": ((8, 8), 128, 128, 128, (3, 3), {}),
     "3x3": ((23, 31), 16, 16, 16, (3, 3), {}),
     "5x5-s2": ((11, 9), 16, 16, 16, (5, 5), {"stride": 2}),
     "7x7": ((11, 9), 24, 24, 24, (7, 7), {}),
@@ -78,6 +80,7 @@ DEPTHWISE_CONVS = {
     "3-D": ((5, 6, 7), 8, 8, 8, (3, 3, 3), {}),
 }
 GROUPED_CONVS = {
+    "exact": ((8, 8), 64, 64, 8, (3, 3), {}),
     "4": ((11, 9), 16, 16, 4, (3, 3), {}),
     "4to8-s2": ((11, 9), 16, 32, 4, (3, 3), {"stride": 2}),
     "8-d2": ((13, 12), 64, 64, 8, (3, 3), {"dilation": 2}),
@@ -86,6 +89,7 @@ GROUPED_CONVS = {
     "1-D": ((65,), 32, 32, 8, (7,), {}),
 }
 WGMMA_CONVS = {
+    "exact": ((8, 8), 64, 128, 1, (3, 3), {}),
     "3x3": ((11, 9), 64, 72, 1, (3, 3), {}),
     "3x3-s2": ((12, 13), 72, 64, 1, (3, 3), {"stride": 2}),
     "1x1": ((11, 9), 64, 136, 1, (1, 1), {}),
@@ -163,7 +167,7 @@ def batchnorm_calls(dtype: str, algorithm: str, shape: tuple[int, ...], axis: in
 
 
 BATCHNORMS = (((6, 5, 5, 16), -1), ((6, 16, 8, 8), 1), ((6, 7, 7, 5), -1), ((6, 5, 7, 7), 1), ((130, 9, 9, 24), -1))
-DENSES = ((72, 64, 136), (5, 7, 3), (16, 2048, 24), (200, 72, 264))
+DENSES = ((128, 64, 256), (72, 64, 136), (5, 7, 3), (16, 2048, 24), (200, 72, 264))
 
 
 def cases(op: str, algorithm: str, dtype: str) -> Iterator[tuple[str, list[Call]]]:
