@@ -76,7 +76,7 @@ def _conv_features(op: str, p: ConvProblem) -> tuple[str, tuple[Any, ...], tuple
     kind = (
         p.dtype,
         p.dtype == "float32" and p.full_float32,
-        p.channels_last,
+        True,  # channels last in memory, whatever the arrays' order: XLA's convolutions and the kernels that win
         grouping,
         p.filter,
         p.stride,

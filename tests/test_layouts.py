@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import re
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import pytest
+from helpers import PLATFORM
 
 import jaxconv
 from jaxconv import _native, _plan
@@ -18,7 +20,7 @@ KERNELS = {
     "wgmma": (1, "bfloat16", True),
     "implicit_gemm": (1, "float32", True),
     "grouped": (8, "float16", True),
-    "depthwise": (64, "bfloat16", True),
+    "depthwise": (64, "float32", True),
     "direct": (1, "bfloat16", False),
     "im2col": (1, "float32", False),
 }
@@ -28,8 +30,11 @@ FILTER_LAST = "dense<[0, 1, 3, 2]>"  # K C R S, output channels fastest
 FIRST = "dense<[3, 2, 1, 0]>"
 
 
-def chain(algorithm: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Three NCHW convolutions with an activation, there and back; shapes of its arguments."""
+IMAGES, CHANNELS, PIXELS = 4, 64, (9, 9)
+
+
+def chain(algorithm: str) -> tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]:
+    """Three NCHW convolutions with an activation; the same there and back; shapes of its arguments."""
     groups, dtype, _ = KERNELS[algorithm]
 
     def layers(x: jax.Array, ws: list[jax.Array]) -> jax.Array:
@@ -41,15 +46,16 @@ def chain(algorithm: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         y, back = jax.vjp(layers, x, ws)
         return y, back(dy)
 
-    x = jax.ShapeDtypeStruct((4, 64, 9, 9), dtype)
-    return there_and_back, (x, [jax.ShapeDtypeStruct((64, 64 // groups, 3, 3), dtype)] * 3, x)
+    x = jax.ShapeDtypeStruct((IMAGES, CHANNELS, *PIXELS), dtype)
+    ws = [jax.ShapeDtypeStruct((CHANNELS, CHANNELS // groups, 3, 3), dtype)] * 3
+    return layers, there_and_back, (x, ws, x)
 
 
 @over_kernels
 def test_kernels_that_read_channels_last_ask_for_that_layout(algorithm, monkeypatch):
     monkeypatch.setattr(_native, "cuda_missing", "")
     monkeypatch.setattr(_plan.Device, "current", lambda platform: H200)
-    f, args = chain(algorithm)
+    _, f, args = chain(algorithm)
     text = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     layouts = r"operand_layouts = \[(.*?)\], result_layouts = \[(.*?)\]}"
     calls = re.findall(rf"stablehlo.custom_call @jaxconv_(\w+)_v1.*{layouts}", text)
@@ -64,3 +70,24 @@ def test_kernels_that_read_channels_last_ask_for_that_layout(algorithm, monkeypa
         assert re.findall(r"dense<\[.*?\]>", operands) == expected[name][0]
         assert re.findall(r"dense<\[.*?\]>", results)[0] == expected[name][1]
     assert "stablehlo.transpose" not in text
+
+
+def transposed(text: str) -> collections.Counter[tuple[int, ...]]:
+    """The sorted extents of the 4-D arrays that the optimised HLO copies or transposes on their own."""
+    entry = text[text.index("\nENTRY") :]
+    lines = re.findall(r"%?(\S+) = \w+\[(\d+,\d+,\d+,\d+)\]\S* (fusion|copy|transpose)\(", entry)
+    moved = [shape for name, shape, op in lines if op != "fusion" or "transpose" in name or "copy" in name]
+    return collections.Counter(tuple(sorted(map(int, shape.split(",")))) for shape in moved)
+
+
+@pytest.mark.skipif(PLATFORM != "cuda", reason="the CPU's kernels take arrays in either order as they lie")
+@over_kernels
+def test_a_chain_is_transposed_at_its_ends_only(algorithm):
+    groups, _, last = KERNELS[algorithm]
+    if algorithm == "wgmma" and _plan.Device.current("cuda").compute_capability != (9, 0):
+        pytest.skip("wgmma needs a GPU of compute capability 9.0")
+    layers, _, (x, ws, _) = chain(algorithm)
+    activation = tuple(sorted((IMAGES, CHANNELS, *PIXELS)))
+    filter = tuple(sorted((CHANNELS, CHANNELS // groups, 3, 3)))
+    expected = {activation: 2, filter: 3} if last else {}
+    assert transposed(jax.jit(layers).lower(x, ws).compile().as_text()) == expected
