@@ -101,6 +101,16 @@ def test_conv_bias_and_activation_become_one_call(activation):
     assert found.fused.startswith(f"conv + bias + {name}")
 
 
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_of_values_on_a_mesh_are_recognised(activation, kind):
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(getattr(jax.sharding.AxisType, kind),), devices=jax.devices()[:1])
+    x = jax.device_put(X[:, 0, 0], jax.NamedSharding(mesh, jax.P("data")))
+    w = jax.device_put(W[0, 0], jax.NamedSharding(mesh, jax.P()))
+    (found,) = accelerate(lambda x, w: ACTIVATIONS[activation](x @ w)).report(x, w)
+    assert found.fused.startswith("dense + " + activation.removesuffix("_by_hand").removesuffix("_0.25"))
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     (
