@@ -83,10 +83,10 @@ class ConvCase:
         x, w = (jax.ShapeDtypeStruct(s, dtype) for s in (self.x_shape, self.w_shape))
         return ConvProblem.infer("conv", self.nd, x, w, None, **{**self.options, **given, **options})
 
-    def algorithms(self, op: str = "conv_fprop") -> list[str]:
-        """What can run this case on the device under test."""
-        problem = self.problem()
-        return [a for a in CONV_ALGORITHMS if _plan.supports(op, a, problem, DEVICE) is None]
+    def algorithms(self) -> list[str]:
+        """What can run this case, forward and backward, on the device under test."""
+        problem, ops = self.problem(), ("conv_fprop", "conv_dgrad", "conv_wgrad")
+        return [a for a in CONV_ALGORITHMS if not any(_plan.supports(op, a, problem, DEVICE) for op in ops)]
 
 
 def _case(
