@@ -189,7 +189,7 @@ def _same_elements(v: Value) -> Value | None:
 
 def _meant(params: dict[str, Any]) -> dict[str, Any]:
     """Parameters that say what an equation computes: where its result lies on a mesh is not one of them."""
-    return {name: value for name, value in params.items() if name != "sharding"}
+    return {name: value for name, value in params.items() if name not in ("sharding", "out_sharding")}
 
 
 def _explicit(aval: Any) -> Any:
@@ -474,6 +474,16 @@ class Activated:
         return all(user in self.nodes for v in between for user in v.users)
 
 
+def _dependent(nodes: Sequence[Node], z: Value) -> list[Node]:
+    """Those that need z. The others make constants, which other activations share."""
+    needing, values = [], {z}
+    for node in sorted(set(nodes), key=lambda node: node.order):
+        if values.intersection(node.inputs):
+            needing.append(node)
+            values.update(node.outputs)
+    return needing
+
+
 class Activations:
     def __init__(self) -> None:
         self._known: dict[Any, list[Pattern]] = {}
@@ -490,7 +500,7 @@ class Activations:
                 found: dict[str, Any] = {"nodes": []}
                 if v.made_by == pattern.result.made_by and _unify(pattern, pattern.result, v, z, found):
                     slope = found.get("slope", pattern.slope)
-                    return Activated(Activation(pattern.activation, slope), v, found["nodes"])
+                    return Activated(Activation(pattern.activation, slope), v, _dependent(found["nodes"], z))
         return None
 
     @staticmethod

@@ -252,6 +252,22 @@ def test_activations_under_vmap_are_recognised(activation):
     check(jax.vmap(lambda x, w, b: f(conv(x[None], w)[0] + b), (0, None, None)), X, W, B, conv=1)
 
 
+@pytest.mark.parametrize("kind", (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit), ids=("auto", "explicit"))
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_a_mesh_hides_nothing(activation, kind):
+    """Types speak of the mesh where arguments are placed on one."""
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(kind,))
+    placed = jax.device_put((X, W, B, SCALE, BIAS), jax.NamedSharding(mesh, jax.P()))
+
+    def layers(x, w, b, scale, bias):
+        f = ACTIVATIONS[activation]
+        return f(normalise(f(conv(x, w) + b), scale, bias))
+
+    found = [finding.fused for finding in accelerate(layers).report(*placed)]
+    assert found == [finding.fused for finding in accelerate(layers).report(X, W, B, SCALE, BIAS)]
+    assert found[0].startswith("conv + bias + ") and found[1].startswith("batchnorm (training) + ")
+
+
 def test_batchnorm_of_channels_first_is_replaced():
     def f(x, scale, bias):
         mean, var = x.mean((0, 2, 3), keepdims=True), x.var((0, 2, 3), keepdims=True)
