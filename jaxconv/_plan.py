@@ -202,6 +202,9 @@ def _device_refusal(problem: Problem, device: Device) -> str | None:
 # What each algorithm can run: None, or the reason why not. native code states the same limits in its headers.
 
 
+MATRIX_LOOPS = ("wgmma", "implicit_gemm")  # convolutions that run patches folded (ConvProblem.folded)
+
+
 def supports(op: str, algorithm: str, problem: Problem, device: Device) -> str | None:
     """None if `algorithm` can run `op` of `problem` on `device`, else a sentence."""
     if isinstance(problem, ConvProblem):
@@ -222,6 +225,10 @@ def _conv_supports(op: str, algorithm: str, p: ConvProblem, device: Device) -> s
     if device.platform != "cuda":
         return "it exists on CUDA only" if algorithm in CHANNELS_LAST_ONLY else None
     p = _in_memory(algorithm, p)
+    if algorithm == "stem":
+        return _stem_refusal(op, p, device)
+    if algorithm in MATRIX_LOOPS:
+        p = p.folded(op == "conv_dgrad")
     if algorithm == "wgmma":
         return _wgmma_conv_refusal(op, p, device)
     if algorithm == "grouped":
@@ -239,7 +246,7 @@ def _conv_supports(op: str, algorithm: str, p: ConvProblem, device: Device) -> s
     return None
 
 
-CHANNELS_LAST_ONLY = ("wgmma", "implicit_gemm", "grouped")
+CHANNELS_LAST_ONLY = ("wgmma", "implicit_gemm", "grouped", "stem")
 
 
 def _in_memory(algorithm: str, p: ConvProblem) -> ConvProblem:
@@ -271,11 +278,53 @@ def _grouped_refusal(p: ConvProblem) -> str | None:
     return None
 
 
+def _stem_refusal(op: str, p: ConvProblem, device: Device) -> str | None:
+    """cuda/conv/stem.h: few input or few output channels, on tensor cores."""
+    if _shared_memory(device) < 163 * 1024:
+        return "its largest tiles need the shared memory of compute capability 8.0 or 9.0"
+    if p.groups > 1 or min(p.in_channels, p.out_channels) > 8:
+        return f"it needs at most 8 input or output channels in one group, got {p.in_channels} and {p.out_channels}"
+    few_in = p.in_channels <= 8  # else few outputs
+    expands = op in ("conv", "conv_fprop") if few_in else op == "conv_dgrad"
+    if p.full_float32 and p.dtype == "float32":
+        return "float32 it takes as TF32 only"
+    if p.nd == 3 and (p.filter[0], p.stride[0], p.padding[0]) != (1, 1, (0, 0)):
+        return "it needs a first axis (of three) that the filter leaves alone"
+    plane = range(p.nd)[-2:]
+    if not few_in and any(p.stride[i] > 1 for i in plane):
+        return "few output channels it takes with stride 1 only"
+    if any(p.stride[i] > 16 or (p.filter[i] - 1) * p.dilation[i] > 32 for i in plane):
+        return "it needs strides up to 16 and dilated filters up to 33"
+    many = p.out_channels if few_in else p.in_channels
+    few = p.in_channels if few_in else p.out_channels
+    if expands:
+        taps = math.prod(p.filter)
+        units = taps * -(-few // (8 // _itemsize(p)))
+        return None if units <= 160 else f"it needs at most 160 taps in fours of channels, got {units}"
+    if many % 8:
+        return f"it needs a multiple of 8 channels on the other side, got {many}"
+    if op == "conv_wgrad":
+        return None
+    columns = math.prod(p.stride[i] for i in plane) * few
+    if columns > 64:
+        return f"it needs strides times channels of at most 64, got {columns}"
+    places = 1
+    for i in plane:
+        f, s, d, low = p.filter[i], p.stride[i], p.dilation[i], p.padding[i][0]
+        shifts = {phase - t * d + low for phase in range(s) for t in range(f)}
+        count = len({shift // s for shift in shifts if shift % s == 0})
+        if count > 16:
+            return "it needs filters of at most 16 taps an axis"
+        places *= count
+    operand = -(-many * _itemsize(p) // 128) * places * (8 if columns <= 8 else 16 if columns <= 16 else 64) * 128
+    return None if operand <= 80 * 1024 else f"its filter would need {operand} bytes of shared memory, it has 81920"
+
+
 def _wgmma_refusal(p: ConvProblem | DenseProblem, device: Device) -> str | None:
     if device.platform != "cuda" or device.compute_capability != (9, 0):
         return "it needs a GPU of compute capability 9.0"
-    if p.dtype == "float64":
-        return "it needs float32, bfloat16 or float16, got float64"
+    if p.dtype not in ("bfloat16", "float16"):
+        return f"it needs bfloat16 or float16, got {p.dtype}"
     return None
 
 
@@ -293,9 +342,8 @@ def _wgmma_conv_refusal(op: str, p: ConvProblem, device: Device) -> str | None:
         return f"with groups it needs multiples of 64 channels a group, got {group_c} and {group_k}"
     taps = math.prod(p.filter)
     rows = p.batch * max(math.prod(p.in_spatial), math.prod(p.out_spatial))
-    terms = 3 if p.dtype == "float32" else 1  # a coordinate counts those of all terms
-    if terms * max(rows, taps * max(p.in_channels, p.out_channels)) >= 2**31 - 4096:
-        return f"it needs fewer than 2^31 / {terms} pixels and filter elements per channel"
+    if max(rows, taps * max(p.in_channels, p.out_channels)) >= 2**31 - 4096:
+        return "it needs fewer than 2^31 pixels and filter elements per channel"
     if p.pointwise and not dgrad and op != "conv_wgrad":
         return None
     corner, reach = {1: (32768, 65535), 2: (128, 255), 3: (16, 31)}[p.nd]
@@ -321,8 +369,6 @@ def _wgmma_dense_refusal(p: DenseProblem, device: Device) -> str | None:
         return "it takes no addend, and not both operands transposed"
     if p.n % 8 or (p.m if p.trans_x else p.k) % 8 or (p.k if p.trans_w else p.n) % 8:
         return "it needs rows of x, w and y of a multiple of 8 elements"
-    if p.dtype == "float32" and not p.full_float32 and p.k % 8:
-        return f"in TF32 it needs K to be a multiple of 8, got {p.k}"
     return None
 
 
@@ -391,6 +437,9 @@ def _ladder(op: str, problem: Problem, device: Device) -> str:
         return "im2col"
     if problem.groups > 1 and supports(op, "grouped", problem, device) is None:
         return "grouped"
+    # Filters that large are patches, which are long matrix products.
+    if math.prod(problem.filter) <= 64 and supports(op, "stem", problem, device) is None:
+        return "stem"
     # The direct kernels take what the tensor-core loop refuses.
     return "implicit_gemm" if supports(op, "implicit_gemm", problem, device) is None else "direct"
 
@@ -465,7 +514,7 @@ def _tile(m: int, n: int, instances: int) -> str:
 
 
 def _extent(tile: str) -> tuple[int, int]:
-    rows, columns = tile.removesuffix("raw").split("x")
+    rows, columns = tile.split("x")
     return int(rows), int(columns)
 
 
@@ -478,6 +527,8 @@ def _splits(work: int, blocks: int, device: Device, waves: int, least: int, byte
 def _fill_conv(op: str, plan: Plan, p: ConvProblem, device: Device) -> Plan:
     stored = _in_memory(plan.algorithm, p)
     plan, p = dataclasses.replace(plan, asks_channels_last=stored.channels_last and not p.channels_last), stored
+    if plan.algorithm in MATRIX_LOOPS:
+        p = p.folded(op == "conv_dgrad")
     item, taps, pixels = _itemsize(p), math.prod(p.filter), math.prod(p.out_spatial)
     group_c, group_k = p.in_channels // p.groups, p.out_channels // p.groups
     filter_elements = p.out_channels * group_c * taps
@@ -512,6 +563,13 @@ def _fill_conv(op: str, plan: Plan, p: ConvProblem, device: Device) -> Plan:
         return dataclasses.replace(plan, tile=tile, splits=splits, workspace_bytes=size)
     if not wgrad:
         return plan
+    if plan.algorithm == "stem":
+        # Persistent blocks, two of which fit a multiprocessor; one owns 64 units (8 bytes of channels at a
+        # tap; 128 in float32) x 64 channels.
+        few, many = sorted((group_c, group_k))
+        blocks = -(-taps * -(-few // (8 // item)) // (32 * item)) * -(-many // 64)
+        splits = _splits(p.batch * pixels, blocks, device, 2, 256, filter_elements * 4)
+        return dataclasses.replace(plan, splits=splits, workspace_bytes=splits * filter_elements * 4)
     if plan.algorithm == "grouped":
         # Two blocks fit a multiprocessor; a tile is about 256 pixels.
         blocks = -(-p.groups // max(1, 32 // max(group_c, group_k)))
@@ -543,19 +601,15 @@ def _fill_conv(op: str, plan: Plan, p: ConvProblem, device: Device) -> Plan:
 def _fill_wgmma_conv(op: str, plan: Plan, p: ConvProblem, device: Device) -> Plan:
     """Tiles as measured on an H200 (docs/performance.md)."""
     taps, group_c, group_k = math.prod(p.filter), p.in_channels // p.groups, p.out_channels // p.groups
-    x, y = math.prod(p.x_shape), math.prod(p.y_shape)
-    split = _terms(op, p) > 1
     if op != "conv_wgrad":
         dgrad = op == "conv_dgrad"
         n, summed = (group_c, group_k) if dgrad else (group_k, group_c)
-        steps = taps * -(-summed * _itemsize(p) // 128)
-        if split:
-            tile = _terms_tile(p.flops / max(y if dgrad else x, 1), n, 700 if n <= 64 else 2500)
-        elif n <= 64:
+        steps = taps * -(-summed // 64)
+        if n <= 64:
             tile = "256x64"
         elif n <= 128 or steps <= 9 or (dgrad and math.prod(p.stride) > 1):
             tile = "128x128"
-        elif n > 256 and 1 <= n % 256 <= 128 and p.dtype != "float32":
+        elif n > 256 and 1 <= n % 256 <= 128:
             tile = "256x128"
         else:
             rows = p.batch * math.prod(p.in_spatial if dgrad else p.out_spatial)
@@ -563,57 +617,20 @@ def _fill_wgmma_conv(op: str, plan: Plan, p: ConvProblem, device: Device) -> Pla
             # Waves of the whole device, in the time of a 128x128 tile: the ragged last one decides.
             ragged = 2 * -(-wide // device.sm_count) > -(-narrow // device.sm_count)
             tile = "128x128" if ragged else "128x256"
-        return dataclasses.replace(plan, tile=tile, workspace_bytes=wgmma_workspace(op, p, tile, 1))
-    if split:
-        tile = _terms_tile(p.flops / max(x + y, 1), group_k, 470 if group_k <= 64 else 675 if p.full_float32 else 555)
-    else:
-        tile = "256x64" if group_k <= 64 else "128x128" if group_k < 256 else "128x256"
+        return dataclasses.replace(plan, tile=tile)
+    tile = "256x64" if group_k <= 64 else "128x128" if group_k < 256 else "128x256"
     rows, columns = _extent(tile)
     tiles = -(-taps * -(-group_c // 64) * 64 // rows) * -(-group_k // columns) * p.groups
     sms = device.sm_count
     aligned = tiles * (sms // tiles) if tiles <= sms else 0
-    traffic = _itemsize(p) * (x + y)
+    image = _itemsize(p) * p.batch
+    traffic = image * (math.prod(p.in_spatial) * p.in_channels + math.prod(p.out_spatial) * p.out_channels)
     # CTAs that share all tiles' work evenly. A number that the tiles divide keeps a part within a tile; it wins unless
     # it leaves too many multiprocessors idle (less so where x and dy do not stay in the L2 cache).
-    whole = aligned >= 0.85 * sms or (traffic > 48 * 2**20 and aligned >= sms // 2 and not split)
+    whole = aligned >= 0.85 * sms or (traffic > 48 * 2**20 and aligned >= sms // 2)
     splits = aligned if whole else sms
-    size = wgmma_workspace(op, p, tile, splits)
-    return dataclasses.replace(plan, tile=tile, splits=splits, workspace_bytes=size)
-
-
-def _terms(op: str, p: ConvProblem | DenseProblem) -> int:
-    """bfloat16 terms that stand for an operand (cuda/gemm/sm90_operands.h); 1: it is read as it is, or as TF32."""
-    if p.dtype != "float32":
-        return 1
-    return 3 if p.full_float32 else 2 if op == "conv_wgrad" else 1
-
-
-def _terms_tile(intensity: float, n: int, least: float) -> str:
-    """Tiles for float32 as bfloat16 terms (cuda/gemm/sm90_operands.h).
-
-    Splitting operands on their way ("raw") costs an eighth (wgrad: a third) of the products' speed; splitting them in
-    memory before costs 10 bytes an element. `intensity` is operations an element; measured on an H200.
-    """
-    return ("128x64" if n <= 64 else "128x128") + ("raw" if intensity < least else "")
-
-
-def wgmma_workspace(op: str, p: ConvProblem | DenseProblem, tile: str, splits: int) -> int:
-    """Bytes: partial sums, and what stands for float32 operands (cuda/conv/wgmma.h, cuda/dense/wgmma.h)."""
-    rows, columns = _extent(tile)
     size = 2 * splits * rows * columns * 4 if splits > 1 else 0
-    if p.dtype != "float32":
-        return size
-    x, w = math.prod(p.x_shape), math.prod(p.w_shape)
-    terms, raw = _terms(op, p), tile.endswith("raw")
-    if isinstance(p, DenseProblem):
-        copied = [x] * (not raw) + [w] if terms > 1 else [x] * p.trans_x + [w] * (not p.trans_w)
-    elif op == "conv_wgrad":
-        copied = [] if raw else [x, math.prod(p.y_shape)]
-    elif terms > 1:
-        copied = [w] if raw else [math.prod(p.y_shape) if op == "conv_dgrad" else x, w]
-    else:
-        copied = [] if op == "conv_dgrad" else [w]
-    return size + sum(_align((2 * terms if terms > 1 else 4) * count) for count in copied)
+    return dataclasses.replace(plan, tile=tile, splits=splits, workspace_bytes=size)
 
 
 def _align(size: int) -> int:
@@ -624,9 +641,7 @@ def _fill_dense(plan: Plan, p: DenseProblem, device: Device) -> Plan:
     batch = p.batch or 1
     if plan.algorithm == "wgmma":
         tile = "256x64" if p.n <= 64 else "128x256" if p.k >= 2048 and p.m * p.n >= 2**23 else "128x128"
-        if _terms("dense", p) > 1:
-            tile = _terms_tile(p.flops / max(math.prod(p.x_shape), 1), p.n, 700 if p.n <= 64 else 2500)
-        return dataclasses.replace(plan, tile=tile, workspace_bytes=wgmma_workspace("dense", p, tile, 1))
+        return dataclasses.replace(plan, tile=tile)
     tile = _tile(p.m, p.n, batch)
     rows, columns = _extent(tile)
     blocks = -(-p.m // rows) * -(-p.n // columns) * batch

@@ -7,6 +7,7 @@ settled; nothing below re-derives them. Problems are frozen and hashable: they a
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from jaxconv._activation import Activation
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 IMPLEMENTATIONS = ("native", "xla")
-CONV_ALGORITHMS = ("wgmma", "implicit_gemm", "direct", "depthwise", "grouped", "im2col")
+CONV_ALGORITHMS = ("wgmma", "implicit_gemm", "direct", "depthwise", "grouped", "stem", "im2col")
 DENSE_ALGORITHMS = ("gemm", "wgmma")
 BATCHNORM_ALGORITHMS = ("two_read", "resident_block")
 
@@ -306,6 +307,44 @@ class ConvProblem:
     def bare(self) -> ConvProblem:
         """The same convolution without its epilogue."""
         return dataclasses.replace(self, bias=False, activation=NO_ACTIVATION, save_preactivation=False)
+
+    def folded(self, dgrad: bool) -> ConvProblem:
+        """The convolution as the matrix loops run it (FoldPatches in cuda/conv/conv.cu): where the filter steps by its
+        own width, S neighbouring pixels are one of S*C channels; likewise for its height, each output row is an image
+        of its own (not for dgrad)."""
+
+        def patches(axis: int) -> bool:
+            f = self.filter[axis]
+            return (
+                f > 1
+                and (self.stride[axis], self.padding[axis], self.dilation[axis]) == (f, (0, 0), 1)
+                and self.in_spatial[axis] == self.out_spatial[axis] * f
+            )
+
+        if self.groups != 1 or not patches(-1):
+            return self
+        batch, channels = self.batch, self.in_channels * self.filter[-1]
+        filter, stride = [*self.filter[:-1], 1], [*self.stride[:-1], 1]
+        in_spatial, out_spatial = [*self.in_spatial[:-1], self.out_spatial[-1]], list(self.out_spatial)
+        flat = self.nd < 3 or (
+            (self.filter[0], self.stride[0]) == (1, 1)
+            and self.in_spatial[0] == self.out_spatial[0]
+            and self.padding[0] == (0, 0)
+        )
+        if not dgrad and self.nd > 1 and flat and patches(-2):
+            batch *= math.prod(out_spatial[:-1])
+            in_spatial[:-1] = [*[1] * (self.nd - 2), self.filter[-2]]
+            out_spatial[:-1] = [1] * (self.nd - 1)
+            stride[-2] = 1
+        return dataclasses.replace(
+            self,
+            batch=batch,
+            in_channels=channels,
+            in_spatial=tuple(in_spatial),
+            out_spatial=tuple(out_spatial),
+            filter=tuple(filter),
+            stride=tuple(stride),
+        )
 
     def __str__(self) -> str:
         x, k = "x".join(map(str, self.in_spatial)), "x".join(map(str, self.filter))

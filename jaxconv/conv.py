@@ -349,7 +349,7 @@ def conv2d(
       implementation: None takes the fastest known for this problem and device; "native" is jaxconv's own custom call;
         "xla" is lax.
       algorithm: forces one native algorithm, in forward and backward: "wgmma", "implicit_gemm",
-        "direct", "depthwise", "grouped", "im2col".
+        "direct", "depthwise", "grouped", "stem", "im2col".
 
     Returns:
       y of x's dtype, (N, P, Q, K) or (N, K, P, Q); or (y, z) with return_preactivation.

@@ -84,9 +84,10 @@ class ConvCase:
         return ConvProblem.infer("conv", self.nd, x, w, None, **{**self.options, **given, **options})
 
     def algorithms(self) -> list[str]:
-        """What can run this case, forward and backward, on the device under test."""
-        problem, ops = self.problem(), ("conv_fprop", "conv_dgrad", "conv_wgrad")
-        return [a for a in CONV_ALGORITHMS if not any(_plan.supports(op, a, problem, DEVICE) for op in ops)]
+        """What can run this case forward and backward, in float32, on the device under test."""
+        problem = self.problem()
+        ops = ("conv_fprop", "conv_dgrad", "conv_wgrad")
+        return [a for a in CONV_ALGORITHMS if all(_plan.supports(op, a, problem, DEVICE) is None for op in ops)]
 
 
 def _case(
@@ -233,6 +234,39 @@ CONV_CASES = (
     _case("no_images", 0, (5, 5), 3, 4, (3, 3), "an empty batch is a batch", padding=1),
 )
 BY_NAME = {case.name: case for case in CONV_CASES}
+
+# Few channels on one side, and patches. Tiles are up to 128 columns and whole rows; a step of the tensor cores takes 4
+# taps, a block of them 64 pixels and 64 channels of the other side.
+STEM_CASES = (
+    _case("stem7", 2, (37, 45), 3, 64, (7, 7), "49 taps: one past 12 steps; odd extents", stride=2, padding=3),
+    _case("stem3", 3, (32, 32), 3, 32, (3, 3), "K=32: half a block", stride=2, padding=((0, 1), (0, 1))),
+    _case("stem_wide", 1, (9, 300), 1, 16, (3, 3), "300 columns: three tiles; one channel", padding=1),
+    _case("stem_k264", 1, (21, 22), 3, 264, (7, 7), "the filter does not fit a block: K is cut", stride=2, padding=3),
+    _case("stem_k7", 2, (20, 23), 2, 7, (3, 3), "K=7: no vector; few on both sides", padding=1),
+    _case("stem_c5", 1, (20, 23), 5, 72, (3, 3), "5 channels: two units of 4 a pixel", dilation=(1, 2)),
+    _case("stem_c8", 2, (20, 23), 8, 136, (3, 3), "8 channels; unequal strides", stride=(3, 2), padding=1),
+    _case("stem_cropped", 2, (20, 23), 3, 24, (3, 3), "negative padding", padding=((-1, -1), (2, 2))),
+    _case("stem_1d", 2, (67,), 2, 16, (9,), "1-D", stride=4, padding=4),
+    _case("rgb", 2, (18, 20), 64, 3, (3, 3), "K=3: few output channels", padding=1),
+    _case("head_k1", 2, (18, 20), 24, 1, (1, 1), "one output channel of 24 inputs, less than a block of 64"),
+    _case(
+        "head_k8",
+        2,
+        (18, 21),
+        136,
+        8,
+        (5, 3),
+        "136 inputs: a third block of 64 has 8",
+        padding=((0, 0), (2, 2)),
+        dilation=(1, 2),
+    ),
+    _case("patch4", 2, (32, 32), 3, 96, (4, 4), "patches: 12 elements a filter row, 24 bytes", stride=4),
+    _case("patch16", 2, (48, 32), 3, 72, (16, 16), "patches: 48 elements a filter row, on wgmma", stride=16),
+    _case("patch14", 1, (28, 42), 3, 64, (14, 14), "patches: 42 elements a filter row, 84 bytes", stride=14),
+    _case("patch_w", 2, (17, 32), 4, 64, (3, 4), "patches along W alone", stride=(2, 4), padding=((1, 1), (0, 0))),
+    _case("patch_3d", 2, (3, 8, 12), 4, 16, (1, 4, 2), "patches in 3-D, the first axis stays", stride=(1, 4, 2)),
+    _case("patch_ragged", 1, (33, 33), 3, 16, (4, 4), "the last row and column belong to no patch", stride=4),
+)
 
 # The convolutions that the benchmarks measure, shrunk. Without the 31x31 filter: its taps take the reference seconds.
 NETWORK_CASES = tuple(

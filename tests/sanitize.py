@@ -40,8 +40,7 @@ TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 DTYPES = ("float32", "bfloat16", "float16")
 SM80_TILES, SM90_TILES = ("64x64", "128x64", "128x128"), ("256x64", "128x128", "256x128", "128x256")
 # Besides the plan's own tile
-TERMS_TILES = ("128x64", "128x128", "128x64raw", "128x128raw")  # of float32 as terms
-TILES = {"implicit_gemm": SM80_TILES, "gemm": SM80_TILES, "wgmma": tuple(dict.fromkeys(SM90_TILES + TERMS_TILES))}
+TILES = {"implicit_gemm": SM80_TILES, "gemm": SM80_TILES, "wgmma": SM90_TILES}
 EPILOGUE = {"activation": "gelu", "return_preactivation": True}
 
 Call = tuple[_op.Kernel, Any, list[tuple[tuple[int, ...], str]]]  # kernel, problem, its operands
@@ -101,8 +100,25 @@ WGMMA_CONVS = {
     "1-D": ((65,), 64, 72, 1, (4,), {"padding": ((3, 0),)}),
     "3-D": ((5, 6, 7), 64, 72, 1, (3, 3, 3), {"stride": (1, 2, 1)}),
     "many-tiles": ((81, 83), 64, 64, 1, (3, 3), {}),  # more tiles than multiprocessors
+    "patches": ((24, 32), 3, 72, 1, (8, 8), {"stride": 8}),
 }
-CONVS_BY_ALGORITHM = {"wgmma": WGMMA_CONVS, "depthwise": DEPTHWISE_CONVS, "grouped": GROUPED_CONVS}
+STEM_CONVS = {
+    "7x7-s2": ((37, 44), 3, 64, 1, (7, 7), {"stride": 2, "padding": 3}),
+    "7x7-s2-odd": ((21, 19), 3, 72, 1, (7, 7), {"stride": 2}),
+    "4x4-s4": ((24, 32), 3, 96, 1, (4, 4), {"stride": 4}),
+    "3x3-s1": ((13, 300), 4, 24, 1, (3, 3), {}),  # several tiles a row
+    "8to7": ((13, 12), 8, 7, 1, (5, 3), {"stride": (3, 2), "dilation": (2, 1)}),
+    "1-D": ((67,), 1, 16, 1, (9,), {"stride": 4}),
+    "rgb": ((18, 20), 72, 3, 1, (3, 3), {}),
+    "head": ((9, 140), 136, 8, 1, (1, 3), {"dilation": 2}),
+    "many-tiles": ((222, 224), 3, 40, 1, (3, 3), {"stride": 2}),  # more tiles than blocks
+}
+CONVS_BY_ALGORITHM = {
+    "wgmma": WGMMA_CONVS,
+    "depthwise": DEPTHWISE_CONVS,
+    "grouped": GROUPED_CONVS,
+    "stem": STEM_CONVS,
+}
 
 
 def conv_calls(dtype: str, last: bool, algorithm: str, precision: str, shape: tuple[Any, ...]) -> list[Call]:
@@ -172,7 +188,7 @@ DENSES = ((128, 64, 256), (72, 64, 136), (5, 7, 3), (16, 2048, 24), (200, 72, 26
 
 
 def cases(op: str, algorithm: str, dtype: str) -> Iterator[tuple[str, list[Call]]]:
-    products = dtype == "float32" and algorithm in ("implicit_gemm", "im2col", "gemm", "wgmma")  # perhaps in TF32
+    products = dtype == "float32" and algorithm in ("implicit_gemm", "im2col", "gemm")  # which TF32 tensor cores do
     precisions = ("default", "highest") if products else ("default",)
     if op == "conv":
         shapes = CONVS_BY_ALGORITHM.get(algorithm, CONVS)
@@ -192,7 +208,7 @@ ALGORITHMS = {
     "dense": _problem.DENSE_ALGORITHMS,
     "batchnorm": _problem.BATCHNORM_ALGORITHMS,
 }
-SIXTEEN_BIT = ("grouped",)
+SIXTEEN_BIT = ("wgmma", "grouped")
 PARTS = [
     f"{op}/{algorithm}/{dtype}"
     for op, algorithms in ALGORITHMS.items()
@@ -205,24 +221,11 @@ PARTS = [
 # One part, in this process
 
 
-def has_tile(tile: str, op: str, problem: Any) -> bool:
-    if problem.algorithm != "wgmma":
-        return True
-    if problem.dtype != "float32":
-        return tile in SM90_TILES
-    if problem.full_float32 or op == "conv_wgrad":
-        return tile in TERMS_TILES
-    return tile in SM90_TILES and tile != "256x128"
-
-
 def with_tile(tile: str, op: str, problem: Any, device: _plan.Device) -> _plan.Plan:
     """The plan, or that with another tile: for wgrad also without parts, since the workspace may depend on both."""
     plan = chosen(op, problem, device)
-    if not tile or not has_tile(tile, op, problem):
+    if not tile:
         return plan
-    if problem.algorithm == "wgmma" and problem.dtype == "float32":
-        size = _plan.wgmma_workspace(op, problem, tile, plan.splits)
-        return dataclasses.replace(plan, tile=tile, workspace_bytes=size)
     alone = {"splits": 1, "workspace_bytes": 0} if op == "conv_wgrad" else {}
     return dataclasses.replace(plan, tile=tile, **alone)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -10,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import numpy_reference as ref
 import pytest
-from cases import BY_NAME, CONV_CASES, NETWORK_CASES, ConvCase, filters, images
-from helpers import DTYPES, NAMED_ACTIVATIONS, PLATFORM, calls, integers, label, normal, same_bits, types_of
+from cases import BY_NAME, CONV_CASES, NETWORK_CASES, STEM_CASES, ConvCase, filters, images
+from helpers import DEVICE, DTYPES, NAMED_ACTIVATIONS, PLATFORM, calls, integers, label, normal, same_bits, types_of
 from tolerance import assert_close, assert_exact, assert_within, eps, integers_for
 
 import jaxconv
-from jaxconv import conv, reference
+from jaxconv import _plan, conv, reference
 
 GPU = PLATFORM == "cuda"
 # (case, algorithm) for everything the device can run; "default" is what users get.
@@ -124,6 +125,53 @@ def test_convolutions_of_networks_are_exact(case, implementation):
     actual = trio(case, layout, implementation=implementation)(*arrays(case, 2, "x w dy", layout, "float32"))
     for op, result in actual.items():
         assert_exact(result, place(op, expected(op, case, 2), layout), f"{op} of {case.name}")
+
+
+def _few(case: ConvCase, algorithm: str, dtype: str, last: bool) -> tuple[Any, list[str]]:
+    """The problem, and the operators that the algorithm takes of it on the device under test."""
+    p = dataclasses.replace(case.problem(dtype, algorithm=algorithm), channels_last=last)
+    return p, [op for op in OPERANDS if _plan.supports(f"conv_{op}", algorithm, p, DEVICE) is None]
+
+
+@pytest.mark.parametrize(
+    ("case", "algorithm", "dtype", "side"),
+    [
+        pytest.param(case, algorithm, dtype, side, id=f"{case.name}-{algorithm}-{dtype}-{side}")
+        for case in STEM_CASES
+        for algorithm in ("stem", "wgmma", "implicit_gemm")
+        for dtype in ("float32", "bfloat16", "float16")
+        for side in ("channels_last", "channels_first")
+        if _few(case, algorithm, dtype, side == "channels_last")[1]
+    ],
+)
+def test_few_channels_and_patches_are_exact(case, algorithm, dtype, side):
+    """Each operator that the algorithm takes, alone; and fprop with what follows the sum."""
+    layout, largest = layout_of(case, side), integers_for(dtype)
+    problem, ops = _few(case, algorithm, dtype, side == "channels_last")
+    for op in ops:
+        run = jax.jit(functools.partial(getattr(conv, op), problem))
+        actual = run(*arrays(case, largest, " ".join(OPERANDS[op]), layout, dtype))
+        assert_exact(actual, place(op, expected(op, case, largest), layout), f"{op} of {case.name} ({case.why})")
+    if "fprop" in ops:
+        f = functools.partial(case.function, layout=layout, activation="relu6", **case.options, algorithm=algorithm)
+        y, z = jax.jit(functools.partial(f, return_preactivation=True))(*arrays(case, largest, "x w b", layout, dtype))
+        z_expected = expected("fprop", case, largest) + data(case, largest)["b"]
+        assert_exact(z, images(z_expected, layout), "z")
+        assert_exact(y, images(ref.activate("relu6", z_expected), layout), "y")
+
+
+@pytest.mark.parametrize("case", STEM_CASES + CONV_CASES, ids=lambda case: case.name)
+def test_a_folded_problem_is_the_same_convolution_of_the_same_memory(case):
+    """As the matrix loops run patches: reshaped operands give the reshaped result, in all three operators."""
+    p = case.problem()
+    for op, (first, second) in OPERANDS.items():
+        q = p.folded(op == "dgrad")
+        assert q.flops == p.flops
+        assert (q is p) == (not case.name.startswith("patch") or case.name == "patch_ragged")
+        shapes = {"x": q.x_shape, "w": q.w_shape, "dy": q.y_shape}
+        a, b = arrays(case, 2, f"{first} {second}", case.layouts[0], "float32")
+        (actual,) = getattr(reference, f"conv_{op}")(q, a.reshape(shapes[first]), b.reshape(shapes[second]))
+        assert_exact(actual.reshape(expected(op, case, 2).shape), expected(op, case, 2), op)
 
 
 @over_layouts

@@ -10,13 +10,14 @@
 #include "cuda/conv/grouped.h"
 #include "cuda/conv/im2col.h"
 #include "cuda/conv/implicit_gemm.h"
+#include "cuda/conv/stem.h"
 #include "cuda/conv/wgmma.h"
 #include "cuda/core/context.h"
 
 namespace jaxconv::cuda {
 namespace {
 
-enum class Algorithm { kDirect, kDepthwise, kGrouped, kIm2col, kImplicitGemm, kWgmma };
+enum class Algorithm { kDirect, kDepthwise, kGrouped, kIm2col, kImplicitGemm, kStem, kWgmma };
 
 Status Refuse(const char* op, const ConvProblem& p, const Plan& plan, Algorithm& algorithm) {
   if (p.dtype == DType::kF64) {
@@ -34,13 +35,15 @@ Status Refuse(const char* op, const ConvProblem& p, const Plan& plan, Algorithm&
     algorithm = Algorithm::kIm2col;
   } else if (plan.algorithm == "implicit_gemm") {
     algorithm = Algorithm::kImplicitGemm;
+  } else if (plan.algorithm == "stem") {
+    algorithm = Algorithm::kStem;
   } else if (plan.algorithm == "wgmma") {
     algorithm = Algorithm::kWgmma;
   } else {
     return Status::Invalid(std::string(op) + ": unknown algorithm \"" +
                            std::string(plan.algorithm) +
-                           "\"; expected direct, depthwise, grouped, im2col, implicit_gemm or "
-                           "wgmma");
+                           "\"; expected direct, depthwise, grouped, im2col, implicit_gemm, "
+                           "stem or wgmma");
   }
   return Status::Ok();
 }
@@ -56,6 +59,29 @@ int64_t SizeW(const ConvProblem& p) {
   return p.groups > 0 ? p.k * p.group_c() * p.filter_size() : 0;
 }
 int64_t SizeY(const ConvProblem& p) { return p.n * p.k * p.out_size(); }
+
+// A filter that steps by its own width reads each element of x once, and the S*C elements under a
+// filter row are neighbours: a convolution over pixels of S*C channels with a filter of width 1.
+// Where the same holds along H, every output row is an image of its own of R rows, which saves the
+// stride; not for dgrad, whose phases (one tap each) the stride makes. jaxconv/_problem.py plans
+// for the same problem.
+ConvProblem FoldPatches(ConvProblem p, bool dgrad) {
+  const auto patches = [&](int i) {
+    return p.filter[i] > 1 && p.filter[i] == p.stride[i] && p.pad[i] == 0 && p.dilation[i] == 1 &&
+           p.in[i] == p.out[i] * p.filter[i];
+  };
+  if (!p.channels_last || p.groups != 1 || !patches(2)) return p;
+  p.c *= p.filter[2];
+  p.in[2] = p.out[2];
+  p.filter[2] = p.stride[2] = 1;
+  const bool flat = p.filter[0] == 1 && p.stride[0] == 1 && p.pad[0] == 0 && p.in[0] == p.out[0];
+  if (!dgrad && flat && patches(1)) {
+    p.n *= p.in[0] * p.out[1];
+    p.in[0] = p.out[0] = p.out[1] = p.stride[1] = 1;
+    p.in[1] = p.filter[1];
+  }
+  return p;
+}
 
 }  // namespace
 
@@ -75,9 +101,11 @@ Status ConvFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, co
     case Algorithm::kIm2col:
       return Im2colFprop(ctx, p, e, plan, x, w, bias, y, z, workspace);
     case Algorithm::kImplicitGemm:
-      return ImplicitGemmFprop(ctx, p, e, plan, x, w, bias, y, z, workspace);
+      return ImplicitGemmFprop(ctx, FoldPatches(p, false), e, plan, x, w, bias, y, z, workspace);
     case Algorithm::kWgmma:
-      return WgmmaFprop(ctx, p, e, plan, x, w, bias, y, z, workspace);
+      return WgmmaFprop(ctx, FoldPatches(p, false), e, plan, x, w, bias, y, z, workspace);
+    case Algorithm::kStem:
+      return StemFprop(ctx, p, e, plan, x, w, bias, y, z, workspace);
     case Algorithm::kDirect:
       break;
   }
@@ -103,9 +131,11 @@ Status ConvDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, con
     case Algorithm::kIm2col:
       return Im2colDgrad(ctx, p, plan, dy, w, dx, workspace);
     case Algorithm::kImplicitGemm:
-      return ImplicitGemmDgrad(ctx, p, plan, dy, w, dx, workspace);
+      return ImplicitGemmDgrad(ctx, FoldPatches(p, true), plan, dy, w, dx, workspace);
     case Algorithm::kWgmma:
-      return WgmmaDgrad(ctx, p, plan, dy, w, dx, workspace);
+      return WgmmaDgrad(ctx, FoldPatches(p, true), plan, dy, w, dx, workspace);
+    case Algorithm::kStem:
+      return StemDgrad(ctx, p, plan, dy, w, dx, workspace);
     case Algorithm::kDirect:
       break;
   }
@@ -126,9 +156,11 @@ Status ConvWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, con
     case Algorithm::kIm2col:
       return Im2colWgrad(ctx, p, plan, x, dy, dw, workspace);
     case Algorithm::kImplicitGemm:
-      return ImplicitGemmWgrad(ctx, p, plan, x, dy, dw, workspace);
+      return ImplicitGemmWgrad(ctx, FoldPatches(p, false), plan, x, dy, dw, workspace);
     case Algorithm::kWgmma:
-      return WgmmaWgrad(ctx, p, plan, x, dy, dw, workspace);
+      return WgmmaWgrad(ctx, FoldPatches(p, false), plan, x, dy, dw, workspace);
+    case Algorithm::kStem:
+      return StemWgrad(ctx, p, plan, x, dy, dw, workspace);
     case Algorithm::kDirect:
       break;
   }

@@ -1,5 +1,5 @@
-// out[i] = sum over parts in order of partial[part][order(i)]. One thread an element: reads parts *
-// count * 4 bytes, writes count elements. Also the checks that every launcher of this folder makes.
+// out[i] = sum over parts of partial[part][order(i)], in an order that depends on their number only:
+// reads parts * count * 4 bytes, writes count elements. Also the checks that every launcher of this folder makes.
 #include "cuda/conv/reduce.h"
 
 #include "cuda/conv/common.cuh"
@@ -8,24 +8,41 @@ namespace jaxconv::cuda::conv {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int kRuns = 8;   // of the parts of an element, where they are many
+constexpr int kMany = 32;  // parts: one thread would wait for its loads one after another
 
-template <typename T>
+// A block sums kThreads / kWide elements; kWide threads share an element, each with a run of its
+// parts in order, and the runs are added in order.
+template <typename T, int kWide>
 __global__ void __launch_bounds__(kThreads)
     SumPartialsKernel(const float* __restrict__ partials, int64_t parts, int64_t count,
                       bool tap_inner, FastDiv by_k, FastDiv by_channels, int64_t taps,
                       T* __restrict__ out) {
-  const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;  // [0, count)
-  if (i >= count) return;
-  int64_t from = i;
-  if (tap_inner) {
-    const QuotRem k = DivMod(i, by_k);
-    const QuotRem channel = DivMod(k.quot, by_channels);
-    from = (channel.rem * taps + channel.quot) * int64_t(by_k.d) + k.rem;
-  }
+  constexpr int kElements = kThreads / kWide;
+  const int run = threadIdx.x / kElements;
+  const int64_t i = int64_t(blockIdx.x) * kElements + threadIdx.x % kElements;  // [0, count)
   float sum = 0.f;
+  if (i < count) {
+    int64_t from = i;
+    if (tap_inner) {
+      const QuotRem k = DivMod(i, by_k);
+      const QuotRem channel = DivMod(k.quot, by_channels);
+      from = (channel.rem * taps + channel.quot) * int64_t(by_k.d) + k.rem;
+    }
+    const int64_t each = CeilDiv(parts, kWide);
+    const int64_t end = min(parts, (run + 1) * each);
 #pragma unroll 8
-  for (int64_t part = 0; part < parts; ++part) sum += partials[part * count + from];
-  out[i] = FromFloat<T>(sum);
+    for (int64_t part = run * each; part < end; ++part) sum += partials[part * count + from];
+  }
+  if constexpr (kWide > 1) {
+    __shared__ float sums[kThreads];
+    sums[threadIdx.x] = sum;
+    __syncthreads();
+    if (run > 0) return;
+#pragma unroll
+    for (int r = 1; r < kWide; ++r) sum += sums[r * kElements + threadIdx.x];
+  }
+  if (i < count) out[i] = FromFloat<T>(sum);
 }
 
 std::string Number(int64_t v) { return std::to_string(v); }
@@ -35,13 +52,15 @@ std::string Number(int64_t v) { return std::to_string(v); }
 Status SumPartials(const Context& ctx, DType dtype, const float* partials, int64_t parts,
                    int64_t count, const PartialOrder& order, void* out, const char* what) {
   if (count == 0) return Status::Ok();
-  const int64_t blocks = CeilDiv(count, kThreads);
+  const bool many = parts >= kMany;
+  const int64_t blocks = CeilDiv(count, many ? kThreads / kRuns : kThreads);
   JAXCONV_RETURN_IF_ERROR(CheckBlocks(blocks, what));
   return ForElement(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    SumPartialsKernel<T><<<unsigned(blocks), kThreads, 0, ctx.stream>>>(
-        partials, parts, count, order.tap_inner, FastDiv(order.k), FastDiv(order.channels),
-        order.taps, static_cast<T*>(out));
+    const auto kernel = many ? SumPartialsKernel<T, kRuns> : SumPartialsKernel<T, 1>;
+    kernel<<<unsigned(blocks), kThreads, 0, ctx.stream>>>(partials, parts, count, order.tap_inner,
+                                                          FastDiv(order.k), FastDiv(order.channels),
+                                                          order.taps, static_cast<T*>(out));
     return LaunchStatus(std::string(what) + " partial sums");
   });
 }
