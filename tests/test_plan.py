@@ -144,6 +144,17 @@ def test_a_forced_algorithm_is_the_one_planned_or_is_refused_with_the_reason(dev
         assert "depthwise" in refused  # the check above was not empty
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("activation", ["relu", "none"])
+def test_both_passes_of_a_batchnorm_make_one_choice(activation, dtype):
+    """Half native is slower than either: what XLA would have fused into its own backward pass is written out."""
+    extents = ((256, 7, 7, 2048), (256, 56, 56, 256), (256, 112, 112, 64), (32, 28, 28, 64))
+    for shape, residual in itertools.product(extents, (False, True)):
+        problem = BatchNormProblem("batchnorm", dtype, shape, 3, residual, 0.9, 1e-5, Activation(activation))
+        train, backward = (plan(f"batchnorm_{op}", problem, H200) for op in ("train", "backward"))
+        assert (train.implementation, train.algorithm) == (backward.implementation, backward.algorithm)
+
+
 def test_workspaces_fit_into_the_gpu_beside_the_arrays():
     """256 MiB of columns or partial sums and as much again for alignment and packed filters; one image's columns of the
     largest case are more than that."""
