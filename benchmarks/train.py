@@ -23,7 +23,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -180,15 +180,21 @@ class Placed:
 
 
 class Program:
-    """One way compiled for some devices, by one of `pool`'s threads while others are traced."""
+    """One way compiled for some devices; where there is a pool, by one of its threads while others are traced."""
 
-    def __init__(self, way: Way, placed: Placed, params: Tree, stats: Tree, pool: concurrent.futures.Executor):
+    def __init__(
+        self, way: Way, placed: Placed, params: Tree, stats: Tree, pool: concurrent.futures.Executor | None = None
+    ):
         self.way, self.placed = way, placed
         begin = time.perf_counter()
         step = jax.jit(train_step(way.loss), donate_argnums=0)
         lowered = step.lower(placed.state(params, stats), placed.images, placed.labels)
         self.trace_s = time.perf_counter() - begin
-        self.compiling = pool.submit(self._compile, lowered)
+        self.compiling: concurrent.futures.Future[tuple[Any, float]] = concurrent.futures.Future()
+        if pool is None:
+            self.compiling.set_result(self._compile(lowered))
+        else:
+            self.compiling = pool.submit(self._compile, lowered)
 
     @staticmethod
     def _compile(lowered: Any) -> tuple[Any, float]:
@@ -268,6 +274,20 @@ def explained(program: Program, params: Tree, stats: Tree) -> dict[str, Any]:
     return row
 
 
+def programs(
+    args: argparse.Namespace, ways: Sequence[Way], images: np.ndarray, labels: np.ndarray, params: Tree, stats: Tree
+) -> Iterator[Program]:
+    """Each way on each number of devices: one compiled after the other is measured, or --jobs at a time before any."""
+    placed = (Placed.make(devices, images, labels) for devices in args.devices)
+    pairs = ((way, where) for where in placed for way in ways)
+    if args.jobs == 1:
+        yield from (Program(way, where, params, stats) for way, where in pairs)
+        return
+    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+        made = [Program(way, where, params, stats, pool) for way, where in pairs]
+    yield from made  # what compiles disturbs what is timed: the pool is done
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The command
 
@@ -297,45 +317,39 @@ def main(argv: list[str] | None = None) -> int:
     rows: list[dict[str, Any]] = []
     reference: list[float] | None = None
     allowed: list[float] = []
-    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        programs = []
-        for devices in args.devices:
-            placed = Placed.make(devices, images, labels)
-            programs += [Program(way, placed, params, stats, pool) for way in ways]
-        concurrent.futures.wait([program.compiling for program in programs])  # what compiles disturbs what is timed
-        for program in programs:
-            way, devices = program.way, program.placed.devices
-            losses = program.losses(params, stats, args.losses)
-            if reference is None:
-                reference = losses
-                moved = sensitivity(program, params, stats, rounding(args), losses)
-                allowed = [ALLOWED * m for m in moved]
-            difference = [abs(a - b) for a, b in zip(losses, reference, strict=True)]
-            agrees = all(d <= a for d, a in zip(difference, allowed, strict=True))
-            samples = program.times(params, stats, args.steps, args.repeat)
-            ms = statistics.median(samples)
-            row = {
-                "way": way.name,
-                "devices": devices,
-                "ms": ms,
-                "samples_ms": samples,
-                "images_per_s": args.batch / ms * 1e3,
-                "losses": losses,
-                "difference": difference,
-                "allowed": allowed,
-                "agrees": agrees,
-                "trace_s": program.trace_s,
-                "compile_s": program.compile_s,
-            }
-            alone = next((r["ms"] for r in rows if r["way"] == way.name and r["devices"] == 1), None)
-            row["speedup"] = alone / ms if alone and devices > 1 else None
-            if devices == args.devices[0] and way.name != "flax":
-                row |= explained(program, params, stats)
-            rows.append(row)
-            for line in lines(row, rows):
-                say(line)
-            if args.json:  # after each row: a run that is cut short is worth having
-                path = record.write(args.json, {**environment, **config, "rows": rows})
+    for program in programs(args, ways, images, labels, params, stats):
+        way, devices = program.way, program.placed.devices
+        losses = program.losses(params, stats, args.losses)
+        if reference is None:
+            reference = losses
+            moved = sensitivity(program, params, stats, rounding(args), losses)
+            allowed = [ALLOWED * m for m in moved]
+        difference = [abs(a - b) for a, b in zip(losses, reference, strict=True)]
+        agrees = all(d <= a for d, a in zip(difference, allowed, strict=True))
+        samples = program.times(params, stats, args.steps, args.repeat)
+        ms = statistics.median(samples)
+        row = {
+            "way": way.name,
+            "devices": devices,
+            "ms": ms,
+            "samples_ms": samples,
+            "images_per_s": args.batch / ms * 1e3,
+            "losses": losses,
+            "difference": difference,
+            "allowed": allowed,
+            "agrees": agrees,
+            "trace_s": program.trace_s,
+            "compile_s": program.compile_s,
+        }
+        alone = next((r["ms"] for r in rows if r["way"] == way.name and r["devices"] == 1), None)
+        row["speedup"] = alone / ms if alone and devices > 1 else None
+        if devices == args.devices[0] and way.name != "flax":
+            row |= explained(program, params, stats)
+        rows.append(row)
+        for line in lines(row, rows):
+            say(line)
+        if args.json:  # after each row: a run that is cut short is worth having
+            path = record.write(args.json, {**environment, **config, "rows": rows})
     if args.json:
         say(f"written: {path}")
     return 0 if all(row["agrees"] for row in rows) else 1

@@ -323,8 +323,8 @@ def _stem_refusal(op: str, p: ConvProblem, device: Device) -> str | None:
 def _wgmma_refusal(p: ConvProblem | DenseProblem, device: Device) -> str | None:
     if device.platform != "cuda" or device.compute_capability != (9, 0):
         return "it needs a GPU of compute capability 9.0"
-    if p.dtype not in ("bfloat16", "float16"):
-        return f"it needs bfloat16 or float16, got {p.dtype}"
+    if p.dtype == "float64":
+        return "it needs float32, bfloat16 or float16, got float64"
     return None
 
 
@@ -342,8 +342,9 @@ def _wgmma_conv_refusal(op: str, p: ConvProblem, device: Device) -> str | None:
         return f"with groups it needs multiples of 64 channels a group, got {group_c} and {group_k}"
     taps = math.prod(p.filter)
     rows = p.batch * max(math.prod(p.in_spatial), math.prod(p.out_spatial))
-    if max(rows, taps * max(p.in_channels, p.out_channels)) >= 2**31 - 4096:
-        return "it needs fewer than 2^31 pixels and filter elements per channel"
+    terms = 3 if p.dtype == "float32" else 1  # a coordinate counts those of all terms
+    if terms * max(rows, taps * max(p.in_channels, p.out_channels)) >= 2**31 - 4096:
+        return f"it needs fewer than 2^31 / {terms} pixels and filter elements per channel"
     if p.pointwise and not dgrad and op != "conv_wgrad":
         return None
     corner, reach = {1: (32768, 65535), 2: (128, 255), 3: (16, 31)}[p.nd]
@@ -369,6 +370,8 @@ def _wgmma_dense_refusal(p: DenseProblem, device: Device) -> str | None:
         return "it takes no addend, and not both operands transposed"
     if p.n % 8 or (p.m if p.trans_x else p.k) % 8 or (p.k if p.trans_w else p.n) % 8:
         return "it needs rows of x, w and y of a multiple of 8 elements"
+    if p.dtype == "float32" and not p.full_float32 and p.k % 8:
+        return f"in TF32 it needs K to be a multiple of 8, got {p.k}"
     return None
 
 
@@ -514,7 +517,7 @@ def _tile(m: int, n: int, instances: int) -> str:
 
 
 def _extent(tile: str) -> tuple[int, int]:
-    rows, columns = tile.split("x")
+    rows, columns = tile.removesuffix("raw").split("x")
     return int(rows), int(columns)
 
 
@@ -601,15 +604,19 @@ def _fill_conv(op: str, plan: Plan, p: ConvProblem, device: Device) -> Plan:
 def _fill_wgmma_conv(op: str, plan: Plan, p: ConvProblem, device: Device) -> Plan:
     """Tiles as measured on an H200 (docs/performance.md)."""
     taps, group_c, group_k = math.prod(p.filter), p.in_channels // p.groups, p.out_channels // p.groups
+    x, y = math.prod(p.x_shape), math.prod(p.y_shape)
+    split = _terms(op, p) > 1
     if op != "conv_wgrad":
         dgrad = op == "conv_dgrad"
         n, summed = (group_c, group_k) if dgrad else (group_k, group_c)
-        steps = taps * -(-summed // 64)
-        if n <= 64:
+        steps = taps * -(-summed * _itemsize(p) // 128)
+        if split:
+            tile = _terms_tile(p.flops / max(y if dgrad else x, 1), n, 700 if n <= 64 else 2500)
+        elif n <= 64:
             tile = "256x64"
         elif n <= 128 or steps <= 9 or (dgrad and math.prod(p.stride) > 1):
             tile = "128x128"
-        elif n > 256 and 1 <= n % 256 <= 128:
+        elif n > 256 and 1 <= n % 256 <= 128 and p.dtype != "float32":
             tile = "256x128"
         else:
             rows = p.batch * math.prod(p.in_spatial if dgrad else p.out_spatial)
@@ -617,20 +624,57 @@ def _fill_wgmma_conv(op: str, plan: Plan, p: ConvProblem, device: Device) -> Pla
             # Waves of the whole device, in the time of a 128x128 tile: the ragged last one decides.
             ragged = 2 * -(-wide // device.sm_count) > -(-narrow // device.sm_count)
             tile = "128x128" if ragged else "128x256"
-        return dataclasses.replace(plan, tile=tile)
-    tile = "256x64" if group_k <= 64 else "128x128" if group_k < 256 else "128x256"
+        return dataclasses.replace(plan, tile=tile, workspace_bytes=wgmma_workspace(op, p, tile, 1))
+    if split:
+        tile = _terms_tile(p.flops / max(x + y, 1), group_k, 470 if group_k <= 64 else 675 if p.full_float32 else 555)
+    else:
+        tile = "256x64" if group_k <= 64 else "128x128" if group_k < 256 else "128x256"
     rows, columns = _extent(tile)
     tiles = -(-taps * -(-group_c // 64) * 64 // rows) * -(-group_k // columns) * p.groups
     sms = device.sm_count
     aligned = tiles * (sms // tiles) if tiles <= sms else 0
-    image = _itemsize(p) * p.batch
-    traffic = image * (math.prod(p.in_spatial) * p.in_channels + math.prod(p.out_spatial) * p.out_channels)
+    traffic = _itemsize(p) * (x + y)
     # CTAs that share all tiles' work evenly. A number that the tiles divide keeps a part within a tile; it wins unless
     # it leaves too many multiprocessors idle (less so where x and dy do not stay in the L2 cache).
-    whole = aligned >= 0.85 * sms or (traffic > 48 * 2**20 and aligned >= sms // 2)
+    whole = aligned >= 0.85 * sms or (traffic > 48 * 2**20 and aligned >= sms // 2 and not split)
     splits = aligned if whole else sms
-    size = 2 * splits * rows * columns * 4 if splits > 1 else 0
+    size = wgmma_workspace(op, p, tile, splits)
     return dataclasses.replace(plan, tile=tile, splits=splits, workspace_bytes=size)
+
+
+def _terms(op: str, p: ConvProblem | DenseProblem) -> int:
+    """bfloat16 terms that stand for an operand (cuda/gemm/sm90_operands.h); 1: it is read as it is, or as TF32."""
+    if p.dtype != "float32":
+        return 1
+    return 3 if p.full_float32 else 2 if op == "conv_wgrad" else 1
+
+
+def _terms_tile(intensity: float, n: int, least: float) -> str:
+    """Tiles for float32 as bfloat16 terms (cuda/gemm/sm90_operands.h).
+
+    Splitting operands on their way ("raw") costs an eighth (wgrad: a third) of the products' speed; splitting them in
+    memory before costs 10 bytes an element. `intensity` is operations an element; measured on an H200.
+    """
+    return ("128x64" if n <= 64 else "128x128") + ("raw" if intensity < least else "")
+
+
+def wgmma_workspace(op: str, p: ConvProblem | DenseProblem, tile: str, splits: int) -> int:
+    """Bytes: partial sums, and what stands for float32 operands (cuda/conv/wgmma.h, cuda/dense/wgmma.h)."""
+    rows, columns = _extent(tile)
+    size = 2 * splits * rows * columns * 4 if splits > 1 else 0
+    if p.dtype != "float32":
+        return size
+    x, w = math.prod(p.x_shape), math.prod(p.w_shape)
+    terms, raw = _terms(op, p), tile.endswith("raw")
+    if isinstance(p, DenseProblem):
+        copied = [x] * (not raw) + [w] if terms > 1 else [x] * p.trans_x + [w] * (not p.trans_w)
+    elif op == "conv_wgrad":
+        copied = [] if raw else [x, math.prod(p.y_shape)]
+    elif terms > 1:
+        copied = [w] if raw else [math.prod(p.y_shape) if op == "conv_dgrad" else x, w]
+    else:
+        copied = [] if op == "conv_dgrad" else [w]
+    return size + sum(_align((2 * terms if terms > 1 else 4) * count) for count in copied)
 
 
 def _align(size: int) -> int:
@@ -641,7 +685,9 @@ def _fill_dense(plan: Plan, p: DenseProblem, device: Device) -> Plan:
     batch = p.batch or 1
     if plan.algorithm == "wgmma":
         tile = "256x64" if p.n <= 64 else "128x256" if p.k >= 2048 and p.m * p.n >= 2**23 else "128x128"
-        return dataclasses.replace(plan, tile=tile)
+        if _terms("dense", p) > 1:
+            tile = _terms_tile(p.flops / max(math.prod(p.x_shape), 1), p.n, 700 if p.n <= 64 else 2500)
+        return dataclasses.replace(plan, tile=tile, workspace_bytes=wgmma_workspace("dense", p, tile, 1))
     tile = _tile(p.m, p.n, batch)
     rows, columns = _extent(tile)
     blocks = -(-p.m // rows) * -(-p.n // columns) * batch

@@ -53,8 +53,11 @@ def _tokens(array: str) -> list[str]:
     return re.findall(r"\([^)]*\)|\S+", array)
 
 
-def _choose(rule: Partition, mesh: Any, arrays: Sequence[tuple[str, tuple[int, ...], Any]]) -> Split:
-    """The one split that fits the arrays' present shardings (layout, shape, spec) best; the first to ask is served."""
+def _choose(rule: Partition, mesh: Any, arrays: Sequence[tuple[str, tuple[int, ...], Any]], least: int = 2) -> Split:
+    """The one split that fits the arrays' present shardings (layout, shape, spec) best; the first to ask is served.
+
+    Mesh axes of fewer than `least` devices are left out.
+    """
     split: dict[str, tuple[str, ...]] = {}
     taken: set[str] = set()
     for name in rule.split:
@@ -64,7 +67,7 @@ def _choose(rule: Partition, mesh: Any, arrays: Sequence[tuple[str, tuple[int, .
             axis = rule.names(array).index(name)
             entry = spec[axis] if axis < len(spec) else None
             axes = [a for a in (entry if isinstance(entry, tuple) else (entry,)) if isinstance(a, str)]
-            axes = [a for a in axes if a not in taken and mesh.shape[a] > 1]
+            axes = [a for a in axes if a not in taken and mesh.shape[a] >= least]
             while axes and rule.sizes.get(name, shape[axis]) % math.prod(mesh.shape[a] for a in axes):
                 axes.pop()
             if axes:
@@ -77,15 +80,18 @@ def _choose(rule: Partition, mesh: Any, arrays: Sequence[tuple[str, tuple[int, .
 def _shard(kernel: Any, rule: Partition, mesh: Any, split: Split) -> Callable[..., list[Array]]:
     """The program of one shard."""
     local = rule.local({name: math.prod(mesh.shape[a] for a in split.get(name, ())) for name in rule.split})
-    kept = {name for array in rule.results for name in rule.names(array)}
-    summed = tuple(a for name, axes in split.items() if name not in kept for a in axes)
+    names = [rule.names(array) for array in rule.results]
+    lost = [tuple(a for name, axes in split.items() if name not in kept for a in axes) for kept in names]
+    if all(mesh.shape[a] == 1 for axes in lost for a in axes):
+        # Nothing is summed. Over an axis of one device a sum only says that a result does not vary over it.
+        divided = {name: axes for name, axes in split.items() if all(mesh.shape[a] > 1 for a in axes)}
+    else:
+        divided, lost = split, lost if rule.run is None else [()] * len(lost)
 
     def run(*args: Array) -> list[Array]:
-        if rule.run is not None:
-            return rule.run(local, split, *args)
-        outs = kernel(local, *args)
-        outs = list(outs) if kernel.multiple_results else [outs]
-        return [jax.lax.psum(out, summed) for out in outs] if summed else outs
+        outs = kernel(local, *args) if rule.run is None else rule.run(local, divided, *args)
+        outs = outs if isinstance(outs, (list, tuple)) else [outs]
+        return [jax.lax.psum(out, axes) if axes else out for out, axes in zip(outs, lost, strict=True)]
 
     return run
 
@@ -180,7 +186,8 @@ def match_explicit(partition: Callable[[Any], Partition], problem: Any, args: Se
 
 def _split_of_types(rule: Partition, mesh: Any, avals: Sequence[Any]) -> Split:
     arrays = zip(rule.operands, avals, strict=True)
-    return _choose(rule, mesh, [(array, aval.shape, aval.sharding.spec) for array, aval in arrays])
+    # Axes of one device too: as lax's own operations, whose types these meet.
+    return _choose(rule, mesh, [(array, aval.shape, aval.sharding.spec) for array, aval in arrays], least=1)
 
 
 def of_results(rule: Partition, mesh: Any, avals: Sequence[Any]) -> list[NamedSharding]:

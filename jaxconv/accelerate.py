@@ -137,7 +137,7 @@ class Node:
     @functools.cached_property
     def body(self) -> str:
         """The text of what a custom_jvp_call computes."""
-        return str(self.params["call_jaxpr"])
+        return Graph(self.params["call_jaxpr"]).text()
 
     @functools.cached_property
     def derivative(self) -> str:
@@ -146,7 +146,7 @@ class Node:
         def f(*args: Array) -> Any:
             return self.eqn.primitive.bind(*args, **self.eqn.primitive.get_bind_params(self.params))
 
-        avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in self.inputs]
+        avals = [jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=_explicit(v.aval)) for v in self.inputs]
         return Graph(jax.make_jaxpr(lambda p, t: jax.jvp(f, p, t))(avals, avals)).text()
 
 
@@ -187,10 +187,23 @@ def _same_elements(v: Value) -> Value | None:
     return u if math.prod(u.shape) == math.prod(v.shape) else None
 
 
+def _meant(params: dict[str, Any]) -> dict[str, Any]:
+    """Parameters that say what an equation computes: where its result lies on a mesh is not one of them."""
+    return {name: value for name, value in params.items() if name not in ("sharding", "out_sharding")}
+
+
+def _explicit(aval: Any) -> Any:
+    """The sharding in a value's type, on a mesh with explicit axes; None elsewhere."""
+    sharding = getattr(aval, "sharding", None)
+    return sharding if sharding is not None and any(axis is not None for axis in sharding.spec) else None
+
+
 def _plain(params: Any) -> str:
     """An equation's parameters as text, without the functions (whose text is an address)."""
     if isinstance(params, dict):
-        return str([(name, _plain(value)) for name, value in sorted(params.items()) if not callable(value)])
+        return str([(name, _plain(value)) for name, value in sorted(_meant(params).items()) if not callable(value)])
+    if isinstance(params, ClosedJaxpr):
+        return Graph(params).text()
     if isinstance(params, (tuple, list)):
         return str([_plain(value) for value in params])
     return str(int(params) if isinstance(params, np.integer) else params)
@@ -414,7 +427,7 @@ def _same_operation(a: Node, b: Node) -> bool:
         return False
     if a.name == "custom_jvp_call":
         return a.body == b.body and a.derivative == b.derivative
-    return a.params == b.params
+    return _meant(a.params) == _meant(b.params)
 
 
 def _unify(pattern: Pattern, p: Value, v: Value, z: Value, found: dict[str, Any]) -> bool:
@@ -461,6 +474,16 @@ class Activated:
         return all(user in self.nodes for v in between for user in v.users)
 
 
+def _dependent(nodes: Sequence[Node], z: Value) -> list[Node]:
+    """Those that need z. The others make constants, which other activations share."""
+    needing, values = [], {z}
+    for node in sorted(set(nodes), key=lambda node: node.order):
+        if values.intersection(node.inputs):
+            needing.append(node)
+            values.update(node.outputs)
+    return needing
+
+
 class Activations:
     def __init__(self) -> None:
         self._known: dict[Any, list[Pattern]] = {}
@@ -477,7 +500,7 @@ class Activations:
                 found: dict[str, Any] = {"nodes": []}
                 if v.made_by == pattern.result.made_by and _unify(pattern, pattern.result, v, z, found):
                     slope = found.get("slope", pattern.slope)
-                    return Activated(Activation(pattern.activation, slope), v, found["nodes"])
+                    return Activated(Activation(pattern.activation, slope), v, _dependent(found["nodes"], z))
         return None
 
     @staticmethod

@@ -84,10 +84,9 @@ class ConvCase:
         return ConvProblem.infer("conv", self.nd, x, w, None, **{**self.options, **given, **options})
 
     def algorithms(self) -> list[str]:
-        """What can run this case forward and backward, in float32, on the device under test."""
-        problem = self.problem()
-        ops = ("conv_fprop", "conv_dgrad", "conv_wgrad")
-        return [a for a in CONV_ALGORITHMS if all(_plan.supports(op, a, problem, DEVICE) is None for op in ops)]
+        """What can run this case, forward and backward, on the device under test."""
+        problem, ops = self.problem(), ("conv_fprop", "conv_dgrad", "conv_wgrad")
+        return [a for a in CONV_ALGORITHMS if not any(_plan.supports(op, a, problem, DEVICE) for op in ops)]
 
 
 def _case(

@@ -40,7 +40,8 @@ TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 DTYPES = ("float32", "bfloat16", "float16")
 SM80_TILES, SM90_TILES = ("64x64", "128x64", "128x128"), ("256x64", "128x128", "256x128", "128x256")
 # Besides the plan's own tile
-TILES = {"implicit_gemm": SM80_TILES, "gemm": SM80_TILES, "wgmma": SM90_TILES}
+TERMS_TILES = ("128x64", "128x128", "128x64raw", "128x128raw")  # of float32 as terms
+TILES = {"implicit_gemm": SM80_TILES, "gemm": SM80_TILES, "wgmma": tuple(dict.fromkeys(SM90_TILES + TERMS_TILES))}
 EPILOGUE = {"activation": "gelu", "return_preactivation": True}
 
 Call = tuple[_op.Kernel, Any, list[tuple[tuple[int, ...], str]]]  # kernel, problem, its operands
@@ -188,7 +189,7 @@ DENSES = ((128, 64, 256), (72, 64, 136), (5, 7, 3), (16, 2048, 24), (200, 72, 26
 
 
 def cases(op: str, algorithm: str, dtype: str) -> Iterator[tuple[str, list[Call]]]:
-    products = dtype == "float32" and algorithm in ("implicit_gemm", "im2col", "gemm")  # which TF32 tensor cores do
+    products = dtype == "float32" and algorithm in ("implicit_gemm", "im2col", "gemm", "wgmma")  # perhaps in TF32
     precisions = ("default", "highest") if products else ("default",)
     if op == "conv":
         shapes = CONVS_BY_ALGORITHM.get(algorithm, CONVS)
@@ -208,7 +209,7 @@ ALGORITHMS = {
     "dense": _problem.DENSE_ALGORITHMS,
     "batchnorm": _problem.BATCHNORM_ALGORITHMS,
 }
-SIXTEEN_BIT = ("wgmma", "grouped")
+SIXTEEN_BIT = ("grouped",)
 PARTS = [
     f"{op}/{algorithm}/{dtype}"
     for op, algorithms in ALGORITHMS.items()
@@ -221,11 +222,24 @@ PARTS = [
 # One part, in this process
 
 
+def has_tile(tile: str, op: str, problem: Any) -> bool:
+    if problem.algorithm != "wgmma":
+        return True
+    if problem.dtype != "float32":
+        return tile in SM90_TILES
+    if problem.full_float32 or op == "conv_wgrad":
+        return tile in TERMS_TILES
+    return tile in SM90_TILES and tile != "256x128"
+
+
 def with_tile(tile: str, op: str, problem: Any, device: _plan.Device) -> _plan.Plan:
     """The plan, or that with another tile: for wgrad also without parts, since the workspace may depend on both."""
     plan = chosen(op, problem, device)
-    if not tile:
+    if not tile or not has_tile(tile, op, problem):
         return plan
+    if problem.algorithm == "wgmma" and problem.dtype == "float32":
+        size = _plan.wgmma_workspace(op, problem, tile, plan.splits)
+        return dataclasses.replace(plan, tile=tile, workspace_bytes=size)
     alone = {"splits": 1, "workspace_bytes": 0} if op == "conv_wgrad" else {}
     return dataclasses.replace(plan, tile=tile, **alone)
 

@@ -101,6 +101,16 @@ def test_conv_bias_and_activation_become_one_call(activation):
     assert found.fused.startswith(f"conv + bias + {name}")
 
 
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_of_values_on_a_mesh_are_recognised(activation, kind):
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(getattr(jax.sharding.AxisType, kind),), devices=jax.devices()[:1])
+    x = jax.device_put(X[:, 0, 0], jax.NamedSharding(mesh, jax.P("data")))
+    w = jax.device_put(W[0, 0], jax.NamedSharding(mesh, jax.P()))
+    (found,) = accelerate(lambda x, w: ACTIVATIONS[activation](x @ w)).report(x, w)
+    assert found.fused.startswith("dense + " + activation.removesuffix("_by_hand").removesuffix("_0.25"))
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     (
@@ -240,6 +250,22 @@ def test_flax_batchnorm_that_shares_its_statistics_under_vmap_stays_right():
 def test_activations_under_vmap_are_recognised(activation):
     f = ACTIVATIONS[activation]
     check(jax.vmap(lambda x, w, b: f(conv(x[None], w)[0] + b), (0, None, None)), X, W, B, conv=1)
+
+
+@pytest.mark.parametrize("kind", (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit), ids=("auto", "explicit"))
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_a_mesh_hides_nothing(activation, kind):
+    """Types speak of the mesh where arguments are placed on one."""
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(kind,))
+    placed = jax.device_put((X, W, B, SCALE, BIAS), jax.NamedSharding(mesh, jax.P()))
+
+    def layers(x, w, b, scale, bias):
+        f = ACTIVATIONS[activation]
+        return f(normalise(f(conv(x, w) + b), scale, bias))
+
+    found = [finding.fused for finding in accelerate(layers).report(*placed)]
+    assert found == [finding.fused for finding in accelerate(layers).report(X, W, B, SCALE, BIAS)]
+    assert found[0].startswith("conv + bias + ") and found[1].startswith("batchnorm (training) + ")
 
 
 def test_batchnorm_of_channels_first_is_replaced():

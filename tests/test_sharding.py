@@ -51,8 +51,18 @@ def entered(mesh: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 def collectives(text: str) -> collections.Counter[str]:
+    """How many of each kind, without those in which every device is alone (over a mesh axis of one)."""
     kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
-    return collections.Counter(re.findall(rf" ({kinds})(?:-start)?\(", text))
+    lines = [line for line in text.splitlines() if not _alone(line)]
+    return collections.Counter(re.findall(rf" ({kinds})(?:-start)?\(", "\n".join(lines)))
+
+
+def _alone(line: str) -> bool:
+    """Whether the replica groups of a line of HLO, in any of their three notations, hold one device each."""
+    if found := re.search(r"replica_groups=mesh\[(.*?)\] ?\{(.*?)\}", line):  # the mesh's axes, and those of a group
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", found[1])}
+        return all(sizes[name] == 1 for name in re.findall(r"'(\w+)'", found[2]))
+    return bool(re.search(r"replica_groups=(\{(\{\d+\},?)+\}|\[\d+,1\]<)", line))
 
 
 def native_calls(text: str) -> list[tuple[str, tuple[int, ...]]]:
@@ -199,7 +209,7 @@ def test_forward(row, kind):
     parts = mesh.shape["data"] * (2 if "out_channels" in row or "columns" in row or "first" in row else 1)
     parts *= 2 if row in ("conv_groups", "depthwise") else 1
     assert np.prod(shape) == whole.size // parts  # the call computes one shard
-    assert y.sharding.spec[0] == "data"
+    assert mesh.shape["data"] == 1 or y.sharding.spec[0] == "data"
 
 
 @over_kinds
@@ -350,6 +360,8 @@ def test_gradient_inside_shard_map():
 def test_shard_map_over_some_axes(context, filters, implementation):
     """XLA partitions the rest of the mesh. custom_partitioning would end the process here."""
     mesh = make_mesh("grid", AxisType.Explicit if context == "explicit" else AxisType.Auto)
+    if mesh.shape["data"] == 1:
+        pytest.skip("XLA's partitioner fails over a manual axis of one device, with lax alone too")
     f = functools.partial(jaxconv.conv2d, activation="relu", implementation=implementation)
     mapped = jax.shard_map(f, mesh=mesh, in_specs=(P("data"), P(), P()), out_specs=P("data"), axis_names={"data"})
     contexts = {"auto": contextlib.nullcontext(), "auto_with_mesh": mesh}
@@ -410,7 +422,8 @@ def test_batchnorm(split, implementation, kind):
         forward = jax.jit(f).lower(*placed).compile()
         both = jax.jit(step).lower(*placed).compile()
         result = forward(*placed), both(*placed)
-    crossing = 0 if split == "channels" else 1
+    reduced = set(jax.tree.leaves(tuple(big))) - set(jax.tree.leaves(tuple(small)))
+    crossing = int(any(mesh.shape[axis] > 1 for axis in reduced))
     assert collectives(forward.as_text()) == collections.Counter({"all-reduce": crossing} if crossing else {})
     assert collectives(both.as_text()) == collections.Counter({"all-reduce": 2 * crossing} if crossing else {})
     # Statistics of values near 1 are sums of N*4*6 terms, each side off by `floor`; z and the gradients are products of

@@ -8,7 +8,9 @@
 
 #include "cuda/conv/gather.h"  // the phases of a dgrad
 #include "cuda/conv/wgmma_wgrad.h"
+#include "cuda/core/divmod.h"
 #include "cuda/core/tma.h"
+#include "cuda/gemm/sm90_operands.h"
 #include "cuda/gemm/sm90_product.h"
 
 namespace jaxconv::cuda {
@@ -23,8 +25,8 @@ Status Check(const ConvProblem& p, const Plan& plan, int64_t max_splits, bool ga
              const std::string& what) {
   const auto no = [&](const std::string& why) { return Status::Unimplemented(what + ": " + why); };
   if (!p.channels_last) return no("wgmma needs channels-last arrays, given channels-first");
-  if (p.dtype != DType::kBF16 && p.dtype != DType::kF16) {
-    return no(std::string("wgmma needs bfloat16 or float16, given ") + Name(p.dtype));
+  if (p.dtype == DType::kF64) {
+    return no("wgmma needs float32, bfloat16 or float16, given float64");
   }
   if (p.group_c() % 8 != 0 || p.group_k() % 8 != 0) {
     return no("channels per group must be multiples of 8, given C/G=" +
@@ -35,12 +37,13 @@ Status Check(const ConvProblem& p, const Plan& plan, int64_t max_splits, bool ga
     return no("with groups, the channels summed over must be a multiple of 64 per group, given " +
               std::to_string(gathered));
   }
-  const double images = double(p.n);
+  const double terms = p.dtype == DType::kF32 ? 3 : 1;  // a coordinate counts those of all terms
+  const double images = terms * double(p.n);
   if (images * double(p.in_size()) > double(kMaxPixels) ||
       images * double(p.out_size()) > double(kMaxPixels) ||
-      double(p.c) * double(p.filter_size()) > double(kMaxPixels) ||
-      double(p.k) * double(p.filter_size()) > double(kMaxPixels)) {
-    return no("N*D*H*W, N*O*P*Q, T*R*S*C and T*R*S*K must be at most " +
+      terms * double(p.c) * double(p.filter_size()) > double(kMaxPixels) ||
+      terms * double(p.k) * double(p.filter_size()) > double(kMaxPixels)) {
+    return no("N*D*H*W, N*O*P*Q, T*R*S*C and T*R*S*K (in float32 thrice that) must be at most " +
               std::to_string(kMaxPixels));
   }
   for (int i = 0; i < 3; ++i) {
@@ -95,12 +98,39 @@ TmaTensor MatrixTensor(const void* base, int64_t columns, int64_t groups, int64_
   return {base, 3, {columns, groups, rows}, {1, columns, columns * groups}};
 }
 
-// w (T R S, C/G, K) as (K/G, group, C/G, T*R*S).
-TmaTensor FilterTensor(const ConvProblem& p, const void* w) {
+// w (terms, T R S, C/G, K) as (K/G, group, C/G, terms*T*R*S).
+TmaTensor FilterTensor(const ConvProblem& p, const void* w, int terms) {
   return {w,
           4,
-          {p.group_k(), p.groups, p.group_c(), p.filter_size()},
+          {p.group_k(), p.groups, p.group_c(), p.filter_size() * terms},
           {1, p.group_k(), p.k, p.k * p.group_c()}};
+}
+
+// The same of its transpose, w (T R S, K, C/G): (C/G, group, K/G, T*R*S).
+TmaTensor TransposedFilterTensor(const ConvProblem& p, const void* w) {
+  return {w,
+          4,
+          {p.group_c(), p.groups, p.group_k(), p.filter_size()},
+          {1, p.group_k() * p.group_c(), p.group_c(), p.k * p.group_c()}};
+}
+
+int64_t CountX(const ConvProblem& p) { return p.n * p.in_size() * p.c; }
+int64_t CountY(const ConvProblem& p) { return p.n * p.out_size() * p.k; }
+int64_t CountW(const ConvProblem& p) { return p.filter_size() * p.group_c() * p.k; }
+
+// Where float32 results go: a channels-last array of `channels` channels, whose axes are `extent`
+// (D H W), seen in steps of `step` (W H D).
+void SetFloatOutput(void* d, void* z, int64_t channels, int64_t group_channels,
+                    const int64_t (&extent)[3], const int (&step)[3], Sm90FloatOutput* out) {
+  out->d = static_cast<float*>(d);
+  out->z = static_cast<float*>(z);
+  out->instance = group_channels;
+  int64_t stride = channels;
+  for (int i = 0; i < 3; ++i) {
+    out->stride[i] = stride * step[i];
+    stride *= extent[2 - i];
+  }
+  out->stride_image = stride;
 }
 
 // The walk of fprop and wgrad over x.
@@ -133,8 +163,14 @@ int64_t Inverse(int64_t a, int64_t n) {
   return 0;
 }
 
-Status Launch(const Context& ctx, DType dtype, bool k_major_b, Sm90Product& product,
+Status Launch(const Context& ctx, const Sm90Arithmetic& in, bool k_major_b, Sm90Product& product,
               Sm90TileName tile, int multiprocessors, const std::string& what) {
+  const DType dtype = in.element;
+  if (in.tf32) return LaunchSm90KKTf32(ctx, product, tile, multiprocessors, what);
+  if (in.terms > 1) {
+    return k_major_b ? LaunchSm90KKFloat(ctx, product, tile, multiprocessors, what)
+                     : LaunchSm90KNFloat(ctx, product, tile, multiprocessors, what);
+  }
   if (dtype == DType::kBF16) {
     return k_major_b ? LaunchSm90KKBf16(ctx, product, tile, multiprocessors, what)
                      : LaunchSm90KNBf16(ctx, product, tile, multiprocessors, what);
@@ -146,20 +182,34 @@ Status Launch(const Context& ctx, DType dtype, bool k_major_b, Sm90Product& prod
 }  // namespace
 
 Status WgmmaFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
-                  const void* x, const void* w, const void* bias, void* y, void* z, Workspace) {
+                  const void* x, const void* w, const void* bias, void* y, void* z,
+                  Workspace workspace) {
   const std::string what = Describe("conv_fprop", p, plan);
   JAXCONV_RETURN_IF_ERROR(Check(p, plan, 1, false, what));
-  if (!Aligned(x) || !Aligned(w) || !Aligned(y) || !Aligned(z)) {
-    return Status::Invalid(what + ": x, w, y and z must be 16-byte aligned");
+  if (!Aligned(x) || !Aligned(w) || !Aligned(y) || !Aligned(z) || !Aligned(workspace.data)) {
+    return Status::Invalid(what + ": x, w, y, z and the workspace must be 16-byte aligned");
   }
   Sm90TileName tile;
   JAXCONV_RETURN_IF_ERROR(FindSm90Tile(plan.tile, what, &tile));
   int multiprocessors;
   JAXCONV_RETURN_IF_ERROR(RequireSm90(what, &multiprocessors));
 
+  const Sm90Arithmetic in = ArithmeticOf(p.dtype, p.full_float32);
+  const int terms_x = IsRaw(tile) ? 1 : in.terms;  // in memory
+  if (in.terms > 1) {
+    JAXCONV_RETURN_IF_ERROR(
+        SplitIntoTerms(ctx, 3, IsRaw(tile) ? 0 : CountX(p), CountW(p), what, &x, &w, &workspace));
+  } else if (in.tf32) {
+    JAXCONV_RETURN_IF_ERROR(
+        TransposeFloats(ctx, p.filter_size(), p.group_c(), p.k, what, &w, &workspace));
+  }
+
   Sm90Product g = {};
   Sm90Phase& phase = g.phase[0];
   const int64_t pixels = p.n * p.out_size();
+  const DType dtype_x = terms_x > 1 ? DType::kBF16 : p.dtype;
+  g.terms = {int(p.n), 0, int(pixels), int(p.filter_size())};
+  SetFloatOutput(y, z, p.k, p.group_k(), p.out, {1, 1, 1}, &g.out);
   const TmaWalk walk = InputWalk(p);
   phase.m = int(pixels);
   int filter_step = 1;
@@ -176,7 +226,7 @@ Status WgmmaFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, c
   g.instances = int(p.groups);
   g.n = int(p.group_k());
   g.channels = int(p.group_c());
-  g.k_blocks = (g.channels + 63) / 64;
+  g.k_blocks = int(CeilDiv(g.channels, in.depth));
   g.epilogue.activation = e.activation;
   g.epilogue.slope = float(e.slope);
   g.epilogue.save_z = e.save_preactivation;
@@ -196,16 +246,20 @@ Status WgmmaFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, c
   }();
   if (plain) {
     // A 1x1 convolution is a matrix product.
-    JAXCONV_RETURN_IF_ERROR(EncodeTiled(p.dtype, MatrixTensor(x, p.group_c(), p.groups, pixels),
-                                        {64, 1, tile_m}, what + " x", &g.a[0]));
+    JAXCONV_RETURN_IF_ERROR(EncodeTiled(dtype_x,
+                                        MatrixTensor(x, p.group_c(), p.groups, pixels * terms_x),
+                                        {0, 1, tile_m}, what + " x", &g.a[0], in.tf32));
   } else {
     g.rank_a = Rank(p);
-    const TmaTensor image = ImageTensor(x, g.rank_a, p.c, p.in, p.n);
+    const TmaTensor image = ImageTensor(x, g.rank_a, p.c, p.in, p.n * terms_x);
     JAXCONV_RETURN_IF_ERROR(CheckWalk(image, walk, phase.taps, phase.tap_step, what));
-    JAXCONV_RETURN_IF_ERROR(EncodeIm2col(p.dtype, image, walk, tile_m, what + " x", &g.a[0]));
+    JAXCONV_RETURN_IF_ERROR(
+        EncodeIm2col(dtype_x, image, walk, tile_m, what + " x", &g.a[0], in.tf32));
   }
   JAXCONV_RETURN_IF_ERROR(
-      EncodeTiled(p.dtype, FilterTensor(p, w), {64, 1, 64, 1}, what + " w", &g.b));
+      EncodeTiled(in.element, in.tf32 ? TransposedFilterTensor(p, w) : FilterTensor(p, w, in.terms),
+                  {0, 1, in.tf32 ? TileColumns(tile) : 64, 1}, what + " w", &g.b, in.tf32));
+  if (p.dtype == DType::kF32) return Launch(ctx, in, in.tf32, g, tile, multiprocessors, what);
   const TmaTensor out = MatrixTensor(y, p.group_k(), p.groups, pixels);
   JAXCONV_RETURN_IF_ERROR(EncodeTiled(p.dtype, out, {64, 1, 64}, what + " y", &g.d[0]));
   if (e.save_preactivation) {
@@ -213,15 +267,15 @@ Status WgmmaFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, c
     saved.base = z;
     JAXCONV_RETURN_IF_ERROR(EncodeTiled(p.dtype, saved, {64, 1, 64}, what + " z", &g.z));
   }
-  return Launch(ctx, p.dtype, false, g, tile, multiprocessors, what);
+  return Launch(ctx, in, false, g, tile, multiprocessors, what);
 }
 
 Status WgmmaDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,
-                  const void* w, void* dx, Workspace) {
+                  const void* w, void* dx, Workspace workspace) {
   const std::string what = Describe("conv_dgrad", p, plan);
   JAXCONV_RETURN_IF_ERROR(Check(p, plan, 1, true, what));
-  if (!Aligned(dy) || !Aligned(w) || !Aligned(dx)) {
-    return Status::Invalid(what + ": dy, w and dx must be 16-byte aligned");
+  if (!Aligned(dy) || !Aligned(w) || !Aligned(dx) || !Aligned(workspace.data)) {
+    return Status::Invalid(what + ": dy, w, dx and the workspace must be 16-byte aligned");
   }
   Sm90TileName tile;
   JAXCONV_RETURN_IF_ERROR(FindSm90Tile(plan.tile, what, &tile));
@@ -255,7 +309,14 @@ Status WgmmaDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, co
     return Status::Unimplemented(what + ": strided, with groups, needs C/G to be a multiple of 64");
   }
   const int rank = Rank(p);
-  const TmaTensor image = ImageTensor(dy, rank, p.k, p.out, p.n);
+  const Sm90Arithmetic in = ArithmeticOf(p.dtype, p.full_float32);
+  const int terms_dy = IsRaw(tile) ? 1 : in.terms;  // in memory
+  if (in.terms > 1) {
+    JAXCONV_RETURN_IF_ERROR(
+        SplitIntoTerms(ctx, 3, IsRaw(tile) ? 0 : CountY(p), CountW(p), what, &dy, &w, &workspace));
+  }
+  const DType dtype_dy = terms_dy > 1 ? DType::kBF16 : p.dtype;
+  const TmaTensor image = ImageTensor(dy, rank, p.k, p.out, p.n * terms_dy);
   const TmaTensor whole = ImageTensor(dx, rank, p.c, p.in, p.n);
 
   Sm90Product g = {};
@@ -264,9 +325,13 @@ Status WgmmaDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, co
   g.instances = int(p.groups);
   g.n = int(p.group_c());
   g.channels = int(p.group_k());
-  g.k_blocks = (g.channels + 63) / 64;
+  g.k_blocks = int(CeilDiv(g.channels, in.depth));
+  g.terms = {int(p.n), 0, 0, int(p.filter_size())};
+  SetFloatOutput(dx, nullptr, p.c, p.group_c(), p.in,
+                 {axis[0].stride, axis[1].stride, axis[2].stride}, &g.out);
   for (int number = 0; number < phases; ++number) {
     Sm90Phase phase = {};
+    int64_t begin = 0;
     TmaWalk walk;
     TmaTensor to = whole;
     TmaWalk every;  // pixel of the phase
@@ -291,6 +356,7 @@ Status WgmmaDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, co
       phase.m *= part.rows;
       every.first[i] = 0;
       every.step[i] = 1;
+      begin += residue * (g.out.stride[i] / a.stride);
       if (i < rank - 2) {
         to.base = static_cast<const char*>(to.base) + residue * to.stride[i + 1] * 2;
         to.extent[i + 1] = part.rows;
@@ -304,13 +370,17 @@ Status WgmmaDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, co
       g.phase[at] = g.phase[at - 1];
       g.a[at] = g.a[at - 1];
       g.d[at] = g.d[at - 1];
+      g.out.begin[at] = g.out.begin[at - 1];
       --at;
     }
     g.phase[at] = phase;
+    g.out.begin[at] = begin;
     if (work(phase) > 0) {
       JAXCONV_RETURN_IF_ERROR(CheckWalk(image, walk, phase.taps, phase.tap_step, what));
-      JAXCONV_RETURN_IF_ERROR(EncodeIm2col(p.dtype, image, walk, tile_m, what + " dy", &g.a[at]));
+      JAXCONV_RETURN_IF_ERROR(
+          EncodeIm2col(dtype_dy, image, walk, tile_m, what + " dy", &g.a[at], in.tf32));
     }
+    if (p.dtype == DType::kF32) continue;
     if (strided) {
       JAXCONV_RETURN_IF_ERROR(EncodeIm2col(p.dtype, to, every, 64, what + " dx", &g.d[at]));
     } else {
@@ -319,9 +389,9 @@ Status WgmmaDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, co
                       {64, 1, 64}, what + " dx", &g.d[at]));
     }
   }
-  JAXCONV_RETURN_IF_ERROR(
-      EncodeTiled(p.dtype, FilterTensor(p, w), {64, 1, TileColumns(tile), 1}, what + " w", &g.b));
-  return Launch(ctx, p.dtype, true, g, tile, multiprocessors, what);
+  JAXCONV_RETURN_IF_ERROR(EncodeTiled(in.element, FilterTensor(p, w, in.terms),
+                                      {0, 1, TileColumns(tile), 1}, what + " w", &g.b, in.tf32));
+  return Launch(ctx, in, true, g, tile, multiprocessors, what);
 }
 
 Status WgmmaWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
@@ -336,7 +406,17 @@ Status WgmmaWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, co
   int multiprocessors;
   JAXCONV_RETURN_IF_ERROR(RequireSm90(what, &multiprocessors));
 
+  // Both operands would have to be transposed for TF32.
+  const int terms = p.dtype != DType::kF32 ? 1 : p.full_float32 ? 3 : 2;
+  const int in_memory = IsRaw(tile) ? 1 : terms;
+  if (in_memory > 1) {
+    JAXCONV_RETURN_IF_ERROR(
+        SplitIntoTerms(ctx, terms, CountX(p), CountY(p), what, &x, &dy, &workspace));
+  }
+  const DType dtype = in_memory > 1 ? DType::kBF16 : p.dtype;
+
   WgradLaunch g = {};
+  g.images = int(p.n);
   const int64_t pixels = p.n * p.out_size();
   const TmaWalk walk = InputWalk(p);
   for (int i = 0; i < 3; ++i) {
@@ -356,12 +436,15 @@ Status WgmmaWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, co
   g.pitch = p.k;
   g.dw = dw;
   g.partials = static_cast<float*>(workspace.data);
-  const TmaTensor image = ImageTensor(x, g.rank, p.c, p.in, p.n);
+  const TmaTensor image = ImageTensor(x, g.rank, p.c, p.in, p.n * in_memory);
   JAXCONV_RETURN_IF_ERROR(CheckWalk(image, walk, g.taps, g.tap_step, what));
-  JAXCONV_RETURN_IF_ERROR(EncodeIm2col(p.dtype, image, walk, 64, what + " x", &g.x));
+  JAXCONV_RETURN_IF_ERROR(EncodeIm2col(dtype, image, walk, 64, what + " x", &g.x));
   const TmaTensor out = {
-      dy, 4, {p.group_k(), p.groups, pixels, 1}, {1, p.group_k(), p.k, p.k * pixels}};
-  JAXCONV_RETURN_IF_ERROR(EncodeTiled(p.dtype, out, {64, 1, 64, 1}, what + " dy", &g.dy));
+      dy, 4, {p.group_k(), p.groups, pixels, in_memory}, {1, p.group_k(), p.k, p.k * pixels}};
+  JAXCONV_RETURN_IF_ERROR(EncodeTiled(dtype, out, {0, 1, 64, 1}, what + " dy", &g.dy));
+  if (terms > 1) {
+    return LaunchWgmmaWgradFloat(ctx, g, terms, tile, multiprocessors, workspace.bytes, what);
+  }
   return p.dtype == DType::kBF16
              ? LaunchWgmmaWgradBf16(ctx, g, tile, multiprocessors, workspace.bytes, what)
              : LaunchWgmmaWgradF16(ctx, g, tile, multiprocessors, workspace.bytes, what);

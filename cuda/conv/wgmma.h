@@ -1,11 +1,15 @@
 // Convolution on the sm_90a main loop: the copy engine walks x and dy in place (im2col mode), the
 // tensor cores read both operands as they lie. Formulas as in implicit_gemm.h.
 //
-// Domain: compute capability 9.0; channels_last; bfloat16, float16; x, w, y, dy, dx, dw, z 16-byte
-// aligned;
+// Float32: with full_float32 as sums of three bfloat16 terms (gemm/sm90_operands.h), which has
+// float32's accuracy; without it fprop and dgrad in TF32, wgrad as sums of two terms.
+//
+// Domain: compute capability 9.0; channels_last; float32, bfloat16, float16; x, w, y, dy, dx, dw, z
+// and the workspace 16-byte aligned;
 //   C/G and K/G multiples of 8; with more than one group also C/G (fprop, wgrad) or K/G (dgrad) a
 //   multiple of 64, and both for a strided dgrad;
-//   N*D*H*W, N*O*P*Q, T*R*S*C, T*R*S*K at most 2^31 - 4097; coordinates below 2^30;
+//   N*D*H*W, N*O*P*Q, T*R*S*C, T*R*S*K, in float32 thrice that, at most 2^31 - 4097; coordinates
+//   below 2^30;
 //   what a descriptor can say, which depends on the number of axes from the first one that is not
 //   trivial (in = out = filter = 1, pad = 0) on, 1, 2 or 3. On each of these axes
 //     fprop, wgrad: stride in [1, 8]; -pad and (out - 1)*stride - pad + 1 - in in [-e, e),
@@ -15,11 +19,15 @@
 //   dgrad: the product of the strides at most 8. fprop: a 1x1 of stride 1 needs none of this.
 // Outside, a launcher returns a Status.
 //
-// Plan: algorithm "wgmma"; tile "128x256", "256x128", "128x128" or "256x64"; splits 1, except
-// wgrad's: the number of CTAs over which the reduction of all tiles together is spread evenly (a
-// multiple of the number of tiles keeps them at the same pixels at the same time, which matters
-// where x and dy are larger than L2), or 1 for whole tiles.
-// Workspace, bytes: wgrad with splits > 1: 2 * splits * tile rows * tile columns * 4; otherwise 0.
+// Plan: algorithm "wgmma"; tile "128x256", "256x128", "128x128" or "256x64", in TF32 the same without
+// "256x128"; where float32 is terms "128x128" or "128x64", and those followed by "raw": the tensors
+// (not w) are split on their way and not in memory before. splits 1, except wgrad's: the number of
+// CTAs over which the reduction of all tiles together is spread evenly (a multiple of the number of
+// tiles keeps them at the same pixels at the same time, which matters where x and dy are larger than
+// L2), or 1 for whole tiles.
+// Workspace, bytes: float32 as terms: 2 * terms an element of each operand, without x and dy if raw;
+// fprop in TF32: 4 an element of w; each operand's rounded up to 256. And wgrad with splits > 1: 2 *
+// splits * tile rows * tile columns * 4. Otherwise 0.
 #pragma once
 
 #include "common/plan.h"

@@ -1,4 +1,4 @@
-// wgrad on the sm_90a main loop (16-bit, channels last):
+// wgrad on the sm_90a main loop (channels last):
 //
 //   dw[(tap, c), k] = sum over pixels of x[pixel at tap, c] * dy[pixel, k]    for each group
 //
@@ -22,6 +22,7 @@
 #include "cuda/core/divmod.h"
 #include "cuda/gemm/sm90.cuh"
 #include "cuda/gemm/sm90_epilogue.cuh"  // PackHalves
+#include "cuda/gemm/sm90_split.cuh"
 
 namespace jaxconv::cuda {
 
@@ -98,16 +99,47 @@ __device__ __forceinline__ void ProduceWgrad(const WgradLaunch& p, const WgradPl
     for (int axis = 0; axis < 3; ++axis) {
       from[axis] = pixel.digit[3 - axis] * p.step[axis] + p.first[axis];
     }
-    const uint32_t full = ring.Claim();
+    const auto load_x = [&](uint32_t to, uint32_t full, int half, int term) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      LoadColumn(p.rank, ring.A() + i * kBlockBytes, p.x, full, channel[i], from, pixel.digit[0],
-                 offset[i]);
+      for (int i = 0; i < kCount; ++i) {
+        LoadColumn(p.rank, to + i * kBlockBytes, p.x, full, channel[i] + half, from,
+                   pixel.digit[0] + term * p.images, offset[i]);
+      }
+    };
+    if constexpr (Tile::kRaw > 0) {
+      for (int half = 0; half < 64; half += 32) {
+        load_x(ring.Unit(), ring.ClaimUnit(), half, 0);
+        ring.AdvanceUnit();
+      }
+      // dy: both halves of 64 columns are a unit of their own.
+      for (int half = 0; half < (Tile::kTileN == 64 ? 1 : 64); half += 32) {
+        const uint32_t full = ring.ClaimUnit();
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          LoadTile(ring.Unit() + i * kBlockBytes, p.dy, full,
+                   at.n + half + i * (Tile::kTileN == 64 ? 32 : 64), at.instance, step * 64, 0);
+        }
+        ring.AdvanceUnit();
+      }
+    } else {
+      const uint32_t full = ring.Claim();
+#pragma unroll
+      for (int term = 0; term < Tile::kTerms; ++term) {
+        load_x(ring.A(term), full, 0, term);
+        LoadB(ring, p.dy, full, step * 64, at.n, at.instance, term, term);
+      }
+      ring.Advance();
     }
-    LoadB(ring, p.dy, full, step * 64, at.n, at.instance, 0);
     AddDigits(pixel, stride, p.extent[2], p.extent[1], p.extent[0]);
-    ring.Advance();
   }
+}
+
+template <typename T>
+__device__ __forceinline__ void StorePair(T* out, float a, float b) {
+  *reinterpret_cast<uint32_t*>(out) = PackHalves(a, b, T());
+}
+__device__ __forceinline__ void StorePair(float* out, float a, float b) {
+  *reinterpret_cast<float2*>(out) = make_float2(a, b);
 }
 
 // Four sums of a thread: two neighbouring columns of rows r and r + 8 of a block.
@@ -118,14 +150,12 @@ __device__ __forceinline__ void StoreWgrad(const WgradLaunch& p, int instance, i
   const int tap = block / p.channel_blocks, c = block % p.channel_blocks * 64 + row;
   if (tap >= p.taps[0] * p.taps[1] * p.taps[2] || n >= p.n) return;
   T* out = static_cast<T*>(p.dw) + (int64_t(tap) * p.channels + c) * p.pitch + instance * p.n + n;
-  if (c < p.channels) *reinterpret_cast<uint32_t*>(out) = PackHalves(v.x, v.y, T());
-  if (c + 8 < p.channels) {
-    *reinterpret_cast<uint32_t*>(out + 8 * p.pitch) = PackHalves(v.z, v.w, T());
-  }
+  if (c < p.channels) StorePair(out, v.x, v.y);
+  if (c + 8 < p.channels) StorePair(out + 8 * p.pitch, v.z, v.w);
 }
 
 template <typename Tile>
-__global__ void __launch_bounds__(kSm90Threads, 1)
+__global__ void __launch_bounds__(Tile::kThreads, 1)
     WgmmaWgradKernel(const __grid_constant__ WgradLaunch p) {
 #ifdef JAXCONV_SM90A
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
@@ -142,13 +172,22 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
         ProduceWgrad(p, LocateWgradTile<Tile>(p, tile), first, steps, ring);
       });
     }
+  } else if (Tile::kRaw > 0 && group == 2) {
+    RegistersDown<kSplitterRegisters>();
+    ForRun(p, part, [&](int64_t, int, int steps) {
+      for (int step = 0; step < steps; ++step) SplitStage(ring);
+    });
   } else {
-    RegistersUp<kConsumerRegisters>();
+    RegistersUp<Tile::kRaw == 0 ? kConsumerRegisters : kSplitConsumerRegisters>();
     const int block0 = group * Tile::kBlocks;
     ForRun(p, part, [&](int64_t tile, int first, int steps) {
       const WgradPlace at = LocateWgradTile<Tile>(p, tile);
       float acc[Tile::kBlocks][Tile::kTileN / 2];
-      Sm90MainLoop(ring, group, steps, acc);
+      if constexpr (Tile::kTerms > 1) {
+        Sm90TermsLoop(ring, group, steps, acc);
+      } else {
+        Sm90MainLoop(ring, group, steps, acc);
+      }
       const int thread = threadIdx.x % 128;
       if (steps == p.steps) {
         const int row = thread / 32 * 16 + thread % 32 / 4, n = at.n + thread % 4 * 2;
@@ -157,8 +196,8 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
 #pragma unroll
           for (int j = 0; j < Tile::kTileN / 8; ++j) {
             const float* v = &acc[block][j * 4];
-            StoreWgrad<typename Tile::T>(p, at.instance, at.block_m + block0 + block, row,
-                                         n + j * 8, make_float4(v[0], v[1], v[2], v[3]));
+            StoreWgrad<typename Tile::Out>(p, at.instance, at.block_m + block0 + block, row,
+                                           n + j * 8, make_float4(v[0], v[1], v[2], v[3]));
           }
         }
       } else {
@@ -201,9 +240,9 @@ __global__ void __launch_bounds__(256) WgmmaWgradSumKernel(const __grid_constant
     }
     const WgradPlace at = LocateWgradTile<Tile>(p, tile);
     const int thread = index % 128, j = index / 128 % (Tile::kTileN / 8);
-    StoreWgrad<typename Tile::T>(p, at.instance, at.block_m + index / 128 / (Tile::kTileN / 8),
-                                 thread / 32 * 16 + thread % 32 / 4, at.n + j * 8 + thread % 4 * 2,
-                                 sum);
+    StoreWgrad<typename Tile::Out>(p, at.instance, at.block_m + index / 128 / (Tile::kTileN / 8),
+                                   thread / 32 * 16 + thread % 32 / 4,
+                                   at.n + j * 8 + thread % 4 * 2, sum);
   }
 }
 
@@ -237,7 +276,7 @@ Status LaunchWgmmaWgradTile(const Context& ctx, WgradLaunch& p, int multiprocess
   JAXCONV_RETURN_IF_ERROR(CudaStatus(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kSharedBytes),
       what));
-  kernel<<<p.parts, kSm90Threads, Tile::kSharedBytes, ctx.stream>>>(p);
+  kernel<<<p.parts, Tile::kThreads, Tile::kSharedBytes, ctx.stream>>>(p);
   JAXCONV_RETURN_IF_ERROR(LaunchStatus(what));
   if (p.whole_tiles || p.tiles % p.parts == 0) return Status::Ok();
   const dim3 grid(unsigned(Tile::kTileM * Tile::kTileN / 1024),
@@ -259,9 +298,11 @@ Status LaunchWgmmaWgradByTile(const Context& ctx, WgradLaunch& p, Sm90TileName t
     JAXCONV_SM90_CASE(k256x128, 2, 128)
     JAXCONV_SM90_CASE(k128x128, 1, 128)
     JAXCONV_SM90_CASE(k256x64, 2, 64)
+    default:
+      break;
   }
 #undef JAXCONV_SM90_CASE
-  return Status::Internal(what + ": no such tile");
+  return Status::Unimplemented(what + ": no such tile");
 }
 
 }  // namespace jaxconv::cuda

@@ -27,6 +27,7 @@ struct WgradLaunch {
   int steps;           // of 64 pixels, rounded up
   int parts;           // 1: whole tiles
   int64_t pitch;       // K
+  int images;          // of a term: the terms of x follow each other as images, those of dy as taps
   void* dw;
   float* partials;
   // Filled in by the launch.
@@ -39,5 +40,8 @@ Status LaunchWgmmaWgradBf16(const Context& ctx, WgradLaunch& p, Sm90TileName til
                             int multiprocessors, int64_t workspace_bytes, const std::string& what);
 Status LaunchWgmmaWgradF16(const Context& ctx, WgradLaunch& p, Sm90TileName tile,
                            int multiprocessors, int64_t workspace_bytes, const std::string& what);
+// float32 from operands of `terms` bfloat16 terms, 2 or 3.
+Status LaunchWgmmaWgradFloat(const Context& ctx, WgradLaunch& p, int terms, Sm90TileName tile,
+                             int multiprocessors, int64_t workspace_bytes, const std::string& what);
 
 }  // namespace jaxconv::cuda

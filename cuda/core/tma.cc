@@ -40,11 +40,18 @@ const Driver& TheDriver() {
   return driver;
 }
 
-CUtensorMapDataType ElementType(DType dtype) {
-  return dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+CUtensorMapDataType ElementType(DType dtype, bool tf32) {
+  switch (dtype) {
+    case DType::kBF16:
+      return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    case DType::kF16:
+      return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    default:
+      return tf32 ? CU_TENSOR_MAP_DATA_TYPE_TFLOAT32 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+  }
 }
 
-constexpr int kBytes = 2;  // of an element
+constexpr int kRowBytes = 128;  // of a box
 
 struct Shape {
   cuuint64_t extent[5];
@@ -52,13 +59,14 @@ struct Shape {
   int64_t span;          // bytes from the first element to past the last
 };
 
-Shape ShapeOf(const TmaTensor& t) {
+Shape ShapeOf(DType dtype, const TmaTensor& t) {
+  const int64_t bytes = int64_t(SizeOf(dtype));
   Shape s;
-  s.span = kBytes;
+  s.span = bytes;
   for (int i = 0; i < t.rank; ++i) {
     s.extent[i] = cuuint64_t(t.extent[i]);
-    if (i > 0) s.stride[i - 1] = cuuint64_t(t.stride[i]) * kBytes;
-    s.span += (t.extent[i] - 1) * t.stride[i] * kBytes;
+    if (i > 0) s.stride[i - 1] = cuuint64_t(t.stride[i] * bytes);
+    s.span += (t.extent[i] - 1) * t.stride[i] * bytes;
   }
   return s;
 }
@@ -88,18 +96,18 @@ int UpperCorner(int64_t extent, const TmaWalk& walk, int i) {
 }  // namespace
 
 Status EncodeTiled(DType dtype, const TmaTensor& tensor, const int (&rows)[5],
-                   const std::string& what, CUtensorMap* map) {
+                   const std::string& what, CUtensorMap* map, bool tf32) {
   const Driver& driver = TheDriver();
   JAXCONV_RETURN_IF_ERROR(CudaStatus(driver.error, what + ": cuTensorMapEncodeTiled"));
-  const Shape s = ShapeOf(tensor);
+  const Shape s = ShapeOf(dtype, tensor);
   cuuint32_t box[5], step[5];
   for (int i = 0; i < tensor.rank; ++i) {
-    box[i] = cuuint32_t(i == 0 ? kTmaRow : rows[i]);
+    box[i] = cuuint32_t(i == 0 ? kRowBytes / SizeOf(dtype) : size_t(rows[i]));
     step[i] = 1;
   }
   const CUresult result = driver.tiled(
-      map, ElementType(dtype), cuuint32_t(tensor.rank), const_cast<void*>(tensor.base), s.extent,
-      s.stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      map, ElementType(dtype, tf32), cuuint32_t(tensor.rank), const_cast<void*>(tensor.base),
+      s.extent, s.stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) return Refused(what, "tiled", tensor, result);
   ForgetLargeSpan(s, map);
@@ -130,10 +138,10 @@ std::string RefuseWalk(int rank, const int64_t (&extent)[5], const TmaWalk& walk
 }
 
 Status EncodeIm2col(DType dtype, const TmaTensor& tensor, const TmaWalk& walk, int pixels,
-                    const std::string& what, CUtensorMap* map) {
+                    const std::string& what, CUtensorMap* map, bool tf32) {
   const Driver& driver = TheDriver();
   JAXCONV_RETURN_IF_ERROR(CudaStatus(driver.error, what + ": cuTensorMapEncodeIm2col"));
-  const Shape s = ShapeOf(tensor);
+  const Shape s = ShapeOf(dtype, tensor);
   int lower[3] = {}, upper[3] = {};
   cuuint32_t step[5] = {1, 1, 1, 1, 1};
   for (int i = 0; i < tensor.rank - 2; ++i) {
@@ -142,10 +150,10 @@ Status EncodeIm2col(DType dtype, const TmaTensor& tensor, const TmaWalk& walk, i
     step[i + 1] = cuuint32_t(walk.step[i]);
   }
   const CUresult result = driver.im2col(
-      map, ElementType(dtype), cuuint32_t(tensor.rank), const_cast<void*>(tensor.base), s.extent,
-      s.stride, lower, upper, kTmaRow, cuuint32_t(pixels), step, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      map, ElementType(dtype, tf32), cuuint32_t(tensor.rank), const_cast<void*>(tensor.base),
+      s.extent, s.stride, lower, upper, cuuint32_t(kRowBytes / SizeOf(dtype)), cuuint32_t(pixels),
+      step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) return Refused(what, "im2col", tensor, result);
   ForgetLargeSpan(s, map);
   return Status::Ok();

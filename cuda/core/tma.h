@@ -3,8 +3,9 @@
 // encoding functions at the first use; a machine without one gets a Status, and nothing links to
 // libcuda.
 //
-// All tensors are 16-bit; dimension 0 is contiguous; strides are in elements. Shared memory holds
-// rows of 128 bytes (64 elements) in the 128-byte swizzle: 16-byte chunk j of row r lies at
+// Tensors are 16-bit or float32, which can be rounded to TF32 on its way; dimension 0 is contiguous;
+// strides are in elements. Shared memory holds rows of 128 bytes (64 elements, 32 of float32) in the
+// 128-byte swizzle: 16-byte chunk j of row r lies at
 // j ^ (r % 8). Reads outside the tensor give zeros, writes are dropped.
 #pragma once
 
@@ -18,20 +19,18 @@
 
 namespace jaxconv::cuda {
 
-inline constexpr int kTmaRow = 64;  // elements in a row of a box
-
 struct TmaTensor {
   const void* base;  // 16-byte aligned
   int rank;          // in [3, 5]
   int64_t extent[5];
-  int64_t stride[5];  // stride[0] is 1; the others are multiples of 8
+  int64_t stride[5];  // stride[0] is 1; the others are multiples of 16 bytes
 };
 
-// Boxes of 64 x rows[1] x rows[2] x ... elements.
+// Boxes of 128 bytes x rows[1] x rows[2] x ...
 Status EncodeTiled(DType dtype, const TmaTensor& tensor, const int (&rows)[5],
-                   const std::string& what, CUtensorMap* map);
+                   const std::string& what, CUtensorMap* map, bool tf32 = false);
 
-// Columns of `pixels` pixels x 64 channels. Dimensions are (channels, W, [H, [D,]] N). Along a
+// Columns of `pixels` pixels x 128 bytes of channels. Dimensions are (channels, W, [H, [D,]] N). Along a
 // spatial dimension i the walk visits first[i], first[i] + step[i], ..., count[i] positions in all,
 // fastest dimension first; index 0 is W. A copy adds its own offset to every position.
 struct TmaWalk {
@@ -46,6 +45,6 @@ std::string RefuseWalk(int rank, const int64_t (&extent)[5], const TmaWalk& walk
                        const int (&largest_offset)[3]);
 
 Status EncodeIm2col(DType dtype, const TmaTensor& tensor, const TmaWalk& walk, int pixels,
-                    const std::string& what, CUtensorMap* map);
+                    const std::string& what, CUtensorMap* map, bool tf32 = false);
 
 }  // namespace jaxconv::cuda

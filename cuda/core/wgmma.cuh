@@ -1,5 +1,6 @@
 // wgmma (sm_90a): a warpgroup's D (64 x N, float32, in registers) += A (64 x 16) * B (16 x N), both
-// 16-bit in shared memory, as the copy engine left them (128-byte swizzle).
+// 16-bit in shared memory, as the copy engine left them (128-byte swizzle). Or A (64 x 8) * B (8 x
+// N) in TF32, k-major: a k there has twice the bytes, everything else is the same.
 //
 // Warp w of the group, lane l: d[4j], d[4j + 1] are row 16w + l/4, columns 8j + 2(l % 4) and the
 // next; d[4j + 2], d[4j + 3] the same columns of row 16w + l/4 + 8.
@@ -93,6 +94,12 @@ __device__ __forceinline__ void Pin(float (&d)[kCount]) {
                   JAXCONV_WGMMA_D2 ", " JAXCONV_WGMMA_D3, \
                   JAXCONV_WGMMA_F128(0), "128", "129", "130", "131", "132"); \
   }
+#define JAXCONV_WGMMA_TF32(N, REGISTERS, OUTPUTS, A, B, P)                                         \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" P ", 0;\n"                                     \
+               "wgmma.mma_async.sync.aligned.m64n" N "k8.f32.tf32.tf32 {" REGISTERS "}, "          \
+               "%" A ", %" B ", p, 1, 1;\n}\n"                                                     \
+               : OUTPUTS                                                                           \
+               : "l"(a), "l"(b), "r"(accumulate))
 // clang-format on
 
 template <typename T, bool kMajorA, bool kMajorB, int kRegisters>
@@ -101,6 +108,18 @@ __device__ __forceinline__ void Wgmma(float (&d)[kRegisters], uint64_t a, uint64
   static_assert(kRegisters == 32 || kRegisters == 64 || kRegisters == 128);
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
     JAXCONV_WGMMA_N("bf16")
+  } else if constexpr (std::is_same_v<T, float>) {
+    static_assert(kMajorA && kMajorB);
+    if constexpr (kRegisters == 32) {
+      JAXCONV_WGMMA_TF32("64", JAXCONV_WGMMA_D0, JAXCONV_WGMMA_F32(0), "32", "33", "34");
+    } else if constexpr (kRegisters == 64) {
+      JAXCONV_WGMMA_TF32("128", JAXCONV_WGMMA_D0 ", " JAXCONV_WGMMA_D1, JAXCONV_WGMMA_F64(0), "64",
+                         "65", "66");
+    } else {
+      JAXCONV_WGMMA_TF32(
+          "256", JAXCONV_WGMMA_D0 ", " JAXCONV_WGMMA_D1 ", " JAXCONV_WGMMA_D2 ", " JAXCONV_WGMMA_D3,
+          JAXCONV_WGMMA_F128(0), "128", "129", "130");
+    }
   } else {
     static_assert(std::is_same_v<T, __half>);
     JAXCONV_WGMMA_N("f16")
@@ -108,6 +127,7 @@ __device__ __forceinline__ void Wgmma(float (&d)[kRegisters], uint64_t a, uint64
 }
 
 #undef JAXCONV_WGMMA_N
+#undef JAXCONV_WGMMA_TF32
 #undef JAXCONV_WGMMA
 #undef JAXCONV_WGMMA_F128
 #undef JAXCONV_WGMMA_F64

@@ -16,7 +16,9 @@ namespace jaxconv::cuda {
 Status Dense(const Context& ctx, const DenseProblem& p, const Epilogue& e, const Plan& plan,
              const void* x, const void* w, const void* bias, const void* c, void* y, void* z,
              Workspace workspace) {
-  if (plan.algorithm == "wgmma") return WgmmaDense(ctx, p, e, plan, x, w, bias, y, z);
+  if (plan.algorithm == "wgmma") {
+    return WgmmaDense(ctx, p, e, plan, x, w, bias, y, z, workspace);
+  }
   if (plan.algorithm != "gemm") {
     return Status::Invalid("dense: algorithm \"" + std::string(plan.algorithm) +
                            "\" is unknown; the algorithms are \"gemm\", \"wgmma\"");

@@ -4,7 +4,9 @@
 #include <algorithm>
 #include <string>
 
+#include "cuda/core/divmod.h"
 #include "cuda/core/tma.h"
+#include "cuda/gemm/sm90_operands.h"
 #include "cuda/gemm/sm90_product.h"
 
 namespace jaxconv::cuda {
@@ -14,8 +16,8 @@ bool Aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 
 Status Check(const DenseProblem& p, const Plan& plan, const std::string& what) {
   const auto no = [&](const std::string& why) { return Status::Unimplemented(what + ": " + why); };
-  if (p.dtype != DType::kBF16 && p.dtype != DType::kF16) {
-    return no(std::string("wgmma needs bfloat16 or float16, given ") + Name(p.dtype));
+  if (p.dtype == DType::kF64) {
+    return no("wgmma needs float32, bfloat16 or float16, given float64");
   }
   if (p.addend) return no("wgmma takes no addend c");
   if (p.trans_x && p.trans_w) return no("x and w may not both be transposed");
@@ -25,9 +27,13 @@ Status Check(const DenseProblem& p, const Plan& plan, const std::string& what) {
     return no("the fastest axes of x, w and y must be multiples of 8, given " +
               std::to_string(x_axis) + ", " + std::to_string(w_axis) + ", " + std::to_string(p.n));
   }
-  constexpr int64_t kMost = (int64_t(1) << 31) - 1 - 4096;
-  if (std::max({p.m, p.n, p.k, p.batch}) > kMost) {
-    return no("M, N, K and batch must be at most " + std::to_string(kMost));
+  if (p.dtype == DType::kF32 && !p.full_float32 && p.k % 8 != 0) {
+    return no("K must be a multiple of 8 in TF32, given " + std::to_string(p.k));
+  }
+  // A coordinate counts the instances of all terms.
+  const int64_t most = ((int64_t(1) << 31) - 1 - 4096) / (p.dtype == DType::kF32 ? 3 : 1);
+  if (std::max({p.m, p.n, p.k, p.batch}) > most) {
+    return no("M, N, K and batch must be at most " + std::to_string(most));
   }
   if (plan.splits != 1) {
     return Status::Invalid(what + ": splits=" + std::to_string(plan.splits) + " must be 1");
@@ -43,12 +49,14 @@ TmaTensor Matrices(const void* base, int64_t rows, int64_t columns, bool batched
 }  // namespace
 
 Status WgmmaDense(const Context& ctx, const DenseProblem& p, const Epilogue& e, const Plan& plan,
-                  const void* x, const void* w, const void* bias, void* y, void* z) {
+                  const void* x, const void* w, const void* bias, void* y, void* z,
+                  Workspace workspace) {
   const std::string what =
       std::string("dense[wgmma ") + Name(p.dtype) + " " + std::string(plan.tile) + "]";
   JAXCONV_RETURN_IF_ERROR(Check(p, plan, what));
-  if (!Aligned(x) || !Aligned(w) || !Aligned(y) || (e.save_preactivation && !Aligned(z))) {
-    return Status::Invalid(what + ": x, w, y and z must be 16-byte aligned");
+  if (!Aligned(x) || !Aligned(w) || !Aligned(y) || (e.save_preactivation && !Aligned(z)) ||
+      !Aligned(workspace.data)) {
+    return Status::Invalid(what + ": x, w, y, z and the workspace must be 16-byte aligned");
   }
   Sm90TileName tile;
   JAXCONV_RETURN_IF_ERROR(FindSm90Tile(plan.tile, what, &tile));
@@ -56,12 +64,28 @@ Status WgmmaDense(const Context& ctx, const DenseProblem& p, const Epilogue& e, 
   JAXCONV_RETURN_IF_ERROR(RequireSm90(what, &multiprocessors));
   if (p.m == 0 || p.n == 0 || p.batch == 0) return Status::Ok();
 
+  const int64_t instances_x = p.x_batched ? p.batch : 1, instances_w = p.w_batched ? p.batch : 1;
+  const Sm90Arithmetic in = ArithmeticOf(p.dtype, p.full_float32);
+  if (in.terms > 1) {
+    JAXCONV_RETURN_IF_ERROR(SplitIntoTerms(ctx, 3, IsRaw(tile) ? 0 : p.m * p.k * instances_x,
+                                           p.k * p.n * instances_w, what, &x, &w, &workspace));
+  }
+  bool trans_x = p.trans_x, trans_w = p.trans_w;
+  if (in.tf32 && trans_x) {
+    JAXCONV_RETURN_IF_ERROR(TransposeFloats(ctx, instances_x, p.k, p.m, what, &x, &workspace));
+    trans_x = false;
+  }
+  if (in.tf32 && !trans_w) {
+    JAXCONV_RETURN_IF_ERROR(TransposeFloats(ctx, instances_w, p.k, p.n, what, &w, &workspace));
+    trans_w = true;
+  }
+
   // Instances that share w, and that the epilogue does not tell apart, are more rows.
   int64_t m = p.m, batch = p.batch;
   const bool any_row =
       p.bias == BiasKind::kNone ||
       (!p.bias_batched && (p.bias == BiasKind::kScalar || p.bias == BiasKind::kColumn));
-  if (batch > 1 && p.x_batched && !p.w_batched && !p.trans_x && any_row &&
+  if (batch > 1 && p.x_batched && !p.w_batched && !trans_x && any_row &&
       batch <= (int64_t(1) << 30) / (m + 1)) {
     m *= batch;
     batch = 1;
@@ -76,7 +100,7 @@ Status WgmmaDense(const Context& ctx, const DenseProblem& p, const Epilogue& e, 
   g.shared_b = !p.w_batched;
   g.instances = int(batch);
   g.n = int(p.n);
-  g.k_blocks = int((p.k + 63) / 64);
+  g.k_blocks = int(CeilDiv(p.k, in.depth));
   g.epilogue.alpha = float(p.alpha);
   g.epilogue.activation = e.activation;
   g.epilogue.slope = float(e.slope);
@@ -88,21 +112,32 @@ Status WgmmaDense(const Context& ctx, const DenseProblem& p, const Epilogue& e, 
     g.epilogue.stride_bias = p.bias_batched ? elements : 0;
   }
   const int rows = TileRows(tile), columns = TileColumns(tile);
-  if (p.trans_x) {
-    JAXCONV_RETURN_IF_ERROR(EncodeTiled(p.dtype, Matrices(x, p.k, m, p.x_batched, batch),
-                                        {64, 1, 64}, what + " x", &g.a[0]));
-  } else {
-    JAXCONV_RETURN_IF_ERROR(EncodeTiled(p.dtype, Matrices(x, m, p.k, p.x_batched, batch),
-                                        {64, 1, rows}, what + " x", &g.a[0]));
-  }
-  // w as (fastest axis, instance, slowest axis, 1).
-  TmaTensor filter = p.trans_w ? Matrices(w, p.n, p.k, p.w_batched, batch)
-                               : Matrices(w, p.k, p.n, p.w_batched, batch);
+  TmaTensor matrix =
+      trans_x ? Matrices(x, p.k, m, p.x_batched, batch) : Matrices(x, m, p.k, p.x_batched, batch);
+  g.terms = {0, int(matrix.extent[1]), 0, 1};
+  const bool split = in.terms > 1 && !IsRaw(tile);  // in memory, the terms as instances
+  matrix.extent[1] *= split ? in.terms : 1;
+  JAXCONV_RETURN_IF_ERROR(EncodeTiled(split ? in.element : p.dtype, matrix,
+                                      {0, 1, trans_x ? 64 : rows}, what + " x", &g.a[0], in.tf32));
+  // w as (fastest axis, instance, slowest axis, term).
+  TmaTensor filter = trans_w ? Matrices(w, p.n, p.k, p.w_batched, batch)
+                             : Matrices(w, p.k, p.n, p.w_batched, batch);
   filter.rank = 4;
-  filter.extent[3] = 1;
-  filter.stride[3] = filter.stride[1];
-  JAXCONV_RETURN_IF_ERROR(
-      EncodeTiled(p.dtype, filter, {64, 1, p.trans_w ? columns : 64, 1}, what + " w", &g.b));
+  filter.extent[3] = in.terms;
+  filter.stride[3] = filter.stride[1] * filter.extent[1];
+  JAXCONV_RETURN_IF_ERROR(EncodeTiled(in.element, filter, {0, 1, trans_w ? columns : 64, 1},
+                                      what + " w", &g.b, in.tf32));
+  if (p.dtype == DType::kF32) {
+    g.out.d = static_cast<float*>(y);
+    g.out.z = static_cast<float*>(z);
+    g.out.instance = m * p.n;
+    g.out.stride_image = p.n;  // a row is an image of one pixel
+    const auto launch = in.tf32   ? LaunchSm90KKTf32
+                        : trans_x ? LaunchSm90MNFloat
+                        : trans_w ? LaunchSm90KKFloat
+                                  : LaunchSm90KNFloat;
+    return launch(ctx, g, tile, multiprocessors, what);
+  }
   JAXCONV_RETURN_IF_ERROR(
       EncodeTiled(p.dtype, Matrices(y, m, p.n, true, batch), {64, 1, 64}, what + " y", &g.d[0]));
   if (e.save_preactivation) {

@@ -1,18 +1,23 @@
 // The matrix main loop for sm_90a, shared by its views (sm90_product.cuh, conv/wgmma_wgrad.cuh):
 //
-//   acc[m, n] = sum over k of A[m, k] * B[k, n],  16-bit operands, float32 sums
+//   acc[m, n] = sum over k of A[m, k] * B[k, n],  16-bit or TF32 operands, float32 sums
 //
-// A CTA is three warpgroups. The first's first thread has the copy engine fill a ring of stages, 64
-// k of A and B each; the other two multiply. Either both make one tile, each kBlocks * 64 of its
-// rows (they share the stages and drift apart by a few, so that one's epilogue hides in part behind
-// the other's products), or they take turns at whole tiles (ping-pong: one's epilogue hides behind
-// the other's main loop). CTAs are persistent.
+// A float32 operand may be a sum of bfloat16 terms (sm90_operands.h), a product of two is then a sum
+// over pairs of terms.
+//
+// A CTA is three warpgroups. The first's first thread has the copy engine fill a ring of stages, 128
+// bytes of k (64, or 32 in TF32) of A and B each; the other two multiply. Either both make one tile,
+// each kBlocks * 64 of its rows (they share the stages and drift apart by a few, so that one's
+// epilogue hides in part behind the other's products), or they take turns at whole tiles (ping-pong:
+// one's epilogue hides behind the other's main loop). CTAs are persistent.
 //
 // Clusters of two that share B by multicast lost 20 to 40 % on every shape tried (H200, 3x3 and 1x1
 // layers of ResNet-50, 4096^3 products).
 #pragma once
 
 #include <cuda_runtime.h>
+
+#include <type_traits>
 
 #include "cuda/core/mbarrier.cuh"
 #include "cuda/core/mma.cuh"  // SharedAddress
@@ -27,35 +32,55 @@
 namespace jaxconv::cuda {
 
 inline constexpr int kSm90Threads = 384;
+inline constexpr int kSplitThreads = 512;  // with a warpgroup that splits float32 into terms
 inline constexpr int kSm90SharedBytes = 227 * 1024;  // a CTA's most
 inline constexpr int kProducerRegisters = 56;
 inline constexpr int kConsumerRegisters = 224;
+inline constexpr int kSplitterRegisters = 88;
+inline constexpr int kSplitConsumerRegisters = 184;  // beside a splitter
 
 // kMajorA, kMajorB: the operand is k-major in memory (and so in shared memory).
 template <typename T_, bool kMajorA_, bool kMajorB_, int kBlocks_, int kTileN_, bool kPingPong_,
-          bool kStaged_>
+          bool kStaged_, int kTerms_ = 1, int kRaw_ = 0>
 struct Sm90Tile {
   using T = T_;
+  static constexpr int kTerms = kTerms_;                   // of T in an element of A or B
+  using Out = std::conditional_t<(kTerms > 1), float, T>;  // type of the results
+  // Operands that come as float32 and are split into terms in shared memory: 1 is A, 2 both. They
+  // come in units of 128 rows of 128 bytes, half of a stage's k (or m, n).
+  static constexpr int kRaw = kRaw_;
+  static constexpr int kThreads = kRaw > 0 ? kSplitThreads : kSm90Threads;
   static constexpr bool kMajorA = kMajorA_, kMajorB = kMajorB_;
   static constexpr int kBlocks = kBlocks_;  // blocks of 64 rows that a warpgroup makes
   static constexpr bool kPingPong = kPingPong_;
   static constexpr bool kStaged = kStaged_;  // the epilogue goes through shared memory
 
+  static constexpr int kTileK = 128 / int(sizeof(T));  // of a stage
   static constexpr int kTileM = kBlocks * 64 * (kPingPong ? 1 : 2);
   static constexpr int kTileN = kTileN_;
-  static constexpr int kBytesA = kTileM * 128, kBytesB = kTileN * 128;
-  static constexpr int kStageBytes = kBytesA + kBytesB;
+  static constexpr int kBytesA = kTileM * 128, kBytesB = kTileN * 128;  // of a term
+  static constexpr int kStageBytes = kTerms * (kBytesA + kBytesB);
   // Pairs of 64 x 64 outputs that a warpgroup has on their way out. Two in ping-pong, so that a
   // whole tile leaves without a wait; elsewhere the stages are worth more.
   static constexpr int kPairs = kPingPong ? 2 : 1;
   static constexpr int kOutboxBytes = 2 * kPairs * kBlockBytes;  // of a warpgroup
   static constexpr int kStagingBytes = kStaged ? 2 * kOutboxBytes : 0;
-  static constexpr int kStages = (kSm90SharedBytes - kStagingBytes - 256) / kStageBytes;
-  static constexpr int kBarriers = kStages * kStageBytes + kStagingBytes;  // offset
-  static constexpr int kSharedBytes = kBarriers + (2 * kStages + 2) * 8;
+  static constexpr int kStages =
+      kRaw > 0 ? 2 : (kSm90SharedBytes - kStagingBytes - 256) / kStageBytes;
+  static constexpr int kUnitBytes = 128 * 128;
+  static constexpr int kUnits =
+      kRaw > 0 ? (kSm90SharedBytes - 256 - kStages * kStageBytes) / kUnitBytes : 0;
+  static constexpr int kUnitOffset = kStages * kStageBytes;
+  static constexpr int kBarriers = kUnitOffset + kStagingBytes + kUnits * kUnitBytes;  // offset
+  static constexpr int kSharedBytes = kBarriers + (2 * kStages + 2 + 2 * kUnits) * 8;
+  // What fills a stage: bytes that the copy engine brings, and arrivals.
+  static constexpr int kCopiedBytes =
+      kTerms * ((kRaw < 1 ? kBytesA : 0) + (kRaw < 2 ? kBytesB : 0));
+  static constexpr int kFills = (kRaw < 2 ? 1 : 0) + (kRaw > 0 ? 4 : 0);
   // Arrivals that free a stage.
   static constexpr int kReaders = kPingPong ? 1 : 2;
-  static_assert(kStages >= 3 && kSharedBytes <= kSm90SharedBytes);
+  static_assert(kStages >= (kTerms > 1 ? 2 : 3) && kSharedBytes <= kSm90SharedBytes);
+  static_assert(kRaw == 0 || (kTerms > 1 && kTileM == 128 && !kStaged && kUnits >= 2));
 };
 
 // The ring of stages: a stage's place in shared memory and its two barriers.
@@ -63,8 +88,12 @@ template <typename Tile>
 struct Sm90Ring {
   __device__ __forceinline__ explicit Sm90Ring(uint32_t shared) : shared(shared) {}
 
-  __device__ __forceinline__ uint32_t A() const { return shared + stage * Tile::kStageBytes; }
-  __device__ __forceinline__ uint32_t B() const { return A() + Tile::kBytesA; }
+  __device__ __forceinline__ uint32_t A(int term = 0) const {
+    return shared + stage * Tile::kStageBytes + term * Tile::kBytesA;
+  }
+  __device__ __forceinline__ uint32_t B(int term = 0) const {
+    return A(Tile::kTerms) + term * Tile::kBytesB;
+  }
   __device__ __forceinline__ uint32_t Full(int s) const { return shared + Tile::kBarriers + s * 8; }
   __device__ __forceinline__ uint32_t Empty(int s) const { return Full(Tile::kStages + s); }
 
@@ -75,11 +104,15 @@ struct Sm90Ring {
   // One thread of the CTA; the others must not touch a barrier before.
   __device__ __forceinline__ void Init() const {
     for (int s = 0; s < Tile::kStages; ++s) {
-      BarrierInit(Full(s), 1);
+      BarrierInit(Full(s), Tile::kFills);
       BarrierInit(Empty(s), Tile::kReaders);
     }
     BarrierInit(Turn(0), 1);
     BarrierInit(Turn(1), 1);
+    for (int i = 0; i < Tile::kUnits; ++i) {
+      BarrierInit(UnitFull(i), 1);
+      BarrierInit(UnitEmpty(i), 4);
+    }
     BarrierInitFence();
   }
 
@@ -87,8 +120,29 @@ struct Sm90Ring {
   __device__ __forceinline__ uint32_t Claim() const {
     BarrierWait(Empty(stage), parity ^ 1);
     const uint32_t full = Full(stage);
-    BarrierExpect(full, Tile::kStageBytes);
+    BarrierExpect(full, Tile::kCopiedBytes);
     return full;
+  }
+
+  // Units of float32 on their way to the splitter: the same for them.
+  __device__ __forceinline__ uint32_t Unit() const {
+    return shared + Tile::kUnitOffset + unit * Tile::kUnitBytes;
+  }
+  __device__ __forceinline__ uint32_t UnitFull(int i) const {
+    return Full(2 * Tile::kStages + 2 + i);
+  }
+  __device__ __forceinline__ uint32_t UnitEmpty(int i) const { return UnitFull(Tile::kUnits + i); }
+  __device__ __forceinline__ uint32_t ClaimUnit() const {
+    BarrierWait(UnitEmpty(unit), unit_parity ^ 1);
+    const uint32_t full = UnitFull(unit);
+    BarrierExpect(full, Tile::kUnitBytes);
+    return full;
+  }
+  __device__ __forceinline__ void AdvanceUnit() {
+    if (++unit == Tile::kUnits) {
+      unit = 0;
+      unit_parity ^= 1;
+    }
   }
 
   // Consumer, one warpgroup.
@@ -123,13 +177,72 @@ struct Sm90Ring {
   int stage = 0;
   uint32_t parity = 0;
   uint32_t turns = 0;  // parity of this group's turns
+  int unit = 0;
+  uint32_t unit_parity = 0;
 };
+
+// The same for operands of several terms: sums of warpgroup `group` over the next `steps` stages.
+//
+// The tensor cores cut the sum after every 16 k towards zero, a bias that grows with the length of
+// the chain. So a chain is a stage: its 64 k of every pair of terms, the small products first, and
+// then its sums are added to `sum`, rounded to nearest.
+template <typename Tile>
+__device__ __forceinline__ void Sm90TermsLoop(Sm90Ring<Tile>& ring, int group, int steps,
+                                              float (&sum)[Tile::kBlocks][Tile::kTileN / 2]) {
+  static_assert(!Tile::kPingPong);
+  // Pairs by how small they are; terms count from the largest. Two terms need the last three.
+  constexpr int kTermA[6] = {0, 2, 1, 0, 1, 0}, kTermB[6] = {2, 0, 1, 1, 0, 0};
+  constexpr int kFirst = Tile::kTerms == 3 ? 0 : 3, kSmallest = Tile::kTerms - 1;
+  float acc[Tile::kBlocks][Tile::kTileN / 2];
+#pragma unroll
+  for (int m = 0; m < Tile::kBlocks; ++m) {
+#pragma unroll
+    for (int i = 0; i < Tile::kTileN / 2; ++i) sum[m][i] = acc[m][i] = 0.f;
+  }
+  const int block0 = group * Tile::kBlocks;
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    ring.Await();
+    const uint64_t a = OperandDescriptor<Tile::kMajorA>(ring.A() + block0 * kBlockBytes);
+    const uint64_t b = OperandDescriptor<Tile::kMajorB>(ring.B());
+#pragma unroll
+    for (int m = 0; m < Tile::kBlocks; ++m) Pin(acc[m]);
+    WgmmaFence();
+#pragma unroll
+    for (int pair = kFirst; pair < 6; ++pair) {
+      // In memory the smallest term comes first.
+      const uint64_t a_term = a + (kSmallest - kTermA[pair]) * (Tile::kBytesA / 16);
+      const uint64_t b_term = b + (kSmallest - kTermB[pair]) * (Tile::kBytesB / 16);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+#pragma unroll
+        for (int m = 0; m < Tile::kBlocks; ++m) {
+          Wgmma<typename Tile::T, Tile::kMajorA, Tile::kMajorB>(
+              acc[m], a_term + m * (kBlockBytes / 16) + k * kOperandStep<Tile::kMajorA>,
+              b_term + k * kOperandStep<Tile::kMajorB>, pair > kFirst || k > 0);
+        }
+      }
+    }
+    WgmmaCommit();
+    WgmmaWait<0>();
+#pragma unroll
+    for (int m = 0; m < Tile::kBlocks; ++m) Pin(acc[m]);
+    ring.Release(ring.stage);
+    ring.Advance();
+#pragma unroll
+    for (int m = 0; m < Tile::kBlocks; ++m) {
+#pragma unroll
+      for (int i = 0; i < Tile::kTileN / 2; ++i) sum[m][i] += acc[m][i];
+    }
+  }
+}
 
 // Sums of warpgroup `group` (0 or 1) over the next `steps` stages. At most one stage's products are
 // in flight while the next stage's are issued.
 template <typename Tile>
 __device__ __forceinline__ void Sm90MainLoop(Sm90Ring<Tile>& ring, int group, int steps,
                                              float (&acc)[Tile::kBlocks][Tile::kTileN / 2]) {
+  static_assert(Tile::kTerms == 1);
 #pragma unroll
   for (int m = 0; m < Tile::kBlocks; ++m) {
 #pragma unroll
@@ -176,17 +289,18 @@ __device__ __forceinline__ void Sm90Start(const Sm90Ring<Tile>& ring) {
   __syncthreads();
 }
 
-// B's tile for 64 k. `map` is (k, instance, n, tap) for a k-major B, (n, instance, k, tap)
-// otherwise.
+// A term of B's tile for a stage. `map` is (k, instance, n, tap) for a k-major B, (n, instance, k, tap)
+// otherwise; the taps of one term follow those of another.
 template <typename Tile>
 __device__ __forceinline__ void LoadB(const Sm90Ring<Tile>& ring, const CUtensorMap& map,
-                                      uint32_t full, int k, int n, int instance, int tap) {
+                                      uint32_t full, int k, int n, int instance, int tap,
+                                      int term = 0) {
   if constexpr (Tile::kMajorB) {
-    LoadTile(ring.B(), map, full, k, instance, n, tap);
+    LoadTile(ring.B(term), map, full, k, instance, n, tap);
   } else {
 #pragma unroll
     for (int i = 0; i < Tile::kTileN; i += 64) {
-      LoadTile(ring.B() + i * 128, map, full, n + i, instance, k, tap);
+      LoadTile(ring.B(term) + i * 128, map, full, n + i, instance, k, tap);
     }
   }
 }

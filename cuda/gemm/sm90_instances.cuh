@@ -8,18 +8,21 @@ namespace jaxconv::cuda {
 template <typename T, bool kMajorA, bool kMajorB>
 Status LaunchSm90ByTile(const Context& ctx, Sm90Product& p, Sm90TileName tile, int multiprocessors,
                         const std::string& what) {
-#define JAXCONV_SM90_CASE(name, blocks, tile_n, ping_pong)                                    \
-  case Sm90TileName::name:                                                                    \
-    return LaunchSm90Product<Sm90Tile<T, kMajorA, kMajorB, blocks, tile_n, ping_pong, true>>( \
-        ctx, p, multiprocessors, what);
+#define JAXCONV_SM90_CASE(name, blocks, tile_n, ping_pong)                                  \
+  case Sm90TileName::name: {                                                                \
+    using Tile = Sm90Tile<T, kMajorA, kMajorB, blocks, tile_n, ping_pong, true>;            \
+    return LaunchSm90Product<Tile>(ctx, Sm90ProductKernel<Tile>, p, multiprocessors, what); \
+  }
   switch (tile) {
     JAXCONV_SM90_CASE(k128x256, 1, 256, false)
     JAXCONV_SM90_CASE(k256x128, 2, 128, false)
     JAXCONV_SM90_CASE(k128x128, 2, 128, true)
     JAXCONV_SM90_CASE(k256x64, 2, 64, false)
+    default:
+      break;
   }
 #undef JAXCONV_SM90_CASE
-  return Status::Internal(what + ": no such tile");
+  return Status::Unimplemented(what + ": no such tile");
 }
 
 }  // namespace jaxconv::cuda

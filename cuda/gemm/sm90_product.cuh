@@ -63,6 +63,22 @@ __device__ __forceinline__ void ProduceTile(const Sm90Product& p, const Sm90Plac
     image = pixel.digit[0];
     for (int i = 0; i < 3; ++i) first[i] = pixel.digit[3 - i] * phase.step[i] + phase.first[i];
   }
+  // A's tile, or from `half` on half of its rows' elements.
+  const auto load_a = [&](uint32_t to, uint32_t full, int k, int half, int term,
+                          const int (&offset)[3]) {
+    const int instance = instance_a + term * p.terms.instances;
+    if (p.rank_a != 0) {
+      LoadColumn(p.rank_a, to, p.a[at.phase], full, at.instance * p.channels + k + half, first,
+                 image + term * p.terms.images, offset);
+    } else if constexpr (Tile::kMajorA) {
+      LoadTile(to, p.a[at.phase], full, k + half, instance, at.m + term * p.terms.rows);
+    } else {
+#pragma unroll
+      for (int i = 0; i < Tile::kTileM; i += 64) {
+        LoadTile(to + i * 128, p.a[at.phase], full, at.m + i + half, instance, k);
+      }
+    }
+  };
   for (int t = 0; t < phase.taps[2]; ++t) {
     for (int r = 0; r < phase.taps[1]; ++r) {
       for (int s = 0; s < phase.taps[0]; ++s) {
@@ -70,20 +86,19 @@ __device__ __forceinline__ void ProduceTile(const Sm90Product& p, const Sm90Plac
         const int tap = phase.filter_first + s * phase.filter_step[0] + r * phase.filter_step[1] +
                         t * phase.filter_step[2];
         for (int block = 0; block < p.k_blocks; ++block) {
-          const uint32_t full = ring.Claim();
-          const int k = block * 64;
-          if (p.rank_a != 0) {
-            LoadColumn(p.rank_a, ring.A(), p.a[at.phase], full, at.instance * p.channels + k, first,
-                       image, offset);
-          } else if constexpr (Tile::kMajorA) {
-            LoadTile(ring.A(), p.a[at.phase], full, k, instance_a, at.m);
-          } else {
-#pragma unroll
-            for (int i = 0; i < Tile::kTileM; i += 64) {
-              LoadTile(ring.A() + i * 128, p.a[at.phase], full, at.m + i, instance_a, k);
+          const int k = block * Tile::kTileK;
+          if constexpr (Tile::kRaw > 0) {
+            for (int half = 0; half < 64; half += 32) {
+              load_a(ring.Unit(), ring.ClaimUnit(), k, half, 0, offset);
+              ring.AdvanceUnit();
             }
           }
-          LoadB(ring, p.b, full, k, at.n, instance_b, tap);
+          const uint32_t full = ring.Claim();
+#pragma unroll
+          for (int term = 0; term < Tile::kTerms; ++term) {
+            if constexpr (Tile::kRaw == 0) load_a(ring.A(term), full, k, 0, term, offset);
+            LoadB(ring, p.b, full, k, at.n, instance_b, tap + term * p.terms.taps, term);
+          }
           ring.Advance();
         }
       }
@@ -185,8 +200,8 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
 // Fills in the tile counts of `p` (whose phases have m, and n, instances are set) and launches. A
 // CTA per multiprocessor, fewer where there are fewer tiles.
 template <typename Tile>
-Status LaunchSm90Product(const Context& ctx, Sm90Product& p, int multiprocessors,
-                         const std::string& what) {
+Status LaunchSm90Product(const Context& ctx, void (*kernel)(Sm90Product), Sm90Product& p,
+                         int multiprocessors, const std::string& what) {
   p.tiles_n = (p.n + Tile::kTileN - 1) / Tile::kTileN;
   int64_t tiles = 0;
   for (int i = 0; i < p.phases; ++i) {
@@ -199,11 +214,10 @@ Status LaunchSm90Product(const Context& ctx, Sm90Product& p, int multiprocessors
   }
   p.tiles = int(tiles);
   if (tiles == 0) return Status::Ok();
-  auto kernel = Sm90ProductKernel<Tile>;
   JAXCONV_RETURN_IF_ERROR(CudaStatus(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kSharedBytes),
       what));
-  kernel<<<unsigned(std::min<int64_t>(tiles, multiprocessors)), kSm90Threads, Tile::kSharedBytes,
+  kernel<<<unsigned(std::min<int64_t>(tiles, multiprocessors)), Tile::kThreads, Tile::kSharedBytes,
            ctx.stream>>>(p);
   return LaunchStatus(what);
 }

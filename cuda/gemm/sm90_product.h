@@ -1,5 +1,5 @@
-// A 16-bit product on the sm_90a main loop, as a host fills it in; sm90_product.cuh computes it and
-// says what the fields mean together.
+// A product on the sm_90a main loop, as a host fills it in; sm90_product.cuh (16-bit) and
+// sm90_float32.cuh (float32) compute it, and the former says what the fields mean together.
 #pragma once
 
 #include <cuda.h>
@@ -38,8 +38,21 @@ struct Sm90Phase {
 
 inline constexpr int kMaxPhases = 8;
 
+// Operands of several terms, one after another: what a term adds to the coordinates of the one
+// before, in columns of pixels, in a matrix, and in B. 0 where A is not split in memory.
+struct Sm90Terms {
+  int images, instances, rows, taps;
+};
+
+// Float32 only: where row m, column n of an instance goes. m is a pixel of the phase's extent:
+// d + begin[phase] + instance * at.instance + image * stride_image + sum of pixel[i] * stride[i] + n
+struct Sm90FloatOutput {
+  float *d, *z;  // z: where the epilogue saves it
+  int64_t begin[kMaxPhases], instance, stride_image, stride[3];
+};
+
 struct Sm90Product {
-  CUtensorMap a[kMaxPhases], d[kMaxPhases], b, z;
+  CUtensorMap a[kMaxPhases], d[kMaxPhases], b, z;  // d, z: 16-bit only
   Sm90Phase phase[kMaxPhases];
   Sm90Epilogue epilogue;
   int phases;
@@ -49,21 +62,38 @@ struct Sm90Product {
   int instances;
   int n, tiles_n;
   int channels;  // of an instance, in a's and d's columns of pixels: k and n
-  int k_blocks;  // blocks of 64 k in a tap
+  int k_blocks;  // blocks of 64 k (32 in TF32) in a tap
   int tiles;
+  Sm90Terms terms;
+  Sm90FloatOutput out;
 };
 
 // Tiles, M x N of a CTA. In a product k128x128 is the one whose warpgroups take turns; in the
-// others, and in wgrad, both work at one tile.
-enum class Sm90TileName { k128x256, k256x128, k128x128, k256x64 };
+// others, and in wgrad, both work at one tile. Float32 as terms has the last four, where k128x128 is
+// both at one: operands that were split in memory, or that are split on their way (raw).
+enum class Sm90TileName { k128x256, k256x128, k256x64, k128x128, k128x64, k128x128Raw, k128x64Raw };
 
-constexpr std::string_view kSm90TileNames[] = {"128x256", "256x128", "128x128", "256x64"};
+constexpr std::string_view kSm90TileNames[] = {"128x256", "256x128",    "256x64",   "128x128",
+                                               "128x64",  "128x128raw", "128x64raw"};
+
+constexpr bool IsRaw(Sm90TileName tile) {
+  return tile == Sm90TileName::k128x128Raw || tile == Sm90TileName::k128x64Raw;
+}
 
 constexpr int TileRows(Sm90TileName tile) {
-  return tile == Sm90TileName::k128x256 || tile == Sm90TileName::k128x128 ? 128 : 256;
+  return tile == Sm90TileName::k256x128 || tile == Sm90TileName::k256x64 ? 256 : 128;
 }
 constexpr int TileColumns(Sm90TileName tile) {
-  return tile == Sm90TileName::k128x256 ? 256 : tile == Sm90TileName::k256x64 ? 64 : 128;
+  switch (tile) {
+    case Sm90TileName::k128x256:
+      return 256;
+    case Sm90TileName::k256x64:
+    case Sm90TileName::k128x64:
+    case Sm90TileName::k128x64Raw:
+      return 64;
+    default:
+      return 128;
+  }
 }
 
 Status FindSm90Tile(std::string_view name, const std::string& what, Sm90TileName* tile);
@@ -81,6 +111,10 @@ JAXCONV_DECLARE_SM90(KKBf16)
 JAXCONV_DECLARE_SM90(KKF16)
 JAXCONV_DECLARE_SM90(MNBf16)
 JAXCONV_DECLARE_SM90(MNF16)
+JAXCONV_DECLARE_SM90(KNFloat)
+JAXCONV_DECLARE_SM90(KKFloat)
+JAXCONV_DECLARE_SM90(MNFloat)
+JAXCONV_DECLARE_SM90(KKTf32)
 #undef JAXCONV_DECLARE_SM90
 
 }  // namespace jaxconv::cuda

@@ -1,0 +1,26 @@
+// The sm_90a product in float32, all memory orders. See sm90_float32.cuh.
+#include "cuda/gemm/sm90_float32.cuh"
+
+namespace jaxconv::cuda {
+
+Status LaunchSm90KNFloat(const Context& ctx, Sm90Product& p, Sm90TileName tile, int multiprocessors,
+                         const std::string& what) {
+  return LaunchSm90TermsByTile<true, false>(ctx, p, tile, multiprocessors, what);
+}
+
+Status LaunchSm90KKFloat(const Context& ctx, Sm90Product& p, Sm90TileName tile, int multiprocessors,
+                         const std::string& what) {
+  return LaunchSm90TermsByTile<true, true>(ctx, p, tile, multiprocessors, what);
+}
+
+Status LaunchSm90MNFloat(const Context& ctx, Sm90Product& p, Sm90TileName tile, int multiprocessors,
+                         const std::string& what) {
+  return LaunchSm90TermsByTile<false, false>(ctx, p, tile, multiprocessors, what);
+}
+
+Status LaunchSm90KKTf32(const Context& ctx, Sm90Product& p, Sm90TileName tile, int multiprocessors,
+                        const std::string& what) {
+  return LaunchSm90Tf32ByTile(ctx, p, tile, multiprocessors, what);
+}
+
+}  // namespace jaxconv::cuda

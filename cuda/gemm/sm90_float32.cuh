@@ -1,0 +1,196 @@
+// Products on the sm_90a main loop in float32: operands of bfloat16 terms (sm90_operands.h) or TF32,
+// and an epilogue
+//
+//   z = alpha * sum + bias;  d = f(z)
+//
+// that stores from the registers: four neighbouring lanes write 32 bytes of a row. The tile walk is
+// sm90_product.cuh's. The main loops are two to six times as long as 16-bit ones, so that the stages
+// are worth more than an outbox.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "common/activation.h"
+#include "cuda/core/divmod.h"
+#include "cuda/gemm/sm90_product.cuh"
+#include "cuda/gemm/sm90_split.cuh"
+
+namespace jaxconv::cuda {
+
+// f over a thread's outputs, four at a time, the array turning like a wheel.
+template <int kCount>
+__device__ __forceinline__ void ActivateAll(Activation activation, float slope,
+                                            float (&v)[kCount]) {
+  if (activation == Activation::kNone) return;
+#pragma unroll 1
+  for (int turn = 0; turn < kCount; turn += 4) {
+    float y[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) y[i] = Activate(activation, v[i], slope);
+#pragma unroll
+    for (int i = 0; i + 4 < kCount; ++i) v[i] = v[i + 4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) v[kCount - 4 + i] = y[i];
+  }
+}
+
+// The element (m, 0) of an instance.
+__device__ __forceinline__ int64_t RowOffset(const Sm90Product& p, const Sm90Place& at, int m) {
+  const Sm90Phase& phase = p.phase[at.phase];
+  const Digits4 pixel = SplitDigits(m, phase.extent[2], phase.extent[1], phase.extent[0]);
+  int64_t offset =
+      p.out.begin[at.phase] + at.instance * p.out.instance + pixel.digit[0] * p.out.stride_image;
+#pragma unroll
+  for (int i = 0; i < 3; ++i) offset += pixel.digit[3 - i] * p.out.stride[i];
+  return offset;
+}
+
+__device__ __forceinline__ void StoreFloats(float* to, const float (&v)[32], int half,
+                                            int columns) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    if (j * 8 < columns) {
+      *reinterpret_cast<float2*>(to + j * 8) =
+          make_float2(v[j * 4 + half * 2], v[j * 4 + half * 2 + 1]);
+    }
+  }
+}
+
+template <typename Tile>
+__device__ __forceinline__ void FinishFloatTile(
+    const Sm90Product& p, const Sm90Place& at, int block0,
+    const float (&acc)[Tile::kBlocks][Tile::kTileN / 2]) {
+  const Sm90Phase& phase = p.phase[at.phase];
+  const Sm90Epilogue& e = p.epilogue;
+  const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+  const float* bias = static_cast<const float*>(e.bias) + at.instance * e.stride_bias;
+#pragma unroll
+  for (int block = 0; block < Tile::kBlocks; ++block) {
+    const int upper = at.m + (block0 + block) * 64 + warp * 16 + lane / 4, lower = upper + 8;
+    const bool has_upper = upper < phase.m, has_lower = lower < phase.m;
+    const int64_t to_upper = has_upper ? RowOffset(p, at, upper) : 0;
+    const int64_t to_lower = has_lower ? RowOffset(p, at, lower) : 0;
+    float row_bias[2] = {};
+    if (e.bias_kind == BiasKind::kScalar) {
+      row_bias[0] = row_bias[1] = __ldg(bias);
+    } else if (e.bias_kind == BiasKind::kRow) {
+      row_bias[0] = __ldg(bias + (has_upper ? upper : 0));
+      row_bias[1] = __ldg(bias + (has_lower ? lower : 0));
+    }
+#pragma unroll
+    for (int chunk = 0; chunk < Tile::kTileN / 64; ++chunk) {
+      const int n = at.n + chunk * 64 + lane % 4 * 2;
+      const int columns = p.n - at.n - chunk * 64;  // of the chunk's 64 that are there
+      float v[32];
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        float2 b = make_float2(0.f, 0.f);
+        if (e.bias_kind == BiasKind::kColumn && j * 8 < columns) {
+          b = __ldg(reinterpret_cast<const float2*>(bias + n + j * 8));
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          v[j * 4 + i] = acc[block][chunk * 32 + j * 4 + i] * e.alpha + (i % 2 == 0 ? b.x : b.y) +
+                         row_bias[i / 2];
+        }
+      }
+      if (e.save_z) {
+        if (has_upper) StoreFloats(p.out.z + to_upper + n, v, 0, columns);
+        if (has_lower) StoreFloats(p.out.z + to_lower + n, v, 1, columns);
+      }
+      ActivateAll(e.activation, e.slope, v);
+      if (has_upper) StoreFloats(p.out.d + to_upper + n, v, 0, columns);
+      if (has_lower) StoreFloats(p.out.d + to_lower + n, v, 1, columns);
+    }
+  }
+}
+
+template <typename Tile>
+__global__ void __launch_bounds__(Tile::kThreads, 1)
+    Sm90FloatKernel(const __grid_constant__ Sm90Product p) {
+#ifdef JAXCONV_SM90A
+  extern __shared__ __align__(1024) unsigned char shared_bytes[];
+  Sm90Ring<Tile> ring(SharedAddress(shared_bytes));
+  Sm90Start(ring);
+  const int group = __shfl_sync(0xffffffffu, int(threadIdx.x) / 128, 0) - 1;  // uniform
+  if (group < 0) {
+    RegistersDown<kProducerRegisters>();
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < p.phases; ++i) PrefetchMap(p.a[i]);
+      PrefetchMap(p.b);
+      for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
+        ProduceTile(p, LocateTile<Tile>(p, tile), ring);
+      }
+    }
+  } else if (Tile::kRaw > 0 && group == 2) {
+    RegistersDown<kSplitterRegisters>();
+    for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
+      const int steps = LocateTile<Tile>(p, tile).steps;
+      for (int step = 0; step < steps; ++step) SplitStage(ring);
+    }
+  } else {
+    RegistersUp<Tile::kRaw == 0 ? kConsumerRegisters : kSplitConsumerRegisters>();
+    int turn = 0;
+    for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
+      const Sm90Place at = LocateTile<Tile>(p, tile);
+      if (Tile::kPingPong) {
+        turn ^= 1;
+        if (turn == group) {
+          ring.Skip(at.steps);
+          continue;
+        }
+      }
+      float acc[Tile::kBlocks][Tile::kTileN / 2];
+      if constexpr (Tile::kTerms > 1) {
+        Sm90TermsLoop(ring, group, at.steps, acc);
+      } else {
+        Sm90MainLoop(ring, group, at.steps, acc);
+      }
+      FinishFloatTile<Tile>(p, at, Tile::kPingPong ? 0 : group * Tile::kBlocks, acc);
+    }
+  }
+#endif
+}
+
+template <bool kMajorA, bool kMajorB>
+Status LaunchSm90TermsByTile(const Context& ctx, Sm90Product& p, Sm90TileName tile,
+                             int multiprocessors, const std::string& what) {
+#define JAXCONV_SM90_CASE(name, tile_n, raw)                                                \
+  case Sm90TileName::name: {                                                                \
+    using Tile =                                                                            \
+        Sm90Tile<__nv_bfloat16, kMajorA, kMajorB, 1, tile_n, false, false, 3, raw ? 1 : 0>; \
+    return LaunchSm90Product<Tile>(ctx, Sm90FloatKernel<Tile>, p, multiprocessors, what);   \
+  }
+  switch (tile) {
+    JAXCONV_SM90_CASE(k128x128, 128, false)
+    JAXCONV_SM90_CASE(k128x64, 64, false)
+    JAXCONV_SM90_CASE(k128x128Raw, 128, true)
+    JAXCONV_SM90_CASE(k128x64Raw, 64, true)
+    default:
+      break;
+  }
+#undef JAXCONV_SM90_CASE
+  return Status::Unimplemented(what + ": no such tile in float32");
+}
+
+inline Status LaunchSm90Tf32ByTile(const Context& ctx, Sm90Product& p, Sm90TileName tile,
+                                   int multiprocessors, const std::string& what) {
+#define JAXCONV_SM90_CASE(name, blocks, tile_n, ping_pong)                                \
+  case Sm90TileName::name: {                                                              \
+    using Tile = Sm90Tile<float, true, true, blocks, tile_n, ping_pong, false>;           \
+    return LaunchSm90Product<Tile>(ctx, Sm90FloatKernel<Tile>, p, multiprocessors, what); \
+  }
+  switch (tile) {
+    JAXCONV_SM90_CASE(k128x256, 1, 256, false)
+    JAXCONV_SM90_CASE(k128x128, 2, 128, true)
+    JAXCONV_SM90_CASE(k256x64, 2, 64, false)
+    default:
+      break;
+  }
+#undef JAXCONV_SM90_CASE
+  return Status::Unimplemented(what +
+                               ": TF32 has the tiles \"128x256\", \"128x128\" and \"256x64\"");
+}
+
+}  // namespace jaxconv::cuda

@@ -1,0 +1,114 @@
+"""float32 on Hopper's tensor cores: sums of bfloat16 terms at "highest", TF32 and two terms at the default."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy_reference as ref
+import pytest
+from cases import ConvCase, _case
+from helpers import DEVICE, integers, normal
+from tolerance import assert_exact
+
+import jaxconv
+
+pytestmark = pytest.mark.skipif(DEVICE.compute_capability != (9, 0), reason="wgmma is Hopper's")
+
+CASES = {
+    case.name: case
+    for case in (
+        _case("columns", 2, (9, 7), 64, 128, (3, 3), "126 pixels: a column of 64 runs into the next term", padding=1),
+        _case("ragged", 3, (7, 5), 24, 40, (3, 3), "24 and 40 channels: a stage is partly zeros", padding=1),
+        _case("strided", 2, (9, 11), 64, 72, (3, 3), "phases in dgrad", padding=1, stride=2),
+        _case("dilated", 1, (12, 12), 64, 64, (3, 3), "dilation 2", padding=2, dilation=2),
+        _case("pointwise", 3, (10, 9), 72, 136, (1, 1), "a matrix product: x's terms are further rows"),
+        _case("groups", 2, (8, 8), 128, 128, (3, 3), "two groups of 64", padding=1, groups=2),
+        _case("volume", 1, (5, 6, 7), 32, 32, (3, 3, 3), "3-D", padding=1),
+    )
+}
+LONG = _case("long", 4, (7, 7), 512, 512, (3, 3), "K = 4,608 in fprop and dgrad", padding=1)
+OPERANDS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("x", "dy")}
+
+
+def trio(case: ConvCase, x: Any, w: Any, dy: Any, **options: Any) -> dict[str, Any]:
+    @jax.jit
+    def run(x: Any, w: Any, dy: Any) -> dict[str, Any]:
+        y, back = jax.vjp(functools.partial(case.function, **case.options, **options), x, w)
+        dx, dw = back(dy)
+        return {"fprop": y, "dgrad": dx, "wgrad": dw}
+
+    return run(*(jnp.asarray(a, "float32") for a in (x, w, dy)))
+
+
+def shapes(case: ConvCase) -> dict[str, tuple[int, ...]]:
+    return {"x": case.x_shape, "w": case.w_shape, "dy": (case.batch, *ref.out_extents(case), case.filters)}
+
+
+@pytest.mark.parametrize("precision", ["default", "highest"])
+@pytest.mark.parametrize("name", CASES)
+def test_integers_of_several_terms_are_exact(name, precision):
+    """1000 needs two bfloat16 terms and fits TF32's 11 bits; every partial sum stays below 2^24."""
+    case = CASES[name]
+    given = {n: integers(i, s, 3 if n == "w" else 1000) for i, (n, s) in enumerate(shapes(case).items())}
+    for pair in (("x", "w", "dy"), ("x", "w", "small")):
+        dy = given["dy"] if pair[2] == "dy" else np.sign(given["dy"])
+        actual = trio(case, given["x"], given["w"], dy, algorithm="wgmma", precision=precision)
+        values = {**given, "dy": dy}
+        for op in ("fprop", "dgrad") if pair[2] == "dy" else ("wgrad",):
+            assert_exact(actual[op], getattr(ref, op)(case, *(values[n] for n in OPERANDS[op])), f"{op} of {name}")
+
+
+@pytest.mark.parametrize("sign", ["both", "positive"])
+def test_highest_errs_no_more_than_float32_fmas(sign):
+    """The tensor cores cut sums towards zero; where all products are positive the cuts would add up."""
+    given = {n: normal(i, s, "float32") for i, (n, s) in enumerate(shapes(LONG).items())}
+    if sign == "positive":
+        given = {n: np.abs(a) for n, a in given.items()}
+    terms, fmas = (trio(LONG, *given.values(), precision="highest", algorithm=a) for a in ("wgmma", "implicit_gemm"))
+    for op, names in OPERANDS.items():
+        exact = getattr(ref, op)(LONG, *(given[n] for n in names))
+        ours, theirs = (float(np.sqrt(np.mean((np.asarray(r[op], np.float64) - exact) ** 2))) for r in (terms, fmas))
+        assert ours <= theirs, f"{op}: rms error {ours:.3g}, FMAs {theirs:.3g}"
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan, 3.4028235e38])
+def test_numbers_beyond_the_terms_range_give_what_xla_gives(value):
+    """An infinity has no finite rest; the largest float32 rounds to an infinite bfloat16."""
+    case = CASES["columns"]
+    given = {n: normal(i, s, "float32") * 1e-3 for i, (n, s) in enumerate(shapes(case).items())}
+    given["x"][1, 4, 3, 5] = value
+    ours, xla = (
+        trio(case, *given.values(), precision="highest", **choice)["fprop"]
+        for choice in ({"algorithm": "wgmma"}, {"algorithm": "direct"})
+    )
+    for test in (np.isnan, np.isposinf, np.isneginf):
+        np.testing.assert_array_equal(test(ours), test(xla))
+    finite = np.isfinite(xla)
+    np.testing.assert_allclose(np.asarray(ours)[finite], np.asarray(xla)[finite], rtol=1e-5, atol=1e-6)
+    assert np.isfinite(value) or not finite.all()
+
+
+@pytest.mark.parametrize("precision", ["default", "highest"])
+@pytest.mark.parametrize("trans_x", [False, True])
+def test_dense_of_several_terms_is_exact(precision, trans_x):
+    """x^T dz, dz w^T and x w: every memory order, through the gradient."""
+    m, k, n = 104, 72, 136
+    x, w, dy = integers(0, (m, k), 1000), integers(1, (k, n), 3), integers(2, (m, n), 3)
+    b = integers(3, (n,), 50)
+
+    @jax.jit
+    def run(x: Any, w: Any, b: Any, dy: Any) -> Any:
+        f = functools.partial(jaxconv.dense, algorithm="wgmma", precision=precision, activation="relu6")
+        (y, z), back = jax.vjp(functools.partial(f, return_preactivation=True), x, w, b)
+        return y, z, back((jnp.zeros_like(y), dy))
+
+    y, z, (dx, dw, db) = run(*(jnp.asarray(a, "float32") for a in (x, w, b, dy)))
+    assert_exact(z, x @ w + b)
+    assert_exact(y, np.clip(x @ w + b, 0, 6))
+    assert_exact(dx, dy @ w.T)
+    assert_exact(dw, x.T @ dy)
+    assert_exact(db, dy.sum(0))
