@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import re
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,8 @@ from helpers import PLATFORM
 
 import jaxconv
 from jaxconv import _native, _plan
+from jaxconv._activation import Activation
+from jaxconv._problem import BatchNormProblem
 
 H200 = _plan.Device("cuda", "NVIDIA H200", (9, 0), 132)
 # algorithm -> groups of 64 channels, dtype, whether its kernel reads channels last
@@ -91,3 +94,14 @@ def test_a_chain_is_transposed_at_its_ends_only(algorithm):
     filter = tuple(sorted((CHANNELS, CHANNELS // groups, 3, 3)))
     expected = {activation: 2, filter: 3} if last else {}
     assert transposed(jax.jit(layers).lower(x, ws).compile().as_text()) == expected
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_channels_first_batch_norm_stays_with_xla_which_keeps_its_neighbours_layout(dtype, monkeypatch):
+    monkeypatch.setattr(_native, "cuda_missing", "")
+    shape, relu = (256, 64, 56, 56), Activation("relu")
+    problem = BatchNormProblem("batchnorm", dtype, shape, 1, True, 0.9, 1e-5, relu)
+    for op in ("batchnorm_train", "batchnorm_backward"):
+        made = _plan.plan(op, problem, H200)
+        assert made.implementation == "xla" and "copy" in made.reason
+        assert _plan.plan(op, dataclasses.replace(problem, implementation="native"), H200).implementation == "native"
