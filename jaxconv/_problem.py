@@ -24,7 +24,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 IMPLEMENTATIONS = ("native", "xla")
 CONV_ALGORITHMS = ("wgmma", "implicit_gemm", "direct", "depthwise", "grouped", "stem", "im2col")
 DENSE_ALGORITHMS = ("gemm", "wgmma")
-BATCHNORM_ALGORITHMS = ("two_read", "resident_block")
+BATCHNORM_ALGORITHMS = ("two_read", "resident_block", "resident_team")
 
 NO_ACTIVATION = Activation()
 Pair = tuple[int, int]

@@ -363,7 +363,8 @@ def batchnorm(
         they are taken for functions of x, so x's gradient is complete and that of the two arrays is zero. Statistics
         that are not those of x make it wrong.
       algorithm: forces one native algorithm: "two_read" (any size), "resident_block" (one launch; a channel's elements
-        must fit in a block's shared memory; CUDA only).
+        must fit in a block's shared memory; CUDA only), "resident_team" (one launch; blocks share a channel's elements
+        and keep what fits; CUDA only, where 16 bytes divide the fastest axis).
       implementation: see `conv2d`.
 
     Returns:

@@ -126,7 +126,15 @@ def run(options: dict[str, Any], names: tuple[str, ...], given: dict[str, jax.Ar
     return {"y": y, "mean": mean, "var": var}, gradients
 
 
-def compare(shape: Any, axis: int, dtype: str, training: bool, activation: Any, residual: bool) -> None:
+def compare(
+    shape: Any,
+    axis: int,
+    dtype: str,
+    training: bool,
+    activation: Any,
+    residual: bool,
+    only: tuple[str, ...] = BATCHNORM_ALGORITHMS,
+) -> None:
     given = data(shape, axis, dtype)
     names = ("x", "scale", "bias", *(("residual",) if residual else ()))
     options = dict(training=training, momentum=0.9, epsilon=1e-3, activation=activation, channel_axis=axis)
@@ -144,6 +152,8 @@ def compare(shape: Any, axis: int, dtype: str, training: bool, activation: Any, 
         args = arrays(given, dtype)
         xla, xla_gradients = jax.jit(functools.partial(run, {**options, "implementation": "xla"}, names))(args)
         for algorithm in algorithms(shape, axis, dtype, training):
+            if algorithm not in only:
+                continue
             forced = {**options, "algorithm": algorithm}
             actual, gradients = jax.jit(functools.partial(run, forced, names))(args)
             for what, value in expected.items():
@@ -178,6 +188,32 @@ def test_every_activation_errs_no_more_than_twice_xla(activation, training, resi
     compare(shape, axis, "float32", training, activation, residual)
 
 
+# What resident_team lays out differently: a team of one CTA and of many; groups that it takes in turn; shares that do
+# and do not stay in shared memory (a CTA of 256 threads holds about 26 vectors a thread, or 13 of x and dy).
+TEAMS = {
+    ((64, 7, 7, 64), -1, 128, 1): "one CTA; 98 steps",
+    ((64, 7, 7, 64), -1, 32, 7): "an odd team; 13 steps of 32-byte groups",
+    ((130, 9, 9, 72), -1, 64, 11): "the last group is half empty; positions no multiple of a step",
+    ((9, 8, 8, 2048), -1, 128, 66): "32 groups on 4 teams: eight rounds",
+    ((16, 300, 16, 16), 1, 128, 1): "channels first; 264 teams and 300 channels",
+    ((64, 5, 32, 32), 1, 128, 3): "channels first; a channel is more than a CTA holds",
+}
+
+
+@pytest.mark.skipif(PLATFORM != "cuda", reason="the algorithm exists on CUDA only")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("shape", "axis", "width", "ctas"), TEAMS, ids=str)
+def test_teams_of_every_layout_err_no_more_than_twice_xla(shape, axis, width, ctas, dtype, monkeypatch):
+    def forced(op: str, p: BatchNormProblem, device: _plan.Device) -> _plan._TeamLayout:
+        return _plan._TeamLayout(op, p, device, width, ctas)
+
+    assert _plan.supports("batchnorm_backward", "resident_team", problem(shape, axis, dtype, True), DEVICE) is None
+    monkeypatch.setattr(_plan, "_team_layout", forced)
+    jax.clear_caches()
+    for activation, residual in (("relu", False), ("relu", True), ("silu", True), (None, False)):
+        compare(shape, axis, dtype, True, activation, residual, ("resident_team",))
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Numbers that are easy to get wrong
 
@@ -206,6 +242,12 @@ def test_variance_is_right_where_the_mean_is_10000_deviations(shape, axis, choic
     assert_within(var, var64, var64 * (4 * ulp**2 + 4 * eps("float32") * np.sqrt(n)), "variance")
     # y = (x - mean) * rstd: the mean's error, in deviations, and the variance's, halved.
     assert_within(y, y64, 2.1 * ulp + np.abs(y64) * (4 * ulp**2 + 4 * eps("float32") * np.sqrt(n)), "y")
+
+
+@pytest.mark.skipif(PLATFORM != "cuda", reason="the algorithm exists on CUDA only")
+@pytest.mark.parametrize(("shape", "axis"), [((16, 8, 8, 24), -1), ((16, 24, 8, 8), 1)], ids=str)
+def test_variance_of_a_team_is_right_where_the_mean_is_10000_deviations(shape, axis):
+    test_variance_is_right_where_the_mean_is_10000_deviations(shape, axis, {"algorithm": "resident_team"})
 
 
 @pytest.mark.parametrize("choice", NORMS, ids=lambda c: c["implementation"])

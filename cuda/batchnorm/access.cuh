@@ -66,6 +66,28 @@ __device__ __forceinline__ Raw<T, V> Pack(const float (&v)[V]) {
   return raw;
 }
 
+// Rounds max(v, 0); NaN stays NaN.
+template <typename T, int V>
+__device__ __forceinline__ Raw<T, V> PackRelu(const float (&v)[V]) {
+  if constexpr (sizeof(T) == 2 && V == 8) {
+    uint32_t w[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if constexpr (std::is_same_v<T, __half>) {
+        asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;\n" : "=r"(w[j]) : "f"(v[2 * j + 1]), "f"(v[2 * j]));
+      } else {
+        asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;\n" : "=r"(w[j]) : "f"(v[2 * j + 1]), "f"(v[2 * j]));
+      }
+    }
+    return make_uint4(w[0], w[1], w[2], w[3]);
+  } else {
+    float y[V];
+#pragma unroll
+    for (int j = 0; j < V; ++j) y[j] = Activate(Activation::kRelu, v[j], 0.f);
+    return Pack<T, V>(y);
+  }
+}
+
 // The activations in two classes, so that the common ones keep their kernels small: kSmooth ==
 // false knows the piecewise linear ones (none, relu, relu6, leaky_relu), kSmooth == true all of
 // them.

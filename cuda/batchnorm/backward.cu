@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(kThreads, V == 1 ? 3 : 2)
     const float s1 = SumParts(p.sums, row, p.parts);
     const float s2 = SumParts(p.sums, a.batch * a.channels + row, p.parts);
     affine[c] = SavedChannel(p, row);
-    gradient[c] = BackwardChannel(p, row, s1, s2, at.part == 0);
+    gradient[c] = BackwardChannel(p, row, p.t.rstd[row], s1, s2, at.part == 0);
   }
   __syncthreads();
   Affine mine[kStats];

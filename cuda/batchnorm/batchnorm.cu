@@ -13,6 +13,7 @@ namespace {
 
 std::string What(const char* op, const BatchNormProblem& p, const Plan& plan) {
   return std::string(op) + "[" + std::string(plan.algorithm) + " " + Name(p.dtype) +
+         (plan.tile.empty() ? "" : " " + std::string(plan.tile)) +
          " splits=" + std::to_string(plan.splits) + "]";
 }
 
@@ -26,7 +27,20 @@ Status CheckProblem(const BatchNormProblem& p, const std::string& what) {
 }
 
 Status UnknownAlgorithm(const std::string& what) {
-  return Status::Unimplemented(what + ": expected algorithm two_read or resident_block");
+  return Status::Unimplemented(what +
+                               ": expected algorithm two_read, resident_block or resident_team");
+}
+
+// A tile "64B" is 64 bytes of neighbouring channels; splits, the CTAs of a team.
+Status ToTeamShape(const Plan& plan, const std::string& what, batchnorm::TeamShape& shape) {
+  for (const int width : {32, 64, 128}) {
+    if (plan.tile == std::to_string(width) + "B") {
+      shape = {width, static_cast<int>(std::clamp<int64_t>(plan.splits, 1, 1 << 20)), 0};
+      return Status::Ok();
+    }
+  }
+  return Status::Unimplemented(what + ": expected tile 32B, 64B or 128B, got '" +
+                               std::string(plan.tile) + "'");
 }
 
 // 0 is taken as 1.
@@ -60,6 +74,11 @@ Status BatchNormTrain(const Context& ctx, const BatchNormProblem& p, const Plan&
   if (plan.algorithm == "two_read")
     return batchnorm::TwoReadTrain(ctx, canonical, Splits(plan), t, workspace, what);
   if (plan.algorithm == "resident_block") return batchnorm::ResidentTrain(ctx, canonical, t, what);
+  if (plan.algorithm == "resident_team") {
+    batchnorm::TeamShape shape{};
+    JAXCONV_RETURN_IF_ERROR(ToTeamShape(plan, what, shape));
+    return batchnorm::TeamTrain(ctx, canonical, shape, t, workspace, what);
+  }
   return UnknownAlgorithm(what);
 }
 
@@ -106,6 +125,11 @@ Status BatchNormBackward(const Context& ctx, const BatchNormProblem& p, const Pl
     return batchnorm::TwoReadBackward(ctx, canonical, Splits(plan), t, workspace, what);
   if (plan.algorithm == "resident_block")
     return batchnorm::ResidentBackward(ctx, canonical, t, what);
+  if (plan.algorithm == "resident_team") {
+    batchnorm::TeamShape shape{};
+    JAXCONV_RETURN_IF_ERROR(ToTeamShape(plan, what, shape));
+    return batchnorm::TeamBackward(ctx, canonical, shape, t, workspace, what);
+  }
   return UnknownAlgorithm(what);
 }
 

@@ -24,7 +24,17 @@
 //   It fills the device where batch * channels (inner > 1) or batch * channels / (2 * vec) is no less than the number of
 //   multiprocessors.
 //
-// Both: float32, bfloat16, float16 with float32 parameters; fewer than 2^31 positions a channel; deterministic.
+// resident_team: one launch, cooperative unless a team is one CTA. Several CTAs share a group of channels (a tile: `width`
+//   bytes of neighbouring channels, channels-last; one channel, channels-first), keep what of it fits in their shared
+//   memory, and add its sums up together; the teams take groups in turn. Traffic: train 1 read + 1 write, backward 2 reads
+//   + 1 write where a group fits on chip; what does not is read a second time, from the L2 cache if it is still there.
+//   Plan: tile "32B", "64B" or "128B", the width; splits, the CTAs of a team, of which the device must run as many at
+//   once: two a multiprocessor, or one where backward has 16-bit channels-last x and another activation than ReLU.
+//   Workspace, bytes: 32 * (channels of a group) * (CTAs of all teams, as many as run at once or as there are groups);
+//   fewer mean fewer teams.
+//   Domain: 16-byte vectors (vec > 1 above), 16-byte aligned.
+//
+// All: float32, bfloat16, float16 with float32 parameters; fewer than 2^31 positions a channel; deterministic.
 #pragma once
 
 #include "common/plan.h"
@@ -74,6 +84,17 @@ Status ResidentTrain(const Context& ctx, const BatchNormProblem& p, const Forwar
                      const std::string& what);
 Status ResidentBackward(const Context& ctx, const BatchNormProblem& p, const BackwardTensors& t,
                         const std::string& what);
+
+// How resident_team lays a problem on the device.
+struct TeamShape {
+  int width;      // bytes of neighbouring channels in a group, channels-last: 32, 64 or 128
+  int ctas;       // that share a group
+  int in_flight;  // steps of copies on their way: 4 or 8; 0: the launcher chooses
+};
+Status TeamTrain(const Context& ctx, const BatchNormProblem& p, const TeamShape& shape,
+                 const ForwardTensors& t, Workspace workspace, const std::string& what);
+Status TeamBackward(const Context& ctx, const BatchNormProblem& p, const TeamShape& shape,
+                    const BackwardTensors& t, Workspace workspace, const std::string& what);
 Status Infer(const Context& ctx, const BatchNormProblem& p, const ForwardTensors& t,
              const std::string& what);
 

@@ -59,6 +59,10 @@ inline BackwardArgs MakeBackwardArgs(const BatchNormProblem& p, const BackwardTe
   return args;
 }
 
+__device__ __forceinline__ float Median(float a, float b, float c) {
+  return fmaxf(fminf(a, b), fminf(fmaxf(a, b), c));
+}
+
 // Median of the channel's first, middle and last position. `channel` counts within the tile.
 template <typename T, int V, bool kLast>
 __device__ __forceinline__ float Shift(const Layout& a, const void* x, int64_t instance,
@@ -69,7 +73,7 @@ __device__ __forceinline__ float Shift(const Layout& a, const void* x, int64_t i
   const float first = ToFloat(base[0]);
   const float middle = ToFloat(base[Step<kLast>(a, a.positions / 2) * V]);
   const float last = ToFloat(base[Step<kLast>(a, a.positions - 1) * V]);
-  return fmaxf(fminf(first, middle), fminf(fmaxf(first, middle), last));
+  return Median(first, middle, last);
 }
 
 // z = (x - mean) * scale + offset. x - mean comes first: it is exact where mean / std is large.
@@ -77,25 +81,44 @@ struct Affine {
   float mean, scale, offset;
 };
 
-// `at` = instance * channels + channel. Writes the channel's statistics where `write` says so.
-__device__ __forceinline__ Affine TrainChannel(const ForwardArgs& p, int64_t at, float shift,
-                                               float s1, float s2, bool write) {
+// A channel's statistics from its sums about `shift`.
+struct Statistics {
+  double mean, var;
+  float rstd;
+};
+
+__device__ __forceinline__ Statistics TrainStatistics(const ForwardArgs& p, float shift, float s1,
+                                                      float s2) {
   const double offset = s1 * p.inv_n;
-  const double mean = shift + offset;
   double var = s2 * p.inv_n - offset * offset;
   if (var < 0) var = 0;  // NaN stays
-  const float rstd = static_cast<float>(1.0 / sqrt(var + p.epsilon));
-  const float rounded = static_cast<float>(mean);
-  if (write) {
-    p.t.mean[at] = rounded;
-    p.t.rstd[at] = rstd;
-    const double keep = p.momentum, take = 1 - p.momentum;
-    p.t.new_mean[at] = static_cast<float>(keep * p.t.old_mean[at] + take * mean);
-    p.t.new_var[at] = static_cast<float>(keep * p.t.old_var[at] + take * var);
-  }
-  // What rounding took from the mean goes into the offset.
-  const float scale = p.t.scale[at] * rstd;
-  return {rounded, scale, p.t.bias[at] - static_cast<float>(mean - rounded) * scale};
+  return {shift + offset, var, static_cast<float>(1.0 / sqrt(var + p.epsilon))};
+}
+
+// What rounding took from the mean goes into the offset.
+__device__ __forceinline__ Affine ToAffine(const Statistics& s, float scale, float bias) {
+  const float rounded = static_cast<float>(s.mean);
+  scale *= s.rstd;
+  return {rounded, scale, bias - static_cast<float>(s.mean - rounded) * scale};
+}
+
+// `at` = instance * channels + channel.
+__device__ __forceinline__ void WriteStatistics(const ForwardArgs& p, int64_t at,
+                                                const Statistics& s, float old_mean,
+                                                float old_var) {
+  p.t.mean[at] = static_cast<float>(s.mean);
+  p.t.rstd[at] = s.rstd;
+  const double keep = p.momentum, take = 1 - p.momentum;
+  p.t.new_mean[at] = static_cast<float>(keep * old_mean + take * s.mean);
+  p.t.new_var[at] = static_cast<float>(keep * old_var + take * s.var);
+}
+
+// Writes the channel's statistics where `write` says so.
+__device__ __forceinline__ Affine TrainChannel(const ForwardArgs& p, int64_t at, float shift,
+                                               float s1, float s2, bool write) {
+  const Statistics s = TrainStatistics(p, shift, s1, s2);
+  if (write) WriteStatistics(p, at, s, p.t.old_mean[at], p.t.old_var[at]);
+  return ToAffine(s, p.t.scale[at], p.t.bias[at]);
 }
 
 __device__ __forceinline__ Affine InferChannel(const ForwardArgs& p, int64_t at) {
@@ -117,9 +140,8 @@ struct Gradient {
 };
 
 // s1 = sum dz, s2 = sum dz * (x - mean).
-__device__ __forceinline__ Gradient BackwardChannel(const BackwardArgs& p, int64_t at, float s1,
-                                                    float s2, bool write) {
-  const float rstd = p.t.rstd[at];
+__device__ __forceinline__ Gradient BackwardChannel(const BackwardArgs& p, int64_t at, float rstd,
+                                                    float s1, float s2, bool write) {
   if (write) {
     p.t.dbias[at] = s1;
     p.t.dscale[at] = p.layout.positions > 0 ? s2 * rstd : 0.f;  // an empty channel has no rstd

@@ -178,7 +178,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     const int64_t channel = at.tile * tile_channels + c;
     if (channel >= a.channels) break;
     const float* sum = scratch + c / kStats * 2 * kStats + c % kStats;
-    gradient[c] = BackwardChannel(p, at.instance * a.channels + channel, sum[0], sum[kStats], true);
+    const int64_t row = at.instance * a.channels + channel;
+    gradient[c] = BackwardChannel(p, row, p.t.rstd[row], sum[0], sum[kStats], true);
   }
   __syncthreads();
   if (p.t.dx == nullptr && p.t.dresidual == nullptr) return;

@@ -1,0 +1,270 @@
+// Backward with channel groups kept in the shared memory of a team of CTAs (resident_team): one launch, every element of
+// x and dy read once where a group fits. team.cuh says how the work is laid out.
+//
+//   dx = scale * rstd * (dz - dbias / n - xhat * dscale / n), dz = dy * f'(z)
+//
+// The residual does not stay: it is copied for each of the two walks.
+#include "cuda/batchnorm/batchnorm.h"
+#include "cuda/batchnorm/channel.cuh"
+#include "cuda/batchnorm/launch.h"
+#include "cuda/batchnorm/team.cuh"
+#include "cuda/batchnorm/team_launch.h"
+
+namespace jaxconv::cuda::batchnorm {
+namespace {
+
+namespace cg = cooperative_groups;
+
+constexpr int kBackwardStep = 1;  // positions of a thread in a step
+
+// CTAs of a multiprocessor. Eight channels a thread and any activation take more registers than half of it has.
+template <int V, bool kLast, bool kRelu>
+constexpr int kBlocks = V == 8 && kLast && !kRelu ? 1 : kTeamBlocks;
+
+// dz = dy * f'(z), in place; x becomes z's input as float32.
+template <typename T, int V, bool kRelu, int kStats>
+__device__ __forceinline__ void ToGradient(const Raw<T, V>& raw_x, const Raw<T, V>& raw_dy,
+                                           const Raw<T, V>& residual, bool has_residual,
+                                           const Affine (&c)[kStats], Activation activation,
+                                           float slope, float (&x)[V], float (&dz)[V]) {
+  Unpack<T, V>(raw_x, x);
+  Unpack<T, V>(raw_dy, dz);
+  if (!kRelu && activation == Activation::kNone) return;
+  float z[V];
+#pragma unroll
+  for (int j = 0; j < V; ++j) z[j] = Preactivation<T>(x[j], c[kStats == 1 ? 0 : j]);
+  if (has_residual) {
+    float r[V];
+    Unpack<T, V>(residual, r);
+#pragma unroll
+    for (int j = 0; j < V; ++j) z[j] += r[j];
+  }
+  if constexpr (kRelu) {
+    ApplyOne<true, Activation::kRelu>(z, slope, dz);
+  } else {
+    Apply<true, true, V>(activation, slope, z, dz);
+  }
+}
+
+template <typename T, int V, bool kLast, bool kRelu>
+__global__ void __launch_bounds__(kTeamThreads, kBlocks<V, kLast, kRelu>)
+    TeamBackwardKernel(const __grid_constant__ BackwardArgs p, const __grid_constant__ Team q) {
+  constexpr int kStats = kLast ? V : 1;
+  constexpr int U = kBackwardStep, N = kTeamThreads;
+  constexpr int kVector = N * 16, kSlot = U * 2 * kVector, kResidualSlot = U * kVector;
+  __shared__ float scratch[kTeamScratch];
+  __shared__ float scales[kTeamTile], biases[kTeamTile], means[kTeamTile], rstds[kTeamTile];
+  __shared__ Gradient gradient[kTeamTile];
+
+  using R = Raw<T, V>;
+  const Layout& a = p.layout;
+  const Share s = MyShare<U>(a, q);
+  const bool has_residual = p.t.residual != nullptr, needs_z = p.activation != Activation::kNone;
+  const R* x = static_cast<const R*>(p.t.x);
+  const R* dy = static_cast<const R*>(p.t.dy);
+  const R* residual = static_cast<const R*>(p.t.residual);
+  const int ring = static_cast<int>(q.slots) * kSlot, residual_ring = q.in_flight * kResidualSlot;
+  const char* mine_x = reinterpret_cast<const char*>(slab) + threadIdx.x * 16;
+  const char* mine_residual = mine_x + ring;
+  const uint32_t to_x = SharedAddress(mine_x), to_residual = SharedAddress(mine_residual);
+  const int tile_channels = a.lanes * kStats, columns = 2 * tile_channels;
+  const uint32_t ahead = q.in_flight * s.jump, around = q.slots * s.jump;
+  const int64_t at_ahead = q.in_flight * s.at_jump, at_around = q.slots * s.at_jump;
+
+  cg::grid_group grid = cg::this_grid();
+  cg::grid_group::arrival_token token{};
+  if (q.ctas > 1) {
+    ClearPartials(q, s, columns);
+    token = grid.barrier_arrive();
+  }
+
+  uint32_t round = 0;
+  for (int64_t group = s.team; group < q.groups; group += q.teams, ++round) {
+    Walk<kLast, U> walk(a, s, group);
+    const int64_t channel = walk.tile * tile_channels + threadIdx.x,
+                  row = walk.instance * a.channels + channel;
+    const bool has_channel = static_cast<int>(threadIdx.x) < tile_channels && channel < a.channels;
+    if (has_channel) {
+      CopyWord(&means[threadIdx.x], p.t.mean + row);
+      CopyWord(&rstds[threadIdx.x], p.t.rstd + row);
+      CopyWord(&scales[threadIdx.x], p.t.scale + row);
+      if (needs_z) CopyWord(&biases[threadIdx.x], p.t.bias + row);
+    }
+    const auto copy = [&](int slot, uint32_t by, int64_t at_by) {
+#pragma unroll
+      for (int u = 0; u < U; ++u) {
+        walk.Visit(a, s, u, by, at_by, [&](int64_t offset) {
+          CopyAsync(to_x + slot + 2 * u * kVector, x + offset);
+          CopyAsync(to_x + slot + (2 * u + 1) * kVector, dy + offset);
+        });
+      }
+    };
+    const auto copy_residual = [&](int slot, uint32_t by, int64_t at_by) {
+#pragma unroll
+      for (int u = 0; u < U; ++u) {
+        walk.Visit(a, s, u, by, at_by, [&](int64_t offset) {
+          CopyAsync(to_residual + slot + u * kVector, residual + offset);
+        });
+      }
+    };
+    for (int i = 0; i < q.in_flight; ++i) {
+      copy(i * kSlot, i * s.jump, i * s.at_jump);
+      if (has_residual) copy_residual(i * kResidualSlot, i * s.jump, i * s.at_jump);
+      CopyCommit();
+    }
+    CopyWaitFor(q.in_flight);
+    __syncthreads();
+
+    Affine mine[kStats];
+#pragma unroll
+    for (int j = 0; j < kStats; ++j) {
+      const int c = (kLast ? s.lane * kStats : 0) + j;
+      mine[j] = Fold<T>({means[c], scales[c] * rstds[c], needs_z ? biases[c] : 0.f});
+    }
+    float total[2 * kStats] = {};  // sums of dz, then of dz * (x - mean)
+    int slot = 0, load_slot = q.in_flight * kSlot, residual_slot = 0;
+    if (load_slot == ring) load_slot = 0;
+#pragma unroll 1
+    for (uint32_t i = 0; i < q.steps; ++i) {
+      CopyWaitFor(q.in_flight);
+      R x_raw[U], dy_raw[U], extra[U];
+#pragma unroll
+      for (int u = 0; u < U; ++u) {
+        x_raw[u] = Slot<R>(mine_x, slot + 2 * u * kVector);
+        dy_raw[u] = Slot<R>(mine_x, slot + (2 * u + 1) * kVector);
+        if (has_residual) extra[u] = Slot<R>(mine_residual, residual_slot + u * kVector);
+      }
+#pragma unroll(kRelu ? U : 1)
+      for (int u = 0; u < U; ++u) {
+        // Where the code is long there is one copy of it: the vectors move up.
+        if (walk.Inside(s, u)) {
+          float v[V], dz[V];
+          ToGradient<T, V, kRelu>(x_raw[0], dy_raw[0], extra[0], has_residual, mine, p.activation,
+                                  p.slope, v, dz);
+#pragma unroll
+          for (int j = 0; j < V; ++j) {
+            const int k = kLast ? j : 0;
+            total[k] += dz[j];
+            total[kStats + k] = fmaf(dz[j], v[j] - mine[k].mean, total[kStats + k]);
+          }
+        }
+#pragma unroll
+        for (int k = 1; k < U; ++k) {
+          x_raw[k - 1] = x_raw[k];
+          dy_raw[k - 1] = dy_raw[k];
+          extra[k - 1] = extra[k];
+        }
+      }
+      copy(load_slot, ahead, at_ahead);
+      if (has_residual) {
+        copy_residual(residual_slot, ahead, at_ahead);
+        residual_slot += kResidualSlot;
+        if (residual_slot == residual_ring) residual_slot = 0;
+      }
+      CopyCommit();
+      walk.Onwards(s);
+      slot += kSlot;
+      if (slot == ring) slot = 0;
+      load_slot += kSlot;
+      if (load_slot == ring) load_slot = 0;
+    }
+    walk.Backwards(s);
+    if (has_residual) {
+      residual_slot = 0;
+      for (int i = 0; i < q.in_flight; ++i) {
+        copy_residual(i * kResidualSlot, -(i * s.jump), -(i * s.at_jump));
+        CopyCommit();
+      }
+    }
+    BlockColumnSums(total, a.lanes, scratch);
+    Publish(q, s, round, columns, scratch);
+    if (round == 0 && q.ctas > 1) grid.barrier_wait(std::move(token));
+    Collect(q, s, round, columns, scratch);
+    if (has_channel) {
+      const float* sums = scratch + threadIdx.x / kStats * 2 * kStats + threadIdx.x % kStats;
+      Gradient g = BackwardChannel(p, row, rstds[threadIdx.x], sums[0], sums[kStats], s.rank == 0);
+      if (sizeof(T) == 2) {  // of x instead of x - mean: see Fold
+        g.offset = static_cast<float>(g.offset - static_cast<double>(g.slope) * means[threadIdx.x]);
+      }
+      gradient[threadIdx.x] = g;
+    }
+    __syncthreads();
+    Gradient to_dx[kStats];
+#pragma unroll
+    for (int j = 0; j < kStats; ++j) to_dx[j] = gradient[(kLast ? s.lane * kStats : 0) + j];
+
+#pragma unroll 1
+    for (uint32_t i = 0; i < q.steps; ++i) {
+      slot -= kSlot;
+      if (slot < 0) slot += ring;
+      CopyWaitFor(q.in_flight);
+      R x_raw[U], dy_raw[U], extra[U];
+#pragma unroll
+      for (int u = 0; u < U; ++u) {
+        x_raw[u] = Slot<R>(mine_x, slot + 2 * u * kVector);
+        dy_raw[u] = Slot<R>(mine_x, slot + (2 * u + 1) * kVector);
+        if (has_residual) extra[u] = Slot<R>(mine_residual, residual_slot + u * kVector);
+      }
+#pragma unroll(kRelu ? U : 1)
+      for (int u = 0; u < U; ++u) {
+        walk.Visit(a, s, u, 0, 0, [&](int64_t offset) {
+          float v[V], dz[V];
+          ToGradient<T, V, kRelu>(x_raw[0], dy_raw[0], extra[0], has_residual, mine, p.activation,
+                                  p.slope, v, dz);
+          if (p.t.dresidual != nullptr) WriteOnce<T, V>(p.t.dresidual, offset, Pack<T, V>(dz));
+          if (p.t.dx != nullptr) {
+#pragma unroll
+            for (int j = 0; j < V; ++j) {
+              const int k = kLast ? j : 0;
+              const float centred = sizeof(T) == 2 ? v[j] : v[j] - mine[k].mean;
+              dz[j] = mine[k].scale * (dz[j] + fmaf(to_dx[k].slope, centred, to_dx[k].offset));
+            }
+            WriteOnce<T, V>(p.t.dx, offset, Pack<T, V>(dz));
+          }
+        });
+#pragma unroll
+        for (int k = 1; k < U; ++k) {
+          x_raw[k - 1] = x_raw[k];
+          dy_raw[k - 1] = dy_raw[k];
+          extra[k - 1] = extra[k];
+        }
+      }
+      copy(slot, -around, -at_around);
+      if (has_residual) {
+        copy_residual(residual_slot, -ahead, -at_ahead);
+        residual_slot += kResidualSlot;
+        if (residual_slot == residual_ring) residual_slot = 0;
+      }
+      CopyCommit();
+      walk.Backwards(s);
+    }
+  }
+}
+
+}  // namespace
+
+Status TeamBackward(const Context& ctx, const BatchNormProblem& p, const TeamShape& shape,
+                    const BackwardTensors& t, Workspace workspace, const std::string& what) {
+  BackwardArgs args = MakeBackwardArgs(p, t);
+  return WithInstance(p, {t.x, t.dy, t.residual, t.dx, t.dresidual}, [&](auto instance) {
+    using I = decltype(instance);
+    if constexpr (I::V == 1) {
+      return NeedsVectors(what);
+    } else {
+      return WithRelu(p.activation, [&](auto relu) {
+        const auto kernel =
+            TeamBackwardKernel<typename I::T, I::V, I::kLast, decltype(relu)::value>;
+        cudaFuncAttributes attributes{};
+        JAXCONV_RETURN_IF_ERROR(CudaStatus(cudaFuncGetAttributes(&attributes, kernel), what));
+        TeamFit fit{};
+        JAXCONV_RETURN_IF_ERROR(MakeTeamFit(
+            p, I::kLast, I::V, kBlocks<I::V, I::kLast, decltype(relu)::value>, kBackwardStep, 2,
+            t.residual != nullptr, attributes.sharedSizeBytes, shape, workspace, what, fit));
+        args.layout = fit.layout;
+        return LaunchTeam(ctx, kernel, args, fit, what);
+      });
+    }
+  });
+}
+
+}  // namespace jaxconv::cuda::batchnorm

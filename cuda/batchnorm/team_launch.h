@@ -1,0 +1,116 @@
+// How a problem is laid on teams of CTAs, and their launch (resident_team).
+#pragma once
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "cuda/batchnorm/batchnorm.h"
+#include "cuda/batchnorm/layout.h"
+#include "cuda/batchnorm/team.cuh"
+#include "cuda/core/context.h"
+
+namespace jaxconv::cuda::batchnorm {
+
+struct TeamFit {
+  Layout layout;
+  Team team;
+  size_t bytes;  // of slots
+};
+
+// `held` tensors stay in the ring and `passing` ones have one of their own of in_flight slots; a thread takes `step`
+// positions a step; `blocks` CTAs share a multiprocessor.
+inline Status MakeTeamFit(const BatchNormProblem& p, bool channels_last, int vec, int blocks,
+                          int step, int held, int passing, size_t kernel_static,
+                          const TeamShape& shape, Workspace workspace, const std::string& what,
+                          TeamFit& fit) {
+  int device = 0, per_sm = 0, limit = 0, sms = 0;
+  JAXCONV_RETURN_IF_ERROR(CudaStatus(cudaGetDevice(&device), what));
+  const std::pair<cudaDeviceAttr, int*> asked[] = {
+      {cudaDevAttrMaxSharedMemoryPerMultiprocessor, &per_sm},
+      {cudaDevAttrMaxSharedMemoryPerBlockOptin, &limit},
+      {cudaDevAttrMultiProcessorCount, &sms}};
+  for (const auto& [attribute, value] : asked) {
+    JAXCONV_RETURN_IF_ERROR(CudaStatus(cudaDeviceGetAttribute(value, attribute, device), what));
+  }
+  fit.layout = MakeLayout(p, channels_last, vec, shape.width);
+  const Layout& a = fit.layout;
+  Team& q = fit.team;
+  q.ctas = shape.ctas;
+  const int most = sms * blocks;
+  if (q.ctas < 1 || q.ctas > most) {
+    return Status::Invalid(what + ": a team of " + std::to_string(q.ctas) +
+                           " CTAs, the device runs " + std::to_string(most) + " together");
+  }
+  q.groups = a.tiles * a.batch;
+  // No more teams than the workspace, which was planned for the device at hand, has room for.
+  const int64_t columns = 2 * a.lanes * (channels_last ? vec : 1);
+  const int64_t needed = 2 * q.ctas * columns * static_cast<int64_t>(sizeof(*q.partials));
+  if (workspace.bytes < needed || workspace.data == nullptr) {
+    return Status::Invalid(what + ": workspace has " + std::to_string(workspace.bytes) +
+                           " bytes, needs " + std::to_string(needed) + " a team");
+  }
+  q.partials = static_cast<uint64_t*>(workspace.data);
+  q.teams =
+      static_cast<int>(std::min({int64_t{most / q.ctas}, q.groups, workspace.bytes / needed}));
+  const int64_t per_step = int64_t{q.ctas} * kTeamThreads / a.lanes * step;
+  const int64_t steps = std::max<int64_t>((int64_t{a.positions} + per_step - 1) / per_step, 1);
+  const int64_t slot = int64_t{kTeamThreads} * step * 16;
+  // The device keeps 1 KB of each block to itself.
+  const int64_t room =
+      std::min(limit, per_sm / blocks - 1024) - static_cast<int64_t>(kernel_static);
+  for (const int in_flight : {8, 4}) {
+    if (shape.in_flight != 0 && in_flight != shape.in_flight) continue;
+    const int64_t slots =
+        std::min((room / slot - passing * in_flight) / held, std::max<int64_t>(steps, in_flight));
+    if (slots < in_flight) continue;
+    q.steps = static_cast<uint32_t>(steps);
+    q.in_flight = in_flight;
+    q.slots = static_cast<uint32_t>(slots);
+    fit.bytes = static_cast<size_t>(slot * (held * slots + passing * in_flight));
+    return Status::Ok();
+  }
+  return Status::Invalid(what + ": no slots in " + std::to_string(room) +
+                         " bytes of shared memory");
+}
+
+// Every CTA waits for others of its team: the driver is asked to start all of them together, or none.
+template <typename Kernel, typename Args>
+Status LaunchTeam(const Context& ctx, Kernel kernel, const Args& args, const TeamFit& fit,
+                  const std::string& what) {
+  JAXCONV_RETURN_IF_ERROR(
+      CudaStatus(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                      static_cast<int>(fit.bytes)),
+                 what));
+  JAXCONV_RETURN_IF_ERROR(
+      CudaStatus(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                      cudaSharedmemCarveoutMaxShared),
+                 what));
+  cudaLaunchAttribute together{};
+  together.id = cudaLaunchAttributeCooperative;
+  together.val.cooperative = fit.team.ctas > 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(fit.team.teams * fit.team.ctas));
+  config.blockDim = dim3(kTeamThreads);
+  config.dynamicSmemBytes = fit.bytes;
+  config.stream = ctx.stream;
+  config.attrs = &together;
+  config.numAttrs = 1;
+  return CudaStatus(cudaLaunchKernelEx(&config, kernel, args, fit.team), what);
+}
+
+// f(std::bool_constant<kRelu>{}): ReLU, which most networks train with, has kernels of its own.
+template <typename F>
+Status WithRelu(Activation activation, F&& f) {
+  if (activation == Activation::kRelu) return f(std::true_type{});
+  return f(std::false_type{});
+}
+
+inline Status NeedsVectors(const std::string& what) {
+  return Status::Unimplemented(
+      what +
+      ": expected 16-byte vectors of channels (channels-last) or of an image "
+      "(channels-first), aligned");
+}
+
+}  // namespace jaxconv::cuda::batchnorm
