@@ -18,6 +18,8 @@
 #include "cuda/conv/common.cuh"
 #include "cuda/conv/depthwise.h"
 #include "cuda/conv/depthwise_mma.h"
+#include "cuda/conv/depthwise_planes.h"
+#include "cuda/conv/depthwise_rows.h"
 
 namespace jaxconv::cuda {
 namespace conv {
@@ -350,11 +352,13 @@ Status Launch(const Context& ctx, const ConvProblem& p, bool dgrad, const void* 
   return LaunchStatus(what);
 }
 
-Status Run(const Context& ctx, const ConvProblem& p, bool dgrad, const void* src, const void* w,
-           void* dst, const Epilogue& e, const void* bias, void* z) {
-  const std::string what =
-      std::string(dgrad ? "conv_dgrad" : "conv_fprop") + "[depthwise " + Name(p.dtype) + "]";
+Status Run(const Context& ctx, const ConvProblem& p, bool dgrad, const Plan& plan, const void* src,
+           const void* w, void* dst, const Epilogue& e, const void* bias, void* z) {
+  const std::string what = std::string(dgrad ? "conv_dgrad" : "conv_fprop") + "[depthwise " +
+                           Name(p.dtype) + " " + std::string(plan.tile) + "]";
   JAXCONV_RETURN_IF_ERROR(CheckDepthwise(p, what));
+  if (plan.tile == "rows") return DepthwiseRows(ctx, p, dgrad, e, src, w, bias, dst, z, what);
+  if (plan.tile == "planes") return DepthwisePlanes(ctx, p, dgrad, e, src, w, bias, dst, z, what);
   if (DepthwiseMmaSupports(p) && Aligned16(src) && Aligned16(w) && Aligned16(dst) && Aligned16(z)) {
     return DepthwiseMma(ctx, p, dgrad, e, {}, src, w, bias, dst, z, what);
   }
@@ -381,14 +385,14 @@ Status CheckDepthwise(const ConvProblem& p, const std::string& what) {
 
 }  // namespace conv
 
-Status DepthwiseFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan&,
+Status DepthwiseFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
                       const void* x, const void* w, const void* bias, void* y, void* z, Workspace) {
-  return conv::Run(ctx, p, false, x, w, y, e, bias, z);
+  return conv::Run(ctx, p, false, plan, x, w, y, e, bias, z);
 }
 
-Status DepthwiseDgrad(const Context& ctx, const ConvProblem& p, const Plan&, const void* dy,
+Status DepthwiseDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,
                       const void* w, void* dx, Workspace) {
-  return conv::Run(ctx, p, true, dy, w, dx, {false, Activation::kNone, 0.0, false}, nullptr,
+  return conv::Run(ctx, p, true, plan, dy, w, dx, {false, Activation::kNone, 0.0, false}, nullptr,
                    nullptr);
 }
 

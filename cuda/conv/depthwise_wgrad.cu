@@ -12,6 +12,8 @@
 #include "cuda/conv/common.cuh"
 #include "cuda/conv/depthwise.h"
 #include "cuda/conv/depthwise_mma.h"
+#include "cuda/conv/depthwise_planes.h"
+#include "cuda/conv/depthwise_rows.h"
 #include "cuda/conv/reduce.h"
 
 namespace jaxconv::cuda {
@@ -232,6 +234,12 @@ Status DepthwiseWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan
   if (plan.splits > 1) {
     JAXCONV_RETURN_IF_ERROR(conv::CheckWorkspace(workspace, plan.splits * count * 4, what));
     partials = static_cast<float*>(workspace.data);
+  }
+  if (plan.tile == "rows" || plan.tile == "planes") {
+    const auto run = plan.tile == "rows" ? conv::DepthwiseRowsWgrad : conv::DepthwisePlanesWgrad;
+    JAXCONV_RETURN_IF_ERROR(run(ctx, p, plan.splits, x, dy, dw, partials, what));
+    if (partials == nullptr) return Status::Ok();
+    return conv::SumPartials(ctx, p.dtype, partials, plan.splits, count, {}, dw, what.c_str());
   }
   if (conv::DepthwiseMmaWgradSupports(p) && conv::Aligned16(x) && conv::Aligned16(dy)) {
     JAXCONV_RETURN_IF_ERROR(conv::DepthwiseMmaWgrad(

@@ -95,23 +95,38 @@ int UpperCorner(int64_t extent, const TmaWalk& walk, int i) {
 
 }  // namespace
 
-Status EncodeTiled(DType dtype, const TmaTensor& tensor, const int (&rows)[5],
-                   const std::string& what, CUtensorMap* map, bool tf32) {
+namespace {
+
+Status EncodeBox(DType dtype, bool tf32, CUtensorMapSwizzle swizzle, const TmaTensor& tensor,
+                 const int (&extent)[5], const std::string& what, CUtensorMap* map) {
   const Driver& driver = TheDriver();
   JAXCONV_RETURN_IF_ERROR(CudaStatus(driver.error, what + ": cuTensorMapEncodeTiled"));
   const Shape s = ShapeOf(dtype, tensor);
   cuuint32_t box[5], step[5];
   for (int i = 0; i < tensor.rank; ++i) {
-    box[i] = cuuint32_t(i == 0 ? kRowBytes / SizeOf(dtype) : size_t(rows[i]));
+    box[i] = cuuint32_t(extent[i]);
     step[i] = 1;
   }
   const CUresult result = driver.tiled(
       map, ElementType(dtype, tf32), cuuint32_t(tensor.rank), const_cast<void*>(tensor.base),
-      s.extent, s.stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      s.extent, s.stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) return Refused(what, "tiled", tensor, result);
   ForgetLargeSpan(s, map);
   return Status::Ok();
+}
+
+}  // namespace
+
+Status EncodeTiled(DType dtype, const TmaTensor& tensor, const int (&rows)[5],
+                   const std::string& what, CUtensorMap* map, bool tf32) {
+  const int box[5] = {kRowBytes / int(SizeOf(dtype)), rows[1], rows[2], rows[3], rows[4]};
+  return EncodeBox(dtype, tf32, CU_TENSOR_MAP_SWIZZLE_128B, tensor, box, what, map);
+}
+
+Status EncodePlain(DType dtype, const TmaTensor& tensor, const int (&box)[5],
+                   const std::string& what, CUtensorMap* map) {
+  return EncodeBox(dtype, false, CU_TENSOR_MAP_SWIZZLE_NONE, tensor, box, what, map);
 }
 
 std::string RefuseWalk(int rank, const int64_t (&extent)[5], const TmaWalk& walk,

@@ -30,6 +30,10 @@ struct TmaTensor {
 Status EncodeTiled(DType dtype, const TmaTensor& tensor, const int (&rows)[5],
                    const std::string& what, CUtensorMap* map, bool tf32 = false);
 
+// Boxes of any extents up to 256, not swizzled; a row of a box is a multiple of 16 bytes.
+Status EncodePlain(DType dtype, const TmaTensor& tensor, const int (&box)[5],
+                   const std::string& what, CUtensorMap* map);
+
 // Columns of `pixels` pixels x 128 bytes of channels. Dimensions are (channels, W, [H, [D,]] N). Along a
 // spatial dimension i the walk visits first[i], first[i] + step[i], ..., count[i] positions in all,
 // fastest dimension first; index 0 is W. A copy adds its own offset to every position.

@@ -1,0 +1,25 @@
+// Depthwise convolution of stride 1 of channels-first arrays by float32 FMAs: plan.tile "planes".
+// depthwise.h says when; CheckDepthwise has passed before these are called.
+#pragma once
+
+#include <string>
+
+#include "common/problem.h"
+#include "common/status.h"
+#include "cuda/core/context.h"
+
+namespace jaxconv::cuda::conv {
+
+// Ok, or the sentence that says why not.
+Status CheckDepthwisePlanes(const ConvProblem& p, const std::string& what);
+
+// dst = y from src = x, or (dgrad) dst = dx from src = dy. `e`, `bias`, `z` as in ConvFprop.
+Status DepthwisePlanes(const Context& ctx, const ConvProblem& p, bool dgrad, const Epilogue& e,
+                       const void* src, const void* w, const void* bias, void* dst, void* z,
+                       const std::string& what);
+
+// dw, or with several splits its partial sums (splits, K, R*S) in float32.
+Status DepthwisePlanesWgrad(const Context& ctx, const ConvProblem& p, int64_t splits, const void* x,
+                            const void* dy, void* dw, float* partials, const std::string& what);
+
+}  // namespace jaxconv::cuda::conv

@@ -1,0 +1,290 @@
+// fprop, and dgrad as fprop of dy with the filter reversed, for channels-last, stride 1:
+//
+//   dst[n, p, q, c] = sum over r, s of  src[n, p - pad + r, q - pad + s, c] * w[r, s, c]
+//
+// A thread owns V channels and kRowRun neighbouring columns of a strip (row_stream.cuh,
+// depthwise_rows.cuh). Going down the rows it keeps the sums of the R output rows that an input row
+// contributes to, and the filter, in registers: R * S * kRowRun * V FMAs for kRowRun + S - 1 reads of
+// shared memory and kRowRun stores. The sums move up by one row with each input row; that costs
+// nothing, because an FMA may add to another register than it writes.
+//
+// Reads src about once from DRAM (rows and columns that blocks share again from L2), writes dst once.
+// Stores by the copy engine, through shared memory, lost 3 to 5% to stores from registers (H200).
+#include "cuda/conv/depthwise_rows.h"
+
+#include "cuda/conv/depthwise_rows.cuh"
+
+namespace jaxconv::cuda::conv {
+namespace {
+
+template <typename T>
+struct RowsArgs {
+  CUtensorMap map;  // of src
+  const T* w;
+  T* dst;
+  EpilogueArgs<T> epilogue;
+  RowUnits u;
+  RowThreads t;
+  RowArray from, to;
+  int pad_h, pad_w;
+  bool reverse;
+};
+
+template <typename T, int V>
+__device__ __forceinline__ void StoreLane(T* to, const float (&v)[V]) {
+  if constexpr (V == 1) {
+    *to = FromFloat<T>(v[0]);
+  } else if constexpr (sizeof(T) == 4) {
+    *reinterpret_cast<float2*>(to) = make_float2(v[0], v[1]);
+  } else {
+    *reinterpret_cast<uint32_t*>(to) = PackPair(v[0], v[1], T());
+  }
+}
+
+// kInline: the first thread is also the producer; otherwise a warp of its own is. 12 warps leave 168
+// registers to a thread, a thirteenth would leave 128.
+template <typename T, int V, int R, int kThreads, bool kInline>
+__global__ void __launch_bounds__(kThreads, 1)
+    DepthwiseRowsKernel(const __grid_constant__ RowsArgs<T> g) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  constexpr int S = R, kRun = kRowRun, kCols = kRun + S - 1;
+  extern __shared__ __align__(128) unsigned char cells[];
+  const RowUnits& u = g.u;
+  const uint32_t ring_at = SharedAddress(cells);
+  RowRing ring(ring_at, ring_at + uint32_t(u.stages * u.stage_bytes), u);
+  const int lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) ring.Init(g.t.threads / 32);
+  __syncthreads();
+
+  const int slab = int(blockIdx.x % unsigned(u.slabs));
+  const int64_t begin = blockIdx.x / unsigned(u.slabs) * u.share;
+  const int64_t end = min(begin + u.share, u.rows);
+  const int channel0 = slab * (g.t.lanes * V), pitch = u.width + S - 1;
+  const auto first_row = [&](const RowUnit& at) { return max(at.p - g.pad_h, 0); };
+  const auto last_row = [&](const RowUnit& at) {  // past it
+    return min(at.end - g.pad_h + R - 1, g.from.h);
+  };
+
+  const uint32_t bytes = uint32_t(u.images * pitch * g.t.pixel_bytes);
+  RowRing ahead = ring;
+  int64_t next_row = begin;
+  int next_image = 0, next_w = 0, next_h = 0, next_end = 0;
+  const auto feed = [&] {  // false at the end
+    if (next_h == next_end) {
+      if (next_row >= end) return false;
+      const RowUnit next = UnitOf(u, next_row, end);
+      next_row += next.end - next.p;
+      next_image = next.image;
+      next_w = next.q - g.pad_w;
+      next_h = first_row(next);
+      next_end = last_row(next);
+    }
+    const uint32_t full = ahead.Claim(bytes);
+    LoadTile(ahead.At(), g.map, full, channel0, next_w, next_h, next_image);
+    ahead.Advance();
+    ++next_h;
+    return true;
+  };
+  if constexpr (kInline) {
+    if (threadIdx.x == 0) {
+      for (int s = 1; s < u.stages; ++s) feed();
+    }
+  } else if (int(threadIdx.x) >= g.t.threads) {
+    if (lane == 0) {
+      while (feed()) {
+      }
+    }
+    return;
+  }
+
+  // Threads past the last run repeat what the first does and store nothing.
+  const int run = int(g.t.by_lanes.Div(threadIdx.x));
+  const int tile = int(g.t.by_tiles.Div(run));
+  const bool spare = tile >= u.images;
+  const int of = spare ? 0 : tile, col = spare ? 0 : (run - tile * g.t.col_tiles) * kRun;
+  const int in_slab = (int(threadIdx.x) - run * g.t.lanes) * V, channel = channel0 + in_slab;
+  const bool live = !spare && channel < g.to.channels;
+  const uint32_t mine = uint32_t((of * pitch + col) * g.t.pixel_bytes + in_slab * int(sizeof(T)));
+
+  float w[R][S][V] = {}, bias[V] = {};
+  if (live) {
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+#pragma unroll
+      for (int s = 0; s < S; ++s) {
+        const int tap = g.reverse ? (R - 1 - r) * S + S - 1 - s : r * S + s;
+        LoadVec<T, V>(g.w + int64_t(tap) * g.to.channels + channel, w[r][s]);
+      }
+    }
+    if (g.epilogue.bias != nullptr) LoadVec<T, V>(g.epilogue.bias + channel, bias);
+  }
+  const int step = g.to.channels;  // to the next pixel
+
+  for (int64_t row = begin; row < end;) {
+    const RowUnit at = UnitOf(u, row, end);
+    row += at.end - at.p;
+    const int h0 = first_row(at), h1 = last_row(at);
+    const int q = at.q + col;
+    const int cols = live && at.image + of < g.to.images ? g.to.w - q : 0;  // that exist
+
+    // sum[j] is output row p + j before input row h, p = h + pad - (R - 1).
+    float sum[R][kRun][V];
+#pragma unroll
+    for (int j = 0; j < R; ++j) {
+#pragma unroll
+      for (int e = 0; e < kRun; ++e) {
+#pragma unroll
+        for (int i = 0; i < V; ++i) sum[j][e][i] = bias[i];
+      }
+    }
+    int p = h0 + g.pad_h - (R - 1);
+    int64_t out = ((int64_t(at.image + of) * g.to.h + p) * g.to.w + q) * g.to.channels + channel;
+    const auto put = [&](T* to, const float (&row)[kRun][V]) {
+      if (cols >= kRun) {
+#pragma unroll
+        for (int e = 0; e < kRun; ++e) StoreLane<T, V>(to + e * step, row[e]);
+      } else {
+#pragma unroll
+        for (int e = 0; e < kRun; ++e) {
+          if (e < cols) StoreLane<T, V>(to + e * step, row[e]);
+        }
+      }
+    };
+    const auto store = [&](float (&row)[kRun][V]) {
+      if (p >= at.p && p < at.end) {
+        if (g.epilogue.z != nullptr) put(g.epilogue.z + out, row);
+        if (g.epilogue.activation != Activation::kNone) {
+#pragma unroll
+          for (int e = 0; e < kRun; ++e) {
+            ApplyActivation(g.epilogue.activation, row[e], g.epilogue.slope);
+          }
+        }
+        put(g.dst + out, row);
+      }
+      ++p;
+      out += int64_t(g.to.w) * step;
+    };
+
+    for (int h = h0; h < h1; ++h) {
+      if constexpr (kInline) {
+        if (threadIdx.x == 0) feed();
+        __syncwarp();
+      }
+      ring.Await();
+      const uint32_t from = ring.At() + mine;
+      float in[kCols][V];
+#pragma unroll
+      for (int c = 0; c < kCols; ++c) UnpackShared<T, V>(from + c * g.t.pixel_bytes, in[c]);
+      __syncwarp();
+      if (lane == 0) ring.Release();
+      ring.Advance();
+#pragma unroll
+      for (int j = 0; j < R; ++j) {
+#pragma unroll
+        for (int e = 0; e < kRun; ++e) {
+#pragma unroll
+          for (int i = 0; i < V; ++i) {
+#pragma unroll
+            for (int s = 0; s < S; ++s) {
+              sum[j][e][i] = fmaf(in[e + s][i], w[R - 1 - j][s][i], sum[j][e][i]);
+            }
+          }
+        }
+      }
+      store(sum[0]);
+#pragma unroll
+      for (int j = 0; j + 1 < R; ++j) {
+#pragma unroll
+        for (int e = 0; e < kRun; ++e) {
+#pragma unroll
+          for (int i = 0; i < V; ++i) sum[j][e][i] = sum[j + 1][e][i];
+        }
+      }
+#pragma unroll
+      for (int e = 0; e < kRun; ++e) {
+#pragma unroll
+        for (int i = 0; i < V; ++i) sum[R - 1][e][i] = bias[i];
+      }
+    }
+    // Below the image: rows that wait for no more input.
+#pragma unroll
+    for (int j = 0; j + 1 < R; ++j) store(sum[j]);
+  }
+#endif
+}
+
+template <typename T, int V, int R, int kThreads, bool kInline>
+Status Launch(const Context& ctx, RowsArgs<T> g, const void* src, DType dtype,
+              const std::string& what) {
+  constexpr int kItem = int(sizeof(T)), kProducer = kInline ? 0 : 32;
+  RowUnits& u = g.u;
+  const int sms = Multiprocessors();
+  g.t = ChooseThreads(u, g.to, V, kItem, R, kThreads - kProducer, sms, 0, 1);
+  ShareRows(u, g.to.images, g.to.h, g.to.w, std::max(1, sms / u.slabs));
+  u.stage_bytes = StagedBytes(u.images, u.width + R - 1, g.t.pixel_bytes);
+  // 200 KB took up to 6% more: what the ring has, L1 has not.
+  u.stages = std::clamp(128 * 1024 / u.stage_bytes, 2, 16);
+  JAXCONV_RETURN_IF_ERROR(
+      EncodeRows(dtype, src, g.from, g.t.lanes * V, u.width + R - 1, u.images, what, &g.map));
+  const int64_t blocks = CeilDiv(u.rows, u.share) * u.slabs;
+  JAXCONV_RETURN_IF_ERROR(CheckBlocks(blocks, what));
+  const int bytes = u.stages * (u.stage_bytes + 16);
+  const auto kernel = DepthwiseRowsKernel<T, V, R, kThreads, kInline>;
+  JAXCONV_RETURN_IF_ERROR(CudaStatus(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), what));
+  kernel<<<unsigned(blocks), g.t.threads + kProducer, bytes, ctx.stream>>>(g);
+  return LaunchStatus(what);
+}
+
+}  // namespace
+
+Status CheckDepthwiseRows(const ConvProblem& p, bool aligned, const std::string& what) {
+  const bool strided = p.stride[2] == 2;
+  bool ok = p.channels_last && p.k == p.c && p.c * int64_t(SizeOf(p.dtype)) % 16 == 0 &&
+            p.filter[0] == 1 && p.stride[0] == 1 && p.pad[0] == 0 && p.in[0] == p.out[0] &&
+            p.filter[1] == p.filter[2] && p.stride[1] == p.stride[2] &&
+            (strided || p.stride[2] == 1) &&
+            (p.filter[1] == 3 || (!strided && (p.filter[1] == 5 || p.filter[1] == 7))) &&
+            p.n * p.in[0] < kCoordLimit;
+  for (int d = 1; d < 3; ++d) {
+    ok = ok && p.dilation[d] == 1 && p.pad[d] >= 0 && p.pad[d] < p.filter[d] &&
+         (strided || p.out[d] - p.pad[d] <= p.in[d]);
+  }
+  if (ok && aligned) return Status::Ok();
+  return Status::Invalid(what +
+                         ": expected channels-last arrays, 16-byte aligned, with k == c and "
+                         "whole 16 bytes of channels, dilation 1, padding below the filter's "
+                         "extent, and a filter of 3x3, 5x5 or 7x7 of stride 1 or 3x3 of stride 2");
+}
+
+Status DepthwiseRows(const Context& ctx, const ConvProblem& p, bool dgrad, const Epilogue& e,
+                     const void* src, const void* w, const void* bias, void* dst, void* z,
+                     const std::string& what) {
+  JAXCONV_RETURN_IF_ERROR(
+      CheckDepthwiseRows(p, Aligned16(src) && Aligned16(dst) && Aligned16(z), what));
+  if (p.stride[2] == 2) {
+    return DepthwiseRowsStrided(ctx, p, dgrad, e, src, w, bias, dst, z, what);
+  }
+  return ForElement(p.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    RowsArgs<T> g{};
+    g.w = static_cast<const T*>(w);
+    g.dst = static_cast<T*>(dst);
+    g.epilogue = MakeEpilogue<T>(e, bias, z);
+    const RowArray x = {int(p.n * p.in[0]), int(p.in[1]), int(p.in[2]), int(p.c)};
+    const RowArray y = {x.images, int(p.out[1]), int(p.out[2]), int(p.k)};
+    g.from = dgrad ? y : x;
+    g.to = dgrad ? x : y;
+    g.pad_h = int(dgrad ? p.filter[1] - 1 - p.pad[1] : p.pad[1]);
+    g.pad_w = int(dgrad ? p.filter[2] - 1 - p.pad[2] : p.pad[2]);
+    g.reverse = dgrad;
+    constexpr bool k16 = sizeof(T) == 2;
+    if (p.filter[1] == 3) return Launch<T, 2, 3, 640, false>(ctx, g, src, p.dtype, what);
+    if (p.filter[1] == 5) {
+      return Launch<T, k16 ? 2 : 1, 5, k16 ? 384 : 640, k16>(ctx, g, src, p.dtype, what);
+    }
+    return Launch<T, 1, 7, 384, true>(ctx, g, src, p.dtype, what);
+  });
+}
+
+}  // namespace jaxconv::cuda::conv

@@ -1,0 +1,184 @@
+// dw[r, s, c] = sum over n, p, q of  x[n, p - pad + r, q - pad + s, c] * dy[n, p, q, c]
+//
+// for channels-last, stride 1. A thread owns V channels, all R * S taps of them, and kRowRun
+// neighbouring columns of dy of a strip (row_stream.cuh, depthwise_rows.cuh). It goes down the rows: a
+// stage brings row h of x and row h + pad of dy, the last row of dy that meets it. The rows of dy that
+// x's row meets, h + pad - r, are kept in registers. R * S * kRowRun * V FMAs for 2 kRowRun + S - 1
+// reads of shared memory.
+//
+// A block stays with its slab of channels: a split is the parts of all slabs with one number. The sums
+// of a channel's threads are added in shared memory in a fixed order at the end. Reads x and dy about once;
+// writes dw or, with several splits, a partial sum each.
+#include "cuda/conv/depthwise_rows.cuh"
+#include "cuda/conv/depthwise_rows.h"
+
+namespace jaxconv::cuda::conv {
+namespace {
+
+template <typename T>
+struct RowsWgradArgs {
+  CUtensorMap x, dy;
+  T* dw;            // with one split
+  float* partials;  // (splits, R*S, K) otherwise; null with one
+  RowUnits u;       // of dy's columns and x's rows
+  RowArray in, out;
+  int pad_h, pad_w;
+  RowThreads t;
+  uint32_t dy_at;  // in a stage
+};
+
+template <typename T, int V, int R, int kThreads>
+__global__ void __launch_bounds__(kThreads, 1)
+    DepthwiseRowsWgradKernel(const __grid_constant__ RowsWgradArgs<T> g) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  constexpr int S = R, kRun = kRowRun, kCols = kRun + S - 1;
+  extern __shared__ __align__(128) unsigned char cells[];
+  const RowUnits& u = g.u;
+  const uint32_t ring_at = SharedAddress(cells);
+  RowRing ring(ring_at, ring_at + uint32_t(u.stages * u.stage_bytes), u);
+  const int lane = threadIdx.x % 32, threads = g.t.threads;  // besides the producer's warp
+  if (threadIdx.x == 0) ring.Init(threads / 32);
+  __syncthreads();
+
+  const int slab = int(blockIdx.x % unsigned(u.slabs));
+  const int64_t part = blockIdx.x / unsigned(u.slabs);
+  const int64_t begin = part * u.share, end = min(begin + u.share, u.rows);
+  const int channel0 = slab * (g.t.lanes * V), pitch = u.width + S - 1;
+  const uint32_t x_bytes = uint32_t(u.images * pitch * g.t.pixel_bytes);
+  const uint32_t dy_bytes = uint32_t(u.images * u.width * g.t.pixel_bytes);
+  // The rows of x above the unit's first bring the rows of dy that the first one meets.
+  const auto first_row = [&](const RowUnit& at) { return max(at.p - (R - 1), -g.pad_h); };
+
+  const bool worker = int(threadIdx.x) < threads;
+  if (!worker) {
+    if (lane == 0) {
+      for (int64_t row = begin; row < end;) {
+        const RowUnit at = UnitOf(u, row, end);
+        row += at.end - at.p;
+        for (int h = first_row(at); h < at.end; ++h) {
+          const bool both = h >= at.p;
+          const uint32_t full = ring.Claim(both ? x_bytes + dy_bytes : dy_bytes);
+          if (both) {
+            LoadTile(ring.At(), g.x, full, channel0, at.q - g.pad_w, h, at.image);
+          }
+          LoadTile(ring.At() + g.dy_at, g.dy, full, channel0, at.q, h + g.pad_h, at.image);
+          ring.Advance();
+        }
+      }
+    }
+    __syncwarp();
+  }
+
+  // Threads past the last run repeat what the first does; nobody adds their sums.
+  const int run = int(g.t.by_lanes.Div(threadIdx.x));
+  const int tile = int(g.t.by_tiles.Div(run));
+  const int of = tile < u.images ? tile : 0;
+  const int col = tile < u.images ? (run - tile * g.t.col_tiles) * kRun : 0;
+  const int in_slab = (int(threadIdx.x) - run * g.t.lanes) * V;
+  const uint32_t x_mine = uint32_t((of * pitch + col) * g.t.pixel_bytes + in_slab * int(sizeof(T)));
+  const uint32_t dy_mine =
+      g.dy_at + uint32_t((of * u.width + col) * g.t.pixel_bytes + in_slab * int(sizeof(T)));
+
+  float acc[R][S][V] = {};
+  if (worker) {
+    for (int64_t row = begin; row < end;) {
+      const RowUnit at = UnitOf(u, row, end);
+      row += at.end - at.p;
+      float grad[R][kRun][V] = {};  // grad[r] is row h + pad - r of dy
+      for (int h = first_row(at); h < at.end; ++h) {
+#pragma unroll
+        for (int r = R - 1; r > 0; --r) {
+#pragma unroll
+          for (int e = 0; e < kRun; ++e) {
+#pragma unroll
+            for (int i = 0; i < V; ++i) grad[r][e][i] = grad[r - 1][e][i];
+          }
+        }
+        ring.Await();
+#pragma unroll
+        for (int e = 0; e < kRun; ++e) {
+          UnpackShared<T, V>(ring.At() + dy_mine + e * g.t.pixel_bytes, grad[0][e]);
+        }
+        if (h >= at.p) {
+          float in[kCols][V];
+#pragma unroll
+          for (int c = 0; c < kCols; ++c) {
+            UnpackShared<T, V>(ring.At() + x_mine + c * g.t.pixel_bytes, in[c]);
+          }
+#pragma unroll
+          for (int r = R - 1; r >= 0; --r) {
+#pragma unroll
+            for (int s = 0; s < S; ++s) {
+#pragma unroll
+              for (int e = 0; e < kRun; ++e) {
+#pragma unroll
+                for (int i = 0; i < V; ++i) {
+                  acc[r][s][i] = fmaf(in[e + s][i], grad[r][e][i], acc[r][s][i]);
+                }
+              }
+            }
+          }
+        }
+        __syncwarp();
+        if (lane == 0) ring.Release();
+        ring.Advance();
+      }
+    }
+  }
+
+  __syncthreads();
+  StoreSums<T, R, S, V>(
+      g.t, u, reinterpret_cast<float*>(cells), acc, channel0, g.out.channels,
+      g.partials == nullptr ? nullptr : g.partials + part * (R * S) * int64_t(g.out.channels),
+      g.dw);
+#endif
+}
+
+template <typename T, int V, int R, int kThreads>
+Status Launch(const Context& ctx, RowsWgradArgs<T> g, int64_t splits, const void* x, const void* dy,
+              DType dtype, const std::string& what) {
+  constexpr int kItem = int(sizeof(T));
+  RowUnits& u = g.u;
+  const int slabs = int(CeilDiv(g.out.channels, 128 * V));  // as depthwise.h promises the plan
+  g.t = ChooseThreads(u, g.out, V, kItem, R, kThreads - 32, Multiprocessors(), slabs, 2);
+  ShareRows(u, g.in.images, g.in.h, g.out.w, splits);
+  g.dy_at = uint32_t(StagedBytes(u.images, u.width + R - 1, g.t.pixel_bytes));
+  u.stage_bytes = int(g.dy_at) + StagedBytes(u.images, u.width, g.t.pixel_bytes);
+  u.stages = std::clamp(200 * 1024 / u.stage_bytes, 2, 16);
+  const int slab = g.t.lanes * V;
+  JAXCONV_RETURN_IF_ERROR(EncodeRows(dtype, x, g.in, slab, u.width + R - 1, u.images, what, &g.x));
+  JAXCONV_RETURN_IF_ERROR(EncodeRows(dtype, dy, g.out, slab, u.width, u.images, what, &g.dy));
+  const int64_t blocks = splits * u.slabs;
+  JAXCONV_RETURN_IF_ERROR(CheckBlocks(blocks, what));
+  const int bytes = std::max(u.stages * (u.stage_bytes + 16), g.t.threads * R * V * 4);
+  const auto kernel = DepthwiseRowsWgradKernel<T, V, R, kThreads>;
+  JAXCONV_RETURN_IF_ERROR(CudaStatus(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), what));
+  kernel<<<unsigned(blocks), g.t.threads + 32, bytes, ctx.stream>>>(g);
+  return LaunchStatus(what);
+}
+
+}  // namespace
+
+Status DepthwiseRowsWgrad(const Context& ctx, const ConvProblem& p, int64_t splits, const void* x,
+                          const void* dy, void* dw, float* partials, const std::string& what) {
+  JAXCONV_RETURN_IF_ERROR(CheckDepthwiseRows(p, Aligned16(x) && Aligned16(dy), what));
+  if (p.stride[2] == 2) {
+    return DepthwiseRowsStridedWgrad(ctx, p, splits, x, dy, dw, partials, what);
+  }
+  return ForElement(p.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    RowsWgradArgs<T> g{};
+    g.dw = static_cast<T*>(dw);
+    g.partials = partials;
+    g.in = {int(p.n * p.in[0]), int(p.in[1]), int(p.in[2]), int(p.c)};
+    g.out = {g.in.images, int(p.out[1]), int(p.out[2]), int(p.k)};
+    g.pad_h = int(p.pad[1]);
+    g.pad_w = int(p.pad[2]);
+    if (p.filter[1] == 3) return Launch<T, 2, 3, 640>(ctx, g, splits, x, dy, p.dtype, what);
+    if (p.filter[1] == 5) return Launch<T, 1, 5, 640>(ctx, g, splits, x, dy, p.dtype, what);
+    return Launch<T, 1, 7, 512>(ctx, g, splits, x, dy, p.dtype, what);
+  });
+}
+
+}  // namespace jaxconv::cuda::conv
