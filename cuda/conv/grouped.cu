@@ -24,6 +24,7 @@
 #include <algorithm>
 
 #include "cuda/conv/common.cuh"
+#include "cuda/conv/grouped_rows.h"
 #include "cuda/conv/matrix.cuh"
 #include "cuda/conv/reduce.h"
 #include "cuda/core/mma.cuh"
@@ -576,11 +577,16 @@ Status Launch(const Context& ctx, const GroupedArgs<T>& a, int64_t bytes, const 
   return LaunchStatus(what);
 }
 
-Status Run(const Context& ctx, const ConvProblem& p, bool dgrad, const void* src, const void* w,
-           void* dst, const Epilogue& e, const void* bias, void* z) {
-  const std::string what =
-      std::string(dgrad ? "conv_dgrad" : "conv_fprop") + "[grouped " + Name(p.dtype) + "]";
-  JAXCONV_RETURN_IF_ERROR(Check(p, Aligned16(src) && Aligned16(dst) && Aligned16(z), what));
+Status Run(const Context& ctx, const ConvProblem& p, bool dgrad, const Plan& plan, const void* src,
+           const void* w, void* dst, const Epilogue& e, const void* bias, void* z) {
+  const std::string what = std::string(dgrad ? "conv_dgrad" : "conv_fprop") + "[grouped " +
+                           Name(p.dtype) + " " + std::string(plan.tile) + "]";
+  const bool aligned = Aligned16(src) && Aligned16(dst) && Aligned16(z);
+  JAXCONV_RETURN_IF_ERROR(Check(p, aligned, what));
+  if (plan.tile == "rows") {
+    JAXCONV_RETURN_IF_ERROR(CheckGroupedRows(p, aligned, what));
+    return GroupedRows(ctx, p, dgrad, e, src, w, bias, dst, z, what);
+  }
   const auto run = [&](auto tag) {
     using T = typename decltype(tag)::type;
     GroupedArgs<T> a{};
@@ -632,14 +638,14 @@ Status LaunchWgrad(const Context& ctx, GroupedWgradArgs<T> a, int64_t splits,
 }  // namespace
 }  // namespace conv
 
-Status GroupedFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan&,
+Status GroupedFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
                     const void* x, const void* w, const void* bias, void* y, void* z, Workspace) {
-  return conv::Run(ctx, p, false, x, w, y, e, bias, z);
+  return conv::Run(ctx, p, false, plan, x, w, y, e, bias, z);
 }
 
-Status GroupedDgrad(const Context& ctx, const ConvProblem& p, const Plan&, const void* dy,
+Status GroupedDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,
                     const void* w, void* dx, Workspace) {
-  return conv::Run(ctx, p, true, dy, w, dx, {false, Activation::kNone, 0.0, false}, nullptr,
+  return conv::Run(ctx, p, true, plan, dy, w, dx, {false, Activation::kNone, 0.0, false}, nullptr,
                    nullptr);
 }
 
@@ -654,6 +660,12 @@ Status GroupedWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, 
   if (plan.splits > 1) {
     JAXCONV_RETURN_IF_ERROR(conv::CheckWorkspace(workspace, plan.splits * count * 4, what));
     partials = static_cast<float*>(workspace.data);
+  }
+  if (plan.tile == "rows") {
+    JAXCONV_RETURN_IF_ERROR(conv::CheckGroupedRows(p, true, what));
+    JAXCONV_RETURN_IF_ERROR(conv::GroupedRowsWgrad(ctx, p, plan.splits, x, dy, dw, partials, what));
+    if (partials == nullptr) return Status::Ok();
+    return conv::SumPartials(ctx, p.dtype, partials, plan.splits, count, {}, dw, what.c_str());
   }
   const auto run = [&](auto tag) {
     using T = typename decltype(tag)::type;

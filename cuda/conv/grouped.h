@@ -3,15 +3,19 @@
 // Supports: bfloat16 and float16, channels-last; C/G and K/G multiples of 4 in [4, 32], C and K
 // multiples of 8; filter[0] == 1 with stride[0] == 1, pad[0] == 0 and in[0] == out[0] (1-D and 2-D,
 // or D as a batch); stride[1], stride[2] in {1, 2}; filter[1], filter[2] <= 7 and (filter - 1) *
-// dilation <= 16; N * D below 2^30; 16-byte aligned arrays. `plan.tile` and `plan.chunk` are not
+// dilation <= 16; N * D below 2^30; 16-byte aligned arrays. `plan.chunk` is not
 // read. Where C/G or K/G is below 8, zeros between groups meet real inputs: an infinity in the
 // source makes NaN in the output channels that share 8 with its group's.
+//
+// `plan.tile` is "" or "rows" (grouped_rows.h): sm_90, C/G == K/G of 4, 8 or 16, 3x3, stride and
+// dilation 1, pads of 0 to 2.
 //
 // Workspace: fprop, dgrad: 0. wgrad: plan.splits > 1 ? plan.splits * K * C/G * R*S * 4 bytes : 0.
 //
 // wgrad cuts its pixel tiles into `plan.splits` >= 1 contiguous parts, each of `channel tiles`
 // blocks of 256 threads, two of which fit an SM: ceil(G / m), m = max(1, 32 / max(C/G, K/G)), is
 // their number for C/G == K/G in {4, 8, 16, 32} and filters up to 3x3. A tile is about 256 output pixels.
+// "rows" cuts the N*D*H rows of x; a part has ceil(K / 64) blocks, of which two (C/G == 16: one) fit.
 #pragma once
 
 #include "common/plan.h"

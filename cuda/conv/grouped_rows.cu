@@ -1,0 +1,381 @@
+// fprop, and dgrad as fprop of dy with the filter reversed and transposed, for 3x3 filters, stride 1,
+// C/G == K/G of 4, 8 or 16, 16-bit, channels-last:
+//
+//   dst[n, p, q, k] = sum over r, s and channels c of k's group of
+//                     src[n, p - pad + r, q - pad + s, c] * w[r, s, c, k]
+//
+// on mma.m16n8k16: 16 pixels along W, the 8 output channels of an octet, and on K either two taps of
+// the same octet (4 or 8 channels a group: their filter is block-diagonal), or two octets of a group.
+//
+// A warp owns two neighbouring output octets (32 bytes of a pixel) and two tiles of 16 pixels of a
+// unit (row_stream.cuh) and goes down the rows: it reads an input row from shared memory once and
+// adds it to the three output rows that it contributes to, with the filter of all nine taps in
+// registers for as long as the block lives. A finished row goes through the warp's own 512 bytes of
+// shared memory to 16-byte stores.
+#include "cuda/conv/grouped_rows.h"
+
+#include <type_traits>
+
+#include "cuda/conv/matrix.cuh"
+#include "cuda/conv/row_stream.cuh"
+
+namespace jaxconv::cuda::conv {
+namespace {
+
+constexpr int kR = 3, kS = 3;
+constexpr int kWarps = 8;
+constexpr int kSlab = 64;      // channels
+constexpr int kStaging = 512;  // bytes of a warp
+
+template <typename T>
+struct GroupedRowsArgs {
+  CUtensorMap map;  // of src
+  const T* w;
+  T* dst;
+  EpilogueArgs<T> epilogue;
+  RowUnits u;
+  RowArray from, to;
+  int pad_h, pad_w;
+  int row_tiles;    // tiles of 16 pixels of a unit's row
+  int group_shift;  // log2 of its channels
+  bool dgrad;
+};
+
+// d = a * b + c.
+template <typename T, int K>
+__device__ __forceinline__ void MmaTo(float (&d)[4], const uint32_t* a, const uint32_t* b,
+                                      const float (&c)[4]) {
+  if constexpr (K == 16 && std::is_same_v<T, __nv_bfloat16>) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%10, %11, %12, %13};\n"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(c[0]), "f"(c[1]),
+          "f"(c[2]), "f"(c[3]));
+  } else if constexpr (K == 16) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%10, %11, %12, %13};\n"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(c[0]), "f"(c[1]),
+          "f"(c[2]), "f"(c[3]));
+  } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
+        "{%7, %8, %9, %10};\n"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(b[0]), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
+  } else {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
+        "{%7, %8, %9, %10};\n"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(b[0]), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
+  }
+}
+
+// The filter between source channels src, src + 1 and output channel dst (of all) at a tap as the
+// kernel counts them, packed; zero between groups and past the last channel. Without a branch, so
+// that all loads of a thread are in flight together.
+template <typename T>
+__device__ __forceinline__ uint32_t FilterPair(const GroupedRowsArgs<T>& g, int tap, int src,
+                                               int dst) {
+  const int group = dst >> g.group_shift, size = 1 << g.group_shift;
+  const bool live = dst < g.to.channels && src >> g.group_shift == group;
+  const int in_group = src & (size - 1), out_group = dst & (size - 1);
+  const int64_t at = g.dgrad
+                         ? int64_t((kR * kS - 1 - tap) * size + out_group) * g.from.channels + src
+                         : int64_t(tap * size + in_group) * g.to.channels + dst;
+  const T* w = g.w + (live ? at : 0);
+  const uint32_t low = *reinterpret_cast<const uint16_t*>(w);
+  const uint32_t high =
+      *reinterpret_cast<const uint16_t*>(w + (live ? (g.dgrad ? 1 : g.to.channels) : 0));
+  return live ? low | high << 16 : 0;
+}
+
+// kOctets: octets of a group (1: groups of 4 or 8). kTiles: of 16 pixels, of a warp; a strip's
+// row has two warps' for each pair of octets.
+template <typename T, int kOctets, int kTiles, int kBlocks>
+__global__ void __launch_bounds__(kWarps * 32, kBlocks)
+    GroupedRowsKernel(const __grid_constant__ GroupedRowsArgs<T> g) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  // Words of the filter for an output octet and row: kOctets == 1: taps s = 0, 1 on K, then s = 2.
+  constexpr int kWords = kOctets == 1 ? 3 : kS * kOctets;
+  extern __shared__ __align__(1024) unsigned char cells[];
+  const RowUnits& u = g.u;
+  const uint32_t ring_at = SharedAddress(cells);
+  const uint32_t staging = ring_at + uint32_t(u.stages * u.stage_bytes);
+  RowRing ring(ring_at, staging + kWarps * kStaging, u);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) ring.Init(kWarps);
+  __syncthreads();
+
+  const int slab = int(blockIdx.x % unsigned(u.slabs));
+  const int64_t begin = blockIdx.x / unsigned(u.slabs) * u.share;
+  const int64_t end = min(begin + u.share, u.rows);
+  const auto first_row = [&](const RowUnit& at) { return max(at.p - g.pad_h, 0); };
+  const auto last_row = [&](const RowUnit& at) {  // past it
+    return min(at.end - g.pad_h + kR - 1, g.from.h);
+  };
+  const int pitch = u.width + kS - 1;  // pixels of a row in shared memory
+
+  // The first thread is also the producer, a ring ahead of its warp: a ninth warp would leave 96
+  // registers to each of two blocks' threads.
+  const uint32_t bytes = uint32_t(u.images * pitch) * 128;
+  RowRing ahead = ring;
+  int64_t next_row = begin;
+  int next_image = 0, next_w = 0, next_h = 0, next_end = 0;
+  const auto feed = [&] {
+    if (next_h == next_end) {
+      if (next_row >= end) return;
+      const RowUnit next = UnitOf(u, next_row, end);
+      next_row += next.end - next.p;
+      next_image = next.image;
+      next_w = next.q - g.pad_w;
+      next_h = first_row(next);
+      next_end = last_row(next);
+    }
+    const uint32_t full = ahead.Claim(bytes);
+    LoadTile(ahead.At(), g.map, full, slab * kSlab, next_w, next_h, next_image);
+    ahead.Advance();
+    ++next_h;
+  };
+  if (threadIdx.x == 0) {
+    for (int s = 1; s < u.stages; ++s) feed();
+  }
+
+  const int pair = warp % 4;  // octets 2 pair and the next, of the slab
+  const int channel0 = slab * kSlab + pair * 16;
+  const int tile0 = warp / 4 * kTiles;
+  const uint32_t mine = staging + uint32_t(warp * kStaging);
+
+  // Fragments: column lane / 4, rows 2 (lane % 4) and the next, of 8 source channels.
+  uint32_t filter[2][kR][kWords];
+#pragma unroll
+  for (int o = 0; o < 2; ++o) {
+    const int dst = channel0 + o * 8 + lane / 4;
+#pragma unroll
+    for (int r = 0; r < kR; ++r) {
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) {
+        const int s = kOctets == 1 ? i : i / kOctets;
+        const int src = channel0 + (kOctets == 1 ? o : i % 2) * 8 + lane % 4 * 2;
+        filter[o][r][i] = FilterPair(g, r * kS + s, src, dst);
+      }
+    }
+  }
+
+  // Where a lane's rows of ldmatrix lie in a stage. kOctets == 1: [0] has both octets at tap s = 2,
+  // [1] the first octet at taps 0 and 1. Else [s] has two octets at tap s.
+  constexpr int kAt = kOctets == 1 ? 2 : kS;
+  uint32_t at_tile[kTiles][kAt];
+  int image_of[kTiles], col_of[kTiles];
+#pragma unroll
+  for (int m = 0; m < kTiles; ++m) {
+    const int tile = tile0 + m;
+    image_of[m] = tile / g.row_tiles;
+    col_of[m] = (tile - image_of[m] * g.row_tiles) * 16;
+    const int pixel = image_of[m] * pitch + col_of[m] + lane % 16;
+#pragma unroll
+    for (int i = 0; i < kAt; ++i) {
+      const bool two_taps = kOctets == 1 && i == 1;
+      const int s = kOctets == 1 ? (two_taps ? lane / 16 : 2) : i;
+      const int octet = pair * 2 + (two_taps ? 0 : lane / 16);
+      // Columns past the unit's last, of pixels that do not exist, repeat it.
+      const int row = min(pixel + s, u.images * pitch - 1);
+      at_tile[m][i] = uint32_t(row * 128 + ((octet ^ (row & 7)) << 4));
+    }
+  }
+
+  float bias[2][2] = {};
+  if (g.epilogue.bias != nullptr) {
+#pragma unroll
+    for (int o = 0; o < 2; ++o) {
+      const int channel = channel0 + o * 8 + lane % 4 * 2;
+      if (channel < g.to.channels) {
+        bias[o][0] = ToFloat(g.epilogue.bias[channel]);
+        bias[o][1] = ToFloat(g.epilogue.bias[channel + 1]);
+      }
+    }
+  }
+  // Staging: 16-byte slots [pixel of 16][octet of 2], swapped for every other four pixels.
+  const int to_pixel = lane % 16, to_octet = lane / 16;
+  const uint32_t put = mine + uint32_t((to_pixel * 2 + (to_octet ^ (to_pixel >> 2 & 1))) << 4);
+  const int out_pixel = lane / 2, out_octet = lane % 2;
+  const uint32_t get = mine + uint32_t((out_pixel * 2 + (out_octet ^ (out_pixel >> 2 & 1))) << 4);
+  const int64_t row_elements = int64_t(g.to.w) * g.to.channels;
+
+  for (int64_t row = begin; row < end;) {
+    const RowUnit at = UnitOf(u, row, end);
+    row += at.end - at.p;
+    const int h0 = first_row(at), h1 = last_row(at), p1 = at.end;
+    int p = h0 + g.pad_h - (kR - 1);
+    const int64_t out = ((int64_t(at.image) * g.to.h + p) * g.to.w + at.q) * g.to.channels +
+                        channel0 + out_octet * 8;
+    bool live[kTiles];
+    T* to[kTiles];
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m) {
+      const int col = col_of[m] + out_pixel;
+      live[m] = image_of[m] < u.images && at.image + image_of[m] < g.to.images && col < u.width &&
+                at.q + col < g.to.w && channel0 + out_octet * 8 < g.to.channels;
+      to[m] = g.dst + out + image_of[m] * (g.to.h * row_elements) + int64_t(col) * g.to.channels;
+    }
+    // A finished row of tile m: [octet][fragment].
+    const auto store = [&](int m, float (&row)[2][4]) {
+      if (p >= at.p && p < p1) {
+#pragma unroll
+        for (int o = 0; o < 2; ++o) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) row[o][e] += bias[o][e % 2];
+        }
+        const auto keep = [&](T* where) {
+          const uint32_t word[4] = {
+              PackPair(row[0][0], row[0][1], T()), PackPair(row[0][2], row[0][3], T()),
+              PackPair(row[1][0], row[1][1], T()), PackPair(row[1][2], row[1][3], T())};
+          __syncwarp();
+          StoreMatrix4(put, word);
+          __syncwarp();
+          const uint4 v = LoadShared16(get);
+          if (live[m]) __stwb(reinterpret_cast<uint4*>(where), v);
+        };
+        if (g.epilogue.z != nullptr) keep(g.epilogue.z + (to[m] - g.dst));
+        if (g.epilogue.activation != Activation::kNone) {
+          ApplyActivation(g.epilogue.activation, row[0], g.epilogue.slope);
+          ApplyActivation(g.epilogue.activation, row[1], g.epilogue.slope);
+        }
+        keep(to[m]);
+      }
+      to[m] += row_elements;
+    };
+
+    // sum[m][j] is output row p + j of h + pad - (R - 1) + j, before input row h.
+    float sum[kTiles][kR - 1][2][4] = {};
+    for (int h = h0; h < h1; ++h) {
+      if (threadIdx.x == 0) feed();
+      ring.Await();
+      float done[kTiles][2][4];
+#pragma unroll
+      for (int m = 0; m < kTiles; ++m) {
+        const float zero[4] = {};
+        const auto rows = [&](auto multiply) {  // multiply(octet, r, d, c)
+#pragma unroll
+          for (int o = 0; o < 2; ++o) {
+            multiply(o, 2, done[m][o], sum[m][0][o]);
+            multiply(o, 1, sum[m][0][o], sum[m][1][o]);
+            multiply(o, 0, sum[m][1][o], zero);
+          }
+        };
+        if constexpr (kOctets == 1) {
+          uint32_t a[2][4], last[4];
+          const uint32_t first = ring.At() + at_tile[m][1];
+          LoadMatrix(a[0], first);
+          LoadMatrix(a[1], first ^ 16);
+          LoadMatrix(last, ring.At() + at_tile[m][0]);
+          rows([&](int o, int r, float (&d)[4], const float (&c)[4]) {
+            float t[4];
+            MmaTo<T, 16>(t, a[o], &filter[o][r][0], c);
+            MmaTo<T, 8>(d, last + 2 * o, &filter[o][r][2], t);
+          });
+        } else {
+          uint32_t a[kS][4];
+#pragma unroll
+          for (int s = 0; s < kS; ++s) LoadMatrix(a[s], ring.At() + at_tile[m][s]);
+          rows([&](int o, int r, float (&d)[4], const float (&c)[4]) {
+            float t[4] = {c[0], c[1], c[2], c[3]};
+#pragma unroll
+            for (int s = 0; s < kS; ++s) MmaTo<T, 16>(t, a[s], &filter[o][r][s * 2], t);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) d[e] = t[e];
+          });
+        }
+      }
+      __syncwarp();
+      if (lane == 0) ring.Release();
+      ring.Advance();
+#pragma unroll
+      for (int m = 0; m < kTiles; ++m) store(m, done[m]);
+      ++p;
+    }
+    // Below the image: rows that wait for no more input.
+#pragma unroll
+    for (int j = 0; j + 1 < kR; ++j) {
+#pragma unroll
+      for (int m = 0; m < kTiles; ++m) store(m, sum[m][j]);
+      ++p;
+    }
+  }
+#endif
+}
+
+template <typename T, int kOctets, int kTiles, int kBlocks>
+Status Launch(const Context& ctx, GroupedRowsArgs<T> g, const void* src, DType dtype,
+              const std::string& what) {
+  RowUnits& u = g.u;
+  const int units_w = int(CeilDiv(g.to.w, 2 * kTiles * 16));
+  u.width = int(CeilDiv(g.to.w, units_w));
+  g.row_tiles = int(CeilDiv(u.width, 16));
+  u.images = std::min(2 * kTiles / g.row_tiles, g.to.images);
+  u.slabs = int(CeilDiv(g.to.channels, kSlab));
+  const int64_t parts = std::max<int64_t>(1, int64_t(Multiprocessors()) * kBlocks / u.slabs);
+  ShareRows(u, g.to.images, g.to.h, g.to.w, parts);
+  u.stage_bytes = int(CeilDiv(u.images * (u.width + kS - 1) * 128, 1024) * 1024);
+  u.stages = std::clamp(160 * 1024 / kBlocks / u.stage_bytes, 2, 8);
+
+  const int64_t c = g.from.channels;
+  const TmaTensor tensor = {src,
+                            4,
+                            {c, g.from.w, g.from.h, g.from.images},
+                            {1, c, c * g.from.w, c * g.from.w * g.from.h}};
+  JAXCONV_RETURN_IF_ERROR(
+      EncodeTiled(dtype, tensor, {0, u.width + kS - 1, 1, u.images, 1}, what, &g.map));
+  const int64_t blocks = CeilDiv(u.rows, u.share) * u.slabs;
+  JAXCONV_RETURN_IF_ERROR(CheckBlocks(blocks, what));
+  const int bytes = u.stages * (u.stage_bytes + 16) + kWarps * kStaging;
+  const auto kernel = GroupedRowsKernel<T, kOctets, kTiles, kBlocks>;
+  JAXCONV_RETURN_IF_ERROR(CudaStatus(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), what));
+  kernel<<<unsigned(blocks), kWarps * 32, bytes, ctx.stream>>>(g);
+  return LaunchStatus(what);
+}
+
+}  // namespace
+
+Status CheckGroupedRows(const ConvProblem& p, bool aligned, const std::string& what) {
+  bool ok = (p.dtype == DType::kBF16 || p.dtype == DType::kF16) && p.channels_last &&
+            p.groups > 0 && p.c == p.k && p.c % 8 == 0 && p.filter[0] == 1 && p.filter[1] == kR &&
+            p.filter[2] == kS && p.pad[0] == 0 && p.in[0] == p.out[0] &&
+            p.n * p.in[0] < kCoordLimit;
+  const int64_t group = ok ? p.group_c() : 0;
+  ok = ok && (group == 4 || group == 8 || group == 16);
+  for (int d = 0; d < 3; ++d) {
+    ok = ok && p.stride[d] == 1 && p.dilation[d] == 1 && p.pad[d] >= 0 && p.pad[d] < p.filter[d] &&
+         p.out[d] - p.pad[d] <= p.in[d];
+  }
+  if (ok && aligned) return Status::Ok();
+  return Status::Invalid(what +
+                         ": tile \"rows\" expects 16-byte aligned channels-last arrays of a "
+                         "16-bit type, C/G == K/G of 4, 8 or 16, c a multiple of 8, a 3x3 "
+                         "filter of stride and dilation 1 and padding of 0 to 2");
+}
+
+Status GroupedRows(const Context& ctx, const ConvProblem& p, bool dgrad, const Epilogue& e,
+                   const void* src, const void* w, const void* bias, void* dst, void* z,
+                   const std::string& what) {
+  const auto run = [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    GroupedRowsArgs<T> g{};
+    g.w = static_cast<const T*>(w);
+    g.dst = static_cast<T*>(dst);
+    g.epilogue = MakeEpilogue<T>(e, bias, z);
+    const RowArray x = {int(p.n * p.in[0]), int(p.in[1]), int(p.in[2]), int(p.c)};
+    const RowArray y = {x.images, int(p.out[1]), int(p.out[2]), int(p.k)};
+    g.from = dgrad ? y : x;
+    g.to = dgrad ? x : y;
+    g.pad_h = int(dgrad ? kR - 1 - p.pad[1] : p.pad[1]);
+    g.pad_w = int(dgrad ? kS - 1 - p.pad[2] : p.pad[2]);
+    while (1 << g.group_shift < p.group_c()) ++g.group_shift;
+    g.dgrad = dgrad;
+    if (g.group_shift <= 3) return Launch<T, 1, 2, 2>(ctx, g, src, p.dtype, what);
+    return Launch<T, 2, 1, 2>(ctx, g, src, p.dtype, what);
+  };
+  return p.dtype == DType::kBF16 ? run(TypeTag<__nv_bfloat16>{}) : run(TypeTag<__half>{});
+}
+
+}  // namespace jaxconv::cuda::conv

@@ -1,0 +1,279 @@
+// dw[r, s, c, k] = sum over n, p, q of  x[n, p - pad + r, q - pad + s, c] * dy[n, p, q, k]
+//
+// for the problems of grouped_rows.cu, c and k of one group. On mma.m16n8k16 with 16 pixels on K, 8
+// channels of dy (an octet) on N, and on M two units of 8 channels of x: an octet at taps s = 0 and
+// 1, or two octets at one tap.
+//
+// A warp owns two neighbouring octets of dy and two tiles of 16 pixels of a unit (row_stream.cuh) and
+// goes down the rows: a stage brings row h of x and row h + pad of dy, the last row of dy that meets
+// it. Row h of x is read from shared memory once and multiplied with the three rows of dy that it
+// meets, which stay in registers; so do all the warp's sums, until the block ends. Then the two warps
+// of an octet pair are added, and what lies between different groups is dropped.
+//
+// Reads x and dy about once; writes dw or, with several splits, a partial sum each.
+#include "cuda/conv/grouped_rows.h"
+#include "cuda/conv/matrix.cuh"
+#include "cuda/conv/row_stream.cuh"
+
+namespace jaxconv::cuda::conv {
+namespace {
+
+constexpr int kR = 3, kS = 3;
+constexpr int kWarps = 8;
+[[maybe_unused]] constexpr int kTiles = 2;  // of 16 pixels, of a warp
+constexpr int kUnitTiles = 4;               // of a unit: two warps' for each pair of octets
+constexpr int kSlab = 64;                   // channels
+
+template <typename T>
+struct GroupedRowsWgradArgs {
+  CUtensorMap x, dy;
+  T* dw;            // with one split
+  float* partials;  // (splits, elements of dw) otherwise; null with one
+  RowUnits u;       // of dy's columns and x's rows
+  RowArray in, out;
+  int pad_h, pad_w;
+  int row_tiles;   // tiles of 16 pixels of a unit's row
+  int group;       // channels
+  uint32_t dy_at;  // in a stage
+  int64_t splits;
+};
+
+// kOctets: octets of a group (1: groups of 4 or 8).
+template <typename T, int kOctets, int kBlocks>
+__global__ void __launch_bounds__(kWarps * 32, kBlocks)
+    GroupedRowsWgradKernel(const __grid_constant__ GroupedRowsWgradArgs<T> g) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  // Products of a row of x with a row of dy, for each octet of dy. kOctets == 1: [0] taps 0 and 1 of
+  // its own octet, [1] both octets at tap 2. Else tap by tap, both octets of the group.
+  constexpr int kProducts = kOctets == 1 ? 2 : kS;
+  extern __shared__ __align__(1024) unsigned char cells[];
+  const RowUnits& u = g.u;
+  const uint32_t ring_at = SharedAddress(cells);
+  const uint32_t zeros = ring_at + uint32_t(u.stages * u.stage_bytes);
+  RowRing ring(ring_at, zeros + 16, u);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) {
+    StoreShared16(zeros, make_uint4(0, 0, 0, 0));
+    ring.Init(kWarps);
+  }
+  __syncthreads();
+
+  const int slab = int(blockIdx.x % unsigned(u.slabs));
+  const int64_t part = blockIdx.x / unsigned(u.slabs);
+  const int64_t begin = part * u.share, end = min(begin + u.share, u.rows);
+  const int pitch = u.width + kS - 1;  // pixels of a row of x in shared memory
+  // The rows of x above the unit's first bring the rows of dy that the first one meets.
+  const auto first_row = [&](const RowUnit& at) { return max(at.p - (kR - 1), -g.pad_h); };
+
+  // The first thread is also the producer, a ring ahead of its warp.
+  const uint32_t x_bytes = uint32_t(u.images * pitch) * 128;
+  const uint32_t dy_bytes = uint32_t(u.images * u.width) * 128;
+  RowRing ahead = ring;
+  int64_t next_row = begin;
+  int next_image = 0, next_q = 0, next_h = 0, next_end = 0, next_p = 0;
+  const auto feed = [&] {
+    if (next_h == next_end) {
+      if (next_row >= end) return;
+      const RowUnit next = UnitOf(u, next_row, end);
+      next_row += next.end - next.p;
+      next_image = next.image;
+      next_q = next.q;
+      next_p = next.p;
+      next_h = first_row(next);
+      next_end = next.end;
+    }
+    const bool both = next_h >= next_p;
+    const uint32_t full = ahead.Claim(both ? x_bytes + dy_bytes : dy_bytes);
+    if (both) LoadTile(ahead.At(), g.x, full, slab * kSlab, next_q - g.pad_w, next_h, next_image);
+    LoadTile(ahead.At() + g.dy_at, g.dy, full, slab * kSlab, next_q, next_h + g.pad_h, next_image);
+    ahead.Advance();
+    ++next_h;
+  };
+  if (threadIdx.x == 0) {
+    for (int s = 1; s < u.stages; ++s) feed();
+  }
+
+  const int pair = warp % 4;  // octets 2 pair and the next, of the slab
+  const int channel0 = slab * kSlab + pair * 16;
+  const int tile0 = warp / 4 * kTiles;
+
+  // Where a lane's rows of ldmatrix.trans lie in a stage. x: matrices (unit 0, pixels 0 to 7), (unit
+  // 1, the same), then pixels 8 to 15; kOctets == 1: [0] the first octet at taps 0 and 1, [1] both
+  // octets at tap 2. dy: (octet 0, pixels 0 to 7), (the same octet, pixels 8 to 15), then octet 1.
+  constexpr int kAt = kOctets == 1 ? 2 : kS;
+  uint32_t x_tile[kTiles][kAt], dy_tile[kTiles];
+  bool real[kTiles];
+#pragma unroll
+  for (int m = 0; m < kTiles; ++m) {
+    const int tile = tile0 + m, image = tile / g.row_tiles, col = (tile - image * g.row_tiles) * 16;
+    const int x_pixel = image * pitch + col + lane / 16 * 8 + lane % 8, unit = lane / 8 % 2;
+#pragma unroll
+    for (int i = 0; i < kAt; ++i) {
+      const bool two_taps = kOctets == 1 && i == 0;
+      const int s = kOctets == 1 ? (two_taps ? unit : 2) : i;
+      const int octet = pair * 2 + (two_taps ? 0 : unit);
+      const int row = min(x_pixel + s, u.images * pitch - 1);
+      x_tile[m][i] = uint32_t(row * 128 + ((octet ^ (row & 7)) << 4));
+    }
+    const int dy_col = col + lane % 16;
+    const int row = image * u.width + dy_col, octet = pair * 2 + lane / 16;
+    real[m] = image < u.images && dy_col < u.width;
+    dy_tile[m] = g.dy_at + uint32_t(row * 128 + ((octet ^ (row & 7)) << 4));
+  }
+
+  float acc[kR][2][kProducts][4] = {};
+  for (int64_t row = begin; row < end;) {
+    const RowUnit at = UnitOf(u, row, end);
+    row += at.end - at.p;
+    uint32_t grad[kR][kTiles][4] = {};  // grad[r] is row h + pad - r of dy: [octet of 2][half]
+    for (int h = first_row(at); h < at.end; ++h) {
+      if (threadIdx.x == 0) feed();
+#pragma unroll
+      for (int r = kR - 1; r > 0; --r) {
+#pragma unroll
+        for (int m = 0; m < kTiles; ++m) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) grad[r][m][i] = grad[r - 1][m][i];
+        }
+      }
+      __syncwarp();
+      ring.Await();
+      const uint32_t from = ring.At();
+#pragma unroll
+      for (int m = 0; m < kTiles; ++m) {
+        LoadMatrixTransposed(grad[0][m], real[m] ? from + dy_tile[m] : zeros);
+      }
+      if (h >= at.p) {
+#pragma unroll
+        for (int m = 0; m < kTiles; ++m) {
+          if constexpr (kOctets == 1) {
+            uint32_t a[2][4], last[4];
+            LoadMatrixTransposed(a[0], from + x_tile[m][0]);
+            LoadMatrixTransposed(a[1], (from + x_tile[m][0]) ^ 16);
+            LoadMatrixTransposed(last, from + x_tile[m][1]);
+#pragma unroll
+            for (int r = 0; r < kR; ++r) {
+#pragma unroll
+              for (int o = 0; o < 2; ++o) {
+                Mma<T>(acc[r][o][0], a[o], grad[r][m][2 * o], grad[r][m][2 * o + 1]);
+                Mma<T>(acc[r][o][1], last, grad[r][m][2 * o], grad[r][m][2 * o + 1]);
+              }
+            }
+          } else {
+#pragma unroll
+            for (int s = 0; s < kS; ++s) {
+              uint32_t a[4];
+              LoadMatrixTransposed(a, from + x_tile[m][s]);
+#pragma unroll
+              for (int r = 0; r < kR; ++r) {
+#pragma unroll
+                for (int o = 0; o < 2; ++o) {
+                  Mma<T>(acc[r][o][s], a, grad[r][m][2 * o], grad[r][m][2 * o + 1]);
+                }
+              }
+            }
+          }
+        }
+      }
+      __syncwarp();
+      if (lane == 0) ring.Release();
+      ring.Advance();
+    }
+  }
+
+  // The second warp of a pair hands its sums to the first, over the ring, which nobody reads any more.
+  __syncthreads();
+  float* sums = reinterpret_cast<float*>(cells) + pair * (kR * 2 * kProducts * 4 * 32) + lane;
+  const auto each = [&](auto visit) {
+    int slot = 0;
+#pragma unroll
+    for (int r = 0; r < kR; ++r) {
+#pragma unroll
+      for (int o = 0; o < 2; ++o) {
+#pragma unroll
+        for (int i = 0; i < kProducts; ++i) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) visit(r, o, i, e, slot++);
+        }
+      }
+    }
+  };
+  if (warp >= 4) {
+    each([&](int r, int o, int i, int e, int slot) { sums[slot * 32] = acc[r][o][i][e]; });
+  }
+  __syncthreads();
+  if (warp >= 4) return;
+  each([&](int r, int o, int i, int e, int slot) {
+    const float sum = acc[r][o][i][e] + sums[slot * 32];
+    const int unit = e / 2;
+    const int s = kOctets == 1 ? (i == 0 ? unit : 2) : i;
+    const int octet = pair * 2 + (kOctets == 1 && i == 0 ? o : unit);
+    const int c = slab * kSlab + octet * 8 + lane / 4;
+    const int k = channel0 + o * 8 + lane % 4 * 2 + e % 2;
+    const int group = k / g.group;
+    if (c / g.group != group || k >= g.out.channels) return;
+    const int64_t to = (int64_t(r * kS + s) * g.group + c - group * g.group) * g.out.channels + k;
+    if (g.partials != nullptr) {
+      g.partials[part * (kR * kS * int64_t(g.group) * g.out.channels) + to] = sum;
+    } else {
+      g.dw[to] = FromFloat<T>(sum);
+    }
+  });
+#endif
+}
+
+template <typename T, int kOctets, int kBlocks>
+Status Launch(const Context& ctx, GroupedRowsWgradArgs<T> g, const void* x, const void* dy,
+              DType dtype, const std::string& what) {
+  RowUnits& u = g.u;
+  const int units_w = int(CeilDiv(g.out.w, kUnitTiles * 16));
+  u.width = int(CeilDiv(g.out.w, units_w));
+  g.row_tiles = int(CeilDiv(u.width, 16));
+  u.images = std::min(kUnitTiles / g.row_tiles, g.out.images);
+  u.slabs = int(CeilDiv(g.out.channels, kSlab));
+  ShareRows(u, g.in.images, g.in.h, g.out.w, g.splits);
+  g.dy_at = uint32_t(CeilDiv(u.images * (u.width + kS - 1) * 128, 1024) * 1024);
+  u.stage_bytes = int(g.dy_at + CeilDiv(u.images * u.width * 128, 1024) * 1024);
+  u.stages = std::clamp(192 * 1024 / kBlocks / u.stage_bytes, 2, 8);
+
+  const auto tensor = [](const void* base, const RowArray& a) {
+    const int64_t c = a.channels;
+    return TmaTensor{base, 4, {c, a.w, a.h, a.images}, {1, c, c * a.w, c * a.w * a.h}};
+  };
+  JAXCONV_RETURN_IF_ERROR(
+      EncodeTiled(dtype, tensor(x, g.in), {0, u.width + kS - 1, 1, u.images, 1}, what, &g.x));
+  JAXCONV_RETURN_IF_ERROR(
+      EncodeTiled(dtype, tensor(dy, g.out), {0, u.width, 1, u.images, 1}, what, &g.dy));
+  const int64_t blocks = g.splits * u.slabs;
+  JAXCONV_RETURN_IF_ERROR(CheckBlocks(blocks, what));
+  constexpr int kSums = 4 * kR * 2 * (kOctets == 1 ? 2 : kS) * 4 * 128;
+  const int bytes = std::max(u.stages * (u.stage_bytes + 16) + 16, kSums);
+  const auto kernel = GroupedRowsWgradKernel<T, kOctets, kBlocks>;
+  JAXCONV_RETURN_IF_ERROR(CudaStatus(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), what));
+  kernel<<<unsigned(blocks), kWarps * 32, bytes, ctx.stream>>>(g);
+  return LaunchStatus(what);
+}
+
+}  // namespace
+
+Status GroupedRowsWgrad(const Context& ctx, const ConvProblem& p, int64_t splits, const void* x,
+                        const void* dy, void* dw, float* partials, const std::string& what) {
+  const auto run = [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    GroupedRowsWgradArgs<T> g{};
+    g.dw = static_cast<T*>(dw);
+    g.partials = partials;
+    g.in = {int(p.n * p.in[0]), int(p.in[1]), int(p.in[2]), int(p.c)};
+    g.out = {g.in.images, int(p.out[1]), int(p.out[2]), int(p.k)};
+    g.pad_h = int(p.pad[1]);
+    g.pad_w = int(p.pad[2]);
+    g.group = int(p.group_c());
+    g.splits = splits;
+    if (g.group <= 8) return Launch<T, 1, 2>(ctx, g, x, dy, p.dtype, what);
+    return Launch<T, 2, 1>(ctx, g, x, dy, p.dtype, what);
+  };
+  return p.dtype == DType::kBF16 ? run(TypeTag<__nv_bfloat16>{}) : run(TypeTag<__half>{});
+}
+
+}  // namespace jaxconv::cuda::conv
