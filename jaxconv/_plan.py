@@ -392,6 +392,42 @@ def _banded(p: ConvProblem) -> bool:
     )
 
 
+def _square(p: ConvProblem, extents: tuple[int, ...], stride: int = 1) -> bool:
+    """Whether the filter is a square of one of `extents`, of `stride` and dilation 1, padded by less than itself, over
+    two axes (a first axis of three may be left alone)."""
+    alone = p.nd == 2 or (p.nd == 3 and (p.filter[0], p.stride[0], p.padding[0]) == (1, 1, (0, 0)))
+    plane = zip(p.filter[-2:], p.padding[-2:], strict=True)
+    return (
+        alone
+        and p.filter[-1] == p.filter[-2]
+        and p.filter[-1] in extents
+        and all(s == stride for s in p.stride[-2:])
+        and all(d == 1 for d in p.dilation)
+        and all(0 <= v < f for f, pair in plane for v in pair)
+    )
+
+
+def _depthwise_tile(op: str, p: ConvProblem, device: Device) -> str:
+    """What cuda/conv/depthwise.h calls "rows", "planes", or "": tensor cores or the generic kernel."""
+    if p.in_channels != p.out_channels or not (_square(p, (3, 5, 7)) or (_square(p, (3,), 2) and p.channels_last)):
+        return ""
+    if not p.channels_last:
+        small = max(p.in_spatial[-1], p.out_spatial[-1]) <= 224
+        return "planes" if small and (op != "conv_wgrad" or p.nd == 2) else ""
+    if device.compute_capability != (9, 0) or p.in_channels * _itemsize(p) % 16:
+        return ""
+    # 49 FMAs an output are more than the bands of a tensor core's matrices, where rows are long enough to fill those:
+    # 64x56x56x96 in bf16 takes .059 ms in bands and .074 in rows, 64x14x14x384 .026 and .024 (H200).
+    bands = p.filter[-1] == 7 and p.dtype != "float32" and op != "conv_wgrad" and p.out_spatial[-1] >= 28
+    return "" if bands else "rows"
+
+
+def _grouped_tile(p: ConvProblem, device: Device) -> str:
+    """ "rows" or "" (cuda/conv/grouped.h)."""
+    few = p.in_channels == p.out_channels and p.in_channels // p.groups in (4, 8, 16)
+    return "rows" if few and _square(p, (3,)) and device.compute_capability == (9, 0) else ""
+
+
 def _batchnorm_supports(op: str, algorithm: str, p: BatchNormProblem, device: Device) -> str | None:
     if device.platform != "cuda":
         return None if algorithm == "two_read" else "it exists on CUDA only"
@@ -574,6 +610,10 @@ def _fill_conv(op: str, plan: Plan, p: ConvProblem, device: Device) -> Plan:
         splits = _splits(p.batch * pixels, blocks, device, 2, 256, filter_elements * 4)
         size = splits * filter_elements * 4 if splits > 1 else 0
         return dataclasses.replace(plan, tile=tile, splits=splits, workspace_bytes=size)
+    if plan.algorithm == "depthwise":
+        plan = dataclasses.replace(plan, tile=_depthwise_tile(op, p, device))
+    elif plan.algorithm == "grouped":
+        plan = dataclasses.replace(plan, tile=_grouped_tile(p, device))
     if not wgrad:
         return plan
     if plan.algorithm == "stem":
@@ -583,7 +623,16 @@ def _fill_conv(op: str, plan: Plan, p: ConvProblem, device: Device) -> Plan:
         blocks = -(-taps * -(-few // (8 // item)) // (32 * item)) * -(-many // 64)
         splits = _splits(p.batch * pixels, blocks, device, 2, 256, filter_elements * 4)
         return dataclasses.replace(plan, splits=splits, workspace_bytes=splits * filter_elements * 4)
-    if plan.algorithm == "grouped":
+    if plan.tile == "planes":
+        # A warp owns as many planes as give its lanes 7 columns each; twelve warps fit a multiprocessor.
+        planes = 32 // -(-p.out_spatial[-1] // 7)
+        blocks, work, least, waves = -(-p.out_channels // planes), p.batch, 1, 12
+    elif plan.tile == "rows":
+        # One block fits a multiprocessor, two of 4 or 8 channels a group.
+        grouped = plan.algorithm == "grouped"
+        blocks = -(-p.out_channels // (64 if grouped else 256 if p.filter[-1] == 3 else 128))
+        work, least, waves = p.batch * p.out_spatial[-2], 4, 2 if grouped and group_c < 16 else 1
+    elif plan.algorithm == "grouped":
         # Two blocks fit a multiprocessor; a tile is about 256 pixels.
         blocks = -(-p.groups // max(1, 32 // max(group_c, group_k)))
         work, least, waves = -(-p.batch * pixels // 256), 1, 2
@@ -607,7 +656,10 @@ def _fill_conv(op: str, plan: Plan, p: ConvProblem, device: Device) -> Plan:
         columns = min(64, max(8, 1 << (group_k - 1).bit_length()))
         blocks = -(-group_c * taps // (4096 // columns)) * -(-group_k // columns) * p.groups
         work, least = p.batch * pixels, 64
-    splits = _splits(work, blocks, device, waves, least, filter_elements * 4)
+    if plan.tile in ("rows", "planes"):  # no block (or warp) more than fit: a second wave would double the time
+        splits = max(1, min(waves * device.sm_count // blocks, work // least))
+    else:
+        splits = _splits(work, blocks, device, waves, least, filter_elements * 4)
     return dataclasses.replace(plan, splits=splits, workspace_bytes=splits * filter_elements * 4 if splits > 1 else 0)
 
 

@@ -83,9 +83,9 @@ class ConvCase:
         x, w = (jax.ShapeDtypeStruct(s, dtype) for s in (self.x_shape, self.w_shape))
         return ConvProblem.infer("conv", self.nd, x, w, None, **{**self.options, **given, **options})
 
-    def algorithms(self) -> list[str]:
+    def algorithms(self, dtype: str = "float32") -> list[str]:
         """What can run this case, forward and backward, on the device under test."""
-        problem, ops = self.problem(), ("conv_fprop", "conv_dgrad", "conv_wgrad")
+        problem, ops = self.problem(dtype), ("conv_fprop", "conv_dgrad", "conv_wgrad")
         return [a for a in CONV_ALGORITHMS if not any(_plan.supports(op, a, problem, DEVICE) for op in ops)]
 
 
@@ -215,8 +215,66 @@ CONV_CASES = (
         dilation=(1, 2),
     ),
     _case(
+        "depthwise_strips",
+        2,
+        (5, 65),
+        72,
+        72,
+        (3, 3),
+        "65 columns are two strips of 56; 72 channels end in a part of a slab of 32 or 64; one-sided pads",
+        groups=72,
+        padding=((0, 2), (2, 0)),
+    ),
+    _case(
+        "depthwise_s2",
+        3,
+        (9, 18),
+        24,
+        24,
+        (3, 3),
+        "stride 2: odd and even extents, and the last row and column of dx that one tap reaches",
+        groups=24,
+        stride=2,
+        padding=((1, 1), (0, 1)),
+    ),
+    _case(
+        "depthwise_images",
+        9,
+        (7, 6),
+        16,
+        16,
+        (5, 5),
+        "rows so short that several images share a strip or a warp, and the last ones are missing",
+        groups=16,
+        padding=2,
+    ),
+    _case(
         "depthwise_32", 1, (12, 9), 32, 32, (7, 7), "7x7 over aligned channels, as in ConvNeXt", groups=32, padding=3
     ),
+    _case(
+        "grouped_4",
+        3,
+        (6, 66),
+        72,
+        72,
+        (3, 3),
+        "4 channels a group; 66 columns are two strips of 64; 72 channels are one slab of 64 and a part",
+        groups=18,
+        padding=1,
+    ),
+    _case("grouped_8", 5, (9, 7), 16, 16, (3, 3), "8 channels a group, 7 columns: four images share a strip", groups=2),
+    _case(
+        "grouped_16",
+        3,
+        (5, 18),
+        32,
+        32,
+        (3, 3),
+        "16 channels a group; one-sided pads",
+        groups=2,
+        padding=((2, 0), (0, 2)),
+    ),
+    _case("grouped_32", 2, (6, 17), 64, 64, (3, 3), "32 channels a group: four octets", groups=2, padding=1),
     _case("one_d", 3, (19,), 3, 4, (5,), "1-D; strided and dilated", stride=2, dilation=2, padding=((3, 4),)),
     _case(
         "three_d",
