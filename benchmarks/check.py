@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks.cases import BatchNormCase, Case, ConvCase, DenseCase
+from benchmarks.cases import BatchNormCase, Case, ConvBatchNormCase, ConvCase, DenseCase
 
 Array = jax.Array
 
@@ -34,6 +34,8 @@ RESULTS = {
     ("batchnorm", "fwd"): ("y", "new_mean", "new_var"),
     ("batchnorm", "infer"): ("y",),
     ("batchnorm", "bwd"): ("dx", "dscale", "dbias"),
+    ("conv_batchnorm", "fwd"): ("y", "new_mean", "new_var"),
+    ("conv_batchnorm", "infer"): ("y",),
     ("batchnorm", "fwd+bwd"): ("y", "new_mean", "new_var", "dx", "dscale", "dbias"),
 }
 
@@ -110,6 +112,9 @@ def tolerance(case: Case, pass_: str, result: str, dtype: str, precision: str | 
             error = max(error, u32 * 2**9)
         return error
 
+    if isinstance(case, ConvBatchNormCase):
+        # z is rounded once, or filters and offset are; y is rounded; then as a batch-norm. Statistics are of rounded z.
+        return 2 * (3 * u + product(case.terms("fprop")) + u32 * (16 + math.sqrt(case.reduced)))
     if isinstance(case, ConvCase):
         return 2 * (u + product(case.terms(pass_)))
     if isinstance(case, DenseCase):
@@ -137,6 +142,10 @@ def reference(
     case: Case, pass_: str, channels_last: bool, arrays: dict[str, Array], outs: Sequence[Array | None]
 ) -> dict[str, tuple[Array, Array | None]]:
     # Jitted by case, so that all contenders share one compilation
+    if isinstance(case, ConvBatchNormCase):
+        z = _conv(ConvCase(**dataclasses.asdict(case)), "fprop", channels_last, {**arrays, "dy": arrays["x"]})
+        found = _batchnorm(pass_, channels_last, {**arrays, "x": z})
+        return {**found, "y": (jnp.maximum(found["y"][0], 0), None)}
     if isinstance(case, ConvCase):
         return {{"fprop": "y", "dgrad": "dx", "wgrad": "dw"}[pass_]: (_conv(case, pass_, channels_last, arrays), None)}
     if isinstance(case, DenseCase):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import jaxconv
-from benchmarks.cases import BatchNormCase, Case, ConvCase, DenseCase
+from benchmarks.cases import BatchNormCase, Case, ConvBatchNormCase, ConvCase, DenseCase
 from benchmarks.check import EPSILON, MOMENTUM
 
 Array = jax.Array
@@ -52,13 +52,21 @@ def make_arrays(case: Case, setting: Setting, key: Array) -> Arrays:
     def normal(shape: tuple[int, ...], scale: float = 1.0, shift: float = 0.0, dtype: Any = dtype) -> Array:
         return (shift + scale * jax.random.normal(next(keys), shape, jnp.float32)).astype(dtype)
 
+    def parameters(channels: int) -> Arrays:
+        c = (channels,)
+        return {
+            "scale": normal(c, 0.1, 1.0, jnp.float32),
+            "bias": normal(c, 0.3, 0.0, jnp.float32),
+            "mean": normal(c, 0.2, 0.5, jnp.float32),
+            "var": jnp.abs(normal(c, 0.2, 2.0, jnp.float32)),
+        }
+
     if isinstance(case, ConvCase):
         scale = case.terms("fprop") ** -0.5
-        return {
-            "x": normal(case.x_shape(last)),
-            "w": normal(case.w_shape(last), scale),
-            "dy": normal(case.y_shape(last)),
-        }
+        arrays = {"x": normal(case.x_shape(last)), "w": normal(case.w_shape(last), scale)}
+        if isinstance(case, ConvBatchNormCase):
+            return arrays | parameters(case.out_channels)
+        return arrays | {"dy": normal(case.y_shape(last))}
     if isinstance(case, DenseCase):
         return {
             "x": normal((case.m, case.k)),
@@ -66,15 +74,8 @@ def make_arrays(case: Case, setting: Setting, key: Array) -> Arrays:
             "b": normal((case.n,), 0.1),
             "dy": normal((case.m, case.n)),
         }
-    c = (case.channels,)
-    return {
-        "x": normal(case.x_shape(last), 1.5, 0.5),
-        "dy": normal(case.x_shape(last)),
-        "scale": normal(c, 0.1, 1.0, jnp.float32),
-        "bias": normal(c, 0.3, 0.0, jnp.float32),
-        "mean": normal(c, 0.2, 0.5, jnp.float32),
-        "var": jnp.abs(normal(c, 0.2, 2.0, jnp.float32)),
-    }
+    arrays = {"x": normal(case.x_shape(last), 1.5, 0.5), "dy": normal(case.x_shape(last))}
+    return arrays | parameters(case.channels)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -134,6 +135,8 @@ def _dense_job(pass_: str, dense: Callable[[Array, Array, Array], Array]) -> Job
 def ours(case: Case, pass_: str, setting: Setting, **choice: Any) -> Job:
     """`choice` is `implementation` or `algorithm`, as the public functions take them."""
     last = setting.channels_last
+    if isinstance(case, ConvBatchNormCase):
+        return _our_pair(case, pass_, setting, **choice)
     if isinstance(case, ConvCase):
         name = f"conv{'_transpose' if case.transposed else ''}{case.nd}d"
         function = getattr(jaxconv, name)
@@ -191,12 +194,44 @@ def ours(case: Case, pass_: str, setting: Setting, **choice: Any) -> Job:
     return Job(jax.jit(f), lambda a: tuple(a[n] for n in names), f, kernels)
 
 
+def _our_pair(case: ConvBatchNormCase, pass_: str, setting: Setting, **choice: Any) -> Job:
+    """The algorithm "two" is what a user writes without `conv_batchnorm`."""
+    last = setting.channels_last
+    window = dict(stride=case.stride, padding=case.padding, dilation=case.dilation, groups=case.groups)
+    window |= dict(layout=case.layout(last), precision=setting.precision)
+    norm = dict(training=pass_ == "fwd", momentum=MOMENTUM, epsilon=EPSILON, activation="relu")
+
+    def pair(x: Array, w: Array, *v: Array) -> tuple[Array, ...]:
+        outs = jaxconv.conv_batchnorm(x, w, *v, **window, **norm, **choice)
+        return outs if pass_ == "fwd" else outs[:1]
+
+    def two(x: Array, w: Array, *v: Array) -> tuple[Array, ...]:
+        z = getattr(jaxconv, f"conv{case.nd}d")(x, w, **window)
+        outs = jaxconv.batchnorm(z, *v, channel_axis=-1 if last else 1, **norm)
+        return outs if pass_ == "fwd" else outs[:1]
+
+    f = two if choice.get("algorithm") == "two" else pair
+    names = ("x", "w", "scale", "bias", "mean", "var")
+    kernels = ("conv", "conv_fprop", "conv_statistics", "batchnorm_train", "batchnorm_infer")
+    return Job(jax.jit(f), lambda a: tuple(a[n] for n in names), f, kernels)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # XLA: lax and jnp as Flax's layers write them
 
 
 def xla(case: Case, pass_: str, setting: Setting) -> Job:
     last = setting.channels_last
+    if isinstance(case, ConvBatchNormCase):
+        conv = xla(ConvCase(**dataclasses.asdict(case)), "fprop", setting).f
+        norm = _xla_batchnorm(BatchNormCase("", case.batch, case.out_channels, case.out_spatial), pass_, last).f
+
+        def pair(x: Array, w: Array, *v: Array) -> tuple[Array, ...]:
+            y, *statistics = norm(conv(x, w), *v)
+            return jax.nn.relu(y), *statistics
+
+        names = ("x", "w", "scale", "bias", "mean", "var")
+        return Job(jax.jit(pair), lambda a: tuple(a[n] for n in names))
     if isinstance(case, ConvCase):
         layout, filter_layout = case.layout(last), case.filter_layout(last)
         # lax names spatial axes as it likes, as long as they agree

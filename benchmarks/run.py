@@ -23,6 +23,7 @@ ALGORITHMS = {
     "conv": _problem.CONV_ALGORITHMS,
     "dense": _problem.DENSE_ALGORITHMS,
     "batchnorm": _problem.BATCHNORM_ALGORITHMS,
+    "conv_batchnorm": ("wgmma", "two"),
 }
 LOSS = 0.98  # a ratio below this is one
 
@@ -54,7 +55,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     several = lambda text: text.split(",")  # noqa: E731
-    parser.add_argument("--op", default="all", choices=("conv", "dense", "batchnorm", "all"))
+    parser.add_argument("--op", default="all", choices=(*ALGORITHMS, "all"))
     parser.add_argument("--cases", default="*", metavar="GLOB", help="names to run; several with commas")
     parser.add_argument("--suite", default="core" if gpu else "cpu", choices=(*cases.SUITES, "all"))
     parser.add_argument("--dtype", default=["bf16" if gpu else "f32"], type=several, help="of bf16, f16, f32")
