@@ -384,25 +384,20 @@ BATCHNORM = (
     BatchNormCase("small", 32, 64, (28, 28)),
 )
 
-# ResNet-50's pairs, and the larger ones of other networks.
+# ResNet-50's pairs.
 CONV_BATCHNORM = tuple(
     ConvBatchNormCase(**dataclasses.asdict(case))
     for case in (
-        _conv("r50.s1.1x1a", 256, 56, 64, 64, 1),
         _conv("r50.s1.1x1c", 256, 56, 256, 64, 1),
         _conv("r50.s1.3x3", 256, 56, 64, 64, 3, padding=1),
         _conv("r50.s1.1x1b", 256, 56, 64, 256, 1),
         _conv("r50.s2.3x3s2", 256, 56, 128, 128, 3, stride=2, padding=1),
         _conv("r50.s2.3x3", 256, 28, 128, 128, 3, padding=1),
-        _conv("r50.s2.1x1a", 256, 28, 512, 128, 1),
         _conv("r50.s2.1x1b", 256, 28, 128, 512, 1),
         _conv("r50.s3.3x3", 256, 14, 256, 256, 3, padding=1),
-        _conv("r50.s3.1x1a", 256, 14, 1024, 256, 1),
         _conv("r50.s3.1x1b", 256, 14, 256, 1024, 1),
         _conv("r50.s4.3x3", 256, 7, 512, 512, 3, padding=1),
         _conv("r50.s4.1x1b", 256, 7, 512, 2048, 1),
-        _conv("vgg.3x3", 32, 112, 128, 128, 3, padding=1),
-        _conv("unet.3x3", 16, 64, 320, 320, 3, padding=1),
     )
 )
 

@@ -216,8 +216,8 @@ def supports(op: str, algorithm: str, problem: Problem, device: Device) -> str |
 
 def _conv_supports(op: str, algorithm: str, p: ConvProblem, device: Device) -> str | None:
     if op == "conv_statistics":
-        if device.platform == "cuda":
-            return "no CUDA kernel sums up what it writes"
+        if device.platform == "cuda" and algorithm != "wgmma":
+            return "only wgmma's epilogue sums up what it writes"
         if device.platform == "cpu" and p.dtype not in ("float32", "float64"):
             return "the CPU rounds to 16 bits only behind the call, and statistics are those of what was rounded"
     if algorithm == "depthwise" and not p.depthwise:
@@ -345,6 +345,10 @@ def _wgmma_conv_refusal(op: str, p: ConvProblem, device: Device) -> str | None:
     terms = 3 if p.dtype == "float32" else 1  # a coordinate counts those of all terms
     if terms * max(rows, taps * max(p.in_channels, p.out_channels)) >= 2**31 - 4096:
         return f"it needs fewer than 2^31 / {terms} pixels and filter elements per channel"
+    if op == "conv_statistics" and p.dtype == "float32":
+        return "its epilogue sums up bfloat16 and float16 results only"
+    if op == "conv_statistics" and -(-group_k // 64) * p.groups > device.sm_count:
+        return f"with statistics a multiprocessor must have a column of tiles of its own, got {p.out_channels} channels"
     if p.pointwise and not dgrad and op != "conv_wgrad":
         return None
     corner, reach = {1: (32768, 65535), 2: (128, 255), 3: (16, 31)}[p.nd]
@@ -473,6 +477,8 @@ def _ladder(op: str, problem: Problem, device: Device) -> str:
     if isinstance(problem, BatchNormProblem):
         fit = (a for a in ("resident_block", "resident_team") if supports(op, a, problem, device) is None)
         return next(fit, "two_read")
+    if op == "conv_statistics" and device.platform == "cuda":
+        return "wgmma"
     if problem.depthwise and problem.groups > 1:
         return "depthwise"
     if device.platform == "cpu":
@@ -668,6 +674,11 @@ def _fill_wgmma_conv(op: str, plan: Plan, p: ConvProblem, device: Device) -> Pla
     taps, group_c, group_k = math.prod(p.filter), p.in_channels // p.groups, p.out_channels // p.groups
     x, y = math.prod(p.x_shape), math.prod(p.y_shape)
     split = _terms(op, p) > 1
+    if op == "conv_statistics":
+        # (mean, M2) in float32 of each channel in at most so many parts, and the parts' sizes
+        parts = min(2 * -(-p.batch * math.prod(p.out_spatial) // 128), 512)
+        tile = _statistics_tile(p, taps * -(-group_c // 64), device)
+        return dataclasses.replace(plan, tile=tile, workspace_bytes=parts * (8 * p.out_channels + 4))
     if op != "conv_wgrad":
         dgrad = op == "conv_dgrad"
         n, summed = (group_c, group_k) if dgrad else (group_k, group_c)
@@ -702,6 +713,19 @@ def _fill_wgmma_conv(op: str, plan: Plan, p: ConvProblem, device: Device) -> Pla
     splits = aligned if whole else sms
     size = wgmma_workspace(op, p, tile, splits)
     return dataclasses.replace(plan, tile=tile, splits=splits, workspace_bytes=size)
+
+
+def _statistics_tile(p: ConvProblem, steps: int, device: Device) -> str:
+    """As measured on an H200. Every multiprocessor has one column of tiles, which it shares with others."""
+    group_k, rows = p.out_channels // p.groups, -(-p.batch * math.prod(p.out_spatial) // 128)
+    if group_k <= 64:
+        return "256x64"
+
+    def tiles(columns: int) -> int:  # of the busiest multiprocessor
+        return -(-rows // (device.sm_count // (-(-group_k // columns) * p.groups)))
+
+    wide = group_k > 128 and steps > 1 and -(-group_k // 128) * p.groups <= device.sm_count
+    return "128x256" if wide and 2 * tiles(256) <= tiles(128) else "128x128"
 
 
 def _terms(op: str, p: ConvProblem | DenseProblem) -> int:

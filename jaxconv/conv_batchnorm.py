@@ -142,8 +142,8 @@ def conv_batchnorm(
         y, running_mean, running_var = jaxconv.batchnorm(z, scale, bias, running_mean, running_var, training=training,
                                                          activation=activation, residual=residual, ...)
 
-    In training the statistics of z leave the convolution with it where its kernel can sum up what it writes (so far
-    those of the CPU): z, rounded to x's dtype, is then written once and read once. Elsewhere
+    In training the statistics of z leave the convolution with it where its kernel can sum up what it writes (algorithm
+    "wgmma" on Hopper, and the CPU's kernels): z, rounded to x's dtype, is then written once and read once. Elsewhere
     these are the two calls above. `explain` says which, and why. The gradient is that of the two calls, z is what it
     keeps of the convolution's result.
 

@@ -33,7 +33,7 @@ import numpy as np
 from jaxconv import _op, _plan, _problem
 from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem
 from jaxconv.batchnorm import backward, infer, train
-from jaxconv.conv import conv_kernel, dgrad, fprop, wgrad
+from jaxconv.conv import conv_kernel, dgrad, fprop, statistics, wgrad
 from jaxconv.dense import dense_kernel, matmul
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
@@ -147,8 +147,8 @@ def conv_calls(dtype: str, last: bool, algorithm: str, precision: str, shape: tu
     )
     bare, y = p.bare(), (p.y_shape, dtype)
     x, w, b = ((shape, dtype) for shape in (x, w, (k,)))
-    fused = [(conv_kernel, p, [x, w, b]), (fprop, bare, [x, w])]
-    return [*fused, (dgrad, bare, [y, w]), (wgrad, bare, [x, y])]
+    forward = [(conv_kernel, p, [x, w, b]), (fprop, bare, [x, w]), (statistics, bare, [x, w])]
+    return [*forward, (dgrad, bare, [y, w]), (wgrad, bare, [x, y])]
 
 
 def dense_calls(dtype: str, algorithm: str, precision: str, m: int, k: int, n: int) -> list[Call]:

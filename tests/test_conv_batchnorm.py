@@ -452,9 +452,15 @@ def test_explain_names_the_pair_its_parts_and_the_reason():
 
 
 H200 = _plan.Device("cuda", "NVIDIA H200", (9, 0), 132)
+A100 = _plan.Device("cuda", "NVIDIA A100", (8, 0), 108)
 PLANS = {
     "cpu": (_plan.Device("cpu", "cpu"), dict(implementation="native"), "statistics", "implementation='native'"),
-    "cuda": (H200, dict(dtype="bfloat16", implementation="native"), "two", "no CUDA kernel"),
+    "wgmma": (H200, dict(dtype="bfloat16", algorithm="wgmma"), "statistics", "algorithm='wgmma' was asked for"),
+    "native": (H200, dict(dtype="bfloat16", implementation="native"), "statistics", "implementation='native'"),
+    "float32": (H200, dict(dtype="float32", implementation="native"), "two", "bfloat16 and float16 results only"),
+    "wide": (H200, dict(dtype="bfloat16", algorithm="wgmma", out_channels=8512), "two", "a column of tiles of its own"),
+    "other": (H200, dict(dtype="bfloat16", algorithm="implicit_gemm"), "two", "only wgmma's epilogue"),
+    "old": (A100, dict(dtype="bfloat16", implementation="native"), "two", "compute capability 9.0"),
     "mesh": (
         dataclasses.replace(H200, partitioned=True),
         dict(dtype="bfloat16", implementation="native"),
@@ -479,6 +485,9 @@ def test_the_plan_takes_statistics_from_the_convolution_where_that_is_asked_and_
     if choice == "statistics":
         part = _plan.plan("conv_statistics", conv, device)
         assert part.implementation == "native"
+        if device.platform == "cuda":
+            assert part.algorithm == "wgmma"
+            assert part.workspace_bytes == 2 * -(-conv.batch * 72 // 128) * (conv.out_channels * 8 + 4)
 
 
 def test_jaxconv_disable_reaches_the_pair(monkeypatch):

@@ -112,9 +112,15 @@ Status ConvFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, co
   return DirectFprop(ctx, p, e, plan, x, w, bias, y, z, workspace);
 }
 
-Status ConvStatistics(const Context&, const ConvProblem&, const Plan&, const void*, const void*,
-                      void*, void*, void*, Workspace) {
-  return Status::Unimplemented("conv_statistics: no CUDA kernel sums up what it writes");
+Status ConvStatistics(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
+                      const void* w, void* y, void* mean, void* var, Workspace workspace) {
+  Algorithm algorithm;
+  JAXCONV_RETURN_IF_ERROR(Refuse("conv_statistics", p, plan, algorithm));
+  if (algorithm != Algorithm::kWgmma) {
+    return Status::Unimplemented("conv_statistics: only wgmma sums up what it writes, given \"" +
+                                 std::string(plan.algorithm) + "\"");
+  }
+  return WgmmaStatistics(ctx, FoldPatches(p, false), plan, x, w, y, mean, var, workspace);
 }
 
 Status ConvDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,

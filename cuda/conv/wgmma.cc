@@ -7,6 +7,7 @@
 #include <string>
 
 #include "cuda/conv/gather.h"  // the phases of a dgrad
+#include "cuda/conv/statistics.h"
 #include "cuda/conv/wgmma_wgrad.h"
 #include "cuda/core/divmod.h"
 #include "cuda/core/tma.h"
@@ -179,12 +180,10 @@ Status Launch(const Context& ctx, const Sm90Arithmetic& in, bool k_major_b, Sm90
                    : LaunchSm90KNF16(ctx, product, tile, multiprocessors, what);
 }
 
-}  // namespace
-
-Status WgmmaFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
-                  const void* x, const void* w, const void* bias, void* y, void* z,
-                  Workspace workspace) {
-  const std::string what = Describe("conv_fprop", p, plan);
+// `statistics`: null unless they are wanted, which 16-bit results without an epilogue have.
+Status Fprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
+             const void* x, const void* w, const void* bias, void* y, void* z, Workspace workspace,
+             Sm90Parts* statistics, const std::string& what) {
   JAXCONV_RETURN_IF_ERROR(Check(p, plan, 1, false, what));
   if (!Aligned(x) || !Aligned(w) || !Aligned(y) || !Aligned(z) || !Aligned(workspace.data)) {
     return Status::Invalid(what + ": x, w, y, z and the workspace must be 16-byte aligned");
@@ -267,7 +266,40 @@ Status WgmmaFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, c
     saved.base = z;
     JAXCONV_RETURN_IF_ERROR(EncodeTiled(p.dtype, saved, {64, 1, 64}, what + " z", &g.z));
   }
-  return Launch(ctx, in, false, g, tile, multiprocessors, what);
+  if (statistics == nullptr) return Launch(ctx, in, false, g, tile, multiprocessors, what);
+  return p.dtype == DType::kBF16
+             ? LaunchSm90StatisticsBf16(ctx, g, tile, multiprocessors, statistics, what)
+             : LaunchSm90StatisticsF16(ctx, g, tile, multiprocessors, statistics, what);
+}
+
+}  // namespace
+
+Status WgmmaFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
+                  const void* x, const void* w, const void* bias, void* y, void* z,
+                  Workspace workspace) {
+  return Fprop(ctx, p, e, plan, x, w, bias, y, z, workspace, nullptr,
+               Describe("conv_fprop", p, plan));
+}
+
+Status WgmmaStatistics(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
+                       const void* w, void* y, void* mean, void* var, Workspace workspace) {
+  const std::string what = Describe("conv_statistics", p, plan);
+  if (p.dtype != DType::kBF16 && p.dtype != DType::kF16) {
+    return Status::Unimplemented(what + ": statistics are those of bfloat16 and float16 results");
+  }
+  const int64_t rows = p.n * p.out_size(), most = MostStatisticsParts(rows);
+  const int64_t needed = most * (p.k * 8 + 4);
+  if (workspace.bytes < needed || !Aligned(workspace.data)) {
+    return Status::Invalid(what + ": needs a workspace of " + std::to_string(needed) +
+                           " bytes, given " + std::to_string(workspace.bytes));
+  }
+  Sm90Parts parts = {};
+  parts.moments = static_cast<float2*>(workspace.data);
+  parts.counts = reinterpret_cast<float*>(parts.moments + most * p.k);
+  const Epilogue bare = {false, Activation::kNone, 0.0, false};
+  JAXCONV_RETURN_IF_ERROR(
+      Fprop(ctx, p, bare, plan, x, w, nullptr, y, nullptr, Workspace{}, &parts, what));
+  return CombineStatistics(ctx, parts, rows, p.k, mean, var, what);
 }
 
 Status WgmmaDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,

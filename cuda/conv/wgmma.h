@@ -40,6 +40,11 @@ namespace jaxconv::cuda {
 Status WgmmaFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
                   const void* x, const void* w, const void* bias, void* y, void* z,
                   Workspace workspace);
+// fprop, and the mean and biased variance of each of y's channels, (K), float32. n * out_size() must
+// not be 0. Workspace, bytes: min(2 * ceil(N*O*P*Q / 128), 512) *
+// (8 K + 4). At most as many columns of tiles, ceil(K/G / tile columns) * G, as multiprocessors.
+Status WgmmaStatistics(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
+                       const void* w, void* y, void* mean, void* var, Workspace workspace);
 Status WgmmaDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,
                   const void* w, void* dx, Workspace workspace);
 Status WgmmaWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,

@@ -31,9 +31,10 @@ struct Sm90Place {
   int steps;  // k-blocks over all taps
 };
 
+inline constexpr int kBand = 16;
+
 template <typename Tile>
 __device__ __forceinline__ Sm90Place LocateTile(const Sm90Product& p, int tile) {
-  constexpr int kBand = 16;
   Sm90Place at;
   at.phase = 0;
   while (at.phase + 1 < p.phases && tile >= p.phase[at.phase + 1].begin) ++at.phase;
