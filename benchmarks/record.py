@@ -68,7 +68,7 @@ def environment() -> dict[str, Any]:
         found["cores"] = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     else:
         found["runtime"] = getattr(device.client, "platform_version", None)
-        found["driver"] = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        found["driver"] = _output("nvidia-smi", "-i", "0", "--query-gpu=driver_version", "--format=csv,noheader")
         found["clocks"] = _output(
             "nvidia-smi", "--query-gpu=clocks.sm,clocks.max.sm,clocks.mem", "--format=csv,noheader"
         )

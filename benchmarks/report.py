@@ -54,7 +54,7 @@ def provenance(run: Run) -> str:
     versions = run["versions"]
     parts = [run["device"] + (f" ({run['cores']} cores)" if "cores" in run else "")]
     parts.append(f"jax {versions['jax']}")
-    parts += [f"driver {run['driver']}"] if run.get("driver") else []
+    parts += [f"driver {run['driver'].splitlines()[0]}"] if run.get("driver") else []
     commit = (run["commit"] or "unknown")[:10] + (" with changes" if run["dirty"] else "")
     parts += [f"commit {commit}", run["date"][:10], f"`{run['command']}`"]
     return ", ".join(parts) + ".\n"
@@ -143,10 +143,9 @@ def train_summary(runs: dict[str, Run]) -> str:
     for run in runs.values():
         flax = next((r for r in run["rows"] if (r["way"], r["devices"]) == ("flax", 1)), None)
         for row in run["rows"]:
-            if row["devices"] == 1 and run["most_devices"] == 1:
-                ratio = f"{flax['ms'] / row['ms']:.2f}" if flax else ""
-                what = f"{run['model']}, {run['dtype']}, {run['batch']} x {run['image']}²"
-                rows.append([what, WAYS[row["way"]], f"{row['ms']:.1f}", f"{row['images_per_s']:.0f}", ratio])
+            ratio = f"{flax['ms'] / row['ms']:.2f}" if flax else ""
+            what = f"{run['model']}, {run['dtype']}, {run['batch']} x {run['image']}²"
+            rows.append([what, WAYS[row["way"]], f"{row['ms']:.1f}", f"{row['images_per_s']:.0f}", ratio])
     return _markdown(["model", "way", "ms a step", "images/s", "speed, flax = 1"], rows, 2)
 
 
@@ -197,7 +196,8 @@ def block(name: str, runs: dict[str, Run]) -> str:
             return summary(some) + "".join("\n" + line for line in dict.fromkeys(map(provenance, some.values())))
     trained = {k: run for k, run in runs.items() if run["op"] == "train" and not run["small"]}
     if name == "train/summary":
-        return train_summary(trained) if trained else "Nothing is recorded yet.\n"
+        alone = {k: run for k, run in trained.items() if run["most_devices"] == 1}
+        return train_summary(alone) if alone else "Nothing is recorded yet.\n"
     if name == "train":
         return "\n".join(f"**{k}**\n\n{table(run)}" for k, run in trained.items()) or "Nothing is recorded yet.\n"
     if name in BY_OP:

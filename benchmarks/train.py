@@ -80,6 +80,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             parser.error(f"--devices {n}: there are {jax.device_count()}")
         if args.batch % n:
             parser.error(f"--batch {args.batch} does not divide over {n} devices")
+    if args.jobs > 1 and max(args.devices) > 1:
+        parser.error("--jobs: on GPUs, programs for several devices that compile at the same time have hung")
     if min(args.losses, args.repeat, args.steps, args.jobs) < 1:
         parser.error("--losses, --steps, --repeat and --jobs are at least 1")
     return args
