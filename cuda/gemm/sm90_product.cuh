@@ -198,11 +198,9 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
 #endif
 }
 
-// Fills in the tile counts of `p` (whose phases have m, and n, instances are set) and launches. A
-// CTA per multiprocessor, fewer where there are fewer tiles.
+// Fills in what LocateTile reads of `p`, whose phases have m, and n, instances are set.
 template <typename Tile>
-Status LaunchSm90Product(const Context& ctx, void (*kernel)(Sm90Product), Sm90Product& p,
-                         int multiprocessors, const std::string& what) {
+Status CountTiles(Sm90Product& p, const std::string& what) {
   p.tiles_n = (p.n + Tile::kTileN - 1) / Tile::kTileN;
   int64_t tiles = 0;
   for (int i = 0; i < p.phases; ++i) {
@@ -214,11 +212,19 @@ Status LaunchSm90Product(const Context& ctx, void (*kernel)(Sm90Product), Sm90Pr
     }
   }
   p.tiles = int(tiles);
-  if (tiles == 0) return Status::Ok();
+  return Status::Ok();
+}
+
+// A CTA per multiprocessor, fewer where there are fewer tiles.
+template <typename Tile>
+Status LaunchSm90Product(const Context& ctx, void (*kernel)(Sm90Product), Sm90Product& p,
+                         int multiprocessors, const std::string& what) {
+  JAXCONV_RETURN_IF_ERROR(CountTiles<Tile>(p, what));
+  if (p.tiles == 0) return Status::Ok();
   JAXCONV_RETURN_IF_ERROR(CudaStatus(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kSharedBytes),
       what));
-  kernel<<<unsigned(std::min<int64_t>(tiles, multiprocessors)), Tile::kThreads, Tile::kSharedBytes,
+  kernel<<<unsigned(std::min(p.tiles, multiprocessors)), Tile::kThreads, Tile::kSharedBytes,
            ctx.stream>>>(p);
   return LaunchStatus(what);
 }

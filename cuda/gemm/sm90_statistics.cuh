@@ -267,10 +267,8 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
 template <typename Tile>
 Status LaunchSm90Statistics(const Context& ctx, Sm90Product& p, int multiprocessors, Sm90Parts* to,
                             const std::string& what) {
-  p.tiles_n = (p.n + Tile::kTileN - 1) / Tile::kTileN;
+  JAXCONV_RETURN_IF_ERROR(CountTiles<Tile>(p, what));
   const int64_t columns = int64_t(p.tiles_n) * p.instances;
-  p.phase[0].tiles_m = (p.phase[0].m + Tile::kTileM - 1) / Tile::kTileM;
-  p.phase[0].begin = 0;
   if (p.phases != 1 || p.rank_d != 0 || p.phase[0].m < 1 || columns > multiprocessors) {
     return Status::Unimplemented(what + ": statistics need one phase and at most " +
                                  std::to_string(multiprocessors) + " columns of tiles, given " +
