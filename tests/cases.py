@@ -238,6 +238,17 @@ CONV_CASES = (
         padding=((1, 1), (0, 1)),
     ),
     _case(
+        "depthwise_wide",
+        1,
+        (3, 260),
+        8,
+        8,
+        (3, 3),
+        "8 channels would let a block take more columns than the copy engine's box has pixels",
+        groups=8,
+        padding=1,
+    ),
+    _case(
         "depthwise_images",
         9,
         (7, 6),

@@ -101,14 +101,14 @@ inline RowThreads ChooseThreads(RowUnits& u, const RowArray& to, int vector, int
     const int lanes = slab / vector;
     if (lanes > most) continue;
     const int pixels = std::max(kStageBytes / (slab * item * copies) - (filter - 1), kRowRun);
-    const int fit = std::max(1, std::min(most / lanes, pixels / kRowRun));
+    // Boxes are at most 256 pixels wide and images deep.
+    const int widest = (256 + stride - filter) / stride;
+    const int fit = std::max(1, std::min({most / lanes, pixels / kRowRun, widest / kRowRun}));
     const int strips = int(CeilDiv(tiles_all, fit));
     const int tiles = int(CeilDiv(tiles_all, strips));
     const int width = tiles * kRowRun;
-    // Boxes are at most 256 pixels wide and images deep.
     const int images = std::max(
         1, std::min({most / (lanes * tiles), to.images, 256, pixels / (width + filter - 1)}));
-    if (width * stride + filter - stride > 256) continue;
     const double busy = double(lanes * tiles * images) / most;
     const double useful = double(to.channels) / (slab * slabs) * to.w / (strips * width);
     const double held = slabs <= sms ? double(sms / slabs * slabs) / sms : 1;
