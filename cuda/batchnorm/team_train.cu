@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kTeamThreads, kTeamBlocks)
   uint32_t round = 0;
   for (int64_t group = s.team; group < q.groups; group += q.teams, ++round) {
     Walk<kLast, U> walk(a, s, group);
-    // f(element) of the tile's channel c, as a pointer.
+    // Where an element of the tile's channel c lies.
     const auto element = [&](uint32_t position, int c) {
       return static_cast<const T*>(p.t.x) +
              (Base<kLast>(a, walk.instance, walk.tile, c / V) + Step<kLast>(a, position)) * V +
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kTeamThreads, kTeamBlocks)
     CopyWaitFor(q.in_flight);
     __syncthreads();
 
-    // The shift of the tile's channel c: which half of a word, its column says (and its row, where positions are odd).
+    // The shift of the tile's channel c. A 16-bit element is one half of its word.
     const auto shift_of = [&](int c) {
       float v[3];
 #pragma unroll
