@@ -287,9 +287,12 @@ SUMMARY = re.compile(r"(?:ERROR SUMMARY|RACECHECK SUMMARY): (\d+) (?:error|hazar
 
 def watch(part: str, tool: str, sanitizer: str, limit: float, logs: pathlib.Path | None) -> tuple[bool, str]:
     """(whether the part is clean, its row of the table, with the end of its output where it is not)."""
-    # sys.executable itself: a wrapper script would be what the tool watches. A buffer an allocation, so that an access
-    # beyond it is seen; no CUDA graphs, so that it is seen in the kernel's own launch.
-    command = [sanitizer, "--tool", tool, "--kernel-name", "kns=jaxconv", sys.executable, __file__, part]
+    # sys.executable itself: a wrapper script would be what the tool watches. A buffer an allocation, and space between
+    # them, since an access beyond one that lands in the next goes unnoticed; no CUDA graphs, so that an access is seen
+    # in its kernel's own launch.
+    padding = ["--padding", "32768"] if tool == "memcheck" else []
+    watched = [sys.executable, __file__, part]
+    command = [sanitizer, "--tool", tool, *padding, "--kernel-name", "kns=jaxconv", *watched]
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_enable_command_buffer="
     environment = {**os.environ, "XLA_PYTHON_CLIENT_ALLOCATOR": "platform", "XLA_FLAGS": flags}
     start = time.monotonic()
