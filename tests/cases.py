@@ -83,9 +83,9 @@ class ConvCase:
         x, w = (jax.ShapeDtypeStruct(s, dtype) for s in (self.x_shape, self.w_shape))
         return ConvProblem.infer("conv", self.nd, x, w, None, **{**self.options, **given, **options})
 
-    def algorithms(self, dtype: str = "float32") -> list[str]:
+    def algorithms(self, dtype: str = "float32", **options: Any) -> list[str]:
         """What can run this case, forward and backward, on the device under test."""
-        problem, ops = self.problem(dtype), ("conv_fprop", "conv_dgrad", "conv_wgrad")
+        problem, ops = self.problem(dtype, **options), ("conv_fprop", "conv_dgrad", "conv_wgrad")
         return [a for a in CONV_ALGORITHMS if not any(_plan.supports(op, a, problem, DEVICE) for op in ops)]
 
 

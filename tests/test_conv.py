@@ -28,8 +28,14 @@ LONG = [
     for name in ("reduction_297", "prime", "grouped", "depthwise_32")
     for algorithm in BY_NAME[name].algorithms()
 ]
-# One small case for each algorithm to be forced on, for tests that are about something else.
-ONE_EACH = list({algorithm: (case, algorithm) for case, algorithm in FORCED if case.batch}.values())
+# One small case for each algorithm to be forced on, for tests that are about something else and ask for full precision.
+ONE_EACH = list(
+    {
+        algorithm: (case, algorithm)
+        for case, algorithm in FORCED
+        if case.batch and algorithm in case.algorithms(precision="highest")
+    }.values()
+)
 OPERANDS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("x", "dy")}
 
 
@@ -163,6 +169,7 @@ def test_few_channels_and_patches_are_exact(case, algorithm, dtype, side):
         assert_exact(y, images(ref.activate("relu6", z_expected), layout), "y")
 
 
+@pytest.mark.skipif(GPU, reason="it is about the problem's numbers, and cuDNN may take an algorithm that is not exact")
 @pytest.mark.parametrize("case", STEM_CASES + CONV_CASES, ids=lambda case: case.name)
 def test_a_folded_problem_is_the_same_convolution_of_the_same_memory(case):
     """As the matrix loops run patches: reshaped operands give the reshaped result, in all three operators."""

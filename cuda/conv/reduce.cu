@@ -1,5 +1,6 @@
-// out[i] = sum over parts of partial[part][order(i)], in an order that depends on their number only:
-// reads parts * count * 4 bytes, writes count elements. Also the checks that every launcher of this folder makes.
+// out[i] = sum over parts of partial[part][order(i)], in an order that depends on their number
+// only: reads parts * count * 4 bytes, writes count elements. Also the checks that every launcher
+// of this folder makes.
 #include "cuda/conv/reduce.h"
 
 #include "cuda/conv/common.cuh"

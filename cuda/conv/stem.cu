@@ -1,17 +1,17 @@
-// Convolution between a thin image (at most 8 channels) and a fat one; what thin and fat are in each
-// pass, and the shifts, is in stem.cuh. Three sums over taps t:
+// Convolution between a thin image (at most 8 channels) and a fat one; what thin and fat are in
+// each pass, and the shifts, is in stem.cuh. Three sums over taps t:
 //
 //   expand    fat[i, k]  = sum over t, c of thin[i * stride + shift(t), c] * w[t, c, k]
 //   cross     dw[t, c, k] = sum over i of   thin[i * stride + shift(t), c] * fat[i, k]
 //   contract  thin[u, c] = sum over t, k of fat[(u - shift(t)) / stride, k] * w[t, c, k]
 //
 // All three are bound by the fat image's traffic, if shared memory is not read too often for it.
-// Blocks are persistent: the filter (or the sums of dw) stays on chip, while tiles pass by. On sm_90a
-// the products are wgmma of a warpgroup's 64 rows by 64 columns or fewer; elsewhere mma.sync, 16 rows
-// a warp, with the same operands in the same places.
+// Blocks are persistent: the filter (or the sums of dw) stays on chip, while tiles pass by. On
+// sm_90a the products are wgmma of a warpgroup's 64 rows by 64 columns or fewer; elsewhere
+// mma.sync, 16 rows a warp, with the same operands in the same places.
 //
-//   expand    rows are fat pixels, gathered from the thin tile into registers by ldmatrix (each row of
-//             a window is a run of pixels); columns are fat channels
+//   expand    rows are fat pixels, gathered from the thin tile into registers by ldmatrix (each row
+//             of a window is a run of pixels); columns are fat channels
 //   cross     rows are thin channels of taps, gathered and transposed by ldmatrix, k is 16 pixels;
 //             columns are fat channels, as they lie
 //   contract  rows are fat pixels as they lie, columns are the thin channels of all phases
@@ -57,8 +57,8 @@ JAXCONV_HD int ChannelOfColumn(int n) {
 }
 
 // Word `word` (of eight) of step `step` of the filter's column for `channel`. A step is 32 bytes of
-// k. Paired: two pairs, one after the other. Otherwise four units: lane t of a quad holds unit t, its
-// first half in the low k, its second in the high k.
+// k. Paired: two pairs, one after the other. Otherwise four units: lane t of a quad holds unit t,
+// its first half in the low k, its second in the high k.
 template <typename T, bool kPaired>
 __device__ __forceinline__ uint32_t FilterWord(const ExpandArgs<T>& a, int step, int word,
                                                int channel) {
@@ -261,8 +261,8 @@ __global__ void __launch_bounds__(kThreads, 2)
 // ---------------------------------------------------------------------------------------------------------------------
 // wgrad: dw[unit, k] = sum over fat pixels of the unit's thin channels times fat[k]
 
-// Of a warpgroup: two blocks of 64 rows, each a channel of a unit. A lane's row is its unit; float32
-// units have half the channels, so that there are twice as many.
+// Of a warpgroup: two blocks of 64 rows, each a channel of a unit. A lane's row is its unit;
+// float32 units have half the channels, so that there are twice as many.
 template <typename T>
 constexpr int kGroupUnits = 32 * int(sizeof(T)) / 2;
 
@@ -281,8 +281,8 @@ struct CrossArgs {
 };
 
 // Where 16 bytes of a fat pixel's 64 channels lie. 16-bit pixels are rows of 128 bytes, swizzled as
-// wgmma and ldmatrix want them; float32 ones of 256, so that every other one of eight pixels by eight
-// channels are in different banks.
+// wgmma and ldmatrix want them; float32 ones of 256, so that every other one of eight pixels by
+// eight channels are in different banks.
 template <typename T>
 __device__ __forceinline__ uint32_t FatSlot(int pixel, int part) {
   return sizeof(T) == 2 ? pixel * 128 + (part ^ (pixel % 8)) * 16
@@ -334,9 +334,9 @@ __global__ void __launch_bounds__(kThreads, 2) CrossKernel(const __grid_constant
   __syncthreads();
   const uint32_t thin = shared + a.thin_at, raw = thin + g.thin_bytes;
   // Rows of A are channels of units. Paired: block b of the warp has pairs 2b (rows g) and 2b + 1
-  // (rows g + 8), a row being 2 bytes of a pair. Otherwise, 16-bit: both blocks have a unit a row, of
-  // which block b has channels 2b (rows g) and 2b + 1 (rows g + 8); float32: block b has a unit a row,
-  // its channels 0 (rows g) and 1 (rows g + 8).
+  // (rows g + 8), a row being 2 bytes of a pair. Otherwise, 16-bit: both blocks have a unit a row,
+  // of which block b has channels 2b (rows g) and 2b + 1 (rows g + 8); float32: block b has a unit
+  // a row, its channels 0 (rows g) and 1 (rows g + 8).
   constexpr int kUnits = kPaired || sizeof(T) == 4 ? 2 : 1;
   const int unit0 = group0 + warp * (sizeof(T) == 4 ? 16 : 8);
   uint32_t table, source[kUnits];
@@ -520,10 +520,10 @@ __global__ void __launch_bounds__(kThreads, 2) CrossKernel(const __grid_constant
 //
 //   thin[j * stride + phase, c] = sum over offsets d, channels k of fat[j + d, k] * w[tap(phase - stride * d), c, k]
 //
-// A column of the product is a (phase, c), so that all phases share the reads of fat. The fat pixels
-// of a tile with their halo are rows of 128 bytes one after another, and a product's 64 rows are 64
-// of them from any place on: an offset in the image is an offset in the rows. Rows in the halo's
-// columns are computed and dropped.
+// A column of the product is a (phase, c), so that all phases share the reads of fat. The fat
+// pixels of a tile with their halo are rows of 128 bytes one after another, and a product's 64 rows
+// are 64 of them from any place on: an offset in the image is an offset in the rows. Rows in the
+// halo's columns are computed and dropped.
 
 constexpr int kMaxOffsets = 16;  // along an axis
 constexpr int kMaxColumns = 64;

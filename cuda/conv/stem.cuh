@@ -44,7 +44,8 @@ struct StemGeometry {
   bool dense, staged;
   int lead, items;  // items: fours of pixels
   // Where every window starts at a multiple of 16 bytes its rows are read as pairs of units, by
-  // ldmatrix: `row_pairs` a filter row, the first `skip` pixels (0 or 1) and the last being padding.
+  // ldmatrix: `row_pairs` a filter row, the first `skip` pixels (0 or 1) and the last being
+  // padding.
   bool paired;
   int skip, row_pairs;
   uint32_t thin_bytes, staged_bytes;
@@ -253,8 +254,8 @@ __device__ __forceinline__ void WgmmaRegisters(float (&d)[32], const uint32_t (&
 }
 #undef JAXCONV_RS
 
-// D (64 x N) += A (64 x 32 bytes of k) * B (the same x N), both k-major in shared memory; N is twice
-// the registers.
+// D (64 x N) += A (64 x 32 bytes of k) * B (the same x N), both k-major in shared memory; N is
+// twice the registers.
 // clang-format off
 #define JAXCONV_NARROW(SHAPE, TYPE, TAIL, REGISTERS, OUTPUTS, A, B)                                \
   asm volatile("wgmma.mma_async.sync.aligned." SHAPE ".f32." TYPE "." TYPE " {" REGISTERS "}, %" A \
