@@ -14,10 +14,10 @@ from typing import Any
 import jax
 
 import jaxconv
-from benchmarks import cases, check, contenders, limits, record, timing, torch_contender
+from benchmarks import cases, check, contenders, limits, record, timing, torch_contender, tune
 from benchmarks.cases import BatchNormCase, Case
 from benchmarks.contenders import Job, Setting
-from jaxconv import _problem
+from jaxconv import _problem, _tuning
 
 ALGORITHMS = {
     "conv": _problem.CONV_ALGORITHMS,
@@ -26,6 +26,7 @@ ALGORITHMS = {
     "conv_batchnorm": ("wgmma", "two"),
 }
 LOSS = 0.98  # a ratio below this is one
+SLOW = ("direct", "im2col")  # may need minutes for a large problem
 
 
 class Skip(Exception):
@@ -44,6 +45,7 @@ class Entry:
     plan: str = ""
     verdict: check.Verdict | None = None
     timing: timing.Timing | None = None
+    same_as: str = ""  # the contender whose program this one's is: it was not run twice
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -64,6 +66,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--pass", dest="passes", type=several, help="of fprop, dgrad, wgrad, fwd, infer, bwd, fwd+bwd")
     parser.add_argument("--implementation", choices=("native", "xla"), help="force one instead of the default choice")
     parser.add_argument("--algorithm", type=several, default=[], help="also force these native algorithms; all: each")
+    parser.add_argument(
+        "--tune",
+        action="store_true",
+        help="with --algorithm: choose by what this run measures, as the table that `tune` makes of it will",
+    )
     parser.add_argument("--torch", action="store_true", help="PyTorch too, where it is installed")
     small = "shrunk problems; on a CPU the default for core and special"
     parser.add_argument("--small", action=argparse.BooleanOptionalAction, help=small)
@@ -73,6 +80,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", nargs="?", const="auto", metavar="PATH", help="record; alone: in benchmarks/results/")
     parser.add_argument("--list", action="store_true", help="name the cases and stop")
     args = parser.parse_args(argv)
+    if args.tune and not args.algorithm:
+        parser.error("--tune chooses among the algorithms that are measured: name them with --algorithm")
     args.ops = list(cases.BY_OP) if args.op == "all" else [args.op]
     args.suites = ("core", "special") if args.suite == "all" else (args.suite,)  # "cpu" holds smaller ones of these
     if args.small is None:
@@ -190,14 +199,16 @@ def measure_problem(
     case: Case, pass_: str, setting: Setting, sets: list[contenders.Arrays], args: argparse.Namespace
 ) -> list[Entry]:
     choice = {"implementation": args.implementation} if args.implementation else {}
-    entries = [
-        Entry("xla", contenders.xla(case, pass_, setting)),
-        Entry("ours", contenders.ours(case, pass_, setting, **choice)),
-    ]
+    ours = Entry("ours", contenders.ours(case, pass_, setting, **choice))
+    entries = [Entry("xla", contenders.xla(case, pass_, setting))]
+    if not args.tune:
+        entries.append(ours)
     for algorithm in algorithms(case, args.algorithm):
         entry = Entry(f"ours:{algorithm}", contenders.ours(case, pass_, setting, algorithm=algorithm))
         try:
-            slow = too_slow(case, pass_, setting, {"algorithm": algorithm}, args.seconds)
+            slow = _refused(entry, sets[0]) or (
+                too_slow(case, pass_, setting, {"algorithm": algorithm}, args.seconds) if algorithm in SLOW else None
+            )
         except Exception as error:
             slow = _line(error)
         if slow:
@@ -208,6 +219,53 @@ def measure_problem(
             entries.append(Entry("torch", torch_contender.torch(case, pass_, setting)))
         except Exception as error:
             entries.append(Entry("torch", status="skipped", reason=_line(error)))
+    _measure(entries, case, pass_, setting, sets, args)
+    if args.tune:
+        rows = [as_row(entry, case, pass_, setting, None) for entry in entries]
+        learn(case, setting, rows)
+        ours.plan = plan_text(ours.job, ours.job.arguments(sets[0]))
+        twin = next((e for e in entries if e.timing and e.plan == ours.plan), None)
+        if twin is None:
+            _measure([ours], case, pass_, setting, sets, args)
+        else:
+            ours.timing, ours.verdict, ours.same_as = twin.timing, twin.verdict, twin.name
+        entries.insert(1, ours)
+    for entry in entries:
+        entry.program = entry.job = None  # arguments and results are freed
+    return entries
+
+
+def _refused(entry: Entry, arrays: contenders.Arrays) -> str | None:
+    assert entry.job is not None
+    try:
+        plan_text(entry.job, entry.job.arguments(arrays))
+    except Skip as reason:
+        return str(reason)
+    return None
+
+
+def learn(case: Case, setting: Setting, rows: list[dict[str, Any]]) -> None:
+    """Plans of this process know these rows from here on."""
+    run = {
+        "op": case.op,
+        "dtype": setting.dtype,
+        "precision": setting.precision,
+        "layout": "NHWC" if setting.channels_last else "NCHW",
+        "commit": None,
+        "rows": rows,
+    }
+    _tuning.learn(jax.devices()[0].device_kind, tune.measurements(run))
+
+
+def _measure(
+    entries: list[Entry],
+    case: Case,
+    pass_: str,
+    setting: Setting,
+    sets: list[contenders.Arrays],
+    args: argparse.Namespace,
+) -> None:
+    """Checks and times those that have a job, taking turns."""
     for entry in entries:
         if entry.job is not None:
             start(entry, case, pass_, setting, sets, args.seconds)
@@ -219,8 +277,8 @@ def measure_problem(
             program.release()
     for entry in entries:
         entry.timing = timings.get(entry.name)
-        entry.program = entry.job = None  # arguments and results are freed
-    return entries
+        if entry.name == "xla":
+            entry.plan = "xla"
 
 
 def as_row(entry: Entry, case: Case, pass_: str, setting: Setting, xla_ms: float | None) -> dict[str, Any]:
@@ -235,6 +293,8 @@ def as_row(entry: Entry, case: Case, pass_: str, setting: Setting, xla_ms: float
         "plan": entry.plan,
         "limit_ms": limits.limit_ms(case, pass_, setting.dtype, setting.precision),
     }
+    if entry.same_as:
+        row["same_as"] = entry.same_as
     if entry.verdict is not None:
         row |= {"error": entry.verdict.error, "tolerance": entry.verdict.tolerance}
     if entry.timing is not None:
@@ -379,30 +439,36 @@ def main(argv: list[str] | None = None) -> int:
     if args.torch and (why := torch_contender.available()):
         say(f"no PyTorch column: {why}")
     with_torch = args.torch and torch_contender.available() is None
-    bad = 0
+    bad, interrupted = 0, False
     for op, setting, found in plan_of_work:
-        if not found or not passes[op]:
+        if not found or not passes[op] or interrupted:
             continue
         layout = None if op == "dense" else "NHWC" if setting.channels_last else "NCHW"
         title = " ".join(filter(None, (op, setting.dtype, setting.precision, layout, "small" if args.small else "")))
         say(f"\n{title}\n{HEAD}{'  torch ms torch/ours' if with_torch else ''}  plan")
         rows: list[dict[str, Any]] = []
-        for case in found:
-            sets = make_sets(case, setting)
-            for pass_ in passes[op]:
-                bar.at(f"{case.name} {pass_}")
-                entries = measure_problem(case, pass_, setting, sets, args)
-                xla_ms = next((e.timing.median_ms for e in entries if e.name == "xla" and e.timing), None)
-                done = [as_row(e, case, pass_, setting, xla_ms) for e in entries]
-                rows += done
-                for line in row_lines(done, with_torch):
-                    say(line)
-                bad += sum(e.status == "WRONG" or (e.status == "failed" and e.name.startswith("ours")) for e in entries)
-                bar.step()
-            del sets
+        try:
+            for case in found:
+                sets = make_sets(case, setting)
+                for pass_ in passes[op]:
+                    bar.at(f"{case.name} {pass_}")
+                    entries = measure_problem(case, pass_, setting, sets, args)
+                    xla_ms = next((e.timing.median_ms for e in entries if e.name == "xla" and e.timing), None)
+                    done = [as_row(e, case, pass_, setting, xla_ms) for e in entries]
+                    rows += done
+                    for line in row_lines(done, with_torch):
+                        say(line)
+                    bad += sum(
+                        e.status == "WRONG" or (e.status == "failed" and e.name.startswith("ours")) for e in entries
+                    )
+                    bar.step()
+                del sets
+        except KeyboardInterrupt:
+            say("interrupted: the table has what was done")
+            interrupted = True
         for line in summary_lines(rows):
             say(line)
-        if args.json:
+        if args.json and rows:
             config = {
                 "op": op,
                 "dtype": setting.dtype,
@@ -419,4 +485,4 @@ def main(argv: list[str] | None = None) -> int:
             say(f"written: {record.write(args.json, {**environment, **config, 'rows': rows})}")
     bar.close()
     print(f"\n{time.perf_counter() - started:.0f} s" + (f", {bad} wrong or failed" if bad else ""))
-    return 1 if bad else 0
+    return 1 if bad or interrupted else 0

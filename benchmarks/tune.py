@@ -1,6 +1,6 @@
 """`python -m benchmarks tune RESULTS.json ...`: recorded runs -> jaxconv/tuning/<device>.json.
 
-A recorded run of `--algorithm all` holds XLA's time and each native algorithm's for a problem; this turns them into the
+A recorded run of `--algorithm all --tune` holds XLA's time and each native algorithm's for a problem; this turns them into the
 table that `jaxconv._plan` consults, problem by problem. Older entries for the same problem are replaced, others stay.
 """
 

@@ -95,22 +95,38 @@ def _log2(*extents: int) -> tuple[float, ...]:
     return tuple(math.log2(max(extent, 1)) for extent in extents)
 
 
-@functools.cache
+_learned: dict[str, tuple[Measurement, ...]] = {}
+
+
 def table(device_kind: str) -> tuple[Measurement, ...]:
     """The measurements for a device; none where nobody has run it."""
+    return _learned.get(device_kind) or _recorded(device_kind)
+
+
+def learn(device_kind: str, entries: list[dict[str, Any]]) -> None:
+    """In this process, `entries` (as the file holds them) take the place of older ones for the same problems."""
+    new = tuple(map(_measurement, entries))
+    same = {(m.op, m.kind, m.coordinates) for m in new}
+    kept = tuple(m for m in table(device_kind) if (m.op, m.kind, m.coordinates) not in same)
+    _learned[device_kind] = kept + new
+
+
+@functools.cache
+def _recorded(device_kind: str) -> tuple[Measurement, ...]:
     path = FOLDER / f"{slug(device_kind)}.json"
     if not device_kind or not path.exists():
         return ()
-    return tuple(
-        Measurement(
-            entry["op"],
-            _tuples(entry["kind"]),
-            tuple(entry["coordinates"]),
-            entry["case"],
-            entry["xla_ms"],
-            entry["native_ms"],
-        )
-        for entry in json.loads(path.read_text())["measurements"]
+    return tuple(map(_measurement, json.loads(path.read_text())["measurements"]))
+
+
+def _measurement(entry: dict[str, Any]) -> Measurement:
+    return Measurement(
+        entry["op"],
+        _tuples(entry["kind"]),
+        tuple(entry["coordinates"]),
+        entry["case"],
+        entry["xla_ms"],
+        entry["native_ms"],
     )
 
 
