@@ -1,7 +1,8 @@
 """`python -m benchmarks tune RESULTS.json ...`: recorded runs -> jaxconv/tuning/<device>.json.
 
-A recorded run of `--algorithm all --tune` holds XLA's time and each native algorithm's for a problem; this turns them into the
-table that `jaxconv._plan` consults, problem by problem. Older entries for the same problem are replaced, others stay.
+A recorded run of `--algorithm all --tune` holds XLA's time and each native algorithm's for a problem; this turns them
+into the table that `jaxconv._plan` consults, problem by problem. Older entries for the same problem are replaced,
+others stay.
 """
 
 from __future__ import annotations

@@ -1,0 +1,60 @@
+"""`python -m benchmarks`: what it records, and that a choice tuned by it is the one it measured to be fastest."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import pytest
+from helpers import PLATFORM
+
+from benchmarks import run, tune
+from jaxconv import _tuning
+
+
+@pytest.fixture
+def recorded(tmp_path, monkeypatch):
+    monkeypatch.setattr(_tuning, "_learned", {})
+
+    def record(*argv: str) -> dict:
+        assert run.main([*argv, "--small", "--repeat", "3", "--json", str(tmp_path)]) == 0
+        (path,) = tmp_path.glob("*.json")
+        return json.loads(path.read_text())
+
+    return record
+
+
+def test_every_row_of_a_table_is_checked_and_timed(recorded):
+    found = recorded("--op", "conv", "--suite", "core", "--cases", "convnext.dw7", "--algorithm", "depthwise")
+    rows = {(row["pass"], row["contender"]): row for row in found["rows"]}
+    assert set(rows) == {(p, c) for p in ("fprop", "dgrad", "wgrad") for c in ("xla", "ours", "ours:depthwise")}
+    for row in rows.values():
+        assert row["status"] == "ok" and 0 <= row["error"] <= row["tolerance"]
+        assert row["ms"] > 0 and row["samples_ms"]
+
+
+def test_a_tuned_choice_is_the_fastest_that_was_measured(recorded):
+    algorithms = ["two_read"] if PLATFORM == "cpu" else ["two_read", "resident_block"]
+    found = recorded(
+        *("--op", "batchnorm", "--suite", "core", "--cases", "seed", "--pass", "fwd+bwd"),
+        *("--algorithm", ",".join(algorithms), "--tune"),
+    )
+    rows = {row["contender"]: row for row in found["rows"]}
+    ms = {name: row["ms"] for name, row in rows.items()}
+    if PLATFORM == "cpu":  # the table is for GPUs
+        assert rows["ours"]["same_as"] == "xla" and ms["ours"] == ms["xla"]
+    else:
+        native = min(algorithms, key=lambda a: ms[f"ours:{a}"])
+        expected = f"ours:{native}" if ms["xla"] > _tuning.MARGIN * ms[f"ours:{native}"] else "xla"
+        assert rows["ours"]["same_as"] == expected
+    (entry,) = tune.measurements(found)
+    assert entry["op"] == "batchnorm_fused" and entry["xla_ms"] == ms["xla"]
+    assert entry["native_ms"] == {a: ms[f"ours:{a}"] for a in algorithms}
+    (learned,) = (m for m in _tuning.table(jax.devices()[0].device_kind) if m.case == "seed" and m.op == entry["op"])
+    assert learned.native_ms == entry["native_ms"]
+
+
+def test_tune_without_algorithms_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        run.main(["--tune"])
+    assert "--algorithm" in capsys.readouterr().err
