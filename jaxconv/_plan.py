@@ -349,7 +349,7 @@ def _wgmma_conv_refusal(op: str, p: ConvProblem, device: Device) -> str | None:
         return "its epilogue sums up bfloat16 and float16 results only"
     if op == "conv_statistics" and -(-group_k // 64) * p.groups > device.sm_count:
         return f"with statistics a multiprocessor must have a column of tiles of its own, got {p.out_channels} channels"
-    if p.pointwise and not dgrad and op != "conv_wgrad":
+    if p.pointwise and (p.dtype != "float32" or op not in ("conv_dgrad", "conv_wgrad")):
         return None
     corner, reach = {1: (32768, 65535), 2: (128, 255), 3: (16, 31)}[p.nd]
     for size, f, out, s, d, (low, high) in zip(
@@ -370,8 +370,10 @@ def _wgmma_dense_refusal(p: DenseProblem, device: Device) -> str | None:
     refusal = _wgmma_refusal(p, device)
     if refusal:
         return refusal
-    if p.addend or (p.trans_x and p.trans_w):
-        return "it takes no addend, and not both operands transposed"
+    if p.addend and p.dtype == "float32":
+        return "in float32 it takes no addend"
+    if p.trans_x and p.trans_w:
+        return "it does not take both operands transposed"
     if p.n % 8 or (p.m if p.trans_x else p.k) % 8 or (p.k if p.trans_w else p.n) % 8:
         return "it needs rows of x, w and y of a multiple of 8 elements"
     if p.dtype == "float32" and not p.full_float32 and p.k % 8:
@@ -569,7 +571,7 @@ def _tile(m: int, n: int, instances: int) -> str:
 
 
 def _extent(tile: str) -> tuple[int, int]:
-    rows, columns = tile.removesuffix("raw").split("x")
+    rows, columns = tile.removesuffix("raw").removesuffix("s").split("x")
     return int(rows), int(columns)
 
 
@@ -669,42 +671,111 @@ def _fill_conv(op: str, plan: Plan, p: ConvProblem, device: Device) -> Plan:
     return dataclasses.replace(plan, splits=splits, workspace_bytes=splits * filter_elements * 4 if splits > 1 else 0)
 
 
-def _fill_wgmma_conv(op: str, plan: Plan, p: ConvProblem, device: Device) -> Plan:
-    """Tiles as measured on an H200 (docs/performance.md)."""
+# In 16 bit. Names in cuda/gemm/sm90_product.h: rows x columns of a CTA's outputs. "256x128s" has the filter on the
+# tensor cores' rows. "halo" (cuda/conv/wgmma_halo.h) fetches a pixel once for all taps.
+WGMMA_TILES = ("128x256", "256x128", "128x128", "256x64", "256x128s", "128x320", "halo")
+
+
+def wgmma_tile_refusal(op: str, tile: str, p: ConvProblem) -> str | None:
+    """What only some tiles need: None, or why `tile` cannot run `op` of a problem that wgmma supports."""
+    if p.dtype == "float32":
+        return None if tile in ("128x256", "128x128", "256x64") and _terms(op, p) == 1 else "float32 does not have it"
+    if tile != "halo":
+        return None
+    group_c, group_k = p.in_channels // p.groups, p.out_channels // p.groups
+    summed, made = (group_k, group_c) if op == "conv_dgrad" else (group_c, group_k)
+    if math.prod(p.stride) != 1 or summed > 64 or (p.groups > 1 and (summed != 64 or made % 64)):
+        return "it needs stride 1 and at most 64 summed channels, with groups 64"
+    taps, reach, pitch = math.prod(p.filter), 0, 1
+    for size, out, f, d, (low, high) in reversed(
+        list(zip(p.in_spatial, p.out_spatial, p.filter, p.dilation, p.padding, strict=True))
+    ):
+        if op == "conv_dgrad":
+            size, out, low, high = out, size, (f - 1) * d - low, (f - 1) * d - high
+        if low < 0:
+            return "it takes no negative padding"
+        reach += (f - 1) * d * pitch
+        pitch *= max(size + max(low, high), out)
+    if pitch * p.batch >= 2**31 - 4096:
+        return "it needs fewer than 2^31 pixels and gaps"
+
+    def buffer(places: int) -> int:
+        return (places + reach + 7) // 8 * 8 * 128
+
+    if op == "conv_wgrad":
+        if p.filter[-2:] != (3, 3) or taps != 9:
+            return "it needs a 3x3 filter"
+        needed = 2 * (buffer(128) + 128 * 128) + 128
+    else:
+        if taps > 16:
+            return "it takes at most 16 taps"
+        needed = taps * 8192 + 2 * buffer(256) + 8192 + 128
+    return "its pixels do not fit shared memory" if needed > 227 * 1024 else None
+
+
+def _wgmma_time(tile: str, rows: int, columns: int, steps: int, instances: int, saves_z: bool, device: Device) -> float:
+    """How long a product takes, in any unit, from what an H200 did (docs/performance.md): waves of tiles, and what of
+    the epilogue shows. The groups of 128x128 take turns, which hides it behind 9 steps; the others show part of it."""
+    m, n = _extent(tile)
+    waves = -(-(-(-rows // m) * -(-columns // n) * instances) // device.sm_count)
+    if tile == "128x128":
+        return waves * m * n * max(1.03 * steps, 12 if saves_z else 9)
+    return waves * m * n * (0.98 * steps + (2 if saves_z else 0.5))
+
+
+def wgmma_conv_tile(op: str, p: ConvProblem, device: Device) -> str:
+    """As measured on an H200 (docs/performance.md)."""
     taps, group_c, group_k = math.prod(p.filter), p.in_channels // p.groups, p.out_channels // p.groups
     x, y = math.prod(p.x_shape), math.prod(p.y_shape)
-    split = _terms(op, p) > 1
+    dgrad = op == "conv_dgrad"
+    n, summed = (group_c, group_k) if dgrad else (group_k, group_c)
+    if _terms(op, p) > 1:
+        if op != "conv_wgrad":
+            return _terms_tile(p.flops / max(y if dgrad else x, 1), n, 700 if n <= 64 else 2500)
+        least = 470 if n <= 64 else 675 if p.full_float32 else 555
+        return _terms_tile(p.flops / max(x + y, 1), n, least)
+    if wgmma_tile_refusal(op, "halo", p) is None and (taps > 1 and summed > 16):
+        return "halo"
+    if n <= 64:
+        return "256x64"
+    if op == "conv_wgrad":
+        wide = -(-n // 320) * 320 < -(-n // 256) * 256
+        return "128x320" if wide else "256x128s" if n < 256 or taps == 1 else "128x256"
+    steps = taps * -(-summed * _itemsize(p) // 128)
+    if steps <= 9 or (dgrad and math.prod(p.stride) > 1):
+        return "128x128"
+    rows = p.batch * math.prod(p.in_spatial if dgrad else p.out_spatial)
+    wide = ["256x128s", "128x256"] if n > 128 else ["256x128s"]
+    if p.dtype == "float32":
+        wide = ["128x256"] * (n > 128)
+    elif n > 256:
+        wide.append("128x320")
+    tiles = [*wide, "128x128"]
+    return min(
+        tiles,
+        key=lambda tile: _wgmma_time(tile, rows, n, steps, p.groups, op == "conv" and p.save_preactivation, device),
+    )
+
+
+def _fill_wgmma_conv(op: str, plan: Plan, p: ConvProblem, device: Device) -> Plan:
     if op == "conv_statistics":
         # (mean, M2) in float32 of each channel in at most so many parts, and the parts' sizes
         parts = min(2 * -(-p.batch * math.prod(p.out_spatial) // 128), 512)
-        tile = _statistics_tile(p, taps * -(-group_c // 64), device)
+        steps = math.prod(p.filter) * -(-p.in_channels // p.groups // 64)
+        tile = _statistics_tile(p, steps, device)
         return dataclasses.replace(plan, tile=tile, workspace_bytes=parts * (8 * p.out_channels + 4))
+    tile = wgmma_conv_tile(op, p, device)
     if op != "conv_wgrad":
-        dgrad = op == "conv_dgrad"
-        n, summed = (group_c, group_k) if dgrad else (group_k, group_c)
-        steps = taps * -(-summed * _itemsize(p) // 128)
-        if split:
-            tile = _terms_tile(p.flops / max(y if dgrad else x, 1), n, 700 if n <= 64 else 2500)
-        elif n <= 64:
-            tile = "256x64"
-        elif n <= 128 or steps <= 9 or (dgrad and math.prod(p.stride) > 1):
-            tile = "128x128"
-        elif n > 256 and 1 <= n % 256 <= 128 and p.dtype != "float32":
-            tile = "256x128"
-        else:
-            rows = p.batch * math.prod(p.in_spatial if dgrad else p.out_spatial)
-            wide, narrow = -(-rows // 128) * -(-n // 256) * p.groups, -(-rows // 128) * -(-n // 128) * p.groups
-            # Waves of the whole device, in the time of a 128x128 tile: the ragged last one decides.
-            ragged = 2 * -(-wide // device.sm_count) > -(-narrow // device.sm_count)
-            tile = "128x128" if ragged else "128x256"
         return dataclasses.replace(plan, tile=tile, workspace_bytes=wgmma_workspace(op, p, tile, 1))
-    if split:
-        tile = _terms_tile(p.flops / max(x + y, 1), group_k, 470 if group_k <= 64 else 675 if p.full_float32 else 555)
-    else:
-        tile = "256x64" if group_k <= 64 else "128x128" if group_k < 256 else "128x256"
+    x, y, split = math.prod(p.x_shape), math.prod(p.y_shape), _terms(op, p) > 1
+    taps, group_c, group_k = math.prod(p.filter), p.in_channels // p.groups, p.out_channels // p.groups
+    sms = device.sm_count
+    if tile == "halo":
+        blocks = -(-group_k // 64) * p.groups
+        splits = max(sms // blocks, 1)  # CTAs a block
+        return dataclasses.replace(plan, tile=tile, splits=splits, workspace_bytes=blocks * splits * 9 * 64 * 64 * 4)
     rows, columns = _extent(tile)
     tiles = -(-taps * -(-group_c // 64) * 64 // rows) * -(-group_k // columns) * p.groups
-    sms = device.sm_count
     aligned = tiles * (sms // tiles) if tiles <= sms else 0
     traffic = _itemsize(p) * (x + y)
     # CTAs that share all tiles' work evenly. A number that the tiles divide keeps a part within a tile; it wins unless
@@ -746,8 +817,7 @@ def _terms_tile(intensity: float, n: int, least: float) -> str:
 
 def wgmma_workspace(op: str, p: ConvProblem | DenseProblem, tile: str, splits: int) -> int:
     """Bytes: partial sums, and what stands for float32 operands (cuda/conv/wgmma.h, cuda/dense/wgmma.h)."""
-    rows, columns = _extent(tile)
-    size = 2 * splits * rows * columns * 4 if splits > 1 else 0
+    size = 2 * splits * math.prod(_extent(tile)) * 4 if splits > 1 else 0
     if p.dtype != "float32":
         return size
     x, w = math.prod(p.x_shape), math.prod(p.w_shape)
@@ -767,13 +837,32 @@ def _align(size: int) -> int:
     return -(-size // 256) * 256
 
 
+def wgmma_dense_tile(p: DenseProblem, device: Device) -> tuple[str, int]:
+    """(tile, parts of K), as measured on an H200 (docs/performance.md)."""
+    if _terms("dense", p) > 1:
+        return _terms_tile(p.flops / max(math.prod(p.x_shape), 1), p.n, 700 if p.n <= 64 else 2500), 1
+    if p.n <= 64:
+        return "256x64", 1
+    steps, instances = -(-p.k * _itemsize(p) // 128), p.batch or 1
+
+    def time(tile: str) -> float:
+        return _wgmma_time(tile, p.m, p.n, steps, instances, p.save_preactivation, device)
+
+    tile = min(("128x128", "128x256"), key=time)
+    rows, columns = _extent(tile)
+    tiles = -(-p.m // rows) * -(-p.n // columns) * instances
+    # Parts of K (1, 2, 4) where the tiles leave most multiprocessors idle and the sum is long. Their CTAs are clusters,
+    # and more than half of the device in clusters was slower than less.
+    wanted = min(4, device.sm_count // (2 * tiles), steps // 4) if p.dtype != "float32" else 1
+    return tile, 1 << max(wanted, 1).bit_length() - 1
+
+
 def _fill_dense(plan: Plan, p: DenseProblem, device: Device) -> Plan:
     batch = p.batch or 1
     if plan.algorithm == "wgmma":
-        tile = "256x64" if p.n <= 64 else "128x256" if p.k >= 2048 and p.m * p.n >= 2**23 else "128x128"
-        if _terms("dense", p) > 1:
-            tile = _terms_tile(p.flops / max(math.prod(p.x_shape), 1), p.n, 700 if p.n <= 64 else 2500)
-        return dataclasses.replace(plan, tile=tile, workspace_bytes=wgmma_workspace("dense", p, tile, 1))
+        tile, splits = wgmma_dense_tile(p, device)
+        size = wgmma_workspace("dense", p, tile, 1)
+        return dataclasses.replace(plan, tile=tile, splits=splits, workspace_bytes=size)
     tile = _tile(p.m, p.n, batch)
     rows, columns = _extent(tile)
     blocks = -(-p.m // rows) * -(-p.n // columns) * batch

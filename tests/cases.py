@@ -336,6 +336,31 @@ STEM_CASES = (
     _case("patch_ragged", 1, (33, 33), 3, 16, (4, 4), "the last row and column belong to no patch", stride=4),
 )
 
+# For the sm_90a loop: blocks of 64 channels, tiles of 128 and 256 pixels, 64 to 320 columns, vectors of 8.
+WGMMA_CASES = (
+    _case("c8", 2, (9, 7), 8, 8, (3, 3), "C=K=8: one vector, an eighth of a row of the copy engine", padding=1),
+    _case("c72", 1, (13, 11), 72, 136, (3, 3), "C=72, K=136: one vector past a block and past a tile", padding=1),
+    _case("c136", 2, (8, 9), 136, 72, (3, 3), "three blocks of channels, the last of one vector", padding=1),
+    _case("pixels_257", 1, (1, 257), 64, 264, (1, 1), "one past a tile of 256 pixels, K one vector past 256"),
+    _case("filters_328", 1, (12, 11), 16, 328, (1, 1), "K one vector past the widest tile"),
+    _case("images", 5, (7, 7), 64, 64, (3, 3), "images of 49 pixels: a tile spans several", padding=1),
+    _case("no_padding", 2, (17, 13), 64, 64, (3, 3), "nothing padded: gaps only where places have no output"),
+    _case("over_padded", 2, (6, 9), 64, 72, (3, 3), "more outputs than inputs", padding=2),
+    _case("uneven_pads", 2, (9, 8), 32, 64, (2, 4), "an even filter: pads differ", padding=((0, 1), (2, 1))),
+    _case("cropped", 2, (9, 8), 24, 40, (3, 3), "negative pads crop the input", padding=((-1, 1), (1, -2))),
+    _case("strided", 2, (13, 10), 64, 72, (3, 3), "four phases in dgrad, with 1 to 4 taps", stride=2, padding=1),
+    _case("strided_holes", 2, (11, 13), 72, 64, (2, 2), "stride 3, 2x2 window: phases without taps", stride=(2, 3)),
+    _case("pointwise_s2", 2, (13, 10), 72, 136, (1, 1), "three of four pixels of dx are zero", stride=2),
+    _case("dilated", 2, (11, 12), 64, 64, (3, 3), "dilation 2", dilation=2, padding=2),
+    _case("dilated_strided", 1, (14, 13), 16, 24, (3, 3), "stride and dilation share a factor", dilation=2, stride=2),
+    _case("one_d", 2, (300,), 64, 72, (3,), "1-D, past a tile", padding=1),
+    _case("one_d_causal", 2, (150,), 24, 16, (4,), "1-D, dilated, padded on one side", dilation=3, padding=((9, 0),)),
+    _case("three_d", 2, (4, 5, 6), 16, 24, (3, 2, 3), "3-D", padding=((1, 1), (0, 1), (2, 2)), dilation=(1, 1, 2)),
+    _case("three_d_s2", 1, (6, 5, 7), 64, 16, (3, 3, 3), "3-D, eight phases", stride=2, padding=1),
+    _case("groups_of_64", 2, (9, 8), 128, 128, (3, 3), "two groups of 64", groups=2, padding=1),
+    _case("wide", 1, (3, 260), 64, 64, (3, 3), "rows too long for the halo tile's shared memory", padding=1),
+)
+
 # The convolutions that the benchmarks measure, shrunk. Without the 31x31 filter: its taps take the reference seconds.
 NETWORK_CASES = tuple(
     ConvCase(

@@ -15,26 +15,6 @@
 
 namespace jaxconv::cuda::conv {
 
-// n / d for n in [0, 2^31) by one multiplication: with p = 31 + ceil(log2 d) and m = ceil(2^p / d),
-// the error of n * m / 2^p is below 1 / d for every such n, so the floor is exact.
-struct FastDiv {
-  uint32_t d = 1, mul = 0, shift = 0;
-
-  FastDiv() = default;
-  // d in [1, 2^31).
-  explicit FastDiv(int64_t divisor) : d(uint32_t(divisor)) {
-    if (d == 1) return;
-    int log = 1;
-    while ((int64_t(1) << log) < divisor) ++log;
-    mul = uint32_t(((uint64_t(1) << (31 + log)) + d - 1) / d);
-    shift = uint32_t(log - 1);
-  }
-
-  JAXCONV_HD uint32_t Div(uint32_t n) const {
-    return d == 1 ? n : uint32_t((uint64_t(n) * mul) >> 32) >> shift;
-  }
-};
-
 struct QuotRem {
   int64_t quot;
   int rem;

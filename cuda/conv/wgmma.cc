@@ -8,6 +8,7 @@
 
 #include "cuda/conv/gather.h"  // the phases of a dgrad
 #include "cuda/conv/statistics.h"
+#include "cuda/conv/wgmma_halo.h"
 #include "cuda/conv/wgmma_wgrad.h"
 #include "cuda/core/divmod.h"
 #include "cuda/core/tma.h"
@@ -73,6 +74,14 @@ int Rank(const ConvProblem& p) {
     return p.in[i] == 1 && p.out[i] == 1 && p.filter[i] == 1 && p.pad[i] == 0;
   };
   return !trivial(0) ? 5 : !trivial(1) ? 4 : 3;
+}
+
+// A 1x1 convolution that is a matrix product.
+bool Plain(const ConvProblem& p) {
+  for (int i = 0; i < 3; ++i) {
+    if (p.filter[i] != 1 || p.stride[i] != 1 || p.pad[i] != 0 || p.in[i] != p.out[i]) return false;
+  }
+  return true;
 }
 
 // (channels, W, [H, [D,]] N) of a channels-last tensor whose axes are `extent` (D H W).
@@ -180,6 +189,181 @@ Status Launch(const Context& ctx, const Sm90Arithmetic& in, bool k_major_b, Sm90
                    : LaunchSm90KNF16(ctx, product, tile, multiprocessors, what);
 }
 
+// ---------------------------------------------------------------------------------------------------
+// Tile "halo" (wgmma_halo.cuh).
+
+// One axis of a convolution of stride 1 that reads places first + q + t * dilation.
+struct HaloAxis {
+  int64_t read, made;  // extents
+  int64_t taps, dilation;
+  int64_t pad;  // -first
+};
+
+// The line of `images` images. Axes are W, H, D.
+Status MakeLine(const HaloAxis (&axes)[3], int rank, int64_t images, const std::string& what,
+                HaloLine* line, TmaWalk* read, TmaWalk* made) {
+  line->rank = rank;
+  line->places = images;
+  for (int i = 0; i < 3; ++i) {
+    const HaloAxis& a = axes[i];
+    const int64_t high = a.made - 1 + (a.taps - 1) * a.dilation - a.pad - (a.read - 1);
+    if (a.pad < 0) return Status::Unimplemented(what + ": tile \"halo\" takes no negative padding");
+    const int64_t extent = std::max({a.read + std::max(a.pad, high), a.made, int64_t(1)});
+    line->extent[i] = read->count[i] = made->count[i] = int(extent);
+    line->first[i] = read->first[i] = int(-a.pad);
+    made->first[i] = 0;
+    read->step[i] = made->step[i] = 1;
+    line->places *= extent;
+  }
+  if (line->places > kMaxPixels) {
+    return Status::Unimplemented(what + ": tile \"halo\" takes at most " +
+                                 std::to_string(kMaxPixels) + " places");
+  }
+  return Status::Ok();
+}
+
+Status CheckHalo(const ConvProblem& p, int64_t summed, int64_t made, int64_t shared,
+                 const std::string& what) {
+  const auto no = [&](const std::string& why) { return Status::Unimplemented(what + ": " + why); };
+  if (p.dtype == DType::kF32) return no("tile \"halo\" needs bfloat16 or float16");
+  if (p.stride[0] * p.stride[1] * p.stride[2] != 1) return no("tile \"halo\" needs stride 1");
+  if (summed > 64 || (p.groups > 1 && (summed != 64 || made % 64 != 0))) {
+    return no(
+        "tile \"halo\" needs at most 64 summed channels, and with groups 64 and a multiple of "
+        "64 made, given " +
+        std::to_string(summed) + " and " + std::to_string(made));
+  }
+  if (shared > kHaloShared) {
+    return no("tile \"halo\" needs " + std::to_string(shared) +
+              " bytes of shared memory for this "
+              "filter's reach, there are " +
+              std::to_string(kHaloShared));
+  }
+  return Status::Ok();
+}
+
+// d (of `made` channels) from x (of `summed`), fprop or dgrad of stride 1.
+Status HaloForward(const Context& ctx, const ConvProblem& p, const HaloAxis (&axes)[3], bool dgrad,
+                   const Epilogue& e, const void* x, const void* w, const void* bias, void* d,
+                   void* z, const std::string& what) {
+  HaloProduct g = {};
+  g.channels = int(dgrad ? p.group_k() : p.group_c());
+  g.n = int(dgrad ? p.group_c() : p.group_k());
+  const int64_t taps = p.filter_size();
+  TmaWalk read, made;
+  JAXCONV_RETURN_IF_ERROR(MakeLine(axes, Rank(p), p.n, what, &g.line, &read, &made));
+  if (taps > kHaloTaps) {
+    return Status::Unimplemented(what + ": tile \"halo\" takes at most " +
+                                 std::to_string(kHaloTaps) + " taps");
+  }
+  int64_t reach = 0;
+  for (int tap = 0; tap < int(taps); ++tap) {
+    int64_t rest = tap, pitch = 1, shift = 0;
+    for (int i = 0; i < 3; ++i) {
+      shift += rest % axes[i].taps * axes[i].dilation * pitch;
+      rest /= axes[i].taps;
+      pitch *= g.line.extent[i];
+    }
+    reach = shift;
+    g.shift[tap] = int(std::min<int64_t>(shift, 1 << 20));
+  }
+  JAXCONV_RETURN_IF_ERROR(CheckHalo(
+      p, g.channels, g.n, HaloProductShared(taps, std::min<int64_t>(reach, 1 << 20), 2), what));
+  int multiprocessors;
+  JAXCONV_RETURN_IF_ERROR(RequireSm90(what, &multiprocessors));
+  g.taps = int(taps);
+  g.flip = dgrad;
+  g.instances = int(p.groups);
+  g.tiles = int((g.line.places + kHaloPlaces - 1) / kHaloPlaces);
+  g.epilogue.activation = e.activation;
+  g.epilogue.slope = float(e.slope);
+  if (e.bias) {
+    g.epilogue.bias = bias;
+    g.epilogue.bias_kind = BiasKind::kRow;
+    g.epilogue.stride_bias = g.n;
+  }
+  const int64_t (&from)[3] = dgrad ? p.out : p.in;
+  const int64_t (&to)[3] = dgrad ? p.in : p.out;
+  const int rank = g.line.rank;
+  const int none[3] = {};
+  const TmaTensor source = ImageTensor(x, rank, g.channels * p.groups, from, p.n);
+  g.d = d;
+  g.z = e.save_preactivation ? z : nullptr;
+  for (int i = 0; i < 3; ++i) g.made[i] = int(to[2 - i]);
+  JAXCONV_RETURN_IF_ERROR(CheckWalk(source, read, none, none, what));
+  JAXCONV_RETURN_IF_ERROR(EncodeIm2col(
+      p.dtype, source, read, int(HaloBufferBytes(kHaloPlaces, reach) / 128), what + " x", &g.x));
+  JAXCONV_RETURN_IF_ERROR(
+      EncodeTiled(p.dtype, FilterTensor(p, w, 1), {0, 1, 64, 1}, what + " w", &g.w));
+  return p.dtype == DType::kBF16 ? LaunchHaloProductBf16(ctx, g, dgrad, multiprocessors, what)
+                                 : LaunchHaloProductF16(ctx, g, dgrad, multiprocessors, what);
+}
+
+Status HaloFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const void* x,
+                 const void* w, const void* bias, void* y, void* z, const std::string& what) {
+  HaloAxis axes[3];
+  for (int i = 0; i < 3; ++i) {
+    const int d = 2 - i;
+    axes[i] = {p.in[d], p.out[d], p.filter[d], p.dilation[d], p.pad[d]};
+  }
+  return HaloForward(ctx, p, axes, false, e, x, w, bias, y, z, what);
+}
+
+// dx[h] sums dy[h + pad - t * dilation]: taps backwards, from h + pad - (taps - 1) * dilation on.
+Status HaloDgrad(const Context& ctx, const ConvProblem& p, const void* dy, const void* w, void* dx,
+                 const std::string& what) {
+  HaloAxis axes[3];
+  for (int i = 0; i < 3; ++i) {
+    const int d = 2 - i;
+    axes[i] = {p.out[d], p.in[d], p.filter[d], p.dilation[d],
+               (p.filter[d] - 1) * p.dilation[d] - p.pad[d]};
+  }
+  const Epilogue none = {false, Activation::kNone, 0., false};
+  return HaloForward(ctx, p, axes, true, none, dy, w, nullptr, dx, nullptr, what);
+}
+
+Status HaloWgradOf(const Context& ctx, const ConvProblem& p, int64_t parts, const void* x,
+                   const void* dy, void* dw, Workspace workspace, const std::string& what) {
+  HaloWgrad g = {};
+  HaloAxis axes[3];
+  for (int i = 0; i < 3; ++i) {
+    const int d = 2 - i;
+    axes[i] = {p.in[d], p.out[d], p.filter[d], p.dilation[d], p.pad[d]};
+  }
+  if (p.filter[0] != 1 || p.filter[1] != 3 || p.filter[2] != 3) {
+    return Status::Unimplemented(what + ": tile \"halo\" needs a 3 x 3 filter");
+  }
+  TmaWalk read, made;
+  JAXCONV_RETURN_IF_ERROR(MakeLine(axes, Rank(p), p.n, what, &g.line, &read, &made));
+  const int64_t row_shift = p.dilation[1] * g.line.extent[0];
+  const int64_t reach = std::min<int64_t>(2 * (row_shift + p.dilation[2]), 1 << 20);
+  JAXCONV_RETURN_IF_ERROR(CheckHalo(p, p.group_c(), p.group_k(), HaloWgradShared(reach, 2), what));
+  int multiprocessors;
+  JAXCONV_RETURN_IF_ERROR(RequireSm90(what, &multiprocessors));
+  g.row_shift = int(row_shift);
+  g.column_shift = int(p.dilation[2]);
+  g.instances = int(p.groups);
+  g.channels = int(p.group_c());
+  g.n = int(p.group_k());
+  g.pitch = p.k;
+  g.dw = dw;
+  g.partials = static_cast<float*>(workspace.data);
+  g.steps = int((g.line.places + kHaloStep - 1) / kHaloStep);
+  g.parts = int(std::min<int64_t>(parts, g.steps));
+  const int rank = g.line.rank;
+  const int none[3] = {};
+  const TmaTensor source = ImageTensor(x, rank, p.c, p.in, p.n);
+  const TmaTensor out = ImageTensor(dy, rank, p.k, p.out, p.n);
+  JAXCONV_RETURN_IF_ERROR(CheckWalk(source, read, none, none, what));
+  JAXCONV_RETURN_IF_ERROR(CheckWalk(out, made, none, none, what));
+  JAXCONV_RETURN_IF_ERROR(EncodeIm2col(
+      p.dtype, source, read, int(HaloBufferBytes(kHaloStep, reach) / 128), what + " x", &g.x));
+  JAXCONV_RETURN_IF_ERROR(EncodeIm2col(p.dtype, out, made, kHaloStep, what + " dy", &g.dy));
+  return p.dtype == DType::kBF16
+             ? LaunchHaloWgradBf16(ctx, g, multiprocessors, workspace.bytes, what)
+             : LaunchHaloWgradF16(ctx, g, multiprocessors, workspace.bytes, what);
+}
+
 // `statistics`: null unless they are wanted, which 16-bit results without an epilogue have.
 Status Fprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
              const void* x, const void* w, const void* bias, void* y, void* z, Workspace workspace,
@@ -187,6 +371,9 @@ Status Fprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const 
   JAXCONV_RETURN_IF_ERROR(Check(p, plan, 1, false, what));
   if (!Aligned(x) || !Aligned(w) || !Aligned(y) || !Aligned(z) || !Aligned(workspace.data)) {
     return Status::Invalid(what + ": x, w, y, z and the workspace must be 16-byte aligned");
+  }
+  if (plan.tile == "halo" && statistics == nullptr) {
+    return HaloFprop(ctx, p, e, x, w, bias, y, z, what);
   }
   Sm90TileName tile;
   JAXCONV_RETURN_IF_ERROR(FindSm90Tile(plan.tile, what, &tile));
@@ -226,6 +413,7 @@ Status Fprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const 
   g.n = int(p.group_k());
   g.channels = int(p.group_c());
   g.k_blocks = int(CeilDiv(g.channels, in.depth));
+  g.splits = 1;
   g.epilogue.activation = e.activation;
   g.epilogue.slope = float(e.slope);
   g.epilogue.save_z = e.save_preactivation;
@@ -235,15 +423,7 @@ Status Fprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const 
     g.epilogue.stride_bias = p.group_k();
   }
   const int tile_m = TileRows(tile);
-  const bool plain = [&] {
-    for (int i = 0; i < 3; ++i) {
-      if (p.filter[i] != 1 || p.stride[i] != 1 || p.pad[i] != 0 || p.in[i] != p.out[i]) {
-        return false;
-      }
-    }
-    return true;
-  }();
-  if (plain) {
+  if (Plain(p)) {
     // A 1x1 convolution is a matrix product.
     JAXCONV_RETURN_IF_ERROR(EncodeTiled(dtype_x,
                                         MatrixTensor(x, p.group_c(), p.groups, pixels * terms_x),
@@ -309,6 +489,7 @@ Status WgmmaDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, co
   if (!Aligned(dy) || !Aligned(w) || !Aligned(dx) || !Aligned(workspace.data)) {
     return Status::Invalid(what + ": dy, w, dx and the workspace must be 16-byte aligned");
   }
+  if (plan.tile == "halo") return HaloDgrad(ctx, p, dy, w, dx, what);
   Sm90TileName tile;
   JAXCONV_RETURN_IF_ERROR(FindSm90Tile(plan.tile, what, &tile));
   int multiprocessors;
@@ -358,6 +539,7 @@ Status WgmmaDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, co
   g.n = int(p.group_c());
   g.channels = int(p.group_k());
   g.k_blocks = int(CeilDiv(g.channels, in.depth));
+  g.splits = 1;
   g.terms = {int(p.n), 0, 0, int(p.filter_size())};
   SetFloatOutput(dx, nullptr, p.c, p.group_c(), p.in,
                  {axis[0].stride, axis[1].stride, axis[2].stride}, &g.out);
@@ -407,7 +589,12 @@ Status WgmmaDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, co
     }
     g.phase[at] = phase;
     g.out.begin[at] = begin;
-    if (work(phase) > 0) {
+    if (Plain(p) && p.dtype != DType::kF32) {
+      g.rank_a = 0;
+      JAXCONV_RETURN_IF_ERROR(
+          EncodeTiled(p.dtype, MatrixTensor(dy, p.group_k(), p.groups, p.n * p.out_size()),
+                      {0, 1, tile_m}, what + " dy", &g.a[at]));
+    } else if (work(phase) > 0) {
       JAXCONV_RETURN_IF_ERROR(CheckWalk(image, walk, phase.taps, phase.tap_step, what));
       JAXCONV_RETURN_IF_ERROR(
           EncodeIm2col(dtype_dy, image, walk, tile_m, what + " dy", &g.a[at], in.tf32));
@@ -422,7 +609,7 @@ Status WgmmaDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, co
     }
   }
   JAXCONV_RETURN_IF_ERROR(EncodeTiled(in.element, FilterTensor(p, w, in.terms),
-                                      {0, 1, TileColumns(tile), 1}, what + " w", &g.b, in.tf32));
+                                      {0, 1, FilterBoxRows(tile), 1}, what + " w", &g.b, in.tf32));
   return Launch(ctx, in, true, g, tile, multiprocessors, what);
 }
 
@@ -433,6 +620,7 @@ Status WgmmaWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, co
   if (!Aligned(x) || !Aligned(dy) || !Aligned(dw) || !Aligned(workspace.data)) {
     return Status::Invalid(what + ": x, dy, dw and the workspace must be 16-byte aligned");
   }
+  if (plan.tile == "halo") return HaloWgradOf(ctx, p, plan.splits, x, dy, dw, workspace, what);
   Sm90TileName tile;
   JAXCONV_RETURN_IF_ERROR(FindSm90Tile(plan.tile, what, &tile));
   int multiprocessors;
@@ -468,9 +656,15 @@ Status WgmmaWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, co
   g.pitch = p.k;
   g.dw = dw;
   g.partials = static_cast<float*>(workspace.data);
-  const TmaTensor image = ImageTensor(x, g.rank, p.c, p.in, p.n * in_memory);
-  JAXCONV_RETURN_IF_ERROR(CheckWalk(image, walk, g.taps, g.tap_step, what));
-  JAXCONV_RETURN_IF_ERROR(EncodeIm2col(dtype, image, walk, 64, what + " x", &g.x));
+  if (Plain(p) && p.dtype != DType::kF32) {
+    g.rank = 0;
+    JAXCONV_RETURN_IF_ERROR(EncodeTiled(p.dtype, MatrixTensor(x, p.group_c(), p.groups, pixels),
+                                        {0, 1, 64}, what + " x", &g.x));
+  } else {
+    const TmaTensor image = ImageTensor(x, g.rank, p.c, p.in, p.n * in_memory);
+    JAXCONV_RETURN_IF_ERROR(CheckWalk(image, walk, g.taps, g.tap_step, what));
+    JAXCONV_RETURN_IF_ERROR(EncodeIm2col(dtype, image, walk, 64, what + " x", &g.x));
+  }
   const TmaTensor out = {
       dy, 4, {p.group_k(), p.groups, pixels, in_memory}, {1, p.group_k(), p.k, p.k * pixels}};
   JAXCONV_RETURN_IF_ERROR(EncodeTiled(dtype, out, {0, 1, 64, 1}, what + " dy", &g.dy));

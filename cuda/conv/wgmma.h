@@ -16,7 +16,7 @@
 //     dgrad: the same of the stride-1 walks over dy of its phases (gather.h), which
 //       |pad| + (filter - 1)*dilation < e implies for filters that fit their padded images,
 //     (filter - 1)*dilation < f;  e = 32768, 128, 16;  f = 65535, 255, 31;
-//   dgrad: the product of the strides at most 8. fprop: a 1x1 of stride 1 needs none of this.
+//   dgrad: the product of the strides at most 8. A 1x1 of stride 1 needs none of this.
 // Outside, a launcher returns a Status.
 //
 // Plan: algorithm "wgmma"; tile "128x256", "256x128", "128x128" or "256x64", in TF32 the same without

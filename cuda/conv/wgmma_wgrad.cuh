@@ -54,8 +54,8 @@ JAXCONV_HD WgradPlace LocateWgradTile(const WgradLaunch& p, int64_t tile) {
   const unsigned rest = index % (tiles_m * tiles_n);
   WgradPlace at;
   at.instance = int(index / (tiles_m * tiles_n));
-  at.block_m = int(rest % tiles_m) * (Tile::kTileM / 64);
-  at.n = int(rest / tiles_m) * Tile::kTileN;
+  at.block_m = int(rest % tiles_m) * (Tile::kRows / 64);
+  at.n = int(rest / tiles_m) * Tile::kColumns;
   return at;
 }
 
@@ -76,20 +76,23 @@ __device__ __forceinline__ void ForRun(const WgradLaunch& p, int part, Body&& bo
 template <typename Tile>
 __device__ __forceinline__ void ProduceWgrad(const WgradLaunch& p, const WgradPlace& at, int first,
                                              int steps, Sm90Ring<Tile>& ring) {
-  constexpr int kCount = Tile::kTileM / 64;
+  // Blocks past the last row or column are not fetched: what lies in their place reaches only sums
+  // that nobody stores.
+  constexpr int kCount = Tile::kRows / 64;
+  const int blocks = p.taps[0] * p.taps[1] * p.taps[2] * p.channel_blocks - at.block_m;
+  const int count = blocks < kCount ? blocks : kCount;
+  const int left = (p.n - at.n + 63) / 64;
+  const int columns = left < Tile::kColumns / 64 ? left : Tile::kColumns / 64;
   int channel[kCount], offset[kCount][3];
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     const int block = at.block_m + i;
-    const int tap = block / p.channel_blocks;
-    // Rows past the last: channels past the last, which read as zeros.
-    channel[i] = tap < p.taps[0] * p.taps[1] * p.taps[2]
-                     ? at.instance * p.channels + block % p.channel_blocks * 64
-                     : p.instances * p.channels;
-    const Digits4 digits = SplitDigits(tap, p.taps[2], p.taps[1], p.taps[0]);
+    // Where all blocks are fetched (raw): channels past the last, which read as zeros.
+    channel[i] = i < count ? at.instance * p.channels + block % p.channel_blocks * 64
+                           : p.instances * p.channels;
+    const Digits4 digits = SplitDigits(block / p.channel_blocks, p.taps[2], p.taps[1], p.taps[0]);
     for (int axis = 0; axis < 3; ++axis) {
-      offset[i][axis] =
-          channel[i] < p.instances * p.channels ? digits.digit[3 - axis] * p.tap_step[axis] : 0;
+      offset[i][axis] = i < count ? digits.digit[3 - axis] * p.tap_step[axis] : 0;
     }
   }
   const Digits4 stride = SplitDigits(64, p.extent[2], p.extent[1], p.extent[0]);
@@ -102,8 +105,13 @@ __device__ __forceinline__ void ProduceWgrad(const WgradLaunch& p, const WgradPl
     const auto load_x = [&](uint32_t to, uint32_t full, int half, int term) {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
-        LoadColumn(p.rank, to + i * kBlockBytes, p.x, full, channel[i] + half, from,
-                   pixel.digit[0] + term * p.images, offset[i]);
+        if (Tile::kRaw == 0 && i >= count) continue;
+        if (p.rank == 0) {
+          LoadTile(to + i * kBlockBytes, p.x, full, (at.block_m + i) * 64, at.instance, step * 64);
+        } else {
+          LoadColumn(p.rank, to + i * kBlockBytes, p.x, full, channel[i] + half, from,
+                     pixel.digit[0] + term * p.images, offset[i]);
+        }
       }
     };
     if constexpr (Tile::kRaw > 0) {
@@ -122,11 +130,17 @@ __device__ __forceinline__ void ProduceWgrad(const WgradLaunch& p, const WgradPl
         ring.AdvanceUnit();
       }
     } else {
-      const uint32_t full = ring.Claim();
+      const uint32_t full = ring.Claim(Tile::kTerms * (count + columns) * kBlockBytes);
 #pragma unroll
       for (int term = 0; term < Tile::kTerms; ++term) {
-        load_x(ring.A(term), full, 0, term);
-        LoadB(ring, p.dy, full, step * 64, at.n, at.instance, term, term);
+        load_x(Tile::kSwapped ? ring.B(term) : ring.A(term), full, 0, term);
+        const uint32_t dy = Tile::kSwapped ? ring.A(term) : ring.B(term);
+#pragma unroll
+        for (int i = 0; i < Tile::kColumns / 64; ++i) {
+          if (i < columns) {
+            LoadTile(dy + i * kBlockBytes, p.dy, full, at.n + i * 64, at.instance, step * 64, term);
+          }
+        }
       }
       ring.Advance();
     }
@@ -142,16 +156,32 @@ __device__ __forceinline__ void StorePair(float* out, float a, float b) {
   *reinterpret_cast<float2*>(out) = make_float2(a, b);
 }
 
-// Four sums of a thread: two neighbouring columns of rows r and r + 8 of a block.
-// `block`: the block of 64 rows; `row`: r in it; n: the first column.
-template <typename T>
-__device__ __forceinline__ void StoreWgrad(const WgradLaunch& p, int instance, int block, int row,
-                                           int n, const float4& v) {
-  const int tap = block / p.channel_blocks, c = block % p.channel_blocks * 64 + row;
-  if (tap >= p.taps[0] * p.taps[1] * p.taps[2] || n >= p.n) return;
-  T* out = static_cast<T*>(p.dw) + (int64_t(tap) * p.channels + c) * p.pitch + instance * p.n + n;
-  if (c < p.channels) StorePair(out, v.x, v.y);
-  if (c + 8 < p.channels) StorePair(out + 8 * p.pitch, v.z, v.w);
+// Four sums of a thread of the tile at `at`: two neighbouring columns (8 j + ...) of rows r and r + 8
+// of the tile's block of 64 rows `block`, rows and columns as wgmma has them.
+template <typename Tile>
+__device__ __forceinline__ void StoreWgrad(const WgradLaunch& p, const WgradPlace& at, int block,
+                                           int j, int thread, const float4& v) {
+  using T = typename Tile::Out;
+  const int row = thread / 32 * 16 + thread % 32 / 4, column = j * 8 + thread % 4 * 2;
+  const int taps = p.taps[0] * p.taps[1] * p.taps[2];
+  const int from = at.block_m + (Tile::kSwapped ? column / 64 : block);
+  const int c = from % p.channel_blocks * 64 + (Tile::kSwapped ? column % 64 : row);
+  const int n = at.n + (Tile::kSwapped ? block * 64 + row : column);
+  if (from >= taps * p.channel_blocks || n >= p.n) return;
+  T* out = static_cast<T*>(p.dw) + (int64_t(from / p.channel_blocks) * p.channels + c) * p.pitch +
+           at.instance * p.n + n;
+  if constexpr (Tile::kSwapped) {
+    if (c >= p.channels) return;  // channels are even, and so is c
+    out[0] = FromFloat<T>(v.x);
+    out[p.pitch] = FromFloat<T>(v.y);
+    if (n + 8 < p.n) {
+      out[8] = FromFloat<T>(v.z);
+      out[p.pitch + 8] = FromFloat<T>(v.w);
+    }
+  } else {
+    if (c < p.channels) StorePair(out, v.x, v.y);
+    if (c + 8 < p.channels) StorePair(out + 8 * p.pitch, v.z, v.w);
+  }
 }
 
 template <typename Tile>
@@ -190,14 +220,12 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
       }
       const int thread = threadIdx.x % 128;
       if (steps == p.steps) {
-        const int row = thread / 32 * 16 + thread % 32 / 4, n = at.n + thread % 4 * 2;
 #pragma unroll
         for (int block = 0; block < Tile::kBlocks; ++block) {
 #pragma unroll
           for (int j = 0; j < Tile::kTileN / 8; ++j) {
             const float* v = &acc[block][j * 4];
-            StoreWgrad<typename Tile::Out>(p, at.instance, at.block_m + block0 + block, row,
-                                           n + j * 8, make_float4(v[0], v[1], v[2], v[3]));
+            StoreWgrad<Tile>(p, at, block0 + block, j, thread, make_float4(v[0], v[1], v[2], v[3]));
           }
         }
       } else {
@@ -219,30 +247,43 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 #endif
 }
 
-// The shared tiles: a thread adds four sums of every part, blocks of 256 threads make 1024 of a
-// tile's outputs; grid.x counts those, grid.y the tiles (strided).
-template <typename Tile>
+// The shared tiles. A block adds the sums of 1024 / kShares of a tile's outputs, a thread four of them
+// over one of kShares shares of the parts, in order; then the shares are added in order. Many parts
+// of few tiles want many shares. grid.x counts the blocks of a tile, grid.y the tiles (strided).
+template <typename Tile, int kShares>
 __global__ void __launch_bounds__(256) WgmmaWgradSumKernel(const __grid_constant__ WgradLaunch p) {
   constexpr int64_t kFours = int64_t(Tile::kTileM) * Tile::kTileN / 4;
-  const int index = int(blockIdx.x) * 256 + int(threadIdx.x);  // [0, kFours)
+  constexpr int kWidth = 256 / kShares;
+  __shared__ float4 shares[kShares > 1 ? 256 : 1];
+  const int index = int(blockIdx.x) * kWidth + int(threadIdx.x) % kWidth;  // [0, kFours)
+  const int share = threadIdx.x / kWidth;
   for (int64_t tile = blockIdx.y; tile < p.tiles; tile += gridDim.y) {
-    const int begin = PartOf(p, tile * p.steps), end = PartOf(p, (tile + 1) * p.steps - 1);
-    if (begin == end) continue;
+    const int begin = PartOf(p, tile * p.steps), end = PartOf(p, (tile + 1) * p.steps - 1) + 1;
+    if (begin + 1 == end) continue;
+    const int first = begin + (end - begin) * share / kShares;
+    const int last = begin + (end - begin) * (share + 1) / kShares;
     float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 8
-    for (int part = begin; part <= end; ++part) {
-      const float4 v = __ldcg(reinterpret_cast<const float4*>(p.partials) +
-                              Slot(part, part > begin) * kFours + index);
+    const auto add = [&sum](const float4& v) {
       sum.x += v.x;
       sum.y += v.y;
       sum.z += v.z;
       sum.w += v.w;
+    };
+#pragma unroll 8
+    for (int part = first; part < last; ++part) {
+      add(__ldcg(reinterpret_cast<const float4*>(p.partials) + Slot(part, part > begin) * kFours +
+                 index));
     }
-    const WgradPlace at = LocateWgradTile<Tile>(p, tile);
-    const int thread = index % 128, j = index / 128 % (Tile::kTileN / 8);
-    StoreWgrad<typename Tile::Out>(p, at.instance, at.block_m + index / 128 / (Tile::kTileN / 8),
-                                   thread / 32 * 16 + thread % 32 / 4,
-                                   at.n + j * 8 + thread % 4 * 2, sum);
+    if constexpr (kShares > 1) {
+      __syncthreads();  // the last tile's shares are read
+      shares[threadIdx.x] = sum;
+      __syncthreads();
+      if (share > 0) continue;
+#pragma unroll
+      for (int i = 1; i < kShares; ++i) add(shares[i * kWidth + threadIdx.x]);
+    }
+    StoreWgrad<Tile>(p, LocateWgradTile<Tile>(p, tile), index / 128 / (Tile::kTileN / 8),
+                     index / 128 % (Tile::kTileN / 8), index % 128, sum);
   }
 }
 
@@ -251,8 +292,8 @@ template <typename Tile>
 Status LaunchWgmmaWgradTile(const Context& ctx, WgradLaunch& p, int multiprocessors,
                             int64_t workspace_bytes, const std::string& what) {
   const int64_t rows = int64_t(p.taps[0]) * p.taps[1] * p.taps[2] * p.channel_blocks * 64;
-  p.tiles_m = int((rows + Tile::kTileM - 1) / Tile::kTileM);
-  p.tiles_n = (p.n + Tile::kTileN - 1) / Tile::kTileN;
+  p.tiles_m = int((rows + Tile::kRows - 1) / Tile::kRows);
+  p.tiles_n = (p.n + Tile::kColumns - 1) / Tile::kColumns;
   p.tiles = int64_t(p.tiles_m) * p.tiles_n * p.instances;
   if (p.tiles > (int64_t(1) << 30)) return Status::Unimplemented(what + ": more than 2^30 tiles");
   p.whole_tiles = p.parts == 1;
@@ -279,9 +320,13 @@ Status LaunchWgmmaWgradTile(const Context& ctx, WgradLaunch& p, int multiprocess
   kernel<<<p.parts, Tile::kThreads, Tile::kSharedBytes, ctx.stream>>>(p);
   JAXCONV_RETURN_IF_ERROR(LaunchStatus(what));
   if (p.whole_tiles || p.tiles % p.parts == 0) return Status::Ok();
-  const dim3 grid(unsigned(Tile::kTileM * Tile::kTileN / 1024),
-                  unsigned(std::min<int64_t>(p.tiles, 65535)));
-  WgmmaWgradSumKernel<Tile><<<grid, 256, 0, ctx.stream>>>(p);
+  const int blocks = Tile::kTileM * Tile::kTileN / 1024;
+  const unsigned tiles = unsigned(std::min<int64_t>(p.tiles, 65535));
+  if (p.parts > 8 * p.tiles) {
+    WgmmaWgradSumKernel<Tile, 8><<<dim3(blocks * 8, tiles), 256, 0, ctx.stream>>>(p);
+  } else {
+    WgmmaWgradSumKernel<Tile, 1><<<dim3(blocks, tiles), 256, 0, ctx.stream>>>(p);
+  }
   return LaunchStatus(what + " (sum of parts)");
 }
 
@@ -298,6 +343,10 @@ Status LaunchWgmmaWgradByTile(const Context& ctx, WgradLaunch& p, Sm90TileName t
     JAXCONV_SM90_CASE(k256x128, 2, 128)
     JAXCONV_SM90_CASE(k128x128, 1, 128)
     JAXCONV_SM90_CASE(k256x64, 2, 64)
+    JAXCONV_SM90_CASE(k128x320, 1, 320)
+    case Sm90TileName::k256x128s:
+      return LaunchWgmmaWgradTile<Sm90Tile<T, false, false, 1, 256, false, false, 1, 0, true>>(
+          ctx, p, multiprocessors, workspace_bytes, what);
     default:
       break;
   }

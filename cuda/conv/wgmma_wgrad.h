@@ -15,11 +15,11 @@ namespace jaxconv::cuda {
 // Axes are W, H, D.
 struct WgradLaunch {
   CUtensorMap x;   // columns of 64 pixels
-  CUtensorMap dy;  // (k, group, pixels, 1)
+  CUtensorMap dy;  // (k, group, pixels)
   int extent[3];   // O P Q's: pixels
   int first[3], step[3];
   int taps[3], tap_step[3];
-  int rank;            // of x
+  int rank;            // of x; 0: a 1x1 filter, x is (c, group, pixels)
   int instances;       // groups
   int channels;        // C/G
   int channel_blocks;  // of 64, in a tap

@@ -42,6 +42,38 @@ JAXCONV_HD void AddDigits(Digits4& d, const Digits4& step, int extent0, int exte
   d.digit[0] += step.digit[0] + carry;
 }
 
+// n / d for n in [0, 2^31) by one multiplication: with p = 31 + ceil(log2 d) and m = ceil(2^p / d),
+// the error of n * m / 2^p is below 1 / d for every such n, so the floor is exact.
+struct FastDiv {
+  uint32_t d = 1, mul = 0, shift = 0;
+
+  FastDiv() = default;
+  // d in [1, 2^31).
+  explicit FastDiv(int64_t divisor) : d(uint32_t(divisor)) {
+    if (d == 1) return;
+    int log = 1;
+    while ((int64_t(1) << log) < divisor) ++log;
+    mul = uint32_t(((uint64_t(1) << (31 + log)) + d - 1) / d);
+    shift = uint32_t(log - 1);
+  }
+
+  JAXCONV_HD uint32_t Div(uint32_t n) const {
+    return d == 1 ? n : uint32_t((uint64_t(n) * mul) >> 32) >> shift;
+  }
+};
+
+// SplitDigits by divisors whose multipliers are at hand: extent[i] as there.
+JAXCONV_HD Digits4 SplitDigits(int value, const FastDiv& extent0, const FastDiv& extent1,
+                               const FastDiv& extent2) {
+  Digits4 d;
+  const uint32_t a = extent2.Div(uint32_t(value)), b = extent1.Div(a), c = extent0.Div(b);
+  d.digit[3] = int(uint32_t(value) - a * extent2.d);
+  d.digit[2] = int(a - b * extent1.d);
+  d.digit[1] = int(b - c * extent0.d);
+  d.digit[0] = int(c);
+  return d;
+}
+
 JAXCONV_HD int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace jaxconv::cuda

@@ -72,6 +72,7 @@ __device__ __forceinline__ void Pin(float (&d)[kCount]) {
   JAXCONV_WGMMA_F4(i), JAXCONV_WGMMA_F4(i + 4), JAXCONV_WGMMA_F4(i + 8), JAXCONV_WGMMA_F4(i + 12)
 #define JAXCONV_WGMMA_F32(i) JAXCONV_WGMMA_F16(i), JAXCONV_WGMMA_F16(i + 16)
 #define JAXCONV_WGMMA_F64(i) JAXCONV_WGMMA_F32(i), JAXCONV_WGMMA_F32(i + 32)
+#define JAXCONV_WGMMA_F96(i) JAXCONV_WGMMA_F64(i), JAXCONV_WGMMA_F32(i + 64)
 #define JAXCONV_WGMMA_F128(i) JAXCONV_WGMMA_F64(i), JAXCONV_WGMMA_F64(i + 64)
 
 // accumulate = 0: D = A * B. The transposition flags are 1 for mn-major operands.
@@ -88,7 +89,10 @@ __device__ __forceinline__ void Pin(float (&d)[kCount]) {
   } else if constexpr (kRegisters == 64) {                                                         \
     JAXCONV_WGMMA("128", TYPE, JAXCONV_WGMMA_D0 ", " JAXCONV_WGMMA_D1, JAXCONV_WGMMA_F64(0), "64", \
                   "65", "66", "67", "68");                                                         \
-  } else {                                                                                         \
+  } else if constexpr (kRegisters == 96) {                                                         \
+    JAXCONV_WGMMA("192", TYPE, JAXCONV_WGMMA_D0 ", " JAXCONV_WGMMA_D1 ", " JAXCONV_WGMMA_D2,       \
+                  JAXCONV_WGMMA_F96(0), "96", "97", "98", "99", "100");                            \
+  } else if constexpr (kRegisters == 128) {                                                                                         \
     JAXCONV_WGMMA("256", TYPE,                                                                     \
                   JAXCONV_WGMMA_D0 ", " JAXCONV_WGMMA_D1 ", " \
                   JAXCONV_WGMMA_D2 ", " JAXCONV_WGMMA_D3, \
@@ -105,7 +109,14 @@ __device__ __forceinline__ void Pin(float (&d)[kCount]) {
 template <typename T, bool kMajorA, bool kMajorB, int kRegisters>
 __device__ __forceinline__ void Wgmma(float (&d)[kRegisters], uint64_t a, uint64_t b,
                                       int accumulate) {
-  static_assert(kRegisters == 32 || kRegisters == 64 || kRegisters == 128);
+  static_assert(kRegisters == 32 || kRegisters == 64 || kRegisters == 96 || kRegisters == 128 ||
+                kRegisters == 160);
+  if constexpr (kRegisters == 160) {  // N = 320: four blocks of B, and the fifth
+    constexpr uint64_t kFourth = 4 * kBlockBytes / 16;
+    Wgmma<T, kMajorA, kMajorB>(reinterpret_cast<float (&)[128]>(d[0]), a, b, accumulate);
+    Wgmma<T, kMajorA, kMajorB>(reinterpret_cast<float (&)[32]>(d[128]), a, b + kFourth, accumulate);
+    return;
+  }
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
     JAXCONV_WGMMA_N("bf16")
   } else if constexpr (std::is_same_v<T, float>) {
@@ -130,6 +141,7 @@ __device__ __forceinline__ void Wgmma(float (&d)[kRegisters], uint64_t a, uint64
 #undef JAXCONV_WGMMA_TF32
 #undef JAXCONV_WGMMA
 #undef JAXCONV_WGMMA_F128
+#undef JAXCONV_WGMMA_F96
 #undef JAXCONV_WGMMA_F64
 #undef JAXCONV_WGMMA_F32
 #undef JAXCONV_WGMMA_F16

@@ -17,7 +17,7 @@ Status Dense(const Context& ctx, const DenseProblem& p, const Epilogue& e, const
              const void* x, const void* w, const void* bias, const void* c, void* y, void* z,
              Workspace workspace) {
   if (plan.algorithm == "wgmma") {
-    return WgmmaDense(ctx, p, e, plan, x, w, bias, y, z, workspace);
+    return WgmmaDense(ctx, p, e, plan, x, w, bias, c, y, z, workspace);
   }
   if (plan.algorithm != "gemm") {
     return Status::Invalid("dense: algorithm \"" + std::string(plan.algorithm) +

@@ -19,7 +19,7 @@ Status Check(const DenseProblem& p, const Plan& plan, const std::string& what) {
   if (p.dtype == DType::kF64) {
     return no("wgmma needs float32, bfloat16 or float16, given float64");
   }
-  if (p.addend) return no("wgmma takes no addend c");
+  if (p.addend && p.dtype == DType::kF32) return no("float32 takes no addend c");
   if (p.trans_x && p.trans_w) return no("x and w may not both be transposed");
   if (p.k == 0) return no("K must be at least 1");
   const int64_t x_axis = p.trans_x ? p.m : p.k, w_axis = p.trans_w ? p.k : p.n;
@@ -35,8 +35,11 @@ Status Check(const DenseProblem& p, const Plan& plan, const std::string& what) {
   if (std::max({p.m, p.n, p.k, p.batch}) > most) {
     return no("M, N, K and batch must be at most " + std::to_string(most));
   }
-  if (plan.splits != 1) {
-    return Status::Invalid(what + ": splits=" + std::to_string(plan.splits) + " must be 1");
+  const bool power = plan.splits == 1 || plan.splits == 2 || plan.splits == 4 || plan.splits == 8;
+  const int64_t most_splits = p.dtype == DType::kF32 ? 1 : (p.k + 63) / 64;
+  if (!power || plan.splits > most_splits) {
+    return Status::Invalid(what + ": splits=" + std::to_string(plan.splits) +
+                           " must be 1, 2, 4 or 8, leave every part 64 of K, and in float32 be 1");
   }
   return Status::Ok();
 }
@@ -49,14 +52,15 @@ TmaTensor Matrices(const void* base, int64_t rows, int64_t columns, bool batched
 }  // namespace
 
 Status WgmmaDense(const Context& ctx, const DenseProblem& p, const Epilogue& e, const Plan& plan,
-                  const void* x, const void* w, const void* bias, void* y, void* z,
+                  const void* x, const void* w, const void* bias, const void* c, void* y, void* z,
                   Workspace workspace) {
-  const std::string what =
-      std::string("dense[wgmma ") + Name(p.dtype) + " " + std::string(plan.tile) + "]";
+  const std::string what = std::string("dense[wgmma ") + Name(p.dtype) + " " +
+                           std::string(plan.tile) +
+                           (plan.splits > 1 ? " splits=" + std::to_string(plan.splits) : "") + "]";
   JAXCONV_RETURN_IF_ERROR(Check(p, plan, what));
   if (!Aligned(x) || !Aligned(w) || !Aligned(y) || (e.save_preactivation && !Aligned(z)) ||
-      !Aligned(workspace.data)) {
-    return Status::Invalid(what + ": x, w, y, z and the workspace must be 16-byte aligned");
+      (p.addend && !Aligned(c)) || !Aligned(workspace.data)) {
+    return Status::Invalid(what + ": x, w, c, y, z and the workspace must be 16-byte aligned");
   }
   Sm90TileName tile;
   JAXCONV_RETURN_IF_ERROR(FindSm90Tile(plan.tile, what, &tile));
@@ -86,7 +90,7 @@ Status WgmmaDense(const Context& ctx, const DenseProblem& p, const Epilogue& e, 
       p.bias == BiasKind::kNone ||
       (!p.bias_batched && (p.bias == BiasKind::kScalar || p.bias == BiasKind::kColumn));
   if (batch > 1 && p.x_batched && !p.w_batched && !trans_x && any_row &&
-      batch <= (int64_t(1) << 30) / (m + 1)) {
+      (!p.addend || p.c_batched) && batch <= (int64_t(1) << 30) / (m + 1)) {
     m *= batch;
     batch = 1;
   }
@@ -101,6 +105,9 @@ Status WgmmaDense(const Context& ctx, const DenseProblem& p, const Epilogue& e, 
   g.instances = int(batch);
   g.n = int(p.n);
   g.k_blocks = int(CeilDiv(p.k, in.depth));
+  g.splits = int(plan.splits);
+  g.plain_d = y;
+  g.plain_z = z;
   g.epilogue.alpha = float(p.alpha);
   g.epilogue.activation = e.activation;
   g.epilogue.slope = float(e.slope);
@@ -111,7 +118,12 @@ Status WgmmaDense(const Context& ctx, const DenseProblem& p, const Epilogue& e, 
     const int64_t elements = p.bias == BiasKind::kScalar ? 1 : p.bias == BiasKind::kRow ? p.m : p.n;
     g.epilogue.stride_bias = p.bias_batched ? elements : 0;
   }
-  const int rows = TileRows(tile), columns = TileColumns(tile);
+  if (p.addend) {
+    g.epilogue.c = c;
+    g.epilogue.stride_c = p.c_batched ? p.m * p.n : 0;
+    g.epilogue.beta = float(p.beta);
+  }
+  const int rows = TileRows(tile), columns = FilterBoxRows(tile);
   TmaTensor matrix =
       trans_x ? Matrices(x, p.k, m, p.x_batched, batch) : Matrices(x, m, p.k, p.x_batched, batch);
   g.terms = {0, int(matrix.extent[1]), 0, 1};

@@ -3,14 +3,16 @@
 // Float32: with full_float32 as sums of three bfloat16 terms (gemm/sm90_operands.h), which has
 // float32's accuracy, otherwise in TF32.
 //
-// Domain: compute capability 9.0; float32, bfloat16, float16; x, w, y, z and the workspace 16-byte
-//   aligned; K >= 1, in TF32 a multiple of 8; no addend;
+// Domain: compute capability 9.0; float32, bfloat16, float16; x, w, c, y, z and the workspace 16-byte
+//   aligned; K >= 1, in TF32 a multiple of 8; an addend in 16 bit only;
 //   x and w not both transposed; the fastest axis of x, w, y (K or M; N or K; N) a multiple of 8;
 //   M, N, K, batch (in float32 thrice that) at most 2^31 - 4096. Outside, a Status.
 //
-// Plan: algorithm "wgmma"; tile "128x256", "256x128", "128x128" or "256x64", in TF32 the same without
-// "256x128"; where float32 is terms "128x128" or "128x64", and those followed by "raw": x is split on
-// its way and not in memory before. splits 1.
+// Plan: algorithm "wgmma"; tile "128x256", "256x128", "128x128", "256x64", "256x128s" or "128x320", in
+// TF32 "128x256", "128x128" or "256x64"; where float32 is terms "128x128" or "128x64", and those followed
+// by "raw": x is split on its way and not in memory before. splits: parts that K is cut into, 1, 2, 4 or 8
+// and at most ceil(K / 64), more than 1 in 16 bit only and not with "256x128s" and "128x320"; the CTAs of a
+// tile's parts are a cluster.
 // Workspace, bytes: float32 with full_float32: 6 an element of w and, unless raw, of x; without, 4 an
 // element of x if trans_x and of w unless trans_w; each rounded up to 256. Otherwise 0.
 #pragma once
@@ -23,7 +25,7 @@
 namespace jaxconv::cuda {
 
 Status WgmmaDense(const Context& ctx, const DenseProblem& p, const Epilogue& e, const Plan& plan,
-                  const void* x, const void* w, const void* bias, void* y, void* z,
+                  const void* x, const void* w, const void* bias, const void* c, void* y, void* z,
                   Workspace workspace);
 
 }  // namespace jaxconv::cuda

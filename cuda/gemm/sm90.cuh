@@ -39,11 +39,13 @@ inline constexpr int kConsumerRegisters = 224;
 inline constexpr int kSplitterRegisters = 88;
 inline constexpr int kSplitConsumerRegisters = 184;  // beside a splitter
 
-// kMajorA, kMajorB: the operand is k-major in memory (and so in shared memory).
+// kMajorA, kMajorB: the operand is k-major in memory (and so in shared memory). kSwapped (products
+// only): A is the filter, B the pixels, and the sums are d's transpose.
 template <typename T_, bool kMajorA_, bool kMajorB_, int kBlocks_, int kTileN_, bool kPingPong_,
-          bool kStaged_, int kTerms_ = 1, int kRaw_ = 0>
+          bool kStaged_, int kTerms_ = 1, int kRaw_ = 0, bool kSwapped_ = false>
 struct Sm90Tile {
   using T = T_;
+  static constexpr bool kSwapped = kSwapped_;
   static constexpr int kTerms = kTerms_;                   // of T in an element of A or B
   using Out = std::conditional_t<(kTerms > 1), float, T>;  // type of the results
   // Operands that come as float32 and are split into terms in shared memory: 1 is A, 2 both. They
@@ -58,6 +60,8 @@ struct Sm90Tile {
   static constexpr int kTileK = 128 / int(sizeof(T));  // of a stage
   static constexpr int kTileM = kBlocks * 64 * (kPingPong ? 1 : 2);
   static constexpr int kTileN = kTileN_;
+  static constexpr int kRows = kSwapped ? kTileN : kTileM;  // of d
+  static constexpr int kColumns = kSwapped ? kTileM : kTileN;
   static constexpr int kBytesA = kTileM * 128, kBytesB = kTileN * 128;  // of a term
   static constexpr int kStageBytes = kTerms * (kBytesA + kBytesB);
   // Pairs of 64 x 64 outputs that a warpgroup has on their way out. Two in ping-pong, so that a
@@ -79,6 +83,10 @@ struct Sm90Tile {
   static constexpr int kFills = (kRaw < 2 ? 1 : 0) + (kRaw > 0 ? 4 : 0);
   // Arrivals that free a stage.
   static constexpr int kReaders = kPingPong ? 1 : 2;
+  // A product may be cut into parts of k whose sums then lie where the stages were.
+  static constexpr bool kSplits = !kSwapped && kStaged && kTerms == 1 && sizeof(T) == 2 &&
+                                  256 % (kTileN / 4) == 0 &&
+                                  kTileM * (kTileN + 8) * 4 <= kStages * kStageBytes;
   static_assert(kStages >= (kTerms > 1 ? 2 : 3) && kSharedBytes <= kSm90SharedBytes);
   static_assert(kRaw == 0 || (kTerms > 1 && kTileM == 128 && !kStaged && kUnits >= 2));
 };
@@ -117,10 +125,10 @@ struct Sm90Ring {
   }
 
   // Producer: waits until the stage is free and announces a load.
-  __device__ __forceinline__ uint32_t Claim() const {
+  __device__ __forceinline__ uint32_t Claim(uint32_t bytes = Tile::kCopiedBytes) const {
     BarrierWait(Empty(stage), parity ^ 1);
     const uint32_t full = Full(stage);
-    BarrierExpect(full, Tile::kCopiedBytes);
+    BarrierExpect(full, bytes);
     return full;
   }
 
@@ -289,18 +297,23 @@ __device__ __forceinline__ void Sm90Start(const Sm90Ring<Tile>& ring) {
   __syncthreads();
 }
 
-// A term of B's tile for a stage. `map` is (k, instance, n, tap) for a k-major B, (n, instance, k, tap)
-// otherwise; the taps of one term follow those of another.
+// A term of the tile of the columns' operand for a stage. `map` is (k, instance, n, tap) for a k-major
+// operand, (n, instance, k, tap) otherwise; the taps of one term follow those of another.
 template <typename Tile>
 __device__ __forceinline__ void LoadB(const Sm90Ring<Tile>& ring, const CUtensorMap& map,
                                       uint32_t full, int k, int n, int instance, int tap,
                                       int term = 0) {
-  if constexpr (Tile::kMajorB) {
-    LoadTile(ring.B(term), map, full, k, instance, n, tap);
+  const uint32_t to = Tile::kSwapped ? ring.A(term) : ring.B(term);
+  if constexpr (Tile::kSwapped ? Tile::kMajorA : Tile::kMajorB) {
+    constexpr int kBox = Tile::kColumns > 256 ? 64 : Tile::kColumns;  // FilterBoxRows
+#pragma unroll
+    for (int i = 0; i < Tile::kColumns; i += kBox) {
+      LoadTile(to + i * 128, map, full, k, instance, n + i, tap);
+    }
   } else {
 #pragma unroll
-    for (int i = 0; i < Tile::kTileN; i += 64) {
-      LoadTile(ring.B(term) + i * 128, map, full, n + i, instance, k, tap);
+    for (int i = 0; i < Tile::kColumns; i += 64) {
+      LoadTile(to + i * 128, map, full, n + i, instance, k, tap);
     }
   }
 }

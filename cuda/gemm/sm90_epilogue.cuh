@@ -1,6 +1,6 @@
 // The epilogue of the sm_90a products: a warpgroup's accumulators to
 //
-//   z = alpha * sum + bias;  d = f(z)
+//   z = alpha * sum + beta * c + bias;  d = f(z)
 //
 // in 16 bit, 64 x 64 outputs at a time: registers, activation, shared memory (stmatrix, in the copy
 // engine's swizzle), and a bulk store that is waited for only when its 8 KiB are needed again.
@@ -22,45 +22,64 @@ namespace jaxconv::cuda {
 // output's half ulp.
 __device__ __forceinline__ float FastSigmoid(float z) { return __fdividef(1.f, 1.f + __expf(-z)); }
 
-// f over a thread's outputs. Formulas that are short by now are unrolled; the others go through one
-// copy of the code, four values at a time, the array turning like a wheel.
+// Below 0.03 the series, whose next term is 1e-8 of the result; above it the difference cancels no
+// more than 5 bits.
+__device__ __forceinline__ float FastTanh(float z) {
+  const float series = z * fmaf(-0.333333333f * z, z, 1.f);
+  return fabsf(z) < 0.03f ? series : fmaf(2.f, FastSigmoid(2.f * z), -1.f);
+}
+
+// Formulas that are not short, or whose branches cost registers (unrolled, elu spills), have one copy of
+// their code: four values at a time, the array turning like a wheel.
+__device__ __forceinline__ void ActivateWheel(bool elu, float (&v)[32]) {
+#pragma unroll 1
+  for (int turn = 0; turn < 32; turn += 4) {
+    float y[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      y[i] =
+          elu ? Activate(Activation::kElu, v[i], 0.f) : Activate(Activation::kGeluExact, v[i], 0.f);
+    }
+#pragma unroll
+    for (int i = 0; i + 4 < 32; ++i) v[i] = v[i + 4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) v[28 + i] = y[i];
+  }
+}
+
+// f over a thread's outputs.
 template <int kCount>
 __device__ __forceinline__ void ActivateFast(Activation activation, float slope,
                                              float (&v)[kCount]) {
+#define JAXCONV_ACTIVATE(kind, expression)                    \
+  case Activation::kind:                                      \
+    _Pragma("unroll") for (int i = 0; i < kCount; i += 8) {   \
+      auto& some = reinterpret_cast<float (&)[8]>(v[i]);      \
+      Pin(some); /* or the scheduler runs out of registers */ \
+      _Pragma("unroll") for (float& z : some) z = expression; \
+      Pin(some);                                              \
+    }                                                         \
+    return;
   switch (activation) {
     case Activation::kNone:
       return;
-    case Activation::kRelu:
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) v[i] = Activate(Activation::kRelu, v[i], 0.f);
-      return;
-    case Activation::kSigmoid:
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) v[i] = FastSigmoid(v[i]);
-      return;
-    case Activation::kSilu:
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) v[i] *= FastSigmoid(v[i]);
-      return;
-    case Activation::kGelu:
+      JAXCONV_ACTIVATE(kRelu, Activate(Activation::kRelu, z, 0.f))
+      JAXCONV_ACTIVATE(kRelu6, Activate(Activation::kRelu6, z, 0.f))
+      JAXCONV_ACTIVATE(kLeakyRelu, Activate(Activation::kLeakyRelu, z, slope))
+      JAXCONV_ACTIVATE(kTanh, FastTanh(z))
+      JAXCONV_ACTIVATE(kSigmoid, FastSigmoid(z))
+      JAXCONV_ACTIVATE(kSilu, z * FastSigmoid(z))
       // 0.5 (1 + tanh u) = 1 / (1 + exp(-2u))
+      JAXCONV_ACTIVATE(kGelu,
+                       z * FastSigmoid(1.5957691216057308f * z * fmaf(0.044715f * z, z, 1.f)))
+    case Activation::kElu:
+    case Activation::kGeluExact:
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        v[i] *= FastSigmoid(1.5957691216057308f * v[i] * fmaf(0.044715f * v[i], v[i], 1.f));
-      }
-      return;
-    default:
-#pragma unroll 1
-      for (int turn = 0; turn < kCount; turn += 4) {
-        float y[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) y[i] = Activate(activation, v[i], slope);
-#pragma unroll
-        for (int i = 0; i + 4 < kCount; ++i) v[i] = v[i + 4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) v[kCount - 4 + i] = y[i];
+      for (int i = 0; i < kCount; i += 32) {
+        ActivateWheel(activation == Activation::kElu, reinterpret_cast<float (&)[32]>(v[i]));
       }
   }
+#undef JAXCONV_ACTIVATE
 }
 
 __device__ __forceinline__ uint32_t PackHalves(float a, float b, __nv_bfloat16) {
@@ -73,22 +92,33 @@ __device__ __forceinline__ uint32_t PackHalves(float a, float b, __half) {
 }
 
 // The bias of a thread's columns in kTileN columns, two elements a register, fetched before the
-// main loop so that its latency hides there.
+// main loop so that its latency hides there; wide tiles have no registers for that.
 template <typename T, int kTileN>
 struct ColumnBias {
+  static constexpr bool kKept = kTileN <= 256;
   // n: the tile's first column; n_end is a multiple of 8.
   __device__ __forceinline__ void Load(const Sm90Epilogue& e, int instance, int n, int n_end) {
     if (e.bias_kind != BiasKind::kColumn) return;
-    const T* bias = static_cast<const T*>(e.bias) + instance * e.stride_bias;
+    from = static_cast<const T*>(e.bias) + instance * e.stride_bias + n + threadIdx.x % 4 * 2;
+    left = n_end - n;
+    if constexpr (kKept) {
 #pragma unroll
-    for (int j = 0; j < kTileN / 8; ++j) {
-      pair[j] =
-          n + j * 8 < n_end
-              ? __ldg(reinterpret_cast<const uint32_t*>(bias + n + j * 8 + threadIdx.x % 4 * 2))
-              : 0;
+      for (int j = 0; j < kTileN / 8; ++j) pair[j] = Fetch(j);
     }
   }
-  uint32_t pair[kTileN / 8];
+  __device__ __forceinline__ uint32_t Fetch(int j) const {
+    return j * 8 < left ? __ldg(reinterpret_cast<const uint32_t*>(from + j * 8)) : 0;
+  }
+  __device__ __forceinline__ uint32_t Get(int j) const {
+    if constexpr (kKept) {
+      return pair[j];
+    } else {
+      return Fetch(j);
+    }
+  }
+  const T* from;
+  int left;
+  uint32_t pair[kKept ? kTileN / 8 : 1];
 };
 
 __device__ __forceinline__ float2 UnpackPair(uint32_t pair, __nv_bfloat16) {
@@ -98,25 +128,27 @@ __device__ __forceinline__ float2 UnpackPair(uint32_t pair, __half) {
   return __half22float2(*reinterpret_cast<const __half2*>(&pair));
 }
 
-// alpha * sum + bias over a thread's part of 64 x 64 outputs, in the order of wgmma's registers. m:
-// the thread's first row; `chunk`: which 64 of the tile's columns.
-template <typename T, int kTileN>
+// alpha * sum + bias over a thread's part of a block of 64 rows, in the order of wgmma's registers.
+// m: the thread's first row; its others are 8 below.
+template <typename T, int kTileN, int kCount>
 __device__ __forceinline__ void ScaleAndBias(const Sm90Epilogue& e, int instance, int m, int m_end,
-                                             const ColumnBias<T, kTileN>& columns, int chunk,
-                                             float (&v)[32]) {
+                                             const ColumnBias<T, kTileN>& columns,
+                                             float (&v)[kCount]) {
   if (e.alpha != 1.f) {
 #pragma unroll
-    for (int i = 0; i < 32; ++i) v[i] *= e.alpha;
+    for (int i = 0; i < kCount; ++i) v[i] *= e.alpha;
   }
   if (e.bias_kind == BiasKind::kNone) return;
   if (e.bias_kind == BiasKind::kColumn) {
+    if constexpr (kCount * 2 == kTileN) {
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const float2 b = UnpackPair(columns.pair[chunk * 8 + j], T());
-      v[j * 4] += b.x;
-      v[j * 4 + 1] += b.y;
-      v[j * 4 + 2] += b.x;
-      v[j * 4 + 3] += b.y;
+      for (int j = 0; j < kCount / 4; ++j) {
+        const float2 b = UnpackPair(columns.Get(j), T());
+        v[j * 4] += b.x;
+        v[j * 4 + 1] += b.y;
+        v[j * 4 + 2] += b.x;
+        v[j * 4 + 3] += b.y;
+      }
     }
     return;
   }
@@ -125,11 +157,38 @@ __device__ __forceinline__ void ScaleAndBias(const Sm90Epilogue& e, int instance
   const float upper = ToFloat(bias[scalar || m >= m_end ? 0 : m]);
   const float lower = ToFloat(bias[scalar || m + 8 >= m_end ? 0 : m + 8]);
 #pragma unroll
-  for (int j = 0; j < 8; ++j) {
+  for (int j = 0; j < kCount / 4; ++j) {
     v[j * 4] += upper;
     v[j * 4 + 1] += upper;
     v[j * 4 + 2] += lower;
     v[j * 4 + 3] += lower;
+  }
+}
+
+// v += beta * c, for a thread's part of a block of 64 rows from column n on. c is read as it is
+// needed, four bytes at a time, sixteen loads in flight together; neighbours' share their sectors.
+template <typename T, int kCount>
+__device__ __forceinline__ void AddAddend(const Sm90Epilogue& e, int instance, int m, int m_end,
+                                          int n, int n_end, float (&v)[kCount]) {
+  if (e.c == nullptr) return;
+  const T* c = static_cast<const T*>(e.c) + instance * e.stride_c + int64_t(m) * n_end + n +
+               threadIdx.x % 4 * 2;
+#pragma unroll
+  for (int chunk = 0; chunk < kCount / 32; ++chunk) {
+    uint32_t pair[16];
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const int below = i % 2 * 8, right = chunk * 64 + i / 2 * 8;
+      const bool inside = m + below < m_end && n + right < n_end;  // n_end is a multiple of 8
+      const T* at = c + below * int64_t(n_end) + right;
+      pair[i] = inside ? __ldg(reinterpret_cast<const uint32_t*>(at)) : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const float2 pair2 = UnpackPair(pair[i], T());
+      v[chunk * 32 + i * 2] = fmaf(e.beta, pair2.x, v[chunk * 32 + i * 2]);
+      v[chunk * 32 + i * 2 + 1] = fmaf(e.beta, pair2.y, v[chunk * 32 + i * 2 + 1]);
+    }
   }
 }
 
@@ -161,6 +220,23 @@ struct Sm90Outbox {
                    "r"(PackHalves(v[j * 8 + 2], v[j * 8 + 3], T())),
                    "r"(PackHalves(v[j * 8 + 4], v[j * 8 + 5], T())),
                    "r"(PackHalves(v[j * 8 + 6], v[j * 8 + 7], T()))
+                   : "memory");
+    }
+  }
+
+  // v is the transpose of a box: rows of wgmma are its columns.
+  __device__ __forceinline__ void PutTransposed(int which, const float (&v)[32]) const {
+    const int lane = threadIdx.x % 32;
+    const int chunk = threadIdx.x % 128 / 32 * 2 + lane / 8 % 2;  // of 8 of the box's columns
+#pragma unroll
+    for (int j = 0; j < 8; j += 2) {  // 8 of the box's rows
+      const int row = (j + lane / 16) * 8 + lane % 8;
+      asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(
+                       Pair() + which * kBlockBytes + row * 128 + ((chunk ^ (row % 8)) * 16)),
+                   "r"(PackHalves(v[j * 4], v[j * 4 + 1], T())),
+                   "r"(PackHalves(v[j * 4 + 2], v[j * 4 + 3], T())),
+                   "r"(PackHalves(v[j * 4 + 4], v[j * 4 + 5], T())),
+                   "r"(PackHalves(v[j * 4 + 6], v[j * 4 + 7], T()))
                    : "memory");
     }
   }

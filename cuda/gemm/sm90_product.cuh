@@ -1,6 +1,6 @@
 // Products on the sm_90a main loop whose output is 16-bit and written once:
 //
-//   d[m, n] = f(alpha * sum over (tap, k) of A[m, (tap, k)] * B[(tap, k), n] + bias)
+//   d[m, n] = f(alpha * sum over (tap, k) of A[m, (tap, k)] * B[(tap, k), n] + beta * c + bias)
 //
 // for each of `instances` (groups, batch entries) and `phases`. A is a plain matrix (dense, and one
 // tap) or columns of pixels (convolutions): pixel i of an axis reads first + i * step + tap *
@@ -27,30 +27,54 @@ namespace jaxconv::cuda {
 
 struct Sm90Place {
   int phase, instance;
-  int m, n;   // first row of the CTA's tile, first column
-  int steps;  // k-blocks over all taps
+  int m, n;      // first row of the CTA's tile, first column
+  int part;      // of the reduction
+  int k, k_end;  // its k-blocks of each tap
+  int steps;     // k-blocks over all taps
 };
 
-inline constexpr int kBand = 16;
+inline constexpr int kBand = 16;  // rows of tiles
 
-template <typename Tile>
-__device__ __forceinline__ Sm90Place LocateTile(const Sm90Product& p, int tile) {
-  Sm90Place at;
+// The phase and the number of k-blocks of a tile, all that a group needs to know of the other's.
+__device__ __forceinline__ void LocateSteps(const Sm90Product& p, int tile, Sm90Place& at) {
   at.phase = 0;
   while (at.phase + 1 < p.phases && tile >= p.phase[at.phase + 1].begin) ++at.phase;
   const Sm90Phase& phase = p.phase[at.phase];
-  const unsigned index = unsigned(tile - phase.begin);
-  const unsigned tiles_n = unsigned(p.tiles_n), tiles_m = unsigned(phase.tiles_m);
-  at.instance = int(index / (tiles_m * tiles_n));
-  const unsigned rest = index % (tiles_m * tiles_n);
-  const unsigned band = rest / (kBand * tiles_n);
-  const unsigned height = tiles_m - band * kBand < kBand ? tiles_m - band * kBand : kBand;
-  const unsigned in_band = rest - band * (kBand * tiles_n);
-  const unsigned row = band * kBand + in_band % height;
-  at.m = int(row) * Tile::kTileM;
-  at.n = int(in_band / height) * Tile::kTileN;
-  at.steps = phase.taps[0] * phase.taps[1] * phase.taps[2] * p.k_blocks;
+  at.part = 0;
+  at.k = 0;
+  at.k_end = p.k_blocks;
+  if (p.splits > 1) {
+    const unsigned number = unsigned(tile - phase.begin);
+    at.part = int(number - p.by_splits.Div(number) * unsigned(p.splits));
+    at.k = p.k_blocks * at.part / p.splits;
+    at.k_end = p.k_blocks * (at.part + 1) / p.splits;
+  }
+  at.steps = phase.taps[0] * phase.taps[1] * phase.taps[2] * (at.k_end - at.k);
+}
+
+// Divisions by multiplication: with short reductions a tile takes a few thousand cycles, and a
+// division of the compiler's a hundred.
+template <typename Tile>
+__device__ __forceinline__ Sm90Place LocateTile(const Sm90Product& p, int tile) {
+  Sm90Place at;
+  LocateSteps(p, tile, at);
+  const Sm90Phase& phase = p.phase[at.phase];
+  const unsigned index = p.by_splits.Div(unsigned(tile - phase.begin));
+  const unsigned instance = phase.by_instance.Div(index);
+  const unsigned rest = index - instance * phase.by_instance.d;
+  const unsigned band = p.by_band.Div(rest);
+  const unsigned in_band = rest - band * p.by_band.d;
+  const bool whole = (band + 1) * kBand <= unsigned(phase.tiles_m);
+  const unsigned column = whole ? in_band / kBand : phase.by_last.Div(in_band);
+  const unsigned row = band * kBand + in_band - column * (whole ? kBand : phase.by_last.d);
+  at.instance = int(instance);
+  at.m = int(row) * Tile::kRows;
+  at.n = int(column) * Tile::kColumns;
   return at;
+}
+
+__device__ __forceinline__ Digits4 PixelOf(const Sm90Phase& phase, int m) {
+  return SplitDigits(m, phase.by_extent[2], phase.by_extent[1], phase.by_extent[0]);
 }
 
 template <typename Tile>
@@ -60,22 +84,22 @@ __device__ __forceinline__ void ProduceTile(const Sm90Product& p, const Sm90Plac
   const int instance_a = p.shared_a ? 0 : at.instance, instance_b = p.shared_b ? 0 : at.instance;
   int first[3] = {}, image = 0;
   if (p.rank_a != 0) {
-    const Digits4 pixel = SplitDigits(at.m, phase.extent[2], phase.extent[1], phase.extent[0]);
+    const Digits4 pixel = PixelOf(phase, at.m);
     image = pixel.digit[0];
     for (int i = 0; i < 3; ++i) first[i] = pixel.digit[3 - i] * phase.step[i] + phase.first[i];
   }
-  // A's tile, or from `half` on half of its rows' elements.
+  // The rows' operand's tile, or from `half` on half of its rows' elements.
   const auto load_a = [&](uint32_t to, uint32_t full, int k, int half, int term,
                           const int (&offset)[3]) {
     const int instance = instance_a + term * p.terms.instances;
     if (p.rank_a != 0) {
       LoadColumn(p.rank_a, to, p.a[at.phase], full, at.instance * p.channels + k + half, first,
                  image + term * p.terms.images, offset);
-    } else if constexpr (Tile::kMajorA) {
+    } else if constexpr (Tile::kSwapped ? Tile::kMajorB : Tile::kMajorA) {
       LoadTile(to, p.a[at.phase], full, k + half, instance, at.m + term * p.terms.rows);
     } else {
 #pragma unroll
-      for (int i = 0; i < Tile::kTileM; i += 64) {
+      for (int i = 0; i < Tile::kRows; i += 64) {
         LoadTile(to + i * 128, p.a[at.phase], full, at.m + i + half, instance, k);
       }
     }
@@ -86,7 +110,7 @@ __device__ __forceinline__ void ProduceTile(const Sm90Product& p, const Sm90Plac
         const int offset[3] = {s * phase.tap_step[0], r * phase.tap_step[1], t * phase.tap_step[2]};
         const int tap = phase.filter_first + s * phase.filter_step[0] + r * phase.filter_step[1] +
                         t * phase.filter_step[2];
-        for (int block = 0; block < p.k_blocks; ++block) {
+        for (int block = at.k; block < at.k_end; ++block) {
           const int k = block * Tile::kTileK;
           if constexpr (Tile::kRaw > 0) {
             for (int half = 0; half < 64; half += 32) {
@@ -97,7 +121,9 @@ __device__ __forceinline__ void ProduceTile(const Sm90Product& p, const Sm90Plac
           const uint32_t full = ring.Claim();
 #pragma unroll
           for (int term = 0; term < Tile::kTerms; ++term) {
-            if constexpr (Tile::kRaw == 0) load_a(ring.A(term), full, k, 0, term, offset);
+            if constexpr (Tile::kRaw == 0) {
+              load_a(Tile::kSwapped ? ring.B(term) : ring.A(term), full, k, 0, term, offset);
+            }
             LoadB(ring, p.b, full, k, at.n, instance_b, tap + term * p.terms.taps, term);
           }
           ring.Advance();
@@ -107,51 +133,167 @@ __device__ __forceinline__ void ProduceTile(const Sm90Product& p, const Sm90Plac
   }
 }
 
+// A group's boxes of 64 x 64 outputs, `acc` rounded, to d or z.
+template <typename Tile>
+__device__ __forceinline__ void PutTile(const Sm90Product& p, const Sm90Place& at, int block0,
+                                        const CUtensorMap& map, int rank,
+                                        Sm90Outbox<typename Tile::T, Tile::kPairs>& outbox,
+                                        float (&acc)[Tile::kBlocks][Tile::kTileN / 2]) {
+  constexpr int kChunks = Tile::kTileN / 64, kBoxes = Tile::kBlocks * kChunks;
+  const int m_end = p.phase[at.phase].m;
+  const auto store = [&](int i, uint32_t box) {
+    const int m = at.m + (Tile::kSwapped ? i % kChunks : block0 + i / kChunks) * 64;
+    const int n = at.n + (Tile::kSwapped ? block0 + i / kChunks : i % kChunks) * 64;
+    if (m >= m_end || n >= p.n) return;
+    if (rank == 0) {
+      StoreTile(map, box, n, at.instance, m);
+      return;
+    }
+    const Digits4 pixel = PixelOf(p.phase[at.phase], m);
+    const int to[3] = {pixel.digit[3], pixel.digit[2], pixel.digit[1]};
+    StoreColumn(rank, map, box, at.instance * p.n + n, to, pixel.digit[0]);
+  };
+#pragma unroll
+  for (int i = 0; i < kBoxes; ++i) {
+    const auto& v = reinterpret_cast<float (&)[32]>(acc[i / kChunks][i % kChunks * 32]);
+    if (i % 2 == 0) outbox.Open();
+    if constexpr (Tile::kSwapped) {
+      outbox.PutTransposed(i % 2, v);
+    } else {
+      outbox.Put(i % 2, v);
+    }
+    if (i % 2 == 1 || i + 1 == kBoxes) {
+      outbox.Close([&](uint32_t boxes) {
+        store(i / 2 * 2, boxes);
+        if (i % 2 == 1) store(i, boxes + kBlockBytes);
+      });
+    }
+  }
+}
+
+// Each step goes over all sums before the next begins, so that what a problem does not ask for is
+// skipped once, and the code that runs lies together: box by box, jumping over formulas that were
+// not wanted cost more than half of the epilogue in instruction cache misses.
 template <typename Tile>
 __device__ __forceinline__ void FinishProductTile(
     const Sm90Product& p, const Sm90Place& at, int block0,
     Sm90Outbox<typename Tile::T, Tile::kPairs>& outbox,
     const ColumnBias<typename Tile::T, Tile::kTileN>& bias,
-    const float (&acc)[Tile::kBlocks][Tile::kTileN / 2]) {
-  constexpr int kChunks = Tile::kTileN / 64;
-  const Sm90Phase& phase = p.phase[at.phase];
-  const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
-  // Box i of the tile: 64 rows of a block, 64 columns.
-  const auto store = [&](int i, uint32_t box) {
-    const int m = at.m + (block0 + i / kChunks) * 64, n = at.n + i % kChunks * 64;
-    if (m >= phase.m || n >= p.n) return;
-    if (p.rank_d == 0) {
-      StoreTile(p.d[at.phase], box, n, at.instance, m);
-      return;
+    float (&acc)[Tile::kBlocks][Tile::kTileN / 2]) {
+  const int m_end = p.phase[at.phase].m;
+#pragma unroll
+  for (int block = 0; block < Tile::kBlocks; ++block) {
+    const int first = (Tile::kSwapped ? at.n : at.m) + (block0 + block) * 64 +
+                      threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;  // row of the sums
+    ScaleAndBias(p.epilogue, at.instance, first, Tile::kSwapped ? p.n : m_end, bias, acc[block]);
+    if constexpr (!Tile::kSwapped) {
+      AddAddend<typename Tile::T>(p.epilogue, at.instance, first, m_end, at.n, p.n, acc[block]);
     }
-    const Digits4 pixel = SplitDigits(m, phase.extent[2], phase.extent[1], phase.extent[0]);
-    const int to[3] = {pixel.digit[3], pixel.digit[2], pixel.digit[1]};
-    StoreColumn(p.rank_d, p.d[at.phase], box, at.instance * p.n + n, to, pixel.digit[0]);
+  }
+  if (p.epilogue.save_z) PutTile<Tile>(p, at, block0, p.z, 0, outbox, acc);
+  ActivateFast(p.epilogue.activation, p.epilogue.slope,
+               reinterpret_cast<float (&)[Tile::kBlocks * Tile::kTileN / 2]>(acc[0][0]));
+  PutTile<Tile>(p, at, block0, p.d[at.phase], p.rank_d, outbox, acc);
+}
+
+// ---------------------------------------------------------------------------------------------------
+// splits > 1: the CTAs that make the parts of a tile's sums are a cluster, each makes one tile's part,
+// and nothing goes through memory: the sums lie in each CTA's shared memory, in place of the stages,
+// and CTA i adds the parts of the i-th share of the rows, in their order.
+
+__device__ __forceinline__ void ClusterSync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;\n" ::
+                   : "memory");
+}
+
+template <typename Tile>
+inline constexpr int kPartPitch = Tile::kTileN + 8;  // floats; rows of 8 threads meet no bank twice
+
+template <typename Tile>
+__device__ __forceinline__ void KeepPart(uint32_t shared, int block0,
+                                         const float (&acc)[Tile::kBlocks][Tile::kTileN / 2]) {
+  const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+#pragma unroll
+  for (int block = 0; block < Tile::kBlocks; ++block) {
+    const uint32_t to =
+        shared + ((block0 + block) * 64 + row) * kPartPitch<Tile> * 4 + threadIdx.x % 4 * 8;
+#pragma unroll
+    for (int j = 0; j < Tile::kTileN / 8; ++j) {
+      const float* v = &acc[block][j * 4];
+      asm volatile("st.shared.v2.f32 [%0], {%1, %2};\n" ::"r"(to + j * 32), "f"(v[0]), "f"(v[1])
+                   : "memory");
+      asm volatile(
+          "st.shared.v2.f32 [%0], {%1, %2};\n" ::"r"(to + 8 * kPartPitch<Tile> * 4 + j * 32),
+          "f"(v[2]), "f"(v[3])
+          : "memory");
+    }
+  }
+}
+
+// Four neighbouring outputs.
+template <typename T>
+__device__ __forceinline__ void FinishFour(const Sm90Product& p, int instance, int m, int n,
+                                           float (&v)[4]) {
+  const Sm90Epilogue& e = p.epilogue;
+  const int64_t at = (int64_t(instance) * p.phase[0].m + m) * p.n + n;
+  const auto load = [](const T* from, float (&to)[4]) {
+    const uint2 pairs = *reinterpret_cast<const uint2*>(from);
+    const float2 low = UnpackPair(pairs.x, T()), high = UnpackPair(pairs.y, T());
+    to[0] = low.x, to[1] = low.y, to[2] = high.x, to[3] = high.y;
   };
-  const bool save_z = p.epilogue.save_z;
+  const auto store = [&](void* to) {
+    *reinterpret_cast<uint2*>(static_cast<T*>(to) + at) =
+        make_uint2(PackHalves(v[0], v[1], T()), PackHalves(v[2], v[3], T()));
+  };
 #pragma unroll
-  for (int i = 0; i < Tile::kBlocks * kChunks; ++i) {
-    const int block = i / kChunks, chunk = i % kChunks;
-    const int m = at.m + (block0 + block) * 64, n = at.n + chunk * 64;
-    float v[32];
+  for (int i = 0; i < 4; ++i) v[i] *= e.alpha;
+  if (e.c != nullptr) {
+    float c[4];
+    load(static_cast<const T*>(e.c) + instance * e.stride_c + int64_t(m) * p.n + n, c);
 #pragma unroll
-    for (int j = 0; j < 32; ++j) v[j] = acc[block][chunk * 32 + j];
-    ScaleAndBias(p.epilogue, at.instance, m + warp * 16 + lane / 4, phase.m, bias, chunk, v);
-    // A pair is two boxes of d, or z and d of one box.
-    if (save_z || i % 2 == 0) outbox.Open();
-    if (save_z) outbox.Put(0, v);
-    ActivateFast(p.epilogue.activation, p.epilogue.slope, v);
-    outbox.Put(save_z || i % 2 == 1 ? 1 : 0, v);
-    if (save_z || i % 2 == 1) {
-      outbox.Close([&](uint32_t boxes) {
-        if (!save_z) {
-          store(i - 1, boxes);
-        } else if (m < phase.m && n < p.n) {
-          StoreTile(p.z, boxes, n, at.instance, m);
-        }
-        store(i, boxes + kBlockBytes);
-      });
+    for (int i = 0; i < 4; ++i) v[i] = fmaf(e.beta, c[i], v[i]);
+  }
+  const T* bias = static_cast<const T*>(e.bias) + instance * e.stride_bias;
+  if (e.bias_kind == BiasKind::kColumn) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) v[i] += ToFloat(bias[n + i]);
+  } else if (e.bias_kind != BiasKind::kNone) {
+    const float b = ToFloat(bias[e.bias_kind == BiasKind::kRow ? m : 0]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) v[i] += b;
+  }
+  if (e.save_z) store(p.plain_z);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) v[i] = Activate(e.activation, v[i], e.slope);
+  store(p.plain_d);
+}
+
+// By the 256 threads of the consumers.
+template <typename Tile>
+__device__ __forceinline__ void AddParts(const Sm90Product& p, const Sm90Place& at,
+                                         uint32_t shared) {
+  constexpr int kRuns = Tile::kTileN / 4;  // of a row
+  const int thread = int(threadIdx.x) - 128, share = Tile::kTileM / p.splits;
+  const int n = at.n + thread % kRuns * 4;
+  for (int i = thread / kRuns; i < share; i += 256 / kRuns) {
+    const int row = at.part * share + i, m = at.m + row;
+    if (m >= p.phase[0].m || n >= p.n) continue;
+    float v[4] = {};
+#pragma unroll 8
+    for (int part = 0; part < p.splits; ++part) {
+      uint32_t from;
+      float u[4];
+      asm("mapa.shared::cluster.u32 %0, %1, %2;\n"
+          : "=r"(from)
+          : "r"(shared + (row * kPartPitch<Tile> + thread % kRuns * 4) * 4), "r"(part));
+      asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];\n"
+                   : "=f"(u[0]), "=f"(u[1]), "=f"(u[2]), "=f"(u[3])
+                   : "r"(from)
+                   : "memory");
+#pragma unroll
+      for (int j = 0; j < 4; ++j) v[j] += u[j];
     }
+    FinishFour<typename Tile::T>(p, at.instance, m, n, v);
   }
 }
 
@@ -172,6 +314,13 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
         ProduceTile(p, LocateTile<Tile>(p, tile), ring);
       }
     }
+    if constexpr (Tile::kSplits) {
+      if (p.splits > 1) {
+        __syncwarp();
+        ClusterSync();
+        ClusterSync();
+      }
+    }
   } else {
     RegistersUp<kConsumerRegisters>();
     Sm90Outbox<typename Tile::T, Tile::kPairs> outbox(
@@ -179,36 +328,62 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
     const int block0 = Tile::kPingPong ? 0 : group * Tile::kBlocks;
     int turn = 0;
     for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
-      const Sm90Place at = LocateTile<Tile>(p, tile);
       if (Tile::kPingPong) {
         turn ^= 1;
         if (turn == group) {
-          ring.Skip(at.steps);
+          Sm90Place other;
+          LocateSteps(p, tile, other);
+          ring.Skip(other.steps);
           continue;
         }
       }
+      const Sm90Place at = LocateTile<Tile>(p, tile);
       ColumnBias<typename Tile::T, Tile::kTileN> bias;
       bias.Load(p.epilogue, at.instance, at.n, p.n);
       float acc[Tile::kBlocks][Tile::kTileN / 2];
       Sm90MainLoop(ring, group, at.steps, acc);
+      if constexpr (Tile::kSplits) {
+        if (p.splits > 1) {
+          // The other group may still multiply what lies there.
+          if (!Tile::kPingPong) NamedBarrier(3, 256);
+          KeepPart<Tile>(ring.shared, block0, acc);
+          continue;
+        }
+      }
       FinishProductTile<Tile>(p, at, block0, outbox, bias, acc);
     }
     outbox.Drain();
+    if constexpr (Tile::kSplits) {
+      if (p.splits > 1) {
+        ClusterSync();
+        AddParts<Tile>(p, LocateTile<Tile>(p, blockIdx.x), ring.shared);
+        ClusterSync();
+      }
+    }
   }
 #endif
 }
 
-// Fills in what LocateTile reads of `p`, whose phases have m, and n, instances are set.
+// Fills in what LocateTile reads of `p`, whose phases have m, and n, instances and splits are set.
 template <typename Tile>
 Status CountTiles(Sm90Product& p, const std::string& what) {
-  p.tiles_n = (p.n + Tile::kTileN - 1) / Tile::kTileN;
-  int64_t tiles = 0;
+  p.tiles_n = (p.n + Tile::kColumns - 1) / Tile::kColumns;
+  p.by_band = FastDiv(int64_t(kBand) * p.tiles_n);
+  p.by_splits = FastDiv(p.splits);
+  double tiles = 0;
   for (int i = 0; i < p.phases; ++i) {
-    p.phase[i].tiles_m = (p.phase[i].m + Tile::kTileM - 1) / Tile::kTileM;
-    p.phase[i].begin = int(tiles);
-    tiles += int64_t(p.phase[i].tiles_m) * p.tiles_n * p.instances;
-    if (tiles > (int64_t(1) << 30)) {
-      return Status::Unimplemented(what + ": more than 2^30 tiles");
+    Sm90Phase& phase = p.phase[i];
+    phase.tiles_m = (phase.m + Tile::kRows - 1) / Tile::kRows;
+    phase.begin = int(tiles);
+    const double each = double(phase.tiles_m) * p.tiles_n;
+    tiles += each * p.instances * p.splits;
+    if (tiles * p.k_blocks > double(1 << 30)) {
+      return Status::Unimplemented(what + ": more than 2^30 tiles times steps");
+    }
+    phase.by_instance = FastDiv(std::max(int64_t(each), int64_t(1)));
+    phase.by_last = FastDiv(std::max(phase.tiles_m % kBand, 1));
+    for (int axis = 0; axis < 3; ++axis) {
+      phase.by_extent[axis] = FastDiv(std::max(phase.extent[axis], 1));
     }
   }
   p.tiles = int(tiles);
@@ -219,14 +394,39 @@ Status CountTiles(Sm90Product& p, const std::string& what) {
 template <typename Tile>
 Status LaunchSm90Product(const Context& ctx, void (*kernel)(Sm90Product), Sm90Product& p,
                          int multiprocessors, const std::string& what) {
+  if (Tile::kSwapped) {
+    // Bias by column of d is bias by row of the sums.
+    if (p.epilogue.bias_kind == BiasKind::kRow) {
+      return Status::Unimplemented(what + ": this tile takes no bias by row");
+    }
+    if (p.epilogue.c != nullptr) {
+      return Status::Unimplemented(what + ": this tile takes no addend");
+    }
+    if (p.epilogue.bias_kind == BiasKind::kColumn) p.epilogue.bias_kind = BiasKind::kRow;
+  }
   JAXCONV_RETURN_IF_ERROR(CountTiles<Tile>(p, what));
   if (p.tiles == 0) return Status::Ok();
   JAXCONV_RETURN_IF_ERROR(CudaStatus(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kSharedBytes),
       what));
-  kernel<<<unsigned(std::min(p.tiles, multiprocessors)), Tile::kThreads, Tile::kSharedBytes,
-           ctx.stream>>>(p);
-  return LaunchStatus(what);
+  if (p.splits == 1) {
+    kernel<<<unsigned(std::min(p.tiles, multiprocessors)), Tile::kThreads, Tile::kSharedBytes,
+             ctx.stream>>>(p);
+    return LaunchStatus(what);
+  }
+  if (!Tile::kSplits) return Status::Unimplemented(what + ": this tile takes no splits");
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(unsigned(p.tiles));
+  config.blockDim = dim3(kSm90Threads);
+  config.dynamicSmemBytes = Tile::kSharedBytes;
+  config.stream = ctx.stream;
+  cudaLaunchAttribute cluster = {};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = unsigned(p.splits);
+  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  return CudaStatus(cudaLaunchKernelEx(&config, kernel, p), what);
 }
 
 }  // namespace jaxconv::cuda

@@ -12,13 +12,16 @@
 #include "common/problem.h"
 #include "common/status.h"
 #include "cuda/core/context.h"
+#include "cuda/core/divmod.h"
 
 namespace jaxconv::cuda {
 
 struct Sm90Epilogue {
   const void* bias = nullptr;  // of the elements' type
   int64_t stride_bias = 0;     // between instances
-  float alpha = 1.f, slope = 0.f;
+  const void* c = nullptr;     // like d, where d is a matrix; null without an addend
+  int64_t stride_c = 0;        // between instances
+  float alpha = 1.f, beta = 0.f, slope = 0.f;
   BiasKind bias_kind = BiasKind::kNone;
   Activation activation = Activation::kNone;
   bool save_z = false;
@@ -32,8 +35,12 @@ struct Sm90Phase {
   int taps[3];  // their product may be 0: d = f(bias)
   int tap_step[3];
   int filter_first, filter_step[3];  // the tap's index in B
+  // Filled in by the launch.
+  FastDiv by_extent[3];
   int tiles_m;
-  int begin;  // the number of its first tile
+  int begin;            // the number of its first tile
+  FastDiv by_instance;  // tiles of an instance
+  FastDiv by_last;      // rows of tiles in the last band
 };
 
 inline constexpr int kMaxPhases = 8;
@@ -60,31 +67,54 @@ struct Sm90Product {
   int rank_d;  // of d's columns; 0: d and z are matrices (n, instance, m)
   bool shared_a, shared_b;  // by all instances: coordinate 0
   int instances;
-  int n, tiles_n;
+  int n;
   int channels;  // of an instance, in a's and d's columns of pixels: k and n
   int k_blocks;  // blocks of 64 k (32 in TF32) in a tap
-  int tiles;
+  int splits;  // parts that k is cut into, 1, 2, 4 or 8; more than 1 for a single tap and a plain d
+  void *plain_d, *plain_z;  // splits > 1: d and z as they lie
   Sm90Terms terms;
   Sm90FloatOutput out;
+  // Filled in by the launch.
+  int tiles, tiles_n;
+  FastDiv by_band, by_splits;
 };
 
-// Tiles, M x N of a CTA. In a product k128x128 is the one whose warpgroups take turns; in the
-// others, and in wgrad, both work at one tile. Float32 as terms has the last four, where k128x128 is
-// both at one: operands that were split in memory, or that are split on their way (raw).
-enum class Sm90TileName { k128x256, k256x128, k256x64, k128x128, k128x64, k128x128Raw, k128x64Raw };
+static_assert(sizeof(Sm90Product) <= 4000, "a kernel's parameters are 4 KiB at most");
 
-constexpr std::string_view kSm90TileNames[] = {"128x256", "256x128",    "256x64",   "128x128",
-                                               "128x64",  "128x128raw", "128x64raw"};
+// Tiles, M x N of a CTA. In a product k128x128 is the one whose warpgroups take turns; in the
+// others, and in wgrad, both work at one tile. k256x128s: the filter on the tensor cores' rows.
+// Float32 as terms has the last four, where k128x128 is both at one: operands that were split in
+// memory, or that are split on their way (raw).
+enum class Sm90TileName {
+  k128x256,
+  k256x128,
+  k256x64,
+  k256x128s,
+  k128x320,
+  k128x128,
+  k128x64,
+  k128x128Raw,
+  k128x64Raw
+};
+
+constexpr std::string_view kSm90TileNames[] = {"128x256",  "256x128",    "256x64",
+                                               "256x128s", "128x320",    "128x128",
+                                               "128x64",   "128x128raw", "128x64raw"};
 
 constexpr bool IsRaw(Sm90TileName tile) {
   return tile == Sm90TileName::k128x128Raw || tile == Sm90TileName::k128x64Raw;
 }
 
 constexpr int TileRows(Sm90TileName tile) {
-  return tile == Sm90TileName::k256x128 || tile == Sm90TileName::k256x64 ? 256 : 128;
+  return tile == Sm90TileName::k256x128 || tile == Sm90TileName::k256x64 ||
+                 tile == Sm90TileName::k256x128s
+             ? 256
+             : 128;
 }
 constexpr int TileColumns(Sm90TileName tile) {
   switch (tile) {
+    case Sm90TileName::k128x320:
+      return 320;
     case Sm90TileName::k128x256:
       return 256;
     case Sm90TileName::k256x64:
@@ -94,6 +124,10 @@ constexpr int TileColumns(Sm90TileName tile) {
     default:
       return 128;
   }
+}
+// Rows of the boxes in which a k-major filter comes.
+constexpr int FilterBoxRows(Sm90TileName tile) {
+  return TileColumns(tile) > 256 ? 64 : TileColumns(tile);
 }
 
 Status FindSm90Tile(std::string_view name, const std::string& what, Sm90TileName* tile);

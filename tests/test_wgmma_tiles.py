@@ -1,0 +1,197 @@
+"""The sm_90a kernels, forced, on each of their tiles: they take 16-bit channels-last problems only, which the tests of
+every algorithm leave out, and the plan would choose one tile a problem.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy_reference as ref
+import pytest
+from cases import WGMMA_CASES, ConvCase
+from helpers import DEVICE, NAMED_ACTIVATIONS, calls, integers, label, normal, same_bits
+from tolerance import assert_close, assert_exact
+
+import jaxconv
+from jaxconv import _native, _plan
+
+pytestmark = pytest.mark.skipif(
+    DEVICE.compute_capability != (9, 0) or _native.missing(DEVICE.platform) is not None,
+    reason="needs a GPU of compute capability 9.0 and its kernels",
+)
+
+OPERANDS = {"conv_fprop": ("x", "w"), "conv_dgrad": ("dy", "w"), "conv_wgrad": ("x", "dy")}
+BY_NAME = {case.name: case for case in WGMMA_CASES}
+over_cases = pytest.mark.parametrize("case", WGMMA_CASES, ids=lambda case: case.name)
+over_dtypes = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+
+
+@functools.cache
+def data(case: ConvCase, values: int | str) -> dict[str, np.ndarray]:
+    """x, w, dy, b: -1, 0 and 1, or normal numbers of the dtype `values`."""
+    shapes = {
+        "x": case.x_shape,
+        "w": case.w_shape,
+        "dy": (case.batch, *ref.out_extents(case), case.filters),
+        "b": (case.filters,),
+    }
+    make = integers if isinstance(values, int) else normal
+    return {name: make(seed, shape, values) for seed, (name, shape) in enumerate(shapes.items())}
+
+
+@functools.cache
+def expected(op: str, case: ConvCase) -> np.ndarray:
+    return getattr(ref, op.removeprefix("conv_"))(case, *(data(case, 1)[name] for name in OPERANDS[op]))
+
+
+def trio(case: ConvCase, **options: Any) -> Any:
+    def run(x: Any, w: Any, dy: Any) -> dict[str, Any]:
+        f = functools.partial(case.function, algorithm="wgmma", **case.options, **options)
+        y, back = jax.vjp(f, x, w)
+        dx, dw = back(dy)
+        return {"conv_fprop": y, "conv_dgrad": dx, "conv_wgrad": dw}
+
+    return jax.jit(run)
+
+
+def arrays(case: ConvCase, values: int | str, names: str, dtype: str) -> list[jax.Array]:
+    return [jnp.asarray(data(case, values)[n], dtype) for n in names.split()]
+
+
+@over_dtypes
+@over_cases
+def test_the_planned_tiles_are_exact(case, dtype):
+    f, args = trio(case), arrays(case, 1, "x w dy", dtype)
+    assert calls(f, *args) == {"conv_fprop": 1, "conv_dgrad": 1, "conv_wgrad": 1}
+    for op, result in f(*args).items():
+        assert_exact(result, expected(op, case), f"{op} of {case.name} ({case.why})")
+
+
+@pytest.mark.parametrize("tile", _plan.WGMMA_TILES)
+@over_cases
+def test_every_tile_is_exact(case, tile, monkeypatch):
+    """Whatever the plan would take: a tile runs what it claims to."""
+
+    def forced(op: str, problem: Any, device: Any) -> str:
+        return tile if _plan.wgmma_tile_refusal(op, tile, problem) is None else planned(op, problem, device)
+
+    planned = _plan.wgmma_conv_tile
+    monkeypatch.setattr(_plan, "wgmma_conv_tile", forced)
+    for op, result in trio(case)(*arrays(case, 1, "x w dy", "bfloat16")).items():
+        assert_exact(result, expected(op, case), f"{op} of {case.name}, {tile}")
+
+
+@over_cases
+def test_bias_activation_and_preactivation_are_exact(case):
+    f = functools.partial(case.function, activation="relu", algorithm="wgmma", **case.options)
+    args = arrays(case, 1, "x w b", "bfloat16")
+    alone, (y, z) = jax.jit(lambda *args: (f(*args), f(*args, return_preactivation=True)))(*args)
+    z_expected = expected("conv_fprop", case) + data(case, 1)["b"]
+    assert_exact(z, z_expected, "z")
+    assert_exact(y, np.maximum(z_expected, 0), "y")
+    assert same_bits(y, alone), "saving z changes y"
+
+
+@over_dtypes
+@pytest.mark.parametrize("name", ["c72", "images", "strided", "dilated", "groups_of_64"])
+def test_random_filters_err_no_more_than_twice_xla(name, dtype):
+    case = BY_NAME[name]
+    args = arrays(case, dtype, "x w dy", dtype)
+    actual = trio(case)(*args)
+    options = {**case.options, "implementation": "xla"}
+    y, back = jax.vjp(functools.partial(case.function, **options), *args[:2])
+    xla = dict(zip(OPERANDS, (y, *back(args[2])), strict=True))
+    for op, result in actual.items():
+        short = op.removeprefix("conv_")
+        reference = getattr(ref, short)(case, *(data(case, dtype)[n] for n in OPERANDS[op]))
+        assert_close(result, xla[op], reference, case.terms[short], f"{op} of {name}")
+
+
+@over_dtypes
+@pytest.mark.parametrize("activation", [a for a in NAMED_ACTIVATIONS if a is not None], ids=label)
+@pytest.mark.parametrize("name", ["c72", "images"])  # the general loop's epilogue, and the halo tile's
+def test_every_activation_errs_no_more_than_twice_xla(name, activation, dtype):
+    case = BY_NAME[name]
+    x, w, b = arrays(case, dtype, "x w b", dtype)
+    f = functools.partial(case.function, activation=activation, return_preactivation=True, **case.options)
+    actual = jax.jit(functools.partial(f, algorithm="wgmma"))(x, w, b)
+    xla = jax.jit(functools.partial(f, implementation="xla"))(x, w, b)
+    z = ref.fprop(case, *(data(case, dtype)[n] for n in "xw")) + data(case, dtype)["b"]
+    for a, t, r in zip(actual, xla, (ref.activate(activation, z), z), strict=True):
+        assert_close(a, t, r, case.terms["fprop"], f"{activation}", scale=np.abs(z).max())
+
+
+@over_cases
+def test_the_same_call_gives_the_same_bits_captured_or_not(case):
+    args = arrays(case, "bfloat16", "x w dy", "bfloat16")
+    lowered = trio(case).lower(*args)
+    first = lowered.compile({"xla_gpu_enable_command_buffer": ""})(*args)
+    captured = lowered.compile({"xla_gpu_enable_command_buffer": "CUSTOM_CALL", "xla_gpu_graph_min_graph_size": 1})
+    for _ in range(3):
+        assert same_bits(first, captured(*[jnp.copy(a) for a in args]))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# dense
+
+# (M, K, N)
+SIZES = {
+    (8, 8, 8): "one vector each",
+    (136, 72, 264): "one vector past 128, 64 and 256",
+    (257, 200, 328): "one row past 256, columns past 320",
+    (64, 2048, 1000): "few rows, long sums: parts of K",
+    (1, 512, 136): "one row",
+}
+
+
+@over_dtypes
+@pytest.mark.parametrize("c", [False, True])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_dense_is_exact(size, c, dtype):
+    """Sparse operands, so that sums of 2048 terms stay integers that bfloat16 holds."""
+    m, k, n = size
+    x, w = integers(0, (m, k), 1), integers(1, (k, n), 1)
+    x[:, np.arange(k) % max(1, k // 64) != 0] = 0
+    b, addend, dy = integers(2, (n,), 2), integers(3, (m, n), 2), integers(4, (m, n), 1)
+    dy[:, np.arange(n) % max(1, n // 64) != 0] = 0
+    dy[np.arange(m) % max(1, m // 64) != 0] = 0
+
+    def run(x: Any, w: Any, b: Any, addend: Any, dy: Any) -> Any:
+        def f(x: Any, w: Any) -> Any:
+            options: dict[str, Any] = {"c": addend, "beta": 2.0} if c else {}
+            return jaxconv.dense(x, w, b, algorithm="wgmma", activation="relu", return_preactivation=True, **options)
+
+        (y, z), back = jax.vjp(f, x, w)
+        return y, z, *back((jnp.zeros_like(y), dy))
+
+    y, z, dx, dw = jax.jit(run)(*(jnp.asarray(a, dtype) for a in (x, w, b, addend, dy)))
+    expected_z = x @ w + b + 2 * addend * c
+    assert_exact(z, expected_z, "z")
+    assert_exact(y, np.maximum(expected_z, 0), "y")
+    assert_exact(dx, dy @ w.T, "dx")
+    if m % 8 == 0:
+        assert_exact(dw, x.T @ dy, "dw")
+
+
+@pytest.mark.parametrize("tile", [tile for tile in _plan.WGMMA_TILES if tile != "halo"])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_every_tile_of_dense_is_exact(size, tile, monkeypatch):
+    m, k, n = size
+    x, w = integers(0, (m, k), 1), integers(1, (k, n), 1)
+    x[:, np.arange(k) % max(1, k // 64) != 0] = 0
+    monkeypatch.setattr(_plan, "wgmma_dense_tile", lambda p, device: (tile, 1))
+    y = jax.jit(functools.partial(jaxconv.dense, algorithm="wgmma"))(*(jnp.asarray(a, "bfloat16") for a in (x, w)))
+    assert_exact(y, x @ w, tile)
+
+
+@over_dtypes
+@pytest.mark.parametrize("bias", ["scalar", "row", "column"])
+def test_dense_bias_kinds_and_instances_are_exact(bias, dtype):
+    x, w = integers(0, (3, 136, 72), 1), integers(1, (3, 72, 80), 1)
+    b = integers(2, {"scalar": (), "row": (136, 1), "column": (80,)}[bias], 2)
+    f = jax.vmap(functools.partial(jaxconv.dense, algorithm="wgmma"), (0, 0, None))
+    assert_exact(jax.jit(f)(*(jnp.asarray(a, dtype) for a in (x, w, b))), x @ w + b)
