@@ -228,6 +228,8 @@ PARTS = [
 def has_tile(tile: str, op: str, problem: Any) -> bool:
     if problem.algorithm != "wgmma":
         return True
+    if op == "conv_statistics":
+        return tile in ("256x64", "128x128", "256x128", "128x256")
     if problem.dtype != "float32":
         return tile in SM90_TILES
     if problem.full_float32 or op == "conv_wgrad":
