@@ -156,7 +156,7 @@ def dense_calls(dtype: str, algorithm: str, precision: str, m: int, k: int, n: i
     options = {"alpha": 0.5, "beta": 0.5, "precision": precision, "algorithm": algorithm, "implementation": None}
     x, w, b, c = ((m, k), dtype), ((k, n), dtype), ((n,), dtype), ((m, n), dtype)
     calls = []
-    for addend in (None, array(*c)) if algorithm == "gemm" else (None,):
+    for addend in (None, array(*c)) if algorithm == "gemm" or dtype != "float32" else (None,):
         p = DenseProblem.infer("dense", array(*x), array(*w), array(*b), addend, **EPILOGUE, **options)
         calls.append((dense_kernel, p, [x, w, b] + [c] * p.addend))
     bare = p.bare()
@@ -188,7 +188,7 @@ def batchnorm_calls(dtype: str, algorithm: str, shape: tuple[int, ...], axis: in
 
 
 BATCHNORMS = (((6, 5, 5, 16), -1), ((6, 16, 8, 8), 1), ((6, 7, 7, 5), -1), ((6, 5, 7, 7), 1), ((130, 9, 9, 24), -1))
-DENSES = ((128, 64, 256), (72, 64, 136), (5, 7, 3), (16, 2048, 24), (200, 72, 264))
+DENSES = ((128, 64, 256), (72, 64, 136), (5, 7, 3), (16, 2048, 24), (200, 72, 264), (64, 1024, 136))
 
 
 def cases(op: str, algorithm: str, dtype: str) -> Iterator[tuple[str, list[Call]]]:
@@ -231,21 +231,22 @@ def has_tile(tile: str, op: str, problem: Any) -> bool:
     if op == "conv_statistics":
         return tile in ("256x64", "128x128", "256x128", "128x256")
     if problem.dtype != "float32":
-        return tile in SM90_TILES
+        return tile in SM90_TILES and not (tile == "256x128s" and getattr(problem, "addend", False))
     if problem.full_float32 or op == "conv_wgrad":
         return tile in TERMS_TILES
-    return tile in SM90_TILES and tile != "256x128"
+    return tile in ("256x64", "128x128", "128x256")
 
 
 def with_tile(tile: str, op: str, problem: Any, device: _plan.Device) -> _plan.Plan:
-    """The plan, or that with another tile: for wgrad also without parts, since the workspace may depend on both."""
+    """The plan, or that with another tile: then also without parts where the workspace or the tile allows no others."""
     plan = chosen(op, problem, device)
     if not tile or not has_tile(tile, op, problem):
         return plan
     if problem.algorithm == "wgmma" and problem.dtype == "float32":
         size = _plan.wgmma_workspace(op, problem, tile, plan.splits)
         return dataclasses.replace(plan, tile=tile, workspace_bytes=size)
-    alone = {"splits": 1, "workspace_bytes": 0} if op == "conv_wgrad" else {}
+    whole = op == "conv_wgrad" or (problem.algorithm == "wgmma" and isinstance(problem, DenseProblem))
+    alone = {"splits": 1, "workspace_bytes": 0} if whole else {}
     return dataclasses.replace(plan, tile=tile, **alone)
 
 
