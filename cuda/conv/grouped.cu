@@ -676,8 +676,8 @@ Status GroupedWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, 
     a.dy = static_cast<const T*>(dy);
     a.dw = static_cast<T*>(dw);
     a.partials = partials;
-    a.by_src_octets = conv::FastDiv(g.src_octets);
-    a.by_dst_octets = conv::FastDiv(g.dst_octets);
+    a.by_src_octets = FastDiv(g.src_octets);
+    a.by_dst_octets = FastDiv(g.dst_octets);
     a.dw_count = count;
     conv::ChoosePixels(g, 48 * 1024, 1);  // two buffers, two blocks an SM
     a.split_tiles = CeilDiv(g.tiles, plan.splits);
