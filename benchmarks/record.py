@@ -81,7 +81,7 @@ def write(where: str, run: dict[str, Any]) -> pathlib.Path:
     if path.suffix != ".json":
         stamp = (run["commit"] or run["date"][:10])[:10] + ("-dirty" if run["dirty"] else "")
         folder = RESULTS / slug(run["device"]) if where == "auto" else path
-        path = folder / f"{config_name(run)}-{stamp}.json"
+        path = folder / f"{'-'.join(filter(None, (config_name(run), run.get('part'), stamp)))}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(_text(run))
     return path

@@ -29,18 +29,33 @@ Run = dict[str, Any]
 
 
 def load(folder: pathlib.Path) -> dict[str, Run]:
-    """{"<device>/<table>": run}, the newest of each."""
-    found: dict[str, Run] = {}
+    """{"<device>/<table>": run}: the newest, and the rows that only older ones have; "runs": those with rows."""
+    found: dict[str, list[Run]] = {}
     for path in sorted(folder.glob("*/*.json")):
         run = json.loads(path.read_text())
         if run.get("format") != record.FORMAT:
             raise SystemExit(
                 f"{path} has format {run.get('format')}, this program reads {record.FORMAT}: record it again"
             )
-        name = f"{record.slug(run['device'])}/{record.config_name(run)}"
-        if name not in found or run["date"] > found[name]["date"]:
-            found[name] = run
-    return dict(sorted(found.items()))
+        found.setdefault(f"{record.slug(run['device'])}/{record.config_name(run)}", []).append(run)
+    return {name: _joined(sorted(runs, key=lambda r: r["date"], reverse=True)) for name, runs in sorted(found.items())}
+
+
+def _joined(runs: list[Run]) -> Run:
+    """The first of `runs`, and of each other the problems and passes that no run before it has."""
+    if runs[0]["op"] == "train":
+        return runs[0]
+    rows: list[Run] = []
+    used = []
+    for run in runs:
+        known = {(row["case"], row["pass"]) for row in rows}
+        more = [row for row in run["rows"] if (row["case"], row["pass"]) not in known]
+        if more:
+            rows += more
+            used.append({**run, "rows": more})
+    place = {case.name: i for i, case in enumerate(BY_OP[runs[0]["op"]])}
+    order = sorted(range(len(rows)), key=lambda i: place.get(rows[i]["case"], len(place)))  # keeps passes in order
+    return {**runs[0], "rows": [rows[i] for i in order], "runs": used}
 
 
 def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
@@ -50,7 +65,12 @@ def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> 
 
 
 def provenance(run: Run) -> str:
-    """One sentence: where, with what, when, from which command."""
+    """A sentence for each run: where, with what, when, from which command."""
+    runs = run.get("runs", [run])
+    if len(runs) > 1:
+        counts = [len({(row["case"], row["pass"]) for row in part["rows"]}) for part in runs]
+        return "\n".join(f"{n} rows: {provenance(part)}" for n, part in zip(counts, runs, strict=True))
+    (run,) = runs
     versions = run["versions"]
     parts = [run["device"] + (f" ({run['cores']} cores)" if "cores" in run else "")]
     parts.append(f"jax {versions['jax']}")
@@ -78,7 +98,7 @@ def table(run: Run) -> str:
     rows = []
     for (case, pass_), contenders in groups.items():
         for name, row in contenders.items():
-            if not name.startswith("ours"):
+            if not name.startswith("ours") or contenders.get("ours", {}).get("same_as") == name:
                 continue
             plan = row["plan"] or name.partition(":")[2]
             cells = [case, row["problem"], pass_, f"{plan} (forced)" if ":" in name else plan]

@@ -476,9 +476,9 @@ def main(argv: list[str] | None = None) -> int:
                 "layout": layout,
                 "small": args.small,
                 "batch": args.batch,
-                "suite": args.suite
-                if args.suite == "models"
-                else None,  # the others' tables are one, or another device's
+                # Tables of their own: the models' problems, and another device's.
+                "suite": args.suite if args.suite == "models" else None,
+                "part": args.suite if args.suite in ("core", "special") else None,  # of a table
                 "implementation": args.implementation,
                 "ceilings": None if top is None else dataclasses.asdict(top),
             }

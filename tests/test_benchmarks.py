@@ -8,7 +8,7 @@ import jax
 import pytest
 from helpers import PLATFORM
 
-from benchmarks import run, tune
+from benchmarks import record, report, run, tune
 from jaxconv import _tuning
 
 
@@ -52,6 +52,27 @@ def test_a_tuned_choice_is_the_fastest_that_was_measured(recorded):
     assert entry["native_ms"] == {a: ms[f"ours:{a}"] for a in algorithms}
     (learned,) = (m for m in _tuning.table(jax.devices()[0].device_kind) if m.case == "seed" and m.op == entry["op"])
     assert learned.native_ms == entry["native_ms"]
+
+
+def test_a_report_takes_each_row_from_the_newest_run_that_has_it(tmp_path):
+    def write(name: str, date: str, *rows: tuple[str, str, float]) -> None:
+        keys = ("case", "pass", "ms")
+        run = {"op": "batchnorm", "dtype": "bf16", "precision": None, "layout": "NHWC", "small": False, "batch": None}
+        run |= {"format": record.FORMAT, "device": "A GPU", "date": date}
+        run["rows"] = [dict(zip(keys, row, strict=True)) | {"contender": "ours"} for row in rows]
+        path = tmp_path / "a-gpu" / f"{name}.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(run))
+
+    write("old", "2026-01-01", ("small", "fwd", 1.0), ("seed", "fwd", 2.0), ("seed", "infer", 3.0))
+    write("new", "2026-01-02", ("seed", "fwd", 4.0))
+    ((name, run),) = report.load(tmp_path).items()
+    assert name == "a-gpu/batchnorm-bf16-nhwc"
+    assert [(r["case"], r["pass"], r["ms"]) for r in run["rows"]] == [
+        *(("seed", "fwd", 4.0), ("seed", "infer", 3.0)),
+        ("small", "fwd", 1.0),
+    ]
+    assert [(r["date"], len(r["rows"])) for r in run["runs"]] == [("2026-01-02", 1), ("2026-01-01", 2)]
 
 
 def test_tune_without_algorithms_is_refused(capsys):
