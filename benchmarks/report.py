@@ -98,7 +98,8 @@ def table(run: Run) -> str:
     rows = []
     for (case, pass_), contenders in groups.items():
         for name, row in contenders.items():
-            if not name.startswith("ours") or contenders.get("ours", {}).get("same_as") == name:
+            same = contenders.get("ours", {}).get("same_as") == name
+            if not name.startswith("ours") or same or row["status"] == "skipped":
                 continue
             plan = row["plan"] or name.partition(":")[2]
             cells = [case, row["problem"], pass_, f"{plan} (forced)" if ":" in name else plan]
