@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 
 import jax
 import pytest
 from helpers import PLATFORM
+from jax import lax
 
 from benchmarks import record, report, run, tune
 from jaxconv import _tuning
+from jaxconv._problem import ConvProblem, DenseProblem
 
 
 @pytest.fixture
@@ -52,6 +55,51 @@ def test_a_tuned_choice_is_the_fastest_that_was_measured(recorded):
     assert entry["native_ms"] == {a: ms[f"ours:{a}"] for a in algorithms}
     (learned,) = (m for m in _tuning.table(jax.devices()[0].device_kind) if m.case == "seed" and m.op == entry["op"])
     assert learned.native_ms == entry["native_ms"]
+
+
+@pytest.mark.parametrize(
+    ("batch", "channels", "answered"),
+    [
+        (64, 96, True),
+        (2048, 96, True),
+        (64, 768, True),
+        (24, 96, True),
+        (16, 768, True),
+        (16, 96, False),
+        (64, 24, False),
+    ],
+)
+def test_a_measured_problem_speaks_for_larger_ones_and_for_little_smaller_ones(monkeypatch, batch, channels, answered):
+    def problem(batch: int, channels: int) -> ConvProblem:
+        spatial, same, one = (56, 56), ((3, 3), (3, 3)), (1, 1)
+        precision = (lax.Precision.DEFAULT,) * 2
+        return ConvProblem(
+            *("conv", "bfloat16", batch, channels, channels, channels),
+            *(spatial, (7, 7), spatial, one, same, one, True, precision),
+        )
+
+    monkeypatch.setattr(_tuning, "_learned", {})
+    op, kind, coordinates = _tuning.features("conv_wgrad", problem(64, 96))
+    entry = {"op": op, "kind": kind, "coordinates": coordinates, "case": "it", "xla_ms": 2.0}
+    _tuning.learn("a device", [{**entry, "native_ms": {"depthwise": 1.0}}])
+    found = _tuning.nearest("conv_wgrad", problem(batch, channels), "a device")
+    assert (found is not None) == answered
+    assert found is None or found.best == ("depthwise", 2.0)
+
+
+def test_a_measured_product_does_not_speak_for_other_columns(monkeypatch):
+    monkeypatch.setattr(_tuning, "_learned", {})
+    m, k, n = 4096.0, 1024.0, 1024.0
+
+    def coordinates(*extents: float) -> list[float]:
+        return [math.log2(extent) for extent in extents]
+
+    entry = {"op": "dense", "case": "it", "xla_ms": 2.0, "native_ms": {"wgmma": 1.0}, "kind": ["a kind"]}
+    _tuning.learn("a device", [{**entry, "coordinates": coordinates(1, m, k, n)}])
+    for wanted, answered in (((1, 16 * m, k, n), True), ((1, m, 8 * k, n), False), ((1, m, k, 8 * n), False)):
+        monkeypatch.setattr(_tuning, "features", lambda op, p, at=wanted: (op, ("a kind",), tuple(coordinates(*at))))
+        found = _tuning.nearest("dense", DenseProblem.__new__(DenseProblem), "a device")
+        assert (found is not None) == answered
 
 
 def test_a_report_takes_each_row_from_the_newest_run_that_has_it(tmp_path):
