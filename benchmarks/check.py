@@ -24,6 +24,9 @@ MOMENTUM = 0.99
 UNIT_ROUNDOFF = {"bf16": 2.0**-8, "f16": 2.0**-11, "f32": 2.0**-24}
 
 
+# For the references: the fastest float64 product is not worth the seconds that finding it takes.
+UNTUNED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+
 # What a contender returns, in this order
 RESULTS = {
     ("conv", "fprop"): ("y",),
@@ -153,7 +156,7 @@ def reference(
     return _batchnorm(pass_, channels_last, arrays)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), compiler_options=UNTUNED)
 def _conv(case: ConvCase, pass_: str, channels_last: bool, arrays: dict[str, Array]) -> Array:
     nd = case.nd
     if not channels_last:
@@ -267,7 +270,7 @@ def _conv_wgrad(case: ConvCase, x: Array, dy: Array) -> Array:
     return lax.map(one, jnp.arange(taps.count)).reshape(case.w_shape())
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=UNTUNED)
 def _dense(case: DenseCase, pass_: str, a: dict[str, Array], y: Array) -> dict[str, tuple[Array, Array | None]]:
     x, w, b = _wide(a["x"]), _wide(a["w"]), _wide(a["b"])
     z = jnp.dot(x, w, precision="highest") + b
