@@ -263,7 +263,7 @@ def explained(program: Program, params: Tree, stats: Tree) -> dict[str, Any]:
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (params, params, stats))
     found = jaxconv.explain(train_step(program.way.loss))(shapes, program.placed.images, program.placed.labels)
     by_plan: collections.Counter[str] = collections.Counter()
-    counts = {"native": 0, "xla": 0}
+    counts = {"native": 0, "xla": 0, "calls": 0}  # calls: of several of the others
     for call in found:
         counts[call.plan.implementation] += call.count
         if call.plan.implementation == "native":

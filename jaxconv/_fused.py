@@ -17,6 +17,7 @@ from jaxconv import _problem
 from jaxconv._activation import Activation, activate
 from jaxconv._problem import ConvProblem, DenseProblem
 from jaxconv.conv import _run
+from jaxconv.conv_batchnorm import conv_batchnorm as pair
 from jaxconv.conv_transpose import conv_general_dilated
 from jaxconv.dense import dense as fused_dense
 
@@ -93,6 +94,56 @@ def conv(
         z = z + lax.expand_dims(b, [axis for axis in range(z.ndim) if axis != numbers.out_spec[1]])
     y = activate(activation, z)
     return (y, z) if return_preactivation else y
+
+
+def conv_batchnorm_layout(
+    numbers: lax.ConvDimensionNumbers, nd: int, lhs_dilation: Sequence[int], channel_axis: int
+) -> str | None:
+    """`conv_batchnorm`'s layout for lax's convolution and the axis that is normalised; None where it has none."""
+    layout = conv_layout(numbers, nd)
+    plain = layout is not None and all(d == 1 for d in lhs_dilation) and numbers.out_spec[1] == channel_axis
+    return layout if plain else None
+
+
+def conv_batchnorm(
+    x: Array,
+    w: Array,
+    scale: Array | None,  # (K,)
+    bias: Array | None,  # (K,)
+    running_mean: Array,  # (K,)
+    running_var: Array,  # (K,)
+    *,
+    window_strides: Sequence[int],
+    padding: Any,
+    lhs_dilation: Sequence[int],
+    rhs_dilation: Sequence[int],
+    dimension_numbers: lax.ConvDimensionNumbers,
+    feature_group_count: int,
+    precision: Any,
+    channel_axis: int,
+    **norm: Any,  # training, momentum, epsilon, activation, residual
+) -> tuple[Array, Array, Array]:
+    """batchnorm(lax.conv_general_dilated(x, w, ...), ...), where `conv_batchnorm_layout` has a name."""
+    nd = x.ndim - 2
+    layout = conv_batchnorm_layout(dimension_numbers, nd, lhs_dilation, channel_axis)
+    out_feature, in_feature, *spatial = dimension_numbers.rhs_spec
+    last = layout == _problem.CHANNELS_LAST[nd]
+    filter = jnp.transpose(w, (*spatial, in_feature, out_feature) if last else (out_feature, in_feature, *spatial))
+    return pair(
+        x,
+        filter,
+        scale,
+        bias,
+        running_mean,
+        running_var,
+        stride=window_strides,
+        padding=padding,
+        dilation=rhs_dilation,
+        groups=feature_group_count,
+        precision=precision,
+        layout=layout,
+        **norm,
+    )
 
 
 def dense(

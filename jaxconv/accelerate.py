@@ -6,7 +6,7 @@ The function is traced, its jaxpr becomes a graph of values, and what is recogni
 * products (..., K) @ (K, N) that a bias per column or an activation follows;
 * (x - mean) / sqrt(var + epsilon), with the scale, bias, residual add and activation that follow. Where mean and
   variance are those of x over every axis but one it is training, and they become results of the call as well;
-  otherwise it is inference.
+  otherwise it is inference. With the convolution that makes x, where nobody else needs x, it is `conv_batchnorm`.
 
 Recognition is by what is computed, not by who wrote it: an activation is one of jax.nn's where its expression, and for
 a function with a derivative of its own that derivative too, is what tracing jax.nn's own gives. A value that somebody
@@ -599,10 +599,14 @@ def _find_conv(node: Node, activations: Activations) -> Fused:
         raise _Refusal("its result has a sharding of its own")
     if 0 in (*x.shape, *w.shape, *node.outputs[0].shape):
         raise _Refusal("there is nothing to compute")
-    names = ("window_strides", "padding", "lhs_dilation", "rhs_dilation", "dimension_numbers", "feature_group_count")
-    run = functools.partial(_fused.conv, precision=p["precision"], **{name: p[name] for name in names})
+    run = functools.partial(_fused.conv, **_window(node))
     size = w.shape[numbers.rhs_spec[0]]
     return _fuse_epilogue(node, numbers.out_spec[1], activations, "conv", run, size)
+
+
+def _window(conv: Node) -> dict[str, Any]:
+    names = ("window_strides", "padding", "lhs_dilation", "rhs_dilation", "dimension_numbers", "feature_group_count")
+    return {name: conv.params[name] for name in (*names, "precision")}
 
 
 def _find_dense(node: Node, activations: Activations) -> Fused:
@@ -800,8 +804,24 @@ def _is_variance_of(v: Value, x: Value, axis: int) -> bool:
     return _is_mean(v, axis, is_centred_square)
 
 
-def _find_batchnorm(n: Normalised, activations: Activations) -> Iterator[Fused]:
-    """The replacements, those that take in most first: a residual may need what only comes later."""
+def _leads_only_to(v: Value, ends: Sequence[Value]) -> bool:
+    """Whether whatever is computed from v is computed from `ends`."""
+    seen, front = set(ends), [v]
+    while front:
+        for user in front.pop().users:
+            if user is None or user.eqn.effects:
+                return False
+            new = [out for out in user.outputs if out not in seen]
+            seen.update(new)
+            front += new
+    return True
+
+
+def _find_batchnorm(n: Normalised, activations: Activations, conv: Node | None = None) -> Iterator[Fused]:
+    """The replacements, those that take in most first: a residual may need what only comes later.
+
+    `conv` is the convolution that makes n.x, where there is one: the two are a pair if nobody else needs its result.
+    """
     x0 = _unconverted(n.x)
     channels = n.x.shape[n.axis]
     is_mean = _is_mean(n.mean, n.axis, lambda u: _unconverted(u) is x0)
@@ -820,17 +840,21 @@ def _find_batchnorm(n: Normalised, activations: Activations) -> Iterator[Fused]:
 
     def made(z: Value, out: Value, residual: Value | None, activated: Activated | None) -> Fused:
         activation = activated.activation if activated else Activation()
+        outputs = [out, n.mean, n.var] if training else [out]
+        pair = x is x0 and dtype == x0.dtype and _leads_only_to(x0, outputs)
+        made_by = conv if pair else None
 
         def call(*values: Array) -> Sequence[Array]:
             given = iter(values)
-            x = next(given).astype(dtype)
+            operands = [next(given), next(given)] if made_by else [next(given).astype(dtype)]
             mean, var = (None, None) if training else (_row(next(given)), _row(next(given)))
             scales = [_row(next(given)) for _ in n.scales]
             bias = _row(next(given)) if n.bias else None
             # With no momentum the running statistics become those of the batch.
             zeros = jnp.zeros(channels, params)
-            result, mean, var = batchnorm(
-                x,
+            run = functools.partial(_fused.conv_batchnorm, **_window(made_by)) if made_by else batchnorm
+            result, mean, var = run(
+                *operands,
                 functools.reduce(jnp.multiply, scales) if scales else None,
                 bias,
                 zeros if mean is None else mean,
@@ -852,9 +876,11 @@ def _find_batchnorm(n: Normalised, activations: Activations) -> Iterator[Fused]:
 
         kind = "batchnorm (training)" if training else "batchnorm (inference)"
         parts = [kind, *(["residual"] if residual else []), *([str(activation)] if activated else [])]
+        parts = ["conv", *parts] if made_by else parts
         inputs = [v for v in shared if not (training and v in (n.mean, n.var))] + ([residual] if residual else [])
+        inputs = [*made_by.inputs, *inputs[1:]] if made_by else inputs
         nodes = [n.result.node, *([z.node] if residual else []), *(activated.nodes if activated else [])]
-        return Fused(nodes, inputs, [out, n.mean, n.var] if training else [out], call, parts)
+        return Fused(nodes, inputs, outputs, call, parts)
 
     def with_activation(z: Value, residual: Value | None) -> Iterator[Fused]:
         activated = activations.after(z)
@@ -903,13 +929,23 @@ class Rewriting:
         for node in self.graph.nodes:
             if node in found:
                 n = found[node]
-                self._try("batchnorm", node, n.x.shape, lambda n=n: _find_batchnorm(n, self._activations))
+                conv = self._bare_conv(_unconverted(n.x), n.axis)
+                self._try("batchnorm", node, n.x.shape, lambda n=n, c=conv: _find_batchnorm(n, self._activations, c))
             elif node.name == "conv_general_dilated":
                 self._try("conv", node, node.inputs[0].shape, lambda n=node: iter([_find_conv(n, self._activations)]))
             elif node.name == "dot_general":
                 self._try("dense", node, node.inputs[0].shape, lambda n=node: iter([_find_dense(n, self._activations)]))
             else:
                 self._look_inside(node)
+
+    def _bare_conv(self, v: Value, channel_axis: int) -> Node | None:
+        """The convolution that makes v, where jaxconv has it and nothing but it makes v."""
+        node = v.node
+        if node is None or node.name != "conv_general_dilated" or v not in self._maker:
+            return None
+        p, nd = node.params, len(v.shape) - 2
+        found = _fused.conv_batchnorm_layout(p["dimension_numbers"], nd, p["lhs_dilation"], channel_axis)
+        return None if found is None else node
 
     def _try(self, what: str, node: Node, x: tuple[int, ...], candidates: Callable[[], Iterator[Fused]]) -> None:
         weights = "" if what == "batchnorm" else f", {_text(node.inputs[1])}"
@@ -1093,8 +1129,10 @@ def accelerate(f: Callable[..., Any]) -> Callable[..., Any]:
 
     Replaced are `lax.conv_general_dilated` with the bias and activation that follow; (..., K) @ (K, N) with a bias or
     an activation that follow; and batch normalisation, in training and inference, with the residual add and the
-    activation that follow. Activations are those of `jaxconv.conv2d`, written as jax.nn's functions. Inside jit,
-    remat, scan, while, cond, custom_jvp and custom_vjp too; derivative rules that somebody else wrote stay theirs.
+    activation that follow. A convolution and the batch-norm of its result become `jaxconv.conv_batchnorm`: in
+    inference one convolution, with filters that are rounded to their type once more. Activations are those of
+    `jaxconv.conv2d`, written as jax.nn's functions. Inside jit, remat, scan, while, cond, custom_jvp and custom_vjp
+    too; derivative rules that somebody else wrote stay theirs.
 
     Args:
       f: a pure function, of which arrays anywhere in its arguments are traced, as by `jax.jit`; everything else in its

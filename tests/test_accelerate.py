@@ -170,6 +170,43 @@ def test_batchnorm_residual_and_activation_become_one_call(activation, residual)
     check(layer, x, SCALE, BIAS, r, batchnorm_train=1)
 
 
+@pytest.mark.parametrize("residual", (False, True), ids=("", "residual"))
+def test_a_convolution_and_its_batchnorm_become_a_pair(residual):
+    def layer(x, w, scale, bias, *r):
+        z = normalise(conv(x, w, window_strides=(2, 1)), scale, bias)
+        return jax.nn.relu(z + r[0] if r else z)
+
+    args = (X, W, SCALE, BIAS, *([array(8, (2, 3, 6, 8))] if residual else []))
+    check(layer, *args, conv_batchnorm=1)
+    assert accelerate(layer).report(*args)[1].fused.startswith("conv + batchnorm (training)")
+
+
+def test_in_inference_a_batchnorm_is_folded_into_its_convolution():
+    mean, var = 0.1 * BIAS, 1 + BIAS**2
+
+    def layer(x, w, scale, bias):
+        return jax.nn.silu((conv(x, w) - mean) * lax.rsqrt(var + 1e-5) * scale + bias)
+
+    check(layer, X, W, SCALE, BIAS, conv=1)
+
+    def first(x, w, scale, bias):  # channels first, filters as PyTorch has them
+        z = conv(x, w, dimension_numbers=("NCHW", "OIHW", "NCHW"))
+        mean, var, scale, bias = (v[:, None, None] for v in (0.1 * BIAS, 1 + BIAS**2, scale, bias))
+        return (z - mean) * lax.rsqrt(var + 1e-5) * scale + bias
+
+    check(first, jnp.moveaxis(X, -1, 1), jnp.transpose(W, (3, 2, 0, 1)), SCALE, BIAS, conv=1)
+
+
+@pytest.mark.parametrize("train", (True, False), ids=("training", "inference"))
+def test_a_convolution_whose_result_somebody_else_needs_is_no_pair(train):
+    def layer(x, w, scale, bias):
+        z = conv(x, w)
+        mean, var = (z.mean((0, 1, 2)), z.var((0, 1, 2))) if train else (0.1 * BIAS, 1 + BIAS**2)
+        return (z - mean) / jnp.sqrt(var + 1e-5) * scale + bias, z**2
+
+    check(layer, X, W, SCALE, BIAS, conv_fprop=1, **{"batchnorm_train" if train else "batchnorm_infer": 1})
+
+
 def haiku(x, scale, offset):
     """As Haiku writes it."""
     mean = jnp.mean(x, (0, 1, 2), keepdims=True)
