@@ -413,14 +413,28 @@ def _square(p: ConvProblem, extents: tuple[int, ...], stride: int = 1) -> bool:
     )
 
 
+def _along_a_line(p: ConvProblem) -> bool:
+    """Whether the filter is 2 to 4 taps along one axis, of stride 1, and leaves the other axes alone."""
+    taps = [f for f in p.filter if f > 1]
+    alone = all(pair == (0, 0) for f, pair in zip(p.filter, p.padding, strict=True) if f == 1)
+    near = max(p.dilation) < 2**26
+    return len(taps) == 1 and taps[0] <= 4 and alone and near and all(s == 1 for s in p.stride)
+
+
 def _depthwise_tile(op: str, p: ConvProblem, device: Device) -> str:
-    """What cuda/conv/depthwise.h calls "rows", "planes", or "": tensor cores or the generic kernel."""
-    if p.in_channels != p.out_channels or not (_square(p, (3, 5, 7)) or (_square(p, (3,), 2) and p.channels_last)):
+    """What cuda/conv/depthwise.h calls "rows", "lines", "planes", or "": tensor cores or the generic kernel."""
+    whole = p.channels_last and p.in_channels * _itemsize(p) % 16 == 0
+    if p.in_channels != p.out_channels:
+        few = p.out_channels // p.in_channels in (2, 4, 8) and _square(p, (3,))
+        return "rows" if few and whole and device.compute_capability == (9, 0) else ""
+    if whole and _along_a_line(p):
+        return "lines"
+    if not (_square(p, (3, 5, 7)) or (_square(p, (3,), 2) and p.channels_last)):
         return ""
     if not p.channels_last:
         small = max(p.in_spatial[-1], p.out_spatial[-1]) <= 224
         return "planes" if small and (op != "conv_wgrad" or p.nd == 2) else ""
-    if device.compute_capability != (9, 0) or p.in_channels * _itemsize(p) % 16:
+    if device.compute_capability != (9, 0) or not whole:
         return ""
     # 49 FMAs an output are more than the bands of a tensor core's matrices, where rows are long enough to fill those:
     # 64x56x56x96 in bf16 takes .059 ms in bands and .074 in rows, 64x14x14x384 .026 and .024 (H200).
@@ -635,6 +649,9 @@ def _fill_conv(op: str, plan: Plan, p: ConvProblem, device: Device) -> Plan:
         # A warp owns as many planes as give its lanes 7 columns each; twelve warps fit a multiprocessor.
         planes = 32 // -(-p.out_spatial[-1] // 7)
         blocks, work, least, waves = -(-p.out_channels // planes), p.batch, 1, 12
+    elif plan.tile == "lines":
+        # A block owns 32 vectors of channels; two fit a multiprocessor.
+        blocks, work, least, waves = -(-p.out_channels * item // 512), p.batch * pixels, 256, 2
     elif plan.tile == "rows":
         # One block fits a multiprocessor, two of 4 or 8 channels a group.
         grouped = plan.algorithm == "grouped"
@@ -664,7 +681,7 @@ def _fill_conv(op: str, plan: Plan, p: ConvProblem, device: Device) -> Plan:
         columns = min(64, max(8, 1 << (group_k - 1).bit_length()))
         blocks = -(-group_c * taps // (4096 // columns)) * -(-group_k // columns) * p.groups
         work, least = p.batch * pixels, 64
-    if plan.tile in ("rows", "planes"):  # no block (or warp) more than fit: a second wave would double the time
+    if plan.tile in ("rows", "lines", "planes"):  # no block (or warp) more than fit: a second wave doubles the time
         splits = max(1, min(waves * device.sm_count // blocks, work // least))
     else:
         splits = _splits(work, blocks, device, waves, least, filter_elements * 4)

@@ -2,6 +2,9 @@
 //
 //   dst[n, p, q, c] = sum over r, s of  src[n, p - pad + r, q - pad + s, c] * w[r, s, c]
 //
+// Where K = m * C (3x3, m even), the V = 2 output channels of a thread share an input channel, and in dgrad
+// a thread adds m channels of dy, two at a time, to one of dx.
+//
 // A thread owns V channels and kRowRun neighbouring columns of a strip (row_stream.cuh,
 // depthwise_rows.cuh). Going down the rows it keeps the sums of the R output rows that an input row
 // contributes to, and the filter, in registers: R * S * kRowRun * V FMAs for kRowRun + S - 1 reads of
@@ -27,8 +30,14 @@ struct RowsArgs {
   RowThreads t;
   RowArray from, to;
   int pad_h, pad_w;
+  int pixel_bytes;  // of a slab of src
+  int multiplier;   // K / C
   bool reverse;
 };
+
+// How the channels of src and dst meet: one to one; one of src for V of dst; pairs of src for one of
+// dst.
+enum class Meet { kOne, kSpread, kGather };
 
 template <typename T, int V>
 __device__ __forceinline__ void StoreLane(T* to, const float (&v)[V]) {
@@ -43,11 +52,14 @@ __device__ __forceinline__ void StoreLane(T* to, const float (&v)[V]) {
 
 // kInline: the first thread is also the producer; otherwise a warp of its own is. 12 warps leave 168
 // registers to a thread, a thirteenth would leave 128.
-template <typename T, int V, int R, int kThreads, bool kInline>
+template <typename T, int V, int R, int kThreads, bool kInline, Meet kMeet>
 __global__ void __launch_bounds__(kThreads, 1)
     DepthwiseRowsKernel(const __grid_constant__ RowsArgs<T> g) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   constexpr int S = R, kRun = kRowRun, kCols = kRun + S - 1;
+  constexpr bool kGather = kMeet == Meet::kGather;
+  constexpr int kIn = kMeet == Meet::kSpread ? 1 : kGather ? 2 : V;  // channels of src, at a time
+  static_assert(!kGather || V == 1);
   extern __shared__ __align__(128) unsigned char cells[];
   const RowUnits& u = g.u;
   const uint32_t ring_at = SharedAddress(cells);
@@ -60,12 +72,15 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int64_t begin = blockIdx.x / unsigned(u.slabs) * u.share;
   const int64_t end = min(begin + u.share, u.rows);
   const int channel0 = slab * (g.t.lanes * V), pitch = u.width + S - 1;
+  const int src_channel0 = kMeet == Meet::kSpread ? channel0 / g.multiplier
+                           : kGather              ? channel0 * g.multiplier
+                                                  : channel0;
   const auto first_row = [&](const RowUnit& at) { return max(at.p - g.pad_h, 0); };
   const auto last_row = [&](const RowUnit& at) {  // past it
     return min(at.end - g.pad_h + R - 1, g.from.h);
   };
 
-  const uint32_t bytes = uint32_t(u.images * pitch * g.t.pixel_bytes);
+  const uint32_t bytes = uint32_t(u.images * pitch * g.pixel_bytes);
   RowRing ahead = ring;
   int64_t next_row = begin;
   int next_image = 0, next_w = 0, next_h = 0, next_end = 0;
@@ -80,7 +95,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       next_end = last_row(next);
     }
     const uint32_t full = ahead.Claim(bytes);
-    LoadTile(ahead.At(), g.map, full, channel0, next_w, next_h, next_image);
+    LoadTile(ahead.At(), g.map, full, src_channel0, next_w, next_h, next_image);
     ahead.Advance();
     ++next_h;
     return true;
@@ -104,18 +119,27 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int of = spare ? 0 : tile, col = spare ? 0 : (run - tile * g.t.col_tiles) * kRun;
   const int in_slab = (int(threadIdx.x) - run * g.t.lanes) * V, channel = channel0 + in_slab;
   const bool live = !spare && channel < g.to.channels;
-  const uint32_t mine = uint32_t((of * pitch + col) * g.t.pixel_bytes + in_slab * int(sizeof(T)));
+  const int src_in_slab = kMeet == Meet::kSpread ? in_slab / g.multiplier
+                          : kGather              ? in_slab * g.multiplier
+                                                 : in_slab;
+  const uint32_t mine = uint32_t((of * pitch + col) * g.pixel_bytes + src_in_slab * int(sizeof(T)));
 
-  float w[R][S][V] = {}, bias[V] = {};
-  if (live) {
+  // Of src's channels in kGather, of the pair at hand; else of dst's.
+  constexpr int kW = kGather ? 2 : V;
+  const int w_row = kGather ? g.from.channels : g.to.channels;
+  float w[R][S][kW] = {}, bias[V] = {};
+  const auto filter = [&](int from) {
 #pragma unroll
     for (int r = 0; r < R; ++r) {
 #pragma unroll
       for (int s = 0; s < S; ++s) {
         const int tap = g.reverse ? (R - 1 - r) * S + S - 1 - s : r * S + s;
-        LoadVec<T, V>(g.w + int64_t(tap) * g.to.channels + channel, w[r][s]);
+        LoadVec<T, kW>(g.w + int64_t(tap) * w_row + from, w[r][s]);
       }
     }
+  };
+  if (live) {
+    filter(kGather ? channel * g.multiplier : channel);
     if (g.epilogue.bias != nullptr) LoadVec<T, V>(g.epilogue.bias + channel, bias);
   }
   const int step = g.to.channels;  // to the next pixel
@@ -172,24 +196,42 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
       ring.Await();
       const uint32_t from = ring.At() + mine;
-      float in[kCols][V];
+      float in[kCols][kIn];
+      const auto read = [&](uint32_t at) {
 #pragma unroll
-      for (int c = 0; c < kCols; ++c) UnpackShared<T, V>(from + c * g.t.pixel_bytes, in[c]);
-      __syncwarp();
-      if (lane == 0) ring.Release();
-      ring.Advance();
+        for (int c = 0; c < kCols; ++c) UnpackShared<T, kIn>(at + c * g.pixel_bytes, in[c]);
+      };
+      const auto add = [&] {
 #pragma unroll
-      for (int j = 0; j < R; ++j) {
+        for (int j = 0; j < R; ++j) {
 #pragma unroll
-        for (int e = 0; e < kRun; ++e) {
+          for (int e = 0; e < kRun; ++e) {
 #pragma unroll
-          for (int i = 0; i < V; ++i) {
+            for (int i = 0; i < kW; ++i) {
 #pragma unroll
-            for (int s = 0; s < S; ++s) {
-              sum[j][e][i] = fmaf(in[e + s][i], w[R - 1 - j][s][i], sum[j][e][i]);
+              for (int s = 0; s < S; ++s) {
+                float& to = sum[j][e][kGather ? 0 : i];
+                to = fmaf(in[e + s][kIn == 1 ? 0 : i], w[R - 1 - j][s][i], to);
+              }
             }
           }
         }
+      };
+      if constexpr (kGather) {
+        // Of more than one pair the filters come from L1 each time: they would not fit registers.
+        for (int pair = 2; pair < g.multiplier; pair += 2) {
+          read(from + (pair - 2) * int(sizeof(T)));
+          add();
+          if (live) filter(channel * g.multiplier + pair);
+        }
+      }
+      read(from + (kGather ? (g.multiplier - 2) * int(sizeof(T)) : 0));
+      __syncwarp();
+      if (lane == 0) ring.Release();
+      ring.Advance();
+      add();
+      if constexpr (kGather) {
+        if (live && g.multiplier > 2) filter(channel * g.multiplier);
       }
       store(sum[0]);
 #pragma unroll
@@ -213,23 +255,25 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
 }
 
-template <typename T, int V, int R, int kThreads, bool kInline>
+template <typename T, int V, int R, int kThreads, bool kInline, Meet kMeet = Meet::kOne>
 Status Launch(const Context& ctx, RowsArgs<T> g, const void* src, DType dtype,
               const std::string& what) {
   constexpr int kItem = int(sizeof(T)), kProducer = kInline ? 0 : 32;
   RowUnits& u = g.u;
   const int sms = Multiprocessors();
-  g.t = ChooseThreads(u, g.to, V, kItem, R, kThreads - kProducer, sms, 0, 1);
+  g.t = ChooseThreads(u, g.to, g.from.channels, V, kItem, R, kThreads - kProducer, sms, 0, 1);
   ShareRows(u, g.to.images, g.to.h, g.to.w, std::max(1, sms / u.slabs));
-  u.stage_bytes = StagedBytes(u.images, u.width + R - 1, g.t.pixel_bytes);
+  const int slab = int(int64_t(g.t.lanes) * V * g.from.channels / g.to.channels);  // of src
+  g.pixel_bytes = slab * kItem;
+  u.stage_bytes = StagedBytes(u.images, u.width + R - 1, g.pixel_bytes);
   // 200 KB took up to 6% more: what the ring has, L1 has not.
   u.stages = std::clamp(128 * 1024 / u.stage_bytes, 2, 16);
   JAXCONV_RETURN_IF_ERROR(
-      EncodeRows(dtype, src, g.from, g.t.lanes * V, u.width + R - 1, u.images, what, &g.map));
+      EncodeRows(dtype, src, g.from, slab, u.width + R - 1, u.images, what, &g.map));
   const int64_t blocks = CeilDiv(u.rows, u.share) * u.slabs;
   JAXCONV_RETURN_IF_ERROR(CheckBlocks(blocks, what));
   const int bytes = u.stages * (u.stage_bytes + 16);
-  const auto kernel = DepthwiseRowsKernel<T, V, R, kThreads, kInline>;
+  const auto kernel = DepthwiseRowsKernel<T, V, R, kThreads, kInline, kMeet>;
   JAXCONV_RETURN_IF_ERROR(CudaStatus(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), what));
   kernel<<<unsigned(blocks), g.t.threads + kProducer, bytes, ctx.stream>>>(g);
@@ -240,10 +284,13 @@ Status Launch(const Context& ctx, RowsArgs<T> g, const void* src, DType dtype,
 
 Status CheckDepthwiseRows(const ConvProblem& p, bool aligned, const std::string& what) {
   const bool strided = p.stride[2] == 2;
-  bool ok = p.channels_last && p.k == p.c && p.c * int64_t(SizeOf(p.dtype)) % 16 == 0 &&
-            p.filter[0] == 1 && p.stride[0] == 1 && p.pad[0] == 0 && p.in[0] == p.out[0] &&
-            p.filter[1] == p.filter[2] && p.stride[1] == p.stride[2] &&
-            (strided || p.stride[2] == 1) &&
+  const int64_t multiplier = p.k / p.c;
+  const bool multiplied =
+      !strided && p.filter[1] == 3 && (multiplier == 2 || multiplier == 4 || multiplier == 8);
+  bool ok = p.channels_last && (p.k == p.c || multiplied) &&
+            p.c * int64_t(SizeOf(p.dtype)) % 16 == 0 && p.filter[0] == 1 && p.stride[0] == 1 &&
+            p.pad[0] == 0 && p.in[0] == p.out[0] && p.filter[1] == p.filter[2] &&
+            p.stride[1] == p.stride[2] && (strided || p.stride[2] == 1) &&
             (p.filter[1] == 3 || (!strided && (p.filter[1] == 5 || p.filter[1] == 7))) &&
             p.n * p.in[0] < kCoordLimit;
   for (int d = 1; d < 3; ++d) {
@@ -254,7 +301,8 @@ Status CheckDepthwiseRows(const ConvProblem& p, bool aligned, const std::string&
   return Status::Invalid(what +
                          ": expected channels-last arrays, 16-byte aligned, with k == c and "
                          "whole 16 bytes of channels, dilation 1, padding below the filter's "
-                         "extent, and a filter of 3x3, 5x5 or 7x7 of stride 1 or 3x3 of stride 2");
+                         "extent, and a filter of 3x3, 5x5 or 7x7 of stride 1 (3x3: also k of 2, 4 "
+                         "or 8 times c) or 3x3 of stride 2");
 }
 
 Status DepthwiseRows(const Context& ctx, const ConvProblem& p, bool dgrad, const Epilogue& e,
@@ -278,6 +326,13 @@ Status DepthwiseRows(const Context& ctx, const ConvProblem& p, bool dgrad, const
     g.pad_h = int(dgrad ? p.filter[1] - 1 - p.pad[1] : p.pad[1]);
     g.pad_w = int(dgrad ? p.filter[2] - 1 - p.pad[2] : p.pad[2]);
     g.reverse = dgrad;
+    g.multiplier = int(p.k / p.c);
+    if (g.multiplier > 1 && dgrad) {
+      return Launch<T, 1, 3, 640, false, Meet::kGather>(ctx, g, src, p.dtype, what);
+    }
+    if (g.multiplier > 1) {
+      return Launch<T, 2, 3, 640, false, Meet::kSpread>(ctx, g, src, p.dtype, what);
+    }
     constexpr bool k16 = sizeof(T) == 2;
     if (p.filter[1] == 3) return Launch<T, 2, 3, 640, false>(ctx, g, src, p.dtype, what);
     if (p.filter[1] == 5) {

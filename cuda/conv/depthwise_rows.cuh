@@ -19,7 +19,7 @@ constexpr int kStageBytes = 48 * 1024;
 // `col_tiles` runs of kRowRun columns; then images.
 struct RowThreads {
   int lanes, col_tiles, threads;
-  int pixel_bytes;  // of a slab
+  int pixel_bytes;  // of a slab of `to`
   FastDiv by_lanes, by_tiles;
 };
 
@@ -86,21 +86,26 @@ __device__ __forceinline__ void StoreSums(const RowThreads& t, const RowUnits& u
 
 // Slabs and strips that give a block up to `most` threads, and leave few of them, and few of `sms`
 // multiprocessors, without work. `to` is what threads own. Columns that strips share cost a little.
+// `from`: the channels of the array whose rows a stage holds, a multiple or a part of those of `to`.
 // `given`: the number of slabs, or 0 to choose it. `copies`: pixels that a stage holds for a column, about.
-inline RowThreads ChooseThreads(RowUnits& u, const RowArray& to, int vector, int item, int filter,
-                                int most, int sms, int given, int copies, int stride = 1) {
+inline RowThreads ChooseThreads(RowUnits& u, const RowArray& to, int from, int vector, int item,
+                                int filter, int most, int sms, int given, int copies,
+                                int stride = 1) {
   RowThreads best{};
   double score = -1;
-  const int quantum = 16 / item;  // channels of 16 bytes
+  // Channels of 16 bytes in both arrays, and boxes of at most 256 channels.
+  const int quantum = 16 / item * std::max(1, to.channels / from);
+  const int wide = std::max(to.channels, from);
   const int tiles_all = int(CeilDiv(to.w, kRowRun));
-  const int fewest = given > 0 ? given : int(CeilDiv(to.channels, 256));
-  const int last = given > 0 ? given : std::max(fewest, int(CeilDiv(to.channels * item, 128)));
+  const int fewest = given > 0 ? given : int(CeilDiv(wide, 256));
+  const int last = given > 0 ? given : std::max(fewest, int(CeilDiv(wide * item, 128)));
   for (int wanted = fewest; wanted <= last; ++wanted) {
     const int slab = int(CeilDiv(CeilDiv(to.channels, wanted), quantum)) * quantum;
     const int slabs = int(CeilDiv(to.channels, slab));
     const int lanes = slab / vector;
-    if (lanes > most) continue;
-    const int pixels = std::max(kStageBytes / (slab * item * copies) - (filter - 1), kRowRun);
+    if (lanes > most || slab * int64_t(from) > int64_t(256) * to.channels) continue;
+    const int staged = int(int64_t(slab) * item * from / to.channels);  // bytes of a pixel
+    const int pixels = std::max(kStageBytes / (staged * copies) - (filter - 1), kRowRun);
     // Boxes are at most 256 pixels wide and images deep.
     const int widest = (256 + stride - filter) / stride;
     const int fit = std::max(1, std::min({most / lanes, pixels / kRowRun, widest / kRowRun}));

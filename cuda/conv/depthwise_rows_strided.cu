@@ -281,7 +281,7 @@ Status Launch(const Context& ctx, const ConvProblem& p, StridedArgs<T> g, int64_
     walked.w = int(CeilDiv(x.w + g.pad_w, 2));
   }
   const int slabs = kWgrad ? int(CeilDiv(y.channels, 128 * kV)) : 0;
-  g.t = ChooseThreads(u, walked, kV, kItem, kS, kThreads - 32, sms, slabs,
+  g.t = ChooseThreads(u, walked, walked.channels, kV, kItem, kS, kThreads - 32, sms, slabs,
                       kDgrad   ? 1
                       : kWgrad ? 3
                                : 2,

@@ -6,6 +6,8 @@
 // x's row meets, h + pad - r, are kept in registers. R * S * kRowRun * V FMAs for 2 kRowRun + S - 1
 // reads of shared memory.
 //
+// Where K = m * C (3x3, m even) the two channels of a thread's dy meet one of x.
+//
 // A block stays with its slab of channels: a split is the parts of all slabs with one number. The sums
 // of a channel's threads are added in shared memory in a fixed order at the end. Reads x and dy about once;
 // writes dw or, with several splits, a partial sum each.
@@ -24,14 +26,17 @@ struct RowsWgradArgs {
   RowArray in, out;
   int pad_h, pad_w;
   RowThreads t;
-  uint32_t dy_at;  // in a stage
+  int x_pixel_bytes;  // of a slab of x
+  int multiplier;     // K / C
+  uint32_t dy_at;     // in a stage
 };
 
-template <typename T, int V, int R, int kThreads>
+// kShared: the V channels of dy meet one of x.
+template <typename T, int V, int R, int kThreads, bool kShared>
 __global__ void __launch_bounds__(kThreads, 1)
     DepthwiseRowsWgradKernel(const __grid_constant__ RowsWgradArgs<T> g) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  constexpr int S = R, kRun = kRowRun, kCols = kRun + S - 1;
+  constexpr int S = R, kRun = kRowRun, kCols = kRun + S - 1, kIn = kShared ? 1 : V;
   extern __shared__ __align__(128) unsigned char cells[];
   const RowUnits& u = g.u;
   const uint32_t ring_at = SharedAddress(cells);
@@ -44,7 +49,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int64_t part = blockIdx.x / unsigned(u.slabs);
   const int64_t begin = part * u.share, end = min(begin + u.share, u.rows);
   const int channel0 = slab * (g.t.lanes * V), pitch = u.width + S - 1;
-  const uint32_t x_bytes = uint32_t(u.images * pitch * g.t.pixel_bytes);
+  const uint32_t x_bytes = uint32_t(u.images * pitch * g.x_pixel_bytes);
   const uint32_t dy_bytes = uint32_t(u.images * u.width * g.t.pixel_bytes);
   // The rows of x above the unit's first bring the rows of dy that the first one meets.
   const auto first_row = [&](const RowUnit& at) { return max(at.p - (R - 1), -g.pad_h); };
@@ -59,7 +64,8 @@ __global__ void __launch_bounds__(kThreads, 1)
           const bool both = h >= at.p;
           const uint32_t full = ring.Claim(both ? x_bytes + dy_bytes : dy_bytes);
           if (both) {
-            LoadTile(ring.At(), g.x, full, channel0, at.q - g.pad_w, h, at.image);
+            const int x_channel0 = kShared ? channel0 / g.multiplier : channel0;
+            LoadTile(ring.At(), g.x, full, x_channel0, at.q - g.pad_w, h, at.image);
           }
           LoadTile(ring.At() + g.dy_at, g.dy, full, channel0, at.q, h + g.pad_h, at.image);
           ring.Advance();
@@ -75,7 +81,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int of = tile < u.images ? tile : 0;
   const int col = tile < u.images ? (run - tile * g.t.col_tiles) * kRun : 0;
   const int in_slab = (int(threadIdx.x) - run * g.t.lanes) * V;
-  const uint32_t x_mine = uint32_t((of * pitch + col) * g.t.pixel_bytes + in_slab * int(sizeof(T)));
+  const int x_in_slab = kShared ? in_slab / g.multiplier : in_slab;
+  const uint32_t x_mine =
+      uint32_t((of * pitch + col) * g.x_pixel_bytes + x_in_slab * int(sizeof(T)));
   const uint32_t dy_mine =
       g.dy_at + uint32_t((of * u.width + col) * g.t.pixel_bytes + in_slab * int(sizeof(T)));
 
@@ -100,10 +108,10 @@ __global__ void __launch_bounds__(kThreads, 1)
           UnpackShared<T, V>(ring.At() + dy_mine + e * g.t.pixel_bytes, grad[0][e]);
         }
         if (h >= at.p) {
-          float in[kCols][V];
+          float in[kCols][kIn];
 #pragma unroll
           for (int c = 0; c < kCols; ++c) {
-            UnpackShared<T, V>(ring.At() + x_mine + c * g.t.pixel_bytes, in[c]);
+            UnpackShared<T, kIn>(ring.At() + x_mine + c * g.x_pixel_bytes, in[c]);
           }
 #pragma unroll
           for (int r = R - 1; r >= 0; --r) {
@@ -113,7 +121,7 @@ __global__ void __launch_bounds__(kThreads, 1)
               for (int e = 0; e < kRun; ++e) {
 #pragma unroll
                 for (int i = 0; i < V; ++i) {
-                  acc[r][s][i] = fmaf(in[e + s][i], grad[r][e][i], acc[r][s][i]);
+                  acc[r][s][i] = fmaf(in[e + s][kShared ? 0 : i], grad[r][e][i], acc[r][s][i]);
                 }
               }
             }
@@ -134,24 +142,27 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
 }
 
-template <typename T, int V, int R, int kThreads>
+template <typename T, int V, int R, int kThreads, bool kShared = false>
 Status Launch(const Context& ctx, RowsWgradArgs<T> g, int64_t splits, const void* x, const void* dy,
               DType dtype, const std::string& what) {
   constexpr int kItem = int(sizeof(T));
   RowUnits& u = g.u;
   const int slabs = int(CeilDiv(g.out.channels, 128 * V));  // as depthwise.h promises the plan
-  g.t = ChooseThreads(u, g.out, V, kItem, R, kThreads - 32, Multiprocessors(), slabs, 2);
+  g.t = ChooseThreads(u, g.out, g.in.channels, V, kItem, R, kThreads - 32, Multiprocessors(), slabs,
+                      g.multiplier + 1);
   ShareRows(u, g.in.images, g.in.h, g.out.w, splits);
-  g.dy_at = uint32_t(StagedBytes(u.images, u.width + R - 1, g.t.pixel_bytes));
+  const int slab = g.t.lanes * V, x_slab = slab / g.multiplier;
+  g.x_pixel_bytes = x_slab * kItem;
+  g.dy_at = uint32_t(StagedBytes(u.images, u.width + R - 1, g.x_pixel_bytes));
   u.stage_bytes = int(g.dy_at) + StagedBytes(u.images, u.width, g.t.pixel_bytes);
   u.stages = std::clamp(200 * 1024 / u.stage_bytes, 2, 16);
-  const int slab = g.t.lanes * V;
-  JAXCONV_RETURN_IF_ERROR(EncodeRows(dtype, x, g.in, slab, u.width + R - 1, u.images, what, &g.x));
+  JAXCONV_RETURN_IF_ERROR(
+      EncodeRows(dtype, x, g.in, x_slab, u.width + R - 1, u.images, what, &g.x));
   JAXCONV_RETURN_IF_ERROR(EncodeRows(dtype, dy, g.out, slab, u.width, u.images, what, &g.dy));
   const int64_t blocks = splits * u.slabs;
   JAXCONV_RETURN_IF_ERROR(CheckBlocks(blocks, what));
   const int bytes = std::max(u.stages * (u.stage_bytes + 16), g.t.threads * R * V * 4);
-  const auto kernel = DepthwiseRowsWgradKernel<T, V, R, kThreads>;
+  const auto kernel = DepthwiseRowsWgradKernel<T, V, R, kThreads, kShared>;
   JAXCONV_RETURN_IF_ERROR(CudaStatus(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), what));
   kernel<<<unsigned(blocks), g.t.threads + 32, bytes, ctx.stream>>>(g);
@@ -175,6 +186,8 @@ Status DepthwiseRowsWgrad(const Context& ctx, const ConvProblem& p, int64_t spli
     g.out = {g.in.images, int(p.out[1]), int(p.out[2]), int(p.k)};
     g.pad_h = int(p.pad[1]);
     g.pad_w = int(p.pad[2]);
+    g.multiplier = int(p.k / p.c);
+    if (g.multiplier > 1) return Launch<T, 2, 3, 640, true>(ctx, g, splits, x, dy, p.dtype, what);
     if (p.filter[1] == 3) return Launch<T, 2, 3, 640>(ctx, g, splits, x, dy, p.dtype, what);
     if (p.filter[1] == 5) return Launch<T, 1, 5, 640>(ctx, g, splits, x, dy, p.dtype, what);
     return Launch<T, 1, 7, 512>(ctx, g, splits, x, dy, p.dtype, what);

@@ -1,0 +1,22 @@
+// Depthwise convolution with a filter along one axis, as in causal 1-D convolutions: plan.tile "lines".
+// depthwise.h says when; CheckDepthwise has passed before these are called.
+#pragma once
+
+#include <string>
+
+#include "common/problem.h"
+#include "common/status.h"
+#include "cuda/core/context.h"
+
+namespace jaxconv::cuda::conv {
+
+// dst = y from src = x, or (dgrad) dst = dx from src = dy. `e`, `bias`, `z` as in ConvFprop.
+Status DepthwiseLines(const Context& ctx, const ConvProblem& p, bool dgrad, const Epilogue& e,
+                      const void* src, const void* w, const void* bias, void* dst, void* z,
+                      const std::string& what);
+
+// dw, or with several splits its partial sums (splits, taps, K) in float32.
+Status DepthwiseLinesWgrad(const Context& ctx, const ConvProblem& p, int64_t splits, const void* x,
+                           const void* dy, void* dw, float* partials, const std::string& what);
+
+}  // namespace jaxconv::cuda::conv
