@@ -572,9 +572,14 @@ def _fill(op: str, algorithm: str, problem: Problem, device: Device, reason: str
     return _fill_conv(op, plan, problem, device)
 
 
-def _tile(m: int, n: int, instances: int) -> str:
-    """The largest tile that still gives most multiprocessors of a large GPU something to do, no wider than n."""
+def _tile(m: int, n: int, instances: int, vector: bool) -> str:
+    """The largest tile that still gives most multiprocessors of a large GPU something to do, no wider than n.
+
+    What cannot be read 16 bytes at a time (not `vector`) has one tile.
+    """
     enough = 96
+    if not vector:
+        return "64x64"
 
     def ctas(rows: int, columns: int) -> int:
         return -(-m // rows) * -(-n // columns) * instances
@@ -618,15 +623,16 @@ def _fill_conv(op: str, plan: Plan, p: ConvProblem, device: Device) -> Plan:
     if plan.algorithm == "wgmma":
         return _fill_wgmma_conv(op, plan, p, device)
     if plan.algorithm == "implicit_gemm":
+        vector = group_k * item % 16 == 0
         if not wgrad:
             spatial = p.in_spatial if op == "conv_dgrad" else p.out_spatial
             phases = math.prod(p.stride) if op == "conv_dgrad" else 1
             rows = p.batch * math.prod(spatial) // phases
             return dataclasses.replace(
-                plan, tile=_tile(rows, group_c if op == "conv_dgrad" else group_k, p.groups * phases)
+                plan, tile=_tile(rows, group_c if op == "conv_dgrad" else group_k, p.groups * phases, vector)
             )
         m, n = taps * group_c, group_k
-        tile = "128x128" if m > 64 and n > 64 else "128x64" if m > 64 else "64x64"
+        tile = "64x64" if m <= 64 or not vector else "128x128" if n > 64 else "128x64"
         rows, columns = _extent(tile)
         blocks = -(-m // rows) * -(-n // columns) * p.groups
         splits = _splits(p.batch * pixels, blocks, device, 2, 256, filter_elements * 4)
@@ -880,7 +886,8 @@ def _fill_dense(plan: Plan, p: DenseProblem, device: Device) -> Plan:
         tile, splits = wgmma_dense_tile(p, device)
         size = wgmma_workspace("dense", p, tile, 1)
         return dataclasses.replace(plan, tile=tile, splits=splits, workspace_bytes=size)
-    tile = _tile(p.m, p.n, batch)
+    runs = p.m if p.trans_x else p.k, p.k if p.trans_w else p.n  # elements, contiguous
+    tile = _tile(p.m, p.n, batch, all(run * _itemsize(p) % 16 == 0 for run in runs))
     rows, columns = _extent(tile)
     blocks = -(-p.m // rows) * -(-p.n // columns) * batch
     outputs = batch * p.m * p.n

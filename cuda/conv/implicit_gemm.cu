@@ -121,7 +121,7 @@ Status ImplicitGemmFprop(const Context& ctx, const ConvProblem& p, const Epilogu
   launch.b = w;
   launch.vector_a = Aligned16(x) && Whole(p.group_c(), p.dtype);
   launch.vector_b = Aligned16(w) && Whole(p.group_k(), p.dtype);
-  launch.tile = tile;
+  launch.tile = launch.vector_b ? tile : kElementTile;
 
   EpilogueParams& out = launch.epilogue;
   out.d = y;
@@ -136,7 +136,8 @@ Status ImplicitGemmFprop(const Context& ctx, const ConvProblem& p, const Epilogu
   out.activation = e.activation;
   out.slope = float(e.slope);
   out.vector = Aligned16(y) && Aligned16(out.z) && Whole(p.group_k(), p.dtype);
-  return JAXCONV_LAUNCH_IMPLICIT(Fprop, p, ctx, launch, Describe("conv_fprop", p, tile, plan));
+  return JAXCONV_LAUNCH_IMPLICIT(Fprop, p, ctx, launch,
+                                 Describe("conv_fprop", p, launch.tile, plan));
 }
 
 Status ImplicitGemmDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,
@@ -185,13 +186,14 @@ Status ImplicitGemmDgrad(const Context& ctx, const ConvProblem& p, const Plan& p
   launch.a = dy;
   launch.b = w;
   launch.vector_a = launch.vector_b = Aligned16(dy) && Aligned16(w) && Whole(p.group_k(), p.dtype);
-  launch.tile = tile;
+  launch.tile = launch.vector_b ? tile : kElementTile;
   EpilogueParams& out = launch.epilogue;
   out.d = dx;
   out.ldd = p.c;
   out.stride_d = p.group_c();
   out.vector = Aligned16(dx) && Whole(p.group_c(), p.dtype);
-  return JAXCONV_LAUNCH_IMPLICIT(Dgrad, p, ctx, launch, Describe("conv_dgrad", p, tile, plan));
+  return JAXCONV_LAUNCH_IMPLICIT(Dgrad, p, ctx, launch,
+                                 Describe("conv_dgrad", p, launch.tile, plan));
 }
 
 Status ImplicitGemmWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
@@ -203,7 +205,6 @@ Status ImplicitGemmWgrad(const Context& ctx, const ConvProblem& p, const Plan& p
   JAXCONV_RETURN_IF_ERROR(
       ChooseTile(plan.tile, m, p.group_k(), p.groups * plan.splits, "conv_wgrad", &tile));
   if (m == 0 || p.k == 0) return Status::Ok();
-  const std::string what = Describe("conv_wgrad", p, tile, plan);
 
   ConvLaunch<WgradParams> launch;
   launch.grid = Grid{int(m),
@@ -222,7 +223,8 @@ Status ImplicitGemmWgrad(const Context& ctx, const ConvProblem& p, const Plan& p
   launch.b = dy;
   launch.vector_a = Aligned16(x) && Whole(p.group_c(), p.dtype);
   launch.vector_b = Aligned16(dy) && Whole(p.group_k(), p.dtype);
-  launch.tile = tile;
+  launch.tile = launch.vector_b ? tile : kElementTile;
+  const std::string what = Describe("conv_wgrad", p, launch.tile, plan);
 
   EpilogueParams out;
   out.d = dw;

@@ -12,35 +12,46 @@ Status LaunchView(const Context& ctx, const ConvLaunch<Params>& c, const std::st
   return LaunchMatrix<Math, View>(ctx, {c.grid, c.view, c.epilogue, c.a, c.b}, what);
 }
 
-// A by elements and B by vectors is the stem: three input channels, many output channels.
-template <typename Math, template <typename, int, int> class View, typename Params>
-Status LaunchWidths(const Context& ctx, const ConvLaunch<Params>& c, const std::string& what) {
-  constexpr int kVec = kVecWidth<typename Math::T>;
-  if (c.vector_a && c.vector_b) return LaunchView<Math, View<Math, kVec, kVec>>(ctx, c, what);
-  if (c.vector_b) return LaunchView<Math, View<Math, 1, kVec>>(ctx, c, what);
-  return LaunchView<Math, View<Math, 1, 1>>(ctx, c, what);
-}
-
+// A by elements and B by vectors is the stem: three input channels, many output channels. Where B is
+// read by elements too there is one tile: the copies limit it, whatever the tile.
 template <template <typename, int, int, bool, bool> class Math, typename T, int kTileM, int kTileN>
 struct ConvTile {
+  static constexpr int kVec = kVecWidth<T>;
+  using F = Math<T, kTileM, kTileN, true, false>;
+  using D = Math<T, kTileM, kTileN, true, true>;
+  using W = Math<T, kTileM, kTileN, false, false>;
+
   static Status Launch(const Context& ctx, const ConvLaunch<FpropParams>& c,
                        const std::string& what) {
-    return LaunchWidths<Math<T, kTileM, kTileN, true, false>, FpropView>(ctx, c, what);
+    return c.vector_a ? LaunchView<F, FpropView<F, kVec, kVec>>(ctx, c, what)
+                      : LaunchView<F, FpropView<F, 1, kVec>>(ctx, c, what);
   }
   static Status Launch(const Context& ctx, const ConvLaunch<DgradParams>& c,
                        const std::string& what) {
-    using M = Math<T, kTileM, kTileN, true, true>;
-    return c.vector_a && c.vector_b ? LaunchView<M, DgradView<M, kVecWidth<T>>>(ctx, c, what)
-                                    : LaunchView<M, DgradView<M, 1>>(ctx, c, what);
+    return LaunchView<D, DgradView<D, kVec>>(ctx, c, what);
   }
   static Status Launch(const Context& ctx, const ConvLaunch<WgradParams>& c,
                        const std::string& what) {
-    return LaunchWidths<Math<T, kTileM, kTileN, false, false>, WgradView>(ctx, c, what);
+    return c.vector_a ? LaunchView<W, WgradView<W, kVec, kVec>>(ctx, c, what)
+                      : LaunchView<W, WgradView<W, 1, kVec>>(ctx, c, what);
+  }
+  static Status ByElements(const Context& ctx, const ConvLaunch<FpropParams>& c,
+                           const std::string& what) {
+    return LaunchView<F, FpropView<F, 1, 1>>(ctx, c, what);
+  }
+  static Status ByElements(const Context& ctx, const ConvLaunch<DgradParams>& c,
+                           const std::string& what) {
+    return LaunchView<D, DgradView<D, 1>>(ctx, c, what);
+  }
+  static Status ByElements(const Context& ctx, const ConvLaunch<WgradParams>& c,
+                           const std::string& what) {
+    return LaunchView<W, WgradView<W, 1, 1>>(ctx, c, what);
   }
 };
 
 template <template <typename, int, int, bool, bool> class Math, typename T, typename Params>
 Status LaunchConv(const Context& ctx, const ConvLaunch<Params>& c, const std::string& what) {
+  if (!c.vector_b) return ConvTile<Math, T, 64, 64>::ByElements(ctx, c, what);
   switch (c.tile) {
     case Tile::k128x128:
       return ConvTile<Math, T, 128, 128>::Launch(ctx, c, what);

@@ -55,14 +55,16 @@ Status Gemm(const Context& ctx, const GemmArgs& g, const char* name) {
   }
   Tile tile;
   JAXCONV_RETURN_IF_ERROR(ChooseTile(g.tile, g.m, g.n, g.batch * g.splits, name, &tile));
+  const int64_t size = int64_t(SizeOf(g.dtype));
+  const int64_t vec = 16 / size;  // elements
+  const auto whole = [&](int64_t count) { return count % vec == 0; };
+  const bool vector = Aligned16(g.a) && Aligned16(g.b) && whole(g.lda) && whole(g.ldb) &&
+                      whole(g.stride_a) && whole(g.stride_b);
+  if (!vector) tile = kElementTile;
   const bool split = g.splits > 1;
   const std::string what = std::string(name) + "[gemm " + Name(g.dtype) + " " + Name(tile) +
                            (split ? " splits=" + std::to_string(g.splits) : "") + "]";
   if (g.m == 0 || g.n == 0 || g.batch == 0) return Status::Ok();
-
-  const int64_t size = int64_t(SizeOf(g.dtype));
-  const int64_t vec = 16 / size;  // elements
-  const auto whole = [&](int64_t count) { return count % vec == 0; };
 
   EpilogueParams e;
   e.d = g.d;
@@ -97,8 +99,7 @@ Status Gemm(const Context& ctx, const GemmArgs& g, const char* name) {
   launch.ldb = g.ldb;
   launch.trans_a = g.trans_a;
   launch.trans_b = g.trans_b;
-  launch.vector = Aligned16(g.a) && Aligned16(g.b) && whole(g.lda) && whole(g.ldb) &&
-                  whole(g.stride_a) && whole(g.stride_b);
+  launch.vector = vector;
   launch.tile = tile;
   launch.epilogue = e;
   if (!split) return LaunchByDType(ctx, g, launch, what);

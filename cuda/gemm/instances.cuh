@@ -41,30 +41,28 @@ struct GemmView {
 };
 
 template <template <typename, int, int, bool, bool> class Math, typename T, int kTileM, int kTileN,
-          bool kMajorA, bool kMajorB>
+          int kVec, bool kMajorA, bool kMajorB>
 Status LaunchGemmLayout(const Context& ctx, const GemmLaunch& g, const std::string& what) {
   using M = Math<T, kTileM, kTileN, kMajorA, kMajorB>;
-  if (g.vector) {
-    using View = GemmView<M, kMajorA, kMajorB, kVecWidth<T>>;
-    return LaunchMatrix<M, View>(ctx, {g.grid, {g.lda, g.ldb}, g.epilogue, g.a, g.b}, what);
-  }
-  using View = GemmView<M, kMajorA, kMajorB, 1>;
+  using View = GemmView<M, kMajorA, kMajorB, kVec>;
   return LaunchMatrix<M, View>(ctx, {g.grid, {g.lda, g.ldb}, g.epilogue, g.a, g.b}, what);
 }
 
-template <template <typename, int, int, bool, bool> class Math, typename T, int kTileM, int kTileN>
+template <template <typename, int, int, bool, bool> class Math, typename T, int kTileM, int kTileN,
+          int kVec = kVecWidth<T>>
 Status LaunchGemmTile(const Context& ctx, const GemmLaunch& g, const std::string& what) {
   // A is k-major as stored (m, k), B as stored (n, k).
   if (g.trans_a) {
-    return g.trans_b ? LaunchGemmLayout<Math, T, kTileM, kTileN, false, true>(ctx, g, what)
-                     : LaunchGemmLayout<Math, T, kTileM, kTileN, false, false>(ctx, g, what);
+    return g.trans_b ? LaunchGemmLayout<Math, T, kTileM, kTileN, kVec, false, true>(ctx, g, what)
+                     : LaunchGemmLayout<Math, T, kTileM, kTileN, kVec, false, false>(ctx, g, what);
   }
-  return g.trans_b ? LaunchGemmLayout<Math, T, kTileM, kTileN, true, true>(ctx, g, what)
-                   : LaunchGemmLayout<Math, T, kTileM, kTileN, true, false>(ctx, g, what);
+  return g.trans_b ? LaunchGemmLayout<Math, T, kTileM, kTileN, kVec, true, true>(ctx, g, what)
+                   : LaunchGemmLayout<Math, T, kTileM, kTileN, kVec, true, false>(ctx, g, what);
 }
 
 template <template <typename, int, int, bool, bool> class Math, typename T>
 Status LaunchGemmMath(const Context& ctx, const GemmLaunch& g, const std::string& what) {
+  if (!g.vector) return LaunchGemmTile<Math, T, 64, 64, 1>(ctx, g, what);
   switch (g.tile) {
     case Tile::k128x128:
       return LaunchGemmTile<Math, T, 128, 128>(ctx, g, what);

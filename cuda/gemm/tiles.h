@@ -15,6 +15,9 @@ constexpr const char* Name(Tile tile) {
   return tile == Tile::k128x128 ? "128x128" : tile == Tile::k128x64 ? "128x64" : "64x64";
 }
 
+// A product whose operands cannot be read 16 bytes at a time has this one, whatever was chosen.
+inline constexpr Tile kElementTile = Tile::k64x64;
+
 // "" is the default: the largest tile that still gives most SMs of a large GPU something to do, and
 // no wider than the product is. `ctas` counts the instances and parts, each of which has m x n
 // outputs.
