@@ -697,12 +697,19 @@ def _fill_conv(op: str, plan: Plan, p: ConvProblem, device: Device) -> Plan:
 # In 16 bit. Names in cuda/gemm/sm90_product.h: rows x columns of a CTA's outputs. "256x128s" has the filter on the
 # tensor cores' rows. "halo" (cuda/conv/wgmma_halo.h) fetches a pixel once for all taps.
 WGMMA_TILES = ("128x256", "256x128", "128x128", "256x64", "256x128s", "128x320", "halo")
+# In TF32; a weight gradient's are cuda/conv/wgmma_wgrad_tf32.h's.
+TF32_TILES = ("128x256", "128x128", "256x64")
+TF32_WGRAD_TILES = ("halo", "256x128", "128x256", "256x64")
+TF32_HALO = (9 * 64, 64)
 
 
 def wgmma_tile_refusal(op: str, tile: str, p: ConvProblem) -> str | None:
     """What only some tiles need: None, or why `tile` cannot run `op` of a problem that wgmma supports."""
     if p.dtype == "float32":
-        return None if tile in ("128x256", "128x128", "256x64") and _terms(op, p) == 1 else "float32 does not have it"
+        tiles = TF32_WGRAD_TILES if op == "conv_wgrad" else TF32_TILES
+        if _terms(p) > 1 or tile not in tiles:
+            return "float32 does not have it"
+        return _tf32_halo_refusal(p) if tile == "halo" else None
     if tile != "halo":
         return None
     group_c, group_k = p.in_channels // p.groups, p.out_channels // p.groups
@@ -736,6 +743,28 @@ def wgmma_tile_refusal(op: str, tile: str, p: ConvProblem) -> str | None:
     return "its pixels do not fit shared memory" if needed > 227 * 1024 else None
 
 
+def _tf32_halo_places(p: ConvProblem) -> int:
+    """Pixels and gaps of the line of a halo tile in TF32, MakeTf32Halo in cuda/conv/wgmma.cc."""
+    places = p.batch
+    for size, out, f, d, (low, _) in zip(p.in_spatial, p.out_spatial, p.filter, p.dilation, p.padding, strict=True):
+        places *= max(size + low, out + (f - 1) * d - low, out)
+    return places
+
+
+def _tf32_halo_refusal(p: ConvProblem) -> str | None:
+    """MakeTf32Halo in cuda/conv/wgmma.cc, and what fits shared memory beside dy."""
+    if p.filter[-2:] != (3, 3) or math.prod(p.filter[:-2]) > 3 or math.prod(p.stride) != 1 or p.dilation[-1] != 1:
+        return "it takes up to 3 planes of 3x3 taps, stride 1, no dilation along rows"
+    if any(low < 0 for low, _ in p.padding):
+        return "it takes no negative padding"
+    if _tf32_halo_places(p) >= 2**31 - 4096:
+        return "it needs fewer than 2^31 pixels and gaps"
+    size, out, (low, _) = p.in_spatial[-1], p.out_spatial[-1], p.padding[-1]
+    reach = 2 * (p.dilation[-2] * max(size + low, out + 2 - low) + 1)
+    slots = (227 * 1024 - (192 * 256 + 4 * 8192) - 768) // 256 // 32
+    return "its pixels do not fit shared memory" if slots < -(-(64 + reach) // 32) else None
+
+
 def _wgmma_time(tile: str, rows: int, columns: int, steps: int, instances: int, saves_z: bool, device: Device) -> float:
     """How long a product takes, in any unit, from what an H200 did (docs/performance.md): waves of tiles, and what of
     the epilogue shows. The groups of 128x128 take turns, which hides it behind 9 steps; the others show part of it."""
@@ -752,11 +781,12 @@ def wgmma_conv_tile(op: str, p: ConvProblem, device: Device) -> str:
     x, y = math.prod(p.x_shape), math.prod(p.y_shape)
     dgrad = op == "conv_dgrad"
     n, summed = (group_c, group_k) if dgrad else (group_k, group_c)
-    if _terms(op, p) > 1:
+    if _terms(p) > 1:
         if op != "conv_wgrad":
             return _terms_tile(p.flops / max(y if dgrad else x, 1), n, 700 if n <= 64 else 2500)
-        least = 470 if n <= 64 else 675 if p.full_float32 else 555
-        return _terms_tile(p.flops / max(x + y, 1), n, least)
+        return _terms_tile(p.flops / max(x + y, 1), n, 470 if n <= 64 else 675)
+    if op == "conv_wgrad" and p.dtype == "float32":
+        return _tf32_wgrad_tile(p)
     if wgmma_tile_refusal(op, "halo", p) is None and (taps > 1 and summed > 16):
         return "halo"
     if n <= 64:
@@ -780,6 +810,25 @@ def wgmma_conv_tile(op: str, p: ConvProblem, device: Device) -> str:
     )
 
 
+def _tf32_wgrad_tile(p: ConvProblem) -> str:
+    """As measured on an H200: a halo tile takes 1550 cycles for 32 places, 256x128 takes 1620 for 32 pixels. The other
+    two are for few rows or columns."""
+    group_k, pixels = p.out_channels // p.groups, p.batch * math.prod(p.out_spatial)
+    blocks = math.prod(p.filter) * -(-p.in_channels // p.groups // 64)
+    other = "256x64" if group_k <= 64 else "128x256" if blocks <= 2 and group_k > 128 else "256x128"
+    halo = 1550 * _tf32_halo_places(p) * _wgrad_tiles("halo", p)
+    worth = halo < (1000 if group_k <= 64 else 1620) * pixels * _wgrad_tiles(other, p)
+    return "halo" if worth and wgmma_tile_refusal("conv_wgrad", "halo", p) is None else other
+
+
+def _wgrad_tiles(tile: str, p: ConvProblem) -> int:
+    taps, blocks, group_k = math.prod(p.filter), -(-p.in_channels // p.groups // 64), p.out_channels // p.groups
+    if tile == "halo":
+        return math.prod(p.filter[:-2]) * blocks * -(-group_k // TF32_HALO[1]) * p.groups
+    rows, columns = _extent(tile)
+    return -(-taps * blocks * 64 // rows) * -(-group_k // columns) * p.groups
+
+
 def _fill_wgmma_conv(op: str, plan: Plan, p: ConvProblem, device: Device) -> Plan:
     if op == "conv_statistics":
         # (mean, M2) in float32 of each channel in at most so many parts, and the parts' sizes
@@ -790,20 +839,20 @@ def _fill_wgmma_conv(op: str, plan: Plan, p: ConvProblem, device: Device) -> Pla
     tile = wgmma_conv_tile(op, p, device)
     if op != "conv_wgrad":
         return dataclasses.replace(plan, tile=tile, workspace_bytes=wgmma_workspace(op, p, tile, 1))
-    x, y, split = math.prod(p.x_shape), math.prod(p.y_shape), _terms(op, p) > 1
-    taps, group_c, group_k = math.prod(p.filter), p.in_channels // p.groups, p.out_channels // p.groups
-    sms = device.sm_count
-    if tile == "halo":
+    x, y = math.prod(p.x_shape), math.prod(p.y_shape)
+    group_k, sms = p.out_channels // p.groups, device.sm_count
+    if tile == "halo" and p.dtype != "float32":
         blocks = -(-group_k // 64) * p.groups
         splits = max(sms // blocks, 1)  # CTAs a block
         return dataclasses.replace(plan, tile=tile, splits=splits, workspace_bytes=blocks * splits * 9 * 64 * 64 * 4)
-    rows, columns = _extent(tile)
-    tiles = -(-taps * -(-group_c // 64) * 64 // rows) * -(-group_k // columns) * p.groups
+    tiles = _wgrad_tiles(tile, p)
     aligned = tiles * (sms // tiles) if tiles <= sms else 0
     traffic = _itemsize(p) * (x + y)
     # CTAs that share all tiles' work evenly. A number that the tiles divide keeps a part within a tile; it wins unless
-    # it leaves too many multiprocessors idle (less so where x and dy do not stay in the L2 cache).
-    whole = aligned >= 0.85 * sms or (traffic > 48 * 2**20 and aligned >= sms // 2 and not split)
+    # it leaves too many multiprocessors idle (less so where x and dy do not stay in the L2 cache). In TF32 6 % are.
+    whole = aligned >= (0.95 if p.dtype == "float32" and not p.full_float32 else 0.85) * sms or (
+        traffic > 48 * 2**20 and aligned >= sms // 2 and p.dtype != "float32"
+    )
     splits = aligned if whole else sms
     size = wgmma_workspace(op, p, tile, splits)
     return dataclasses.replace(plan, tile=tile, splits=splits, workspace_bytes=size)
@@ -822,11 +871,11 @@ def _statistics_tile(p: ConvProblem, steps: int, device: Device) -> str:
     return "128x256" if wide and 2 * tiles(256) <= tiles(128) else "128x128"
 
 
-def _terms(op: str, p: ConvProblem | DenseProblem) -> int:
+def _terms(p: ConvProblem | DenseProblem) -> int:
     """bfloat16 terms that stand for an operand (cuda/gemm/sm90_operands.h); 1: it is read as it is, or as TF32."""
     if p.dtype != "float32":
         return 1
-    return 3 if p.full_float32 else 2 if op == "conv_wgrad" else 1
+    return 3 if p.full_float32 else 1
 
 
 def _terms_tile(intensity: float, n: int, least: float) -> str:
@@ -840,15 +889,16 @@ def _terms_tile(intensity: float, n: int, least: float) -> str:
 
 def wgmma_workspace(op: str, p: ConvProblem | DenseProblem, tile: str, splits: int) -> int:
     """Bytes: partial sums, and what stands for float32 operands (cuda/conv/wgmma.h, cuda/dense/wgmma.h)."""
-    size = 2 * splits * math.prod(_extent(tile)) * 4 if splits > 1 else 0
+    extent = TF32_HALO if tile == "halo" else _extent(tile)
+    size = 2 * splits * math.prod(extent) * 4 if splits > 1 else 0
     if p.dtype != "float32":
         return size
     x, w = math.prod(p.x_shape), math.prod(p.w_shape)
-    terms, raw = _terms(op, p), tile.endswith("raw")
+    terms, raw = _terms(p), tile.endswith("raw")
     if isinstance(p, DenseProblem):
         copied = [x] * (not raw) + [w] if terms > 1 else [x] * p.trans_x + [w] * (not p.trans_w)
     elif op == "conv_wgrad":
-        copied = [] if raw else [x, math.prod(p.y_shape)]
+        copied = [] if raw or terms == 1 else [x, math.prod(p.y_shape)]
     elif terms > 1:
         copied = [w] if raw else [math.prod(p.y_shape) if op == "conv_dgrad" else x, w]
     else:
@@ -862,7 +912,7 @@ def _align(size: int) -> int:
 
 def wgmma_dense_tile(p: DenseProblem, device: Device) -> tuple[str, int]:
     """(tile, parts of K), as measured on an H200 (docs/performance.md)."""
-    if _terms("dense", p) > 1:
+    if _terms(p) > 1:
         return _terms_tile(p.flops / max(math.prod(p.x_shape), 1), p.n, 700 if p.n <= 64 else 2500), 1
     if p.n <= 64:
         return "256x64", 1

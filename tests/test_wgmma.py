@@ -1,4 +1,4 @@
-"""float32 on Hopper's tensor cores: sums of bfloat16 terms at "highest", TF32 and two terms at the default."""
+"""float32 on Hopper's tensor cores: sums of bfloat16 terms at "highest", TF32 at the default."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import numpy_reference as ref
 import pytest
-from cases import ConvCase, _case
+from cases import WGMMA_CASES, ConvCase, _case
 from helpers import DEVICE, integers, normal
 from tolerance import assert_exact
 
 import jaxconv
+from jaxconv import _plan
 
 pytestmark = pytest.mark.skipif(DEVICE.compute_capability != (9, 0), reason="wgmma is Hopper's")
 
@@ -60,6 +61,34 @@ def test_integers_of_several_terms_are_exact(name, precision):
         values = {**given, "dy": dy}
         for op in ("fprop", "dgrad") if pair[2] == "dy" else ("wgrad",):
             assert_exact(actual[op], getattr(ref, op)(case, *(values[n] for n in OPERANDS[op])), f"{op} of {name}")
+
+
+@pytest.mark.parametrize("tile", _plan.TF32_WGRAD_TILES)
+@pytest.mark.parametrize("case", WGMMA_CASES, ids=lambda case: case.name)
+def test_every_tile_of_a_tf32_weight_gradient_is_exact(case, tile, monkeypatch):
+    """Whatever the plan would take: a tile runs what it claims to."""
+
+    def forced(p: Any) -> str:
+        return tile if _plan.wgmma_tile_refusal("conv_wgrad", tile, p) is None else planned(p)
+
+    planned = _plan._tf32_wgrad_tile
+    monkeypatch.setattr(_plan, "_tf32_wgrad_tile", forced)
+    x, w, dy = (
+        integers(i, s, most) for i, (s, most) in enumerate(zip(shapes(case).values(), (1000, 1, 1), strict=True))
+    )
+    actual = trio(case, x, w, dy, algorithm="wgmma")["wgrad"]
+    assert_exact(actual, ref.wgrad(case, x, dy), f"wgrad of {case.name}, {tile}")
+
+
+@pytest.mark.parametrize("name", ["columns", "strided", "dilated", "pointwise"])
+def test_a_tf32_weight_gradient_rounds_its_operands_to_nearest(name):
+    """Half an ulp of 11 bits, uniform, of numbers whose significands are spread like a normal's: 2.1e-4 of an operand
+    and 2.9e-4 of a sum of products, root mean square. Cutting the bits off errs twice as much, and all one way."""
+    case = CASES[name]
+    x, w, dy = (normal(i, s, "float32") for i, s in enumerate(shapes(case).values()))
+    exact = ref.wgrad(case, x, dy)
+    error = np.asarray(trio(case, x, w, dy, algorithm="wgmma")["wgrad"], np.float64) - exact
+    assert np.sqrt(np.mean(error**2)) <= 4e-4 * np.sqrt(np.mean(exact**2))
 
 
 @pytest.mark.parametrize("sign", ["both", "positive"])

@@ -10,6 +10,7 @@
 #include "cuda/conv/statistics.h"
 #include "cuda/conv/wgmma_halo.h"
 #include "cuda/conv/wgmma_wgrad.h"
+#include "cuda/conv/wgmma_wgrad_tf32.h"
 #include "cuda/core/divmod.h"
 #include "cuda/core/tma.h"
 #include "cuda/gemm/sm90_operands.h"
@@ -364,6 +365,128 @@ Status HaloWgradOf(const Context& ctx, const ConvProblem& p, int64_t parts, cons
              : LaunchHaloWgradF16(ctx, g, multiprocessors, workspace.bytes, what);
 }
 
+// ---------------------------------------------------------------------------------------------------
+// wgrad in TF32 (wgmma_wgrad_tf32.cu).
+
+// The line with gaps, on which tap t of an axis reads place v + t * dilation / stride of the strip of
+// every stride-th pixel from t * dilation % stride on. What lies past a row's last pixel reads as zeros:
+// the gap, and the padding of the next row.
+Status MakeTf32Halo(const ConvProblem& p, const std::string& what, Tf32Wgrad* g, TmaWalk* read,
+                    TmaWalk* made) {
+  const auto no = [&](const std::string& why) {
+    return Status::Unimplemented(what + ": tile \"halo\" " + why);
+  };
+  if (p.filter[0] > 3 || p.filter[1] != 3 || p.filter[2] != 3 || p.dilation[2] != 1 ||
+      p.stride[0] * p.stride[1] * p.stride[2] != 1) {
+    return no("takes filters of up to 3 planes of 3 x 3 taps, stride 1, no dilation along rows");
+  }
+  int64_t places = p.n, pitch[3];
+  for (int i = 0; i < 3; ++i) {
+    const int d = 2 - i;
+    const int64_t stride = p.stride[d], pad = p.pad[d];
+    const int64_t latest = (p.filter[d] - 1) * p.dilation[d] / stride;  // shift
+    if (pad < 0) return no("takes no negative padding");
+    const int64_t extent = std::max(
+        {(p.in[d] + pad + stride - 1) / stride, p.out[d] + latest - pad / stride, p.out[d]});
+    g->extent[i] = read->count[i] = made->count[i] = int(extent);
+    g->first[i] = read->first[i] = int(-pad);
+    g->step[i] = read->step[i] = int(stride);
+    made->first[i] = 0;
+    made->step[i] = 1;
+    pitch[i] = i == 0 ? 1 : pitch[i - 1] * g->extent[i - 1];
+    places *= extent;
+    if (places > kMaxPixels) {
+      return no("takes at most " + std::to_string(kMaxPixels) + " places");
+    }
+  }
+  g->halo = true;
+  for (int t = 0; t < int(p.filter[0]); ++t) {
+    const int64_t at = t * p.dilation[0];
+    g->plane_offset[t] = int(at % p.stride[0]);
+    g->plane_shift[t] = int(at / p.stride[0] * pitch[2]);
+  }
+  for (int b = 0; b < int(p.filter[1] * p.filter[2]); ++b) {
+    const int64_t s = b % p.filter[2] * p.dilation[2], r = b / p.filter[2] * p.dilation[1];
+    const int offset[2] = {int(s % p.stride[2]), int(r % p.stride[1])};
+    int strip = 0;
+    while (strip < g->strips &&
+           (g->strip_offset[strip][0] != offset[0] || g->strip_offset[strip][1] != offset[1])) {
+      ++strip;
+    }
+    if (strip == kTf32Strips) return no("takes strides whose taps read at most 4 strips");
+    if (strip == g->strips) {
+      ++g->strips;
+      g->strip_offset[strip][0] = offset[0];
+      g->strip_offset[strip][1] = offset[1];
+    }
+    g->block_strip[b] = strip;
+    g->block_shift[b] =
+        int(std::min<int64_t>(s / p.stride[2] + r / p.stride[1] * pitch[1], 1 << 20));
+    g->reach = std::max(g->reach, g->block_shift[b]);
+  }
+  g->steps = int((places + kTf32Step - 1) / kTf32Step);
+  return Status::Ok();
+}
+
+Status Tf32WgradOf(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
+                   const void* dy, void* dw, Workspace workspace, const std::string& what) {
+  Tf32Wgrad g = {};
+  int multiprocessors;
+  JAXCONV_RETURN_IF_ERROR(RequireSm90(what, &multiprocessors));
+  for (int i = 0; i < 3; ++i) {
+    g.taps[i] = int(p.filter[2 - i]);
+    g.tap_step[i] = int(p.dilation[2 - i]);
+  }
+  g.instances = int(p.groups);
+  g.channels = int(p.group_c());
+  g.channel_blocks = (g.channels + 63) / 64;
+  g.n = int(p.group_k());
+  g.pitch = p.k;
+  g.parts = int(plan.splits);
+  g.dw = dw;
+  g.partials = static_cast<float*>(workspace.data);
+  const int64_t pixels = p.n * p.out_size();
+  const int rank = Rank(p), none[3] = {};
+  TmaWalk read = InputWalk(p), made;
+  int offsets[3], apart[3];  // that a copy of x adds to its coordinates
+  if (plan.tile == "halo") {
+    JAXCONV_RETURN_IF_ERROR(MakeTf32Halo(p, what, &g, &read, &made));
+    g.rank_dy = rank;
+    for (int i = 0; i < 3; ++i) {
+      offsets[i] = g.step[i];
+      apart[i] = 1;
+    }
+  } else {
+    for (int i = 0; i < 3; ++i) {
+      g.extent[i] = read.count[i];
+      g.first[i] = read.first[i];
+      g.step[i] = read.step[i];
+      offsets[i] = g.taps[i];
+      apart[i] = g.tap_step[i];
+    }
+    g.steps = int((pixels + kTf32Step - 1) / kTf32Step);
+  }
+  JAXCONV_RETURN_IF_ERROR(PrepareTf32Wgrad(g, plan.tile, what));
+  if (g.halo) {
+    const TmaTensor out = ImageTensor(dy, rank, p.k, p.out, p.n);
+    JAXCONV_RETURN_IF_ERROR(CheckWalk(out, made, none, none, what));
+    JAXCONV_RETURN_IF_ERROR(EncodeIm2col(p.dtype, out, made, g.slot, what + " dy", &g.dy, true));
+  } else {
+    JAXCONV_RETURN_IF_ERROR(EncodeTiled(p.dtype, MatrixTensor(dy, p.group_k(), p.groups, pixels),
+                                        {0, 1, g.slot}, what + " dy", &g.dy, true));
+  }
+  if (Plain(p) && !g.halo) {
+    JAXCONV_RETURN_IF_ERROR(EncodeTiled(p.dtype, MatrixTensor(x, p.group_c(), p.groups, pixels),
+                                        {0, 1, g.slot}, what + " x", &g.x, true));
+  } else {
+    g.rank_x = rank;
+    const TmaTensor image = ImageTensor(x, rank, p.c, p.in, p.n);
+    JAXCONV_RETURN_IF_ERROR(CheckWalk(image, read, offsets, apart, what));
+    JAXCONV_RETURN_IF_ERROR(EncodeIm2col(p.dtype, image, read, g.slot, what + " x", &g.x, true));
+  }
+  return LaunchTf32Wgrad(ctx, g, plan.tile, multiprocessors, workspace.bytes, what);
+}
+
 // `statistics`: null unless they are wanted, which 16-bit results without an epilogue have.
 Status Fprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
              const void* x, const void* w, const void* bias, void* y, void* z, Workspace workspace,
@@ -620,14 +743,16 @@ Status WgmmaWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, co
   if (!Aligned(x) || !Aligned(dy) || !Aligned(dw) || !Aligned(workspace.data)) {
     return Status::Invalid(what + ": x, dy, dw and the workspace must be 16-byte aligned");
   }
+  if (p.dtype == DType::kF32 && !p.full_float32) {
+    return Tf32WgradOf(ctx, p, plan, x, dy, dw, workspace, what);
+  }
   if (plan.tile == "halo") return HaloWgradOf(ctx, p, plan.splits, x, dy, dw, workspace, what);
   Sm90TileName tile;
   JAXCONV_RETURN_IF_ERROR(FindSm90Tile(plan.tile, what, &tile));
   int multiprocessors;
   JAXCONV_RETURN_IF_ERROR(RequireSm90(what, &multiprocessors));
 
-  // Both operands would have to be transposed for TF32.
-  const int terms = p.dtype != DType::kF32 ? 1 : p.full_float32 ? 3 : 2;
+  const int terms = p.dtype == DType::kF32 ? 3 : 1;
   const int in_memory = IsRaw(tile) ? 1 : terms;
   if (in_memory > 1) {
     JAXCONV_RETURN_IF_ERROR(
@@ -669,7 +794,7 @@ Status WgmmaWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, co
       dy, 4, {p.group_k(), p.groups, pixels, in_memory}, {1, p.group_k(), p.k, p.k * pixels}};
   JAXCONV_RETURN_IF_ERROR(EncodeTiled(dtype, out, {0, 1, 64, 1}, what + " dy", &g.dy));
   if (terms > 1) {
-    return LaunchWgmmaWgradFloat(ctx, g, terms, tile, multiprocessors, workspace.bytes, what);
+    return LaunchWgmmaWgradFloat(ctx, g, tile, multiprocessors, workspace.bytes, what);
   }
   return p.dtype == DType::kBF16
              ? LaunchWgmmaWgradBf16(ctx, g, tile, multiprocessors, workspace.bytes, what)

@@ -2,7 +2,7 @@
 // tensor cores read both operands as they lie. Formulas as in implicit_gemm.h.
 //
 // Float32: with full_float32 as sums of three bfloat16 terms (gemm/sm90_operands.h), which has
-// float32's accuracy; without it fprop and dgrad in TF32, wgrad as sums of two terms.
+// float32's accuracy; without it in TF32.
 //
 // Domain: compute capability 9.0; channels_last; float32, bfloat16, float16; x, w, y, dy, dx, dw, z
 // and the workspace 16-byte aligned;
@@ -20,7 +20,8 @@
 // Outside, a launcher returns a Status.
 //
 // Plan: algorithm "wgmma"; tile "128x256", "256x128", "128x128" or "256x64", in TF32 the same without
-// "256x128"; where float32 is terms "128x128" or "128x64", and those followed by "raw": the tensors
+// "256x128"; wgrad in TF32 "halo" (3 x 3 or up to 3 planes of it, stride 1, no dilation along W, no
+// negative padding), "256x128", "128x256", "256x64"; where float32 is terms "128x128" or "128x64", and those followed by "raw": the tensors
 // (not w) are split on their way and not in memory before. splits 1, except wgrad's: the number of
 // CTAs over which the reduction of all tiles together is spread evenly (a multiple of the number of
 // tiles keeps them at the same pixels at the same time, which matters where x and dy are larger than

@@ -40,8 +40,8 @@ Status LaunchWgmmaWgradBf16(const Context& ctx, WgradLaunch& p, Sm90TileName til
                             int multiprocessors, int64_t workspace_bytes, const std::string& what);
 Status LaunchWgmmaWgradF16(const Context& ctx, WgradLaunch& p, Sm90TileName tile,
                            int multiprocessors, int64_t workspace_bytes, const std::string& what);
-// float32 from operands of `terms` bfloat16 terms, 2 or 3.
-Status LaunchWgmmaWgradFloat(const Context& ctx, WgradLaunch& p, int terms, Sm90TileName tile,
+// float32 from operands of three bfloat16 terms.
+Status LaunchWgmmaWgradFloat(const Context& ctx, WgradLaunch& p, Sm90TileName tile,
                              int multiprocessors, int64_t workspace_bytes, const std::string& what);
 
 }  // namespace jaxconv::cuda

@@ -3,13 +3,13 @@
 
 namespace jaxconv::cuda {
 
-template <int kTerms>
-static Status Launch(const Context& ctx, WgradLaunch& p, Sm90TileName tile, int multiprocessors,
-                     int64_t workspace_bytes, const std::string& what) {
-#define JAXCONV_SM90_CASE(name, tile_n, raw)                                                  \
-  case Sm90TileName::name:                                                                    \
-    return LaunchWgmmaWgradTile<                                                              \
-        Sm90Tile<__nv_bfloat16, false, false, 1, tile_n, false, false, kTerms, raw ? 2 : 0>>( \
+Status LaunchWgmmaWgradFloat(const Context& ctx, WgradLaunch& p, Sm90TileName tile,
+                             int multiprocessors, int64_t workspace_bytes,
+                             const std::string& what) {
+#define JAXCONV_SM90_CASE(name, tile_n, raw)                                             \
+  case Sm90TileName::name:                                                               \
+    return LaunchWgmmaWgradTile<                                                         \
+        Sm90Tile<__nv_bfloat16, false, false, 1, tile_n, false, false, 3, raw ? 2 : 0>>( \
         ctx, p, multiprocessors, workspace_bytes, what);
   switch (tile) {
     JAXCONV_SM90_CASE(k128x128, 128, false)
@@ -21,13 +21,6 @@ static Status Launch(const Context& ctx, WgradLaunch& p, Sm90TileName tile, int 
   }
 #undef JAXCONV_SM90_CASE
   return Status::Unimplemented(what + ": no such tile in float32");
-}
-
-Status LaunchWgmmaWgradFloat(const Context& ctx, WgradLaunch& p, int terms, Sm90TileName tile,
-                             int multiprocessors, int64_t workspace_bytes,
-                             const std::string& what) {
-  return terms == 3 ? Launch<3>(ctx, p, tile, multiprocessors, workspace_bytes, what)
-                    : Launch<2>(ctx, p, tile, multiprocessors, workspace_bytes, what);
 }
 
 }  // namespace jaxconv::cuda

@@ -104,7 +104,30 @@ __device__ __forceinline__ void Pin(float (&d)[kCount]) {
                "%" A ", %" B ", p, 1, 1;\n}\n"                                                     \
                : OUTPUTS                                                                           \
                : "l"(a), "l"(b), "r"(accumulate))
+#define JAXCONV_WGMMA_TF32_ROWS(N, REGISTERS, OUTPUTS, A0, A1, A2, A3, B)                           \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" N "k8.f32.tf32.tf32 {" REGISTERS "}, "           \
+               "{%" A0 ", %" A1 ", %" A2 ", %" A3 "}, %" B ", 1, 1, 1;\n"                            \
+               : OUTPUTS                                                                           \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 // clang-format on
+
+// D += A * B in TF32, A in registers: warp w of the group, lane l: a[0] is row 16w + l/4, k l % 4;
+// a[1] row + 8; a[2] k + 4; a[3] both.
+template <int kRegisters>
+__device__ __forceinline__ void WgmmaRows(float (&d)[kRegisters], const uint32_t (&a)[4],
+                                          uint64_t b) {
+  static_assert(kRegisters == 32 || kRegisters == 64 || kRegisters == 128);
+  if constexpr (kRegisters == 32) {
+    JAXCONV_WGMMA_TF32_ROWS("64", JAXCONV_WGMMA_D0, JAXCONV_WGMMA_F32(0), "32", "33", "34", "35",
+                            "36");
+  } else if constexpr (kRegisters == 64) {
+    JAXCONV_WGMMA_TF32_ROWS("128", JAXCONV_WGMMA_D0 ", " JAXCONV_WGMMA_D1, JAXCONV_WGMMA_F64(0),
+                            "64", "65", "66", "67", "68");
+  } else {
+    WgmmaRows(reinterpret_cast<float (&)[64]>(d[0]), a, b);
+    WgmmaRows(reinterpret_cast<float (&)[64]>(d[64]), a, b + 2 * kBlockBytes / 16);
+  }
+}
 
 template <typename T, bool kMajorA, bool kMajorB, int kRegisters>
 __device__ __forceinline__ void Wgmma(float (&d)[kRegisters], uint64_t a, uint64_t b,
@@ -139,6 +162,7 @@ __device__ __forceinline__ void Wgmma(float (&d)[kRegisters], uint64_t a, uint64
 
 #undef JAXCONV_WGMMA_N
 #undef JAXCONV_WGMMA_TF32
+#undef JAXCONV_WGMMA_TF32_ROWS
 #undef JAXCONV_WGMMA
 #undef JAXCONV_WGMMA_F128
 #undef JAXCONV_WGMMA_F96
