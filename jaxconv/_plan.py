@@ -695,8 +695,9 @@ def _fill_conv(op: str, plan: Plan, p: ConvProblem, device: Device) -> Plan:
 
 
 # In 16 bit. Names in cuda/gemm/sm90_product.h: rows x columns of a CTA's outputs. "256x128s" has the filter on the
-# tensor cores' rows. "halo" (cuda/conv/wgmma_halo.h) fetches a pixel once for all taps.
-WGMMA_TILES = ("128x256", "256x128", "128x128", "256x64", "256x128s", "128x320", "halo")
+# tensor cores' rows. "halo" (cuda/conv/wgmma_halo.h) fetches a pixel once for all taps, "planes" (wgmma_planes.h) a
+# plane of a volume once for all its neighbours; "128x128h" (wgmma_stream.h) keeps pixels while the filter passes.
+WGMMA_TILES = ("128x256", "256x128", "128x128", "256x64", "256x128s", "128x320", "halo", "planes", "128x128h")
 # In TF32; a weight gradient's are cuda/conv/wgmma_wgrad_tf32.h's.
 TF32_TILES = ("128x256", "128x128", "256x64")
 TF32_WGRAD_TILES = ("halo", "256x128", "128x256", "256x64")
@@ -710,6 +711,10 @@ def wgmma_tile_refusal(op: str, tile: str, p: ConvProblem) -> str | None:
         if _terms(p) > 1 or tile not in tiles:
             return "float32 does not have it"
         return _tf32_halo_refusal(p) if tile == "halo" else None
+    if tile == "planes":
+        return _planes_refusal(op, p)
+    if tile == "128x128h":
+        return _stream_refusal(op, p)
     if tile != "halo":
         return None
     group_c, group_k = p.in_channels // p.groups, p.out_channels // p.groups
@@ -765,6 +770,72 @@ def _tf32_halo_refusal(p: ConvProblem) -> str | None:
     return "its pixels do not fit shared memory" if slots < -(-(64 + reach) // 32) else None
 
 
+def _planes_refusal(op: str, p: ConvProblem) -> str | None:
+    """cuda/conv/wgmma_planes.h."""
+    if p.nd != 3 or math.prod(p.stride) != 1 or p.groups != 1 or p.filter[0] != 3 or p.dilation[0] != 1:
+        return "it needs three axes, stride 1, one group and three planes of taps, not dilated"
+    extents = list(zip(p.in_spatial, p.out_spatial, p.filter, p.dilation, p.padding, strict=True))
+    if op == "conv_dgrad":
+        extents = [(o, i, f, d, ((f - 1) * d - low, (f - 1) * d - high)) for i, o, f, d, (low, high) in extents]
+    (_, planes, _, _, (ahead, _)), (height, rows, r, dil_r, pad_r), (width, columns, s, dil_s, pad_s) = extents
+    if ahead > 2 or pad_r[0] < 0 or pad_s[0] < 0:
+        return "it takes no negative padding, and padding of planes below 3"
+    pitch = max(width + max(pad_s), columns)
+    row, column = dil_r * pitch, dil_s
+    if p.batch * planes * max(height + max(pad_r), rows + 400) * pitch >= 2**30:
+        return "it needs fewer than 2^30 pixels and gaps"
+    if op == "conv_wgrad":
+        if p.filter != (3, 3, 3):
+            return "it needs a 3x3x3 filter"
+        tiles = -(-(rows * pitch + 2 * column) // 384)
+        last = -(-tiles * 384 // pitch)
+        if last + 2 * dil_r + 2 - pad_r[0] - height >= 16 or last + 1 - rows >= 16 or 2 * column > pitch:
+            return "its rows are too short, or too few for their padding"
+        x, dy = (-(-(384 + reach) // 16) * 16 for reach in (2 * (row + column), 2 * column))
+        fits = x <= 1024 and (3 * x + 3 * dy) * 64 + 128 <= 227 * 1024
+        return None if fits else "its planes do not fit shared memory"
+    summed = p.out_channels if op == "conv_dgrad" else p.in_channels
+    if summed > 64 or r * s > 16:
+        return "it takes at most 64 summed channels and 16 taps in a plane"
+    if max(*pad_r, *pad_s) >= 16:
+        return "it takes less than 16 of padding"
+    place = 32 if summed <= 16 else 64 if summed <= 32 else 128  # bytes
+    x = -(-(256 + (r - 1) * row + (s - 1) * column) * place // 1024) * 1024
+    fits = x <= 1024 * place and r * s * 96 * place + 2 * x + 128 <= 227 * 1024
+    return None if fits else "its planes do not fit shared memory"
+
+
+def _stream_refusal(op: str, p: ConvProblem) -> str | None:
+    """cuda/conv/wgmma_stream.h."""
+    strided = math.prod(p.stride) > 1
+    if p.nd > 2 or p.groups != 1 or op not in ("conv", "conv_fprop", "conv_dgrad") or (strided and op != "conv_dgrad"):
+        return "it needs at most two axes, one group and stride 1, or a dgrad"
+    if math.prod(p.filter) > 32:
+        return "it takes at most 32 taps"
+    summed = p.out_channels if op == "conv_dgrad" else p.in_channels
+    reach, places, pitch = 0, p.batch, 1
+    for size, out, f, d, s, (low, high) in reversed(
+        list(zip(p.in_spatial, p.out_spatial, p.filter, p.dilation, p.stride, p.padding, strict=True))
+    ):
+        if op == "conv_dgrad":  # at most; a phase of a strided dgrad reads less
+            size, out, low, high = out, -(-size // s), (f - 1) * d - low, (f - 1) * d - high
+            window = -(-((f - 1) * d + max(-low, 0)) // s)
+            low = -(-max(low, 0) // s)
+            extent = max(size + low + max(-(-high // s), 0), out)
+        elif low < 0:
+            return "it takes no negative padding"
+        else:
+            window, extent = (f - 1) * d, max(size + max(low, high), out)
+        reach += window * pitch
+        pitch *= extent
+        places *= extent
+    if places >= 2**31 - 4096:
+        return "it needs fewer than 2^31 pixels and gaps"
+    rows, blocks = -(-(128 + reach) // 8) * 8, -(-summed // 64)
+    fits = rows <= 1024 and blocks <= 12 and blocks * rows * 128 + 4 * 2 * 8192 + 1024 <= 227 * 1024
+    return None if fits else "its pixels do not fit shared memory"
+
+
 def _wgmma_time(tile: str, rows: int, columns: int, steps: int, instances: int, saves_z: bool, device: Device) -> float:
     """How long a product takes, in any unit, from what an H200 did (docs/performance.md): waves of tiles, and what of
     the epilogue shows. The groups of 128x128 take turns, which hides it behind 9 steps; the others show part of it."""
@@ -787,10 +858,17 @@ def wgmma_conv_tile(op: str, p: ConvProblem, device: Device) -> str:
         return _terms_tile(p.flops / max(x + y, 1), n, 470 if n <= 64 else 675)
     if op == "conv_wgrad" and p.dtype == "float32":
         return _tf32_wgrad_tile(p)
+    few = max(n, summed) <= 64 and (op == "conv_wgrad" or min(n, summed) <= 32)
+    if p.nd == 3 and taps > 9 and few and wgmma_tile_refusal(op, "planes", p) is None:
+        return "planes"
     if wgmma_tile_refusal(op, "halo", p) is None and (taps > 1 and summed > 16):
         return "halo"
     if n <= 64:
         return "256x64"
+    # The phases of a strided dgrad share their pixels, and 128 channels are too few to hide a tile's loads.
+    shares = taps > 1 if dgrad and math.prod(p.stride) > 1 else taps > 4 and max(n, summed) <= 128
+    if shares and summed > 64 and wgmma_tile_refusal(op, "128x128h", p) is None:
+        return "128x128h"
     if op == "conv_wgrad":
         wide = -(-n // 320) * 320 < -(-n // 256) * 256
         return "128x320" if wide else "256x128s" if n < 256 or taps == 1 else "128x256"
@@ -845,6 +923,10 @@ def _fill_wgmma_conv(op: str, plan: Plan, p: ConvProblem, device: Device) -> Pla
         blocks = -(-group_k // 64) * p.groups
         splits = max(sms // blocks, 1)  # CTAs a block
         return dataclasses.replace(plan, tile=tile, splits=splits, workspace_bytes=blocks * splits * 9 * 64 * 64 * 4)
+    if tile == "planes":
+        blocks = -(-p.in_channels // 32) * -(-p.out_channels // 32)
+        splits = max(sms // blocks, 1)
+        return dataclasses.replace(plan, tile=tile, splits=splits, workspace_bytes=blocks * splits * 3 * 20 * 128 * 16)
     tiles = _wgrad_tiles(tile, p)
     aligned = tiles * (sms // tiles) if tiles <= sms else 0
     traffic = _itemsize(p) * (x + y)
@@ -889,8 +971,9 @@ def _terms_tile(intensity: float, n: int, least: float) -> str:
 
 def wgmma_workspace(op: str, p: ConvProblem | DenseProblem, tile: str, splits: int) -> int:
     """Bytes: partial sums, and what stands for float32 operands (cuda/conv/wgmma.h, cuda/dense/wgmma.h)."""
-    extent = TF32_HALO if tile == "halo" else _extent(tile)
-    size = 2 * splits * math.prod(extent) * 4 if splits > 1 else 0
+    size = 0
+    if splits > 1:
+        size = 2 * splits * math.prod(TF32_HALO if tile == "halo" else _extent(tile)) * 4
     if p.dtype != "float32":
         return size
     x, w = math.prod(p.x_shape), math.prod(p.w_shape)

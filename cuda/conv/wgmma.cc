@@ -9,6 +9,8 @@
 #include "cuda/conv/gather.h"  // the phases of a dgrad
 #include "cuda/conv/statistics.h"
 #include "cuda/conv/wgmma_halo.h"
+#include "cuda/conv/wgmma_planes.h"
+#include "cuda/conv/wgmma_stream.h"
 #include "cuda/conv/wgmma_wgrad.h"
 #include "cuda/conv/wgmma_wgrad_tf32.h"
 #include "cuda/core/divmod.h"
@@ -498,6 +500,12 @@ Status Fprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const 
   if (plan.tile == "halo" && statistics == nullptr) {
     return HaloFprop(ctx, p, e, x, w, bias, y, z, what);
   }
+  if (plan.tile == "128x128h" && statistics == nullptr) {
+    return StreamFprop(ctx, p, e, x, w, bias, y, z, what);
+  }
+  if (plan.tile == "planes" && statistics == nullptr) {
+    return PlanesFprop(ctx, p, e, x, w, bias, y, z, what);
+  }
   Sm90TileName tile;
   JAXCONV_RETURN_IF_ERROR(FindSm90Tile(plan.tile, what, &tile));
   int multiprocessors;
@@ -613,6 +621,8 @@ Status WgmmaDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, co
     return Status::Invalid(what + ": dy, w, dx and the workspace must be 16-byte aligned");
   }
   if (plan.tile == "halo") return HaloDgrad(ctx, p, dy, w, dx, what);
+  if (plan.tile == "planes") return PlanesDgrad(ctx, p, dy, w, dx, what);
+  if (plan.tile == "128x128h") return StreamDgrad(ctx, p, dy, w, dx, what);
   Sm90TileName tile;
   JAXCONV_RETURN_IF_ERROR(FindSm90Tile(plan.tile, what, &tile));
   int multiprocessors;
@@ -747,6 +757,7 @@ Status WgmmaWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, co
     return Tf32WgradOf(ctx, p, plan, x, dy, dw, workspace, what);
   }
   if (plan.tile == "halo") return HaloWgradOf(ctx, p, plan.splits, x, dy, dw, workspace, what);
+  if (plan.tile == "planes") return PlanesWgradOf(ctx, p, plan.splits, x, dy, dw, workspace, what);
   Sm90TileName tile;
   JAXCONV_RETURN_IF_ERROR(FindSm90Tile(plan.tile, what, &tile));
   int multiprocessors;

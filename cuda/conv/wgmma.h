@@ -25,10 +25,14 @@
 // (not w) are split on their way and not in memory before. splits 1, except wgrad's: the number of
 // CTAs over which the reduction of all tiles together is spread evenly (a multiple of the number of
 // tiles keeps them at the same pixels at the same time, which matters where x and dy are larger than
-// L2), or 1 for whole tiles.
+// L2), or 1 for whole tiles. In 16 bit also, on part of the domain (jaxconv/_plan.py,
+// wgmma_tile_refusal): "halo" (wgmma_halo.cuh), "128x128h" (wgmma_stream.cuh; not wgrad) and "planes"
+// (wgmma_planes.cuh); wgrad's splits are then the CTAs that share the sums of 64 of K/G, or of 32 of C
+// and 32 of K.
 // Workspace, bytes: float32 as terms: 2 * terms an element of each operand, without x and dy if raw;
 // fprop in TF32: 4 an element of w; each operand's rounded up to 256. And wgrad with splits > 1: 2 *
-// splits * tile rows * tile columns * 4. Otherwise 0.
+// splits * tile rows * tile columns * 4; in the tiles "halo" and "planes" splits * 147,456 for every 64
+// of K/G, or splits * 122,880 for every 32 of C and 32 of K. Otherwise 0.
 #pragma once
 
 #include "common/plan.h"

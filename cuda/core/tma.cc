@@ -153,7 +153,7 @@ std::string RefuseWalk(int rank, const int64_t (&extent)[5], const TmaWalk& walk
 }
 
 Status EncodeIm2col(DType dtype, const TmaTensor& tensor, const TmaWalk& walk, int pixels,
-                    const std::string& what, CUtensorMap* map, bool tf32) {
+                    const std::string& what, CUtensorMap* map, bool tf32, int row_bytes) {
   const Driver& driver = TheDriver();
   JAXCONV_RETURN_IF_ERROR(CudaStatus(driver.error, what + ": cuTensorMapEncodeIm2col"));
   const Shape s = ShapeOf(dtype, tensor);
@@ -164,11 +164,14 @@ Status EncodeIm2col(DType dtype, const TmaTensor& tensor, const TmaWalk& walk, i
     upper[i] = UpperCorner(tensor.extent[i + 1], walk, i);
     step[i + 1] = cuuint32_t(walk.step[i]);
   }
+  const CUtensorMapSwizzle swizzle = row_bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
+                                     : row_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                                       : CU_TENSOR_MAP_SWIZZLE_32B;
   const CUresult result = driver.im2col(
       map, ElementType(dtype, tf32), cuuint32_t(tensor.rank), const_cast<void*>(tensor.base),
-      s.extent, s.stride, lower, upper, cuuint32_t(kRowBytes / SizeOf(dtype)), cuuint32_t(pixels),
-      step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      s.extent, s.stride, lower, upper, cuuint32_t(row_bytes / SizeOf(dtype)), cuuint32_t(pixels),
+      step, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) return Refused(what, "im2col", tensor, result);
   ForgetLargeSpan(s, map);
   return Status::Ok();

@@ -48,7 +48,9 @@ struct TmaWalk {
 std::string RefuseWalk(int rank, const int64_t (&extent)[5], const TmaWalk& walk,
                        const int (&largest_offset)[3]);
 
+// row_bytes: of a pixel's channels, 32, 64 or 128, in the swizzle of as many bytes (wgmma.cuh).
 Status EncodeIm2col(DType dtype, const TmaTensor& tensor, const TmaWalk& walk, int pixels,
-                    const std::string& what, CUtensorMap* map, bool tf32 = false);
+                    const std::string& what, CUtensorMap* map, bool tf32 = false,
+                    int row_bytes = 128);
 
 }  // namespace jaxconv::cuda

@@ -31,6 +31,24 @@ __device__ __forceinline__ uint64_t OperandDescriptor(uint32_t address) {
   return kFixed | uint64_t((address & 0x3FFFF) >> 4);
 }
 
+// A k-major operand whose rows are kRow = 32, 64 or 128 bytes (16, 32 or 64 k), in the swizzle of as
+// many bytes: 16-byte chunk j of row r lies at j ^ (r * kRow / 128) % (kRow / 16). Its first row may be
+// any row: the tensor cores permute by the address.
+template <int kRow>
+__device__ __forceinline__ uint64_t RowsDescriptor(uint32_t address) {
+  static_assert(kRow == 32 || kRow == 64 || kRow == 128);
+  constexpr uint64_t kSwizzle = kRow == 128 ? 1 : kRow == 64 ? 2 : 3;
+  constexpr uint64_t kFixed = kSwizzle << 62 | uint64_t(8 * kRow / 16) << 32 | uint64_t(1) << 16;
+  return kFixed | uint64_t((address & 0x3FFFF) >> 4);
+}
+
+// An mn-major operand of blocks of 32 m or n: rows of 64 bytes, a k each, in the 64-byte swizzle.
+// `between`: rows from a block to the next; blocks may overlap, and start at any row.
+__device__ __forceinline__ uint64_t NarrowDescriptor(uint32_t address, uint32_t between) {
+  constexpr uint64_t kFixed = uint64_t(2) << 62 | uint64_t(8 * 64 / 16) << 32;
+  return kFixed | uint64_t(between * (64 / 16)) << 16 | uint64_t((address & 0x3FFFF) >> 4);
+}
+
 // What a step of 16 k adds to a descriptor: 32 bytes along the rows, or 16 rows.
 template <bool kMajorK>
 inline constexpr uint64_t kOperandStep = (kMajorK ? 32 : 16 * 128) / 16;
@@ -61,6 +79,8 @@ __device__ __forceinline__ void Pin(float (&d)[kCount]) {
 #define JAXCONV_WGMMA_D1 \
   "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define JAXCONV_WGMMA_D1H \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define JAXCONV_WGMMA_D2 \
   "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
   "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
@@ -71,6 +91,7 @@ __device__ __forceinline__ void Pin(float (&d)[kCount]) {
 #define JAXCONV_WGMMA_F16(i) \
   JAXCONV_WGMMA_F4(i), JAXCONV_WGMMA_F4(i + 4), JAXCONV_WGMMA_F4(i + 8), JAXCONV_WGMMA_F4(i + 12)
 #define JAXCONV_WGMMA_F32(i) JAXCONV_WGMMA_F16(i), JAXCONV_WGMMA_F16(i + 16)
+#define JAXCONV_WGMMA_F48(i) JAXCONV_WGMMA_F32(i), JAXCONV_WGMMA_F16(i + 32)
 #define JAXCONV_WGMMA_F64(i) JAXCONV_WGMMA_F32(i), JAXCONV_WGMMA_F32(i + 32)
 #define JAXCONV_WGMMA_F96(i) JAXCONV_WGMMA_F64(i), JAXCONV_WGMMA_F32(i + 64)
 #define JAXCONV_WGMMA_F128(i) JAXCONV_WGMMA_F64(i), JAXCONV_WGMMA_F64(i + 64)
@@ -86,6 +107,9 @@ __device__ __forceinline__ void Pin(float (&d)[kCount]) {
   if constexpr (kRegisters == 32) {                                                                \
     JAXCONV_WGMMA("64", TYPE, JAXCONV_WGMMA_D0, JAXCONV_WGMMA_F32(0), "32", "33", "34", "35",      \
                   "36");                                                                           \
+  } else if constexpr (kRegisters == 48) {                                                         \
+    JAXCONV_WGMMA("96", TYPE, JAXCONV_WGMMA_D0 ", " JAXCONV_WGMMA_D1H, JAXCONV_WGMMA_F48(0), "48", \
+                  "49", "50", "51", "52");                                                         \
   } else if constexpr (kRegisters == 64) {                                                         \
     JAXCONV_WGMMA("128", TYPE, JAXCONV_WGMMA_D0 ", " JAXCONV_WGMMA_D1, JAXCONV_WGMMA_F64(0), "64", \
                   "65", "66", "67", "68");                                                         \
@@ -132,8 +156,8 @@ __device__ __forceinline__ void WgmmaRows(float (&d)[kRegisters], const uint32_t
 template <typename T, bool kMajorA, bool kMajorB, int kRegisters>
 __device__ __forceinline__ void Wgmma(float (&d)[kRegisters], uint64_t a, uint64_t b,
                                       int accumulate) {
-  static_assert(kRegisters == 32 || kRegisters == 64 || kRegisters == 96 || kRegisters == 128 ||
-                kRegisters == 160);
+  static_assert(kRegisters == 32 || kRegisters == 48 || kRegisters == 64 || kRegisters == 96 ||
+                kRegisters == 128 || kRegisters == 160);
   if constexpr (kRegisters == 160) {  // N = 320: four blocks of B, and the fifth
     constexpr uint64_t kFourth = 4 * kBlockBytes / 16;
     Wgmma<T, kMajorA, kMajorB>(reinterpret_cast<float (&)[128]>(d[0]), a, b, accumulate);
@@ -167,12 +191,14 @@ __device__ __forceinline__ void Wgmma(float (&d)[kRegisters], uint64_t a, uint64
 #undef JAXCONV_WGMMA_F128
 #undef JAXCONV_WGMMA_F96
 #undef JAXCONV_WGMMA_F64
+#undef JAXCONV_WGMMA_F48
 #undef JAXCONV_WGMMA_F32
 #undef JAXCONV_WGMMA_F16
 #undef JAXCONV_WGMMA_F4
 #undef JAXCONV_WGMMA_D3
 #undef JAXCONV_WGMMA_D2
 #undef JAXCONV_WGMMA_D1
+#undef JAXCONV_WGMMA_D1H
 #undef JAXCONV_WGMMA_D0
 
 // Registers of a thread of this warpgroup; every warp of the group calls it.
