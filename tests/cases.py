@@ -370,8 +370,11 @@ STEM_CASES = (
     _case("stem_c5", 1, (20, 23), 5, 72, (3, 3), "5 channels: two units of 4 a pixel", dilation=(1, 2)),
     _case("stem_c8", 2, (20, 23), 8, 136, (3, 3), "8 channels; unequal strides", stride=(3, 2), padding=1),
     _case("stem_cropped", 2, (20, 23), 3, 24, (3, 3), "negative padding", padding=((-1, -1), (2, 2))),
+    _case("stem_113", 1, (12, 226), 3, 72, (7, 7), "113 columns: two strips of a row", stride=2, padding=3),
+    _case("stem_7x7s1", 1, (20, 70), 4, 64, (7, 7), "7 chunks a row; odd rows", padding=3),
     _case("stem_1d", 2, (67,), 2, 16, (9,), "1-D", stride=4, padding=4),
     _case("rgb", 2, (18, 20), 64, 3, (3, 3), "K=3: few output channels", padding=1),
+    _case("rgb_wide", 1, (17, 230), 24, 3, (3, 3), "three strips of a row", padding=1),
     _case("head_k1", 2, (18, 20), 24, 1, (1, 1), "one output channel of 24 inputs, less than a block of 64"),
     _case(
         "head_k8",

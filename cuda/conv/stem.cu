@@ -7,8 +7,8 @@
 //
 // All three are bound by the fat image's traffic, if shared memory is not read too often for it.
 // Blocks are persistent: the filter (or the sums of dw) stays on chip, while tiles pass by. On
-// sm_90a the products are wgmma of a warpgroup's 64 rows by 64 columns or fewer; elsewhere
-// mma.sync, 16 rows a warp, with the same operands in the same places.
+// sm_90a the kernels of stem_rows.h take most problems; those here are for other devices and for
+// what is left. Products are mma.sync, 16 rows a warp:
 //
 //   expand    rows are fat pixels, gathered from the thin tile into registers by ldmatrix (each row
 //             of a window is a run of pixels); columns are fat channels
@@ -22,6 +22,7 @@
 
 #include "cuda/conv/reduce.h"
 #include "cuda/conv/stem.cuh"
+#include "cuda/conv/stem_rows.h"
 
 namespace jaxconv::cuda {
 namespace conv {
@@ -33,6 +34,12 @@ constexpr int kTileChannels = 64;
 constexpr int64_t kOperandBytes = 80 * 1024;  // of a filter in shared memory
 constexpr int64_t kHalfShared = 113 * 1024;   // two blocks a multiprocessor
 constexpr int64_t kMostShared = 160 * 1024;
+// Where stem_rows.h's kernels run, these take what is left, unpaired: fewer kernels to compile.
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+constexpr bool kLeftOver = true;
+#else
+constexpr bool kLeftOver = false;
+#endif
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Thin to fat: fprop where C is small, dgrad where K is small
@@ -80,6 +87,7 @@ __device__ __forceinline__ uint32_t FilterWord(const ExpandArgs<T>& a, int step,
 template <typename T, int kSteps, bool kPaired>
 __global__ void __launch_bounds__(kThreads, 2)
     ExpandKernel(const __grid_constant__ ExpandArgs<T> a) {
+  if constexpr (kPaired && kLeftOver) return;
   constexpr int kBlocks = (kSteps + 3) / 4;  // of 64 columns by 128 bytes of k, a chunk
   extern __shared__ __align__(1024) unsigned char cells[];
   const uint32_t shared = SharedAddress(cells);
@@ -120,7 +128,6 @@ __global__ void __launch_bounds__(kThreads, 2)
         (row * g.stride[0] * g.thin_cols + col * g.stride[1] + g.lead - g.skip) * g.pitch;
     places[pixel] = make_int2(int(thin) + at, pixel < g.pixels ? row << 16 | col : -1);
   }
-  FenceForWgmma();
 
   const auto stage = [&](int64_t tile) {
     const StemOrigin o = OriginOf(g, tile);
@@ -178,18 +185,6 @@ __global__ void __launch_bounds__(kThreads, 2)
               in[s][3] = v1.y;
             }
           }
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-          const uint64_t b = OperandDescriptor<true>(filter);
-          WgmmaFence();
-#pragma unroll
-          for (int s = 0; s < kSteps; ++s) {
-            WgmmaRegisters<T, true>(acc, in[s], b + (s / 4 * 8192 + s % 4 * 32) / 16,
-                                    chunk + s > 0);
-          }
-          WgmmaCommit();
-          WgmmaWait<0>();  // before anything else may be written to the registers of `in`
-          Pin(acc);
-#else
           if (chunk == 0) {
 #pragma unroll
             for (int i = 0; i < 32; ++i) acc[i] = 0.f;
@@ -210,7 +205,6 @@ __global__ void __launch_bounds__(kThreads, 2)
               }
             }
           }
-#endif
         }
 
         // acc[(half * 4 + c / 2) * 4 + i * 2 + c % 2] is channel half * 32 + c of pixel i.
@@ -308,6 +302,7 @@ __device__ __forceinline__ void LoadFat(uint32_t shared, const T* __restrict__ f
 
 template <typename T, bool kPaired>
 __global__ void __launch_bounds__(kThreads, 2) CrossKernel(const __grid_constant__ CrossArgs<T> a) {
+  if constexpr (kPaired && kLeftOver) return;
   extern __shared__ __align__(1024) unsigned char cells[];
   const uint32_t shared = SharedAddress(cells);
   const StemGeometry& g = a.g;
@@ -401,7 +396,6 @@ __global__ void __launch_bounds__(kThreads, 2) CrossKernel(const __grid_constant
   if (part < g.tiles) fetch(part, buffer);
   for (int64_t tile = part; tile < g.tiles; tile += a.parts) {
     CopyAsyncWait<0>();
-    FenceForWgmma();
     __syncthreads();
     if (g.staged) {
       UnpackThin<T, kThreads>(thin, raw, g);
@@ -442,18 +436,6 @@ __global__ void __launch_bounds__(kThreads, 2) CrossKernel(const __grid_constant
         uint32_t in[2][2][4];
 #pragma unroll
         for (int i = 0; i < 2; ++i) load(in[i], pair * 2 + i, 0);
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-        const uint64_t b = OperandDescriptor<false>(fat + pair * 4096);
-        WgmmaFence();
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          WgmmaRegisters<T, false>(acc[i % 2], in[i / 2][i % 2], b + i / 2 * (2048 / 16), 1);
-        }
-        WgmmaCommit();
-        WgmmaWait<0>();  // before anything else may be written to the registers of `in`
-        Pin(acc[0]);
-        Pin(acc[1]);
-#else
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
 #pragma unroll
@@ -472,7 +454,6 @@ __global__ void __launch_bounds__(kThreads, 2) CrossKernel(const __grid_constant
             }
           }
         }
-#endif
       }
     }
     const uint32_t swap = buffer;
@@ -525,20 +506,15 @@ __global__ void __launch_bounds__(kThreads, 2) CrossKernel(const __grid_constant
 // are 64 of them from any place on: an offset in the image is an offset in the rows. Rows in the
 // halo's columns are computed and dropped.
 
-constexpr int kMaxOffsets = 16;  // along an axis
 constexpr int kMaxColumns = 64;
 
 template <typename T>
-struct ContractArgs {
+struct ContractArgs : ContractOffsets {
   StemGeometry g;
   const T* fat;
   const T* w;
   T* thin;
   EpilogueArgs<T> epilogue;
-  int pad[2];
-  int count[2], least[2];  // offsets, and the least of them
-  int offset[2][kMaxOffsets];
-  int columns;         // stride[0] * stride[1] * channels
   int channel_blocks;  // of 128 bytes
   int plane;           // bytes of the fat pixels of a channel block
   int buffers;         // 2: a tile is fetched while the one before is worked on
@@ -555,22 +531,6 @@ __device__ __forceinline__ StemOrigin OriginOf(const ContractArgs<T>& a, int64_t
   const QuotRem w = DivMod(tile, a.by_tiles_w);
   const QuotRem h = DivMod(w.quot, a.by_tiles_h);
   return {int(h.quot), h.rem * a.rows, w.rem * a.cols};
-}
-
-// The element of w that column n needs at offset (dh, dw), or -1.
-template <typename T>
-__device__ __forceinline__ int64_t FilterAt(const ContractArgs<T>& a, int n, int dh, int dw) {
-  const StemGeometry& g = a.g;
-  const int phase = n / g.channels, c = n - phase * g.channels;
-  const int ph = phase / g.stride[1], pw = phase - ph * g.stride[1];
-  int r = ph - g.stride[0] * dh, s = pw - g.stride[1] * dw;
-  r = g.flip ? a.pad[0] - r : r + a.pad[0];
-  s = g.flip ? a.pad[1] - s : s + a.pad[1];
-  if (n >= a.columns || r < 0 || s < 0 || r % g.step[0] != 0 || s % g.step[1] != 0) return -1;
-  r /= g.step[0];
-  s /= g.step[1];
-  if (r >= g.taps / g.taps_w || s >= g.taps_w) return -1;
-  return (r * g.taps_w + s) * g.w_tap + c * g.w_thin;
 }
 
 template <typename T, int kColumns>
@@ -654,7 +614,6 @@ __global__ void __launch_bounds__(kThreads, 2)
             at, make_uint4(RoundToTf32(v.x), RoundToTf32(v.y), RoundToTf32(v.z), RoundToTf32(v.w)));
       }
     }
-    FenceForWgmma();
     __syncthreads();
     const bool more = tile + gridDim.x < a.tiles;
     if (more && a.buffers == 2) fetch(tile + gridDim.x, other);
@@ -663,22 +622,6 @@ __global__ void __launch_bounds__(kThreads, 2)
       // its own for each step of 32 bytes.
       constexpr int kChains = kColumns <= 16 ? 4 : 1;
       float sums[kChains][kColumns / 2] = {};
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-#pragma unroll 1
-      for (int e = 0; e < blocks; ++e) {
-        const uint64_t rows = OperandDescriptor<true>(fat + m * 8192 + offsets[e]);
-        const uint64_t filter = OperandDescriptor<true>(shared + e * kColumns * 128);
-        WgmmaFence();
-#pragma unroll
-        for (int step = 0; step < 4; ++step) {
-          WgmmaNarrow<T>(sums[step % kChains], rows + step * 2, filter + step * 2);
-        }
-        WgmmaCommit();
-      }
-      WgmmaWait<0>();
-#pragma unroll
-      for (int i = 0; i < kChains; ++i) Pin(sums[i]);
-#else
 #pragma unroll 1
       for (int e = 0; e < blocks; ++e) {
         const uint32_t row = fat + (m * 64 + warp * 16 + lane % 16) * 128 + offsets[e];
@@ -697,7 +640,6 @@ __global__ void __launch_bounds__(kThreads, 2)
           }
         }
       }
-#endif
       float (&acc)[kColumns / 2] = sums[0];
 #pragma unroll
       for (int i = 1; i < kChains; ++i) {
@@ -771,11 +713,15 @@ StemGeometry MakeGeometry(const ConvProblem& p, const void* thin) {
 }
 
 // Reads windows as pairs of units where they are so aligned.
-void Pair(StemGeometry& g) {
-  g.paired = g.step[1] == 1 && g.stride[1] * g.pitch % 16 == 0;
-  if (!g.paired) return;
+Status Pair(StemGeometry& g, const std::string& what) {
+  cudaFuncAttributes attributes;
+  const auto kernel = ExpandKernel<float, 4, false>;
+  JAXCONV_RETURN_IF_ERROR(CudaStatus(cudaFuncGetAttributes(&attributes, kernel), what));
+  g.paired = attributes.binaryVersion != 90 && g.step[1] == 1 && g.stride[1] * g.pitch % 16 == 0;
+  if (!g.paired) return Status::Ok();
   g.skip = g.dense && (g.first[1] % 4 + 4) % 4 * g.pitch % 16 != 0;
   g.row_pairs = int(CeilDiv((g.taps_w + g.skip) * g.pitch, 16));
+  return Status::Ok();
 }
 
 // Returns the bytes of the thin pixels.
@@ -871,12 +817,15 @@ Status RunExpand(const Context& ctx, const ConvProblem& p, const Epilogue& e, co
                  const void* w, const void* bias, void* fat, void* z, const std::string& what) {
   ExpandArgs<T> a{};
   a.g = MakeGeometry<T>(p, thin);
+  bool taken = false;
+  JAXCONV_RETURN_IF_ERROR(ExpandRows(ctx, p.dtype, a.g, e, thin, w, bias, fat, z, what, &taken));
+  if (taken) return Status::Ok();
   a.thin = static_cast<const T*>(thin);
   a.w = static_cast<const T*>(w);
   a.fat = static_cast<T*>(fat);
   a.epilogue = MakeEpilogue<T>(e, bias, z);
   a.wide = a.g.fat_channels % 8 == 0 && Aligned16(fat) && Aligned16(z);
-  Pair(a.g);
+  JAXCONV_RETURN_IF_ERROR(Pair(a.g, what));
   if (!a.g.paired) return LaunchExpand<T, 4, false>(ctx, a, int(CeilDiv(a.g.units, 4)), what);
   const int steps = int(CeilDiv(a.g.taps / a.g.taps_w * a.g.row_pairs, 2));
   return CeilDiv(steps, 14) * 14 <= CeilDiv(steps, 4) * 4
@@ -895,8 +844,12 @@ Status RunCross(const Context& ctx, const ConvProblem& p, const Plan& plan, cons
   a.dw_count = p.c * p.k * p.filter_size();
   JAXCONV_RETURN_IF_ERROR(CheckWorkspace(workspace, plan.splits * a.dw_count * 4, what));
   a.partials = static_cast<float*>(workspace.data);
+  bool taken = false;
+  JAXCONV_RETURN_IF_ERROR(
+      CrossRows(ctx, p.dtype, g, plan.splits, thin, fat, dw, a.partials, a.dw_count, what, &taken));
+  if (taken) return Status::Ok();
   const int tiles = int(CeilDiv(g.fat_channels, kTileChannels));
-  if (sizeof(T) == 2) Pair(g);
+  if (sizeof(T) == 2) JAXCONV_RETURN_IF_ERROR(Pair(g, what));
   const int units = g.paired ? g.taps / g.taps_w * g.row_pairs * 2 : g.units;
   a.by_unit = units > kGroupUnits<T>;
   a.by_channel = !a.by_unit && tiles > 1;
@@ -1030,7 +983,9 @@ Status RunContract(const Context& ctx, const ConvProblem& p, const Epilogue& e, 
     std::copy(found.begin(), found.end(), a.offset[d]);
   }
   a.columns = g.stride[0] * g.stride[1] * g.channels;
-  if (a.columns <= 8) return LaunchContract<T, 8>(ctx, a, what);
+  bool taken = false;
+  JAXCONV_RETURN_IF_ERROR(ContractRows(ctx, p.dtype, g, a, e, fat, w, bias, thin, z, what, &taken));
+  if (taken) return Status::Ok();
   if (a.columns <= 16) return LaunchContract<T, 16>(ctx, a, what);
   if (a.columns <= kMaxColumns) return LaunchContract<T, 64>(ctx, a, what);
   return Status::Unimplemented(what + ": expected strides times channels of at most 64");

@@ -11,17 +11,8 @@
 #include "cuda/conv/common.cuh"
 #include "cuda/conv/matrix.cuh"
 #include "cuda/core/mma.cuh"
-#include "cuda/core/tma.cuh"
-#include "cuda/core/wgmma.cuh"
 
 namespace jaxconv::cuda::conv {
-
-// This thread's writes to shared memory, before wgmma reads them.
-__device__ __forceinline__ void FenceForWgmma() {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  FenceForTma();
-#endif
-}
 
 inline constexpr int kFew = 8;  // channels of a thin image
 inline constexpr int kUnitBytes = 8;
@@ -101,6 +92,22 @@ JAXCONV_HD StemElement UnitElement(const StemGeometry& g, int unit, int byte, in
   const int r = pixel / g.taps_w;
   return unit < g.units && c < g.channels ? StemElement{TapAt(g, r, pixel - r * g.taps_w), c}
                                           : StemElement{-1, 0};
+}
+
+// The element of w that column n needs at offset (dh, dw), or -1.
+template <typename Args>
+__device__ __forceinline__ int64_t FilterAt(const Args& a, int n, int dh, int dw) {
+  const StemGeometry& g = a.g;
+  const int phase = n / g.channels, c = n - phase * g.channels;
+  const int ph = phase / g.stride[1], pw = phase - ph * g.stride[1];
+  int r = ph - g.stride[0] * dh, s = pw - g.stride[1] * dw;
+  r = g.flip ? a.pad[0] - r : r + a.pad[0];
+  s = g.flip ? a.pad[1] - s : s + a.pad[1];
+  if (n >= a.columns || r < 0 || s < 0 || r % g.step[0] != 0 || s % g.step[1] != 0) return -1;
+  r /= g.step[0];
+  s /= g.step[1];
+  if (r >= g.taps / g.taps_w || s >= g.taps_w) return -1;
+  return (r * g.taps_w + s) * g.w_tap + c * g.w_thin;
 }
 
 __device__ __forceinline__ uint32_t ThinBits(const float* p) {
@@ -215,81 +222,6 @@ __device__ __forceinline__ void UnpackThin(uint32_t shared, uint32_t raw, const 
     }
   }
 }
-
-// D (64 x 64) += A (64 x 32 bytes of k, in registers) * B (in shared memory). The registers of A
-// are those of mma.m16n8 for the warp's 16 rows.
-// clang-format off
-#define JAXCONV_RS(SHAPE, TYPE, TAIL)                                                              \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"                                        \
-               "wgmma.mma_async.sync.aligned." SHAPE ".f32." TYPE "." TYPE " {"                    \
-               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "            \
-               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, " \
-               "{%32, %33, %34, %35}, %36, p, 1, 1" TAIL ";\n}\n"                                  \
-               : JAXCONV_RS_F16(0), JAXCONV_RS_F16(16)                                             \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate))
-#define JAXCONV_RS_F4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define JAXCONV_RS_F16(i) \
-  JAXCONV_RS_F4(i), JAXCONV_RS_F4(i + 4), JAXCONV_RS_F4(i + 8), JAXCONV_RS_F4(i + 12)
-// clang-format on
-
-template <typename T, bool kMajorB>
-__device__ __forceinline__ void WgmmaRegisters(float (&d)[32], const uint32_t (&a)[4], uint64_t b,
-                                               int accumulate) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    if constexpr (kMajorB) {
-      JAXCONV_RS("m64n64k16", "bf16", ", 0");
-    } else {
-      JAXCONV_RS("m64n64k16", "bf16", ", 1");
-    }
-  } else if constexpr (std::is_same_v<T, __half>) {
-    if constexpr (kMajorB) {
-      JAXCONV_RS("m64n64k16", "f16", ", 0");
-    } else {
-      JAXCONV_RS("m64n64k16", "f16", ", 1");
-    }
-  } else {
-    static_assert(kMajorB);
-    JAXCONV_RS("m64n64k8", "tf32", "");
-  }
-}
-#undef JAXCONV_RS
-
-// D (64 x N) += A (64 x 32 bytes of k) * B (the same x N), both k-major in shared memory; N is
-// twice the registers.
-// clang-format off
-#define JAXCONV_NARROW(SHAPE, TYPE, TAIL, REGISTERS, OUTPUTS, A, B)                                \
-  asm volatile("wgmma.mma_async.sync.aligned." SHAPE ".f32." TYPE "." TYPE " {" REGISTERS "}, %" A \
-               ", %" B ", 1, 1, 1" TAIL ";\n" : OUTPUTS : "l"(a), "l"(b))
-#define JAXCONV_NARROW_N(K, TYPE, TAIL)                                                     \
-  if constexpr (kRegisters == 4) {                                                          \
-    JAXCONV_NARROW("m64n8k" K, TYPE, TAIL, "%0, %1, %2, %3", JAXCONV_RS_F4(0), "4", "5");   \
-  } else if constexpr (kRegisters == 8) {                                                   \
-    JAXCONV_NARROW("m64n16k" K, TYPE, TAIL, "%0, %1, %2, %3, %4, %5, %6, %7",               \
-                   JAXCONV_RS_F4(0) JAXCONV_COMMA JAXCONV_RS_F4(4), "8", "9");              \
-  } else {                                                                                  \
-    JAXCONV_NARROW("m64n64k" K, TYPE, TAIL,                                                 \
-               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "            \
-               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31",   \
-                   JAXCONV_RS_F16(0) JAXCONV_COMMA JAXCONV_RS_F16(16), "32", "33");         \
-  }
-#define JAXCONV_COMMA ,
-// clang-format on
-
-template <typename T, int kRegisters>
-__device__ __forceinline__ void WgmmaNarrow(float (&d)[kRegisters], uint64_t a, uint64_t b) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    JAXCONV_NARROW_N("16", "bf16", ", 0, 0")
-  } else if constexpr (std::is_same_v<T, __half>) {
-    JAXCONV_NARROW_N("16", "f16", ", 0, 0")
-  } else {
-    JAXCONV_NARROW_N("8", "tf32", "")
-  }
-}
-#undef JAXCONV_COMMA
-#undef JAXCONV_NARROW_N
-#undef JAXCONV_NARROW
-#undef JAXCONV_RS_F16
-#undef JAXCONV_RS_F4
 
 __device__ __forceinline__ void LoadMatrix2(uint32_t& r0, uint32_t& r1, uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];\n"

@@ -10,13 +10,15 @@
 //   fat to thin (dgrad where C is few, fprop where K is) and wgrad: the other side's channels a
 //     multiple of 8 and its array 16-byte aligned
 //   fat to thin: strides times channels at most 64, at most 16 taps an axis, and the filter
-//     operand, ceil(many / 64) * offsets * 128 * (8, 16 or 64 columns) bytes, at most 80 KiB
+//     operand, ceil(many / 64) * offsets * 128 * (16 or 64 columns) bytes, at most 80 KiB
 //     (float32: many / 32)
-// `plan.tile` and `plan.chunk` are not read. Taps and channels are padded with zeros: an infinity
-// in the thin image can make NaN where the sum is infinite.
+// Taps and channels are padded with zeros, and so are rows of pixels for wgrad: an infinity in the
+// thin image can make NaN where the sum is infinite, or would be without it.
 //
-// Workspace, bytes: fprop, dgrad: 0. wgrad: plan.splits * K * C * R*S * 4, plan.splits >= 1: the
-// number of persistent blocks (two fit a multiprocessor) for each tile of dw.
+// `plan.tile` and `plan.chunk` are not read.
+//
+// Workspace, bytes: fprop, dgrad: 0. wgrad: plan.splits * K * C * R*S * 4, plan.splits >= 1: the most persistent blocks (two fit a
+// multiprocessor, on sm_90a one) for each tile of dw.
 #pragma once
 
 #include "common/plan.h"
