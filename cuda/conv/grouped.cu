@@ -584,7 +584,7 @@ Status Run(const Context& ctx, const ConvProblem& p, bool dgrad, const Plan& pla
   const bool aligned = Aligned16(src) && Aligned16(dst) && Aligned16(z);
   JAXCONV_RETURN_IF_ERROR(Check(p, aligned, what));
   if (plan.tile == "rows") {
-    JAXCONV_RETURN_IF_ERROR(CheckGroupedRows(p, aligned, what));
+    JAXCONV_RETURN_IF_ERROR(CheckGroupedRows(p, aligned && Aligned16(w), what));
     return GroupedRows(ctx, p, dgrad, e, src, w, bias, dst, z, what);
   }
   const auto run = [&](auto tag) {

@@ -70,23 +70,30 @@ __device__ __forceinline__ void MmaTo(float (&d)[4], const uint32_t* a, const ui
   }
 }
 
-// The filter between source channels src, src + 1 and output channel dst (of all) at a tap as the
-// kernel counts them, packed; zero between groups and past the last channel. Without a branch, so
-// that all loads of a thread are in flight together.
-template <typename T>
-__device__ __forceinline__ uint32_t FilterPair(const GroupedRowsArgs<T>& g, int tap, int src,
-                                               int dst) {
-  const int group = dst >> g.group_shift, size = 1 << g.group_shift;
-  const bool live = dst < g.to.channels && src >> g.group_shift == group;
-  const int in_group = src & (size - 1), out_group = dst & (size - 1);
-  const int64_t at = g.dgrad
-                         ? int64_t((kR * kS - 1 - tap) * size + out_group) * g.from.channels + src
-                         : int64_t(tap * size + in_group) * g.to.channels + dst;
-  const T* w = g.w + (live ? at : 0);
-  const uint32_t low = *reinterpret_cast<const uint16_t*>(w);
-  const uint32_t high =
-      *reinterpret_cast<const uint16_t*>(w + (live ? (g.dgrad ? 1 : g.to.channels) : 0));
-  return live ? low | high << 16 : 0;
+// Rows of the filter in shared memory at a tap: the channels of C/G (those of 4 twice, with zeros
+// between the groups of an octet) x the slab's 64 of K, in the copy engine's swizzle.
+constexpr int FilterRows(int octets) { return octets * 8; }
+constexpr int FilterBytes(int octets) { return kR * kS * FilterRows(octets) * kSlab * 2; }
+
+// Fetched by the whole block at once, and coalesced: fragments gathered from global memory by each warp
+// took 4 us, in dgrad 6.
+template <typename T, int kOctets>
+__device__ __forceinline__ void StageFilter(const GroupedRowsArgs<T>& g, uint32_t to, int slab) {
+  constexpr int kRows = FilterRows(kOctets), kChunks = kSlab / 8;
+  const int size = 1 << g.group_shift;
+#pragma unroll
+  for (int e = threadIdx.x; e < kR * kS * kRows * kChunks; e += kWarps * 32) {
+    const int row = e / kChunks, chunk = e % kChunks, tap = row / kRows, c = row % kRows;
+    const int channel = slab * kSlab + chunk * 8;
+    uint4 v = make_uint4(0, 0, 0, 0);
+    if (channel < g.to.channels) {
+      v = *reinterpret_cast<const uint4*>(
+          g.w + int64_t(tap * size + (c & (size - 1))) * g.to.channels + channel);
+    }
+    if (size == 4 && c < 4) v.z = v.w = 0;
+    if (size == 4 && c >= 4) v.x = v.y = 0;
+    StoreShared16(to + uint32_t(row * 128 + ((chunk ^ (row & 7)) << 4)), v);
+  }
 }
 
 // kOctets: octets of a group (1: groups of 4 or 8). kTiles: of 16 pixels, of a warp; a strip's
@@ -101,7 +108,8 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks)
   const RowUnits& u = g.u;
   const uint32_t ring_at = SharedAddress(cells);
   const uint32_t staging = ring_at + uint32_t(u.stages * u.stage_bytes);
-  RowRing ring(ring_at, staging + kWarps * kStaging, u);
+  const uint32_t filter_at = staging + kWarps * kStaging;
+  RowRing ring(ring_at, filter_at + FilterBytes(kOctets), u);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (threadIdx.x == 0) ring.Init(kWarps);
   __syncthreads();
@@ -145,19 +153,41 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks)
   const int tile0 = warp / 4 * kTiles;
   const uint32_t mine = staging + uint32_t(warp * kStaging);
 
-  // Fragments: column lane / 4, rows 2 (lane % 4) and the next, of 8 source channels.
+  // Fragments: column lane / 4, rows 2 (lane % 4) and the next, of 8 source channels. Shared memory has
+  // source channels along rows (dgrad: along columns, and the taps reversed).
+  StageFilter<T, kOctets>(g, filter_at, slab);
+  __syncthreads();
   uint32_t filter[2][kR][kWords];
+  constexpr int kTaps = kR * kS;
+  const auto fragments = [&](uint32_t (&f)[4], int tap, int row8, int octet) {
+    const int row = ((g.dgrad ? kTaps - 1 - tap : tap) * kOctets + row8) * 8 + lane % 8;
+    const uint32_t at = filter_at + uint32_t(row * 128 + ((octet ^ (row & 7)) << 4));
+    if (g.dgrad) {
+      LoadMatrix(f, at);
+    } else {
+      LoadMatrixTransposed(f, at);
+    }
+  };
+  const int matrix = lane / 8;  // that a lane gives an address of
+  if constexpr (kOctets == 1) {
 #pragma unroll
-  for (int o = 0; o < 2; ++o) {
-    const int dst = channel0 + o * 8 + lane / 4;
+    for (int t = 0; t < kTaps; t += 2) {  // taps t, t + 1 of both octets
+      uint32_t f[4];
+      fragments(f, min(t + matrix / 2, kTaps - 1), 0, pair * 2 + matrix % 2);
 #pragma unroll
-    for (int r = 0; r < kR; ++r) {
-#pragma unroll
-      for (int i = 0; i < kWords; ++i) {
-        const int s = kOctets == 1 ? i : i / kOctets;
-        const int src = channel0 + (kOctets == 1 ? o : i % 2) * 8 + lane % 4 * 2;
-        filter[o][r][i] = FilterPair(g, r * kS + s, src, dst);
+      for (int i = 0; i < 4; ++i) {
+        const int tap = t + i / 2;
+        if (tap < kTaps) filter[i % 2][tap / kS][tap % kS] = f[i];
       }
+    }
+  } else {
+#pragma unroll
+    for (int t = 0; t < kTaps; ++t) {  // [output octet][source octet]
+      uint32_t f[4];
+      const int out = matrix / 2, in = matrix % 2;
+      fragments(f, t, g.dgrad ? out : in, pair * 2 + (g.dgrad ? in : out));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) filter[i / 2][t / kS][t % kS * 2 + i % 2] = f[i];
     }
   }
 
@@ -327,7 +357,7 @@ Status Launch(const Context& ctx, GroupedRowsArgs<T> g, const void* src, DType d
       EncodeTiled(dtype, tensor, {0, u.width + kS - 1, 1, u.images, 1}, what, &g.map));
   const int64_t blocks = CeilDiv(u.rows, u.share) * u.slabs;
   JAXCONV_RETURN_IF_ERROR(CheckBlocks(blocks, what));
-  const int bytes = u.stages * (u.stage_bytes + 16) + kWarps * kStaging;
+  const int bytes = u.stages * (u.stage_bytes + 16) + kWarps * kStaging + FilterBytes(kOctets);
   const auto kernel = GroupedRowsKernel<T, kOctets, kTiles, kBlocks>;
   JAXCONV_RETURN_IF_ERROR(CudaStatus(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), what));

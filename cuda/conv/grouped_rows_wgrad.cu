@@ -4,8 +4,8 @@
 // channels of dy (an octet) on N, and on M two units of 8 channels of x: an octet at taps s = 0 and
 // 1, or two octets at one tap.
 //
-// A warp owns two neighbouring octets of dy and two tiles of 16 pixels of a unit (row_stream.cuh) and
-// goes down the rows: a stage brings row h of x and row h + pad of dy, the last row of dy that meets
+// A warp owns two neighbouring octets of dy (groups of 16: one, so that twice as many warps' sums fit the
+// registers) and two tiles of 16 pixels of a unit (row_stream.cuh) and goes down the rows: a stage brings row h of x and row h + pad of dy, the last row of dy that meets
 // it. Row h of x is read from shared memory once and multiplied with the three rows of dy that it
 // meets, which stay in registers; so do all the warp's sums, until the block ends. Then the two warps
 // of an octet pair are added, and what lies between different groups is dropped.
@@ -19,7 +19,6 @@ namespace jaxconv::cuda::conv {
 namespace {
 
 constexpr int kR = 3, kS = 3;
-constexpr int kWarps = 8;
 [[maybe_unused]] constexpr int kTiles = 2;  // of 16 pixels, of a warp
 constexpr int kUnitTiles = 4;               // of a unit: two warps' for each pair of octets
 constexpr int kSlab = 64;                   // channels
@@ -38,14 +37,19 @@ struct GroupedRowsWgradArgs {
   int64_t splits;
 };
 
-// kOctets: octets of a group (1: groups of 4 or 8).
-template <typename T, int kOctets, int kBlocks>
-__global__ void __launch_bounds__(kWarps * 32, kBlocks)
+// Of an octet of dy, or two.
+constexpr int WarpsOf(int owned) { return 16 / owned; }
+
+// kOctets: octets of a group (1: groups of 4 or 8). kOwned: octets of dy of a warp.
+template <typename T, int kOctets, int kOwned, int kBlocks>
+__global__ void __launch_bounds__(WarpsOf(kOwned) * 32, kBlocks)
     GroupedRowsWgradKernel(const __grid_constant__ GroupedRowsWgradArgs<T> g) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   // Products of a row of x with a row of dy, for each octet of dy. kOctets == 1: [0] taps 0 and 1 of
   // its own octet, [1] both octets at tap 2. Else tap by tap, both octets of the group.
   constexpr int kProducts = kOctets == 1 ? 2 : kS;
+  constexpr int kWarps = WarpsOf(kOwned), kParts = kWarps / 2;  // warps with different octets of dy
+  static_assert(kOwned == 2 || kOctets == 2);
   extern __shared__ __align__(1024) unsigned char cells[];
   const RowUnits& u = g.u;
   const uint32_t ring_at = SharedAddress(cells);
@@ -93,16 +97,19 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks)
     for (int s = 1; s < u.stages; ++s) feed();
   }
 
-  const int pair = warp % 4;  // octets 2 pair and the next, of the slab
+  const int pair = warp % kParts * kOwned / 2;    // octets 2 pair and the next, of the slab
+  const int octet0 = kOwned == 2 ? 0 : warp % 2;  // of the pair, the warp's first of dy
   const int channel0 = slab * kSlab + pair * 16;
-  const int tile0 = warp / 4 * kTiles;
+  const int tile0 = warp / kParts * kTiles;
 
   // Where a lane's rows of ldmatrix.trans lie in a stage. x: matrices (unit 0, pixels 0 to 7), (unit
   // 1, the same), then pixels 8 to 15; kOctets == 1: [0] the first octet at taps 0 and 1, [1] both
-  // octets at tap 2. dy: (octet 0, pixels 0 to 7), (the same octet, pixels 8 to 15), then octet 1.
+  // octets at tap 2. dy: (octet 0, pixels 0 to 7), (the same octet, pixels 8 to 15), then octet 1, or, of
+  // one octet, the second tile's.
   constexpr int kAt = kOctets == 1 ? 2 : kS;
-  uint32_t x_tile[kTiles][kAt], dy_tile[kTiles];
-  bool real[kTiles];
+  constexpr int kLoads = kTiles * kOwned / 2;  // of dy
+  uint32_t x_tile[kTiles][kAt], dy_tile[kLoads];
+  bool real[kLoads];
 #pragma unroll
   for (int m = 0; m < kTiles; ++m) {
     const int tile = tile0 + m, image = tile / g.row_tiles, col = (tile - image * g.row_tiles) * 16;
@@ -115,33 +122,39 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks)
       const int row = min(x_pixel + s, u.images * pitch - 1);
       x_tile[m][i] = uint32_t(row * 128 + ((octet ^ (row & 7)) << 4));
     }
-    const int dy_col = col + lane % 16;
-    const int row = image * u.width + dy_col, octet = pair * 2 + lane / 16;
-    real[m] = image < u.images && dy_col < u.width;
-    dy_tile[m] = g.dy_at + uint32_t(row * 128 + ((octet ^ (row & 7)) << 4));
+  }
+#pragma unroll
+  for (int l = 0; l < kLoads; ++l) {
+    const int tile = tile0 + (kOwned == 2 ? l : lane / 16), image = tile / g.row_tiles;
+    const int dy_col = (tile - image * g.row_tiles) * 16 + lane % 16;
+    const int row = image * u.width + dy_col;
+    const int octet = pair * 2 + (kOwned == 2 ? lane / 16 : octet0);
+    real[l] = image < u.images && dy_col < u.width;
+    dy_tile[l] = g.dy_at + uint32_t(row * 128 + ((octet ^ (row & 7)) << 4));
   }
 
-  float acc[kR][2][kProducts][4] = {};
+  float acc[kR][kOwned][kProducts][4] = {};
   for (int64_t row = begin; row < end;) {
     const RowUnit at = UnitOf(u, row, end);
     row += at.end - at.p;
-    uint32_t grad[kR][kTiles][4] = {};  // grad[r] is row h + pad - r of dy: [octet of 2][half]
+    // grad[r] is row h + pad - r of dy: [tile][octet][half].
+    uint32_t grad[kR][kTiles * kOwned * 2] = {};
     for (int h = first_row(at); h < at.end; ++h) {
       if (threadIdx.x == 0) feed();
 #pragma unroll
       for (int r = kR - 1; r > 0; --r) {
 #pragma unroll
-        for (int m = 0; m < kTiles; ++m) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) grad[r][m][i] = grad[r - 1][m][i];
-        }
+        for (int i = 0; i < kTiles * kOwned * 2; ++i) grad[r][i] = grad[r - 1][i];
       }
       __syncwarp();
       ring.Await();
       const uint32_t from = ring.At();
 #pragma unroll
-      for (int m = 0; m < kTiles; ++m) {
-        LoadMatrixTransposed(grad[0][m], real[m] ? from + dy_tile[m] : zeros);
+      for (int l = 0; l < kLoads; ++l) {
+        uint32_t row[4];
+        LoadMatrixTransposed(row, real[l] ? from + dy_tile[l] : zeros);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) grad[0][4 * l + i] = row[i];
       }
       if (h >= at.p) {
 #pragma unroll
@@ -155,8 +168,9 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks)
             for (int r = 0; r < kR; ++r) {
 #pragma unroll
               for (int o = 0; o < 2; ++o) {
-                Mma<T>(acc[r][o][0], a[o], grad[r][m][2 * o], grad[r][m][2 * o + 1]);
-                Mma<T>(acc[r][o][1], last, grad[r][m][2 * o], grad[r][m][2 * o + 1]);
+                const uint32_t* of = grad[r] + 4 * m + 2 * o;
+                Mma<T>(acc[r][o][0], a[o], of[0], of[1]);
+                Mma<T>(acc[r][o][1], last, of[0], of[1]);
               }
             }
           } else {
@@ -167,8 +181,9 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks)
 #pragma unroll
               for (int r = 0; r < kR; ++r) {
 #pragma unroll
-                for (int o = 0; o < 2; ++o) {
-                  Mma<T>(acc[r][o][s], a, grad[r][m][2 * o], grad[r][m][2 * o + 1]);
+                for (int o = 0; o < kOwned; ++o) {
+                  const uint32_t* of = grad[r] + (m * kOwned + o) * 2;
+                  Mma<T>(acc[r][o][s], a, of[0], of[1]);
                 }
               }
             }
@@ -181,15 +196,16 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks)
     }
   }
 
-  // The second warp of a pair hands its sums to the first, over the ring, which nobody reads any more.
+  // The second warp of the same octets hands its sums to the first, over the ring, which nobody reads any more.
   __syncthreads();
-  float* sums = reinterpret_cast<float*>(cells) + pair * (kR * 2 * kProducts * 4 * 32) + lane;
+  float* sums =
+      reinterpret_cast<float*>(cells) + warp % kParts * (kR * kOwned * kProducts * 4 * 32) + lane;
   const auto each = [&](auto visit) {
     int slot = 0;
 #pragma unroll
     for (int r = 0; r < kR; ++r) {
 #pragma unroll
-      for (int o = 0; o < 2; ++o) {
+      for (int o = 0; o < kOwned; ++o) {
 #pragma unroll
         for (int i = 0; i < kProducts; ++i) {
 #pragma unroll
@@ -198,18 +214,18 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks)
       }
     }
   };
-  if (warp >= 4) {
+  if (warp >= kParts) {
     each([&](int r, int o, int i, int e, int slot) { sums[slot * 32] = acc[r][o][i][e]; });
   }
   __syncthreads();
-  if (warp >= 4) return;
+  if (warp >= kParts) return;
   each([&](int r, int o, int i, int e, int slot) {
     const float sum = acc[r][o][i][e] + sums[slot * 32];
     const int unit = e / 2;
     const int s = kOctets == 1 ? (i == 0 ? unit : 2) : i;
     const int octet = pair * 2 + (kOctets == 1 && i == 0 ? o : unit);
     const int c = slab * kSlab + octet * 8 + lane / 4;
-    const int k = channel0 + o * 8 + lane % 4 * 2 + e % 2;
+    const int k = channel0 + (octet0 + o) * 8 + lane % 4 * 2 + e % 2;
     const int group = k / g.group;
     if (c / g.group != group || k >= g.out.channels) return;
     const int64_t to = (int64_t(r * kS + s) * g.group + c - group * g.group) * g.out.channels + k;
@@ -222,7 +238,7 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks)
 #endif
 }
 
-template <typename T, int kOctets, int kBlocks>
+template <typename T, int kOctets, int kOwned, int kBlocks>
 Status Launch(const Context& ctx, GroupedRowsWgradArgs<T> g, const void* x, const void* dy,
               DType dtype, const std::string& what) {
   RowUnits& u = g.u;
@@ -248,10 +264,10 @@ Status Launch(const Context& ctx, GroupedRowsWgradArgs<T> g, const void* x, cons
   JAXCONV_RETURN_IF_ERROR(CheckBlocks(blocks, what));
   constexpr int kSums = 4 * kR * 2 * (kOctets == 1 ? 2 : kS) * 4 * 128;
   const int bytes = std::max(u.stages * (u.stage_bytes + 16) + 16, kSums);
-  const auto kernel = GroupedRowsWgradKernel<T, kOctets, kBlocks>;
+  const auto kernel = GroupedRowsWgradKernel<T, kOctets, kOwned, kBlocks>;
   JAXCONV_RETURN_IF_ERROR(CudaStatus(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), what));
-  kernel<<<unsigned(blocks), kWarps * 32, bytes, ctx.stream>>>(g);
+  kernel<<<unsigned(blocks), WarpsOf(kOwned) * 32, bytes, ctx.stream>>>(g);
   return LaunchStatus(what);
 }
 
@@ -270,8 +286,8 @@ Status GroupedRowsWgrad(const Context& ctx, const ConvProblem& p, int64_t splits
     g.pad_w = int(p.pad[2]);
     g.group = int(p.group_c());
     g.splits = splits;
-    if (g.group <= 8) return Launch<T, 1, 2>(ctx, g, x, dy, p.dtype, what);
-    return Launch<T, 2, 1>(ctx, g, x, dy, p.dtype, what);
+    if (g.group <= 8) return Launch<T, 1, 2, 2>(ctx, g, x, dy, p.dtype, what);
+    return Launch<T, 2, 1, 1>(ctx, g, x, dy, p.dtype, what);
   };
   return p.dtype == DType::kBF16 ? run(TypeTag<__nv_bfloat16>{}) : run(TypeTag<__half>{});
 }
