@@ -710,7 +710,8 @@ def wgmma_tile_refusal(op: str, tile: str, p: ConvProblem) -> str | None:
         tiles = TF32_WGRAD_TILES if op == "conv_wgrad" else TF32_TILES
         if _terms(p) > 1 or tile not in tiles:
             return "float32 does not have it"
-        return _tf32_halo_refusal(p) if tile == "halo" else None
+        if op == "conv_wgrad":
+            return _tf32_halo_refusal(p) if tile == "halo" else None
     if tile == "planes":
         return _planes_refusal(op, p)
     if tile == "128x128h":
@@ -762,7 +763,7 @@ def _tf32_halo_refusal(p: ConvProblem) -> str | None:
         return "it takes up to 3 planes of 3x3 taps, stride 1, no dilation along rows"
     if any(low < 0 for low, _ in p.padding):
         return "it takes no negative padding"
-    if _tf32_halo_places(p) >= 2**31 - 4096:
+    if 3 * _tf32_halo_places(p) >= 2**31 - 4096:  # with the planes that the last ones read
         return "it needs fewer than 2^31 pixels and gaps"
     size, out, (low, _) = p.in_spatial[-1], p.out_spatial[-1], p.padding[-1]
     reach = 2 * (p.dilation[-2] * max(size + low, out + 2 - low) + 1)

@@ -65,7 +65,7 @@ def test_integers_of_several_terms_are_exact(name, precision):
 
 @pytest.mark.parametrize("tile", _plan.TF32_WGRAD_TILES)
 @pytest.mark.parametrize("case", WGMMA_CASES, ids=lambda case: case.name)
-def test_every_tile_of_a_tf32_weight_gradient_is_exact(case, tile, monkeypatch):
+def test_tf32_is_exact_and_so_is_every_tile_of_a_weight_gradient(case, tile, monkeypatch):
     """Whatever the plan would take: a tile runs what it claims to."""
 
     def forced(p: Any) -> str:
@@ -76,8 +76,10 @@ def test_every_tile_of_a_tf32_weight_gradient_is_exact(case, tile, monkeypatch):
     x, w, dy = (
         integers(i, s, most) for i, (s, most) in enumerate(zip(shapes(case).values(), (1000, 1, 1), strict=True))
     )
-    actual = trio(case, x, w, dy, algorithm="wgmma")["wgrad"]
-    assert_exact(actual, ref.wgrad(case, x, dy), f"wgrad of {case.name}, {tile}")
+    values = {"x": x, "w": w, "dy": dy}
+    for op, result in trio(case, x, w, dy, algorithm="wgmma").items():
+        expected = getattr(ref, op)(case, *(values[n] for n in OPERANDS[op]))
+        assert_exact(result, expected, f"{op} of {case.name}, {tile}")
 
 
 @pytest.mark.parametrize("name", ["columns", "strided", "dilated", "pointwise"])

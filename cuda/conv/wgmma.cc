@@ -370,63 +370,37 @@ Status HaloWgradOf(const Context& ctx, const ConvProblem& p, int64_t parts, cons
 // ---------------------------------------------------------------------------------------------------
 // wgrad in TF32 (wgmma_wgrad_tf32.cu).
 
-// The line with gaps, on which tap t of an axis reads place v + t * dilation / stride of the strip of
-// every stride-th pixel from t * dilation % stride on. What lies past a row's last pixel reads as zeros:
-// the gap, and the padding of the next row.
+// The line with gaps (wgmma_halo.cuh).
 Status MakeTf32Halo(const ConvProblem& p, const std::string& what, Tf32Wgrad* g, TmaWalk* read,
                     TmaWalk* made) {
-  const auto no = [&](const std::string& why) {
-    return Status::Unimplemented(what + ": tile \"halo\" " + why);
-  };
   if (p.filter[0] > 3 || p.filter[1] != 3 || p.filter[2] != 3 || p.dilation[2] != 1 ||
       p.stride[0] * p.stride[1] * p.stride[2] != 1) {
-    return no("takes filters of up to 3 planes of 3 x 3 taps, stride 1, no dilation along rows");
+    return Status::Unimplemented(
+        what +
+        ": tile \"halo\" takes up to 3 planes of 3 x 3 taps, stride 1, no dilation along rows");
   }
-  int64_t places = p.n, pitch[3];
+  HaloAxis axes[3];
   for (int i = 0; i < 3; ++i) {
     const int d = 2 - i;
-    const int64_t stride = p.stride[d], pad = p.pad[d];
-    const int64_t latest = (p.filter[d] - 1) * p.dilation[d] / stride;  // shift
-    if (pad < 0) return no("takes no negative padding");
-    const int64_t extent = std::max(
-        {(p.in[d] + pad + stride - 1) / stride, p.out[d] + latest - pad / stride, p.out[d]});
-    g->extent[i] = read->count[i] = made->count[i] = int(extent);
-    g->first[i] = read->first[i] = int(-pad);
-    g->step[i] = read->step[i] = int(stride);
-    made->first[i] = 0;
-    made->step[i] = 1;
-    pitch[i] = i == 0 ? 1 : pitch[i - 1] * g->extent[i - 1];
-    places *= extent;
-    if (places > kMaxPixels) {
-      return no("takes at most " + std::to_string(kMaxPixels) + " places");
-    }
+    axes[i] = {p.in[d], p.out[d], p.filter[d], p.dilation[d], p.pad[d]};
+  }
+  HaloLine line;
+  JAXCONV_RETURN_IF_ERROR(MakeLine(axes, Rank(p), p.n, what, &line, read, made));
+  const int64_t row = p.dilation[1] * line.extent[0];
+  const int64_t plane = p.dilation[0] * line.extent[0] * line.extent[1];
+  if (line.places + (p.filter[0] - 1) * plane > kMaxPixels) {
+    return Status::Unimplemented(what + ": tile \"halo\" takes at most " +
+                                 std::to_string(kMaxPixels) + " places");
   }
   g->halo = true;
-  for (int t = 0; t < int(p.filter[0]); ++t) {
-    const int64_t at = t * p.dilation[0];
-    g->plane_offset[t] = int(at % p.stride[0]);
-    g->plane_shift[t] = int(at / p.stride[0] * pitch[2]);
+  for (int i = 0; i < 3; ++i) {
+    g->extent[i] = line.extent[i];
+    g->first[i] = line.first[i];
+    g->step[i] = 1;
   }
-  for (int b = 0; b < int(p.filter[1] * p.filter[2]); ++b) {
-    const int64_t s = b % p.filter[2] * p.dilation[2], r = b / p.filter[2] * p.dilation[1];
-    const int offset[2] = {int(s % p.stride[2]), int(r % p.stride[1])};
-    int strip = 0;
-    while (strip < g->strips &&
-           (g->strip_offset[strip][0] != offset[0] || g->strip_offset[strip][1] != offset[1])) {
-      ++strip;
-    }
-    if (strip == kTf32Strips) return no("takes strides whose taps read at most 4 strips");
-    if (strip == g->strips) {
-      ++g->strips;
-      g->strip_offset[strip][0] = offset[0];
-      g->strip_offset[strip][1] = offset[1];
-    }
-    g->block_strip[b] = strip;
-    g->block_shift[b] =
-        int(std::min<int64_t>(s / p.stride[2] + r / p.stride[1] * pitch[1], 1 << 20));
-    g->reach = std::max(g->reach, g->block_shift[b]);
-  }
-  g->steps = int((places + kTf32Step - 1) / kTf32Step);
+  g->row_shift = int(std::min<int64_t>(row, 1 << 20));
+  g->plane_shift = p.filter[0] > 1 ? int(plane) : 0;
+  g->steps = int((line.places + kTf32Step - 1) / kTf32Step);
   return Status::Ok();
 }
 
@@ -450,21 +424,16 @@ Status Tf32WgradOf(const Context& ctx, const ConvProblem& p, const Plan& plan, c
   const int64_t pixels = p.n * p.out_size();
   const int rank = Rank(p), none[3] = {};
   TmaWalk read = InputWalk(p), made;
-  int offsets[3], apart[3];  // that a copy of x adds to its coordinates
+  int taps[3] = {1, 1, 1};  // whose offsets a copy of x adds to its coordinates
   if (plan.tile == "halo") {
     JAXCONV_RETURN_IF_ERROR(MakeTf32Halo(p, what, &g, &read, &made));
     g.rank_dy = rank;
-    for (int i = 0; i < 3; ++i) {
-      offsets[i] = g.step[i];
-      apart[i] = 1;
-    }
   } else {
     for (int i = 0; i < 3; ++i) {
       g.extent[i] = read.count[i];
       g.first[i] = read.first[i];
       g.step[i] = read.step[i];
-      offsets[i] = g.taps[i];
-      apart[i] = g.tap_step[i];
+      taps[i] = g.taps[i];
     }
     g.steps = int((pixels + kTf32Step - 1) / kTf32Step);
   }
@@ -483,7 +452,7 @@ Status Tf32WgradOf(const Context& ctx, const ConvProblem& p, const Plan& plan, c
   } else {
     g.rank_x = rank;
     const TmaTensor image = ImageTensor(x, rank, p.c, p.in, p.n);
-    JAXCONV_RETURN_IF_ERROR(CheckWalk(image, read, offsets, apart, what));
+    JAXCONV_RETURN_IF_ERROR(CheckWalk(image, read, taps, g.tap_step, what));
     JAXCONV_RETURN_IF_ERROR(EncodeIm2col(p.dtype, image, read, g.slot, what + " x", &g.x, true));
   }
   return LaunchTf32Wgrad(ctx, g, plan.tile, multiprocessors, workspace.bytes, what);
@@ -515,7 +484,7 @@ Status Fprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const 
   const int terms_x = IsRaw(tile) ? 1 : in.terms;  // in memory
   if (in.terms > 1) {
     JAXCONV_RETURN_IF_ERROR(
-        SplitIntoTerms(ctx, 3, IsRaw(tile) ? 0 : CountX(p), CountW(p), what, &x, &w, &workspace));
+        SplitIntoTerms(ctx, IsRaw(tile) ? 0 : CountX(p), CountW(p), what, &x, &w, &workspace));
   } else if (in.tf32) {
     JAXCONV_RETURN_IF_ERROR(
         TransposeFloats(ctx, p.filter_size(), p.group_c(), p.k, what, &w, &workspace));
@@ -659,7 +628,7 @@ Status WgmmaDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, co
   const int terms_dy = IsRaw(tile) ? 1 : in.terms;  // in memory
   if (in.terms > 1) {
     JAXCONV_RETURN_IF_ERROR(
-        SplitIntoTerms(ctx, 3, IsRaw(tile) ? 0 : CountY(p), CountW(p), what, &dy, &w, &workspace));
+        SplitIntoTerms(ctx, IsRaw(tile) ? 0 : CountY(p), CountW(p), what, &dy, &w, &workspace));
   }
   const DType dtype_dy = terms_dy > 1 ? DType::kBF16 : p.dtype;
   const TmaTensor image = ImageTensor(dy, rank, p.k, p.out, p.n * terms_dy);
@@ -766,8 +735,7 @@ Status WgmmaWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, co
   const int terms = p.dtype == DType::kF32 ? 3 : 1;
   const int in_memory = IsRaw(tile) ? 1 : terms;
   if (in_memory > 1) {
-    JAXCONV_RETURN_IF_ERROR(
-        SplitIntoTerms(ctx, terms, CountX(p), CountY(p), what, &x, &dy, &workspace));
+    JAXCONV_RETURN_IF_ERROR(SplitIntoTerms(ctx, CountX(p), CountY(p), what, &x, &dy, &workspace));
   }
   const DType dtype = in_memory > 1 ? DType::kBF16 : p.dtype;
 

@@ -19,20 +19,21 @@
 //   dgrad: the product of the strides at most 8. A 1x1 of stride 1 needs none of this.
 // Outside, a launcher returns a Status.
 //
-// Plan: algorithm "wgmma"; tile "128x256", "256x128", "128x128" or "256x64", in TF32 the same without
-// "256x128"; wgrad in TF32 "halo" (3 x 3 or up to 3 planes of it, stride 1, no dilation along W, no
-// negative padding), "256x128", "128x256", "256x64"; where float32 is terms "128x128" or "128x64", and those followed by "raw": the tensors
-// (not w) are split on their way and not in memory before. splits 1, except wgrad's: the number of
-// CTAs over which the reduction of all tiles together is spread evenly (a multiple of the number of
-// tiles keeps them at the same pixels at the same time, which matters where x and dy are larger than
-// L2), or 1 for whole tiles. In 16 bit also, on part of the domain (jaxconv/_plan.py,
-// wgmma_tile_refusal): "halo" (wgmma_halo.cuh), "128x128h" (wgmma_stream.cuh; not wgrad) and "planes"
-// (wgmma_planes.cuh); wgrad's splits are then the CTAs that share the sums of 64 of K/G, or of 32 of C
-// and 32 of K.
+// Plan: algorithm "wgmma"; tile "128x256", "256x128", "128x128" or "256x64"; in TF32 fprop and dgrad
+// have no "256x128", wgrad no "128x128"; where float32 is terms "128x128" or "128x64", and those
+// followed by "raw": the tensors (not w) are split on their way and not in memory before. On part of
+// the domain (jaxconv/_plan.py, wgmma_tile_refusal) also, in TF32 wgrad's "halo"
+// (wgmma_wgrad_tf32.cu) and in 16 bit "halo" (wgmma_halo.cuh), "128x128h" (wgmma_stream.cuh; not wgrad)
+// and "planes" (wgmma_planes.cuh). splits 1, except wgrad's: the number of CTAs over which the
+// reduction of all tiles together is spread evenly (a multiple of the number of tiles keeps them at
+// the same pixels at the same time, which matters where x and dy are larger than L2), or 1 for whole
+// tiles; in the 16-bit tiles "halo" and "planes" the CTAs that share the sums of 64 of K/G, or of 32 of
+// C and 32 of K.
 // Workspace, bytes: float32 as terms: 2 * terms an element of each operand, without x and dy if raw;
 // fprop in TF32: 4 an element of w; each operand's rounded up to 256. And wgrad with splits > 1: 2 *
-// splits * tile rows * tile columns * 4; in the tiles "halo" and "planes" splits * 147,456 for every 64
-// of K/G, or splits * 122,880 for every 32 of C and 32 of K. Otherwise 0.
+// splits * tile rows * tile columns * 4 (TF32's halo tile is 576 x 64); in the 16-bit tiles "halo" and
+// "planes" splits * 147,456 for every 64 of K/G, or splits * 122,880 for every 32 of C and 32 of K.
+// Otherwise 0.
 #pragma once
 
 #include "common/plan.h"

@@ -7,10 +7,10 @@
 // left them, from any place on, so that all taps read one buffer. dy is transposed once, by a warpgroup
 // of its own, for all rows of the tile.
 //
-// Places are a line (wgmma_halo.cuh): every pixel of dy in order or, for a halo tile, with gaps after
-// rows and images, on which tap t reads place v + shift(t). With strides tap t reads one of several
-// strips, which hold every stride-th pixel: place v + t * dilation / stride of strip t * dilation %
-// stride. A strip is a ring of slots of kTf32Step places x 64 channels.
+// Places are a line: every pixel of dy in order. A halo tile's have gaps after rows and images
+// (wgmma_halo.cuh), and all its taps read one strip of x: tap (r, s) of a plane of the filter reads
+// place v + r * row_shift + s. Other tiles' blocks of rows have a strip each. A strip is a ring of
+// slots, of 32 or 64 places x 64 channels.
 //
 // The reduction index of the tensor cores is any order of the places that both operands agree on. Of
 // eight places k = j < 4 is place 2j, k = j + 4 place 2j + 1: then neither the threads' loads of x nor
@@ -29,12 +29,11 @@
 namespace jaxconv::cuda {
 namespace {
 
-// kGroups warpgroups multiply, each kBlocks blocks of 64 rows. kRow: a group's blocks are three taps
-// that follow each other on the line.
-template <int kGroups_, int kBlocks_, int kN_, bool kRow_ = false>
+// kGroups warpgroups multiply, each kBlocks blocks of 64 rows. The three groups of a halo tile have a
+// row of the filter each.
+template <int kGroups_, int kBlocks_, int kN_>
 struct Tf32Tile {
   static constexpr int kGroups = kGroups_, kBlocks = kBlocks_, kN = kN_;
-  static constexpr bool kRow = kRow_;
   static constexpr bool kHalo = kGroups == 3;
   static constexpr int kTileBlocks = kGroups * kBlocks;
   // The first warpgroup serves the others: a thread of each of its first warps has the copy engine
@@ -113,7 +112,7 @@ JAXCONV_HD bool Exists(const Tf32Wgrad& p, const Tf32Block& block) {
 struct Position {
   int slot = 0;
   uint32_t parity = 0;
-  __device__ __forceinline__ void Advance(int slots) {
+  [[maybe_unused]] __device__ __forceinline__ void Advance(int slots) {
     if (++slot == slots) {
       slot = 0;
       parity ^= 1;
@@ -152,22 +151,19 @@ template <typename Tile>
 __device__ __forceinline__ void ProduceX(const Tf32Wgrad& p, const Tf32Memory<Tile>& memory,
                                          int part, int warp) {
   constexpr int kHalves = 2 / Tile::kXWarps;
-  constexpr int kOwn =
-      Tile::kHalo ? 1 : Tile::kTileBlocks;  // strips that differ in what is not in p
+  constexpr int kStrips = Tile::kHalo ? 1 : Tile::kTileBlocks;
   Position x;
   ForRun(p, part, [&](int64_t tile, int first, int steps) {
     const Tf32Place at = Locate(p, tile, Tile::kN);
-    int channel[kOwn], offset[kOwn][3], strips = p.strips, line = first * kTf32Step;
+    int channel[kStrips], offset[kStrips][3] = {}, strips = 1, line = first * kTf32Step;
     if constexpr (Tile::kHalo) {
-      const int plane = at.m % p.taps[2];
-      line += p.plane_shift[plane];
-      offset[0][2] = p.plane_offset[plane];
+      line += at.m % p.taps[2] * p.plane_shift;
       channel[0] = at.m / p.taps[2] * 64;
     } else {
       const int left = p.blocks - at.m * Tile::kTileBlocks;
-      strips = left < strips ? left : strips;
+      strips = left < kStrips ? left : kStrips;
 #pragma unroll
-      for (int strip = 0; strip < kOwn; ++strip) {
+      for (int strip = 0; strip < kStrips; ++strip) {
         const Tf32Block block = LocateBlock(p, at.m, strip, Tile::kTileBlocks);
         const Digits4 tap = SplitDigits(block.tap, p.taps[2], p.taps[1], p.taps[0]);
 #pragma unroll
@@ -185,29 +181,19 @@ __device__ __forceinline__ void ProduceX(const Tf32Wgrad& p, const Tf32Memory<Ti
       for (int i = 0; i < 3; ++i) from[i] = place.digit[3 - i] * p.step[i] + p.first[i];
       BarrierWait(memory.XEmpty(x.slot), x.parity ^ 1);
       BarrierExpect(full, strips * p.slot * (kHalves * 128));
-      const auto load = [&](int strip, int c, const int (&shift)[3]) {
+#pragma unroll
+      for (int strip = 0; strip < kStrips; ++strip) {
+        if (strip >= strips) continue;
 #pragma unroll
         for (int i = 0; i < kHalves; ++i) {
-          const int half = warp * kHalves + i;
+          const int half = warp * kHalves + i, c = channel[strip] + half * 32;
           const uint32_t to = memory.Strip(strip, half) + x.slot * p.slot * 128;
           if (p.rank_x == 0) {
-            LoadTile(to, p.x, full, c + half * 32, at.instance, line);
+            LoadTile(to, p.x, full, c, at.instance, line);
           } else {
-            LoadColumn(p.rank_x, to, p.x, full, at.instance * p.channels + c + half * 32, from,
-                       place.digit[0], shift);
+            LoadColumn(p.rank_x, to, p.x, full, at.instance * p.channels + c, from, place.digit[0],
+                       offset[strip]);
           }
-        }
-      };
-      if constexpr (Tile::kHalo) {
-#pragma unroll 1
-        for (int strip = 0; strip < strips; ++strip) {
-          const int shift[3] = {p.strip_offset[strip][0], p.strip_offset[strip][1], offset[0][2]};
-          load(strip, channel[0], shift);
-        }
-      } else {
-#pragma unroll
-        for (int strip = 0; strip < kOwn; ++strip) {
-          if (strip < strips) load(strip, channel[strip], offset[strip]);
         }
       }
       x.Advance(p.ring);
@@ -305,23 +291,24 @@ __device__ __forceinline__ void Turn(const Tf32Wgrad& p, const Tf32Memory<Tile>&
 // A thread's rows of x, of eight places: the words of kLoads pairs of neighbouring channels.
 template <typename Tile>
 struct Tf32Rows {
-  static constexpr int kLoads = Tile::kRow ? Tile::kBlocks + 1 : 2 * Tile::kBlocks;
+  static constexpr int kStrips = Tile::kHalo ? 1 : Tile::kBlocks;
+  static constexpr int kLoads = Tile::kHalo ? Tile::kBlocks + 1 : 2 * Tile::kBlocks;
   uint32_t v[kLoads][2];
 
   __device__ __forceinline__ void Load(const uint32_t (&from)[kLoads], uint32_t at, uint32_t size,
-                                       const uint32_t (&base)[Tile::kRow ? 1 : Tile::kBlocks]) {
+                                       const uint32_t (&base)[kStrips]) {
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       uint32_t place = at + from[i];
       if (place >= size) place -= size;
       asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];\n"
                    : "=r"(v[i][0]), "=r"(v[i][1])
-                   : "r"(base[Tile::kRow ? 0 : i / 2] + place)
+                   : "r"(base[Tile::kHalo ? 0 : i / 2] + place)
                    : "memory");
     }
   }
   __device__ __forceinline__ void Take(int b, uint32_t (&a)[4]) const {
-    const int i = Tile::kRow ? b : 2 * b;
+    const int i = Tile::kHalo ? b : 2 * b;
     a[0] = v[i][0];
     a[1] = v[i][1];
     a[2] = v[i + 1][0];
@@ -349,14 +336,17 @@ __device__ __forceinline__ void Multiply(const Tf32Wgrad& p, const Tf32Memory<Ti
   const int chunk = warp % 2 * 4 + lane / 8, word = lane / 4 % 2;
   const uint32_t size = p.ring * p.slot * 128;
   // Where a thread's loads begin, from the first of eight places on.
-  uint32_t from[Rows::kLoads], base[Tile::kRow ? 1 : Tile::kBlocks];
+  uint32_t from[Rows::kLoads], base[Rows::kStrips];
 #pragma unroll
   for (int i = 0; i < Rows::kLoads; ++i) {
-    const int b = group * Tile::kBlocks + (Tile::kRow ? 0 : i / 2);
-    const int place = p.block_shift[b] + lane % 4 * 2 + (Tile::kRow ? i : i % 2);
+    const int place = lane % 4 * 2 + (Tile::kHalo ? group * p.row_shift + i : i % 2);
     from[i] = place * 128 + ((chunk ^ place % 8) * 16) + word * 8;
-    if (!Tile::kRow || i == 0)
-      base[Tile::kRow ? 0 : i / 2] = memory.Strip(p.block_strip[b], warp / 2);
+  }
+#pragma unroll
+  for (int i = 0; i < Rows::kStrips; ++i) {
+    // A block past the last reads what another does.
+    base[i] =
+        memory.Strip(min(Tile::kHalo ? 0 : group * Tile::kBlocks + i, p.strips - 1), warp / 2);
   }
   Position x, ready, turned;  // x: the first slot that is not free; ready: the next to wait for
   ForRun(p, part, [&](int64_t tile, int first, int steps) {
@@ -553,13 +543,9 @@ Status Prepare(Tf32Wgrad& p, const std::string& what) {
     p.tiles_m = p.channel_blocks * p.taps[2];
   } else {
     p.tiles_m = (p.blocks + Tile::kTileBlocks - 1) / Tile::kTileBlocks;
-    p.strips = std::min(Tile::kTileBlocks, p.blocks);
-    p.reach = 0;
-    for (int b = 0; b < Tile::kTileBlocks; ++b) {
-      p.block_strip[b] = std::min(b, p.strips - 1);
-      p.block_shift[b] = 0;
-    }
   }
+  p.strips = Tile::kHalo ? 1 : std::min(Tile::kTileBlocks, p.blocks);
+  p.reach = Tile::kHalo ? 2 * (p.row_shift + 1) : 0;
   // A warpgroup asks for a step and the next before it frees a slot of the step's. One more is fetched.
   const int lines = (kSm90SharedBytes - Tile::kFixedBytes - kBarrierBytes) / (p.strips * 256);
   const auto least = [&](int slot) { return (kTf32Step + slot + p.reach + slot - 1) / slot; };
@@ -625,16 +611,16 @@ Status PrepareTf32Wgrad(Tf32Wgrad& p, std::string_view tile, const std::string& 
 Status LaunchTf32Wgrad(const Context& ctx, Tf32Wgrad& p, std::string_view tile, int multiprocessors,
                        int64_t workspace_bytes, const std::string& what) {
   if (tile == "halo") {
-    return Launch<Tf32Tile<3, 3, 64, true>>(ctx, p, multiprocessors, workspace_bytes, what);
+    return Launch<Tf32Tile<3, 3, 64>>(ctx, p, multiprocessors, workspace_bytes, what);
   }
   if (tile == "256x128") {
-    return Launch<Tf32Tile<2, 2, 128, false>>(ctx, p, multiprocessors, workspace_bytes, what);
+    return Launch<Tf32Tile<2, 2, 128>>(ctx, p, multiprocessors, workspace_bytes, what);
   }
   if (tile == "128x256") {
-    return Launch<Tf32Tile<2, 1, 256, false>>(ctx, p, multiprocessors, workspace_bytes, what);
+    return Launch<Tf32Tile<2, 1, 256>>(ctx, p, multiprocessors, workspace_bytes, what);
   }
   if (tile == "256x64") {
-    return Launch<Tf32Tile<2, 2, 64, false>>(ctx, p, multiprocessors, workspace_bytes, what);
+    return Launch<Tf32Tile<2, 2, 64>>(ctx, p, multiprocessors, workspace_bytes, what);
   }
   return Status::Unimplemented(what + ": no such tile in TF32");
 }

@@ -14,9 +14,7 @@
 
 namespace jaxconv::cuda {
 
-inline constexpr int kTf32Blocks = 9;  // of 64 rows, the most in a tile
-inline constexpr int kTf32Step = 32;   // places
-inline constexpr int kTf32Strips = 4;  // the most of a halo tile
+inline constexpr int kTf32Step = 32;  // places
 
 // Axes are W, H, D.
 struct Tf32Wgrad {
@@ -30,22 +28,19 @@ struct Tf32Wgrad {
   int channel_blocks;  // of 64
   int n;               // K/G
   int64_t pitch;       // K
-  // Rows of a tile. halo: the taps of one plane of the filter, of 64 channels. Otherwise any blocks of
-  // 64 channels of a tap, each a strip of its own.
+  // Rows of a tile: where halo, the 9 taps of a plane of the filter, of 64 channels, and otherwise
+  // any blocks of 64 channels of a tap.
   bool halo;
-  int strips;
-  int strip_offset[kTf32Strips][3];     // halo: added to coordinates in x
-  int block_strip[kTf32Blocks];         // what block b of a tile reads, and
-  int block_shift[kTf32Blocks];         // how many places later
-  int plane_shift[3], plane_offset[3];  // halo, of taps[2] <= 3: of a plane of the filter
-  int reach;                            // the largest of block_shift
-  int steps;                            // of kTf32Step places, rounded up
-  int parts;                            // 1: whole tiles
+  int row_shift, plane_shift;  // halo: places from a row of taps, a plane of taps to the next
+  int steps;                   // of kTf32Step places, rounded up
+  int parts;                   // 1: whole tiles
   void* dw;
   float* partials;
   // Filled in by PrepareTf32Wgrad.
   int tiles_m;
   int blocks;  // of 64 rows of a group's dw
+  int strips;  // of a tile
+  int reach;   // places that a step's taps read beyond it
   int slot;    // places that a copy fetches, 32 or 64
   int ring;    // slots of a strip
   // Filled in by the launch.
@@ -58,7 +53,7 @@ struct Tf32Wgrad {
 // What depends on the tile; the descriptors' boxes then have p.slot places.
 Status PrepareTf32Wgrad(Tf32Wgrad& p, std::string_view tile, const std::string& what);
 
-// tile: "halo" (64 channels of up to 9 taps x 64), "256x128", "256x64", "128x256".
+// tile: "halo" (9 taps of 64 channels x 64), "256x128", "256x64", "128x256".
 Status LaunchTf32Wgrad(const Context& ctx, Tf32Wgrad& p, std::string_view tile, int multiprocessors,
                        int64_t workspace_bytes, const std::string& what);
 

@@ -71,7 +71,7 @@ Status WgmmaDense(const Context& ctx, const DenseProblem& p, const Epilogue& e, 
   const int64_t instances_x = p.x_batched ? p.batch : 1, instances_w = p.w_batched ? p.batch : 1;
   const Sm90Arithmetic in = ArithmeticOf(p.dtype, p.full_float32);
   if (in.terms > 1) {
-    JAXCONV_RETURN_IF_ERROR(SplitIntoTerms(ctx, 3, IsRaw(tile) ? 0 : p.m * p.k * instances_x,
+    JAXCONV_RETURN_IF_ERROR(SplitIntoTerms(ctx, IsRaw(tile) ? 0 : p.m * p.k * instances_x,
                                            p.k * p.n * instances_w, what, &x, &w, &workspace));
   }
   bool trans_x = p.trans_x, trans_w = p.trans_w;

@@ -197,10 +197,10 @@ struct Sm90Ring {
 template <typename Tile>
 __device__ __forceinline__ void Sm90TermsLoop(Sm90Ring<Tile>& ring, int group, int steps,
                                               float (&sum)[Tile::kBlocks][Tile::kTileN / 2]) {
-  static_assert(!Tile::kPingPong);
-  // Pairs by how small they are; terms count from the largest. Two terms need the last three.
+  static_assert(!Tile::kPingPong && Tile::kTerms == 3);
+  // Pairs by how small they are; terms count from the largest.
   constexpr int kTermA[6] = {0, 2, 1, 0, 1, 0}, kTermB[6] = {2, 0, 1, 1, 0, 0};
-  constexpr int kFirst = Tile::kTerms == 3 ? 0 : 3, kSmallest = Tile::kTerms - 1;
+  constexpr int kSmallest = Tile::kTerms - 1;
   float acc[Tile::kBlocks][Tile::kTileN / 2];
 #pragma unroll
   for (int m = 0; m < Tile::kBlocks; ++m) {
@@ -217,7 +217,7 @@ __device__ __forceinline__ void Sm90TermsLoop(Sm90Ring<Tile>& ring, int group, i
     for (int m = 0; m < Tile::kBlocks; ++m) Pin(acc[m]);
     WgmmaFence();
 #pragma unroll
-    for (int pair = kFirst; pair < 6; ++pair) {
+    for (int pair = 0; pair < 6; ++pair) {
       // In memory the smallest term comes first.
       const uint64_t a_term = a + (kSmallest - kTermA[pair]) * (Tile::kBytesA / 16);
       const uint64_t b_term = b + (kSmallest - kTermB[pair]) * (Tile::kBytesB / 16);
@@ -227,7 +227,7 @@ __device__ __forceinline__ void Sm90TermsLoop(Sm90Ring<Tile>& ring, int group, i
         for (int m = 0; m < Tile::kBlocks; ++m) {
           Wgmma<typename Tile::T, Tile::kMajorA, Tile::kMajorB>(
               acc[m], a_term + m * (kBlockBytes / 16) + k * kOperandStep<Tile::kMajorA>,
-              b_term + k * kOperandStep<Tile::kMajorB>, pair > kFirst || k > 0);
+              b_term + k * kOperandStep<Tile::kMajorB>, pair > 0 || k > 0);
         }
       }
     }

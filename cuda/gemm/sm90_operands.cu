@@ -15,6 +15,7 @@ namespace jaxconv::cuda {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int kTerms = 3;
 
 struct TermsOf {
   const float* from;
@@ -22,7 +23,6 @@ struct TermsOf {
   int64_t count;
 };
 
-template <int kTerms>
 __global__ void __launch_bounds__(kThreads) SplitKernel(TermsOf a, TermsOf b) {
   int64_t run = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   const bool of_b = run >= a.count / 8;
@@ -81,16 +81,15 @@ Status Take(int64_t bytes, const std::string& what, Workspace* workspace, void**
 
 }  // namespace
 
-Status SplitIntoTerms(const Context& ctx, int terms, int64_t count_a, int64_t count_b,
-                      const std::string& what, const void** a, const void** b,
-                      Workspace* workspace) {
+Status SplitIntoTerms(const Context& ctx, int64_t count_a, int64_t count_b, const std::string& what,
+                      const void** a, const void** b, Workspace* workspace) {
   TermsOf of[2] = {};
   for (int i = 0; i < 2; ++i) {
     const void** operand = i == 0 ? a : b;
     of[i].count = i == 0 ? count_a : count_b;
     if (of[i].count == 0) continue;
     void* to;
-    JAXCONV_RETURN_IF_ERROR(Take(2 * terms * of[i].count, what, workspace, &to));
+    JAXCONV_RETURN_IF_ERROR(Take(2 * kTerms * of[i].count, what, workspace, &to));
     of[i].from = static_cast<const float*>(*operand);
     of[i].to = static_cast<__nv_bfloat16*>(to);
     *operand = to;
@@ -100,8 +99,7 @@ Status SplitIntoTerms(const Context& ctx, int terms, int64_t count_a, int64_t co
   if (blocks > 2147483647) {
     return Status::Unimplemented(what + ": more than 2^31 - 1 blocks to split the operands");
   }
-  const auto kernel = terms == 3 ? SplitKernel<3> : SplitKernel<2>;
-  kernel<<<unsigned(blocks), kThreads, 0, ctx.stream>>>(of[0], of[1]);
+  SplitKernel<<<unsigned(blocks), kThreads, 0, ctx.stream>>>(of[0], of[1]);
   return LaunchStatus(what + " (terms)");
 }
 

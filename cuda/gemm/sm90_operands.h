@@ -4,8 +4,7 @@
 // the terms before it leave, 8 + 8 + 8 bits for float32's 24. A product of two operands is then a
 // sum of products of terms:
 //
-//   3 terms   t0 t0 + t0 t1 + t1 t0 + t1 t1 + t0 t2 + t2 t0    without what is below 2^-24 of it
-//   2 terms   t0 t0 + t0 t1 + t1 t0                            below 2^-16; TF32 keeps 2^-11
+//   t0 t0 + t0 t1 + t1 t0 + t1 t1 + t0 t2 + t2 t0    without what is below 2^-24 of it
 //
 // bfloat16 has float32's exponents, so nothing is scaled. Below 2^-110 the third term of a number
 // underflows, and below 2^-118 the second.
@@ -39,16 +38,15 @@ inline Sm90Arithmetic ArithmeticOf(DType dtype, bool full_float32) {
   return {dtype, 1, true, 32};
 }
 
-// Replaces operands, `count` float32 numbers each, by their `terms` (2 or 3) terms in the workspace,
-// in one launch: 2 bytes a term and element, each operand's rounded up to 256. The counts are
+// Replaces operands, `count` float32 numbers each, by their three terms in the workspace, in one
+// launch: 2 bytes a term and element, each operand's rounded up to 256. The counts are
 // multiples of 8, everything is 16-byte aligned. An operand whose count is 0 is left alone: it is
 // split on its way (sm90_split.cuh).
 //
 // Splitting on the way costs a product an eighth of its speed, a wgrad a third (shared memory's
 // bandwidth), and saves writing and reading the terms: 10 bytes an element.
-Status SplitIntoTerms(const Context& ctx, int terms, int64_t count_a, int64_t count_b,
-                      const std::string& what, const void** a, const void** b,
-                      Workspace* workspace);
+Status SplitIntoTerms(const Context& ctx, int64_t count_a, int64_t count_b, const std::string& what,
+                      const void** a, const void** b, Workspace* workspace);
 
 // TF32 tensor cores read k-major operands only. Replaces an operand, `count` row-major float32
 // matrices, by their transposes in the workspace: 4 bytes an element, rounded up to 256.
