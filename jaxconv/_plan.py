@@ -699,7 +699,7 @@ def _fill_conv(op: str, plan: Plan, p: ConvProblem, device: Device) -> Plan:
 # plane of a volume once for all its neighbours; "128x128h" (wgmma_stream.h) keeps pixels while the filter passes.
 WGMMA_TILES = ("128x256", "256x128", "128x128", "256x64", "256x128s", "128x320", "halo", "planes", "128x128h")
 # In TF32; a weight gradient's are cuda/conv/wgmma_wgrad_tf32.h's.
-TF32_TILES = ("128x256", "128x128", "256x64")
+TF32_TILES = ("128x256", "128x128", "256x64", "halo")
 TF32_WGRAD_TILES = ("halo", "256x128", "128x256", "256x64")
 TF32_HALO = (9 * 64, 64)
 
@@ -745,7 +745,10 @@ def wgmma_tile_refusal(op: str, tile: str, p: ConvProblem) -> str | None:
     else:
         if taps > 16:
             return "it takes at most 16 taps"
-        needed = taps * 8192 + 2 * buffer(256) + 8192 + 128
+        if p.dtype == "float32":
+            needed = taps * (2 if summed > 32 else 1) * 8192 + 2 * buffer(128) + 64
+        else:
+            needed = taps * 8192 + 2 * buffer(256) + 8192 + 128
     return "its pixels do not fit shared memory" if needed > 227 * 1024 else None
 
 
@@ -862,7 +865,8 @@ def wgmma_conv_tile(op: str, p: ConvProblem, device: Device) -> str:
     few = max(n, summed) <= 64 and (op == "conv_wgrad" or min(n, summed) <= 32)
     if p.nd == 3 and taps > 9 and few and wgmma_tile_refusal(op, "planes", p) is None:
         return "planes"
-    if wgmma_tile_refusal(op, "halo", p) is None and (taps > 1 and summed > 16):
+    halo = summed > 16 if p.dtype != "float32" else summed > 32 and n <= 64
+    if halo and taps > 1 and wgmma_tile_refusal(op, "halo", p) is None:
         return "halo"
     if n <= 64:
         return "256x64"

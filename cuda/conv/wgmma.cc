@@ -228,7 +228,7 @@ Status MakeLine(const HaloAxis (&axes)[3], int rank, int64_t images, const std::
 Status CheckHalo(const ConvProblem& p, int64_t summed, int64_t made, int64_t shared,
                  const std::string& what) {
   const auto no = [&](const std::string& why) { return Status::Unimplemented(what + ": " + why); };
-  if (p.dtype == DType::kF32) return no("tile \"halo\" needs bfloat16 or float16");
+  if (p.dtype == DType::kF32 && p.full_float32) return no("tile \"halo\" rounds float32 to TF32");
   if (p.stride[0] * p.stride[1] * p.stride[2] != 1) return no("tile \"halo\" needs stride 1");
   if (summed > 64 || (p.groups > 1 && (summed != 64 || made % 64 != 0))) {
     return no(
@@ -248,7 +248,9 @@ Status CheckHalo(const ConvProblem& p, int64_t summed, int64_t made, int64_t sha
 // d (of `made` channels) from x (of `summed`), fprop or dgrad of stride 1.
 Status HaloForward(const Context& ctx, const ConvProblem& p, const HaloAxis (&axes)[3], bool dgrad,
                    const Epilogue& e, const void* x, const void* w, const void* bias, void* d,
-                   void* z, const std::string& what) {
+                   void* z, Workspace workspace, const std::string& what) {
+  const bool tf32 = p.dtype == DType::kF32;
+  const int places = tf32 ? kHaloTf32Places : kHaloPlaces;
   HaloProduct g = {};
   g.channels = int(dgrad ? p.group_k() : p.group_c());
   g.n = int(dgrad ? p.group_c() : p.group_k());
@@ -270,14 +272,16 @@ Status HaloForward(const Context& ctx, const ConvProblem& p, const HaloAxis (&ax
     reach = shift;
     g.shift[tap] = int(std::min<int64_t>(shift, 1 << 20));
   }
+  reach = std::min<int64_t>(reach, 1 << 20);
   JAXCONV_RETURN_IF_ERROR(CheckHalo(
-      p, g.channels, g.n, HaloProductShared(taps, std::min<int64_t>(reach, 1 << 20), 2), what));
+      p, g.channels, g.n,
+      tf32 ? HaloTf32Shared(taps, g.channels, reach) : HaloProductShared(taps, reach, 2), what));
   int multiprocessors;
   JAXCONV_RETURN_IF_ERROR(RequireSm90(what, &multiprocessors));
   g.taps = int(taps);
   g.flip = dgrad;
   g.instances = int(p.groups);
-  g.tiles = int((g.line.places + kHaloPlaces - 1) / kHaloPlaces);
+  g.tiles = int((g.line.places + places - 1) / places);
   g.epilogue.activation = e.activation;
   g.epilogue.slope = float(e.slope);
   if (e.bias) {
@@ -295,21 +299,27 @@ Status HaloForward(const Context& ctx, const ConvProblem& p, const HaloAxis (&ax
   for (int i = 0; i < 3; ++i) g.made[i] = int(to[2 - i]);
   JAXCONV_RETURN_IF_ERROR(CheckWalk(source, read, none, none, what));
   JAXCONV_RETURN_IF_ERROR(EncodeIm2col(
-      p.dtype, source, read, int(HaloBufferBytes(kHaloPlaces, reach) / 128), what + " x", &g.x));
+      p.dtype, source, read, int(HaloBufferBytes(places, reach) / 128), what + " x", &g.x, tf32));
+  if (tf32 && !dgrad) {
+    JAXCONV_RETURN_IF_ERROR(TransposeFloats(ctx, taps, p.group_c(), p.k, what, &w, &workspace));
+  }
   JAXCONV_RETURN_IF_ERROR(
-      EncodeTiled(p.dtype, FilterTensor(p, w, 1), {0, 1, 64, 1}, what + " w", &g.w));
+      EncodeTiled(p.dtype, tf32 && !dgrad ? TransposedFilterTensor(p, w) : FilterTensor(p, w, 1),
+                  {0, 1, 64, 1}, what + " w", &g.w, tf32));
+  if (tf32) return LaunchHaloProductTf32(ctx, g, multiprocessors, what);
   return p.dtype == DType::kBF16 ? LaunchHaloProductBf16(ctx, g, dgrad, multiprocessors, what)
                                  : LaunchHaloProductF16(ctx, g, dgrad, multiprocessors, what);
 }
 
 Status HaloFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const void* x,
-                 const void* w, const void* bias, void* y, void* z, const std::string& what) {
+                 const void* w, const void* bias, void* y, void* z, Workspace workspace,
+                 const std::string& what) {
   HaloAxis axes[3];
   for (int i = 0; i < 3; ++i) {
     const int d = 2 - i;
     axes[i] = {p.in[d], p.out[d], p.filter[d], p.dilation[d], p.pad[d]};
   }
-  return HaloForward(ctx, p, axes, false, e, x, w, bias, y, z, what);
+  return HaloForward(ctx, p, axes, false, e, x, w, bias, y, z, workspace, what);
 }
 
 // dx[h] sums dy[h + pad - t * dilation]: taps backwards, from h + pad - (taps - 1) * dilation on.
@@ -322,7 +332,7 @@ Status HaloDgrad(const Context& ctx, const ConvProblem& p, const void* dy, const
                (p.filter[d] - 1) * p.dilation[d] - p.pad[d]};
   }
   const Epilogue none = {false, Activation::kNone, 0., false};
-  return HaloForward(ctx, p, axes, true, none, dy, w, nullptr, dx, nullptr, what);
+  return HaloForward(ctx, p, axes, true, none, dy, w, nullptr, dx, nullptr, {}, what);
 }
 
 Status HaloWgradOf(const Context& ctx, const ConvProblem& p, int64_t parts, const void* x,
@@ -467,7 +477,7 @@ Status Fprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const 
     return Status::Invalid(what + ": x, w, y, z and the workspace must be 16-byte aligned");
   }
   if (plan.tile == "halo" && statistics == nullptr) {
-    return HaloFprop(ctx, p, e, x, w, bias, y, z, what);
+    return HaloFprop(ctx, p, e, x, w, bias, y, z, workspace, what);
   }
   if (plan.tile == "128x128h" && statistics == nullptr) {
     return StreamFprop(ctx, p, e, x, w, bias, y, z, what);

@@ -22,8 +22,8 @@
 // Plan: algorithm "wgmma"; tile "128x256", "256x128", "128x128" or "256x64"; in TF32 fprop and dgrad
 // have no "256x128", wgrad no "128x128"; where float32 is terms "128x128" or "128x64", and those
 // followed by "raw": the tensors (not w) are split on their way and not in memory before. On part of
-// the domain (jaxconv/_plan.py, wgmma_tile_refusal) also, in TF32 wgrad's "halo"
-// (wgmma_wgrad_tf32.cu) and in 16 bit "halo" (wgmma_halo.cuh), "128x128h" (wgmma_stream.cuh; not wgrad)
+// the domain (jaxconv/_plan.py, wgmma_tile_refusal) also, in TF32 "halo" (wgmma_halo_tf32.cu,
+// wgmma_wgrad_tf32.cu) and in 16 bit "halo" (wgmma_halo.cuh), "128x128h" (wgmma_stream.cuh; not wgrad)
 // and "planes" (wgmma_planes.cuh). splits 1, except wgrad's: the number of CTAs over which the
 // reduction of all tiles together is spread evenly (a multiple of the number of tiles keeps them at
 // the same pixels at the same time, which matters where x and dy are larger than L2), or 1 for whole

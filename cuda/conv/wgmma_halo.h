@@ -14,9 +14,10 @@
 
 namespace jaxconv::cuda {
 
-inline constexpr int kHaloTaps = 16;     // the most
-inline constexpr int kHaloPlaces = 256;  // of a tile
-inline constexpr int kHaloStep = 128;    // places of a step of wgrad
+inline constexpr int kHaloTaps = 16;         // the most
+inline constexpr int kHaloPlaces = 256;      // of a tile
+inline constexpr int kHaloTf32Places = 128;  // of a tile in TF32
+inline constexpr int kHaloStep = 128;        // places of a step of wgrad
 inline constexpr int kHaloOutbox = 8 * 1024;
 inline constexpr int kHaloShared = 227 * 1024;
 
@@ -81,6 +82,9 @@ constexpr int64_t HaloBufferBytes(int64_t places, int64_t reach) {
 constexpr int64_t HaloProductShared(int64_t taps, int64_t reach, int64_t buffers) {
   return taps * 8192 + buffers * HaloBufferBytes(kHaloPlaces, reach) + kHaloOutbox + 128;
 }
+constexpr int64_t HaloTf32Shared(int64_t taps, int64_t channels, int64_t reach) {
+  return taps * (channels > 32 ? 2 : 1) * 8192 + 2 * HaloBufferBytes(kHaloTf32Places, reach) + 64;
+}
 constexpr int64_t HaloWgradShared(int64_t reach, int64_t stages) {
   return stages * (HaloBufferBytes(kHaloStep, reach) + kHaloStep * 128) + 128;
 }
@@ -90,6 +94,8 @@ Status LaunchHaloProductBf16(const Context& ctx, HaloProduct& p, bool dgrad, int
                              const std::string& what);
 Status LaunchHaloProductF16(const Context& ctx, HaloProduct& p, bool dgrad, int multiprocessors,
                             const std::string& what);
+Status LaunchHaloProductTf32(const Context& ctx, HaloProduct& p, int multiprocessors,
+                             const std::string& what);
 Status LaunchHaloWgradBf16(const Context& ctx, HaloWgrad& p, int multiprocessors,
                            int64_t workspace_bytes, const std::string& what);
 Status LaunchHaloWgradF16(const Context& ctx, HaloWgrad& p, int multiprocessors,

@@ -47,6 +47,23 @@ __device__ __forceinline__ void ActivateWheel(bool elu, float (&v)[32]) {
   }
 }
 
+// f over a thread's outputs, four at a time, the array turning like a wheel.
+template <int kCount>
+__device__ __forceinline__ void ActivateAll(Activation activation, float slope,
+                                            float (&v)[kCount]) {
+  if (activation == Activation::kNone) return;
+#pragma unroll 1
+  for (int turn = 0; turn < kCount; turn += 4) {
+    float y[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) y[i] = Activate(activation, v[i], slope);
+#pragma unroll
+    for (int i = 0; i + 4 < kCount; ++i) v[i] = v[i + 4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) v[kCount - 4 + i] = y[i];
+  }
+}
+
 // f over a thread's outputs.
 template <int kCount>
 __device__ __forceinline__ void ActivateFast(Activation activation, float slope,

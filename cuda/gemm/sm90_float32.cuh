@@ -11,29 +11,11 @@
 #include <cstdint>
 #include <string>
 
-#include "common/activation.h"
 #include "cuda/core/divmod.h"
 #include "cuda/gemm/sm90_product.cuh"
 #include "cuda/gemm/sm90_split.cuh"
 
 namespace jaxconv::cuda {
-
-// f over a thread's outputs, four at a time, the array turning like a wheel.
-template <int kCount>
-__device__ __forceinline__ void ActivateAll(Activation activation, float slope,
-                                            float (&v)[kCount]) {
-  if (activation == Activation::kNone) return;
-#pragma unroll 1
-  for (int turn = 0; turn < kCount; turn += 4) {
-    float y[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) y[i] = Activate(activation, v[i], slope);
-#pragma unroll
-    for (int i = 0; i + 4 < kCount; ++i) v[i] = v[i + 4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) v[kCount - 4 + i] = y[i];
-  }
-}
 
 // The element (m, 0) of an instance.
 __device__ __forceinline__ int64_t RowOffset(const Sm90Product& p, const Sm90Place& at, int m) {
