@@ -27,7 +27,7 @@
 #include "cuda/gemm/sm90.cuh"
 
 namespace jaxconv::cuda {
-namespace {
+namespace tf32 {  // not anonymous: on other architectures most of it is unused
 
 // kGroups warpgroups multiply, each kBlocks blocks of 64 rows. The three groups of a halo tile have a
 // row of the filter each.
@@ -112,7 +112,7 @@ JAXCONV_HD bool Exists(const Tf32Wgrad& p, const Tf32Block& block) {
 struct Position {
   int slot = 0;
   uint32_t parity = 0;
-  [[maybe_unused]] __device__ __forceinline__ void Advance(int slots) {
+  __device__ __forceinline__ void Advance(int slots) {
     if (++slot == slots) {
       slot = 0;
       parity ^= 1;
@@ -598,29 +598,29 @@ Status Launch(const Context& ctx, Tf32Wgrad& p, int multiprocessors, int64_t wor
   return LaunchStatus(what + " (sum of parts)");
 }
 
-}  // namespace
+}  // namespace tf32
 
 Status PrepareTf32Wgrad(Tf32Wgrad& p, std::string_view tile, const std::string& what) {
-  if (tile == "halo") return Prepare<Tf32Tile<3, 3, 64>>(p, what);
-  if (tile == "256x128") return Prepare<Tf32Tile<2, 2, 128>>(p, what);
-  if (tile == "128x256") return Prepare<Tf32Tile<2, 1, 256>>(p, what);
-  if (tile == "256x64") return Prepare<Tf32Tile<2, 2, 64>>(p, what);
+  if (tile == "halo") return tf32::Prepare<tf32::Tf32Tile<3, 3, 64>>(p, what);
+  if (tile == "256x128") return tf32::Prepare<tf32::Tf32Tile<2, 2, 128>>(p, what);
+  if (tile == "128x256") return tf32::Prepare<tf32::Tf32Tile<2, 1, 256>>(p, what);
+  if (tile == "256x64") return tf32::Prepare<tf32::Tf32Tile<2, 2, 64>>(p, what);
   return Status::Unimplemented(what + ": no such tile in TF32");
 }
 
 Status LaunchTf32Wgrad(const Context& ctx, Tf32Wgrad& p, std::string_view tile, int multiprocessors,
                        int64_t workspace_bytes, const std::string& what) {
   if (tile == "halo") {
-    return Launch<Tf32Tile<3, 3, 64>>(ctx, p, multiprocessors, workspace_bytes, what);
+    return tf32::Launch<tf32::Tf32Tile<3, 3, 64>>(ctx, p, multiprocessors, workspace_bytes, what);
   }
   if (tile == "256x128") {
-    return Launch<Tf32Tile<2, 2, 128>>(ctx, p, multiprocessors, workspace_bytes, what);
+    return tf32::Launch<tf32::Tf32Tile<2, 2, 128>>(ctx, p, multiprocessors, workspace_bytes, what);
   }
   if (tile == "128x256") {
-    return Launch<Tf32Tile<2, 1, 256>>(ctx, p, multiprocessors, workspace_bytes, what);
+    return tf32::Launch<tf32::Tf32Tile<2, 1, 256>>(ctx, p, multiprocessors, workspace_bytes, what);
   }
   if (tile == "256x64") {
-    return Launch<Tf32Tile<2, 2, 64>>(ctx, p, multiprocessors, workspace_bytes, what);
+    return tf32::Launch<tf32::Tf32Tile<2, 2, 64>>(ctx, p, multiprocessors, workspace_bytes, what);
   }
   return Status::Unimplemented(what + ": no such tile in TF32");
 }
