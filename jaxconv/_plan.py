@@ -796,7 +796,7 @@ def _planes_refusal(op: str, p: ConvProblem) -> str | None:
         if last + 2 * dil_r + 2 - pad_r[0] - height >= 16 or last + 1 - rows >= 16 or 2 * column > pitch:
             return "its rows are too short, or too few for their padding"
         x, dy = (-(-(384 + reach) // 16) * 16 for reach in (2 * (row + column), 2 * column))
-        fits = x <= 1024 and (3 * x + 3 * dy) * 64 + 128 <= 227 * 1024
+        fits = x <= 1024 and (3 * x + 3 * dy) * 64 + 2176 <= 227 * 1024
         return None if fits else "its planes do not fit shared memory"
     summed = p.out_channels if op == "conv_dgrad" else p.in_channels
     if summed > 64 or r * s > 16:
@@ -805,7 +805,7 @@ def _planes_refusal(op: str, p: ConvProblem) -> str | None:
         return "it takes less than 16 of padding"
     place = 32 if summed <= 16 else 64 if summed <= 32 else 128  # bytes
     x = -(-(256 + (r - 1) * row + (s - 1) * column) * place // 1024) * 1024
-    fits = x <= 1024 * place and r * s * 96 * place + 2 * x + 128 <= 227 * 1024
+    fits = x <= 1024 * place and r * s * 96 * place + 2 * x + 256 <= 227 * 1024
     return None if fits else "its planes do not fit shared memory"
 
 
@@ -836,7 +836,7 @@ def _stream_refusal(op: str, p: ConvProblem) -> str | None:
     if places >= 2**31 - 4096:
         return "it needs fewer than 2^31 pixels and gaps"
     rows, blocks = -(-(128 + reach) // 8) * 8, -(-summed // 64)
-    fits = rows <= 1024 and blocks <= 12 and blocks * rows * 128 + 4 * 2 * 8192 + 1024 <= 227 * 1024
+    fits = rows <= 1024 and blocks <= 12 and blocks * rows * 128 + 3 * 2 * 8192 + 1024 <= 227 * 1024
     return None if fits else "its pixels do not fit shared memory"
 
 
@@ -870,8 +870,11 @@ def wgmma_conv_tile(op: str, p: ConvProblem, device: Device) -> str:
         return "halo"
     if n <= 64:
         return "256x64"
-    # The phases of a strided dgrad share their pixels, and 128 channels are too few to hide a tile's loads.
-    shares = taps > 1 if dgrad and math.prod(p.stride) > 1 else taps > 4 and max(n, summed) <= 128
+    # The phases of a strided dgrad share their pixels, and 128 channels are too few to hide a tile's loads: worth some
+    # gaps between rows and images.
+    gaps = math.prod(1 + max(pads) / size for size, pads in zip(p.in_spatial, p.padding, strict=True))
+    loads = max(n, summed) <= 128 and taps > 4 and gaps < 1.04
+    shares = taps > 1 if dgrad and math.prod(p.stride) > 1 else loads
     if shares and summed > 64 and wgmma_tile_refusal(op, "128x128h", p) is None:
         return "128x128h"
     if op == "conv_wgrad":

@@ -39,7 +39,7 @@ from jaxconv.dense import dense_kernel, matmul
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 DTYPES = ("float32", "bfloat16", "float16")
 SM80_TILES = ("64x64", "128x64", "128x128")
-SM90_TILES = ("256x64", "128x128", "256x128", "256x128s", "128x256", "128x320")  # "halo" is the plan's own
+SM90_TILES = ("256x64", "128x128", "256x128", "256x128s", "128x256", "128x320")  # the others are the plan's own
 # Besides the plan's own tile
 TERMS_TILES = ("128x64", "128x128", "128x64raw", "128x128raw")  # of float32 as terms
 TILES = {"implicit_gemm": SM80_TILES, "gemm": SM80_TILES, "wgmma": tuple(dict.fromkeys(SM90_TILES + TERMS_TILES))}

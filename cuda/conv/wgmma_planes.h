@@ -71,9 +71,11 @@ inline constexpr int kPlanesDyBuffers = 3;
 // Of a CTA: what its threads hold of the 27 taps of 32 x 32 channels, and of 3 taps more.
 inline constexpr int64_t kPlanesPartialBytes = 3 * 20 * 128 * 16;
 
+// With what compute-sanitizer believes that the last k of an operand of overlapping blocks reads.
 constexpr int64_t PlanesWgradShared(int64_t row_shift, int64_t column_shift, int64_t x_buffers) {
   return x_buffers * ((kPlanesWgradPlaces + 2 * (row_shift + column_shift) + 15) / 16 * 16 * 64) +
-         kPlanesDyBuffers * ((kPlanesWgradPlaces + 2 * column_shift + 15) / 16 * 16 * 64) + 128;
+         kPlanesDyBuffers * ((kPlanesWgradPlaces + 2 * column_shift + 15) / 16 * 16 * 64) + 128 +
+         2048;
 }
 
 // Bytes of shared memory for the reach (the largest shift). row: bytes of a place.
@@ -81,7 +83,7 @@ constexpr int64_t PlanesBufferBytes(int64_t reach, int64_t row) {
   return ((kPlanesPlaces + reach) * row + 1023) / 1024 * 1024;
 }
 constexpr int64_t PlanesShared(int64_t taps, int64_t reach, int64_t row, int64_t buffers) {
-  return taps * 3 * kPlanesMade * row + buffers * PlanesBufferBytes(reach, row) + 128;
+  return taps * 3 * kPlanesMade * row + buffers * PlanesBufferBytes(reach, row) + 256;
 }
 // Bytes of a place of so many channels in shared memory.
 constexpr int PlanesRow(int64_t channels) {

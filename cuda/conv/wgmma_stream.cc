@@ -79,7 +79,7 @@ Status Stream(const Context& ctx, const ConvProblem& p, bool dgrad, const PhaseA
   if (g.line.places > (int64_t(1) << 31) - 4096) return no("takes at most 2^31 places");
   const int blocks_k = (g.channels + 63) / 64;
   const int64_t columns = StreamSlotBytes(reach) / 128;
-  if (columns > 1024 || blocks_k > kStreamSlots || StreamShared(reach, blocks_k, 4) > kHaloShared) {
+  if (columns > 1024 || blocks_k > kStreamSlots || StreamShared(reach, blocks_k, 3) > kHaloShared) {
     return no("has no room for this filter's reach in shared memory");
   }
   g.step[0] = int(dgrad ? p.stride[2] : 1);
