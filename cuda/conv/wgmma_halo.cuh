@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
 
       ScaleAndBias(p.epilogue, instance, n + warp * 16 + lane / 4, p.n, no_columns, acc);
       if (p.z != nullptr) outbox.PutTile(p, static_cast<T*>(p.z), tile, channel, acc);
-      ActivateFast(p.epilogue.activation, p.epilogue.slope, acc);
+      ActivateFast<T>(p.epilogue.activation, p.epilogue.slope, acc);
       outbox.PutTile(p, static_cast<T*>(p.d), tile, channel, acc);
     }
   }

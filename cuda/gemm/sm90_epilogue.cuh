@@ -18,15 +18,61 @@
 
 namespace jaxconv::cuda {
 
-// 1 / (1 + exp(-z)). Relative error a few 2^-23 wherever the result is normal; far below a 16-bit
-// output's half ulp.
-__device__ __forceinline__ float FastSigmoid(float z) { return __fdividef(1.f, 1.f + __expf(-z)); }
+// 2^z and 1 / z, each one instruction of the special function unit (a quarter of an instruction's
+// rate); relative errors 2^-22 and 2^-23.
+__device__ __forceinline__ float FastExp2(float z) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(z));
+  return y;
+}
+__device__ __forceinline__ float FastReciprocal(float z) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(z));
+  return y;
+}
 
-// Below 0.03 the series, whose next term is 1e-8 of the result; above it the difference cancels no
-// more than 5 bits.
-__device__ __forceinline__ float FastTanh(float z) {
+inline constexpr float kLog2E = 1.4426950408889634f;
+
+// max(z, 0), NaN where z is.
+__device__ __forceinline__ float FastRelu(float z) {
+  float y;
+  asm("max.NaN.f32 %0, %1, 0f00000000;\n" : "=f"(y) : "f"(z));
+  return y;
+}
+
+// 1 / (1 + exp(-z)), far below a 16-bit output's half ulp wherever that is normal.
+__device__ __forceinline__ float FastSigmoid(float z) {
+  return FastReciprocal(1.f + FastExp2(-kLog2E * z));
+}
+
+// The unit's own tanh errs by 2^-11 of the result: a quarter of bfloat16's half ulp, but two of
+// float16's.
+__device__ __forceinline__ float FastTanh(float z, __nv_bfloat16) {
+  float y;
+  asm("tanh.approx.f32 %0, %1;\n" : "=f"(y) : "f"(z));
+  return y;
+}
+// Below 0.03 the series, whose next term is 1e-7 of the result; above it the difference cancels no
+// more than 6 bits. Both are computed: a branch a value cost five times as much.
+__device__ __forceinline__ float FastTanh(float z, __half) {
   const float series = z * fmaf(-0.333333333f * z, z, 1.f);
-  return fabsf(z) < 0.03f ? series : fmaf(2.f, FastSigmoid(2.f * z), -1.f);
+  const float other = fmaf(-2.f, FastReciprocal(1.f + FastExp2(2.f * kLog2E * z)), 1.f);
+  float y;
+  asm("{\n.reg .pred p;\nsetp.lt.f32 p, %1, 0f3CF5C28F;\nselp.f32 %0, %2, %3, p;\n}\n"  // 0.03
+      : "=f"(y)
+      : "f"(fabsf(z)), "f"(series), "f"(other));
+  return y;
+}
+
+// 0.5 z (1 + tanh u), u = sqrt(2 / pi) (z + 0.044715 z^3). In bfloat16 by the unit's tanh: rounding hides
+// its error down to z = -4; below, where |y| < 2e-4, y errs by up to 2e-6.
+__device__ __forceinline__ float FastGelu(float z, __nv_bfloat16) {
+  const float u = z * fmaf(0.035677408f * z, z, 0.79788456f), half = 0.5f * z;
+  return fmaf(half, FastTanh(u, __nv_bfloat16()), half);
+}
+// 0.5 (1 + tanh u) = 1 / (1 + exp(-2u)): no cancellation.
+__device__ __forceinline__ float FastGelu(float z, __half) {
+  return z * FastSigmoid(z * fmaf(0.071354816f * z, z, 1.5957691216057308f));
 }
 
 // Formulas that are not short, or whose branches cost registers (unrolled, elu spills), have one copy of
@@ -64,8 +110,8 @@ __device__ __forceinline__ void ActivateAll(Activation activation, float slope,
   }
 }
 
-// f over a thread's outputs.
-template <int kCount>
+// f over a thread's outputs, which become T.
+template <typename T, int kCount>
 __device__ __forceinline__ void ActivateFast(Activation activation, float slope,
                                              float (&v)[kCount]) {
 #define JAXCONV_ACTIVATE(kind, expression)                    \
@@ -80,15 +126,13 @@ __device__ __forceinline__ void ActivateFast(Activation activation, float slope,
   switch (activation) {
     case Activation::kNone:
       return;
-      JAXCONV_ACTIVATE(kRelu, Activate(Activation::kRelu, z, 0.f))
+      JAXCONV_ACTIVATE(kRelu, FastRelu(z))
       JAXCONV_ACTIVATE(kRelu6, Activate(Activation::kRelu6, z, 0.f))
       JAXCONV_ACTIVATE(kLeakyRelu, Activate(Activation::kLeakyRelu, z, slope))
-      JAXCONV_ACTIVATE(kTanh, FastTanh(z))
+      JAXCONV_ACTIVATE(kTanh, FastTanh(z, T()))
       JAXCONV_ACTIVATE(kSigmoid, FastSigmoid(z))
       JAXCONV_ACTIVATE(kSilu, z * FastSigmoid(z))
-      // 0.5 (1 + tanh u) = 1 / (1 + exp(-2u))
-      JAXCONV_ACTIVATE(kGelu,
-                       z * FastSigmoid(1.5957691216057308f * z * fmaf(0.044715f * z, z, 1.f)))
+      JAXCONV_ACTIVATE(kGelu, FastGelu(z, T()))
     case Activation::kElu:
     case Activation::kGeluExact:
 #pragma unroll
@@ -110,9 +154,8 @@ __device__ __forceinline__ uint32_t PackHalves(float a, float b, __half) {
 
 // The bias of a thread's columns in kTileN columns, two elements a register, fetched before the
 // main loop so that its latency hides there; wide tiles have no registers for that.
-template <typename T, int kTileN>
+template <typename T, int kTileN, bool kKept = (kTileN <= 256)>
 struct ColumnBias {
-  static constexpr bool kKept = kTileN <= 256;
   // n: the tile's first column; n_end is a multiple of 8.
   __device__ __forceinline__ void Load(const Sm90Epilogue& e, int instance, int n, int n_end) {
     if (e.bias_kind != BiasKind::kColumn) return;
@@ -147,9 +190,9 @@ __device__ __forceinline__ float2 UnpackPair(uint32_t pair, __half) {
 
 // alpha * sum + bias over a thread's part of a block of 64 rows, in the order of wgmma's registers.
 // m: the thread's first row; its others are 8 below.
-template <typename T, int kTileN, int kCount>
+template <typename T, int kTileN, bool kKept, int kCount>
 __device__ __forceinline__ void ScaleAndBias(const Sm90Epilogue& e, int instance, int m, int m_end,
-                                             const ColumnBias<T, kTileN>& columns,
+                                             const ColumnBias<T, kTileN, kKept>& columns,
                                              float (&v)[kCount]) {
   if (e.alpha != 1.f) {
 #pragma unroll

@@ -191,8 +191,9 @@ __device__ __forceinline__ void FinishProductTile(
     }
   }
   if (p.epilogue.save_z) PutTile<Tile>(p, at, block0, p.z, 0, outbox, acc);
-  ActivateFast(p.epilogue.activation, p.epilogue.slope,
-               reinterpret_cast<float (&)[Tile::kBlocks * Tile::kTileN / 2]>(acc[0][0]));
+  ActivateFast<typename Tile::T>(
+      p.epilogue.activation, p.epilogue.slope,
+      reinterpret_cast<float (&)[Tile::kBlocks * Tile::kTileN / 2]>(acc[0][0]));
   PutTile<Tile>(p, at, block0, p.d[at.phase], p.rank_d, outbox, acc);
 }
 
