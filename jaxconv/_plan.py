@@ -590,7 +590,7 @@ def _tile(m: int, n: int, instances: int, vector: bool) -> str:
 
 
 def _extent(tile: str) -> tuple[int, int]:
-    rows, columns = tile.removesuffix("raw").removesuffix("s").split("x")
+    rows, columns = tile.removesuffix("raw").removesuffix("s").removesuffix("r").split("x")
     return int(rows), int(columns)
 
 
@@ -697,7 +697,17 @@ def _fill_conv(op: str, plan: Plan, p: ConvProblem, device: Device) -> Plan:
 # In 16 bit. Names in cuda/gemm/sm90_product.h: rows x columns of a CTA's outputs. "256x128s" has the filter on the
 # tensor cores' rows. "halo" (cuda/conv/wgmma_halo.h) fetches a pixel once for all taps, "planes" (wgmma_planes.h) a
 # plane of a volume once for all its neighbours; "128x128h" (wgmma_stream.h) keeps pixels while the filter passes.
-WGMMA_TILES = ("128x256", "256x128", "128x128", "256x64", "256x128s", "128x320", "halo", "planes", "128x128h")
+# "64x256" is for few rows, "r": all of B's columns stay in shared memory (cuda/gemm/sm90_resident.cuh).
+WGMMA_TILES = (
+    *("128x256", "256x128", "128x128", "256x64", "256x128s", "128x320", "64x256", "halo", "planes", "128x128h"),
+    *("128x64r", "64x256r"),
+)
+RESIDENT_TILES = {"128x64r": (4, 128, 64), "64x256r": (2, 64, 256)}  # warpgroups; rows and columns of each
+# Of dense; "64x128" has parts of K (cuda/gemm/sm90_rows.cuh).
+WGMMA_DENSE_TILES = (
+    *("128x256", "256x128", "128x128", "256x64", "256x128s", "128x320"),
+    *("64x128", "128x64r", "64x256r"),
+)
 # In TF32; a weight gradient's are cuda/conv/wgmma_wgrad_tf32.h's.
 TF32_TILES = ("128x256", "128x128", "256x64", "halo")
 TF32_WGRAD_TILES = ("halo", "256x128", "128x256", "256x64")
@@ -716,6 +726,13 @@ def wgmma_tile_refusal(op: str, tile: str, p: ConvProblem) -> str | None:
         return _planes_refusal(op, p)
     if tile == "128x128h":
         return _stream_refusal(op, p)
+    if tile == "64x256":
+        return None if op == "conv_wgrad" else "only weight gradients have it"
+    if tile in RESIDENT_TILES:
+        if op == "conv_wgrad" or not _plain(p):
+            return "it needs a 1x1 convolution of stride 1, and not its weight gradient"
+        c, k = p.in_channels // p.groups, p.out_channels // p.groups
+        return resident_refusal(tile, *((c, k) if op == "conv_dgrad" else (k, c)), p.groups)
     if tile != "halo":
         return None
     group_c, group_k = p.in_channels // p.groups, p.out_channels // p.groups
@@ -840,14 +857,39 @@ def _stream_refusal(op: str, p: ConvProblem) -> str | None:
     return None if fits else "its pixels do not fit shared memory"
 
 
-def _wgmma_time(tile: str, rows: int, columns: int, steps: int, instances: int, saves_z: bool, device: Device) -> float:
+def _plain(p: ConvProblem) -> bool:
+    """A convolution that is a matrix product as it lies."""
+    return p.pointwise and set(p.stride) == {1}
+
+
+def resident_refusal(tile: str, n: int, k: int, instances: int) -> str | None:
+    """Shared memory: all of k for a tile's columns, 16 KiB on their way out and two stages a warpgroup."""
+    groups, rows, columns = RESIDENT_TILES[tile]
+    needed = -(-k // 64) * columns * 128 + groups * 16384 + 2 * groups * rows * 128
+    if needed > 226 * 1024:
+        return f"its columns need {needed} bytes of shared memory"
+    return "it has at most 64 columns of tiles" if -(-n // columns) * instances > 64 else None
+
+
+def _resident_tile(rows: int, n: int, k: int, instances: int, device: Device) -> str | None:
+    """The tile of a product that moves bytes, as measured on an H200."""
+    tile = "128x64r" if n <= 64 else "64x256r"
+    _, height, width = RESIDENT_TILES[tile]
+    tiles = -(-rows // height) * -(-n // width) * instances
+    fits = resident_refusal(tile, n, k, instances) is None and (n <= 64 or -(-n // 256) * 256 <= 1.25 * n)
+    return tile if fits and tiles >= 8 * device.sm_count else None
+
+
+def _wgmma_time(
+    tile: str, rows: int, columns: int, steps: int, instances: int, saves_z: bool, device: Device, shows: float
+) -> float:
     """How long a product takes, in any unit, from what an H200 did (docs/performance.md): waves of tiles, and what of
-    the epilogue shows. The groups of 128x128 take turns, which hides it behind 9 steps; the others show part of it."""
+    the epilogue shows. The groups of 128x128 take turns, which hides it behind 9 steps; the others show `shows`."""
     m, n = _extent(tile)
     waves = -(-(-(-rows // m) * -(-columns // n) * instances) // device.sm_count)
     if tile == "128x128":
         return waves * m * n * max(1.03 * steps, 12 if saves_z else 9)
-    return waves * m * n * (0.98 * steps + (2 if saves_z else 0.5))
+    return waves * m * n * (0.98 * steps + shows)
 
 
 def wgmma_conv_tile(op: str, p: ConvProblem, device: Device) -> str:
@@ -868,6 +910,12 @@ def wgmma_conv_tile(op: str, p: ConvProblem, device: Device) -> str:
     halo = summed > 16 if p.dtype != "float32" else summed > 32 and n <= 64
     if halo and taps > 1 and wgmma_tile_refusal(op, "halo", p) is None:
         return "halo"
+    rows = p.batch * math.prod(p.in_spatial if dgrad else p.out_spatial)
+    plain = _plain(p) and p.dtype != "float32"
+    if plain and op != "conv_wgrad":
+        tile = _resident_tile(rows, n, summed, p.groups, device)
+        if tile:
+            return tile
     if n <= 64:
         return "256x64"
     # The phases of a strided dgrad share their pixels, and 128 channels are too few to hide a tile's loads: worth some
@@ -878,22 +926,26 @@ def wgmma_conv_tile(op: str, p: ConvProblem, device: Device) -> str:
     if shares and summed > 64 and wgmma_tile_refusal(op, "128x128h", p) is None:
         return "128x128h"
     if op == "conv_wgrad":
+        if taps * -(-group_c // 64) == 1:
+            return "64x256"
         wide = -(-n // 320) * 320 < -(-n // 256) * 256
-        return "128x320" if wide else "256x128s" if n < 256 or taps == 1 else "128x256"
+        if taps == 1 and n >= 256 and not wide:  # 256 of the side that has fewer channels
+            return "128x256" if plain and (group_c <= 128 or group_c > n) else "256x128s"
+        return "128x320" if wide else "256x128s" if n < 256 else "128x256"
     steps = taps * -(-summed * _itemsize(p) // 128)
     if steps <= 9 or (dgrad and math.prod(p.stride) > 1):
         return "128x128"
-    rows = p.batch * math.prod(p.in_spatial if dgrad else p.out_spatial)
-    wide = ["256x128s", "128x256"] if n > 128 else ["256x128s"]
+    wide = (["128x256", "256x128s"] if plain else ["256x128s", "128x256"]) if n > 128 else ["256x128s"]
     if p.dtype == "float32":
         wide = ["128x256"] * (n > 128)
     elif n > 256:
         wide.append("128x320")
-    tiles = [*wide, "128x128"]
-    return min(
-        tiles,
-        key=lambda tile: _wgmma_time(tile, rows, n, steps, p.groups, op == "conv" and p.save_preactivation, device),
-    )
+    saves_z = op == "conv" and p.save_preactivation
+
+    def time(tile: str) -> float:
+        return _wgmma_time(tile, rows, n, steps, p.groups, saves_z, device, 2 if saves_z else 0.5)
+
+    return min([*wide, "128x128"], key=time)
 
 
 def _tf32_wgrad_tile(p: ConvProblem) -> str:
@@ -979,6 +1031,8 @@ def _terms_tile(intensity: float, n: int, least: float) -> str:
 
 def wgmma_workspace(op: str, p: ConvProblem | DenseProblem, tile: str, splits: int) -> int:
     """Bytes: partial sums, and what stands for float32 operands (cuda/conv/wgmma.h, cuda/dense/wgmma.h)."""
+    if isinstance(p, DenseProblem) and tile == "64x128":
+        return splits * (p.batch or 1) * p.m * p.n * 4
     size = 0
     if splits > 1:
         size = 2 * splits * math.prod(TF32_HALO if tile == "halo" else _extent(tile)) * 4
@@ -1005,27 +1059,31 @@ def wgmma_dense_tile(p: DenseProblem, device: Device) -> tuple[str, int]:
     """(tile, parts of K), as measured on an H200 (docs/performance.md)."""
     if _terms(p) > 1:
         return _terms_tile(p.flops / max(math.prod(p.x_shape), 1), p.n, 700 if p.n <= 64 else 2500), 1
+    steps, instances = -(-p.k * _itemsize(p) // 128), p.batch or 1
+    if p.dtype != "float32" and not p.trans_x:
+        # Few rows: parts of K, so that every multiprocessor fetches a share of w.
+        parts = min(device.sm_count // max(-(-p.m // 64) * -(-p.n // 128) * instances, 1), steps // 4)
+        if parts > 1:
+            return "64x128", parts
+        resident = _resident_tile(p.m, p.n, p.k, instances, device)
+        if resident:
+            return resident, 1
     if p.n <= 64:
         return "256x64", 1
-    steps, instances = -(-p.k * _itemsize(p) // 128), p.batch or 1
+    shows = 0.5 if p.dtype == "float32" else 1.7 if p.activation.name in ("none", "relu") else 4
 
     def time(tile: str) -> float:
-        return _wgmma_time(tile, p.m, p.n, steps, instances, p.save_preactivation, device)
+        z = p.save_preactivation
+        return _wgmma_time(tile, p.m, p.n, steps, instances, z, device, shows + (1.5 if z else 0))
 
-    tile = min(("128x128", "128x256"), key=time)
-    rows, columns = _extent(tile)
-    tiles = -(-p.m // rows) * -(-p.n // columns) * instances
-    # Parts of K (1, 2, 4) where the tiles leave most multiprocessors idle and the sum is long. Their CTAs are clusters,
-    # and more than half of the device in clusters was slower than less.
-    wanted = min(4, device.sm_count // (2 * tiles), steps // 4) if p.dtype != "float32" else 1
-    return tile, 1 << max(wanted, 1).bit_length() - 1
+    return min(("128x128", "128x256"), key=time), 1
 
 
 def _fill_dense(plan: Plan, p: DenseProblem, device: Device) -> Plan:
     batch = p.batch or 1
     if plan.algorithm == "wgmma":
         tile, splits = wgmma_dense_tile(p, device)
-        size = wgmma_workspace("dense", p, tile, 1)
+        size = wgmma_workspace("dense", p, tile, splits)
         return dataclasses.replace(plan, tile=tile, splits=splits, workspace_bytes=size)
     runs = p.m if p.trans_x else p.k, p.k if p.trans_w else p.n  # elements, contiguous
     tile = _tile(p.m, p.n, batch, all(run * _itemsize(p) % 16 == 0 for run in runs))

@@ -40,9 +40,14 @@ TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 DTYPES = ("float32", "bfloat16", "float16")
 SM80_TILES = ("64x64", "128x64", "128x128")
 SM90_TILES = ("256x64", "128x128", "256x128", "256x128s", "128x256", "128x320")  # the others are the plan's own
+FEW_TILES = ("64x256", "64x128", *_plan.RESIDENT_TILES)  # for few rows of outputs, or little to sum
 # Besides the plan's own tile
 TERMS_TILES = ("128x64", "128x128", "128x64raw", "128x128raw")  # of float32 as terms
-TILES = {"implicit_gemm": SM80_TILES, "gemm": SM80_TILES, "wgmma": tuple(dict.fromkeys(SM90_TILES + TERMS_TILES))}
+TILES = {
+    "implicit_gemm": SM80_TILES,
+    "gemm": SM80_TILES,
+    "wgmma": tuple(dict.fromkeys(SM90_TILES + FEW_TILES + TERMS_TILES)),
+}
 EPILOGUE = {"activation": "gelu", "return_preactivation": True}
 
 Call = tuple[_op.Kernel, Any, list[tuple[tuple[int, ...], str]]]  # kernel, problem, its operands
@@ -234,6 +239,13 @@ def has_tile(tile: str, op: str, problem: Any) -> bool:
         return True
     if op == "conv_statistics":
         return tile in ("256x64", "128x128", "256x128", "128x256")
+    if problem.dtype != "float32" and tile in FEW_TILES:
+        if not isinstance(problem, DenseProblem):
+            return tile != "64x128" and _plan.wgmma_tile_refusal(op, tile, problem) is None
+        fits = tile not in _plan.RESIDENT_TILES or not _plan.resident_refusal(
+            tile, problem.n, problem.k, problem.batch or 1
+        )
+        return tile != "64x256" and not problem.trans_x and fits
     if problem.dtype != "float32":
         return tile in SM90_TILES and not (tile == "256x128s" and getattr(problem, "addend", False))
     if problem.full_float32:
@@ -252,7 +264,8 @@ def with_tile(tile: str, op: str, problem: Any, device: _plan.Device) -> _plan.P
         size = _plan.wgmma_workspace(op, problem, tile, plan.splits)
         return dataclasses.replace(plan, tile=tile, workspace_bytes=size)
     whole = op == "conv_wgrad" or (problem.algorithm == "wgmma" and isinstance(problem, DenseProblem))
-    alone = {"splits": 1, "workspace_bytes": 0} if whole else {}
+    size = _plan.wgmma_workspace(op, problem, tile, 1) if tile == "64x128" else 0
+    alone = {"splits": 1, "workspace_bytes": size} if whole else {}
     return dataclasses.replace(plan, tile=tile, **alone)
 
 

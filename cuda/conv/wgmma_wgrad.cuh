@@ -184,6 +184,38 @@ __device__ __forceinline__ void StoreWgrad(const WgradLaunch& p, const WgradPlac
   }
 }
 
+// A thread's sums of columns [8 * j0, ...) of the blocks from block0 on, over `steps` steps from `first`
+// on: to dw, or to the workspace in the order of the registers, [block][j][thread], 16 bytes each.
+template <typename Tile, int kBlocks, int kCount>
+__device__ __forceinline__ void PutWgrad(const WgradLaunch& p, const WgradPlace& at, int part,
+                                         int first, int steps, int block0, int j0,
+                                         const float (&acc)[kBlocks][kCount]) {
+  const int thread = threadIdx.x % 128;
+  if (steps == p.steps) {
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+      for (int j = 0; j < kCount / 4; ++j) {
+        const float* v = &acc[block][j * 4];
+        StoreWgrad<Tile>(p, at, block0 + block, j0 + j, thread,
+                         make_float4(v[0], v[1], v[2], v[3]));
+      }
+    }
+  } else {
+    float4* sums = reinterpret_cast<float4*>(
+        p.partials + Slot(part, first > 0) * (int64_t(Tile::kTileM) * Tile::kTileN));
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+      for (int j = 0; j < kCount / 4; ++j) {
+        const float* v = &acc[block][j * 4];
+        sums[((block0 + block) * (Tile::kTileN / 8) + j0 + j) * 128 + thread] =
+            make_float4(v[0], v[1], v[2], v[3]);
+      }
+    }
+  }
+}
+
 template <typename Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     WgmmaWgradKernel(const __grid_constant__ WgradLaunch p) {
@@ -213,34 +245,18 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     ForRun(p, part, [&](int64_t tile, int first, int steps) {
       const WgradPlace at = LocateWgradTile<Tile>(p, tile);
       float acc[Tile::kBlocks][Tile::kTileN / 2];
-      if constexpr (Tile::kTerms > 1) {
-        Sm90TermsLoop(ring, group, steps, acc);
+      if constexpr (Tile::kAlternate) {
+        float mine[1][Tile::kTileN / 4];
+        Sm90AlternateLoop(ring, group, steps, acc);
+        Sm90ShareSums<Tile>(ring.shared + Tile::kUnitOffset, group, acc[0], mine[0]);
+        PutWgrad<Tile>(p, at, part, first, steps, 0, group * (Tile::kTileN / 16), mine);
       } else {
-        Sm90MainLoop(ring, group, steps, acc);
-      }
-      const int thread = threadIdx.x % 128;
-      if (steps == p.steps) {
-#pragma unroll
-        for (int block = 0; block < Tile::kBlocks; ++block) {
-#pragma unroll
-          for (int j = 0; j < Tile::kTileN / 8; ++j) {
-            const float* v = &acc[block][j * 4];
-            StoreWgrad<Tile>(p, at, block0 + block, j, thread, make_float4(v[0], v[1], v[2], v[3]));
-          }
+        if constexpr (Tile::kTerms > 1) {
+          Sm90TermsLoop(ring, group, steps, acc);
+        } else {
+          Sm90MainLoop(ring, group, steps, acc);
         }
-      } else {
-        // In the order of the registers: [block][j][thread], 16 bytes each.
-        float4* sums = reinterpret_cast<float4*>(
-            p.partials + Slot(part, first > 0) * (int64_t(Tile::kTileM) * Tile::kTileN));
-#pragma unroll
-        for (int block = 0; block < Tile::kBlocks; ++block) {
-#pragma unroll
-          for (int j = 0; j < Tile::kTileN / 8; ++j) {
-            const float* v = &acc[block][j * 4];
-            sums[((block0 + block) * (Tile::kTileN / 8) + j) * 128 + thread] =
-                make_float4(v[0], v[1], v[2], v[3]);
-          }
-        }
+        PutWgrad<Tile>(p, at, part, first, steps, block0, 0, acc);
       }
     });
   }
@@ -344,6 +360,9 @@ Status LaunchWgmmaWgradByTile(const Context& ctx, WgradLaunch& p, Sm90TileName t
     JAXCONV_SM90_CASE(k128x128, 1, 128)
     JAXCONV_SM90_CASE(k256x64, 2, 64)
     JAXCONV_SM90_CASE(k128x320, 1, 320)
+    case Sm90TileName::k64x256:
+      return LaunchWgmmaWgradTile<Sm90Alternate<T, false, false, 256>>(ctx, p, multiprocessors,
+                                                                       workspace_bytes, what);
     case Sm90TileName::k256x128s:
       return LaunchWgmmaWgradTile<Sm90Tile<T, false, false, 1, 256, false, false, 1, 0, true>>(
           ctx, p, multiprocessors, workspace_bytes, what);

@@ -35,11 +35,10 @@ Status Check(const DenseProblem& p, const Plan& plan, const std::string& what) {
   if (std::max({p.m, p.n, p.k, p.batch}) > most) {
     return no("M, N, K and batch must be at most " + std::to_string(most));
   }
-  const bool power = plan.splits == 1 || plan.splits == 2 || plan.splits == 4 || plan.splits == 8;
-  const int64_t most_splits = p.dtype == DType::kF32 ? 1 : (p.k + 63) / 64;
-  if (!power || plan.splits > most_splits) {
-    return Status::Invalid(what + ": splits=" + std::to_string(plan.splits) +
-                           " must be 1, 2, 4 or 8, leave every part 64 of K, and in float32 be 1");
+  const int64_t most_splits = plan.tile == "64x128" ? (p.k + 63) / 64 : 1;
+  if (plan.splits < 1 || plan.splits > most_splits) {
+    return Status::Invalid(what + ": splits=" + std::to_string(plan.splits) + " must be in [1, " +
+                           std::to_string(most_splits) + "] with this tile");
   }
   return Status::Ok();
 }
@@ -108,6 +107,15 @@ Status WgmmaDense(const Context& ctx, const DenseProblem& p, const Epilogue& e, 
   g.splits = int(plan.splits);
   g.plain_d = y;
   g.plain_z = z;
+  if (tile == Sm90TileName::k64x128 && p.dtype != DType::kF32) {
+    const double needed = double(plan.splits) * double(batch) * double(m) * double(p.n) * 4;
+    if (double(workspace.bytes) < needed) {
+      return Status::Invalid(what + ": needs a workspace of " + std::to_string(int64_t(needed)) +
+                             " bytes (splits * batch * M * N * 4), given " +
+                             std::to_string(workspace.bytes));
+    }
+    g.partials = static_cast<float*>(workspace.data);
+  }
   g.epilogue.alpha = float(p.alpha);
   g.epilogue.activation = e.activation;
   g.epilogue.slope = float(e.slope);

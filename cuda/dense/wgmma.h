@@ -8,13 +8,14 @@
 //   x and w not both transposed; the fastest axis of x, w, y (K or M; N or K; N) a multiple of 8;
 //   M, N, K, batch (in float32 thrice that) at most 2^31 - 4096. Outside, a Status.
 //
-// Plan: algorithm "wgmma"; tile "128x256", "256x128", "128x128", "256x64", "256x128s" or "128x320", in
+// Plan: algorithm "wgmma"; tile "128x256", "256x128", "128x128", "256x64", "256x128s" or "128x320", with x
+// not transposed also "64x128", whose splits are the parts that K is cut into, at most ceil(K / 64), and
+// "128x64r" and "64x256r", where all of K of w's columns stays in shared memory (gemm/sm90_resident.cuh); in
 // TF32 "128x256", "128x128" or "256x64"; where float32 is terms "128x128" or "128x64", and those followed
-// by "raw": x is split on its way and not in memory before. splits: parts that K is cut into, 1, 2, 4 or 8
-// and at most ceil(K / 64), more than 1 in 16 bit only and not with "256x128s" and "128x320"; the CTAs of a
-// tile's parts are a cluster.
-// Workspace, bytes: float32 with full_float32: 6 an element of w and, unless raw, of x; without, 4 an
-// element of x if trans_x and of w unless trans_w; each rounded up to 256. Otherwise 0.
+// by "raw": x is split on its way and not in memory before.
+// Workspace, bytes: "64x128": splits * batch * M * N * 4. float32 with full_float32: 6 an element of w and,
+// unless raw, of x; without, 4 an element of x if trans_x and of w unless trans_w; each rounded up to 256.
+// Otherwise 0.
 #pragma once
 
 #include "common/plan.h"

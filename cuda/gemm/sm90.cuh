@@ -42,7 +42,8 @@ inline constexpr int kSplitConsumerRegisters = 184;  // beside a splitter
 // kMajorA, kMajorB: the operand is k-major in memory (and so in shared memory). kSwapped (products
 // only): A is the filter, B the pixels, and the sums are d's transpose.
 template <typename T_, bool kMajorA_, bool kMajorB_, int kBlocks_, int kTileN_, bool kPingPong_,
-          bool kStaged_, int kTerms_ = 1, int kRaw_ = 0, bool kSwapped_ = false>
+          bool kStaged_, int kTerms_ = 1, int kRaw_ = 0, bool kSwapped_ = false,
+          bool kAlternate_ = false>
 struct Sm90Tile {
   using T = T_;
   static constexpr bool kSwapped = kSwapped_;
@@ -55,6 +56,7 @@ struct Sm90Tile {
   static constexpr bool kMajorA = kMajorA_, kMajorB = kMajorB_;
   static constexpr int kBlocks = kBlocks_;  // blocks of 64 rows that a warpgroup makes
   static constexpr bool kPingPong = kPingPong_;
+  static constexpr bool kAlternate = kAlternate_;
   static constexpr bool kStaged = kStaged_;  // the epilogue goes through shared memory
 
   static constexpr int kTileK = 128 / int(sizeof(T));  // of a stage
@@ -83,13 +85,14 @@ struct Sm90Tile {
   static constexpr int kFills = (kRaw < 2 ? 1 : 0) + (kRaw > 0 ? 4 : 0);
   // Arrivals that free a stage.
   static constexpr int kReaders = kPingPong ? 1 : 2;
-  // A product may be cut into parts of k whose sums then lie where the stages were.
-  static constexpr bool kSplits = !kSwapped && kStaged && kTerms == 1 && sizeof(T) == 2 &&
-                                  256 % (kTileN / 4) == 0 &&
-                                  kTileM * (kTileN + 8) * 4 <= kStages * kStageBytes;
   static_assert(kStages >= (kTerms > 1 ? 2 : 3) && kSharedBytes <= kSm90SharedBytes);
   static_assert(kRaw == 0 || (kTerms > 1 && kTileM == 128 && !kStaged && kUnits >= 2));
 };
+
+// 64 rows, of which both warpgroups make all sums over every other stage of k: for few rows. They
+// exchange halves of the sums where other tiles stage their outputs.
+template <typename T, bool kMajorA, bool kMajorB, int kTileN>
+using Sm90Alternate = Sm90Tile<T, kMajorA, kMajorB, 1, kTileN, true, true, 1, 0, false, true>;
 
 // The ring of stages: a stage's place in shared memory and its two barriers.
 template <typename Tile>
@@ -289,6 +292,85 @@ __device__ __forceinline__ void Sm90MainLoop(Sm90Ring<Tile>& ring, int group, in
 #pragma unroll
   for (int m = 0; m < Tile::kBlocks; ++m) Pin(acc[m]);
   if (before >= 0) ring.Release(before);
+}
+
+// The same for kAlternate: group g takes the stages in even (odd) slots, half of the sum.
+template <typename Tile>
+__device__ __forceinline__ void Sm90AlternateLoop(Sm90Ring<Tile>& ring, int group, int steps,
+                                                  float (&acc)[Tile::kBlocks][Tile::kTileN / 2]) {
+  static_assert(Tile::kAlternate && Tile::kStages % 2 == 0 &&
+                64 * Tile::kTileN * 4 <= Tile::kStagingBytes);
+#pragma unroll
+  for (int m = 0; m < Tile::kBlocks; ++m) {
+#pragma unroll
+    for (int i = 0; i < Tile::kTileN / 2; ++i) acc[m][i] = 0.f;
+    Pin(acc[m]);
+  }
+  int before = -1;  // the stage whose products may still run
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step, ring.Advance()) {
+    if (ring.stage % 2 != group) continue;
+    ring.Await();
+    const uint64_t a = OperandDescriptor<Tile::kMajorA>(ring.A());
+    const uint64_t b = OperandDescriptor<Tile::kMajorB>(ring.B());
+#pragma unroll
+    for (int m = 0; m < Tile::kBlocks; ++m) Pin(acc[m]);
+    WgmmaFence();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+#pragma unroll
+      for (int m = 0; m < Tile::kBlocks; ++m) {
+        Wgmma<typename Tile::T, Tile::kMajorA, Tile::kMajorB>(
+            acc[m], a + m * (kBlockBytes / 16) + k * kOperandStep<Tile::kMajorA>,
+            b + k * kOperandStep<Tile::kMajorB>, 1);
+      }
+    }
+    WgmmaCommit();
+    WgmmaWait<1>();
+    if (before >= 0) ring.Release(before);
+    before = ring.stage;
+  }
+#pragma unroll
+  for (int m = 0; m < Tile::kBlocks; ++m) Pin(acc[m]);
+  WgmmaWait<0>();
+#pragma unroll
+  for (int m = 0; m < Tile::kBlocks; ++m) Pin(acc[m]);
+  if (before >= 0) ring.Release(before);
+}
+
+// After it: this group's half of the columns (group 0: the first), with the other's sums added.
+// `shared`: kTileN * 64 * 4 bytes. All 256 threads of the consumers.
+template <typename Tile>
+__device__ __forceinline__ void Sm90ShareSums(uint32_t shared, int group,
+                                              const float (&acc)[Tile::kTileN / 2],
+                                              float (&mine)[Tile::kTileN / 4]) {
+  constexpr int kHalf = Tile::kTileN / 4;
+  const uint32_t at = shared + threadIdx.x % 128 * 16, half = kHalf / 4 * 128 * 16;
+#pragma unroll
+  for (int i = 0; i < kHalf; i += 4) {
+    float v[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      mine[i + j] = group == 0 ? acc[i + j] : acc[kHalf + i + j];
+      v[j] = group == 0 ? acc[kHalf + i + j] : acc[i + j];
+    }
+    asm volatile(
+        "st.shared.v4.f32 [%0], {%1, %2, %3, %4};\n" ::"r"(at + group * half + i / 4 * 128 * 16),
+        "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
+        : "memory");
+  }
+  NamedBarrier(3, 256);
+#pragma unroll
+  for (int i = 0; i < kHalf; i += 4) {
+    float v[4];
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];\n"
+                 : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
+                 : "r"(at + (group ^ 1) * half + i / 4 * 128 * 16)
+                 : "memory");
+#pragma unroll
+    for (int j = 0; j < 4; ++j) mine[i + j] += v[j];
+  }
+  NamedBarrier(4, 256);  // read, before the next tile's come
 }
 
 template <typename Tile>

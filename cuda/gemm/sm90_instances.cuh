@@ -2,6 +2,8 @@
 #pragma once
 
 #include "cuda/gemm/sm90_product.cuh"
+#include "cuda/gemm/sm90_resident.cuh"
+#include "cuda/gemm/sm90_rows.cuh"
 
 namespace jaxconv::cuda {
 
@@ -27,6 +29,21 @@ Status LaunchSm90ByTile(const Context& ctx, Sm90Product& p, Sm90TileName tile, i
       break;
   }
 #undef JAXCONV_SM90_CASE
+  if constexpr (kMajorA) {
+    switch (tile) {
+      case Sm90TileName::k64x128:
+        return LaunchSm90Rows<Sm90Alternate<T, kMajorA, kMajorB, 128>>(ctx, p, multiprocessors,
+                                                                       what);
+      case Sm90TileName::k128x64Resident:
+        return LaunchSm90Resident<Sm90Resident<T, kMajorB, 4, 2, 64>>(ctx, p, multiprocessors,
+                                                                      what);
+      case Sm90TileName::k64x256Resident:
+        return LaunchSm90Resident<Sm90Resident<T, kMajorB, 2, 1, 256>>(ctx, p, multiprocessors,
+                                                                       what);
+      default:
+        break;
+    }
+  }
   return Status::Unimplemented(what + ": no such tile");
 }
 

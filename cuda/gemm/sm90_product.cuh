@@ -197,107 +197,6 @@ __device__ __forceinline__ void FinishProductTile(
   PutTile<Tile>(p, at, block0, p.d[at.phase], p.rank_d, outbox, acc);
 }
 
-// ---------------------------------------------------------------------------------------------------
-// splits > 1: the CTAs that make the parts of a tile's sums are a cluster, each makes one tile's part,
-// and nothing goes through memory: the sums lie in each CTA's shared memory, in place of the stages,
-// and CTA i adds the parts of the i-th share of the rows, in their order.
-
-__device__ __forceinline__ void ClusterSync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;\n" ::
-                   : "memory");
-}
-
-template <typename Tile>
-inline constexpr int kPartPitch = Tile::kTileN + 8;  // floats; rows of 8 threads meet no bank twice
-
-template <typename Tile>
-__device__ __forceinline__ void KeepPart(uint32_t shared, int block0,
-                                         const float (&acc)[Tile::kBlocks][Tile::kTileN / 2]) {
-  const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
-#pragma unroll
-  for (int block = 0; block < Tile::kBlocks; ++block) {
-    const uint32_t to =
-        shared + ((block0 + block) * 64 + row) * kPartPitch<Tile> * 4 + threadIdx.x % 4 * 8;
-#pragma unroll
-    for (int j = 0; j < Tile::kTileN / 8; ++j) {
-      const float* v = &acc[block][j * 4];
-      asm volatile("st.shared.v2.f32 [%0], {%1, %2};\n" ::"r"(to + j * 32), "f"(v[0]), "f"(v[1])
-                   : "memory");
-      asm volatile(
-          "st.shared.v2.f32 [%0], {%1, %2};\n" ::"r"(to + 8 * kPartPitch<Tile> * 4 + j * 32),
-          "f"(v[2]), "f"(v[3])
-          : "memory");
-    }
-  }
-}
-
-// Four neighbouring outputs.
-template <typename T>
-__device__ __forceinline__ void FinishFour(const Sm90Product& p, int instance, int m, int n,
-                                           float (&v)[4]) {
-  const Sm90Epilogue& e = p.epilogue;
-  const int64_t at = (int64_t(instance) * p.phase[0].m + m) * p.n + n;
-  const auto load = [](const T* from, float (&to)[4]) {
-    const uint2 pairs = *reinterpret_cast<const uint2*>(from);
-    const float2 low = UnpackPair(pairs.x, T()), high = UnpackPair(pairs.y, T());
-    to[0] = low.x, to[1] = low.y, to[2] = high.x, to[3] = high.y;
-  };
-  const auto store = [&](void* to) {
-    *reinterpret_cast<uint2*>(static_cast<T*>(to) + at) =
-        make_uint2(PackHalves(v[0], v[1], T()), PackHalves(v[2], v[3], T()));
-  };
-#pragma unroll
-  for (int i = 0; i < 4; ++i) v[i] *= e.alpha;
-  if (e.c != nullptr) {
-    float c[4];
-    load(static_cast<const T*>(e.c) + instance * e.stride_c + int64_t(m) * p.n + n, c);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) v[i] = fmaf(e.beta, c[i], v[i]);
-  }
-  const T* bias = static_cast<const T*>(e.bias) + instance * e.stride_bias;
-  if (e.bias_kind == BiasKind::kColumn) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) v[i] += ToFloat(bias[n + i]);
-  } else if (e.bias_kind != BiasKind::kNone) {
-    const float b = ToFloat(bias[e.bias_kind == BiasKind::kRow ? m : 0]);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) v[i] += b;
-  }
-  if (e.save_z) store(p.plain_z);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) v[i] = Activate(e.activation, v[i], e.slope);
-  store(p.plain_d);
-}
-
-// By the 256 threads of the consumers.
-template <typename Tile>
-__device__ __forceinline__ void AddParts(const Sm90Product& p, const Sm90Place& at,
-                                         uint32_t shared) {
-  constexpr int kRuns = Tile::kTileN / 4;  // of a row
-  const int thread = int(threadIdx.x) - 128, share = Tile::kTileM / p.splits;
-  const int n = at.n + thread % kRuns * 4;
-  for (int i = thread / kRuns; i < share; i += 256 / kRuns) {
-    const int row = at.part * share + i, m = at.m + row;
-    if (m >= p.phase[0].m || n >= p.n) continue;
-    float v[4] = {};
-#pragma unroll 8
-    for (int part = 0; part < p.splits; ++part) {
-      uint32_t from;
-      float u[4];
-      asm("mapa.shared::cluster.u32 %0, %1, %2;\n"
-          : "=r"(from)
-          : "r"(shared + (row * kPartPitch<Tile> + thread % kRuns * 4) * 4), "r"(part));
-      asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];\n"
-                   : "=f"(u[0]), "=f"(u[1]), "=f"(u[2]), "=f"(u[3])
-                   : "r"(from)
-                   : "memory");
-#pragma unroll
-      for (int j = 0; j < 4; ++j) v[j] += u[j];
-    }
-    FinishFour<typename Tile::T>(p, at.instance, m, n, v);
-  }
-}
-
 template <typename Tile>
 __global__ void __launch_bounds__(kSm90Threads, 1)
     Sm90ProductKernel(const __grid_constant__ Sm90Product p) {
@@ -313,13 +212,6 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
       PrefetchMap(p.b);
       for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
         ProduceTile(p, LocateTile<Tile>(p, tile), ring);
-      }
-    }
-    if constexpr (Tile::kSplits) {
-      if (p.splits > 1) {
-        __syncwarp();
-        ClusterSync();
-        ClusterSync();
       }
     }
   } else {
@@ -343,24 +235,9 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
       bias.Load(p.epilogue, at.instance, at.n, p.n);
       float acc[Tile::kBlocks][Tile::kTileN / 2];
       Sm90MainLoop(ring, group, at.steps, acc);
-      if constexpr (Tile::kSplits) {
-        if (p.splits > 1) {
-          // The other group may still multiply what lies there.
-          if (!Tile::kPingPong) NamedBarrier(3, 256);
-          KeepPart<Tile>(ring.shared, block0, acc);
-          continue;
-        }
-      }
       FinishProductTile<Tile>(p, at, block0, outbox, bias, acc);
     }
     outbox.Drain();
-    if constexpr (Tile::kSplits) {
-      if (p.splits > 1) {
-        ClusterSync();
-        AddParts<Tile>(p, LocateTile<Tile>(p, blockIdx.x), ring.shared);
-        ClusterSync();
-      }
-    }
   }
 #endif
 }
@@ -410,24 +287,10 @@ Status LaunchSm90Product(const Context& ctx, void (*kernel)(Sm90Product), Sm90Pr
   JAXCONV_RETURN_IF_ERROR(CudaStatus(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kSharedBytes),
       what));
-  if (p.splits == 1) {
-    kernel<<<unsigned(std::min(p.tiles, multiprocessors)), Tile::kThreads, Tile::kSharedBytes,
-             ctx.stream>>>(p);
-    return LaunchStatus(what);
-  }
-  if (!Tile::kSplits) return Status::Unimplemented(what + ": this tile takes no splits");
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(unsigned(p.tiles));
-  config.blockDim = dim3(kSm90Threads);
-  config.dynamicSmemBytes = Tile::kSharedBytes;
-  config.stream = ctx.stream;
-  cudaLaunchAttribute cluster = {};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = unsigned(p.splits);
-  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-  config.attrs = &cluster;
-  config.numAttrs = 1;
-  return CudaStatus(cudaLaunchKernelEx(&config, kernel, p), what);
+  if (p.splits != 1) return Status::Unimplemented(what + ": this tile takes no splits");
+  kernel<<<unsigned(std::min(p.tiles, multiprocessors)), Tile::kThreads, Tile::kSharedBytes,
+           ctx.stream>>>(p);
+  return LaunchStatus(what);
 }
 
 }  // namespace jaxconv::cuda

@@ -68,10 +68,11 @@ struct Sm90Product {
   bool shared_a, shared_b;  // by all instances: coordinate 0
   int instances;
   int n;
-  int channels;  // of an instance, in a's and d's columns of pixels: k and n
-  int k_blocks;  // blocks of 64 k (32 in TF32) in a tap
-  int splits;  // parts that k is cut into, 1, 2, 4 or 8; more than 1 for a single tap and a plain d
-  void *plain_d, *plain_z;  // splits > 1: d and z as they lie
+  int channels;             // of an instance, in a's and d's columns of pixels: k and n
+  int k_blocks;             // blocks of 64 k (32 in TF32) in a tap
+  int splits;               // parts that k is cut into; more than 1 for few rows only
+  void *plain_d, *plain_z;  // few rows: d and z as they lie
+  float* partials;          // few rows: (splits, instances, m, n)
   Sm90Terms terms;
   Sm90FloatOutput out;
   // Filled in by the launch.
@@ -94,12 +95,16 @@ enum class Sm90TileName {
   k128x128,
   k128x64,
   k128x128Raw,
-  k128x64Raw
+  k128x64Raw,
+  k64x256,
+  k64x128,
+  k128x64Resident,
+  k64x256Resident
 };
 
-constexpr std::string_view kSm90TileNames[] = {"128x256",  "256x128",    "256x64",
-                                               "256x128s", "128x320",    "128x128",
-                                               "128x64",   "128x128raw", "128x64raw"};
+constexpr std::string_view kSm90TileNames[] = {
+    "128x256",    "256x128",   "256x64", "256x128s", "128x320", "128x128", "128x64",
+    "128x128raw", "128x64raw", "64x256", "64x128",   "128x64r", "64x256r"};
 
 constexpr bool IsRaw(Sm90TileName tile) {
   return tile == Sm90TileName::k128x128Raw || tile == Sm90TileName::k128x64Raw;
@@ -109,6 +114,9 @@ constexpr int TileRows(Sm90TileName tile) {
   return tile == Sm90TileName::k256x128 || tile == Sm90TileName::k256x64 ||
                  tile == Sm90TileName::k256x128s
              ? 256
+         : tile == Sm90TileName::k64x256 || tile == Sm90TileName::k64x128 ||
+                 tile == Sm90TileName::k64x256Resident
+             ? 64
              : 128;
 }
 constexpr int TileColumns(Sm90TileName tile) {
@@ -116,10 +124,13 @@ constexpr int TileColumns(Sm90TileName tile) {
     case Sm90TileName::k128x320:
       return 320;
     case Sm90TileName::k128x256:
+    case Sm90TileName::k64x256Resident:
+    case Sm90TileName::k64x256:
       return 256;
     case Sm90TileName::k256x64:
     case Sm90TileName::k128x64:
     case Sm90TileName::k128x64Raw:
+    case Sm90TileName::k128x64Resident:
       return 64;
     default:
       return 128;
