@@ -16,8 +16,12 @@ __device__ __forceinline__ float WarpColumnSum(float v, int lanes = 1) {
 // shared memory of (warps * lanes * N) floats.
 template <int N>
 __device__ __forceinline__ void BlockColumnSums(float (&v)[N], int lanes, float* scratch) {
+  // All values at each distance: one after the other they would wait for each other's shuffles.
+#pragma unroll 1
+  for (int o = 16; o >= lanes; o >>= 1) {
 #pragma unroll
-  for (int i = 0; i < N; ++i) v[i] = WarpColumnSum(v[i], lanes);
+    for (int i = 0; i < N; ++i) v[i] += __shfl_xor_sync(0xffffffffu, v[i], o);
+  }
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
   const int columns = lanes * N;
   if (lane < lanes) {
@@ -28,6 +32,7 @@ __device__ __forceinline__ void BlockColumnSums(float (&v)[N], int lanes, float*
   // Entry c of warp 0's row is read and then overwritten by one and the same thread.
   for (int c = threadIdx.x; c < columns; c += blockDim.x) {
     float total = scratch[c];
+#pragma unroll 7
     for (int w = 1; w < warps; ++w) total += scratch[w * columns + c];
     scratch[c] = total;
   }
