@@ -455,9 +455,10 @@ def _batchnorm_supports(op: str, algorithm: str, p: BatchNormProblem, device: De
         return f"it needs fewer than 2^31 elements per channel, got {p.reduced}"
     if op == "batchnorm_infer" and algorithm != "two_read":
         return "inference is a single pass"
-    if algorithm == "resident_team" and _batchnorm_vector(p) == 1:
-        kind, extent = ("images", p.inner) if p.inner > 1 else ("channels", p.channels)
-        return f"it reads 16 bytes at a time: {kind} of {extent} elements are no multiple of {16 // _itemsize(p)}"
+    if algorithm == "resident_team" and p.inner > 1 and p.inner < 16 // _itemsize(p):
+        return f"it reads 16 bytes at a time: images have {p.inner} elements, fewer than {16 // _itemsize(p)}"
+    if algorithm == "resident_team" and p.inner == 1 and _batchnorm_vector(p) == 1:
+        return f"it reads 16 bytes at a time: {p.channels} channels are no multiple of {16 // _itemsize(p)}"
     if algorithm == "resident_block":
         itemsize, vector = _itemsize(p), _batchnorm_vector(p)
         held = 2 if op == "batchnorm_backward" else 1
@@ -491,8 +492,10 @@ def _ladder(op: str, problem: Problem, device: Device) -> str:
     if isinstance(problem, DenseProblem):
         return "gemm"
     if isinstance(problem, BatchNormProblem):
-        fit = (a for a in ("resident_block", "resident_team") if supports(op, a, problem, device) is None)
-        return next(fit, "two_read")
+        # Blocks read images that 16 bytes do not divide an element at a time.
+        whole = problem.inner == 1 or _batchnorm_vector(problem) > 1
+        resident = ("resident_block", "resident_team") if whole else ("resident_team", "resident_block")
+        return next((a for a in resident if supports(op, a, problem, device) is None), "two_read")
     if op == "conv_statistics" and device.platform == "cuda":
         return "wgmma"
     if problem.depthwise and problem.groups > 1:
@@ -1150,9 +1153,9 @@ class _TeamLayout:
 
     @property
     def workspace_bytes(self) -> int:
-        """Two rounds of a sum and a sum of squares, 8 bytes each, for each CTA and channel."""
+        """Two rounds of a sum and a sum of squares, 8 bytes each, for each CTA and channel, and of their totals."""
         channels = self.lanes * _batchnorm_vector(self.problem) if self.problem.inner == 1 else 1
-        return self.teams * self.ctas * channels * 2 * 2 * 8
+        return self.teams * (self.ctas + 1) * channels * 2 * 2 * 8
 
 
 def _team_layout(op: str, p: BatchNormProblem, device: Device) -> _TeamLayout:

@@ -364,7 +364,7 @@ def batchnorm(
         that are not those of x make it wrong.
       algorithm: forces one native algorithm: "two_read" (any size), "resident_block" (one launch; a channel's elements
         must fit in a block's shared memory; CUDA only), "resident_team" (one launch; blocks share a channel's elements
-        and keep what fits; CUDA only, where 16 bytes divide the fastest axis).
+        and keep what fits; CUDA only, channels last where 16 bytes divide the channels).
       implementation: see `conv2d`.
 
     Returns:

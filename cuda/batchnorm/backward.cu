@@ -4,13 +4,15 @@
 //   dbias = sum dz;  dscale = sum dz * xhat;  dx = scale * rstd * (dz - dbias / n - xhat * dscale /
 //   n);  dresidual = dz
 //
-// First walk: block (tile, split, instance) sums dz and dz * (x - mean) over its positions into
-// sums (2, batch, channels, splits). Second walk: block (tile, piece, instance), counted from the
-// end, adds its channels' parts up (piece 0 writes dscale and dbias) and writes dx and dresidual,
-// last position first. Without dx and dresidual the second walk is a block per tile that writes the
-// sums only.
+// First walk: block (tile, split, instance) sums dz and dz * (x - mean) over its positions, which it
+// takes in turn with the other splits, into sums (2, batch, channels, splits). Second walk,
+// channels-last: block (tile, piece, instance), counted from the end, adds its channels' parts up
+// (piece 0 writes dscale and dbias) and writes dx and dresidual, last position first. Without dx and
+// dresidual it is a block per tile that writes the sums only. Second walk, channels-first: a pass over
+// the sums finishes them, and the tensors are mapped in the order of memory (flat.cuh).
 #include "cuda/batchnorm/batchnorm.h"
 #include "cuda/batchnorm/channel.cuh"
+#include "cuda/batchnorm/flat.cuh"
 #include "cuda/batchnorm/launch.h"
 #include "cuda/core/reduce.cuh"
 
@@ -38,10 +40,14 @@ __global__ void __launch_bounds__(kThreads, V == 1 ? 3 : 2)
   const Place at = Locate(a, blockIdx.x, splits);
   const int lane = kLast ? threadIdx.x & (a.lanes - 1) : 0;
   const uint32_t step = kThreads / a.lanes;
-  const int64_t base = Base<kLast>(a, at.instance, at.tile, lane);
+  const int64_t base =
+      kLast ? Base<kLast>(a, at.instance, at.tile, lane) : FirstElement(a, at.instance, at.tile);
   const bool inside = !kLast || at.tile * a.lanes + lane < a.row;
-  const uint32_t begin = Cut(a.positions, at.part, splits);
-  const uint32_t end = inside ? Cut(a.positions, at.part + 1, splits) : begin;
+  const uint32_t end = inside ? a.positions : 0;
+  const Turns turns(at.part, splits, U * step);
+  const auto piece_at = [&](uint32_t i) {
+    return kLast ? Piece{base + Step<kLast>(a, i), 0} : PieceOf<V>(a, base, i);
+  };
 
   const int tile_channels = a.lanes * kStats;
   Affine mine[kStats] = {};
@@ -54,15 +60,15 @@ __global__ void __launch_bounds__(kThreads, V == 1 ? 3 : 2)
 
   const bool has_residual = p.t.residual != nullptr;
   float s1[N] = {}, s2[N] = {};
-  for (uint32_t i = begin + threadIdx.x / a.lanes; i < end; i += U * step) {
+  for (uint32_t i = turns.first + threadIdx.x / a.lanes; i < end; i += turns.jump) {
     Raw<T, V> x[U], dy[U], residual[U];
 #pragma unroll
     for (int u = 0; u < U; ++u) {
       if (i + u * step < end) {
-        const int64_t offset = base + Step<kLast>(a, i + u * step);
-        x[u] = Read<T, V>(p.t.x, offset);
-        dy[u] = Read<T, V>(p.t.dy, offset);
-        if (has_residual) residual[u] = Read<T, V>(p.t.residual, offset);
+        const Piece piece = piece_at(i + u * step);
+        x[u] = ReadPiece<T, V, kLast>(a, p.t.x, piece);
+        dy[u] = ReadPiece<T, V, kLast>(a, p.t.dy, piece);
+        if (has_residual) residual[u] = ReadPiece<T, V, kLast>(a, p.t.residual, piece);
       }
     }
     // kSmooth: one copy of the long derivatives instead of U; the queue of loaded vectors moves up
@@ -73,11 +79,11 @@ __global__ void __launch_bounds__(kThreads, V == 1 ? 3 : 2)
         float centred[V], dz[V];
         Backpropagate<T, V, kSmooth>(x[0], dy[0], residual[0], has_residual, mine, p.activation,
                                      p.slope, centred, dz);
-#pragma unroll
-        for (int j = 0; j < V; ++j) {
+        const Piece piece = piece_at(i + u * step);
+        ForOwn<V, kLast>(a, piece, [&](int j) {
           s1[j % N] += dz[j];
           s2[j % N] = fmaf(dz[j], centred[j], s2[j % N]);
-        }
+        });
       }
 #pragma unroll
       for (int q = 1; q < U; ++q) {
@@ -194,38 +200,111 @@ __global__ void __launch_bounds__(kThreads, V == 1 ? 3 : 2)
   }
 }
 
+// A channel a warp: dscale, dbias, and what the flat walk needs of them.
+__global__ void __launch_bounds__(kThreads)
+    FinishGradientKernel(const __grid_constant__ BackwardArgs p, Gradient* gradients) {
+  const int64_t rows = p.layout.batch * p.layout.channels;
+  const int64_t row = blockIdx.x * int64_t{kThreads / 32} + threadIdx.x / 32;
+  if (row >= rows) return;
+  const float s1 = WarpSumParts(p.sums, row, p.parts);
+  const float s2 = WarpSumParts(p.sums, rows + row, p.parts);
+  if (threadIdx.x % 32 == 0) gradients[row] = BackwardChannel(p, row, p.t.rstd[row], s1, s2, true);
+}
+
+template <typename T, int V, bool kSmooth>
+__global__ void __launch_bounds__(kThreads, V == 8 ? 2 : 3)
+    GradientFlatKernel(const __grid_constant__ BackwardArgs p, const Gradient* gradients) {
+  constexpr int U = kFlatPairs;
+  __shared__ Affine affine[kFlatImages<U>];
+  __shared__ Gradient gradient[kFlatImages<U>];
+  const Layout& a = p.layout;
+  const FlatPlace<V, U> at(a);
+  const bool has_residual = p.t.residual != nullptr;
+  Raw<T, V> x[U], dy[U], residual[U];
+#pragma unroll
+  for (int u = 0; u < U; ++u) {
+    if (at.Element(u) < at.left) {
+      x[u] = ReadFlat<T>(at, p.t.x, u);
+      dy[u] = ReadFlat<T>(at, p.t.dy, u);
+      if (has_residual) residual[u] = ReadFlat<T>(at, p.t.residual, u);
+    }
+  }
+  for (int i = threadIdx.x; i < at.images; i += kThreads) {
+    const int64_t row = at.Row(a, i);
+    affine[i] = SavedChannel(p, row);
+    gradient[i] = gradients[row];
+  }
+  __syncthreads();
+#pragma unroll(kSmooth ? 1 : U)
+  for (int u = 0; u < U; ++u) {
+    if (at.Element(u) < at.left) {
+      Affine mine[V];
+      Gradient to_dx[V];
+      at.Choose(a, u, affine, mine);
+      at.Choose(a, u, gradient, to_dx);
+      float centred[V], dz[V];
+      Backpropagate<T, V, kSmooth>(x[0], dy[0], residual[0], has_residual, mine, p.activation,
+                                   p.slope, centred, dz);
+      if (p.t.dresidual != nullptr) WriteFlat<T>(at, p.t.dresidual, u, Pack<T, V>(dz));
+      if (p.t.dx != nullptr) {
+        WriteFlat<T>(at, p.t.dx, u, InputGradient<T, V>(centred, dz, mine, to_dx));
+      }
+    }
+#pragma unroll
+    for (int q = 1; q < U; ++q) {
+      x[q - 1] = x[q];
+      dy[q - 1] = dy[q];
+      residual[q - 1] = residual[q];
+    }
+  }
+}
+
 }  // namespace
 
 Status TwoReadBackward(const Context& ctx, const BatchNormProblem& p, int64_t splits,
                        const BackwardTensors& t, Workspace workspace, const std::string& what) {
   JAXCONV_RETURN_IF_ERROR(CheckWorkspace(p, splits, workspace, what));
   float* sums = static_cast<float*>(workspace.data);
+  const int64_t rows = p.batch * p.channels;
+  float* totals = sums + 2 * rows * splits;
+  const bool writes = t.dx != nullptr || t.dresidual != nullptr;
   BackwardArgs args = MakeBackwardArgs(p, t);
   args.parts = splits;
-  return WithInstance(p, {t.x, t.dy, t.residual, t.dx, t.dresidual}, [&](auto instance) {
+  return WithInstance<true>(p, {t.x, t.dy, t.residual, t.dx, t.dresidual}, [&](auto instance) {
     using I = decltype(instance);
+    using T = typename I::T;
     args.layout = MakeLayout(p, I::kLast, I::V, kTileBytes);
     const Layout& a = args.layout;
-    args.pieces = t.dx != nullptr || t.dresidual != nullptr ? Pieces(a, 2 * Bytes(p)) : 1;
+    args.pieces = writes ? Pieces(a, 2 * Bytes(p)) : 1;
     JAXCONV_RETURN_IF_ERROR(CheckGrid(a.tiles, splits, p.batch, what));
     JAXCONV_RETURN_IF_ERROR(CheckGrid(a.tiles, args.pieces, p.batch, what));
     const unsigned sum_blocks = static_cast<unsigned>(a.tiles * splits * p.batch);
-    const unsigned blocks = static_cast<unsigned>(a.tiles * args.pieces * p.batch);
     return WithActivation(p.activation, [&](auto smooth) {
       constexpr bool kSmooth = decltype(smooth)::value;
-      GradientSumKernel<typename I::T, I::V, I::kLast, kSmooth>
+      GradientSumKernel<T, I::V, I::kLast, kSmooth>
           <<<sum_blocks, kThreads, 0, ctx.stream>>>(args, sums);
       JAXCONV_RETURN_IF_ERROR(LaunchStatus(what + " sums"));
       args.sums = sums;
-      if (splits > kInlineParts) {
-        const int64_t rows = 2 * p.batch * p.channels;
-        float* totals = sums + rows * splits;
-        JAXCONV_RETURN_IF_ERROR(AddParts(ctx, rows, splits, sums, totals, what + " parts"));
-        args.sums = totals;
-        args.parts = 1;
+      unsigned blocks = 0;
+      if constexpr (I::V > 1 && !I::kLast) {
+        Gradient* gradients = reinterpret_cast<Gradient*>(totals);
+        JAXCONV_RETURN_IF_ERROR(Blocks(rows, kThreads / 32, what, blocks));
+        FinishGradientKernel<<<blocks, kThreads, 0, ctx.stream>>>(args, gradients);
+        JAXCONV_RETURN_IF_ERROR(LaunchStatus(what + " sums"));
+        args.layout = MakeLayout(p, false, 1, 0);
+        if (!writes || a.elements == 0) return Status::Ok();
+        constexpr int64_t kSpan = int64_t{kThreads} * kFlatPairs * I::V;
+        JAXCONV_RETURN_IF_ERROR(Blocks(a.elements, kSpan, what, blocks));
+        GradientFlatKernel<T, I::V, kSmooth><<<blocks, kThreads, 0, ctx.stream>>>(args, gradients);
+      } else {
+        if (splits > kInlineParts) {
+          JAXCONV_RETURN_IF_ERROR(AddParts(ctx, 2 * rows, splits, sums, totals, what + " parts"));
+          args.sums = totals;
+          args.parts = 1;
+        }
+        blocks = static_cast<unsigned>(a.tiles * args.pieces * p.batch);
+        GradientKernel<T, I::V, I::kLast, kSmooth><<<blocks, kThreads, 0, ctx.stream>>>(args);
       }
-      GradientKernel<typename I::T, I::V, I::kLast, kSmooth>
-          <<<blocks, kThreads, 0, ctx.stream>>>(args);
       return LaunchStatus(what + " dx");
     });
   });

@@ -35,7 +35,7 @@ Status UnknownAlgorithm(const std::string& what) {
 Status ToTeamShape(const Plan& plan, const std::string& what, batchnorm::TeamShape& shape) {
   for (const int width : {32, 64, 128}) {
     if (plan.tile == std::to_string(width) + "B") {
-      shape = {width, static_cast<int>(std::clamp<int64_t>(plan.splits, 1, 1 << 20)), 0};
+      shape = {width, static_cast<int>(std::clamp<int64_t>(plan.splits, 1, 1 << 20))};
       return Status::Ok();
     }
   }

@@ -1,10 +1,11 @@
 // Batch-norm on the GPU: the algorithms behind BatchNormTrain and BatchNormBackward, their domains and their scratch.
 // Meaning and layouts: common/problem.h, common/launch.h. Inference is a single pass and knows no algorithm.
 //
-// two_read: any problem. Three small steps, no grid-wide wait: sums per (channel, split) into the workspace; where
-//   splits > 16 a pass that adds the splits up; then the second walk over the tensor, whose blocks add (what is left
-//   of) the sums themselves. Traffic: train 2 reads + 1 write, backward 4 reads + 1 write, less what the L2 cache still
-//   holds: the second walk is the first one backwards.
+// two_read: any problem. Three small steps, no grid-wide wait: sums per (channel, split) into the workspace; a pass that
+//   adds the splits up; then the second walk over the tensor. Channels-last, 16 splits or fewer are added up by the blocks
+//   of the second walk instead. Channels-first it walks in the order of memory, in vectors that may be of two images.
+//   Traffic: train 2 reads + 1 write, backward 4 reads + 1 write, less what the L2 cache still holds: the second walk is the
+//   first one backwards.
 //   Workspace, bytes, train and backward alike:  (max(splits, 1) + 1) * 2 * batch * channels * 4
 //   Any splits >= 1 is right, also more than there are elements. A good one, for `sms` multiprocessors:
 //     vec    = 16 / itemsize, or 1 where it does not divide channels (inner == 1) or inner (inner > 1)
@@ -30,9 +31,9 @@
 //   + 1 write where a group fits on chip; what does not is read a second time, from the L2 cache if it is still there.
 //   Plan: tile "32B", "64B" or "128B", the width; splits, the CTAs of a team, of which the device must run as many at
 //   once: two a multiprocessor, or one where backward has 16-bit channels-last x and another activation than ReLU.
-//   Workspace, bytes: 32 * (channels of a group) * (CTAs of all teams, as many as run at once or as there are groups);
-//   fewer mean fewer teams.
-//   Domain: 16-byte vectors (vec > 1 above), 16-byte aligned.
+//   Workspace, bytes: 32 * (channels of a group) * (CTAs of a team + 1) * (teams: as many as run at once or as there are
+//   groups); fewer mean fewer teams.
+//   Domain: 16-byte aligned; channels-last, vec > 1 above; channels-first, images of no fewer elements than a vector has.
 //
 // All: float32, bfloat16, float16 with float32 parameters; fewer than 2^31 positions a channel; deterministic.
 #pragma once
@@ -87,9 +88,8 @@ Status ResidentBackward(const Context& ctx, const BatchNormProblem& p, const Bac
 
 // How resident_team lays a problem on the device.
 struct TeamShape {
-  int width;      // bytes of neighbouring channels in a group, channels-last: 32, 64 or 128
-  int ctas;       // that share a group
-  int in_flight;  // steps of copies on their way: 4 or 8; 0: the launcher chooses
+  int width;  // bytes of neighbouring channels in a group, channels-last: 32, 64 or 128
+  int ctas;   // that share a group
 };
 Status TeamTrain(const Context& ctx, const BatchNormProblem& p, const TeamShape& shape,
                  const ForwardTensors& t, Workspace workspace, const std::string& what);

@@ -12,6 +12,7 @@
 #include "cuda/batchnorm/access.cuh"
 #include "cuda/batchnorm/batchnorm.h"
 #include "cuda/batchnorm/layout.h"
+#include "cuda/core/reduce.cuh"
 
 namespace jaxconv::cuda::batchnorm {
 
@@ -63,17 +64,69 @@ __device__ __forceinline__ float Median(float a, float b, float c) {
   return fmaxf(fminf(a, b), fminf(fmaxf(a, b), c));
 }
 
-// Median of the channel's first, middle and last position. `channel` counts within the tile.
+// Where three elements of a channel lie, `channel` counting within the tile: one of its first row or image (k = 0), of its
+// middle (1) and of its last (2). V does not change which. There are positions.
+template <int V, bool kLast>
+__device__ __forceinline__ int64_t SampleAt(const Layout& a, int64_t instance, int64_t tile,
+                                            int channel, int k) {
+  const uint32_t images = kLast ? a.positions : a.positions / a.inner;
+  const uint32_t image = k == 0 ? 0 : k == 1 ? images / 2 : images - 1;
+  if (kLast) {
+    return (Base<kLast>(a, instance, tile, channel / V) + Step<kLast>(a, image)) * V + channel % V;
+  }
+  return FirstElement(a, instance, tile) + image * a.images + k * (a.image - 1) / 2;
+}
+
 template <typename T, int V, bool kLast>
 __device__ __forceinline__ float Shift(const Layout& a, const void* x, int64_t instance,
                                        int64_t tile, int channel) {
   if (a.positions == 0) return 0.f;
-  const T* base =
-      static_cast<const T*>(x) + Base<kLast>(a, instance, tile, channel / V) * V + channel % V;
-  const float first = ToFloat(base[0]);
-  const float middle = ToFloat(base[Step<kLast>(a, a.positions / 2) * V]);
-  const float last = ToFloat(base[Step<kLast>(a, a.positions - 1) * V]);
-  return Median(first, middle, last);
+  float v[3];
+#pragma unroll
+  for (int k = 0; k < 3; ++k) {
+    v[k] = ToFloat(static_cast<const T*>(x)[SampleAt<V, kLast>(a, instance, tile, channel, k)]);
+  }
+  return Median(v[0], v[1], v[2]);
+}
+
+// f(j) for the piece's own elements.
+template <int V, bool kLast, typename F>
+__device__ __forceinline__ void ForOwn(const Layout& a, const Piece& piece, F&& f) {
+  if (kLast || !a.pieces) {
+#pragma unroll
+    for (int j = 0; j < V; ++j) f(j);
+  } else {
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      if (piece.first + j < a.image) f(j);
+    }
+  }
+}
+
+// A piece of base, zeros beyond the array.
+template <typename T, int V, bool kLast>
+__device__ __forceinline__ Raw<T, V> ReadPiece(const Layout& a, const void* base,
+                                               const Piece& piece) {
+  if (kLast || !a.pieces || (piece.at + 1) * V <= a.elements) return Read<T, V>(base, piece.at);
+  Raw<T, V> raw{};
+  T* e = reinterpret_cast<T*>(&raw);
+#pragma unroll
+  for (int j = 0; j < V; ++j) {
+    if (piece.at * V + j < a.elements) e[j] = static_cast<const T*>(base)[piece.at * V + j];
+  }
+  return raw;
+}
+
+// The piece's own elements of v.
+template <typename T, int V, bool kLast>
+__device__ __forceinline__ void WritePiece(const Layout& a, void* base, const Piece& piece,
+                                           const Raw<T, V>& v) {
+  if (kLast || !a.pieces || (piece.first < a.image && piece.first + V - 1 < a.image)) {
+    WriteOnce<T, V>(base, piece.at, v);
+    return;
+  }
+  const T* e = reinterpret_cast<const T*>(&v);
+  ForOwn<V, kLast>(a, piece, [&](int j) { static_cast<T*>(base)[piece.at * V + j] = e[j]; });
 }
 
 // z = (x - mean) * scale + offset. x - mean comes first: it is exact where mean / std is large.
@@ -155,6 +208,14 @@ __device__ __forceinline__ float SumParts(const float* sums, int64_t row, int64_
   float sum = 0.f;
   for (int64_t i = 0; i < parts; ++i) sum += sums[row * parts + i];
   return sum;
+}
+
+// By a warp.
+__device__ __forceinline__ float WarpSumParts(const float* sums, int64_t row, int64_t parts) {
+  float sum = 0.f;
+#pragma unroll 4
+  for (int64_t i = threadIdx.x % 32; i < parts; i += 32) sum += sums[row * parts + i];
+  return WarpColumnSum(sum);
 }
 
 // y's vector from x's: both kernels that write y. kStats = V (channels-last) or 1.

@@ -3,12 +3,15 @@
 //   y = f((x - mean) * rstd * scale + bias + residual)
 //
 // First walk: block (tile, split, instance) sums x - k and (x - k)^2 per channel (channel.cuh) over
-// its positions and writes them to sums (2, batch, channels, splits). Second walk: block (tile,
-// piece, instance), counted from the end, adds its channels' parts up, turns them into statistics
-// (piece 0 writes those) and maps its positions, last one first: what the first walk read last is
-// still in the L2 cache. Inference is the second walk with given statistics.
+// its positions, which it takes in turn with the other splits, and writes them to sums (2, batch,
+// channels, splits). Second walk, channels-last: block (tile, piece, instance), counted from the end,
+// adds its channels' parts up, turns them into statistics (piece 0 writes those) and maps its
+// positions, last one first: what the first walk read last is still in the L2 cache. Second walk,
+// channels-first: a pass over the sums finishes the statistics, and the tensor is mapped in the order
+// of memory (flat.cuh). Inference is the second walk with given statistics.
 #include "cuda/batchnorm/batchnorm.h"
 #include "cuda/batchnorm/channel.cuh"
+#include "cuda/batchnorm/flat.cuh"
 #include "cuda/batchnorm/launch.h"
 #include "cuda/core/reduce.cuh"
 
@@ -28,35 +31,39 @@ __global__ void __launch_bounds__(kThreads, 4)
   const Place at = Locate(a, blockIdx.x, splits);
   const int lane = kLast ? threadIdx.x & (a.lanes - 1) : 0;
   const uint32_t step = kThreads / a.lanes;
-  const int64_t base = Base<kLast>(a, at.instance, at.tile, lane);
+  const int64_t base =
+      kLast ? Base<kLast>(a, at.instance, at.tile, lane) : FirstElement(a, at.instance, at.tile);
   const bool inside = !kLast || at.tile * a.lanes + lane < a.row;
-  const uint32_t begin = Cut(a.positions, at.part, splits);
-  const uint32_t end = inside ? Cut(a.positions, at.part + 1, splits) : begin;
+  const uint32_t end = inside ? a.positions : 0;
+  const Turns turns(at.part, splits, U * step);
+  const auto piece_at = [&](uint32_t i) {
+    return kLast ? Piece{base + Step<kLast>(a, i), 0} : PieceOf<V>(a, base, i);
+  };
 
   float shift[kStats] = {}, s1[N] = {}, s2[N] = {};
-  if (begin < end) {
+  if (turns.first < end) {
 #pragma unroll
     for (int j = 0; j < kStats; ++j) {
       shift[j] = Shift<T, V, kLast>(a, x, at.instance, at.tile, kLast ? lane * V + j : 0);
     }
   }
-  for (uint32_t i = begin + threadIdx.x / a.lanes; i < end; i += U * step) {
+  for (uint32_t i = turns.first + threadIdx.x / a.lanes; i < end; i += turns.jump) {
     Raw<T, V> raw[U];
 #pragma unroll
     for (int u = 0; u < U; ++u) {
-      if (i + u * step < end) raw[u] = Read<T, V>(x, base + Step<kLast>(a, i + u * step));
+      if (i + u * step < end) raw[u] = ReadPiece<T, V, kLast>(a, x, piece_at(i + u * step));
     }
 #pragma unroll
     for (int u = 0; u < U; ++u) {
       if (i + u * step < end) {
+        const Piece piece = piece_at(i + u * step);
         float v[V];
         Unpack<T, V>(raw[u], v);
-#pragma unroll
-        for (int j = 0; j < V; ++j) {
+        ForOwn<V, kLast>(a, piece, [&](int j) {
           const float d = v[j] - shift[kLast ? j : 0];
           s1[j % N] += d;
           s2[j % N] = fmaf(d, d, s2[j % N]);
-        }
+        });
       }
     }
   }
@@ -92,10 +99,7 @@ __global__ void __launch_bounds__(kThreads)
     AddPartsKernel(int64_t rows, int64_t parts, const float* sums, float* totals) {
   const int64_t row = blockIdx.x * int64_t{kThreads / 32} + threadIdx.x / 32;
   if (row >= rows) return;
-  float sum = 0.f;
-#pragma unroll 4
-  for (int64_t i = threadIdx.x % 32; i < parts; i += 32) sum += sums[row * parts + i];
-  sum = WarpColumnSum(sum);
+  const float sum = WarpSumParts(sums, row, parts);
   if (threadIdx.x % 32 == 0) totals[row] = sum;
 }
 
@@ -180,32 +184,113 @@ __global__ void __launch_bounds__(kThreads, 3)
   }
 }
 
+// A channel a warp: its statistics, and what the flat walk applies besides the mean: (2, batch * channels) scales and offsets.
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    FinishKernel(const __grid_constant__ ForwardArgs p, float* scales) {
+  const Layout& a = p.layout;
+  const int64_t rows = a.batch * a.channels;
+  const int64_t row = blockIdx.x * int64_t{kThreads / 32} + threadIdx.x / 32;
+  if (row >= rows) return;
+  const float s1 = WarpSumParts(p.sums, row, p.parts);
+  const float s2 = WarpSumParts(p.sums, rows + row, p.parts);
+  if (threadIdx.x % 32 != 0) return;
+  const float shift = Shift<T, 1, false>(a, p.t.x, row / a.channels, row % a.channels, 0);
+  const Affine k = TrainChannel(p, row, shift, s1, s2, true);
+  scales[row] = k.scale;
+  scales[rows + row] = k.offset;
+}
+
+// `scales` as FinishKernel leaves them; null in inference.
+template <typename T, int V, bool kSmooth>
+__global__ void __launch_bounds__(kThreads, kSmooth || V == 8 ? 3 : 4)
+    NormaliseFlatKernel(const __grid_constant__ ForwardArgs p, const float* scales) {
+  constexpr int U = kFlatVectors;
+  __shared__ Affine affine[kFlatImages<U>];
+  const Layout& a = p.layout;
+  const FlatPlace<V, U> at(a);
+  const bool has_residual = p.t.residual != nullptr;
+  Raw<T, V> x[U], residual[U];
+#pragma unroll
+  for (int u = 0; u < U; ++u) {
+    if (at.Element(u) < at.left) {
+      x[u] = ReadFlat<T>(at, p.t.x, u);
+      if (has_residual) residual[u] = ReadFlat<T>(at, p.t.residual, u);
+    }
+  }
+  for (int i = threadIdx.x; i < at.images; i += kThreads) {
+    const int64_t row = at.Row(a, i);
+    affine[i] = scales != nullptr
+                    ? Affine{p.t.mean[row], scales[row], scales[a.batch * a.channels + row]}
+                    : InferChannel(p, row);
+  }
+  __syncthreads();
+#pragma unroll(kSmooth ? 1 : U)
+  for (int u = 0; u < U; ++u) {
+    if (at.Element(u) < at.left) {
+      Affine mine[V];
+      at.Choose(a, u, affine, mine);
+      WriteFlat<T>(
+          at, p.t.y, u,
+          Normalise<T, V, kSmooth>(x[0], residual[0], has_residual, mine, p.activation, p.slope));
+    }
+#pragma unroll
+    for (int q = 1; q < U; ++q) {
+      x[q - 1] = x[q];
+      residual[q - 1] = residual[q];
+    }
+  }
+}
+
+// args.sums and args.parts: of the first walk, null in inference. `totals`: 2 * batch * channels.
+template <typename I>
 Status LaunchNormalise(const Context& ctx, const BatchNormProblem& p, ForwardArgs args,
-                       const std::string& what) {
-  const ForwardTensors& t = args.t;
-  return WithInstance(p, {t.x, t.residual, t.y}, [&](auto instance) {
-    using I = decltype(instance);
+                       float* totals, const std::string& what) {
+  using T = typename I::T;
+  const int64_t rows = p.batch * p.channels;
+  if constexpr (I::V > 1 && !I::kLast) {
+    args.layout = MakeLayout(p, false, 1, 0);
+    if (args.sums != nullptr) {
+      unsigned blocks = 0;
+      JAXCONV_RETURN_IF_ERROR(Blocks(rows, kThreads / 32, what, blocks));
+      FinishKernel<T><<<blocks, kThreads, 0, ctx.stream>>>(args, totals);
+      JAXCONV_RETURN_IF_ERROR(LaunchStatus(what + " statistics"));
+    }
+    if (args.layout.elements == 0) return Status::Ok();
+    unsigned blocks = 0;
+    JAXCONV_RETURN_IF_ERROR(
+        Blocks(args.layout.elements, int64_t{kThreads} * kFlatVectors * I::V, what, blocks));
+    return WithActivation(p.activation, [&](auto smooth) {
+      NormaliseFlatKernel<T, I::V, decltype(smooth)::value>
+          <<<blocks, kThreads, 0, ctx.stream>>>(args, args.sums != nullptr ? totals : nullptr);
+      return LaunchStatus(what);
+    });
+  } else {
+    if (args.parts > kInlineParts) {
+      JAXCONV_RETURN_IF_ERROR(
+          AddParts(ctx, 2 * rows, args.parts, args.sums, totals, what + " parts"));
+      args.sums = totals;
+      args.parts = 1;
+    }
     args.layout = MakeLayout(p, I::kLast, I::V, kTileBytes);
     args.pieces = Pieces(args.layout, Bytes(p));
     JAXCONV_RETURN_IF_ERROR(CheckGrid(args.layout.tiles, args.pieces, p.batch, what));
     const unsigned blocks = static_cast<unsigned>(args.layout.tiles * args.pieces * p.batch);
     return WithActivation(p.activation, [&](auto smooth) {
-      NormaliseKernel<typename I::T, I::V, I::kLast, decltype(smooth)::value>
+      NormaliseKernel<T, I::V, I::kLast, decltype(smooth)::value>
           <<<blocks, kThreads, 0, ctx.stream>>>(args);
       return LaunchStatus(what);
     });
-  });
+  }
 }
 
 }  // namespace
 
 Status AddParts(const Context& ctx, int64_t rows, int64_t parts, const float* sums, float* totals,
                 const std::string& what) {
-  const int64_t per_block = kThreads / 32;
-  const int64_t blocks = (rows + per_block - 1) / per_block;
-  JAXCONV_RETURN_IF_ERROR(CheckGrid(blocks, 1, 1, what));
-  AddPartsKernel<<<static_cast<unsigned>(blocks), kThreads, 0, ctx.stream>>>(rows, parts, sums,
-                                                                             totals);
+  unsigned blocks = 0;
+  JAXCONV_RETURN_IF_ERROR(Blocks(rows, kThreads / 32, what, blocks));
+  AddPartsKernel<<<blocks, kThreads, 0, ctx.stream>>>(rows, parts, sums, totals);
   return LaunchStatus(what);
 }
 
@@ -213,34 +298,28 @@ Status TwoReadTrain(const Context& ctx, const BatchNormProblem& p, int64_t split
                     const ForwardTensors& t, Workspace workspace, const std::string& what) {
   JAXCONV_RETURN_IF_ERROR(CheckWorkspace(p, splits, workspace, what));
   float* sums = static_cast<float*>(workspace.data);
-  // The shift's element must be the same in both walks: both take the vectors that all tensors
-  // allow.
-  JAXCONV_RETURN_IF_ERROR(WithInstance(p, {t.x, t.residual, t.y}, [&](auto instance) {
+  ForwardArgs args = MakeForwardArgs(p, t);
+  args.sums = sums;
+  args.parts = splits;
+  return WithInstance<true>(p, {t.x, t.residual, t.y}, [&](auto instance) {
     using I = decltype(instance);
     const Layout layout = MakeLayout(p, I::kLast, I::V, kTileBytes);
     JAXCONV_RETURN_IF_ERROR(CheckGrid(layout.tiles, splits, p.batch, what));
     const unsigned blocks = static_cast<unsigned>(layout.tiles * splits * p.batch);
     SumKernel<typename I::T, I::V, I::kLast>
         <<<blocks, kThreads, 0, ctx.stream>>>(layout, t.x, splits, sums);
-    return LaunchStatus(what + " sums");
-  }));
-  ForwardArgs args = MakeForwardArgs(p, t);
-  args.sums = sums;
-  args.parts = splits;
-  if (splits > kInlineParts) {
-    const int64_t rows = 2 * p.batch * p.channels;
-    float* totals = sums + rows * splits;
-    JAXCONV_RETURN_IF_ERROR(AddParts(ctx, rows, splits, sums, totals, what + " parts"));
-    args.sums = totals;
-    args.parts = 1;
-  }
-  return LaunchNormalise(ctx, p, args, what + " normalise");
+    JAXCONV_RETURN_IF_ERROR(LaunchStatus(what + " sums"));
+    float* totals = sums + 2 * p.batch * p.channels * splits;
+    return LaunchNormalise<I>(ctx, p, args, totals, what + " normalise");
+  });
 }
 
 Status Infer(const Context& ctx, const BatchNormProblem& p, const ForwardTensors& t,
              const std::string& what) {
   if (p.reduced() == 0) return Status::Ok();
-  return LaunchNormalise(ctx, p, MakeForwardArgs(p, t), what);
+  return WithInstance<true>(p, {t.x, t.residual, t.y}, [&](auto instance) {
+    return LaunchNormalise<decltype(instance)>(ctx, p, MakeForwardArgs(p, t), nullptr, what);
+  });
 }
 
 }  // namespace jaxconv::cuda::batchnorm

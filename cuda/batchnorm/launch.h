@@ -36,24 +36,27 @@ inline bool Aligned16(std::initializer_list<const void*> pointers) {
                      [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; });
 }
 
-template <typename T, typename F>
+template <typename T, bool kPieces, typename F>
 Status WithVector(const BatchNormProblem& p, bool aligned, F&& f) {
   constexpr int V = 16 / sizeof(T);
   if (p.inner == 1) {
     if (aligned && p.channels % V == 0) return f(Instance<T, V, true>{});
     return f(Instance<T, 1, true>{});
   }
-  if (aligned && p.inner % V == 0) return f(Instance<T, V, false>{});
+  // 2^30: room for the offsets of a flat walk (flat.cuh).
+  const bool fits = p.inner % V == 0 || (kPieces && p.inner > V);
+  if (aligned && fits && p.inner < (1 << 30)) return f(Instance<T, V, false>{});
   return f(Instance<T, 1, false>{});
 }
 
-// f(Instance<...>{}): 16-byte vectors where the extents and the pointers allow them.
-template <typename F>
+// f(Instance<...>{}): 16-byte vectors where the extents and the pointers allow them. kPieces: channels-first vectors may
+// hold elements of two images.
+template <bool kPieces = false, typename F>
 Status WithInstance(const BatchNormProblem& p, std::initializer_list<const void*> pointers, F&& f) {
   const bool aligned = Aligned16(pointers);
-  if (p.dtype == DType::kF32) return WithVector<float>(p, aligned, f);
-  if (p.dtype == DType::kBF16) return WithVector<__nv_bfloat16>(p, aligned, f);
-  return WithVector<__half>(p, aligned, f);
+  if (p.dtype == DType::kF32) return WithVector<float, kPieces>(p, aligned, f);
+  if (p.dtype == DType::kBF16) return WithVector<__nv_bfloat16, kPieces>(p, aligned, f);
+  return WithVector<__half, kPieces>(p, aligned, f);
 }
 
 // f(std::bool_constant<kSmooth>{}).
@@ -72,6 +75,14 @@ inline Status CheckGrid(int64_t tiles, int64_t parts, int64_t batch, const std::
                                std::to_string(tiles) + " channel tiles in " +
                                std::to_string(parts) +
                                " parts are more than the 2^31 - 1 blocks of a grid");
+}
+
+// ceil(work / each) of them.
+inline Status Blocks(int64_t work, int64_t each, const std::string& what, unsigned& blocks) {
+  const int64_t needed = (work + each - 1) / each;
+  JAXCONV_RETURN_IF_ERROR(CheckGrid(needed, 1, 1, what));
+  blocks = static_cast<unsigned>(needed);
+  return Status::Ok();
 }
 
 // Parts per channel tile of a walk that keeps no sums: enough blocks for any device, 128 KB of x

@@ -10,7 +10,8 @@
 //   * inner / V.
 //                                All of a vector belongs to the channel.
 //
-// With V = 1 either always applies.
+// With V = 1 either always applies. Where V does not divide inner but is smaller, an image's first and last vector hold
+// elements of its neighbours too: there are kernels that choose among a vector's elements (PieceOf).
 #pragma once
 
 #include <cstdint>
@@ -28,7 +29,11 @@ struct Layout {
   int64_t row;         // from one outer index to the next: channels * inner / V
   int64_t instance;    // from one instance to the next: outer * row
   uint32_t positions;  // [0, 2^31)
-  uint32_t inner;      // inner / V; 1 in channels-last
+  uint32_t inner;      // vectors that an image's elements lie in, at most; 1 in channels-last
+  uint32_t image;      // inner, elements
+  bool pieces;         // V does not divide inner
+  int64_t images;      // channels-first: from one image of a channel to the next, elements
+  int64_t elements;    // of the array
   uint32_t multiplier,
       shift;      // position / inner == (position * multiplier >> 32) >> shift, where inner > 1
   int lanes;      // threads side by side across channels: a power of two in [1, 32]
@@ -64,6 +69,11 @@ inline Layout MakeLayout(const BatchNormProblem& p, bool channels_last, int vec,
   a.row = p.channels * p.inner / vec;
   a.instance = p.outer * a.row;
   a.inner = static_cast<uint32_t>(channels_last ? 1 : p.inner / vec);
+  a.pieces = !channels_last && p.inner % vec != 0;
+  if (a.pieces) a.inner = static_cast<uint32_t>((p.inner + vec - 2) / vec + 1);
+  a.images = p.channels * p.inner;
+  a.image = static_cast<uint32_t>(p.inner);
+  a.elements = p.batch * p.outer * p.channels * p.inner;
   a.positions = static_cast<uint32_t>(p.outer * a.inner);
   // ceil(2^(31 + s) / d), s = ceil(log2 d): exact for every position below 2^31.
   while ((uint64_t{1} << a.shift) < a.inner) ++a.shift;
@@ -86,16 +96,43 @@ JAXCONV_HD int64_t Base(const Layout& a, int64_t instance, int64_t tile, int lan
   return instance * a.instance + (kLast ? tile * a.lanes + lane : tile * a.inner);
 }
 
+// position / a.inner; a.inner > 1.
+JAXCONV_HD uint32_t OuterOf(const Layout& a, uint32_t position) {
+#ifdef __CUDA_ARCH__
+  return __umulhi(position, a.multiplier) >> a.shift;
+#else
+  return static_cast<uint32_t>(uint64_t{position} * a.multiplier >> 32) >> a.shift;
+#endif
+}
+
 template <bool kLast>
 JAXCONV_HD int64_t Step(const Layout& a, uint32_t position) {
   if (kLast) return position * a.row;
   if (a.inner == 1) return position * a.row;
-#ifdef __CUDA_ARCH__
-  const uint32_t outer = __umulhi(position, a.multiplier) >> a.shift;
-#else
-  const uint32_t outer = static_cast<uint32_t>(uint64_t{position} * a.multiplier >> 32) >> a.shift;
-#endif
+  const uint32_t outer = OuterOf(a, position);
   return outer * a.row + (position - outer * a.inner);
+}
+
+// Channels-first: the first element of a channel.
+JAXCONV_HD int64_t FirstElement(const Layout& a, int64_t instance, int64_t channel) {
+  const int64_t first = channel * a.image;
+  return a.batch > 1 ? first + instance * (a.elements / a.batch) : first;
+}
+
+// The vector at a position, and, where a.pieces, the place in its image of the vector's first element, below zero (it
+// wraps) where that is another image's: element j is the image's where first + j < a.image.
+struct Piece {
+  int64_t at;
+  uint32_t first;
+};
+// Channels-first. `channel`: its first element.
+template <int V>
+JAXCONV_HD Piece PieceOf(const Layout& a, int64_t channel, uint32_t position) {
+  const uint32_t outer = a.inner == 1 ? position : OuterOf(a, position);
+  const uint32_t vector = position - outer * a.inner;
+  if (!a.pieces) return {channel / V + outer * a.row + vector, 0};
+  const uint64_t first = channel + outer * a.images;
+  return {static_cast<int64_t>(first / V) + vector, vector * V - static_cast<uint32_t>(first % V)};
 }
 
 // Part i of n takes positions [Cut(i), Cut(i + 1)): any n >= 1, parts differ by at most one
@@ -103,6 +140,19 @@ JAXCONV_HD int64_t Step(const Layout& a, uint32_t position) {
 JAXCONV_HD uint32_t Cut(uint32_t positions, int64_t part, int64_t parts) {
   return static_cast<uint32_t>(positions * part / parts);
 }
+
+// Part i of n takes positions [first, first + each), then those `jump` further, and so on: all parts read in one moving
+// window, as DRAM likes it, and the end of the array is what the L2 cache keeps.
+struct Turns {
+  uint32_t first, jump;
+  JAXCONV_HD Turns(int64_t part, int64_t parts, uint32_t each)
+      : first(Bounded(part * each)), jump(Bounded(parts * each)) {}
+
+ private:
+  JAXCONV_HD static uint32_t Bounded(int64_t positions) {
+    return static_cast<uint32_t>(positions < kMaxPositions ? positions : kMaxPositions);
+  }
+};
 
 // A linear block index, channel tiles fastest.
 struct Place {

@@ -3,9 +3,10 @@
 //
 // A team of CTAs takes groups of channels in turn, `teams` of them at once. Every thread takes U positions of its CTA's
 // share of a group a step, in `steps` steps, twice: a walk onwards adds them up, and a walk backwards, once the team's
-// sums have met, writes what becomes of them. The positions pass through a ring of `slots` steps in shared memory that
-// only the thread that copied them reads: no barrier guards them. What the walk onwards copied last is still there; the
-// rest is copied again, last things first, since these are in the L2 cache if anything is. Where slots >= steps
+// sums have met, writes what becomes of them. The positions pass through `slots` steps of shared memory that only the
+// thread that copied them reads: no barrier guards them. The first slots - in_flight steps stay there, the others pass
+// through a ring of in_flight slots and are copied again for the walk backwards, last things first: these are what the L2
+// cache has. (Were the last steps to stay, it would be full of what shared memory has as well.) Where slots >= steps
 // everything is read once.
 //
 // Two CTAs share a multiprocessor: while one waits for its team, the other, which is of another team, keeps the memory
@@ -13,6 +14,8 @@
 #pragma once
 
 #include <cooperative_groups.h>
+
+#include <utility>
 
 #include "cuda/batchnorm/channel.cuh"
 #include "cuda/core/reduce.cuh"
@@ -25,14 +28,24 @@ constexpr int kTeamLanes = 8;   // the most threads side by side across channels
 constexpr int kTeamTile = kTeamLanes * 8;  // channels in a group: 8 bf16 * 8 lanes
 constexpr int kTeamScratch = kTeamThreads / 32 * kTeamTile * 2;
 
+// How a team's CTAs meet.
+enum class Meet {
+  kAlone,  // a team is one CTA
+  kAll,    // every CTA reads the sums of every other
+  kParts,  // a CTA adds up some of the columns, and every CTA reads the totals
+};
+
 struct Team {
-  int ctas;            // of a team
-  int teams;           // in the grid
-  int64_t groups;      // channel tiles of all instances
-  uint32_t steps;      // of a CTA in a group
-  uint32_t slots;      // steps that shared memory holds; at least in_flight
-  int in_flight;       // steps whose copies are on their way
-  uint64_t* partials;  // (teams, 2, ctas, columns): a float and the round it belongs to, from 1
+  int ctas;        // of a team
+  int teams;       // in the grid
+  int64_t groups;  // channel tiles of all instances
+  uint32_t steps;  // of a CTA in a group
+  uint32_t slots;  // steps that shared memory holds; at least in_flight
+  int in_flight;   // steps whose copies are on their way
+  Meet meet;
+  // (teams, 2, ctas + 1, columns): a float and the round it belongs to, from 1. The last row is of totals; kParts keeps
+  // the others as (columns, ctas).
+  uint64_t* partials;
 };
 
 // 16 bytes to a vector: [slot][position of the step][tensor][thread].
@@ -51,6 +64,12 @@ __device__ __forceinline__ uint32_t SharedAddress(const void* p) {
 __device__ __forceinline__ void CopyAsync(uint32_t to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;\n" ::"r"(to), "l"(from) : "memory");
 }
+// `bytes` of them, which may be none or more; zeros for the rest.
+__device__ __forceinline__ void CopyAsync(uint32_t to, const void* from, int64_t bytes) {
+  const int there = bytes < 0 ? 0 : bytes > 16 ? 16 : static_cast<int>(bytes);
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(there)
+               : "memory");
+}
 // A word.
 __device__ __forceinline__ void CopyWord(void* to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;\n" ::"r"(SharedAddress(to)), "l"(from)
@@ -64,9 +83,11 @@ __device__ __forceinline__ void CopyWait() {
   asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending) : "memory");
 }
 
-// Until fewer than `in_flight` of this thread's groups of copies are on their way: in_flight is 4 or 8.
+// Until fewer than `in_flight` of this thread's groups of copies are on their way: in_flight is 4, 8 or 16.
 __device__ __forceinline__ void CopyWaitFor(int in_flight) {
-  if (in_flight == 8) {
+  if (in_flight == 16) {
+    CopyWait<15>();
+  } else if (in_flight == 8) {
     CopyWait<7>();
   } else {
     CopyWait<3>();
@@ -98,10 +119,10 @@ __device__ __forceinline__ Share MyShare(const Layout& a, const Team& q) {
 }
 
 // A group, and a thread's place in it.
-template <bool kLast, int U>
+template <int V, bool kLast, int U>
 struct Walk {
   int64_t instance, tile;
-  int64_t at;         // channels-last: the vector of `position`; otherwise the group's first vector
+  int64_t at;  // channels-last: the vector of `position`; otherwise the group's first element
   uint32_t position;  // below zero it wraps: outside
   uint32_t end;
 
@@ -113,19 +134,25 @@ struct Walk {
       tile -= instance * a.tiles;
     }
     position = s.first;
-    end = !kLast || tile * a.lanes + s.lane < a.row ? a.positions : 0;
-    at =
-        Base<kLast>(a, instance, tile, kLast ? s.lane : 0) + (kLast ? Step<kLast>(a, position) : 0);
+    if (kLast) {
+      end = tile * a.lanes + s.lane < a.row ? a.positions : 0;
+      at = Base<kLast>(a, instance, tile, s.lane) + Step<kLast>(a, position);
+    } else {
+      end = a.positions;
+      at = FirstElement(a, instance, tile);
+    }
   }
-  // The u-th position of the step that is `by` positions, or `at_by` vectors, further: f(its offset) if there is one.
+  // The u-th position of the step that is `by` positions, or `at_by` vectors, further: f(its piece) if there is one.
   template <typename F>
   __device__ __forceinline__ void Visit(const Layout& a, const Share& s, int u, uint32_t by,
                                         int64_t at_by, F&& f) const {
     const uint32_t there = position + by + u * s.stride;
-    if (there < end) f(kLast ? at + at_by + u * s.hop : at + Step<kLast>(a, there));
-  }
-  __device__ __forceinline__ bool Inside(const Share& s, int u) const {
-    return position + u * s.stride < end;
+    if (there >= end) return;
+    if (kLast) {
+      f(Piece{at + at_by + u * s.hop, 0});
+    } else {
+      f(PieceOf<V>(a, at, there));
+    }
   }
   __device__ __forceinline__ void Onwards(const Share& s) {
     position += s.jump;
@@ -136,6 +163,17 @@ struct Walk {
     if (kLast) at -= s.at_jump;
   }
 };
+
+template <typename T, int V, bool kLast>
+__device__ __forceinline__ void CopyPiece(const Layout& a, uint32_t to, const void* base,
+                                          const Piece& piece) {
+  const auto* from = static_cast<const Raw<T, V>*>(base) + piece.at;
+  if (kLast || !a.pieces) {
+    CopyAsync(to, from);
+  } else {  // the array's last vector may not be whole
+    CopyAsync(to, from, (a.elements - piece.at * V) * static_cast<int64_t>(sizeof(T)));
+  }
+}
 
 // z = x * scale + offset for 16-bit x, whose few bits leave nothing of the mean in the deviation's place that this could
 // lose; (x - mean) * scale + offset for float32.
@@ -150,84 +188,171 @@ __device__ __forceinline__ float Preactivation(float x, const Affine& k) {
   return sizeof(T) == 2 ? fmaf(x, k.scale, k.offset) : fmaf(x - k.mean, k.scale, k.offset);
 }
 
-__device__ __forceinline__ uint64_t* Partials(const Team& q, const Share& s, uint32_t round,
-                                              int columns) {
-  return q.partials + (int64_t{s.team} * 2 + round % 2) * q.ctas * columns;
+// A sum and its round are one word, which is there or not: no fence waits for the writes of the tensor.
+__device__ __forceinline__ void StoreSum(uint64_t* to, uint32_t round, float sum) {
+  const uint64_t word = uint64_t{round + 1} << 32 | __float_as_uint(sum);
+  asm volatile("st.relaxed.gpu.global.b64 [%0], %1;\n" ::"l"(to), "l"(word) : "memory");
 }
 
-// No partial sum of this CTA belongs to a round. Other CTAs may look for some once the grid has met.
-__device__ __forceinline__ void ClearPartials(const Team& q, const Share& s, int columns) {
-  for (uint32_t r = 0; r < 2; ++r) {
-    uint64_t* mine = Partials(q, s, r, columns) + s.rank * columns;
-    for (int c = threadIdx.x; c < columns; c += kTeamThreads) mine[c] = 0;
+// The sums of a team. kBatch: words of a thread that are on their way together, each of another CTA.
+template <int kBatch>
+class Meeting {
+ public:
+  // `columns`: sums of a CTA, a power of two in [2, kTeamTile * 2]. Says that this CTA's words may be looked for.
+  __device__ __forceinline__ Meeting(const Team& q, const Share& s, int columns)
+      : q_(q), s_(s), columns_(columns) {
+    if (q.meet == Meet::kAlone) return;
+    Clear();
+    token_ = cooperative_groups::this_grid().barrier_arrive();
   }
-}
 
-// This CTA's sums of a round, scratch[0, columns), to the team. A sum and its round are one word, which is there or not:
-// no fence waits for the writes of the tensor. Ends with a barrier.
-__device__ __forceinline__ void Publish(const Team& q, const Share& s, uint32_t round, int columns,
-                                        const float* scratch) {
-  uint64_t* mine = Partials(q, s, round, columns) + s.rank * columns;
-  for (int c = threadIdx.x; c < columns; c += kTeamThreads) {
-    const uint64_t word = uint64_t{round + 1} << 32 | __float_as_uint(scratch[c]);
-    asm volatile("st.relaxed.gpu.global.b64 [%0], %1;\n" ::"l"(mine + c), "l"(word) : "memory");
+  // scratch[0, columns) = the team's sums of them in this round, in an order that the shape alone decides. Begins after
+  // a barrier and ends with one. In the first round the CTA waits for all to have said so.
+  __device__ __forceinline__ void Sum(uint32_t round, float* scratch) {
+    if (q_.meet == Meet::kAlone) return;
+    Publish(round, scratch);
+    if (round == 0) cooperative_groups::this_grid().barrier_wait(std::move(token_));
+    if (q_.meet == Meet::kParts) return CollectParts(round, scratch);
+    CollectAll(round, scratch);
   }
-  __syncthreads();
-}
 
-// scratch[0, columns) = the team's sums of a round, in an order that the shape alone decides. `columns` is a power of two
-// in [2, kTeamTile * 2].
-__device__ __forceinline__ void Collect(const Team& q, const Share& s, uint32_t round, int columns,
-                                        float* scratch) {
-  constexpr int kBatch = 8;  // rows whose words are on their way
-  const uint64_t* from = Partials(q, s, round, columns);
-  const int pairs = columns / 2;
-  const int column = threadIdx.x % pairs, step = kTeamThreads / pairs;
-  float sum[2] = {};
-  for (int r = threadIdx.x / pairs; r < q.ctas; r += kBatch * step) {
-    uint64_t word[kBatch][2];
-    bool there;
-    do {
-      there = true;
+ private:
+  __device__ __forceinline__ uint64_t* Partials(uint32_t round) const {
+    return q_.partials + (int64_t{s_.team} * 2 + round % 2) * (q_.ctas + 1) * columns_;
+  }
+  // From one of this CTA's partial sums to the next, and its first.
+  __device__ __forceinline__ int Pitch() const { return q_.meet == Meet::kParts ? q_.ctas : 1; }
+  __device__ __forceinline__ int First() const {
+    return q_.meet == Meet::kParts ? s_.rank : s_.rank * columns_;
+  }
+
+  // No sum of this CTA belongs to a round. Other CTAs may look for some once the grid has met.
+  __device__ __forceinline__ void Clear() const {
+#pragma unroll 1
+    for (uint32_t r = 0; r < 2; ++r) {
+      uint64_t* all = Partials(r);
+      uint64_t *mine = all + First(), *totals = all + q_.ctas * columns_;
+#pragma unroll 1
+      for (int c = threadIdx.x; c < columns_; c += kTeamThreads) {
+        mine[c * Pitch()] = 0;
+        if (c % q_.ctas == s_.rank) totals[c] = 0;
+      }
+    }
+  }
+
+  // Ends with a barrier: nobody writes to scratch before all have read it.
+  __device__ __forceinline__ void Publish(uint32_t round, const float* scratch) const {
+    uint64_t* mine = Partials(round) + First();
+#pragma unroll 1
+    for (int c = threadIdx.x; c < columns_; c += kTeamThreads) {
+      StoreSum(mine + c * Pitch(), round, scratch[c]);
+    }
+    __syncthreads();
+  }
+
+  __device__ __forceinline__ void CollectAll(uint32_t round, float* scratch) const {
+    const uint64_t* from = Partials(round);
+    const int pairs = columns_ / 2;
+    const int column = threadIdx.x % pairs, step = kTeamThreads / pairs;
+    float sum[2] = {};
+#pragma unroll 1
+    for (int r = threadIdx.x / pairs; r < q_.ctas; r += kBatch * step) {
+      uint64_t word[kBatch][2];
+      bool there;
+      do {
+        there = true;
+#pragma unroll
+        for (int k = 0; k < kBatch; ++k) {
+          if (r + k * step < q_.ctas) {
+            asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];\n"
+                         : "=l"(word[k][0]), "=l"(word[k][1])
+                         : "l"(from + int64_t{r + k * step} * columns_ + 2 * column)
+                         : "memory");
+          }
+        }
+#pragma unroll
+        for (int k = 0; k < kBatch; ++k) {
+          if (r + k * step < q_.ctas)
+            there = there && word[k][0] >> 32 == round + 1 && word[k][1] >> 32 == round + 1;
+        }
+      } while (!there);
 #pragma unroll
       for (int k = 0; k < kBatch; ++k) {
-        if (r + k * step < q.ctas) {
-          asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];\n"
-                       : "=l"(word[k][0]), "=l"(word[k][1])
-                       : "l"(from + int64_t{r + k * step} * columns + 2 * column)
-                       : "memory");
+        if (r + k * step < q_.ctas) {
+          sum[0] += __uint_as_float(static_cast<uint32_t>(word[k][0]));
+          sum[1] += __uint_as_float(static_cast<uint32_t>(word[k][1]));
         }
       }
-#pragma unroll
-      for (int k = 0; k < kBatch; ++k) {
-        if (r + k * step < q.ctas)
-          there = there && word[k][0] >> 32 == round + 1 && word[k][1] >> 32 == round + 1;
-      }
-    } while (!there);
-#pragma unroll
-    for (int k = 0; k < kBatch; ++k) {
-      if (r + k * step < q.ctas) {
-        sum[0] += __uint_as_float(static_cast<uint32_t>(word[k][0]));
-        sum[1] += __uint_as_float(static_cast<uint32_t>(word[k][1]));
-      }
     }
-  }
-  if (pairs <= 32) {  // threads of one pair are in a warp
-    BlockColumnSums(sum, pairs, scratch);
-    return;
-  }
-  float2* rows = reinterpret_cast<float2*>(scratch);
-  rows[threadIdx.x] = make_float2(sum[0], sum[1]);
-  __syncthreads();
-  if (static_cast<int>(threadIdx.x) < pairs) {
-    float2 total = rows[threadIdx.x];
-    for (int k = 1; k < step; ++k) {
-      total.x += rows[k * pairs + threadIdx.x].x;
-      total.y += rows[k * pairs + threadIdx.x].y;
+    if (pairs <= 32) {  // threads of one pair are in a warp
+      BlockColumnSums(sum, pairs, scratch);
+      return;
     }
-    rows[threadIdx.x] = total;
+    float2* rows = reinterpret_cast<float2*>(scratch);
+    rows[threadIdx.x] = make_float2(sum[0], sum[1]);
+    __syncthreads();
+    if (static_cast<int>(threadIdx.x) < pairs) {
+      float2 total = rows[threadIdx.x];
+#pragma unroll 1
+      for (int k = 1; k < step; ++k) {
+        total.x += rows[k * pairs + threadIdx.x].x;
+        total.y += rows[k * pairs + threadIdx.x].y;
+      }
+      rows[threadIdx.x] = total;
+    }
+    __syncthreads();
   }
-  __syncthreads();
-}
+
+  static __device__ __forceinline__ uint64_t LoadSum(const uint64_t* from) {
+    uint64_t word;
+    asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];\n" : "=l"(word) : "l"(from) : "memory");
+    return word;
+  }
+
+  // CTA r adds up columns r, r + ctas, ..., a warp each.
+  __device__ __forceinline__ void CollectParts(uint32_t round, float* scratch) const {
+    uint64_t *from = Partials(round), *totals = from + q_.ctas * columns_;
+#pragma unroll 1
+    for (int c = s_.rank + threadIdx.x / 32 * q_.ctas; c < columns_;
+         c += kTeamThreads / 32 * q_.ctas) {
+      float sum = 0.f;
+#pragma unroll 1
+      for (int r = threadIdx.x % 32; r < q_.ctas; r += kBatch * 32) {
+        uint64_t word[kBatch];
+        bool there;
+        do {
+          there = true;
+#pragma unroll
+          for (int k = 0; k < kBatch; ++k) {
+            if (r + k * 32 < q_.ctas) word[k] = LoadSum(from + c * q_.ctas + r + k * 32);
+          }
+#pragma unroll
+          for (int k = 0; k < kBatch; ++k) {
+            if (r + k * 32 < q_.ctas) there = there && word[k] >> 32 == round + 1;
+          }
+        } while (!there);
+#pragma unroll
+        for (int k = 0; k < kBatch; ++k) {
+          if (r + k * 32 < q_.ctas) sum += __uint_as_float(static_cast<uint32_t>(word[k]));
+        }
+      }
+      sum = WarpColumnSum(sum);
+      if (threadIdx.x % 32 == 0) StoreSum(totals + c, round, sum);
+    }
+    if (static_cast<int>(threadIdx.x) < columns_) {
+      uint64_t word;
+      do {
+        word = LoadSum(totals + threadIdx.x);
+      } while (word >> 32 != round + 1);
+      scratch[threadIdx.x] = __uint_as_float(static_cast<uint32_t>(word));
+    }
+    __syncthreads();
+  }
+
+  const Team& q_;
+  const Share& s_;
+  const int columns_;
+  cooperative_groups::grid_group::arrival_token token_{};
+};
 
 }  // namespace jaxconv::cuda::batchnorm

@@ -13,8 +13,6 @@
 namespace jaxconv::cuda::batchnorm {
 namespace {
 
-namespace cg = cooperative_groups;
-
 constexpr int kBackwardStep = 1;  // positions of a thread in a step
 
 // CTAs of a multiprocessor. Eight channels a thread and any activation take more registers than half of it has.
@@ -60,27 +58,21 @@ __global__ void __launch_bounds__(kTeamThreads, kBlocks<V, kLast, kRelu>)
   const Layout& a = p.layout;
   const Share s = MyShare<U>(a, q);
   const bool has_residual = p.t.residual != nullptr, needs_z = p.activation != Activation::kNone;
-  const R* x = static_cast<const R*>(p.t.x);
-  const R* dy = static_cast<const R*>(p.t.dy);
-  const R* residual = static_cast<const R*>(p.t.residual);
   const int ring = static_cast<int>(q.slots) * kSlot, residual_ring = q.in_flight * kResidualSlot;
   const char* mine_x = reinterpret_cast<const char*>(slab) + threadIdx.x * 16;
   const char* mine_residual = mine_x + ring;
   const uint32_t to_x = SharedAddress(mine_x), to_residual = SharedAddress(mine_residual);
   const int tile_channels = a.lanes * kStats, columns = 2 * tile_channels;
-  const uint32_t ahead = q.in_flight * s.jump, around = q.slots * s.jump;
-  const int64_t at_ahead = q.in_flight * s.at_jump, at_around = q.slots * s.at_jump;
+  const uint32_t ahead = q.in_flight * s.jump;
+  const int64_t at_ahead = q.in_flight * s.at_jump;
+  const uint32_t kept = q.slots - q.in_flight;
+  const int stream = static_cast<int>(kept) * kSlot;
 
-  cg::grid_group grid = cg::this_grid();
-  cg::grid_group::arrival_token token{};
-  if (q.ctas > 1) {
-    ClearPartials(q, s, columns);
-    token = grid.barrier_arrive();
-  }
+  Meeting<5> meeting(q, s, columns);
 
   uint32_t round = 0;
   for (int64_t group = s.team; group < q.groups; group += q.teams, ++round) {
-    Walk<kLast, U> walk(a, s, group);
+    Walk<V, kLast, U> walk(a, s, group);
     const int64_t channel = walk.tile * tile_channels + threadIdx.x,
                   row = walk.instance * a.channels + channel;
     const bool has_channel = static_cast<int>(threadIdx.x) < tile_channels && channel < a.channels;
@@ -93,20 +85,21 @@ __global__ void __launch_bounds__(kTeamThreads, kBlocks<V, kLast, kRelu>)
     const auto copy = [&](int slot, uint32_t by, int64_t at_by) {
 #pragma unroll
       for (int u = 0; u < U; ++u) {
-        walk.Visit(a, s, u, by, at_by, [&](int64_t offset) {
-          CopyAsync(to_x + slot + 2 * u * kVector, x + offset);
-          CopyAsync(to_x + slot + (2 * u + 1) * kVector, dy + offset);
+        walk.Visit(a, s, u, by, at_by, [&](const Piece& piece) {
+          CopyPiece<T, V, kLast>(a, to_x + slot + 2 * u * kVector, p.t.x, piece);
+          CopyPiece<T, V, kLast>(a, to_x + slot + (2 * u + 1) * kVector, p.t.dy, piece);
         });
       }
     };
     const auto copy_residual = [&](int slot, uint32_t by, int64_t at_by) {
 #pragma unroll
       for (int u = 0; u < U; ++u) {
-        walk.Visit(a, s, u, by, at_by, [&](int64_t offset) {
-          CopyAsync(to_residual + slot + u * kVector, residual + offset);
+        walk.Visit(a, s, u, by, at_by, [&](const Piece& piece) {
+          CopyPiece<T, V, kLast>(a, to_residual + slot + u * kVector, p.t.residual, piece);
         });
       }
     };
+#pragma unroll 1
     for (int i = 0; i < q.in_flight; ++i) {
       copy(i * kSlot, i * s.jump, i * s.at_jump);
       if (has_residual) copy_residual(i * kResidualSlot, i * s.jump, i * s.at_jump);
@@ -116,14 +109,18 @@ __global__ void __launch_bounds__(kTeamThreads, kBlocks<V, kLast, kRelu>)
     __syncthreads();
 
     Affine mine[kStats];
+    // For either walk anew: in between, the meeting needs the registers.
+    const auto set_mine = [&] {
 #pragma unroll
-    for (int j = 0; j < kStats; ++j) {
-      const int c = (kLast ? s.lane * kStats : 0) + j;
-      mine[j] = Fold<T>({means[c], scales[c] * rstds[c], needs_z ? biases[c] : 0.f});
-    }
+      for (int j = 0; j < kStats; ++j) {
+        const int c = (kLast ? s.lane * kStats : 0) + j;
+        mine[j] = Fold<T>({means[c], scales[c] * rstds[c], needs_z ? biases[c] : 0.f});
+      }
+    };
+    set_mine();
     float total[2 * kStats] = {};  // sums of dz, then of dz * (x - mean)
     int slot = 0, load_slot = q.in_flight * kSlot, residual_slot = 0;
-    if (load_slot == ring) load_slot = 0;
+    if (load_slot == ring) load_slot = stream;
 #pragma unroll 1
     for (uint32_t i = 0; i < q.steps; ++i) {
       CopyWaitFor(q.in_flight);
@@ -137,17 +134,16 @@ __global__ void __launch_bounds__(kTeamThreads, kBlocks<V, kLast, kRelu>)
 #pragma unroll(kRelu ? U : 1)
       for (int u = 0; u < U; ++u) {
         // Where the code is long there is one copy of it: the vectors move up.
-        if (walk.Inside(s, u)) {
+        walk.Visit(a, s, u, 0, 0, [&](const Piece& piece) {
           float v[V], dz[V];
           ToGradient<T, V, kRelu>(x_raw[0], dy_raw[0], extra[0], has_residual, mine, p.activation,
                                   p.slope, v, dz);
-#pragma unroll
-          for (int j = 0; j < V; ++j) {
+          ForOwn<V, kLast>(a, piece, [&](int j) {
             const int k = kLast ? j : 0;
             total[k] += dz[j];
             total[kStats + k] = fmaf(dz[j], v[j] - mine[k].mean, total[kStats + k]);
-          }
-        }
+          });
+        });
 #pragma unroll
         for (int k = 1; k < U; ++k) {
           x_raw[k - 1] = x_raw[k];
@@ -164,22 +160,21 @@ __global__ void __launch_bounds__(kTeamThreads, kBlocks<V, kLast, kRelu>)
       CopyCommit();
       walk.Onwards(s);
       slot += kSlot;
-      if (slot == ring) slot = 0;
+      if (slot == ring) slot = stream;
       load_slot += kSlot;
-      if (load_slot == ring) load_slot = 0;
+      if (load_slot == ring) load_slot = stream;
     }
     walk.Backwards(s);
     if (has_residual) {
       residual_slot = 0;
+#pragma unroll 1
       for (int i = 0; i < q.in_flight; ++i) {
         copy_residual(i * kResidualSlot, -(i * s.jump), -(i * s.at_jump));
         CopyCommit();
       }
     }
     BlockColumnSums(total, a.lanes, scratch);
-    Publish(q, s, round, columns, scratch);
-    if (round == 0 && q.ctas > 1) grid.barrier_wait(std::move(token));
-    Collect(q, s, round, columns, scratch);
+    meeting.Sum(round, scratch);
     if (has_channel) {
       const float* sums = scratch + threadIdx.x / kStats * 2 * kStats + threadIdx.x % kStats;
       Gradient g = BackwardChannel(p, row, rstds[threadIdx.x], sums[0], sums[kStats], s.rank == 0);
@@ -189,14 +184,15 @@ __global__ void __launch_bounds__(kTeamThreads, kBlocks<V, kLast, kRelu>)
       gradient[threadIdx.x] = g;
     }
     __syncthreads();
+    set_mine();
     Gradient to_dx[kStats];
 #pragma unroll
     for (int j = 0; j < kStats; ++j) to_dx[j] = gradient[(kLast ? s.lane * kStats : 0) + j];
 
 #pragma unroll 1
-    for (uint32_t i = 0; i < q.steps; ++i) {
+    for (uint32_t i = q.steps; i-- > 0;) {
       slot -= kSlot;
-      if (slot < 0) slot += ring;
+      if (slot < stream && i >= kept) slot = ring - kSlot;
       CopyWaitFor(q.in_flight);
       R x_raw[U], dy_raw[U], extra[U];
 #pragma unroll
@@ -207,11 +203,12 @@ __global__ void __launch_bounds__(kTeamThreads, kBlocks<V, kLast, kRelu>)
       }
 #pragma unroll(kRelu ? U : 1)
       for (int u = 0; u < U; ++u) {
-        walk.Visit(a, s, u, 0, 0, [&](int64_t offset) {
+        walk.Visit(a, s, u, 0, 0, [&](const Piece& piece) {
           float v[V], dz[V];
           ToGradient<T, V, kRelu>(x_raw[0], dy_raw[0], extra[0], has_residual, mine, p.activation,
                                   p.slope, v, dz);
-          if (p.t.dresidual != nullptr) WriteOnce<T, V>(p.t.dresidual, offset, Pack<T, V>(dz));
+          if (p.t.dresidual != nullptr)
+            WritePiece<T, V, kLast>(a, p.t.dresidual, piece, Pack<T, V>(dz));
           if (p.t.dx != nullptr) {
 #pragma unroll
             for (int j = 0; j < V; ++j) {
@@ -219,7 +216,7 @@ __global__ void __launch_bounds__(kTeamThreads, kBlocks<V, kLast, kRelu>)
               const float centred = sizeof(T) == 2 ? v[j] : v[j] - mine[k].mean;
               dz[j] = mine[k].scale * (dz[j] + fmaf(to_dx[k].slope, centred, to_dx[k].offset));
             }
-            WriteOnce<T, V>(p.t.dx, offset, Pack<T, V>(dz));
+            WritePiece<T, V, kLast>(a, p.t.dx, piece, Pack<T, V>(dz));
           }
         });
 #pragma unroll
@@ -229,7 +226,7 @@ __global__ void __launch_bounds__(kTeamThreads, kBlocks<V, kLast, kRelu>)
           extra[k - 1] = extra[k];
         }
       }
-      copy(slot, -around, -at_around);
+      if (i >= q.slots) copy(slot, -ahead, -at_ahead);
       if (has_residual) {
         copy_residual(residual_slot, -ahead, -at_ahead);
         residual_slot += kResidualSlot;
@@ -246,7 +243,7 @@ __global__ void __launch_bounds__(kTeamThreads, kBlocks<V, kLast, kRelu>)
 Status TeamBackward(const Context& ctx, const BatchNormProblem& p, const TeamShape& shape,
                     const BackwardTensors& t, Workspace workspace, const std::string& what) {
   BackwardArgs args = MakeBackwardArgs(p, t);
-  return WithInstance(p, {t.x, t.dy, t.residual, t.dx, t.dresidual}, [&](auto instance) {
+  return WithInstance<true>(p, {t.x, t.dy, t.residual, t.dx, t.dresidual}, [&](auto instance) {
     using I = decltype(instance);
     if constexpr (I::V == 1) {
       return NeedsVectors(what);

@@ -6,11 +6,16 @@
 #include <utility>
 
 #include "cuda/batchnorm/batchnorm.h"
+#include "cuda/batchnorm/launch.h"
 #include "cuda/batchnorm/layout.h"
 #include "cuda/batchnorm/team.cuh"
 #include "cuda/core/context.h"
 
 namespace jaxconv::cuda::batchnorm {
+
+// Sums of a team, CTAs times columns, beyond which they are added up in parts: for every CTA to read all of them would
+// take longer than another exchange.
+constexpr int64_t kMeetingWords = 66 * 128;
 
 struct TeamFit {
   Layout layout;
@@ -37,15 +42,18 @@ inline Status MakeTeamFit(const BatchNormProblem& p, bool channels_last, int vec
   const Layout& a = fit.layout;
   Team& q = fit.team;
   q.ctas = shape.ctas;
+  q.groups = a.tiles * a.batch;
+  const int64_t columns = 2 * a.lanes * (channels_last ? vec : 1);
   const int most = sms * blocks;
   if (q.ctas < 1 || q.ctas > most) {
     return Status::Invalid(what + ": a team of " + std::to_string(q.ctas) +
                            " CTAs, the device runs " + std::to_string(most) + " together");
   }
-  q.groups = a.tiles * a.batch;
+  q.meet = q.ctas == 1                        ? Meet::kAlone
+           : q.ctas * columns > kMeetingWords ? Meet::kParts
+                                              : Meet::kAll;
   // No more teams than the workspace, which was planned for the device at hand, has room for.
-  const int64_t columns = 2 * a.lanes * (channels_last ? vec : 1);
-  const int64_t needed = 2 * q.ctas * columns * static_cast<int64_t>(sizeof(*q.partials));
+  const int64_t needed = 2 * (q.ctas + 1) * columns * static_cast<int64_t>(sizeof(*q.partials));
   if (workspace.bytes < needed || workspace.data == nullptr) {
     return Status::Invalid(what + ": workspace has " + std::to_string(workspace.bytes) +
                            " bytes, needs " + std::to_string(needed) + " a team");
@@ -59,8 +67,9 @@ inline Status MakeTeamFit(const BatchNormProblem& p, bool channels_last, int vec
   // The device keeps 1 KB of each block to itself.
   const int64_t room =
       std::min(limit, per_sm / blocks - 1024) - static_cast<int64_t>(kernel_static);
-  for (const int in_flight : {8, 4}) {
-    if (shape.in_flight != 0 && in_flight != shape.in_flight) continue;
+  for (const int in_flight : {16, 8, 4}) {
+    // 16 pay in a long walk. They are a good part of a short one, whose first data then come late.
+    if (in_flight == 16 && steps > 8 && steps <= 64) continue;
     const int64_t slots =
         std::min((room / slot - passing * in_flight) / held, std::max<int64_t>(steps, in_flight));
     if (slots < in_flight) continue;
@@ -109,8 +118,7 @@ Status WithRelu(Activation activation, F&& f) {
 inline Status NeedsVectors(const std::string& what) {
   return Status::Unimplemented(
       what +
-      ": expected 16-byte vectors of channels (channels-last) or of an image "
-      "(channels-first), aligned");
+      ": expected arrays aligned to 16 bytes and, channels-last, channels in vectors of 16 bytes");
 }
 
 }  // namespace jaxconv::cuda::batchnorm

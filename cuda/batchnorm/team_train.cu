@@ -13,8 +13,6 @@
 namespace jaxconv::cuda::batchnorm {
 namespace {
 
-namespace cg = cooperative_groups;
-
 // Positions of a thread in a step: with four elements a position there are registers for two.
 template <typename T>
 constexpr int kTrainStep = sizeof(T) == 4 ? 2 : 1;
@@ -34,31 +32,23 @@ __global__ void __launch_bounds__(kTeamThreads, kTeamBlocks)
   const Layout& a = p.layout;
   const Share s = MyShare<U>(a, q);
   const bool has_residual = p.t.residual != nullptr;
-  const R* x = static_cast<const R*>(p.t.x);
-  const R* residual = static_cast<const R*>(p.t.residual);
   const int ring = static_cast<int>(q.slots) * kSlot, residual_ring = q.in_flight * kSlot;
   const char* mine_x = reinterpret_cast<const char*>(slab) + threadIdx.x * 16;
   const char* mine_residual = mine_x + ring;
   const uint32_t to_x = SharedAddress(mine_x), to_residual = SharedAddress(mine_residual);
   const int tile_channels = a.lanes * kStats, columns = 2 * tile_channels;
-  const uint32_t ahead = q.in_flight * s.jump, around = q.slots * s.jump;
-  const int64_t at_ahead = q.in_flight * s.at_jump, at_around = q.slots * s.at_jump;
+  const uint32_t ahead = q.in_flight * s.jump;
+  const int64_t at_ahead = q.in_flight * s.at_jump;
+  const uint32_t kept = q.slots - q.in_flight;
+  const int stream = static_cast<int>(kept) * kSlot;
 
-  cg::grid_group grid = cg::this_grid();
-  cg::grid_group::arrival_token token{};
-  if (q.ctas > 1) {
-    ClearPartials(q, s, columns);
-    token = grid.barrier_arrive();
-  }
+  Meeting<9> meeting(q, s, columns);
 
   uint32_t round = 0;
   for (int64_t group = s.team; group < q.groups; group += q.teams, ++round) {
-    Walk<kLast, U> walk(a, s, group);
-    // Where an element of the tile's channel c lies.
-    const auto element = [&](uint32_t position, int c) {
-      return static_cast<const T*>(p.t.x) +
-             (Base<kLast>(a, walk.instance, walk.tile, c / V) + Step<kLast>(a, position)) * V +
-             c % V;
+    Walk<V, kLast, U> walk(a, s, group);
+    const auto sample = [&](int k, int c) {
+      return static_cast<const T*>(p.t.x) + SampleAt<V, kLast>(a, walk.instance, walk.tile, c, k);
     };
     const int64_t channel = walk.tile * tile_channels + threadIdx.x,
                   row = walk.instance * a.channels + channel;
@@ -66,9 +56,7 @@ __global__ void __launch_bounds__(kTeamThreads, kTeamBlocks)
     if (has_channel) {
 #pragma unroll
       for (int k = 0; k < 3 && a.positions > 0; ++k) {
-        const uint32_t position = k == 0 ? 0 : k == 1 ? a.positions / 2 : a.positions - 1;
-        const auto word =
-            reinterpret_cast<uintptr_t>(element(position, kLast ? threadIdx.x : 0)) & ~uintptr_t{3};
+        const auto word = reinterpret_cast<uintptr_t>(sample(k, threadIdx.x)) & ~uintptr_t{3};
         CopyWord(&samples[k][threadIdx.x], reinterpret_cast<const void*>(word));
       }
       CopyWord(&scales[threadIdx.x], p.t.scale + row);
@@ -81,18 +69,20 @@ __global__ void __launch_bounds__(kTeamThreads, kTeamBlocks)
     const auto copy = [&](int slot, uint32_t by, int64_t at_by) {
 #pragma unroll
       for (int u = 0; u < U; ++u) {
-        walk.Visit(a, s, u, by, at_by,
-                   [&](int64_t offset) { CopyAsync(to_x + slot + u * kVector, x + offset); });
+        walk.Visit(a, s, u, by, at_by, [&](const Piece& piece) {
+          CopyPiece<T, V, kLast>(a, to_x + slot + u * kVector, p.t.x, piece);
+        });
       }
     };
     const auto copy_residual = [&](int slot, uint32_t by, int64_t at_by) {
 #pragma unroll
       for (int u = 0; u < U; ++u) {
-        walk.Visit(a, s, u, by, at_by, [&](int64_t offset) {
-          CopyAsync(to_residual + slot + u * kVector, residual + offset);
+        walk.Visit(a, s, u, by, at_by, [&](const Piece& piece) {
+          CopyPiece<T, V, kLast>(a, to_residual + slot + u * kVector, p.t.residual, piece);
         });
       }
     };
+#pragma unroll 1
     for (int i = 0; i < q.in_flight; ++i) {
       copy(i * kSlot, i * s.jump, i * s.at_jump);
       CopyCommit();
@@ -109,8 +99,7 @@ __global__ void __launch_bounds__(kTeamThreads, kTeamBlocks)
         if constexpr (sizeof(T) == 4) {
           v[k] = __uint_as_float(word);
         } else {
-          const uint32_t position = k == 0 ? 0 : k == 1 ? a.positions / 2 : a.positions - 1;
-          const bool high = reinterpret_cast<uintptr_t>(element(position, kLast ? c : 0)) & 2;
+          const bool high = reinterpret_cast<uintptr_t>(sample(k, c)) & 2;
           const uint16_t half = static_cast<uint16_t>(high ? word >> 16 : word);
           v[k] = ToFloat(*reinterpret_cast<const T*>(&half));
         }
@@ -123,7 +112,7 @@ __global__ void __launch_bounds__(kTeamThreads, kTeamBlocks)
       shift[j] = walk.end > 0 ? shift_of((kLast ? s.lane * kStats : 0) + j) : 0.f;
 
     int slot = 0, load_slot = q.in_flight * kSlot;
-    if (load_slot == ring) load_slot = 0;
+    if (load_slot == ring) load_slot = stream;
 #pragma unroll 1
     for (uint32_t i = 0; i < q.steps; ++i) {
       CopyWaitFor(q.in_flight);
@@ -132,37 +121,35 @@ __global__ void __launch_bounds__(kTeamThreads, kTeamBlocks)
       for (int u = 0; u < U; ++u) raw[u] = Slot<R>(mine_x, slot + u * kVector);
 #pragma unroll
       for (int u = 0; u < U; ++u) {
-        if (walk.Inside(s, u)) {
+        walk.Visit(a, s, u, 0, 0, [&](const Piece& piece) {
           float v[V];
           Unpack<T, V>(raw[u], v);
-#pragma unroll
-          for (int j = 0; j < V; ++j) {
+          ForOwn<V, kLast>(a, piece, [&](int j) {
             const int k = kLast ? j : 0;
             const float d = v[j] - shift[k];
             total[k] += d;
             total[kStats + k] = fmaf(d, d, total[kStats + k]);
-          }
-        }
+          });
+        });
       }
       copy(load_slot, ahead, at_ahead);
       CopyCommit();
       walk.Onwards(s);
       slot += kSlot;
-      if (slot == ring) slot = 0;
+      if (slot == ring) slot = stream;
       load_slot += kSlot;
-      if (load_slot == ring) load_slot = 0;
+      if (load_slot == ring) load_slot = stream;
     }
     walk.Backwards(s);
     if (has_residual) {
+#pragma unroll 1
       for (int i = 0; i < q.in_flight; ++i) {
         copy_residual(i * kSlot, -(i * s.jump), -(i * s.at_jump));
         CopyCommit();
       }
     }
     BlockColumnSums(total, a.lanes, scratch);
-    Publish(q, s, round, columns, scratch);
-    if (round == 0 && q.ctas > 1) grid.barrier_wait(std::move(token));
-    Collect(q, s, round, columns, scratch);
+    meeting.Sum(round, scratch);
     if (has_channel) {
       const float* sums = scratch + threadIdx.x / kStats * 2 * kStats + threadIdx.x % kStats;
       const Statistics of = TrainStatistics(p, shift_of(threadIdx.x), sums[0], sums[kStats]);
@@ -176,9 +163,9 @@ __global__ void __launch_bounds__(kTeamThreads, kTeamBlocks)
 
     int residual_slot = 0;
 #pragma unroll 1
-    for (uint32_t i = 0; i < q.steps; ++i) {
+    for (uint32_t i = q.steps; i-- > 0;) {
       slot -= kSlot;
-      if (slot < 0) slot += ring;
+      if (slot < stream && i >= kept) slot = ring - kSlot;
       CopyWaitFor(q.in_flight);
       R raw[U], extra[U];
 #pragma unroll
@@ -189,7 +176,7 @@ __global__ void __launch_bounds__(kTeamThreads, kTeamBlocks)
 #pragma unroll(kRelu ? U : 1)
       for (int u = 0; u < U; ++u) {
         // Where the code is long there is one copy of it: the vectors move up.
-        walk.Visit(a, s, u, 0, 0, [&](int64_t offset) {
+        walk.Visit(a, s, u, 0, 0, [&](const Piece& piece) {
           float z[V];
           Unpack<T, V>(raw[0], z);
 #pragma unroll
@@ -201,10 +188,10 @@ __global__ void __launch_bounds__(kTeamThreads, kTeamBlocks)
             for (int j = 0; j < V; ++j) z[j] += r[j];
           }
           if constexpr (kRelu) {
-            WriteOnce<T, V>(p.t.y, offset, PackRelu<T, V>(z));
+            WritePiece<T, V, kLast>(a, p.t.y, piece, PackRelu<T, V>(z));
           } else {
             Apply<false, true, V>(p.activation, p.slope, z, z);
-            WriteOnce<T, V>(p.t.y, offset, Pack<T, V>(z));
+            WritePiece<T, V, kLast>(a, p.t.y, piece, Pack<T, V>(z));
           }
         });
 #pragma unroll
@@ -213,7 +200,7 @@ __global__ void __launch_bounds__(kTeamThreads, kTeamBlocks)
           extra[k - 1] = extra[k];
         }
       }
-      copy(slot, -around, -at_around);
+      if (i >= q.slots) copy(slot, -ahead, -at_ahead);
       if (has_residual) {
         copy_residual(residual_slot, -ahead, -at_ahead);
         residual_slot += kSlot;
@@ -230,7 +217,7 @@ __global__ void __launch_bounds__(kTeamThreads, kTeamBlocks)
 Status TeamTrain(const Context& ctx, const BatchNormProblem& p, const TeamShape& shape,
                  const ForwardTensors& t, Workspace workspace, const std::string& what) {
   ForwardArgs args = MakeForwardArgs(p, t);
-  return WithInstance(p, {t.x, t.residual, t.y}, [&](auto instance) {
+  return WithInstance<true>(p, {t.x, t.residual, t.y}, [&](auto instance) {
     using I = decltype(instance);
     if constexpr (I::V == 1) {
       return NeedsVectors(what);
