@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 from typing import Any
 
@@ -44,6 +45,9 @@ SHAPES = {
     ((6, 40), 0): "channels on the first axis: no outer extent",
     ((1, 257, 1), 2): "one channel of 257 elements",
     ((2, 515, 4), -1): "1030 elements a channel over few channels: several blocks share one",
+    ((17, 12, 7, 7), 1): "4-D NCHW, images of 49 elements: most vectors' images begin and end inside a vector",
+    ((9, 7, 7, 96), -1): "4-D NHWC, 96 channels: half of a 128-byte group's second lanes are idle in 16 bits",
+    ((9, 7, 7, 100), -1): "4-D NHWC, 100 channels: whole vectors in float32 only",
 }
 PARAMS = ("scale", "bias", "running_mean", "running_var")
 
@@ -197,6 +201,9 @@ TEAMS = {
     ((9, 8, 8, 2048), -1, 128, 66): "32 groups on 4 teams: eight rounds",
     ((16, 300, 16, 16), 1, 128, 1): "channels first; 264 teams and 300 channels",
     ((64, 5, 32, 32), 1, 128, 3): "channels first; a channel is more than a CTA holds",
+    ((300, 70, 7, 7), 1, 128, 1): "channels first; vectors of two images; the array ends inside one",
+    ((301, 37, 9, 9), 1, 128, 3): "the same, shared by an odd team",
+    ((130, 9, 9, 64), -1, 128, 132): "so many CTAs that they add up each other's columns",
 }
 
 
@@ -212,6 +219,32 @@ def test_teams_of_every_layout_err_no_more_than_twice_xla(shape, axis, width, ct
     jax.clear_caches()
     for activation, residual in (("relu", False), ("relu", True), ("silu", True), (None, False)):
         compare(shape, axis, dtype, True, activation, residual, ("resident_team",))
+
+
+@pytest.mark.skipif(PLATFORM != "cuda", reason="the algorithm exists on CUDA only")
+def test_teams_dispatched_from_two_threads_beside_other_work_end_and_agree():
+    """A team's CTAs wait for each other: none may wait for one that another kernel keeps from starting."""
+    x = jnp.asarray(normal(0, (64, 28, 28, 64)), "bfloat16")
+    one, zero, wide = jnp.ones(64), jnp.zeros(64), jnp.ones((1024, 1024))
+
+    @jax.jit
+    def teams(x):
+        norm = functools.partial(jaxconv.batchnorm, training=True, activation="relu", algorithm="resident_team")
+        # Independent calls: a captured graph may run them at once.
+        return [norm(x * factor, one, zero, zero, one)[0] for factor in (1, 2, 3)]
+
+    @jax.jit
+    def other(w):
+        return jax.lax.fori_loop(0, 20, lambda _, w: jnp.tanh(w @ w), w)
+
+    def work(_):
+        ends = [(teams(x), other(wide)) for _ in range(20)]
+        return jax.block_until_ready(ends[-1][0])
+
+    expected = teams(x)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        for result in pool.map(work, range(2), timeout=120):
+            assert same_bits(result, expected)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
