@@ -203,7 +203,7 @@ TEAMS = {
     ((64, 5, 32, 32), 1, 128, 3): "channels first; a channel is more than a CTA holds",
     ((300, 70, 7, 7), 1, 128, 1): "channels first; vectors of two images; the array ends inside one",
     ((301, 37, 9, 9), 1, 128, 3): "the same, shared by an odd team",
-    ((130, 9, 9, 64), -1, 128, 132): "so many CTAs that they add up each other's columns",
+    ((130, 9, 9, 64), -1, 128, 104): "so many CTAs that, in 16 bits, they add up each other's columns",
 }
 
 
