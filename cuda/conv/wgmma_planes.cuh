@@ -204,7 +204,7 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
           }
         };
         if (p.z != nullptr) put(p.z);
-        ActivateFast(p.epilogue.activation, p.epilogue.slope, v);
+        ActivateFast<T>(p.epilogue.activation, p.epilogue.slope, v);
         put(p.d);
       };
       const int first = max(run.begin - p.ahead, 0);

@@ -225,8 +225,8 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
         ScaleAndBias(p.epilogue, 0, 0, 0, bias, acc[0]);
         ScaleAndBias(p.epilogue, 0, 0, 0, bias, acc[1]);
         if (p.z != nullptr) put(p.z);
-        ActivateFast(p.epilogue.activation, p.epilogue.slope,
-                     reinterpret_cast<float (&)[128]>(acc[0][0]));
+        ActivateFast<T>(p.epilogue.activation, p.epilogue.slope,
+                        reinterpret_cast<float (&)[128]>(acc[0][0]));
         put(p.d);
       }
       slot += p.blocks_k;
