@@ -282,6 +282,18 @@ CONV_CASES = (
         padding=((1, 0), (0, 0), (0, 0)),
     ),
     _case(
+        "depthwise_d2",
+        2,
+        (7, 13),
+        12,
+        12,
+        (3, 3),
+        "dilation 2 along both axes: residues of 7 and 6 columns; 12 channels are no 16-byte vectors in 16 bit",
+        groups=12,
+        padding=((2, 1), (1, 2)),
+        dilation=2,
+    ),
+    _case(
         "depthwise_s2",
         3,
         (9, 18),

@@ -10,7 +10,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import CONV_CASES
+from cases import BY_NAME, CONV_CASES
 from helpers import DEVICE, PLATFORM, calls, label
 from jax import lax
 
@@ -238,6 +238,28 @@ def test_the_current_device_is_the_default_backends():
     if PLATFORM == "cuda":
         assert DEVICE.kind == jax.devices()[0].device_kind
         assert DEVICE.compute_capability and DEVICE.sm_count > 0
+
+
+@pytest.mark.parametrize(
+    ("case", "h200", "a100"),
+    [
+        ("depthwise_strips", "rows", ""),
+        ("depthwise_x2_strips", "rows", ""),
+        ("depthwise_x4", "rows", ""),
+        ("depthwise_x2", "", ""),
+        ("depthwise_causal", "lines", "lines"),
+        ("depthwise_causal_d3", "lines", "lines"),
+        ("depthwise_column", "lines", "lines"),
+        ("depthwise_d2", "", ""),
+    ],
+)
+def test_which_depthwise_kernel_a_shape_gets(case, h200, a100):
+    for tile, device in ((h200, H200), (a100, DEVICES["a100"])):
+        problem = dataclasses.replace(BY_NAME[case].problem("bfloat16"), algorithm="depthwise")
+        for op in ("conv_fprop", "conv_dgrad", "conv_wgrad"):
+            made = plan(op, problem, device)
+            assert (made.algorithm, made.tile) == ("depthwise", tile)
+            assert op == "conv_wgrad" or made.splits == 1
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -43,6 +43,13 @@ JAXCONV_HD bool Inside(int a, int b, int extent) {
 // Ok, or the sentence that says which number is past the limit.
 Status CheckIndexable(const ConvProblem& p, const char* what);
 
+// The largest dilation that the depthwise kernels' runs take along rows of `extent`: a larger one would
+// leave most residues empty, and coordinates a few steps past the end must stay ints.
+inline int64_t MostDilation(int64_t extent) {
+  const int64_t most = int64_t(1) << 26;
+  return extent < 1 ? 1 : extent < most ? extent : most;
+}
+
 // Ok if the problem is depthwise (and indexable).
 Status CheckDepthwise(const ConvProblem& p, const std::string& what);
 

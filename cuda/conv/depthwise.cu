@@ -5,11 +5,11 @@
 //   (K/C), one j dgrad:  dst = dx, src = dy, at = (i + pad - t * dilation) / stride where exact,
 //   s(c) = c * (K/C), K/C of j
 //
-// A thread computes kRun = 4 adjacent pixels along W for V channels (16 bytes of them
-// channels-last, otherwise one), reading each source vector once per tap row: kRun + S - 1 loads
-// for kRun * S products. A block of 256 (or 192) threads is (channels) x (runs); it stages its
-// channels' filter in shared memory as float32, then walks over `steps` x (runs) consecutive runs,
-// down the rows of the image, so that the rows that neighbouring outputs share come from L1. Reads:
+// A thread computes kRun = 4 adjacent pixels along W (with a dilation, pixels that are as far apart) for
+// V channels (16 bytes of them channels-last, 4 where 8 do not fit, otherwise one), reading each source
+// vector once per tap row: kRun + S - 1 loads for kRun * S products. A block of 256 (or 192) threads is
+// (channels) x (runs); it stages its channels' filter in shared memory as float32, then walks over
+// `steps` x (runs) consecutive runs, down the rows of the image, so that the rows that neighbouring outputs share come from L1. Reads:
 // src about once from DRAM, w once per block. Writes dst once.
 //
 // What tensor cores can do is in depthwise_mma.cu, wgrad in depthwise_wgrad.cu.
@@ -31,14 +31,23 @@ JAXCONV_HD constexpr int BlockThreads(int filter_w, int vector) {
   return filter_w * vector > 48 ? 192 : 256;
 }
 
+// Whether threads of 4 channels of 16 bits take a problem, of those that threads of 8 or 1 also take:
+// kUnit only, where channels do not divide into eights or a dilation leaves those of 8 without a map
+// (bf16 3x3 of dilation 2: .077 ms instead of .133, H200). Their filter fits shared memory.
+bool Fours(const ConvProblem& p, bool dgrad) {
+  const bool unit = p.stride[2] == 1 && p.dilation[2] <= MostDilation(dgrad ? p.in[2] : p.out[2]) &&
+                    (p.filter[2] == 3 || p.filter[2] == 5 || p.filter[2] == 7);
+  return unit && p.c % 4 == 0 && (p.c % 8 != 0 || p.dilation[2] > 1) && p.filter_size() <= 512;
+}
+
 constexpr int kRun = 4;                      // adjacent destination pixels of a thread
 constexpr int kFilterBytes = 40 * 1024;      // of shared memory for the filter, at most
 constexpr int64_t kTargetBlocks = 132 * 16;  // enough for several waves of the largest device
 
 // How W coordinates relate. In all but kAny the filter width S and this map are known at compile
-// time, dilation is 1.
+// time, and dilation is 1 but for kUnit (not of 8 channels).
 enum class Map {
-  kUnit,         // src = dst + const + s: stride 1; in dgrad with the filter reversed
+  kUnit,         // src = dst + const + s * dilation: stride 1; in dgrad with the filter reversed
   kStride2,      // src = 2 * dst + const + s: fprop of stride 2
   kTransposed2,  // src = (dst + pad - s) / 2: dgrad of stride 2
   kAny,
@@ -71,6 +80,7 @@ struct DepthwiseArgs {
   FastDiv by_row, by_h, by_d;  // runs of a row, dst extents H and D
   int run_shift;               // run r of a row starts at 4 * r - run_shift
   int run_source;              // its source coordinates start at (4 * r * mul) / div + run_source
+  FastDiv run_step;            // kUnit: the dilation; runs start at its residues first. Else 1
   int64_t src_image, src_row, src_pixel, src_channel;  // strides in elements
   int64_t dst_image, dst_row, dst_pixel, dst_channel;
   int64_t w_tap, w_channel;
@@ -83,6 +93,7 @@ struct DepthwiseArgs {
 template <typename T, int V, int S, Map kMap>
 __global__ void __launch_bounds__(BlockThreads(S, V), 2) DepthwiseKernel(const DepthwiseArgs<T> g) {
   constexpr int kThreads = BlockThreads(S, V);
+  constexpr bool kSteps = kMap == Map::kUnit && V != 8;
   extern __shared__ float4 shared[];
   float* filter = reinterpret_cast<float*>(shared);  // [taps][tile_vecs * V * src_per_dst]
 
@@ -119,7 +130,13 @@ __global__ void __launch_bounds__(BlockThreads(S, V), 2) DepthwiseKernel(const D
     const QuotRem r = DivMod(run, g.by_row);
     const QuotRem h = DivMod(r.quot, g.by_h);
     const QuotRem d = DivMod(h.quot, g.by_d);
-    const int w0 = r.rem * kRun - g.run_shift;  // first destination pixel; < 0 by at most 1
+    const int step = kSteps ? int(g.run_step.d) : 1;
+    // First destination pixel; < 0 by at most 1.
+    int w0 = r.rem * kRun - g.run_shift;
+    if (kSteps && step > 1) {
+      const int chunk = int(g.run_step.Div(r.rem));
+      w0 = r.rem - chunk * step + chunk * kRun * step;
+    }
 
     float acc[kRun][V] = {};
     for (int j = 0; j < g.src_per_dst; ++j) {
@@ -137,15 +154,16 @@ __global__ void __launch_bounds__(BlockThreads(S, V), 2) DepthwiseKernel(const D
             constexpr int kCols = kMap == Map::kUnit      ? kRun + S - 1
                                   : kMap == Map::kStride2 ? 2 * (kRun - 1) + S
                                                           : kRun / 2 + (S - 1) / 2;
-            constexpr int kRunSource = kMap == Map::kUnit      ? kRun
-                                       : kMap == Map::kStride2 ? 2 * kRun
-                                                               : kRun / 2;
-            const int from = r.rem * kRunSource + g.run_source;
+            const int from = g.run_source + (kSteps                  ? w0
+                                             : kMap == Map::kUnit    ? r.rem * kRun
+                                             : kMap == Map::kStride2 ? r.rem * (2 * kRun)
+                                                                     : r.rem * (kRun / 2));
             Vec<T, V> in[kCols];
 #pragma unroll
             for (int c = 0; c < kCols; ++c) {
-              LoadOrZero<T, V>(unsigned(from + c) < unsigned(w_line.src),
-                               row + int64_t(from + c) * g.src_pixel, in[c]);
+              const int at = from + c * step;
+              LoadOrZero<T, V>(unsigned(at) < unsigned(w_line.src), row + int64_t(at) * g.src_pixel,
+                               in[c]);
             }
 #pragma unroll
             for (int s = 0; s < S; ++s) {
@@ -197,7 +215,7 @@ __global__ void __launch_bounds__(BlockThreads(S, V), 2) DepthwiseKernel(const D
     }
     const auto store = [&](T* to) {
       if constexpr (V == 1) {
-        if (g.vector_run && w0 >= 0 && w0 + kRun <= w_line.dst && at % kRun == 0) {
+        if (g.vector_run && step == 1 && w0 >= 0 && w0 + kRun <= w_line.dst && at % kRun == 0) {
           const float v[kRun] = {acc[0][0], acc[1][0], acc[2][0], acc[3][0]};
           StorePacked<T, kRun>(to + at, v);
           return;
@@ -205,8 +223,8 @@ __global__ void __launch_bounds__(BlockThreads(S, V), 2) DepthwiseKernel(const D
       }
 #pragma unroll
       for (int e = 0; e < kRun; ++e) {
-        if (unsigned(w0 + e) < unsigned(w_line.dst)) {
-          StorePacked<T, V>(to + at + e * g.dst_pixel, acc[e]);
+        if (unsigned(w0 + e * step) < unsigned(w_line.dst)) {
+          StorePacked<T, V>(to + at + e * step * g.dst_pixel, acc[e]);
         }
       }
     };
@@ -225,6 +243,9 @@ __global__ void __launch_bounds__(BlockThreads(S, V), 2) DepthwiseKernel(const D
 }
 
 template <typename T, int V>
+inline constexpr bool kFours = sizeof(T) == 2 && V == 4;
+
+template <typename T, int V>
 using Kernel = void (*)(const DepthwiseArgs<T>);
 
 // Null where no instance is specialised for the map.
@@ -237,10 +258,14 @@ Kernel<T, V> Specialised(Map map, int64_t filter_w) {
       if (filter_w == 7) return DepthwiseKernel<T, V, 7, Map::kUnit>;
       break;
     case Map::kStride2:
-      if (filter_w == 3) return DepthwiseKernel<T, V, 3, Map::kStride2>;
+      if constexpr (!kFours<T, V>) {
+        if (filter_w == 3) return DepthwiseKernel<T, V, 3, Map::kStride2>;
+      }
       break;
     case Map::kTransposed2:
-      if (filter_w == 3) return DepthwiseKernel<T, V, 3, Map::kTransposed2>;
+      if constexpr (!kFours<T, V>) {
+        if (filter_w == 3) return DepthwiseKernel<T, V, 3, Map::kTransposed2>;
+      }
       break;
     case Map::kAny:
       break;
@@ -308,20 +333,27 @@ Status Launch(const Context& ctx, const ConvProblem& p, bool dgrad, const void* 
   g.channel_tiles = int(CeilDiv(vecs, g.tile_vecs));
 
   Map map = Map::kAny;
-  if (p.dilation[2] == 1 && g.filter_staged) {
-    if (p.stride[2] == 1) map = Map::kUnit;
-    if (p.stride[2] == 2) map = dgrad ? Map::kTransposed2 : Map::kStride2;
+  if (g.filter_staged) {
+    if (p.stride[2] == 1 && p.dilation[2] <= (V == 8 ? 1 : MostDilation(dst_ext[2])))
+      map = Map::kUnit;
+    if (p.stride[2] == 2 && p.dilation[2] == 1) map = dgrad ? Map::kTransposed2 : Map::kStride2;
   }
   Kernel<T, V> kernel = Specialised<T, V>(map, p.filter[2]);
   if (kernel == nullptr) {
-    map = Map::kAny;
-    kernel = DepthwiseKernel<T, V, 0, Map::kAny>;
+    if constexpr (kFours<T, V>) {
+      return Status::Internal(what + ": no kernel for fours of channels");
+    } else {
+      map = Map::kAny;
+      kernel = DepthwiseKernel<T, V, 0, Map::kAny>;
+    }
   }
   g.reverse_w = dgrad && map == Map::kUnit;
   const int pad = int(p.pad[2]), filter_w = int(p.filter[2]);
+  const int step = map == Map::kUnit ? int(p.dilation[2]) : 1;
+  g.run_step = FastDiv(step);
   switch (map) {
     case Map::kUnit:
-      g.run_source = dgrad ? pad - (filter_w - 1) : -pad;
+      g.run_source = dgrad ? pad - (filter_w - 1) * step : -pad;
       break;
     case Map::kStride2:
       g.run_source = -pad;
@@ -335,7 +367,7 @@ Status Launch(const Context& ctx, const ConvProblem& p, bool dgrad, const void* 
       break;
   }
 
-  const int64_t row_runs = CeilDiv(dst_ext[2] + g.run_shift, kRun);
+  const int64_t row_runs = step * CeilDiv(CeilDiv(dst_ext[2] + g.run_shift, step), kRun);
   g.by_row = FastDiv(row_runs);
   g.by_h = FastDiv(dst_ext[1]);
   g.by_d = FastDiv(dst_ext[0]);
@@ -368,10 +400,14 @@ Status Run(const Context& ctx, const ConvProblem& p, bool dgrad, const Plan& pla
     using T = typename decltype(tag)::type;
     constexpr int V = kVecWidth<T>;
     const EpilogueArgs<T> epilogue = MakeEpilogue<T>(e, bias, z);
-    const bool vector = p.channels_last && p.k == p.c && p.c % V == 0 && Aligned16(src) &&
-                        Aligned16(dst) && Aligned16(epilogue.bias) && Aligned16(epilogue.z);
-    return vector ? Launch<T, V>(ctx, p, dgrad, src, w, dst, epilogue, what)
-                  : Launch<T, 1>(ctx, p, dgrad, src, w, dst, epilogue, what);
+    const bool vectors = p.channels_last && p.k == p.c && Aligned16(src) && Aligned16(dst) &&
+                         Aligned16(epilogue.bias) && Aligned16(epilogue.z);
+    if constexpr (sizeof(T) == 2) {
+      if (vectors && Fours(p, dgrad))
+        return Launch<T, 4>(ctx, p, dgrad, src, w, dst, epilogue, what);
+    }
+    return vectors && p.c % V == 0 ? Launch<T, V>(ctx, p, dgrad, src, w, dst, epilogue, what)
+                                   : Launch<T, 1>(ctx, p, dgrad, src, w, dst, epilogue, what);
   });
 }
 

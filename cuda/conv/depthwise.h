@@ -21,9 +21,10 @@
 // Their zeros meet real inputs: an infinity in the source makes NaN in outputs of its row up to 15
 // (long filters: 47) columns away.
 //
-// The rest is fast where filter[2] is 3, 5 or 7 with dilation[2] == 1 and stride[2] 1 or 2 (7: 1
-// only), and, channels-last, where k == c is a multiple of 16 / itemsize: then every access is 16
-// bytes.
+// The rest is fast where filter[2] is 3, 5 or 7 with stride[2] == 1 and dilation[2] up to the row's
+// length (2^26 at most; wgrad of 8 channels at a time: 1), or 3 with stride 2 and dilation 1, and,
+// channels-last, where k == c is a multiple of 16 / itemsize, or (stride[2] == 1, but for wgrad) of 4: then
+// an access is that many channels.
 //
 // Workspace: fprop, dgrad: 0. wgrad: plan.splits > 1 ? plan.splits * K * T*R*S * 4 bytes : 0.
 //

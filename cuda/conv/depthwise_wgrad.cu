@@ -1,9 +1,10 @@
 // dw[t, k] = sum over n, o of  x[n, o * stride - pad + t * dilation, k / (K/C)] * dy[n, o, k]
 //
-// A thread owns V channels (16 bytes of them channels-last, otherwise one) and one row of S taps,
-// and sums over runs of kRun = 4 adjacent output pixels: 4 + (kRun - 1) * stride + S loads for 4 *
-// S * V products. A block of 256 threads is (channels) x (tap rows) x (lanes over runs): the tap
-// rows read the same dy, and x rows that overlap, at the same time, so DRAM sees each about once.
+// A thread owns V channels (16 bytes of them channels-last, otherwise one) and one row of S taps, and
+// sums over runs of kRun = 4 adjacent output pixels (with a dilation, as far apart as it says): 4 +
+// (kRun - 1) * stride + S loads for 4 * S * V products. A block of 256 threads is (channels) x (tap
+// rows) x (lanes over runs): the tap rows read the same dy, and x rows that overlap, at the same time, so
+// DRAM sees each about once.
 // The lanes are added in shared memory as a fixed tree. Grid: channel tiles x tap-row tiles x
 // splits; a split takes a contiguous part of the runs, and writes dw or, with several, its partial
 // sum. Where the filter row is not specialised, every tap is a row of its own (S = 1).
@@ -34,6 +35,7 @@ struct DepthwiseWgradArgs {
   Extents in, filter, out, stride, pad, dilation;
   int64_t runs, split_runs;             // N * O * P * runs of a row; a split's part of them
   FastDiv by_row, by_h, by_d;           // runs of a row, P, O
+  FastDiv run_step;                     // the dilation; runs start at its residues first. Else 1
   int64_t x_image, x_pixel, x_channel;  // strides in elements
   int64_t dy_image, dy_pixel, dy_channel;
   int64_t dw_tap, dw_channel, dw_count;
@@ -42,12 +44,13 @@ struct DepthwiseWgradArgs {
   int tap_rows, block_tap_rows, tap_row_tiles;
 };
 
-// 7 taps of 8 channels spill at two blocks an SM (128 registers).
+// 7 taps of 8 channels spill at two blocks an SM (128 registers); 8 channels take no dilation here.
 // kStride 0: S is 1 and stride and dilation along W are read from the arguments.
 template <typename T, int V, int S, int kStride>
 __global__ void __launch_bounds__(kThreads, S* V > 48 ? 1 : 2)
     DepthwiseWgradKernel(const DepthwiseWgradArgs<T> g) {
   static_assert(kStride > 0 || S == 1);
+  constexpr bool kSteps = kStride == 1 && V != 8;
   __shared__ Vec<float, V> sums[kThreads];
 
   int64_t block = blockIdx.x;
@@ -84,7 +87,13 @@ __global__ void __launch_bounds__(kThreads, S* V > 48 ? 1 : 2)
       const QuotRem o = DivMod(p.quot, g.by_d);
       const int d = o.rem * g.stride.v[0] + off_d, h = p.rem * g.stride.v[1] + off_h;
       if (!Inside(d, 0, g.in.v[0]) || !Inside(h, 0, g.in.v[1])) continue;
-      const int q0 = q.rem * kRun, w0 = q0 * stride + off_w;
+      const int step = kSteps ? int(g.run_step.d) : 1;
+      int q0 = q.rem * kRun;
+      if (kSteps && step > 1) {
+        const int chunk = int(g.run_step.Div(q.rem));
+        q0 = q.rem - chunk * step + chunk * kRun * step;
+      }
+      const int w0 = q0 * stride + off_w;
       const T* x_row =
           x + o.quot * g.x_image + (int64_t(d) * g.in.v[1] + h) * g.in.v[2] * g.x_pixel;
       const T* dy_row = dy + o.quot * g.dy_image +
@@ -93,14 +102,16 @@ __global__ void __launch_bounds__(kThreads, S* V > 48 ? 1 : 2)
       Vec<T, V> grad[kRun];
 #pragma unroll
       for (int e = 0; e < kRun; ++e) {
-        LoadOrZero<T, V>(q0 + e < g.out.v[2], dy_row + int64_t(q0 + e) * g.dy_pixel, grad[e]);
+        const int at = q0 + e * step;
+        LoadOrZero<T, V>(at < g.out.v[2], dy_row + int64_t(at) * g.dy_pixel, grad[e]);
       }
       if constexpr (kStride > 0) {
         constexpr int kCols = (kRun - 1) * kStride + S;
         Vec<T, V> in[kCols];
 #pragma unroll
         for (int c = 0; c < kCols; ++c) {
-          LoadOrZero<T, V>(Inside(w0, c, g.in.v[2]), x_row + int64_t(w0 + c) * g.x_pixel, in[c]);
+          const int at = w0 + c * step;
+          LoadOrZero<T, V>(Inside(w0, c * step, g.in.v[2]), x_row + int64_t(at) * g.x_pixel, in[c]);
         }
 #pragma unroll
         for (int c = 0; c < kCols; ++c) {
@@ -175,7 +186,18 @@ Status Launch(const Context& ctx, const ConvProblem& p, int64_t splits, const vo
   g.stride = ToExtents(p.stride);
   g.pad = ToExtents(p.pad);
   g.dilation = ToExtents(p.dilation);
-  const int64_t row_runs = CeilDiv(p.out[2], kRun);
+  void (*kernel)(const DepthwiseWgradArgs<T>) = nullptr;
+  int64_t step = 1;
+  if (p.stride[2] == 1 && p.dilation[2] <= (V == 8 ? 1 : MostDilation(p.out[2]))) {
+    if (p.filter[2] == 3) kernel = DepthwiseWgradKernel<T, V, 3, 1>;
+    if (p.filter[2] == 5) kernel = DepthwiseWgradKernel<T, V, 5, 1>;
+    if (p.filter[2] == 7) kernel = DepthwiseWgradKernel<T, V, 7, 1>;
+    if (kernel != nullptr) step = p.dilation[2];
+  } else if (p.dilation[2] == 1 && p.stride[2] == 2) {
+    if (p.filter[2] == 3) kernel = DepthwiseWgradKernel<T, V, 3, 2>;
+  }
+  const int64_t row_runs = step * CeilDiv(CeilDiv(p.out[2], step), kRun);
+  g.run_step = FastDiv(step);
   g.by_row = FastDiv(row_runs);
   g.by_h = FastDiv(p.out[1]);
   g.by_d = FastDiv(p.out[0]);
@@ -194,14 +216,6 @@ Status Launch(const Context& ctx, const ConvProblem& p, int64_t splits, const vo
   g.channels = int(p.k);
   g.multiplier = int(p.k / p.c);
 
-  void (*kernel)(const DepthwiseWgradArgs<T>) = nullptr;
-  if (p.dilation[2] == 1 && p.stride[2] == 1) {
-    if (p.filter[2] == 3) kernel = DepthwiseWgradKernel<T, V, 3, 1>;
-    if (p.filter[2] == 5) kernel = DepthwiseWgradKernel<T, V, 5, 1>;
-    if (p.filter[2] == 7) kernel = DepthwiseWgradKernel<T, V, 7, 1>;
-  } else if (p.dilation[2] == 1 && p.stride[2] == 2) {
-    if (p.filter[2] == 3) kernel = DepthwiseWgradKernel<T, V, 3, 2>;
-  }
   g.tap_rows = int(p.filter[0] * p.filter[1]);
   if (kernel == nullptr) {
     kernel = DepthwiseWgradKernel<T, V, 1, 0>;
