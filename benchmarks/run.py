@@ -254,7 +254,7 @@ def learn(case: Case, setting: Setting, rows: list[dict[str, Any]]) -> None:
         "commit": None,
         "rows": rows,
     }
-    _tuning.learn(jax.devices()[0].device_kind, tune.measurements(run))
+    _tuning.learn(jax.devices()[0].device_kind, tune.measurements(run, [case]))
 
 
 def _measure(

@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import json
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -61,11 +62,12 @@ def kernel_of(case: cases.Case, pass_: str, setting: Setting) -> tuple[str, Any]
     return next(iter(found)) if len(found) == 1 else None
 
 
-def measurements(run: dict[str, Any]) -> list[dict[str, Any]]:
+def measurements(run: dict[str, Any], measured: Sequence[cases.Case] = ()) -> list[dict[str, Any]]:
+    """The table's entries for a run's rows; `measured` are cases as they ran, where that is not as they are listed."""
     setting = Setting(
         run["dtype"], run["layout"] in (None, "NHWC"), None if run["precision"] == "default" else run["precision"]
     )
-    by_name = {case.name: case for case in cases.BY_OP[run["op"]]}
+    by_name = {case.name: case for case in (*cases.BY_OP[run["op"]], *measured)}
     rows: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for row in run["rows"]:
         if row["status"] == "ok" and "ms" in row:

@@ -316,7 +316,7 @@ def _stem_refusal(op: str, p: ConvProblem, device: Device) -> str | None:
         if count > 16:
             return "it needs filters of at most 16 taps an axis"
         places *= count
-    operand = -(-many * _itemsize(p) // 128) * places * (8 if columns <= 8 else 16 if columns <= 16 else 64) * 128
+    operand = -(-many * _itemsize(p) // 128) * places * (16 if columns <= 16 else 64) * 128
     return None if operand <= 80 * 1024 else f"its filter would need {operand} bytes of shared memory, it has 81920"
 
 
