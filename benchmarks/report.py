@@ -42,20 +42,29 @@ def load(folder: pathlib.Path) -> dict[str, Run]:
 
 
 def _joined(runs: list[Run]) -> Run:
-    """The first of `runs`, and of each other the problems and passes that no run before it has."""
-    if runs[0]["op"] == "train":
-        return runs[0]
+    """The first of `runs`, and of each other the problems and passes (ways, of a training step) that it lacks."""
+    train = runs[0]["op"] == "train"
     rows: list[Run] = []
     used = []
     for run in runs:
-        known = {(row["case"], row["pass"]) for row in rows}
-        more = [row for row in run["rows"] if (row["case"], row["pass"]) not in known]
+        known = {_key(row) for row in rows}
+        more = [row for row in run["rows"] if _key(row) not in known]
+        if train:  # a way's speed is relative to Flax's layers in its own run
+            flax = {row["devices"]: row["ms"] for row in run["rows"] if row["way"] == "flax"}
+            more = [{**row, "flax_ms": flax.get(row["devices"])} for row in more]
         if more:
             rows += more
             used.append({**run, "rows": more})
+    if train:
+        rows.sort(key=lambda row: (row["devices"], list(WAYS).index(row["way"])))
+        return {**runs[0], "rows": rows, "runs": used}
     place = {case.name: i for i, case in enumerate(BY_OP[runs[0]["op"]])}
     order = sorted(range(len(rows)), key=lambda i: place.get(rows[i]["case"], len(place)))  # keeps passes in order
     return {**runs[0], "rows": [rows[i] for i in order], "runs": used}
+
+
+def _key(row: Run) -> tuple[Any, ...]:
+    return (row["way"], row["devices"]) if "way" in row else (row["case"], row["pass"])
 
 
 def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
@@ -68,7 +77,7 @@ def provenance(run: Run) -> str:
     """A sentence for each run: where, with what, when, from which command."""
     runs = run.get("runs", [run])
     if len(runs) > 1:
-        counts = [len({(row["case"], row["pass"]) for row in part["rows"]}) for part in runs]
+        counts = [len({_key(row) for row in part["rows"]}) for part in runs]
         return "\n".join(f"{n} rows: {provenance(part)}" for n, part in zip(counts, runs, strict=True))
     (run,) = runs
     versions = run["versions"]
@@ -77,6 +86,7 @@ def provenance(run: Run) -> str:
     parts += [f"driver {run['driver'].splitlines()[0]}"] if run.get("driver") else []
     commit = (run["commit"] or "unknown")[:10] + (" with changes" if run["dirty"] else "")
     parts += [f"commit {commit}", run["date"][:10], f"`{run['command']}`"]
+    parts += [run["note"]] if "note" in run else []
     return ", ".join(parts) + ".\n"
 
 
@@ -133,20 +143,20 @@ WAYS = {
 def train_table(run: Run) -> str:
     """A row for each way and number of devices."""
     several = any(row["devices"] > 1 for row in run["rows"])
+    compared = min(len(row["losses"]) for row in run["rows"])
     rows = []
     for row in run["rows"]:
-        flax = next((r for r in run["rows"] if r["way"] == "flax" and r["devices"] == row["devices"]), None)
         cells = [WAYS[row["way"]]] + ([str(row["devices"])] if several else [])
         half = (max(row["samples_ms"]) - min(row["samples_ms"])) / 2 / row["ms"]
         cells += [f"{row['ms']:.2f} ±{half:.1%}", f"{row['images_per_s']:.0f}"]
-        cells += [f"{flax['ms'] / row['ms']:.2f}" if flax else ""]
+        cells += [f"{row['flax_ms'] / row['ms']:.2f}" if row["flax_ms"] else ""]
         cells += [f"{row['speedup']:.2f}" if row.get("speedup") else ""] if several else []
         cells += [str(row["calls"]["native"]) if "calls" in row else ""]
-        cells += [f"{row['losses'][0]:.4f}", f"{row['losses'][-1]:.4f}", "yes" if row["agrees"] else "**no**"]
+        cells += [f"{row['losses'][0]:.4f}", f"{row['losses'][compared - 1]:.4f}", "yes" if row["agrees"] else "**no**"]
         rows.append(cells)
     head = ["way"] + (["devices"] if several else []) + ["ms a step", "images/s", "speed, flax = 1"]
     head += ["speed, one device = 1"] if several else []
-    head += ["native calls", "first loss", f"loss {len(run['rows'][0]['losses'])}", "losses agree"]
+    head += ["native calls", "first loss", f"loss {compared}", "losses agree"]
     text = _markdown(head, rows, 1) + "\n"
     for row in run["rows"]:
         if "replaced" in row:
@@ -162,9 +172,8 @@ def train_summary(runs: dict[str, Run]) -> str:
     """A line for each model and way, on one device."""
     rows = []
     for run in runs.values():
-        flax = next((r for r in run["rows"] if (r["way"], r["devices"]) == ("flax", 1)), None)
         for row in run["rows"]:
-            ratio = f"{flax['ms'] / row['ms']:.2f}" if flax else ""
+            ratio = f"{row['flax_ms'] / row['ms']:.2f}" if row["flax_ms"] else ""
             what = f"{run['model']}, {run['dtype']}, {run['batch']} x {run['image']}²"
             rows.append([what, WAYS[row["way"]], f"{row['ms']:.1f}", f"{row['images_per_s']:.0f}", ratio])
     return _markdown(["model", "way", "ms a step", "images/s", "speed, flax = 1"], rows, 2)

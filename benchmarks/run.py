@@ -6,6 +6,7 @@ import argparse
 import collections
 import dataclasses
 import math
+import pathlib
 import sys
 import time
 from collections.abc import Iterator
@@ -446,7 +447,21 @@ def main(argv: list[str] | None = None) -> int:
         layout = None if op == "dense" else "NHWC" if setting.channels_last else "NCHW"
         title = " ".join(filter(None, (op, setting.dtype, setting.precision, layout, "small" if args.small else "")))
         say(f"\n{title}\n{HEAD}{'  torch ms torch/ours' if with_torch else ''}  plan")
+        config = {
+            "op": op,
+            "dtype": setting.dtype,
+            "precision": setting.precision,
+            "layout": layout,
+            "small": args.small,
+            "batch": args.batch,
+            # Tables of their own: the models' problems, and another device's.
+            "suite": args.suite if args.suite == "models" else None,
+            "part": args.suite if args.suite in ("core", "special") else None,  # of a table
+            "implementation": args.implementation,
+            "ceilings": None if top is None else dataclasses.asdict(top),
+        }
         rows: list[dict[str, Any]] = []
+        written: pathlib.Path | None = None
         try:
             for case in found:
                 sets = make_sets(case, setting)
@@ -462,27 +477,16 @@ def main(argv: list[str] | None = None) -> int:
                         e.status == "WRONG" or (e.status == "failed" and e.name.startswith("ours")) for e in entries
                     )
                     bar.step()
+                    if args.json:  # after each row: whatever ends the run, what was measured is kept
+                        written = record.write(args.json, {**environment, **config, "rows": rows})
                 del sets
         except KeyboardInterrupt:
             say("interrupted: the table has what was done")
             interrupted = True
         for line in summary_lines(rows):
             say(line)
-        if args.json and rows:
-            config = {
-                "op": op,
-                "dtype": setting.dtype,
-                "precision": setting.precision,
-                "layout": layout,
-                "small": args.small,
-                "batch": args.batch,
-                # Tables of their own: the models' problems, and another device's.
-                "suite": args.suite if args.suite == "models" else None,
-                "part": args.suite if args.suite in ("core", "special") else None,  # of a table
-                "implementation": args.implementation,
-                "ceilings": None if top is None else dataclasses.asdict(top),
-            }
-            say(f"written: {record.write(args.json, {**environment, **config, 'rows': rows})}")
+        if written is not None:
+            say(f"written: {written}")
     bar.close()
     print(f"\n{time.perf_counter() - started:.0f} s" + (f", {bad} wrong or failed" if bad else ""))
     return 1 if bad or interrupted else 0
