@@ -20,15 +20,13 @@ namespace jaxconv::cuda::batchnorm {
 namespace {
 
 // Loads in flight per thread and tensor. Eight channels a thread take the registers of more.
-template <int V, bool kLast, bool kSmooth>
-constexpr int kUnroll = kLast && V == 8      ? 3
-                        : V == 1 && !kSmooth ? 8
-                                             : 4;
+template <int V, bool kLast>
+constexpr int kUnroll = kLast && V == 8 ? 3 : 4;
 
 template <typename T, int V, bool kLast, bool kSmooth>
 __global__ void __launch_bounds__(kThreads, V == 1 ? 3 : 2)
     GradientSumKernel(const __grid_constant__ BackwardArgs p, float* sums) {
-  constexpr int U = kUnroll<V, kLast, kSmooth>;
+  constexpr int U = kUnroll<V, kLast>;
   constexpr int N = kLast   ? V
                     : V < 4 ? V
                             : 4;  // sums a thread keeps; channels-first: chains of one channel
@@ -122,7 +120,7 @@ __global__ void __launch_bounds__(kThreads, V == 1 ? 3 : 2)
 template <typename T, int V, bool kLast, bool kSmooth>
 __global__ void __launch_bounds__(kThreads, V == 1 ? 3 : 2)
     GradientKernel(const __grid_constant__ BackwardArgs p) {
-  constexpr int U = kUnroll<V, kLast, kSmooth>;
+  constexpr int U = kUnroll<V, kLast>;
   constexpr int kStats = kLast ? V : 1;
   __shared__ Affine affine[kMaxTile];
   __shared__ Gradient gradient[kMaxTile];
@@ -279,7 +277,7 @@ Status TwoReadBackward(const Context& ctx, const BatchNormProblem& p, int64_t sp
     JAXCONV_RETURN_IF_ERROR(CheckGrid(a.tiles, splits, p.batch, what));
     JAXCONV_RETURN_IF_ERROR(CheckGrid(a.tiles, args.pieces, p.batch, what));
     const unsigned sum_blocks = static_cast<unsigned>(a.tiles * splits * p.batch);
-    return WithActivation(p.activation, [&](auto smooth) {
+    return WithActivation<I::V>(p.activation, [&](auto smooth) {
       constexpr bool kSmooth = decltype(smooth)::value;
       GradientSumKernel<T, I::V, I::kLast, kSmooth>
           <<<sum_blocks, kThreads, 0, ctx.stream>>>(args, sums);

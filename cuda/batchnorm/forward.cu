@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kThreads, 3)
     NormaliseKernel(const __grid_constant__ ForwardArgs p) {
   // Loads in flight per thread and tensor; a fourth one of eight channels and a long activation
   // spills 4 bytes.
-  constexpr int U = kSmooth && kLast && V == 8 ? 3 : V == 1 && !kSmooth ? 8 : 4;
+  constexpr int U = kSmooth && kLast && V == 8 ? 3 : 4;
   constexpr int kStats = kLast ? V : 1;
   __shared__ Affine affine[kMaxTile];
 
@@ -260,7 +260,7 @@ Status LaunchNormalise(const Context& ctx, const BatchNormProblem& p, ForwardArg
     unsigned blocks = 0;
     JAXCONV_RETURN_IF_ERROR(
         Blocks(args.layout.elements, int64_t{kThreads} * kFlatVectors * I::V, what, blocks));
-    return WithActivation(p.activation, [&](auto smooth) {
+    return WithActivation<I::V>(p.activation, [&](auto smooth) {
       NormaliseFlatKernel<T, I::V, decltype(smooth)::value>
           <<<blocks, kThreads, 0, ctx.stream>>>(args, args.sums != nullptr ? totals : nullptr);
       return LaunchStatus(what);
@@ -276,7 +276,7 @@ Status LaunchNormalise(const Context& ctx, const BatchNormProblem& p, ForwardArg
     args.pieces = Pieces(args.layout, Bytes(p));
     JAXCONV_RETURN_IF_ERROR(CheckGrid(args.layout.tiles, args.pieces, p.batch, what));
     const unsigned blocks = static_cast<unsigned>(args.layout.tiles * args.pieces * p.batch);
-    return WithActivation(p.activation, [&](auto smooth) {
+    return WithActivation<I::V>(p.activation, [&](auto smooth) {
       NormaliseKernel<T, I::V, I::kLast, decltype(smooth)::value>
           <<<blocks, kThreads, 0, ctx.stream>>>(args);
       return LaunchStatus(what);

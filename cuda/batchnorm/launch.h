@@ -59,11 +59,15 @@ Status WithInstance(const BatchNormProblem& p, std::initializer_list<const void*
   return WithVector<__half, kPieces>(p, aligned, f);
 }
 
-// f(std::bool_constant<kSmooth>{}).
-template <typename F>
+// f(std::bool_constant<kSmooth>{}). Kernels that read element by element are compiled for all activations only.
+template <int V, typename F>
 Status WithActivation(Activation activation, F&& f) {
-  if (IsSmooth(activation)) return f(std::true_type{});
-  return f(std::false_type{});
+  if constexpr (V == 1) {
+    return f(std::true_type{});
+  } else {
+    if (IsSmooth(activation)) return f(std::true_type{});
+    return f(std::false_type{});
+  }
 }
 
 // blocks in [1, 2^31), or a sentence.

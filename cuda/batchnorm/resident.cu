@@ -268,7 +268,7 @@ Status ResidentTrain(const Context& ctx, const BatchNormProblem& p, const Forwar
   ForwardArgs args = MakeForwardArgs(p, t);
   return WithInstance(p, {t.x, t.residual, t.y}, [&](auto instance) {
     using I = decltype(instance);
-    return WithActivation(p.activation, [&](auto smooth) {
+    return WithActivation<I::V>(p.activation, [&](auto smooth) {
       const auto kernel =
           ResidentTrainKernel<typename I::T, I::V, I::kLast, decltype(smooth)::value>;
       size_t kernel_static = 0;
@@ -289,7 +289,7 @@ Status ResidentBackward(const Context& ctx, const BatchNormProblem& p, const Bac
   BackwardArgs args = MakeBackwardArgs(p, t);
   return WithInstance(p, {t.x, t.dy, t.residual, t.dx, t.dresidual}, [&](auto instance) {
     using I = decltype(instance);
-    return WithActivation(p.activation, [&](auto smooth) {
+    return WithActivation<I::V>(p.activation, [&](auto smooth) {
       const auto kernel =
           ResidentBackwardKernel<typename I::T, I::V, I::kLast, decltype(smooth)::value>;
       size_t kernel_static = 0;
