@@ -128,7 +128,8 @@ class BatchNormCase:
 
     op = "batchnorm"
     # fwd: training. infer: running statistics. bwd: the gradient of fwd alone. fwd+bwd: with a ReLU, as in training.
-    passes = ("fwd", "infer", "bwd", "fwd+bwd")
+    # residual: fwd+bwd with a residual added before the ReLU.
+    passes = ("fwd", "infer", "bwd", "fwd+bwd", "residual")
 
     def x_shape(self, channels_last: bool = True) -> tuple[int, ...]:
         return (

@@ -40,6 +40,7 @@ RESULTS = {
     ("conv_batchnorm", "fwd"): ("y", "new_mean", "new_var"),
     ("conv_batchnorm", "infer"): ("y",),
     ("batchnorm", "fwd+bwd"): ("y", "new_mean", "new_var", "dx", "dscale", "dbias"),
+    ("batchnorm", "residual"): ("y", "new_mean", "new_var", "dx", "dscale", "dbias", "dresidual"),
 }
 
 
@@ -129,7 +130,7 @@ def tolerance(case: Case, pass_: str, result: str, dtype: str, precision: str | 
     assert isinstance(case, BatchNormCase)
     # Statistics: float32 sums of `reduced` terms; y and dx a dozen operations on them.
     sums = u32 * (16 + math.sqrt(case.reduced))
-    if result in ("y", "dx"):
+    if result in ("y", "dx", "dresidual"):
         return 2 * (2 * u + sums)
     if pass_ == "fwd+bwd" and result in ("dscale", "dbias"):
         # The sign of a z within float32 rounding of 0 is open: of n terms, n 2^-20 may be in the sum or not.
@@ -153,7 +154,7 @@ def reference(
         return {{"fprop": "y", "dgrad": "dx", "wgrad": "dw"}[pass_]: (_conv(case, pass_, channels_last, arrays), None)}
     if isinstance(case, DenseCase):
         return _dense(case, pass_, arrays, outs[0])
-    return _batchnorm(pass_, channels_last, arrays)
+    return _batchnorm(pass_, channels_last, arrays, outs[0] if pass_ == "residual" else None)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), compiler_options=UNTUNED)
@@ -291,7 +292,9 @@ def _dense(case: DenseCase, pass_: str, a: dict[str, Array], y: Array) -> dict[s
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _batchnorm(pass_: str, channels_last: bool, a: dict[str, Array]) -> dict[str, tuple[Array, Array | None]]:
+def _batchnorm(
+    pass_: str, channels_last: bool, a: dict[str, Array], y: Array | None = None
+) -> dict[str, tuple[Array, Array | None]]:
     x = _wide(a["x"])
     axis = x.ndim - 1 if channels_last else 1
     axes = tuple(i for i in range(x.ndim) if i != axis)
@@ -307,6 +310,8 @@ def _batchnorm(pass_: str, channels_last: bool, a: dict[str, Array]) -> dict[str
     rstd = 1 / jnp.sqrt(var + EPSILON)
     xhat = (x - spread(mean)) * spread(rstd)
     z = xhat * spread(a["scale"]) + spread(a["bias"])
+    if pass_ == "residual":
+        z = z + _wide(a["residual"])
     stats = {
         f"new_{name}": (MOMENTUM * _wide(a[name]) + (1 - MOMENTUM) * batch, None)
         for name, batch in (("mean", mean), ("var", var))
@@ -316,12 +321,16 @@ def _batchnorm(pass_: str, channels_last: bool, a: dict[str, Array]) -> dict[str
     if pass_ == "fwd":
         return {"y": (z, None), **stats}
     dz, undetermined = _wide(a["dy"]), None
-    if pass_ == "fwd+bwd":
+    if pass_ == "residual":
+        # y's own mask: a sum of two rounded terms near 0 has the sign that rounding gives it.
+        assert y is not None
+        dz = jnp.where(y > 0, dz, 0)
+    elif pass_ == "fwd+bwd":
         # Where float32 rounding decides the sign of z, it decides whether dz is 0.
         undetermined = jnp.abs(z) < 2.0**-12
         dz = jnp.where(z > 0, dz, 0)
     dbias, dscale = jnp.sum(dz, axes), jnp.sum(dz * xhat, axes)
     n = x.size // dbias.size
     dx = spread(a["scale"]) * spread(rstd) * (dz - spread(dbias / n) - xhat * spread(dscale / n))
-    grads = {"dx": (dx, undetermined), "dscale": (dscale, None), "dbias": (dbias, None)}
-    return {"y": (jnp.maximum(z, 0), None), **stats, **grads} if pass_ == "fwd+bwd" else grads
+    grads = {"dx": (dx, undetermined), "dscale": (dscale, None), "dbias": (dbias, None), "dresidual": (dz, None)}
+    return grads if pass_ == "bwd" else {"y": (jnp.maximum(z, 0), None), **stats, **grads}

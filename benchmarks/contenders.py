@@ -44,6 +44,10 @@ class Job:
     block: Callable[[Any], Any] = jax.block_until_ready
 
 
+# The arguments of a batch-norm with a residual, those that are differentiated first
+RESIDUAL = ("x", "scale", "bias", "residual", "mean", "var", "dy")
+
+
 def make_arrays(case: Case, setting: Setting, key: Array) -> Arrays:
     """One set of random arrays, made on the device. Filters are scaled so that results are of order one."""
     dtype, last = DTYPES[setting.dtype], setting.channels_last
@@ -75,6 +79,7 @@ def make_arrays(case: Case, setting: Setting, key: Array) -> Arrays:
             "dy": normal((case.m, case.n)),
         }
     arrays = {"x": normal(case.x_shape(last), 1.5, 0.5), "dy": normal(case.x_shape(last))}
+    arrays["residual"] = normal(case.x_shape(last))
     return arrays | parameters(case.channels)
 
 
@@ -154,7 +159,7 @@ def ours(case: Case, pass_: str, setting: Setting, **choice: Any) -> Job:
         options = dict(activation=case.activation, precision=setting.precision, **choice)
         return _dense_job(pass_, lambda x, w, b: jaxconv.dense(x, w, b, **options))
 
-    def batchnorm(x, scale, bias, mean, var, activation=None, training=True):
+    def batchnorm(x, scale, bias, mean, var, activation=None, training=True, residual=None):
         return jaxconv.batchnorm(
             x,
             scale,
@@ -165,6 +170,7 @@ def ours(case: Case, pass_: str, setting: Setting, **choice: Any) -> Job:
             momentum=MOMENTUM,
             epsilon=EPSILON,
             activation=activation,
+            residual=residual,
             channel_axis=-1 if last else 1,
             **choice,
         )
@@ -186,6 +192,13 @@ def ours(case: Case, pass_: str, setting: Setting, **choice: Any) -> Job:
 
         f = _there_and_back(relu, 3)
         return Job(jax.jit(f), lambda a: tuple(a[n] for n in (*names, "dy")), f, kernels)
+    if pass_ == "residual":
+
+        def add_relu(x, scale, bias, residual, mean, var):
+            return batchnorm(x, scale, bias, mean, var, activation="relu", residual=residual)
+
+        f = _there_and_back(add_relu, 4)
+        return Job(jax.jit(f), lambda a: tuple(a[n] for n in RESIDUAL), f, kernels)
 
     def infer(*args: Array) -> tuple[Array, ...]:
         return batchnorm(*args, training=False)[:1]
@@ -293,6 +306,10 @@ def _xla_batchnorm(case: BatchNormCase, pass_: str, last: bool) -> Job:
         y, *stats = train(*args)
         return jax.nn.relu(y), *stats
 
+    def train_add_relu(x: Array, scale: Array, bias: Array, residual: Array, *running: Array) -> tuple[Array, ...]:
+        y, *stats = train(x, scale, bias, *running)
+        return jax.nn.relu(y + residual), *stats
+
     names = ("x", "scale", "bias", "mean", "var")
     if pass_ == "bwd":
         # Autodiff alone would save float32 copies of x for a backward pass that is a program of its own; in a training
@@ -312,5 +329,7 @@ def _xla_batchnorm(case: BatchNormCase, pass_: str, last: bool) -> Job:
         return Job(jax.jit(backward), arguments)
     if pass_ == "fwd+bwd":
         return Job(jax.jit(_there_and_back(train_relu, 3)), lambda a: tuple(a[n] for n in (*names, "dy")))
+    if pass_ == "residual":
+        return Job(jax.jit(_there_and_back(train_add_relu, 4)), lambda a: tuple(a[n] for n in RESIDUAL))
     f = train if pass_ == "fwd" else lambda *args: (normalize(*args),)
     return Job(jax.jit(f), lambda a: tuple(a[n] for n in names))

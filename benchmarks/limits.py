@@ -87,7 +87,7 @@ def work(case: Case, pass_: str, dtype: str) -> tuple[float, float]:
         twice = case.m * case.k + case.k * case.n + case.n + case.m * case.n
         return 3 * case.flops, item * 2 * twice
     assert isinstance(case, BatchNormCase)
-    passes = {"fwd": 2, "infer": 2, "bwd": 3, "fwd+bwd": 5}[pass_]
+    passes = {"fwd": 2, "infer": 2, "bwd": 3, "fwd+bwd": 5, "residual": 8}[pass_]
     return 0.0, item * passes * case.elements
 
 

@@ -64,7 +64,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", default=["bf16" if gpu else "f32"], type=several, help="of bf16, f16, f32")
     parser.add_argument("--precision", default=["default"], type=several, help="of default, highest (for f32)")
     parser.add_argument("--layout", default=["NHWC"], type=several, help="of NHWC, NCHW")
-    parser.add_argument("--pass", dest="passes", type=several, help="of fprop, dgrad, wgrad, fwd, infer, bwd, fwd+bwd")
+    parser.add_argument("--pass", dest="passes", type=several, help="of fprop, dgrad, wgrad, fwd, ..., residual")
     parser.add_argument("--implementation", choices=("native", "xla"), help="force one instead of the default choice")
     parser.add_argument("--algorithm", type=several, default=[], help="also force these native algorithms; all: each")
     parser.add_argument(

@@ -12,7 +12,7 @@ import jax
 
 from benchmarks.cases import Case, ConvCase, DenseCase
 from benchmarks.check import EPSILON, MOMENTUM
-from benchmarks.contenders import Job, Setting
+from benchmarks.contenders import RESIDUAL, Job, Setting
 
 Array = jax.Array
 
@@ -180,27 +180,33 @@ def _batchnorm(case: Case, pass_: str, setting: Setting) -> Job:
         y = functional.relu(norm(x, scale, bias, mean, var, True))
         return y, *torch.autograd.grad(y, (x, scale, bias), dy)
 
+    def residual(x: Any, scale: Any, bias: Any, r: Any, mean: Any, var: Any, dy: Any) -> Any:
+        y = functional.relu(norm(x, scale, bias, mean, var, True) + r)
+        return y, *torch.autograd.grad(y, (x, scale, bias, r), dy)
+
     def backward(y: Any, x: Any, scale: Any, bias: Any, dy: Any) -> Any:
         return torch.autograd.grad(y, (x, scale, bias), dy, retain_graph=True)
 
     names = ("x", "scale", "bias", "mean", "var")
 
     def arguments(a: dict[str, Array]) -> tuple[Any, ...]:
-        graph = pass_ in ("bwd", "fwd+bwd")
-        t = {n: _give(a[n]).detach() for n in (*names, "dy")}
+        graph = pass_ in ("bwd", "fwd+bwd", "residual")
+        t = {n: _give(a[n]).detach() for n in RESIDUAL}
         t = {n: view(v) if v.ndim == 4 else v.clone() for n, v in t.items()}  # statistics are updated in place
-        for n in ("x", "scale", "bias") if graph else ():
+        for n in ("x", "scale", "bias", "residual") if graph else ():
             t[n].requires_grad_(True)
         if pass_ == "bwd":
             return norm(*(t[n] for n in names), True), t["x"], t["scale"], t["bias"], t["dy"]
+        if pass_ == "residual":
+            return tuple(t[n] for n in RESIDUAL)
         return tuple(t[n] for n in ((*names, "dy") if pass_ == "fwd+bwd" else names))
 
     def outputs(out: Any) -> tuple[Array, ...]:
         taken = list(_take(out, [back] * len(out)))
-        if pass_ in ("fwd", "fwd+bwd"):
+        if pass_ in ("fwd", "fwd+bwd", "residual"):
             # PyTorch's running variance is the unbiased one, and it is updated in place: not the same results.
             taken[1:1] = [None, None]
         return tuple(taken)
 
-    f = {"fwd": forward, "infer": forward, "bwd": backward, "fwd+bwd": both}[pass_]
+    f = {"fwd": forward, "infer": forward, "bwd": backward, "fwd+bwd": both, "residual": residual}[pass_]
     return Job(f, arguments, outputs=outputs, block=_block)
