@@ -33,6 +33,13 @@ def conv_layout(numbers: lax.ConvDimensionNumbers, nd: int) -> str | None:
     return _problem.CHANNELS_FIRST[nd] if numbers.lhs_spec == tuple(range(nd + 2)) else None
 
 
+def _in_layout(w: Array, numbers: lax.ConvDimensionNumbers, layout: str) -> Array:
+    """lax's filter in the order of its axes that `conv2d` has in this layout."""
+    out_feature, in_feature, *spatial = numbers.rhs_spec
+    last = layout == _problem.CHANNELS_LAST[len(spatial)]
+    return jnp.transpose(w, (*spatial, in_feature, out_feature) if last else (out_feature, in_feature, *spatial))
+
+
 def conv(
     x: Array,
     w: Array,
@@ -54,9 +61,7 @@ def conv(
     layout = conv_layout(numbers, nd)
     if layout is not None and all(d == 1 for d in lhs_dilation):
         name = f"conv{nd}d"
-        out_feature, in_feature, *spatial = numbers.rhs_spec
-        last = layout == _problem.CHANNELS_LAST[nd]
-        filter = jnp.transpose(w, (*spatial, in_feature, out_feature) if last else (out_feature, in_feature, *spatial))
+        filter = _in_layout(w, numbers, layout)
         try:
             p = ConvProblem.infer(
                 name,
@@ -124,14 +129,11 @@ def conv_batchnorm(
     **norm: Any,  # training, momentum, epsilon, activation, residual
 ) -> tuple[Array, Array, Array]:
     """batchnorm(lax.conv_general_dilated(x, w, ...), ...), where `conv_batchnorm_layout` has a name."""
-    nd = x.ndim - 2
-    layout = conv_batchnorm_layout(dimension_numbers, nd, lhs_dilation, channel_axis)
-    out_feature, in_feature, *spatial = dimension_numbers.rhs_spec
-    last = layout == _problem.CHANNELS_LAST[nd]
-    filter = jnp.transpose(w, (*spatial, in_feature, out_feature) if last else (out_feature, in_feature, *spatial))
+    layout = conv_batchnorm_layout(dimension_numbers, x.ndim - 2, lhs_dilation, channel_axis)
+    assert layout is not None
     return pair(
         x,
-        filter,
+        _in_layout(w, dimension_numbers, layout),
         scale,
         bias,
         running_mean,

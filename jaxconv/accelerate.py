@@ -597,11 +597,18 @@ def _find_conv(node: Node, activations: Activations) -> Fused:
         raise _Refusal(f"its types are {x.dtype} and {w.dtype} -> {node.outputs[0].dtype}")
     if p.get("out_sharding") is not None:
         raise _Refusal("its result has a sharding of its own")
+    _refuse_algorithms(p["precision"])
     if 0 in (*x.shape, *w.shape, *node.outputs[0].shape):
         raise _Refusal("there is nothing to compute")
     run = functools.partial(_fused.conv, **_window(node))
     size = w.shape[numbers.rhs_spec[0]]
     return _fuse_epilogue(node, numbers.out_spec[1], activations, "conv", run, size)
+
+
+def _refuse_algorithms(precision: Any) -> None:
+    """lax has precisions that name an algorithm; the others are pairs."""
+    if precision is not None and not isinstance(precision, tuple):
+        raise _Refusal(f"jaxconv has no algorithm {precision}")
 
 
 def _window(conv: Node) -> dict[str, Any]:
@@ -624,8 +631,7 @@ def _find_dense(node: Node, activations: Activations) -> Fused:
     if 0 in (*x.shape, *w.shape):
         raise _Refusal("there is nothing to compute")
     precision = p["precision"]
-    if precision is not None and not isinstance(precision, tuple):
-        raise _Refusal(f"jaxconv has no algorithm {precision}")
+    _refuse_algorithms(precision)
     if swapped is not None and precision is not None:
         precision = precision[::-1]
 

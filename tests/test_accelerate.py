@@ -207,6 +207,18 @@ def test_a_convolution_whose_result_somebody_else_needs_is_no_pair(train):
     check(layer, X, W, SCALE, BIAS, conv_fprop=1, **{"batchnorm_train" if train else "batchnorm_infer": 1})
 
 
+@pytest.mark.parametrize("train", (True, False), ids=("training", "inference"))
+def test_a_convolution_with_a_precision_of_lax_alone_is_left_and_its_batchnorm_is_not(train):
+    def layer(x, w, scale, bias):
+        z = conv(x, w, precision=lax.DotAlgorithmPreset.F32_F32_F32)
+        mean, var = (z.mean((0, 1, 2)), z.var((0, 1, 2))) if train else (0.1 * BIAS, 1 + BIAS**2)
+        return (z - mean) / jnp.sqrt(var + 1e-5) * scale + bias
+
+    args = (X, W, SCALE, BIAS)  # traced only: not every backend compiles such a convolution
+    assert kernels(accelerate(layer), *args) == {"batchnorm_train" if train else "batchnorm_infer": 1}
+    assert jax.eval_shape(accelerate(layer), *args) == jax.eval_shape(layer, *args)
+
+
 def haiku(x, scale, offset):
     """As Haiku writes it."""
     mean = jnp.mean(x, (0, 1, 2), keepdims=True)
