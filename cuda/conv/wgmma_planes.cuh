@@ -22,6 +22,7 @@
 
 #include "common/status.h"
 #include "cuda/conv/wgmma_planes.h"
+#include "cuda/conv/wgmma_sums.cuh"
 #include "cuda/core/context.h"
 #include "cuda/core/convert.cuh"
 #include "cuda/gemm/sm90.cuh"
@@ -456,7 +457,7 @@ __global__ void __launch_bounds__(512, 1) PlanesWgradKernel(const __grid_constan
 template <typename T>
 __global__ void __launch_bounds__(256) PlanesWgradSumKernel(const __grid_constant__ PlanesWgrad p) {
   constexpr int kFours = 3 * 20 * 128;
-  __shared__ float4 sums[8][32];
+  __shared__ float4 shares[256];
   const int lane = threadIdx.x % 32, eighth = threadIdx.x / 32;
   const int index = blockIdx.x * 32 + lane;
   const int block = blockIdx.y;
@@ -465,24 +466,8 @@ __global__ void __launch_bounds__(256) PlanesWgradSumKernel(const __grid_constan
       reinterpret_cast<const float4*>(p.partials) + int64_t(block) * p.parts * kFours + index;
   float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll 8
-  for (int part = begin; part < end; ++part) {
-    const float4 v = __ldcg(from + int64_t(part) * kFours);
-    sum.x += v.x;
-    sum.y += v.y;
-    sum.z += v.z;
-    sum.w += v.w;
-  }
-  sums[eighth][lane] = sum;
-  __syncthreads();
-  if (eighth > 0) return;
-#pragma unroll
-  for (int i = 1; i < 8; ++i) {
-    const float4 v = sums[i][lane];
-    sum.x += v.x;
-    sum.y += v.y;
-    sum.z += v.z;
-    sum.w += v.w;
-  }
+  for (int part = begin; part < end; ++part) AddFour(sum, __ldcg(from + int64_t(part) * kFours));
+  if (!AddShares<8>(shares, sum)) return;
   const int thread = index % 128, j = index / 128 % 20, t = index / 128 / 20;
   const int row = thread / 32 * 16 + thread % 32 / 4, half = row / 32;  // and row + 8
   const int r = j < 12 ? half : 2;

@@ -16,6 +16,7 @@
 #include <string>
 
 #include "common/status.h"
+#include "cuda/conv/wgmma_sums.cuh"
 #include "cuda/conv/wgmma_wgrad.h"
 #include "cuda/core/context.h"
 #include "cuda/core/convert.cuh"
@@ -279,24 +280,14 @@ __global__ void __launch_bounds__(256) WgmmaWgradSumKernel(const __grid_constant
     const int first = begin + (end - begin) * share / kShares;
     const int last = begin + (end - begin) * (share + 1) / kShares;
     float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-    const auto add = [&sum](const float4& v) {
-      sum.x += v.x;
-      sum.y += v.y;
-      sum.z += v.z;
-      sum.w += v.w;
-    };
 #pragma unroll 8
     for (int part = first; part < last; ++part) {
-      add(__ldcg(reinterpret_cast<const float4*>(p.partials) + Slot(part, part > begin) * kFours +
-                 index));
+      AddFour(sum, __ldcg(reinterpret_cast<const float4*>(p.partials) +
+                          Slot(part, part > begin) * kFours + index));
     }
     if constexpr (kShares > 1) {
       __syncthreads();  // the last tile's shares are read
-      shares[threadIdx.x] = sum;
-      __syncthreads();
-      if (share > 0) continue;
-#pragma unroll
-      for (int i = 1; i < kShares; ++i) add(shares[i * kWidth + threadIdx.x]);
+      if (!AddShares<kShares>(shares, sum)) continue;
     }
     StoreWgrad<Tile>(p, LocateWgradTile<Tile>(p, tile), index / 128 / (Tile::kTileN / 8),
                      index / 128 % (Tile::kTileN / 8), index % 128, sum);
