@@ -85,6 +85,19 @@ def test_every_tile_is_exact(case, tile, monkeypatch):
         assert_exact(result, expected(op, case), f"{op} of {case.name}, {tile}")
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_groups_that_take_turns_keep_together_over_many_short_tiles(dtype, monkeypatch):
+    """Dozens of tiles for each CTA, three of four of which no tap reaches: a warp that lags must not miss its turn."""
+    monkeypatch.setattr(_plan, "wgmma_conv_tile", lambda op, problem, device: "128x128")
+    x, dy = np.zeros((256, 64, 64, 8)), integers(0, (256, 32, 32, 8), 1)
+    w = integers(1, (1, 1, 8, 8), 1)
+    f = functools.partial(jaxconv.conv2d, stride=2, algorithm="wgmma")
+    y, back = jax.vjp(jax.jit(f), jnp.asarray(dy.repeat(2, 1).repeat(2, 2), dtype), jnp.asarray(w, dtype))
+    x[:, ::2, ::2] = dy @ w[0, 0].T
+    assert_exact(jax.jit(back)(jnp.asarray(dy, dtype))[0], x, "dx")
+    assert_exact(y, dy @ w[0, 0], "y")
+
+
 @over_cases
 def test_bias_activation_and_preactivation_are_exact(case):
     f = functools.partial(case.function, activation="relu", algorithm="wgmma", **case.options)

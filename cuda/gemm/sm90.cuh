@@ -285,7 +285,13 @@ __device__ __forceinline__ void Sm90MainLoop(Sm90Ring<Tile>& ring, int group, in
     before = ring.stage;
     ring.Advance();
   }
-  if constexpr (Tile::kPingPong) ring.PassTurn(group);
+  if constexpr (Tile::kPingPong) {
+    // The group's other warps must have seen this turn before the next one comes: a barrier tells the
+    // last two apart, no more. The first of two steps' products waits for them all; with fewer (phases
+    // of a strided dgrad that no tap reaches) a warp that lags would wait for ever.
+    if (steps < 2) NamedBarrier(1 + group, 128);
+    ring.PassTurn(group);
+  }
 #pragma unroll
   for (int m = 0; m < Tile::kBlocks; ++m) Pin(acc[m]);
   WgmmaWait<0>();
