@@ -88,6 +88,18 @@ class ConvCase:
         """Of x, w and y together: each pass reads two of them and writes the third."""
         return math.prod(self.x_shape()) + math.prod(self.w_shape()) + math.prod(self.y_shape())
 
+    @property
+    def read_elements(self) -> int:
+        """Of x, by fprop and wgrad."""
+        if self.transposed:
+            return math.prod(self.x_shape())
+        read = 1
+        for size, out, f, s, d, (low, _) in zip(
+            self.spatial, self.out_spatial, self.filter, self.stride, self.dilation, self.padding, strict=True
+        ):
+            read *= len({p * s - low + t * d for p in range(out) for t in range(f)} & set(range(size)))
+        return self.batch * self.in_channels * read
+
     def terms(self, pass_: str) -> int:
         """Products summed into one element of the result."""
         taps, g = math.prod(self.filter), self.groups

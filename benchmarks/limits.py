@@ -72,14 +72,16 @@ def _measured() -> Ceilings:
 
 
 def work(case: Case, pass_: str, dtype: str) -> tuple[float, float]:
-    """(operations, minimal bytes): each input read once, each result written once."""
+    """(operations, minimal bytes): what is read of each input is read once, each result written once."""
     item = ITEM_BYTES[dtype]
     if isinstance(case, ConvBatchNormCase):
         # In training the result is written before its statistics are known, and read once; in inference it never is.
         again = 2 * math.prod(case.y_shape()) if pass_ == "fwd" else 0
         return case.flops, item * (case.elements + again)
     if isinstance(case, ConvCase):
-        return case.flops, item * case.elements
+        # Strides longer than the filter pass over pixels of x, which dgrad still has to write.
+        unread = 0 if pass_ == "dgrad" else math.prod(case.x_shape()) - case.read_elements
+        return case.flops, item * (case.elements - unread)
     if isinstance(case, DenseCase):
         if pass_ == "fwd":
             return case.flops, item * case.elements
