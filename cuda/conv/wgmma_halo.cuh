@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
   const auto turn = [&](int i) { return barriers + 48 + i * 8; };
   const uint32_t loaded = barriers + 64;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < 9; ++i) BarrierInit(barriers + i * 8, 1);
+    for (int i = 0; i < 9; ++i) BarrierInit(barriers + i * 8, i / 2 == 3 ? kTurnArrivals : 1);
     BarrierInitFence();
   }
   __syncthreads();
@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
         }
       }
       WgmmaCommit();
-      if (threadIdx.x % 128 == 0) BarrierArrive(turn(group ^ 1));
+      PassTurn(turn(group ^ 1));
       WgmmaWait<0>();
       Pin(acc);
       if (threadIdx.x % 128 == 0) BarrierArrive(empty(slot));

@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
   const auto turn = [&](int i) { return barriers + 32 + i * 8; };
   const uint32_t loaded = barriers + 48;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < 7; ++i) BarrierInit(barriers + i * 8, 1);
+    for (int i = 0; i < 7; ++i) BarrierInit(barriers + i * 8, i / 2 == 2 ? kTurnArrivals : 1);
     BarrierInitFence();
   }
   __syncthreads();
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
           }
         }
         WgmmaCommit();
-        if (half + 1 == halves && threadIdx.x % 128 == 0) BarrierArrive(turn(group ^ 1));
+        if (half + 1 == halves) PassTurn(turn(group ^ 1));
         if (half > 0) {
           WgmmaWait<1>();
           if (threadIdx.x % 128 == 0) BarrierArrive(empty(slot ^ 1));

@@ -112,8 +112,8 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
       BarrierInit(full(i), 1);
       BarrierInit(empty(i), 2);
     }
-    BarrierInit(turn(0), 1);
-    BarrierInit(turn(1), 1);
+    BarrierInit(turn(0), kTurnArrivals);
+    BarrierInit(turn(1), kTurnArrivals);
     BarrierInitFence();
   }
   const int n = blockIdx.x / p.ctas * kPlanesMade, part = blockIdx.x % p.ctas;
@@ -234,7 +234,7 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
           }
         }
         WgmmaCommit();
-        if (threadIdx.x % 128 == 0) BarrierArrive(turn(group ^ 1));
+        PassTurn(turn(group ^ 1));
         WgmmaWait<0>();
 #pragma unroll
         for (int m = 0; m < kBlocks; ++m) Pin(acc[m]);

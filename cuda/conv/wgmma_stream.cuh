@@ -60,8 +60,8 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
       BarrierInit(w_full(i), 1);
       BarrierInit(w_empty(i), 1);
     }
-    BarrierInit(turn(0), 1);
-    BarrierInit(turn(1), 1);
+    BarrierInit(turn(0), kTurnArrivals);
+    BarrierInit(turn(1), kTurnArrivals);
     BarrierInitFence();
   }
   __syncthreads();
@@ -186,7 +186,7 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
             read_parity ^= 1;
           }
         }
-        if (threadIdx.x % 128 == 0) BarrierArrive(turn(group ^ 1));
+        PassTurn(turn(group ^ 1));
         Pin(acc[0]);
         Pin(acc[1]);
         WgmmaWait<0>();

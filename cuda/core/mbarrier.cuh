@@ -47,4 +47,12 @@ __device__ __forceinline__ void NamedBarrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
 
+// Warpgroups that take turns: all threads of the one whose turn it was. Each of its warps arrives, not
+// one for all: a barrier tells its last two phases apart only, so that a warp that has not seen its
+// turn when the next one comes waits for ever.
+inline constexpr int kTurnArrivals = 4;
+__device__ __forceinline__ void PassTurn(uint32_t to) {
+  if (threadIdx.x % 32 == 0) BarrierArrive(to);
+}
+
 }  // namespace jaxconv::cuda

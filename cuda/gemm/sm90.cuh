@@ -118,8 +118,8 @@ struct Sm90Ring {
       BarrierInit(Full(s), Tile::kFills);
       BarrierInit(Empty(s), Tile::kReaders);
     }
-    BarrierInit(Turn(0), 1);
-    BarrierInit(Turn(1), 1);
+    BarrierInit(Turn(0), kTurnArrivals);
+    BarrierInit(Turn(1), kTurnArrivals);
     for (int i = 0; i < Tile::kUnits; ++i) {
       BarrierInit(UnitFull(i), 1);
       BarrierInit(UnitEmpty(i), 4);
@@ -180,9 +180,7 @@ struct Sm90Ring {
     BarrierWait(Turn(group), turns ^ (group == 0 ? 1 : 0));
     turns ^= 1;
   }
-  __device__ __forceinline__ void PassTurn(int group) const {
-    if (threadIdx.x % 128 == 0) BarrierArrive(Turn(group ^ 1));
-  }
+  __device__ __forceinline__ void PassTurn(int group) const { cuda::PassTurn(Turn(group ^ 1)); }
 
   uint32_t shared;
   int stage = 0;
@@ -285,13 +283,7 @@ __device__ __forceinline__ void Sm90MainLoop(Sm90Ring<Tile>& ring, int group, in
     before = ring.stage;
     ring.Advance();
   }
-  if constexpr (Tile::kPingPong) {
-    // The group's other warps must have seen this turn before the next one comes: a barrier tells the
-    // last two apart, no more. The first of two steps' products waits for them all; with fewer (phases
-    // of a strided dgrad that no tap reaches) a warp that lags would wait for ever.
-    if (steps < 2) NamedBarrier(1 + group, 128);
-    ring.PassTurn(group);
-  }
+  if constexpr (Tile::kPingPong) ring.PassTurn(group);
 #pragma unroll
   for (int m = 0; m < Tile::kBlocks; ++m) Pin(acc[m]);
   WgmmaWait<0>();
