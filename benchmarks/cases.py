@@ -184,7 +184,10 @@ class ConvBatchNormCase(ConvCase):
 
 @dataclasses.dataclass(frozen=True)
 class DenseCase:
-    """y = activation(x @ w + b), (M, K) @ (K, N), b per column."""
+    """y = activation(x @ w + b), (M, K) @ (K, N), b per column.
+
+    dgrad: dx = dy @ w.T. wgrad: dw = x.T @ dy. These are products alone: one activation's case stands for all.
+    """
 
     name: str
     m: int
@@ -194,14 +197,17 @@ class DenseCase:
     suite: str = "core"
 
     op = "dense"
-    passes = ("fwd", "fwd+bwd")
+
+    @property
+    def passes(self) -> tuple[str, ...]:
+        return ("fwd", "dgrad", "wgrad", "fwd+bwd") if self.activation == "relu" else ("fwd", "fwd+bwd")
 
     def layout(self, channels_last: bool = True) -> str:
         return "-"
 
     @property
     def flops(self) -> int:
-        """Of the forward product; the backward pass is two more."""
+        """Of a product; forward is one, backward two more."""
         return 2 * self.m * self.k * self.n
 
     @property

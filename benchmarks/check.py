@@ -33,6 +33,8 @@ RESULTS = {
     ("conv", "dgrad"): ("dx",),
     ("conv", "wgrad"): ("dw",),
     ("dense", "fwd"): ("y",),
+    ("dense", "dgrad"): ("dx",),
+    ("dense", "wgrad"): ("dw",),
     ("dense", "fwd+bwd"): ("y", "dx", "dw", "db"),
     ("batchnorm", "fwd"): ("y", "new_mean", "new_var"),
     ("batchnorm", "infer"): ("y",),
@@ -122,6 +124,8 @@ def tolerance(case: Case, pass_: str, result: str, dtype: str, precision: str | 
     if isinstance(case, ConvCase):
         return 2 * (u + product(case.terms(pass_)))
     if isinstance(case, DenseCase):
+        if pass_ in ("dgrad", "wgrad"):
+            return 2 * (u + product({"dx": case.n, "dw": case.m}[result]))
         # Roundings in the chain, of random sign: product, bias, and each operation of the activation, there and back
         chain = {"relu": 3, "tanh": 5, "gelu": 14}[case.activation]
         n = {"y": case.k, "dx": case.n, "dw": case.m, "db": case.m}[result]
@@ -274,6 +278,10 @@ def _conv_wgrad(case: ConvCase, x: Array, dy: Array) -> Array:
 @functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=UNTUNED)
 def _dense(case: DenseCase, pass_: str, a: dict[str, Array], y: Array) -> dict[str, tuple[Array, Array | None]]:
     x, w, b = _wide(a["x"]), _wide(a["w"]), _wide(a["b"])
+    if pass_ == "dgrad":
+        return {"dx": (jnp.dot(_wide(a["dy"]), w.T, precision="highest"), None)}
+    if pass_ == "wgrad":
+        return {"dw": (jnp.dot(x.T, _wide(a["dy"]), precision="highest"), None)}
     z = jnp.dot(x, w, precision="highest") + b
     c = math.sqrt(2 / math.pi)
     tanh = jnp.tanh(z if case.activation == "tanh" else c * (z + 0.044715 * z**3))

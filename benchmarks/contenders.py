@@ -124,7 +124,21 @@ def _there_and_back(forward: Callable[..., tuple[Array, ...]], count: int) -> Ca
     return f
 
 
-def _dense_job(pass_: str, dense: Callable[[Array, Array, Array], Array]) -> Job:
+def _dense_job(
+    pass_: str, dense: Callable[[Array, Array, Array], Array], product: Callable[[Array, Array], Array]
+) -> Job:
+    """`product` is `dense` without bias and activation."""
+    if pass_ in ("dgrad", "wgrad"):
+        with_respect_to, other = ("x", "w") if pass_ == "dgrad" else ("w", "x")
+
+        def gradient(of: Array, other: Array, dy: Array) -> Array:
+            f = (lambda x: product(x, other)) if pass_ == "dgrad" else (lambda w: product(other, w))
+            return jax.linear_transpose(f, of)(dy)[0]
+
+        names = (with_respect_to, other, "dy")
+        f = jax.jit(gradient)
+        return Job(f, lambda a: tuple(a[n] for n in names), gradient, ("dense", "matmul"), lambda out: (out,))
+
     def forward(x: Array, w: Array, b: Array) -> tuple[Array]:
         return (dense(x, w, b),)
 
@@ -156,8 +170,12 @@ def ours(case: Case, pass_: str, setting: Setting, **choice: Any) -> Job:
         )
         return _conv_job(case, pass_, lambda x, w: function(x, w, **options))
     if isinstance(case, DenseCase):
-        options = dict(activation=case.activation, precision=setting.precision, **choice)
-        return _dense_job(pass_, lambda x, w, b: jaxconv.dense(x, w, b, **options))
+        options = dict(precision=setting.precision, **choice)
+        return _dense_job(
+            pass_,
+            lambda x, w, b: jaxconv.dense(x, w, b, activation=case.activation, **options),
+            lambda x, w: jaxconv.dense(x, w, **options),
+        )
 
     def batchnorm(x, scale, bias, mean, var, activation=None, training=True, residual=None):
         return jaxconv.batchnorm(
@@ -273,7 +291,11 @@ def xla(case: Case, pass_: str, setting: Setting) -> Job:
         )
     if isinstance(case, DenseCase):
         activation = {"relu": jax.nn.relu, "gelu": jax.nn.gelu, "tanh": jnp.tanh}[case.activation]
-        return _dense_job(pass_, lambda x, w, b: activation(jnp.dot(x, w, precision=setting.precision) + b))
+
+        def product(x: Array, w: Array) -> Array:
+            return jnp.dot(x, w, precision=setting.precision)
+
+        return _dense_job(pass_, lambda x, w, b: activation(product(x, w) + b), product)
     return _xla_batchnorm(case, pass_, last)
 
 

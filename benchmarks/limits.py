@@ -85,6 +85,8 @@ def work(case: Case, pass_: str, dtype: str) -> tuple[float, float]:
     if isinstance(case, DenseCase):
         if pass_ == "fwd":
             return case.flops, item * case.elements
+        if pass_ in ("dgrad", "wgrad"):
+            return case.flops, item * (case.elements - case.n)
         # x, w, b, dy read; y, dx, dw, db written
         twice = case.m * case.k + case.k * case.n + case.n + case.m * case.n
         return 3 * case.flops, item * 2 * twice

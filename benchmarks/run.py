@@ -87,7 +87,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args.suites = ("core", "special") if args.suite == "all" else (args.suite,)  # "cpu" holds smaller ones of these
     if args.small is None:
         args.small = not gpu and args.suite != "cpu"
-    known_passes = {p for op in args.ops for case in cases.BY_OP[op][:1] for p in case.passes}
+    known_passes = {p for op in args.ops for case in cases.BY_OP[op] for p in case.passes}
     for option, values, known in (
         ("--dtype", args.dtype, contenders.DTYPES),
         ("--precision", args.precision, ("default", "highest")),
@@ -424,12 +424,11 @@ def main(argv: list[str] | None = None) -> int:
     top = limits.ceilings()
     started = time.perf_counter()
     plan_of_work = [(op, setting, chosen_cases(args, op)) for op, setting in configs(args)]
-    passes = {
-        op: [p for p in found[0].passes if not args.passes or p in args.passes]
-        for op, _, found in plan_of_work
-        if found
-    }
-    bar = Progress(sum(len(found) * len(passes[op]) for op, _, found in plan_of_work if found))
+
+    def passes(case: Case) -> list[str]:
+        return [p for p in case.passes if not args.passes or p in args.passes]
+
+    bar = Progress(sum(len(passes(case)) for _, _, found in plan_of_work for case in found))
     say = bar.say
     say(f"{environment['device']}, jax {jax.__version__}, timer: {timing.timer()}")
     if top is not None:
@@ -442,7 +441,7 @@ def main(argv: list[str] | None = None) -> int:
     with_torch = args.torch and torch_contender.available() is None
     bad, interrupted = 0, False
     for op, setting, found in plan_of_work:
-        if not found or not passes[op] or interrupted:
+        if not any(map(passes, found)) or interrupted:
             continue
         layout = None if op == "dense" else "NHWC" if setting.channels_last else "NCHW"
         title = " ".join(filter(None, (op, setting.dtype, setting.precision, layout, "small" if args.small else "")))
@@ -463,9 +462,9 @@ def main(argv: list[str] | None = None) -> int:
         rows: list[dict[str, Any]] = []
         written: pathlib.Path | None = None
         try:
-            for case in found:
+            for case in filter(passes, found):
                 sets = make_sets(case, setting)
-                for pass_ in passes[op]:
+                for pass_ in passes(case):
                     bar.at(f"{case.name} {pass_}")
                     entries = measure_problem(case, pass_, setting, sets, args)
                     xla_ms = next((e.timing.median_ms for e in entries if e.name == "xla" and e.timing), None)

@@ -147,6 +147,10 @@ def _dense(case: DenseCase, pass_: str) -> Job:
 
     if pass_ == "fwd":
         names, f, wanted = ("x", "w", "b"), forward, ()
+    elif pass_ == "dgrad":
+        names, f, wanted = ("w", "dy"), lambda w, dy: (dy @ w.T,), ()
+    elif pass_ == "wgrad":
+        names, f, wanted = ("x", "dy"), lambda x, dy: (x.T @ dy,), ()
     else:
         names, f, wanted = ("x", "w", "b", "dy"), both, ("x", "w", "b")
     return Job(

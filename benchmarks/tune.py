@@ -24,8 +24,8 @@ from jaxconv import _op, _tuning
 # batch-norm with its activation they are one choice, for a dense layer each is its own.
 KERNELS = {
     "fprop": ("conv_fprop", "conv_dgrad"),  # a transposed convolution's forward is a dgrad
-    "dgrad": ("conv_dgrad", "conv_fprop"),
-    "wgrad": ("conv_wgrad",),
+    "dgrad": ("conv_dgrad", "conv_fprop", "matmul"),
+    "wgrad": ("conv_wgrad", "matmul"),
     "fwd": ("dense", "batchnorm_train"),
     "infer": ("batchnorm_infer",),
     "bwd": ("batchnorm_backward",),

@@ -36,6 +36,19 @@ def test_every_row_of_a_table_is_checked_and_timed(recorded):
         assert row["ms"] > 0 and row["samples_ms"]
 
 
+def test_a_dense_layer_and_its_gradients_products_are_measured_each(recorded):
+    found = recorded("--op", "dense", "--suite", "core", "--cases", "head.*", "--algorithm", "gemm", "--tune")
+    passes = {"head.relu": ["fwd", "dgrad", "wgrad", "fwd+bwd"], "head.gelu": ["fwd", "fwd+bwd"]}
+    for name, expected in (passes | {"head.tanh": passes["head.gelu"]}).items():
+        assert [r["pass"] for r in found["rows"] if (r["case"], r["contender"]) == (name, "ours:gemm")] == expected
+    (ran,) = (case.small() for case in cases.DENSE if case.name == "head.relu")
+    products = {tuple(m["kind"]): m["coordinates"] for m in tune.measurements(found, [ran])}
+    aligned = ran.k % 8 == ran.n % 8 == 0
+    for trans_x, trans_w, extents in (False, True, (ran.m, ran.n, ran.k)), (True, False, (ran.k, ran.m, ran.n)):
+        key = ("float32", False, trans_x, trans_w, "bare", aligned)
+        assert products[key] == pytest.approx([0, *map(math.log2, extents)], abs=1e-3)
+
+
 def test_a_tuned_choice_is_the_fastest_that_was_measured(recorded):
     algorithms = ["two_read"] if PLATFORM == "cpu" else ["two_read", "resident_block"]
     found = recorded(

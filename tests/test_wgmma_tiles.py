@@ -88,7 +88,12 @@ def test_every_tile_is_exact(case, tile, monkeypatch):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_groups_that_take_turns_keep_together_over_many_short_tiles(dtype, monkeypatch):
     """Dozens of tiles for each CTA, three of four of which no tap reaches: a warp that lags must not miss its turn."""
-    monkeypatch.setattr(_plan, "wgmma_conv_tile", lambda op, problem, device: "128x128")
+
+    def turns(op: str, problem: Any, device: Any) -> str:
+        return planned(op, problem, device) if op == "conv_wgrad" else "128x128"
+
+    planned = _plan.wgmma_conv_tile
+    monkeypatch.setattr(_plan, "wgmma_conv_tile", turns)
     x, dy = np.zeros((256, 64, 64, 8)), integers(0, (256, 32, 32, 8), 1)
     w = integers(1, (1, 1, 8, 8), 1)
     f = functools.partial(jaxconv.conv2d, stride=2, algorithm="wgmma")
