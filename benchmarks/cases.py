@@ -353,6 +353,7 @@ MODELS_CONV = (
     _conv("r50.s3.3x3s2", 256, 28, 256, 256, 3, stride=2, padding=(0, 1), suite="models"),
     _conv("r50.s3.1x1c", 256, 14, 1024, 256, 1, suite="models"),
     _conv("r50.s3.down1x1s2", 256, 28, 512, 1024, 1, stride=2, suite="models"),
+    _conv("r50.s4.down1x1s2", 256, 14, 1024, 2048, 1, stride=2, suite="models"),
     _conv("r50.s4.3x3s2", 256, 14, 512, 512, 3, stride=2, padding=(0, 1), suite="models"),
     _conv("r50.s4.1x1b", 256, 7, 512, 2048, 1, suite="models"),
     _conv("r50.s4.1x1c", 256, 7, 2048, 512, 1, suite="models"),

@@ -26,9 +26,10 @@ Status ConvFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, co
 Status ConvStatistics(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
                       const void* w, void* y, void* mean, void* var, Workspace workspace);
 
-// dx = the transpose of conv in x: every element of dx, also those no tap reaches, is written.
+// dx = the transpose of conv in x, plus c: every element of dx, also those no tap reaches, is written.
+// `c`, like dx, may be null; on a GPU it may be dx itself.
 Status ConvDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,
-                 const void* w, void* dx, Workspace workspace);
+                 const void* w, const void* c, void* dx, Workspace workspace);
 
 // dw = the transpose of conv in w.
 Status ConvWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,

@@ -4,6 +4,7 @@
 // allocate what they need.
 #include "cpu/conv.h"
 
+#include <algorithm>
 #include <string>
 
 #include "common/launch.h"
@@ -42,6 +43,16 @@ Status Fprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const 
   if (plan.algorithm == "depthwise") return DepthwiseFprop(ctx, p, e, tx, tw, tbias, ty, tz);
   if (IsPointwise(p)) return PointwiseFprop(ctx, p, e, tx, tw, tbias, ty, tz);
   return Im2colFprop(ctx, p, e, tx, tw, tbias, ty, tz);
+}
+
+// dx += c.
+template <typename T>
+void Add(const Context& ctx, int64_t count, const void* c, void* dx) {
+  constexpr int64_t kRun = 1 << 16;
+  ParallelFor(ctx, CeilDiv(count, kRun), [&](int64_t i) {
+    AddBias(std::min(kRun, count - i * kRun), static_cast<const T*>(c) + i * kRun, false,
+            static_cast<T*>(dx) + i * kRun);
+  });
 }
 
 template <typename T>
@@ -91,10 +102,16 @@ Status ConvStatistics(const Context& ctx, const ConvProblem& p, const Plan& plan
 }
 
 Status ConvDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,
-                 const void* w, void* dx, Workspace) {
+                 const void* w, const void* c, void* dx, Workspace) {
   JAXCONV_RETURN_IF_ERROR(Check(p, plan, "conv_dgrad"));
-  if (p.dtype == DType::kF32) return Dgrad<float>(ctx, p, plan, dy, w, dx);
-  return Dgrad<double>(ctx, p, plan, dy, w, dx);
+  if (c == dx && c != nullptr) {
+    return Status::Unimplemented("conv_dgrad: on the CPU c must be an array of its own");
+  }
+  const bool single = p.dtype == DType::kF32;
+  JAXCONV_RETURN_IF_ERROR(single ? Dgrad<float>(ctx, p, plan, dy, w, dx)
+                                 : Dgrad<double>(ctx, p, plan, dy, w, dx));
+  if (c != nullptr) (single ? Add<float> : Add<double>)(ctx, p.n * p.c * p.in_size(), c, dx);
+  return Status::Ok();
 }
 
 Status ConvWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,

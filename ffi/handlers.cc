@@ -220,14 +220,16 @@ Status Statistics(ContextArg context, ffi::RemainingArgs args, ffi::RemainingRet
 }
 
 Status Dgrad(ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets,
-             const wire::Window& window, const wire::Plan& plan) {
-  Call call("conv_dgrad", args, rets);
-  JAXCONV_RETURN_IF_ERROR(call.Confirm(2, 1));
+             const wire::Window& window, const wire::Plan& plan, bool addend) {
+  Call call(addend ? "conv_dgrad_add" : "conv_dgrad", args, rets);
+  JAXCONV_RETURN_IF_ERROR(call.Confirm(2 + addend, 1));
   AnyBuffer dy = call.Arg(0), w = call.Arg(1), dx = call.Ret(0);
   ConvProblem p;
   JAXCONV_RETURN_IF_ERROR(ToConvProblem(call, dx, w, dy, window, &p));
+  if (addend) JAXCONV_RETURN_IF_ERROR(call.ConfirmLike("c", call.Arg(2), dx));
   return ConvDgrad(MakeContext(context), p, ToPlan(plan), dy.untyped_data(), w.untyped_data(),
-                   dx.untyped_data(), call.Scratch());
+                   addend ? call.Arg(2).untyped_data() : nullptr, dx.untyped_data(),
+                   call.Scratch());
 }
 
 Status Wgrad(ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets,
@@ -440,7 +442,13 @@ XLA_FFI_DEFINE_HANDLER(
 XLA_FFI_DEFINE_HANDLER(
     kDgrad,
     [](ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets, wire::Window window,
-       wire::Plan plan) { return wire::ToFfi(Dgrad(context, args, rets, window, plan)); },
+       wire::Plan plan) { return wire::ToFfi(Dgrad(context, args, rets, window, plan, false)); },
+    JAXCONV_BASE.Attr<wire::Window>("window").Attr<wire::Plan>("plan"), JAXCONV_TRAITS);
+
+XLA_FFI_DEFINE_HANDLER(
+    kDgradAdd,
+    [](ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets, wire::Window window,
+       wire::Plan plan) { return wire::ToFfi(Dgrad(context, args, rets, window, plan, true)); },
     JAXCONV_BASE.Attr<wire::Window>("window").Attr<wire::Plan>("plan"), JAXCONV_TRAITS);
 
 XLA_FFI_DEFINE_HANDLER(
@@ -494,6 +502,7 @@ std::vector<std::pair<const char*, XLA_FFI_Handler*>> Handlers() {
       {"jaxconv_conv_fprop_v1", kFprop},
       {"jaxconv_conv_statistics_v1", kStatistics},
       {"jaxconv_conv_dgrad_v1", kDgrad},
+      {"jaxconv_conv_dgrad_add_v1", kDgradAdd},
       {"jaxconv_conv_wgrad_v1", kWgrad},
       {"jaxconv_dense_v1", kDense},
       {"jaxconv_matmul_v1", kDense},

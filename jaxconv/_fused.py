@@ -16,8 +16,9 @@ from jax import lax
 from jaxconv import _problem
 from jaxconv._activation import Activation, activate
 from jaxconv._problem import ConvProblem, DenseProblem
-from jaxconv.conv import _run
+from jaxconv.conv import _run, _run_forked
 from jaxconv.conv_batchnorm import conv_batchnorm as pair
+from jaxconv.conv_batchnorm import forked as forked_pair
 from jaxconv.conv_transpose import conv_general_dilated
 from jaxconv.dense import dense as fused_dense
 
@@ -54,8 +55,12 @@ def conv(
     feature_group_count: int,
     precision: Any,
     return_preactivation: bool = False,
+    forks: bool = False,
 ) -> Any:
-    """y = activation(z), z = lax.conv_general_dilated(x, w, ...) + b; y, or (y, z)."""
+    """y = activation(z), z = lax.conv_general_dilated(x, w, ...) + b; y, or (y, z).
+
+    With `forks` (x, that): x for its other users, whose gradient then comes to this convolution's.
+    """
     numbers = dimension_numbers
     nd = x.ndim - 2
     layout = conv_layout(numbers, nd)
@@ -83,7 +88,7 @@ def conv(
         except (TypeError, ValueError):
             pass  # lax decides what is an error
         else:
-            return _run(p, x, filter, b)
+            return (_run_forked if forks else _run)(p, x, filter, b)
     z = conv_general_dilated(
         x,
         w,
@@ -98,7 +103,8 @@ def conv(
     if b is not None:
         z = z + lax.expand_dims(b, [axis for axis in range(z.ndim) if axis != numbers.out_spec[1]])
     y = activate(activation, z)
-    return (y, z) if return_preactivation else y
+    result = (y, z) if return_preactivation else y
+    return (x, result) if forks else result
 
 
 def conv_batchnorm_layout(
@@ -126,12 +132,16 @@ def conv_batchnorm(
     feature_group_count: int,
     precision: Any,
     channel_axis: int,
+    forks: bool = False,
     **norm: Any,  # training, momentum, epsilon, activation, residual
-) -> tuple[Array, Array, Array]:
-    """batchnorm(lax.conv_general_dilated(x, w, ...), ...), where `conv_batchnorm_layout` has a name."""
+) -> Any:
+    """batchnorm(lax.conv_general_dilated(x, w, ...), ...), where `conv_batchnorm_layout` has a name.
+
+    With `forks` (x, that), as in `conv`.
+    """
     layout = conv_batchnorm_layout(dimension_numbers, x.ndim - 2, lhs_dilation, channel_axis)
     assert layout is not None
-    return pair(
+    return (forked_pair if forks else pair)(
         x,
         _in_layout(w, dimension_numbers, layout),
         scale,

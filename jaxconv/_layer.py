@@ -15,9 +15,10 @@ Array = jax.Array
 
 
 def rules(
-    call: _op.Kernel,
+    call: Callable[..., list[Array]],  # (p, x, w, ...) -> y, and z where p saves it
     tangents: Callable[..., list[Array]],  # (p, x, w, a tangent or None for each operand) -> summands of z's tangent
-    cotangents: Callable[..., list[Array | None]],  # (p, x, w, dz, want) -> a cotangent (or None) for each operand
+    # (p, x, w, dz, want, addend= for x's, where `_op.fork` gives one) -> a cotangent (or None) for each operand
+    cotangents: Callable[..., list[Array | None]],
 ) -> _op.Rules:
     """The rule pair of `call`, whose results are y, and z where the problem saves it.
 
@@ -32,13 +33,15 @@ def rules(
         kept = {None: None, "y": outs[0], "z": outs[-1]}[p.activation.residual]
         return outs, (x, w, kept)
 
-    def backward(p: Any, residuals: Any, given: Sequence[Array | None], want: Sequence[bool]) -> Sequence[Array | None]:
+    def backward(
+        p: Any, residuals: Any, given: Sequence[Array | None], want: Sequence[bool], **addend: Array | None
+    ) -> Sequence[Array | None]:
         """dz = dy * f'(z) + the cotangent of z itself."""
         x, w, kept = residuals
         dy, *direct = given
         parts = [] if dy is None else [activate_grad(p.activation, kept, dy)]
         parts += [ct for ct in direct if ct is not None]
-        return cotangents(p, x, w, parts[0] if len(parts) == 1 else parts[0] + parts[1], want)
+        return cotangents(p, x, w, parts[0] if len(parts) == 1 else parts[0] + parts[1], want, **addend)
 
     def tangent(p: Any, residuals: Any, given: Sequence[Array | None]) -> list[Array]:
         x, w, kept = residuals

@@ -13,7 +13,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -40,11 +40,16 @@ class Wire:
     # Physical layouts to ask XLA for, one per operand and result; None is row-major
     operand_layouts: Sequence[Layout | None]
     result_layouts: Sequence[Layout | None]
+    # operand -> the result that takes its place in memory; XLA copies an operand that somebody else needs
+    in_place: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Kernel:
-    """A primitive: bound with arrays and a problem, lowered to a custom call or to its reference, as the plan says."""
+    """A primitive: bound with arrays and a problem, lowered to a custom call or to its reference, as the plan says.
+
+    A reference is jnp and lax, or calls other kernels: then the plan says "calls" where another's says "xla".
+    """
 
     name: str  # "conv_fprop": also the key that _plan knows, and part of the target's name
     reference: Callable[..., list[Array]]  # (problem, *arrays) -> results
@@ -187,23 +192,53 @@ def composite(
     return made
 
 
-# The linear twins' meaning: a function of their operands and parameters, made of kernels and jnp
-TWINS: dict[Primitive, Callable[..., list[Array]]] = {}
+# The meaning of linear twins and forks: a function of their operands and parameters, made of kernels and jnp
+MEANINGS: dict[Primitive, Callable[..., list[Array]]] = {}
+
+
+def _define(primitive: Primitive, results: Callable[[Any], list[Any]], meaning: Callable[..., list[Array]]) -> None:
+    """Everything about a primitive but its derivative: it is `meaning`.
+
+    `results` is as a Kernel's, of the primitive's parameter `problem`.
+    """
+    primitive.multiple_results = True
+
+    def abstract_eval(*avals: ShapedArray, **params: Any) -> Any:
+        if all(a.sharding.mesh.empty for a in avals):
+            return [ShapedArray(shape, np.dtype(dtype)) for shape, dtype in results(params["problem"])]
+        return list(jax.make_jaxpr(functools.partial(meaning, **params))(*avals).out_avals)
+
+    def batch(operands: Sequence[Array], dims: Sequence[int | None], **params: Any) -> Any:
+        outs = jax.vmap(functools.partial(meaning, **params), in_axes=tuple(dims))(*operands)
+        return outs, [0] * len(outs)
+
+    MEANINGS[primitive] = meaning
+    _compat.needs_devices_to_lower(primitive)
+    primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
+    primitive.def_abstract_eval(abstract_eval)
+    batching.primitive_batchers[primitive] = batch
+    mlir.register_lowering(primitive, mlir.lower_fun(meaning, multiple_results=True))
 
 
 def inner_jaxprs(equation: Any, device: _plan.Device | None = None) -> Iterator[Any]:
-    """The jaxprs that an equation runs; of a linear twin that of its meaning, of a composite that of its parts.
+    """The jaxprs that an equation runs; of a linear twin or a fork that of its meaning, of a composite its parts'.
 
     `device` decides which parts; without one they are those that no plan chose.
     """
-    if equation.primitive in TWINS:
-        meaning = functools.partial(TWINS[equation.primitive], **equation.params)
+    if equation.primitive in MEANINGS:
+        meaning = functools.partial(MEANINGS[equation.primitive], **equation.params)
         yield jax.make_jaxpr(meaning)(*(v.aval for v in equation.invars)).jaxpr
         return
     if equation.primitive in COMPOSITES:
         made, problem = COMPOSITES[equation.primitive], equation.params["problem"]
         parts = made.parts(problem, device and _plan.plan(made.name, problem, device))
         yield jax.make_jaxpr(parts)(*(v.aval for v in equation.invars)).jaxpr
+        return
+    if equation.primitive in KERNELS and device is not None:
+        made, problem = KERNELS[equation.primitive], equation.params["problem"]
+        if _plan.plan(made.name, problem, device).implementation == "calls":
+            reference = functools.partial(made.reference, problem)
+            yield jax.make_jaxpr(reference)(*(v.aval for v in equation.invars)).jaxpr
         return
     for value in equation.params.values():
         for inner in value if isinstance(value, (tuple, list)) else (value,):
@@ -256,7 +291,7 @@ def _lower(made: Kernel, platform: str | None, ctx: mlir.LoweringRuleContext, *o
     plan = _plan.plan(made.name, problem, device)
     if partitioning == "auto" and (plan.implementation == "native" or made.partition(problem).always):
         return _compat.tell_apart(through(_sharding.auto(made, problem)), f"{made.target} {problem!r}")
-    if plan.implementation == "xla":
+    if plan.implementation != "native":
         return through(functools.partial(made.reference, problem))
     if platform == "cpu" and any(a.dtype.itemsize == 2 for a in ctx.avals_in):
         return through(functools.partial(_through_float32, made, problem))
@@ -270,6 +305,7 @@ def _lower(made: Kernel, platform: str | None, ctx: mlir.LoweringRuleContext, *o
         result_layouts=[
             _minor_to_major(a, lay) for a, lay in zip(ctx.avals_out, [*wire.result_layouts, None], strict=True)
         ],
+        operand_output_aliases=dict(wire.in_place),
     )
     return list(rule(ctx, *operands, **wire.attrs, plan=plan.attrs()))[:-1]
 
@@ -316,22 +352,55 @@ def bilinear(made: Kernel, left: Callable[..., Array], right: Callable[..., Arra
     )
 
 
+def with_addend(made: Kernel, bare: Kernel, left: Callable[..., Array], right: Callable[..., Array]) -> None:
+    """The derivative rule of a kernel that is `bare`, a bilinear kernel, of two operands plus its third.
+
+    `left` and `right` are `bare`'s (see `bilinear`).
+    """
+
+    def jvp(primals: Sequence[Array], tangents: Sequence[Any], *, problem: Any) -> Any:
+        (x, y, _), (tx, ty, tc) = primals, tangents
+        parts = [] if type(tx) is ad.Zero else [bare(problem, tx, y)]
+        parts += [] if type(ty) is ad.Zero else [bare(problem, x, ty)]
+        parts += [] if type(tc) is ad.Zero else [tc]
+        return made(problem, *primals), sum(parts[1:], parts[0])
+
+    def transpose(ct: Any, x: Any, y: Any, c: Any, *, problem: Any) -> Any:
+        if type(ct) is ad.Zero:
+            return [None] * 3
+        return [
+            left(problem, ct, y) if ad.is_undefined_primal(x) else None,
+            right(problem, ct, x) if ad.is_undefined_primal(y) else None,
+            ct if ad.is_undefined_primal(c) else None,
+        ]
+
+    ad.primitive_jvps[made.primitive] = jvp
+    ad.primitive_transposes[made.primitive] = transpose
+
+
 def by_reference(made: Kernel) -> None:
     """The derivative rule of a kernel that nobody trains through at full speed: that of its reference."""
 
     def jvp(primals: Sequence[Array], tangents: Sequence[Any], *, problem: Any) -> Any:
-        varied = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
-
-        def of_varied(*some: Array) -> list[Array]:
-            args = list(primals)
-            for i, value in zip(varied, some, strict=True):
-                args[i] = value
-            return made.reference(problem, *args)
-
-        outs, tangents_out = jax.jvp(of_varied, [primals[i] for i in varied], [tangents[i] for i in varied])
+        outs, tangents_out = _jvp_of_varied(functools.partial(made.reference, problem), primals, tangents)
         return (outs, tangents_out) if made.multiple_results else (outs[0], tangents_out[0])
 
     ad.primitive_jvps[made.primitive] = jvp
+
+
+def _jvp_of_varied(
+    f: Callable[..., list[Array]], primals: Sequence[Array], tangents: Sequence[Any]
+) -> tuple[list[Array], list[Array]]:
+    """f's results and their tangents, differentiated in the arguments whose tangents are not zero."""
+    varied = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
+
+    def of_varied(*some: Array) -> list[Array]:
+        args = list(primals)
+        for i, value in zip(varied, some, strict=True):
+            args[i] = value
+        return f(*args)
+
+    return jax.jvp(of_varied, [primals[i] for i in varied], [tangents[i] for i in varied])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -352,10 +421,10 @@ class Rules:
     tangent: Callable[..., list[Array]]
 
 
-def fuse(made: Kernel | Composite, rules: Rules) -> Primitive:
+def fuse(made: Kernel | Composite | Fork, rules: Rules) -> Primitive:
     """Gives `made` the derivative that `rules` state, in both modes and any order. Returns the linear twin."""
     twin = Primitive(f"{made.primitive.name}_tangent")
-    twin.multiple_results = True
+    name = made.of.primitive.name if isinstance(made, Fork) else made.primitive.name
 
     def split(operands: Sequence[Any], tree: Any, nonzero: tuple[bool, ...]) -> tuple[Any, list[Any]]:
         residuals = jax.tree.unflatten(tree, operands[: tree.num_leaves])
@@ -371,19 +440,14 @@ def fuse(made: Kernel | Composite, rules: Rules) -> Primitive:
         outs, residuals = rules.forward(saving, *primals)
         leaves, tree = jax.tree.flatten(residuals)
         # For jax.checkpoint's policies, and readable in print_saved_residuals.
-        named = {id(out): checkpoint_name(out, made.primitive.name) for out in outs}
+        given = set(map(id, primals))
+        named = {id(out): checkpoint_name(out, name) for out in outs if id(out) not in given}
         outs, leaves = ([named.get(id(value), value) for value in values] for values in (outs, leaves))
         nonzero = tuple(type(t) is not ad.Zero for t in tangents)
         operands = match_varying(*leaves, *(t for t, nz in zip(tangents, nonzero, strict=True) if nz))
         outs_t = twin.bind(*operands, problem=saving, tree=tree, nonzero=nonzero)
         wanted = len(made.results(problem))
         return outs[:wanted], outs_t[:wanted]
-
-    def twin_abstract_eval(*avals: ShapedArray, problem: Any, tree: Any, nonzero: tuple[bool, ...]) -> Any:
-        if all(a.sharding.mesh.empty for a in avals):
-            return [ShapedArray(shape, np.dtype(dtype)) for shape, dtype in made.results(problem)]
-        evaluated = functools.partial(evaluate, problem=problem, tree=tree, nonzero=nonzero)
-        return list(jax.make_jaxpr(evaluated)(*avals).out_avals)
 
     def twin_jvp(primals: Sequence[Array], tangents: Sequence[Any], **params: Any) -> Any:
         return jax.jvp(
@@ -398,19 +462,73 @@ def fuse(made: Kernel | Composite, rules: Rules) -> Primitive:
         outs = rules.backward(problem, residuals, given, nonzero)
         return [None] * tree.num_leaves + [out for out, nz in zip(outs, nonzero, strict=True) if nz]
 
-    def twin_batch(operands: Sequence[Array], dims: Sequence[int | None], **params: Any) -> Any:
-        outs = jax.vmap(functools.partial(evaluate, **params), in_axes=tuple(dims))(*operands)
-        return outs, [0] * len(outs)
-
-    TWINS[twin] = evaluate
+    _define(twin, made.results, evaluate)
     ad.primitive_jvps[made.primitive] = jvp
-    twin.def_impl(functools.partial(xla.apply_primitive, twin))
-    twin.def_abstract_eval(twin_abstract_eval)
     ad.primitive_jvps[twin] = twin_jvp
     ad.primitive_transposes[twin] = twin_transpose
-    batching.primitive_batchers[twin] = twin_batch
-    mlir.register_lowering(twin, mlir.lower_fun(evaluate, multiple_results=True))
     return twin
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Fork:
+    """An op that returns its first argument too, in front of its results: for whoever else uses that argument.
+
+    Their gradient then comes to the op's own backward, which may add it to its own on the way. JAX would add the two in
+    a pass of its own: two reads and a write.
+    """
+
+    of: Kernel | Composite
+    results: Callable[[Any], list[tuple[tuple[int, ...], str]]]
+    primitive: Primitive
+
+
+def fork(
+    made: Kernel | Composite,
+    run: Callable[..., list[Array]],  # (problem, *args) -> made's results
+    argument: Callable[[Any], tuple[tuple[int, ...], str]],  # problem -> (shape, dtype) of the first argument
+    rules: Rules,  # made's; the backward also takes `addend`, what is to be added to the first argument's cotangent
+) -> Callable[..., tuple[Array, list[Array]]]:
+    """A function of (problem, *args) that returns the first of args, for its other users, and the op's results."""
+
+    def whole(*args: Array, problem: Any) -> list[Array]:
+        return [args[0], *run(problem, *args)]
+
+    def forward(problem: Any, *args: Array) -> tuple[list[Array], Any]:
+        outs, residuals = rules.forward(problem, *args)
+        return [args[0], *outs], residuals
+
+    def backward(problem: Any, residuals: Any, given: Sequence[Array | None], want: Sequence[bool]) -> Any:
+        passed, *rest = given
+        if all(ct is None for ct in rest):
+            return [passed] + [None] * (len(want) - 1)
+        return rules.backward(problem, residuals, rest, want, addend=passed)
+
+    def tangent(problem: Any, residuals: Any, tangents: Sequence[Array | None]) -> list[Array]:
+        return [tangents[0], *rules.tangent(problem, residuals, tangents)]
+
+    primitive = Primitive(f"{made.primitive.name}_fork")
+    forked = Fork(made, lambda p: [argument(p), *made.results(p)], primitive)
+    _define(primitive, forked.results, whole)
+    fuse(forked, Rules(rules.saving, forward, backward, tangent))
+    jvp = ad.primitive_jvps[primitive]
+
+    def jvp_of_fork(primals: Sequence[Array], tangents: Sequence[Any], *, problem: Any) -> Any:
+        if type(tangents[0]) is not ad.Zero:
+            return jvp(primals, tangents, problem=problem)
+        # Nobody asks for the argument's gradient.
+        outs, outs_t = _jvp_of_varied(functools.partial(whole, problem=problem), primals, tangents)
+        return outs, [tangents[0], *outs_t[1:]]
+
+    ad.primitive_jvps[primitive] = jvp_of_fork
+
+    def call(problem: Any, *args: Array) -> tuple[Array, list[Array]]:
+        # Where types say how arrays are split, an op's arguments go through conversions of JAX's, the other users' not.
+        alike = _sharding.explicit_mesh([jax.typeof(a) for a in args]) is None
+        alike = alike and len({_compat.varying(a) for a in args}) == 1
+        passed, *outs = primitive.bind(*args, problem=problem) if alike else whole(*args, problem=problem)
+        return passed, outs
+
+    return call
 
 
 # ----------------------------------------------------------------------------------------------------------------------

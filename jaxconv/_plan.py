@@ -26,6 +26,7 @@ OPS = {
     "conv_statistics": "conv",
     "conv_fprop": "conv",
     "conv_dgrad": "conv",
+    "conv_dgrad_add": "conv",
     "conv_wgrad": "conv",
     "dense": "dense",
     "matmul": "dense",
@@ -64,7 +65,7 @@ class Device:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    implementation: str  # "native", "xla", or of a composite "calls": those of its parts, which have plans of their own
+    implementation: str  # "native", "xla", or "calls": of kernels that have plans of their own
     reason: str
     algorithm: str = ""
     tile: str = ""
@@ -73,6 +74,8 @@ class Plan:
     workspace_bytes: int = 0
     # The arrays are channels first and the kernel reads channels last: XLA is asked for that physical layout
     asks_channels_last: bool = False
+    # The result takes the addend's place in memory
+    in_place: bool = False
 
     def attrs(self) -> dict[str, Any]:
         """As native code reads it (common/plan.h)."""
@@ -87,7 +90,7 @@ class Plan:
         if self.implementation != "native":
             return self.implementation + (f"[{self.algorithm}]" if self.algorithm else "")
         parts = [self.algorithm, self.tile, f"splits={self.splits}" if self.splits > 1 else ""]
-        parts += ["channels-last" if self.asks_channels_last else ""]
+        parts += ["channels-last" if self.asks_channels_last else "", "in place" if self.in_place else ""]
         return "native[" + " ".join(p for p in parts if p) + "]"
 
 
@@ -103,6 +106,8 @@ def plan(op: str, problem: Any, device: Device) -> Plan:
         return _plan_conv_batchnorm(problem, device)
     if op == "batchnorm_given":
         return Plan("calls", "the statistics are given: what is left is inference, and the running statistics' update")
+    if op == "conv_dgrad_add":
+        return _plan_dgrad_add(problem, device)
     forced = problem.algorithm is not None or problem.implementation == "native"
     if problem.implementation == "xla":
         return Plan("xla", "implementation='xla' was asked for")
@@ -160,6 +165,58 @@ def _plan_conv_batchnorm(problem: ConvBatchNormProblem, device: Device) -> Plan:
             return two(reason)
     refusal = supports("conv_statistics", algorithm, p, device)
     return two(f"no statistics from {algorithm}: {refusal}") if refusal else Plan("calls", reason, "statistics")
+
+
+def _plan_dgrad_add(p: ConvProblem, device: Device) -> Plan:
+    """A dgrad that adds on its way, or two calls: the dgrad has a plan of its own then."""
+
+    def two(why: str) -> Plan:
+        return Plan("calls", f"a dgrad, then an add: {why}", "two")
+
+    bare = plan("conv_dgrad", p, device)
+    if p.implementation == "xla" or disabled("conv_dgrad_add") or _empty(p):
+        return two(bare.reason)
+    if device.platform == "cpu":
+        forced = p.algorithm is not None or p.implementation == "native"
+        return bare if forced else two("XLA's add is as fast as any")
+    if bare.implementation == "native" and bare.algorithm != "wgmma":
+        return two(f"only wgmma adds on its way, and {bare.algorithm} is the dgrad's: {bare.reason}")
+    missing = _native.missing(device.platform) or _device_refusal(p, device)
+    refusal = missing or supports("conv_dgrad_add", "wgmma", p, device)
+    if refusal:
+        return two(f"wgmma cannot add here: {refusal}")
+    reason = bare.reason
+    if bare.implementation != "native":
+        if device.partitioned:
+            return two(reason)
+        faster, reason = _adds_faster(p, device)
+        if not faster:
+            return two(reason)
+    return _fill("conv_dgrad_add", "wgmma", p, device, f"{reason}; c is added on its way")
+
+
+def _adds_faster(p: ConvProblem, device: Device) -> tuple[bool, str]:
+    """Whether wgmma with an addend beats XLA's dgrad and its add, from the bare dgrads' measured times."""
+    measured = _tuning.nearest("conv_dgrad", p, device.kind)
+    if measured is None or "wgmma" not in measured.native_ms:
+        return False, f"no dgrad by wgmma near it was measured on {device.kind or 'the device'}"
+    # A pass over dx of the problem that was measured, at the rate at which memory copies.
+    pixels, group_c, _, groups = measured.coordinates
+    strides = math.prod(p.stride)
+    one = 2.0 ** (pixels + group_c + groups) * strides * _itemsize(p) / COPY_BYTES_PER_MS
+    # In place it writes only what a tap reaches, and that it also reads.
+    own = 2 * _reached(p) - 1 if strides > 1 else 1
+    ratio = (measured.xla_ms + 3 * one) / (measured.native_ms["wgmma"] + own * one)
+    text = f"{ratio:.2f} times as fast as XLA's dgrad and add would be at {measured.case}, the nearest case measured"
+    return ratio > _tuning.MARGIN, f"wgmma with its addend {text}"
+
+
+def _reached(p: ConvProblem) -> float:
+    """The part of dx that a tap reaches: of each axis the residues modulo the stride that have one."""
+    return math.prod(
+        len({(t * d - low) % s for t in range(f)}) / s
+        for f, s, d, (low, _) in zip(p.filter, p.stride, p.dilation, p.padding, strict=True)
+    )
 
 
 def _asked(problem: Problem) -> str:
@@ -220,6 +277,9 @@ def _conv_supports(op: str, algorithm: str, p: ConvProblem, device: Device) -> s
             return "only wgmma's epilogue sums up what it writes"
         if device.platform == "cpu" and p.dtype not in ("float32", "float64"):
             return "the CPU rounds to 16 bits only behind the call, and statistics are those of what was rounded"
+    if op == "conv_dgrad_add":
+        refusal = _conv_supports("conv_dgrad", algorithm, p, device)
+        return refusal or (_addend_refusal(algorithm, p, device) if device.platform == "cuda" else None)
     if algorithm == "depthwise" and not p.depthwise:
         return f"it needs one input channel per group, got groups={p.groups} for {p.in_channels} channels"
     if device.platform != "cuda":
@@ -363,6 +423,16 @@ def _wgmma_conv_refusal(op: str, p: ConvProblem, device: Device) -> str | None:
         if window >= reach or not walked:
             return "its padding, stride or dilated filter is beyond the copy engine's range"
     return "it needs strides of at most 8 together" if dgrad and math.prod(p.stride) > 8 else None
+
+
+def _addend_refusal(algorithm: str, p: ConvProblem, device: Device) -> str | None:
+    """cuda/conv/wgmma.h: what takes an addend."""
+    if algorithm != "wgmma":
+        return "only wgmma adds on its way"
+    if p.dtype == "float32":
+        return "in float32 it takes no addend"
+    tile = wgmma_conv_tile("conv_dgrad", _in_memory(algorithm, p).folded(True), device)
+    return None if tile in ADDEND_TILES else f"its tile here, {tile}, takes no addend"
 
 
 def _wgmma_dense_refusal(p: DenseProblem, device: Device) -> str | None:
@@ -560,12 +630,16 @@ def _fastest_on_cpu(op: str, problem: Problem, device: Device) -> tuple[str | No
 # ----------------------------------------------------------------------------------------------------------------------
 # Filling in tiles, splits and workspace. The formulas for the workspace are those of the headers in cuda/.
 
+COPY_BYTES_PER_MS = 4.3e9  # of an H200's memory
 COLUMNS_BYTES = 256 * 2**20  # of im2col columns held at a time
 PARTIALS_BYTES = 256 * 2**20  # of float32 partial sums
 
 
 def _fill(op: str, algorithm: str, problem: Problem, device: Device, reason: str) -> Plan:
     plan = Plan("native", reason, algorithm)
+    if op == "conv_dgrad_add":
+        op = "conv_dgrad"
+        plan = dataclasses.replace(plan, in_place=math.prod(problem.stride) > 1)
     if device.platform == "cpu":
         return plan  # the CPU code owns its scratch
     if isinstance(problem, DenseProblem):
@@ -706,6 +780,8 @@ WGMMA_TILES = (
     *("128x64r", "64x256r"),
 )
 RESIDENT_TILES = {"128x64r": (4, 128, 64), "64x256r": (2, 64, 256)}  # warpgroups; rows and columns of each
+# Of a dgrad that adds on its way
+ADDEND_TILES = ("128x256", "256x128", "128x128", "256x64", "128x320", "128x64r", "64x256r")
 # Of dense; "64x128" has parts of K (cuda/gemm/sm90_rows.cuh).
 WGMMA_DENSE_TILES = (
     *("128x256", "256x128", "128x128", "256x64", "256x128s", "128x320"),

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -115,6 +116,17 @@ class Constant(Value):
     value: Any = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Fork:
+    """A convolution's call that also returns its input, in front of its results, for that input's other users.
+
+    Their gradient then comes to the convolution's, which is added to it on its way.
+    """
+
+    call: Callable[..., Sequence[Array]]
+    cost: int  # of adding to the gradient, in no unit
+
+
 @dataclasses.dataclass(eq=False)
 class Node:
     """An equation, or (with `call`) what takes the place of several."""
@@ -125,6 +137,7 @@ class Node:
     eqn: JaxprEqn
     name_stack: Any
     call: Callable[..., Sequence[Array]] | None = None
+    fork: Fork | None = None
 
     @property
     def name(self) -> str:
@@ -527,6 +540,7 @@ class Fused:
     outputs: list[Value]
     call: Callable[..., Sequence[Array]]
     parts: list[str]
+    fork: Fork | None = None
 
 
 class _Refusal(Exception):
@@ -560,10 +574,11 @@ def _fuse_epilogue(
     run: Callable[..., Any],
     size: int,
     transposed: Node | None = None,
+    forks: bool = False,
 ) -> Fused:
     """`run(x, w, b, activation, return_preactivation=)` in place of the node, its bias and its activation.
 
-    And of the node that transposes its result, where run does that too.
+    And of the node that transposes its result, where run does that too. `forks`: run takes it too.
     """
     z, b, activated = _epilogue((transposed or node).outputs[0], axis, activations)
     activation = Activation() if activated is None else activated.activation
@@ -574,6 +589,11 @@ def _fuse_epilogue(
         outs = run(x, w, rest[0].reshape(size) if rest else None, activation, return_preactivation=both)
         return outs if both else [outs]
 
+    def fork(x: Array, w: Array, *rest: Array) -> Sequence[Array]:
+        b = rest[0].reshape(size) if rest else None
+        x, outs = run(x, w, b, activation, return_preactivation=both, forks=True)
+        return [x, *(outs if both else [outs])]
+
     parts = [what, *(["bias"] if b else []), *([str(activation)] if activated else [])]
     nodes = [
         node,
@@ -581,7 +601,21 @@ def _fuse_epilogue(
         *([z.node] if b else []),
         *(activated.nodes if activated else []),
     ]
-    return Fused(nodes, [*node.inputs, *([b] if b else [])], [y, z] if both else [y], call, parts)
+    outputs = [y, z] if both else [y]
+    return Fused(nodes, [*node.inputs, *([b] if b else [])], outputs, call, parts, _fork(node, fork) if forks else None)
+
+
+def _fork(conv: Node, call: Callable[..., Sequence[Array]]) -> Fork | None:
+    """The fork of a convolution, where its gradient may have a way to add.
+
+    The cheapest is a 1x1 convolution that steps over pixels: it adds to those that it reads, where they lie. One that
+    does not step still has time for another operand, which the tiles of larger filters are not all made for.
+    """
+    p = conv.params
+    if p["feature_group_count"] > 1 or any(d > 1 for d in p["lhs_dilation"]) or conv.inputs[0].aval.weak_type:
+        return None
+    pointwise = all(conv.inputs[1].shape[a] == 1 for a in p["dimension_numbers"].rhs_spec[2:])
+    return Fork(call, 2 if not pointwise else 1 if set(p["window_strides"]) <= {1} else 0)
 
 
 def _find_conv(node: Node, activations: Activations) -> Fused:
@@ -602,7 +636,7 @@ def _find_conv(node: Node, activations: Activations) -> Fused:
         raise _Refusal("there is nothing to compute")
     run = functools.partial(_fused.conv, **_window(node))
     size = w.shape[numbers.rhs_spec[0]]
-    return _fuse_epilogue(node, numbers.out_spec[1], activations, "conv", run, size)
+    return _fuse_epilogue(node, numbers.out_spec[1], activations, "conv", run, size, forks=True)
 
 
 def _refuse_algorithms(precision: Any) -> None:
@@ -850,7 +884,7 @@ def _find_batchnorm(n: Normalised, activations: Activations, conv: Node | None =
         pair = x is x0 and dtype == x0.dtype and _leads_only_to(x0, outputs)
         made_by = conv if pair else None
 
-        def call(*values: Array) -> Sequence[Array]:
+        def call(*values: Array, forks: bool = False) -> Sequence[Array]:
             given = iter(values)
             operands = [next(given), next(given)] if made_by else [next(given).astype(dtype)]
             mean, var = (None, None) if training else (_row(next(given)), _row(next(given)))
@@ -859,7 +893,7 @@ def _find_batchnorm(n: Normalised, activations: Activations, conv: Node | None =
             # With no momentum the running statistics become those of the batch.
             zeros = jnp.zeros(channels, params)
             run = functools.partial(_fused.conv_batchnorm, **_window(made_by)) if made_by else batchnorm
-            result, mean, var = run(
+            results = run(
                 *operands,
                 functools.reduce(jnp.multiply, scales) if scales else None,
                 bias,
@@ -871,8 +905,10 @@ def _find_batchnorm(n: Normalised, activations: Activations, conv: Node | None =
                 activation=activation,
                 residual=next(given).astype(dtype) if residual else None,
                 channel_axis=n.axis,
+                **({"forks": True} if forks else {}),
             )
-            outs = [result.astype(out.dtype)]
+            passed, (result, mean, var) = results if forks else (None, results)
+            outs = [passed] * forks + [result.astype(out.dtype)]
             if training:
                 outs += [s.reshape(v.shape).astype(v.dtype) for s, v in ((mean, n.mean), (var, n.var))]
             return outs
@@ -886,7 +922,8 @@ def _find_batchnorm(n: Normalised, activations: Activations, conv: Node | None =
         inputs = [v for v in shared if not (training and v in (n.mean, n.var))] + ([residual] if residual else [])
         inputs = [*made_by.inputs, *inputs[1:]] if made_by else inputs
         nodes = [n.result.node, *([z.node] if residual else []), *(activated.nodes if activated else [])]
-        return Fused(nodes, inputs, outputs, call, parts)
+        fork = _fork(made_by, functools.partial(call, forks=True)) if made_by and training else None
+        return Fused(nodes, inputs, outputs, call, parts, fork)
 
     def with_activation(z: Value, residual: Value | None) -> Iterator[Fused]:
         activated = activations.after(z)
@@ -963,7 +1000,7 @@ class Rewriting:
                 if not self._fits(fused):
                     continue
                 last = fused.nodes[-1]
-                made = Node(last.order, fused.inputs, fused.outputs, last.eqn, last.name_stack, fused.call)
+                made = Node(last.order, fused.inputs, fused.outputs, last.eqn, last.name_stack, fused.call, fused.fork)
                 self._covered.update(fused.nodes)
                 self._maker.update(dict.fromkeys(fused.outputs, made))
                 self._report.append(Finding(what, shapes, " + ".join(fused.parts), "", where))
@@ -1028,18 +1065,30 @@ class Rewriting:
         return new if isinstance(inside, ClosedJaxpr) else new.jaxpr
 
     # ---- evaluation
-    def _schedule(self) -> list[Node]:
-        """The nodes that are needed, each after what it takes, otherwise in the equations' order."""
+    def _schedule(self) -> tuple[list[Node], set[Node]]:
+        """The nodes that are needed, each after what it takes, otherwise in the equations' order; and which are forks.
+
+        A value that a convolution and others use goes through the convolution to them, so that the gradients are added
+        in the convolution's: of several the one whose gradient adds for the least.
+        """
         graph = self.graph
         effectful = [node for node in graph.nodes if node.eqn.effects]
-        before = dict(zip(effectful[1:], effectful[:-1], strict=True))  # effects stay in order
+        # effects stay in order
+        before = {node: [earlier] for earlier, node in itertools.pairwise(effectful)}
 
         def maker(v: Value) -> Node | None:
             return self._maker.get(v, v.node)
 
         def needs(node: Node) -> list[Node]:
-            made = [m for v in node.inputs if (m := maker(v)) is not None]
-            return made + ([before[node]] if node in before else [])
+            return [m for v in node.inputs if (m := maker(v)) is not None] + before.get(node, [])
+
+        def all_needs(node: Node) -> set[Node]:
+            found, front = set(), [node]
+            while front:
+                new = set(needs(front.pop())) - found
+                found |= new
+                front += new
+            return found
 
         needed: set[Node] = set()
         front = [m for v in graph.outputs if (m := maker(v)) is not None] + effectful
@@ -1048,6 +1097,19 @@ class Rewriting:
             if node not in needed:
                 needed.add(node)
                 front += needs(node)
+        users: dict[Value, set[Node]] = {}
+        for node in needed:
+            for v in node.inputs:
+                users.setdefault(v, set()).add(node)
+        forks: set[Node] = set()
+        for node in sorted((n for n in needed if n.fork), key=lambda node: (node.fork.cost, node.order)):
+            v = node.inputs[0]
+            others = users[v] - {node}
+            taken = any(user in forks and user.inputs[0] is v for user in others)
+            if others and not taken and others.isdisjoint(all_needs(node)):
+                forks.add(node)
+                for user in others:
+                    before[user] = [*before.get(user, []), node]
         ordered, done = [], set()
         for first in sorted(needed, key=lambda node: node.order):
             stack = [first]
@@ -1061,22 +1123,26 @@ class Rewriting:
                 if node not in done:
                     done.add(node)
                     ordered.append(node)
-        return ordered
+        return ordered, forks
 
     def run(self, *args: Array) -> list[Array]:
         if not self.changed:
             return jaxpr_as_fun(self._closed)(*args)
-        known: dict[Value, Any] = dict(zip(self.graph.inputs, args, strict=True))
+        given: dict[Value, Any] = dict(zip(self.graph.inputs, args, strict=True))
+        known = dict(given)
 
         def read(v: Value) -> Any:
             return v.value if isinstance(v, Constant) else known[v]
 
-        for node in self._schedule():
+        ordered, forks = self._schedule()
+        for node in ordered:
             info = node.eqn.source_info
             name_stack = source_info_util.current_name_stack() + node.name_stack
             with source_info_util.user_context(info.traceback, name_stack=name_stack), node.eqn.ctx.manager:
                 values = [read(v) for v in node.inputs]
-                if node.call is not None:
+                if node in forks:
+                    known[node.inputs[0]], *outs = node.fork.call(*(jnp.asarray(v) for v in values))
+                elif node.call is not None:
                     outs = node.call(*(jnp.asarray(v) for v in values))
                 else:
                     primitive = node.eqn.primitive
@@ -1086,7 +1152,7 @@ class Rewriting:
             for v, out in zip(node.outputs, outs, strict=True):
                 if self._maker.get(v, node) is node:
                     known[v] = out
-        return [read(v) for v in self.graph.outputs]
+        return [given[v] if v in given else read(v) for v in self.graph.outputs]
 
 
 # The equations that carry functions, and the parameters that hold them.

@@ -56,6 +56,11 @@ def _wire_conv(p: ConvProblem, plan: _plan.Plan) -> _op.Wire:
     return replace(wire, attrs={**wire.attrs, "epilogue": _epilogue(p)})
 
 
+def _wire_dgrad_add(p: ConvProblem, plan: _plan.Plan) -> _op.Wire:
+    wire = _wire(p, plan, "ywx", "x")
+    return replace(wire, in_place={2: 0}) if plan.in_place else wire
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Batching: into N where only images are mapped, into channels otherwise
 
@@ -104,17 +109,23 @@ def _grouped(p: ConvProblem, size: int) -> ConvProblem:
 
 
 def _batch_dgrad(p: ConvProblem, args: list[Array], dims: list[int | None]) -> tuple[list[Array], list[int]]:
+    """dgrad and dgrad_add: operands dy, w, c?."""
     size = _op.batch_size(args, dims)
     channel, in_channel, out_channel = _axes(p)
-    (dy, w), (ddy, dw) = args, dims
+    (dy, w, *c), (ddy, dw, *dc) = args, dims
+    call = dgrad_add if c else dgrad
+    c = [_op.to_front(v, d, size) for v, d in zip(c, dc, strict=True)]
     if dw is None:
-        assert ddy is not None
-        dx = dgrad(replace(p, batch=size * p.batch), _op.fold(dy, ddy, 0), w)
+        dy = _op.fold(_op.to_front(dy, ddy, size), 0, 0)
+        dx = call(replace(p, batch=size * p.batch), dy, w, *(_op.fold(v, 0, 0) for v in c))
         return [_op.unfold(dx, size, 0)], [0]
     if ddy is None:
-        dx = dgrad(replace(p, in_channels=size * p.in_channels), dy, _op.fold(w, dw, in_channel))
-        return [_op.unfold(dx, size, channel, p.groups)], [0]
-    dx = dgrad(_grouped(p, size), _op.fold(dy, ddy, channel), _op.fold(w, dw, out_channel))
+        g = p.groups
+        folded = replace(p, in_channels=size * p.in_channels)
+        dx = call(folded, dy, _op.fold(w, dw, in_channel), *(_op.fold(v, 0, channel, g) for v in c))
+        return [_op.unfold(dx, size, channel, g)], [0]
+    dy, w = _op.fold(dy, ddy, channel), _op.fold(w, dw, out_channel)
+    dx = call(_grouped(p, size), dy, w, *(_op.fold(v, 0, channel) for v in c))
     return [_op.unfold(dx, size, channel)], [0]
 
 
@@ -188,6 +199,13 @@ def _conv_shard(p: ConvProblem, split: _sharding.Split, x: Array, w: Array, *b: 
     return conv_kernel(p, x, w, *b)
 
 
+def _dgrad_add_shard(p: ConvProblem, split: _sharding.Split, dy: Array, w: Array, c: Array) -> list[Array]:
+    """c is added once: where the output channels are split, to the sum over their parts."""
+    if "k" in split:
+        return [jax.lax.psum(dgrad(p, dy, w), split["k"]) + c]
+    return [dgrad_add(p, dy, w, c)]
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The kernels. fprop, dgrad and wgrad are bilinear and each other's transposes.
 
@@ -215,9 +233,27 @@ wgrad = _op.kernel(
     batch=_batch_wgrad,
     partition=lambda p: _partition(p, "xy", "w", "nkc"),
 )
+_DGRAD_RULE = (lambda p, ct, w: fprop(p, ct, w), lambda p, ct, dy: wgrad(p, ct, dy))
 _op.bilinear(fprop, lambda p, ct, w: dgrad(p, ct, w), lambda p, ct, x: wgrad(p, x, ct))
-_op.bilinear(dgrad, lambda p, ct, w: fprop(p, ct, w), lambda p, ct, dy: wgrad(p, ct, dy))
+_op.bilinear(dgrad, *_DGRAD_RULE)
 _op.bilinear(wgrad, lambda p, ct, dy: dgrad(p, dy, ct), lambda p, ct, x: fprop(p, x, ct))
+
+# dgrad_add: dgrad(dy, w) + c, where a kernel can add on its way; elsewhere the dgrad, by a plan of its own, and an add
+dgrad_add = _op.kernel(
+    "conv_dgrad_add",
+    reference=lambda p, dy, w, c: [dgrad(p, dy, w) + c],
+    results=lambda p: [(p.x_shape, p.dtype)],
+    wire=_wire_dgrad_add,
+    batch=_batch_dgrad,
+    partition=lambda p: replace(_partition(p, "ywx", "x", "nck"), run=_dgrad_add_shard, always=False),
+)
+_op.with_addend(dgrad_add, dgrad, *_DGRAD_RULE)
+
+
+def input_gradient(p: ConvProblem, dy: Array, w: Array, addend: Array | None = None) -> Array:
+    """dx, and what else is to be added to it."""
+    return dgrad(p, dy, w) if addend is None else dgrad_add(p, dy, w, addend)
+
 
 # statistics: fprop, and from its epilogue the mean and biased variance of y's channels
 statistics = _op.kernel(
@@ -244,11 +280,13 @@ conv_kernel = _op.kernel(
 )
 
 
-def _cotangents(p: ConvProblem, x: Array, w: Array, dz: Array, want: Sequence[bool]) -> list[Array | None]:
-    """dx = dgrad(dz, w); dw = wgrad(x, dz); db = sum of dz."""
+def _cotangents(
+    p: ConvProblem, x: Array, w: Array, dz: Array, want: Sequence[bool], addend: Array | None = None
+) -> list[Array | None]:
+    """dx = dgrad(dz, w) + addend; dw = wgrad(x, dz); db = sum of dz."""
     bare = p.bare()
     grads: list[Array | None] = [
-        dgrad(bare, dz, w) if want[0] else None,
+        input_gradient(bare, dz, w, addend) if want[0] else None,
         wgrad(bare, x, dz) if want[1] else None,
     ]
     if p.bias:
@@ -265,8 +303,17 @@ def _tangents(p: ConvProblem, x: Array, w: Array, given: Sequence[Array | None])
     return parts + [jnp.broadcast_to(reference.per_channel(p, t), p.y_shape) for t in db if t is not None]
 
 
+def _any(p: ConvProblem, x: Array, w: Array, *b: Array) -> list[Array]:
+    """conv; fprop where nothing follows the sum."""
+    if p.bias or p.save_preactivation or p.activation.name != "none":
+        return conv_kernel(p, x, w, *b)
+    return [fprop(p, x, w)]
+
+
 RULES = _layer.rules(conv_kernel, _tangents, _cotangents)
 _op.fuse(conv_kernel, RULES)
+# (problem, x, w, b?) -> x, for its other users, and conv's results
+fork = _op.fork(conv_kernel, _any, lambda p: (p.x_shape, p.dtype), _layer.rules(_any, _tangents, _cotangents))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -277,6 +324,15 @@ def _conv(name: str, nd: int, x: Any, w: Any, b: Any, **options: Any) -> Any:
     x, w = _problem.as_array(name, "x", x), _problem.as_array(name, "w", w)
     b = None if b is None else _problem.as_array(name, "b", b)
     return _run(ConvProblem.infer(name, nd, x, w, b, **options), x, w, b)
+
+
+def _run_forked(p: ConvProblem, x: Array, w: Array, b: Array | None) -> tuple[Array, Any]:
+    """x, for its other users, and what `_run` returns."""
+    bare = not p.bias and p.activation.name == "none"
+    x, outs = fork(p.bare() if bare else p, x, w, *([] if b is None else [b]))
+    if p.save_preactivation:
+        return x, (outs[0], outs[-1])
+    return x, outs[0]
 
 
 def _run(p: ConvProblem, x: Array, w: Array, b: Array | None) -> Any:

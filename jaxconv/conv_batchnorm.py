@@ -14,7 +14,7 @@ from jaxconv import _op, _plan, _problem
 from jaxconv._activation import activate
 from jaxconv._problem import ConvBatchNormProblem
 from jaxconv.batchnorm import given, norm_tangent, train, train_backward
-from jaxconv.conv import conv_kernel, dgrad, fprop, statistics, wgrad
+from jaxconv.conv import conv_kernel, fprop, input_gradient, statistics, wgrad
 
 Array = jax.Array
 replace = dataclasses.replace
@@ -61,7 +61,11 @@ def _forward(p: ConvBatchNormProblem, *args: Array) -> tuple[list[Array], Any]:
 
 
 def _backward(
-    p: ConvBatchNormProblem, residuals: Any, cotangents: Sequence[Array | None], want: Sequence[bool]
+    p: ConvBatchNormProblem,
+    residuals: Any,
+    cotangents: Sequence[Array | None],
+    want: Sequence[bool],
+    addend: Array | None = None,  # to x's
 ) -> list[Array | None]:
     x, w, norm_residuals = residuals
     dy, d_new_mean, d_new_var, dz_direct, d_mean, d_rstd = cotangents
@@ -71,7 +75,7 @@ def _backward(
     )
     if dz is not None and dz_direct is not None:
         dz = dz + dz_direct
-    dx = dgrad(p.conv, dz, w) if want_x else None
+    dx = input_gradient(p.conv, dz, w, addend) if want_x else None
     dw = wgrad(p.conv, x, dz) if want_w else None
     return [dx, dw, *rest]
 
@@ -86,7 +90,10 @@ def _tangent(p: ConvBatchNormProblem, residuals: Any, tangents: Sequence[Array |
     return [ty, t_new_mean, t_new_var, jnp.zeros_like(ty) if tz is None else tz, tmean, trstd]
 
 
-_op.fuse(pair, _op.Rules(lambda p: replace(p, save=True), _forward, _backward, _tangent))
+_RULES = _op.Rules(lambda p: replace(p, save=True), _forward, _backward, _tangent)
+_op.fuse(pair, _RULES)
+# (problem, x, w, ...) -> x, for its other users, and pair's results
+fork = _op.fork(pair, pair, lambda p: (p.conv.x_shape, p.conv.dtype), _RULES)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -168,6 +175,26 @@ def conv_batchnorm(
     Differentiable in every array, to any order, in both modes. Source: the merging of the tiles' (mean, M2) is that of
     Chan, Golub and LeVeque 1983.
     """
+    return _call(**locals())[1]
+
+
+def forked(*args: Any, **options: Any) -> tuple[Array, tuple[Array, Array, Array]]:
+    """x, for its other users, and `conv_batchnorm`'s results."""
+    return _call(*args, **options, forks=True)
+
+
+def _call(
+    x: Any,
+    w: Any,
+    scale: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    *,
+    residual: Any = None,
+    forks: bool = False,
+    **options: Any,
+) -> tuple[Array, tuple[Array, Array, Array]]:
     name = "conv_batchnorm"
     x, w = _problem.as_array(name, "x", x), _problem.as_array(name, "w", w)
     arrays = {"scale": scale, "bias": bias, "running_mean": running_mean, "running_var": running_var}
@@ -182,18 +209,7 @@ def conv_batchnorm(
         w,
         residual=residual,
         **arrays,
-        training=training,
-        stride=stride,
-        padding=padding,
-        dilation=dilation,
-        groups=groups,
-        layout=layout,
-        precision=precision,
-        momentum=momentum,
-        epsilon=epsilon,
-        activation=activation,
-        algorithm=algorithm,
-        implementation=implementation,
+        **{"layout": None, "algorithm": None, "implementation": None, **options},
     )
     if arrays["scale"] is None:
         arrays["scale"] = jnp.ones(p.norm.param_shape, p.norm.param_dtype)
@@ -201,6 +217,7 @@ def conv_batchnorm(
         arrays["bias"] = jnp.zeros(p.norm.param_shape, p.norm.param_dtype)
     args = [x, w, *arrays.values(), *([] if residual is None else [residual])]
     if not p.norm.training:
-        return _inference(p, *args), arrays["running_mean"], arrays["running_var"]
-    y, new_mean, new_var = pair(p, *args)
-    return y, new_mean, new_var
+        return x, (_inference(p, *args), arrays["running_mean"], arrays["running_var"])
+    passed, outs = fork(p, *args) if forks else (x, pair(p, *args))
+    y, new_mean, new_var = outs
+    return passed, (y, new_mean, new_var)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxconv import _plan
+from jaxconv import _op, _plan
 from jaxconv._activation import Activation
 
 PLATFORM = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
@@ -75,10 +75,14 @@ def calls(f: Callable[..., Any], *args: Any) -> collections.Counter[str]:
 
 
 def equations(f: Callable[..., Any], *args: Any) -> collections.Counter[str]:
-    """How often each primitive occurs in f's jaxpr, at any depth."""
+    """How often each primitive occurs in f's jaxpr, at any depth; a fork is what it runs."""
 
     def walk(jaxpr: Any) -> Iterator[str]:
         for equation in jaxpr.eqns:
+            if equation.primitive.name.endswith("_fork"):
+                for inner in _op.inner_jaxprs(equation):
+                    yield from walk(inner)
+                continue
             yield equation.primitive.name
             for value in equation.params.values():
                 for inner in value if isinstance(value, (tuple, list)) else (value,):

@@ -17,6 +17,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import itertools
+import math
 import os
 import pathlib
 import re
@@ -33,7 +34,7 @@ import numpy as np
 from jaxconv import _op, _plan, _problem
 from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem
 from jaxconv.batchnorm import backward, infer, train
-from jaxconv.conv import conv_kernel, dgrad, fprop, statistics, wgrad
+from jaxconv.conv import conv_kernel, dgrad, dgrad_add, fprop, statistics, wgrad
 from jaxconv.dense import dense_kernel, matmul
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
@@ -159,7 +160,8 @@ def conv_calls(dtype: str, last: bool, algorithm: str, precision: str, shape: tu
     bare, y = p.bare(), (p.y_shape, dtype)
     x, w, b = ((shape, dtype) for shape in (x, w, (k,)))
     forward = [(conv_kernel, p, [x, w, b]), (fprop, bare, [x, w]), (statistics, bare, [x, w])]
-    return [*forward, (dgrad, bare, [y, w]), (wgrad, bare, [x, y])]
+    added = [(dgrad_add, bare, [y, w, x])] if algorithm == "wgmma" and dtype != "float32" else []
+    return [*forward, (dgrad, bare, [y, w]), *added, (wgrad, bare, [x, y])]
 
 
 def dense_calls(dtype: str, algorithm: str, precision: str, m: int, k: int, n: int) -> list[Call]:
@@ -240,6 +242,8 @@ def has_tile(tile: str, op: str, problem: Any) -> bool:
         return True
     if op == "conv_statistics":
         return tile in ("256x64", "128x128", "256x128", "128x256")
+    if op == "conv_dgrad_add":
+        return tile in _plan.ADDEND_TILES and _plan.wgmma_tile_refusal("conv_dgrad", tile, problem) is None
     if problem.dtype != "float32" and tile in FEW_TILES:
         if not isinstance(problem, DenseProblem):
             return tile != "64x128" and _plan.wgmma_tile_refusal(op, tile, problem) is None
@@ -264,6 +268,9 @@ def with_tile(tile: str, op: str, problem: Any, device: _plan.Device) -> _plan.P
     if problem.algorithm == "wgmma" and problem.dtype == "float32":
         size = _plan.wgmma_workspace(op, problem, tile, plan.splits)
         return dataclasses.replace(plan, tile=tile, workspace_bytes=size)
+    if op == "conv_dgrad_add":  # also where the dgrad's own tile adds nothing
+        bare = chosen("conv_dgrad", problem, device)
+        return dataclasses.replace(bare, tile=tile, in_place=math.prod(problem.stride) > 1)
     whole = op == "conv_wgrad" or (problem.algorithm == "wgmma" and isinstance(problem, DenseProblem))
     size = _plan.wgmma_workspace(op, problem, tile, 1) if tile == "64x128" else 0
     alone = {"splits": 1, "workspace_bytes": size} if whole else {}

@@ -17,8 +17,12 @@ from jax.interpreters import mlir
 
 import jaxconv
 from jaxconv import _activation, _native, _op, _plan
+from jaxconv import conv as conv_module
+from jaxconv._problem import ConvProblem
 
 MODULE = _native.cpu if PLATFORM == "cpu" else _native.cuda
+OPTIONS = dict.fromkeys(("activation", "precision", "algorithm", "implementation"))
+OPTIONS |= dict(stride=1, padding="SAME", dilation=1, groups=1, layout="NHWC", return_preactivation=False)
 KERNELS = {kernel.name: kernel for kernel in _op.KERNELS.values()}
 
 
@@ -28,17 +32,19 @@ def example(name: str) -> tuple[Any, tuple[Any, ...]]:
     native = dict(implementation="native")
     conv, dense = functools.partial(jaxconv.conv2d, **native), functools.partial(jaxconv.dense, **native)
     norm = functools.partial(jaxconv.batchnorm, activation="relu", **native)
-    # A GPU's kernel with statistics is Hopper's, for 16 bits and eights of channels.
-    if name == "conv_statistics" and PLATFORM == "cuda" and DEVICE.compute_capability != (9, 0):
-        pytest.skip("convolutions with statistics have a native kernel on compute capability 9.0 only")
+    # A GPU's kernels with statistics and with an addend are Hopper's, for 16 bits and eights of channels.
+    if name in ("conv_statistics", "conv_dgrad_add") and PLATFORM == "cuda" and DEVICE.compute_capability != (9, 0):
+        pytest.skip(f"{name} has a native kernel on compute capability 9.0 only")
     pair, u = jaxconv.conv_batchnorm, jnp.ones(16)
     aligned = (jnp.ones((2, 5, 5, 8), "bfloat16"), jnp.ones((3, 3, 8, 16), "bfloat16"))
+    added = dict(algorithm="wgmma") if PLATFORM == "cuda" else native
     aligned = aligned if PLATFORM == "cuda" else tuple(a.astype("float32") for a in aligned)
     return {
         "conv": (functools.partial(conv, activation=("leaky_relu", 0.5)), (x, w, b)),
         "conv_fprop": (conv, (x, w)),
         "conv_statistics": (lambda x, w: pair(x, w, u, u, u, u, training=True, **native), aligned),
         "conv_dgrad": (jax.grad(lambda x, w: conv(x, w).sum()), (x, w)),
+        "conv_dgrad_add": (jax.grad(functools.partial(forked, **added)), aligned),
         "conv_wgrad": (jax.grad(lambda x, w: conv(x, w).sum(), 1), (x, w)),
         "dense": (functools.partial(dense, activation="gelu", alpha=2, beta=3.0), (jnp.ones((5, 4)), w[0, 0], b)),
         "matmul": (dense, (jnp.ones((5, 4)), w[0, 0])),
@@ -46,6 +52,13 @@ def example(name: str) -> tuple[Any, tuple[Any, ...]]:
         "batchnorm_infer": (functools.partial(norm, training=False), (x, v, v, v, v)),
         "batchnorm_backward": (jax.grad(lambda x: norm(x, v, v, v, v, training=True)[0].sum()), (x,)),
     }[name]
+
+
+def forked(x: jax.Array, w: jax.Array, **options: Any) -> jax.Array:
+    """A convolution of x and another use of x behind it."""
+    p = ConvProblem.infer("conv2d", 2, x, w, None, **{**OPTIONS, **options})
+    x, (y,) = conv_module.fork(p, x, w)
+    return y.sum() + (x * x).sum()
 
 
 def wire(name: str) -> _op.Wire:
@@ -92,6 +105,7 @@ FORMAT = {
     "conv_fprop": {"window": WINDOW, "epilogue": EPILOGUE, "plan": PLAN},
     "conv_statistics": {"window": WINDOW, "plan": PLAN},
     "conv_dgrad": {"window": WINDOW, "plan": PLAN},
+    "conv_dgrad_add": {"window": WINDOW, "plan": PLAN},
     "conv_wgrad": {"window": WINDOW, "plan": PLAN},
     "dense": {"product": PRODUCT, "epilogue": EPILOGUE, "plan": PLAN},
     "matmul": {"product": PRODUCT, "epilogue": EPILOGUE, "plan": PLAN},

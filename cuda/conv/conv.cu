@@ -54,6 +54,14 @@ Status Zero(const Context& ctx, void* out, int64_t count, DType dtype, const cha
                     std::string(op) + " zero fill");
 }
 
+Status Copy(const Context& ctx, const void* from, void* to, int64_t count, DType dtype,
+            const char* op) {
+  if (from == to) return Status::Ok();
+  return CudaStatus(cudaMemcpyAsync(to, from, size_t(count) * SizeOf(dtype),
+                                    cudaMemcpyDeviceToDevice, ctx.stream),
+                    std::string(op) + " copy");
+}
+
 int64_t SizeX(const ConvProblem& p) { return p.n * p.c * p.in_size(); }
 int64_t SizeW(const ConvProblem& p) {
   return p.groups > 0 ? p.k * p.group_c() * p.filter_size() : 0;
@@ -124,11 +132,18 @@ Status ConvStatistics(const Context& ctx, const ConvProblem& p, const Plan& plan
 }
 
 Status ConvDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,
-                 const void* w, void* dx, Workspace workspace) {
+                 const void* w, const void* c, void* dx, Workspace workspace) {
   Algorithm algorithm;
   JAXCONV_RETURN_IF_ERROR(Refuse("conv_dgrad", p, plan, algorithm));
+  if (c != nullptr && algorithm != Algorithm::kWgmma) {
+    return Status::Unimplemented("conv_dgrad: only wgmma takes an addend, given \"" +
+                                 std::string(plan.algorithm) + "\"");
+  }
   if (SizeX(p) == 0) return Status::Ok();
-  if (SizeY(p) == 0 || SizeW(p) == 0) return Zero(ctx, dx, SizeX(p), p.dtype, "conv_dgrad");
+  if (SizeY(p) == 0 || SizeW(p) == 0) {
+    return c == nullptr ? Zero(ctx, dx, SizeX(p), p.dtype, "conv_dgrad")
+                        : Copy(ctx, c, dx, SizeX(p), p.dtype, "conv_dgrad");
+  }
   switch (algorithm) {
     case Algorithm::kDepthwise:
       return DepthwiseDgrad(ctx, p, plan, dy, w, dx, workspace);
@@ -139,7 +154,12 @@ Status ConvDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, con
     case Algorithm::kImplicitGemm:
       return ImplicitGemmDgrad(ctx, FoldPatches(p, true), plan, dy, w, dx, workspace);
     case Algorithm::kWgmma:
-      return WgmmaDgrad(ctx, FoldPatches(p, true), plan, dy, w, dx, workspace);
+      if (c != nullptr &&
+          p.stride[0] * p.stride[1] * p.stride[2] > 1) {  // it adds to what is there
+        JAXCONV_RETURN_IF_ERROR(Copy(ctx, c, dx, SizeX(p), p.dtype, "conv_dgrad"));
+        c = dx;
+      }
+      return WgmmaDgrad(ctx, FoldPatches(p, true), plan, dy, w, c, dx, workspace);
     case Algorithm::kStem:
       return StemDgrad(ctx, p, plan, dy, w, dx, workspace);
     case Algorithm::kDirect:

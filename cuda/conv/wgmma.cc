@@ -593,11 +593,15 @@ Status WgmmaStatistics(const Context& ctx, const ConvProblem& p, const Plan& pla
 }
 
 Status WgmmaDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,
-                  const void* w, void* dx, Workspace workspace) {
+                  const void* w, const void* c, void* dx, Workspace workspace) {
   const std::string what = Describe("conv_dgrad", p, plan);
   JAXCONV_RETURN_IF_ERROR(Check(p, plan, 1, true, what));
-  if (!Aligned(dy) || !Aligned(w) || !Aligned(dx) || !Aligned(workspace.data)) {
-    return Status::Invalid(what + ": dy, w, dx and the workspace must be 16-byte aligned");
+  if (!Aligned(dy) || !Aligned(w) || !Aligned(c) || !Aligned(dx) || !Aligned(workspace.data)) {
+    return Status::Invalid(what + ": dy, w, c, dx and the workspace must be 16-byte aligned");
+  }
+  if (c != nullptr && (p.dtype == DType::kF32 || plan.tile == "halo" || plan.tile == "planes" ||
+                       plan.tile == "128x128h")) {
+    return Status::Unimplemented(what + ": float32 and this tile take no addend");
   }
   if (plan.tile == "halo") return HaloDgrad(ctx, p, dy, w, dx, what);
   if (plan.tile == "planes") return PlanesDgrad(ctx, p, dy, w, dx, what);
@@ -633,6 +637,9 @@ Status WgmmaDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, co
   if (strided && p.groups > 1 && p.group_c() % 64 != 0) {
     return Status::Unimplemented(what + ": strided, with groups, needs C/G to be a multiple of 64");
   }
+  if (strided && c != nullptr && c != dx) {
+    return Status::Unimplemented(what + ": strided, it adds to what dx holds: c must be dx");
+  }
   const int rank = Rank(p);
   const Sm90Arithmetic in = ArithmeticOf(p.dtype, p.full_float32);
   const int terms_dy = IsRaw(tile) ? 1 : in.terms;  // in memory
@@ -653,6 +660,14 @@ Status WgmmaDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, co
   g.k_blocks = int(CeilDiv(g.channels, in.depth));
   g.splits = 1;
   g.terms = {int(p.n), 0, 0, int(p.filter_size())};
+  if (c != nullptr && strided) {
+    g.added = Sm90Added::kInPlace;
+  } else if (c != nullptr) {
+    g.added = Sm90Added::kMatrix;
+    JAXCONV_RETURN_IF_ERROR(EncodeTiled(p.dtype,
+                                        MatrixTensor(c, p.group_c(), p.groups, p.n * p.in_size()),
+                                        {64, 1, tile_m}, what + " c", &g.c));
+  }
   SetFloatOutput(dx, nullptr, p.c, p.group_c(), p.in,
                  {axis[0].stride, axis[1].stride, axis[2].stride}, &g.out);
   for (int number = 0; number < phases; ++number) {
@@ -691,6 +706,7 @@ Status WgmmaDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, co
     }
     // The longest first: the short ones then fill the last wave.
     const auto work = [](const Sm90Phase& f) { return f.taps[0] * f.taps[1] * f.taps[2]; };
+    if (g.added == Sm90Added::kInPlace && work(phase) == 0) continue;  // it is there already
     int at = g.phases++;
     while (at > 0 && work(g.phase[at - 1]) < work(phase)) {
       g.phase[at] = g.phase[at - 1];

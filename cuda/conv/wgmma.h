@@ -52,8 +52,10 @@ Status WgmmaFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, c
 // (8 K + 4). At most as many columns of tiles, ceil(K/G / tile columns) * G, as multiprocessors.
 Status WgmmaStatistics(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
                        const void* w, void* y, void* mean, void* var, Workspace workspace);
+// c is null, or like dx and added to it: 16 bit, and the tiles "128x256", "256x128", "128x128",
+// "256x64", "128x320", "128x64r" and "64x256r"; where a stride is above 1, c must be dx itself.
 Status WgmmaDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,
-                  const void* w, void* dx, Workspace workspace);
+                  const void* w, const void* c, void* dx, Workspace workspace);
 Status WgmmaWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
                   const void* dy, void* dw, Workspace workspace);
 

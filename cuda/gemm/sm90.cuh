@@ -247,10 +247,12 @@ __device__ __forceinline__ void Sm90TermsLoop(Sm90Ring<Tile>& ring, int group, i
 }
 
 // Sums of warpgroup `group` (0 or 1) over the next `steps` stages. At most one stage's products are
-// in flight while the next stage's are issued.
-template <typename Tile>
+// in flight while the next stage's are issued. `seen` is called when all stages are there: what it
+// waits for in ping-pong the other group's next tile comes behind.
+template <typename Tile, typename Seen>
 __device__ __forceinline__ void Sm90MainLoop(Sm90Ring<Tile>& ring, int group, int steps,
-                                             float (&acc)[Tile::kBlocks][Tile::kTileN / 2]) {
+                                             float (&acc)[Tile::kBlocks][Tile::kTileN / 2],
+                                             Seen&& seen) {
   static_assert(Tile::kTerms == 1);
 #pragma unroll
   for (int m = 0; m < Tile::kBlocks; ++m) {
@@ -283,6 +285,7 @@ __device__ __forceinline__ void Sm90MainLoop(Sm90Ring<Tile>& ring, int group, in
     before = ring.stage;
     ring.Advance();
   }
+  seen();
   if constexpr (Tile::kPingPong) ring.PassTurn(group);
 #pragma unroll
   for (int m = 0; m < Tile::kBlocks; ++m) Pin(acc[m]);
@@ -290,6 +293,12 @@ __device__ __forceinline__ void Sm90MainLoop(Sm90Ring<Tile>& ring, int group, in
 #pragma unroll
   for (int m = 0; m < Tile::kBlocks; ++m) Pin(acc[m]);
   if (before >= 0) ring.Release(before);
+}
+
+template <typename Tile>
+__device__ __forceinline__ void Sm90MainLoop(Sm90Ring<Tile>& ring, int group, int steps,
+                                             float (&acc)[Tile::kBlocks][Tile::kTileN / 2]) {
+  Sm90MainLoop(ring, group, steps, acc, [] {});
 }
 
 // The same for kAlternate: group g takes the stages in even (odd) slots, half of the sum.

@@ -77,6 +77,91 @@ __device__ __forceinline__ Digits4 PixelOf(const Sm90Phase& phase, int m) {
   return SplitDigits(m, phase.by_extent[2], phase.by_extent[1], phase.by_extent[0]);
 }
 
+// An addend comes through the ring as the operands do, behind them: boxes of 64 x 64 in the order of
+// the tile's rows, chunk of columns by chunk, kEach chunks in each of kStages stages. So it is on its
+// way while the products run; in the epilogue each thread would wait for memory.
+template <typename Tile>
+struct Sm90AddendStages {
+  static constexpr int kRowBoxes = Tile::kTileM / 64, kChunks = Tile::kTileN / 64;
+  static constexpr int kMost = Tile::kStageBytes / (kRowBoxes * kBlockBytes);
+  static constexpr int kStages = (kChunks + kMost - 1) / kMost;
+  static constexpr int kEach = (kChunks + kStages - 1) / kStages;
+  static constexpr int kChunkBytes = kRowBoxes * kBlockBytes;
+  static_assert(!Tile::kPingPong || kStages == 1, "a turn passes when all stages are there");
+};
+
+// v += a box of 64 x 64 16-bit elements in shared memory, swizzled; v in the order of wgmma's
+// registers.
+template <typename T>
+__device__ __forceinline__ void AddBox(uint32_t box, float (&v)[32]) {
+  const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {  // 16 columns
+    uint32_t pair[4];
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+                 : "=r"(pair[0]), "=r"(pair[1]), "=r"(pair[2]), "=r"(pair[3])
+                 : "r"(box + row * 128 + (((j * 2 + lane / 16) ^ (row % 8)) * 16))
+                 : "memory");
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 two = UnpackPair(pair[i], T());
+      v[j * 8 + i * 2] += two.x;
+      v[j * 8 + i * 2 + 1] += two.y;
+    }
+  }
+}
+
+// acc += a warpgroup's part of the boxes in the next stages.
+template <typename Tile>
+__device__ __forceinline__ void AddFromRing(Sm90Ring<Tile>& ring, int group, int block0,
+                                            float (&acc)[Tile::kBlocks][Tile::kTileN / 2]) {
+  using Stages = Sm90AddendStages<Tile>;
+#pragma unroll
+  for (int s = 0; s < Stages::kStages; ++s) {
+    ring.Await();
+#pragma unroll
+    for (int i = 0; i < Stages::kEach; ++i) {
+      const int chunk = s * Stages::kEach + i;
+      if (chunk >= Stages::kChunks) continue;
+#pragma unroll
+      for (int m = 0; m < Tile::kBlocks; ++m) {
+        AddBox<typename Tile::T>(ring.A() + (i * Stages::kRowBoxes + block0 + m) * kBlockBytes,
+                                 reinterpret_cast<float (&)[32]>(acc[m][chunk * 32]));
+      }
+    }
+    NamedBarrier(group + 1, 128);  // all have read
+    ring.Release(ring.stage);
+    ring.Advance();
+  }
+}
+
+// What is added to the tile's sums.
+template <typename Tile>
+__device__ __forceinline__ void ProduceAddend(const Sm90Product& p, const Sm90Place& at,
+                                              Sm90Ring<Tile>& ring) {
+  using Stages = Sm90AddendStages<Tile>;
+#pragma unroll 1
+  for (int s = 0; s < Stages::kStages; ++s) {
+    const int chunk = s * Stages::kEach, left = Stages::kChunks - chunk;
+    const int chunks = left < Stages::kEach ? left : Stages::kEach;
+    const uint32_t full = ring.Claim(chunks * Stages::kChunkBytes), to = ring.A();
+    for (int i = 0; i < chunks; ++i) {
+      const int n = at.n + (chunk + i) * 64;
+      if (p.added == Sm90Added::kMatrix) {
+        LoadTile(to + i * Stages::kChunkBytes, p.c, full, n, at.instance, at.m);
+        continue;
+      }
+      for (int box = 0; box < Stages::kRowBoxes; ++box) {
+        const Digits4 pixel = PixelOf(p.phase[at.phase], at.m + box * 64);
+        const int from[3] = {pixel.digit[3], pixel.digit[2], pixel.digit[1]}, none[3] = {};
+        LoadColumn(p.rank_d, to + (i * Stages::kRowBoxes + box) * kBlockBytes, p.d[at.phase], full,
+                   at.instance * p.n + n, from, pixel.digit[0], none);
+      }
+    }
+    ring.Advance();
+  }
+}
+
 template <typename Tile>
 __device__ __forceinline__ void ProduceTile(const Sm90Product& p, const Sm90Place& at,
                                             Sm90Ring<Tile>& ring) {
@@ -197,6 +282,10 @@ __device__ __forceinline__ void FinishProductTile(
   PutTile<Tile>(p, at, block0, p.d[at.phase], p.rank_d, outbox, acc);
 }
 
+// Dgrads have addends, and k-major operands.
+template <typename Tile>
+inline constexpr bool kAdds = Tile::kMajorA && Tile::kMajorB && !Tile::kSwapped;
+
 template <typename Tile>
 __global__ void __launch_bounds__(kSm90Threads, 1)
     Sm90ProductKernel(const __grid_constant__ Sm90Product p) {
@@ -211,7 +300,11 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
       for (int i = 0; i < p.phases; ++i) PrefetchMap(p.a[i]);
       PrefetchMap(p.b);
       for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
-        ProduceTile(p, LocateTile<Tile>(p, tile), ring);
+        const Sm90Place at = LocateTile<Tile>(p, tile);
+        ProduceTile(p, at, ring);
+        if constexpr (kAdds<Tile>) {
+          if (p.added != Sm90Added::kNothing) ProduceAddend(p, at, ring);
+        }
       }
     }
   } else {
@@ -219,6 +312,7 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
     Sm90Outbox<typename Tile::T, Tile::kPairs> outbox(
         ring.shared + Tile::kStages * Tile::kStageBytes + group * Tile::kOutboxBytes, group + 1);
     const int block0 = Tile::kPingPong ? 0 : group * Tile::kBlocks;
+    const bool added = kAdds<Tile> && p.added != Sm90Added::kNothing;
     int turn = 0;
     for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
       if (Tile::kPingPong) {
@@ -226,7 +320,7 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
         if (turn == group) {
           Sm90Place other;
           LocateSteps(p, tile, other);
-          ring.Skip(other.steps);
+          ring.Skip(other.steps + (added ? Sm90AddendStages<Tile>::kStages : 0));
           continue;
         }
       }
@@ -234,7 +328,12 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
       ColumnBias<typename Tile::T, Tile::kTileN> bias;
       bias.Load(p.epilogue, at.instance, at.n, p.n);
       float acc[Tile::kBlocks][Tile::kTileN / 2];
-      Sm90MainLoop(ring, group, at.steps, acc);
+      Sm90MainLoop(ring, group, at.steps, acc, [&] {
+        if (Tile::kPingPong && added) ring.Await();
+      });
+      if constexpr (kAdds<Tile>) {
+        if (added) AddFromRing(ring, group, block0, acc);
+      }
       FinishProductTile<Tile>(p, at, block0, outbox, bias, acc);
     }
     outbox.Drain();
@@ -272,6 +371,9 @@ Status CountTiles(Sm90Product& p, const std::string& what) {
 template <typename Tile>
 Status LaunchSm90Product(const Context& ctx, void (*kernel)(Sm90Product), Sm90Product& p,
                          int multiprocessors, const std::string& what) {
+  if (p.added != Sm90Added::kNothing && !kAdds<Tile>) {
+    return Status::Unimplemented(what + ": this tile takes no addend");
+  }
   if (Tile::kSwapped) {
     // Bias by column of d is bias by row of the sums.
     if (p.epilogue.bias_kind == BiasKind::kRow) {

@@ -58,13 +58,18 @@ struct Sm90FloatOutput {
   int64_t begin[kMaxPhases], instance, stride_image, stride[3];
 };
 
+// What is added to the sums: nothing; c; or what d holds, in place, where d is columns of pixels.
+enum class Sm90Added : int32_t { kNothing, kMatrix, kInPlace };
+
 struct Sm90Product {
   CUtensorMap a[kMaxPhases], d[kMaxPhases], b, z;  // d, z: 16-bit only
+  CUtensorMap c;  // where Sm90Added says so: (n, instance, m), boxes of 64 columns x a tile's rows
   Sm90Phase phase[kMaxPhases];
   Sm90Epilogue epilogue;
   int phases;
   int rank_a;  // of a's columns; 0: a is a matrix, (k, instance, m), or (m, instance, k) if m-major
   int rank_d;  // of d's columns; 0: d and z are matrices (n, instance, m)
+  Sm90Added added;          // k-major operands, 16-bit only
   bool shared_a, shared_b;  // by all instances: coordinate 0
   int instances;
   int n;

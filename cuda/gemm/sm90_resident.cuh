@@ -104,6 +104,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   const int first = int(blockIdx.x) / columns * Tile::kGroups;
   const int step = int(gridDim.x) / columns * Tile::kGroups;
   const int warp = __shfl_sync(0xffffffffu, int(threadIdx.x) / 32, 0);
+  const bool added = Tile::kMajorB && p.added != Sm90Added::kNothing;
   ResidentRing<Tile> ring;
   ring.stages = stages;
   if (warp < 4) {
@@ -133,6 +134,14 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
           LoadTile(ring.A(), p.a[0], ring.Full(), k * 64, p.shared_a ? 0 : instance,
                    tile * Tile::kRows);
           ring.Advance();
+        }
+        if (added) {
+          for (int i = 0; i < Tile::kTileN; i += 64) {
+            BarrierWait(ring.Empty(), ring.parity ^ 1);
+            BarrierExpect(ring.Full(), Tile::kStageBytes);
+            LoadTile(ring.A(), p.c, ring.Full(), n + i, instance, tile * Tile::kRows);
+            ring.Advance();
+          }
         }
       }
     }
@@ -178,6 +187,22 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 #pragma unroll
       for (int block = 0; block < Tile::kBlocks; ++block) Pin(acc[block]);
       if (threadIdx.x % 128 == 0) BarrierArrive(before);
+      if constexpr (Tile::kMajorB) {
+        if (added) {
+#pragma unroll
+          for (int i = 0; i < Tile::kTileN / 64; ++i) {
+            BarrierWait(ring.Full(), ring.parity);
+#pragma unroll
+            for (int block = 0; block < Tile::kBlocks; ++block) {
+              AddBox<typename Tile::T>(ring.A() + block * kBlockBytes,
+                                       reinterpret_cast<float (&)[32]>(acc[block][i * 32]));
+            }
+            NamedBarrier(group + 1, 128);  // all have read
+            if (threadIdx.x % 128 == 0) BarrierArrive(ring.Empty());
+            ring.Advance();
+          }
+        }
+      }
       const int m = tile * Tile::kRows, m_end = p.phase[0].m;
 #pragma unroll
       for (int block = 0; block < Tile::kBlocks; ++block) {
@@ -202,6 +227,9 @@ Status LaunchSm90Resident(const Context& ctx, Sm90Product& p, int multiprocessor
   JAXCONV_RETURN_IF_ERROR(CountTiles<Tile>(p, what));
   const int64_t columns = int64_t(p.tiles_n) * p.instances;
   const int stages = Tile::Stages(p.k_blocks);
+  if (p.added != Sm90Added::kNothing && !Tile::kMajorB) {
+    return Status::Unimplemented(what + ": this tile takes no addend");
+  }
   if (p.phases != 1 || p.rank_a != 0 || p.rank_d != 0 || p.splits != 1 ||
       p.phase[0].taps[0] * p.phase[0].taps[1] * p.phase[0].taps[2] != 1) {
     return Status::Unimplemented(what + ": this tile needs a plain matrix product");
