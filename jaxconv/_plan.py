@@ -366,6 +366,8 @@ def _stem_refusal(op: str, p: ConvProblem, device: Device) -> str | None:
     if op == "conv_wgrad":
         return None
     columns = math.prod(p.stride[i] for i in plane) * few
+    if columns > 64 and _patches(op, p):
+        return _wgmma_dense_refusal(_patch_product(p), device)
     if columns > 64:
         return f"it needs strides times channels of at most 64, got {columns}"
     places = 1
@@ -378,6 +380,27 @@ def _stem_refusal(op: str, p: ConvProblem, device: Device) -> str | None:
         places *= count
     operand = -(-many * _itemsize(p) // 128) * places * (16 if columns <= 16 else 64) * 128
     return None if operand <= 80 * 1024 else f"its filter would need {operand} bytes of shared memory, it has 81920"
+
+
+def _patches(op: str, p: ConvProblem) -> bool:
+    """Whether stem runs dgrad as a matrix product whose elements are those of dx: in 16 bit, a filter of few input
+    channels that steps by its own extents, and has too many columns for the kernel that sums over taps."""
+    plane = range(p.nd)[-2:]
+    steps = all(
+        p.filter[i] == p.stride[i]
+        and (p.padding[i], p.dilation[i]) == ((0, 0), 1)
+        and p.in_spatial[i] == p.out_spatial[i] * p.filter[i]
+        for i in plane
+    )
+    many = p.in_channels <= 8 and math.prod(p.filter) * p.in_channels > 64
+    return op == "conv_dgrad" and steps and many and _itemsize(p) == 2
+
+
+def _patch_product(p: ConvProblem) -> DenseProblem:
+    """dy's pixels (M, K) times w (R*S*C, K), transposed."""
+    columns = math.prod(p.filter) * p.in_channels
+    pixels = p.batch * math.prod(p.out_spatial)
+    return DenseProblem(p.name, p.dtype, pixels, p.out_channels, columns, p.precision, trans_w=True)
 
 
 def _wgmma_refusal(p: ConvProblem | DenseProblem, device: Device) -> str | None:
@@ -575,7 +598,8 @@ def _ladder(op: str, problem: Problem, device: Device) -> str:
     if problem.groups > 1 and supports(op, "grouped", problem, device) is None:
         return "grouped"
     # Filters that large are patches, which are long matrix products.
-    if math.prod(problem.filter) <= 64 and supports(op, "stem", problem, device) is None:
+    small = math.prod(problem.filter) <= 64 or _patches(op, problem)
+    if small and supports(op, "stem", problem, device) is None:
         return "stem"
     # The direct kernels take what the tensor-core loop refuses.
     return "implicit_gemm" if supports(op, "implicit_gemm", problem, device) is None else "direct"
@@ -715,6 +739,11 @@ def _fill_conv(op: str, plan: Plan, p: ConvProblem, device: Device) -> Plan:
         splits = _splits(p.batch * pixels, blocks, device, 2, 256, filter_elements * 4)
         size = splits * filter_elements * 4 if splits > 1 else 0
         return dataclasses.replace(plan, tile=tile, splits=splits, workspace_bytes=size)
+    if plan.algorithm == "stem" and _patches(op, p):
+        product = _patch_product(p)
+        tile, _ = wgmma_dense_tile(product, device)
+        size = _align(product.m * product.n * item) + wgmma_workspace("dense", product, tile, 1)
+        return dataclasses.replace(plan, tile=tile, workspace_bytes=size)
     if plan.algorithm == "depthwise":
         plan = dataclasses.replace(plan, tile=_depthwise_tile(op, p, device))
     elif plan.algorithm == "grouped":
@@ -723,9 +752,10 @@ def _fill_conv(op: str, plan: Plan, p: ConvProblem, device: Device) -> Plan:
         return plan
     if plan.algorithm == "stem":
         # Persistent blocks, two of which fit a multiprocessor; one owns 64 units (8 bytes of channels at a
-        # tap; 128 in float32) x 64 channels.
+        # tap; 128 in float32) x 64 channels, or half as many x 128.
         few, many = sorted((group_c, group_k))
-        blocks = -(-taps * -(-few // (8 // item)) // (32 * item)) * -(-many // 64)
+        units = taps * -(-few // (8 // item))
+        blocks = -(-units // (32 * item)) * -(-many // (64 if units > 16 * item else 128))
         splits = _splits(p.batch * pixels, blocks, device, 2, 256, filter_elements * 4)
         return dataclasses.replace(plan, splits=splits, workspace_bytes=splits * filter_elements * 4)
     if plan.tile == "planes":

@@ -124,6 +124,8 @@ STEM_CONVS = {
     "3x3-s1": ((13, 300), 4, 24, 1, (3, 3), {}),  # several tiles a row
     "8to7": ((13, 12), 8, 7, 1, (5, 3), {"stride": (3, 2), "dilation": (2, 1)}),
     "1-D": ((67,), 1, 16, 1, (9,), {"stride": 4}),
+    "strips": ((12, 226), 3, 72, 1, (7, 7), {"stride": 2, "padding": 3}),  # two a row
+    "patches": ((24, 32), 3, 72, 1, (8, 8), {"stride": 8}),  # dgrad is a matrix product
     "rgb": ((18, 20), 72, 3, 1, (3, 3), {}),
     "head": ((9, 140), 136, 8, 1, (1, 3), {"dilation": 2}),
     "many-tiles": ((222, 224), 3, 40, 1, (3, 3), {"stride": 2}),  # more tiles than blocks

@@ -23,6 +23,7 @@
 #include "cuda/conv/reduce.h"
 #include "cuda/conv/stem.cuh"
 #include "cuda/conv/stem_rows.h"
+#include "cuda/dense/wgmma.h"
 
 namespace jaxconv::cuda {
 namespace conv {
@@ -991,6 +992,57 @@ Status RunContract(const Context& ctx, const ConvProblem& p, const Epilogue& e, 
   return Status::Unimplemented(what + ": expected strides times channels of at most 64");
 }
 
+// dx of patches from the product's rows, a row the R*S*C elements of a patch: x is (images, P, R, Q,
+// S*C). `item` is a vector of S*C's elements.
+template <typename V>
+__global__ void __launch_bounds__(kThreads)
+    UnpatchKernel(const V* __restrict__ rows, V* __restrict__ dx, int64_t count, FastDiv by_item,
+                  FastDiv by_q, FastDiv by_r) {
+  for (int64_t at = int64_t(blockIdx.x) * kThreads + threadIdx.x; at < count;
+       at += int64_t(gridDim.x) * kThreads) {
+    const QuotRem item = DivMod(at, by_item), q = DivMod(item.quot, by_q), r = DivMod(q.quot, by_r);
+    dx[at] = rows[((r.quot * by_q.d + q.rem) * by_r.d + r.rem) * by_item.d + item.rem];
+  }
+}
+
+template <typename V>
+Status Unpatch(const Context& ctx, const ConvProblem& p, const void* rows, void* dx, int64_t item,
+               const std::string& what) {
+  const int64_t count = p.n * p.in_size() * p.c * int64_t(SizeOf(p.dtype)) / int64_t(sizeof(V));
+  const int64_t blocks = std::min<int64_t>(CeilDiv(count, kThreads), 132 * 16);
+  UnpatchKernel<V><<<unsigned(blocks), kThreads, 0, ctx.stream>>>(
+      static_cast<const V*>(rows), static_cast<V*>(dx), count, FastDiv(item), FastDiv(p.out[2]),
+      FastDiv(p.filter[1]));
+  return LaunchStatus(what);
+}
+
+// dgrad of a filter that steps by its own extents: each element of dx is one element of the product
+// of dy's pixels and w, whose rows only have to be dealt to the rows of patches.
+Status PatchesDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,
+                    const void* w, void* dx, Workspace workspace, const std::string& what) {
+  const int64_t size = int64_t(SizeOf(p.dtype)), pixels = p.n * p.out_size();
+  const int64_t columns = p.filter_size() * p.c, line = p.filter[2] * p.c;
+  const int64_t bytes = CeilDiv(pixels * columns * size, 256) * 256;
+  JAXCONV_RETURN_IF_ERROR(CheckWorkspace(workspace, bytes, what));
+  DenseProblem q = {};
+  q.batch = 1;
+  q.m = pixels;
+  q.k = p.k;
+  q.n = columns;
+  q.trans_w = true;
+  q.alpha = 1;
+  q.dtype = p.dtype;
+  const Epilogue bare = {false, Activation::kNone, 0.0, false};
+  const Workspace rest = {static_cast<char*>(workspace.data) + bytes, workspace.bytes - bytes};
+  JAXCONV_RETURN_IF_ERROR(WgmmaDense(ctx, q, bare, {"wgmma", plan.tile, 1, 0}, dy, w, nullptr,
+                                     nullptr, workspace.data, nullptr, rest));
+  if (line * size % 16 == 0 && Aligned16(dx)) {
+    return Unpatch<uint4>(ctx, p, workspace.data, dx, line * size / 16, what);
+  }
+  return size == 2 ? Unpatch<uint16_t>(ctx, p, workspace.data, dx, line, what)
+                   : Unpatch<uint32_t>(ctx, p, workspace.data, dx, line, what);
+}
+
 // The domain of stem.h, but for what the sizes in shared memory say.
 Status Check(const ConvProblem& p, bool expands, const void* thin, const void* fat,
              const std::string& what) {
@@ -1035,12 +1087,22 @@ Status StemFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, co
   });
 }
 
-Status StemDgrad(const Context& ctx, const ConvProblem& p, const Plan&, const void* dy,
-                 const void* w, void* dx, Workspace) {
+Status StemDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,
+                 const void* w, void* dx, Workspace workspace) {
   const std::string what = std::string("conv_dgrad[stem ") + Name(p.dtype) + "]";
   const Epilogue bare = {false, Activation::kNone, 0.0, false};
   const bool few_in = p.c <= conv::kFew;
   JAXCONV_RETURN_IF_ERROR(conv::Check(p, !few_in, few_in ? dx : dy, few_in ? dy : dx, what));
+  if (!plan.tile.empty()) {
+    bool patches = few_in;
+    for (int d = 1; d < 3; ++d) {
+      patches = patches && p.filter[d] == p.stride[d] && p.pad[d] == 0 && p.dilation[d] == 1 &&
+                p.in[d] == p.out[d] * p.filter[d];
+    }
+    if (!patches)
+      return Status::Invalid(what + ": a tile is for filters that step by their extents");
+    return conv::PatchesDgrad(ctx, p, plan, dy, w, dx, workspace, what);
+  }
   if (!few_in) {
     return conv::ForElement(p.dtype, [&](auto tag) {
       using T = typename decltype(tag)::type;

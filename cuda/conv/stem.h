@@ -15,10 +15,13 @@
 // Taps and channels are padded with zeros, and so are rows of pixels for wgrad: an infinity in the
 // thin image can make NaN where the sum is infinite, or would be without it.
 //
-// `plan.tile` and `plan.chunk` are not read.
+// dgrad with a `plan.tile` is another kernel: where the filter steps by its own extents and the image is
+// all patches, dx is a matrix product of dy and w. The tile is one of cuda/dense/wgmma.h, whose
+// domain the product must be in. Otherwise `plan.tile` must be "". `plan.chunk` is not read.
 //
-// Workspace, bytes: fprop, dgrad: 0. wgrad: plan.splits * K * C * R*S * 4, plan.splits >= 1: the most persistent blocks (two fit a
-// multiprocessor, on sm_90a one) for each tile of dw.
+// Workspace, bytes: fprop: 0; dgrad: 0, with a tile that of x, rounded up to 256, and the product's.
+// wgrad: plan.splits * K * C * R*S * 4, plan.splits >= 1: the most persistent blocks (at most two fit
+// a multiprocessor) for each tile of dw.
 #pragma once
 
 #include "common/plan.h"

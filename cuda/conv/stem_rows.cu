@@ -20,7 +20,7 @@ namespace {
 
 constexpr int kMostGroups = 3;      // warpgroups of a block, each on rows of its own
 constexpr int kGroupThreads = 160;  // and the warp that writes for it
-constexpr int kBoxes = 2;           // of a warpgroup
+constexpr int kBoxes = 3;           // of a warpgroup
 
 template <typename T>
 struct ContractRowsArgs {
@@ -37,9 +37,11 @@ struct ContractRowsArgs {
   int channel_blocks, last_shift;  // of 128 bytes; log2 of the halves that the last has
   uint32_t tile_bytes;             // of the operand at an offset of w and channel block
   uint32_t ring_at, barriers_at, boxes_at, box_bytes;
-  int row_shift;    // log2 of block_rows
-  bool pairs;       // thin is written in pairs of 16-bit elements
-  FastDiv by_line;  // or of pairs
+  int row_shift;                  // log2 of block_rows
+  bool pairs;                     // thin is written in pairs of 16-bit elements
+  int unit_line;                  // units (pairs, or elements) of a line of a box
+  FastDiv by_line, by_unit_line;  // by_line: units of a pixel
+  uint32_t units_at;
 };
 
 // Where element n of pixel q lies in a box, bytes. 16-bit boxes are [pixel][n], in chunks of 16 bytes
@@ -101,6 +103,14 @@ __global__ void __launch_bounds__(kMostGroups* kGroupThreads, 1)
       }
     }
   }
+  // Where each unit of thin lies in a box.
+  uint16_t* units = reinterpret_cast<uint16_t*>(cells + a.units_at);
+  for (int e = threadIdx.x; e < g.stride[0] * a.unit_line; e += blockDim.x) {
+    const int r = int(a.by_unit_line.Div(e)), unit = e - r * a.unit_line;
+    const int q = int(a.by_line.Div(unit));
+    const int n = r * a.line + (unit - q * int(a.by_line.d)) * (a.pairs ? 2 : 1);
+    units[e] = uint16_t(BoxAt<T, kN>(a.row_shift, q, n));
+  }
   RowRing ring(shared + a.ring_at + group * u.stages * u.stage_bytes,
                shared + a.barriers_at + group * u.stages * 16, u);
   const uint32_t boxes = shared + a.boxes_at + group * kBoxes * a.box_bytes;
@@ -112,7 +122,9 @@ __global__ void __launch_bounds__(kMostGroups* kGroupThreads, 1)
   if (!writes && threadIdx.x % 128 == 0) {
     ring.Init(4);
     for (int box = 0; box < kBoxes; ++box) {
-      BarrierInit(box_full(box), R <= 16 ? 1 : R / 16);
+      // Every lane arrives for what it stored: compute-sanitizer's racecheck sees no order where
+      // one arrives for its warp after __syncwarp().
+      BarrierInit(box_full(box), R <= 16 ? 32 : R * 2);
       BarrierInit(box_empty(box), 1);
     }
     BarrierInitFence();
@@ -145,19 +157,17 @@ __global__ void __launch_bounds__(kMostGroups* kGroupThreads, 1)
           BarrierWait(box_full(box), box_parity);
           const unsigned char* from = cells + (boxes - shared) + box * a.box_bytes;
           for (int r = 0; r < rows; ++r, to += line) {
+            const uint16_t* unit = units + r * a.unit_line;
             if (sizeof(T) == 2 && a.pairs) {
-#pragma unroll 4
+              uint32_t* pairs = reinterpret_cast<uint32_t*>(to);
+#pragma unroll 8
               for (int e = lane; e < made / 2; e += 32) {
-                const int q = int(a.by_line.Div(e)),
-                          n = r * a.line + (e - q * int(a.by_line.d)) * 2;
-                reinterpret_cast<uint32_t*>(to)[e] =
-                    *reinterpret_cast<const uint32_t*>(from + BoxAt<T, kN>(a.row_shift, q, n));
+                pairs[e] = *reinterpret_cast<const uint32_t*>(from + unit[e]);
               }
             } else {
-#pragma unroll 4
+#pragma unroll 8
               for (int e = lane; e < made; e += 32) {
-                const int q = int(a.by_line.Div(e)), n = r * a.line + e - q * a.line;
-                to[e] = *reinterpret_cast<const T*>(from + BoxAt<T, kN>(a.row_shift, q, n));
+                to[e] = *reinterpret_cast<const T*>(from + unit[e]);
               }
             }
           }
@@ -285,8 +295,7 @@ __global__ void __launch_bounds__(kMostGroups* kGroupThreads, 1)
               }
             }
           }
-          __syncwarp();
-          if (lane == 0) BarrierArrive(box_full(box));
+          BarrierArrive(box_full(box));
           next_box();
         }
       } else if (j >= unit.p) {
@@ -311,22 +320,26 @@ Status Launch(const Context& ctx, ContractRowsArgs<T> a, DType dtype, const void
   cudaFuncAttributes attributes;
   JAXCONV_RETURN_IF_ERROR(CudaStatus(cudaFuncGetAttributes(&attributes, kernel), what));
   if (attributes.binaryVersion != 90) return Status::Ok();
+  a.unit_line = kN * int(a.by_line.d);
+  a.by_unit_line = FastDiv(a.unit_line);
   const int operand = a.channel_blocks * a.count_w * int(a.tile_bytes);
   a.box_bytes = uint32_t(sizeof(T) == 2 ? kN * a.block_rows * 2 : a.block_rows * (kN + 8) * 4);
   u.stage_bytes = int(CeilDiv(kN + a.span_w, 8) * 1024);
-  constexpr int kRoom = kSm90SharedBytes - 1024;
+  const int units = int(CeilDiv(g.stride[0] * a.unit_line * 2, 16) * 16);
+  const int room = kSm90SharedBytes - 1024 - units;
   int groups = kMostGroups;
   for (;; --groups) {
     if (groups == 0) return Status::Ok();
     const int boxes = groups * kBoxes * int(a.box_bytes);
-    u.stages = std::min((kRoom - operand - boxes) / groups / u.stage_bytes, 6);
-    if (u.stages >= 3 || (groups == 1 && u.stages >= 2)) break;
+    u.stages = std::min((room - operand - boxes) / groups / u.stage_bytes, 6);
+    if (u.stages >= std::max(groups, 2)) break;
   }
   *taken = true;
   a.ring_at = uint32_t(operand);
   a.boxes_at = a.ring_at + uint32_t(groups * u.stages * u.stage_bytes);
   a.barriers_at = a.boxes_at + uint32_t(groups * kBoxes) * a.box_bytes;
-  const int bytes = int(a.barriers_at) + groups * (u.stages + kBoxes) * 16;
+  a.units_at = a.barriers_at + uint32_t(groups * (u.stages + kBoxes)) * 16;
+  const int bytes = int(a.units_at) + units;
   u.images = u.slabs = 1;
   const int height = int(CeilDiv(g.thin[0], g.stride[0]));
   const int width = int(CeilDiv(g.thin[1], g.stride[1]));

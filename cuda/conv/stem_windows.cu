@@ -30,6 +30,9 @@ namespace {
 constexpr int kExpandSteps = 32;  // of 32 bytes of k
 constexpr int kConsumers = 2;     // warpgroups
 constexpr int kWindowThreads = (1 + kConsumers) * 128;
+// Blocks of a multiprocessor: where two fit, one's barriers hide behind the other's work.
+template <typename T, int kRegisters>
+constexpr int kResident = sizeof(T) == 2 && kRegisters <= 32 ? 2 : 1;
 
 // Tiles of thin pixels in shared memory.
 template <typename T>
@@ -202,7 +205,7 @@ struct ExpandRowsArgs : ThinSlots<T> {
 };
 
 template <typename T, int kN>
-__global__ void __launch_bounds__(kWindowThreads, 1)
+__global__ void __launch_bounds__(kWindowThreads, kResident<T, kN / 2>)
     ExpandRowsKernel(const __grid_constant__ ExpandRowsArgs<T> a) {
 #ifdef JAXCONV_SM90A
   extern __shared__ __align__(1024) unsigned char cells[];
@@ -212,28 +215,39 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
   const int group = __shfl_sync(~0u, int(threadIdx.x / 128), 0) - 1;  // uniform
   const uint32_t barriers = shared + a.barriers_at;
   if (threadIdx.x == 0) InitSlots(barriers);
-  // The filter, k-major: [channel tile][four steps][channel][128 bytes, swizzled].
-  const int words = a.channel_tiles * a.filter_tile / 4;
-#pragma unroll 2
-  for (int e = threadIdx.x; e < words; e += kWindowThreads) {
-    // Neighbouring threads take neighbouring channels, which neighbour in w where C is small.
-    const int n = e % 64, word = e / 64 % 32, four = e / 2048;
-    const int tile = four / (a.filter_tile / kBlockBytes);
-    const int chunk = (four - tile * (a.filter_tile / kBlockBytes)) * 8 + word / 4;
+  // Where each element of k begins in w, or -1.
+  constexpr int kElements = 16 / int(sizeof(T));  // of a chunk
+  int* table = reinterpret_cast<int*>(cells + a.boxes_at);
+  const int elements = a.filter_tile / kBlockBytes * 8 * kElements;
+  for (int e = threadIdx.x; e < elements; e += kWindowThreads) {
+    const int chunk = e / kElements;
+    int from = -1;
+    if (chunk < a.steps * 2) {
+      const StemElement at =
+          a.Element(a.chunk_row[chunk], a.chunk[chunk], e % kElements * int(sizeof(T)));
+      if (at.tap >= 0) from = int(at.tap * g.w_tap + at.channel * g.w_thin);
+    }
+    table[e] = from;
+  }
+  __syncthreads();
+  // The filter, k-major: [channel tile][four steps][channel][128 bytes, swizzled]. Neighbouring
+  // threads take neighbouring channels, which neighbour in w where C is small.
+  const int n = threadIdx.x % 64;
+  for (int tile = 0; tile < a.channel_tiles; ++tile) {
     const int channel = tile * 64 + n;
-    uint32_t bits = 0;
-    if (chunk < a.steps * 2 && channel < g.fat_channels) {
-#pragma unroll
-      for (int byte = 0; byte < 4; byte += int(sizeof(T))) {
-        const StemElement at = a.Element(a.chunk_row[chunk], a.chunk[chunk], word % 4 * 4 + byte);
-        if (at.tap >= 0) {
-          bits |= ThinBits(a.w + at.tap * g.w_tap + channel * g.w_fat + at.channel * g.w_thin)
-                  << byte * 8;
-        }
+    const T* w = a.w + channel * g.w_fat;
+#pragma unroll 8
+    for (int e = threadIdx.x / 64; e < elements; e += kWindowThreads / 64) {
+      const int from = table[e], chunk = e / kElements;
+      const uint32_t bits = from >= 0 && channel < g.fat_channels ? ThinBits(w + from) : 0;
+      unsigned char* to = cells + tile * a.filter_tile + chunk / 8 * kBlockBytes + n * 128 +
+                          ((chunk ^ n) % 8) * 16 + e % kElements * int(sizeof(T));
+      if constexpr (sizeof(T) == 2) {
+        *reinterpret_cast<uint16_t*>(to) = uint16_t(bits);
+      } else {
+        *reinterpret_cast<uint32_t*>(to) = bits;
       }
     }
-    *reinterpret_cast<uint32_t*>(cells + four * kBlockBytes + n * 128 +
-                                 ((word / 4) ^ (n % 8)) * 16 + word % 4 * 4) = bits;
   }
   FenceForTma();
   __syncthreads();
@@ -391,7 +405,7 @@ __device__ __forceinline__ void WgmmaCross(float (&d)[kRegisters], uint64_t a, u
 
 // kRows: of taps, 4 or 7; kParts: columns of chunks.
 template <typename T, int kRows, int kParts>
-__global__ void __launch_bounds__(kWindowThreads, 1)
+__global__ void __launch_bounds__(kWindowThreads, kResident<T, kRows * 4 * kParts>)
     CrossRowsKernel(const __grid_constant__ CrossRowsArgs<T> a) {
 #ifdef JAXCONV_SM90A
   extern __shared__ __align__(1024) unsigned char cells[];
@@ -629,7 +643,8 @@ Status Launch(const Context& ctx, Kernel kernel, const Args& a, int64_t blocks, 
   return LaunchStatus(what);
 }
 
-constexpr int kRoom = kSm90SharedBytes - 1024;
+// Bytes for each of the blocks of a multiprocessor.
+constexpr int RoomOf(int resident) { return (kSm90SharedBytes + 1024) / resident - 2048; }
 
 template <typename T, int kN>
 Status LaunchExpand(const Context& ctx, ExpandRowsArgs<T> a, DType dtype, void* fat,
@@ -639,13 +654,17 @@ Status LaunchExpand(const Context& ctx, ExpandRowsArgs<T> a, DType dtype, void* 
   bool compiled = false;
   JAXCONV_RETURN_IF_ERROR(Compiled(kernel, what, &compiled));
   const int boxes = kConsumers * 2 * kN * 128, filter = a.channel_tiles * a.filter_tile;
-  const int blocks = Multiprocessors();
   // Of a row's products, or of its bytes.
   const double row_cost = std::max<double>(a.steps * a.channel_tiles * (kN / 2.0),
                                            a.cols * g.fat_channels * double(sizeof(T)) / 19.0);
-  if (!compiled || !ChooseRows(a, kRoom - filter - boxes - kN * 16 - 64, blocks, row_cost)) {
-    return Status::Ok();
-  }
+  int resident = kResident<T, kN / 2>;
+  const auto fits = [&] {
+    return ChooseRows(a, RoomOf(resident) - filter - boxes - kN * 16 - 64,
+                      Multiprocessors() * resident, row_cost * resident);
+  };
+  if (resident > 1 && !fits()) resident = 1;
+  if (!compiled || !fits()) return Status::Ok();
+  const int blocks = Multiprocessors() * resident;
   *taken = true;
   a.boxes_at = uint32_t(filter);
   a.thin_at = a.boxes_at + boxes;
@@ -705,17 +724,20 @@ Status LaunchCross(const Context& ctx, CrossRowsArgs<T> a, DType dtype, int64_t 
   const int slices = int(CeilDiv(tiles, 1 + a.by_channel));
   a.steps = int(CeilDiv(a.cols, 16));
   a.stage_bytes = a.steps * 2048;
-  a.parts = int(std::max<int64_t>(1, std::min<int64_t>(splits, Multiprocessors() / slices)));
   // What windows of no pixels, and rows of no taps, reach past a slot.
   const int past = 16 * 16 + kRows * g.step[0] * a.row_bytes;
   const double row_cost = std::max(a.steps * kParts * (kRows * 4 + 16.0) * (1 + a.by_channel),
                                    a.cols * 128.0 * (1 + a.by_channel) / 19);
-  a.stages = 4;
-  while (a.stages > 2 &&
-         !ChooseRows(a, kRoom - past - 256 - 2 * a.stages * a.stage_bytes, a.parts, row_cost)) {
-    --a.stages;
-  }
-  if (!compiled || a.stages == 2) return Status::Ok();
+  // Two blocks only with four stages each: MobileNet's wgrad took .068 ms with three, .064 alone.
+  int resident = kResident<T, kRows * 4 * kParts>;
+  const auto fits = [&](int stages) {
+    a.parts = int(std::clamp<int64_t>(Multiprocessors() * resident / slices, 1, splits));
+    a.stages = stages;
+    const int room = RoomOf(resident) - past - 256 - 2 * stages * a.stage_bytes;
+    return ChooseRows(a, room, a.parts, row_cost * resident);
+  };
+  if (resident > 1 && !fits(4)) resident = 1;
+  if (!compiled || (!fits(4) && !fits(3))) return Status::Ok();
   *taken = true;
   a.parts = int(std::min<int64_t>(a.parts, a.tiles));
   a.thin_at = uint32_t(kConsumers * a.stages * a.stage_bytes);
