@@ -330,9 +330,10 @@ def _batchnorm(
         return {"y": (z, None), **stats}
     dz, undetermined = _wide(a["dy"]), None
     if pass_ == "residual":
-        # y's own mask: a sum of two rounded terms near 0 has the sign that rounding gives it.
+        # y's own mask: a sum of two rounded terms near 0 has the sign that rounding gives it. Where float32 rounding of
+        # such a sum decides, a mask that is recomputed may differ from y's.
         assert y is not None
-        dz = jnp.where(y > 0, dz, 0)
+        dz, undetermined = jnp.where(y > 0, dz, 0), jnp.abs(z) < 2.0**-18
     elif pass_ == "fwd+bwd":
         # Where float32 rounding decides the sign of z, it decides whether dz is 0.
         undetermined = jnp.abs(z) < 2.0**-12
@@ -340,5 +341,10 @@ def _batchnorm(
     dbias, dscale = jnp.sum(dz, axes), jnp.sum(dz * xhat, axes)
     n = x.size // dbias.size
     dx = spread(a["scale"]) * spread(rstd) * (dz - spread(dbias / n) - xhat * spread(dscale / n))
-    grads = {"dx": (dx, undetermined), "dscale": (dscale, None), "dbias": (dbias, None), "dresidual": (dz, None)}
+    grads = {
+        "dx": (dx, undetermined),
+        "dscale": (dscale, None),
+        "dbias": (dbias, None),
+        "dresidual": (dz, undetermined),
+    }
     return grads if pass_ == "bwd" else {"y": (jnp.maximum(z, 0), None), **stats, **grads}

@@ -184,6 +184,33 @@ def test_every_shape_and_channel_axis_errs_no_more_than_twice_xla(shape, axis, d
     compare(shape, axis, dtype, training, "relu", True)
 
 
+@pytest.mark.parametrize("activation", ["relu", "silu"])
+@pytest.mark.parametrize(
+    ("shape", "axis"), [((64, 7, 7, 64), -1), ((2, 6, 5, 19), -1), ((16, 20, 16, 16), 1), ((3, 7, 6, 5), 1)], ids=str
+)
+def test_a_gradient_is_the_same_whichever_others_are_asked_for(shape, axis, activation):
+    """With ReLU and a residual, kernels may pass dresidual from one walk over the tensor to the next."""
+    given = data(shape, axis, "float32")
+    options = dict(training=True, momentum=0.9, epsilon=1e-3, activation=activation, channel_axis=axis)
+
+    def gradients(args: Any, some: tuple[str, ...], algorithm: str) -> Any:
+        def y(of: dict[str, Any]) -> Any:
+            v = {**args, **of}
+            norm = (v[name] for name in ("x", "scale", "bias", "running_mean", "running_var"))
+            return jaxconv.batchnorm(*norm, residual=v["residual"], algorithm=algorithm, **options)[0]
+
+        return jax.vjp(y, {name: args[name] for name in some})[1](args["dy"])[0]
+
+    with types_of("float32"):
+        args = arrays(given, "float32")
+        for algorithm in algorithms(shape, axis, "float32", True):
+            f = jax.jit(functools.partial(gradients, algorithm=algorithm), static_argnames="some")
+            together = f(args, some=("x", "scale", "bias", "residual"))
+            for some in (("x", "scale", "bias"), ("residual",), ("x", "residual"), ("scale",)):
+                for name, value in f(args, some=some).items():
+                    assert same_bits(value, together[name]), f"d{name} of {some}, {algorithm}"
+
+
 @pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
 @pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
 @pytest.mark.parametrize("activation", NAMED_ACTIVATIONS, ids=label)

@@ -25,6 +25,10 @@ __device__ __forceinline__ Raw<T, V> ReadOnce(const void* base, int64_t at) {
   return __ldcs(static_cast<const Raw<T, V>*>(base) + at);
 }
 template <typename T, int V>
+__device__ __forceinline__ void Write(void* base, int64_t at, Raw<T, V> v) {
+  static_cast<Raw<T, V>*>(base)[at] = v;
+}
+template <typename T, int V>
 __device__ __forceinline__ void WriteOnce(void* base, int64_t at, Raw<T, V> v) {
   __stcs(static_cast<Raw<T, V>*>(base) + at, v);
 }

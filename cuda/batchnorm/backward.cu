@@ -5,7 +5,8 @@
 //   n);  dresidual = dz
 //
 // First walk: block (tile, split, instance) sums dz and dz * (x - mean) over its positions, which it
-// takes in turn with the other splits, into sums (2, batch, channels, splits). Second walk,
+// takes in turn with the other splits, into sums (2, batch, channels, splits); dz itself too, where
+// WritesGradientFirst says so, for the second walk to read. Second walk,
 // channels-last: block (tile, piece, instance), counted from the end, adds its channels' parts up
 // (piece 0 writes dscale and dbias) and writes dx and dresidual, last position first. Without dx and
 // dresidual it is a block per tile that writes the sums only. Second walk, channels-first: a pass over
@@ -82,6 +83,9 @@ __global__ void __launch_bounds__(kThreads, V == 1 ? 3 : 2)
           s1[j % N] += dz[j];
           s2[j % N] = fmaf(dz[j], centred[j], s2[j % N]);
         });
+        if (p.t.dresidual != nullptr) {
+          WritePiece<T, V, kLast, true>(a, p.t.dresidual, piece, Pack<T, V>(dz));
+        }
       }
 #pragma unroll
       for (int q = 1; q < U; ++q) {
@@ -265,13 +269,21 @@ Status TwoReadBackward(const Context& ctx, const BatchNormProblem& p, int64_t sp
   float* sums = static_cast<float*>(workspace.data);
   const int64_t rows = p.batch * p.channels;
   float* totals = sums + 2 * rows * splits;
-  const bool writes = t.dx != nullptr || t.dresidual != nullptr;
   BackwardArgs args = MakeBackwardArgs(p, t);
   args.parts = splits;
+  BackwardArgs sum_args = args;
+  if (WritesGradientFirst(args)) {
+    args.t.dy = t.dresidual;
+    args.t.residual = args.t.dresidual = nullptr;
+    args.activation = Activation::kNone;
+  } else {
+    sum_args.t.dresidual = nullptr;
+  }
+  const bool writes = args.t.dx != nullptr || args.t.dresidual != nullptr;
   return WithInstance<true>(p, {t.x, t.dy, t.residual, t.dx, t.dresidual}, [&](auto instance) {
     using I = decltype(instance);
     using T = typename I::T;
-    args.layout = MakeLayout(p, I::kLast, I::V, kTileBytes);
+    args.layout = sum_args.layout = MakeLayout(p, I::kLast, I::V, kTileBytes);
     const Layout& a = args.layout;
     args.pieces = writes ? Pieces(a, 2 * Bytes(p)) : 1;
     JAXCONV_RETURN_IF_ERROR(CheckGrid(a.tiles, splits, p.batch, what));
@@ -280,7 +292,7 @@ Status TwoReadBackward(const Context& ctx, const BatchNormProblem& p, int64_t sp
     return WithActivation<I::V>(p.activation, [&](auto smooth) {
       constexpr bool kSmooth = decltype(smooth)::value;
       GradientSumKernel<T, I::V, I::kLast, kSmooth>
-          <<<sum_blocks, kThreads, 0, ctx.stream>>>(args, sums);
+          <<<sum_blocks, kThreads, 0, ctx.stream>>>(sum_args, sums);
       JAXCONV_RETURN_IF_ERROR(LaunchStatus(what + " sums"));
       args.sums = sums;
       unsigned blocks = 0;

@@ -40,6 +40,12 @@ struct BackwardArgs {
   float slope;
 };
 
+// ReLU's dz is dy or zero, in dy's type too. So the first walk may write it, as dresidual, and the second read that in
+// the place of dy and the residual: a pass over the tensor less.
+inline bool WritesGradientFirst(const BackwardArgs& p) {
+  return p.activation == Activation::kRelu && p.t.residual != nullptr && p.t.dresidual != nullptr;
+}
+
 inline ForwardArgs MakeForwardArgs(const BatchNormProblem& p, const ForwardTensors& t) {
   ForwardArgs args{};
   args.t = t;
@@ -117,12 +123,12 @@ __device__ __forceinline__ Raw<T, V> ReadPiece(const Layout& a, const void* base
   return raw;
 }
 
-// The piece's own elements of v.
-template <typename T, int V, bool kLast>
+// The piece's own elements of v. kAgain: they will be read again.
+template <typename T, int V, bool kLast, bool kAgain = false>
 __device__ __forceinline__ void WritePiece(const Layout& a, void* base, const Piece& piece,
                                            const Raw<T, V>& v) {
   if (kLast || !a.pieces || (piece.first < a.image && piece.first + V - 1 < a.image)) {
-    WriteOnce<T, V>(base, piece.at, v);
+    kAgain ? Write<T, V>(base, piece.at, v) : WriteOnce<T, V>(base, piece.at, v);
     return;
   }
   const T* e = reinterpret_cast<const T*>(&v);

@@ -3,7 +3,8 @@
 //
 //   dx = scale * rstd * (dz - dbias / n - xhat * dscale / n), dz = dy * f'(z)
 //
-// The residual does not stay: it is copied for each of the two walks.
+// The residual does not stay. With ReLU, the first walk leaves dz in dy's place and writes it, as dresidual; otherwise the
+// residual is copied for the second walk too.
 #include "cuda/batchnorm/batchnorm.h"
 #include "cuda/batchnorm/channel.cuh"
 #include "cuda/batchnorm/launch.h"
@@ -58,8 +59,9 @@ __global__ void __launch_bounds__(kTeamThreads, kBlocks<V, kLast, kRelu>)
   const Layout& a = p.layout;
   const Share s = MyShare<U>(a, q);
   const bool has_residual = p.t.residual != nullptr, needs_z = p.activation != Activation::kNone;
+  const bool dz_first = kRelu && has_residual && p.t.dresidual != nullptr;  // WritesGradientFirst
   const int ring = static_cast<int>(q.slots) * kSlot, residual_ring = q.in_flight * kResidualSlot;
-  const char* mine_x = reinterpret_cast<const char*>(slab) + threadIdx.x * 16;
+  char* mine_x = reinterpret_cast<char*>(slab) + threadIdx.x * 16;
   const char* mine_residual = mine_x + ring;
   const uint32_t to_x = SharedAddress(mine_x), to_residual = SharedAddress(mine_residual);
   const int tile_channels = a.lanes * kStats, columns = 2 * tile_channels;
@@ -82,12 +84,13 @@ __global__ void __launch_bounds__(kTeamThreads, kBlocks<V, kLast, kRelu>)
       CopyWord(&scales[threadIdx.x], p.t.scale + row);
       if (needs_z) CopyWord(&biases[threadIdx.x], p.t.bias + row);
     }
+    const void* dy = p.t.dy;  // of the walk
     const auto copy = [&](int slot, uint32_t by, int64_t at_by) {
 #pragma unroll
       for (int u = 0; u < U; ++u) {
         walk.Visit(a, s, u, by, at_by, [&](const Piece& piece) {
           CopyPiece<T, V, kLast>(a, to_x + slot + 2 * u * kVector, p.t.x, piece);
-          CopyPiece<T, V, kLast>(a, to_x + slot + (2 * u + 1) * kVector, p.t.dy, piece);
+          CopyPiece<T, V, kLast>(a, to_x + slot + (2 * u + 1) * kVector, dy, piece);
         });
       }
     };
@@ -143,6 +146,14 @@ __global__ void __launch_bounds__(kTeamThreads, kBlocks<V, kLast, kRelu>)
             total[k] += dz[j];
             total[kStats + k] = fmaf(dz[j], v[j] - mine[k].mean, total[kStats + k]);
           });
+          if (dz_first) {
+            const R packed = Pack<T, V>(dz);
+            WritePiece<T, V, kLast, true>(a, p.t.dresidual, piece, packed);
+            // Not where the copy below goes.
+            if (slot < stream || i + q.in_flight >= q.steps) {
+              *reinterpret_cast<R*>(mine_x + slot + (2 * u + 1) * kVector) = packed;
+            }
+          }
         });
 #pragma unroll
         for (int k = 1; k < U; ++k) {
@@ -165,7 +176,12 @@ __global__ void __launch_bounds__(kTeamThreads, kBlocks<V, kLast, kRelu>)
       if (load_slot == ring) load_slot = stream;
     }
     walk.Backwards(s);
-    if (has_residual) {
+    const bool residual_again = has_residual && !dz_first;
+    if (dz_first) {
+      dy = p.t.dresidual;
+      __threadfence_block();  // this thread's copies read what it wrote
+    }
+    if (residual_again) {
       residual_slot = 0;
 #pragma unroll 1
       for (int i = 0; i < q.in_flight; ++i) {
@@ -199,16 +215,21 @@ __global__ void __launch_bounds__(kTeamThreads, kBlocks<V, kLast, kRelu>)
       for (int u = 0; u < U; ++u) {
         x_raw[u] = Slot<R>(mine_x, slot + 2 * u * kVector);
         dy_raw[u] = Slot<R>(mine_x, slot + (2 * u + 1) * kVector);
-        if (has_residual) extra[u] = Slot<R>(mine_residual, residual_slot + u * kVector);
+        if (residual_again) extra[u] = Slot<R>(mine_residual, residual_slot + u * kVector);
       }
 #pragma unroll(kRelu ? U : 1)
       for (int u = 0; u < U; ++u) {
         walk.Visit(a, s, u, 0, 0, [&](const Piece& piece) {
           float v[V], dz[V];
-          ToGradient<T, V, kRelu>(x_raw[0], dy_raw[0], extra[0], has_residual, mine, p.activation,
-                                  p.slope, v, dz);
-          if (p.t.dresidual != nullptr)
-            WritePiece<T, V, kLast>(a, p.t.dresidual, piece, Pack<T, V>(dz));
+          if (dz_first) {
+            Unpack<T, V>(x_raw[0], v);
+            Unpack<T, V>(dy_raw[0], dz);
+          } else {
+            ToGradient<T, V, kRelu>(x_raw[0], dy_raw[0], extra[0], has_residual, mine, p.activation,
+                                    p.slope, v, dz);
+            if (p.t.dresidual != nullptr)
+              WritePiece<T, V, kLast>(a, p.t.dresidual, piece, Pack<T, V>(dz));
+          }
           if (p.t.dx != nullptr) {
 #pragma unroll
             for (int j = 0; j < V; ++j) {
@@ -227,7 +248,7 @@ __global__ void __launch_bounds__(kTeamThreads, kBlocks<V, kLast, kRelu>)
         }
       }
       if (i >= q.slots) copy(slot, -ahead, -at_ahead);
-      if (has_residual) {
+      if (residual_again) {
         copy_residual(residual_slot, -ahead, -at_ahead);
         residual_slot += kResidualSlot;
         if (residual_slot == residual_ring) residual_slot = 0;
