@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 import re
 
 import jax
@@ -153,6 +154,18 @@ def test_both_passes_of_a_batchnorm_make_one_choice(activation, dtype):
         problem = BatchNormProblem("batchnorm", dtype, shape, 3, residual, 0.9, 1e-5, Activation(activation))
         train, backward = (plan(f"batchnorm_{op}", problem, H200) for op in ("train", "backward"))
         assert (train.implementation, train.algorithm) == (backward.implementation, backward.algorithm)
+
+
+def test_the_input_gradient_of_patches_is_a_product_in_memory():
+    vit = next(p for p in conv_problems("bfloat16", True) if p.filter == (16, 16) and p.in_channels == 3)
+    stem = dataclasses.replace(vit, implementation="native", algorithm="stem")
+    made = plan("conv_dgrad", stem, H200)
+    assert (made.algorithm, made.tile) == ("stem", "128x128")
+    assert made.workspace_bytes == math.prod(vit.x_shape) * 2
+    padded = {"padding": ((1, 1), (0, 0)), "in_spatial": (222, 224)}
+    for change in (padded, {"dtype": "float32"}, {"in_spatial": (225, 224)}):
+        with pytest.raises(ValueError, match="strides times channels of at most 64"):
+            plan("conv_dgrad", dataclasses.replace(stem, **change), H200)
 
 
 def test_workspaces_fit_into_the_gpu_beside_the_arrays():
