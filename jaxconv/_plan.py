@@ -294,7 +294,7 @@ def _conv_supports(op: str, algorithm: str, p: ConvProblem, device: Device) -> s
     if algorithm == "grouped":
         if _shared_memory(device) < 163 * 1024:
             return "its largest tiles need the shared memory of compute capability 8.0 or 9.0"
-        return _grouped_refusal(p)
+        return _grouped_refusal(p, device)
     reach = (*p.in_spatial, *p.out_spatial, *p.stride, *(abs(v) for pair in p.padding for v in pair))
     if max(*reach, *((f - 1) * d for f, d in zip(p.filter, p.dilation, strict=True))) >= 2**30:
         return "its coordinates must stay below 2^30"
@@ -322,11 +322,15 @@ def _in_memory(algorithm: str, p: ConvProblem) -> ConvProblem:
     return p
 
 
-def _grouped_refusal(p: ConvProblem) -> str | None:
-    """cuda/conv/grouped.h: few channels a group on tensor cores."""
+def _grouped_refusal(p: ConvProblem, device: Device) -> str | None:
+    """cuda/conv/grouped.h: few channels a group, on tensor cores or (float32) by FMAs."""
     group_c, group_k = p.in_channels // p.groups, p.out_channels // p.groups
+    if p.dtype == "float32":
+        rows = _grouped_tile(p, device) == "rows"
+        needs = "compute capability 9.0, a 3x3 filter of stride 1 or 2, and 4, 8 or 16 channels a group on both sides"
+        return None if rows else f"in float32 it needs {needs}"
     if p.dtype not in ("bfloat16", "float16"):
-        return f"it needs bfloat16 or float16, got {p.dtype}"
+        return f"it needs float32, bfloat16 or float16, got {p.dtype}"
     few = all(c % 4 == 0 and 4 <= c <= 32 for c in (group_c, group_k))
     if not few or p.in_channels % 8 or p.out_channels % 8:
         return f"it needs 4, 8, ... 32 channels a group and a multiple of 8 in all, got {group_c} and {group_k} a group"
@@ -538,7 +542,8 @@ def _depthwise_tile(op: str, p: ConvProblem, device: Device) -> str:
 def _grouped_tile(p: ConvProblem, device: Device) -> str:
     """ "rows" or "" (cuda/conv/grouped.h)."""
     few = p.in_channels == p.out_channels and p.in_channels // p.groups in (4, 8, 16)
-    return "rows" if few and _square(p, (3,)) and device.compute_capability == (9, 0) else ""
+    square = _square(p, (3,)) or (p.dtype == "float32" and _square(p, (3,), 2))
+    return "rows" if few and square and device.compute_capability == (9, 0) else ""
 
 
 def _batchnorm_supports(op: str, algorithm: str, p: BatchNormProblem, device: Device) -> str | None:
@@ -766,10 +771,11 @@ def _fill_conv(op: str, plan: Plan, p: ConvProblem, device: Device) -> Plan:
         # A block owns 32 vectors of channels; two fit a multiprocessor.
         blocks, work, least, waves = -(-p.out_channels * item // 512), p.batch * pixels, 256, 2
     elif plan.tile == "rows":
-        # One block fits a multiprocessor, two of 4 or 8 channels a group.
-        grouped = plan.algorithm == "grouped"
-        blocks = -(-p.out_channels // (64 if grouped else 256 if p.filter[-1] == 3 else 128))
-        work, least, waves = p.batch * p.out_spatial[-2], 4, 2 if grouped and group_c < 16 else 1
+        # One block fits a multiprocessor, two of 4 or 8 channels a group in 16 bit.
+        grouped, half = plan.algorithm == "grouped", p.dtype != "float32"
+        slab = (64 if half else 32) if grouped else 256 if p.filter[-1] == 3 else 128
+        blocks = -(-p.out_channels // slab)
+        work, least, waves = p.batch * p.out_spatial[-2], 4, 2 if grouped and half and group_c < 16 else 1
     elif plan.algorithm == "grouped":
         # Two blocks fit a multiprocessor; a tile is about 256 pixels.
         blocks = -(-p.groups // max(1, 32 // max(group_c, group_k)))

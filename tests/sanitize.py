@@ -96,6 +96,7 @@ DEPTHWISE_CONVS = {
 GROUPED_CONVS = {
     "exact": ((8, 8), 64, 64, 8, (3, 3), {}),
     "4": ((11, 9), 16, 16, 4, (3, 3), {}),
+    "4-odd": ((3, 190), 36, 36, 9, (3, 3), {}),  # float32: two slabs, two strips
     "16": ((11, 9), 80, 80, 5, (3, 3), {}),
     "4to8-s2": ((11, 9), 16, 32, 4, (3, 3), {"stride": 2}),
     "8-d2": ((13, 12), 64, 64, 8, (3, 3), {"dilation": 2}),
@@ -226,12 +227,10 @@ ALGORITHMS = {
     "dense": _problem.DENSE_ALGORITHMS,
     "batchnorm": _problem.BATCHNORM_ALGORITHMS,
 }
-SIXTEEN_BIT = ("grouped",)
 PARTS = [
     f"{op}/{algorithm}/{dtype}"
     for op, algorithms in ALGORITHMS.items()
     for algorithm, dtype in itertools.product(algorithms, DTYPES)
-    if not (dtype == "float32" and algorithm in SIXTEEN_BIT)
 ]
 
 

@@ -275,6 +275,26 @@ def test_which_depthwise_kernel_a_shape_gets(case, h200, a100):
             assert op == "conv_wgrad" or made.splits == 1
 
 
+def test_grouped_convolutions_of_float32_are_hoppers_3x3_of_few_channels():
+    """By FMAs, of stride 1 and 2; a part of the weight gradient has a block for each 32 channels."""
+    for case, h200 in (
+        ("grouped_4", "rows"),
+        ("grouped_4_wide", "rows"),
+        ("grouped_16_s2", "rows"),
+        ("grouped_32", ""),
+    ):
+        problem = dataclasses.replace(BY_NAME[case].problem("float32"), algorithm="grouped")
+        for op in ("conv_fprop", "conv_dgrad", "conv_wgrad"):
+            assert "in float32 it needs" in supports(op, "grouped", problem, DEVICES["a100"])
+            if h200:
+                made = plan(op, problem, H200)
+                assert (made.algorithm, made.tile, made.workspace_bytes > 0) == ("grouped", h200, made.splits > 1)
+            else:
+                assert "in float32 it needs" in supports(op, "grouped", problem, H200)
+    many = dataclasses.replace(problem, batch=128, in_spatial=(28, 28), out_spatial=(28, 28), groups=4)
+    assert plan("conv_wgrad", many, H200).splits == 132 // 2
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # explain and info
 

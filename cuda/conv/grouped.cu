@@ -25,6 +25,7 @@
 
 #include "cuda/conv/common.cuh"
 #include "cuda/conv/grouped_rows.h"
+#include "cuda/conv/grouped_rows_float.h"
 #include "cuda/conv/matrix.cuh"
 #include "cuda/conv/reduce.h"
 #include "cuda/core/mma.cuh"
@@ -426,12 +427,14 @@ bool Supports(const ConvProblem& p) {
   return ok;
 }
 
-Status Check(const ConvProblem& p, bool aligned, const std::string& what) {
+Status Check(const ConvProblem& p, bool rows, bool aligned, const std::string& what) {
   JAXCONV_RETURN_IF_ERROR(CheckIndexable(p, what.c_str()));
+  if (rows) return CheckGroupedRows(p, aligned, what);
   if (Supports(p) && aligned) return Status::Ok();
   return Status::Invalid(
       what +
-      ": expected a 16-bit type, channels-last, 4 to 32 channels per group in fours, c and k "
+      ": expected a 16-bit type (float32: tile \"rows\"), channels-last, 4 to 32 channels per "
+      "group in fours, c and k "
       "multiples of 8, strides of 1 or 2, filter extents up to 7 that span at most 17 pixels, "
       "16-byte aligned arrays; got " +
       (aligned ? "" : "unaligned arrays, ") + "groups=" + std::to_string(p.groups) +
@@ -581,11 +584,12 @@ Status Run(const Context& ctx, const ConvProblem& p, bool dgrad, const Plan& pla
            const void* w, void* dst, const Epilogue& e, const void* bias, void* z) {
   const std::string what = std::string(dgrad ? "conv_dgrad" : "conv_fprop") + "[grouped " +
                            Name(p.dtype) + " " + std::string(plan.tile) + "]";
-  const bool aligned = Aligned16(src) && Aligned16(dst) && Aligned16(z);
-  JAXCONV_RETURN_IF_ERROR(Check(p, aligned, what));
-  if (plan.tile == "rows") {
-    JAXCONV_RETURN_IF_ERROR(CheckGroupedRows(p, aligned && Aligned16(w), what));
-    return GroupedRows(ctx, p, dgrad, e, src, w, bias, dst, z, what);
+  const bool rows = plan.tile == "rows";
+  const bool aligned = Aligned16(src) && Aligned16(dst) && Aligned16(z) && (!rows || Aligned16(w));
+  JAXCONV_RETURN_IF_ERROR(Check(p, rows, aligned, what));
+  if (rows) {
+    const auto run = p.dtype == DType::kF32 ? GroupedRowsFloat : GroupedRows;
+    return run(ctx, p, dgrad, e, src, w, bias, dst, z, what);
   }
   const auto run = [&](auto tag) {
     using T = typename decltype(tag)::type;
@@ -653,7 +657,8 @@ Status GroupedWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, 
                     const void* dy, void* dw, Workspace workspace) {
   const std::string what = std::string("conv_wgrad[grouped ") + Name(p.dtype) +
                            " splits=" + std::to_string(plan.splits) + "]";
-  JAXCONV_RETURN_IF_ERROR(conv::Check(p, conv::Aligned16(x) && conv::Aligned16(dy), what));
+  const bool rows = plan.tile == "rows";
+  JAXCONV_RETURN_IF_ERROR(conv::Check(p, rows, conv::Aligned16(x) && conv::Aligned16(dy), what));
   if (plan.splits < 1) return Status::Invalid(what + ": expected splits of at least 1");
   const int64_t count = p.k * p.group_c() * p.filter_size();
   float* partials = nullptr;
@@ -661,9 +666,9 @@ Status GroupedWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, 
     JAXCONV_RETURN_IF_ERROR(conv::CheckWorkspace(workspace, plan.splits * count * 4, what));
     partials = static_cast<float*>(workspace.data);
   }
-  if (plan.tile == "rows") {
-    JAXCONV_RETURN_IF_ERROR(conv::CheckGroupedRows(p, true, what));
-    JAXCONV_RETURN_IF_ERROR(conv::GroupedRowsWgrad(ctx, p, plan.splits, x, dy, dw, partials, what));
+  if (rows) {
+    const auto run = p.dtype == DType::kF32 ? conv::GroupedRowsFloatWgrad : conv::GroupedRowsWgrad;
+    JAXCONV_RETURN_IF_ERROR(run(ctx, p, plan.splits, x, dy, dw, partials, what));
     if (partials == nullptr) return Status::Ok();
     return conv::SumPartials(ctx, p.dtype, partials, plan.splits, count, {}, dw, what.c_str());
   }

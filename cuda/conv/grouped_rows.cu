@@ -368,21 +368,26 @@ Status Launch(const Context& ctx, GroupedRowsArgs<T> g, const void* src, DType d
 }  // namespace
 
 Status CheckGroupedRows(const ConvProblem& p, bool aligned, const std::string& what) {
-  bool ok = (p.dtype == DType::kBF16 || p.dtype == DType::kF16) && p.channels_last &&
-            p.groups > 0 && p.c == p.k && p.c % 8 == 0 && p.filter[0] == 1 && p.filter[1] == kR &&
-            p.filter[2] == kS && p.pad[0] == 0 && p.in[0] == p.out[0] &&
+  const bool plain = p.dtype == DType::kF32;
+  bool ok = (plain || p.dtype == DType::kBF16 || p.dtype == DType::kF16) && p.channels_last &&
+            p.groups > 0 && p.c == p.k && p.c % (plain ? 4 : 8) == 0 && p.filter[0] == 1 &&
+            p.filter[1] == kR && p.filter[2] == kS && p.pad[0] == 0 && p.in[0] == p.out[0] &&
             p.n * p.in[0] < kCoordLimit;
   const int64_t group = ok ? p.group_c() : 0;
   ok = ok && (group == 4 || group == 8 || group == 16);
-  for (int d = 0; d < 3; ++d) {
-    ok = ok && p.stride[d] == 1 && p.dilation[d] == 1 && p.pad[d] >= 0 && p.pad[d] < p.filter[d] &&
-         p.out[d] - p.pad[d] <= p.in[d];
+  ok = ok && p.stride[0] == 1 && p.dilation[0] == 1 && p.stride[1] == p.stride[2] &&
+       (p.stride[1] == 1 || (plain && p.stride[1] == 2));
+  for (int d = 1; d < 3; ++d) {  // the padding on the high side is 0 to 2 too
+    ok = ok && p.dilation[d] == 1 && p.pad[d] >= 0 && p.pad[d] < p.filter[d] &&
+         (p.out[d] - 1) * p.stride[d] - p.pad[d] < p.in[d] &&
+         p.in[d] + p.pad[d] <= p.out[d] * p.stride[d] + 2;
   }
   if (ok && aligned) return Status::Ok();
   return Status::Invalid(what +
-                         ": tile \"rows\" expects 16-byte aligned channels-last arrays of a "
-                         "16-bit type, C/G == K/G of 4, 8 or 16, c a multiple of 8, a 3x3 "
-                         "filter of stride and dilation 1 and padding of 0 to 2");
+                         ": tile \"rows\" expects 16-byte aligned channels-last arrays of "
+                         "float32, bfloat16 or float16, C/G == K/G of 4, 8 or 16, in 16 bits c a "
+                         "multiple of 8, a 3x3 filter of dilation 1, stride 1 (float32: or 2) and "
+                         "padding of 0 to 2");
 }
 
 Status GroupedRows(const Context& ctx, const ConvProblem& p, bool dgrad, const Epilogue& e,

@@ -1,0 +1,23 @@
+// Grouped 3x3 convolution of stride 1 or 2 in float32, by FMAs, with rows streamed through shared memory
+// (sm_90): plan.tile "rows". grouped.h says when.
+#pragma once
+
+#include <string>
+
+#include "common/problem.h"
+#include "common/status.h"
+#include "cuda/core/context.h"
+
+namespace jaxconv::cuda::conv {
+
+// dst = y from src = x, or (dgrad) dst = dx from src = dy. `e`, `bias`, `z` as in ConvFprop.
+Status GroupedRowsFloat(const Context& ctx, const ConvProblem& p, bool dgrad, const Epilogue& e,
+                        const void* src, const void* w, const void* bias, void* dst, void* z,
+                        const std::string& what);
+
+// dw, or with several splits its partial sums (splits, elements of dw).
+Status GroupedRowsFloatWgrad(const Context& ctx, const ConvProblem& p, int64_t splits,
+                             const void* x, const void* dy, void* dw, float* partials,
+                             const std::string& what);
+
+}  // namespace jaxconv::cuda::conv
