@@ -317,6 +317,8 @@ _SPECIAL = (
     _conv("resnext.c4", 128, 28, 256, 256, 3, padding=1, groups=64, suite="special"),
     _conv("resnext.c8", 128, 28, 256, 256, 3, padding=1, groups=32, suite="special"),
     _conv("resnext.c16", 128, 14, 512, 512, 3, padding=1, groups=32, suite="special"),
+    _conv("resnext.c8s2", 128, 56, 256, 256, 3, stride=2, padding=1, groups=32, suite="special"),
+    _conv("resnext.c16s2", 128, 28, 512, 512, 3, stride=2, padding=1, groups=32, suite="special"),
     _conv("mobilenet.stem3x3s2", 128, 224, 3, 32, 3, stride=2, padding=(0, 1), suite="special"),
     _conv("convnext.stem4x4s4", 128, 224, 3, 96, 4, stride=4, suite="special"),
     _conv("vit.patch16", 128, 224, 3, 768, 16, stride=16, suite="special"),
