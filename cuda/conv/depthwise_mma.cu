@@ -395,13 +395,6 @@ Status LaunchLarge(const Context& ctx, const MmaArgs<T>& args, const std::string
   return LaunchStatus(what);
 }
 
-template <typename T, int R>
-Status LaunchOctets(const Context& ctx, const MmaArgs<T>& g, const DepthwiseMmaTile& tile,
-                    const std::string& what) {
-  return tile.octets == 4 ? Launch<T, R, 4>(ctx, g, tile.budget, what)
-                          : Launch<T, R, 2>(ctx, g, tile.budget, what);
-}
-
 template <typename T>
 Status Run(const Context& ctx, const MmaArgs<T>& g, const DepthwiseMmaTile& tile,
            const std::string& what) {
@@ -409,10 +402,10 @@ Status Run(const Context& ctx, const MmaArgs<T>& g, const DepthwiseMmaTile& tile
   if (g.filter_h > kMaxFilterRows || span > kMaxSpan) {
     return span <= 16 * 2 - 7 ? LaunchLarge<T, 2>(ctx, g, what) : LaunchLarge<T, 3>(ctx, g, what);
   }
-  if (g.filter_h == 1) return LaunchOctets<T, 1>(ctx, g, tile, what);
-  if (g.filter_h <= 3) return LaunchOctets<T, 3>(ctx, g, tile, what);
-  if (g.filter_h <= 5) return LaunchOctets<T, 5>(ctx, g, tile, what);
-  return LaunchOctets<T, 7>(ctx, g, tile, what);
+  if (g.filter_h == 1) return Launch<T, 1, 2>(ctx, g, tile.budget, what);
+  if (g.filter_h <= 3) return Launch<T, 3, 2>(ctx, g, tile.budget, what);
+  if (g.filter_h <= 5) return Launch<T, 5, 2>(ctx, g, tile.budget, what);
+  return Launch<T, 7, 2>(ctx, g, tile.budget, what);
 }
 
 }  // namespace

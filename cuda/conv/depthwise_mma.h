@@ -14,9 +14,8 @@ namespace jaxconv::cuda::conv {
 bool DepthwiseMmaSupports(const ConvProblem& p);  // fprop and dgrad
 bool DepthwiseMmaWgradSupports(const ConvProblem& p);
 
-// What a tile may be. Channels per block: 8 * octets; shared memory of a block, in bytes.
+// Shared memory of a block, in bytes.
 struct DepthwiseMmaTile {
-  int octets = 2;  // 2 or 4
   int64_t budget = 72 * 1024;
 };
 
@@ -29,7 +28,7 @@ Status DepthwiseMma(const Context& ctx, const ConvProblem& p, bool dgrad, const 
 // more, one for a long filter row. Both buffers stay below the 99 KB of the smallest devices.
 inline DepthwiseMmaTile DepthwiseMmaWgradTile(const ConvProblem& p) {
   const bool large = (p.filter[2] - 1) * p.dilation[2] >= 9;
-  return {2, (large ? 46 : p.filter[1] <= 3 ? 36 : 48) * 1024};
+  return {(large ? 46 : p.filter[1] <= 3 ? 36 : 48) * 1024};
 }
 
 // dw, or with several splits its partial sums (splits, R*S, K) in float32.
