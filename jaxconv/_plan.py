@@ -518,8 +518,21 @@ def _along_a_line(p: ConvProblem) -> bool:
     return len(taps) == 1 and taps[0] <= 4 and alone and near and all(s == 1 for s in p.stride)
 
 
+def _band_rows(op: str, p: ConvProblem) -> tuple[int, int]:
+    """Rows of all strips of cuda/conv/depthwise_bands.cuh, and pixels of a strip's images.
+
+    A strip is 16 runs of 8 columns, of one image or of several side by side.
+    """
+    height = (p.out_spatial if op == "conv_fprop" else p.in_spatial)[-2]
+    width = (p.in_spatial if op == "conv_dgrad" else p.out_spatial)[-1]
+    runs = -(-width // 8)
+    strips = -(-runs // 16)
+    images = 16 // -(-runs // strips)
+    return -(-p.batch * math.prod(p.in_spatial[:-2]) // images) * strips * height, images * height * width
+
+
 def _depthwise_tile(op: str, p: ConvProblem, device: Device) -> str:
-    """What cuda/conv/depthwise.h calls "rows", "lines", "planes", or "": tensor cores or the generic kernel."""
+    """What cuda/conv/depthwise.h calls "rows", "bands", "lines", "planes", or "": its other kernels."""
     whole = p.channels_last and p.in_channels * _itemsize(p) % 16 == 0
     if p.in_channels != p.out_channels:
         few = p.out_channels // p.in_channels in (2, 4, 8) and _square(p, (3,))
@@ -533,10 +546,11 @@ def _depthwise_tile(op: str, p: ConvProblem, device: Device) -> str:
         return "planes" if small and (op != "conv_wgrad" or p.nd == 2) else ""
     if device.compute_capability != (9, 0) or not whole:
         return ""
-    # 49 FMAs an output are more than the bands of a tensor core's matrices, where rows are long enough to fill those:
-    # 64x56x56x96 in bf16 takes .059 ms in bands and .074 in rows, 64x14x14x384 .026 and .024 (H200).
-    bands = p.filter[-1] == 7 and p.dtype != "float32" and op != "conv_wgrad" and p.out_spatial[-1] >= 28
-    return "" if bands else "rows"
+    if p.filter[-1] == 3 or p.dtype == "float32":
+        return "rows"
+    # 25 or 49 FMAs an output are more than a tensor core's products with bands: 64x56x56x96 7x7 in bf16 takes .036 ms
+    # in bands and .074 in rows, 1x56x56x96 .011 and .015 (H200).
+    return "bands" if max(_band_rows(op, p)) < 2**30 else ""
 
 
 def _grouped_tile(p: ConvProblem, device: Device) -> str:
@@ -767,6 +781,9 @@ def _fill_conv(op: str, plan: Plan, p: ConvProblem, device: Device) -> Plan:
         # A warp owns as many planes as give its lanes 7 columns each; twelve warps fit a multiprocessor.
         planes = 32 // -(-p.out_spatial[-1] // 7)
         blocks, work, least, waves = -(-p.out_channels // planes), p.batch, 1, 12
+    elif plan.tile == "bands":
+        # A block owns 32 channels; one fits a multiprocessor.
+        blocks, work, least, waves = -(-p.out_channels // 32), _band_rows(op, p)[0], 4, 1
     elif plan.tile == "lines":
         # A block owns 32 vectors of channels; two fit a multiprocessor.
         blocks, work, least, waves = -(-p.out_channels * item // 512), p.batch * pixels, 256, 2
@@ -800,7 +817,8 @@ def _fill_conv(op: str, plan: Plan, p: ConvProblem, device: Device) -> Plan:
         columns = min(64, max(8, 1 << (group_k - 1).bit_length()))
         blocks = -(-group_c * taps // (4096 // columns)) * -(-group_k // columns) * p.groups
         work, least = p.batch * pixels, 64
-    if plan.tile in ("rows", "lines", "planes"):  # no block (or warp) more than fit: a second wave doubles the time
+    # No block (or warp) more than fit: a second wave doubles the time.
+    if plan.tile in ("rows", "bands", "lines", "planes"):
         splits = max(1, min(waves * device.sm_count // blocks, work // least))
     else:
         splits = _splits(work, blocks, device, waves, least, filter_elements * 4)

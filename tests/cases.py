@@ -328,6 +328,28 @@ CONV_CASES = (
         padding=2,
     ),
     _case(
+        "depthwise_bands",
+        5,
+        (9, 21),
+        40,
+        40,
+        (7, 7),
+        "five images of 3 runs of 8 columns are one strip of 16; 40 channels are a slab of 32 and a part",
+        groups=40,
+        padding=((0, 5), (6, 1)),
+    ),
+    _case(
+        "depthwise_bands_wide",
+        2,
+        (4, 141),
+        16,
+        16,
+        (5, 5),
+        "141 columns are two strips of 9 runs of 8",
+        groups=16,
+        padding=((4, 0), (1, 3)),
+    ),
+    _case(
         "depthwise_32", 1, (12, 9), 32, 32, (7, 7), "7x7 over aligned channels, as in ConvNeXt", groups=32, padding=3
     ),
     _case(

@@ -17,6 +17,7 @@
 
 #include "cuda/conv/common.cuh"
 #include "cuda/conv/depthwise.h"
+#include "cuda/conv/depthwise_bands.h"
 #include "cuda/conv/depthwise_lines.h"
 #include "cuda/conv/depthwise_mma.h"
 #include "cuda/conv/depthwise_planes.h"
@@ -391,6 +392,7 @@ Status Run(const Context& ctx, const ConvProblem& p, bool dgrad, const Plan& pla
                            Name(p.dtype) + " " + std::string(plan.tile) + "]";
   JAXCONV_RETURN_IF_ERROR(CheckDepthwise(p, what));
   if (plan.tile == "rows") return DepthwiseRows(ctx, p, dgrad, e, src, w, bias, dst, z, what);
+  if (plan.tile == "bands") return DepthwiseBands(ctx, p, dgrad, e, src, w, bias, dst, z, what);
   if (plan.tile == "lines") return DepthwiseLines(ctx, p, dgrad, e, src, w, bias, dst, z, what);
   if (plan.tile == "planes") return DepthwisePlanes(ctx, p, dgrad, e, src, w, bias, dst, z, what);
   if (DepthwiseMmaSupports(p) && Aligned16(src) && Aligned16(w) && Aligned16(dst) && Aligned16(z)) {

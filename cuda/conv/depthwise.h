@@ -2,23 +2,25 @@
 //
 // Supports: groups == c, k a multiple of c; float32, bfloat16, float16; both memory orders; 1-D to
 // 3-D; any stride, dilation, padding; coordinates below 2^30 (CheckIndexable). float32 products are
-// never rounded. `plan.chunk` is not read. `plan.tile` is "rows", "lines", "planes" or "" for what
-// follows.
+// never rounded. `plan.chunk` is not read. `plan.tile` is "rows", "bands", "lines", "planes" or ""
+// for what follows.
 //
-// "rows" (depthwise_rows.h): sm_90, channels-last, c whole 16 bytes, a filter of 3x3, 5x5 or 7x7 of
-// stride 1 or of 3x3 of stride 2 (over H and W; D as a batch: filter[0] == 1, pad[0] == 0, in[0] ==
-// out[0]), dilation 1, pads in [0, filter), 16-byte aligned arrays; k == c, and for 3x3 of stride 1 also
-// k of 2, 4 or 8 times c. "planes" (depthwise_planes.h): the same, of stride 1 and k == c, of
-// channels-first arrays of any number of channels, rows of up to 224 pixels, on any device; wgrad
-// without D. "lines" (depthwise_lines.h): channels-last, k == c whole 16 bytes, 2 to 4 taps along one
-// axis, stride 1, dilation below 2^26, any padding, the other axes left alone, 16-byte aligned arrays, on any
-// device. Padding is read as zeros: an infinity in w makes NaN beside the image's edge, and in wgrad
-// one in x meets the zeros that stand for no dy.
+// "rows" (depthwise_rows.h): sm_90, channels-last, c whole 16 bytes, a filter of 3x3 (float32: or 5x5
+// or 7x7) of stride 1 or of 3x3 of stride 2 (over H and W; D as a batch: filter[0] == 1, pad[0] == 0,
+// in[0] == out[0]), dilation 1, pads in [0, filter), 16-byte aligned arrays; k == c, and for 3x3 of
+// stride 1 also k of 2, 4 or 8 times c. "bands" (depthwise_bands.h): bfloat16 and float16, 5x5 and
+// 7x7 of stride 1, k == c, otherwise as "rows"; fewer than 2^30 rows in all strips, and pixels in the
+// up to 16 images of one. "planes" (depthwise_planes.h): 3x3, 5x5 and 7x7, otherwise as "rows" of
+// stride 1 and k == c, of channels-first arrays of any number of channels, rows of up to 224 pixels,
+// on any device; wgrad without D. "lines" (depthwise_lines.h): channels-last, k == c whole 16 bytes,
+// 2 to 4 taps along one axis, stride 1, dilation below 2^26, any padding, the other axes left alone,
+// 16-byte aligned arrays, on any device. Padding is read as zeros: an infinity in w makes NaN beside
+// the image's edge, and in wgrad one in x meets the zeros that stand for no dy.
 //
-// Tensor cores ("banded", depthwise_mma.h) take bfloat16 and float16, channels-last, k == c a
+// Tensor cores without a tile ("banded", depthwise_mma.h) take bfloat16 and float16, channels-last, k == c a
 // multiple of 8, stride 1, filter[0] == 1 with pad[0] == 0 and in[0] == out[0], dilation[1] == 1 or
 // filter[1] == 1, filter[1] <= 41 and (filter[2] - 1) * dilation[2] <= 40, 16-byte aligned arrays.
-// Their zeros meet real inputs: an infinity in the source makes NaN in outputs of its row up to 15
+// The zeros of bands meet real inputs: an infinity in the source makes NaN in outputs of its row up to 15
 // (long filters: 47) columns away.
 //
 // The rest is fast where filter[2] is 3, 5 or 7 with stride[2] == 1 and dilation[2] up to the row's
@@ -35,6 +37,8 @@
 //   more only lengthen the second stage. A part should be one tile at least.
 //   "rows": the work is the N*O*H rows of x (stride 2: rows of dy), in strips of several images or
 //     columns; a part has ceil(K / 128) blocks [3x3: ceil(K / 256)], of which one fits an SM.
+//   "bands": the same work, in strips of 16 runs of 8 columns; a part has ceil(K / 32) blocks, of which
+//     one fits an SM.
 //   "lines": the work is the N*O*P*Q pixels; a part has ceil(K / 32 vectors) blocks, of which two fit
 //     an SM.
 //   "planes": the work is the N images; a part has ceil(K / floor(32 / ceil(Q / 7))) warps, of which

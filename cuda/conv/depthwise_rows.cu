@@ -291,7 +291,8 @@ Status CheckDepthwiseRows(const ConvProblem& p, bool aligned, const std::string&
             p.c * int64_t(SizeOf(p.dtype)) % 16 == 0 && p.filter[0] == 1 && p.stride[0] == 1 &&
             p.pad[0] == 0 && p.in[0] == p.out[0] && p.filter[1] == p.filter[2] &&
             p.stride[1] == p.stride[2] && (strided || p.stride[2] == 1) &&
-            (p.filter[1] == 3 || (!strided && (p.filter[1] == 5 || p.filter[1] == 7))) &&
+            (p.filter[1] == 3 ||
+             (!strided && p.dtype == DType::kF32 && (p.filter[1] == 5 || p.filter[1] == 7))) &&
             p.n * p.in[0] < kCoordLimit;
   for (int d = 1; d < 3; ++d) {
     ok = ok && p.dilation[d] == 1 && p.pad[d] >= 0 && p.pad[d] < p.filter[d] &&
@@ -301,8 +302,8 @@ Status CheckDepthwiseRows(const ConvProblem& p, bool aligned, const std::string&
   return Status::Invalid(what +
                          ": expected channels-last arrays, 16-byte aligned, with k == c and "
                          "whole 16 bytes of channels, dilation 1, padding below the filter's "
-                         "extent, and a filter of 3x3, 5x5 or 7x7 of stride 1 (3x3: also k of 2, 4 "
-                         "or 8 times c) or 3x3 of stride 2");
+                         "extent, and a filter of 3x3, or in float32 of 5x5 or 7x7, of stride 1 "
+                         "(3x3: also k of 2, 4 or 8 times c), or 3x3 of stride 2");
 }
 
 Status DepthwiseRows(const Context& ctx, const ConvProblem& p, bool dgrad, const Epilogue& e,
@@ -333,12 +334,13 @@ Status DepthwiseRows(const Context& ctx, const ConvProblem& p, bool dgrad, const
     if (g.multiplier > 1) {
       return Launch<T, 2, 3, 640, false, Meet::kSpread>(ctx, g, src, p.dtype, what);
     }
-    constexpr bool k16 = sizeof(T) == 2;
     if (p.filter[1] == 3) return Launch<T, 2, 3, 640, false>(ctx, g, src, p.dtype, what);
-    if (p.filter[1] == 5) {
-      return Launch<T, k16 ? 2 : 1, 5, k16 ? 384 : 640, k16>(ctx, g, src, p.dtype, what);
+    if constexpr (sizeof(T) == 4) {
+      if (p.filter[1] == 5) return Launch<T, 1, 5, 640, false>(ctx, g, src, p.dtype, what);
+      return Launch<T, 1, 7, 384, true>(ctx, g, src, p.dtype, what);
+    } else {
+      return Status::Internal(what + ": no kernel for 16-bit filters of 5x5 and 7x7");
     }
-    return Launch<T, 1, 7, 384, true>(ctx, g, src, p.dtype, what);
   });
 }
 

@@ -189,8 +189,12 @@ Status DepthwiseRowsWgrad(const Context& ctx, const ConvProblem& p, int64_t spli
     g.multiplier = int(p.k / p.c);
     if (g.multiplier > 1) return Launch<T, 2, 3, 640, true>(ctx, g, splits, x, dy, p.dtype, what);
     if (p.filter[1] == 3) return Launch<T, 2, 3, 640>(ctx, g, splits, x, dy, p.dtype, what);
-    if (p.filter[1] == 5) return Launch<T, 1, 5, 640>(ctx, g, splits, x, dy, p.dtype, what);
-    return Launch<T, 1, 7, 512>(ctx, g, splits, x, dy, p.dtype, what);
+    if constexpr (sizeof(T) == 4) {
+      if (p.filter[1] == 5) return Launch<T, 1, 5, 640>(ctx, g, splits, x, dy, p.dtype, what);
+      return Launch<T, 1, 7, 512>(ctx, g, splits, x, dy, p.dtype, what);
+    } else {
+      return Status::Internal(what + ": no kernel for 16-bit filters of 5x5 and 7x7");
+    }
   });
 }
 

@@ -12,6 +12,7 @@
 
 #include "cuda/conv/common.cuh"
 #include "cuda/conv/depthwise.h"
+#include "cuda/conv/depthwise_bands.h"
 #include "cuda/conv/depthwise_lines.h"
 #include "cuda/conv/depthwise_mma.h"
 #include "cuda/conv/depthwise_planes.h"
@@ -250,8 +251,10 @@ Status DepthwiseWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan
     JAXCONV_RETURN_IF_ERROR(conv::CheckWorkspace(workspace, plan.splits * count * 4, what));
     partials = static_cast<float*>(workspace.data);
   }
-  if (plan.tile == "rows" || plan.tile == "lines" || plan.tile == "planes") {
+  if (plan.tile == "rows" || plan.tile == "bands" || plan.tile == "lines" ||
+      plan.tile == "planes") {
     const auto run = plan.tile == "rows"    ? conv::DepthwiseRowsWgrad
+                     : plan.tile == "bands" ? conv::DepthwiseBandsWgrad
                      : plan.tile == "lines" ? conv::DepthwiseLinesWgrad
                                             : conv::DepthwisePlanesWgrad;
     JAXCONV_RETURN_IF_ERROR(run(ctx, p, plan.splits, x, dy, dw, partials, what));

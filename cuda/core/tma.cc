@@ -97,6 +97,12 @@ int UpperCorner(int64_t extent, const TmaWalk& walk, int i) {
 
 namespace {
 
+CUtensorMapSwizzle SwizzleOf(int row_bytes) {
+  return row_bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
+         : row_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                           : CU_TENSOR_MAP_SWIZZLE_32B;
+}
+
 Status EncodeBox(DType dtype, bool tf32, CUtensorMapSwizzle swizzle, const TmaTensor& tensor,
                  const int (&extent)[5], const std::string& what, CUtensorMap* map) {
   const Driver& driver = TheDriver();
@@ -127,6 +133,11 @@ Status EncodeTiled(DType dtype, const TmaTensor& tensor, const int (&rows)[5],
 Status EncodePlain(DType dtype, const TmaTensor& tensor, const int (&box)[5],
                    const std::string& what, CUtensorMap* map) {
   return EncodeBox(dtype, false, CU_TENSOR_MAP_SWIZZLE_NONE, tensor, box, what, map);
+}
+
+Status EncodeSwizzled(DType dtype, const TmaTensor& tensor, const int (&box)[5],
+                      const std::string& what, CUtensorMap* map) {
+  return EncodeBox(dtype, false, SwizzleOf(box[0] * int(SizeOf(dtype))), tensor, box, what, map);
 }
 
 std::string RefuseWalk(int rank, const int64_t (&extent)[5], const TmaWalk& walk,
@@ -164,13 +175,10 @@ Status EncodeIm2col(DType dtype, const TmaTensor& tensor, const TmaWalk& walk, i
     upper[i] = UpperCorner(tensor.extent[i + 1], walk, i);
     step[i + 1] = cuuint32_t(walk.step[i]);
   }
-  const CUtensorMapSwizzle swizzle = row_bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
-                                     : row_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
-                                                       : CU_TENSOR_MAP_SWIZZLE_32B;
   const CUresult result = driver.im2col(
       map, ElementType(dtype, tf32), cuuint32_t(tensor.rank), const_cast<void*>(tensor.base),
       s.extent, s.stride, lower, upper, cuuint32_t(row_bytes / SizeOf(dtype)), cuuint32_t(pixels),
-      step, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      step, CU_TENSOR_MAP_INTERLEAVE_NONE, SwizzleOf(row_bytes), CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) return Refused(what, "im2col", tensor, result);
   ForgetLargeSpan(s, map);

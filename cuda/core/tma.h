@@ -34,6 +34,11 @@ Status EncodeTiled(DType dtype, const TmaTensor& tensor, const int (&rows)[5],
 Status EncodePlain(DType dtype, const TmaTensor& tensor, const int (&box)[5],
                    const std::string& what, CUtensorMap* map);
 
+// The same in the swizzle of a row's bytes, 32, 64 or 128: of each 128 bytes k of shared memory, 16-byte
+// chunk j of a row lies at j ^ (k % chunks of a row).
+Status EncodeSwizzled(DType dtype, const TmaTensor& tensor, const int (&box)[5],
+                      const std::string& what, CUtensorMap* map);
+
 // Columns of `pixels` pixels x 128 bytes of channels. Dimensions are (channels, W, [H, [D,]] N). Along a
 // spatial dimension i the walk visits first[i], first[i] + step[i], ..., count[i] positions in all,
 // fastest dimension first; index 0 is W. A copy adds its own offset to every position.
