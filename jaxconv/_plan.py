@@ -710,7 +710,7 @@ def _tile(m: int, n: int, instances: int, vector: bool) -> str:
 
 
 def _extent(tile: str) -> tuple[int, int]:
-    rows, columns = tile.removesuffix("raw").removesuffix("s").removesuffix("r").split("x")
+    rows, columns = tile.removesuffix("raw").rstrip("srp").split("x")
     return int(rows), int(columns)
 
 
@@ -828,11 +828,15 @@ def _fill_conv(op: str, plan: Plan, p: ConvProblem, device: Device) -> Plan:
 # In 16 bit. Names in cuda/gemm/sm90_product.h: rows x columns of a CTA's outputs. "256x128s" has the filter on the
 # tensor cores' rows. "halo" (cuda/conv/wgmma_halo.h) fetches a pixel once for all taps, "planes" (wgmma_planes.h) a
 # plane of a volume once for all its neighbours; "128x128h" (wgmma_stream.h) keeps pixels while the filter passes.
-# "64x256" is for few rows, "r": all of B's columns stay in shared memory (cuda/gemm/sm90_resident.cuh).
+# "64x256" is for few rows, "r": all of B's columns stay in shared memory (cuda/gemm/sm90_resident.cuh). "p": a pair of
+# CTAs makes it, which fetch what they share once for both (cuda/conv/wgmma_wgrad.cuh); splits count pairs.
 WGMMA_TILES = (
     *("128x256", "256x128", "128x128", "256x64", "256x128s", "128x320", "64x256", "halo", "planes", "128x128h"),
     *("128x64r", "64x256r"),
+    *("256x256p", "256x128p", "128x256p", "256x64p", "64x256p"),
 )
+WGRAD_TILES = ("64x256", *(tile for tile in WGMMA_TILES if tile.endswith("p")))
+SHARED_X = ("128x256p", "64x256p")  # pairs that share x, which the copy engine gives to both of a plain product only
 RESIDENT_TILES = {"128x64r": (4, 128, 64), "64x256r": (2, 64, 256)}  # warpgroups; rows and columns of each
 # Of a dgrad that adds on its way
 ADDEND_TILES = ("128x256", "256x128", "128x128", "256x64", "128x320", "128x64r", "64x256r")
@@ -859,8 +863,12 @@ def wgmma_tile_refusal(op: str, tile: str, p: ConvProblem) -> str | None:
         return _planes_refusal(op, p)
     if tile == "128x128h":
         return _stream_refusal(op, p)
-    if tile == "64x256":
-        return None if op == "conv_wgrad" else "only weight gradients have it"
+    if tile in WGRAD_TILES:
+        if op != "conv_wgrad":
+            return "only weight gradients have it"
+        return "it needs a 1x1 convolution of stride 1" if tile in SHARED_X and not _plain(p) else None
+    if op == "conv_wgrad" and tile in ("256x128", "128x128"):
+        return "weight gradients do not have it"
     if tile in RESIDENT_TILES:
         if op == "conv_wgrad" or not _plain(p):
             return "it needs a 1x1 convolution of stride 1, and not its weight gradient"
@@ -1049,6 +1057,9 @@ def wgmma_conv_tile(op: str, p: ConvProblem, device: Device) -> str:
         tile = _resident_tile(rows, n, summed, p.groups, device)
         if tile:
             return tile
+    pair = _pair_tile(p, device) if op == "conv_wgrad" and taps == 1 else None
+    if pair:
+        return pair
     if n <= 64:
         return "256x64"
     # The phases of a strided dgrad share their pixels, and 128 channels are too few to hide a tile's loads: worth some
@@ -1081,6 +1092,23 @@ def wgmma_conv_tile(op: str, p: ConvProblem, device: Device) -> str:
     return min([*wide, "128x128"], key=time)
 
 
+def _pair_tile(p: ConvProblem, device: Device) -> str | None:
+    """The pair of CTAs for a 1x1's weight gradient in 16 bit, as measured on an H200: one whose second tile is not
+    empty, and that cuts the reduction into so many parts that small sums pay."""
+    c, k, least = p.in_channels, p.out_channels, 4
+    if not _plain(p):
+        tile, least = "256x256p", 16
+    elif k <= 64:
+        tile = "256x64p"
+    elif c <= 64:
+        tile = "64x256p"
+    else:
+        tile = "256x128p" if k <= 128 else "128x256p"
+    rows, columns = -(-c // _extent(tile)[0]), -(-k // _extent(tile)[1])
+    used = c * k >= 0.8 * rows * columns * math.prod(_extent(tile))
+    return tile if p.groups == 1 and used and device.sm_count // 2 >= least * rows * columns else None
+
+
 def _tf32_wgrad_tile(p: ConvProblem) -> str:
     """As measured on an H200: a halo tile takes 1550 cycles for 32 places, 256x128 takes 1620 for 32 pixels. The other
     two are for few rows or columns."""
@@ -1111,7 +1139,8 @@ def _fill_wgmma_conv(op: str, plan: Plan, p: ConvProblem, device: Device) -> Pla
     if op != "conv_wgrad":
         return dataclasses.replace(plan, tile=tile, workspace_bytes=wgmma_workspace(op, p, tile, 1))
     x, y = math.prod(p.x_shape), math.prod(p.y_shape)
-    group_k, sms = p.out_channels // p.groups, device.sm_count
+    group_k = p.out_channels // p.groups
+    sms = device.sm_count // (2 if tile.endswith("p") else 1)  # or pairs of them
     if tile == "halo" and p.dtype != "float32":
         blocks = -(-group_k // 64) * p.groups
         splits = max(sms // blocks, 1)  # CTAs a block

@@ -41,7 +41,7 @@ TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 DTYPES = ("float32", "bfloat16", "float16")
 SM80_TILES = ("64x64", "128x64", "128x128")
 SM90_TILES = ("256x64", "128x128", "256x128", "256x128s", "128x256", "128x320")  # the others are the plan's own
-FEW_TILES = ("64x256", "64x128", *_plan.RESIDENT_TILES)  # for few rows of outputs, or little to sum
+FEW_TILES = ("64x128", *_plan.RESIDENT_TILES, *_plan.WGRAD_TILES)  # for few rows of outputs, or little to sum
 # Besides the plan's own tile
 TERMS_TILES = ("128x64", "128x128", "128x64raw", "128x128raw")  # of float32 as terms
 TILES = {
@@ -251,8 +251,10 @@ def has_tile(tile: str, op: str, problem: Any) -> bool:
         fits = tile not in _plan.RESIDENT_TILES or not _plan.resident_refusal(
             tile, problem.n, problem.k, problem.batch or 1
         )
-        return tile != "64x256" and not problem.trans_x and fits
+        return tile not in _plan.WGRAD_TILES and not problem.trans_x and fits
     if problem.dtype != "float32":
+        if not isinstance(problem, DenseProblem) and _plan.wgmma_tile_refusal(op, tile, problem):
+            return False
         return tile in SM90_TILES and not (tile == "256x128s" and getattr(problem, "addend", False))
     if problem.full_float32:
         return tile in TERMS_TILES

@@ -299,6 +299,36 @@ def test_grouped_convolutions_of_float32_are_hoppers_3x3_of_few_channels():
     assert plan("conv_wgrad", many, H200).splits == 132 // 2
 
 
+@pytest.mark.parametrize(
+    ("extent", "c", "k", "filter", "stride", "tile", "splits"),
+    [
+        (14, 256, 1024, 1, 1, "128x256p", 64),
+        (14, 1024, 256, 1, 1, "128x256p", 64),
+        (28, 128, 512, 1, 1, "128x256p", 66),
+        (28, 512, 128, 1, 1, "256x128p", 66),
+        (56, 64, 256, 1, 1, "64x256p", 66),
+        (56, 256, 64, 1, 1, "256x64p", 66),
+        (56, 256, 512, 1, 2, "256x256p", 66),
+        (56, 64, 64, 1, 1, "256x64", 132),  # one tile of two would be empty
+        (56, 24, 144, 1, 1, "64x256", 132),
+        (28, 512, 1024, 1, 2, "256x128s", 128),  # few parts
+        (7, 512, 2048, 1, 1, "256x128s", 128),
+        (71, 128, 256, 3, 2, "128x256", 126),  # x and dy do not stay in the L2 cache
+    ],
+)
+def test_which_tile_a_weight_gradient_on_hopper_gets(extent, c, k, filter, stride, tile, splits):
+    pad = filter // 2
+    out = (extent + 2 * pad - filter) // stride + 1
+    problem = ConvProblem(
+        "conv", "bfloat16", 256, c, k, 1, (extent,) * 2, (filter,) * 2, (out,) * 2, (stride,) * 2, ((pad, pad),) * 2,
+        (1, 1), True, PAIR, algorithm="wgmma",
+    )  # fmt: skip
+    made = plan("conv_wgrad", problem, H200)
+    assert (made.tile, made.splits) == (tile, splits)
+    rows, columns = _plan._extent(tile)
+    assert made.workspace_bytes == 2 * splits * rows * columns * 4
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # explain and info
 

@@ -20,12 +20,13 @@
 // Outside, a launcher returns a Status.
 //
 // Plan: algorithm "wgmma"; tile "128x256", "256x128", "128x128" or "256x64"; in TF32 fprop and dgrad
-// have no "256x128", wgrad no "128x128"; where float32 is terms "128x128" or "128x64", and those
+// have no "256x128", wgrad no "128x128", in 16 bit wgrad neither; where float32 is terms "128x128" or "128x64", and those
 // followed by "raw": the tensors (not w) are split on their way and not in memory before. On part of
 // the domain (jaxconv/_plan.py, wgmma_tile_refusal) also, in TF32 "halo" (wgmma_halo_tf32.cu,
 // wgmma_wgrad_tf32.cu) and in 16 bit "halo" (wgmma_halo.cuh), "128x128h" (wgmma_stream.cuh; not wgrad),
 // "planes" (wgmma_planes.cuh), "64x256" (wgrad; for few channels), "128x64r" and "64x256r"
-// (gemm/sm90_resident.cuh; not wgrad). splits 1, except wgrad's: the number of CTAs over which the
+// (gemm/sm90_resident.cuh; not wgrad), "256x256p", "256x128p", "128x256p", "256x64p" and "64x256p"
+// (wgrad; pairs of CTAs, which splits then counts). splits 1, except wgrad's: the number of CTAs over which the
 // reduction of all tiles together is spread evenly (a multiple of the number of tiles keeps them at
 // the same pixels at the same time, which matters where x and dy are larger than L2), or 1 for whole
 // tiles; in the 16-bit tiles "halo" and "planes" the CTAs that share the sums of 64 of K/G, or of 32 of

@@ -25,7 +25,7 @@ struct WgradLaunch {
   int channel_blocks;  // of 64, in a tap
   int n;               // K/G
   int steps;           // of 64 pixels, rounded up
-  int parts;           // 1: whole tiles
+  int parts;           // of CTAs or pairs of them; 1: whole tiles
   int64_t pitch;       // K
   int images;          // of a term: the terms of x follow each other as images, those of dy as taps
   void* dw;
@@ -34,6 +34,7 @@ struct WgradLaunch {
   bool whole_tiles;
   int tiles_m, tiles_n;
   int64_t tiles;
+  int shares;  // of a tile's parts, in the pairs' second pass
 };
 
 Status LaunchWgmmaWgradBf16(const Context& ctx, WgradLaunch& p, Sm90TileName tile,

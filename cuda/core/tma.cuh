@@ -31,6 +31,25 @@ __device__ __forceinline__ void LoadTile(uint32_t to, const CUtensorMap& map, ui
       : "memory");
 }
 
+// The same to both CTAs of a cluster: the same place, and the same barrier, of each.
+__device__ __forceinline__ void LoadTileForBoth(uint32_t to, const CUtensorMap& map,
+                                                uint32_t barrier, int c0, int c1, int c2) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%3, %4, %5}], [%2], %6;\n" ::"r"(to),
+      "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "h"(uint16_t(3))
+      : "memory");
+}
+
+__device__ __forceinline__ void LoadTileForBoth(uint32_t to, const CUtensorMap& map,
+                                                uint32_t barrier, int c0, int c1, int c2, int c3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], %7;\n" ::"r"(to),
+      "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(uint16_t(3))
+      : "memory");
+}
+
 // A column of pixels: `at` is the first one's place (W, H, D), `offset` what is added to each.
 __device__ __forceinline__ void LoadColumn(int rank, uint32_t to, const CUtensorMap& map,
                                            uint32_t barrier, int channel, const int (&at)[3], int n,

@@ -11,8 +11,8 @@
 // epilogue hides in part behind the other's products), or they take turns at whole tiles (ping-pong:
 // one's epilogue hides behind the other's main loop). CTAs are persistent.
 //
-// Clusters of two that share B by multicast lost 20 to 40 % on every shape tried (H200, 3x3 and 1x1
-// layers of ResNet-50, 4096^3 products).
+// Clusters of two that share B by multicast lose 1 to 4 % in products (H200, 1x1 layers of ResNet-50,
+// 4096^3), where they fetch less but wait for each other; weight gradients have them (Sm90Pair).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -57,6 +57,7 @@ struct Sm90Tile {
   static constexpr int kBlocks = kBlocks_;  // blocks of 64 rows that a warpgroup makes
   static constexpr bool kPingPong = kPingPong_;
   static constexpr bool kAlternate = kAlternate_;
+  static constexpr bool kPair = false;       // Sm90Pair
   static constexpr bool kStaged = kStaged_;  // the epilogue goes through shared memory
 
   static constexpr int kTileK = 128 / int(sizeof(T));  // of a stage
@@ -94,6 +95,14 @@ struct Sm90Tile {
 template <typename T, bool kMajorA, bool kMajorB, int kTileN>
 using Sm90Alternate = Sm90Tile<T, kMajorA, kMajorB, 1, kTileN, true, true, 1, 0, false, true>;
 
+// Two CTAs of a cluster, whose tiles lie side by side and share an operand, A or B: each fetches half
+// of it for both.
+template <typename Base, bool kSharesB_>
+struct Sm90Pair : Base {
+  static constexpr bool kPair = true;
+  static constexpr bool kSharesB = kSharesB_;
+};
+
 // The ring of stages: a stage's place in shared memory and its two barriers.
 template <typename Tile>
 struct Sm90Ring {
@@ -116,7 +125,7 @@ struct Sm90Ring {
   __device__ __forceinline__ void Init() const {
     for (int s = 0; s < Tile::kStages; ++s) {
       BarrierInit(Full(s), Tile::kFills);
-      BarrierInit(Empty(s), Tile::kReaders);
+      BarrierInit(Empty(s), Tile::kReaders * (Tile::kPair ? 2 : 1));
     }
     BarrierInit(Turn(0), kTurnArrivals);
     BarrierInit(Turn(1), kTurnArrivals);
@@ -159,7 +168,11 @@ struct Sm90Ring {
   // Consumer, one warpgroup.
   __device__ __forceinline__ void Await() const { BarrierWait(Full(stage), parity); }
   __device__ __forceinline__ void Release(int s) const {
-    if (threadIdx.x % 128 == 0) BarrierArrive(Empty(s));
+    if constexpr (Tile::kPair) {  // it is free when both CTAs have read theirs
+      if (threadIdx.x % 128 < 2) BarrierArriveAt(Empty(s), threadIdx.x % 128);
+    } else {
+      if (threadIdx.x % 128 == 0) BarrierArrive(Empty(s));
+    }
   }
 
   __device__ __forceinline__ void Advance() {
@@ -384,6 +397,7 @@ template <typename Tile>
 __device__ __forceinline__ void Sm90Start(const Sm90Ring<Tile>& ring) {
   if (threadIdx.x == 0) ring.Init();
   __syncthreads();
+  if constexpr (Tile::kPair) ClusterSync();
 }
 
 // A term of the tile of the columns' operand for a stage. `map` is (k, instance, n, tap) for a k-major

@@ -90,7 +90,7 @@ static_assert(sizeof(Sm90Product) <= 4000, "a kernel's parameters are 4 KiB at m
 // Tiles, M x N of a CTA. In a product k128x128 is the one whose warpgroups take turns; in the
 // others, and in wgrad, both work at one tile. k256x128s: the filter on the tensor cores' rows.
 // Float32 as terms has the last four, where k128x128 is both at one: operands that were split in
-// memory, or that are split on their way (raw).
+// memory, or that are split on their way (raw). The pairs' are wgrad's, rows x columns of both CTAs.
 enum class Sm90TileName {
   k128x256,
   k256x128,
@@ -104,12 +104,18 @@ enum class Sm90TileName {
   k64x256,
   k64x128,
   k128x64Resident,
-  k64x256Resident
+  k64x256Resident,
+  k256x256Pair,
+  k256x128Pair,
+  k128x256Pair,
+  k256x64Pair,
+  k64x256Pair
 };
 
 constexpr std::string_view kSm90TileNames[] = {
-    "128x256",    "256x128",   "256x64", "256x128s", "128x320", "128x128", "128x64",
-    "128x128raw", "128x64raw", "64x256", "64x128",   "128x64r", "64x256r"};
+    "128x256", "256x128",    "256x64",    "256x128s", "128x320", "128x128",
+    "128x64",  "128x128raw", "128x64raw", "64x256",   "64x128",  "128x64r",
+    "64x256r", "256x256p",   "256x128p",  "128x256p", "256x64p", "64x256p"};
 
 constexpr bool IsRaw(Sm90TileName tile) {
   return tile == Sm90TileName::k128x128Raw || tile == Sm90TileName::k128x64Raw;
