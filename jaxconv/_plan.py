@@ -1155,7 +1155,7 @@ def _fill_wgmma_conv(op: str, plan: Plan, p: ConvProblem, device: Device) -> Pla
     # CTAs that share all tiles' work evenly. A number that the tiles divide keeps a part within a tile; it wins unless
     # it leaves too many multiprocessors idle (less so where x and dy do not stay in the L2 cache). In TF32 6 % are.
     whole = aligned >= (0.95 if p.dtype == "float32" and not p.full_float32 else 0.85) * sms or (
-        traffic > 48 * 2**20 and aligned >= sms // 2 and p.dtype != "float32"
+        traffic > 72 * 2**20 and aligned >= sms // 2 and p.dtype != "float32"
     )
     splits = aligned if whole else sms
     size = wgmma_workspace(op, p, tile, splits)

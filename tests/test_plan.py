@@ -313,6 +313,7 @@ def test_grouped_convolutions_of_float32_are_hoppers_3x3_of_few_channels():
         (56, 24, 144, 1, 1, "64x256", 132),
         (28, 512, 1024, 1, 2, "256x128s", 128),  # few parts
         (7, 512, 2048, 1, 1, "256x128s", 128),
+        (14, 512, 512, 3, 2, "128x256", 132),  # 72 tiles would leave half of the multiprocessors idle
         (71, 128, 256, 3, 2, "128x256", 126),  # x and dy do not stay in the L2 cache
     ],
 )
