@@ -710,7 +710,7 @@ def _tile(m: int, n: int, instances: int, vector: bool) -> str:
 
 
 def _extent(tile: str) -> tuple[int, int]:
-    rows, columns = tile.removesuffix("raw").rstrip("srp").split("x")
+    rows, columns = tile.rstrip("srp").split("x")
     return int(rows), int(columns)
 
 
@@ -848,14 +848,21 @@ WGMMA_DENSE_TILES = (
 # In TF32; a weight gradient's are cuda/conv/wgmma_wgrad_tf32.h's.
 TF32_TILES = ("128x256", "128x128", "256x64", "halo")
 TF32_WGRAD_TILES = ("halo", "256x128", "128x256", "256x64")
+# Of float32 as terms. Weight gradients split their operands in memory before, or with 256 rows on their way; the rows
+# of "s" are channels of dy.
+TERMS_TILES = ("128x128", "128x64")
+TERMS_WGRAD_TILES = (*TERMS_TILES, "256x128", "256x64", "256x64s")
 TF32_HALO = (9 * 64, 64)
 
 
 def wgmma_tile_refusal(op: str, tile: str, p: ConvProblem) -> str | None:
     """What only some tiles need: None, or why `tile` cannot run `op` of a problem that wgmma supports."""
     if p.dtype == "float32":
-        tiles = TF32_WGRAD_TILES if op == "conv_wgrad" else TF32_TILES
-        if _terms(p) > 1 or tile not in tiles:
+        if _terms(p) > 1:
+            if tile not in (TERMS_WGRAD_TILES if op == "conv_wgrad" else TERMS_TILES):
+                return "float32 does not have it"
+            return "it needs a 1x1 convolution of stride 1" if tile == "256x64s" and not _plain(p) else None
+        if tile not in (TF32_WGRAD_TILES if op == "conv_wgrad" else TF32_TILES):
             return "float32 does not have it"
         if op == "conv_wgrad":
             return _tf32_halo_refusal(p) if tile == "halo" else None
@@ -1036,13 +1043,10 @@ def _wgmma_time(
 def wgmma_conv_tile(op: str, p: ConvProblem, device: Device) -> str:
     """As measured on an H200 (docs/performance.md)."""
     taps, group_c, group_k = math.prod(p.filter), p.in_channels // p.groups, p.out_channels // p.groups
-    x, y = math.prod(p.x_shape), math.prod(p.y_shape)
     dgrad = op == "conv_dgrad"
     n, summed = (group_c, group_k) if dgrad else (group_k, group_c)
     if _terms(p) > 1:
-        if op != "conv_wgrad":
-            return _terms_tile(p.flops / max(y if dgrad else x, 1), n, 700 if n <= 64 else 2500)
-        return _terms_tile(p.flops / max(x + y, 1), n, 470 if n <= 64 else 675)
+        return _terms_wgrad_tile(p) if op == "conv_wgrad" else "128x64" if n <= 64 else "128x128"
     if op == "conv_wgrad" and p.dtype == "float32":
         return _tf32_wgrad_tile(p)
     few = max(n, summed) <= 64 and (op == "conv_wgrad" or min(n, summed) <= 32)
@@ -1120,11 +1124,25 @@ def _tf32_wgrad_tile(p: ConvProblem) -> str:
     return "halo" if worth and wgmma_tile_refusal("conv_wgrad", "halo", p) is None else other
 
 
+def _terms_wgrad_tile(p: ConvProblem) -> str:
+    """As measured on an H200. The tiles with 256 rows split x and dy on their way, slower than products of terms in
+    memory, which cost 10 bytes an element: that pays where there are few operations an element."""
+    group_c, group_k = p.in_channels // p.groups, p.out_channels // p.groups
+    narrow = group_k <= 64
+    if p.flops >= (470 if narrow else 675) * (math.prod(p.x_shape) + math.prod(p.y_shape)):
+        return "128x64" if narrow else "128x128"
+    if _plain(p) and group_c <= 64 < group_k:
+        return "256x64s"
+    return "256x64" if narrow else "256x128"
+
+
 def _wgrad_tiles(tile: str, p: ConvProblem) -> int:
     taps, blocks, group_k = math.prod(p.filter), -(-p.in_channels // p.groups // 64), p.out_channels // p.groups
     if tile == "halo":
         return math.prod(p.filter[:-2]) * blocks * -(-group_k // TF32_HALO[1]) * p.groups
     rows, columns = _extent(tile)
+    if tile == "256x64s":
+        return -(-group_k // rows) * -(-p.in_channels // p.groups // columns) * p.groups
     return -(-taps * blocks * 64 // rows) * -(-group_k // columns) * p.groups
 
 
@@ -1182,15 +1200,6 @@ def _terms(p: ConvProblem | DenseProblem) -> int:
     return 3 if p.full_float32 else 1
 
 
-def _terms_tile(intensity: float, n: int, least: float) -> str:
-    """Tiles for float32 as bfloat16 terms (cuda/gemm/sm90_operands.h).
-
-    Splitting operands on their way ("raw") costs an eighth (wgrad: a third) of the products' speed; splitting them in
-    memory before costs 10 bytes an element. `intensity` is operations an element; measured on an H200.
-    """
-    return ("128x64" if n <= 64 else "128x128") + ("raw" if intensity < least else "")
-
-
 def wgmma_workspace(op: str, p: ConvProblem | DenseProblem, tile: str, splits: int) -> int:
     """Bytes: partial sums, and what stands for float32 operands (cuda/conv/wgmma.h, cuda/dense/wgmma.h)."""
     if isinstance(p, DenseProblem) and tile == "64x128":
@@ -1201,13 +1210,13 @@ def wgmma_workspace(op: str, p: ConvProblem | DenseProblem, tile: str, splits: i
     if p.dtype != "float32":
         return size
     x, w = math.prod(p.x_shape), math.prod(p.w_shape)
-    terms, raw = _terms(p), tile.endswith("raw")
+    terms = _terms(p)
     if isinstance(p, DenseProblem):
-        copied = [x] * (not raw) + [w] if terms > 1 else [x] * p.trans_x + [w] * (not p.trans_w)
+        copied = [w] if terms > 1 else [x] * p.trans_x + [w] * (not p.trans_w)
     elif op == "conv_wgrad":
-        copied = [] if raw or terms == 1 else [x, math.prod(p.y_shape)]
+        copied = [x, math.prod(p.y_shape)] if terms > 1 and tile in TERMS_TILES else []
     elif terms > 1:
-        copied = [w] if raw else [math.prod(p.y_shape) if op == "conv_dgrad" else x, w]
+        copied = [w]
     else:
         copied = [] if op == "conv_dgrad" else [w]
     return size + sum(_align((2 * terms if terms > 1 else 4) * count) for count in copied)
@@ -1220,7 +1229,7 @@ def _align(size: int) -> int:
 def wgmma_dense_tile(p: DenseProblem, device: Device) -> tuple[str, int]:
     """(tile, parts of K), as measured on an H200 (docs/performance.md)."""
     if _terms(p) > 1:
-        return _terms_tile(p.flops / max(math.prod(p.x_shape), 1), p.n, 700 if p.n <= 64 else 2500), 1
+        return "128x64" if p.n <= 64 else "128x128", 1
     steps, instances = -(-p.k * _itemsize(p) // 128), p.batch or 1
     if p.dtype != "float32" and not p.trans_x:
         # Few rows: parts of K, so that every multiprocessor fetches a share of w.

@@ -43,7 +43,7 @@ SM80_TILES = ("64x64", "128x64", "128x128")
 SM90_TILES = ("256x64", "128x128", "256x128", "256x128s", "128x256", "128x320")  # the others are the plan's own
 FEW_TILES = ("64x128", *_plan.RESIDENT_TILES, *_plan.WGRAD_TILES)  # for few rows of outputs, or little to sum
 # Besides the plan's own tile
-TERMS_TILES = ("128x64", "128x128", "128x64raw", "128x128raw")  # of float32 as terms
+TERMS_TILES = _plan.TERMS_WGRAD_TILES  # of float32 as terms
 TILES = {
     "implicit_gemm": SM80_TILES,
     "gemm": SM80_TILES,
@@ -257,7 +257,8 @@ def has_tile(tile: str, op: str, problem: Any) -> bool:
             return False
         return tile in SM90_TILES and not (tile == "256x128s" and getattr(problem, "addend", False))
     if problem.full_float32:
-        return tile in TERMS_TILES
+        convolution = not isinstance(problem, DenseProblem)
+        return _plan.wgmma_tile_refusal(op, tile, problem) is None if convolution else tile in _plan.TERMS_TILES
     if op == "conv_wgrad":
         return tile in ("256x64", "256x128", "128x256")
     return tile in ("256x64", "128x128", "128x256")

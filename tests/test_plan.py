@@ -11,7 +11,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import BY_NAME, CONV_CASES
+from cases import BY_NAME, CONV_CASES, _case
 from helpers import DEVICE, PLATFORM, calls, label
 from jax import lax
 
@@ -328,6 +328,29 @@ def test_which_tile_a_weight_gradient_on_hopper_gets(extent, c, k, filter, strid
     assert (made.tile, made.splits) == (tile, splits)
     rows, columns = _plan._extent(tile)
     assert made.workspace_bytes == 2 * splits * rows * columns * 4
+
+
+@pytest.mark.parametrize(
+    ("size", "channels", "filters", "window", "tile", "copied"),
+    [
+        (14, 256, 256, 3, "128x128", True),
+        (56, 64, 64, 3, "128x64", True),
+        (56, 64, 256, 1, "256x64s", False),
+        (56, 64, 64, 1, "256x64", False),
+        (14, 256, 1024, 1, "256x128", False),
+    ],
+)
+def test_weight_gradients_at_highest_make_terms_in_memory_where_operations_are_many(
+    size, channels, filters, window, tile, copied
+):
+    case = _case("highest", 256, (size, size), channels, filters, (window, window), "", padding=window // 2)
+    problem = dataclasses.replace(case.problem("float32"), precision=(lax.Precision.HIGHEST,) * 2)
+    assert _plan.wgmma_conv_tile("conv_wgrad", problem, H200) == tile
+    elements = math.prod(problem.x_shape) + math.prod(problem.y_shape)
+    assert _plan.wgmma_workspace("conv_wgrad", problem, tile, 1) == 6 * elements * copied
+    columns = "128x64" if filters <= 64 else "128x128"
+    assert _plan.wgmma_conv_tile("conv_fprop", problem, H200) == columns
+    assert _plan.wgmma_workspace("conv_fprop", problem, columns, 1) == 6 * math.prod(problem.w_shape)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -22,11 +22,12 @@ pytestmark = pytest.mark.skipif(DEVICE.compute_capability != (9, 0), reason="wgm
 CASES = {
     case.name: case
     for case in (
-        _case("columns", 2, (9, 7), 64, 128, (3, 3), "126 pixels: a column of 64 runs into the next term", padding=1),
+        _case("columns", 2, (9, 7), 64, 128, (3, 3), "126 pixels: columns of 32 and 128 end in the middle", padding=1),
         _case("ragged", 3, (7, 5), 24, 40, (3, 3), "24 and 40 channels: a stage is partly zeros", padding=1),
         _case("strided", 2, (9, 11), 64, 72, (3, 3), "phases in dgrad", padding=1, stride=2),
         _case("dilated", 1, (12, 12), 64, 64, (3, 3), "dilation 2", padding=2, dilation=2),
-        _case("pointwise", 3, (10, 9), 72, 136, (1, 1), "a matrix product: x's terms are further rows"),
+        _case("pointwise", 3, (10, 9), 72, 136, (1, 1), "a matrix product"),
+        _case("widening", 3, (10, 9), 40, 328, (1, 1), "to many channels: wgrad's rows are those of dy"),
         _case("groups", 2, (8, 8), 128, 128, (3, 3), "two groups of 64", padding=1, groups=2),
         _case("volume", 1, (5, 6, 7), 32, 32, (3, 3, 3), "3-D", padding=1),
     )

@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <numeric>
 #include <string>
+#include <utility>
 
 #include "cuda/conv/gather.h"  // the phases of a dgrad
 #include "cuda/conv/statistics.h"
@@ -378,7 +379,7 @@ Status HaloWgradOf(const Context& ctx, const ConvProblem& p, int64_t parts, cons
 }
 
 // ---------------------------------------------------------------------------------------------------
-// wgrad in TF32 (wgmma_wgrad_tf32.cu).
+// wgrad in TF32, or of float32 that becomes terms on its way (wgmma_wgrad_tf32.cu).
 
 // The line with gaps (wgmma_halo.cuh).
 Status MakeTf32Halo(const ConvProblem& p, const std::string& what, Tf32Wgrad* g, TmaWalk* read,
@@ -417,6 +418,8 @@ Status MakeTf32Halo(const ConvProblem& p, const std::string& what, Tf32Wgrad* g,
 Status Tf32WgradOf(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
                    const void* dy, void* dw, Workspace workspace, const std::string& what) {
   Tf32Wgrad g = {};
+  g.terms = p.full_float32;
+  const bool tf32 = !p.full_float32;
   int multiprocessors;
   JAXCONV_RETURN_IF_ERROR(RequireSm90(what, &multiprocessors));
   for (int i = 0; i < 3; ++i) {
@@ -447,23 +450,33 @@ Status Tf32WgradOf(const Context& ctx, const ConvProblem& p, const Plan& plan, c
     }
     g.steps = int((pixels + kTf32Step - 1) / kTf32Step);
   }
+  if (plan.tile == "256x64s") {
+    if (!g.terms || !Plain(p)) {
+      return Status::Unimplemented(what + ": this tile needs a 1x1 filter of stride 1");
+    }
+    g.swapped = true;
+    std::swap(x, dy);
+    g.channels = int(p.group_k());
+    g.channel_blocks = (g.channels + 63) / 64;
+    g.n = int(p.group_c());
+  }
   JAXCONV_RETURN_IF_ERROR(PrepareTf32Wgrad(g, plan.tile, what));
   if (g.halo) {
     const TmaTensor out = ImageTensor(dy, rank, p.k, p.out, p.n);
     JAXCONV_RETURN_IF_ERROR(CheckWalk(out, made, none, none, what));
-    JAXCONV_RETURN_IF_ERROR(EncodeIm2col(p.dtype, out, made, g.slot, what + " dy", &g.dy, true));
+    JAXCONV_RETURN_IF_ERROR(EncodeIm2col(p.dtype, out, made, g.slot, what + " dy", &g.dy, tf32));
   } else {
-    JAXCONV_RETURN_IF_ERROR(EncodeTiled(p.dtype, MatrixTensor(dy, p.group_k(), p.groups, pixels),
-                                        {0, 1, g.slot}, what + " dy", &g.dy, true));
+    JAXCONV_RETURN_IF_ERROR(EncodeTiled(p.dtype, MatrixTensor(dy, g.n, p.groups, pixels),
+                                        {0, 1, g.slot}, what + " dy", &g.dy, tf32));
   }
   if (Plain(p) && !g.halo) {
-    JAXCONV_RETURN_IF_ERROR(EncodeTiled(p.dtype, MatrixTensor(x, p.group_c(), p.groups, pixels),
-                                        {0, 1, g.slot}, what + " x", &g.x, true));
+    JAXCONV_RETURN_IF_ERROR(EncodeTiled(p.dtype, MatrixTensor(x, g.channels, p.groups, pixels),
+                                        {0, 1, g.slot}, what + " x", &g.x, tf32));
   } else {
     g.rank_x = rank;
     const TmaTensor image = ImageTensor(x, rank, p.c, p.in, p.n);
     JAXCONV_RETURN_IF_ERROR(CheckWalk(image, read, taps, g.tap_step, what));
-    JAXCONV_RETURN_IF_ERROR(EncodeIm2col(p.dtype, image, read, g.slot, what + " x", &g.x, true));
+    JAXCONV_RETURN_IF_ERROR(EncodeIm2col(p.dtype, image, read, g.slot, what + " x", &g.x, tf32));
   }
   return LaunchTf32Wgrad(ctx, g, plan.tile, multiprocessors, workspace.bytes, what);
 }
@@ -491,10 +504,8 @@ Status Fprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const 
   JAXCONV_RETURN_IF_ERROR(RequireSm90(what, &multiprocessors));
 
   const Sm90Arithmetic in = ArithmeticOf(p.dtype, p.full_float32);
-  const int terms_x = IsRaw(tile) ? 1 : in.terms;  // in memory
   if (in.terms > 1) {
-    JAXCONV_RETURN_IF_ERROR(
-        SplitIntoTerms(ctx, IsRaw(tile) ? 0 : CountX(p), CountW(p), what, &x, &w, &workspace));
+    JAXCONV_RETURN_IF_ERROR(SplitIntoTerms(ctx, 0, CountW(p), what, &x, &w, &workspace));
   } else if (in.tf32) {
     JAXCONV_RETURN_IF_ERROR(
         TransposeFloats(ctx, p.filter_size(), p.group_c(), p.k, what, &w, &workspace));
@@ -503,8 +514,7 @@ Status Fprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const 
   Sm90Product g = {};
   Sm90Phase& phase = g.phase[0];
   const int64_t pixels = p.n * p.out_size();
-  const DType dtype_x = terms_x > 1 ? DType::kBF16 : p.dtype;
-  g.terms = {int(p.n), 0, int(pixels), int(p.filter_size())};
+  g.term_taps = int(p.filter_size());
   SetFloatOutput(y, z, p.k, p.group_k(), p.out, {1, 1, 1}, &g.out);
   const TmaWalk walk = InputWalk(p);
   phase.m = int(pixels);
@@ -535,15 +545,14 @@ Status Fprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const 
   const int tile_m = TileRows(tile);
   if (Plain(p)) {
     // A 1x1 convolution is a matrix product.
-    JAXCONV_RETURN_IF_ERROR(EncodeTiled(dtype_x,
-                                        MatrixTensor(x, p.group_c(), p.groups, pixels * terms_x),
+    JAXCONV_RETURN_IF_ERROR(EncodeTiled(p.dtype, MatrixTensor(x, p.group_c(), p.groups, pixels),
                                         {0, 1, tile_m}, what + " x", &g.a[0], in.tf32));
   } else {
     g.rank_a = Rank(p);
-    const TmaTensor image = ImageTensor(x, g.rank_a, p.c, p.in, p.n * terms_x);
+    const TmaTensor image = ImageTensor(x, g.rank_a, p.c, p.in, p.n);
     JAXCONV_RETURN_IF_ERROR(CheckWalk(image, walk, phase.taps, phase.tap_step, what));
     JAXCONV_RETURN_IF_ERROR(
-        EncodeIm2col(dtype_x, image, walk, tile_m, what + " x", &g.a[0], in.tf32));
+        EncodeIm2col(p.dtype, image, walk, tile_m, what + " x", &g.a[0], in.tf32));
   }
   JAXCONV_RETURN_IF_ERROR(
       EncodeTiled(in.element, in.tf32 ? TransposedFilterTensor(p, w) : FilterTensor(p, w, in.terms),
@@ -642,13 +651,10 @@ Status WgmmaDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, co
   }
   const int rank = Rank(p);
   const Sm90Arithmetic in = ArithmeticOf(p.dtype, p.full_float32);
-  const int terms_dy = IsRaw(tile) ? 1 : in.terms;  // in memory
   if (in.terms > 1) {
-    JAXCONV_RETURN_IF_ERROR(
-        SplitIntoTerms(ctx, IsRaw(tile) ? 0 : CountY(p), CountW(p), what, &dy, &w, &workspace));
+    JAXCONV_RETURN_IF_ERROR(SplitIntoTerms(ctx, 0, CountW(p), what, &dy, &w, &workspace));
   }
-  const DType dtype_dy = terms_dy > 1 ? DType::kBF16 : p.dtype;
-  const TmaTensor image = ImageTensor(dy, rank, p.k, p.out, p.n * terms_dy);
+  const TmaTensor image = ImageTensor(dy, rank, p.k, p.out, p.n);
   const TmaTensor whole = ImageTensor(dx, rank, p.c, p.in, p.n);
 
   Sm90Product g = {};
@@ -659,7 +665,7 @@ Status WgmmaDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, co
   g.channels = int(p.group_k());
   g.k_blocks = int(CeilDiv(g.channels, in.depth));
   g.splits = 1;
-  g.terms = {int(p.n), 0, 0, int(p.filter_size())};
+  g.term_taps = int(p.filter_size());
   if (c != nullptr && strided) {
     g.added = Sm90Added::kInPlace;
   } else if (c != nullptr) {
@@ -725,7 +731,7 @@ Status WgmmaDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, co
     } else if (work(phase) > 0) {
       JAXCONV_RETURN_IF_ERROR(CheckWalk(image, walk, phase.taps, phase.tap_step, what));
       JAXCONV_RETURN_IF_ERROR(
-          EncodeIm2col(dtype_dy, image, walk, tile_m, what + " dy", &g.a[at], in.tf32));
+          EncodeIm2col(p.dtype, image, walk, tile_m, what + " dy", &g.a[at], in.tf32));
     }
     if (p.dtype == DType::kF32) continue;
     if (strided) {
@@ -748,7 +754,7 @@ Status WgmmaWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, co
   if (!Aligned(x) || !Aligned(dy) || !Aligned(dw) || !Aligned(workspace.data)) {
     return Status::Invalid(what + ": x, dy, dw and the workspace must be 16-byte aligned");
   }
-  if (p.dtype == DType::kF32 && !p.full_float32) {
+  if (p.dtype == DType::kF32 && (!p.full_float32 || plan.tile.substr(0, 4) == "256x")) {
     return Tf32WgradOf(ctx, p, plan, x, dy, dw, workspace, what);
   }
   if (plan.tile == "halo") return HaloWgradOf(ctx, p, plan.splits, x, dy, dw, workspace, what);
@@ -759,11 +765,10 @@ Status WgmmaWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, co
   JAXCONV_RETURN_IF_ERROR(RequireSm90(what, &multiprocessors));
 
   const int terms = p.dtype == DType::kF32 ? 3 : 1;
-  const int in_memory = IsRaw(tile) ? 1 : terms;
-  if (in_memory > 1) {
+  if (terms > 1) {
     JAXCONV_RETURN_IF_ERROR(SplitIntoTerms(ctx, CountX(p), CountY(p), what, &x, &dy, &workspace));
   }
-  const DType dtype = in_memory > 1 ? DType::kBF16 : p.dtype;
+  const DType dtype = terms > 1 ? DType::kBF16 : p.dtype;
 
   WgradLaunch g = {};
   g.images = int(p.n);
@@ -791,12 +796,12 @@ Status WgmmaWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, co
     JAXCONV_RETURN_IF_ERROR(EncodeTiled(p.dtype, MatrixTensor(x, p.group_c(), p.groups, pixels),
                                         {0, 1, 64}, what + " x", &g.x));
   } else {
-    const TmaTensor image = ImageTensor(x, g.rank, p.c, p.in, p.n * in_memory);
+    const TmaTensor image = ImageTensor(x, g.rank, p.c, p.in, p.n * terms);
     JAXCONV_RETURN_IF_ERROR(CheckWalk(image, walk, g.taps, g.tap_step, what));
     JAXCONV_RETURN_IF_ERROR(EncodeIm2col(dtype, image, walk, 64, what + " x", &g.x));
   }
   const TmaTensor out = {
-      dy, 4, {p.group_k(), p.groups, pixels, in_memory}, {1, p.group_k(), p.k, p.k * pixels}};
+      dy, 4, {p.group_k(), p.groups, pixels, terms}, {1, p.group_k(), p.k, p.k * pixels}};
   JAXCONV_RETURN_IF_ERROR(EncodeTiled(dtype, out, {0, 1, 64, 1}, what + " dy", &g.dy));
   if (terms > 1) {
     return LaunchWgmmaWgradFloat(ctx, g, tile, multiprocessors, workspace.bytes, what);

@@ -20,8 +20,9 @@
 // Outside, a launcher returns a Status.
 //
 // Plan: algorithm "wgmma"; tile "128x256", "256x128", "128x128" or "256x64"; in TF32 fprop and dgrad
-// have no "256x128", wgrad no "128x128", in 16 bit wgrad neither; where float32 is terms "128x128" or "128x64", and those
-// followed by "raw": the tensors (not w) are split on their way and not in memory before. On part of
+// have no "256x128", wgrad no "128x128", in 16 bit wgrad neither; where float32 is terms "128x128" or
+// "128x64", and wgrad also "256x128", "256x64" and "256x64s" (1x1, rows are channels of dy), which split
+// x and dy on their way and not in memory before (wgmma_wgrad_tf32.cu). On part of
 // the domain (jaxconv/_plan.py, wgmma_tile_refusal) also, in TF32 "halo" (wgmma_halo_tf32.cu,
 // wgmma_wgrad_tf32.cu) and in 16 bit "halo" (wgmma_halo.cuh), "128x128h" (wgmma_stream.cuh; not wgrad),
 // "planes" (wgmma_planes.cuh), "64x256" (wgrad; for few channels), "128x64r" and "64x256r"
@@ -31,7 +32,7 @@
 // the same pixels at the same time, which matters where x and dy are larger than L2), or 1 for whole
 // tiles; in the 16-bit tiles "halo" and "planes" the CTAs that share the sums of 64 of K/G, or of 32 of
 // C and 32 of K.
-// Workspace, bytes: float32 as terms: 2 * terms an element of each operand, without x and dy if raw;
+// Workspace, bytes: float32 as terms: 6 an element of w, wgrad in "128x128" and "128x64" of x and dy;
 // fprop in TF32: 4 an element of w; each operand's rounded up to 256. And wgrad with splits > 1: 2 *
 // splits * tile rows * tile columns * 4 (TF32's halo tile is 576 x 64); in the 16-bit tiles "halo" and
 // "planes" splits * 147,456 for every 64 of K/G, or splits * 122,880 for every 32 of C and 32 of K.

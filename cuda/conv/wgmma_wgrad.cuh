@@ -28,7 +28,6 @@
 #include "cuda/core/divmod.h"
 #include "cuda/gemm/sm90.cuh"
 #include "cuda/gemm/sm90_epilogue.cuh"  // PackHalves
-#include "cuda/gemm/sm90_split.cuh"
 
 namespace jaxconv::cuda {
 
@@ -115,7 +114,7 @@ __device__ __forceinline__ void ProduceWgrad(const WgradLaunch& p, const WgradPl
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     const int block = at.block_m + i;
-    // Where all blocks are fetched (raw): channels past the last, which read as zeros.
+    // Blocks past the last: channels past the last.
     channel[i] = i < count ? at.instance * p.channels + block % p.channel_blocks * 64
                            : p.instances * p.channels;
     const Digits4 digits = SplitDigits(block / p.channel_blocks, p.taps[2], p.taps[1], p.taps[0]);
@@ -130,10 +129,10 @@ __device__ __forceinline__ void ProduceWgrad(const WgradLaunch& p, const WgradPl
     for (int axis = 0; axis < 3; ++axis) {
       from[axis] = pixel.digit[3 - axis] * p.step[axis] + p.first[axis];
     }
-    const auto load_x = [&](uint32_t to, uint32_t full, int half, int term) {
+    const auto load_x = [&](uint32_t to, uint32_t full, int term) {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
-        if (Tile::kRaw == 0 && i >= count) continue;
+        if (i >= count) continue;
         if constexpr (Unit::kSharesX) {
           if (kCount == 1 ? ring.stage % 2 == rank : i / (kCount / 2) == rank) {
             LoadTileForBoth(to + i * kBlockBytes, p.x, full, (at.block_m + i) * 64, at.instance,
@@ -142,48 +141,30 @@ __device__ __forceinline__ void ProduceWgrad(const WgradLaunch& p, const WgradPl
         } else if (p.rank == 0) {
           LoadTile(to + i * kBlockBytes, p.x, full, (at.block_m + i) * 64, at.instance, step * 64);
         } else {
-          LoadColumn(p.rank, to + i * kBlockBytes, p.x, full, channel[i] + half, from,
+          LoadColumn(p.rank, to + i * kBlockBytes, p.x, full, channel[i], from,
                      pixel.digit[0] + term * p.images, offset[i]);
         }
       }
     };
-    if constexpr (Tile::kRaw > 0) {
-      for (int half = 0; half < 64; half += 32) {
-        load_x(ring.Unit(), ring.ClaimUnit(), half, 0);
-        ring.AdvanceUnit();
-      }
-      // dy: both halves of 64 columns are a unit of their own.
-      for (int half = 0; half < (Tile::kTileN == 64 ? 1 : 64); half += 32) {
-        const uint32_t full = ring.ClaimUnit();
+    const uint32_t full = ring.Claim(Tile::kTerms * (count + columns) * kBlockBytes);
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          LoadTile(ring.Unit() + i * kBlockBytes, p.dy, full,
-                   at.n + half + i * (Tile::kTileN == 64 ? 32 : 64), at.instance, step * 64, 0);
-        }
-        ring.AdvanceUnit();
-      }
-    } else {
-      const uint32_t full = ring.Claim(Tile::kTerms * (count + columns) * kBlockBytes);
+    for (int term = 0; term < Tile::kTerms; ++term) {
+      load_x(Tile::kSwapped ? ring.B(term) : ring.A(term), full, term);
+      const uint32_t dy = Tile::kSwapped ? ring.A(term) : ring.B(term);
 #pragma unroll
-      for (int term = 0; term < Tile::kTerms; ++term) {
-        load_x(Tile::kSwapped ? ring.B(term) : ring.A(term), full, 0, term);
-        const uint32_t dy = Tile::kSwapped ? ring.A(term) : ring.B(term);
-#pragma unroll
-        for (int i = 0; i < Tile::kColumns / 64; ++i) {
-          if (i >= columns) continue;
-          if constexpr (Unit::kSharesDy) {
-            if (Tile::kColumns == 64 ? ring.stage % 2 == rank
-                                     : i / (Tile::kColumns / 128) == rank) {
-              LoadTileForBoth(dy + i * kBlockBytes, p.dy, full, at.n + i * 64, at.instance,
-                              step * 64, term);
-            }
-          } else {
-            LoadTile(dy + i * kBlockBytes, p.dy, full, at.n + i * 64, at.instance, step * 64, term);
+      for (int i = 0; i < Tile::kColumns / 64; ++i) {
+        if (i >= columns) continue;
+        if constexpr (Unit::kSharesDy) {
+          if (Tile::kColumns == 64 ? ring.stage % 2 == rank : i / (Tile::kColumns / 128) == rank) {
+            LoadTileForBoth(dy + i * kBlockBytes, p.dy, full, at.n + i * 64, at.instance, step * 64,
+                            term);
           }
+        } else {
+          LoadTile(dy + i * kBlockBytes, p.dy, full, at.n + i * 64, at.instance, step * 64, term);
         }
       }
-      ring.Advance();
     }
+    ring.Advance();
     AddDigits(pixel, stride, p.extent[2], p.extent[1], p.extent[0]);
   }
 }
@@ -286,13 +267,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         ProduceWgrad(p, LocateWgradTile<Tile>(p, tile, rank), first, steps, ring);
       });
     }
-  } else if (Tile::kRaw > 0 && group == 2) {
-    RegistersDown<kSplitterRegisters>();
-    ForRun(p, part, [&](int64_t, int, int steps) {
-      for (int step = 0; step < steps; ++step) SplitStage(ring);
-    });
   } else {
-    RegistersUp<Tile::kRaw == 0 ? kConsumerRegisters : kSplitConsumerRegisters>();
+    RegistersUp<kConsumerRegisters>();
     const int block0 = group * Tile::kBlocks;
     ForRun(p, part, [&](int64_t tile, int first, int steps) {
       const WgradPlace at = LocateWgradTile<Tile>(p, tile, rank);
@@ -399,7 +375,7 @@ __global__ void __launch_bounds__(256)
 }
 
 template <typename T, int kBlocks, int kTileN, bool kSwapped = false>
-using WgradTile = Sm90Tile<T, false, false, kBlocks, kTileN, false, false, 1, 0, kSwapped>;
+using WgradTile = Sm90Tile<T, false, false, kBlocks, kTileN, false, false, 1, false, kSwapped>;
 
 // Fills in the tile counts and launches both passes.
 template <typename Tile>

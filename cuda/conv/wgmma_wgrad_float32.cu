@@ -1,4 +1,4 @@
-// wgrad on the sm_90a main loop: float32 as bfloat16 terms. See wgmma_wgrad.cuh.
+// wgrad on the sm_90a main loop: float32 as bfloat16 terms in memory. See wgmma_wgrad.cuh.
 #include "cuda/conv/wgmma_wgrad.cuh"
 
 namespace jaxconv::cuda {
@@ -6,16 +6,14 @@ namespace jaxconv::cuda {
 Status LaunchWgmmaWgradFloat(const Context& ctx, WgradLaunch& p, Sm90TileName tile,
                              int multiprocessors, int64_t workspace_bytes,
                              const std::string& what) {
-#define JAXCONV_SM90_CASE(name, tile_n, raw)                                             \
-  case Sm90TileName::name:                                                               \
-    return LaunchWgmmaWgradTile<                                                         \
-        Sm90Tile<__nv_bfloat16, false, false, 1, tile_n, false, false, 3, raw ? 2 : 0>>( \
+#define JAXCONV_SM90_CASE(name, tile_n)                                     \
+  case Sm90TileName::name:                                                  \
+    return LaunchWgmmaWgradTile<                                            \
+        Sm90Tile<__nv_bfloat16, false, false, 1, tile_n, false, false, 3>>( \
         ctx, p, multiprocessors, workspace_bytes, what);
   switch (tile) {
-    JAXCONV_SM90_CASE(k128x128, 128, false)
-    JAXCONV_SM90_CASE(k128x64, 64, false)
-    JAXCONV_SM90_CASE(k128x128Raw, 128, true)
-    JAXCONV_SM90_CASE(k128x64Raw, 64, true)
+    JAXCONV_SM90_CASE(k128x128, 128)
+    JAXCONV_SM90_CASE(k128x64, 64)
     default:
       break;
   }

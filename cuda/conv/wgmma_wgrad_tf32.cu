@@ -1,4 +1,5 @@
-// wgrad of float32 in TF32 on the sm_90a tensor cores (channels last):
+// wgrad of float32 on the sm_90a tensor cores, in TF32 or of numbers that become bfloat16 terms on their
+// way (channels last):
 //
 //   dw[(tap, c), k] = sum over places v of x[v at tap, c] * dy[v, k]    for each group
 //
@@ -17,6 +18,9 @@
 // the transposition meets a bank twice. For the same reason row 16w + g of a block is channel 16w + 2g
 // and row 16w + g + 8 the next.
 //
+// Terms (gemm/sm90_operands.h): the warpgroups that multiply split x in registers, a warpgroup of its own
+// splits dy, which the tensor cores read as it lies.
+//
 // All tiles' steps are one line of work cut into equal runs (wgmma_wgrad.cuh).
 #include "cuda/conv/wgmma_wgrad_tf32.h"
 
@@ -26,30 +30,35 @@
 #include "cuda/conv/wgmma_sums.cuh"
 #include "cuda/core/divmod.h"
 #include "cuda/gemm/sm90.cuh"
+#include "cuda/gemm/sm90_split.cuh"
 
 namespace jaxconv::cuda {
 namespace tf32 {  // not anonymous: on other architectures most of it is unused
 
 // kGroups warpgroups multiply, each kBlocks blocks of 64 rows. The three groups of a halo tile have a
-// row of the filter each.
-template <int kGroups_, int kBlocks_, int kN_>
+// row of the filter each. kTerms: bfloat16 terms that stand for a number, or 1 where it is TF32.
+template <int kGroups_, int kBlocks_, int kN_, int kTerms_ = 1>
 struct Tf32Tile {
-  static constexpr int kGroups = kGroups_, kBlocks = kBlocks_, kN = kN_;
+  static constexpr int kGroups = kGroups_, kBlocks = kBlocks_, kN = kN_, kTerms = kTerms_;
   static constexpr bool kHalo = kGroups == 3;
   static constexpr int kTileBlocks = kGroups * kBlocks;
   // The first warpgroup serves the others: a thread of each of its first warps has the copy engine
-  // fetch x (each some of the halves of 32 channels) or dy, and kTurners threads transpose. With two
-  // groups that multiply there is room for another one that transposes.
-  static constexpr int kServers = kHalo ? 1 : 2;  // warpgroups
-  static constexpr int kXWarps = kHalo ? 1 : 2, kDyWarps = kHalo ? 1 : 2;
-  static constexpr int kTurners = kHalo ? 64 : 128;  // threads
+  // fetch x (each some of the halves of 32 channels) or dy, and kTurners threads transpose (terms:
+  // split) dy. With two groups that multiply there is room for another one that transposes; terms
+  // need its registers.
+  static constexpr int kServers = kHalo || kTerms > 1 ? 1 : 2;  // warpgroups
+  static constexpr int kXWarps = kServers, kDyWarps = kServers;
+  static constexpr int kTurners = kServers * 64;  // threads
   static constexpr int kThreads = (kServers + kGroups) * 128;
-  static constexpr int kConsumerRegs = kHalo ? 152 : 192;
-  static constexpr int kServerRegs = kHalo ? 56 : 64;
-  static constexpr int kRawPlaces = kN == 64 ? 192 : 96;  // of dy as it comes
+  static constexpr int kConsumerRegs = kTerms > 1 ? 216 : kHalo ? 152 : 192;
+  static constexpr int kServerRegs = kTerms > 1 ? 72 : kHalo ? 56 : 64;
+  static constexpr int kRawPlaces =
+      (kN == 64 ? 192 : 96) * (kTerms > 1 ? 2 : 3) / 3;  // of dy as it comes
   static constexpr int kRawBytes = kRawPlaces * kN * 4;
-  static constexpr int kTurnedBytes = kN * 128;  // of dy transposed, a step
-  static constexpr int kTurned = kN == 256 ? 2 : kN == 128 ? 3 : 4;
+  static constexpr int kTermBytes = kN * 64;  // of a term of dy, a step
+  // Of dy as the tensor cores read it, a step: transposed, or terms.
+  static constexpr int kTurnedBytes = kTerms > 1 ? kTerms * kTermBytes : kN * 128;
+  static constexpr int kTurned = (kN == 256 ? 2 : kN == 128 ? 3 : 4) - (kTerms > 1 ? 1 : 0);
   static constexpr int64_t kElements = int64_t(kTileBlocks) * 64 * kN;
   static constexpr int kFixedBytes = kRawBytes + kTurned * kTurnedBytes;
 };
@@ -317,16 +326,45 @@ struct Tf32Rows {
   }
 };
 
+template <bool kTerms>
 __device__ __forceinline__ void StoreTf32(const Tf32Wgrad& p, const Tf32Place& at, int b,
                                           int tile_blocks, int j, int thread, const float4& v) {
   const Tf32Block block = LocateBlock(p, at.m, b, tile_blocks);
   const int c = block.channel + thread / 32 * 16 + thread % 32 / 4 * 2;
   const int n = at.n + j * 8 + thread % 4 * 2;
   if (!Exists(p, block) || c >= p.channels || n >= p.n) return;
+  if (kTerms && p.swapped) {
+    float* out = static_cast<float*>(p.dw) + int64_t(n) * p.pitch + at.instance * p.channels + c;
+    *reinterpret_cast<float2*>(out) = make_float2(v.x, v.z);
+    *reinterpret_cast<float2*>(out + p.pitch) = make_float2(v.y, v.w);
+    return;
+  }
   float* out = static_cast<float*>(p.dw) + (int64_t(block.tap) * p.channels + c) * p.pitch +
                at.instance * p.n + n;
   *reinterpret_cast<float2*>(out) = make_float2(v.x, v.y);
   *reinterpret_cast<float2*>(out + p.pitch) = make_float2(v.z, v.w);
+}
+
+// A group's sums over `steps` steps: to dw, or to the workspace.
+template <typename Tile>
+__device__ __forceinline__ void PutSums(const Tf32Wgrad& p, const Tf32Place& at, int part,
+                                        int first, int steps, int group, int thread,
+                                        const float (&acc)[Tile::kBlocks][Tile::kN / 2]) {
+  float4* sums = reinterpret_cast<float4*>(p.partials + Slot(part, first > 0) * Tile::kElements);
+#pragma unroll
+  for (int b = 0; b < Tile::kBlocks; ++b) {
+#pragma unroll
+    for (int j = 0; j < Tile::kN / 8; ++j) {
+      const float* v = &acc[b][j * 4];
+      const float4 four = make_float4(v[0], v[1], v[2], v[3]);
+      const int block = group * Tile::kBlocks + b;
+      if (steps == p.steps) {
+        StoreTf32<(Tile::kTerms > 1)>(p, at, block, Tile::kTileBlocks, j, thread, four);
+      } else {
+        sums[(block * (Tile::kN / 8) + j) * 128 + thread] = four;
+      }
+    }
+  }
 }
 
 template <typename Tile>
@@ -429,21 +467,161 @@ __device__ __forceinline__ void Multiply(const Tf32Wgrad& p, const Tf32Memory<Ti
 #pragma unroll
     for (int b = 0; b < Tile::kBlocks; ++b) Pin(acc[b]);
     release(lines);
-    float4* sums = reinterpret_cast<float4*>(p.partials + Slot(part, first > 0) * Tile::kElements);
+    PutSums<Tile>(p, at, part, first, steps, group, thread, acc);
+  });
+}
+
+// An n-major term of dy: blocks of 64 columns x 32 places.
+__device__ __forceinline__ uint64_t TermDescriptor(uint32_t address) {
+  constexpr uint64_t kFixed =
+      uint64_t(1) << 62 | uint64_t(1024 / 16) << 32 | uint64_t(4096 / 16) << 16;
+  return kFixed | uint64_t((address & 0x3FFFF) >> 4);
+}
+
+// dy into terms: a thread takes 8 channels of a place.
+template <typename Tile>
+__device__ __forceinline__ void SplitDy(const Tf32Wgrad& p, const Tf32Memory<Tile>& memory,
+                                        int part, int thread) {
+  const int place = thread % 32;
+  const uint32_t box_bytes = p.slot * 128;
+  Position raw, turned;
+  ForRun(p, part, [&](int64_t, int, int steps) {
+    int inside = 0;  // places into the slot
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step) {
+      if (inside == 0) BarrierWait(memory.RawFull(raw.slot), raw.parity);
+      BarrierWait(memory.TurnedEmpty(turned.slot), turned.parity ^ 1);
+      const uint32_t in = memory.Raw(raw.slot) + (inside + place) * 128;
+      const uint32_t out = memory.Turned(turned.slot) + place * 128;
+#pragma unroll 1
+      for (int j = thread / 32; j < Tile::kN / 8; j += Tile::kTurners / 32) {
+        float v[8];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];\n"
+                       : "=f"(v[i * 4]), "=f"(v[i * 4 + 1]), "=f"(v[i * 4 + 2]), "=f"(v[i * 4 + 3])
+                       : "r"(in + j / 4 * box_bytes + ((j % 4 * 2 + i) ^ place % 8) * 16));
+        }
+        uint32_t terms[4][Tile::kTerms];
+        SplitEight(v, terms);
+#pragma unroll
+        for (int t = 0; t < Tile::kTerms; ++t) {
+          asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"r"(
+                           out + t * Tile::kTermBytes + j / 8 * 4096 + ((j % 8) ^ place % 8) * 16),
+                       "r"(terms[0][t]), "r"(terms[1][t]), "r"(terms[2][t]), "r"(terms[3][t])
+                       : "memory");
+        }
+      }
+      FenceForTma();
+      __syncwarp();
+      inside += kTf32Step;
+      const bool emptied = inside == p.slot || step + 1 == steps;
+      if (threadIdx.x % 32 == 0) {
+        BarrierArrive(memory.TurnedFull(turned.slot));
+        if (emptied) BarrierArrive(memory.RawEmpty(raw.slot));
+      }
+      if (emptied) {
+        inside = 0;
+        raw.Advance(memory.RawSlots());
+      }
+      turned.Advance(Tile::kTurned);
+    }
+  });
+}
+
+// The same as Multiply for operands that become terms, without a halo: a slot is a step. Of 32 places and
+// a block of 64 rows a warpgroup splits x in registers, then multiplies them by 64 columns at a time,
+// the small products first; the tensor cores cut sums off, so these are added up in float32. Another
+// warpgroup's products run meanwhile.
+template <typename Tile>
+__device__ __forceinline__ void MultiplyTerms(const Tf32Wgrad& p, const Tf32Memory<Tile>& memory,
+                                              int part, int group) {
+  // Pairs by how small they are; terms count from the largest, in memory the smallest comes first.
+  constexpr int kTermA[6] = {0, 2, 1, 0, 1, 0}, kTermB[6] = {2, 0, 1, 1, 0, 0};
+  constexpr int kSmallest = Tile::kTerms - 1;
+  const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
+  const int chunk = warp % 2 * 4 + lane / 8, word = lane / 4 % 2;
+  uint32_t base[Tile::kBlocks];
+#pragma unroll
+  for (int i = 0; i < Tile::kBlocks; ++i) {
+    // A block past the last is not read.
+    base[i] = memory.Strip(min(group * Tile::kBlocks + i, p.strips - 1), warp / 2) + word * 8;
+  }
+  // This thread's numbers of 16 places of a block, as the tensor cores take them.
+  const auto load = [&](uint32_t from, uint32_t (&a)[Tile::kTerms][4]) {
+    float v[8];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int place = lane % 4 * 2 + i % 2, at = i / 2 * 4 + i % 2;
+      asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];\n"
+                   : "=f"(v[at]), "=f"(v[at + 2])
+                   : "r"(from + (place + i / 2 * 8) * 128 + ((chunk ^ place) * 16))
+                   : "memory");
+    }
+    uint32_t terms[4][Tile::kTerms];
+    SplitEight(v, terms);
+#pragma unroll
+    for (int t = 0; t < Tile::kTerms; ++t) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) a[t][i] = terms[i][t];
+    }
+  };
+  Position x, turned;
+  ForRun(p, part, [&](int64_t tile, int first, int steps) {
+    const Tf32Place at = Locate(p, tile, Tile::kN);
+    const int mine = p.blocks - (at.m * Tile::kGroups + group) * Tile::kBlocks;  // that there are
+    float sum[Tile::kBlocks][Tile::kN / 2];
 #pragma unroll
     for (int b = 0; b < Tile::kBlocks; ++b) {
 #pragma unroll
-      for (int j = 0; j < Tile::kN / 8; ++j) {
-        const float* v = &acc[b][j * 4];
-        const float4 four = make_float4(v[0], v[1], v[2], v[3]);
-        const int block = group * Tile::kBlocks + b;
-        if (steps == p.steps) {
-          StoreTf32(p, at, block, Tile::kTileBlocks, j, thread, four);
-        } else {
-          sums[(block * (Tile::kN / 8) + j) * 128 + thread] = four;
+      for (int i = 0; i < Tile::kN / 2; ++i) sum[b][i] = 0.f;
+    }
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step) {
+      BarrierWait(memory.XFull(x.slot), x.parity);
+      BarrierWait(memory.TurnedFull(turned.slot), turned.parity);
+      const uint64_t b_desc = TermDescriptor(memory.Turned(turned.slot));
+      const uint32_t place = x.slot * kTf32Step * 128;
+#pragma unroll
+      for (int b = 0; b < Tile::kBlocks; ++b) {
+        if (b >= mine) continue;
+        uint32_t a[2][Tile::kTerms][4];
+#pragma unroll
+        for (int k = 0; k < 2; ++k) load(base[b] + place + k * 16 * 128, a[k]);
+#pragma unroll
+        for (int column = 0; column < Tile::kN / 64; ++column) {
+          float acc[32];
+          WgmmaFence();
+#pragma unroll
+          for (int pair = 0; pair < 6; ++pair) {
+            const int term_a = kSmallest - kTermA[pair], term_b = kSmallest - kTermB[pair];
+#pragma unroll
+            for (int k = 0; k < 2; ++k) {
+              const uint64_t b_part = b_desc + (column * 4096 + term_b * Tile::kTermBytes) / 16 +
+                                      k * kOperandStep<false>;
+              if (pair == 0 && k == 0) {
+                WgmmaTermRowsNew<false>(acc, a[k][term_a], b_part);
+              } else {
+                WgmmaTermRows<false>(acc, a[k][term_a], b_part, 1);
+              }
+            }
+          }
+          WgmmaCommit();
+          WgmmaWait<0>();
+          Pin(acc);
+#pragma unroll
+          for (int i = 0; i < 32; ++i) sum[b][column * 32 + i] += acc[i];
         }
       }
+      __syncwarp();
+      if (lane == 0) {
+        BarrierArrive(memory.TurnedEmpty(turned.slot));
+        BarrierArrive(memory.XEmpty(x.slot));
+      }
+      x.Advance(p.ring);
+      turned.Advance(Tile::kTurned);
     }
+    if (mine > 0) PutSums<Tile>(p, at, part, first, steps, group, thread, sum);
   });
 }
 
@@ -487,17 +665,25 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         ProduceDy(p, memory, part, warp - Tile::kXWarps);
       }
     } else if (threadIdx.x >= kFirst) {
-      Turn(p, memory, part, threadIdx.x - kFirst);
+      if constexpr (Tile::kTerms > 1) {
+        SplitDy(p, memory, part, threadIdx.x - kFirst);
+      } else {
+        Turn(p, memory, part, threadIdx.x - kFirst);
+      }
     }
   } else {
     RegistersUp<Tile::kConsumerRegs>();
-    Multiply(p, memory, part, group);
+    if constexpr (Tile::kTerms > 1) {
+      MultiplyTerms(p, memory, part, group);
+    } else {
+      Multiply(p, memory, part, group);
+    }
   }
 #endif
 }
 
 // The shared tiles, as in wgmma_wgrad.cuh.
-template <int kShares>
+template <int kShares, bool kTerms>
 __global__ void __launch_bounds__(256)
     Tf32WgradSumKernel(const __grid_constant__ Tf32Wgrad p, int tile_blocks, int columns) {
   const int64_t fours = int64_t(tile_blocks) * 64 * columns / 4;
@@ -523,7 +709,7 @@ __global__ void __launch_bounds__(256)
       __syncthreads();  // the last tile's shares are read
       if (!AddShares<kShares>(shares, sum)) continue;
     }
-    StoreTf32(p, at, block, tile_blocks, index / 128 % (columns / 8), index % 128, sum);
+    StoreTf32<kTerms>(p, at, block, tile_blocks, index / 128 % (columns / 8), index % 128, sum);
   }
 }
 
@@ -540,7 +726,7 @@ Status Prepare(Tf32Wgrad& p, const std::string& what) {
   // A warpgroup asks for a step and the next before it frees a slot of the step's. One more is fetched.
   const int lines = (kSm90SharedBytes - Tile::kFixedBytes - kBarrierBytes) / (p.strips * 256);
   const auto least = [&](int slot) { return (kTf32Step + slot + p.reach + slot - 1) / slot; };
-  p.slot = Tile::kN == 64 && lines / 64 > least(64) ? 64 : 32;
+  p.slot = Tile::kN == 64 && Tile::kTerms == 1 && lines / 64 > least(64) ? 64 : 32;
   p.ring = std::min(lines / p.slot, kMaxRing);
   if (p.ring < least(p.slot)) {
     return Status::Unimplemented(what + ": the filter reaches " + std::to_string(p.reach) +
@@ -580,10 +766,10 @@ Status Launch(const Context& ctx, Tf32Wgrad& p, int multiprocessors, int64_t wor
   const unsigned sums = unsigned(Tile::kElements / 4 / 256);
   const unsigned tiles = unsigned(std::min<int64_t>(p.tiles, 65535));
   if (p.parts > 8 * p.tiles) {
-    Tf32WgradSumKernel<8>
+    Tf32WgradSumKernel<8, (Tile::kTerms > 1)>
         <<<dim3(sums * 8, tiles), 256, 0, ctx.stream>>>(p, Tile::kTileBlocks, Tile::kN);
   } else {
-    Tf32WgradSumKernel<1>
+    Tf32WgradSumKernel<1, (Tile::kTerms > 1)>
         <<<dim3(sums, tiles), 256, 0, ctx.stream>>>(p, Tile::kTileBlocks, Tile::kN);
   }
   return LaunchStatus(what + " (sum of parts)");
@@ -591,29 +777,30 @@ Status Launch(const Context& ctx, Tf32Wgrad& p, int multiprocessors, int64_t wor
 
 }  // namespace tf32
 
-Status PrepareTf32Wgrad(Tf32Wgrad& p, std::string_view tile, const std::string& what) {
-  if (tile == "halo") return tf32::Prepare<tf32::Tf32Tile<3, 3, 64>>(p, what);
-  if (tile == "256x128") return tf32::Prepare<tf32::Tf32Tile<2, 2, 128>>(p, what);
-  if (tile == "128x256") return tf32::Prepare<tf32::Tf32Tile<2, 1, 256>>(p, what);
-  if (tile == "256x64") return tf32::Prepare<tf32::Tf32Tile<2, 2, 64>>(p, what);
+#define JAXCONV_TF32_TILES(call)                                                         \
+  if (p.terms) {                                                                         \
+    if (tile == "256x128") return call(tf32::Tf32Tile<2, 2, 128, 3>);                    \
+    if (tile == "256x64" || tile == "256x64s") return call(tf32::Tf32Tile<2, 2, 64, 3>); \
+    return Status::Unimplemented(what + ": no such tile in float32");                    \
+  }                                                                                      \
+  if (tile == "halo") return call(tf32::Tf32Tile<3, 3, 64>);                             \
+  if (tile == "256x128") return call(tf32::Tf32Tile<2, 2, 128>);                         \
+  if (tile == "128x256") return call(tf32::Tf32Tile<2, 1, 256>);                         \
+  if (tile == "256x64") return call(tf32::Tf32Tile<2, 2, 64>);                           \
   return Status::Unimplemented(what + ": no such tile in TF32");
+
+Status PrepareTf32Wgrad(Tf32Wgrad& p, std::string_view tile, const std::string& what){
+#define JAXCONV_CALL(...) tf32::Prepare<__VA_ARGS__>(p, what)
+    JAXCONV_TF32_TILES(JAXCONV_CALL)
+#undef JAXCONV_CALL
 }
 
 Status LaunchTf32Wgrad(const Context& ctx, Tf32Wgrad& p, std::string_view tile, int multiprocessors,
                        int64_t workspace_bytes, const std::string& what) {
-  if (tile == "halo") {
-    return tf32::Launch<tf32::Tf32Tile<3, 3, 64>>(ctx, p, multiprocessors, workspace_bytes, what);
-  }
-  if (tile == "256x128") {
-    return tf32::Launch<tf32::Tf32Tile<2, 2, 128>>(ctx, p, multiprocessors, workspace_bytes, what);
-  }
-  if (tile == "128x256") {
-    return tf32::Launch<tf32::Tf32Tile<2, 1, 256>>(ctx, p, multiprocessors, workspace_bytes, what);
-  }
-  if (tile == "256x64") {
-    return tf32::Launch<tf32::Tf32Tile<2, 2, 64>>(ctx, p, multiprocessors, workspace_bytes, what);
-  }
-  return Status::Unimplemented(what + ": no such tile in TF32");
+#define JAXCONV_CALL(...) tf32::Launch<__VA_ARGS__>(ctx, p, multiprocessors, workspace_bytes, what)
+  JAXCONV_TF32_TILES(JAXCONV_CALL)
+#undef JAXCONV_CALL
 }
+#undef JAXCONV_TF32_TILES
 
 }  // namespace jaxconv::cuda

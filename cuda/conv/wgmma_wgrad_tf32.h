@@ -31,6 +31,8 @@ struct Tf32Wgrad {
   // Rows of a tile: where halo, the 9 taps of a plane of the filter, of 64 channels, and otherwise
   // any blocks of 64 channels of a tap.
   bool halo;
+  bool swapped;  // a 1x1 filter, rows are channels of dy: x and dy, channels and n change places
+  bool terms;    // three bfloat16 terms of each number instead of TF32
   int row_shift, plane_shift;  // halo: places from a row of taps, a plane of taps to the next
   int steps;                   // of kTf32Step places, rounded up
   int parts;                   // 1: whole tiles
@@ -53,7 +55,8 @@ struct Tf32Wgrad {
 // What depends on the tile; the descriptors' boxes then have p.slot places.
 Status PrepareTf32Wgrad(Tf32Wgrad& p, std::string_view tile, const std::string& what);
 
-// tile: "halo" (9 taps of 64 channels x 64), "256x128", "256x64", "128x256".
+// tile: "halo" (9 taps of 64 channels x 64), "256x128", "256x64", "128x256"; terms have "256x128",
+// "256x64" and "256x64s", which is swapped.
 Status LaunchTf32Wgrad(const Context& ctx, Tf32Wgrad& p, std::string_view tile, int multiprocessors,
                        int64_t workspace_bytes, const std::string& what);
 

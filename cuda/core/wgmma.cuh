@@ -88,6 +88,10 @@ __device__ __forceinline__ void Pin(float (&d)[kCount]) {
   "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
   "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define JAXCONV_WGMMA_F4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define JAXCONV_WGMMA_NEW4(i) "=f"(d[i]), "=f"(d[i + 1]), "=f"(d[i + 2]), "=f"(d[i + 3])
+#define JAXCONV_WGMMA_NEW16(i) \
+  JAXCONV_WGMMA_NEW4(i), JAXCONV_WGMMA_NEW4(i + 4), JAXCONV_WGMMA_NEW4(i + 8), JAXCONV_WGMMA_NEW4(i + 12)
+#define JAXCONV_WGMMA_NEW32(i) JAXCONV_WGMMA_NEW16(i), JAXCONV_WGMMA_NEW16(i + 16)
 #define JAXCONV_WGMMA_F16(i) \
   JAXCONV_WGMMA_F4(i), JAXCONV_WGMMA_F4(i + 4), JAXCONV_WGMMA_F4(i + 8), JAXCONV_WGMMA_F4(i + 12)
 #define JAXCONV_WGMMA_F32(i) JAXCONV_WGMMA_F16(i), JAXCONV_WGMMA_F16(i + 16)
@@ -133,7 +137,38 @@ __device__ __forceinline__ void Pin(float (&d)[kCount]) {
                "{%" A0 ", %" A1 ", %" A2 ", %" A3 "}, %" B ", 1, 1, 1;\n"                            \
                : OUTPUTS                                                                           \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+#define JAXCONV_WGMMA_TERM_ROWS(N, REGISTERS, OUTPUTS, A0, A1, A2, A3, B, P, TB)                    \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" P ", 0;\n"                                      \
+               "wgmma.mma_async.sync.aligned.m64n" N "k16.f32.bf16.bf16 {" REGISTERS "}, "          \
+               "{%" A0 ", %" A1 ", %" A2 ", %" A3 "}, %" B ", p, 1, 1, %" TB ";\n}\n"               \
+               : OUTPUTS                                                                            \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate),               \
+                 "n"(kMajorB ? 0 : 1))
 // clang-format on
+
+// D (+)= A * B in bfloat16, A in registers, two numbers each: warp w of the group, lane l: a[0] is row
+// 16w + l/4, k 2 (l % 4) and the next; a[1] row + 8; a[2] k + 8; a[3] both.
+template <bool kMajorB, int kRegisters>
+__device__ __forceinline__ void WgmmaTermRows(float (&d)[kRegisters], const uint32_t (&a)[4],
+                                              uint64_t b, int accumulate) {
+  static_assert(kRegisters == 32 || kRegisters == 64);
+  if constexpr (kRegisters == 32) {
+    JAXCONV_WGMMA_TERM_ROWS("64", JAXCONV_WGMMA_D0, JAXCONV_WGMMA_F32(0), "32", "33", "34", "35",
+                            "36", "37", "38");
+  } else {
+    JAXCONV_WGMMA_TERM_ROWS("128", JAXCONV_WGMMA_D0 ", " JAXCONV_WGMMA_D1, JAXCONV_WGMMA_F64(0),
+                            "64", "65", "66", "67", "68", "69", "70");
+  }
+}
+
+// The same without what D was, which needs no registers until then. N is 64.
+template <bool kMajorB>
+__device__ __forceinline__ void WgmmaTermRowsNew(float (&d)[32], const uint32_t (&a)[4],
+                                                 uint64_t b) {
+  const int accumulate = 0;
+  JAXCONV_WGMMA_TERM_ROWS("64", JAXCONV_WGMMA_D0, JAXCONV_WGMMA_NEW32(0), "32", "33", "34", "35",
+                          "36", "37", "38");
+}
 
 // D += A * B in TF32, A in registers: warp w of the group, lane l: a[0] is row 16w + l/4, k l % 4;
 // a[1] row + 8; a[2] k + 4; a[3] both.
@@ -187,6 +222,7 @@ __device__ __forceinline__ void Wgmma(float (&d)[kRegisters], uint64_t a, uint64
 #undef JAXCONV_WGMMA_N
 #undef JAXCONV_WGMMA_TF32
 #undef JAXCONV_WGMMA_TF32_ROWS
+#undef JAXCONV_WGMMA_TERM_ROWS
 #undef JAXCONV_WGMMA
 #undef JAXCONV_WGMMA_F128
 #undef JAXCONV_WGMMA_F96
@@ -195,6 +231,9 @@ __device__ __forceinline__ void Wgmma(float (&d)[kRegisters], uint64_t a, uint64
 #undef JAXCONV_WGMMA_F32
 #undef JAXCONV_WGMMA_F16
 #undef JAXCONV_WGMMA_F4
+#undef JAXCONV_WGMMA_NEW32
+#undef JAXCONV_WGMMA_NEW16
+#undef JAXCONV_WGMMA_NEW4
 #undef JAXCONV_WGMMA_D3
 #undef JAXCONV_WGMMA_D2
 #undef JAXCONV_WGMMA_D1

@@ -70,8 +70,8 @@ Status WgmmaDense(const Context& ctx, const DenseProblem& p, const Epilogue& e, 
   const int64_t instances_x = p.x_batched ? p.batch : 1, instances_w = p.w_batched ? p.batch : 1;
   const Sm90Arithmetic in = ArithmeticOf(p.dtype, p.full_float32);
   if (in.terms > 1) {
-    JAXCONV_RETURN_IF_ERROR(SplitIntoTerms(ctx, IsRaw(tile) ? 0 : p.m * p.k * instances_x,
-                                           p.k * p.n * instances_w, what, &x, &w, &workspace));
+    JAXCONV_RETURN_IF_ERROR(
+        SplitIntoTerms(ctx, 0, p.k * p.n * instances_w, what, &x, &w, &workspace));
   }
   bool trans_x = p.trans_x, trans_w = p.trans_w;
   if (in.tf32 && trans_x) {
@@ -134,11 +134,13 @@ Status WgmmaDense(const Context& ctx, const DenseProblem& p, const Epilogue& e, 
   const int rows = TileRows(tile), columns = FilterBoxRows(tile);
   TmaTensor matrix =
       trans_x ? Matrices(x, p.k, m, p.x_batched, batch) : Matrices(x, m, p.k, p.x_batched, batch);
-  g.terms = {0, int(matrix.extent[1]), 0, 1};
-  const bool split = in.terms > 1 && !IsRaw(tile);  // in memory, the terms as instances
-  matrix.extent[1] *= split ? in.terms : 1;
-  JAXCONV_RETURN_IF_ERROR(EncodeTiled(split ? in.element : p.dtype, matrix,
-                                      {0, 1, trans_x ? 64 : rows}, what + " x", &g.a[0], in.tf32));
+  g.term_taps = 1;
+  JAXCONV_RETURN_IF_ERROR(EncodeTiled(p.dtype, matrix,
+                                      {0, 1,
+                                       !trans_x       ? rows
+                                       : in.terms > 1 ? 32
+                                                      : 64},
+                                      what + " x", &g.a[0], in.tf32));
   // w as (fastest axis, instance, slowest axis, term).
   TmaTensor filter = trans_w ? Matrices(w, p.n, p.k, p.w_batched, batch)
                              : Matrices(w, p.k, p.n, p.w_batched, batch);

@@ -11,11 +11,9 @@
 // Plan: algorithm "wgmma"; tile "128x256", "256x128", "128x128", "256x64", "256x128s" or "128x320", with x
 // not transposed also "64x128", whose splits are the parts that K is cut into, at most ceil(K / 64), and
 // "128x64r" and "64x256r", where all of K of w's columns stays in shared memory (gemm/sm90_resident.cuh); in
-// TF32 "128x256", "128x128" or "256x64"; where float32 is terms "128x128" or "128x64", and those followed
-// by "raw": x is split on its way and not in memory before.
-// Workspace, bytes: "64x128": splits * batch * M * N * 4. float32 with full_float32: 6 an element of w and,
-// unless raw, of x; without, 4 an element of x if trans_x and of w unless trans_w; each rounded up to 256.
-// Otherwise 0.
+// TF32 "128x256", "128x128" or "256x64"; where float32 is terms "128x128" or "128x64".
+// Workspace, bytes: "64x128": splits * batch * M * N * 4. float32 with full_float32: 6 an element of w;
+// without, 4 an element of x if trans_x and of w unless trans_w; each rounded up to 256. Otherwise 0.
 #pragma once
 
 #include "common/plan.h"

@@ -32,27 +32,24 @@
 namespace jaxconv::cuda {
 
 inline constexpr int kSm90Threads = 384;
-inline constexpr int kSplitThreads = 512;  // with a warpgroup that splits float32 into terms
 inline constexpr int kSm90SharedBytes = 227 * 1024;  // a CTA's most
 inline constexpr int kProducerRegisters = 56;
 inline constexpr int kConsumerRegisters = 224;
-inline constexpr int kSplitterRegisters = 88;
-inline constexpr int kSplitConsumerRegisters = 184;  // beside a splitter
 
 // kMajorA, kMajorB: the operand is k-major in memory (and so in shared memory). kSwapped (products
 // only): A is the filter, B the pixels, and the sums are d's transpose.
 template <typename T_, bool kMajorA_, bool kMajorB_, int kBlocks_, int kTileN_, bool kPingPong_,
-          bool kStaged_, int kTerms_ = 1, int kRaw_ = 0, bool kSwapped_ = false,
+          bool kStaged_, int kTerms_ = 1, bool kRowTerms_ = false, bool kSwapped_ = false,
           bool kAlternate_ = false>
 struct Sm90Tile {
   using T = T_;
   static constexpr bool kSwapped = kSwapped_;
   static constexpr int kTerms = kTerms_;                   // of T in an element of A or B
   using Out = std::conditional_t<(kTerms > 1), float, T>;  // type of the results
-  // Operands that come as float32 and are split into terms in shared memory: 1 is A, 2 both. They
-  // come in units of 128 rows of 128 bytes, half of a stage's k (or m, n).
-  static constexpr int kRaw = kRaw_;
-  static constexpr int kThreads = kRaw > 0 ? kSplitThreads : kSm90Threads;
+  // A comes as float32, in units of 128 rows x 32 k, half of a stage, and who multiplies splits it, in
+  // registers (sm90_split.cuh).
+  static constexpr bool kRowTerms = kRowTerms_;
+  static constexpr int kThreads = kSm90Threads;
   static constexpr bool kMajorA = kMajorA_, kMajorB = kMajorB_;
   static constexpr int kBlocks = kBlocks_;  // blocks of 64 rows that a warpgroup makes
   static constexpr bool kPingPong = kPingPong_;
@@ -66,34 +63,32 @@ struct Sm90Tile {
   static constexpr int kRows = kSwapped ? kTileN : kTileM;  // of d
   static constexpr int kColumns = kSwapped ? kTileM : kTileN;
   static constexpr int kBytesA = kTileM * 128, kBytesB = kTileN * 128;  // of a term
-  static constexpr int kStageBytes = kTerms * (kBytesA + kBytesB);
+  static constexpr int kStageBytesA = kRowTerms ? 0 : kTerms * kBytesA;
+  static constexpr int kStageBytes = kStageBytesA + kTerms * kBytesB;
   // Pairs of 64 x 64 outputs that a warpgroup has on their way out. Two in ping-pong, so that a
   // whole tile leaves without a wait; elsewhere the stages are worth more.
   static constexpr int kPairs = kPingPong ? 2 : 1;
   static constexpr int kOutboxBytes = 2 * kPairs * kBlockBytes;  // of a warpgroup
   static constexpr int kStagingBytes = kStaged ? 2 * kOutboxBytes : 0;
   static constexpr int kStages =
-      kRaw > 0 ? 2 : (kSm90SharedBytes - kStagingBytes - 256) / kStageBytes;
+      kRowTerms ? 256 / kTileN : (kSm90SharedBytes - kStagingBytes - 256) / kStageBytes;
   static constexpr int kUnitBytes = 128 * 128;
   static constexpr int kUnits =
-      kRaw > 0 ? (kSm90SharedBytes - 256 - kStages * kStageBytes) / kUnitBytes : 0;
+      kRowTerms ? (kSm90SharedBytes - 256 - kStages * kStageBytes) / kUnitBytes : 0;
   static constexpr int kUnitOffset = kStages * kStageBytes;
   static constexpr int kBarriers = kUnitOffset + kStagingBytes + kUnits * kUnitBytes;  // offset
   static constexpr int kSharedBytes = kBarriers + (2 * kStages + 2 + 2 * kUnits) * 8;
-  // What fills a stage: bytes that the copy engine brings, and arrivals.
-  static constexpr int kCopiedBytes =
-      kTerms * ((kRaw < 1 ? kBytesA : 0) + (kRaw < 2 ? kBytesB : 0));
-  static constexpr int kFills = (kRaw < 2 ? 1 : 0) + (kRaw > 0 ? 4 : 0);
   // Arrivals that free a stage.
   static constexpr int kReaders = kPingPong ? 1 : 2;
   static_assert(kStages >= (kTerms > 1 ? 2 : 3) && kSharedBytes <= kSm90SharedBytes);
-  static_assert(kRaw == 0 || (kTerms > 1 && kTileM == 128 && !kStaged && kUnits >= 2));
+  static_assert(!kRowTerms ||
+                (kTerms > 1 && kTileM == 128 && !kStaged && !kPingPong && kUnits >= 4));
 };
 
 // 64 rows, of which both warpgroups make all sums over every other stage of k: for few rows. They
 // exchange halves of the sums where other tiles stage their outputs.
 template <typename T, bool kMajorA, bool kMajorB, int kTileN>
-using Sm90Alternate = Sm90Tile<T, kMajorA, kMajorB, 1, kTileN, true, true, 1, 0, false, true>;
+using Sm90Alternate = Sm90Tile<T, kMajorA, kMajorB, 1, kTileN, true, true, 1, false, false, true>;
 
 // Two CTAs of a cluster, whose tiles lie side by side and share an operand, A or B: each fetches half
 // of it for both.
@@ -112,7 +107,7 @@ struct Sm90Ring {
     return shared + stage * Tile::kStageBytes + term * Tile::kBytesA;
   }
   __device__ __forceinline__ uint32_t B(int term = 0) const {
-    return A(Tile::kTerms) + term * Tile::kBytesB;
+    return A() + Tile::kStageBytesA + term * Tile::kBytesB;
   }
   __device__ __forceinline__ uint32_t Full(int s) const { return shared + Tile::kBarriers + s * 8; }
   __device__ __forceinline__ uint32_t Empty(int s) const { return Full(Tile::kStages + s); }
@@ -124,20 +119,20 @@ struct Sm90Ring {
   // One thread of the CTA; the others must not touch a barrier before.
   __device__ __forceinline__ void Init() const {
     for (int s = 0; s < Tile::kStages; ++s) {
-      BarrierInit(Full(s), Tile::kFills);
+      BarrierInit(Full(s), 1);
       BarrierInit(Empty(s), Tile::kReaders * (Tile::kPair ? 2 : 1));
     }
     BarrierInit(Turn(0), kTurnArrivals);
     BarrierInit(Turn(1), kTurnArrivals);
     for (int i = 0; i < Tile::kUnits; ++i) {
       BarrierInit(UnitFull(i), 1);
-      BarrierInit(UnitEmpty(i), 4);
+      BarrierInit(UnitEmpty(i), 8);
     }
     BarrierInitFence();
   }
 
   // Producer: waits until the stage is free and announces a load.
-  __device__ __forceinline__ uint32_t Claim(uint32_t bytes = Tile::kCopiedBytes) const {
+  __device__ __forceinline__ uint32_t Claim(uint32_t bytes = Tile::kStageBytes) const {
     BarrierWait(Empty(stage), parity ^ 1);
     const uint32_t full = Full(stage);
     BarrierExpect(full, bytes);

@@ -49,7 +49,9 @@ __device__ __forceinline__ void FinishFloatTile(
   const float* bias = static_cast<const float*>(e.bias) + at.instance * e.stride_bias;
 #pragma unroll
   for (int block = 0; block < Tile::kBlocks; ++block) {
-    const int upper = at.m + (block0 + block) * 64 + warp * 16 + lane / 4, lower = upper + 8;
+    const int upper = at.m + (block0 + block) * 64 + warp * 16 +
+                      (Tile::kRowTerms ? TermRow<Tile::kMajorA>(lane) : lane / 4),
+              lower = upper + (Tile::kRowTerms ? kTermRowBetween<Tile::kMajorA> : 8);
     const bool has_upper = upper < phase.m, has_lower = lower < phase.m;
     const int64_t to_upper = has_upper ? RowOffset(p, at, upper) : 0;
     const int64_t to_lower = has_lower ? RowOffset(p, at, lower) : 0;
@@ -105,14 +107,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         ProduceTile(p, LocateTile<Tile>(p, tile), ring);
       }
     }
-  } else if (Tile::kRaw > 0 && group == 2) {
-    RegistersDown<kSplitterRegisters>();
-    for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
-      const int steps = LocateTile<Tile>(p, tile).steps;
-      for (int step = 0; step < steps; ++step) SplitStage(ring);
-    }
   } else {
-    RegistersUp<Tile::kRaw == 0 ? kConsumerRegisters : kSplitConsumerRegisters>();
+    RegistersUp<kConsumerRegisters>();
     int turn = 0;
     for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
       const Sm90Place at = LocateTile<Tile>(p, tile);
@@ -124,8 +120,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         }
       }
       float acc[Tile::kBlocks][Tile::kTileN / 2];
-      if constexpr (Tile::kTerms > 1) {
-        Sm90TermsLoop(ring, group, at.steps, acc);
+      if constexpr (Tile::kRowTerms) {
+        Sm90TermRowsLoop(ring, group, at.steps, acc);
       } else {
         Sm90MainLoop(ring, group, at.steps, acc);
       }
@@ -138,17 +134,14 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 template <bool kMajorA, bool kMajorB>
 Status LaunchSm90TermsByTile(const Context& ctx, Sm90Product& p, Sm90TileName tile,
                              int multiprocessors, const std::string& what) {
-#define JAXCONV_SM90_CASE(name, tile_n, raw)                                                \
-  case Sm90TileName::name: {                                                                \
-    using Tile =                                                                            \
-        Sm90Tile<__nv_bfloat16, kMajorA, kMajorB, 1, tile_n, false, false, 3, raw ? 1 : 0>; \
-    return LaunchSm90Product<Tile>(ctx, Sm90FloatKernel<Tile>, p, multiprocessors, what);   \
+#define JAXCONV_SM90_CASE(name, tile_n)                                                       \
+  case Sm90TileName::name: {                                                                  \
+    using Tile = Sm90Tile<__nv_bfloat16, kMajorA, kMajorB, 1, tile_n, false, false, 3, true>; \
+    return LaunchSm90Product<Tile>(ctx, Sm90FloatKernel<Tile>, p, multiprocessors, what);     \
   }
   switch (tile) {
-    JAXCONV_SM90_CASE(k128x128, 128, false)
-    JAXCONV_SM90_CASE(k128x64, 64, false)
-    JAXCONV_SM90_CASE(k128x128Raw, 128, true)
-    JAXCONV_SM90_CASE(k128x64Raw, 64, true)
+    JAXCONV_SM90_CASE(k128x128, 128)
+    JAXCONV_SM90_CASE(k128x64, 64)
     default:
       break;
   }

@@ -22,7 +22,7 @@ Status LaunchSm90ByTile(const Context& ctx, Sm90Product& p, Sm90TileName tile, i
     JAXCONV_SM90_CASE(k256x64, 2, 64, false)
     JAXCONV_SM90_CASE(k128x320, 1, 320, false)
     case Sm90TileName::k256x128s: {
-      using Tile = Sm90Tile<T, kMajorB, kMajorA, 1, 256, false, true, 1, 0, true>;
+      using Tile = Sm90Tile<T, kMajorB, kMajorA, 1, 256, false, true, 1, false, true>;
       return LaunchSm90Product<Tile>(ctx, Sm90ProductKernel<Tile>, p, multiprocessors, what);
     }
     default:

@@ -40,11 +40,11 @@ inline Sm90Arithmetic ArithmeticOf(DType dtype, bool full_float32) {
 
 // Replaces operands, `count` float32 numbers each, by their three terms in the workspace, in one
 // launch: 2 bytes a term and element, each operand's rounded up to 256. The counts are
-// multiples of 8, everything is 16-byte aligned. An operand whose count is 0 is left alone: it is
-// split on its way (sm90_split.cuh).
+// multiples of 8, everything is 16-byte aligned. An operand whose count is 0 is left alone: a product's A
+// is split on its way (sm90_split.cuh).
 //
-// Splitting on the way costs a product an eighth of its speed, a wgrad a third (shared memory's
-// bandwidth), and saves writing and reading the terms: 10 bytes an element.
+// Splitting on the way saves writing and reading the terms, 10 bytes an element, and costs a product
+// nothing, a wgrad a fifth of its speed: conversions, for every tap and both columns of tiles.
 Status SplitIntoTerms(const Context& ctx, int64_t count_a, int64_t count_b, const std::string& what,
                       const void** a, const void** b, Workspace* workspace);
 

@@ -173,19 +173,18 @@ __device__ __forceinline__ void ProduceTile(const Sm90Product& p, const Sm90Plac
     image = pixel.digit[0];
     for (int i = 0; i < 3; ++i) first[i] = pixel.digit[3 - i] * phase.step[i] + phase.first[i];
   }
-  // The rows' operand's tile, or from `half` on half of its rows' elements.
-  const auto load_a = [&](uint32_t to, uint32_t full, int k, int half, int term,
-                          const int (&offset)[3]) {
-    const int instance = instance_a + term * p.terms.instances;
+  // The rows' operand's tile, or the half of its k from `half` on.
+  const auto load_a = [&](uint32_t to, uint32_t full, int k, int half, const int (&offset)[3]) {
     if (p.rank_a != 0) {
       LoadColumn(p.rank_a, to, p.a[at.phase], full, at.instance * p.channels + k + half, first,
-                 image + term * p.terms.images, offset);
+                 image, offset);
     } else if constexpr (Tile::kSwapped ? Tile::kMajorB : Tile::kMajorA) {
-      LoadTile(to, p.a[at.phase], full, k + half, instance, at.m + term * p.terms.rows);
+      LoadTile(to, p.a[at.phase], full, k + half, instance_a, at.m);
     } else {
+      constexpr int kBox = Tile::kRowTerms ? 32 : 64;  // rows of a box, and k
 #pragma unroll
-      for (int i = 0; i < Tile::kRows; i += 64) {
-        LoadTile(to + i * 128, p.a[at.phase], full, at.m + i + half, instance, k);
+      for (int i = 0; i < Tile::kRows; i += kBox) {
+        LoadTile(to + i * 128, p.a[at.phase], full, at.m + i, instance_a, k + half);
       }
     }
   };
@@ -197,19 +196,19 @@ __device__ __forceinline__ void ProduceTile(const Sm90Product& p, const Sm90Plac
                         t * phase.filter_step[2];
         for (int block = at.k; block < at.k_end; ++block) {
           const int k = block * Tile::kTileK;
-          if constexpr (Tile::kRaw > 0) {
+          if constexpr (Tile::kRowTerms) {
             for (int half = 0; half < 64; half += 32) {
-              load_a(ring.Unit(), ring.ClaimUnit(), k, half, 0, offset);
+              load_a(ring.Unit(), ring.ClaimUnit(), k, half, offset);
               ring.AdvanceUnit();
             }
           }
           const uint32_t full = ring.Claim();
 #pragma unroll
           for (int term = 0; term < Tile::kTerms; ++term) {
-            if constexpr (Tile::kRaw == 0) {
-              load_a(Tile::kSwapped ? ring.B(term) : ring.A(term), full, k, 0, term, offset);
+            if constexpr (!Tile::kRowTerms) {
+              load_a(Tile::kSwapped ? ring.B(term) : ring.A(term), full, k, 0, offset);
             }
-            LoadB(ring, p.b, full, k, at.n, instance_b, tap + term * p.terms.taps, term);
+            LoadB(ring, p.b, full, k, at.n, instance_b, tap + term * p.term_taps, term);
           }
           ring.Advance();
         }

@@ -45,12 +45,6 @@ struct Sm90Phase {
 
 inline constexpr int kMaxPhases = 8;
 
-// Operands of several terms, one after another: what a term adds to the coordinates of the one
-// before, in columns of pixels, in a matrix, and in B. 0 where A is not split in memory.
-struct Sm90Terms {
-  int images, instances, rows, taps;
-};
-
 // Float32 only: where row m, column n of an instance goes. m is a pixel of the phase's extent:
 // d + begin[phase] + instance * at.instance + image * stride_image + sum of pixel[i] * stride[i] + n
 struct Sm90FloatOutput {
@@ -78,7 +72,7 @@ struct Sm90Product {
   int splits;               // parts that k is cut into; more than 1 for few rows only
   void *plain_d, *plain_z;  // few rows: d and z as they lie
   float* partials;          // few rows: (splits, instances, m, n)
-  Sm90Terms terms;
+  int term_taps;            // taps of B between a term and the next
   Sm90FloatOutput out;
   // Filled in by the launch.
   int tiles, tiles_n;
@@ -89,8 +83,8 @@ static_assert(sizeof(Sm90Product) <= 4000, "a kernel's parameters are 4 KiB at m
 
 // Tiles, M x N of a CTA. In a product k128x128 is the one whose warpgroups take turns; in the
 // others, and in wgrad, both work at one tile. k256x128s: the filter on the tensor cores' rows.
-// Float32 as terms has the last four, where k128x128 is both at one: operands that were split in
-// memory, or that are split on their way (raw). The pairs' are wgrad's, rows x columns of both CTAs.
+// Float32 as terms has k128x128, both at one there too, and k128x64. The pairs' are wgrad's, rows x
+// columns of both CTAs.
 enum class Sm90TileName {
   k128x256,
   k256x128,
@@ -99,8 +93,6 @@ enum class Sm90TileName {
   k128x320,
   k128x128,
   k128x64,
-  k128x128Raw,
-  k128x64Raw,
   k64x256,
   k64x128,
   k128x64Resident,
@@ -113,13 +105,8 @@ enum class Sm90TileName {
 };
 
 constexpr std::string_view kSm90TileNames[] = {
-    "128x256", "256x128",    "256x64",    "256x128s", "128x320", "128x128",
-    "128x64",  "128x128raw", "128x64raw", "64x256",   "64x128",  "128x64r",
-    "64x256r", "256x256p",   "256x128p",  "128x256p", "256x64p", "64x256p"};
-
-constexpr bool IsRaw(Sm90TileName tile) {
-  return tile == Sm90TileName::k128x128Raw || tile == Sm90TileName::k128x64Raw;
-}
+    "128x256", "256x128", "256x64",  "256x128s", "128x320",  "128x128",  "128x64",  "64x256",
+    "64x128",  "128x64r", "64x256r", "256x256p", "256x128p", "128x256p", "256x64p", "64x256p"};
 
 constexpr int TileRows(Sm90TileName tile) {
   return tile == Sm90TileName::k256x128 || tile == Sm90TileName::k256x64 ||
@@ -140,7 +127,6 @@ constexpr int TileColumns(Sm90TileName tile) {
       return 256;
     case Sm90TileName::k256x64:
     case Sm90TileName::k128x64:
-    case Sm90TileName::k128x64Raw:
     case Sm90TileName::k128x64Resident:
       return 64;
     default:

@@ -1,8 +1,5 @@
-// Float32 into bfloat16 terms (sm90_operands.h): one number, and on the fly between the copy engine
-// and the tensor cores. A warpgroup of its own turns units of 128 rows x 128 bytes of float32, as
-// the copy engine left them (128-byte swizzle), into the terms' tiles of a stage, in the same
-// swizzle. It keeps up, but a stage then moves 448 KiB (wgrad: 512) through shared memory instead of
-// 384, which is all that fits into the time of its products.
+// Float32 into bfloat16 terms (sm90_operands.h), and products whose A is split on its way: by the
+// warpgroups that multiply, in registers, while the products of the numbers before run.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -49,84 +46,129 @@ __device__ __forceinline__ void SplitPair(float a, float b, uint32_t (&terms)[kT
   }
 }
 
-// This thread's row of the next unit into `row` of the terms' tiles at `planes`, its left (half 0)
-// or right half.
-template <typename Tile>
-__device__ __forceinline__ void SplitUnit(Sm90Ring<Tile>& ring, uint32_t planes, int plane_bytes,
-                                          int row, int half) {
-  const int thread = threadIdx.x % 128;
-  BarrierWait(ring.UnitFull(ring.unit), ring.unit_parity);
-  const uint32_t from = ring.Unit() + thread * 128;
-  const uint32_t to = planes + row * 128;
-  const auto out = [&](int term, int chunk) {  // 8 elements
-    return to + term * plane_bytes + (((half * 4 + chunk) ^ (row % 8)) * 16);
-  };
-  float x[32];
+// Numbers into terms, in pairs: pair i has v[2i] and v[2i + 1].
+__device__ __forceinline__ void SplitEight(const float (&v)[8], uint32_t (&terms)[4][3]) {
+  // Each is ordinary if their sum is; additions run twice as fast as comparisons.
+  const float sum = ((fabsf(v[0]) + fabsf(v[1])) + (fabsf(v[2]) + fabsf(v[3]))) +
+                    ((fabsf(v[4]) + fabsf(v[5])) + (fabsf(v[6]) + fabsf(v[7])));
+  const bool ordinary = sum <= kLargestNearest;
+  if (ordinary) {
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];\n"
-                 : "=f"(x[i * 4]), "=f"(x[i * 4 + 1]), "=f"(x[i * 4 + 2]), "=f"(x[i * 4 + 3])
-                 : "r"(from + ((i ^ (thread % 8)) * 16))
-                 : "memory");
-  }
-  bool ordinary = true;
+    for (int i = 0; i < 4; ++i) SplitPair(v[2 * i], v[2 * i + 1], terms[i]);
+  } else {
 #pragma unroll
-  for (int i = 0; i < 32; ++i) ordinary = ordinary && fabsf(x[i]) <= kLargestNearest;
+    for (int i = 0; i < 4; ++i) {
+      __nv_bfloat16 low[3], high[3];
+      SplitNumber(v[2 * i], low);
+      SplitNumber(v[2 * i + 1], high);
 #pragma unroll
-  for (int chunk = 0; chunk < 4; ++chunk) {
-    uint32_t pair[4][Tile::kTerms];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) SplitPair(x[chunk * 8 + i * 2], x[chunk * 8 + i * 2 + 1], pair[i]);
-#pragma unroll
-    for (int t = 0; t < Tile::kTerms; ++t) {
-      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"r"(out(t, chunk)),
-                   "r"(pair[0][t]), "r"(pair[1][t]), "r"(pair[2][t]), "r"(pair[3][t])
-                   : "memory");
+      for (int t = 0; t < 3; ++t) {
+        terms[i][t] = __bfloat16_as_ushort(low[t]) | uint32_t(__bfloat16_as_ushort(high[t])) << 16;
+      }
     }
   }
-  if (!ordinary) {
-#pragma unroll 1
-    for (int i = 0; i < 32; ++i) {
-      float v;
-      asm volatile("ld.shared.f32 %0, [%1];\n"
-                   : "=f"(v)
-                   : "r"(from + (((i / 4) ^ (thread % 8)) * 16) + i % 4 * 4)
-                   : "memory");
-      __nv_bfloat16 terms[Tile::kTerms];
-      SplitNumber(v, terms);
+}
+
+// So that no two lanes of a half warp meet in a bank, rows g and g + 8 of 16 as the tensor cores count
+// are other ones of A's tile: k-major, row 2g (g > 3: 2g - 7) and 8 more; m-major, row 2g and the next.
+// Lane l's first one:
+template <bool kMajorA>
+__device__ __forceinline__ int TermRow(int lane) {
+  return kMajorA ? lane / 4 % 4 * 2 + lane / 16 : lane / 4 * 2;
+}
+template <bool kMajorA>
+inline constexpr int kTermRowBetween = kMajorA ? 8 : 1;
+
+// The terms of a warpgroup's 64 rows of the next unit, 128 rows x 32 k, twice 16 k as fragments.
+template <typename Tile>
+__device__ __forceinline__ void TakeUnit(Sm90Ring<Tile>& ring, int group,
+                                         uint32_t (&a)[2][Tile::kTerms][4]) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32,
+            row = TermRow<Tile::kMajorA>(lane);
+  BarrierWait(ring.UnitFull(ring.unit), ring.unit_parity);
+  float v[2][8];  // two k each of (row, k), (row + 8, k), (row, k + 8), (row + 8, k + 8)
+  const auto load = [](uint32_t from, float& first, float& second) {
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];\n"
+                 : "=f"(first), "=f"(second)
+                 : "r"(from)
+                 : "memory");
+  };
+  if constexpr (Tile::kMajorA) {
+    const uint32_t from = ring.Unit() + (group * 64 + warp * 16 + row) * 128 + lane % 2 * 8;
 #pragma unroll
-      for (int t = 0; t < Tile::kTerms; ++t) {
-        asm volatile("st.shared.b16 [%0], %1;\n" ::"r"(out(t, i / 8) + i % 8 * 2),
-                     "h"(__bfloat16_as_ushort(terms[t]))
-                     : "memory");
+    for (int k = 0; k < 2; ++k) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int chunk = k * 4 + i / 2 * 2 + lane % 4 / 2;
+        load(from + i % 2 * 1024 + ((chunk ^ row) * 16), v[k][i * 2], v[k][i * 2 + 1]);
       }
+    }
+  } else {
+    // Boxes of 32 rows; a line has one k.
+    const uint32_t from = ring.Unit() + (group * 2 + warp / 2) * 4096 + lane / 4 % 2 * 8;
+    const int chunk = warp % 2 * 4 + lane / 8;
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int line = lane % 4 * 2 + i % 2, j = i / 2 * 4 + i % 2;
+        load(from + (k * 16 + i / 2 * 8 + line) * 128 + ((chunk ^ line) * 16), v[k][j],
+             v[k][j + 2]);
+      }
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    uint32_t terms[4][3];
+    SplitEight(v[k], terms);
+#pragma unroll
+    for (int t = 0; t < 3; ++t) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) a[k][t][i] = terms[i][t];
     }
   }
   __syncwarp();
-  if (threadIdx.x % 32 == 0) BarrierArrive(ring.UnitEmpty(ring.unit));
+  if (lane == 0) BarrierArrive(ring.UnitEmpty(ring.unit));
   ring.AdvanceUnit();
 }
 
-// The next stage; all 128 threads of the splitter.
+// The same products as Sm90TermsLoop; a chain is half a stage, 32 k.
 template <typename Tile>
-__device__ __forceinline__ void SplitStage(Sm90Ring<Tile>& ring) {
-  if constexpr (Tile::kRaw > 0) {
-    const int thread = threadIdx.x % 128;
-    BarrierWait(ring.Empty(ring.stage), ring.parity ^ 1);
+__device__ __forceinline__ void Sm90TermRowsLoop(Sm90Ring<Tile>& ring, int group, int steps,
+                                                 float (&sum)[1][Tile::kTileN / 2]) {
+  constexpr int kTermA[6] = {0, 2, 1, 0, 1, 0}, kTermB[6] = {2, 0, 1, 1, 0, 0};
+  constexpr int kSmallest = Tile::kTerms - 1;
+  float acc[Tile::kTileN / 2];
+#pragma unroll
+  for (int i = 0; i < Tile::kTileN / 2; ++i) sum[0][i] = acc[i] = 0.f;
+  uint32_t a[2][2][Tile::kTerms][4];
+  if (steps > 0) TakeUnit(ring, group, a[0]);
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    ring.Await();
+    const uint64_t b = OperandDescriptor<Tile::kMajorB>(ring.B());
+#pragma unroll
     for (int half = 0; half < 2; ++half) {
-      SplitUnit(ring, ring.A(), Tile::kBytesA, thread, half);
-    }
-    if constexpr (Tile::kRaw > 1 && Tile::kTileN == 128) {
-      for (int half = 0; half < 2; ++half) {
-        SplitUnit(ring, ring.B(), Tile::kBytesB, thread, half);
+      Pin(acc);
+      WgmmaFence();
+#pragma unroll
+      for (int pair = 0; pair < 6; ++pair) {
+        const uint64_t b_term = b + (kSmallest - kTermB[pair]) * (Tile::kBytesB / 16);
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+          WgmmaTermRows<Tile::kMajorB>(acc, a[half][k][kSmallest - kTermA[pair]],
+                                       b_term + (half * 2 + k) * kOperandStep<Tile::kMajorB>,
+                                       pair > 0 || k > 0);
+        }
       }
-    } else if constexpr (Tile::kRaw > 1) {
-      static_assert(Tile::kTileN == 64);
-      SplitUnit(ring, ring.B(), Tile::kBytesB, thread % 64, thread / 64);
+      WgmmaCommit();
+      if (half == 0 || step + 1 < steps) TakeUnit(ring, group, a[half ^ 1]);
+      WgmmaWait<0>();
+      Pin(acc);
+#pragma unroll
+      for (int i = 0; i < Tile::kTileN / 2; ++i) sum[0][i] += acc[i];
     }
-    FenceForTma();
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) BarrierArrive(ring.Full(ring.stage));
+    ring.Release(ring.stage);
     ring.Advance();
   }
 }
