@@ -379,11 +379,13 @@ def main() -> None:
     parser.add_argument("--logs", type=pathlib.Path, help="a folder for each part's whole output")
     parser.add_argument("--list", action="store_true", help="print the parts' names")
     options = parser.parse_args()
-    parts = [p for p in PARTS if p in options.parts] or [
-        p for p in PARTS if not options.parts or any(word in p for word in options.parts)
-    ]
-    if not parts:
-        raise SystemExit(f"no part's name contains {' or '.join(options.parts)}; --list prints them")
+    chosen: set[str] = set()
+    for asked in options.parts:
+        found = {asked} if asked in PARTS else {p for p in PARTS if asked in p}
+        if not found:
+            raise SystemExit(f"no part's name contains {asked}; --list prints them")
+        chosen |= found
+    parts = [p for p in PARTS if p in chosen or not options.parts]
     if options.list:
         print("\n".join(parts))
         return

@@ -362,7 +362,8 @@ def test_every_activation_forward_and_backward(case, algorithm, activation, dtyp
 @over(ONE_EACH)
 def test_gradients_agree_with_numerical_derivatives(case, algorithm):
     """dX, dW and dB against central differences of the numpy forward, entry by entry; tanh and all."""
-    case = BY_NAME[{"depthwise": "depthwise_x2", "wgmma": "aligned"}.get(algorithm, "one_d")]
+    names = {"depthwise": "depthwise_x2", "wgmma": "aligned", "grouped": "grouped_8"}
+    case = BY_NAME[names.get(algorithm, "one_d")]
     given = {name: a.astype(np.float32).astype(np.float64) * 0.5 for name, a in data(case, "float32").items()}
     dy = given.pop("dy")
 
