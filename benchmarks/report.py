@@ -58,9 +58,9 @@ def _joined(runs: list[Run]) -> Run:
     if train:
         rows.sort(key=lambda row: (row["devices"], list(WAYS).index(row["way"])))
         return {**runs[0], "rows": rows, "runs": used}
-    place = {case.name: i for i, case in enumerate(BY_OP[runs[0]["op"]])}
-    order = sorted(range(len(rows)), key=lambda i: place.get(rows[i]["case"], len(place)))  # keeps passes in order
-    return {**runs[0], "rows": [rows[i] for i in order], "runs": used}
+    place = {(case.name, p): (i, j) for i, case in enumerate(BY_OP[runs[0]["op"]]) for j, p in enumerate(case.passes)}
+    rows.sort(key=lambda row: place.get(_key(row), (len(place), 0)))
+    return {**runs[0], "rows": rows, "runs": used}
 
 
 def _key(row: Run) -> tuple[Any, ...]:
