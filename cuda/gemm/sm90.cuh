@@ -11,7 +11,7 @@
 // epilogue hides in part behind the other's products), or they take turns at whole tiles (ping-pong:
 // one's epilogue hides behind the other's main loop). CTAs are persistent.
 //
-// Clusters of two that share B by multicast lose 1 to 4 % in products (H200, 1x1 layers of ResNet-50,
+// Clusters of two that share B by multicast lose 1 to 8 % in products (H200, 1x1 layers of ResNet-50,
 // 4096^3), where they fetch less but wait for each other; weight gradients have them (Sm90Pair).
 #pragma once
 
