@@ -383,14 +383,14 @@ Status CheckDepthwiseBands(const ConvProblem& p, bool aligned, const std::string
             (p.filter[1] == 5 || p.filter[1] == 7) && p.n * p.in[0] < kCoordLimit;
   for (int d = 1; d < 3; ++d) {
     ok = ok && p.stride[d] == 1 && p.dilation[d] == 1 && p.pad[d] >= 0 && p.pad[d] < p.filter[d] &&
-         p.out[d] - p.pad[d] <= p.in[d];
+         p.out[d] - p.pad[d] <= p.in[d] && p.in[d] + p.pad[d] < p.out[d] + p.filter[d];
   }
   if (ok && aligned) return Status::Ok();
   return Status::Invalid(
       what +
       ": tile \"bands\" expects 16-byte aligned channels-last arrays of a 16-bit "
       "type, k == c a multiple of 8, a filter of 5x5 or 7x7 of stride and "
-      "dilation 1 and padding below the filter's extent");
+      "dilation 1 and padding of both sides from 0 to below the filter's extent");
 }
 
 Status DepthwiseBands(const Context& ctx, const ConvProblem& p, bool dgrad, const Epilogue& e,
