@@ -296,7 +296,8 @@ Status CheckDepthwiseRows(const ConvProblem& p, bool aligned, const std::string&
             p.n * p.in[0] < kCoordLimit;
   for (int d = 1; d < 3; ++d) {
     ok = ok && p.dilation[d] == 1 && p.pad[d] >= 0 && p.pad[d] < p.filter[d] &&
-         (strided || p.out[d] - p.pad[d] <= p.in[d]);
+         (strided ||
+          (p.out[d] - p.pad[d] <= p.in[d] && p.in[d] + p.pad[d] < p.out[d] + p.filter[d]));
   }
   if (ok && aligned) return Status::Ok();
   return Status::Invalid(what +
