@@ -19,6 +19,10 @@
 //   dgrad: the product of the strides at most 8. A 1x1 of stride 1 needs none of this.
 // Outside, a launcher returns a Status.
 //
+// Padding is read as zeros: an infinity in w or dy makes NaN where a tap reads it. In wgrad's tile
+// "halo" dy is zero between rows and images, where an infinity in x makes NaN. As terms, a product
+// beyond float32's range may be NaN instead of infinite.
+//
 // Plan: algorithm "wgmma"; tile "128x256", "256x128", "128x128" or "256x64"; in TF32 fprop and dgrad
 // have no "256x128", wgrad no "128x128", in 16 bit wgrad neither; where float32 is terms "128x128" or
 // "128x64", and wgrad also "256x128", "256x64" and "256x64s" (1x1, rows are channels of dy), which split
