@@ -459,6 +459,7 @@ WGMMA_CASES = (
     _case("c136", 2, (8, 9), 136, 72, (3, 3), "three blocks of channels, the last of one vector", padding=1),
     _case("pixels_257", 1, (1, 257), 64, 264, (1, 1), "one past a tile of 256 pixels, K one vector past 256"),
     _case("pairs", 2, (15, 17), 264, 328, (1, 1), "past pairs of tiles of 128 and 256 in both directions"),
+    _case("shares", 2, (24, 25), 64, 256, (1, 1), "one tile of a pair in 19 parts, which several threads add up"),
     _case("filters_328", 1, (12, 11), 16, 328, (1, 1), "K one vector past the widest tile"),
     _case("images", 5, (7, 7), 64, 64, (3, 3), "images of 49 pixels: a tile spans several", padding=1),
     _case("no_padding", 2, (17, 13), 64, 64, (3, 3), "nothing padded: gaps only where places have no output"),
