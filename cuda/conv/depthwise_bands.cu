@@ -382,8 +382,7 @@ Status CheckDepthwiseBands(const ConvProblem& p, bool aligned, const std::string
             p.in[0] == p.out[0] && p.filter[1] == p.filter[2] &&
             (p.filter[1] == 5 || p.filter[1] == 7) && p.n * p.in[0] < kCoordLimit;
   for (int d = 1; d < 3; ++d) {
-    ok = ok && p.stride[d] == 1 && p.dilation[d] == 1 && p.pad[d] >= 0 && p.pad[d] < p.filter[d] &&
-         p.out[d] - p.pad[d] <= p.in[d] && p.in[d] + p.pad[d] < p.out[d] + p.filter[d];
+    ok = ok && p.stride[d] == 1 && p.dilation[d] == 1 && PaddedBelowFilter(p, d);
   }
   if (ok && aligned) return Status::Ok();
   return Status::Invalid(
@@ -404,12 +403,7 @@ Status DepthwiseBands(const Context& ctx, const ConvProblem& p, bool dgrad, cons
     g.w = static_cast<const T*>(w);
     g.dst = static_cast<T*>(dst);
     g.epilogue = MakeEpilogue<T>(e, bias, z);
-    const RowArray x = {int(p.n * p.in[0]), int(p.in[1]), int(p.in[2]), int(p.c)};
-    const RowArray y = {x.images, int(p.out[1]), int(p.out[2]), int(p.k)};
-    g.from = dgrad ? y : x;
-    g.to = dgrad ? x : y;
-    g.pad_h = int(dgrad ? p.filter[1] - 1 - p.pad[1] : p.pad[1]);
-    g.pad_w = int(dgrad ? p.filter[2] - 1 - p.pad[2] : p.pad[2]);
+    SetRows(g, p, dgrad, dgrad);
     g.reverse = dgrad;
     if (p.filter[1] == 5) return Launch<T, 5>(ctx, g, src, p.dtype, what);
     return Launch<T, 7>(ctx, g, src, p.dtype, what);

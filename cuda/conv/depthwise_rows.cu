@@ -295,9 +295,7 @@ Status CheckDepthwiseRows(const ConvProblem& p, bool aligned, const std::string&
              (!strided && p.dtype == DType::kF32 && (p.filter[1] == 5 || p.filter[1] == 7))) &&
             p.n * p.in[0] < kCoordLimit;
   for (int d = 1; d < 3; ++d) {
-    ok = ok && p.dilation[d] == 1 && p.pad[d] >= 0 && p.pad[d] < p.filter[d] &&
-         (strided ||
-          (p.out[d] - p.pad[d] <= p.in[d] && p.in[d] + p.pad[d] < p.out[d] + p.filter[d]));
+    ok = ok && p.dilation[d] == 1 && PaddedBelowFilter(p, d);
   }
   if (ok && aligned) return Status::Ok();
   return Status::Invalid(what +
@@ -321,12 +319,7 @@ Status DepthwiseRows(const Context& ctx, const ConvProblem& p, bool dgrad, const
     g.w = static_cast<const T*>(w);
     g.dst = static_cast<T*>(dst);
     g.epilogue = MakeEpilogue<T>(e, bias, z);
-    const RowArray x = {int(p.n * p.in[0]), int(p.in[1]), int(p.in[2]), int(p.c)};
-    const RowArray y = {x.images, int(p.out[1]), int(p.out[2]), int(p.k)};
-    g.from = dgrad ? y : x;
-    g.to = dgrad ? x : y;
-    g.pad_h = int(dgrad ? p.filter[1] - 1 - p.pad[1] : p.pad[1]);
-    g.pad_w = int(dgrad ? p.filter[2] - 1 - p.pad[2] : p.pad[2]);
+    SetRows(g, p, dgrad, dgrad);
     g.reverse = dgrad;
     g.multiplier = int(p.k / p.c);
     if (g.multiplier > 1 && dgrad) {

@@ -270,8 +270,7 @@ Status Launch(const Context& ctx, const ConvProblem& p, StridedArgs<T> g, int64_
   constexpr int kItem = int(sizeof(T));
   RowUnits& u = g.u;
   const int sms = Multiprocessors();
-  const RowArray x = {int(p.n * p.in[0]), int(p.in[1]), int(p.in[2]), int(p.c)};
-  const RowArray y = {x.images, int(p.out[1]), int(p.out[2]), int(p.k)};
+  const RowArray x = RowsOfX(p), y = RowsOfY(p);
   g.to = kDgrad ? x : y;
   g.pad_h = int(p.pad[1]);
   g.pad_w = int(p.pad[2]);

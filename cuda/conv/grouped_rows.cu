@@ -377,11 +377,7 @@ Status CheckGroupedRows(const ConvProblem& p, bool aligned, const std::string& w
   ok = ok && (group == 4 || group == 8 || group == 16);
   ok = ok && p.stride[0] == 1 && p.dilation[0] == 1 && p.stride[1] == p.stride[2] &&
        (p.stride[1] == 1 || (plain && p.stride[1] == 2));
-  for (int d = 1; d < 3; ++d) {  // the padding on the high side is 0 to 2 too
-    ok = ok && p.dilation[d] == 1 && p.pad[d] >= 0 && p.pad[d] < p.filter[d] &&
-         (p.out[d] - 1) * p.stride[d] - p.pad[d] < p.in[d] &&
-         p.in[d] + p.pad[d] <= p.out[d] * p.stride[d] + 2;
-  }
+  for (int d = 1; d < 3; ++d) ok = ok && p.dilation[d] == 1 && PaddedBelowFilter(p, d);
   if (ok && aligned) return Status::Ok();
   return Status::Invalid(what +
                          ": tile \"rows\" expects 16-byte aligned channels-last arrays of "
@@ -399,12 +395,7 @@ Status GroupedRows(const Context& ctx, const ConvProblem& p, bool dgrad, const E
     g.w = static_cast<const T*>(w);
     g.dst = static_cast<T*>(dst);
     g.epilogue = MakeEpilogue<T>(e, bias, z);
-    const RowArray x = {int(p.n * p.in[0]), int(p.in[1]), int(p.in[2]), int(p.c)};
-    const RowArray y = {x.images, int(p.out[1]), int(p.out[2]), int(p.k)};
-    g.from = dgrad ? y : x;
-    g.to = dgrad ? x : y;
-    g.pad_h = int(dgrad ? kR - 1 - p.pad[1] : p.pad[1]);
-    g.pad_w = int(dgrad ? kS - 1 - p.pad[2] : p.pad[2]);
+    SetRows(g, p, dgrad, dgrad);
     while (1 << g.group_shift < p.group_c()) ++g.group_shift;
     g.dgrad = dgrad;
     if (g.group_shift <= 3) return Launch<T, 1, 2, 2>(ctx, g, src, p.dtype, what);

@@ -349,13 +349,8 @@ Status GroupedRowsFloat(const Context& ctx, const ConvProblem& p, bool dgrad, co
   g.w = static_cast<const float*>(w);
   g.dst = static_cast<float*>(dst);
   g.epilogue = MakeEpilogue<float>(e, bias, z);
-  const RowArray x = {int(p.n * p.in[0]), int(p.in[1]), int(p.in[2]), int(p.c)};
-  const RowArray y = {x.images, int(p.out[1]), int(p.out[2]), int(p.k)};
-  g.from = dgrad ? y : x;
-  g.to = dgrad ? x : y;
-  const bool strided = p.stride[2] == 2, flipped = dgrad && !strided;
-  g.pad_h = int(flipped ? kFloatTaps - 1 - p.pad[1] : p.pad[1]);
-  g.pad_w = int(flipped ? kFloatTaps - 1 - p.pad[2] : p.pad[2]);
+  const bool strided = p.stride[2] == 2;
+  SetRows(g, p, dgrad, dgrad && !strided);
   g.dgrad = dgrad;
   // The fastest on an H200 of 2 to 5 each (docs/performance.md).
   const auto run = [&](auto launch) { return launch(ctx, g, src, what); };

@@ -27,6 +27,24 @@ struct RowArray {
   int images, h, w, channels;
 };
 
+// x and y of a convolution that leaves D alone: its planes are images.
+inline RowArray RowsOfX(const ConvProblem& p) {
+  return {int(p.n * p.in[0]), int(p.in[1]), int(p.in[2]), int(p.c)};
+}
+inline RowArray RowsOfY(const ConvProblem& p) {
+  return {int(p.n * p.in[0]), int(p.out[1]), int(p.out[2]), int(p.k)};
+}
+
+// The arrays that fprop, or dgrad, reads and writes, and the padding before the rows and columns
+// read. `flipped`: of dgrad as a convolution of dy of stride 1, by the filter reversed.
+template <typename Args>
+void SetRows(Args& g, const ConvProblem& p, bool dgrad, bool flipped) {
+  g.from = dgrad ? RowsOfY(p) : RowsOfX(p);
+  g.to = dgrad ? RowsOfX(p) : RowsOfY(p);
+  g.pad_h = int(flipped ? p.filter[1] - 1 - p.pad[1] : p.pad[1]);
+  g.pad_w = int(flipped ? p.filter[2] - 1 - p.pad[2] : p.pad[2]);
+}
+
 struct RowUnits {
   int images, width, height;  // of a strip
   int slabs;
