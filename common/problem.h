@@ -39,6 +39,18 @@ struct ConvProblem {
   int64_t out_size() const { return out[0] * out[1] * out[2]; }              // O*P*Q
   int64_t group_c() const { return c / groups; }
   int64_t group_k() const { return k / groups; }
+
+  // Whether axis d, not dilated, is padded on both sides by 0 to below the filter's extent: every window meets the array,
+  // and the last one reaches its end but for what the stride leaves over.
+  bool padded_below_filter(int d) const {
+    return pad[d] >= 0 && pad[d] < filter[d] && (out[d] - 1) * stride[d] - pad[d] < in[d] &&
+           in[d] + pad[d] < out[d] * stride[d] + filter[d];
+  }
+  // Whether axis d is cut into windows that touch and do not overlap (a single tap: whether it is left alone).
+  bool steps_by_filter(int d) const {
+    return filter[d] == stride[d] && pad[d] == 0 && (filter[d] == 1 || dilation[d] == 1) &&
+           in[d] == out[d] * filter[d];
+  }
 };
 
 // What follows the sum in fprop: z = sum + bias[k]; y = f(z).

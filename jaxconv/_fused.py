@@ -16,7 +16,7 @@ from jax import lax
 from jaxconv import _problem
 from jaxconv._activation import Activation, activate
 from jaxconv._problem import ConvProblem, DenseProblem
-from jaxconv.conv import _run, _run_forked
+from jaxconv.conv import _run
 from jaxconv.conv_batchnorm import conv_batchnorm as pair
 from jaxconv.conv_batchnorm import forked as forked_pair
 from jaxconv.conv_transpose import conv_general_dilated
@@ -88,7 +88,7 @@ def conv(
         except (TypeError, ValueError):
             pass  # lax decides what is an error
         else:
-            return (_run_forked if forks else _run)(p, x, filter, b)
+            return _run(p, x, filter, b, forks)
     z = conv_general_dilated(
         x,
         w,
@@ -154,6 +154,8 @@ def conv_batchnorm(
         groups=feature_group_count,
         precision=precision,
         layout=layout,
+        algorithm=None,
+        implementation=None,
         **norm,
     )
 

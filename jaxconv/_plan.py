@@ -205,18 +205,10 @@ def _adds_faster(p: ConvProblem, device: Device) -> tuple[bool, str]:
     strides = math.prod(p.stride)
     one = 2.0 ** (pixels + group_c + groups) * strides * _itemsize(p) / COPY_BYTES_PER_MS
     # In place it writes only what a tap reaches, and that it also reads.
-    own = 2 * _reached(p) - 1 if strides > 1 else 1
+    own = 2 * p.reached - 1 if strides > 1 else 1
     ratio = (measured.xla_ms + 3 * one) / (measured.native_ms["wgmma"] + own * one)
     text = f"{ratio:.2f} times as fast as XLA's dgrad and add would be at {measured.case}, the nearest case measured"
     return ratio > _tuning.MARGIN, f"wgmma with its addend {text}"
-
-
-def _reached(p: ConvProblem) -> float:
-    """The part of dx that a tap reaches: of each axis the residues modulo the stride that have one."""
-    return math.prod(
-        len({(t * d - low) % s for t in range(f)}) / s
-        for f, s, d, (low, _) in zip(p.filter, p.stride, p.dilation, p.padding, strict=True)
-    )
 
 
 def _asked(problem: Problem) -> str:
@@ -371,7 +363,7 @@ def _stem_refusal(op: str, p: ConvProblem, device: Device) -> str | None:
         return None
     columns = math.prod(p.stride[i] for i in plane) * few
     if columns > 64 and _patches(op, p):
-        return _wgmma_dense_refusal(_patch_product(p), device)
+        return _wgmma_dense_refusal(p.patch_product(), device)
     if columns > 64:
         return f"it needs strides times channels of at most 64, got {columns}"
     places = 1
@@ -389,22 +381,9 @@ def _stem_refusal(op: str, p: ConvProblem, device: Device) -> str | None:
 def _patches(op: str, p: ConvProblem) -> bool:
     """Whether stem runs dgrad as a matrix product whose elements are those of dx: in 16 bit, a filter of few input
     channels that steps by its own extents, and has too many columns for the kernel that sums over taps."""
-    plane = range(p.nd)[-2:]
-    steps = all(
-        p.filter[i] == p.stride[i]
-        and (p.padding[i], p.dilation[i]) == ((0, 0), 1)
-        and p.in_spatial[i] == p.out_spatial[i] * p.filter[i]
-        for i in plane
-    )
+    steps = all(p.steps_by_filter(axis) for axis in range(p.nd)[-2:])
     many = p.in_channels <= 8 and math.prod(p.filter) * p.in_channels > 64
     return op == "conv_dgrad" and steps and many and _itemsize(p) == 2
-
-
-def _patch_product(p: ConvProblem) -> DenseProblem:
-    """dy's pixels (M, K) times w (R*S*C, K), transposed."""
-    columns = math.prod(p.filter) * p.in_channels
-    pixels = p.batch * math.prod(p.out_spatial)
-    return DenseProblem(p.name, p.dtype, pixels, p.out_channels, columns, p.precision, trans_w=True)
 
 
 def _wgmma_refusal(p: ConvProblem | DenseProblem, device: Device) -> str | None:
@@ -759,7 +738,7 @@ def _fill_conv(op: str, plan: Plan, p: ConvProblem, device: Device) -> Plan:
         size = splits * filter_elements * 4 if splits > 1 else 0
         return dataclasses.replace(plan, tile=tile, splits=splits, workspace_bytes=size)
     if plan.algorithm == "stem" and _patches(op, p):
-        product = _patch_product(p)
+        product = p.patch_product()
         tile, _ = wgmma_dense_tile(product, device)
         size = _align(product.m * product.n * item) + wgmma_workspace("dense", product, tile, 1)
         return dataclasses.replace(plan, tile=tile, workspace_bytes=size)

@@ -297,6 +297,22 @@ class ConvProblem:
             all(f == 1 for f in self.filter) and self.out_spatial == self.in_spatial and set(self.padding) == {(0, 0)}
         )
 
+    def steps_by_filter(self, axis: int) -> bool:
+        """Whether the axis is cut into windows that touch and do not overlap (a single tap: whether it is left
+        alone)."""
+        f = self.filter[axis]
+        steps = (self.stride[axis], self.padding[axis]) == (f, (0, 0)) and (f == 1 or self.dilation[axis] == 1)
+        return steps and self.in_spatial[axis] == self.out_spatial[axis] * f
+
+    @property
+    def reached(self) -> float:
+        """The part of x that a tap reaches, but for its edges: of each axis the residues modulo the stride that have
+        one."""
+        return math.prod(
+            len({(t * d - low) % s for t in range(f)}) / s
+            for f, s, d, (low, _) in zip(self.filter, self.stride, self.dilation, self.padding, strict=True)
+        )
+
     @property
     def flops(self) -> int:
         """Floating-point operations of each of fprop, dgrad, wgrad."""
@@ -314,23 +330,14 @@ class ConvProblem:
         of its own (not for dgrad)."""
 
         def patches(axis: int) -> bool:
-            f = self.filter[axis]
-            return (
-                f > 1
-                and (self.stride[axis], self.padding[axis], self.dilation[axis]) == (f, (0, 0), 1)
-                and self.in_spatial[axis] == self.out_spatial[axis] * f
-            )
+            return self.filter[axis] > 1 and self.steps_by_filter(axis)
 
         if self.groups != 1 or not patches(-1):
             return self
         batch, channels = self.batch, self.in_channels * self.filter[-1]
         filter, stride = [*self.filter[:-1], 1], [*self.stride[:-1], 1]
         in_spatial, out_spatial = [*self.in_spatial[:-1], self.out_spatial[-1]], list(self.out_spatial)
-        flat = self.nd < 3 or (
-            (self.filter[0], self.stride[0]) == (1, 1)
-            and self.in_spatial[0] == self.out_spatial[0]
-            and self.padding[0] == (0, 0)
-        )
+        flat = self.nd < 3 or (self.filter[0] == 1 and self.steps_by_filter(0))
         if not dgrad and self.nd > 1 and flat and patches(-2):
             batch *= math.prod(out_spatial[:-1])
             in_spatial[:-1] = [*[1] * (self.nd - 2), self.filter[-2]]
@@ -345,6 +352,11 @@ class ConvProblem:
             filter=tuple(filter),
             stride=tuple(stride),
         )
+
+    def patch_product(self) -> DenseProblem:
+        """dgrad where windows do not overlap: dy's pixels (M, K) times w (R*S*C, K), transposed; rows are windows."""
+        pixels, columns = self.batch * math.prod(self.out_spatial), math.prod(self.filter) * self.in_channels
+        return DenseProblem(self.name, self.dtype, pixels, self.out_channels, columns, self.precision, trans_w=True)
 
     def __str__(self) -> str:
         x, k = "x".join(map(str, self.in_spatial)), "x".join(map(str, self.filter))

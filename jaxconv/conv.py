@@ -326,21 +326,13 @@ def _conv(name: str, nd: int, x: Any, w: Any, b: Any, **options: Any) -> Any:
     return _run(ConvProblem.infer(name, nd, x, w, b, **options), x, w, b)
 
 
-def _run_forked(p: ConvProblem, x: Array, w: Array, b: Array | None) -> tuple[Array, Any]:
-    """x, for its other users, and what `_run` returns."""
-    bare = not p.bias and p.activation.name == "none"
-    x, outs = fork(p.bare() if bare else p, x, w, *([] if b is None else [b]))
-    if p.save_preactivation:
-        return x, (outs[0], outs[-1])
-    return x, outs[0]
-
-
-def _run(p: ConvProblem, x: Array, w: Array, b: Array | None) -> Any:
-    if not p.bias and p.activation.name == "none":
-        y = fprop(p.bare(), x, w)
-        return (y, y) if p.save_preactivation else y
-    outs = conv_kernel(p, x, w, *([] if b is None else [b]))
-    return tuple(outs) if p.save_preactivation else outs[0]
+def _run(p: ConvProblem, x: Array, w: Array, b: Array | None, forks: bool = False) -> Any:
+    """What the public functions return; with `forks` (x, that), and x's other users take theirs from it."""
+    run = p if p.bias or p.activation.name != "none" else p.bare()  # z is y there
+    args = [x, w] if b is None else [x, w, b]
+    passed, outs = fork(run, *args) if forks else (x, _any(run, *args))
+    result = (outs[0], outs[-1]) if p.save_preactivation else outs[0]
+    return (passed, result) if forks else result
 
 
 def conv1d(

@@ -179,7 +179,7 @@ def conv_batchnorm(
 
 
 def forked(*args: Any, **options: Any) -> tuple[Array, tuple[Array, Array, Array]]:
-    """x, for its other users, and `conv_batchnorm`'s results."""
+    """x, for its other users, and `conv_batchnorm`'s results; every argument is given."""
     return _call(*args, **options, forks=True)
 
 
@@ -191,7 +191,7 @@ def _call(
     running_mean: Any,
     running_var: Any,
     *,
-    residual: Any = None,
+    residual: Any,
     forks: bool = False,
     **options: Any,
 ) -> tuple[Array, tuple[Array, Array, Array]]:
@@ -203,14 +203,7 @@ def _call(
         if arrays[required] is None:
             raise TypeError(f"{name}: {required} must be an array, got None")
     residual = None if residual is None else _problem.as_array(name, "residual", residual)
-    p = ConvBatchNormProblem.infer(
-        name,
-        x,
-        w,
-        residual=residual,
-        **arrays,
-        **{"layout": None, "algorithm": None, "implementation": None, **options},
-    )
+    p = ConvBatchNormProblem.infer(name, x, w, residual=residual, **arrays, **options)
     if arrays["scale"] is None:
         arrays["scale"] = jnp.ones(p.norm.param_shape, p.norm.param_dtype)
     if arrays["bias"] is None:

@@ -66,14 +66,6 @@ struct Extents {
 
 inline Extents ToExtents(const int64_t (&v)[3]) { return {{int(v[0]), int(v[1]), int(v[2])}}; }
 
-// Whether axis d, not dilated, is padded on both sides by 0 to below the filter's extent, so that
-// every window meets the array, and its last one reaches the end but for what a stride leaves over.
-inline bool PaddedBelowFilter(const ConvProblem& p, int d) {
-  return p.pad[d] >= 0 && p.pad[d] < p.filter[d] &&
-         (p.out[d] - 1) * p.stride[d] - p.pad[d] < p.in[d] &&
-         p.in[d] + p.pad[d] < p.out[d] * p.stride[d] + p.filter[d];
-}
-
 inline bool Aligned16(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 
 template <typename T>

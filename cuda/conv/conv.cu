@@ -74,15 +74,12 @@ int64_t SizeY(const ConvProblem& p) { return p.n * p.k * p.out_size(); }
 // stride; not for dgrad, whose phases (one tap each) the stride makes. jaxconv/_problem.py plans
 // for the same problem.
 ConvProblem FoldPatches(ConvProblem p, bool dgrad) {
-  const auto patches = [&](int i) {
-    return p.filter[i] > 1 && p.filter[i] == p.stride[i] && p.pad[i] == 0 && p.dilation[i] == 1 &&
-           p.in[i] == p.out[i] * p.filter[i];
-  };
+  const auto patches = [&](int i) { return p.filter[i] > 1 && p.steps_by_filter(i); };
   if (!p.channels_last || p.groups != 1 || !patches(2)) return p;
   p.c *= p.filter[2];
   p.in[2] = p.out[2];
   p.filter[2] = p.stride[2] = 1;
-  const bool flat = p.filter[0] == 1 && p.stride[0] == 1 && p.pad[0] == 0 && p.in[0] == p.out[0];
+  const bool flat = p.filter[0] == 1 && p.steps_by_filter(0);
   if (!dgrad && flat && patches(1)) {
     p.n *= p.in[0] * p.out[1];
     p.in[0] = p.out[0] = p.out[1] = p.stride[1] = 1;

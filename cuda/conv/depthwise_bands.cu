@@ -382,7 +382,7 @@ Status CheckDepthwiseBands(const ConvProblem& p, bool aligned, const std::string
             p.in[0] == p.out[0] && p.filter[1] == p.filter[2] &&
             (p.filter[1] == 5 || p.filter[1] == 7) && p.n * p.in[0] < kCoordLimit;
   for (int d = 1; d < 3; ++d) {
-    ok = ok && p.stride[d] == 1 && p.dilation[d] == 1 && PaddedBelowFilter(p, d);
+    ok = ok && p.stride[d] == 1 && p.dilation[d] == 1 && p.padded_below_filter(d);
   }
   if (ok && aligned) return Status::Ok();
   return Status::Invalid(

@@ -449,7 +449,7 @@ Status CheckDepthwisePlanes(const ConvProblem& p, const std::string& what) {
             (p.filter[1] == 3 || p.filter[1] == 5 || p.filter[1] == 7) && p.in[2] <= 32 * kRun &&
             p.out[2] <= 32 * kRun;
   for (int d = 0; d < 3; ++d) {
-    ok = ok && p.stride[d] == 1 && p.dilation[d] == 1 && PaddedBelowFilter(p, d);
+    ok = ok && p.stride[d] == 1 && p.dilation[d] == 1 && p.padded_below_filter(d);
   }
   if (ok) return Status::Ok();
   return Status::Invalid(what +

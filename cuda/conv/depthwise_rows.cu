@@ -295,7 +295,7 @@ Status CheckDepthwiseRows(const ConvProblem& p, bool aligned, const std::string&
              (!strided && p.dtype == DType::kF32 && (p.filter[1] == 5 || p.filter[1] == 7))) &&
             p.n * p.in[0] < kCoordLimit;
   for (int d = 1; d < 3; ++d) {
-    ok = ok && p.dilation[d] == 1 && PaddedBelowFilter(p, d);
+    ok = ok && p.dilation[d] == 1 && p.padded_below_filter(d);
   }
   if (ok && aligned) return Status::Ok();
   return Status::Invalid(what +

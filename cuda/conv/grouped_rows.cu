@@ -377,7 +377,7 @@ Status CheckGroupedRows(const ConvProblem& p, bool aligned, const std::string& w
   ok = ok && (group == 4 || group == 8 || group == 16);
   ok = ok && p.stride[0] == 1 && p.dilation[0] == 1 && p.stride[1] == p.stride[2] &&
        (p.stride[1] == 1 || (plain && p.stride[1] == 2));
-  for (int d = 1; d < 3; ++d) ok = ok && p.dilation[d] == 1 && PaddedBelowFilter(p, d);
+  for (int d = 1; d < 3; ++d) ok = ok && p.dilation[d] == 1 && p.padded_below_filter(d);
   if (ok && aligned) return Status::Ok();
   return Status::Invalid(what +
                          ": tile \"rows\" expects 16-byte aligned channels-last arrays of "

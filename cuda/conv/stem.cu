@@ -1094,12 +1094,7 @@ Status StemDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, con
   const bool few_in = p.c <= conv::kFew;
   JAXCONV_RETURN_IF_ERROR(conv::Check(p, !few_in, few_in ? dx : dy, few_in ? dy : dx, what));
   if (!plan.tile.empty()) {
-    bool patches = few_in;
-    for (int d = 1; d < 3; ++d) {
-      patches = patches && p.filter[d] == p.stride[d] && p.pad[d] == 0 && p.dilation[d] == 1 &&
-                p.in[d] == p.out[d] * p.filter[d];
-    }
-    if (!patches)
+    if (!few_in || !p.steps_by_filter(1) || !p.steps_by_filter(2))
       return Status::Invalid(what + ": a tile is for filters that step by their extents");
     return conv::PatchesDgrad(ctx, p, plan, dy, w, dx, workspace, what);
   }
