@@ -449,6 +449,7 @@ STEM_CASES = (
     _case("patch14", 1, (28, 42), 3, 64, (14, 14), "patches: 42 elements a filter row, 84 bytes", stride=14),
     _case("patch_w", 2, (17, 32), 4, 64, (3, 4), "patches along W alone", stride=(2, 4), padding=((1, 1), (0, 0))),
     _case("patch_3d", 2, (3, 8, 12), 4, 16, (1, 4, 2), "patches in 3-D, the first axis stays", stride=(1, 4, 2)),
+    _case("patch_row", 2, (5, 48), 8, 40, (1, 16), "a single tap is not dilated", stride=(1, 16), dilation=(2, 1)),
     _case("patch_ragged", 1, (33, 33), 3, 16, (4, 4), "the last row and column belong to no patch", stride=4),
 )
 

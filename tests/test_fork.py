@@ -194,8 +194,9 @@ def test_calls_have_the_dgrads_own_plan_which_explain_shows():
 def normalised(p: ConvProblem, x: Any, w: Any, scale: Any, bias: Any) -> tuple[Any, Any]:
     zeros = jnp.zeros_like(scale)
     window = dict(stride=p.stride, padding=p.padding, dilation=1, groups=1, precision=None)
-    options = dict(training=True, momentum=0.9, epsilon=1e-3, activation="silu", implementation=p.implementation)
-    x, (y, _, _) = forked_pair(x, w, scale, bias, zeros, zeros, **window, **options)
+    options = dict(training=True, momentum=0.9, epsilon=1e-3, activation="silu", residual=None)
+    choice = dict(layout=None, algorithm=None, implementation=p.implementation)
+    x, (y, _, _) = forked_pair(x, w, scale, bias, zeros, zeros, **window, **options, **choice)
     return x, y
 
 
