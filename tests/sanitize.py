@@ -326,9 +326,10 @@ def watch(part: str, tool: str, sanitizer: str, limit: float, logs: pathlib.Path
     # sys.executable itself: a wrapper script would be what the tool watches. A buffer an allocation, and space between
     # them, since an access beyond one that lands in the next goes unnoticed; no CUDA graphs, so that an access is seen
     # in its kernel's own launch.
-    padding = ["--padding", "32768"] if tool == "memcheck" else []
+    # Depthwise "bands" has up to 56 barriers in a block.
+    options = {"memcheck": ["--padding", "32768"], "racecheck": ["--num-cuda-barriers", "64"]}
     watched = [sys.executable, __file__, part]
-    command = [sanitizer, "--tool", tool, *padding, "--kernel-name", "kns=jaxconv", *watched]
+    command = [sanitizer, "--tool", tool, *options.get(tool, []), "--kernel-name", "kns=jaxconv", *watched]
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_enable_command_buffer="
     environment = {**os.environ, "XLA_PYTHON_CLIENT_ALLOCATOR": "platform", "XLA_FLAGS": flags}
     start = time.monotonic()
