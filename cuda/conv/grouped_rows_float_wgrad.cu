@@ -255,8 +255,8 @@ Status GroupedRowsFloatWgrad(const Context& ctx, const ConvProblem& p, int64_t s
   FloatRowsWgradArgs g{};
   g.dw = static_cast<float*>(dw);
   g.partials = partials;
-  g.in = {int(p.n * p.in[0]), int(p.in[1]), int(p.in[2]), int(p.c)};
-  g.out = {g.in.images, int(p.out[1]), int(p.out[2]), int(p.k)};
+  g.in = RowsOfX(p);
+  g.out = RowsOfY(p);
   g.pad_h = int(p.pad[1]);
   g.pad_w = int(p.pad[2]);
   while (1 << g.group_shift < p.group_c()) ++g.group_shift;

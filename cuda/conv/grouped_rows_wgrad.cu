@@ -280,8 +280,8 @@ Status GroupedRowsWgrad(const Context& ctx, const ConvProblem& p, int64_t splits
     GroupedRowsWgradArgs<T> g{};
     g.dw = static_cast<T*>(dw);
     g.partials = partials;
-    g.in = {int(p.n * p.in[0]), int(p.in[1]), int(p.in[2]), int(p.c)};
-    g.out = {g.in.images, int(p.out[1]), int(p.out[2]), int(p.k)};
+    g.in = RowsOfX(p);
+    g.out = RowsOfY(p);
     g.pad_h = int(p.pad[1]);
     g.pad_w = int(p.pad[2]);
     g.group = int(p.group_c());
