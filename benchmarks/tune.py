@@ -30,6 +30,7 @@ KERNELS = {
     "infer": ("batchnorm_infer",),
     "bwd": ("batchnorm_backward",),
     "fwd+bwd": ("batchnorm_train",),
+    "residual": ("batchnorm_train",),
 }
 
 

@@ -625,7 +625,7 @@ def _fastest(op: str, problem: Problem, device: Device) -> tuple[str | None, str
     if measured is None:
         return None, f"nothing near it was measured on {device.kind or 'the device'}"
     algorithm, ratio = measured.best
-    if ratio <= _tuning.MARGIN:
+    if not measured.wins:
         return None, f"native code reached {ratio:.2f} of XLA's speed at {measured.case}, the nearest case measured"
     refusal = supports(op, algorithm, problem, device)
     if isinstance(problem, ConvProblem) and not _in_memory(algorithm, problem).channels_last:

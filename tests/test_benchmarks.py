@@ -12,7 +12,8 @@ from jax import lax
 
 from benchmarks import cases, record, report, run, tune
 from jaxconv import _tuning
-from jaxconv._problem import ConvProblem, DenseProblem
+from jaxconv._activation import Activation
+from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem
 
 
 @pytest.fixture
@@ -101,6 +102,44 @@ def test_a_measured_problem_speaks_for_larger_ones_and_for_little_smaller_ones(m
     found = _tuning.nearest("conv_wgrad", problem(batch, channels), "a device")
     assert (found is not None) == answered
     assert found is None or found.best == ("depthwise", 2.0)
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_a_residual_is_answered_by_a_residual_and_float16_by_bfloat16_where_nothing_else_was_run(monkeypatch, residual):
+    def problem(dtype: str, residual: bool) -> BatchNormProblem:
+        return BatchNormProblem("batchnorm", dtype, (8, 4, 4, 64), 3, True, 0.9, 1e-5, Activation("relu"), residual)
+
+    def learned(dtype: str, residual: bool, ms: float) -> None:
+        op, kind, coordinates = _tuning.features("batchnorm_train", problem(dtype, residual))
+        entry = {"op": op, "kind": kind, "coordinates": coordinates, "case": "it", "xla_ms": 2.0}
+        _tuning.learn("a device", [{**entry, "native_ms": {"two_read": ms}}])
+
+    def found(dtype: str) -> float | None:
+        measured = _tuning.nearest("batchnorm_train", problem(dtype, residual), "a device")
+        return None if measured is None else measured.native_ms["two_read"]
+
+    monkeypatch.setattr(_tuning, "_learned", {})
+    learned("bfloat16", False, 1.0)
+    assert (found("bfloat16"), found("float16"), found("float32")) == (1.0, 1.0, None)
+    learned("bfloat16", True, 1.1)
+    assert found("bfloat16") == found("float16") == (1.1 if residual else 1.0)
+    learned("float16", residual, 1.2)
+    assert (found("bfloat16"), found("float16")) == (1.1 if residual else 1.0, 1.2)
+
+
+@pytest.mark.parametrize(
+    ("op", "xla", "native", "wins"),
+    [
+        ("conv_dgrad", 1.0, 0.97, False),
+        ("conv_dgrad", 1.0, 0.95, True),
+        ("conv_dgrad", 0.015, 0.0139, True),
+        ("dense", 1.0, 0.95, True),
+        ("dense", 0.015, 0.0139, False),
+    ],
+)
+def test_a_win_is_of_more_than_the_spread_and_in_dense_than_what_fusion_is_worth(op, xla, native, wins):
+    measured = _tuning.Measurement(op, (), (), "it", xla, {"wgmma": native, "implicit_gemm": 2 * xla})
+    assert measured.best == ("wgmma", xla / native) and measured.wins == wins
 
 
 def test_a_measured_product_does_not_speak_for_other_columns(monkeypatch):

@@ -151,7 +151,7 @@ def test_both_passes_of_a_batchnorm_make_one_choice(activation, dtype):
     """Half native is slower than either: what XLA would have fused into its own backward pass is written out."""
     extents = ((256, 7, 7, 2048), (256, 56, 56, 256), (256, 112, 112, 64), (32, 28, 28, 64))
     for shape, residual in itertools.product(extents, (False, True)):
-        problem = BatchNormProblem("batchnorm", dtype, shape, 3, residual, 0.9, 1e-5, Activation(activation))
+        problem = BatchNormProblem("batchnorm", dtype, shape, 3, True, 0.9, 1e-5, Activation(activation), residual)
         train, backward = (plan(f"batchnorm_{op}", problem, H200) for op in ("train", "backward"))
         assert (train.implementation, train.algorithm) == (backward.implementation, backward.algorithm)
 
