@@ -279,6 +279,24 @@ def test_which_depthwise_kernel_a_shape_gets(case, h200, a100):
             assert op == "conv_wgrad" or made.splits == 1
 
 
+def test_which_grouped_convolutions_of_16_bit_are_in_rows():
+    for case, stride, tile in (
+        ("grouped_4", 1, "rows"),
+        ("grouped_16", 1, "rows"),
+        ("grouped_4_s2", 2, "rows"),
+        ("grouped_8_s2_column", 2, "rows"),
+        ("grouped_16_s2", 2, "rows"),
+        ("grouped_32", 1, ""),
+        ("grouped_16_s2", (2, 1), ""),
+    ):
+        strides = {"stride": (stride, stride) if isinstance(stride, int) else stride}
+        for dtype in ("bfloat16", "float16"):
+            problem = dataclasses.replace(BY_NAME[case].problem(dtype), algorithm="grouped", **strides)
+            for op in ("conv_fprop", "conv_dgrad", "conv_wgrad"):
+                assert plan(op, problem, H200).tile == tile
+                assert plan(op, problem, DEVICES["a100"]).tile == ""
+
+
 def test_grouped_convolutions_of_float32_are_hoppers_3x3_of_few_channels():
     """By FMAs, of stride 1 and 2; a part of the weight gradient has a block for each 32 channels."""
     for case, h200 in (

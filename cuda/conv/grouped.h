@@ -8,16 +8,15 @@
 // source makes NaN in the output channels that share 8 with its group's.
 //
 // `plan.tile` is "" or "rows" (grouped_rows.h, grouped_rows_float.h): sm_90, C/G == K/G of 4, 8 or 16,
-// 3x3, stride and dilation 1, pads of 0 to 2; also float32, by FMAs, with stride 1 or 2 and any number
-// of groups.
+// 3x3, stride 1 or 2, dilation 1, pads of 0 to 2; also float32, by FMAs, and any number of groups.
 //
 // Workspace: fprop, dgrad: 0. wgrad: plan.splits > 1 ? plan.splits * K * C/G * R*S * 4 bytes : 0.
 //
 // wgrad cuts its pixel tiles into `plan.splits` >= 1 contiguous parts, each of `channel tiles`
 // blocks of 256 threads, two of which fit an SM: ceil(G / m), m = max(1, 32 / max(C/G, K/G)), is
 // their number for C/G == K/G in {4, 8, 16, 32} and filters up to 3x3. A tile is about 256 output pixels.
-// "rows" cuts the N*D*H rows of x (stride 2: of dy); a part has ceil(K / 64) blocks, of which two (C/G == 16: one) fit,
-// float32: ceil(K / 32), of which one fits.
+// "rows" cuts the N*D*H rows of x (stride 2: of dy); a part has ceil(K / 64) blocks, of which two (C/G == 16: one) fit
+// (stride 2: one is faster), float32: ceil(K / 32), of which one fits.
 #pragma once
 
 #include "common/plan.h"

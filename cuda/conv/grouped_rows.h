@@ -1,4 +1,4 @@
-// Grouped 3x3 convolution of stride 1 with rows streamed through shared memory (sm_90): plan.tile
+// Grouped 3x3 convolution of stride 1 or 2 with rows streamed through shared memory (sm_90): plan.tile
 // "rows". grouped.h says when.
 #pragma once
 

@@ -29,11 +29,7 @@ struct FloatRowsArgs {
   bool dgrad;
 };
 
-// How rows and columns of src and dst meet: one to one; two of src for one of dst (stride 2); one of
-// src for two of dst (its dgrad). A thread's run counts the fewer of them.
-enum class Meet { kOne, kGather, kSpread };
-
-// Columns of src in a stage for `width` of the fewer.
+// Columns of src in a stage for `width` of the fewer, which a thread's run counts.
 JAXCONV_HD int StagedColumns(Meet meet, int width) {
   return meet == Meet::kOne ? width + 2 : meet == Meet::kGather ? 2 * width + 1 : width + 1;
 }

@@ -45,6 +45,10 @@ void SetRows(Args& g, const ConvProblem& p, bool dgrad, bool flipped) {
   g.pad_w = int(flipped ? p.filter[2] - 1 - p.pad[2] : p.pad[2]);
 }
 
+// How rows and columns of src and dst meet: one to one; two of src for one of dst (stride 2); one of
+// src for two of dst (its dgrad).
+enum class Meet { kOne, kGather, kSpread };
+
 struct RowUnits {
   int images, width, height;  // of a strip
   int slabs;
