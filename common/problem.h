@@ -40,11 +40,12 @@ struct ConvProblem {
   int64_t group_c() const { return c / groups; }
   int64_t group_k() const { return k / groups; }
 
-  // Whether axis d, not dilated, is padded on both sides by 0 to below the filter's extent: every window meets the array,
-  // and the last one reaches its end but for what the stride leaves over.
+  // Whether axis d is padded on both sides by 0 to below the reach of the filter, dilated: every window's span meets the
+  // array, and the last one reaches its end but for what the stride leaves over.
   bool padded_below_filter(int d) const {
-    return pad[d] >= 0 && pad[d] < filter[d] && (out[d] - 1) * stride[d] - pad[d] < in[d] &&
-           in[d] + pad[d] < out[d] * stride[d] + filter[d];
+    const int64_t reach = (filter[d] - 1) * dilation[d] + 1;
+    return pad[d] >= 0 && pad[d] < reach && (out[d] - 1) * stride[d] - pad[d] < in[d] &&
+           in[d] + pad[d] < out[d] * stride[d] + reach;
   }
   // Whether axis d is cut into windows that touch and do not overlap (a single tap: whether it is left alone).
   bool steps_by_filter(int d) const {

@@ -474,18 +474,18 @@ def _banded(p: ConvProblem) -> bool:
     )
 
 
-def _square(p: ConvProblem, extents: tuple[int, ...], stride: int = 1) -> bool:
-    """Whether the filter is a square of one of `extents`, of `stride` and dilation 1, padded by less than itself, over
-    two axes (a first axis of three may be left alone)."""
+def _square(p: ConvProblem, extents: tuple[int, ...], stride: int = 1, dilated: bool = False) -> bool:
+    """Whether the filter is a square of one of `extents`, of `stride`, padded by less than its reach, over two axes (a
+    first axis of three may be left alone), and of dilation 1 unless it may be `dilated`."""
     alone = p.nd == 2 or (p.nd == 3 and (p.filter[0], p.stride[0], p.padding[0]) == (1, 1, (0, 0)))
-    plane = zip(p.filter[-2:], p.padding[-2:], strict=True)
+    plane = zip(p.filter[-2:], p.dilation[-2:], p.padding[-2:], strict=True)
     return (
         alone
         and p.filter[-1] == p.filter[-2]
         and p.filter[-1] in extents
         and all(s == stride for s in p.stride[-2:])
-        and all(d == 1 for d in p.dilation)
-        and all(0 <= v < f for f, pair in plane for v in pair)
+        and (dilated or all(d == 1 for d in p.dilation))
+        and all(0 <= v <= (f - 1) * d for f, d, pair in plane for v in pair)
     )
 
 
@@ -510,6 +510,9 @@ def _band_rows(op: str, p: ConvProblem) -> tuple[int, int]:
     return -(-p.batch * math.prod(p.in_spatial[:-2]) // images) * strips * height, images * height * width
 
 
+MOST_ROW_DILATION = 18  # along W: cuda/conv/depthwise_rows.cuh
+
+
 def _depthwise_tile(op: str, p: ConvProblem, device: Device) -> str:
     """What cuda/conv/depthwise.h calls "rows", "bands", "lines", "planes", or "": its other kernels."""
     whole = p.channels_last and p.in_channels * _itemsize(p) % 16 == 0
@@ -518,6 +521,9 @@ def _depthwise_tile(op: str, p: ConvProblem, device: Device) -> str:
         return "rows" if few and whole and device.compute_capability == (9, 0) else ""
     if whole and _along_a_line(p):
         return "lines"
+    if p.channels_last and _square(p, (3,), dilated=True) and max(p.dilation[-2:]) > 1:
+        few = p.dilation[-1] <= MOST_ROW_DILATION
+        return "rows" if few and whole and device.compute_capability == (9, 0) else ""
     if not (_square(p, (3, 5, 7)) or (_square(p, (3,), 2) and p.channels_last)):
         return ""
     if not p.channels_last:
@@ -770,7 +776,10 @@ def _fill_conv(op: str, plan: Plan, p: ConvProblem, device: Device) -> Plan:
         # One block fits a multiprocessor, two of 4 or 8 channels a group in 16 bit; of stride 2 one of them is faster
         # than two with half as many rows each.
         grouped, half = plan.algorithm == "grouped", p.dtype != "float32"
-        slab = (64 if half else 32) if grouped else 256 if p.filter[-1] == 3 else 128
+        if max(p.dilation[-2:]) > 1:
+            slab = 128 if p.dilation[-1] <= 4 else 64
+        else:
+            slab = (64 if half else 32) if grouped else 256 if p.filter[-1] == 3 else 128
         blocks = -(-p.out_channels // slab)
         two = grouped and half and group_c < 16 and p.stride[-1] == 1
         work, least, waves = p.batch * p.out_spatial[-2], 4, 2 if two else 1

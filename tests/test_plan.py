@@ -268,6 +268,9 @@ def test_the_current_device_is_the_default_backends():
         ("depthwise_causal_d3", "lines", "lines"),
         ("depthwise_column", "lines", "lines"),
         ("depthwise_d2", "", ""),
+        ("depthwise_d2_rows", "rows", ""),
+        ("depthwise_d2x5", "rows", ""),
+        ("depthwise_d3", "rows", ""),
     ],
 )
 def test_which_depthwise_kernel_a_shape_gets(case, h200, a100):

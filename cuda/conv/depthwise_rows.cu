@@ -5,11 +5,14 @@
 // Where K = m * C (3x3, m even), the V = 2 output channels of a thread share an input channel, and in dgrad
 // a thread adds m channels of dy, two at a time, to one of dx.
 //
-// A thread owns V channels and kRowRun neighbouring columns of a strip (row_stream.cuh,
+// A thread owns V channels and kRun neighbouring columns of a strip (row_stream.cuh,
 // depthwise_rows.cuh). Going down the rows it keeps the sums of the R output rows that an input row
-// contributes to, and the filter, in registers: R * S * kRowRun * V FMAs for kRowRun + S - 1 reads of
-// shared memory and kRowRun stores. The sums move up by one row with each input row; that costs
+// contributes to, and the filter, in registers: R * S * kRun * V FMAs for kRun + S - 1 reads of
+// shared memory and kRun stores. The sums move up by one row with each input row; that costs
 // nothing, because an FMA may add to another register than it writes.
+//
+// With a dilation the rows are taken residue by residue, the columns that far apart (RowDilation); the
+// instances without one do not carry its arithmetic.
 //
 // Reads src about once from DRAM (rows and columns that blocks share again from L2), writes dst once.
 // Stores by the copy engine, through shared memory, lost 3 to 5% to stores from registers (H200).
@@ -33,6 +36,7 @@ struct RowsArgs {
   int pixel_bytes;  // of a slab of src
   int multiplier;   // K / C
   bool reverse;
+  RowDilation d;  // where the kernel is kDilated
 };
 
 // How the channels of src and dst meet: one to one; one of src for V of dst; pairs of src for one of
@@ -52,11 +56,11 @@ __device__ __forceinline__ void StoreLane(T* to, const float (&v)[V]) {
 
 // kInline: the first thread is also the producer; otherwise a warp of its own is. 12 warps leave 168
 // registers to a thread, a thirteenth would leave 128.
-template <typename T, int V, int R, int kThreads, bool kInline, Meet kMeet>
+template <typename T, int V, int R, int kThreads, bool kInline, Meet kMeet, bool kDilated, int kRun>
 __global__ void __launch_bounds__(kThreads, 1)
     DepthwiseRowsKernel(const __grid_constant__ RowsArgs<T> g) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  constexpr int S = R, kRun = kRowRun, kCols = kRun + S - 1;
+  constexpr int S = R, kCols = kRun + S - 1;
   constexpr bool kGather = kMeet == Meet::kGather;
   constexpr int kIn = kMeet == Meet::kSpread ? 1 : kGather ? 2 : V;  // channels of src, at a time
   static_assert(!kGather || V == 1);
@@ -71,31 +75,66 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int slab = int(blockIdx.x % unsigned(u.slabs));
   const int64_t begin = blockIdx.x / unsigned(u.slabs) * u.share;
   const int64_t end = min(begin + u.share, u.rows);
-  const int channel0 = slab * (g.t.lanes * V), pitch = u.width + S - 1;
+  const int column = kDilated ? int(g.d.by_w.d) : 1;  // from a pixel of a run to the next
+  const int channel0 = slab * (g.t.lanes * V), pitch = u.width + (S - 1) * column;
   const int src_channel0 = kMeet == Meet::kSpread ? channel0 / g.multiplier
                            : kGather              ? channel0 * g.multiplier
                                                   : channel0;
-  const auto first_row = [&](const RowUnit& at) { return max(at.p - g.pad_h, 0); };
-  const auto last_row = [&](const RowUnit& at) {  // past it
-    return min(at.end - g.pad_h + R - 1, g.from.h);
+  using Unit = std::conditional_t<kDilated, ResidueUnit, RowUnit>;
+  const auto unit = [&](int64_t row) {
+    if constexpr (kDilated) {
+      return UnitOf(u, g.d, row, end);
+    } else {
+      return UnitOf(u, row, end);
+    }
+  };
+  // In rows of the unit's residue, the first of which is row `from` of src: the padding, and how many there are.
+  const auto pad = [&](const Unit& at) {
+    if constexpr (kDilated) {
+      return int(g.d.by_h.Div(max(g.pad_h - at.residue + int(g.d.by_h.d) - 1, 0)));
+    } else {
+      return g.pad_h;
+    }
+  };
+  const auto from = [&](const Unit& at) {
+    if constexpr (kDilated) {
+      return at.residue - g.pad_h + pad(at) * int(g.d.by_h.d);
+    } else {
+      return 0;
+    }
+  };
+  const auto rows = [&](const Unit& at) {
+    if constexpr (kDilated) {
+      return int(g.d.by_h.Div(g.from.h - from(at) + int(g.d.by_h.d) - 1));
+    } else {
+      return g.from.h;
+    }
+  };
+  const auto first_row = [&](const Unit& at) { return max(at.p - pad(at), 0); };
+  const auto last_row = [&](const Unit& at) {  // past it
+    return min(at.end - pad(at) + R - 1, rows(at));
   };
 
   const uint32_t bytes = uint32_t(u.images * pitch * g.pixel_bytes);
   RowRing ahead = ring;
   int64_t next_row = begin;
-  int next_image = 0, next_w = 0, next_h = 0, next_end = 0;
+  int next_image = 0, next_w = 0, next_h = 0, next_end = 0, next_from = 0;
   const auto feed = [&] {  // false at the end
     if (next_h == next_end) {
-      if (next_row >= end) return false;
-      const RowUnit next = UnitOf(u, next_row, end);
-      next_row += next.end - next.p;
-      next_image = next.image;
-      next_w = next.q - g.pad_w;
-      next_h = first_row(next);
-      next_end = last_row(next);
+      do {  // with a dilation a residue of src may be empty
+        if (next_row >= end) return false;
+        const Unit next = unit(next_row);
+        next_row += next.end - next.p;
+        next_image = next.image;
+        next_w = next.q - g.pad_w;
+        next_h = first_row(next);
+        next_end = last_row(next);
+        next_from = from(next);
+      } while (kDilated && next_h >= next_end);
     }
+    const int src_h = kDilated ? next_from + next_h * int(g.d.by_h.d) : next_h;
     const uint32_t full = ahead.Claim(bytes);
-    LoadTile(ahead.At(), g.map, full, src_channel0, next_w, next_h, next_image);
+    LoadTile(ahead.At(), g.map, full, src_channel0, next_w, src_h, next_image);
     ahead.Advance();
     ++next_h;
     return true;
@@ -116,7 +155,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int run = int(g.t.by_lanes.Div(threadIdx.x));
   const int tile = int(g.t.by_tiles.Div(run));
   const bool spare = tile >= u.images;
-  const int of = spare ? 0 : tile, col = spare ? 0 : (run - tile * g.t.col_tiles) * kRun;
+  const int of = spare ? 0 : tile, in_tile = spare ? 0 : run - tile * g.t.col_tiles;
+  const int col = kDilated ? ColumnOf(g.d, in_tile, kRun) : in_tile * kRun;
   const int in_slab = (int(threadIdx.x) - run * g.t.lanes) * V, channel = channel0 + in_slab;
   const bool live = !spare && channel < g.to.channels;
   const int src_in_slab = kMeet == Meet::kSpread ? in_slab / g.multiplier
@@ -142,14 +182,15 @@ __global__ void __launch_bounds__(kThreads, 1)
     filter(kGather ? channel * g.multiplier : channel);
     if (g.epilogue.bias != nullptr) LoadVec<T, V>(g.epilogue.bias + channel, bias);
   }
-  const int step = g.to.channels;  // to the next pixel
+  const int step = g.to.channels * column;  // to the next pixel
 
   for (int64_t row = begin; row < end;) {
-    const RowUnit at = UnitOf(u, row, end);
+    const Unit at = unit(row);
     row += at.end - at.p;
     const int h0 = first_row(at), h1 = last_row(at);
     const int q = at.q + col;
-    const int cols = live && at.image + of < g.to.images ? g.to.w - q : 0;  // that exist
+    int cols = live && at.image + of < g.to.images ? g.to.w - q : 0;  // that exist
+    if constexpr (kDilated) cols = cols > 0 ? int(g.d.by_w.Div(cols + column - 1)) : 0;
 
     // sum[j] is output row p + j before input row h, p = h + pad - (R - 1).
     float sum[R][kRun][V];
@@ -161,8 +202,11 @@ __global__ void __launch_bounds__(kThreads, 1)
         for (int i = 0; i < V; ++i) sum[j][e][i] = bias[i];
       }
     }
-    int p = h0 + g.pad_h - (R - 1);
-    int64_t out = ((int64_t(at.image + of) * g.to.h + p) * g.to.w + q) * g.to.channels + channel;
+    int p = h0 + pad(at) - (R - 1);
+    int dst_h = p;
+    if constexpr (kDilated) dst_h = at.residue + p * int(g.d.by_h.d);
+    int64_t out =
+        ((int64_t(at.image + of) * g.to.h + dst_h) * g.to.w + q) * g.to.channels + channel;
     const auto put = [&](T* to, const float (&row)[kRun][V]) {
       if (cols >= kRun) {
 #pragma unroll
@@ -186,7 +230,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         put(g.dst + out, row);
       }
       ++p;
-      out += int64_t(g.to.w) * step;
+      out += kDilated ? int64_t(g.to.w) * int(g.d.by_h.d) * g.to.channels : int64_t(g.to.w) * step;
     };
 
     for (int h = h0; h < h1; ++h) {
@@ -199,7 +243,9 @@ __global__ void __launch_bounds__(kThreads, 1)
       float in[kCols][kIn];
       const auto read = [&](uint32_t at) {
 #pragma unroll
-        for (int c = 0; c < kCols; ++c) UnpackShared<T, kIn>(at + c * g.pixel_bytes, in[c]);
+        for (int c = 0; c < kCols; ++c) {
+          UnpackShared<T, kIn>(at + c * (g.pixel_bytes * column), in[c]);
+        }
       };
       const auto add = [&] {
 #pragma unroll
@@ -255,25 +301,27 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
 }
 
-template <typename T, int V, int R, int kThreads, bool kInline, Meet kMeet = Meet::kOne>
+template <typename T, int V, int R, int kThreads, bool kInline, Meet kMeet = Meet::kOne,
+          bool kDilated = false, int kRun = kRowRun>
 Status Launch(const Context& ctx, RowsArgs<T> g, const void* src, DType dtype,
               const std::string& what) {
   constexpr int kItem = int(sizeof(T)), kProducer = kInline ? 0 : 32;
   RowUnits& u = g.u;
   const int sms = Multiprocessors();
-  g.t = ChooseThreads(u, g.to, g.from.channels, V, kItem, R, kThreads - kProducer, sms, 0, 1);
+  g.t = ChooseThreads(u, g.to, g.from.channels, V, kItem, R, kThreads - kProducer, sms, 0, 1, 1,
+                      int(g.d.by_w.d), kRun);
   ShareRows(u, g.to.images, g.to.h, g.to.w, std::max(1, sms / u.slabs));
   const int slab = int(int64_t(g.t.lanes) * V * g.from.channels / g.to.channels);  // of src
   g.pixel_bytes = slab * kItem;
-  u.stage_bytes = StagedBytes(u.images, u.width + R - 1, g.pixel_bytes);
+  const int pitch = u.width + (R - 1) * int(g.d.by_w.d);
+  u.stage_bytes = StagedBytes(u.images, pitch, g.pixel_bytes);
   // 200 KB took up to 6% more: what the ring has, L1 has not.
   u.stages = std::clamp(128 * 1024 / u.stage_bytes, 2, 16);
-  JAXCONV_RETURN_IF_ERROR(
-      EncodeRows(dtype, src, g.from, slab, u.width + R - 1, u.images, what, &g.map));
+  JAXCONV_RETURN_IF_ERROR(EncodeRows(dtype, src, g.from, slab, pitch, u.images, what, &g.map));
   const int64_t blocks = CeilDiv(u.rows, u.share) * u.slabs;
   JAXCONV_RETURN_IF_ERROR(CheckBlocks(blocks, what));
   const int bytes = u.stages * (u.stage_bytes + 16);
-  const auto kernel = DepthwiseRowsKernel<T, V, R, kThreads, kInline, kMeet>;
+  const auto kernel = DepthwiseRowsKernel<T, V, R, kThreads, kInline, kMeet, kDilated, kRun>;
   JAXCONV_RETURN_IF_ERROR(CudaStatus(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), what));
   kernel<<<unsigned(blocks), g.t.threads + kProducer, bytes, ctx.stream>>>(g);
@@ -283,26 +331,27 @@ Status Launch(const Context& ctx, RowsArgs<T> g, const void* src, DType dtype,
 }  // namespace
 
 Status CheckDepthwiseRows(const ConvProblem& p, bool aligned, const std::string& what) {
-  const bool strided = p.stride[2] == 2;
+  const bool strided = p.stride[2] == 2, dilated = p.dilation[1] > 1 || p.dilation[2] > 1;
+  const int filter = int(p.filter[1]);
   const int64_t multiplier = p.k / p.c;
-  const bool multiplied =
-      !strided && p.filter[1] == 3 && (multiplier == 2 || multiplier == 4 || multiplier == 8);
+  const bool multiplied = !strided && !dilated && filter == 3 &&
+                          (multiplier == 2 || multiplier == 4 || multiplier == 8);
+  const bool large = (filter == 5 || filter == 7) && !strided && !dilated;
   bool ok = p.channels_last && (p.k == p.c || multiplied) &&
             p.c * int64_t(SizeOf(p.dtype)) % 16 == 0 && p.filter[0] == 1 && p.stride[0] == 1 &&
             p.pad[0] == 0 && p.in[0] == p.out[0] && p.filter[1] == p.filter[2] &&
-            p.stride[1] == p.stride[2] && (strided || p.stride[2] == 1) &&
-            (p.filter[1] == 3 ||
-             (!strided && p.dtype == DType::kF32 && (p.filter[1] == 5 || p.filter[1] == 7))) &&
-            p.n * p.in[0] < kCoordLimit;
-  for (int d = 1; d < 3; ++d) {
-    ok = ok && p.dilation[d] == 1 && p.padded_below_filter(d);
-  }
+            p.stride[1] == p.stride[2] && (strided ? !dilated : p.stride[2] == 1) &&
+            (filter == 3 || (large && p.dtype == DType::kF32)) &&
+            p.dilation[2] <= kMostRowDilation && p.n * p.in[0] < kCoordLimit;
+  for (int d = 1; d < 3; ++d) ok = ok && p.padded_below_filter(d);
   if (ok && aligned) return Status::Ok();
   return Status::Invalid(what +
                          ": expected channels-last arrays, 16-byte aligned, with k == c and "
-                         "whole 16 bytes of channels, dilation 1, padding below the filter's "
-                         "extent, and a filter of 3x3, or in float32 of 5x5 or 7x7, of stride 1 "
-                         "(3x3: also k of 2, 4 or 8 times c), or 3x3 of stride 2");
+                         "whole 16 bytes of channels, padding below the filter's reach, and a "
+                         "filter of 3x3, or in float32 and without a dilation of 5x5 or 7x7, of "
+                         "stride 1 and a dilation along rows of up to " +
+                         std::to_string(kMostRowDilation) +
+                         " (3x3 without: also k of 2, 4 or 8 times c), or 3x3 of stride 2");
 }
 
 Status DepthwiseRows(const Context& ctx, const ConvProblem& p, bool dgrad, const Epilogue& e,
@@ -322,6 +371,14 @@ Status DepthwiseRows(const Context& ctx, const ConvProblem& p, bool dgrad, const
     SetRows(g, p, dgrad, dgrad);
     g.reverse = dgrad;
     g.multiplier = int(p.k / p.c);
+    g.d = DilationOf(p, g.to.h);
+    if (p.dilation[1] > 1 || p.dilation[2] > 1) {
+      if (g.to.w <= kShortRowRun * p.dilation[2]) {
+        return Launch<T, 2, 3, 640, false, Meet::kOne, true, kShortRowRun>(ctx, g, src, p.dtype,
+                                                                           what);
+      }
+      return Launch<T, 2, 3, 640, false, Meet::kOne, true>(ctx, g, src, p.dtype, what);
+    }
     if (g.multiplier > 1 && dgrad) {
       return Launch<T, 1, 3, 640, false, Meet::kGather>(ctx, g, src, p.dtype, what);
     }

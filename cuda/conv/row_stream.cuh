@@ -41,8 +41,8 @@ template <typename Args>
 void SetRows(Args& g, const ConvProblem& p, bool dgrad, bool flipped) {
   g.from = dgrad ? RowsOfY(p) : RowsOfX(p);
   g.to = dgrad ? RowsOfX(p) : RowsOfY(p);
-  g.pad_h = int(flipped ? p.filter[1] - 1 - p.pad[1] : p.pad[1]);
-  g.pad_w = int(flipped ? p.filter[2] - 1 - p.pad[2] : p.pad[2]);
+  g.pad_h = int(flipped ? (p.filter[1] - 1) * p.dilation[1] - p.pad[1] : p.pad[1]);
+  g.pad_w = int(flipped ? (p.filter[2] - 1) * p.dilation[2] - p.pad[2] : p.pad[2]);
 }
 
 // How rows and columns of src and dst meet: one to one; two of src for one of dst (stride 2); one of
