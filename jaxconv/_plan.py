@@ -510,7 +510,7 @@ def _band_rows(op: str, p: ConvProblem) -> tuple[int, int]:
     return -(-p.batch * math.prod(p.in_spatial[:-2]) // images) * strips * height, images * height * width
 
 
-MOST_ROW_DILATION = 18  # along W: cuda/conv/depthwise_rows.cuh
+MOST_ROW_DILATION = {3: 18, 5: 6, 7: 6}  # along W, by filter: cuda/conv/depthwise_rows.cuh
 
 
 def _depthwise_tile(op: str, p: ConvProblem, device: Device) -> str:
@@ -521,8 +521,8 @@ def _depthwise_tile(op: str, p: ConvProblem, device: Device) -> str:
         return "rows" if few and whole and device.compute_capability == (9, 0) else ""
     if whole and _along_a_line(p):
         return "lines"
-    if p.channels_last and _square(p, (3,), dilated=True) and max(p.dilation[-2:]) > 1:
-        few = p.dilation[-1] <= MOST_ROW_DILATION
+    if p.channels_last and _square(p, (3, 5, 7), dilated=True) and max(p.dilation[-2:]) > 1:
+        few = p.dilation[-1] <= MOST_ROW_DILATION[p.filter[-1]]
         return "rows" if few and whole and device.compute_capability == (9, 0) else ""
     if not (_square(p, (3, 5, 7)) or (_square(p, (3,), 2) and p.channels_last)):
         return ""
@@ -777,7 +777,7 @@ def _fill_conv(op: str, plan: Plan, p: ConvProblem, device: Device) -> Plan:
         # than two with half as many rows each.
         grouped, half = plan.algorithm == "grouped", p.dtype != "float32"
         if max(p.dilation[-2:]) > 1:
-            slab = 128 if p.dilation[-1] <= 4 else 64
+            slab = 128 if p.filter[-1] == 3 and p.dilation[-1] <= 4 else 64
         else:
             slab = (64 if half else 32) if grouped else 256 if p.filter[-1] == 3 else 128
         blocks = -(-p.out_channels // slab)

@@ -271,6 +271,8 @@ def test_the_current_device_is_the_default_backends():
         ("depthwise_d2_rows", "rows", ""),
         ("depthwise_d2x5", "rows", ""),
         ("depthwise_d3", "rows", ""),
+        ("depthwise_7x7_d3", "rows", ""),
+        ("depthwise_5x5_d2", "rows", ""),
     ],
 )
 def test_which_depthwise_kernel_a_shape_gets(case, h200, a100):

@@ -8,8 +8,9 @@
 // "rows" (depthwise_rows.h): sm_90, channels-last, c whole 16 bytes, a filter of 3x3 (float32: or 5x5
 // or 7x7) of stride 1 or of 3x3 of stride 2 (over H and W; D as a batch: filter[0] == 1, pad[0] == 0,
 // in[0] == out[0]), dilation 1, pads in [0, filter), 16-byte aligned arrays; k == c, and for 3x3 of
-// stride 1 also k of 2, 4 or 8 times c. With a dilation along H or W the filter is 3x3, of stride
-// 1, k == c, pads in [0, 2 * dilation]; along W the dilation is at most 18. "bands" (depthwise_bands.h): bfloat16 and float16, 5x5 and 7x7 of stride 1 and
+// stride 1 also k of 2, 4 or 8 times c. With a dilation along H or W the filter is 3x3, 5x5 or 7x7 in
+// every dtype, of stride 1, k == c, pads in [0, (filter - 1) * dilation]; along W the dilation is at most
+// 18 (5x5, 7x7: 6). "bands" (depthwise_bands.h): bfloat16 and float16, 5x5 and 7x7 of stride 1 and
 // dilation 1, k == c, otherwise as "rows"; fewer than 2^30 rows in all strips, and pixels in the up to 16
 // images of one. "planes" (depthwise_planes.h): 3x3, 5x5 and 7x7 of dilation 1, otherwise as "rows" of
 // stride 1 and k == c, of channels-first arrays of any number of channels, rows of up to 224 pixels,
@@ -37,7 +38,7 @@
 //   of which 3 (R <= 3), 2, or 1 (the long filter rows) fit an SM: that many an SM keep it busy,
 //   more only lengthen the second stage. A part should be one tile at least.
 //   "rows": the work is the N*O*H rows of x (stride 2: rows of dy), in strips of several images or
-//     columns; a part has ceil(K / 128) blocks [3x3: ceil(K / 256); dilated: ceil(K / 64), and of
+//     columns; a part has ceil(K / 128) blocks [3x3: ceil(K / 256); dilated: ceil(K / 64), and 3x3 of
 //     dilation[2] <= 4 ceil(K / 128)], of which one fits an SM.
 //   "bands": the same work, in strips of 16 runs of 8 columns; a part has ceil(K / 32) blocks, of which
 //     one fits an SM.

@@ -332,25 +332,25 @@ Status Launch(const Context& ctx, RowsArgs<T> g, const void* src, DType dtype,
 
 Status CheckDepthwiseRows(const ConvProblem& p, bool aligned, const std::string& what) {
   const bool strided = p.stride[2] == 2, dilated = p.dilation[1] > 1 || p.dilation[2] > 1;
-  const int filter = int(p.filter[1]);
+  const int filter = int(p.filter[1]), most = MostRowDilation(filter);
   const int64_t multiplier = p.k / p.c;
   const bool multiplied = !strided && !dilated && filter == 3 &&
                           (multiplier == 2 || multiplier == 4 || multiplier == 8);
-  const bool large = (filter == 5 || filter == 7) && !strided && !dilated;
+  const bool large = (filter == 5 || filter == 7) && !strided;
   bool ok = p.channels_last && (p.k == p.c || multiplied) &&
             p.c * int64_t(SizeOf(p.dtype)) % 16 == 0 && p.filter[0] == 1 && p.stride[0] == 1 &&
             p.pad[0] == 0 && p.in[0] == p.out[0] && p.filter[1] == p.filter[2] &&
             p.stride[1] == p.stride[2] && (strided ? !dilated : p.stride[2] == 1) &&
-            (filter == 3 || (large && p.dtype == DType::kF32)) &&
-            p.dilation[2] <= kMostRowDilation && p.n * p.in[0] < kCoordLimit;
+            (filter == 3 || (large && (dilated || p.dtype == DType::kF32))) &&
+            p.dilation[2] <= most && p.n * p.in[0] < kCoordLimit;
   for (int d = 1; d < 3; ++d) ok = ok && p.padded_below_filter(d);
   if (ok && aligned) return Status::Ok();
   return Status::Invalid(what +
                          ": expected channels-last arrays, 16-byte aligned, with k == c and "
                          "whole 16 bytes of channels, padding below the filter's reach, and a "
-                         "filter of 3x3, or in float32 and without a dilation of 5x5 or 7x7, of "
+                         "filter of 3x3, in float32 or with a dilation also of 5x5 or 7x7, of "
                          "stride 1 and a dilation along rows of up to " +
-                         std::to_string(kMostRowDilation) +
+                         std::to_string(most) +
                          " (3x3 without: also k of 2, 4 or 8 times c), or 3x3 of stride 2");
 }
 
@@ -373,11 +373,17 @@ Status DepthwiseRows(const Context& ctx, const ConvProblem& p, bool dgrad, const
     g.multiplier = int(p.k / p.c);
     g.d = DilationOf(p, g.to.h);
     if (p.dilation[1] > 1 || p.dilation[2] > 1) {
-      if (g.to.w <= kShortRowRun * p.dilation[2]) {
+      if (p.filter[1] == 3 && g.to.w <= kShortRowRun * p.dilation[2]) {
         return Launch<T, 2, 3, 640, false, Meet::kOne, true, kShortRowRun>(ctx, g, src, p.dtype,
                                                                            what);
       }
-      return Launch<T, 2, 3, 640, false, Meet::kOne, true>(ctx, g, src, p.dtype, what);
+      if (p.filter[1] == 3) {
+        return Launch<T, 2, 3, 640, false, Meet::kOne, true>(ctx, g, src, p.dtype, what);
+      }
+      if (p.filter[1] == 5) {
+        return Launch<T, 1, 5, 640, false, Meet::kOne, true>(ctx, g, src, p.dtype, what);
+      }
+      return Launch<T, 1, 7, 384, true, Meet::kOne, true>(ctx, g, src, p.dtype, what);
     }
     if (g.multiplier > 1 && dgrad) {
       return Launch<T, 1, 3, 640, false, Meet::kGather>(ctx, g, src, p.dtype, what);

@@ -170,7 +170,7 @@ Status Launch(const Context& ctx, RowsWgradArgs<T> g, int64_t splits, const void
   RowUnits& u = g.u;
   const int d = int(g.d.by_w.d);
   // As depthwise.h promises the plan.
-  const int slabs = int(CeilDiv(g.out.channels, !kDilated ? 128 * V : d <= 4 ? 128 : 64));
+  const int slabs = int(CeilDiv(g.out.channels, !kDilated ? 128 * V : R == 3 && d <= 4 ? 128 : 64));
   g.t = ChooseThreads(u, g.out, g.in.channels, V, kItem, R, kThreads - 32, Multiprocessors(), slabs,
                       g.multiplier + 1, 1, d, kRun);
   ShareRows(u, g.in.images, g.in.h, g.out.w, splits);
@@ -212,11 +212,17 @@ Status DepthwiseRowsWgrad(const Context& ctx, const ConvProblem& p, int64_t spli
     g.multiplier = int(p.k / p.c);
     g.d = DilationOf(p, g.in.h);
     if (p.dilation[1] > 1 || p.dilation[2] > 1) {
-      if (g.out.w <= kShortRowRun * p.dilation[2]) {
+      if (p.filter[1] == 3 && g.out.w <= kShortRowRun * p.dilation[2]) {
         return Launch<T, 2, 3, 640, false, true, kShortRowRun>(ctx, g, splits, x, dy, p.dtype,
                                                                what);
       }
-      return Launch<T, 2, 3, 640, false, true>(ctx, g, splits, x, dy, p.dtype, what);
+      if (p.filter[1] == 3) {
+        return Launch<T, 2, 3, 640, false, true>(ctx, g, splits, x, dy, p.dtype, what);
+      }
+      if (p.filter[1] == 5) {
+        return Launch<T, 1, 5, 640, false, true>(ctx, g, splits, x, dy, p.dtype, what);
+      }
+      return Launch<T, 1, 7, 512, false, true>(ctx, g, splits, x, dy, p.dtype, what);
     }
     if (g.multiplier > 1) return Launch<T, 2, 3, 640, true>(ctx, g, splits, x, dy, p.dtype, what);
     if (p.filter[1] == 3) return Launch<T, 2, 3, 640>(ctx, g, splits, x, dy, p.dtype, what);
