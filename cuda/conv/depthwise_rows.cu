@@ -41,7 +41,7 @@ struct RowsArgs {
 
 // How the channels of src and dst meet: one to one; one of src for V of dst; pairs of src for one of
 // dst.
-enum class Meet { kOne, kSpread, kGather };
+enum class Channels { kOne, kSpread, kGather };
 
 template <typename T, int V>
 __device__ __forceinline__ void StoreLane(T* to, const float (&v)[V]) {
@@ -56,13 +56,16 @@ __device__ __forceinline__ void StoreLane(T* to, const float (&v)[V]) {
 
 // kInline: the first thread is also the producer; otherwise a warp of its own is. 12 warps leave 168
 // registers to a thread, a thirteenth would leave 128.
-template <typename T, int V, int R, int kThreads, bool kInline, Meet kMeet, bool kDilated, int kRun>
+template <typename T, int V, int R, int kThreads, bool kInline, Channels kChannels, bool kDilated,
+          int kRun>
 __global__ void __launch_bounds__(kThreads, 1)
     DepthwiseRowsKernel(const __grid_constant__ RowsArgs<T> g) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   constexpr int S = R, kCols = kRun + S - 1;
-  constexpr bool kGather = kMeet == Meet::kGather;
-  constexpr int kIn = kMeet == Meet::kSpread ? 1 : kGather ? 2 : V;  // channels of src, at a time
+  constexpr bool kGather = kChannels == Channels::kGather;
+  constexpr int kIn = kChannels == Channels::kSpread ? 1
+                      : kGather                      ? 2
+                                                     : V;  // channels of src, at a time
   static_assert(!kGather || V == 1);
   extern __shared__ __align__(128) unsigned char cells[];
   const RowUnits& u = g.u;
@@ -77,9 +80,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int64_t end = min(begin + u.share, u.rows);
   const int column = kDilated ? int(g.d.by_w.d) : 1;  // from a pixel of a run to the next
   const int channel0 = slab * (g.t.lanes * V), pitch = u.width + (S - 1) * column;
-  const int src_channel0 = kMeet == Meet::kSpread ? channel0 / g.multiplier
-                           : kGather              ? channel0 * g.multiplier
-                                                  : channel0;
+  const int src_channel0 = kChannels == Channels::kSpread ? channel0 / g.multiplier
+                           : kGather                      ? channel0 * g.multiplier
+                                                          : channel0;
   using Unit = std::conditional_t<kDilated, ResidueUnit, RowUnit>;
   const auto unit = [&](int64_t row) {
     if constexpr (kDilated) {
@@ -159,9 +162,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int col = kDilated ? ColumnOf(g.d, in_tile, kRun) : in_tile * kRun;
   const int in_slab = (int(threadIdx.x) - run * g.t.lanes) * V, channel = channel0 + in_slab;
   const bool live = !spare && channel < g.to.channels;
-  const int src_in_slab = kMeet == Meet::kSpread ? in_slab / g.multiplier
-                          : kGather              ? in_slab * g.multiplier
-                                                 : in_slab;
+  const int src_in_slab = kChannels == Channels::kSpread ? in_slab / g.multiplier
+                          : kGather                      ? in_slab * g.multiplier
+                                                         : in_slab;
   const uint32_t mine = uint32_t((of * pitch + col) * g.pixel_bytes + src_in_slab * int(sizeof(T)));
 
   // Of src's channels in kGather, of the pair at hand; else of dst's.
@@ -301,7 +304,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
 }
 
-template <typename T, int V, int R, int kThreads, bool kInline, Meet kMeet = Meet::kOne,
+template <typename T, int V, int R, int kThreads, bool kInline, Channels kChannels = Channels::kOne,
           bool kDilated = false, int kRun = kRowRun>
 Status Launch(const Context& ctx, RowsArgs<T> g, const void* src, DType dtype,
               const std::string& what) {
@@ -321,7 +324,7 @@ Status Launch(const Context& ctx, RowsArgs<T> g, const void* src, DType dtype,
   const int64_t blocks = CeilDiv(u.rows, u.share) * u.slabs;
   JAXCONV_RETURN_IF_ERROR(CheckBlocks(blocks, what));
   const int bytes = u.stages * (u.stage_bytes + 16);
-  const auto kernel = DepthwiseRowsKernel<T, V, R, kThreads, kInline, kMeet, kDilated, kRun>;
+  const auto kernel = DepthwiseRowsKernel<T, V, R, kThreads, kInline, kChannels, kDilated, kRun>;
   JAXCONV_RETURN_IF_ERROR(CudaStatus(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), what));
   kernel<<<unsigned(blocks), g.t.threads + kProducer, bytes, ctx.stream>>>(g);
@@ -374,22 +377,22 @@ Status DepthwiseRows(const Context& ctx, const ConvProblem& p, bool dgrad, const
     g.d = DilationOf(p, g.to.h);
     if (p.dilation[1] > 1 || p.dilation[2] > 1) {
       if (p.filter[1] == 3 && g.to.w <= kShortRowRun * p.dilation[2]) {
-        return Launch<T, 2, 3, 640, false, Meet::kOne, true, kShortRowRun>(ctx, g, src, p.dtype,
-                                                                           what);
+        return Launch<T, 2, 3, 640, false, Channels::kOne, true, kShortRowRun>(ctx, g, src, p.dtype,
+                                                                               what);
       }
       if (p.filter[1] == 3) {
-        return Launch<T, 2, 3, 640, false, Meet::kOne, true>(ctx, g, src, p.dtype, what);
+        return Launch<T, 2, 3, 640, false, Channels::kOne, true>(ctx, g, src, p.dtype, what);
       }
       if (p.filter[1] == 5) {
-        return Launch<T, 1, 5, 640, false, Meet::kOne, true>(ctx, g, src, p.dtype, what);
+        return Launch<T, 1, 5, 640, false, Channels::kOne, true>(ctx, g, src, p.dtype, what);
       }
-      return Launch<T, 1, 7, 384, true, Meet::kOne, true>(ctx, g, src, p.dtype, what);
+      return Launch<T, 1, 7, 384, true, Channels::kOne, true>(ctx, g, src, p.dtype, what);
     }
     if (g.multiplier > 1 && dgrad) {
-      return Launch<T, 1, 3, 640, false, Meet::kGather>(ctx, g, src, p.dtype, what);
+      return Launch<T, 1, 3, 640, false, Channels::kGather>(ctx, g, src, p.dtype, what);
     }
     if (g.multiplier > 1) {
-      return Launch<T, 2, 3, 640, false, Meet::kSpread>(ctx, g, src, p.dtype, what);
+      return Launch<T, 2, 3, 640, false, Channels::kSpread>(ctx, g, src, p.dtype, what);
     }
     if (p.filter[1] == 3) return Launch<T, 2, 3, 640, false>(ctx, g, src, p.dtype, what);
     if constexpr (sizeof(T) == 4) {
