@@ -101,10 +101,30 @@ def measurements(run: dict[str, Any], measured: Sequence[cases.Case] = ()) -> li
     return made
 
 
+def _write(target: pathlib.Path, device: str, measured: list[dict[str, Any]]) -> None:
+    """One line a measurement, so that a difference between two tables can be read."""
+    lines = ",\n".join("  " + json.dumps(m) for m in measured)
+    target.parent.mkdir(exist_ok=True)
+    target.write_text(f'{{\n "device": {json.dumps(device)},\n "measurements": [\n{lines}\n ]\n}}\n')
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks tune", description=__doc__)
-    parser.add_argument("results", nargs="+", type=pathlib.Path, help="files that --algorithm all --json recorded")
+    parser.add_argument("results", nargs="*", type=pathlib.Path, help="files that --algorithm all --json recorded")
+    parser.add_argument(
+        "--forget",
+        nargs=3,
+        metavar=("DEVICE", "CASE", "DTYPE"),
+        help="drop a case, whose kernels have changed since it was run, from a device's table ('NVIDIA H200')",
+    )
     args = parser.parse_args(argv)
+    if args.forget:
+        device, case, dtype = args.forget
+        target = _tuning.FOLDER / f"{_tuning.slug(device)}.json"
+        known = json.loads(target.read_text())["measurements"]
+        kept = [m for m in known if (m["case"], m["kind"][0]) != (case, dtype)]
+        _write(target, device, kept)
+        print(f"{len(known) - len(kept)} measurements of {case} in {dtype} are gone from {target}")
     for path in args.results:
         run = json.loads(path.read_text())
         first = run["op"] == "conv" and run["layout"] == "NCHW"  # the channels-last measurements answer for these
@@ -116,8 +136,6 @@ def main(argv: list[str] | None = None) -> int:
         new = json.loads(json.dumps(measurements(run)))  # tuples become lists, as they are read back
         keys = [(m["op"], m["kind"], m["coordinates"]) for m in new]
         kept = [m for m in kept if (m["op"], m["kind"], m["coordinates"]) not in keys]
-        lines = ",\n".join("  " + json.dumps(m) for m in kept + new)
-        target.parent.mkdir(exist_ok=True)
-        target.write_text(f'{{\n "device": {json.dumps(run["device"])},\n "measurements": [\n{lines}\n ]\n}}\n')
+        _write(target, run["device"], kept + new)
         print(f"{path}: {len(new)} measurements into {target}")
     return 0

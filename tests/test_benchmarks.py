@@ -142,6 +142,14 @@ def test_a_win_is_of_more_than_the_spread_and_in_dense_than_what_fusion_is_worth
     assert measured.best == ("wgmma", xla / native) and measured.wins == wins
 
 
+def test_a_case_is_forgotten_in_one_dtype(monkeypatch, tmp_path):
+    monkeypatch.setattr(_tuning, "FOLDER", tmp_path)
+    entries = [{"case": case, "kind": [dtype]} for case in ("a", "b") for dtype in ("float16", "bfloat16")]
+    tune._write(tmp_path / "a_gpu.json", "A GPU", entries)
+    assert tune.main(["--forget", "A GPU", "a", "float16"]) == 0
+    assert json.loads((tmp_path / "a_gpu.json").read_text()) == {"device": "A GPU", "measurements": entries[1:]}
+
+
 def test_a_measured_product_does_not_speak_for_other_columns(monkeypatch):
     monkeypatch.setattr(_tuning, "_learned", {})
     m, k, n = 4096.0, 1024.0, 1024.0
