@@ -91,7 +91,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       return UnitOf(u, row, end);
     }
   };
-  // In rows of the unit's residue, the first of which is row `from` of src: the padding, and how many there are.
+  // In rows of the unit's residue, the first of which is row `from` of src: the padding, and how many
+  // there are.
   const auto pad = [&](const Unit& at) {
     if constexpr (kDilated) {
       return int(g.d.by_h.Div(max(g.pad_h - at.residue + int(g.d.by_h.d) - 1, 0)));

@@ -3,8 +3,9 @@
 //   dst[n, p, q, k] = sum over r, s and channels c of k's group of
 //                     src[n, p * stride - pad + r, q * stride - pad + s, c] * w[r, s, c, k]
 //
-// (dgrad of stride 1 is that of dy with the filter reversed and transposed) on mma.m16n8k16: 16 pixels along W, the 8 output channels of an octet, and on K either two taps of
-// the same octet (4 or 8 channels a group: their filter is block-diagonal), or two octets of a group.
+// (dgrad of stride 1 is that of dy with the filter reversed and transposed) on mma.m16n8k16: 16 pixels
+// along W, the 8 output channels of an octet, and on K either two taps of the same octet (4 or 8
+// channels a group: their filter is block-diagonal), or two octets of a group.
 //
 // A warp owns two neighbouring output octets (32 bytes of a pixel) and two tiles of 16 pixels of a
 // unit (row_stream.cuh) and goes down the rows: it reads an input row from shared memory once and

@@ -6,10 +6,11 @@
 //
 // A warp owns two neighbouring octets of dy (groups of 16: one, so that twice as many warps' sums fit the
 // registers) and two tiles of 16 pixels of a unit (row_stream.cuh) and goes down the rows: a stage brings
-// row h of x and row h + pad of dy, the last row of dy that meets it. Row h of x is read from shared memory once and multiplied with the three rows of dy that it
-// meets, which stay in registers; so do all the warp's sums, until the block ends. Then the two warps
-// of an octet pair are added, and what lies between different groups is dropped. Stride 2: a stage brings
-// row p of dy and two rows of x (grouped_rows.cuh), which meet it and the row above it.
+// row h of x and row h + pad of dy, the last row of dy that meets it. Row h of x is read from shared
+// memory once and multiplied with the three rows of dy that it meets, which stay in registers; so do all
+// the warp's sums, until the block ends. Then the two warps of an octet pair are added, and what lies
+// between different groups is dropped. Stride 2: a stage brings row p of dy and two rows of x
+// (grouped_rows.cuh), which meet it and the row above it.
 //
 // Reads x and dy about once; writes dw or, with several splits, a partial sum each.
 #include "cuda/conv/grouped_rows.cuh"
@@ -70,8 +71,8 @@ __global__ void __launch_bounds__(WarpsOf(kOwned) * 32, kBlocks)
   const int64_t begin = part * u.share, end = min(begin + u.share, u.rows);
   const int pitch = u.width + kS - 1;  // pixels of a row of x in shared memory
   // The rows of x above the unit's first bring the rows of dy that the first one meets.
-  // Stride 2: units are rows of dy, stage p of them has row p of dy and the rows of x that it and the row above
-  // it meet; the last stage has no row of dy.
+  // Stride 2: units are rows of dy, stage p of them has row p of dy and the rows of x that it and the
+  // row above it meet; the last stage has no row of dy.
   const auto first_row = [&](const RowUnit& at) {
     return kStep == 2 ? at.p : max(at.p - (kR - 1), -g.pad_h);
   };
