@@ -1,8 +1,8 @@
-"""`python -m benchmarks tune RESULTS.json ...`: recorded runs -> jaxconv/tuning/<device>.json.
+"""`python -m benchmarks tune [--forget ...] RESULTS.json ...`: recorded runs -> jaxconv/tuning/<device>.json.
 
 A recorded run of `--algorithm all --tune` holds XLA's time and each native algorithm's for a problem; this turns them
 into the table that `jaxconv._plan` consults, problem by problem. Older entries for the same problem are replaced,
-others stay.
+others stay, unless they are to be forgotten.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from benchmarks import cases, contenders
 from benchmarks.contenders import Setting
 from jaxconv import _op, _tuning
 
-# The kernel that a pass measures; the other kernels of the pass are not in its time. fwd+bwd measures several: for a
-# batch-norm with its activation they are one choice, for a dense layer each is its own.
+# The kernel that a pass measures; the other kernels of the pass are not in its time. fwd+bwd and residual measure
+# several: for a batch-norm with its activation or residual they are one choice, for a dense layer each is its own.
 KERNELS = {
     "fprop": ("conv_fprop", "conv_dgrad"),  # a transposed convolution's forward is a dgrad
     "dgrad": ("conv_dgrad", "conv_fprop", "matmul"),
@@ -118,6 +118,8 @@ def main(argv: list[str] | None = None) -> int:
         help="drop a case, whose kernels have changed since it was run, from a device's table ('NVIDIA H200')",
     )
     args = parser.parse_args(argv)
+    if not args.results and not args.forget:
+        parser.error("neither results nor --forget were given")
     if args.forget:
         device, case, dtype = args.forget
         target = _tuning.FOLDER / f"{_tuning.slug(device)}.json"

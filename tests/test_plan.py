@@ -284,6 +284,26 @@ def test_which_depthwise_kernel_a_shape_gets(case, h200, a100):
             assert op == "conv_wgrad" or made.splits == 1
 
 
+@pytest.mark.parametrize(
+    ("few", "many", "extent", "tile"),
+    [
+        (24, 144, 56, "64x256r"),
+        (32, 192, 28, "64x256r"),
+        (96, 576, 14, "64x256r"),
+        (128, 576, 14, "128x128"),  # its own products hide the epilogue
+        (64, 128, 28, "128x128"),  # half of 256 columns would be nothing
+    ],
+)
+def test_1x1_of_few_channels_keep_their_filter_where_its_last_tile_is_not_too_empty(few, many, extent, tile):
+    x, w = (jax.ShapeDtypeStruct(s, "bfloat16") for s in ((256, extent, extent, few), (1, 1, few, many)))
+    options = dict.fromkeys(("activation", "precision", "algorithm", "implementation"))
+    options |= dict(stride=1, padding=0, dilation=1, groups=1, layout="NHWC", return_preactivation=False)
+    problem = ConvProblem.infer("conv2d", 2, x, w, None, **options)
+    back = dataclasses.replace(problem, in_channels=many, out_channels=few)
+    assert _plan.wgmma_conv_tile("conv_fprop", problem, H200) == tile
+    assert _plan.wgmma_conv_tile("conv_dgrad", back, H200) == tile
+
+
 def test_which_grouped_convolutions_of_16_bit_are_in_rows():
     for case, stride, tile in (
         ("grouped_4", 1, "rows"),
