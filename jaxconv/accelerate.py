@@ -20,6 +20,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -844,6 +845,16 @@ def _is_variance_of(v: Value, x: Value, axis: int) -> bool:
     return _is_mean(v, axis, is_centred_square)
 
 
+def _is_compared(var: Value) -> bool:
+    """Whether var is max(0, v), and v has other users: the derivative of max, which asks whether v equals var.
+
+    It would not, where a call's variance, rounded otherwise, takes var's place, and the gradient would lose a term.
+    """
+    return any(
+        _number(low) == 0 and any(user is not var.node for user in rest.users) for low, rest in _operands(var, "max")
+    )
+
+
 def _leads_only_to(v: Value, ends: Sequence[Value]) -> bool:
     """Whether whatever is computed from v is computed from `ends`."""
     seen, front = set(ends), [v]
@@ -866,6 +877,8 @@ def _find_batchnorm(n: Normalised, activations: Activations, conv: Node | None =
     channels = n.x.shape[n.axis]
     is_mean = _is_mean(n.mean, n.axis, lambda u: _unconverted(u) is x0)
     training = is_mean and _is_variance_of(n.var, x0, n.axis)
+    if training and _is_compared(n.var):
+        raise _Refusal("its gradient is taken inside the function: accelerate the loss, before its gradient is taken")
     y = n.result
     if len(y.users) == 1 and y.users[0] is not None and y.users[0].name == "convert_element_type":
         narrowed = y.users[0].outputs[0]
@@ -1208,7 +1221,9 @@ def accelerate(f: Callable[..., Any]) -> Callable[..., Any]:
 
     Args:
       f: a pure function, of which arrays anywhere in its arguments are traced, as by `jax.jit`; everything else in its
-        arguments (Python numbers, strings, functions) is given to it as it is.
+        arguments (Python numbers, strings, functions) is given to it as it is. What it changes in flax.nnx's objects
+        among its arguments (running statistics, random counters, an optimizer's state) is written back to them, as by
+        `nnx.jit`.
 
     Returns:
       A function of f's arguments with f's results: the same structure, shapes and dtypes, and the same numbers up to
@@ -1218,37 +1233,132 @@ def accelerate(f: Callable[..., Any]) -> Callable[..., Any]:
       what, and for what was not, why. `jaxconv.explain` of any function around it says the same, and more.
 
     f is traced anew at each call: put `jax.jit` around it.
+
+    Raises:
+      TypeError: when called, where f puts arrays into other containers among its arguments: they would be lost.
     """
 
-    def rewriting(args: Any, kwargs: Any) -> tuple[Rewriting, Report, list[Any], Any]:
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        traced = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
-        out_tree = None
+    def rewriting(args: Any, kwargs: Any) -> tuple[Rewriting, Report, list[Any], Callable[[list[Array]], Any]]:
+        given = _Arguments(args, kwargs)
+        out_tree, changed = None, None
 
         def of_arrays(*arrays: Array) -> list[Any]:
-            nonlocal out_tree
-            given = list(leaves)
-            for i, array in zip(traced, arrays, strict=True):
-                given[i] = array
-            args, kwargs = jax.tree.unflatten(tree, given)
-            outs, out_tree = jax.tree.flatten(f(*args, **kwargs))
-            return outs
+            nonlocal out_tree, changed
+            with given.of(arrays) as (args, kwargs, after):
+                outs, out_tree = jax.tree.flatten(f(*args, **kwargs))
+                changed = after()
+            return [*outs, *changed.leaves]
 
-        arrays = [leaves[i] for i in traced]
         report = Report()
-        rewritten = Rewriting(jax.make_jaxpr(of_arrays)(*arrays), report, Activations())
-        return rewritten, report, arrays, out_tree
+        rewritten = Rewriting(jax.make_jaxpr(of_arrays)(*given.arrays), report, Activations())
+
+        def finish(results: list[Array]) -> Any:
+            count = len(results) - len(changed.leaves)
+            given.write_back(changed, results[count:])
+            return jax.tree.unflatten(out_tree, results[:count])
+
+        return rewritten, report, given.arrays, finish
 
     @functools.wraps(f)
     def accelerated(*args: Any, **kwargs: Any) -> Any:
-        rewritten, report, arrays, out_tree = rewriting(args, kwargs)
-        if _LISTENER.value is not None:
-            _LISTENER.value.report += report
-        return jax.tree.unflatten(out_tree, rewritten.run(*arrays))
+        with _nnx_updates():
+            rewritten, report, arrays, finish = rewriting(args, kwargs)
+            if _LISTENER.value is not None:
+                _LISTENER.value.report += report
+            return finish(rewritten.run(*arrays))
 
-    accelerated.report = lambda *args, **kwargs: rewriting(args, kwargs)[1]  # type: ignore[attr-defined]
+    def report(*args: Any, **kwargs: Any) -> Report:
+        with _nnx_updates():
+            return rewriting(args, kwargs)[1]
+
+    accelerated.report = report  # type: ignore[attr-defined]
     return accelerated
 
 
 def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
+
+
+# ---- arguments with state
+
+
+def _nnx() -> Any:
+    """flax.nnx where the program has imported it: without it no argument is one of its objects."""
+    return sys.modules.get("flax.nnx")
+
+
+def _is_graph_node(leaf: Any) -> bool:
+    nnx = _nnx()
+    return nnx is not None and isinstance(leaf, (nnx.Pytree, nnx.Variable))
+
+
+def _nnx_updates() -> contextlib.AbstractContextManager[Any]:
+    nnx = _nnx()
+    return contextlib.nullcontext() if nnx is None else nnx.update_context("jaxconv.accelerate")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Changed:
+    """The state of all nnx objects after f: arrays, and what they are the leaves of."""
+
+    leaves: list[Any]
+    tree: Any = None
+
+
+class _Arguments:
+    """f's arguments, as arrays that are traced and everything else.
+
+    nnx's objects (modules, optimizers, variables) are split together, so that what two of them share stays shared, and
+    what f changes in them is written back, as by `nnx.jit`. What f changes in other containers would be lost, as it
+    would be in a pure function's arguments: it is refused.
+    """
+
+    def __init__(self, args: Any, kwargs: Any):
+        nnx = _nnx()
+        leaves, self._tree = jax.tree.flatten((args, kwargs), is_leaf=_is_graph_node)
+        self._objects = [i for i, leaf in enumerate(leaves) if _is_graph_node(leaf)]
+        self._arrays = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+        self._leaves = leaves
+        self.arrays = [leaves[i] for i in self._arrays]
+        if self._objects:
+            with nnx.split_context("jaxconv.accelerate") as context:
+                self._graph, state = context.split(tuple(leaves[i] for i in self._objects))
+            states, self._state_tree = jax.tree.flatten(state)
+            self.arrays += states
+
+    @contextlib.contextmanager
+    def of(self, arrays: Sequence[Array]) -> Iterator[tuple[Any, Any, Callable[[], _Changed]]]:
+        """(args, kwargs) with `arrays` in them, and a function that, after f, says what f changed."""
+        leaves = list(self._leaves)
+        for i, array in zip(self._arrays, arrays, strict=False):
+            leaves[i] = array
+        objects: Any = ()
+        if self._objects:
+            state = jax.tree.unflatten(self._state_tree, arrays[len(self._arrays) :])
+            with _nnx().merge_context("jaxconv.accelerate", inner=True) as context:
+                objects = context.merge(self._graph, state)
+            for i, obj in zip(self._objects, objects, strict=True):
+                leaves[i] = obj
+        args, kwargs = jax.tree.unflatten(self._tree, leaves)
+
+        def after() -> _Changed:
+            now = jax.tree.leaves((args, kwargs), is_leaf=_is_graph_node)
+            if not set(map(id, leaves)).issuperset(map(id, now)):
+                raise TypeError(
+                    "accelerate: the function changes one of its arguments (it puts another array into a dict, list or "
+                    "object that it was given), and that change would be lost. Return the new value instead; for "
+                    "flax.nnx pass the module itself, or split and merge it (nnx.split, nnx.merge), or use jaxconv.nnx"
+                )
+            if not self._objects:
+                return _Changed([])
+            with _nnx().split_context("jaxconv.accelerate") as context:
+                changed = context.split(objects)
+            return _Changed(*jax.tree.flatten(changed))
+
+        yield args, kwargs, after
+
+    def write_back(self, changed: _Changed, arrays: Sequence[Array]) -> None:
+        if self._objects:
+            graph, state = jax.tree.unflatten(changed.tree, arrays)
+            with _nnx().merge_context("jaxconv.accelerate", inner=False) as context:
+                context.merge(graph, state)

@@ -720,3 +720,104 @@ def test_a_model_trains_to_the_same_losses():
     ours, flax = trained(accelerate(loss)), trained(loss)
     # 9 layers pass each other's rounding on, each step starts from the last one's.
     assert_same(ours, flax, terms=(9 * 3) ** 2 * x.size)
+
+
+# ---- state among the arguments
+
+
+def nnx_net(width: int = 8) -> Any:
+    from flax import nnx
+
+    class Net(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.conv = nnx.Conv(4, width, (3, 3), use_bias=False, rngs=rngs)
+            self.again = self.conv  # shared
+            self.norm = nnx.BatchNorm(width, momentum=0.5, rngs=rngs)
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+            self.head = nnx.Linear(width, 3, rngs=rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.head(self.dropout(nnx.relu(self.norm(self.conv(x)))).mean((1, 2)))
+
+    return Net(nnx.Rngs(0))
+
+
+def nnx_training(way: str, steps: int = 3) -> tuple[list[float], Any]:
+    """Losses, and the module's state after as many steps; `way`: where accelerate goes."""
+    import optax
+    from flax import nnx
+
+    def loss(model: Any, x: jax.Array) -> jax.Array:
+        return ((model(x) - 1) ** 2).mean()
+
+    inner = accelerate(loss) if way == "loss" else loss
+
+    def step(model: Any, optimizer: Any, x: jax.Array) -> jax.Array:
+        value, grads = nnx.value_and_grad(inner)(model, x)
+        optimizer.update(model, grads)
+        return value
+
+    model = nnx_net()
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    step = {"step": accelerate(step), "jitted step": nnx.jit(accelerate(step))}.get(way, nnx.jit(step))
+    losses = [float(step(model, optimizer, X)) for _ in range(steps)]
+    assert model.conv is model.again
+    return losses, nnx.state(model, nnx.Not(nnx.RngKey))
+
+
+@pytest.mark.parametrize("way", ("loss", "step", "jitted step"))
+def test_state_of_nnx_objects_is_written_back(way):
+    losses, state = nnx_training("plain")
+    assert losses[-1] < losses[0]
+    accelerated_losses, accelerated_state = nnx_training(way)
+    np.testing.assert_allclose(accelerated_losses, losses, rtol=1e-4)
+    assert jax.tree.structure(accelerated_state) == jax.tree.structure(state)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), accelerated_state, state)
+    assert int(state["dropout"]["rngs"]["count"][...]) == 3
+
+
+def test_a_gradient_inside_the_function_keeps_all_of_its_terms():
+    """The derivative of Flax's max(0, E[x^2] - E[x]^2) compares the two: both must be rounded alike."""
+
+    def normalised(x: jax.Array) -> jax.Array:
+        mean = x.mean((0, 1, 2))
+        var = jnp.maximum(0.0, jnp.square(x).mean((0, 1, 2)) - jnp.square(mean))
+        return ((x - mean) * lax.rsqrt(var + 1e-5) * SCALE + BIAS) ** 3
+
+    gradient = jax.grad(lambda x: normalised(conv(x, W)).mean())
+    assert_same(accelerate(gradient)(X), gradient(X), terms=72 * 36)
+    (finding,) = [f for f in accelerate(gradient).report(X) if f.what == "batchnorm"]
+    assert "accelerate the loss" in finding.why
+
+
+def test_static_attributes_of_nnx_objects_are_written_back():
+    model = nnx_net()
+
+    def evaluate(model: Any, x: jax.Array) -> jax.Array:
+        model.eval()
+        return model(x)
+
+    accelerate(evaluate)(model, X)
+    assert model.norm.use_running_average and model.dropout.deterministic
+
+
+def test_a_report_changes_no_state():
+    from flax import nnx
+
+    model = nnx_net()
+    before = nnx.state(model)
+    report = accelerate(lambda m, x: m(x)).report(model, X)
+    assert any("batchnorm" in finding.fused for finding in report)
+    assert int(model.dropout.rngs.count[...]) == 0
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(model, nnx.Param), nnx.filter_state(before, nnx.Param))
+
+
+def test_changes_of_other_arguments_are_refused():
+    def puts(d: dict[str, jax.Array]) -> jax.Array:
+        d["x"] = d["x"] + 1
+        return d["x"].sum()
+
+    with pytest.raises(TypeError, match=r"changes one of its arguments.*nnx.split.*jaxconv.nnx"):
+        accelerate(puts)({"x": X})
+    # Taking something out of a dict that is a copy loses nothing.
+    np.testing.assert_allclose(accelerate(lambda d: d.pop("x").sum())({"x": X}), X.sum(), rtol=1e-5)
