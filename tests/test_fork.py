@@ -344,13 +344,13 @@ def test_inside_remat_scan_and_jit_too():
 
 
 def test_without_a_gradient_nothing_is_added_to_the_program(monkeypatch):
-    module = importlib.import_module("jaxconv.accelerate")
+    module = importlib.import_module("jaxconv.accelerate.linear")
 
     def text():
         return jax.jit(lambda ws, x: jaxconv.accelerate(net)(ws, x)).lower(NET, IMAGES).as_text()
 
     forked = text()
-    monkeypatch.setattr(module, "_fork", lambda *_: None)
+    monkeypatch.setattr(module, "fork_of", lambda *_: None)
     assert sorted(forked.splitlines()) == sorted(text().splitlines()) or len(forked) == len(text())
 
 

@@ -1,0 +1,423 @@
+"""ConvProblem, and the pair ConvBatchNormProblem: what a convolution asks for, in canonical numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+from jaxconv import _activation
+from jaxconv._activation import Activation
+from jaxconv._problem.batchnorm import BatchNormProblem
+from jaxconv._problem.dense import DenseProblem
+from jaxconv._problem.parse import (
+    CHANNELS_FIRST,
+    CHANNELS_LAST,
+    NO_ACTIVATION,
+    Pair,
+    Precision,
+    check_choice,
+    integer,
+    integers,
+    out_extent,
+    parse_layout,
+    parse_padding,
+    parse_precision,
+    parse_transposed_padding,
+    same_dtype,
+    shapes,
+)
+
+CONV_ALGORITHMS = ("wgmma", "implicit_gemm", "direct", "depthwise", "grouped", "stem", "im2col")
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvProblem:
+    """y[n, o, k] = sum over taps t and channels c of x[n, o*stride - low + t*dilation, c] * w[t, c, k].
+
+    One problem is read three ways: fprop (x, w -> y), dgrad (dy, w -> dx), wgrad (x, dy -> dw).
+    """
+
+    name: str  # the public function, for messages
+    dtype: str
+    batch: int  # N; may be symbolic under jax.export
+    in_channels: int  # C, all groups
+    out_channels: int  # K, all groups
+    groups: int
+    in_spatial: tuple[int, ...]
+    filter: tuple[int, ...]
+    out_spatial: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[Pair, ...]  # (low, high); negative values crop
+    dilation: tuple[int, ...]
+    channels_last: bool
+    precision: Precision
+    # The epilogue of the fused forward; off in the bare trio
+    bias: bool = False
+    activation: Activation = NO_ACTIVATION
+    save_preactivation: bool = False
+    # What the user forces
+    implementation: str | None = None
+    algorithm: str | None = None
+
+    # ---- shapes
+    @property
+    def nd(self) -> int:
+        return len(self.in_spatial)
+
+    def _activation_shape(self, channels: int, spatial: tuple[int, ...]) -> tuple[int, ...]:
+        return (self.batch, *spatial, channels) if self.channels_last else (self.batch, channels, *spatial)
+
+    @property
+    def x_shape(self) -> tuple[int, ...]:
+        return self._activation_shape(self.in_channels, self.in_spatial)
+
+    @property
+    def y_shape(self) -> tuple[int, ...]:
+        return self._activation_shape(self.out_channels, self.out_spatial)
+
+    @property
+    def w_shape(self) -> tuple[int, ...]:
+        c = self.in_channels // self.groups
+        return (*self.filter, c, self.out_channels) if self.channels_last else (self.out_channels, c, *self.filter)
+
+    @property
+    def channel_axis(self) -> int:
+        return self.nd + 1 if self.channels_last else 1
+
+    @property
+    def dimension_numbers(self) -> tuple[str, str, str]:
+        s = "DHW"[3 - self.nd :]
+        return (f"N{s}C", f"{s}IO", f"N{s}C") if self.channels_last else (f"NC{s}", f"OI{s}", f"NC{s}")
+
+    # ---- facts a plan asks for
+    @property
+    def full_float32(self) -> bool:
+        """Whether float32 products may not be rounded to TF32."""
+        return lax.Precision.HIGHEST in self.precision
+
+    @property
+    def depthwise(self) -> bool:
+        return self.groups == self.in_channels
+
+    @property
+    def pointwise(self) -> bool:
+        """1x1, stride 1, unpadded: a plain matrix product."""
+        return (
+            all(f == 1 for f in self.filter) and self.out_spatial == self.in_spatial and set(self.padding) == {(0, 0)}
+        )
+
+    def steps_by_filter(self, axis: int) -> bool:
+        """Whether the axis is cut into windows that touch and do not overlap (a single tap: whether it is left
+        alone)."""
+        f = self.filter[axis]
+        steps = (self.stride[axis], self.padding[axis]) == (f, (0, 0)) and (f == 1 or self.dilation[axis] == 1)
+        return steps and self.in_spatial[axis] == self.out_spatial[axis] * f
+
+    @property
+    def reached(self) -> float:
+        """The part of x that a tap reaches, but for its edges: of each axis the residues modulo the stride that have
+        one."""
+        return math.prod(
+            len({(t * d - low) % s for t in range(f)}) / s
+            for f, s, d, (low, _) in zip(self.filter, self.stride, self.dilation, self.padding, strict=True)
+        )
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of each of fprop, dgrad, wgrad."""
+        taps = int(np.prod(self.filter)) * int(np.prod(self.out_spatial))
+        return 2 * self.batch * self.out_channels * (self.in_channels // self.groups) * taps
+
+    # ---- readings
+    def bare(self) -> ConvProblem:
+        """The same convolution without its epilogue."""
+        return dataclasses.replace(self, bias=False, activation=NO_ACTIVATION, save_preactivation=False)
+
+    def folded(self, dgrad: bool) -> ConvProblem:
+        """The convolution as the matrix loops run it (FoldPatches in cuda/conv/conv.cu): where the filter steps by its
+        own width, S neighbouring pixels are one of S*C channels; likewise for its height, each output row is an image
+        of its own (not for dgrad)."""
+
+        def patches(axis: int) -> bool:
+            return self.filter[axis] > 1 and self.steps_by_filter(axis)
+
+        if self.groups != 1 or not patches(-1):
+            return self
+        batch, channels = self.batch, self.in_channels * self.filter[-1]
+        filter, stride = [*self.filter[:-1], 1], [*self.stride[:-1], 1]
+        in_spatial, out_spatial = [*self.in_spatial[:-1], self.out_spatial[-1]], list(self.out_spatial)
+        flat = self.nd < 3 or (self.filter[0] == 1 and self.steps_by_filter(0))
+        if not dgrad and self.nd > 1 and flat and patches(-2):
+            batch *= math.prod(out_spatial[:-1])
+            in_spatial[:-1] = [*[1] * (self.nd - 2), self.filter[-2]]
+            out_spatial[:-1] = [1] * (self.nd - 1)
+            stride[-2] = 1
+        return dataclasses.replace(
+            self,
+            batch=batch,
+            in_channels=channels,
+            in_spatial=tuple(in_spatial),
+            out_spatial=tuple(out_spatial),
+            filter=tuple(filter),
+            stride=tuple(stride),
+        )
+
+    def patch_product(self) -> DenseProblem:
+        """dgrad where windows do not overlap: dy's pixels (M, K) times w (R*S*C, K), transposed; rows are windows."""
+        pixels, columns = self.batch * math.prod(self.out_spatial), math.prod(self.filter) * self.in_channels
+        return DenseProblem(self.name, self.dtype, pixels, self.out_channels, columns, self.precision, trans_w=True)
+
+    def __str__(self) -> str:
+        x, k = "x".join(map(str, self.in_spatial)), "x".join(map(str, self.filter))
+        text = f"{self.batch}x{x} {self.in_channels}->{self.out_channels} {k}"
+        if set(self.stride) != {1}:
+            text += " s" + ",".join(map(str, dict.fromkeys(self.stride)))
+        if set(self.dilation) != {1}:
+            text += " d" + ",".join(map(str, dict.fromkeys(self.dilation)))
+        if self.groups > 1:
+            text += f" g{self.groups}"
+        return f"{text} {self.dtype} {(CHANNELS_LAST if self.channels_last else CHANNELS_FIRST)[self.nd]}"
+
+    @classmethod
+    def infer(
+        cls,
+        name: str,
+        nd: int,
+        x: jax.Array,
+        w: jax.Array,
+        b: jax.Array | None,
+        *,
+        stride: Any,
+        padding: Any,
+        dilation: Any,
+        groups: Any,
+        activation: Any,
+        layout: Any,
+        precision: Any,
+        return_preactivation: bool,
+        algorithm: Any,
+        implementation: Any,
+    ) -> ConvProblem:
+        channels_last = parse_layout(name, layout, nd)
+        filter_layout = ("DHWIO" if channels_last else "OIDHW").replace("DHW", "DHW"[3 - nd :])
+        dtype = same_dtype(name, x=x, w=w, b=b)
+        seen = shapes(x=x, w=w, b=b)
+        if x.ndim != nd + 2:
+            raise ValueError(f"{name}: x has {x.ndim} dimensions, expected {nd + 2} ({layout}). {seen}")
+        if w.ndim != nd + 2:
+            raise ValueError(f"{name}: w has {w.ndim} dimensions, expected {nd + 2} ({filter_layout}). {seen}")
+        groups = integer(name, "groups", groups)
+        stride = integers(name, "stride", stride, nd, 1)
+        dilation = integers(name, "dilation", dilation, nd, 1)
+        if channels_last:
+            batch, in_spatial, c = x.shape[0], x.shape[1:-1], x.shape[-1]
+            filter, group_c, k = w.shape[:-2], w.shape[-2], w.shape[-1]
+        else:
+            batch, c, in_spatial = x.shape[0], x.shape[1], x.shape[2:]
+            k, group_c, filter = w.shape[0], w.shape[1], w.shape[2:]
+        for argument, extents in (("x", (c, *in_spatial)), ("w", (*filter, group_c, k))):
+            if 0 in extents:
+                raise ValueError(f"{name}: {argument} is empty: only the batch extent may be 0. {seen}")
+        if groups < 1:
+            raise ValueError(f"{name}: groups={groups} must be at least 1")
+        if k % groups:
+            raise ValueError(f"{name}: groups={groups} does not divide the {k} output channels of w. {seen}")
+        if c % groups:
+            raise ValueError(f"{name}: groups={groups} does not divide the {c} channels of x. {seen}")
+        if group_c * groups != c:
+            raise ValueError(
+                f"{name}: w expects {group_c * groups} input channels, x has {c} (groups={groups}). {seen}"
+            )
+        if b is not None and b.shape != (k,):
+            raise ValueError(f"{name}: b has shape {b.shape}, expected ({k},), one per output channel. {seen}")
+        pads = parse_padding(name, padding, in_spatial, filter, stride, dilation)
+        out = tuple(map(out_extent, in_spatial, filter, stride, pads, dilation))
+        if min(out) < 1:
+            raise ValueError(
+                f"{name}: the output would have spatial extents {out}, expected at least 1: the padded input "
+                f"is smaller than the dilated filter. padding={pads}, dilation={dilation}, {seen}"
+            )
+        check_choice(name, implementation, algorithm, CONV_ALGORITHMS)
+        return cls(
+            name=name,
+            dtype=dtype,
+            batch=batch,
+            in_channels=c,
+            out_channels=k,
+            groups=groups,
+            in_spatial=tuple(in_spatial),
+            filter=tuple(filter),
+            out_spatial=out,
+            stride=stride,
+            padding=pads,
+            dilation=dilation,
+            channels_last=channels_last,
+            precision=parse_precision(name, precision),
+            bias=b is not None,
+            activation=_activation.parse(name, activation),
+            save_preactivation=bool(return_preactivation),
+            implementation=implementation,
+            algorithm=algorithm,
+        )
+
+    @classmethod
+    def infer_transposed(
+        cls,
+        name: str,
+        nd: int,
+        x: jax.Array,
+        w: jax.Array,
+        b: jax.Array | None,
+        *,
+        stride: Any,
+        padding: Any,  # of the stride-dilated x, as lax
+        dilation: Any,
+        groups: Any,
+        activation: Any,
+        layout: Any,
+        precision: Any,
+        return_preactivation: bool,
+        transpose_kernel: bool,
+        algorithm: Any,
+        implementation: Any,
+    ) -> ConvProblem:
+        """The convolution whose dgrad is activation(lax.conv_general_dilated(x, w, 1, pads, lhs_dilation=stride) + b).
+
+        It maps the transposed one's output to its input: `in_*` are y's, `out_*` are x's. Its `bias`, `activation` and
+        `save_preactivation` are what the dgrad is followed by.
+        """
+        channels_last = parse_layout(name, layout, nd)
+        for argument, array in (("x", x), ("w", w)):
+            if array.ndim != nd + 2:
+                raise ValueError(
+                    f"{name}: {argument} has {array.ndim} dimensions, expected {nd + 2}, got {array.shape}"
+                )
+        stride = integers(name, "stride", stride, nd, 1)
+        dilation = integers(name, "dilation", dilation, nd, 1)
+        filter = tuple(w.shape[:nd] if channels_last else w.shape[2:])
+        pads = parse_transposed_padding(name, padding, filter, stride, dilation)
+        groups = integers(name, "groups", groups, 1, 1)[0]
+        seen = shapes(x=x, w=w, b=b)
+        c = x.shape[-1 if channels_last else 1]
+        in_axis, out_axis = (nd, nd + 1) if channels_last else (1, 0)
+        # With transpose_kernel the filter is the forward convolution's: its input channels are this one's output.
+        if transpose_kernel:
+            k, expected = w.shape[in_axis] * groups, w.shape[out_axis]
+        else:
+            k, expected = w.shape[out_axis], w.shape[in_axis] * groups
+        for argument, extents in (("x", x.shape[1:]), ("w", w.shape)):
+            if 0 in extents:
+                raise ValueError(f"{name}: {argument} is empty: only the batch extent may be 0. {seen}")
+        if expected != c:
+            raise ValueError(f"{name}: w expects {expected} input channels, x has {c} (groups={groups}). {seen}")
+        if c % groups or k % groups:
+            raise ValueError(f"{name}: groups={groups} does not divide the channels {c} -> {k}. {seen}")
+        if b is not None and b.shape != (k,):
+            raise ValueError(f"{name}: b has shape {b.shape}, expected ({k},), one per output channel. {seen}")
+        in_spatial = tuple(x.shape[1:-1] if channels_last else x.shape[2:])
+        windows = [(f - 1) * d for f, d in zip(filter, dilation, strict=True)]
+        out = tuple(
+            (size - 1) * s + 1 + low + high - window
+            for size, s, (low, high), window in zip(in_spatial, stride, pads, windows, strict=True)
+        )
+        if min(out) < 1:
+            raise ValueError(f"{name}: the output would have spatial extents {out}, expected at least 1. {seen}")
+        check_choice(name, implementation, algorithm, CONV_ALGORITHMS)
+        return cls(
+            name=name,
+            dtype=same_dtype(name, x=x, w=w, b=b),
+            batch=x.shape[0],
+            in_channels=k,
+            out_channels=c,
+            groups=groups,
+            in_spatial=out,
+            filter=filter,
+            out_spatial=in_spatial,
+            stride=stride,
+            padding=tuple((window - low, window - high) for window, (low, high) in zip(windows, pads, strict=True)),
+            dilation=dilation,
+            channels_last=channels_last,
+            precision=parse_precision(name, precision),
+            bias=b is not None,
+            activation=_activation.parse(name, activation),
+            save_preactivation=bool(return_preactivation),
+            implementation=implementation,
+            algorithm=algorithm,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvBatchNormProblem:
+    """A bare convolution and the batch-norm, in training, of its result."""
+
+    conv: ConvProblem
+    norm: BatchNormProblem
+    save: bool = False  # also return what the backward pass keeps
+
+    @property
+    def name(self) -> str:
+        return self.conv.name
+
+    def __str__(self) -> str:
+        return str(self.conv)
+
+    @classmethod
+    def infer(
+        cls,
+        name: str,
+        x: jax.Array,
+        w: jax.Array,
+        scale: jax.Array | None,
+        bias: jax.Array | None,
+        running_mean: jax.Array,
+        running_var: jax.Array,
+        residual: jax.Array | None,
+        *,
+        training: Any,
+        momentum: Any,
+        epsilon: Any,
+        activation: Any,
+        layout: Any,
+        algorithm: Any,
+        implementation: Any,
+        **window: Any,
+    ) -> ConvBatchNormProblem:
+        nd = w.ndim - 2
+        if nd not in CHANNELS_LAST:
+            raise ValueError(f"{name}: w has {w.ndim} dimensions, expected 3, 4 or 5. {shapes(x=x, w=w)}")
+        conv = ConvProblem.infer(
+            name,
+            nd,
+            x,
+            w,
+            None,
+            **window,
+            activation=None,
+            layout=CHANNELS_LAST[nd] if layout is None else layout,
+            return_preactivation=False,
+            algorithm=algorithm,
+            implementation=implementation,
+        )
+        norm = BatchNormProblem.infer(
+            name,
+            jax.ShapeDtypeStruct(conv.y_shape, conv.dtype),
+            scale,
+            bias,
+            running_mean,
+            running_var,
+            residual,
+            training=training,
+            momentum=momentum,
+            epsilon=epsilon,
+            activation=activation,
+            channel_axis=conv.channel_axis,
+            algorithm=None,
+            implementation=implementation,
+            of="the convolution's result",
+        )
+        return cls(conv, norm)

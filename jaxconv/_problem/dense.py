@@ -1,0 +1,151 @@
+"""DenseProblem: what a fused dense layer asks for, in canonical numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax import lax
+
+from jaxconv import _activation
+from jaxconv._activation import Activation
+from jaxconv._problem.parse import NO_ACTIVATION, Precision, check_choice, number, parse_precision, same_dtype, shapes
+
+DENSE_ALGORITHMS = ("gemm", "wgmma")
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseProblem:
+    """z = alpha * op(x) @ op(w) + beta * c + bias, y = f(z): (M, K) @ (K, N), for each of `batch` instances."""
+
+    name: str
+    dtype: str
+    m: int  # may be symbolic under jax.export
+    k: int
+    n: int
+    precision: Precision
+    trans_x: bool = False  # x is stored (K, M)
+    trans_w: bool = False  # w is stored (N, K)
+    batch: int | None = None  # instances made by vmap; None: no instance axis anywhere
+    batched: tuple[str, ...] = ()  # which of x, w, b, c have the instance axis
+    alpha: float = 1.0
+    beta: float = 1.0
+    bias: str | None = None  # "scalar", "row" or "column"
+    addend: bool = False
+    activation: Activation = NO_ACTIVATION
+    save_preactivation: bool = False
+    implementation: str | None = None
+    algorithm: str | None = None
+
+    def _shape(self, operand: str, *shape: int) -> tuple[int, ...]:
+        return (self.batch, *shape) if self.batch is not None and operand in self.batched else shape
+
+    @property
+    def x_shape(self) -> tuple[int, ...]:
+        return self._shape("x", *((self.k, self.m) if self.trans_x else (self.m, self.k)))
+
+    @property
+    def w_shape(self) -> tuple[int, ...]:
+        return self._shape("w", *((self.n, self.k) if self.trans_w else (self.k, self.n)))
+
+    @property
+    def b_shape(self) -> tuple[int, ...]:
+        return self._shape("b", {"scalar": 1, "row": self.m, "column": self.n}[self.bias or "scalar"])
+
+    @property
+    def c_shape(self) -> tuple[int, ...]:
+        return self._shape("c", self.m, self.n)
+
+    @property
+    def y_shape(self) -> tuple[int, ...]:
+        return (self.m, self.n) if self.batch is None else (self.batch, self.m, self.n)
+
+    @property
+    def full_float32(self) -> bool:
+        return lax.Precision.HIGHEST in self.precision
+
+    @property
+    def flops(self) -> int:
+        return 2 * (self.batch or 1) * self.m * self.n * self.k
+
+    def bare(self) -> DenseProblem:
+        """The same product without addend and epilogue (alpha stays)."""
+        return dataclasses.replace(
+            self,
+            beta=1.0,
+            bias=None,
+            addend=False,
+            activation=NO_ACTIVATION,
+            save_preactivation=False,
+            batched=tuple(o for o in self.batched if o in "xw"),
+        )
+
+    def __str__(self) -> str:
+        x, w = "T" * self.trans_x or "N", "T" * self.trans_w or "N"
+        batch = "" if self.batch is None else f"{self.batch}x "
+        return f"{batch}{self.m}x{self.k}x{self.n} {x}{w} {self.dtype}"
+
+    @classmethod
+    def infer(
+        cls,
+        name: str,
+        x: jax.Array,
+        w: jax.Array,
+        b: jax.Array | None,
+        c: jax.Array | None,
+        *,
+        alpha: Any,
+        beta: Any,
+        activation: Any,
+        return_preactivation: bool,
+        precision: Any,
+        algorithm: Any,
+        implementation: Any,
+    ) -> DenseProblem:
+        dtype = same_dtype(name, x=x, w=w, b=b, c=c)
+        seen = shapes(x=x, w=w, b=b, c=c)
+        if x.ndim < 1:
+            raise ValueError(f"{name}: x has 0 dimensions, expected (..., K). {seen}")
+        if w.ndim != 2:
+            raise ValueError(f"{name}: w has {w.ndim} dimensions, expected 2 (K, N). {seen}")
+        lead, (k, n) = x.shape[:-1], w.shape
+        if x.shape[-1] != k:
+            raise ValueError(f"{name}: w expects {k} input features, x has {x.shape[-1]}. {seen}")
+        if k == 0 or n == 0:
+            raise ValueError(f"{name}: w is empty: only the leading extents of x may be 0. {seen}")
+        m = 1
+        for extent in lead:
+            m = m * extent
+        bias = None
+        if b is not None:
+            if b.shape in ((), (1, 1)) or (b.shape == (1,) and n != 1):
+                bias = "scalar"
+            elif b.shape in ((n,), (1, n)):
+                bias = "column"
+            elif b.shape in (lead, (*lead, 1)):
+                bias = "row"
+            else:
+                raise ValueError(
+                    f"{name}: b has shape {b.shape}, expected a scalar, one per column ({n},) or (1, {n}), "
+                    f"or one per row {tuple(lead)} or {(*lead, 1)}. {seen}"
+                )
+        if c is not None and c.shape != (*lead, n):
+            raise ValueError(f"{name}: c has shape {c.shape}, expected {(*lead, n)}, the shape of the result. {seen}")
+        check_choice(name, implementation, algorithm, DENSE_ALGORITHMS)
+        return cls(
+            name=name,
+            dtype=dtype,
+            m=m,
+            k=k,
+            n=n,
+            precision=parse_precision(name, precision),
+            alpha=number(name, "alpha", alpha),
+            beta=number(name, "beta", beta),
+            bias=bias,
+            addend=c is not None,
+            activation=_activation.parse(name, activation),
+            save_preactivation=bool(return_preactivation),
+            implementation=implementation,
+            algorithm=algorithm,
+        )

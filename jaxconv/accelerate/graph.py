@@ -1,0 +1,321 @@
+"""A jaxpr as a graph of values and nodes, and how values are read.
+
+What is said about a value here (a number, a broadcast, numbers along one axis) is what the recognition of layers asks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(eq=False)
+class Value:
+    aval: Any
+    node: Node | None = None  # None for an input
+    index: int = 0  # among the node's outputs
+    users: list[Node | None] = dataclasses.field(default_factory=list)  # None is the function's result
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.aval.shape)
+
+    @property
+    def dtype(self) -> Any:
+        return self.aval.dtype
+
+    @property
+    def made_by(self) -> str:
+        return "" if self.node is None else self.node.name
+
+
+@dataclasses.dataclass(eq=False)
+class Constant(Value):
+    value: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Fork:
+    """A convolution's call that also returns its input, in front of its results, for that input's other users.
+
+    Their gradient then comes to the convolution's, which is added to it on its way.
+    """
+
+    call: Callable[..., Sequence[Array]]
+    cost: int  # of adding to the gradient, in no unit
+
+
+@dataclasses.dataclass(eq=False)
+class Node:
+    """An equation, or (with `call`) what takes the place of several."""
+
+    order: int
+    inputs: list[Value]
+    outputs: list[Value]
+    eqn: JaxprEqn
+    name_stack: Any
+    call: Callable[..., Sequence[Array]] | None = None
+    fork: Fork | None = None
+
+    @property
+    def name(self) -> str:
+        return self.eqn.primitive.name
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return self.eqn.params
+
+    @functools.cached_property
+    def body(self) -> str:
+        """The text of what a custom_jvp_call computes."""
+        return Graph(self.params["call_jaxpr"]).text()
+
+    @functools.cached_property
+    def derivative(self) -> str:
+        """The text of the derivative rule of a custom_jvp_call."""
+
+        def f(*args: Array) -> Any:
+            return self.eqn.primitive.bind(*args, **self.eqn.primitive.get_bind_params(self.params))
+
+        avals = [jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=_explicit(v.aval)) for v in self.inputs]
+        return Graph(jax.make_jaxpr(lambda p, t: jax.jvp(f, p, t))(avals, avals)).text()
+
+
+# Functions of jax.nn and jax.numpy arrive as jitted calls of these operations; such calls are read as their bodies.
+LIGHT = frozenset(
+    (
+        *("abs", "add", "broadcast_in_dim", "clamp", "convert_element_type", "copy", "custom_jvp_call", "div", "eq"),
+        *("erf", "erfc", "exp", "expm1", "ge", "gt", "integer_pow", "le", "log", "log1p", "logistic", "lt", "max"),
+        *("min", "mul", "ne", "neg", "pow", "reduce_sum", "reshape", "rsqrt", "select_n", "sign", "sqrt", "square"),
+        *("squeeze", "stop_gradient", "sub", "tanh"),
+    )
+)
+
+
+JIT = ("jit", "pjit")
+
+
+def _is_light(jaxpr: Jaxpr) -> bool:
+    return len(jaxpr.eqns) <= 40 and all(
+        not eqn.effects and (_inlined(eqn) if eqn.primitive.name in JIT else eqn.primitive.name in LIGHT)
+        for eqn in jaxpr.eqns
+    )
+
+
+def _inlined(eqn: JaxprEqn) -> bool:
+    if eqn.primitive.name not in JIT:
+        return False
+    shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
+    return all(type(s).__name__ == "UnspecifiedValue" for s in shardings) and _is_light(eqn.params["jaxpr"].jaxpr)
+
+
+UNIT_AXES = ("reshape", "broadcast_in_dim", "squeeze")  # what adds and removes axes of extent 1, among other things
+
+
+def _same_elements(v: Value) -> Value | None:
+    """u where v has u's elements in u's order, with other axes of extent 1."""
+    if v.made_by not in UNIT_AXES or (v.made_by == "reshape" and v.node.params["dimensions"] is not None):
+        return None
+    u = v.node.inputs[0]
+    return u if math.prod(u.shape) == math.prod(v.shape) else None
+
+
+def meant(params: dict[str, Any]) -> dict[str, Any]:
+    """Parameters that say what an equation computes: where its result lies on a mesh is not one of them."""
+    return {name: value for name, value in params.items() if name not in ("sharding", "out_sharding")}
+
+
+def _explicit(aval: Any) -> Any:
+    """The sharding in a value's type, on a mesh with explicit axes; None elsewhere."""
+    sharding = getattr(aval, "sharding", None)
+    return sharding if sharding is not None and any(axis is not None for axis in sharding.spec) else None
+
+
+def _plain(params: Any) -> str:
+    """An equation's parameters as text, without the functions (whose text is an address)."""
+    if isinstance(params, dict):
+        return str([(name, _plain(value)) for name, value in sorted(meant(params).items()) if not callable(value)])
+    if isinstance(params, ClosedJaxpr):
+        return Graph(params).text()
+    if isinstance(params, (tuple, list)):
+        return str([_plain(value) for value in params])
+    return str(int(params) if isinstance(params, np.integer) else params)
+
+
+class Graph:
+    """A jaxpr as values and nodes, in the order of its equations.
+
+    What vmap writes in more steps than a person would is one value here: axes of extent 1 that come and go, scalars
+    broadcast twice, and the same operation of the same operands.
+    """
+
+    def __init__(self, closed: ClosedJaxpr):
+        self.nodes: list[Node] = []
+        self._known: dict[Any, Value] = {}
+        self.inputs = [Value(v.aval) for v in closed.jaxpr.invars]
+        self.outputs = self._add(closed.jaxpr, closed.consts, self.inputs, source_info_util.new_name_stack())
+        self._drop_unused()
+
+    def _add(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Value], outer: Any) -> list[Value]:
+        values: dict[Any, Value] = dict(zip(jaxpr.invars, args, strict=True))
+        for variable, const in zip(jaxpr.constvars, consts, strict=True):
+            values[variable] = Constant(variable.aval, value=const)
+
+        def read(atom: Any) -> Value:
+            return Constant(atom.aval, value=atom.val) if isinstance(atom, Literal) else values[atom]
+
+        for eqn in jaxpr.eqns:
+            inputs, name_stack = [read(atom) for atom in eqn.invars], outer + eqn.source_info.name_stack
+            if _inlined(eqn):
+                inner = eqn.params["jaxpr"]
+                values.update(zip(eqn.outvars, self._add(inner.jaxpr, inner.consts, inputs, name_stack), strict=True))
+                continue
+            if eqn.primitive.name == "broadcast_in_dim" and _scalar(inputs[0]) is not inputs[0]:
+                inputs = [_scalar(inputs[0]), *inputs[1:]]
+                eqn = eqn.replace(params={**eqn.params, "broadcast_dimensions": ()})
+            node = Node(len(self.nodes), inputs, [], eqn, name_stack)
+            node.outputs = [Value(v.aval, node, i) for i, v in enumerate(eqn.outvars)]
+            known = self._before(node)
+            if known is not None:
+                values[eqn.outvars[0]] = known
+                continue
+            values.update(zip(eqn.outvars, node.outputs, strict=True))
+            self.nodes.append(node)
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _before(self, node: Node) -> Value | None:
+        """An earlier value that equals the node's only result, in its type too."""
+        if node.name not in LIGHT or node.name == "custom_jvp_call" or len(node.outputs) != 1 or node.eqn.effects:
+            return None
+        result = node.outputs[0]
+        v = _same_elements(result)
+        while v is not None:
+            if v.aval == result.aval:
+                return v
+            v = _same_elements(v)
+
+        def key(v: Value) -> Any:
+            scalar = isinstance(v, Constant) and v.shape == () and not isinstance(v.value, jax.core.Tracer)
+            return (v.dtype, np.asarray(v.value).tobytes()) if scalar else id(v.value) if isinstance(v, Constant) else v
+
+        known = self._known.setdefault((node.name, _plain(node.params), *map(key, node.inputs)), result)
+        return known if known is not result and known.aval == result.aval else None
+
+    def text(self) -> str:
+        """The same for two graphs that compute the same in the same steps."""
+        names: dict[Value, str] = {v: f"arg{i}" for i, v in enumerate(self.inputs)}
+
+        def name(v: Value) -> str:
+            return f"{v.dtype}:{np.asarray(v.value).tolist()}" if isinstance(v, Constant) else names[v]
+
+        lines = []
+        for node in self.nodes:
+            names.update((v, f"{len(lines)}.{i}") for i, v in enumerate(node.outputs))
+            shapes = [f"{v.dtype}{v.shape}" for v in node.outputs]
+            lines.append(f"{shapes} = {node.name}{_plain(node.params)} {[name(v) for v in node.inputs]}")
+        return "\n".join([*lines, str([name(v) for v in self.outputs])])
+
+    def _drop_unused(self) -> None:
+        needed = {v for v in self.outputs if v.node is not None}
+        kept = []
+        for node in reversed(self.nodes):
+            if node.eqn.effects or needed.intersection(node.outputs):
+                needed.update(node.inputs)
+                kept.append(node)
+        self.nodes = kept[::-1]
+        for node in self.nodes:
+            for v in node.inputs:
+                v.users.append(node)
+        for v in self.outputs:
+            v.users.append(None)
+
+
+def number_of(v: Value) -> float | None:
+    """The value of a scalar that is known when the function is traced."""
+    if isinstance(v, Constant):
+        return float(v.value) if np.ndim(v.value) == 0 and not isinstance(v.value, jax.core.Tracer) else None
+    if v.shape != () or v.node is None:
+        return None
+    operands = [number_of(operand) for operand in v.node.inputs]
+    if any(operand is None for operand in operands):
+        return None
+    fold: dict[str, Callable[..., Any]] = {
+        "convert_element_type": lambda a: a,
+        "add": lambda a, b: a + b,
+        "sub": lambda a, b: a - b,
+        "gt": lambda a, b: a > b,
+    }
+    return float(fold[v.made_by](*operands)) if v.made_by in fold else None
+
+
+def _widened(v: Value) -> bool:
+    """Whether v is a float converted to a float that holds it exactly."""
+    if v.made_by != "convert_element_type":
+        return False
+    source = v.node.inputs[0].dtype
+    floats = jnp.issubdtype(source, jnp.floating) and jnp.issubdtype(v.dtype, jnp.floating)
+    return floats and jnp.promote_types(source, v.dtype) == v.dtype
+
+
+def unconverted(v: Value) -> Value:
+    while _widened(v):
+        v = v.node.inputs[0]
+    return v
+
+
+def _scalar(v: Value) -> Value:
+    """The scalar that v is a broadcast of; v itself where it is none."""
+    source = v
+    while source.made_by == "broadcast_in_dim":
+        source = source.node.inputs[0]
+    return source if source.shape == () else v
+
+
+def bare(v: Value) -> Value:
+    """v without the reshapes, broadcasts to extents of 1 and widenings it went through: the same numbers in a row."""
+    while True:
+        if v.made_by in UNIT_AXES or _widened(v):
+            source = v.node.inputs[0]
+            if isinstance(source, Constant) or math.prod(source.shape) != math.prod(v.shape):
+                return v
+            v = source
+        elif v.made_by == "select_n" and number_of(v.node.inputs[0]) is not None:
+            v = v.node.inputs[1 + int(number_of(v.node.inputs[0]))]
+        else:
+            return v
+
+
+def channels_of(v: Value, shape: tuple[int, ...]) -> tuple[Value, int] | None:
+    """(numbers, axis) where v, beside an array of `shape`, varies along one axis only and has all of its extents."""
+    if v.shape == shape and v.made_by == "broadcast_in_dim":
+        source = v.node.inputs[0]
+        axes = [(i, a) for i, a in enumerate(v.node.params["broadcast_dimensions"]) if source.shape[i] != 1]
+        if len(axes) != 1 or source.shape[axes[0][0]] != shape[axes[0][1]]:
+            return None
+        return bare(source), axes[0][1]
+    if len(v.shape) != len(shape) or v.shape == shape:
+        return None
+    axes = [a for a, extent in enumerate(v.shape) if extent != 1]
+    if len(axes) != 1 or v.shape[axes[0]] != shape[axes[0]]:
+        return None
+    return bare(v), axes[0]
+
+
+def operands_of(v: Value, name: str) -> Iterator[tuple[Value, Value]]:
+    """The operands of the operation `name` that makes v, in both orders where it commutes."""
+    if v.made_by == name:
+        a, b = v.node.inputs
+        yield a, b
+        if name in ("add", "mul", "max"):
+            yield b, a

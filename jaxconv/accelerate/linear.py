@@ -1,0 +1,177 @@
+"""Convolutions and products, with the bias and activation that follow.
+
+* lax's convolutions, with a bias per output channel and an activation that follow;
+* products (..., K) @ (K, N) that a bias per column or an activation follows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxconv import _fused, _problem
+from jaxconv._activation import Activation
+from jaxconv.accelerate.activations import Activated, Activations
+from jaxconv.accelerate.graph import Array, Fork, Node, Value, channels_of, operands_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Fused:
+    """What takes the place of some nodes: `call` of the inputs makes the outputs."""
+
+    nodes: list[Node]  # the operation and what the call takes in after it; the last one makes the result
+    inputs: list[Value]
+    outputs: list[Value]
+    call: Callable[..., Sequence[Array]]
+    parts: list[str]
+    fork: Fork | None = None
+
+
+class Refusal(Exception):
+    """Why an operation is left as it is."""
+
+
+def _bias_after(c: Value, axis: int) -> tuple[Value, Value] | None:
+    """(z, b) where the only use of c is z = c + b, with b along `axis`."""
+    if len(c.users) != 1 or c.users[0] is None:
+        return None
+    z = c.users[0].outputs[0]
+    for left, right in operands_of(z, "add"):
+        found = channels_of(right, c.shape) if left is c else None
+        if found is not None and found[1] == axis and found[0].dtype == c.dtype:
+            return z, found[0]
+    return None
+
+
+def _epilogue(c: Value, axis: int, activations: Activations) -> tuple[Value, Value | None, Activated | None]:
+    """(z, b?, the activation of z?) for a convolution's or a product's result c."""
+    found = _bias_after(c, axis)
+    z, b = (c, None) if found is None else found
+    return z, b, activations.after(z)
+
+
+def _fuse_epilogue(
+    node: Node,
+    axis: int,
+    activations: Activations,
+    what: str,
+    run: Callable[..., Any],
+    size: int,
+    transposed: Node | None = None,
+    forks: bool = False,
+) -> Fused:
+    """`run(x, w, b, activation, return_preactivation=)` in place of the node, its bias and its activation.
+
+    And of the node that transposes its result, where run does that too. `forks`: run takes it too.
+    """
+    z, b, activated = _epilogue((transposed or node).outputs[0], axis, activations)
+    activation = Activation() if activated is None else activated.activation
+    both = activated is not None and not activated.hides(z)
+    y = z if activated is None else activated.y
+
+    def call(x: Array, w: Array, *rest: Array) -> Sequence[Array]:
+        outs = run(x, w, rest[0].reshape(size) if rest else None, activation, return_preactivation=both)
+        return outs if both else [outs]
+
+    def fork(x: Array, w: Array, *rest: Array) -> Sequence[Array]:
+        b = rest[0].reshape(size) if rest else None
+        x, outs = run(x, w, b, activation, return_preactivation=both, forks=True)
+        return [x, *(outs if both else [outs])]
+
+    parts = [what, *(["bias"] if b else []), *([str(activation)] if activated else [])]
+    nodes = [
+        node,
+        *([transposed] if transposed else []),
+        *([z.node] if b else []),
+        *(activated.nodes if activated else []),
+    ]
+    outputs = [y, z] if both else [y]
+    return Fused(
+        nodes, [*node.inputs, *([b] if b else [])], outputs, call, parts, fork_of(node, fork) if forks else None
+    )
+
+
+def fork_of(conv: Node, call: Callable[..., Sequence[Array]]) -> Fork | None:
+    """The fork of a convolution, where its gradient may have a way to add.
+
+    The cheapest is a 1x1 convolution that steps over pixels: it adds to those that it reads, where they lie. One that
+    does not step still has time for another operand, which the tiles of larger filters are not all made for.
+    """
+    p = conv.params
+    if p["feature_group_count"] > 1 or any(d > 1 for d in p["lhs_dilation"]) or conv.inputs[0].aval.weak_type:
+        return None
+    pointwise = all(conv.inputs[1].shape[a] == 1 for a in p["dimension_numbers"].rhs_spec[2:])
+    return Fork(call, 2 if not pointwise else 1 if set(p["window_strides"]) <= {1} else 0)
+
+
+def find_conv(node: Node, activations: Activations) -> Fused:
+    x, w = node.inputs
+    p = node.params
+    numbers = p["dimension_numbers"]
+    nd = len(x.shape) - 2
+    if p["batch_group_count"] != 1:
+        raise Refusal("it has batch groups")
+    if _fused.conv_layout(numbers, nd) is None:
+        raise Refusal("jaxconv has channels-last and channels-first convolutions of 1 to 3 dimensions")
+    if x.dtype != w.dtype or p["preferred_element_type"] not in (None, x.dtype) or x.dtype.name not in _problem.DTYPES:
+        raise Refusal(f"its types are {x.dtype} and {w.dtype} -> {node.outputs[0].dtype}")
+    if p.get("out_sharding") is not None:
+        raise Refusal("its result has a sharding of its own")
+    _refuse_algorithms(p["precision"])
+    if 0 in (*x.shape, *w.shape, *node.outputs[0].shape):
+        raise Refusal("there is nothing to compute")
+    run = functools.partial(_fused.conv, **window_of(node))
+    size = w.shape[numbers.rhs_spec[0]]
+    return _fuse_epilogue(node, numbers.out_spec[1], activations, "conv", run, size, forks=True)
+
+
+def _refuse_algorithms(precision: Any) -> None:
+    """lax has precisions that name an algorithm; the others are pairs."""
+    if precision is not None and not isinstance(precision, tuple):
+        raise Refusal(f"jaxconv has no algorithm {precision}")
+
+
+def window_of(conv: Node) -> dict[str, Any]:
+    names = ("window_strides", "padding", "lhs_dilation", "rhs_dilation", "dimension_numbers", "feature_group_count")
+    return {name: conv.params[name] for name in (*names, "precision")}
+
+
+def find_dense(node: Node, activations: Activations) -> Fused:
+    x, w = node.inputs
+    p = node.params
+    swapped = _swapped(node)
+    if swapped is not None:  # w @ x for each row x, as vmap writes it: (w x^T)^T = x w^T
+        x, w = w, x
+    elif p["dimension_numbers"] != (((len(x.shape) - 1,), (0,)), ((), ())) or len(w.shape) != 2:
+        raise Refusal("jaxconv's products are (..., K) @ (K, N)")
+    if x.dtype != w.dtype or p["preferred_element_type"] not in (None, x.dtype) or x.dtype.name not in _problem.DTYPES:
+        raise Refusal(f"its types are {x.dtype} and {w.dtype} -> {node.outputs[0].dtype}")
+    if p.get("out_sharding") is not None:
+        raise Refusal("its result has a sharding of its own")
+    if 0 in (*x.shape, *w.shape):
+        raise Refusal("there is nothing to compute")
+    precision = p["precision"]
+    _refuse_algorithms(precision)
+    if swapped is not None and precision is not None:
+        precision = precision[::-1]
+
+    def run(a: Array, b: Array, *rest: Any, **options: Any) -> Any:
+        x, w = (a, b) if swapped is None else (b, a.T)
+        return _fused.dense(x, w, *rest, precision=precision, **options)
+
+    size = w.shape[1] if swapped is None else w.shape[0]
+    fused = _fuse_epilogue(node, len(x.shape) - 1, activations, "dense", run, size, swapped)
+    if len(fused.parts) == 1:
+        raise Refusal("neither a bias nor an activation follows")
+    return fused
+
+
+def _swapped(node: Node) -> Node | None:
+    """The transpose that follows, where the node is w @ x^T of two matrices and nobody else uses it."""
+    users = node.outputs[0].users
+    by_rows = node.params["dimension_numbers"] == (((1,), (1,)), ((), ())) and len(node.inputs[0].shape) == 2
+    if not by_rows or len(node.inputs[1].shape) != 2 or len(users) != 1 or users[0] is None:
+        return None
+    return users[0] if users[0].name == "transpose" else None

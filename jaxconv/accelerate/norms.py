@@ -1,0 +1,283 @@
+"""Batch-norms: (x - mean) / sqrt(var + epsilon), with the scale, bias, residual add and activation that follow.
+
+Where mean and variance are those of x over every axis but one it is training, and they become results of the call as
+well; otherwise it is inference. With the convolution that makes x, where nobody else needs x, it is `conv_batchnorm`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxconv import _fused, _problem
+from jaxconv._activation import Activation
+from jaxconv.accelerate.activations import Activated, Activations
+from jaxconv.accelerate.graph import Array, Node, Value, bare, channels_of, number_of, operands_of, unconverted
+from jaxconv.accelerate.linear import Fused, Refusal, fork_of, window_of
+from jaxconv.batchnorm import batchnorm
+
+
+@dataclasses.dataclass(frozen=True)
+class Normalised:
+    """result = (x - mean) / sqrt(var + epsilon) * scales [+ bias], per channel."""
+
+    result: Value
+    x: Value
+    axis: int
+    mean: Value
+    var: Value
+    epsilon: float
+    scales: list[Value]
+    bias: Value | None
+
+
+def find_normalised(v: Value) -> Normalised | None:
+    if not jnp.issubdtype(v.dtype, jnp.floating):
+        return None
+    result, shape, bias, axes = v, v.shape, None, set()
+
+    def step(name: str) -> Value | None:
+        """Goes through one operation with a value per channel, which it returns."""
+        nonlocal v
+        for rest, other in operands_of(v, name):
+            found = channels_of(other, shape)
+            if found is not None and rest.shape == shape:
+                axes.add(found[1])
+                v = rest
+                return found[0]
+        return None
+
+    bias = step("add")
+    factors: list[tuple[Value, int]] = []
+    while True:
+        if (factor := step("mul")) is not None:
+            factors += _factors(factor, 1)
+        elif (factor := step("div")) is not None:
+            factors += _factors(factor, -1)
+        else:
+            break
+    mean = step("sub")
+    deviations = [f for f in factors if (f[0].made_by, f[1]) in (("rsqrt", 1), ("sqrt", -1))]
+    scales = [f for f in factors if f not in deviations]
+    if mean is None or len(axes) != 1 or len(deviations) != 1 or any(power != 1 for _, power in scales):
+        return None
+    for var, epsilon in operands_of(deviations[0][0].node.inputs[0], "add"):
+        number = number_of(epsilon)
+        if number is not None and number >= 0 and math.prod(var.shape) == shape[next(iter(axes))]:
+            return Normalised(result, v, axes.pop(), mean, bare(var), number, [scale for scale, _ in scales], bias)
+    return None
+
+
+def _factors(v: Value, power: int) -> list[tuple[Value, int]]:
+    v = bare(v)
+    if v.made_by in ("mul", "div"):
+        a, b = v.node.inputs
+        if a.shape == b.shape == v.shape:
+            return _factors(a, power) + _factors(b, power if v.made_by == "mul" else -power)
+    return [(v, power)]
+
+
+def _means(v: Value) -> Iterator[tuple[Value, int | None]]:
+    """(u, axis) where v is the mean of u over every axis but `axis`; several, where a mean is taken in stages.
+
+    Under vmap with an axis name there are two: over the axes of an example, and over the examples (psum).
+    """
+    steps: list[Node] = []
+    count = 1.0
+    v = bare(v)
+    while v.node is not None:
+        numbers = [number_of(operand) for operand in v.node.inputs]
+        if v.made_by == "div" and numbers[1]:
+            count *= numbers[1]
+            v = bare(v.node.inputs[0])
+        elif v.made_by == "mul" and (numbers[0] or numbers[1]):
+            count /= numbers[1] or numbers[0]
+            v = bare(v.node.inputs[0 if numbers[1] else 1])
+        elif v.made_by == "reduce_sum" or _sums_an_axis(v.node):
+            steps.append(v.node)
+            v = v.node.inputs[0]
+            axes = _kept(v.shape, steps[::-1])
+            size = math.prod(v.shape[a] for a in range(len(v.shape)) if axes is not None and a not in axes)
+            # A reciprocal is rounded to float32: half an ulp of it, and there may be one for each stage.
+            if axes is not None and len(axes) == 1 and abs(count - size) <= 2e-6 * size:
+                yield v, axes[0]
+            v = bare(v)
+        else:
+            return
+
+
+def _sums_an_axis(node: Node) -> bool:
+    """Whether it is the psum that vmap with an axis name leaves: over an axis of the array, not of a mesh."""
+    p = node.params
+    return node.name == "psum" and len(node.inputs) == 1 and _is_axes(p["axes"]) and p["axis_index_groups"] is None
+
+
+def _is_axes(axes: Any) -> bool:
+    return all(isinstance(a, (int, np.integer)) for a in axes)
+
+
+def _kept(shape: tuple[int, ...], sums: Sequence[Node]) -> list[int] | None:
+    """The axes of `shape`, of those longer than 1, that are left after the sums; None where others are in between."""
+    left = [a for a, extent in enumerate(shape) if extent != 1]
+    for node in sums:
+        entering = node.inputs[0].shape
+        positions = [a for a, extent in enumerate(entering) if extent != 1]
+        if [entering[a] for a in positions] != [shape[a] for a in left]:
+            return None
+        left = [a for a, at in zip(left, positions, strict=True) if at not in node.params["axes"]]
+    return left
+
+
+def _is_mean(v: Value, axis: int, accept: Callable[[Value], bool]) -> bool:
+    """Whether v is the mean, over every axis but `axis`, of something that `accept` accepts."""
+    return any(at == axis and accept(u) for u, at in _means(v))
+
+
+def _squared(v: Value | None) -> Value | None:
+    if v is None or v.node is None:
+        return None
+    if v.made_by == "square" or (v.made_by == "integer_pow" and v.node.params["y"] == 2):
+        return v.node.inputs[0]
+    if v.made_by == "mul" and v.node.inputs[0] is v.node.inputs[1]:
+        return v.node.inputs[0]
+    return None
+
+
+def _is_variance_of(v: Value, x: Value, axis: int) -> bool:
+    """Whether v is the biased variance of x over every axis but `axis`, computed in any of the usual ways."""
+
+    def is_x(u: Value | None) -> bool:
+        return u is not None and unconverted(u) is x
+
+    def is_mean(u: Value | None) -> bool:
+        return u is not None and _is_mean(u, axis, is_x)
+
+    def is_centred_square(u: Value) -> bool:
+        centred = _squared(u)
+        if centred is None or centred.made_by != "sub":
+            return False
+        found = channels_of(centred.node.inputs[1], centred.shape)
+        return is_x(centred.node.inputs[0]) and found is not None and found[1] == axis and is_mean(found[0])
+
+    v = bare(v)
+    for low, rest in operands_of(v, "max"):
+        if number_of(low) == 0:
+            v = bare(rest)
+            break
+    for second_moment, square in operands_of(v, "sub"):
+        return _is_mean(second_moment, axis, lambda u: is_x(_squared(u))) and is_mean(_squared(bare(square)))
+    return _is_mean(v, axis, is_centred_square)
+
+
+def _is_compared(var: Value) -> bool:
+    """Whether var is max(0, v), and v has other users: the derivative of max, which asks whether v equals var.
+
+    It would not, where a call's variance, rounded otherwise, takes var's place, and the gradient would lose a term.
+    """
+    return any(
+        number_of(low) == 0 and any(user is not var.node for user in rest.users)
+        for low, rest in operands_of(var, "max")
+    )
+
+
+def _leads_only_to(v: Value, ends: Sequence[Value]) -> bool:
+    """Whether whatever is computed from v is computed from `ends`."""
+    seen, front = set(ends), [v]
+    while front:
+        for user in front.pop().users:
+            if user is None or user.eqn.effects:
+                return False
+            new = [out for out in user.outputs if out not in seen]
+            seen.update(new)
+            front += new
+    return True
+
+
+def find_batchnorm(n: Normalised, activations: Activations, conv: Node | None = None) -> Iterator[Fused]:
+    """The replacements, those that take in most first: a residual may need what only comes later.
+
+    `conv` is the convolution that makes n.x, where there is one: the two are a pair if nobody else needs its result.
+    """
+    x0 = unconverted(n.x)
+    channels = n.x.shape[n.axis]
+    is_mean = _is_mean(n.mean, n.axis, lambda u: unconverted(u) is x0)
+    training = is_mean and _is_variance_of(n.var, x0, n.axis)
+    if training and _is_compared(n.var):
+        raise Refusal("its gradient is taken inside the function: accelerate the loss, before its gradient is taken")
+    y = n.result
+    if len(y.users) == 1 and y.users[0] is not None and y.users[0].name == "convert_element_type":
+        narrowed = y.users[0].outputs[0]
+        y = narrowed if jnp.issubdtype(narrowed.dtype, jnp.floating) else y
+    # Computed in x's dtype where the result has it; else in that in which the function does.
+    dtype = x0.dtype if y.dtype == x0.dtype else n.result.dtype
+    if {dtype.name, y.dtype.name} - set(_problem.DTYPES):
+        raise Refusal(f"its types are {x0.dtype} -> {y.dtype}")
+    params = jnp.float64 if dtype == jnp.float64 else jnp.float32
+    x = x0 if jnp.promote_types(x0.dtype, dtype) == dtype else n.x
+    shared = [x, n.mean, n.var, *n.scales, *([n.bias] if n.bias else [])]
+
+    def made(z: Value, out: Value, residual: Value | None, activated: Activated | None) -> Fused:
+        activation = activated.activation if activated else Activation()
+        outputs = [out, n.mean, n.var] if training else [out]
+        pair = x is x0 and dtype == x0.dtype and _leads_only_to(x0, outputs)
+        made_by = conv if pair else None
+
+        def call(*values: Array, forks: bool = False) -> Sequence[Array]:
+            given = iter(values)
+            operands = [next(given), next(given)] if made_by else [next(given).astype(dtype)]
+            mean, var = (None, None) if training else (_row(next(given)), _row(next(given)))
+            scales = [_row(next(given)) for _ in n.scales]
+            bias = _row(next(given)) if n.bias else None
+            # With no momentum the running statistics become those of the batch.
+            zeros = jnp.zeros(channels, params)
+            run = functools.partial(_fused.conv_batchnorm, **window_of(made_by)) if made_by else batchnorm
+            results = run(
+                *operands,
+                functools.reduce(jnp.multiply, scales) if scales else None,
+                bias,
+                zeros if mean is None else mean,
+                zeros if var is None else var,
+                training=training,
+                momentum=0.0,
+                epsilon=n.epsilon,
+                activation=activation,
+                residual=next(given).astype(dtype) if residual else None,
+                channel_axis=n.axis,
+                **({"forks": True} if forks else {}),
+            )
+            passed, (result, mean, var) = results if forks else (None, results)
+            outs = [passed] * forks + [result.astype(out.dtype)]
+            if training:
+                outs += [s.reshape(v.shape).astype(v.dtype) for s, v in ((mean, n.mean), (var, n.var))]
+            return outs
+
+        def _row(a: Array) -> Array:
+            return a.reshape(channels).astype(params)
+
+        kind = "batchnorm (training)" if training else "batchnorm (inference)"
+        parts = [kind, *(["residual"] if residual else []), *([str(activation)] if activated else [])]
+        parts = ["conv", *parts] if made_by else parts
+        inputs = [v for v in shared if not (training and v in (n.mean, n.var))] + ([residual] if residual else [])
+        inputs = [*made_by.inputs, *inputs[1:]] if made_by else inputs
+        nodes = [n.result.node, *([z.node] if residual else []), *(activated.nodes if activated else [])]
+        fork = fork_of(made_by, functools.partial(call, forks=True)) if made_by and training else None
+        return Fused(nodes, inputs, outputs, call, parts, fork)
+
+    def with_activation(z: Value, residual: Value | None) -> Iterator[Fused]:
+        activated = activations.after(z)
+        if activated is not None and activated.hides(z):
+            yield made(z, activated.y, residual, activated)
+        yield made(z, z, residual, None)
+
+    if len(y.users) == 1 and y.users[0] is not None and y.users[0].name == "add":
+        total = y.users[0].outputs[0]
+        for left, right in operands_of(total, "add"):
+            if left is y and right is not y and right.shape == y.shape and right.dtype == y.dtype:
+                yield from with_activation(total, right)
+    yield from with_activation(y, None)

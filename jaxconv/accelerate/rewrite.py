@@ -1,0 +1,267 @@
+"""A graph with its recognised parts replaced, and its evaluation.
+
+A value that somebody else uses stays what it was; what nobody uses any more is dropped; everything else is evaluated as
+it stood.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
+
+from jaxconv import _fused
+from jaxconv.accelerate.activations import Activations
+from jaxconv.accelerate.graph import Array, Constant, Graph, Node, Value, channels_of, unconverted
+from jaxconv.accelerate.linear import Fused, Refusal, find_conv, find_dense
+from jaxconv.accelerate.norms import Normalised, find_batchnorm, find_normalised
+from jaxconv.accelerate.report import Finding, Report
+
+
+class Rewriting:
+    """A graph with its recognised parts replaced."""
+
+    def __init__(self, closed: ClosedJaxpr, report: Report, activations: Activations):
+        self.graph = Graph(closed)
+        self._closed, self._report, self._activations = closed, report, activations
+        self._maker: dict[Value, Node] = {}  # of the values that a fused call makes
+        self._covered: set[Node] = set()  # what fused calls stand for
+        self._inner: dict[Node, dict[str, Any]] = {}  # changed parameters of nodes with functions inside
+        self._find()
+        self.changed = bool(self._maker or self._inner)
+
+    # ---- what is replaced
+    def _find(self) -> None:
+        taken: set[Value] = set()
+        found: dict[Node, Normalised] = {}
+        for node in reversed(self.graph.nodes):
+            if node.name in ("add", "mul", "div") and node.outputs[0] not in taken:
+                normalised = find_normalised(node.outputs[0])
+                if normalised is not None:
+                    found[node] = normalised
+                    # Its inner products are no batch-norms of their own.
+                    v = node.outputs[0]
+                    while v is not normalised.x:
+                        taken.add(v)
+                        v = next(u for u in v.node.inputs if u.shape == v.shape and not channels_of(u, v.shape))
+        for node in self.graph.nodes:
+            if node in found:
+                n = found[node]
+                conv = self._bare_conv(unconverted(n.x), n.axis)
+                self._try("batchnorm", node, n.x.shape, lambda n=n, c=conv: find_batchnorm(n, self._activations, c))
+            elif node.name == "conv_general_dilated":
+                self._try("conv", node, node.inputs[0].shape, lambda n=node: iter([find_conv(n, self._activations)]))
+            elif node.name == "dot_general":
+                self._try("dense", node, node.inputs[0].shape, lambda n=node: iter([find_dense(n, self._activations)]))
+            else:
+                self._look_inside(node)
+
+    def _bare_conv(self, v: Value, channel_axis: int) -> Node | None:
+        """The convolution that makes v, where jaxconv has it and nothing but it makes v."""
+        node = v.node
+        if node is None or node.name != "conv_general_dilated" or v not in self._maker:
+            return None
+        p, nd = node.params, len(v.shape) - 2
+        found = _fused.conv_batchnorm_layout(p["dimension_numbers"], nd, p["lhs_dilation"], channel_axis)
+        return None if found is None else node
+
+    def _try(self, what: str, node: Node, x: tuple[int, ...], candidates: Callable[[], Iterator[Fused]]) -> None:
+        weights = "" if what == "batchnorm" else f", {_text(node.inputs[1])}"
+        shapes = (_text(node.inputs[0]) if what != "batchnorm" else f"{node.outputs[0].dtype}{list(x)}") + weights
+        where = str(node.name_stack)
+        why = "its parts need one another"
+        try:
+            for fused in candidates():
+                if not self._fits(fused):
+                    continue
+                last = fused.nodes[-1]
+                made = Node(last.order, fused.inputs, fused.outputs, last.eqn, last.name_stack, fused.call, fused.fork)
+                self._covered.update(fused.nodes)
+                self._maker.update(dict.fromkeys(fused.outputs, made))
+                self._report.append(Finding(what, shapes, " + ".join(fused.parts), "", where))
+                return
+        except Refusal as refusal:
+            why = str(refusal)
+        self._report.append(Finding(what, shapes, "", why, where))
+
+    def _fits(self, fused: Fused) -> bool:
+        """Whether no other call stands for the same, and nothing that the call takes depends on what it makes."""
+        if self._covered.intersection(fused.nodes) or any(v in self._maker for v in fused.outputs):
+            return False
+        ends, seen, front = set(fused.outputs), set(), list(fused.inputs)
+        while front:
+            v = front.pop()
+            if v in ends:
+                return False
+            maker = self._maker.get(v, v.node)
+            if maker is not None and maker not in seen:
+                seen.add(maker)
+                front += maker.inputs
+        return True
+
+    def _look_inside(self, node: Node) -> None:
+        """Rewrites the functions that an equation carries."""
+        names = INSIDE.get(node.name, ())
+        if not names:
+            for _ in _hidden(node):
+                reason = f"inside {node.name}, which is not looked into"
+                self._report.append(Finding("conv, dense or batchnorm", "", "", reason, str(node.name_stack)))
+            return
+        changed = {}
+        for name in names:
+            inside = node.params[name]
+            if isinstance(inside, tuple):
+                new = tuple(self._rewritten(one) for one in inside)
+                same = all(a is b for a, b in zip(new, inside, strict=True))
+            else:
+                new = self._rewritten(inside)
+                same = new is inside
+            if not same:
+                changed[name] = new
+        if changed:
+            self._inner[node] = changed
+
+    def _rewritten(self, inside: ClosedJaxpr | Jaxpr) -> ClosedJaxpr | Jaxpr:
+        closed = inside if isinstance(inside, ClosedJaxpr) else ClosedJaxpr(inside, ())
+        findings = Report()
+        rewriting = Rewriting(closed, findings, self._activations)
+        if not rewriting.changed:
+            self._report += findings
+            return inside
+        new = jax.make_jaxpr(rewriting.run)(*closed.in_avals)
+        same = [(a.shape, a.dtype, a.weak_type) for a in new.out_avals] == [
+            (a.shape, a.dtype, a.weak_type) for a in closed.out_avals
+        ]
+        if not same or new.consts or new.effects != closed.effects:
+            why = "the function around it would change its type"
+            self._report += [dataclasses.replace(f, fused="", why=f.why or why) for f in findings]
+            return inside
+        self._report += findings
+        return new if isinstance(inside, ClosedJaxpr) else new.jaxpr
+
+    # ---- evaluation
+    def _schedule(self) -> tuple[list[Node], set[Node]]:
+        """The nodes that are needed, each after what it takes, otherwise in the equations' order; and which are forks.
+
+        A value that a convolution and others use goes through the convolution to them, so that the gradients are added
+        in the convolution's: of several the one whose gradient adds for the least.
+        """
+        graph = self.graph
+        effectful = [node for node in graph.nodes if node.eqn.effects]
+        # effects stay in order
+        before = {node: [earlier] for earlier, node in itertools.pairwise(effectful)}
+
+        def maker(v: Value) -> Node | None:
+            return self._maker.get(v, v.node)
+
+        def needs(node: Node) -> list[Node]:
+            return [m for v in node.inputs if (m := maker(v)) is not None] + before.get(node, [])
+
+        def all_needs(node: Node) -> set[Node]:
+            found, front = set(), [node]
+            while front:
+                new = set(needs(front.pop())) - found
+                found |= new
+                front += new
+            return found
+
+        needed: set[Node] = set()
+        front = [m for v in graph.outputs if (m := maker(v)) is not None] + effectful
+        while front:
+            node = front.pop()
+            if node not in needed:
+                needed.add(node)
+                front += needs(node)
+        users: dict[Value, set[Node]] = {}
+        for node in needed:
+            for v in node.inputs:
+                users.setdefault(v, set()).add(node)
+        forks: set[Node] = set()
+        for node in sorted((n for n in needed if n.fork), key=lambda node: (node.fork.cost, node.order)):
+            v = node.inputs[0]
+            others = users[v] - {node}
+            taken = any(user in forks and user.inputs[0] is v for user in others)
+            if others and not taken and others.isdisjoint(all_needs(node)):
+                forks.add(node)
+                for user in others:
+                    before[user] = [*before.get(user, []), node]
+        ordered, done = [], set()
+        for first in sorted(needed, key=lambda node: node.order):
+            stack = [first]
+            while stack:
+                node = stack[-1]
+                waiting = [] if node in done else [m for m in needs(node) if m not in done]
+                if waiting:
+                    stack += waiting
+                    continue
+                stack.pop()
+                if node not in done:
+                    done.add(node)
+                    ordered.append(node)
+        return ordered, forks
+
+    def run(self, *args: Array) -> list[Array]:
+        if not self.changed:
+            return jaxpr_as_fun(self._closed)(*args)
+        given: dict[Value, Any] = dict(zip(self.graph.inputs, args, strict=True))
+        known = dict(given)
+
+        def read(v: Value) -> Any:
+            return v.value if isinstance(v, Constant) else known[v]
+
+        ordered, forks = self._schedule()
+        for node in ordered:
+            info = node.eqn.source_info
+            name_stack = source_info_util.current_name_stack() + node.name_stack
+            with source_info_util.user_context(info.traceback, name_stack=name_stack), node.eqn.ctx.manager:
+                values = [read(v) for v in node.inputs]
+                if node in forks:
+                    known[node.inputs[0]], *outs = node.fork.call(*(jnp.asarray(v) for v in values))
+                elif node.call is not None:
+                    outs = node.call(*(jnp.asarray(v) for v in values))
+                else:
+                    primitive = node.eqn.primitive
+                    params = primitive.get_bind_params({**node.params, **self._inner.get(node, {})})
+                    outs = primitive.bind(*values, **params)
+                    outs = outs if primitive.multiple_results else [outs]
+            for v, out in zip(node.outputs, outs, strict=True):
+                if self._maker.get(v, node) is node:
+                    known[v] = out
+        return [given[v] if v in given else read(v) for v in self.graph.outputs]
+
+
+# The equations that carry functions, and the parameters that hold them.
+INSIDE = {
+    "jit": ("jaxpr",),
+    "pjit": ("jaxpr",),
+    "closed_call": ("call_jaxpr",),
+    "checkpoint": ("jaxpr",),
+    "remat2": ("jaxpr",),
+    "scan": ("jaxpr",),
+    "while": ("cond_jaxpr", "body_jaxpr"),
+    "cond": ("branches",),
+    "custom_jvp_call": ("call_jaxpr",),
+    "custom_vjp_call": ("call_jaxpr",),
+}
+
+
+def _hidden(node: Node) -> Iterator[JaxprEqn]:
+    """Convolutions in the functions that an equation carries."""
+    for value in node.params.values():
+        for inside in value if isinstance(value, (tuple, list)) else (value,):
+            inside = getattr(inside, "jaxpr", inside)
+            for eqn in getattr(inside, "eqns", ()):
+                if eqn.primitive.name == "conv_general_dilated":
+                    yield eqn
+                else:
+                    yield from _hidden(Node(0, [], [], eqn, None))
+
+
+def _text(v: Value) -> str:
+    return f"{v.dtype}{list(v.shape)}"
