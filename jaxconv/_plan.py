@@ -315,7 +315,7 @@ def _in_memory(algorithm: str, p: ConvProblem) -> ConvProblem:
 
 
 def _grouped_refusal(p: ConvProblem, device: Device) -> str | None:
-    """cuda/conv/grouped.h: few channels a group, on tensor cores or (float32) by FMAs."""
+    """cuda/conv/grouped/grouped.h: few channels a group, on tensor cores or (float32) by FMAs."""
     group_c, group_k = p.in_channels // p.groups, p.out_channels // p.groups
     if p.dtype == "float32":
         rows = _grouped_tile(p, device) == "rows"
@@ -335,7 +335,7 @@ def _grouped_refusal(p: ConvProblem, device: Device) -> str | None:
 
 
 def _stem_refusal(op: str, p: ConvProblem, device: Device) -> str | None:
-    """cuda/conv/stem.h: few input or few output channels, on tensor cores."""
+    """cuda/conv/stem/stem.h: few input or few output channels, on tensor cores."""
     if _shared_memory(device) < 163 * 1024:
         return "its largest tiles need the shared memory of compute capability 8.0 or 9.0"
     if p.groups > 1 or min(p.in_channels, p.out_channels) > 8:
@@ -395,7 +395,7 @@ def _wgmma_refusal(p: ConvProblem | DenseProblem, device: Device) -> str | None:
 
 
 def _wgmma_conv_refusal(op: str, p: ConvProblem, device: Device) -> str | None:
-    """cuda/conv/wgmma.h: what the copy engine can walk."""
+    """cuda/conv/sm90/conv_sm90.h: what the copy engine can walk."""
     refusal = _wgmma_refusal(p, device)
     if refusal:
         return refusal
@@ -432,7 +432,7 @@ def _wgmma_conv_refusal(op: str, p: ConvProblem, device: Device) -> str | None:
 
 
 def _addend_refusal(algorithm: str, p: ConvProblem, device: Device) -> str | None:
-    """cuda/conv/wgmma.h: what takes an addend."""
+    """cuda/conv/sm90/conv_sm90.h: what takes an addend."""
     if algorithm != "wgmma":
         return "only wgmma adds on its way"
     if p.dtype == "float32":
@@ -442,7 +442,7 @@ def _addend_refusal(algorithm: str, p: ConvProblem, device: Device) -> str | Non
 
 
 def _wgmma_dense_refusal(p: DenseProblem, device: Device) -> str | None:
-    """cuda/dense/wgmma.h."""
+    """cuda/dense/sm90.h."""
     refusal = _wgmma_refusal(p, device)
     if refusal:
         return refusal
@@ -458,7 +458,7 @@ def _wgmma_dense_refusal(p: DenseProblem, device: Device) -> str | None:
 
 
 def _banded(p: ConvProblem) -> bool:
-    """Whether the depthwise kernels run on tensor cores (cuda/conv/depthwise.h)."""
+    """Whether the depthwise kernels run on tensor cores (cuda/conv/depthwise/depthwise.h)."""
     r, dilation_r = (p.filter[-2], p.dilation[-2]) if p.nd > 1 else (1, 1)
     flat = p.nd < 3 or (p.filter[0], p.padding[0]) == (1, (0, 0))
     return (
@@ -498,7 +498,7 @@ def _along_a_line(p: ConvProblem) -> bool:
 
 
 def _band_rows(op: str, p: ConvProblem) -> tuple[int, int]:
-    """Rows of all strips of cuda/conv/depthwise_bands.cuh, and pixels of a strip's images.
+    """Rows of all strips of cuda/conv/depthwise/rows_mma.cuh, and pixels of a strip's images.
 
     A strip is 16 runs of 8 columns, of one image or of several side by side.
     """
@@ -510,11 +510,11 @@ def _band_rows(op: str, p: ConvProblem) -> tuple[int, int]:
     return -(-p.batch * math.prod(p.in_spatial[:-2]) // images) * strips * height, images * height * width
 
 
-MOST_ROW_DILATION = {3: 18, 5: 6, 7: 6}  # along W, by filter: cuda/conv/depthwise_rows.cuh
+MOST_ROW_DILATION = {3: 18, 5: 6, 7: 6}  # along W, by filter: cuda/conv/depthwise/rows.cuh
 
 
 def _depthwise_tile(op: str, p: ConvProblem, device: Device) -> str:
-    """What cuda/conv/depthwise.h calls "rows", "bands", "lines", "planes", or "": its other kernels."""
+    """What cuda/conv/depthwise/depthwise.h calls "rows", "bands", "lines", "planes", or "": its other kernels."""
     whole = p.channels_last and p.in_channels * _itemsize(p) % 16 == 0
     if p.in_channels != p.out_channels:
         few = p.out_channels // p.in_channels in (2, 4, 8) and _square(p, (3,))
@@ -539,7 +539,7 @@ def _depthwise_tile(op: str, p: ConvProblem, device: Device) -> str:
 
 
 def _grouped_tile(p: ConvProblem, device: Device) -> str:
-    """ "rows" or "" (cuda/conv/grouped.h)."""
+    """ "rows" or "" (cuda/conv/grouped/grouped.h)."""
     few = p.in_channels == p.out_channels and p.in_channels // p.groups in (4, 8, 16)
     square = _square(p, (3,)) or _square(p, (3,), 2)
     return "rows" if few and square and device.compute_capability == (9, 0) else ""
@@ -816,10 +816,10 @@ def _fill_conv(op: str, plan: Plan, p: ConvProblem, device: Device) -> Plan:
 
 
 # In 16 bit. Names in cuda/gemm/sm90_product.h: rows x columns of a CTA's outputs. "256x128s" has the filter on the
-# tensor cores' rows. "halo" (cuda/conv/wgmma_halo.h) fetches a pixel once for all taps, "planes" (wgmma_planes.h) a
+# tensor cores' rows. "halo" (cuda/conv/sm90/halo/halo.h) fetches a pixel once for all taps, "planes" (wgmma_planes.h) a
 # plane of a volume once for all its neighbours; "128x128h" (wgmma_stream.h) keeps pixels while the filter passes.
 # "64x256" is for few rows, "r": all of B's columns stay in shared memory (cuda/gemm/sm90_resident.cuh). "p": a pair of
-# CTAs makes it, which fetch what they share once for both (cuda/conv/wgmma_wgrad.cuh); splits count pairs.
+# CTAs makes it, which fetch what they share once for both (cuda/conv/sm90/wgrad/wgrad.cuh); splits count pairs.
 WGMMA_TILES = (
     *("128x256", "256x128", "128x128", "256x64", "256x128s", "128x320", "64x256", "halo", "planes", "128x128h"),
     *("128x64r", "64x256r"),
@@ -835,7 +835,7 @@ WGMMA_DENSE_TILES = (
     *("128x256", "256x128", "128x128", "256x64", "256x128s", "128x320"),
     *("64x128", "128x64r", "64x256r"),
 )
-# In TF32; a weight gradient's are cuda/conv/wgmma_wgrad_tf32.h's.
+# In TF32; a weight gradient's are cuda/conv/sm90/wgrad/wgrad_tf32.h's.
 TF32_TILES = ("128x256", "128x128", "256x64", "halo")
 TF32_WGRAD_TILES = ("halo", "256x128", "128x256", "256x64")
 # Of float32 as terms. Weight gradients split their operands in memory before, or with 256 rows on their way; the rows
@@ -908,7 +908,7 @@ def wgmma_tile_refusal(op: str, tile: str, p: ConvProblem) -> str | None:
 
 
 def _tf32_halo_places(p: ConvProblem) -> int:
-    """Pixels and gaps of the line of a halo tile in TF32, MakeTf32Halo in cuda/conv/wgmma.cc."""
+    """Pixels and gaps of the line of a halo tile in TF32, MakeTf32Halo in cuda/conv/sm90/conv_sm90.cc."""
     places = p.batch
     for size, out, f, d, (low, _) in zip(p.in_spatial, p.out_spatial, p.filter, p.dilation, p.padding, strict=True):
         places *= max(size + low, out + (f - 1) * d - low, out)
@@ -916,7 +916,7 @@ def _tf32_halo_places(p: ConvProblem) -> int:
 
 
 def _tf32_halo_refusal(p: ConvProblem) -> str | None:
-    """MakeTf32Halo in cuda/conv/wgmma.cc, and what fits shared memory beside dy."""
+    """MakeTf32Halo in cuda/conv/sm90/conv_sm90.cc, and what fits shared memory beside dy."""
     if p.filter[-2:] != (3, 3) or math.prod(p.filter[:-2]) > 3 or math.prod(p.stride) != 1 or p.dilation[-1] != 1:
         return "it takes up to 3 planes of 3x3 taps, stride 1, no dilation along rows"
     if any(low < 0 for low, _ in p.padding):
@@ -930,7 +930,7 @@ def _tf32_halo_refusal(p: ConvProblem) -> str | None:
 
 
 def _planes_refusal(op: str, p: ConvProblem) -> str | None:
-    """cuda/conv/wgmma_planes.h."""
+    """cuda/conv/sm90/halo_3d/halo_3d.h."""
     if p.nd != 3 or math.prod(p.stride) != 1 or p.groups != 1 or p.filter[0] != 3 or p.dilation[0] != 1:
         return "it needs three axes, stride 1, one group and three planes of taps, not dilated"
     extents = list(zip(p.in_spatial, p.out_spatial, p.filter, p.dilation, p.padding, strict=True))
@@ -965,7 +965,7 @@ def _planes_refusal(op: str, p: ConvProblem) -> str | None:
 
 
 def _stream_refusal(op: str, p: ConvProblem) -> str | None:
-    """cuda/conv/wgmma_stream.h."""
+    """cuda/conv/sm90/halo_stream/halo_stream.h."""
     strided = math.prod(p.stride) > 1
     if p.nd > 2 or p.groups != 1 or op not in ("conv", "conv_fprop", "conv_dgrad") or (strided and op != "conv_dgrad"):
         return "it needs at most two axes, one group and stride 1, or a dgrad"
@@ -1194,7 +1194,7 @@ def _terms(p: ConvProblem | DenseProblem) -> int:
 
 
 def wgmma_workspace(op: str, p: ConvProblem | DenseProblem, tile: str, splits: int) -> int:
-    """Bytes: partial sums, and what stands for float32 operands (cuda/conv/wgmma.h, cuda/dense/wgmma.h)."""
+    """Bytes: partial sums, and what stands for float32 operands (cuda/conv/sm90/conv_sm90.h, cuda/dense/sm90.h)."""
     if isinstance(p, DenseProblem) and tile == "64x128":
         return splits * (p.batch or 1) * p.m * p.n * 4
     size = 0

@@ -5,13 +5,13 @@
 #include <string>
 
 #include "common/launch.h"
-#include "cuda/conv/depthwise.h"
-#include "cuda/conv/direct.h"
-#include "cuda/conv/grouped.h"
-#include "cuda/conv/im2col.h"
-#include "cuda/conv/implicit_gemm.h"
-#include "cuda/conv/stem.h"
-#include "cuda/conv/wgmma.h"
+#include "cuda/conv/depthwise/depthwise.h"
+#include "cuda/conv/direct/direct.h"
+#include "cuda/conv/grouped/grouped.h"
+#include "cuda/conv/im2col/im2col.h"
+#include "cuda/conv/implicit_gemm/implicit_gemm.h"
+#include "cuda/conv/sm90/conv_sm90.h"
+#include "cuda/conv/stem/stem.h"
 #include "cuda/core/context.h"
 
 namespace jaxconv::cuda {

@@ -4,11 +4,11 @@
 // Algorithm "gemm": one product over cuda/gemm. Several instances that share w, x stored (M, K) and
 // the epilogue not telling them apart, are one product of batch * M rows. Workspace: splits == 1: 0
 // bytes; otherwise splits * batch * M * N * 4.
-// Algorithm "wgmma": wgmma.h.
+// Algorithm "wgmma": sm90.h.
 #include <string>
 
 #include "common/launch.h"
-#include "cuda/dense/wgmma.h"
+#include "cuda/dense/sm90.h"
 #include "cuda/gemm/gemm.h"
 
 namespace jaxconv::cuda {

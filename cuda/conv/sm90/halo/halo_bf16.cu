@@ -1,0 +1,17 @@
+// Convolutions of few channels on the sm_90a main loop: bfloat16. See halo.cuh.
+#include "cuda/conv/sm90/halo/halo.cuh"
+
+namespace jaxconv::cuda {
+
+Status LaunchHaloProductBf16(const Context& ctx, HaloProduct& p, bool dgrad, int multiprocessors,
+                             const std::string& what) {
+  return dgrad ? LaunchHaloProduct<__nv_bfloat16, true>(ctx, p, multiprocessors, what)
+               : LaunchHaloProduct<__nv_bfloat16, false>(ctx, p, multiprocessors, what);
+}
+
+Status LaunchHaloWgradBf16(const Context& ctx, HaloWgrad& p, int multiprocessors,
+                           int64_t workspace_bytes, const std::string& what) {
+  return LaunchHaloWgrad<__nv_bfloat16>(ctx, p, multiprocessors, workspace_bytes, what);
+}
+
+}  // namespace jaxconv::cuda

@@ -1,0 +1,48 @@
+// wgrad on the sm_90a main loop, as the host fills it in; wgrad.cuh computes it.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+#include <string>
+
+#include "common/status.h"
+#include "cuda/core/context.h"
+#include "cuda/gemm/sm90_product.h"
+
+namespace jaxconv::cuda {
+
+// Axes are W, H, D.
+struct WgradLaunch {
+  CUtensorMap x;   // columns of 64 pixels
+  CUtensorMap dy;  // (k, group, pixels)
+  int extent[3];   // O P Q's: pixels
+  int first[3], step[3];
+  int taps[3], tap_step[3];
+  int rank;            // of x; 0: a 1x1 filter, x is (c, group, pixels)
+  int instances;       // groups
+  int channels;        // C/G
+  int channel_blocks;  // of 64, in a tap
+  int n;               // K/G
+  int steps;           // of 64 pixels, rounded up
+  int parts;           // of CTAs or pairs of them; 1: whole tiles
+  int64_t pitch;       // K
+  int images;          // of a term: the terms of x follow each other as images, those of dy as taps
+  void* dw;
+  float* partials;
+  // Filled in by the launch.
+  bool whole_tiles;
+  int tiles_m, tiles_n;
+  int64_t tiles;
+  int shares;  // of a tile's parts, in the pairs' second pass
+};
+
+Status LaunchWgmmaWgradBf16(const Context& ctx, WgradLaunch& p, Sm90TileName tile,
+                            int multiprocessors, int64_t workspace_bytes, const std::string& what);
+Status LaunchWgmmaWgradF16(const Context& ctx, WgradLaunch& p, Sm90TileName tile,
+                           int multiprocessors, int64_t workspace_bytes, const std::string& what);
+// float32 from operands of three bfloat16 terms.
+Status LaunchWgmmaWgradFloat(const Context& ctx, WgradLaunch& p, Sm90TileName tile,
+                             int multiprocessors, int64_t workspace_bytes, const std::string& what);
+
+}  // namespace jaxconv::cuda

@@ -1,0 +1,11 @@
+// wgrad on the sm_90a main loop: float16. See wgrad.cuh.
+#include "cuda/conv/sm90/wgrad/wgrad.cuh"
+
+namespace jaxconv::cuda {
+
+Status LaunchWgmmaWgradF16(const Context& ctx, WgradLaunch& p, Sm90TileName tile,
+                           int multiprocessors, int64_t workspace_bytes, const std::string& what) {
+  return LaunchWgmmaWgradByTile<__half>(ctx, p, tile, multiprocessors, workspace_bytes, what);
+}
+
+}  // namespace jaxconv::cuda
