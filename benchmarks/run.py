@@ -18,13 +18,14 @@ import jaxconv
 from benchmarks import cases, check, contenders, limits, record, timing, torch_contender, tune
 from benchmarks.cases import BatchNormCase, Case
 from benchmarks.contenders import Job, Setting
-from jaxconv import _problem, _tuning
+from jaxconv import _problem
+from jaxconv._plan import measured as tables
 
 ALGORITHMS = {
     "conv": _problem.CONV_ALGORITHMS,
     "dense": _problem.DENSE_ALGORITHMS,
     "batchnorm": _problem.BATCHNORM_ALGORITHMS,
-    "conv_batchnorm": ("wgmma", "two"),
+    "conv_batchnorm": ("sm90", "two"),
 }
 LOSS = 0.98  # a ratio below this is one
 SLOW = ("direct", "im2col")  # may need minutes for a large problem
@@ -255,7 +256,7 @@ def learn(case: Case, setting: Setting, rows: list[dict[str, Any]]) -> None:
         "commit": None,
         "rows": rows,
     }
-    _tuning.learn(jax.devices()[0].device_kind, tune.measurements(run, [case]))
+    tables.learn(jax.devices()[0].device_kind, tune.measurements(run, [case]))
 
 
 def _measure(

@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import json
 import pathlib
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,8 @@ import jax
 
 from benchmarks import cases, contenders
 from benchmarks.contenders import Setting
-from jaxconv import _op, _tuning
+from jaxconv import _op
+from jaxconv._plan import measured as tables
 
 # The kernel that a pass measures; the other kernels of the pass are not in its time. fwd+bwd and residual measure
 # several: for a batch-norm with its activation or residual they are one choice, for a dense layer each is its own.
@@ -76,7 +78,8 @@ def measurements(run: dict[str, Any], measured: Sequence[cases.Case] = ()) -> li
     made = []
     for (name, pass_), contenders_ in rows.items():
         forced = {c.partition(":")[2]: row for c, row in contenders_.items() if c.startswith("ours:")}
-        native = {algorithm: row["ms"] for algorithm, row in forced.items()}
+        native = {_kernel(algorithm, row): row["ms"] for algorithm, row in forced.items()}
+        plans = {_kernel(algorithm, row): row["plan"] for algorithm, row in forced.items()}
         # A pair's alternative is the faster of XLA's and of jaxconv's two calls by their own plans.
         two = native.pop("two", None)
         if two is not None and "xla" in contenders_:
@@ -84,7 +87,7 @@ def measurements(run: dict[str, Any], measured: Sequence[cases.Case] = ()) -> li
         kernel = kernel_of(by_name[name], pass_, setting) if native and "xla" in contenders_ else None
         if kernel is None:
             continue
-        op, kind, coordinates = _tuning.features(*kernel)
+        op, kind, coordinates = tables.features(*kernel)
         made.append(
             {
                 "case": name,
@@ -94,11 +97,17 @@ def measurements(run: dict[str, Any], measured: Sequence[cases.Case] = ()) -> li
                 "coordinates": [round(c, 4) for c in coordinates],
                 "xla_ms": contenders_["xla"]["ms"],
                 "native_ms": native,
-                "plans": {algorithm: forced[algorithm]["plan"] for algorithm in native},
+                "plans": {kernel: plans[kernel] for kernel in native},
                 "commit": run["commit"],
             }
         )
     return made
+
+
+def _kernel(algorithm: str, row: dict[str, Any]) -> str:
+    """The kernel that a row measured, as its plan names it: "depthwise/rows" of "native[depthwise/rows splits=4]"."""
+    found = re.match(r"native\[(\S+?)[ \]]", row["plan"])
+    return found[1] if found else algorithm
 
 
 def _write(target: pathlib.Path, device: str, measured: list[dict[str, Any]]) -> None:
@@ -122,7 +131,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("neither results nor --forget were given")
     if args.forget:
         device, case, dtype = args.forget
-        target = _tuning.FOLDER / f"{_tuning.slug(device)}.json"
+        target = tables.FOLDER / f"{tables.slug(device)}.json"
         known = json.loads(target.read_text())["measurements"]
         kept = [m for m in known if (m["case"], m["kind"][0]) != (case, dtype)]
         _write(target, device, kept)
@@ -133,7 +142,7 @@ def main(argv: list[str] | None = None) -> int:
         if run["small"] or run["batch"] or run["platform"] == "cpu" or first:
             print(f"{path}: skipped, tables are of full problems on GPUs, convolutions channels last")
             continue
-        target = _tuning.FOLDER / f"{_tuning.slug(run['device'])}.json"
+        target = tables.FOLDER / f"{tables.slug(run['device'])}.json"
         kept = json.loads(target.read_text())["measurements"] if target.exists() else []
         new = json.loads(json.dumps(measurements(run)))  # tuples become lists, as they are read back
         keys = [(m["op"], m["kind"], m["coordinates"]) for m in new]

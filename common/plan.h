@@ -1,4 +1,4 @@
-// A plan is chosen in jaxconv/_plan.py and travels as one attribute. Native code carries it out or
+// A plan is chosen in jaxconv/_plan and travels as one attribute. Native code carries it out or
 // says why it cannot.
 #pragma once
 
@@ -9,9 +9,9 @@ namespace jaxconv {
 
 struct Plan {
   std::string_view
-      algorithm;  // "direct", "im2col", "implicit_gemm", "depthwise", "gemm", "two_read", ...
+      kernel;  // "family/kernel": "depthwise/rows", "sm90/halo"; or a family of one: "direct"
   std::string_view
-      tile;        // matrix tile "128x128" (M x N of a CTA), or "" where the algorithm has none
+      tile;  // "128x128", rows and columns of a CTA's outputs; "" where the kernel has one size
   int64_t splits;  // parts the reduction is cut into (wgrad, split-K); >= 1
   int64_t chunk;   // im2col: images whose columns are held at a time; otherwise 0
 };

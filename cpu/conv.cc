@@ -1,4 +1,4 @@
-// ConvFprop, ConvDgrad, ConvWgrad of common/launch.h on the CPU: dtype and plan.algorithm choose
+// ConvFprop, ConvDgrad, ConvWgrad of common/launch.h on the CPU: dtype and plan.kernel choose
 // the instance. Algorithms: "direct" and "im2col" take any problem, "depthwise" takes groups == c.
 // float32 and float64. The workspace argument is unused (XLA plans none on the CPU): algorithms
 // allocate what they need.
@@ -20,13 +20,13 @@ Status Check(const ConvProblem& p, const Plan& plan, const char* what) {
                                  ": the CPU backend computes in float32 and float64, not " +
                                  Name(p.dtype) + ": convert first");
   }
-  if (plan.algorithm == "depthwise" && p.groups != p.c) {
+  if (plan.kernel == "depthwise" && p.groups != p.c) {
     return Status::Invalid(std::string(what) + "[depthwise]: groups=" + std::to_string(p.groups) +
                            " must equal the number of input channels, " + std::to_string(p.c));
   }
-  if (plan.algorithm != "direct" && plan.algorithm != "im2col" && plan.algorithm != "depthwise") {
-    return Status::Invalid(std::string(what) + ": the CPU backend has no algorithm \"" +
-                           std::string(plan.algorithm) + "\"; it has direct, im2col and depthwise");
+  if (plan.kernel != "direct" && plan.kernel != "im2col" && plan.kernel != "depthwise") {
+    return Status::Invalid(std::string(what) + ": the CPU backend has no kernel \"" +
+                           std::string(plan.kernel) + "\"; it has direct, im2col and depthwise");
   }
   return Status::Ok();
 }
@@ -39,8 +39,8 @@ Status Fprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const 
   const T* tbias = e.bias ? static_cast<const T*>(bias) : nullptr;
   T* ty = static_cast<T*>(y);
   T* tz = e.save_preactivation ? static_cast<T*>(z) : nullptr;
-  if (plan.algorithm == "direct") return DirectFprop(ctx, p, e, tx, tw, tbias, ty, tz);
-  if (plan.algorithm == "depthwise") return DepthwiseFprop(ctx, p, e, tx, tw, tbias, ty, tz);
+  if (plan.kernel == "direct") return DirectFprop(ctx, p, e, tx, tw, tbias, ty, tz);
+  if (plan.kernel == "depthwise") return DepthwiseFprop(ctx, p, e, tx, tw, tbias, ty, tz);
   if (IsPointwise(p)) return PointwiseFprop(ctx, p, e, tx, tw, tbias, ty, tz);
   return Im2colFprop(ctx, p, e, tx, tw, tbias, ty, tz);
 }
@@ -61,8 +61,8 @@ Status Dgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const v
   const T* tdy = static_cast<const T*>(dy);
   const T* tw = static_cast<const T*>(w);
   T* tdx = static_cast<T*>(dx);
-  if (plan.algorithm == "direct") return DirectDgrad(ctx, p, tdy, tw, tdx);
-  if (plan.algorithm == "depthwise") return DepthwiseDgrad(ctx, p, tdy, tw, tdx);
+  if (plan.kernel == "direct") return DirectDgrad(ctx, p, tdy, tw, tdx);
+  if (plan.kernel == "depthwise") return DepthwiseDgrad(ctx, p, tdy, tw, tdx);
   if (IsPointwise(p)) return PointwiseDgrad(ctx, p, tdy, tw, tdx);
   return Im2colDgrad(ctx, p, tdy, tw, tdx);
 }
@@ -73,8 +73,8 @@ Status Wgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const v
   const T* tx = static_cast<const T*>(x);
   const T* tdy = static_cast<const T*>(dy);
   T* tdw = static_cast<T*>(dw);
-  if (plan.algorithm == "direct") return DirectWgrad(ctx, p, tx, tdy, tdw);
-  if (plan.algorithm == "depthwise") return DepthwiseWgrad(ctx, p, tx, tdy, tdw);
+  if (plan.kernel == "direct") return DirectWgrad(ctx, p, tx, tdy, tdw);
+  if (plan.kernel == "depthwise") return DepthwiseWgrad(ctx, p, tx, tdy, tdw);
   if (IsPointwise(p)) return PointwiseWgrad(ctx, p, tx, tdy, tdw);
   return Im2colWgrad(ctx, p, tx, tdy, tdw);
 }

@@ -1,6 +1,6 @@
 // What the convolution algorithms of cpu/ share: where an element lies, which outputs a tap
 // reaches, the epilogue, and the algorithms' own entry points (chosen in conv.cc by
-// plan.algorithm).
+// plan.kernel).
 //
 // The sum is in common/problem.h. Output position o and tap t read the input position  i = o*stride
 // - pad + t*dilation in each of the three spatial dimensions.

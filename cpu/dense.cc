@@ -1,4 +1,4 @@
-// Dense of common/launch.h on the CPU, plan.algorithm "gemm": y = f(z), z = alpha op(x) op(w) +
+// Dense of common/launch.h on the CPU, plan.kernel "gemm": y = f(z), z = alpha op(x) op(w) +
 // beta c + bias. One product for the whole batch writes alpha op(x) op(w) to y; one pass over its
 // rows, spread over the threads, does the rest. float32 and float64. The workspace argument is
 // unused.
@@ -64,9 +64,9 @@ Status Run(const Context& ctx, const DenseProblem& p, const Epilogue& e, const T
 Status Dense(const Context& ctx, const DenseProblem& p, const Epilogue& e, const Plan& plan,
              const void* x, const void* w, const void* bias, const void* c, void* y, void* z,
              Workspace) {
-  if (plan.algorithm != "gemm") {
-    return Status::Invalid("dense: the CPU backend has no algorithm \"" +
-                           std::string(plan.algorithm) + "\"; it has gemm");
+  if (plan.kernel != "gemm") {
+    return Status::Invalid("dense: the CPU backend has no kernel \"" + std::string(plan.kernel) +
+                           "\"; it has gemm");
   }
   if (!e.save_preactivation) z = nullptr;
   switch (p.dtype) {

@@ -108,7 +108,7 @@ class Call {
 };
 
 jaxconv::Plan ToPlan(const wire::Plan& plan) {
-  return {plan.algorithm, plan.tile, plan.splits, plan.chunk};
+  return {plan.kernel, plan.tile, plan.splits, plan.chunk};
 }
 
 Status ToEpilogue(const Call& call, const wire::Epilogue& in, Epilogue* out) {

@@ -12,6 +12,7 @@
 
 #ifndef JAXCONV_CUDA
 #include "cpu/blas.h"
+#include "ffi/domain.h"
 #endif
 
 namespace nb = nanobind;
@@ -36,6 +37,7 @@ NB_MODULE(JAXCONV_MODULE, m) {
   m.def("set_blas", [](uintptr_t sgemm, uintptr_t dgemm) {
     jaxconv::cpu::SetBlas(reinterpret_cast<void*>(sgemm), reinterpret_cast<void*>(dgemm));
   });
+  jaxconv::BindDomain(m);
   m.def("has_blas", [] { return jaxconv::cpu::HasBlas(); });
 #endif
 }

@@ -56,7 +56,7 @@ struct Norm {
 };
 
 struct Plan {
-  std::string_view algorithm, tile;
+  std::string_view kernel, tile;
   int64_t splits, chunk;
 };
 
@@ -140,7 +140,7 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jaxconv::wire::Norm, StructMember<int64_
                                       StructMember<int64_t>("residual"));
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jaxconv::wire::Plan,
-                                      StructMember<std::string_view>("algorithm"),
+                                      StructMember<std::string_view>("kernel"),
                                       StructMember<std::string_view>("tile"),
                                       StructMember<int64_t>("splits"),
                                       StructMember<int64_t>("chunk"));

@@ -396,7 +396,7 @@ def conv2d(
       return_preactivation: also return z.
       implementation: None takes the fastest known for this problem and device; "native" is jaxconv's own custom call;
         "xla" is lax.
-      algorithm: forces one native algorithm, in forward and backward: "wgmma", "implicit_gemm",
+      algorithm: forces one native algorithm, in forward and backward: "sm90", "implicit_gemm",
         "direct", "depthwise", "grouped", "stem", "im2col".
 
     Returns:

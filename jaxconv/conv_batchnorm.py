@@ -150,7 +150,7 @@ def conv_batchnorm(
                                                          activation=activation, residual=residual, ...)
 
     In training the statistics of z leave the convolution with it where its kernel can sum up what it writes (algorithm
-    "wgmma" on Hopper, and the CPU's kernels): z, rounded to x's dtype, is then written once and read once. Elsewhere
+    "sm90" on Hopper, and the CPU's kernels): z, rounded to x's dtype, is then written once and read once. Elsewhere
     these are the two calls above. `explain` says which, and why. The gradient is that of the two calls, z is what it
     keeps of the convolution's result.
 

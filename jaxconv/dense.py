@@ -231,7 +231,7 @@ def dense(
       c: an addend of the result's shape (..., N), or None.
       alpha, beta: Python numbers, fixed when the function is traced.
       activation, precision, return_preactivation, implementation: see `conv2d`.
-      algorithm: forces one native algorithm, in forward and backward: "gemm", "wgmma" (Hopper).
+      algorithm: forces one native algorithm, in forward and backward: "gemm", "sm90" (Hopper).
 
     Returns:
       y of x's dtype, (..., N); or (y, z) with return_preactivation.

@@ -541,7 +541,7 @@ STEM_CASES = (
         dilation=(1, 2),
     ),
     _case("patch4", 2, (32, 32), 3, 96, (4, 4), "patches: 12 elements a filter row, 24 bytes", stride=4),
-    _case("patch16", 2, (48, 32), 3, 72, (16, 16), "patches: 48 elements a filter row, on wgmma", stride=16),
+    _case("patch16", 2, (48, 32), 3, 72, (16, 16), "patches: 48 elements a filter row, on sm90", stride=16),
     _case("patch14", 1, (28, 42), 3, 64, (14, 14), "patches: 42 elements a filter row, 84 bytes", stride=14),
     _case("patch_w", 2, (17, 32), 4, 64, (3, 4), "patches along W alone", stride=(2, 4), padding=((1, 1), (0, 0))),
     _case("patch_3d", 2, (3, 8, 12), 4, 16, (1, 4, 2), "patches in 3-D, the first axis stays", stride=(1, 4, 2)),

@@ -1,7 +1,7 @@
 """Watches small cases of every CUDA kernel with compute-sanitizer; not collected by pytest.
 
     python tests/sanitize.py --tool memcheck            # every part
-    python tests/sanitize.py --tool racecheck wgmma     # the parts whose name contains "wgmma"
+    python tests/sanitize.py --tool racecheck wgmma     # the parts whose name contains "sm90"
     python tests/sanitize.py conv/direct/float32        # that part alone, unwatched
 
 A part is an op, an algorithm and an element type: its memory layouts, tiles, operators and access widths (extents that
@@ -32,6 +32,7 @@ import jax
 import numpy as np
 
 from jaxconv import _op, _plan, _problem
+from jaxconv._plan import sm90
 from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem
 from jaxconv.batchnorm import backward, infer, train
 from jaxconv.conv import conv_kernel, dgrad, dgrad_add, fprop, statistics, wgrad
@@ -41,13 +42,13 @@ TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 DTYPES = ("float32", "bfloat16", "float16")
 SM80_TILES = ("64x64", "128x64", "128x128")
 SM90_TILES = ("256x64", "128x128", "256x128", "256x128s", "128x256", "128x320")  # the others are the plan's own
-FEW_TILES = ("64x128", *_plan.RESIDENT_TILES, *_plan.WGRAD_TILES)  # for few rows of outputs, or little to sum
+FEW_TILES = ("64x128", *sm90.RESIDENT_TILES, *sm90.WGRAD_TILES)  # for few rows of outputs, or little to sum
 # Besides the plan's own tile
-TERMS_TILES = _plan.TERMS_WGRAD_TILES  # of float32 as terms
+TERMS_TILES = sm90.TERMS_WGRAD_TILES  # of float32 as terms
 TILES = {
     "implicit_gemm": SM80_TILES,
     "gemm": SM80_TILES,
-    "wgmma": tuple(dict.fromkeys(SM90_TILES + FEW_TILES + TERMS_TILES)),
+    "sm90": tuple(dict.fromkeys(SM90_TILES + FEW_TILES + TERMS_TILES)),
 }
 EPILOGUE = {"activation": "gelu", "return_preactivation": True}
 
@@ -137,7 +138,7 @@ STEM_CONVS = {
     "many-tiles": ((222, 224), 3, 40, 1, (3, 3), {"stride": 2}),  # more tiles than blocks
 }
 CONVS_BY_ALGORITHM = {
-    "wgmma": WGMMA_CONVS,
+    "sm90": WGMMA_CONVS,
     "depthwise": DEPTHWISE_CONVS,
     "grouped": GROUPED_CONVS,
     "stem": STEM_CONVS,
@@ -168,7 +169,7 @@ def conv_calls(dtype: str, last: bool, algorithm: str, precision: str, shape: tu
     bare, y = p.bare(), (p.y_shape, dtype)
     x, w, b = ((shape, dtype) for shape in (x, w, (k,)))
     forward = [(conv_kernel, p, [x, w, b]), (fprop, bare, [x, w]), (statistics, bare, [x, w])]
-    added = [(dgrad_add, bare, [y, w, x])] if algorithm == "wgmma" and dtype != "float32" else []
+    added = [(dgrad_add, bare, [y, w, x])] if algorithm == "sm90" and dtype != "float32" else []
     return [*forward, (dgrad, bare, [y, w]), *added, (wgrad, bare, [x, y])]
 
 
@@ -212,7 +213,7 @@ DENSES = ((128, 64, 256), (72, 64, 136), (5, 7, 3), (16, 2048, 24), (200, 72, 26
 
 
 def cases(op: str, algorithm: str, dtype: str) -> Iterator[tuple[str, list[Call]]]:
-    products = dtype == "float32" and algorithm in ("implicit_gemm", "im2col", "gemm", "wgmma")  # perhaps in TF32
+    products = dtype == "float32" and algorithm in ("implicit_gemm", "im2col", "gemm", "sm90")  # perhaps in TF32
     precisions = ("default", "highest") if products else ("default",)
     if op == "conv":
         shapes = CONVS_BY_ALGORITHM.get(algorithm, CONVS)
@@ -244,26 +245,26 @@ PARTS = [
 
 
 def has_tile(tile: str, op: str, problem: Any) -> bool:
-    if problem.algorithm != "wgmma":
+    if problem.algorithm != "sm90":
         return True
     if op == "conv_statistics":
         return tile in ("256x64", "128x128", "256x128", "128x256")
     if op == "conv_dgrad_add":
-        return tile in _plan.ADDEND_TILES and _plan.wgmma_tile_refusal("conv_dgrad", tile, problem) is None
+        return tile in sm90.ADDEND_TILES and sm90.wgmma_tile_refusal("conv_dgrad", tile, problem) is None
     if problem.dtype != "float32" and tile in FEW_TILES:
         if not isinstance(problem, DenseProblem):
-            return tile != "64x128" and _plan.wgmma_tile_refusal(op, tile, problem) is None
-        fits = tile not in _plan.RESIDENT_TILES or not _plan.resident_refusal(
+            return tile != "64x128" and sm90.wgmma_tile_refusal(op, tile, problem) is None
+        fits = tile not in sm90.RESIDENT_TILES or not sm90.resident_refusal(
             tile, problem.n, problem.k, problem.batch or 1
         )
-        return tile not in _plan.WGRAD_TILES and not problem.trans_x and fits
+        return tile not in sm90.WGRAD_TILES and not problem.trans_x and fits
     if problem.dtype != "float32":
-        if not isinstance(problem, DenseProblem) and _plan.wgmma_tile_refusal(op, tile, problem):
+        if not isinstance(problem, DenseProblem) and sm90.wgmma_tile_refusal(op, tile, problem):
             return False
         return tile in SM90_TILES and not (tile == "256x128s" and getattr(problem, "addend", False))
     if problem.full_float32:
         convolution = not isinstance(problem, DenseProblem)
-        return _plan.wgmma_tile_refusal(op, tile, problem) is None if convolution else tile in _plan.TERMS_TILES
+        return sm90.wgmma_tile_refusal(op, tile, problem) is None if convolution else tile in sm90.TERMS_TILES
     if op == "conv_wgrad":
         return tile in ("256x64", "256x128", "128x256")
     return tile in ("256x64", "128x128", "128x256")
@@ -274,14 +275,14 @@ def with_tile(tile: str, op: str, problem: Any, device: _plan.Device) -> _plan.P
     plan = chosen(op, problem, device)
     if not tile or not has_tile(tile, op, problem):
         return plan
-    if problem.algorithm == "wgmma" and problem.dtype == "float32":
-        size = _plan.wgmma_workspace(op, problem, tile, plan.splits)
+    if problem.algorithm == "sm90" and problem.dtype == "float32":
+        size = sm90.wgmma_workspace(op, problem, tile, plan.splits)
         return dataclasses.replace(plan, tile=tile, workspace_bytes=size)
     if op == "conv_dgrad_add":  # also where the dgrad's own tile adds nothing
         bare = chosen("conv_dgrad", problem, device)
         return dataclasses.replace(bare, tile=tile, in_place=math.prod(problem.stride) > 1)
-    whole = op == "conv_wgrad" or (problem.algorithm == "wgmma" and isinstance(problem, DenseProblem))
-    size = _plan.wgmma_workspace(op, problem, tile, 1) if tile == "64x128" else 0
+    whole = op == "conv_wgrad" or (problem.algorithm == "sm90" and isinstance(problem, DenseProblem))
+    size = sm90.wgmma_workspace(op, problem, tile, 1) if tile == "64x128" else 0
     alone = {"splits": 1, "workspace_bytes": size} if whole else {}
     return dataclasses.replace(plan, tile=tile, **alone)
 

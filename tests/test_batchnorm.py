@@ -28,6 +28,7 @@ from tolerance import assert_close, assert_within, eps
 
 import jaxconv
 from jaxconv import _plan
+from jaxconv._plan import batchnorm as team
 from jaxconv._problem import BATCHNORM_ALGORITHMS, BatchNormProblem
 
 # (shape, channel_axis)
@@ -238,8 +239,8 @@ TEAMS = {
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("shape", "axis", "width", "ctas"), TEAMS, ids=str)
 def test_teams_of_every_layout_err_no_more_than_twice_xla(shape, axis, width, ctas, dtype, monkeypatch):
-    def forced(op: str, p: BatchNormProblem, device: _plan.Device) -> _plan._TeamLayout:
-        return _plan._TeamLayout(op, p, device, width, ctas)
+    def forced(op: str, p: BatchNormProblem, device: _plan.Device) -> team._TeamLayout:
+        return team._TeamLayout(op, p, device, width, ctas)
 
     assert _plan.supports("batchnorm_backward", "resident_team", problem(shape, axis, dtype, True), DEVICE) is None
     monkeypatch.setattr(_plan, "_team_layout", forced)

@@ -11,14 +11,14 @@ from helpers import PLATFORM
 from jax import lax
 
 from benchmarks import cases, record, report, run, tune
-from jaxconv import _tuning
 from jaxconv._activation import Activation
+from jaxconv._plan import measured as tables
 from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem
 
 
 @pytest.fixture
 def recorded(tmp_path, monkeypatch):
-    monkeypatch.setattr(_tuning, "_learned", {})
+    monkeypatch.setattr(tables, "_learned", {})
 
     def record(*argv: str) -> dict:
         assert run.main([*argv, "--small", "--repeat", "3", "--json", str(tmp_path)]) == 0
@@ -63,12 +63,12 @@ def test_a_tuned_choice_is_the_fastest_that_was_measured(recorded):
         assert rows["ours"]["same_as"] == "xla" and ms["ours"] == ms["xla"]
     else:
         native = min(algorithms, key=lambda a: ms[f"ours:{a}"])
-        expected = f"ours:{native}" if ms["xla"] > _tuning.MARGIN * ms[f"ours:{native}"] else "xla"
+        expected = f"ours:{native}" if ms["xla"] > tables.MARGIN * ms[f"ours:{native}"] else "xla"
         assert rows["ours"]["same_as"] == expected
     (entry,) = tune.measurements(found)
     assert entry["op"] == "batchnorm_fused" and entry["xla_ms"] == ms["xla"]
     assert entry["native_ms"] == {a: ms[f"ours:{a}"] for a in algorithms}
-    *_, learned = _tuning.table(jax.devices()[0].device_kind)
+    *_, learned = tables.table(jax.devices()[0].device_kind)
     assert (learned.case, learned.op, learned.native_ms) == ("seed", entry["op"], entry["native_ms"])
     (ran,) = (case.small() for case in cases.BATCHNORM if case.name == "seed")
     assert 2 ** learned.coordinates[0] == pytest.approx(ran.reduced, rel=1e-3)  # not the case as it is listed
@@ -95,13 +95,15 @@ def test_a_measured_problem_speaks_for_larger_ones_and_for_little_smaller_ones(m
             *(spatial, (7, 7), spatial, one, same, one, True, precision),
         )
 
-    monkeypatch.setattr(_tuning, "_learned", {})
-    op, kind, coordinates = _tuning.features("conv_wgrad", problem(64, 96))
+    monkeypatch.setattr(tables, "_learned", {})
+    op, kind, coordinates = tables.features("conv_wgrad", problem(64, 96))
     entry = {"op": op, "kind": kind, "coordinates": coordinates, "case": "it", "xla_ms": 2.0}
-    _tuning.learn("a device", [{**entry, "native_ms": {"depthwise": 1.0}}])
-    found = _tuning.nearest("conv_wgrad", problem(batch, channels), "a device")
+    tables.learn("a device", [{**entry, "native_ms": {"depthwise/rows": 1.0}}])
+    found = tables.nearest("conv_wgrad", problem(batch, channels), "a device", "depthwise/rows")
     assert (found is not None) == answered
-    assert found is None or found.best == ("depthwise", 2.0)
+    assert found is None or found.ratio("depthwise/rows") == 2.0
+    # A kernel that was not measured is not spoken for.
+    assert tables.nearest("conv_wgrad", problem(64, 96), "a device", "depthwise/mma") is None
 
 
 @pytest.mark.parametrize("residual", [False, True])
@@ -110,15 +112,15 @@ def test_a_residual_is_answered_by_a_residual_and_float16_by_bfloat16_where_noth
         return BatchNormProblem("batchnorm", dtype, (8, 4, 4, 64), 3, True, 0.9, 1e-5, Activation("relu"), residual)
 
     def learned(dtype: str, residual: bool, ms: float) -> None:
-        op, kind, coordinates = _tuning.features("batchnorm_train", problem(dtype, residual))
+        op, kind, coordinates = tables.features("batchnorm_train", problem(dtype, residual))
         entry = {"op": op, "kind": kind, "coordinates": coordinates, "case": "it", "xla_ms": 2.0}
-        _tuning.learn("a device", [{**entry, "native_ms": {"two_read": ms}}])
+        tables.learn("a device", [{**entry, "native_ms": {"two_read": ms}}])
 
     def found(dtype: str) -> float | None:
-        measured = _tuning.nearest("batchnorm_train", problem(dtype, residual), "a device")
+        measured = tables.nearest("batchnorm_train", problem(dtype, residual), "a device", "two_read")
         return None if measured is None else measured.native_ms["two_read"]
 
-    monkeypatch.setattr(_tuning, "_learned", {})
+    monkeypatch.setattr(tables, "_learned", {})
     learned("bfloat16", False, 1.0)
     assert (found("bfloat16"), found("float16"), found("float32")) == (1.0, 1.0, None)
     learned("bfloat16", True, 1.1)
@@ -138,12 +140,13 @@ def test_a_residual_is_answered_by_a_residual_and_float16_by_bfloat16_where_noth
     ],
 )
 def test_a_win_is_of_more_than_the_spread_and_in_dense_than_what_fusion_is_worth(op, xla, native, wins):
-    measured = _tuning.Measurement(op, (), (), "it", xla, {"wgmma": native, "implicit_gemm": 2 * xla})
-    assert measured.best == ("wgmma", xla / native) and measured.wins == wins
+    measured = tables.Measurement(op, (), (), "it", xla, {"sm90/product": native, "implicit_gemm": 2 * xla})
+    assert measured.ratio("sm90/product") == xla / native and measured.wins("sm90/product") == wins
+    assert not measured.wins("implicit_gemm")
 
 
 def test_a_case_is_forgotten_in_one_dtype(monkeypatch, tmp_path):
-    monkeypatch.setattr(_tuning, "FOLDER", tmp_path)
+    monkeypatch.setattr(tables, "FOLDER", tmp_path)
     entries = [{"case": case, "kind": [dtype]} for case in ("a", "b") for dtype in ("float16", "bfloat16")]
     tune._write(tmp_path / "a_gpu.json", "A GPU", entries)
     assert tune.main(["--forget", "A GPU", "a", "float16"]) == 0
@@ -151,17 +154,17 @@ def test_a_case_is_forgotten_in_one_dtype(monkeypatch, tmp_path):
 
 
 def test_a_measured_product_does_not_speak_for_other_columns(monkeypatch):
-    monkeypatch.setattr(_tuning, "_learned", {})
+    monkeypatch.setattr(tables, "_learned", {})
     m, k, n = 4096.0, 1024.0, 1024.0
 
     def coordinates(*extents: float) -> list[float]:
         return [math.log2(extent) for extent in extents]
 
-    entry = {"op": "dense", "case": "it", "xla_ms": 2.0, "native_ms": {"wgmma": 1.0}, "kind": ["a kind"]}
-    _tuning.learn("a device", [{**entry, "coordinates": coordinates(1, m, k, n)}])
+    entry = {"op": "dense", "case": "it", "xla_ms": 2.0, "native_ms": {"sm90/product": 1.0}, "kind": ["a kind"]}
+    tables.learn("a device", [{**entry, "coordinates": coordinates(1, m, k, n)}])
     for wanted, answered in (((1, 16 * m, k, n), True), ((1, m, 8 * k, n), False), ((1, m, k, 8 * n), False)):
-        monkeypatch.setattr(_tuning, "features", lambda op, p, at=wanted: (op, ("a kind",), tuple(coordinates(*at))))
-        found = _tuning.nearest("dense", DenseProblem.__new__(DenseProblem), "a device")
+        monkeypatch.setattr(tables, "features", lambda op, p, at=wanted: (op, ("a kind",), tuple(coordinates(*at))))
+        found = tables.nearest("dense", DenseProblem.__new__(DenseProblem), "a device", "sm90/product")
         assert (found is not None) == answered
 
 

@@ -147,7 +147,7 @@ def _few(case: ConvCase, algorithm: str, dtype: str, last: bool) -> tuple[Any, l
     [
         pytest.param(case, algorithm, dtype, side, id=f"{case.name}-{algorithm}-{dtype}-{side}")
         for case in STEM_CASES
-        for algorithm in ("stem", "wgmma", "implicit_gemm")
+        for algorithm in ("stem", "sm90", "implicit_gemm")
         for dtype in ("float32", "bfloat16", "float16")
         for side in ("channels_last", "channels_first")
         if _few(case, algorithm, dtype, side == "channels_last")[1]
@@ -362,7 +362,7 @@ def test_every_activation_forward_and_backward(case, algorithm, activation, dtyp
 @over(ONE_EACH)
 def test_gradients_agree_with_numerical_derivatives(case, algorithm):
     """dX, dW and dB against central differences of the numpy forward, entry by entry; tanh and all."""
-    names = {"depthwise": "depthwise_x2", "wgmma": "aligned", "grouped": "grouped_8"}
+    names = {"depthwise": "depthwise_x2", "sm90": "aligned", "grouped": "grouped_8"}
     case = BY_NAME[names.get(algorithm, "one_d")]
     given = {name: a.astype(np.float32).astype(np.float64) * 0.5 for name, a in data(case, "float32").items()}
     dy = given.pop("dy")

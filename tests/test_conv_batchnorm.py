@@ -325,7 +325,7 @@ def kernels(p: ConvProblem) -> list[ConvProblem]:
     return [f for f in forced if _plan.supports("conv_statistics", f.algorithm, f, DEVICE) is None]
 
 
-# A GPU has statistics from wgmma alone, which takes 16 bits and channels last.
+# A GPU has statistics from sm90 alone, which takes 16 bits and channels last.
 KERNEL_DTYPES = [d for d in DTYPES if any(kernels(problem(d)))]
 CASES = {
     "plain": {},
@@ -455,11 +455,11 @@ H200 = _plan.Device("cuda", "NVIDIA H200", (9, 0), 132)
 A100 = _plan.Device("cuda", "NVIDIA A100", (8, 0), 108)
 PLANS = {
     "cpu": (_plan.Device("cpu", "cpu"), dict(implementation="native"), "statistics", "implementation='native'"),
-    "wgmma": (H200, dict(dtype="bfloat16", algorithm="wgmma"), "statistics", "algorithm='wgmma' was asked for"),
+    "sm90": (H200, dict(dtype="bfloat16", algorithm="sm90"), "statistics", "algorithm='sm90' was asked for"),
     "native": (H200, dict(dtype="bfloat16", implementation="native"), "statistics", "implementation='native'"),
     "float32": (H200, dict(dtype="float32", implementation="native"), "two", "bfloat16 and float16 results only"),
-    "wide": (H200, dict(dtype="bfloat16", algorithm="wgmma", out_channels=8512), "two", "a column of tiles of its own"),
-    "other": (H200, dict(dtype="bfloat16", algorithm="implicit_gemm"), "two", "only wgmma's epilogue"),
+    "wide": (H200, dict(dtype="bfloat16", algorithm="sm90", out_channels=8512), "two", "a column of tiles of its own"),
+    "other": (H200, dict(dtype="bfloat16", algorithm="implicit_gemm"), "two", "only sm90's epilogue"),
     "old": (A100, dict(dtype="bfloat16", implementation="native"), "two", "compute capability 9.0"),
     "mesh": (
         dataclasses.replace(H200, partitioned=True),
@@ -486,7 +486,7 @@ def test_the_plan_takes_statistics_from_the_convolution_where_that_is_asked_and_
         part = _plan.plan("conv_statistics", conv, device)
         assert part.implementation == "native"
         if device.platform == "cuda":
-            assert part.algorithm == "wgmma"
+            assert part.algorithm == "sm90"
             assert part.workspace_bytes == 2 * -(-conv.batch * 72 // 128) * (conv.out_channels * 8 + 4)
 
 

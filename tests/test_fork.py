@@ -23,6 +23,8 @@ from tolerance import assert_exact
 import jaxconv
 from jaxconv import _native, _plan, conv, reference
 from jaxconv._activation import Activation
+from jaxconv._plan import conv as conv_plan
+from jaxconv._plan import sm90
 from jaxconv._problem import ConvProblem
 from jaxconv.conv_batchnorm import forked as forked_pair
 
@@ -88,15 +90,15 @@ def test_dgrad_add_is_exact(case, implementation):
 HOPPER = PLATFORM == "cuda" and DEVICE.compute_capability == (9, 0)
 
 
-@pytest.mark.skipif(not HOPPER, reason="wgmma needs compute capability 9.0")
+@pytest.mark.skipif(not HOPPER, reason="sm90 needs compute capability 9.0")
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
-@pytest.mark.parametrize("tile", _plan.ADDEND_TILES)
+@pytest.mark.parametrize("tile", sm90.ADDEND_TILES)
 @pytest.mark.parametrize("case", [case for case in CASES if case != "groups"])
 def test_every_tile_adds_exactly(case, tile, dtype, monkeypatch):
-    p = problem(**CASES[case], dtype=dtype, algorithm="wgmma")
-    if _plan.wgmma_tile_refusal("conv_dgrad", tile, _plan._in_memory("wgmma", p)):
+    p = problem(**CASES[case], dtype=dtype, algorithm="sm90")
+    if sm90.wgmma_tile_refusal("conv_dgrad", tile, conv_plan.in_memory("sm90", p)):
         pytest.skip("the tile does not have it")
-    monkeypatch.setattr(_plan, "wgmma_conv_tile", lambda *_: tile)
+    monkeypatch.setattr(sm90, "wgmma_conv_tile", lambda *_: tile)
     args = arrays(p, 1)
     f = jax.jit(functools.partial(conv.dgrad_add, p))
     assert calls(f, *args) == {"conv_dgrad_add": 1}
@@ -171,7 +173,7 @@ def test_what_the_plan_is_on_hopper(c, k, size, filter, stride, tile, with_cuda_
         assert made.implementation == "calls" and "takes no addend" in made.reason
     else:
         # Where XLA's bare dgrad is faster too: it adds in a pass of its own.
-        assert (made.implementation, made.algorithm, made.tile) == ("native", "wgmma", tile)
+        assert (made.implementation, made.algorithm, made.tile) == ("native", "sm90", tile)
         assert made.in_place == (stride > 1) and "nearest case measured" in made.reason
     for other, device in ((dict(dtype="float32"), H200), ({}, dataclasses.replace(H200, kind="none"))):
         made = _plan.plan("conv_dgrad_add", problem(**{**options, "dtype": "bfloat16", **other}), device)

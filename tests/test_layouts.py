@@ -20,7 +20,7 @@ from jaxconv._problem import BatchNormProblem
 H200 = _plan.Device("cuda", "NVIDIA H200", (9, 0), 132)
 # algorithm -> groups of 64 channels, dtype, whether its kernel reads channels last
 KERNELS = {
-    "wgmma": (1, "bfloat16", True),
+    "sm90": (1, "bfloat16", True),
     "implicit_gemm": (1, "float32", True),
     "grouped": (8, "float16", True),
     "depthwise": (64, "float32", True),
@@ -87,8 +87,8 @@ def transposed(text: str) -> collections.Counter[tuple[int, ...]]:
 @over_kernels
 def test_a_chain_is_transposed_at_its_ends_only(algorithm):
     groups, _, last = KERNELS[algorithm]
-    if algorithm == "wgmma" and _plan.Device.current("cuda").compute_capability != (9, 0):
-        pytest.skip("wgmma needs a GPU of compute capability 9.0")
+    if algorithm == "sm90" and _plan.Device.current("cuda").compute_capability != (9, 0):
+        pytest.skip("sm90 needs a GPU of compute capability 9.0")
     layers, _, (x, ws, _) = chain(algorithm)
     activation = tuple(sorted((IMAGES, CHANNELS, *PIXELS)))
     filter = tuple(sorted((CHANNELS, CHANNELS // groups, 3, 3)))

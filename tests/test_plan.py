@@ -240,7 +240,7 @@ def test_jaxconv_disable_reaches_the_compiled_program(monkeypatch):
 
 def test_attributes_of_a_plan_carry_all_of_it():
     made = _plan.Plan("native", "why", "im2col", "128x64", 4, 2, 512)
-    assert made.attrs() == {"algorithm": "im2col", "tile": "128x64", "splits": 4, "chunk": 2}
+    assert made.attrs() == {"kernel": "im2col", "tile": "128x64", "splits": 4, "chunk": 2}
     assert str(made) == "native[im2col 128x64 splits=4]"
     assert str(_plan.Plan("xla", "why")) == "xla"
 
@@ -256,86 +256,87 @@ def test_the_current_device_is_the_default_backends():
 @pytest.mark.parametrize(
     ("case", "h200", "a100"),
     [
-        ("depthwise_strips", "rows", ""),
-        ("depthwise_x2_strips", "rows", ""),
-        ("depthwise_x4", "rows", ""),
-        ("depthwise_bands", "bands", ""),
-        ("depthwise_bands_wide", "bands", ""),
-        ("depthwise_images", "bands", ""),
-        ("depthwise_32", "bands", ""),
-        ("depthwise_x2", "", ""),
-        ("depthwise_causal", "lines", "lines"),
-        ("depthwise_causal_d3", "lines", "lines"),
-        ("depthwise_column", "lines", "lines"),
-        ("depthwise_d2", "", ""),
-        ("depthwise_d2_rows", "rows", ""),
-        ("depthwise_d2x5", "rows", ""),
-        ("depthwise_d3", "rows", ""),
-        ("depthwise_7x7_d3", "rows", ""),
-        ("depthwise_5x5_d2", "rows", ""),
+        ("depthwise_strips", "rows", "mma"),
+        ("depthwise_x2_strips", "rows", "fma"),
+        ("depthwise_x4", "rows", "fma"),
+        ("depthwise_bands", "rows_mma", "mma"),
+        ("depthwise_bands_wide", "rows_mma", "mma"),
+        ("depthwise_images", "rows_mma", "mma"),
+        ("depthwise_32", "rows_mma", "mma"),
+        ("depthwise_x2", "fma", "fma"),
+        ("depthwise_causal", "conv1d", "conv1d"),
+        ("depthwise_causal_d3", "conv1d", "conv1d"),
+        ("depthwise_column", "conv1d", "conv1d"),
+        ("depthwise_d2", "fma", "fma"),
+        ("depthwise_d2_rows", "rows", "fma"),
+        ("depthwise_d2x5", "rows", "fma"),
+        ("depthwise_d3", "rows", "fma"),
+        ("depthwise_7x7_d3", "rows", "fma"),
+        ("depthwise_5x5_d2", "rows", "mma"),
     ],
 )
 def test_which_depthwise_kernel_a_shape_gets(case, h200, a100):
-    for tile, device in ((h200, H200), (a100, DEVICES["a100"])):
+    for kernel, device in ((h200, H200), (a100, DEVICES["a100"])):
         problem = dataclasses.replace(BY_NAME[case].problem("bfloat16"), algorithm="depthwise")
         for op in ("conv_fprop", "conv_dgrad", "conv_wgrad"):
             made = plan(op, problem, device)
-            assert (made.algorithm, made.tile) == ("depthwise", tile)
+            assert made.kernel == f"depthwise/{kernel}"
             assert op == "conv_wgrad" or made.splits == 1
 
 
 @pytest.mark.parametrize(
-    ("few", "many", "extent", "tile"),
+    ("few", "many", "extent", "kernel"),
     [
-        (24, 144, 56, "64x256r"),
-        (32, 192, 28, "64x256r"),
-        (96, 576, 14, "64x256r"),
-        (128, 576, 14, "128x128"),  # its own products hide the epilogue
-        (64, 128, 28, "128x128"),  # half of 256 columns would be nothing
+        (24, 144, 56, "sm90/resident 64x256"),
+        (32, 192, 28, "sm90/resident 64x256"),
+        (96, 576, 14, "sm90/resident 64x256"),
+        (128, 576, 14, "sm90/product 128x128"),  # its own products hide the epilogue
+        (64, 128, 28, "sm90/product 128x128"),  # half of 256 columns would be nothing
     ],
 )
-def test_1x1_of_few_channels_keep_their_filter_where_its_last_tile_is_not_too_empty(few, many, extent, tile):
+def test_1x1_of_few_channels_keep_their_filter_where_its_last_tile_is_not_too_empty(few, many, extent, kernel):
     x, w = (jax.ShapeDtypeStruct(s, "bfloat16") for s in ((256, extent, extent, few), (1, 1, few, many)))
     options = dict.fromkeys(("activation", "precision", "algorithm", "implementation"))
     options |= dict(stride=1, padding=0, dilation=1, groups=1, layout="NHWC", return_preactivation=False)
     problem = ConvProblem.infer("conv2d", 2, x, w, None, **options)
     back = dataclasses.replace(problem, in_channels=many, out_channels=few)
-    assert _plan.wgmma_conv_tile("conv_fprop", problem, H200) == tile
-    assert _plan.wgmma_conv_tile("conv_dgrad", back, H200) == tile
+    for op, p in (("conv_fprop", problem), ("conv_dgrad", back)):
+        made = plan(op, dataclasses.replace(p, algorithm="sm90"), H200)
+        assert f"{made.kernel} {made.tile}" == kernel
 
 
 def test_which_grouped_convolutions_of_16_bit_are_in_rows():
-    for case, stride, tile in (
+    for case, stride, kernel in (
         ("grouped_4", 1, "rows"),
         ("grouped_16", 1, "rows"),
         ("grouped_4_s2", 2, "rows"),
         ("grouped_8_s2_column", 2, "rows"),
         ("grouped_16_s2", 2, "rows"),
-        ("grouped_32", 1, ""),
-        ("grouped_16_s2", (2, 1), ""),
+        ("grouped_32", 1, "mma"),
+        ("grouped_16_s2", (2, 1), "mma"),
     ):
         strides = {"stride": (stride, stride) if isinstance(stride, int) else stride}
         for dtype in ("bfloat16", "float16"):
             problem = dataclasses.replace(BY_NAME[case].problem(dtype), algorithm="grouped", **strides)
             for op in ("conv_fprop", "conv_dgrad", "conv_wgrad"):
-                assert plan(op, problem, H200).tile == tile
-                assert plan(op, problem, DEVICES["a100"]).tile == ""
+                assert plan(op, problem, H200).kernel == f"grouped/{kernel}"
+                assert plan(op, problem, DEVICES["a100"]).kernel == "grouped/mma"
 
 
 def test_grouped_convolutions_of_float32_are_hoppers_3x3_of_few_channels():
     """By FMAs, of stride 1 and 2; a part of the weight gradient has a block for each 32 channels."""
     for case, h200 in (
-        ("grouped_4", "rows"),
-        ("grouped_4_wide", "rows"),
-        ("grouped_16_s2", "rows"),
-        ("grouped_32", ""),
+        ("grouped_4", True),
+        ("grouped_4_wide", True),
+        ("grouped_16_s2", True),
+        ("grouped_32", False),
     ):
         problem = dataclasses.replace(BY_NAME[case].problem("float32"), algorithm="grouped")
         for op in ("conv_fprop", "conv_dgrad", "conv_wgrad"):
             assert "in float32 it needs" in supports(op, "grouped", problem, DEVICES["a100"])
             if h200:
                 made = plan(op, problem, H200)
-                assert (made.algorithm, made.tile, made.workspace_bytes > 0) == ("grouped", h200, made.splits > 1)
+                assert (made.kernel, made.workspace_bytes > 0) == ("grouped/rows_float32", made.splits > 1)
             else:
                 assert "in float32 it needs" in supports(op, "grouped", problem, H200)
     many = dataclasses.replace(problem, batch=128, in_spatial=(28, 28), out_spatial=(28, 28), groups=4)
@@ -343,57 +344,60 @@ def test_grouped_convolutions_of_float32_are_hoppers_3x3_of_few_channels():
 
 
 @pytest.mark.parametrize(
-    ("extent", "c", "k", "filter", "stride", "tile", "splits"),
+    ("extent", "c", "k", "filter", "stride", "kernel", "splits"),
     [
-        (14, 256, 1024, 1, 1, "128x256p", 64),
-        (14, 1024, 256, 1, 1, "128x256p", 64),
-        (28, 128, 512, 1, 1, "128x256p", 66),
-        (28, 512, 128, 1, 1, "256x128p", 66),
-        (56, 64, 256, 1, 1, "64x256p", 66),
-        (56, 256, 64, 1, 1, "256x64p", 66),
-        (56, 256, 512, 1, 2, "256x256p", 66),
-        (56, 64, 64, 1, 1, "256x64", 132),  # one tile of two would be empty
-        (56, 24, 144, 1, 1, "64x256", 132),
-        (28, 512, 1024, 1, 2, "256x128s", 128),  # few parts
-        (7, 512, 2048, 1, 1, "256x128s", 128),
-        (14, 512, 512, 3, 2, "128x256", 132),  # 72 tiles would leave half of the multiprocessors idle
-        (71, 128, 256, 3, 2, "128x256", 126),  # x and dy do not stay in the L2 cache
+        (14, 256, 1024, 1, 1, "wgrad_pair 128x256", 64),
+        (14, 1024, 256, 1, 1, "wgrad_pair 128x256", 64),
+        (28, 128, 512, 1, 1, "wgrad_pair 128x256", 66),
+        (28, 512, 128, 1, 1, "wgrad_pair 256x128", 66),
+        (56, 64, 256, 1, 1, "wgrad_pair 64x256", 66),
+        (56, 256, 64, 1, 1, "wgrad_pair 256x64", 66),
+        (56, 256, 512, 1, 2, "wgrad_pair 256x256", 66),
+        (56, 64, 64, 1, 1, "wgrad 256x64", 132),  # one tile of two would be empty
+        (56, 24, 144, 1, 1, "wgrad 64x256", 132),
+        (28, 512, 1024, 1, 2, "wgrad_swapped 256x128", 128),  # few parts
+        (7, 512, 2048, 1, 1, "wgrad_swapped 256x128", 128),
+        (14, 512, 512, 3, 2, "wgrad 128x256", 132),  # 72 tiles would leave half of the multiprocessors idle
+        (71, 128, 256, 3, 2, "wgrad 128x256", 126),  # x and dy do not stay in the L2 cache
     ],
 )
-def test_which_tile_a_weight_gradient_on_hopper_gets(extent, c, k, filter, stride, tile, splits):
+def test_which_tile_a_weight_gradient_on_hopper_gets(extent, c, k, filter, stride, kernel, splits):
     pad = filter // 2
     out = (extent + 2 * pad - filter) // stride + 1
     problem = ConvProblem(
         "conv", "bfloat16", 256, c, k, 1, (extent,) * 2, (filter,) * 2, (out,) * 2, (stride,) * 2, ((pad, pad),) * 2,
-        (1, 1), True, PAIR, algorithm="wgmma",
+        (1, 1), True, PAIR, algorithm="sm90",
     )  # fmt: skip
     made = plan("conv_wgrad", problem, H200)
-    assert (made.tile, made.splits) == (tile, splits)
-    rows, columns = _plan._extent(tile)
+    assert (f"{made.kernel} {made.tile}", made.splits) == (f"sm90/{kernel}", splits)
+    rows, columns = map(int, made.tile.split("x"))
     assert made.workspace_bytes == 2 * splits * rows * columns * 4
 
 
 @pytest.mark.parametrize(
-    ("size", "channels", "filters", "window", "tile", "copied"),
+    ("size", "channels", "filters", "window", "kernel", "copied"),
     [
-        (14, 256, 256, 3, "128x128", True),
-        (56, 64, 64, 3, "128x64", True),
-        (56, 64, 256, 1, "256x64s", False),
-        (56, 64, 64, 1, "256x64", False),
-        (14, 256, 1024, 1, "256x128", False),
+        (14, 256, 256, 3, "wgrad 128x128", True),
+        (56, 64, 64, 3, "wgrad 128x64", True),
+        (56, 64, 256, 1, "wgrad_terms_swapped 256x64", False),
+        (56, 64, 64, 1, "wgrad_terms 256x64", False),
+        (14, 256, 1024, 1, "wgrad_terms 256x128", False),
     ],
 )
 def test_weight_gradients_at_highest_make_terms_in_memory_where_operations_are_many(
-    size, channels, filters, window, tile, copied
+    size, channels, filters, window, kernel, copied
 ):
     case = _case("highest", 256, (size, size), channels, filters, (window, window), "", padding=window // 2)
     problem = dataclasses.replace(case.problem("float32"), precision=(lax.Precision.HIGHEST,) * 2)
-    assert _plan.wgmma_conv_tile("conv_wgrad", problem, H200) == tile
+    problem = dataclasses.replace(problem, algorithm="sm90")
+    made = plan("conv_wgrad", problem, H200)
+    assert f"{made.kernel} {made.tile}" == f"sm90/{kernel}"
+    partials = 2 * made.splits * math.prod(map(int, made.tile.split("x"))) * 4 if made.splits > 1 else 0
     elements = math.prod(problem.x_shape) + math.prod(problem.y_shape)
-    assert _plan.wgmma_workspace("conv_wgrad", problem, tile, 1) == 6 * elements * copied
-    columns = "128x64" if filters <= 64 else "128x128"
-    assert _plan.wgmma_conv_tile("conv_fprop", problem, H200) == columns
-    assert _plan.wgmma_workspace("conv_fprop", problem, columns, 1) == 6 * math.prod(problem.w_shape)
+    assert made.workspace_bytes == partials + 6 * elements * copied
+    made = plan("conv_fprop", problem, H200)
+    assert (made.kernel, made.tile) == ("sm90/product", "128x64" if filters <= 64 else "128x128")
+    assert made.workspace_bytes == 6 * math.prod(problem.w_shape)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -276,7 +276,7 @@ BAD_CONV = {
         {},
         dict(algorithm="winograd"),
         ValueError,
-        ("algorithm='winograd' is unknown, expected None or one of wgmma, implicit_gemm, direct, depthwise",),
+        ("algorithm='winograd' is unknown, expected None or one of sm90, implicit_gemm, direct, depthwise",),
     ),
     "algorithm_of_xla": (
         {},

@@ -15,7 +15,7 @@ from helpers import DEVICE, integers, normal
 from tolerance import assert_exact
 
 import jaxconv
-from jaxconv import _plan
+from jaxconv._plan import sm90
 
 pytestmark = pytest.mark.skipif(DEVICE.compute_capability != (9, 0), reason="wgmma is Hopper's")
 
@@ -58,27 +58,27 @@ def test_integers_of_several_terms_are_exact(name, precision):
     given = {n: integers(i, s, 3 if n == "w" else 1000) for i, (n, s) in enumerate(shapes(case).items())}
     for pair in (("x", "w", "dy"), ("x", "w", "small")):
         dy = given["dy"] if pair[2] == "dy" else np.sign(given["dy"])
-        actual = trio(case, given["x"], given["w"], dy, algorithm="wgmma", precision=precision)
+        actual = trio(case, given["x"], given["w"], dy, algorithm="sm90", precision=precision)
         values = {**given, "dy": dy}
         for op in ("fprop", "dgrad") if pair[2] == "dy" else ("wgrad",):
             assert_exact(actual[op], getattr(ref, op)(case, *(values[n] for n in OPERANDS[op])), f"{op} of {name}")
 
 
-@pytest.mark.parametrize("tile", _plan.TF32_WGRAD_TILES)
+@pytest.mark.parametrize("tile", sm90.TF32_WGRAD_TILES)
 @pytest.mark.parametrize("case", WGMMA_CASES, ids=lambda case: case.name)
 def test_tf32_is_exact_and_so_is_every_tile_of_a_weight_gradient(case, tile, monkeypatch):
     """Whatever the plan would take: a tile runs what it claims to."""
 
     def forced(p: Any) -> str:
-        return tile if _plan.wgmma_tile_refusal("conv_wgrad", tile, p) is None else planned(p)
+        return tile if sm90.wgmma_tile_refusal("conv_wgrad", tile, p) is None else planned(p)
 
-    planned = _plan._tf32_wgrad_tile
-    monkeypatch.setattr(_plan, "_tf32_wgrad_tile", forced)
+    planned = sm90._tf32_wgrad_tile
+    monkeypatch.setattr(sm90, "_tf32_wgrad_tile", forced)
     x, w, dy = (
         integers(i, s, most) for i, (s, most) in enumerate(zip(shapes(case).values(), (1000, 1, 1), strict=True))
     )
     values = {"x": x, "w": w, "dy": dy}
-    for op, result in trio(case, x, w, dy, algorithm="wgmma").items():
+    for op, result in trio(case, x, w, dy, algorithm="sm90").items():
         expected = getattr(ref, op)(case, *(values[n] for n in OPERANDS[op]))
         assert_exact(result, expected, f"{op} of {case.name}, {tile}")
 
@@ -90,7 +90,7 @@ def test_a_tf32_weight_gradient_rounds_its_operands_to_nearest(name):
     case = CASES[name]
     x, w, dy = (normal(i, s, "float32") for i, s in enumerate(shapes(case).values()))
     exact = ref.wgrad(case, x, dy)
-    error = np.asarray(trio(case, x, w, dy, algorithm="wgmma")["wgrad"], np.float64) - exact
+    error = np.asarray(trio(case, x, w, dy, algorithm="sm90")["wgrad"], np.float64) - exact
     assert np.sqrt(np.mean(error**2)) <= 4e-4 * np.sqrt(np.mean(exact**2))
 
 
@@ -100,7 +100,7 @@ def test_highest_errs_no_more_than_float32_fmas(sign):
     given = {n: normal(i, s, "float32") for i, (n, s) in enumerate(shapes(LONG).items())}
     if sign == "positive":
         given = {n: np.abs(a) for n, a in given.items()}
-    terms, fmas = (trio(LONG, *given.values(), precision="highest", algorithm=a) for a in ("wgmma", "implicit_gemm"))
+    terms, fmas = (trio(LONG, *given.values(), precision="highest", algorithm=a) for a in ("sm90", "implicit_gemm"))
     for op, names in OPERANDS.items():
         exact = getattr(ref, op)(LONG, *(given[n] for n in names))
         ours, theirs = (float(np.sqrt(np.mean((np.asarray(r[op], np.float64) - exact) ** 2))) for r in (terms, fmas))
@@ -117,7 +117,7 @@ def test_numbers_beyond_the_terms_range_give_what_xla_gives(name, value):
     given["x"][1, 4, 3, 5] = given["dy"][0, 2, 3, 7] = value
     ours, xla = (
         trio(case, *given.values(), precision="highest", **choice)
-        for choice in ({"algorithm": "wgmma"}, {"algorithm": "direct"})
+        for choice in ({"algorithm": "sm90"}, {"algorithm": "direct"})
     )
     for op in OPERANDS:
         for test in (np.isnan, np.isposinf, np.isneginf):
@@ -138,7 +138,7 @@ def test_dense_of_several_terms_is_exact(precision, trans_x):
 
     @jax.jit
     def run(x: Any, w: Any, b: Any, dy: Any) -> Any:
-        f = functools.partial(jaxconv.dense, algorithm="wgmma", precision=precision, activation="relu6")
+        f = functools.partial(jaxconv.dense, algorithm="sm90", precision=precision, activation="relu6")
         (y, z), back = jax.vjp(functools.partial(f, return_preactivation=True), x, w, b)
         return y, z, back((jnp.zeros_like(y), dy))
 

@@ -17,7 +17,8 @@ from helpers import DEVICE, NAMED_ACTIVATIONS, calls, integers, label, normal, s
 from tolerance import assert_close, assert_exact
 
 import jaxconv
-from jaxconv import _native, _plan
+from jaxconv import _native
+from jaxconv._plan import dense, sm90
 
 pytestmark = pytest.mark.skipif(
     DEVICE.compute_capability != (9, 0) or _native.missing(DEVICE.platform) is not None,
@@ -50,7 +51,7 @@ def expected(op: str, case: ConvCase) -> np.ndarray:
 
 def trio(case: ConvCase, **options: Any) -> Any:
     def run(x: Any, w: Any, dy: Any) -> dict[str, Any]:
-        f = functools.partial(case.function, algorithm="wgmma", **case.options, **options)
+        f = functools.partial(case.function, algorithm="sm90", **case.options, **options)
         y, back = jax.vjp(f, x, w)
         dx, dw = back(dy)
         return {"conv_fprop": y, "conv_dgrad": dx, "conv_wgrad": dw}
@@ -71,16 +72,16 @@ def test_the_planned_tiles_are_exact(case, dtype):
         assert_exact(result, expected(op, case), f"{op} of {case.name} ({case.why})")
 
 
-@pytest.mark.parametrize("tile", _plan.WGMMA_TILES)
+@pytest.mark.parametrize("tile", sm90.WGMMA_TILES)
 @over_cases
 def test_every_tile_is_exact(case, tile, monkeypatch):
     """Whatever the plan would take: a tile runs what it claims to."""
 
     def forced(op: str, problem: Any, device: Any) -> str:
-        return tile if _plan.wgmma_tile_refusal(op, tile, problem) is None else planned(op, problem, device)
+        return tile if sm90.wgmma_tile_refusal(op, tile, problem) is None else planned(op, problem, device)
 
-    planned = _plan.wgmma_conv_tile
-    monkeypatch.setattr(_plan, "wgmma_conv_tile", forced)
+    planned = sm90.wgmma_conv_tile
+    monkeypatch.setattr(sm90, "wgmma_conv_tile", forced)
     for op, result in trio(case)(*arrays(case, 1, "x w dy", "bfloat16")).items():
         assert_exact(result, expected(op, case), f"{op} of {case.name}, {tile}")
 
@@ -92,11 +93,11 @@ def test_groups_that_take_turns_keep_together_over_many_short_tiles(dtype, monke
     def turns(op: str, problem: Any, device: Any) -> str:
         return planned(op, problem, device) if op == "conv_wgrad" else "128x128"
 
-    planned = _plan.wgmma_conv_tile
-    monkeypatch.setattr(_plan, "wgmma_conv_tile", turns)
+    planned = sm90.wgmma_conv_tile
+    monkeypatch.setattr(sm90, "wgmma_conv_tile", turns)
     x, dy = np.zeros((256, 64, 64, 8)), integers(0, (256, 32, 32, 8), 1)
     w = integers(1, (1, 1, 8, 8), 1)
-    f = functools.partial(jaxconv.conv2d, stride=2, algorithm="wgmma")
+    f = functools.partial(jaxconv.conv2d, stride=2, algorithm="sm90")
     y, back = jax.vjp(jax.jit(f), jnp.asarray(dy.repeat(2, 1).repeat(2, 2), dtype), jnp.asarray(w, dtype))
     x[:, ::2, ::2] = dy @ w[0, 0].T
     assert_exact(jax.jit(back)(jnp.asarray(dy, dtype))[0], x, "dx")
@@ -105,7 +106,7 @@ def test_groups_that_take_turns_keep_together_over_many_short_tiles(dtype, monke
 
 @over_cases
 def test_bias_activation_and_preactivation_are_exact(case):
-    f = functools.partial(case.function, activation="relu", algorithm="wgmma", **case.options)
+    f = functools.partial(case.function, activation="relu", algorithm="sm90", **case.options)
     args = arrays(case, 1, "x w b", "bfloat16")
     alone, (y, z) = jax.jit(lambda *args: (f(*args), f(*args, return_preactivation=True)))(*args)
     z_expected = expected("conv_fprop", case) + data(case, 1)["b"]
@@ -136,7 +137,7 @@ def test_every_activation_errs_no_more_than_twice_xla(name, activation, dtype):
     case = BY_NAME[name]
     x, w, b = arrays(case, dtype, "x w b", dtype)
     f = functools.partial(case.function, activation=activation, return_preactivation=True, **case.options)
-    actual = jax.jit(functools.partial(f, algorithm="wgmma"))(x, w, b)
+    actual = jax.jit(functools.partial(f, algorithm="sm90"))(x, w, b)
     xla = jax.jit(functools.partial(f, implementation="xla"))(x, w, b)
     z = ref.fprop(case, *(data(case, dtype)[n] for n in "xw")) + data(case, dtype)["b"]
     for a, t, r in zip(actual, xla, (ref.activate(activation, z), z), strict=True):
@@ -181,7 +182,7 @@ def test_dense_is_exact(size, c, dtype):
     def run(x: Any, w: Any, b: Any, addend: Any, dy: Any) -> Any:
         def f(x: Any, w: Any) -> Any:
             options: dict[str, Any] = {"c": addend, "beta": 2.0} if c else {}
-            return jaxconv.dense(x, w, b, algorithm="wgmma", activation="relu", return_preactivation=True, **options)
+            return jaxconv.dense(x, w, b, algorithm="sm90", activation="relu", return_preactivation=True, **options)
 
         (y, z), back = jax.vjp(f, x, w)
         return y, z, *back((jnp.zeros_like(y), dy))
@@ -195,18 +196,18 @@ def test_dense_is_exact(size, c, dtype):
         assert_exact(dw, x.T @ dy, "dw")
 
 
-@pytest.mark.parametrize("tile", _plan.WGMMA_DENSE_TILES)
+@pytest.mark.parametrize("tile", sm90.WGMMA_DENSE_TILES)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_every_tile_of_dense_is_exact(size, tile, monkeypatch):
     m, k, n = size
-    refusal = _plan.resident_refusal(tile, n, k, 1) if tile in _plan.RESIDENT_TILES else None
+    refusal = sm90.resident_refusal(tile, n, k, 1) if tile in sm90.RESIDENT_TILES else None
     if refusal:
         pytest.skip(f"the plan never takes {tile} here: {refusal}")
     x, w = integers(0, (m, k), 1), integers(1, (k, n), 1)
     x[:, np.arange(k) % max(1, k // 64) != 0] = 0
     parts = min(3, -(-k // 64)) if tile == "64x128" else 1
-    monkeypatch.setattr(_plan, "wgmma_dense_tile", lambda p, device: (tile, parts))
-    y = jax.jit(functools.partial(jaxconv.dense, algorithm="wgmma"))(*(jnp.asarray(a, "bfloat16") for a in (x, w)))
+    monkeypatch.setattr(dense, "wgmma_dense_tile", lambda p, device: (tile, parts))
+    y = jax.jit(functools.partial(jaxconv.dense, algorithm="sm90"))(*(jnp.asarray(a, "bfloat16") for a in (x, w)))
     assert_exact(y, x @ w, tile)
 
 
@@ -215,5 +216,5 @@ def test_every_tile_of_dense_is_exact(size, tile, monkeypatch):
 def test_dense_bias_kinds_and_instances_are_exact(bias, dtype):
     x, w = integers(0, (3, 136, 72), 1), integers(1, (3, 72, 80), 1)
     b = integers(2, {"scalar": (), "row": (136, 1), "column": (80,)}[bias], 2)
-    f = jax.vmap(functools.partial(jaxconv.dense, algorithm="wgmma"), (0, 0, None))
+    f = jax.vmap(functools.partial(jaxconv.dense, algorithm="sm90"), (0, 0, None))
     assert_exact(jax.jit(f)(*(jnp.asarray(a, dtype) for a in (x, w, b))), x @ w + b)

@@ -37,7 +37,7 @@ def example(name: str) -> tuple[Any, tuple[Any, ...]]:
         pytest.skip(f"{name} has a native kernel on compute capability 9.0 only")
     pair, u = jaxconv.conv_batchnorm, jnp.ones(16)
     aligned = (jnp.ones((2, 5, 5, 8), "bfloat16"), jnp.ones((3, 3, 8, 16), "bfloat16"))
-    added = dict(algorithm="wgmma") if PLATFORM == "cuda" else native
+    added = dict(algorithm="sm90") if PLATFORM == "cuda" else native
     aligned = aligned if PLATFORM == "cuda" else tuple(a.astype("float32") for a in aligned)
     return {
         "conv": (functools.partial(conv, activation=("leaky_relu", 0.5)), (x, w, b)),

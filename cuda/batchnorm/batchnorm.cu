@@ -12,7 +12,7 @@ namespace jaxconv::cuda {
 namespace {
 
 std::string What(const char* op, const BatchNormProblem& p, const Plan& plan) {
-  return std::string(op) + "[" + std::string(plan.algorithm) + " " + Name(p.dtype) +
+  return std::string(op) + "[" + std::string(plan.kernel) + " " + Name(p.dtype) +
          (plan.tile.empty() ? "" : " " + std::string(plan.tile)) +
          " splits=" + std::to_string(plan.splits) + "]";
 }
@@ -71,10 +71,10 @@ Status BatchNormTrain(const Context& ctx, const BatchNormProblem& p, const Plan&
   t.mean = Float(mean);
   t.rstd = Float(rstd);
   const BatchNormProblem canonical = batchnorm::Canonical(p);
-  if (plan.algorithm == "two_read")
+  if (plan.kernel == "two_read")
     return batchnorm::TwoReadTrain(ctx, canonical, Splits(plan), t, workspace, what);
-  if (plan.algorithm == "resident_block") return batchnorm::ResidentTrain(ctx, canonical, t, what);
-  if (plan.algorithm == "resident_team") {
+  if (plan.kernel == "resident_block") return batchnorm::ResidentTrain(ctx, canonical, t, what);
+  if (plan.kernel == "resident_team") {
     batchnorm::TeamShape shape{};
     JAXCONV_RETURN_IF_ERROR(ToTeamShape(plan, what, shape));
     return batchnorm::TeamTrain(ctx, canonical, shape, t, workspace, what);
@@ -121,11 +121,10 @@ Status BatchNormBackward(const Context& ctx, const BatchNormProblem& p, const Pl
   t.dscale = Float(dscale);
   t.dbias = Float(dbias);
   const BatchNormProblem canonical = batchnorm::Canonical(p);
-  if (plan.algorithm == "two_read")
+  if (plan.kernel == "two_read")
     return batchnorm::TwoReadBackward(ctx, canonical, Splits(plan), t, workspace, what);
-  if (plan.algorithm == "resident_block")
-    return batchnorm::ResidentBackward(ctx, canonical, t, what);
-  if (plan.algorithm == "resident_team") {
+  if (plan.kernel == "resident_block") return batchnorm::ResidentBackward(ctx, canonical, t, what);
+  if (plan.kernel == "resident_team") {
     batchnorm::TeamShape shape{};
     JAXCONV_RETURN_IF_ERROR(ToTeamShape(plan, what, shape));
     return batchnorm::TeamBackward(ctx, canonical, shape, t, workspace, what);

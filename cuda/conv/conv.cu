@@ -2,9 +2,13 @@
 // Launches nothing itself but the fill of an output that no product reaches.
 #include <cuda_runtime_api.h>
 
+#include <initializer_list>
 #include <string>
 
 #include "common/launch.h"
+#include "cuda/conv/common/describe.h"
+#include "cuda/conv/common/domain.h"
+#include "cuda/conv/common/kernel.cuh"
 #include "cuda/conv/depthwise/depthwise.h"
 #include "cuda/conv/direct/direct.h"
 #include "cuda/conv/grouped/grouped.h"
@@ -13,40 +17,53 @@
 #include "cuda/conv/sm90/conv_sm90.h"
 #include "cuda/conv/stem/stem.h"
 #include "cuda/core/context.h"
+#include "cuda/core/device.h"
+#include "cuda/domain.h"
 
 namespace jaxconv::cuda {
 namespace {
 
-enum class Algorithm { kDirect, kDepthwise, kGrouped, kIm2col, kImplicitGemm, kStem, kWgmma };
-
-Status Refuse(const char* op, const ConvProblem& p, const Plan& plan, Algorithm& algorithm) {
-  if (p.dtype == DType::kF64) {
-    return Status::Unimplemented(std::string(op) +
-                                 ": float64 has no CUDA kernel; expected float32, bfloat16 or "
-                                 "float16");
+// The kernel as the plan names it, and nothing else: a plan that does not fit the problem, the device or the buffers is
+// refused here, once.
+Status Confirm(ConvOp op, const char* name, const ConvProblem& p, const Plan& plan,
+               Workspace workspace, std::initializer_list<const void*> arrays) {
+  const std::string what = Describe(name, p, plan);
+  Device device;
+  JAXCONV_RETURN_IF_ERROR(CurrentDevice(what, &device));
+  const std::string refusal = ConvRefusal(op, p, plan, device);
+  if (!refusal.empty()) return Status::Unimplemented(what + ": " + refusal);
+  for (const void* array : arrays) {
+    if (reinterpret_cast<uintptr_t>(array) % 16 != 0)
+      return Status::Invalid(what + ": arrays must be 16-byte aligned");
   }
-  if (plan.algorithm == "direct") {
-    algorithm = Algorithm::kDirect;
-  } else if (plan.algorithm == "depthwise") {
-    algorithm = Algorithm::kDepthwise;
-  } else if (plan.algorithm == "grouped") {
-    algorithm = Algorithm::kGrouped;
-  } else if (plan.algorithm == "im2col") {
-    algorithm = Algorithm::kIm2col;
-  } else if (plan.algorithm == "implicit_gemm") {
-    algorithm = Algorithm::kImplicitGemm;
-  } else if (plan.algorithm == "stem") {
-    algorithm = Algorithm::kStem;
-  } else if (plan.algorithm == "wgmma") {
-    algorithm = Algorithm::kWgmma;
-  } else {
-    return Status::Invalid(std::string(op) + ": unknown algorithm \"" +
-                           std::string(plan.algorithm) +
-                           "\"; expected direct, depthwise, grouped, im2col, implicit_gemm, "
-                           "stem or wgmma");
-  }
-  return Status::Ok();
+  return conv::CheckWorkspace(workspace, ConvWorkspace(op, p, plan), what);
 }
+
+// A kernel's name as the families that still read tiles by letters expect it.
+struct Lettered {
+  std::string tile;
+  Plan plan;
+  explicit Lettered(const Plan& given) : plan(given) {
+    const std::string_view family = FamilyOf(given.kernel), member = MemberOf(given.kernel);
+    tile = std::string(given.tile);
+    const auto ends = [&](std::string_view end) {
+      return member.size() >= end.size() && member.substr(member.size() - end.size()) == end;
+    };
+    if (family == "sm90") {
+      if (member == "halo") tile = "halo";
+      if (member == "halo_3d") tile = "planes";
+      if (member == "halo_stream") tile = "128x128h";
+      if (member == "resident") tile += "r";
+      if (member == "wgrad_pair") tile += "p";
+      if (ends("_swapped")) tile += "s";
+    } else if (family == "grouped") {
+      tile = member == "mma" ? "" : "rows";
+    } else if (member == "patches" && (tile == "128x64" || tile == "64x256")) {
+      tile += "r";
+    }
+    plan.tile = tile;
+  }
+};
 
 // All bits zero is the number zero in every dtype.
 Status Zero(const Context& ctx, void* out, int64_t count, DType dtype, const char* op) {
@@ -68,125 +85,82 @@ int64_t SizeW(const ConvProblem& p) {
 }
 int64_t SizeY(const ConvProblem& p) { return p.n * p.k * p.out_size(); }
 
-// A filter that steps by its own width reads each element of x once, and the S*C elements under a
-// filter row are neighbours: a convolution over pixels of S*C channels with a filter of width 1.
-// Where the same holds along H, every output row is an image of its own of R rows, which saves the
-// stride; not for dgrad, whose phases (one tap each) the stride makes. jaxconv/_problem.py plans
-// for the same problem.
-ConvProblem FoldPatches(ConvProblem p, bool dgrad) {
-  const auto patches = [&](int i) { return p.filter[i] > 1 && p.steps_by_filter(i); };
-  if (!p.channels_last || p.groups != 1 || !patches(2)) return p;
-  p.c *= p.filter[2];
-  p.in[2] = p.out[2];
-  p.filter[2] = p.stride[2] = 1;
-  const bool flat = p.filter[0] == 1 && p.steps_by_filter(0);
-  if (!dgrad && flat && patches(1)) {
-    p.n *= p.in[0] * p.out[1];
-    p.in[0] = p.out[0] = p.out[1] = p.stride[1] = 1;
-    p.in[1] = p.filter[1];
-  }
-  return p;
-}
-
 }  // namespace
 
 Status ConvFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
                  const void* x, const void* w, const void* bias, void* y, void* z,
                  Workspace workspace) {
-  Algorithm algorithm;
-  JAXCONV_RETURN_IF_ERROR(Refuse("conv_fprop", p, plan, algorithm));
   if (SizeY(p) == 0) return Status::Ok();
   // y = f(bias) everywhere: direct sums over nothing, whatever the plan says.
-  if (SizeX(p) == 0 || SizeW(p) == 0) algorithm = Algorithm::kDirect;
-  switch (algorithm) {
-    case Algorithm::kDepthwise:
-      return DepthwiseFprop(ctx, p, e, plan, x, w, bias, y, z, workspace);
-    case Algorithm::kGrouped:
-      return GroupedFprop(ctx, p, e, plan, x, w, bias, y, z, workspace);
-    case Algorithm::kIm2col:
-      return Im2colFprop(ctx, p, e, plan, x, w, bias, y, z, workspace);
-    case Algorithm::kImplicitGemm:
-      return ImplicitGemmFprop(ctx, FoldPatches(p, false), e, plan, x, w, bias, y, z, workspace);
-    case Algorithm::kWgmma:
-      return WgmmaFprop(ctx, FoldPatches(p, false), e, plan, x, w, bias, y, z, workspace);
-    case Algorithm::kStem:
-      return StemFprop(ctx, p, e, plan, x, w, bias, y, z, workspace);
-    case Algorithm::kDirect:
-      break;
+  if (SizeX(p) == 0 || SizeW(p) == 0)
+    return DirectFprop(ctx, p, e, plan, x, w, bias, y, z, workspace);
+  JAXCONV_RETURN_IF_ERROR(
+      Confirm(ConvOp::kFprop, "conv_fprop", p, plan, workspace, {x, w, bias, y, z}));
+  const std::string_view family = FamilyOf(plan.kernel);
+  if (family == "depthwise") return DepthwiseFprop(ctx, p, e, plan, x, w, bias, y, z, workspace);
+  if (family == "grouped")
+    return GroupedFprop(ctx, p, e, Lettered(plan).plan, x, w, bias, y, z, workspace);
+  if (family == "im2col") return Im2colFprop(ctx, p, e, plan, x, w, bias, y, z, workspace);
+  if (family == "implicit_gemm") {
+    return ImplicitGemmFprop(ctx, conv::FoldPatches(p, false), e, plan, x, w, bias, y, z,
+                             workspace);
   }
+  if (family == "sm90")
+    return Sm90Fprop(ctx, conv::FoldPatches(p, false), e, Lettered(plan).plan, x, w, bias, y, z,
+                     workspace);
+  if (family == "stem")
+    return StemFprop(ctx, p, e, Lettered(plan).plan, x, w, bias, y, z, workspace);
   return DirectFprop(ctx, p, e, plan, x, w, bias, y, z, workspace);
 }
 
 Status ConvStatistics(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
                       const void* w, void* y, void* mean, void* var, Workspace workspace) {
-  Algorithm algorithm;
-  JAXCONV_RETURN_IF_ERROR(Refuse("conv_statistics", p, plan, algorithm));
-  if (algorithm != Algorithm::kWgmma) {
-    return Status::Unimplemented("conv_statistics: only wgmma sums up what it writes, given \"" +
-                                 std::string(plan.algorithm) + "\"");
-  }
-  return WgmmaStatistics(ctx, FoldPatches(p, false), plan, x, w, y, mean, var, workspace);
+  JAXCONV_RETURN_IF_ERROR(
+      Confirm(ConvOp::kStatistics, "conv_statistics", p, plan, workspace, {x, w, y}));
+  return Sm90Statistics(ctx, conv::FoldPatches(p, false), Lettered(plan).plan, x, w, y, mean, var,
+                        workspace);
 }
 
 Status ConvDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,
                  const void* w, const void* c, void* dx, Workspace workspace) {
-  Algorithm algorithm;
-  JAXCONV_RETURN_IF_ERROR(Refuse("conv_dgrad", p, plan, algorithm));
-  if (c != nullptr && algorithm != Algorithm::kWgmma) {
-    return Status::Unimplemented("conv_dgrad: only wgmma takes an addend, given \"" +
-                                 std::string(plan.algorithm) + "\"");
-  }
   if (SizeX(p) == 0) return Status::Ok();
   if (SizeY(p) == 0 || SizeW(p) == 0) {
     return c == nullptr ? Zero(ctx, dx, SizeX(p), p.dtype, "conv_dgrad")
                         : Copy(ctx, c, dx, SizeX(p), p.dtype, "conv_dgrad");
   }
-  switch (algorithm) {
-    case Algorithm::kDepthwise:
-      return DepthwiseDgrad(ctx, p, plan, dy, w, dx, workspace);
-    case Algorithm::kGrouped:
-      return GroupedDgrad(ctx, p, plan, dy, w, dx, workspace);
-    case Algorithm::kIm2col:
-      return Im2colDgrad(ctx, p, plan, dy, w, dx, workspace);
-    case Algorithm::kImplicitGemm:
-      return ImplicitGemmDgrad(ctx, FoldPatches(p, true), plan, dy, w, dx, workspace);
-    case Algorithm::kWgmma:
-      if (c != nullptr &&
-          p.stride[0] * p.stride[1] * p.stride[2] > 1) {  // it adds to what is there
-        JAXCONV_RETURN_IF_ERROR(Copy(ctx, c, dx, SizeX(p), p.dtype, "conv_dgrad"));
-        c = dx;
-      }
-      return WgmmaDgrad(ctx, FoldPatches(p, true), plan, dy, w, c, dx, workspace);
-    case Algorithm::kStem:
-      return StemDgrad(ctx, p, plan, dy, w, dx, workspace);
-    case Algorithm::kDirect:
-      break;
+  const ConvOp op = c == nullptr ? ConvOp::kDgrad : ConvOp::kDgradAdd;
+  JAXCONV_RETURN_IF_ERROR(Confirm(op, "conv_dgrad", p, plan, workspace, {dy, w, c, dx}));
+  const std::string_view family = FamilyOf(plan.kernel);
+  if (family == "depthwise") return DepthwiseDgrad(ctx, p, plan, dy, w, dx, workspace);
+  if (family == "grouped") return GroupedDgrad(ctx, p, Lettered(plan).plan, dy, w, dx, workspace);
+  if (family == "im2col") return Im2colDgrad(ctx, p, plan, dy, w, dx, workspace);
+  if (family == "implicit_gemm")
+    return ImplicitGemmDgrad(ctx, conv::FoldPatches(p, true), plan, dy, w, dx, workspace);
+  if (family == "stem") return StemDgrad(ctx, p, Lettered(plan).plan, dy, w, dx, workspace);
+  if (family == "sm90") {
+    if (c != nullptr && p.stride[0] * p.stride[1] * p.stride[2] > 1) {  // it adds to what is there
+      JAXCONV_RETURN_IF_ERROR(Copy(ctx, c, dx, SizeX(p), p.dtype, "conv_dgrad"));
+      c = dx;
+    }
+    return Sm90Dgrad(ctx, conv::FoldPatches(p, true), Lettered(plan).plan, dy, w, c, dx, workspace);
   }
   return DirectDgrad(ctx, p, plan, dy, w, dx, workspace);
 }
 
 Status ConvWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
                  const void* dy, void* dw, Workspace workspace) {
-  Algorithm algorithm;
-  JAXCONV_RETURN_IF_ERROR(Refuse("conv_wgrad", p, plan, algorithm));
   if (SizeW(p) == 0) return Status::Ok();
   if (SizeX(p) == 0 || SizeY(p) == 0) return Zero(ctx, dw, SizeW(p), p.dtype, "conv_wgrad");
-  switch (algorithm) {
-    case Algorithm::kDepthwise:
-      return DepthwiseWgrad(ctx, p, plan, x, dy, dw, workspace);
-    case Algorithm::kGrouped:
-      return GroupedWgrad(ctx, p, plan, x, dy, dw, workspace);
-    case Algorithm::kIm2col:
-      return Im2colWgrad(ctx, p, plan, x, dy, dw, workspace);
-    case Algorithm::kImplicitGemm:
-      return ImplicitGemmWgrad(ctx, FoldPatches(p, false), plan, x, dy, dw, workspace);
-    case Algorithm::kWgmma:
-      return WgmmaWgrad(ctx, FoldPatches(p, false), plan, x, dy, dw, workspace);
-    case Algorithm::kStem:
-      return StemWgrad(ctx, p, plan, x, dy, dw, workspace);
-    case Algorithm::kDirect:
-      break;
-  }
+  JAXCONV_RETURN_IF_ERROR(Confirm(ConvOp::kWgrad, "conv_wgrad", p, plan, workspace, {x, dy, dw}));
+  const std::string_view family = FamilyOf(plan.kernel);
+  if (family == "depthwise") return DepthwiseWgrad(ctx, p, plan, x, dy, dw, workspace);
+  if (family == "grouped") return GroupedWgrad(ctx, p, Lettered(plan).plan, x, dy, dw, workspace);
+  if (family == "im2col") return Im2colWgrad(ctx, p, plan, x, dy, dw, workspace);
+  if (family == "implicit_gemm")
+    return ImplicitGemmWgrad(ctx, conv::FoldPatches(p, false), plan, x, dy, dw, workspace);
+  if (family == "sm90")
+    return Sm90Wgrad(ctx, conv::FoldPatches(p, false), Lettered(plan).plan, x, dy, dw, workspace);
+  if (family == "stem") return StemWgrad(ctx, p, Lettered(plan).plan, x, dy, dw, workspace);
   return DirectWgrad(ctx, p, plan, x, dy, dw, workspace);
 }
 

@@ -9,6 +9,7 @@
 
 #include "common/launch.h"
 #include "cuda/dense/sm90.h"
+#include "cuda/domain.h"
 #include "cuda/gemm/gemm.h"
 
 namespace jaxconv::cuda {
@@ -16,12 +17,17 @@ namespace jaxconv::cuda {
 Status Dense(const Context& ctx, const DenseProblem& p, const Epilogue& e, const Plan& plan,
              const void* x, const void* w, const void* bias, const void* c, void* y, void* z,
              Workspace workspace) {
-  if (plan.algorithm == "wgmma") {
-    return WgmmaDense(ctx, p, e, plan, x, w, bias, c, y, z, workspace);
+  if (FamilyOf(plan.kernel) == "sm90") {
+    const std::string_view member = MemberOf(plan.kernel);
+    const std::string tile = std::string(plan.tile) + (member == "resident"          ? "r"
+                                                       : member == "product_swapped" ? "s"
+                                                                                     : "");
+    return WgmmaDense(ctx, p, e, {plan.kernel, tile, plan.splits, plan.chunk}, x, w, bias, c, y, z,
+                      workspace);
   }
-  if (plan.algorithm != "gemm") {
-    return Status::Invalid("dense: algorithm \"" + std::string(plan.algorithm) +
-                           "\" is unknown; the algorithms are \"gemm\", \"wgmma\"");
+  if (plan.kernel != "gemm") {
+    return Status::Invalid("dense: kernel \"" + std::string(plan.kernel) +
+                           "\" is unknown; there are \"gemm\" and sm90's");
   }
   GemmArgs g;
   g.m = p.m;

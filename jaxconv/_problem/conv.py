@@ -32,7 +32,7 @@ from jaxconv._problem.parse import (
     shapes,
 )
 
-CONV_ALGORITHMS = ("wgmma", "implicit_gemm", "direct", "depthwise", "grouped", "stem", "im2col")
+CONV_ALGORITHMS = ("sm90", "implicit_gemm", "direct", "depthwise", "grouped", "stem", "im2col")
 
 
 @dataclasses.dataclass(frozen=True)

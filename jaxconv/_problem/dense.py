@@ -12,7 +12,7 @@ from jaxconv import _activation
 from jaxconv._activation import Activation
 from jaxconv._problem.parse import NO_ACTIVATION, Precision, check_choice, number, parse_precision, same_dtype, shapes
 
-DENSE_ALGORITHMS = ("gemm", "wgmma")
+DENSE_ALGORITHMS = ("gemm", "sm90")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -91,7 +91,9 @@ def parse_precision(where: str, precision: Any) -> Precision:
 def check_choice(where: str, implementation: Any, algorithm: Any, algorithms: tuple[str, ...]) -> None:
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(f"{where}: implementation={implementation!r} is unknown, expected None, 'native' or 'xla'")
-    if algorithm is not None and algorithm not in algorithms:
+    # A family, or one kernel of it with or without its tile: "sm90", "sm90/halo", "sm90/product 128x256".
+    known = isinstance(algorithm, str) and algorithm.partition(" ")[0].partition("/")[0] in algorithms
+    if algorithm is not None and not known:
         raise ValueError(
             f"{where}: algorithm={algorithm!r} is unknown, expected None or one of {', '.join(algorithms)}"
         )

@@ -8,6 +8,7 @@
 #include "common/plan.h"
 #include "common/problem.h"
 #include "common/status.h"
+#include "cuda/conv/common/domain.h"
 #include "cuda/core/context.h"
 #include "cuda/core/convert.cuh"
 #include "cuda/core/divmod.h"
@@ -33,7 +34,6 @@ JAXCONV_HD QuotRem DivMod(int64_t n, FastDiv by) {
 // Coordinates of every kernel are ints: extents, strides, paddings and dilated filter spans below
 // 2^30, so that the sum of two stays an int. kOutside, added to any of them, lands outside [0,
 // 2^30) as an unsigned number.
-constexpr int64_t kCoordLimit = int64_t(1) << 30;
 constexpr int kOutside = -(1 << 30);
 
 JAXCONV_HD bool Inside(int a, int b, int extent) {
@@ -49,9 +49,6 @@ inline int64_t MostDilation(int64_t extent) {
   const int64_t most = int64_t(1) << 26;
   return extent < 1 ? 1 : extent < most ? extent : most;
 }
-
-// Ok if the problem is depthwise (and indexable).
-Status CheckDepthwise(const ConvProblem& p, const std::string& what);
 
 // Ok if the workspace holds `needed` bytes.
 Status CheckWorkspace(Workspace workspace, int64_t needed, const std::string& what);

@@ -10,7 +10,9 @@
 // of each array are always on their way: each is read once, but for S - 1 at the start of a chunk.
 // Neighbouring threads own neighbouring channels, then lines, then residues of the dilation, then
 // chunks. No shared memory but for the sums at wgrad's end, which are added in a fixed order.
-#include "cuda/conv/depthwise/conv1d.h"
+#include "cuda/conv/depthwise/domain.h"
+#include "cuda/conv/depthwise/kernels.h"
+#include "cuda/core/device.h"
 
 #include <algorithm>
 #include <type_traits>
@@ -260,37 +262,9 @@ __global__ void __launch_bounds__(kThreadsWgrad, kBlocks)
   }
 }
 
-// The axis of the filter, or -1 where DepthwiseLines does not take the problem.
-int Axis(const ConvProblem& p) {
-  int axis = -1;
-  for (int d = 0; d < 3; ++d) {
-    if (p.stride[d] != 1) return -1;
-    if (p.filter[d] == 1) {
-      if (p.pad[d] != 0 || p.in[d] != p.out[d]) return -1;
-    } else if (axis >= 0 || p.filter[d] > 4 ||
-               p.dilation[d] >= 1 << 26) {  // steps past the end are ints
-      return -1;
-    } else {
-      axis = d;
-    }
-  }
-  return axis;
-}
-
-Status Check(const ConvProblem& p, bool aligned, const std::string& what) {
-  if (p.channels_last && p.k == p.c && p.c * int64_t(SizeOf(p.dtype)) % 16 == 0 && Axis(p) >= 0 &&
-      aligned) {
-    return Status::Ok();
-  }
-  return Status::Invalid(what +
-                         ": expected channels-last arrays, 16-byte aligned, with k == c and whole "
-                         "16 bytes of channels, stride 1, and a filter of 2 to 4 taps along one "
-                         "axis with a dilation below 2^26");
-}
-
 // All but pad, from, to and the chunks.
 int64_t DescribeLines(const ConvProblem& p, int vector, Lines& g) {
-  const int axis = Axis(p);
+  const int axis = depthwise::Conv1dAxis(p);
   int64_t outer = p.n, inner = 1;
   for (int d = 0; d < axis; ++d) outer *= p.in[d];
   for (int d = axis + 1; d < 3; ++d) inner *= p.in[d];
@@ -361,12 +335,9 @@ Status ForTaps(int64_t taps, F&& f) {
 
 }  // namespace
 
-Status DepthwiseLines(const Context& ctx, const ConvProblem& p, bool dgrad, const Epilogue& e,
-                      const void* src, const void* w, const void* bias, void* dst, void* z,
-                      const std::string& what) {
-  const bool aligned =
-      Aligned16(src) && Aligned16(w) && Aligned16(dst) && Aligned16(bias) && Aligned16(z);
-  JAXCONV_RETURN_IF_ERROR(Check(p, aligned, what));
+Status DepthwiseConv1d(const Context& ctx, const ConvProblem& p, bool dgrad, const Epilogue& e,
+                       const void* src, const void* w, const void* bias, void* dst, void* z,
+                       const std::string& what) {
   return ForElement(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     LinesArgs<T> g{};
@@ -380,9 +351,8 @@ Status DepthwiseLines(const Context& ctx, const ConvProblem& p, bool dgrad, cons
   });
 }
 
-Status DepthwiseLinesWgrad(const Context& ctx, const ConvProblem& p, int64_t splits, const void* x,
-                           const void* dy, void* dw, float* partials, const std::string& what) {
-  JAXCONV_RETURN_IF_ERROR(Check(p, Aligned16(x) && Aligned16(dy), what));
+Status DepthwiseConv1dWgrad(const Context& ctx, const ConvProblem& p, int64_t splits, const void* x,
+                            const void* dy, void* dw, float* partials, const std::string& what) {
   return ForElement(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     LinesWgradArgs<T> g{};

@@ -16,15 +16,9 @@
 #include <algorithm>
 
 #include "cuda/conv/common/kernel.cuh"
-#include "cuda/conv/depthwise/conv1d.h"
-#include "cuda/conv/depthwise/depthwise.h"
-#include "cuda/conv/depthwise/mma.h"
-#include "cuda/conv/depthwise/planes.h"
-#include "cuda/conv/depthwise/rows.h"
-#include "cuda/conv/depthwise/rows_mma.h"
+#include "cuda/conv/depthwise/kernels.h"
 
-namespace jaxconv::cuda {
-namespace conv {
+namespace jaxconv::cuda::conv {
 namespace {
 
 // 7 taps of 8 channels spill at 2 * 256 threads an SM (128 registers).
@@ -313,7 +307,7 @@ Status Launch(const Context& ctx, const ConvProblem& p, bool dgrad, const void* 
   g.channels = int(dst_channels);
   g.src_per_dst = dgrad ? int(multiplier) : 1;
   g.dst_per_src = dgrad ? 1 : int(multiplier);
-  g.vector_run = !last && Aligned16(dst) && Aligned16(epilogue.z);
+  g.vector_run = !last;
 
   // Channels of a block: 256 bytes at most, cut evenly; channels-first one, so that threads lie
   // along W.
@@ -386,24 +380,16 @@ Status Launch(const Context& ctx, const ConvProblem& p, bool dgrad, const void* 
   return LaunchStatus(what);
 }
 
-Status Run(const Context& ctx, const ConvProblem& p, bool dgrad, const Plan& plan, const void* src,
-           const void* w, void* dst, const Epilogue& e, const void* bias, void* z) {
-  const std::string what = std::string(dgrad ? "conv_dgrad" : "conv_fprop") + "[depthwise " +
-                           Name(p.dtype) + " " + std::string(plan.tile) + "]";
-  JAXCONV_RETURN_IF_ERROR(CheckDepthwise(p, what));
-  if (plan.tile == "rows") return DepthwiseRows(ctx, p, dgrad, e, src, w, bias, dst, z, what);
-  if (plan.tile == "bands") return DepthwiseBands(ctx, p, dgrad, e, src, w, bias, dst, z, what);
-  if (plan.tile == "lines") return DepthwiseLines(ctx, p, dgrad, e, src, w, bias, dst, z, what);
-  if (plan.tile == "planes") return DepthwisePlanes(ctx, p, dgrad, e, src, w, bias, dst, z, what);
-  if (DepthwiseMmaSupports(p) && Aligned16(src) && Aligned16(w) && Aligned16(dst) && Aligned16(z)) {
-    return DepthwiseMma(ctx, p, dgrad, e, {}, src, w, bias, dst, z, what);
-  }
+}  // namespace
+
+Status DepthwiseFma(const Context& ctx, const ConvProblem& p, bool dgrad, const Epilogue& e,
+                    const void* src, const void* w, const void* bias, void* dst, void* z,
+                    const std::string& what) {
   return ForElement(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     constexpr int V = kVecWidth<T>;
     const EpilogueArgs<T> epilogue = MakeEpilogue<T>(e, bias, z);
-    const bool vectors = p.channels_last && p.k == p.c && Aligned16(src) && Aligned16(dst) &&
-                         Aligned16(epilogue.bias) && Aligned16(epilogue.z);
+    const bool vectors = p.channels_last && p.k == p.c;
     if constexpr (sizeof(T) == 2) {
       if (vectors && Fours(p, dgrad))
         return Launch<T, 4>(ctx, p, dgrad, src, w, dst, epilogue, what);
@@ -413,27 +399,4 @@ Status Run(const Context& ctx, const ConvProblem& p, bool dgrad, const Plan& pla
   });
 }
 
-}  // namespace
-
-Status CheckDepthwise(const ConvProblem& p, const std::string& what) {
-  JAXCONV_RETURN_IF_ERROR(CheckIndexable(p, what.c_str()));
-  if (p.groups == p.c && p.c > 0 && p.k % p.c == 0) return Status::Ok();
-  return Status::Invalid(what + ": expected groups equal to c and k a multiple of c; got groups=" +
-                         std::to_string(p.groups) + " c=" + std::to_string(p.c) +
-                         " k=" + std::to_string(p.k));
-}
-
-}  // namespace conv
-
-Status DepthwiseFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
-                      const void* x, const void* w, const void* bias, void* y, void* z, Workspace) {
-  return conv::Run(ctx, p, false, plan, x, w, y, e, bias, z);
-}
-
-Status DepthwiseDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,
-                      const void* w, void* dx, Workspace) {
-  return conv::Run(ctx, p, true, plan, dy, w, dx, {false, Activation::kNone, 0.0, false}, nullptr,
-                   nullptr);
-}
-
-}  // namespace jaxconv::cuda
+}  // namespace jaxconv::cuda::conv

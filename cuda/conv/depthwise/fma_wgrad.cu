@@ -12,15 +12,9 @@
 
 #include "cuda/conv/common/kernel.cuh"
 #include "cuda/conv/common/reduce.h"
-#include "cuda/conv/depthwise/conv1d.h"
-#include "cuda/conv/depthwise/depthwise.h"
-#include "cuda/conv/depthwise/mma.h"
-#include "cuda/conv/depthwise/planes.h"
-#include "cuda/conv/depthwise/rows.h"
-#include "cuda/conv/depthwise/rows_mma.h"
+#include "cuda/conv/depthwise/kernels.h"
 
-namespace jaxconv::cuda {
-namespace conv {
+namespace jaxconv::cuda::conv {
 namespace {
 
 constexpr int kThreads = 256;
@@ -237,46 +231,16 @@ Status Launch(const Context& ctx, const ConvProblem& p, int64_t splits, const vo
 }
 
 }  // namespace
-}  // namespace conv
 
-Status DepthwiseWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
-                      const void* dy, void* dw, Workspace workspace) {
-  const std::string what = std::string("conv_wgrad[depthwise ") + Name(p.dtype) +
-                           " splits=" + std::to_string(plan.splits) + "]";
-  JAXCONV_RETURN_IF_ERROR(conv::CheckDepthwise(p, what));
-  if (plan.splits < 1) return Status::Invalid(what + ": expected splits of at least 1");
-  const int64_t count = p.k * p.filter_size();
-  float* partials = nullptr;
-  if (plan.splits > 1) {
-    JAXCONV_RETURN_IF_ERROR(conv::CheckWorkspace(workspace, plan.splits * count * 4, what));
-    partials = static_cast<float*>(workspace.data);
-  }
-  if (plan.tile == "rows" || plan.tile == "bands" || plan.tile == "lines" ||
-      plan.tile == "planes") {
-    const auto run = plan.tile == "rows"    ? conv::DepthwiseRowsWgrad
-                     : plan.tile == "bands" ? conv::DepthwiseBandsWgrad
-                     : plan.tile == "lines" ? conv::DepthwiseLinesWgrad
-                                            : conv::DepthwisePlanesWgrad;
-    JAXCONV_RETURN_IF_ERROR(run(ctx, p, plan.splits, x, dy, dw, partials, what));
-    if (partials == nullptr) return Status::Ok();
-    return conv::SumPartials(ctx, p.dtype, partials, plan.splits, count, {}, dw, what.c_str());
-  }
-  if (conv::DepthwiseMmaWgradSupports(p) && conv::Aligned16(x) && conv::Aligned16(dy)) {
-    JAXCONV_RETURN_IF_ERROR(conv::DepthwiseMmaWgrad(
-        ctx, p, plan.splits, conv::DepthwiseMmaWgradTile(p), x, dy, dw, partials, what));
-    if (partials == nullptr) return Status::Ok();
-    return conv::SumPartials(ctx, p.dtype, partials, plan.splits, count, {}, dw, what.c_str());
-  }
-  JAXCONV_RETURN_IF_ERROR(conv::ForElement(p.dtype, [&](auto tag) {
+Status DepthwiseFmaWgrad(const Context& ctx, const ConvProblem& p, int64_t splits, const void* x,
+                         const void* dy, void* dw, float* partials, const std::string& what) {
+  return ForElement(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     constexpr int V = kVecWidth<T>;
-    const bool vector =
-        p.channels_last && p.k == p.c && p.c % V == 0 && conv::Aligned16(x) && conv::Aligned16(dy);
-    return vector ? conv::Launch<T, V>(ctx, p, plan.splits, x, dy, dw, partials, what)
-                  : conv::Launch<T, 1>(ctx, p, plan.splits, x, dy, dw, partials, what);
-  }));
-  if (partials == nullptr) return Status::Ok();
-  return conv::SumPartials(ctx, p.dtype, partials, plan.splits, count, {}, dw, what.c_str());
+    const bool vector = p.channels_last && p.k == p.c && p.c % V == 0;
+    return vector ? Launch<T, V>(ctx, p, splits, x, dy, dw, partials, what)
+                  : Launch<T, 1>(ctx, p, splits, x, dy, dw, partials, what);
+  });
 }
 
-}  // namespace jaxconv::cuda
+}  // namespace jaxconv::cuda::conv

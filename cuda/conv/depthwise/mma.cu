@@ -15,7 +15,7 @@
 //
 // Products are exact and sums float32. The zeros of a band meet real inputs, so an infinity in src
 // makes NaN in outputs up to 15 columns away, where a sum over the taps alone would not see it.
-#include "cuda/conv/depthwise/mma.h"
+#include "cuda/conv/depthwise/kernels.h"
 
 #include "cuda/conv/depthwise/mma.cuh"
 
@@ -242,36 +242,12 @@ Status Launch(const Context& ctx, const MmaArgs<T>& args, int64_t budget, const 
 // bands are read from shared memory out of the filter rows, padded by zeros and kept in two copies,
 // one shifted by an element, so that any pair of neighbours is an aligned word.
 constexpr int kLargeRows = 7;
-constexpr int kMaxLargeFilter = 41;  // rows, and span: 8 outputs reach 48 inputs
-
-// Words of one copy of a filter row: elements -8 to 16 kDeep - 1.
-template <int kDeep>
-JAXCONV_HD constexpr int CopyWords() {
-  return 4 + 8 * kDeep;
-}
-
-// Of the filter of 8 channels.
-template <int kDeep>
-int64_t LargeFilterBytes(int64_t rows) {
-  return 8 * rows * 2 * CopyWords<kDeep>() * 4;
-}
-
-// Shared memory that a block may have here, in bytes.
-int64_t SharedLimit() {
-  int device = 0, bytes = 0;
-  if (cudaGetDevice(&device) != cudaSuccess ||
-      cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) !=
-          cudaSuccess) {
-    return 0;
-  }
-  return bytes;
-}
 
 template <typename T, int kDeep>
 __global__ void __launch_bounds__(kTileThreads, 1)
     DepthwiseLargeKernel(const __grid_constant__ MmaArgs<T> g) {
   extern __shared__ __align__(128) unsigned char cells[];
-  constexpr int kWords = CopyWords<kDeep>();
+  constexpr int kWords = CopyWords(kDeep);
   const uint32_t shared = SharedAddress(cells);
   const TileShape& t = g.tile;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -381,9 +357,12 @@ __global__ void __launch_bounds__(kTileThreads, 1)
 template <typename T, int kDeep>
 Status LaunchLarge(const Context& ctx, const MmaArgs<T>& args, const std::string& what) {
   MmaArgs<T> g = args;
-  const int64_t filter_bytes = LargeFilterBytes<kDeep>(g.filter_h);
+  Device device;
+  JAXCONV_RETURN_IF_ERROR(CurrentDevice(what, &device));
+  const int64_t shared_memory = device.shared_memory();
+  const int64_t filter_bytes = LargeFilterBytes(kDeep, g.filter_h);
   g.tile = ChooseTile<1>(g.to.images, g.to.h, g.to.w, g.filter_h, 2 * kDeep - 1,
-                         SharedLimit() - filter_bytes, true);
+                         shared_memory - filter_bytes, true);
   g.channel_tiles = g.to.channels / 8;
   const int64_t blocks = g.tile.tiles * g.channel_tiles;
   JAXCONV_RETURN_IF_ERROR(CheckBlocks(blocks, what));
@@ -410,33 +389,10 @@ Status Run(const Context& ctx, const MmaArgs<T>& g, const DepthwiseMmaTile& tile
 
 }  // namespace
 
-namespace {
-
-bool Fits(const ConvProblem& p, int64_t filter_rows, int64_t span) {
-  return (p.dtype == DType::kBF16 || p.dtype == DType::kF16) && p.channels_last && p.k == p.c &&
-         p.c % 8 == 0 && p.stride[0] == 1 && p.stride[1] == 1 && p.stride[2] == 1 &&
-         p.filter[0] == 1 && p.pad[0] == 0 && p.in[0] == p.out[0] && p.filter[1] <= filter_rows &&
-         (p.dilation[1] == 1 || p.filter[1] == 1) && (p.filter[2] - 1) * p.dilation[2] < span &&
-         p.n * p.in[0] < kCoordLimit;
-}
-
-}  // namespace
-
-bool DepthwiseMmaSupports(const ConvProblem& p) {
-  if (Fits(p, kMaxFilterRows, kMaxSpan)) return true;
-  // One output row of 16 runs must fit beside the filter.
-  return Fits(p, kMaxLargeFilter, kMaxLargeFilter) &&
-         LargeFilterBytes<3>(p.filter[1]) + (p.filter[1] * (kStreams + 5) + kStreams) * 128 <=
-             SharedLimit();
-}
-
-bool DepthwiseMmaWgradSupports(const ConvProblem& p) {
-  return Fits(p, kMaxLargeFilter, kMaxLargeFilter);
-}
-
 Status DepthwiseMma(const Context& ctx, const ConvProblem& p, bool dgrad, const Epilogue& e,
-                    const DepthwiseMmaTile& tile, const void* src, const void* w, const void* bias,
-                    void* dst, void* z, const std::string& what) {
+                    const void* src, const void* w, const void* bias, void* dst, void* z,
+                    const std::string& what) {
+  const DepthwiseMmaTile tile;
   const auto run = [&](auto tag) {
     using T = typename decltype(tag)::type;
     MmaArgs<T> g{};

@@ -26,14 +26,20 @@
 
 #include "cuda/conv/common/kernel.cuh"
 #include "cuda/conv/common/matrix.cuh"
+#include "cuda/conv/depthwise/domain.h"
+#include "cuda/core/device.h"
 #include "cuda/core/mma.cuh"
 
 namespace jaxconv::cuda::conv {
 
-constexpr int kStreams = 16;  // rows of an mma
+using namespace depthwise;  // the limits in domain.h
+
+// Shared memory of a block, in bytes.
+struct DepthwiseMmaTile {
+  int64_t budget = 72 * 1024;
+};
+
 constexpr int kTileThreads = 256;
-constexpr int kMaxSpan = 9;  // (S - 1) * dilation + 1: 8 outputs reach 16 inputs
-constexpr int kMaxFilterRows = 7;
 
 // The inputs (or, halo 0, the outputs) of a tile in shared memory.
 struct Cells {

@@ -16,8 +16,8 @@
 //
 // A product of elements that are no tap of each other stays in an entry of acc that is not used;
 // only at the ragged end of a row or image does an infinity in x meet zeros that stand for no dy.
+#include "cuda/conv/depthwise/kernels.h"
 #include "cuda/conv/depthwise/mma.cuh"
-#include "cuda/conv/depthwise/mma.h"
 
 namespace jaxconv::cuda::conv {
 namespace {
@@ -215,11 +215,18 @@ Status Launch(const Context& ctx, const MmaWgradArgs<T>& args, int64_t splits, i
   return LaunchStatus(what);
 }
 
+// Shared memory for one of the two buffers: three blocks an SM up to 3 filter rows, two with more, one
+// for a long filter row. Both buffers stay below the 99 KB of the smallest devices.
+DepthwiseMmaTile WgradTile(const ConvProblem& p) {
+  const bool large = (p.filter[2] - 1) * p.dilation[2] >= 9;
+  return {(large ? 46 : p.filter[1] <= 3 ? 36 : 48) * 1024};
+}
+
 }  // namespace
 
-Status DepthwiseMmaWgrad(const Context& ctx, const ConvProblem& p, int64_t splits,
-                         const DepthwiseMmaTile& tile, const void* x, const void* dy, void* dw,
-                         float* partials, const std::string& what) {
+Status DepthwiseMmaWgrad(const Context& ctx, const ConvProblem& p, int64_t splits, const void* x,
+                         const void* dy, void* dw, float* partials, const std::string& what) {
+  const DepthwiseMmaTile tile = WgradTile(p);
   const auto run = [&](auto tag) {
     using T = typename decltype(tag)::type;
     MmaWgradArgs<T> g{};

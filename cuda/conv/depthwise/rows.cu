@@ -16,7 +16,7 @@
 //
 // Reads src about once from DRAM (rows and columns that blocks share again from L2), writes dst once.
 // Stores by the copy engine, through shared memory, lost 3 to 5% to stores from registers (H200).
-#include "cuda/conv/depthwise/rows.h"
+#include "cuda/conv/depthwise/kernels.h"
 
 #include "cuda/conv/depthwise/rows.cuh"
 
@@ -334,38 +334,9 @@ Status Launch(const Context& ctx, RowsArgs<T> g, const void* src, DType dtype,
 
 }  // namespace
 
-Status CheckDepthwiseRows(const ConvProblem& p, bool aligned, const std::string& what) {
-  const bool strided = p.stride[2] == 2, dilated = p.dilation[1] > 1 || p.dilation[2] > 1;
-  const int filter = int(p.filter[1]), most = MostRowDilation(filter);
-  const int64_t multiplier = p.k / p.c;
-  const bool multiplied = !strided && !dilated && filter == 3 &&
-                          (multiplier == 2 || multiplier == 4 || multiplier == 8);
-  const bool large = (filter == 5 || filter == 7) && !strided;
-  bool ok = p.channels_last && (p.k == p.c || multiplied) &&
-            p.c * int64_t(SizeOf(p.dtype)) % 16 == 0 && p.filter[0] == 1 && p.stride[0] == 1 &&
-            p.pad[0] == 0 && p.in[0] == p.out[0] && p.filter[1] == p.filter[2] &&
-            p.stride[1] == p.stride[2] && (strided ? !dilated : p.stride[2] == 1) &&
-            (filter == 3 || (large && (dilated || p.dtype == DType::kF32))) &&
-            p.dilation[2] <= most && p.n * p.in[0] < kCoordLimit;
-  for (int d = 1; d < 3; ++d) ok = ok && p.padded_below_filter(d);
-  if (ok && aligned) return Status::Ok();
-  return Status::Invalid(what +
-                         ": expected channels-last arrays, 16-byte aligned, with k == c and "
-                         "whole 16 bytes of channels, padding below the filter's reach, and a "
-                         "filter of 3x3, in float32 or with a dilation also of 5x5 or 7x7, of "
-                         "stride 1 and a dilation along rows of up to " +
-                         std::to_string(most) +
-                         " (3x3 without: also k of 2, 4 or 8 times c), or 3x3 of stride 2");
-}
-
 Status DepthwiseRows(const Context& ctx, const ConvProblem& p, bool dgrad, const Epilogue& e,
                      const void* src, const void* w, const void* bias, void* dst, void* z,
                      const std::string& what) {
-  JAXCONV_RETURN_IF_ERROR(
-      CheckDepthwiseRows(p, Aligned16(src) && Aligned16(dst) && Aligned16(z), what));
-  if (p.stride[2] == 2) {
-    return DepthwiseRowsStrided(ctx, p, dgrad, e, src, w, bias, dst, z, what);
-  }
   return ForElement(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     RowsArgs<T> g{};

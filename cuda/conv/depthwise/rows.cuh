@@ -6,6 +6,8 @@
 #include <type_traits>
 
 #include "cuda/conv/common/row_stream.cuh"
+#include "cuda/conv/depthwise/domain.h"
+#include "cuda/core/device.h"
 
 namespace jaxconv::cuda::conv {
 
@@ -64,7 +66,6 @@ JAXCONV_HD int ColumnOf(const RowDilation& d, int i, int run) {
 }
 
 // Along W: 7 d columns and their halo, of the fewest channels, fit a block's threads, a stage and a box.
-constexpr int MostRowDilation(int filter) { return filter == 3 ? 18 : 6; }
 
 // V elements of T in shared memory, as float32.
 template <typename T, int V>

@@ -24,7 +24,7 @@
 //
 // Products are exact and sums float32. The zeros of a band meet real inputs, so an infinity in src
 // makes NaN in outputs up to 15 columns away, where a sum over the taps alone would not see it.
-#include "cuda/conv/depthwise/rows_mma.h"
+#include "cuda/conv/depthwise/kernels.h"
 
 #include <type_traits>
 
@@ -107,7 +107,7 @@ constexpr uint32_t kStagedBytes = kBandStreams * kBandOctets * 128;
 // Shared memory: the ring of stages, cells, staged rows; then barriers and tokens.
 template <typename T, int R>
 __global__ void __launch_bounds__(kBandThreads, 1)
-    DepthwiseBandsKernel(const __grid_constant__ BandsArgs<T> g) {
+    DepthwiseRowsMmaKernel(const __grid_constant__ BandsArgs<T> g) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   extern __shared__ __align__(1024) unsigned char shared[];
   const RowUnits& u = g.u;
@@ -364,12 +364,11 @@ Status Launch(const Context& ctx, BandsArgs<T> g, const void* src, DType dtype,
   u.stages = std::clamp(96 * 1024 / u.stage_bytes, 2, 16);
   JAXCONV_RETURN_IF_ERROR(
       EncodeBands(dtype, src, g.from, (g.segs + 1) * 8, u.images, what, &g.map));
-  JAXCONV_RETURN_IF_ERROR(CheckBandRows(u, int64_t(g.to.h) * g.to.w, what));
   const int64_t blocks = CeilDiv(u.rows, u.share) * u.slabs;
   JAXCONV_RETURN_IF_ERROR(CheckBlocks(blocks, what));
   const int bytes = u.stages * (u.stage_bytes + 16) + kBandRows * int(g.cells_bytes) +
                     BandCells::kExtra + kStaged * (int(kStagedBytes) + 16);
-  const auto kernel = DepthwiseBandsKernel<T, R>;
+  const auto kernel = DepthwiseRowsMmaKernel<T, R>;
   JAXCONV_RETURN_IF_ERROR(CudaStatus(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), what));
   kernel<<<unsigned(blocks), kBandThreads, bytes, ctx.stream>>>(g);
@@ -378,27 +377,9 @@ Status Launch(const Context& ctx, BandsArgs<T> g, const void* src, DType dtype,
 
 }  // namespace
 
-Status CheckDepthwiseBands(const ConvProblem& p, bool aligned, const std::string& what) {
-  bool ok = (p.dtype == DType::kBF16 || p.dtype == DType::kF16) && p.channels_last && p.k == p.c &&
-            p.c % 8 == 0 && p.filter[0] == 1 && p.stride[0] == 1 && p.pad[0] == 0 &&
-            p.in[0] == p.out[0] && p.filter[1] == p.filter[2] &&
-            (p.filter[1] == 5 || p.filter[1] == 7) && p.n * p.in[0] < kCoordLimit;
-  for (int d = 1; d < 3; ++d) {
-    ok = ok && p.stride[d] == 1 && p.dilation[d] == 1 && p.padded_below_filter(d);
-  }
-  if (ok && aligned) return Status::Ok();
-  return Status::Invalid(
-      what +
-      ": tile \"bands\" expects 16-byte aligned channels-last arrays of a 16-bit "
-      "type, k == c a multiple of 8, a filter of 5x5 or 7x7 of stride and "
-      "dilation 1 and padding of both sides from 0 to below the filter's extent");
-}
-
-Status DepthwiseBands(const Context& ctx, const ConvProblem& p, bool dgrad, const Epilogue& e,
-                      const void* src, const void* w, const void* bias, void* dst, void* z,
-                      const std::string& what) {
-  JAXCONV_RETURN_IF_ERROR(
-      CheckDepthwiseBands(p, Aligned16(src) && Aligned16(dst) && Aligned16(z), what));
+Status DepthwiseRowsMma(const Context& ctx, const ConvProblem& p, bool dgrad, const Epilogue& e,
+                        const void* src, const void* w, const void* bias, void* dst, void* z,
+                        const std::string& what) {
   const auto run = [&](auto tag) {
     using T = typename decltype(tag)::type;
     BandsArgs<T> g{};

@@ -22,11 +22,13 @@
 
 #include "cuda/conv/common/matrix.cuh"
 #include "cuda/conv/common/row_stream.cuh"
+#include "cuda/conv/depthwise/domain.h"
+#include "cuda/core/device.h"
 
 namespace jaxconv::cuda::conv {
 
 constexpr int kBandOctets = 4;  // of a slab: 32 channels, two a warp
-constexpr int kBandStreams = 16;
+constexpr int kBandStreams = depthwise::kStreams;
 
 // Has the compiler keep a value instead of working it out again at each use.
 __device__ __forceinline__ void Keep(uint32_t& v) { asm volatile("" : "+r"(v)); }
@@ -38,15 +40,6 @@ inline int BandSegs(RowUnits& u, int images, int w) {
   u.images = std::min(kBandStreams / segs, images);
   u.width = segs * 8;
   return segs;
-}
-
-// Blocks count rows, and pixels of a strip's images, in ints.
-inline Status CheckBandRows(const RowUnits& u, int64_t image, const std::string& what) {
-  if (u.rows < kCoordLimit && u.images * image < kCoordLimit) return Status::Ok();
-  return Status::Invalid(what +
-                         ": tile \"bands\" expects fewer than 2^30 rows in all strips and "
-                         "pixels in a strip's images, given " +
-                         std::to_string(u.rows) + " and " + std::to_string(u.images * image));
 }
 
 // Rows of `width` pixels x a slab's channels of `images` images, in the swizzle of a pixel's bytes.

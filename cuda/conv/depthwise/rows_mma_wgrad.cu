@@ -18,8 +18,8 @@
 // A product of elements that are no tap of each other stays in an entry of acc that is not used; only
 // at the ragged end of a row or image does an infinity in x meet zeros that stand for no dy.
 #include "cuda/conv/common/kernel.cuh"
+#include "cuda/conv/depthwise/kernels.h"
 #include "cuda/conv/depthwise/rows_mma.cuh"
-#include "cuda/conv/depthwise/rows_mma.h"
 
 namespace jaxconv::cuda::conv {
 namespace {
@@ -77,7 +77,7 @@ struct BandsWgradArgs {
 
 template <typename T, int R>
 __global__ void __launch_bounds__(kThreads, 1)
-    DepthwiseBandsWgradKernel(const __grid_constant__ BandsWgradArgs<T> g) {
+    DepthwiseRowsMmaWgradKernel(const __grid_constant__ BandsWgradArgs<T> g) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   constexpr int S = R;
   extern __shared__ __align__(1024) unsigned char cells[];
@@ -245,13 +245,12 @@ Status Launch(const Context& ctx, BandsWgradArgs<T> g, int64_t splits, const voi
   u.stages = std::clamp(160 * 1024 / u.stage_bytes, 2, 16);
   JAXCONV_RETURN_IF_ERROR(EncodeBands(dtype, x, g.in, (g.segs + 1) * 8, u.images, what, &g.x));
   JAXCONV_RETURN_IF_ERROR(EncodeBands(dtype, dy, g.out, g.segs * 8, u.images, what, &g.dy));
-  JAXCONV_RETURN_IF_ERROR(CheckBandRows(u, int64_t(g.in.h) * g.out.w, what));
   const int64_t blocks = splits * u.slabs;
   JAXCONV_RETURN_IF_ERROR(CheckBlocks(blocks, what));
   // The squares of a block's warps, 512 bytes each, lie over the ring.
   const int bytes = std::max(u.stages * (u.stage_bytes + 16) + 2 * int(g.x_bytes + g.dy_bytes) + 16,
                              kBandOctets * 4 * 512);
-  const auto kernel = DepthwiseBandsWgradKernel<T, R>;
+  const auto kernel = DepthwiseRowsMmaWgradKernel<T, R>;
   JAXCONV_RETURN_IF_ERROR(CudaStatus(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), what));
   kernel<<<unsigned(blocks), kThreads, bytes, ctx.stream>>>(g);
@@ -260,9 +259,9 @@ Status Launch(const Context& ctx, BandsWgradArgs<T> g, int64_t splits, const voi
 
 }  // namespace
 
-Status DepthwiseBandsWgrad(const Context& ctx, const ConvProblem& p, int64_t splits, const void* x,
-                           const void* dy, void* dw, float* partials, const std::string& what) {
-  JAXCONV_RETURN_IF_ERROR(CheckDepthwiseBands(p, Aligned16(x) && Aligned16(dy), what));
+Status DepthwiseRowsMmaWgrad(const Context& ctx, const ConvProblem& p, int64_t splits,
+                             const void* x, const void* dy, void* dw, float* partials,
+                             const std::string& what) {
   const auto run = [&](auto tag) {
     using T = typename decltype(tag)::type;
     BandsWgradArgs<T> g{};

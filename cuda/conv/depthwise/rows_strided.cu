@@ -9,8 +9,8 @@
 //           odd row, ends the even row, and begins the next pair's.
 //
 // Rows and columns outside the arrays come as zeros from the copy engine.
+#include "cuda/conv/depthwise/kernels.h"
 #include "cuda/conv/depthwise/rows.cuh"
-#include "cuda/conv/depthwise/rows.h"
 
 namespace jaxconv::cuda::conv {
 namespace {

@@ -14,8 +14,8 @@
 // A block stays with its slab of channels: a split is the parts of all slabs with one number. The sums
 // of a channel's threads are added in shared memory in a fixed order at the end. Reads x and dy about once;
 // writes dw or, with several splits, a partial sum each.
+#include "cuda/conv/depthwise/kernels.h"
 #include "cuda/conv/depthwise/rows.cuh"
-#include "cuda/conv/depthwise/rows.h"
 
 namespace jaxconv::cuda::conv {
 namespace {
@@ -196,10 +196,6 @@ Status Launch(const Context& ctx, RowsWgradArgs<T> g, int64_t splits, const void
 
 Status DepthwiseRowsWgrad(const Context& ctx, const ConvProblem& p, int64_t splits, const void* x,
                           const void* dy, void* dw, float* partials, const std::string& what) {
-  JAXCONV_RETURN_IF_ERROR(CheckDepthwiseRows(p, Aligned16(x) && Aligned16(dy), what));
-  if (p.stride[2] == 2) {
-    return DepthwiseRowsStridedWgrad(ctx, p, splits, x, dy, dw, partials, what);
-  }
   return ForElement(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     RowsWgradArgs<T> g{};

@@ -17,9 +17,8 @@ constexpr int64_t kCoordinateLimit = int64_t(1) << 30;
 
 Status Check(const ConvProblem& p, const Plan& plan, int64_t max_splits, const std::string& what) {
   const auto no = [&](const std::string& why) { return Status::Unimplemented(what + ": " + why); };
-  if (plan.algorithm != "implicit_gemm") {
-    return Status::Internal(what + ": called for algorithm \"" + std::string(plan.algorithm) +
-                            "\"");
+  if (plan.kernel != "implicit_gemm") {
+    return Status::Internal(what + ": called for algorithm \"" + std::string(plan.kernel) + "\"");
   }
   if (!p.channels_last) return no("implicit_gemm needs channels-last arrays, given channels-first");
   if (p.dtype == DType::kF64) return no("no float64 on a GPU");

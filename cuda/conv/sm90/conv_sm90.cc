@@ -573,15 +573,15 @@ Status Fprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const 
 
 }  // namespace
 
-Status WgmmaFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
-                  const void* x, const void* w, const void* bias, void* y, void* z,
-                  Workspace workspace) {
+Status Sm90Fprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
+                 const void* x, const void* w, const void* bias, void* y, void* z,
+                 Workspace workspace) {
   return Fprop(ctx, p, e, plan, x, w, bias, y, z, workspace, nullptr,
                Describe("conv_fprop", p, plan));
 }
 
-Status WgmmaStatistics(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
-                       const void* w, void* y, void* mean, void* var, Workspace workspace) {
+Status Sm90Statistics(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
+                      const void* w, void* y, void* mean, void* var, Workspace workspace) {
   const std::string what = Describe("conv_statistics", p, plan);
   if (p.dtype != DType::kBF16 && p.dtype != DType::kF16) {
     return Status::Unimplemented(what + ": statistics are those of bfloat16 and float16 results");
@@ -601,8 +601,8 @@ Status WgmmaStatistics(const Context& ctx, const ConvProblem& p, const Plan& pla
   return CombineStatistics(ctx, parts, rows, p.k, mean, var, what);
 }
 
-Status WgmmaDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,
-                  const void* w, const void* c, void* dx, Workspace workspace) {
+Status Sm90Dgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,
+                 const void* w, const void* c, void* dx, Workspace workspace) {
   const std::string what = Describe("conv_dgrad", p, plan);
   JAXCONV_RETURN_IF_ERROR(Check(p, plan, 1, true, what));
   if (!Aligned(dy) || !Aligned(w) || !Aligned(c) || !Aligned(dx) || !Aligned(workspace.data)) {
@@ -747,8 +747,8 @@ Status WgmmaDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, co
   return Launch(ctx, in, true, g, tile, multiprocessors, what);
 }
 
-Status WgmmaWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
-                  const void* dy, void* dw, Workspace workspace) {
+Status Sm90Wgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
+                 const void* dy, void* dw, Workspace workspace) {
   const std::string what = Describe("conv_wgrad", p, plan);
   JAXCONV_RETURN_IF_ERROR(Check(p, plan, 4096, false, what));
   if (!Aligned(x) || !Aligned(dy) || !Aligned(dw) || !Aligned(workspace.data)) {
@@ -804,11 +804,11 @@ Status WgmmaWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, co
       dy, 4, {p.group_k(), p.groups, pixels, terms}, {1, p.group_k(), p.k, p.k * pixels}};
   JAXCONV_RETURN_IF_ERROR(EncodeTiled(dtype, out, {0, 1, 64, 1}, what + " dy", &g.dy));
   if (terms > 1) {
-    return LaunchWgmmaWgradFloat(ctx, g, tile, multiprocessors, workspace.bytes, what);
+    return LaunchSm90WgradFloat(ctx, g, tile, multiprocessors, workspace.bytes, what);
   }
   return p.dtype == DType::kBF16
-             ? LaunchWgmmaWgradBf16(ctx, g, tile, multiprocessors, workspace.bytes, what)
-             : LaunchWgmmaWgradF16(ctx, g, tile, multiprocessors, workspace.bytes, what);
+             ? LaunchSm90WgradBf16(ctx, g, tile, multiprocessors, workspace.bytes, what)
+             : LaunchSm90WgradF16(ctx, g, tile, multiprocessors, workspace.bytes, what);
 }
 
 }  // namespace jaxconv::cuda

@@ -50,19 +50,19 @@
 
 namespace jaxconv::cuda {
 
-Status WgmmaFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
-                  const void* x, const void* w, const void* bias, void* y, void* z,
-                  Workspace workspace);
+Status Sm90Fprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
+                 const void* x, const void* w, const void* bias, void* y, void* z,
+                 Workspace workspace);
 // fprop, and the mean and biased variance of each of y's channels, (K), float32. n * out_size() must
 // not be 0. Workspace, bytes: min(2 * ceil(N*O*P*Q / 128), 512) *
 // (8 K + 4). At most as many columns of tiles, ceil(K/G / tile columns) * G, as multiprocessors.
-Status WgmmaStatistics(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
-                       const void* w, void* y, void* mean, void* var, Workspace workspace);
+Status Sm90Statistics(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
+                      const void* w, void* y, void* mean, void* var, Workspace workspace);
 // c is null, or like dx and added to it: 16 bit, and the tiles "128x256", "256x128", "128x128",
 // "256x64", "128x320", "128x64r" and "64x256r"; where a stride is above 1, c must be dx itself.
-Status WgmmaDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,
-                  const void* w, const void* c, void* dx, Workspace workspace);
-Status WgmmaWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
-                  const void* dy, void* dw, Workspace workspace);
+Status Sm90Dgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,
+                 const void* w, const void* c, void* dx, Workspace workspace);
+Status Sm90Wgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
+                 const void* dy, void* dw, Workspace workspace);
 
 }  // namespace jaxconv::cuda

@@ -379,8 +379,8 @@ using WgradTile = Sm90Tile<T, false, false, kBlocks, kTileN, false, false, 1, fa
 
 // Fills in the tile counts and launches both passes.
 template <typename Tile>
-Status LaunchWgmmaWgradTile(const Context& ctx, WgradLaunch& p, int multiprocessors,
-                            int64_t workspace_bytes, const std::string& what) {
+Status LaunchSm90WgradTile(const Context& ctx, WgradLaunch& p, int multiprocessors,
+                           int64_t workspace_bytes, const std::string& what) {
   using Unit = WgradUnit<Tile>;
   const int64_t rows = int64_t(p.taps[0]) * p.taps[1] * p.taps[2] * p.channel_blocks * 64;
   if (Unit::kSharesX && p.rank != 0) {
@@ -450,12 +450,12 @@ Status LaunchWgmmaWgradTile(const Context& ctx, WgradLaunch& p, int multiprocess
 }
 
 template <typename T>
-Status LaunchWgmmaWgradByTile(const Context& ctx, WgradLaunch& p, Sm90TileName tile,
-                              int multiprocessors, int64_t workspace_bytes,
-                              const std::string& what) {
+Status LaunchSm90WgradByTile(const Context& ctx, WgradLaunch& p, Sm90TileName tile,
+                             int multiprocessors, int64_t workspace_bytes,
+                             const std::string& what) {
 #define JAXCONV_WGRAD_CASE(name, ...) \
   case Sm90TileName::name:            \
-    return LaunchWgmmaWgradTile<__VA_ARGS__>(ctx, p, multiprocessors, workspace_bytes, what);
+    return LaunchSm90WgradTile<__VA_ARGS__>(ctx, p, multiprocessors, workspace_bytes, what);
   switch (tile) {
     JAXCONV_WGRAD_CASE(k128x256, WgradTile<T, 1, 256>)
     JAXCONV_WGRAD_CASE(k256x64, WgradTile<T, 2, 64>)

@@ -37,12 +37,12 @@ struct WgradLaunch {
   int shares;  // of a tile's parts, in the pairs' second pass
 };
 
-Status LaunchWgmmaWgradBf16(const Context& ctx, WgradLaunch& p, Sm90TileName tile,
-                            int multiprocessors, int64_t workspace_bytes, const std::string& what);
-Status LaunchWgmmaWgradF16(const Context& ctx, WgradLaunch& p, Sm90TileName tile,
+Status LaunchSm90WgradBf16(const Context& ctx, WgradLaunch& p, Sm90TileName tile,
                            int multiprocessors, int64_t workspace_bytes, const std::string& what);
+Status LaunchSm90WgradF16(const Context& ctx, WgradLaunch& p, Sm90TileName tile,
+                          int multiprocessors, int64_t workspace_bytes, const std::string& what);
 // float32 from operands of three bfloat16 terms.
-Status LaunchWgmmaWgradFloat(const Context& ctx, WgradLaunch& p, Sm90TileName tile,
-                             int multiprocessors, int64_t workspace_bytes, const std::string& what);
+Status LaunchSm90WgradFloat(const Context& ctx, WgradLaunch& p, Sm90TileName tile,
+                            int multiprocessors, int64_t workspace_bytes, const std::string& what);
 
 }  // namespace jaxconv::cuda

@@ -3,10 +3,9 @@
 
 namespace jaxconv::cuda {
 
-Status LaunchWgmmaWgradBf16(const Context& ctx, WgradLaunch& p, Sm90TileName tile,
-                            int multiprocessors, int64_t workspace_bytes, const std::string& what) {
-  return LaunchWgmmaWgradByTile<__nv_bfloat16>(ctx, p, tile, multiprocessors, workspace_bytes,
-                                               what);
+Status LaunchSm90WgradBf16(const Context& ctx, WgradLaunch& p, Sm90TileName tile,
+                           int multiprocessors, int64_t workspace_bytes, const std::string& what) {
+  return LaunchSm90WgradByTile<__nv_bfloat16>(ctx, p, tile, multiprocessors, workspace_bytes, what);
 }
 
 }  // namespace jaxconv::cuda

@@ -3,13 +3,11 @@
 
 namespace jaxconv::cuda {
 
-Status LaunchWgmmaWgradFloat(const Context& ctx, WgradLaunch& p, Sm90TileName tile,
-                             int multiprocessors, int64_t workspace_bytes,
-                             const std::string& what) {
-#define JAXCONV_SM90_CASE(name, tile_n)                                     \
-  case Sm90TileName::name:                                                  \
-    return LaunchWgmmaWgradTile<                                            \
-        Sm90Tile<__nv_bfloat16, false, false, 1, tile_n, false, false, 3>>( \
+Status LaunchSm90WgradFloat(const Context& ctx, WgradLaunch& p, Sm90TileName tile,
+                            int multiprocessors, int64_t workspace_bytes, const std::string& what) {
+#define JAXCONV_SM90_CASE(name, tile_n)                                                            \
+  case Sm90TileName::name:                                                                         \
+    return LaunchSm90WgradTile<Sm90Tile<__nv_bfloat16, false, false, 1, tile_n, false, false, 3>>( \
         ctx, p, multiprocessors, workspace_bytes, what);
   switch (tile) {
     JAXCONV_SM90_CASE(k128x128, 128)

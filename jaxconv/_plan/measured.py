@@ -1,6 +1,6 @@
 """Measured times: jaxconv/tuning/<device>.json, written by `python -m benchmarks tune`, never by hand.
 
-A table holds, for problems that were run, the time of XLA and of each native algorithm. A problem that was not run is
+A table holds, for problems that were run, the time of XLA and of each native kernel. A problem that was not run is
 answered by its nearest neighbour of the same kind, if one is near enough. Nothing is timed in a user's program.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 
 from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem
 
-FOLDER = pathlib.Path(__file__).parent / "tuning"
+FOLDER = pathlib.Path(__file__).parent.parent / "tuning"
 
 # How far a neighbour may be: a factor of 2^REACH in each coordinate below; independent pieces of work (images, rows,
 # channels that do not mix) count together, since a device that is full does not care which there are more of.
@@ -41,20 +41,16 @@ class Measurement:
     coordinates: tuple[float, ...]  # log2 of extents, as `features` says
     case: str  # its name in benchmarks/cases.py
     xla_ms: float  # of conv_statistics: a pair of convolution and batch-norm without it, the fastest known
-    native_ms: dict[str, float]  # by algorithm
+    native_ms: dict[str, float]  # by kernel
 
-    @property
-    def best(self) -> tuple[str, float]:
-        """The fastest native algorithm, and XLA's time over its time."""
-        algorithm = min(self.native_ms, key=self.native_ms.__getitem__)
-        return algorithm, self.xla_ms / self.native_ms[algorithm]
+    def ratio(self, kernel: str) -> float:
+        """XLA's time over the kernel's."""
+        return self.xla_ms / self.native_ms[kernel]
 
-    @property
-    def wins(self) -> bool:
-        """Whether the best is worth taking instead of XLA."""
-        algorithm, ratio = self.best
+    def wins(self, kernel: str) -> bool:
+        """Whether the kernel is worth taking instead of XLA."""
         least = LEAST_MS if self.op == "dense" else 0.0
-        return ratio > MARGIN and self.xla_ms - self.native_ms[algorithm] >= least
+        return self.ratio(kernel) > MARGIN and self.xla_ms - self.native_ms[kernel] >= least
 
 
 def slug(device_kind: str) -> str:
@@ -155,25 +151,30 @@ def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
-def nearest(op: str, problem: Any, device_kind: str) -> Measurement | None:
-    """The measurement that speaks for `problem`, or None."""
+def nearest(op: str, problem: Any, device_kind: str, kernel: str) -> Measurement | None:
+    """The measurement that speaks for the kernel running `problem`: one of that kernel, or None."""
     measured_op, kind, coordinates = features(op, problem)
     ops = [measured_op, "batchnorm_fused"] if measured_op == "batchnorm_residual" else [measured_op]
     # Of 151 problems that were run in both (H200), bfloat16's choice lost to XLA in float16 for none.
     kinds = [kind, ("bfloat16", *kind[1:])] if kind[0] == "float16" else [kind]
     for of_op, of_kind in itertools.product(ops, kinds):
-        found = _nearest(of_op, of_kind, coordinates, _INDEPENDENT[type(problem)], device_kind)
+        found = _nearest(of_op, of_kind, coordinates, _INDEPENDENT[type(problem)], device_kind, kernel)
         if found is not None:
             return found
     return None
 
 
 def _nearest(
-    op: str, kind: tuple[Any, ...], coordinates: tuple[float, ...], independent: tuple[bool, ...], device_kind: str
+    op: str,
+    kind: tuple[Any, ...],
+    coordinates: tuple[float, ...],
+    independent: tuple[bool, ...],
+    device_kind: str,
+    kernel: str,
 ) -> Measurement | None:
     best, least = None, math.inf
     for m in table(device_kind):
-        if m.op != op or m.kind != kind or len(m.coordinates) != len(coordinates) or not m.native_ms:
+        if m.op != op or m.kind != kind or len(m.coordinates) != len(coordinates) or kernel not in m.native_ms:
             continue
         more = [b - a for a, b in zip(m.coordinates, coordinates, strict=True)]
         work = sum(d for d, free in zip(more, independent, strict=True) if free)

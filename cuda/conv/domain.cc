@@ -1,0 +1,37 @@
+// cuda/domain.h for convolutions: the family's part of a kernel's name picks the family's domain.
+#include "cuda/domain.h"
+
+#include "cuda/conv/common/domain.h"
+#include "cuda/conv/depthwise/domain.h"
+#include "cuda/conv/direct/domain.h"
+#include "cuda/conv/im2col/domain.h"
+#include "cuda/conv/implicit_gemm/domain.h"
+
+namespace jaxconv::cuda {
+std::string ConvRefusal(ConvOp op, const ConvProblem& p, const Plan& plan, const Device& device) {
+  const std::string_view family = FamilyOf(plan.kernel), member = MemberOf(plan.kernel);
+  if (plan.splits < 1) return "it needs splits of at least 1, got " + std::to_string(plan.splits);
+  if (op == ConvOp::kDgradAdd && family != "sm90") return "only sm90 adds on its way";
+  if (op == ConvOp::kStatistics && family != "sm90")
+    return "only sm90's epilogue sums up what it writes";
+  if (p.dtype == DType::kF64) return "it needs float32, bfloat16 or float16, got float64";
+  if (family == "depthwise") return conv::depthwise::Refusal(member, op, p, device);
+  if (family == "direct") return conv::direct::Refusal(p);
+  if (family == "im2col") return conv::im2col::Refusal(p, plan);
+  if (family == "implicit_gemm") {
+    return conv::implicit_gemm::Refusal(op, conv::FoldPatches(p, op == ConvOp::kDgrad), plan);
+  }
+  if (family == "grouped" || family == "stem" || family == "sm90") return "";
+  return "there is no such kernel";
+}
+
+int64_t ConvWorkspace(ConvOp op, const ConvProblem& p, const Plan& plan) {
+  const std::string_view family = FamilyOf(plan.kernel);
+  if (family == "depthwise") return conv::depthwise::Workspace(op, p, plan);
+  if (family == "direct") return conv::direct::Workspace(op, p, plan);
+  if (family == "im2col") return conv::im2col::Workspace(op, p, plan);
+  if (family == "implicit_gemm") return conv::implicit_gemm::Workspace(op, p, plan);
+  return 0;
+}
+
+}  // namespace jaxconv::cuda

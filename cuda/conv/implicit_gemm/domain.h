@@ -1,0 +1,46 @@
+// What the implicit matrix product can run. Host C++17 without CUDA headers (cuda/domain.h).
+#pragma once
+
+#include <algorithm>
+#include <cstdlib>
+#include <string>
+
+#include "cuda/conv/common/domain.h"
+#include "cuda/domain.h"
+
+namespace jaxconv::cuda::conv::implicit_gemm {
+
+// Rows, columns and the reduction of the product are ints, and a tile more than the last must not overflow.
+constexpr int64_t kMaxExtent = (int64_t(1) << 31) - 1 - 4096;
+
+// `p` is folded (FoldPatches).
+inline std::string Refusal(ConvOp op, const ConvProblem& p, const Plan& plan) {
+  if (!p.channels_last) return "it needs channels-last arrays";
+  if (plan.splits > (op == ConvOp::kWgrad ? 65535 : 1))
+    return "it cuts weight gradients only, into at most 65535 parts";
+  const double taps = double(p.filter_size());
+  const double pixels = double(p.n) * std::max(double(p.in_size()), double(p.out_size()));
+  const double depth = taps * double(std::max(p.group_c(), p.group_k()));
+  if (pixels > double(kMaxExtent) || depth > double(kMaxExtent) ||
+      double(std::max(p.c, p.k)) > double(kMaxExtent)) {
+    return "it needs fewer than 2^31 pixels and filter elements per channel";
+  }
+  for (int i = 0; i < 3; ++i) {
+    const double reach =
+        std::max(double(p.out[i]) * double(p.stride[i]) +
+                     double(p.filter[i]) * double(p.dilation[i]) + double(std::llabs(p.pad[i])),
+                 double(p.in[i]) + double(p.stride[i]));
+    if (reach >= double(kCoordLimit)) return "its coordinates must stay below 2^30";
+  }
+  double phases = 1;  // one per stride residue
+  for (int i = 0; i < 3; ++i) phases *= double(std::min(p.stride[i], p.in[i]));
+  if (op == ConvOp::kDgrad && phases > double(kMaxExtent))
+    return "its strides leave too many phases of dgrad";
+  return "";
+}
+
+inline int64_t Workspace(ConvOp op, const ConvProblem& p, const Plan& plan) {
+  return op == ConvOp::kWgrad ? PartialsBytes(p, plan.splits) : 0;
+}
+
+}  // namespace jaxconv::cuda::conv::implicit_gemm

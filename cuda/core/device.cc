@@ -1,0 +1,70 @@
+#include "cuda/core/device.h"
+
+#include <cuda_runtime_api.h>
+
+#include <array>
+#include <atomic>
+
+#include "cuda/core/context.h"
+
+namespace jaxconv::cuda {
+namespace {
+
+constexpr int kDevices = 64;
+
+struct Facts {
+  std::atomic<int> known{0};
+  int major, minor, multiprocessors, shared_memory;
+};
+
+// Threads that ask at once write the same numbers.
+Status Ask(const std::string& what, Facts* facts) {
+  static std::array<Facts, kDevices> all;
+  int ordinal = 0;
+  JAXCONV_RETURN_IF_ERROR(CudaStatus(cudaGetDevice(&ordinal), what));
+  Facts* of = ordinal < kDevices ? &all[size_t(ordinal)] : nullptr;
+  if (of != nullptr && of->known.load(std::memory_order_acquire) == 1) {
+    facts->major = of->major;
+    facts->minor = of->minor;
+    facts->multiprocessors = of->multiprocessors;
+    facts->shared_memory = of->shared_memory;
+    return Status::Ok();
+  }
+  const auto get = [&](int* value, cudaDeviceAttr attribute) {
+    return CudaStatus(cudaDeviceGetAttribute(value, attribute, ordinal), what);
+  };
+  JAXCONV_RETURN_IF_ERROR(get(&facts->major, cudaDevAttrComputeCapabilityMajor));
+  JAXCONV_RETURN_IF_ERROR(get(&facts->minor, cudaDevAttrComputeCapabilityMinor));
+  JAXCONV_RETURN_IF_ERROR(get(&facts->multiprocessors, cudaDevAttrMultiProcessorCount));
+  JAXCONV_RETURN_IF_ERROR(get(&facts->shared_memory, cudaDevAttrMaxSharedMemoryPerBlockOptin));
+  int unknown = 0;
+  if (of != nullptr && of->known.compare_exchange_strong(unknown, -1)) {
+    of->major = facts->major;
+    of->minor = facts->minor;
+    of->multiprocessors = facts->multiprocessors;
+    of->shared_memory = facts->shared_memory;
+    of->known.store(1, std::memory_order_release);
+  }
+  return Status::Ok();
+}
+
+}  // namespace
+
+Status CurrentDevice(const std::string& what, Device* device) {
+  Facts facts;
+  JAXCONV_RETURN_IF_ERROR(Ask(what, &facts));
+  *device = {facts.major, facts.minor, facts.multiprocessors};
+  return Status::Ok();
+}
+
+Status AllowSharedMemory(const void* kernel, const std::string& what) {
+  Facts facts;
+  JAXCONV_RETURN_IF_ERROR(Ask(what, &facts));
+  cudaFuncAttributes attributes;
+  JAXCONV_RETURN_IF_ERROR(CudaStatus(cudaFuncGetAttributes(&attributes, kernel), what));
+  return CudaStatus(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                         facts.shared_memory - int(attributes.sharedSizeBytes)),
+                    what);
+}
+
+}  // namespace jaxconv::cuda

@@ -1,0 +1,56 @@
+// What each CUDA kernel can run, and the memory that it needs: host C++17 without CUDA headers, compiled into _cpu too, so
+// that every machine has it. The plan asks before it chooses a kernel, a launcher before it launches; nothing else states
+// these limits. What a kernel should be given (tile, splits) is the plan's to say, in jaxconv/_plan.
+//
+// A kernel's name is "family/kernel" ("depthwise/rows"), or the family's where it has one kernel. cuda/conv/<family>/domain.h
+// has the family's part.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "common/plan.h"
+#include "common/problem.h"
+
+namespace jaxconv::cuda {
+
+// Facts about a device that decide what runs on it.
+struct Device {
+  int major = 8,
+      minor =
+          6;  // compute capability; what is not known is taken for the smallest of the large ones
+  int multiprocessors = 132;
+
+  bool sm90() const { return major == 9 && minor == 0; }
+
+  // Bytes that a block can have (CUDA C++ Programming Guide, "Technical Specifications per Compute
+  // Capability").
+  int64_t shared_memory() const {
+    const int kib = major == 9 || major == 10                  ? 227
+                    : major == 8 && (minor == 0 || minor == 7) ? 163
+                                                               : 99;
+    return int64_t(kib) * 1024;
+  }
+};
+
+inline std::string_view FamilyOf(std::string_view kernel) {
+  return kernel.substr(0, kernel.find('/'));
+}
+
+// The name behind the slash, or nothing.
+inline std::string_view MemberOf(std::string_view kernel) {
+  const size_t slash = kernel.find('/');
+  return slash == std::string_view::npos ? std::string_view() : kernel.substr(slash + 1);
+}
+
+enum class ConvOp { kFprop, kStatistics, kDgrad, kDgradAdd, kWgrad };
+
+// Nothing where plan.kernel can run `op` of `p` on the device with the plan's tile, splits and chunk, else a sentence. An
+// empty tile asks for some tile. `p` is the problem as it lies in memory.
+std::string ConvRefusal(ConvOp op, const ConvProblem& p, const Plan& plan, const Device& device);
+
+// Bytes, for a problem and a plan that are not refused.
+int64_t ConvWorkspace(ConvOp op, const ConvProblem& p, const Plan& plan);
+
+}  // namespace jaxconv::cuda

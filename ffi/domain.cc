@@ -1,0 +1,84 @@
+// cuda/domain.h as functions of numbers: extents are (D, H, W), dtypes and ops are names.
+#include "ffi/domain.h"
+
+#include <nanobind/stl/array.h>
+#include <nanobind/stl/string.h>
+
+#include <array>
+#include <stdexcept>
+#include <string>
+
+#include "cuda/domain.h"
+
+namespace nb = nanobind;
+
+namespace jaxconv {
+namespace {
+
+using Three = std::array<int64_t, 3>;
+
+DType ToDType(const std::string& name) {
+  for (DType dtype : {DType::kF32, DType::kF64, DType::kBF16, DType::kF16}) {
+    if (name == Name(dtype)) return dtype;
+  }
+  throw std::invalid_argument("unknown dtype " + name);
+}
+
+cuda::ConvOp ToConvOp(const std::string& name) {
+  if (name == "conv" || name == "conv_fprop") return cuda::ConvOp::kFprop;
+  if (name == "conv_statistics") return cuda::ConvOp::kStatistics;
+  if (name == "conv_dgrad") return cuda::ConvOp::kDgrad;
+  if (name == "conv_dgrad_add") return cuda::ConvOp::kDgradAdd;
+  if (name == "conv_wgrad") return cuda::ConvOp::kWgrad;
+  throw std::invalid_argument("unknown convolution " + name);
+}
+
+void Copy(const Three& from, int64_t (&to)[3]) { std::copy(from.begin(), from.end(), to); }
+
+ConvProblem MakeConv(int64_t n, int64_t c, int64_t k, int64_t groups, const Three& in,
+                     const Three& filter, const Three& out, const Three& stride, const Three& pad,
+                     const Three& dilation, bool channels_last, const std::string& dtype,
+                     bool full_float32) {
+  ConvProblem p = {};
+  p.n = n;
+  p.c = c;
+  p.k = k;
+  p.groups = groups;
+  Copy(in, p.in);
+  Copy(filter, p.filter);
+  Copy(out, p.out);
+  Copy(stride, p.stride);
+  Copy(pad, p.pad);
+  Copy(dilation, p.dilation);
+  p.channels_last = channels_last;
+  p.dtype = ToDType(dtype);
+  p.full_float32 = full_float32;
+  return p;
+}
+
+}  // namespace
+
+void BindDomain(nb::module_& m) {
+  nb::class_<ConvProblem>(m, "ConvProblem")
+      .def("__init__",
+           [](ConvProblem* self, int64_t n, int64_t c, int64_t k, int64_t groups, Three in,
+              Three filter, Three out, Three stride, Three pad, Three dilation, bool channels_last,
+              std::string dtype, bool full_float32) {
+             new (self) ConvProblem(MakeConv(n, c, k, groups, in, filter, out, stride, pad,
+                                             dilation, channels_last, dtype, full_float32));
+           });
+  m.def("conv_refusal",
+        [](std::string op, const ConvProblem& p, std::string kernel, std::string tile,
+           int64_t splits, int64_t chunk, int major, int minor, int multiprocessors) {
+          return cuda::ConvRefusal(ToConvOp(op), p, {kernel, tile, splits, chunk},
+                                   {major, minor, multiprocessors});
+        });
+  m.def("conv_workspace", [](std::string op, const ConvProblem& p, std::string kernel,
+                             std::string tile, int64_t splits, int64_t chunk) {
+    return cuda::ConvWorkspace(ToConvOp(op), p, {kernel, tile, splits, chunk});
+  });
+  m.def("shared_memory",
+        [](int major, int minor) { return cuda::Device{major, minor}.shared_memory(); });
+}
+
+}  // namespace jaxconv

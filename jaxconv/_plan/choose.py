@@ -1,0 +1,300 @@
+"""The tiers of a choice: forced by the user, measured near here, else XLA. Each gives its reason.
+
+A plan is data. It is made when a call is lowered, printed by `explain`, and carried out by native code, which confirms
+but does not choose. With `implementation=None` a problem goes to XLA unless native code was measured to be faster.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from jaxconv import _native
+from jaxconv._plan import batchnorm, conv, dense, measured, stem
+from jaxconv._plan.plan import Device, Plan, Problem, itemsize, known
+from jaxconv._problem import (
+    BATCHNORM_ALGORITHMS,
+    CONV_ALGORITHMS,
+    DENSE_ALGORITHMS,
+    BatchNormProblem,
+    ConvBatchNormProblem,
+    ConvProblem,
+    DenseProblem,
+)
+
+# op -> the group that JAXCONV_DISABLE names
+OPS = {
+    "conv": "conv",
+    "conv_statistics": "conv",
+    "conv_fprop": "conv",
+    "conv_dgrad": "conv",
+    "conv_dgrad_add": "conv",
+    "conv_wgrad": "conv",
+    "dense": "dense",
+    "matmul": "dense",
+    "batchnorm_train": "batchnorm",
+    "batchnorm_infer": "batchnorm",
+    "batchnorm_backward": "batchnorm",
+}
+
+
+def disabled(op: str) -> bool:
+    """Whether JAXCONV_DISABLE (a comma-separated list of conv, dense, batchnorm, or all) names the op."""
+    names = {name.strip() for name in os.environ.get("JAXCONV_DISABLE", "").split(",")}
+    return bool(names & {OPS[op], op, "all"})
+
+
+def plan(op: str, problem: Any, device: Device) -> Plan:
+    """The plan for `op` on `device`; ValueError where a forced choice cannot run, with the reason."""
+    if op == "conv_batchnorm":
+        return _plan_conv_batchnorm(problem, device)
+    if op == "batchnorm_given":
+        return Plan("calls", "the statistics are given: what is left is inference, and the running statistics' update")
+    if op == "conv_dgrad_add":
+        return _plan_dgrad_add(problem, device)
+    forced = problem.algorithm is not None or problem.implementation == "native"
+    if problem.implementation == "xla":
+        return Plan("xla", "implementation='xla' was asked for")
+    if disabled(op):
+        return Plan("xla", f"JAXCONV_DISABLE={os.environ['JAXCONV_DISABLE']}")
+    if _empty(problem):
+        return Plan("xla", "there is nothing to compute")
+    missing = _native.missing(device.platform) or _device_refusal(problem, device)
+    if missing:
+        if forced:
+            raise ValueError(f"{problem.name}: {_asked(problem)} cannot run: {missing}")
+        return Plan("xla", missing)
+    if problem.algorithm is not None:
+        return _forced(op, problem.algorithm, problem, device, f"algorithm='{problem.algorithm}' was asked for")
+    if device.partitioned and not forced:
+        return Plan("xla", "XLA partitions its own operations over devices; it would gather for a custom call")
+    plan, reason = _fastest(op, problem, device)
+    if plan is not None:
+        return plan
+    if forced:
+        algorithm = _ladder(op, problem, device)
+        return _forced(op, algorithm, problem, device, "implementation='native' was asked for")
+    return Plan("xla", reason)
+
+
+def _forced(op: str, algorithm: str, problem: Problem, device: Device, reason: str) -> Plan:
+    plan = made(op, algorithm, problem, device)
+    if isinstance(plan, str):
+        raise ValueError(f"{problem.name}: {_asked(problem)} cannot run {op} of {problem}: {plan}")
+    return dataclasses.replace(plan, reason=reason)
+
+
+def _plan_conv_batchnorm(problem: ConvBatchNormProblem, device: Device) -> Plan:
+    """One read of the convolution's result, where its statistics leave the convolution with it, or two calls."""
+
+    def two(why: str) -> Plan:
+        return Plan("calls", f"a convolution, then a batch-norm: {why}", "two")
+
+    p = problem.conv
+    if p.implementation == "xla":
+        return two("implementation='xla' was asked for")
+    if disabled("conv_statistics") or disabled("batchnorm_train"):
+        return two(f"JAXCONV_DISABLE={os.environ['JAXCONV_DISABLE']}")
+    if _empty(p):
+        return two("there is nothing to compute")
+    missing = _native.missing(device.platform) or _device_refusal(p, device)
+    if missing or device.partitioned:
+        return two(missing or "on a mesh each is split by a rule of its own")
+    if p.algorithm is None and p.implementation != "native":
+        found, reason = _fastest("conv_statistics", p, device)
+        return two(reason) if found is None else Plan("calls", reason, "statistics")
+    algorithm = p.algorithm or _ladder("conv_statistics", p, device)
+    refusal = supports("conv_statistics", algorithm, p, device)
+    if refusal:
+        return two(f"no statistics from {algorithm}: {refusal}")
+    forced = f"algorithm='{algorithm}'" if p.algorithm else "implementation='native'"
+    return Plan("calls", f"{forced} was asked for", "statistics")
+
+
+def _plan_dgrad_add(p: ConvProblem, device: Device) -> Plan:
+    """A dgrad that adds on its way, or two calls: the dgrad has a plan of its own then."""
+
+    def two(why: str) -> Plan:
+        return Plan("calls", f"a dgrad, then an add: {why}", "two")
+
+    bare = plan("conv_dgrad", p, device)
+    if p.implementation == "xla" or disabled("conv_dgrad_add") or _empty(p):
+        return two(bare.reason)
+    if device.platform == "cpu":
+        forced = p.algorithm is not None or p.implementation == "native"
+        return bare if forced else two("XLA's add is as fast as any")
+    if bare.implementation == "native" and bare.algorithm != "sm90":
+        return two(f"only sm90 adds on its way, and {bare.kernel} is the dgrad's: {bare.reason}")
+    missing = _native.missing(device.platform) or _device_refusal(p, device)
+    adds = missing or made("conv_dgrad_add", "sm90", p, device)
+    if isinstance(adds, str):
+        return two(f"sm90 cannot add here: {adds}")
+    reason = bare.reason
+    if bare.implementation != "native":
+        if device.partitioned:
+            return two(reason)
+        faster, reason = _adds_faster(adds.kernel, p, device)
+        if not faster:
+            return two(reason)
+    return dataclasses.replace(adds, reason=f"{reason}; c is added on its way")
+
+
+def _adds_faster(kernel: str, p: ConvProblem, device: Device) -> tuple[bool, str]:
+    """Whether the kernel with an addend beats XLA's dgrad and its add, from the bare dgrads' measured times."""
+    found = measured.nearest("conv_dgrad", p, device.kind, kernel)
+    if found is None:
+        return False, f"no dgrad by {kernel} near it was measured on {device.kind or 'the device'}"
+    # A pass over dx of the problem that was measured, at the rate at which memory copies.
+    pixels, group_c, _, groups = found.coordinates
+    strides = math.prod(p.stride)
+    one = 2.0 ** (pixels + group_c + groups) * strides * itemsize(p) / COPY_BYTES_PER_MS
+    # In place it writes only what a tap reaches, and that it also reads.
+    own = 2 * p.reached - 1 if strides > 1 else 1
+    ratio = (found.xla_ms + 3 * one) / (found.native_ms[kernel] + own * one)
+    text = f"{ratio:.2f} times as fast as XLA's dgrad and add would be at {found.case}, the nearest case measured"
+    return ratio > measured.MARGIN, f"{kernel} with its addend {text}"
+
+
+def _asked(problem: Problem) -> str:
+    return f"algorithm='{problem.algorithm}'" if problem.algorithm else "implementation='native'"
+
+
+def _empty(problem: Problem) -> bool:
+    if isinstance(problem, ConvProblem):
+        extents: tuple[Any, ...] = (problem.batch,)
+    elif isinstance(problem, DenseProblem):
+        extents = (problem.m, problem.n, problem.k, problem.batch)
+    else:
+        extents = problem.x_shape
+    return any(known(extent) and extent == 0 for extent in extents)
+
+
+def _device_refusal(problem: Problem, device: Device) -> str | None:
+    if isinstance(problem, BatchNormProblem) and problem.masked:
+        return "masked statistics are XLA's, and it fuses what follows them"
+    if device.platform == "cuda":
+        if problem.dtype == "float64":
+            return "float64 has no native CUDA kernels"
+        if device.compute_capability is not None and device.compute_capability < (8, 0):
+            return f"the CUDA kernels need compute capability 8.0, {device.kind} has {device.compute_capability}"
+    if isinstance(problem, DenseProblem):
+        extents: tuple[Any, ...] = (problem.m, problem.k, problem.n, problem.batch or 1)
+    else:
+        extents = problem.x_shape
+    if not all(map(known, extents)):
+        return "the batch extent is symbolic: native plans need a number"
+    return None
+
+
+def made(op: str, algorithm: str, problem: Problem, device: Device) -> Plan | str:
+    """The plan for `op` by the family or kernel that `algorithm` names, or the sentence that says why there is none."""
+    if isinstance(problem, ConvProblem):
+        plan = conv.made(op, algorithm, problem, device)
+        if op == "conv_dgrad_add" and isinstance(plan, Plan) and device.platform != "cpu":
+            plan = dataclasses.replace(plan, in_place=math.prod(problem.stride) > 1)
+        return plan
+    if isinstance(problem, BatchNormProblem):
+        return batchnorm.made(op, algorithm, problem, device)
+    return dense.made(algorithm, problem, device)
+
+
+def supports(op: str, algorithm: str, problem: Problem, device: Device) -> str | None:
+    """None if the family or kernel can run `op` of `problem` on `device`, else a sentence."""
+    plan = made(op, algorithm, problem, device)
+    return None if isinstance(plan, Plan) else plan
+
+
+def _ladder(op: str, problem: Problem, device: Device) -> str:
+    """The native algorithm for a problem nobody has measured."""
+    if isinstance(problem, DenseProblem):
+        return "gemm"
+    if isinstance(problem, BatchNormProblem):
+        # Blocks read images that 16 bytes do not divide an element at a time.
+        whole = problem.inner == 1 or batchnorm.batchnorm_vector(problem) > 1
+        resident = ("resident_block", "resident_team") if whole else ("resident_team", "resident_block")
+        return next((a for a in resident if supports(op, a, problem, device) is None), "two_read")
+    if op == "conv_statistics" and device.platform == "cuda":
+        return "sm90"
+    if problem.depthwise and problem.groups > 1:
+        return "depthwise"
+    if device.platform == "cpu":
+        return "im2col"
+    if problem.groups > 1 and supports(op, "grouped", problem, device) is None:
+        return "grouped"
+    # Filters that large are patches, which are long matrix products.
+    small = math.prod(problem.filter) <= 64 or stem.patches(op, problem)
+    if small and supports(op, "stem", problem, device) is None:
+        return "stem"
+    # The direct kernels take what the tensor-core loop refuses.
+    return "implicit_gemm" if supports(op, "implicit_gemm", problem, device) is None else "direct"
+
+
+def _fastest(op: str, problem: Problem, device: Device) -> tuple[Plan | None, str]:
+    """(the native plan that beats XLA, why), or (None, why XLA)."""
+    if device.platform == "cpu":
+        algorithm, reason = _fastest_on_cpu(op, problem)
+        plan = made(op, algorithm, problem, device) if algorithm else None
+        return (dataclasses.replace(plan, reason=reason) if isinstance(plan, Plan) else None), reason
+    if isinstance(problem, BatchNormProblem) and problem.activation.name == "none" and not problem.residual:
+        # Alone the native kernel may win; in a model XLA joins its normalisation with the add or activation behind it
+        # and its sums with the mask before it, and a custom call would cost these a pass of their own.
+        return None, "XLA fuses a bare normalisation with its neighbours; native code needs activation= or residual="
+    if isinstance(problem, BatchNormProblem) and problem.inner > 1:
+        # Alone it may win; between convolutions it was 1.2 times slower than XLA's, bf16 and float32, by the copies.
+        return (
+            None,
+            "convolutions leave channels last in memory; native code takes arrays as they lie and would copy",
+        )
+    best: tuple[float, Plan, measured.Measurement] | None = None
+    behind: tuple[float, str] | None = None
+    for algorithm in _algorithms(problem):
+        plan = made(op, algorithm, problem, device)
+        if isinstance(plan, str) or (
+            isinstance(problem, ConvProblem) and not conv.in_memory(algorithm, problem).channels_last
+        ):
+            continue
+        found = measured.nearest(op, problem, device.kind, plan.kernel)
+        if found is None:
+            continue
+        ratio = found.ratio(plan.kernel)
+        if found.wins(plan.kernel):
+            if best is None or ratio > best[0]:
+                best = ratio, plan, found
+        elif behind is None or ratio > behind[0]:
+            behind = (
+                ratio,
+                f"{plan.kernel} reached {ratio:.2f} of XLA's speed at {found.case}, the nearest case measured",
+            )
+    if best is not None:
+        ratio, plan, found = best
+        reason = f"{ratio:.2f} times faster than XLA at {found.case}, the nearest case measured"
+        return dataclasses.replace(plan, reason=reason), reason
+    if behind is not None:
+        return None, behind[1]
+    return None, f"none of its kernels was measured near it on {device.kind or 'the device'}"
+
+
+def _algorithms(problem: Problem) -> Sequence[str]:
+    if isinstance(problem, ConvProblem):
+        return CONV_ALGORITHMS
+    return BATCHNORM_ALGORITHMS if isinstance(problem, BatchNormProblem) else DENSE_ALGORITHMS
+
+
+def _fastest_on_cpu(op: str, problem: Problem) -> tuple[str | None, str]:
+    if op == "conv_statistics":
+        return None, "on the CPU its statistics cost a pass over its result, inside the call or behind it"
+    if problem.dtype in ("float32", "float64") and isinstance(problem, ConvProblem):
+        if problem.depthwise and problem.groups > 1:
+            return "depthwise", "XLA's CPU depthwise convolutions are 10 times slower"
+        if problem.groups > 1:
+            times = "a hundred times slower" if op == "conv_wgrad" else "4 to 8 times slower"
+            return "im2col", f"XLA's CPU grouped convolutions are {times}"
+        if op == "conv_wgrad":
+            return "im2col", "XLA's CPU weight gradients are 2.6 to 4.4 times slower than the matrix product they are"
+    return None, "XLA is at the processor's limit"
+
+
+COPY_BYTES_PER_MS = 4.3e9  # of an H200's memory

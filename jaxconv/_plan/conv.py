@@ -1,0 +1,74 @@
+"""Convolutions: which of a family's kernels is taken, in the memory that it wants."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import ModuleType
+
+from jaxconv._plan import depthwise, direct, domain, grouped, im2col, implicit_gemm, sm90, stem
+from jaxconv._plan.plan import Device, Plan
+from jaxconv._problem import ConvProblem
+
+FAMILIES: dict[str, ModuleType] = {
+    "sm90": sm90,
+    "implicit_gemm": implicit_gemm,
+    "direct": direct,
+    "depthwise": depthwise,
+    "grouped": grouped,
+    "stem": stem,
+    "im2col": im2col,
+}
+CHANNELS_LAST_ONLY = ("sm90", "implicit_gemm", "grouped", "stem")
+
+
+def family_of(algorithm: str) -> str:
+    """ "sm90" of "sm90", "sm90/halo" and "sm90/product 128x256"."""
+    return algorithm.partition(" ")[0].partition("/")[0]
+
+
+def in_memory(algorithm: str, p: ConvProblem) -> ConvProblem:
+    """The problem as the CUDA kernel finds it in memory: channels last where that is what it asks XLA for.
+
+    XLA computes every convolution channels last on a GPU, whatever the arrays' order: a kernel's neighbours have it so.
+    """
+    family = family_of(algorithm)
+    last = family in CHANNELS_LAST_ONLY or (family == "depthwise" and depthwise.in_memory(p))
+    return dataclasses.replace(p, channels_last=True) if last and not p.channels_last else p
+
+
+def made(op: str, algorithm: str, p: ConvProblem, device: Device) -> Plan | str:
+    """The plan by the family or kernel that `algorithm` names, or the sentence that says why there is none."""
+    if device.platform != "cuda":
+        return _on_cpu(op, algorithm, p)
+    stored = in_memory(algorithm, p)
+    family = FAMILIES[family_of(algorithm)]
+    why = "there is no such kernel"
+    refusal = getattr(family, "refusal", domain.conv_refusal)
+    workspace = getattr(family, "workspace", domain.conv_workspace)
+    if op == "conv_statistics" and family is not sm90:
+        return "only sm90's epilogue sums up what it writes"
+    if op == "conv_dgrad_add" and family is not sm90:
+        return "only sm90 adds on its way"
+    for wanted in family.wants(op, stored, device):
+        if not wanted.answers(algorithm):
+            continue
+        refused = refusal(op, wanted, stored, device)
+        if refused is None:
+            return dataclasses.replace(
+                wanted,
+                workspace_bytes=workspace(op, wanted, stored),
+                asks_channels_last=stored.channels_last and not p.channels_last,
+            )
+        why = refused
+    return why
+
+
+def _on_cpu(op: str, algorithm: str, p: ConvProblem) -> Plan | str:
+    """The CPU code owns its scratch."""
+    if op == "conv_statistics" and p.dtype not in ("float32", "float64"):
+        return "the CPU rounds to 16 bits only behind the call, and statistics are those of what was rounded"
+    if family_of(algorithm) in CHANNELS_LAST_ONLY or "/" in algorithm:
+        return "it exists on CUDA only"
+    if algorithm == "depthwise" and not p.depthwise:
+        return f"it needs one input channel per group, got groups={p.groups} for {p.in_channels} channels"
+    return Plan("native", "", algorithm)

@@ -1,0 +1,126 @@
+"""Plan and Device, and the arithmetic that the families share."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem
+
+Problem = ConvProblem | DenseProblem | BatchNormProblem
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    platform: str  # "cpu", "cuda", ...
+    kind: str = ""  # "NVIDIA H200"; empty when lowering for a device that is not here
+    compute_capability: tuple[int, int] | None = None
+    sm_count: int = 132  # multiprocessors
+    partitioned: bool = False  # XLA partitions the program over devices and cannot be told how to split our calls
+
+    @classmethod
+    @functools.cache
+    def current(cls, platform: str) -> Device:
+        """The first device of `platform` in this process, or an unknown one of that platform."""
+        if platform == "cpu":
+            return cls("cpu", "cpu")
+        try:
+            device = jax.devices(platform)[0]
+        except RuntimeError:
+            return cls(platform)
+        capability = getattr(device, "compute_capability", None)
+        return cls(
+            platform,
+            device.device_kind,
+            tuple(map(int, capability.split("."))) if capability else None,
+            getattr(device, "core_count", None) or 132,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    implementation: str  # "native", "xla", or "calls": of kernels that have plans of their own
+    reason: str
+    kernel: str = ""  # "family/kernel", or a family of one kernel; of "calls" which of them
+    tile: str = ""  # rows x columns of a CTA's outputs; "" where the kernel has one size
+    splits: int = 1
+    chunk: int = 0
+    workspace_bytes: int = 0
+    # The arrays are channels first and the kernel reads channels last: XLA is asked for that physical layout
+    asks_channels_last: bool = False
+    # The result takes the addend's place in memory
+    in_place: bool = False
+
+    @property
+    def algorithm(self) -> str:
+        """The kernel's family, as a user forces it."""
+        return self.kernel.partition("/")[0]
+
+    def answers(self, algorithm: str) -> bool:
+        """Whether `algorithm` names the plan's kernel: "sm90", "sm90/product", "sm90/product 128x256"."""
+        name, _, tile = algorithm.partition(" ")
+        return name in (self.kernel, self.algorithm) and tile in ("", self.tile)
+
+    def attrs(self) -> dict[str, Any]:
+        """As native code reads it (common/plan.h)."""
+        return {
+            "kernel": self.kernel,
+            "tile": self.tile,
+            "splits": np.int64(self.splits),
+            "chunk": np.int64(self.chunk),
+        }
+
+    def __str__(self) -> str:
+        if self.implementation != "native":
+            return self.implementation + (f"[{self.kernel}]" if self.kernel else "")
+        parts = [self.kernel, self.tile, f"splits={self.splits}" if self.splits > 1 else ""]
+        parts += ["channels-last" if self.asks_channels_last else "", "in place" if self.in_place else ""]
+        return "native[" + " ".join(p for p in parts if p) + "]"
+
+
+def known(extent: Any) -> bool:
+    """Whether an extent is a number (and not a symbolic dimension of jax.export)."""
+    return isinstance(extent, (int, np.integer))
+
+
+def itemsize(p: Problem) -> int:
+    return {"float64": 8, "float32": 4}.get(p.dtype, 2)
+
+
+PARTIALS_BYTES = 256 * 2**20  # of float32 partial sums
+
+
+def product_tile(m: int, n: int, instances: int, vector: bool) -> str:
+    """The largest tile that still gives most multiprocessors of a large GPU something to do, no wider than n.
+
+    What cannot be read 16 bytes at a time (not `vector`) has one tile.
+    """
+    enough = 96
+    if not vector:
+        return "64x64"
+
+    def ctas(rows: int, columns: int) -> int:
+        return -(-m // rows) * -(-n // columns) * instances
+
+    if n > 64 and m > 64 and ctas(128, 128) >= enough:
+        return "128x128"
+    return "128x64" if m > 64 and ctas(128, 64) >= enough else "64x64"
+
+
+def extent_of(tile: str) -> tuple[int, int]:
+    rows, columns = tile.split("x")
+    return int(rows), int(columns)
+
+
+def splits_of(work: int, blocks: int, device: Device, waves: int, least: int, bytes_each: int) -> int:
+    """Parts of a reduction over `work` elements: `waves` blocks a multiprocessor, each part at least `least` long."""
+    wanted = -(-waves * device.sm_count // max(blocks, 1))
+    return max(1, min(wanted, work // least, PARTIALS_BYTES // max(bytes_each, 1), 65535))
+
+
+def align(size: int) -> int:
+    return -(-size // 256) * 256
