@@ -97,7 +97,7 @@ NORM = {
     "slope": "f64",
     "residual": "i64",
 }
-PLAN = {"algorithm": "string", "tile": "string", "splits": "i64", "chunk": "i64"}
+PLAN = {"kernel": "string", "tile": "string", "splits": "i64", "chunk": "i64"}
 # The wire format. A change here is a change of ffi/wire.h and needs a new version in the target's name: exported
 # programs hold these.
 FORMAT = {
@@ -207,7 +207,7 @@ def test_the_direct_call_itself_is_right():
 
 BAD_CALLS = {
     "unknown_activation": ("conv", {"epilogue.activation": "swish"}, "unknown activation 'swish'"),
-    "unknown_algorithm": ("conv_fprop", {"plan.algorithm": "winograd"}, "winograd"),
+    "unknown_kernel": ("conv_fprop", {"plan.kernel": "winograd"}, "winograd"),
     "unknown_bias": ("dense", {"product.bias": "diagonal"}, "unknown bias kind 'diagonal'"),
     "stride_that_does_not_fit": ("conv_fprop", {"window.stride": np.array([2, 2])}, "extents disagree"),
     "stride_zero": ("conv_fprop", {"window.stride": np.array([0, 0])}, "extents disagree"),
