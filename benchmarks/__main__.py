@@ -1,6 +1,7 @@
 """`python -m benchmarks`: measure problems. `... train`: whole training steps.
 
-`... report`: tables of what was recorded. `... tune`: the plan's table from it.
+`... report`: tables of what was recorded. `... tune`: the plan's table from it. `... fit`: the plan's model from it.
+`... regret`: what the default choice loses to the best over random problems.
 """
 
 import sys
@@ -18,6 +19,14 @@ if __name__ == "__main__":
         from benchmarks import tune
 
         sys.exit(tune.main(sys.argv[2:]))
+    if sys.argv[1:2] == ["regret"]:
+        from benchmarks import regret
+
+        sys.exit(regret.main(sys.argv[2:]))
+    if sys.argv[1:2] == ["fit"]:
+        from benchmarks import fit
+
+        sys.exit(fit.main(sys.argv[2:]))
     from benchmarks import run
 
     sys.exit(run.main())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import math
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Pair = tuple[int, int]
 
@@ -31,6 +31,7 @@ class ConvCase:
     groups: int = 1
     transposed: bool = False
     suite: str = "core"
+    thread: str = ""  # where somebody asked for it: "owner/name#number"
 
     op = "conv"
     passes = ("fprop", "dgrad", "wgrad")
@@ -264,6 +265,7 @@ def _conv(
     nd: int = 2,
     transposed: bool = False,
     suite: str = "core",
+    thread: str = "",
 ) -> ConvCase:
     return ConvCase(
         name=name,
@@ -278,6 +280,7 @@ def _conv(
         groups=groups,
         transposed=transposed,
         suite=suite,
+        thread=thread,
     )
 
 
@@ -386,6 +389,40 @@ MODELS_CONV = (
     _conv("mobilenet.7.1x1b", 256, 7, 320, 1280, 1, suite="models"),
 )
 
+
+def _thread(name: str, thread: str, *args: Any, **options: Any) -> ConvCase:
+    return _conv(f"thread.{name}", *args, suite="threads", thread=thread, **options)
+
+
+# "threads": the shapes in which users found XLA's convolutions slow, or without an algorithm; sizes are theirs where
+# the thread has them.
+THREADS_CONV = (
+    _thread("up3d.4x4x4s2", "jax-ml/jax#31662", 2, 32, 128, 64, 4, stride=2, nd=3, transposed=True),
+    _thread("up3d.2x2x2s2", "openxla/xla#34273", 2, 32, 64, 32, 2, stride=2, nd=3, transposed=True),
+    _thread("up1d.16s8", "jax-ml/jax#23783", 16, (1024,), 256, 128, 16, stride=8, nd=1, transposed=True),
+    _thread("up1d.4s2", "jax-ml/jax#23783", 16, (8192,), 64, 32, 4, stride=2, nd=1, transposed=True),
+    _thread("down3d.3x3x3s2", "openxla/xla#34273", 4, 64, 32, 64, 3, stride=2, padding=(0, 1), nd=3),
+    _thread("conv3d.3x3x3", "openxla/xla#34273", 4, 32, 64, 64, 3, padding=1, nd=3),
+    _thread("conv1d.3", "jax-ml/jax#37922", 32, (4096,), 128, 128, 3, padding=1, nd=1),
+    _thread("conv1d.7", "jax-ml/jax#37922", 32, (4096,), 64, 64, 7, padding=3, nd=1),
+    _thread("conv1d.15", "jax-ml/jax#37922", 16, (4096,), 64, 64, 15, padding=7, nd=1),
+    _thread("conv1d.31", "jax-ml/jax#37922", 16, (4096,), 32, 32, 31, padding=15, nd=1),
+    _thread("dw1d.31", "google/flax#4207", 16, (4096,), 256, 256, 31, padding=15, groups=256, nd=1),
+    _thread("dw1d.7", "jax-ml/jax#23713", 16, (4096,), 256, 256, 7, padding=3, groups=256, nd=1),
+    _thread("dw5x5s2", "jax-ml/jax#23713", 128, 28, 336, 336, 5, stride=2, padding=(1, 2), groups=336),
+    _thread("dw3.dilated4", "jax-ml/jax#26266", 32, 56, 128, 128, 3, padding=4, dilation=4, groups=128),
+    _thread("5x5s2", "danijar/dreamerv3#139", 64, 64, 64, 128, 5, stride=2, padding=(1, 2)),
+    _thread("8x8s4", "danijar/dreamerv3#126", 256, 84, 4, 32, 8, stride=4),
+    _thread("16x16s16", "jax-ml/jax#23085", 64, 224, 3, 768, 16, stride=16),
+    _thread("groups2", "keras-team/keras#20471", 64, 28, 256, 256, 3, padding=1, groups=2),
+    _thread("wavenet.k3d64", "jax-ml/jax#26266", 4, (16384,), 128, 128, 3, padding=(128, 0), dilation=64, nd=1),
+    _thread("aspp.d6", "jax-ml/jax#26266", 16, 65, 256, 256, 3, padding=6, dilation=6),
+    _thread("aspp.d12", "jax-ml/jax#26266", 16, 65, 256, 256, 3, padding=12, dilation=12),
+    _thread("aspp.d18", "jax-ml/jax#26266", 16, 65, 256, 256, 3, padding=18, dilation=18),
+    _thread("batch1.3x3", "jax-ml/jax#1606", 1, 56, 64, 64, 3, padding=1),
+    _thread("batch1.1x1", "prs-eth/thera#10", 1, 256, 64, 64, 1),
+)
+
 MODELS_BATCHNORM = (
     BatchNormCase("r50.s1.64", 256, 64, (56, 56), suite="models"),
     BatchNormCase("r50.s2.128", 256, 128, (28, 28), suite="models"),
@@ -442,12 +479,12 @@ CPU_BATCHNORM = (BatchNormCase("cpu.bn", 8, 64, (56, 56), suite="cpu"),)
 CPU_DENSE = (DenseCase("cpu.mlp", 512, 1024, 1024, "relu", suite="cpu"),)
 
 BY_OP: dict[str, tuple[Case, ...]] = {
-    "conv": CONV + MODELS_CONV + CPU_CONV,
+    "conv": CONV + MODELS_CONV + CPU_CONV + THREADS_CONV,
     "dense": DENSE + CPU_DENSE,
     "batchnorm": BATCHNORM + MODELS_BATCHNORM + CPU_BATCHNORM,
     "conv_batchnorm": CONV_BATCHNORM,
 }
-SUITES = ("core", "special", "models", "cpu")
+SUITES = ("core", "special", "models", "cpu", "threads")
 
 
 def select(op: str, pattern: str = "*", suites: tuple[str, ...] = SUITES[:2]) -> list[Case]:

@@ -455,7 +455,7 @@ def main(argv: list[str] | None = None) -> int:
             "small": args.small,
             "batch": args.batch,
             # Tables of their own: the models' problems, and another device's.
-            "suite": args.suite if args.suite == "models" else None,
+            "suite": args.suite if args.suite in ("models", "threads") else None,
             "part": args.suite if args.suite in ("core", "special") else None,  # of a table
             "implementation": args.implementation,
             "ceilings": None if top is None else dataclasses.asdict(top),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from types import ModuleType
 
 from jaxconv._plan import depthwise, direct, domain, grouped, im2col, implicit_gemm, sm90, stem
@@ -61,6 +62,17 @@ def made(op: str, algorithm: str, p: ConvProblem, device: Device) -> Plan | str:
             )
         why = refused
     return why
+
+
+def every(op: str, p: ConvProblem, device: Device) -> Iterator[Plan]:
+    """A plan for each kernel that can run `op` of p, with the tile that it wants most."""
+    for family in FAMILIES:
+        seen: set[str] = set()
+        for wanted in FAMILIES[family].wants(op, in_memory(family, p), device):
+            plan = wanted if wanted.kernel in seen else made(op, wanted.spec, p, device)
+            if isinstance(plan, Plan) and plan.kernel not in seen:
+                seen.add(plan.kernel)
+                yield plan
 
 
 def _on_cpu(op: str, algorithm: str, p: ConvProblem) -> Plan | str:

@@ -60,6 +60,11 @@ class Plan:
         """The kernel's family, as a user forces it."""
         return self.kernel.partition("/")[0]
 
+    @property
+    def spec(self) -> str:
+        """What forces this kernel and tile: "sm90/product 128x256"."""
+        return f"{self.kernel} {self.tile}".rstrip()
+
     def answers(self, algorithm: str) -> bool:
         """Whether `algorithm` names the plan's kernel: "sm90", "sm90/product", "sm90/product 128x256"."""
         name, _, tile = algorithm.partition(" ")
