@@ -139,7 +139,7 @@ def _recorded(device_kind: str) -> tuple[Measurement, ...]:
 def _measurement(entry: dict[str, Any]) -> Measurement:
     return Measurement(
         entry["op"],
-        _tuples(entry["kind"]),
+        tuples(entry["kind"]),
         tuple(entry["coordinates"]),
         entry["case"],
         entry["xla_ms"],
@@ -147,8 +147,8 @@ def _measurement(entry: dict[str, Any]) -> Measurement:
     )
 
 
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+def tuples(value: Any) -> Any:
+    return tuple(map(tuples, value)) if isinstance(value, list) else value
 
 
 def nearest(op: str, problem: Any, device_kind: str, kernel: str) -> Measurement | None:
