@@ -436,7 +436,8 @@ def draw(bars: dict[str, dict[str, float]], path: pathlib.Path) -> None:
         axes.minorticks_off()
         axes.set_xlim(0.8, 1.15 * max(max(found.values()) for found in bars.values()))
         axes.axvline(1, color="black", linewidth=0.8)
-        figure.supxlabel("XLA's time / jaxconv's, bfloat16, one H200; 1x: XLA is at least as fast, so it runs", fontsize=9)
+        label = "XLA's time / jaxconv's, bfloat16, one H200; 1x: XLA is at least as fast, so it runs"
+        figure.supxlabel(label, fontsize=9)
         axes.legend(loc="lower right")
         axes.spines[["top", "right"]].set_visible(False)
         figure.savefig(path, metadata={"Date": None, "Description": _mark(bars)})
