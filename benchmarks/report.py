@@ -221,53 +221,64 @@ def forced(runs: dict[str, Run]) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 # Kernels. A plan is recorded as "native[<kernel> <tile> splits=...]", several as "xla + native[...]".
 
-# What plans of runs before kernels had names call them: algorithm -> {tile: kernel}; "" is any other tile.
-_OLD_TILES = {
-    "depthwise": {"rows": "rows", "bands": "rows_mma", "lines": "conv1d"},
-    "grouped": {"rows": "rows", "": "mma"},
-    "stem": {"128x128": "patches"},
-    "wgmma": {"halo": "halo", "planes": "halo_3d", "128x128h": "halo_stream", "": "product"}
-    | dict.fromkeys(("128x64r", "64x256r"), "resident"),
-    "gemm": {"": "gemm"},
-}
+# The families of convolution kernels; each has a page, as every other op has one.
+FAMILIES = ("depthwise", "direct", "grouped", "im2col", "implicit_gemm", "sm90", "stem")
 
 
-BATCHNORM = ("two_read", "resident_block", "resident_team")
-
-
-def kernels_of(row: Run, op: str) -> list[str]:
-    """The kernels of a row's plan: "sm90/halo", "depthwise/rows", ...; "xla" for XLA's."""
+def kernels_of(row: Run, op: str, dtype: str) -> list[str]:
+    """The kernels of a row's plan: "sm90/halo", "depthwise/rows", "two_read", ...; "xla" for XLA's."""
     found = []
     for part in row.get("plan", "").split(" + "):
         name, *rest = part.removeprefix("native[").rstrip("]").split(" ")
         tile = next((word for word in rest if "=" not in word and word != "channels-last"), "")
-        if name in _OLD_TILES and "/" not in name:
-            tiles = _OLD_TILES[name]
-            kernel = tiles.get(tile, tiles.get("", ""))
-            family = "dense" if op == "dense" else "sm90" if name == "wgmma" else name
-            if op == "dense" and name == "wgmma":
-                kernel = "sm90"
-            if row["pass"] == "wgrad" and name == "wgmma" and op == "conv" and tile not in ("planes", "halo"):
-                kernel = "wgrad_pair" if tile.endswith("p") else "wgrad"
-            if kernel == "rows" and op == "conv":
-                strided = re.search(r" s2", row["problem"]) and name == "depthwise"
-                floats = row.get("dtype") == "f32" and name == "grouped"
-                kernel += "_strided" if strided else "_float32" if floats else ""
-            name = f"{family}/{kernel}" if kernel else family
-        elif name in BATCHNORM:
-            name = f"batchnorm/{name}"
-        found.append(name)
+        found.append(_renamed(name, tile, row, op, dtype))
     return found
 
 
-def _family(kernel: str) -> str:
-    return kernel.partition("/")[0]
+def _renamed(name: str, tile: str, row: Run, op: str, dtype: str) -> str:
+    """The kernel's name; plans of runs before kernels had names say which it was by algorithm and tile."""
+    half = not dtype.startswith("f32")
+    if name == "depthwise":
+        strided = bool(re.search(r" s\d", row["problem"]))
+        if tile in ("bands", "lines", "rows"):
+            rows = "rows_strided" if strided else "rows"
+            return f"depthwise/{dict(bands='rows_mma', lines='conv1d', rows=rows)[tile]}"
+        flat = not re.search(r" \d+x\d+x\d+( |$)", row["problem"])
+        return "depthwise/mma" if half and flat and not strided else "depthwise/fma"
+    if name == "grouped":
+        return "grouped/mma" if not tile else "grouped/rows" if half else "grouped/rows_float32"
+    if name == "stem":
+        return "stem/patches" if tile else "stem"
+    if name != "wgmma":
+        return name
+    if op == "conv_batchnorm":
+        return "sm90/statistics"
+    if tile in ("halo", "planes", "128x128h"):
+        return f"sm90/{dict(halo='halo', planes='halo_3d').get(tile, 'halo_stream')}"
+    if tile[-1] in "rp":
+        return "sm90/resident" if tile[-1] == "r" else "sm90/wgrad_pair"
+    if op == "dense" and tile == "64x128":
+        return "sm90/rows"
+    kernel = "wgrad" if op == "conv" and row["pass"] == "wgrad" else "product"
+    if kernel == "wgrad" and not half and tile not in ("128x128", "128x64"):
+        kernel = "wgrad_terms" if "highest" in dtype else "wgrad_tf32"
+    return f"sm90/{kernel}_swapped" if tile[-1] == "s" else f"sm90/{kernel}"
+
+
+def _page(kernel: str, op: str) -> str:
+    """Whose page in docs/kernels a kernel is on: a family's, or an op's that has one."""
+    family = kernel.partition("/")[0]
+    if kernel == "xla":
+        return "XLA"
+    if op == "conv_batchnorm" and family not in FAMILIES:
+        return "batchnorm"
+    return family if op == "conv" else op
 
 
 def _defaults(runs: dict[str, Run]) -> list[tuple[Run, Run]]:
     """(run, row) of every default choice, of problems in full size on accelerators."""
     return [
-        (run, {**row, "dtype": run["dtype"]})
+        (run, row)
         for run in runs.values()
         if run["op"] != "train" and run["platform"] != "cpu" and not run["small"]
         for row in run["rows"]
@@ -279,7 +290,7 @@ def kernels(runs: dict[str, Run]) -> str:
     """Of each kernel: how many recorded problems it is the default of, and how it does against XLA there."""
     ratios: dict[tuple[str, str, str, str], list[tuple[float, str]]] = {}
     for run, row in _defaults(runs):
-        for kernel in dict.fromkeys(kernels_of(row, run["op"])):
+        for kernel in dict.fromkeys(kernels_of(row, run["op"], _dtype(run))):
             if kernel != "xla" and row.get("xla_over_this"):
                 key = kernel, run["op"], _dtype(run), run["device"]
                 ratios.setdefault(key, []).append((row["xla_over_this"], f"{row['case']} {row['pass']}"))
@@ -287,10 +298,8 @@ def kernels(runs: dict[str, Run]) -> str:
     for (kernel, op, dtype, device), found in sorted(ratios.items()):
         best, where = max(found)
         mean = _geometric_mean([ratio for ratio, _ in found])
-        page = "conv_batchnorm" if op == "conv_batchnorm" else _family(kernel)
-        rows.append(
-            [f"[{kernel}]({page}.md)", op, dtype, device, str(len(found)), f"{mean:.2f}", f"{best:.2f} ({where})"]
-        )
+        cells = [f"[{kernel}]({_page(kernel, op)}.md)", op, dtype, device]
+        rows.append([*cells, str(len(found)), f"{mean:.2f}", f"{best:.2f} ({where})"])
     head = ["kernel", "op", "dtype", "device", "default of", "XLA / jaxconv, geometric mean", "most"]
     return _markdown(head, rows, 4) if rows else NOTHING
 
@@ -300,39 +309,34 @@ def _dtype(run: Run) -> str:
     return f"{run['dtype']} {precision}".strip()
 
 
-def _cell(row: Run, op: str, family: str) -> str:
-    """ "ms / of the limit / XLA's time over it", or who runs it instead."""
-    families = [_family(kernel) for kernel in kernels_of(row, op)]
-    if family not in families:
-        return ", ".join(dict.fromkeys(f.replace("xla", "XLA") for f in families))
-    return _figures(row)
-
-
 def _figures(row: Run) -> str:
     cells = [f"{row['ms']:.4f}", f"{row['of_limit']:.2f}" if "of_limit" in row else "", f"{row['xla_over_this']:.2f}"]
     return " / ".join(cells)
 
 
-def by_case(runs: dict[str, Run], family: str) -> str:
-    """A row for each problem of which `family` runs a pass by default; channels last, float16 left to its pages."""
-    op = {"batchnorm": "batchnorm", "conv_batchnorm": "conv_batchnorm", "dense": "dense"}.get(family, "conv")
-    found: dict[tuple[str, str, str], dict[str, Run]] = {}
+def by_case(runs: dict[str, Run], page: str) -> str:
+    """A row for each problem of which a page's kernels run a pass by default; channels last, without float16."""
+    op = page if page in BY_OP else "conv"
+    found: dict[tuple[str, str, str], dict[str, tuple[Run, list[str]]]] = {}
     for run, row in _defaults(runs):
         if run["op"] == op and run["layout"] != "NCHW" and run["dtype"] != "f16":
-            found.setdefault((row["case"], row["problem"], _dtype(run)), {})[row["pass"]] = row
-    if family == "conv_batchnorm":
-        family = "sm90"
-    some = {
-        key: passes
+            passes = found.setdefault((row["case"], row["problem"], _dtype(run)), {})
+            passes[row["pass"]] = row, kernels_of(row, op, _dtype(run))
+    used_by = {
+        key: {kernel: None for _, kernels in passes.values() for kernel in kernels if _page(kernel, op) == page}
         for key, passes in found.items()
-        if any(family in map(_family, kernels_of(row, op)) for row in passes.values())
     }
-    names = list(dict.fromkeys(p for case in BY_OP[op] for p in case.passes if any(p in row for row in some.values())))
+    known = {name for key, used in used_by.items() if used for name in found[key]}
+    names = [name for name in dict.fromkeys(p for case in BY_OP[op] for p in case.passes) if name in known]
     rows = []
-    for (case, problem, dtype), passes in some.items():
-        used = [k for row in passes.values() for k in kernels_of(row, op) if _family(k) == family]
-        cells = [_cell(passes[p], op, family) if p in passes else "" for p in names]
-        rows.append([case, problem, dtype, ", ".join(dict.fromkeys(k.partition("/")[2] or k for k in used)), *cells])
+    for key, used in used_by.items():
+        if not used:
+            continue
+        passes, cells = found[key], []
+        for row, kernels in (passes.get(name, (None, [])) for name in names):
+            others = dict.fromkeys(_page(kernel, op) for kernel in kernels)
+            cells.append("" if row is None else _figures(row) if page in others else ", ".join(others))
+        rows.append([*key, ", ".join(kernel.removeprefix(f"{page}/") for kernel in used), *cells])
     if not rows:
         return NOTHING
     return _markdown(["case", "problem", "dtype", "kernel", *names], rows, 4) + CELLS

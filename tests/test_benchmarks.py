@@ -265,24 +265,46 @@ def test_what_is_recorded_here_is_folded_and_every_page_is_fresh(capsys):
 
 
 @pytest.mark.parametrize(
-    ("op", "pass_", "problem", "plan", "expected"),
+    ("kind", "problem", "plan", "expected"),
     [
-        ("conv", "fprop", "8x56x56 64->64 3x3", "native[wgmma halo]", ["sm90/halo"]),
-        ("conv", "dgrad", "8x56x56 64->64 3x3", "native[wgmma 128x128h channels-last]", ["sm90/halo_stream"]),
-        ("conv", "fprop", "8x56x56 64->64 1x1", "native[wgmma 64x256r]", ["sm90/resident"]),
-        ("conv", "wgrad", "8x56x56 64->64 1x1", "native[wgmma 64x256p splits=66]", ["sm90/wgrad_pair"]),
-        ("conv", "wgrad", "8x56x56 64->64 1x1", "native[wgmma 64x256 splits=132]", ["sm90/wgrad"]),
-        ("conv", "fprop", "8x56x56 96->96 3x3 s2 g96", "native[depthwise rows]", ["depthwise/rows_strided"]),
-        ("conv", "fprop", "8x56x56 96->96 7x7 g96", "native[depthwise bands]", ["depthwise/rows_mma"]),
-        ("conv", "fprop", "8x56x56 96->96 7x7 g96", "native[depthwise/rows_mma 32]", ["depthwise/rows_mma"]),
-        ("conv", "wgrad", "8x56x56 96->96 3x3 g24", "native[grouped splits=2]", ["grouped/mma"]),
-        ("dense", "fwd", "8x8x8 relu", "xla + native[wgmma 64x128 splits=2]", ["xla", "dense/sm90"]),
-        ("batchnorm", "fwd", "8x8 C=8", "native[two_read splits=2]", ["batchnorm/two_read"]),
-        ("conv", "fprop", "8x8 C=8", "xla", ["xla"]),
+        ("conv fprop bf16", "8x56x56 64->64 3x3", "native[wgmma halo]", "sm90/halo"),
+        ("conv dgrad bf16", "8x56x56 64->64 3x3", "native[wgmma 128x128h channels-last]", "sm90/halo_stream"),
+        ("conv fprop bf16", "8x56x56 64->64 1x1", "native[wgmma 64x256r]", "sm90/resident"),
+        ("conv fprop bf16", "8x56x56 64->64 1x1", "native[wgmma 256x128s]", "sm90/product_swapped"),
+        ("conv wgrad bf16", "8x56x56 64->64 1x1", "native[wgmma 64x256p splits=66]", "sm90/wgrad_pair"),
+        ("conv wgrad bf16", "8x56x56 64->64 1x1", "native[wgmma 64x256 splits=132]", "sm90/wgrad"),
+        ("conv wgrad f32", "8x56x56 64->64 3x3", "native[wgmma 256x128 splits=2]", "sm90/wgrad_tf32"),
+        ("conv wgrad f32 highest", "8x56x56 64->64 1x1", "native[wgmma 256x64s]", "sm90/wgrad_terms_swapped"),
+        ("conv wgrad f32 highest", "8x56x56 64->64 3x3", "native[wgmma 128x64 splits=2]", "sm90/wgrad"),
+        ("conv fprop bf16", "8x56x56 96->96 3x3 s2 g96", "native[depthwise rows]", "depthwise/rows_strided"),
+        ("conv fprop bf16", "8x56x56 96->96 7x7 g96", "native[depthwise bands]", "depthwise/rows_mma"),
+        ("conv fprop bf16", "8x56x56 96->96 7x7 g96", "native[depthwise/rows_mma]", "depthwise/rows_mma"),
+        ("conv fprop bf16", "8x56x56 96->96 31x31 g96", "native[depthwise]", "depthwise/mma"),
+        ("conv fprop f32", "8x56x56 96->96 31x31 g96", "native[depthwise]", "depthwise/fma"),
+        ("conv fprop bf16", "8x24x24x24 96->96 3x3x3 g96", "native[depthwise]", "depthwise/fma"),
+        ("conv wgrad bf16", "8x56x56 96->96 3x3 g24", "native[grouped splits=2]", "grouped/mma"),
+        ("conv fprop f32 highest", "8x56x56 96->96 3x3 g24", "native[grouped rows]", "grouped/rows_float32"),
+        ("dense fwd bf16", "8x8x8 relu", "xla + native[wgmma 64x128 splits=2]", "xla sm90/rows"),
+        ("dense fwd bf16", "8x8x8 relu", "native[sm90/product 128x256]", "sm90/product"),
+        ("conv_batchnorm fwd bf16", "8x8 1x1", "native[wgmma 128x128] + native[two_read]", "sm90/statistics two_read"),
+        ("batchnorm fwd bf16", "8x8 C=8", "native[two_read splits=2]", "two_read"),
+        ("conv fprop bf16", "8x8 C=8", "xla", "xla"),
     ],
 )
-def test_a_report_names_the_kernels_of_recorded_plans(op, pass_, problem, plan, expected):
-    assert report.kernels_of({"pass": pass_, "problem": problem, "plan": plan}, op) == expected
+def test_a_report_names_the_kernels_of_recorded_plans(kind, problem, plan, expected):
+    op, pass_, dtype = kind.split(" ", 2)
+    assert report.kernels_of({"pass": pass_, "problem": problem, "plan": plan}, op, dtype) == expected.split()
+
+
+def test_every_kernel_of_a_recorded_default_has_a_page():
+    pages = {path.stem for path in (record.ROOT / "docs" / "kernels").glob("*.md")}
+    runs = report.load(record.RESULTS)
+    used = {
+        report._page(kernel, run["op"])
+        for run, row in report._defaults(runs)
+        for kernel in report.kernels_of(row, run["op"], report._dtype(run))
+    }
+    assert used - {"XLA"} and used - {"XLA"} <= pages
 
 
 def test_a_figure_is_drawn_anew_when_its_numbers_change(tmp_path):
