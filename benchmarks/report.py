@@ -14,15 +14,13 @@ was forced to run), or `<device>/<table>`, as `python -m benchmarks report --lis
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
 import math
 import pathlib
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks import limits, record
+from benchmarks import record
 from benchmarks.cases import BY_OP
 
 BLOCK = re.compile(r"(<!-- benchmarks:(\S+) -->\n)(.*?)(<!-- /benchmarks -->)", re.DOTALL)
@@ -86,7 +84,7 @@ def _ms(row: Run | None) -> str:
     return f"{row['ms']:.4f} ±{row['spread'] * 100:.0f}%" if "ms" in row else row["status"]
 
 
-def _problems(run: Run) -> dict[tuple[str, str], dict[str, Run]]:
+def problems(run: Run) -> dict[tuple[str, str], dict[str, Run]]:
     """{(case, pass): {contender: row}}"""
     found: dict[tuple[str, str], dict[str, Run]] = {}
     for row in run["rows"]:
@@ -101,7 +99,7 @@ def table(run: Run) -> str:
     with_torch = any(row["contender"] == "torch" for row in run["rows"])
     with_limit = run["ceilings"] is not None
     rows = []
-    for (case, pass_), contenders in _problems(run).items():
+    for (case, pass_), contenders in problems(run).items():
         for name, row in contenders.items():
             same = contenders.get("ours", {}).get("same_as") == name
             if not name.startswith("ours") or same or row["status"] == "skipped":
@@ -165,7 +163,7 @@ def train_table(run: Run) -> str:
     return text + provenance(run)
 
 
-def _training_step(run: Run) -> str:
+def training_step(run: Run) -> str:
     return f"{run['model']}, {run['dtype']}, {run['batch']} x {run['image']}²"
 
 
@@ -175,9 +173,7 @@ def train_summary(runs: dict[str, Run]) -> str:
     for run in runs.values():
         for row in run["rows"]:
             ratio = f"{row['flax_ms'] / row['ms']:.2f}" if row["flax_ms"] else ""
-            rows.append(
-                [_training_step(run), WAYS[row["way"]], f"{row['ms']:.1f}", f"{row['images_per_s']:.0f}", ratio]
-            )
+            rows.append([training_step(run), WAYS[row["way"]], f"{row['ms']:.1f}", f"{row['images_per_s']:.0f}", ratio])
     return _markdown(["model", "way", "ms a step", "images/s", "speed, flax = 1"], rows, 2)
 
 
@@ -386,7 +382,7 @@ def highlights(runs: dict[str, Run]) -> str:
         run = runs.get(f"{DEVICE}/train-{name}-batch256")
         best = next((r for r in run["rows"] if r["way"] == "accelerate" and r["flax_ms"]), None) if run else None
         if run and best:
-            what = f"training step, {_training_step(run)}"
+            what = f"training step, {training_step(run)}"
             rows.append(
                 [what, f"{best['flax_ms']:.1f} ms", f"{best['ms']:.1f} ms", f"{best['flax_ms'] / best['ms']:.2f}"]
             )
@@ -402,131 +398,6 @@ def highlights(runs: dict[str, Run]) -> str:
     device = runs[f"{DEVICE}/{TABLES[0][0]}"]["device"] if f"{DEVICE}/{TABLES[0][0]}" in runs else DEVICE
     head = [device, "XLA", "jaxconv", "XLA / jaxconv (geometric mean)"]
     return _markdown(head, rows, 1) if rows else NOTHING
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Figures. Each is drawn from a few numbers, of which it keeps a mark: it is stale when they are others.
-
-XLA, OURS = "#b0b0b0", "#4c72b0"
-
-
-def _bars(runs: dict[str, Run]) -> dict[str, dict[str, float]]:
-    """{case: {pass: XLA's time over ours}} of the core convolutions in bfloat16."""
-    found: dict[str, dict[str, float]] = {}
-    for row in runs.get(f"{DEVICE}/conv-bf16-nhwc", {"rows": ()})["rows"]:
-        if row["contender"] == "ours" and row["suite"] == "core" and row.get("xla_over_this"):
-            found.setdefault(f"{row['case']}: {row['problem']}", {})[row["pass"]] = round(row["xla_over_this"], 3)
-    return found
-
-
-def _draw_bars(figure: Any, bars: dict[str, dict[str, float]]) -> None:
-    """Bars of the speed relative to XLA; the order of the cases is that of their best pass."""
-    names = sorted(bars, key=lambda case: max(bars[case].values()))
-    passes = [p for p in ("fprop", "dgrad", "wgrad") if any(p in bars[name] for name in names)]
-    figure.set_size_inches(8, 0.36 * len(names) + 1.2)
-    axes = figure.subplots()
-    for i, (pass_, colour) in enumerate(zip(passes, (OURS, "#dd8452", "#55a868"), strict=False)):
-        places = [j + 0.27 * (1 - i) for j in range(len(names))]
-        axes.barh(places, [bars[name].get(pass_, 0) for name in names], 0.25, label=pass_, color=colour)
-    axes.set_yticks(range(len(names)), names)
-    axes.set_xscale("log")
-    axes.set_xticks(ticks := [1, 2, 4, 8, 16, 32, 64], [f"{t}x" for t in ticks])
-    axes.set_xlim(0.8, 1.15 * max(max(found.values()) for found in bars.values()))
-    axes.axvline(1, color="black", linewidth=0.8)
-    axes.legend(loc="lower right")
-    label = "XLA's time / jaxconv's, bfloat16, one H200; 1x: XLA is at least as fast, so it runs"
-    figure.supxlabel(label, fontsize=9)
-
-
-def _steps(runs: dict[str, Run]) -> dict[str, dict[str, float]]:
-    """{training step: {way: milliseconds}} on one device."""
-    found: dict[str, dict[str, float]] = {}
-    for name in STEPS:
-        run = runs.get(f"{DEVICE}/train-{name}-batch256")
-        if run:
-            found[_training_step(run)] = {row["way"]: round(row["ms"], 2) for row in run["rows"] if row["devices"] == 1}
-    return found
-
-
-def _draw_steps(figure: Any, steps: dict[str, dict[str, float]]) -> None:
-    figure.set_size_inches(8, 0.8 * len(steps) + 1.2)
-    axes = figure.subplots()
-    colours = dict(zip(WAYS, (XLA, "#a6bddb", "#74a9cf", OURS), strict=True))
-    place, ticks = 0.0, []
-    for ways in reversed(steps.values()):
-        first = place
-        for way in reversed(WAYS):
-            if way in ways:
-                axes.barh(place, ways[way], 0.9, color=colours[way])
-                axes.text(ways[way], place, f" {ways[way]:.1f}", va="center", fontsize=8)
-                place += 1
-        ticks.append((first + place - 1) / 2)
-        place += 0.7
-    axes.set_yticks(ticks, list(reversed(steps)))
-    used = [way for way in WAYS if any(way in ways for ways in steps.values())]
-    bars = [axes.barh(0, 0, color=colours[way]) for way in used]
-    names = [WAYS[way].replace("`", "") for way in used]
-    figure.legend(bars, names, loc="outside upper center", ncols=len(used), fontsize=8, frameon=False)
-    figure.supxlabel("milliseconds a training step, one H200", fontsize=9)
-
-
-def _roofline(runs: dict[str, Run]) -> dict[str, Any]:
-    """Every convolution in bfloat16: (operations a byte, XLA's TFLOP/s, ours), and the device's two limits."""
-    points = []
-    tables = [runs[name] for name in (f"{DEVICE}/conv-bf16-nhwc", f"{DEVICE}/conv-bf16-nhwc-models") if name in runs]
-    cases = {case.name: case for case in BY_OP["conv"]}
-    for run in tables:
-        for (name, pass_), contenders in _problems(run).items():
-            xla, ours, case = contenders.get("xla", {}), contenders.get("ours", {}), cases.get(name)
-            if case and "ms" in xla and "ms" in ours:
-                flops, size = limits.work(case, pass_, run["dtype"])
-                points.append([round(x, 3) for x in (flops / size, flops / xla["ms"] / 1e9, flops / ours["ms"] / 1e9)])
-    if not points:
-        return {}
-    top = tables[0]["ceilings"]
-    return {"points": sorted(points), "rate": top["half"] / 1e12, "bandwidth": top["bandwidth"] / 1e12}
-
-
-def _draw_roofline(figure: Any, numbers: dict[str, Any]) -> None:
-    figure.set_size_inches(8, 5)
-    axes = figure.subplots()
-    intensity, xla, ours = zip(*numbers["points"], strict=True)
-    ends = min(intensity) / 1.5, numbers["rate"] / numbers["bandwidth"], max(intensity) * 1.5
-    axes.plot(ends, [min(numbers["rate"], x * numbers["bandwidth"]) for x in ends], color="black", linewidth=0.8)
-    axes.vlines(intensity, xla, ours, color=XLA, linewidth=0.6)
-    axes.scatter(intensity, xla, 12, color=XLA, label="XLA", zorder=2)
-    axes.scatter(intensity, ours, 12, color=OURS, label="jaxconv, default choice", zorder=3)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_ylabel("TFLOP/s")
-    axes.legend(loc="lower right")
-    figure.supxlabel("operations a byte of minimal traffic; the line is the device's limit, 16 bit", fontsize=9)
-
-
-Figure = tuple[Callable[[dict[str, Run]], Any], Callable[[Any, Any], None]]
-FIGURES: dict[str, Figure] = {
-    "docs/speed.svg": (_bars, _draw_bars),
-    "docs/steps.svg": (_steps, _draw_steps),
-    "docs/roofline.svg": (_roofline, _draw_roofline),
-}
-
-
-def mark(numbers: Any) -> str:
-    """What a figure says of the numbers that it was drawn from."""
-    return "numbers " + hashlib.sha256(json.dumps(numbers).encode()).hexdigest()[:16]
-
-
-def draw(numbers: Any, onto: Callable[[Any, Any], None], path: pathlib.Path) -> None:
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    settings = {"svg.hashsalt": "jaxconv", "svg.fonttype": "none", "font.size": 9, "axes.spines.top": False}
-    with matplotlib.rc_context(settings | {"axes.spines.right": False}):
-        figure = Figure(layout="constrained")
-        onto(figure, numbers)
-        for axes in figure.axes:
-            axes.minorticks_off()
-        figure.savefig(path, format="svg", metadata={"Date": None, "Description": mark(numbers)})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -615,6 +486,8 @@ def wanted(root: pathlib.Path, runs: dict[str, Run]) -> dict[pathlib.Path, str |
 
 
 def main(argv: list[str] | None = None) -> int:
+    from benchmarks import figures  # which takes what it draws from here
+
     parser = argparse.ArgumentParser(prog="python -m benchmarks report", description=__doc__.splitlines()[0])
     parser.add_argument("--root", type=pathlib.Path, default=record.ROOT, help="the checkout whose pages are written")
     parser.add_argument("--list", action="store_true", help="name the tables and stop")
@@ -648,12 +521,12 @@ def main(argv: list[str] | None = None) -> int:
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
-    for name, (numbers_of, onto) in FIGURES.items():
+    for name, (numbers_of, onto) in figures.FIGURES.items():
         path, numbers = args.root / name, numbers_of(runs)
-        if numbers and not (path.exists() and mark(numbers) in path.read_text()):
+        if numbers and not (path.exists() and figures.mark(numbers) in path.read_text()):
             stale.append(path)
             if not args.check:
-                draw(numbers, onto, path)
+                figures.draw(numbers, onto, path)
     for path in stale:
         print(f"{path.relative_to(args.root)}: {'stale, run python -m benchmarks report' if args.check else 'written'}")
     if not stale:

@@ -10,7 +10,7 @@ import pytest
 from helpers import PLATFORM
 from jax import lax
 
-from benchmarks import cases, record, report, run, tune
+from benchmarks import cases, figures, record, report, run, tune
 from jaxconv import _tuning
 from jaxconv._activation import Activation
 from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem
@@ -311,12 +311,12 @@ def test_a_figure_is_drawn_anew_when_its_numbers_change(tmp_path):
     pytest.importorskip("matplotlib", reason="the figure is drawn by matplotlib")
     bars = {"a case: 8x8 3x3": {"fprop": 2.0, "dgrad": 1.0, "wgrad": 4.0}, "another": {"fprop": 1.5}}
     path = tmp_path / "figure.svg"
-    report.draw(bars, report._draw_bars, path)
+    figures.draw(bars, figures._draw_bars, path)
     first = path.read_bytes()
-    assert report.mark(bars) in first.decode() and "another" in first.decode()
-    report.draw(bars, report._draw_bars, path)
+    assert figures.mark(bars) in first.decode() and "another" in first.decode()
+    figures.draw(bars, figures._draw_bars, path)
     assert path.read_bytes() == first
-    assert report.mark({**bars, "another": {"fprop": 1.6}}) not in first.decode()
+    assert figures.mark({**bars, "another": {"fprop": 1.6}}) not in first.decode()
 
 
 def test_tune_without_algorithms_is_refused(capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import fnmatch
 import importlib.util
 import pathlib
 import re
@@ -36,6 +37,23 @@ def test_links_lead_to_files_and_headings_that_are_there(page):
         found = page.parent / target if target else page
         assert found.exists(), f"{_name(page)} links to {link}"
         assert not anchor or anchor in _anchors(found.read_text()), f"{_name(page)} links to {link}"
+
+
+def _files() -> list[str]:
+    """Files of the checkout, from its root."""
+    rooms = ("jaxconv", "common", "ffi", "cpu", "cuda", "tests", "benchmarks", "examples", "docs", ".ci")
+    found = [path for room in rooms for path in (ROOT / room).rglob("*") if path.is_file()]
+    return [str(path.relative_to(ROOT)) for path in [*ROOT.glob("*"), *found]]
+
+
+def test_files_that_documents_name_are_there():
+    files = _files()
+    for page in PAGES:
+        if "results" in page.parts:
+            continue
+        for name in re.findall(r"`([\w./*-]+/[\w.*-]+\.(?:py|h|cc|cu|cuh|md|ipynb))`", page.read_text()):
+            there = any(fnmatch.fnmatch(f"/{file}", f"*/{name}") for file in files)
+            assert there, f"{_name(page)} names {name}"
 
 
 def _missing(code: str) -> list[str]:
