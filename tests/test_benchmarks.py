@@ -10,7 +10,7 @@ import pytest
 from helpers import PLATFORM
 from jax import lax
 
-from benchmarks import cases, figures, record, report, run, tune
+from benchmarks import cases, record, report, run, tune
 from jaxconv import _tuning
 from jaxconv._activation import Activation
 from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem
@@ -309,6 +309,8 @@ def test_every_kernel_of_a_recorded_default_has_a_page():
 
 def test_a_figure_is_drawn_anew_when_its_numbers_change(tmp_path):
     pytest.importorskip("matplotlib", reason="the figure is drawn by matplotlib")
+    from benchmarks import figures
+
     bars = {"a case: 8x8 3x3": {"fprop": 2.0, "dgrad": 1.0, "wgrad": 4.0}, "another": {"fprop": 1.5}}
     path = tmp_path / "figure.svg"
     figures.draw(bars, figures._draw_bars, path)
