@@ -467,9 +467,9 @@ A table is a kind of problem: op, dtype, precision, layout, cases. `python -m be
 each; XLA and jaxconv are measured in one run, after their results were compared. Times are medians of device time.
 **limit**: the larger of operations over the rate of the unit that does them and minimal traffic over the rate at which
 memory copies ([how](../kernels/limits.md)). **forced**: what `algorithm=` asked for; the other rows are the default
-choice. Losses are printed like wins. Plans stand as they were recorded: before kernels had names, `wgmma` was the family
-sm90, and a tile could name a kernel (128x128h: `sm90/halo_stream`, planes: `sm90/halo_3d`, r: `sm90/resident`, p:
-`sm90/wgrad_pair`, s: swapped, raw: a version that is gone; bands: `depthwise/rows_mma`, lines: `depthwise/conv1d`).
+choice. Losses are printed like wins. Plans stand as they were recorded: before kernels had names, `wgmma` was the
+family sm90, and a tile could name a kernel (128x128h: `sm90/halo_stream`, planes: `sm90/halo_3d`, r: `sm90/resident`,
+p: `sm90/wgrad_pair`, s: swapped, raw: a version that is gone; bands: `depthwise/rows_mma`, lines: `depthwise/conv1d`).
 """
 
 
