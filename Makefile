@@ -1,6 +1,7 @@
 # make digits   train the example network        make test    run the tests
 # make lint     check style                      make format  put it right
-# make bench    ours against XLA                 make clean   remove builds
+# make bench    ours against XLA                 make docs    the site, in build/docs
+# make clean    remove builds
 #
 # Everything lives in $(VENV), made on first use. PYTHON names the interpreter (3.11 to 3.13), ARGS is passed on:
 #   make digits ARGS=--compare        make test ARGS="-k dgrad"        make bench ARGS="--help"
@@ -84,6 +85,10 @@ $(VENV)/test.stamp: $(VENV)/build.stamp $(VENV)/cuda.stamp $(SOURCES)
 	$(call install,test$(comma)flax$(comma)examples$(comma)bench$(cuda))
 	@touch $@ $(VENV)/examples.stamp
 
+$(VENV)/docs.stamp: $(VENV)/venv.stamp pyproject.toml
+	@$(PIP) install -q -r <($(call requirements) docs)
+	@touch $@
+
 $(VENV)/dev.stamp: $(VENV)/venv.stamp pyproject.toml
 	@$(PIP) install -q -r <($(call requirements) dev)
 	@touch $@
@@ -91,10 +96,10 @@ $(VENV)/dev.stamp: $(VENV)/venv.stamp pyproject.toml
 comma := ,
 
 # --- the commands
-.PHONY: help install digits test bench lint format clean FORCE
+.PHONY: help install digits test bench docs lint format clean FORCE
 
 help:
-	@sed -n '1,7s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
+	@sed -n '1,8s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
 
 install: $(VENV)/test.stamp
 
@@ -106,6 +111,11 @@ test: $(VENV)/test.stamp
 
 bench: $(VENV)/test.stamp
 	$(VENV_PYTHON) -m benchmarks $(ARGS)
+
+# Warnings are errors: a link that leads nowhere, a public name without an entry.
+docs: $(VENV)/test.stamp $(VENV)/docs.stamp
+	$(VENV_PYTHON) -m sphinx -q -E -W --keep-going -b html docs build/docs $(ARGS)
+	@echo "build/docs/index.html"
 
 CPP = $(shell find common cpu cuda ffi -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 

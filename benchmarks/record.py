@@ -1,4 +1,9 @@
-"""A run's results as JSON: what was run, where, with which versions, and every sample."""
+"""A run's results as JSON: what was run, where, with which versions, and every sample.
+
+benchmarks/results/<device>/ holds one file for each table, under its name (`config_name`): the newest run, and under
+"earlier" what only older ones have, each with its own commit, versions and command. `python -m benchmarks report`
+folds newly recorded files into it (`fold`); what they replace is in the repository's history.
+"""
 
 from __future__ import annotations
 
@@ -96,8 +101,63 @@ def config_name(run: dict[str, Any]) -> str:
     return "-".join(part.lower() for part in parts if part)
 
 
-def _text(run: dict[str, Any]) -> str:
+def read(path: pathlib.Path) -> list[dict[str, Any]]:
+    """The runs of a file, the newest first."""
+    run = json.loads(path.read_text())
+    if run.get("format") != FORMAT:
+        raise SystemExit(f"{path} has format {run.get('format')}, this program reads {FORMAT}: record it again")
+    return [run, *run.pop("earlier", [])]
+
+
+def key(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What a row is about: a case, a pass and who ran it; of a training step the way and the number of devices."""
+    return (row["way"], row["devices"]) if "way" in row else (row["case"], row["pass"], row["contender"])
+
+
+def joined(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The runs of one table, the newest first, each with the rows that no newer one has; those without are left out."""
+    known: set[tuple[Any, ...]] = set()
+    found = []
+    for run in sorted(runs, key=lambda r: r["date"], reverse=True):
+        # What an older run refused to run says nothing.
+        skipped = "skipped" if found else None
+        rows = [row for row in run["rows"] if key(row) not in known and row.get("status", "ok") != skipped]
+        if run["op"] == "train":  # a way's speed is relative to Flax's layers in its own run
+            flax = {row["devices"]: row["ms"] for row in run["rows"] if row["way"] == "flax"}
+            rows = [{**row, "flax_ms": row.get("flax_ms") or flax.get(row["devices"])} for row in rows]
+        if rows:
+            known.update(map(key, rows))
+            found.append({**run, "rows": rows})
+    return found
+
+
+def fold(folder: pathlib.Path) -> list[pathlib.Path]:
+    """Leaves one file for each table of each device in `folder`; the files that were written or removed."""
+    tables: dict[pathlib.Path, list[pathlib.Path]] = {}
+    for path in sorted(folder.glob("*/*.json")):
+        (newest, *_) = read(path)
+        tables.setdefault(path.parent / f"{config_name(newest)}.json", []).append(path)
+    changed = []
+    for target, paths in tables.items():
+        (newest, *earlier) = joined([run for path in paths for run in read(path)])
+        text = _text({**newest, "earlier": earlier} if earlier else newest)
+        if not target.exists() or target.read_text() != text:
+            target.write_text(text)
+            changed.append(target)
+        for path in set(paths) - {target}:
+            path.unlink()
+            changed.append(path)
+    return changed
+
+
+def _text(run: dict[str, Any], margin: str = "") -> str:
     """JSON with one line per row, so that a difference between two runs can be read."""
-    rows = ",\n".join("  " + json.dumps(row) for row in run["rows"])
-    head = json.dumps({k: v for k, v in run.items() if k != "rows"}, indent=1)
-    return f'{head[:-2]},\n "rows": [\n{rows}\n ]\n}}\n'
+    head = json.dumps({k: v for k, v in run.items() if k not in ("rows", "earlier")}, indent=1)
+    lists = {"rows": [json.dumps(row) for row in run["rows"]]}
+    if "earlier" in run:
+        lists["earlier"] = [_text(one, margin + "  ").strip() for one in run["earlier"]]
+    text = head[:-2].replace("\n", f"\n{margin}")
+    for name, items in lists.items():
+        inside = ",\n".join(f"{margin}  {item}" for item in items)
+        text += f',\n{margin} "{name}": [\n{inside}\n{margin} ]'
+    return text + f"\n{margin}}}\n"

@@ -1,29 +1,32 @@
-"""Markdown tables of the recorded runs, printed or put between the markers of README.md and docs/performance.md.
+"""Markdown tables and a figure of the recorded runs: whole pages, and blocks between the markers of other documents.
 
-A marked block is `<!-- benchmarks:NAME -->` ... `<!-- /benchmarks -->`. NAME is an op (all its tables of problems in
-full size on accelerators), `cpu` (what was recorded on processors: a line for each kernel, then the tables), `summary`
-(every recorded table of problems, a line for each pass), `summary/<device>`, `train` (whole training steps: every
-table), `train/summary` (a line for each way), or `<device>/<table>`, as `python -m benchmarks report --list` prints
-them.
+`python -m benchmarks report` leaves one file for each table in benchmarks/results (`record.fold`), then writes
+docs/results/ (a page for each table of each device), the blocks of README.md and docs/, and the figures; `--check`
+changes nothing and says what is stale.
+
+A marked block is `<!-- benchmarks:NAME -->` ... `<!-- /benchmarks -->`. NAME is `highlights` (README's rows), `summary`
+(every recorded table of problems, a line for each pass), `summary/<device>`, `train` (whole training steps, a line for
+each way), `cpu` (a line for each kernel on processors), `kernels` (which kernel is the default of how many problems),
+`family/<name>` (the problems of which a family of kernels runs a pass by default), `forced/<algorithm>` (those that it
+was forced to run), or `<device>/<table>`, as `python -m benchmarks report --list` prints them.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import pathlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks import record
 from benchmarks.cases import BY_OP
 
-DOCUMENTS = ("README.md", "docs/performance.md")
 BLOCK = re.compile(r"(<!-- benchmarks:(\S+) -->\n)(.*?)(<!-- /benchmarks -->)", re.DOTALL)
-
-SHORT = ("summary", "cpu", "train", "train/summary")
+PAGES = "docs/results"  # everything in it is generated
+NOTE = "<!-- Written by `python -m benchmarks report`: edit benchmarks/report.py or record anew. -->\n"
+NOTHING = "Nothing is recorded yet.\n"
 
 Run = dict[str, Any]
 
@@ -32,39 +35,24 @@ def load(folder: pathlib.Path) -> dict[str, Run]:
     """{"<device>/<table>": run}: the newest, and the rows that only older ones have; "runs": those with rows."""
     found: dict[str, list[Run]] = {}
     for path in sorted(folder.glob("*/*.json")):
-        run = json.loads(path.read_text())
-        if run.get("format") != record.FORMAT:
-            raise SystemExit(
-                f"{path} has format {run.get('format')}, this program reads {record.FORMAT}: record it again"
-            )
-        found.setdefault(f"{record.slug(run['device'])}/{record.config_name(run)}", []).append(run)
-    return {name: _joined(sorted(runs, key=lambda r: r["date"], reverse=True)) for name, runs in sorted(found.items())}
+        for run in record.read(path):
+            found.setdefault(f"{record.slug(run['device'])}/{record.config_name(run)}", []).append(run)
+    return {name: _table(record.joined(runs)) for name, runs in sorted(found.items())}
 
 
-def _joined(runs: list[Run]) -> Run:
-    """The first of `runs`, and of each other the problems and passes (ways, of a training step) that it lacks."""
-    train = runs[0]["op"] == "train"
+def _table(runs: list[Run]) -> Run:
+    """One run of several of a table: the head of the newest, all rows in the order of their cases."""
     rows: list[Run] = []
-    used = []
-    for run in runs:
-        known = {_key(row) for row in rows}
-        more = [row for row in run["rows"] if _key(row) not in known]
-        if train:  # a way's speed is relative to Flax's layers in its own run
-            flax = {row["devices"]: row["ms"] for row in run["rows"] if row["way"] == "flax"}
-            more = [{**row, "flax_ms": flax.get(row["devices"])} for row in more]
-        if more:
-            rows += more
-            used.append({**run, "rows": more})
-    if train:
+    for run in runs:  # a contender that the newer run of a problem lacks was compared with another run of XLA
+        newer = {record.key(row)[:2] for row in rows}
+        rows += [{**row, "earlier": True} if record.key(row)[:2] in newer else row for row in run["rows"]]
+    if runs[0]["op"] == "train":
         rows.sort(key=lambda row: (row["devices"], list(WAYS).index(row["way"])))
-        return {**runs[0], "rows": rows, "runs": used}
-    place = {(case.name, p): (i, j) for i, case in enumerate(BY_OP[runs[0]["op"]]) for j, p in enumerate(case.passes)}
-    rows.sort(key=lambda row: place.get(_key(row), (len(place), 0)))
-    return {**runs[0], "rows": rows, "runs": used}
-
-
-def _key(row: Run) -> tuple[Any, ...]:
-    return (row["way"], row["devices"]) if "way" in row else (row["case"], row["pass"])
+    else:
+        cases = enumerate(BY_OP[runs[0]["op"]])
+        place = {(case.name, pass_): (i, j) for i, case in cases for j, pass_ in enumerate(case.passes)}
+        rows.sort(key=lambda row: place.get((row["case"], row["pass"]), (len(place), 0)))
+    return {**runs[0], "rows": rows, "runs": runs}
 
 
 def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
@@ -77,8 +65,8 @@ def provenance(run: Run) -> str:
     """A sentence for each run: where, with what, when, from which command."""
     runs = run.get("runs", [run])
     if len(runs) > 1:
-        counts = [len({_key(row) for row in part["rows"]}) for part in runs]
-        return "\n".join(f"{n} rows: {provenance(part)}" for n, part in zip(counts, runs, strict=True))
+        counts = [len({record.key(row)[:2] for row in part["rows"]}) for part in runs]
+        return "".join(f"* {n} rows: {provenance(part)}" for n, part in zip(counts, runs, strict=True))
     (run,) = runs
     versions = run["versions"]
     parts = [run["device"] + (f" ({run['cores']} cores)" if "cores" in run else "")]
@@ -96,27 +84,34 @@ def _ms(row: Run | None) -> str:
     return f"{row['ms']:.4f} ±{row['spread'] * 100:.0f}%" if "ms" in row else row["status"]
 
 
+def problems(run: Run) -> dict[tuple[str, str], dict[str, Run]]:
+    """{(case, pass): {contender: row}}"""
+    found: dict[tuple[str, str], dict[str, Run]] = {}
+    for row in run["rows"]:
+        found.setdefault((row["case"], row["pass"]), {})[row["contender"]] = row
+    return found
+
+
 def table(run: Run) -> str:
     """A row for each problem and pass, and one more for each forced algorithm."""
     if run["op"] == "train":
         return train_table(run)
     with_torch = any(row["contender"] == "torch" for row in run["rows"])
     with_limit = run["ceilings"] is not None
-    groups: dict[tuple[str, str], dict[str, Run]] = {}
-    for row in run["rows"]:
-        groups.setdefault((row["case"], row["pass"]), {})[row["contender"]] = row
     rows = []
-    for (case, pass_), contenders in groups.items():
+    for (case, pass_), contenders in problems(run).items():
         for name, row in contenders.items():
             same = contenders.get("ours", {}).get("same_as") == name
             if not name.startswith("ours") or same or row["status"] == "skipped":
                 continue
             plan = row["plan"] or name.partition(":")[2]
-            cells = [case, row["problem"], pass_, f"{plan} (forced)" if ":" in name else plan]
+            how = " (forced, an earlier run)" if "earlier" in row else " (forced)" if ":" in name else ""
+            cells = [case, row["problem"], pass_, plan + how]
             cells += [f"{row['limit_ms']:.4f}"] if with_limit else []
             cells += [_ms(row), f"{row['rate']:.3g} {row['unit']}" if "ms" in row else ""]
             cells += [f"{row['of_limit']:.2f}" if "ms" in row else ""] if with_limit else []
-            cells += [_ms(contenders.get("xla")), f"{row['xla_over_this']:.2f}" if row.get("xla_over_this") else ""]
+            xla = None if "earlier" in row else contenders.get("xla")
+            cells += [_ms(xla), f"{row['xla_over_this']:.2f}" if row.get("xla_over_this") else ""]
             other = contenders.get("torch")
             if with_torch:
                 ratio = f"{other['ms'] / row['ms']:.2f}" if other and "ms" in other and "ms" in row else ""
@@ -163,9 +158,13 @@ def train_table(run: Run) -> str:
             left = sum(row["left"].values())
             replaced = ", ".join(f"{count} {what}" for what, count in row["replaced"].items())
             text += f"`accelerate` replaced {replaced}; it left {left or 'nothing'}"
-            text += "".join(f", {count} {what}" for what, count in row["left"].items()) + ".\n"
+            text += "".join(f", {count} {what}" for what, count in row["left"].items()) + ".\n\n"
             break
     return text + provenance(run)
+
+
+def training_step(run: Run) -> str:
+    return f"{run['model']}, {run['dtype']}, {run['batch']} x {run['image']}²"
 
 
 def train_summary(runs: dict[str, Run]) -> str:
@@ -174,18 +173,17 @@ def train_summary(runs: dict[str, Run]) -> str:
     for run in runs.values():
         for row in run["rows"]:
             ratio = f"{row['flax_ms'] / row['ms']:.2f}" if row["flax_ms"] else ""
-            what = f"{run['model']}, {run['dtype']}, {run['batch']} x {run['image']}²"
-            rows.append([what, WAYS[row["way"]], f"{row['ms']:.1f}", f"{row['images_per_s']:.0f}", ratio])
+            rows.append([training_step(run), WAYS[row["way"]], f"{row['ms']:.1f}", f"{row['images_per_s']:.0f}", ratio])
     return _markdown(["model", "way", "ms a step", "images/s", "speed, flax = 1"], rows, 2)
 
 
-def summary(runs: dict[str, Run]) -> str:
+def summary(runs: dict[str, Run], name: Callable[[str], str] = str) -> str:
     """Geometric means by pass and the number of losses, a line for each table."""
     from benchmarks.run import LOSS, geometric_means
 
     rows = [
-        [name, suite, pass_, str(count), f"{mean:.2f}", str(losses)]
-        for name, run in runs.items()
+        [name(table), suite, pass_, str(count), f"{mean:.2f}", str(losses)]
+        for table, run in runs.items()
         if run["op"] != "train"
         for suite, pass_, count, mean, losses in geometric_means(run["rows"])
     ]
@@ -193,7 +191,11 @@ def summary(runs: dict[str, Run]) -> str:
     return _markdown(head, rows, 3)
 
 
-def kernels(runs: dict[str, Run]) -> str:
+def _geometric_mean(ratios: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, ratios)) / len(ratios))
+
+
+def forced(runs: dict[str, Run]) -> str:
     """How each native algorithm that was forced did against XLA, a line for each pass."""
     ratios: dict[tuple[str, str, str], list[tuple[float, str]]] = {}
     for run in runs.values():
@@ -205,11 +207,201 @@ def kernels(runs: dict[str, Run]) -> str:
     rows = []
     for (kernel, pass_, _), found in ratios.items():
         (worst, at_worst), (best, at_best) = min(found), max(found)
-        mean = math.exp(sum(math.log(ratio) for ratio, _ in found) / len(found))
+        mean = _geometric_mean([ratio for ratio, _ in found])
         cells = [f"{worst:.2f} ({at_worst})", f"{best:.2f} ({at_best})"]
         rows.append([kernel, pass_, str(len(found)), f"{mean:.2f}", *cells])
     head = ["kernel", "pass", "problems", "XLA / kernel, geometric mean", "least", "most"]
     return _markdown(head, rows, 2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Kernels. A plan is recorded as "native[<kernel> <tile> splits=...]", several as "xla + native[...]".
+
+# The families of convolution kernels; each has a page, as every other op has one.
+FAMILIES = ("depthwise", "direct", "grouped", "im2col", "implicit_gemm", "sm90", "stem")
+
+
+def kernels_of(row: Run, op: str, dtype: str) -> list[str]:
+    """The kernels of a row's plan: "sm90/halo", "depthwise/rows", "two_read", ...; "xla" for XLA's."""
+    found = []
+    for part in row.get("plan", "").split(" + "):
+        name, *rest = part.removeprefix("native[").rstrip("]").split(" ")
+        tile = next((word for word in rest if "=" not in word and word != "channels-last"), "")
+        found.append(_renamed(name, tile, row, op, dtype))
+    return found
+
+
+def _renamed(name: str, tile: str, row: Run, op: str, dtype: str) -> str:
+    """The kernel's name; plans of runs before kernels had names say which it was by algorithm and tile."""
+    half = not dtype.startswith("f32")
+    if name == "depthwise":
+        strided = bool(re.search(r" s\d", row["problem"]))
+        if tile in ("bands", "lines", "rows"):
+            rows = "rows_strided" if strided else "rows"
+            return f"depthwise/{dict(bands='rows_mma', lines='conv1d', rows=rows)[tile]}"
+        flat = not re.search(r" \d+x\d+x\d+( |$)", row["problem"])
+        return "depthwise/mma" if half and flat and not strided else "depthwise/fma"
+    if name == "grouped":
+        return "grouped/mma" if not tile else "grouped/rows" if half else "grouped/rows_float32"
+    if name == "stem":
+        return "stem/patches" if tile else "stem"
+    if name != "wgmma":
+        return name
+    if op == "conv_batchnorm":
+        return "sm90/statistics"
+    if tile in ("halo", "planes", "128x128h"):
+        return f"sm90/{dict(halo='halo', planes='halo_3d').get(tile, 'halo_stream')}"
+    if tile[-1] in "rp":
+        return "sm90/resident" if tile[-1] == "r" else "sm90/wgrad_pair"
+    if op == "dense" and tile == "64x128":
+        return "sm90/rows"
+    kernel = "wgrad" if op == "conv" and row["pass"] == "wgrad" else "product"
+    if kernel == "wgrad" and not half and tile not in ("128x128", "128x64"):
+        kernel = "wgrad_terms" if "highest" in dtype else "wgrad_tf32"
+    return f"sm90/{kernel}_swapped" if tile[-1] == "s" else f"sm90/{kernel}"
+
+
+def _page(kernel: str, op: str) -> str:
+    """Whose page in docs/kernels a kernel is on: a family's, or an op's that has one."""
+    family = kernel.partition("/")[0]
+    if kernel == "xla":
+        return "XLA"
+    if op == "conv_batchnorm" and family not in FAMILIES:
+        return "batchnorm"
+    return family if op == "conv" else op
+
+
+def _defaults(runs: dict[str, Run]) -> list[tuple[Run, Run]]:
+    """(run, row) of every default choice, of problems in full size on accelerators."""
+    return [
+        (run, row)
+        for run in runs.values()
+        if run["op"] != "train" and run["platform"] != "cpu" and not run["small"]
+        for row in run["rows"]
+        if row["contender"] == "ours" and "ms" in row
+    ]
+
+
+def kernels(runs: dict[str, Run]) -> str:
+    """Of each kernel: how many recorded problems it is the default of, and how it does against XLA there."""
+    ratios: dict[tuple[str, str, str, str], list[tuple[float, str]]] = {}
+    for run, row in _defaults(runs):
+        for kernel in dict.fromkeys(kernels_of(row, run["op"], _dtype(run))):
+            if kernel != "xla" and row.get("xla_over_this"):
+                key = kernel, run["op"], _dtype(run), run["device"]
+                ratios.setdefault(key, []).append((row["xla_over_this"], f"{row['case']} {row['pass']}"))
+    rows = []
+    for (kernel, op, dtype, device), found in sorted(ratios.items()):
+        best, where = max(found)
+        mean = _geometric_mean([ratio for ratio, _ in found])
+        cells = [f"[{kernel}]({_page(kernel, op)}.md)", op, dtype, device]
+        rows.append([*cells, str(len(found)), f"{mean:.2f}", f"{best:.2f} ({where})"])
+    head = ["kernel", "op", "dtype", "device", "default of", "XLA / jaxconv, geometric mean", "most"]
+    return _markdown(head, rows, 4) if rows else NOTHING
+
+
+def _dtype(run: Run) -> str:
+    precision = run["precision"] if run["precision"] not in (None, "default") else ""
+    return f"{run['dtype']} {precision}".strip()
+
+
+def _figures(row: Run) -> str:
+    cells = [f"{row['ms']:.4f}", f"{row['of_limit']:.2f}" if "of_limit" in row else "", f"{row['xla_over_this']:.2f}"]
+    return " / ".join(cells)
+
+
+def by_case(runs: dict[str, Run], page: str) -> str:
+    """A row for each problem of which a page's kernels run a pass by default; channels last, without float16."""
+    op = page if page in BY_OP else "conv"
+    found: dict[tuple[str, str, str], dict[str, tuple[Run, list[str]]]] = {}
+    for run, row in _defaults(runs):
+        if run["op"] == op and run["layout"] != "NCHW" and run["dtype"] != "f16":
+            passes = found.setdefault((row["case"], row["problem"], _dtype(run)), {})
+            passes[row["pass"]] = row, kernels_of(row, op, _dtype(run))
+    used_by = {
+        key: {kernel: None for _, kernels in passes.values() for kernel in kernels if _page(kernel, op) == page}
+        for key, passes in found.items()
+    }
+    known = {name for key, used in used_by.items() if used for name in found[key]}
+    names = [name for name in dict.fromkeys(p for case in BY_OP[op] for p in case.passes) if name in known]
+    rows = []
+    for key, used in used_by.items():
+        if not used:
+            continue
+        passes, cells = found[key], []
+        for row, kernels in (passes.get(name, (None, [])) for name in names):
+            others = dict.fromkeys(_page(kernel, op) for kernel in kernels)
+            cells.append("" if row is None else _figures(row) if page in others else ", ".join(others))
+        rows.append([*key, ", ".join(kernel.removeprefix(f"{page}/") for kernel in used), *cells])
+    if not rows:
+        return NOTHING
+    return _markdown(["case", "problem", "dtype", "kernel", *names], rows, 4) + CELLS
+
+
+CELLS = """
+A figure is milliseconds / fraction of the limit / XLA's time over it. Where another family or XLA is the default, it is
+named. float16, channels-first arrays, versions and dates: [recorded tables](../results/index.md).
+"""
+
+
+def by_force(runs: dict[str, Run], algorithm: str) -> str:
+    """A row for each problem that an algorithm was forced to run on an accelerator."""
+    found: dict[tuple[str, str, str], dict[str, Run]] = {}
+    for run in runs.values():
+        if run["platform"] == "cpu" or run["op"] == "train" or run["small"]:
+            continue
+        for row in run["rows"]:
+            if row["contender"] == f"ours:{algorithm}" and "ms" in row:
+                found.setdefault((row["case"], row["problem"], _dtype(run)), {})[row["pass"]] = row
+    if not found:
+        return NOTHING
+    names = list(dict.fromkeys(p for passes in found.values() for p in passes))
+    rows = [
+        [*key, *(_figures(passes[p]) if p in passes else "" for p in names)] for key, passes in sorted(found.items())
+    ]
+    return _markdown(["case", "problem", "dtype", *names], rows, 3) + CELLS
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# README
+
+DEVICE = "nvidia-h200"
+STEPS = ("resnet50-bf16", "convnext_t-bf16", "mobilenet_v2-bf16", "resnet50-f32")
+TABLES = (  # (table, suite, what it is)
+    ("conv-bf16-nhwc-models", "models", "convolutions of ResNet-50, ConvNeXt and MobileNetV2, bf16"),
+    ("conv-bf16-nhwc", "core", "17 kinds of convolution, bf16"),
+    ("conv-f32-highest-nhwc", "core", 'the same, float32, precision="highest"'),
+    ("batchnorm-bf16-nhwc-models", "models", "batch-norms with ReLU, bf16, forward and backward"),
+)
+
+
+def highlights(runs: dict[str, Run]) -> str:
+    """Eight rows: whole training steps, and the geometric means of kinds of problems."""
+    rows = []
+    for name in STEPS:
+        run = runs.get(f"{DEVICE}/train-{name}-batch256")
+        best = next((r for r in run["rows"] if r["way"] == "accelerate" and r["flax_ms"]), None) if run else None
+        if run and best:
+            what = f"training step, {training_step(run)}"
+            rows.append(
+                [what, f"{best['flax_ms']:.1f} ms", f"{best['ms']:.1f} ms", f"{best['flax_ms'] / best['ms']:.2f}"]
+            )
+    for name, suite, what in TABLES:
+        run = runs.get(f"{DEVICE}/{name}")
+        ratios = [
+            row["xla_over_this"]
+            for row in (run["rows"] if run else ())
+            if row["contender"] == "ours" and row["suite"] == suite and row.get("xla_over_this")
+        ]
+        if ratios:
+            rows.append([f"{what} ({len(ratios)} passes)", "", "", f"{_geometric_mean(ratios):.2f}"])
+    device = runs[f"{DEVICE}/{TABLES[0][0]}"]["device"] if f"{DEVICE}/{TABLES[0][0]}" in runs else DEVICE
+    head = [device, "XLA", "jaxconv", "XLA / jaxconv (geometric mean)"]
+    return _markdown(head, rows, 1) if rows else NOTHING
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pages and documents
 
 
 def block(name: str, runs: dict[str, Run]) -> str:
@@ -217,27 +409,26 @@ def block(name: str, runs: dict[str, Run]) -> str:
         return summary(runs)
     if name == "cpu":
         some = {k: r for k, r in runs.items() if r["platform"] == "cpu" and r["op"] in BY_OP and not r["small"]}
-        tables = "".join(f"\n**{k}**\n\n{table(run)}" for k, run in some.items())
-        return kernels(some) + tables if some else "Nothing is recorded yet.\n"
-    if name.startswith("summary/"):
-        device = name.removeprefix("summary/") + "/"
-        some = {k.removeprefix(device): r for k, r in runs.items() if k.startswith(device) and r["op"] != "train"}
-        if some:
-            return summary(some) + "".join("\n" + line for line in dict.fromkeys(map(provenance, some.values())))
-    trained = {k: run for k, run in runs.items() if run["op"] == "train" and not run["small"]}
-    if name == "train/summary":
-        alone = {k: run for k, run in trained.items() if run["most_devices"] == 1}
-        return train_summary(alone) if alone else "Nothing is recorded yet.\n"
+        return forced(some) if some else NOTHING
+    if name == "kernels":
+        return kernels(runs)
+    if name == "highlights":
+        return highlights(runs)
     if name == "train":
-        return "\n".join(f"**{k}**\n\n{table(run)}" for k, run in trained.items()) or "Nothing is recorded yet.\n"
-    if name in BY_OP:
-        some = {
-            k: run for k, run in runs.items() if run["op"] == name and run["platform"] != "cpu" and not run["small"]
-        }
-        return "\n".join(f"**{k}**\n\n{table(run)}" for k, run in some.items()) or "Nothing is recorded yet.\n"
+        alone = {k: r for k, r in runs.items() if r["op"] == "train" and not r["small"] and r["most_devices"] == 1}
+        return train_summary(alone) if alone else NOTHING
+    kind, _, rest = name.partition("/")
+    if kind == "family":
+        return by_case(runs, rest)
+    if kind == "forced":
+        return by_force(runs, rest)
+    if kind == "summary":
+        some = {k.removeprefix(rest + "/"): r for k, r in runs.items() if k.startswith(rest + "/")}
+        if some:
+            return summary(some)
     if name in runs:
         return table(runs[name])
-    raise SystemExit(f"nothing recorded is named {name}; there is {', '.join([*BY_OP, *SHORT, *runs])}")
+    raise SystemExit(f"nothing recorded is named {name}; see python -m benchmarks report --list")
 
 
 def fill(text: str, runs: dict[str, Run]) -> str:
@@ -245,33 +436,101 @@ def fill(text: str, runs: dict[str, Run]) -> str:
     return BLOCK.sub(lambda found: f"{found[1]}{block(found[2], runs)}{found[4]}", text)
 
 
+def pages(runs: dict[str, Run]) -> dict[str, str]:
+    """{path from the root: text} of every generated page."""
+    made: dict[str, str] = {}
+    devices: dict[str, dict[str, Run]] = {}
+    for name, run in runs.items():
+        device, _, short = name.partition("/")
+        devices.setdefault(device, {})[short] = run
+    index = []
+    for device, tables in devices.items():
+        kind = next(iter(tables.values()))["device"]
+        newest = max(run["date"] for run in tables.values())[:10]
+        index.append(f"* [{kind}]({device}/index.md): {len(tables)} tables, the newest of {newest}\n")
+        problems = {name: run for name, run in tables.items() if run["op"] != "train"}
+        text = f"# {kind}\n\n{NOTE}\n"
+        if problems:
+            text += summary(problems, lambda name: f"[{name}]({name}.md)") + "\n"
+        steps = [name for name in tables if name not in problems]
+        if steps:
+            text += "Whole training steps:\n\n" + "".join(f"* [{name}]({name}.md)\n" for name in steps)
+        made[f"{PAGES}/{device}/index.md"] = text.rstrip("\n") + "\n"
+        for name, run in tables.items():
+            made[f"{PAGES}/{device}/{name}.md"] = f"# {name}, {kind}\n\n{NOTE}\n{table(run)}"
+    made[f"{PAGES}/index.md"] = f"# Recorded tables\n\n{NOTE}\n{''.join(index)}\n{LEGEND}"
+    return made
+
+
+LEGEND = """\
+A table is a kind of problem: op, dtype, precision, layout, cases. `python -m benchmarks --help` is the command behind
+each; XLA and jaxconv are measured in one run, after their results were compared. Times are medians of device time.
+**limit**: the larger of operations over the rate of the unit that does them and minimal traffic over the rate at which
+memory copies ([how](../kernels/limits.md)). **forced**: what `algorithm=` asked for; the other rows are the default
+choice. Losses are printed like wins. Plans stand as they were recorded: before kernels had names, `wgmma` was the
+family sm90, and a tile could name a kernel (128x128h: `sm90/halo_stream`, planes: `sm90/halo_3d`, r: `sm90/resident`,
+p: `sm90/wgrad_pair`, s: swapped, raw: a version that is gone; bands: `depthwise/rows_mma`, lines: `depthwise/conv1d`).
+"""
+
+
+def documents(root: pathlib.Path) -> list[pathlib.Path]:
+    """Those with marked blocks: README.md and docs/, but for what is generated whole."""
+    found = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
+    generated = root / PAGES
+    return [p for p in found if p.exists() and generated not in p.parents and BLOCK.search(p.read_text())]
+
+
+def wanted(root: pathlib.Path, runs: dict[str, Run]) -> dict[pathlib.Path, str | None]:
+    """{path: what it ought to hold, or None where it ought not to be there}"""
+    made = {root / path: text for path, text in pages(runs).items()}
+    more = {path: None for path in sorted((root / PAGES).rglob("*")) if path.is_file() and path not in made}
+    return made | more | {path: fill(path.read_text(), runs) for path in documents(root)}
+
+
 def main(argv: list[str] | None = None) -> int:
+    from benchmarks import figures  # which takes what it draws from here
+
     parser = argparse.ArgumentParser(prog="python -m benchmarks report", description=__doc__.splitlines()[0])
-    parser.add_argument("--results", type=pathlib.Path, default=record.RESULTS, help="the folder of recorded runs")
+    parser.add_argument("--root", type=pathlib.Path, default=record.ROOT, help="the checkout whose pages are written")
     parser.add_argument("--list", action="store_true", help="name the tables and stop")
-    parser.add_argument("--check", action="store_true", help="change nothing; exit status 1 where a document is stale")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit status 1 where something is stale")
     parser.add_argument("--print", action="store_true", help="print every table and change nothing")
     args = parser.parse_args(argv)
-    runs = load(args.results)
-    if args.list:
-        print("\n".join([*SHORT, *dict.fromkeys(f"summary/{name.split('/')[0]}" for name in runs), *runs]))
+    results = args.root / "benchmarks" / "results"
+    if args.list or args.print:
+        runs = load(results)
+        for name, run in runs.items():
+            print(f"## {name}\n\n{table(run)}" if args.print else name)
         return 0
-    if args.print:
-        print("\n".join(f"## {name}\n\n{table(run)}" for name, run in runs.items()) + "\n" + summary(runs))
-        return 0
-    stale = 0
-    for document in DOCUMENTS:
-        path = record.ROOT / document
-        if not path.exists():
+    stale = []
+    if args.check:
+        files = [path for path in sorted(results.glob("*/*.json"))]
+        stale += [path for path in files if path.stem != record.config_name(record.read(path)[0])]
+    else:
+        for path in record.fold(results):
+            print(
+                f"{path.relative_to(args.root)}: {'folded' if path.exists() else 'removed, its table has newer rows'}"
+            )
+    runs = load(results)
+    for path, text in wanted(args.root, runs).items():
+        if text == (path.read_text() if path.exists() else None):
             continue
-        old = path.read_text()
-        new = fill(old, runs)
-        if new == old:
-            print(f"{document}: up to date, {len(BLOCK.findall(old))} tables")
-        elif args.check:
-            print(f"{document}: stale, run python -m benchmarks report")
-            stale = 1
+        stale.append(path)
+        if args.check:
+            continue
+        if text is None:
+            path.unlink()
         else:
-            path.write_text(new)
-            print(f"{document}: {len(BLOCK.findall(old))} tables written")
-    return stale
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+    for name, (numbers_of, onto) in figures.FIGURES.items():
+        path, numbers = args.root / name, numbers_of(runs)
+        if numbers and not (path.exists() and figures.mark(numbers) in path.read_text()):
+            stale.append(path)
+            if not args.check:
+                figures.draw(numbers, onto, path)
+    for path in stale:
+        print(f"{path.relative_to(args.root)}: {'stale, run python -m benchmarks report' if args.check else 'written'}")
+    if not stale:
+        print("everything is up to date")
+    return int(args.check and bool(stale))

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from benchmarks import cases, contenders
+from benchmarks import cases, contenders, record
 from benchmarks.contenders import Setting
 from jaxconv import _op
 from jaxconv._plan import measured as tables
@@ -136,8 +136,8 @@ def main(argv: list[str] | None = None) -> int:
         kept = [m for m in known if (m["case"], m["kind"][0]) != (case, dtype)]
         _write(target, device, kept)
         print(f"{len(known) - len(kept)} measurements of {case} in {dtype} are gone from {target}")
-    for path in args.results:
-        run = json.loads(path.read_text())
+    recorded = [(path, run) for path in args.results for run in reversed(record.read(path))]
+    for path, run in recorded:
         first = run["op"] == "conv" and run["layout"] == "NCHW"  # the channels-last measurements answer for these
         if run["small"] or run["batch"] or run["platform"] == "cpu" or first:
             print(f"{path}: skipped, tables are of full problems on GPUs, convolutions channels last")

@@ -189,6 +189,141 @@ def test_a_report_takes_each_row_from_the_newest_run_that_has_it(tmp_path):
     assert [(r["date"], len(r["rows"])) for r in run["runs"]] == [("2026-01-02", 1), ("2026-01-01", 2)]
 
 
+def _recorded(path, date: str, commit: str, *rows: tuple[str, str, str, float], **other) -> None:
+    """A run of batch-norms as a file: rows of (case, pass, contender, ms)."""
+    run = {"op": "batchnorm", "dtype": "bf16", "precision": None, "layout": "NHWC", "small": False, "batch": None}
+    run |= {
+        "format": record.FORMAT,
+        "device": "A GPU",
+        "platform": "gpu",
+        "date": date,
+        "commit": commit,
+        "dirty": False,
+    }
+    run |= {"versions": {"jax": "0.11"}, "command": "python -m benchmarks", "ceilings": None, **other, "rows": []}
+    for case, pass_, contender, ms in rows:
+        row = {"case": case, "problem": "a problem", "suite": "core", "pass": pass_, "contender": contender, "ms": ms}
+        row |= {"status": "ok", "plan": "native[two_read]", "spread": 0.0, "rate": 1.0, "unit": "GB/s"}
+        run["rows"].append(row | {"xla_over_this": 2.0})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(run))
+
+
+def test_recorded_files_fold_into_one_a_table_and_every_row_keeps_its_run(tmp_path):
+    folder = tmp_path / "a-gpu"
+    old = ("seed", "fwd", "ours", 2.0), ("seed", "infer", "ours", 3.0), ("seed", "fwd", "ours:two_read", 5.0)
+    _recorded(folder / "batchnorm-bf16-nhwc-1111.json", "2026-01-01", "1111", *old)
+    _recorded(folder / "batchnorm-bf16-nhwc-2222.json", "2026-01-02", "2222", ("seed", "fwd", "ours", 4.0))
+    _recorded(folder / "batchnorm-f16-nhwc-1111.json", "2026-01-01", "1111", *old, dtype="f16")
+    before = report.load(tmp_path)
+    assert record.fold(tmp_path)
+    assert [path.name for path in sorted(folder.iterdir())] == ["batchnorm-bf16-nhwc.json", "batchnorm-f16-nhwc.json"]
+    assert report.load(tmp_path) == before
+    newest, earlier = record.read(folder / "batchnorm-bf16-nhwc.json")
+    assert [(run["commit"], [row["ms"] for row in run["rows"]]) for run in (newest, earlier)] == [
+        *(("2222", [4.0]), ("1111", [3.0, 5.0]))
+    ]
+    assert not record.fold(tmp_path)
+    # A third run takes what it measured from both.
+    _recorded(folder / "batchnorm-bf16-nhwc-3333.json", "2026-01-03", "3333", ("seed", "infer", "ours", 1.0))
+    record.fold(tmp_path)
+    runs = record.read(folder / "batchnorm-bf16-nhwc.json")
+    assert [(run["commit"], [row["ms"] for row in run["rows"]]) for run in runs] == [
+        *(("3333", [1.0]), ("2222", [4.0]), ("1111", [5.0]))
+    ]
+
+
+def test_a_report_writes_pages_and_blocks_and_says_what_is_stale(tmp_path, capsys):
+    recorded = tmp_path / "benchmarks" / "results" / "a-gpu" / "batchnorm-bf16-nhwc-1111.json"
+    _recorded(recorded, "2026-01-01", "1111", ("seed", "fwd", "ours", 2.0))
+    page = tmp_path / "docs" / "kernels" / "batchnorm.md"
+    page.parent.mkdir(parents=True)
+    page.write_text("# Batch-norm\n\n<!-- benchmarks:family/batchnorm -->\n<!-- /benchmarks -->\nlast\n")
+    left = tmp_path / "docs" / "results" / "another-gpu" / "index.md"
+    left.parent.mkdir(parents=True)
+    left.write_text("of a device that nothing is recorded of\n")
+    command = ["--root", str(tmp_path)]
+
+    assert report.main([*command, "--check"]) == 1
+    stale = capsys.readouterr().out
+    for path in (recorded, page, left, tmp_path / "docs" / "results" / "a-gpu" / "index.md"):
+        assert f"{path.relative_to(tmp_path)}: stale" in stale
+    assert recorded.exists() and left.exists()
+
+    assert report.main(command) == 0
+    assert not recorded.exists() and not left.exists()
+    made = tmp_path / "docs" / "results" / "a-gpu" / "batchnorm-bf16-nhwc.md"
+    assert "| seed | a problem | fwd | native[two_read] | 2.0000" in made.read_text()
+    assert "commit 1111" in made.read_text()
+    assert page.read_text().startswith("# Batch-norm\n") and page.read_text().endswith("-->\nlast\n")
+    assert report.main([*command, "--check"]) == 0
+
+    made.write_text(made.read_text().replace("2.0000", "1.0000"))
+    assert report.main([*command, "--check"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1].startswith(f"{made.relative_to(tmp_path)}: stale")
+
+
+def test_what_is_recorded_here_is_folded_and_every_page_is_fresh(capsys):
+    assert report.main(["--check"]) == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("kind", "problem", "plan", "expected"),
+    [
+        ("conv fprop bf16", "8x56x56 64->64 3x3", "native[wgmma halo]", "sm90/halo"),
+        ("conv dgrad bf16", "8x56x56 64->64 3x3", "native[wgmma 128x128h channels-last]", "sm90/halo_stream"),
+        ("conv fprop bf16", "8x56x56 64->64 1x1", "native[wgmma 64x256r]", "sm90/resident"),
+        ("conv fprop bf16", "8x56x56 64->64 1x1", "native[wgmma 256x128s]", "sm90/product_swapped"),
+        ("conv wgrad bf16", "8x56x56 64->64 1x1", "native[wgmma 64x256p splits=66]", "sm90/wgrad_pair"),
+        ("conv wgrad bf16", "8x56x56 64->64 1x1", "native[wgmma 64x256 splits=132]", "sm90/wgrad"),
+        ("conv wgrad f32", "8x56x56 64->64 3x3", "native[wgmma 256x128 splits=2]", "sm90/wgrad_tf32"),
+        ("conv wgrad f32 highest", "8x56x56 64->64 1x1", "native[wgmma 256x64s]", "sm90/wgrad_terms_swapped"),
+        ("conv wgrad f32 highest", "8x56x56 64->64 3x3", "native[wgmma 128x64 splits=2]", "sm90/wgrad"),
+        ("conv fprop bf16", "8x56x56 96->96 3x3 s2 g96", "native[depthwise rows]", "depthwise/rows_strided"),
+        ("conv fprop bf16", "8x56x56 96->96 7x7 g96", "native[depthwise bands]", "depthwise/rows_mma"),
+        ("conv fprop bf16", "8x56x56 96->96 7x7 g96", "native[depthwise/rows_mma]", "depthwise/rows_mma"),
+        ("conv fprop bf16", "8x56x56 96->96 31x31 g96", "native[depthwise]", "depthwise/mma"),
+        ("conv fprop f32", "8x56x56 96->96 31x31 g96", "native[depthwise]", "depthwise/fma"),
+        ("conv fprop bf16", "8x24x24x24 96->96 3x3x3 g96", "native[depthwise]", "depthwise/fma"),
+        ("conv wgrad bf16", "8x56x56 96->96 3x3 g24", "native[grouped splits=2]", "grouped/mma"),
+        ("conv fprop f32 highest", "8x56x56 96->96 3x3 g24", "native[grouped rows]", "grouped/rows_float32"),
+        ("dense fwd bf16", "8x8x8 relu", "xla + native[wgmma 64x128 splits=2]", "xla sm90/rows"),
+        ("dense fwd bf16", "8x8x8 relu", "native[sm90/product 128x256]", "sm90/product"),
+        ("conv_batchnorm fwd bf16", "8x8 1x1", "native[wgmma 128x128] + native[two_read]", "sm90/statistics two_read"),
+        ("batchnorm fwd bf16", "8x8 C=8", "native[two_read splits=2]", "two_read"),
+        ("conv fprop bf16", "8x8 C=8", "xla", "xla"),
+    ],
+)
+def test_a_report_names_the_kernels_of_recorded_plans(kind, problem, plan, expected):
+    op, pass_, dtype = kind.split(" ", 2)
+    assert report.kernels_of({"pass": pass_, "problem": problem, "plan": plan}, op, dtype) == expected.split()
+
+
+def test_every_kernel_of_a_recorded_default_has_a_page():
+    pages = {path.stem for path in (record.ROOT / "docs" / "kernels").glob("*.md")}
+    runs = report.load(record.RESULTS)
+    used = {
+        report._page(kernel, run["op"])
+        for run, row in report._defaults(runs)
+        for kernel in report.kernels_of(row, run["op"], report._dtype(run))
+    }
+    assert used - {"XLA"} and used - {"XLA"} <= pages
+
+
+def test_a_figure_is_drawn_anew_when_its_numbers_change(tmp_path):
+    pytest.importorskip("matplotlib", reason="the figure is drawn by matplotlib")
+    from benchmarks import figures
+
+    bars = {"a case: 8x8 3x3": {"fprop": 2.0, "dgrad": 1.0, "wgrad": 4.0}, "another": {"fprop": 1.5}}
+    path = tmp_path / "figure.svg"
+    figures.draw(bars, figures._draw_bars, path)
+    first = path.read_bytes()
+    assert figures.mark(bars) in first.decode() and "another" in first.decode()
+    figures.draw(bars, figures._draw_bars, path)
+    assert path.read_bytes() == first
+    assert figures.mark({**bars, "another": {"fprop": 1.6}}) not in first.decode()
+
+
 def test_tune_without_algorithms_is_refused(capsys):
     with pytest.raises(SystemExit):
         run.main(["--tune"])

@@ -1,0 +1,138 @@
+"""Figures of the recorded runs, which `python -m benchmarks report` draws.
+
+Each is drawn from a few numbers, of which it keeps a mark: it is stale when they are others, not when another version
+of matplotlib would draw it differently.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks import limits
+from benchmarks.cases import BY_OP
+from benchmarks.report import DEVICE, STEPS, WAYS, Run, problems, training_step
+
+XLA, OURS = "#b0b0b0", "#4c72b0"
+
+
+def _bars(runs: dict[str, Run]) -> dict[str, dict[str, float]]:
+    """{case: {pass: XLA's time over ours}} of the core convolutions in bfloat16."""
+    found: dict[str, dict[str, float]] = {}
+    for row in runs.get(f"{DEVICE}/conv-bf16-nhwc", {"rows": ()})["rows"]:
+        if row["contender"] == "ours" and row["suite"] == "core" and row.get("xla_over_this"):
+            found.setdefault(f"{row['case']}: {row['problem']}", {})[row["pass"]] = round(row["xla_over_this"], 3)
+    return found
+
+
+def _draw_bars(figure: Any, bars: dict[str, dict[str, float]]) -> None:
+    """Bars of the speed relative to XLA; the order of the cases is that of their best pass."""
+    names = sorted(bars, key=lambda case: max(bars[case].values()))
+    passes = [p for p in ("fprop", "dgrad", "wgrad") if any(p in bars[name] for name in names)]
+    figure.set_size_inches(8, 0.36 * len(names) + 1.2)
+    axes = figure.subplots()
+    for i, (pass_, colour) in enumerate(zip(passes, (OURS, "#dd8452", "#55a868"), strict=False)):
+        places = [j + 0.27 * (1 - i) for j in range(len(names))]
+        axes.barh(places, [bars[name].get(pass_, 0) for name in names], 0.25, label=pass_, color=colour)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_xscale("log")
+    axes.set_xticks(ticks := [1, 2, 4, 8, 16, 32, 64], [f"{t}x" for t in ticks])
+    axes.set_xlim(0.8, 1.15 * max(max(found.values()) for found in bars.values()))
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.legend(loc="lower right")
+    label = "XLA's time / jaxconv's, bfloat16, one H200; 1x: XLA is at least as fast, so it runs"
+    figure.supxlabel(label, fontsize=9)
+
+
+def _steps(runs: dict[str, Run]) -> dict[str, dict[str, float]]:
+    """{training step: {way: milliseconds}} on one device."""
+    found: dict[str, dict[str, float]] = {}
+    for name in STEPS:
+        run = runs.get(f"{DEVICE}/train-{name}-batch256")
+        if run:
+            found[training_step(run)] = {row["way"]: round(row["ms"], 2) for row in run["rows"] if row["devices"] == 1}
+    return found
+
+
+def _draw_steps(figure: Any, steps: dict[str, dict[str, float]]) -> None:
+    figure.set_size_inches(8, 0.8 * len(steps) + 1.2)
+    axes = figure.subplots()
+    colours = dict(zip(WAYS, (XLA, "#a6bddb", "#74a9cf", OURS), strict=True))
+    place, ticks = 0.0, []
+    for ways in reversed(steps.values()):
+        first = place
+        for way in reversed(WAYS):
+            if way in ways:
+                axes.barh(place, ways[way], 0.9, color=colours[way])
+                axes.text(ways[way], place, f" {ways[way]:.1f}", va="center", fontsize=8)
+                place += 1
+        ticks.append((first + place - 1) / 2)
+        place += 0.7
+    axes.set_yticks(ticks, list(reversed(steps)))
+    used = [way for way in WAYS if any(way in ways for ways in steps.values())]
+    bars = [axes.barh(0, 0, color=colours[way]) for way in used]
+    names = [WAYS[way].replace("`", "") for way in used]
+    figure.legend(bars, names, loc="outside upper center", ncols=len(used), fontsize=8, frameon=False)
+    figure.supxlabel("milliseconds a training step, one H200", fontsize=9)
+
+
+def _roofline(runs: dict[str, Run]) -> dict[str, Any]:
+    """Every convolution in bfloat16: (operations a byte, XLA's TFLOP/s, ours), and the device's two limits."""
+    points = []
+    tables = [runs[name] for name in (f"{DEVICE}/conv-bf16-nhwc", f"{DEVICE}/conv-bf16-nhwc-models") if name in runs]
+    cases = {case.name: case for case in BY_OP["conv"]}
+    for run in tables:
+        for (name, pass_), contenders in problems(run).items():
+            xla, ours, case = contenders.get("xla", {}), contenders.get("ours", {}), cases.get(name)
+            if case and "ms" in xla and "ms" in ours:
+                flops, size = limits.work(case, pass_, run["dtype"])
+                points.append([round(x, 3) for x in (flops / size, flops / xla["ms"] / 1e9, flops / ours["ms"] / 1e9)])
+    if not points:
+        return {}
+    top = tables[0]["ceilings"]
+    return {"points": sorted(points), "rate": top["half"] / 1e12, "bandwidth": top["bandwidth"] / 1e12}
+
+
+def _draw_roofline(figure: Any, numbers: dict[str, Any]) -> None:
+    figure.set_size_inches(8, 5)
+    axes = figure.subplots()
+    intensity, xla, ours = zip(*numbers["points"], strict=True)
+    ends = min(intensity) / 1.5, numbers["rate"] / numbers["bandwidth"], max(intensity) * 1.5
+    axes.plot(ends, [min(numbers["rate"], x * numbers["bandwidth"]) for x in ends], color="black", linewidth=0.8)
+    axes.vlines(intensity, xla, ours, color=XLA, linewidth=0.6)
+    axes.scatter(intensity, xla, 12, color=XLA, label="XLA", zorder=2)
+    axes.scatter(intensity, ours, 12, color=OURS, label="jaxconv, default choice", zorder=3)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_ylabel("TFLOP/s")
+    axes.legend(loc="lower right")
+    figure.supxlabel("operations a byte of minimal traffic; the line is the device's limit, 16 bit", fontsize=9)
+
+
+# path: (the numbers of recorded runs, what draws them)
+FIGURES: dict[str, tuple[Callable[[dict[str, Run]], Any], Callable[[Any, Any], None]]] = {
+    "docs/speed.svg": (_bars, _draw_bars),
+    "docs/steps.svg": (_steps, _draw_steps),
+    "docs/roofline.svg": (_roofline, _draw_roofline),
+}
+
+
+def mark(numbers: Any) -> str:
+    """What a figure says of the numbers that it was drawn from."""
+    return "numbers " + hashlib.sha256(json.dumps(numbers).encode()).hexdigest()[:16]
+
+
+def draw(numbers: Any, onto: Callable[[Any, Any], None], path: pathlib.Path) -> None:
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    settings = {"svg.hashsalt": "jaxconv", "svg.fonttype": "none", "font.size": 9, "axes.spines.top": False}
+    with matplotlib.rc_context(settings | {"axes.spines.right": False}):
+        figure = Figure(layout="constrained")
+        onto(figure, numbers)
+        for axes in figure.axes:
+            axes.minorticks_off()
+        figure.savefig(path, format="svg", metadata={"Date": None, "Description": mark(numbers)})

@@ -1,0 +1,83 @@
+"""README.md and docs/: their links lead somewhere, and their Python runs."""
+
+from __future__ import annotations
+
+import ast
+import fnmatch
+import importlib.util
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+CODE = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+def _name(page: pathlib.Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def _anchors(text: str) -> set[str]:
+    """Of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_links_lead_to_files_and_headings_that_are_there(page):
+    for link in LINK.findall(page.read_text()):
+        target, _, anchor = link.partition("#")
+        if re.match(r"\w+:", target):
+            continue
+        found = page.parent / target if target else page
+        assert found.exists(), f"{_name(page)} links to {link}"
+        assert not anchor or anchor in _anchors(found.read_text()), f"{_name(page)} links to {link}"
+
+
+def _files() -> list[str]:
+    """Files of the checkout, from its root."""
+    rooms = ("jaxconv", "common", "ffi", "cpu", "cuda", "tests", "benchmarks", "examples", "docs", ".ci")
+    found = [path for room in rooms for path in (ROOT / room).rglob("*") if path.is_file()]
+    return [str(path.relative_to(ROOT)) for path in [*ROOT.glob("*"), *found]]
+
+
+def test_files_that_documents_name_are_there():
+    files = _files()
+    for page in PAGES:
+        if "results" in page.parts:
+            continue
+        for name in re.findall(r"`([\w./*-]+/[\w.*-]+\.(?:py|h|cc|cu|cuh|md|ipynb))`", page.read_text()):
+            there = any(fnmatch.fnmatch(f"/{file}", f"*/{name}") for file in files)
+            assert there, f"{_name(page)} names {name}"
+
+
+def _missing(code: str) -> list[str]:
+    """Packages that `code` imports and that are not installed."""
+    found = set()
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found.add(node.module or "")
+    return sorted(name for name in {name.partition(".")[0] for name in found} if importlib.util.find_spec(name) is None)
+
+
+# The guides' code has a test of its own, with the libraries that they show.
+RUN = [page for page in PAGES if CODE.search(page.read_text()) and page.parent.name != "guide"]
+
+
+@pytest.mark.parametrize("page", RUN, ids=_name)
+def test_a_pages_python_runs_from_top_to_bottom(page, tmp_path):
+    code = "\n".join(CODE.findall(page.read_text()))
+    if missing := _missing(code):
+        pytest.skip(f"the page shows {', '.join(missing)}, not installed here")
+    # In a process of its own: a page may change what every later program does.
+    program = tmp_path / "page.py"
+    program.write_text(code)
+    done = subprocess.run([sys.executable, str(program)], cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
