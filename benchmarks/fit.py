@@ -76,7 +76,7 @@ def samples(hold_out: Sequence[int] = ()) -> list[Sample]:
                 ms = {"xla": m["xla_ms"], **m["native_ms"]}
                 plans = {kernel: _plan_of(text) for kernel, text in m["plans"].items()}
                 found.append(Sample(table["device"], m["op"], kind, tuple(m["coordinates"]), ms, plans))
-    for path in sorted(record.RESULTS.glob("*/regret-*.json")):
+    for path in sorted(record.RESULTS.glob("*/regret/*.json")):
         run = json.loads(path.read_text())
         if int(run["part"].removeprefix("seed")) not in hold_out:
             found += from_regret(run)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import pathlib
 import random
 import sys
 import time
@@ -207,6 +208,9 @@ def main(argv: list[str] | None = None) -> int:
     rows: list[dict[str, Any]] = []
     table = dict(op="regret", dtype="all", precision=None, layout="NHWC", small=False, batch=None)
     run = {**environment, **table, "part": f"seed{args.seed}"}
+    where = record.RESULTS / record.slug(environment["device"]) / "regret" if args.json == "auto" else args.json
+    where = pathlib.Path(where or ".")
+    where = where if where.suffix == ".json" else where / f"seed{args.seed}.json"
     print(f"{environment['device']}, seed {args.seed}", flush=True)
     for case, pass_, setting in draw(args.seed, args.n):
         if time.perf_counter() - started > args.device_time:
@@ -224,6 +228,6 @@ def main(argv: list[str] | None = None) -> int:
         for line in _line(row):
             print(line, flush=True)
         if args.json:  # after each row: whatever ends the run, what was measured is kept
-            record.write(args.json, {**run, "rows": rows})
+            record.write(str(where), {**run, "rows": rows})
     print(f"\n{summary(rows)}; {time.perf_counter() - started:.0f} s")
     return 0
