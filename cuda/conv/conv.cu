@@ -58,8 +58,6 @@ struct Lettered {
       if (ends("_swapped")) tile += "s";
     } else if (family == "grouped") {
       tile = member == "mma" ? "" : "rows";
-    } else if (member == "patches" && (tile == "128x64" || tile == "64x256")) {
-      tile += "r";
     }
     plan.tile = tile;
   }
@@ -108,8 +106,7 @@ Status ConvFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, co
   if (family == "sm90")
     return Sm90Fprop(ctx, conv::FoldPatches(p, false), e, Lettered(plan).plan, x, w, bias, y, z,
                      workspace);
-  if (family == "stem")
-    return StemFprop(ctx, p, e, Lettered(plan).plan, x, w, bias, y, z, workspace);
+  if (family == "stem") return StemFprop(ctx, p, e, plan, x, w, bias, y, z, workspace);
   return DirectFprop(ctx, p, e, plan, x, w, bias, y, z, workspace);
 }
 
@@ -136,7 +133,7 @@ Status ConvDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, con
   if (family == "im2col") return Im2colDgrad(ctx, p, plan, dy, w, dx, workspace);
   if (family == "implicit_gemm")
     return ImplicitGemmDgrad(ctx, conv::FoldPatches(p, true), plan, dy, w, dx, workspace);
-  if (family == "stem") return StemDgrad(ctx, p, Lettered(plan).plan, dy, w, dx, workspace);
+  if (family == "stem") return StemDgrad(ctx, p, plan, dy, w, dx, workspace);
   if (family == "sm90") {
     if (c != nullptr && p.stride[0] * p.stride[1] * p.stride[2] > 1) {  // it adds to what is there
       JAXCONV_RETURN_IF_ERROR(Copy(ctx, c, dx, SizeX(p), p.dtype, "conv_dgrad"));
@@ -160,7 +157,7 @@ Status ConvWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, con
     return ImplicitGemmWgrad(ctx, conv::FoldPatches(p, false), plan, x, dy, dw, workspace);
   if (family == "sm90")
     return Sm90Wgrad(ctx, conv::FoldPatches(p, false), Lettered(plan).plan, x, dy, dw, workspace);
-  if (family == "stem") return StemWgrad(ctx, p, Lettered(plan).plan, x, dy, dw, workspace);
+  if (family == "stem") return StemWgrad(ctx, p, plan, x, dy, dw, workspace);
   return DirectWgrad(ctx, p, plan, x, dy, dw, workspace);
 }
 
