@@ -1,4 +1,4 @@
-"""What the kernels of few input or output channels run, limit by limit (cuda/conv/stem/domain.h), and that plans keep to it.
+"""What the kernels of few input or output channels run, limit by limit (cuda/conv/stem/domain.h).
 
 Plans are data: none of this needs a GPU.
 """

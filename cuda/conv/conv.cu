@@ -56,8 +56,6 @@ struct Lettered {
       if (member == "resident") tile += "r";
       if (member == "wgrad_pair") tile += "p";
       if (ends("_swapped")) tile += "s";
-    } else if (family == "grouped") {
-      tile = member == "mma" ? "" : "rows";
     }
     plan.tile = tile;
   }
@@ -96,8 +94,7 @@ Status ConvFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, co
       Confirm(ConvOp::kFprop, "conv_fprop", p, plan, workspace, {x, w, bias, y, z}));
   const std::string_view family = FamilyOf(plan.kernel);
   if (family == "depthwise") return DepthwiseFprop(ctx, p, e, plan, x, w, bias, y, z, workspace);
-  if (family == "grouped")
-    return GroupedFprop(ctx, p, e, Lettered(plan).plan, x, w, bias, y, z, workspace);
+  if (family == "grouped") return GroupedFprop(ctx, p, e, plan, x, w, bias, y, z, workspace);
   if (family == "im2col") return Im2colFprop(ctx, p, e, plan, x, w, bias, y, z, workspace);
   if (family == "implicit_gemm") {
     return ImplicitGemmFprop(ctx, conv::FoldPatches(p, false), e, plan, x, w, bias, y, z,
@@ -129,7 +126,7 @@ Status ConvDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, con
   JAXCONV_RETURN_IF_ERROR(Confirm(op, "conv_dgrad", p, plan, workspace, {dy, w, c, dx}));
   const std::string_view family = FamilyOf(plan.kernel);
   if (family == "depthwise") return DepthwiseDgrad(ctx, p, plan, dy, w, dx, workspace);
-  if (family == "grouped") return GroupedDgrad(ctx, p, Lettered(plan).plan, dy, w, dx, workspace);
+  if (family == "grouped") return GroupedDgrad(ctx, p, plan, dy, w, dx, workspace);
   if (family == "im2col") return Im2colDgrad(ctx, p, plan, dy, w, dx, workspace);
   if (family == "implicit_gemm")
     return ImplicitGemmDgrad(ctx, conv::FoldPatches(p, true), plan, dy, w, dx, workspace);
@@ -151,7 +148,7 @@ Status ConvWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, con
   JAXCONV_RETURN_IF_ERROR(Confirm(ConvOp::kWgrad, "conv_wgrad", p, plan, workspace, {x, dy, dw}));
   const std::string_view family = FamilyOf(plan.kernel);
   if (family == "depthwise") return DepthwiseWgrad(ctx, p, plan, x, dy, dw, workspace);
-  if (family == "grouped") return GroupedWgrad(ctx, p, Lettered(plan).plan, x, dy, dw, workspace);
+  if (family == "grouped") return GroupedWgrad(ctx, p, plan, x, dy, dw, workspace);
   if (family == "im2col") return Im2colWgrad(ctx, p, plan, x, dy, dw, workspace);
   if (family == "implicit_gemm")
     return ImplicitGemmWgrad(ctx, conv::FoldPatches(p, false), plan, x, dy, dw, workspace);

@@ -4,6 +4,7 @@
 #include "cuda/conv/common/domain.h"
 #include "cuda/conv/depthwise/domain.h"
 #include "cuda/conv/direct/domain.h"
+#include "cuda/conv/grouped/domain.h"
 #include "cuda/conv/im2col/domain.h"
 #include "cuda/conv/implicit_gemm/domain.h"
 #include "cuda/conv/stem/domain.h"
@@ -23,7 +24,8 @@ std::string ConvRefusal(ConvOp op, const ConvProblem& p, const Plan& plan, const
     return conv::implicit_gemm::Refusal(op, conv::FoldPatches(p, op == ConvOp::kDgrad), plan);
   }
   if (family == "stem") return conv::stem::Refusal(member, op, p, plan, device);
-  if (family == "grouped" || family == "sm90") return "";
+  if (family == "grouped") return conv::grouped::Refusal(member, p, device);
+  if (family == "sm90") return "";
   return "there is no such kernel";
 }
 
@@ -33,6 +35,7 @@ int64_t ConvWorkspace(ConvOp op, const ConvProblem& p, const Plan& plan) {
   if (family == "direct") return conv::direct::Workspace(op, p, plan);
   if (family == "im2col") return conv::im2col::Workspace(op, p, plan);
   if (family == "implicit_gemm") return conv::implicit_gemm::Workspace(op, p, plan);
+  if (family == "grouped") return conv::grouped::Workspace(op, p, plan);
   if (family == "stem") return conv::stem::Workspace(op, p, plan);
   return 0;
 }
