@@ -100,3 +100,11 @@ def test_implicit_gemm_refuses_tiles_and_parts_that_it_does_not_have():
     for splits, runs in ((65534, True), (65535, True), (65536, False)):
         assert (refusal("implicit_gemm", problem(), "64x64", splits, op="conv_wgrad") is None) is runs
     assert "weight gradients only" in refusal("implicit_gemm", problem(), "64x64", 2)
+
+
+def test_a_problem_with_nothing_in_it_has_an_answer():
+    for op in OPS:
+        for algorithm in ALGORITHMS:
+            for changes in ({"batch": 0}, {"c": 0}, {"k": 0}, {"pad": -8, "filter": 1}):
+                plan = made(op, algorithm, problem(**changes), H200)
+                assert isinstance(plan, str) or plan.workspace_bytes >= 0

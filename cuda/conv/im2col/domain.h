@@ -31,6 +31,7 @@ inline int64_t ColumnBytes(ConvOp op, const ConvProblem& p, const Plan& plan) {
 // wgrad: partial sums of dw, of a part of every chunk's images each.
 inline int64_t Parts(const ConvProblem& p, const Plan& plan) {
   const int64_t chunk = Chunk(p, plan);
+  if (chunk == 0) return 0;
   return CeilDivide(chunk, CeilDivide(chunk, std::min(plan.splits, chunk)));
 }
 
