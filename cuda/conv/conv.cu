@@ -56,10 +56,6 @@ struct Lettered {
       if (member == "resident") tile += "r";
       if (member == "wgrad_pair") tile += "p";
       if (ends("_swapped")) tile += "s";
-    } else if (family == "grouped") {
-      tile = member == "mma" ? "" : "rows";
-    } else if (member == "patches" && (tile == "128x64" || tile == "64x256")) {
-      tile += "r";
     }
     plan.tile = tile;
   }
@@ -98,8 +94,7 @@ Status ConvFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, co
       Confirm(ConvOp::kFprop, "conv_fprop", p, plan, workspace, {x, w, bias, y, z}));
   const std::string_view family = FamilyOf(plan.kernel);
   if (family == "depthwise") return DepthwiseFprop(ctx, p, e, plan, x, w, bias, y, z, workspace);
-  if (family == "grouped")
-    return GroupedFprop(ctx, p, e, Lettered(plan).plan, x, w, bias, y, z, workspace);
+  if (family == "grouped") return GroupedFprop(ctx, p, e, plan, x, w, bias, y, z, workspace);
   if (family == "im2col") return Im2colFprop(ctx, p, e, plan, x, w, bias, y, z, workspace);
   if (family == "implicit_gemm") {
     return ImplicitGemmFprop(ctx, conv::FoldPatches(p, false), e, plan, x, w, bias, y, z,
@@ -108,8 +103,7 @@ Status ConvFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, co
   if (family == "sm90")
     return Sm90Fprop(ctx, conv::FoldPatches(p, false), e, Lettered(plan).plan, x, w, bias, y, z,
                      workspace);
-  if (family == "stem")
-    return StemFprop(ctx, p, e, Lettered(plan).plan, x, w, bias, y, z, workspace);
+  if (family == "stem") return StemFprop(ctx, p, e, plan, x, w, bias, y, z, workspace);
   return DirectFprop(ctx, p, e, plan, x, w, bias, y, z, workspace);
 }
 
@@ -132,11 +126,11 @@ Status ConvDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, con
   JAXCONV_RETURN_IF_ERROR(Confirm(op, "conv_dgrad", p, plan, workspace, {dy, w, c, dx}));
   const std::string_view family = FamilyOf(plan.kernel);
   if (family == "depthwise") return DepthwiseDgrad(ctx, p, plan, dy, w, dx, workspace);
-  if (family == "grouped") return GroupedDgrad(ctx, p, Lettered(plan).plan, dy, w, dx, workspace);
+  if (family == "grouped") return GroupedDgrad(ctx, p, plan, dy, w, dx, workspace);
   if (family == "im2col") return Im2colDgrad(ctx, p, plan, dy, w, dx, workspace);
   if (family == "implicit_gemm")
     return ImplicitGemmDgrad(ctx, conv::FoldPatches(p, true), plan, dy, w, dx, workspace);
-  if (family == "stem") return StemDgrad(ctx, p, Lettered(plan).plan, dy, w, dx, workspace);
+  if (family == "stem") return StemDgrad(ctx, p, plan, dy, w, dx, workspace);
   if (family == "sm90") {
     if (c != nullptr && p.stride[0] * p.stride[1] * p.stride[2] > 1) {  // it adds to what is there
       JAXCONV_RETURN_IF_ERROR(Copy(ctx, c, dx, SizeX(p), p.dtype, "conv_dgrad"));
@@ -154,13 +148,13 @@ Status ConvWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, con
   JAXCONV_RETURN_IF_ERROR(Confirm(ConvOp::kWgrad, "conv_wgrad", p, plan, workspace, {x, dy, dw}));
   const std::string_view family = FamilyOf(plan.kernel);
   if (family == "depthwise") return DepthwiseWgrad(ctx, p, plan, x, dy, dw, workspace);
-  if (family == "grouped") return GroupedWgrad(ctx, p, Lettered(plan).plan, x, dy, dw, workspace);
+  if (family == "grouped") return GroupedWgrad(ctx, p, plan, x, dy, dw, workspace);
   if (family == "im2col") return Im2colWgrad(ctx, p, plan, x, dy, dw, workspace);
   if (family == "implicit_gemm")
     return ImplicitGemmWgrad(ctx, conv::FoldPatches(p, false), plan, x, dy, dw, workspace);
   if (family == "sm90")
     return Sm90Wgrad(ctx, conv::FoldPatches(p, false), Lettered(plan).plan, x, dy, dw, workspace);
-  if (family == "stem") return StemWgrad(ctx, p, Lettered(plan).plan, x, dy, dw, workspace);
+  if (family == "stem") return StemWgrad(ctx, p, plan, x, dy, dw, workspace);
   return DirectWgrad(ctx, p, plan, x, dy, dw, workspace);
 }
 

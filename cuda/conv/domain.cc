@@ -4,8 +4,10 @@
 #include "cuda/conv/common/domain.h"
 #include "cuda/conv/depthwise/domain.h"
 #include "cuda/conv/direct/domain.h"
+#include "cuda/conv/grouped/domain.h"
 #include "cuda/conv/im2col/domain.h"
 #include "cuda/conv/implicit_gemm/domain.h"
+#include "cuda/conv/stem/domain.h"
 
 namespace jaxconv::cuda {
 std::string ConvRefusal(ConvOp op, const ConvProblem& p, const Plan& plan, const Device& device) {
@@ -21,7 +23,9 @@ std::string ConvRefusal(ConvOp op, const ConvProblem& p, const Plan& plan, const
   if (family == "implicit_gemm") {
     return conv::implicit_gemm::Refusal(op, conv::FoldPatches(p, op == ConvOp::kDgrad), plan);
   }
-  if (family == "grouped" || family == "stem" || family == "sm90") return "";
+  if (family == "stem") return conv::stem::Refusal(member, op, p, plan, device);
+  if (family == "grouped") return conv::grouped::Refusal(member, p, device);
+  if (family == "sm90") return "";
   return "there is no such kernel";
 }
 
@@ -31,6 +35,8 @@ int64_t ConvWorkspace(ConvOp op, const ConvProblem& p, const Plan& plan) {
   if (family == "direct") return conv::direct::Workspace(op, p, plan);
   if (family == "im2col") return conv::im2col::Workspace(op, p, plan);
   if (family == "implicit_gemm") return conv::implicit_gemm::Workspace(op, p, plan);
+  if (family == "grouped") return conv::grouped::Workspace(op, p, plan);
+  if (family == "stem") return conv::stem::Workspace(op, p, plan);
   return 0;
 }
 

@@ -14,7 +14,7 @@ COLUMNS_BYTES = 256 * 2**20  # of columns held at a time
 def wants(op: str, p: ConvProblem, device: Device) -> Iterator[Plan]:
     taps = math.prod(p.filter)
     column = p.in_channels * taps * math.prod(p.out_spatial)  # elements for one image
-    chunk = max(1, min(p.batch, COLUMNS_BYTES // (column * itemsize(p))))
+    chunk = max(1, min(p.batch, COLUMNS_BYTES // max(column * itemsize(p), 1)))
     splits = 1
     if op == "conv_wgrad":
         dw = p.out_channels * (p.in_channels // p.groups) * taps

@@ -40,9 +40,6 @@ JAXCONV_HD bool Inside(int a, int b, int extent) {
   return unsigned(a) + unsigned(b) < unsigned(extent);
 }
 
-// Ok, or the sentence that says which number is past the limit.
-Status CheckIndexable(const ConvProblem& p, const char* what);
-
 // The largest dilation that the depthwise kernels' runs take along rows of `extent`: a larger one would
 // leave most residues empty, and coordinates a few steps past the end must stay ints.
 inline int64_t MostDilation(int64_t extent) {

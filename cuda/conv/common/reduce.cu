@@ -66,30 +66,6 @@ Status SumPartials(const Context& ctx, DType dtype, const float* partials, int64
   });
 }
 
-Status CheckIndexable(const ConvProblem& p, const char* what) {
-  const auto fits = [](int64_t v) { return v > -kCoordLimit && v < kCoordLimit; };
-  bool ok = fits(p.n) && fits(p.c) && fits(p.k) && fits(p.in_size()) && fits(p.out_size()) &&
-            fits(p.filter_size()) && fits(p.filter_size() * p.group_c()) &&
-            fits(p.filter_size() * p.group_k());
-  for (int d = 0; d < 3; ++d) {
-    ok = ok && fits(p.stride[d]) && fits(p.pad[d]) && fits(p.dilation[d]) &&
-         fits(p.out[d] * p.stride[d] + (p.pad[d] < 0 ? -p.pad[d] : p.pad[d])) &&
-         fits(p.in[d] + (p.pad[d] < 0 ? -p.pad[d] : p.pad[d])) &&
-         fits(p.filter[d] * p.dilation[d] + (p.pad[d] < 0 ? -p.pad[d] : p.pad[d]));
-  }
-  if (ok) return Status::Ok();
-  const auto extents = [](const int64_t (&v)[3]) {
-    return "(" + Number(v[0]) + ", " + Number(v[1]) + ", " + Number(v[2]) + ")";
-  };
-  return Status::Invalid(
-      std::string(what) +
-      ": expected batch, channels, pixels of one image, taps * channels of one group, and every "
-      "coordinate below 2^30; got n=" +
-      Number(p.n) + " c=" + Number(p.c) + " k=" + Number(p.k) + " in=" + extents(p.in) +
-      " filter=" + extents(p.filter) + " out=" + extents(p.out) + " stride=" + extents(p.stride) +
-      " pad=" + extents(p.pad) + " dilation=" + extents(p.dilation));
-}
-
 Status CheckWorkspace(Workspace workspace, int64_t needed, const std::string& what) {
   if (needed <= 0 || (workspace.data != nullptr && workspace.bytes >= needed)) return Status::Ok();
   return Status::Invalid(what + ": expected a workspace of at least " + Number(needed) +

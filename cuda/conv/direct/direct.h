@@ -1,16 +1,6 @@
-// Direct convolution: the sum of problem.h tile by tile in float32 FMAs, nothing materialised. The
-// floor of the house: it supports every problem.
-//
-// Supports: float32, bfloat16, float16; both memory orders; 1-D to 3-D; any groups, stride,
-// dilation and padding (negative too); any sizes whose coordinates stay below 2^30
-// (CheckIndexable). float32 products are never rounded, so full_float32 is always honoured.
-// `plan.tile` and `plan.chunk` are not read.
-//
-// Workspace: fprop, dgrad: 0. wgrad: plan.splits > 1 ? plan.splits * K * C/G * T*R*S * 4 bytes : 0.
-//
-// wgrad cuts the N*O*P*Q pixels into `plan.splits` >= 1 contiguous parts. It launches
-// ceil(C/G*T*R*S / rows) * ceil(K/G / columns) * G blocks a part, rows * columns = 4096 with 8 to
-// 64 columns; four blocks an SM in all keep a device busy.
+// Direct convolution: the sums of problem.h as they are written, in float32. Every other algorithm is checked against it;
+// it is made to be read, not to be fast. domain.h says what it can run: every dtype of the GPU, both memory orders, 1-D
+// to 3-D, any groups, stride, dilation and padding. float32 products are never rounded.
 #pragma once
 
 #include "common/plan.h"
@@ -20,6 +10,7 @@
 
 namespace jaxconv::cuda {
 
+// Also of no input or no filter: y = f(bias).
 Status DirectFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
                    const void* x, const void* w, const void* bias, void* y, void* z,
                    Workspace workspace);

@@ -19,24 +19,21 @@
 // two units on M and an output octet on N. A warp keeps the sums of up to kSteps pairs of units in
 // registers while its block walks over a split's tiles; the blocks between different groups are
 // dropped at the end.
-#include "cuda/conv/grouped/grouped.h"
-
 #include <algorithm>
 
 #include "cuda/conv/common/kernel.cuh"
 #include "cuda/conv/common/matrix.cuh"
-#include "cuda/conv/common/reduce.h"
-#include "cuda/conv/grouped/rows.h"
-#include "cuda/conv/grouped/rows_float32.h"
+#include "cuda/conv/grouped/domain.h"
+#include "cuda/conv/grouped/kernels.h"
+#include "cuda/core/device.h"
 #include "cuda/core/mma.cuh"
 
-namespace jaxconv::cuda {
-namespace conv {
+namespace jaxconv::cuda::conv {
 namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-constexpr int kMaxTaps = 49;
+constexpr int kMaxTaps = grouped::kMostTaps * grouped::kMostTaps;
 constexpr int kMaxPhases = 4;
 constexpr int64_t kBudget = 72 * 1024;  // of shared memory: three blocks an SM
 
@@ -415,32 +412,6 @@ __global__ void __launch_bounds__(kThreads, 2)
 // ---------------------------------------------------------------------------------------------------------------------
 // Host
 
-bool Supports(const ConvProblem& p) {
-  const auto few = [](int64_t v) { return v >= 4 && v <= 32 && v % 4 == 0; };
-  bool ok = (p.dtype == DType::kBF16 || p.dtype == DType::kF16) && p.channels_last &&
-            p.groups > 0 && few(p.group_c()) && few(p.group_k()) && p.c % 8 == 0 && p.k % 8 == 0 &&
-            p.filter[0] == 1 && p.stride[0] == 1 && p.pad[0] == 0 && p.in[0] == p.out[0] &&
-            p.n * p.in[0] < kCoordLimit;
-  for (int d = 1; d < 3; ++d) {
-    ok = ok && p.stride[d] <= 2 && p.filter[d] <= 7 && (p.filter[d] - 1) * p.dilation[d] <= 16;
-  }
-  return ok;
-}
-
-Status Check(const ConvProblem& p, bool rows, bool aligned, const std::string& what) {
-  JAXCONV_RETURN_IF_ERROR(CheckIndexable(p, what.c_str()));
-  if (rows) return CheckGroupedRows(p, aligned, what);
-  if (Supports(p) && aligned) return Status::Ok();
-  return Status::Invalid(
-      what +
-      ": expected a 16-bit type (float32: tile \"rows\"), channels-last, 4 to 32 channels per "
-      "group in fours, c and k "
-      "multiples of 8, strides of 1 or 2, filter extents up to 7 that span at most 17 pixels, "
-      "16-byte aligned arrays; got " +
-      (aligned ? "" : "unaligned arrays, ") + "groups=" + std::to_string(p.groups) +
-      " c=" + std::to_string(p.c) + " k=" + std::to_string(p.k));
-}
-
 enum class Pass { kFprop, kDgrad, kWgrad };
 
 // Everything but the pixel tile.
@@ -574,23 +545,30 @@ Status Launch(const Context& ctx, const GroupedArgs<T>& a, int64_t bytes, const 
   const int64_t blocks = a.g.tiles * a.g.channel_tiles;
   JAXCONV_RETURN_IF_ERROR(CheckBlocks(blocks, what));
   const auto kernel = GroupedKernel<T, kWide>;
-  JAXCONV_RETURN_IF_ERROR(CudaStatus(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes)), what));
+  JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
   kernel<<<unsigned(blocks), kThreads, size_t(bytes), ctx.stream>>>(a);
   return LaunchStatus(what);
 }
 
-Status Run(const Context& ctx, const ConvProblem& p, bool dgrad, const Plan& plan, const void* src,
-           const void* w, void* dst, const Epilogue& e, const void* bias, void* z) {
-  const std::string what = std::string(dgrad ? "conv_dgrad" : "conv_fprop") + "[grouped " +
-                           Name(p.dtype) + " " + std::string(plan.tile) + "]";
-  const bool rows = plan.tile == "rows";
-  const bool aligned = Aligned16(src) && Aligned16(dst) && Aligned16(z) && (!rows || Aligned16(w));
-  JAXCONV_RETURN_IF_ERROR(Check(p, rows, aligned, what));
-  if (rows) {
-    const auto run = p.dtype == DType::kF32 ? GroupedRowsFloat : GroupedRows;
-    return run(ctx, p, dgrad, e, src, w, bias, dst, z, what);
-  }
+template <typename T, int kSteps>
+Status LaunchWgrad(const Context& ctx, GroupedWgradArgs<T> a, int64_t splits,
+                   const std::string& what) {
+  const int steps = int(CeilDiv(a.g.phase_first[1] * a.g.reach, 2));
+  a.step_tiles = int(CeilDiv(steps, a.parts * kSteps));
+  const int64_t blocks = splits * a.step_tiles * a.g.channel_tiles;
+  JAXCONV_RETURN_IF_ERROR(CheckBlocks(blocks, what));
+  const int64_t bytes = 2 * int64_t(a.buffer_bytes);
+  const auto kernel = GroupedWgradKernel<T, kSteps>;
+  JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
+  kernel<<<unsigned(blocks), kThreads, size_t(bytes), ctx.stream>>>(a);
+  return LaunchStatus(what);
+}
+
+}  // namespace
+
+Status GroupedMma(const Context& ctx, const ConvProblem& p, bool dgrad, const Epilogue& e,
+                  const void* src, const void* w, const void* bias, void* dst, void* z,
+                  const std::string& what) {
   const auto run = [&](auto tag) {
     using T = typename decltype(tag)::type;
     GroupedArgs<T> a{};
@@ -624,79 +602,30 @@ Status Run(const Context& ctx, const ConvProblem& p, bool dgrad, const Plan& pla
   return p.dtype == DType::kBF16 ? run(TypeTag<__nv_bfloat16>{}) : run(TypeTag<__half>{});
 }
 
-template <typename T, int kSteps>
-Status LaunchWgrad(const Context& ctx, GroupedWgradArgs<T> a, int64_t splits,
-                   const std::string& what) {
-  const int steps = int(CeilDiv(a.g.phase_first[1] * a.g.reach, 2));
-  a.step_tiles = int(CeilDiv(steps, a.parts * kSteps));
-  const int64_t blocks = splits * a.step_tiles * a.g.channel_tiles;
-  JAXCONV_RETURN_IF_ERROR(CheckBlocks(blocks, what));
-  const int64_t bytes = 2 * int64_t(a.buffer_bytes);
-  const auto kernel = GroupedWgradKernel<T, kSteps>;
-  JAXCONV_RETURN_IF_ERROR(CudaStatus(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes)), what));
-  kernel<<<unsigned(blocks), kThreads, size_t(bytes), ctx.stream>>>(a);
-  return LaunchStatus(what);
-}
-
-}  // namespace
-}  // namespace conv
-
-Status GroupedFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
-                    const void* x, const void* w, const void* bias, void* y, void* z, Workspace) {
-  return conv::Run(ctx, p, false, plan, x, w, y, e, bias, z);
-}
-
-Status GroupedDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,
-                    const void* w, void* dx, Workspace) {
-  return conv::Run(ctx, p, true, plan, dy, w, dx, {false, Activation::kNone, 0.0, false}, nullptr,
-                   nullptr);
-}
-
-Status GroupedWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
-                    const void* dy, void* dw, Workspace workspace) {
-  const std::string what = std::string("conv_wgrad[grouped ") + Name(p.dtype) +
-                           " splits=" + std::to_string(plan.splits) + "]";
-  const bool rows = plan.tile == "rows";
-  JAXCONV_RETURN_IF_ERROR(conv::Check(p, rows, conv::Aligned16(x) && conv::Aligned16(dy), what));
-  if (plan.splits < 1) return Status::Invalid(what + ": expected splits of at least 1");
-  const int64_t count = p.k * p.group_c() * p.filter_size();
-  float* partials = nullptr;
-  if (plan.splits > 1) {
-    JAXCONV_RETURN_IF_ERROR(conv::CheckWorkspace(workspace, plan.splits * count * 4, what));
-    partials = static_cast<float*>(workspace.data);
-  }
-  if (rows) {
-    const auto run = p.dtype == DType::kF32 ? conv::GroupedRowsFloatWgrad : conv::GroupedRowsWgrad;
-    JAXCONV_RETURN_IF_ERROR(run(ctx, p, plan.splits, x, dy, dw, partials, what));
-    if (partials == nullptr) return Status::Ok();
-    return conv::SumPartials(ctx, p.dtype, partials, plan.splits, count, {}, dw, what.c_str());
-  }
+Status GroupedMmaWgrad(const Context& ctx, const ConvProblem& p, int64_t splits, const void* x,
+                       const void* dy, void* dw, float* partials, const std::string& what) {
   const auto run = [&](auto tag) {
     using T = typename decltype(tag)::type;
-    conv::GroupedWgradArgs<T> a{};
-    a.g = conv::MakeGeometry(p, conv::Pass::kWgrad);
-    conv::Geometry& g = a.g;
+    GroupedWgradArgs<T> a{};
+    a.g = MakeGeometry(p, Pass::kWgrad);
+    Geometry& g = a.g;
     a.x = static_cast<const T*>(x);
     a.dy = static_cast<const T*>(dy);
     a.dw = static_cast<T*>(dw);
     a.partials = partials;
     a.by_src_octets = FastDiv(g.src_octets);
     a.by_dst_octets = FastDiv(g.dst_octets);
-    a.dw_count = count;
-    conv::ChoosePixels(g, 48 * 1024, 1);  // two buffers, two blocks an SM
-    a.split_tiles = CeilDiv(g.tiles, plan.splits);
-    a.parts = std::max(1, conv::kWarps / g.dst_octets);
+    a.dw_count = FilterCount(p);
+    ChoosePixels(g, 48 * 1024, 1);  // two buffers, two blocks an SM
+    a.split_tiles = CeilDiv(g.tiles, splits);
+    a.parts = std::max(1, kWarps / g.dst_octets);
     a.dy_at = uint32_t(g.src_plane * g.src_octets * 16);
     a.buffer_bytes = a.dy_at + uint32_t(g.dst_plane * g.dst_octets * 16);
     const int64_t steps = CeilDiv(g.phase_first[1] * g.reach, 2);
-    return steps <= 3 * a.parts ? conv::LaunchWgrad<T, 3>(ctx, a, plan.splits, what)
-                                : conv::LaunchWgrad<T, 9>(ctx, a, plan.splits, what);
+    return steps <= 3 * a.parts ? LaunchWgrad<T, 3>(ctx, a, splits, what)
+                                : LaunchWgrad<T, 9>(ctx, a, splits, what);
   };
-  JAXCONV_RETURN_IF_ERROR(p.dtype == DType::kBF16 ? run(conv::TypeTag<__nv_bfloat16>{})
-                                                  : run(conv::TypeTag<__half>{}));
-  if (partials == nullptr) return Status::Ok();
-  return conv::SumPartials(ctx, p.dtype, partials, plan.splits, count, {}, dw, what.c_str());
+  return p.dtype == DType::kBF16 ? run(TypeTag<__nv_bfloat16>{}) : run(TypeTag<__half>{});
 }
 
-}  // namespace jaxconv::cuda
+}  // namespace jaxconv::cuda::conv

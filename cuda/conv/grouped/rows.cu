@@ -17,13 +17,14 @@
 // end a row of dst, and the second begins the next. Its dgrad: a stage has a row of dy, which meets
 // three rows of dx: it ends the first, is all that the second has, and begins the third. Columns alike:
 // 16 of dy make 16 even ones of dx, of two taps, and 16 odd ones, of the tap between.
-#include "cuda/conv/grouped/rows.h"
 
 #include <type_traits>
 
 #include "cuda/conv/common/matrix.cuh"
 #include "cuda/conv/common/row_stream.cuh"
+#include "cuda/conv/grouped/kernels.h"
 #include "cuda/conv/grouped/rows.cuh"
+#include "cuda/core/device.h"
 
 namespace jaxconv::cuda::conv {
 namespace {
@@ -79,7 +80,7 @@ __device__ __forceinline__ void MmaTo(float (&d)[4], const uint32_t* a, const ui
 }
 
 // Rows of the filter in shared memory at a tap: the channels of C/G (those of 4 twice, with zeros
-// between the groups of an octet) x the slab's 64 of K, in the copy engine's swizzle.
+// between the groups of an octet) x the slab's 64 of K, in TMA's swizzle.
 constexpr int FilterRows(int octets) { return octets * 8; }
 constexpr int FilterBytes(int octets) { return kR * kS * FilterRows(octets) * kSlab * 2; }
 
@@ -508,32 +509,12 @@ Status Launch(const Context& ctx, GroupedRowsArgs<T> g, const void* src, DType d
   JAXCONV_RETURN_IF_ERROR(CheckBlocks(blocks, what));
   const int bytes = u.stages * u.stage_bytes + kElse;
   const auto kernel = GroupedRowsKernel<T, kMeet, kOctets, kTiles, kBlocks>;
-  JAXCONV_RETURN_IF_ERROR(CudaStatus(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), what));
+  JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
   kernel<<<unsigned(blocks), kWarps * 32, bytes, ctx.stream>>>(g);
   return LaunchStatus(what);
 }
 
 }  // namespace
-
-Status CheckGroupedRows(const ConvProblem& p, bool aligned, const std::string& what) {
-  const bool plain = p.dtype == DType::kF32;
-  bool ok = (plain || p.dtype == DType::kBF16 || p.dtype == DType::kF16) && p.channels_last &&
-            p.groups > 0 && p.c == p.k && p.c % (plain ? 4 : 8) == 0 && p.filter[0] == 1 &&
-            p.filter[1] == kR && p.filter[2] == kS && p.pad[0] == 0 && p.in[0] == p.out[0] &&
-            p.n * p.in[0] < kCoordLimit;
-  const int64_t group = ok ? p.group_c() : 0;
-  ok = ok && (group == 4 || group == 8 || group == 16);
-  ok = ok && p.stride[0] == 1 && p.dilation[0] == 1 && p.stride[1] == p.stride[2] &&
-       p.stride[1] <= 2;
-  for (int d = 1; d < 3; ++d) ok = ok && p.dilation[d] == 1 && p.padded_below_filter(d);
-  if (ok && aligned) return Status::Ok();
-  return Status::Invalid(what +
-                         ": tile \"rows\" expects 16-byte aligned channels-last arrays of "
-                         "float32, bfloat16 or float16, C/G == K/G of 4, 8 or 16, in 16 bits c a "
-                         "multiple of 8, a 3x3 filter of dilation 1, stride 1 or 2 and "
-                         "padding of 0 to 2");
-}
 
 Status GroupedRows(const Context& ctx, const ConvProblem& p, bool dgrad, const Epilogue& e,
                    const void* src, const void* w, const void* bias, void* dst, void* z,

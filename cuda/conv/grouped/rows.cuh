@@ -1,9 +1,9 @@
 // Rows that a filter of 3x3 and stride 2 reads, as a stage of common/row_stream.cuh, for the 16-bit kernels
-// of rows.h.
+// rows.cu and rows_wgrad.cu.
 //
 // Tap s reads column 2 q - pad + s for column q: those of s = 0 and 2 are neighbours, for neighbouring
 // q, among the columns of pad's parity, those of s = 1 among the others. So the columns of each parity
-// are an array of their own to the copy engine, and fragments of 16 pixels are read as with stride 1,
+// are an array of their own to TMA, and fragments of 16 pixels are read as with stride 1,
 // without bank conflicts. A stage has two rows, 2 p - pad - 1 and the next: with those of stage p + 1
 // the rows that row p of dy, or y, meets.
 #pragma once

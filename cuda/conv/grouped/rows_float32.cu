@@ -11,8 +11,9 @@
 // the operand cache for twice as many FMAs: one that reads three new registers takes two cycles.
 //
 // Reads src about once from DRAM, writes dst once.
+#include "cuda/conv/grouped/kernels.h"
 #include "cuda/conv/grouped/rows_float32.cuh"
-#include "cuda/conv/grouped/rows_float32.h"
+#include "cuda/core/device.h"
 
 namespace jaxconv::cuda::conv {
 namespace {
@@ -330,17 +331,16 @@ Status Launch(const Context& ctx, FloatRowsArgs g, const void* src, const std::s
   JAXCONV_RETURN_IF_ERROR(CheckBlocks(blocks, what));
   const int bytes = u.stages * (u.stage_bytes + 16);
   const auto kernel = GroupedFloatKernel<kMeet, kIn, kOut, kParts, kRun, kSlab, kThreads>;
-  JAXCONV_RETURN_IF_ERROR(CudaStatus(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), what));
+  JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
   kernel<<<unsigned(blocks), g.t.threads, bytes, ctx.stream>>>(g);
   return LaunchStatus(what);
 }
 
 }  // namespace
 
-Status GroupedRowsFloat(const Context& ctx, const ConvProblem& p, bool dgrad, const Epilogue& e,
-                        const void* src, const void* w, const void* bias, void* dst, void* z,
-                        const std::string& what) {
+Status GroupedRowsFloat32(const Context& ctx, const ConvProblem& p, bool dgrad, const Epilogue& e,
+                          const void* src, const void* w, const void* bias, void* dst, void* z,
+                          const std::string& what) {
   FloatRowsArgs g{};
   g.w = static_cast<const float*>(w);
   g.dst = static_cast<float*>(dst);

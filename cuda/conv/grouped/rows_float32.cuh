@@ -1,4 +1,4 @@
-// What the two kernels of rows_float32.h share: who owns what of a strip.
+// What rows_float32.cu and rows_float32_wgrad.cu share: who owns what of a strip.
 #pragma once
 
 #include <algorithm>

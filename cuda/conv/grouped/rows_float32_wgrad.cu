@@ -10,8 +10,9 @@
 //
 // The sums of the threads that own the same channels are added in shared memory in a fixed order at
 // the end. Reads x and dy about once; writes dw or, with several splits, a partial sum each.
+#include "cuda/conv/grouped/kernels.h"
 #include "cuda/conv/grouped/rows_float32.cuh"
-#include "cuda/conv/grouped/rows_float32.h"
+#include "cuda/core/device.h"
 
 namespace jaxconv::cuda::conv {
 namespace {
@@ -241,17 +242,16 @@ Status Launch(const Context& ctx, FloatRowsWgradArgs g, int64_t splits, const vo
   const int bytes =
       std::max(u.stages * (u.stage_bytes + 16), g.t.threads * kFloatTaps * kIn * kOut * 4);
   const auto kernel = GroupedFloatWgradKernel<kStep, kIn, kOut, kRun, kThreads>;
-  JAXCONV_RETURN_IF_ERROR(CudaStatus(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), what));
+  JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
   kernel<<<unsigned(blocks), g.t.threads, bytes, ctx.stream>>>(g);
   return LaunchStatus(what);
 }
 
 }  // namespace
 
-Status GroupedRowsFloatWgrad(const Context& ctx, const ConvProblem& p, int64_t splits,
-                             const void* x, const void* dy, void* dw, float* partials,
-                             const std::string& what) {
+Status GroupedRowsFloat32Wgrad(const Context& ctx, const ConvProblem& p, int64_t splits,
+                               const void* x, const void* dy, void* dw, float* partials,
+                               const std::string& what) {
   FloatRowsWgradArgs g{};
   g.dw = static_cast<float*>(dw);
   g.partials = partials;

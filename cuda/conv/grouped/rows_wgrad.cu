@@ -15,8 +15,9 @@
 // Reads x and dy about once; writes dw or, with several splits, a partial sum each.
 #include "cuda/conv/common/matrix.cuh"
 #include "cuda/conv/common/row_stream.cuh"
+#include "cuda/conv/grouped/kernels.h"
 #include "cuda/conv/grouped/rows.cuh"
-#include "cuda/conv/grouped/rows.h"
+#include "cuda/core/device.h"
 
 namespace jaxconv::cuda::conv {
 namespace {
@@ -314,8 +315,7 @@ Status Launch(const Context& ctx, GroupedRowsWgradArgs<T> g, const void* x, cons
   constexpr int kSums = 4 * kR * 2 * (kOctets == 1 ? 2 : kS) * 4 * 128;
   const int bytes = std::max(u.stages * (u.stage_bytes + 16) + 16, kSums);
   const auto kernel = GroupedRowsWgradKernel<T, kStep, kOctets, kOwned, kBlocks>;
-  JAXCONV_RETURN_IF_ERROR(CudaStatus(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), what));
+  JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
   kernel<<<unsigned(blocks), WarpsOf(kOwned) * 32, bytes, ctx.stream>>>(g);
   return LaunchStatus(what);
 }

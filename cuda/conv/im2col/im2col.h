@@ -1,27 +1,12 @@
-// Convolution as im2col + pack + matrix product. The reduction axis is (ci, t, r, s), s fastest, in
-// both orders.
+// Convolution as im2col and matrix products (gemm/gemm.h), the textbook's algorithm. A row of the columns is an output
+// pixel, its elements the C/G * T*R*S inputs under the filter in the order that w has them, (t, r, s, c) channels last
+// and (c, t, r, s) channels first, so that w is a matrix as it lies:
 //
-//   channels-first, per image and group:  columns (C/G*T*R*S, O*P*Q);  y = W columns
-//   channels-last, per group:             columns (images*O*P*Q, C/G*T*R*S);  y = columns W', W'
-//   packed (C/G*T*R*S, K)
+//   fprop  y = columns * w, for each group;  dgrad  columns = dy * w', gathered back by tap (col2im, no atomics)
+//   wgrad  dw = columns' * dy, summed over images in a fixed order in float32
 //
-// dgrad: the columns of dx = the product of dy and W, in float32, gathered back by tap (col2im, no
-// atomics). wgrad: dW = the product of columns and dy, summed over images in a fixed order in
-// float32.
-//
-// Supports: float32, bfloat16, float16; both memory orders; 1-D to 3-D; any groups, stride,
-// dilation, padding; coordinates below 2^30 (CheckIndexable). What the matrix product asks of its
-// operands is Gemm()'s to say.
-//
-// Plan: `chunk` >= 1 images have their columns held at a time (more than N count as N). `splits` >=
-// 1, wgrad: the partial sums that one chunk is cut into, at most the chunk's images: parallelism
-// where dW has few tiles.
-//
-// Workspace bytes, with A(b) = b rounded up to 256, chunk = min(plan.chunk, N), item = size of the
-// dtype, W = K * C/G * T*R*S and columns = chunk * C * T*R*S * O*P*Q:
-//   fprop: A(columns * item) + (channels_last ? A(W * item) : 0)
-//   dgrad: A(columns * 4)    + (channels_last ? A(W * item) : 0)
-//   wgrad: A(columns * item) + min(splits, chunk) * W * 4
+// `plan.chunk` images have their columns held at a time; `plan.splits` (wgrad) partial sums cut a chunk's images. domain.h
+// says what it can run and the bytes that this takes.
 #pragma once
 
 #include "common/plan.h"

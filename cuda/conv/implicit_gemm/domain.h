@@ -3,7 +3,9 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <iterator>
 #include <string>
+#include <string_view>
 
 #include "cuda/conv/common/domain.h"
 #include "cuda/domain.h"
@@ -12,6 +14,17 @@ namespace jaxconv::cuda::conv::implicit_gemm {
 
 // Rows, columns and the reduction of the product are ints, and a tile more than the last must not overflow.
 constexpr int64_t kMaxExtent = (int64_t(1) << 31) - 1 - 4096;
+
+constexpr std::string_view kTiles[] = {"128x128", "128x64", "64x64"};
+
+inline std::string RefuseTile(const ConvProblem& p, std::string_view tile) {
+  if (std::find(std::begin(kTiles), std::end(kTiles), tile) == std::end(kTiles))
+    return "it has tiles 128x128, 128x64 and 64x64, not \"" + std::string(tile) + "\"";
+  if (tile != "64x64" && !WholeVectors(p, p.group_k())) {
+    return "where output channels of a group are not whole 16 bytes it has tile 64x64 only";
+  }
+  return "";
+}
 
 // `p` is folded (FoldPatches).
 inline std::string Refusal(ConvOp op, const ConvProblem& p, const Plan& plan) {
@@ -36,7 +49,7 @@ inline std::string Refusal(ConvOp op, const ConvProblem& p, const Plan& plan) {
   for (int i = 0; i < 3; ++i) phases *= double(std::min(p.stride[i], p.in[i]));
   if (op == ConvOp::kDgrad && phases > double(kMaxExtent))
     return "its strides leave too many phases of dgrad";
-  return "";
+  return RefuseTile(p, plan.tile);
 }
 
 inline int64_t Workspace(ConvOp op, const ConvProblem& p, const Plan& plan) {

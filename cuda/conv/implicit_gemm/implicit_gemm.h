@@ -8,14 +8,8 @@
 //
 // at(o, t) = o*stride - pad + t*dilation on each axis.
 //
-// Domain: channels_last; float32 (TF32, or full where full_float32), bfloat16, float16;
-//   N*D*H*W, N*O*P*Q, T*R*S*max(C, K)/G, C and K at most 2^31 - 1 - 4096;
-//   per axis out*stride + filter*dilation + |pad| and in + stride below 2^30.
-// Tensors may have more than 2^31 elements.
-//
-// Plan: algorithm "implicit_gemm"; tile "128x128", "128x64", "64x64" or "" (chosen from the shape);
-// splits 1, except wgrad's in [1, 65535].
-// Workspace, bytes: wgrad with splits > 1: splits * T*R*S * C/G * K * 4; otherwise 0.
+// A CTA makes a tile of rows x columns of the product, every group and part of the reduction an instance of its own.
+// domain.h says what it can run; jaxconv/_plan/implicit_gemm.py which tile it gets.
 #pragma once
 
 #include "common/plan.h"

@@ -1,16 +1,12 @@
 // What the kernels for rows of 64 or 112 pixels on sm_90a share.
 #pragma once
 
-#include "cuda/core/divmod.h"
+#include "cuda/conv/stem/geometry.h"
 #include "cuda/gemm/sm90.cuh"
 
 namespace jaxconv::cuda::conv {
 
-// Pixels of a row that a product takes, at most 112, so that padding to 64 or 112 costs the least.
-inline int RowColumns(int width) {
-  const int64_t by64 = CeilDiv(width, 64), by112 = CeilDiv(width, 112);
-  return int(CeilDiv(width, by64 * 64 <= by112 * 112 ? by64 : by112));
-}
+static_assert(kSm90Shared == kSm90SharedBytes);
 
 // clang-format off
 #define JAXCONV_R56                                                                              \

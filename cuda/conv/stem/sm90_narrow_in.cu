@@ -1,61 +1,58 @@
-// The two products over windows of the thin image on sm_90a:
+// The two products over windows of the narrow image on sm_90a (geometry.h says what narrow and wide are):
 //
-//   expand    fat[i, k]  = sum over taps t, channels c of thin[i * stride + shift(t), c] * w[t, c, k]
-//   cross     dw[t, c, k] = sum over i of thin[i * stride + shift(t), c] * fat[i, k]
+//   to wide  wide[i, k]  = sum over taps t, channels c of narrow[i * stride + shift(t), c] * w[t, c, k]
+//   wgrad    dw[t, c, k] = sum over i of narrow[i * stride + shift(t), c] * wide[i, k]
 //
-// Nobody gathers the windows. Thin pixels lie in shared memory as chunks of 16 bytes (two pixels of
-// four 16-bit channels, or one of more), so that the next fat pixel's window starts a whole number
-// `planes` of chunks later. With the chunks of a row dealt to `planes` planes, chunk k of the windows
-// of eight neighbouring fat pixels is eight chunks one after another, which is what wgmma takes for
-// an operand that is not swizzled, eight columns of 16 bytes of k (expand) or eight k of 16 bytes of
-// columns (cross); and any two chunks, or any at one distance, follow each other, since distances are
-// fields of the operand's descriptor.
+// Nobody gathers the windows. Narrow pixels lie in shared memory as chunks of 16 bytes (two pixels of four 16-bit
+// channels, or one of more), so that the next wide pixel's window starts a whole number `planes` of chunks later. With
+// the chunks of a row dealt to `planes` planes, chunk k of the windows of eight neighbouring wide pixels is eight chunks
+// one after another, which is what wgmma takes for an operand that is not swizzled, eight columns of 16 bytes of k (to
+// wide) or eight k of 16 bytes of columns (wgrad); and any two chunks, or any at one distance, follow each other, since
+// distances are fields of the operand's descriptor.
 //
-//   expand    rows are 64 fat channels, columns the pixels of a row of fat, k the chunks
-//   cross     rows are 64 fat channels, columns the chunks of a column of taps, k the pixels of a row
-//             of fat, as it lies
+//   to wide  rows are 64 wide channels, columns the pixels of a row of wide, k the chunks
+//   wgrad    rows are 64 wide channels, columns the chunks of a column of taps, k the pixels of a row of wide, as it lies
 //
-// One warpgroup brings thin tiles into the two slots of a ring, two multiply.
-#include "cuda/conv/stem/sm90.h"
-
+// A tile is some rows of up to 112 wide pixels of an image; blocks are persistent (wgrad: for each slice of wide channels)
+// and walk over them. One warpgroup brings narrow tiles into the two slots of a ring, two multiply. Wide rows come and go
+// by TMA. Reads the narrow image about once (its halo again), and w or the wide image once; writes the wide image, or
+// partial sums of dw, once: bound by the wide image's traffic.
 #include <algorithm>
 
 #include "cuda/conv/common/reduce.h"
 #include "cuda/conv/common/row_stream.cuh"
+#include "cuda/conv/stem/domain.h"
+#include "cuda/conv/stem/kernels.h"
 #include "cuda/conv/stem/sm90.cuh"
+#include "cuda/conv/stem/stem.cuh"
+#include "cuda/core/device.h"
 
 namespace jaxconv::cuda::conv {
 namespace {
 
-constexpr int kExpandSteps = 32;  // of 32 bytes of k
-constexpr int kConsumers = 2;     // warpgroups
 constexpr int kWindowThreads = (1 + kConsumers) * 128;
 // Blocks of a multiprocessor: where two fit, one's barriers hide behind the other's work.
 template <typename T, int kRegisters>
 constexpr int kResident = sizeof(T) == 2 && kRegisters <= 32 ? 2 : 1;
 
-// Tiles of thin pixels in shared memory.
+// Tiles of narrow pixels in shared memory.
 template <typename T>
-struct ThinSlots {
+struct NarrowSlots {
   StemGeometry g;
-  const T* thin;
-  int chunk_pixel, planes;  // bytes of a thin pixel; planes of a row
+  const T* narrow;
+  int chunk_pixel, planes;  // bytes of a narrow pixel; planes of a row
   int plane_bytes, row_bytes, slot_bytes;
-  int rows, cols;                  // a tile of fat pixels
-  int thin_rows, thin_cols, lead;  // its thin pixels; lead: what lies left of the first window
+  int rows, cols;  // a tile of wide pixels
+  int narrow_rows, narrow_cols,
+      lead;  // its narrow pixels; lead: what lies left of the first window
   int first, row_chunks,
       skip;    // a window's first chunk, chunks of a row; the first `skip` pixels are padding
-  bool fours;  // thin is read in fours of pixels of three channels
+  bool fours;  // narrow is read in fours of pixels of three channels
   int64_t tiles;
   FastDiv by_tiles_h, by_tiles_w, by_items, by_planes;  // items of a row: fours, or pixels
-  uint32_t thin_at;
+  uint32_t narrow_at;
 
-  // Where chunk s of row r of the first window lies in a slot.
-  JAXCONV_HD int ChunkAt(int r, int s) const {
-    const int at = first + (chunk_pixel == 8 ? s : s * g.step[1]);
-    return r * g.step[0] * row_bytes + at % planes * plane_bytes + at / planes * 16;
-  }
-  // What `byte` of it is: the tap and the channel, or -1.
+  // What `byte` of chunk s of row r of a window is: the tap and the channel, or -1.
   JAXCONV_HD StemElement Element(int r, int s, int byte) const {
     const int pixel = byte / chunk_pixel, c = (byte - pixel * chunk_pixel) / int(sizeof(T));
     const int tap = chunk_pixel == 8 ? s * 2 + pixel - skip : s;
@@ -65,13 +62,13 @@ struct ThinSlots {
   }
 };
 
-// The thin pixels of a tile, from (h0, w0) on, zero outside the array.
+// The narrow pixels of a tile, from (h0, w0) on, zero outside the array.
 template <typename T>
-__device__ __forceinline__ void LoadSlot(const ThinSlots<T>& a, uint32_t slot, int image, int h0,
+__device__ __forceinline__ void LoadSlot(const NarrowSlots<T>& a, uint32_t slot, int image, int h0,
                                          int w0) {
   const StemGeometry& g = a.g;
-  const T* base = a.thin + image * g.thin_n;
-  const int items = a.thin_rows * int(a.by_items.d);
+  const T* base = a.narrow + image * g.narrow_n;
+  const int items = a.narrow_rows * int(a.by_items.d);
   const auto place = [&](int row, int chunk) {
     const int pos = int(a.by_planes.Div(chunk));
     return slot + uint32_t(row * a.row_bytes + (chunk - pos * a.planes) * a.plane_bytes + pos * 16);
@@ -85,9 +82,9 @@ __device__ __forceinline__ void LoadSlot(const ThinSlots<T>& a, uint32_t slot, i
       for (int i = 0; i < kBatch; ++i) {
         const int item = item0 + i * 128, row = int(a.by_items.Div(item));
         const int h = h0 + row, w = w0 + (item - row * int(a.by_items.d)) * 4;
-        const bool inside =
-            item < items && unsigned(h) < unsigned(g.thin[0]) && unsigned(w) < unsigned(g.thin[1]);
-        const T* from = base + int64_t(h * g.thin[1] + w) * 3;
+        const bool inside = item < items && unsigned(h) < unsigned(g.narrow[0]) &&
+                            unsigned(w) < unsigned(g.narrow[1]);
+        const T* from = base + int64_t(h * g.narrow[1] + w) * 3;
 #pragma unroll
         for (int k = 0; k < 3; ++k) {
           if constexpr (sizeof(T) == 2) {
@@ -142,8 +139,8 @@ __device__ __forceinline__ void LoadSlot(const ThinSlots<T>& a, uint32_t slot, i
   for (int item = threadIdx.x; item < items; item += 128) {
     const int row = int(a.by_items.Div(item)), col = item - row * int(a.by_items.d);
     const int h = h0 + row, w = w0 + col;
-    const bool inside = unsigned(h) < unsigned(g.thin[0]) && unsigned(w) < unsigned(g.thin[1]);
-    const T* from = base + (inside ? int64_t(h * g.thin[1] + w) * g.channels : 0);
+    const bool inside = unsigned(h) < unsigned(g.narrow[0]) && unsigned(w) < unsigned(g.narrow[1]);
+    const T* from = base + (inside ? int64_t(h * g.narrow[1] + w) * g.channels : 0);
     uint32_t word[4];
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
@@ -151,7 +148,7 @@ __device__ __forceinline__ void LoadSlot(const ThinSlots<T>& a, uint32_t slot, i
 #pragma unroll
       for (int e = 0; e < 4 / int(sizeof(T)); ++e) {
         const int c = k * (4 / int(sizeof(T))) + e;
-        if (inside && c < g.channels) word[k] |= ThinBits(from + c) << (e * 16);
+        if (inside && c < g.channels) word[k] |= NarrowBits(from + c) << (e * 16);
       }
     }
     if (a.chunk_pixel == 8) {
@@ -164,15 +161,15 @@ __device__ __forceinline__ void LoadSlot(const ThinSlots<T>& a, uint32_t slot, i
 
 // The producers' part: the tiles of a block, one after another.
 template <typename T>
-__device__ __forceinline__ void FillSlots(const ThinSlots<T>& a, uint32_t shared, uint32_t barriers,
-                                          int64_t begin, int64_t stride) {
+__device__ __forceinline__ void FillSlots(const NarrowSlots<T>& a, uint32_t shared,
+                                          uint32_t barriers, int64_t begin, int64_t stride) {
   const StemGeometry& g = a.g;
   int slot = 0;
   uint32_t parity = 0;
   for (int64_t tile = begin; tile < a.tiles; tile += stride) {
     const QuotRem w = DivMod(tile, a.by_tiles_w), h = DivMod(w.quot, a.by_tiles_h);
     BarrierWait(barriers + slot * 16 + 8, parity ^ 1);
-    LoadSlot(a, shared + a.thin_at + slot * a.slot_bytes, int(h.quot),
+    LoadSlot(a, shared + a.narrow_at + slot * a.slot_bytes, int(h.quot),
              h.rem * a.rows * g.stride[0] + g.first[0],
              w.rem * a.cols * g.stride[1] + g.first[1] - a.lead);
     FenceForTma();
@@ -191,22 +188,22 @@ __device__ __forceinline__ void FillSlots(const ThinSlots<T>& a, uint32_t shared
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Expand
+// From narrow to wide
 
 template <typename T>
-struct ExpandRowsArgs : ThinSlots<T> {
-  CUtensorMap fat_map, z_map;
+struct NarrowInArgs : NarrowSlots<T> {
+  CUtensorMap wide_map, z_map;
   const T* w;
   EpilogueArgs<T> epilogue;
   int channel_tiles, steps, filter_tile;
-  uint32_t step_at[kExpandSteps];  // added to a descriptor: the first chunk, the other's distance
-  uint8_t chunk_row[2 * kExpandSteps], chunk[2 * kExpandSteps];  // of a step's halves
+  uint32_t step_at[kMostSteps];  // added to a descriptor: the first chunk, the other's distance
+  uint8_t chunk_row[2 * kMostSteps], chunk[2 * kMostSteps];  // of a step's halves
   uint32_t boxes_at, barriers_at;
 };
 
 template <typename T, int kN>
 __global__ void __launch_bounds__(kWindowThreads, kResident<T, kN / 2>)
-    ExpandRowsKernel(const __grid_constant__ ExpandRowsArgs<T> a) {
+    NarrowInKernel(const __grid_constant__ NarrowInArgs<T> a) {
 #ifdef JAXCONV_SM90A
   extern __shared__ __align__(1024) unsigned char cells[];
   const uint32_t shared = SharedAddress(cells);
@@ -225,7 +222,7 @@ __global__ void __launch_bounds__(kWindowThreads, kResident<T, kN / 2>)
     if (chunk < a.steps * 2) {
       const StemElement at =
           a.Element(a.chunk_row[chunk], a.chunk[chunk], e % kElements * int(sizeof(T)));
-      if (at.tap >= 0) from = int(at.tap * g.w_tap + at.channel * g.w_thin);
+      if (at.tap >= 0) from = int(at.tap * g.w_tap + at.channel * g.w_narrow);
     }
     table[e] = from;
   }
@@ -235,11 +232,11 @@ __global__ void __launch_bounds__(kWindowThreads, kResident<T, kN / 2>)
   const int n = threadIdx.x % 64;
   for (int tile = 0; tile < a.channel_tiles; ++tile) {
     const int channel = tile * 64 + n;
-    const T* w = a.w + channel * g.w_fat;
+    const T* w = a.w + channel * g.w_wide;
 #pragma unroll 8
     for (int e = threadIdx.x / 64; e < elements; e += kWindowThreads / 64) {
       const int from = table[e], chunk = e / kElements;
-      const uint32_t bits = from >= 0 && channel < g.fat_channels ? ThinBits(w + from) : 0;
+      const uint32_t bits = from >= 0 && channel < g.wide_channels ? NarrowBits(w + from) : 0;
       unsigned char* to = cells + tile * a.filter_tile + chunk / 8 * kBlockBytes + n * 128 +
                           ((chunk ^ n) % 8) * 16 + e % kElements * int(sizeof(T));
       if constexpr (sizeof(T) == 2) {
@@ -264,14 +261,14 @@ __global__ void __launch_bounds__(kWindowThreads, kResident<T, kN / 2>)
   int box = 0;
   for (int64_t tile = blockIdx.x; tile < a.tiles; tile += gridDim.x, ++count) {
     const QuotRem w = DivMod(tile, a.by_tiles_w), h = DivMod(w.quot, a.by_tiles_h);
-    const int rows = min(a.rows, g.fat[0] - h.rem * a.rows);
-    const int to_row = int(h.quot) * g.fat[0] + h.rem * a.rows, to_col = w.rem * a.cols;
+    const int rows = min(a.rows, g.wide[0] - h.rem * a.rows);
+    const int to_row = int(h.quot) * g.wide[0] + h.rem * a.rows, to_col = w.rem * a.cols;
     BarrierWait(barriers + slot * 16, parity);
-    const uint32_t thin = shared + a.thin_at + slot * a.slot_bytes;
+    const uint32_t narrow = shared + a.narrow_at + slot * a.slot_bytes;
     for (int row = group ^ (count * a.rows & 1); row < rows; row += kConsumers) {
       // Not swizzled: eight pixels are 128 bytes, the next eight follow.
       const uint64_t from =
-          uint64_t(128 / 16) << 32 | uint64_t((thin + row * g.stride[0] * a.row_bytes) >> 4);
+          uint64_t(128 / 16) << 32 | uint64_t((narrow + row * g.stride[0] * a.row_bytes) >> 4);
       for (int tile_k = 0; tile_k < a.channel_tiles; ++tile_k) {
         const uint64_t filter = OperandDescriptor<true>(shared + tile_k * a.filter_tile);
         float acc[kN / 2];
@@ -289,8 +286,8 @@ __global__ void __launch_bounds__(kWindowThreads, kResident<T, kN / 2>)
         const int channel = tile_k * 64 + warp * 16 + lane / 4;
         float bias[2] = {};
         if (a.epilogue.bias != nullptr) {
-          if (channel < g.fat_channels) bias[0] = ToFloat(a.epilogue.bias[channel]);
-          if (channel + 8 < g.fat_channels) bias[1] = ToFloat(a.epilogue.bias[channel + 8]);
+          if (channel < g.wide_channels) bias[0] = ToFloat(a.epilogue.bias[channel]);
+          if (channel + 8 < g.wide_channels) bias[1] = ToFloat(a.epilogue.bias[channel + 8]);
 #pragma unroll
           for (int i = 0; i < kN / 2; ++i) acc[i] += bias[i / 2 % 2];
         }
@@ -306,7 +303,7 @@ __global__ void __launch_bounds__(kWindowThreads, kResident<T, kN / 2>)
           if constexpr (sizeof(T) == 2) {
             const uint32_t at = boxes + box * kBox + (lane / 16 * 8 + lane % 8) * 128 +
                                 ((warp * 2 + lane / 8 % 2) ^ (lane % 8)) * 16;
-            if (tile_k * 64 + warp * 16 < g.fat_channels) {
+            if (tile_k * 64 + warp * 16 < g.wide_channels) {
 #pragma unroll
               for (int j = 0; j < kN / 8; j += 2) {
                 const float* u = acc + j * 4;
@@ -332,7 +329,7 @@ __global__ void __launch_bounds__(kWindowThreads, kResident<T, kN / 2>)
           NamedBarrier(1 + group, 128);
           if (elected) {
             StoreTile(map, boxes + box * kBox, tile_k * 64, to_col, to_row + row);
-            if (sizeof(T) == 4 && tile_k * 64 + 32 < g.fat_channels) {
+            if (sizeof(T) == 4 && tile_k * 64 + 32 < g.wide_channels) {
               StoreTile(map, boxes + kBox, tile_k * 64 + 32, to_col, to_row + row);
             }
             StoreCommit();
@@ -341,7 +338,7 @@ __global__ void __launch_bounds__(kWindowThreads, kResident<T, kN / 2>)
         };
         if (a.epilogue.z != nullptr) keep(a.z_map);
         ApplyActivation(a.epilogue.activation, acc, a.epilogue.slope);
-        keep(a.fat_map);
+        keep(a.wide_map);
       }
     }
     __syncwarp();
@@ -354,35 +351,33 @@ __global__ void __launch_bounds__(kWindowThreads, kResident<T, kN / 2>)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Cross
-
-constexpr int kCrossParts = 4;  // of a window's row, chunks
+// wgrad
 
 template <typename T>
-struct CrossRowsArgs : ThinSlots<T> {
-  CUtensorMap fat_map;
+struct NarrowInWgradArgs : NarrowSlots<T> {
+  CUtensorMap wide_map;
   float* partials;  // (parts, elements of dw)
   int64_t dw_count;
   int parts;                       // of the tiles, each with blocks of its own
   bool by_channel;                 // the warpgroups take 64 channels each, not every other row
-  int stages, stage_bytes, steps;  // of fat, a row of a warpgroup each; steps: of 16 pixels
-  uint32_t part_at[kCrossParts];   // where a column of chunks lies from a window's first pixel
+  int stages, stage_bytes, steps;  // of wide, a row of a warpgroup each; steps: of 16 pixels
+  uint32_t part_at[kWgradParts];   // where a column of chunks lies from a window's first pixel
   uint32_t ring_at, barriers_at;
 };
 
 // clang-format off
 #define JAXCONV_F4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define JAXCONV_F12(i) JAXCONV_F4(i), JAXCONV_F4(i + 4), JAXCONV_F4(i + 8)
-#define JAXCONV_CROSS(SHAPE, TYPE, REGISTERS, A, B, ...)                                           \
+#define JAXCONV_WGRAD(SHAPE, TYPE, REGISTERS, A, B, ...)                                           \
   asm volatile("wgmma.mma_async.sync.aligned." SHAPE ".f32." TYPE "." TYPE " {" REGISTERS "}, %" A \
                ", %" B ", 1, 1, 1, 1, 1;\n" : __VA_ARGS__ : "l"(a), "l"(b))
-#define JAXCONV_CROSS_N(TYPE)                                                                      \
+#define JAXCONV_WGRAD_N(TYPE)                                                                      \
   if constexpr (kRegisters == 16) {                                                                \
-    JAXCONV_CROSS("m64n32k16", TYPE,                                                               \
+    JAXCONV_WGRAD("m64n32k16", TYPE,                                                               \
                   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15", "16",    \
                   "17", JAXCONV_F4(0), JAXCONV_F12(4));                                            \
   } else {                                                                                         \
-    JAXCONV_CROSS("m64n56k16", TYPE,                                                               \
+    JAXCONV_WGRAD("m64n56k16", TYPE,                                                               \
                   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, "    \
                   "%17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27", "28", "29",             \
                   JAXCONV_F4(0), JAXCONV_F12(4), JAXCONV_F12(16));                                 \
@@ -391,22 +386,22 @@ struct CrossRowsArgs : ThinSlots<T> {
 
 // D (64 x 2 kRegisters) += A * B, 16 k, neither k-major.
 template <typename T, int kRegisters>
-__device__ __forceinline__ void WgmmaCross(float (&d)[kRegisters], uint64_t a, uint64_t b) {
+__device__ __forceinline__ void WgmmaWindows(float (&d)[kRegisters], uint64_t a, uint64_t b) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    JAXCONV_CROSS_N("bf16")
+    JAXCONV_WGRAD_N("bf16")
   } else {
-    JAXCONV_CROSS_N("f16")
+    JAXCONV_WGRAD_N("f16")
   }
 }
-#undef JAXCONV_CROSS_N
-#undef JAXCONV_CROSS
+#undef JAXCONV_WGRAD_N
+#undef JAXCONV_WGRAD
 #undef JAXCONV_F12
 #undef JAXCONV_F4
 
 // kRows: of taps, 4 or 7; kParts: columns of chunks.
 template <typename T, int kRows, int kParts>
 __global__ void __launch_bounds__(kWindowThreads, kResident<T, kRows * 4 * kParts>)
-    CrossRowsKernel(const __grid_constant__ CrossRowsArgs<T> a) {
+    NarrowInWgradKernel(const __grid_constant__ NarrowInWgradArgs<T> a) {
 #ifdef JAXCONV_SM90A
   extern __shared__ __align__(1024) unsigned char cells[];
   const uint32_t shared = SharedAddress(cells);
@@ -444,9 +439,9 @@ __global__ void __launch_bounds__(kWindowThreads, kResident<T, kRows * 4 * kPart
     };
     const auto rows_of = [&](int64_t tile, int* to_row, int* to_col) {
       const QuotRem w = DivMod(tile, a.by_tiles_w), h = DivMod(w.quot, a.by_tiles_h);
-      *to_row = int(h.quot) * g.fat[0] + h.rem * a.rows;
+      *to_row = int(h.quot) * g.wide[0] + h.rem * a.rows;
       *to_col = w.rem * a.cols;
-      return min(a.rows, g.fat[0] - h.rem * a.rows);
+      return min(a.rows, g.wide[0] - h.rem * a.rows);
     };
     const bool feeds = threadIdx.x % 128 == 0;
     // Its thread 0 runs ahead by stages - 1 rows: the stage it fills is one that all four warps
@@ -463,7 +458,7 @@ __global__ void __launch_bounds__(kWindowThreads, kResident<T, kRows * 4 * kPart
       }
       if (ahead_tile >= a.tiles) return;
       BarrierExpect(full(ahead_stage), a.cols * 128);
-      LoadTile(ring + ahead_stage * a.stage_bytes, a.fat_map, full(ahead_stage), channel0,
+      LoadTile(ring + ahead_stage * a.stage_bytes, a.wide_map, full(ahead_stage), channel0,
                ahead_col, ahead_to + ahead_row);
       if (++ahead_stage == a.stages) ahead_stage = 0;
       ahead_row += stride_row;
@@ -477,25 +472,25 @@ __global__ void __launch_bounds__(kWindowThreads, kResident<T, kRows * 4 * kPart
       int to_row, to_col;
       const int rows = rows_of(tile, &to_row, &to_col);
       BarrierWait(barriers + slot * 16, parity);
-      const uint32_t thin = shared + a.thin_at + slot * a.slot_bytes;
+      const uint32_t narrow = shared + a.narrow_at + slot * a.slot_bytes;
       for (int row = first_row(count); row < rows; row += stride_row) {
         NamedBarrier(1 + group, 128);  // all have done with the row before
         if (feeds) feed();
         __syncwarp();
         BarrierWait(full(stage), stage_parity);
-        const uint64_t fat = OperandDescriptor<false>(ring + stage * a.stage_bytes);
+        const uint64_t wide = OperandDescriptor<false>(ring + stage * a.stage_bytes);
         // Not swizzled: eight k are 128 bytes, the next eight follow; rows of taps are columns.
         const uint64_t from = uint64_t(g.step[0] * a.row_bytes / 16) << 32 |
                               uint64_t(128 / 16) << 16 |
-                              uint64_t((thin + row * g.stride[0] * a.row_bytes) >> 4);
+                              uint64_t((narrow + row * g.stride[0] * a.row_bytes) >> 4);
         int step = 0;
 #pragma unroll 1
         do {
           WgmmaFence();
 #pragma unroll
           for (int i = 0; i < kParts; ++i) {
-            WgmmaCross<T>(acc[i], fat + step * (2048 / 16),
-                          from + a.part_at[i] + step * (256 / 16));
+            WgmmaWindows<T>(acc[i], wide + step * (2048 / 16),
+                            from + a.part_at[i] + step * (256 / 16));
           }
           WgmmaCommit();
         } while (++step < a.steps);
@@ -538,11 +533,11 @@ __global__ void __launch_bounds__(kWindowThreads, kResident<T, kRows * 4 * kPart
       for (int e = 0; e < 2; ++e) {
         const StemElement at = a.Element(r, i, (lane % 4 * 2 + e) * int(sizeof(T)));
         if (at.tap < 0) continue;
-        float* line = to + at.tap * g.w_tap + at.channel * g.w_thin;
+        float* line = to + at.tap * g.w_tap + at.channel * g.w_narrow;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int channel = channel0 + warp * 16 + half * 8 + lane / 4;
-          if (channel < g.fat_channels) line[channel * g.w_fat] = acc[i][r * 4 + half * 2 + e];
+          if (channel < g.wide_channels) line[channel * g.w_wide] = acc[i][r * 4 + half * 2 + e];
         }
       }
     }
@@ -553,54 +548,47 @@ __global__ void __launch_bounds__(kWindowThreads, kResident<T, kRows * 4 * kPart
 // ---------------------------------------------------------------------------------------------------------------------
 // Host
 
-// Everything but the rows of a tile; false where windows cannot be laid out so.
+// Everything but the rows of a tile.
 template <typename T>
-bool SetSlots(ThinSlots<T>& a, const StemGeometry& g, const void* thin) {
-  constexpr int kSize = int(sizeof(T));
+NarrowWindows SetSlots(NarrowSlots<T>& a, const StemGeometry& g, const void* narrow) {
+  const NarrowWindows windows(g, sizeof(T));
   a.g = g;
-  a.thin = static_cast<const T*>(thin);
-  if (g.channels * kSize > 16 || int64_t(g.thin[0]) * g.thin[1] >= kCoordLimit ||
-      int64_t(g.images) * g.fat[0] >= kCoordLimit) {
-    return false;
-  }
-  a.chunk_pixel = g.channels * kSize <= 8 && g.step[1] == 1 && g.stride[1] % 2 == 0 ? 8 : 16;
-  const int of_chunk = 16 / a.chunk_pixel;  // pixels
-  a.planes = g.stride[1] / of_chunk;
-  a.cols = RowColumns(g.fat[1]);
+  a.narrow = static_cast<const T*>(narrow);
+  a.chunk_pixel = windows.chunk_pixel;
+  a.planes = windows.planes;
+  a.cols = windows.cols;
   a.fours = g.dense;
-  if (a.fours && a.cols < g.fat[1]) a.cols = int(CeilDiv(a.cols, 4)) * 4;
-  a.lead = a.fours ? (g.first[1] % 4 + 4) % 4 : 0;
-  a.skip = a.lead % of_chunk;
-  a.first = (a.lead - a.skip) / of_chunk;
-  a.row_chunks = a.chunk_pixel == 8 ? int(CeilDiv(g.taps_w + a.skip, 2)) : g.taps_w;
-  const int last = a.first + (a.cols - 1) * a.planes +
-                   (a.chunk_pixel == 8 ? a.row_chunks - 1 : (g.taps_w - 1) * g.step[1]);
-  a.thin_cols = int(CeilDiv((last + 1) * of_chunk, 4)) * 4;
-  a.by_items = FastDiv(a.fours ? a.thin_cols / 4 : a.thin_cols);
+  a.lead = windows.lead;
+  a.skip = windows.skip;
+  a.first = windows.first;
+  a.row_chunks = windows.row_chunks;
+  a.narrow_cols = windows.narrow_cols;
+  a.by_items = FastDiv(a.fours ? a.narrow_cols / 4 : a.narrow_cols);
   a.by_planes = FastDiv(a.planes);
-  a.plane_bytes = int(CeilDiv(a.thin_cols / of_chunk, a.planes)) * 16;
-  a.row_bytes = a.planes * a.plane_bytes;
-  return true;
+  a.plane_bytes = windows.plane_bytes;
+  a.row_bytes = windows.row_bytes;
+  return windows;
 }
 
-// The rows of a tile so that two slots fit into `room` and `blocks` blocks have done the earliest, or
-// false. `row_cost`: cycles of a row of fat.
+// The rows of a tile so that two slots fit into `room` and `blocks` blocks have done the earliest, or false. `row_cost`:
+// cycles of a row of wide.
 template <typename T>
-bool ChooseRows(ThinSlots<T>& a, int room, int blocks, double row_cost) {
+bool ChooseRows(NarrowSlots<T>& a, const NarrowWindows& windows, int room, int blocks,
+                double row_cost) {
   const StemGeometry& g = a.g;
-  const int tiles_w = int(CeilDiv(g.fat[1], a.cols));
+  const int tiles_w = int(CeilDiv(g.wide[1], a.cols));
   const auto set = [&](int rows) {
     a.rows = rows;
-    a.thin_rows = (rows - 1) * g.stride[0] + (g.taps / g.taps_w - 1) * g.step[0] + 1;
-    a.slot_bytes = a.thin_rows * a.row_bytes;
-    a.tiles = int64_t(g.images) * tiles_w * CeilDiv(g.fat[0], rows);
+    a.slot_bytes = windows.SlotBytes(g, rows);
+    a.narrow_rows = a.slot_bytes / a.row_bytes;
+    a.tiles = int64_t(g.images) * tiles_w * CeilDiv(g.wide[0], rows);
   };
   double least = 1e30;
   int best = 0, most = 16;
-  for (int rows = 1; rows <= std::min(most, g.fat[0]); ++rows) {
+  for (int rows = 1; rows <= std::min(most, g.wide[0]); ++rows) {
     set(rows);
     if (2 * a.slot_bytes > room) break;
-    const double produced = double(a.thin_rows) * a.by_items.d / 128 * (a.fours ? 90 : 200) + 800;
+    const double produced = double(a.narrow_rows) * a.by_items.d / 128 * (a.fours ? 90 : 200) + 800;
     const double cost =
         double(CeilDiv(a.tiles, blocks)) * (std::max(rows * row_cost, produced) + 200);
     if (cost < least) {
@@ -610,187 +598,162 @@ bool ChooseRows(ThinSlots<T>& a, int room, int blocks, double row_cost) {
   }
   if (best == 0) return false;
   set(best);
-  a.by_tiles_h = FastDiv(CeilDiv(g.fat[0], best));
+  a.by_tiles_h = FastDiv(CeilDiv(g.wide[0], best));
   a.by_tiles_w = FastDiv(tiles_w);
   return true;
 }
 
-// Rows of `cols` fat pixels, 128 bytes of channels.
+// Rows of `cols` wide pixels, 128 bytes of channels.
 template <typename T>
-Status EncodeFat(DType dtype, const ThinSlots<T>& a, const void* fat, const std::string& what,
-                 CUtensorMap* map) {
-  const int64_t k = a.g.fat_channels, rows = int64_t(a.g.images) * a.g.fat[0];
-  const TmaTensor tensor = {fat, 3, {k, a.g.fat[1], rows}, {1, k, k * a.g.fat[1]}};
+Status EncodeWide(DType dtype, const NarrowSlots<T>& a, const void* wide, const std::string& what,
+                  CUtensorMap* map) {
+  const int64_t k = a.g.wide_channels, rows = int64_t(a.g.images) * a.g.wide[0];
+  const TmaTensor tensor = {wide, 3, {k, a.g.wide[1], rows}, {1, k, k * a.g.wide[1]}};
   return EncodeTiled(dtype, tensor, {0, a.cols, 1, 1, 1}, what, map);
-}
-
-// Whether the kernel was compiled for this device.
-template <typename Kernel>
-Status Compiled(Kernel kernel, const std::string& what, bool* compiled) {
-  cudaFuncAttributes attributes;
-  JAXCONV_RETURN_IF_ERROR(CudaStatus(cudaFuncGetAttributes(&attributes, kernel), what));
-  *compiled = attributes.binaryVersion == 90;
-  return Status::Ok();
 }
 
 template <typename Kernel, typename Args>
 Status Launch(const Context& ctx, Kernel kernel, const Args& a, int64_t blocks, int bytes,
               const std::string& what) {
   JAXCONV_RETURN_IF_ERROR(CheckBlocks(blocks, what));
-  JAXCONV_RETURN_IF_ERROR(CudaStatus(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), what));
+  JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
   kernel<<<unsigned(blocks), kWindowThreads, bytes, ctx.stream>>>(a);
   return LaunchStatus(what);
 }
 
-// Bytes for each of the blocks of a multiprocessor.
-constexpr int RoomOf(int resident) { return (kSm90SharedBytes + 1024) / resident - 2048; }
-
 template <typename T, int kN>
-Status LaunchExpand(const Context& ctx, ExpandRowsArgs<T> a, DType dtype, void* fat,
-                    const std::string& what, bool* taken) {
+Status LaunchToWide(const Context& ctx, NarrowInArgs<T> a, const NarrowWindows& windows,
+                    DType dtype, void* wide, const std::string& what) {
+  Device device;
+  JAXCONV_RETURN_IF_ERROR(CurrentDevice(what, &device));
   const StemGeometry& g = a.g;
-  const auto kernel = ExpandRowsKernel<T, kN>;
-  bool compiled = false;
-  JAXCONV_RETURN_IF_ERROR(Compiled(kernel, what, &compiled));
   const int boxes = kConsumers * 2 * kN * 128, filter = a.channel_tiles * a.filter_tile;
   // Of a row's products, or of its bytes.
   const double row_cost = std::max<double>(a.steps * a.channel_tiles * (kN / 2.0),
-                                           a.cols * g.fat_channels * double(sizeof(T)) / 19.0);
+                                           a.cols * g.wide_channels * double(sizeof(T)) / 19.0);
+  // As many blocks of a multiprocessor as fit; the domain promises one.
   int resident = kResident<T, kN / 2>;
-  const auto fits = [&] {
-    return ChooseRows(a, RoomOf(resident) - filter - boxes - kN * 16 - 64,
-                      Multiprocessors() * resident, row_cost * resident);
-  };
-  if (resident > 1 && !fits()) resident = 1;
-  if (!compiled || !fits()) return Status::Ok();
-  const int blocks = Multiprocessors() * resident;
-  *taken = true;
-  a.boxes_at = uint32_t(filter);
-  a.thin_at = a.boxes_at + boxes;
-  a.barriers_at = a.thin_at + 2 * a.slot_bytes + kN * 16;
-  JAXCONV_RETURN_IF_ERROR(EncodeFat(dtype, a, fat, what, &a.fat_map));
-  if (a.epilogue.z != nullptr) {
-    JAXCONV_RETURN_IF_ERROR(EncodeFat(dtype, a, a.epilogue.z, what, &a.z_map));
+  while (!ChooseRows(a, windows, NarrowInRoom(g, a.steps, kN, resident),
+                     device.multiprocessors * resident, row_cost * resident)) {
+    if (--resident == 0) return Status::Internal(what + ": no tile fits");
   }
-  return Launch(ctx, kernel, a, std::min<int64_t>(a.tiles, blocks), int(a.barriers_at) + 64, what);
+  const int blocks = device.multiprocessors * resident;
+  a.boxes_at = uint32_t(filter);
+  a.narrow_at = a.boxes_at + boxes;
+  a.barriers_at = a.narrow_at + 2 * a.slot_bytes + kN * 16;
+  JAXCONV_RETURN_IF_ERROR(EncodeWide(dtype, a, wide, what, &a.wide_map));
+  if (a.epilogue.z != nullptr) {
+    JAXCONV_RETURN_IF_ERROR(EncodeWide(dtype, a, a.epilogue.z, what, &a.z_map));
+  }
+  return Launch(ctx, NarrowInKernel<T, kN>, a, std::min<int64_t>(a.tiles, blocks),
+                int(a.barriers_at) + 64, what);
 }
 
 template <typename T>
-Status Expand(const Context& ctx, DType dtype, const StemGeometry& g, const Epilogue& e,
-              const void* thin, const void* w, const void* bias, void* fat, void* z,
-              const std::string& what, bool* taken) {
-  ExpandRowsArgs<T> a{};
+Status RunToWide(const Context& ctx, const ConvProblem& p, const Epilogue& e, const void* narrow,
+                 const void* w, const void* bias, void* wide, void* z, const std::string& what) {
+  NarrowInArgs<T> a{};
   a.w = static_cast<const T*>(w);
   a.epilogue = MakeEpilogue<T>(e, bias, z);
-  if (g.fat_channels * sizeof(T) % 16 != 0 || !Aligned16(fat) || !Aligned16(z) ||
-      !SetSlots(a, g, thin)) {
-    return Status::Ok();
-  }
+  const StemGeometry g = MakeGeometry(p);
+  const NarrowWindows windows = SetSlots(a, g, narrow);
   const int chunks = g.taps / g.taps_w * a.row_chunks;
   a.steps = int(CeilDiv(chunks, 2));
-  if (a.steps > kExpandSteps) return Status::Ok();
   for (int step = 0; step < a.steps; ++step) {
     int chunk[2] = {step * 2, step * 2 + 1}, at[2];
     const bool odd = chunk[1] == chunks;  // the second half: of which the filter has zeros
     if (odd) chunk[1] = chunk[0];
-    for (int i = 0; i < 2; ++i) at[i] = a.ChunkAt(chunk[i] / a.row_chunks, chunk[i] % a.row_chunks);
+    for (int i = 0; i < 2; ++i) {
+      at[i] = windows.ChunkAt(g, chunk[i] / a.row_chunks, chunk[i] % a.row_chunks);
+    }
     if (at[1] < at[0]) {
       std::swap(at[0], at[1]);
       std::swap(chunk[0], chunk[1]);
     }
-    if (at[1] - at[0] >= 1 << 18) return Status::Ok();
     a.step_at[step] = uint32_t((at[1] - at[0]) / 16) << 16 | uint32_t(at[0] / 16);
     for (int i = 0; i < 2; ++i) {
       a.chunk_row[step * 2 + i] = uint8_t(odd && i == 1 ? 255 : chunk[i] / a.row_chunks);
       a.chunk[step * 2 + i] = uint8_t(chunk[i] % a.row_chunks);
     }
   }
-  a.channel_tiles = int(CeilDiv(g.fat_channels, 64));
-  a.filter_tile = int(CeilDiv(a.steps, 4)) * kBlockBytes;
-  return a.cols <= 64 ? LaunchExpand<T, 64>(ctx, a, dtype, fat, what, taken)
-                      : LaunchExpand<T, 112>(ctx, a, dtype, fat, what, taken);
+  a.channel_tiles = int(CeilDiv(g.wide_channels, 64));
+  a.filter_tile = NarrowInFilterTile(a.steps);
+  return a.cols <= 64 ? LaunchToWide<T, 64>(ctx, a, windows, p.dtype, wide, what)
+                      : LaunchToWide<T, 112>(ctx, a, windows, p.dtype, wide, what);
 }
 
 template <typename T, int kRows, int kParts>
-Status LaunchCross(const Context& ctx, CrossRowsArgs<T> a, DType dtype, int64_t splits,
-                   const void* fat, void* dw, const std::string& what, bool* taken) {
+Status LaunchWgrad(const Context& ctx, NarrowInWgradArgs<T> a, const NarrowWindows& windows,
+                   DType dtype, int64_t splits, const void* wide, void* dw,
+                   const std::string& what) {
+  Device device;
+  JAXCONV_RETURN_IF_ERROR(CurrentDevice(what, &device));
   const StemGeometry& g = a.g;
-  const auto kernel = CrossRowsKernel<T, kRows, kParts>;
-  bool compiled = false;
-  JAXCONV_RETURN_IF_ERROR(Compiled(kernel, what, &compiled));
-  const int tiles = int(CeilDiv(g.fat_channels, 64));
+  const int tiles = int(CeilDiv(g.wide_channels, 64));
   a.by_channel = tiles > 1;
   const int slices = int(CeilDiv(tiles, 1 + a.by_channel));
   a.steps = int(CeilDiv(a.cols, 16));
-  a.stage_bytes = a.steps * 2048;
-  // What windows of no pixels, and rows of no taps, reach past a slot.
-  const int past = 16 * 16 + kRows * g.step[0] * a.row_bytes;
+  a.stage_bytes = WgradStageBytes(windows);
+  const int past = WindowsPast(g, windows, kRows);
   const double row_cost = std::max(a.steps * kParts * (kRows * 4 + 16.0) * (1 + a.by_channel),
                                    a.cols * 128.0 * (1 + a.by_channel) / 19);
   // Two blocks only with four stages each: MobileNet's wgrad took .068 ms with three, .064 alone.
   int resident = kResident<T, kRows * 4 * kParts>;
   const auto fits = [&](int stages) {
-    a.parts = int(std::clamp<int64_t>(Multiprocessors() * resident / slices, 1, splits));
+    a.parts = int(std::clamp<int64_t>(device.multiprocessors * resident / slices, 1, splits));
     a.stages = stages;
-    const int room = RoomOf(resident) - past - 256 - 2 * stages * a.stage_bytes;
-    return ChooseRows(a, room, a.parts, row_cost * resident);
+    return ChooseRows(a, windows, WgradRoom(g, windows, kRows, stages, resident), a.parts,
+                      row_cost * resident);
   };
   if (resident > 1 && !fits(4)) resident = 1;
-  if (!compiled || (!fits(4) && !fits(3))) return Status::Ok();
-  *taken = true;
+  if (!fits(4) && !fits(kLeastWgradStages)) return Status::Internal(what + ": no tile fits");
   a.parts = int(std::min<int64_t>(a.parts, a.tiles));
-  a.thin_at = uint32_t(kConsumers * a.stages * a.stage_bytes);
-  a.barriers_at = a.thin_at + uint32_t(2 * a.slot_bytes + CeilDiv(past, 16) * 16);
+  a.narrow_at = uint32_t(kConsumers * a.stages * a.stage_bytes);
+  a.barriers_at = a.narrow_at + uint32_t(2 * a.slot_bytes + CeilDiv(past, 16) * 16);
   const int sums = kParts * kRows * 4 * 128 * 4;
   const int bytes = std::max(int(a.barriers_at) + 32 + 2 * a.stages * 8, sums);
-  JAXCONV_RETURN_IF_ERROR(EncodeFat(dtype, a, fat, what, &a.fat_map));
-  JAXCONV_RETURN_IF_ERROR(Launch(ctx, kernel, a, int64_t(a.parts) * slices, bytes, what));
+  JAXCONV_RETURN_IF_ERROR(EncodeWide(dtype, a, wide, what, &a.wide_map));
+  JAXCONV_RETURN_IF_ERROR(Launch(ctx, NarrowInWgradKernel<T, kRows, kParts>, a,
+                                 int64_t(a.parts) * slices, bytes, what));
   return SumPartials(ctx, dtype, a.partials, a.parts, a.dw_count, {}, dw, what.c_str());
 }
 
 template <typename T>
-Status Cross(const Context& ctx, DType dtype, const StemGeometry& g, int64_t splits,
-             const void* thin, const void* fat, void* dw, float* partials, int64_t dw_count,
-             const std::string& what, bool* taken) {
-  CrossRowsArgs<T> a{};
-  if (!SetSlots(a, g, thin)) return Status::Ok();
-  const int taps_h = g.taps / g.taps_w;
-  if (a.row_chunks > kCrossParts || taps_h > 7 || g.step[0] * a.row_bytes >= 1 << 18) {
-    return Status::Ok();
-  }
+Status RunWgrad(const Context& ctx, const ConvProblem& p, int64_t splits, const void* narrow,
+                const void* wide, void* dw, float* partials, const std::string& what) {
+  NarrowInWgradArgs<T> a{};
+  const StemGeometry g = MakeGeometry(p);
+  const NarrowWindows windows = SetSlots(a, g, narrow);
   a.partials = partials;
-  a.dw_count = dw_count;
-  for (int i = 0; i < kCrossParts; ++i) {
-    a.part_at[i] = uint32_t(a.ChunkAt(0, std::min(i, a.row_chunks - 1)) / 16);
+  a.dw_count = FilterCount(p);
+  for (int i = 0; i < kWgradParts; ++i) {
+    a.part_at[i] = uint32_t(windows.ChunkAt(g, 0, std::min(i, a.row_chunks - 1)) / 16);
   }
-  if (taps_h > 4) return LaunchCross<T, 7, 4>(ctx, a, dtype, splits, fat, dw, what, taken);
-  if (a.row_chunks > 2) return LaunchCross<T, 4, 4>(ctx, a, dtype, splits, fat, dw, what, taken);
-  return LaunchCross<T, 4, 2>(ctx, a, dtype, splits, fat, dw, what, taken);
+  const auto launch = WgradKernelRows(g) == 7 ? LaunchWgrad<T, 7, 4>
+                      : a.row_chunks > 2      ? LaunchWgrad<T, 4, 4>
+                                              : LaunchWgrad<T, 4, 2>;
+  return launch(ctx, a, windows, p.dtype, splits, wide, dw, what);
 }
 
 }  // namespace
 
-Status ExpandRows(const Context& ctx, DType dtype, const StemGeometry& g, const Epilogue& e,
-                  const void* thin, const void* w, const void* bias, void* fat, void* z,
-                  const std::string& what, bool* taken) {
-  return ForElement(dtype, [&](auto tag) {
+Status StemNarrowIn(const Context& ctx, ConvOp, const ConvProblem& p, const Epilogue& e,
+                    const void* src, const void* w, const void* bias, void* dst, void* z,
+                    const std::string& what) {
+  return ForElement(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    return Expand<T>(ctx, dtype, g, e, thin, w, bias, fat, z, what, taken);
+    return RunToWide<T>(ctx, p, e, src, w, bias, dst, z, what);
   });
 }
 
-Status CrossRows(const Context& ctx, DType dtype, const StemGeometry& g, int64_t splits,
-                 const void* thin, const void* fat, void* dw, float* partials, int64_t dw_count,
-                 const std::string& what, bool* taken) {
-  return ForElement(dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    if constexpr (sizeof(T) == 2) {
-      return Cross<T>(ctx, dtype, g, splits, thin, fat, dw, partials, dw_count, what, taken);
-    } else {
-      return Status::Ok();
-    }
-  });
+Status StemNarrowInWgrad(const Context& ctx, const ConvProblem& p, int64_t splits, const void* x,
+                         const void* dy, void* dw, float* partials, const std::string& what) {
+  const bool few_in = FewInputs(p);
+  const void* narrow = few_in ? x : dy;
+  const void* wide = few_in ? dy : x;
+  return p.dtype == DType::kBF16
+             ? RunWgrad<__nv_bfloat16>(ctx, p, splits, narrow, wide, dw, partials, what)
+             : RunWgrad<__half>(ctx, p, splits, narrow, wide, dw, partials, what);
 }
 
 }  // namespace jaxconv::cuda::conv

@@ -1,44 +1,46 @@
-// Fat to thin on sm_90a (dgrad where C is small, fprop where K is):
+// From wide to narrow on sm_90a (dgrad where C is small, fprop where K is; geometry.h):
 //
-//   thin[j * stride + phase, c] = sum over offsets d, channels k of fat[j + d, k] * w[tap(phase - stride * d), c, k]
+//   narrow[j * stride + phase, c] = sum over offsets d, channels k of wide[j + d, k] * w[tap(phase - stride * d), c, k]
 //
-// The product's rows are (phase, c) of several rows of j, its columns the N pixels of one row of fat:
-// fat is read from shared memory once for 64 rows, not once for the 8 or 16 that a row of j has. A
-// warpgroup walks down an image. The sums of row j live in block j mod kBlocks of its 64 rows, and
-// fat row f adds offset f - j to each: the filter's blocks are turned by one from a row to the next,
-// which is another address in an operand that holds them twice. The block that has met its last
-// offset is stored and begins again.
-#include "cuda/conv/stem/sm90.h"
-
+// The product's rows are (phase, c) of several rows of j, its columns the N pixels of one row of wide: wide is read from
+// shared memory once for 64 rows, not once for the 8 or 16 that a row of j has. A warpgroup walks down an image. The sums
+// of row j live in block j mod kBlocks of its 64 rows, and wide row f adds offset f - j to each: the filter's blocks are
+// turned by one from a row to the next, which is another address in an operand that holds them twice. The block that has
+// met its last offset is stored and begins again.
+//
+// The grid shares the rows of j of all images evenly, in strips of up to 112 columns (row_stream.cuh); a warpgroup reads
+// its rows of wide once, with their halo, by TMA and writes its rows of narrow once: bound by the wide image's traffic.
 #include <algorithm>
 
 #include "cuda/conv/common/row_stream.cuh"
+#include "cuda/conv/stem/domain.h"
+#include "cuda/conv/stem/kernels.h"
 #include "cuda/conv/stem/sm90.cuh"
+#include "cuda/conv/stem/stem.cuh"
+#include "cuda/core/device.h"
 
 namespace jaxconv::cuda::conv {
 namespace {
 
-constexpr int kMostGroups = 3;      // warpgroups of a block, each on rows of its own
-constexpr int kGroupThreads = 160;  // and the warp that writes for it
-constexpr int kBoxes = 3;           // of a warpgroup
+constexpr int kGroupThreads = 160;  // of a warpgroup and the warp that writes for it
 
 template <typename T>
-struct ContractRowsArgs {
-  CUtensorMap map;  // of fat
+struct NarrowOutArgs {
+  CUtensorMap map;  // of wide
   StemGeometry g;
   const T* w;
-  T* thin;
+  T* narrow;
   EpilogueArgs<T> epilogue;
   RowUnits u;  // of rows of j
   int pad[2];
   int count_w, offset_w[kMaxOffsets], least[2], greatest_h, span_w;
-  int columns, line;  // line: stride[1] * channels, elements of thin a pixel of j and phase of h
+  int columns, line;  // line: stride[1] * channels, elements of narrow a pixel of j and phase of h
   int blocks, block_rows;          // of the 64 rows of the product
   int channel_blocks, last_shift;  // of 128 bytes; log2 of the halves that the last has
   uint32_t tile_bytes;             // of the operand at an offset of w and channel block
   uint32_t ring_at, barriers_at, boxes_at, box_bytes;
   int row_shift;                  // log2 of block_rows
-  bool pairs;                     // thin is written in pairs of 16-bit elements
+  bool pairs;                     // narrow is written in pairs of 16-bit elements
   int unit_line;                  // units (pairs, or elements) of a line of a box
   FastDiv by_line, by_unit_line;  // by_line: units of a pixel
   uint32_t units_at;
@@ -58,7 +60,7 @@ __device__ __forceinline__ uint32_t BoxAt(int row_shift, int q, int n) {
 
 template <typename T, int kN>
 __global__ void __launch_bounds__(kMostGroups* kGroupThreads, 1)
-    ContractRowsKernel(const __grid_constant__ ContractRowsArgs<T> a) {
+    NarrowOutKernel(const __grid_constant__ NarrowOutArgs<T> a) {
 #ifdef JAXCONV_SM90A
   constexpr int kRow = 128 / int(sizeof(T));  // channels
   extern __shared__ __align__(1024) unsigned char cells[];
@@ -88,8 +90,8 @@ __global__ void __launch_bounds__(kMostGroups* kGroupThreads, 1)
 #pragma unroll
     for (int k = lane; k < kRow; k += 32) {
       const int channel = block * kRow + k;
-      const bool inside = from >= 0 && channel < g.fat_channels;
-      const uint32_t bits = inside ? ThinBits(a.w + from + channel * g.w_fat) : 0;
+      const bool inside = from >= 0 && channel < g.wide_channels;
+      const uint32_t bits = inside ? NarrowBits(a.w + from + channel * g.w_wide) : 0;
       const int at =
           row * 128 + ((k / kVecWidth<T>)^(row % 8)) * 16 + k % kVecWidth<T> * int(sizeof(T));
       unsigned char* to = cells + tile * a.tile_bytes + at;
@@ -103,7 +105,7 @@ __global__ void __launch_bounds__(kMostGroups* kGroupThreads, 1)
       }
     }
   }
-  // Where each unit of thin lies in a box.
+  // Where each unit of narrow lies in a box.
   uint16_t* units = reinterpret_cast<uint16_t*>(cells + a.units_at);
   for (int e = threadIdx.x; e < g.stride[0] * a.unit_line; e += blockDim.x) {
     const int r = int(a.by_unit_line.Div(e)), unit = e - r * a.unit_line;
@@ -146,14 +148,14 @@ __global__ void __launch_bounds__(kMostGroups* kGroupThreads, 1)
     for (int64_t row = begin; row < end;) {
       const RowUnit unit = UnitOf(u, row, end);
       row += unit.end - unit.p;
-      const int made = min(u.width * g.stride[1], g.thin[1] - unit.q * g.stride[1]) * g.channels;
-      const int64_t line = int64_t(g.thin[1]) * g.channels;
+      const int made = min(u.width * g.stride[1], g.narrow[1] - unit.q * g.stride[1]) * g.channels;
+      const int64_t line = int64_t(g.narrow[1]) * g.channels;
       int64_t at =
-          (int64_t(unit.image) * g.thin[0] + unit.p * g.stride[0]) * line + unit.q * a.line;
+          (int64_t(unit.image) * g.narrow[0] + unit.p * g.stride[0]) * line + unit.q * a.line;
       for (int j = unit.p; j < unit.end; ++j, at += line * g.stride[0]) {
-        const int rows = min(g.stride[0], g.thin[0] - j * g.stride[0]);
+        const int rows = min(g.stride[0], g.narrow[0] - j * g.stride[0]);
         for (int k = outs; k > 0; --k) {
-          T* to = (k == 2 ? a.epilogue.z : a.thin) + at;
+          T* to = (k == 2 ? a.epilogue.z : a.narrow) + at;
           BarrierWait(box_full(box), box_parity);
           const unsigned char* from = cells + (boxes - shared) + box * a.box_bytes;
           for (int r = 0; r < rows; ++r, to += line) {
@@ -312,100 +314,89 @@ __global__ void __launch_bounds__(kMostGroups* kGroupThreads, 1)
 }
 
 template <typename T, int kN>
-Status Launch(const Context& ctx, ContractRowsArgs<T> a, DType dtype, const void* fat,
-              const std::string& what, bool* taken) {
+Status Launch(const Context& ctx, NarrowOutArgs<T> a, const NarrowOutSizes& sizes, DType dtype,
+              const void* wide, const std::string& what) {
+  Device device;
+  JAXCONV_RETURN_IF_ERROR(CurrentDevice(what, &device));
   const StemGeometry& g = a.g;
   RowUnits& u = a.u;
-  const auto kernel = ContractRowsKernel<T, kN>;
-  cudaFuncAttributes attributes;
-  JAXCONV_RETURN_IF_ERROR(CudaStatus(cudaFuncGetAttributes(&attributes, kernel), what));
-  if (attributes.binaryVersion != 90) return Status::Ok();
   a.unit_line = kN * int(a.by_line.d);
   a.by_unit_line = FastDiv(a.unit_line);
-  const int operand = a.channel_blocks * a.count_w * int(a.tile_bytes);
-  a.box_bytes = uint32_t(sizeof(T) == 2 ? kN * a.block_rows * 2 : a.block_rows * (kN + 8) * 4);
-  u.stage_bytes = int(CeilDiv(kN + a.span_w, 8) * 1024);
-  const int units = int(CeilDiv(g.stride[0] * a.unit_line * 2, 16) * 16);
-  const int room = kSm90SharedBytes - 1024 - units;
+  a.box_bytes = uint32_t(sizes.box_bytes);
+  u.stage_bytes = sizes.stage_bytes;
+  // As many warpgroups as have at least as many stages each; the domain promises one with two.
   int groups = kMostGroups;
-  for (;; --groups) {
-    if (groups == 0) return Status::Ok();
-    const int boxes = groups * kBoxes * int(a.box_bytes);
-    u.stages = std::min((room - operand - boxes) / groups / u.stage_bytes, 6);
-    if (u.stages >= std::max(groups, 2)) break;
-  }
-  *taken = true;
-  a.ring_at = uint32_t(operand);
+  while (groups > 1 && sizes.Stages(groups) < groups) --groups;
+  u.stages = sizes.Stages(groups);
+  a.ring_at = uint32_t(sizes.operand);
   a.boxes_at = a.ring_at + uint32_t(groups * u.stages * u.stage_bytes);
   a.barriers_at = a.boxes_at + uint32_t(groups * kBoxes) * a.box_bytes;
   a.units_at = a.barriers_at + uint32_t(groups * (u.stages + kBoxes)) * 16;
-  const int bytes = int(a.units_at) + units;
+  const int bytes = int(a.units_at) + sizes.units_bytes;
   u.images = u.slabs = 1;
-  const int height = int(CeilDiv(g.thin[0], g.stride[0]));
-  const int width = int(CeilDiv(g.thin[1], g.stride[1]));
-  ShareRows(u, g.images, height, width, int64_t(Multiprocessors()) * groups);
-  const int64_t c = g.fat_channels;
-  const TmaTensor tensor = {
-      fat, 4, {c, g.fat[1], g.fat[0], g.images}, {1, c, c * g.fat[1], c * g.fat[1] * g.fat[0]}};
+  const int height = int(CeilDiv(g.narrow[0], g.stride[0]));
+  const int width = int(CeilDiv(g.narrow[1], g.stride[1]));
+  ShareRows(u, g.images, height, width, int64_t(device.multiprocessors) * groups);
+  const int64_t c = g.wide_channels;
+  const TmaTensor tensor = {wide,
+                            4,
+                            {c, g.wide[1], g.wide[0], g.images},
+                            {1, c, c * g.wide[1], c * g.wide[1] * g.wide[0]}};
   JAXCONV_RETURN_IF_ERROR(
       EncodeTiled(dtype, tensor, {0, u.width + a.span_w, 1, 1, 1}, what, &a.map, sizeof(T) == 4));
   const int64_t blocks = CeilDiv(CeilDiv(u.rows, u.share), groups);
   JAXCONV_RETURN_IF_ERROR(CheckBlocks(blocks, what));
-  JAXCONV_RETURN_IF_ERROR(CudaStatus(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), what));
+  const auto kernel = NarrowOutKernel<T, kN>;
+  JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
   kernel<<<unsigned(blocks), groups * kGroupThreads, bytes, ctx.stream>>>(a);
   return LaunchStatus(what);
 }
 
 template <typename T>
-Status Run(const Context& ctx, DType dtype, const StemGeometry& g, const ContractOffsets& o,
-           const Epilogue& e, const void* fat, const void* w, const void* bias, void* thin, void* z,
-           const std::string& what, bool* taken) {
-  ContractRowsArgs<T> a{};
-  a.g = g;
+Status Run(const Context& ctx, const ConvProblem& p, const Epilogue& e, const void* wide,
+           const void* w, const void* bias, void* narrow, void* z, const std::string& what) {
+  NarrowOutArgs<T> a{};
+  a.g = MakeGeometry(p);
+  const StemGeometry& g = a.g;
+  NarrowOffsets o{};
+  SetOffsets(o, g, p);
+  const int kernel_columns = NarrowOutSizes::KernelColumns(g);
+  const NarrowOutSizes sizes(g, o, kernel_columns, sizeof(T));
   a.w = static_cast<const T*>(w);
-  a.thin = static_cast<T*>(thin);
+  a.narrow = static_cast<T*>(narrow);
   a.epilogue = MakeEpilogue<T>(e, bias, z);
   a.columns = o.columns;
-  a.block_rows = 8;
-  a.row_shift = 3;
-  while (a.block_rows < a.columns) {
-    a.block_rows *= 2;
-    ++a.row_shift;
-  }
-  a.blocks = 64 / a.block_rows;
+  a.block_rows = sizes.block_rows;
+  a.row_shift = sizes.row_shift;
+  a.blocks = sizes.blocks;
   for (int d = 0; d < 2; ++d) {
     a.pad[d] = o.pad[d];
     a.least[d] = o.least[d];
   }
   a.greatest_h = o.offset[0][o.count[0] - 1];
-  if (a.block_rows > 64 || a.greatest_h - a.least[0] >= a.blocks) return Status::Ok();
   a.count_w = o.count[1];
   std::copy(o.offset[1], o.offset[1] + a.count_w, a.offset_w);
-  a.span_w = a.offset_w[a.count_w - 1] - a.least[1];
+  a.span_w = sizes.span_w;
   a.line = g.stride[1] * g.channels;
   constexpr int kRow = 128 / int(sizeof(T));
-  a.channel_blocks = int(CeilDiv(g.fat_channels, kRow));
-  a.last_shift = g.fat_channels - (a.channel_blocks - 1) * kRow > kRow / 2;
-  a.tile_bytes = uint32_t((2 * a.blocks - 1) * a.block_rows * 128);
-  const auto in_pairs = [](const void* at) { return reinterpret_cast<uintptr_t>(at) % 4 == 0; };
-  a.pairs = sizeof(T) == 2 && a.line % 2 == 0 && int64_t(g.thin[1]) * g.channels % 2 == 0 &&
-            in_pairs(thin) && in_pairs(z);
+  a.channel_blocks = sizes.channel_blocks;
+  a.last_shift = g.wide_channels - (a.channel_blocks - 1) * kRow > kRow / 2;
+  a.tile_bytes = sizes.tile_bytes;
+  a.pairs = sizes.pairs;
   a.by_line = FastDiv(a.pairs ? a.line / 2 : a.line);
-  const int width = int(CeilDiv(g.thin[1], g.stride[1]));
-  a.u.width = RowColumns(width);
-  return a.u.width <= 64 ? Launch<T, 64>(ctx, a, dtype, fat, what, taken)
-                         : Launch<T, 112>(ctx, a, dtype, fat, what, taken);
+  a.u.width = RowColumns(int(CeilDiv(g.narrow[1], g.stride[1])));
+  return kernel_columns == 64 ? Launch<T, 64>(ctx, a, sizes, p.dtype, wide, what)
+                              : Launch<T, 112>(ctx, a, sizes, p.dtype, wide, what);
 }
 
 }  // namespace
 
-Status ContractRows(const Context& ctx, DType dtype, const StemGeometry& g,
-                    const ContractOffsets& o, const Epilogue& e, const void* fat, const void* w,
-                    const void* bias, void* thin, void* z, const std::string& what, bool* taken) {
-  return ForElement(dtype, [&](auto tag) {
+Status StemNarrowOut(const Context& ctx, ConvOp, const ConvProblem& p, const Epilogue& e,
+                     const void* src, const void* w, const void* bias, void* dst, void* z,
+                     const std::string& what) {
+  return ForElement(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    return Run<T>(ctx, dtype, g, o, e, fat, w, bias, thin, z, what, taken);
+    return Run<T>(ctx, p, e, src, w, bias, dst, z, what);
   });
 }
 

@@ -1,52 +1,22 @@
-// What the kernels between a thin image (1 to 8 channels) and a fat one share.
+// What the kernels between a narrow image (1 to 8 channels) and a wide one share: which element of w meets which byte of
+// a window, and how narrow pixels come to shared memory. geometry.h says where they lie there.
 //
-// Every pass sums products of thin[i * stride + shift(tap), c] and fat[i, k]:
-//   C is small:  thin is x or dx, fat is y or dy, shift(tap) = tap * dilation - pad
-//   K is small:  thin is y or dy, fat is x or dx, stride 1, shift(tap) = pad - tap * dilation
-//
-// In shared memory a thin pixel is padded to whole units of 8 bytes (four 16-bit channels or two of
-// float32), so that a lane fetches what it needs of a tap in one access whatever the stride.
+// In shared memory a narrow pixel is padded to whole units of 8 bytes (four 16-bit channels or two of float32), so that a
+// lane fetches what it needs of a tap in one access whatever the stride.
 #pragma once
 
 #include "cuda/conv/common/kernel.cuh"
 #include "cuda/conv/common/matrix.cuh"
+#include "cuda/conv/stem/geometry.h"
 #include "cuda/core/mma.cuh"
 
 namespace jaxconv::cuda::conv {
 
-inline constexpr int kFew = 8;  // channels of a thin image
-inline constexpr int kUnitBytes = 8;
 template <typename T>
 inline constexpr int kUnit = kUnitBytes / int(sizeof(T));  // channels
 
-struct StemGeometry {
-  int images, channels, fat_channels;      // channels: of thin
-  int thin[2], fat[2];                     // H W
-  int64_t thin_n, thin_h, thin_w, thin_c;  // strides, elements
-  int64_t w_tap, w_thin, w_fat;            // of w: between taps, thin and fat channels
-  int taps_w, taps, pixel_units, units;    // pixel_units: of one thin pixel; units: of all taps
-  int stride[2], step[2], first[2];        // first: the least shift; step: between taps
-  bool flip;
-
-  int rows, cols, pixels;           // a tile of fat pixels
-  int thin_rows, thin_cols, pitch;  // its thin pixels; bytes from a pixel to the next
-  // Three channels, densely: four neighbouring pixels are three aligned pieces, which are fetched
-  // while the tile before is worked on. The tile then starts `lead` pixels early, at a piece.
-  bool dense, staged;
-  int lead, items;  // items: fours of pixels
-  // Where every window starts at a multiple of 16 bytes its rows are read as pairs of units, by
-  // ldmatrix: `row_pairs` a filter row, the first `skip` pixels (0 or 1) and the last being
-  // padding.
-  bool paired;
-  int skip, row_pairs;
-  uint32_t thin_bytes, staged_bytes;
-  int tiles_h, tiles_w;
-  int64_t tiles;
-  FastDiv by_cols, by_tiles_h, by_tiles_w, by_quads;
-};
-
 struct StemOrigin {
-  int image, h, w;  // of the first fat pixel
+  int image, h, w;  // of the first wide pixel
 };
 
 JAXCONV_HD StemOrigin OriginOf(const StemGeometry& g, int64_t tile) {
@@ -65,13 +35,13 @@ JAXCONV_HD int TapAt(const StemGeometry& g, int r, int s) {
 JAXCONV_HD int UnitOffset(const StemGeometry& g, int unit) {
   const int pixel = unit / g.pixel_units, part = unit - pixel * g.pixel_units;
   const int r = pixel / g.taps_w, s = pixel - r * g.taps_w;
-  return (r * g.step[0] * g.thin_cols + s * g.step[1]) * g.pitch + part * kUnitBytes;
+  return (r * g.step[0] * g.narrow_cols + s * g.step[1]) * g.pitch + part * kUnitBytes;
 }
 
 // The same of a pair of units, from the window's first pixel less `skip`.
 JAXCONV_HD int PairOffset(const StemGeometry& g, int pair) {
   const int r = pair / g.row_pairs;
-  return r * g.step[0] * g.thin_cols * g.pitch + (pair - r * g.row_pairs) * 16;
+  return r * g.step[0] * g.narrow_cols * g.pitch + (pair - r * g.row_pairs) * 16;
 }
 
 // A channel of a tap, or -1.
@@ -107,16 +77,16 @@ __device__ __forceinline__ int64_t FilterAt(const Args& a, int n, int dh, int dw
   r /= g.step[0];
   s /= g.step[1];
   if (r >= g.taps / g.taps_w || s >= g.taps_w) return -1;
-  return (r * g.taps_w + s) * g.w_tap + c * g.w_thin;
+  return (r * g.taps_w + s) * g.w_tap + c * g.w_narrow;
 }
 
-__device__ __forceinline__ uint32_t ThinBits(const float* p) {
+__device__ __forceinline__ uint32_t NarrowBits(const float* p) {
   return RoundToTf32(__float_as_uint(__ldg(p)));
 }
-__device__ __forceinline__ uint32_t ThinBits(const __nv_bfloat16* p) {
+__device__ __forceinline__ uint32_t NarrowBits(const __nv_bfloat16* p) {
   return __ldg(reinterpret_cast<const unsigned short*>(p));
 }
-__device__ __forceinline__ uint32_t ThinBits(const __half* p) {
+__device__ __forceinline__ uint32_t NarrowBits(const __half* p) {
   return __ldg(reinterpret_cast<const unsigned short*>(p));
 }
 
@@ -135,29 +105,29 @@ __device__ __forceinline__ uint32_t LoadShared4(uint32_t address) {
   return v;
 }
 
-// The thin pixels of a tile, from (h0, w0) on, zero outside the array. A warp takes a row; kBatch
+// The narrow pixels of a tile, from (h0, w0) on, zero outside the array. A warp takes a row; kBatch
 // pixels of a lane have their loads in flight together.
 template <typename T, int kThreads, int kBatch>
-__device__ __forceinline__ void LoadThin(uint32_t shared, const T* __restrict__ thin,
-                                         const StemGeometry& g, int image, int h0, int w0) {
+__device__ __forceinline__ void LoadNarrow(uint32_t shared, const T* __restrict__ narrow,
+                                           const StemGeometry& g, int image, int h0, int w0) {
   const int lane = threadIdx.x % 32;
-  for (int row = threadIdx.x / 32; row < g.thin_rows; row += kThreads / 32) {
+  for (int row = threadIdx.x / 32; row < g.narrow_rows; row += kThreads / 32) {
     const int h = h0 + row;
-    const bool inside = unsigned(h) < unsigned(g.thin[0]);
-    const T* line = thin + image * g.thin_n + (inside ? h * g.thin_h : 0);
-    const uint32_t to = shared + uint32_t(row * g.thin_cols * g.pitch);
+    const bool inside = unsigned(h) < unsigned(g.narrow[0]);
+    const T* line = narrow + image * g.narrow_n + (inside ? h * g.narrow_h : 0);
+    const uint32_t to = shared + uint32_t(row * g.narrow_cols * g.pitch);
     for (int part = 0; part < g.pixel_units; ++part) {
-      for (int col0 = lane; col0 < g.thin_cols; col0 += 32 * kBatch) {
+      for (int col0 = lane; col0 < g.narrow_cols; col0 += 32 * kBatch) {
         uint32_t bits[kBatch][kUnit<T>];
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
           const int w = w0 - g.lead + col0 + i * 32;
-          const bool valid = inside && unsigned(w) < unsigned(g.thin[1]);
-          const T* from = line + w * g.thin_w + part * kUnit<T> * g.thin_c;
+          const bool valid = inside && unsigned(w) < unsigned(g.narrow[1]);
+          const T* from = line + w * g.narrow_w + part * kUnit<T> * g.narrow_c;
 #pragma unroll
           for (int c = 0; c < kUnit<T>; ++c) {
             bits[i][c] =
-                valid && part * kUnit<T> + c < g.channels ? ThinBits(from + c * g.thin_c) : 0;
+                valid && part * kUnit<T> + c < g.channels ? NarrowBits(from + c * g.narrow_c) : 0;
           }
         }
 #pragma unroll
@@ -169,7 +139,7 @@ __device__ __forceinline__ void LoadThin(uint32_t shared, const T* __restrict__ 
           } else {
             v = make_uint2(bits[i][0], bits[i][1]);
           }
-          if (col < g.thin_cols) StoreShared8(to + col * g.pitch + part * kUnitBytes, v);
+          if (col < g.narrow_cols) StoreShared8(to + col * g.pitch + part * kUnitBytes, v);
         }
       }
     }
@@ -179,17 +149,17 @@ __device__ __forceinline__ void LoadThin(uint32_t shared, const T* __restrict__ 
 template <typename T>
 inline constexpr int kPieceBytes = 4 * int(sizeof(T));
 
-// Starts the copies of a tile's thin pixels, from (h0, w0) on, into `raw`, which is private to each
+// Starts the copies of a tile's narrow pixels, from (h0, w0) on, into `raw`, which is private to each
 // thread: the one that copies an item unpacks it.
 template <typename T, int kThreads>
-__device__ __forceinline__ void StageThin(uint32_t raw, const T* __restrict__ thin,
-                                          const StemGeometry& g, int image, int h0, int w0) {
-  const T* base = thin + image * g.thin_n;
+__device__ __forceinline__ void StageNarrow(uint32_t raw, const T* __restrict__ narrow,
+                                            const StemGeometry& g, int image, int h0, int w0) {
+  const T* base = narrow + image * g.narrow_n;
   for (int item = threadIdx.x; item < g.items; item += kThreads) {
     const int row = int(g.by_quads.Div(item));
     const int h = h0 + row, w = w0 - g.lead + (item - row * int(g.by_quads.d)) * 4;
-    const bool inside = unsigned(h) < unsigned(g.thin[0]) && unsigned(w) < unsigned(g.thin[1]);
-    const T* from = inside ? base + int64_t(h * g.thin[1] + w) * 3 : thin;
+    const bool inside = unsigned(h) < unsigned(g.narrow[0]) && unsigned(w) < unsigned(g.narrow[1]);
+    const T* from = inside ? base + int64_t(h * g.narrow[1] + w) * 3 : narrow;
 #pragma unroll
     for (int i = 0; i < 3; ++i) {
       CopyAsync<kPieceBytes<T>>(raw + (item * 3 + i) * kPieceBytes<T>, from + (inside ? i * 4 : 0),
@@ -200,7 +170,7 @@ __device__ __forceinline__ void StageThin(uint32_t raw, const T* __restrict__ th
 
 // After this thread's copies have arrived.
 template <typename T, int kThreads>
-__device__ __forceinline__ void UnpackThin(uint32_t shared, uint32_t raw, const StemGeometry& g) {
+__device__ __forceinline__ void UnpackNarrow(uint32_t shared, uint32_t raw, const StemGeometry& g) {
   for (int item = threadIdx.x; item < g.items; item += kThreads) {
     const uint32_t from = raw + item * 3 * kPieceBytes<T>;
     if constexpr (sizeof(T) == 2) {

@@ -1,0 +1,227 @@
+// What the kernels between an image of at most 8 channels (narrow) and one of many (wide) can run: the first layer of a
+// network, the last of a decoder. Host C++17 without CUDA headers (cuda/domain.h). geometry.h has the sizes in shared
+// memory that these limits follow from.
+//
+//   stem/mma               every pass, by mma.sync
+//   stem/sm90_narrow_in    sm_90: narrow to wide (fprop where C is small, dgrad where K is), and in 16 bit wgrad
+//   stem/sm90_narrow_out   sm_90: wide to narrow (dgrad where C is small, fprop where K is)
+//   stem/patches           sm_90: dgrad of a filter that steps by its own extents, as a dense product
+#pragma once
+
+#include <algorithm>
+#include <string>
+#include <string_view>
+
+#include "cuda/conv/common/domain.h"
+#include "cuda/conv/stem/geometry.h"
+#include "cuda/domain.h"
+
+namespace jaxconv::cuda::conv::stem {
+
+inline bool ToWide(ConvOp op, const ConvProblem& p) {
+  return op == (FewInputs(p) ? ConvOp::kFprop : ConvOp::kDgrad);
+}
+
+inline bool Empty(const ConvProblem& p) { return p.n * p.in_size() * p.out_size() == 0; }
+
+// What all kernels ask for.
+inline std::string RefuseProblem(const ConvProblem& p, const Device& device) {
+  if (device.shared_memory() < 163 * 1024)
+    return "its largest tiles need the shared memory of compute capability 8.0 or 9.0";
+  if (p.groups != 1 || std::min(p.c, p.k) > kFew || std::min(p.c, p.k) < 1) {
+    return "it needs at most 8 input or output channels in one group, got " + std::to_string(p.c) +
+           " and " + std::to_string(p.k);
+  }
+  if (std::string why = RefuseCoordinates(p); !why.empty()) return why;
+  if (!p.channels_last) return "it needs channels-last arrays";
+  if (p.dtype == DType::kF32 && p.full_float32) return "float32 it takes as TF32 only";
+  if (!PlanesAreImages(p)) return "it needs a first axis (of three) that the filter leaves alone";
+  if (p.n * p.in[0] >= kCoordLimit) return "it needs fewer than 2^30 planes";
+  const int64_t most_stride = FewInputs(p) ? 16 : 1;
+  for (int d = 1; d < 3; ++d) {
+    if (!FewInputs(p) && p.stride[d] > most_stride)
+      return "few output channels it takes with stride 1 only";
+    if (p.stride[d] > most_stride || (p.filter[d] - 1) * p.dilation[d] > 32)
+      return "it needs strides up to 16 and dilated filters up to 33";
+  }
+  return "";
+}
+
+inline std::string RefuseWideChannels(const ConvProblem& p) {
+  const int64_t many = FewInputs(p) ? p.k : p.c;
+  if (many % 8 == 0) return "";
+  return "it needs a multiple of 8 channels on the other side, got " + std::to_string(many);
+}
+
+inline std::string RefuseUnits(const ConvProblem& p) {
+  const int64_t units =
+      p.filter_size() * CeilDivide(FewInputs(p) ? p.c : p.k, kUnitBytes / int64_t(SizeOf(p.dtype)));
+  if (units <= 160) return "";
+  return "it needs at most 160 taps in fours (float32: twos) of channels, got " +
+         std::to_string(units);
+}
+
+// Wide to narrow, for stem/mma and stem/sm90_narrow_out alike.
+inline std::string RefuseToNarrow(const ConvProblem& p, const StemGeometry& g, NarrowOffsets* o) {
+  if (std::string why = RefuseWideChannels(p); !why.empty()) return why;
+  const int columns = g.stride[0] * g.stride[1] * g.channels;
+  if (columns > kMaxColumns) {
+    return "it needs strides times channels of at most 64, got " + std::to_string(columns);
+  }
+  if (!SetOffsets(*o, g, p)) return "it needs filters of at most 16 taps an axis";
+  const int64_t operand = CeilDivide(g.wide_channels * int64_t(SizeOf(p.dtype)), 128) *
+                          o->count[0] * o->count[1] * ToNarrowTile::KernelColumns(*o) * 128;
+  if (operand <= kOperandBytes) return "";
+  return "its filter would need " + std::to_string(operand) + " bytes of shared memory, it has " +
+         std::to_string(kOperandBytes);
+}
+
+inline std::string RefuseMma(ConvOp op, const ConvProblem& p, const Device& device) {
+  const std::string too_large = "its windows are too large for shared memory";
+  const int item = int(SizeOf(p.dtype));
+  StemGeometry g = MakeGeometry(p);
+  if (ToWide(op, p)) {
+    if (std::string why = RefuseUnits(p); !why.empty()) return why;
+    PairUnits(g, device.sm90());
+    const ToWideFilter filter(g, ToWideSteps(g), LongChunks(g) ? 14 : 4);
+    return TileColumns(g, filter.Room(item, kMostShared)) > 0 ? "" : too_large;
+  }
+  if (op == ConvOp::kWgrad) {
+    if (std::string why = RefuseWideChannels(p); !why.empty()) return why;
+    if (item == 2) PairUnits(g, device.sm90());
+    return TileColumns(g, WgradShares(g, item).Room(item)) > 0 ? "" : too_large;
+  }
+  NarrowOffsets o{};
+  if (std::string why = RefuseToNarrow(p, g, &o); !why.empty()) return why;
+  ToNarrowTile tile(g, o, ToNarrowTile::KernelColumns(o), item);
+  const bool fits = tile.MostRows(kMostShared, 1, 1) >= 1 && tile.Set(1, 1, 1) <= kMostShared;
+  return fits ? "" : too_large;
+}
+
+inline std::string RefuseNarrowIn(ConvOp op, const ConvProblem& p, const Device& device) {
+  if (!device.sm90()) return "it needs a GPU of compute capability 9.0";
+  const bool to_wide = ToWide(op, p);
+  if (!to_wide && op != ConvOp::kWgrad) return "it reads the array of few channels";
+  if (std::string why = to_wide ? RefuseUnits(p) : RefuseWideChannels(p); !why.empty()) return why;
+  const int item = int(SizeOf(p.dtype));
+  const StemGeometry g = MakeGeometry(p);
+  if (!WholeVectors(p, g.wide_channels))
+    return "it needs whole 16 bytes of channels on the other side";
+  if (g.channels * item > 16) return "it needs at most 16 bytes of the few channels";
+  if (int64_t(g.narrow[0]) * g.narrow[1] >= kCoordLimit ||
+      int64_t(g.images) * g.wide[0] >= kCoordLimit) {
+    return "it needs fewer than 2^30 pixels of an image, and rows of all images";
+  }
+  const NarrowWindows windows(g, item);
+  const int filter_rows = g.taps / g.taps_w, chunks = filter_rows * windows.row_chunks;
+  if (to_wide) {
+    const int steps = int(CeilDiv(chunks, 2));
+    if (steps > kMostSteps) return "it needs at most 64 chunks of 16 bytes of a window";
+    for (int step = 0; step < steps; ++step) {
+      if (windows.StepDistance(g, step) >= kMostDistance)
+        return "the chunks of a window are too far apart";
+    }
+    const int columns = windows.cols <= 64 ? 64 : 112;
+    const bool fits = 2 * windows.SlotBytes(g, 1) <= NarrowInRoom(g, steps, columns, 1);
+    return fits ? "" : "its filter and windows are too large for shared memory";
+  }
+  if (item != 2) return "float32's operands of wgrad would have to be k-major";
+  if (windows.row_chunks > kWgradParts || filter_rows > kWgradRows) {
+    return "it needs at most 7 filter rows, of at most 4 chunks of 16 bytes";
+  }
+  if (g.step[0] * windows.row_bytes >= kMostDistance) return "its filter rows are too far apart";
+  const bool fits = 2 * windows.SlotBytes(g, 1) <=
+                    WgradRoom(g, windows, WgradKernelRows(g), kLeastWgradStages, 1);
+  return fits ? "" : "its windows are too large for shared memory";
+}
+
+inline std::string RefuseNarrowOut(ConvOp op, const ConvProblem& p, const Device& device) {
+  if (!device.sm90()) return "it needs a GPU of compute capability 9.0";
+  if (op == ConvOp::kWgrad || ToWide(op, p)) return "it writes the array of few channels";
+  const StemGeometry g = MakeGeometry(p);
+  NarrowOffsets o{};
+  if (std::string why = RefuseToNarrow(p, g, &o); !why.empty()) return why;
+  const NarrowOutSizes sizes(g, o, NarrowOutSizes::KernelColumns(g), int(SizeOf(p.dtype)));
+  if (!sizes.BlocksReach(o)) {
+    return "its filter's rows reach further than the " + std::to_string(sizes.blocks) +
+           " rows that a product holds";
+  }
+  return sizes.Stages(1) >= 2 ? "" : "its filter is too large for shared memory";
+}
+
+// The dense product that stands for dgrad: dy's pixels (M, K) times w (R*S*C, K), transposed; its rows are windows.
+inline DenseProblem PatchProduct(const ConvProblem& p) {
+  DenseProblem q = {};
+  q.batch = 1;
+  q.m = p.n * p.out_size();
+  q.k = p.k;
+  q.n = p.filter_size() * p.c;
+  q.trans_w = true;
+  q.alpha = 1;
+  q.dtype = p.dtype;
+  return q;
+}
+
+// Which dense kernel a tile means. ADAPT with the dense kernels' names: this, ProductBytes, and DensePlan in patches.cu.
+// The tiles 128x64 and 64x256 keep all of K of their columns in shared memory, beside 16 KiB on their way out and two
+// stages for each of 4 (64x256: 2) warpgroups; a CTA keeps to one of at most 64 columns of tiles.
+inline std::string RefusePatchTile(const DenseProblem& q, std::string_view tile) {
+  for (std::string_view name : {"128x128", "128x256", "256x128", "256x64", "128x320", "64x128"}) {
+    if (tile == name) return "";
+  }
+  const bool tall = tile == "128x64";
+  if (!tall && tile != "64x256") return "its product has no tile \"" + std::string(tile) + "\"";
+  const int64_t groups = tall ? 4 : 2, rows = tall ? 128 : 64, columns = tall ? 64 : 256;
+  const int64_t needed =
+      CeilDivide(q.k, 64) * columns * 128 + groups * 16384 + 2 * groups * rows * 128;
+  if (needed > 226 * 1024)
+    return "its columns need " + std::to_string(needed) + " bytes of shared memory";
+  return CeilDivide(q.n, columns) > 64 ? "it has at most 64 columns of tiles" : "";
+}
+
+// Workspace of the product.
+inline int64_t ProductBytes(const DenseProblem& q, std::string_view tile) {
+  return tile == "64x128" ? q.m * q.n * 4 : 0;
+}
+
+inline std::string RefusePatches(ConvOp op, const ConvProblem& p, const Plan& plan,
+                                 const Device& device) {
+  const int64_t columns = p.filter_size() * p.c;
+  const bool steps = p.steps_by_filter(1) && p.steps_by_filter(2);
+  if (op != ConvOp::kDgrad || !FewInputs(p) || !steps || !Half(p.dtype) || columns <= 64) {
+    return "it needs dgrad in 16 bit of few input channels, a filter that steps by its own extents "
+           "over all of x, and more than 64 elements under it";
+  }
+  if (!device.sm90()) return "it needs a GPU of compute capability 9.0";
+  if (p.k % 8 != 0 || columns % 8 != 0) {
+    return "its product needs rows of x, w and y of a multiple of 8 elements, got " +
+           std::to_string(p.k) + " and " + std::to_string(columns);
+  }
+  const DenseProblem q = PatchProduct(p);
+  if (std::max({q.m, q.n, q.k}) > (int64_t(1) << 31) - 1 - 4096)
+    return "its product needs extents below 2^31";
+  return RefusePatchTile(q, plan.tile);
+}
+
+inline std::string Refusal(std::string_view kernel, ConvOp op, const ConvProblem& p,
+                           const Plan& plan, const Device& device) {
+  if (std::string why = RefuseProblem(p, device); !why.empty()) return why;
+  if (kernel == "patches") return RefusePatches(op, p, plan, device);
+  if (!plan.tile.empty()) return "it has one tile";
+  if (Empty(p)) return "";
+  if (kernel == "mma") return RefuseMma(op, p, device);
+  if (kernel == "sm90_narrow_in") return RefuseNarrowIn(op, p, device);
+  if (kernel == "sm90_narrow_out") return RefuseNarrowOut(op, p, device);
+  return "there is no such kernel";
+}
+
+inline int64_t Workspace(ConvOp op, const ConvProblem& p, const Plan& plan) {
+  if (MemberOf(plan.kernel) == "patches") {
+    const DenseProblem q = PatchProduct(p);
+    return Align256(q.m * q.n * int64_t(SizeOf(p.dtype))) + ProductBytes(q, plan.tile);
+  }
+  // The kernels always write parts, also a single one.
+  return op == ConvOp::kWgrad ? plan.splits * FilterCount(p) * 4 : 0;
+}
+
+}  // namespace jaxconv::cuda::conv::stem

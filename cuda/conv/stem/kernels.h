@@ -1,0 +1,30 @@
+// The launchers of the stem kernels. domain.h says what each can run; cuda/conv/conv.cu has asked before they are
+// called. Arrays are 16-byte aligned.
+#pragma once
+
+#include <string>
+
+#include "common/plan.h"
+#include "common/problem.h"
+#include "common/status.h"
+#include "cuda/core/context.h"
+#include "cuda/domain.h"
+
+namespace jaxconv::cuda::conv {
+
+// `op` is fprop, dst = y from src = x, or dgrad, dst = dx from src = dy. `e`, `bias`, `z` as in ConvFprop.
+using StemForward = Status(const Context& ctx, ConvOp op, const ConvProblem& p, const Epilogue& e,
+                           const void* src, const void* w, const void* bias, void* dst, void* z,
+                           const std::string& what);
+StemForward StemMma, StemNarrowIn, StemNarrowOut;
+
+// dw; `partials` holds `splits` arrays like it in float32.
+using StemWgradOf = Status(const Context& ctx, const ConvProblem& p, int64_t splits, const void* x,
+                           const void* dy, void* dw, float* partials, const std::string& what);
+StemWgradOf StemMmaWgrad, StemNarrowInWgrad;
+
+// plan.tile is the dense product's.
+Status StemPatchesDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,
+                        const void* w, void* dx, Workspace workspace, const std::string& what);
+
+}  // namespace jaxconv::cuda::conv

@@ -1,0 +1,191 @@
+"""What the kernels of few input or output channels run, limit by limit (cuda/conv/stem/domain.h).
+
+Plans are data: none of this needs a GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+from jax import lax
+
+from jaxconv import _native
+from jaxconv._plan import Device, Plan, made
+from jaxconv._plan.domain import conv_refusal, conv_workspace
+from jaxconv._problem import ConvProblem
+
+H200 = Device("cuda", "NVIDIA H200", (9, 0), 132)
+A100 = Device("cuda", "NVIDIA A100-SXM4-80GB", (8, 0), 108)
+RTX4090 = Device("cuda", "NVIDIA GeForce RTX 4090", (8, 9), 128)
+OPS = ("conv_fprop", "conv_dgrad", "conv_wgrad")
+KERNELS = ("sm90_narrow_in", "sm90_narrow_out", "mma", "patches")
+
+
+@pytest.fixture(autouse=True)
+def native_code_for_every_device(monkeypatch):
+    monkeypatch.setattr(_native, "cuda_missing", "")
+
+
+def problem(c=3, k=64, extent=(24, 24), filter=(3, 3), dtype="bfloat16", batch=2, **changes) -> ConvProblem:
+    nd = len(filter)
+    window = {"stride": 1, "dilation": 1, "padding": 0} | changes
+    stride, dilation = ((v,) * nd if isinstance(v, int) else v for v in (window["stride"], window["dilation"]))
+    pads = window["padding"]
+    padding = tuple((p, p) for p in (pads if isinstance(pads, tuple) else (pads,) * nd))
+    spans = [(f - 1) * d + 1 for f, d in zip(filter, dilation, strict=True)]
+    out = tuple(
+        (e + low + high - span) // s + 1 for e, (low, high), span, s in zip(extent, padding, spans, stride, strict=True)
+    )
+    precision = (window.get("precision", lax.Precision.DEFAULT),) * 2
+    return ConvProblem(
+        "conv", dtype, batch, c, k, window.get("groups", 1), extent, filter, out, stride, padding, dilation,
+        window.get("channels_last", True), precision,
+    )  # fmt: skip
+
+
+def refusal(kernel: str, op: str, p: ConvProblem, device: Device = H200, tile: str = "") -> str | None:
+    return conv_refusal(op, Plan("native", "", f"stem/{kernel}", tile), p, device)
+
+
+def random_problems(count: int) -> list[ConvProblem]:
+    r, found = random.Random(0), []
+    while len(found) < count:
+        few, many = r.randint(1, 9), r.choice((1, 3, 8, 20, 64, 72, 96, 264, 512, 2048))
+        c, k = (few, many) if r.random() < 0.6 else (many, few)
+        step = r.random() < 0.2
+        filter = tuple(r.choice((1, 2, 3, 4, 5, 7, 8, 16)) for _ in range(2))
+        stride = filter if step else tuple(r.choice((1, 1, 2, 2, 4, 16, 17)) for _ in range(2))
+        dilation = (1, 1) if step else tuple(r.choice((1, 1, 1, 2, 6, 12)) for _ in range(2))
+        extent = tuple(f * 6 if step else r.choice((7, 32, 37, 224, 226, 1023)) for f in filter)
+        padding = (0, 0) if step else tuple(r.choice((0, 0, 1, 3, 9, -1)) for _ in range(2))
+        p = problem(
+            c, k, extent, filter, r.choice(("bfloat16", "float16", "float32")), r.choice((1, 3, 128)),
+            stride=stride, dilation=dilation, padding=padding, channels_last=r.random() < 0.8,
+        )  # fmt: skip
+        if min(p.out_spatial) > 0:
+            found.append(p)
+    return found
+
+
+def test_what_a_plan_says_native_code_runs_and_gives_as_much_memory_as_it_asks_for():
+    planned = dict.fromkeys(KERNELS, 0)
+    for p in random_problems(4000):
+        for op in OPS:
+            for device in (H200, A100, RTX4090):
+                plan = made(op, "stem", p, device)
+                stored = dataclasses.replace(p, channels_last=True)
+                if isinstance(plan, str):
+                    assert all(refusal(kernel, op, stored, device) for kernel in KERNELS)
+                    continue
+                assert conv_refusal(op, plan, stored, device) is None
+                assert plan.workspace_bytes == conv_workspace(op, plan, stored)
+                kernel = plan.kernel.removeprefix("stem/")
+                planned[kernel] += 1
+                assert device is not RTX4090
+                assert kernel == "mma" or device is H200
+    assert min(planned.values()) > 20, planned
+
+
+def test_a_kernel_can_be_forced_where_it_runs_and_is_refused_with_its_reason_elsewhere():
+    p = problem(3, 64, (224, 224), (7, 7), stride=2, padding=3)
+    wanted = dict(zip(OPS, ("stem/sm90_narrow_in", "stem/sm90_narrow_out", "stem/sm90_narrow_in"), strict=True))
+    for op in OPS:
+        assert made(op, "stem", p, H200).kernel == wanted[op]
+        assert made(op, "stem/mma", p, H200).kernel == "stem/mma"
+        assert made(op, "stem", p, A100).kernel == "stem/mma"
+        assert "9.0" in made(op, wanted[op], p, A100)
+    assert "few channels" in made("conv_dgrad", "stem/sm90_narrow_in", p, H200)
+    assert "few channels" in made("conv_wgrad", "stem/sm90_narrow_out", p, H200)
+    vit = problem(3, 768, (224, 224), (16, 16), stride=16)
+    assert made("conv_dgrad", "stem/patches 256x64", vit, H200).tile == "256x64"
+    assert "its columns need" in made("conv_dgrad", "stem/patches 64x256", vit, H200)
+
+
+# What is refused, the last that is not, and a word of the sentence.
+@pytest.mark.parametrize(
+    ("op", "kernel", "least", "most", "word"),
+    [
+        ("conv_fprop", "mma", {"c": 9, "k": 64}, {"c": 8, "k": 64}, "at most 8"),
+        ("conv_fprop", "mma", {"c": 64, "k": 9}, {"c": 64, "k": 8}, "at most 8"),
+        ("conv_fprop", "mma", {"groups": 3, "k": 63}, {"k": 63}, "one group"),
+        ("conv_fprop", "mma", {"stride": 17}, {"stride": 16}, "strides up to 16"),
+        ("conv_fprop", "mma", {"c": 64, "k": 3, "stride": 2}, {"c": 64, "k": 3}, "stride 1 only"),
+        (
+            "conv_fprop",
+            "mma",
+            {"filter": (1, 2), "dilation": 33, "extent": (1, 80)},
+            {"filter": (1, 2), "dilation": 32, "extent": (1, 80)},
+            "up to 33",
+        ),
+        ("conv_fprop", "mma", {"filter": (7, 23), "padding": 11}, {"filter": (10, 16), "padding": 8}, "at most 160"),
+        (
+            "conv_fprop",
+            "mma",
+            {"filter": (9, 9), "dtype": "float32"},
+            {"filter": (8, 10), "dtype": "float32"},
+            "at most 160",
+        ),
+        ("conv_wgrad", "mma", {"k": 68}, {"k": 72}, "multiple of 8"),
+        ("conv_dgrad", "mma", {"k": 68}, {"k": 72}, "multiple of 8"),
+        (
+            "conv_dgrad",
+            "mma",
+            {"c": 1, "filter": (1, 1), "stride": (5, 13)},
+            {"c": 1, "filter": (1, 1), "stride": (4, 16)},
+            "at most 64",
+        ),
+        ("conv_dgrad", "mma", {"filter": (1, 17)}, {"filter": (1, 16)}, "at most 16 taps"),
+        ("conv_dgrad", "mma", {"k": 41 * 64, "filter": (1, 1)}, {"k": 512, "filter": (1, 5)}, "81920"),
+        (
+            "conv_fprop",
+            "mma",
+            {"precision": lax.Precision.HIGHEST, "dtype": "float32"},
+            {"dtype": "float32"},
+            "TF32 only",
+        ),
+        ("conv_fprop", "mma", {"channels_last": False}, {}, "channels-last"),
+        ("conv_fprop", "sm90_narrow_in", {"k": 60}, {"k": 56}, "whole 16 bytes"),
+        ("conv_fprop", "sm90_narrow_in", {"dtype": "float32", "c": 5}, {"dtype": "float32", "c": 4}, "at most 16"),
+        ("conv_fprop", "sm90_narrow_in", {"filter": (5, 13)}, {"filter": (4, 16)}, "at most 64"),
+        ("conv_wgrad", "sm90_narrow_in", {"filter": (8, 3)}, {"filter": (7, 3)}, "at most 7"),
+        ("conv_wgrad", "sm90_narrow_in", {"filter": (3, 5)}, {"filter": (3, 4)}, "at most 4"),
+        ("conv_wgrad", "sm90_narrow_in", {"dtype": "float32"}, {"dtype": "float16"}, "k-major"),
+        ("conv_dgrad", "sm90_narrow_out", {"filter": (9, 1)}, {"filter": (8, 1)}, "8 rows"),
+        ("conv_dgrad", "sm90_narrow_out", {"filter": (5, 1), "c": 8, "stride": (1, 2)}, {"filter": (4, 1), "c": 8,
+         "stride": (1, 2)}, "4 rows"),
+    ],
+)  # fmt: skip
+def test_each_limit(op, kernel, least, most, word):
+    assert refusal(kernel, op, problem(**most)) is None
+    why = refusal(kernel, op, problem(**least))
+    assert why is not None and word in why
+
+
+def test_windows_that_do_not_fit_shared_memory_are_refused_when_planned():
+    """33 pixels between taps, and 8 channels of float32: the filter is small enough, the windows are not."""
+    far = {"c": 8, "dtype": "float32", "dilation": (8, 4), "filter": (5, 8), "extent": (80, 160), "stride": 16}
+    assert "too large" in refusal("mma", "conv_fprop", problem(**far))
+    assert refusal("mma", "conv_fprop", problem(**far | {"stride": 2})) is None
+    halo = {"c": 8, "k": 128, "filter": (4, 4), "extent": (112, 112), "batch": 3}
+    assert "too large" in refusal("mma", "conv_dgrad", problem(**halo, dilation=6))
+    assert refusal("mma", "conv_dgrad", problem(**halo, dilation=2)) is None
+
+
+def test_a_plan_for_a_problem_with_nothing_in_it_is_no_division_by_zero():
+    for op in OPS:
+        for kernel in KERNELS:
+            refusal(kernel, op, problem(batch=0))
+            refusal(kernel, op, dataclasses.replace(problem(), in_spatial=(0, 24), out_spatial=(0, 22)))
+
+
+def test_patches_are_the_steps_of_a_16_bit_filter_over_all_of_x():
+    fits = {"c": 3, "k": 64, "filter": (8, 8), "stride": 8, "extent": (64, 64)}
+    assert refusal("patches", "conv_dgrad", problem(**fits), tile="128x128") is None
+    assert "no tile" in refusal("patches", "conv_dgrad", problem(**fits), tile="128x100")
+    assert "rows of x, w and y" in refusal("patches", "conv_dgrad", problem(**fits | {"k": 60}), tile="128x128")
+    for other in ({"extent": (65, 64)}, {"dtype": "float32"}, {"filter": (4, 4), "stride": 4}, {"stride": 7}):
+        assert refusal("patches", "conv_dgrad", problem(**fits | other), tile="128x128")
+    assert refusal("patches", "conv_fprop", problem(**fits), tile="128x128")
+    assert refusal("patches", "conv_dgrad", problem(**fits), A100, tile="128x128")
