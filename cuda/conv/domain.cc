@@ -6,8 +6,15 @@
 #include "cuda/conv/direct/domain.h"
 #include "cuda/conv/im2col/domain.h"
 #include "cuda/conv/implicit_gemm/domain.h"
+#include "cuda/conv/sm90/domain.h"
 
 namespace jaxconv::cuda {
+namespace {
+
+bool IsDgrad(ConvOp op) { return op == ConvOp::kDgrad || op == ConvOp::kDgradAdd; }
+
+}  // namespace
+
 std::string ConvRefusal(ConvOp op, const ConvProblem& p, const Plan& plan, const Device& device) {
   const std::string_view family = FamilyOf(plan.kernel), member = MemberOf(plan.kernel);
   if (plan.splits < 1) return "it needs splits of at least 1, got " + std::to_string(plan.splits);
@@ -21,7 +28,9 @@ std::string ConvRefusal(ConvOp op, const ConvProblem& p, const Plan& plan, const
   if (family == "implicit_gemm") {
     return conv::implicit_gemm::Refusal(op, conv::FoldPatches(p, op == ConvOp::kDgrad), plan);
   }
-  if (family == "grouped" || family == "stem" || family == "sm90") return "";
+  if (family == "sm90")
+    return conv::sm90::Refusal(op, conv::FoldPatches(p, IsDgrad(op)), plan, device);
+  if (family == "grouped" || family == "stem") return "";
   return "there is no such kernel";
 }
 
@@ -31,6 +40,7 @@ int64_t ConvWorkspace(ConvOp op, const ConvProblem& p, const Plan& plan) {
   if (family == "direct") return conv::direct::Workspace(op, p, plan);
   if (family == "im2col") return conv::im2col::Workspace(op, p, plan);
   if (family == "implicit_gemm") return conv::implicit_gemm::Workspace(op, p, plan);
+  if (family == "sm90") return conv::sm90::Workspace(op, conv::FoldPatches(p, IsDgrad(op)), plan);
   return 0;
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 
@@ -9,11 +10,13 @@ from jaxconv._plan import dense, domain
 from jaxconv._plan.plan import Device, Plan, align, itemsize, splits_of
 from jaxconv._problem import ConvProblem
 
+PATCH_KERNELS = {"64x128": "sm90/rows", "128x64": "sm90/resident", "64x256": "sm90/resident"}  # else sm90/product
+
 
 def wants(op: str, p: ConvProblem, device: Device) -> Iterator[Plan]:
     if patches(op, p):
-        tile, _ = dense.wgmma_dense_tile(p.patch_product(), device)
-        yield Plan("native", "", "stem/patches", dense.size_of(tile))
+        product = dense.made("sm90", p.patch_product(), device)
+        yield Plan("native", "", "stem/patches", product.tile if isinstance(product, Plan) else "")
         return
     yield Plan("native", "", "stem/mma", splits=_wgrad_splits(p, device) if op == "conv_wgrad" else 1)
 
@@ -34,7 +37,9 @@ def workspace(op: str, plan: Plan, p: ConvProblem) -> int:
     """Bytes."""
     if plan.kernel == "stem/patches":
         product = p.patch_product()
-        return align(product.m * product.n * itemsize(p)) + dense.workspace(plan, product)
+        kernel = PATCH_KERNELS.get(plan.tile, "sm90/product")
+        size = domain.dense_workspace(dataclasses.replace(plan, kernel=kernel), product)
+        return align(product.m * product.n * itemsize(p)) + size
     return plan.splits * p.out_channels * p.in_channels * math.prod(p.filter) * 4 if op == "conv_wgrad" else 0
 
 
@@ -67,7 +72,8 @@ def refusal(op: str, plan: Plan, p: ConvProblem, device: Device) -> str | None:
         return None
     columns = math.prod(p.stride[i] for i in plane) * few
     if columns > 64 and patches(op, p):
-        return dense.wgmma_dense_refusal(p.patch_product(), device)
+        kernel = PATCH_KERNELS.get(plan.tile, "sm90/product")
+        return domain.dense_refusal(dataclasses.replace(plan, kernel=kernel), p.patch_product(), device)
     if columns > 64:
         return f"it needs strides times channels of at most 64, got {columns}"
     places = 1

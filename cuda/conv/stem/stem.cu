@@ -1034,8 +1034,11 @@ Status PatchesDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, 
   q.dtype = p.dtype;
   const Epilogue bare = {false, Activation::kNone, 0.0, false};
   const Workspace rest = {static_cast<char*>(workspace.data) + bytes, workspace.bytes - bytes};
-  JAXCONV_RETURN_IF_ERROR(WgmmaDense(ctx, q, bare, {"wgmma", plan.tile, 1, 0}, dy, w, nullptr,
-                                     nullptr, workspace.data, nullptr, rest));
+  const std::string_view kernel = plan.tile == "64x128"                            ? "sm90/rows"
+                                  : plan.tile == "128x64" || plan.tile == "64x256" ? "sm90/resident"
+                                                                                   : "sm90/product";
+  JAXCONV_RETURN_IF_ERROR(Sm90Dense(ctx, q, bare, {kernel, plan.tile, 1, 0}, dy, w, nullptr,
+                                    nullptr, workspace.data, nullptr, rest));
   if (line * size % 16 == 0 && Aligned16(dx)) {
     return Unpatch<uint4>(ctx, p, workspace.data, dx, line * size / 16, what);
   }

@@ -29,6 +29,7 @@
 #include "cuda/conv/sm90/wgrad/sums.cuh"
 #include "cuda/core/context.h"
 #include "cuda/core/convert.cuh"
+#include "cuda/core/device.h"
 #include "cuda/core/divmod.h"
 #include "cuda/gemm/sm90.cuh"
 #include "cuda/gemm/sm90_epilogue.cuh"
@@ -210,8 +211,7 @@ Status LaunchHaloProduct(const Context& ctx, HaloProduct& p, int multiprocessors
   p.image = int64_t(p.plane) * p.made[2];
   const int shared = int(HaloProductShared(p.taps, reach, p.buffers));
   auto kernel = HaloProductKernel<T, kDgrad>;
-  JAXCONV_RETURN_IF_ERROR(CudaStatus(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), what));
+  JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
   kernel<<<unsigned(blocks * p.ctas), kSm90Threads, shared, ctx.stream>>>(p);
   return LaunchStatus(what);
 }
@@ -341,23 +341,16 @@ __global__ void __launch_bounds__(256) HaloWgradSumKernel(const __grid_constant_
 }
 
 template <typename T>
-Status LaunchHaloWgrad(const Context& ctx, HaloWgrad& p, int multiprocessors,
-                       int64_t workspace_bytes, const std::string& what) {
+Status LaunchHaloWgrad(const Context& ctx, HaloWgrad& p, const std::string& what) {
   p.blocks = (p.n + 63) / 64;
   const int blocks = p.blocks * p.instances;
   const int64_t reach = 2 * (int64_t(p.row_shift) + p.column_shift);
   p.buffer_bytes = int(HaloBufferBytes(kHaloStep, reach));
   p.stages = 2;
   while (p.stages < 6 && HaloWgradShared(reach, p.stages + 1) <= kHaloShared) ++p.stages;
-  const int64_t needed = int64_t(blocks) * p.parts * kHaloPartialBytes;
-  if (workspace_bytes < needed) {
-    return Status::Invalid(what + ": needs a workspace of " + std::to_string(needed) +
-                           " bytes, given " + std::to_string(workspace_bytes));
-  }
   auto kernel = HaloWgradKernel<T>;
   const int shared = int(HaloWgradShared(reach, p.stages));
-  JAXCONV_RETURN_IF_ERROR(CudaStatus(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), what));
+  JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
   kernel<<<unsigned(blocks * p.parts), kHaloWgradThreads, shared, ctx.stream>>>(p);
   JAXCONV_RETURN_IF_ERROR(LaunchStatus(what));
   HaloWgradSumKernel<T><<<dim3(3 * 24 * 128 / 32, unsigned(blocks)), 256, 0, ctx.stream>>>(p);
