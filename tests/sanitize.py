@@ -5,9 +5,10 @@
     python tests/sanitize.py conv/sm90/halo/float32     # that part alone, unwatched
 
 A part is an op, a kernel and an element type: its memory layouts, tiles, operators and access widths (extents that
-16-byte accesses divide, and ones that nothing divides), and of a reduction in parts also that in one. Each runs in a process of its own, which ends in an error if
-the tool reports one. Results are not compared here, the test suite does that. XLA's own kernels are not watched, and
-every program is a list of custom calls, so that XLA has next to nothing to compile.
+16-byte accesses divide, and ones that nothing divides), and of a reduction in parts also that in one. Each runs in a
+process of its own, which ends in an error if the tool reports one. Results are not compared here, the test suite does
+that. XLA's own kernels are not watched, and every program is a list of custom calls, so that XLA has next to nothing to
+compile.
 """
 
 from __future__ import annotations
@@ -15,9 +16,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
-import functools
 import itertools
-import math
 import os
 import pathlib
 import re
@@ -70,6 +69,7 @@ CONVS = {
 DEPTHWISE_CONVS = {
     "exact": ((8, 8), 128, 128, 128, (3, 3), {}),
     "3x3": ((23, 31), 16, 16, 16, (3, 3), {}),
+    "3x3-s2": ((23, 31), 16, 16, 16, (3, 3), {"stride": 2}),
     "5x5": ((11, 9), 16, 16, 16, (5, 5), {}),
     "5x5-s2": ((11, 9), 16, 16, 16, (5, 5), {"stride": 2}),
     "7x7": ((11, 9), 24, 24, 24, (7, 7), {}),
@@ -111,6 +111,7 @@ SM90_CONVS = {
     "groups64": ((12, 13), 128, 128, 2, (3, 3), {"stride": 2}),
     "1-D": ((65,), 64, 72, 1, (4,), {"padding": ((3, 0),)}),
     "3-D": ((5, 6, 7), 64, 72, 1, (3, 3, 3), {"stride": (1, 2, 1)}),
+    "planes": ((4, 6, 50), 40, 24, 1, (3, 3, 3), {}),
     "many-tiles": ((81, 83), 64, 64, 1, (3, 3), {}),  # more tiles than multiprocessors
     "patches": ((24, 32), 3, 72, 1, (8, 8), {"stride": 8}),
 }
