@@ -2,8 +2,8 @@
 //
 //   mean = sum d / rows;  m2 = sum (d - mean)^2
 //
-// in float32. A warpgroup reads its boxes of 64 x 64 outputs back from shared memory while the copy
-// engine stores them. A thread takes 16 rows of two columns: two passes over registers, then Chan's
+// in float32. A warpgroup reads its boxes of 64 x 64 outputs back from shared memory while TMA
+// stores them. A thread takes 16 rows of two columns: two passes over registers, then Chan's
 // merging with what it has of these columns; so what is exact in the sums stays exact, whatever the
 // mean is. All tiles of a CTA have the same columns, so that the threads keep their moments to the
 // end, and a warpgroup makes one part of all its rows. The order of every merging is fixed by the

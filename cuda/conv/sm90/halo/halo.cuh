@@ -4,7 +4,7 @@
 // reach:
 //
 // All images are one line of places, row after row, with a gap of max(pad_lo, pad_hi) places after
-// every row and as many rows after every image, which read as zeros. The copy engine walks exactly
+// every row and as many rows after every image, which read as zeros. TMA walks exactly
 // this line (im2col mode, its box reaching past the image). On the line tap (r, s) of the output at
 // place v reads place v + r * dilation * row + s * dilation: a shift that does not depend on v. So
 // the operand of every tap is the same buffer in shared memory, from another row of 128 bytes on.
@@ -18,6 +18,10 @@
 //   wgrad          dw[tap, c, k] = sum over v of x[v + shift(tap), c] * dy[v, k]
 //     64 of k on the rows, the three taps of a filter row times 64 c on the columns (the blocks of
 //     64 of the operand lie column_shift rows apart: they overlap); a warpgroup a filter row.
+//
+// The grid has for each block of 64 channels made the CTAs that share its tiles (wgrad: its steps of 128
+// places, of which a CTA leaves all 9 x 64 x 64 sums for a second kernel), about a CTA a multiprocessor. x
+// is read once a block, with a reach's places at the seams of tiles; then the tensor cores bound it.
 #pragma once
 
 #include <algorithm>
@@ -47,7 +51,7 @@ __device__ __forceinline__ void LoadPlaces(const HaloLine& line, uint32_t to,
 }
 
 // Outputs of a warp on their way to memory: 16 rows of channels of 32 places (columns) at a time,
-// through 1 KiB of shared memory that no other warp touches. (The copy engine stops the kernel with
+// through 1 KiB of shared memory that no other warp touches. (TMA stops the kernel with
 // an illegal instruction where a column of pixels to store reaches out of its image.)
 template <typename T>
 struct HaloOutbox {

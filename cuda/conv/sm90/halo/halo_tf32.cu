@@ -1,5 +1,5 @@
-// fprop, and dgrad of stride 1, of at most 64 summed channels in TF32: the halo tile of
-// halo.cuh with rows of 32 channels. A place is two such rows, and the filter of 9 taps takes
+// fprop, and dgrad of stride 1, of at most 64 summed channels in TF32: as
+// halo.cuh, with rows of 32 channels. A place is two such rows, and the filter of 9 taps takes
 // 144 KiB of shared memory. So a tile is 128 places, summed over the first 32 channels and then over
 // the others: two buffers hold one half each, and one is filled while the other is multiplied.
 #include <algorithm>

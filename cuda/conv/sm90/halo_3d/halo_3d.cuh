@@ -13,7 +13,7 @@
 //   B  (t, k) x c of a tap (r, s); all of them stay in shared memory
 //
 // The output planes of all tiles, in one sequence, are split evenly over the CTAs; a cut costs two
-// planes that both sides multiply.
+// planes that both sides multiply. Blocks of 32 channels made have CTAs of their own.
 #pragma once
 
 #include <algorithm>
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
   }
   const int n = blockIdx.x / p.ctas * kHalo3dMade, part = blockIdx.x % p.ctas;
   LoadHalo3dFilter<T, kRow>(p, filter, n);
-  FenceForTma();  // the tensor cores read it like the copy engine
+  FenceForTma();  // the tensor cores read it as TMA does
   __syncthreads();
   const int64_t total = int64_t(p.images) * p.tiles * p.made[2];
   int from = int(total * part / p.ctas);

@@ -3,7 +3,7 @@
 //   dw[(tap, c), k] = sum over pixels of x[pixel at tap, c] * dy[pixel, k]    for each group
 //
 // Rows are blocks of 64 channels of one tap, so that a block of A (64 pixels x 64 channels,
-// m-major) is one column of pixels for the copy engine; B is dy as it lies (n-major). The reduction
+// m-major) is one column of pixels for TMA; B is dy as it lies (n-major). The reduction
 // is cut into steps of 64 pixels. All tiles' steps, tile after tile, are one line of work, cut into
 // `parts` equal runs, one a CTA: a tile that lies inside one run is written to dw at once, a tile
 // that is shared leaves float32 sums in the workspace, at most two tiles a run, which a second
@@ -14,6 +14,10 @@
 // the other, which both need, each fetches half of for both. So 128 x 128 a CTA reads no more than
 // 128 x 256 does, and leaves half the sums: a CTA's are written once and read once, 15 us of the 55
 // that 256 to 1024 channels of 14^2 take (H200).
+//
+// The grid has a CTA for each run (two for a pair's), at most one a multiprocessor. A tile is rows x
+// columns of dw; a step reads 64 pixels of as many channels of x and of dy, mostly from L2, and the
+// products of a step take the tensor cores longer than that. Short runs are bound by their sums.
 #pragma once
 
 #include <algorithm>

@@ -4,11 +4,11 @@
 //   dw[(tap, c), k] = sum over places v of x[v at tap, c] * dy[v, k]    for each group
 //
 // wgmma reads TF32 k-major, and here both operands have the reduction, the places, as their slow
-// axis. x goes through registers: a thread loads what its rows need from the pixels as the copy engine
-// left them, from any place on, so that all taps read one buffer. dy is transposed once, by a warpgroup
+// axis. x goes through registers: a thread loads what its rows need from the pixels as TMA left
+// them, from any place on, so that all taps read one buffer. dy is transposed once, by a warpgroup
 // of its own, for all rows of the tile.
 //
-// Places are a line: every pixel of dy in order. A halo tile's have gaps after rows and images
+// Places are a line: every pixel of dy in order. sm90/halo's have gaps after rows and images
 // (sm90/halo/halo.cuh), and all its taps read one strip of x: tap (r, s) of a plane of the filter reads
 // place v + r * row_shift + s. Other tiles' blocks of rows have a strip each. A strip is a ring of
 // slots, of 32 or 64 places x 64 channels.
@@ -43,7 +43,7 @@ struct Tf32Tile {
   static constexpr int kGroups = kGroups_, kBlocks = kBlocks_, kN = kN_, kTerms = kTerms_;
   static constexpr bool kHalo = kGroups == 3;
   static constexpr int kTileBlocks = kGroups * kBlocks;
-  // The first warpgroup serves the others: a thread of each of its first warps has the copy engine
+  // The first warpgroup serves the others: a thread of each of its first warps has TMA
   // fetch x (each some of the halves of 32 channels) or dy, and kTurners threads transpose (terms:
   // split) dy. With two groups that multiply there is room for another one that transposes; terms
   // need its registers.
