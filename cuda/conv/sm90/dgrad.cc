@@ -9,6 +9,8 @@
 
 namespace jaxconv::cuda {
 
+static_assert(kMaxPhases == kSm90Phases);
+
 Status Sm90ProductDgrad(const Context& ctx, const ConvProblem& p, Sm90Choice choice, const void* dy,
                         const void* w, const void* c, void* dx, Workspace workspace,
                         const std::string& what) {
