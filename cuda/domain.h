@@ -3,7 +3,7 @@
 // these limits. What a kernel should be given (tile, splits) is the plan's to say, in jaxconv/_plan.
 //
 // A kernel's name is "family/kernel" ("depthwise/rows"), or the family's where it has one kernel. cuda/conv/<family>/domain.h
-// has the family's part.
+// has the family's part, cuda/dense/domain.h that of dense products.
 #pragma once
 
 #include <cstdint>
@@ -52,5 +52,9 @@ std::string ConvRefusal(ConvOp op, const ConvProblem& p, const Plan& plan, const
 
 // Bytes, for a problem and a plan that are not refused.
 int64_t ConvWorkspace(ConvOp op, const ConvProblem& p, const Plan& plan);
+
+// The same of a dense product: the kernels are "gemm" and sm90's.
+std::string DenseRefusal(const DenseProblem& p, const Plan& plan, const Device& device);
+int64_t DenseWorkspace(const DenseProblem& p, const Plan& plan);
 
 }  // namespace jaxconv::cuda

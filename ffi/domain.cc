@@ -56,6 +56,33 @@ ConvProblem MakeConv(int64_t n, int64_t c, int64_t k, int64_t groups, const Thre
   return p;
 }
 
+BiasKind ToBias(const std::string& name) {
+  if (name.empty()) return BiasKind::kNone;
+  if (name == "scalar") return BiasKind::kScalar;
+  if (name == "row") return BiasKind::kRow;
+  if (name == "column") return BiasKind::kColumn;
+  throw std::invalid_argument("unknown bias " + name);
+}
+
+DenseProblem MakeDense(int64_t batch, int64_t m, int64_t k, int64_t n, bool trans_x, bool trans_w,
+                       bool x_batched, bool w_batched, const std::string& bias, bool addend,
+                       const std::string& dtype, bool full_float32) {
+  DenseProblem p = {};
+  p.batch = batch;
+  p.m = m;
+  p.k = k;
+  p.n = n;
+  p.trans_x = trans_x;
+  p.trans_w = trans_w;
+  p.x_batched = x_batched;
+  p.w_batched = w_batched;
+  p.bias = ToBias(bias);
+  p.addend = addend;
+  p.dtype = ToDType(dtype);
+  p.full_float32 = full_float32;
+  return p;
+}
+
 }  // namespace
 
 void BindDomain(nb::module_& m) {
@@ -77,6 +104,21 @@ void BindDomain(nb::module_& m) {
                              std::string tile, int64_t splits, int64_t chunk) {
     return cuda::ConvWorkspace(ToConvOp(op), p, {kernel, tile, splits, chunk});
   });
+  nb::class_<DenseProblem>(m, "DenseProblem")
+      .def("__init__", [](DenseProblem* self, int64_t batch, int64_t rows, int64_t k, int64_t n,
+                          bool trans_x, bool trans_w, bool x_batched, bool w_batched,
+                          std::string bias, bool addend, std::string dtype, bool full_float32) {
+        new (self) DenseProblem(MakeDense(batch, rows, k, n, trans_x, trans_w, x_batched, w_batched,
+                                          bias, addend, dtype, full_float32));
+      });
+  m.def("dense_refusal", [](const DenseProblem& p, std::string kernel, std::string tile,
+                            int64_t splits, int64_t chunk, int major, int minor,
+                            int multiprocessors) {
+    return cuda::DenseRefusal(p, {kernel, tile, splits, chunk}, {major, minor, multiprocessors});
+  });
+  m.def("dense_workspace",
+        [](const DenseProblem& p, std::string kernel, std::string tile, int64_t splits,
+           int64_t chunk) { return cuda::DenseWorkspace(p, {kernel, tile, splits, chunk}); });
   m.def("shared_memory",
         [](int major, int minor) { return cuda::Device{major, minor}.shared_memory(); });
 }

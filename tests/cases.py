@@ -550,8 +550,8 @@ STEM_CASES = (
 )
 
 # For the sm_90a loop: blocks of 64 channels, tiles of 128 and 256 pixels, 64 to 320 columns, vectors of 8.
-WGMMA_CASES = (
-    _case("c8", 2, (9, 7), 8, 8, (3, 3), "C=K=8: one vector, an eighth of a row of the copy engine", padding=1),
+SM90_CASES = (
+    _case("c8", 2, (9, 7), 8, 8, (3, 3), "C=K=8: one vector, an eighth of the 128 bytes that TMA fetches", padding=1),
     _case("c72", 1, (13, 11), 72, 136, (3, 3), "C=72, K=136: one vector past a block and past a tile", padding=1),
     _case("c136", 2, (8, 9), 136, 72, (3, 3), "three blocks of channels, the last of one vector", padding=1),
     _case("pixels_257", 1, (1, 257), 64, 264, (1, 1), "one past a tile of 256 pixels, K one vector past 256"),

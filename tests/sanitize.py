@@ -1,13 +1,14 @@
 """Watches small cases of every CUDA kernel with compute-sanitizer; not collected by pytest.
 
     python tests/sanitize.py --tool memcheck            # every part
-    python tests/sanitize.py --tool racecheck wgmma     # the parts whose name contains "sm90"
-    python tests/sanitize.py conv/direct/float32        # that part alone, unwatched
+    python tests/sanitize.py --tool racecheck sm90      # the parts whose name contains "sm90"
+    python tests/sanitize.py conv/sm90/halo/float32     # that part alone, unwatched
 
-A part is an op, an algorithm and an element type: its memory layouts, tiles, operators and access widths (extents that
-16-byte accesses divide, and ones that nothing divides). Each runs in a process of its own, which ends in an error if
-the tool reports one. Results are not compared here, the test suite does that. XLA's own kernels are not watched, and
-every program is a list of custom calls, so that XLA has next to nothing to compile.
+A part is an op, a kernel and an element type: its memory layouts, tiles, operators and access widths (extents that
+16-byte accesses divide, and ones that nothing divides), and of a reduction in parts also that in one. Each runs in a
+process of its own, which ends in an error if the tool reports one. Results are not compared here, the test suite does
+that. XLA's own kernels are not watched, and every program is a list of custom calls, so that XLA has next to nothing to
+compile.
 """
 
 from __future__ import annotations
@@ -15,9 +16,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
-import functools
 import itertools
-import math
 import os
 import pathlib
 import re
@@ -25,14 +24,14 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxconv import _op, _plan, _problem
-from jaxconv._plan import sm90
+from jaxconv._plan import conv, dense, depthwise, domain, sm90
 from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem
 from jaxconv.batchnorm import backward, infer, train
 from jaxconv.conv import conv_kernel, dgrad, dgrad_add, fprop, statistics, wgrad
@@ -40,16 +39,6 @@ from jaxconv.dense import dense_kernel, matmul
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 DTYPES = ("float32", "bfloat16", "float16")
-SM80_TILES = ("64x64", "128x64", "128x128")
-SM90_TILES = ("256x64", "128x128", "256x128", "256x128s", "128x256", "128x320")  # the others are the plan's own
-FEW_TILES = ("64x128", *sm90.RESIDENT_TILES, *sm90.WGRAD_TILES)  # for few rows of outputs, or little to sum
-# Besides the plan's own tile
-TERMS_TILES = sm90.TERMS_WGRAD_TILES  # of float32 as terms
-TILES = {
-    "implicit_gemm": SM80_TILES,
-    "gemm": SM80_TILES,
-    "sm90": tuple(dict.fromkeys(SM90_TILES + FEW_TILES + TERMS_TILES)),
-}
 EPILOGUE = {"activation": "gelu", "return_preactivation": True}
 
 Call = tuple[_op.Kernel, Any, list[tuple[tuple[int, ...], str]]]  # kernel, problem, its operands
@@ -80,6 +69,7 @@ CONVS = {
 DEPTHWISE_CONVS = {
     "exact": ((8, 8), 128, 128, 128, (3, 3), {}),
     "3x3": ((23, 31), 16, 16, 16, (3, 3), {}),
+    "3x3-s2": ((23, 31), 16, 16, 16, (3, 3), {"stride": 2}),
     "5x5": ((11, 9), 16, 16, 16, (5, 5), {}),
     "5x5-s2": ((11, 9), 16, 16, 16, (5, 5), {"stride": 2}),
     "7x7": ((11, 9), 24, 24, 24, (7, 7), {}),
@@ -109,7 +99,7 @@ GROUPED_CONVS = {
     "32to16": ((11, 9), 128, 64, 4, (3, 3), {}),
     "1-D": ((65,), 32, 32, 8, (7,), {}),
 }
-WGMMA_CONVS = {
+SM90_CONVS = {
     "exact": ((8, 8), 64, 128, 1, (3, 3), {}),
     "3x3": ((11, 9), 64, 72, 1, (3, 3), {}),
     "3x3-s2": ((12, 13), 72, 64, 1, (3, 3), {"stride": 2}),
@@ -121,6 +111,7 @@ WGMMA_CONVS = {
     "groups64": ((12, 13), 128, 128, 2, (3, 3), {"stride": 2}),
     "1-D": ((65,), 64, 72, 1, (4,), {"padding": ((3, 0),)}),
     "3-D": ((5, 6, 7), 64, 72, 1, (3, 3, 3), {"stride": (1, 2, 1)}),
+    "planes": ((4, 6, 50), 40, 24, 1, (3, 3, 3), {}),
     "many-tiles": ((81, 83), 64, 64, 1, (3, 3), {}),  # more tiles than multiprocessors
     "patches": ((24, 32), 3, 72, 1, (8, 8), {"stride": 8}),
 }
@@ -137,8 +128,8 @@ STEM_CONVS = {
     "head": ((9, 140), 136, 8, 1, (1, 3), {"dilation": 2}),
     "many-tiles": ((222, 224), 3, 40, 1, (3, 3), {"stride": 2}),  # more tiles than blocks
 }
-CONVS_BY_ALGORITHM = {
-    "sm90": WGMMA_CONVS,
+CONVS_BY_FAMILY = {
+    "sm90": SM90_CONVS,
     "depthwise": DEPTHWISE_CONVS,
     "grouped": GROUPED_CONVS,
     "stem": STEM_CONVS,
@@ -169,8 +160,7 @@ def conv_calls(dtype: str, last: bool, algorithm: str, precision: str, shape: tu
     bare, y = p.bare(), (p.y_shape, dtype)
     x, w, b = ((shape, dtype) for shape in (x, w, (k,)))
     forward = [(conv_kernel, p, [x, w, b]), (fprop, bare, [x, w]), (statistics, bare, [x, w])]
-    added = [(dgrad_add, bare, [y, w, x])] if algorithm == "sm90" and dtype != "float32" else []
-    return [*forward, (dgrad, bare, [y, w]), *added, (wgrad, bare, [x, y])]
+    return [*forward, (dgrad, bare, [y, w]), (dgrad_add, bare, [y, w, x]), (wgrad, bare, [x, y])]
 
 
 def dense_calls(dtype: str, algorithm: str, precision: str, m: int, k: int, n: int) -> list[Call]:
@@ -213,10 +203,11 @@ DENSES = ((128, 64, 256), (72, 64, 136), (5, 7, 3), (16, 2048, 24), (200, 72, 26
 
 
 def cases(op: str, algorithm: str, dtype: str) -> Iterator[tuple[str, list[Call]]]:
-    products = dtype == "float32" and algorithm in ("implicit_gemm", "im2col", "gemm", "sm90")  # perhaps in TF32
+    family = conv.family_of(algorithm)
+    products = dtype == "float32" and family in ("implicit_gemm", "im2col", "gemm", "sm90")  # perhaps in TF32
     precisions = ("default", "highest") if products else ("default",)
     if op == "conv":
-        shapes = CONVS_BY_ALGORITHM.get(algorithm, CONVS)
+        shapes = CONVS_BY_FAMILY.get(family, CONVS)
         for name, last, precision in itertools.product(shapes, (True, False), precisions):
             calls = conv_calls(dtype, last, algorithm, precision, shapes[name])
             yield f"{name} {'last' if last else 'first'} {precision}", calls
@@ -228,15 +219,22 @@ def cases(op: str, algorithm: str, dtype: str) -> Iterator[tuple[str, list[Call]
             yield f"{shape} {'fused' if fused else 'bare'}", batchnorm_calls(dtype, algorithm, *shape, fused)
 
 
-ALGORITHMS = {
-    "conv": _problem.CONV_ALGORITHMS,
-    "dense": _problem.DENSE_ALGORITHMS,
-    "batchnorm": _problem.BATCHNORM_ALGORITHMS,
+def members(family: str, kernels: Iterable[str]) -> list[str]:
+    return [f"{family}/{kernel}" for kernel in dict.fromkeys(kernels)]
+
+
+# What the parts of an op are named by: kernels, and families that have one or are taken whole.
+KERNELS = {
+    "conv": [
+        *members("sm90", (kernel for kernel, _ in (*sm90.PRODUCTS, *sm90.HALOS, *sm90.STATISTICS, *sm90.WGRADS))),
+        *members("depthwise", depthwise.KERNELS),
+        *(family for family in _problem.CONV_ALGORITHMS if family not in ("sm90", "depthwise")),
+    ],
+    "dense": [*members("sm90", (*(kernel for kernel, _ in sm90.PRODUCTS), "rows")), "gemm"],
+    "batchnorm": list(_problem.BATCHNORM_ALGORITHMS),
 }
 PARTS = [
-    f"{op}/{algorithm}/{dtype}"
-    for op, algorithms in ALGORITHMS.items()
-    for algorithm, dtype in itertools.product(algorithms, DTYPES)
+    f"{op}/{kernel}/{dtype}" for op, kernels in KERNELS.items() for kernel, dtype in itertools.product(kernels, DTYPES)
 ]
 
 
@@ -244,79 +242,68 @@ PARTS = [
 # One part, in this process
 
 
-def has_tile(tile: str, op: str, problem: Any) -> bool:
-    if problem.algorithm != "sm90":
-        return True
-    if op == "conv_statistics":
-        return tile in ("256x64", "128x128", "256x128", "128x256")
-    if op == "conv_dgrad_add":
-        return tile in sm90.ADDEND_TILES and sm90.wgmma_tile_refusal("conv_dgrad", tile, problem) is None
-    if problem.dtype != "float32" and tile in FEW_TILES:
-        if not isinstance(problem, DenseProblem):
-            return tile != "64x128" and sm90.wgmma_tile_refusal(op, tile, problem) is None
-        fits = tile not in sm90.RESIDENT_TILES or not sm90.resident_refusal(
-            tile, problem.n, problem.k, problem.batch or 1
-        )
-        return tile not in sm90.WGRAD_TILES and not problem.trans_x and fits
-    if problem.dtype != "float32":
-        if not isinstance(problem, DenseProblem) and sm90.wgmma_tile_refusal(op, tile, problem):
-            return False
-        return tile in SM90_TILES and not (tile == "256x128s" and getattr(problem, "addend", False))
-    if problem.full_float32:
-        convolution = not isinstance(problem, DenseProblem)
-        return sm90.wgmma_tile_refusal(op, tile, problem) is None if convolution else tile in sm90.TERMS_TILES
-    if op == "conv_wgrad":
-        return tile in ("256x64", "256x128", "128x256")
-    return tile in ("256x64", "128x128", "128x256")
+def forced(call: Call, device: _plan.Device) -> Iterator[Call]:
+    """The call on every kernel and tile that answers its algorithm and can run it."""
+    made, p, operands = call
+    if isinstance(p, ConvProblem):
+        stored = conv.in_memory(p.algorithm, p)
+        wanted: Iterable[_plan.Plan] = conv.FAMILIES[conv.family_of(p.algorithm)].wants(made.name, stored, device)
+    elif isinstance(p, DenseProblem):
+        wanted = dense.wants(conv.family_of(p.algorithm), p, device)
+    else:
+        yield call
+        return
+    for plan in wanted:
+        name = f"{plan.kernel} {plan.tile}".strip()
+        if plan.answers(p.algorithm) and _plan.supports(made.name, name, p, device) is None:
+            yield made, dataclasses.replace(p, algorithm=name), operands
 
 
-def with_tile(tile: str, op: str, problem: Any, device: _plan.Device) -> _plan.Plan:
-    """The plan, or that with another tile: then also without parts where the workspace or the tile allows no others."""
-    plan = chosen(op, problem, device)
-    if not tile or not has_tile(tile, op, problem):
-        return plan
-    if problem.algorithm == "sm90" and problem.dtype == "float32":
-        size = sm90.wgmma_workspace(op, problem, tile, plan.splits)
-        return dataclasses.replace(plan, tile=tile, workspace_bytes=size)
-    if op == "conv_dgrad_add":  # also where the dgrad's own tile adds nothing
-        bare = chosen("conv_dgrad", problem, device)
-        return dataclasses.replace(bare, tile=tile, in_place=math.prod(problem.stride) > 1)
-    whole = op == "conv_wgrad" or (problem.algorithm == "sm90" and isinstance(problem, DenseProblem))
-    size = sm90.wgmma_workspace(op, problem, tile, 1) if tile == "64x128" else 0
-    alone = {"splits": 1, "workspace_bytes": size} if whole else {}
-    return dataclasses.replace(plan, tile=tile, **alone)
+def in_one_part(op: str, problem: Any, device: _plan.Device) -> _plan.Plan:
+    """The plan with its reduction whole, as it is where there are more tiles than multiprocessors."""
+    plan = dataclasses.replace(chosen(op, problem, device), splits=1)
+    if isinstance(problem, ConvProblem) and plan.implementation == "native":
+        stored = conv.in_memory(plan.kernel, problem)
+        workspace = getattr(conv.FAMILIES[plan.algorithm], "workspace", domain.conv_workspace)
+        return dataclasses.replace(plan, workspace_bytes=workspace(op, plan, stored))
+    return plan
 
 
 chosen = _plan.plan
 
 
-def runs(call: Call, device: _plan.Device) -> bool:
-    """Whether the call is in its algorithm's domain and reads its operands as they lie."""
+def supported(call: Call, device: _plan.Device) -> bool:
     made, p, _ = call
-    if _plan.supports(made.name, p.algorithm, p, device) is not None:
-        return False
-    wire = made.wire(p, chosen(made.name, p, device))
-    return all(layout is None for layout in wire.operand_layouts)
+    return _plan.supports(made.name, p.algorithm, p, device) is None
+
+
+def runs(call: Call, device: _plan.Device) -> bool:
+    """Whether the call, whose kernel is forced, is one launch that reads its operands as they lie."""
+    made, p, _ = call
+    plan = chosen(made.name, p, device)
+    return plan.implementation == "native" and all(at is None for at in made.wire(p, plan).operand_layouts)
 
 
 def run_part(part: str) -> int:
     """Runs the part's cases; their number."""
-    op, algorithm, dtype = part.split("/")
+    op, *name, dtype = part.split("/")
     device, rng, done = _plan.Device.current("cuda"), np.random.default_rng(0), 0
-    for name, calls in cases(op, algorithm, dtype):
-        calls = [call for call in calls if runs(call, device)]
-        if not calls:
-            continue
-        args = [[rng.standard_normal(shape).astype(jax.numpy.dtype(t)) for shape, t in call[2]] for call in calls]
+    for case, calls in cases(op, "/".join(name), dtype):
+        calls = [one for call in calls if supported(call, device) for one in forced(call, device) if runs(one, device)]
+        cut = [call for call in calls if call[0] is wgrad and chosen(call[0].name, call[1], device).splits > 1]
+        for whole, some in ((False, calls), (True, cut)):
+            if not some:
+                continue
+            args = [[rng.standard_normal(shape).astype(jax.numpy.dtype(t)) for shape, t in call[2]] for call in some]
 
-        def program(args: Any, calls: list[Call] = calls) -> Any:
-            return [made(p, *given) for (made, p, _), given in zip(calls, args, strict=True)]
+            def program(args: Any, some: list[Call] = some) -> Any:
+                return [made(p, *given) for (made, p, _), given in zip(some, args, strict=True)]
 
-        for tile in ("", *TILES.get(algorithm, ())):
-            print(f"{part} {name} {tile}", flush=True)
-            _plan.plan = functools.partial(with_tile, tile)
+            print(f"{part} {case}{' in one part' if whole else ''}: {len(some)} calls", flush=True)
+            _plan.plan = in_one_part if whole else chosen
             jax.block_until_ready(jax.jit(program)(args))
-            done += 1
+            _plan.plan = chosen
+            done += len(some)
     return done
 
 
@@ -331,7 +318,7 @@ def watch(part: str, tool: str, sanitizer: str, limit: float, logs: pathlib.Path
     # sys.executable itself: a wrapper script would be what the tool watches. A buffer an allocation, and space between
     # them, since an access beyond one that lands in the next goes unnoticed; no CUDA graphs, so that an access is seen
     # in its kernel's own launch.
-    # Depthwise "bands" has up to 56 barriers in a block.
+    # depthwise/rows_mma has up to 56 barriers in a block.
     options = {"memcheck": ["--padding", "32768"], "racecheck": ["--num-cuda-barriers", "64"]}
     watched = [sys.executable, __file__, part]
     command = [sanitizer, "--tool", tool, *options.get(tool, []), "--kernel-name", "kns=jaxconv", *watched]

@@ -23,7 +23,6 @@ from tolerance import assert_exact
 import jaxconv
 from jaxconv import _native, _plan, conv, reference
 from jaxconv._activation import Activation
-from jaxconv._plan import conv as conv_plan
 from jaxconv._plan import sm90
 from jaxconv._problem import ConvProblem
 from jaxconv.conv_batchnorm import forked as forked_pair
@@ -92,13 +91,13 @@ HOPPER = PLATFORM == "cuda" and DEVICE.compute_capability == (9, 0)
 
 @pytest.mark.skipif(not HOPPER, reason="sm90 needs compute capability 9.0")
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
-@pytest.mark.parametrize("tile", sm90.ADDEND_TILES)
+@pytest.mark.parametrize("kernel", [f"sm90/{kernel} {tile}" for kernel, tile in sm90.PRODUCTS])
 @pytest.mark.parametrize("case", [case for case in CASES if case != "groups"])
-def test_every_tile_adds_exactly(case, tile, dtype, monkeypatch):
-    p = problem(**CASES[case], dtype=dtype, algorithm="sm90")
-    if sm90.wgmma_tile_refusal("conv_dgrad", tile, conv_plan.in_memory("sm90", p)):
-        pytest.skip("the tile does not have it")
-    monkeypatch.setattr(sm90, "wgmma_conv_tile", lambda *_: tile)
+def test_every_tile_adds_exactly(case, kernel, dtype):
+    p = problem(**CASES[case], dtype=dtype, algorithm=kernel)
+    refusal = _plan.supports("conv_dgrad_add", kernel, p, DEVICE)
+    if refusal:
+        pytest.skip(f"{kernel} does not have it: {refusal}")
     args = arrays(p, 1)
     f = jax.jit(functools.partial(conv.dgrad_add, p))
     assert calls(f, *args) == {"conv_dgrad_add": 1}
@@ -157,23 +156,23 @@ def with_cuda_code(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("c", "k", "size", "filter", "stride", "tile"),
+    ("c", "k", "size", "filter", "stride", "kernel"),
     [
-        (256, 64, 56, 1, 1, "64x256r"),
-        (2048, 512, 7, 1, 1, "128x128"),
-        (256, 512, 56, 1, 2, "128x128"),
-        (64, 64, 56, 3, 1, None),  # the halo tile, which is the dgrad's, adds nothing
+        (256, 64, 56, 1, 1, "sm90/resident 64x256"),
+        (2048, 512, 7, 1, 1, "sm90/product 128x128"),
+        (256, 512, 56, 1, 2, "sm90/product 128x128"),
+        (64, 64, 56, 3, 1, None),  # sm90/halo, which is the dgrad's, adds nothing
     ],
 )
-def test_what_the_plan_is_on_hopper(c, k, size, filter, stride, tile, with_cuda_code):
+def test_what_the_plan_is_on_hopper(c, k, size, filter, stride, kernel, with_cuda_code):
     options = dict(shape=(256, size, size), c=c, k=k, filter=(filter, filter), stride=stride)
     p = problem(**options, dtype="bfloat16")
     made = _plan.plan("conv_dgrad_add", p, H200)
-    if tile is None:
+    if kernel is None:
         assert made.implementation == "calls" and "takes no addend" in made.reason
     else:
         # Where XLA's bare dgrad is faster too: it adds in a pass of its own.
-        assert (made.implementation, made.algorithm, made.tile) == ("native", "sm90", tile)
+        assert (made.implementation, f"{made.kernel} {made.tile}") == ("native", kernel)
         assert made.in_place == (stride > 1) and "nearest case measured" in made.reason
     for other, device in ((dict(dtype="float32"), H200), ({}, dataclasses.replace(H200, kind="none"))):
         made = _plan.plan("conv_dgrad_add", problem(**{**options, "dtype": "bfloat16", **other}), device)

@@ -39,28 +39,6 @@ Status Confirm(ConvOp op, const char* name, const ConvProblem& p, const Plan& pl
   return conv::CheckWorkspace(workspace, ConvWorkspace(op, p, plan), what);
 }
 
-// A kernel's name as the families that still read tiles by letters expect it.
-struct Lettered {
-  std::string tile;
-  Plan plan;
-  explicit Lettered(const Plan& given) : plan(given) {
-    const std::string_view family = FamilyOf(given.kernel), member = MemberOf(given.kernel);
-    tile = std::string(given.tile);
-    const auto ends = [&](std::string_view end) {
-      return member.size() >= end.size() && member.substr(member.size() - end.size()) == end;
-    };
-    if (family == "sm90") {
-      if (member == "halo") tile = "halo";
-      if (member == "halo_3d") tile = "planes";
-      if (member == "halo_stream") tile = "128x128h";
-      if (member == "resident") tile += "r";
-      if (member == "wgrad_pair") tile += "p";
-      if (ends("_swapped")) tile += "s";
-    }
-    plan.tile = tile;
-  }
-};
-
 // All bits zero is the number zero in every dtype.
 Status Zero(const Context& ctx, void* out, int64_t count, DType dtype, const char* op) {
   return CudaStatus(cudaMemsetAsync(out, 0, size_t(count) * SizeOf(dtype), ctx.stream),
@@ -101,8 +79,7 @@ Status ConvFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, co
                              workspace);
   }
   if (family == "sm90")
-    return Sm90Fprop(ctx, conv::FoldPatches(p, false), e, Lettered(plan).plan, x, w, bias, y, z,
-                     workspace);
+    return Sm90Fprop(ctx, conv::FoldPatches(p, false), e, plan, x, w, bias, y, z, workspace);
   if (family == "stem") return StemFprop(ctx, p, e, plan, x, w, bias, y, z, workspace);
   return DirectFprop(ctx, p, e, plan, x, w, bias, y, z, workspace);
 }
@@ -111,8 +88,7 @@ Status ConvStatistics(const Context& ctx, const ConvProblem& p, const Plan& plan
                       const void* w, void* y, void* mean, void* var, Workspace workspace) {
   JAXCONV_RETURN_IF_ERROR(
       Confirm(ConvOp::kStatistics, "conv_statistics", p, plan, workspace, {x, w, y}));
-  return Sm90Statistics(ctx, conv::FoldPatches(p, false), Lettered(plan).plan, x, w, y, mean, var,
-                        workspace);
+  return Sm90Statistics(ctx, conv::FoldPatches(p, false), plan, x, w, y, mean, var, workspace);
 }
 
 Status ConvDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,
@@ -136,7 +112,7 @@ Status ConvDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, con
       JAXCONV_RETURN_IF_ERROR(Copy(ctx, c, dx, SizeX(p), p.dtype, "conv_dgrad"));
       c = dx;
     }
-    return Sm90Dgrad(ctx, conv::FoldPatches(p, true), Lettered(plan).plan, dy, w, c, dx, workspace);
+    return Sm90Dgrad(ctx, conv::FoldPatches(p, true), plan, dy, w, c, dx, workspace);
   }
   return DirectDgrad(ctx, p, plan, dy, w, dx, workspace);
 }
@@ -153,7 +129,7 @@ Status ConvWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, con
   if (family == "implicit_gemm")
     return ImplicitGemmWgrad(ctx, conv::FoldPatches(p, false), plan, x, dy, dw, workspace);
   if (family == "sm90")
-    return Sm90Wgrad(ctx, conv::FoldPatches(p, false), Lettered(plan).plan, x, dy, dw, workspace);
+    return Sm90Wgrad(ctx, conv::FoldPatches(p, false), plan, x, dy, dw, workspace);
   if (family == "stem") return StemWgrad(ctx, p, plan, x, dy, dw, workspace);
   return DirectWgrad(ctx, p, plan, x, dy, dw, workspace);
 }

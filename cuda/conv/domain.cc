@@ -7,9 +7,16 @@
 #include "cuda/conv/grouped/domain.h"
 #include "cuda/conv/im2col/domain.h"
 #include "cuda/conv/implicit_gemm/domain.h"
+#include "cuda/conv/sm90/domain.h"
 #include "cuda/conv/stem/domain.h"
 
 namespace jaxconv::cuda {
+namespace {
+
+bool IsDgrad(ConvOp op) { return op == ConvOp::kDgrad || op == ConvOp::kDgradAdd; }
+
+}  // namespace
+
 std::string ConvRefusal(ConvOp op, const ConvProblem& p, const Plan& plan, const Device& device) {
   const std::string_view family = FamilyOf(plan.kernel), member = MemberOf(plan.kernel);
   if (plan.splits < 1) return "it needs splits of at least 1, got " + std::to_string(plan.splits);
@@ -25,7 +32,8 @@ std::string ConvRefusal(ConvOp op, const ConvProblem& p, const Plan& plan, const
   }
   if (family == "stem") return conv::stem::Refusal(member, op, p, plan, device);
   if (family == "grouped") return conv::grouped::Refusal(member, p, device);
-  if (family == "sm90") return "";
+  if (family == "sm90")
+    return conv::sm90::Refusal(op, conv::FoldPatches(p, IsDgrad(op)), plan, device);
   return "there is no such kernel";
 }
 
@@ -37,6 +45,7 @@ int64_t ConvWorkspace(ConvOp op, const ConvProblem& p, const Plan& plan) {
   if (family == "implicit_gemm") return conv::implicit_gemm::Workspace(op, p, plan);
   if (family == "grouped") return conv::grouped::Workspace(op, p, plan);
   if (family == "stem") return conv::stem::Workspace(op, p, plan);
+  if (family == "sm90") return conv::sm90::Workspace(op, conv::FoldPatches(p, IsDgrad(op)), plan);
   return 0;
 }
 

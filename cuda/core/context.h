@@ -16,6 +16,7 @@ struct Context {
 // `what` names the kernel and its plan: "conv_fprop[implicit_gemm bfloat16 128x64 splits=1]".
 inline Status CudaStatus(cudaError_t error, const std::string& what) {
   if (error == cudaSuccess) return Status::Ok();
+  cudaGetLastError();  // the next launch is not to be blamed
   return Status::Internal(what + ": " + cudaGetErrorName(error) + ": " + cudaGetErrorString(error));
 }
 

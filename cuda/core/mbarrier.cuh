@@ -13,7 +13,7 @@ __device__ __forceinline__ void BarrierInit(uint32_t barrier, uint32_t arrivals)
                : "memory");
 }
 
-// Makes the inits of this thread visible to the copy engine.
+// Makes the inits of this thread visible to TMA.
 __device__ __forceinline__ void BarrierInitFence() {
   asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
 }

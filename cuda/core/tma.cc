@@ -88,15 +88,6 @@ Status Refused(const std::string& what, const char* kind, const TmaTensor& t, CU
   return Status::Invalid(text);
 }
 
-// The last position of a walk, counted from the tensor's last element.
-int UpperCorner(int64_t extent, const TmaWalk& walk, int i) {
-  return int(walk.first[i] + int64_t(walk.count[i] - 1) * walk.step[i] + 1 - extent);
-}
-
-}  // namespace
-
-namespace {
-
 CUtensorMapSwizzle SwizzleOf(int row_bytes) {
   return row_bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
          : row_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
@@ -140,29 +131,6 @@ Status EncodeSwizzled(DType dtype, const TmaTensor& tensor, const int (&box)[5],
   return EncodeBox(dtype, false, SwizzleOf(box[0] * int(SizeOf(dtype))), tensor, box, what, map);
 }
 
-std::string RefuseWalk(int rank, const int64_t (&extent)[5], const TmaWalk& walk,
-                       const int (&largest_offset)[3]) {
-  const int axes = rank - 2;
-  const int corner = axes == 1 ? 32768 : axes == 2 ? 128 : 16;
-  const int offset = axes == 1 ? 65535 : axes == 2 ? 255 : 31;
-  for (int i = 0; i < axes; ++i) {
-    const int upper = UpperCorner(extent[i + 1], walk, i);
-    if (std::min(walk.first[i], upper) < -corner || std::max(walk.first[i], upper) >= corner) {
-      return "padding may reach " + std::to_string(corner) + " pixels past " +
-             std::to_string(axes) + "-dimensional images, given corners " +
-             std::to_string(walk.first[i]) + " and " + std::to_string(upper);
-    }
-    if (largest_offset[i] >= offset) {
-      return "(filter - 1) * dilation must be below " + std::to_string(offset) + " in " +
-             std::to_string(axes) + " dimensions, given " + std::to_string(largest_offset[i]);
-    }
-    if (walk.step[i] < 1 || walk.step[i] > 8) {
-      return "strides must be in [1, 8], given " + std::to_string(walk.step[i]);
-    }
-  }
-  return "";
-}
-
 Status EncodeIm2col(DType dtype, const TmaTensor& tensor, const TmaWalk& walk, int pixels,
                     const std::string& what, CUtensorMap* map, bool tf32, int row_bytes) {
   const Driver& driver = TheDriver();
@@ -172,7 +140,7 @@ Status EncodeIm2col(DType dtype, const TmaTensor& tensor, const TmaWalk& walk, i
   cuuint32_t step[5] = {1, 1, 1, 1, 1};
   for (int i = 0; i < tensor.rank - 2; ++i) {
     lower[i] = walk.first[i];
-    upper[i] = UpperCorner(tensor.extent[i + 1], walk, i);
+    upper[i] = int(UpperCorner(tensor.extent[i + 1], walk, i));
     step[i + 1] = cuuint32_t(walk.step[i]);
   }
   const CUresult result = driver.im2col(

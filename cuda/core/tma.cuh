@@ -1,4 +1,4 @@
-// The bulk tensor copy engine (sm_90) on the device. A load fills a box in shared memory and counts
+// TMA (sm_90) on the device. A load fills a box in shared memory and counts
 // its bytes, those of zeros too, on a barrier; a store is part of the issuing thread's bulk groups.
 // Coordinates are in the order of the descriptor's dimensions, the contiguous one first.
 #pragma once
@@ -123,7 +123,7 @@ __device__ __forceinline__ void StoreWait() {
   asm volatile("cp.async.bulk.wait_group 0;\n" ::: "memory");
 }
 
-// Ordinary writes of this thread to shared memory, before the copy engine's reads.
+// Ordinary writes of this thread to shared memory, before TMA's reads.
 __device__ __forceinline__ void FenceForTma() {
   asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
 }

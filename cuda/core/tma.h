@@ -1,4 +1,4 @@
-// Descriptors of the bulk tensor copy engine (sm_90), made on the host for each call and passed as
+// Descriptors of TMA (sm_90), made on the host for each call and passed as
 // a kernel parameter: they hold addresses, so they are never kept. The driver is asked for the two
 // encoding functions at the first use; a machine without one gets a Status, and nothing links to
 // libcuda.
@@ -16,6 +16,7 @@
 
 #include "common/dtype.h"
 #include "common/status.h"
+#include "cuda/core/tma_walk.h"
 
 namespace jaxconv::cuda {
 
@@ -39,20 +40,8 @@ Status EncodePlain(DType dtype, const TmaTensor& tensor, const int (&box)[5],
 Status EncodeSwizzled(DType dtype, const TmaTensor& tensor, const int (&box)[5],
                       const std::string& what, CUtensorMap* map);
 
-// Columns of `pixels` pixels x 128 bytes of channels. Dimensions are (channels, W, [H, [D,]] N). Along a
-// spatial dimension i the walk visits first[i], first[i] + step[i], ..., count[i] positions in all,
-// fastest dimension first; index 0 is W. A copy adds its own offset to every position.
-struct TmaWalk {
-  int first[3];
-  int step[3];  // in [1, 8]
-  int count[3];
-};
-
-// The corners of the walk's box must fit the descriptor, and so must the largest offset: the
-// sentence that says why not, or "". The domain of the kernels that use this is stated by it.
-std::string RefuseWalk(int rank, const int64_t (&extent)[5], const TmaWalk& walk,
-                       const int (&largest_offset)[3]);
-
+// Columns of `pixels` pixels x 128 bytes of channels; the tensor's dimensions are (channels, W, [H, [D,]] N), RefuseWalk has
+// nothing against the walk.
 // row_bytes: of a pixel's channels, 32, 64 or 128, in the swizzle of as many bytes (wgmma.cuh).
 Status EncodeIm2col(DType dtype, const TmaTensor& tensor, const TmaWalk& walk, int pixels,
                     const std::string& what, CUtensorMap* map, bool tf32 = false,

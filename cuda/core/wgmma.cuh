@@ -1,5 +1,5 @@
 // wgmma (sm_90a): a warpgroup's D (64 x N, float32, in registers) += A (64 x 16) * B (16 x N), both
-// 16-bit in shared memory, as the copy engine left them (128-byte swizzle). Or A (64 x 8) * B (8 x
+// 16-bit in shared memory, as TMA left them (128-byte swizzle). Or A (64 x 8) * B (8 x
 // N) in TF32, k-major: a k there has twice the bytes, everything else is the same.
 //
 // Warp w of the group, lane l: d[4j], d[4j + 1] are row 16w + l/4, columns 8j + 2(l % 4) and the

@@ -1,13 +1,15 @@
 // Dense on the GPU:  y = f(z), z = alpha * op(x) @ op(w) + beta * c + bias, for each of `batch`
 // instances.
 //
-// Algorithm "gemm": one product over cuda/gemm. Several instances that share w, x stored (M, K) and
-// the epilogue not telling them apart, are one product of batch * M rows. Workspace: splits == 1: 0
-// bytes; otherwise splits * batch * M * N * 4.
-// Algorithm "wgmma": sm90.h.
+// The plan is confirmed here, once (domain.h). Kernel "gemm": one product over cuda/gemm. Several
+// instances that share w, x stored (M, K) and the epilogue not telling them apart, are one product of
+// batch * M rows. Kernels of sm90: sm90.h.
+#include <cstdint>
 #include <string>
 
 #include "common/launch.h"
+#include "cuda/conv/common/describe.h"
+#include "cuda/core/device.h"
 #include "cuda/dense/sm90.h"
 #include "cuda/domain.h"
 #include "cuda/gemm/gemm.h"
@@ -17,17 +19,24 @@ namespace jaxconv::cuda {
 Status Dense(const Context& ctx, const DenseProblem& p, const Epilogue& e, const Plan& plan,
              const void* x, const void* w, const void* bias, const void* c, void* y, void* z,
              Workspace workspace) {
-  if (FamilyOf(plan.kernel) == "sm90") {
-    const std::string_view member = MemberOf(plan.kernel);
-    const std::string tile = std::string(plan.tile) + (member == "resident"          ? "r"
-                                                       : member == "product_swapped" ? "s"
-                                                                                     : "");
-    return WgmmaDense(ctx, p, e, {plan.kernel, tile, plan.splits, plan.chunk}, x, w, bias, c, y, z,
-                      workspace);
+  if (p.m == 0 || p.n == 0 || p.batch == 0) return Status::Ok();
+  const std::string what = Describe("dense", p, plan);
+  Device device;
+  JAXCONV_RETURN_IF_ERROR(CurrentDevice(what, &device));
+  const std::string refusal = DenseRefusal(p, plan, device);
+  if (!refusal.empty()) return Status::Unimplemented(what + ": " + refusal);
+  const int64_t needed = DenseWorkspace(p, plan);
+  if (workspace.bytes < needed) {
+    return Status::Invalid(what + ": needs a workspace of " + std::to_string(needed) +
+                           " bytes, given " + std::to_string(workspace.bytes));
   }
-  if (plan.kernel != "gemm") {
-    return Status::Invalid("dense: kernel \"" + std::string(plan.kernel) +
-                           "\" is unknown; there are \"gemm\" and sm90's");
+  if (FamilyOf(plan.kernel) == "sm90") {
+    for (const void* array : {x, w, c, static_cast<const void*>(y), static_cast<const void*>(z),
+                              static_cast<const void*>(workspace.data)}) {
+      if (reinterpret_cast<uintptr_t>(array) % 16 != 0)
+        return Status::Invalid(what + ": arrays must be 16-byte aligned");
+    }
+    return Sm90Dense(ctx, p, e, plan, x, w, bias, c, y, z, workspace);
   }
   GemmArgs g;
   g.m = p.m;

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <string>
 
+#include "cuda/conv/common/describe.h"
+#include "cuda/core/device.h"
 #include "cuda/core/divmod.h"
 #include "cuda/core/tma.h"
 #include "cuda/gemm/sm90_operands.h"
@@ -12,37 +14,6 @@
 namespace jaxconv::cuda {
 namespace {
 
-bool Aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
-
-Status Check(const DenseProblem& p, const Plan& plan, const std::string& what) {
-  const auto no = [&](const std::string& why) { return Status::Unimplemented(what + ": " + why); };
-  if (p.dtype == DType::kF64) {
-    return no("wgmma needs float32, bfloat16 or float16, given float64");
-  }
-  if (p.addend && p.dtype == DType::kF32) return no("float32 takes no addend c");
-  if (p.trans_x && p.trans_w) return no("x and w may not both be transposed");
-  if (p.k == 0) return no("K must be at least 1");
-  const int64_t x_axis = p.trans_x ? p.m : p.k, w_axis = p.trans_w ? p.k : p.n;
-  if (x_axis % 8 != 0 || w_axis % 8 != 0 || p.n % 8 != 0) {
-    return no("the fastest axes of x, w and y must be multiples of 8, given " +
-              std::to_string(x_axis) + ", " + std::to_string(w_axis) + ", " + std::to_string(p.n));
-  }
-  if (p.dtype == DType::kF32 && !p.full_float32 && p.k % 8 != 0) {
-    return no("K must be a multiple of 8 in TF32, given " + std::to_string(p.k));
-  }
-  // A coordinate counts the instances of all terms.
-  const int64_t most = ((int64_t(1) << 31) - 1 - 4096) / (p.dtype == DType::kF32 ? 3 : 1);
-  if (std::max({p.m, p.n, p.k, p.batch}) > most) {
-    return no("M, N, K and batch must be at most " + std::to_string(most));
-  }
-  const int64_t most_splits = plan.tile == "64x128" ? (p.k + 63) / 64 : 1;
-  if (plan.splits < 1 || plan.splits > most_splits) {
-    return Status::Invalid(what + ": splits=" + std::to_string(plan.splits) + " must be in [1, " +
-                           std::to_string(most_splits) + "] with this tile");
-  }
-  return Status::Ok();
-}
-
 // (columns, instance, rows) of row-major matrices, `batched` or one for all.
 TmaTensor Matrices(const void* base, int64_t rows, int64_t columns, bool batched, int64_t batch) {
   return {base, 3, {columns, batched ? batch : 1, rows}, {1, rows * columns, columns}};
@@ -50,22 +21,13 @@ TmaTensor Matrices(const void* base, int64_t rows, int64_t columns, bool batched
 
 }  // namespace
 
-Status WgmmaDense(const Context& ctx, const DenseProblem& p, const Epilogue& e, const Plan& plan,
-                  const void* x, const void* w, const void* bias, const void* c, void* y, void* z,
-                  Workspace workspace) {
-  const std::string what = std::string("dense[wgmma ") + Name(p.dtype) + " " +
-                           std::string(plan.tile) +
-                           (plan.splits > 1 ? " splits=" + std::to_string(plan.splits) : "") + "]";
-  JAXCONV_RETURN_IF_ERROR(Check(p, plan, what));
-  if (!Aligned(x) || !Aligned(w) || !Aligned(y) || (e.save_preactivation && !Aligned(z)) ||
-      (p.addend && !Aligned(c)) || !Aligned(workspace.data)) {
-    return Status::Invalid(what + ": x, w, c, y, z and the workspace must be 16-byte aligned");
-  }
-  Sm90TileName tile;
-  JAXCONV_RETURN_IF_ERROR(FindSm90Tile(plan.tile, what, &tile));
-  int multiprocessors;
-  JAXCONV_RETURN_IF_ERROR(RequireSm90(what, &multiprocessors));
-  if (p.m == 0 || p.n == 0 || p.batch == 0) return Status::Ok();
+Status Sm90Dense(const Context& ctx, const DenseProblem& p, const Epilogue& e, const Plan& plan,
+                 const void* x, const void* w, const void* bias, const void* c, void* y, void* z,
+                 Workspace workspace) {
+  const std::string what = Describe("dense", p, plan);
+  const Sm90Choice choice = ReadSm90Choice(MemberOf(plan.kernel), plan.tile);
+  Device device;
+  JAXCONV_RETURN_IF_ERROR(CurrentDevice(what, &device));
 
   const int64_t instances_x = p.x_batched ? p.batch : 1, instances_w = p.w_batched ? p.batch : 1;
   const Sm90Arithmetic in = ArithmeticOf(p.dtype, p.full_float32);
@@ -107,15 +69,7 @@ Status WgmmaDense(const Context& ctx, const DenseProblem& p, const Epilogue& e, 
   g.splits = int(plan.splits);
   g.plain_d = y;
   g.plain_z = z;
-  if (tile == Sm90TileName::k64x128 && p.dtype != DType::kF32) {
-    const double needed = double(plan.splits) * double(batch) * double(m) * double(p.n) * 4;
-    if (double(workspace.bytes) < needed) {
-      return Status::Invalid(what + ": needs a workspace of " + std::to_string(int64_t(needed)) +
-                             " bytes (splits * batch * M * N * 4), given " +
-                             std::to_string(workspace.bytes));
-    }
-    g.partials = static_cast<float*>(workspace.data);
-  }
+  if (choice.kernel == Sm90Kernel::kRows) g.partials = static_cast<float*>(workspace.data);
   g.epilogue.alpha = float(p.alpha);
   g.epilogue.activation = e.activation;
   g.epilogue.slope = float(e.slope);
@@ -131,7 +85,7 @@ Status WgmmaDense(const Context& ctx, const DenseProblem& p, const Epilogue& e, 
     g.epilogue.stride_c = p.c_batched ? p.m * p.n : 0;
     g.epilogue.beta = float(p.beta);
   }
-  const int rows = TileRows(tile), columns = FilterBoxRows(tile);
+  const int rows = choice.tile.rows, columns = FilterBoxRows(choice.tile);
   TmaTensor matrix =
       trans_x ? Matrices(x, p.k, m, p.x_batched, batch) : Matrices(x, m, p.k, p.x_batched, batch);
   g.term_taps = 1;
@@ -158,7 +112,7 @@ Status WgmmaDense(const Context& ctx, const DenseProblem& p, const Epilogue& e, 
                         : trans_x ? LaunchSm90MNFloat
                         : trans_w ? LaunchSm90KKFloat
                                   : LaunchSm90KNFloat;
-    return launch(ctx, g, tile, multiprocessors, what);
+    return launch(ctx, g, choice, device.multiprocessors, what);
   }
   JAXCONV_RETURN_IF_ERROR(
       EncodeTiled(p.dtype, Matrices(y, m, p.n, true, batch), {64, 1, 64}, what + " y", &g.d[0]));
@@ -172,7 +126,7 @@ Status WgmmaDense(const Context& ctx, const DenseProblem& p, const Epilogue& e, 
                                               : (p.trans_x   ? LaunchSm90MNF16
                                                  : p.trans_w ? LaunchSm90KKF16
                                                              : LaunchSm90KNF16);
-  return launch(ctx, g, tile, multiprocessors, what);
+  return launch(ctx, g, choice, device.multiprocessors, what);
 }
 
 }  // namespace jaxconv::cuda

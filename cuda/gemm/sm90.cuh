@@ -1,11 +1,11 @@
-// The matrix main loop for sm_90a, shared by its views (sm90_product.cuh, conv/wgmma_wgrad.cuh):
+// The matrix main loop for sm_90a, shared by its views (sm90_product.cuh, conv/sm90/wgrad/wgrad.cuh):
 //
 //   acc[m, n] = sum over k of A[m, k] * B[k, n],  16-bit or TF32 operands, float32 sums
 //
 // A float32 operand may be a sum of bfloat16 terms (sm90_operands.h), a product of two is then a sum
 // over pairs of terms.
 //
-// A CTA is three warpgroups. The first's first thread has the copy engine fill a ring of stages, 128
+// A CTA is three warpgroups. The first's first thread has TMA fill a ring of stages, 128
 // bytes of k (64, or 32 in TF32) of A and B each; the other two multiply. Either both make one tile,
 // each kBlocks * 64 of its rows (they share the stages and drift apart by a few, so that one's
 // epilogue hides in part behind the other's products), or they take turns at whole tiles (ping-pong:

@@ -3,24 +3,24 @@
 
 namespace jaxconv::cuda {
 
-Status LaunchSm90KNFloat(const Context& ctx, Sm90Product& p, Sm90TileName tile, int multiprocessors,
+Status LaunchSm90KNFloat(const Context& ctx, Sm90Product& p, Sm90Choice choice, int multiprocessors,
                          const std::string& what) {
-  return LaunchSm90TermsByTile<true, false>(ctx, p, tile, multiprocessors, what);
+  return LaunchSm90TermsByTile<true, false>(ctx, p, choice, multiprocessors, what);
 }
 
-Status LaunchSm90KKFloat(const Context& ctx, Sm90Product& p, Sm90TileName tile, int multiprocessors,
+Status LaunchSm90KKFloat(const Context& ctx, Sm90Product& p, Sm90Choice choice, int multiprocessors,
                          const std::string& what) {
-  return LaunchSm90TermsByTile<true, true>(ctx, p, tile, multiprocessors, what);
+  return LaunchSm90TermsByTile<true, true>(ctx, p, choice, multiprocessors, what);
 }
 
-Status LaunchSm90MNFloat(const Context& ctx, Sm90Product& p, Sm90TileName tile, int multiprocessors,
+Status LaunchSm90MNFloat(const Context& ctx, Sm90Product& p, Sm90Choice choice, int multiprocessors,
                          const std::string& what) {
-  return LaunchSm90TermsByTile<false, false>(ctx, p, tile, multiprocessors, what);
+  return LaunchSm90TermsByTile<false, false>(ctx, p, choice, multiprocessors, what);
 }
 
-Status LaunchSm90KKTf32(const Context& ctx, Sm90Product& p, Sm90TileName tile, int multiprocessors,
+Status LaunchSm90KKTf32(const Context& ctx, Sm90Product& p, Sm90Choice choice, int multiprocessors,
                         const std::string& what) {
-  return LaunchSm90Tf32ByTile(ctx, p, tile, multiprocessors, what);
+  return LaunchSm90Tf32ByTile(ctx, p, choice, multiprocessors, what);
 }
 
 }  // namespace jaxconv::cuda

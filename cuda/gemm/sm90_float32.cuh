@@ -132,40 +132,31 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 }
 
 template <bool kMajorA, bool kMajorB>
-Status LaunchSm90TermsByTile(const Context& ctx, Sm90Product& p, Sm90TileName tile,
+Status LaunchSm90TermsByTile(const Context& ctx, Sm90Product& p, Sm90Choice choice,
                              int multiprocessors, const std::string& what) {
-#define JAXCONV_SM90_CASE(name, tile_n)                                                       \
-  case Sm90TileName::name: {                                                                  \
-    using Tile = Sm90Tile<__nv_bfloat16, kMajorA, kMajorB, 1, tile_n, false, false, 3, true>; \
-    return LaunchSm90Product<Tile>(ctx, Sm90FloatKernel<Tile>, p, multiprocessors, what);     \
+#define JAXCONV_SM90_CASE(rows, columns)                                                       \
+  if (choice.tile == TileSize{rows, columns}) {                                                \
+    using Tile = Sm90Tile<__nv_bfloat16, kMajorA, kMajorB, 1, columns, false, false, 3, true>; \
+    return LaunchSm90Product<Tile>(ctx, Sm90FloatKernel<Tile>, p, multiprocessors, what);      \
   }
-  switch (tile) {
-    JAXCONV_SM90_CASE(k128x128, 128)
-    JAXCONV_SM90_CASE(k128x64, 64)
-    default:
-      break;
-  }
+  JAXCONV_SM90_CASE(128, 128)
+  JAXCONV_SM90_CASE(128, 64)
 #undef JAXCONV_SM90_CASE
-  return Status::Unimplemented(what + ": no such tile in float32");
+  return Status::Internal(what + ": no launcher");
 }
 
-inline Status LaunchSm90Tf32ByTile(const Context& ctx, Sm90Product& p, Sm90TileName tile,
+inline Status LaunchSm90Tf32ByTile(const Context& ctx, Sm90Product& p, Sm90Choice choice,
                                    int multiprocessors, const std::string& what) {
-#define JAXCONV_SM90_CASE(name, blocks, tile_n, ping_pong)                                \
-  case Sm90TileName::name: {                                                              \
-    using Tile = Sm90Tile<float, true, true, blocks, tile_n, ping_pong, false>;           \
+#define JAXCONV_SM90_CASE(rows, columns, blocks, ping_pong)                               \
+  if (choice.tile == TileSize{rows, columns}) {                                           \
+    using Tile = Sm90Tile<float, true, true, blocks, columns, ping_pong, false>;          \
     return LaunchSm90Product<Tile>(ctx, Sm90FloatKernel<Tile>, p, multiprocessors, what); \
   }
-  switch (tile) {
-    JAXCONV_SM90_CASE(k128x256, 1, 256, false)
-    JAXCONV_SM90_CASE(k128x128, 2, 128, true)
-    JAXCONV_SM90_CASE(k256x64, 2, 64, false)
-    default:
-      break;
-  }
+  JAXCONV_SM90_CASE(128, 256, 1, false)
+  JAXCONV_SM90_CASE(128, 128, 2, true)
+  JAXCONV_SM90_CASE(256, 64, 2, false)
 #undef JAXCONV_SM90_CASE
-  return Status::Unimplemented(what +
-                               ": TF32 has the tiles \"128x256\", \"128x128\" and \"256x64\"");
+  return Status::Internal(what + ": no launcher");
 }
 
 }  // namespace jaxconv::cuda

@@ -3,9 +3,9 @@
 
 namespace jaxconv::cuda {
 
-Status LaunchSm90KNBf16(const Context& ctx, Sm90Product& p, Sm90TileName tile, int multiprocessors,
+Status LaunchSm90KNBf16(const Context& ctx, Sm90Product& p, Sm90Choice choice, int multiprocessors,
                         const std::string& what) {
-  return LaunchSm90ByTile<__nv_bfloat16, true, false>(ctx, p, tile, multiprocessors, what);
+  return LaunchSm90ByTile<__nv_bfloat16, true, false>(ctx, p, choice, multiprocessors, what);
 }
 
 }  // namespace jaxconv::cuda

@@ -18,6 +18,7 @@
 
 #include "common/status.h"
 #include "cuda/core/context.h"
+#include "cuda/core/device.h"
 #include "cuda/core/divmod.h"
 #include "cuda/gemm/sm90.cuh"
 #include "cuda/gemm/sm90_epilogue.cuh"
@@ -340,55 +341,39 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
 #endif
 }
 
-// Fills in what LocateTile reads of `p`, whose phases have m, and n, instances and splits are set.
+// Fills in what LocateTile reads of `p`, whose phases have m, and n, instances and splits are set. Tiles times k_blocks are
+// at most 2^30 (RefuseSm90Tiles).
 template <typename Tile>
-Status CountTiles(Sm90Product& p, const std::string& what) {
+void CountTiles(Sm90Product& p) {
   p.tiles_n = (p.n + Tile::kColumns - 1) / Tile::kColumns;
   p.by_band = FastDiv(int64_t(kBand) * p.tiles_n);
   p.by_splits = FastDiv(p.splits);
-  double tiles = 0;
+  p.tiles = 0;
   for (int i = 0; i < p.phases; ++i) {
     Sm90Phase& phase = p.phase[i];
     phase.tiles_m = (phase.m + Tile::kRows - 1) / Tile::kRows;
-    phase.begin = int(tiles);
-    const double each = double(phase.tiles_m) * p.tiles_n;
-    tiles += each * p.instances * p.splits;
-    if (tiles * p.k_blocks > double(1 << 30)) {
-      return Status::Unimplemented(what + ": more than 2^30 tiles times steps");
-    }
-    phase.by_instance = FastDiv(std::max(int64_t(each), int64_t(1)));
+    phase.begin = p.tiles;
+    const int64_t each = int64_t(phase.tiles_m) * p.tiles_n;
+    p.tiles += int(each * p.instances * p.splits);
+    phase.by_instance = FastDiv(std::max(each, int64_t(1)));
     phase.by_last = FastDiv(std::max(phase.tiles_m % kBand, 1));
     for (int axis = 0; axis < 3; ++axis) {
       phase.by_extent[axis] = FastDiv(std::max(phase.extent[axis], 1));
     }
   }
-  p.tiles = int(tiles);
-  return Status::Ok();
 }
 
 // A CTA per multiprocessor, fewer where there are fewer tiles.
 template <typename Tile>
 Status LaunchSm90Product(const Context& ctx, void (*kernel)(Sm90Product), Sm90Product& p,
                          int multiprocessors, const std::string& what) {
-  if (p.added != Sm90Added::kNothing && !kAdds<Tile>) {
-    return Status::Unimplemented(what + ": this tile takes no addend");
+  // Bias by column of d is bias by row of the sums.
+  if (Tile::kSwapped && p.epilogue.bias_kind == BiasKind::kColumn) {
+    p.epilogue.bias_kind = BiasKind::kRow;
   }
-  if (Tile::kSwapped) {
-    // Bias by column of d is bias by row of the sums.
-    if (p.epilogue.bias_kind == BiasKind::kRow) {
-      return Status::Unimplemented(what + ": this tile takes no bias by row");
-    }
-    if (p.epilogue.c != nullptr) {
-      return Status::Unimplemented(what + ": this tile takes no addend");
-    }
-    if (p.epilogue.bias_kind == BiasKind::kColumn) p.epilogue.bias_kind = BiasKind::kRow;
-  }
-  JAXCONV_RETURN_IF_ERROR(CountTiles<Tile>(p, what));
+  CountTiles<Tile>(p);
   if (p.tiles == 0) return Status::Ok();
-  JAXCONV_RETURN_IF_ERROR(CudaStatus(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kSharedBytes),
-      what));
-  if (p.splits != 1) return Status::Unimplemented(what + ": this tile takes no splits");
+  JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
   kernel<<<unsigned(std::min(p.tiles, multiprocessors)), Tile::kThreads, Tile::kSharedBytes,
            ctx.stream>>>(p);
   return LaunchStatus(what);

@@ -13,6 +13,7 @@
 #include "common/status.h"
 #include "cuda/core/context.h"
 #include "cuda/core/divmod.h"
+#include "cuda/gemm/sm90_tiles.h"
 
 namespace jaxconv::cuda {
 
@@ -27,7 +28,7 @@ struct Sm90Epilogue {
   bool save_z = false;
 };
 
-// Axes are W, H, D, as in the copy engine's coordinates.
+// Axes are W, H, D, as in TMA's coordinates.
 struct Sm90Phase {
   int m;          // rows of an instance
   int extent[3];  // pixels; their product times the images is m
@@ -81,71 +82,9 @@ struct Sm90Product {
 
 static_assert(sizeof(Sm90Product) <= 4000, "a kernel's parameters are 4 KiB at most");
 
-// Tiles, M x N of a CTA. In a product k128x128 is the one whose warpgroups take turns; in the
-// others, and in wgrad, both work at one tile. k256x128s: the filter on the tensor cores' rows.
-// Float32 as terms has k128x128, both at one there too, and k128x64. The pairs' are wgrad's, rows x
-// columns of both CTAs.
-enum class Sm90TileName {
-  k128x256,
-  k256x128,
-  k256x64,
-  k256x128s,
-  k128x320,
-  k128x128,
-  k128x64,
-  k64x256,
-  k64x128,
-  k128x64Resident,
-  k64x256Resident,
-  k256x256Pair,
-  k256x128Pair,
-  k128x256Pair,
-  k256x64Pair,
-  k64x256Pair
-};
-
-constexpr std::string_view kSm90TileNames[] = {
-    "128x256", "256x128", "256x64",  "256x128s", "128x320",  "128x128",  "128x64",  "64x256",
-    "64x128",  "128x64r", "64x256r", "256x256p", "256x128p", "128x256p", "256x64p", "64x256p"};
-
-constexpr int TileRows(Sm90TileName tile) {
-  return tile == Sm90TileName::k256x128 || tile == Sm90TileName::k256x64 ||
-                 tile == Sm90TileName::k256x128s
-             ? 256
-         : tile == Sm90TileName::k64x256 || tile == Sm90TileName::k64x128 ||
-                 tile == Sm90TileName::k64x256Resident
-             ? 64
-             : 128;
-}
-constexpr int TileColumns(Sm90TileName tile) {
-  switch (tile) {
-    case Sm90TileName::k128x320:
-      return 320;
-    case Sm90TileName::k128x256:
-    case Sm90TileName::k64x256Resident:
-    case Sm90TileName::k64x256:
-      return 256;
-    case Sm90TileName::k256x64:
-    case Sm90TileName::k128x64:
-    case Sm90TileName::k128x64Resident:
-      return 64;
-    default:
-      return 128;
-  }
-}
-// Rows of the boxes in which a k-major filter comes.
-constexpr int FilterBoxRows(Sm90TileName tile) {
-  return TileColumns(tile) > 256 ? 64 : TileColumns(tile);
-}
-
-Status FindSm90Tile(std::string_view name, const std::string& what, Sm90TileName* tile);
-
-// Multiprocessors of the current device, which must be an sm_90.
-Status RequireSm90(const std::string& what, int* multiprocessors);
-
 // By the operands' fastest axes; one translation unit each. KN: A (m, k) and B (k, n) row-major.
 #define JAXCONV_DECLARE_SM90(Name)                                               \
-  Status LaunchSm90##Name(const Context& ctx, Sm90Product& p, Sm90TileName tile, \
+  Status LaunchSm90##Name(const Context& ctx, Sm90Product& p, Sm90Choice choice, \
                           int multiprocessors, const std::string& what);
 JAXCONV_DECLARE_SM90(KNBf16)
 JAXCONV_DECLARE_SM90(KNF16)

@@ -224,27 +224,14 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 template <typename Tile>
 Status LaunchSm90Resident(const Context& ctx, Sm90Product& p, int multiprocessors,
                           const std::string& what) {
-  JAXCONV_RETURN_IF_ERROR(CountTiles<Tile>(p, what));
-  const int64_t columns = int64_t(p.tiles_n) * p.instances;
-  const int stages = Tile::Stages(p.k_blocks);
-  if (p.added != Sm90Added::kNothing && !Tile::kMajorB) {
-    return Status::Unimplemented(what + ": this tile takes no addend");
-  }
-  if (p.phases != 1 || p.rank_a != 0 || p.rank_d != 0 || p.splits != 1 ||
-      p.phase[0].taps[0] * p.phase[0].taps[1] * p.phase[0].taps[2] != 1) {
-    return Status::Unimplemented(what + ": this tile needs a plain matrix product");
-  }
-  if (stages < 2 || columns > multiprocessors) {
-    return Status::Unimplemented(what +
-                                 ": this tile needs B's columns in shared memory, and one "
-                                 "column of tiles a multiprocessor at most");
-  }
+  CountTiles<Tile>(p);
   if (p.tiles == 0) return Status::Ok();
+  const int64_t columns = int64_t(p.tiles_n) * p.instances;  // at most the multiprocessors
+  const int stages = Tile::Stages(p.k_blocks);
   const auto kernel = Sm90ResidentKernel<Tile>;
   const int bytes = p.k_blocks * Tile::kTileN * 128 + Tile::kOutboxes +
                     Tile::kGroups * stages * Tile::kStageBytes + Tile::kBarrierBytes;
-  JAXCONV_RETURN_IF_ERROR(CudaStatus(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), what));
+  JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
   const int64_t rows =
       std::min<int64_t>(CeilDiv(p.phase[0].tiles_m, Tile::kGroups), multiprocessors / columns);
   kernel<<<unsigned(rows * columns), Tile::kThreads, bytes, ctx.stream>>>(p, stages);

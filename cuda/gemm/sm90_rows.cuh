@@ -115,18 +115,13 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
 template <typename Tile>
 Status LaunchSm90Rows(const Context& ctx, Sm90Product& p, int multiprocessors,
                       const std::string& what) {
-  JAXCONV_RETURN_IF_ERROR(CountTiles<Tile>(p, what));
+  CountTiles<Tile>(p);
   if (p.tiles == 0) return Status::Ok();
   const auto kernel = Sm90RowsKernel<Tile>;
-  JAXCONV_RETURN_IF_ERROR(CudaStatus(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kSharedBytes),
-      what));
+  JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
   kernel<<<unsigned(p.tiles), kSm90Threads, Tile::kSharedBytes, ctx.stream>>>(p);
   JAXCONV_RETURN_IF_ERROR(LaunchStatus(what));
   const int64_t blocks = CeilDiv(int64_t(p.instances) * p.phase[0].m * p.n, 1024);
-  if (blocks > (int64_t(1) << 31) - 1) {
-    return Status::Unimplemented(what + ": this tile makes at most 2^41 outputs");
-  }
   Sm90RowsSumKernel<typename Tile::T><<<unsigned(blocks), 256, 0, ctx.stream>>>(p);
   return LaunchStatus(what + " (sum of parts)");
 }

@@ -2,8 +2,8 @@
 //
 //   mean = sum d / rows;  m2 = sum (d - mean)^2
 //
-// in float32. A warpgroup reads its boxes of 64 x 64 outputs back from shared memory while the copy
-// engine stores them. A thread takes 16 rows of two columns: two passes over registers, then Chan's
+// in float32. A warpgroup reads its boxes of 64 x 64 outputs back from shared memory while TMA
+// stores them. A thread takes 16 rows of two columns: two passes over registers, then Chan's
 // merging with what it has of these columns; so what is exact in the sums stays exact, whatever the
 // mean is. All tiles of a CTA have the same columns, so that the threads keep their moments to the
 // end, and a warpgroup makes one part of all its rows. The order of every merging is fixed by the
@@ -267,41 +267,31 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
 template <typename Tile>
 Status LaunchSm90Statistics(const Context& ctx, Sm90Product& p, int multiprocessors, Sm90Parts* to,
                             const std::string& what) {
-  JAXCONV_RETURN_IF_ERROR(CountTiles<Tile>(p, what));
-  const int64_t columns = int64_t(p.tiles_n) * p.instances;
-  if (p.phases != 1 || p.rank_d != 0 || p.phase[0].m < 1 || columns > multiprocessors) {
-    return Status::Unimplemented(what + ": statistics need one phase and at most " +
-                                 std::to_string(multiprocessors) + " columns of tiles, given " +
-                                 std::to_string(columns));
-  }
+  CountTiles<Tile>(p);
+  const int64_t columns = int64_t(p.tiles_n) * p.instances;  // at most the multiprocessors
   const int64_t each = std::min<int64_t>(p.phase[0].tiles_m, multiprocessors / columns);
   to->rows = int(std::min(each, MostStatisticsParts(p.phase[0].m) / 2));
   to->parts = 2 * to->rows;
   auto kernel = Sm90StatisticsKernel<Tile>;
-  JAXCONV_RETURN_IF_ERROR(CudaStatus(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kSharedBytes),
-      what));
+  JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
   kernel<<<unsigned(to->rows * columns), kSm90Threads, Tile::kSharedBytes, ctx.stream>>>(p, *to);
   return LaunchStatus(what);
 }
 
 template <typename T>
-Status LaunchSm90StatisticsByTile(const Context& ctx, Sm90Product& p, Sm90TileName tile,
+Status LaunchSm90StatisticsByTile(const Context& ctx, Sm90Product& p, TileSize tile,
                                   int multiprocessors, Sm90Parts* to, const std::string& what) {
-#define JAXCONV_SM90_CASE(name, blocks, tile_n, ping_pong)                                  \
-  case Sm90TileName::name:                                                                  \
-    return LaunchSm90Statistics<Sm90Tile<T, true, false, blocks, tile_n, ping_pong, true>>( \
-        ctx, p, multiprocessors, to, what);
-  switch (tile) {
-    JAXCONV_SM90_CASE(k128x256, 1, 256, false)
-    JAXCONV_SM90_CASE(k256x128, 2, 128, false)
-    JAXCONV_SM90_CASE(k128x128, 2, 128, true)
-    JAXCONV_SM90_CASE(k256x64, 2, 64, false)
-    default:
-      break;
+#define JAXCONV_SM90_CASE(rows, columns, blocks, ping_pong)                                  \
+  if (tile == TileSize{rows, columns}) {                                                     \
+    return LaunchSm90Statistics<Sm90Tile<T, true, false, blocks, columns, ping_pong, true>>( \
+        ctx, p, multiprocessors, to, what);                                                  \
   }
+  JAXCONV_SM90_CASE(128, 256, 1, false)
+  JAXCONV_SM90_CASE(256, 128, 2, false)
+  JAXCONV_SM90_CASE(128, 128, 2, true)
+  JAXCONV_SM90_CASE(256, 64, 2, false)
 #undef JAXCONV_SM90_CASE
-  return Status::Unimplemented(what + ": this tile has no statistics");
+  return Status::Internal(what + ": no launcher");
 }
 
 }  // namespace jaxconv::cuda

@@ -26,9 +26,9 @@ inline int64_t MostStatisticsParts(int64_t rows) {
   return std::min<int64_t>(2 * ((rows + 127) / 128), 512);
 }
 
-Status LaunchSm90StatisticsBf16(const Context& ctx, Sm90Product& p, Sm90TileName tile,
+Status LaunchSm90StatisticsBf16(const Context& ctx, Sm90Product& p, TileSize tile,
                                 int multiprocessors, Sm90Parts* to, const std::string& what);
-Status LaunchSm90StatisticsF16(const Context& ctx, Sm90Product& p, Sm90TileName tile,
+Status LaunchSm90StatisticsF16(const Context& ctx, Sm90Product& p, TileSize tile,
                                int multiprocessors, Sm90Parts* to, const std::string& what);
 
 }  // namespace jaxconv::cuda

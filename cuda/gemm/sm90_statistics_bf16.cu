@@ -3,7 +3,7 @@
 
 namespace jaxconv::cuda {
 
-Status LaunchSm90StatisticsBf16(const Context& ctx, Sm90Product& p, Sm90TileName tile,
+Status LaunchSm90StatisticsBf16(const Context& ctx, Sm90Product& p, TileSize tile,
                                 int multiprocessors, Sm90Parts* to, const std::string& what) {
   return LaunchSm90StatisticsByTile<__nv_bfloat16>(ctx, p, tile, multiprocessors, to, what);
 }

@@ -129,7 +129,9 @@ def _plan_dgrad_add(p: ConvProblem, device: Device) -> Plan:
     if bare.implementation == "native" and bare.algorithm != "sm90":
         return two(f"only sm90 adds on its way, and {bare.kernel} is the dgrad's: {bare.reason}")
     missing = _native.missing(device.platform) or _device_refusal(p, device)
-    adds = missing or made("conv_dgrad_add", "sm90", p, device)
+    # By the kernel of the dgrad, which is the one whose time is known.
+    alone: Plan | str = missing or (bare if bare.implementation == "native" else made("conv_dgrad", "sm90", p, device))
+    adds = alone if isinstance(alone, str) else made("conv_dgrad_add", f"{alone.kernel} {alone.tile}", p, device)
     if isinstance(adds, str):
         return two(f"sm90 cannot add here: {adds}")
     reason = bare.reason

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxconv import _native
 from jaxconv._plan.plan import Device, Plan
-from jaxconv._problem import ConvProblem
+from jaxconv._problem import ConvProblem, DenseProblem
 
 
 def capability(device: Device) -> tuple[int, int]:
@@ -57,3 +57,32 @@ def conv_refusal(op: str, plan: Plan, p: ConvProblem, device: Device) -> str | N
 def conv_workspace(op: str, plan: Plan, p: ConvProblem) -> int:
     """Bytes."""
     return _native.cpu.conv_workspace(op, _conv(p), plan.kernel, plan.tile, plan.splits, plan.chunk)
+
+
+@functools.lru_cache(maxsize=4096)
+def _dense(p: DenseProblem) -> Any:
+    return _native.cpu.DenseProblem(
+        p.batch or 1,
+        p.m,
+        p.k,
+        p.n,
+        p.trans_x,
+        p.trans_w,
+        p.batch is not None and "x" in p.batched,
+        p.batch is not None and "w" in p.batched,
+        p.bias or "",
+        p.addend,
+        p.dtype,
+        p.dtype == "float32" and p.full_float32,
+    )
+
+
+def dense_refusal(plan: Plan, p: DenseProblem, device: Device) -> str | None:
+    """conv_refusal of a dense product."""
+    limits = (*capability(device), device.sm_count)
+    return _native.cpu.dense_refusal(_dense(p), plan.kernel, plan.tile, plan.splits, plan.chunk, *limits) or None
+
+
+def dense_workspace(plan: Plan, p: DenseProblem) -> int:
+    """Bytes."""
+    return _native.cpu.dense_workspace(_dense(p), plan.kernel, plan.tile, plan.splits, plan.chunk)

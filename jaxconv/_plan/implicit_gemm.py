@@ -20,14 +20,14 @@ def wants(op: str, p: ConvProblem, device: Device) -> Iterator[Plan]:
         dgrad = op == "conv_dgrad"
         phases = math.prod(p.stride) if dgrad else 1
         rows = p.batch * math.prod(p.in_spatial if dgrad else p.out_spatial) // phases
-        tile = product_tile(rows, group_c if dgrad else group_k, p.groups * phases, vector)
-        for each in (tile, *(t for t in TILES if t != tile)):
-            yield Plan("native", "", "implicit_gemm", each)
+        wanted = product_tile(rows, group_c if dgrad else group_k, p.groups * phases, vector)
+        for tile in dict.fromkeys((wanted, *TILES)):
+            yield Plan("native", "", "implicit_gemm", tile)
         return
     m, n = taps * group_c, group_k
-    tile = "64x64" if m <= 64 or not vector else "128x128" if n > 64 else "128x64"
-    for each in (tile, *(t for t in TILES if t != tile)):
-        rows, columns = extent_of(each)
+    wanted = "64x64" if m <= 64 or not vector else "128x128" if n > 64 else "128x64"
+    for tile in dict.fromkeys((wanted, *TILES)):
+        rows, columns = extent_of(tile)
         blocks = -(-m // rows) * -(-n // columns) * p.groups
         splits = splits_of(p.batch * pixels, blocks, device, 2, 256, p.out_channels * m * 4)
-        yield Plan("native", "", "implicit_gemm", each, splits)
+        yield Plan("native", "", "implicit_gemm", tile, splits)

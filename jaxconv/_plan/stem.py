@@ -16,8 +16,9 @@ PATCH_TILES = ("128x128", "128x256", "256x128", "256x64", "128x320", "64x128", "
 
 def wants(op: str, p: ConvProblem, device: Device) -> Iterator[Plan]:
     if patches(op, p):
-        first = dense.size_of(dense.wgmma_dense_tile(p.patch_product(), device)[0])
-        for tile in (first, *(t for t in PATCH_TILES if t != first)):
+        product = dense.made("sm90", p.patch_product(), device)
+        first = product.tile if isinstance(product, Plan) else PATCH_TILES[0]
+        for tile in dict.fromkeys((first, *PATCH_TILES)):
             yield Plan("native", "", "stem/patches", tile)
     splits = _wgrad_splits(p, device) if op == "conv_wgrad" else 1
     for kernel in KERNELS:

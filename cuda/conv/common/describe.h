@@ -8,7 +8,8 @@
 
 namespace jaxconv::cuda {
 
-inline std::string Describe(const char* op, const ConvProblem& p, const Plan& plan) {
+template <typename Problem>
+std::string Describe(const char* op, const Problem& p, const Plan& plan) {
   std::string text = std::string(op) + "[" + std::string(plan.kernel) + " " + Name(p.dtype);
   if (!plan.tile.empty()) text += " " + std::string(plan.tile);
   if (plan.splits > 1) text += " splits=" + std::to_string(plan.splits);

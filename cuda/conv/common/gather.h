@@ -1,6 +1,5 @@
-// Loaders that read an operand of the matrix product out of a convolution's tensors, and the phases
-// of a strided dgrad. Host and device, as cuda/gemm/tile.h: construct per tile, At(0) ... At(kCount
-// - 1), Advance(), and so on.
+// Loaders that read an operand of the matrix product out of a convolution's tensors. Host and device,
+// as cuda/gemm/tile.h: construct per tile, At(0) ... At(kCount - 1), Advance(), and so on.
 //
 // All spatial triples are (D H W) or (T R S); digits are (n, o, p, q) or (t, r, s, c), slowest
 // first.
@@ -8,6 +7,7 @@
 
 #include <cstdint>
 
+#include "cuda/conv/common/dgrad_phases.h"
 #include "cuda/core/divmod.h"
 #include "cuda/gemm/tile.h"
 
@@ -209,39 +209,5 @@ struct TapPixelLoader : TileMap<T, kExtent, false, kVec, kThreads> {
   int channel;
   int left;  // pixels of this part from the current one on
 };
-
-// One axis of a dgrad. Input pixel h meets output o through tap r where h + pad = o*stride +
-// r*dilation, so the pixels of one residue h % stride share their taps: r = first + j * stride/g, g
-// = gcd(stride, dilation), which exist only if g divides (h + pad). For h = residue + stride * h',
-// o = h' + origin - j * dilation/g : a stride-1 convolution.
-struct DgradAxis {
-  int extent;  // H
-  int taps;    // R
-  int stride, pad, dilation;
-  int gcd;       // g
-  int inverse;   // of dilation/g modulo stride/g; 0 if stride/g is 1
-  int residues;  // min(stride, H): phases on this axis
-};
-
-struct DgradPhase {
-  int rows;    // pixels of this residue
-  int taps;    // taps that reach it; may be 0
-  int first;   // the first of them
-  int origin;  // o = h' + origin - j * dilation/g
-};
-
-JAXCONV_HD DgradPhase MakeDgradPhase(const DgradAxis& a, int residue) {
-  DgradPhase phase;
-  phase.rows = (a.extent - residue + a.stride - 1) / a.stride;
-  const int every = a.stride / a.gcd;
-  int rest = (residue + a.pad) % a.stride;
-  if (rest < 0) rest += a.stride;
-  phase.first = int(int64_t(rest / a.gcd) * a.inverse % every);
-  phase.taps =
-      rest % a.gcd == 0 && phase.first < a.taps ? (a.taps - 1 - phase.first) / every + 1 : 0;
-  // The division is exact where there are taps.
-  phase.origin = phase.taps == 0 ? 0 : (residue + a.pad - phase.first * a.dilation) / a.stride;
-  return phase;
-}
 
 }  // namespace jaxconv::cuda

@@ -162,26 +162,11 @@ inline DenseProblem PatchProduct(const ConvProblem& p) {
   return q;
 }
 
-// Which dense kernel a tile means. ADAPT with the dense kernels' names: this, ProductBytes, and DensePlan in patches.cu.
-// The tiles 128x64 and 64x256 keep all of K of their columns in shared memory, beside 16 KiB on their way out and two
-// stages for each of 4 (64x256: 2) warpgroups; a CTA keeps to one of at most 64 columns of tiles.
-inline std::string RefusePatchTile(const DenseProblem& q, std::string_view tile) {
-  for (std::string_view name : {"128x128", "128x256", "256x128", "256x64", "128x320", "64x128"}) {
-    if (tile == name) return "";
-  }
-  const bool tall = tile == "128x64";
-  if (!tall && tile != "64x256") return "its product has no tile \"" + std::string(tile) + "\"";
-  const int64_t groups = tall ? 4 : 2, rows = tall ? 128 : 64, columns = tall ? 64 : 256;
-  const int64_t needed =
-      CeilDivide(q.k, 64) * columns * 128 + groups * 16384 + 2 * groups * rows * 128;
-  if (needed > 226 * 1024)
-    return "its columns need " + std::to_string(needed) + " bytes of shared memory";
-  return CeilDivide(q.n, columns) > 64 ? "it has at most 64 columns of tiles" : "";
-}
-
-// Workspace of the product.
-inline int64_t ProductBytes(const DenseProblem& q, std::string_view tile) {
-  return tile == "64x128" ? q.m * q.n * 4 : 0;
+// The dense product of a patches plan: its tile tells its kernel.
+inline Plan PatchPlan(std::string_view tile) {
+  const bool resident = tile == "128x64" || tile == "64x256";
+  const char* kernel = resident ? "sm90/resident" : tile == "64x128" ? "sm90/rows" : "sm90/product";
+  return {kernel, tile, 1, 0};
 }
 
 inline std::string RefusePatches(ConvOp op, const ConvProblem& p, const Plan& plan,
@@ -192,15 +177,8 @@ inline std::string RefusePatches(ConvOp op, const ConvProblem& p, const Plan& pl
     return "it needs dgrad in 16 bit of few input channels, a filter that steps by its own extents "
            "over all of x, and more than 64 elements under it";
   }
-  if (!device.sm90()) return "it needs a GPU of compute capability 9.0";
-  if (p.k % 8 != 0 || columns % 8 != 0) {
-    return "its product needs rows of x, w and y of a multiple of 8 elements, got " +
-           std::to_string(p.k) + " and " + std::to_string(columns);
-  }
-  const DenseProblem q = PatchProduct(p);
-  if (std::max({q.m, q.n, q.k}) > (int64_t(1) << 31) - 1 - 4096)
-    return "its product needs extents below 2^31";
-  return RefusePatchTile(q, plan.tile);
+  const std::string why = DenseRefusal(PatchProduct(p), PatchPlan(plan.tile), device);
+  return why.empty() ? "" : "of its product: " + why;
 }
 
 inline std::string Refusal(std::string_view kernel, ConvOp op, const ConvProblem& p,
@@ -218,7 +196,7 @@ inline std::string Refusal(std::string_view kernel, ConvOp op, const ConvProblem
 inline int64_t Workspace(ConvOp op, const ConvProblem& p, const Plan& plan) {
   if (MemberOf(plan.kernel) == "patches") {
     const DenseProblem q = PatchProduct(p);
-    return Align256(q.m * q.n * int64_t(SizeOf(p.dtype))) + ProductBytes(q, plan.tile);
+    return Align256(q.m * q.n * int64_t(SizeOf(p.dtype))) + DenseWorkspace(q, PatchPlan(plan.tile));
   }
   // The kernels always write parts, also a single one.
   return op == ConvOp::kWgrad ? plan.splits * FilterCount(p) * 4 : 0;

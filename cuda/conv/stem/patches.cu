@@ -42,15 +42,6 @@ Status Unpatch(const Context& ctx, const ConvProblem& p, const void* rows, void*
   return LaunchStatus(what);
 }
 
-// The dense kernel that a tile of stem/patches means.
-// ADAPT with the dense kernels' names, beside kPatchTiles in domain.h: "r" is sm90/resident.
-struct DensePlan {
-  std::string tile;
-  explicit DensePlan(std::string_view of)
-      : tile(std::string(of) + (of == "128x64" || of == "64x256" ? "r" : "")) {}
-  Plan plan() const { return {"wgmma", tile, 1, 0}; }
-};
-
 }  // namespace
 
 Status StemPatchesDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,
@@ -60,9 +51,8 @@ Status StemPatchesDgrad(const Context& ctx, const ConvProblem& p, const Plan& pl
   const int64_t bytes = Align256(q.m * q.n * item);
   const Epilogue bare = {false, Activation::kNone, 0.0, false};
   const Workspace rest = {static_cast<char*>(workspace.data) + bytes, workspace.bytes - bytes};
-  const DensePlan dense(plan.tile);
-  JAXCONV_RETURN_IF_ERROR(WgmmaDense(ctx, q, bare, dense.plan(), dy, w, nullptr, nullptr,
-                                     workspace.data, nullptr, rest));
+  JAXCONV_RETURN_IF_ERROR(Sm90Dense(ctx, q, bare, stem::PatchPlan(plan.tile), dy, w, nullptr,
+                                    nullptr, workspace.data, nullptr, rest));
   return line * item % 16 == 0 ? Unpatch<uint4>(ctx, p, workspace.data, dx, line * item / 16, what)
                                : Unpatch<uint16_t>(ctx, p, workspace.data, dx, line, what);
 }

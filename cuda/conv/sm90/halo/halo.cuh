@@ -4,7 +4,7 @@
 // reach:
 //
 // All images are one line of places, row after row, with a gap of max(pad_lo, pad_hi) places after
-// every row and as many rows after every image, which read as zeros. The copy engine walks exactly
+// every row and as many rows after every image, which read as zeros. TMA walks exactly
 // this line (im2col mode, its box reaching past the image). On the line tap (r, s) of the output at
 // place v reads place v + r * dilation * row + s * dilation: a shift that does not depend on v. So
 // the operand of every tap is the same buffer in shared memory, from another row of 128 bytes on.
@@ -18,6 +18,10 @@
 //   wgrad          dw[tap, c, k] = sum over v of x[v + shift(tap), c] * dy[v, k]
 //     64 of k on the rows, the three taps of a filter row times 64 c on the columns (the blocks of
 //     64 of the operand lie column_shift rows apart: they overlap); a warpgroup a filter row.
+//
+// The grid has for each block of 64 channels made the CTAs that share its tiles (wgrad: its steps of 128
+// places, of which a CTA leaves all 9 x 64 x 64 sums for a second kernel), about a CTA a multiprocessor. x
+// is read once a block, with a reach's places at the seams of tiles; then the tensor cores bound it.
 #pragma once
 
 #include <algorithm>
@@ -29,6 +33,7 @@
 #include "cuda/conv/sm90/wgrad/sums.cuh"
 #include "cuda/core/context.h"
 #include "cuda/core/convert.cuh"
+#include "cuda/core/device.h"
 #include "cuda/core/divmod.h"
 #include "cuda/gemm/sm90.cuh"
 #include "cuda/gemm/sm90_epilogue.cuh"
@@ -46,7 +51,7 @@ __device__ __forceinline__ void LoadPlaces(const HaloLine& line, uint32_t to,
 }
 
 // Outputs of a warp on their way to memory: 16 rows of channels of 32 places (columns) at a time,
-// through 1 KiB of shared memory that no other warp touches. (The copy engine stops the kernel with
+// through 1 KiB of shared memory that no other warp touches. (TMA stops the kernel with
 // an illegal instruction where a column of pixels to store reaches out of its image.)
 template <typename T>
 struct HaloOutbox {
@@ -210,8 +215,7 @@ Status LaunchHaloProduct(const Context& ctx, HaloProduct& p, int multiprocessors
   p.image = int64_t(p.plane) * p.made[2];
   const int shared = int(HaloProductShared(p.taps, reach, p.buffers));
   auto kernel = HaloProductKernel<T, kDgrad>;
-  JAXCONV_RETURN_IF_ERROR(CudaStatus(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), what));
+  JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
   kernel<<<unsigned(blocks * p.ctas), kSm90Threads, shared, ctx.stream>>>(p);
   return LaunchStatus(what);
 }
@@ -341,23 +345,16 @@ __global__ void __launch_bounds__(256) HaloWgradSumKernel(const __grid_constant_
 }
 
 template <typename T>
-Status LaunchHaloWgrad(const Context& ctx, HaloWgrad& p, int multiprocessors,
-                       int64_t workspace_bytes, const std::string& what) {
+Status LaunchHaloWgrad(const Context& ctx, HaloWgrad& p, const std::string& what) {
   p.blocks = (p.n + 63) / 64;
   const int blocks = p.blocks * p.instances;
   const int64_t reach = 2 * (int64_t(p.row_shift) + p.column_shift);
   p.buffer_bytes = int(HaloBufferBytes(kHaloStep, reach));
   p.stages = 2;
   while (p.stages < 6 && HaloWgradShared(reach, p.stages + 1) <= kHaloShared) ++p.stages;
-  const int64_t needed = int64_t(blocks) * p.parts * kHaloPartialBytes;
-  if (workspace_bytes < needed) {
-    return Status::Invalid(what + ": needs a workspace of " + std::to_string(needed) +
-                           " bytes, given " + std::to_string(workspace_bytes));
-  }
   auto kernel = HaloWgradKernel<T>;
   const int shared = int(HaloWgradShared(reach, p.stages));
-  JAXCONV_RETURN_IF_ERROR(CudaStatus(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), what));
+  JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
   kernel<<<unsigned(blocks * p.parts), kHaloWgradThreads, shared, ctx.stream>>>(p);
   JAXCONV_RETURN_IF_ERROR(LaunchStatus(what));
   HaloWgradSumKernel<T><<<dim3(3 * 24 * 128 / 32, unsigned(blocks)), 256, 0, ctx.stream>>>(p);

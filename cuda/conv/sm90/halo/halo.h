@@ -7,28 +7,15 @@
 #include <cstdint>
 #include <string>
 
+#include "common/plan.h"
+#include "common/problem.h"
 #include "common/status.h"
+#include "cuda/conv/sm90/halo/domain.h"
 #include "cuda/core/context.h"
 #include "cuda/core/divmod.h"
 #include "cuda/gemm/sm90_product.h"
 
 namespace jaxconv::cuda {
-
-inline constexpr int kHaloTaps = 16;         // the most
-inline constexpr int kHaloPlaces = 256;      // of a tile
-inline constexpr int kHaloTf32Places = 128;  // of a tile in TF32
-inline constexpr int kHaloStep = 128;        // places of a step of wgrad
-inline constexpr int kHaloOutbox = 8 * 1024;
-inline constexpr int kHaloShared = 227 * 1024;
-
-// The line: places of every image in one order, a gap after each row and image that reads as zeros.
-// Axes are W, H, D.
-struct HaloLine {
-  int rank;        // of the images
-  int extent[3];   // places, gaps included
-  int first[3];    // coordinate of place 0 in the images that are read
-  int64_t places;  // N times all extents
-};
 
 // fprop, and dgrad of stride 1.
 struct HaloProduct {
@@ -74,21 +61,14 @@ struct HaloWgrad {
   int buffer_bytes;  // of x
 };
 
-// Bytes of shared memory that the kernels need for the reach (the largest shift), with the fewest
-// buffers they run with.
-constexpr int64_t HaloBufferBytes(int64_t places, int64_t reach) {
-  return (places + reach + 7) / 8 * 8 * 128;
-}
-constexpr int64_t HaloProductShared(int64_t taps, int64_t reach, int64_t buffers) {
-  return taps * 8192 + buffers * HaloBufferBytes(kHaloPlaces, reach) + kHaloOutbox + 128;
-}
-constexpr int64_t HaloTf32Shared(int64_t taps, int64_t channels, int64_t reach) {
-  return taps * (channels > 32 ? 2 : 1) * 8192 + 2 * HaloBufferBytes(kHaloTf32Places, reach) + 64;
-}
-constexpr int64_t HaloWgradShared(int64_t reach, int64_t stages) {
-  return stages * (HaloBufferBytes(kHaloStep, reach) + kHaloStep * 128) + 128;
-}
-constexpr int64_t kHaloPartialBytes = 9 * 64 * 64 * 4;
+Status HaloFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const void* x,
+                 const void* w, const void* bias, void* y, void* z, Workspace workspace,
+                 const std::string& what);
+Status HaloDgrad(const Context& ctx, const ConvProblem& p, const void* dy, const void* w, void* dx,
+                 const std::string& what);
+// 16 bit; TF32's is Sm90WgradTf32 (sm90/wgrad/wgrad_tf32.h).
+Status HaloWgradOf(const Context& ctx, const ConvProblem& p, int64_t parts, const void* x,
+                   const void* dy, void* dw, Workspace workspace, const std::string& what);
 
 Status LaunchHaloProductBf16(const Context& ctx, HaloProduct& p, bool dgrad, int multiprocessors,
                              const std::string& what);
@@ -96,9 +76,7 @@ Status LaunchHaloProductF16(const Context& ctx, HaloProduct& p, bool dgrad, int 
                             const std::string& what);
 Status LaunchHaloProductTf32(const Context& ctx, HaloProduct& p, int multiprocessors,
                              const std::string& what);
-Status LaunchHaloWgradBf16(const Context& ctx, HaloWgrad& p, int multiprocessors,
-                           int64_t workspace_bytes, const std::string& what);
-Status LaunchHaloWgradF16(const Context& ctx, HaloWgrad& p, int multiprocessors,
-                          int64_t workspace_bytes, const std::string& what);
+Status LaunchHaloWgradBf16(const Context& ctx, HaloWgrad& p, const std::string& what);
+Status LaunchHaloWgradF16(const Context& ctx, HaloWgrad& p, const std::string& what);
 
 }  // namespace jaxconv::cuda

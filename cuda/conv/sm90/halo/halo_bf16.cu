@@ -9,9 +9,8 @@ Status LaunchHaloProductBf16(const Context& ctx, HaloProduct& p, bool dgrad, int
                : LaunchHaloProduct<__nv_bfloat16, false>(ctx, p, multiprocessors, what);
 }
 
-Status LaunchHaloWgradBf16(const Context& ctx, HaloWgrad& p, int multiprocessors,
-                           int64_t workspace_bytes, const std::string& what) {
-  return LaunchHaloWgrad<__nv_bfloat16>(ctx, p, multiprocessors, workspace_bytes, what);
+Status LaunchHaloWgradBf16(const Context& ctx, HaloWgrad& p, const std::string& what) {
+  return LaunchHaloWgrad<__nv_bfloat16>(ctx, p, what);
 }
 
 }  // namespace jaxconv::cuda

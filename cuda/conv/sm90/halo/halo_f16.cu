@@ -9,9 +9,8 @@ Status LaunchHaloProductF16(const Context& ctx, HaloProduct& p, bool dgrad, int 
                : LaunchHaloProduct<__half, false>(ctx, p, multiprocessors, what);
 }
 
-Status LaunchHaloWgradF16(const Context& ctx, HaloWgrad& p, int multiprocessors,
-                          int64_t workspace_bytes, const std::string& what) {
-  return LaunchHaloWgrad<__half>(ctx, p, multiprocessors, workspace_bytes, what);
+Status LaunchHaloWgradF16(const Context& ctx, HaloWgrad& p, const std::string& what) {
+  return LaunchHaloWgrad<__half>(ctx, p, what);
 }
 
 }  // namespace jaxconv::cuda

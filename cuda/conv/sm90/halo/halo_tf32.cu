@@ -1,10 +1,11 @@
-// fprop, and dgrad of stride 1, of at most 64 summed channels in TF32: the halo tile of
-// halo.cuh with rows of 32 channels. A place is two such rows, and the filter of 9 taps takes
+// fprop, and dgrad of stride 1, of at most 64 summed channels in TF32: as
+// halo.cuh, with rows of 32 channels. A place is two such rows, and the filter of 9 taps takes
 // 144 KiB of shared memory. So a tile is 128 places, summed over the first 32 channels and then over
 // the others: two buffers hold one half each, and one is filled while the other is multiplied.
 #include <algorithm>
 
 #include "cuda/conv/sm90/halo/halo.h"
+#include "cuda/core/device.h"
 #include "cuda/gemm/sm90.cuh"
 #include "cuda/gemm/sm90_epilogue.cuh"  // ActivateAll
 
@@ -155,8 +156,7 @@ Status LaunchHaloProductTf32(const Context& ctx, HaloProduct& p, int multiproces
   p.image = int64_t(p.plane) * p.made[2];
   const int shared = int(HaloTf32Shared(p.taps, p.channels, reach));
   auto kernel = HaloProductTf32Kernel;
-  JAXCONV_RETURN_IF_ERROR(CudaStatus(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), what));
+  JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
   kernel<<<unsigned(blocks * p.ctas), kSm90Threads, shared, ctx.stream>>>(p);
   return LaunchStatus(what);
 }

@@ -13,7 +13,7 @@
 //   B  (t, k) x c of a tap (r, s); all of them stay in shared memory
 //
 // The output planes of all tiles, in one sequence, are split evenly over the CTAs; a cut costs two
-// planes that both sides multiply.
+// planes that both sides multiply. Blocks of 32 channels made have CTAs of their own.
 #pragma once
 
 #include <algorithm>
@@ -25,20 +25,21 @@
 #include "cuda/conv/sm90/wgrad/sums.cuh"
 #include "cuda/core/context.h"
 #include "cuda/core/convert.cuh"
+#include "cuda/core/device.h"
 #include "cuda/gemm/sm90.cuh"
 #include "cuda/gemm/sm90_epilogue.cuh"
 
 namespace jaxconv::cuda {
 
 // A run of output planes [begin, end) of one tile.
-struct PlanesRun {
+struct Halo3dRun {
   int image, tile;
   int begin, end;
 };
 
-__device__ __forceinline__ PlanesRun NextRun(const PlanesProduct& p, int from, int to) {
+__device__ __forceinline__ Halo3dRun NextRun(const Halo3dProduct& p, int from, int to) {
   const int column = from / p.made[2];
-  PlanesRun run;
+  Halo3dRun run;
   run.image = column / p.tiles;
   run.tile = column - run.image * p.tiles;
   run.begin = from - column * p.made[2];
@@ -50,16 +51,16 @@ __device__ __forceinline__ PlanesRun NextRun(const PlanesProduct& p, int from, i
 // there is none. Columns are permuted so that a thread's sums are those of 8 channels that follow
 // each other: 8 * j + 2 * i + e is channel 8 * i + 2 * j + e.
 template <typename T, int kRow>
-__device__ __forceinline__ void LoadPlanesFilter(const PlanesProduct& p, uint32_t to, int n) {
+__device__ __forceinline__ void LoadHalo3dFilter(const Halo3dProduct& p, uint32_t to, int n) {
   constexpr int kPairs = kRow / 4, kChunks = kRow / 16;
   const T* w = static_cast<const T*>(p.w);
-  const int count = 3 * p.taps * kPlanesMade * kPairs;
+  const int count = 3 * p.taps * kHalo3dMade * kPairs;
 #pragma unroll 4
   for (int index = threadIdx.x; index < count; index += blockDim.x) {
     // The axis that is fastest in memory is fastest here.
-    const int u = p.dgrad ? index % kPairs : index / kPlanesMade % kPairs;
-    const int channel = p.dgrad ? index / kPairs % kPlanesMade : index % kPlanesMade;
-    const int tap = index / (kPlanesMade * kPairs);
+    const int u = p.dgrad ? index % kPairs : index / kHalo3dMade % kPairs;
+    const int channel = p.dgrad ? index / kPairs % kHalo3dMade : index % kHalo3dMade;
+    const int tap = index / (kHalo3dMade * kPairs);
     const int c = u * 2, t = tap / p.taps;
     T pair[2] = {FromFloat<T>(0.f), FromFloat<T>(0.f)};
     if (n + channel < p.n && c < p.channels) {
@@ -74,10 +75,10 @@ __device__ __forceinline__ void LoadPlanesFilter(const PlanesProduct& p, uint32_
       }
     }
     const int column = channel % 8 / 2 * 8 + channel / 8 * 2 + channel % 2;
-    const int row = (2 - t) * kPlanesMade + column;
+    const int row = (2 - t) * kHalo3dMade + column;
     const int chunk = u / 4 ^ (row * kRow / 128) % kChunks;
     const uint32_t at =
-        to + ((tap - t * p.taps) * 3 * kPlanesMade + row) * kRow + chunk * 16 + u % 4 * 4;
+        to + ((tap - t * p.taps) * 3 * kHalo3dMade + row) * kRow + chunk * 16 + u % 4 * 4;
     asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(at),
                  "r"(*reinterpret_cast<const uint32_t*>(pair))
                  : "memory");
@@ -96,10 +97,10 @@ __device__ __forceinline__ void PutPlace(void* base, int64_t at, const float* v)
 // warpgroups take as long; four with a block each spill.)
 template <typename T, int kRow>
 __global__ void __launch_bounds__(kSm90Threads, 1)
-    PlanesProductKernel(const __grid_constant__ PlanesProduct p) {
+    Halo3dProductKernel(const __grid_constant__ Halo3dProduct p) {
 #ifdef JAXCONV_SM90A
   constexpr int kBlocks = 2;
-  constexpr int kTapBytes = 3 * kPlanesMade * kRow;
+  constexpr int kTapBytes = 3 * kHalo3dMade * kRow;
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   const uint32_t filter = SharedAddress(shared_bytes);
   const uint32_t buffers = filter + p.taps * kTapBytes;
@@ -116,9 +117,9 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
     BarrierInit(turn(1), kTurnArrivals);
     BarrierInitFence();
   }
-  const int n = blockIdx.x / p.ctas * kPlanesMade, part = blockIdx.x % p.ctas;
-  LoadPlanesFilter<T, kRow>(p, filter, n);
-  FenceForTma();  // the tensor cores read it like the copy engine
+  const int n = blockIdx.x / p.ctas * kHalo3dMade, part = blockIdx.x % p.ctas;
+  LoadHalo3dFilter<T, kRow>(p, filter, n);
+  FenceForTma();  // the tensor cores read it as TMA does
   __syncthreads();
   const int64_t total = int64_t(p.images) * p.tiles * p.made[2];
   int from = int(total * part / p.ctas);
@@ -132,9 +133,9 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
       int slot = 0;
       uint32_t parity = 1;
       while (from < to) {
-        const PlanesRun run = NextRun(p, from, to);
+        const Halo3dRun run = NextRun(p, from, to);
         from += run.end - run.begin;
-        const int place = run.tile * kPlanesPlaces;
+        const int place = run.tile * kHalo3dPlaces;
         const int first = max(run.begin - p.ahead, 0);
         const int last = min(run.end + 2 - p.ahead, p.planes);
         int at[3] = {place % p.pitch + p.first[0], place / p.pitch + p.first[1], 0};
@@ -165,12 +166,12 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
     int slot = 0;
     uint32_t parity = 0, turns = group == 0 ? 1 : 0;
     while (from < to) {
-      const PlanesRun run = NextRun(p, from, to);
+      const Halo3dRun run = NextRun(p, from, to);
       from += run.end - run.begin;
       int pixel[kBlocks][2];  // of a plane; negative: none
 #pragma unroll
       for (int i = 0; i < kBlocks * 2; ++i) {
-        const int place = run.tile * kPlanesPlaces + (group * kBlocks + i / 2) * 64 + warp * 16 +
+        const int place = run.tile * kHalo3dPlaces + (group * kBlocks + i / 2) * 64 + warp * 16 +
                           lane / 4 + i % 2 * 8;
         const int row = place / p.pitch, column = place - row * p.pitch;
         const bool made = column < p.made[0] && row < p.made[1] && channel < p.n;
@@ -253,36 +254,36 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
 }
 
 template <typename T, int kRow>
-Status LaunchPlanesRow(const Context& ctx, PlanesProduct& p, int multiprocessors,
+Status LaunchHalo3dRow(const Context& ctx, Halo3dProduct& p, int multiprocessors,
                        const std::string& what) {
-  p.blocks = (p.n + kPlanesMade - 1) / kPlanesMade;
-  p.tiles = (p.pitch * p.made[1] + kPlanesPlaces - 1) / kPlanesPlaces;
+  p.blocks = (p.n + kHalo3dMade - 1) / kHalo3dMade;
+  p.tiles = (p.pitch * p.made[1] + kHalo3dPlaces - 1) / kHalo3dPlaces;
   const int64_t total = int64_t(p.images) * p.tiles * p.made[2];
   p.ctas = int(std::min<int64_t>(std::max(multiprocessors / p.blocks, 1), total));
   const int reach = p.shift[p.taps - 1];
   p.buffers = 2;
-  while (p.buffers < 6 && PlanesShared(p.taps, reach, kRow, p.buffers + 1) <= kPlanesShared) {
+  while (p.buffers < 6 &&
+         Halo3dProductShared(p.taps, reach, kRow, p.buffers + 1) <= kHalo3dShared) {
     ++p.buffers;
   }
-  p.buffer_bytes = int(PlanesBufferBytes(reach, kRow));
-  const int shared = int(PlanesShared(p.taps, reach, kRow, p.buffers));
-  auto kernel = PlanesProductKernel<T, kRow>;
-  JAXCONV_RETURN_IF_ERROR(CudaStatus(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), what));
+  p.buffer_bytes = int(Halo3dBufferBytes(reach, kRow));
+  const int shared = int(Halo3dProductShared(p.taps, reach, kRow, p.buffers));
+  auto kernel = Halo3dProductKernel<T, kRow>;
+  JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
   kernel<<<unsigned(p.blocks * p.ctas), kSm90Threads, shared, ctx.stream>>>(p);
   return LaunchStatus(what);
 }
 
 template <typename T>
-Status LaunchPlanesProduct(const Context& ctx, PlanesProduct& p, int multiprocessors,
+Status LaunchHalo3dProduct(const Context& ctx, Halo3dProduct& p, int multiprocessors,
                            const std::string& what) {
-  switch (PlanesRow(p.channels)) {
+  switch (Halo3dRow(p.channels)) {
     case 32:
-      return LaunchPlanesRow<T, 32>(ctx, p, multiprocessors, what);
+      return LaunchHalo3dRow<T, 32>(ctx, p, multiprocessors, what);
     case 64:
-      return LaunchPlanesRow<T, 64>(ctx, p, multiprocessors, what);
+      return LaunchHalo3dRow<T, 64>(ctx, p, multiprocessors, what);
     default:
-      return LaunchPlanesRow<T, 128>(ctx, p, multiprocessors, what);
+      return LaunchHalo3dRow<T, 128>(ctx, p, multiprocessors, what);
   }
 }
 
@@ -298,11 +299,11 @@ Status LaunchPlanesProduct(const Context& ctx, PlanesProduct& p, int multiproces
 // A CTA goes through the planes of a tile of places: dy's are read once, x's are kept for three of
 // dy's. Places past the outputs read zeros of dy.
 template <typename T>
-__global__ void __launch_bounds__(512, 1) PlanesWgradKernel(const __grid_constant__ PlanesWgrad p) {
+__global__ void __launch_bounds__(512, 1) Halo3dWgradKernel(const __grid_constant__ Halo3dWgrad p) {
 #ifdef JAXCONV_SM90A
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   const uint32_t x = SharedAddress(shared_bytes), dy = x + p.x_buffers * p.x_bytes;
-  const uint32_t barriers = dy + kPlanesDyBuffers * p.dy_bytes;
+  const uint32_t barriers = dy + kHalo3dDyBuffers * p.dy_bytes;
   const auto x_full = [&](int i) { return barriers + i * 8; };
   const auto x_empty = [&](int i) { return barriers + 40 + i * 8; };
   const auto dy_full = [&](int i) { return barriers + 80 + i * 8; };
@@ -312,7 +313,7 @@ __global__ void __launch_bounds__(512, 1) PlanesWgradKernel(const __grid_constan
       BarrierInit(x_full(i), 1);
       BarrierInit(x_empty(i), 3);
     }
-    for (int i = 0; i < kPlanesDyBuffers; ++i) {
+    for (int i = 0; i < kHalo3dDyBuffers; ++i) {
       BarrierInit(dy_full(i), 1);
       BarrierInit(dy_empty(i), 3);
     }
@@ -334,14 +335,14 @@ __global__ void __launch_bounds__(512, 1) PlanesWgradKernel(const __grid_constan
     }
   };
   const auto next_dy = [&] {
-    if (++dy_slot == kPlanesDyBuffers) {
+    if (++dy_slot == kHalo3dDyBuffers) {
       dy_slot = 0;
       dy_parity ^= 1;
     }
   };
   const auto next_run = [&] {
     const int column = from / p.made;
-    PlanesRun run;
+    Halo3dRun run;
     run.image = column / p.tiles;
     run.tile = column - run.image * p.tiles;
     run.begin = from - column * p.made;
@@ -357,8 +358,8 @@ __global__ void __launch_bounds__(512, 1) PlanesWgradKernel(const __grid_constan
       PrefetchMap(p.dy);
       const int none[3] = {};
       while (from < to) {
-        const PlanesRun run = next_run();
-        const int place = run.tile * kPlanesWgradPlaces;
+        const Halo3dRun run = next_run();
+        const int place = run.tile * kHalo3dWgradPlaces;
         // dy's walk begins a row before the first.
         const int shifted = place + p.pitch - 2 * p.column_shift;
         int at_x[3] = {place % p.pitch + p.first[0], place / p.pitch + p.first[1], 0};
@@ -394,7 +395,7 @@ __global__ void __launch_bounds__(512, 1) PlanesWgradKernel(const __grid_constan
     for (int i = 0; i < 32; ++i) rest[i] = 0.f;
     const bool leader = threadIdx.x % 128 == 0;
     while (from < to) {
-      const PlanesRun run = next_run();
+      const Halo3dRun run = next_run();
       const int last = min(run.end - p.ahead + 2, p.planes);
       int plane = max(run.begin - p.ahead, 0);  // the next of x
       const auto skip_x = [&](int until) {
@@ -419,7 +420,7 @@ __global__ void __launch_bounds__(512, 1) PlanesWgradKernel(const __grid_constan
           Pin(rest);
           WgmmaFence();
 #pragma unroll 4
-          for (int k = 0; k < kPlanesWgradPlaces / 16; ++k) {
+          for (int k = 0; k < kHalo3dWgradPlaces / 16; ++k) {
             Wgmma<T, false, false>(acc, a + k * 64, b + k * 64, 1);
             Wgmma<T, false, false>(rest, a_rest + k * 64, b_rest + k * 64, 1);
           }
@@ -455,7 +456,7 @@ __global__ void __launch_bounds__(512, 1) PlanesWgradKernel(const __grid_constan
 // A block adds 32 fours of sums: warp g the parts of the g-th eighth, in order, and then the eight
 // in order.
 template <typename T>
-__global__ void __launch_bounds__(256) PlanesWgradSumKernel(const __grid_constant__ PlanesWgrad p) {
+__global__ void __launch_bounds__(256) Halo3dWgradSumKernel(const __grid_constant__ Halo3dWgrad p) {
   constexpr int kFours = 3 * 20 * 128;
   __shared__ float4 shares[256];
   const int lane = threadIdx.x % 32, eighth = threadIdx.x / 32;
@@ -488,26 +489,19 @@ __global__ void __launch_bounds__(256) PlanesWgradSumKernel(const __grid_constan
 }
 
 template <typename T>
-Status LaunchPlanesWgrad(const Context& ctx, PlanesWgrad& p, int64_t workspace_bytes,
-                         const std::string& what) {
+Status LaunchHalo3dWgrad(const Context& ctx, Halo3dWgrad& p, const std::string& what) {
   const int blocks = (p.channels + 31) / 32 * ((p.n + 31) / 32);
-  const int64_t needed = int64_t(blocks) * p.parts * kPlanesPartialBytes;
-  if (workspace_bytes < needed) {
-    return Status::Invalid(what + ": needs a workspace of " + std::to_string(needed) +
-                           " bytes, given " + std::to_string(workspace_bytes));
-  }
   p.x_buffers = 3;
   while (p.x_buffers < 5 &&
-         PlanesWgradShared(p.row_shift, p.column_shift, p.x_buffers + 1) <= kPlanesShared) {
+         Halo3dWgradShared(p.row_shift, p.column_shift, p.x_buffers + 1) <= kHalo3dShared) {
     ++p.x_buffers;
   }
-  const int shared = int(PlanesWgradShared(p.row_shift, p.column_shift, p.x_buffers));
-  auto kernel = PlanesWgradKernel<T>;
-  JAXCONV_RETURN_IF_ERROR(CudaStatus(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), what));
+  const int shared = int(Halo3dWgradShared(p.row_shift, p.column_shift, p.x_buffers));
+  auto kernel = Halo3dWgradKernel<T>;
+  JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
   kernel<<<unsigned(blocks * p.parts), 512, shared, ctx.stream>>>(p);
   JAXCONV_RETURN_IF_ERROR(LaunchStatus(what));
-  PlanesWgradSumKernel<T><<<dim3(3 * 20 * 128 / 32, unsigned(blocks)), 256, 0, ctx.stream>>>(p);
+  Halo3dWgradSumKernel<T><<<dim3(3 * 20 * 128 / 32, unsigned(blocks)), 256, 0, ctx.stream>>>(p);
   return LaunchStatus(what + " (sum of parts)");
 }
 

@@ -3,14 +3,13 @@
 
 namespace jaxconv::cuda {
 
-Status LaunchPlanesProductBf16(const Context& ctx, PlanesProduct& p, int multiprocessors,
+Status LaunchHalo3dProductBf16(const Context& ctx, Halo3dProduct& p, int multiprocessors,
                                const std::string& what) {
-  return LaunchPlanesProduct<__nv_bfloat16>(ctx, p, multiprocessors, what);
+  return LaunchHalo3dProduct<__nv_bfloat16>(ctx, p, multiprocessors, what);
 }
 
-Status LaunchPlanesWgradBf16(const Context& ctx, PlanesWgrad& p, int64_t workspace_bytes,
-                             const std::string& what) {
-  return LaunchPlanesWgrad<__nv_bfloat16>(ctx, p, workspace_bytes, what);
+Status LaunchHalo3dWgradBf16(const Context& ctx, Halo3dWgrad& p, const std::string& what) {
+  return LaunchHalo3dWgrad<__nv_bfloat16>(ctx, p, what);
 }
 
 }  // namespace jaxconv::cuda

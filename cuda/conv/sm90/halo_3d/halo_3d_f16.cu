@@ -3,14 +3,13 @@
 
 namespace jaxconv::cuda {
 
-Status LaunchPlanesProductF16(const Context& ctx, PlanesProduct& p, int multiprocessors,
+Status LaunchHalo3dProductF16(const Context& ctx, Halo3dProduct& p, int multiprocessors,
                               const std::string& what) {
-  return LaunchPlanesProduct<__half>(ctx, p, multiprocessors, what);
+  return LaunchHalo3dProduct<__half>(ctx, p, multiprocessors, what);
 }
 
-Status LaunchPlanesWgradF16(const Context& ctx, PlanesWgrad& p, int64_t workspace_bytes,
-                            const std::string& what) {
-  return LaunchPlanesWgrad<__half>(ctx, p, workspace_bytes, what);
+Status LaunchHalo3dWgradF16(const Context& ctx, Halo3dWgrad& p, const std::string& what) {
+  return LaunchHalo3dWgrad<__half>(ctx, p, what);
 }
 
 }  // namespace jaxconv::cuda

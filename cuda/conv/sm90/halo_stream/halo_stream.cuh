@@ -258,8 +258,7 @@ Status LaunchHaloStream(const Context& ctx, HaloStream& p, int reach, int multip
   while (p.stages < 8 && StreamShared(reach, p.slots, p.stages + 1) <= kHaloShared) ++p.stages;
   const int shared = int(StreamShared(reach, p.slots, p.stages));
   auto kernel = HaloStreamKernel<T, kDgrad>;
-  JAXCONV_RETURN_IF_ERROR(CudaStatus(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), what));
+  JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
   kernel<<<unsigned(std::min(p.tiles, multiprocessors)), kSm90Threads, shared, ctx.stream>>>(p);
   return LaunchStatus(what);
 }

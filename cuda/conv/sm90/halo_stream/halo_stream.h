@@ -10,32 +10,19 @@
 #include "common/plan.h"
 #include "common/problem.h"
 #include "common/status.h"
-#include "cuda/conv/sm90/halo/halo.h"
+#include "cuda/conv/sm90/halo_stream/domain.h"
 #include "cuda/core/context.h"
 #include "cuda/core/divmod.h"
 #include "cuda/gemm/sm90_product.h"
 
 namespace jaxconv::cuda {
 
-inline constexpr int kStreamTaps = 32;  // of all phases, the most
-inline constexpr int kStreamPhases = 8;
-inline constexpr int kStreamPlaces = 128;  // of a tile
-inline constexpr int kStreamMade = 128;    // channels of a tile
-inline constexpr int kStreamSlots = 12;    // blocks of pixels and of the filter, the most
-
-// What is made of a place: one pixel. Axes are W, H.
-struct StreamPhase {
-  int first, taps;  // of shift and tap; there may be none
-  int made[2];      // places of a row and rows that have a pixel
-  int offset;       // its pixel of place 0
-};
-
 struct HaloStream {
   CUtensorMap x, w;
   void *d, *z;  // z: null unless saved
   Sm90Epilogue epilogue;
   HaloLine line;
-  StreamPhase phase[kStreamPhases];
+  StreamPhase phase[kSm90Phases];
   int phases;
   int shift[kStreamTaps];  // places from an output's to what the tap reads
   int tap[kStreamTaps];    // its filter element
@@ -50,17 +37,10 @@ struct HaloStream {
   FastDiv by_extent[2];
 };
 
-constexpr int64_t StreamSlotBytes(int64_t reach) {
-  return (kStreamPlaces + reach + 7) / 8 * 8 * 128;
-}
-constexpr int64_t StreamShared(int64_t reach, int64_t slots, int64_t stages) {
-  return slots * StreamSlotBytes(reach) + stages * 2 * 8192 + 1024;
-}
-
-Status StreamFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const void* x,
-                   const void* w, const void* bias, void* y, void* z, const std::string& what);
-Status StreamDgrad(const Context& ctx, const ConvProblem& p, const void* dy, const void* w,
-                   void* dx, const std::string& what);
+Status HaloStreamFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const void* x,
+                       const void* w, const void* bias, void* y, void* z, const std::string& what);
+Status HaloStreamDgrad(const Context& ctx, const ConvProblem& p, const void* dy, const void* w,
+                       void* dx, const std::string& what);
 
 Status LaunchHaloStreamBf16(const Context& ctx, HaloStream& p, bool dgrad, int reach,
                             int multiprocessors, const std::string& what);

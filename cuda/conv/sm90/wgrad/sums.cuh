@@ -1,4 +1,4 @@
-// What the second kernels of wgmma's weight gradients share: blocks of 256 threads add up parts, four outputs a thread,
+// What the second kernels of sm90's weight gradients share: blocks of 256 threads add up parts, four outputs a thread,
 // kShares threads for the same four.
 #pragma once
 

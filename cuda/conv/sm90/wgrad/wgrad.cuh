@@ -3,7 +3,7 @@
 //   dw[(tap, c), k] = sum over pixels of x[pixel at tap, c] * dy[pixel, k]    for each group
 //
 // Rows are blocks of 64 channels of one tap, so that a block of A (64 pixels x 64 channels,
-// m-major) is one column of pixels for the copy engine; B is dy as it lies (n-major). The reduction
+// m-major) is one column of pixels for TMA; B is dy as it lies (n-major). The reduction
 // is cut into steps of 64 pixels. All tiles' steps, tile after tile, are one line of work, cut into
 // `parts` equal runs, one a CTA: a tile that lies inside one run is written to dw at once, a tile
 // that is shared leaves float32 sums in the workspace, at most two tiles a run, which a second
@@ -14,6 +14,10 @@
 // the other, which both need, each fetches half of for both. So 128 x 128 a CTA reads no more than
 // 128 x 256 does, and leaves half the sums: a CTA's are written once and read once, 15 us of the 55
 // that 256 to 1024 channels of 14^2 take (H200).
+//
+// The grid has a CTA for each run (two for a pair's), at most one a multiprocessor. A tile is rows x
+// columns of dw; a step reads 64 pixels of as many channels of x and of dy, mostly from L2, and the
+// products of a step take the tensor cores longer than that. Short runs are bound by their sums.
 #pragma once
 
 #include <algorithm>
@@ -25,6 +29,7 @@
 #include "cuda/conv/sm90/wgrad/wgrad.h"
 #include "cuda/core/context.h"
 #include "cuda/core/convert.cuh"
+#include "cuda/core/device.h"
 #include "cuda/core/divmod.h"
 #include "cuda/gemm/sm90.cuh"
 #include "cuda/gemm/sm90_epilogue.cuh"  // PackHalves
@@ -250,7 +255,7 @@ __device__ __forceinline__ void PutWgrad(const WgradLaunch& p, const WgradPlace&
 
 template <typename Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
-    WgmmaWgradKernel(const __grid_constant__ WgradLaunch p) {
+    Sm90WgradKernel(const __grid_constant__ WgradLaunch p) {
 #ifdef JAXCONV_SM90A
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   Sm90Ring<Tile> ring(SharedAddress(shared_bytes));
@@ -300,7 +305,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 // over one of kShares shares of the parts, in order; then the shares are added in order. Many parts
 // of few tiles want many shares. grid.x counts the blocks of a tile, grid.y the tiles (strided).
 template <typename Tile, int kShares>
-__global__ void __launch_bounds__(256) WgmmaWgradSumKernel(const __grid_constant__ WgradLaunch p) {
+__global__ void __launch_bounds__(256) Sm90WgradSumKernel(const __grid_constant__ WgradLaunch p) {
   constexpr int64_t kFours = int64_t(Tile::kTileM) * Tile::kTileN / 4;
   constexpr int kWidth = 256 / kShares;
   __shared__ float4 shares[kShares > 1 ? 256 : 1];
@@ -330,7 +335,7 @@ __global__ void __launch_bounds__(256) WgmmaWgradSumKernel(const __grid_constant
 // pairs write their last sums, which hides 2 to 3 us between the launches.
 template <typename Tile>
 __global__ void __launch_bounds__(256)
-    WgmmaWgradPairSumKernel(const __grid_constant__ WgradLaunch p) {
+    Sm90WgradPairSumKernel(const __grid_constant__ WgradLaunch p) {
   constexpr int64_t kFours = int64_t(Tile::kTileM) * Tile::kTileN / 4;
   constexpr unsigned kTiles = 2;
   __shared__ float4 shares[256];
@@ -380,37 +385,20 @@ using WgradTile = Sm90Tile<T, false, false, kBlocks, kTileN, false, false, 1, fa
 // Fills in the tile counts and launches both passes.
 template <typename Tile>
 Status LaunchSm90WgradTile(const Context& ctx, WgradLaunch& p, int multiprocessors,
-                           int64_t workspace_bytes, const std::string& what) {
+                           const std::string& what) {
   using Unit = WgradUnit<Tile>;
   const int64_t rows = int64_t(p.taps[0]) * p.taps[1] * p.taps[2] * p.channel_blocks * 64;
-  if (Unit::kSharesX && p.rank != 0) {
-    return Status::Unimplemented(what + ": this tile needs a 1x1 convolution of stride 1");
-  }
   p.tiles_m = int((rows + Unit::kRows - 1) / Unit::kRows);
   p.tiles_n = (p.n + Unit::kColumns - 1) / Unit::kColumns;
   p.tiles = int64_t(p.tiles_m) * p.tiles_n * p.instances;
-  if (p.tiles > (int64_t(1) << 30)) return Status::Unimplemented(what + ": more than 2^30 tiles");
   p.whole_tiles = p.parts == 1;
   if (p.whole_tiles) {
     p.parts = int(std::min<int64_t>(p.tiles, multiprocessors / Unit::kTiles));
   } else {
     p.parts = int(std::min(int64_t(p.parts), p.tiles * p.steps));  // no run is empty
   }
-  if (double(p.tiles) * double(p.steps) * double(p.parts) > 4e18) {
-    return Status::Unimplemented(what + ": tiles * steps * splits overflows 64 bits");
-  }
-  const int64_t needed =
-      p.whole_tiles ? 0
-                    : 2 * int64_t(p.parts) * Unit::kRows * Unit::kColumns * int64_t(sizeof(float));
-  if (workspace_bytes < needed) {
-    return Status::Invalid(what + ": needs a workspace of " + std::to_string(needed) +
-                           " bytes (2 * splits * tile rows * tile columns * 4), given " +
-                           std::to_string(workspace_bytes));
-  }
-  auto kernel = WgmmaWgradKernel<Tile>;
-  JAXCONV_RETURN_IF_ERROR(CudaStatus(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kSharedBytes),
-      what));
+  auto kernel = Sm90WgradKernel<Tile>;
+  JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
   const bool shared = !p.whole_tiles && p.tiles % p.parts != 0;
   const int blocks = Tile::kTileM * Tile::kTileN / 1024;
   const unsigned tiles = unsigned(std::min<int64_t>(p.tiles * Unit::kTiles, 65535));
@@ -434,44 +422,45 @@ Status LaunchSm90WgradTile(const Context& ctx, WgradLaunch& p, int multiprocesso
     config.dynamicSmemBytes = 0;
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
-    return CudaStatus(cudaLaunchKernelEx(&config, WgmmaWgradPairSumKernel<Tile>, p),
+    return CudaStatus(cudaLaunchKernelEx(&config, Sm90WgradPairSumKernel<Tile>, p),
                       what + " (sum of parts)");
   } else {
     kernel<<<p.parts, Tile::kThreads, Tile::kSharedBytes, ctx.stream>>>(p);
     JAXCONV_RETURN_IF_ERROR(LaunchStatus(what));
     if (!shared) return Status::Ok();
     if (p.parts > 8 * p.tiles) {
-      WgmmaWgradSumKernel<Tile, 8><<<dim3(blocks * 8, tiles), 256, 0, ctx.stream>>>(p);
+      Sm90WgradSumKernel<Tile, 8><<<dim3(blocks * 8, tiles), 256, 0, ctx.stream>>>(p);
     } else {
-      WgmmaWgradSumKernel<Tile, 1><<<dim3(blocks, tiles), 256, 0, ctx.stream>>>(p);
+      Sm90WgradSumKernel<Tile, 1><<<dim3(blocks, tiles), 256, 0, ctx.stream>>>(p);
     }
     return LaunchStatus(what + " (sum of parts)");
   }
 }
 
 template <typename T>
-Status LaunchSm90WgradByTile(const Context& ctx, WgradLaunch& p, Sm90TileName tile,
-                             int multiprocessors, int64_t workspace_bytes,
-                             const std::string& what) {
-#define JAXCONV_WGRAD_CASE(name, ...) \
-  case Sm90TileName::name:            \
-    return LaunchSm90WgradTile<__VA_ARGS__>(ctx, p, multiprocessors, workspace_bytes, what);
-  switch (tile) {
-    JAXCONV_WGRAD_CASE(k128x256, WgradTile<T, 1, 256>)
-    JAXCONV_WGRAD_CASE(k256x64, WgradTile<T, 2, 64>)
-    JAXCONV_WGRAD_CASE(k128x320, WgradTile<T, 1, 320>)
-    JAXCONV_WGRAD_CASE(k256x128s, WgradTile<T, 1, 256, true>)
-    JAXCONV_WGRAD_CASE(k64x256, Sm90Alternate<T, false, false, 256>)
-    JAXCONV_WGRAD_CASE(k256x256Pair, Sm90Pair<WgradTile<T, 1, 256>, true>)
-    JAXCONV_WGRAD_CASE(k256x128Pair, Sm90Pair<WgradTile<T, 1, 128>, true>)
-    JAXCONV_WGRAD_CASE(k128x256Pair, Sm90Pair<WgradTile<T, 1, 128>, false>)
-    JAXCONV_WGRAD_CASE(k256x64Pair, Sm90Pair<WgradTile<T, 1, 64>, true>)
-    JAXCONV_WGRAD_CASE(k64x256Pair, Sm90Pair<Sm90Alternate<T, false, false, 128>, false>)
-    default:
-      break;
+Status LaunchSm90WgradByTile(const Context& ctx, WgradLaunch& p, WgradKernel kernel, TileSize tile,
+                             int multiprocessors, const std::string& what) {
+#define JAXCONV_WGRAD_CASE(rows, columns, ...) \
+  if (tile == TileSize{rows, columns})         \
+    return LaunchSm90WgradTile<__VA_ARGS__>(ctx, p, multiprocessors, what);
+  if (kernel == WgradKernel::kWgrad) {
+    JAXCONV_WGRAD_CASE(128, 256, WgradTile<T, 1, 256>)
+    JAXCONV_WGRAD_CASE(256, 64, WgradTile<T, 2, 64>)
+    JAXCONV_WGRAD_CASE(128, 320, WgradTile<T, 1, 320>)
+    JAXCONV_WGRAD_CASE(64, 256, Sm90Alternate<T, false, false, 256>)
+  }
+  if (kernel == WgradKernel::kSwapped) {
+    JAXCONV_WGRAD_CASE(256, 128, WgradTile<T, 1, 256, true>)
+  }
+  if (kernel == WgradKernel::kPair) {
+    JAXCONV_WGRAD_CASE(256, 256, Sm90Pair<WgradTile<T, 1, 256>, true>)
+    JAXCONV_WGRAD_CASE(256, 128, Sm90Pair<WgradTile<T, 1, 128>, true>)
+    JAXCONV_WGRAD_CASE(128, 256, Sm90Pair<WgradTile<T, 1, 128>, false>)
+    JAXCONV_WGRAD_CASE(256, 64, Sm90Pair<WgradTile<T, 1, 64>, true>)
+    JAXCONV_WGRAD_CASE(64, 256, Sm90Pair<Sm90Alternate<T, false, false, 128>, false>)
   }
 #undef JAXCONV_WGRAD_CASE
-  return Status::Unimplemented(what + ": no such tile");
+  return Status::Internal(what + ": no launcher");
 }
 
 }  // namespace jaxconv::cuda

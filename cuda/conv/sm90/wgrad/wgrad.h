@@ -6,7 +6,10 @@
 #include <cstdint>
 #include <string>
 
+#include "common/plan.h"
+#include "common/problem.h"
 #include "common/status.h"
+#include "cuda/conv/sm90/wgrad/domain.h"
 #include "cuda/core/context.h"
 #include "cuda/gemm/sm90_product.h"
 
@@ -37,12 +40,18 @@ struct WgradLaunch {
   int shares;  // of a tile's parts, in the pairs' second pass
 };
 
-Status LaunchSm90WgradBf16(const Context& ctx, WgradLaunch& p, Sm90TileName tile,
-                           int multiprocessors, int64_t workspace_bytes, const std::string& what);
-Status LaunchSm90WgradF16(const Context& ctx, WgradLaunch& p, Sm90TileName tile,
-                          int multiprocessors, int64_t workspace_bytes, const std::string& what);
+// tile: of both CTAs of a pair.
+Status LaunchSm90WgradBf16(const Context& ctx, WgradLaunch& p, WgradKernel kernel, TileSize tile,
+                           int multiprocessors, const std::string& what);
+Status LaunchSm90WgradF16(const Context& ctx, WgradLaunch& p, WgradKernel kernel, TileSize tile,
+                          int multiprocessors, const std::string& what);
 // float32 from operands of three bfloat16 terms.
-Status LaunchSm90WgradFloat(const Context& ctx, WgradLaunch& p, Sm90TileName tile,
-                            int multiprocessors, int64_t workspace_bytes, const std::string& what);
+Status LaunchSm90WgradFloat(const Context& ctx, WgradLaunch& p, WgradKernel kernel, TileSize tile,
+                            int multiprocessors, const std::string& what);
+
+// wgrad, wgrad_swapped and wgrad_pair, for a plan that was confirmed.
+Status Sm90WgradOf(const Context& ctx, const ConvProblem& p, WgradKernel kernel, const Plan& plan,
+                   const void* x, const void* dy, void* dw, Workspace workspace,
+                   const std::string& what);
 
 }  // namespace jaxconv::cuda

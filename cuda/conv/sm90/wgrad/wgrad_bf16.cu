@@ -3,9 +3,9 @@
 
 namespace jaxconv::cuda {
 
-Status LaunchSm90WgradBf16(const Context& ctx, WgradLaunch& p, Sm90TileName tile,
-                           int multiprocessors, int64_t workspace_bytes, const std::string& what) {
-  return LaunchSm90WgradByTile<__nv_bfloat16>(ctx, p, tile, multiprocessors, workspace_bytes, what);
+Status LaunchSm90WgradBf16(const Context& ctx, WgradLaunch& p, WgradKernel kernel, TileSize tile,
+                           int multiprocessors, const std::string& what) {
+  return LaunchSm90WgradByTile<__nv_bfloat16>(ctx, p, kernel, tile, multiprocessors, what);
 }
 
 }  // namespace jaxconv::cuda

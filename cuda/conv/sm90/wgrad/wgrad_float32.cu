@@ -3,20 +3,18 @@
 
 namespace jaxconv::cuda {
 
-Status LaunchSm90WgradFloat(const Context& ctx, WgradLaunch& p, Sm90TileName tile,
-                            int multiprocessors, int64_t workspace_bytes, const std::string& what) {
-#define JAXCONV_SM90_CASE(name, tile_n)                                                            \
-  case Sm90TileName::name:                                                                         \
-    return LaunchSm90WgradTile<Sm90Tile<__nv_bfloat16, false, false, 1, tile_n, false, false, 3>>( \
-        ctx, p, multiprocessors, workspace_bytes, what);
-  switch (tile) {
-    JAXCONV_SM90_CASE(k128x128, 128)
-    JAXCONV_SM90_CASE(k128x64, 64)
-    default:
-      break;
+Status LaunchSm90WgradFloat(const Context& ctx, WgradLaunch& p, WgradKernel, TileSize tile,
+                            int multiprocessors, const std::string& what) {
+#define JAXCONV_SM90_CASE(rows, columns)                                     \
+  if (tile == TileSize{rows, columns}) {                                     \
+    return LaunchSm90WgradTile<                                              \
+        Sm90Tile<__nv_bfloat16, false, false, 1, columns, false, false, 3>>( \
+        ctx, p, multiprocessors, what);                                      \
   }
+  JAXCONV_SM90_CASE(128, 128)
+  JAXCONV_SM90_CASE(128, 64)
 #undef JAXCONV_SM90_CASE
-  return Status::Unimplemented(what + ": no such tile in float32");
+  return Status::Internal(what + ": no launcher");
 }
 
 }  // namespace jaxconv::cuda

@@ -4,11 +4,11 @@
 //   dw[(tap, c), k] = sum over places v of x[v at tap, c] * dy[v, k]    for each group
 //
 // wgmma reads TF32 k-major, and here both operands have the reduction, the places, as their slow
-// axis. x goes through registers: a thread loads what its rows need from the pixels as the copy engine
-// left them, from any place on, so that all taps read one buffer. dy is transposed once, by a warpgroup
+// axis. x goes through registers: a thread loads what its rows need from the pixels as TMA left
+// them, from any place on, so that all taps read one buffer. dy is transposed once, by a warpgroup
 // of its own, for all rows of the tile.
 //
-// Places are a line: every pixel of dy in order. A halo tile's have gaps after rows and images
+// Places are a line: every pixel of dy in order. sm90/halo's have gaps after rows and images
 // (sm90/halo/halo.cuh), and all its taps read one strip of x: tap (r, s) of a plane of the filter reads
 // place v + r * row_shift + s. Other tiles' blocks of rows have a strip each. A strip is a ring of
 // slots, of 32 or 64 places x 64 channels.
@@ -28,6 +28,7 @@
 #include <type_traits>
 
 #include "cuda/conv/sm90/wgrad/sums.cuh"
+#include "cuda/core/device.h"
 #include "cuda/core/divmod.h"
 #include "cuda/gemm/sm90.cuh"
 #include "cuda/gemm/sm90_split.cuh"
@@ -42,7 +43,7 @@ struct Tf32Tile {
   static constexpr int kGroups = kGroups_, kBlocks = kBlocks_, kN = kN_, kTerms = kTerms_;
   static constexpr bool kHalo = kGroups == 3;
   static constexpr int kTileBlocks = kGroups * kBlocks;
-  // The first warpgroup serves the others: a thread of each of its first warps has the copy engine
+  // The first warpgroup serves the others: a thread of each of its first warps has TMA
   // fetch x (each some of the halves of 32 channels) or dy, and kTurners threads transpose (terms:
   // split) dy. With two groups that multiply there is room for another one that transposes; terms
   // need its registers.
@@ -63,8 +64,8 @@ struct Tf32Tile {
   static constexpr int kFixedBytes = kRawBytes + kTurned * kTurnedBytes;
 };
 
-constexpr int kMaxRing = 32;
-constexpr int kBarrierBytes = (2 * kMaxRing + 32) * 8;
+constexpr int kMaxRing = kTf32MaxRing;
+constexpr int kBarrierBytes = kTf32BarrierBytes;
 
 JAXCONV_HD int64_t RunBegin(const Tf32Wgrad& p, int part) {
   const int64_t total = p.whole_tiles ? p.tiles : p.tiles * p.steps;
@@ -714,7 +715,10 @@ __global__ void __launch_bounds__(256)
 }
 
 template <typename Tile>
-Status Prepare(Tf32Wgrad& p, const std::string& what) {
+void Prepare(Tf32Wgrad& p) {
+  static_assert(!Tile::kHalo ||
+                (Tile::kFixedBytes == kTf32HaloFixedBytes &&
+                 Tile::kElements == int64_t(kTf32HaloTile.rows) * kTf32HaloTile.columns));
   p.blocks = p.taps[0] * p.taps[1] * p.taps[2] * p.channel_blocks;
   if (p.halo) {
     p.tiles_m = p.channel_blocks * p.taps[2];
@@ -723,43 +727,26 @@ Status Prepare(Tf32Wgrad& p, const std::string& what) {
   }
   p.strips = Tile::kHalo ? 1 : std::min(Tile::kTileBlocks, p.blocks);
   p.reach = Tile::kHalo ? 2 * (p.row_shift + 1) : 0;
-  // A warpgroup asks for a step and the next before it frees a slot of the step's. One more is fetched.
   const int lines = (kSm90SharedBytes - Tile::kFixedBytes - kBarrierBytes) / (p.strips * 256);
-  const auto least = [&](int slot) { return (kTf32Step + slot + p.reach + slot - 1) / slot; };
+  const auto least = [&](int slot) { return Tf32LeastRing(slot, p.reach); };
   p.slot = Tile::kN == 64 && Tile::kTerms == 1 && lines / 64 > least(64) ? 64 : 32;
   p.ring = std::min(lines / p.slot, kMaxRing);
-  if (p.ring < least(p.slot)) {
-    return Status::Unimplemented(what + ": the filter reaches " + std::to_string(p.reach) +
-                                 " places, too far for shared memory");
-  }
-  return Status::Ok();
 }
 
 template <typename Tile>
-Status Launch(const Context& ctx, Tf32Wgrad& p, int multiprocessors, int64_t workspace_bytes,
-              const std::string& what) {
+Status Launch(const Context& ctx, Tf32Wgrad& p, int multiprocessors, const std::string& what) {
   p.tiles_n = (p.n + Tile::kN - 1) / Tile::kN;
   p.tiles = int64_t(p.tiles_m) * p.tiles_n * p.instances;
-  if (p.tiles > (int64_t(1) << 30)) return Status::Unimplemented(what + ": more than 2^30 tiles");
   p.whole_tiles = p.parts == 1;
   if (p.whole_tiles) {
     p.parts = int(std::min<int64_t>(p.tiles, multiprocessors));
   } else {
     p.parts = int(std::min(int64_t(p.parts), p.tiles * p.steps));  // no run is empty
   }
-  if (double(p.tiles) * double(p.steps) * double(p.parts) > 4e18) {
-    return Status::Unimplemented(what + ": tiles * steps * splits overflows 64 bits");
-  }
   for (int i = 0; i < 3; ++i) p.by_extent[i] = FastDiv(p.extent[i]);
-  const int64_t needed = p.whole_tiles ? 0 : 2 * int64_t(p.parts) * Tile::kElements * 4;
-  if (workspace_bytes < needed) {
-    return Status::Invalid(what + ": needs a workspace of " + std::to_string(needed) +
-                           " bytes, given " + std::to_string(workspace_bytes));
-  }
   const int shared = Tile::kFixedBytes + p.strips * p.ring * p.slot * 256 + kBarrierBytes;
   auto kernel = Tf32WgradKernel<Tile>;
-  JAXCONV_RETURN_IF_ERROR(CudaStatus(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), what));
+  JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
   kernel<<<unsigned(p.parts), Tile::kThreads, shared, ctx.stream>>>(p);
   JAXCONV_RETURN_IF_ERROR(LaunchStatus(what));
   if (p.whole_tiles) return Status::Ok();
@@ -777,27 +764,27 @@ Status Launch(const Context& ctx, Tf32Wgrad& p, int multiprocessors, int64_t wor
 
 }  // namespace tf32
 
-#define JAXCONV_TF32_TILES(call)                                                         \
-  if (p.terms) {                                                                         \
-    if (tile == "256x128") return call(tf32::Tf32Tile<2, 2, 128, 3>);                    \
-    if (tile == "256x64" || tile == "256x64s") return call(tf32::Tf32Tile<2, 2, 64, 3>); \
-    return Status::Unimplemented(what + ": no such tile in float32");                    \
-  }                                                                                      \
-  if (tile == "halo") return call(tf32::Tf32Tile<3, 3, 64>);                             \
-  if (tile == "256x128") return call(tf32::Tf32Tile<2, 2, 128>);                         \
-  if (tile == "128x256") return call(tf32::Tf32Tile<2, 1, 256>);                         \
-  if (tile == "256x64") return call(tf32::Tf32Tile<2, 2, 64>);                           \
-  return Status::Unimplemented(what + ": no such tile in TF32");
+#define JAXCONV_TF32_TILES(call)                                               \
+  if (p.terms) {                                                               \
+    if (tile == TileSize{256, 128}) return call(tf32::Tf32Tile<2, 2, 128, 3>); \
+    if (tile == TileSize{256, 64}) return call(tf32::Tf32Tile<2, 2, 64, 3>);   \
+  } else {                                                                     \
+    if (tile == kTf32HaloTile) return call(tf32::Tf32Tile<3, 3, 64>);          \
+    if (tile == TileSize{256, 128}) return call(tf32::Tf32Tile<2, 2, 128>);    \
+    if (tile == TileSize{128, 256}) return call(tf32::Tf32Tile<2, 1, 256>);    \
+    if (tile == TileSize{256, 64}) return call(tf32::Tf32Tile<2, 2, 64>);      \
+  }                                                                            \
+  return Status::Internal(what + ": no launcher");
 
-Status PrepareTf32Wgrad(Tf32Wgrad& p, std::string_view tile, const std::string& what){
-#define JAXCONV_CALL(...) tf32::Prepare<__VA_ARGS__>(p, what)
+Status PrepareTf32Wgrad(Tf32Wgrad& p, TileSize tile, const std::string& what){
+#define JAXCONV_CALL(...) (tf32::Prepare<__VA_ARGS__>(p), Status::Ok())
     JAXCONV_TF32_TILES(JAXCONV_CALL)
 #undef JAXCONV_CALL
 }
 
-Status LaunchTf32Wgrad(const Context& ctx, Tf32Wgrad& p, std::string_view tile, int multiprocessors,
-                       int64_t workspace_bytes, const std::string& what) {
-#define JAXCONV_CALL(...) tf32::Launch<__VA_ARGS__>(ctx, p, multiprocessors, workspace_bytes, what)
+Status LaunchTf32Wgrad(const Context& ctx, Tf32Wgrad& p, TileSize tile, int multiprocessors,
+                       const std::string& what) {
+#define JAXCONV_CALL(...) tf32::Launch<__VA_ARGS__>(ctx, p, multiprocessors, what)
   JAXCONV_TF32_TILES(JAXCONV_CALL)
 #undef JAXCONV_CALL
 }

@@ -6,15 +6,15 @@
 
 #include <cstdint>
 #include <string>
-#include <string_view>
 
+#include "common/plan.h"
+#include "common/problem.h"
 #include "common/status.h"
+#include "cuda/conv/sm90/wgrad/domain.h"
 #include "cuda/core/context.h"
 #include "cuda/core/divmod.h"
 
 namespace jaxconv::cuda {
-
-inline constexpr int kTf32Step = 32;  // places
 
 // Axes are W, H, D.
 struct Tf32Wgrad {
@@ -53,11 +53,15 @@ struct Tf32Wgrad {
 };
 
 // What depends on the tile; the descriptors' boxes then have p.slot places.
-Status PrepareTf32Wgrad(Tf32Wgrad& p, std::string_view tile, const std::string& what);
+Status PrepareTf32Wgrad(Tf32Wgrad& p, TileSize tile, const std::string& what);
 
-// tile: "halo" (9 taps of 64 channels x 64), "256x128", "256x64", "128x256"; terms have "256x128",
-// "256x64" and "256x64s", which is swapped.
-Status LaunchTf32Wgrad(const Context& ctx, Tf32Wgrad& p, std::string_view tile, int multiprocessors,
-                       int64_t workspace_bytes, const std::string& what);
+// p.halo: kTf32HaloTile, 9 taps of 64 channels x 64; otherwise those of domain.h.
+Status LaunchTf32Wgrad(const Context& ctx, Tf32Wgrad& p, TileSize tile, int multiprocessors,
+                       const std::string& what);
+
+// wgrad_tf32, wgrad_terms and wgrad_terms_swapped, and with WgradKernel::kNone sm90/halo, for a plan that was confirmed.
+Status Sm90WgradTf32(const Context& ctx, const ConvProblem& p, WgradKernel kernel, const Plan& plan,
+                     const void* x, const void* dy, void* dw, Workspace workspace,
+                     const std::string& what);
 
 }  // namespace jaxconv::cuda

@@ -10,14 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import numpy_reference as ref
 import pytest
-from cases import WGMMA_CASES, ConvCase, _case
+from cases import SM90_CASES, ConvCase, _case
 from helpers import DEVICE, integers, normal
 from tolerance import assert_exact
 
 import jaxconv
+from jaxconv import _plan, conv
 from jaxconv._plan import sm90
 
-pytestmark = pytest.mark.skipif(DEVICE.compute_capability != (9, 0), reason="wgmma is Hopper's")
+pytestmark = pytest.mark.skipif(DEVICE.compute_capability != (9, 0), reason="sm90 is Hopper's")
 
 CASES = {
     case.name: case
@@ -64,23 +65,24 @@ def test_integers_of_several_terms_are_exact(name, precision):
             assert_exact(actual[op], getattr(ref, op)(case, *(values[n] for n in OPERANDS[op])), f"{op} of {name}")
 
 
-@pytest.mark.parametrize("tile", sm90.TF32_WGRAD_TILES)
-@pytest.mark.parametrize("case", WGMMA_CASES, ids=lambda case: case.name)
-def test_tf32_is_exact_and_so_is_every_tile_of_a_weight_gradient(case, tile, monkeypatch):
-    """Whatever the plan would take: a tile runs what it claims to."""
+FORCED = [f"sm90/{kernel} {tile}".strip() for kernel, tile in (*sm90.PRODUCTS, *sm90.HALOS, *sm90.WGRADS)]
+OPS = {"fprop": conv.fprop, "dgrad": conv.dgrad, "wgrad": conv.wgrad}
 
-    def forced(p: Any) -> str:
-        return tile if sm90.wgmma_tile_refusal("conv_wgrad", tile, p) is None else planned(p)
 
-    planned = sm90._tf32_wgrad_tile
-    monkeypatch.setattr(sm90, "_tf32_wgrad_tile", forced)
-    x, w, dy = (
-        integers(i, s, most) for i, (s, most) in enumerate(zip(shapes(case).values(), (1000, 1, 1), strict=True))
-    )
-    values = {"x": x, "w": w, "dy": dy}
-    for op, result in trio(case, x, w, dy, algorithm="sm90").items():
-        expected = getattr(ref, op)(case, *(values[n] for n in OPERANDS[op]))
-        assert_exact(result, expected, f"{op} of {case.name}, {tile}")
+@pytest.mark.parametrize("precision", ["default", "highest"])
+@pytest.mark.parametrize("kernel", FORCED)
+@pytest.mark.parametrize("case", SM90_CASES, ids=lambda case: case.name)
+def test_every_tile_is_exact(case, kernel, precision):
+    """Of fprop, dgrad and wgrad those that have it: a tile runs what it claims to."""
+    p = case.problem("float32", algorithm=kernel, precision=precision)
+    given = {n: integers(i, s, 1000 if i == 0 else 1) for i, (n, s) in enumerate(shapes(case).items())}
+    has = [op for op in OPS if _plan.supports(f"conv_{op}", kernel, p, DEVICE) is None]
+    if not has:
+        pytest.skip("outside its domain")
+    for op in has:
+        args = [given[name] for name in OPERANDS[op]]
+        result = jax.jit(functools.partial(OPS[op], p))(*(jnp.asarray(a, "float32") for a in args))
+        assert_exact(result, getattr(ref, op)(case, *args), f"{op} of {case.name}, {kernel}")
 
 
 @pytest.mark.parametrize("name", ["columns", "strided", "dilated", "pointwise"])

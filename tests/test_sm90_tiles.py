@@ -12,22 +12,26 @@ import jax.numpy as jnp
 import numpy as np
 import numpy_reference as ref
 import pytest
-from cases import WGMMA_CASES, ConvCase
+from cases import SM90_CASES, ConvCase
 from helpers import DEVICE, NAMED_ACTIVATIONS, calls, integers, label, normal, same_bits
+from jax import lax
 from tolerance import assert_close, assert_exact
 
 import jaxconv
-from jaxconv import _native
-from jaxconv._plan import dense, sm90
+from jaxconv import _native, _plan, conv
+from jaxconv._plan import sm90
+from jaxconv._problem import ConvProblem, DenseProblem
 
 pytestmark = pytest.mark.skipif(
     DEVICE.compute_capability != (9, 0) or _native.missing(DEVICE.platform) is not None,
     reason="needs a GPU of compute capability 9.0 and its kernels",
 )
 
+FORCED = [f"sm90/{kernel} {tile}".strip() for kernel, tile in (*sm90.PRODUCTS, *sm90.HALOS, *sm90.WGRADS)]
+FORCED_DENSE = [*(f"sm90/{kernel} {tile}" for kernel, tile in sm90.PRODUCTS), "sm90/rows 64x128"]
 OPERANDS = {"conv_fprop": ("x", "w"), "conv_dgrad": ("dy", "w"), "conv_wgrad": ("x", "dy")}
-BY_NAME = {case.name: case for case in WGMMA_CASES}
-over_cases = pytest.mark.parametrize("case", WGMMA_CASES, ids=lambda case: case.name)
+BY_NAME = {case.name: case for case in SM90_CASES}
+over_cases = pytest.mark.parametrize("case", SM90_CASES, ids=lambda case: case.name)
 over_dtypes = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 
 
@@ -72,35 +76,36 @@ def test_the_planned_tiles_are_exact(case, dtype):
         assert_exact(result, expected(op, case), f"{op} of {case.name} ({case.why})")
 
 
-@pytest.mark.parametrize("tile", sm90.WGMMA_TILES)
+@pytest.mark.parametrize("kernel", FORCED)
 @over_cases
-def test_every_tile_is_exact(case, tile, monkeypatch):
-    """Whatever the plan would take: a tile runs what it claims to."""
-
-    def forced(op: str, problem: Any, device: Any) -> str:
-        return tile if sm90.wgmma_tile_refusal(op, tile, problem) is None else planned(op, problem, device)
-
-    planned = sm90.wgmma_conv_tile
-    monkeypatch.setattr(sm90, "wgmma_conv_tile", forced)
-    for op, result in trio(case)(*arrays(case, 1, "x w dy", "bfloat16")).items():
-        assert_exact(result, expected(op, case), f"{op} of {case.name}, {tile}")
+def test_every_tile_is_exact(case, kernel):
+    """Of fprop, dgrad and wgrad those that have it: a tile runs what it claims to."""
+    p = case.problem("bfloat16", algorithm=kernel)
+    has = [op for op in OPERANDS if _plan.supports(op, kernel, p, DEVICE) is None]
+    if not has:
+        pytest.skip("outside its domain")
+    for op in has:
+        f = jax.jit(functools.partial(getattr(conv, op.removeprefix("conv_")), p))
+        args = arrays(case, 1, " ".join(OPERANDS[op]), "bfloat16")
+        assert calls(f, *args) == {op: 1}
+        assert_exact(f(*args), expected(op, case), f"{op} of {case.name}, {kernel}")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_groups_that_take_turns_keep_together_over_many_short_tiles(dtype, monkeypatch):
+def test_groups_that_take_turns_keep_together_over_many_short_tiles(dtype):
     """Dozens of tiles for each CTA, three of four of which no tap reaches: a warp that lags must not miss its turn."""
-
-    def turns(op: str, problem: Any, device: Any) -> str:
-        return planned(op, problem, device) if op == "conv_wgrad" else "128x128"
-
-    planned = sm90.wgmma_conv_tile
-    monkeypatch.setattr(sm90, "wgmma_conv_tile", turns)
     x, dy = np.zeros((256, 64, 64, 8)), integers(0, (256, 32, 32, 8), 1)
     w = integers(1, (1, 1, 8, 8), 1)
-    f = functools.partial(jaxconv.conv2d, stride=2, algorithm="sm90")
-    y, back = jax.vjp(jax.jit(f), jnp.asarray(dy.repeat(2, 1).repeat(2, 2), dtype), jnp.asarray(w, dtype))
+    wide = jax.ShapeDtypeStruct(x.shape, dtype), jax.ShapeDtypeStruct(w.shape, dtype)
+    options = dict(stride=2, padding="SAME", dilation=1, groups=1, layout="NHWC", precision=None, activation=None)
+    options |= dict(return_preactivation=False, implementation=None, algorithm="sm90/product 128x128")
+    p = ConvProblem.infer("conv2d", 2, *wide, None, **options)
+    y = jax.jit(functools.partial(conv.fprop, p))(
+        jnp.asarray(dy.repeat(2, 1).repeat(2, 2), dtype), jnp.asarray(w, dtype)
+    )
+    dx = jax.jit(functools.partial(conv.dgrad, p))(jnp.asarray(dy, dtype), jnp.asarray(w, dtype))
     x[:, ::2, ::2] = dy @ w[0, 0].T
-    assert_exact(jax.jit(back)(jnp.asarray(dy, dtype))[0], x, "dx")
+    assert_exact(dx, x, "dx")
     assert_exact(y, dy @ w[0, 0], "y")
 
 
@@ -196,19 +201,18 @@ def test_dense_is_exact(size, c, dtype):
         assert_exact(dw, x.T @ dy, "dw")
 
 
-@pytest.mark.parametrize("tile", sm90.WGMMA_DENSE_TILES)
+@pytest.mark.parametrize("kernel", FORCED_DENSE)
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_every_tile_of_dense_is_exact(size, tile, monkeypatch):
+def test_every_tile_of_dense_is_exact(size, kernel):
     m, k, n = size
-    refusal = sm90.resident_refusal(tile, n, k, 1) if tile in sm90.RESIDENT_TILES else None
-    if refusal:
-        pytest.skip(f"the plan never takes {tile} here: {refusal}")
     x, w = integers(0, (m, k), 1), integers(1, (k, n), 1)
     x[:, np.arange(k) % max(1, k // 64) != 0] = 0
-    parts = min(3, -(-k // 64)) if tile == "64x128" else 1
-    monkeypatch.setattr(dense, "wgmma_dense_tile", lambda p, device: (tile, parts))
-    y = jax.jit(functools.partial(jaxconv.dense, algorithm="sm90"))(*(jnp.asarray(a, "bfloat16") for a in (x, w)))
-    assert_exact(y, x @ w, tile)
+    p = DenseProblem("dense", "bfloat16", m, k, n, (lax.Precision.DEFAULT,) * 2)
+    refusal = _plan.supports("dense", kernel, p, DEVICE)
+    if refusal:
+        pytest.skip(f"{kernel} does not have it: {refusal}")
+    y = jax.jit(functools.partial(jaxconv.dense, algorithm=kernel))(*(jnp.asarray(a, "bfloat16") for a in (x, w)))
+    assert_exact(y, x @ w, kernel)
 
 
 @over_dtypes

@@ -1,0 +1,191 @@
+// What the sm90 kernels can run, and their workspaces. Host C++17 without CUDA headers (cuda/domain.h).
+//
+//   product, product_swapped, resident    fprop, dgrad: implicit matrix products (gemm/sm90_tiles.h)
+//   statistics                            fprop in 16 bit with the mean and variance of its results
+//   halo, halo_stream, halo_3d            pixels fetched once for all taps (halo/domain.h and so on)
+//   wgrad, ...                            wgrad/domain.h
+//
+// All need compute capability 9.0; channels_last; float32, bfloat16, float16; C/G and K/G multiples of 8, with more than
+// one group the channels summed over multiples of 64; and walks that TMA can say (core/tma_walk.h): on each axis from the
+// first one that does anything on
+//   fprop, wgrad: stride in [1, 8]; -pad and (out - 1)*stride - pad + 1 - in in [-e, e), (filter - 1)*dilation < f
+//   dgrad: the same of the stride-1 walks over dy of its phases (common/dgrad_phases.h), the product of the strides at most 8
+// with e = 32768, 128, 16 and f = 65535, 255, 31 by the number of axes. A 1x1 of stride 1 needs none of this.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <string>
+#include <string_view>
+
+#include "cuda/conv/common/domain.h"
+#include "cuda/conv/sm90/geometry.h"
+#include "cuda/conv/sm90/halo/domain.h"
+#include "cuda/conv/sm90/halo_3d/domain.h"
+#include "cuda/conv/sm90/halo_stream/domain.h"
+#include "cuda/conv/sm90/wgrad/domain.h"
+#include "cuda/domain.h"
+#include "cuda/gemm/sm90_tiles.h"
+
+namespace jaxconv::cuda::conv::sm90 {
+
+// Of dgrad, where p's strides are at most kSm90Phases together.
+inline std::string RefuseDgradWalks(const ConvProblem& p) {
+  for (int d = 0; d < 3; ++d) {
+    const DgradAxis axis = MakeDgradAxis(p, d);
+    for (int residue = 0; residue < axis.residues; ++residue) {
+      const DgradWalk a = MakeDgradWalk(axis, residue);
+      if (a.taps == 0) continue;
+      // One axis at a time: the others' walks do nothing.
+      TmaWalk walk = {{0, 0, 0}, {1, 1, 1}, {1, 1, 1}};
+      int64_t extent[3] = {1, 1, 1}, taps[3] = {1, 1, 1}, step[3] = {0, 0, 0};
+      const int i = 2 - d;
+      walk.first[i] = a.first;
+      walk.count[i] = a.rows;
+      extent[d] = p.out[d];
+      taps[i] = a.taps;
+      step[i] = a.step;
+      if (i < Rank(p) - 2) {
+        std::string why = RefuseImages(Rank(p), extent, walk, taps, step);
+        if (!why.empty()) return why;
+      }
+    }
+  }
+  return "";
+}
+
+inline std::string RefuseAll(ConvOp op, const ConvProblem& p, const Device& device) {
+  const bool dgrad = op == ConvOp::kDgrad || op == ConvOp::kDgradAdd;
+  if (!device.sm90()) return "it needs a GPU of compute capability 9.0";
+  if (!p.channels_last) return "it needs channels-last arrays";
+  const int64_t c = p.group_c(), k = p.group_k();
+  if (c % 8 != 0 || k % 8 != 0) {
+    return "it needs multiples of 8 channels a group, got " + std::to_string(c) + " and " +
+           std::to_string(k);
+  }
+  const double strides = double(p.stride[0]) * double(p.stride[1]) * double(p.stride[2]);
+  if (p.groups > 1 && ((dgrad ? k : c) % 64 != 0 || (dgrad && strides > 1 && c % 64 != 0))) {
+    return "with groups it needs multiples of 64 channels a group, got " + std::to_string(c) +
+           " and " + std::to_string(k);
+  }
+  for (int i = 0; i < 3; ++i) {
+    // Room for sums of coordinates in an int.
+    if (double(p.filter[i]) * double(p.dilation[i]) + double(std::llabs(p.pad[i])) +
+            double(p.out[i]) * double(p.stride[i]) + double(p.in[i]) + double(p.stride[i]) >=
+        double(kCoordLimit)) {
+      return "its coordinates must stay below 2^30";
+    }
+  }
+  const double terms = p.dtype == DType::kF32 ? 3 : 1;  // a coordinate counts those of all terms
+  const double rows = double(p.n) * std::max(double(p.in_size()), double(p.out_size()));
+  const double depth = double(p.filter_size()) * double(std::max(p.c, p.k));
+  if (terms * std::max(rows, depth) > double(kSm90Pixels)) {
+    return "it needs fewer than 2^31 pixels and filter elements per channel, in float32 a third of "
+           "that";
+  }
+  if (op == ConvOp::kStatistics) {
+    if (p.dtype == DType::kF32) return "its epilogue sums up bfloat16 and float16 results only";
+    if (CeilDivide(k, 64) * p.groups > device.multiprocessors) {
+      return "with statistics a multiprocessor must have a column of tiles of its own, got " +
+             std::to_string(p.k) + " channels";
+    }
+  }
+  if (op == ConvOp::kDgradAdd && p.dtype == DType::kF32) return "in float32 it takes no addend";
+  if (Plain(p)) return "";
+  if (dgrad) {
+    if (strides > kSm90Phases) return "it needs strides of at most 8 together";
+    return RefuseDgradWalks(p);
+  }
+  const int64_t taps[3] = {p.filter[2], p.filter[1], p.filter[0]};
+  const int64_t step[3] = {p.dilation[2], p.dilation[1], p.dilation[0]};
+  return RefuseImages(Rank(p), p.in, InputWalk(p), taps, step);
+}
+
+// Tiles of all phases of a product in `tile` times blocks of 128 bytes of k.
+inline std::string RefuseProductTiles(ConvOp op, const ConvProblem& p, TileSize tile) {
+  const bool dgrad = op == ConvOp::kDgrad || op == ConvOp::kDgradAdd;
+  const int64_t depth = p.dtype == DType::kF32 && !p.full_float32 ? 32 : 64;
+  double phases = 1;
+  for (int i = 0; dgrad && i < 3; ++i) phases *= double(std::min(p.stride[i], p.in[i]));
+  // A phase has at most as many rows of tiles as its share, and one more.
+  const double rows = double(p.n) * double(dgrad ? p.in_size() : p.out_size());
+  const double tiles = (rows / tile.rows + phases) *
+                       double(CeilDivide(dgrad ? p.group_c() : p.group_k(), tile.columns)) *
+                       double(p.groups);
+  return RefuseSm90Tiles(tiles, CeilDivide(dgrad ? p.group_k() : p.group_c(), depth));
+}
+
+inline std::string RefuseProduct(ConvOp op, const ConvProblem& p, const Plan& plan,
+                                 const Device& device) {
+  const std::string_view member = MemberOf(plan.kernel);
+  const Sm90Choice choice = ReadSm90Choice(member, plan.tile);
+  if (choice.kernel == Sm90Kernel::kNone || choice.kernel == Sm90Kernel::kRows)
+    return "there is no such kernel";
+  if (op == ConvOp::kWgrad) return "it makes no weight gradients";
+  if (op == ConvOp::kStatistics) return "it makes no statistics";
+  if (op == ConvOp::kDgradAdd && choice.kernel == Sm90Kernel::kProductSwapped)
+    return std::string(plan.kernel) + " takes no addend";
+  std::string why = RefuseSm90Tile(choice.kernel, plan.tile, p.dtype, p.full_float32);
+  if (!why.empty() || plan.tile.empty()) return why;
+  why = RefuseProductTiles(op, p, choice.tile);
+  if (!why.empty() || choice.kernel != Sm90Kernel::kResident) return why;
+  if (!Plain(p)) return "it needs a 1x1 convolution of stride 1";
+  const bool fprop = op == ConvOp::kFprop;
+  return RefuseResident(choice.tile, fprop ? p.group_k() : p.group_c(),
+                        fprop ? p.group_c() : p.group_k(), p.groups, device);
+}
+
+// `p` is folded (FoldPatches).
+inline std::string Refusal(ConvOp op, const ConvProblem& p, const Plan& plan,
+                           const Device& device) {
+  const std::string_view member = MemberOf(plan.kernel);
+  if (std::string why = RefuseAll(op, p, device); !why.empty()) return why;
+  const WgradKernel wgrad = ReadWgradKernel(member);
+  const bool halo = member == "halo" || member == "halo_stream" || member == "halo_3d";
+  if (plan.splits > (op == ConvOp::kWgrad ? kWgradSplits : 1))
+    return "it cuts weight gradients only, into at most 4096 parts";
+  if (halo && !plan.tile.empty()) return NoSuchTile(plan.tile);
+  if (member == "halo") return RefuseHalo(op, p);
+  if (member == "halo_stream") return RefuseHaloStream(op, p);
+  if (member == "halo_3d") return RefuseHalo3d(op, p);
+  if (wgrad != WgradKernel::kNone) {
+    if (op != ConvOp::kWgrad) return "it makes weight gradients only";
+    return RefuseWgrad(wgrad, p, plan);
+  }
+  if (member == "statistics") {
+    if (op != ConvOp::kStatistics) return "it makes statistics only";
+    if (plan.tile.empty()) return "";
+    const TileSize tile = ReadTile(plan.tile);
+    return Among(tile, kStatisticsTiles) ? RefuseProductTiles(op, p, tile) : NoSuchTile(plan.tile);
+  }
+  return RefuseProduct(op, p, plan, device);
+}
+
+// Bytes. `p` is folded. Partial sums: two tiles a part; a halo kernel's are all of its block. Float32 operands: three
+// bfloat16 terms of each element (gemm/sm90_operands.h), or in TF32 the transpose of fprop's filter.
+inline int64_t Workspace(ConvOp op, const ConvProblem& p, const Plan& plan) {
+  const std::string_view member = MemberOf(plan.kernel);
+  const bool single = p.dtype == DType::kF32;
+  const int64_t x = p.n * p.in_size() * p.c, y = p.n * p.out_size() * p.k;
+  if (op == ConvOp::kStatistics) {
+    const int64_t parts = std::min<int64_t>(2 * CeilDivide(p.n * p.out_size(), 128), 512);
+    return parts * (p.k * 8 + 4);
+  }
+  if (op != ConvOp::kWgrad) {
+    if (!single) return 0;
+    if (p.full_float32) return Align256(6 * FilterCount(p));
+    return op == ConvOp::kFprop ? Align256(4 * FilterCount(p)) : 0;
+  }
+  if (member == "halo" && !single)
+    return CeilDivide(p.group_k(), 64) * p.groups * plan.splits * kHaloPartialBytes;
+  if (member == "halo_3d")
+    return CeilDivide(p.c, 32) * CeilDivide(p.k, 32) * plan.splits * kHalo3dPartialBytes;
+  const TileSize tile = member == "halo" ? kTf32HaloTile : ReadTile(plan.tile);
+  const int64_t sums =
+      plan.splits > 1 ? 2 * plan.splits * int64_t(tile.rows) * tile.columns * 4 : 0;
+  const bool copies = single && member == "wgrad";
+  return sums + (copies ? Align256(6 * x) + Align256(6 * y) : 0);
+}
+
+}  // namespace jaxconv::cuda::conv::sm90

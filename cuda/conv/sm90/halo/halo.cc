@@ -1,0 +1,108 @@
+// sm90/halo on the host: a ConvProblem into a HaloProduct or a HaloWgrad.
+#include "cuda/conv/sm90/halo/halo.h"
+
+#include <algorithm>
+#include <string>
+
+#include "cuda/conv/sm90/tensors.h"
+#include "cuda/core/device.h"
+
+namespace jaxconv::cuda {
+namespace {
+
+// d (of `made` channels) from x (of `summed`), fprop or dgrad of stride 1.
+Status HaloForward(const Context& ctx, const ConvProblem& p, bool dgrad, const Epilogue& e,
+                   const void* x, const void* w, const void* bias, void* d, void* z,
+                   Workspace workspace, const std::string& what) {
+  const bool tf32 = p.dtype == DType::kF32;
+  const int places = tf32 ? kHaloTf32Places : kHaloPlaces;
+  const HaloWalk walk(p, dgrad);
+  HaloProduct g = {};
+  g.line = walk.line;
+  g.channels = int(dgrad ? p.group_k() : p.group_c());
+  g.n = int(dgrad ? p.group_c() : p.group_k());
+  g.taps = int(p.filter_size());
+  for (int tap = 0; tap < g.taps; ++tap) {
+    int64_t rest = tap, shift = 0;
+    for (int i = 0; i < 3; ++i) {
+      shift += rest % p.filter[2 - i] * walk.shift[i];
+      rest /= p.filter[2 - i];
+    }
+    g.shift[tap] = int(shift);
+  }
+  Device device;
+  JAXCONV_RETURN_IF_ERROR(CurrentDevice(what, &device));
+  g.flip = dgrad;
+  g.instances = int(p.groups);
+  g.tiles = int((g.line.places + places - 1) / places);
+  g.epilogue.activation = e.activation;
+  g.epilogue.slope = float(e.slope);
+  if (e.bias) {
+    g.epilogue.bias = bias;
+    g.epilogue.bias_kind = BiasKind::kRow;
+    g.epilogue.stride_bias = g.n;
+  }
+  const int64_t (&from)[3] = dgrad ? p.out : p.in;
+  const int64_t (&to)[3] = dgrad ? p.in : p.out;
+  const int rank = g.line.rank;
+  const TmaTensor source = ImageTensor(x, rank, g.channels * p.groups, from, p.n);
+  g.d = d;
+  g.z = e.save_preactivation ? z : nullptr;
+  for (int i = 0; i < 3; ++i) g.made[i] = int(to[2 - i]);
+  JAXCONV_RETURN_IF_ERROR(EncodeIm2col(p.dtype, source, walk.read,
+                                       int(HaloBufferBytes(places, walk.reach) / 128), what + " x",
+                                       &g.x, tf32));
+  if (tf32 && !dgrad) {
+    JAXCONV_RETURN_IF_ERROR(TransposeFloats(ctx, g.taps, p.group_c(), p.k, what, &w, &workspace));
+  }
+  JAXCONV_RETURN_IF_ERROR(
+      EncodeTiled(p.dtype, tf32 && !dgrad ? TransposedFilterTensor(p, w) : FilterTensor(p, w, 1),
+                  {0, 1, 64, 1}, what + " w", &g.w, tf32));
+  if (tf32) return LaunchHaloProductTf32(ctx, g, device.multiprocessors, what);
+  return p.dtype == DType::kBF16
+             ? LaunchHaloProductBf16(ctx, g, dgrad, device.multiprocessors, what)
+             : LaunchHaloProductF16(ctx, g, dgrad, device.multiprocessors, what);
+}
+
+}  // namespace
+
+Status HaloFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const void* x,
+                 const void* w, const void* bias, void* y, void* z, Workspace workspace,
+                 const std::string& what) {
+  return HaloForward(ctx, p, false, e, x, w, bias, y, z, workspace, what);
+}
+
+// dx[h] sums dy[h + pad - t * dilation]: taps backwards, from h + pad - (taps - 1) * dilation on.
+Status HaloDgrad(const Context& ctx, const ConvProblem& p, const void* dy, const void* w, void* dx,
+                 const std::string& what) {
+  const Epilogue none = {false, Activation::kNone, 0., false};
+  return HaloForward(ctx, p, true, none, dy, w, nullptr, dx, nullptr, {}, what);
+}
+
+Status HaloWgradOf(const Context& ctx, const ConvProblem& p, int64_t parts, const void* x,
+                   const void* dy, void* dw, Workspace workspace, const std::string& what) {
+  const HaloWalk walk(p, false);
+  HaloWgrad g = {};
+  g.line = walk.line;
+  g.row_shift = int(walk.shift[1]);
+  g.column_shift = int(p.dilation[2]);
+  g.instances = int(p.groups);
+  g.channels = int(p.group_c());
+  g.n = int(p.group_k());
+  g.pitch = p.k;
+  g.dw = dw;
+  g.partials = static_cast<float*>(workspace.data);
+  g.steps = int((g.line.places + kHaloStep - 1) / kHaloStep);
+  g.parts = int(std::min<int64_t>(parts, g.steps));
+  const int rank = g.line.rank;
+  const TmaTensor source = ImageTensor(x, rank, p.c, p.in, p.n);
+  const TmaTensor out = ImageTensor(dy, rank, p.k, p.out, p.n);
+  JAXCONV_RETURN_IF_ERROR(EncodeIm2col(p.dtype, source, walk.read,
+                                       int(HaloBufferBytes(kHaloStep, walk.reach) / 128),
+                                       what + " x", &g.x));
+  JAXCONV_RETURN_IF_ERROR(EncodeIm2col(p.dtype, out, walk.made, kHaloStep, what + " dy", &g.dy));
+  return p.dtype == DType::kBF16 ? LaunchHaloWgradBf16(ctx, g, what)
+                                 : LaunchHaloWgradF16(ctx, g, what);
+}
+
+}  // namespace jaxconv::cuda

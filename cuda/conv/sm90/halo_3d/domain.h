@@ -1,0 +1,148 @@
+// What sm90/halo_3d can run, and the planes of places that it walks (halo_3d.cuh). Host C++17 without CUDA headers.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+
+#include "cuda/conv/common/domain.h"
+#include "cuda/conv/sm90/geometry.h"
+#include "cuda/domain.h"
+
+namespace jaxconv::cuda {
+
+inline constexpr int kHalo3dTaps = 16;     // of a plane, the most
+inline constexpr int kHalo3dPlaces = 256;  // of a tile
+inline constexpr int kHalo3dMade = 32;     // channels that a CTA makes
+inline constexpr int kHalo3dShared = 227 * 1024;
+
+inline constexpr int kHalo3dWgradPlaces = 384;  // of a tile
+inline constexpr int kHalo3dDyBuffers = 3;
+// Of a CTA: what its threads hold of the 27 taps of 32 x 32 channels, and of 3 taps more.
+inline constexpr int64_t kHalo3dPartialBytes = 3 * 20 * 128 * 16;
+
+// Bytes of a plane of a tile of wgrad, which read so many places past it.
+constexpr int64_t Halo3dWgradBytes(int64_t places) {
+  return (kHalo3dWgradPlaces + places + 15) / 16 * 16 * 64;
+}
+// With what compute-sanitizer believes that the last k of an operand of overlapping blocks reads.
+constexpr int64_t Halo3dWgradShared(int64_t row_shift, int64_t column_shift, int64_t x_buffers) {
+  return x_buffers * Halo3dWgradBytes(2 * (row_shift + column_shift)) +
+         kHalo3dDyBuffers * Halo3dWgradBytes(2 * column_shift) + 128 + 2048;
+}
+
+// Bytes of shared memory for the reach (the largest shift). row: bytes of a place.
+constexpr int64_t Halo3dBufferBytes(int64_t reach, int64_t row) {
+  return ((kHalo3dPlaces + reach) * row + 1023) / 1024 * 1024;
+}
+constexpr int64_t Halo3dProductShared(int64_t taps, int64_t reach, int64_t row, int64_t buffers) {
+  return taps * 3 * kHalo3dMade * row + buffers * Halo3dBufferBytes(reach, row) + 256;
+}
+// Bytes of a place of so many channels in shared memory.
+constexpr int Halo3dRow(int64_t channels) {
+  return channels <= 16 ? 32 : channels <= 32 ? 64 : 128;
+}
+
+// A plane's places, of every row a gap after it. Axes are W, H.
+struct Halo3dWalk {
+  int64_t pad[3];     // W H D
+  int64_t extent[2];  // places of a row, and rows
+  int64_t row_shift;  // places from a row of taps to the next, clamped
+  int64_t reach;      // the largest shift of a plane's taps
+  TmaWalk read;       // of fprop and dgrad
+
+  Halo3dWalk(const ConvProblem& p, bool dgrad) {
+    const int64_t (&from)[3] = dgrad ? p.out : p.in;
+    const int64_t (&to)[3] = dgrad ? p.in : p.out;
+    for (int i = 0; i < 3; ++i) {
+      const int d = 2 - i;
+      const int64_t window = (p.filter[d] - 1) * p.dilation[d];
+      pad[i] = dgrad ? window - p.pad[d] : p.pad[d];
+      read.step[i] = 1;
+      if (i == 2) break;
+      const int64_t high = to[d] + window - pad[i] - from[d];
+      extent[i] = std::max(from[d] + std::max(pad[i], high), to[d]);
+      read.first[i] = int(-pad[i]);
+      read.count[i] = int(extent[i]);
+    }
+    read.first[2] = 0;
+    read.count[2] = int(from[0]);
+    row_shift = std::min<int64_t>(p.dilation[1] * extent[0], 1 << 20);
+    reach = std::min<int64_t>((p.filter[1] - 1) * row_shift + (p.filter[2] - 1) * p.dilation[2],
+                              1 << 20);
+  }
+};
+
+// wgrad's: rows past the last output's are zeros of both x and dy, not those of the next plane.
+struct Halo3dWgradWalk {
+  int64_t
+      tiles;  // of kHalo3dWgradPlaces places in a plane; dy is read up to two columns before a place
+  int64_t rows;        // of all of them
+  TmaWalk read, made;  // of x and dy
+
+  Halo3dWgradWalk(const ConvProblem& p, const Halo3dWalk& plane) {
+    const int64_t pitch = plane.extent[0];
+    tiles = conv::CeilDivide(p.out[1] * pitch + 2 * p.dilation[2], kHalo3dWgradPlaces);
+    rows = conv::CeilDivide(tiles * kHalo3dWgradPlaces, pitch);
+    const auto count = [](int64_t v) { return int(std::min<int64_t>(v, 1 << 30)); };
+    read = plane.read;
+    read.count[1] = count(rows + 2 * p.dilation[1] + 2);
+    made.first[0] = made.first[2] = 0;
+    made.first[1] = -1;
+    made.count[0] = count(pitch);
+    made.count[1] = count(rows + 2);
+    made.count[2] = int(p.out[0]);
+    for (int i = 0; i < 3; ++i) made.step[i] = 1;
+  }
+};
+
+namespace conv::sm90 {
+
+inline std::string RefuseHalo3d(ConvOp op, const ConvProblem& p) {
+  const bool dgrad = op == ConvOp::kDgrad, wgrad = op == ConvOp::kWgrad;
+  if (op == ConvOp::kStatistics || op == ConvOp::kDgradAdd)
+    return "sm90/halo_3d takes no addend and makes no statistics";
+  if (!Half(p.dtype)) return "it takes 16-bit arrays only";
+  if (p.stride[0] * p.stride[1] * p.stride[2] != 1 || p.groups != 1 || p.filter[0] != 3 ||
+      p.dilation[0] != 1) {
+    return "it needs three axes, stride 1, one group and three planes of taps, not dilated";
+  }
+  const Halo3dWalk walk(p, dgrad);
+  if (walk.pad[2] > 2 || walk.pad[1] < 0 || walk.pad[0] < 0)
+    return "it takes no negative padding, and padding of planes below 3";
+  const int64_t (&from)[3] = dgrad ? p.out : p.in;
+  const int64_t (&to)[3] = dgrad ? p.in : p.out;
+  const char* room = "its planes do not fit shared memory";
+  if (wgrad) {
+    if (p.filter[1] != 3 || p.filter[2] != 3) return "it needs a 3x3x3 filter";
+    const int64_t column = p.dilation[2], pitch = walk.extent[0];
+    if (Halo3dWgradBytes(2 * (walk.row_shift + column)) > 1024 * 64 ||
+        Halo3dWgradShared(walk.row_shift, column, 3) > kHalo3dShared) {
+      return room;
+    }
+    const Halo3dWgradWalk both(p, walk);
+    if (double(p.n) * double(both.tiles) * double(p.out[0]) * kHalo3dWgradPlaces > double(1 << 30))
+      return "it needs fewer than 2^30 pixels and gaps";
+    if (2 * column > pitch || !RefuseImages(5, p.in, both.read).empty() ||
+        !RefuseImages(5, p.out, both.made).empty()) {
+      return "its rows are too short, or too few for their padding";
+    }
+    return "";
+  }
+  const int64_t summed = dgrad ? p.k : p.c, taps = p.filter[1] * p.filter[2];
+  if (summed > 64 || taps > kHalo3dTaps)
+    return "it takes at most 64 summed channels and 16 taps in a plane";
+  const int row = Halo3dRow(summed);
+  if (Halo3dBufferBytes(walk.reach, row) / row > 1024 ||
+      Halo3dProductShared(taps, walk.reach, row, 2) > kHalo3dShared) {
+    return room;
+  }
+  if (double(p.n) * double(walk.extent[0]) * double(walk.extent[1]) * double(to[0]) >
+      double(1 << 30)) {
+    return "it needs fewer than 2^30 pixels and gaps";
+  }
+  return RefuseImages(5, from, walk.read);
+}
+
+}  // namespace conv::sm90
+}  // namespace jaxconv::cuda

@@ -1,0 +1,79 @@
+// What the dense products can run, and their workspaces. Host C++17 without CUDA headers (cuda/domain.h).
+//
+//   gemm                  every product (cuda/gemm/gemm.h)
+//   sm90/product          sm_90: every tile of gemm/sm90_tiles.h
+//   sm90/product_swapped  16 bit, columns of y on the tensor cores' rows: neither an addend nor a bias by row
+//   sm90/resident         16 bit, x not transposed: w's columns stay in shared memory
+//   sm90/rows             16 bit, x not transposed: few rows, splits are the parts of K
+#pragma once
+
+#include <algorithm>
+#include <string>
+#include <string_view>
+
+#include "cuda/conv/common/domain.h"
+#include "cuda/domain.h"
+#include "cuda/gemm/sm90_tiles.h"
+
+namespace jaxconv::cuda::dense {
+
+constexpr int64_t kMaxExtent = (int64_t(1) << 31) - 1 - 4096;
+
+inline std::string RefuseGemm(const DenseProblem& p, const Plan& plan) {
+  if (std::max({p.m, p.n, p.k, p.batch}) > kMaxExtent)
+    return "it takes batch, M, N and K of at most " + std::to_string(kMaxExtent);
+  if (plan.splits > 65535) return "it cuts K into at most 65535 parts";
+  constexpr TileSize kTiles[] = {{128, 128}, {128, 64}, {64, 64}};
+  return plan.tile.empty() || Among(ReadTile(plan.tile), kTiles) ? "" : NoSuchTile(plan.tile);
+}
+
+inline std::string RefuseSm90(const DenseProblem& p, const Plan& plan, const Device& device) {
+  const std::string_view member = MemberOf(plan.kernel);
+  const Sm90Choice choice = ReadSm90Choice(member, plan.tile);
+  const bool single = p.dtype == DType::kF32, tf32 = single && !p.full_float32;
+  if (choice.kernel == Sm90Kernel::kNone) return "there is no such kernel";
+  if (!device.sm90()) return "it needs a GPU of compute capability 9.0";
+  if (p.addend && single) return "in float32 it takes no addend";
+  if (p.trans_x && p.trans_w) return "it does not take both operands transposed";
+  if (p.n % 8 != 0 || (p.trans_x ? p.m : p.k) % 8 != 0 || (p.trans_w ? p.k : p.n) % 8 != 0)
+    return "it needs rows of x, w and y of a multiple of 8 elements";
+  if (p.k < 1) return "it needs K of at least 1";
+  if (tf32 && p.k % 8 != 0)
+    return "in TF32 it needs K to be a multiple of 8, got " + std::to_string(p.k);
+  // A coordinate counts the instances of all terms.
+  const int64_t most = kMaxExtent / (single ? 3 : 1);
+  if (std::max({p.m, p.n, p.k, p.batch}) > most)
+    return "it takes batch, M, N and K of at most " + std::to_string(most);
+  std::string why = RefuseSm90Tile(choice.kernel, plan.tile, p.dtype, p.full_float32);
+  if (!why.empty()) return why;
+  const bool rows = choice.kernel == Sm90Kernel::kRows;
+  if (plan.splits > (rows ? conv::CeilDivide(p.k, 64) : 1))
+    return "sm90/rows cuts K, into at most ceil(K / 64) parts";
+  if (choice.kernel == Sm90Kernel::kProductSwapped && (p.addend || p.bias == BiasKind::kRow))
+    return "it takes neither an addend nor a bias by row";
+  const bool resident = choice.kernel == Sm90Kernel::kResident;
+  if ((rows || resident) && p.trans_x) return "it does not take x transposed";
+  if (plan.tile.empty()) return "";
+  const double tiles = double(conv::CeilDivide(p.m, choice.tile.rows)) *
+                       double(conv::CeilDivide(p.n, choice.tile.columns)) * double(p.batch);
+  why = RefuseSm90Tiles(tiles * double(plan.splits), conv::CeilDivide(p.k, tf32 ? 32 : 64));
+  if (why.empty() && rows && double(p.batch) * double(p.m) * double(p.n) > double(int64_t(1) << 41))
+    why = "it makes at most 2^41 outputs";
+  if (why.empty() && resident) why = RefuseResident(choice.tile, p.n, p.k, p.batch, device);
+  return why;
+}
+
+// Bytes. Parts of K in float32. Float32 operands of sm90: three bfloat16 terms of each element of w, or in TF32 the
+// transposes of what is not k-major.
+inline int64_t WorkspaceOf(const DenseProblem& p, const Plan& plan) {
+  const int64_t sums = plan.splits * p.batch * p.m * p.n * 4;
+  if (plan.kernel == "gemm") return plan.splits > 1 ? sums : 0;
+  if (plan.kernel == "sm90/rows") return sums;
+  if (p.dtype != DType::kF32) return 0;
+  const int64_t x = (p.x_batched ? p.batch : 1) * p.m * p.k;
+  const int64_t w = (p.w_batched ? p.batch : 1) * p.k * p.n;
+  if (p.full_float32) return conv::Align256(6 * w);
+  return (p.trans_x ? conv::Align256(4 * x) : 0) + (p.trans_w ? 0 : conv::Align256(4 * w));
+}
+
+}  // namespace jaxconv::cuda::dense

@@ -1,0 +1,132 @@
+// Kernels and tiles of the products on the sm_90a main loop, and which of them a product can have. Host C++17 without CUDA
+// headers (cuda/domain.h).
+//
+//   product           both consumer warpgroups on one tile, or on tiles of their own in turns (128x128)
+//   product_swapped   d's columns on the tensor cores' rows
+//   resident          all of B's columns of a tile stay in shared memory; a tile is a warpgroup's
+//   rows              few rows: parts of K, added up by a second kernel
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "common/dtype.h"
+#include "cuda/domain.h"
+
+namespace jaxconv::cuda {
+
+// Rows x columns of a CTA's outputs, "128x256" in a plan.
+struct TileSize {
+  int rows = 0, columns = 0;
+};
+constexpr bool operator==(TileSize a, TileSize b) {
+  return a.rows == b.rows && a.columns == b.columns;
+}
+
+// {0, 0} where it is none, of at most three digits each.
+constexpr TileSize ReadTile(std::string_view text) {
+  int number[2] = {}, digits[2] = {}, at = 0;
+  for (char c : text) {
+    if (c == 'x' && at == 0) {
+      at = 1;
+    } else if (c >= '0' && c <= '9' && digits[at] < 3) {
+      number[at] = number[at] * 10 + (c - '0');
+      ++digits[at];
+    } else {
+      return {};
+    }
+  }
+  return digits[0] > 0 && digits[1] > 0 ? TileSize{number[0], number[1]} : TileSize{};
+}
+
+template <size_t kCount>
+constexpr bool Among(TileSize tile, const TileSize (&tiles)[kCount]) {
+  for (TileSize known : tiles) {
+    if (tile == known) return true;
+  }
+  return false;
+}
+
+// Rows of the boxes in which a k-major B comes.
+constexpr int FilterBoxRows(TileSize tile) { return tile.columns > 256 ? 64 : tile.columns; }
+
+enum class Sm90Kernel { kNone, kProduct, kProductSwapped, kResident, kRows };
+
+struct Sm90Choice {
+  Sm90Kernel kernel = Sm90Kernel::kNone;
+  TileSize tile;
+};
+
+constexpr Sm90Choice ReadSm90Choice(std::string_view member, std::string_view tile) {
+  const Sm90Kernel kernel = member == "product"           ? Sm90Kernel::kProduct
+                            : member == "product_swapped" ? Sm90Kernel::kProductSwapped
+                            : member == "resident"        ? Sm90Kernel::kResident
+                            : member == "rows"            ? Sm90Kernel::kRows
+                                                          : Sm90Kernel::kNone;
+  return {kernel, ReadTile(tile)};
+}
+
+inline constexpr TileSize kProductTiles[] = {
+    {128, 256}, {256, 128}, {128, 128}, {256, 64}, {128, 320}};
+inline constexpr TileSize kSwappedTiles[] = {{256, 128}};
+inline constexpr TileSize kResidentTiles[] = {{128, 64}, {64, 256}};
+inline constexpr TileSize kRowsTiles[] = {{64, 128}};
+inline constexpr TileSize kTf32Tiles[] = {{128, 256}, {128, 128}, {256, 64}};
+inline constexpr TileSize kTermsTiles[] = {{128, 128}, {128, 64}};
+inline constexpr TileSize kStatisticsTiles[] = {{256, 64}, {128, 128}, {256, 128}, {128, 256}};
+
+inline std::string NoSuchTile(std::string_view tile) {
+  return "it has no tile \"" + std::string(tile) + "\" in this dtype and precision";
+}
+
+// Whether the kernel has the tile; an empty one is some tile.
+inline std::string RefuseSm90Tile(Sm90Kernel kernel, std::string_view tile, DType dtype,
+                                  bool full_float32) {
+  if (dtype == DType::kF32 && kernel != Sm90Kernel::kProduct) return "it takes 16-bit arrays only";
+  if (tile.empty()) return "";
+  const TileSize size = ReadTile(tile);
+  bool has = false;
+  switch (kernel) {
+    case Sm90Kernel::kProduct:
+      has = dtype != DType::kF32 ? Among(size, kProductTiles)
+            : full_float32       ? Among(size, kTermsTiles)
+                                 : Among(size, kTf32Tiles);
+      break;
+    case Sm90Kernel::kProductSwapped:
+      has = Among(size, kSwappedTiles);
+      break;
+    case Sm90Kernel::kResident:
+      has = Among(size, kResidentTiles);
+      break;
+    case Sm90Kernel::kRows:
+      has = Among(size, kRowsTiles);
+      break;
+    case Sm90Kernel::kNone:
+      break;
+  }
+  return has ? "" : NoSuchTile(tile);
+}
+
+// Tiles times steps are counted in an int: `tiles` of all phases, `blocks` of 128 bytes of k in a tap.
+inline std::string RefuseSm90Tiles(double tiles, int64_t blocks) {
+  return tiles * double(blocks) <= double(1 << 30)
+             ? ""
+             : "it takes at most 2^30 tiles times blocks of channels";
+}
+
+// Shared memory for all of k, 16 KiB a warpgroup on their way out and two stages each, and a KiB for barriers; columns of
+// tiles, of which a CTA keeps one.
+inline std::string RefuseResident(TileSize tile, int64_t n, int64_t k, int64_t instances,
+                                  const Device& device) {
+  const int64_t groups = tile.columns == 64 ? 4 : 2;
+  const int64_t needed =
+      (k + 63) / 64 * tile.columns * 128 + groups * (16384 + 2 * tile.rows * 128);
+  if (needed > 226 * 1024)
+    return "its columns need " + std::to_string(needed) + " bytes of shared memory";
+  const int64_t columns = (n + tile.columns - 1) / tile.columns * instances;
+  const int64_t most = device.multiprocessors < 64 ? device.multiprocessors : 64;
+  return columns <= most ? "" : "it has at most " + std::to_string(most) + " columns of tiles";
+}
+
+}  // namespace jaxconv::cuda
