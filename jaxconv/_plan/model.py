@@ -5,9 +5,9 @@ A time is split into the least that the device allows and a factor,
     ms = (base(kernel, problem, device) + OVERHEAD_MS) * exp(r),    base = max(tiles, bytes / bandwidth),
 
 where tiles is flops / rate, of a kernel with tiles rounded up to whole tiles and whole waves of them. r is a Gaussian
-process over what a problem looks like (taps, strides, dilation, channels, pixels, groups, pass), one for each kernel and
-one for XLA in each class of arithmetic (C. E. Rasmussen, C. K. I. Williams, Gaussian Processes for Machine Learning,
-2006, section 2.2, algorithm 2.1). Its standard deviation grows away from what was measured. The base carries the
+process over what a problem looks like (taps, strides, dilation, channels, pixels, groups, pass), one for each kernel
+and one for XLA in each class of arithmetic (C. E. Rasmussen, C. K. I. Williams, Gaussian Processes for Machine
+Learning, 2006, section 2.2, algorithm 2.1). Its standard deviation grows away from what was measured. The base carries the
 device's numbers, so what was measured on one Hopper speaks for another.
 
 `python -m benchmarks fit` makes the data, jaxconv/tuning/model.json: samples, length scales, and how much the standard
@@ -51,8 +51,8 @@ class Numbers:
     bandwidth: float  # read plus written
 
 
-# Measured: matrix products of random data through cuBLAS, and a large copy. The others are these by the vendor's ratio of
-# multiprocessors times clock, and of memory bandwidth.
+# H200 and H100: measured, matrix products of random data through cuBLAS and a large copy. The others are these by the
+# vendor's ratio of multiprocessors times clock, and of memory bandwidth.
 NUMBERS = {
     "H200": Numbers(788e9, 420e9, 165e9, 4.3e9),
     "GH200 144G": Numbers(788e9, 420e9, 165e9, 4.3e9),
