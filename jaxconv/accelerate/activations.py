@@ -1,23 +1,26 @@
-"""Activations: jax.nn's own functions, traced, are the patterns.
+"""Activations: jax.nn's own functions, traced, are the patterns, and what people write in their place.
 
 Recognition is by what is computed, not by who wrote it: an activation is one of jax.nn's where its expression, and for
-a function with a derivative of its own that derivative too, is what tracing jax.nn's own gives.
+a function with a derivative of its own that derivative too, is what tracing jax.nn's own gives. maximum(x, 0) and its
+like are taken for jax.nn's too, which differ from them in the derivative at their kinks alone.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxconv import _problem
 from jaxconv._activation import NAMES, Activation
-from jaxconv.accelerate.graph import Constant, Graph, Node, Value, meant, number_of
+from jaxconv.accelerate.graph import Constant, Graph, Node, Value, meant, number_of, scalar_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -27,9 +30,15 @@ class Pattern:
     result: Value
     z: Value
     slope_input: Value | None
+    written_out: bool = False  # not jax.nn's function
+
+    def takes(self, slope: float | None) -> bool:
+        """Whether the expression is the activation with this slope: maximum(z, slope * z) is up to 1."""
+        return slope is None or self.result.made_by != "max" or 0 <= slope <= 1
 
 
 def _jax_nn() -> Iterator[tuple[str, float | None, Callable[..., Any]]]:
+    """(name, slope, function); a function of two arguments has its slope from the second."""
     named = {
         "relu": jax.nn.relu,
         "relu6": jax.nn.relu6,
@@ -47,13 +56,65 @@ def _jax_nn() -> Iterator[tuple[str, float | None, Callable[..., Any]]]:
     yield "leaky_relu", None, jax.nn.leaky_relu
 
 
+def _written_out() -> Iterator[tuple[str, float | None, Callable[..., Any]]]:
+    """The same without jax.nn. Where something else uses z too they are left: it may be part of a larger function."""
+    yield "relu", 0.0, lambda z: jnp.maximum(z, 0)
+    yield "relu", 0.0, lambda z: jnp.where(z > 0, z, 0)
+    yield "relu", 0.0, lambda z: z * (z > 0)
+    yield "relu6", 0.0, lambda z: jnp.clip(z, 0, 6)
+    yield "relu6", 0.0, lambda z: jnp.maximum(jnp.minimum(z, 6), 0)
+    yield "relu6", 0.0, lambda z: lax.clamp(jnp.zeros((), z.dtype), z, jnp.full((), 6, z.dtype))
+    yield "leaky_relu", None, lambda z, slope: jnp.where(z > 0, z, slope * z)
+    yield "leaky_relu", None, lambda z, slope: jnp.where(z < 0, slope * z, z)
+    yield "leaky_relu", None, lambda z, slope: jnp.maximum(z, slope * z)
+
+
+def _others() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Activations that jaxconv does not have, for reports. A second argument is any number."""
+    yield "hard_swish", jax.nn.hard_swish
+    yield "hard_swish", lambda z: z * (jnp.minimum(jnp.maximum(z + 3, 0), 6) / 6)
+    yield "hard_swish", lambda z: z * jnp.clip(z + 3, 0, 6) / 6
+    yield "mish", jax.nn.mish
+    yield "mish", lambda z: z * jnp.tanh(jnp.log(1 + jnp.exp(z)))
+    yield "selu", jax.nn.selu
+    yield "celu", jax.nn.celu
+    yield "elu with another alpha", jax.nn.elu
+    yield "log_sigmoid", jax.nn.log_sigmoid
+    yield "softplus", jax.nn.softplus
+    yield "hard_sigmoid", jax.nn.hard_sigmoid
+    yield "hard_tanh", jax.nn.hard_tanh
+    yield "soft_sign", jax.nn.soft_sign
+    yield "squareplus", jax.nn.squareplus
+    yield "swish with a beta", lambda z, beta: z * jax.nn.sigmoid(beta * z)
+
+
+def _traced(
+    name: str,
+    slope: float | None,
+    f: Callable[..., Any],
+    shape: tuple[int, ...],
+    dtype: Any,
+    written_out: bool = False,
+) -> Pattern:
+    args = [jax.ShapeDtypeStruct(shape, dtype)] + ([0.25] if slope is None else [])
+    graph = Graph(jax.make_jaxpr(f)(*args))
+    slope_input = graph.inputs[1] if slope is None else None
+    return Pattern(name, slope, graph.outputs[0], graph.inputs[0], slope_input, written_out)
+
+
 def _patterns(shape: tuple[int, ...], dtype: Any) -> list[Pattern]:
+    patterns = [_traced(name, slope, f, shape, dtype) for name, slope, f in _jax_nn()]
+    return patterns + [_traced(name, slope, f, shape, dtype, True) for name, slope, f in _written_out()]
+
+
+def _other_patterns(shape: tuple[int, ...], dtype: Any) -> list[Pattern]:
     patterns = []
-    for name, slope, f in _jax_nn():
-        args = [jax.ShapeDtypeStruct(shape, dtype)] + ([0.25] if slope is None else [])
-        graph = Graph(jax.make_jaxpr(f)(*args))
-        slope_input = graph.inputs[1] if slope is None else None
-        patterns.append(Pattern(name, slope, graph.outputs[0], graph.inputs[0], slope_input))
+    for name, f in _others():
+        try:
+            one = len(inspect.signature(f).parameters) == 1
+        except (TypeError, ValueError):
+            one = True
+        patterns.append(_traced(name, 0.0 if one else None, f, shape, dtype))
     return patterns
 
 
@@ -69,9 +130,12 @@ def _unify(pattern: Pattern, p: Value, v: Value, z: Value, found: dict[str, Any]
     """Whether v is p's expression of z; gathers its nodes, and the slope, in `found`."""
     if p is pattern.z:
         return v is z
-    if p is pattern.slope_input:
-        found["slope"] = number_of(v)
+    if pattern.slope_input is not None and _unchanged(p) is pattern.slope_input:
+        found["slope"] = _number(v)
         return found["slope"] is not None
+    number = _number(p)
+    if number is not None:
+        return v.dtype == p.dtype and _number(v) == number
     if isinstance(p, Constant):
         return isinstance(v, Constant) and _same_constant(p, v)
     if v.node is None or p.node is None or v.shape != p.shape or v.dtype != p.dtype:
@@ -89,6 +153,21 @@ def _unify(pattern: Pattern, p: Value, v: Value, z: Value, found: dict[str, Any]
         found.clear()
         found.update(before)
     return False
+
+
+def _unchanged(v: Value) -> Value:
+    """The scalar that v is, or is full of, before conversions."""
+    v = scalar_of(v)
+    while v.made_by == "convert_element_type":
+        v = scalar_of(v.node.inputs[0])
+    return v
+
+
+def _number(v: Value) -> float | None:
+    """The number that v is, or is full of, where it is known: rounded to v's type."""
+    number = number_of(scalar_of(v))
+    floats = number is not None and jnp.issubdtype(v.dtype, jnp.floating)
+    return float(np.asarray(number, v.dtype)) if floats else number
 
 
 def _same_constant(a: Constant, b: Constant) -> bool:
@@ -122,21 +201,40 @@ def _dependent(nodes: Sequence[Node], z: Value) -> list[Node]:
 class Activations:
     def __init__(self) -> None:
         self._known: dict[Any, list[Pattern]] = {}
+        self._others: dict[Any, list[Pattern]] = {}
 
     def after(self, z: Value) -> Activated | None:
         """The largest activation of z that somebody uses."""
-        if z.dtype.name not in _problem.DTYPES:
-            return None
-        key = z.shape, z.dtype
-        if key not in self._known:
-            self._known[key] = _patterns(*key)
-        for v in reversed(self._reach(z)):
-            for pattern in self._known[key]:
-                found: dict[str, Any] = {"nodes": []}
-                if v.made_by == pattern.result.made_by and _unify(pattern, pattern.result, v, z, found):
-                    slope = found.get("slope", pattern.slope)
-                    return Activated(Activation(pattern.activation, slope), v, _dependent(found["nodes"], z))
+        for pattern, y, found in self._matches(z, self._known, _patterns):
+            slope = found.get("slope", pattern.slope)
+            activated = Activated(Activation(pattern.activation, slope), y, _dependent(found["nodes"], z))
+            if activated.hides(z) or not pattern.written_out:
+                return activated
         return None
+
+    def other_after(self, z: Value) -> tuple[str, Node] | None:
+        """The name of an activation of z that jaxconv does not have, and what makes its result."""
+        for pattern, y, _ in self._matches(z, self._others, _other_patterns):
+            return pattern.activation, y.node
+        return None
+
+    def _matches(
+        self, z: Value, known: dict[Any, list[Pattern]], patterns: Callable[..., list[Pattern]]
+    ) -> Iterator[tuple[Pattern, Value, dict[str, Any]]]:
+        """(pattern, y, what `_unify` found) for each y that is a pattern's expression of z, the largest first."""
+        reached = self._reach(z) if z.dtype.name in _problem.DTYPES else []
+        if not reached:
+            return
+        key = z.shape, z.dtype
+        if key not in known:
+            known[key] = patterns(*key)
+        for v in reversed(reached):
+            for pattern in known[key]:
+                found: dict[str, Any] = {"nodes": []}
+                if v.made_by != pattern.result.made_by or not _unify(pattern, pattern.result, v, z, found):
+                    continue
+                if pattern.takes(found.get("slope")):
+                    yield pattern, v, found
 
     @staticmethod
     def _reach(z: Value) -> list[Value]:

@@ -181,8 +181,8 @@ class Graph:
                 inner = eqn.params["jaxpr"]
                 values.update(zip(eqn.outvars, self._add(inner.jaxpr, inner.consts, inputs, name_stack), strict=True))
                 continue
-            if eqn.primitive.name == "broadcast_in_dim" and _scalar(inputs[0]) is not inputs[0]:
-                inputs = [_scalar(inputs[0]), *inputs[1:]]
+            if eqn.primitive.name == "broadcast_in_dim" and scalar_of(inputs[0]) is not inputs[0]:
+                inputs = [scalar_of(inputs[0]), *inputs[1:]]
                 eqn = eqn.replace(params={**eqn.params, "broadcast_dimensions": ()})
             node = Node(len(self.nodes), inputs, [], eqn, name_stack)
             node.outputs = [Value(v.aval, node, i) for i, v in enumerate(eqn.outvars)]
@@ -274,7 +274,7 @@ def unconverted(v: Value) -> Value:
     return v
 
 
-def _scalar(v: Value) -> Value:
+def scalar_of(v: Value) -> Value:
     """The scalar that v is a broadcast of; v itself where it is none."""
     source = v
     while source.made_by == "broadcast_in_dim":
