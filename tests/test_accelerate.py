@@ -622,7 +622,6 @@ WRITTEN_OUT = {
     "maximum_first": (lambda z: jnp.maximum(0.0, z), "relu"),
     "where": (lambda z: jnp.where(z > 0, z, 0), "relu"),
     "where_zeros": (lambda z: jnp.where(z > 0, z, jnp.zeros_like(z)), "relu"),
-    "mask": (lambda z: z * (z > 0), "relu"),
     "clip": (lambda z: jnp.clip(z, 0, 6), "relu6"),
     "clip_floats": (lambda z: jnp.clip(z, 0.0, 6.0), "relu6"),
     "clamp": (lambda z: lax.clamp(z.dtype.type(0), z, z.dtype.type(6)), "relu6"),

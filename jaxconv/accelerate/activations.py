@@ -60,7 +60,6 @@ def _written_out() -> Iterator[tuple[str, float | None, Callable[..., Any]]]:
     """The same without jax.nn. Where something else uses z too they are left: it may be part of a larger function."""
     yield "relu", 0.0, lambda z: jnp.maximum(z, 0)
     yield "relu", 0.0, lambda z: jnp.where(z > 0, z, 0)
-    yield "relu", 0.0, lambda z: z * (z > 0)
     yield "relu6", 0.0, lambda z: jnp.clip(z, 0, 6)
     yield "relu6", 0.0, lambda z: jnp.maximum(jnp.minimum(z, 6), 0)
     yield "relu6", 0.0, lambda z: lax.clamp(jnp.zeros((), z.dtype), z, jnp.full((), 6, z.dtype))
@@ -88,42 +87,41 @@ def _others() -> Iterator[tuple[str, Callable[..., Any]]]:
     yield "swish with a beta", lambda z, beta: z * jax.nn.sigmoid(beta * z)
 
 
-def _traced(
-    name: str,
-    slope: float | None,
-    f: Callable[..., Any],
-    shape: tuple[int, ...],
-    dtype: Any,
-    written_out: bool = False,
-) -> Pattern:
-    args = [jax.ShapeDtypeStruct(shape, dtype)] + ([0.25] if slope is None else [])
-    graph = Graph(jax.make_jaxpr(f)(*args))
-    slope_input = graph.inputs[1] if slope is None else None
-    return Pattern(name, slope, graph.outputs[0], graph.inputs[0], slope_input, written_out)
+# Extents that no program has: a pattern is traced once for all shapes of a rank, whose place these take.
+EXTENTS = (1000003, 1000033, 1000037, 1000039, 1000081, 1000099, 1000117, 1000121)
 
 
-def _patterns(shape: tuple[int, ...], dtype: Any) -> list[Pattern]:
-    patterns = [_traced(name, slope, f, shape, dtype) for name, slope, f in _jax_nn()]
-    return patterns + [_traced(name, slope, f, shape, dtype, True) for name, slope, f in _written_out()]
+@functools.lru_cache(maxsize=64)
+def _patterns(kind: str, rank: int, dtype: str, context: Any) -> list[Pattern]:
+    """All patterns for arrays of a rank and a type. `context`: what else JAX's tracing depends on."""
+
+    def traced(name: str, slope: float | None, f: Callable[..., Any], written_out: bool = False) -> Pattern:
+        args = [jax.ShapeDtypeStruct(EXTENTS[:rank], dtype)] + ([0.25] if slope is None else [])
+        graph = Graph(jax.make_jaxpr(f)(*args))
+        slope_input = graph.inputs[1] if slope is None else None
+        return Pattern(name, slope, graph.outputs[0], graph.inputs[0], slope_input, written_out)
+
+    if kind == "known":
+        patterns = [traced(name, slope, f) for name, slope, f in _jax_nn()]
+        return patterns + [traced(name, slope, f, True) for name, slope, f in _written_out()]
+    several = [(name, len(inspect.signature(f).parameters) > 1, f) for name, f in _others()]
+    return [traced(name, None if more else 0.0, f) for name, more, f in several]
 
 
-def _other_patterns(shape: tuple[int, ...], dtype: Any) -> list[Pattern]:
-    patterns = []
-    for name, f in _others():
-        try:
-            one = len(inspect.signature(f).parameters) == 1
-        except (TypeError, ValueError):
-            one = True
-        patterns.append(_traced(name, 0.0 if one else None, f, shape, dtype))
-    return patterns
+def _context() -> Any:
+    return jax.config.jax_enable_x64, jax.sharding.get_abstract_mesh()
 
 
-def _same_operation(a: Node, b: Node) -> bool:
-    if a.name != b.name or len(a.inputs) != len(b.inputs):
+def _same_operation(p: Node, node: Node, pattern: Pattern, z: Value) -> bool:
+    if p.name != node.name or len(p.inputs) != len(node.inputs):
         return False
-    if a.name == "custom_jvp_call":
-        return a.body == b.body and a.derivative == b.derivative
-    return meant(a.params) == meant(b.params)
+    if p.name != "custom_jvp_call":
+        return meant(p.params) == meant(node.params)
+
+    def text(node: Node, shape: tuple[int, ...], derivative: bool) -> str:
+        return (node.derivative if derivative else node.body).replace(str(shape), "like z")
+
+    return all(text(p, pattern.z.shape, d) == text(node, z.shape, d) for d in (False, True))
 
 
 def _unify(pattern: Pattern, p: Value, v: Value, z: Value, found: dict[str, Any]) -> bool:
@@ -138,9 +136,10 @@ def _unify(pattern: Pattern, p: Value, v: Value, z: Value, found: dict[str, Any]
         return v.dtype == p.dtype and _number(v) == number
     if isinstance(p, Constant):
         return isinstance(v, Constant) and _same_constant(p, v)
-    if v.node is None or p.node is None or v.shape != p.shape or v.dtype != p.dtype:
+    same_shape = v.shape == (z.shape if p.shape == pattern.z.shape else p.shape)
+    if v.node is None or p.node is None or not same_shape or v.dtype != p.dtype:
         return False
-    if not _same_operation(p.node, v.node):
+    if not _same_operation(p.node, v.node, pattern, z):
         return False
     orders = [v.node.inputs]
     if p.made_by in ("add", "mul", "max", "min"):
@@ -199,13 +198,9 @@ def _dependent(nodes: Sequence[Node], z: Value) -> list[Node]:
 
 
 class Activations:
-    def __init__(self) -> None:
-        self._known: dict[Any, list[Pattern]] = {}
-        self._others: dict[Any, list[Pattern]] = {}
-
     def after(self, z: Value) -> Activated | None:
         """The largest activation of z that somebody uses."""
-        for pattern, y, found in self._matches(z, self._known, _patterns):
+        for pattern, y, found in self._matches(z, "known"):
             slope = found.get("slope", pattern.slope)
             activated = Activated(Activation(pattern.activation, slope), y, _dependent(found["nodes"], z))
             if activated.hides(z) or not pattern.written_out:
@@ -214,22 +209,16 @@ class Activations:
 
     def other_after(self, z: Value) -> tuple[str, Node] | None:
         """The name of an activation of z that jaxconv does not have, and what makes its result."""
-        for pattern, y, _ in self._matches(z, self._others, _other_patterns):
+        for pattern, y, _ in self._matches(z, "others"):
             return pattern.activation, y.node
         return None
 
-    def _matches(
-        self, z: Value, known: dict[Any, list[Pattern]], patterns: Callable[..., list[Pattern]]
-    ) -> Iterator[tuple[Pattern, Value, dict[str, Any]]]:
+    def _matches(self, z: Value, kind: str) -> Iterator[tuple[Pattern, Value, dict[str, Any]]]:
         """(pattern, y, what `_unify` found) for each y that is a pattern's expression of z, the largest first."""
-        reached = self._reach(z) if z.dtype.name in _problem.DTYPES else []
-        if not reached:
+        if z.dtype.name not in _problem.DTYPES or len(z.shape) > len(EXTENTS):
             return
-        key = z.shape, z.dtype
-        if key not in known:
-            known[key] = patterns(*key)
-        for v in reversed(reached):
-            for pattern in known[key]:
+        for v in reversed(self._reach(z)):
+            for pattern in _patterns(kind, len(z.shape), z.dtype.name, _context()):
                 found: dict[str, Any] = {"nodes": []}
                 if v.made_by != pattern.result.made_by or not _unify(pattern, pattern.result, v, z, found):
                     continue

@@ -223,7 +223,8 @@ class Graph:
         for node in self.nodes:
             names.update((v, f"{len(lines)}.{i}") for i, v in enumerate(node.outputs))
             shapes = [f"{v.dtype}{v.shape}" for v in node.outputs]
-            lines.append(f"{shapes} = {node.name}{_plain(node.params)} {[name(v) for v in node.inputs]}")
+            params = {k: p for k, p in node.params.items() if k not in ("shape", "new_sizes")}  # the results' shapes
+            lines.append(f"{shapes} = {node.name}{_plain(params)} {[name(v) for v in node.inputs]}")
         return "\n".join([*lines, str([name(v) for v in self.outputs])])
 
     def _drop_unused(self) -> None:
