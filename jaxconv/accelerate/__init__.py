@@ -20,7 +20,7 @@ from jaxconv.accelerate.activations import Activations
 from jaxconv.accelerate.graph import Array
 from jaxconv.accelerate.report import LISTENER, Report, listening
 from jaxconv.accelerate.rewrite import Rewriting
-from jaxconv.accelerate.state import Arguments, KerasVariables, nnx_updates
+from jaxconv.accelerate.state import Arguments, KerasVariables, LinenVariables, nnx_updates
 
 __all__ = ["Report", "accelerate", "listening"]
 
@@ -64,7 +64,7 @@ def accelerate(f: Callable[..., Any]) -> Callable[..., Any]:
     _check(f)
 
     def rewriting(args: Any, kwargs: Any) -> tuple[Rewriting, Report, list[Any], Callable[[list[Array]], Any]]:
-        given, keras = Arguments(args, kwargs), KerasVariables()
+        given, keras, linen = Arguments(args, kwargs), KerasVariables(), LinenVariables(f, args, kwargs)
         out_tree, changed, leaves, traced = None, None, [], []
 
         def of_arrays(*args: Any, **kwargs: Any) -> list[Any]:
@@ -80,6 +80,7 @@ def accelerate(f: Callable[..., Any]) -> Callable[..., Any]:
         report = Report()
         with keras.gathered():
             jaxpr = jax.make_jaxpr(_named_as(f, of_arrays))(*given.args, **given.kwargs)
+        linen.check()
         rewritten = Rewriting(jaxpr, report, Activations())
         report.finish()
 

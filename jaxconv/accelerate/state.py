@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -105,6 +106,49 @@ class Arguments:
             graph, state = jax.tree.unflatten(changed.tree, arrays)
             with _nnx().merge_context("jaxconv.accelerate", inner=False) as context:
                 context.merge(graph, state)
+
+
+class LinenVariables:
+    """The variables of flax.linen modules that are bound, which f is, closes over or is given: f must not change them.
+
+    They belong to whoever bound the modules: `init`, `apply`, a module around. What is traced would be left in them.
+    """
+
+    def __init__(self, f: Callable[..., Any], args: Any, kwargs: Any):
+        linen = sys.modules.get("flax.linen")
+        modules = [] if linen is None else [m for m in _reached(f, args, kwargs) if isinstance(m, linen.Module)]
+        self._roots = [m.scope.root for m in modules if m.scope is not None]
+        self._before = self._named()
+
+    def _named(self) -> dict[str, Any]:
+        named = {}
+        for i, root in enumerate(self._roots):
+            for path, leaf in jax.tree_util.tree_leaves_with_path(root.variables()):
+                named[f"{i}{jax.tree_util.keystr(path)}"] = leaf
+        return named
+
+    def check(self) -> None:
+        changed = [name for name, leaf in self._named().items() if self._before.get(name) is not leaf]
+        if changed:
+            name = changed[0].lstrip("0123456789")
+            raise TypeError(
+                f"accelerate: a flax.linen module inside the function makes or changes variables ({name}) that belong "
+                "to what is around it, where they would be lost. Accelerate the whole: accelerate(model.apply)"
+            )
+
+
+def _reached(f: Any, args: Any, kwargs: Any) -> Iterator[Any]:
+    """f, the object that it is a method of, what it closes over, and its arguments."""
+    while isinstance(f, functools.partial):
+        yield from f.args
+        yield from f.keywords.values()
+        f = f.func
+    yield f
+    yield getattr(f, "__self__", None)
+    for cell in getattr(f, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # an empty cell
+            yield cell.cell_contents
+    yield from jax.tree.leaves((args, kwargs))
 
 
 class KerasVariables:
