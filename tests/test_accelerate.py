@@ -1106,7 +1106,7 @@ def test_the_report_says_so_where_there_is_nothing_to_replace():
     nothing = accelerate(lambda x: jnp.tanh(x).sum()).report(X)
     assert not nothing and "nothing was found" in str(nothing)
     ours = accelerate(lambda x, w, b: jaxconv.conv2d(x, w, b).sum()).report(X, W, B)
-    assert not ours and str(ours) == "nothing is left to replace: 1 calls are jaxconv's already"
+    assert not ours and str(ours) == "nothing is left to replace: the function calls jaxconv already (calls: 1)"
     twice = accelerate(accelerate(block)).report(X, W, B)
     assert not twice and "already" in str(twice)
     assert "nothing was found" in str(jaxconv.explain(jax.jit(accelerate(jnp.tanh)))(X))
@@ -1230,6 +1230,16 @@ def test_jet_takes_the_function_as_it_is():
 
     series = ((X, jnp.zeros_like(X)),)
     assert_same(jet.jet(accelerate(f), (X,), series), jet.jet(f, (X,), series), terms=72 * 36)
+
+
+def test_it_keeps_no_tracer():
+    def f(x, w, b):
+        return block(x, w, b), jnp.zeros(3), 2
+
+    with jax.checking_leaks():
+        accelerate(f)(X, W, B)
+        accelerate(f).report(X, W, B)
+        jax.jit(jax.grad(accelerate(lambda *args: block(*args).sum())))(X, W, B)
 
 
 @pytest.mark.parametrize("way", ("forward", "gradient", "jit", "scan"))

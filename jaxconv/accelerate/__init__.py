@@ -65,17 +65,17 @@ def accelerate(f: Callable[..., Any]) -> Callable[..., Any]:
 
     def rewriting(args: Any, kwargs: Any) -> tuple[Rewriting, Report, list[Any], Callable[[list[Array]], Any]]:
         given, keras, linen = Arguments(args, kwargs), KerasVariables(), LinenVariables(f, args, kwargs)
-        out_tree, changed, leaves, traced = None, None, [], []
+        tree, leaves, traced = None, [], []
 
         def of_arrays(*args: Any, **kwargs: Any) -> list[Any]:
-            nonlocal out_tree, changed, leaves, traced
+            nonlocal tree, leaves, traced
             with given.of(jax.tree.leaves((args, kwargs))) as (args, kwargs, after):
-                outs, out_tree = jax.tree.flatten(f(*args, **kwargs))
-                changed = after()
-            leaves = [*outs, *changed.leaves, *keras.values]
+                out = f(*args, **kwargs)
+                leaves, tree = jax.tree.flatten((out, after(), keras.take()))
             # Everything else is returned as it is: a Python number, an array that f closes over.
-            traced = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.core.Tracer)]
-            return [leaves[i] for i in traced]
+            results = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, jax.core.Tracer)}
+            traced, leaves = list(results), [None if i in results else leaf for i, leaf in enumerate(leaves)]
+            return list(results.values())
 
         report = Report()
         with keras.gathered():
@@ -87,11 +87,10 @@ def accelerate(f: Callable[..., Any]) -> Callable[..., Any]:
         def finish(results: list[Array]) -> Any:
             for i, result in zip(traced, results, strict=True):
                 leaves[i] = result
-            before_keras = len(leaves) - len(keras.values)
-            count = before_keras - len(changed.leaves)
-            given.write_back(changed, leaves[count:before_keras])
-            keras.write_back(leaves[before_keras:])
-            return jax.tree.unflatten(out_tree, leaves[:count])
+            out, changed, variables = jax.tree.unflatten(tree, leaves)
+            given.write_back(changed)
+            keras.write_back(variables)
+            return out
 
         return rewritten, report, given.arrays, finish
 

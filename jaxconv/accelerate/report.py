@@ -49,7 +49,7 @@ class Report(list[Finding]):
     def finish(self) -> None:
         """Adds what is to be said of the whole."""
         if not self and self.already:
-            self.notes.append(f"nothing is left to replace: {self.already} calls are jaxconv's already")
+            self.notes.append(f"nothing is left to replace: the function calls jaxconv already (calls: {self.already})")
         elif not self:
             self.notes.append("nothing was found: the function has no convolution, dense layer or batch-norm in it")
 

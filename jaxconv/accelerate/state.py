@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -39,14 +38,6 @@ class _Hidden:
     """Holds the place of what is not traced in the arguments that are: it has no arrays in it, and equals itself."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Changed:
-    """The state of all nnx objects after f: arrays, and what they are the leaves of."""
-
-    leaves: list[Any]
-    tree: Any = None
-
-
 class Arguments:
     """f's arguments, as arrays that are traced and everything else.
 
@@ -72,8 +63,8 @@ class Arguments:
         self.arrays = jax.tree.leaves(traced)
 
     @contextlib.contextmanager
-    def of(self, arrays: Sequence[Array]) -> Iterator[tuple[Any, Any, Callable[[], _Changed]]]:
-        """(args, kwargs) with `arrays` in them, and a function that, after f, says what f changed."""
+    def of(self, arrays: Sequence[Array]) -> Iterator[tuple[Any, Any, Callable[[], Any]]]:
+        """(args, kwargs) with `arrays` in them, and a function that, after f, returns the state of all nnx objects."""
         given = iter(arrays)
         traced = [jax.tree.unflatten(place, [next(given) for _ in range(place.num_leaves)]) for place in self._places]
         leaves = [new if _is_array(leaf) else leaf for new, leaf in zip(traced, self._leaves, strict=True)]
@@ -85,7 +76,7 @@ class Arguments:
                 leaves[i] = obj
         args, kwargs = jax.tree.unflatten(self._tree, leaves)
 
-        def after() -> _Changed:
+        def after() -> Any:
             now = jax.tree.leaves((args, kwargs), is_leaf=_is_graph_node)
             if not set(map(id, leaves)).issuperset(map(id, now)):
                 raise TypeError(
@@ -94,16 +85,15 @@ class Arguments:
                     "flax.nnx pass the module itself, or split and merge it (nnx.split, nnx.merge), or use jaxconv.nnx"
                 )
             if not self._objects:
-                return _Changed([])
+                return None
             with _nnx().split_context("jaxconv.accelerate") as context:
-                changed = context.split(objects)
-            return _Changed(*jax.tree.flatten(changed))
+                return context.split(objects)
 
         yield args, kwargs, after
 
-    def write_back(self, changed: _Changed, arrays: Sequence[Array]) -> None:
+    def write_back(self, changed: Any) -> None:
         if self._objects:
-            graph, state = jax.tree.unflatten(changed.tree, arrays)
+            graph, state = changed
             with _nnx().merge_context("jaxconv.accelerate", inner=False) as context:
                 context.merge(graph, state)
 
@@ -159,6 +149,8 @@ class KerasVariables:
 
     def __init__(self) -> None:
         self._updates: dict[int, tuple[Any, Any]] = {}  # id of a variable: it, and its new value
+        self._variables: list[Any] = []
+        self._scope: Any = None
         self._outer: Any = None
 
     @contextlib.contextmanager
@@ -174,23 +166,30 @@ class KerasVariables:
                 super().add_update(update)
                 updates[id(update[0])] = update
 
-        with Scope(collect_losses=True) as scope:
-            self._outer = scope.original_scope
+        with Scope(collect_losses=True) as self._scope:
+            self._outer = self._scope.original_scope
             if self._outer is not None:
-                scope.state_mapping.update(self._outer.state_mapping)
+                self._scope.state_mapping.update(self._outer.state_mapping)
             yield
-        if scope.losses and self._outer is not None and self._outer.collect_losses:
+
+    def take(self) -> list[Any]:
+        """The new values, of which nothing is kept; after f, where it was traced."""
+        self._variables = [variable for variable, _ in self._updates.values()]
+        values = [value for _, value in self._updates.values()]
+        self._updates.clear()
+        if self._scope is None:
+            return values
+        if self._scope.losses and self._outer is not None and self._outer.collect_losses:
             raise TypeError(
                 "accelerate: Keras's layers add losses inside the function (activity_regularizer, add_loss), which are "
                 "collected outside of it and would be lost. Accelerate the function that adds model.losses to the loss"
             )
-
-    @property
-    def values(self) -> list[Any]:
-        return [value for _, value in self._updates.values()]
+        self._scope.losses.clear()
+        self._scope.state_mapping.clear()
+        return values
 
     def write_back(self, values: Sequence[Any]) -> None:
-        for (variable, _), value in zip(self._updates.values(), values, strict=True):
+        for variable, value in zip(self._variables, values, strict=True):
             if self._outer is not None:
                 self._outer.add_update((variable, value))
             elif isinstance(value, jax.core.Tracer):
