@@ -336,6 +336,19 @@ def test_in_inference_a_bias_and_a_batchnorm_are_folded_into_their_convolution()
     assert accelerate(layer).report(*args)[1].fused == "conv + bias + batchnorm (inference) + silu"
 
 
+@pytest.mark.parametrize("train", (True, False), ids=("training", "inference"))
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+def test_a_pair_with_a_bias_in_16_bits(dtype, train):
+    def layer(x, w, b, scale, bias):
+        z = (conv(x, w) + b).astype("float32")
+        mean, var = (z.mean((0, 1, 2)), z.var((0, 1, 2))) if train else (0.1 * B, 1 + B**2)
+        y = (z - mean) * lax.rsqrt(var + 1e-5) * scale + bias
+        # No relu: where z is rounded on its way, an element near 0 would change sides.
+        return jax.nn.silu(y.astype(dtype)), mean
+
+    check(layer, *(a.astype(dtype) for a in (X, W, B)), SCALE, BIAS, **{"conv_batchnorm" if train else "conv": 1})
+
+
 def group_norm(z):
     """Of one image: its mean and variance a group, as numbers a channel."""
     grouped = z.reshape(*z.shape[:3], 2, 4)
