@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
 import jax
-from jax._src import dispatch, source_info_util
+from jax._src import checkify, dispatch, source_info_util
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jaxlib.mlir import ir
@@ -21,6 +22,11 @@ source_info_util.register_exclusion(os.path.dirname(os.path.abspath(__file__)) +
 def needs_devices_to_lower(primitive: Primitive) -> None:
     """Makes jit tell the primitive's lowering which devices the program is for. (The set's name: 0.4 to 0.12.)"""
     dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
+def seen_by_checkify(primitive: Primitive) -> None:
+    """Makes checkify's float checks look at the primitive's results, as at those of JAX's own. (The rule: 0.10 on.)"""
+    checkify.error_checks[primitive] = functools.partial(checkify.nan_error_check, primitive)
 
 
 def varying(a: Any) -> frozenset[str]:

@@ -36,7 +36,8 @@ class Explanation(list[Call]):
         self.accelerated = accelerated
 
     def __str__(self) -> str:
-        found = f"accelerate:\n{self.accelerated}\n\n" if self.accelerated else ""
+        anything = self.accelerated or self.accelerated.notes
+        found = f"accelerate:\n{self.accelerated}\n\n" if anything else ""
         return found + self._calls()
 
     def _calls(self) -> str:

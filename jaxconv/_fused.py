@@ -13,6 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+# Held, because a program may put another in its place.
+from jax.lax import dot_general
+
 from jaxconv import _problem
 from jaxconv._activation import Activation, activate
 from jaxconv._problem import ConvProblem, DenseProblem
@@ -181,7 +184,7 @@ def dense(
         arrays = [a if a is None else _problem.as_array("dense", n, a) for n, a in (("x", x), ("w", w), ("b", b))]
         DenseProblem.infer("dense", *arrays, None, alpha=1.0, beta=1.0, **options)
     except (TypeError, ValueError):
-        z = lax.dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())), precision=precision)
+        z = dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())), precision=precision)
         z = z if b is None else z + jnp.reshape(b, (1,) * (z.ndim - 1) + (-1,))
         y = activate(activation, z)
         return (y, z) if return_preactivation else y

@@ -13,6 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+# Held, because a program may put ours in its place.
+from jax.lax import conv_general_dilated as lax_conv_general_dilated
+
 from jaxconv import _activation, _problem, conv
 from jaxconv._problem import ConvProblem, Pair
 
@@ -159,7 +162,7 @@ def conv_general_dilated(
     """
 
     def by_lax() -> Array:
-        return lax.conv_general_dilated(
+        return lax_conv_general_dilated(
             lhs,
             rhs,
             window_strides,

@@ -33,6 +33,10 @@ Array = jax.Array
 __all__ = ["BatchNorm", "Conv", "ConvTranspose", "Dense"]
 
 
+# Held, because a program may put ours in their place: nn.Conv = jaxconv.linen.Conv.
+_Conv, _ConvTranspose, _Dense, _BatchNorm = nn.Conv, nn.ConvTranspose, nn.Dense, nn.BatchNorm
+
+
 def _flax_call(base: type[nn.Module], module: nn.Module, *args: Any, **kwargs: Any) -> Array:
     """`base.__call__`, as part of module's own call: captured, tabulated and intercepted once."""
     return inspect.unwrap(base.__call__)(module, *args, **kwargs)
@@ -42,7 +46,7 @@ def _promote(module: Any) -> _flax.Promote:
     return lambda x, kernel, bias: module.promote_dtype(x, kernel, bias, dtype=module.dtype)
 
 
-class Conv(nn.Conv):
+class Conv(_Conv):
     """`flax.linen.Conv` with an `activation`. See `jaxconv.conv2d` for the activations' names."""
 
     activation: Any = None
@@ -51,7 +55,7 @@ class Conv(nn.Conv):
     def __call__(self, inputs: Array) -> Array:  # (*batch, *spatial, C) -> (*batch, *spatial, features)
         """Convolves the inputs and applies the activation."""
         if self.conv_general_dilated is not None or self.conv_general_dilated_cls is not None:
-            return activate(_flax.activation_of(self), _flax_call(nn.Conv, self, inputs))
+            return activate(_flax.activation_of(self), _flax_call(_Conv, self, inputs))
         in_features = jnp.shape(inputs)[-1]
         assert in_features % self.feature_group_count == 0  # as in Flax
         kernel_shape = (*_flax.sizes(self.kernel_size), in_features // self.feature_group_count, self.features)
@@ -61,7 +65,7 @@ class Conv(nn.Conv):
         return _flax.conv(self, inputs, kernel, bias, _promote(self))
 
 
-class ConvTranspose(nn.ConvTranspose):
+class ConvTranspose(_ConvTranspose):
     """`flax.linen.ConvTranspose` with an `activation`. See `jaxconv.conv2d` for the activations' names."""
 
     activation: Any = None
@@ -70,7 +74,7 @@ class ConvTranspose(nn.ConvTranspose):
     def __call__(self, inputs: Array) -> Array:  # (*batch, *spatial, C) -> (*batch, *spatial, features)
         """Applies the transposed convolution and the activation."""
         if not _flax.native_conv_transpose(self):
-            return activate(_flax.activation_of(self), _flax_call(nn.ConvTranspose, self, inputs))
+            return activate(_flax.activation_of(self), _flax_call(_ConvTranspose, self, inputs))
         in_features = jnp.shape(inputs)[-1]
         channels = (self.features, in_features) if self.transpose_kernel else (in_features, self.features)
         kernel_shape = (*_flax.sizes(self.kernel_size), *channels)
@@ -80,7 +84,7 @@ class ConvTranspose(nn.ConvTranspose):
         return _flax.conv_transpose(self, inputs, kernel, bias, _promote(self))
 
 
-class Dense(nn.Dense):
+class Dense(_Dense):
     """`flax.linen.Dense` with an `activation`. See `jaxconv.conv2d` for the activations' names."""
 
     activation: Any = None
@@ -89,14 +93,14 @@ class Dense(nn.Dense):
     def __call__(self, inputs: Array) -> Array:  # (..., K) -> (..., features)
         """Multiplies by the kernel, adds the bias and applies the activation."""
         if self.dot_general is not None or self.dot_general_cls is not None:
-            return activate(_flax.activation_of(self), _flax_call(nn.Dense, self, inputs))
+            return activate(_flax.activation_of(self), _flax_call(_Dense, self, inputs))
         kernel_shape = (jnp.shape(inputs)[-1], self.features)
         kernel = self.param("kernel", self.kernel_init, kernel_shape, self.param_dtype)
         bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype) if self.use_bias else None
         return _flax.dense(self, inputs, kernel, bias, _promote(self))
 
 
-class BatchNorm(nn.BatchNorm):
+class BatchNorm(_BatchNorm):
     """`flax.linen.BatchNorm` with an `activation`, and a `residual` in the call.
 
     The variance is computed without cancellation whatever `use_fast_variance` says.
@@ -120,7 +124,7 @@ class BatchNorm(nn.BatchNorm):
         axis_name = None if self.is_initializing() else self.axis_name
         x = jnp.asarray(x)
         if not (self.force_float32_reductions and _flax.native_batchnorm(self, x, training, axis_name, mask)):
-            y = _flax_call(nn.BatchNorm, self, x, use_running_average, mask=mask)
+            y = _flax_call(_BatchNorm, self, x, use_running_average, mask=mask)
             return _flax.after_batchnorm(self, y, residual)
         shape = [x.shape[self.axis]]
         mean = self.variable("batch_stats", "mean", lambda s: jnp.zeros(s, jnp.float32), shape)

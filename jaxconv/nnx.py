@@ -18,6 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+# Held, because a program may put ours in their place.
+from jax.lax import conv_general_dilated, dot_general
+
 try:
     from flax import nnx
 except ImportError as error:
@@ -49,7 +52,7 @@ class Conv(nnx.Conv):
 
     def __call__(self, inputs: Array, out_sharding: Any = None) -> Array:
         """Convolves the inputs (*batch, *spatial, in_features) and applies the activation."""
-        injected = self.conv_general_dilated is not lax.conv_general_dilated
+        injected = self.conv_general_dilated is not conv_general_dilated
         if injected or self.preferred_element_type is not None or out_sharding is not None:
             return activate(self.activation, super().__call__(inputs, out_sharding))
         assert self.in_features % self.feature_group_count == 0  # as in Flax
@@ -81,7 +84,7 @@ class Linear(nnx.Linear):
 
     def __call__(self, inputs: Array, out_sharding: Any = None) -> Array:
         """Multiplies the inputs (..., in_features) by the kernel, adds the bias and applies the activation."""
-        injected = self.dot_general is not lax.dot_general
+        injected = self.dot_general is not dot_general
         if injected or self.preferred_element_type is not None or out_sharding is not None:
             return activate(self.activation, super().__call__(inputs, out_sharding))
         return _flax.dense(self, inputs, self.kernel[...], _value(self.bias), _promote(self))

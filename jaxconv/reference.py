@@ -11,6 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+# Held, because a program may put ours in their place.
+from jax.lax import conv_general_dilated, dot_general
+
 from jaxconv._activation import activate, activate_grad
 from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem
 
@@ -35,7 +38,7 @@ def _like(shape: tuple[int, ...], operand: jax.Array, batch: bool) -> Any:
 
 def conv_fprop(p: ConvProblem, x: jax.Array, w: jax.Array) -> list[jax.Array]:
     """y = conv(x, w)."""
-    y = lax.conv_general_dilated(
+    y = conv_general_dilated(
         x,
         w,
         window_strides=p.stride,
@@ -97,7 +100,7 @@ def matmul(p: DenseProblem, x: jax.Array, w: jax.Array) -> list[jax.Array]:
     x_batched, w_batched = "x" in p.batched, "w" in p.batched
     contract = ((int(x_batched) + (0 if p.trans_x else 1),), (int(w_batched) + (1 if p.trans_w else 0),))
     batch = ((0,), (0,)) if x_batched and w_batched else ((), ())
-    z = lax.dot_general(x, w, (contract, batch), precision=p.precision)
+    z = dot_general(x, w, (contract, batch), precision=p.precision)
     if p.batch is not None and not x_batched:
         # (m, batch, n) where only w has instances; (m, n) where neither has
         z = jnp.moveaxis(z, 1, 0) if w_batched else jnp.broadcast_to(z, p.y_shape)

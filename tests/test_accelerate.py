@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import importlib
 from typing import Any
 
 import helpers
@@ -243,6 +244,166 @@ def test_batchnorm_is_recognised_however_it_is_written_and_its_statistics_are_re
     check(written, array(0, (4, 3, 3, 8)), SCALE, BIAS, batchnorm_train=1)
 
 
+def keras(x, scale, bias, *running):
+    """As Keras writes it: the mean is part of the offset."""
+    mean, var = running or (jnp.mean(x, (0, 1, 2), keepdims=True), jnp.var(x, (0, 1, 2), keepdims=True))
+    mean, var = jnp.squeeze(mean), jnp.squeeze(var)
+    m, v, gamma, beta = (a.reshape(1, 1, 1, -1) for a in (mean, var, scale, bias))
+    inv = lax.rsqrt(v + 1e-3)
+    inv = inv * gamma
+    return x * inv + (-m * inv + beta), mean, var
+
+
+def keras_no_scale(x, scale, bias):
+    mean, var = jnp.mean(x, (0, 1, 2)), jnp.var(x, (0, 1, 2))
+    inv = lax.rsqrt(var + 1e-3)
+    return x * inv + (bias - mean * inv), mean, var
+
+
+def keras_no_bias(x, scale, bias):
+    mean, var = jnp.mean(x, (0, 1, 2)), jnp.var(x, (0, 1, 2))
+    inv = scale / jnp.sqrt(var + 1e-3)
+    return x * inv + -(mean * inv), mean, var
+
+
+@pytest.mark.parametrize("written", (keras, keras_no_scale, keras_no_bias), ids=lambda f: f.__name__)
+def test_batchnorm_with_the_mean_in_its_offset_is_recognised(written):
+    check(written, array(0, (4, 3, 3, 8)), SCALE, BIAS, batchnorm_train=1)
+    check(lambda x, w, b, *rest: written(conv(x, w) + b, *rest), X, W, B, SCALE, BIAS, conv_batchnorm=1)
+
+
+def test_batchnorm_with_the_mean_in_its_offset_is_recognised_in_inference():
+    check(
+        lambda x, w, b, scale, bias, mean, var: jax.nn.relu(keras(conv(x, w) + b, scale, bias, mean, var)[0]),
+        *(X, W, B, SCALE, BIAS, 0.1 * B, 1 + B**2),
+        conv=1,
+    )
+
+
+OTHER_OFFSETS = {
+    "the_mean_is_added": lambda m, inv, b: m * inv + b,
+    "the_bias_is_subtracted": lambda m, inv, b: -m * inv - b,
+    "subtracted_from_the_mean": lambda m, inv, b: m * inv - b,
+    "twice_negative": lambda m, inv, b: -m * -inv + b,
+    "not_scaled": lambda m, inv, b: b - m,
+    "scaled_twice": lambda m, inv, b: b - m * inv * inv,
+}
+
+
+@pytest.mark.parametrize("name", OTHER_OFFSETS)
+def test_other_offsets_are_no_means(name):
+    def f(x, scale, bias, mean, var):
+        inv = lax.rsqrt(var + 1e-3) * scale
+        return x * inv + OTHER_OFFSETS[name](mean, inv, bias)
+
+    check(f, array(0, (4, 3, 3, 8)), SCALE, BIAS, B, SCALE)
+
+
+@pytest.mark.parametrize("train", (True, False), ids=("training", "inference"))
+def test_the_mean_minus_x_is_no_batchnorm(train):
+    def f(x, scale, bias, mean, var):
+        mean, var = (x.mean((0, 1, 2)), x.var((0, 1, 2))) if train else (mean, var)
+        return (mean - x) * lax.rsqrt(var + 1e-5) * scale + bias
+
+    check(f, array(0, (4, 3, 3, 8)), SCALE, BIAS, B, SCALE)
+
+
+@pytest.mark.parametrize("residual", (False, True), ids=("", "residual"))
+def test_a_convolution_with_a_bias_and_its_batchnorm_become_a_pair(residual):
+    """The bias shifts the mean that is returned and cancels in everything else: its gradient is that of the mean."""
+
+    def layer(x, w, b, scale, bias, *r):
+        z = conv(x, w) + b
+        mean, var = z.mean((0, 1, 2)), z.var((0, 1, 2))
+        y = (z - mean) * lax.rsqrt(var + 1e-5) * scale + bias
+        return jax.nn.relu(y + r[0] if r else y), 0.9 * BIAS + 0.1 * mean, var
+
+    args = (X, W, 10 * B, SCALE, BIAS, *([array(8, (2, 6, 6, 8))] if residual else []))
+    check(layer, *args, conv_batchnorm=1)
+    assert accelerate(layer).report(*args)[1].fused.startswith("conv + bias + batchnorm (training)")
+    _, mean, _ = accelerate(layer)(*args)
+    np.testing.assert_allclose(mean, 0.9 * BIAS + 0.1 * (conv(X, W) + 10 * B).mean((0, 1, 2)), rtol=1e-5, atol=1e-5)
+    gradient = jax.grad(lambda b: accelerate(layer)(X, W, b, *args[3:])[0].sum())(B)
+    np.testing.assert_array_equal(gradient, np.zeros_like(B))
+
+
+def test_in_inference_a_bias_and_a_batchnorm_are_folded_into_their_convolution():
+    def layer(x, w, b, scale, bias, mean, var):
+        return jax.nn.silu((conv(x, w) + b - mean) * lax.rsqrt(var + 1e-5) * scale + bias)
+
+    args = (X, W, 10 * B, SCALE, BIAS, 10 * B + BIAS, 1 + BIAS**2)
+    check(layer, *args, conv=1)
+    assert accelerate(layer).report(*args)[1].fused == "conv + bias + batchnorm (inference) + silu"
+
+
+@pytest.mark.parametrize("train", (True, False), ids=("training", "inference"))
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+def test_a_pair_with_a_bias_in_16_bits(dtype, train):
+    def layer(x, w, b, scale, bias):
+        z = (conv(x, w) + b).astype("float32")
+        mean, var = (z.mean((0, 1, 2)), z.var((0, 1, 2))) if train else (0.1 * B, 1 + B**2)
+        y = (z - mean) * lax.rsqrt(var + 1e-5) * scale + bias
+        # No relu: where z is rounded on its way, an element near 0 would change sides.
+        return jax.nn.silu(y.astype(dtype)), mean
+
+    check(layer, *(a.astype(dtype) for a in (X, W, B)), SCALE, BIAS, **{"conv_batchnorm" if train else "conv": 1})
+
+
+def group_norm(z):
+    """Of one image: its mean and variance a group, as numbers a channel."""
+    grouped = z.reshape(*z.shape[:3], 2, 4)
+    mean, var = (jnp.repeat(s(grouped, (0, 1, 2, 4)), 4) for s in (jnp.mean, jnp.var))
+    return mean, var
+
+
+def weighted(z):
+    weights = jnp.linspace(0, 1, z.shape[1])[:, None, None]
+    mean = (z * weights).mean((0, 1, 2))
+    return mean, (weights * (z - mean) ** 2).mean((0, 1, 2))
+
+
+OWN_STATISTICS = {
+    "group_norm": group_norm,
+    "ema": lambda z: (0.9 * BIAS + 0.1 * z.mean((0, 1, 2)), 0.9 * SCALE + 0.1 * z.var((0, 1, 2))),
+    "ddof": lambda z: (z.mean((0, 1, 2)), z.var((0, 1, 2), ddof=1)),
+    "stop_gradient": lambda z: lax.stop_gradient((z.mean((0, 1, 2)), z.var((0, 1, 2)))),
+    "stop_gradient_of_the_mean": lambda z: (lax.stop_gradient(z.mean((0, 1, 2))), z.var((0, 1, 2))),
+    "weighted": weighted,
+}
+
+
+@pytest.mark.parametrize("bias", (False, True), ids=("", "bias"))
+@pytest.mark.parametrize("name", OWN_STATISTICS)
+def test_a_convolution_is_computed_once_whatever_its_norms_statistics_are(name, bias):
+    def layer(x, w, b, scale, offset):
+        z = conv(x, w) + b if bias else conv(x, w)
+        mean, var = OWN_STATISTICS[name](z)
+        return jax.nn.relu((z - mean) * lax.rsqrt(var + 1e-5) * scale + offset)
+
+    args = (X[:1], W, B, SCALE, BIAS)
+    check(layer, *args, **{"conv" if bias else "conv_fprop": 1, "batchnorm_infer": 1})
+    assert accelerate(layer).report(*args)[1].fused == "batchnorm (given statistics) + relu"
+
+
+@pytest.mark.parametrize("train", (True, False), ids=("training", "inference"))
+def test_a_convolution_is_computed_once_where_the_residual_or_the_scale_needs_it(train):
+    def layer(x, w, scale, bias):
+        z = conv(x, w)
+        mean, var = (z.mean((0, 1, 2)), z.var((0, 1, 2))) if train else (0.1 * BIAS, 1 + BIAS**2)
+        return (z - mean) * lax.rsqrt(var + 1e-5) * scale + bias + jnp.tanh(z)
+
+    norm = "batchnorm_train" if train else "batchnorm_infer"
+    found = kernels(accelerate(layer), X, W, SCALE, BIAS)
+    assert found.pop(norm) == 1 and sum(found.values()) == 1
+    assert_same(accelerate(layer)(X, W, SCALE, BIAS), layer(X, W, SCALE, BIAS), terms=36 * 72)
+
+    def gated(x, w, scale, bias):
+        z = conv(x, w)
+        return (z - 0.1 * BIAS) * lax.rsqrt(1 + BIAS**2 + 1e-5) * (scale * z.max((0, 1, 2))) + bias
+
+    check(gated, X, W, SCALE, BIAS, conv_fprop=1, batchnorm_infer=1)
+
+
 def per_example(statistics: Any) -> Any:
     """A model of one (C, H, W) example under vmap, as Equinox writes it; the statistics cross the examples."""
 
@@ -263,16 +424,16 @@ PER_EXAMPLE = (array(0, (3, 4, 6, 6)), W.transpose(3, 2, 0, 1), B, SCALE, BIAS, 
 
 
 @pytest.mark.parametrize(
-    ("statistics", "kernel"),
+    ("statistics", "expected"),
     (
-        (lambda mean, var, running: (mean, var), "batchnorm_train"),
-        (lambda mean, var, running: (running, jnp.abs(running)), "batchnorm_infer"),
+        (lambda mean, var, running: (mean, var), dict(conv_batchnorm=1)),
+        (lambda mean, var, running: (running, jnp.abs(running)), dict(conv=1, batchnorm_infer=1)),
     ),
     ids=("of_the_batch", "running"),
 )
-def test_a_model_of_one_example_under_vmap_is_recognised(statistics, kernel):
+def test_a_model_of_one_example_under_vmap_is_recognised(statistics, expected):
     f = per_example(statistics)
-    check(f, *PER_EXAMPLE, terms=16 * 3 * 36 * 36, **{"conv": 1, kernel: 1, "dense": 1})
+    check(f, *PER_EXAMPLE, terms=16 * 3 * 36 * 36, **expected, dense=1)
     fused = [finding.fused.split(") ")[-1] for finding in accelerate(f).report(*PER_EXAMPLE)]
     assert fused == ["conv + bias", "+ relu", "dense + bias"]
 
@@ -469,6 +630,65 @@ def test_two_batchnorms_added_are_two_calls():
     assert fused == ["batchnorm (training) + residual + relu", "batchnorm (training)"]
 
 
+WRITTEN_OUT = {
+    "maximum": (lambda z: jnp.maximum(z, 0), "relu"),
+    "maximum_first": (lambda z: jnp.maximum(0.0, z), "relu"),
+    "where": (lambda z: jnp.where(z > 0, z, 0), "relu"),
+    "where_zeros": (lambda z: jnp.where(z > 0, z, jnp.zeros_like(z)), "relu"),
+    "clip": (lambda z: jnp.clip(z, 0, 6), "relu6"),
+    "clip_floats": (lambda z: jnp.clip(z, 0.0, 6.0), "relu6"),
+    "clamp": (lambda z: lax.clamp(z.dtype.type(0), z, z.dtype.type(6)), "relu6"),
+    "minimum": (lambda z: jnp.maximum(jnp.minimum(z, 6.0), 0.0), "relu6"),
+    "leaky": (lambda z: jnp.where(z > 0, z, 0.25 * z), "leaky_relu(0.25)"),
+    "leaky_or_equal": (lambda z: jnp.where(z >= 0, z, z * 0.25), "leaky_relu(0.25)"),
+    "leaky_below": (lambda z: jnp.where(z < 0, 0.25 * z, z), "leaky_relu(0.25)"),
+    "leaky_maximum": (lambda z: jnp.maximum(z, 0.25 * z), "leaky_relu(0.25)"),
+}
+
+
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+@pytest.mark.parametrize("name", WRITTEN_OUT)
+def test_activations_written_without_jax_nn_are_recognised(name, dtype):
+    f, activation = WRITTEN_OUT[name]
+    args = [3 * X.astype(dtype), W.astype(dtype), B.astype(dtype)]
+    (found,) = accelerate(lambda x, w, b: f(conv(x, w) + b)).report(*args)
+    assert found.fused == f"conv + bias + {activation}"
+    if dtype == "float32":  # 3x: some values are past 6
+        check(lambda x, w, b: f(conv(x, w) + b), *args, conv=1)
+
+
+OTHER_ACTIVATIONS = {
+    "hard_swish": jax.nn.hard_swish,
+    "mish": jax.nn.mish,
+    "selu": jax.nn.selu,
+    "celu": jax.nn.celu,
+    "softplus": jax.nn.softplus,
+    "log_sigmoid": jax.nn.log_sigmoid,
+    "hard_sigmoid": jax.nn.hard_sigmoid,
+    "hard_tanh": jax.nn.hard_tanh,
+    "soft_sign": jax.nn.soft_sign,
+    "squareplus": jax.nn.squareplus,
+    "elu with another alpha": functools.partial(jax.nn.elu, alpha=0.5),
+    "swish with a beta": lambda z: z * jax.nn.sigmoid(1.5 * z),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_ACTIVATIONS)
+def test_activations_that_are_left_behind_a_call_are_named(name):
+    def layer(x, w, b):
+        return OTHER_ACTIVATIONS[name](conv(x, w) + b)
+
+    check(layer, X, W, B, conv=1)
+    made, left = accelerate(layer).report(X, W, B)
+    assert made.fused == "conv + bias"
+    assert (left.what, left.fused) == ("activation", "") and f"has no {name}" in left.why
+
+    def normalised(x, w, b):
+        return OTHER_ACTIVATIONS[name](normalise(conv(x, w), b, b))
+
+    assert f"has no {name}, which is computed behind the batchnorm" in accelerate(normalised).report(X, W, B)[-1].why
+
+
 @jax.custom_jvp
 def straight_through(z):
     """relu whose derivative is 1 everywhere: not jax.nn.relu."""
@@ -486,8 +706,11 @@ LEFT = {
         lambda x, w, b: jax.vmap(lambda x: (x - x.mean((0, 1))) * lax.rsqrt(x.var((0, 1)) + 1e-5))(x),
         {},
     ),
-    # d maximum(x, 0) is 1/2 at 0, relu's is 0
-    "maximum": (lambda x, w, b: jnp.maximum(conv(x, w) + b, 0.0), dict(conv=1)),
+    "not_zero": (lambda x, w, b: jnp.maximum(conv(x, w) + b, 0.1), dict(conv=1)),
+    "not_six": (lambda x, w, b: jnp.clip(conv(x, w) + b, 0, 5), dict(conv=1)),
+    "larger_instead_of_smaller": (lambda x, w, b: jnp.minimum(conv(x, w) + b, 0.0), dict(conv=1)),
+    # The larger of z and 2z is 2z above zero.
+    "steeper": (lambda x, w, b: (lambda z: jnp.maximum(z, 2 * z))(conv(x, w) + b), dict(conv=1)),
     "derivative_of_its_own": (lambda x, w, b: straight_through(conv(x, w) + b), dict(conv=1)),
     "another_slope": (lambda x, w, b: jax.nn.elu(conv(x, w) + b, 0.5), dict(conv=1)),
     "bias_of_another_axis": (lambda x, w, b: conv(x, w[..., :6]) + b[:6, None], dict(conv_fprop=1)),
@@ -821,3 +1044,266 @@ def test_changes_of_other_arguments_are_refused():
         accelerate(puts)({"x": X})
     # Taking something out of a dict that is a copy loses nothing.
     np.testing.assert_allclose(accelerate(lambda d: d.pop("x").sum())({"x": X}), X.sum(), rtol=1e-5)
+
+
+# ---- what is said, and to whom
+
+
+RESULTS = {
+    "literal": lambda x: (jnp.float32(1.5), jnp.asarray(True), x),
+    "weak": lambda x: (jnp.asarray(2.0), jnp.asarray(3), x),
+    "zeros": lambda x: (jnp.zeros(3, jnp.int8), jnp.zeros((), jnp.bfloat16), jnp.zeros(()), x),
+    "weak_sum": lambda x: (jnp.asarray(2.0) + jnp.asarray(1), x),
+    "flag_of_a_jitted_function": lambda x: (jax.jit(lambda x: (x, True, 1.0))(x), x),
+    "of_a_branch": lambda x: lax.cond(x[0, 0, 0, 0] > 0, lambda: (x, 1, True), lambda: (2 * x, 0, False)),
+    "of_a_scan": lambda x: lax.scan(lambda c, _: (c, (1.0, jnp.int32(2))), x, None, 3),
+    "argument": lambda x: (x, x),
+    "closed_over": lambda x: (B, x),
+    "convolution": lambda x: (conv(x, W), jnp.float32(1.5), True, jnp.asarray(2.0)),
+    "convolution_in_a_branch": lambda x: lax.cond(
+        x[0, 0, 0, 0] > 0, lambda x: (conv(x, W), 1.0), lambda x: (2 * conv(x, W), 0.0), x
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_results_that_are_arrays_stay_arrays_of_their_type(name):
+    f = RESULTS[name]
+    ours, plain = accelerate(f)(X), f(X)
+    assert jax.tree.structure(ours) == jax.tree.structure(plain)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(plain), strict=True):
+        assert type(a) is type(b)
+        if isinstance(b, jax.Array):
+            assert (a.dtype, a.weak_type, a.shape) == (b.dtype, b.weak_type, b.shape)
+        np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=1e-4, atol=1e-4)
+    traced = [jax.make_jaxpr(g)(X).out_avals for g in (accelerate(f), f)]
+    assert [(a.dtype, a.weak_type) for a in traced[0]] == [(a.dtype, a.weak_type) for a in traced[1]]
+    if name == "convolution_in_a_branch":
+        assert kernels(accelerate(f), X) == {"conv_fprop": 2}
+
+
+def test_results_that_are_no_arrays_are_returned_as_they_are():
+    marker = object()
+    y, name, f, n, what = accelerate(lambda x, w: (conv(x, w), "name", jnp.tanh, 3, marker))(X, W)
+    assert isinstance(y, jax.Array) and (name, f, n, what) == ("name", jnp.tanh, 3, marker)
+
+
+def loss_of(params: dict[str, jax.Array], batch: jax.Array, scale: float = 1.0) -> jax.Array:
+    return jnp.sum(jax.nn.relu(conv(batch, params["w"]) + params["b"]) ** 2) * scale
+
+
+def test_a_gradient_taken_inside_is_called_one():
+    def step(params, batch):
+        value, grads = jax.value_and_grad(loss_of)(params, batch)
+        return value, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    report = accelerate(step).report(dict(w=W, b=B), X)
+    assert [finding.why.split(",")[0] for finding in report.left if finding.what == "conv"] == ["a weight gradient"]
+    assert all("accelerate the loss, before its gradient is taken" in finding.why for finding in report.left)
+    assert "batch groups" not in str(report)
+    assert_same(accelerate(step)(dict(w=W, b=B), X), step(dict(w=W, b=B), X), terms=72 * 72)
+
+    def depthwise(x, w):
+        return conv(x, w, feature_group_count=4).sum()
+
+    report = accelerate(jax.grad(depthwise, (0, 1))).report(X, W[:, :, :1])
+    assert "batch groups" not in str(report)
+    assert [finding.why.split(",")[0] for finding in report.left] == ["a weight gradient"]
+    # Around the loss there is nothing to be said of gradients, wherever the gradient is taken.
+    assert not accelerate(loss_of).report(dict(w=W, b=B), X).left
+    explained = jaxconv.explain(jax.jit(jax.grad(accelerate(loss_of))))(dict(w=W, b=B), X)
+    assert not explained.accelerated.left
+
+
+def test_the_report_says_so_where_there_is_nothing_to_replace():
+    nothing = accelerate(lambda x: jnp.tanh(x).sum()).report(X)
+    assert not nothing and "nothing was found" in str(nothing)
+    ours = accelerate(lambda x, w, b: jaxconv.conv2d(x, w, b).sum()).report(X, W, B)
+    assert not ours and str(ours) == "nothing is left to replace: the function calls jaxconv already (calls: 1)"
+    twice = accelerate(accelerate(block)).report(X, W, B)
+    assert not twice and "already" in str(twice)
+    assert "nothing was found" in str(jaxconv.explain(jax.jit(accelerate(jnp.tanh)))(X))
+    assert str(accelerate(block).report(X, W, B)).count("\n") == 1  # a heading and a line
+
+
+def test_what_is_no_function_is_refused():
+    Transformed = collections.namedtuple("Transformed", "init apply")
+    with pytest.raises(TypeError, match=r"accelerate: got Transformed\(init, apply\), .*accelerate\(f.apply\)"):
+        accelerate(Transformed(block, block))
+    with pytest.raises(TypeError, match=r"got a tuple of 2 functions"):
+        accelerate((block, block))
+    with pytest.raises(TypeError, match=r"f must be a function, got int"):
+        accelerate(5)
+
+
+def test_an_unbound_flax_module_is_refused():
+    nn = pytest.importorskip("flax.linen", reason="the module is Flax's")
+    with pytest.raises(TypeError, match=r"Dense is a flax.linen module without parameters.*accelerate\(model.apply\)"):
+        accelerate(nn.Dense(3))
+    bound = nn.Dense(3).bind({"params": {"kernel": W[0, 0, :, :3], "bias": B[:3]}})
+    check(accelerate(bound), X, dense=1)
+
+
+def concretes(params: dict[str, jax.Array], batch: jax.Array, flag: bool) -> jax.Array:
+    return batch if conv(batch, params["w"]).sum() > 0 else 2 * batch
+
+
+def test_variables_of_bound_flax_modules_keep_no_tracer():
+    nn = pytest.importorskip("flax.linen", reason="the modules are Flax's")
+
+    class Inside(nn.Module):
+        way: str
+
+        @nn.compact
+        def __call__(self, x):
+            conv, norm = nn.Conv(4, (3, 3)), nn.BatchNorm(use_running_average=False)
+            if self.way == "makes":
+                return accelerate(conv)(x)
+            if self.way == "makes in a closure":
+                return accelerate(lambda x: conv(x))(x)
+            x = conv(x)
+            return norm(x) if self.is_initializing() else accelerate(functools.partial(norm.__call__))(x)
+
+    for way in ("makes", "makes in a closure"):
+        with pytest.raises(TypeError, match=r"makes or changes variables \(\['params'\]\['Conv_0'\].*model.apply"):
+            Inside(way).init(KEY, X)
+    model = Inside("changes")
+    variables = model.init(KEY, X)
+    with pytest.raises(TypeError, match=r"makes or changes variables \(\['batch_stats'\]"):
+        model.apply(variables, X, mutable=["batch_stats"])
+    # Where nothing changes, nothing is lost.
+    assert_same(Inside("makes").apply(variables, X), nn.Conv(4, (3, 3)).apply(conv_only(variables), X), terms=36)
+
+
+def conv_only(variables: Any) -> Any:
+    return {"params": variables["params"]["Conv_0"]}
+
+
+class Callable:
+    def __call__(self, params: dict[str, jax.Array], batch: jax.Array, flag: bool) -> jax.Array:
+        return concretes(params, batch, flag)
+
+
+@pytest.mark.parametrize(
+    ("f", "name"),
+    (
+        (concretes, "concretes"),
+        (functools.partial(concretes, flag=True), "concretes"),
+        (Callable(), "__call__"),
+        (jax.tree_util.Partial(concretes), "concretes"),
+    ),
+    ids=("function", "partial", "object", "Partial"),
+)
+def test_errors_name_the_function_and_its_arguments(f, name):
+    kwargs = {} if isinstance(f, functools.partial) and f.keywords else dict(flag=True)
+    with pytest.raises(jax.errors.TracerBoolConversionError) as error:
+        accelerate(f)({"w": W}, X, **kwargs)
+    assert f"the function {name} at {__file__}" in str(error.value)
+    assert "the arguments params['w'] and batch." in str(error.value)
+
+
+def test_profiler_scopes_keep_the_layers_names():
+    def model(x, w, b, v):
+        with jax.named_scope("C"):
+            with jax.named_scope("c1"):
+                y = conv(x, w) + b
+            y = jax.nn.relu(y)
+            with jax.named_scope("c2"):
+                y = conv(y, v)
+            with jax.named_scope("norm"):
+                y = normalise(y, b, b)
+            with jax.named_scope("head"):
+                return jnp.tanh(y @ v[0, 0] + b)
+
+    def scopes(f):
+        jaxpr = jax.make_jaxpr(f)(X, W, B, W2)
+        return [(e.primitive.name, str(e.source_info.name_stack)) for e in jaxpr.eqns if "jaxconv" in e.primitive.name]
+
+    expected = [("jaxconv_conv", "C/c1"), ("jaxconv_conv_batchnorm", "C/c2"), ("jaxconv_dense", "C/head")]
+    assert scopes(accelerate(model)) == expected
+    text = jax.jit(accelerate(jax.jit(jax.checkpoint(model)))).lower(X, W, B, W2).as_text(debug_info=True)
+    assert "C/c1/" in text and "C/head/" in text
+
+
+def test_the_environment_switches_it_off(monkeypatch):
+    monkeypatch.setenv("JAXCONV_DISABLE", "conv, all")
+    assert kernels(accelerate(block), X, W, B) == {}
+    report = accelerate(block).report(X, W, B)
+    assert not report and str(report) == "nothing is replaced: JAXCONV_DISABLE=conv, all"
+    assert "JAXCONV_DISABLE" in str(jaxconv.explain(accelerate(block))(X, W, B))
+    monkeypatch.setenv("JAXCONV_DISABLE", "dense")
+    assert kernels(accelerate(block), X, W, B) == {"conv": 1}
+
+
+def test_jet_takes_the_function_as_it_is():
+    jet = pytest.importorskip("jax.experimental.jet")
+
+    def f(x):
+        return jnp.tanh(conv(x, W)).sum()
+
+    series = ((X, jnp.zeros_like(X)),)
+    assert_same(jet.jet(accelerate(f), (X,), series), jet.jet(f, (X,), series), terms=72 * 36)
+
+
+def test_it_keeps_no_tracer():
+    def f(x, w, b):
+        return block(x, w, b), jnp.zeros(3), 2
+
+    with jax.checking_leaks():
+        accelerate(f)(X, W, B)
+        accelerate(f).report(X, W, B)
+        jax.jit(jax.grad(accelerate(lambda *args: block(*args).sum())))(X, W, B)
+
+
+@pytest.mark.parametrize("way", ("forward", "gradient", "jit", "scan"))
+def test_checkify_sees_a_nan_where_it_is_made(way):
+    checkify = pytest.importorskip("jax.experimental.checkify")
+
+    def f(x, w, b):  # nothing behind the call turns a NaN into something that JAX checks
+        y = normalise(conv(x, w) + b, SCALE, BIAS)
+        return jnp.where(jnp.isnan(y), 0, y)
+
+    def transformed(f):
+        if way == "gradient":
+            return jax.grad(lambda *args: f(*args).sum(), (0, 1))
+        return {"jit": jax.jit(f), "scan": lambda *args: lax.map(lambda _: f(*args), jnp.arange(2))}.get(way, f)
+
+    def error(f, x):
+        return checkify.checkify(transformed(f), errors=checkify.float_checks)(x, W, B)[0].get()
+
+    assert error(accelerate(f), X) is None
+    assert "nan generated by primitive: jaxconv_conv" in error(accelerate(f), X.at[0, 0, 0, 0].set(jnp.nan))
+    assert (
+        "nan generated by primitive: jaxconv_matmul"
+        in checkify.checkify(jaxconv.dense, errors=checkify.float_checks)(X * jnp.inf, 0 * W[0, 0])[0].get()
+    )
+
+
+def test_ours_may_take_laxs_and_flaxs_place_everywhere(monkeypatch):
+    """What falls back to the original must not find itself there."""
+    nn = pytest.importorskip("flax.linen", reason="the modules are Flax's")
+    linen = importlib.import_module("jaxconv.linen")
+    original, numbers = lax.conv_general_dilated, dict(dimension_numbers=("HWNC", "HWIO", "NHWC"))
+    want = (
+        original(X, W[:, :, :, :4], (1, 1), "SAME", **numbers),
+        original(X, W, (1, 1), "VALID", dimension_numbers=NHWC),
+    )
+    monkeypatch.setattr(lax, "conv_general_dilated", jaxconv.conv_general_dilated)
+    monkeypatch.setattr(lax, "dot_general", lambda *args, **kwargs: pytest.fail("looked up when called"))
+    jax.clear_caches()
+    got = lax.conv_general_dilated(X, W[:, :, :, :4], (1, 1), "SAME", **numbers)  # lax alone has it
+    assert helpers.same_bits(got, want[0])
+    assert_same(lax.conv_general_dilated(X, W, (1, 1), "VALID", dimension_numbers=NHWC), want[1], terms=36)
+    assert_same(jaxconv.conv2d(X, W, padding="VALID", implementation="xla"), want[1], terms=36)
+    jaxconv.dense(X, W[0, 0], implementation="xla")
+    monkeypatch.undo()
+    for name in ("Conv", "ConvTranspose", "Dense", "BatchNorm"):
+        monkeypatch.setattr(nn, name, getattr(linen, name))
+    for module in (
+        nn.Conv(4, (3, 3), conv_general_dilated=original),
+        nn.ConvTranspose(4, (3, 3), padding="CIRCULAR"),
+        nn.Dense(4, dot_general=lax.dot_general),
+        nn.BatchNorm(use_running_average=False, axis=(1, 3)),
+    ):
+        y, _ = module.init_with_output(KEY, X)
+        assert y.shape == (2, 6, 6, 4)

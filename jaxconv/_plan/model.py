@@ -7,8 +7,8 @@ A time is split into the least that the device allows and a factor,
 where tiles is flops / rate, of a kernel with tiles rounded up to whole tiles and whole waves of them. r is a Gaussian
 process over what a problem looks like (taps, strides, dilation, channels, pixels, groups, pass), one for each kernel
 and one for XLA in each class of arithmetic (C. E. Rasmussen, C. K. I. Williams, Gaussian Processes for Machine
-Learning, 2006, section 2.2, algorithm 2.1). Its standard deviation grows away from what was measured. The base carries the
-device's numbers, so what was measured on one Hopper speaks for another.
+Learning, 2006, section 2.2, algorithm 2.1). Its standard deviation grows away from what was measured. The base carries
+the device's numbers, so what was measured on one Hopper speaks for another.
 
 `python -m benchmarks fit` makes the data, jaxconv/tuning/model.json: samples, length scales, and how much the standard
 deviation must be widened for problems of kinds that were left out.

@@ -1,23 +1,26 @@
-"""Activations: jax.nn's own functions, traced, are the patterns.
+"""Activations: jax.nn's own functions, traced, are the patterns, and what people write in their place.
 
 Recognition is by what is computed, not by who wrote it: an activation is one of jax.nn's where its expression, and for
-a function with a derivative of its own that derivative too, is what tracing jax.nn's own gives.
+a function with a derivative of its own that derivative too, is what tracing jax.nn's own gives. maximum(x, 0) and its
+like are taken for jax.nn's too, which differ from them in the derivative at their kinks alone.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxconv import _problem
 from jaxconv._activation import NAMES, Activation
-from jaxconv.accelerate.graph import Constant, Graph, Node, Value, meant, number_of
+from jaxconv.accelerate.graph import Constant, Graph, Node, Value, meant, number_of, scalar_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -27,9 +30,15 @@ class Pattern:
     result: Value
     z: Value
     slope_input: Value | None
+    written_out: bool = False  # not jax.nn's function
+
+    def takes(self, slope: float | None) -> bool:
+        """Whether the expression is the activation with this slope: maximum(z, slope * z) is up to 1."""
+        return slope is None or self.result.made_by != "max" or 0 <= slope <= 1
 
 
 def _jax_nn() -> Iterator[tuple[str, float | None, Callable[..., Any]]]:
+    """(name, slope, function); a function of two arguments has its slope from the second."""
     named = {
         "relu": jax.nn.relu,
         "relu6": jax.nn.relu6,
@@ -47,36 +56,90 @@ def _jax_nn() -> Iterator[tuple[str, float | None, Callable[..., Any]]]:
     yield "leaky_relu", None, jax.nn.leaky_relu
 
 
-def _patterns(shape: tuple[int, ...], dtype: Any) -> list[Pattern]:
-    patterns = []
-    for name, slope, f in _jax_nn():
-        args = [jax.ShapeDtypeStruct(shape, dtype)] + ([0.25] if slope is None else [])
+def _written_out() -> Iterator[tuple[str, float | None, Callable[..., Any]]]:
+    """The same without jax.nn. Where something else uses z too they are left: it may be part of a larger function."""
+    yield "relu", 0.0, lambda z: jnp.maximum(z, 0)
+    yield "relu", 0.0, lambda z: jnp.where(z > 0, z, 0)
+    yield "relu6", 0.0, lambda z: jnp.clip(z, 0, 6)
+    yield "relu6", 0.0, lambda z: jnp.maximum(jnp.minimum(z, 6), 0)
+    yield "relu6", 0.0, lambda z: lax.clamp(jnp.zeros((), z.dtype), z, jnp.full((), 6, z.dtype))
+    yield "leaky_relu", None, lambda z, slope: jnp.where(z > 0, z, slope * z)
+    yield "leaky_relu", None, lambda z, slope: jnp.where(z < 0, slope * z, z)
+    yield "leaky_relu", None, lambda z, slope: jnp.maximum(z, slope * z)
+
+
+def _others() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Activations that jaxconv does not have, for reports. A second argument is any number."""
+    yield "hard_swish", jax.nn.hard_swish
+    yield "hard_swish", lambda z: z * (jnp.minimum(jnp.maximum(z + 3, 0), 6) / 6)
+    yield "hard_swish", lambda z: z * jnp.clip(z + 3, 0, 6) / 6
+    yield "mish", jax.nn.mish
+    yield "mish", lambda z: z * jnp.tanh(jnp.log(1 + jnp.exp(z)))
+    yield "selu", jax.nn.selu
+    yield "celu", jax.nn.celu
+    yield "elu with another alpha", jax.nn.elu
+    yield "log_sigmoid", jax.nn.log_sigmoid
+    yield "softplus", jax.nn.softplus
+    yield "hard_sigmoid", jax.nn.hard_sigmoid
+    yield "hard_tanh", jax.nn.hard_tanh
+    yield "soft_sign", jax.nn.soft_sign
+    yield "squareplus", jax.nn.squareplus
+    yield "swish with a beta", lambda z, beta: z * jax.nn.sigmoid(beta * z)
+
+
+# Extents that no program has: a pattern is traced once for all shapes of a rank, whose place these take.
+EXTENTS = (1000003, 1000033, 1000037, 1000039, 1000081, 1000099, 1000117, 1000121)
+
+
+@functools.lru_cache(maxsize=64)
+def _patterns(kind: str, rank: int, dtype: str, context: Any) -> list[Pattern]:
+    """All patterns for arrays of a rank and a type. `context`: what else JAX's tracing depends on."""
+
+    def traced(name: str, slope: float | None, f: Callable[..., Any], written_out: bool = False) -> Pattern:
+        args = [jax.ShapeDtypeStruct(EXTENTS[:rank], dtype)] + ([0.25] if slope is None else [])
         graph = Graph(jax.make_jaxpr(f)(*args))
         slope_input = graph.inputs[1] if slope is None else None
-        patterns.append(Pattern(name, slope, graph.outputs[0], graph.inputs[0], slope_input))
-    return patterns
+        return Pattern(name, slope, graph.outputs[0], graph.inputs[0], slope_input, written_out)
+
+    if kind == "known":
+        patterns = [traced(name, slope, f) for name, slope, f in _jax_nn()]
+        return patterns + [traced(name, slope, f, True) for name, slope, f in _written_out()]
+    several = [(name, len(inspect.signature(f).parameters) > 1, f) for name, f in _others()]
+    return [traced(name, None if more else 0.0, f) for name, more, f in several]
 
 
-def _same_operation(a: Node, b: Node) -> bool:
-    if a.name != b.name or len(a.inputs) != len(b.inputs):
+def _context() -> Any:
+    return jax.config.jax_enable_x64, jax.sharding.get_abstract_mesh()
+
+
+def _same_operation(p: Node, node: Node, pattern: Pattern, z: Value) -> bool:
+    if p.name != node.name or len(p.inputs) != len(node.inputs):
         return False
-    if a.name == "custom_jvp_call":
-        return a.body == b.body and a.derivative == b.derivative
-    return meant(a.params) == meant(b.params)
+    if p.name != "custom_jvp_call":
+        return meant(p.params) == meant(node.params)
+
+    def text(node: Node, shape: tuple[int, ...], derivative: bool) -> str:
+        return (node.derivative if derivative else node.body).replace(str(shape), "like z")
+
+    return all(text(p, pattern.z.shape, d) == text(node, z.shape, d) for d in (False, True))
 
 
 def _unify(pattern: Pattern, p: Value, v: Value, z: Value, found: dict[str, Any]) -> bool:
     """Whether v is p's expression of z; gathers its nodes, and the slope, in `found`."""
     if p is pattern.z:
         return v is z
-    if p is pattern.slope_input:
-        found["slope"] = number_of(v)
+    if pattern.slope_input is not None and _unchanged(p) is pattern.slope_input:
+        found["slope"] = _number(v)
         return found["slope"] is not None
+    number = _number(p)
+    if number is not None:
+        return v.dtype == p.dtype and _number(v) == number
     if isinstance(p, Constant):
         return isinstance(v, Constant) and _same_constant(p, v)
-    if v.node is None or p.node is None or v.shape != p.shape or v.dtype != p.dtype:
+    same_shape = v.shape == (z.shape if p.shape == pattern.z.shape else p.shape)
+    if v.node is None or p.node is None or not same_shape or v.dtype != p.dtype:
         return False
-    if not _same_operation(p.node, v.node):
+    if not _same_operation(p.node, v.node, pattern, z):
         return False
     orders = [v.node.inputs]
     if p.made_by in ("add", "mul", "max", "min"):
@@ -89,6 +152,21 @@ def _unify(pattern: Pattern, p: Value, v: Value, z: Value, found: dict[str, Any]
         found.clear()
         found.update(before)
     return False
+
+
+def _unchanged(v: Value) -> Value:
+    """The scalar that v is, or is full of, before conversions."""
+    v = scalar_of(v)
+    while v.made_by == "convert_element_type":
+        v = scalar_of(v.node.inputs[0])
+    return v
+
+
+def _number(v: Value) -> float | None:
+    """The number that v is, or is full of, where it is known: rounded to v's type."""
+    number = number_of(scalar_of(v))
+    floats = number is not None and jnp.issubdtype(v.dtype, jnp.floating)
+    return float(np.asarray(number, v.dtype)) if floats else number
 
 
 def _same_constant(a: Constant, b: Constant) -> bool:
@@ -120,23 +198,32 @@ def _dependent(nodes: Sequence[Node], z: Value) -> list[Node]:
 
 
 class Activations:
-    def __init__(self) -> None:
-        self._known: dict[Any, list[Pattern]] = {}
-
     def after(self, z: Value) -> Activated | None:
         """The largest activation of z that somebody uses."""
-        if z.dtype.name not in _problem.DTYPES:
-            return None
-        key = z.shape, z.dtype
-        if key not in self._known:
-            self._known[key] = _patterns(*key)
-        for v in reversed(self._reach(z)):
-            for pattern in self._known[key]:
-                found: dict[str, Any] = {"nodes": []}
-                if v.made_by == pattern.result.made_by and _unify(pattern, pattern.result, v, z, found):
-                    slope = found.get("slope", pattern.slope)
-                    return Activated(Activation(pattern.activation, slope), v, _dependent(found["nodes"], z))
+        for pattern, y, found in self._matches(z, "known"):
+            slope = found.get("slope", pattern.slope)
+            activated = Activated(Activation(pattern.activation, slope), y, _dependent(found["nodes"], z))
+            if activated.hides(z) or not pattern.written_out:
+                return activated
         return None
+
+    def other_after(self, z: Value) -> tuple[str, Node] | None:
+        """The name of an activation of z that jaxconv does not have, and what makes its result."""
+        for pattern, y, _ in self._matches(z, "others"):
+            return pattern.activation, y.node
+        return None
+
+    def _matches(self, z: Value, kind: str) -> Iterator[tuple[Pattern, Value, dict[str, Any]]]:
+        """(pattern, y, what `_unify` found) for each y that is a pattern's expression of z, the largest first."""
+        if z.dtype.name not in _problem.DTYPES or len(z.shape) > len(EXTENTS):
+            return
+        for v in reversed(self._reach(z)):
+            for pattern in _patterns(kind, len(z.shape), z.dtype.name, _context()):
+                found: dict[str, Any] = {"nodes": []}
+                if v.made_by != pattern.result.made_by or not _unify(pattern, pattern.result, v, z, found):
+                    continue
+                if pattern.takes(found.get("slope")):
+                    yield pattern, v, found
 
     @staticmethod
     def _reach(z: Value) -> list[Value]:

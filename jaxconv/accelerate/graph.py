@@ -181,8 +181,8 @@ class Graph:
                 inner = eqn.params["jaxpr"]
                 values.update(zip(eqn.outvars, self._add(inner.jaxpr, inner.consts, inputs, name_stack), strict=True))
                 continue
-            if eqn.primitive.name == "broadcast_in_dim" and _scalar(inputs[0]) is not inputs[0]:
-                inputs = [_scalar(inputs[0]), *inputs[1:]]
+            if eqn.primitive.name == "broadcast_in_dim" and scalar_of(inputs[0]) is not inputs[0]:
+                inputs = [scalar_of(inputs[0]), *inputs[1:]]
                 eqn = eqn.replace(params={**eqn.params, "broadcast_dimensions": ()})
             node = Node(len(self.nodes), inputs, [], eqn, name_stack)
             node.outputs = [Value(v.aval, node, i) for i, v in enumerate(eqn.outvars)]
@@ -223,7 +223,8 @@ class Graph:
         for node in self.nodes:
             names.update((v, f"{len(lines)}.{i}") for i, v in enumerate(node.outputs))
             shapes = [f"{v.dtype}{v.shape}" for v in node.outputs]
-            lines.append(f"{shapes} = {node.name}{_plain(node.params)} {[name(v) for v in node.inputs]}")
+            params = {k: p for k, p in node.params.items() if k not in ("shape", "new_sizes")}  # the results' shapes
+            lines.append(f"{shapes} = {node.name}{_plain(params)} {[name(v) for v in node.inputs]}")
         return "\n".join([*lines, str([name(v) for v in self.outputs])])
 
     def _drop_unused(self) -> None:
@@ -274,7 +275,7 @@ def unconverted(v: Value) -> Value:
     return v
 
 
-def _scalar(v: Value) -> Value:
+def scalar_of(v: Value) -> Value:
     """The scalar that v is a broadcast of; v itself where it is none."""
     source = v
     while source.made_by == "broadcast_in_dim":

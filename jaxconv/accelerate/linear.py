@@ -27,6 +27,7 @@ class Fused:
     call: Callable[..., Sequence[Array]]
     parts: list[str]
     fork: Fork | None = None
+    layer: Node | None = None  # whose name it gets in profiles, where it is not the operation's own
 
 
 class Refusal(Exception):
@@ -42,6 +43,25 @@ def _bias_after(c: Value, axis: int) -> tuple[Value, Value] | None:
         found = channels_of(right, c.shape) if left is c else None
         if found is not None and found[1] == axis and found[0].dtype == c.dtype:
             return z, found[0]
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvBefore:
+    """conv(x, w) [+ bias], per channel."""
+
+    conv: Node
+    bias: Value | None
+
+
+def conv_before(z: Value, axis: int) -> ConvBefore | None:
+    """The convolution that makes z, and the bias along `axis` in between, where nobody else needs its result."""
+    if z.made_by == "conv_general_dilated":
+        return ConvBefore(z.node, None)
+    for c, _ in operands_of(z, "add"):
+        found = _bias_after(c, axis) if c.made_by == "conv_general_dilated" else None
+        if found is not None and found[0] is z:
+            return ConvBefore(c.node, found[1])
     return None
 
 

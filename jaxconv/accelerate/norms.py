@@ -19,7 +19,8 @@ from jaxconv import _fused, _problem
 from jaxconv._activation import Activation
 from jaxconv.accelerate.activations import Activated, Activations
 from jaxconv.accelerate.graph import Array, Node, Value, bare, channels_of, number_of, operands_of, unconverted
-from jaxconv.accelerate.linear import Fused, Refusal, fork_of, window_of
+from jaxconv.accelerate.linear import ConvBefore, Fused, Refusal, fork_of, window_of
+from jaxconv.accelerate.report import GRADIENT
 from jaxconv.batchnorm import batchnorm
 
 
@@ -63,6 +64,8 @@ def find_normalised(v: Value) -> Normalised | None:
         else:
             break
     mean = step("sub")
+    if mean is None and bias is not None and factors:
+        mean, bias = _mean_in(bias, factors)
     deviations = [f for f in factors if (f[0].made_by, f[1]) in (("rsqrt", 1), ("sqrt", -1))]
     scales = [f for f in factors if f not in deviations]
     if mean is None or len(axes) != 1 or len(deviations) != 1 or any(power != 1 for _, power in scales):
@@ -81,6 +84,42 @@ def _factors(v: Value, power: int) -> list[tuple[Value, int]]:
         if a.shape == b.shape == v.shape:
             return _factors(a, power) + _factors(b, power if v.made_by == "mul" else -power)
     return [(v, power)]
+
+
+def _mean_in(offset: Value, factors: Sequence[tuple[Value, int]]) -> tuple[Value | None, Value | None]:
+    """(mean, bias) where offset = bias - mean * factors: x * factors + offset is (x - mean) * factors + bias."""
+
+    def mean_in(v: Value, sign: int) -> Value | None:
+        """The mean where sign * v = -mean * factors."""
+        signs, left = _signed_factors(v)
+        if sign * signs != -1:
+            return None
+        for factor in factors:
+            if factor not in left:
+                return None
+            left.remove(factor)
+        return left[0][0] if len(left) == 1 and left[0][1] == 1 else None
+
+    if (mean := mean_in(offset, 1)) is not None:
+        return mean, None
+    for name, sign in (("add", 1), ("sub", -1)):
+        # of a subtraction the second operand
+        for bias, product in operands_of(offset, name):
+            if bias.shape == product.shape and (mean := mean_in(product, sign)) is not None:
+                return mean, bare(bias)
+    return None, None
+
+
+def _signed_factors(v: Value, power: int = 1) -> tuple[int, list[tuple[Value, int]]]:
+    """v as a product, the signs taken out."""
+    sign, factors = 1, []
+    for factor, p in _factors(v, power):
+        if factor.made_by == "neg":
+            inner_sign, inner = _signed_factors(factor.node.inputs[0], p)
+            sign, factors = -sign * inner_sign, factors + inner
+        else:
+            factors.append((factor, p))
+    return sign, factors
 
 
 def _means(v: Value) -> Iterator[tuple[Value, int | None]]:
@@ -199,17 +238,35 @@ def _leads_only_to(v: Value, ends: Sequence[Value]) -> bool:
     return True
 
 
-def find_batchnorm(n: Normalised, activations: Activations, conv: Node | None = None) -> Iterator[Fused]:
+def _needs(values: Sequence[Value], x: Value) -> bool:
+    """Whether one of the values is computed from x, or is x."""
+    seen, front = set(), list(values)
+    while front:
+        v = front.pop()
+        if v is x:
+            return True
+        if v.node is not None and v.node not in seen:
+            seen.add(v.node)
+            front += v.node.inputs
+    return False
+
+
+def find_batchnorm(n: Normalised, activations: Activations, before: ConvBefore | None = None) -> Iterator[Fused]:
     """The replacements, those that take in most first: a residual may need what only comes later.
 
-    `conv` is the convolution that makes n.x, where there is one: the two are a pair if nobody else needs its result.
+    `before` is the convolution that makes n.x, where there is one: the two are a pair if nobody else needs its result,
+    neither for the norm's own operands (statistics that are not those of training, a residual).
     """
     x0 = unconverted(n.x)
     channels = n.x.shape[n.axis]
     is_mean = _is_mean(n.mean, n.axis, lambda u: unconverted(u) is x0)
     training = is_mean and _is_variance_of(n.var, x0, n.axis)
     if training and _is_compared(n.var):
-        raise Refusal("its gradient is taken inside the function: accelerate the loss, before its gradient is taken")
+        raise Refusal(f"its gradient is {GRADIENT}")
+    if training:
+        kind = "batchnorm (training)"
+    else:
+        kind = "batchnorm (given statistics)" if _needs([n.mean, n.var], x0) else "batchnorm (inference)"
     y = n.result
     if len(y.users) == 1 and y.users[0] is not None and y.users[0].name == "convert_element_type":
         narrowed = y.users[0].outputs[0]
@@ -225,15 +282,20 @@ def find_batchnorm(n: Normalised, activations: Activations, conv: Node | None = 
     def made(z: Value, out: Value, residual: Value | None, activated: Activated | None) -> Fused:
         activation = activated.activation if activated else Activation()
         outputs = [out, n.mean, n.var] if training else [out]
-        pair = x is x0 and dtype == x0.dtype and _leads_only_to(x0, outputs)
-        made_by = conv if pair else None
+        operands = [v for v in shared[1:] if not (training and v in (n.mean, n.var))] + ([residual] if residual else [])
+        pair = x is x0 and dtype == x0.dtype and _leads_only_to(x0, outputs) and not _needs(operands, x0)
+        made_by = before.conv if before and pair else None
+        shift = before.bias if before and pair else None
 
         def call(*values: Array, forks: bool = False) -> Sequence[Array]:
             given = iter(values)
             operands = [next(given), next(given)] if made_by else [next(given).astype(dtype)]
+            shifted = _row(next(given)) if shift else None
             mean, var = (None, None) if training else (_row(next(given)), _row(next(given)))
             scales = [_row(next(given)) for _ in n.scales]
             bias = _row(next(given)) if n.bias else None
+            if shift and not training:  # (z + shift) - mean = z - (mean - shift)
+                mean = mean - shifted
             # With no momentum the running statistics become those of the batch.
             zeros = jnp.zeros(channels, params)
             run = functools.partial(_fused.conv_batchnorm, **window_of(made_by)) if made_by else batchnorm
@@ -254,20 +316,20 @@ def find_batchnorm(n: Normalised, activations: Activations, conv: Node | None = 
             passed, (result, mean, var) = results if forks else (None, results)
             outs = [passed] * forks + [result.astype(out.dtype)]
             if training:
+                # The bias shifts the mean of its convolution's result, and the result is centred again.
+                mean = mean + shifted if shift else mean
                 outs += [s.reshape(v.shape).astype(v.dtype) for s, v in ((mean, n.mean), (var, n.var))]
             return outs
 
         def _row(a: Array) -> Array:
             return a.reshape(channels).astype(params)
 
-        kind = "batchnorm (training)" if training else "batchnorm (inference)"
         parts = [kind, *(["residual"] if residual else []), *([str(activation)] if activated else [])]
-        parts = ["conv", *parts] if made_by else parts
-        inputs = [v for v in shared if not (training and v in (n.mean, n.var))] + ([residual] if residual else [])
-        inputs = [*made_by.inputs, *inputs[1:]] if made_by else inputs
+        parts = ["conv", *(["bias"] if shift else []), *parts] if made_by else parts
+        inputs = [*(made_by.inputs if made_by else [x]), *([shift] if shift else []), *operands]
         nodes = [n.result.node, *([z.node] if residual else []), *(activated.nodes if activated else [])]
         fork = fork_of(made_by, functools.partial(call, forks=True)) if made_by and training else None
-        return Fused(nodes, inputs, outputs, call, parts, fork)
+        return Fused(nodes, inputs, outputs, call, parts, fork, made_by)
 
     def with_activation(z: Value, residual: Value | None) -> Iterator[Fused]:
         activated = activations.after(z)

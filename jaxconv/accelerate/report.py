@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import jax
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One convolution, product or batch-norm in a traced function, and what became of it."""
+    """One convolution, product, batch-norm or activation in a traced function, and what became of it."""
 
-    what: str  # "conv", "dense", "batchnorm"
+    what: str  # "conv", "dense", "batchnorm"; "activation" where one stays behind a call that was made
     shapes: str
     fused: str  # what the call took in: "conv + bias + relu"; empty where the operation was left
     why: str  # it was left; empty where it was replaced
     where: str  # the name scopes: for Flax the module's path
 
 
+# Said of what belongs to a gradient: "a weight gradient, ...".
+GRADIENT = "taken inside the function: accelerate the loss, before its gradient is taken, and more is fused"
+
+
 class Report(list[Finding]):
-    """A list of findings that prints as a table."""
+    """A list of findings that prints as a table, and `notes`: sentences about the function as a whole."""
+
+    def __init__(self, findings: Iterable[Finding] = (), notes: Iterable[str] = (), already: int = 0):
+        super().__init__(findings)
+        self.notes = list(notes)
+        self.already = already  # calls of jaxconv's that f makes itself
 
     @property
     def replaced(self) -> list[Finding]:
@@ -31,13 +40,27 @@ class Report(list[Finding]):
     def left(self) -> list[Finding]:
         return [finding for finding in self if not finding.fused]
 
+    def extend(self, findings: Iterable[Finding]) -> None:
+        super().extend(findings)
+        if isinstance(findings, Report):
+            self.notes += findings.notes
+            self.already += findings.already
+
+    def finish(self) -> None:
+        """Adds what is to be said of the whole."""
+        if not self and self.already:
+            self.notes.append(f"nothing is left to replace: the function calls jaxconv already (calls: {self.already})")
+        elif not self:
+            self.notes.append("nothing was found: the function has no convolution, dense layer or batch-norm in it")
+
     def __str__(self) -> str:
         rows = [("where", "operation", "became")]
         for finding in self:
             became = finding.fused or f"left as it was: {finding.why}"
             rows.append((finding.where or "-", f"{finding.what} {finding.shapes}", became))
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
-        return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([*(lines if self else []), *self.notes])
 
 
 @dataclasses.dataclass(eq=False)

@@ -13,15 +13,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
 from jaxconv import _fused
 from jaxconv.accelerate.activations import Activations
 from jaxconv.accelerate.graph import Array, Constant, Graph, Node, Value, channels_of, unconverted
-from jaxconv.accelerate.linear import Fused, Refusal, find_conv, find_dense
+from jaxconv.accelerate.linear import ConvBefore, Fused, Refusal, conv_before, find_conv, find_dense
 from jaxconv.accelerate.norms import Normalised, find_batchnorm, find_normalised
-from jaxconv.accelerate.report import Finding, Report
+from jaxconv.accelerate.report import GRADIENT, Finding, Report
 
 
 class Rewriting:
@@ -53,23 +54,26 @@ class Rewriting:
         for node in self.graph.nodes:
             if node in found:
                 n = found[node]
-                conv = self._bare_conv(unconverted(n.x), n.axis)
+                conv = self._conv_before(unconverted(n.x), n.axis)
                 self._try("batchnorm", node, n.x.shape, lambda n=n, c=conv: find_batchnorm(n, self._activations, c))
             elif node.name == "conv_general_dilated":
                 self._try("conv", node, node.inputs[0].shape, lambda n=node: iter([find_conv(n, self._activations)]))
             elif node.name == "dot_general":
                 self._try("dense", node, node.inputs[0].shape, lambda n=node: iter([find_dense(n, self._activations)]))
+            elif node.name.startswith("jaxconv_"):
+                self._report.already += 1
             else:
                 self._look_inside(node)
 
-    def _bare_conv(self, v: Value, channel_axis: int) -> Node | None:
-        """The convolution that makes v, where jaxconv has it and nothing but it makes v."""
-        node = v.node
-        if node is None or node.name != "conv_general_dilated" or v not in self._maker:
+    def _conv_before(self, v: Value, channel_axis: int) -> ConvBefore | None:
+        """The convolution, and its bias, that make v, where jaxconv has it and nothing but it makes v."""
+        made = self._maker.get(v)
+        before = conv_before(v, channel_axis) if made is not None and made.name == "conv_general_dilated" else None
+        if before is None:
             return None
-        p, nd = node.params, len(v.shape) - 2
+        p, nd = before.conv.params, len(v.shape) - 2
         found = _fused.conv_batchnorm_layout(p["dimension_numbers"], nd, p["lhs_dilation"], channel_axis)
-        return None if found is None else node
+        return None if found is None else before
 
     def _try(self, what: str, node: Node, x: tuple[int, ...], candidates: Callable[[], Iterator[Fused]]) -> None:
         weights = "" if what == "batchnorm" else f", {_text(node.inputs[1])}"
@@ -80,15 +84,25 @@ class Rewriting:
             for fused in candidates():
                 if not self._fits(fused):
                     continue
-                last = fused.nodes[-1]
-                made = Node(last.order, fused.inputs, fused.outputs, last.eqn, last.name_stack, fused.call, fused.fork)
+                # It is named after the layer, not after the activation behind it.
+                layer, order = fused.layer or node, fused.nodes[-1].order
+                made = Node(order, fused.inputs, fused.outputs, layer.eqn, layer.name_stack, fused.call, fused.fork)
                 self._covered.update(fused.nodes)
                 self._maker.update(dict.fromkeys(fused.outputs, made))
                 self._report.append(Finding(what, shapes, " + ".join(fused.parts), "", where))
+                self._name_what_stays_behind(fused.outputs[0], what)
                 return
         except Refusal as refusal:
             why = str(refusal)
-        self._report.append(Finding(what, shapes, "", why, where))
+        self._report.append(Finding(what, shapes, "", _in_gradient(what, node, where, why), where))
+
+    def _name_what_stays_behind(self, y: Value, what: str) -> None:
+        """Says so where an activation follows that jaxconv does not have."""
+        found = self._activations.other_after(y)
+        if found is not None:
+            name, node = found
+            why = f"jaxconv has no {name}, which is computed behind the {what}"
+            self._report.append(Finding("activation", _text(y), "", why, str(node.name_stack)))
 
     def _fits(self, fused: Fused) -> bool:
         """Whether no other call stands for the same, and nothing that the call takes depends on what it makes."""
@@ -132,7 +146,7 @@ class Rewriting:
         findings = Report()
         rewriting = Rewriting(closed, findings, self._activations)
         if not rewriting.changed:
-            self._report += findings
+            self._report.extend(findings)
             return inside
         new = jax.make_jaxpr(rewriting.run)(*closed.in_avals)
         same = [(a.shape, a.dtype, a.weak_type) for a in new.out_avals] == [
@@ -140,9 +154,10 @@ class Rewriting:
         ]
         if not same or new.consts or new.effects != closed.effects:
             why = "the function around it would change its type"
-            self._report += [dataclasses.replace(f, fused="", why=f.why or why) for f in findings]
+            self._report.extend(dataclasses.replace(f, fused="", why=f.why or why) for f in findings)
+            self._report.already += findings.already
             return inside
-        self._report += findings
+        self._report.extend(findings)
         return new if isinstance(inside, ClosedJaxpr) else new.jaxpr
 
     # ---- evaluation
@@ -208,7 +223,8 @@ class Rewriting:
 
     def run(self, *args: Array) -> list[Array]:
         if not self.changed:
-            return jaxpr_as_fun(self._closed)(*args)
+            outs = jaxpr_as_fun(self._closed)(*args)
+            return [_of_type(out, v) for out, v in zip(outs, self.graph.outputs, strict=True)]
         given: dict[Value, Any] = dict(zip(self.graph.inputs, args, strict=True))
         known = dict(given)
 
@@ -233,7 +249,7 @@ class Rewriting:
             for v, out in zip(node.outputs, outs, strict=True):
                 if self._maker.get(v, node) is node:
                     known[v] = out
-        return [given[v] if v in given else read(v) for v in self.graph.outputs]
+        return [_of_type(given[v] if v in given else read(v), v) for v in self.graph.outputs]
 
 
 # The equations that carry functions, and the parameters that hold them.
@@ -251,6 +267,14 @@ INSIDE = {
 }
 
 
+def _of_type(result: Any, v: Value) -> Array:
+    """result as an array of v's type: a literal is a scalar of Python's or NumPy's."""
+    if isinstance(result, jax.Array) and (result.dtype, jax.typeof(result).weak_type) == (v.dtype, v.aval.weak_type):
+        return result
+    array = jnp.asarray(result)
+    return lax.convert_element_type_p.bind(array, new_dtype=v.dtype, weak_type=v.aval.weak_type, sharding=None)
+
+
 def _hidden(node: Node) -> Iterator[JaxprEqn]:
     """Convolutions in the functions that an equation carries."""
     for value in node.params.values():
@@ -261,6 +285,17 @@ def _hidden(node: Node) -> Iterator[JaxprEqn]:
                     yield eqn
                 else:
                     yield from _hidden(Node(0, [], [], eqn, None))
+
+
+def _in_gradient(what: str, node: Node, where: str, why: str) -> str:
+    """Why a node is left, where it may be part of a gradient: JAX writes dgrad and wgrad as convolutions too."""
+    if what == "conv" and "transpose(" in where:
+        numbers = node.params["dimension_numbers"]
+        # A weight gradient sums over the images, which take the place of the channels.
+        weights = node.params["batch_group_count"] > 1 or numbers.lhs_spec[:2] != numbers.out_spec[:2]
+        return f"{'a weight' if weights else 'an input'} gradient, {GRADIENT}"
+    belongs = ("transpose(" in where or "jvp(" in where) and GRADIENT not in why
+    return f"{why}; it belongs to a gradient, {GRADIENT}" if belongs else why
 
 
 def _text(v: Value) -> str:

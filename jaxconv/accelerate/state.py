@@ -1,9 +1,9 @@
-"""A function's arguments: arrays that are traced, and flax.nnx objects, whose state is written back."""
+"""A function's arguments: arrays that are traced, and objects whose state is written back (flax.nnx's, Keras's)."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -33,17 +33,15 @@ def nnx_updates() -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if nnx is None else nnx.update_context("jaxconv.accelerate")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Changed:
-    """The state of all nnx objects after f: arrays, and what they are the leaves of."""
-
-    leaves: list[Any]
-    tree: Any = None
+@jax.tree_util.register_static
+class _Hidden:
+    """Holds the place of what is not traced in the arguments that are: it has no arrays in it, and equals itself."""
 
 
 class Arguments:
     """f's arguments, as arrays that are traced and everything else.
 
+    `args` and `kwargs` are f's with the arrays alone in them, so that errors name f's arguments as `jax.jit` does.
     nnx's objects (modules, optimizers, variables) are split together, so that what two of them share stays shared, and
     what f changes in them is written back, as by `nnx.jit`. What f changes in other containers would be lost, as it
     would be in a pure function's arguments: it is refused.
@@ -53,31 +51,32 @@ class Arguments:
         nnx = _nnx()
         leaves, self._tree = jax.tree.flatten((args, kwargs), is_leaf=_is_graph_node)
         self._objects = [i for i, leaf in enumerate(leaves) if _is_graph_node(leaf)]
-        self._arrays = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
         self._leaves = leaves
-        self.arrays = [leaves[i] for i in self._arrays]
+        # What takes each leaf's place where arrays are traced: of nnx's objects the first holds the state of all.
+        traced = [leaf if _is_array(leaf) else _Hidden() for leaf in leaves]
         if self._objects:
             with nnx.split_context("jaxconv.accelerate") as context:
                 self._graph, state = context.split(tuple(leaves[i] for i in self._objects))
-            states, self._state_tree = jax.tree.flatten(state)
-            self.arrays += states
+            traced[self._objects[0]] = state
+        self._places = [jax.tree.structure(subtree) for subtree in traced]
+        self.args, self.kwargs = jax.tree.unflatten(self._tree, traced)
+        self.arrays = jax.tree.leaves(traced)
 
     @contextlib.contextmanager
-    def of(self, arrays: Sequence[Array]) -> Iterator[tuple[Any, Any, Callable[[], _Changed]]]:
-        """(args, kwargs) with `arrays` in them, and a function that, after f, says what f changed."""
-        leaves = list(self._leaves)
-        for i, array in zip(self._arrays, arrays, strict=False):
-            leaves[i] = array
+    def of(self, arrays: Sequence[Array]) -> Iterator[tuple[Any, Any, Callable[[], Any]]]:
+        """(args, kwargs) with `arrays` in them, and a function that, after f, returns the state of all nnx objects."""
+        given = iter(arrays)
+        traced = [jax.tree.unflatten(place, [next(given) for _ in range(place.num_leaves)]) for place in self._places]
+        leaves = [new if _is_array(leaf) else leaf for new, leaf in zip(traced, self._leaves, strict=True)]
         objects: Any = ()
         if self._objects:
-            state = jax.tree.unflatten(self._state_tree, arrays[len(self._arrays) :])
             with _nnx().merge_context("jaxconv.accelerate", inner=True) as context:
-                objects = context.merge(self._graph, state)
+                objects = context.merge(self._graph, traced[self._objects[0]])
             for i, obj in zip(self._objects, objects, strict=True):
                 leaves[i] = obj
         args, kwargs = jax.tree.unflatten(self._tree, leaves)
 
-        def after() -> _Changed:
+        def after() -> Any:
             now = jax.tree.leaves((args, kwargs), is_leaf=_is_graph_node)
             if not set(map(id, leaves)).issuperset(map(id, now)):
                 raise TypeError(
@@ -86,15 +85,118 @@ class Arguments:
                     "flax.nnx pass the module itself, or split and merge it (nnx.split, nnx.merge), or use jaxconv.nnx"
                 )
             if not self._objects:
-                return _Changed([])
+                return None
             with _nnx().split_context("jaxconv.accelerate") as context:
-                changed = context.split(objects)
-            return _Changed(*jax.tree.flatten(changed))
+                return context.split(objects)
 
         yield args, kwargs, after
 
-    def write_back(self, changed: _Changed, arrays: Sequence[Array]) -> None:
+    def write_back(self, changed: Any) -> None:
         if self._objects:
-            graph, state = jax.tree.unflatten(changed.tree, arrays)
+            graph, state = changed
             with _nnx().merge_context("jaxconv.accelerate", inner=False) as context:
                 context.merge(graph, state)
+
+
+class LinenVariables:
+    """The variables of flax.linen modules that are bound, which f is, closes over or is given: f must not change them.
+
+    They belong to whoever bound the modules: `init`, `apply`, a module around. What is traced would be left in them.
+    """
+
+    def __init__(self, f: Callable[..., Any], args: Any, kwargs: Any):
+        linen = sys.modules.get("flax.linen")
+        modules = [] if linen is None else [m for m in _reached(f, args, kwargs) if isinstance(m, linen.Module)]
+        self._roots = [m.scope.root for m in modules if m.scope is not None]
+        self._before = self._named()
+
+    def _named(self) -> dict[str, Any]:
+        named = {}
+        for i, root in enumerate(self._roots):
+            for path, leaf in jax.tree_util.tree_leaves_with_path(root.variables()):
+                named[f"{i}{jax.tree_util.keystr(path)}"] = leaf
+        return named
+
+    def check(self) -> None:
+        changed = [name for name, leaf in self._named().items() if self._before.get(name) is not leaf]
+        if changed:
+            name = changed[0].lstrip("0123456789")
+            raise TypeError(
+                f"accelerate: a flax.linen module inside the function makes or changes variables ({name}) that belong "
+                "to what is around it, where they would be lost. Accelerate the whole: accelerate(model.apply)"
+            )
+
+
+def _reached(f: Any, args: Any, kwargs: Any) -> Iterator[Any]:
+    """f, the object that it is a method of, what it closes over, and its arguments."""
+    while isinstance(f, functools.partial):
+        yield from f.args
+        yield from f.keywords.values()
+        f = f.func
+    yield f
+    yield getattr(f, "__self__", None)
+    for cell in getattr(f, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # an empty cell
+            yield cell.cell_contents
+    yield from jax.tree.leaves((args, kwargs))
+
+
+class KerasVariables:
+    """What f assigns to Keras's variables (moving averages, seeds): nothing keeps a tracer.
+
+    Inside Keras's own StatelessScope the new values go on to it, otherwise to the variables.
+    """
+
+    def __init__(self) -> None:
+        self._updates: dict[int, tuple[Any, Any]] = {}  # id of a variable: it, and its new value
+        self._variables: list[Any] = []
+        self._scope: Any = None
+        self._outer: Any = None
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        keras = sys.modules.get("keras")
+        if not hasattr(keras, "StatelessScope"):
+            yield
+            return
+        updates = self._updates
+
+        class Scope(keras.StatelessScope):
+            def add_update(self, update: tuple[Any, Any]) -> None:
+                super().add_update(update)
+                updates[id(update[0])] = update
+
+        with Scope(collect_losses=True) as self._scope:
+            self._outer = self._scope.original_scope
+            if self._outer is not None:
+                self._scope.state_mapping.update(self._outer.state_mapping)
+            yield
+
+    def take(self) -> list[Any]:
+        """The new values, of which nothing is kept; after f, where it was traced."""
+        self._variables = [variable for variable, _ in self._updates.values()]
+        values = [value for _, value in self._updates.values()]
+        self._updates.clear()
+        if self._scope is None:
+            return values
+        if self._scope.losses and self._outer is not None and self._outer.collect_losses:
+            raise TypeError(
+                "accelerate: Keras's layers add losses inside the function (activity_regularizer, add_loss), which are "
+                "collected outside of it and would be lost. Accelerate the function that adds model.losses to the loss"
+            )
+        self._scope.losses.clear()
+        self._scope.state_mapping.clear()
+        return values
+
+    def write_back(self, values: Sequence[Any]) -> None:
+        for variable, value in zip(self._variables, values, strict=True):
+            if self._outer is not None:
+                self._outer.add_update((variable, value))
+            elif isinstance(value, jax.core.Tracer):
+                raise TypeError(
+                    f"accelerate: Keras's variable {variable.path} gets a value inside jax.jit or another "
+                    "transformation, where it would be lost. Accelerate a function of model.stateless_call, which "
+                    "returns the new values"
+                )
+            else:
+                variable.assign(value)
