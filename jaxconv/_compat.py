@@ -76,9 +76,7 @@ Rule = Callable[..., Any]
 ShardingTypeError = core.ShardingTypeError
 
 
-def replace_lowering(
-    primitive: Primitive, rules: Mapping[str, Callable[..., Any]]
-) -> Callable[[], None]:
+def replace_lowering(primitive: Primitive, rules: Mapping[str, Callable[..., Any]]) -> Callable[[], None]:
     """Gives `primitive` on each platform the lowering `rules[platform](JAX's own rule, ctx, ...)`.
 
     Returns what puts things back as they were, also if the primitive has come to need devices since.
@@ -94,8 +92,8 @@ def replace_lowering(
     missing += [f"a rule of {primitive} for {p}" for p, entry in own.items() if not hasattr(entry, "rule")]
     if missing:
         raise NotImplementedError(
-            f"jaxconv.enable: jax {jax.__version__} keeps its lowering rules differently from 0.10 to 0.12 (there is no "
-            f"{', '.join(missing)}): convolutions stay lax's. jaxconv.accelerate does not depend on it"
+            f"jaxconv.enable: jax {jax.__version__} keeps its lowering rules in another way than 0.10 to 0.12: there "
+            f"is no {', no '.join(missing)}. Convolutions stay lax's; jaxconv.accelerate does not depend on it"
         )
     made = {}
     for platform, rule in rules.items():

@@ -73,9 +73,9 @@ def explain(f: Callable[..., Any], *, platform: str | None = None) -> Callable[.
 
     Returns:
       A function of f's arguments returning a list of calls (op, problem, plan, count) that prints as a table. Its
-      attribute `accelerated` is the list of what accelerate found (what, shapes, fused, why, where), `convolutions` that
-      of lax's convolutions (form, problem, became, why, where, count), as `jaxconv.report` returns it. In a program that
-      XLA will partition enable leaves them to lax, which f does not show.
+      attribute `accelerated` is the list of what accelerate found (what, shapes, fused, why, where), `convolutions`
+      that of lax's convolutions (form, problem, became, why, where, count), as `jaxconv.report` returns it. f does not
+      show whether XLA will partition the program: there enable leaves them to lax.
 
     Raises:
       ValueError: as the call itself would, where a forced choice cannot run.

@@ -22,6 +22,7 @@ from typing import Any
 import jax
 from jax import lax
 from jax.interpreters import mlir
+from jax.sharding import AxisType
 
 from jaxconv import _compat, _op, _plan, _problem, _sharding
 from jaxconv._enable import forms
@@ -173,7 +174,7 @@ def from_environment(*, in_startup: bool = False) -> None:
     """
     global _off
     value = os.environ.get("JAXCONV_ENABLE", "")
-    if value not in ("", "0", "1"):
+    if value not in ("", "0", "1") and not in_startup:  # importing jaxconv has warned
         warnings.warn(f"JAXCONV_ENABLE={value!r} is unknown, expected 0 or 1: ignored", stacklevel=2)
     if value != "1":
         return
@@ -275,7 +276,8 @@ def _lower(
         choice = dataclasses.replace(choice, form=None if isinstance(form, str) else form)
     _record.add(describe(choice, avals, str(ctx.name_stack)))
     if choice.plan is None:
-        return of_lax(ctx, lhs, rhs, **params)
+        with _op.as_lax():  # complex numbers are real convolutions there
+            return of_lax(ctx, lhs, rhs, **params)
     return mlir.lower_fun(choice.form.run, multiple_results=False)(ctx, lhs, rhs)
 
 
@@ -286,11 +288,15 @@ def _refusal(ctx: mlir.LoweringRuleContext, avals: Any, state: State) -> str | N
     if _compat.computed_elsewhere(ctx):
         return "it is computed on another kind of device than the program"
     partitioning = _compat.partitioning(ctx)
-    if partitioning == "none" or _sharding.explicit_mesh(avals):
-        return None
-    if partitioning == "auto" and state.auto_meshes:
+    mesh = _sharding.explicit_mesh(avals)
+    known = mesh is not None and all(kind != AxisType.Auto or mesh.shape[a] == 1 for a, kind in _kinds(mesh))
+    if partitioning == "none" or known or (partitioning == "auto" and state.auto_meshes):
         return None
     return "XLA partitions the program over devices, and a lowering cannot see how"
+
+
+def _kinds(mesh: Any) -> Iterator[tuple[str, AxisType]]:
+    return zip(mesh.axis_names, mesh.axis_types, strict=True)
 
 
 from_environment()

@@ -207,7 +207,9 @@ def _form(
     if back is None:
         lows = [int(low) for low, _ in given]
     else:
-        lows = [(e - 1) * s - int(low) for e, s, (low, _) in zip(extents(back), along(strides[back]), given, strict=True)]
+        lows = [
+            (e - 1) * s - int(low) for e, s, (low, _) in zip(extents(back), along(strides[back]), given, strict=True)
+        ]
     padding = []
     for size, out, f, s, d, low, (_, high) in zip(x, y, w, stride, dilation, lows, given, strict=True):
         if reading.form != "fprop" or back is not None:

@@ -39,7 +39,9 @@ class Convolutions(list[Convolution]):
             return "no convolutions"
         rows = [("count", "form", "problem", "became", "why", "where")]
         for one in self:
-            where = one.where[0] + (f" and {len(one.where) - 1} more" if len(one.where) > 1 else "") if one.where else "-"
+            where = (
+                one.where[0] + (f" and {len(one.where) - 1} more" if len(one.where) > 1 else "") if one.where else "-"
+            )
             rows.append((str(one.count), one.form, one.problem, one.became, one.why, where))
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
