@@ -133,5 +133,8 @@ def exported(ctx: mlir.LoweringRuleContext) -> bool:
 
 
 def computed_elsewhere(ctx: mlir.LoweringRuleContext) -> bool:
-    """Whether the operation is in a compute_on of the host, or of another kind of core than the device's main one."""
-    return getattr(ctx.jaxpr_eqn_ctx, "compute_type", None) is not None
+    """Whether a compute_on sends the operation elsewhere: to the host, to another kind of core, to a stream of its own.
+
+    (`JaxprEqnContext.compute_type`: 0.4 to 0.12.)
+    """
+    return getattr(ctx.jaxpr_eqn_ctx, "compute_type", None) not in (None, "device")

@@ -120,4 +120,5 @@ def info() -> str:
     except RuntimeError as error:
         lines.append(f"GPUs: none. {str(error).splitlines()[0]}")
     lines.append(f"default backend: {jax.default_backend()}")
+    lines.append(f"enable: {'on' if _enable.is_on() else 'off'}")
     return "\n".join(lines)

@@ -21,7 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.experimental.compute_on import compute_on
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxconv
@@ -515,12 +514,19 @@ def test_exported_programs():
 
 
 def test_what_the_host_computes_for_a_device():
+    from jax._src.compute_on import extend_compute_type  # what compute_on, which 0.11 changed, enters
+
     f, (x, w) = conv(LAYOUTS[0]), arrays(LAYOUTS[0])
+
+    def g(x, w):
+        with extend_compute_type("device_host"):
+            return f(x, w)
+
     jaxconv.report(clear=True)
     with native():
-        jax.jit(compute_on("device_host")(jax.jit(fresh(f)))).lower(x, w)
+        jax.jit(g).lower(x, w)
     (one,) = jaxconv.report(clear=True)
-    assert not one.taken and "another kind of device" in one.why
+    assert not one.taken and "compute_on sends it elsewhere" in one.why
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -592,6 +598,19 @@ def test_inside_shard_map():
         out_specs=P(),
     )
     assert_native(jax.grad(loss, (0, 1)), (x, w), ONE_EACH)
+
+
+def test_inside_pmap():
+    _, x, w = on_mesh(AxisType.Auto, P("b"))
+    x = jax.device_get(x).reshape(4, 2, *x.shape[1:])
+    want = jax.pmap(fresh(of_layer), in_axes=(0, None))(x, w)
+    jaxconv.report(clear=True)
+    with native():
+        got = jax.pmap(fresh(of_layer), in_axes=(0, None))(x, w)
+    found = jaxconv.report(clear=True)
+    assert not found.left and {one.form for one in found} == set(ONE_EACH_FORM)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -879,6 +898,12 @@ def test_explain_shows_what_enable_would_do_and_what_it_does():
     assert str(jaxconv.explain(jnp.sin)(1.0)) == "no jaxconv calls"
     device = jaxconv.explain(f, platform="cuda")(x, w).convolutions
     assert [one.became for one in device] == ["lax"] and _plan.Device.current("cuda").platform == "cuda"
+
+
+def test_info_says_whether_it_is_on():
+    assert "enable: off" in jaxconv.info()
+    with jaxconv.enabled():
+        assert "enable: on" in jaxconv.info()
 
 
 def test_report_counts_names_and_forgets():

@@ -26,7 +26,7 @@ from jax.sharding import AxisType
 
 from jaxconv import _compat, _op, _plan, _problem, _sharding
 from jaxconv._enable import forms
-from jaxconv._enable.report import Convolution, Convolutions, Record, together
+from jaxconv._enable.report import Convolution, Convolutions, Record
 
 __all__ = ["Convolution", "Convolutions", "disable", "disabled", "enable", "enabled", "report"]
 
@@ -244,13 +244,13 @@ def describe(choice: Choice, avals: tuple[Any, Any, Any], where: str = "") -> Co
 def would(equations: Any, device: _plan.Device) -> Convolutions:
     """What enable does, or would do, with lax's convolutions among a jaxpr's equations."""
     state = _STATE.value if isinstance(_STATE.value, State) else State()
-    found = []
+    found = Record()
     for equation in equations:
         if equation.primitive is lax.conv_general_dilated_p:
             avals = tuple(v.aval for v in (*equation.invars, *equation.outvars))
             choice = choose(avals, equation.params, state, device)
-            found.append(describe(choice, avals, str(equation.source_info.name_stack)))
-    return together(found)
+            found.add(describe(choice, avals, str(equation.source_info.name_stack)))
+    return found.read()
 
 
 def is_on() -> bool:
@@ -286,7 +286,7 @@ def _refusal(ctx: mlir.LoweringRuleContext, avals: Any, state: State) -> str | N
     if _compat.exported(ctx):
         return "the program is exported: whoever loads it would need jaxconv"
     if _compat.computed_elsewhere(ctx):
-        return "it is computed on another kind of device than the program"
+        return "compute_on sends it elsewhere than the program"
     partitioning = _compat.partitioning(ctx)
     mesh = _sharding.explicit_mesh(avals)
     known = mesh is not None and all(kind != AxisType.Auto or mesh.shape[a] == 1 for a, kind in _kinds(mesh))

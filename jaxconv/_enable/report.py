@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,32 +48,26 @@ class Convolutions(list[Convolution]):
         return "\n".join([*lines, f"{taken} taken, {left} left to lax"])
 
 
-def together(found: Sequence[Convolution]) -> Convolutions:
-    """Equal ones as one, with their count."""
-    counted: dict[Convolution, tuple[int, dict[str, None]]] = {}
-    for one in found:
-        key = dataclasses.replace(one, where=(), count=1)
-        count, where = counted.get(key, (0, {}))
-        counted[key] = count + one.count, where | dict.fromkeys(one.where)
-    return Convolutions(
-        dataclasses.replace(key, count=count, where=tuple(where)) for key, (count, where) in counted.items()
-    )
-
-
 class Record:
-    """Counts of what was lowered, from any thread."""
+    """Counts convolutions, equal ones together, from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._found = Convolutions()
+        self._found: dict[Convolution, tuple[int, dict[str, None]]] = {}  # count, scopes in order
 
     def add(self, one: Convolution) -> None:
+        key = dataclasses.replace(one, where=(), count=1)
         with self._lock:
-            self._found = together([*self._found, one])
+            count, where = self._found.get(key, (0, {}))
+            where.update(dict.fromkeys(one.where))
+            self._found[key] = count + one.count, where
 
-    def read(self, clear: bool) -> Convolutions:
+    def read(self, clear: bool = False) -> Convolutions:
         with self._lock:
             found = self._found
+            counted = Convolutions(
+                dataclasses.replace(key, count=count, where=tuple(where)) for key, (count, where) in found.items()
+            )
             if clear:
-                self._found = Convolutions()
-            return Convolutions(found)
+                self._found = {}
+        return counted
