@@ -2,6 +2,7 @@
 
 from jaxconv import checkpoint_policies
 from jaxconv._cost import cost
+from jaxconv._enable import disable, disabled, enable, enabled, report
 from jaxconv._explain import Explanation, explain, info
 from jaxconv._export import check_exported, export_checks
 from jaxconv.accelerate import accelerate
@@ -27,7 +28,12 @@ __all__ = [
     "conv_transpose3d",
     "cost",
     "dense",
+    "disable",
+    "disabled",
+    "enable",
+    "enabled",
     "explain",
     "export_checks",
     "info",
+    "report",
 ]

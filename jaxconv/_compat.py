@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jax._src import checkify, dispatch, source_info_util
+from jax._src import checkify, core, dispatch, source_info_util
+from jax._src.interpreters import mlir as lowerings
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jaxlib.mlir import ir
@@ -68,3 +71,76 @@ def tell_apart(lowered: Any, text: str) -> Any:
         label = ir.DictAttr.get({"jaxconv": ir.StringAttr.get(text)})
         value.owner.attributes["mhlo.frontend_attributes"] = label
     return lowered
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What `enable` replaces
+
+Rule = Callable[..., Any]
+
+# What is raised where types say that arrays are split over a mesh in a way that an operation does not take
+ShardingTypeError = core.ShardingTypeError
+
+
+def replace_lowering(primitive: Primitive, rules: Mapping[str, Callable[..., Any]]) -> Callable[[], None]:
+    """Gives `primitive` on each platform the lowering `rules[platform](JAX's own rule, ctx, ...)`.
+
+    Returns what puts things back as they were, also if the primitive has come to need devices since.
+
+    (The tables `_lowerings` and `_platform_specific_lowerings` of frozen `LoweringRuleEntry(rule, inline)`, and the set
+    of primitives that are lowered anew for each equation: 0.10 to 0.12.)
+    """
+    names = ("_lowerings", "_platform_specific_lowerings", "_uncacheable_primitives", "LoweringRuleEntry")
+    missing = [name for name in names if not hasattr(lowerings, name)]
+    tables = {} if missing else {p: lowerings._platform_specific_lowerings[p] for p in rules}
+    before = {p: table.get(primitive) for p, table in tables.items()}
+    own = {p: entry or lowerings._lowerings.get(primitive) for p, entry in before.items()} if not missing else {}
+    missing += [f"a rule of {primitive} for {p}" for p, entry in own.items() if not hasattr(entry, "rule")]
+    if missing:
+        raise NotImplementedError(
+            f"jaxconv.enable: jax {jax.__version__} keeps its lowering rules in another way than 0.10 to 0.12: there "
+            f"is no {', no '.join(missing)}. Convolutions stay lax's; jaxconv.accelerate does not depend on it"
+        )
+    made = {}
+    for platform, rule in rules.items():
+        entry = own[platform]
+        made[platform] = dataclasses.replace(entry, rule=_bound(rule, entry.rule))
+        tables[platform][primitive] = made[platform]
+    # JAX lowers equal equations of a program once. Here equal convolutions may be lax's and ours in one program (what a
+    # plan gave to XLA stays lax's), and each is counted.
+    sets = lowerings._uncacheable_primitives, dispatch.prim_requires_devices_during_lowering
+    without = [primitives for primitives in sets if primitive not in primitives]
+    lowerings._uncacheable_primitives.add(primitive)
+
+    def undo() -> None:
+        for platform, entry in made.items():
+            if tables[platform].get(primitive) is not entry:
+                continue  # somebody has replaced it since; while nothing is enabled ours does what JAX's does
+            if before[platform] is None:
+                del tables[platform][primitive]
+            else:
+                tables[platform][primitive] = before[platform]
+        for primitives in without:
+            primitives.discard(primitive)
+
+    return undo
+
+
+def _bound(rule: Rule, own: Rule) -> Rule:
+    def lower(ctx: mlir.LoweringRuleContext, *args: Any, **params: Any) -> Any:
+        return rule(own, ctx, *args, **params)
+
+    return lower
+
+
+def exported(ctx: mlir.LoweringRuleContext) -> bool:
+    """Whether the program that is being lowered is jax.export's."""
+    return ctx.module_context.lowering_parameters.for_export
+
+
+def computed_elsewhere(ctx: mlir.LoweringRuleContext) -> bool:
+    """Whether a compute_on sends the operation elsewhere: to the host, to another kind of core, to a stream of its own.
+
+    (`JaxprEqnContext.compute_type`: 0.4 to 0.12.)
+    """
+    return getattr(ctx.jaxpr_eqn_ctx, "compute_type", None) not in (None, "device")

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jaxlib
 
-from jaxconv import _native, _op, _plan
+from jaxconv import _enable, _native, _op, _plan
 from jaxconv.accelerate import Report, listening
 
 
@@ -29,16 +29,22 @@ class Explanation(list[Call]):
     """A list of `Call`s that prints as a table.
 
     `accelerated` lists what `jaxconv.accelerate` found in the function: what it replaced by what, and why not the rest.
+    `convolutions` lists lax's own convolutions in it, and what `jaxconv.enable` makes of them, or would, were it on.
     """
 
-    def __init__(self, calls: Iterable[Call], accelerated: Report):
+    def __init__(self, calls: Iterable[Call], accelerated: Report, convolutions: _enable.Convolutions, enabled: bool):
         super().__init__(calls)
         self.accelerated = accelerated
+        self.convolutions = convolutions
+        self.enabled = enabled  # whether enable is on
 
     def __str__(self) -> str:
         anything = self.accelerated or self.accelerated.notes
-        found = f"accelerate:\n{self.accelerated}\n\n" if anything else ""
-        return found + self._calls()
+        parts = [f"accelerate:\n{self.accelerated}"] if anything else []
+        if self.convolutions:
+            title = "enable" if self.enabled else "enable, which is off, would do"
+            parts.append(f"{title}:\n{self.convolutions}")
+        return "\n\n".join(parts + ([self._calls()] if self or not parts else []))
 
     def _calls(self) -> str:
         if not self:
@@ -55,7 +61,8 @@ class Explanation(list[Call]):
 def explain(f: Callable[..., Any], *, platform: str | None = None) -> Callable[..., Explanation]:
     """A function that takes f's arguments and returns which implementation every jaxconv call in f gets, and why.
 
-    Where `jaxconv.accelerate` is in f, also what it replaced by what, and for what it left, why.
+    Where `jaxconv.accelerate` is in f, also what it replaced by what, and for what it left, why; and for each of lax's
+    own convolutions which of fprop, dgrad and wgrad it is, and what `jaxconv.enable` makes of it or would make of it.
 
     Nothing is run or compiled: f is traced. Gradients are explained too::
 
@@ -67,7 +74,9 @@ def explain(f: Callable[..., Any], *, platform: str | None = None) -> Callable[.
 
     Returns:
       A function of f's arguments returning a list of calls (op, problem, plan, count) that prints as a table. Its
-      attribute `accelerated` is the list of what accelerate found (what, shapes, fused, why, where).
+      attribute `accelerated` is the list of what accelerate found (what, shapes, fused, why, where), `convolutions`
+      that of lax's convolutions (form, problem, became, why, where, count), as `jaxconv.report` returns it. f does not
+      show whether XLA will partition the program: there enable leaves them to lax.
 
     Raises:
       ValueError: as the call itself would, where a forced choice cannot run.
@@ -79,13 +88,14 @@ def explain(f: Callable[..., Any], *, platform: str | None = None) -> Callable[.
         with listening() as accelerated:
             jaxpr = jax.make_jaxpr(f)(*args, **kwargs)
         counts: dict[tuple[str, Any], int] = {}
-        for equation in _op.equations(jaxpr.jaxpr, device):
+        equations = list(_op.equations(jaxpr.jaxpr, device))
+        for equation in equations:
             made = _op.KERNELS.get(equation.primitive) or _op.COMPOSITES.get(equation.primitive)
             if made is not None:
                 key = made.name, equation.params["problem"]
                 counts[key] = counts.get(key, 0) + 1
         calls = [Call(op, problem, _plan.plan(op, problem, device), count) for (op, problem), count in counts.items()]
-        return Explanation(calls, accelerated)
+        return Explanation(calls, accelerated, _enable.would(equations, device), _enable.is_on())
 
     return explained
 
@@ -111,4 +121,5 @@ def info() -> str:
     except RuntimeError as error:
         lines.append(f"GPUs: none. {str(error).splitlines()[0]}")
     lines.append(f"default backend: {jax.default_backend()}")
+    lines.append(f"enable: {'on' if _enable.is_on() else 'off'}")
     return "\n".join(lines)

@@ -276,6 +276,26 @@ def opaque_calls() -> Iterator[None]:
         _OPAQUE.reset(token)
 
 
+_LAX = contextvars.ContextVar("jaxconv_lax", default=False)
+
+
+def means_lax() -> bool:
+    """Whether lax's operations that are being lowered are to stay lax's, whatever `enable` says.
+
+    They are what a kernel was planned to be (`as_lax`), or somebody looks at the rest of a program.
+    """
+    return _LAX.get() or _OPAQUE.get()
+
+
+@contextlib.contextmanager
+def as_lax() -> Iterator[None]:
+    token = _LAX.set(True)
+    try:
+        yield
+    finally:
+        _LAX.reset(token)
+
+
 def _lower(made: Kernel, platform: str | None, ctx: mlir.LoweringRuleContext, *operands: Any, problem: Any) -> Any:
     """Lowers to what the mesh asks for, else to what the plan says. `platform` None is any without native code."""
 
@@ -295,7 +315,8 @@ def _lower(made: Kernel, platform: str | None, ctx: mlir.LoweringRuleContext, *o
     if partitioning == "auto" and (plan.implementation == "native" or made.partition(problem).always):
         return _compat.tell_apart(through(_sharding.auto(made, problem)), f"{made.target} {problem!r}")
     if plan.implementation != "native":
-        return through(functools.partial(made.reference, problem))
+        with as_lax():
+            return through(functools.partial(made.reference, problem))
     if platform == "cpu" and any(a.dtype.itemsize == 2 for a in ctx.avals_in):
         return through(functools.partial(_through_float32, made, problem))
     wire = made.wire(problem, plan)

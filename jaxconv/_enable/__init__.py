@@ -1,0 +1,302 @@
+"""`enable`: the convolutions of every program that is compiled take the plan's choice, whoever wrote them.
+
+lax's convolution is one primitive, and it stays one: what JAX differentiates, maps and caches is unchanged. Only its
+lowering is replaced. It reads which kernel's problem a convolution is (forms), asks the plan, and makes jaxconv's call
+or calls lax's own lowering. What it did is counted (report).
+
+Whether it is on is part of the key of all of JAX's caches, so that a function compiled with it and one compiled without
+are two programs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+from jax import lax
+from jax.interpreters import mlir
+from jax.sharding import AxisType
+
+from jaxconv import _compat, _op, _plan, _problem, _sharding
+from jaxconv._enable import forms
+from jaxconv._enable.report import Convolution, Convolutions, Record
+
+__all__ = ["Convolution", "Convolutions", "disable", "disabled", "enable", "enabled", "report"]
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """`enable`'s arguments."""
+
+    implementation: str | None = None
+    auto_meshes: bool = False
+
+
+# A State: on. Anything else: off.
+_STATE = jax.make_user_context(default_value=None)
+_off: Any = None  # what `disable` sets
+
+_lock = threading.Lock()
+_users = 0  # the process (`enable`), and each context that is on
+_process = False
+_undo: Callable[[], None] | None = None
+_record = Record()
+
+
+def enable(*, implementation: str | None = None, auto_meshes: bool = False) -> None:
+    """From now on the convolutions of every program that is compiled take jaxconv's kernels where these are faster.
+
+    One line for programs written with any library, before anything is compiled::
+
+        import jaxconv
+
+        jaxconv.enable()
+
+    or, for programs that nobody may edit, `JAXCONV_ENABLE=1` in the environment. Each `lax.conv_general_dilated` is
+    then planned as `jaxconv.conv2d`'s calls are (`implementation=None`): forward convolutions, the gradients of images
+    and filters, grouped, depthwise, dilated and transposed ones, in 1 to 3 dimensions, channels last or first, under
+    every transform. Where the plan says XLA, and for everything that jaxconv has no kernel for, the program is lax's to
+    the letter; numbers are lax's up to rounding elsewhere. `jaxconv.report()` says what became of each convolution,
+    `jaxconv.explain(f)` what would.
+
+    Left to lax are also programs that are exported, computed on a host from a device, or partitioned by XLA over the
+    devices of a mesh, unless types say how each array is split (Explicit axes) and our call needs no gather for it.
+    Inside shard_map and pmap programs are not partitioned.
+
+    A lowering sees one operation: it fuses nothing. `jaxconv.accelerate` sees the whole function, and replaces
+    convolutions together with their bias, activation and batch-norm, and dense layers. The two work together.
+
+    It holds for all threads, until `disable`. What was compiled before stays as it is, and is used again when enable is
+    off. `with jaxconv.enabled():` is the same for a block of one thread.
+
+    Args:
+      implementation: as in `conv2d`: None is the fastest known for each problem and device; "native" is jaxconv's own
+        code wherever it has any, for tests; "xla" lax's everywhere.
+      auto_meshes: also take convolutions of programs that XLA partitions over a mesh with Auto axes. A lowering cannot
+        see how arrays are split there. Right wherever only batches and channels are; where height or width are, every
+        array would be gathered for each convolution.
+
+    Raises:
+      ValueError: where implementation is unknown.
+      NotImplementedError: where the installed JAX is not as jaxconv knows it.
+    """
+    global _process
+    state = _state(implementation, auto_meshes)
+    with _lock:
+        _install(state, counts=not _process)
+        _process = True
+    _STATE.set_global(state)
+
+
+def disable() -> None:
+    """Undoes `enable`: JAX is as it was. Programs that were compiled meanwhile are not used any more."""
+    global _process
+    _STATE.set_global(_off)
+    with _lock:
+        if _process:
+            _process = False
+            _uninstall()
+
+
+@contextlib.contextmanager
+def enabled(*, implementation: str | None = None, auto_meshes: bool = False) -> Iterator[None]:
+    """`enable` for what this thread traces and compiles in a with-block. The innermost block holds.
+
+    Args, Raises: as `enable`.
+    """
+    state = _state(implementation, auto_meshes)
+    with _lock:
+        _install(state)
+    try:
+        with _STATE(state):
+            yield
+    finally:
+        with _lock:
+            _uninstall()
+
+
+@contextlib.contextmanager
+def disabled() -> Iterator[None]:
+    """Lax's own convolutions for what this thread traces and compiles in a with-block, whatever was enabled."""
+    with _STATE(_off):
+        yield
+
+
+def report(*, clear: bool = False) -> Convolutions:
+    """What became of the convolutions of the programs that were compiled with `enable` on, in this process.
+
+    A list that prints as a table: form (fprop, dgrad, wgrad), problem, what it became (a native plan, or lax), why,
+    where, and how many there were; its `taken` and `left` are the two kinds. Counted is the text of programs: a scan's
+    body once, and once more for each program.
+
+    Args:
+      clear: forget them after this.
+    """
+    return _record.read(clear)
+
+
+def _state(implementation: Any, auto_meshes: Any) -> State:
+    _problem.check_choice("enable", implementation, None, ())
+    return State(implementation, bool(auto_meshes))
+
+
+def _install(state: State, counts: bool = True) -> None:
+    """Under the lock."""
+    global _users, _undo
+    if _users == 0:
+        rules = {platform: functools.partial(_lower, platform) for platform in _op.PLATFORMS}
+        _undo = _compat.replace_lowering(lax.conv_general_dilated_p, rules)
+    _users += counts
+    if state.auto_meshes:  # splitting a call on a mesh takes its devices
+        _compat.needs_devices_to_lower(lax.conv_general_dilated_p)
+
+
+def _uninstall() -> None:
+    global _users, _undo
+    _users -= 1
+    if _users == 0:
+        assert _undo is not None
+        _undo()
+        _undo = None
+
+
+def from_environment(*, in_startup: bool = False) -> None:
+    """`enable` if JAXCONV_ENABLE says so. Says what is wrong in a warning: the program is somebody else's.
+
+    `in_startup`: JAX is starting a backend, perhaps in the middle of a program's compilation.
+    """
+    global _off
+    value = os.environ.get("JAXCONV_ENABLE", "")
+    if value not in ("", "0", "1") and not in_startup:  # importing jaxconv has warned
+        warnings.warn(f"JAXCONV_ENABLE={value!r} is unknown, expected 0 or 1: ignored", stacklevel=2)
+    if value != "1":
+        return
+    try:
+        enable()
+    except NotImplementedError as error:
+        warnings.warn(f"JAXCONV_ENABLE=1: {error}", stacklevel=2)
+    if in_startup and _off is None:
+        # That program is kept under the key of None: after `disable` it must not be found.
+        _off = "disabled"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The choice
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    form: forms.Form | None  # None: it has none
+    plan: _plan.Plan | None  # None: lax's own lowering
+    why: str
+
+
+def choose(
+    avals: tuple[Any, Any, Any],  # lhs, rhs, out
+    params: Mapping[str, Any],
+    state: State,
+    device: _plan.Device,
+) -> Choice:
+    """What becomes of lax's convolution in a program that nobody partitions, or whose types say how it is split."""
+    form = forms.read(*avals, params)
+    if isinstance(form, str):
+        return Choice(None, None, form)
+    form = dataclasses.replace(form, problem=dataclasses.replace(form.problem, implementation=state.implementation))
+    try:
+        plan = _plan.plan(form.kernel.name, form.problem, device)
+    except ValueError as error:  # "native" was asked for, and there is none
+        return Choice(form, None, str(error))
+    if plan.implementation != "native":
+        return Choice(form, None, plan.reason)
+    refusal = _sharding.explicit_mesh(avals) and _gathers(form, avals)
+    return Choice(form, None, refusal) if refusal else Choice(form, plan, plan.reason)
+
+
+def _gathers(form: forms.Form, avals: tuple[Any, Any, Any]) -> str | None:
+    """On a mesh with Explicit axes: why our call would move arrays between devices that lax's leaves where they are."""
+    lhs, rhs, out = avals
+    try:
+        jaxpr = jax.make_jaxpr(form.run)(lhs, rhs)
+    except _compat.ShardingTypeError as error:
+        return f"jaxconv cannot say how its result is split over the mesh: {error}"
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "reshard" and equation.invars[0].aval != equation.outvars[0].aval:
+            return f"our call would gather {equation.invars[0].aval.str_short()} over the mesh"
+    (made,) = jaxpr.out_avals
+    return None if made == out else f"its result is {out.str_short()}, our call's {made.str_short()}"
+
+
+def describe(choice: Choice, avals: tuple[Any, Any, Any], where: str = "") -> Convolution:
+    form, problem = "conv", " x ".join(f"{a.dtype.name}{list(a.shape)}" for a in avals[:2])
+    if choice.form is not None:
+        form, problem = choice.form.form, str(choice.form.problem)
+    became = "lax" if choice.plan is None else str(choice.plan)
+    return Convolution(form, problem, became, choice.why, (where,) if where else ())
+
+
+def would(equations: Any, device: _plan.Device) -> Convolutions:
+    """What enable does, or would do, with lax's convolutions among a jaxpr's equations."""
+    state = _STATE.value if isinstance(_STATE.value, State) else State()
+    found = Record()
+    for equation in equations:
+        if equation.primitive is lax.conv_general_dilated_p:
+            avals = tuple(v.aval for v in (*equation.invars, *equation.outvars))
+            choice = choose(avals, equation.params, state, device)
+            found.add(describe(choice, avals, str(equation.source_info.name_stack)))
+    return found.read()
+
+
+def is_on() -> bool:
+    return isinstance(_STATE.value, State)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The lowering
+
+
+def _lower(
+    platform: str, of_lax: Callable[..., Any], ctx: mlir.LoweringRuleContext, lhs: Any, rhs: Any, **params: Any
+) -> Any:
+    """The lowering rule of lax's convolution on `platform`; `of_lax` is JAX's own."""
+    state = _STATE.value
+    if not isinstance(state, State) or _op.means_lax():
+        return of_lax(ctx, lhs, rhs, **params)
+    avals = (*ctx.avals_in, *ctx.avals_out)
+    refusal = _refusal(ctx, avals, state)
+    choice = Choice(None, None, refusal) if refusal else choose(avals, params, state, _plan.Device.current(platform))
+    if refusal:  # the report names its form nevertheless
+        form = forms.read(*avals, params)
+        choice = dataclasses.replace(choice, form=None if isinstance(form, str) else form)
+    _record.add(describe(choice, avals, str(ctx.name_stack)))
+    if choice.plan is None:
+        with _op.as_lax():  # complex numbers are real convolutions there
+            return of_lax(ctx, lhs, rhs, **params)
+    return mlir.lower_fun(choice.form.run, multiple_results=False)(ctx, lhs, rhs)
+
+
+def _refusal(ctx: mlir.LoweringRuleContext, avals: Any, state: State) -> str | None:
+    """Why the program that is being lowered keeps lax's convolutions, whatever they are."""
+    if _compat.exported(ctx):
+        return "the program is exported: whoever loads it would need jaxconv"
+    if _compat.computed_elsewhere(ctx):
+        return "compute_on sends it elsewhere than the program"
+    partitioning = _compat.partitioning(ctx)
+    mesh = _sharding.explicit_mesh(avals)
+    known = mesh is not None and all(kind != AxisType.Auto or mesh.shape[a] == 1 for a, kind in _kinds(mesh))
+    if partitioning == "none" or known or (partitioning == "auto" and state.auto_meshes):
+        return None
+    return "XLA partitions the program over devices, and a lowering cannot see how"
+
+
+def _kinds(mesh: Any) -> Iterator[tuple[str, AxisType]]:
+    return zip(mesh.axis_names, mesh.axis_types, strict=True)
+
+
+from_environment()
