@@ -45,7 +45,7 @@ requirements = $(VENV_PYTHON) -c "import sys, tomllib; p = tomllib.load(open('py
 	q['dependencies'] + ['cmake' + p['tool']['scikit-build']['cmake']['version'], 'ninja'] if sys.argv[1] == 'build' else \
 	q['optional-dependencies'][sys.argv[1]]), sep='\n')"
 # Folders of Python code stand for their lists of files, which the editable installation holds.
-SOURCES := pyproject.toml CMakeLists.txt $(shell find common cpu ffi -type f) $(shell find cuda -name '*domain.*') $(shell find jaxconv -type d -not -name __pycache__)
+SOURCES := pyproject.toml CMakeLists.txt $(shell find common cpu ffi -type f) $(shell find cuda -name '*domain.*') $(shell find jaxconv jaxconv_plugin -type d -not -name __pycache__)
 ifneq ($(JAXCONV_CUDA),OFF)
   SOURCES += $(shell find cuda -type f)
 endif
