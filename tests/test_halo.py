@@ -1,0 +1,244 @@
+"""Pixels split over a mesh: the rows that neighbours need are exchanged, and no array is gathered.
+
+The mesh is made as in test_sharding.py. What lax's own convolution costs is counted in its HLO, beside ours.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from test_sharding import DEVICES, collectives, entered, ints, native_calls, over_kinds, place
+
+import jaxconv
+from jaxconv import _halo, reference
+from jaxconv._problem import ConvProblem
+
+on_a_mesh = pytest.mark.skipif(DEVICES < 2 or DEVICES % 2 == 1, reason="a mesh takes an even number of devices")
+
+
+def make_mesh(kind: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
+    """ "b" for images (or whatever else), "s" for space."""
+    shape = (2, DEVICES // 2) if DEVICES >= 4 else (1, DEVICES)
+    return jax.make_mesh(shape, ("b", "s"), axis_types=(kind, kind))
+
+
+SHARDS = max(2, DEVICES // 2)  # along "s"
+H = 8 * SHARDS
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The geometry, without devices: every shard computes its part from what it fetches
+
+
+def one_axis(h: int, f: int, **options: Any) -> ConvProblem:
+    x, w = jax.ShapeDtypeStruct((1, h, 1), np.float32), jax.ShapeDtypeStruct((f, 1, 1), np.float32)
+    rest = dict.fromkeys(("activation", "precision", "algorithm", "implementation"))
+    fixed = {"groups": 1, "layout": "NWC", "return_preactivation": False, **rest}
+    return ConvProblem.infer("conv1d", 1, x, w, None, **options, **fixed)
+
+
+def random_axes(seed: int, count: int) -> list[tuple[ConvProblem, int]]:
+    """Problems of one axis, and over how many devices to split it: also more devices than rows."""
+    rng = random.Random(seed)
+    found = []
+    while len(found) < count:
+        h, f, s, d = rng.randint(1, 24), rng.randint(1, 5), rng.randint(1, 4), rng.randint(1, 3)
+        pads = rng.randint(-2, 4), rng.randint(-2, 4)
+        if h + sum(pads) > (f - 1) * d:
+            found.append((one_axis(h, f, stride=s, padding=[pads], dilation=d), rng.randint(2, 5)))
+    return found
+
+
+def permute(piece: Any, axes: Any, pairs: list[tuple[int, int]]) -> Any:
+    """lax.ppermute, which vmap has for complete permutations only."""
+    everyone = lax.all_gather(piece, axes)
+    senders = [-1] * len(everyone)
+    for sender, receiver in pairs:
+        assert senders[receiver] == -1
+        senders[receiver] = sender
+    sender = jnp.asarray(senders)[lax.axis_index(axes)]
+    return jnp.where(sender >= 0, everyone[jnp.maximum(sender, 0)], 0)
+
+
+def dealt(a: np.ndarray, shards: int) -> jax.Array:
+    """Shards of an axis; what only fills the last ones up is NaN."""
+    size = -(-a.shape[1] // shards)
+    full = np.full((1, size * shards, 1), np.nan, np.float32)
+    full[:, : a.shape[1]] = a
+    return jnp.asarray(full.reshape(shards, 1, size, 1))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_shard_makes_its_part_of_any_convolution(seed, monkeypatch):
+    monkeypatch.setattr(_halo.lax, "ppermute", permute)
+    for p, shards in random_axes(seed, 5):
+        x, w, dy = (ints(*shape, seed=i) for i, shape in enumerate((p.x_shape, p.w_shape, p.y_shape)))
+        together = jax.jit(functools.partial(in_shards, p, shards))(dealt(x, shards), w, dealt(dy, shards))
+        alone = jax.jit(functools.partial(whole, p))(x, w, dy)
+        for name, a, b in zip(("y", "dx", "dw"), together, alone, strict=True):
+            np.testing.assert_array_equal(a[:, : b.shape[1]], b, f"{name} of {p}, padding {p.padding}, over {shards}")
+
+
+def whole(p: ConvProblem, x: Any, w: Any, dy: Any) -> list[jax.Array]:
+    return [*reference.conv_fprop(p, x, w), *reference.conv_dgrad(p, dy, w), *reference.conv_wgrad(p, x, dy)]
+
+
+def in_shards(p: ConvProblem, shards: int, x: Any, w: Any, dy: Any) -> list[jax.Array]:
+    """`whole`, of x and dy as `dealt`."""
+
+    def shard(x: Any, dy: Any) -> list[jax.Array]:
+        split = {0: ("s",)}
+        q, wide = _halo.exchange_x(p, split, x)
+        (y,), (dw,) = reference.conv_fprop(q, wide, w), reference.conv_wgrad(q, wide, _halo.own_dy(p, split, dy))
+        q, wide = _halo.exchange_dy(p, split, dy)
+        return [y, _halo.own_dx(p, split, reference.conv_dgrad(q, wide, w)[0]), lax.psum(dw, "s")]
+
+    y, dx, dw = jax.vmap(shard, axis_name="s")(x, dy)
+    return [y.reshape(1, -1, 1), dx.reshape(1, -1, 1), dw[0]]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# On a mesh, beside lax
+
+
+def lax_conv(x: Any, w: Any, *b: Any, stride: int = 1, padding: Any = "SAME", dilation: int = 1, groups: int = 1,
+             layout: str = "NHWC", activation: Callable[[Any], Any] = lambda z: z) -> jax.Array:  # fmt: skip
+    nd = x.ndim - 2
+    spatial = "DHW"[3 - nd :]
+    first = layout.startswith("NC")
+    numbers = (
+        (f"NC{spatial}", f"OI{spatial}", f"NC{spatial}") if first else (f"N{spatial}C", f"{spatial}IO", f"N{spatial}C")
+    )
+    padding = padding if isinstance(padding, str) else tuple(padding)
+    z = lax.conv_general_dilated(x, w, (stride,) * nd, padding, rhs_dilation=(dilation,) * nd,
+                                 dimension_numbers=numbers, feature_group_count=groups)  # fmt: skip
+    return activation(z + b[0].reshape(-1, *(1,) * nd) if b and first else z + b[0] if b else z)
+
+
+def lax_transpose(x: Any, w: Any, *, stride: int) -> jax.Array:
+    return lax.conv_transpose(x, w, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+X, W, B = ints(4, H, 6, 4), ints(3, 3, 4, 4, seed=1), ints(4, seed=2)
+SPACE = P("b", "s")
+
+# name: (jaxconv's function, lax's, options of both, arguments, their specs)
+CASES: dict[str, tuple[str, Callable[..., Any], dict[str, Any], tuple[Any, ...], tuple[P, ...]]] = {
+    "same": ("conv2d", lax_conv, {}, (X, W), (SPACE, P())),
+    "strided": ("conv2d", lax_conv, {"stride": 2}, (X, W), (SPACE, P())),
+    "strided_5x5_padded": (
+        "conv2d", lax_conv, {"stride": 2, "padding": [(2, 2), (2, 2)]}, (X, ints(5, 5, 4, 4, seed=3)), (SPACE, P())),
+    "stride_3": ("conv2d", lax_conv, {"stride": 3, "padding": [(0, 0), (1, 1)]},
+                 (ints(2, 12 * SHARDS, 6, 4), ints(3, 3, 4, 4, seed=1)), (SPACE, P())),
+    # H is not P * stride: every device begins at another row of x
+    "fewer_rows": ("conv2d", lax_conv, {"padding": "VALID"},
+                   (ints(2, 5 * SHARDS, 3, 4), ints(SHARDS + 1, 1, 4, 4)), (SPACE, P())),
+    "dilated": ("conv2d", lax_conv, {"dilation": 2}, (X, W), (SPACE, P())),
+    "pointwise": ("conv2d", lax_conv, {}, (X, ints(1, 1, 4, 8)), (SPACE, P())),
+    "patches": ("conv2d", lax_conv, {"stride": 2, "padding": "VALID"}, (X, ints(2, 2, 4, 8)), (SPACE, P())),
+    "groups": ("conv2d", lax_conv, {"groups": 2}, (X, ints(3, 3, 2, 4, seed=1)), (SPACE, P())),
+    "depthwise": ("conv2d", lax_conv, {"groups": 4, "stride": 2}, (X, ints(3, 3, 1, 8, seed=1)), (SPACE, P())),
+    "causal_1d": ("conv1d", lax_conv, {"padding": [(3, 0)]}, (ints(4, H, 4), ints(4, 4, 4)), (SPACE, P())),
+    "volume": ("conv3d", lax_conv, {}, (ints(2, H, 4, 3, 2), ints(3, 3, 3, 2, 4, seed=1)), (SPACE, P())),
+    "rows_and_columns": ("conv2d", lax_conv, {}, (ints(2, H, 4, 4), W), (P(None, "s", "b"), P())),
+    "one_axis_over_both": ("conv2d", lax_conv, {}, (ints(2, 2 * H, 4, 4), W), (P(None, ("b", "s")), P())),
+    "wider_than_a_shard": ("conv2d", lax_conv, {}, (ints(2, 2 * SHARDS, 4, 4), ints(7, 3, 4, 4)), (SPACE, P())),
+    "channels_first": ("conv2d", lax_conv, {"layout": "NCHW"},
+                       (X.transpose(0, 3, 1, 2), W.transpose(3, 2, 0, 1), B), (P("b", None, "s"), P(), P())),
+    "bias_relu": ("conv2d", lax_conv, {"activation": "relu"}, (X, W, B), (SPACE, P(), P())),
+    "out_channels": ("conv2d", lax_conv, {"activation": "relu"}, (X, W, B),
+                     (P(None, "s"), P(None, None, None, "b"), P("b"))),
+    "in_channels": ("conv2d", lax_conv, {"activation": "relu"}, (X, W, B),
+                    (P(None, "s", None, "b"), P(None, None, "b"), P())),
+    "transposed": ("conv_transpose2d", lax_transpose, {"stride": 2}, (ints(2, 4 * SHARDS, 3, 4), W), (SPACE, P())),
+}  # fmt: skip
+
+
+def and_back(f: Callable[..., Any]) -> Callable[..., Any]:
+    """f's result, and the cotangents of its arguments for that result as a cotangent."""
+
+    def step(*args: Any) -> Any:
+        y, pull = jax.vjp(f, *args)
+        return y, pull(y)
+
+    return step
+
+
+@functools.cache
+def counts(case: str, kind: AxisType, which: str, gradients: bool) -> Any:
+    """(collectives, shardings of the results, the results, the program) of "lax", None (the default) or "native"."""
+    name, lax_function, options, args, specs = CASES[case]
+    if which == "lax":
+        f = functools.partial(
+            lax_function, **{k: getattr(jax.nn, v) if k == "activation" else v for k, v in options.items()}
+        )
+    else:
+        layout = {"layout": {3: "NWC", 4: "NHWC", 5: "NDHWC"}[args[0].ndim], **options}
+        f = functools.partial(getattr(jaxconv, name), implementation=None if which == "default" else which, **layout)
+    mesh = make_mesh(kind)
+    with entered(mesh):
+        placed = place(mesh, args, specs)
+        compiled = jax.jit(and_back(f) if gradients else f).lower(*placed).compile()
+        results = compiled(*placed)
+    return collectives(compiled.as_text()), jax.tree.map(lambda a: a.sharding, results), results, compiled.as_text()
+
+
+def unsplit(case: str, gradients: bool) -> Any:
+    name, _, options, args, _ = CASES[case]
+    f = functools.partial(getattr(jaxconv, name), implementation="xla", **options)
+    return (and_back(f) if gradients else f)(*map(jnp.asarray, args))
+
+
+def check(case: str, kind: AxisType, which: str, gradients: bool) -> None:
+    found, shardings, results, text = counts(case, kind, which, gradients)
+    jax.tree.map(np.testing.assert_array_equal, results, unsplit(case, gradients))
+    assert set(found) <= {"collective-permute", "all-reduce"}, text
+    try:
+        theirs, their_shardings, _, _ = counts(case, kind, "lax", gradients)
+    except Exception as error:  # lax's Explicit types refuse filters that are split
+        assert "out_sharding" in str(error), error
+        return
+    exchanges = {"collective-permute"} if theirs["all-gather"] else set()  # instead of gathering
+    assert all(found[name] <= theirs[name] for name in set(found) - exchanges), (found, theirs)
+    if exchanges and kind == AxisType.Auto:
+        return  # what lax has gathered it may leave so
+    for own, other, result in zip(*map(jax.tree.leaves, (shardings, their_shardings, results)), strict=True):
+        assert own.is_equivalent_to(other, result.ndim), (own, other)
+
+
+# The default is the same program with other plans for the shards: a case of each kind will do.
+CHOICES = [(case, "native") for case in CASES]
+CHOICES += [
+    (case, "default") for case in ("strided", "groups", "volume", "wider_than_a_shard", "out_channels", "transposed")
+]
+over_choices = pytest.mark.parametrize(("case", "which"), CHOICES, ids=map("-".join, CHOICES))
+
+
+@on_a_mesh
+@over_kinds
+@over_choices
+def test_forward(case, which, kind):
+    check(case, kind, which, gradients=False)
+    if which == "native":
+        _, sharding, y, text = counts(case, kind, which, False)
+        ((_, shape),) = native_calls(text)
+        assert np.prod(shape) == np.prod(sharding.shard_shape(y.shape))
+
+
+@on_a_mesh
+@over_kinds
+@over_choices
+def test_gradients(case, which, kind):
+    check(case, kind, which, gradients=True)
+    if which == "native":
+        assert len(native_calls(counts(case, kind, which, True)[-1])) == 3
