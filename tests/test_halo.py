@@ -18,9 +18,10 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from test_sharding import DEVICES, collectives, entered, ints, native_calls, over_kinds, place
+from tolerance import floor
 
 import jaxconv
-from jaxconv import _halo, reference
+from jaxconv import _halo, conv, reference
 from jaxconv._problem import ConvProblem
 
 on_a_mesh = pytest.mark.skipif(DEVICES < 2 or DEVICES % 2 == 1, reason="a mesh takes an even number of devices")
@@ -242,3 +243,229 @@ def test_gradients(case, which, kind):
     check(case, kind, which, gradients=True)
     if which == "native":
         assert len(native_calls(counts(case, kind, which, True)[-1])) == 3
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Under other transformations: the same numbers, nothing gathered, results split as lax's are
+
+relu_conv = functools.partial(jaxconv.conv2d, activation="relu", implementation="native")
+SMALL = ints(2, H, 4, 4, largest=1)
+THIN = ints(3, 1, 4, 4, seed=1, largest=1)
+
+
+def two_layers(x: Any, w: Any) -> jax.Array:
+    return relu_conv(relu_conv(x, w), w)
+
+
+TRANSFORMED: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[P, ...]]] = {
+    "jit_of_jit": (lambda x, w: jax.jit(relu_conv)(jax.jit(relu_conv)(x, w), w), (SMALL, THIN), (SPACE, P())),
+    "remat": (jax.checkpoint(two_layers), (SMALL, THIN), (SPACE, P())),
+    "remat_saving": (
+        jax.checkpoint(two_layers, policy=jaxconv.checkpoint_policies.save_all),
+        (SMALL, THIN),
+        (SPACE, P()),
+    ),
+    "scan": (
+        lambda x, ws: jax.lax.scan(lambda x, w: (relu_conv(x, w), None), x, ws)[0],
+        (SMALL, np.stack([THIN, THIN])),
+        (SPACE, P()),
+    ),
+    # Images join mapped ones behind them: of the two axes the mapped one may be split, as in lax.
+    "vmap_images": (jax.vmap(relu_conv, (0, None)), (np.stack([SMALL, -SMALL]), THIN), (P("b", None, "s"), P())),
+    "vmap_filters": (jax.vmap(relu_conv, (None, 0)), (SMALL, np.stack([THIN, -THIN])), (SPACE, P())),
+    "vmap_both": (jax.vmap(relu_conv), (np.stack([SMALL, -SMALL]), np.stack([THIN, -THIN])), (P(None, "b", "s"), P())),
+    "vmap_over_the_split": (
+        jax.vmap(relu_conv),
+        (np.stack([SMALL, -SMALL]), np.stack([THIN, -THIN])),
+        (P("b", None, "s"), P("b")),
+    ),
+}
+
+
+@on_a_mesh
+@over_kinds
+@pytest.mark.parametrize("transform", TRANSFORMED)
+def test_transformed(transform, kind):
+    f, args, specs = TRANSFORMED[transform]
+    step = and_back(f)
+    mesh = make_mesh(kind)
+    with entered(mesh):
+        placed = place(mesh, args, specs)
+        compiled = jax.jit(step).lower(*placed).compile()
+        y, gradients = results = compiled(*placed)
+    jax.tree.map(np.testing.assert_array_equal, results, step(*map(jnp.asarray, args)))
+    assert set(collectives(compiled.as_text())) <= {"collective-permute", "all-reduce"}
+    assert "s" in y.sharding.spec
+    for gradient, arg in zip(gradients, placed, strict=True):
+        assert gradient.sharding.is_equivalent_to(arg.sharding, gradient.ndim)
+
+
+@on_a_mesh
+@over_kinds
+def test_forward_mode(kind):
+    mesh, args = make_mesh(kind), (X, W)
+    bare = functools.partial(jaxconv.conv2d, implementation="native")
+
+    def f(x: Any, w: Any) -> Any:
+        return jax.jvp(bare, (x, w), (x, w))
+
+    with entered(mesh):
+        placed = place(mesh, args, (SPACE, P()))
+        compiled = jax.jit(f).lower(*placed).compile()
+        result = compiled(*placed)
+    jax.tree.map(np.testing.assert_array_equal, result, f(*map(jnp.asarray, args)))
+    assert set(collectives(compiled.as_text())) == {"collective-permute"}
+
+
+@on_a_mesh
+@over_kinds
+@pytest.mark.parametrize("activation", ["gelu", "tanh"])
+def test_epilogues_that_keep_what_backward_needs(activation, kind):
+    """gelu keeps z, tanh y: both split as y."""
+    args = X, W, B
+    f = functools.partial(jaxconv.conv2d, activation=activation, return_preactivation=True, implementation="native")
+    step = and_back(f)
+    mesh = make_mesh(kind)
+    with entered(mesh):
+        placed = place(mesh, args, (SPACE, P(), P()))
+        compiled = jax.jit(step).lower(*placed).compile()
+        result = compiled(*placed)
+    assert set(collectives(compiled.as_text())) == {"collective-permute", "all-reduce"}
+    alone = step(*map(jnp.asarray, args))
+    jax.tree.map(np.testing.assert_array_equal, result[0][1], alone[0][1])  # z
+    for a, b in zip(jax.tree.leaves(result), jax.tree.leaves(alone), strict=True):
+        # The activation and its derivative, whatever XLA makes of them in another program, are 8 roundings of values
+        # of the size of z; a gradient sums up to 4 * H * 6 products of them.
+        np.testing.assert_allclose(a, b, rtol=0, atol=8 * floor("float32", 4 * H * 6, float(jnp.abs(b).max())))
+
+
+@on_a_mesh
+@over_kinds
+def test_sixteen_bits(kind):
+    args = [jnp.asarray(a, jnp.bfloat16) for a in (SMALL, THIN)]
+    f = functools.partial(jaxconv.conv2d, implementation="native")
+    mesh = make_mesh(kind)
+    with entered(mesh):
+        result = jax.jit(and_back(f))(*place(mesh, args, (SPACE, P())))
+    # Whole numbers: y up to 12; dx and dw are sums beyond bfloat16's 8 bits, dw added up over devices after rounding.
+    y, (dx, dw) = and_back(f)(*args)
+    np.testing.assert_array_equal(result[0], y)
+    np.testing.assert_array_equal(result[1][0], dx)
+    np.testing.assert_allclose(result[1][1].astype(np.float32), dw.astype(np.float32), rtol=0,
+                               atol=DEVICES * 2.0**-8 * float(jnp.abs(dw).max()))  # fmt: skip
+
+
+@on_a_mesh
+@over_kinds
+def test_residual_block(kind):
+    """Through `accelerate`: on an Auto mesh a fork, whose other users' gradient is added in the dgrad."""
+
+    def block(x: Any, w1: Any, w2: Any) -> jax.Array:
+        return x + lax_conv(jax.nn.relu(lax_conv(x, w1)), w2)
+
+    args = SMALL, THIN, THIN
+    step = and_back(jaxconv.accelerate(block))
+    mesh = make_mesh(kind)
+    with entered(mesh):
+        placed = place(mesh, args, (SPACE, P(), P()))
+        compiled = jax.jit(step).lower(*placed).compile()
+        result = compiled(*placed)
+    jax.tree.map(np.testing.assert_array_equal, result, and_back(block)(*map(jnp.asarray, args)))
+    assert set(collectives(compiled.as_text())) == {"collective-permute", "all-reduce"}
+
+
+@on_a_mesh
+@over_kinds
+@pytest.mark.parametrize("stride", [1, 3])
+def test_dgrad_with_an_addend(stride, kind):
+    """dgrad(dy, w) + c. With stride 3 a device's first row of dx is not at a whole stride: it cuts its rows out."""
+    height, rows = {1: (4 * SHARDS, 4 * SHARDS), 3: (10 * SHARDS, 4 * SHARDS)}[stride]
+    below = stride * (rows - 1) + 3 - height - 1
+    x, w = jax.ShapeDtypeStruct((2, height, 3, 4), np.float32), jax.ShapeDtypeStruct((3, 3, 4, 4), np.float32)
+    options = {"dilation": 1, "groups": 1, "layout": "NHWC", "return_preactivation": False, "implementation": "native"}
+    options |= dict.fromkeys(("activation", "precision", "algorithm"))
+    p = ConvProblem.infer("conv2d", 2, x, w, None, stride=(stride, 1), padding=[(1, below), (1, 1)], **options)
+    args = [ints(*shape, seed=i) for i, shape in enumerate((p.y_shape, p.w_shape, p.x_shape))]
+    mesh = make_mesh(kind)
+    with entered(mesh):
+        placed = place(mesh, args, (SPACE, P(), SPACE))
+        compiled = jax.jit(functools.partial(conv.dgrad_add, p)).lower(*placed).compile()
+        result = compiled(*placed)
+    np.testing.assert_array_equal(result, conv.dgrad_add(p, *map(jnp.asarray, args)))
+    assert set(collectives(compiled.as_text())) == {"collective-permute"}
+    assert result.sharding.is_equivalent_to(placed[2].sharding, 4)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Shards of unequal sizes: between the ends of a program on an Auto mesh only
+
+
+@on_a_mesh
+def test_rows_that_do_not_divide():
+    """VALID convolutions, one after the other: 8, 8 and 6 rows; 8, 8 and 4; ..."""
+
+    def f(x: Any, *ws: Any) -> jax.Array:
+        for w in ws:
+            x = jaxconv.conv2d(x, w, padding="VALID", activation="relu", implementation="native")
+        return jnp.sum(x * x)
+
+    args = SMALL, ints(3, 1, 4, 4, largest=1), ints(2, 3, 4, 4, seed=1, largest=1), ints(3, 1, 4, 4, seed=2, largest=1)
+    step = jax.value_and_grad(f, (0, 1, 2, 3))
+    mesh = make_mesh()
+    placed = place(mesh, args, (SPACE, P(), P(), P()))
+    compiled = jax.jit(step).lower(*placed).compile()
+    jax.tree.map(np.testing.assert_array_equal, compiled(*placed), step(*map(jnp.asarray, args)))
+    assert set(collectives(compiled.as_text())) == {"collective-permute", "all-reduce"}
+    assert len(native_calls(compiled.as_text())) == 9
+
+
+@on_a_mesh
+def test_fewer_rows_than_devices():
+    """One image down to a pixel: the last devices have nothing to do."""
+    mesh = make_mesh()
+
+    def f(x: Any, *ws: Any) -> jax.Array:
+        for w in ws:
+            x = jaxconv.conv2d(x, w, stride=2, implementation="native")
+        return x.sum((1, 2))
+
+    args = ints(2, 2 * SHARDS, 4, 2), *[ints(3, 3, 2, 2, seed=i, largest=1) for i in range(1, 5)]
+    step = and_back(f)
+    placed = place(mesh, args, (SPACE, *[P()] * 4))
+    compiled = jax.jit(step).lower(*placed).compile()
+    jax.tree.map(np.testing.assert_array_equal, compiled(*placed), step(*map(jnp.asarray, args)))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# In a shard_map over some of the mesh's axes
+
+
+@on_a_mesh
+def test_shard_map_over_images():
+    """Images by the user's shard_map, space by types. XLA gathers at the borders of such a shard_map, lax alone too."""
+    mesh = make_mesh(AxisType.Explicit)
+    if mesh.shape["b"] == 1:
+        pytest.skip("XLA's partitioner fails over a manual axis of one device, with lax alone too")
+    mapped = jax.shard_map(relu_conv, mesh=mesh, in_specs=(P("b"), P()), out_specs=P("b"), axis_names={"b"})
+    by_lax = functools.partial(lax_conv, activation=jax.nn.relu)
+    by_lax = jax.shard_map(by_lax, mesh=mesh, in_specs=(P("b"), P()), out_specs=P("b"), axis_names={"b"})
+    with entered(mesh):
+        placed = place(mesh, (X, W), (SPACE, P()))
+        compiled = jax.jit(and_back(mapped)).lower(*placed).compile()
+        result = compiled(*placed)
+        theirs = collectives(jax.jit(and_back(by_lax)).lower(*placed).compile().as_text())
+    jax.tree.map(np.testing.assert_array_equal, result, and_back(relu_conv)(jnp.asarray(X), jnp.asarray(W)))
+    found = collectives(compiled.as_text())
+    assert found["collective-permute"] > 0 and found["all-gather"] <= theirs["all-gather"]
+    assert result[0].sharding.is_equivalent_to(placed[0].sharding, 4)
+
+
+@on_a_mesh
+@over_kinds
+def test_eager(kind):
+    mesh = make_mesh(kind)
+    placed = place(mesh, (X, W), (SPACE, P()))
+    with entered(mesh):
+        y = relu_conv(*placed)
+    np.testing.assert_array_equal(y, relu_conv(X, W))
+    assert y.sharding.is_equivalent_to(placed[0].sharding, 4)
