@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import platform as host
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jaxlib
 
-from jaxconv import _native, _op, _plan
+from jaxconv import _native, _op, _plan, _sharding
 from jaxconv.accelerate import Report, listening
 
 
@@ -29,15 +29,17 @@ class Explanation(list[Call]):
     """A list of `Call`s that prints as a table.
 
     `accelerated` lists what `jaxconv.accelerate` found in the function: what it replaced by what, and why not the rest.
+    `gathered` says which arrays, split by their types over an Explicit mesh, are gathered for a call, and why.
     """
 
-    def __init__(self, calls: Iterable[Call], accelerated: Report):
+    def __init__(self, calls: Iterable[Call], accelerated: Report, gathered: Sequence[str] = ()):
         super().__init__(calls)
         self.accelerated = accelerated
+        self.gathered = list(gathered)
 
     def __str__(self) -> str:
         found = f"accelerate:\n{self.accelerated}\n\n" if self.accelerated else ""
-        return found + self._calls()
+        return "\n".join([found + self._calls(), *self.gathered])
 
     def _calls(self) -> str:
         if not self:
@@ -61,7 +63,8 @@ def explain(f: Callable[..., Any], *, platform: str | None = None) -> Callable[.
         print(jaxconv.explain(jax.grad(loss))(params, batch))
 
     Args:
-      f: any JAX function, jitted or not.
+      f: any JAX function, jitted or not. Where types say how arrays are split over an Explicit mesh, the calls are
+        those of one shard; on Auto meshes, where XLA decides later, those of the whole arrays.
       platform: "cpu" or "cuda"; None is the default backend's.
 
     Returns:
@@ -80,13 +83,29 @@ def explain(f: Callable[..., Any], *, platform: str | None = None) -> Callable[.
         counts: dict[tuple[str, Any], int] = {}
         for equation in _op.equations(jaxpr.jaxpr, device):
             made = _op.KERNELS.get(equation.primitive) or _op.COMPOSITES.get(equation.primitive)
-            if made is not None:
+            if made is not None and _sharding.explicit_mesh([v.aval for v in equation.invars]) is None:
                 key = made.name, equation.params["problem"]
                 counts[key] = counts.get(key, 0) + 1
         calls = [Call(op, problem, _plan.plan(op, problem, device), count) for (op, problem), count in counts.items()]
-        return Explanation(calls, accelerated)
+        return Explanation(calls, accelerated, dict.fromkeys(_gathered(jaxpr.jaxpr, device)))
 
     return explained
+
+
+def _gathered(jaxpr: Any, device: _plan.Device) -> Iterator[str]:
+    """A sentence for each operand of a kernel that a reshard before it gathers."""
+    source = {variable: equation for equation in jaxpr.eqns for variable in equation.outvars}
+    for equation in jaxpr.eqns:
+        made = _op.KERNELS.get(equation.primitive)
+        for i, variable in enumerate(equation.invars if made else []):
+            before = source.get(variable) if not hasattr(variable, "val") else None
+            if before is not None and before.primitive.name == "reshard":
+                rule = made.partition(equation.params["problem"])
+                sentence = _sharding.gathered(rule, i, before.invars[0].aval, variable.aval)
+                if sentence:
+                    yield f"{made.name} {equation.params['problem']}: {sentence}"
+        for inner in _op.inner_jaxprs(equation, device):
+            yield from _gathered(inner, device)
 
 
 def info() -> str:

@@ -223,7 +223,8 @@ def _define(primitive: Primitive, results: Callable[[Any], list[Any]], meaning: 
 def inner_jaxprs(equation: Any, device: _plan.Device | None = None) -> Iterator[Any]:
     """The jaxprs that an equation runs; of a linear twin or a fork that of its meaning, of a composite its parts'.
 
-    `device` decides which parts; without one they are those that no plan chose.
+    `device` decides which parts; without one they are those that no plan chose. With one, a kernel whose operands'
+    types say how they are split runs the program of a shard.
     """
     if equation.primitive in MEANINGS:
         meaning = functools.partial(MEANINGS[equation.primitive], **equation.params)
@@ -236,7 +237,11 @@ def inner_jaxprs(equation: Any, device: _plan.Device | None = None) -> Iterator[
         return
     if equation.primitive in KERNELS and device is not None:
         made, problem = KERNELS[equation.primitive], equation.params["problem"]
-        if _plan.plan(made.name, problem, device).implementation == "calls":
+        avals = [v.aval for v in equation.invars]
+        sharded = _sharding.explicit(made, problem, avals)
+        if sharded is not None:
+            yield jax.make_jaxpr(sharded)(*avals).jaxpr
+        elif _plan.plan(made.name, problem, device).implementation == "calls":
             reference = functools.partial(made.reference, problem)
             yield jax.make_jaxpr(reference)(*(v.aval for v in equation.invars)).jaxpr
         return

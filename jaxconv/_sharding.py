@@ -213,6 +213,29 @@ def of_results(rule: Partition, mesh: Any, avals: Sequence[Any]) -> list[NamedSh
     return [NamedSharding(mesh, rule.spec(array, split)) for array in rule.results]
 
 
+def gathered(rule: Partition, operand: int, given: Any, matched: Any) -> str | None:
+    """Why an operand whose type was `given` came to the kernel as `matched`, where that gathered it over devices."""
+    mesh, reasons = given.sharding.mesh, []
+    specs = zip(given.sharding.spec, matched.sharding.spec, rule.names(rule.operands[operand]), strict=True)
+    for axis, (before, after, name) in enumerate(specs):
+        axes, kept = ((e if isinstance(e, tuple) else (e,)) if e else () for e in (before, after))
+        axes = [a for a in axes if a not in kept and mesh.shape[a] > 1]
+        if not axes:
+            continue
+        parts = math.prod(mesh.shape[a] for a in axes)
+        extent = rule.sizes.get(name, given.shape[axis])
+        if name not in rule.split:
+            why = "it cannot be split"
+        elif name in rule.neighbours and extent % parts:
+            why = f"{parts} do not divide the rows of both input and output"
+        elif extent % parts:
+            why = f"{parts} do not divide {extent}"
+        else:
+            why = "another axis is split over them"
+        reasons.append(f"axis {axis} from {parts} devices ({', '.join(axes)}): {why}")
+    return f"operand {operand} {given.shape} is gathered along {'; along '.join(reasons)}" if reasons else None
+
+
 def explicit(kernel: Any, problem: Any, avals: Sequence[Any]) -> Callable[..., list[Array]] | None:
     """The kernel as a function of matched operands whose results' types say how they are sharded.
 

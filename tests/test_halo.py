@@ -469,3 +469,36 @@ def test_eager(kind):
         y = relu_conv(*placed)
     np.testing.assert_array_equal(y, relu_conv(X, W))
     assert y.sharding.is_equivalent_to(placed[0].sharding, 4)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What `explain` says where types speak of a mesh
+
+
+@on_a_mesh
+def test_explain_shows_a_shard():
+    mesh = make_mesh(AxisType.Explicit)
+    with entered(mesh):
+        explanation = jaxconv.explain(and_back(relu_conv))(*place(mesh, (X, W), (SPACE, P())))
+    assert {call.op: call.problem.in_spatial for call in explanation} == {
+        "conv": (8 + 2, 6),  # the rows of a shard and of its neighbours
+        "conv_dgrad": (8, 6),
+        "conv_wgrad": (8 + 2, 6),
+    }
+    assert not explanation.gathered
+
+
+@on_a_mesh
+def test_explain_says_what_is_gathered_and_why():
+    """A type has no words for shards of unequal sizes; lax refuses such a convolution."""
+    mesh = make_mesh(AxisType.Explicit)
+    valid = functools.partial(jaxconv.conv2d, padding="VALID", implementation="native")
+    w = ints(4, 3, 4, 4)  # an odd number of rows is left
+    with entered(mesh):
+        placed = place(mesh, (X, w), (SPACE, P()))
+        explanation = jaxconv.explain(valid)(*placed)
+        y = jax.jit(valid)(*placed)
+    np.testing.assert_array_equal(y, valid(X, w))
+    (sentence,) = explanation.gathered
+    assert f"axis 1 from {SHARDS} devices (s): {SHARDS} do not divide the rows of both input and output" in sentence
+    assert sentence in str(explanation)
