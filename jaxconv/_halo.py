@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxconv import _sharding
 from jaxconv._problem import ConvProblem
 
 Array = jax.Array
@@ -124,11 +125,8 @@ def _of_shard(values: Sequence[int], mesh_axes: tuple[str, ...]) -> Array:
 
 def _zero_beyond(a: Array, axis: int, extent: int, mesh_axes: tuple[str, ...]) -> Array:
     """`a` with zeros for the rows that only fill the last shards up: on Auto meshes they hold anything."""
-    size, shards = a.shape[axis], lax.axis_size(mesh_axes)
-    if size * shards == extent:
-        return a
-    rows = lax.broadcasted_iota(jnp.int32, a.shape, axis) + lax.axis_index(mesh_axes) * size
-    return jnp.where(rows < extent, a, jnp.zeros((), a.dtype))
+    own = _sharding.inside(a.shape, axis, extent, mesh_axes)
+    return a if own is None else jnp.where(own, a, jnp.zeros((), a.dtype))
 
 
 def _fetch(a: Array, axis: int, rows: Rows, mesh_axes: tuple[str, ...]) -> tuple[Array, int]:

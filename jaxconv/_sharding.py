@@ -40,8 +40,10 @@ class Partition:
     # (local problem, split, *args) -> results of one shard. None: the kernel itself, and where a split axis occurs in
     # no result, the sum over its shards.
     run: Callable[..., list[Array]] | None = None
-    # Of `split`, the axes along which a shard reads of its neighbours what `run` fetches. On Auto meshes the shards may
-    # be of unequal sizes: ceil(extent / shards) each, of which the last ones' ends are undefined.
+    # Of `split`, the axes whose shards on Auto meshes may be of unequal sizes: ceil(extent / shards) each, of which the
+    # last ones' ends are undefined. `run` must not let them into a sum: see `inside`.
+    uneven: Sequence[str] = ()
+    # Those of them along which a shard reads of its neighbours what `run` fetches
     neighbours: Sequence[str] = ()
     # On Auto meshes also what the plan of the whole gives to XLA, which would gather or reduce more often. What a shard
     # computes has a plan of its own.
@@ -111,6 +113,15 @@ def _shard(kernel: Any, rule: Partition, mesh: Any, split: Split) -> Callable[..
     return run
 
 
+def inside(shape: Sequence[int], axis: int, extent: int, mesh_axes: tuple[str, ...]) -> Array | None:
+    """Which elements of a shard of `shape` are the array's own, `extent` long along a split axis, and which only fill
+    the last shards up. None where all are."""
+    size = shape[axis]
+    if size * jax.lax.axis_size(mesh_axes) == extent:
+        return None
+    return jax.lax.broadcasted_iota("int32", shape, axis) + jax.lax.axis_index(mesh_axes) * size < extent
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Auto meshes
 
@@ -122,7 +133,7 @@ def auto(kernel: Any, problem: Any) -> Callable[..., list[Array]]:
     def choose(mesh: Any, operands: Sequence[Any], results: Sequence[Any]) -> Split:
         arrays = zip([*rule.operands, *rule.results], [*operands, *results], strict=True)
         present = [(array, a.shape, a.sharding.spec) for array, a in arrays if a.sharding is not None]
-        return _choose(rule, mesh, present, uneven=rule.neighbours)
+        return _choose(rule, mesh, present, uneven=rule.uneven)
 
     def shardings(mesh: Any, arrays: Sequence[str], split: Split) -> list[NamedSharding]:
         return [NamedSharding(mesh, rule.spec(array, split)) for array in arrays]

@@ -191,6 +191,7 @@ def _partition(p: ConvProblem, operands: str, results: str, channels: str, run: 
         # channels are both split its results were wrong, and of odd strides and paddings it ended the process (lax
         # alone, jaxlib 0.10).
         always=True,
+        uneven=pixels,
         neighbours=pixels,
     )
 

@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -417,6 +418,33 @@ def test_rows_that_do_not_divide():
     jax.tree.map(np.testing.assert_array_equal, compiled(*placed), step(*map(jnp.asarray, args)))
     assert set(collectives(compiled.as_text())) == {"collective-permute", "all-reduce"}
     assert len(native_calls(compiled.as_text())) == 9
+
+
+@on_a_mesh
+@pytest.mark.parametrize(("height", "taps"), [(H, 4), (max(6, 2 * SHARDS), max(6, 2 * SHARDS) - 4)])
+@pytest.mark.parametrize("implementation", ["native", None])
+def test_batchnorm_of_rows_that_do_not_divide(height, taps, implementation):
+    """After a VALID convolution: its statistics and sums are those of the rows that there are, an odd number, and 5, of
+    which the last of four devices has none."""
+    mesh = make_mesh()
+
+    def f(x: Any, w: Any, scale: Any, bias: Any, residual: Any) -> Any:
+        z = jaxconv.conv2d(x, w, padding="VALID", implementation=implementation)
+        z, mean, var = jaxconv.batchnorm(
+            z, scale, bias, jnp.zeros(4), jnp.ones(4), residual=z * residual, training=True, momentum=0.0,
+            activation="relu", implementation=implementation)  # fmt: skip
+        return jnp.sum(z * z), (mean, var)
+
+    shapes = (4, height, 6, 4), (taps, 3, 4, 4), (4,), (4,), (4,)
+    args = [helpers.normal(i, shape, "float32") for i, shape in enumerate(shapes)]
+    step = jax.value_and_grad(f, (0, 1, 2, 3, 4), has_aux=True)
+    placed = place(mesh, args, (SPACE, *[P()] * 4))
+    compiled = jax.jit(step).lower(*placed).compile()
+    assert set(collectives(compiled.as_text())) == {"collective-permute", "all-reduce"}
+    whole = step(*map(jnp.asarray, args))
+    for a, b in zip(jax.tree.leaves(compiled(*placed)), jax.tree.leaves(whole), strict=True):
+        # Sums of up to 4 * H * 4 products, of values that are such sums themselves, through four more such steps.
+        np.testing.assert_allclose(a, b, rtol=0, atol=8 * floor("float32", 16 * H, float(jnp.abs(b).max())))
 
 
 @on_a_mesh
