@@ -4,8 +4,11 @@ Along an axis of H rows of x and P rows of y, split over D devices, device i has
 `i*ceil(H/D)` on, and likewise of y; the last devices may have fewer, or none. With y[o] = sum over taps t of
 x[o*stride - low + t*dilation] * w[t],
 
-* fprop and wgrad read x from row `o*stride - low` on, o being the first row of y that the device has, and
-* dgrad reads dy from the first row with a tap on the device's first row of dx, rounded down to whole strides.
+* fprop reads x from row `o*stride - low` on, o being the first row of y that the device has, and
+* dgrad and wgrad read dy from the first row with a tap on the device's first row of dx or x, rounded down to whole
+  strides. wgrad could as well read x, as fprop does. But where XLA sees that two exchanges are the same it makes one:
+  of dy's the result is soon done with, while the forward's x with its neighbours' rows would be kept until backward,
+  beside x.
 
 Rows that are a neighbour's come by collective-permutes, one for each neighbour and side that some device needs; the
 rows beyond the ends are zeros. What a device then computes is a convolution like any other, so it has a plan like any
@@ -71,7 +74,7 @@ class Rows:
 
 
 def of_x(p: ConvProblem, axis: int, shards: int) -> Rows:
-    """The rows of x that fprop and wgrad read for a shard's rows of y."""
+    """The rows of x that fprop reads for a shard's rows of y."""
     size, out = _shard(p.in_spatial[axis], shards), _shard(p.out_spatial[axis], shards)
     f, s, d, low = p.filter[axis], p.stride[axis], p.dilation[axis], p.padding[axis][0]
     busy = _ceil_div(p.out_spatial[axis], out)
@@ -80,8 +83,8 @@ def of_x(p: ConvProblem, axis: int, shards: int) -> Rows:
 
 
 def of_dy(p: ConvProblem, axis: int, shards: int) -> tuple[Rows, int, tuple[int, ...]]:
-    """The rows of dy that dgrad reads for a shard's rows of dx; the rows of dx that it makes of them, and where in
-    those each shard's own begin."""
+    """The rows of dy that dgrad reads for a shard's rows of dx; how many rows of dx that makes, and where in those each
+    shard's own begin."""
     size, out = _shard(p.in_spatial[axis], shards), _shard(p.out_spatial[axis], shards)
     f, s, d, low = p.filter[axis], p.stride[axis], p.dilation[axis], p.padding[axis][0]
     busy = _ceil_div(p.in_spatial[axis], size)
@@ -161,7 +164,7 @@ def _with(p: ConvProblem, axis: int, in_rows: int, out_rows: int, padding: tuple
 
 
 def exchange_x(p: ConvProblem, split: Split, x: Array) -> tuple[ConvProblem, Array]:
-    """The fprop (and wgrad) that a shard computes, and its x. Of `p` the spatial extents are those of all shards."""
+    """The fprop that a shard computes, and its x. Of `p` the spatial extents are those of all shards."""
     for axis, mesh_axes in split.items():
         shards = lax.axis_size(mesh_axes)
         if shards == 1:
@@ -173,15 +176,11 @@ def exchange_x(p: ConvProblem, split: Split, x: Array) -> tuple[ConvProblem, Arr
     return p, x
 
 
-def own_dy(p: ConvProblem, split: Split, dy: Array) -> Array:
-    """A shard's dy for wgrad. `p` is as for `exchange_x`."""
-    for axis, mesh_axes in split.items():
-        dy = _zero_beyond(dy, _axis(p, axis), p.out_spatial[axis], mesh_axes)
-    return dy
-
-
 def exchange_dy(p: ConvProblem, split: Split, dy: Array) -> tuple[ConvProblem, Array]:
-    """The dgrad that a shard computes, and its dy. `own_dx` takes the shard's dx from what it makes."""
+    """The dgrad and the wgrad that a shard computes, and its dy. Of `p` the spatial extents are those of all shards.
+
+    What goes in and out as x and dx is at whole strides: see `place_x` and `own_dx`.
+    """
     for axis, mesh_axes in split.items():
         shards = lax.axis_size(mesh_axes)
         if shards == 1:
@@ -198,6 +197,18 @@ def exchange_dy(p: ConvProblem, split: Split, dy: Array) -> tuple[ConvProblem, A
 def makes_own_dx(p: ConvProblem, split: Split) -> bool:
     """Whether the dgrad of `exchange_dy` makes a shard's own rows of dx and no others."""
     return not any(any(of_dy(p, axis, lax.axis_size(mesh_axes))[2]) for axis, mesh_axes in split.items())
+
+
+def place_x(p: ConvProblem, split: Split, x: Array) -> Array:
+    """A shard's own rows of x for the wgrad of `exchange_dy`, among zeros where that has others. `p` is as there."""
+    for axis, mesh_axes in split.items():
+        _, made, begin = of_dy(p, axis, lax.axis_size(mesh_axes))
+        dim = _axis(p, axis)
+        x = _zero_beyond(x, dim, p.in_spatial[axis], mesh_axes)
+        if any(begin):
+            zeros = jnp.zeros_like(x, shape=(*x.shape[:dim], made, *x.shape[dim + 1 :]))
+            x = lax.dynamic_update_slice_in_dim(zeros, x, _of_shard(begin, mesh_axes), dim)
+    return x
 
 
 def own_dx(p: ConvProblem, split: Split, dx: Array) -> Array:

@@ -234,10 +234,10 @@ def _dgrad_add_shard(p: ConvProblem, split: _sharding.Split, dy: Array, w: Array
 
 
 def _wgrad_shard(p: ConvProblem, split: _sharding.Split, x: Array, dy: Array) -> list[Array]:
-    """A shard has its own pixels of dy, so each product of an x and a dy is in one of the sums."""
+    """A shard has its own pixels of x, so each product of an x and a dy is in one of the sums."""
     pixels = _pixels(p, split)
-    q, x = _halo.exchange_x(p, pixels, x)
-    return [_summed(wgrad(q, x, _halo.own_dy(p, pixels, dy)), split, "n", *map(_halo.name, pixels))]
+    q, dy = _halo.exchange_dy(p, pixels, dy)
+    return [_summed(wgrad(q, _halo.place_x(p, pixels, x), dy), split, "n", *map(_halo.name, pixels))]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -101,9 +101,10 @@ def in_shards(p: ConvProblem, shards: int, x: Any, w: Any, dy: Any) -> list[jax.
     def shard(x: Any, dy: Any) -> list[jax.Array]:
         split = {0: ("s",)}
         q, wide = _halo.exchange_x(p, split, x)
-        (y,), (dw,) = reference.conv_fprop(q, wide, w), reference.conv_wgrad(q, wide, _halo.own_dy(p, split, dy))
+        (y,) = reference.conv_fprop(q, wide, w)
         q, wide = _halo.exchange_dy(p, split, dy)
-        return [y, _halo.own_dx(p, split, reference.conv_dgrad(q, wide, w)[0]), lax.psum(dw, "s")]
+        (dx,), (dw,) = reference.conv_dgrad(q, wide, w), reference.conv_wgrad(q, _halo.place_x(p, split, x), wide)
+        return [y, _halo.own_dx(p, split, dx), lax.psum(dw, "s")]
 
     y, dx, dw = jax.vmap(shard, axis_name="s")(x, dy)
     return [y.reshape(1, -1, 1), dx.reshape(1, -1, 1), dw[0]]
@@ -511,7 +512,7 @@ def test_explain_shows_a_shard():
     assert {call.op: call.problem.in_spatial for call in explanation} == {
         "conv": (8 + 2, 6),  # the rows of a shard and of its neighbours
         "conv_dgrad": (8, 6),
-        "conv_wgrad": (8 + 2, 6),
+        "conv_wgrad": (8, 6),
     }
     assert not explanation.gathered
 
