@@ -151,6 +151,11 @@ def _fetch(a: Array, axis: int, rows: Rows, mesh_axes: tuple[str, ...]) -> tuple
     return lax.dynamic_slice_in_dim(whole, start, rows.count, axis), 0
 
 
+def _high(exact: int, stride: int) -> int:
+    """The padding behind: not negative where rows that no tap reaches may stay, being fewer than a stride."""
+    return max(exact, 0) if exact > -stride else exact
+
+
 def _with(p: ConvProblem, axis: int, in_rows: int, out_rows: int, padding: tuple[int, int]) -> ConvProblem:
     def put(values: tuple, value: object) -> tuple:
         return (*values[:axis], value, *values[axis + 1 :])
@@ -171,8 +176,8 @@ def exchange_x(p: ConvProblem, split: Split, x: Array) -> tuple[ConvProblem, Arr
             continue
         rows, out = of_x(p, axis, shards), _shard(p.out_spatial[axis], shards)
         x, skip = _fetch(x, _axis(p, axis), rows, mesh_axes)
-        unread = x.shape[_axis(p, axis)] - skip - rows.count
-        p = _with(p, axis, skip + rows.count + unread, out, (-skip, 0 if unread < p.stride[axis] else -unread))
+        fetched = x.shape[_axis(p, axis)]
+        p = _with(p, axis, fetched, out, (-skip, _high(skip + rows.count - fetched, p.stride[axis])))
     return p, x
 
 
@@ -190,7 +195,7 @@ def exchange_dy(p: ConvProblem, split: Split, dy: Array) -> tuple[ConvProblem, A
         dy = lax.slice_in_dim(dy, skip, skip + rows.count, axis=_axis(p, axis))
         f, s, d, low = p.filter[axis], p.stride[axis], p.dilation[axis], p.padding[axis][0]
         low -= s * _ceil_div(low - (f - 1) * d, s)
-        p = _with(p, axis, made, rows.count, (low, (rows.count - 1) * s + (f - 1) * d + 1 - made - low))
+        p = _with(p, axis, made, rows.count, (low, _high((rows.count - 1) * s + (f - 1) * d + 1 - made - low, s)))
     return p, dy
 
 
