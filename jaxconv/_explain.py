@@ -80,13 +80,17 @@ def explain(f: Callable[..., Any], *, platform: str | None = None) -> Callable[.
         device = _plan.Device.current(name)
         with listening() as accelerated:
             jaxpr = jax.make_jaxpr(f)(*args, **kwargs)
-        counts: dict[tuple[str, Any], int] = {}
+        counts: dict[tuple[str, Any, _plan.Device], int] = {}
         for equation in _op.equations(jaxpr.jaxpr, device):
             made = _op.KERNELS.get(equation.primitive) or _op.COMPOSITES.get(equation.primitive)
-            if made is not None and _sharding.explicit_mesh([v.aval for v in equation.invars]) is None:
-                key = made.name, equation.params["problem"]
+            if made is None:
+                continue
+            seen = _op.of_equation(device, equation)
+            # A kernel of arrays that types split is followed by the kernels of a shard.
+            if seen == device or equation.primitive in _op.COMPOSITES:
+                key = made.name, equation.params["problem"], seen
                 counts[key] = counts.get(key, 0) + 1
-        calls = [Call(op, problem, _plan.plan(op, problem, device), count) for (op, problem), count in counts.items()]
+        calls = [Call(op, problem, _plan.plan(op, problem, seen), n) for (op, problem, seen), n in counts.items()]
         return Explanation(calls, accelerated, dict.fromkeys(_gathered(jaxpr.jaxpr, device)))
 
     return explained

@@ -232,7 +232,7 @@ def inner_jaxprs(equation: Any, device: _plan.Device | None = None) -> Iterator[
         return
     if equation.primitive in COMPOSITES:
         made, problem = COMPOSITES[equation.primitive], equation.params["problem"]
-        parts = made.parts(problem, device and _plan.plan(made.name, problem, device))
+        parts = made.parts(problem, device and _plan.plan(made.name, problem, of_equation(device, equation)))
         yield jax.make_jaxpr(parts)(*(v.aval for v in equation.invars)).jaxpr
         return
     if equation.primitive in KERNELS and device is not None:
@@ -251,6 +251,12 @@ def inner_jaxprs(equation: Any, device: _plan.Device | None = None) -> Iterator[
                 inner = inner.jaxpr
             if hasattr(inner, "eqns"):
                 yield inner
+
+
+def of_equation(device: _plan.Device, equation: Any) -> _plan.Device:
+    """`device` as a composite's lowering sees it: part of a mesh where the operands' types say so."""
+    split = _sharding.explicit_mesh([v.aval for v in equation.invars]) is not None
+    return dataclasses.replace(device, partitioned=True) if split else device
 
 
 def equations(jaxpr: Any, device: _plan.Device | None = None) -> Iterator[Any]:
