@@ -211,7 +211,9 @@ def check(case: str, kind: AxisType, which: str, gradients: bool) -> None:
     except Exception as error:  # lax's Explicit types refuse filters that are split
         assert "out_sharding" in str(error), error
         return
-    exchanges = {"collective-permute"} if theirs["all-gather"] else set()  # instead of gathering
+    # Instead of gathering: an exchange, and for dw a sum.
+    exchanges = {"collective-permute", "all-reduce"} if theirs["all-gather"] else set()
+    assert found["all-reduce"] <= max(theirs["all-reduce"], 1)
     assert all(found[name] <= theirs[name] for name in set(found) - exchanges), (found, theirs)
     if exchanges and kind == AxisType.Auto:
         return  # what lax has gathered it may leave so
