@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import platform as host
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
 import jaxlib
 
-from jaxconv import _enable, _native, _op, _plan
+from jaxconv import _enable, _native, _op, _plan, _sharding
 from jaxconv.accelerate import Report, listening
 
 
@@ -30,13 +30,22 @@ class Explanation(list[Call]):
 
     `accelerated` lists what `jaxconv.accelerate` found in the function: what it replaced by what, and why not the rest.
     `convolutions` lists lax's own convolutions in it, and what `jaxconv.enable` makes of them, or would, were it on.
+    `gathered` says which arrays, split by their types over an Explicit mesh, are gathered for a call, and why.
     """
 
-    def __init__(self, calls: Iterable[Call], accelerated: Report, convolutions: _enable.Convolutions, enabled: bool):
+    def __init__(
+        self,
+        calls: Iterable[Call],
+        accelerated: Report,
+        convolutions: _enable.Convolutions,
+        enabled: bool,
+        gathered: Iterable[str] = (),
+    ):
         super().__init__(calls)
         self.accelerated = accelerated
         self.convolutions = convolutions
         self.enabled = enabled  # whether enable is on
+        self.gathered = list(gathered)
 
     def __str__(self) -> str:
         anything = self.accelerated or self.accelerated.notes
@@ -44,7 +53,9 @@ class Explanation(list[Call]):
         if self.convolutions:
             title = "enable" if self.enabled else "enable, which is off, would do"
             parts.append(f"{title}:\n{self.convolutions}")
-        return "\n\n".join(parts + ([self._calls()] if self or not parts else []))
+        if self or not parts:
+            parts.append("\n".join([self._calls(), *self.gathered]))
+        return "\n\n".join(parts)
 
     def _calls(self) -> str:
         if not self:
@@ -69,7 +80,8 @@ def explain(f: Callable[..., Any], *, platform: str | None = None) -> Callable[.
         print(jaxconv.explain(jax.grad(loss))(params, batch))
 
     Args:
-      f: any JAX function, jitted or not.
+      f: any JAX function, jitted or not. Where types say how arrays are split over an Explicit mesh, the calls are
+        those of one shard; on Auto meshes, where XLA decides later, those of the whole arrays.
       platform: "cpu" or "cuda"; None is the default backend's.
 
     Returns:
@@ -87,17 +99,38 @@ def explain(f: Callable[..., Any], *, platform: str | None = None) -> Callable[.
         device = _plan.Device.current(name)
         with listening() as accelerated:
             jaxpr = jax.make_jaxpr(f)(*args, **kwargs)
-        counts: dict[tuple[str, Any], int] = {}
+        counts: dict[tuple[str, Any, _plan.Device], int] = {}
         equations = list(_op.equations(jaxpr.jaxpr, device))
         for equation in equations:
             made = _op.KERNELS.get(equation.primitive) or _op.COMPOSITES.get(equation.primitive)
-            if made is not None:
-                key = made.name, equation.params["problem"]
+            if made is None:
+                continue
+            seen = _op.of_equation(device, equation)
+            # A kernel of arrays that types split is followed by the kernels of a shard.
+            if seen == device or equation.primitive in _op.COMPOSITES:
+                key = made.name, equation.params["problem"], seen
                 counts[key] = counts.get(key, 0) + 1
-        calls = [Call(op, problem, _plan.plan(op, problem, device), count) for (op, problem), count in counts.items()]
-        return Explanation(calls, accelerated, _enable.would(equations, device), _enable.is_on())
+        calls = [Call(op, problem, _plan.plan(op, problem, seen), n) for (op, problem, seen), n in counts.items()]
+        gathered = dict.fromkeys(_gathered(jaxpr.jaxpr, device))
+        return Explanation(calls, accelerated, _enable.would(equations, device), _enable.is_on(), gathered)
 
     return explained
+
+
+def _gathered(jaxpr: Any, device: _plan.Device) -> Iterator[str]:
+    """A sentence for each operand of a kernel that a reshard before it gathers."""
+    source = {variable: equation for equation in jaxpr.eqns for variable in equation.outvars}
+    for equation in jaxpr.eqns:
+        made = _op.KERNELS.get(equation.primitive)
+        for i, variable in enumerate(equation.invars if made else []):
+            before = source.get(variable) if not hasattr(variable, "val") else None
+            if before is not None and before.primitive.name == "reshard":
+                rule = made.partition(equation.params["problem"])
+                sentence = _sharding.gathered(rule, i, before.invars[0].aval, variable.aval)
+                if sentence:
+                    yield f"{made.name} {equation.params['problem']}: {sentence}"
+        for inner in _op.inner_jaxprs(equation, device):
+            yield from _gathered(inner, device)
 
 
 def info() -> str:

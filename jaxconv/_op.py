@@ -226,7 +226,8 @@ def _define(primitive: Primitive, results: Callable[[Any], list[Any]], meaning: 
 def inner_jaxprs(equation: Any, device: _plan.Device | None = None) -> Iterator[Any]:
     """The jaxprs that an equation runs; of a linear twin or a fork that of its meaning, of a composite its parts'.
 
-    `device` decides which parts; without one they are those that no plan chose.
+    `device` decides which parts; without one they are those that no plan chose. With one, a kernel whose operands'
+    types say how they are split runs the program of a shard.
     """
     if equation.primitive in MEANINGS:
         meaning = functools.partial(MEANINGS[equation.primitive], **equation.params)
@@ -234,12 +235,16 @@ def inner_jaxprs(equation: Any, device: _plan.Device | None = None) -> Iterator[
         return
     if equation.primitive in COMPOSITES:
         made, problem = COMPOSITES[equation.primitive], equation.params["problem"]
-        parts = made.parts(problem, device and _plan.plan(made.name, problem, device))
+        parts = made.parts(problem, device and _plan.plan(made.name, problem, of_equation(device, equation)))
         yield jax.make_jaxpr(parts)(*(v.aval for v in equation.invars)).jaxpr
         return
     if equation.primitive in KERNELS and device is not None:
         made, problem = KERNELS[equation.primitive], equation.params["problem"]
-        if _plan.plan(made.name, problem, device).implementation == "calls":
+        avals = [v.aval for v in equation.invars]
+        sharded = _sharding.explicit(made, problem, avals)
+        if sharded is not None:
+            yield jax.make_jaxpr(sharded)(*avals).jaxpr
+        elif _plan.plan(made.name, problem, device).implementation == "calls":
             reference = functools.partial(made.reference, problem)
             yield jax.make_jaxpr(reference)(*(v.aval for v in equation.invars)).jaxpr
         return
@@ -249,6 +254,12 @@ def inner_jaxprs(equation: Any, device: _plan.Device | None = None) -> Iterator[
                 inner = inner.jaxpr
             if hasattr(inner, "eqns"):
                 yield inner
+
+
+def of_equation(device: _plan.Device, equation: Any) -> _plan.Device:
+    """`device` as a composite's lowering sees it: part of a mesh where the operands' types say so."""
+    split = _sharding.explicit_mesh([v.aval for v in equation.invars]) is not None
+    return dataclasses.replace(device, partitioned=True) if split else device
 
 
 def equations(jaxpr: Any, device: _plan.Device | None = None) -> Iterator[Any]:

@@ -9,7 +9,8 @@ part. The rest follows from the shardings that the arrays have:
 * Inside a user's own shard_map nothing is left to do.
 
 Axes that may not be split are gathered. So are those whose mesh axis a more important one has taken, and those that do
-not divide evenly.
+not divide evenly, but for pixels on Auto meshes. What a shard of pixels needs of its neighbours it asks them for: see
+`_halo`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,14 @@ class Partition:
     # (local problem, split, *args) -> results of one shard. None: the kernel itself, and where a split axis occurs in
     # no result, the sum over its shards.
     run: Callable[..., list[Array]] | None = None
-    always: bool = False  # on Auto meshes also what the plan gives to XLA, which would gather or reduce more often
+    # Of `split`, the axes whose shards on Auto meshes may be of unequal sizes: ceil(extent / shards) each, of which the
+    # last ones' ends are undefined. `run` must not let them into a sum: see `inside`.
+    uneven: Sequence[str] = ()
+    # Those of them along which a shard reads of its neighbours what `run` fetches
+    neighbours: Sequence[str] = ()
+    # On Auto meshes also what the plan of the whole gives to XLA, which would gather or reduce more often. What a shard
+    # computes has a plan of its own.
+    always: bool = False
 
     def names(self, array: str) -> list[str]:
         """The splittable name of each axis."""
@@ -53,10 +61,17 @@ def _tokens(array: str) -> list[str]:
     return re.findall(r"\([^)]*\)|\S+", array)
 
 
-def _choose(rule: Partition, mesh: Any, arrays: Sequence[tuple[str, tuple[int, ...], Any]], least: int = 2) -> Split:
+def _choose(
+    rule: Partition,
+    mesh: Any,
+    arrays: Sequence[tuple[str, tuple[int, ...], Any]],
+    *,
+    least: int = 2,
+    uneven: Sequence[str] = (),
+) -> Split:
     """The one split that fits the arrays' present shardings (layout, shape, spec) best; the first to ask is served.
 
-    Mesh axes of fewer than `least` devices are left out.
+    Mesh axes of fewer than `least` devices are left out, and those that do not divide an extent, but for `uneven`.
     """
     split: dict[str, tuple[str, ...]] = {}
     taken: set[str] = set()
@@ -68,7 +83,8 @@ def _choose(rule: Partition, mesh: Any, arrays: Sequence[tuple[str, tuple[int, .
             entry = spec[axis] if axis < len(spec) else None
             axes = [a for a in (entry if isinstance(entry, tuple) else (entry,)) if isinstance(a, str)]
             axes = [a for a in axes if a not in taken and mesh.shape[a] >= least]
-            while axes and rule.sizes.get(name, shape[axis]) % math.prod(mesh.shape[a] for a in axes):
+            extent = 0 if name in uneven else rule.sizes.get(name, shape[axis])
+            while axes and extent % math.prod(mesh.shape[a] for a in axes):
                 axes.pop()
             if axes:
                 split[name] = tuple(axes)
@@ -84,7 +100,8 @@ def _shard(kernel: Any, rule: Partition, mesh: Any, split: Split) -> Callable[..
     lost = [tuple(a for name, axes in split.items() if name not in kept for a in axes) for kept in names]
     if all(mesh.shape[a] == 1 for axes in lost for a in axes):
         # Nothing is summed. Over an axis of one device a sum only says that a result does not vary over it.
-        divided = {name: axes for name, axes in split.items() if all(mesh.shape[a] > 1 for a in axes)}
+        divided = {name: tuple(a for a in axes if mesh.shape[a] > 1) for name, axes in split.items()}
+        divided = {name: axes for name, axes in divided.items() if axes}
     else:
         divided, lost = split, lost if rule.run is None else [()] * len(lost)
 
@@ -94,6 +111,15 @@ def _shard(kernel: Any, rule: Partition, mesh: Any, split: Split) -> Callable[..
         return [jax.lax.psum(out, axes) if axes else out for out, axes in zip(outs, lost, strict=True)]
 
     return run
+
+
+def inside(shape: Sequence[int], axis: int, extent: int, mesh_axes: tuple[str, ...]) -> Array | None:
+    """Which elements of a shard of `shape` are the array's own, `extent` long along a split axis, and which only fill
+    the last shards up. None where all are."""
+    size = shape[axis]
+    if size * jax.lax.axis_size(mesh_axes) == extent:
+        return None
+    return jax.lax.broadcasted_iota("int32", shape, axis) + jax.lax.axis_index(mesh_axes) * size < extent
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -106,7 +132,8 @@ def auto(kernel: Any, problem: Any) -> Callable[..., list[Array]]:
 
     def choose(mesh: Any, operands: Sequence[Any], results: Sequence[Any]) -> Split:
         arrays = zip([*rule.operands, *rule.results], [*operands, *results], strict=True)
-        return _choose(rule, mesh, [(array, a.shape, a.sharding.spec) for array, a in arrays if a.sharding is not None])
+        present = [(array, a.shape, a.sharding.spec) for array, a in arrays if a.sharding is not None]
+        return _choose(rule, mesh, present, uneven=rule.uneven)
 
     def shardings(mesh: Any, arrays: Sequence[str], split: Split) -> list[NamedSharding]:
         return [NamedSharding(mesh, rule.spec(array, split)) for array in arrays]
@@ -136,6 +163,7 @@ def auto(kernel: Any, problem: Any) -> Callable[..., list[Array]]:
         ),
         sharding_rule=text,
         reduction_factors=tuple(n for n in names if n in rule.split and n not in kept),
+        permutation_factors=tuple(n for n in names if n in rule.neighbours and n in kept),
         need_replication_factors=tuple(n for n in names if n not in rule.split),
         **{name: rule.sizes[name] for name in names if name not in alone},
     )
@@ -194,6 +222,29 @@ def of_results(rule: Partition, mesh: Any, avals: Sequence[Any]) -> list[NamedSh
     """What the types of the results say where those of the matched operands are `avals`."""
     split = _split_of_types(rule, mesh, avals)
     return [NamedSharding(mesh, rule.spec(array, split)) for array in rule.results]
+
+
+def gathered(rule: Partition, operand: int, given: Any, matched: Any) -> str | None:
+    """Why an operand whose type was `given` came to the kernel as `matched`, where that gathered it over devices."""
+    mesh, reasons = given.sharding.mesh, []
+    specs = zip(given.sharding.spec, matched.sharding.spec, rule.names(rule.operands[operand]), strict=True)
+    for axis, (before, after, name) in enumerate(specs):
+        axes, kept = ((e if isinstance(e, tuple) else (e,)) if e else () for e in (before, after))
+        axes = [a for a in axes if a not in kept and mesh.shape[a] > 1]
+        if not axes:
+            continue
+        parts = math.prod(mesh.shape[a] for a in axes)
+        extent = rule.sizes.get(name, given.shape[axis])
+        if name not in rule.split:
+            why = "it cannot be split"
+        elif name in rule.neighbours and extent % parts:
+            why = f"{parts} do not divide the rows of both input and output"
+        elif extent % parts:
+            why = f"{parts} do not divide {extent}"
+        else:
+            why = "another axis is split over them"
+        reasons.append(f"axis {axis} from {parts} devices ({', '.join(axes)}): {why}")
+    return f"operand {operand} {given.shape} is gathered along {'; along '.join(reasons)}" if reasons else None
 
 
 def explicit(kernel: Any, problem: Any, avals: Sequence[Any]) -> Callable[..., list[Array]] | None:

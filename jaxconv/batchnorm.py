@@ -58,18 +58,40 @@ def _batch_by_instances(call: Any) -> Any:
 def _partition(p: BatchNormProblem, operands: str, results: str, run: Any = None) -> _sharding.Partition:
     """Letters: x is an array like x, p one of parameters."""
     lead = "v " if p.batch is not None else ""
-    pixels = [f"d{axis}" for axis in range(len(p.shape))]
-    pixels[p.channel_axis] = "c"
+    pixels = _axes(p)
     names = {"x": lead + " ".join(pixels), "p": lead + "c"}
 
     def local(parts: Any) -> BatchNormProblem:
-        shape = tuple(extent // parts[name] for name, extent in zip(pixels, p.shape, strict=True))
+        shape = tuple(-(-extent // parts[name]) for name, extent in zip(pixels, p.shape, strict=True))
         return replace(p, shape=shape, batch=None if p.batch is None else p.batch // parts["v"])
 
-    split = [*(["v"] if lead else []), *pixels]
     return _sharding.Partition(
-        [names[o] for o in operands], [names[r] for r in results], split, local, run=run, always=bool(run)
+        [names[o] for o in operands],
+        [names[r] for r in results],
+        [*(["v"] if lead else []), *pixels],
+        local,
+        run=functools.partial(run, p) if run else None,
+        uneven=[name for name in pixels[1:] if name != "c"],  # not of images, nor where axis 0 is channels
+        always=bool(run),
     )
+
+
+def _axes(p: BatchNormProblem) -> list[str]:
+    """The name of each axis of x."""
+    names = [f"d{axis}" for axis in range(len(p.shape))]
+    names[p.channel_axis] = "c"
+    return names
+
+
+def _inside(whole: BatchNormProblem, p: BatchNormProblem, split: _sharding.Split) -> Array | None:
+    """Which elements of a shard of x (of `p`) are x's own; None where all are."""
+    parts = [
+        _sharding.inside(p.x_shape, len(p.lead) + axis, whole.shape[axis], split[name])
+        for axis, name in enumerate(_axes(p))
+        if name in split
+    ]
+    parts = [part for part in parts if part is not None]
+    return functools.reduce(jnp.logical_and, parts) if parts else None
 
 
 def _reduced_mesh_axes(split: _sharding.Split) -> tuple[str, ...]:
@@ -81,7 +103,9 @@ def _inner(p: BatchNormProblem) -> BatchNormProblem:
     return p if p.algorithm is None else replace(p, algorithm=None, implementation="native")
 
 
-def _train_shard(p: BatchNormProblem, split: _sharding.Split, x: Array, *rest: Array) -> list[Array]:
+def _train_shard(
+    whole: BatchNormProblem, p: BatchNormProblem, split: _sharding.Split, x: Array, *rest: Array
+) -> list[Array]:
     """Local statistics, merged by Chan's formula, then the normalisation alone."""
     mesh_axes = _reduced_mesh_axes(split)
     if not mesh_axes:
@@ -90,14 +114,28 @@ def _train_shard(p: BatchNormProblem, split: _sharding.Split, x: Array, *rest: A
     # The variance of the shards' means needs all of them, so every shard gets all moments. They are gathered by a sum
     # in which each shard fills its own place, because a sum's result is known to be replicated.
     shards, mine = jax.lax.axis_size(mesh_axes), jax.lax.axis_index(mesh_axes)
-    own = jnp.stack(reference.batchnorm_moments(p, x))
+    inside = _inside(whole, p, split)
+    own = jnp.stack(reference.batchnorm_moments(p, x) if inside is None else _moments_of(p, x, inside))
     place = jnp.arange(shards).reshape(shards, *(1,) * own.ndim) == mine
-    k, shift, variances = jnp.moveaxis(jax.lax.psum(jnp.where(place, own, 0), mesh_axes), 1, 0)
+    k, shift, variances, *counts = jnp.moveaxis(jax.lax.psum(jnp.where(place, own, 0), mesh_axes), 1, 0)
     # About one shard's sample: a mean rounded to float32 may be further off than the deviations are large.
     shift = (k - k[0]) + shift
-    mean = k[0] + jnp.mean(shift, 0)
-    var = jnp.mean(variances + (shift - jnp.mean(shift, 0)) ** 2, 0)
+    weights = counts[0] / whole.reduced if counts else None
+    middle = _mean_of_shards(shift, weights)
+    mean = k[0] + middle
+    var = _mean_of_shards(variances + (shift - middle) ** 2, weights)
     return _train_with(p, x, scale, bias, running_mean, running_var, mean, var, *residual)
+
+
+def _moments_of(p: BatchNormProblem, x: Array, inside: Array) -> list[Array]:
+    """As `reference.batchnorm_moments`, of x's own elements, and how many they are: none in some shards."""
+    count = jnp.sum(inside, reference.reduced_axes(p), dtype=p.param_dtype)
+    mean, var = reference.batchnorm_masked_moments(p, jnp.where(inside, x, 0), inside)
+    return [jnp.where(count > 0, mean, 0), jnp.zeros_like(mean), jnp.where(count > 0, var, 0), count]
+
+
+def _mean_of_shards(values: Array, weights: Array | None) -> Array:
+    return jnp.mean(values, 0) if weights is None else jnp.sum(weights * values, 0)
 
 
 def _train_with(p: BatchNormProblem, x, scale, bias, running_mean, running_var, mean, var, *residual) -> list[Array]:
@@ -112,19 +150,24 @@ def _train_with(p: BatchNormProblem, x, scale, bias, running_mean, running_var, 
     ]
 
 
-def _backward_shard(p: BatchNormProblem, split: _sharding.Split, x: Array, dy: Array, *rest: Array) -> list[Array]:
+def _backward_shard(
+    whole: BatchNormProblem, p: BatchNormProblem, split: _sharding.Split, x: Array, dy: Array, *rest: Array
+) -> list[Array]:
     """Local sums, added over the mesh, then dx from them."""
     mesh_axes = _reduced_mesh_axes(split)
     if not mesh_axes:
         return backward(p, x, dy, *rest)
+    inside = _inside(whole, p, split)
+    if inside is not None:  # x and the residual too: a NaN times a dy of zero is NaN
+        x, dy = jnp.where(inside, x, 0), jnp.where(inside, dy, 0)
+        rest = (*rest[:4], *(jnp.where(inside, residual, 0) for residual in rest[4:]))
     dscale, dbias, *dresidual = backward(replace(_inner(p), want_dx=False), x, dy, *rest)
     dscale, dbias = jax.lax.psum(jnp.stack([dscale, dbias]), mesh_axes)
     if not p.want_dx:
         return [dscale, dbias, *dresidual]
     scale, _, _, rstd, *_ = rest
     xhat, dz = reference.batchnorm_dz(p, x, dy, *rest)
-    n = p.reduced * jax.lax.axis_size(mesh_axes)
-    dx = reference.batchnorm_dx(p, xhat, dz, scale, rstd, dscale, dbias, n)
+    dx = reference.batchnorm_dx(p, xhat, dz, scale, rstd, dscale, dbias, whole.reduced)
     return [dscale, dbias, dx.astype(x.dtype), *dresidual]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxconv import _layer, _op, _plan, _problem, _sharding, reference
+from jaxconv import _halo, _layer, _op, _plan, _problem, _sharding, reference
 from jaxconv._problem import ConvProblem
 
 Array = jax.Array
@@ -145,30 +146,30 @@ def _batch_wgrad(p: ConvProblem, args: list[Array], dims: list[int | None]) -> t
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Partitioning: images, output and input channels; with groups, whole groups
+# Partitioning: images, pixels, output and input channels; with groups, whole groups. Filter taps are not split.
 
 
-def _partition(p: ConvProblem, operands: str, results: str, split: str) -> _sharding.Partition:
-    """Letters as for the wire. Filter taps and pixels (which would need their neighbours') are not split."""
+def _partition(p: ConvProblem, operands: str, results: str, channels: str, run: Any) -> _sharding.Partition:
+    """Letters as for the wire. `channels`: those of "kc" that may be split without groups, the most important first."""
     g = p.groups > 1
     c, k = "c", "k"
     if g:
         c = "g" if p.in_channels == p.groups else "(g c)"
         k = "g" if p.out_channels == p.groups else "(g k)"
+    pixels, taps = [_halo.name(i) for i in range(p.nd)], [f"t{i}" for i in range(p.nd)]
 
-    def activations(letter: str, channels: str) -> str:
-        spatial = [f"{letter}{i}" for i in range(p.nd)]
-        return " ".join(["n", *spatial, channels] if p.channels_last else ["n", channels, *spatial])
+    def activations(channels: str) -> str:
+        return " ".join(["n", *pixels, channels] if p.channels_last else ["n", channels, *pixels])
 
-    taps = [f"t{i}" for i in range(p.nd)]
     names = {
-        "x": activations("i", c),
-        "y": activations("o", k),
+        "x": activations(c),
+        "y": activations(k),
         "w": " ".join([*taps, "c", k] if p.channels_last else [k, "c", *taps]),
         "b": k,
     }
 
     def local(parts: Any) -> ConvProblem:
+        """But for the pixels: how many a shard reads, `run` finds out."""
         groups = parts.get("g", 1)
         return replace(
             p,
@@ -181,29 +182,62 @@ def _partition(p: ConvProblem, operands: str, results: str, split: str) -> _shar
     return _sharding.Partition(
         operands=[names[o] for o in operands],
         results=[names[r] for r in results],
-        split="ng" if g else split,
+        split=["n", *pixels, *("g" if g else channels)],
         local=local,
-        sizes={"g": p.groups, "k": p.out_channels // p.groups},
-        always=g,  # XLA gathers the images of a grouped convolution
+        sizes={"g": p.groups, "k": p.out_channels // p.groups}
+        | {name: math.gcd(*extents) for name, *extents in zip(pixels, p.in_spatial, p.out_spatial, strict=True)},
+        run=run,
+        # XLA gathers the images of grouped convolutions and what filters wider than a shard reach. Where pixels and
+        # channels are both split its results were wrong, and of odd strides and paddings it ended the process (lax
+        # alone, jaxlib 0.10).
+        always=True,
+        uneven=pixels,
+        neighbours=pixels,
     )
 
 
-def _partition_conv(p: ConvProblem) -> _sharding.Partition:
-    return replace(_partition(p, "xw" + "b" * p.bias, "y" + "y" * p.save_preactivation, "nkc"), run=_conv_shard)
+def _pixels(p: ConvProblem, split: _sharding.Split) -> _halo.Split:
+    return {axis: split[_halo.name(axis)] for axis in range(p.nd) if _halo.name(axis) in split}
+
+
+def _summed(out: Array, split: _sharding.Split, *names: str) -> Array:
+    axes = tuple(a for name in names for a in split.get(name, ()))
+    return jax.lax.psum(out, axes) if axes else out
+
+
+def _fprop_shard(p: ConvProblem, split: _sharding.Split, x: Array, w: Array) -> list[Array]:
+    p, x = _halo.exchange_x(p, _pixels(p, split), x)
+    return [_summed(fprop(p, x, w), split, "c")]
 
 
 def _conv_shard(p: ConvProblem, split: _sharding.Split, x: Array, w: Array, *b: Array) -> list[Array]:
     """The epilogue needs the sum over all input channels: where they are split it comes after the sum."""
     if "c" in split:
-        return reference.conv_epilogue(p, jax.lax.psum(fprop(p.bare(), x, w), split["c"]), *b)
+        return reference.conv_epilogue(p, *_fprop_shard(p.bare(), split, x, w), *b)
+    p, x = _halo.exchange_x(p, _pixels(p, split), x)
     return conv_kernel(p, x, w, *b)
+
+
+def _dgrad_shard(p: ConvProblem, split: _sharding.Split, dy: Array, w: Array) -> list[Array]:
+    pixels = _pixels(p, split)
+    q, dy = _halo.exchange_dy(p, pixels, dy)
+    return [_summed(_halo.own_dx(p, pixels, dgrad(q, dy, w)), split, "k")]
 
 
 def _dgrad_add_shard(p: ConvProblem, split: _sharding.Split, dy: Array, w: Array, c: Array) -> list[Array]:
     """c is added once: where the output channels are split, to the sum over their parts."""
-    if "k" in split:
-        return [jax.lax.psum(dgrad(p, dy, w), split["k"]) + c]
+    pixels = _pixels(p, split)
+    if "k" in split or not _halo.makes_own_dx(p, pixels):
+        return [dx + c for dx in _dgrad_shard(p, split, dy, w)]
+    p, dy = _halo.exchange_dy(p, pixels, dy)
     return [dgrad_add(p, dy, w, c)]
+
+
+def _wgrad_shard(p: ConvProblem, split: _sharding.Split, x: Array, dy: Array) -> list[Array]:
+    """A shard has its own pixels of x, so each product of an x and a dy is in one of the sums."""
+    pixels = _pixels(p, split)
+    q, dy = _halo.exchange_dy(p, pixels, dy)
+    return [_summed(wgrad(q, _halo.place_x(p, pixels, x), dy), split, "n", *map(_halo.name, pixels))]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -215,7 +249,7 @@ fprop = _op.kernel(
     results=lambda p: [(p.y_shape, p.dtype)],
     wire=_wire_conv,
     batch=_batch_conv,
-    partition=lambda p: _partition(p, "xw", "y", "nkc"),
+    partition=lambda p: _partition(p, "xw", "y", "kc", _fprop_shard),
 )
 dgrad = _op.kernel(
     "conv_dgrad",
@@ -223,7 +257,7 @@ dgrad = _op.kernel(
     results=lambda p: [(p.x_shape, p.dtype)],
     wire=lambda p, plan: _wire(p, plan, "yw", "x"),
     batch=_batch_dgrad,
-    partition=lambda p: _partition(p, "yw", "x", "nck"),
+    partition=lambda p: _partition(p, "yw", "x", "ck", _dgrad_shard),
 )
 wgrad = _op.kernel(
     "conv_wgrad",
@@ -231,7 +265,7 @@ wgrad = _op.kernel(
     results=lambda p: [(p.w_shape, p.dtype)],
     wire=lambda p, plan: _wire(p, plan, "xy", "w"),
     batch=_batch_wgrad,
-    partition=lambda p: _partition(p, "xy", "w", "nkc"),
+    partition=lambda p: _partition(p, "xy", "w", "kc", _wgrad_shard),
 )
 _DGRAD_RULE = (lambda p, ct, w: fprop(p, ct, w), lambda p, ct, dy: wgrad(p, ct, dy))
 _op.bilinear(fprop, lambda p, ct, w: dgrad(p, ct, w), lambda p, ct, x: wgrad(p, x, ct))
@@ -245,7 +279,7 @@ dgrad_add = _op.kernel(
     results=lambda p: [(p.x_shape, p.dtype)],
     wire=_wire_dgrad_add,
     batch=_batch_dgrad,
-    partition=lambda p: replace(_partition(p, "ywx", "x", "nck"), run=_dgrad_add_shard, always=False),
+    partition=lambda p: replace(_partition(p, "ywx", "x", "ck", _dgrad_add_shard), always=False),
 )
 _op.with_addend(dgrad_add, dgrad, *_DGRAD_RULE)
 
@@ -263,7 +297,7 @@ statistics = _op.kernel(
     wire=lambda p, plan: _wire(p, plan, "xw", "ybb"),
     batch=_batch_statistics,
     # Composites keep it off meshes; were it on one, every operand would be gathered.
-    partition=lambda p: _partition(p, "xw", "ybb", ""),
+    partition=lambda p: replace(_partition(p, "xw", "ybb", "", None), split=[], always=False),
     multiple_results=True,
 )
 _op.by_reference(statistics)
@@ -275,7 +309,7 @@ conv_kernel = _op.kernel(
     results=lambda p: [(p.y_shape, p.dtype)] * (1 + p.save_preactivation),
     wire=_wire_conv,
     batch=_batch_conv,
-    partition=_partition_conv,
+    partition=lambda p: _partition(p, "xw" + "b" * p.bias, "y" + "y" * p.save_preactivation, "kc", _conv_shard),
     multiple_results=True,
 )
 

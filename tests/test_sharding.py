@@ -247,14 +247,17 @@ def test_unforced_calls_have_no_gathers(kind):
 @over_kinds
 @pytest.mark.parametrize("implementation", ["native", "xla"])
 def test_images_split_in_space(kind, implementation):
-    """Gathering is allowed here, being wrong is not."""
+    """One axis of the mesh, more devices than half the rows: see test_halo.py for the rest."""
     mesh = make_mesh("data", kind)
     args = ints(4, 2 * DEVICES, 6, 8), W, B
     step = with_gradients(functools.partial(jaxconv.conv2d, activation="relu", implementation=implementation))
     whole = step(*map(jnp.asarray, args))
     with entered(mesh):
-        result = jax.jit(step)(*place(mesh, args, (P(None, "data"), P(), P())))
+        placed = place(mesh, args, (P(None, "data"), P(), P()))
+        compiled = jax.jit(step).lower(*placed).compile()
+        result = compiled(*placed)
     jax.tree.map(np.testing.assert_array_equal, result, whole)
+    assert set(collectives(compiled.as_text())) <= {"all-reduce", "collective-permute"}
 
 
 @over_kinds
@@ -524,22 +527,31 @@ PROCESS = """
     sys.path[:0] = sys.argv[3:]
     import numpy as np
     import test_sharding as t
-    from jax.sharding import NamedSharding, PartitionSpec as P
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
     assert jax.process_count() == 2 and jax.device_count() == 8
-    mesh = t.make_mesh("data")
-    parameters, images, labels = t.model_args(16)
-    def spread(a, *spec):
-        return jax.make_array_from_callback(a.shape, NamedSharding(mesh, P(*spec)), lambda i: np.asarray(a)[i])
+    # Images over all devices; then rows over the processes and images over the devices of each.
+    for shape, axes, split in (((8,), ("n",), ("n",)), ((2, 4), ("h", "n"), ("n", "h"))):
+        mesh = jax.make_mesh(shape, axes, axis_types=(AxisType.Auto,) * len(axes))
+        processes = np.vectorize(lambda d: d.process_index)(mesh.devices)
+        assert "h" not in axes or (processes == [[0] * 4, [1] * 4]).all()
 
-    parameters = [spread(p) for p in parameters]
-    losses = jax.jit(t.train)(parameters, spread(images, "data"), spread(labels, "data"))
-    print("losses", *np.asarray(losses.addressable_data(0)).tolist())
+        def spread(a, *spec):
+            return jax.make_array_from_callback(a.shape, NamedSharding(mesh, P(*spec)), lambda i: np.asarray(a)[i])
+
+        parameters, images, labels = t.model_args(16)
+        args = [spread(p) for p in parameters], spread(images, *split), spread(labels, "n")
+        step = jax.jit(t.train).lower(*args).compile()
+        assert t.collectives(step.as_text())["all-gather"] == 0
+        print("losses", *np.asarray(step(*args).addressable_data(0)).tolist())
 """
 
 
 def test_two_processes(tmp_path):
-    """jax.distributed on the loopback, CPU devices, four in each of two processes: the losses of one process."""
+    """jax.distributed on the loopback, CPU devices, four in each of two processes: the losses of one process.
+
+    Data parallel, and with the rows of each image on two processes.
+    """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -563,6 +575,8 @@ def test_two_processes(tmp_path):
     with jax.default_device(jax.devices("cpu")[0]):
         expected = jax.jit(train)(*model_args(16))
     for out, _ in outputs:
-        losses = [float(v) for v in out.split("losses")[1].split()]
-        # As above; a GPU machine's CPU result is the same program's.
-        np.testing.assert_allclose(losses, expected, rtol=4 * 100 * 2.0**-23)
+        both = [[float(v) for v in line.split()[1:]] for line in out.splitlines() if line.startswith("losses")]
+        assert len(both) == 2
+        for losses in both:
+            # As above; a GPU machine's CPU result is the same program's.
+            np.testing.assert_allclose(losses, expected, rtol=4 * 100 * 2.0**-23)
