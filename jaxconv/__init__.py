@@ -68,11 +68,13 @@ for _name in ("conv", "conv_transpose"):
 del _name
 
 
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return importlib.import_module(f"jaxconv.{name}")
-    near = f"; it has {_NEAR[name]}" if name in _NEAR else ""
-    raise AttributeError(f"module 'jaxconv' has no attribute {name!r}{near}")
+if not TYPE_CHECKING:  # whose errors are better without it
+
+    def __getattr__(name: str) -> Any:
+        if name in _LAZY:
+            return importlib.import_module(f"jaxconv.{name}")
+        near = f"; it has {_NEAR[name]}" if name in _NEAR else ""
+        raise AttributeError(f"module 'jaxconv' has no attribute {name!r}{near}")
 
 
 def __dir__() -> list[str]:
