@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from jaxconv import checkpoint_policies
 from jaxconv._cost import cost
 from jaxconv._explain import Explanation, explain, info
+from jaxconv._explain import warn_of_environment as _warn_of_environment
 from jaxconv._export import check_exported, export_checks
 from jaxconv.accelerate import accelerate
 from jaxconv.batchnorm import batchnorm
@@ -75,6 +76,9 @@ if not TYPE_CHECKING:  # whose errors are better without it
             return importlib.import_module(f"jaxconv.{name}")
         near = f"; it has {_NEAR[name]}" if name in _NEAR else ""
         raise AttributeError(f"module 'jaxconv' has no attribute {name!r}{near}")
+
+
+_warn_of_environment()
 
 
 def __dir__() -> list[str]:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
+import inspect
 import os
 import pathlib
+import re
 import shutil
 import site
 import subprocess
 import sys
 import types
+import typing
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import jaxconv
+from jaxconv import _problem, _types
 
 LAZY = {"linen", "nnx"}
 
@@ -76,6 +83,52 @@ def test_the_modules_are_still_found():
     assert conv_transpose.conv_transpose2d is jaxconv.conv_transpose2d
 
 
+@pytest.mark.parametrize("library", ["linen", "nnx"])
+@pytest.mark.parametrize("name", ["Conv", "ConvTranspose", "Dense or Linear", "BatchNorm"])
+def test_flax_arguments_are_documented(library, name):
+    """All of the installed Flax's, and the activation: in the docstring, which is what an editor shows."""
+    name = {"Dense or Linear": {"linen": "Dense", "nnx": "Linear"}[library]}.get(name, name)
+    ours = getattr(getattr(jaxconv, library), name)
+    flax = ours.__base__
+    if library == "linen":
+        arguments = {field.name for field in dataclasses.fields(flax)} - {"parent", "name"}
+    else:
+        parameters = inspect.signature(flax.__init__).parameters
+        arguments = set(parameters) - {"self"}
+        # What help() shows: Flax's own signature, and one more argument.
+        signature = inspect.signature(ours.__init__).parameters
+        assert {k: v for k, v in signature.items() if k != "activation"} == dict(parameters)
+        assert signature["activation"].default is None
+        # What type checkers see: every keyword of Flax's.
+        hints = typing.get_type_hints(inspect.unwrap(ours.__init__), include_extras=False)
+        options = typing.get_type_hints(typing.get_args(hints["options"])[0]) if "options" in hints else {}
+        assert arguments <= {*options, *hints}, arguments - {*options, *hints}
+    documented = set(re.findall(r"\w+", " ".join(re.findall(r"^      ([\w, ]+):", ours.__doc__, re.MULTILINE))))
+    assert arguments | {"activation"} == documented
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Types
+
+
+def test_user_code_runs():
+    """The program that type checkers look at (make typecheck) is one that runs."""
+    done = python(str(pathlib.Path(__file__).parent / "typing" / "user_code.py"))
+    assert done.returncode == 0, done.stderr
+
+
+def test_literals_are_what_is_taken():
+    assert (pathlib.Path(jaxconv.__file__).parent / "py.typed").exists()
+    for nd, layout in ((1, _types.Layout1d), (2, _types.Layout2d), (3, _types.Layout3d)):
+        assert typing.get_args(layout) == (_problem.CHANNELS_LAST[nd], _problem.CHANNELS_FIRST[nd])
+    for f in (jaxconv.conv1d, jaxconv.conv2d, jaxconv.conv3d, jaxconv.conv_transpose2d, jaxconv.dense):
+        explicit = set(inspect.signature(f).parameters)
+        for overload in typing.get_overloads(f):
+            hints = typing.get_type_hints(overload)
+            options = typing.get_args(hints.pop("options"))[0]
+            assert explicit == ({*hints} - {"return"}) | {*typing.get_type_hints(options)}
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The command, and what is said where something is missing
 
@@ -86,6 +139,39 @@ def test_command_prints_info():
     assert f"jaxconv {jaxconv.__version__}" in done.stdout and "CPU code: loaded" in done.stdout
     assert python("-m", "jaxconv", "--version").stdout == f"jaxconv {jaxconv.__version__}\n"
     assert python("-m", "jaxconv", "digits").returncode == 2
+
+
+def test_unknown_names_in_the_environment_are_told():
+    warned = python("-c", "import jaxconv; print(jaxconv.info())", JAXCONV_DISABLE="conv,depthwise")
+    assert "UserWarning: JAXCONV_DISABLE=conv,depthwise: unknown: 'depthwise'; expected some of conv, " in warned.stderr
+    assert "JAXCONV_DISABLE=conv,depthwise (unknown: 'depthwise'" in warned.stdout
+    known = python("-c", "import jaxconv; print(jaxconv.info())", JAXCONV_DISABLE=" dense, conv_wgrad ,all")
+    assert known.stderr == "" and "these go to XLA" in known.stdout
+
+
+def test_explain_shows_the_epilogue_and_refuses_unknown_platforms():
+    x, w, b = jnp.ones((2, 8, 8, 4)), jnp.ones((3, 3, 4, 6)), jnp.ones(6)
+
+    def calls(x):
+        y = jaxconv.conv2d(x, w, b, activation="relu"), jaxconv.conv2d(x, w, activation=("leaky_relu", 0.2))
+        d = jaxconv.dense(x, w[0, 0], b, c=jnp.ones((2, 8, 8, 6)), activation=jax.nn.gelu)
+        n, *_ = jaxconv.batchnorm(y[0], b, b, b, b, training=True, residual=y[1], activation="silu")
+        return y, d, n, jaxconv.conv2d(x, w)
+
+    shown = ["+ bias + relu", "+ leaky_relu(0.2)", "+ c + bias + gelu", "+ residual + silu"]
+    table, jaxpr = str(jaxconv.explain(calls)(x)), str(jax.make_jaxpr(calls)(x))
+    assert all(text in table and text in jaxpr for text in shown)
+    plain = [str(call.problem) for call in jaxconv.explain(calls)(x) if call.op == "conv_fprop"]
+    assert plain == ["2x8x8 4->6 3x3 float32 NHWC"]
+    with pytest.raises(ValueError, match="explain: platform='foo' is unknown, expected None or one of cpu, cuda"):
+        jaxconv.explain(calls, platform="foo")
+    assert str(jaxconv.explain(calls, platform="gpu")(x)) == str(jaxconv.explain(calls, platform="cuda")(x))
+
+
+@pytest.mark.parametrize(("given", "says"), [("abc", "got str$"), (b"abc", "got bytes; jax.export.deserialize makes")])
+def test_check_exported_says_what_it_takes(given, says):
+    with pytest.raises(TypeError, match=f"check_exported: expected a jax.export.Exported, {says}"):
+        jaxconv.check_exported(given)
 
 
 def test_source_folder_says_that_it_is_one(tmp_path):
