@@ -3,6 +3,9 @@
 The suite runs on JAX's default backend, so the same tests cover the CPU and a GPU; JAX_PLATFORMS=cpu forces the CPU,
 JAX_NUM_CPU_DEVICES=8 gives it more devices.
 64-bit types stay off, as for users: a test that needs them takes the fixture `x64` or enters `helpers.types_of(dtype)`.
+
+What XLA compiled stays in the environment's folder (JAX_COMPILATION_CACHE_DIR names another one, or none where it is
+empty). Its key is the program with every attribute of every custom call, XLA's flags and its version.
 """
 
 import os
@@ -15,6 +18,15 @@ import pytest
 # Before any backend starts. Four: enough for a 2x2 mesh, and no more threads than needed.
 if "JAX_NUM_CPU_DEVICES" not in os.environ:
     jax.config.update("jax_num_cpu_devices", 4)
+
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    # In the environment, too: tests that start Python share it.
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.join(sys.prefix, "cache", "jax")
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+    jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 import jaxconv
 from jaxconv import _native
