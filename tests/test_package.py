@@ -8,6 +8,7 @@ import inspect
 import os
 import pathlib
 import re
+import runpy
 import shutil
 import site
 import subprocess
@@ -105,6 +106,37 @@ def test_flax_arguments_are_documented(library, name):
         assert arguments <= {*options, *hints}, arguments - {*options, *hints}
     documented = set(re.findall(r"\w+", " ".join(re.findall(r"^      ([\w, ]+):", ours.__doc__, re.MULTILINE))))
     assert arguments | {"activation"} == documented
+
+
+RELEASE = pathlib.Path(__file__).parent.parent / ".ci" / "version.py"
+
+
+@pytest.mark.skipif(not RELEASE.exists(), reason="the checkout's scripts are not beside these tests")
+@pytest.mark.parametrize(
+    ("changelog", "tag", "wrong"),
+    [
+        ("# C\n\n## [1.2.3] - unreleased\n\n## [1.0.0] - 2020-01-01\n", None, None),
+        ("## [1.2.3] - 2026-11-22\n", "v1.2.3", None),
+        ("## [1.2.3] - unreleased\n", "v1.2.3", "1.2.3 is unreleased"),
+        ("## [1.2.3] - 2026-11-22\n", "v1.2.4", "the tag is v1.2.4, pyproject.toml says 1.2.3"),
+        (
+            "## [1.3.0] - unreleased\n## [1.2.3] - 2026-11-22\n",
+            None,
+            "newest section is 1.3.0, pyproject.toml says 1.2.3",
+        ),
+        ("## [1.2.3] - soon\n", None, "1.2.3 is dated 'soon'"),
+        ("# Changelog\n", None, "has no section"),
+    ],
+)
+def test_version_and_changelog_must_agree(changelog, tag, wrong):
+    found = "; ".join(runpy.run_path(str(RELEASE))["check"]("1.2.3", changelog, tag))
+    assert (wrong in found) if wrong else not found
+
+
+@pytest.mark.skipif(not RELEASE.exists(), reason="the checkout's scripts are not beside these tests")
+def test_this_version_has_its_section():
+    done = python(str(RELEASE))
+    assert (done.returncode, done.stdout) == (0, f"{jaxconv.__version__}\n"), done.stderr
 
 
 # ----------------------------------------------------------------------------------------------------------------------
