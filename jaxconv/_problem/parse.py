@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import core, lax
 
 from jaxconv._activation import Activation
 
@@ -190,7 +190,7 @@ def check_span(where: str, filter: tuple[int, ...], dilation: tuple[int, ...]) -
 
 def _at_least_zero(extent: int) -> int:
     """max(extent, 0); of a symbolic extent as lax writes it."""
-    return max(extent, 0) if is_number(extent) else jax.core.max_dim(extent, 0)
+    return max(extent, 0) if is_number(extent) else core.max_dim(extent, 0)
 
 
 def out_extent(extent: int, filter: int, stride: int, pads: Pair, dilation: int) -> int:
