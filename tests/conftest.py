@@ -8,6 +8,7 @@ What XLA compiled stays in the environment's folder (JAX_COMPILATION_CACHE_DIR n
 empty). Its key is the program with every attribute of every custom call, XLA's flags and its version.
 """
 
+import itertools
 import os
 import pathlib
 import sys
@@ -36,11 +37,23 @@ sys.path.append(str(pathlib.Path(__file__).parent.parent))
 
 import helpers
 
+LARGEST_CACHE = 1 << 30  # bytes
+
 
 def pytest_configure(config):
+    if not hasattr(config, "workerinput"):
+        forget_the_oldest(pathlib.Path(sys.prefix) / "cache" / "jax", LARGEST_CACHE)
     missing = _native.missing(helpers.PLATFORM)
     if missing:
         raise pytest.UsageError(f"{missing}. JAX_PLATFORMS=cpu runs the suite on the CPU.")
+
+
+def forget_the_oldest(folder: pathlib.Path, largest: int) -> None:
+    """Programs for meshes hold a pointer, are never found again, and would fill the disk in the end."""
+    files = sorted(((f.stat().st_mtime, f.stat().st_size, f) for f in folder.glob("*")), reverse=True)
+    for total, (_, _, file) in zip(itertools.accumulate(size for _, size, _ in files), files, strict=True):
+        if total > largest:
+            file.unlink(missing_ok=True)
 
 
 def pytest_report_header(config):
