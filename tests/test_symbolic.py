@@ -86,6 +86,16 @@ def test_symbolic_space_in_flax_modules(module):
     np.testing.assert_allclose(loaded.call(x), flax.apply(variables, x), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("stride", [1, 2])
+def test_symbolic_space_through_accelerate(stride):
+    """lax takes symbolic pads (of "SAME" with a stride) by name only, so such a convolution is left."""
+    x = jnp.asarray(helpers.normal(0, (2, 7, 10, 4)), "float32")
+    model = nn.Sequential([nn.Conv(4, (3, 3), strides=stride), nn.BatchNorm(use_running_average=True), nn.relu])
+    variables = model.init(jax.random.key(0), x)
+    loaded = exported(jaxconv.accelerate(functools.partial(model.apply, variables)), "b", "h", "t")
+    np.testing.assert_allclose(loaded.call(x), model.apply(variables, x), rtol=1e-4, atol=1e-5)
+
+
 def test_symbolic_extents_are_those_of_lax():
     """Spelled as lax spells them: a program may compare the two."""
     (h,) = export.symbolic_shape("h")

@@ -68,6 +68,8 @@ class Rewriting:
         if node is None or node.name != "conv_general_dilated" or v not in self._maker:
             return None
         p, nd = node.params, len(v.shape) - 2
+        if not _fused.pads_are_numbers(p["padding"]):
+            return None
         found = _fused.conv_batchnorm_layout(p["dimension_numbers"], nd, p["lhs_dilation"], channel_axis)
         return None if found is None else node
 
