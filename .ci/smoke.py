@@ -1,9 +1,10 @@
 """Whether an installed jaxconv works: nothing but its own requirements is needed.
 
-    python .ci/smoke.py
+    python .ci/smoke.py [--cuda]
 
 Prints what was found; fails where the package is not an installed one, where native code does not run or gives other
-numbers than XLA, or where a gradient, an export or the types are missing.
+numbers than XLA, where a gradient or an export fails, or the types are missing; with --cuda also where the CUDA code is
+not loaded (for that no driver is needed).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ def main() -> None:
     assert jaxconv.__version__ == importlib.metadata.version("jaxconv")
     assert (folder / "py.typed").exists() and list((folder / "tuning").glob("*.json"))
     print(jaxconv.info())
+    assert "--cuda" not in sys.argv or "CUDA code: loaded" in jaxconv.info()
 
     keys = jax.random.split(jax.random.key(0), 3)
     x, w = jax.random.normal(keys[0], (2, 9, 9, 8)), jax.random.normal(keys[1], (3, 3, 1, 8))
