@@ -104,7 +104,8 @@ def test_flax_arguments_are_documented(library, name):
         hints = typing.get_type_hints(inspect.unwrap(ours.__init__), include_extras=False)
         options = typing.get_type_hints(typing.get_args(hints["options"])[0]) if "options" in hints else {}
         assert arguments <= {*options, *hints}, arguments - {*options, *hints}
-    documented = set(re.findall(r"\w+", " ".join(re.findall(r"^      ([\w, ]+):", ours.__doc__, re.MULTILINE))))
+    lines = re.findall(r"^  ([\w, ]+):", inspect.getdoc(ours) or "", re.MULTILINE)
+    documented = set(re.findall(r"\w+", " ".join(lines)))
     assert arguments | {"activation"} == documented
 
 
