@@ -1,9 +1,16 @@
 """jaxconv: convolution, fused dense and batch-norm layers for JAX, as CUDA kernels behind XLA custom calls."""
 
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import version as _version
+from typing import TYPE_CHECKING, Any
+
 from jaxconv import checkpoint_policies
 from jaxconv._cost import cost
 from jaxconv._enable import disable, disabled, enable, enabled, report
 from jaxconv._explain import Explanation, explain, info
+from jaxconv._explain import warn_of_environment as _warn_of_environment
 from jaxconv._export import check_exported, export_checks
 from jaxconv.accelerate import accelerate
 from jaxconv.batchnorm import batchnorm
@@ -12,8 +19,15 @@ from jaxconv.conv_batchnorm import conv_batchnorm
 from jaxconv.conv_transpose import conv_general_dilated, conv_transpose1d, conv_transpose2d, conv_transpose3d
 from jaxconv.dense import dense
 
+if TYPE_CHECKING:
+    from jaxconv import linen as linen
+    from jaxconv import nnx as nnx
+
+__version__ = _version("jaxconv")
+
 __all__ = [
     "Explanation",
+    "__version__",
     "accelerate",
     "batchnorm",
     "check_exported",
@@ -37,3 +51,41 @@ __all__ = [
     "info",
     "report",
 ]
+
+# Imported when somebody asks for them: they need Flax. Not in __all__, or `from jaxconv import *` would.
+_LAZY = ("linen", "nnx")
+
+# Names that are near, and what is there: op families that have a function for each number of dimensions.
+_NEAR = {
+    "conv": "conv1d, conv2d and conv3d, whichever the number of spatial dimensions says",
+    "conv_transpose": "conv_transpose1d, conv_transpose2d and conv_transpose3d",
+    "Conv": "the layers jaxconv.linen.Conv and jaxconv.nnx.Conv, and the functions conv1d, conv2d and conv3d",
+    "ConvTranspose": "the layers jaxconv.linen.ConvTranspose and jaxconv.nnx.ConvTranspose",
+    "Dense": "the layers jaxconv.linen.Dense and jaxconv.nnx.Linear, and the function dense",
+    "Linear": "the layers jaxconv.nnx.Linear and jaxconv.linen.Dense, and the function dense",
+    "BatchNorm": "the layers jaxconv.linen.BatchNorm and jaxconv.nnx.BatchNorm, and the function batchnorm",
+    "batch_norm": "batchnorm",
+    "matmul": "dense",
+}
+
+# The import of a submodule leaves it here under its own name. These two are no functions, and look like some;
+# `from jaxconv import conv` still finds the module.
+for _name in ("conv", "conv_transpose"):
+    globals().pop(_name, None)
+del _name
+
+
+if not TYPE_CHECKING:  # whose errors are better without it
+
+    def __getattr__(name: str) -> Any:
+        if name in _LAZY:
+            return importlib.import_module(f"jaxconv.{name}")
+        near = f"; it has {_NEAR[name]}" if name in _NEAR else ""
+        raise AttributeError(f"module 'jaxconv' has no attribute {name!r}{near}")
+
+
+_warn_of_environment()
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *_LAZY, *(name for name in globals() if name.startswith("__"))})

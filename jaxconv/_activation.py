@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,8 @@ RESIDUALS = {
     "gelu_exact": "z",
 }
 NAMES = tuple(RESIDUALS)
+
+Name = Literal["none", "relu", "relu6", "leaky_relu", "elu", "tanh", "sigmoid", "silu", "swish", "gelu", "gelu_exact"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,21 +48,69 @@ class Activation:
         return f"leaky_relu({self.slope:g})" if self.name == "leaky_relu" else self.name
 
 
+# JAX's own functions (flax.linen's and flax.nnx's are the same objects), with the defaults of their arguments.
+_FUNCTIONS: dict[Any, Activation] = {
+    jax.nn.identity: Activation(),
+    jax.nn.relu: Activation("relu"),
+    jax.nn.relu6: Activation("relu6"),
+    jax.nn.leaky_relu: Activation("leaky_relu", 0.01),
+    jax.nn.elu: Activation("elu"),
+    jnp.tanh: Activation("tanh"),
+    jax.lax.tanh: Activation("tanh"),
+    jax.nn.tanh: Activation("tanh"),
+    jax.nn.sigmoid: Activation("sigmoid"),
+    jax.lax.logistic: Activation("sigmoid"),
+    jax.nn.silu: Activation("silu"),
+    jax.nn.swish: Activation("silu"),
+    jax.nn.gelu: Activation("gelu"),
+}
+
+
+def _of_function(function: Callable[..., Any]) -> Activation | None:
+    """The activation that a function of JAX's is; also `functools.partial` of gelu's and leaky_relu's argument."""
+    if not isinstance(function, functools.partial):
+        try:
+            return _FUNCTIONS.get(function)
+        except TypeError:  # not hashable
+            return None
+    if function.args or len(function.keywords) != 1:
+        return None
+    ((argument, value),) = function.keywords.items()
+    if function.func is jax.nn.gelu and argument == "approximate" and isinstance(value, bool):
+        return Activation("gelu" if value else "gelu_exact")
+    if function.func is jax.nn.leaky_relu and argument == "negative_slope" and _finite(value):
+        return Activation("leaky_relu", float(value))
+    return None
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
 def parse(where: str, activation: Any) -> Activation:
-    """`None`, a name, `("leaky_relu", slope)` or an Activation -> Activation."""
+    """`None`, a name, `("leaky_relu", slope)`, a function of JAX's or an Activation -> Activation."""
     if activation is None:
         return Activation()
     if isinstance(activation, Activation):
         return activation
+    if callable(activation):
+        known = _of_function(activation)
+        if known is None:
+            raise TypeError(
+                f"{where}: activation={activation!r} is a function that no kernel applies, expected jax.nn's relu, "
+                f"relu6, leaky_relu, elu, sigmoid, silu or gelu, jnp.tanh, one of the names {', '.join(NAMES)}, or "
+                f"('leaky_relu', slope). Any other function can be applied to the result"
+            )
+        return known
     if (
         isinstance(activation, tuple)
         and len(activation) == 2
         and activation[0] == "leaky_relu"
-        and isinstance(activation[1], (int, float))
-        and math.isfinite(activation[1])
+        and _finite(activation[1])
     ):
         return Activation("leaky_relu", float(activation[1]))
     if isinstance(activation, str):
+        activation = {"swish": "silu"}.get(activation, activation)  # JAX and Flax have both names
         if activation not in RESIDUALS:
             raise ValueError(
                 f"{where}: activation={activation!r} is unknown, expected None or one of {', '.join(NAMES)}"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import os
 import platform as host
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -13,6 +15,9 @@ import jaxlib
 
 from jaxconv import _enable, _native, _op, _plan, _sharding
 from jaxconv.accelerate import Report, listening
+
+# What jax.default_backend() and users call a platform -> what plans call it
+_PLATFORMS = {"cpu": "cpu", "cuda": "cuda", "gpu": "cuda", "rocm": "rocm", "tpu": "tpu"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +87,8 @@ def explain(f: Callable[..., Any], *, platform: str | None = None) -> Callable[.
     Args:
       f: any JAX function, jitted or not. Where types say how arrays are split over an Explicit mesh, the calls are
         those of one shard; on Auto meshes, where XLA decides later, those of the whole arrays.
-      platform: "cpu" or "cuda"; None is the default backend's.
+      platform: "cpu", "cuda" (or "gpu"), "rocm" or "tpu"; None is the default backend's. A GPU need not be present:
+        then its kind is unknown, and what was measured on one kind speaks for none.
 
     Returns:
       A function of f's arguments returning a list of calls (op, problem, plan, count) that prints as a table. Its
@@ -91,11 +97,14 @@ def explain(f: Callable[..., Any], *, platform: str | None = None) -> Callable[.
       show whether XLA will partition the program: there enable leaves them to lax.
 
     Raises:
-      ValueError: as the call itself would, where a forced choice cannot run.
+      ValueError: for an unknown platform; and as the call itself would, where a forced choice cannot run.
     """
+    if platform is not None and platform not in _PLATFORMS:
+        raise ValueError(f"explain: platform={platform!r} is unknown, expected None or one of {', '.join(_PLATFORMS)}")
 
     def explained(*args: Any, **kwargs: Any) -> Explanation:
-        name = platform or {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
+        name = platform or jax.default_backend()
+        name = _PLATFORMS.get(name, name)
         device = _plan.Device.current(name)
         with listening() as accelerated:
             jaxpr = jax.make_jaxpr(f)(*args, **kwargs)
@@ -155,4 +164,26 @@ def info() -> str:
         lines.append(f"GPUs: none. {str(error).splitlines()[0]}")
     lines.append(f"default backend: {jax.default_backend()}")
     lines.append(f"enable: {'on' if _enable.is_on() else 'off'}")
+    if os.environ.get("JAXCONV_DISABLE"):
+        unknown = _unknown_disabled()
+        lines.append(
+            f"JAXCONV_DISABLE={os.environ['JAXCONV_DISABLE']}" + (f" ({unknown})" if unknown else ": these go to XLA")
+        )
     return "\n".join(lines)
+
+
+def _unknown_disabled() -> str | None:
+    """What is wrong with JAXCONV_DISABLE, or None."""
+    names = {name.strip() for name in os.environ.get("JAXCONV_DISABLE", "").split(",")}
+    unknown = sorted(names - {"", "all", *_plan.OPS, *_plan.OPS.values()})
+    if not unknown:
+        return None
+    groups = ", ".join(dict.fromkeys(_plan.OPS.values()))
+    return f"unknown: {', '.join(map(repr, unknown))}; expected some of {groups} (comma-separated), or all"
+
+
+def warn_of_environment() -> None:
+    """Warns where JAXCONV_DISABLE names what is no op: nothing would be disabled, and nobody would know."""
+    unknown = _unknown_disabled()
+    if unknown:
+        warnings.warn(f"JAXCONV_DISABLE={os.environ['JAXCONV_DISABLE']}: {unknown}", stacklevel=3)

@@ -17,15 +17,21 @@ def export_checks() -> list[export.DisabledSafetyCheck]:
 
         exported = jax.export.export(jax.jit(f), disabled_checks=jaxconv.export_checks())(*args)
         blob = exported.serialize(vjp_order=1)
-        ...
+
+    Whoever loads the program must `import jaxconv` before it is run, which is what tells XLA of the calls. Without that
+    XLA says "No FFI handler registered for jaxconv_..."::
+
+        import jaxconv
+
         f = jaxconv.check_exported(jax.export.deserialize(blob)).call
 
     Returns:
       One check per target.
 
     Exporting fixes each call's plan. Platforms need not be present: a program exported with platforms=("cpu", "cuda")
-    on a laptop holds CUDA calls where its jaxconv was built with CUDA, and XLA's own operations otherwise. A symbolic
-    batch extent, and a program over an Auto mesh of several devices, go to XLA.
+    on a laptop holds CUDA calls where its jaxconv was built with CUDA, and XLA's own operations otherwise. What has
+    symbolic extents (a batch, or the space of a convolution), and a program over an Auto mesh of several devices, goes
+    to XLA.
     """
     return [export.DisabledSafetyCheck.custom_call(target) for target in _targets()]
 
@@ -33,9 +39,15 @@ def export_checks() -> list[export.DisabledSafetyCheck]:
 def check_exported(exported: export.Exported) -> export.Exported:
     """`exported` itself, if this version of jaxconv has all of jaxconv's targets that it calls.
 
+    It need not be called: that jaxconv is imported is enough for the program to run.
+
     Raises:
       ValueError: naming the missing ones. XLA would find that out only when the program is compiled.
+      TypeError: for something else than a `jax.export.Exported`.
     """
+    if not isinstance(exported, export.Exported):
+        hint = "; jax.export.deserialize makes one of bytes" if isinstance(exported, (bytes, bytearray)) else ""
+        raise TypeError(f"check_exported: expected a jax.export.Exported, got {type(exported).__name__}{hint}")
     called = set(re.findall(r"\bjaxconv_\w+_v\d+\b", str(exported.mlir_module())))
     unknown = sorted(called - set(_targets()))
     if unknown:

@@ -37,6 +37,14 @@ def conv_layout(numbers: lax.ConvDimensionNumbers, nd: int) -> str | None:
     return _problem.CHANNELS_FIRST[nd] if numbers.lhs_spec == tuple(range(nd + 2)) else None
 
 
+def pads_are_numbers(padding: Sequence[Sequence[Any]]) -> bool:
+    """Whether no pad is symbolic, as those of "SAME" are where a filter steps over a symbolic extent.
+
+    lax itself takes such pads as a name only.
+    """
+    return all(_problem.is_number(pad) for pair in padding for pad in pair)
+
+
 def _in_layout(w: Array, numbers: lax.ConvDimensionNumbers, layout: str) -> Array:
     """lax's filter in the order of its axes that `conv2d` has in this layout."""
     out_feature, in_feature, *spatial = numbers.rhs_spec

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import importlib.util
 import pathlib
 import re
@@ -50,14 +51,24 @@ def _blas() -> tuple[int, int]:
     return sgemm, dgemm
 
 
+def _why_no_cpu(folder: pathlib.Path, error: ImportError) -> str:
+    """What to do where the compiled CPU module of the package in `folder` cannot be imported."""
+    if importlib.util.find_spec("jaxconv._cpu") is not None:
+        return f"jaxconv's compiled CPU module cannot be loaded: {error}"
+    if (folder.parent / "CMakeLists.txt").exists():
+        return (
+            f"Python imports jaxconv from its source folder {folder}, which holds no compiled modules. An installed "
+            f"jaxconv is found where Python is started outside {folder.parent}; `make install` (or `pip install -e .`) "
+            f"makes the source folder itself work."
+        )
+    return f"{folder} holds no compiled modules: jaxconv was copied there, not installed. Reinstall it with pip."
+
+
 def _load_cpu() -> ModuleType:
     try:
         from jaxconv import _cpu
     except ImportError as error:
-        raise ImportError(
-            f"jaxconv's compiled CPU module cannot be loaded ({error}). Install the package (pip install .) "
-            f"rather than importing it from its source folder."
-        ) from error
+        raise ImportError(_why_no_cpu(pathlib.Path(__file__).parent, error)) from None
     check_ffi_api(_cpu.ffi_api(), running_ffi_api())
     _cpu.set_blas(*_blas())
     for name, handler in _cpu.registrations().items():
@@ -70,7 +81,8 @@ def _load_cuda() -> tuple[ModuleType | None, str]:
         from jaxconv import _cuda
     except ImportError as error:
         if importlib.util.find_spec("jaxconv._cuda") is None:
-            return None, "jaxconv was built without CUDA: no nvcc was found, or JAXCONV_CUDA=OFF"
+            why = importlib.import_module("jaxconv._build").WITHOUT_CUDA  # written by CMakeLists.txt
+            return None, f"jaxconv was built without CUDA: {why}"
         return None, f"jaxconv's CUDA module cannot be loaded: {error}"
     check_ffi_api(_cuda.ffi_api(), running_ffi_api())
     for name, handler in _cuda.registrations().items():

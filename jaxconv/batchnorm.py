@@ -14,8 +14,8 @@ import numpy as np
 from jaxconv import _op, _problem, _sharding, reference
 from jaxconv._activation import activate, activate_grad
 from jaxconv._problem import BatchNormProblem
+from jaxconv._types import Array, BatchNormAlgorithm, Implementation, Operand, ToActivation
 
-Array = jax.Array
 replace = dataclasses.replace
 
 
@@ -355,23 +355,38 @@ _op.fuse(
 # The public function
 
 
+def parameters(
+    name: str, x: Array, scale: Any, bias: Any, running_mean: Any, running_var: Any
+) -> dict[str, Array | None]:
+    """The arrays by name; scale and bias of a narrower type in the parameters' own, which changes no value."""
+    arrays = {
+        "scale": None if scale is None else _problem.as_parameter(name, "scale", scale, x),
+        "bias": None if bias is None else _problem.as_parameter(name, "bias", bias, x),
+    }
+    for argument, value in (("running_mean", running_mean), ("running_var", running_var)):
+        if value is None:
+            raise TypeError(f"{name}: {argument} must be an array, got None")
+        arrays[argument] = _problem.as_array(name, argument, value)
+    return arrays
+
+
 def batchnorm(
-    x: Array,  # (N, ..., C) or any shape with channels on channel_axis
-    scale: Array | None,  # (C,)
-    bias: Array | None,  # (C,)
-    running_mean: Array,  # (C,)
-    running_var: Array,  # (C,)
+    x: Operand,  # (N, ..., C) or any shape with channels on channel_axis
+    scale: Operand | None,  # (C,)
+    bias: Operand | None,  # (C,)
+    running_mean: Operand,  # (C,)
+    running_var: Operand,  # (C,)
     *,
     training: bool,
     momentum: float = 0.99,
     epsilon: float = 1e-5,
-    activation: Any = None,
-    residual: Array | None = None,  # like x
+    activation: ToActivation = None,
+    residual: Operand | None = None,  # like x
     channel_axis: int = -1,
-    mask: Array | None = None,  # bool, broadcasts to x
-    statistics: tuple[Array, Array] | None = None,  # mean (C,), variance (C,)
-    algorithm: str | None = None,
-    implementation: str | None = None,
+    mask: Operand | None = None,  # bool, broadcasts to x
+    statistics: tuple[Operand, Operand] | None = None,  # mean (C,), variance (C,)
+    algorithm: BatchNormAlgorithm | None = None,
+    implementation: Implementation | None = None,
 ) -> tuple[Array, Array, Array]:
     """Batch normalisation with residual add and activation, in training or inference.
 
@@ -389,8 +404,9 @@ def batchnorm(
 
     Args:
       x: at least two dimensions; float32, bfloat16, float16 or float64.
-      scale, bias: (C,), float32 for 16-bit x, else of x's dtype; None stands for ones and zeros.
-      running_mean, running_var: like scale and bias. The running variance is the biased one, as in Flax.
+      scale, bias: (C,), float32 for 16-bit x, else of x's dtype, or of a narrower one; None stands for ones and zeros.
+      running_mean, running_var: (C,), float32 for 16-bit x, else of x's dtype. The running variance is the biased one,
+        as in Flax.
       training: a Python bool. True normalises with the batch's statistics and updates the running ones; False uses the
         running ones.
       momentum: in [0, 1], the weight of the old running statistics, as in Flax (PyTorch's is 1 minus this).
@@ -401,7 +417,7 @@ def batchnorm(
       mask: True where an element of x counts in the statistics, as in Flax: mean and variance are those of the
         elements kept (NaN for a channel that keeps none), and all of x is normalised with them. It is read in training
         only. Masked batch-norms run through XLA.
-      statistics: x's own mean and biased variance per channel, from whoever wrote x, like scale and bias: x is then
+      statistics: x's own mean and biased variance per channel, from whoever wrote x, like running_mean: x is then
         read once, to be normalised. They are read in training only. The gradient is the one of a call without them:
         they are taken for functions of x, so x's gradient is complete and that of the two arrays is zero. Statistics
         that are not those of x make it wrong.
@@ -424,15 +440,13 @@ def batchnorm(
     """
     name = "batchnorm"
     x = _problem.as_array(name, "x", x)
-    arrays = {"scale": scale, "bias": bias, "running_mean": running_mean, "running_var": running_var}
-    arrays = {k: v if v is None else _problem.as_array(name, k, v) for k, v in arrays.items()}
-    for required in ("running_mean", "running_var"):
-        if arrays[required] is None:
-            raise TypeError(f"{name}: {required} must be an array, got None")
+    arrays = parameters(name, x, scale, bias, running_mean, running_var)
     residual = None if residual is None else _problem.as_array(name, "residual", residual)
     mask = None if mask is None else _problem.as_mask(name, "mask", mask)
-    if statistics is not None and not (isinstance(statistics, (tuple, list)) and len(statistics) == 2):
+    if statistics is not None and not isinstance(statistics, (tuple, list)):
         raise TypeError(f"{name}: statistics must be a pair (mean, variance), got {type(statistics).__name__}")
+    if statistics is not None and len(statistics) != 2:
+        raise ValueError(f"{name}: statistics has {len(statistics)} entries, expected a pair (mean, variance)")
     mean, var = (None, None) if statistics is None else (_problem.as_array(name, "statistics", a) for a in statistics)
     p = BatchNormProblem.infer(
         name,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,22 @@ import numpy as np
 
 from jaxconv import _halo, _layer, _op, _plan, _problem, _sharding, reference
 from jaxconv._problem import ConvProblem
+from jaxconv._types import (
+    Array,
+    Conv1dPadding,
+    ConvAlgorithm,
+    ConvOptions,
+    Implementation,
+    Layout1d,
+    Layout2d,
+    Layout3d,
+    Operand,
+    Padding,
+    PerDimension,
+    Precision,
+    ToActivation,
+)
 
-Array = jax.Array
 replace = dataclasses.replace
 
 
@@ -338,7 +352,9 @@ def _tangents(p: ConvProblem, x: Array, w: Array, given: Sequence[Array | None])
 
 
 def _any(p: ConvProblem, x: Array, w: Array, *b: Array) -> list[Array]:
-    """conv; fprop where nothing follows the sum."""
+    """conv; fprop where nothing follows the sum; lax's own operations where there is nothing to compute."""
+    if p.empty:
+        return reference.conv(p, x, w, *b)
     if p.bias or p.save_preactivation or p.activation.name != "none":
         return conv_kernel(p, x, w, *b)
     return [fprop(p, x, w)]
@@ -364,47 +380,113 @@ def _run(p: ConvProblem, x: Array, w: Array, b: Array | None, forks: bool = Fals
     """What the public functions return; with `forks` (x, that), and x's other users take theirs from it."""
     run = p if p.bias or p.activation.name != "none" else p.bare()  # z is y there
     args = [x, w] if b is None else [x, w, b]
-    passed, outs = fork(run, *args) if forks else (x, _any(run, *args))
+    passed, outs = fork(run, *args) if forks and not p.empty else (x, _any(run, *args))
     result = (outs[0], outs[-1]) if p.save_preactivation else outs[0]
     return (passed, result) if forks else result
 
 
+@overload
 def conv1d(
-    x: Array,  # (N, W, C) or (N, C, W)
-    w: Array,  # (S, C/G, K) or (K, C/G, S)
-    b: Array | None = None,  # (K,)
+    x: Operand,
+    w: Operand,
+    b: Operand | None = None,
     *,
-    stride: int | Sequence[int] = 1,
-    padding: Any = "SAME",
-    dilation: int | Sequence[int] = 1,
+    padding: Conv1dPadding = "SAME",
+    layout: Layout1d = "NWC",
+    return_preactivation: Literal[False] = False,
+    **options: Unpack[ConvOptions],
+) -> Array: ...
+@overload
+def conv1d(
+    x: Operand,
+    w: Operand,
+    b: Operand | None = None,
+    *,
+    padding: Conv1dPadding = "SAME",
+    layout: Layout1d = "NWC",
+    return_preactivation: Literal[True],
+    **options: Unpack[ConvOptions],
+) -> tuple[Array, Array]: ...
+@overload
+def conv1d(
+    x: Operand,
+    w: Operand,
+    b: Operand | None = None,
+    *,
+    padding: Conv1dPadding = "SAME",
+    layout: Layout1d = "NWC",
+    return_preactivation: bool,
+    **options: Unpack[ConvOptions],
+) -> Array | tuple[Array, Array]: ...
+def conv1d(
+    x: Operand,  # (N, W, C) or (N, C, W)
+    w: Operand,  # (S, C/G, K) or (K, C/G, S)
+    b: Operand | None = None,  # (K,)
+    *,
+    stride: PerDimension = 1,
+    padding: Conv1dPadding = "SAME",
+    dilation: PerDimension = 1,
     groups: int = 1,
-    activation: Any = None,
-    layout: str = "NWC",
-    precision: Any = None,
+    activation: ToActivation = None,
+    layout: Layout1d = "NWC",
+    precision: Precision = None,
     return_preactivation: bool = False,
-    algorithm: str | None = None,
-    implementation: str | None = None,
-) -> Any:
+    algorithm: ConvAlgorithm | None = None,
+    implementation: Implementation | None = None,
+) -> Array | tuple[Array, Array]:
     """1-D convolution with bias and activation. See `conv2d`; `layout` is "NWC" (filters WIO) or "NCW" (OIW)."""
     return _conv("conv1d", 1, **locals())
 
 
+@overload
 def conv2d(
-    x: Array,  # (N, H, W, C) or (N, C, H, W)
-    w: Array,  # (R, S, C/G, K) or (K, C/G, R, S)
-    b: Array | None = None,  # (K,)
+    x: Operand,
+    w: Operand,
+    b: Operand | None = None,
     *,
-    stride: int | Sequence[int] = 1,
-    padding: Any = "SAME",
-    dilation: int | Sequence[int] = 1,
+    padding: Padding = "SAME",
+    layout: Layout2d = "NHWC",
+    return_preactivation: Literal[False] = False,
+    **options: Unpack[ConvOptions],
+) -> Array: ...
+@overload
+def conv2d(
+    x: Operand,
+    w: Operand,
+    b: Operand | None = None,
+    *,
+    padding: Padding = "SAME",
+    layout: Layout2d = "NHWC",
+    return_preactivation: Literal[True],
+    **options: Unpack[ConvOptions],
+) -> tuple[Array, Array]: ...
+@overload
+def conv2d(
+    x: Operand,
+    w: Operand,
+    b: Operand | None = None,
+    *,
+    padding: Padding = "SAME",
+    layout: Layout2d = "NHWC",
+    return_preactivation: bool,
+    **options: Unpack[ConvOptions],
+) -> Array | tuple[Array, Array]: ...
+def conv2d(
+    x: Operand,  # (N, H, W, C) or (N, C, H, W)
+    w: Operand,  # (R, S, C/G, K) or (K, C/G, R, S)
+    b: Operand | None = None,  # (K,)
+    *,
+    stride: PerDimension = 1,
+    padding: Padding = "SAME",
+    dilation: PerDimension = 1,
     groups: int = 1,
-    activation: Any = None,
-    layout: str = "NHWC",
-    precision: Any = None,
+    activation: ToActivation = None,
+    layout: Layout2d = "NHWC",
+    precision: Precision = None,
     return_preactivation: bool = False,
-    algorithm: str | None = None,
-    implementation: str | None = None,
-) -> Any:
+    algorithm: ConvAlgorithm | None = None,
+    implementation: Implementation | None = None,
+) -> Array | tuple[Array, Array]:
     """2-D convolution (cross-correlation, as in lax) with bias and activation.
 
     Equivalent JAX code for layout="NHWC"::
@@ -421,12 +503,13 @@ def conv2d(
       b: bias of x's dtype, (K,), or None.
       stride, dilation: in pixels, an int or one per spatial dimension, at least 1.
       padding: "SAME", "SAME_LOWER", "VALID", an int, one int per dimension, or (low, high) pairs; may be asymmetric
-        and, as in lax, negative.
+        and, as in lax, negative. `conv1d` also takes "CAUSAL": y[i] depends on x[:i + 1] alone.
       groups: channels are split into this many groups convolved separately; groups == C is a depthwise convolution.
       activation: None, "relu", "relu6", "leaky_relu" (slope 0.01; or ("leaky_relu", slope)), "elu", "tanh", "sigmoid",
-        "silu", "gelu" (tanh form) or "gelu_exact".
+        "silu" (or "swish"), "gelu" (tanh form) or "gelu_exact"; or JAX's function of that name: jax.nn.relu, jnp.tanh,
+        functools.partial(jax.nn.gelu, approximate=False), ...
       precision: as for `lax.conv_general_dilated`. float32 at "default" and "high" may use TF32 tensor cores on a GPU;
-        "highest" has float32 accuracy.
+        "highest" has float32 accuracy. What names an algorithm (lax.DotAlgorithmPreset) goes to XLA.
       return_preactivation: also return z.
       implementation: None takes the fastest known for this problem and device; "native" is jaxconv's own custom call;
         "xla" is lax.
@@ -434,7 +517,8 @@ def conv2d(
         "direct", "depthwise", "grouped", "stem", "im2col".
 
     Returns:
-      y of x's dtype, (N, P, Q, K) or (N, K, P, Q); or (y, z) with return_preactivation.
+      y of x's dtype, (N, P, Q, K) or (N, K, P, Q); or (y, z) with return_preactivation. As in lax, an empty array where
+      the padded input is smaller than the dilated filter.
 
     Raises:
       TypeError, ValueError: when the arguments do not fit together (at trace time), naming the argument, what it got
@@ -446,21 +530,54 @@ def conv2d(
     return _conv("conv2d", 2, **locals())
 
 
+@overload
 def conv3d(
-    x: Array,  # (N, D, H, W, C) or (N, C, D, H, W)
-    w: Array,  # (T, R, S, C/G, K) or (K, C/G, T, R, S)
-    b: Array | None = None,  # (K,)
+    x: Operand,
+    w: Operand,
+    b: Operand | None = None,
     *,
-    stride: int | Sequence[int] = 1,
-    padding: Any = "SAME",
-    dilation: int | Sequence[int] = 1,
+    padding: Padding = "SAME",
+    layout: Layout3d = "NDHWC",
+    return_preactivation: Literal[False] = False,
+    **options: Unpack[ConvOptions],
+) -> Array: ...
+@overload
+def conv3d(
+    x: Operand,
+    w: Operand,
+    b: Operand | None = None,
+    *,
+    padding: Padding = "SAME",
+    layout: Layout3d = "NDHWC",
+    return_preactivation: Literal[True],
+    **options: Unpack[ConvOptions],
+) -> tuple[Array, Array]: ...
+@overload
+def conv3d(
+    x: Operand,
+    w: Operand,
+    b: Operand | None = None,
+    *,
+    padding: Padding = "SAME",
+    layout: Layout3d = "NDHWC",
+    return_preactivation: bool,
+    **options: Unpack[ConvOptions],
+) -> Array | tuple[Array, Array]: ...
+def conv3d(
+    x: Operand,  # (N, D, H, W, C) or (N, C, D, H, W)
+    w: Operand,  # (T, R, S, C/G, K) or (K, C/G, T, R, S)
+    b: Operand | None = None,  # (K,)
+    *,
+    stride: PerDimension = 1,
+    padding: Padding = "SAME",
+    dilation: PerDimension = 1,
     groups: int = 1,
-    activation: Any = None,
-    layout: str = "NDHWC",
-    precision: Any = None,
+    activation: ToActivation = None,
+    layout: Layout3d = "NDHWC",
+    precision: Precision = None,
     return_preactivation: bool = False,
-    algorithm: str | None = None,
-    implementation: str | None = None,
-) -> Any:
+    algorithm: ConvAlgorithm | None = None,
+    implementation: Implementation | None = None,
+) -> Array | tuple[Array, Array]:
     """3-D convolution with bias and activation. See `conv2d`; `layout` is "NDHWC" (DHWIO) or "NCDHW" (OIDHW)."""
     return _conv("conv3d", 3, **locals())

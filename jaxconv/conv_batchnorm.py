@@ -13,10 +13,20 @@ import jax.numpy as jnp
 from jaxconv import _op, _plan, _problem
 from jaxconv._activation import activate
 from jaxconv._problem import ConvBatchNormProblem
-from jaxconv.batchnorm import given, norm_tangent, train, train_backward
-from jaxconv.conv import conv_kernel, fprop, input_gradient, statistics, wgrad
+from jaxconv._types import (
+    Array,
+    Conv1dPadding,
+    ConvAlgorithm,
+    Implementation,
+    Layout,
+    Operand,
+    PerDimension,
+    Precision,
+    ToActivation,
+)
+from jaxconv.batchnorm import given, norm_tangent, parameters, train, train_backward
+from jaxconv.conv import _any, fprop, input_gradient, statistics, wgrad
 
-Array = jax.Array
 replace = dataclasses.replace
 
 
@@ -110,8 +120,8 @@ def _inference(
     filters = (w.astype(wide) * per_filter).astype(w.dtype)
     offset = (bias - mean * s).astype(x.dtype)
     if not residual:
-        return conv_kernel(replace(p.conv, bias=True, activation=p.norm.activation), x, filters, offset)[0]
-    (z,) = conv_kernel(replace(p.conv, bias=True), x, filters, offset)
+        return _any(replace(p.conv, bias=True, activation=p.norm.activation), x, filters, offset)[0]
+    (z,) = _any(replace(p.conv, bias=True), x, filters, offset)
     return activate(p.norm.activation, z.astype(wide) + residual[0].astype(wide)).astype(x.dtype)
 
 
@@ -120,26 +130,26 @@ def _inference(
 
 
 def conv_batchnorm(
-    x: Array,  # (N, H, W, C) or (N, C, H, W); one spatial dimension to three
-    w: Array,  # (R, S, C/G, K) or (K, C/G, R, S)
-    scale: Array | None,  # (K,)
-    bias: Array | None,  # (K,)
-    running_mean: Array,  # (K,)
-    running_var: Array,  # (K,)
+    x: Operand,  # (N, H, W, C) or (N, C, H, W); one spatial dimension to three
+    w: Operand,  # (R, S, C/G, K) or (K, C/G, R, S)
+    scale: Operand | None,  # (K,)
+    bias: Operand | None,  # (K,)
+    running_mean: Operand,  # (K,)
+    running_var: Operand,  # (K,)
     *,
     training: bool,
-    stride: int | Sequence[int] = 1,
-    padding: Any = "SAME",
-    dilation: int | Sequence[int] = 1,
+    stride: PerDimension = 1,
+    padding: Conv1dPadding = "SAME",
+    dilation: PerDimension = 1,
     groups: int = 1,
-    layout: str | None = None,
-    precision: Any = None,
+    layout: Layout | None = None,
+    precision: Precision = None,
     momentum: float = 0.99,
     epsilon: float = 1e-5,
-    activation: Any = None,
-    residual: Array | None = None,  # like the result
-    algorithm: str | None = None,
-    implementation: str | None = None,
+    activation: ToActivation = None,
+    residual: Operand | None = None,  # like the result
+    algorithm: ConvAlgorithm | None = None,
+    implementation: Implementation | None = None,
 ) -> tuple[Array, Array, Array]:
     """A convolution and the batch normalisation of its result, with residual add and activation.
 
@@ -197,11 +207,7 @@ def _call(
 ) -> tuple[Array, tuple[Array, Array, Array]]:
     name = "conv_batchnorm"
     x, w = _problem.as_array(name, "x", x), _problem.as_array(name, "w", w)
-    arrays = {"scale": scale, "bias": bias, "running_mean": running_mean, "running_var": running_var}
-    arrays = {k: v if v is None else _problem.as_array(name, k, v) for k, v in arrays.items()}
-    for required in ("running_mean", "running_var"):
-        if arrays[required] is None:
-            raise TypeError(f"{name}: {required} must be an array, got None")
+    arrays = parameters(name, x, scale, bias, running_mean, running_var)
     residual = None if residual is None else _problem.as_array(name, "residual", residual)
     p = ConvBatchNormProblem.infer(name, x, w, residual=residual, **arrays, **options)
     if arrays["scale"] is None:

@@ -6,10 +6,10 @@ filter taps reversed, input and output channels of the filter swapped.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -18,8 +18,20 @@ from jax.lax import conv_general_dilated as lax_conv_general_dilated
 
 from jaxconv import _activation, _problem, conv
 from jaxconv._problem import ConvProblem, Pair
-
-Array = jax.Array
+from jaxconv._types import (
+    Array,
+    ConvAlgorithm,
+    ConvOptions,
+    Implementation,
+    Layout1d,
+    Layout2d,
+    Layout3d,
+    Operand,
+    PerDimension,
+    Precision,
+    ToActivation,
+    TransposedPadding,
+)
 
 
 def _swap_filter(p: ConvProblem, w: Array) -> Array:
@@ -33,56 +45,154 @@ def _swap_filter(p: ConvProblem, w: Array) -> Array:
     return jnp.swapaxes(w, 1, 2).reshape(p.out_channels, p.in_channels // g, *taps)
 
 
+def _by_lax(p: ConvProblem, x: Array, w: Array, transpose_kernel: bool) -> Array:
+    """The same by lax alone: for nothing to compute, and for extents that jax.export knows by name only."""
+    if p.implementation == "native" and not p.empty:
+        raise ValueError(
+            f"{p.name}: implementation='native' cannot run: extents of x {x.shape} are symbolic, "
+            f"native plans need numbers"
+        )
+    if transpose_kernel:  # the same swap leads back
+        w = _swap_filter(dataclasses.replace(p, in_channels=p.out_channels, out_channels=p.in_channels), w)
+    windows = [(f - 1) * d for f, d in zip(p.filter, p.dilation, strict=True)]
+    return lax.conv_general_dilated(
+        x,
+        w,
+        (1,) * p.nd,
+        [(window - low, window - high) for window, (low, high) in zip(windows, p.padding, strict=True)],
+        lhs_dilation=p.stride,
+        rhs_dilation=p.dilation,
+        dimension_numbers=p.dimension_numbers,
+        feature_group_count=p.groups,
+        precision=p.precision,
+    )
+
+
 # As in conv.py, `locals()` in a function's first statement is its arguments by name.
 def _conv_transpose(name: str, nd: int, x: Any, w: Any, b: Any, transpose_kernel: bool, **options: Any) -> Any:
     x, w = _problem.as_array(name, "x", x), _problem.as_array(name, "w", w)
     b = None if b is None else _problem.as_array(name, "b", b)
     p = ConvProblem.infer_transposed(name, nd, x, w, b, transpose_kernel=transpose_kernel, **options)
-    z = conv.dgrad(p.bare(), x, w if transpose_kernel else _swap_filter(p, w))
+    if p.empty or not all(map(_problem.is_number, (*p.in_spatial, *p.out_spatial))):
+        z = _by_lax(p, x, w, transpose_kernel)
+    else:
+        z = conv.dgrad(p.bare(), x, w if transpose_kernel else _swap_filter(p, w))
     if b is not None:
         z = z + lax.expand_dims(b, [axis for axis in range(nd + 2) if axis != p.channel_axis])
     y = _activation.activate(p.activation, z)
     return (y, z) if p.save_preactivation else y
 
 
+@overload
 def conv_transpose1d(
-    x: Array,  # (N, W, C) or (N, C, W)
-    w: Array,  # (S, C/G, K) or (K, C/G, S)
-    b: Array | None = None,  # (K,)
+    x: Operand,
+    w: Operand,
+    b: Operand | None = None,
     *,
-    stride: int | Sequence[int] = 1,
-    padding: Any = "SAME",
-    dilation: int | Sequence[int] = 1,
+    padding: TransposedPadding = "SAME",
+    layout: Layout1d = "NWC",
+    return_preactivation: Literal[False] = False,
+    transpose_kernel: bool = False,
+    **options: Unpack[ConvOptions],
+) -> Array: ...
+@overload
+def conv_transpose1d(
+    x: Operand,
+    w: Operand,
+    b: Operand | None = None,
+    *,
+    padding: TransposedPadding = "SAME",
+    layout: Layout1d = "NWC",
+    return_preactivation: Literal[True],
+    transpose_kernel: bool = False,
+    **options: Unpack[ConvOptions],
+) -> tuple[Array, Array]: ...
+@overload
+def conv_transpose1d(
+    x: Operand,
+    w: Operand,
+    b: Operand | None = None,
+    *,
+    padding: TransposedPadding = "SAME",
+    layout: Layout1d = "NWC",
+    return_preactivation: bool,
+    transpose_kernel: bool = False,
+    **options: Unpack[ConvOptions],
+) -> Array | tuple[Array, Array]: ...
+def conv_transpose1d(
+    x: Operand,  # (N, W, C) or (N, C, W)
+    w: Operand,  # (S, C/G, K) or (K, C/G, S)
+    b: Operand | None = None,  # (K,)
+    *,
+    stride: PerDimension = 1,
+    padding: TransposedPadding = "SAME",
+    dilation: PerDimension = 1,
     groups: int = 1,
-    activation: Any = None,
-    layout: str = "NWC",
-    precision: Any = None,
+    activation: ToActivation = None,
+    layout: Layout1d = "NWC",
+    precision: Precision = None,
     return_preactivation: bool = False,
     transpose_kernel: bool = False,
-    algorithm: str | None = None,
-    implementation: str | None = None,
-) -> Any:
+    algorithm: ConvAlgorithm | None = None,
+    implementation: Implementation | None = None,
+) -> Array | tuple[Array, Array]:
     """1-D transposed convolution. See `conv_transpose2d`."""
     return _conv_transpose("conv_transpose1d", 1, **locals())
 
 
+@overload
 def conv_transpose2d(
-    x: Array,  # (N, H, W, C) or (N, C, H, W)
-    w: Array,  # (R, S, C/G, K) or (K, C/G, R, S)
-    b: Array | None = None,  # (K,)
+    x: Operand,
+    w: Operand,
+    b: Operand | None = None,
     *,
-    stride: int | Sequence[int] = 1,
-    padding: Any = "SAME",
-    dilation: int | Sequence[int] = 1,
+    padding: TransposedPadding = "SAME",
+    layout: Layout2d = "NHWC",
+    return_preactivation: Literal[False] = False,
+    transpose_kernel: bool = False,
+    **options: Unpack[ConvOptions],
+) -> Array: ...
+@overload
+def conv_transpose2d(
+    x: Operand,
+    w: Operand,
+    b: Operand | None = None,
+    *,
+    padding: TransposedPadding = "SAME",
+    layout: Layout2d = "NHWC",
+    return_preactivation: Literal[True],
+    transpose_kernel: bool = False,
+    **options: Unpack[ConvOptions],
+) -> tuple[Array, Array]: ...
+@overload
+def conv_transpose2d(
+    x: Operand,
+    w: Operand,
+    b: Operand | None = None,
+    *,
+    padding: TransposedPadding = "SAME",
+    layout: Layout2d = "NHWC",
+    return_preactivation: bool,
+    transpose_kernel: bool = False,
+    **options: Unpack[ConvOptions],
+) -> Array | tuple[Array, Array]: ...
+def conv_transpose2d(
+    x: Operand,  # (N, H, W, C) or (N, C, H, W)
+    w: Operand,  # (R, S, C/G, K) or (K, C/G, R, S)
+    b: Operand | None = None,  # (K,)
+    *,
+    stride: PerDimension = 1,
+    padding: TransposedPadding = "SAME",
+    dilation: PerDimension = 1,
     groups: int = 1,
-    activation: Any = None,
-    layout: str = "NHWC",
-    precision: Any = None,
+    activation: ToActivation = None,
+    layout: Layout2d = "NHWC",
+    precision: Precision = None,
     return_preactivation: bool = False,
     transpose_kernel: bool = False,
-    algorithm: str | None = None,
-    implementation: str | None = None,
-) -> Any:
+    algorithm: ConvAlgorithm | None = None,
+    implementation: Implementation | None = None,
+) -> Array | tuple[Array, Array]:
     """2-D transposed ("fractionally strided") convolution with bias and activation.
 
     Equivalent JAX code for layout="NHWC" and groups=1 (shapes, padding and `transpose_kernel` are lax's)::
@@ -108,23 +218,59 @@ def conv_transpose2d(
     return _conv_transpose("conv_transpose2d", 2, **locals())
 
 
+@overload
 def conv_transpose3d(
-    x: Array,  # (N, D, H, W, C) or (N, C, D, H, W)
-    w: Array,  # (T, R, S, C/G, K) or (K, C/G, T, R, S)
-    b: Array | None = None,  # (K,)
+    x: Operand,
+    w: Operand,
+    b: Operand | None = None,
     *,
-    stride: int | Sequence[int] = 1,
-    padding: Any = "SAME",
-    dilation: int | Sequence[int] = 1,
+    padding: TransposedPadding = "SAME",
+    layout: Layout3d = "NDHWC",
+    return_preactivation: Literal[False] = False,
+    transpose_kernel: bool = False,
+    **options: Unpack[ConvOptions],
+) -> Array: ...
+@overload
+def conv_transpose3d(
+    x: Operand,
+    w: Operand,
+    b: Operand | None = None,
+    *,
+    padding: TransposedPadding = "SAME",
+    layout: Layout3d = "NDHWC",
+    return_preactivation: Literal[True],
+    transpose_kernel: bool = False,
+    **options: Unpack[ConvOptions],
+) -> tuple[Array, Array]: ...
+@overload
+def conv_transpose3d(
+    x: Operand,
+    w: Operand,
+    b: Operand | None = None,
+    *,
+    padding: TransposedPadding = "SAME",
+    layout: Layout3d = "NDHWC",
+    return_preactivation: bool,
+    transpose_kernel: bool = False,
+    **options: Unpack[ConvOptions],
+) -> Array | tuple[Array, Array]: ...
+def conv_transpose3d(
+    x: Operand,  # (N, D, H, W, C) or (N, C, D, H, W)
+    w: Operand,  # (T, R, S, C/G, K) or (K, C/G, T, R, S)
+    b: Operand | None = None,  # (K,)
+    *,
+    stride: PerDimension = 1,
+    padding: TransposedPadding = "SAME",
+    dilation: PerDimension = 1,
     groups: int = 1,
-    activation: Any = None,
-    layout: str = "NDHWC",
-    precision: Any = None,
+    activation: ToActivation = None,
+    layout: Layout3d = "NDHWC",
+    precision: Precision = None,
     return_preactivation: bool = False,
     transpose_kernel: bool = False,
-    algorithm: str | None = None,
-    implementation: str | None = None,
-) -> Any:
+    algorithm: ConvAlgorithm | None = None,
+    implementation: Implementation | None = None,
+) -> Array | tuple[Array, Array]:
     """3-D transposed convolution. See `conv_transpose2d`."""
     return _conv_transpose("conv_transpose3d", 3, **locals())
 
@@ -133,9 +279,20 @@ def conv_transpose3d(
 # lax's signature
 
 
+def _as_lax_takes(padding: Any, precision: Any) -> bool:
+    """Whether these are of a form that lax takes: `conv2d` takes more."""
+    if isinstance(padding, str):
+        known = padding.upper() in ("SAME", "SAME_LOWER", "VALID")
+    else:
+        known = isinstance(padding, Sequence) and all(isinstance(pair, Sequence) for pair in padding)
+    if isinstance(precision, Sequence) and not isinstance(precision, str):
+        known = known and {type(value) for value in precision} in ({str}, {lax.Precision})
+    return known
+
+
 def conv_general_dilated(
-    lhs: Array,
-    rhs: Array,
+    lhs: Operand,
+    rhs: Operand,
     window_strides: Sequence[int],
     padding: str | Sequence[Pair],
     lhs_dilation: Sequence[int] | None = None,
@@ -143,7 +300,7 @@ def conv_general_dilated(
     dimension_numbers: Any = None,
     feature_group_count: int = 1,
     batch_group_count: int = 1,
-    precision: Any = None,
+    precision: Precision = None,
     preferred_element_type: Any = None,
     **lax_only: Any,
 ) -> Array:
@@ -189,10 +346,12 @@ def conv_general_dilated(
         or batch_group_count != 1
         or preferred_element_type not in (None, x.dtype, x.dtype.type)
         or any(value is not None for value in lax_only.values())
-        or 0 in x.shape[1:]
-        or 0 in w.shape
+        or not all(map(_problem.is_number, (*x.shape[1:], *w.shape)))
+        or 0 in (*x.shape[1:], *w.shape)
+        or not _as_lax_takes(padding, precision)
     ):
         return by_lax()
+    name = "conv_general_dilated"
     numbers = lax.conv_dimension_numbers(x.shape, w.shape, dimension_numbers)
     last, first = (0, nd + 1, *range(1, nd + 1)), tuple(range(nd + 2))
     if numbers.lhs_spec != numbers.out_spec or numbers.lhs_spec not in (last, first):
@@ -201,29 +360,32 @@ def conv_general_dilated(
     out_feature, in_feature, *spatial = numbers.rhs_spec
     order = (*spatial, in_feature, out_feature) if channels_last else (out_feature, in_feature, *spatial)
     filter = tuple(w.shape[axis] for axis in spatial)
-    stride, base, dilation = (
-        tuple(map(int, v)) if v is not None else (1,) * nd for v in (window_strides, lhs_dilation, rhs_dilation)
-    )
+    in_spatial = x.shape[1:-1] if channels_last else x.shape[2:]
+    c, k = x.shape[numbers.lhs_spec[1]], w.shape[out_feature]
+    try:
+        stride, base, dilation = (
+            (1,) * nd if v is None else tuple(_problem.integer(name, "", extent) for extent in v)
+            for v in (tuple(window_strides), lhs_dilation, rhs_dilation)
+        )
+        g = _problem.integer(name, "", feature_group_count)
+        pads = _problem.parse_padding(name, padding, in_spatial, filter, stride, dilation)
+        pair = _problem.parse_precision(name, precision)
+    except (TypeError, ValueError, AttributeError, ArithmeticError):
+        return by_lax()  # to say what is wrong, or to take it
+    if not isinstance(pair, tuple):
+        return by_lax()
     transposed = any(d != 1 for d in base)
     if not (len(stride) == len(base) == len(dilation) == nd) or min(*stride, *base, *dilation) < 1:
         return by_lax()
     if transposed and (isinstance(padding, str) or any(s != 1 for s in stride)):
         return by_lax()
-    in_spatial = x.shape[1:-1] if channels_last else x.shape[2:]
-    c, k = x.shape[numbers.lhs_spec[1]], w.shape[out_feature]
-    try:
-        pads = _problem.parse_padding("conv_general_dilated", padding, in_spatial, filter, stride, dilation)
-    except (TypeError, ValueError):
-        return by_lax()
     extents = [
         _problem.out_extent((size - 1) * d0 + 1, f, s, pair, d)
         for size, d0, f, s, pair, d in zip(in_spatial, base, filter, stride, pads, dilation, strict=True)
     ]
-    g = feature_group_count
     if min(extents) < 1 or g < 1 or c % g or k % g or w.shape[in_feature] * g != c:
         return by_lax()
     w = w if order == first else jnp.transpose(w, order)
-    name = "conv_general_dilated"
     options: dict[str, Any] = dict(
         padding=pads,
         dilation=dilation,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,8 @@ import numpy as np
 
 from jaxconv import _layer, _op, _plan, _problem, _sharding, reference
 from jaxconv._problem import DenseProblem
+from jaxconv._types import Array, DenseAlgorithm, DenseOptions, Implementation, Operand, Precision, ToActivation
 
-Array = jax.Array
 replace = dataclasses.replace
 
 
@@ -201,20 +201,47 @@ _op.fuse(dense_kernel, RULES)
 # The public function
 
 
+@overload
 def dense(
-    x: Array,  # (..., K)
-    w: Array,  # (K, N)
-    b: Array | None = None,  # scalar, (M,) or (M, 1), (N,) or (1, N)
+    x: Operand,
+    w: Operand,
+    b: Operand | None = None,
     *,
-    c: Array | None = None,  # (..., N)
+    return_preactivation: Literal[False] = False,
+    **options: Unpack[DenseOptions],
+) -> Array: ...
+@overload
+def dense(
+    x: Operand,
+    w: Operand,
+    b: Operand | None = None,
+    *,
+    return_preactivation: Literal[True],
+    **options: Unpack[DenseOptions],
+) -> tuple[Array, Array]: ...
+@overload
+def dense(
+    x: Operand,
+    w: Operand,
+    b: Operand | None = None,
+    *,
+    return_preactivation: bool,
+    **options: Unpack[DenseOptions],
+) -> Array | tuple[Array, Array]: ...
+def dense(
+    x: Operand,  # (..., K)
+    w: Operand,  # (K, N)
+    b: Operand | None = None,  # scalar, (M,) or (M, 1), (N,) or (1, N)
+    *,
+    c: Operand | None = None,  # (..., N)
     alpha: float = 1.0,
     beta: float = 1.0,
-    activation: Any = None,
+    activation: ToActivation = None,
     return_preactivation: bool = False,
-    precision: Any = None,
-    algorithm: str | None = None,
-    implementation: str | None = None,
-) -> Any:
+    precision: Precision = None,
+    algorithm: DenseAlgorithm | None = None,
+    implementation: Implementation | None = None,
+) -> Array | tuple[Array, Array]:
     """Matrix product with addend, bias and activation, in one pass.
 
     Equivalent JAX code::
@@ -267,4 +294,4 @@ def dense(
         y = matmul(p.bare(), rows, w).reshape(y_shape)
         return (y, y) if return_preactivation else y
     outs = [out.reshape(y_shape) for out in dense_kernel(p, rows, w, *rest)]
-    return tuple(outs) if return_preactivation else outs[0]
+    return (outs[0], outs[-1]) if return_preactivation else outs[0]

@@ -3,7 +3,8 @@
 A model changes by its import alone, and a checkpoint moves both ways: arguments, parameters, collections, initialisers,
 dtypes and defaults are Flax's, because the classes are subclasses of Flax's. What they add:
 
-* `activation=`, applied to the result in the same call: a name or ("leaky_relu", slope), see `jaxconv.conv2d`;
+* `activation=`, applied to the result in the same call: a name, ("leaky_relu", slope) or JAX's function, see
+  `jaxconv.conv2d`;
 * `BatchNorm.__call__(..., residual=)`, an array added before the activation.
 
 What jaxconv has no kernel for (a dot_general or conv_general_dilated of the user's, cross-device batch statistics,
@@ -15,7 +16,6 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 try:
@@ -27,8 +27,7 @@ from flax.linen.module import merge_param
 
 from jaxconv import _flax
 from jaxconv._activation import activate
-
-Array = jax.Array
+from jaxconv._types import Array, ToActivation
 
 __all__ = ["BatchNorm", "Conv", "ConvTranspose", "Dense"]
 
@@ -47,9 +46,30 @@ def _promote(module: Any) -> _flax.Promote:
 
 
 class Conv(_Conv):
-    """`flax.linen.Conv` with an `activation`. See `jaxconv.conv2d` for the activations' names."""
+    """`flax.linen.Conv` with an `activation`: y = f(conv(x, kernel) + bias).
 
-    activation: Any = None
+    Attributes:
+      features: number of filters.
+      kernel_size: shape of the window, an integer per spatial dimension; a single integer is a tuple of one.
+      strides: steps of the window, an integer or one per spatial dimension (default: 1).
+      padding: "SAME", "VALID", "CIRCULAR" (periodic), "REFLECT", "CAUSAL" (one spatial dimension), an integer, or per
+        dimension an integer or a (low, high) pair.
+      input_dilation: spreads the inputs by so many pixels, an integer or one per spatial dimension (default: 1).
+      kernel_dilation: spreads the kernel's taps likewise (default: 1).
+      feature_group_count: channels are split into so many groups convolved separately (default: 1).
+      use_bias: whether a bias is added (default: True).
+      mask: multiplied with the kernel, an array of its shape.
+      dtype: of the computation (default: what inputs and parameters promote to).
+      param_dtype: of the parameters (default: float32).
+      precision: see `jax.lax.Precision`.
+      kernel_init, bias_init: initialisers of the parameters.
+      promote_dtype: a function that promotes (inputs, kernel, bias) to the computation's dtype.
+      conv_general_dilated, conv_general_dilated_cls: a convolution of the user's instead of jaxconv's.
+      activation: applied to the result, in the same call: None, a name or ("leaky_relu", slope) as for
+        `jaxconv.conv2d`, or JAX's function of that name (jax.nn.relu, ...).
+    """
+
+    activation: ToActivation = None
 
     @nn.compact
     def __call__(self, inputs: Array) -> Array:  # (*batch, *spatial, C) -> (*batch, *spatial, features)
@@ -66,9 +86,30 @@ class Conv(_Conv):
 
 
 class ConvTranspose(_ConvTranspose):
-    """`flax.linen.ConvTranspose` with an `activation`. See `jaxconv.conv2d` for the activations' names."""
+    """`flax.linen.ConvTranspose` with an `activation`: y = f(conv_transpose(x, kernel) + bias).
 
-    activation: Any = None
+    Attributes:
+      features: number of filters.
+      kernel_size: shape of the window, an integer per spatial dimension; a single integer is a tuple of one.
+      strides: by how much the inputs are spread, one integer per spatial dimension (default: 1).
+      padding: "SAME", "VALID", "CIRCULAR" (periodic), an integer, or per dimension an integer or a (low, high) pair,
+        which pad the spread inputs.
+      kernel_dilation: spreads the kernel's taps, one integer per spatial dimension (default: 1).
+      use_bias: whether a bias is added (default: True).
+      mask: multiplied with the kernel, an array of its shape.
+      dtype: of the computation (default: what inputs and parameters promote to).
+      param_dtype: of the parameters (default: float32).
+      precision: see `jax.lax.Precision`.
+      kernel_init, bias_init: initialisers of the parameters.
+      transpose_kernel: the kernel is that of the convolution that this one transposes: (*window, features, C), not
+        reversed.
+      promote_dtype: a function that promotes (inputs, kernel, bias) to the computation's dtype.
+      preferred_element_type: of the sums and the result; anything but None is Flax's own computation.
+      activation: applied to the result, in the same call: None, a name or ("leaky_relu", slope) as for
+        `jaxconv.conv2d`, or JAX's function of that name (jax.nn.relu, ...).
+    """
+
+    activation: ToActivation = None
 
     @nn.compact
     def __call__(self, inputs: Array) -> Array:  # (*batch, *spatial, C) -> (*batch, *spatial, features)
@@ -85,9 +126,22 @@ class ConvTranspose(_ConvTranspose):
 
 
 class Dense(_Dense):
-    """`flax.linen.Dense` with an `activation`. See `jaxconv.conv2d` for the activations' names."""
+    """`flax.linen.Dense` with an `activation`: y = f(x @ kernel + bias).
 
-    activation: Any = None
+    Attributes:
+      features: number of outputs.
+      use_bias: whether a bias is added (default: True).
+      dtype: of the computation (default: what inputs and parameters promote to).
+      param_dtype: of the parameters (default: float32).
+      precision: see `jax.lax.Precision`.
+      kernel_init, bias_init: initialisers of the parameters.
+      promote_dtype: a function that promotes (inputs, kernel, bias) to the computation's dtype.
+      dot_general, dot_general_cls: a product of the user's instead of jaxconv's.
+      activation: applied to the result, in the same call: None, a name or ("leaky_relu", slope) as for
+        `jaxconv.conv2d`, or JAX's function of that name (jax.nn.relu, ...).
+    """
+
+    activation: ToActivation = None
 
     @nn.compact
     def __call__(self, inputs: Array) -> Array:  # (..., K) -> (..., features)
@@ -103,10 +157,26 @@ class Dense(_Dense):
 class BatchNorm(_BatchNorm):
     """`flax.linen.BatchNorm` with an `activation`, and a `residual` in the call.
 
-    The variance is computed without cancellation whatever `use_fast_variance` says.
+    y = f(normalised x * scale + bias + residual)
+
+    Attributes:
+      use_running_average: normalise with the running statistics instead of the batch's; here or in the call.
+      axis: the feature axis (default: -1). Several are Flax's own computation.
+      momentum: the weight of the old running statistics (default: 0.99).
+      epsilon: added to the variance (default: 1e-5).
+      dtype: of the result (default: what inputs and parameters promote to).
+      param_dtype: of the parameters (default: float32).
+      use_bias, use_scale: whether a bias is added, and the normalised inputs multiplied by a scale (default: True).
+      bias_init, scale_init: their initialisers.
+      axis_name, axis_index_groups: the axis of pmap or shard_map over whose devices statistics are combined, and the
+        groups within it. In training that is Flax's own computation.
+      use_fast_variance: of no effect in jaxconv's computation, whose variance is without cancellation either way.
+      force_float32_reductions: statistics in float32 for 16-bit inputs (default: True); False is Flax's computation.
+      activation: applied to the result, in the same call: None, a name or ("leaky_relu", slope) as for
+        `jaxconv.conv2d`, or JAX's function of that name (jax.nn.relu, ...).
     """
 
-    activation: Any = None
+    activation: ToActivation = None
 
     @nn.compact
     def __call__(

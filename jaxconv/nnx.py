@@ -3,7 +3,8 @@
 A model changes by its import alone, and a checkpoint moves both ways: arguments, variables, initialisers, dtypes,
 defaults and the handling of state are Flax's, because the classes are subclasses of Flax's. What they add:
 
-* `activation=`, applied to the result in the same call: a name or ("leaky_relu", slope), see `jaxconv.conv2d`;
+* `activation=`, applied to the result in the same call: a name, ("leaky_relu", slope) or JAX's function, see
+  `jaxconv.conv2d`;
 * `BatchNorm.__call__(..., residual=)`, an array added before the activation.
 
 What jaxconv has no kernel for (a dot_general or conv_general_dilated of the user's, cross-device batch statistics,
@@ -12,9 +13,10 @@ several feature axes, CIRCULAR transposed convolutions, ...) is Flax's own compu
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Required, TypedDict, Unpack
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -29,10 +31,79 @@ from flax.nnx.nn.dtypes import canonicalize_dtype
 
 from jaxconv import _activation, _flax
 from jaxconv._activation import activate
-
-Array = jax.Array
+from jaxconv._types import Array, ToActivation
 
 __all__ = ["BatchNorm", "Conv", "ConvTranspose", "Linear"]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The constructors' keyword arguments: Flax's. Only what is given goes on to Flax, whose own defaults hold.
+
+_Dtype = Any  # what jnp.dtype takes
+_Sizes = int | Sequence[int]
+_Padding = str | int | Sequence[int | tuple[int, int]]
+_Initializer = Callable[..., Any]
+
+
+class _Options(TypedDict, total=False):
+    rngs: Required[nnx.Rngs]
+    use_bias: bool
+    dtype: _Dtype | None
+    param_dtype: _Dtype
+    bias_init: _Initializer
+    promote_dtype: Callable[..., Any]
+    bias_metadata: Mapping[str, Any]
+
+
+class _LinearOptions(_Options, total=False):
+    precision: Any  # jax.lax.PrecisionLike
+    kernel_init: _Initializer
+    preferred_element_type: _Dtype | None
+    kernel_metadata: Mapping[str, Any]
+
+
+class _DotOptions(_LinearOptions, total=False):
+    dot_general: Callable[..., Any]
+
+
+class _ConvTransposeOptions(_LinearOptions, total=False):
+    padding: _Padding
+    kernel_dilation: _Sizes | None
+    mask: Array | None
+    transpose_kernel: bool
+
+
+class _ConvOptions(_LinearOptions, total=False):
+    padding: _Padding
+    input_dilation: _Sizes | None
+    kernel_dilation: _Sizes | None
+    feature_group_count: int
+    mask: Array | None
+    conv_general_dilated: Callable[..., Any]
+
+
+class _BatchNormOptions(_Options, total=False):
+    use_running_average: bool | None
+    axis: int
+    momentum: float
+    epsilon: float
+    use_scale: bool
+    scale_init: _Initializer
+    axis_name: str | None
+    axis_index_groups: Any
+    use_fast_variance: bool
+    scale_metadata: Mapping[str, Any]
+
+
+def _signature_of_flax(module: type[nnx.Module]) -> None:
+    """Makes help() and editors that run code show the constructor's arguments by name, with Flax's defaults."""
+    flax = inspect.signature(module.__base__.__init__)  # type: ignore[union-attr, misc]
+    ours = inspect.signature(module.__init__).parameters["activation"]
+    named = [p for p in flax.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    module.__init__.__signature__ = flax.replace(parameters=[*named, ours])  # type: ignore[attr-defined]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def _promote(module: Any) -> _flax.Promote:
@@ -44,10 +115,44 @@ def _value(variable: nnx.Variable | None) -> Array | None:
 
 
 class Conv(nnx.Conv):
-    """`flax.nnx.Conv` with an `activation`. See `jaxconv.conv2d` for the activations' names."""
+    """`flax.nnx.Conv` with an `activation`: y = f(conv(x, kernel) + bias).
 
-    def __init__(self, *args: Any, activation: Any = None, **kwargs: Any):
-        super().__init__(*args, **kwargs)
+    Args:
+      in_features: number of input channels.
+      out_features: number of filters.
+      kernel_size: shape of the window, an integer per spatial dimension; a single integer is a tuple of one.
+      strides: steps of the window, an integer or one per spatial dimension (default: 1).
+      padding: "SAME", "VALID", "CIRCULAR" (periodic), "REFLECT", "CAUSAL" (one spatial dimension), an integer, or per
+        dimension an integer or a (low, high) pair.
+      input_dilation: spreads the inputs by so many pixels, an integer or one per spatial dimension (default: 1).
+      kernel_dilation: spreads the kernel's taps likewise (default: 1).
+      feature_group_count: channels are split into so many groups convolved separately (default: 1).
+      use_bias: whether a bias is added (default: True).
+      mask: multiplied with the kernel, an array of its shape.
+      dtype: of the computation (default: what inputs and parameters promote to).
+      param_dtype: of the parameters (default: float32).
+      precision: see `jax.lax.Precision`.
+      kernel_init, bias_init: initialisers of the parameters.
+      promote_dtype: a function that promotes (inputs, kernel, bias) to the computation's dtype.
+      conv_general_dilated: a convolution of the user's instead of jaxconv's.
+      preferred_element_type: of the sums and the result; anything but None is Flax's own computation.
+      rngs: random number generators.
+      kernel_metadata, bias_metadata: of the variables.
+      activation: applied to the result, in the same call: None, a name or ("leaky_relu", slope) as for
+        `jaxconv.conv2d`, or JAX's function of that name (jax.nn.relu, ...).
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        kernel_size: _Sizes,
+        strides: _Sizes | None = 1,
+        *,
+        activation: ToActivation = None,
+        **options: Unpack[_ConvOptions],
+    ):
+        super().__init__(in_features, out_features, kernel_size, strides, **options)
         self.activation = _activation.parse("Conv", activation)
 
     def __call__(self, inputs: Array, out_sharding: Any = None) -> Array:
@@ -61,10 +166,43 @@ class Conv(nnx.Conv):
 
 
 class ConvTranspose(nnx.ConvTranspose):
-    """`flax.nnx.ConvTranspose` with an `activation`. See `jaxconv.conv2d` for the activations' names."""
+    """`flax.nnx.ConvTranspose` with an `activation`: y = f(conv_transpose(x, kernel) + bias).
 
-    def __init__(self, *args: Any, activation: Any = None, **kwargs: Any):
-        super().__init__(*args, **kwargs)
+    Args:
+      in_features: number of input channels.
+      out_features: number of filters.
+      kernel_size: shape of the window, an integer per spatial dimension; a single integer is a tuple of one.
+      strides: by how much the inputs are spread, an integer or one per spatial dimension (default: 1).
+      padding: "SAME", "VALID", "CIRCULAR" (periodic), an integer, or per dimension an integer or a (low, high) pair,
+        which pad the spread inputs.
+      kernel_dilation: spreads the kernel's taps, an integer or one per spatial dimension (default: 1).
+      use_bias: whether a bias is added (default: True).
+      mask: multiplied with the kernel, an array of its shape.
+      dtype: of the computation (default: what inputs and parameters promote to).
+      param_dtype: of the parameters (default: float32).
+      precision: see `jax.lax.Precision`.
+      kernel_init, bias_init: initialisers of the parameters.
+      transpose_kernel: the kernel is that of the convolution that this one transposes: (*window, out_features,
+        in_features), not reversed.
+      promote_dtype: a function that promotes (inputs, kernel, bias) to the computation's dtype.
+      preferred_element_type: of the sums and the result; anything but None is Flax's own computation.
+      rngs: random number generators.
+      kernel_metadata, bias_metadata: of the variables.
+      activation: applied to the result, in the same call: None, a name or ("leaky_relu", slope) as for
+        `jaxconv.conv2d`, or JAX's function of that name (jax.nn.relu, ...).
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        kernel_size: _Sizes,
+        strides: _Sizes | None = None,
+        *,
+        activation: ToActivation = None,
+        **options: Unpack[_ConvTransposeOptions],
+    ):
+        super().__init__(in_features, out_features, kernel_size, strides, **options)
         self.activation = _activation.parse("ConvTranspose", activation)
 
     def __call__(self, inputs: Array) -> Array:
@@ -76,10 +214,34 @@ class ConvTranspose(nnx.ConvTranspose):
 
 
 class Linear(nnx.Linear):
-    """`flax.nnx.Linear` with an `activation`. See `jaxconv.conv2d` for the activations' names."""
+    """`flax.nnx.Linear` with an `activation`: y = f(x @ kernel + bias).
 
-    def __init__(self, *args: Any, activation: Any = None, **kwargs: Any):
-        super().__init__(*args, **kwargs)
+    Args:
+      in_features: number of inputs.
+      out_features: number of outputs.
+      use_bias: whether a bias is added (default: True).
+      dtype: of the computation (default: what inputs and parameters promote to).
+      param_dtype: of the parameters (default: float32).
+      precision: see `jax.lax.Precision`.
+      kernel_init, bias_init: initialisers of the parameters.
+      promote_dtype: a function that promotes (inputs, kernel, bias) to the computation's dtype.
+      dot_general: a product of the user's instead of jaxconv's.
+      preferred_element_type: of the sums and the result; anything but None is Flax's own computation.
+      rngs: random number generators.
+      kernel_metadata, bias_metadata: of the variables.
+      activation: applied to the result, in the same call: None, a name or ("leaky_relu", slope) as for
+        `jaxconv.conv2d`, or JAX's function of that name (jax.nn.relu, ...).
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        activation: ToActivation = None,
+        **options: Unpack[_DotOptions],
+    ):
+        super().__init__(in_features, out_features, **options)
         self.activation = _activation.parse("Linear", activation)
 
     def __call__(self, inputs: Array, out_sharding: Any = None) -> Array:
@@ -93,11 +255,37 @@ class Linear(nnx.Linear):
 class BatchNorm(nnx.BatchNorm):
     """`flax.nnx.BatchNorm` with an `activation`, and a `residual` in the call.
 
-    The variance is computed without cancellation whatever `use_fast_variance` says.
+    y = f(normalised x * scale + bias + residual)
+
+    Args:
+      num_features: number of channels.
+      use_running_average: normalise with the running statistics instead of the batch's (default: False); here or in
+        the call.
+      axis: the feature axis (default: -1). Several are Flax's own computation.
+      momentum: the weight of the old running statistics (default: 0.99).
+      epsilon: added to the variance (default: 1e-5).
+      dtype: of the result (default: what inputs and parameters promote to).
+      param_dtype: of the parameters (default: float32).
+      use_bias, use_scale: whether a bias is added, and the normalised inputs multiplied by a scale (default: True).
+      bias_init, scale_init: their initialisers.
+      axis_name, axis_index_groups: the axis of pmap or shard_map over whose devices statistics are combined, and the
+        groups within it. In training that is Flax's own computation.
+      use_fast_variance: of no effect in jaxconv's computation, whose variance is without cancellation either way.
+      promote_dtype: a function that promotes (inputs, mean, var, scale, bias) to the computation's dtype.
+      rngs: random number generators.
+      bias_metadata, scale_metadata: of the variables.
+      activation: applied to the result, in the same call: None, a name or ("leaky_relu", slope) as for
+        `jaxconv.conv2d`, or JAX's function of that name (jax.nn.relu, ...).
     """
 
-    def __init__(self, *args: Any, activation: Any = None, **kwargs: Any):
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        activation: ToActivation = None,
+        **options: Unpack[_BatchNormOptions],
+    ):
+        super().__init__(num_features, **options)
         self.activation = _activation.parse("BatchNorm", activation)
 
     def __call__(
@@ -130,3 +318,7 @@ class BatchNorm(nnx.BatchNorm):
             mean, var = lax.stop_gradient((mean, var))
         self.mean[...], self.var[...] = mean, var
         return y
+
+
+for _module in (Conv, ConvTranspose, Linear, BatchNorm):
+    _signature_of_flax(_module)

@@ -3,8 +3,12 @@
 The suite runs on JAX's default backend, so the same tests cover the CPU and a GPU; JAX_PLATFORMS=cpu forces the CPU,
 JAX_NUM_CPU_DEVICES=8 gives it more devices.
 64-bit types stay off, as for users: a test that needs them takes the fixture `x64` or enters `helpers.types_of(dtype)`.
+
+What XLA compiled stays in the environment's folder (JAX_COMPILATION_CACHE_DIR names another one, or none where it is
+empty). Its key is the program with every attribute of every custom call, XLA's flags and its version.
 """
 
+import itertools
 import os
 import pathlib
 import sys
@@ -16,6 +20,15 @@ import pytest
 if "JAX_NUM_CPU_DEVICES" not in os.environ:
     jax.config.update("jax_num_cpu_devices", 4)
 
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    # In the environment, too: tests that start Python share it.
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.join(sys.prefix, "cache", "jax")
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+    jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
 import jaxconv
 from jaxconv import _native
 
@@ -24,11 +37,23 @@ sys.path.append(str(pathlib.Path(__file__).parent.parent))
 
 import helpers
 
+LARGEST_CACHE = 1 << 30  # bytes
+
 
 def pytest_configure(config):
+    if not hasattr(config, "workerinput"):
+        forget_the_oldest(pathlib.Path(sys.prefix) / "cache" / "jax", LARGEST_CACHE)
     missing = _native.missing(helpers.PLATFORM)
     if missing:
         raise pytest.UsageError(f"{missing}. JAX_PLATFORMS=cpu runs the suite on the CPU.")
+
+
+def forget_the_oldest(folder: pathlib.Path, largest: int) -> None:
+    """Programs for meshes hold a pointer, are never found again, and would fill the disk in the end."""
+    files = sorted(((f.stat().st_mtime, f.stat().st_size, f) for f in folder.glob("*")), reverse=True)
+    for total, (_, _, file) in zip(itertools.accumulate(size for _, size, _ in files), files, strict=True):
+        if total > largest:
+            file.unlink(missing_ok=True)
 
 
 def pytest_report_header(config):

@@ -263,6 +263,54 @@ def test_what_lax_refuses_is_refused_as_lax_does():
     assert str(ours.value) == str(theirs.value)
 
 
+NUMBERS_2D = ("NHWC", "HWIO", "NHWC")
+ODD_ARGUMENTS = {
+    "stride_fraction": dict(window_strides=(1.5, 1.5)),
+    "stride_float": dict(window_strides=(2.0, 2.0)),
+    "stride_none": dict(window_strides=(None, None)),
+    "stride_string": dict(window_strides=("2", "2")),
+    "stride_number": dict(window_strides=2),
+    "strides_none": dict(window_strides=None),
+    "strides_too_few": dict(window_strides=(1,)),
+    "stride_bool": dict(window_strides=(True, True)),
+    "dilation_fraction": dict(rhs_dilation=(2.9, 1)),
+    "dilation_none": dict(rhs_dilation=(None, 1)),
+    "lhs_dilation_fraction": dict(lhs_dilation=(1.5, 1), padding=((0, 0), (0, 0))),
+    "lhs_dilation_string": dict(lhs_dilation=("1", "1"), padding=((0, 0), (0, 0))),
+    "groups_float": dict(feature_group_count=1.0),
+    "groups_fraction": dict(feature_group_count=1.5),
+    "groups_string": dict(feature_group_count="1"),
+    "groups_none": dict(feature_group_count=None),
+    "padding_number": dict(padding=1),
+    "padding_numbers": dict(padding=(1, 1)),
+    "padding_fraction": dict(padding=((0.5, 1), (1, 1))),
+    "padding_unknown": dict(padding="SOME"),
+    "padding_causal": dict(padding="CAUSAL"),
+    "precision_number": dict(precision=1),
+    "precision_pair_with_none": dict(precision=(None, "high")),
+    "precision_mixed": dict(precision=("high", lax.Precision.HIGH)),
+    "precision_unknown": dict(precision="best"),
+    "precision_list": dict(precision=["high", "highest"]),
+    "precision_algorithm": dict(precision="F32_F32_F32"),
+}
+
+
+@pytest.mark.parametrize("name", ODD_ARGUMENTS)
+def test_odd_arguments_are_taken_or_refused_as_lax_does(name):
+    x, w = jnp.asarray(integers(0, (2, 6, 6, 4)), "float32"), jnp.asarray(integers(1, (3, 3, 4, 6)), "float32")
+    options = dict(window_strides=(1, 1), padding="SAME", dimension_numbers=NUMBERS_2D) | ODD_ARGUMENTS[name]
+    try:
+        expected, error = lax.conv_general_dilated(x, w, **options), None
+    except Exception as refused:
+        expected, error = None, refused
+    if error is None:
+        np.testing.assert_array_equal(jaxconv.conv_general_dilated(x, w, **options), expected)
+        return
+    with pytest.raises(type(error)) as ours:
+        jaxconv.conv_general_dilated(x, w, **options)
+    assert str(ours.value).split(" at 0x")[0] == str(error).split(" at 0x")[0]
+
+
 def test_gradients_agree_with_lax():
     x, w = jnp.asarray(integers(0, (2, 6, 5, 4)), "float32"), jnp.asarray(integers(1, (3, 2, 4, 6)), "float32")
 

@@ -4,21 +4,25 @@ A problem is inferred once from the user's arguments. "SAME" becomes pairs, defa
 settled; nothing below re-derives them. Problems are frozen and hashable: they are the only parameter of the primitives.
 """
 
-from jaxconv._problem.batchnorm import BATCHNORM_ALGORITHMS, BatchNormProblem
-from jaxconv._problem.conv import CONV_ALGORITHMS, ConvBatchNormProblem, ConvProblem
-from jaxconv._problem.dense import DENSE_ALGORITHMS, DenseProblem
+from jaxconv._problem.batchnorm import BATCHNORM_ALGORITHMS, BatchNormAlgorithm, BatchNormProblem
+from jaxconv._problem.conv import CONV_ALGORITHMS, ConvAlgorithm, ConvBatchNormProblem, ConvProblem
+from jaxconv._problem.dense import DENSE_ALGORITHMS, DenseAlgorithm, DenseProblem
 from jaxconv._problem.parse import (
     CHANNELS_FIRST,
     CHANNELS_LAST,
     DTYPES,
     IMPLEMENTATIONS,
+    Implementation,
     Pair,
     Precision,
     as_array,
     as_mask,
+    as_parameter,
     broadcasts,
     check_choice,
+    integer,
     integers,
+    is_number,
     out_extent,
     parse_layout,
     parse_padding,
@@ -35,17 +39,24 @@ __all__ = [
     "DENSE_ALGORITHMS",
     "DTYPES",
     "IMPLEMENTATIONS",
+    "BatchNormAlgorithm",
     "BatchNormProblem",
+    "ConvAlgorithm",
     "ConvBatchNormProblem",
     "ConvProblem",
+    "DenseAlgorithm",
     "DenseProblem",
+    "Implementation",
     "Pair",
     "Precision",
     "as_array",
     "as_mask",
+    "as_parameter",
     "broadcasts",
     "check_choice",
+    "integer",
     "integers",
+    "is_number",
     "out_extent",
     "parse_layout",
     "parse_padding",

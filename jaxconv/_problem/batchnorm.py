@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import math
+from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
@@ -12,7 +13,8 @@ from jaxconv import _activation
 from jaxconv._activation import Activation
 from jaxconv._problem.parse import NO_ACTIVATION, broadcasts, check_choice, integer, number, same_dtype, shapes
 
-BATCHNORM_ALGORITHMS = ("two_read", "resident_block", "resident_team")
+BatchNormAlgorithm = Literal["two_read", "resident_block", "resident_team"]
+BATCHNORM_ALGORITHMS = get_args(BatchNormAlgorithm)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +83,10 @@ class BatchNormProblem:
         return (self.batch or 1) * self.reduced * self.channels
 
     def __str__(self) -> str:
-        return f"{'x'.join(map(str, self.x_shape))} channel_axis={self.channel_axis} {self.dtype}"
+        text = f"{'x'.join(map(str, self.x_shape))} channel_axis={self.channel_axis} {self.dtype}"
+        residual = ["residual"] if self.residual else []
+        activation = [] if self.activation.name == "none" else [str(self.activation)]
+        return " + ".join([text, *residual, *activation])
 
     @classmethod
     def infer(
@@ -162,8 +167,8 @@ class BatchNormProblem:
             raise ValueError(f"{name}: x has no channels. {seen}")
         if training and problem.reduced == 0:
             raise ValueError(f"{name}: x is empty: training statistics need at least one element a channel. {seen}")
-        if problem.epsilon < 0:
-            raise ValueError(f"{name}: epsilon={epsilon!r} must not be negative")
+        if not 0 <= problem.epsilon < math.inf:
+            raise ValueError(f"{name}: epsilon={epsilon!r} must not be negative, infinite or NaN")
         if not 0 <= problem.momentum <= 1:
             raise ValueError(f"{name}: momentum={momentum!r} must be between 0 and 1")
         check_choice(name, implementation, algorithm, BATCHNORM_ALGORITHMS)

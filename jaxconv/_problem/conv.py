@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
@@ -21,8 +21,12 @@ from jaxconv._problem.parse import (
     Pair,
     Precision,
     check_choice,
+    check_span,
+    epilogue,
+    implementation_for,
     integer,
     integers,
+    is_number,
     out_extent,
     parse_layout,
     parse_padding,
@@ -30,9 +34,11 @@ from jaxconv._problem.parse import (
     parse_transposed_padding,
     same_dtype,
     shapes,
+    transposed_extent,
 )
 
-CONV_ALGORITHMS = ("sm90", "implicit_gemm", "direct", "depthwise", "grouped", "stem", "im2col")
+ConvAlgorithm = Literal["sm90", "implicit_gemm", "direct", "depthwise", "grouped", "stem", "im2col"]
+CONV_ALGORITHMS = get_args(ConvAlgorithm)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +58,8 @@ class ConvProblem:
     filter: tuple[int, ...]
     out_spatial: tuple[int, ...]
     stride: tuple[int, ...]
-    padding: tuple[Pair, ...]  # (low, high); negative values crop
+    # (low, high); negative values crop. Of symbolic extents a name stays one: its numbers are lax's to settle.
+    padding: tuple[Pair, ...] | str
     dilation: tuple[int, ...]
     channels_last: bool
     precision: Precision
@@ -98,7 +105,13 @@ class ConvProblem:
     @property
     def full_float32(self) -> bool:
         """Whether float32 products may not be rounded to TF32."""
-        return lax.Precision.HIGHEST in self.precision
+        return isinstance(self.precision, tuple) and lax.Precision.HIGHEST in self.precision
+
+    @property
+    def empty(self) -> bool:
+        """Whether x, w or y has no elements for another reason than an empty batch: lax's own case, without a plan."""
+        extents = (self.in_channels, self.out_channels, *self.in_spatial, *self.out_spatial)
+        return any(is_number(extent) and extent == 0 for extent in extents)
 
     @property
     def depthwise(self) -> bool:
@@ -181,7 +194,8 @@ class ConvProblem:
             text += " d" + ",".join(map(str, dict.fromkeys(self.dilation)))
         if self.groups > 1:
             text += f" g{self.groups}"
-        return f"{text} {self.dtype} {(CHANNELS_LAST if self.channels_last else CHANNELS_FIRST)[self.nd]}"
+        layout = (CHANNELS_LAST if self.channels_last else CHANNELS_FIRST)[self.nd]
+        return " + ".join([f"{text} {self.dtype} {layout}", *epilogue(self)])
 
     @classmethod
     def infer(
@@ -220,9 +234,8 @@ class ConvProblem:
         else:
             batch, c, in_spatial = x.shape[0], x.shape[1], x.shape[2:]
             k, group_c, filter = w.shape[0], w.shape[1], w.shape[2:]
-        for argument, extents in (("x", (c, *in_spatial)), ("w", (*filter, group_c, k))):
-            if 0 in extents:
-                raise ValueError(f"{name}: {argument} is empty: only the batch extent may be 0. {seen}")
+        if 0 in filter:
+            raise ValueError(f"{name}: w has no taps. {seen}")
         if groups < 1:
             raise ValueError(f"{name}: groups={groups} must be at least 1")
         if k % groups:
@@ -235,14 +248,12 @@ class ConvProblem:
             )
         if b is not None and b.shape != (k,):
             raise ValueError(f"{name}: b has shape {b.shape}, expected ({k},), one per output channel. {seen}")
+        check_span(name, filter, dilation)
         pads = parse_padding(name, padding, in_spatial, filter, stride, dilation)
         out = tuple(map(out_extent, in_spatial, filter, stride, pads, dilation))
-        if min(out) < 1:
-            raise ValueError(
-                f"{name}: the output would have spatial extents {out}, expected at least 1: the padded input "
-                f"is smaller than the dilated filter. padding={pads}, dilation={dilation}, {seen}"
-            )
+        precision = parse_precision(name, precision)
         check_choice(name, implementation, algorithm, CONV_ALGORITHMS)
+        implementation = implementation_for(name, precision, implementation, algorithm)
         return cls(
             name=name,
             dtype=dtype,
@@ -254,10 +265,10 @@ class ConvProblem:
             filter=tuple(filter),
             out_spatial=out,
             stride=stride,
-            padding=pads,
+            padding=pads if all(is_number(pad) for pair in pads for pad in pair) else padding.upper(),
             dilation=dilation,
             channels_last=channels_last,
-            precision=parse_precision(name, precision),
+            precision=precision,
             bias=b is not None,
             activation=_activation.parse(name, activation),
             save_preactivation=bool(return_preactivation),
@@ -300,6 +311,7 @@ class ConvProblem:
         stride = integers(name, "stride", stride, nd, 1)
         dilation = integers(name, "dilation", dilation, nd, 1)
         filter = tuple(w.shape[:nd] if channels_last else w.shape[2:])
+        check_span(name, filter, dilation)
         pads = parse_transposed_padding(name, padding, filter, stride, dilation)
         groups = integers(name, "groups", groups, 1, 1)[0]
         seen = shapes(x=x, w=w, b=b)
@@ -310,9 +322,8 @@ class ConvProblem:
             k, expected = w.shape[in_axis] * groups, w.shape[out_axis]
         else:
             k, expected = w.shape[out_axis], w.shape[in_axis] * groups
-        for argument, extents in (("x", x.shape[1:]), ("w", w.shape)):
-            if 0 in extents:
-                raise ValueError(f"{name}: {argument} is empty: only the batch extent may be 0. {seen}")
+        if 0 in filter:
+            raise ValueError(f"{name}: w has no taps. {seen}")
         if expected != c:
             raise ValueError(f"{name}: w expects {expected} input channels, x has {c} (groups={groups}). {seen}")
         if c % groups or k % groups:
@@ -321,13 +332,10 @@ class ConvProblem:
             raise ValueError(f"{name}: b has shape {b.shape}, expected ({k},), one per output channel. {seen}")
         in_spatial = tuple(x.shape[1:-1] if channels_last else x.shape[2:])
         windows = [(f - 1) * d for f, d in zip(filter, dilation, strict=True)]
-        out = tuple(
-            (size - 1) * s + 1 + low + high - window
-            for size, s, (low, high), window in zip(in_spatial, stride, pads, windows, strict=True)
-        )
-        if min(out) < 1:
-            raise ValueError(f"{name}: the output would have spatial extents {out}, expected at least 1. {seen}")
+        out = tuple(map(transposed_extent, in_spatial, filter, stride, pads, dilation))
+        precision = parse_precision(name, precision)
         check_choice(name, implementation, algorithm, CONV_ALGORITHMS)
+        implementation = implementation_for(name, precision, implementation, algorithm)
         return cls(
             name=name,
             dtype=same_dtype(name, x=x, w=w, b=b),
@@ -342,7 +350,7 @@ class ConvProblem:
             padding=tuple((window - low, window - high) for window, (low, high) in zip(windows, pads, strict=True)),
             dilation=dilation,
             channels_last=channels_last,
-            precision=parse_precision(name, precision),
+            precision=precision,
             bias=b is not None,
             activation=_activation.parse(name, activation),
             save_preactivation=bool(return_preactivation),
@@ -403,6 +411,8 @@ class ConvBatchNormProblem:
             algorithm=algorithm,
             implementation=implementation,
         )
+        if conv.empty and training:
+            raise ValueError(f"{name}: x or w is empty: there is nothing to take statistics of. {shapes(x=x, w=w)}")
         norm = BatchNormProblem.infer(
             name,
             jax.ShapeDtypeStruct(conv.y_shape, conv.dtype),

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 from jax import lax
 
 from jaxconv import _activation
 from jaxconv._activation import Activation
-from jaxconv._problem.parse import NO_ACTIVATION, Precision, check_choice, number, parse_precision, same_dtype, shapes
+from jaxconv._problem.parse import (
+    NO_ACTIVATION,
+    Precision,
+    check_choice,
+    epilogue,
+    implementation_for,
+    number,
+    parse_precision,
+    same_dtype,
+    shapes,
+)
 
-DENSE_ALGORITHMS = ("gemm", "sm90")
+DenseAlgorithm = Literal["gemm", "sm90"]
+DENSE_ALGORITHMS = get_args(DenseAlgorithm)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +74,7 @@ class DenseProblem:
 
     @property
     def full_float32(self) -> bool:
-        return lax.Precision.HIGHEST in self.precision
+        return isinstance(self.precision, tuple) and lax.Precision.HIGHEST in self.precision
 
     @property
     def flops(self) -> int:
@@ -84,7 +95,8 @@ class DenseProblem:
     def __str__(self) -> str:
         x, w = "T" * self.trans_x or "N", "T" * self.trans_w or "N"
         batch = "" if self.batch is None else f"{self.batch}x "
-        return f"{batch}{self.m}x{self.k}x{self.n} {x}{w} {self.dtype}"
+        addend = ["c"] if self.addend else []
+        return " + ".join([f"{batch}{self.m}x{self.k}x{self.n} {x}{w} {self.dtype}", *addend, *epilogue(self)])
 
     @classmethod
     def infer(
@@ -112,8 +124,6 @@ class DenseProblem:
         lead, (k, n) = x.shape[:-1], w.shape
         if x.shape[-1] != k:
             raise ValueError(f"{name}: w expects {k} input features, x has {x.shape[-1]}. {seen}")
-        if k == 0 or n == 0:
-            raise ValueError(f"{name}: w is empty: only the leading extents of x may be 0. {seen}")
         m = 1
         for extent in lead:
             m = m * extent
@@ -132,14 +142,16 @@ class DenseProblem:
                 )
         if c is not None and c.shape != (*lead, n):
             raise ValueError(f"{name}: c has shape {c.shape}, expected {(*lead, n)}, the shape of the result. {seen}")
+        precision = parse_precision(name, precision)
         check_choice(name, implementation, algorithm, DENSE_ALGORITHMS)
+        implementation = implementation_for(name, precision, implementation, algorithm)
         return cls(
             name=name,
             dtype=dtype,
             m=m,
             k=k,
             n=n,
-            precision=parse_precision(name, precision),
+            precision=precision,
             alpha=number(name, "alpha", alpha),
             beta=number(name, "beta", beta),
             bias=bias,

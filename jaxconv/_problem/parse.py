@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import core, lax
 
 from jaxconv._activation import Activation
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
-IMPLEMENTATIONS = ("native", "xla")
+Implementation = Literal["native", "xla"]
+IMPLEMENTATIONS = get_args(Implementation)
 
 
 NO_ACTIVATION = Activation()
@@ -25,14 +26,17 @@ NO_ACTIVATION = Activation()
 Pair = tuple[int, int]
 
 
-Precision = tuple[lax.Precision, lax.Precision]
+# A pair, or lax's name of an algorithm, which only XLA has
+Precision = tuple[lax.Precision, lax.Precision] | lax.DotAlgorithm | lax.DotAlgorithmPreset
+
+
+# Strides, dilations and pads go to XLA and to native code as int64.
+LARGEST = 2**63 - 1
 
 
 def as_array(where: str, argument: str, value: Any) -> jax.Array:
     """`value` as a jax array of a dtype that jaxconv knows, or a TypeError."""
-    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
-        raise TypeError(f"{where}: {argument} must be an array, got {type(value).__name__}")
-    array = jnp.asarray(value)
+    array = as_mask(where, argument, value)
     if array.dtype.name not in DTYPES:
         raise TypeError(f"{where}: {argument} has dtype {array.dtype.name}, expected one of {', '.join(DTYPES)}")
     return array
@@ -40,9 +44,26 @@ def as_array(where: str, argument: str, value: Any) -> jax.Array:
 
 def as_mask(where: str, argument: str, value: Any) -> jax.Array:
     """`value` as a jax array, of whatever dtype."""
+    if isinstance(value, jax.ShapeDtypeStruct):
+        raise TypeError(
+            f"{where}: {argument} must be an array, got a jax.ShapeDtypeStruct, which has no values: "
+            f"jax.eval_shape(f, ...) and jaxconv.explain(f)(...) take those"
+        )
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         raise TypeError(f"{where}: {argument} must be an array, got {type(value).__name__}")
     return jnp.asarray(value)
+
+
+def as_parameter(where: str, argument: str, value: Any, x: jax.Array) -> jax.Array:
+    """`value`, a parameter of a batch-norm of x, as `as_array`; one of a narrower type in that of x's parameters."""
+    array = as_array(where, argument, value)
+    wide = jnp.dtype("float64" if x.dtype.name == "float64" else "float32")
+    return array.astype(wide) if array.dtype.itemsize < wide.itemsize else array
+
+
+def is_number(extent: Any) -> bool:
+    """Whether an extent is a number (and not a symbolic dimension of jax.export)."""
+    return isinstance(extent, (int, np.integer))
 
 
 def broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
@@ -64,28 +85,52 @@ def shapes(**arrays: Any) -> str:
 
 
 def parse_precision(where: str, precision: Any) -> Precision:
-    """What lax takes (None, a name, a Precision, a pair of these) -> a pair. None is jax.default_matmul_precision."""
+    """What lax takes -> a pair of lax.Precision, or an algorithm. None is jax.default_matmul_precision.
 
-    def one(value: Any) -> lax.Precision:
+    lax takes None, a name, a lax.Precision, a pair of either, and the algorithms of `lax.dot_general` (their names,
+    lax.DotAlgorithmPreset, lax.DotAlgorithm). A pair may hold a None here.
+    """
+
+    def unknown() -> ValueError:
+        return ValueError(
+            f"{where}: precision={precision!r} is unknown, expected None, 'default', 'high', 'highest', "
+            f"a jax.lax.Precision, a pair of these, or a jax.lax.DotAlgorithmPreset (or its name)"
+        )
+
+    def one(value: Any, alone: bool) -> Any:
         if value is None:
             value = jax.config.jax_default_matmul_precision
+            if value is None or (not alone and value in lax.DotAlgorithmPreset.__members__):
+                return lax.Precision.DEFAULT
+        if alone and isinstance(value, (lax.DotAlgorithm, lax.DotAlgorithmPreset)):
+            return value
+        if isinstance(value, (str, lax.Precision)):
+            if alone and isinstance(value, str) and value in lax.DotAlgorithmPreset.__members__:
+                return lax.DotAlgorithmPreset[value]
             try:
-                return lax.Precision.DEFAULT if value is None else lax.Precision(value)
+                return lax.Precision(value)
             except ValueError:
-                return lax.Precision.DEFAULT  # a dot algorithm: it does not apply to convolutions in lax either
-        try:
-            return lax.Precision(value)
-        except ValueError:
-            raise ValueError(
-                f"{where}: precision={precision!r} is unknown, expected None, 'default', 'high', 'highest', "
-                f"a jax.lax.Precision, or a pair of these"
-            ) from None
+                pass
+        raise unknown()
 
     if isinstance(precision, (tuple, list)):
         if len(precision) != 2:
             raise ValueError(f"{where}: precision={precision!r} has {len(precision)} entries, expected a pair (x, w)")
-        return one(precision[0]), one(precision[1])
-    return one(precision), one(precision)
+        return one(precision[0], False), one(precision[1], False)
+    found = one(precision, True)
+    if found is lax.DotAlgorithmPreset.DEFAULT:
+        return lax.Precision.DEFAULT, lax.Precision.DEFAULT
+    return (found, found) if isinstance(found, lax.Precision) else found
+
+
+def implementation_for(where: str, precision: Precision, implementation: Any, algorithm: Any) -> Any:
+    """`implementation`, or "xla" where the precision is an algorithm, which native code does not have."""
+    if isinstance(precision, tuple):
+        return implementation
+    if algorithm is not None or implementation == "native":
+        asked = "implementation='native'" if algorithm is None else f"algorithm={algorithm!r}"
+        raise ValueError(f"{where}: {asked} cannot run: the precision {precision} is an algorithm of XLA's")
+    return "xla"
 
 
 def check_choice(where: str, implementation: Any, algorithm: Any, algorithms: tuple[str, ...]) -> None:
@@ -105,9 +150,12 @@ def check_choice(where: str, implementation: Any, algorithm: Any, algorithms: tu
 
 def integer(where: str, argument: str, value: Any) -> int:
     try:
-        return operator.index(value)
+        number = operator.index(value)
     except TypeError:
         raise TypeError(f"{where}: {argument} must be an integer, got {value!r}") from None
+    if abs(number) > LARGEST:
+        raise ValueError(f"{where}: {argument}={number} is too large, expected at most 2**63 - 1")
+    return number
 
 
 def integers(where: str, argument: str, value: Any, nd: int, minimum: int) -> tuple[int, ...]:
@@ -131,10 +179,32 @@ def number(where: str, argument: str, value: Any) -> float:
     )
 
 
+def epilogue(p: Any) -> list[str]:
+    """What a problem adds to its sum and applies to it, in words: ["bias", "relu"]."""
+    return [*(["bias"] if p.bias else []), *([] if p.activation.name == "none" else [str(p.activation)])]
+
+
+def check_span(where: str, filter: tuple[int, ...], dilation: tuple[int, ...]) -> None:
+    for taps, step in zip(filter, dilation, strict=True):
+        if is_number(taps) and (taps - 1) * step >= LARGEST:
+            raise ValueError(f"{where}: dilation={step} is too large: {taps} taps would span {(taps - 1) * step + 1}")
+
+
+def _at_least_zero(extent: int) -> int:
+    """max(extent, 0); of a symbolic extent as lax writes it."""
+    return max(extent, 0) if is_number(extent) else core.max_dim(extent, 0)
+
+
 def out_extent(extent: int, filter: int, stride: int, pads: Pair, dilation: int) -> int:
-    """The one statement of a convolution's output extent (below one where no window fits)."""
+    """The one statement of a convolution's output extent: 0 where no window fits."""
     window = (filter - 1) * dilation + 1
-    return (extent + pads[0] + pads[1] - window) // stride + 1
+    return _at_least_zero((extent + pads[0] + pads[1] - window) // stride + 1)
+
+
+def transposed_extent(extent: int, filter: int, stride: int, pads: Pair, dilation: int) -> int:
+    """That of a transposed convolution: `out_extent` of the input with stride - 1 zeros between its elements."""
+    spread = _at_least_zero((extent - 1) * stride + 1)
+    return out_extent(spread, filter, 1, pads, dilation)
 
 
 def parse_padding(
@@ -146,13 +216,20 @@ def parse_padding(
     dilation: tuple[int, ...],
 ) -> tuple[Pair, ...]:
     nd = len(in_spatial)
-    expected = f"expected 'SAME', 'SAME_LOWER', 'VALID', an int, {nd} ints, or {nd} pairs (low, high)"
+    causal = "'CAUSAL', " if nd == 1 else ""
+    expected = f"expected 'SAME', 'SAME_LOWER', 'VALID', {causal}an int, {nd} ints, or {nd} pairs (low, high)"
     if isinstance(padding, str):
         mode = padding.upper()
         if mode == "VALID":
             return ((0, 0),) * nd
+        if mode == "CAUSAL" and nd == 1:
+            return (((filter[0] - 1) * dilation[0], 0),)
         if mode not in ("SAME", "SAME_LOWER"):
             raise ValueError(f"{where}: padding={padding!r} is unknown, {expected}")
+        if not all(map(is_number, (*in_spatial, *filter))):
+            windows = [(k - 1) * d + 1 for k, d in zip(filter, dilation, strict=True)]
+            pads = lax.padtype_to_pads(in_spatial, windows, stride, mode)
+            return tuple((low, high) for low, high in pads)
         pairs = []
         for size, k, s, d in zip(in_spatial, filter, stride, dilation, strict=True):
             total = max((-(-size // s) - 1) * s + (k - 1) * d + 1 - size, 0)

@@ -142,6 +142,8 @@ def find_conv(node: Node, activations: Activations) -> Fused:
     _refuse_algorithms(p["precision"])
     if 0 in (*x.shape, *w.shape, *node.outputs[0].shape):
         raise Refusal("there is nothing to compute")
+    if not _fused.pads_are_numbers(p["padding"]):
+        raise Refusal("its pads are symbolic")
     run = functools.partial(_fused.conv, **window_of(node))
     size = w.shape[numbers.rhs_spec[0]]
     return _fuse_epilogue(node, numbers.out_spec[1], activations, "conv", run, size, forks=True)

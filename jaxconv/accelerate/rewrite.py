@@ -72,6 +72,8 @@ class Rewriting:
         if before is None:
             return None
         p, nd = before.conv.params, len(v.shape) - 2
+        if not _fused.pads_are_numbers(p["padding"]):
+            return None
         found = _fused.conv_batchnorm_layout(p["dimension_numbers"], nd, p["lhs_dilation"], channel_axis)
         return None if found is None else before
 

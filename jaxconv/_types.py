@@ -1,0 +1,77 @@
+"""The types of the public functions' arguments: for type checkers, and for who reads a signature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypedDict
+
+import jax
+import numpy as np
+from jax import lax
+
+from jaxconv import _activation
+from jaxconv._problem import BatchNormAlgorithm, ConvAlgorithm, DenseAlgorithm, Implementation
+
+__all__ = [
+    "Array",
+    "BatchNormAlgorithm",
+    "Conv1dPadding",
+    "ConvAlgorithm",
+    "ConvOptions",
+    "DenseAlgorithm",
+    "DenseOptions",
+    "Implementation",
+    "Layout",
+    "Layout1d",
+    "Layout2d",
+    "Layout3d",
+    "Operand",
+    "Padding",
+    "PerDimension",
+    "Precision",
+    "ToActivation",
+    "TransposedPadding",
+]
+
+Array = jax.Array
+Operand = jax.Array | np.ndarray[Any, Any]
+
+# A name, leaky_relu with its slope, or the function of jax.nn that has the name
+ToActivation = (
+    _activation.Name | tuple[Literal["leaky_relu"], float] | Callable[..., Any] | _activation.Activation | None
+)
+
+Layout1d = Literal["NWC", "NCW"]
+Layout2d = Literal["NHWC", "NCHW"]
+Layout3d = Literal["NDHWC", "NCDHW"]
+Layout = Layout1d | Layout2d | Layout3d
+
+PerDimension = int | Sequence[int]
+_Pads = int | Sequence[int] | Sequence[tuple[int, int]]  # the same everywhere, on both sides of an axis, (low, high)
+Padding = Literal["SAME", "SAME_LOWER", "VALID"] | _Pads
+Conv1dPadding = Literal["CAUSAL"] | Padding
+TransposedPadding = Literal["SAME", "VALID"] | _Pads
+
+Precision = lax.PrecisionLike
+
+
+class _Options(TypedDict, total=False):
+    activation: ToActivation
+    precision: Precision
+    implementation: Implementation | None
+
+
+class ConvOptions(_Options, total=False):
+    """What the convolutions' overloads have in common."""
+
+    stride: PerDimension
+    dilation: PerDimension
+    groups: int
+    algorithm: ConvAlgorithm | None
+
+
+class DenseOptions(_Options, total=False):
+    c: Operand | None
+    alpha: float
+    beta: float
+    algorithm: DenseAlgorithm | None

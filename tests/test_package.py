@@ -1,0 +1,221 @@
+"""The package as somebody meets it who has just installed it: names, versions, messages, `python -m jaxconv`."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import inspect
+import os
+import pathlib
+import re
+import runpy
+import shutil
+import site
+import subprocess
+import sys
+import types
+import typing
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxconv
+from jaxconv import _problem, _types
+
+LAZY = {"linen", "nnx"}
+
+
+def python(*arguments: str, cwd: Any = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Names
+
+
+def test_version_is_that_of_the_distribution():
+    assert jaxconv.__version__ == importlib.metadata.version("jaxconv")
+    assert jaxconv.info().startswith(f"jaxconv {jaxconv.__version__}\n")
+
+
+def test_dir_has_public_names_only():
+    names = [name for name in dir(jaxconv) if not name.startswith("__")]
+    assert set(names) == {*jaxconv.__all__, *LAZY} - {"__version__"}
+    for name in names:
+        value = getattr(jaxconv, name)
+        assert not isinstance(value, types.ModuleType) or name in {*LAZY, "checkpoint_policies"}
+        assert (value.__doc__ or "").strip(), f"{name} has no docstring"
+
+
+def test_flax_modules_come_when_they_are_asked_for():
+    done = python(
+        "-c",
+        "import sys, jaxconv\n"
+        "assert 'flax' not in sys.modules\n"
+        "jaxconv.linen.Conv, jaxconv.nnx.Linear\n"
+        "from jaxconv import *\n"
+        "assert conv2d is jaxconv.conv2d",
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("name", "says"), [("conv", "conv1d, conv2d and conv3d"), ("Conv", "jaxconv.linen.Conv")])
+def test_near_names_say_what_there_is(name, says):
+    with pytest.raises(AttributeError, match=f"module 'jaxconv' has no attribute '{name}'; it has .*{says}"):
+        getattr(jaxconv, name)
+    with pytest.raises(AttributeError, match=r"module 'jaxconv' has no attribute 'winograd'$"):
+        _ = jaxconv.winograd
+
+
+def test_the_modules_are_still_found():
+    from jaxconv import conv, conv_transpose
+
+    assert conv.conv2d is jaxconv.conv2d
+    assert conv_transpose.conv_transpose2d is jaxconv.conv_transpose2d
+
+
+@pytest.mark.parametrize("library", ["linen", "nnx"])
+@pytest.mark.parametrize("name", ["Conv", "ConvTranspose", "Dense or Linear", "BatchNorm"])
+def test_flax_arguments_are_documented(library, name):
+    """All of the installed Flax's, and the activation: in the docstring, which is what an editor shows."""
+    name = {"Dense or Linear": {"linen": "Dense", "nnx": "Linear"}[library]}.get(name, name)
+    ours = getattr(getattr(jaxconv, library), name)
+    flax = ours.__base__
+    if library == "linen":
+        arguments = {field.name for field in dataclasses.fields(flax)} - {"parent", "name"}
+    else:
+        parameters = inspect.signature(flax.__init__).parameters
+        arguments = set(parameters) - {"self"}
+        # What help() shows: Flax's own signature, and one more argument.
+        signature = inspect.signature(ours.__init__).parameters
+        assert {k: v for k, v in signature.items() if k != "activation"} == dict(parameters)
+        assert signature["activation"].default is None
+        # What type checkers see: every keyword of Flax's.
+        hints = typing.get_type_hints(inspect.unwrap(ours.__init__), include_extras=False)
+        options = typing.get_type_hints(typing.get_args(hints["options"])[0]) if "options" in hints else {}
+        assert arguments <= {*options, *hints}, arguments - {*options, *hints}
+    lines = re.findall(r"^  ([\w, ]+):", inspect.getdoc(ours) or "", re.MULTILINE)
+    documented = set(re.findall(r"\w+", " ".join(lines)))
+    assert arguments | {"activation"} == documented
+
+
+RELEASE = pathlib.Path(__file__).parent.parent / ".ci" / "version.py"
+
+
+@pytest.mark.skipif(not RELEASE.exists(), reason="the checkout's scripts are not beside these tests")
+@pytest.mark.parametrize(
+    ("changelog", "tag", "wrong"),
+    [
+        ("# C\n\n## [1.2.3] - unreleased\n\n## [1.0.0] - 2020-01-01\n", None, None),
+        ("## [1.2.3] - 2026-11-22\n", "v1.2.3", None),
+        ("## [1.2.3] - unreleased\n", "v1.2.3", "1.2.3 is unreleased"),
+        ("## [1.2.3] - 2026-11-22\n", "v1.2.4", "the tag is v1.2.4, pyproject.toml says 1.2.3"),
+        (
+            "## [1.3.0] - unreleased\n## [1.2.3] - 2026-11-22\n",
+            None,
+            "newest section is 1.3.0, pyproject.toml says 1.2.3",
+        ),
+        ("## [1.2.3] - soon\n", None, "1.2.3 is dated 'soon'"),
+        ("# Changelog\n", None, "has no section"),
+    ],
+)
+def test_version_and_changelog_must_agree(changelog, tag, wrong):
+    found = "; ".join(runpy.run_path(str(RELEASE))["check"]("1.2.3", changelog, tag))
+    assert (wrong in found) if wrong else not found
+
+
+@pytest.mark.skipif(not RELEASE.exists(), reason="the checkout's scripts are not beside these tests")
+def test_this_version_has_its_section():
+    done = python(str(RELEASE))
+    assert (done.returncode, done.stdout) == (0, f"{jaxconv.__version__}\n"), done.stderr
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Types
+
+
+def test_user_code_runs():
+    """The program that type checkers look at (make typecheck) is one that runs."""
+    done = python(str(pathlib.Path(__file__).parent / "typing" / "user_code.py"))
+    assert done.returncode == 0, done.stderr
+
+
+def test_literals_are_what_is_taken():
+    assert (pathlib.Path(jaxconv.__file__).parent / "py.typed").exists()
+    for nd, layout in ((1, _types.Layout1d), (2, _types.Layout2d), (3, _types.Layout3d)):
+        assert typing.get_args(layout) == (_problem.CHANNELS_LAST[nd], _problem.CHANNELS_FIRST[nd])
+    for f in (jaxconv.conv1d, jaxconv.conv2d, jaxconv.conv3d, jaxconv.conv_transpose2d, jaxconv.dense):
+        explicit = set(inspect.signature(f).parameters)
+        for overload in typing.get_overloads(f):
+            hints = typing.get_type_hints(overload)
+            options = typing.get_args(hints.pop("options"))[0]
+            assert explicit == ({*hints} - {"return"}) | {*typing.get_type_hints(options)}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The command, and what is said where something is missing
+
+
+def test_command_prints_info():
+    done = python("-m", "jaxconv")
+    assert done.returncode == 0, done.stderr
+    assert f"jaxconv {jaxconv.__version__}" in done.stdout and "CPU code: loaded" in done.stdout
+    assert python("-m", "jaxconv", "--version").stdout == f"jaxconv {jaxconv.__version__}\n"
+    assert python("-m", "jaxconv", "digits").returncode == 2
+
+
+def test_unknown_names_in_the_environment_are_told():
+    warned = python("-c", "import jaxconv; print(jaxconv.info())", JAXCONV_DISABLE="conv,depthwise")
+    assert "UserWarning: JAXCONV_DISABLE=conv,depthwise: unknown: 'depthwise'; expected some of conv, " in warned.stderr
+    assert "JAXCONV_DISABLE=conv,depthwise (unknown: 'depthwise'" in warned.stdout
+    known = python("-c", "import jaxconv; print(jaxconv.info())", JAXCONV_DISABLE=" dense, conv_wgrad ,all")
+    assert known.stderr == "" and "these go to XLA" in known.stdout
+
+
+def test_explain_shows_the_epilogue_and_refuses_unknown_platforms():
+    x, w, b = jnp.ones((2, 8, 8, 4)), jnp.ones((3, 3, 4, 6)), jnp.ones(6)
+
+    def calls(x):
+        y = jaxconv.conv2d(x, w, b, activation="relu"), jaxconv.conv2d(x, w, activation=("leaky_relu", 0.2))
+        d = jaxconv.dense(x, w[0, 0], b, c=jnp.ones((2, 8, 8, 6)), activation=jax.nn.gelu)
+        n, *_ = jaxconv.batchnorm(y[0], b, b, b, b, training=True, residual=y[1], activation="silu")
+        return y, d, n, jaxconv.conv2d(x, w)
+
+    shown = ["+ bias + relu", "+ leaky_relu(0.2)", "+ c + bias + gelu", "+ residual + silu"]
+    table, jaxpr = str(jaxconv.explain(calls)(x)), str(jax.make_jaxpr(calls)(x))
+    assert all(text in table and text in jaxpr for text in shown)
+    plain = [str(call.problem) for call in jaxconv.explain(calls)(x) if call.op == "conv_fprop"]
+    assert plain == ["2x8x8 4->6 3x3 float32 NHWC"]
+    with pytest.raises(ValueError, match="explain: platform='foo' is unknown, expected None or one of cpu, cuda"):
+        jaxconv.explain(calls, platform="foo")
+    assert str(jaxconv.explain(calls, platform="gpu")(x)) == str(jaxconv.explain(calls, platform="cuda")(x))
+
+
+@pytest.mark.parametrize(("given", "says"), [("abc", "got str$"), (b"abc", "got bytes; jax.export.deserialize makes")])
+def test_check_exported_says_what_it_takes(given, says):
+    with pytest.raises(TypeError, match=f"check_exported: expected a jax.export.Exported, {says}"):
+        jaxconv.check_exported(given)
+
+
+def test_source_folder_says_that_it_is_one(tmp_path):
+    """What `import jaxconv` in a checkout says after a plain `pip install .`."""
+    shutil.copytree(pathlib.Path(jaxconv.__file__).parent, tmp_path / "jaxconv", ignore=shutil.ignore_patterns("*.so"))
+    # -S: without the editable installation's finder, which would still find the compiled modules
+    path = os.pathsep.join([str(tmp_path), *site.getsitepackages()])
+    copied = python("-S", "-c", "import jaxconv", cwd=tmp_path, PYTHONPATH=path)
+    assert "ImportError" in copied.stderr and "copied there, not installed" in copied.stderr
+    (tmp_path / "CMakeLists.txt").touch()
+    checkout = python("-S", "-c", "import jaxconv", cwd=tmp_path, PYTHONPATH=path)
+    last = checkout.stderr.strip().splitlines()[-1]
+    assert "ImportError" in last and f"from its source folder {tmp_path / 'jaxconv'}" in last
+    assert "make install" in last and "circular" not in checkout.stderr

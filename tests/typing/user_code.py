@@ -1,0 +1,88 @@
+"""A user's program, for type checkers: `make typecheck`. It is checked, and also run (tests/test_package.py)."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, assert_type
+
+import flax.linen
+import flax.nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxconv
+
+x = jnp.ones((2, 8, 8, 4))
+w = jnp.ones((3, 3, 4, 6))
+b = jnp.ones(6)
+v = jnp.ones(6)
+
+# Arrays, not Any
+y = jaxconv.conv2d(x, w, b, stride=2, padding="SAME", activation="relu")
+assert_type(y, jax.Array)
+assert_type(jaxconv.conv2d(x, w, return_preactivation=True), tuple[jax.Array, jax.Array])
+assert_type(jaxconv.conv2d(np.ones((1, 8, 8, 4), np.float32), w), jax.Array)
+keep: bool = bool(y.shape[0])
+either = jaxconv.conv2d(x, w, return_preactivation=keep)
+assert_type(either, jax.Array | tuple[jax.Array, jax.Array])
+assert_type(jaxconv.dense(x, jnp.ones((4, 5)), activation=jax.nn.silu), jax.Array)
+assert_type(jaxconv.dense(x, jnp.ones((4, 5)), return_preactivation=True), tuple[jax.Array, jax.Array])
+assert_type(jaxconv.conv1d(x[0], w[0], padding="CAUSAL", dilation=2), jax.Array)
+assert_type(jaxconv.conv3d(x[None], w[None], layout="NDHWC", padding=((0, 0), (1, 1), (1, 1))), jax.Array)
+assert_type(jaxconv.conv_transpose2d(x, w, stride=(2, 2), transpose_kernel=False), jax.Array)
+assert_type(jaxconv.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")), jax.Array)
+assert_type(jaxconv.batchnorm(y, v, v, v, v, training=True), tuple[jax.Array, jax.Array, jax.Array])
+assert_type(
+    jaxconv.conv_batchnorm(x, w, v, v, v, v, training=False, activation="relu6"),
+    tuple[jax.Array, jax.Array, jax.Array],
+)
+
+# Every form of an activation
+for activation in (jax.nn.relu, jnp.tanh, functools.partial(jax.nn.gelu, approximate=False)):
+    jaxconv.conv2d(x, w, activation=activation)
+jaxconv.conv2d(x, w, activation=("leaky_relu", 0.2), algorithm="im2col", precision="highest")
+jaxconv.conv2d(x, w, activation="swish", implementation="xla", precision=jax.lax.Precision.HIGH)
+
+
+# Flax's modules by import alone
+class Net(flax.linen.Module):
+    features: int = 8
+
+    @flax.linen.compact
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        x = jaxconv.linen.Conv(self.features, (3, 3), strides=2, activation="relu")(x)
+        x = jaxconv.linen.BatchNorm(use_running_average=not train, activation=jax.nn.relu)(x, residual=x)
+        return jaxconv.linen.Dense(10)(x)
+
+
+net = Net()
+variables = net.init(jax.random.key(0), x, True)
+
+
+class NnxNet(flax.nnx.Module):
+    def __init__(self, rngs: flax.nnx.Rngs):
+        self.conv = jaxconv.nnx.Conv(4, 8, (3, 3), strides=2, padding="SAME", activation="silu", rngs=rngs)
+        self.norm = jaxconv.nnx.BatchNorm(8, momentum=0.9, rngs=rngs)
+        self.head = jaxconv.nnx.Linear(8, 10, use_bias=False, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.head(self.norm(self.conv(x)))
+
+
+nnx_net = NnxNet(flax.nnx.Rngs(0))
+assert_type(nnx_net(x), jax.Array)
+
+# What ran, and why
+explanation = jaxconv.explain(lambda x: jaxconv.conv2d(x, w))(x)
+assert_type(explanation, jaxconv.Explanation)
+for call in explanation:
+    assert_type(call.op, str)
+    assert_type(call.plan.reason, str)
+assert_type(jaxconv.info(), str)
+assert_type(jaxconv.__version__, str)
+checked: jax.export.Exported = jaxconv.check_exported(
+    jax.export.export(jax.jit(jnp.sin), disabled_checks=jaxconv.export_checks())(x)
+)
+costs: dict[str, Any] = jaxconv.cost(jnp.sin)(x)
+block = jax.checkpoint(lambda x: jaxconv.conv2d(x, w), policy=jaxconv.checkpoint_policies.save_convs)
