@@ -1,6 +1,7 @@
 # make digits   train the example network        make test    run the tests
 # make lint     check style                      make format  put it right
 # make bench    ours against XLA                 make clean   remove builds
+# make sanitize the CPU's native code under AddressSanitizer and UBSan, called by hostile hands
 #
 # Everything lives in $(VENV), made on first use. PYTHON names the interpreter (3.11 to 3.13), ARGS is passed on:
 #   make digits ARGS=--compare        make test ARGS="-k dgrad"        make bench ARGS="--help"
@@ -91,10 +92,10 @@ $(VENV)/dev.stamp: $(VENV)/venv.stamp pyproject.toml
 comma := ,
 
 # --- the commands
-.PHONY: help install digits test bench lint format clean FORCE
+.PHONY: help install digits test bench sanitize lint format clean FORCE
 
 help:
-	@sed -n '1,7s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
+	@sed -n '1,8s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
 
 install: $(VENV)/test.stamp
 
@@ -106,6 +107,22 @@ test: $(VENV)/test.stamp
 
 bench: $(VENV)/test.stamp
 	$(VENV_PYTHON) -m benchmarks $(ARGS)
+
+# A build of its own, installed into a folder of its own; -S keeps the environment's editable installation out of the way.
+# SANITIZE_TESTS and ARGS choose what runs, JAXCONV_ROUNDS=20 and JAXCONV_SEED=7 make more and other random calls.
+SANITIZED := build/sanitize
+SANITIZE_TESTS ?= tests/test_wire.py tests/test_operand_checks.py tests/test_hostile_calls.py tests/test_cpu_thresholds.py
+sanitize: $(VENV)/test.stamp
+	@echo "building _cpu with sanitizers into $(SANITIZED) (log: $(SANITIZED).log)"
+	@mkdir -p build && JAXCONV_CUDA=OFF $(PIP) install -v --no-build-isolation --no-deps --upgrade --target $(SANITIZED)/site \
+		--config-settings=build-dir=$(SANITIZED)/cmake --config-settings=cmake.build-type=RelWithDebInfo \
+		--config-settings=install.strip=false --config-settings=cmake.define.JAXCONV_SANITIZE=address,undefined . \
+		>$(SANITIZED).log 2>&1 || { tail -30 $(SANITIZED).log; exit 1; }
+	JAX_PLATFORMS=cpu ASAN_OPTIONS=detect_leaks=0 \
+		LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libstdc++.so)" \
+		UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH="$(SANITIZED)/site:$$($(VENV_PYTHON) -c \
+		'import sysconfig; print(sysconfig.get_path("platlib"))')" \
+		$(VENV_PYTHON) -P -S -m pytest -p no:cacheprovider --capture=sys $(ARGS) $(SANITIZE_TESTS)
 
 CPP = $(shell find common cpu cuda ffi -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 
