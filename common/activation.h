@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <iterator>
 #include <string_view>
 
 #ifdef __CUDACC__
@@ -31,11 +32,30 @@ enum class Activation : int32_t {
 inline constexpr std::string_view kActivationNames[] = {
     "none", "relu", "relu6", "leaky_relu", "elu", "tanh", "sigmoid", "silu", "gelu", "gelu_exact"};
 
-// F is float or double. `slope` is read by leaky_relu only.
+inline constexpr int kActivationCount = static_cast<int>(std::size(kActivationNames));
+
+// 1 / (1 + exp(-z)) and, in `rest`, 1 minus it without cancellation.
+template <typename F>
+JAXCONV_HD F Sigmoid(F z, F* rest = nullptr) {
+  const F e = F(exp(-z)), s = F(1) / (F(1) + e);
+  if (rest != nullptr) *rest = z > F(0) ? e * s : F(1) - s;
+  return s;
+}
+
+// z in [-limit, limit]; NaN stays. Where f has come to its end, so that infinity times 0 does not occur.
+template <typename F>
+JAXCONV_HD F Clamp(F z, F limit) {
+  return z < -limit ? -limit : z > limit ? limit : z;
+}
+
+// f(z), whose tails are right to a relative error: nothing is subtracted from 1. F is float or double. `slope` is read by
+// leaky_relu only. No default: a missing activation does not compile (-Werror=switch).
 template <typename F>
 JAXCONV_HD F Activate(Activation activation, F z, F slope) {
-  constexpr F kSqrt2OverPi = F(0.7978845608028654);
+  constexpr F kSqrt8OverPi = F(1.5957691216057308);
   constexpr F kSqrtHalf = F(0.7071067811865476);
+  // Below, silu, gelu and gelu_exact are 0, also at minus infinity.
+  constexpr F kLowest = F(-1e30);
   switch (activation) {
     case Activation::kNone:
       return z;
@@ -50,13 +70,16 @@ JAXCONV_HD F Activate(Activation activation, F z, F slope) {
     case Activation::kTanh:
       return F(tanh(z));
     case Activation::kSigmoid:
-      return F(1) / (F(1) + F(exp(-z)));
+      return Sigmoid(z);
     case Activation::kSilu:
-      return z / (F(1) + F(exp(-z)));
-    case Activation::kGelu:
-      return F(0.5) * z * (F(1) + F(tanh(kSqrt2OverPi * (z + F(0.044715) * z * z * z))));
-    case Activation::kGeluExact:
-      return F(0.5) * z * (F(1) + F(erf(z * kSqrtHalf)));
+      z = z < kLowest ? kLowest : z;
+      return z * Sigmoid(z);
+    case Activation::kGelu:  // 0.5 (1 + tanh(u)) = sigmoid(2u)
+      z = z < kLowest ? kLowest : z;
+      return z * Sigmoid(kSqrt8OverPi * (z + F(0.044715) * z * z * z));
+    case Activation::kGeluExact:  // 0.5 (1 + erf(u)) = 0.5 erfc(-u)
+      z = z < kLowest ? kLowest : z;
+      return F(0.5) * z * F(erfc(-z * kSqrtHalf));
   }
   return z;
 }
@@ -66,7 +89,7 @@ JAXCONV_HD F Activate(Activation activation, F z, F slope) {
 // recomputes it).
 template <typename F>
 JAXCONV_HD F ActivateGrad(Activation activation, F z, F slope) {
-  constexpr F kSqrt2OverPi = F(0.7978845608028654);
+  constexpr F kSqrt8OverPi = F(1.5957691216057308);
   constexpr F kSqrtHalf = F(0.7071067811865476);
   constexpr F kInvSqrt2Pi = F(0.3989422804014327);
   switch (activation) {
@@ -85,20 +108,23 @@ JAXCONV_HD F ActivateGrad(Activation activation, F z, F slope) {
       return F(1) - y * y;
     }
     case Activation::kSigmoid: {
-      F y = F(1) / (F(1) + F(exp(-z)));
-      return y * (F(1) - y);
+      F rest, y = Sigmoid(z, &rest);
+      return y * rest;
     }
     case Activation::kSilu: {
-      F s = F(1) / (F(1) + F(exp(-z)));
-      return s * (F(1) + z * (F(1) - s));
+      z = Clamp(z, F(1e30));
+      F rest, s = Sigmoid(z, &rest);
+      return s * (F(1) + z * rest);
     }
-    case Activation::kGelu: {
-      F t = F(tanh(kSqrt2OverPi * (z + F(0.044715) * z * z * z)));
-      return F(0.5) * (F(1) + t) +
-             F(0.5) * z * (F(1) - t * t) * kSqrt2OverPi * (F(1) + F(3 * 0.044715) * z * z);
+    case Activation::kGelu: {  // 0 and 1 beyond 30, in float64 too
+      z = Clamp(z, F(30));
+      F rest, s = Sigmoid(kSqrt8OverPi * (z + F(0.044715) * z * z * z), &rest);
+      return s + z * s * rest * kSqrt8OverPi * (F(1) + F(3 * 0.044715) * z * z);
     }
-    case Activation::kGeluExact:
-      return F(0.5) * (F(1) + F(erf(z * kSqrtHalf))) + z * kInvSqrt2Pi * F(exp(F(-0.5) * z * z));
+    case Activation::kGeluExact: {  // 0 and 1 beyond 40
+      z = Clamp(z, F(40));
+      return F(0.5) * F(erfc(-z * kSqrtHalf)) + z * kInvSqrt2Pi * F(exp(F(-0.5) * z * z));
+    }
   }
   return F(1);
 }

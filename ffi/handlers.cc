@@ -33,7 +33,11 @@ using Dims = AnyBuffer::Dimensions;
 
 #ifdef JAXCONV_CUDA
 using PlatformContext = ffi::PlatformStream<cudaStream_t>;
-Context MakeContext(cudaStream_t stream) { return Context{stream}; }
+// An error that somebody else's call left on this thread is not the next launch's.
+Context MakeContext(cudaStream_t stream) {
+  (void)cudaGetLastError();
+  return Context{stream};
+}
 #define JAXCONV_TRAITS {ffi::Traits::kCmdBufferCompatible}
 using ContextArg = cudaStream_t;
 #else

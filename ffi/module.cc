@@ -11,7 +11,9 @@
 #include "ffi/handlers.h"
 
 #ifndef JAXCONV_CUDA
+#include "cpu/batchnorm.h"
 #include "cpu/blas.h"
+#include "cpu/gemm.h"
 #endif
 
 namespace nb = nanobind;
@@ -35,6 +37,22 @@ NB_MODULE(JAXCONV_MODULE, m) {
 #else
   m.def("set_blas", [](uintptr_t sgemm, uintptr_t dgemm) {
     jaxconv::cpu::SetBlas(reinterpret_cast<void*>(sgemm), reinterpret_cast<void*>(dgemm));
+  });
+  // Sizes at which the work is cut: the tests' shapes stand on both sides of each.
+  m.def("thresholds", [] {
+    using Gemm = jaxconv::cpu::GemmShape;
+    using Norm = jaxconv::cpu::BatchNormShape;
+    nb::dict d;
+    d["gemm_tile_m"] = Gemm::kTileM;
+    d["gemm_tile_n"] = Gemm::kTileN;
+    d["gemm_tile_k"] = Gemm::kTileK;
+    d["gemm_items"] = Gemm::kItems;
+    d["gemm_min_split"] = Gemm::kMinSplit;
+    d["gemm_blas_work"] = Gemm::kBlasWork;
+    d["batchnorm_block_elements"] = Norm::kBlockElements;
+    d["batchnorm_channel_step"] = Norm::kChannelStep;
+    d["batchnorm_buffer"] = Norm::kBuffer;
+    return d;
   });
   m.def("has_blas", [] { return jaxconv::cpu::HasBlas(); });
 #endif

@@ -16,10 +16,26 @@ struct Context {
 // `what` names the kernel and its plan: "conv_fprop[implicit_gemm bfloat16 128x64 splits=1]".
 inline Status CudaStatus(cudaError_t error, const std::string& what) {
   if (error == cudaSuccess) return Status::Ok();
+  // The runtime keeps the error of a call, too, for this thread's next cudaGetLastError, which would blame a healthy launch.
+  (void)cudaGetLastError();
   return Status::Internal(what + ": " + cudaGetErrorName(error) + ": " + cudaGetErrorString(error));
 }
 
-// Right after a launch.
+// Right after a launch. What others left on this thread is cleared where a handler starts (ffi/handlers.cc).
 inline Status LaunchStatus(const std::string& what) { return CudaStatus(cudaGetLastError(), what); }
+
+// Lets `kernel` be launched with all the dynamic shared memory that a block of this device can have. Always the same
+// value: host threads that launch one kernel with different sizes would otherwise take the leave from each other.
+inline Status AllowSharedMemory(const void* kernel, const std::string& what) {
+  int device = 0, limit = 0;
+  cudaFuncAttributes attributes{};
+  JAXCONV_RETURN_IF_ERROR(CudaStatus(cudaGetDevice(&device), what));
+  JAXCONV_RETURN_IF_ERROR(CudaStatus(
+      cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), what));
+  JAXCONV_RETURN_IF_ERROR(CudaStatus(cudaFuncGetAttributes(&attributes, kernel), what));
+  return CudaStatus(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                         limit - static_cast<int>(attributes.sharedSizeBytes)),
+                    what);
+}
 
 }  // namespace jaxconv::cuda

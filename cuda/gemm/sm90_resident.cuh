@@ -243,8 +243,7 @@ Status LaunchSm90Resident(const Context& ctx, Sm90Product& p, int multiprocessor
   const auto kernel = Sm90ResidentKernel<Tile>;
   const int bytes = p.k_blocks * Tile::kTileN * 128 + Tile::kOutboxes +
                     Tile::kGroups * stages * Tile::kStageBytes + Tile::kBarrierBytes;
-  JAXCONV_RETURN_IF_ERROR(CudaStatus(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), what));
+  JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
   const int64_t rows =
       std::min<int64_t>(CeilDiv(p.phase[0].tiles_m, Tile::kGroups), multiprocessors / columns);
   kernel<<<unsigned(rows * columns), Tile::kThreads, bytes, ctx.stream>>>(p, stages);
