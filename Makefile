@@ -2,7 +2,7 @@
 # make lint     check style                      make test-all   the same, compiled as XLA compiles by default
 # make format   put it right                     make typecheck  mypy and pyright on a user's program
 # make bench    ours against XLA                 make wheel      build the wheels, try them in empty environments
-# make docs     the site, in build/docs
+# make docs     the site, in build/docs          make sanitize   the native code under ASan and UBSan, called by hostile hands
 # make clean    remove builds
 #
 # Everything lives in $(VENV), made on first use. PYTHON names the interpreter (3.11 to 3.13), ARGS is passed on:
@@ -95,7 +95,7 @@ $(VENV)/dev.stamp $(VENV)/docs.stamp $(VENV)/typing.stamp $(VENV)/release.stamp:
 comma := ,
 
 # --- the commands
-.PHONY: help install digits test test-all typecheck wheel bench docs lint format clean FORCE
+.PHONY: help install digits test test-all typecheck wheel bench docs sanitize lint format clean FORCE
 
 help:
 	@sed -n '1,10s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
@@ -125,6 +125,22 @@ bench: $(VENV)/test.stamp
 docs: $(VENV)/test.stamp $(VENV)/docs.stamp
 	$(VENV_PYTHON) -m sphinx -q -E -W --keep-going -b html docs build/docs $(ARGS)
 	@echo "build/docs/index.html"
+# A build of its own, installed into a folder of its own; -S keeps the environment's editable installation out of the way.
+# SANITIZE_TESTS and ARGS choose what runs, JAXCONV_ROUNDS=20 and JAXCONV_SEED=7 make more and other random calls.
+SANITIZED := build/sanitize
+SANITIZE_TESTS ?= tests/test_wire.py tests/test_operand_checks.py tests/test_hostile_calls.py tests/test_cpu_thresholds.py
+sanitize: $(VENV)/test.stamp
+	@echo "building _cpu with sanitizers into $(SANITIZED) (log: $(SANITIZED).log)"
+	@mkdir -p build && JAXCONV_CUDA=OFF $(PIP) install -v --no-build-isolation --no-deps --upgrade --target $(SANITIZED)/site \
+		--config-settings=build-dir=$(SANITIZED)/cmake --config-settings=cmake.build-type=RelWithDebInfo \
+		--config-settings=install.strip=false --config-settings=cmake.define.JAXCONV_SANITIZE=address,undefined . \
+		>$(SANITIZED).log 2>&1 || { tail -30 $(SANITIZED).log; exit 1; }
+	JAX_PLATFORMS=cpu ASAN_OPTIONS=detect_leaks=0 \
+		LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libstdc++.so)" \
+		UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH="$(SANITIZED)/site:$$($(VENV_PYTHON) -c \
+		'import sysconfig; print(sysconfig.get_path("platlib"))')" \
+		$(VENV_PYTHON) -P -S -m pytest -p no:cacheprovider --capture=sys \
+		--deselect tests/test_cpu_thresholds.py::test_bits_do_not_depend_on_the_number_of_threads $(ARGS) $(SANITIZE_TESTS)
 
 CPP = $(shell find common cpu cuda ffi -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 

@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <iterator>
 #include <string_view>
 
 #ifdef __CUDACC__
@@ -31,11 +32,49 @@ enum class Activation : int32_t {
 inline constexpr std::string_view kActivationNames[] = {
     "none", "relu", "relu6", "leaky_relu", "elu", "tanh", "sigmoid", "silu", "gelu", "gelu_exact"};
 
-// F is float or double. `slope` is read by leaky_relu only.
+inline constexpr int kActivationCount = static_cast<int>(std::size(kActivationNames));
+
+template <typename F>
+JAXCONV_HD F Sigmoid(F z) {
+  return F(1) / (F(1) + F(exp(-z)));
+}
+
+// The normal distribution, 0.5 erfc(-z / sqrt(2)). A GPU's erfcf takes so many registers that kernels spill: there, with
+// t = 1 / (1 + |z| / sqrt(8)), it is exp(-z^2 / 2) t P(t) below zero, P fitted to a relative error of 5e-8.
+template <typename F>
+JAXCONV_HD F NormalCdf(F z) {
+#ifdef __CUDA_ARCH__
+  if constexpr (sizeof(F) == 4) {
+    const F t = F(1) / (F(1) + F(0.353553391) * F(fabs(z)));
+    F tail = F(-0.0296920133);
+    tail = tail * t + F(0.143056847);
+    tail = tail * t + F(-0.245194036);
+    tail = tail * t + F(0.140857655);
+    tail = tail * t + F(-0.0145689432);
+    tail = tail * t + F(0.101874315);
+    tail = tail * t + F(0.121417988);
+    tail = tail * t + F(0.141205997);
+    tail = tail * t + F(0.141042168);
+    tail *= t * F(exp(F(-0.5) * z * z));
+    return z < F(0) ? tail : F(1) - tail;
+  }
+#endif
+  return F(0.5) * F(erfc(z * F(-0.7071067811865476)));
+}
+
+// z in [-limit, limit]; NaN stays. Where f has come to its end, so that infinity times 0 does not occur.
+template <typename F>
+JAXCONV_HD F Clamp(F z, F limit) {
+  return z < -limit ? -limit : z > limit ? limit : z;
+}
+
+// f(z), whose tails are right to a relative error: nothing is subtracted from 1. F is float or double. `slope` is read by
+// leaky_relu only. No default: a missing activation does not compile (-Werror=switch).
 template <typename F>
 JAXCONV_HD F Activate(Activation activation, F z, F slope) {
-  constexpr F kSqrt2OverPi = F(0.7978845608028654);
-  constexpr F kSqrtHalf = F(0.7071067811865476);
+  constexpr F kSqrt8OverPi = F(1.5957691216057308);
+  // Below, silu, gelu and gelu_exact are 0, also at minus infinity.
+  constexpr F kLowest = F(-1e30);
   switch (activation) {
     case Activation::kNone:
       return z;
@@ -50,13 +89,16 @@ JAXCONV_HD F Activate(Activation activation, F z, F slope) {
     case Activation::kTanh:
       return F(tanh(z));
     case Activation::kSigmoid:
-      return F(1) / (F(1) + F(exp(-z)));
+      return Sigmoid(z);
     case Activation::kSilu:
-      return z / (F(1) + F(exp(-z)));
-    case Activation::kGelu:
-      return F(0.5) * z * (F(1) + F(tanh(kSqrt2OverPi * (z + F(0.044715) * z * z * z))));
+      z = z < kLowest ? kLowest : z;
+      return z * Sigmoid(z);
+    case Activation::kGelu:  // 0.5 (1 + tanh(u)) = sigmoid(2u)
+      z = z < kLowest ? kLowest : z;
+      return z * Sigmoid(kSqrt8OverPi * (z + F(0.044715) * z * z * z));
     case Activation::kGeluExact:
-      return F(0.5) * z * (F(1) + F(erf(z * kSqrtHalf)));
+      z = z < kLowest ? kLowest : z;
+      return z * NormalCdf(z);
   }
   return z;
 }
@@ -66,8 +108,7 @@ JAXCONV_HD F Activate(Activation activation, F z, F slope) {
 // recomputes it).
 template <typename F>
 JAXCONV_HD F ActivateGrad(Activation activation, F z, F slope) {
-  constexpr F kSqrt2OverPi = F(0.7978845608028654);
-  constexpr F kSqrtHalf = F(0.7071067811865476);
+  constexpr F kSqrt8OverPi = F(1.5957691216057308);
   constexpr F kInvSqrt2Pi = F(0.3989422804014327);
   switch (activation) {
     case Activation::kNone:
@@ -85,20 +126,23 @@ JAXCONV_HD F ActivateGrad(Activation activation, F z, F slope) {
       return F(1) - y * y;
     }
     case Activation::kSigmoid: {
-      F y = F(1) / (F(1) + F(exp(-z)));
+      F y = Sigmoid(z);
       return y * (F(1) - y);
     }
     case Activation::kSilu: {
-      F s = F(1) / (F(1) + F(exp(-z)));
+      z = Clamp(z, F(1e30));
+      F s = Sigmoid(z);
       return s * (F(1) + z * (F(1) - s));
     }
-    case Activation::kGelu: {
-      F t = F(tanh(kSqrt2OverPi * (z + F(0.044715) * z * z * z)));
-      return F(0.5) * (F(1) + t) +
-             F(0.5) * z * (F(1) - t * t) * kSqrt2OverPi * (F(1) + F(3 * 0.044715) * z * z);
+    case Activation::kGelu: {  // 0 and 1 beyond 30, in float64 too
+      z = Clamp(z, F(30));
+      F s = Sigmoid(kSqrt8OverPi * (z + F(0.044715) * z * z * z));
+      return s + z * s * (F(1) - s) * kSqrt8OverPi * (F(1) + F(3 * 0.044715) * z * z);
     }
-    case Activation::kGeluExact:
-      return F(0.5) * (F(1) + F(erf(z * kSqrtHalf))) + z * kInvSqrt2Pi * F(exp(F(-0.5) * z * z));
+    case Activation::kGeluExact: {  // 0 and 1 beyond 40
+      z = Clamp(z, F(40));
+      return NormalCdf(z) + z * kInvSqrt2Pi * F(exp(F(-0.5) * z * z));
+    }
   }
   return F(1);
 }

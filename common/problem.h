@@ -1,6 +1,12 @@
 // The three problems as native code sees them: canonical numbers, confirmed by ffi/ before a
-// launcher gets them. Shape rules live in jaxconv/_problem.py; here they are only restated as the
+// launcher gets them. Shape rules live in jaxconv/_problem; here they are only restated as the
 // equations the handler confirms.
+//
+// Bounds, also confirmed by ffi/, so that 64-bit arithmetic behind it does not overflow and loops end: the extents of any
+// array that are not 0 have a product of at most kMaxElements; stride, dilation and pads are at most kMaxStep in size; the
+// filter has elements, so its taps are in memory; and x and y, with one axis as long as all that a window steps over
+// there (in + out + pads + stride + dilated filter), would have at most kMaxSpanned elements; nor does a convolution sum up
+// more than kMaxProducts products.
 #pragma once
 
 #include <cstdint>
@@ -9,6 +15,11 @@
 #include "common/dtype.h"
 
 namespace jaxconv {
+
+inline constexpr int64_t kMaxElements = int64_t{1} << 60;
+inline constexpr int64_t kMaxSpanned = int64_t{1} << 62;
+inline constexpr int64_t kMaxProducts = int64_t{1} << 62;
+inline constexpr int64_t kMaxStep = (int64_t{1} << 31) - 1;
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Convolution (cross-correlation, as lax):

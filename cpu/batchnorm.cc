@@ -22,9 +22,9 @@
 namespace jaxconv::cpu {
 namespace {
 
-constexpr int64_t kBlockElements = 32768;
-constexpr int64_t kChannelStep = 1024;  // channels-last: partial sums that stay in the L1 cache
-constexpr int64_t kBuffer = 256;        // elements of dz worked out at a time
+constexpr int64_t kBlockElements = BatchNormShape::kBlockElements;
+constexpr int64_t kChannelStep = BatchNormShape::kChannelStep;
+constexpr int64_t kBuffer = BatchNormShape::kBuffer;
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 

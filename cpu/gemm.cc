@@ -76,18 +76,9 @@ JAXCONV_INLINE void TransposeSquare(const T* src, int64_t src_row, T* dst, int64
   for (int i = 0; i < kLanes; ++i) VectorAt(dst + i * dst_row) = v[i];
 }
 
-// Tiles of Gemm. 48 x 128 x 256: B's tile is 128 KiB of float32, half of a small second-level
-// cache.
-constexpr int64_t kTileM = 48, kTileN = 128, kTileK = 256;
-
-// k is cut into parts of at least kMinSplit where there would be fewer than kItems tiles.
-constexpr int64_t kItems = 16, kMinSplit = 1024;
-
-// Multiply-adds from which one product goes to BLAS. Below, its threads cost more than its kernels
-// gain, and much more on a busy machine, where they spin for each other: float32 512^3 on 2 cores
-// with 5 other processes took 68 ms with OpenBLAS 0.3.30 and 3.7 ms here; 1024^3 costs it 32 ms of
-// CPU and us 45.
-constexpr int64_t kBlasWork = int64_t{1} << 27;
+constexpr int64_t kTileM = GemmShape::kTileM, kTileN = GemmShape::kTileN;
+constexpr int64_t kTileK = GemmShape::kTileK, kItems = GemmShape::kItems;
+constexpr int64_t kMinSplit = GemmShape::kMinSplit, kBlasWork = GemmShape::kBlasWork;
 
 }  // namespace
 

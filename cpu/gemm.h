@@ -27,6 +27,19 @@ struct BatchStrides {
   int64_t a, b, c;
 };
 
+// How Gemm cuts a product up. Tests take their shapes from it, on both sides of each threshold.
+struct GemmShape {
+  // 48 x 128 x 256: B's tile is 128 KiB of float32, half of a small second-level cache.
+  static constexpr int64_t kTileM = 48, kTileN = 128, kTileK = 256;
+  // k is cut into parts of at least kMinSplit where there would be fewer than kItems tiles.
+  static constexpr int64_t kItems = 16, kMinSplit = 1024;
+  // Multiply-adds from which one product goes to BLAS. Below, its threads cost more than its kernels
+  // gain, and much more on a busy machine, where they spin for each other: float32 512^3 on 2 cores
+  // with 5 other processes took 68 ms with OpenBLAS 0.3.30 and 3.7 ms here; 1024^3 costs it 32 ms of
+  // CPU and us 45. The bits of those products are BLAS's: they may depend on its number of threads.
+  static constexpr int64_t kBlasWork = int64_t{1} << 27;
+};
+
 // C = alpha op(A) op(B) + beta C for `batch` instances, row-major as in C: op(A) is (m, k), stored
 // (k, m) if trans_a, and so on; ld* are the distances between stored rows. C is not read if beta is
 // 0. Large products go to BLAS (cpu/blas.h) when there is one; the rest, and all of them without

@@ -21,22 +21,25 @@ template <typename T>
 class Scratch {
  public:
   explicit Scratch(int64_t count)
-      : count_(count),
-        data_(static_cast<T*>(
-            ::operator new(static_cast<size_t>(std::max<int64_t>(count, 1)) * sizeof(T),
-                           std::align_val_t(kCacheLine), std::nothrow))) {}
+      : count_(count), data_(count <= kMost ? static_cast<T*>(Allocate(count)) : nullptr) {}
   ~Scratch() { ::operator delete(data_, std::align_val_t(kCacheLine)); }
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
 
   Status status() const {
     if (data_ != nullptr) return Status::Ok();
-    return Status::Internal("cannot allocate " + std::to_string(count_ * int64_t{sizeof(T)}) +
-                            " bytes of scratch memory");
+    return Status::Internal("cannot allocate " + std::to_string(count_) + " elements of " +
+                            std::to_string(sizeof(T)) + " bytes of scratch memory");
   }
   T* data() const { return data_; }
 
  private:
+  static constexpr int64_t kMost = (int64_t{1} << 62) / sizeof(T);  // bytes fit 64 bits
+  static void* Allocate(int64_t count) {
+    return ::operator new(static_cast<size_t>(std::max<int64_t>(count, 1)) * sizeof(T),
+                          std::align_val_t(kCacheLine), std::nothrow);
+  }
+
   int64_t count_;
   T* data_;
 };

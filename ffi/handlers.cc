@@ -3,14 +3,18 @@
 // synchronises and never throws, so a captured CUDA graph may hold it.
 //
 // Python has validated what a user gave. Exported programs reach a handler without Python, so it
-// confirms that buffers and attributes agree before a launcher trusts them.
+// confirms that buffers and attributes agree, and bounds every number (common/problem.h says by what),
+// before a launcher trusts them.
 
 #include "ffi/handlers.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <initializer_list>
+#include <new>
 #include <string>
 
+#include "common/checked.h"
 #include "common/launch.h"
 #include "ffi/wire.h"
 
@@ -29,7 +33,11 @@ using Dims = AnyBuffer::Dimensions;
 
 #ifdef JAXCONV_CUDA
 using PlatformContext = ffi::PlatformStream<cudaStream_t>;
-Context MakeContext(cudaStream_t stream) { return Context{stream}; }
+// An error that somebody else's call left on this thread is not the next launch's.
+Context MakeContext(cudaStream_t stream) {
+  (void)cudaGetLastError();
+  return Context{stream};
+}
 #define JAXCONV_TRAITS {ffi::Traits::kCmdBufferCompatible}
 using ContextArg = cudaStream_t;
 #else
@@ -63,10 +71,12 @@ class Call {
     for (size_t i = 0; i < args; ++i) {
       if (!args_.get<AnyBuffer>(i).has_value())
         return Status::Invalid(Text("an operand is no buffer"));
+      JAXCONV_RETURN_IF_ERROR(ConfirmSize(Arg(i)));
     }
     for (size_t i = 0; i <= rets; ++i) {
       if (!rets_.get<AnyBuffer>(i).has_value())
         return Status::Invalid(Text("a result is no buffer"));
+      JAXCONV_RETURN_IF_ERROR(ConfirmSize(Ret(i)));
     }
     return Status::Ok();
   }
@@ -78,37 +88,58 @@ class Call {
     return {last.untyped_data(), static_cast<int64_t>(last.size_bytes())};
   }
 
-  Status ConfirmShape(const char* what, AnyBuffer buffer,
-                      std::initializer_list<int64_t> shape) const {
+  // where() -> the arrays that ask for the shape, "x=(2, 3), y=(2, 4)"; called only to say what is wrong.
+  template <typename Where>
+  Status ConfirmShape(const char* what, AnyBuffer buffer, std::initializer_list<int64_t> shape,
+                      const Where& where) const {
     Dims dims = buffer.dimensions();
     if (std::equal(dims.begin(), dims.end(), shape.begin(), shape.end())) return Status::Ok();
     Dims expected(shape.begin(), shape.size());
     return Status::Invalid(Text(std::string(what) + " has shape " + wire::ShapeText(dims) +
-                                ", expected " + wire::ShapeText(expected)));
+                                ", expected " + wire::ShapeText(expected) + " by " + where()));
   }
-  Status ConfirmLike(const char* what, AnyBuffer buffer, AnyBuffer like) const {
+  Status ConfirmLike(const char* what, AnyBuffer buffer, const char* whose, AnyBuffer like) const {
     Dims dims = buffer.dimensions(), expected = like.dimensions();
     if (std::equal(dims.begin(), dims.end(), expected.begin(), expected.end()) &&
         buffer.element_type() == like.element_type()) {
       return Status::Ok();
     }
     return Status::Invalid(Text(std::string(what) + " has shape " + wire::ShapeText(dims) +
-                                ", expected " + wire::ShapeText(expected) + " and the same type"));
+                                ", expected the shape and the type of " + whose + ", " +
+                                wire::ShapeText(expected)));
   }
-  Status ConfirmType(const char* what, AnyBuffer buffer, DType dtype) const {
+  Status ConfirmType(const char* what, AnyBuffer buffer, DType dtype, const char* whose) const {
     if (wire::ToDType(buffer.element_type()) == dtype) return Status::Ok();
-    return Status::Invalid(Text(std::string(what) + " must be of type " + Name(dtype)));
+    return Status::Invalid(Text(std::string(what) + " must be of type " + Name(dtype) + ", which " +
+                                whose + " asks for"));
   }
   std::string Text(const std::string& message) const { return std::string(name_) + ": " + message; }
 
  private:
+  // An array without elements may have any extents: no product of them may overflow either.
+  Status ConfirmSize(AnyBuffer buffer) const {
+    Checked size = 1;
+    for (int64_t extent : buffer.dimensions()) size = size * std::max<int64_t>(extent, 1);
+    if (size.Within(1, kMaxElements)) return Status::Ok();
+    return Status::Invalid(
+        Text("an array has the shape " + wire::ShapeText(buffer.dimensions()) +
+             ": the product of the extents that are not 0 must be at most 2^60"));
+  }
+
   const char* name_;
   ffi::RemainingArgs args_;
   ffi::RemainingRets rets_;
 };
 
-jaxconv::Plan ToPlan(const wire::Plan& plan) {
-  return {plan.kernel, plan.tile, plan.splits, plan.chunk};
+Status ToPlan(const Call& call, const wire::Plan& in, jaxconv::Plan* out) {
+  for (int64_t count : {in.splits, in.chunk}) {
+    if (count < 0 || count > kMaxStep) {
+      return Status::Invalid(call.Text("splits=" + std::to_string(in.splits) + " and chunk=" +
+                                       std::to_string(in.chunk) + " must be in [0, 2^31)"));
+    }
+  }
+  *out = {in.kernel, in.tile, in.splits, in.chunk};
+  return Status::Ok();
 }
 
 Status ToEpilogue(const Call& call, const wire::Epilogue& in, Epilogue* out) {
@@ -123,20 +154,52 @@ Status ToEpilogue(const Call& call, const wire::Epilogue& in, Epilogue* out) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Convolution
 
+// The three arrays and what the op calls them.
+struct ConvArrays {
+  AnyBuffer x, w, y;
+  const char *x_name, *w_name, *y_name;
+
+  std::string Text() const {
+    return std::string(x_name) + "=" + wire::ShapeText(x.dimensions()) + ", " + w_name + "=" +
+           wire::ShapeText(w.dimensions()) + ", " + y_name + "=" + wire::ShapeText(y.dimensions());
+  }
+};
+
+// Whether y's extent on axis d is what the window makes of x's, within the bounds of common/problem.h.
+bool AxisIsSound(const ConvProblem& p, int d, int64_t pad_high) {
+  if (p.stride[d] < 1 || p.stride[d] > kMaxStep || p.dilation[d] < 1 || p.dilation[d] > kMaxStep ||
+      p.pad[d] < -kMaxStep || p.pad[d] > kMaxStep || pad_high < -kMaxStep || pad_high > kMaxStep) {
+    return false;
+  }
+  const Checked window = Checked(p.filter[d] - 1) * p.dilation[d] + 1;
+  const Checked slack = Checked(p.in[d]) + p.pad[d] + pad_high - window;
+  if (!slack.Within(0, kMaxElements) || slack.value() / p.stride[d] + 1 != p.out[d]) return false;
+  const Checked span =
+      Checked(p.in[d]) + p.out[d] + std::abs(p.pad[d]) + std::abs(pad_high) + p.stride[d] + window;
+  Checked x = span * std::max<int64_t>(p.n, 1) * p.c, y = span * std::max<int64_t>(p.n, 1) * p.k;
+  for (int other = 0; other < 3; ++other) {
+    if (other == d) continue;
+    x = x * std::max<int64_t>(p.in[other], 1);
+    y = y * std::max<int64_t>(p.out[other], 1);
+  }
+  return x.Within(1, kMaxSpanned) && y.Within(1, kMaxSpanned);
+}
+
 // Reads the problem off the three arrays, whichever of them are results.
-Status ToConvProblem(const Call& call, AnyBuffer x, AnyBuffer w, AnyBuffer y,
-                     const wire::Window& window, ConvProblem* p) {
-  Dims xd = x.dimensions(), wd = w.dimensions(), yd = y.dimensions();
+Status ToConvProblem(const Call& call, const ConvArrays& a, const wire::Window& window,
+                     ConvProblem* p) {
+  Dims xd = a.x.dimensions(), wd = a.w.dimensions(), yd = a.y.dimensions();
   const size_t nd = window.stride.size();
   if (nd < 1 || nd > 3 || xd.size() != nd + 2 || wd.size() != nd + 2 || yd.size() != nd + 2 ||
       window.pad_low.size() != nd || window.pad_high.size() != nd || window.dilation.size() != nd) {
-    return Status::Invalid(call.Text("ranks disagree: x=" + wire::ShapeText(xd) +
-                                     ", w=" + wire::ShapeText(wd) + ", y=" + wire::ShapeText(yd) +
-                                     ", " + std::to_string(nd) + " spatial dimensions"));
+    return Status::Invalid(call.Text("ranks disagree: " + a.Text() + ", " + std::to_string(nd) +
+                                     " spatial dimensions"));
   }
-  auto dtype = wire::ToDType(x.element_type());
-  if (!dtype || w.element_type() != x.element_type() || y.element_type() != x.element_type()) {
-    return Status::Invalid(call.Text("x, w and y must have one floating-point type"));
+  auto dtype = wire::ToDType(a.x.element_type());
+  if (!dtype || a.w.element_type() != a.x.element_type() ||
+      a.y.element_type() != a.x.element_type()) {
+    return Status::Invalid(call.Text(std::string(a.x_name) + ", " + a.w_name + " and " + a.y_name +
+                                     " must have one floating-point type"));
   }
   const bool last = window.dims_channels_last != 0;
   const size_t spatial = last ? 1 : 2;       // first spatial axis of x and y
@@ -150,8 +213,18 @@ Status ToConvProblem(const Call& call, AnyBuffer x, AnyBuffer w, AnyBuffer y,
   p->channels_last = window.memory_channels_last != 0;
   p->dtype = *dtype;
   p->full_float32 = window.full_float32 != 0;
-  bool agree = p->groups >= 1 && p->k % p->groups == 0 && group_c * p->groups == p->c &&
-               yd[0] == p->n && yd[channel] == p->k;
+  const auto disagree = [&](const std::string& how) {
+    return Status::Invalid(call.Text("extents disagree: " + a.Text() +
+                                     ", groups=" + std::to_string(window.groups) + ": " + how));
+  };
+  // An empty filter may have any number of taps, which nothing in memory bounds.
+  if (a.w.element_count() == 0) return disagree(std::string(a.w_name) + " is empty");
+  if (p->groups < 1 || p->groups > p->k || p->k % p->groups != 0 || p->c % p->groups != 0 ||
+      p->c / p->groups != group_c) {
+    return disagree("the channels and the groups");
+  }
+  if (yd[0] != p->n) return disagree("the batches");
+  if (yd[channel] != p->k) return disagree("the output channels");
   for (int i = 0; i < 3; ++i) {
     p->in[i] = p->filter[i] = p->out[i] = p->stride[i] = p->dilation[i] = 1;
     p->pad[i] = 0;
@@ -164,19 +237,17 @@ Status ToConvProblem(const Call& call, AnyBuffer x, AnyBuffer w, AnyBuffer y,
     p->stride[d] = window.stride[i];
     p->pad[d] = window.pad_low[i];
     p->dilation[d] = window.dilation[i];
-    if (p->stride[d] < 1 || p->dilation[d] < 1 || p->filter[d] < 1) {
-      agree = false;
-      continue;
-    }
-    const int64_t reach = p->in[d] + window.pad_low[i] + window.pad_high[i] -
-                          ((p->filter[d] - 1) * p->dilation[d] + 1);
-    agree = agree && reach >= 0 && reach / p->stride[d] + 1 == p->out[d];
   }
-  if (!agree) {
-    return Status::Invalid(call.Text("extents disagree: x=" + wire::ShapeText(xd) +
-                                     ", w=" + wire::ShapeText(wd) + ", y=" + wire::ShapeText(yd) +
-                                     ", groups=" + std::to_string(window.groups)));
+  Checked products = Checked(std::max<int64_t>(p->n, 1)) * p->k * group_c;
+  for (int d = 0; d < 3; ++d) products = products * p->filter[d] * p->out[d];
+  for (size_t i = 0; i < nd; ++i) {
+    if (AxisIsSound(*p, static_cast<int>(3 - nd + i), window.pad_high[i])) continue;
+    return disagree("spatial axis " + std::to_string(i) + " with stride " +
+                    std::to_string(window.stride[i]) + ", padding (" +
+                    std::to_string(window.pad_low[i]) + ", " + std::to_string(window.pad_high[i]) +
+                    ") and dilation " + std::to_string(window.dilation[i]));
   }
+  if (!products.Within(0, kMaxProducts)) return disagree("more than 2^62 products");
   return Status::Ok();
 }
 
@@ -188,13 +259,17 @@ Status Fprop(ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets ret
   JAXCONV_RETURN_IF_ERROR(call.Confirm(2 + e.bias, 1 + e.save_preactivation));
   AnyBuffer x = call.Arg(0), w = call.Arg(1), y = call.Ret(0);
   ConvProblem p;
-  JAXCONV_RETURN_IF_ERROR(ToConvProblem(call, x, w, y, window, &p));
+  jaxconv::Plan how;
+  const ConvArrays arrays = {x, w, y, "x", "w", "y"};
+  const auto where = [&] { return arrays.Text(); };
+  JAXCONV_RETURN_IF_ERROR(ToConvProblem(call, arrays, window, &p));
+  JAXCONV_RETURN_IF_ERROR(ToPlan(call, plan, &how));
   if (e.bias) {
-    JAXCONV_RETURN_IF_ERROR(call.ConfirmShape("b", call.Arg(2), {p.k}));
-    JAXCONV_RETURN_IF_ERROR(call.ConfirmType("b", call.Arg(2), p.dtype));
+    JAXCONV_RETURN_IF_ERROR(call.ConfirmShape("b", call.Arg(2), {p.k}, where));
+    JAXCONV_RETURN_IF_ERROR(call.ConfirmType("b", call.Arg(2), p.dtype, "y"));
   }
-  if (e.save_preactivation) JAXCONV_RETURN_IF_ERROR(call.ConfirmLike("z", call.Ret(1), y));
-  return ConvFprop(MakeContext(context), p, e, ToPlan(plan), x.untyped_data(), w.untyped_data(),
+  if (e.save_preactivation) JAXCONV_RETURN_IF_ERROR(call.ConfirmLike("z", call.Ret(1), "y", y));
+  return ConvFprop(MakeContext(context), p, e, how, x.untyped_data(), w.untyped_data(),
                    e.bias ? call.Arg(2).untyped_data() : nullptr, y.untyped_data(),
                    e.save_preactivation ? call.Ret(1).untyped_data() : nullptr, call.Scratch());
 }
@@ -205,16 +280,21 @@ Status Statistics(ContextArg context, ffi::RemainingArgs args, ffi::RemainingRet
   JAXCONV_RETURN_IF_ERROR(call.Confirm(2, 3));
   AnyBuffer x = call.Arg(0), w = call.Arg(1), y = call.Ret(0);
   ConvProblem p;
-  JAXCONV_RETURN_IF_ERROR(ToConvProblem(call, x, w, y, window, &p));
+  jaxconv::Plan how;
+  const ConvArrays arrays = {x, w, y, "x", "w", "y"};
+  const auto where = [&] { return arrays.Text(); };
+  JAXCONV_RETURN_IF_ERROR(ToConvProblem(call, arrays, window, &p));
+  JAXCONV_RETURN_IF_ERROR(ToPlan(call, plan, &how));
   if (p.n * p.out_size() == 0) {
     return Status::Invalid(call.Text("y has no elements: there are no statistics of nothing"));
   }
   for (size_t i = 1; i <= 2; ++i) {
-    JAXCONV_RETURN_IF_ERROR(call.ConfirmShape("a statistic", call.Ret(i), {p.k}));
-    JAXCONV_RETURN_IF_ERROR(call.ConfirmType("a statistic", call.Ret(i),
-                                             p.dtype == DType::kF64 ? DType::kF64 : DType::kF32));
+    const char* what = i == 1 ? "mean" : "var";
+    JAXCONV_RETURN_IF_ERROR(call.ConfirmShape(what, call.Ret(i), {p.k}, where));
+    JAXCONV_RETURN_IF_ERROR(call.ConfirmType(
+        what, call.Ret(i), p.dtype == DType::kF64 ? DType::kF64 : DType::kF32, "y"));
   }
-  return ConvStatistics(MakeContext(context), p, ToPlan(plan), x.untyped_data(), w.untyped_data(),
+  return ConvStatistics(MakeContext(context), p, how, x.untyped_data(), w.untyped_data(),
                         y.untyped_data(), call.Ret(1).untyped_data(), call.Ret(2).untyped_data(),
                         call.Scratch());
 }
@@ -225,9 +305,11 @@ Status Dgrad(ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets ret
   JAXCONV_RETURN_IF_ERROR(call.Confirm(2 + addend, 1));
   AnyBuffer dy = call.Arg(0), w = call.Arg(1), dx = call.Ret(0);
   ConvProblem p;
-  JAXCONV_RETURN_IF_ERROR(ToConvProblem(call, dx, w, dy, window, &p));
-  if (addend) JAXCONV_RETURN_IF_ERROR(call.ConfirmLike("c", call.Arg(2), dx));
-  return ConvDgrad(MakeContext(context), p, ToPlan(plan), dy.untyped_data(), w.untyped_data(),
+  jaxconv::Plan how;
+  JAXCONV_RETURN_IF_ERROR(ToConvProblem(call, {dx, w, dy, "dx", "w", "dy"}, window, &p));
+  JAXCONV_RETURN_IF_ERROR(ToPlan(call, plan, &how));
+  if (addend) JAXCONV_RETURN_IF_ERROR(call.ConfirmLike("c", call.Arg(2), "dx", dx));
+  return ConvDgrad(MakeContext(context), p, how, dy.untyped_data(), w.untyped_data(),
                    addend ? call.Arg(2).untyped_data() : nullptr, dx.untyped_data(),
                    call.Scratch());
 }
@@ -238,8 +320,10 @@ Status Wgrad(ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets ret
   JAXCONV_RETURN_IF_ERROR(call.Confirm(2, 1));
   AnyBuffer x = call.Arg(0), dy = call.Arg(1), dw = call.Ret(0);
   ConvProblem p;
-  JAXCONV_RETURN_IF_ERROR(ToConvProblem(call, x, dw, dy, window, &p));
-  return ConvWgrad(MakeContext(context), p, ToPlan(plan), x.untyped_data(), dy.untyped_data(),
+  jaxconv::Plan how;
+  JAXCONV_RETURN_IF_ERROR(ToConvProblem(call, {x, dw, dy, "x", "dw", "dy"}, window, &p));
+  JAXCONV_RETURN_IF_ERROR(ToPlan(call, plan, &how));
+  return ConvWgrad(MakeContext(context), p, how, x.untyped_data(), dy.untyped_data(),
                    dw.untyped_data(), call.Scratch());
 }
 
@@ -266,6 +350,8 @@ Status DenseOp(ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets r
     return Status::Invalid(call.Text("x=" + wire::ShapeText(xd) + " and y=" + wire::ShapeText(yd) +
                                      " are no matrices of one floating-point type"));
   }
+  jaxconv::Plan how;
+  JAXCONV_RETURN_IF_ERROR(ToPlan(call, plan, &how));
   DenseProblem p;
   p.batch = instance ? yd[0] : 1;
   p.m = yd[instance];
@@ -284,33 +370,34 @@ Status DenseOp(ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets r
   p.dtype = *dtype;
   p.full_float32 = product.full_float32 != 0;
 
+  const auto where = [&] { return "x=" + wire::ShapeText(xd) + ", y=" + wire::ShapeText(yd); };
   auto confirm = [&](const char* what, AnyBuffer buffer, bool batched, int64_t rows,
                      int64_t columns) {
-    JAXCONV_RETURN_IF_ERROR(call.ConfirmType(what, buffer, p.dtype));
-    return batched ? call.ConfirmShape(what, buffer, {p.batch, rows, columns})
-                   : call.ConfirmShape(what, buffer, {rows, columns});
+    JAXCONV_RETURN_IF_ERROR(call.ConfirmType(what, buffer, p.dtype, "x"));
+    return batched ? call.ConfirmShape(what, buffer, {p.batch, rows, columns}, where)
+                   : call.ConfirmShape(what, buffer, {rows, columns}, where);
   };
   JAXCONV_RETURN_IF_ERROR(
       confirm("x", x, p.x_batched, p.trans_x ? p.k : p.m, p.trans_x ? p.m : p.k));
   JAXCONV_RETURN_IF_ERROR(
       confirm("w", w, p.w_batched, p.trans_w ? p.n : p.k, p.trans_w ? p.k : p.n));
-  JAXCONV_RETURN_IF_ERROR(call.ConfirmType("y", y, p.dtype));
+  JAXCONV_RETURN_IF_ERROR(call.ConfirmType("y", y, p.dtype, "x"));
   const void *b = nullptr, *c = nullptr;
   size_t next = 2;
   if (e.bias) {
     AnyBuffer buffer = call.Arg(next++);
     const int64_t size = p.bias == BiasKind::kScalar ? 1 : p.bias == BiasKind::kRow ? p.m : p.n;
-    JAXCONV_RETURN_IF_ERROR(call.ConfirmType("b", buffer, p.dtype));
-    JAXCONV_RETURN_IF_ERROR(p.bias_batched ? call.ConfirmShape("b", buffer, {p.batch, size})
-                                           : call.ConfirmShape("b", buffer, {size}));
+    JAXCONV_RETURN_IF_ERROR(call.ConfirmType("b", buffer, p.dtype, "x"));
+    JAXCONV_RETURN_IF_ERROR(p.bias_batched ? call.ConfirmShape("b", buffer, {p.batch, size}, where)
+                                           : call.ConfirmShape("b", buffer, {size}, where));
     b = buffer.untyped_data();
   }
   if (addend) {
     JAXCONV_RETURN_IF_ERROR(confirm("c", call.Arg(next), p.c_batched, p.m, p.n));
     c = call.Arg(next).untyped_data();
   }
-  if (e.save_preactivation) JAXCONV_RETURN_IF_ERROR(call.ConfirmLike("z", call.Ret(1), y));
-  return Dense(MakeContext(context), p, e, ToPlan(plan), x.untyped_data(), w.untyped_data(), b, c,
+  if (e.save_preactivation) JAXCONV_RETURN_IF_ERROR(call.ConfirmLike("z", call.Ret(1), "y", y));
+  return Dense(MakeContext(context), p, e, how, x.untyped_data(), w.untyped_data(), b, c,
                y.untyped_data(), e.save_preactivation ? call.Ret(1).untyped_data() : nullptr,
                call.Scratch());
 }
@@ -344,16 +431,18 @@ Status ToBatchNormProblem(const Call& call, AnyBuffer x, const wire::Norm& norm,
   return Status::Ok();
 }
 
-// Operands and results [first, last) must be per-channel arrays.
+// Operands or results first, first + 1, ... must be the per-channel arrays of these names.
 template <typename Get>
-Status ConfirmParams(const Call& call, const wire::Norm& norm, const BatchNormProblem& p, Get get,
-                     size_t first, size_t last) {
+Status ConfirmParams(const Call& call, const wire::Norm& norm, const BatchNormProblem& p,
+                     AnyBuffer x, Get get, size_t first, std::initializer_list<const char*> names) {
   const DType dtype = p.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
-  for (size_t i = first; i < last; ++i) {
-    JAXCONV_RETURN_IF_ERROR(call.ConfirmType("a per-channel array", get(i), dtype));
-    JAXCONV_RETURN_IF_ERROR(
-        norm.batched ? call.ConfirmShape("a per-channel array", get(i), {p.batch, p.channels})
-                     : call.ConfirmShape("a per-channel array", get(i), {p.channels}));
+  const auto where = [&] { return "x=" + wire::ShapeText(x.dimensions()); };
+  for (const char* name : names) {
+    AnyBuffer array = get(first++);
+    JAXCONV_RETURN_IF_ERROR(call.ConfirmType(name, array, dtype, "x"));
+    JAXCONV_RETURN_IF_ERROR(norm.batched
+                                ? call.ConfirmShape(name, array, {p.batch, p.channels}, where)
+                                : call.ConfirmShape(name, array, {p.channels}, where));
   }
   return Status::Ok();
 }
@@ -366,14 +455,18 @@ Status NormTrain(ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets
   auto arg = [&](size_t i) { return call.Arg(i); };
   auto ret = [&](size_t i) { return call.Ret(i); };
   BatchNormProblem p;
+  jaxconv::Plan how;
   JAXCONV_RETURN_IF_ERROR(ToBatchNormProblem(call, arg(0), norm, &p));
-  JAXCONV_RETURN_IF_ERROR(ConfirmParams(call, norm, p, arg, 1, 5));
-  JAXCONV_RETURN_IF_ERROR(ConfirmParams(call, norm, p, ret, 1, 5));
-  JAXCONV_RETURN_IF_ERROR(call.ConfirmLike("y", ret(0), arg(0)));
-  if (residual) JAXCONV_RETURN_IF_ERROR(call.ConfirmLike("residual", arg(5), arg(0)));
+  JAXCONV_RETURN_IF_ERROR(ToPlan(call, plan, &how));
+  JAXCONV_RETURN_IF_ERROR(ConfirmParams(call, norm, p, arg(0), arg, 1,
+                                        {"scale", "bias", "running_mean", "running_var"}));
+  JAXCONV_RETURN_IF_ERROR(
+      ConfirmParams(call, norm, p, arg(0), ret, 1, {"new_mean", "new_var", "mean", "rstd"}));
+  JAXCONV_RETURN_IF_ERROR(call.ConfirmLike("y", ret(0), "x", arg(0)));
+  if (residual) JAXCONV_RETURN_IF_ERROR(call.ConfirmLike("residual", arg(5), "x", arg(0)));
   auto in = [&](size_t i) { return arg(i).untyped_data(); };
   auto out = [&](size_t i) { return ret(i).untyped_data(); };
-  return BatchNormTrain(MakeContext(context), p, ToPlan(plan), in(0), in(1), in(2), in(3), in(4),
+  return BatchNormTrain(MakeContext(context), p, how, in(0), in(1), in(2), in(3), in(4),
                         residual ? in(5) : nullptr, out(0), out(1), out(2), out(3), out(4),
                         call.Scratch());
 }
@@ -385,12 +478,15 @@ Status NormInfer(ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets
   JAXCONV_RETURN_IF_ERROR(call.Confirm(5 + residual, 1));
   auto arg = [&](size_t i) { return call.Arg(i); };
   BatchNormProblem p;
+  jaxconv::Plan how;
   JAXCONV_RETURN_IF_ERROR(ToBatchNormProblem(call, arg(0), norm, &p));
-  JAXCONV_RETURN_IF_ERROR(ConfirmParams(call, norm, p, arg, 1, 5));
-  JAXCONV_RETURN_IF_ERROR(call.ConfirmLike("y", call.Ret(0), arg(0)));
-  if (residual) JAXCONV_RETURN_IF_ERROR(call.ConfirmLike("residual", arg(5), arg(0)));
+  JAXCONV_RETURN_IF_ERROR(ToPlan(call, plan, &how));
+  JAXCONV_RETURN_IF_ERROR(
+      ConfirmParams(call, norm, p, arg(0), arg, 1, {"scale", "bias", "mean", "var"}));
+  JAXCONV_RETURN_IF_ERROR(call.ConfirmLike("y", call.Ret(0), "x", arg(0)));
+  if (residual) JAXCONV_RETURN_IF_ERROR(call.ConfirmLike("residual", arg(5), "x", arg(0)));
   auto in = [&](size_t i) { return arg(i).untyped_data(); };
-  return BatchNormInfer(MakeContext(context), p, ToPlan(plan), in(0), in(1), in(2), in(3), in(4),
+  return BatchNormInfer(MakeContext(context), p, how, in(0), in(1), in(2), in(3), in(4),
                         residual ? in(5) : nullptr, call.Ret(0).untyped_data());
 }
 
@@ -403,31 +499,45 @@ Status NormBackward(ContextArg context, ffi::RemainingArgs args, ffi::RemainingR
   auto arg = [&](size_t i) { return call.Arg(i); };
   auto ret = [&](size_t i) { return call.Ret(i); };
   BatchNormProblem p;
+  jaxconv::Plan how;
   JAXCONV_RETURN_IF_ERROR(ToBatchNormProblem(call, arg(0), norm, &p));
-  JAXCONV_RETURN_IF_ERROR(call.ConfirmLike("dy", arg(1), arg(0)));
-  JAXCONV_RETURN_IF_ERROR(ConfirmParams(call, norm, p, arg, 2, 6));
-  JAXCONV_RETURN_IF_ERROR(ConfirmParams(call, norm, p, ret, 0, 2));
-  for (size_t i = 2; i < 2u + dx + dresidual; ++i) {
-    JAXCONV_RETURN_IF_ERROR(call.ConfirmLike("a gradient", ret(i), arg(0)));
+  JAXCONV_RETURN_IF_ERROR(ToPlan(call, plan, &how));
+  JAXCONV_RETURN_IF_ERROR(call.ConfirmLike("dy", arg(1), "x", arg(0)));
+  JAXCONV_RETURN_IF_ERROR(
+      ConfirmParams(call, norm, p, arg(0), arg, 2, {"scale", "bias", "mean", "rstd"}));
+  JAXCONV_RETURN_IF_ERROR(ConfirmParams(call, norm, p, arg(0), ret, 0, {"dscale", "dbias"}));
+  if (dx) JAXCONV_RETURN_IF_ERROR(call.ConfirmLike("dx", ret(2), "x", arg(0)));
+  if (dresidual) {
+    JAXCONV_RETURN_IF_ERROR(call.ConfirmLike("dresidual", ret(2 + dx), "x", arg(0)));
   }
-  if (residual) JAXCONV_RETURN_IF_ERROR(call.ConfirmLike("residual", arg(6), arg(0)));
+  if (residual) JAXCONV_RETURN_IF_ERROR(call.ConfirmLike("residual", arg(6), "x", arg(0)));
   auto in = [&](size_t i) { return arg(i).untyped_data(); };
   auto out = [&](size_t i) { return ret(i).untyped_data(); };
-  return BatchNormBackward(MakeContext(context), p, ToPlan(plan), in(0), in(1), in(2), in(3), in(4),
-                           in(5), residual ? in(6) : nullptr, dx ? out(2) : nullptr, out(0), out(1),
+  return BatchNormBackward(MakeContext(context), p, how, in(0), in(1), in(2), in(3), in(4), in(5),
+                           residual ? in(6) : nullptr, dx ? out(2) : nullptr, out(0), out(1),
                            dresidual ? out(2 + dx) : nullptr, call.Scratch());
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Bindings. A Status becomes an ffi::Error here and nowhere else.
+// Bindings. A Status becomes an ffi::Error here and nowhere else, and the host's allocator, which alone throws, is caught.
+
+template <typename Op>
+ffi::Error Answer(const Op& op) {
+  try {
+    return wire::ToFfi(op());
+  } catch (const std::bad_alloc&) {
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "out of host memory");
+  }
+}
 
 #define JAXCONV_BASE ffi::Ffi::Bind().Ctx<PlatformContext>().RemainingArgs().RemainingRets()
 
 XLA_FFI_DEFINE_HANDLER(
     kFprop,
     [](ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets, wire::Window window,
-       wire::Epilogue epilogue,
-       wire::Plan plan) { return wire::ToFfi(Fprop(context, args, rets, window, epilogue, plan)); },
+       wire::Epilogue epilogue, wire::Plan plan) {
+      return Answer([&] { return Fprop(context, args, rets, window, epilogue, plan); });
+    },
     JAXCONV_BASE.Attr<wire::Window>("window")
         .Attr<wire::Epilogue>("epilogue")
         .Attr<wire::Plan>("plan"),
@@ -436,32 +546,40 @@ XLA_FFI_DEFINE_HANDLER(
 XLA_FFI_DEFINE_HANDLER(
     kStatistics,
     [](ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets, wire::Window window,
-       wire::Plan plan) { return wire::ToFfi(Statistics(context, args, rets, window, plan)); },
+       wire::Plan plan) {
+      return Answer([&] { return Statistics(context, args, rets, window, plan); });
+    },
     JAXCONV_BASE.Attr<wire::Window>("window").Attr<wire::Plan>("plan"), JAXCONV_TRAITS);
 
 XLA_FFI_DEFINE_HANDLER(
     kDgrad,
     [](ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets, wire::Window window,
-       wire::Plan plan) { return wire::ToFfi(Dgrad(context, args, rets, window, plan, false)); },
+       wire::Plan plan) {
+      return Answer([&] { return Dgrad(context, args, rets, window, plan, false); });
+    },
     JAXCONV_BASE.Attr<wire::Window>("window").Attr<wire::Plan>("plan"), JAXCONV_TRAITS);
 
 XLA_FFI_DEFINE_HANDLER(
     kDgradAdd,
     [](ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets, wire::Window window,
-       wire::Plan plan) { return wire::ToFfi(Dgrad(context, args, rets, window, plan, true)); },
+       wire::Plan plan) {
+      return Answer([&] { return Dgrad(context, args, rets, window, plan, true); });
+    },
     JAXCONV_BASE.Attr<wire::Window>("window").Attr<wire::Plan>("plan"), JAXCONV_TRAITS);
 
 XLA_FFI_DEFINE_HANDLER(
     kWgrad,
     [](ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets, wire::Window window,
-       wire::Plan plan) { return wire::ToFfi(Wgrad(context, args, rets, window, plan)); },
+       wire::Plan plan) {
+      return Answer([&] { return Wgrad(context, args, rets, window, plan); });
+    },
     JAXCONV_BASE.Attr<wire::Window>("window").Attr<wire::Plan>("plan"), JAXCONV_TRAITS);
 
 XLA_FFI_DEFINE_HANDLER(
     kDense,
     [](ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets, wire::Product product,
        wire::Epilogue epilogue, wire::Plan plan) {
-      return wire::ToFfi(DenseOp(context, args, rets, product, epilogue, plan));
+      return Answer([&] { return DenseOp(context, args, rets, product, epilogue, plan); });
     },
     JAXCONV_BASE.Attr<wire::Product>("product")
         .Attr<wire::Epilogue>("epilogue")
@@ -471,20 +589,25 @@ XLA_FFI_DEFINE_HANDLER(
 XLA_FFI_DEFINE_HANDLER(
     kNormTrain,
     [](ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets, wire::Norm norm,
-       wire::Plan plan) { return wire::ToFfi(NormTrain(context, args, rets, norm, plan)); },
+       wire::Plan plan) {
+      return Answer([&] { return NormTrain(context, args, rets, norm, plan); });
+    },
     JAXCONV_BASE.Attr<wire::Norm>("norm").Attr<wire::Plan>("plan"), JAXCONV_TRAITS);
 
 XLA_FFI_DEFINE_HANDLER(
     kNormInfer,
     [](ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets, wire::Norm norm,
-       wire::Plan plan) { return wire::ToFfi(NormInfer(context, args, rets, norm, plan)); },
+       wire::Plan plan) {
+      return Answer([&] { return NormInfer(context, args, rets, norm, plan); });
+    },
     JAXCONV_BASE.Attr<wire::Norm>("norm").Attr<wire::Plan>("plan"), JAXCONV_TRAITS);
 
 XLA_FFI_DEFINE_HANDLER(
     kNormBackward,
     [](ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets, wire::Norm norm,
        int64_t want_dx, int64_t want_dresidual, wire::Plan plan) {
-      return wire::ToFfi(NormBackward(context, args, rets, norm, want_dx, want_dresidual, plan));
+      return Answer(
+          [&] { return NormBackward(context, args, rets, norm, want_dx, want_dresidual, plan); });
     },
     JAXCONV_BASE.Attr<wire::Norm>("norm")
         .Attr<int64_t>("want_dx")
@@ -492,24 +615,49 @@ XLA_FFI_DEFINE_HANDLER(
         .Attr<wire::Plan>("plan"),
     JAXCONV_TRAITS);
 
+// Version 1 named a plan's algorithm where version 2 names its kernel.
+XLA_FFI_DEFINE_HANDLER(
+    kVersion1Refused,
+    [](ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
+      return ffi::Error(
+          ffi::ErrorCode::kUnimplemented,
+          "this program was exported with an older jaxconv, whose calls this version no "
+          "longer has: export it again (jax.export) with the installed jaxconv");
+    },
+    ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs());
+
+constexpr const char* kVersion1[] = {"jaxconv_conv_v1",
+                                     "jaxconv_conv_fprop_v1",
+                                     "jaxconv_conv_statistics_v1",
+                                     "jaxconv_conv_dgrad_v1",
+                                     "jaxconv_conv_dgrad_add_v1",
+                                     "jaxconv_conv_wgrad_v1",
+                                     "jaxconv_dense_v1",
+                                     "jaxconv_matmul_v1",
+                                     "jaxconv_batchnorm_train_v1",
+                                     "jaxconv_batchnorm_infer_v1",
+                                     "jaxconv_batchnorm_backward_v1"};
+
 }  // namespace
 
 // The bare fprop and the fused conv share a handler, as matmul and dense do: the epilogue says what
 // follows.
 std::vector<std::pair<const char*, XLA_FFI_Handler*>> Handlers() {
-  return {
-      {"jaxconv_conv_v1", kFprop},
-      {"jaxconv_conv_fprop_v1", kFprop},
-      {"jaxconv_conv_statistics_v1", kStatistics},
-      {"jaxconv_conv_dgrad_v1", kDgrad},
-      {"jaxconv_conv_dgrad_add_v1", kDgradAdd},
-      {"jaxconv_conv_wgrad_v1", kWgrad},
-      {"jaxconv_dense_v1", kDense},
-      {"jaxconv_matmul_v1", kDense},
-      {"jaxconv_batchnorm_train_v1", kNormTrain},
-      {"jaxconv_batchnorm_infer_v1", kNormInfer},
-      {"jaxconv_batchnorm_backward_v1", kNormBackward},
+  std::vector<std::pair<const char*, XLA_FFI_Handler*>> handlers = {
+      {"jaxconv_conv_v2", kFprop},
+      {"jaxconv_conv_fprop_v2", kFprop},
+      {"jaxconv_conv_statistics_v2", kStatistics},
+      {"jaxconv_conv_dgrad_v2", kDgrad},
+      {"jaxconv_conv_dgrad_add_v2", kDgradAdd},
+      {"jaxconv_conv_wgrad_v2", kWgrad},
+      {"jaxconv_dense_v2", kDense},
+      {"jaxconv_matmul_v2", kDense},
+      {"jaxconv_batchnorm_train_v2", kNormTrain},
+      {"jaxconv_batchnorm_infer_v2", kNormInfer},
+      {"jaxconv_batchnorm_backward_v2", kNormBackward},
   };
+  for (const char* name : kVersion1) handlers.emplace_back(name, kVersion1Refused);
+  return handlers;
 }
 
 }  // namespace jaxconv::JAXCONV_BACKEND

@@ -11,7 +11,9 @@
 #include "ffi/handlers.h"
 
 #ifndef JAXCONV_CUDA
+#include "cpu/batchnorm.h"
 #include "cpu/blas.h"
+#include "cpu/gemm.h"
 #include "ffi/domain.h"
 #endif
 
@@ -38,6 +40,22 @@ NB_MODULE(JAXCONV_MODULE, m) {
     jaxconv::cpu::SetBlas(reinterpret_cast<void*>(sgemm), reinterpret_cast<void*>(dgemm));
   });
   jaxconv::BindDomain(m);
+  // Sizes at which the work is cut: the tests' shapes stand on both sides of each.
+  m.def("thresholds", [] {
+    using Gemm = jaxconv::cpu::GemmShape;
+    using Norm = jaxconv::cpu::BatchNormShape;
+    nb::dict d;
+    d["gemm_tile_m"] = Gemm::kTileM;
+    d["gemm_tile_n"] = Gemm::kTileN;
+    d["gemm_tile_k"] = Gemm::kTileK;
+    d["gemm_items"] = Gemm::kItems;
+    d["gemm_min_split"] = Gemm::kMinSplit;
+    d["gemm_blas_work"] = Gemm::kBlasWork;
+    d["batchnorm_block_elements"] = Norm::kBlockElements;
+    d["batchnorm_channel_step"] = Norm::kChannelStep;
+    d["batchnorm_buffer"] = Norm::kBuffer;
+    return d;
+  });
   m.def("has_blas", [] { return jaxconv::cpu::HasBlas(); });
 #endif
 }

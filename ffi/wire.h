@@ -76,7 +76,7 @@ inline std::optional<DType> ToDType(ffi::DataType type) {
 }
 
 inline std::optional<Activation> ToActivation(std::string_view name) {
-  for (size_t i = 0; i < std::size(kActivationNames); ++i) {
+  for (int i = 0; i < kActivationCount; ++i) {
     if (kActivationNames[i] == name) return static_cast<Activation>(i);
   }
   return std::nullopt;

@@ -59,7 +59,7 @@ class Kernel:
     partition: Callable[[Any], _sharding.Partition]
     multiple_results: bool
     primitive: Primitive
-    version: int = 1  # of the target's operands and attributes: exported programs hold them
+    version: int = 2  # of the target's operands and attributes: exported programs hold them
 
     @property
     def target(self) -> str:

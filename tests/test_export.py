@@ -65,7 +65,7 @@ def test_export_with_gradients():
 
 
 def test_export_needs_the_checks_and_they_are_complete():
-    with pytest.raises(ValueError, match="jaxconv_conv_v1"):
+    with pytest.raises(ValueError, match="jaxconv_conv_v2"):
         export.export(jax.jit(model))(*ARGS)
     assert len(jaxconv.export_checks()) == len(_op.KERNELS)
 
@@ -302,3 +302,9 @@ def test_named_scopes_and_the_callers_line():
     (line,) = [line for line in text.splitlines() if 'custom_call_target="jaxconv_conv_fprop' in line]
     assert "stem/jaxconv_conv_fprop" in line
     assert os.path.dirname(jaxconv.__file__) + os.sep + "_op.py" not in text
+
+
+def test_a_program_of_the_first_wire_version_is_refused_with_what_to_do():
+    old = jax.ffi.ffi_call("jaxconv_conv_v1", jax.ShapeDtypeStruct((2,), jnp.float32))
+    with pytest.raises(Exception, match=r"exported with an older jaxconv.*export it again"):
+        jax.block_until_ready(jax.jit(lambda x: old(x, plan={"algorithm": "direct"}))(jnp.ones(2)))

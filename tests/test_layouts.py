@@ -61,7 +61,7 @@ def test_kernels_that_read_channels_last_ask_for_that_layout(algorithm, monkeypa
     _, f, args = chain(algorithm)
     text = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     layouts = r"operand_layouts = \[(.*?)\], result_layouts = \[(.*?)\]}"
-    calls = re.findall(rf"stablehlo.custom_call @jaxconv_(\w+)_v1.*{layouts}", text)
+    calls = re.findall(rf"stablehlo.custom_call @jaxconv_(\w+)_v2.*{layouts}", text)
     assert sorted(name for name, _, _ in calls) == ["conv"] * 3 + ["conv_dgrad"] * 3 + ["conv_wgrad"] * 3
     activation, filter = (LAST, FILTER_LAST) if KERNELS[algorithm][2] else (FIRST, FIRST)
     expected = {

@@ -110,22 +110,20 @@ __device__ __forceinline__ void ApplyOne(const float (&z)[V], float slope, float
   }
 }
 
-// The switch is outside the loop over the vector: one uniform branch.
-template <bool kGrad, bool kSmooth, int V>
+// The branches are outside the loop over the vector and uniform: one for each activation of the class from kFrom on, all
+// of them without a list that could lack one.
+template <bool kGrad, bool kSmooth, int V, int kFrom = 1>
 __device__ __forceinline__ void Apply(Activation a, float slope, const float (&z)[V],
                                       float (&v)[V]) {
-  if (a == Activation::kRelu) return ApplyOne<kGrad, Activation::kRelu>(z, slope, v);
-  if (a == Activation::kRelu6) return ApplyOne<kGrad, Activation::kRelu6>(z, slope, v);
-  if (a == Activation::kLeakyRelu) return ApplyOne<kGrad, Activation::kLeakyRelu>(z, slope, v);
-  if constexpr (kSmooth) {
-    if (a == Activation::kElu) return ApplyOne<kGrad, Activation::kElu>(z, slope, v);
-    if (a == Activation::kTanh) return ApplyOne<kGrad, Activation::kTanh>(z, slope, v);
-    if (a == Activation::kSigmoid) return ApplyOne<kGrad, Activation::kSigmoid>(z, slope, v);
-    if (a == Activation::kSilu) return ApplyOne<kGrad, Activation::kSilu>(z, slope, v);
-    if (a == Activation::kGelu) return ApplyOne<kGrad, Activation::kGelu>(z, slope, v);
-    if (a == Activation::kGeluExact) return ApplyOne<kGrad, Activation::kGeluExact>(z, slope, v);
+  if constexpr (kFrom == kActivationCount) {
+    ApplyOne<kGrad, Activation::kNone>(z, slope, v);
+  } else {
+    constexpr Activation kThis = static_cast<Activation>(kFrom);
+    if constexpr (kSmooth || !IsSmooth(kThis)) {
+      if (a == kThis) return ApplyOne<kGrad, kThis>(z, slope, v);
+    }
+    Apply<kGrad, kSmooth, V, kFrom + 1>(a, slope, z, v);
   }
-  ApplyOne<kGrad, Activation::kNone>(z, slope, v);
 }
 
 }  // namespace jaxconv::cuda::batchnorm

@@ -29,8 +29,9 @@
 //   bytes of neighbouring channels, channels-last; one channel, channels-first), keep what of it fits in their shared
 //   memory, and add its sums up together; the teams take groups in turn. Traffic: train 1 read + 1 write, backward 2 reads
 //   + 1 write where a group fits on chip; what does not is read a second time, from the L2 cache if it is still there.
-//   Plan: tile "32B", "64B" or "128B", the width; splits, the CTAs of a team, of which the device must run as many at
-//   once: two a multiprocessor, or one where backward has 16-bit channels-last x and another activation than ReLU.
+//   Plan: tile "32B", "64B" or "128B", the width; splits, the CTAs of a team, of which no more take part than the device
+//   runs at once: two a multiprocessor, or one where backward has 16-bit channels-last x and another activation than
+//   ReLU.
 //   Workspace, bytes: 32 * (channels of a group) * (CTAs of a team + 1) * (teams: as many as run at once or as there are
 //   groups); fewer mean fewer teams.
 //   Domain: 16-byte aligned; channels-last, vec > 1 above; channels-first, images of no fewer elements than a vector has.

@@ -12,6 +12,7 @@
 #include "cuda/batchnorm/batchnorm.h"
 #include "cuda/batchnorm/channel.cuh"
 #include "cuda/batchnorm/launch.h"
+#include "cuda/core/device.h"
 #include "cuda/core/reduce.cuh"
 
 namespace jaxconv::cuda::batchnorm {
@@ -245,20 +246,13 @@ Status MakeFit(const BatchNormProblem& p, bool channels_last, int vec, int held,
   }
 }
 
-// Of the kernel as compiled, and its leave to use that much dynamic shared memory.
+// Of the kernel as compiled.
 template <typename Kernel>
 Status StaticBytes(Kernel kernel, const std::string& what, size_t& bytes) {
   cudaFuncAttributes attributes{};
   JAXCONV_RETURN_IF_ERROR(CudaStatus(cudaFuncGetAttributes(&attributes, kernel), what));
   bytes = attributes.sharedSizeBytes;
   return Status::Ok();
-}
-
-template <typename Kernel>
-Status AllowSlab(Kernel kernel, const Fit& fit, const std::string& what) {
-  return CudaStatus(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                         static_cast<int>(fit.bytes)),
-                    what);
 }
 
 }  // namespace
@@ -275,7 +269,7 @@ Status ResidentTrain(const Context& ctx, const BatchNormProblem& p, const Forwar
       JAXCONV_RETURN_IF_ERROR(StaticBytes(kernel, what, kernel_static));
       Fit fit{};
       JAXCONV_RETURN_IF_ERROR(MakeFit(p, I::kLast, I::V, 1, kernel_static, what, fit));
-      JAXCONV_RETURN_IF_ERROR(AllowSlab(kernel, fit, what));
+      JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
       args.layout = fit.layout;
       const unsigned blocks = static_cast<unsigned>(fit.layout.tiles * p.batch);
       kernel<<<blocks, fit.threads, fit.bytes, ctx.stream>>>(args);
@@ -296,7 +290,7 @@ Status ResidentBackward(const Context& ctx, const BatchNormProblem& p, const Bac
       JAXCONV_RETURN_IF_ERROR(StaticBytes(kernel, what, kernel_static));
       Fit fit{};
       JAXCONV_RETURN_IF_ERROR(MakeFit(p, I::kLast, I::V, 2, kernel_static, what, fit));
-      JAXCONV_RETURN_IF_ERROR(AllowSlab(kernel, fit, what));
+      JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
       args.layout = fit.layout;
       const unsigned blocks = static_cast<unsigned>(fit.layout.tiles * p.batch);
       kernel<<<blocks, fit.threads, fit.bytes, ctx.stream>>>(args, fit.slots);

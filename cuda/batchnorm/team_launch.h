@@ -10,6 +10,7 @@
 #include "cuda/batchnorm/layout.h"
 #include "cuda/batchnorm/team.cuh"
 #include "cuda/core/context.h"
+#include "cuda/core/device.h"
 
 namespace jaxconv::cuda::batchnorm {
 
@@ -41,13 +42,13 @@ inline Status MakeTeamFit(const BatchNormProblem& p, bool channels_last, int vec
   fit.layout = MakeLayout(p, channels_last, vec, shape.width);
   const Layout& a = fit.layout;
   Team& q = fit.team;
-  q.ctas = shape.ctas;
+  const int most = sms * blocks;
+  // The plan may be another device's. A team of any size is right.
+  q.ctas = std::min(shape.ctas, most);
   q.groups = a.tiles * a.batch;
   const int64_t columns = 2 * a.lanes * (channels_last ? vec : 1);
-  const int most = sms * blocks;
-  if (q.ctas < 1 || q.ctas > most) {
-    return Status::Invalid(what + ": a team of " + std::to_string(q.ctas) +
-                           " CTAs, the device runs " + std::to_string(most) + " together");
+  if (q.ctas < 1) {
+    return Status::Invalid(what + ": a team of " + std::to_string(q.ctas) + " CTAs");
   }
   q.meet = q.ctas == 1                        ? Meet::kAlone
            : q.ctas * columns > kMeetingWords ? Meet::kParts
@@ -87,10 +88,7 @@ inline Status MakeTeamFit(const BatchNormProblem& p, bool channels_last, int vec
 template <typename Kernel, typename Args>
 Status LaunchTeam(const Context& ctx, Kernel kernel, const Args& args, const TeamFit& fit,
                   const std::string& what) {
-  JAXCONV_RETURN_IF_ERROR(
-      CudaStatus(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                      static_cast<int>(fit.bytes)),
-                 what));
+  JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
   JAXCONV_RETURN_IF_ERROR(
       CudaStatus(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                       cudaSharedmemCarveoutMaxShared),

@@ -16,11 +16,13 @@ struct Context {
 // `what` names the kernel and its plan: "conv_fprop[implicit_gemm bfloat16 128x64 splits=1]".
 inline Status CudaStatus(cudaError_t error, const std::string& what) {
   if (error == cudaSuccess) return Status::Ok();
-  cudaGetLastError();  // the next launch is not to be blamed
+  // The runtime keeps the error of a call, too, for this thread's next cudaGetLastError, which would blame a
+  // healthy launch.
+  (void)cudaGetLastError();
   return Status::Internal(what + ": " + cudaGetErrorName(error) + ": " + cudaGetErrorString(error));
 }
 
-// Right after a launch.
+// Right after a launch. What others left on this thread is cleared where a handler starts (ffi/handlers.cc).
 inline Status LaunchStatus(const std::string& what) { return CudaStatus(cudaGetLastError(), what); }
 
 }  // namespace jaxconv::cuda

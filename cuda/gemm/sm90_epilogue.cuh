@@ -75,6 +75,19 @@ __device__ __forceinline__ float FastGelu(float z, __half) {
   return z * FastSigmoid(z * fmaf(0.071354816f * z, z, 1.5957691216057308f));
 }
 
+// z Phi(z), Phi(-|z|) = 0.5 erfc(|z| / sqrt(2)) = exp(-z^2 / 2) t P(t), t = 1 / (1 + 0.3182 |z|). P was fitted to
+// a relative error of 1e-5 over |z| < 21; beyond, the exponential is 0. Branch-free and short of registers, unlike erfcf.
+__device__ __forceinline__ float FastGeluExact(float z) {
+  const float t = FastReciprocal(fmaf(0.318198052f, fabsf(z), 1.f));
+  float tail = fmaf(-0.0679535854f, t, 0.146197699f);
+  tail = fmaf(tail, t, 0.0446375017f);
+  tail = fmaf(tail, t, 0.124290822f);
+  tail = fmaf(tail, t, 0.125837423f);
+  tail = fmaf(tail, t, 0.126985401f);
+  tail *= t * FastExp2(-0.5f * kLog2E * z * z);
+  return z < -20.f ? 0.f : z * (z < 0.f ? tail : 1.f - tail);
+}
+
 // Formulas that are not short, or whose branches cost registers (unrolled, elu spills), have one copy of
 // their code: four values at a time, the array turning like a wheel.
 __device__ __forceinline__ void ActivateWheel(bool elu, float (&v)[32]) {
@@ -83,8 +96,7 @@ __device__ __forceinline__ void ActivateWheel(bool elu, float (&v)[32]) {
     float y[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      y[i] =
-          elu ? Activate(Activation::kElu, v[i], 0.f) : Activate(Activation::kGeluExact, v[i], 0.f);
+      y[i] = elu ? Activate(Activation::kElu, v[i], 0.f) : FastGeluExact(v[i]);
     }
 #pragma unroll
     for (int i = 0; i + 4 < 32; ++i) v[i] = v[i + 4];
@@ -123,6 +135,7 @@ __device__ __forceinline__ void ActivateFast(Activation activation, float slope,
       Pin(some);                                              \
     }                                                         \
     return;
+  static_assert(kActivationCount == 10, "a new activation needs its case below");
   switch (activation) {
     case Activation::kNone:
       return;

@@ -37,6 +37,9 @@ from jaxconv._problem.parse import (
     transposed_extent,
 )
 
+# The largest stride, dilation or pad that native code takes: kMaxStep in common/problem.h.
+MAX_STEP = 2**31 - 1
+
 ConvAlgorithm = Literal["sm90", "implicit_gemm", "direct", "depthwise", "grouped", "stem", "im2col"]
 CONV_ALGORITHMS = get_args(ConvAlgorithm)
 
@@ -147,6 +150,35 @@ class ConvProblem:
         return 2 * self.batch * self.out_channels * (self.in_channels // self.groups) * taps
 
     # ---- readings
+    def within_limits(self) -> ConvProblem:
+        """The same convolution with numbers that native code can represent.
+
+        A stride over a single output and a dilation of a single tap mean nothing and are cut. What else exceeds
+        MAX_STEP goes to XLA, or is a ValueError where native code was asked for.
+        """
+        given = {"stride": self.stride, "padding": sum(self.padding, ()), "dilation": self.dilation}
+        if all(abs(value) <= MAX_STEP for values in given.values() for value in values):
+            return self
+        for argument, values in given.items():
+            if max(map(abs, values)) >= 2**63:
+                raise ValueError(f"{self.name}: {argument}={getattr(self, argument)} does not fit 64 bits")
+        strides, dilations = list(self.stride), list(self.dilation)
+        for axis, (size, f, (low, high)) in enumerate(zip(self.in_spatial, self.filter, self.padding, strict=True)):
+            if f == 1:
+                dilations[axis] = min(dilations[axis], MAX_STEP)
+            if self.out_spatial[axis] == 1 and strides[axis] > MAX_STEP:
+                strides[axis] = size + low + high - (f - 1) * dilations[axis]  # one more than the window can move
+        p = dataclasses.replace(self, stride=tuple(strides), dilation=tuple(dilations))
+        for argument, values in (("stride", p.stride), ("padding", given["padding"]), ("dilation", p.dilation)):
+            if max(map(abs, values)) > MAX_STEP:
+                if p.implementation == "native" or p.algorithm is not None:
+                    raise ValueError(
+                        f"{p.name}: {argument}={getattr(self, argument)} exceeds {MAX_STEP}, the most that native code "
+                        f"takes. implementation='xla' has no such limit"
+                    )
+                return dataclasses.replace(p, implementation="xla")
+        return p
+
     def bare(self) -> ConvProblem:
         """The same convolution without its epilogue."""
         return dataclasses.replace(self, bias=False, activation=NO_ACTIVATION, save_preactivation=False)
@@ -274,7 +306,7 @@ class ConvProblem:
             save_preactivation=bool(return_preactivation),
             implementation=implementation,
             algorithm=algorithm,
-        )
+        ).within_limits()
 
     @classmethod
     def infer_transposed(
@@ -356,7 +388,7 @@ class ConvProblem:
             save_preactivation=bool(return_preactivation),
             implementation=implementation,
             algorithm=algorithm,
-        )
+        ).within_limits()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,170 @@
+"""Custom calls made by hand, as exported programs reach native code: without Python's checks."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from helpers import PLATFORM
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+import jaxconv
+from jaxconv import _op
+from jaxconv import conv as conv_module
+from jaxconv._problem import ConvProblem
+
+KERNELS = {kernel.name: kernel for kernel in _op.KERNELS.values()}
+Shape = tuple[int, ...]
+
+
+@dataclasses.dataclass
+class Call:
+    """A custom call: its target, its attributes, and (shape, dtype) of each named operand and result."""
+
+    target: str
+    attrs: dict[str, Any]
+    operands: dict[str, tuple[Shape, str]]
+    results: dict[str, tuple[Shape, str]]
+    workspace: int = 0  # bytes
+
+    def copy(self) -> Call:
+        return copy.deepcopy(self)
+
+    def run(self, *arrays: Any) -> list[jax.Array]:
+        """The results, without the workspace; operands are ones where no arrays are given."""
+        direct = Primitive("direct")  # a new one each time: nothing that was compiled before is found again
+        direct.multiple_results = True
+        results = [ShapedArray(shape, np.dtype(dtype)) for shape, dtype in self.results.values()]
+        results.append(ShapedArray((self.workspace,), np.dtype("uint8")))
+        direct.def_abstract_eval(lambda *_: results)
+        rule = jax.ffi.ffi_lowering(self.target)
+        mlir.register_lowering(direct, lambda ctx, *operands: rule(ctx, *operands, **self.attrs))
+        arrays = arrays or tuple(np.ones(shape, jnp.dtype(dtype)) for shape, dtype in self.operands.values())
+        return jax.block_until_ready(jax.jit(direct.bind)(*arrays))[:-1]
+
+
+def forked(x: jax.Array, w: jax.Array, **options: Any) -> jax.Array:
+    """A convolution of x and another use of x behind it: its gradient is a conv_dgrad_add."""
+    defaults: dict[str, Any] = dict.fromkeys(("activation", "precision", "algorithm", "implementation"))
+    defaults |= dict(stride=1, padding="SAME", dilation=1, groups=1, layout="NHWC", return_preactivation=False)
+    p = ConvProblem.infer("conv2d", 2, x, w, None, **{**defaults, **options})
+    x, (y,) = conv_module.fork(p, x, w)
+    return y.sum() + (x * x).sum()
+
+
+def _programs() -> dict[str, tuple[str, Any, tuple[Any, ...]]]:
+    """name -> (kernel, f, arguments): f calls the kernel once, natively, with all operands and results that it has."""
+    x, w, b, v = jnp.ones((2, 5, 6, 4)), jnp.ones((3, 3, 4, 6)), jnp.ones(6), jnp.ones(4)
+    native: dict[str, Any] = dict(implementation="native")
+    conv, dense = functools.partial(jaxconv.conv2d, **native), functools.partial(jaxconv.dense, **native)
+    norm = functools.partial(jaxconv.batchnorm, activation="relu", **native)
+    # A GPU's kernels with statistics and with an addend take 16 bits and eights of channels.
+    wide = "bfloat16" if PLATFORM == "cuda" else "float32"
+    aligned = jnp.ones((2, 5, 6, 8), wide), jnp.ones((3, 3, 8, 16), wide)
+    u, m = jnp.ones(16), jnp.ones((5, 4))
+    forced: dict[str, Any] = dict(algorithm="wgmma") if PLATFORM == "cuda" else native
+    fused = dict(activation="gelu", return_preactivation=True)
+
+    def trained(x: jax.Array, residual: jax.Array) -> jax.Array:
+        return norm(x, v, v, v, v, residual=residual, training=True)[0].sum()
+
+    return {
+        "conv": ("conv", functools.partial(conv, **fused), (x, w, b)),
+        "conv_fprop": ("conv_fprop", conv, (x, w)),
+        "conv_channels_first": (
+            "conv_fprop",
+            functools.partial(conv, layout="NCHW"),
+            (x.transpose(0, 3, 1, 2), w.transpose(3, 2, 0, 1)),
+        ),
+        "conv_statistics": (
+            "conv_statistics",
+            lambda x, w: jaxconv.conv_batchnorm(x, w, u, u, u, u, training=True, **native),
+            aligned,
+        ),
+        "conv_dgrad": ("conv_dgrad", jax.grad(lambda x, w: conv(x, w).sum()), (x, w)),
+        "conv_dgrad_add": ("conv_dgrad_add", jax.grad(functools.partial(forked, **forced)), aligned),
+        "conv_wgrad": ("conv_wgrad", jax.grad(lambda x, w: conv(x, w).sum(), 1), (x, w)),
+        "dense": ("dense", functools.partial(dense, c=jnp.ones((5, 6)), beta=3.0, **fused), (m, w[0, 0], b)),
+        "dense_row_bias": ("dense", functools.partial(dense, activation="relu"), (m, w[0, 0], jnp.ones((5, 1)))),
+        "dense_instances": (
+            "dense",
+            jax.vmap(lambda x, w, b, c: dense(x, w, b, c=c, **fused)),
+            (jnp.ones((3, 5, 4)), jnp.ones((3, 4, 6)), jnp.ones((3, 6)), jnp.ones((3, 5, 6))),
+        ),
+        "matmul": ("matmul", dense, (m, w[0, 0])),
+        "batchnorm_train": ("batchnorm_train", functools.partial(norm, training=True, residual=x), (x, v, v, v, v)),
+        "batchnorm_instances": (
+            "batchnorm_train",
+            jax.vmap(functools.partial(norm, training=True)),
+            (jnp.stack([x] * 3), *[jnp.ones((3, 4))] * 4),
+        ),
+        "batchnorm_infer": ("batchnorm_infer", functools.partial(norm, training=False, residual=x), (x, v, v, v, v)),
+        "batchnorm_backward": ("batchnorm_backward", jax.grad(trained, (0, 1)), (x, x)),
+    }
+
+
+# What each kernel calls its operands and results; "?" marks those that a problem may lack.
+_NAMES = {
+    "conv": ("x w b?", "y z?"),
+    "conv_fprop": ("x w", "y"),
+    "conv_statistics": ("x w", "y mean var"),
+    "conv_dgrad": ("dy w", "dx"),
+    "conv_dgrad_add": ("dy w c", "dx"),
+    "conv_wgrad": ("x dy", "dw"),
+    "dense": ("x w b? c?", "y z?"),
+    "matmul": ("x w", "y"),
+    "batchnorm_train": ("x scale bias running_mean running_var residual?", "y new_mean new_var mean rstd"),
+    "batchnorm_infer": ("x scale bias mean var residual?", "y"),
+    "batchnorm_backward": ("x dy scale bias mean rstd residual?", "dscale dbias dx? dresidual?"),
+}
+
+
+def _operand(p: Any, kernel: str, name: str) -> tuple[Shape, str]:
+    """(shape, dtype) of an operand of `kernel`."""
+    if kernel.startswith("batchnorm"):
+        return (p.x_shape, p.dtype) if name in ("x", "dy", "residual") else (p.param_shape, p.param_dtype)
+    if kernel.startswith("conv"):
+        shapes = {"x": p.x_shape, "c": p.x_shape, "w": p.w_shape, "dy": p.y_shape, "b": (p.out_channels,)}
+    else:
+        shapes = {"x": p.x_shape, "w": p.w_shape, "b": p.b_shape, "c": p.c_shape}
+    return shapes[name], p.dtype
+
+
+def _has(p: Any, kernel: str, name: str) -> bool:
+    attribute = {"z": "save_preactivation", "b": "bias", "c": "addend", "dx": "want_dx", "dresidual": "want_dresidual"}
+    return bool(getattr(p, attribute.get(name, name)))
+
+
+def _call(name: str, f: Any, args: tuple[Any, ...]) -> Call:
+    (call,) = [call for call in jaxconv.explain(f)(*args) if call.op == name]
+    kernel, p = KERNELS[name], call.problem
+    operands, results = (
+        [n.rstrip("?") for n in names.split() if not n.endswith("?") or _has(p, name, n[:-1])] for names in _NAMES[name]
+    )
+    return Call(
+        kernel.target,
+        {**kernel.wire(p, call.plan).attrs, "plan": call.plan.attrs()},
+        {n: _operand(p, name, n) for n in operands},
+        dict(zip(results, kernel.results(p), strict=True)),
+        call.plan.workspace_bytes,
+    )
+
+
+@functools.cache
+def _calls() -> dict[str, Call]:
+    return {name: _call(*program) for name, program in _programs().items()}
+
+
+def example(name: str) -> Call:
+    """A right call, one of NAMES, to be changed at will."""
+    return _calls()[name].copy()
+
+
+NAMES = tuple(_programs())

@@ -1,0 +1,169 @@
+"""The CPU's native code on both sides of the sizes at which it cuts up its work, and its bits at any thread count."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import PLATFORM, calls, integers, normal
+from tolerance import assert_exact
+
+import jaxconv
+from jaxconv import _native
+
+pytestmark = pytest.mark.skipif(PLATFORM != "cpu", reason="these are the CPU's thresholds")
+
+T = _native.cpu.thresholds()
+NATIVE = dict(implementation="native")
+
+
+def around(size: int) -> tuple[int, int, int]:
+    return size - 1, size, size + 1
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Convolutions
+
+
+@pytest.mark.parametrize("algorithm", ["direct", "im2col", "depthwise"])
+@pytest.mark.parametrize("layout", ["NDHWC", "NCDHW"])
+@pytest.mark.parametrize("axis", range(3))
+def test_each_axis_has_its_own_dilation_stride_and_padding(axis, layout, algorithm):
+    groups = 2 if algorithm == "depthwise" else 1
+    x, w = integers(0, (2, 7, 8, 9, 2)), integers(1, (3, 2, 3, 2 // groups, 4))
+    dilation, stride, pads = [1] * 3, [1] * 3, [(0, 0)] * 3
+    dilation[axis], stride[axis - 1], pads[axis - 2] = 2, 2, (2, 1)
+    if layout == "NCDHW":
+        x, w = np.moveaxis(x, -1, 1), w.transpose(4, 3, 0, 1, 2)
+
+    def f(implementation, algorithm):
+        options = dict(stride=stride, dilation=dilation, padding=pads, groups=groups, layout=layout)
+        return lambda x, w: jaxconv.conv3d(x, w, implementation=implementation, algorithm=algorithm, **options)
+
+    arrays = jnp.asarray(x, "float32"), jnp.asarray(w, "float32")
+    y, vjp = jax.vjp(f("native", algorithm), *arrays)
+    expected, expected_vjp = jax.vjp(f("xla", None), *arrays)
+    dy = jnp.asarray(integers(2, y.shape), "float32")
+    for a, b in zip((y, *vjp(dy)), (expected, *expected_vjp(dy)), strict=True):
+        assert_exact(a, np.asarray(b, np.float64))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Matrix products
+
+
+def product(m: int, n: int, k: int, trans: bool = False) -> None:
+    """x @ w of -1, 0, 1, exactly, by the code that BLAS is not asked for."""
+    assert m * n * k < T["gemm_blas_work"]
+    x, w = integers(0, (m, k), 1), integers(1, (k, n), 1)
+    wt = jnp.asarray(w.T if trans else w, "float32")
+
+    def f(x, w):
+        return jaxconv.dense(x, w.T if trans else w, **NATIVE)
+
+    assert calls(f, jnp.asarray(x, "float32"), wt) == {"matmul": 1}
+    assert_exact(f(jnp.asarray(x, "float32"), wt), x @ w, f"{m} {n} {k}")
+
+
+@pytest.mark.parametrize("parts", [2, 3, T["gemm_items"]])
+def test_a_long_sum_is_cut_into_parts(parts):
+    """Parts of k begin at multiples of its share, which is no multiple of a tile's depth."""
+    for k in (*around(parts * T["gemm_min_split"]), parts * T["gemm_min_split"] + 301):
+        product(3, 5, k)
+
+
+def test_few_tiles_are_cut_and_many_are_not():
+    """splits = items / tiles: a row of tiles more on both sides of one half and of all of the items."""
+    m, n, k = T["gemm_tile_m"], T["gemm_tile_n"], 2 * T["gemm_min_split"] + 7
+    for tiles in (1, T["gemm_items"] // 2, T["gemm_items"] // 2 + 1):
+        rows = min(tiles * m, (T["gemm_blas_work"] - 1) // (n * k))
+        product(rows, 3, k)
+        product(rows - 1, 3, k, trans=True)
+
+
+@pytest.mark.parametrize("trans", [False, True])
+def test_tiles_end_on_both_sides_of_their_extents(trans):
+    sizes = [(T[f"gemm_tile_{axis}"], around(T[f"gemm_tile_{axis}"])) for axis in "mnk"]
+    for axis, beside in itertools.product(range(3), (0, 1, 2)):
+        product(*(around_it[beside] if i == axis else size for i, (size, around_it) in enumerate(sizes)), trans)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Batch-norm
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "gelu"])
+@pytest.mark.parametrize("size", [*around(T["batchnorm_buffer"]), *around(T["batchnorm_channel_step"]), 2500])
+@pytest.mark.parametrize("layout", ["channels", "images"])
+@pytest.mark.usefixtures("x64")
+def test_batchnorm_on_both_sides_of_its_buffers(layout, size, activation):
+    """Channels last: `size` channels. Channels first: images of `size` pixels. More rows than a block holds."""
+    rows = T["batchnorm_block_elements"] // min(size, T["batchnorm_channel_step"]) + 3
+    shape, axis, channels = ((rows, size), 1, size) if layout == "channels" else ((rows // 8, 3, size), 1, 3)
+    x, dy, residual = (jnp.asarray(normal(i, shape)) for i in range(3))
+    scale, bias = jnp.asarray(1 + 0.1 * normal(3, (channels,))), jnp.asarray(normal(4, (channels,)))
+
+    def f(implementation):
+        def run(x, scale, bias, residual):
+            options = dict(residual=residual, training=True, channel_axis=axis, activation=activation)
+            one = jnp.ones(channels)
+            return jaxconv.batchnorm(x, scale, bias, one, one, implementation=implementation, **options)[0]
+
+        return run
+
+    y, vjp = jax.vjp(f("native"), x, scale, bias, residual)
+    expected, expected_vjp = jax.vjp(f("xla"), x, scale, bias, residual)
+    # Sums of up to 10^5 terms of size 1 in float64, in another order.
+    for a, b in zip((y, *vjp(dy)), (expected, *expected_vjp(dy)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-10 * float(jnp.abs(b).max()))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Bits at any number of threads
+
+# Each op several times as large as what one thread takes at a time; products below BLAS's threshold.
+BITS = """
+import hashlib, os, sys
+import jax, jax.numpy as jnp, numpy as np
+import jaxconv
+rng = np.random.default_rng(0)
+a = lambda *shape: jnp.asarray(rng.standard_normal(shape), "float32")
+native = dict(implementation="native")
+def conv(algorithm, groups, layout, **options):
+    return lambda x, w: jaxconv.conv2d(x, w, groups=groups, layout=layout, algorithm=algorithm, **native, **options)
+def digest(name, f, *args):
+    y, vjp = jax.vjp(jax.jit(f), *args)
+    h = hashlib.sha256()
+    for leaf in jax.tree.leaves((y, vjp(y))):
+        h.update(np.asarray(leaf).tobytes())
+    print(name, h.hexdigest())
+for algorithm in ("direct", "im2col", "depthwise"):
+    groups = 6 if algorithm == "depthwise" else 2
+    x, w = a(5, 19, 21, 6), a(3, 3, 6 // groups, 12)
+    digest(algorithm + " last", conv(algorithm, groups, "NHWC"), x, w)
+    digest(algorithm + " first", conv(algorithm, groups, "NCHW"), x.transpose(0, 3, 1, 2), w.transpose(3, 2, 0, 1))
+digest("1x1", conv("im2col", 1, "NHWC"), a(3, 20, 20, 8), a(1, 1, 8, 12))
+digest("dense", lambda x, w: jaxconv.dense(x, w, activation="gelu", **native), a(70, 5000), a(5000, 9))
+def norm(x, s, b):
+    return jaxconv.batchnorm(x, s, b, b, s, training=True, activation="silu", **native)[0]
+digest("batchnorm", norm, a(3000, 37), a(37), a(37))
+"""
+
+
+def bits(threads: int) -> dict[str, str]:
+    # NPROC is the size of XLA's thread pool, whatever the machine has.
+    env = {**os.environ, "NPROC": str(threads), "JAX_PLATFORMS": "cpu"}
+    made = subprocess.run([sys.executable, "-c", BITS], env=env, capture_output=True, text=True, check=True)
+    return dict(line.rsplit(" ", 1) for line in made.stdout.splitlines())
+
+
+def test_bits_do_not_depend_on_the_number_of_threads():
+    one, five = bits(1), bits(5)
+    assert len(one) == 9
+    assert one == five

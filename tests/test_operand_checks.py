@@ -1,0 +1,94 @@
+"""Native code looks at each operand and each result before it touches one: a wrong extent, rank or type is an error
+that names the array."""
+
+from __future__ import annotations
+
+import re
+
+import direct_calls
+import jax
+import numpy as np
+import pytest
+from helpers import DEVICE, PLATFORM
+
+# On a GPU some plans need one architecture; the checks come before it matters, but the plans are Hopper's.
+if PLATFORM == "cuda" and DEVICE.compute_capability != (9, 0):
+    pytest.skip(
+        "a GPU's kernels with statistics and with an addend need compute capability 9.0", allow_module_level=True
+    )
+
+ARRAYS = [
+    (name, side, array)
+    for name in direct_calls.NAMES
+    for side in ("operands", "results")
+    for array in getattr(direct_calls.example(name), side)
+]
+
+
+def names(text: str, array: str) -> bool:
+    return re.search(rf"(?<!\w){array}(?!\w)", text) is not None
+
+
+def refusal(call: direct_calls.Call) -> str:
+    with pytest.raises(jax.errors.JaxRuntimeError) as error:
+        call.run()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", direct_calls.NAMES)
+def test_the_call_itself_is_taken(name):
+    call = direct_calls.example(name)
+    got = [(a.shape, a.dtype.name) for a in call.run()]
+    assert got == list(call.results.values())
+
+
+def test_every_target_is_called():
+    assert {direct_calls.example(name).target for name in direct_calls.NAMES} == {
+        kernel.target for kernel in direct_calls.KERNELS.values()
+    }
+
+
+@pytest.mark.parametrize(("name", "side", "array"), ARRAYS)
+def test_an_extent_that_is_off_by_one_is_refused_by_name(name, side, array):
+    shape, _ = getattr(direct_calls.example(name), side)[array]
+    for axis in range(len(shape)):
+        for by in (-1, 1):
+            call = direct_calls.example(name)
+            arrays = getattr(call, side)
+            shape, dtype = arrays[array]
+            arrays[array] = ((*shape[:axis], shape[axis] + by, *shape[axis + 1 :]), dtype)
+            text = refusal(call)
+            assert names(text, array), (axis, by, text)
+
+
+@pytest.mark.parametrize(("name", "side", "array"), ARRAYS)
+@pytest.mark.parametrize("dtype", ["float16", "int32", "uint8"])
+def test_another_type_is_refused_by_name(name, side, array, dtype):
+    call = direct_calls.example(name)
+    arrays = getattr(call, side)
+    arrays[array] = (arrays[array][0], dtype)
+    text = refusal(call)
+    assert names(text, array), text
+
+
+@pytest.mark.parametrize(("name", "side", "array"), ARRAYS)
+def test_another_rank_is_refused_by_name(name, side, array):
+    shape, _ = getattr(direct_calls.example(name), side)[array]
+    for other in ((1, *shape), (*shape, 1), shape[1:], (int(np.prod(shape)),) if len(shape) > 1 else ()):
+        call = direct_calls.example(name)
+        arrays = getattr(call, side)
+        arrays[array] = (other, arrays[array][1])
+        text = refusal(call)
+        assert names(text, array), (other, text)
+
+
+@pytest.mark.parametrize("name", direct_calls.NAMES)
+def test_one_operand_or_result_more_or_less_is_refused(name):
+    for side in ("operands", "results"):
+        call = direct_calls.example(name)
+        call.workspace += 1  # XLA drops a call without any byte of results
+        arrays = getattr(call, side)
+        arrays["more"] = next(iter(arrays.values()))
+        assert "expected" in refusal(call)
+        del arrays["more"], arrays[list(arrays)[-1]]
+        assert "expected" in refusal(call)
