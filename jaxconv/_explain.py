@@ -69,7 +69,9 @@ class Explanation(list[Call]):
         for call in self:
             size = call.plan.workspace_bytes
             workspace = f"{size / 2**20:.1f} MiB" if size else "-"
-            rows.append((str(call.count), call.op, str(call.problem), str(call.plan), workspace, call.plan.reason))
+            known = "; ".join(map(str, call.plan.candidates))
+            why = f"{call.plan.reason} [{known}]" if known else call.plan.reason
+            rows.append((str(call.count), call.op, str(call.problem), str(call.plan), workspace, why))
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 

@@ -1,7 +1,10 @@
-"""The tiers of a choice: forced by the user, measured near here, else XLA. Each gives its reason.
+"""The tiers of a choice: forced by the user, tuned by the user, measured near here, predicted, else XLA. Each gives its
+reason.
 
 A plan is data. It is made when a call is lowered, printed by `explain`, and carried out by native code, which confirms
-but does not choose. With `implementation=None` a problem goes to XLA unless native code was measured to be faster.
+but does not choose. With `implementation=None` a problem goes to XLA unless native code was measured to be faster, or
+is predicted to be by more than the prediction's own error. Nothing is timed here: the same versions and files give the
+same plan.
 """
 
 from __future__ import annotations
@@ -9,12 +12,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxconv import _native
-from jaxconv._plan import batchnorm, conv, dense, measured, stem
-from jaxconv._plan.plan import Device, Plan, Problem, itemsize, known
+from jaxconv._plan import batchnorm, conv, dense, measured, model, stem
+from jaxconv._plan.plan import Candidate, Device, Plan, Problem, itemsize, known
 from jaxconv._problem import (
     BATCHNORM_ALGORITHMS,
     CONV_ALGORITHMS,
@@ -75,9 +78,18 @@ def plan(op: str, problem: Any, device: Device) -> Plan:
     if plan is not None:
         return plan
     if forced:
-        algorithm = _ladder(op, problem, device)
-        return _forced(op, algorithm, problem, device, "implementation='native' was asked for")
-    return Plan("xla", reason)
+        return _best_native(op, problem, device)
+    return Plan("xla", reason, candidates=_weighed(op, problem, device)[1] if device.platform == "cuda" else ())
+
+
+def _best_native(op: str, problem: Problem, device: Device) -> Plan:
+    """The kernel that was measured, or is predicted, to be the fastest; where nothing is known the ladder's first."""
+    asked = "implementation='native' was asked for"
+    best, candidates, _ = _weighed(op, problem, device) if device.platform == "cuda" else (None, (), "")
+    if best is not None:
+        how = "measured" if best.measured else "predicted"
+        return dataclasses.replace(best.plan, reason=f"{asked}; the fastest by what was {how}", candidates=candidates)
+    return _forced(op, _ladder(op, problem, device), problem, device, asked)
 
 
 def _forced(op: str, algorithm: str, problem: Problem, device: Device, reason: str) -> Plan:
@@ -250,33 +262,85 @@ def _fastest(op: str, problem: Problem, device: Device) -> tuple[Plan | None, st
             None,
             "convolutions leave channels last in memory; native code takes arrays as they lie and would copy",
         )
-    best: tuple[float, Plan, measured.Measurement] | None = None
-    behind: tuple[float, str] | None = None
-    for algorithm in _algorithms(problem):
-        plan = made(op, algorithm, problem, device)
-        if isinstance(plan, str) or (
-            isinstance(problem, ConvProblem) and not conv.in_memory(algorithm, problem).channels_last
-        ):
-            continue
+    best, candidates, why = _weighed(op, problem, device)
+    if best is None or not best.wins:
+        return None, why
+    return dataclasses.replace(best.plan, reason=why, candidates=candidates), why
+
+
+@dataclasses.dataclass(frozen=True)
+class _Weighed:
+    """A kernel's plan and how it compares with XLA."""
+
+    plan: Plan
+    ratio: float  # XLA's time over the kernel's, measured or predicted
+    wins: bool
+    measured: bool
+    why: str
+
+
+def _weighed(op: str, problem: Problem, device: Device) -> tuple[_Weighed | None, tuple[Candidate, ...], str]:
+    """(the kernel to take, or the one that comes nearest; all that is known of the others; why).
+
+    What was measured for a kernel at this problem or near it speaks first; where no kernel wins by that, the model, for
+    kernels of which nothing near was measured.
+    """
+    weighed: list[_Weighed] = []
+    candidates: list[Candidate] = []
+    unknown: list[Plan] = []
+    for plan in _plans(op, problem, device):
         found = measured.nearest(op, problem, device.kind, plan.kernel)
         if found is None:
+            unknown.append(plan)
             continue
-        ratio = found.ratio(plan.kernel)
-        if found.wins(plan.kernel):
-            if best is None or ratio > best[0]:
-                best = ratio, plan, found
-        elif behind is None or ratio > behind[0]:
-            behind = (
-                ratio,
-                f"{plan.kernel} reached {ratio:.2f} of XLA's speed at {found.case}, the nearest case measured",
-            )
-    if best is not None:
-        ratio, plan, found = best
-        reason = f"{ratio:.2f} times faster than XLA at {found.case}, the nearest case measured"
-        return dataclasses.replace(plan, reason=reason), reason
-    if behind is not None:
-        return None, behind[1]
-    return None, f"none of its kernels was measured near it on {device.kind or 'the device'}"
+        ratio, where = found.ratio(plan.kernel), f"at {found.case}, the nearest case measured"
+        why = f"{ratio:.2f} times faster than XLA {where}"
+        if not found.wins(plan.kernel):
+            why = f"{plan.kernel} reached {ratio:.2f} of XLA's speed {where}"
+        weighed.append(_Weighed(plan, ratio, found.wins(plan.kernel), True, why))
+        candidates.append(Candidate(plan.kernel, found.native_ms[plan.kernel], f"measured {where}"))
+        candidates.append(Candidate("xla", found.xla_ms, f"measured {where}"))
+    if not any(w.wins for w in weighed) and unknown and isinstance(problem, ConvProblem):
+        predicted = model.predict(op, problem, device, unknown)
+        for name, prediction in predicted.items():
+            candidates.append(Candidate(name, prediction.ms, f"predicted, within {_percent(prediction.deviation)}"))
+        weighed += _predicted(unknown, predicted)
+    if not weighed:
+        where = device.kind or "the device"
+        return None, (), f"none of its kernels was measured near it on {where}, and the model does not know them"
+    best = max(weighed, key=lambda w: (w.wins, w.measured, w.ratio) if w.wins else (w.wins, False, w.ratio))
+    return best, tuple(dict.fromkeys(candidates)), best.why
+
+
+def _predicted(plans: Sequence[Plan], predicted: dict[str, model.Prediction]) -> Iterator[_Weighed]:
+    xla = predicted.get("xla")
+    for plan in plans:
+        kernel = predicted.get(plan.kernel)
+        if xla is None or kernel is None:
+            continue
+        ratio = xla.ms / kernel.ms
+        sure = model.sure(math.log(ratio), math.hypot(xla.deviation, kernel.deviation))
+        why = f"predicted to be {ratio:.2f} times faster than XLA ({kernel.ms:.3f} and {xla.ms:.3f} ms)"
+        if not sure:
+            why = f"{plan.kernel} is predicted at {ratio:.2f} times XLA's speed, which is not sure enough"
+        yield _Weighed(plan, ratio, sure, False, why)
+
+
+def _percent(deviation: float) -> str:
+    return f"{100 * math.expm1(deviation):.0f} %"
+
+
+def _plans(op: str, problem: Problem, device: Device) -> Iterator[Plan]:
+    """A plan for each kernel that can run the problem as its neighbours leave it in memory."""
+    if isinstance(problem, ConvProblem):
+        for plan in conv.every(op, problem, device):
+            if conv.in_memory(plan.kernel, problem).channels_last:
+                yield plan
+        return
+    for algorithm in _algorithms(problem):
+        plan = made(op, algorithm, problem, device)
+        if isinstance(plan, Plan):
+            yield plan
 
 
 def _algorithms(problem: Problem) -> Sequence[str]:

@@ -233,6 +233,12 @@ def model() -> Model | None:
     return Model(json.loads(FILE.read_text())) if FILE.exists() else None
 
 
+def sure(gain: float, deviation: float) -> bool:
+    """Whether a kernel is to be taken of which XLA's predicted time over its own has this logarithm and error."""
+    found = model()
+    return found is not None and gain > max(math.log(MARGIN), found.confidence * deviation)
+
+
 def predict(op: str, p: ConvProblem, device: Device, plans: list[Plan]) -> dict[str, Prediction]:
     """The times of XLA ("xla") and of plans' kernels, as far as they are known; empty for a device without numbers."""
     found, of = model(), numbers(device)

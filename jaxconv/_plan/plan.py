@@ -42,6 +42,18 @@ class Device:
 
 
 @dataclasses.dataclass(frozen=True)
+class Candidate:
+    """What a choice knew of a kernel's time, or XLA's."""
+
+    name: str  # "sm90/halo", "xla"
+    ms: float  # at the problem that was measured, or predicted for this one
+    how: str
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.ms:.4f} ms {self.how}"
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
     implementation: str  # "native", "xla", or "calls": of kernels that have plans of their own
     reason: str
@@ -54,6 +66,7 @@ class Plan:
     asks_channels_last: bool = False
     # The result takes the addend's place in memory
     in_place: bool = False
+    candidates: tuple[Candidate, ...] = ()  # what the choice was made from
 
     @property
     def algorithm(self) -> str:
