@@ -101,3 +101,21 @@ def missing(platform: str) -> str | None:
     if platform == "cuda":
         return cuda_missing or None
     return f"jaxconv has no native code for {platform}"
+
+
+def runs_on(capability: tuple[int, int]) -> bool:
+    """Whether the CUDA module holds code for a compute capability: machine code of its major version, or PTX for an
+    older one, which the driver compiles."""
+    return any(_covers(name, capability) for name in cuda.architectures()) if cuda is not None else True
+
+
+def _covers(architecture: str, capability: tuple[int, int]) -> bool:
+    """`architecture` as CMake writes it: "80-real", "90a-real", "120-virtual", "80" (both)."""
+    name, _, kind = architecture.partition("-")
+    specific = not name.isdigit()
+    digits = name.rstrip("af")
+    major, minor = int(digits[:-1]), int(digits[-1])
+    if specific:
+        return capability == (major, minor)
+    machine_code = kind != "virtual" and capability[0] == major and capability[1] >= minor
+    return machine_code or (kind != "real" and capability >= (major, minor))

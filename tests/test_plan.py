@@ -478,3 +478,28 @@ def test_info_says_what_was_found_and_what_is_missing(monkeypatch):
     assert f"default backend: {jax.default_backend()}" in text
     if _native.cuda is None:
         assert "CUDA code: none. jaxconv was built without CUDA" in text or "cannot be loaded" in text
+
+
+@pytest.mark.parametrize(
+    ("architecture", "runs", "not_on"),
+    [
+        ("80-real", [(8, 0), (8, 6), (8, 9)], [(7, 5), (9, 0), (10, 0)]),
+        ("80", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)], [(7, 5)]),
+        ("90a-real", [(9, 0)], [(8, 9), (10, 0)]),
+        ("120-virtual", [(12, 0), (12, 1)], [(9, 0), (10, 0)]),
+        ("100f-real", [(10, 0)], [(9, 0), (12, 0)]),
+    ],
+)
+def test_which_devices_an_architecture_has_code_for(architecture, runs, not_on):
+    assert all(_native._covers(architecture, capability) for capability in runs)
+    assert not any(_native._covers(architecture, capability) for capability in not_on)
+
+
+def test_a_device_without_code_gets_xla_or_a_sentence(monkeypatch):
+    monkeypatch.setattr(_native, "runs_on", lambda capability: capability[0] == 9)
+    problem = BY_NAME["depthwise_strips"].problem("bfloat16")
+    made = plan("conv_fprop", problem, DEVICES["a100"])
+    assert made.implementation == "xla" and "holds no code for NVIDIA A100" in made.reason
+    with pytest.raises(ValueError, match="holds no code for NVIDIA A100"):
+        plan("conv_fprop", dataclasses.replace(problem, algorithm="depthwise"), DEVICES["a100"])
+    assert plan("conv_fprop", dataclasses.replace(problem, algorithm="depthwise"), H200).implementation == "native"

@@ -194,6 +194,8 @@ def _device_refusal(problem: Problem, device: Device) -> str | None:
             return "float64 has no native CUDA kernels"
         if device.compute_capability is not None and device.compute_capability < (8, 0):
             return f"the CUDA kernels need compute capability 8.0, {device.kind} has {device.compute_capability}"
+        if device.compute_capability is not None and not _native.runs_on(device.compute_capability):
+            return f"the CUDA module holds no code for {device.kind}: it was built for other architectures (see info())"
     if isinstance(problem, DenseProblem):
         extents: tuple[Any, ...] = (problem.m, problem.k, problem.n, problem.batch or 1)
     else:
