@@ -69,7 +69,7 @@ def _programs() -> dict[str, tuple[str, Any, tuple[Any, ...]]]:
     wide = "bfloat16" if PLATFORM == "cuda" else "float32"
     aligned = jnp.ones((2, 5, 6, 8), wide), jnp.ones((3, 3, 8, 16), wide)
     u, m = jnp.ones(16), jnp.ones((5, 4))
-    forced: dict[str, Any] = dict(algorithm="wgmma") if PLATFORM == "cuda" else native
+    forced: dict[str, Any] = dict(algorithm="sm90") if PLATFORM == "cuda" else native
     fused = dict(activation="gelu", return_preactivation=True)
 
     def trained(x: jax.Array, residual: jax.Array) -> jax.Array:

@@ -2,6 +2,7 @@
 #include "cuda/conv/grouped/grouped.h"
 
 #include "cuda/conv/common/describe.h"
+#include "cuda/conv/common/domain.h"
 #include "cuda/conv/common/reduce.h"
 #include "cuda/conv/grouped/kernels.h"
 
@@ -57,7 +58,7 @@ Status GroupedWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, 
   float* partials = plan.splits > 1 ? static_cast<float*>(workspace.data) : nullptr;
   JAXCONV_RETURN_IF_ERROR(kernel->wgrad(ctx, p, plan.splits, x, dy, dw, partials, what));
   if (partials == nullptr) return Status::Ok();
-  return conv::SumPartials(ctx, p.dtype, partials, plan.splits, p.k * p.filter_size(), {}, dw,
+  return conv::SumPartials(ctx, p.dtype, partials, plan.splits, conv::FilterCount(p), {}, dw,
                            what.c_str());
 }
 
