@@ -243,7 +243,7 @@ def test_teams_of_every_layout_err_no_more_than_twice_xla(shape, axis, width, ct
         return team._TeamLayout(op, p, device, width, ctas)
 
     assert _plan.supports("batchnorm_backward", "resident_team", problem(shape, axis, dtype, True), DEVICE) is None
-    monkeypatch.setattr(_plan, "_team_layout", forced)
+    monkeypatch.setattr(team, "_team_layout", forced)
     jax.clear_caches()
     for activation, residual in (("relu", False), ("relu", True), ("silu", True), (None, False)):
         compare(shape, axis, dtype, True, activation, residual, ("resident_team",))

@@ -16,10 +16,23 @@ import jax
 import jax.numpy as jnp
 import pytest
 from helpers import same_bits
+from jax.experimental.compilation_cache import compilation_cache
 
 import jaxconv
 
 pytestmark = pytest.mark.skipif(helpers.PLATFORM != "cuda", reason="command buffers are CUDA graphs")
+
+
+@pytest.fixture(autouse=True)
+def _compiled_here():
+    """A program out of the persistent cache leaves no dump."""
+    held = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # the flag is read once
+    yield
+    jax.config.update("jax_enable_compilation_cache", held)
+    compilation_cache.reset_cache()
+
 
 # What XLA may capture, from nothing to everything that it has a name for in jax 0.10 to 0.12.
 LEVELS = {

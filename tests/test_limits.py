@@ -70,5 +70,5 @@ def test_pads_beyond_native_code_are_refused_where_it_is_asked_for_and_go_to_xla
 @pytest.mark.parametrize("argument", ["stride", "dilation"])
 def test_beyond_64_bits_is_refused_by_name(argument):
     x, w = jnp.ones((1, 4, 2)), jnp.ones((1, 2, 3))
-    with pytest.raises(ValueError, match=rf"conv1d: {argument}=\(9223372036854775808,\) does not fit 64 bits"):
+    with pytest.raises(ValueError, match=rf"conv1d: {argument}=9223372036854775808 is too large"):
         jaxconv.conv1d(x, w, **{argument: 2**63})

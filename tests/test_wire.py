@@ -142,7 +142,9 @@ def test_every_kernel_compiles_to_its_target_and_runs(name):
 
 
 def test_native_code_has_no_target_that_python_does_not_know():
-    assert set(MODULE.registrations()) == {kernel.target for kernel in KERNELS.values()}
+    targets = {kernel.target for kernel in KERNELS.values()}
+    # Those of the first version answer with what to do.
+    assert set(MODULE.registrations()) == targets | {target.replace("_v2", "_v1") for target in targets}
 
 
 def test_both_languages_name_the_same_activations_in_the_same_order():

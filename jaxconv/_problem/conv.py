@@ -39,6 +39,8 @@ from jaxconv._problem.parse import (
 
 # The largest stride, dilation or pad that native code takes: kMaxStep in common/problem.h.
 MAX_STEP = 2**31 - 1
+# From here on steps that mean nothing are cut: CUDA kernels take less than MAX_STEP (kCoordLimit in common/domain.h).
+_LARGE_STEP = 2**28
 
 ConvAlgorithm = Literal["sm90", "implicit_gemm", "direct", "depthwise", "grouped", "stem", "im2col"]
 CONV_ALGORITHMS = get_args(ConvAlgorithm)
@@ -156,20 +158,20 @@ class ConvProblem:
         A stride over a single output and a dilation of a single tap mean nothing and are cut. What else exceeds
         MAX_STEP goes to XLA, or is a ValueError where native code was asked for.
         """
-        given = {"stride": self.stride, "padding": sum(self.padding, ()), "dilation": self.dilation}
-        if all(abs(value) <= MAX_STEP for values in given.values() for value in values):
+        if isinstance(self.padding, str):  # of symbolic extents, which are XLA's
             return self
-        for argument, values in given.items():
-            if max(map(abs, values)) >= 2**63:
-                raise ValueError(f"{self.name}: {argument}={getattr(self, argument)} does not fit 64 bits")
+        pads = sum(self.padding, ())
+        steps = [v for v in (*self.stride, *pads, *self.dilation) if isinstance(v, (int, np.integer))]
+        if all(abs(value) < _LARGE_STEP for value in steps):
+            return self
         strides, dilations = list(self.stride), list(self.dilation)
         for axis, (size, f, (low, high)) in enumerate(zip(self.in_spatial, self.filter, self.padding, strict=True)):
             if f == 1:
-                dilations[axis] = min(dilations[axis], MAX_STEP)
-            if self.out_spatial[axis] == 1 and strides[axis] > MAX_STEP:
+                dilations[axis] = 1
+            if self.out_spatial[axis] == 1 and strides[axis] >= _LARGE_STEP:
                 strides[axis] = size + low + high - (f - 1) * dilations[axis]  # one more than the window can move
         p = dataclasses.replace(self, stride=tuple(strides), dilation=tuple(dilations))
-        for argument, values in (("stride", p.stride), ("padding", given["padding"]), ("dilation", p.dilation)):
+        for argument, values in (("stride", p.stride), ("padding", pads), ("dilation", p.dilation)):
             if max(map(abs, values)) > MAX_STEP:
                 if p.implementation == "native" or p.algorithm is not None:
                     raise ValueError(
