@@ -308,11 +308,10 @@ def _in_memory(job: _Job, device: _plan.Device) -> _Job:
     if device.platform != "cuda" or not isinstance(p, ConvProblem) or p.channels_last:
         return job
     last = dataclasses.replace(p, channels_last=True)
-    shapes = {p.x_shape: last.x_shape, p.y_shape: last.y_shape, p.w_shape: last.w_shape}
-    roles = {"conv_dgrad": ("y_shape", "w_shape"), "conv_wgrad": ("x_shape", "y_shape")}
-    first = roles.get(job.op, ("x_shape", "w_shape"))
-    operands = [(getattr(last, first[i]) if i < 2 else shapes.get(s, s), d) for i, (s, d) in enumerate(job.operands)]
-    return dataclasses.replace(job, problem=last, operands=tuple(operands))
+    roles = {"conv_dgrad": (last.y_shape, last.w_shape), "conv_wgrad": (last.x_shape, last.y_shape)}
+    shapes = roles.get(job.op, (last.x_shape, last.w_shape))
+    first = tuple((shape, dtype) for shape, (_, dtype) in zip(shapes, job.operands, strict=False))
+    return dataclasses.replace(job, problem=last, operands=(*first, *job.operands[2:]))
 
 
 def _random(operands: Sequence[tuple[tuple[int, ...], str]], key: jax.Array) -> list[jax.Array]:
