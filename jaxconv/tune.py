@@ -31,7 +31,7 @@ from jaxconv._plan import conv, measured, tuned
 from jaxconv._plan.tuned import Results
 from jaxconv._problem import BATCHNORM_ALGORITHMS, DENSE_ALGORITHMS, BatchNormProblem, ConvProblem
 
-__all__ = ["Results", "Tuned", "Tuning", "applied", "dumps", "loads", "path", "tune"]
+__all__ = ["Results", "Tune", "Tuned", "Tuning", "tune"]
 
 # Ops whose choice is between calls of other kernels, or is made with another's: their parts are timed
 _NOT_ALONE = ("conv_dgrad_add", "conv_statistics")
@@ -174,44 +174,24 @@ class Tune:
 
         Programs compiled before stay as they are, and are used again outside.
         """
-        return applied(results)
+        if results is not None and not isinstance(results, Results):
+            raise TypeError(f"tune.applied: expected what tune.loads returns, or None, got {type(results).__name__}")
+        return tuned.applied(Results() if results is None else results)
 
     def dumps(self, results: Results | None = None) -> str:
         """`results` (None: those that hold now) as text (JSON), for another process or machine."""
-        return dumps(results)
+        return tuned.dumps(tuned.active() if results is None else results)
 
     def loads(self, text: str) -> Results:
         """The results in a text that `dumps` or a file holds, for `applied`. ValueError where it is something else."""
-        return loads(text)
+        try:
+            return tuned.loads(text)
+        except ValueError as error:
+            raise ValueError(f"tune.loads: {error}") from None
 
     def path(self) -> pathlib.Path:
         """The file of the user's results: JAXCONV_TUNING, or jaxconv/tuning.json in the user's data folder."""
-        return path()
-
-
-def applied(results: Results | None) -> contextlib.AbstractContextManager[None]:
-    """See `Tune.applied`."""
-    if results is not None and not isinstance(results, Results):
-        raise TypeError(f"tune.applied: expected what tune.loads returns, or None, got {type(results).__name__}")
-    return tuned.applied(Results() if results is None else results)
-
-
-def dumps(results: Results | None = None) -> str:
-    """See `Tune.dumps`."""
-    return tuned.dumps(tuned.active() if results is None else results)
-
-
-def loads(text: str) -> Results:
-    """See `Tune.loads`."""
-    try:
-        return tuned.loads(text)
-    except ValueError as error:
-        raise ValueError(f"tune.loads: {error}") from None
-
-
-def path() -> pathlib.Path:
-    """See `Tune.path`."""
-    return tuned.path()
+        return tuned.path()
 
 
 tune = Tune()
