@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks import timing
 from benchmarks.cases import BatchNormCase, Case, ConvBatchNormCase, ConvCase, DenseCase
+from jaxconv import _timing as timing
 
 ITEM_BYTES = {"bf16": 2, "f16": 2, "f32": 4}
 

@@ -20,10 +20,11 @@ from typing import Any
 
 import jax
 
-from benchmarks import contenders, limits, record, timing, tune
+from benchmarks import contenders, limits, record, tune
 from benchmarks.cases import ConvCase
 from benchmarks.contenders import Setting
 from jaxconv import _plan
+from jaxconv import _timing as timing
 from jaxconv._plan import conv as conv_plan
 
 BYTES = 3e9  # of x, w and y together

@@ -15,10 +15,11 @@ from typing import Any
 import jax
 
 import jaxconv
-from benchmarks import cases, check, contenders, limits, record, timing, torch_contender, tune
+from benchmarks import cases, check, contenders, limits, record, torch_contender, tune
 from benchmarks.cases import BatchNormCase, Case
 from benchmarks.contenders import Job, Setting
 from jaxconv import _problem
+from jaxconv import _timing as timing
 from jaxconv._plan import measured as tables
 
 ALGORITHMS = {

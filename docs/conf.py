@@ -28,7 +28,7 @@ autodoc_typehints_format = "short"
 autodoc_default_options = {"members": True, "show-inheritance": True}
 
 # Public modules; each has a page in docs/api.
-MODULES = ("jaxconv", "jaxconv.linen", "jaxconv.nnx", "jaxconv.checkpoint_policies")
+MODULES = ("jaxconv", "jaxconv.linen", "jaxconv.nnx", "jaxconv.tune", "jaxconv.checkpoint_policies")
 
 
 def check_public_names(app: Any, env: Any) -> list[str]:

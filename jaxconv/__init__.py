@@ -18,6 +18,7 @@ from jaxconv.conv import conv1d, conv2d, conv3d
 from jaxconv.conv_batchnorm import conv_batchnorm
 from jaxconv.conv_transpose import conv_general_dilated, conv_transpose1d, conv_transpose2d, conv_transpose3d
 from jaxconv.dense import dense
+from jaxconv.tune import tune
 
 if TYPE_CHECKING:
     from jaxconv import linen as linen
@@ -50,6 +51,7 @@ __all__ = [
     "export_checks",
     "info",
     "report",
+    "tune",
 ]
 
 # Imported when somebody asks for them: they need Flax. Not in __all__, or `from jaxconv import *` would.

@@ -1,4 +1,4 @@
-"""`python -m jaxconv`: what jaxconv found on this machine, for people and for bug reports."""
+"""`python -m jaxconv`: what jaxconv found on this machine, for people and for bug reports. `tune`: see jaxconv.tune."""
 
 from __future__ import annotations
 
@@ -6,15 +6,22 @@ import argparse
 import sys
 
 import jaxconv
+from jaxconv.tune import add_arguments
+from jaxconv.tune import main as tune
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m jaxconv", description="Prints what jaxconv found on this machine, what is missing, and why."
     )
-    parser.add_argument("command", nargs="?", choices=["info"], default="info")
     parser.add_argument("--version", action="version", version=f"jaxconv {jaxconv.__version__}")
-    parser.parse_args(arguments)
+    commands = parser.add_subparsers(dest="command", metavar="info | tune")
+    commands.add_parser("info", help="the same (the default)")
+    says = "times XLA and the native kernels at a function's problems on this device, and remembers the fastest"
+    add_arguments(commands.add_parser("tune", help=says, description=says))
+    args = parser.parse_args(arguments)
+    if args.command == "tune":
+        return tune(args)
     print(jaxconv.info())
     return 0
 

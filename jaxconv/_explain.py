@@ -14,6 +14,7 @@ import jax
 import jaxlib
 
 from jaxconv import _enable, _native, _op, _plan, _sharding
+from jaxconv._plan import tuned
 from jaxconv.accelerate import Report, listening
 
 # What jax.default_backend() and users call a platform -> what plans call it
@@ -166,6 +167,9 @@ def info() -> str:
         lines.append(f"GPUs: none. {str(error).splitlines()[0]}")
     lines.append(f"default backend: {jax.default_backend()}")
     lines.append(f"enable: {'on' if _enable.is_on() else 'off'}")
+    device = _plan.Device.current(_PLATFORMS.get(jax.default_backend(), jax.default_backend()))
+    here = len(tuned.active().on(tuned.device_name(device))) if device.kind else 0
+    lines.append(f"tuned problems of this device: {here}, {tuned.path()}")
     if os.environ.get("JAXCONV_DISABLE"):
         unknown = _unknown_disabled()
         lines.append(

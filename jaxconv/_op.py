@@ -329,7 +329,7 @@ def _lower(made: Kernel, platform: str | None, ctx: mlir.LoweringRuleContext, *o
         with as_lax():
             return through(functools.partial(made.reference, problem))
     if platform == "cpu" and any(a.dtype.itemsize == 2 for a in ctx.avals_in):
-        return through(functools.partial(_through_float32, made, problem))
+        return through(functools.partial(_through_float32, made, problem, plan.kernel))
     wire = made.wire(problem, plan)
     # The workspace is a last result, so that XLA plans its memory and captured CUDA graphs see a stable address.
     workspace = ShapedArray((plan.workspace_bytes,), np.dtype(np.uint8))
@@ -362,9 +362,9 @@ def _minor_to_major(aval: ShapedArray, layout: Layout | None) -> Layout:
     return tuple(reversed(range(aval.ndim) if layout is None else layout))
 
 
-def _through_float32(made: Kernel, problem: Any, *args: Array) -> list[Array]:
+def _through_float32(made: Kernel, problem: Any, algorithm: str, *args: Array) -> list[Array]:
     """The CPU code has float32 and float64; 16-bit problems run as float32 ones, forced to the same plan."""
-    wide = dataclasses.replace(problem, dtype="float32", implementation="native")
+    wide = dataclasses.replace(problem, dtype="float32", implementation="native", algorithm=algorithm)
     outs = made.primitive.bind(*(a.astype(jnp.float32) for a in args), problem=wide)
     outs = outs if made.multiple_results else [outs]
     return [out.astype(dtype) for out, (_, dtype) in zip(outs, made.results(problem), strict=True)]

@@ -29,8 +29,12 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
+# What somebody tuned on this machine is none of the tests' business.
+os.environ["JAXCONV_TUNING"] = os.path.join(sys.prefix, "cache", "no_tuning.json")
+
 import jaxconv
 from jaxconv import _native
+from jaxconv._plan import tuned
 
 # The cases of the benchmarks. At the end of the path: the source folder's jaxconv has no compiled modules.
 sys.path.append(str(pathlib.Path(__file__).parent.parent))
@@ -77,3 +81,20 @@ def x64():
 def stale_memory_is_nan():
     """Fills memory with NaN and frees it, so that an output element nobody wrote is seldom zero and hence noticed."""
     helpers.poison()
+
+
+@pytest.fixture
+def tuning_file(tmp_path, monkeypatch):
+    """A user's tuning file of this test's own; the results that hold are as at a process's start, before and after."""
+    path = tmp_path / "user" / "tuning.json"
+    monkeypatch.setenv("JAXCONV_TUNING", str(path))
+
+    def forget():
+        tuned._of_file.cache_clear()
+        tuned._warned.clear()
+        tuned._ACTIVE.set_global(None)
+
+    forget()
+    yield path
+    monkeypatch.undo()
+    forget()

@@ -42,7 +42,7 @@ def run(page: pathlib.Path, needed: str) -> int:
 
 @pytest.mark.parametrize("needed", ("", "haiku", "equinox", "keras"), ids=lambda n: n or "flax")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_the_guides_code_runs(page, needed):
+def test_the_guides_code_runs(page, needed, tuning_file):
     if needed not in {needs for needs, _, _ in blocks(page)}:
         pytest.skip(f"the page has no code for {needed or 'Flax'}")
     if needed == "keras":

@@ -1,10 +1,11 @@
 """Every choice: problem x device -> Plan, with the reason. Nothing else in the project chooses.
 
-plan.py: what a plan and a device are. choose.py: the tiers. measured.py: the tables. domain.py: what native code can
-run. One file a family: which of its kernels is wanted, with which tile and how many parts.
+plan.py: what a plan and a device are. choose.py: the tiers. tuned.py: what a user tuned. measured.py: the tables.
+domain.py: what native code can run. One file a family: which of its kernels is wanted, with which tile and how many
+parts.
 """
 
-from jaxconv._plan.choose import OPS, disabled, made, plan, supports
+from jaxconv._plan.choose import OPS, disabled, made, missing, plan, supports
 from jaxconv._plan.plan import Device, Plan, Problem
 
-__all__ = ["OPS", "Device", "Plan", "Problem", "disabled", "made", "plan", "supports"]
+__all__ = ["OPS", "Device", "Plan", "Problem", "disabled", "made", "missing", "plan", "supports"]

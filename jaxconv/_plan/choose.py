@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxconv import _native
-from jaxconv._plan import batchnorm, conv, dense, measured, model, stem
+from jaxconv._plan import batchnorm, conv, dense, measured, model, stem, tuned
 from jaxconv._plan.plan import Candidate, Device, Plan, Problem, itemsize, known
 from jaxconv._problem import (
     BATCHNORM_ALGORITHMS,
@@ -74,12 +74,40 @@ def plan(op: str, problem: Any, device: Device) -> Plan:
         return _forced(op, problem.algorithm, problem, device, f"algorithm='{problem.algorithm}' was asked for")
     if device.partitioned and not forced:
         return Plan("xla", "XLA partitions its own operations over devices; it would gather for a custom call")
+    own = _tuned(op, problem, device)
+    if own is not None:
+        return own
     plan, reason = _fastest(op, problem, device)
     if plan is not None:
         return plan
     if forced:
         return _best_native(op, problem, device)
     return Plan("xla", reason, candidates=_weighed(op, problem, device)[1] if device.platform == "cuda" else ())
+
+
+def _tuned(op: str, problem: Problem, device: Device) -> Plan | None:
+    """What the user tuned for exactly this problem, if anything: the choice, or the fastest kernel if one is forced."""
+    entry = tuned.entry(op, problem, device)
+    if entry is None:
+        return None
+    forced = problem.implementation == "native"
+    choice = min(entry.native_ms, key=entry.native_ms.__getitem__, default=None) if forced else entry.choice
+    if choice is None:
+        return None
+    times = entry.native_ms if entry.xla_ms is None else {**entry.native_ms, "xla": entry.xla_ms}
+    candidates = tuple(Candidate(name, ms, "tuned on this device") for name, ms in times.items())
+    if choice == "xla":
+        return Plan("xla", "tuned on this device: XLA is the fastest", candidates=candidates)
+    plan = made(op, choice, problem, device)
+    if isinstance(plan, str):  # a file that somebody edited
+        return None
+    ratio = None if entry.xla_ms is None else entry.xla_ms / max(entry.native_ms[choice], 1e-9)
+    reason = "XLA could not run it" if ratio is None else f"{ratio:.2f} times faster than XLA"
+    if ratio is not None and ratio < 1:
+        reason = f"{ratio:.2f} of XLA's speed"
+    if forced:
+        reason += "; implementation='native' was asked for"
+    return dataclasses.replace(plan, reason=f"tuned on this device: {reason}", candidates=candidates)
 
 
 def _best_native(op: str, problem: Problem, device: Device) -> Plan:
@@ -186,16 +214,31 @@ def _empty(problem: Problem) -> bool:
     return any(known(extent) and extent == 0 for extent in extents)
 
 
+def missing(device: Device) -> str | None:
+    """Why no native code runs on the device, or None."""
+    return _native.missing(device.platform) or _no_code_for(device)
+
+
+def _no_code_for(device: Device) -> str | None:
+    capability = device.compute_capability
+    if device.platform != "cuda" or capability is None:
+        return None
+    if capability < (8, 0):
+        return f"the CUDA kernels need compute capability 8.0, {device.kind} has {capability}"
+    if not _native.runs_on(capability):
+        return f"the CUDA module holds no code for {device.kind}: it was built for other architectures (see info())"
+    return None
+
+
 def _device_refusal(problem: Problem, device: Device) -> str | None:
     if isinstance(problem, BatchNormProblem) and problem.masked:
         return "masked statistics are XLA's, and it fuses what follows them"
     if device.platform == "cuda":
         if problem.dtype == "float64":
             return "float64 has no native CUDA kernels"
-        if device.compute_capability is not None and device.compute_capability < (8, 0):
-            return f"the CUDA kernels need compute capability 8.0, {device.kind} has {device.compute_capability}"
-        if device.compute_capability is not None and not _native.runs_on(device.compute_capability):
-            return f"the CUDA module holds no code for {device.kind}: it was built for other architectures (see info())"
+        why = _no_code_for(device)
+        if why:
+            return why
     if isinstance(problem, DenseProblem):
         extents: tuple[Any, ...] = (problem.m, problem.k, problem.n, problem.batch or 1)
     else:

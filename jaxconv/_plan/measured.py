@@ -13,6 +13,7 @@ import json
 import math
 import pathlib
 import re
+import warnings
 from typing import Any
 
 from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem
@@ -133,7 +134,12 @@ def _recorded(device_kind: str) -> tuple[Measurement, ...]:
     path = FOLDER / f"{slug(device_kind)}.json"
     if not device_kind or not path.exists():
         return ()
-    return tuple(map(_measurement, json.loads(path.read_text())["measurements"]))
+    try:
+        return tuple(map(_measurement, json.loads(path.read_text())["measurements"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        what = f"{type(error).__name__}: {error}"
+        warnings.warn(f"jaxconv: {path} is broken and is ignored, reinstall jaxconv: {what}", stacklevel=2)
+        return ()
 
 
 def _measurement(entry: dict[str, Any]) -> Measurement:
