@@ -19,8 +19,7 @@ namespace jaxconv::cuda {
 // Facts about a device that decide what runs on it.
 struct Device {
   int major = 8,
-      minor =
-          6;  // compute capability; what is not known is taken for the smallest of the large ones
+      minor = 6;  // compute capability; what is not known is taken for 8.6, which runs the least
   int multiprocessors = 132;
 
   bool sm90() const { return major == 9 && minor == 0; }
