@@ -1,6 +1,7 @@
-// What each CUDA kernel can run, and the memory that it needs: host C++17 without CUDA headers, compiled into _cpu too, so
-// that every machine has it. The plan asks before it chooses a kernel, a launcher before it launches; nothing else states
-// these limits. What a kernel should be given (tile, splits) is the plan's to say, in jaxconv/_plan.
+// What each CUDA kernel of a convolution or dense product can run, and the memory that it needs (batch-norm's limits are in
+// jaxconv/_plan/batchnorm.py): host C++17 without CUDA headers, compiled into _cpu too, so that every machine has it.
+// The plan asks before it chooses a kernel, a launcher before it launches; nothing else states these limits. What a kernel
+// should be given (tile, splits) is the plan's to say, in jaxconv/_plan.
 //
 // A kernel's name is "family/kernel" ("depthwise/rows"), or the family's where it has one kernel. cuda/conv/<family>/domain.h
 // has the family's part, cuda/dense/domain.h that of dense products.
@@ -18,8 +19,7 @@ namespace jaxconv::cuda {
 // Facts about a device that decide what runs on it.
 struct Device {
   int major = 8,
-      minor =
-          6;  // compute capability; what is not known is taken for the smallest of the large ones
+      minor = 6;  // compute capability; what is not known is taken for 8.6, which runs the least
   int multiprocessors = 132;
 
   bool sm90() const { return major == 9 && minor == 0; }

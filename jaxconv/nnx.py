@@ -182,7 +182,7 @@ class ConvTranspose(nnx.ConvTranspose):
       param_dtype: of the parameters (default: float32).
       precision: see `jax.lax.Precision`.
       kernel_init, bias_init: initialisers of the parameters.
-      transpose_kernel: the kernel is that of the convolution that this one transposes: (*window, out_features,
+      transpose_kernel: the kernel is that of the convolution that this one transposes: (window..., out_features,
         in_features), not reversed.
       promote_dtype: a function that promotes (inputs, kernel, bias) to the computation's dtype.
       preferred_element_type: of the sums and the result; anything but None is Flax's own computation.

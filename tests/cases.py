@@ -372,7 +372,7 @@ CONV_CASES = (
         8,
         8,
         (3, 3),
-        "8 channels would let a block take more columns than the copy engine's box has pixels",
+        "8 channels would let a block take more columns than TMA's box has pixels",
         groups=8,
         padding=1,
     ),

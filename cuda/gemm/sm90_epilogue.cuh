@@ -2,8 +2,8 @@
 //
 //   z = alpha * sum + beta * c + bias;  d = f(z)
 //
-// in 16 bit, 64 x 64 outputs at a time: registers, activation, shared memory (stmatrix, in the copy
-// engine's swizzle), and a bulk store that is waited for only when its 8 KiB are needed again.
+// in 16 bit, 64 x 64 outputs at a time: registers, activation, shared memory (stmatrix, in TMA's
+// swizzle), and a bulk store that is waited for only when its 8 KiB are needed again.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,4 @@
-"""The tiers of a choice: forced by the user, tuned by the user, measured near here, predicted, else XLA. Each gives its
-reason.
+"""The tiers of a choice: forced, tuned by the user, measured near here, predicted, else XLA. Each says why.
 
 A plan is data. It is made when a call is lowered, printed by `explain`, and carried out by native code, which confirms
 but does not choose. With `implementation=None` a problem goes to XLA unless native code was measured to be faster, or

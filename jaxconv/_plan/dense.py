@@ -14,7 +14,7 @@ GEMM_TILES = ("128x128", "128x64", "64x64")
 
 
 def _sm90(p: DenseProblem, device: Device) -> Iterator[tuple[str, str, int]]:
-    """(kernel, tile, parts of K), as measured on an H200 (docs/performance.md)."""
+    """(kernel, tile, parts of K), as measured on an H200 (docs/kernels/dense.md)."""
     if terms_of(p) > 1:
         yield "product", "128x64" if p.n <= 64 else "128x128", 1
         return

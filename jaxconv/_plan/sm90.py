@@ -1,6 +1,7 @@
 """Convolutions on Hopper's tensor cores: cuda/conv/sm90.
 
-Which kernel and tile are wanted, and a weight gradient's parts. The numbers are what an H200 did (docs/performance.md).
+Which kernel and tile are wanted, and a weight gradient's parts. The numbers are what an H200 did
+(docs/kernels/sm90.md).
 """
 
 from __future__ import annotations

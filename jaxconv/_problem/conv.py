@@ -186,9 +186,9 @@ class ConvProblem:
         return dataclasses.replace(self, bias=False, activation=NO_ACTIVATION, save_preactivation=False)
 
     def folded(self, dgrad: bool) -> ConvProblem:
-        """The convolution as the matrix loops run it (FoldPatches in cuda/conv/conv.cu): where the filter steps by its
-        own width, S neighbouring pixels are one of S*C channels; likewise for its height, each output row is an image
-        of its own (not for dgrad)."""
+        """The convolution as the matrix loops run it (FoldPatches in cuda/conv/common/domain.h): where the filter steps
+        by its own width, S neighbouring pixels are one of S*C channels; likewise for its height, each output row is an
+        image of its own (not for dgrad)."""
 
         def patches(axis: int) -> bool:
             return self.filter[axis] > 1 and self.steps_by_filter(axis)

@@ -38,8 +38,8 @@ inline bool PlanesAreImages(const ConvProblem& p) {
 // A filter that steps by its own width reads each element of x once, and the S*C elements under a
 // filter row are neighbours: a convolution over pixels of S*C channels with a filter of width 1.
 // Where the same holds along H, every output row is an image of its own of R rows, which saves the
-// stride; not for dgrad, whose phases (one tap each) the stride makes. jaxconv/_problem plans for the same
-// problem.
+// stride; not for dgrad, whose phases (one tap each) the stride makes. ConvProblem.folded in
+// jaxconv/_problem is the same.
 inline ConvProblem FoldPatches(ConvProblem p, bool dgrad) {
   const auto patches = [&](int i) { return p.filter[i] > 1 && p.steps_by_filter(i); };
   if (!p.channels_last || p.groups != 1 || !patches(2)) return p;

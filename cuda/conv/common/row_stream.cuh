@@ -1,8 +1,8 @@
 // Rows of a channels-last array, one after another through a ring in shared memory (sm_90).
 //
 // A convolution of stride 1 needs each input row once if its consumer keeps the R rows of sums that
-// the row contributes to in registers. So a block walks down an image: one thread has the copy
-// engine bring row after row (with the columns' halo; what lies outside comes as zeros, without a
+// the row contributes to in registers. So a block walks down an image: one thread has TMA
+// bring row after row (with the columns' halo; what lies outside comes as zeros, without a
 // predicate or an address being computed), the warps use it and hand the stage back. The ring runs
 // on across the block's units, so that loads never wait for an image to end.
 //

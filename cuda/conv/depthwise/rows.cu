@@ -15,7 +15,7 @@
 // instances without one do not carry its arithmetic.
 //
 // Reads src about once from DRAM (rows and columns that blocks share again from L2), writes dst once.
-// Stores by the copy engine, through shared memory, lost 3 to 5% to stores from registers (H200).
+// Stores by TMA, through shared memory, lost 3 to 5% to stores from registers (H200).
 #include "cuda/conv/depthwise/kernels.h"
 
 #include "cuda/conv/depthwise/rows.cuh"

@@ -1,4 +1,4 @@
-// What the two kernels of rows.h share: who owns what of a strip, and a thread's channels in
+// What rows.cu, rows_strided.cu and rows_wgrad.cu share: who owns what of a strip, and a thread's channels in
 // shared memory.
 #pragma once
 
@@ -196,7 +196,7 @@ inline Status EncodeRows(DType dtype, const void* base, const RowArray& a, int s
   return EncodePlain(dtype, tensor, {slab, width, 1, images, 1}, what, map);
 }
 
-// Bytes of a row in a stage: the copy engine writes to multiples of 128.
+// Bytes of a row in a stage: TMA writes to multiples of 128.
 inline int StagedBytes(int images, int width, int pixel_bytes) {
   return int(CeilDiv(int64_t(images) * width * pixel_bytes, 128) * 128);
 }

@@ -20,7 +20,7 @@
 //
 // A finished row goes back through a ring in shared memory, channels x pixels to pixels x channels, to
 // 16-byte stores by two of the helper warps; of the other two, which transpose the input, one thread is
-// the copy engine's.
+// TMA's.
 //
 // Products are exact and sums float32. The zeros of a band meet real inputs, so an infinity in src
 // makes NaN in outputs up to 15 columns away, where a sum over the taps alone would not see it.

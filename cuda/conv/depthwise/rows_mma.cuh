@@ -1,4 +1,4 @@
-// What the two kernels of rows_mma.h share: strips of 16 streams whose rows the copy engine
+// What rows_mma.cu and rows_mma_wgrad.cu share: strips of 16 streams whose rows TMA
 // brings one after another (common/row_stream.cuh), transposed on their way so that the tensor cores can
 // read a channel's pixels.
 //
@@ -7,7 +7,7 @@
 // here it goes down all rows of the strip. An image has a cell more than outputs in a row of the
 // source, which a run of 8 outputs reaches into.
 //
-// The copy engine writes a row as pixels x channels (64 bytes a pixel, in the swizzle of that many
+// TMA writes a row as pixels x channels (64 bytes a pixel, in the swizzle of that many
 // bytes, so that the 8 chunks of a cell lie in different banks). ldmatrix.trans and stmatrix turn
 // each cell into channels x pixels: slot i ^ phase of cell c of an octet, 16 bytes at
 //

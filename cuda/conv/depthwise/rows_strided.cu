@@ -8,7 +8,7 @@
 //           pairs of rows and columns (i + pad = 2 p, 2 p + 1; j likewise): row p of dy makes all of the
 //           odd row, ends the even row, and begins the next pair's.
 //
-// Rows and columns outside the arrays come as zeros from the copy engine.
+// Rows and columns outside the arrays come as zeros from TMA.
 #include "cuda/conv/depthwise/kernels.h"
 #include "cuda/conv/depthwise/rows.cuh"
 

@@ -348,7 +348,7 @@ Status GroupedRowsFloat32(const Context& ctx, const ConvProblem& p, bool dgrad, 
   const bool strided = p.stride[2] == 2;
   SetRows(g, p, dgrad, dgrad && !strided);
   g.dgrad = dgrad;
-  // The fastest on an H200 of 2 to 5 each (docs/performance.md).
+  // The fastest on an H200 of 2 to 5 each (docs/kernels/grouped.md).
   const auto run = [&](auto launch) { return launch(ctx, g, src, what); };
   const int64_t group = p.group_c();
   if (!strided) {
