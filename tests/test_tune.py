@@ -22,8 +22,9 @@ import pytest
 
 import jaxconv
 from jaxconv import __main__ as command
-from jaxconv import _op, _plan
+from jaxconv import _native, _op, _plan
 from jaxconv._plan import measured, tuned
+from jaxconv._plan.plan import Candidate
 
 module = importlib.import_module("jaxconv.tune")  # whose name the function has
 
@@ -240,6 +241,40 @@ def test_channels_first_arrays_are_timed_channels_last_on_a_gpu(op):
     names = [plan.spec for plan in module._candidates(op, job.problem, H200)]
     assert any(name.startswith("sm90") or name.startswith("implicit_gemm") for name in names)
     assert len(names) == len(set(names)) and "direct" not in names
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("op", ["conv_fprop", "conv_dgrad", "conv_wgrad"])
+def test_every_kernel_that_is_timed_on_a_gpu_can_be_chosen(op, dtype, monkeypatch):
+    monkeypatch.setattr(_native, "cuda_missing", "")
+    x, w = jnp.ones((2, 16, 16, 32), dtype), jnp.ones((3, 3, 32, 64), dtype)
+    problem = jax.make_jaxpr(conv)(x, w).eqns[0].params["problem"]
+    plans = module._candidates(op, problem, H200)
+    assert len(plans) >= 2
+    for plan in plans:
+        times = {p.spec: 2.0 for p in plans} | {plan.spec: 0.5}
+        e = entry(tuned.key_of(problem), op=op, device=H200.kind, native_ms=times, choice=plan.spec)
+        with jaxconv.tune.applied(tuned.Results([e])):
+            chosen = _plan.plan(op, problem, H200)
+            assert (chosen.spec, chosen.workspace_bytes) == (plan.spec, plan.workspace_bytes)
+            assert chosen.reason == "tuned on this device: 4.00 times faster than XLA"
+            forced = _plan.plan(op, dataclasses.replace(problem, implementation="native"), H200)
+            assert forced.spec == plan.spec
+            with pytest.warns(UserWarning, match="tuned on NVIDIA H200, ignored on NVIDIA X1"):
+                elsewhere = _plan.plan(op, problem, dataclasses.replace(H200, kind="NVIDIA X1"))
+            assert not elsewhere.reason.startswith("tuned")
+            tuned._warned.clear()
+            # XLA cannot be told how to split a custom call.
+            split = _plan.plan(op, problem, dataclasses.replace(H200, partitioned=True))
+            assert split.implementation == "xla"
+
+
+def test_the_predicted_saving_is_that_of_the_best_candidate():
+    candidates = tuple(Candidate(*c, "") for c in (("xla", 3.0), ("sm90/product", 1.0), ("stem", 2.0)))
+    job = types.SimpleNamespace(count=4)
+    assert module._saving(job, _plan.Plan("xla", "", candidates=candidates)) == 8.0
+    assert module._saving(job, _plan.Plan("native", "", "sm90/product", candidates=candidates)) == 0.0
+    assert module._saving(job, _plan.Plan("xla", "")) is None
 
 
 def test_inputs_are_of_the_operands_types_and_positive():
