@@ -24,6 +24,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 
 from jaxconv import _enable, _op, _plan, _timing
 from jaxconv._enable import forms
@@ -355,8 +356,17 @@ def _measure(job: _Job, device: _plan.Device, seconds: float) -> tuple[dict[str,
         functions[plan.spec] = function(algorithm=plan.spec)
     make = jax.jit(functools.partial(_random, job.operands))
     count = _timing.set_count(job.bytes, jax.devices()[0])
-    sets = [tuple(make(key)) for key in jax.random.split(jax.random.key(0), count)]
-    return _time(functions, sets, seconds)
+    with _on_one_device():
+        sets = [tuple(make(key)) for key in jax.random.split(jax.random.key(0), count)]
+        return _time(functions, sets, seconds)
+
+
+def _on_one_device() -> contextlib.AbstractContextManager[Any]:
+    """Where a mesh is set, every array would lie on all of its devices."""
+    if jax.sharding.get_mesh().empty:
+        return contextlib.nullcontext()
+    one = jax.make_mesh((1,), ("tune",), devices=jax.devices()[:1], axis_types=(AxisType.Auto,))
+    return jax.set_mesh(one)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

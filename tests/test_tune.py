@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxconv
 from jaxconv import __main__ as command
@@ -287,13 +289,38 @@ def test_what_fails_is_named_and_the_others_count():
     def broken(x):
         raise RuntimeError("no algorithm worked\nand more")
 
-    slow = jax.jit(lambda x: jax.lax.fori_loop(0, 60, lambda i, y: jnp.sin(y) @ y, x))
-    ms, failed = module._time(
-        {"broken": broken, "fine": jax.jit(lambda x: x + 1), "slow": slow}, [(jnp.ones((256, 256)),)], 5.0
-    )
+    def slow(x):
+        time.sleep(0.3)
+        return x
+
+    functions = {"broken": broken, "fine": jax.jit(lambda x: x + 1), "slow": slow}
+    ms, failed = module._time(functions, [(jnp.ones((256, 256)),)], 5.0)
     assert list(ms) == ["fine"] and ms["fine"] > 0
     assert failed["broken"] == "no algorithm worked"
     assert failed["slow"].startswith("took ")
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="a mesh needs two devices")
+def test_a_shards_problem_is_timed_on_one_device(monkeypatch):
+    """On an Explicit mesh problems are those of a shard; timing them on every device would time the wrong thing."""
+    seen = []
+
+    def timed(functions, sets, seconds):
+        for name, function in functions.items():
+            seen.append((name, function.lower(*sets[0]).as_text(), [a.devices() for a in sets[0]], sets[0][0].shape))
+        return dict.fromkeys(functions, 1.0), {}
+
+    monkeypatch.setattr(module, "_time", timed)
+    mesh = jax.make_mesh((2,), ("b",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        x, w = jax.device_put(X, NamedSharding(mesh, P("b"))), jax.device_put(W, NamedSharding(mesh, P()))
+        found = tune(conv)(x, w)
+        assert jax.sharding.get_mesh() == mesh
+    assert [r.problem.batch for r in found] == [1]
+    assert len(seen) >= 2
+    for name, text, devices, shape in seen:
+        assert ("jaxconv_conv_fprop" in text) == (name != "xla")
+        assert shape == (1, *X.shape[1:]) and devices == [{jax.devices()[0]}] * 2
 
 
 def test_a_real_run(file):
