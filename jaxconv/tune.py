@@ -24,6 +24,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 
 from jaxconv import _enable, _op, _plan, _timing
 from jaxconv._enable import forms
@@ -31,7 +32,7 @@ from jaxconv._plan import conv, measured, tuned
 from jaxconv._plan.tuned import Results
 from jaxconv._problem import BATCHNORM_ALGORITHMS, DENSE_ALGORITHMS, BatchNormProblem, ConvProblem
 
-__all__ = ["Results", "Tune", "Tuned", "Tuning", "tune"]
+__all__ = ["Results", "Tune", "Tuned", "Tuning"]  # `tune` is `jaxconv.tune`
 
 # Ops whose choice is between calls of other kernels, or is made with another's: their parts are timed
 _NOT_ALONE = ("conv_dgrad_add", "conv_statistics")
@@ -61,10 +62,13 @@ class Tuned:
 
 
 class Tuning(list[Tuned]):
-    """What `tune` found: a list of `Tuned`s, one a problem, that prints as a table.
+    """What `tune` found: a list of problems, each a `Tuned`, that prints as a table.
 
-    `before_ms` and `after_ms` are the function's own times, None where it was not timed; `results` all results that
-    hold from now on; `path` the file that they were written to, None where they were not.
+    Attributes:
+      before_ms, after_ms: the function's own times; None where it was not timed.
+      results: all results that hold from now on.
+      path: the file that they were written to; None where they were not.
+      interrupted: whether a KeyboardInterrupt ended it.
     """
 
     def __init__(
@@ -242,9 +246,10 @@ def _jobs(f: Callable[..., Any], args: Any, kwargs: Any, device: _plan.Device) -
             if _op.of_equation(device, equation) == device:
                 add(_op.KERNELS[equation.primitive], equation.params["problem"], avals)
         elif equation.primitive is jax.lax.conv_general_dilated_p and _enable.is_on():
-            form = forms.read(*avals, equation.outvars[0].aval, equation.params)
+            lhs, rhs = avals
+            form = forms.read(lhs, rhs, equation.outvars[0].aval, equation.params)
             if not isinstance(form, str) and _op.of_equation(device, equation) == device:
-                given = dict(zip(("lhs", "rhs"), avals, strict=True))
+                given = {"lhs": lhs, "rhs": rhs}
                 operands = [jax.eval_shape(into, given[name]) for name, into in form.operands.items()]
                 add(form.kernel, form.problem, operands)
     return list(found.values())
@@ -310,7 +315,8 @@ def _time(
     functions: Mapping[str, Callable[..., Any]], sets: Sequence[tuple[Any, ...]], seconds: float
 ) -> tuple[dict[str, float], dict[str, str]]:
     """(milliseconds of each function, what could not be timed and why). Every function is compiled here."""
-    programs, failed = {}, {}
+    programs: dict[str, _timing.Program] = {}
+    failed: dict[str, str] = {}
     deadline = time.monotonic() + seconds
     fastest = math.inf
     for name, function in functions.items():
@@ -350,8 +356,17 @@ def _measure(job: _Job, device: _plan.Device, seconds: float) -> tuple[dict[str,
         functions[plan.spec] = function(algorithm=plan.spec)
     make = jax.jit(functools.partial(_random, job.operands))
     count = _timing.set_count(job.bytes, jax.devices()[0])
-    sets = [tuple(make(key)) for key in jax.random.split(jax.random.key(0), count)]
-    return _time(functions, sets, seconds)
+    with _on_one_device():
+        sets = [tuple(make(key)) for key in jax.random.split(jax.random.key(0), count)]
+        return _time(functions, sets, seconds)
+
+
+def _on_one_device() -> contextlib.AbstractContextManager[Any]:
+    """Where a mesh is set, every array would lie on all of its devices."""
+    if jax.sharding.get_mesh().empty:
+        return contextlib.nullcontext()
+    one = jax.make_mesh((1,), ("tune",), devices=jax.devices()[:1], axis_types=(AxisType.Auto,))
+    return jax.set_mesh(one)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

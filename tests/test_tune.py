@@ -19,11 +19,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxconv
 from jaxconv import __main__ as command
-from jaxconv import _op, _plan
+from jaxconv import _native, _op, _plan
 from jaxconv._plan import measured, tuned
+from jaxconv._plan.plan import Candidate
 
 module = importlib.import_module("jaxconv.tune")  # whose name the function has
 
@@ -242,6 +245,40 @@ def test_channels_first_arrays_are_timed_channels_last_on_a_gpu(op):
     assert len(names) == len(set(names)) and "direct" not in names
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("op", ["conv_fprop", "conv_dgrad", "conv_wgrad"])
+def test_every_kernel_that_is_timed_on_a_gpu_can_be_chosen(op, dtype, monkeypatch):
+    monkeypatch.setattr(_native, "cuda_missing", "")
+    x, w = jnp.ones((2, 16, 16, 32), dtype), jnp.ones((3, 3, 32, 64), dtype)
+    problem = jax.make_jaxpr(conv)(x, w).eqns[0].params["problem"]
+    plans = module._candidates(op, problem, H200)
+    assert len(plans) >= 2
+    for plan in plans:
+        times = {p.spec: 2.0 for p in plans} | {plan.spec: 0.5}
+        e = entry(tuned.key_of(problem), op=op, device=H200.kind, native_ms=times, choice=plan.spec)
+        with jaxconv.tune.applied(tuned.Results([e])):
+            chosen = _plan.plan(op, problem, H200)
+            assert (chosen.spec, chosen.workspace_bytes) == (plan.spec, plan.workspace_bytes)
+            assert chosen.reason == "tuned on this device: 4.00 times faster than XLA"
+            forced = _plan.plan(op, dataclasses.replace(problem, implementation="native"), H200)
+            assert forced.spec == plan.spec
+            with pytest.warns(UserWarning, match="tuned on NVIDIA H200, ignored on NVIDIA X1"):
+                elsewhere = _plan.plan(op, problem, dataclasses.replace(H200, kind="NVIDIA X1"))
+            assert not elsewhere.reason.startswith("tuned")
+            tuned._warned.clear()
+            # XLA cannot be told how to split a custom call.
+            split = _plan.plan(op, problem, dataclasses.replace(H200, partitioned=True))
+            assert split.implementation == "xla"
+
+
+def test_the_predicted_saving_is_that_of_the_best_candidate():
+    candidates = tuple(Candidate(*c, "") for c in (("xla", 3.0), ("sm90/product", 1.0), ("stem", 2.0)))
+    job = types.SimpleNamespace(count=4)
+    assert module._saving(job, _plan.Plan("xla", "", candidates=candidates)) == 8.0
+    assert module._saving(job, _plan.Plan("native", "", "sm90/product", candidates=candidates)) == 0.0
+    assert module._saving(job, _plan.Plan("xla", "")) is None
+
+
 def test_inputs_are_of_the_operands_types_and_positive():
     arrays = module._random([((3, 4), "bfloat16"), ((5,), "float32"), ((2,), "int32")], jax.random.key(1))
     assert [(a.shape, a.dtype.name) for a in arrays] == [((3, 4), "bfloat16"), ((5,), "float32"), ((2,), "int32")]
@@ -252,13 +289,38 @@ def test_what_fails_is_named_and_the_others_count():
     def broken(x):
         raise RuntimeError("no algorithm worked\nand more")
 
-    slow = jax.jit(lambda x: jax.lax.fori_loop(0, 60, lambda i, y: jnp.sin(y) @ y, x))
-    ms, failed = module._time(
-        {"broken": broken, "fine": jax.jit(lambda x: x + 1), "slow": slow}, [(jnp.ones((256, 256)),)], 5.0
-    )
+    def slow(x):
+        time.sleep(0.3)
+        return x
+
+    functions = {"broken": broken, "fine": jax.jit(lambda x: x + 1), "slow": slow}
+    ms, failed = module._time(functions, [(jnp.ones((256, 256)),)], 5.0)
     assert list(ms) == ["fine"] and ms["fine"] > 0
     assert failed["broken"] == "no algorithm worked"
     assert failed["slow"].startswith("took ")
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="a mesh needs two devices")
+def test_a_shards_problem_is_timed_on_one_device(monkeypatch):
+    """On an Explicit mesh problems are those of a shard; timing them on every device would time the wrong thing."""
+    seen = []
+
+    def timed(functions, sets, seconds):
+        for name, function in functions.items():
+            seen.append((name, function.lower(*sets[0]).as_text(), [a.devices() for a in sets[0]], sets[0][0].shape))
+        return dict.fromkeys(functions, 1.0), {}
+
+    monkeypatch.setattr(module, "_time", timed)
+    mesh = jax.make_mesh((2,), ("b",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        x, w = jax.device_put(X, NamedSharding(mesh, P("b"))), jax.device_put(W, NamedSharding(mesh, P()))
+        found = tune(conv)(x, w)
+        assert jax.sharding.get_mesh() == mesh
+    assert [r.problem.batch for r in found] == [1]
+    assert len(seen) >= 2
+    for name, text, devices, shape in seen:
+        assert ("jaxconv_conv_fprop" in text) == (name != "xla")
+        assert shape == (1, *X.shape[1:]) and devices == [{jax.devices()[0]}] * 2
 
 
 def test_a_real_run(file):

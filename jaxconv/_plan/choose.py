@@ -351,7 +351,7 @@ def _weighed(op: str, problem: Problem, device: Device) -> tuple[_Weighed | None
         weighed += _predicted(unknown, predicted)
     if not weighed:
         where = device.kind or "the device"
-        return None, (), f"none of its kernels was measured near it on {where}, and the model does not know them"
+        return None, (), f"none of its kernels was measured near it on {where}: jaxconv.tune can do it"
     best = max(weighed, key=lambda w: (w.wins, w.measured, w.ratio) if w.wins else (w.wins, False, w.ratio))
     return best, tuple(dict.fromkeys(candidates)), best.why
 

@@ -80,6 +80,12 @@ for call in explanation:
     assert_type(call.op, str)
     assert_type(call.plan.reason, str)
 assert_type(jaxconv.info(), str)
+tuning = jaxconv.tune(lambda x: jaxconv.conv2d(x, w), seconds=1.0, verify=False, save=False)(x)
+assert_type(tuning.after_ms, float | None)
+for row in tuning:
+    assert_type(row.best, str | None)
+with jaxconv.tune.applied(jaxconv.tune.loads(jaxconv.tune.dumps())):
+    jaxconv.conv2d(x, w)
 assert_type(jaxconv.__version__, str)
 checked: jax.export.Exported = jaxconv.check_exported(
     jax.export.export(jax.jit(jnp.sin), disabled_checks=jaxconv.export_checks())(x)
