@@ -46,8 +46,10 @@ requirements = $(VENV_PYTHON) -c "import sys, tomllib; p = tomllib.load(open('py
 	q = p['project']; print(*([r for r in p['build-system']['requires'] if not r.startswith('jaxlib')] + \
 	q['dependencies'] + ['cmake' + p['tool']['scikit-build']['cmake']['version'], 'ninja'] if sys.argv[1] == 'build' else \
 	q['optional-dependencies'][sys.argv[1]]), sep='\n')"
+# Headers that the kernels' domains include: _cpu is made of them too.
+DOMAINS := $(wildcard cuda/core/*.h cuda/gemm/*.h cuda/conv/*/*.h)
 # Folders of Python code stand for their lists of files, which the editable installation holds.
-SOURCES := pyproject.toml CMakeLists.txt $(shell find common cpu ffi -type f) $(shell find cuda -name '*domain.*') $(shell find jaxconv jaxconv_plugin -type d -not -name __pycache__)
+SOURCES := pyproject.toml CMakeLists.txt $(shell find common cpu ffi -type f) $(shell find cuda -name '*domain.*') $(DOMAINS) $(shell find jaxconv jaxconv_plugin -type d -not -name __pycache__)
 ifneq ($(JAXCONV_CUDA),OFF)
   SOURCES += $(shell find cuda -type f)
 endif
