@@ -513,8 +513,8 @@ def conv2d(
       return_preactivation: also return z.
       implementation: None takes the fastest known for this problem and device; "native" is jaxconv's own custom call;
         "xla" is lax.
-      algorithm: forces one native algorithm, in forward and backward: "sm90", "implicit_gemm",
-        "direct", "depthwise", "grouped", "stem", "im2col".
+      algorithm: forces one native algorithm, in forward and backward: "sm90", "implicit_gemm", "direct", "depthwise",
+        "grouped", "stem", "im2col"; or one kernel of it and its tile, as `explain` names them ("sm90/product 128x256").
 
     Returns:
       y of x's dtype, (N, P, Q, K) or (N, K, P, Q); or (y, z) with return_preactivation. As in lax, an empty array where
