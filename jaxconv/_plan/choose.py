@@ -366,7 +366,8 @@ def _predicted(plans: Sequence[Plan], predicted: dict[str, model.Prediction]) ->
         sure = model.sure(math.log(ratio), math.hypot(xla.deviation, kernel.deviation))
         why = f"predicted to be {ratio:.2f} times faster than XLA ({kernel.ms:.3f} and {xla.ms:.3f} ms)"
         if not sure:
-            why = f"{plan.kernel} is predicted at {ratio:.2f} times XLA's speed, which is not sure enough"
+            why = f"{plan.kernel} is predicted at {ratio:.2f} times XLA's speed"
+            why += ", which is not sure enough" if ratio > 1 else ""
         yield _Weighed(plan, ratio, sure, False, why)
 
 
