@@ -32,8 +32,11 @@ from jaxconv._types import Array, ToActivation
 __all__ = ["BatchNorm", "Conv", "ConvTranspose", "Dense"]
 
 
-# Held, because a program may put ours in their place: nn.Conv = jaxconv.linen.Conv.
-_Conv, _ConvTranspose, _Dense, _BatchNorm = nn.Conv, nn.ConvTranspose, nn.Dense, nn.BatchNorm
+# Held, because a program may put ours in their place (nn.Conv = jaxconv.linen.Conv). One a line, for type checkers.
+_Conv = nn.Conv
+_ConvTranspose = nn.ConvTranspose
+_Dense = nn.Dense
+_BatchNorm = nn.BatchNorm
 
 
 def _flax_call(base: type[nn.Module], module: nn.Module, *args: Any, **kwargs: Any) -> Array:
