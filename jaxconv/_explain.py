@@ -17,7 +17,7 @@ from jaxconv import _enable, _native, _op, _plan, _sharding
 from jaxconv._plan import tuned
 from jaxconv.accelerate import Report, listening
 
-# What jax.default_backend() and users call a platform -> what plans call it
+# What users call a platform -> what plans call it
 _PLATFORMS = {"cpu": "cpu", "cuda": "cuda", "gpu": "cuda", "rocm": "rocm", "tpu": "tpu"}
 
 
@@ -106,9 +106,7 @@ def explain(f: Callable[..., Any], *, platform: str | None = None) -> Callable[.
         raise ValueError(f"explain: platform={platform!r} is unknown, expected None or one of {', '.join(_PLATFORMS)}")
 
     def explained(*args: Any, **kwargs: Any) -> Explanation:
-        name = platform or jax.default_backend()
-        name = _PLATFORMS.get(name, name)
-        device = _plan.Device.current(name)
+        device = _plan.Device.current(_PLATFORMS[platform]) if platform else _plan.Device.default()
         with listening() as accelerated:
             jaxpr = jax.make_jaxpr(f)(*args, **kwargs)
         counts: dict[tuple[str, Any, _plan.Device], int] = {}
@@ -167,7 +165,7 @@ def info() -> str:
         lines.append(f"GPUs: none. {str(error).splitlines()[0]}")
     lines.append(f"default backend: {jax.default_backend()}")
     lines.append(f"enable: {'on' if _enable.is_on() else 'off'}")
-    device = _plan.Device.current(_PLATFORMS.get(jax.default_backend(), jax.default_backend()))
+    device = _plan.Device.default()
     here = len(tuned.active().on(tuned.device_name(device))) if device.kind else 0
     lines.append(f"tuned problems of this device: {here}, {tuned.path()}")
     if os.environ.get("JAXCONV_DISABLE"):

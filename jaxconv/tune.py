@@ -28,9 +28,9 @@ from jax.sharding import AxisType
 
 from jaxconv import _enable, _op, _plan, _timing
 from jaxconv._enable import forms
-from jaxconv._plan import conv, measured, tuned
+from jaxconv._plan import measured, tuned
 from jaxconv._plan.tuned import Results
-from jaxconv._problem import BATCHNORM_ALGORITHMS, DENSE_ALGORITHMS, BatchNormProblem, ConvProblem
+from jaxconv._problem import ConvProblem
 
 __all__ = ["Results", "Tune", "Tuned", "Tuning"]  # `tune` is `jaxconv.tune`
 
@@ -41,8 +41,6 @@ _SLOW = {"cuda": ("direct", "im2col"), "cpu": ("direct",)}
 _LEAST_GAIN = 1.01  # of f's time: less is noise
 _SECONDS_EACH = 0.3  # of a candidate's samples
 _PROGRAMS = 7  # of f, at most, besides f as it is
-
-_PLATFORMS = {"gpu": "cuda"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,23 +254,10 @@ def _jobs(f: Callable[..., Any], args: Any, kwargs: Any, device: _plan.Device) -
 
 
 def _candidates(op: str, problem: Any, device: _plan.Device) -> list[_plan.Plan]:
-    """A plan for each native kernel that can run it."""
-    if isinstance(problem, BatchNormProblem) and problem.masked:
-        return []
-    if device.platform == "cuda" and problem.dtype == "float64":
-        return []
-    if isinstance(problem, ConvProblem) and device.platform == "cuda":
-        plans = list(conv.every(op, problem, device))
-        slow = _SLOW["cuda"]
-        if problem.depthwise and problem.groups > 1:
-            slow = (*slow, "implicit_gemm")
-    else:
-        names: Sequence[str] = ("depthwise", "im2col", "direct")
-        if not isinstance(problem, ConvProblem):
-            names = BATCHNORM_ALGORITHMS if isinstance(problem, BatchNormProblem) else DENSE_ALGORITHMS
-        made = [_plan.made(op, name, problem, device) for name in names]
-        plans = [plan for plan in made if isinstance(plan, _plan.Plan)]
-        slow = _SLOW["cpu"]
+    """A plan for each native kernel that is worth timing."""
+    plans, slow = _plan.every(op, problem, device), _SLOW[device.platform]
+    if device.platform == "cuda" and isinstance(problem, ConvProblem) and problem.depthwise and problem.groups > 1:
+        slow = (*slow, "implicit_gemm")
     return [plan for plan in plans if plan.algorithm not in slow] or plans[:1]
 
 
@@ -383,10 +368,9 @@ def _tune(
     save: bool,
     progress: bool,
 ) -> Tuning:
-    name = jax.default_backend()
-    device = _plan.Device.current(_PLATFORMS.get(name, name))
+    device = _plan.Device.default()
     if device.platform not in _op.PLATFORMS:
-        raise ValueError(f"tune: jaxconv has no native code for {name}: there is nothing to choose from")
+        raise ValueError(f"tune: jaxconv has no native code for {device.platform}: there is nothing to choose from")
     missing = _plan.missing(device)
     if missing:
         raise ValueError(f"tune: {missing}: there is nothing to choose from")

@@ -203,7 +203,7 @@ DENSES = ((128, 64, 256), (72, 64, 136), (5, 7, 3), (16, 2048, 24), (200, 72, 26
 
 
 def cases(op: str, algorithm: str, dtype: str) -> Iterator[tuple[str, list[Call]]]:
-    family = conv.family_of(algorithm)
+    family = _problem.family_of(algorithm)
     products = dtype == "float32" and family in ("implicit_gemm", "im2col", "gemm", "sm90")  # perhaps in TF32
     precisions = ("default", "highest") if products else ("default",)
     if op == "conv":
@@ -247,9 +247,9 @@ def forced(call: Call, device: _plan.Device) -> Iterator[Call]:
     made, p, operands = call
     if isinstance(p, ConvProblem):
         stored = conv.in_memory(p.algorithm, p)
-        wanted: Iterable[_plan.Plan] = conv.FAMILIES[conv.family_of(p.algorithm)].wants(made.name, stored, device)
+        wanted: Iterable[_plan.Plan] = conv.FAMILIES[_problem.family_of(p.algorithm)].wants(made.name, stored, device)
     elif isinstance(p, DenseProblem):
-        wanted = dense.wants(conv.family_of(p.algorithm), p, device)
+        wanted = dense.wants(_problem.family_of(p.algorithm), p, device)
     else:
         yield call
         return

@@ -80,8 +80,8 @@ def enable(*, implementation: str | None = None, auto_meshes: bool = False) -> N
       implementation: as in `conv2d`: None is the fastest known for each problem and device; "native" is jaxconv's own
         code wherever it has any, for tests; "xla" lax's everywhere.
       auto_meshes: also take convolutions of programs that XLA partitions over a mesh with Auto axes. A lowering cannot
-        see how arrays are split there. Right wherever only batches and channels are; where height or width are, every
-        array would be gathered for each convolution.
+        see how arrays are split there. Batches, channels and pixels may be, pixels by an exchange of rows as in
+        `conv2d`; it is not checked that our calls exchange no more than lax's would.
 
     Raises:
       ValueError: where implementation is unknown.

@@ -19,7 +19,6 @@ from jaxconv._plan import batchnorm, conv, dense, measured, model, stem, tuned
 from jaxconv._plan.plan import Candidate, Device, Plan, Problem, itemsize, known
 from jaxconv._problem import (
     BATCHNORM_ALGORITHMS,
-    CONV_ALGORITHMS,
     DENSE_ALGORITHMS,
     BatchNormProblem,
     ConvBatchNormProblem,
@@ -64,11 +63,11 @@ def plan(op: str, problem: Any, device: Device) -> Plan:
         return Plan("xla", f"JAXCONV_DISABLE={os.environ['JAXCONV_DISABLE']}")
     if _empty(problem):
         return Plan("xla", "there is nothing to compute")
-    missing = _native.missing(device.platform) or _device_refusal(problem, device)
-    if missing:
+    refusal = _refusal(problem, device)
+    if refusal:
         if forced:
-            raise ValueError(f"{problem.name}: {_asked(problem)} cannot run: {missing}")
-        return Plan("xla", missing)
+            raise ValueError(f"{problem.name}: {_asked(problem)} cannot run: {refusal}")
+        return Plan("xla", refusal)
     if problem.algorithm is not None:
         return _forced(op, problem.algorithm, problem, device, f"algorithm='{problem.algorithm}' was asked for")
     if device.partitioned and not forced:
@@ -76,12 +75,7 @@ def plan(op: str, problem: Any, device: Device) -> Plan:
     own = _tuned(op, problem, device)
     if own is not None:
         return own
-    plan, reason = _fastest(op, problem, device)
-    if plan is not None:
-        return plan
-    if forced:
-        return _best_native(op, problem, device)
-    return Plan("xla", reason, candidates=_weighed(op, problem, device)[1] if device.platform == "cuda" else ())
+    return _best_native(op, problem, device) if forced else _fastest(op, problem, device)
 
 
 def _tuned(op: str, problem: Problem, device: Device) -> Plan | None:
@@ -112,10 +106,9 @@ def _tuned(op: str, problem: Problem, device: Device) -> Plan | None:
 def _best_native(op: str, problem: Problem, device: Device) -> Plan:
     """The kernel that was measured, or is predicted, to be the fastest; where nothing is known the ladder's first."""
     asked = "implementation='native' was asked for"
-    best, candidates, _ = _weighed(op, problem, device) if device.platform == "cuda" else (None, (), "")
+    best, candidates, why = _weighed(op, problem, device) if device.platform == "cuda" else (None, (), "")
     if best is not None:
-        how = "measured" if best.measured else "predicted"
-        return dataclasses.replace(best.plan, reason=f"{asked}; the fastest by what was {how}", candidates=candidates)
+        return dataclasses.replace(best.plan, reason=f"{asked}; {why}", candidates=candidates)
     return _forced(op, _ladder(op, problem, device), problem, device, asked)
 
 
@@ -139,16 +132,16 @@ def _plan_conv_batchnorm(problem: ConvBatchNormProblem, device: Device) -> Plan:
         return two(f"JAXCONV_DISABLE={os.environ['JAXCONV_DISABLE']}")
     if _empty(p):
         return two("there is nothing to compute")
-    missing = _native.missing(device.platform) or _device_refusal(p, device)
-    if missing or device.partitioned:
-        return two(missing or "on a mesh each is split by a rule of its own")
+    refusal = _refusal(p, device)
+    if refusal or device.partitioned:
+        return two(refusal or "on a mesh each is split by a rule of its own")
     if p.algorithm is None and p.implementation != "native":
-        found, reason = _fastest("conv_statistics", p, device)
-        return two(reason) if found is None else Plan("calls", reason, "statistics")
+        found = _fastest("conv_statistics", p, device)
+        return Plan("calls", found.reason, "statistics") if found.implementation == "native" else two(found.reason)
     algorithm = p.algorithm or _ladder("conv_statistics", p, device)
-    refusal = supports("conv_statistics", algorithm, p, device)
-    if refusal:
-        return two(f"no statistics from {algorithm}: {refusal}")
+    unsupported = supports("conv_statistics", algorithm, p, device)
+    if unsupported:
+        return two(f"no statistics from {algorithm}: {unsupported}")
     forced = f"algorithm='{algorithm}'" if p.algorithm else "implementation='native'"
     return Plan("calls", f"{forced} was asked for", "statistics")
 
@@ -167,9 +160,8 @@ def _plan_dgrad_add(p: ConvProblem, device: Device) -> Plan:
         return bare if forced else two("XLA's add is as fast as any")
     if bare.implementation == "native" and bare.algorithm != "sm90":
         return two(f"only sm90 adds on its way, and {bare.kernel} is the dgrad's: {bare.reason}")
-    missing = _native.missing(device.platform) or _device_refusal(p, device)
     # By the kernel of the dgrad, which is the one whose time is known.
-    alone: Plan | str = missing or (bare if bare.implementation == "native" else made("conv_dgrad", "sm90", p, device))
+    alone = bare if bare.implementation == "native" else _refusal(p, device) or made("conv_dgrad", "sm90", p, device)
     adds = alone if isinstance(alone, str) else made("conv_dgrad_add", f"{alone.kernel} {alone.tile}", p, device)
     if isinstance(adds, str):
         return two(f"sm90 cannot add here: {adds}")
@@ -191,7 +183,8 @@ def _adds_faster(kernel: str, p: ConvProblem, device: Device) -> tuple[bool, str
     # A pass over dx of the problem that was measured, at the rate at which memory copies.
     pixels, group_c, _, groups = found.coordinates
     strides = math.prod(p.stride)
-    one = 2.0 ** (pixels + group_c + groups) * strides * itemsize(p) / COPY_BYTES_PER_MS
+    rates = model.numbers(device) or model.NUMBERS["H200"]
+    one = 2.0 ** (pixels + group_c + groups) * strides * itemsize(p) / rates.bandwidth
     # In place it writes only what a tap reaches, and that it also reads.
     own = 2 * p.reached - 1 if strides > 1 else 1
     ratio = (found.xla_ms + 3 * one) / (found.native_ms[kernel] + own * one)
@@ -215,13 +208,10 @@ def _empty(problem: Problem) -> bool:
 
 def missing(device: Device) -> str | None:
     """Why no native code runs on the device, or None."""
-    return _native.missing(device.platform) or _no_code_for(device)
-
-
-def _no_code_for(device: Device) -> str | None:
+    why = _native.missing(device.platform)
     capability = device.compute_capability
-    if device.platform != "cuda" or capability is None:
-        return None
+    if why or device.platform != "cuda" or capability is None:
+        return why
     if capability < (8, 0):
         return f"the CUDA kernels need compute capability 8.0, {device.kind} has {capability}"
     if not _native.runs_on(capability):
@@ -229,15 +219,16 @@ def _no_code_for(device: Device) -> str | None:
     return None
 
 
-def _device_refusal(problem: Problem, device: Device) -> str | None:
+def _refusal(problem: Problem, device: Device) -> str | None:
+    return missing(device) or _no_kernels(problem, device.platform)
+
+
+def _no_kernels(problem: Problem, platform: str) -> str | None:
+    """Why no kernel of the platform takes the problem, on whatever device."""
     if isinstance(problem, BatchNormProblem) and problem.masked:
         return "masked statistics are XLA's, and it fuses what follows them"
-    if device.platform == "cuda":
-        if problem.dtype == "float64":
-            return "float64 has no native CUDA kernels"
-        why = _no_code_for(device)
-        if why:
-            return why
+    if platform == "cuda" and problem.dtype == "float64":
+        return "float64 has no native CUDA kernels"
     if isinstance(problem, DenseProblem):
         extents: tuple[Any, ...] = (problem.m, problem.k, problem.n, problem.batch or 1)
     else:
@@ -290,26 +281,25 @@ def _ladder(op: str, problem: Problem, device: Device) -> str:
     return "implicit_gemm" if supports(op, "implicit_gemm", problem, device) is None else "direct"
 
 
-def _fastest(op: str, problem: Problem, device: Device) -> tuple[Plan | None, str]:
-    """(the native plan that beats XLA, why), or (None, why XLA)."""
+def _fastest(op: str, problem: Problem, device: Device) -> Plan:
+    """The native plan that beats XLA, or XLA."""
     if device.platform == "cpu":
         algorithm, reason = _fastest_on_cpu(op, problem)
         plan = made(op, algorithm, problem, device) if algorithm else None
-        return (dataclasses.replace(plan, reason=reason) if isinstance(plan, Plan) else None), reason
+        return dataclasses.replace(plan, reason=reason) if isinstance(plan, Plan) else Plan("xla", reason)
+    best, candidates, why = _weighed(op, problem, device)
     if isinstance(problem, BatchNormProblem) and problem.activation.name == "none" and not problem.residual:
         # Alone the native kernel may win; in a model XLA joins its normalisation with the add or activation behind it
         # and its sums with the mask before it, and a custom call would cost these a pass of their own.
-        return None, "XLA fuses a bare normalisation with its neighbours; native code needs activation= or residual="
+        why = "XLA fuses a bare normalisation with its neighbours; native code needs activation= or residual="
+        return Plan("xla", why, candidates=candidates)
     if isinstance(problem, BatchNormProblem) and problem.inner > 1:
         # Alone it may win; between convolutions it was 1.2 times slower than XLA's, bf16 and float32, by the copies.
-        return (
-            None,
-            "convolutions leave channels last in memory; native code takes arrays as they lie and would copy",
-        )
-    best, candidates, why = _weighed(op, problem, device)
+        why = "convolutions leave channels last in memory; native code takes arrays as they lie and would copy"
+        return Plan("xla", why, candidates=candidates)
     if best is None or not best.wins:
-        return None, why
-    return dataclasses.replace(best.plan, reason=why, candidates=candidates), why
+        return Plan("xla", why, candidates=candidates)
+    return dataclasses.replace(best.plan, reason=why, candidates=candidates)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -319,7 +309,6 @@ class _Weighed:
     plan: Plan
     ratio: float  # XLA's time over the kernel's, measured or predicted
     wins: bool
-    measured: bool
     why: str
 
 
@@ -332,7 +321,9 @@ def _weighed(op: str, problem: Problem, device: Device) -> tuple[_Weighed | None
     weighed: list[_Weighed] = []
     candidates: list[Candidate] = []
     unknown: list[Plan] = []
-    for plan in _plans(op, problem, device):
+    for plan in every(op, problem, device):
+        if isinstance(problem, ConvProblem) and not conv.in_memory(plan.kernel, problem).channels_last:
+            continue  # what was measured lay as convolutions' neighbours leave it
         found = measured.nearest(op, problem, device.kind, plan.kernel)
         if found is None:
             unknown.append(plan)
@@ -341,7 +332,7 @@ def _weighed(op: str, problem: Problem, device: Device) -> tuple[_Weighed | None
         why = f"{ratio:.2f} times faster than XLA {where}"
         if not found.wins(plan.kernel):
             why = f"{plan.kernel} reached {ratio:.2f} of XLA's speed {where}"
-        weighed.append(_Weighed(plan, ratio, found.wins(plan.kernel), True, why))
+        weighed.append(_Weighed(plan, ratio, found.wins(plan.kernel), why))
         candidates.append(Candidate(plan.kernel, found.native_ms[plan.kernel], f"measured {where}"))
         candidates.append(Candidate("xla", found.xla_ms, f"measured {where}"))
     if not any(w.wins for w in weighed) and unknown and isinstance(problem, ConvProblem):
@@ -352,7 +343,7 @@ def _weighed(op: str, problem: Problem, device: Device) -> tuple[_Weighed | None
     if not weighed:
         where = device.kind or "the device"
         return None, (), f"none of its kernels was measured near it on {where}: jaxconv.tune can do it"
-    best = max(weighed, key=lambda w: (w.wins, w.measured, w.ratio) if w.wins else (w.wins, False, w.ratio))
+    best = max(weighed, key=lambda w: (w.wins, w.ratio))
     return best, tuple(dict.fromkeys(candidates)), best.why
 
 
@@ -368,30 +359,22 @@ def _predicted(plans: Sequence[Plan], predicted: dict[str, model.Prediction]) ->
         if not sure:
             why = f"{plan.kernel} is predicted at {ratio:.2f} times XLA's speed"
             why += ", which is not sure enough" if ratio > 1 else ""
-        yield _Weighed(plan, ratio, sure, False, why)
+        yield _Weighed(plan, ratio, sure, why)
 
 
 def _percent(deviation: float) -> str:
     return f"{100 * math.expm1(deviation):.0f} %"
 
 
-def _plans(op: str, problem: Problem, device: Device) -> Iterator[Plan]:
-    """A plan for each kernel that can run the problem as its neighbours leave it in memory."""
+def every(op: str, problem: Problem, device: Device) -> list[Plan]:
+    """A plan for each native kernel that can run the problem."""
+    if _no_kernels(problem, device.platform):
+        return []
     if isinstance(problem, ConvProblem):
-        for plan in conv.every(op, problem, device):
-            if conv.in_memory(plan.kernel, problem).channels_last:
-                yield plan
-        return
-    for algorithm in _algorithms(problem):
-        plan = made(op, algorithm, problem, device)
-        if isinstance(plan, Plan):
-            yield plan
-
-
-def _algorithms(problem: Problem) -> Sequence[str]:
-    if isinstance(problem, ConvProblem):
-        return CONV_ALGORITHMS
-    return BATCHNORM_ALGORITHMS if isinstance(problem, BatchNormProblem) else DENSE_ALGORITHMS
+        return list(conv.every(op, problem, device))
+    algorithms = BATCHNORM_ALGORITHMS if isinstance(problem, BatchNormProblem) else DENSE_ALGORITHMS
+    plans = (made(op, algorithm, problem, device) for algorithm in algorithms)
+    return [plan for plan in plans if isinstance(plan, Plan)]
 
 
 def _fastest_on_cpu(op: str, problem: Problem) -> tuple[str | None, str]:
@@ -406,6 +389,3 @@ def _fastest_on_cpu(op: str, problem: Problem) -> tuple[str | None, str]:
         if op == "conv_wgrad":
             return "im2col", "XLA's CPU weight gradients are 2.6 to 4.4 times slower than the matrix product they are"
     return None, "XLA is at the processor's limit"
-
-
-COPY_BYTES_PER_MS = 4.3e9  # of an H200's memory

@@ -8,7 +8,7 @@ from types import ModuleType
 
 from jaxconv._plan import depthwise, direct, domain, grouped, im2col, implicit_gemm, sm90, stem
 from jaxconv._plan.plan import Device, Plan
-from jaxconv._problem import ConvProblem
+from jaxconv._problem import ConvProblem, family_of
 
 FAMILIES: dict[str, ModuleType] = {
     "sm90": sm90,
@@ -20,11 +20,6 @@ FAMILIES: dict[str, ModuleType] = {
     "im2col": im2col,
 }
 CHANNELS_LAST_ONLY = ("sm90", "implicit_gemm", "grouped", "stem")
-
-
-def family_of(algorithm: str) -> str:
-    """ "sm90" of "sm90", "sm90/halo" and "sm90/product 128x256"."""
-    return algorithm.partition(" ")[0].partition("/")[0]
 
 
 def in_memory(algorithm: str, p: ConvProblem) -> ConvProblem:
@@ -66,6 +61,9 @@ def made(op: str, algorithm: str, p: ConvProblem, device: Device) -> Plan | str:
 
 def every(op: str, p: ConvProblem, device: Device) -> Iterator[Plan]:
     """A plan for each kernel that can run `op` of p, with the tile that it wants most."""
+    if device.platform != "cuda":
+        yield from (plan for plan in (_on_cpu(op, family, p) for family in FAMILIES) if isinstance(plan, Plan))
+        return
     for family in FAMILIES:
         seen: set[str] = set()
         for wanted in FAMILIES[family].wants(op, in_memory(family, p), device):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from jaxconv._plan import domain
 from jaxconv._plan.plan import Device, Plan, extent_of, itemsize, product_tile, splits_of
 from jaxconv._plan.sm90 import PRODUCTS, product_time, resident_tile, terms_of
-from jaxconv._problem import DenseProblem
+from jaxconv._problem import DenseProblem, family_of
 
 GEMM_TILES = ("128x128", "128x64", "64x64")
 
@@ -67,7 +67,7 @@ def made(algorithm: str, p: DenseProblem, device: Device) -> Plan | str:
     if algorithm.startswith("sm90") and device.platform == "cpu":
         return "it exists on CUDA only"
     why = "there is no such kernel"
-    for wanted in wants(algorithm.partition(" ")[0].partition("/")[0], p, device):
+    for wanted in wants(family_of(algorithm), p, device):
         if wanted.answers(algorithm):
             cpu = device.platform == "cpu"  # which owns its scratch
             refused = None if cpu else domain.dense_refusal(wanted, p, device)

@@ -40,6 +40,12 @@ class Device:
             getattr(device, "core_count", None) or 132,
         )
 
+    @classmethod
+    def default(cls) -> Device:
+        """The device that programs run on where nobody says otherwise."""
+        name = jax.default_backend()
+        return cls.current("cuda" if name == "gpu" else name)
+
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
@@ -138,7 +144,3 @@ def splits_of(work: int, blocks: int, device: Device, waves: int, least: int, by
     """Parts of a reduction over `work` elements: `waves` blocks a multiprocessor, each part at least `least` long."""
     wanted = -(-waves * device.sm_count // max(blocks, 1))
     return max(1, min(wanted, work // least, PARTIALS_BYTES // max(bytes_each, 1), 65535))
-
-
-def align(size: int) -> int:
-    return -(-size // 256) * 256

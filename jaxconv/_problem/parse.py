@@ -133,11 +133,16 @@ def implementation_for(where: str, precision: Precision, implementation: Any, al
     return "xla"
 
 
+def family_of(algorithm: str) -> str:
+    """ "sm90" of "sm90", "sm90/halo" and "sm90/product 128x256"."""
+    return algorithm.partition(" ")[0].partition("/")[0]
+
+
 def check_choice(where: str, implementation: Any, algorithm: Any, algorithms: tuple[str, ...]) -> None:
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(f"{where}: implementation={implementation!r} is unknown, expected None, 'native' or 'xla'")
     # A family, or one kernel of it with or without its tile: "sm90", "sm90/halo", "sm90/product 128x256".
-    known = isinstance(algorithm, str) and algorithm.partition(" ")[0].partition("/")[0] in algorithms
+    known = isinstance(algorithm, str) and family_of(algorithm) in algorithms
     if algorithm is not None and not known:
         raise ValueError(
             f"{where}: algorithm={algorithm!r} is unknown, expected None or one of {', '.join(algorithms)}"
