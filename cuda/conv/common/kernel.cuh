@@ -32,10 +32,7 @@ JAXCONV_HD QuotRem DivMod(int64_t n, FastDiv by) {
 }
 
 // Coordinates of every kernel are ints: extents, strides, paddings and dilated filter spans below
-// 2^30, so that the sum of two stays an int. kOutside, added to any of them, lands outside [0,
-// 2^30) as an unsigned number.
-constexpr int kOutside = -(1 << 30);
-
+// 2^30, so that the sum of two stays an int.
 JAXCONV_HD bool Inside(int a, int b, int extent) {
   return unsigned(a) + unsigned(b) < unsigned(extent);
 }

@@ -1,20 +1,13 @@
-// The depthwise family's face: the plan's kernel, and the sum of a weight gradient's parts.
+// The depthwise family's face: its kernels by the names of plans.
 #include "cuda/conv/depthwise/depthwise.h"
 
-#include "cuda/conv/common/describe.h"
-#include "cuda/conv/common/reduce.h"
+#include "cuda/conv/common/launchers.h"
 #include "cuda/conv/depthwise/kernels.h"
 
 namespace jaxconv::cuda {
 namespace {
 
-struct Kernel {
-  const char* name;
-  conv::DepthwiseForward* forward;
-  conv::DepthwiseWgradOf* wgrad;
-};
-
-constexpr Kernel kKernels[] = {
+constexpr conv::Launchers kKernels[] = {
     {"depthwise/fma", conv::DepthwiseFma, conv::DepthwiseFmaWgrad},
     {"depthwise/mma", conv::DepthwiseMma, conv::DepthwiseMmaWgrad},
     {"depthwise/conv1d", conv::DepthwiseConv1d, conv::DepthwiseConv1dWgrad},
@@ -23,45 +16,21 @@ constexpr Kernel kKernels[] = {
     {"depthwise/rows_mma", conv::DepthwiseRowsMma, conv::DepthwiseRowsMmaWgrad},
 };
 
-const Kernel* Find(const Plan& plan) {
-  for (const Kernel& kernel : kKernels) {
-    if (plan.kernel == kernel.name) return &kernel;
-  }
-  return nullptr;
-}
-
-Status Forward(const Context& ctx, const ConvProblem& p, bool dgrad, const Epilogue& e,
-               const Plan& plan, const void* src, const void* w, const void* bias, void* dst,
-               void* z) {
-  const std::string what = Describe(dgrad ? "conv_dgrad" : "conv_fprop", p, plan);
-  const Kernel* kernel = Find(plan);
-  if (kernel == nullptr) return Status::Internal(what + ": no launcher");
-  return kernel->forward(ctx, p, dgrad, e, src, w, bias, dst, z, what);
-}
-
 }  // namespace
 
 Status DepthwiseFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
                       const void* x, const void* w, const void* bias, void* y, void* z, Workspace) {
-  return Forward(ctx, p, false, e, plan, x, w, bias, y, z);
+  return conv::Fprop(kKernels, ctx, p, e, plan, x, w, bias, y, z);
 }
 
 Status DepthwiseDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,
                       const void* w, void* dx, Workspace) {
-  return Forward(ctx, p, true, {false, Activation::kNone, 0.0, false}, plan, dy, w, nullptr, dx,
-                 nullptr);
+  return conv::Dgrad(kKernels, ctx, p, plan, dy, w, dx);
 }
 
 Status DepthwiseWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
                       const void* dy, void* dw, Workspace workspace) {
-  const std::string what = Describe("conv_wgrad", p, plan);
-  const Kernel* kernel = Find(plan);
-  if (kernel == nullptr) return Status::Internal(what + ": no launcher");
-  float* partials = plan.splits > 1 ? static_cast<float*>(workspace.data) : nullptr;
-  JAXCONV_RETURN_IF_ERROR(kernel->wgrad(ctx, p, plan.splits, x, dy, dw, partials, what));
-  if (partials == nullptr) return Status::Ok();
-  return conv::SumPartials(ctx, p.dtype, partials, plan.splits, p.k * p.filter_size(), {}, dw,
-                           what.c_str());
+  return conv::Wgrad(kKernels, ctx, p, plan, x, dy, dw, workspace);
 }
 
 }  // namespace jaxconv::cuda

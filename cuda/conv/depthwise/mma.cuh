@@ -86,8 +86,6 @@ JAXCONV_HD constexpr int CellBytes() {
   return kOctets * 128;  // of one (row, seg)
 }
 
-inline int64_t RoundUp(int64_t a, int64_t b) { return CeilDiv(a, b) * b; }
-
 // Shared memory for cells, in bytes.
 template <int kOctets>
 int64_t CellsBytes(const Cells& c) {

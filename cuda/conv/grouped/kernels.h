@@ -2,24 +2,11 @@
 // called. Arrays are 16-byte aligned.
 #pragma once
 
-#include <string>
-
-#include "common/problem.h"
-#include "common/status.h"
-#include "cuda/core/context.h"
+#include "cuda/conv/common/launchers.h"
 
 namespace jaxconv::cuda::conv {
 
-// dst = y from src = x, or (dgrad) dst = dx from src = dy. `e`, `bias`, `z` as in ConvFprop.
-using GroupedForward = Status(const Context& ctx, const ConvProblem& p, bool dgrad,
-                              const Epilogue& e, const void* src, const void* w, const void* bias,
-                              void* dst, void* z, const std::string& what);
-GroupedForward GroupedMma, GroupedRows, GroupedRowsFloat32;
-
-// dw, or with several splits its partial sums (splits, elements of dw) in float32.
-using GroupedWgradOf = Status(const Context& ctx, const ConvProblem& p, int64_t splits,
-                              const void* x, const void* dy, void* dw, float* partials,
-                              const std::string& what);
-GroupedWgradOf GroupedMmaWgrad, GroupedRowsWgrad, GroupedRowsFloat32Wgrad;
+ForwardLauncher GroupedMma, GroupedRows, GroupedRowsFloat32;
+WgradLauncher GroupedMmaWgrad, GroupedRowsWgrad, GroupedRowsFloat32Wgrad;
 
 }  // namespace jaxconv::cuda::conv
