@@ -33,7 +33,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 os.environ["JAXCONV_TUNING"] = os.path.join(sys.prefix, "cache", "no_tuning.json")
 
 import jaxconv
-from jaxconv import _native
+from jaxconv import _enable, _native
 from jaxconv._plan import tuned
 
 # The cases of the benchmarks. At the end of the path: the source folder's jaxconv has no compiled modules.
@@ -81,6 +81,15 @@ def x64():
 def stale_memory_is_nan():
     """Fills memory with NaN and frees it, so that an output element nobody wrote is seldom zero and hence noticed."""
     helpers.poison()
+
+
+@pytest.fixture(autouse=True)
+def enable_is_off():
+    """A test that leaves `jaxconv.enable` on changes what every later test of its process compiles."""
+    yield
+    left_on = _enable.is_on()
+    jaxconv.disable()
+    assert not left_on, "the test left jaxconv.enable on"
 
 
 @pytest.fixture

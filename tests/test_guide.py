@@ -9,6 +9,8 @@ import re
 
 import pytest
 
+import jaxconv
+
 GUIDE = pathlib.Path(__file__).parent.parent / "docs" / "guide"
 # meshes.md needs eight devices: test_meshes_guide.py
 PAGES = sorted(page for page in GUIDE.glob("*.md") if page.stem != "meshes") if GUIDE.exists() else []
@@ -33,10 +35,13 @@ def run(page: pathlib.Path, needed: str) -> int:
             pytest.skip(f"the page's code needs {module}, which is not installed")
     scope: dict[str, object] = {"__name__": page.stem}
     count = 0
-    for needs, code, line in blocks(page):
-        if needs in ("", needed):
-            exec(compile("\n" * line + code, str(page), "exec"), scope)  # errors show the page's line
-            count += needs == needed
+    try:
+        for needs, code, line in blocks(page):
+            if needs in ("", needed):
+                exec(compile("\n" * line + code, str(page), "exec"), scope)  # errors show the page's line
+                count += needs == needed
+    finally:
+        jaxconv.disable()  # a page may show how to enable it
     return count
 
 
