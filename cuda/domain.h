@@ -1,10 +1,9 @@
-// What each CUDA kernel of a convolution or dense product can run, and the memory that it needs (batch-norm's limits are in
-// jaxconv/_plan/batchnorm.py): host C++17 without CUDA headers, compiled into _cpu too, so that every machine has it.
+// What each CUDA kernel can run, and the memory that it needs: host C++17 without CUDA headers, compiled into _cpu too, so that every machine has it.
 // The plan asks before it chooses a kernel, a launcher before it launches; nothing else states these limits. What a kernel
 // should be given (tile, splits) is the plan's to say, in jaxconv/_plan.
 //
 // A kernel's name is "family/kernel" ("depthwise/rows"), or the family's where it has one kernel. cuda/conv/<family>/domain.h
-// has the family's part, cuda/dense/domain.h that of dense products.
+// has the family's part, cuda/dense/domain.h that of dense products, cuda/batchnorm/domain.h that of batch-norms.
 #pragma once
 
 #include <cstdint>
@@ -32,7 +31,12 @@ struct Device {
                                                                : 99;
     return int64_t(kib) * 1024;
   }
+  // Bytes that the blocks of a multiprocessor share: 1 KB more.
+  int64_t shared_memory_of_all() const { return shared_memory() + 1024; }
 };
+
+constexpr int64_t CeilDivide(int64_t a, int64_t b) { return (a + b - 1) / b; }
+constexpr int64_t Align256(int64_t bytes) { return CeilDivide(bytes, 256) * 256; }
 
 inline std::string_view FamilyOf(std::string_view kernel) {
   return kernel.substr(0, kernel.find('/'));
@@ -50,11 +54,32 @@ enum class ConvOp { kFprop, kStatistics, kDgrad, kDgradAdd, kWgrad };
 // empty tile asks for some tile. `p` is the problem as it lies in memory.
 std::string ConvRefusal(ConvOp op, const ConvProblem& p, const Plan& plan, const Device& device);
 
+// `p`, channels last, as sm90 and implicit_gemm run it (FoldPatches).
+ConvProblem ConvFolded(const ConvProblem& p, bool dgrad);
+
 // Bytes, for a problem and a plan that are not refused.
 int64_t ConvWorkspace(ConvOp op, const ConvProblem& p, const Plan& plan);
 
 // The same of a dense product: the kernels are "gemm" and sm90's.
 std::string DenseRefusal(const DenseProblem& p, const Plan& plan, const Device& device);
 int64_t DenseWorkspace(const DenseProblem& p, const Plan& plan);
+
+enum class BatchNormOp { kTrain, kInfer, kBackward };
+
+// The same of a batch-norm. The workspace of a team is for as many teams as the device runs at once.
+std::string BatchNormRefusal(BatchNormOp op, const BatchNormProblem& p, const Plan& plan,
+                             const Device& device);
+int64_t BatchNormWorkspace(BatchNormOp op, const BatchNormProblem& p, const Plan& plan,
+                           const Device& device);
+// Elements in an access of its kernels.
+int64_t BatchNormVector(const BatchNormProblem& p);
+
+// resident_team with tiles of `width` bytes, of a problem that it takes: CTAs that the device runs at once, and groups of
+// channels for them.
+struct TeamCount {
+  int64_t ctas, groups;
+};
+TeamCount BatchNormTeams(BatchNormOp op, const BatchNormProblem& p, int width,
+                         const Device& device);
 
 }  // namespace jaxconv::cuda

@@ -2,13 +2,18 @@
 #include "ffi/domain.h"
 
 #include <nanobind/stl/array.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 
 #include <array>
 #include <stdexcept>
 #include <string>
+#include <tuple>
+#include <utility>
 
 #include "cuda/domain.h"
+#include "ffi/wire.h"
 
 namespace nb = nanobind;
 
@@ -83,6 +88,29 @@ DenseProblem MakeDense(int64_t batch, int64_t m, int64_t k, int64_t n, bool tran
   return p;
 }
 
+cuda::BatchNormOp ToBatchNormOp(const std::string& name) {
+  if (name == "batchnorm_train") return cuda::BatchNormOp::kTrain;
+  if (name == "batchnorm_infer") return cuda::BatchNormOp::kInfer;
+  if (name == "batchnorm_backward") return cuda::BatchNormOp::kBackward;
+  throw std::invalid_argument("unknown batch-norm " + name);
+}
+
+BatchNormProblem MakeBatchNorm(int64_t batch, int64_t outer, int64_t channels, int64_t inner,
+                               const std::string& activation, bool residual,
+                               const std::string& dtype) {
+  BatchNormProblem p = {};
+  p.batch = batch;
+  p.outer = outer;
+  p.channels = channels;
+  p.inner = inner;
+  const auto known = wire::ToActivation(activation);
+  if (!known) throw std::invalid_argument("unknown activation " + activation);
+  p.activation = *known;
+  p.residual = residual;
+  p.dtype = ToDType(dtype);
+  return p;
+}
+
 }  // namespace
 
 void BindDomain(nb::module_& m) {
@@ -100,6 +128,11 @@ void BindDomain(nb::module_& m) {
           return cuda::ConvRefusal(ToConvOp(op), p, {kernel, tile, splits, chunk},
                                    {major, minor, multiprocessors});
         });
+  m.def("conv_folded", [](const ConvProblem& p, bool dgrad) {
+    const ConvProblem q = cuda::ConvFolded(p, dgrad);
+    const auto three = [](const int64_t (&from)[3]) { return Three{from[0], from[1], from[2]}; };
+    return std::tuple(q.n, q.c, three(q.in), three(q.filter), three(q.out), three(q.stride));
+  });
   m.def("conv_workspace", [](std::string op, const ConvProblem& p, std::string kernel,
                              std::string tile, int64_t splits, int64_t chunk) {
     return cuda::ConvWorkspace(ToConvOp(op), p, {kernel, tile, splits, chunk});
@@ -119,6 +152,31 @@ void BindDomain(nb::module_& m) {
   m.def("dense_workspace",
         [](const DenseProblem& p, std::string kernel, std::string tile, int64_t splits,
            int64_t chunk) { return cuda::DenseWorkspace(p, {kernel, tile, splits, chunk}); });
+  nb::class_<BatchNormProblem>(m, "BatchNormProblem")
+      .def("__init__", [](BatchNormProblem* self, int64_t batch, int64_t outer, int64_t channels,
+                          int64_t inner, std::string activation, bool residual, std::string dtype) {
+        new (self) BatchNormProblem(
+            MakeBatchNorm(batch, outer, channels, inner, activation, residual, dtype));
+      });
+  m.def("batchnorm_refusal",
+        [](std::string op, const BatchNormProblem& p, std::string kernel, std::string tile,
+           int64_t splits, int64_t chunk, int major, int minor, int multiprocessors) {
+          return cuda::BatchNormRefusal(ToBatchNormOp(op), p, {kernel, tile, splits, chunk},
+                                        {major, minor, multiprocessors});
+        });
+  m.def("batchnorm_workspace",
+        [](std::string op, const BatchNormProblem& p, std::string kernel, std::string tile,
+           int64_t splits, int64_t chunk, int major, int minor, int multiprocessors) {
+          return cuda::BatchNormWorkspace(ToBatchNormOp(op), p, {kernel, tile, splits, chunk},
+                                          {major, minor, multiprocessors});
+        });
+  m.def("batchnorm_vector", [](const BatchNormProblem& p) { return cuda::BatchNormVector(p); });
+  m.def("batchnorm_teams", [](std::string op, const BatchNormProblem& p, int width, int major,
+                              int minor, int multiprocessors) {
+    const cuda::TeamCount count =
+        cuda::BatchNormTeams(ToBatchNormOp(op), p, width, {major, minor, multiprocessors});
+    return std::pair(count.ctas, count.groups);
+  });
   m.def("shared_memory",
         [](int major, int minor) { return cuda::Device{major, minor}.shared_memory(); });
 }

@@ -239,11 +239,11 @@ TEAMS = {
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("shape", "axis", "width", "ctas"), TEAMS, ids=str)
 def test_teams_of_every_layout_err_no_more_than_twice_xla(shape, axis, width, ctas, dtype, monkeypatch):
-    def forced(op: str, p: BatchNormProblem, device: _plan.Device) -> team._TeamLayout:
-        return team._TeamLayout(op, p, device, width, ctas)
+    def forced(op: str, p: BatchNormProblem, device: _plan.Device) -> tuple[int, int]:
+        return width, ctas
 
     assert _plan.supports("batchnorm_backward", "resident_team", problem(shape, axis, dtype, True), DEVICE) is None
-    monkeypatch.setattr(team, "_team_layout", forced)
+    monkeypatch.setattr(team, "_team", forced)
     jax.clear_caches()
     for activation, residual in (("relu", False), ("relu", True), ("silu", True), (None, False)):
         compare(shape, axis, dtype, True, activation, residual, ("resident_team",))

@@ -18,6 +18,7 @@ from tolerance import assert_close, assert_exact, assert_within, eps, integers_f
 
 import jaxconv
 from jaxconv import _plan, conv, reference
+from jaxconv._plan import domain
 
 GPU = PLATFORM == "cuda"
 # (case, algorithm) for everything the device can run; "default" is what users get.
@@ -176,7 +177,7 @@ def test_a_folded_problem_is_the_same_convolution_of_the_same_memory(case):
     """As the matrix loops run patches: reshaped operands give the reshaped result, in all three operators."""
     p = case.problem()
     for op, (first, second) in OPERANDS.items():
-        q = p.folded(op == "dgrad")
+        q = domain.folded(p, op == "dgrad")
         assert q.flops == p.flops
         assert (q is p) == (not case.name.startswith("patch") or case.name == "patch_ragged")
         shapes = {"x": q.x_shape, "w": q.w_shape, "dy": q.y_shape}

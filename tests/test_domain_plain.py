@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 from jaxconv import _native
-from jaxconv._plan import Device, Plan, made
+from jaxconv._plan import Device, Plan, domain, made
 from jaxconv._plan.domain import conv_refusal, conv_workspace
 from jaxconv._problem import ConvProblem
 
@@ -61,6 +61,17 @@ def test_what_a_plan_says_native_code_runs_and_gives_as_much_memory_as_it_asks_f
                 whole = p.out_channels // groups * (4 if p.dtype == "float32" else 2) % 16 == 0
                 assert whole or tile == "64x64" or "tile 64x64 only" in plan
                 assert isinstance(plan, str) or plan.tile == tile
+
+
+@pytest.mark.parametrize("op", ["conv_fprop", "conv_dgrad"])
+@pytest.mark.parametrize("kernel", ["implicit_gemm", "sm90"])
+def test_a_pad_that_no_window_reaches_changes_no_plan(kernel, op):
+    """SAME pads an even extent under a filter of 2 that steps by 2 nowhere; (0, 1) pads it, and nothing reads that."""
+    p = dataclasses.replace(problem(64, 64, extent=28, filter=2, stride=2, batch=512), out_spatial=(14,))
+    q = dataclasses.replace(p, padding=((0, 1),))
+    assert isinstance(made(op, kernel, p, H200), Plan)
+    assert made(op, kernel, p, H200) == made(op, kernel, q, H200)
+    assert domain.folded(q, op == "conv_dgrad") == domain.folded(p, op == "conv_dgrad") != p
 
 
 @pytest.mark.parametrize("kernel", ALGORITHMS)

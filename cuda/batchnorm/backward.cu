@@ -265,7 +265,6 @@ __global__ void __launch_bounds__(kThreads, V == 8 ? 2 : 3)
 
 Status TwoReadBackward(const Context& ctx, const BatchNormProblem& p, int64_t splits,
                        const BackwardTensors& t, Workspace workspace, const std::string& what) {
-  JAXCONV_RETURN_IF_ERROR(CheckWorkspace(p, splits, workspace, what));
   float* sums = static_cast<float*>(workspace.data);
   const int64_t rows = p.batch * p.channels;
   float* totals = sums + 2 * rows * splits;

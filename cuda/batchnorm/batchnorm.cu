@@ -2,49 +2,35 @@
 // out the plan.
 #include "cuda/batchnorm/batchnorm.h"
 
-#include <algorithm>
 #include <string>
 
 #include "common/launch.h"
-#include "cuda/batchnorm/layout.h"
+#include "cuda/batchnorm/domain.h"
+#include "cuda/core/describe.h"
+#include "cuda/core/device.h"
 
 namespace jaxconv::cuda {
 namespace {
 
-std::string What(const char* op, const BatchNormProblem& p, const Plan& plan) {
-  return std::string(op) + "[" + std::string(plan.kernel) + " " + Name(p.dtype) +
-         (plan.tile.empty() ? "" : " " + std::string(plan.tile)) +
-         " splits=" + std::to_string(plan.splits) + "]";
-}
-
-Status CheckProblem(const BatchNormProblem& p, const std::string& what) {
-  if (p.dtype == DType::kF64)
-    return Status::Unimplemented(what + ": the GPU kernels take float32, bfloat16 and float16");
-  if (p.reduced() >= batchnorm::kMaxPositions)
-    return Status::Unimplemented(what + ": " + std::to_string(p.reduced()) +
-                                 " elements per channel, fewer than 2^31 expected");
-  return Status::Ok();
-}
-
-Status UnknownAlgorithm(const std::string& what) {
-  return Status::Unimplemented(what +
-                               ": expected algorithm two_read, resident_block or resident_team");
+// The plan on the device at hand (domain.h), and its workspace. A team's may be smaller than planned: fewer teams run.
+Status Confirm(BatchNormOp op, const BatchNormProblem& p, const Plan& plan,
+               const Workspace& workspace, const std::string& what) {
+  Device device;
+  JAXCONV_RETURN_IF_ERROR(CurrentDevice(what, &device));
+  const std::string refusal = BatchNormRefusal(op, p, plan, device);
+  if (!refusal.empty()) return Status::Unimplemented(what + ": " + refusal);
+  if (plan.kernel == "resident_team") return Status::Ok();
+  const int64_t needed = BatchNormWorkspace(op, p, plan, device);
+  if (workspace.bytes >= needed && (needed == 0 || workspace.data != nullptr)) return Status::Ok();
+  return Status::Invalid(what + ": needs a workspace of " + std::to_string(needed) +
+                         " bytes, given " + std::to_string(workspace.bytes));
 }
 
 // A tile "64B" is 64 bytes of neighbouring channels; splits, the CTAs of a team.
 Status ToTeamShape(const Plan& plan, const std::string& what, batchnorm::TeamShape& shape) {
-  for (const int width : {32, 64, 128}) {
-    if (plan.tile == std::to_string(width) + "B") {
-      shape = {width, static_cast<int>(std::clamp<int64_t>(plan.splits, 1, 1 << 20))};
-      return Status::Ok();
-    }
-  }
-  return Status::Unimplemented(what + ": expected tile 32B, 64B or 128B, got '" +
-                               std::string(plan.tile) + "'");
+  shape = {batchnorm::TeamWidth(plan.tile), static_cast<int>(plan.splits)};
+  return shape.width > 0 ? Status::Ok() : Status::Unimplemented(what + ": it needs a tile");
 }
-
-// 0 is taken as 1.
-int64_t Splits(const Plan& plan) { return std::max<int64_t>(plan.splits, 1); }
 
 const float* Float(const void* p) { return static_cast<const float*>(p); }
 float* Float(void* p) { return static_cast<float*>(p); }
@@ -55,9 +41,9 @@ Status BatchNormTrain(const Context& ctx, const BatchNormProblem& p, const Plan&
                       const void* x, const void* scale, const void* bias, const void* running_mean,
                       const void* running_var, const void* residual, void* y, void* new_mean,
                       void* new_var, void* mean, void* rstd, Workspace workspace) {
-  const std::string what = What("batchnorm_train", p, plan);
-  JAXCONV_RETURN_IF_ERROR(CheckProblem(p, what));
+  const std::string what = Describe("batchnorm_train", p, plan);
   if (p.batch == 0 || p.channels == 0) return Status::Ok();
+  JAXCONV_RETURN_IF_ERROR(Confirm(BatchNormOp::kTrain, p, plan, workspace, what));
   batchnorm::ForwardTensors t{};
   t.x = x;
   t.residual = p.residual ? residual : nullptr;
@@ -71,24 +57,22 @@ Status BatchNormTrain(const Context& ctx, const BatchNormProblem& p, const Plan&
   t.mean = Float(mean);
   t.rstd = Float(rstd);
   const BatchNormProblem canonical = batchnorm::Canonical(p);
-  if (plan.kernel == "two_read")
-    return batchnorm::TwoReadTrain(ctx, canonical, Splits(plan), t, workspace, what);
   if (plan.kernel == "resident_block") return batchnorm::ResidentTrain(ctx, canonical, t, what);
   if (plan.kernel == "resident_team") {
     batchnorm::TeamShape shape{};
     JAXCONV_RETURN_IF_ERROR(ToTeamShape(plan, what, shape));
     return batchnorm::TeamTrain(ctx, canonical, shape, t, workspace, what);
   }
-  return UnknownAlgorithm(what);
+  return batchnorm::TwoReadTrain(ctx, canonical, plan.splits, t, workspace, what);
 }
 
-// One pass, whatever the plan's algorithm.
+// One pass.
 Status BatchNormInfer(const Context& ctx, const BatchNormProblem& p, const Plan& plan,
                       const void* x, const void* scale, const void* bias, const void* mean,
                       const void* var, const void* residual, void* y) {
-  const std::string what = What("batchnorm_infer", p, plan);
-  JAXCONV_RETURN_IF_ERROR(CheckProblem(p, what));
+  const std::string what = Describe("batchnorm_infer", p, plan);
   if (p.batch == 0 || p.channels == 0) return Status::Ok();
+  JAXCONV_RETURN_IF_ERROR(Confirm(BatchNormOp::kInfer, p, plan, {}, what));
   batchnorm::ForwardTensors t{};
   t.x = x;
   t.residual = p.residual ? residual : nullptr;
@@ -104,9 +88,9 @@ Status BatchNormBackward(const Context& ctx, const BatchNormProblem& p, const Pl
                          const void* x, const void* dy, const void* scale, const void* bias,
                          const void* mean, const void* rstd, const void* residual, void* dx,
                          void* dscale, void* dbias, void* dresidual, Workspace workspace) {
-  const std::string what = What("batchnorm_backward", p, plan);
-  JAXCONV_RETURN_IF_ERROR(CheckProblem(p, what));
+  const std::string what = Describe("batchnorm_backward", p, plan);
   if (p.batch == 0 || p.channels == 0) return Status::Ok();
+  JAXCONV_RETURN_IF_ERROR(Confirm(BatchNormOp::kBackward, p, plan, workspace, what));
   const bool needs_z = p.activation != Activation::kNone;
   batchnorm::BackwardTensors t{};
   t.x = x;
@@ -121,15 +105,13 @@ Status BatchNormBackward(const Context& ctx, const BatchNormProblem& p, const Pl
   t.dscale = Float(dscale);
   t.dbias = Float(dbias);
   const BatchNormProblem canonical = batchnorm::Canonical(p);
-  if (plan.kernel == "two_read")
-    return batchnorm::TwoReadBackward(ctx, canonical, Splits(plan), t, workspace, what);
   if (plan.kernel == "resident_block") return batchnorm::ResidentBackward(ctx, canonical, t, what);
   if (plan.kernel == "resident_team") {
     batchnorm::TeamShape shape{};
     JAXCONV_RETURN_IF_ERROR(ToTeamShape(plan, what, shape));
     return batchnorm::TeamBackward(ctx, canonical, shape, t, workspace, what);
   }
-  return UnknownAlgorithm(what);
+  return batchnorm::TwoReadBackward(ctx, canonical, plan.splits, t, workspace, what);
 }
 
 }  // namespace jaxconv::cuda

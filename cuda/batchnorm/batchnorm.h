@@ -1,4 +1,4 @@
-// Batch-norm on the GPU: the algorithms behind BatchNormTrain and BatchNormBackward, their domains and their scratch.
+// Batch-norm on the GPU: the algorithms behind BatchNormTrain and BatchNormBackward. What each runs, and its scratch: domain.h.
 // Meaning and layouts: common/problem.h, common/launch.h. Inference is a single pass and knows no algorithm.
 //
 // two_read: any problem. Three small steps, no grid-wide wait: sums per (channel, split) into the workspace; a pass that
@@ -6,35 +6,18 @@
 //   of the second walk instead. Channels-first it walks in the order of memory, in vectors that may be of two images.
 //   Traffic: train 2 reads + 1 write, backward 4 reads + 1 write, less what the L2 cache still holds: the second walk is the
 //   first one backwards.
-//   Workspace, bytes, train and backward alike:  (max(splits, 1) + 1) * 2 * batch * channels * 4
-//   Any splits >= 1 is right, also more than there are elements. A good one, for `sms` multiprocessors:
-//     vec    = 16 / itemsize, or 1 where it does not divide channels (inner == 1) or inner (inner > 1)
-//     tiles  = inner > 1 ? channels : ceil(channels * itemsize / (vec > 1 ? 256 : 32 * itemsize))
-//     bytes  = outer * inner * itemsize * channels / tiles    (of a tile)
-//     splits = clamp(ceil(8 * sms / (batch * tiles)), 1, max(1, bytes / 16384))
-//   and rather at most 16 where that comes near: it saves a launch.
+//   Any splits >= 1 is right, also more than there are elements; up to 16 save a launch.
 //
 // resident_block: one launch; 1 read + 1 write (train), 2 reads + 1 write (backward): a block keeps all of its channels'
-//   elements in shared memory. Made for small tensors and for channels-first with small images. Workspace: 0.
-//   Domain, with smem = the device's shared memory per block (opt-in: 227 KB on sm_90, 163 KB on sm_80, 99 KB on sm_86
-//   and sm_89):
-//     vec and itemsize as above; held = 1 (train), 2 (backward: x and dy)
-//     positions = outer * inner / (inner > 1 ? vec : 1)
-//     lanes     = inner > 1 ? 1 : min(2, channels / vec)    (the fewest; more are taken where they fit)
-//     held * (positions * lanes + 512) * vec * itemsize + 12288 <= smem
-//   It fills the device where batch * channels (inner > 1) or batch * channels / (2 * vec) is no less than the number of
-//   multiprocessors.
+//   elements in shared memory. Made for small tensors and for channels-first with small images. It fills the device where
+//   batch * channels (inner > 1) or batch * channels / (2 * vec) is no less than the number of multiprocessors.
 //
 // resident_team: one launch, cooperative unless a team is one CTA. Several CTAs share a group of channels (a tile: `width`
 //   bytes of neighbouring channels, channels-last; one channel, channels-first), keep what of it fits in their shared
 //   memory, and add its sums up together; the teams take groups in turn. Traffic: train 1 read + 1 write, backward 2 reads
 //   + 1 write where a group fits on chip; what does not is read a second time, from the L2 cache if it is still there.
 //   Plan: tile "32B", "64B" or "128B", the width; splits, the CTAs of a team, of which no more take part than the device
-//   runs at once: two a multiprocessor, or one where backward has 16-bit channels-last x and another activation than
-//   ReLU.
-//   Workspace, bytes: 32 * (channels of a group) * (CTAs of a team + 1) * (teams: as many as run at once or as there are
-//   groups); fewer mean fewer teams.
-//   Domain: 16-byte aligned; channels-last, vec > 1 above; channels-first, images of no fewer elements than a vector has.
+//   runs at once. A smaller workspace than planned means fewer teams.
 //
 // All: float32, bfloat16, float16 with float32 parameters; fewer than 2^31 positions a channel; deterministic.
 #pragma once

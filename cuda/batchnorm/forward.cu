@@ -296,7 +296,6 @@ Status AddParts(const Context& ctx, int64_t rows, int64_t parts, const float* su
 
 Status TwoReadTrain(const Context& ctx, const BatchNormProblem& p, int64_t splits,
                     const ForwardTensors& t, Workspace workspace, const std::string& what) {
-  JAXCONV_RETURN_IF_ERROR(CheckWorkspace(p, splits, workspace, what));
   float* sums = static_cast<float*>(workspace.data);
   ForwardArgs args = MakeForwardArgs(p, t);
   args.sums = sums;

@@ -43,9 +43,8 @@ Status WithVector(const BatchNormProblem& p, bool aligned, F&& f) {
     if (aligned && p.channels % V == 0) return f(Instance<T, V, true>{});
     return f(Instance<T, 1, true>{});
   }
-  // 2^30: room for the offsets of a flat walk (flat.cuh).
   const bool fits = p.inner % V == 0 || (kPieces && p.inner > V);
-  if (aligned && fits && p.inner < (1 << 30)) return f(Instance<T, V, false>{});
+  if (aligned && fits && p.inner < kMaxImage) return f(Instance<T, V, false>{});
   return f(Instance<T, 1, false>{});
 }
 
@@ -100,14 +99,6 @@ inline int64_t Pieces(const Layout& a, int64_t bytes) {
 
 inline int64_t Bytes(const BatchNormProblem& p) {
   return p.batch * p.channels * p.reduced() * static_cast<int64_t>(SizeOf(p.dtype));
-}
-
-inline Status CheckWorkspace(const BatchNormProblem& p, int64_t splits, Workspace workspace,
-                             const std::string& what) {
-  const int64_t needed = (splits + 1) * 2 * p.batch * p.channels * 4;
-  if (workspace.bytes >= needed && workspace.data != nullptr) return Status::Ok();
-  return Status::Invalid(what + ": workspace has " + std::to_string(workspace.bytes) +
-                         " bytes, needs " + std::to_string(needed));
 }
 
 }  // namespace jaxconv::cuda::batchnorm

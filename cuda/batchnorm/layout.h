@@ -21,6 +21,8 @@
 namespace jaxconv::cuda::batchnorm {
 
 constexpr int64_t kMaxPositions = int64_t{1} << 31;  // per channel; exclusive
+constexpr int64_t kMaxImage =
+    int64_t{1} << 30;  // elements read in vectors, channels-first; exclusive: flat.cuh's offsets
 
 // Offsets and extents in vectors, unless they say channels.
 struct Layout {

@@ -11,6 +11,7 @@
 // walk that uses it (in backward both, where f needs z).
 #include "cuda/batchnorm/batchnorm.h"
 #include "cuda/batchnorm/channel.cuh"
+#include "cuda/batchnorm/domain.h"
 #include "cuda/batchnorm/launch.h"
 #include "cuda/core/device.h"
 #include "cuda/core/reduce.cuh"
@@ -18,7 +19,6 @@
 namespace jaxconv::cuda::batchnorm {
 namespace {
 
-constexpr int kMaxThreads = 512;
 constexpr int kResidentTileBytes = 128;  // of neighbouring channels, channels-last
 constexpr int kResidentTile = 64;        // channels in them: 8 bf16 * 8 lanes
 constexpr int kScratch = kMaxThreads / 32 * kResidentTile * 2;

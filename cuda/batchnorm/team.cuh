@@ -18,13 +18,12 @@
 #include <utility>
 
 #include "cuda/batchnorm/channel.cuh"
+#include "cuda/batchnorm/domain.h"
 #include "cuda/core/reduce.cuh"
 
 namespace jaxconv::cuda::batchnorm {
 
-constexpr int kTeamThreads = 256;
-constexpr int kTeamBlocks = 2;  // CTAs of a multiprocessor, unless a kernel says otherwise
-constexpr int kTeamLanes = 8;   // the most threads side by side across channels
+constexpr int kTeamLanes = 8;              // the most threads side by side across channels
 constexpr int kTeamTile = kTeamLanes * 8;  // channels in a group: 8 bf16 * 8 lanes
 constexpr int kTeamScratch = kTeamThreads / 32 * kTeamTile * 2;
 

@@ -14,11 +14,10 @@
 namespace jaxconv::cuda::batchnorm {
 namespace {
 
-constexpr int kBackwardStep = 1;  // positions of a thread in a step
-
-// CTAs of a multiprocessor. Eight channels a thread and any activation take more registers than half of it has.
-template <int V, bool kLast, bool kRelu>
-constexpr int kBlocks = V == 8 && kLast && !kRelu ? 1 : kTeamBlocks;
+template <typename T>
+constexpr int kBackwardStep = TeamStep(BatchNormOp::kBackward, sizeof(T));
+template <typename T, bool kLast, bool kRelu>
+constexpr int kBlocks = TeamBlocks(BatchNormOp::kBackward, sizeof(T), kLast, kRelu);
 
 // dz = dy * f'(z), in place; x becomes z's input as float32.
 template <typename T, int V, bool kRelu, int kStats>
@@ -46,10 +45,10 @@ __device__ __forceinline__ void ToGradient(const Raw<T, V>& raw_x, const Raw<T, 
 }
 
 template <typename T, int V, bool kLast, bool kRelu>
-__global__ void __launch_bounds__(kTeamThreads, kBlocks<V, kLast, kRelu>)
+__global__ void __launch_bounds__(kTeamThreads, kBlocks<T, kLast, kRelu>)
     TeamBackwardKernel(const __grid_constant__ BackwardArgs p, const __grid_constant__ Team q) {
   constexpr int kStats = kLast ? V : 1;
-  constexpr int U = kBackwardStep, N = kTeamThreads;
+  constexpr int U = kBackwardStep<T>, N = kTeamThreads;
   constexpr int kVector = N * 16, kSlot = U * 2 * kVector, kResidualSlot = U * kVector;
   __shared__ float scratch[kTeamScratch];
   __shared__ float scales[kTeamTile], biases[kTeamTile], means[kTeamTile], rstds[kTeamTile];
@@ -275,9 +274,10 @@ Status TeamBackward(const Context& ctx, const BatchNormProblem& p, const TeamSha
         cudaFuncAttributes attributes{};
         JAXCONV_RETURN_IF_ERROR(CudaStatus(cudaFuncGetAttributes(&attributes, kernel), what));
         TeamFit fit{};
-        JAXCONV_RETURN_IF_ERROR(MakeTeamFit(
-            p, I::kLast, I::V, kBlocks<I::V, I::kLast, decltype(relu)::value>, kBackwardStep, 2,
-            t.residual != nullptr, attributes.sharedSizeBytes, shape, workspace, what, fit));
+        JAXCONV_RETURN_IF_ERROR(
+            MakeTeamFit(p, I::kLast, I::V, kBlocks<typename I::T, I::kLast, decltype(relu)::value>,
+                        kBackwardStep<typename I::T>, 2, t.residual != nullptr,
+                        attributes.sharedSizeBytes, shape, workspace, what, fit));
         args.layout = fit.layout;
         return LaunchTeam(ctx, kernel, args, fit, what);
       });

@@ -13,12 +13,13 @@
 namespace jaxconv::cuda::batchnorm {
 namespace {
 
-// Positions of a thread in a step: with four elements a position there are registers for two.
 template <typename T>
-constexpr int kTrainStep = sizeof(T) == 4 ? 2 : 1;
+constexpr int kTrainStep = TeamStep(BatchNormOp::kTrain, sizeof(T));
+template <typename T, bool kLast, bool kRelu>
+constexpr int kBlocks = TeamBlocks(BatchNormOp::kTrain, sizeof(T), kLast, kRelu);
 
 template <typename T, int V, bool kLast, bool kRelu>
-__global__ void __launch_bounds__(kTeamThreads, kTeamBlocks)
+__global__ void __launch_bounds__(kTeamThreads, kBlocks<T, kLast, kRelu>)
     TeamTrainKernel(const __grid_constant__ ForwardArgs p, const __grid_constant__ Team q) {
   constexpr int kStats = kLast ? V : 1;
   constexpr int U = kTrainStep<T>, N = kTeamThreads;
@@ -227,9 +228,10 @@ Status TeamTrain(const Context& ctx, const BatchNormProblem& p, const TeamShape&
         cudaFuncAttributes attributes{};
         JAXCONV_RETURN_IF_ERROR(CudaStatus(cudaFuncGetAttributes(&attributes, kernel), what));
         TeamFit fit{};
-        JAXCONV_RETURN_IF_ERROR(MakeTeamFit(
-            p, I::kLast, I::V, kTeamBlocks, kTrainStep<typename I::T>, 1, t.residual != nullptr,
-            attributes.sharedSizeBytes, shape, workspace, what, fit));
+        JAXCONV_RETURN_IF_ERROR(
+            MakeTeamFit(p, I::kLast, I::V, kBlocks<typename I::T, I::kLast, decltype(relu)::value>,
+                        kTrainStep<typename I::T>, 1, t.residual != nullptr,
+                        attributes.sharedSizeBytes, shape, workspace, what, fit));
         args.layout = fit.layout;
         return LaunchTeam(ctx, kernel, args, fit, what);
       });

@@ -6,7 +6,6 @@
 #include <string>
 
 #include "common/launch.h"
-#include "cuda/conv/common/describe.h"
 #include "cuda/conv/common/domain.h"
 #include "cuda/conv/common/kernel.cuh"
 #include "cuda/conv/depthwise/depthwise.h"
@@ -17,6 +16,7 @@
 #include "cuda/conv/sm90/conv_sm90.h"
 #include "cuda/conv/stem/stem.h"
 #include "cuda/core/context.h"
+#include "cuda/core/describe.h"
 #include "cuda/core/device.h"
 #include "cuda/domain.h"
 

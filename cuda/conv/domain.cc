@@ -37,6 +37,8 @@ std::string ConvRefusal(ConvOp op, const ConvProblem& p, const Plan& plan, const
   return "there is no such kernel";
 }
 
+ConvProblem ConvFolded(const ConvProblem& p, bool dgrad) { return conv::FoldPatches(p, dgrad); }
+
 int64_t ConvWorkspace(ConvOp op, const ConvProblem& p, const Plan& plan) {
   const std::string_view family = FamilyOf(plan.kernel);
   if (family == "depthwise") return conv::depthwise::Workspace(op, p, plan);

@@ -8,7 +8,7 @@
 #include <string>
 
 #include "common/launch.h"
-#include "cuda/conv/common/describe.h"
+#include "cuda/core/describe.h"
 #include "cuda/core/device.h"
 #include "cuda/dense/sm90.h"
 #include "cuda/domain.h"

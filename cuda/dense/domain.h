@@ -11,7 +11,6 @@
 #include <string>
 #include <string_view>
 
-#include "cuda/conv/common/domain.h"
 #include "cuda/domain.h"
 #include "cuda/gemm/sm90_tiles.h"
 
@@ -24,7 +23,7 @@ inline std::string RefuseGemm(const DenseProblem& p, const Plan& plan) {
     return "it takes batch, M, N and K of at most " + std::to_string(kMaxExtent);
   if (plan.splits > 65535) return "it cuts K into at most 65535 parts";
   constexpr TileSize kTiles[] = {{128, 128}, {128, 64}, {64, 64}};
-  return plan.tile.empty() || Among(ReadTile(plan.tile), kTiles) ? "" : NoSuchTile(plan.tile);
+  return Among(ReadTile(plan.tile), kTiles) ? "" : NoSuchTile(plan.tile);
 }
 
 inline std::string RefuseSm90(const DenseProblem& p, const Plan& plan, const Device& device) {
@@ -47,16 +46,16 @@ inline std::string RefuseSm90(const DenseProblem& p, const Plan& plan, const Dev
   std::string why = RefuseSm90Tile(choice.kernel, plan.tile, p.dtype, p.full_float32);
   if (!why.empty()) return why;
   const bool rows = choice.kernel == Sm90Kernel::kRows;
-  if (plan.splits > (rows ? conv::CeilDivide(p.k, 64) : 1))
+  if (plan.splits > (rows ? CeilDivide(p.k, 64) : 1))
     return "sm90/rows cuts K, into at most ceil(K / 64) parts";
   if (choice.kernel == Sm90Kernel::kProductSwapped && (p.addend || p.bias == BiasKind::kRow))
     return "it takes neither an addend nor a bias by row";
   const bool resident = choice.kernel == Sm90Kernel::kResident;
   if ((rows || resident) && p.trans_x) return "it does not take x transposed";
   if (plan.tile.empty()) return "";
-  const double tiles = double(conv::CeilDivide(p.m, choice.tile.rows)) *
-                       double(conv::CeilDivide(p.n, choice.tile.columns)) * double(p.batch);
-  why = RefuseSm90Tiles(tiles * double(plan.splits), conv::CeilDivide(p.k, tf32 ? 32 : 64));
+  const double tiles = double(CeilDivide(p.m, choice.tile.rows)) *
+                       double(CeilDivide(p.n, choice.tile.columns)) * double(p.batch);
+  why = RefuseSm90Tiles(tiles * double(plan.splits), CeilDivide(p.k, tf32 ? 32 : 64));
   if (why.empty() && rows && double(p.batch) * double(p.m) * double(p.n) > double(int64_t(1) << 41))
     why = "it makes at most 2^41 outputs";
   if (why.empty() && resident) why = RefuseResident(choice.tile, p.n, p.k, p.batch, device);
@@ -72,8 +71,8 @@ inline int64_t WorkspaceOf(const DenseProblem& p, const Plan& plan) {
   if (p.dtype != DType::kF32) return 0;
   const int64_t x = (p.x_batched ? p.batch : 1) * p.m * p.k;
   const int64_t w = (p.w_batched ? p.batch : 1) * p.k * p.n;
-  if (p.full_float32) return conv::Align256(6 * w);
-  return (p.trans_x ? conv::Align256(4 * x) : 0) + (p.trans_w ? 0 : conv::Align256(4 * w));
+  if (p.full_float32) return Align256(6 * w);
+  return (p.trans_x ? Align256(4 * x) : 0) + (p.trans_w ? 0 : Align256(4 * w));
 }
 
 }  // namespace jaxconv::cuda::dense

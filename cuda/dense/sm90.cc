@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <string>
 
-#include "cuda/conv/common/describe.h"
+#include "cuda/core/describe.h"
 #include "cuda/core/device.h"
 #include "cuda/core/divmod.h"
 #include "cuda/core/tma.h"

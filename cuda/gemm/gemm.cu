@@ -54,7 +54,7 @@ Status Gemm(const Context& ctx, const GemmArgs& g, const char* name) {
                            Name(g.dtype));
   }
   Tile tile;
-  JAXCONV_RETURN_IF_ERROR(ChooseTile(g.tile, g.m, g.n, g.batch * g.splits, name, &tile));
+  JAXCONV_RETURN_IF_ERROR(ToTile(g.tile, name, &tile));
   const int64_t size = int64_t(SizeOf(g.dtype));
   const int64_t vec = 16 / size;  // elements
   const auto whole = [&](int64_t count) { return count % vec == 0; };

@@ -35,9 +35,8 @@ struct GemmArgs {
   bool float32_out = false;   // d in float32 whatever dtype is (partial sums of a split reduction)
   bool accumulate = false;    // d += ... instead of d = ...; float32_out only
   bool full_float32 = false;  // float32: SIMT FMAs instead of TF32 tensor cores
-  std::string_view tile =
-      "";              // "128x128", "128x64", "64x64"; "" lets the launcher take its default
-  int64_t splits = 1;  // parts that k is cut into, summed in a fixed order; 1: no split
+  std::string_view tile;      // "128x128", "128x64", "64x64"
+  int64_t splits = 1;         // parts that k is cut into, summed in a fixed order; 1: no split
   Workspace workspace = {nullptr,
                          0};  // splits > 1: splits * batch * m * n * 4 bytes; otherwise unused
 };

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxconv import _native
-from jaxconv._plan import batchnorm, conv, dense, measured, model, stem, tuned
+from jaxconv._plan import batchnorm, conv, dense, domain, measured, model, stem, tuned
 from jaxconv._plan.plan import Candidate, Device, Plan, Problem, itemsize, known
 from jaxconv._problem import (
     BATCHNORM_ALGORITHMS,
@@ -262,7 +262,7 @@ def _ladder(op: str, problem: Problem, device: Device) -> str:
         return "gemm"
     if isinstance(problem, BatchNormProblem):
         # Blocks read images that 16 bytes do not divide an element at a time.
-        whole = problem.inner == 1 or batchnorm.batchnorm_vector(problem) > 1
+        whole = problem.inner == 1 or domain.batchnorm_vector(problem) > 1
         resident = ("resident_block", "resident_team") if whole else ("resident_team", "resident_block")
         return next((a for a in resident if supports(op, a, problem, device) is None), "two_read")
     if op == "conv_statistics" and device.platform == "cuda":
@@ -274,7 +274,7 @@ def _ladder(op: str, problem: Problem, device: Device) -> str:
     if problem.groups > 1 and supports(op, "grouped", problem, device) is None:
         return "grouped"
     # Filters that large are patches, which are long matrix products.
-    small = math.prod(problem.filter) <= 64 or stem.patches(op, problem)
+    small = math.prod(problem.filter) <= 64 or stem.patches(op, problem, device)
     if small and supports(op, "stem", problem, device) is None:
         return "stem"
     # The direct kernels take what the tensor-core loop refuses.

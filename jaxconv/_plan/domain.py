@@ -5,12 +5,13 @@ The compiled CPU module holds these answers, so every machine has them. A launch
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
 from jaxconv import _native
 from jaxconv._plan.plan import Device, Plan
-from jaxconv._problem import ConvProblem, DenseProblem
+from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem
 
 
 def capability(device: Device) -> tuple[int, int]:
@@ -54,6 +55,29 @@ def conv_refusal(op: str, plan: Plan, p: ConvProblem, device: Device) -> str | N
     return _native.cpu.conv_refusal(op, _conv(p), plan.kernel, plan.tile, plan.splits, plan.chunk, *limits) or None
 
 
+def folded(p: ConvProblem, dgrad: bool) -> ConvProblem:
+    """The convolution as the matrix loops run it, channels last: where the filter steps by its own width, S pixels are
+    one of S*C channels; likewise for its height, each output row is an image of its own (not for dgrad)."""
+    last = dataclasses.replace(p, channels_last=True)
+    batch, channels, *axes = _native.cpu.conv_folded(_conv(last), dgrad)
+    now = in_spatial, filter, out_spatial, stride = [tuple(extents[3 - p.nd :]) for extents in axes]
+    before = p.in_spatial, p.filter, p.out_spatial, p.stride
+    if now == [*before]:
+        return p
+    # What a folded axis was padded by, no window reaches.
+    kept = [a == b for a, b in zip(zip(*before, strict=True), zip(*now, strict=True), strict=True)]
+    return dataclasses.replace(
+        p,
+        batch=batch,
+        in_channels=channels,
+        in_spatial=in_spatial,
+        out_spatial=out_spatial,
+        filter=filter,
+        stride=stride,
+        padding=tuple(pads if keep else (0, 0) for pads, keep in zip(p.padding, kept, strict=True)),
+    )
+
+
 def conv_workspace(op: str, plan: Plan, p: ConvProblem) -> int:
     """Bytes."""
     return _native.cpu.conv_workspace(op, _conv(p), plan.kernel, plan.tile, plan.splits, plan.chunk)
@@ -86,3 +110,31 @@ def dense_refusal(plan: Plan, p: DenseProblem, device: Device) -> str | None:
 def dense_workspace(plan: Plan, p: DenseProblem) -> int:
     """Bytes."""
     return _native.cpu.dense_workspace(_dense(p), plan.kernel, plan.tile, plan.splits, plan.chunk)
+
+
+@functools.lru_cache(maxsize=4096)
+def _batchnorm(p: BatchNormProblem) -> Any:
+    shape = p.batch or 1, p.outer, p.channels, p.inner
+    return _native.cpu.BatchNormProblem(*shape, p.activation.name, p.residual, p.dtype)
+
+
+def batchnorm_refusal(op: str, plan: Plan, p: BatchNormProblem, device: Device) -> str | None:
+    """conv_refusal of a batch-norm."""
+    made = plan.kernel, plan.tile, plan.splits, plan.chunk, *capability(device), device.sm_count
+    return _native.cpu.batchnorm_refusal(op, _batchnorm(p), *made) or None
+
+
+def batchnorm_workspace(op: str, plan: Plan, p: BatchNormProblem, device: Device) -> int:
+    """Bytes."""
+    made = plan.kernel, plan.tile, plan.splits, plan.chunk, *capability(device), device.sm_count
+    return _native.cpu.batchnorm_workspace(op, _batchnorm(p), *made)
+
+
+def batchnorm_vector(p: BatchNormProblem) -> int:
+    """Elements in an access of its kernels."""
+    return _native.cpu.batchnorm_vector(_batchnorm(p))
+
+
+def batchnorm_teams(op: str, p: BatchNormProblem, width: int, device: Device) -> tuple[int, int]:
+    """resident_team with tiles of `width` bytes: (CTAs that the device runs at once, groups of channels for them)."""
+    return _native.cpu.batchnorm_teams(op, _batchnorm(p), width, *capability(device), device.sm_count)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from jaxconv._plan import domain
 from jaxconv._plan.plan import Device, Plan, extent_of, itemsize, product_tile, splits_of
 from jaxconv._problem import ConvProblem
 
@@ -12,7 +13,7 @@ TILES = ("128x128", "128x64", "64x64")
 
 
 def wants(op: str, p: ConvProblem, device: Device) -> Iterator[Plan]:
-    p = p.folded(op == "conv_dgrad")
+    p = domain.folded(p, op == "conv_dgrad")
     taps, pixels = math.prod(p.filter), math.prod(p.out_spatial)
     group_c, group_k = p.in_channels // p.groups, p.out_channels // p.groups
     vector = group_k * itemsize(p) % 16 == 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from jaxconv._plan import domain
 from jaxconv._plan.plan import Device, Plan, extent_of, itemsize
 from jaxconv._problem import ConvProblem, DenseProblem
 
@@ -35,7 +36,7 @@ TF32_HALO = (9 * 64, 64)  # rows and columns of a weight gradient's tile in sm90
 
 
 def wants(op: str, p: ConvProblem, device: Device) -> Iterator[Plan]:
-    p = p.folded(op in ("conv_dgrad", "conv_dgrad_add"))
+    p = domain.folded(p, op in ("conv_dgrad", "conv_dgrad_add"))
     if op == "conv_statistics":
         wanted, every = iter([("statistics", _statistics_tile(p, device))]), STATISTICS
     elif op == "conv_wgrad":

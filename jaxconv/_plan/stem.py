@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 
-from jaxconv._plan import dense
+from jaxconv._plan import dense, domain
 from jaxconv._plan.plan import Device, Plan, itemsize, splits_of
 from jaxconv._problem import ConvProblem
 
@@ -15,7 +16,7 @@ PATCH_TILES = ("128x128", "128x256", "256x128", "256x64", "128x320", "64x128", "
 
 
 def wants(op: str, p: ConvProblem, device: Device) -> Iterator[Plan]:
-    if patches(op, p):
+    if patches(op, p, device):
         product = dense.made("sm90", p.patch_product(), device)
         first = product.tile if isinstance(product, Plan) else PATCH_TILES[0]
         for tile in dict.fromkeys((first, *PATCH_TILES)):
@@ -37,9 +38,7 @@ def _wgrad_splits(p: ConvProblem, device: Device) -> int:
     )
 
 
-def patches(op: str, p: ConvProblem) -> bool:
-    """Whether dgrad is wanted as a matrix product whose elements are those of dx: in 16 bit, a filter of few input
-    channels that steps by its own extents, and has too many columns for the kernels that sum over taps."""
-    steps = all(p.steps_by_filter(axis) for axis in range(p.nd)[-2:])
-    many = p.in_channels <= 8 and math.prod(p.filter) * p.in_channels > 64
-    return op == "conv_dgrad" and steps and many and itemsize(p) == 2
+def patches(op: str, p: ConvProblem, device: Device) -> bool:
+    """Whether dgrad can be a matrix product whose elements are those of dx: a filter that steps by its own extents."""
+    stored = dataclasses.replace(p, channels_last=True)
+    return domain.conv_refusal(op, Plan("native", "", "stem/patches", PATCH_TILES[0]), stored, device) is None

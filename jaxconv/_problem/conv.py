@@ -129,13 +129,6 @@ class ConvProblem:
             all(f == 1 for f in self.filter) and self.out_spatial == self.in_spatial and set(self.padding) == {(0, 0)}
         )
 
-    def steps_by_filter(self, axis: int) -> bool:
-        """Whether the axis is cut into windows that touch and do not overlap (a single tap: whether it is left
-        alone)."""
-        f = self.filter[axis]
-        steps = (self.stride[axis], self.padding[axis]) == (f, (0, 0)) and (f == 1 or self.dilation[axis] == 1)
-        return steps and self.in_spatial[axis] == self.out_spatial[axis] * f
-
     @property
     def reached(self) -> float:
         """The part of x that a tap reaches, but for its edges: of each axis the residues modulo the stride that have
@@ -184,35 +177,6 @@ class ConvProblem:
     def bare(self) -> ConvProblem:
         """The same convolution without its epilogue."""
         return dataclasses.replace(self, bias=False, activation=NO_ACTIVATION, save_preactivation=False)
-
-    def folded(self, dgrad: bool) -> ConvProblem:
-        """The convolution as the matrix loops run it (FoldPatches in cuda/conv/common/domain.h): where the filter steps
-        by its own width, S neighbouring pixels are one of S*C channels; likewise for its height, each output row is an
-        image of its own (not for dgrad)."""
-
-        def patches(axis: int) -> bool:
-            return self.filter[axis] > 1 and self.steps_by_filter(axis)
-
-        if self.groups != 1 or not patches(-1):
-            return self
-        batch, channels = self.batch, self.in_channels * self.filter[-1]
-        filter, stride = [*self.filter[:-1], 1], [*self.stride[:-1], 1]
-        in_spatial, out_spatial = [*self.in_spatial[:-1], self.out_spatial[-1]], list(self.out_spatial)
-        flat = self.nd < 3 or (self.filter[0] == 1 and self.steps_by_filter(0))
-        if not dgrad and self.nd > 1 and flat and patches(-2):
-            batch *= math.prod(out_spatial[:-1])
-            in_spatial[:-1] = [*[1] * (self.nd - 2), self.filter[-2]]
-            out_spatial[:-1] = [1] * (self.nd - 1)
-            stride[-2] = 1
-        return dataclasses.replace(
-            self,
-            batch=batch,
-            in_channels=channels,
-            in_spatial=tuple(in_spatial),
-            out_spatial=tuple(out_spatial),
-            filter=tuple(filter),
-            stride=tuple(stride),
-        )
 
     def patch_product(self) -> DenseProblem:
         """dgrad where windows do not overlap: dy's pixels (M, K) times w (R*S*C, K), transposed; rows are windows."""

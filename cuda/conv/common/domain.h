@@ -6,15 +6,13 @@
 #include <string>
 
 #include "common/problem.h"
+#include "cuda/domain.h"
 
 namespace jaxconv::cuda::conv {
 
 // Coordinates of every kernel are ints: extents, strides, paddings and dilated filter spans below 2^30, so that the sum of
 // two stays an int.
 constexpr int64_t kCoordLimit = int64_t(1) << 30;
-
-constexpr int64_t CeilDivide(int64_t a, int64_t b) { return (a + b - 1) / b; }
-constexpr int64_t Align256(int64_t bytes) { return CeilDivide(bytes, 256) * 256; }
 
 inline bool Half(DType dtype) { return dtype == DType::kBF16 || dtype == DType::kF16; }
 
@@ -35,11 +33,10 @@ inline bool PlanesAreImages(const ConvProblem& p) {
   return p.filter[0] == 1 && p.stride[0] == 1 && p.pad[0] == 0 && p.in[0] == p.out[0];
 }
 
-// A filter that steps by its own width reads each element of x once, and the S*C elements under a
-// filter row are neighbours: a convolution over pixels of S*C channels with a filter of width 1.
-// Where the same holds along H, every output row is an image of its own of R rows, which saves the
-// stride; not for dgrad, whose phases (one tap each) the stride makes. ConvProblem.folded in
-// jaxconv/_problem is the same.
+// A filter that steps by its own width reads each element of x once, and the S*C elements under a filter row are
+// neighbours: a convolution over pixels of S*C channels with a filter of width 1. Where the same holds along H, every
+// output row is an image of its own of R rows, which saves the stride; not for dgrad, whose phases (one tap each) the
+// stride makes.
 inline ConvProblem FoldPatches(ConvProblem p, bool dgrad) {
   const auto patches = [&](int i) { return p.filter[i] > 1 && p.steps_by_filter(i); };
   if (!p.channels_last || p.groups != 1 || !patches(2)) return p;

@@ -8,10 +8,10 @@
 #include "common/plan.h"
 #include "common/problem.h"
 #include "common/status.h"
-#include "cuda/conv/common/describe.h"
 #include "cuda/conv/common/domain.h"
 #include "cuda/conv/common/reduce.h"
 #include "cuda/core/context.h"
+#include "cuda/core/describe.h"
 
 namespace jaxconv::cuda::conv {
 

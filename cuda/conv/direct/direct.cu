@@ -11,10 +11,10 @@
 
 #include <algorithm>
 
-#include "cuda/conv/common/describe.h"
 #include "cuda/conv/common/index.cuh"
 #include "cuda/conv/common/kernel.cuh"
 #include "cuda/conv/common/reduce.h"
+#include "cuda/core/describe.h"
 
 namespace jaxconv::cuda {
 namespace conv {

@@ -6,11 +6,11 @@
 #include <algorithm>
 #include <utility>
 
-#include "cuda/conv/common/describe.h"
 #include "cuda/conv/common/index.cuh"
 #include "cuda/conv/common/kernel.cuh"
 #include "cuda/conv/common/reduce.h"
 #include "cuda/conv/im2col/domain.h"
+#include "cuda/core/describe.h"
 #include "cuda/gemm/gemm.h"
 
 namespace jaxconv::cuda {

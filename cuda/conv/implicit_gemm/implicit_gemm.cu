@@ -5,9 +5,9 @@
 #include <numeric>
 #include <string>
 
-#include "cuda/conv/common/describe.h"
 #include "cuda/conv/implicit_gemm/domain.h"
 #include "cuda/conv/implicit_gemm/instances.h"
+#include "cuda/core/describe.h"
 #include "cuda/gemm/launch.cuh"
 
 namespace jaxconv::cuda {

@@ -5,7 +5,7 @@
 #include <string>
 #include <string_view>
 
-#include "cuda/conv/common/describe.h"
+#include "cuda/core/describe.h"
 #include "cuda/conv/sm90/halo/halo.h"
 #include "cuda/conv/sm90/halo_3d/halo_3d.h"
 #include "cuda/conv/sm90/halo_stream/halo_stream.h"

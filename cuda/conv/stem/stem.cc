@@ -1,7 +1,7 @@
 // The stem family's face: the plan's kernel.
 #include "cuda/conv/stem/stem.h"
 
-#include "cuda/conv/common/describe.h"
+#include "cuda/core/describe.h"
 #include "cuda/conv/stem/kernels.h"
 
 namespace jaxconv::cuda {

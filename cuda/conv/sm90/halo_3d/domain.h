@@ -82,8 +82,8 @@ struct Halo3dWgradWalk {
 
   Halo3dWgradWalk(const ConvProblem& p, const Halo3dWalk& plane) {
     const int64_t pitch = plane.extent[0];
-    tiles = conv::CeilDivide(p.out[1] * pitch + 2 * p.dilation[2], kHalo3dWgradPlaces);
-    rows = conv::CeilDivide(tiles * kHalo3dWgradPlaces, pitch);
+    tiles = CeilDivide(p.out[1] * pitch + 2 * p.dilation[2], kHalo3dWgradPlaces);
+    rows = CeilDivide(tiles * kHalo3dWgradPlaces, pitch);
     const auto count = [](int64_t v) { return int(std::min<int64_t>(v, 1 << 30)); };
     read = plane.read;
     read.count[1] = count(rows + 2 * p.dilation[1] + 2);

@@ -1,0 +1,24 @@
+// cuda/domain.h for batch-norms.
+#include "cuda/batchnorm/domain.h"
+
+namespace jaxconv::cuda {
+
+std::string BatchNormRefusal(BatchNormOp op, const BatchNormProblem& p, const Plan& plan,
+                             const Device& device) {
+  return batchnorm::Refusal(op, p, plan, device);
+}
+
+int64_t BatchNormWorkspace(BatchNormOp op, const BatchNormProblem& p, const Plan& plan,
+                           const Device& device) {
+  return batchnorm::WorkspaceOf(op, p, plan, device);
+}
+
+int64_t BatchNormVector(const BatchNormProblem& p) { return batchnorm::Vector(p); }
+
+TeamCount BatchNormTeams(BatchNormOp op, const BatchNormProblem& p, int width,
+                         const Device& device) {
+  return {int64_t{device.multiprocessors} * batchnorm::TeamBlocks(op, p),
+          batchnorm::TeamGroups(p, width)};
+}
+
+}  // namespace jaxconv::cuda
