@@ -17,7 +17,7 @@ from jax import lax
 
 import jaxconv
 from benchmarks.cases import BATCHNORM, CONV, DENSE
-from jaxconv import _native, _plan
+from jaxconv import _explain, _native, _plan
 from jaxconv._activation import Activation
 from jaxconv._plan import Device, plan, supports
 from jaxconv._problem import (
@@ -478,6 +478,17 @@ def test_info_says_what_was_found_and_what_is_missing(monkeypatch):
     assert f"default backend: {jax.default_backend()}" in text
     if _native.cuda is None:
         assert "CUDA code: none. jaxconv was built without CUDA" in text or "cannot be loaded" in text
+
+
+@pytest.mark.parametrize(
+    ("version", "newer"), [("0.11.2", False), ("0.11.9", False), ("0.10.9", False), ("0.12.0", True), ("1.0", True)]
+)
+def test_info_says_when_jaxlib_is_newer_than_the_recorded_times(version, newer, monkeypatch):
+    monkeypatch.setattr(_explain.jaxlib, "__version__", version)
+    line = _explain._tables(H200)
+    assert line.startswith("recorded times: of NVIDIA H200, with jaxlib 0.11.2, driver 580")
+    assert (f"jaxlib {version} is newer" in line) == newer
+    assert "none of NVIDIA A100" in _explain._tables(DEVICES["a100"])
 
 
 @pytest.mark.parametrize(
