@@ -1,0 +1,53 @@
+"""examples/*.ipynb: run from top to bottom, and kept without outputs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+EXAMPLES = pathlib.Path(__file__).resolve().parent.parent / "examples"
+NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
+NEEDS = ("flax", "optax", "matplotlib")
+
+
+def code(path: pathlib.Path) -> str:
+    """A notebook's cells as a program: they are plain Python, without magics."""
+    cells = json.loads(path.read_text())["cells"]
+    return "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+
+
+def test_there_is_a_notebook():
+    assert NOTEBOOKS
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_a_notebook_is_kept_without_outputs(path):
+    """What they show is of one machine and one day; and a change of the code is all that a diff shows."""
+    notebook = json.loads(path.read_text())
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    assert len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
+    for cell in notebook["cells"]:
+        assert cell["cell_type"] in ("code", "markdown") and isinstance(cell["source"], list)
+        assert cell["cell_type"] == "markdown" or (cell["outputs"], cell["execution_count"]) == ([], None)
+    assert path.stat().st_size < 20_000
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+@pytest.mark.skipif(any(importlib.util.find_spec(name) is None for name in NEEDS), reason=f"needs {', '.join(NEEDS)}")
+def test_a_notebook_runs_from_top_to_bottom(path, tmp_path):
+    program = tmp_path / "notebook.py"
+    program.write_text(code(path) + "\n\nassert plt.get_fignums()\nplt.savefig('figure.png')\n")
+    env = {**os.environ, "MPLBACKEND": "Agg"}
+    done = subprocess.run(
+        [sys.executable, str(program)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "batchnorm (training) + residual + relu" in done.stdout and " 0 left" in done.stdout
+    assert "times Flax's speed" in done.stdout
+    assert (tmp_path / "figure.png").stat().st_size > 5000
