@@ -319,11 +319,11 @@ MUTANTS = [
         "tests/test_plan.py -k 'tile'",
     ),
     Mutant(
-        "a measurement just within reach speaks for nothing",
+        "a measurement of much more work speaks for a device that is not full",
         "jaxconv/_plan/measured.py",
         "if max([work / MORE if work > 0 else -work, *gaps]) <= REACH and distance < least:",
-        "if max([work / MORE if work > 0 else -work, *gaps]) < REACH and distance < least:",
-        "tests/test_plan.py -k 'near or measured or reach'",
+        "if max([abs(work) / MORE, *gaps]) <= REACH and distance < least:",
+        "tests/test_plan.py -k 'near or measure or reach'",
     ),
     Mutant(
         "a scan's convolutions are counted once, however long it is",

@@ -19,7 +19,8 @@ import jaxconv
 from benchmarks.cases import BATCHNORM, CONV, DENSE
 from jaxconv import _explain, _native, _plan
 from jaxconv._activation import Activation
-from jaxconv._plan import Device, plan, supports
+from jaxconv._plan import Device, measured, plan, supports
+from jaxconv._plan.plan import product_tile
 from jaxconv._problem import (
     BATCHNORM_ALGORITHMS,
     CONV_ALGORITHMS,
@@ -455,6 +456,38 @@ def test_explain_runs_and_compiles_nothing_and_raises_as_the_call_would():
     with pytest.raises(ValueError, match="algorithm='depthwise' cannot run"):
         jaxconv.explain(functools.partial(jaxconv.conv2d, algorithm="depthwise"))(x, w)
     assert str(jaxconv.explain(jnp.sin)(1.0)) == "no jaxconv calls"
+
+
+def test_how_far_a_measurement_speaks(monkeypatch):
+    """For 2^REACH times fewer images, 2^(REACH * MORE) times as many, 2^REACH times the channels, either way."""
+    base = dataclasses.replace(BY_NAME["aligned"].problem("bfloat16"), batch=64, in_channels=64, out_channels=64)
+    op, kind, coordinates = measured.features("conv_fprop", base)
+    entry = dict(case="base", op=op, kind=kind, coordinates=coordinates, xla_ms=2.0, native_ms={"sm90/product": 1.0})
+    monkeypatch.setattr(measured, "_learned", {"NVIDIA X": (measured._measurement(entry),)})
+
+    def speaks(kernel="sm90/product", **other):
+        return measured.nearest("conv_fprop", dataclasses.replace(base, **other), "NVIDIA X", kernel) is not None
+
+    near = 2**measured.REACH
+    fewest, most = math.ceil(64 / near), math.floor(64 * near**measured.MORE)
+    assert speaks() and not speaks("stem") and not speaks(stride=(2, 2))
+    assert speaks(batch=fewest) and not speaks(batch=fewest - 1)
+    assert speaks(batch=most) and not speaks(batch=most + 1)
+    for channels in ("in_channels", "out_channels"):
+        least, largest = math.ceil(64 / near / 8) * 8, math.floor(64 * near / 8) * 8
+        assert speaks(**{channels: least}) and not speaks(**{channels: least - 8})
+        assert speaks(**{channels: largest}) and not speaks(**{channels: largest + 8})
+
+
+def test_a_products_tile_is_the_largest_that_fills_a_device():
+    """96 tiles are enough; 64 rows or columns have the smallest one or half of one."""
+    assert product_tile(96 * 128, 128, 1, True) == product_tile(48 * 128, 128, 2, True) == "128x128"
+    assert product_tile(95 * 128, 128, 1, True) == product_tile(48 * 128, 128, 1, True) == "128x64"
+    assert product_tile(47 * 128, 128, 1, True) == "64x64"
+    assert product_tile(96 * 128, 65, 1, True) == "128x128"  # half of each is filled
+    assert product_tile(96 * 128, 64, 1, True) == "128x64"
+    assert product_tile(65, 96 * 128, 1, True) == "128x128" and product_tile(64, 96 * 128, 1, True) == "64x64"
+    assert product_tile(96 * 128, 128, 1, False) == "64x64"
 
 
 def test_explain_for_another_platform():
