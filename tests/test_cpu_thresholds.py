@@ -176,6 +176,22 @@ def test_batchnorm_on_both_sides_of_its_buffers(layout, size, activation):
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-10 * float(jnp.abs(b).max()))
 
 
+@pytest.mark.parametrize("axis", [1, 2])
+def test_a_mean_that_float32_cannot_hold_is_subtracted_whole(axis):
+    """At a mean of 10,000 deviations half an ulp of it is 5e-4 of a deviation; y is right to its own ulps."""
+    x = (10_000 + normal(0, (64, 9, 8))).astype(np.float32)
+    c, axes = x.shape[axis], tuple({0, 1, 2} - {axis})
+    v = jnp.ones(c)
+
+    def f(x):
+        return jaxconv.batchnorm(x, v, 0 * v, v, v, training=True, epsilon=0.0, channel_axis=axis, **NATIVE)[0]
+
+    assert calls(f, x) == {"batchnorm_train": 1}
+    wide = x.astype(np.float64)
+    expected = (wide - wide.mean(axes, keepdims=True)) / wide.std(axes, keepdims=True)
+    np.testing.assert_allclose(f(x), expected, rtol=0, atol=3e-6)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Bits at any number of threads
 
