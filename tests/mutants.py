@@ -451,6 +451,7 @@ def _try(tree: Tree, mutant: Mutant, whole: bool) -> tuple[str | None, str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", help="of names or files; none: all")
+    parser.add_argument("--resume", action="store_true", help="keep what an earlier run found of unchanged defects")
     parser.add_argument("--list", action="store_true", help="print them and stop")
     parser.add_argument(
         "--hints-only", action="store_true", help="do not run the whole suite where the hint finds none"
