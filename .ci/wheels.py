@@ -87,10 +87,14 @@ def old_glibc(scratch: pathlib.Path) -> dict[str, str]:
     run(*zig, "-shared", "-o", scratch / "unused.so", folder / "newer.o", *(f"-l{name}" for name in libraries), env=env)
     for name in libraries:
         (stub,) = cache.glob(f"o/*/lib{name}.so.*")
-        shutil.copy(stub, folder / f"lib{name}.so")
-    # libpthread was a library of its own, which newer systems no longer ask the linker for.
-    needs = "-Wl,--push-state,--no-as-needed -lpthread -Wl,--pop-state"
-    return {"LDFLAGS": f"-L{folder} -static-libstdc++ {folder / 'newer.o'} {needs} {os.environ.get('LDFLAGS', '')}"}
+        shutil.copy(stub, folder / (stub.name if name == "c" else f"lib{name}.so"))
+    # As glibc's own libc.so: beside the library the few functions that are linked in, atexit among them.
+    (folder / "libc.so").write_text(f"GROUP ( {folder / 'libc.so.6'} libc_nonshared.a )\n")
+    # libpthread was a library of its own, which newer systems no longer ask the linker for. The programs with which
+    # CMake tries the compilers take this machine's libgcc_s, which may ask for more than the stubs have.
+    flags = f"-L{folder} -static-libstdc++ {folder / 'newer.o'} -Wl,--allow-shlib-undefined"
+    flags += " -Wl,--push-state,--no-as-needed -lpthread -Wl,--pop-state"
+    return {"LDFLAGS": f"{flags} {os.environ.get('LDFLAGS', '')}"}
 
 
 def confirm_symbols(wheel: pathlib.Path) -> None:
