@@ -108,10 +108,12 @@ digits: $(VENV)/examples.stamp
 	$(VENV_PYTHON) examples/digits.py $(ARGS)
 
 # Three quarters of the suite's time are XLA's, compiling some 8,600 small programs for the CPU: it keeps them in $(VENV)
-# (tests/conftest.py), and need not optimise what runs once. `test-all` measures XLA as users have it.
+# (tests/conftest.py), and need not optimise what runs once. `test-all` measures XLA as users have it, and has the tests
+# that are slow.
 test: export XLA_FLAGS := $(XLA_FLAGS)$(if $(filter yes,$(GPU)),, --xla_backend_optimization_level=0)
+test-all: all := --all
 test test-all: $(VENV)/test.stamp
-	$(VENV_PYTHON) -m pytest -n $(WORKERS) $(ARGS)
+	$(VENV_PYTHON) -m pytest -n $(WORKERS) $(all) $(ARGS)
 
 typecheck: $(VENV)/test.stamp $(VENV)/typing.stamp
 	$(VENV)/bin/mypy

@@ -559,6 +559,7 @@ PROCESS = """
 """
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path):
     """jax.distributed on the loopback, CPU devices, four in each of two processes: the losses of one process.
 
