@@ -16,7 +16,7 @@ class Item:
             self.callspec = types.SimpleNamespace(params=params)
 
     def get_closest_marker(self, name):
-        return name == "slow" and self.slow or None
+        return (name == "slow" and self.slow) or None
 
 
 def selected(items, args=(), keyword="", markexpr="", everything=False):
