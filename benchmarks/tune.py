@@ -110,11 +110,18 @@ def _kernel(algorithm: str, row: dict[str, Any]) -> str:
     return found[1] if found else algorithm
 
 
-def _write(target: pathlib.Path, device: str, measured: list[dict[str, Any]]) -> None:
+def _write(target: pathlib.Path, device: str, versions: dict[str, str], measured: list[dict[str, Any]]) -> None:
     """One line a measurement, so that a difference between two tables can be read."""
     lines = ",\n".join("  " + json.dumps(m) for m in measured)
     target.parent.mkdir(exist_ok=True)
-    target.write_text(f'{{\n "device": {json.dumps(device)},\n "measurements": [\n{lines}\n ]\n}}\n')
+    head = f' "device": {json.dumps(device)},\n "versions": {json.dumps(versions)},\n'
+    target.write_text(f'{{\n{head} "measurements": [\n{lines}\n ]\n}}\n')
+
+
+def _versions(run: dict[str, Any]) -> dict[str, str]:
+    """What a run's times depend on beside jaxconv."""
+    found = {"jaxlib": run["versions"]["jaxlib"]}
+    return found | ({"driver": run["driver"].splitlines()[0]} if run.get("driver") else {})
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -132,9 +139,10 @@ def main(argv: list[str] | None = None) -> int:
     if args.forget:
         device, case, dtype = args.forget
         target = tables.FOLDER / f"{tables.slug(device)}.json"
-        known = json.loads(target.read_text())["measurements"]
+        table = json.loads(target.read_text())
+        known = table["measurements"]
         kept = [m for m in known if (m["case"], m["kind"][0]) != (case, dtype)]
-        _write(target, device, kept)
+        _write(target, device, table.get("versions", {}), kept)
         print(f"{len(known) - len(kept)} measurements of {case} in {dtype} are gone from {target}")
     recorded = [(path, run) for path in args.results for run in reversed(record.read(path))]
     for path, run in recorded:
@@ -143,10 +151,13 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{path}: skipped, tables are of full problems on GPUs, convolutions channels last")
             continue
         target = tables.FOLDER / f"{tables.slug(run['device'])}.json"
-        kept = json.loads(target.read_text())["measurements"] if target.exists() else []
+        table = json.loads(target.read_text()) if target.exists() else {"measurements": []}
+        kept = table["measurements"]
         new = json.loads(json.dumps(measurements(run)))  # tuples become lists, as they are read back
         keys = [(m["op"], m["kind"], m["coordinates"]) for m in new]
         kept = [m for m in kept if (m["op"], m["kind"], m["coordinates"]) not in keys]
-        _write(target, run["device"], kept + new)
+        # Of the newest jaxlib: that it is older than a user's is what `info` says.
+        versions = max(table.get("versions", {}), _versions(run), key=lambda v: tables.numbers(v.get("jaxlib", "")))
+        _write(target, run["device"], versions, kept + new)
         print(f"{path}: {len(new)} measurements into {target}")
     return 0

@@ -20,6 +20,13 @@ constexpr int64_t CeilDiv(int64_t a, int64_t b) {  // b > 0; rounds up for negat
   return a >= 0 ? (a + b - 1) / b : -(-a / b);
 }
 
+// How some algorithms cut their work up. Tests take their shapes from it, on both sides of each.
+struct ConvShape {
+  static constexpr int64_t kDirectBlock = 128;  // sums kept at a time: 1 KiB of float64
+  // Of a row of dy at a time, where a channel has several outputs.
+  static constexpr int64_t kDepthwisePixels = 64;
+};
+
 // Strides of x or y, in elements: n, then D H W, then channel.
 struct ImageStrides {
   int64_t n, d[3], c;

@@ -313,7 +313,7 @@ Status LastWgrad(const Context& ctx, const ConvProblem& p, const T* x, const T* 
   constexpr int64_t kParts = 32;  // whatever the number of threads
   constexpr int64_t kPartsBytes = int64_t{16}
                                   << 20;  // all parts together, unless that leaves fewer than 4
-  constexpr int64_t kPixels = 64;         // of a row at a time, where m > 1 needs a copy of dy
+  constexpr int64_t kPixels = ConvShape::kDepthwisePixels;  // where m > 1 needs a copy of dy
   const ImageStrides xs = XStrides(p), ys = YStrides(p);
   const int64_t taps = p.filter_size(), m = p.group_k(), size = taps * p.k;
   const int64_t rows = p.n * p.out[0] * p.out[1];

@@ -16,7 +16,7 @@
 namespace jaxconv::cpu {
 namespace {
 
-constexpr int64_t kBlock = 128;  // sums kept at a time: 1 KiB of float64
+constexpr int64_t kBlock = ConvShape::kDirectBlock;
 
 // sum[i] += scale * values[i * step]
 template <typename T>

@@ -13,6 +13,7 @@
 #ifndef JAXCONV_CUDA
 #include "cpu/batchnorm.h"
 #include "cpu/blas.h"
+#include "cpu/conv.h"
 #include "cpu/gemm.h"
 #include "ffi/domain.h"
 #endif
@@ -44,6 +45,7 @@ NB_MODULE(JAXCONV_MODULE, m) {
   m.def("thresholds", [] {
     using Gemm = jaxconv::cpu::GemmShape;
     using Norm = jaxconv::cpu::BatchNormShape;
+    using Conv = jaxconv::cpu::ConvShape;
     nb::dict d;
     d["gemm_tile_m"] = Gemm::kTileM;
     d["gemm_tile_n"] = Gemm::kTileN;
@@ -51,6 +53,8 @@ NB_MODULE(JAXCONV_MODULE, m) {
     d["gemm_items"] = Gemm::kItems;
     d["gemm_min_split"] = Gemm::kMinSplit;
     d["gemm_blas_work"] = Gemm::kBlasWork;
+    d["conv_direct_block"] = Conv::kDirectBlock;
+    d["conv_depthwise_pixels"] = Conv::kDepthwisePixels;
     d["batchnorm_block_elements"] = Norm::kBlockElements;
     d["batchnorm_channel_step"] = Norm::kChannelStep;
     d["batchnorm_buffer"] = Norm::kBuffer;

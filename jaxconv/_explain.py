@@ -14,7 +14,7 @@ import jax
 import jaxlib
 
 from jaxconv import _enable, _native, _op, _plan, _sharding
-from jaxconv._plan import tuned
+from jaxconv._plan import measured, tuned
 from jaxconv.accelerate import Report, listening
 
 # What users call a platform -> what plans call it
@@ -168,12 +168,27 @@ def info() -> str:
     device = _plan.Device.default()
     here = len(tuned.active().on(tuned.device_name(device))) if device.kind else 0
     lines.append(f"tuned problems of this device: {here}, {tuned.path()}")
+    if device.platform == "cuda":
+        lines.append(_tables(device))
     if os.environ.get("JAXCONV_DISABLE"):
         unknown = _unknown_disabled()
         lines.append(
             f"JAXCONV_DISABLE={os.environ['JAXCONV_DISABLE']}" + (f" ({unknown})" if unknown else ": these go to XLA")
         )
     return "\n".join(lines)
+
+
+def _tables(device: _plan.Device) -> str:
+    """What the recorded times of the device were measured with, and whether the running jaxlib is newer."""
+    if not measured.table(device.kind):
+        return f"recorded times: none of {device.kind or 'this device'}; jaxconv.tune measures your own function"
+    versions = measured.measured_with(device.kind)
+    told = ", ".join(f"{name} {version}" for name, version in versions.items()) or "unknown versions"
+    line = f"recorded times: of {device.kind}, with {told}"
+    # The third number is of fixes.
+    if measured.numbers(jaxlib.__version__)[:2] > measured.numbers(versions.get("jaxlib", jaxlib.__version__))[:2]:
+        line += f"; jaxlib {jaxlib.__version__} is newer, and XLA may have changed: jaxconv.tune measures it here"
+    return line
 
 
 def _unknown_disabled() -> str | None:

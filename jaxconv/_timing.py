@@ -163,7 +163,13 @@ def _kernel_samples(program: Program, calls: int) -> list[float] | None:
 
 
 def measure(
-    programs: dict[str, Program], *, repeat: int = 15, seconds: float = 5.0, rounds: int = 3
+    programs: dict[str, Program],
+    *,
+    repeat: int = 15,
+    seconds: float = 5.0,
+    rounds: int = 3,
+    step: Callable[[str], None] = lambda name: None,
+    timings: dict[str, Timing] | None = None,
 ) -> dict[str, Timing]:
     """Times each program `repeat` times, in `rounds` that take turns so that a drifting clock meets all alike.
 
@@ -171,7 +177,11 @@ def measure(
       programs: by name; each has been called before, so that nothing compiles here.
       repeat: samples per program; fewer where they would take longer than `seconds`.
       seconds: roughly the most that one program may take.
+      step: called with a program's name after its share of a round.
+      timings: a dictionary to put the timings so far into, round by round, for who catches a KeyboardInterrupt. It is
+        what is returned.
     """
+    timings = {} if timings is None else timings
     per_round, samples, walls, timers = {}, {}, {}, {}
     for name, program in programs.items():
         once = program.once()
@@ -202,12 +212,10 @@ def measure(
                 each = [program.queued(inner) * 1e3 for _ in range(calls)]
                 samples[name] += each
                 walls[name] += each
-    return {
-        name: Timing(
-            tuple(samples[name]), timers[name], min(walls[name]), _remark(timers[name], samples[name], walls[name])
-        )
-        for name in programs
-    }
+            remark = _remark(timers[name], samples[name], walls[name])
+            timings[name] = Timing(tuple(samples[name]), timers[name], min(walls[name]), remark)
+            step(name)
+    return timings
 
 
 def _remark(timer: str, samples: list[float], walls: list[float]) -> str:

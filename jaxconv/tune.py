@@ -524,7 +524,7 @@ def _confirmed(
     say: Callable[[str], None],
 ) -> tuple[list[_Job], float | None, float | None]:
     """(the changes that make f faster, f's ms before, after): all of them, else halves of those that do not."""
-    args, kwargs = jax.tree.map(_filled, (args, kwargs))
+    args, kwargs = jax.tree.map(filled, (args, kwargs))
     deadline = time.monotonic() + seconds
 
     def program(entries: Sequence[tuned.Entry]) -> _timing.Program:
@@ -562,7 +562,7 @@ def _compare(now: _timing.Program, other: _timing.Program, seconds: float) -> tu
     return timings["now"].median_ms, timings["other"].median_ms
 
 
-def _filled(leaf: Any) -> Any:
+def filled(leaf: Any) -> Any:
     return jnp.ones(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
 
 
@@ -587,24 +587,24 @@ def main(args: argparse.Namespace) -> int:
     if args.output:
         os.environ["JAXCONV_TUNING"] = args.output
     try:
-        f, *arguments = _target(args.target)
+        f, *arguments = target_of(args.target)
         tuning = tune(f, seconds=args.seconds, verify=not args.no_verify, again=args.again)
         found = tuning(*arguments)
-    except _Refused as error:
+    except Refused as error:
         print(f"python -m jaxconv tune: {error}", file=sys.stderr)
         return 2
     print(found)
     return 130 if found.interrupted else 0
 
 
-class _Refused(Exception):
+class Refused(Exception):
     """A command line that cannot be followed."""
 
 
-def _target(text: str) -> tuple[Any, ...]:
+def target_of(text: str) -> tuple[Any, ...]:
     module, colon, name = text.partition(":")
     if not (module and colon and name):
-        raise _Refused(f"{text!r}: expected module:function")
+        raise Refused(f"{text!r}: expected module:function")
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -612,10 +612,10 @@ def _target(text: str) -> tuple[Any, ...]:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # the module's own trouble
-        raise _Refused(f"there is no module {module!r} here") from None
+        raise Refused(f"there is no module {module!r} here") from None
     for part in name.split("."):
         if not hasattr(target, part):
-            raise _Refused(f"module {module!r} has no {name!r}")
+            raise Refused(f"module {module!r} has no {name!r}")
         target = getattr(target, part)
     made = target() if callable(target) else target
     if not isinstance(made, tuple) or not made or not callable(made[0]):
@@ -624,5 +624,5 @@ def _target(text: str) -> tuple[Any, ...]:
             if isinstance(made, tuple) and made
             else type(made).__name__
         )
-        raise _Refused(f"{text} returned {got}, expected a tuple (f, *arguments of f)")
+        raise Refused(f"{text} returned {got}, expected a tuple (f, *arguments of f)")
     return made

@@ -52,6 +52,35 @@ def pytest_configure(config):
         raise pytest.UsageError(f"{missing}. JAX_PLATFORMS=cpu runs the suite on the CPU.")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="run slow tests too, and on a CPU float16 beside bfloat16")
+
+
+def pytest_collection_modifyitems(config, items):
+    """`make test` leaves out what costs much and finds little; whoever names tests (-k, -m, ::) gets those named."""
+    named = any("::" in argument for argument in config.args) or config.option.keyword or config.option.markexpr
+    if config.option.all or named:
+        return
+    bfloat16 = {_but_for_dtype(item) for item in items if _dtype(item) == "bfloat16"}
+
+    def left(item):
+        # A CPU computes both in float32, by the same code, and rounds behind it.
+        again = helpers.PLATFORM == "cpu" and _dtype(item) == "float16" and _but_for_dtype(item) in bfloat16
+        return again or item.get_closest_marker("slow") is not None
+
+    config.hook.pytest_deselected(items=[item for item in items if left(item)])
+    items[:] = [item for item in items if not left(item)]
+
+
+def _dtype(item):
+    return item.callspec.params.get("dtype") if hasattr(item, "callspec") else None
+
+
+def _but_for_dtype(item):
+    others = {name: repr(value) for name, value in item.callspec.params.items() if name != "dtype"}
+    return item.nodeid.partition("[")[0], tuple(sorted(others.items()))
+
+
 def forget_the_oldest(folder: pathlib.Path, largest: int) -> None:
     """Programs for meshes hold a pointer, are never found again, and would fill the disk in the end."""
     files = sorted(((f.stat().st_mtime, f.stat().st_size, f) for f in folder.glob("*")), reverse=True)

@@ -657,6 +657,19 @@ def test_activations_written_without_jax_nn_are_recognised(name, dtype):
         check(lambda x, w, b: f(conv(x, w) + b), *args, conv=1)
 
 
+@pytest.mark.parametrize("slope", [-0.5, 1.5])
+def test_a_maximum_with_a_slope_below_0_or_above_1_is_no_leaky_relu(slope):
+    """maximum(z, -0.5 z) is positive on both sides; maximum(z, 1.5 z) has its slope above zero."""
+
+    def f(x, w, b):
+        z = conv(x, w) + b
+        return jnp.maximum(z, slope * z)
+
+    check(f, X, W, B, conv=1)
+    (found,) = [found for found in accelerate(f).report(X, W, B) if found.what == "conv"]
+    assert found.fused == "conv + bias"
+
+
 OTHER_ACTIVATIONS = {
     "hard_swish": jax.nn.hard_swish,
     "mish": jax.nn.mish,

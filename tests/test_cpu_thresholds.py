@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import subprocess
@@ -52,6 +53,57 @@ def test_each_axis_has_its_own_dilation_stride_and_padding(axis, layout, algorit
     dy = jnp.asarray(integers(2, y.shape), "float32")
     for a, b in zip((y, *vjp(dy)), (expected, *expected_vjp(dy)), strict=True):
         assert_exact(a, np.asarray(b, np.float64))
+
+
+BLOCKS = {"direct": T["conv_direct_block"], "depthwise": T["conv_depthwise_pixels"]}
+
+
+def assert_conv_exact(x: np.ndarray, w: np.ndarray, dy: np.ndarray, **options) -> None:
+    """fprop, dgrad and wgrad of integers, natively: what XLA has, to the last bit."""
+    x, w, dy = (jnp.asarray(a, "float32") for a in (x, w, dy))
+    choice = {key: options.pop(key) for key in ("algorithm",)}
+
+    def all_three(implementation, **choice):
+        def f(x, w, dy):
+            conv = functools.partial(jaxconv.conv2d, implementation=implementation, **options, **choice)
+            y, vjp = jax.vjp(conv, x, w)
+            return y, *vjp(dy)
+
+        return jax.jit(f)
+
+    assert sum(calls(all_three("native", **choice), x, w, dy).values()) == 3
+    for a, b in zip(all_three("native", **choice)(x, w, dy), all_three("xla")(x, w, dy), strict=True):
+        assert_exact(a, np.asarray(b, np.float64))
+
+
+@pytest.mark.parametrize("layout", ["NHWC", "NCHW"])
+@pytest.mark.parametrize("algorithm", BLOCKS)
+def test_rows_end_on_both_sides_of_a_block(algorithm, layout):
+    """Outputs of a row, strided, two for each channel of x."""
+    for width in (BLOCKS[algorithm], BLOCKS[algorithm] + 1):
+        groups = 2 if algorithm == "depthwise" else 1
+        x, w = integers(0, (1, 2, 2 * width + 1, 2)), integers(1, (1, 3, 2 // groups, 4))
+        dy = integers(2, (1, 2, width, 4))
+        if layout == "NCHW":
+            x, w, dy = np.moveaxis(x, -1, 1), w.transpose(3, 2, 0, 1), np.moveaxis(dy, -1, 1)
+        assert_conv_exact(x, w, dy, stride=(1, 2), padding="VALID", groups=groups, layout=layout, algorithm=algorithm)
+
+
+def test_channels_end_on_both_sides_of_a_block():
+    size = T["conv_direct_block"]
+    for c, k in ((size, size + 1), (size + 1, size)):
+        x, w, dy = integers(0, (1, 3, 3, c)), integers(1, (2, 2, c, k)), integers(2, (1, 2, 2, k))
+        assert_conv_exact(x, w, dy, padding="VALID", algorithm="direct")
+
+
+@pytest.mark.parametrize("layout", ["NHWC", "NCHW"])
+def test_a_1x1_filter_that_is_shifted_is_no_plain_product(layout):
+    """Padded on one side by what is cropped on the other: y has x's extents, and every output another pixel."""
+    x, w, dy = integers(0, (2, 4, 5, 3)), integers(1, (1, 1, 3, 4)), integers(2, (2, 4, 5, 4))
+    if layout == "NCHW":
+        x, w, dy = np.moveaxis(x, -1, 1), w.transpose(3, 2, 0, 1), np.moveaxis(dy, -1, 1)
+    for padding in (((1, -1), (0, 0)), ((0, 0), (-2, 2))):
+        assert_conv_exact(x, w, dy, padding=padding, layout=layout, algorithm="im2col")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -122,6 +174,22 @@ def test_batchnorm_on_both_sides_of_its_buffers(layout, size, activation):
     # Sums of up to 10^5 terms of size 1 in float64, in another order.
     for a, b in zip((y, *vjp(dy)), (expected, *expected_vjp(dy)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-10 * float(jnp.abs(b).max()))
+
+
+@pytest.mark.parametrize("axis", [1, 2])
+def test_a_mean_that_float32_cannot_hold_is_subtracted_whole(axis):
+    """At a mean of 10,000 deviations half an ulp of it is 5e-4 of a deviation; y is right to its own ulps."""
+    x = (10_000 + normal(0, (64, 9, 8))).astype(np.float32)
+    c, axes = x.shape[axis], tuple({0, 1, 2} - {axis})
+    v = jnp.ones(c)
+
+    def f(x):
+        return jaxconv.batchnorm(x, v, 0 * v, v, v, training=True, epsilon=0.0, channel_axis=axis, **NATIVE)[0]
+
+    assert calls(f, x) == {"batchnorm_train": 1}
+    wide = x.astype(np.float64)
+    expected = (wide - wide.mean(axes, keepdims=True)) / wide.std(axes, keepdims=True)
+    np.testing.assert_allclose(f(x), expected, rtol=0, atol=3e-6)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

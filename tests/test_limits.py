@@ -67,6 +67,19 @@ def test_pads_beyond_native_code_are_refused_where_it_is_asked_for_and_go_to_xla
     assert call.plan.implementation == "xla"
 
 
+def test_the_largest_pad_runs_natively_and_the_next_is_refused():
+    """Cropped on the other side: y is a pixel longer than x, and only its last tap reads one."""
+    x, w = jnp.asarray(integers(0, (2, 4, 3)), "float32"), jnp.ones((1, 3, 5))
+
+    def f(pad):
+        return lambda x, w: jaxconv.conv1d(x, w, padding=[(1 - pad, pad)], implementation="native")
+
+    assert calls(f(MAX_STEP), x, w) == {"conv_fprop": 1}
+    np.testing.assert_array_equal(f(MAX_STEP)(x, w), np.zeros((2, 5, 5)))
+    with pytest.raises(ValueError, match=r"padding=\(\(-2147483647, 2147483648\),\) exceeds 2147483647"):
+        f(MAX_STEP + 1)(x, w)
+
+
 @pytest.mark.parametrize("argument", ["stride", "dilation"])
 def test_beyond_64_bits_is_refused_by_name(argument):
     x, w = jnp.ones((1, 4, 2)), jnp.ones((1, 2, 3))

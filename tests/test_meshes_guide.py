@@ -38,6 +38,7 @@ def test_blocks_run_one_after_the_other(tmp_path):
     assert "float32[2@data,32@space,16,16,4]" in out
 
 
+@pytest.mark.slow
 def test_two_hosts_have_the_losses_of_one(tmp_path):
     (block,) = (block for block in BLOCKS if "# hosts.py" in block)
     script = tmp_path / "hosts.py"

@@ -17,9 +17,10 @@ from jax import lax
 
 import jaxconv
 from benchmarks.cases import BATCHNORM, CONV, DENSE
-from jaxconv import _native, _plan
+from jaxconv import _explain, _native, _plan
 from jaxconv._activation import Activation
-from jaxconv._plan import Device, plan, supports
+from jaxconv._plan import Device, measured, plan, supports
+from jaxconv._plan.plan import product_tile
 from jaxconv._problem import (
     BATCHNORM_ALGORITHMS,
     CONV_ALGORITHMS,
@@ -457,6 +458,38 @@ def test_explain_runs_and_compiles_nothing_and_raises_as_the_call_would():
     assert str(jaxconv.explain(jnp.sin)(1.0)) == "no jaxconv calls"
 
 
+def test_how_far_a_measurement_speaks(monkeypatch):
+    """For 2^REACH times fewer images, 2^(REACH * MORE) times as many, 2^REACH times the channels, either way."""
+    base = dataclasses.replace(BY_NAME["aligned"].problem("bfloat16"), batch=64, in_channels=64, out_channels=64)
+    op, kind, coordinates = measured.features("conv_fprop", base)
+    entry = dict(case="base", op=op, kind=kind, coordinates=coordinates, xla_ms=2.0, native_ms={"sm90/product": 1.0})
+    monkeypatch.setattr(measured, "_learned", {"NVIDIA X": (measured._measurement(entry),)})
+
+    def speaks(kernel="sm90/product", **other):
+        return measured.nearest("conv_fprop", dataclasses.replace(base, **other), "NVIDIA X", kernel) is not None
+
+    near = 2**measured.REACH
+    fewest, most = math.ceil(64 / near), math.floor(64 * near**measured.MORE)
+    assert speaks() and not speaks("stem") and not speaks(stride=(2, 2))
+    assert speaks(batch=fewest) and not speaks(batch=fewest - 1)
+    assert speaks(batch=most) and not speaks(batch=most + 1)
+    for channels in ("in_channels", "out_channels"):
+        least, largest = math.ceil(64 / near / 8) * 8, math.floor(64 * near / 8) * 8
+        assert speaks(**{channels: least}) and not speaks(**{channels: least - 8})
+        assert speaks(**{channels: largest}) and not speaks(**{channels: largest + 8})
+
+
+def test_a_products_tile_is_the_largest_that_fills_a_device():
+    """96 tiles are enough; 64 rows or columns have the smallest one or half of one."""
+    assert product_tile(96 * 128, 128, 1, True) == product_tile(48 * 128, 128, 2, True) == "128x128"
+    assert product_tile(95 * 128, 128, 1, True) == product_tile(48 * 128, 128, 1, True) == "128x64"
+    assert product_tile(47 * 128, 128, 1, True) == "64x64"
+    assert product_tile(96 * 128, 65, 1, True) == "128x128"  # half of each is filled
+    assert product_tile(96 * 128, 64, 1, True) == "128x64"
+    assert product_tile(65, 96 * 128, 1, True) == "128x128" and product_tile(64, 96 * 128, 1, True) == "64x64"
+    assert product_tile(96 * 128, 128, 1, False) == "64x64"
+
+
 def test_explain_for_another_platform():
     x, w = jnp.ones((2, 6, 6, 4)), jnp.ones((3, 3, 4, 8))
     for platform in ("cpu", "cuda", "tpu"):
@@ -478,6 +511,17 @@ def test_info_says_what_was_found_and_what_is_missing(monkeypatch):
     assert f"default backend: {jax.default_backend()}" in text
     if _native.cuda is None:
         assert "CUDA code: none. jaxconv was built without CUDA" in text or "cannot be loaded" in text
+
+
+@pytest.mark.parametrize(
+    ("version", "newer"), [("0.11.2", False), ("0.11.9", False), ("0.10.9", False), ("0.12.0", True), ("1.0", True)]
+)
+def test_info_says_when_jaxlib_is_newer_than_the_recorded_times(version, newer, monkeypatch):
+    monkeypatch.setattr(_explain.jaxlib, "__version__", version)
+    line = _explain._tables(H200)
+    assert line.startswith("recorded times: of NVIDIA H200, with jaxlib 0.11.2, driver 580")
+    assert (f"jaxlib {version} is newer" in line) == newer
+    assert "none of NVIDIA A100" in _explain._tables(DEVICES["a100"])
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,8 @@ import jaxconv
 from jaxconv import _plan, conv
 from jaxconv._plan import sm90
 
-pytestmark = pytest.mark.skipif(DEVICE.compute_capability != (9, 0), reason="sm90 is Hopper's")
+if DEVICE.compute_capability != (9, 0):  # not collected: there are some thousand
+    pytest.skip("sm90 is Hopper's", allow_module_level=True)
 
 CASES = {
     case.name: case

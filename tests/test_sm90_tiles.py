@@ -22,10 +22,8 @@ from jaxconv import _native, _plan, conv
 from jaxconv._plan import sm90
 from jaxconv._problem import ConvProblem, DenseProblem
 
-pytestmark = pytest.mark.skipif(
-    DEVICE.compute_capability != (9, 0) or _native.missing(DEVICE.platform) is not None,
-    reason="needs a GPU of compute capability 9.0 and its kernels",
-)
+if DEVICE.compute_capability != (9, 0) or _native.missing(DEVICE.platform) is not None:
+    pytest.skip("needs a GPU of compute capability 9.0 and its kernels", allow_module_level=True)
 
 FORCED = [f"sm90/{kernel} {tile}".strip() for kernel, tile in (*sm90.PRODUCTS, *sm90.HALOS, *sm90.WGRADS)]
 FORCED_DENSE = [*(f"sm90/{kernel} {tile}" for kernel, tile in sm90.PRODUCTS), "sm90/rows 64x128"]

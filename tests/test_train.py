@@ -18,7 +18,9 @@ LAYERS = {"resnet50": (12, 12, 1), "convnext_t": (4, 0, 5), "mobilenet_v2": (10,
 SHORT = ["--small", "--dtype", "f32", "--losses", "3", "--steps", "1", "--repeat", "1"]
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model", [pytest.param(m, marks=[] if m == "mobilenet_v2" else pytest.mark.slow) for m in MODELS]
+)
 def test_every_way_has_the_same_losses_and_accelerate_replaces_every_layer(model, tmp_path):
     ways = "flax,import,fused,accelerate" if model == "resnet50" else "flax,accelerate"
     assert train.main([*SHORT, "--model", model, "--ways", ways, "--json", str(tmp_path / "here")]) == 0
@@ -40,6 +42,7 @@ def test_every_way_has_the_same_losses_and_accelerate_replaces_every_layer(model
     assert table.count("yes") == len(rows) and "it left nothing" in table
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.device_count() < 2, reason="it takes two devices")
 def test_several_devices_have_the_losses_of_one(tmp_path):
     assert train.main([*SHORT, "--ways", "accelerate", "--devices", "1,2", "--json", str(tmp_path / "here")]) == 0

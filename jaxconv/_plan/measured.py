@@ -142,6 +142,20 @@ def _recorded(device_kind: str) -> tuple[Measurement, ...]:
         return ()
 
 
+def numbers(version: str) -> tuple[int, ...]:
+    """A version's numbers, which can be compared: "0.11.2" -> (0, 11, 2)."""
+    return tuple(map(int, re.findall(r"\d+", version)))
+
+
+@functools.cache
+def measured_with(device_kind: str) -> dict[str, str]:
+    """The versions ("jaxlib", "driver") that a device's table was measured with; empty where there is none."""
+    path = FOLDER / f"{slug(device_kind)}.json"
+    if not table(device_kind) or not path.exists():  # a broken one is said by `table`
+        return {}
+    return json.loads(path.read_text()).get("versions", {})
+
+
 def _measurement(entry: dict[str, Any]) -> Measurement:
     return Measurement(
         entry["op"],
