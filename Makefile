@@ -3,7 +3,7 @@
 # make format   put it right                     make typecheck  mypy and pyright on a user's program
 # make bench    ours against XLA                 make wheel      build the wheels, try them in empty environments
 # make docs     the site, in build/docs          make sanitize   the native code under ASan and UBSan, called by hostile hands
-# make clean    remove builds
+# make clean    remove builds                    make foreign    other projects' tests with jaxconv.enable on: SUITES=paths
 #
 # Everything lives in $(VENV), made on first use. PYTHON names the interpreter (3.11 to 3.13), ARGS is passed on:
 #   make digits ARGS=--compare        make test ARGS="-k dgrad"        make bench ARGS="--help"
@@ -97,7 +97,7 @@ $(VENV)/dev.stamp $(VENV)/docs.stamp $(VENV)/typing.stamp $(VENV)/release.stamp:
 comma := ,
 
 # --- the commands
-.PHONY: help install digits test test-all typecheck wheel bench docs sanitize lint format clean FORCE
+.PHONY: help install digits test test-all foreign typecheck wheel bench docs sanitize lint format clean FORCE
 
 help:
 	@sed -n '1,10s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
@@ -112,6 +112,10 @@ digits: $(VENV)/examples.stamp
 test: export XLA_FLAGS := $(XLA_FLAGS)$(if $(filter yes,$(GPU)),, --xla_backend_optimization_level=0)
 test test-all: $(VENV)/test.stamp
 	$(VENV_PYTHON) -m pytest -n $(WORKERS) $(ARGS)
+
+# Files or folders of tests in checkouts of JAX, Flax, ...: make foreign SUITES="../jax/tests/lax_test.py" ARGS="-k Conv"
+foreign: $(VENV)/test.stamp
+	$(VENV_PYTHON) tests/foreign.py $(SUITES) $(ARGS)
 
 typecheck: $(VENV)/test.stamp $(VENV)/typing.stamp
 	$(VENV)/bin/mypy
