@@ -4,6 +4,7 @@
 # make bench    ours against XLA                 make wheel      build the wheels, try them in empty environments
 # make docs     the site, in build/docs          make sanitize   the native code under ASan and UBSan, called by hostile hands
 # make clean    remove builds                    make mutants    forty small defects, each of which the tests must find
+# make foreign  other projects' tests with jaxconv.enable on: SUITES=paths
 #
 # Everything lives in $(VENV), made on first use. PYTHON names the interpreter (3.11 to 3.13), ARGS is passed on:
 #   make digits ARGS=--compare        make test ARGS="-k dgrad"        make bench ARGS="--help"
@@ -97,10 +98,10 @@ $(VENV)/dev.stamp $(VENV)/docs.stamp $(VENV)/typing.stamp $(VENV)/release.stamp:
 comma := ,
 
 # --- the commands
-.PHONY: help install digits test test-all typecheck wheel bench docs sanitize mutants lint format clean FORCE
+.PHONY: help install digits test test-all typecheck wheel bench docs sanitize mutants foreign lint format clean FORCE
 
 help:
-	@sed -n '1,10s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
+	@sed -n '1,11s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
 
 install: $(VENV)/test.stamp
 
@@ -114,6 +115,10 @@ test: export XLA_FLAGS := $(XLA_FLAGS)$(if $(filter yes,$(GPU)),, --xla_backend_
 test-all: all := --all
 test test-all: $(VENV)/test.stamp
 	$(VENV_PYTHON) -m pytest -n $(WORKERS) $(all) $(ARGS)
+
+# Files or folders of tests in checkouts of JAX, Flax, ...: make foreign SUITES="../jax/tests/lax_test.py" ARGS="-k Conv"
+foreign: $(VENV)/test.stamp
+	$(VENV_PYTHON) tests/foreign.py $(SUITES) $(ARGS)
 
 typecheck: $(VENV)/test.stamp $(VENV)/typing.stamp
 	$(VENV)/bin/mypy

@@ -1111,8 +1111,9 @@ def test_a_gradient_taken_inside_is_called_one():
         return value, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
 
     report = accelerate(step).report(dict(w=W, b=B), X)
-    assert [finding.why.split(",")[0] for finding in report.left if finding.what == "conv"] == ["a weight gradient"]
-    assert all("accelerate the loss, before its gradient is taken" in finding.why for finding in report.left)
+    assert [finding.why.split(",")[0] for finding in report if finding.fused == "wgrad"] == ["a weight gradient"]
+    assert not report.left
+    assert "wgrad: a weight gradient, taken inside the function: accelerate the loss" in str(report)
     assert "batch groups" not in str(report)
     assert_same(accelerate(step)(dict(w=W, b=B), X), step(dict(w=W, b=B), X), terms=72 * 72)
 
@@ -1121,11 +1122,46 @@ def test_a_gradient_taken_inside_is_called_one():
 
     report = accelerate(jax.grad(depthwise, (0, 1))).report(X, W[:, :, :1])
     assert "batch groups" not in str(report)
-    assert [finding.why.split(",")[0] for finding in report.left] == ["a weight gradient"]
+    assert sorted(finding.why.split(",")[0] for finding in report) == ["a weight gradient", "an input gradient"]
     # Around the loss there is nothing to be said of gradients, wherever the gradient is taken.
     assert not accelerate(loss_of).report(dict(w=W, b=B), X).left
     explained = jaxconv.explain(jax.jit(jax.grad(accelerate(loss_of))))(dict(w=W, b=B), X)
     assert not explained.accelerated.left
+
+
+@pytest.mark.parametrize("numbers", (NHWC, ("NCHW", "OIHW", "NCHW")), ids=("channels_last", "channels_first"))
+@pytest.mark.parametrize("kind", ("strided", "grouped", "transposed", "remat"))
+def test_convolutions_of_a_gradient_taken_inside_are_fprop_dgrad_and_wgrad(kind, numbers):
+    options = {
+        "strided": dict(window_strides=(2, 2)),
+        "grouped": dict(feature_group_count=4),
+        "transposed": dict(lhs_dilation=(2, 2), padding=((2, 1), (2, 1))),
+        "remat": {},
+    }[kind]
+    axes = ["NHWC".index(a) for a in numbers[0]], ["HWIO".index(a) for a in numbers[1]]
+    x, w = X.transpose(axes[0]), (W[:, :, :1] if kind == "grouped" else W).transpose(axes[1])
+
+    def loss(x, w):
+        options_ = {"window_strides": (1, 1), "padding": "SAME", **options}
+        return jnp.sin(lax.conv_general_dilated(x, w, dimension_numbers=numbers, **options_)).sum()
+
+    def step(x, w):
+        inner = jax.checkpoint(loss) if kind == "remat" else loss
+        return jax.vmap(jax.value_and_grad(inner, (0, 1)), (0, None))(jnp.stack([x, -x]), w)
+
+    report = accelerate(step).report(x, w)
+    assert not report.left
+    # Of a transposed convolution the gradient of the images is a convolution like any other.
+    expected = {"transposed": ["conv", "conv", "wgrad"], "remat": ["conv", "conv", "dgrad", "wgrad"]}
+    assert sorted(finding.fused for finding in report) == expected.get(kind, ["conv", "dgrad", "wgrad"])
+    assert all("accelerate the loss" in finding.why for finding in report if finding.fused != "conv")
+    counted = helpers.equations(accelerate(step), x, w)
+    assert counted["conv_general_dilated"] == 0 and counted["jaxconv_conv_wgrad"] == 1
+    assert_same(accelerate(step)(x, w), step(x, w), terms=72 * 36)
+    # And once more, around it.
+    third = jax.grad(lambda w: sum(jnp.sum(g**2) for g in jax.tree.leaves(accelerate(step)(x, w)[1])))
+    plain = jax.grad(lambda w: sum(jnp.sum(g**2) for g in jax.tree.leaves(step(x, w)[1])))
+    assert_same(third(w), plain(w), terms=72 * 72)
 
 
 def test_the_report_says_so_where_there_is_nothing_to_replace():

@@ -377,6 +377,49 @@ def test_residual_block(kind):
     assert set(collectives(compiled.as_text())) == {"collective-permute", "all-reduce"}
 
 
+def pool(x: jax.Array, which: str, size: int, padding: str) -> jax.Array:
+    """Over windows of size x size that step by 2, as flax.linen writes it."""
+    window = (1, size, size, 1), (1, 2, 2, 1), padding
+    if which == "max":
+        return lax.reduce_window(x, -jnp.inf, lax.max, *window)
+    return lax.reduce_window(x, 0.0, lax.add, *window) / size**2
+
+
+@on_a_mesh
+@over_kinds
+@pytest.mark.parametrize(("way", "which"), [("accelerate", "max"), ("enable", "average")])
+def test_pooling_between_convolutions_keeps_the_split(way, which, kind):
+    """Pooling is XLA's, which exchanges rows for it as for a convolution, there and back."""
+
+    def pooled(x: jax.Array) -> jax.Array:
+        overlapping = functools.partial(pool, which=which, size=3, padding="SAME")
+        if (
+            kind == AxisType.Explicit and not jax.typeof(x).sharding.mesh.empty
+        ):  # JAX has no type for what pads the gradient's rows
+            overlapping = jax.sharding.auto_axes(overlapping, out_sharding=jax.typeof(x).sharding)
+        return overlapping(x)
+
+    def net(x: Any, w1: Any, w2: Any) -> jax.Array:
+        return lax_conv(pool(lax_conv(pooled(lax_conv(x, w1)), w2), "max", 2, "VALID"), w1)
+
+    args = ints(4, 16 * SHARDS, 8, 2), ints(3, 3, 2, 2, seed=1, largest=1), ints(3, 3, 2, 2, seed=2, largest=1)
+    with jaxconv.disabled():
+        want = jax.jit(and_back(lambda *args: net(*args)))(*args)
+    mesh = make_mesh(kind)
+    step = and_back(jaxconv.accelerate(net) if way == "accelerate" else lambda *args: net(*args))
+    on = jaxconv.enabled(implementation="native", auto_meshes=True) if way == "enable" else jaxconv.disabled()
+    with entered(mesh), on:
+        placed = place(mesh, args, (SPACE, P(), P()))
+        compiled = jax.jit(step).lower(*placed).compile()
+        y, (dx, *_) = result = compiled(*placed)
+    assert set(collectives(compiled.as_text())) == {"collective-permute", "all-reduce"}
+    for a in (y, dx):
+        assert tuple(a.sharding.spec)[:2] == ("b", "s")
+    for a, b in zip(jax.tree.leaves(result), jax.tree.leaves(want), strict=True):
+        # Four layers and their gradients, of sums of up to 2,000 terms: some hundred roundings of the largest.
+        np.testing.assert_allclose(a, b, rtol=0, atol=100 * np.finfo(np.float32).eps * np.abs(b).max())
+
+
 @on_a_mesh
 @over_kinds
 @pytest.mark.parametrize("stride", [1, 3])

@@ -215,12 +215,14 @@ def choose(
         return Choice(form, None, str(error))
     if plan.implementation != "native":
         return Choice(form, None, plan.reason)
-    refusal = _sharding.explicit_mesh(avals) and _gathers(form, avals)
+    refusal = gathers(form, avals)
     return Choice(form, None, refusal) if refusal else Choice(form, plan, plan.reason)
 
 
-def _gathers(form: forms.Form, avals: tuple[Any, Any, Any]) -> str | None:
+def gathers(form: forms.Form, avals: tuple[Any, Any, Any]) -> str | None:
     """On a mesh with Explicit axes: why our call would move arrays between devices that lax's leaves where they are."""
+    if _sharding.explicit_mesh(avals) is None:
+        return None
     lhs, rhs, out = avals
     try:
         jaxpr = jax.make_jaxpr(form.run)(lhs, rhs)

@@ -1,6 +1,7 @@
 """Convolutions and products, with the bias and activation that follow.
 
 * lax's convolutions, with a bias per output channel and an activation that follow;
+* the gradients of images and filters in a derivative that the function takes itself, which lax writes as convolutions;
 * products (..., K) @ (K, N) that a bias per column or an activation follows.
 """
 
@@ -11,8 +12,9 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxconv import _fused, _problem
+from jaxconv import _enable, _fused, _problem
 from jaxconv._activation import Activation
+from jaxconv._enable import forms
 from jaxconv.accelerate.activations import Activated, Activations
 from jaxconv.accelerate.graph import Array, Fork, Node, Value, channels_of, operands_of
 
@@ -147,6 +149,15 @@ def find_conv(node: Node, activations: Activations) -> Fused:
     run = functools.partial(_fused.conv, **window_of(node))
     size = w.shape[numbers.rhs_spec[0]]
     return _fuse_epilogue(node, numbers.out_spec[1], activations, "conv", run, size, forks=True)
+
+
+def find_gradient(node: Node) -> Fused | None:
+    """The kernel of a convolution in a gradient, as `enable` takes it; None where it is a layer's like any other."""
+    avals = (*(v.aval for v in node.inputs), node.outputs[0].aval)
+    form = forms.read(*avals, node.params)
+    if isinstance(form, str) or form.form == "fprop" or _enable.gathers(form, avals):
+        return None
+    return Fused([node], node.inputs, node.outputs, lambda *operands: [form.run(*operands)], [form.form])
 
 
 def _refuse_algorithms(precision: Any) -> None:

@@ -15,13 +15,14 @@ class Finding:
 
     what: str  # "conv", "dense", "batchnorm"; "activation" where one stays behind a call that was made
     shapes: str
-    fused: str  # what the call took in: "conv + bias + relu"; empty where the operation was left
-    why: str  # it was left; empty where it was replaced
+    fused: str  # what the call took in: "conv + bias + relu", "wgrad"; empty where the operation was left
+    why: str  # it was left, or could be part of a call that takes in more; else empty
     where: str  # the name scopes: for Flax the module's path
 
 
 # Said of what belongs to a gradient: "a weight gradient, ...".
 GRADIENT = "taken inside the function: accelerate the loss, before its gradient is taken, and more is fused"
+GRADIENTS = {"dgrad": f"an input gradient, {GRADIENT}", "wgrad": f"a weight gradient, {GRADIENT}"}
 
 
 class Report(list[Finding]):
@@ -56,7 +57,8 @@ class Report(list[Finding]):
     def __str__(self) -> str:
         rows = [("where", "operation", "became")]
         for finding in self:
-            became = finding.fused or f"left as it was: {finding.why}"
+            became = finding.fused or "left as it was"
+            became += f": {finding.why}" if finding.why else ""
             rows.append((finding.where or "-", f"{finding.what} {finding.shapes}", became))
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]

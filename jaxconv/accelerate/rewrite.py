@@ -20,16 +20,18 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 from jaxconv import _fused
 from jaxconv.accelerate.activations import Activations
 from jaxconv.accelerate.graph import Array, Constant, Graph, Node, Value, channels_of, unconverted
-from jaxconv.accelerate.linear import ConvBefore, Fused, Refusal, conv_before, find_conv, find_dense
+from jaxconv.accelerate.linear import ConvBefore, Fused, Refusal, conv_before, find_conv, find_dense, find_gradient
 from jaxconv.accelerate.norms import Normalised, find_batchnorm, find_normalised
-from jaxconv.accelerate.report import GRADIENT, Finding, Report
+from jaxconv.accelerate.report import GRADIENT, GRADIENTS, Finding, Report
 
 
 class Rewriting:
     """A graph with its recognised parts replaced."""
 
-    def __init__(self, closed: ClosedJaxpr, report: Report, activations: Activations):
+    def __init__(self, closed: ClosedJaxpr, report: Report, activations: Activations, around: str = ""):
+        """`around`: the name scopes of the equation that carries this function, which its own start from."""
         self.graph = Graph(closed)
+        self._around = around
         self._closed, self._report, self._activations = closed, report, activations
         self._maker: dict[Value, Node] = {}  # of the values that a fused call makes
         self._covered: set[Node] = set()  # what fused calls stand for
@@ -57,7 +59,7 @@ class Rewriting:
                 conv = self._conv_before(unconverted(n.x), n.axis)
                 self._try("batchnorm", node, n.x.shape, lambda n=n, c=conv: find_batchnorm(n, self._activations, c))
             elif node.name == "conv_general_dilated":
-                self._try("conv", node, node.inputs[0].shape, lambda n=node: iter([find_conv(n, self._activations)]))
+                self._try("conv", node, node.inputs[0].shape, lambda n=node: self._convs(n))
             elif node.name == "dot_general":
                 self._try("dense", node, node.inputs[0].shape, lambda n=node: iter([find_dense(n, self._activations)]))
             elif node.name.startswith("jaxconv_"):
@@ -77,6 +79,13 @@ class Rewriting:
         found = _fused.conv_batchnorm_layout(p["dimension_numbers"], nd, p["lhs_dilation"], channel_axis)
         return None if found is None else before
 
+    def _convs(self, node: Node) -> Iterator[Fused]:
+        gradient = find_gradient(node) if "transpose(" in self._scopes(node) else None
+        yield find_conv(node, self._activations) if gradient is None else gradient
+
+    def _scopes(self, node: Node) -> str:
+        return f"{self._around}/{node.name_stack}"
+
     def _try(self, what: str, node: Node, x: tuple[int, ...], candidates: Callable[[], Iterator[Fused]]) -> None:
         weights = "" if what == "batchnorm" else f", {_text(node.inputs[1])}"
         shapes = (_text(node.inputs[0]) if what != "batchnorm" else f"{node.outputs[0].dtype}{list(x)}") + weights
@@ -91,12 +100,13 @@ class Rewriting:
                 made = Node(order, fused.inputs, fused.outputs, layer.eqn, layer.name_stack, fused.call, fused.fork)
                 self._covered.update(fused.nodes)
                 self._maker.update(dict.fromkeys(fused.outputs, made))
-                self._report.append(Finding(what, shapes, " + ".join(fused.parts), "", where))
+                why = GRADIENTS.get(fused.parts[0], "")
+                self._report.append(Finding(what, shapes, " + ".join(fused.parts), why, where))
                 self._name_what_stays_behind(fused.outputs[0], what)
                 return
         except Refusal as refusal:
             why = str(refusal)
-        self._report.append(Finding(what, shapes, "", _in_gradient(what, node, where, why), where))
+        self._report.append(Finding(what, shapes, "", _in_gradient(what, node, self._scopes(node), why), where))
 
     def _name_what_stays_behind(self, y: Value, what: str) -> None:
         """Says so where an activation follows that jaxconv does not have."""
@@ -133,20 +143,20 @@ class Rewriting:
         for name in names:
             inside = node.params[name]
             if isinstance(inside, tuple):
-                new = tuple(self._rewritten(one) for one in inside)
+                new = tuple(self._rewritten(one, node) for one in inside)
                 same = all(a is b for a, b in zip(new, inside, strict=True))
             else:
-                new = self._rewritten(inside)
+                new = self._rewritten(inside, node)
                 same = new is inside
             if not same:
                 changed[name] = new
         if changed:
             self._inner[node] = changed
 
-    def _rewritten(self, inside: ClosedJaxpr | Jaxpr) -> ClosedJaxpr | Jaxpr:
+    def _rewritten(self, inside: ClosedJaxpr | Jaxpr, around: Node) -> ClosedJaxpr | Jaxpr:
         closed = inside if isinstance(inside, ClosedJaxpr) else ClosedJaxpr(inside, ())
         findings = Report()
-        rewriting = Rewriting(closed, findings, self._activations)
+        rewriting = Rewriting(closed, findings, self._activations, self._scopes(around))
         if not rewriting.changed:
             self._report.extend(findings)
             return inside
@@ -295,7 +305,7 @@ def _in_gradient(what: str, node: Node, where: str, why: str) -> str:
         numbers = node.params["dimension_numbers"]
         # A weight gradient sums over the images, which take the place of the channels.
         weights = node.params["batch_group_count"] > 1 or numbers.lhs_spec[:2] != numbers.out_spec[:2]
-        return f"{'a weight' if weights else 'an input'} gradient, {GRADIENT}"
+        return GRADIENTS["wgrad" if weights else "dgrad"]
     belongs = ("transpose(" in where or "jvp(" in where) and GRADIENT not in why
     return f"{why}; it belongs to a gradient, {GRADIENT}" if belongs else why
 
