@@ -12,8 +12,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.extend
 from jax._src import checkify, core, dispatch, source_info_util
 from jax._src.interpreters import mlir as lowerings
+from jax._src.lib import _jax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jaxlib.mlir import ir
@@ -136,6 +138,18 @@ def _bound(rule: Rule, own: Rule) -> Rule:
 def exported(ctx: mlir.LoweringRuleContext) -> bool:
     """Whether the program that is being lowered is jax.export's."""
     return ctx.module_context.lowering_parameters.for_export
+
+
+def in_stablehlo(serialized: bytes, version: str) -> bytes:
+    """What `jax.export.Exported.mlir_module_serialized` holds, written as StableHLO of `version` or older.
+
+    (jaxlib's own pair of functions, which jax.export calls: 0.10 to 0.12.)
+    """
+    with lowerings.make_ir_context():
+        module = _jax.mlir.deserialize_portable_artifact(serialized)
+        return _jax.mlir.serialize_portable_artifact(
+            module, version, jax.extend.backend.get_backend().serialize_with_sdy
+        )
 
 
 def computed_elsewhere(ctx: mlir.LoweringRuleContext) -> bool:
