@@ -3,8 +3,11 @@
 # make format   put it right                     make typecheck  mypy and pyright on a user's program
 # make bench    ours against XLA                 make wheel      build the wheels, try them in empty environments
 # make docs     the site, in build/docs          make sanitize   the native code under ASan and UBSan, called by hostile hands
-# make clean    remove builds                    make mutants    forty small defects, each of which the tests must find
+# make clean    remove builds                    make tsan       the same from several threads, under ThreadSanitizer
+# make mutants  forty small defects, each of which the tests must find
+# make fuzz     random cases of every property: MINUTES=15 SEED=7
 # make foreign  other projects' tests with jaxconv.enable on: SUITES=paths
+# make test-matrix   what depends on the versions, with each supported Python and JAX; exports across them
 #
 # Everything lives in $(VENV), made on first use. PYTHON names the interpreter (3.11 to 3.13), ARGS is passed on:
 #   make digits ARGS=--compare        make test ARGS="-k dgrad"        make bench ARGS="--help"
@@ -98,10 +101,11 @@ $(VENV)/dev.stamp $(VENV)/docs.stamp $(VENV)/typing.stamp $(VENV)/release.stamp:
 comma := ,
 
 # --- the commands
-.PHONY: help install digits test test-all typecheck wheel bench docs sanitize mutants foreign lint format clean FORCE
+.PHONY: help install digits test test-all typecheck wheel bench docs sanitize tsan mutants fuzz foreign test-matrix lint \
+	format clean FORCE
 
 help:
-	@sed -n '1,11s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
+	@sed -n '1,/^#$$/s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
 
 install: $(VENV)/test.stamp
 
@@ -156,6 +160,31 @@ sanitize: $(VENV)/test.stamp
 mutants: export XLA_FLAGS := $(XLA_FLAGS) --xla_backend_optimization_level=0
 mutants: $(VENV)/test.stamp
 	$(VENV_PYTHON) tests/mutants.py $(ARGS)
+
+# One program calls several kernels from several threads. XLA's thread pool is not instrumented: its threads are replaced
+# by threads of ours (ffi/handlers.cc). Addresses are not randomised: the run-time wants them where it expects them.
+TSAN := build/tsan
+TSAN_TESTS ?= tests/test_threads.py
+tsan: $(VENV)/test.stamp
+	@echo "building _cpu with ThreadSanitizer into $(TSAN) (log: $(TSAN).log)"
+	@mkdir -p build && JAXCONV_CUDA=OFF $(PIP) install -v --no-build-isolation --no-deps --upgrade --target $(TSAN)/site \
+		--config-settings=build-dir=$(TSAN)/cmake --config-settings=cmake.build-type=RelWithDebInfo \
+		--config-settings=install.strip=false --config-settings=cmake.define.JAXCONV_SANITIZE=thread . \
+		>$(TSAN).log 2>&1 || { tail -30 $(TSAN).log; exit 1; }
+	JAX_PLATFORMS=cpu JAXCONV_ROUNDS=$(or $(ROUNDS),3) TSAN_OPTIONS="ignore_noninstrumented_modules=1 exitcode=66" \
+		LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libtsan.so) $$($${CXX:-c++} -print-file-name=libstdc++.so)" \
+		PYTHONPATH="$(TSAN)/site:$$($(VENV_PYTHON) -c 'import sysconfig; print(sysconfig.get_path("platlib"))')" \
+		setarch -R $(VENV_PYTHON) -P -S -m pytest -p no:cacheprovider --capture=sys $(ARGS) $(TSAN_TESTS)
+
+# Cases of tests/properties.py, on the CPU or a GPU; ends with an error where one failed, each with its line.
+MINUTES ?= 5
+SEED ?= 0
+fuzz: $(VENV)/test.stamp
+	$(VENV_PYTHON) -P tests/fuzz.py --minutes $(MINUTES) --seed $(SEED) $(ARGS)
+
+# Wheels, environments and what came of them: build/matrix. ARGS="--jax 0.12 --pythons 3.13" makes it smaller.
+test-matrix: $(VENV)/test.stamp
+	$(VENV_PYTHON) -P tests/matrix.py $(ARGS)
 
 CPP = $(shell find common cpu cuda ffi -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 

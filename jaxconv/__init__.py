@@ -11,7 +11,7 @@ from jaxconv._cost import cost
 from jaxconv._enable import disable, disabled, enable, enabled, report
 from jaxconv._explain import Explanation, explain, info
 from jaxconv._explain import warn_of_environment as _warn_of_environment
-from jaxconv._export import check_exported, export_checks
+from jaxconv._export import check_exported, export_checks, portable_exported
 from jaxconv.accelerate import accelerate
 from jaxconv.batchnorm import batchnorm
 from jaxconv.conv import conv1d, conv2d, conv3d
@@ -50,6 +50,7 @@ __all__ = [
     "explain",
     "export_checks",
     "info",
+    "portable_exported",
     "report",
     "tune",
 ]

@@ -136,7 +136,7 @@ def activate(activation: Activation, z: jax.Array) -> jax.Array:
     if name == "relu":
         return jnp.maximum(z, 0)
     if name == "relu6":
-        return jnp.clip(z, 0, 6)
+        return jnp.minimum(jnp.maximum(z, 0), jnp.full_like(z, 6))  # jax.experimental.jet takes no clip, nor 6
     if name == "leaky_relu":
         return jnp.where(z >= 0, z, activation.slope * z)
     if name == "elu":

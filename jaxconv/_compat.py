@@ -12,9 +12,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.extend
+import jax.numpy
 from jax._src import checkify, core, dispatch, source_info_util
 from jax._src.interpreters import mlir as lowerings
-from jax.extend.core import Primitive
+from jax._src.lib import _jax
+from jax.experimental import jet
+from jax.extend.core import ClosedJaxpr, Literal, Primitive
 from jax.interpreters import mlir
 from jaxlib.mlir import ir
 
@@ -30,6 +34,56 @@ def needs_devices_to_lower(primitive: Primitive) -> None:
 def seen_by_checkify(primitive: Primitive) -> None:
     """Makes checkify's float checks look at the primitive's results, as at those of JAX's own. (The rule: 0.10 on.)"""
     checkify.error_checks[primitive] = functools.partial(checkify.nan_error_check, primitive)
+
+
+def seen_by_jet(primitive: Primitive, meaning: Callable[..., Any], bilinear: bool = False) -> None:
+    """Gives the primitive a rule for jax.experimental.jet: `meaning(**params)` is its function of arrays.
+
+    Of a bilinear one the coefficients are sums of its own results. (`jet_rules`, whose series are not scaled by
+    factorials: 0.10 to 0.12.)
+    """
+
+    def rule(primals: Any, series: Any, **params: Any) -> Any:
+        if not bilinear:
+            f = _without_custom_jvp(jax.make_jaxpr(meaning(**params))(*primals))
+            try:
+                primal, terms = jet.jet(f, tuple(primals), tuple(map(list, series)), factorial_scaled=False)
+            except KeyError as error:
+                raise NotImplementedError(
+                    f"jax.experimental.jet has no rule for {error.args[0]}, which {primitive} is made of"
+                ) from None
+            return (primal, terms) if primitive.multiple_results else (primal[0], terms[0])
+        x, y = ([primal, *terms] for primal, terms in zip(primals, series, strict=True))
+        out, *terms = (
+            functools.reduce(jax.numpy.add, (primitive.bind(x[i], y[k - i], **params) for i in range(k + 1)))
+            for k in range(len(x))
+        )
+        return out, terms
+
+    jet.jet_rules[primitive] = rule
+
+
+def _without_custom_jvp(closed: Any) -> Callable[..., list[Any]]:
+    """A jaxpr as a function in which what has a custom_jvp is its formula: under jet JAX's own relu loses a tracer.
+
+    (`custom_jvp_call` with its `call_jaxpr`: 0.4 to 0.12.)
+    """
+
+    def run(*args: Any) -> list[Any]:
+        values = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+        values |= dict(zip(closed.jaxpr.invars, args, strict=True))
+        for equation in closed.jaxpr.eqns:
+            given = [v.val if isinstance(v, Literal) else values[v] for v in equation.invars]
+            inner = equation.params.get("call_jaxpr" if equation.primitive.name == "custom_jvp_call" else "jaxpr")
+            if isinstance(inner, ClosedJaxpr) and len(inner.jaxpr.invars) == len(given):
+                outs = _without_custom_jvp(inner)(*given)
+            else:
+                outs = equation.primitive.bind(*given, **equation.params)
+                outs = outs if equation.primitive.multiple_results else [outs]
+            values |= dict(zip(equation.outvars, outs, strict=True))
+        return [v.val if isinstance(v, Literal) else values[v] for v in closed.jaxpr.outvars]
+
+    return run
 
 
 def varying(a: Any) -> frozenset[str]:
@@ -136,6 +190,18 @@ def _bound(rule: Rule, own: Rule) -> Rule:
 def exported(ctx: mlir.LoweringRuleContext) -> bool:
     """Whether the program that is being lowered is jax.export's."""
     return ctx.module_context.lowering_parameters.for_export
+
+
+def in_stablehlo(serialized: bytes, version: str) -> bytes:
+    """What `jax.export.Exported.mlir_module_serialized` holds, written as StableHLO of `version` or older.
+
+    (jaxlib's own pair of functions, which jax.export calls: 0.10 to 0.12.)
+    """
+    with lowerings.make_ir_context():
+        module = _jax.mlir.deserialize_portable_artifact(serialized)
+        return _jax.mlir.serialize_portable_artifact(
+            module, version, jax.extend.backend.get_backend().serialize_with_sdy
+        )
 
 
 def computed_elsewhere(ctx: mlir.LoweringRuleContext) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 from jax import export
 
-from jaxconv import _op
+from jaxconv import _compat, _op
 
 
 def export_checks() -> list[export.DisabledSafetyCheck]:
@@ -32,6 +33,9 @@ def export_checks() -> list[export.DisabledSafetyCheck]:
     on a laptop holds CUDA calls where its jaxconv was built with CUDA, and XLA's own operations otherwise. What has
     symbolic extents (a batch, or the space of a convolution), and a program over an Auto mesh of several devices, goes
     to XLA.
+
+    A program with custom calls that jax 0.11 or newer exported is not read by jax 0.10: `portable_exported` makes one
+    that is.
     """
     return [export.DisabledSafetyCheck.custom_call(target) for target in _targets()]
 
@@ -45,9 +49,7 @@ def check_exported(exported: export.Exported) -> export.Exported:
       ValueError: naming the missing ones. XLA would find that out only when the program is compiled.
       TypeError: for something else than a `jax.export.Exported`.
     """
-    if not isinstance(exported, export.Exported):
-        hint = "; jax.export.deserialize makes one of bytes" if isinstance(exported, (bytes, bytearray)) else ""
-        raise TypeError(f"check_exported: expected a jax.export.Exported, got {type(exported).__name__}{hint}")
+    _expect_exported("check_exported", exported)
     called = set(re.findall(r"\bjaxconv_\w+_v\d+\b", str(exported.mlir_module())))
     unknown = sorted(called - set(_targets()))
     if unknown:
@@ -57,6 +59,46 @@ def check_exported(exported: export.Exported) -> export.Exported:
             f"Known: {', '.join(_targets())}"
         )
     return exported
+
+
+def portable_exported(exported: export.Exported) -> export.Exported:
+    """`exported`, and its gradients, in the StableHLO of the oldest JAX that this jaxconv supports.
+
+    jax.export writes the StableHLO of about a month before its own JAX, which JAX of that age and newer reads. In it a
+    custom call has a form that jax 0.10 does not know ("Failed to deserialize StableHLO"): with jax 0.11 and newer,
+    what jax 0.10 is to load goes through here::
+
+        exported = jax.export.export(jax.jit(f), disabled_checks=jaxconv.export_checks())(*args)
+        blob = jaxconv.portable_exported(exported).serialize(vjp_order=1)
+
+    The program is the same, and newer versions of JAX load it too.
+
+    Raises:
+      ValueError: where the program has something that the older StableHLO cannot say, with its sentence.
+      TypeError: for something else than a `jax.export.Exported`.
+    """
+    _expect_exported("portable_exported", exported)
+    gradient = exported._get_vjp
+    try:
+        serialized = _compat.in_stablehlo(exported.mlir_module_serialized, OLDEST_STABLEHLO)
+    except Exception as error:  # MLIRError, and whatever another version calls it
+        raise ValueError(
+            f"portable_exported: {exported.fun_name!r} cannot be written in StableHLO {OLDEST_STABLEHLO}: {error}"
+        ) from error
+    return dataclasses.replace(
+        exported,
+        mlir_module_serialized=serialized,
+        _get_vjp=gradient and (lambda _: portable_exported(gradient(exported))),
+    )
+
+
+OLDEST_STABLEHLO = "1.16.0"  # that of jaxlib 0.10.0
+
+
+def _expect_exported(name: str, exported: object) -> None:
+    if not isinstance(exported, export.Exported):
+        hint = "; jax.export.deserialize makes one of bytes" if isinstance(exported, (bytes, bytearray)) else ""
+        raise TypeError(f"{name}: expected a jax.export.Exported, got {type(exported).__name__}{hint}")
 
 
 def _targets() -> list[str]:

@@ -129,6 +129,7 @@ def kernel(
     batching.primitive_batchers[primitive] = batching_rule
     _compat.needs_devices_to_lower(primitive)
     _compat.seen_by_checkify(primitive)
+    _compat.seen_by_jet(primitive, lambda problem: functools.partial(reference, problem))
     mlir.register_lowering(primitive, functools.partial(_lower, made, None))
     for platform in PLATFORMS:
         mlir.register_lowering(primitive, functools.partial(_lower, made, platform), platform=platform)
@@ -187,6 +188,7 @@ def composite(
     batching.primitive_batchers[primitive] = batching_rule
     _compat.needs_devices_to_lower(primitive)
     _compat.seen_by_checkify(primitive)
+    _compat.seen_by_jet(primitive, lambda problem: parts(problem, None))
     mlir.register_lowering(primitive, functools.partial(_lower_composite, made, None))
     for platform in PLATFORMS:
         mlir.register_lowering(primitive, functools.partial(_lower_composite, made, platform), platform=platform)
@@ -217,6 +219,7 @@ def _define(primitive: Primitive, results: Callable[[Any], list[Any]], meaning: 
     MEANINGS[primitive] = meaning
     _compat.needs_devices_to_lower(primitive)
     _compat.seen_by_checkify(primitive)
+    _compat.seen_by_jet(primitive, lambda **params: functools.partial(meaning, **params))
     primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
     primitive.def_abstract_eval(abstract_eval)
     batching.primitive_batchers[primitive] = batch
@@ -385,6 +388,7 @@ def bilinear(made: Kernel, left: Callable[..., Array], right: Callable[..., Arra
         lambda ct, x, y, *, problem: left(problem, ct, y),
         lambda ct, x, y, *, problem: right(problem, ct, x),
     )
+    _compat.seen_by_jet(made.primitive, lambda problem: functools.partial(made.reference, problem), bilinear=True)
 
 
 def with_addend(made: Kernel, bare: Kernel, left: Callable[..., Array], right: Callable[..., Array]) -> None:

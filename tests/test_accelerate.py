@@ -1284,7 +1284,7 @@ def test_the_environment_switches_it_off(monkeypatch):
     assert kernels(accelerate(block), X, W, B) == {"conv": 1}
 
 
-def test_jet_takes_the_function_as_it_is():
+def test_jet_of_the_accelerated_function():
     jet = pytest.importorskip("jax.experimental.jet")
 
     def f(x):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -19,7 +20,7 @@ from jax import export
 from jax.experimental import checkify
 
 import jaxconv
-from jaxconv import _op
+from jaxconv import _export, _op
 
 
 def normal(seed: int, *shape: int) -> jax.Array:
@@ -62,6 +63,30 @@ def test_export_with_gradients():
     assert_close(loaded.call(*ARGS), model(*ARGS))
     gradients = jax.grad(lambda *args: jnp.sum(loaded.call(*args) ** 2), (0, 1, 2))(*ARGS)
     assert_close(gradients, jax.grad(loss, (0, 1, 2))(*ARGS))
+
+
+def test_a_portable_program_is_the_same_in_older_words():
+    """tests/matrix.py loads it with other versions of JAX."""
+    exported = export.export(jax.jit(model), disabled_checks=jaxconv.export_checks())(*ARGS)
+    portable = jaxconv.portable_exported(exported)
+    for program in (portable, portable.vjp()):
+        version = re.search(rb"StableHLO_v(\d+)\.(\d+)\.(\d+)", program.mlir_module_serialized)
+        assert version and tuple(map(int, version.groups())) <= (1, 16, 0)
+    loaded = jaxconv.check_exported(export.deserialize(portable.serialize(vjp_order=2)))
+    assert same_bits(loaded.call(*ARGS), exported.call(*ARGS))
+    gradients = [jax.grad(lambda *args, f=f: jnp.sum(f.call(*args) ** 2), (0, 1, 2))(*ARGS) for f in (loaded, exported)]
+    assert same_bits(*gradients)
+    assert jaxconv.portable_exported(loaded).mlir_module_serialized == portable.mlir_module_serialized
+    # Without gradients: as it was made
+    bare = export.deserialize(exported.serialize())
+    assert jaxconv.portable_exported(bare)._get_vjp is None
+
+
+def test_a_program_that_older_words_cannot_say_is_refused(monkeypatch):
+    exported = export.export(jax.jit(model), disabled_checks=jaxconv.export_checks())(*ARGS)
+    monkeypatch.setattr(_export, "OLDEST_STABLEHLO", "0.1.0")
+    with pytest.raises(ValueError, match=r"portable_exported: 'model' cannot be written in StableHLO 0\.1\.0: "):
+        jaxconv.portable_exported(exported)
 
 
 def test_export_needs_the_checks_and_they_are_complete():

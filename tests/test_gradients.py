@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import NAMED_ACTIVATIONS, NATIVE_IN_FLOAT64, calls, equations, label, normal, same_bits
+from jax.experimental import jet
 from jax.test_util import check_grads
 from tolerance import assert_close
 
@@ -444,3 +445,46 @@ def test_nothing_is_saved_outside_differentiation():
     assert "save_preactivation = 0" in plain and "save_preactivation = 1" not in plain
     training = jax.jit(jax.grad(lambda *args: f(*args).sum())).lower(*args).compile().as_text()
     assert "save_preactivation = 1" in training
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# jax.experimental.jet
+
+
+JETS = {
+    "conv": lambda x, w, v, **o: jaxconv.conv2d(x, w, **o),
+    # What follows it is a custom_jvp, of which JAX's jet loses a tracer: as of jax.nn.relu.
+    "conv_transpose": lambda x, w, v, activation, **o: jaxconv.conv_transpose2d(x, w, stride=2, **o),
+    "dense": lambda x, w, v, **o: jaxconv.dense(x, w[0, 0], v, **o),
+    "batchnorm": lambda x, w, v, **o: jaxconv.batchnorm(x, v, v, v, v * v, training=True, **o)[0],
+    "batchnorm_inference": lambda x, w, v, **o: jaxconv.batchnorm(x, v, v, v, v * v, training=False, **o)[0],
+    "conv_batchnorm": lambda x, w, v, **o: jaxconv.conv_batchnorm(x, w, v, v, v, v * v, training=True, **o)[0],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "activation"),
+    [("dense", a) for a in NAMED_ACTIVATIONS] + [(name, "tanh") for name in JETS if name != "dense"],
+    ids=label,
+)
+def test_jet_gives_the_first_two_derivatives(name, activation, x64):
+    """Under jit as well; a bare convolution by its own kernels."""
+    x, w, v = floats((1, 3, 2, 2), (2, 2, 2, 2), (2,))
+    options = dict(activation=activation, implementation=FIRST)
+
+    def f(t):
+        return JETS[name](jnp.sin(t * x) + x, t * w, v, **options)
+
+    y, terms = jax.jit(lambda t: jet.jet(f, (t,), ((jnp.ones_like(t), jnp.zeros_like(t)),)))(jnp.asarray(1.3))
+    first = jax.jacfwd(f)
+    for ours, expected in zip((y, *terms), jax.jit(lambda t: (f(t), first(t), jax.jacfwd(first)(t)))(1.3), strict=True):
+        np.testing.assert_allclose(ours, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_jet_of_a_bare_convolution_stays_native():
+    x, w = floats((1, 4, 4, 2), (3, 3, 2, 3), dtype="float32")
+    conv2d = functools.partial(jaxconv.conv2d, implementation="native")
+    found = calls(lambda x, w: jet.jet(conv2d, (x, w), ((x, x), (w, w)))[1], x, w)
+    assert found["conv_fprop"] >= 5 and "conv_general_dilated" not in equations(
+        lambda x, w: jet.jet(conv2d, (x, w), ((x, x), (w, w))), x, w
+    )

@@ -23,12 +23,16 @@ import numpy as np
 import pytest
 from helpers import PLATFORM
 
+from jaxconv import _native
+
 pytestmark = pytest.mark.skipif(PLATFORM != "cpu", reason="hostile calls are for the CPU; GPUs have tests/sanitize.py")
 
 SEED = int(os.environ.get("JAXCONV_SEED", "0"))
 ROUNDS = int(os.environ.get("JAXCONV_ROUNDS", "1"))  # of random calls
 EXTREMES = (-(2**63), -(2**62), -(2**31), -2, -1, 0, 1, 2, 3, 5, 2**31 - 1, 2**31, 2**32, 2**61, 2**62, 2**63 - 1)
 DTYPES = ("float32", "float64", "bfloat16", "float16", "int32", "uint8", "bool", "complex64")
+KINDS = ("text", "", True, np.int64(1), np.int32(1), np.float32(1), np.float64(1), np.ones(2, np.int64), np.ones(3))
+KINDS += (np.ones(0, np.int64), np.ones(2, np.int32), {}, {"stride": np.int64(1)})
 ALGORITHMS = ("direct", "im2col", "depthwise", "gemm", "two_read", "", "implicit_gemm", "\u00e9")
 
 
@@ -183,8 +187,15 @@ def sound(shape: tuple[int, ...]) -> bool:
 
 def spoil(rng: random.Random, call: direct_calls.Call) -> None:
     """One change at random."""
-    where = rng.choice(("attribute", "attribute", "shape", "shape", "type", "workspace", "fewer", "plan"))
-    if where == "attribute":
+    where = rng.choice(("attribute", "attribute", "shape", "shape", "type", "workspace", "fewer", "plan", "kind"))
+    if where == "kind":  # an attribute of another kind, one too many, or one that is missing
+        outer = rng.choice(list(call.attrs))
+        inside = call.attrs[outer] if isinstance(call.attrs[outer], dict) and rng.random() < 0.8 else call.attrs
+        name = rng.choice([*inside, "more"])
+        inside[name] = rng.choice(KINDS)
+        if rng.random() < 0.3:
+            del inside[name]
+    elif where == "attribute":
         outer = rng.choice(list(call.attrs))
         if not isinstance(call.attrs[outer], dict):
             call.attrs[outer] = np.int64(rng.choice(EXTREMES))
@@ -226,6 +237,22 @@ def spoil(rng: random.Random, call: direct_calls.Call) -> None:
                 changed.insert(rng.randrange(len(changed) + 1), extent(rng))
             if sound(tuple(changed)):
                 arrays[name] = (tuple(changed), dtype)
+
+
+def test_every_target_is_called():
+    """By the examples, or by the next test."""
+    called = {direct_calls.example(name).target for name in direct_calls.NAMES}
+    assert {name for name in _native.cpu.registrations() if not name.endswith("_v1")} == called
+
+
+@pytest.mark.parametrize("name", direct_calls.NAMES)
+def test_the_first_wire_version_is_refused_whatever_it_holds(name):
+    rng = random.Random(f"{SEED} first {name}")
+    for _ in range(4 * ROUNDS):
+        call = direct_calls.example(name)
+        call.target = call.target.removesuffix("_v2") + "_v1"
+        spoil(rng, call)
+        assert not (call.results and answers(call))  # what nobody reads is not called
 
 
 @pytest.mark.parametrize("name", direct_calls.NAMES)

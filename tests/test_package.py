@@ -202,9 +202,10 @@ def test_explain_shows_the_epilogue_and_refuses_unknown_platforms():
 
 
 @pytest.mark.parametrize(("given", "says"), [("abc", "got str$"), (b"abc", "got bytes; jax.export.deserialize makes")])
-def test_check_exported_says_what_it_takes(given, says):
-    with pytest.raises(TypeError, match=f"check_exported: expected a jax.export.Exported, {says}"):
-        jaxconv.check_exported(given)
+@pytest.mark.parametrize("name", ["check_exported", "portable_exported"])
+def test_what_takes_an_exported_program_says_so(name, given, says):
+    with pytest.raises(TypeError, match=f"{name}: expected a jax.export.Exported, {says}"):
+        getattr(jaxconv, name)(given)
 
 
 def test_source_folder_says_that_it_is_one(tmp_path):

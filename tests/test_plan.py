@@ -186,6 +186,56 @@ def test_the_cpu_owns_its_scratch():
         assert plan(op, problem, DEVICES["cpu"]).workspace_bytes == 0
 
 
+def cpu_choice(
+    op: str, dtype: str, c: int, k: int, filter: tuple[int, int] = (3, 3), groups: int = 1
+) -> tuple[str, str]:
+    case = _case("made", 2, (6, 5), c, k, filter, "for a rule", groups=groups)
+    made = plan(op, case.problem(dtype), DEVICES["cpu"])
+    return made.kernel or made.implementation, made.reason
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_on_a_cpu_depthwise_and_grouped_convolutions_are_native_in_every_type(dtype):
+    for op in CONV_OPS:
+        kernel, reason = cpu_choice(op, dtype, 16, 16, groups=16)
+        assert kernel == "depthwise" and "10 times slower" in reason
+        kernel, reason = cpu_choice(op, dtype, 16, 16, groups=4)
+        assert kernel == "im2col" and "XLA's CPU grouped convolutions are" in reason
+    assert cpu_choice("conv_fprop", dtype, 16, 16) == ("xla", "XLA is at the processor's limit")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_on_a_cpu_weight_gradients_are_native_where_the_product_was_faster(dtype):
+    """Of 16 bits, which are converted: few channels, or a filter of one tap."""
+    narrow = dtype in ("bfloat16", "float16")
+    for c, k, filter, few in (
+        (31, 31, (3, 3), True),
+        (32, 8, (3, 3), False),
+        (8, 32, (3, 3), False),
+        (64, 64, (1, 1), True),
+    ):
+        kernel, reason = cpu_choice("conv_wgrad", dtype, c, k, filter)
+        assert kernel == ("im2col" if few or not narrow else "xla"), (c, k, filter)
+        assert ("than XLA's" if kernel == "im2col" else "as XLA's") in reason
+
+
+@pytest.mark.skipif(PLATFORM != "cpu", reason="a rule for CPUs")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_on_a_cpu_16_bit_gradients_run_natively_and_are_right(dtype):
+    """Through float32, and exact where XLA's are: sums of integers."""
+    x, w = jnp.ones((2, 6, 6, 8), dtype), jnp.ones((3, 3, 1, 8), dtype)
+
+    def gradients(implementation, x, w):
+        conv = functools.partial(jaxconv.conv2d, groups=8, implementation=implementation)
+        y, pull = jax.vjp(conv, x, w)
+        return y, *pull(y)
+
+    ours, theirs = (jax.jit(functools.partial(gradients, i)) for i in (None, "xla"))
+    assert calls(functools.partial(gradients, None), x, w) == {"conv_fprop": 1, "conv_dgrad": 1, "conv_wgrad": 1}
+    for a, b in zip(ours(x, w), theirs(x, w), strict=True):
+        assert a.dtype == b.dtype == dtype and (a == b).all()
+
+
 def test_float64_on_cuda_goes_to_xla_and_cannot_be_forced():
     for op, problem in problems():
         if problem.dtype != "float64":

@@ -96,7 +96,7 @@ def accelerate(f: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(f)
     def accelerated(*args: Any, **kwargs: Any) -> Any:
-        reason = _untouched(args, kwargs)
+        reason = _untouched()
         if reason:
             if LISTENER.value is not None:
                 LISTENER.value.report.extend(Report(notes=[reason]))
@@ -108,7 +108,7 @@ def accelerate(f: Callable[..., Any]) -> Callable[..., Any]:
             return finish(rewritten.run(*arrays))
 
     def report(*args: Any, **kwargs: Any) -> Report:
-        reason = _untouched(args, kwargs)
+        reason = _untouched()
         if reason:
             return Report(notes=[reason])
         with nnx_updates():
@@ -138,14 +138,11 @@ def _check(f: Any) -> None:
     raise TypeError(f"accelerate: f must be a function, got {type(f).__name__}")
 
 
-def _untouched(args: Any, kwargs: Any) -> str:
+def _untouched() -> str:
     """Why a call is f's own; empty where it is not."""
     names = os.environ.get("JAXCONV_DISABLE", "")
     if "all" in (name.strip() for name in names.split(",")):
         return f"nothing is replaced: JAXCONV_DISABLE={names}"
-    jet = sys.modules.get("jax.experimental.jet")
-    if jet is not None and any(isinstance(leaf, jet.JetTracer) for leaf in jax.tree.leaves((args, kwargs))):
-        return "nothing is replaced: jax.experimental.jet has no rule for jaxconv's calls"
     return ""
 
 

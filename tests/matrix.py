@@ -1,0 +1,173 @@
+"""Each supported Python with each supported JAX: the tests that depend on them, and programs exported across them.
+
+    python tests/matrix.py [--pythons 3.11 3.12 3.13] [--jax 0.10 0.11 0.12] [--tests test_export.py ... | --no-tests]
+
+1. A wheel for Python 3.11 and one for the stable ABI of 3.12 and newer, as users get them: built in isolation, against
+   the oldest supported jaxlib's headers.
+2. An environment for each pair that exists (JAX 0.11 and newer need Python 3.12), with the newest patch of that JAX.
+3. In each: tests/exported.py writes programs, then loads everybody's; then the tests.
+
+Environments stay in build/matrix and are used again; the wheels are built anew. `--record FILE` writes what came of it,
+for docs/reliability.md. On the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import time
+from typing import Any
+
+ROOT = pathlib.Path(__file__).parent.parent
+FOLDER = ROOT / "build" / "matrix"
+JAX = ("0.10", "0.11", "0.12")
+PYTHONS = ("3.11", "3.12", "3.13")
+
+# What meets JAX's inner workings, or Python's: transforms, lowering, export, meshes, Flax, and one file of numbers.
+TESTS = (
+    "test_transforms.py",
+    "test_gradients.py",
+    "test_remat.py",
+    "test_export.py",
+    "test_symbolic.py",
+    "test_package.py",
+    "test_wire.py",
+    "test_dense.py",
+    "test_linen.py",
+    "test_nnx.py",
+    "test_enable.py",
+    "test_accelerate.py",
+    "test_sharding.py",
+    "test_threads.py",
+)
+
+
+def exists(python: str, jax: str) -> bool:
+    return not (python == "3.11" and jax != "0.10")
+
+
+def find(version: str) -> str | None:
+    """An interpreter of `version`: on the PATH, or pyenv's."""
+    folders = sorted(pathlib.Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
+    for name in (shutil.which(f"python{version}"), *map(str, folders), sys.executable):
+        command = [name, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
+        if name and subprocess.run(command, capture_output=True, text=True).stdout.strip() == version:
+            return name
+    return None
+
+
+def run(*command: Any, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(list(map(str, command)), text=True, capture_output=True, **options)
+
+
+def must(done: subprocess.CompletedProcess[str]) -> None:
+    if done.returncode:
+        raise SystemExit(f"{' '.join(done.args)} failed:\n{(done.stdout + done.stderr)[-4000:]}")
+
+
+def wheel(python: str, interpreter: str) -> pathlib.Path:
+    folder = FOLDER / "wheels" / ("cp311" if python == "3.11" else "abi3")
+    if folder in BUILT:
+        return BUILT[folder]
+    shutil.rmtree(folder, ignore_errors=True)
+    print(f"building a wheel with Python {python}", flush=True)
+    env = {**os.environ, "JAXCONV_CUDA": "OFF"}
+    must(run(interpreter, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, ROOT, env=env))
+    (BUILT[folder],) = folder.glob("*.whl")
+    return BUILT[folder]
+
+
+BUILT: dict[pathlib.Path, pathlib.Path] = {}
+
+
+def environment(python: str, jax: str, interpreter: str) -> pathlib.Path:
+    """The Python of an environment with this wheel."""
+    made = wheel(python, interpreter)
+    folder = FOLDER / f"py{python}-jax{jax}"
+    inside = folder / "bin" / "python"
+    pip = [inside, "-m", "pip", "--disable-pip-version-check", "install", "-q"]
+    if not (folder / "stamp").exists():
+        print(f"making {folder.relative_to(ROOT)}", flush=True)
+        must(run(interpreter, "-m", "venv", "--clear", folder))
+        must(run(*pip, f"jax=={jax}.*", f"jaxlib=={jax}.*", f"jaxconv[test,flax,examples,bench] @ {made.as_uri()}"))
+        (folder / "stamp").touch()
+    must(run(*pip, "--no-deps", "--force-reinstall", made))
+    return inside
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pythons", nargs="+", default=PYTHONS)
+    parser.add_argument("--jax", nargs="+", default=JAX)
+    parser.add_argument("--tests", nargs="*", default=TESTS, help="files in tests/")
+    parser.add_argument("--no-tests", dest="tests", action="store_const", const=())
+    parser.add_argument("-n", "--workers", default="auto", help="pytest's (default: auto)")
+    parser.add_argument("--record", help="a file for what came of it, as JSON")
+    options = parser.parse_args()
+    found = {python: find(python) for python in options.pythons}
+    for python in [p for p, interpreter in found.items() if interpreter is None]:
+        print(f"no Python {python} was found: it is left out", file=sys.stderr)
+    pairs = [(p, j) for j in options.jax for p in options.pythons if exists(p, j) and found[p]]
+    insides = {(p, j): environment(p, j, found[p]) for p, j in pairs}  # type: ignore[arg-type]
+    # No checkout on the path but for the tests: what is installed is tested.
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    env.pop("PYTHONPATH", None)
+
+    exports = FOLDER / "exports"
+    shutil.rmtree(exports, ignore_errors=True)
+    exports.mkdir(parents=True)
+    rows: list[dict[str, Any]] = []
+    for (python, _), inside in insides.items():
+        must(run(inside, "-P", ROOT / "tests" / "exported.py", "export", exports, env=env))
+        patch = run(inside, "-c", "import jax; print(jax.__version__)", env=env).stdout.strip()
+        rows.append({"python": python, "jax": patch})
+    good = True
+    for row, inside in zip(rows, insides.values(), strict=True):
+        done = run(inside, "-P", ROOT / "tests" / "exported.py", "load", exports, env=env)
+        must(done)
+        loaded = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        refused = sorted(one["file"] for one in loaded if one["error"])
+        # StableHLO's promise is for older programs; a newer one must be portable, or XLA's alone.
+        allowed = {one["file"] for one in loaded if newer(one["file"], row["jax"]) and ".plain." in one["file"]}
+        row |= {"loaded": len(loaded) - len(refused), "refused": refused}
+        wrong = [one for one in loaded if one["error"] and one["file"] not in allowed]
+        good &= not wrong
+        print(f"Python {row['python']}, jax {row['jax']}: loads {row['loaded']} of {len(loaded)} programs", flush=True)
+        for one in loaded:
+            if one["error"]:
+                what = "FAILED" if one in wrong else "not loaded, as documented"
+                print(f"    {one['file']}: {what}: {one['error']}", flush=True)
+    for row, inside in zip(rows, insides.values(), strict=True):
+        if not options.tests:
+            continue
+        started = time.monotonic()
+        command = [inside, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", options.workers, "--tb=short"]
+        done = run(*command, *(ROOT / "tests" / name for name in options.tests), cwd=FOLDER, env=env)
+        (FOLDER / f"py{row['python']}-jax{row['jax']}.log").write_text(done.stdout + done.stderr)
+        last = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr[-500:]
+        counts = {word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|skipped|error)", last)}
+        row |= {**counts, "minutes": float(f"{(time.monotonic() - started) / 60:.1f}")}
+        good &= done.returncode == 0
+        print(f"Python {row['python']}, jax {row['jax']}: {last}", flush=True)
+        if done.returncode:
+            print("\n".join([line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))][:20]))
+    if options.record:
+        record = {"date": datetime.date.today().isoformat(), "tests": list(options.tests), "environments": rows}
+        pathlib.Path(options.record).write_text(json.dumps(record, indent=1) + "\n")
+    return 0 if good and all(found.values()) else 1
+
+
+def newer(file: str, jax: str) -> bool:
+    """Whether the program was exported by a newer minor version."""
+    return [int(n) for n in file.split(".")[:2]] > [int(n) for n in jax.split(".")[:2]]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1181 @@
+"""What must hold of any problem, as cases that are drawn at random (test_properties.py, fuzz.py).
+
+A case is a frozen dataclass whose repr makes it again; `check` raises where it does not hold. Numbers come from the
+case's seed. A case that nothing can be said of (a kink of an activation lies too near) returns without a word.
+
+    python tests/fuzz.py "Conv(...)"       # one case once more
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy_reference as ref
+from helpers import DEVICE, DTYPES, PLATFORM, types_of
+from hypothesis import strategies as st
+from jax import lax
+from tolerance import assert_close, assert_exact, eps, integers_for, largest_integer
+
+import jaxconv
+from jaxconv import _plan
+from jaxconv._problem import ConvProblem
+
+KERNELS = importlib.import_module("jaxconv.conv")
+Shape = tuple[int, ...]
+Pair = tuple[int, int]
+
+LAYOUTS = {1: ("NWC", "NCW"), 2: ("NHWC", "NCHW"), 3: ("NDHWC", "NCDHW")}
+FILTERS = {1: ("WIO", "OIW"), 2: ("HWIO", "OIHW"), 3: ("DHWIO", "OIDHW")}
+CONV = {1: jaxconv.conv1d, 2: jaxconv.conv2d, 3: jaxconv.conv3d}
+CONV_TRANSPOSE = {1: jaxconv.conv_transpose1d, 2: jaxconv.conv_transpose2d, 3: jaxconv.conv_transpose3d}
+SMOOTH = ("none", "tanh", "sigmoid", "silu", "gelu", "gelu_exact")
+KINKS = {"relu": (0.0,), "leaky_relu": (0.0,), "relu6": (0.0, 6.0), "elu": (0.0,)}
+ACTIVATIONS = (*SMOOTH, *KINKS)
+
+# The dtype in which differences are mistakes and not rounding
+WIDE = "float64" if PLATFORM == "cpu" else "float32"
+
+
+def integers(seed: int, shape: Shape, dtype: str) -> np.ndarray:
+    return helpers.integers(seed, shape, integers_for(dtype))
+
+
+def normal(seed: int, shape: Shape, dtype: str) -> np.ndarray:
+    return helpers.normal(seed, shape, dtype)
+
+
+def near_a_kink(activation: str, z: np.ndarray, dtype: str) -> bool:
+    """Whether rounding may carry a z across a kink, where the slope jumps. (Exactly 0 stays 0.)"""
+    away = 64 * eps(dtype) * max(1.0, float(np.abs(z).max(initial=0)))
+    return any((np.abs(z - kink) < away)[z != 0].any() for kink in KINKS.get(activation, ()))
+
+
+def assert_same_numbers(ours: Any, theirs: Any, what: str, relative: float | None = None) -> None:
+    """Equal trees of numbers up to `relative` of each array's largest; same structure, shapes and dtypes."""
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs), what
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(ours), jax.tree.leaves(theirs), strict=True):
+        where = f"{what}{jax.tree_util.keystr(path)}"
+        assert (a.shape, a.dtype) == (b.shape, b.dtype), f"{where}: {a.shape} {a.dtype}, expected {b.shape} {b.dtype}"
+        if not jnp.issubdtype(a.dtype, jnp.inexact):
+            np.testing.assert_array_equal(a, b, err_msg=where)
+            continue
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        np.testing.assert_array_equal(np.isnan(a), np.isnan(b), err_msg=f"{where}: NaNs")
+        a, b = np.nan_to_num(a), np.nan_to_num(b)
+        allowed = (relative or 1e-6) * max(float(np.abs(b).max(initial=0)), 1.0)
+        worst = float(np.abs(a - b).max(initial=0))
+        assert worst <= allowed, f"{where}: differs by {worst:.3g}, allowed {allowed:.3g}"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Convolutions
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """A convolution's geometry; the names are those that numpy_reference reads."""
+
+    spatial: Shape
+    window: Shape
+    stride: Shape
+    padding: tuple[Pair, ...]
+    dilation: Shape
+    batch: int
+    groups: int
+    group_c: int
+    group_k: int
+
+    @property
+    def nd(self) -> int:
+        return len(self.spatial)
+
+    @property
+    def channels(self) -> int:
+        return self.groups * self.group_c
+
+    @property
+    def filters(self) -> int:
+        return self.groups * self.group_k
+
+    @property
+    def x_shape(self) -> Shape:
+        return (self.batch, *self.spatial, self.channels)
+
+    @property
+    def w_shape(self) -> Shape:
+        return (*self.window, self.group_c, self.filters)
+
+    @property
+    def y_shape(self) -> Shape:
+        return (self.batch, *ref.out_extents(self), self.filters)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(stride=self.stride, padding=self.padding, dilation=self.dilation, groups=self.groups)
+
+    def problem(self, dtype: str, last: bool, **options: Any) -> ConvProblem:
+        x, w = self.x_shape, self.w_shape
+        if not last:
+            x, w = (x[0], x[-1], *x[1:-1]), (w[-1], w[-2], *w[:-2])
+        given: dict[str, Any] = dict.fromkeys(("activation", "algorithm", "implementation"))
+        given |= dict(layout=LAYOUTS[self.nd][not last], precision="highest", return_preactivation=False)
+        arrays = (jax.ShapeDtypeStruct(shape, dtype) for shape in (x, w))
+        return ConvProblem.infer("conv", self.nd, *arrays, None, **{**self.options, **given, **options})
+
+
+def images(a: Any, last: bool) -> Any:
+    return a if last else np.moveaxis(a, -1, 1)
+
+
+def filters(a: Any, last: bool) -> Any:
+    return a if last else np.moveaxis(a, (-1, -2), (0, 1))
+
+
+@st.composite
+def windows(draw: Any, largest: int = 2000) -> Window:
+    """Geometries with an output, whose arrays have a few thousand elements at most."""
+    nd = draw(st.sampled_from((2, 1, 3)))
+    most = {1: 40, 2: 12, 3: 6}[nd]
+    axes = []
+    for _ in range(nd):
+        taps, dilation = draw(st.integers(1, 5 if nd < 3 else 3)), draw(st.sampled_from((1, 1, 2, 3)))
+        reach = (taps - 1) * dilation + 1
+        low, high = draw(st.integers(-2, reach)), draw(st.integers(-2, reach))
+        least = max(1, reach - low - high, 1 - min(low, 0) - min(high, 0))
+        axes.append((draw(st.integers(least, max(least, most))), taps, draw(st.integers(1, 4)), (low, high), dilation))
+    spatial, window, stride, padding, dilation = zip(*axes, strict=True)
+    pixels = math.prod(spatial)
+    batch = draw(st.integers(0, 3))
+    groups = draw(st.sampled_from((1, 1, 2, 3, 8)))
+    room = max(1, largest // (max(batch, 1) * pixels * groups))
+    # 4 and 8 elements are a vector, tiles begin at 16 and 32: on both sides of these.
+    sizes = [s for s in (1, 1, 1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33) if s <= room] or [1]
+    group_c, group_k = draw(st.sampled_from(sizes)), draw(st.sampled_from(sizes))
+    return Window(spatial, window, stride, padding, dilation, batch, groups, group_c, group_k)
+
+
+@dataclasses.dataclass(frozen=True)
+class Conv:
+    """Every kernel that can run fprop, dgrad or wgrad gives the exact result, for integers."""
+
+    window: Window
+    dtype: str
+    last: bool
+    seed: int
+
+    strategy: ClassVar[Any] = lambda: st.builds(
+        Conv, windows(), st.sampled_from(DTYPES), st.booleans(), st.integers(0, 99)
+    )
+
+    def check(self) -> None:
+        case, dtype, last = self.window, self.dtype, self.last
+        x, w, dy = (
+            integers(self.seed + i, shape, dtype) for i, shape in enumerate((case.x_shape, case.w_shape, case.y_shape))
+        )
+        expected = {
+            "fprop": images(ref.fprop(case, x, w), last),
+            "dgrad": images(ref.dgrad(case, dy, w), last),
+            "wgrad": filters(ref.wgrad(case, x, dy), last),
+        }
+        x, w, dy = images(x, last), filters(w, last), images(dy, last)
+        with types_of(dtype):
+            x, w, dy = (jnp.asarray(a, dtype) for a in (x, w, dy))
+            problem = case.problem(dtype, last)
+            for op, operands in {"fprop": (x, w), "dgrad": (dy, w), "wgrad": (x, dy)}.items():
+                if np.abs(expected[op]).max(initial=0) > largest_integer(dtype):
+                    continue
+                plans = _plan.every(f"conv_{op}", problem, DEVICE) if case.batch else []
+                for algorithm in [None, *(plan.spec for plan in plans)]:
+                    p = dataclasses.replace(problem, algorithm=algorithm, implementation=algorithm and "native")
+                    y = getattr(KERNELS, op)(p, *operands)
+                    assert_exact(y, expected[op], f"{op} by {algorithm or 'the default'}")
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvLayer:
+    """The public convolution with bias and activation, and its gradients, err no more than twice XLA's."""
+
+    window: Window
+    dtype: str
+    last: bool
+    activation: str
+    bias: bool
+    implementation: str | None
+    seed: int
+
+    strategy: ClassVar[Any] = lambda: st.builds(
+        ConvLayer,
+        windows(),
+        st.sampled_from(DTYPES),
+        st.booleans(),
+        st.sampled_from(ACTIVATIONS),
+        st.booleans(),
+        st.sampled_from(("native", None)),
+        st.integers(0, 99),
+    )
+
+    def check(self) -> None:
+        case, dtype, last = self.window, self.dtype, self.last
+        if case.batch == 0:
+            return
+        shapes = [case.x_shape, case.w_shape] + [(case.filters,)] * self.bias
+        x, w, *b = (normal(self.seed + i, shape, dtype) for i, shape in enumerate(shapes))
+        dy = normal(self.seed + 7, case.y_shape, dtype)
+        z = ref.fprop(case, x, w) + (b[0] if b else 0)
+        if near_a_kink(self.activation, z, dtype):
+            return
+        dz = dy * ref.slope(self.activation, z)
+        references = {"y": images(ref.activate(self.activation, z), last)}
+        references |= {"dx": images(ref.dgrad(case, dz, w), last), "dw": filters(ref.wgrad(case, x, dz), last)}
+        references |= {"db": dz.sum(tuple(range(dz.ndim - 1)))} if b else {}
+        taps, pixels = math.prod(case.window), math.prod(case.y_shape[:-1])
+        terms = {"y": taps * case.group_c, "dx": taps * case.group_k, "dw": pixels, "db": pixels}
+
+        def run(implementation: str | None, x: Any, w: Any, b: Any, dy: Any) -> dict[str, Any]:
+            def f(x: Any, w: Any, *b: Any) -> Any:
+                options = dict(case.options, layout=LAYOUTS[case.nd][not last], precision="highest")
+                return CONV[case.nd](x, w, *b, activation=self.activation, implementation=implementation, **options)
+
+            y, pull = jax.vjp(f, x, w, *b)
+            return dict(zip(references, (y, *pull(dy)), strict=True))
+
+        with types_of(dtype):
+            x, w, dy = (jnp.asarray(a, dtype) for a in (images(x, last), filters(w, last), images(dy, last)))
+            args = (x, w, [jnp.asarray(v, dtype) for v in b], dy)
+            ours, theirs = (jax.jit(functools.partial(run, i))(*args) for i in (self.implementation, "xla"))
+        # z and dz are rounded to the dtype on the way; sums of products of them.
+        largest = 1.2 * np.abs(dy).max(initial=0)  # of dz, or what it was before a saturated slope took it away
+        sizes = {"y": 1 + np.abs(z).max(initial=0), "dx": largest * np.abs(w).max(initial=0), "dw": largest * 4}
+        for name, reference in references.items():
+            scale = sizes.get(name, largest) * (1 if name == "y" else np.sqrt(terms[name]))
+            # XLA keeps some 16-bit sums in 16 bits: its error bounds ours only where it is one of rounding.
+            slack = 4 if dtype in ("bfloat16", "float16") else 1
+            assert_close(ours[name], theirs[name], reference, terms[name], name, scale=slack * float(scale))
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvTranspose:
+    """Transposed convolutions and their gradients: the convolution of an image with zeros between its pixels."""
+
+    spatial: Shape
+    window: Shape
+    stride: Shape
+    padding: tuple[Pair, ...]
+    dilation: Shape
+    batch: int
+    groups: int
+    group_c: int
+    group_k: int
+    last: bool
+    dtype: str
+    implementation: str | None
+    seed: int
+
+    @staticmethod
+    @st.composite
+    def strategy(draw: Any) -> ConvTranspose:
+        nd = draw(st.sampled_from((2, 1, 3)))
+        axes = []
+        for _ in range(nd):
+            taps, dilation, stride = draw(st.integers(1, 4)), draw(st.integers(1, 2)), draw(st.integers(1, 3))
+            size = draw(st.integers(1, {1: 12, 2: 6, 3: 3}[nd]))
+            reach = (taps - 1) * dilation + 1
+            low = draw(st.integers(-1, reach))
+            high = draw(st.integers(-1, reach))
+            if (size - 1) * stride + 1 + low + high < reach or (size - 1) * stride + 1 + min(low, 0) + min(high, 0) < 1:
+                low, high = reach - 1, reach - 1
+            axes.append((size, taps, stride, (low, high), dilation))
+        rest = [draw(st.sampled_from(of)) for of in ((1, 2), (1, 1, 2, 3), (1, 2, 3, 8), (1, 2, 3, 8))]
+        last, dtype = draw(st.booleans()), draw(st.sampled_from(DTYPES))
+        return ConvTranspose(
+            *zip(*axes, strict=True),
+            *rest,
+            last,
+            dtype,
+            draw(st.sampled_from(("native", None))),
+            draw(st.integers(0, 99)),
+        )
+
+    def check(self) -> None:
+        nd, last, dtype = len(self.spatial), self.last, self.dtype
+        spread = tuple((size - 1) * s + 1 for size, s in zip(self.spatial, self.stride, strict=True))
+        case = Window(
+            spread,
+            self.window,
+            (1,) * nd,
+            self.padding,
+            self.dilation,
+            self.batch,
+            self.groups,
+            self.group_c,
+            self.group_k,
+        )
+        at = (slice(None), *(slice(None, None, s) for s in self.stride))
+        x = integers(self.seed, (self.batch, *self.spatial, case.channels), dtype)
+        w, dy = integers(self.seed + 1, case.w_shape, dtype), integers(self.seed + 2, case.y_shape, dtype)
+        wide = np.zeros(case.x_shape)
+        wide[at] = x
+        references = {
+            "y": images(ref.fprop(case, wide, w), last),
+            "dx": images(ref.dgrad(case, dy, w)[at], last),
+            "dw": filters(ref.wgrad(case, wide, dy), last),
+        }
+
+        def run(x: Any, w: Any, dy: Any) -> Any:
+            options = dict(stride=self.stride, padding=self.padding, dilation=self.dilation, groups=self.groups)
+            options |= dict(layout=LAYOUTS[nd][not last], precision="highest", implementation=self.implementation)
+            y, pull = jax.vjp(functools.partial(CONV_TRANSPOSE[nd], **options), x, w)
+            return y, *pull(dy)
+
+        with types_of(dtype):
+            args = (jnp.asarray(a, dtype) for a in (images(x, last), filters(w, last), images(dy, last)))
+            for (name, reference), actual in zip(references.items(), jax.jit(run)(*args), strict=True):
+                if np.abs(reference).max(initial=0) <= largest_integer(dtype):
+                    assert_exact(actual, reference, name)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Dense layers and batch-norms
+
+
+@dataclasses.dataclass(frozen=True)
+class Dense:
+    """alpha x @ w + beta c + b, its activation and gradients."""
+
+    lead: Shape
+    k: int
+    n: int
+    bias: str
+    addend: bool
+    alpha: float
+    beta: float
+    activation: str
+    dtype: str
+    implementation: str | None
+    seed: int
+
+    strategy: ClassVar[Any] = lambda: st.builds(
+        Dense,
+        st.lists(st.integers(1, 9), min_size=0, max_size=3).map(tuple),
+        st.sampled_from((1, 2, 3, 8, 17, 64, 65, 300, 600)),
+        st.sampled_from((1, 2, 3, 8, 17, 64, 65)),
+        st.sampled_from(("none", "column", "row", "scalar")),
+        st.booleans(),
+        st.sampled_from((1.0, 0.5, -2.0, 0.0)),
+        st.sampled_from((1.0, 0.5, -2.0, 0.0)),
+        st.sampled_from(ACTIVATIONS),
+        st.sampled_from(DTYPES),
+        st.sampled_from(("native", None)),
+        st.integers(0, 99),
+    )
+
+    def check(self) -> None:
+        dtype, m = self.dtype, math.prod(self.lead)
+        shapes = {"x": (*self.lead, self.k), "w": (self.k, self.n)}
+        if self.bias != "none":
+            shapes["b"] = {"column": (1, self.n), "row": (*self.lead, 1), "scalar": ()}[self.bias]
+        if self.bias == "row" and not self.lead:
+            return
+        if self.addend:
+            shapes["c"] = (*self.lead, self.n)
+        given = {name: normal(self.seed + i, shape, dtype) for i, (name, shape) in enumerate(shapes.items())}
+        dy = normal(self.seed + 7, (*self.lead, self.n), dtype)
+        z = self.alpha * given["x"] @ given["w"]
+        z = z + (self.beta * given["c"] if self.addend else 0) + given.get("b", 0)
+        z = z.reshape(dy.shape)
+        if near_a_kink(self.activation, z, dtype):
+            return
+        dz = dy * ref.slope(self.activation, z)
+        rows, columns = dz.reshape(m, self.n), given["x"].reshape(m, self.k)
+        references = {"y": ref.activate(self.activation, z), "x": self.alpha * dz @ given["w"].T}
+        references["w"] = self.alpha * columns.T @ rows
+        if "b" in given:
+            references["b"] = {"column": rows.sum(0, keepdims=True), "row": dz.sum(-1, keepdims=True)}.get(
+                self.bias, rows.sum()
+            )
+        if "c" in given:
+            references["c"] = self.beta * dz
+
+        def run(implementation: str | None, given: Any, dy: Any) -> Any:
+            def f(given: Any) -> Any:
+                options = dict(alpha=self.alpha, beta=self.beta, activation=self.activation, precision="highest")
+                return jaxconv.dense(**given, **options, implementation=implementation)
+
+            y, pull = jax.vjp(f, given)
+            return {"y": y, **pull(dy)[0]}
+
+        with types_of(dtype):
+            args = {name: jnp.asarray(v, dtype) for name, v in given.items()}, jnp.asarray(dy, dtype)
+            ours, theirs = (jax.jit(functools.partial(run, i))(*args) for i in (self.implementation, "xla"))
+        terms = {"y": self.k, "x": self.n, "w": m, "b": max(m, self.n), "c": 1}
+        terms["b"] = m * self.n if self.bias == "scalar" else terms["b"]
+        passed = 1.2 * (1 + abs(self.alpha) + abs(self.beta)) * np.abs(dy).max(initial=0)
+        largest = 2 * (1 + np.abs(z).max(initial=0) + np.abs(given.get("c", np.zeros(1))).max() * abs(self.beta))
+        largest += 2 * abs(self.alpha) * np.sqrt(self.k) * 4
+        for name, reference in references.items():
+            scale = largest if name == "y" else 4 * passed * np.sqrt(terms[name])
+            slack = 4 if dtype in ("bfloat16", "float16") else 1
+            assert_close(ours[name], theirs[name], np.asarray(reference), terms[name], name, scale=slack * float(scale))
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchNorm:
+    """Batch-norms by every algorithm: y, the running statistics, and the gradients of everything."""
+
+    shape: Shape
+    axis: int
+    training: bool
+    activation: str
+    residual: bool
+    dtype: str
+    offset: float
+    seed: int
+
+    @staticmethod
+    @st.composite
+    def strategy(draw: Any) -> BatchNorm:
+        shape = draw(st.lists(st.sampled_from((1, 2, 3, 4, 5, 7, 8, 9, 16, 17)), min_size=2, max_size=4).map(tuple))
+        axis = draw(st.integers(-1, len(shape) - 1))
+        return BatchNorm(
+            shape,
+            axis,
+            draw(st.booleans()),
+            draw(st.sampled_from(ACTIVATIONS)),
+            draw(st.booleans()),
+            draw(st.sampled_from(DTYPES)),
+            draw(st.sampled_from((0.0, 1.0, 100.0))),
+            draw(st.integers(0, 99)),
+        )
+
+    def check(self) -> None:
+        shape, dtype = self.shape, self.dtype
+        axis = self.axis % len(shape)
+        axes = tuple(a for a in range(len(shape)) if a != axis)
+        n, c = math.prod(shape) // shape[axis], shape[axis]
+        if self.training and n < 4:  # the variance of a few numbers may be next to nothing
+            return
+        wide = "float64" if dtype == "float64" else "float32"
+        offset = self.offset if dtype in ("float32", "float64") else 0.0
+        x = (normal(self.seed, shape, dtype) + offset).astype(jnp.dtype(dtype)).astype(np.float64)
+        given = {"x": x}
+        given |= {name: normal(self.seed + i, (c,), wide) for i, name in enumerate(("scale", "bias"), 1)}
+        given["running_mean"] = normal(self.seed + 3, (c,), wide)
+        given["running_var"] = np.abs(normal(self.seed + 4, (c,), wide)) + 0.5
+        given["running_var"] = given["running_var"].astype(wide).astype(np.float64)
+        if self.residual:
+            given["residual"] = normal(self.seed + 5, shape, dtype)
+        dy = normal(self.seed + 6, shape, dtype)
+        options = dict(training=self.training, momentum=0.75, epsilon=1e-2, channel_axis=self.axis)
+        options["activation"] = self.activation
+        y, mean, var = ref.batchnorm(**given, **options)
+        s = [-1 if a == axis else 1 for a in range(len(shape))]
+        m, v = (x.mean(axes), x.var(axes)) if self.training else (given["running_mean"], given["running_var"])
+        rstd = 1 / np.sqrt(v + 1e-2)
+        xhat = (x - m.reshape(s)) * rstd.reshape(s)
+        z = xhat * given["scale"].reshape(s) + given["bias"].reshape(s) + given.get("residual", 0)
+        if near_a_kink(self.activation, z * (1 + offset), wide):
+            return
+        dz = dy * ref.slope(self.activation, z)
+        dscale, dbias = (dz * xhat).sum(axes), dz.sum(axes)
+        centred = dz - dbias.reshape(s) / n - xhat * dscale.reshape(s) / n if self.training else dz
+        references = {"y": y, "mean": mean, "var": var, "dx": (given["scale"] * rstd).reshape(s) * centred}
+        references |= {"dscale": dscale, "dbias": dbias}
+        references |= {"dresidual": dz} if self.residual else {}
+        varied = ["x", "scale", "bias"] + ["residual"] * self.residual
+
+        def run(more: Any, args: Any, dy: Any) -> Any:
+            def f(some: Any) -> Any:
+                return jaxconv.batchnorm(**{**args, **some}, **options, **more)
+
+            (y, mean, var), pull = jax.vjp(f, {name: args[name] for name in varied})
+            (grads,) = pull((dy, jnp.zeros_like(mean), jnp.zeros_like(var)))
+            return {"y": y, "mean": mean, "var": var, **{f"d{name}": g for name, g in grads.items()}}
+
+        with types_of(dtype):
+            big = ("x", "residual")
+            args = {k: jnp.asarray(v, dtype if k in big else wide) for k, v in given.items()}
+            theirs = jax.jit(functools.partial(run, dict(implementation="xla")))(args, jnp.asarray(dy, dtype))
+            for algorithm in self.algorithms(wide):
+                more = dict(algorithm=algorithm, implementation="native")
+                ours = jax.jit(functools.partial(run, more))(args, jnp.asarray(dy, dtype))
+                largest = {name: float(np.abs(a).max()) for name, a in given.items()} | {"dy": float(np.abs(dy).max())}
+                # As in test_batchnorm.compare: what rounding acts on.
+                size = 1 + largest["x"] * float(rstd.max())
+                scales = {"y": size * (1 + largest["scale"]) + largest.get("residual", 0), "mean": largest["x"]}
+                scales["var"] = largest["x"] ** 2
+                sums = largest["dy"] * size * np.sqrt(n) * (1 + largest["scale"])
+                for name, reference in references.items():
+                    scale = scales.get(name, sums * (float(rstd.max()) if name == "dx" else 1))
+                    scale = 4 * largest["dy"] * size if name == "dresidual" else scale
+                    assert_close(ours[name], theirs[name], reference, n, f"{name}, {algorithm}", scale=2 * scale)
+
+    def algorithms(self, wide: str) -> list[str | None]:
+        ops = ("batchnorm_train", "batchnorm_backward") if self.training else ("batchnorm_infer",)
+        shapes = (
+            jax.ShapeDtypeStruct(self.shape, self.dtype),
+            *[jax.ShapeDtypeStruct((self.shape[self.axis],), wide)] * 4,
+        )
+        options = dict(training=self.training, momentum=0.75, epsilon=1e-2, activation=None, channel_axis=self.axis)
+        problem = jaxconv._problem.BatchNormProblem.infer(
+            "batchnorm", *shapes, None, **options, algorithm=None, implementation=None
+        )
+        known = [{plan.spec for plan in _plan.every(op, problem, DEVICE)} for op in ops]
+        return sorted(set.intersection(*known))
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvBatchNorm:
+    """A convolution with its batch-norm in one call equals the two calls, forward and gradients, whatever runs them."""
+
+    window: Window
+    last: bool
+    training: bool
+    activation: str
+    residual: bool
+    implementation: str | None
+    seed: int
+
+    strategy: ClassVar[Any] = lambda: st.builds(
+        ConvBatchNorm,
+        windows(800),
+        st.booleans(),
+        st.booleans(),
+        st.sampled_from(ACTIVATIONS),
+        st.booleans(),
+        st.sampled_from(("native", None)),
+        st.integers(0, 99),
+    )
+
+    def check(self) -> None:
+        case, last, dtype = self.window, self.last, WIDE
+        n = math.prod(case.y_shape[:-1])
+        if case.batch == 0 or n < 4:
+            return
+        k, layout = case.filters, LAYOUTS[case.nd][not last]
+        given = {"x": images(normal(self.seed, case.x_shape, dtype), last)}
+        given["w"] = filters(normal(self.seed + 1, case.w_shape, dtype), last)
+        given |= {
+            name: normal(self.seed + i, (k,), dtype) for i, name in enumerate(("scale", "bias", "running_mean"), 2)
+        }
+        given["running_var"] = np.abs(normal(self.seed + 5, (k,), dtype)) + 0.5
+        if self.residual:
+            given["residual"] = images(normal(self.seed + 6, case.y_shape, dtype), last)
+        dy = images(normal(self.seed + 7, case.y_shape, dtype), last)
+        # A channel of equal values (padding alone, or one tap that always meets it) has a variance of rounding errors.
+        z = ref.fprop(case, np.asarray(given["x"] if last else np.moveaxis(given["x"], 1, -1)), self._w(given["w"]))
+        if self.training and z.reshape(-1, k).var(0).min() < 1e-3:
+            return
+        norm = dict(training=self.training, momentum=0.5, epsilon=1e-2, activation=self.activation)
+
+        def whole(args: Any) -> Any:
+            options = dict(case.options, layout=layout, precision="highest", implementation=self.implementation)
+            return jaxconv.conv_batchnorm(**args, **options, **norm)
+
+        def two(args: Any) -> Any:
+            args = dict(args)
+            options = dict(case.options, layout=layout, precision="highest", implementation="xla")
+            z = CONV[case.nd](args.pop("x"), args.pop("w"), **options)
+            axis = -1 if last else 1
+            return jaxconv.batchnorm(z, **args, **norm, channel_axis=axis, implementation="xla")
+
+        def run(f: Any, args: Any, dy: Any) -> Any:
+            (y, mean, var), pull = jax.vjp(f, args)
+            return y, mean, var, pull((dy, jnp.ones_like(mean), jnp.ones_like(var)))
+
+        with types_of(dtype):
+            args = {name: jnp.asarray(a, dtype) for name, a in given.items()}, jnp.asarray(dy, dtype)
+            ours, theirs = (jax.jit(functools.partial(run, f))(*args) for f in (whole, two))
+        if WIDE == "float32" and self.activation in KINKS:
+            ours, theirs = ours[:3], theirs[:3]
+        assert_same_numbers(ours, theirs, "conv_batchnorm", 1e-6 if WIDE == "float64" else 1e-3)
+
+    def _w(self, w: np.ndarray) -> np.ndarray:
+        return w if self.last else np.moveaxis(w, (0, 1), (-1, -2))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# As lax and Flax do: results, and what is refused
+
+
+@contextlib.contextmanager
+def full_precision() -> Any:
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+def outcome(f: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    try:
+        return jax.block_until_ready(f()), None
+    except Exception as error:
+        return None, error
+
+
+REFUSALS = (TypeError, ValueError)
+
+
+def assert_same_outcome(ours: Callable[[], Any], theirs: Callable[[], Any], what: str, words: bool) -> Any:
+    """Two results, or two refusals; with `words` with the same sentence, else ours may be of our own words and either
+    kind. Returns both results, or None."""
+    (a, a_error), (b, b_error) = outcome(ours), outcome(theirs)
+    alike = type(a_error) is type(b_error)
+    alike |= not words and isinstance(a_error, REFUSALS) and b_error is not None
+    assert alike, f"{what}: ours {a_error!r}, theirs {b_error!r}"
+    if b_error is not None:
+        if words:
+            assert str(a_error).split(" at 0x")[0] == str(b_error).split(" at 0x")[0], what
+        return None
+    return a, b
+
+
+NUMBERS = {
+    1: (("NWC", "WIO", "NWC"), ("NCW", "OIW", "NCW"), ("NWC", "OIW", "NWC"), ("NCW", "WIO", "NWC"), None),
+    2: (("NHWC", "HWIO", "NHWC"), ("NCHW", "OIHW", "NCHW"), ("NHWC", "OIHW", "NHWC"), ("NCHW", "HWIO", "NHWC"), None),
+    3: (("NDHWC", "DHWIO", "NDHWC"), ("NCDHW", "OIDHW", "NCDHW"), ("NDHWC", "OIDHW", "NDHWC"), None),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Lax:
+    """`jaxconv.conv_general_dilated`, and lax's own under `enable`, are lax's: values, shapes, types and refusals."""
+
+    x: Shape
+    w: Shape
+    options: tuple[tuple[str, Any], ...]
+    dtypes: tuple[str, str]
+    seed: int
+
+    @staticmethod
+    @st.composite
+    def strategy(draw: Any) -> Lax:
+        nd = draw(st.sampled_from((2, 1, 3)))
+        odd = draw(st.integers(0, 3)) == 0  # one of four has something that may not fit
+
+        def each(values: Any) -> tuple[Any, ...]:
+            return tuple(draw(st.sampled_from(values)) for _ in range(nd))
+
+        groups = draw(st.sampled_from((1, 1, 2, 4)))
+        batch_groups = draw(st.sampled_from((1, 1, 1, 2)))
+        c, k = draw(st.sampled_from((1, 2, 3))), draw(st.sampled_from((1, 2, 4)))
+        batch = draw(st.sampled_from((1, 2, 2, 0))) * batch_groups
+        spatial, window = each((3, 4, 5, 7)), each((1, 2, 3))
+        options: dict[str, Any] = dict(window_strides=each((1, 1, 2, 3)))
+        padding = draw(st.sampled_from(("SAME", "VALID", "SAME_LOWER", None, None)))
+        options["padding"] = padding or tuple((draw(st.integers(-2, 3)), draw(st.integers(-1, 3))) for _ in range(nd))
+        if draw(st.booleans()):
+            options["rhs_dilation"] = each((1, 1, 2, 3))
+        if draw(st.integers(0, 2)) == 0:
+            options["lhs_dilation"] = each((1, 2, 3))
+            if draw(st.booleans()):
+                options["window_strides"] = (1,) * nd
+        options |= dict(feature_group_count=groups, batch_group_count=batch_groups)
+        numbers = draw(st.sampled_from(NUMBERS[nd]))
+        options["dimension_numbers"] = numbers
+        if draw(st.integers(0, 3)) == 0:
+            options["precision"] = draw(st.sampled_from(("highest", "default", "float32", ("high", "highest"), None)))
+        if draw(st.integers(0, 5)) == 0:
+            options["preferred_element_type"] = draw(st.sampled_from(("float32", "bfloat16", "float64", "int32")))
+        dtype = draw(st.sampled_from(("float32", "float32", "bfloat16", "float16", "int32")))
+        dtypes = (dtype, dtype)
+        lhs, rhs, _ = numbers or ("NC" + "DHW"[3 - nd :], "OI" + "DHW"[3 - nd :], None)
+        xs = dict(zip("DHW"[3 - nd :], spatial, strict=True)) | {"N": batch, "C": groups * c}
+        ws = dict(zip("DHW"[3 - nd :], window, strict=True)) | {"I": c, "O": groups * batch_groups * k}
+        x, w = tuple(xs[a] for a in lhs), tuple(ws[a] for a in rhs)
+        if odd:
+            what = draw(st.sampled_from(("value", "value", "value", "x", "w", "dtype", "rank")))
+            if what == "value":
+                name = draw(st.sampled_from(sorted(options)))
+                bad = (
+                    None,
+                    0,
+                    -1,
+                    1,
+                    1.5,
+                    2.0,
+                    "2",
+                    True,
+                    (),
+                    (1,),
+                    (1,) * (nd + 1),
+                    (0,) * nd,
+                    (-1,) * nd,
+                    (2**31,) * nd,
+                )
+                bad += ((1.5,) * nd, (None,) * nd, "SAMe", "CAUSAL", "HIGH", ((1, 1),), ((1,),) * nd, ((-9, -9),) * nd)
+                options[name] = draw(st.sampled_from(bad))
+            elif what == "dtype":
+                dtypes = (dtype, draw(st.sampled_from(("float32", "bfloat16", "int32", "bool", "complex64"))))
+            elif what == "rank":
+                x = (*x, 2)
+            else:
+                shape = list(x if what == "x" else w)
+                shape[draw(st.integers(0, nd + 1))] = draw(st.sampled_from((0, 1, 5)))
+                x, w = (tuple(shape), w) if what == "x" else (x, tuple(shape))
+        return Lax(x, w, tuple(sorted(options.items(), key=lambda kv: kv[0])), dtypes, draw(st.integers(0, 99)))
+
+    def check(self) -> None:
+        x, w = (
+            jnp.asarray(helpers.integers(self.seed + i, shape, 1), dtype)
+            for i, (shape, dtype) in enumerate(zip((self.x, self.w), self.dtypes, strict=True))
+        )
+        if PLATFORM == "cuda" and "int32" in self.dtypes:
+            return  # XLA has no integer convolutions there
+
+        def run(f: Any) -> Any:
+            options = dict(self.options)
+            return f(x, w, options.pop("window_strides"), options.pop("padding"), **options)
+
+        def compiled() -> Any:
+            with jaxconv.enabled():
+                return jax.jit(lambda x, w: run(lambda _, __, *a, **k: lax.conv_general_dilated(x, w, *a, **k)))(x, w)
+
+        with full_precision():
+            both = assert_same_outcome(
+                lambda: run(jaxconv.conv_general_dilated), lambda: run(lax.conv_general_dilated), "conv", words=True
+            )
+            again = assert_same_outcome(compiled, lambda: run(lax.conv_general_dilated), "enabled", words=False)
+        for what, found in (("conv", both), ("enabled", again)):
+            if found is not None:
+                # Sums of at most 27 * 8 ones: every type here holds them but bfloat16's accumulators, which XLA's are.
+                assert_same_numbers(*found, what, 1e-6)
+
+
+@dataclasses.dataclass(frozen=True)
+class Flax:
+    """A module of jaxconv.linen is Flax's: variables, results, statistics, gradients, refusals."""
+
+    name: str
+    x: Shape
+    arguments: tuple[tuple[str, Any], ...]
+    dtype: str
+    seed: int
+
+    @staticmethod
+    @st.composite
+    def strategy(draw: Any) -> Flax:
+        name = draw(st.sampled_from(("Conv", "Conv", "ConvTranspose", "Dense", "BatchNorm")))
+        a: dict[str, Any] = {}
+
+        def maybe(key: str, *values: Any) -> None:
+            if draw(st.integers(0, 2)) == 0:
+                a[key] = draw(st.sampled_from(values))
+
+        lead = draw(st.sampled_from(((2,), (), (2, 3), (0,))))
+        if name in ("Conv", "ConvTranspose"):
+            nd = draw(st.sampled_from((2, 1, 3)))
+            x = (*lead, *(draw(st.sampled_from((1, 4, 5))) for _ in range(nd)), 4)
+            a |= dict(features=4, kernel_size=draw(st.sampled_from(((1,) * nd, (3,) * nd, (2,) * nd, 3, (3,)))))
+            maybe("strides", 1, 2, (2,) * nd, None, (2,), 0)
+            maybe("kernel_dilation", 1, 2, (2,) * nd, None)
+            maybe("padding", "SAME", "VALID", "CIRCULAR", 1, ((1, 0),) * nd, (1,) * nd, "CAUSAL", "REFLECT", "odd")
+            maybe("use_bias", False)
+            if name == "Conv":
+                maybe("feature_group_count", 2, 4, 3)
+                maybe("input_dilation", 2, (2,) * nd, None)
+            else:
+                maybe("transpose_kernel", True)
+        elif name == "Dense":
+            x = (*lead, 4)
+            a["features"] = draw(st.sampled_from((3, 8)))
+            maybe("use_bias", False)
+        else:
+            x = (*draw(st.sampled_from(((2,), (5,), (2, 3), (4, 2, 2)))), 4)
+            a["use_running_average"] = draw(st.booleans())
+            maybe("momentum", 0.5, 0.0)
+            maybe("epsilon", 1e-3, 0.1)
+            maybe("use_bias", False)
+            maybe("use_scale", False)
+            maybe("axis", -1, 1, 0, (-1,), 7)
+            maybe("use_fast_variance", False)
+            maybe("force_float32_reductions", False)
+        maybe("dtype", "float32", "bfloat16", "float16")
+        maybe("param_dtype", "float32", "bfloat16")
+        dtype = draw(st.sampled_from(("float32", "float32", "bfloat16", "int32")))
+        return Flax(name, x, tuple(sorted(a.items())), dtype, draw(st.integers(0, 99)))
+
+    def check(self) -> None:
+        import flax.linen as nn
+
+        import jaxconv.linen as jn
+
+        arguments = {k: jnp.dtype(v) if k.endswith("dtype") else v for k, v in self.arguments}
+        x = jnp.asarray(helpers.normal(self.seed, self.x), self.dtype)
+        if self.name == "BatchNorm" and min(x.shape) and x.size // x.shape[-1] < 4:
+            return
+
+        def run(library: Any) -> Any:
+            module = getattr(library, self.name)(**arguments)
+            key = jax.random.key(0, impl="unsafe_rbg")
+            shapes = jax.eval_shape(module.init, key, x)
+            leaves, tree = jax.tree.flatten(shapes)
+            made = [jnp.asarray(1 + 0.3 * helpers.normal(i, s.shape), s.dtype) for i, s in enumerate(leaves)]
+            variables = jax.tree.unflatten(tree, made)
+
+            def apply(params: Any, x: Any) -> Any:
+                return module.apply({**variables, "params": params}, x, mutable=["batch_stats"])
+
+            @jax.jit
+            def both(params: Any, x: Any) -> Any:
+                if not jnp.issubdtype(x.dtype, jnp.floating):
+                    return apply(params, x)
+                (y, updates), pull = jax.vjp(apply, params, x)
+                ones = jax.tree.map(jnp.ones_like, (y, updates))
+                return y, updates, pull(ones)
+
+            return variables, both(variables.get("params", {}), x)
+
+        with full_precision():
+            both = assert_same_outcome(lambda: run(jn), lambda: run(nn), self.name, words=False)
+        if both is not None:
+            narrow = max(
+                [eps(str(a.dtype)) for a in jax.tree.leaves(both[1]) if jnp.issubdtype(a.dtype, jnp.floating)]
+                + [eps(str(jnp.dtype(v))) for k, v in arguments.items() if k.endswith("dtype")]
+                + [eps(self.dtype) if self.dtype != "int32" else 0, eps("float32")]
+            )
+            # Sums of at most a few hundred numbers near 1, rounded a few times on the way.
+            assert_same_numbers(*both, self.name, 64 * narrow)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Transforms, composed at random
+
+
+def _norm(implementation: str | None, x: Any, scale: Any, bias: Any) -> Any:
+    options = dict(training=True, momentum=0.5, epsilon=0.1, activation="tanh", implementation=implementation)
+    return jaxconv.batchnorm(x, scale, bias, jnp.zeros_like(scale), jnp.ones_like(scale), **options)
+
+
+def _infer(implementation: str | None, x: Any, scale: Any, bias: Any) -> Any:
+    options = dict(training=False, activation="silu", implementation=implementation)
+    return jaxconv.batchnorm(x, scale, bias, bias, jnp.ones_like(scale), **options)[0]
+
+
+def _pair(implementation: str | None, x: Any, w: Any, scale: Any) -> Any:
+    options = dict(training=True, epsilon=0.1, activation="tanh", implementation=implementation, precision="highest")
+    return jaxconv.conv_batchnorm(x, w, scale, scale, jnp.zeros_like(scale), jnp.ones_like(scale), **options)
+
+
+def _op(function: Any, **options: Any) -> Any:
+    return lambda implementation, *args: function(*args, implementation=implementation, precision="highest", **options)
+
+
+# name: (f(implementation, *args), shapes of args)
+FUNCTIONS: dict[str, tuple[Any, tuple[Shape, ...]]] = {
+    "conv": (_op(jaxconv.conv2d, stride=2), ((2, 4, 3, 2), (3, 2, 2, 3))),
+    "conv_tanh": (_op(jaxconv.conv2d, activation="tanh"), ((1, 3, 3, 2), (2, 2, 2, 3), (3,))),
+    "conv_gelu_z": (
+        _op(jaxconv.conv2d, activation="gelu", return_preactivation=True, layout="NCHW"),
+        ((1, 2, 3, 3), (3, 2, 2, 2), (3,)),
+    ),
+    "conv1d_causal": (_op(jaxconv.conv1d, padding="CAUSAL", groups=3, activation="silu"), ((2, 5, 3), (3, 1, 3))),
+    "conv3d_grouped": (_op(jaxconv.conv3d, groups=2), ((1, 2, 3, 2, 4), (2, 1, 2, 2, 2))),
+    "conv_transpose": (_op(jaxconv.conv_transpose2d, stride=2), ((1, 2, 3, 2), (3, 3, 2, 2))),
+    "dense": (_op(jaxconv.dense, activation="sigmoid"), ((3, 2), (2, 4), (4,))),
+    "dense_row": (_op(jaxconv.dense, activation="elu", alpha=0.5), ((3, 2), (2, 4), (3, 1))),
+    "matmul": (_op(jaxconv.dense), ((3, 2), (2, 4))),
+    "batchnorm": (_norm, ((6, 3), (3,), (3,))),
+    "batchnorm_inference": (_infer, ((4, 3), (3,), (3,))),
+    "conv_batchnorm": (_pair, ((2, 3, 3, 2), (2, 2, 2, 3), (3,))),
+}
+
+
+def total(tree: Any) -> Any:
+    """A number that depends on every element, not linearly."""
+    return sum(jnp.sum(jnp.sin(leaf) * (1 + i)) for i, leaf in enumerate(jax.tree.leaves(tree)))
+
+
+def transformed(f: Any, shapes: tuple[Shape, ...], step: tuple[Any, ...]) -> tuple[Any, tuple[Shape, ...]]:
+    """f under one transform, and the shapes of what it takes then."""
+    kind, *how = step
+    count = len(shapes)
+    if kind == "jit":
+        return jax.jit(f), shapes
+    if kind == "remat":
+        return jax.checkpoint(f), shapes
+    if kind == "remat_dots":
+        return jax.checkpoint(f, policy=jax.checkpoint_policies.dots_saveable), shapes
+    if kind == "grad":
+        wrt = tuple(sorted({i % count for i in how[0]}))
+        return jax.grad(lambda *a: total(f(*a)), wrt), shapes
+    if kind == "value_and_grad":
+        return jax.value_and_grad(lambda *a: total(f(*a)), how[0] % count), shapes
+    if kind in ("jvp", "linearize"):
+        i = how[0] % count
+
+        def forward(*args: Any) -> Any:
+            *primals, tangent = args
+
+            def of_one(v: Any) -> Any:
+                return f(*primals[:i], v, *primals[i + 1 :])
+
+            if kind == "linearize":
+                y, linear = jax.linearize(of_one, primals[i])
+                return y, linear(tangent)
+            return jax.jvp(of_one, (primals[i],), (tangent,))
+
+        return forward, (*shapes, shapes[i])
+    if kind == "vjp":
+
+        def back(*args: Any) -> Any:
+            y, pull = jax.vjp(f, *args)
+            return y, pull(jax.tree.map(jnp.cos, y))
+
+        return back, shapes
+    if kind == "vmap":
+        mask, axis, size = how
+        mapped = [(mask >> i) & 1 for i in range(count)]
+        mapped = mapped if any(mapped) else [1, *mapped[1:]]
+        axes = [axis % (len(s) + 1) if m else None for s, m in zip(shapes, mapped, strict=True)]
+        new = tuple(s if a is None else (*s[:a], size, *s[a:]) for s, a in zip(shapes, axes, strict=True))
+        return jax.vmap(f, tuple(axes)), new
+    if kind == "scan":
+
+        def scanned(*args: Any) -> Any:
+            def body(carry: Any, xs: Any) -> Any:
+                y = f(xs[0] + carry, *xs[1:])
+                return 0.1 * jnp.tanh(total(y)), y
+
+            return lax.scan(body, jnp.zeros((), args[0].dtype), args)
+
+        return scanned, tuple((2, *s) for s in shapes)
+    if kind == "cond":
+        return lambda *a: lax.cond(jnp.sum(a[0]) > 0, f, lambda *b: jax.tree.map(jnp.negative, f(*b)), *a), shapes
+    if kind == "map":
+        return lambda *a: lax.map(lambda xs: f(*xs), a), tuple((2, *s) for s in shapes)
+    raise AssertionError(kind)
+
+
+STEPS = st.one_of(
+    st.sampled_from(("jit", "remat", "remat_dots", "scan", "cond", "map", "vjp")).map(lambda k: (k,)),
+    st.tuples(st.just("grad"), st.lists(st.integers(0, 2), min_size=1, max_size=3).map(tuple)),
+    st.tuples(st.sampled_from(("value_and_grad", "jvp", "linearize")), st.integers(0, 2)),
+    st.tuples(st.just("vmap"), st.integers(1, 7), st.integers(0, 4), st.sampled_from((2, 3, 1))),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Composed:
+    """An op under transforms one inside the other: native code, the default choice and XLA give the same numbers."""
+
+    name: str
+    steps: tuple[tuple[Any, ...], ...]
+    seed: int
+
+    strategy: ClassVar[Any] = lambda: st.builds(
+        Composed,
+        st.sampled_from(tuple(FUNCTIONS)),
+        st.lists(STEPS, min_size=1, max_size=3).map(tuple),
+        st.integers(0, 99),
+    )
+
+    def check(self) -> None:
+        f, first = FUNCTIONS[self.name]
+        results = []
+        with types_of(WIDE), full_precision():
+            for implementation in ("xla", "native", None):
+                g, shapes = functools.partial(f, implementation), first
+                for step in self.steps:
+                    g, shapes = transformed(g, shapes, step)
+                args = [jnp.asarray(0.7 * normal(self.seed + i, s, WIDE), WIDE) for i, s in enumerate(shapes)]
+                results.append(jax.jit(g)(*args))
+        for name, result in zip(("native", "default"), results[1:], strict=True):
+            assert_same_numbers(result, results[0], name, 1e-7 if WIDE == "float64" else 2e-3)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# accelerate on random graphs of layers
+
+
+RECOGNISED: dict[str, Any] = {
+    "relu": jax.nn.relu,
+    "relu6": jax.nn.relu6,
+    "tanh": jnp.tanh,
+    "silu": jax.nn.silu,
+    "gelu": jax.nn.gelu,
+    "leaky_relu": jax.nn.leaky_relu,
+    "elu": jax.nn.elu,
+    "sigmoid": jax.nn.sigmoid,
+    "maximum": lambda z: jnp.maximum(z, 0),
+    "sin": jnp.sin,  # no activation of ours
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Layers:
+    """`accelerate` of a random graph of layers is that function with its gradient, and computes no convolution twice.
+
+    A layer takes the value before it; "keep" makes a value one of the results, "add" and "concat" take one from before.
+    """
+
+    layers: tuple[tuple[Any, ...], ...]
+    wrap: str
+    first: bool
+    seed: int
+
+    strategy: ClassVar[Any] = lambda: st.builds(
+        Layers,
+        st.lists(
+            st.one_of(
+                st.tuples(
+                    st.just("conv"),
+                    st.sampled_from((3, 1, 2)),
+                    st.sampled_from((1, 2)),
+                    st.sampled_from((1, 2, 4)),
+                    st.sampled_from(("SAME", "VALID", "transposed")),
+                ),
+                st.tuples(st.just("norm"), st.sampled_from(("train", "infer", "fast", "group", "stopped", "rms"))),
+                st.tuples(st.just("act"), st.sampled_from(tuple(RECOGNISED))),
+                st.tuples(st.sampled_from(("add", "concat", "mul")), st.integers(1, 4)),
+                st.sampled_from(("bias", "dense", "pool", "keep", "scale", "cut", "turn", "twice")).map(lambda k: (k,)),
+            ),
+            min_size=1,
+            max_size=7,
+        ).map(tuple),
+        st.sampled_from(("none", "jit", "remat", "grad_inside")),
+        st.booleans(),
+        st.integers(0, 99),
+    )
+
+    def function(self) -> tuple[Any, list[np.ndarray]]:
+        """(f(params, x), params): the parameters' shapes follow from the graph, which is walked once for them."""
+        made: list[np.ndarray] = []
+
+        def parameter(params: list[Any] | None, index: list[int], *shape: int) -> Any:
+            index[0] += 1
+            if params is not None:
+                return params[index[0] - 1]
+            made.append(0.5 * normal(self.seed + index[0], shape, WIDE))
+            return jnp.asarray(made[-1])
+
+        numbers = ("NCHW", "OIHW", "NCHW") if self.first else ("NHWC", "HWIO", "NHWC")
+        axis = 1 if self.first else 3
+
+        def spread(v: Any) -> Any:
+            return v[:, None, None] if self.first else v
+
+        def walk(params: list[Any] | None, x: Any) -> Any:
+            at, values, kept = [0], [x], []
+            take = functools.partial(parameter, params, at)
+            rest = tuple(a for a in range(4) if a != axis)
+            for layer in self.layers:
+                kind, *how = layer
+                h, c = values[-1], values[-1].shape[axis]
+                if kind == "conv":
+                    taps, stride, groups, padding = how
+                    g = groups if c % groups == 0 else 1
+                    spatial = [s for a, s in enumerate(h.shape) if a not in (0, axis)]
+                    if padding == "VALID" and min(spatial) < taps:
+                        padding = "SAME"
+                    w = take(4 * g, c // g, taps, taps) if self.first else take(taps, taps, c // g, 4 * g)
+                    options: dict[str, Any] = dict(dimension_numbers=numbers, feature_group_count=g)
+                    if padding == "transposed":
+                        options["lhs_dilation"] = (stride, stride)
+                        h = lax.conv_general_dilated(h, w, (1, 1), ((taps - 1, taps - 1),) * 2, **options)
+                    else:
+                        h = lax.conv_general_dilated(h, w, (stride, stride), padding, **options)
+                    h = 0.5 * h if max(h.shape) > 64 else h
+                elif kind == "bias":
+                    h = h + spread(take(c))
+                elif kind == "dense":
+                    if self.first:
+                        continue
+                    h = h @ take(c, 4) + take(4)
+                elif kind == "norm":
+                    (how_norm,) = how
+                    if how_norm == "infer":
+                        mean, var = take(c), take(c) ** 2 + 0.5
+                    else:
+                        over = {"group": (1, 2, 3), "rms": (axis,)}.get(how_norm, rest)
+                        keep = dict(keepdims=how_norm in ("group", "rms"))
+                        mean = h.mean(over, **keep)
+                        var = (h**2).mean(over, **keep) - mean**2 if how_norm == "fast" else h.var(over, **keep)
+                        if how_norm == "rms":
+                            mean, var = jnp.zeros(()), (h**2).mean(over, **keep)
+                        if how_norm == "stopped":
+                            mean, var = lax.stop_gradient(mean), lax.stop_gradient(var)
+                    if mean.ndim == 1:
+                        mean, var = spread(mean), spread(var)
+                    h = (h - mean) * lax.rsqrt(var + 0.1) * spread(take(c)) + spread(take(c))
+                elif kind == "act":
+                    h = RECOGNISED[how[0]](h)
+                elif kind in ("add", "mul", "concat"):
+                    other = values[-1 - how[0] % len(values)]
+                    if kind == "concat":
+                        same = all(other.shape[a] == h.shape[a] for a in range(4) if a != axis)
+                        h = jnp.concatenate([h, other], axis) if same and c < 32 else h
+                    elif other.shape == h.shape:
+                        h = h + other if kind == "add" else h * jnp.tanh(other)
+                elif kind == "pool":
+                    spatial = [a for a in range(4) if a not in (0, axis)]
+                    h = h.mean(spatial, keepdims=True)
+                elif kind == "keep":
+                    kept.append(h)
+                elif kind == "scale":
+                    h = h * spread(take(c))
+                elif kind == "cut":
+                    h = h[:, :, : max(1, h.shape[2] // 2)]
+                elif kind == "turn":
+                    h = -h[::-1]
+                elif kind == "twice":
+                    h = jnp.sin(h) + h
+                values.append(h)
+            return values[-1], kept
+
+        x = self.image()
+        jax.eval_shape(lambda x: walk(None, x), x)
+        f: Any = walk
+        if self.wrap in ("jit", "remat"):
+            inner = {"jit": jax.jit, "remat": jax.checkpoint}[self.wrap](walk)
+            f = lambda params, x: inner(params, x)  # noqa: E731
+        elif self.wrap == "grad_inside":
+            f = lambda params, x: jax.value_and_grad(lambda p: total(walk(p, x)))(params)  # noqa: E731
+        return f, [jnp.asarray(p, WIDE) for p in made]
+
+    def image(self) -> Any:
+        shape = (2, 4, 5, 6) if self.first else (2, 5, 6, 4)
+        return jnp.asarray(normal(self.seed, shape, WIDE), WIDE)
+
+    def check(self) -> None:
+        with types_of(WIDE), full_precision():
+            f, params = self.function()
+            x = self.image()
+            fast = jaxconv.accelerate(f)
+            assert jax.eval_shape(fast, params, x) == jax.eval_shape(f, params, x)
+
+            def both_ways(f: Any) -> Any:
+                def run(params: Any, x: Any) -> Any:
+                    y, pull = jax.vjp(f, params, x)
+                    return y, pull(jax.tree.map(jnp.cos, y))
+
+                return jax.jit(run)(params, x)
+
+            ours, theirs = both_ways(fast), both_ways(f)
+            convs, plain = (self.convolutions(g, params, x) for g in (fast, f))
+            assert convs <= plain, f"{convs} convolutions, expected {plain}"
+            self.compare(ours, theirs)
+
+    def compare(self, ours: Any, theirs: Any) -> None:
+        largest = max((float(jnp.abs(a).max()) for a in jax.tree.leaves(theirs) if a.size), default=0.0)
+        if not math.isfinite(largest) or largest > 1e12:
+            return
+        assert_same_numbers(ours, theirs, "accelerated", 1e-6 if WIDE == "float64" else 2e-2)
+
+    def convolutions(self, f: Any, *args: Any) -> int:
+        names = helpers.equations(f, *args)
+        ours = [n for name, n in names.items() if name.startswith("jaxconv_conv") and not name.endswith("_tangent")]
+        return sum(ours) + names["conv_general_dilated"]
+
+
+PROPERTIES: dict[str, Any] = {
+    kind.__name__: kind
+    for kind in (Conv, ConvLayer, ConvTranspose, Dense, BatchNorm, ConvBatchNorm, Lax, Flax, Composed, Layers)
+}
