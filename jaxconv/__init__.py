@@ -18,6 +18,7 @@ from jaxconv.conv import conv1d, conv2d, conv3d
 from jaxconv.conv_batchnorm import conv_batchnorm
 from jaxconv.conv_transpose import conv_general_dilated, conv_transpose1d, conv_transpose2d, conv_transpose3d
 from jaxconv.dense import dense
+from jaxconv.freeze import Frozen, freeze
 from jaxconv.tune import tune
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ __version__ = _version("jaxconv")
 
 __all__ = [
     "Explanation",
+    "Frozen",
     "__version__",
     "accelerate",
     "batchnorm",
@@ -49,6 +51,7 @@ __all__ = [
     "enabled",
     "explain",
     "export_checks",
+    "freeze",
     "info",
     "report",
     "tune",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jax._src import checkify, core, dispatch, source_info_util
+from jax._src import checkify, config, core, dispatch, source_info_util
 from jax._src.interpreters import mlir as lowerings
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
@@ -35,6 +35,11 @@ def seen_by_checkify(primitive: Primitive) -> None:
 def varying(a: Any) -> frozenset[str]:
     """The mesh axes over which a value inside shard_map varies. (`manual_axis_type`: since 0.10; before it `vma`.)"""
     return jax.typeof(a).manual_axis_type.varying
+
+
+def trace_context() -> Any:
+    """What tracing depends on besides arguments, hashable: precision, 64-bit types, meshes, user contexts (0.4 on)."""
+    return config.trace_context()
 
 
 def partitioning(ctx: mlir.LoweringRuleContext) -> str:

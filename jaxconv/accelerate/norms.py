@@ -151,6 +151,22 @@ def _means(v: Value) -> Iterator[tuple[Value, int | None]]:
             return
 
 
+def over_batch(n: Normalised) -> bool:
+    """Whether it is by x's own mean over images and pixels: training's statistics.
+
+    The sum says so, not the shapes: of one image, statistics of an image and of the batch are the same numbers.
+    """
+    x = unconverted(n.x)
+    if n.axis == 0 or not _is_mean(n.mean, n.axis, lambda u: unconverted(u) is x):
+        return False
+    v = bare(n.mean)
+    while v.made_by in ("div", "mul", "reduce_sum"):
+        if v.made_by == "reduce_sum" and 0 in v.node.params["axes"]:
+            return True
+        v = bare(next(u for u in v.node.inputs if number_of(u) is None))
+    return False
+
+
 def _sums_an_axis(node: Node) -> bool:
     """Whether it is the psum that vmap with an axis name leaves: over an axis of the array, not of a mesh."""
     p = node.params
