@@ -12,6 +12,7 @@ from jaxconv._enable import disable, disabled, enable, enabled, report
 from jaxconv._explain import Explanation, explain, info
 from jaxconv._explain import warn_of_environment as _warn_of_environment
 from jaxconv._export import check_exported, export_checks
+from jaxconv._launches import Launches, launches
 from jaxconv.accelerate import accelerate
 from jaxconv.batchnorm import batchnorm
 from jaxconv.conv import conv1d, conv2d, conv3d
@@ -30,6 +31,7 @@ __version__ = _version("jaxconv")
 __all__ = [
     "Explanation",
     "Frozen",
+    "Launches",
     "__version__",
     "accelerate",
     "batchnorm",
@@ -53,6 +55,7 @@ __all__ = [
     "export_checks",
     "freeze",
     "info",
+    "launches",
     "report",
     "tune",
 ]
