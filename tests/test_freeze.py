@@ -196,6 +196,46 @@ def test_jaxconvs_own_layers_are_folded():
     assert sorted(frozen.weights) == ["bias", "w"]
 
 
+class SqueezeExcite(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any, train: bool = False) -> Any:
+        s = nn.silu(nn.Conv(4, (1, 1))(x.mean((1, 2), keepdims=True)))
+        return nn.Dense(5)((x * nn.sigmoid(nn.Conv(4, (1, 1))(s))).mean((1, 2)))
+
+
+@pytest.mark.parametrize("images", (1, 2))
+def test_vectors_beside_one_pixel_of_one_image_are_biases(images):
+    """A bias in the result's own shape, (1, 1, 1, C)."""
+    x = X[:images]
+    frozen = check(SqueezeExcite(), x, convs=2)
+    fused = [finding.fused for finding in frozen.report(x)]
+    assert fused == ["conv + bias + silu", "conv + bias + sigmoid", "dense + bias"]
+    assert not helpers.equations(frozen, x)["add"]
+
+
+class Own(nn.Module):
+    """jaxconv.linen's layers, with activations and a residual of their own; what must not be folded at the end."""
+
+    @nn.compact
+    def __call__(self, x: Any, train: bool = False) -> Any:
+        conv = functools.partial(jaxconv.linen.Conv, 8, (3, 3))
+        norm = functools.partial(jaxconv.linen.BatchNorm, use_running_average=not train)
+        y = norm(activation="silu")(conv()(x))
+        z = norm(activation="relu")(conv(use_bias=False, feature_group_count=2)(y), residual=y)
+        after_activation = norm()(conv(activation="tanh")(z))
+        needed_twice = conv()(after_activation)
+        return norm()(needed_twice) + needed_twice
+
+
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+def test_norms_behind_jaxconvs_own_layers_are_folded(dtype):
+    frozen = check(Own(), X.astype(dtype), convs=4, norms=2, dtype=jnp.dtype(dtype))
+    assert [finding.fused for finding in frozen.report(X.astype(dtype)).replaced] == [
+        "conv + bias + batchnorm (inference) + silu",
+        "conv + batchnorm (inference) + residual + relu",
+    ]
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # What is computed once
 

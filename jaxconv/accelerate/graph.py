@@ -324,11 +324,13 @@ def channels_of(v: Value, shape: tuple[int, ...]) -> tuple[Value, int] | None:
         if len(axes) != 1 or source.shape[axes[0][0]] != shape[axes[0][1]]:
             return None
         return bare(source), axes[0][1]
-    if len(v.shape) != len(shape) or v.shape == shape:
+    if len(v.shape) != len(shape):
         return None
     axes = [a for a, extent in enumerate(v.shape) if extent != 1]
     if len(axes) != 1 or v.shape[axes[0]] != shape[axes[0]]:
         return None
+    if v.shape == shape and not (v.made_by == "reshape" and len(bare(v).shape) == 1):
+        return None  # an array like the other: of one image and one pixel only a vector in that shape is numbers
     return bare(v), axes[0]
 
 

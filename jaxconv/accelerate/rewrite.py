@@ -20,7 +20,7 @@ from jaxconv import _fused
 from jaxconv.accelerate.activations import Activations
 from jaxconv.accelerate.graph import Array, Constant, Graph, Node, Value, channels_of, unconverted
 from jaxconv.accelerate.linear import ConvBefore, Fused, Refusal, conv_before, find_conv, find_dense
-from jaxconv.accelerate.norms import Normalised, find_batchnorm, find_normalised, over_batch
+from jaxconv.accelerate.norms import Normalised, find_batchnorm, find_normalised, find_own_pair, over_batch
 from jaxconv.accelerate.report import GRADIENT, Finding, Report
 
 
@@ -64,6 +64,9 @@ class Rewriting:
                 self._try("dense", node, node.inputs[0].shape, lambda n=node: iter([find_dense(n, self._activations)]))
             elif node.name.startswith("jaxconv_"):
                 self._report.already += 1
+                own = find_own_pair(node) if node.name == "jaxconv_batchnorm_infer" else None
+                if own is not None:
+                    self._try("batchnorm", node, node.inputs[0].shape, lambda own=own: iter([own]))
             else:
                 self._look_inside(node)
 
