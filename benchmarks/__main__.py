@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: measure problems. `... train`: whole training steps.
+"""`python -m benchmarks`: measure problems. `... train`: whole training steps. `... infer`: a model's answers.
 
 `... report`: tables of what was recorded. `... tune`: the plan's table from it. `... fit`: the plan's model from it.
 `... regret`: what the default choice loses to the best over random problems.
@@ -19,6 +19,10 @@ if __name__ == "__main__":
         from benchmarks import train
 
         sys.exit(train.main(sys.argv[2:]))
+    if sys.argv[1:2] == ["infer"]:
+        from benchmarks import infer
+
+        sys.exit(infer.main(sys.argv[2:]))
     if sys.argv[1:2] == ["tune"]:
         from benchmarks import tune
 

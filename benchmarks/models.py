@@ -174,6 +174,59 @@ class MobileNetV2(nn.Module):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# EfficientNet-B0 (Tan and Le 2019, "EfficientNet: Rethinking Model Scaling"), without dropout and stochastic depth
+
+
+class SqueezedResidual(nn.Module):
+    """An inverted residual whose hidden channels are scaled by what their means say (squeeze and excite)."""
+
+    layers: Any
+    expansion: int
+    features: int
+    size: int  # of the depthwise filter
+    stride: int
+    dtype: Any
+    fused: bool
+
+    @nn.compact
+    def __call__(self, x: Array, train: bool) -> Array:
+        conv = functools.partial(self.layers.Conv, use_bias=False, dtype=self.dtype)
+        norm = functools.partial(self.layers.BatchNorm, use_running_average=not train, momentum=0.99, dtype=self.dtype)
+        y, hidden = x, self.expansion * x.shape[-1]
+        if self.expansion > 1:
+            y = _normalised(self, norm, conv(hidden, (1, 1))(y), "silu")
+        y = conv(hidden, (self.size, self.size), strides=self.stride, feature_group_count=hidden)(y)
+        y = _normalised(self, norm, y, "silu")
+        scale = nn.silu(
+            self.layers.Conv(max(1, x.shape[-1] // 4), (1, 1), dtype=self.dtype)(y.mean((1, 2), keepdims=True))
+        )
+        y = y * nn.sigmoid(self.layers.Conv(hidden, (1, 1), dtype=self.dtype)(scale))
+        y = norm()(conv(self.features, (1, 1))(y))
+        return x + y if x.shape == y.shape else y
+
+
+class EfficientNet(nn.Module):
+    layers: Any
+    stages: tuple[tuple[int, int, int, int, int], ...]  # expansion, features, blocks, stride of the first, filter
+    head: int
+    classes: int
+    dtype: Any
+    fused: bool
+
+    @nn.compact
+    def __call__(self, x: Array, train: bool = True) -> Array:
+        conv = functools.partial(self.layers.Conv, use_bias=False, dtype=self.dtype)
+        norm = functools.partial(self.layers.BatchNorm, use_running_average=not train, momentum=0.99, dtype=self.dtype)
+        x = _normalised(self, norm, conv(32, (3, 3), strides=2)(x), "silu")
+        for expansion, features, blocks, stride, size in self.stages:
+            for block in range(blocks):
+                s = 1 if block else stride
+                x = SqueezedResidual(self.layers, expansion, features, size, s, self.dtype, self.fused)(x, train)
+        x = _normalised(self, norm, conv(self.head, (1, 1))(x), "silu")
+        return self.layers.Dense(self.classes, dtype=self.dtype)(x.mean((1, 2)))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def resnet50(layers: Any, dtype: Any = jnp.bfloat16, *, fused: bool = False, small: bool = False) -> nn.Module:
@@ -194,8 +247,18 @@ def mobilenet_v2(layers: Any, dtype: Any = jnp.bfloat16, *, fused: bool = False,
     return MobileNetV2(layers, stages, *((64, 10) if small else (1280, 1000)), dtype, fused)
 
 
+def efficientnet_b0(layers: Any, dtype: Any = jnp.bfloat16, *, fused: bool = False, small: bool = False) -> nn.Module:
+    stages: tuple[tuple[int, int, int, int, int], ...] = ((1, 8, 1, 1, 3), (6, 16, 2, 2, 5))
+    if not small:
+        stages = ((1, 16, 1, 1, 3), (6, 24, 2, 2, 3), (6, 40, 2, 2, 5), (6, 80, 3, 2, 3), (6, 112, 3, 1, 5))
+        stages += ((6, 192, 4, 2, 5), (6, 320, 1, 1, 3))
+    return EfficientNet(layers, stages, *((64, 10) if small else (1280, 1000)), dtype, fused)
+
+
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "resnet50": resnet50,
     "convnext_t": convnext_t,
     "mobilenet_v2": mobilenet_v2,
 }
+# Those that `infer` takes.
+SERVED: dict[str, Callable[..., nn.Module]] = {**MODELS, "efficientnet_b0": efficientnet_b0}

@@ -24,6 +24,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 FORMAT = 1
 PACKAGES = ("jaxconv", "jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "nvidia-cublas", "scipy", "torch")
+PACKAGES += ("onnxruntime", "onnxruntime-gpu")
+WHOLE = ("train", "infer")  # ops of which a row is a way to run a whole model
 
 
 def slug(text: str) -> str:
@@ -110,8 +112,10 @@ def read(path: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def key(row: dict[str, Any]) -> tuple[Any, ...]:
-    """What a row is about: a case, a pass and who ran it; of a training step the way and the number of devices."""
-    return (row["way"], row["devices"]) if "way" in row else (row["case"], row["pass"], row["contender"])
+    """What a row is about: a case, a pass and who ran it; of a whole model the way, and the devices or the batch."""
+    if "way" in row:
+        return row["way"], row["devices"] if "devices" in row else row["batch"]
+    return row["case"], row["pass"], row["contender"]
 
 
 def joined(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:

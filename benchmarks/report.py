@@ -6,9 +6,10 @@ changes nothing and says what is stale.
 
 A marked block is `<!-- benchmarks:NAME -->` ... `<!-- /benchmarks -->`. NAME is `highlights` (README's rows), `summary`
 (every recorded table of problems, a line for each pass), `summary/<device>`, `train` (whole training steps, a line for
-each way), `cpu` (a line for each kernel on processors), `kernels` (which kernel is the default of how many problems),
-`family/<name>` (the problems of which a family of kernels runs a pass by default), `forced/<algorithm>` (those that it
-was forced to run), or `<device>/<table>`, as `python -m benchmarks report --list` prints them.
+each way), `infer` (answers of whole models, likewise), `cpu` (a line for each kernel on processors), `kernels` (which
+kernel is the default of how many problems), `family/<name>` (the problems of which a family of kernels runs a pass by
+default), `forced/<algorithm>` (those that it was forced to run), or `<device>/<table>`, as `python -m benchmarks report
+--list` prints them.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ def _table(runs: list[Run]) -> Run:
         rows += [{**row, "earlier": True} if record.key(row)[:2] in newer else row for row in run["rows"]]
     if runs[0]["op"] == "train":
         rows.sort(key=lambda row: (row["devices"], list(WAYS).index(row["way"])))
+    elif runs[0]["op"] == "infer":
+        rows.sort(key=lambda row: (row["batch"], list(SERVING).index(row["way"])))
     else:
         cases = enumerate(BY_OP[runs[0]["op"]])
         place = {(case.name, pass_): (i, j) for i, case in cases for j, pass_ in enumerate(case.passes)}
@@ -96,6 +99,8 @@ def table(run: Run) -> str:
     """A row for each problem and pass, and one more for each forced algorithm."""
     if run["op"] == "train":
         return train_table(run)
+    if run["op"] == "infer":
+        return infer_table(run)
     with_torch = any(row["contender"] == "torch" for row in run["rows"])
     with_limit = run["ceilings"] is not None
     rows = []
@@ -163,6 +168,54 @@ def train_table(run: Run) -> str:
     return text + provenance(run)
 
 
+# What a way of `python -m benchmarks infer` is, in a table.
+SERVING = {
+    "plain": "Flax, XLA",
+    "constants": "Flax, XLA, weights constants",
+    "accelerate": "`jaxconv.accelerate`",
+    "frozen": "`jaxconv.freeze`",
+    "torch": "PyTorch, max-autotune",
+    "onnx": "ONNX Runtime",
+}
+
+
+def infer_table(run: Run) -> str:
+    """A row for each batch and way."""
+    with_kernels = any(row["kernels"] is not None for row in run["rows"])
+    rows = []
+    for row in run["rows"]:
+        cells = [str(row["batch"]), SERVING[row["way"]], f"{row['ms']:.3f}", f"{row['p99_ms']:.3f}"]
+        cells += [f"{row['plain_ms'] / row['ms']:.2f}", f"{row['images_per_s']:.0f}"]
+        cells += [f"{row['plain_queued_ms'] / row['queued_ms']:.2f}"]
+        known = row["launches"] is not None
+        cells += [str(row["launches"]), f"{row['captured']} in {row['graphs']}"] if known else ["", ""]
+        if with_kernels:
+            cells += [f"{row['kernels']:.0f}", f"{row['kernels_ms']:.3f}"] if row["kernels"] is not None else ["", ""]
+        cells += [f"{row['trace_s'] + row['compile_s']:.1f}"]
+        cells += [f"{row['memory_bytes'] / 2**20:.0f}" if row["memory_bytes"] is not None else ""]
+        rows.append([*cells, "yes" if row["agrees"] else "**no**"])
+    head = ["batch", "way", "ms a call", "p99", "speed, plain = 1", "images/s, queued", "speed, plain = 1"]
+    head += ["launches", "of them in graphs"] + (["kernels", "their ms"] if with_kernels else [])
+    head += ["s to trace and compile", "MiB", "answers agree"]
+    text = _markdown(head, rows, 2) + "\n"
+    if run["options"]:
+        text += "XLA's options: " + ", ".join(f"`{name}={value}`" for name, value in run["options"].items()) + ".\n\n"
+    for way, why in run["skipped"].items():
+        text += f"{SERVING[way]} is left out: {why}.\n\n"
+    return text + provenance(run)
+
+
+def infer_summary(runs: dict[str, Run]) -> str:
+    """A line for each model, batch and way."""
+    rows = []
+    for run in runs.values():
+        for row in run["rows"]:
+            model = f"{run['model']}, {run['dtype']}, {row['batch']} x {run['image']}²"
+            ratio = f"{row['plain_ms'] / row['ms']:.2f}"
+            rows.append([model, SERVING[row["way"]], f"{row['ms']:.3f}", f"{row['images_per_s']:.0f}", ratio])
+    return _markdown(["model", "way", "ms a call", "images/s, queued", "speed of a call, plain = 1"], rows, 2)
+
+
 def training_step(run: Run) -> str:
     return f"{run['model']}, {run['dtype']}, {run['batch']} x {run['image']}²"
 
@@ -184,7 +237,7 @@ def summary(runs: dict[str, Run], name: Callable[[str], str] = str) -> str:
     rows = [
         [name(table), suite, pass_, str(count), f"{mean:.2f}", str(losses)]
         for table, run in runs.items()
-        if run["op"] != "train"
+        if run["op"] not in record.WHOLE
         for suite, pass_, count, mean, losses in geometric_means(run["rows"])
     ]
     head = ["table", "cases", "pass", "problems", "XLA / jaxconv, geometric mean", f"below {LOSS}"]
@@ -276,7 +329,7 @@ def _defaults(runs: dict[str, Run]) -> list[tuple[Run, Run]]:
     return [
         (run, row)
         for run in runs.values()
-        if run["op"] != "train" and run["platform"] != "cpu" and not run["small"]
+        if run["op"] not in record.WHOLE and run["platform"] != "cpu" and not run["small"]
         for row in run["rows"]
         if row["contender"] == "ours" and "ms" in row
     ]
@@ -348,7 +401,7 @@ def by_force(runs: dict[str, Run], algorithm: str) -> str:
     """A row for each problem that an algorithm was forced to run on an accelerator."""
     found: dict[tuple[str, str, str], dict[str, Run]] = {}
     for run in runs.values():
-        if run["platform"] == "cpu" or run["op"] == "train" or run["small"]:
+        if run["platform"] == "cpu" or run["op"] in record.WHOLE or run["small"]:
             continue
         for row in run["rows"]:
             if row["contender"] == f"ours:{algorithm}" and "ms" in row:
@@ -417,6 +470,9 @@ def block(name: str, runs: dict[str, Run]) -> str:
     if name == "train":
         alone = {k: r for k, r in runs.items() if r["op"] == "train" and not r["small"] and r["most_devices"] == 1}
         return train_summary(alone) if alone else NOTHING
+    if name == "infer":
+        some = {k: r for k, r in runs.items() if r["op"] == "infer" and not r["small"] and r["platform"] != "cpu"}
+        return infer_summary(some) if some else NOTHING
     kind, _, rest = name.partition("/")
     if kind == "family":
         return by_case(runs, rest)
@@ -448,13 +504,14 @@ def pages(runs: dict[str, Run]) -> dict[str, str]:
         kind = next(iter(tables.values()))["device"]
         newest = max(run["date"] for run in tables.values())[:10]
         index.append(f"* [{kind}]({device}/index.md): {len(tables)} tables, the newest of {newest}\n")
-        problems = {name: run for name, run in tables.items() if run["op"] != "train"}
+        problems = {name: run for name, run in tables.items() if run["op"] not in record.WHOLE}
         text = f"# {kind}\n\n{NOTE}\n"
         if problems:
             text += summary(problems, lambda name: f"[{name}]({name}.md)") + "\n"
-        steps = [name for name in tables if name not in problems]
-        if steps:
-            text += "Whole training steps:\n\n" + "".join(f"* [{name}]({name}.md)\n" for name in steps)
+        for op, title in (("train", "Whole training steps"), ("infer", "Answers of whole models")):
+            names = [name for name, run in tables.items() if run["op"] == op]
+            if names:
+                text += f"{title}:\n\n" + "".join(f"* [{name}]({name}.md)\n" for name in names) + "\n"
         made[f"{PAGES}/{device}/index.md"] = text.rstrip("\n") + "\n"
         for name, run in tables.items():
             made[f"{PAGES}/{device}/{name}.md"] = f"# {name}, {kind}\n\n{NOTE}\n{table(run)}"

@@ -12,12 +12,14 @@ from jaxconv._enable import disable, disabled, enable, enabled, report
 from jaxconv._explain import Explanation, explain, info
 from jaxconv._explain import warn_of_environment as _warn_of_environment
 from jaxconv._export import check_exported, export_checks, portable_exported
+from jaxconv._launches import Launches, launches
 from jaxconv.accelerate import accelerate
 from jaxconv.batchnorm import batchnorm
 from jaxconv.conv import conv1d, conv2d, conv3d
 from jaxconv.conv_batchnorm import conv_batchnorm
 from jaxconv.conv_transpose import conv_general_dilated, conv_transpose1d, conv_transpose2d, conv_transpose3d
 from jaxconv.dense import dense
+from jaxconv.freeze import Frozen, freeze
 from jaxconv.tune import tune
 
 if TYPE_CHECKING:
@@ -28,6 +30,8 @@ __version__ = _version("jaxconv")
 
 __all__ = [
     "Explanation",
+    "Frozen",
+    "Launches",
     "__version__",
     "accelerate",
     "batchnorm",
@@ -49,7 +53,9 @@ __all__ = [
     "enabled",
     "explain",
     "export_checks",
+    "freeze",
     "info",
+    "launches",
     "portable_exported",
     "report",
     "tune",

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.extend
 import jax.numpy
-from jax._src import checkify, core, dispatch, source_info_util
+from jax._src import checkify, config, core, dispatch, source_info_util
 from jax._src.interpreters import mlir as lowerings
 from jax._src.lib import _jax
 from jax.experimental import jet
@@ -89,6 +89,11 @@ def _without_custom_jvp(closed: Any) -> Callable[..., list[Any]]:
 def varying(a: Any) -> frozenset[str]:
     """The mesh axes over which a value inside shard_map varies. (`manual_axis_type`: since 0.10; before it `vma`.)"""
     return jax.typeof(a).manual_axis_type.varying
+
+
+def trace_context() -> Any:
+    """What tracing depends on besides arguments, hashable: precision, 64-bit types, meshes, user contexts (0.4 on)."""
+    return config.trace_context()
 
 
 def partitioning(ctx: mlir.LoweringRuleContext) -> str:

@@ -83,7 +83,8 @@ def explain(f: Callable[..., Any], *, platform: str | None = None) -> Callable[.
     Where `jaxconv.accelerate` is in f, also what it replaced by what, and for what it left, why; and for each of lax's
     own convolutions which of fprop, dgrad and wgrad it is, and what `jaxconv.enable` makes of it or would make of it.
 
-    Nothing is run or compiled: f is traced. Gradients are explained too::
+    Nothing is run or compiled: f is traced; `launches` compiles f, and counts what it launches. Gradients are explained
+    too::
 
         print(jaxconv.explain(jax.grad(loss))(params, batch))
 

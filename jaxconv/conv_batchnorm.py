@@ -110,7 +110,7 @@ fork = _op.fork(pair, pair, lambda p: (p.conv.x_shape, p.conv.dtype), _RULES)
 # Inference
 
 
-def _inference(
+def inference(
     p: ConvBatchNormProblem, x: Array, w: Array, scale: Array, bias: Array, mean: Array, var: Array, *residual: Array
 ) -> Array:
     """conv(x, w * s) + (bias - mean * s), s = scale / sqrt(var + epsilon), in the convolution's own epilogue."""
@@ -216,7 +216,7 @@ def _call(
         arrays["bias"] = jnp.zeros(p.norm.param_shape, p.norm.param_dtype)
     args = [x, w, *arrays.values(), *([] if residual is None else [residual])]
     if not p.norm.training:
-        return x, (_inference(p, *args), arrays["running_mean"], arrays["running_var"])
+        return x, (inference(p, *args), arrays["running_mean"], arrays["running_var"])
     passed, outs = fork(p, *args) if forks else (x, pair(p, *args))
     y, new_mean, new_var = outs
     return passed, (y, new_mean, new_var)

@@ -6,11 +6,12 @@ import json
 import math
 
 import jax
+import numpy as np
 import pytest
 from helpers import PLATFORM
 from jax import lax
 
-from benchmarks import cases, record, report, run, tune
+from benchmarks import cases, infer, record, report, run, tune
 from jaxconv._activation import Activation
 from jaxconv._plan import measured as tables
 from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem
@@ -328,3 +329,75 @@ def test_tune_without_algorithms_is_refused(capsys):
     with pytest.raises(SystemExit):
         run.main(["--tune"])
     assert "--algorithm" in capsys.readouterr().err
+
+
+INFER = ["--small", "--dtype", "f32", "--batch", "1,2", "--calls", "3", "--seconds", "0.002"]
+
+
+def test_ways_to_answer_agree_and_a_page_is_made_of_them(tmp_path):
+    pytest.importorskip("flax", reason="the models are Flax's")
+    results = tmp_path / "benchmarks" / "results"
+    for way, batches in (("frozen", "1,2"), ("accelerate", "1")):  # a second run, which lacks rows of the first
+        assert infer.main([*INFER, "--batch", batches, "--ways", way, "--json", str(results / "here")]) == 0
+        (path,) = (results / "here").glob("*-small-*.json")
+        path.rename(path.with_name(f"{way}.json"))
+    (run,) = report.load(results).values()
+    rows = {(row["batch"], row["way"]): row for row in run["rows"]}
+    assert list(rows) == [*((1, way) for way in ("plain", "accelerate", "frozen")), (2, "plain"), (2, "frozen")]
+    for row in rows.values():
+        assert row["agrees"] and row["error"] <= row["allowed"] < 1e-3 and row["ms"] > 0 and row["images_per_s"] > 0
+        assert row["p99_ms"] >= row["ms"] and row["memory_bytes"] > 0
+    for n in (1, 2):  # nothing folds in a frozen call
+        assert rows[n, "frozen"]["launches"] < rows[n, "plain"]["launches"]
+    assert report.main(["--root", str(tmp_path)]) == 0
+    (page,) = (tmp_path / "docs" / "results").glob("*/infer-resnet50-f32-small.md")
+    assert page.read_text().count("| yes |") == 5
+    assert "infer-resnet50-f32-small" in (page.parent / "index.md").read_text()
+
+
+def test_an_answer_that_is_wrong_is_found(monkeypatch, capsys):
+    pytest.importorskip("flax", reason="the models are Flax's")
+    right = infer.answers
+
+    def wrong(way, *args):
+        made = right(way, *args)
+        take = made.take
+        made.take = (lambda y: 1.01 * take(y)) if way == "frozen" else take
+        return made
+
+    monkeypatch.setattr(infer, "answers", wrong)
+    assert infer.main([*INFER, "--batch", "1", "--ways", "frozen"]) == 1
+    assert "DISAGREES" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--ways", "plain,tensorrt"], "--ways tensorrt: expected some of plain"),
+        (["--model", "resnet51"], "--model resnet51: expected some of resnet50"),
+        (["--batch", "0"], "at least 1"),
+        (["--option", "xla_gpu_graph_min_graph_size"], "expected NAME=VALUE"),
+    ],
+)
+def test_bad_options_of_infer_are_refused(options, message, capsys):
+    with pytest.raises(SystemExit):
+        infer.main(options)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ("resnet50", "mobilenet_v2", "efficientnet_b0"))
+def test_the_models_in_pytorch_are_flaxs(name):
+    torch = pytest.importorskip("torch", reason="it compares with PyTorch, which is not installed")
+    linen = pytest.importorskip("flax.linen", reason="the models are Flax's")
+    from benchmarks import torch_models
+    from benchmarks.models import SERVED
+
+    model = SERVED[name](linen, jax.numpy.float32, small=True)
+    variables = infer.variables_of(model, 32)
+    images = np.random.default_rng(0).standard_normal((2, 32, 32, 3), np.float32)
+    module = torch_models.module_of(model, variables, torch.float32)
+    module.exact = True
+    with torch.inference_mode(), jax.default_matmul_precision("highest"):
+        theirs = module(torch.from_numpy(images).permute(0, 3, 1, 2)).numpy()
+        ours = jax.jit(lambda v, x: model.apply(v, x, train=False))(variables, images)
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * np.abs(theirs).max())

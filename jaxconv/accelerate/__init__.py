@@ -7,14 +7,16 @@ The function is traced (state), its jaxpr becomes a graph of values (graph), wha
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.extend.core import ClosedJaxpr
 
 from jaxconv.accelerate.activations import Activations
 from jaxconv.accelerate.graph import Array
@@ -61,84 +63,115 @@ def accelerate(f: Callable[..., Any]) -> Callable[..., Any]:
       TypeError: where f is no function. When called, where f puts arrays into other containers among its arguments, or
         into Keras's variables under `jax.jit`: they would be lost.
     """
-    _check(f)
-
-    def rewriting(args: Any, kwargs: Any) -> tuple[Rewriting, Report, list[Any], Callable[[list[Array]], Any]]:
-        given, keras, linen = Arguments(args, kwargs), KerasVariables(), LinenVariables(f, args, kwargs)
-        tree, leaves, traced = None, [], []
-
-        def of_arrays(*args: Any, **kwargs: Any) -> list[Any]:
-            nonlocal tree, leaves, traced
-            with given.of(jax.tree.leaves((args, kwargs))) as (args, kwargs, after):
-                out = f(*args, **kwargs)
-                leaves, tree = jax.tree.flatten((out, after(), keras.take()))
-            # Everything else is returned as it is: a Python number, an array that f closes over.
-            results = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, jax.core.Tracer)}
-            traced, leaves = list(results), [None if i in results else leaf for i, leaf in enumerate(leaves)]
-            return list(results.values())
-
-        report = Report()
-        with keras.gathered():
-            jaxpr = jax.make_jaxpr(_named_as(f, of_arrays))(*given.args, **given.kwargs)
-        linen.check()
-        rewritten = Rewriting(jaxpr, report, Activations())
-        report.finish()
-
-        def finish(results: list[Array]) -> Any:
-            for i, result in zip(traced, results, strict=True):
-                leaves[i] = result
-            out, changed, variables = jax.tree.unflatten(tree, leaves)
-            given.write_back(changed)
-            keras.write_back(variables)
-            return out
-
-        return rewritten, report, given.arrays, finish
+    check(f)
 
     @functools.wraps(f)
     def accelerated(*args: Any, **kwargs: Any) -> Any:
-        reason = _untouched()
+        reason = untouched()
         if reason:
             if LISTENER.value is not None:
                 LISTENER.value.report.extend(Report(notes=[reason]))
             return f(*args, **kwargs)
         with nnx_updates():
-            rewritten, report, arrays, finish = rewriting(args, kwargs)
+            traced = trace(f, args, kwargs)
+            rewritten, report = traced.rewritten()
             if LISTENER.value is not None:
                 LISTENER.value.report.extend(report)
-            return finish(rewritten.run(*arrays))
+            return traced.finish(rewritten.run(*traced.arguments.arrays))
 
     def report(*args: Any, **kwargs: Any) -> Report:
-        reason = _untouched()
+        reason = untouched()
         if reason:
             return Report(notes=[reason])
         with nnx_updates():
-            return rewriting(args, kwargs)[1]
+            return trace(f, args, kwargs).rewritten()[1]
 
     accelerated.report = report  # type: ignore[attr-defined]
     return accelerated
 
 
-def _check(f: Any) -> None:
+@dataclasses.dataclass(frozen=True)
+class Results:
+    """What f returns, the state of nnx's objects after it, and Keras's variables, without the traced arrays."""
+
+    tree: Any
+    leaves: list[Any]  # None where a traced array is
+    places: list[int]  # of the traced arrays among the leaves
+    own: int  # so many leaves are f's
+
+    def unflatten(self, arrays: Sequence[Array | None]) -> tuple[Any, Any, Any]:
+        leaves = list(self.leaves)
+        for i, array in zip(self.places, arrays, strict=True):
+            leaves[i] = array
+        return jax.tree.unflatten(self.tree, leaves)
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """f of some arguments as a jaxpr, of the arguments' arrays to those among the results."""
+
+    jaxpr: ClosedJaxpr
+    arguments: Arguments
+    keras: KerasVariables
+    results: Results
+
+    def rewritten(self) -> tuple[Rewriting, Report]:
+        report = Report()
+        rewriting = Rewriting(self.jaxpr, report, Activations())
+        report.finish()
+        return rewriting, report
+
+    def finish(self, arrays: Sequence[Array]) -> Any:
+        """f's results; what f changes is written back."""
+        out, changed, variables = self.results.unflatten(arrays)
+        self.arguments.write_back(changed)
+        self.keras.write_back(variables)
+        return out
+
+
+def trace(f: Callable[..., Any], args: Any, kwargs: Any, name: str = "accelerate") -> Traced:
+    """f of these arguments. Inside `nnx_updates()`; `name` is who traces, for errors."""
+    given, keras, linen = Arguments(args, kwargs, name), KerasVariables(), LinenVariables(f, args, kwargs, name)
+    tree, leaves, places, own = None, [], [], 0
+
+    def of_arrays(*args: Any, **kwargs: Any) -> list[Any]:
+        nonlocal tree, leaves, places, own
+        with given.of(jax.tree.leaves((args, kwargs))) as (args, kwargs, after):
+            out = f(*args, **kwargs)
+            leaves, tree = jax.tree.flatten((out, after(), keras.take()))
+        own = len(jax.tree.leaves(out))
+        # Everything else is returned as it is: a Python number, an array that f closes over.
+        results = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, jax.core.Tracer)}
+        places, leaves = list(results), [None if i in results else leaf for i, leaf in enumerate(leaves)]
+        return list(results.values())
+
+    with keras.gathered():
+        jaxpr = jax.make_jaxpr(_named_as(f, of_arrays))(*given.args, **given.kwargs)
+    linen.check()
+    return Traced(jaxpr, given, keras, Results(tree, leaves, places, own))
+
+
+def check(f: Any, name: str = "accelerate") -> None:
     """TypeError where f is none, and a sentence for what is often given in a function's place."""
     linen = sys.modules.get("flax.linen")
     if linen is not None and isinstance(f, linen.Module) and f.scope is None:
         raise TypeError(
-            f"accelerate: {type(f).__name__} is a flax.linen module without parameters, not a function of them: "
-            "accelerate(model.apply)"
+            f"{name}: {type(f).__name__} is a flax.linen module without parameters, not a function of them: "
+            f"{name}(model.apply{', variables' if name == 'freeze' else ''})"
         )
     if callable(f):
         return
     names = [name for name in getattr(f, "_fields", ()) if callable(getattr(f, name))]
     if "apply" in names or "update" in names:  # Haiku's Transformed, Optax's GradientTransformation
-        name = "apply" if "apply" in names else "update"
+        one = "apply" if "apply" in names else "update"
         what = f"{type(f).__name__}({', '.join(names)})"
-        raise TypeError(f"accelerate: got {what}, several functions: give it one of them, accelerate(f.{name})")
+        raise TypeError(f"{name}: got {what}, several functions: give it one of them, {name}(f.{one})")
     if isinstance(f, (tuple, list)) and any(callable(one) for one in f):
-        raise TypeError(f"accelerate: got a {type(f).__name__} of {len(f)} functions: give it one of them")
-    raise TypeError(f"accelerate: f must be a function, got {type(f).__name__}")
+        raise TypeError(f"{name}: got a {type(f).__name__} of {len(f)} functions: give it one of them")
+    raise TypeError(f"{name}: f must be a function, got {type(f).__name__}")
 
 
-def _untouched() -> str:
+def untouched() -> str:
     """Why a call is f's own; empty where it is not."""
     names = os.environ.get("JAXCONV_DISABLE", "")
     if "all" in (name.strip() for name in names.split(",")):

@@ -76,6 +76,17 @@ class Node:
     def params(self) -> dict[str, Any]:
         return self.eqn.params
 
+    def evaluate(self, values: Sequence[Any], **changed: Any) -> Sequence[Any]:
+        """The results, under the equation's name, place and context; `changed`: parameters."""
+        info = self.eqn.source_info
+        name_stack = source_info_util.current_name_stack() + self.name_stack
+        with source_info_util.user_context(info.traceback, name_stack=name_stack), self.eqn.ctx.manager:
+            if self.call is not None:
+                return self.call(*(jnp.asarray(v) for v in values))
+            primitive = self.eqn.primitive
+            outs = primitive.bind(*values, **primitive.get_bind_params({**self.params, **changed}))
+            return outs if primitive.multiple_results else [outs]
+
     @functools.cached_property
     def body(self) -> str:
         """The text of what a custom_jvp_call computes."""
@@ -108,16 +119,22 @@ JIT = ("jit", "pjit")
 
 def _is_light(jaxpr: Jaxpr) -> bool:
     return len(jaxpr.eqns) <= 40 and all(
-        not eqn.effects and (_inlined(eqn) if eqn.primitive.name in JIT else eqn.primitive.name in LIGHT)
+        not eqn.effects and (light_body(eqn) is not None if eqn.primitive.name in JIT else eqn.primitive.name in LIGHT)
         for eqn in jaxpr.eqns
     )
 
 
-def _inlined(eqn: JaxprEqn) -> bool:
+def body_of_jit(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """What a jitted call that says nothing of devices calls."""
     if eqn.primitive.name not in JIT:
-        return False
+        return None
     shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
-    return all(type(s).__name__ == "UnspecifiedValue" for s in shardings) and _is_light(eqn.params["jaxpr"].jaxpr)
+    return eqn.params["jaxpr"] if all(type(s).__name__ == "UnspecifiedValue" for s in shardings) else None
+
+
+def light_body(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    body = body_of_jit(eqn)
+    return body if body is not None and _is_light(body.jaxpr) else None
 
 
 UNIT_AXES = ("reshape", "broadcast_in_dim", "squeeze")  # what adds and removes axes of extent 1, among other things
@@ -142,14 +159,14 @@ def _explicit(aval: Any) -> Any:
     return sharding if sharding is not None and any(axis is not None for axis in sharding.spec) else None
 
 
-def _plain(params: Any) -> str:
+def plain(params: Any) -> str:
     """An equation's parameters as text, without the functions (whose text is an address)."""
     if isinstance(params, dict):
-        return str([(name, _plain(value)) for name, value in sorted(meant(params).items()) if not callable(value)])
+        return str([(name, plain(value)) for name, value in sorted(meant(params).items()) if not callable(value)])
     if isinstance(params, ClosedJaxpr):
         return Graph(params).text()
     if isinstance(params, (tuple, list)):
-        return str([_plain(value) for value in params])
+        return str([plain(value) for value in params])
     return str(int(params) if isinstance(params, np.integer) else params)
 
 
@@ -160,7 +177,9 @@ class Graph:
     broadcast twice, and the same operation of the same operands.
     """
 
-    def __init__(self, closed: ClosedJaxpr):
+    def __init__(self, closed: ClosedJaxpr, body_of: Callable[[JaxprEqn], ClosedJaxpr | None] | None = None):
+        """`body_of`: what an equation is read as, where it is read as its body; None is `light_body`."""
+        self._body_of = body_of or light_body
         self.nodes: list[Node] = []
         self._known: dict[Any, Value] = {}
         self.inputs = [Value(v.aval) for v in closed.jaxpr.invars]
@@ -177,8 +196,8 @@ class Graph:
 
         for eqn in jaxpr.eqns:
             inputs, name_stack = [read(atom) for atom in eqn.invars], outer + eqn.source_info.name_stack
-            if _inlined(eqn):
-                inner = eqn.params["jaxpr"]
+            inner = self._body_of(eqn)
+            if inner is not None:
                 values.update(zip(eqn.outvars, self._add(inner.jaxpr, inner.consts, inputs, name_stack), strict=True))
                 continue
             if eqn.primitive.name == "broadcast_in_dim" and scalar_of(inputs[0]) is not inputs[0]:
@@ -209,7 +228,7 @@ class Graph:
             scalar = isinstance(v, Constant) and v.shape == () and not isinstance(v.value, jax.core.Tracer)
             return (v.dtype, np.asarray(v.value).tobytes()) if scalar else id(v.value) if isinstance(v, Constant) else v
 
-        known = self._known.setdefault((node.name, _plain(node.params), *map(key, node.inputs)), result)
+        known = self._known.setdefault((node.name, plain(node.params), *map(key, node.inputs)), result)
         return known if known is not result and known.aval == result.aval else None
 
     def text(self) -> str:
@@ -224,7 +243,7 @@ class Graph:
             names.update((v, f"{len(lines)}.{i}") for i, v in enumerate(node.outputs))
             shapes = [f"{v.dtype}{v.shape}" for v in node.outputs]
             params = {k: p for k, p in node.params.items() if k not in ("shape", "new_sizes")}  # the results' shapes
-            lines.append(f"{shapes} = {node.name}{_plain(params)} {[name(v) for v in node.inputs]}")
+            lines.append(f"{shapes} = {node.name}{plain(params)} {[name(v) for v in node.inputs]}")
         return "\n".join([*lines, str([name(v) for v in self.outputs])])
 
     def _drop_unused(self) -> None:
@@ -305,11 +324,13 @@ def channels_of(v: Value, shape: tuple[int, ...]) -> tuple[Value, int] | None:
         if len(axes) != 1 or source.shape[axes[0][0]] != shape[axes[0][1]]:
             return None
         return bare(source), axes[0][1]
-    if len(v.shape) != len(shape) or v.shape == shape:
+    if len(v.shape) != len(shape):
         return None
     axes = [a for a, extent in enumerate(v.shape) if extent != 1]
     if len(axes) != 1 or v.shape[axes[0]] != shape[axes[0]]:
         return None
+    if v.shape == shape and not (v.made_by == "reshape" and len(bare(v).shape) == 1):
+        return None  # an array like the other: of one image and one pixel only a vector in that shape is numbers
     return bare(v), axes[0]
 
 

@@ -22,6 +22,7 @@ from jaxconv.accelerate.graph import Array, Node, Value, bare, channels_of, numb
 from jaxconv.accelerate.linear import ConvBefore, Fused, Refusal, fork_of, window_of
 from jaxconv.accelerate.report import GRADIENT
 from jaxconv.batchnorm import batchnorm
+from jaxconv.conv_batchnorm import inference
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,6 +150,22 @@ def _means(v: Value) -> Iterator[tuple[Value, int | None]]:
             v = bare(v)
         else:
             return
+
+
+def over_batch(n: Normalised) -> bool:
+    """Whether it is by x's own mean over images and pixels: training's statistics.
+
+    The sum says so, not the shapes: of one image, statistics of an image and of the batch are the same numbers.
+    """
+    x = unconverted(n.x)
+    if n.axis == 0 or not _is_mean(n.mean, n.axis, lambda u: unconverted(u) is x):
+        return False
+    v = bare(n.mean)
+    while v.made_by in ("div", "mul", "reduce_sum"):
+        if v.made_by == "reduce_sum" and 0 in v.node.params["axes"]:
+            return True
+        v = bare(next(u for u in v.node.inputs if number_of(u) is None))
+    return False
 
 
 def _sums_an_axis(node: Node) -> bool:
@@ -343,3 +360,29 @@ def find_batchnorm(n: Normalised, activations: Activations, before: ConvBefore |
             if left is y and right is not y and right.shape == y.shape and right.dtype == y.dtype:
                 yield from with_activation(total, right)
     yield from with_activation(y, None)
+
+
+def find_own_pair(node: Node) -> Fused | None:
+    """jaxconv's own batch-norm in inference, with its own convolution before it, where nobody else needs its result."""
+    norm, z = node.params["problem"], node.inputs[0]
+    conv = z.node
+    if conv is None or conv.name not in ("jaxconv_conv", "jaxconv_conv_fprop") or z.users != [node]:
+        return None
+    p = conv.params["problem"]
+    axis = len(p.y_shape) - 1 if p.channels_last else 1
+    if p.activation != Activation() or norm.batch is not None or norm.channel_axis != axis:
+        return None
+    if norm.implementation is not None or norm.algorithm is not None:  # asked for
+        return None
+    shift = len(conv.inputs) > 2
+    pair = _problem.ConvBatchNormProblem(dataclasses.replace(p, bias=False), norm)
+
+    def call(x: Array, w: Array, *rest: Array) -> Sequence[Array]:
+        shifts, (scale, bias, mean, var, *residual) = rest[:shift], rest[shift:]
+        for b in shifts:  # (z + b) - mean = z - (mean - b)
+            mean = mean - b.astype(mean.dtype)
+        return [inference(pair, x, w, scale, bias, mean, var, *residual)]
+
+    parts = ["conv", *["bias"] * shift, "batchnorm (inference)", *["residual"] * norm.residual]
+    parts += [] if norm.activation == Activation() else [str(norm.activation)]
+    return Fused([node], [*conv.inputs, *node.inputs[1:]], node.outputs, call, parts, layer=conv)

@@ -14,14 +14,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
 from jaxconv import _fused
 from jaxconv.accelerate.activations import Activations
 from jaxconv.accelerate.graph import Array, Constant, Graph, Node, Value, channels_of, unconverted
 from jaxconv.accelerate.linear import ConvBefore, Fused, Refusal, conv_before, find_conv, find_dense, find_gradient
-from jaxconv.accelerate.norms import Normalised, find_batchnorm, find_normalised
+from jaxconv.accelerate.norms import Normalised, find_batchnorm, find_normalised, find_own_pair, over_batch
 from jaxconv.accelerate.report import GRADIENT, GRADIENTS, Finding, Report
 
 
@@ -36,6 +35,7 @@ class Rewriting:
         self._maker: dict[Value, Node] = {}  # of the values that a fused call makes
         self._covered: set[Node] = set()  # what fused calls stand for
         self._inner: dict[Node, dict[str, Any]] = {}  # changed parameters of nodes with functions inside
+        self.over_batch: list[str] = []  # where what is normalised is by statistics of all images
         self._find()
         self.changed = bool(self._maker or self._inner)
 
@@ -56,6 +56,8 @@ class Rewriting:
         for node in self.graph.nodes:
             if node in found:
                 n = found[node]
+                if over_batch(n):
+                    self.over_batch.append(str(node.name_stack))
                 conv = self._conv_before(unconverted(n.x), n.axis)
                 self._try("batchnorm", node, n.x.shape, lambda n=n, c=conv: find_batchnorm(n, self._activations, c))
             elif node.name == "conv_general_dilated":
@@ -64,6 +66,9 @@ class Rewriting:
                 self._try("dense", node, node.inputs[0].shape, lambda n=node: iter([find_dense(n, self._activations)]))
             elif node.name.startswith("jaxconv_"):
                 self._report.already += 1
+                own = find_own_pair(node) if node.name == "jaxconv_batchnorm_infer" else None
+                if own is not None:
+                    self._try("batchnorm", node, node.inputs[0].shape, lambda own=own: iter([own]))
             else:
                 self._look_inside(node)
 
@@ -157,6 +162,7 @@ class Rewriting:
         closed = inside if isinstance(inside, ClosedJaxpr) else ClosedJaxpr(inside, ())
         findings = Report()
         rewriting = Rewriting(closed, findings, self._activations, self._scopes(around))
+        self.over_batch += rewriting.over_batch
         if not rewriting.changed:
             self._report.extend(findings)
             return inside
@@ -236,7 +242,7 @@ class Rewriting:
     def run(self, *args: Array) -> list[Array]:
         if not self.changed:
             outs = jaxpr_as_fun(self._closed)(*args)
-            return [_of_type(out, v) for out, v in zip(outs, self.graph.outputs, strict=True)]
+            return [of_type(out, v) for out, v in zip(outs, self.graph.outputs, strict=True)]
         given: dict[Value, Any] = dict(zip(self.graph.inputs, args, strict=True))
         known = dict(given)
 
@@ -245,23 +251,15 @@ class Rewriting:
 
         ordered, forks = self._schedule()
         for node in ordered:
-            info = node.eqn.source_info
-            name_stack = source_info_util.current_name_stack() + node.name_stack
-            with source_info_util.user_context(info.traceback, name_stack=name_stack), node.eqn.ctx.manager:
-                values = [read(v) for v in node.inputs]
-                if node in forks:
-                    known[node.inputs[0]], *outs = node.fork.call(*(jnp.asarray(v) for v in values))
-                elif node.call is not None:
-                    outs = node.call(*(jnp.asarray(v) for v in values))
-                else:
-                    primitive = node.eqn.primitive
-                    params = primitive.get_bind_params({**node.params, **self._inner.get(node, {})})
-                    outs = primitive.bind(*values, **params)
-                    outs = outs if primitive.multiple_results else [outs]
+            values = [read(v) for v in node.inputs]
+            if node in forks:
+                known[node.inputs[0]], *outs = dataclasses.replace(node, call=node.fork.call).evaluate(values)
+            else:
+                outs = node.evaluate(values, **self._inner.get(node, {}))
             for v, out in zip(node.outputs, outs, strict=True):
                 if self._maker.get(v, node) is node:
                     known[v] = out
-        return [_of_type(given[v] if v in given else read(v), v) for v in self.graph.outputs]
+        return [of_type(given[v] if v in given else read(v), v) for v in self.graph.outputs]
 
 
 # The equations that carry functions, and the parameters that hold them.
@@ -279,7 +277,7 @@ INSIDE = {
 }
 
 
-def _of_type(result: Any, v: Value) -> Array:
+def of_type(result: Any, v: Value) -> Array:
     """result as an array of v's type: a literal is a scalar of Python's or NumPy's."""
     if isinstance(result, jax.Array) and (result.dtype, jax.typeof(result).weak_type) == (v.dtype, v.aval.weak_type):
         return result

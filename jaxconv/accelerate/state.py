@@ -14,7 +14,7 @@ import numpy as np
 from jaxconv.accelerate.graph import Array
 
 
-def _is_array(leaf: Any) -> bool:
+def is_array(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
 
 
@@ -23,9 +23,21 @@ def _nnx() -> Any:
     return sys.modules.get("flax.nnx")
 
 
-def _is_graph_node(leaf: Any) -> bool:
+def is_graph_node(leaf: Any) -> bool:
     nnx = _nnx()
     return nnx is not None and isinstance(leaf, (nnx.Pytree, nnx.Variable))
+
+
+def with_own_objects(tree: Any) -> Any:
+    """The same with copies of nnx's objects in it, which hold the same arrays and see no changes of the given ones."""
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_graph_node)
+    places = [i for i, leaf in enumerate(leaves) if is_graph_node(leaf)]
+    if places:
+        nnx = _nnx()
+        copies = nnx.merge(*nnx.split(tuple(leaves[i] for i in places)))
+        for i, copy in zip(places, copies, strict=True):
+            leaves[i] = copy
+    return jax.tree.unflatten(structure, leaves)
 
 
 def nnx_updates() -> contextlib.AbstractContextManager[Any]:
@@ -47,13 +59,14 @@ class Arguments:
     would be in a pure function's arguments: it is refused.
     """
 
-    def __init__(self, args: Any, kwargs: Any):
+    def __init__(self, args: Any, kwargs: Any, name: str = "accelerate"):
         nnx = _nnx()
-        leaves, self._tree = jax.tree.flatten((args, kwargs), is_leaf=_is_graph_node)
-        self._objects = [i for i, leaf in enumerate(leaves) if _is_graph_node(leaf)]
+        self._name = name  # who asks, for errors
+        leaves, self._tree = jax.tree.flatten((args, kwargs), is_leaf=is_graph_node)
+        self._objects = [i for i, leaf in enumerate(leaves) if is_graph_node(leaf)]
         self._leaves = leaves
         # What takes each leaf's place where arrays are traced: of nnx's objects the first holds the state of all.
-        traced = [leaf if _is_array(leaf) else _Hidden() for leaf in leaves]
+        traced = [leaf if is_array(leaf) else _Hidden() for leaf in leaves]
         if self._objects:
             with nnx.split_context("jaxconv.accelerate") as context:
                 self._graph, state = context.split(tuple(leaves[i] for i in self._objects))
@@ -67,7 +80,7 @@ class Arguments:
         """(args, kwargs) with `arrays` in them, and a function that, after f, returns the state of all nnx objects."""
         given = iter(arrays)
         traced = [jax.tree.unflatten(place, [next(given) for _ in range(place.num_leaves)]) for place in self._places]
-        leaves = [new if _is_array(leaf) else leaf for new, leaf in zip(traced, self._leaves, strict=True)]
+        leaves = [new if is_array(leaf) else leaf for new, leaf in zip(traced, self._leaves, strict=True)]
         objects: Any = ()
         if self._objects:
             with _nnx().merge_context("jaxconv.accelerate", inner=True) as context:
@@ -77,11 +90,11 @@ class Arguments:
         args, kwargs = jax.tree.unflatten(self._tree, leaves)
 
         def after() -> Any:
-            now = jax.tree.leaves((args, kwargs), is_leaf=_is_graph_node)
+            now = jax.tree.leaves((args, kwargs), is_leaf=is_graph_node)
             if not set(map(id, leaves)).issuperset(map(id, now)):
                 raise TypeError(
-                    "accelerate: the function changes one of its arguments (it puts another array into a dict, list or "
-                    "object that it was given), and that change would be lost. Return the new value instead; for "
+                    f"{self._name}: the function changes one of its arguments (it puts another array into a dict, list "
+                    "or object that it was given), and that change would be lost. Return the new value instead; for "
                     "flax.nnx pass the module itself, or split and merge it (nnx.split, nnx.merge), or use jaxconv.nnx"
                 )
             if not self._objects:
@@ -90,6 +103,12 @@ class Arguments:
                 return context.split(objects)
 
         yield args, kwargs, after
+
+    @property
+    def static(self) -> Any:
+        """Everything but the arrays: equal where the arguments differ in these alone."""
+        others = [leaf for leaf in self._leaves if not is_array(leaf) and not is_graph_node(leaf)]
+        return self._tree, self._graph if self._objects else None, others
 
     def write_back(self, changed: Any) -> None:
         if self._objects:
@@ -104,7 +123,8 @@ class LinenVariables:
     They belong to whoever bound the modules: `init`, `apply`, a module around. What is traced would be left in them.
     """
 
-    def __init__(self, f: Callable[..., Any], args: Any, kwargs: Any):
+    def __init__(self, f: Callable[..., Any], args: Any, kwargs: Any, name: str = "accelerate"):
+        self._name = name  # who asks, for errors
         linen = sys.modules.get("flax.linen")
         modules = [] if linen is None else [m for m in _reached(f, args, kwargs) if isinstance(m, linen.Module)]
         self._roots = [m.scope.root for m in modules if m.scope is not None]
@@ -122,8 +142,8 @@ class LinenVariables:
         if changed:
             name = changed[0].lstrip("0123456789")
             raise TypeError(
-                f"accelerate: a flax.linen module inside the function makes or changes variables ({name}) that belong "
-                "to what is around it, where they would be lost. Accelerate the whole: accelerate(model.apply)"
+                f"{self._name}: a flax.linen module inside the function makes or changes variables ({name}) that "
+                f"belong to what is around it, where they would be lost. Take the whole: {self._name}(model.apply)"
             )
 
 

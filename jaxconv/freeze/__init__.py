@@ -1,0 +1,340 @@
+"""`freeze`: a model and its variables as a function of the inputs alone, with what only they ask for done once.
+
+The function is traced and its layers are recognised as by `accelerate`; the program is then split (split) into what
+follows from the variables alone, which is evaluated when it is first needed, and the rest, which is one jitted function
+of these arrays and the inputs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+
+from jaxconv import _compat, _op
+from jaxconv.accelerate import Report, Results, Traced, check, trace, untouched
+from jaxconv.accelerate.graph import Array, Value
+from jaxconv.accelerate.report import LISTENER
+from jaxconv.accelerate.state import Arguments, is_array, is_graph_node, nnx_updates, with_own_objects
+from jaxconv.freeze.split import Split
+
+__all__ = ["Frozen", "freeze"]
+
+
+def freeze(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Frozen:
+    """f with its first arguments bound, as by `functools.partial`, and all that they determine computed once.
+
+    For inference::
+
+        predict = jaxconv.freeze(model.apply, variables, train=False)    # flax.linen
+        predict = jaxconv.freeze(model)                                   # a flax.nnx module, any callable pytree
+        logits = predict(images)
+
+    Equivalent JAX code: `jax.jit(functools.partial(jaxconv.accelerate(f), *args, **kwargs))`, with the same numbers up
+    to rounding. But a call does not fold batch-norms into filters and biases, cast weights or turn them into the order
+    in which kernels read them: the program is split into what follows from bound arrays alone, which is evaluated at
+    the first call, and the rest, which is jitted, with the results of the first part as arguments. What only repeats
+    smaller arrays (a bias over all pixels) stays in the rest.
+
+    Args:
+      f: a pure function; or an object that is called and holds its arrays: a flax.nnx module, a pytree.
+      args, kwargs: f's first arguments and some by name, with arrays anywhere in them: the weights. Everything else in
+        them is f's as it is.
+
+    Returns:
+      A `Frozen`: a function of f's other arguments, of any shapes. It can be called as it is (it is jitted), and inside
+      jit, vmap, grad, a mesh and jax.export; weights stand in such a program as constants, or, by `Frozen.apply`, as
+      arguments. The bound arrays are held too, for inputs of other shapes: bind NumPy's arrays
+      (`jax.device_get(variables)`) and a device holds the folded ones alone.
+
+    Raises:
+      TypeError: where f is no function; where a bound argument is no array but stands for one. When called, where an
+        argument is an nnx object, or neither an array nor hashable.
+      ValueError: when called, for what is no inference: where f changes a bound object (running statistics, a counter),
+        normalises by the statistics of its batch (a batch-norm in training mode), draws random numbers from a bound key
+        or from one of its own (dropout; a key among the inputs is fine), or has effects (callbacks other than
+        jax.debug's).
+
+    Layers are recognised as by `accelerate`: a batch-norm behind a transposed convolution or a dense layer stays one.
+    """
+    check(f, "freeze")
+    if is_graph_node(f) or any(map(is_array, jax.tree.leaves(f))):
+        f, args = _call, (f, *args)
+    for path, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs)):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise TypeError(f"freeze: {jax.tree_util.keystr(path)} is a jax.ShapeDtypeStruct, expected an array")
+    return Frozen(_Function(f), args, kwargs)
+
+
+def _call(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return model(*args, **kwargs)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    """f of inputs of some types."""
+
+    names: list[str]  # of its weights
+    early: Callable[..., list[Array]]  # jitted: the weights, of the bound arrays and those that f closes over
+    closed_over: list[Any]
+    late: Callable[..., list[Array]]  # jitted: the results, of the weights and the inputs
+    results: Results
+    report: Report
+
+
+class _Function:
+    """What all `Frozen`s of a function share: its programs, and how the weights are called."""
+
+    def __init__(self, f: Callable[..., Any]):
+        self.f = f
+        self.programs: dict[Any, _Program] = {}
+        self.names: dict[str, str] = {}  # of the expression of a weight
+        self.lock = threading.RLock()
+
+    def name(self, digest: str, wanted: str) -> str:
+        if digest not in self.names:
+            taken, n = set(self.names.values()), 1
+            name = wanted
+            while name in taken:
+                n += 1
+                name = f"{wanted}~{n}"
+            self.names[digest] = name
+        return self.names[digest]
+
+
+class Frozen:
+    """What `freeze` returns: a function of the inputs alone, with its weights prepared.
+
+    Calling it gives f's results: the same structure, shapes and dtypes, and the same numbers up to rounding.
+    """
+
+    def __init__(self, function: _Function, args: tuple[Any, ...], kwargs: dict[str, Any]):
+        self._function = function
+        self._args, self._kwargs = with_own_objects((args, kwargs))
+        with nnx_updates():
+            given = Arguments(self._args, self._kwargs, "freeze")
+        self._static = given.static
+        self._bound = jax.tree_util.tree_flatten_with_path((given.args, given.kwargs))[0]  # [(path, array)]
+        self._weights: dict[str, Array] = {}
+        self.__name__ = getattr(function.f, "__name__", type(function.f).__name__)
+
+    def __repr__(self) -> str:
+        known = f"{len(self._weights)} weights, {_mib(self._weights.values())}" if self._weights else "not called yet"
+        return f"<jaxconv.freeze of {self.__name__}: {known}>"
+
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
+        program, arrays = self._program(inputs, kwargs)
+        return _finish(program, program.late(self._weights_of(program), arrays))
+
+    @property
+    def weights(self) -> dict[str, Array]:
+        """The folded arrays by name, for all inputs that it was called with so far; none before the first call.
+
+        A weight is named after the largest of the arrays that it is made of: "params/conv1/kernel".
+        """
+        return dict(self._weights)
+
+    def apply(self, weights: Mapping[str, Array], /, *inputs: Any, **kwargs: Any) -> Any:
+        """The same with these weights instead: a pure function, for programs that are not to hold them as constants.
+
+        ::
+
+            exported = jax.export.export(jax.jit(frozen.apply), ...)(frozen.weights, images)
+
+        Raises:
+          ValueError: where a weight is missing. They are those of inputs that it was called with, or its report.
+        """
+        program, arrays = self._program(inputs, kwargs)
+        missing = [name for name in program.names if name not in weights]
+        if missing:
+            raise ValueError(
+                f"freeze: apply got no weight {missing[0]!r} ({len(missing)} of {len(program.names)} are missing). "
+                "Call the frozen function or its report with inputs like these once: frozen.weights has them then"
+            )
+        return _finish(program, program.late([weights[name] for name in program.names], arrays))
+
+    def replace(self, *args: Any, **kwargs: Any) -> Frozen:
+        """The same function with other arrays bound: nothing is traced or compiled again, and this one stays as it is.
+
+        What this one has folded is folded for the new one at once.
+
+        Args:
+          args, kwargs: as `freeze`'s after f; of `freeze(model)` the model. Those by name that are left out stay.
+
+        Raises:
+          ValueError: where they differ from those before in more than the arrays' numbers.
+        """
+        new = Frozen(self._function, args, {**self._kwargs, **kwargs})
+        before, after = self._types(), new._types()
+        for name in [*before, *after]:
+            if before.get(name) != after.get(name):
+                raise ValueError(
+                    f"freeze: replace got other arguments than freeze: {name} is {after.get(name, 'missing')}, "
+                    f"expected {before.get(name, 'nothing there')}"
+                )
+        if self._static != new._static:
+            raise ValueError("freeze: replace got other arguments than freeze: they differ in what is no array")
+        with self._function.lock:
+            programs = list(self._function.programs.values())
+        for program in programs:
+            if all(name in self._weights for name in program.names):
+                new._weights_of(program)
+        return new
+
+    def report(self, *inputs: Any, **kwargs: Any) -> Report:
+        """What became of each layer, as `accelerate`'s report, and what is computed once; of inputs or their shapes."""
+        program, _ = self._program(inputs, kwargs)
+        self._weights_of(program)
+        return program.report
+
+    # ---- its parts
+    def _types(self) -> dict[str, str]:
+        return {jax.tree_util.keystr(path[1:]): str(jax.typeof(array)) for path, array in self._bound}
+
+    def _name(self, i: int) -> str:
+        """A bound array's: the path to it, behind the argument where there are several."""
+        path, _ = self._bound[i]
+        single = path[0].idx == 0 and len(self._args) == 1
+        return jax.tree_util.keystr(path[2 if single else 1 :], simple=True, separator="/") or "weight"
+
+    def _program(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Program, list[Array]]:
+        """The program for such inputs, and their arrays."""
+        leaves, tree = jax.tree.flatten((inputs, kwargs), is_leaf=is_graph_node)
+        arrays = [leaf for leaf in leaves if is_array(leaf)]
+        kinds = tuple(jax.typeof(leaf) if is_array(leaf) else (type(leaf), leaf) for leaf in leaves)
+        function = self._function
+        with LISTENER(None):  # whether somebody listens is no other program
+            key = tree, kinds, _compat.trace_context()
+            try:
+                program = function.programs.get(key)
+            except TypeError as error:
+                raise TypeError(f"freeze: an input is neither an array nor hashable: {error}") from None
+            if program is None:
+                if any(map(is_graph_node, leaves)):
+                    raise TypeError("freeze: an input is an object of flax.nnx: bind it, freeze(f, model)")
+                with function.lock:
+                    program = function.programs.get(key)
+                    if program is None:
+                        program = function.programs[key] = self._traced(inputs, kwargs)
+        if LISTENER.value is not None:
+            LISTENER.value.report.extend(program.report)
+        return program, arrays
+
+    def _traced(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> _Program:
+        both = self._kwargs.keys() & kwargs.keys()
+        if both:
+            raise TypeError(f"freeze: {min(both)} is bound already: replace({min(both)}=...) gives it another value")
+        with nnx_updates():
+            traced = trace(self._function.f, (*self._args, *inputs), {**self._kwargs, **kwargs}, "freeze")
+            given = traced.arguments
+        paths = [path for path, _ in jax.tree_util.tree_flatten_with_path((given.args, given.kwargs))[0]]
+        bound = [p[1].idx < len(self._args) if p[0].idx == 0 else p[1].key in self._kwargs for p in paths]
+        _refuse_changes(traced)
+        jaxpr, report, over_batch = _rewritten(traced)
+        _refuse_effects(jaxpr)
+        _refuse_training(traced, over_batch)
+        split = Split(jaxpr, bound)
+        _refuse_random(split)
+        closed_over = [v.value for v in split.closed_over()]
+        if any(isinstance(array, jax.core.Tracer) for array in jaxpr.consts):
+            raise TypeError(
+                "freeze: the function closes over an array that is being traced: give it to freeze as an argument, "
+                "freeze(f, array)"
+            )
+        names = [self._function.name(weight.digest, self._name_of(split, weight.value)) for weight in split.weights]
+        report.notes.append(
+            f"computed once: {len(names)} weights ({_mib(w.value.aval for w in split.weights)}), of {sum(bound)} bound "
+            f"arrays ({_mib(jax.typeof(array) for _, array in self._bound)})"
+        )
+        return _Program(names, jax.jit(split.early), closed_over, jax.jit(split.run), traced.results, report)
+
+    def _name_of(self, split: Split, v: Value) -> str:
+        sources = split.made_of(v)
+        return (
+            self._name(max(sources, key=lambda i: (self._bound[i][1].size, "bias" in self._name(i))))
+            if sources
+            else "constant"
+        )
+
+    def _weights_of(self, program: _Program) -> list[Array]:
+        known = self._weights
+        if any(name not in known for name in program.names):
+            bound = [array for _, array in self._bound]
+            if any(isinstance(array, jax.core.Tracer) for array in bound):
+                return program.early(bound, program.closed_over)
+            with jax.ensure_compile_time_eval(), self._function.lock:
+                folded = program.early(bound, program.closed_over)
+                # A new dict: another thread may be reading this one.
+                known = self._weights = {**dict(zip(program.names, folded, strict=True)), **self._weights}
+        return [known[name] for name in program.names]
+
+
+def _finish(program: _Program, arrays: Sequence[Array]) -> Any:
+    results = program.results
+    return results.unflatten([*arrays, *[None] * (len(results.places) - len(arrays))])[0]
+
+
+def _rewritten(traced: Traced) -> tuple[ClosedJaxpr, Report, list[str]]:
+    """What accelerate makes of the function, with f's own results alone; its report; `Rewriting.over_batch`."""
+    own = sum(place < traced.results.own for place in traced.results.places)
+    reason = untouched()
+    if reason:
+        run, report, over_batch = jaxpr_as_fun(traced.jaxpr), Report(notes=[reason]), []
+    else:
+        rewriting, report = traced.rewritten()
+        run, over_batch = rewriting.run, rewriting.over_batch
+    return jax.make_jaxpr(lambda *arrays: run(*arrays)[:own])(*traced.jaxpr.in_avals), report, over_batch
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is no inference
+
+
+def _refuse_changes(traced: Traced) -> None:
+    results, jaxpr = traced.results, traced.jaxpr.jaxpr
+    given = set(jaxpr.invars)
+    for place, variable in zip(results.places, jaxpr.outvars, strict=True):
+        if place >= results.own and (isinstance(variable, Literal) or variable not in given):
+            numbered = jax.tree.unflatten(results.tree, range(results.tree.num_leaves))
+            paths = jax.tree_util.tree_leaves_with_path(numbered)
+            name = jax.tree_util.keystr(next(path for path, i in paths if i == place)[2:], simple=True, separator="/")
+            raise ValueError(
+                f"freeze: the function changes a bound object ({name}), and calls of a frozen one must not depend on "
+                "earlier ones: a module in training mode? model.eval() of flax.nnx, train=False, "
+                "use_running_average=True"
+            )
+
+
+def _refuse_effects(jaxpr: ClosedJaxpr) -> None:
+    for effect in jaxpr.effects:
+        if type(effect).__name__ not in ("DebugEffect", "OrderedDebugEffect"):
+            raise ValueError(f"freeze: the function has an effect ({effect}), it must be pure; jax.debug's are allowed")
+
+
+def _refuse_training(traced: Traced, over_batch: Sequence[str]) -> None:
+    ours = ("jaxconv_batchnorm_train", "jaxconv_conv_batchnorm")
+    calls = [e for e in _op.equations(traced.jaxpr.jaxpr) if e.primitive.name.startswith(ours)]
+    for place in [*over_batch, *(str(call.source_info.name_stack) for call in calls)]:
+        raise ValueError(
+            f"freeze: a batch-norm ({place or 'without a name'}) takes the statistics of its batch, so that answers "
+            "depend on what else is asked: it is in training mode. train=False, use_running_average=True, model.eval()"
+        )
+
+
+def _refuse_random(split: Split) -> None:
+    found = split.random()
+    if found is not None:
+        name, where = found
+        raise ValueError(
+            f"freeze: the function draws random numbers ({where or name}) from a key that is bound or its own: they "
+            "would be the same in every call. Dropout? deterministic=True, train=False, model.eval(). Otherwise make "
+            "the key an input"
+        )
+
+
+def _mib(arrays: Iterable[Any]) -> str:
+    return f"{sum(a.size * a.dtype.itemsize for a in arrays) / 2**20:.1f} MiB"

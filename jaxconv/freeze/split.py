@@ -1,0 +1,196 @@
+"""A program as two: what follows from some of its arguments alone (the weights), and the rest.
+
+A weight is a value of the program that is made of bound arguments and read by what also needs others. Where such a
+value only repeats or spreads smaller ones (a bias over all pixels), these are the weights, and the rest repeats them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+
+from jaxconv.accelerate.graph import UNIT_AXES, Array, Constant, Graph, Node, Value, body_of_jit, plain
+from jaxconv.accelerate.rewrite import of_type
+
+# Operations that are as well done again where their result is read: they cost no pass of their own.
+ELEMENTWISE = frozenset(
+    (
+        *("abs", "add", "and", "clamp", "convert_element_type", "copy", "div", "eq", "exp", "ge", "gt", "integer_pow"),
+        *("iota", "le", "log", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "rsqrt", "select_n"),
+        *("sign", "sqrt", "square", "stop_gradient", "sub", "tanh"),
+    )
+)
+RANDOM = frozenset(("random_bits", "random_gamma", "rng_bit_generator", "rng_uniform", "threefry2x32"))
+
+
+def _body(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """What an equation that only calls something calls. What is kept for a gradient is no longer of interest."""
+    if eqn.primitive.name in ("checkpoint", "remat2"):
+        return ClosedJaxpr(eqn.params["jaxpr"], ())
+    if eqn.primitive.name in ("closed_call", "core_call"):
+        return eqn.params["call_jaxpr"]
+    return body_of_jit(eqn)
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    value: Value
+    digest: str  # of the expression that makes it: equal where the same is computed of the same bound arguments
+
+
+class Split:
+    """A program's `weights`, `early` that makes them of its bound arguments, `run` that goes on with the others."""
+
+    def __init__(self, closed: ClosedJaxpr, bound: Sequence[bool]):
+        self.graph = Graph(closed, _body)
+        self.bound = [v for v, is_bound in zip(self.graph.inputs, bound, strict=True) if is_bound]
+        self.free = [v for v, is_bound in zip(self.graph.inputs, bound, strict=True) if not is_bound]
+        self._known = set(self.bound)
+        self._cuts: dict[Value, frozenset[Value]] = {v: frozenset((v,)) for v in self.bound}
+        for node in self.graph.nodes:
+            if not node.eqn.effects and all(map(self._is_known, node.inputs)) and all(map(_has_numbers, node.outputs)):
+                self._known.update(node.outputs)
+                self._cuts.update((v, self._cut_at(v)) for v in node.outputs)
+        weights: dict[Value, None] = {}  # in the order in which they are read
+        self.late: list[Node] = []
+        again: set[Node] = set()
+        for node in self.graph.nodes:
+            if not all(v in self._known for v in node.outputs) or node.eqn.effects:
+                self._read(node.inputs, weights, again)
+                self.late.append(node)
+        self._read(self.graph.outputs, weights, again)
+        self.late = sorted({*self.late, *again}, key=lambda node: node.order)
+        digests = self._digests(weights)
+        self.weights = [Weight(v, digests[v]) for v in weights]
+
+    # ---- what is known
+    def _is_known(self, v: Value) -> bool:
+        return isinstance(v, Constant) or v in self._known
+
+    def _cut(self, v: Value) -> frozenset[Value]:
+        """The values to keep so that v can be made again at no cost."""
+        if isinstance(v, Constant):
+            return frozenset((v,)) if _is_weight(v) else frozenset()
+        return self._cuts[v]
+
+    def _cut_at(self, v: Value) -> frozenset[Value]:
+        node, own = v.node, frozenset((v,))
+        below = frozenset().union(*map(self._cut, node.inputs))
+        size, kept = math.prod(v.shape), sum(math.prod(u.shape) for u in below)
+        if node.name in UNIT_AXES:
+            return below if kept <= size else own
+        return below if node.name in ELEMENTWISE and kept < size else own
+
+    def _read(self, values: Iterable[Value], weights: dict[Value, None], again: set[Node]) -> None:
+        """Gathers the weights, and the nodes that are evaluated again, behind values that are read."""
+        front = list(values)[::-1]
+        while front:
+            v = front.pop()
+            if not self._is_known(v):
+                continue
+            if v in self._cut(v):
+                weights[v] = None
+            elif v.node is not None and v.node not in again:
+                again.add(v.node)
+                front += v.node.inputs[::-1]
+
+    def _behind(self, values: Iterable[Value]) -> list[Node]:
+        needed: set[Node] = set()
+        front = [v.node for v in values]
+        while front:
+            node = front.pop()
+            if node is not None and node not in needed:
+                needed.add(node)
+                front += [v.node for v in node.inputs]
+        return sorted(needed, key=lambda node: node.order)
+
+    def _digests(self, values: Iterable[Value]) -> dict[Value, str]:
+        found: dict[Value, str] = {v: f"argument {i}" for i, v in enumerate(self.bound)}
+
+        def digest(v: Value) -> str:
+            if not isinstance(v, Constant):
+                return found[v]
+            # An array is the same where it is the same object, which this program holds.
+            return f"array {id(v.value)}" if v.shape else f"{v.dtype} {v.value}"
+
+        for node in self._behind(values):
+            text = "\n".join((node.name, plain(node.params), *map(digest, node.inputs)))
+            made = hashlib.sha256(text.encode()).hexdigest()
+            found.update((v, f"{made} {i} {v.aval}") for i, v in enumerate(node.outputs))
+        return {v: digest(v) for v in values}
+
+    def made_of(self, v: Value) -> list[int]:
+        """Which of the bound arguments v is made of."""
+        behind = {u for node in self._behind([v]) for u in node.inputs} | {v}
+        return [i for i, u in enumerate(self.bound) if u in behind]
+
+    def random(self) -> tuple[str, str] | None:
+        """(primitive, where) of random numbers whose key is known: they are the same in every call."""
+        for node in self.graph.nodes:
+            name = next((name for name in _primitives(node.eqn) if name in RANDOM), None)
+            if name is None:
+                continue
+            # In a loop or a branch whoever draws has a key, which may be one of its operands.
+            keys = [v for v in node.inputs if node.name not in RANDOM and self._is_known(v) and _is_key(v)]
+            if keys or all(map(self._is_known, node.inputs)):
+                return name, str(node.name_stack)
+        return None
+
+    # ---- evaluation
+    def closed_over(self) -> list[Constant]:
+        """The function's own arrays that the weights are made of."""
+        behind = [v for node in self._behind(w.value for w in self.weights) for v in node.inputs]
+        behind += [w.value for w in self.weights]
+        return list(dict.fromkeys(v for v in behind if isinstance(v, Constant) and _is_weight(v)))
+
+    def early(self, bound: Sequence[Array], closed_over: Sequence[Array]) -> list[Array]:
+        """The weights, of the bound arguments and the arrays that the function closes over."""
+        known = dict(zip([*self.bound, *self.closed_over()], [*bound, *closed_over], strict=True))
+        wanted = [w.value for w in self.weights]
+        return _evaluate(self._behind(wanted), known, wanted)
+
+    def run(self, weights: Sequence[Array], free: Sequence[Array]) -> list[Array]:
+        """The results, of the weights and the arguments that are not bound."""
+        known = dict(zip([*(w.value for w in self.weights), *self.free], [*weights, *free], strict=True))
+        outs = _evaluate(self.late, known, self.graph.outputs)
+        return [of_type(out, v) for out, v in zip(outs, self.graph.outputs, strict=True)]
+
+
+def _evaluate(nodes: Iterable[Node], known: dict[Value, Any], wanted: Iterable[Value]) -> list[Any]:
+    def read(v: Value) -> Any:
+        return v.value if isinstance(v, Constant) and v not in known else known[v]
+
+    for node in nodes:
+        known.update(zip(node.outputs, node.evaluate([read(v) for v in node.inputs]), strict=True))
+    return [read(v) for v in wanted]
+
+
+def _is_weight(v: Constant) -> bool:
+    """Whether an array that the function closes over is a weight: integers (indices, sizes) stay in the program."""
+    return v.shape != () and jnp.issubdtype(v.dtype, jnp.inexact)
+
+
+def _is_key(v: Value) -> bool:
+    raw = v.dtype == jnp.uint32 and v.shape[-1:] in ((2,), (4,))
+    return raw or jnp.issubdtype(v.dtype, jax.dtypes.prng_key)
+
+
+def _has_numbers(v: Value) -> bool:
+    """Whether no extent is symbolic."""
+    return all(isinstance(extent, int) for extent in getattr(v.aval, "shape", ()))
+
+
+def _primitives(eqn: JaxprEqn) -> Iterable[str]:
+    """The names of an equation's primitive and of those in the functions that it carries."""
+    yield eqn.primitive.name
+    for value in eqn.params.values():
+        for inside in value if isinstance(value, (tuple, list)) else (value,):
+            for inner in getattr(getattr(inside, "jaxpr", inside), "eqns", ()):
+                yield from _primitives(inner)
