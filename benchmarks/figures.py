@@ -15,6 +15,7 @@ from typing import Any
 from benchmarks import limits
 from benchmarks.cases import BY_OP
 from benchmarks.report import DEVICE, STEPS, WAYS, Run, problems, training_step
+from benchmarks.steps import KINDS
 
 XLA, OURS = "#b0b0b0", "#4c72b0"
 
@@ -79,6 +80,49 @@ def _draw_steps(figure: Any, steps: dict[str, dict[str, float]]) -> None:
     figure.supxlabel("milliseconds a training step, one H200", fontsize=9)
 
 
+def _kinds(runs: dict[str, Run]) -> dict[str, dict[str, Any]]:
+    """{training step: {way: {kind of work: milliseconds}}} on one device, of the runs that a profile was taken of."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, run in runs.items():
+        if not name.startswith(f"{DEVICE}/") or run["op"] != "train" or run["small"] or run["most_devices"] > 1:
+            continue
+        ways = {
+            row["way"]: {kind: round(ms, 2) for kind, ms in row["kinds"].items()}
+            for row in run["rows"]
+            if row.get("kinds")
+        }
+        if ways:
+            found[training_step(run)] = ways
+    return found
+
+
+def _draw_kinds(figure: Any, found: dict[str, dict[str, Any]]) -> None:
+    """A bar for each way, of a piece for each kind of work."""
+    count = sum(map(len, found.values()))
+    figure.set_size_inches(8, 0.3 * count + 0.25 * len(found) + 1.2)
+    axes = figure.subplots()
+    shades = ("#4c72b0", "#64b5cd", "#dd8452", "#8172b3", "#55a868", "#c44e52", "#937860", "#b0b0b0")
+    colours = dict(zip(KINDS, shades, strict=True))
+    place, ticks = 0.0, []
+    for step, ways in reversed(found.items()):
+        for way in reversed(WAYS):
+            if way not in ways:
+                continue
+            left = 0.0
+            for kind in KINDS:
+                axes.barh(place, ways[way].get(kind, 0.0), 0.9, left=left, color=colours[kind])
+                left += ways[way].get(kind, 0.0)
+            axes.text(left, place, f" {left:.1f}", va="center", fontsize=8)
+            ticks.append((place, f"{step}, {WAYS[way].replace('`', '')}"))
+            place += 1
+        place += 0.7
+    axes.set_yticks(*zip(*ticks, strict=True))
+    used = [kind for kind in KINDS if any(kind in kinds for ways in found.values() for kinds in ways.values())]
+    bars = [axes.barh(0, 0, color=colours[kind]) for kind in used]
+    figure.legend(bars, used, loc="outside upper center", ncols=len(used), fontsize=8, frameon=False)
+    figure.supxlabel("milliseconds of kernels a training step, one H200", fontsize=9)
+
+
 def _roofline(runs: dict[str, Run]) -> dict[str, Any]:
     """Every convolution in bfloat16: (operations a byte, XLA's TFLOP/s, ours), and the device's two limits."""
     points = []
@@ -116,6 +160,7 @@ def _draw_roofline(figure: Any, numbers: dict[str, Any]) -> None:
 FIGURES: dict[str, tuple[Callable[[dict[str, Run]], Any], Callable[[Any, Any], None]]] = {
     "docs/speed.svg": (_bars, _draw_bars),
     "docs/steps.svg": (_steps, _draw_steps),
+    "docs/steps_by_kind.svg": (_kinds, _draw_kinds),
     "docs/roofline.svg": (_roofline, _draw_roofline),
 }
 

@@ -1,9 +1,10 @@
-"""Image classifiers in Flax, as its users write them, with the module that the layers come from as a parameter.
+"""Models in Flax, as its users write them, with the module that the layers come from as a parameter.
 
 `layers` is `flax.linen` or `jaxconv.linen`, and the parameters are the same either way. With `fused` the activations
 and residual adds are arguments of jaxconv's layers; without it the models hold nothing but Flax's own arguments.
 
-float32 parameters, computed in `dtype`; images are (N, H, W, 3). `small` keeps each kind of layer and little else.
+They classify images, unless they say otherwise. float32 parameters, computed in `dtype`; images are (N, H, W, 3).
+`small` keeps each kind of layer and little else.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class Bottleneck(nn.Module):
     stride: int
     dtype: Any
     fused: bool
+    groups: int = 1  # ResNeXt's: of 4 channels in the first stage
 
     @nn.compact
     def __call__(self, x: Array, train: bool) -> Array:
@@ -44,9 +46,10 @@ class Bottleneck(nn.Module):
         norm = functools.partial(
             self.layers.BatchNorm, use_running_average=not train, momentum=0.9, epsilon=1e-5, dtype=self.dtype
         )
-        y = conv(self.features, (1, 1))(x)
+        width = self.features if self.groups == 1 else 2 * self.features
+        y = conv(width, (1, 1))(x)
         y = _normalised(self, norm, y, "relu")
-        y = conv(self.features, (3, 3), strides=self.stride)(y)
+        y = conv(width, (3, 3), strides=self.stride, feature_group_count=self.groups)(y)
         y = _normalised(self, norm, y, "relu")
         y = conv(4 * self.features, (1, 1))(y)
         if x.shape != y.shape:
@@ -62,6 +65,7 @@ class ResNet(nn.Module):
     classes: int
     dtype: Any
     fused: bool
+    groups: int = 1
 
     @nn.compact
     def __call__(self, x: Array, train: bool = True) -> Array:
@@ -75,7 +79,7 @@ class ResNet(nn.Module):
         for stage, blocks in enumerate(self.blocks):
             for block in range(blocks):
                 stride = 2 if stage and not block else 1
-                x = Bottleneck(layers, self.features * 2**stage, stride, self.dtype, self.fused)(x, train)
+                x = Bottleneck(layers, self.features * 2**stage, stride, self.dtype, self.fused, self.groups)(x, train)
         return layers.Dense(self.classes, dtype=self.dtype)(x.mean((1, 2)))
 
 
@@ -122,6 +126,101 @@ class ConvNeXt(nn.Module):
             for _ in range(blocks):
                 x = ConvNeXtBlock(layers, self.dtype, self.fused)(x)
         return layers.Dense(self.classes, dtype=self.dtype)(norm()(x.mean((1, 2))))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A 3-D U-Net (Cicek et al. 2016, "3D U-Net: Learning Dense Volumetric Segmentation"): 32 to 256 channels. It takes
+# volumes (N, D, H, W, 1), and gives scores for each voxel.
+
+
+class UNet3D(nn.Module):
+    layers: Any
+    features: tuple[int, ...]  # of each level
+    classes: int
+    dtype: Any
+    fused: bool
+
+    @nn.compact
+    def __call__(self, x: Array, train: bool = True) -> Array:
+        layers = self.layers
+        norm = functools.partial(layers.BatchNorm, use_running_average=not train, momentum=0.9, dtype=self.dtype)
+
+        def twice(x: Array, features: int) -> Array:
+            for _ in range(2):
+                x = layers.Conv(features, (3, 3, 3), use_bias=False, dtype=self.dtype)(x)
+                x = _normalised(self, norm, x, "relu")
+            return x
+
+        skipped = []
+        for features in self.features[:-1]:
+            x = twice(x, features)
+            skipped.append(x)
+            x = nn.max_pool(x, (2, 2, 2), strides=(2, 2, 2))
+        x = twice(x, self.features[-1])
+        for features, skip in zip(self.features[-2::-1], skipped[::-1], strict=True):
+            x = layers.ConvTranspose(features, (2, 2, 2), strides=(2, 2, 2), dtype=self.dtype)(x)
+            x = twice(jnp.concatenate([skip, x], -1), features)
+        return layers.Conv(self.classes, (1, 1, 1), dtype=self.dtype)(x)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A DDPM's U-Net (Ho et al. 2020, "Denoising Diffusion Probabilistic Models"), without attention: 128 to 256 channels,
+# GroupNorm and silu. It takes (images, times), and gives the noise in the images.
+
+
+class TimedBlock(nn.Module):
+    layers: Any
+    features: int
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: Array, time: Array) -> Array:
+        conv = functools.partial(self.layers.Conv, self.features, dtype=self.dtype)
+
+        def normalised(x: Array) -> Array:
+            return nn.silu(nn.GroupNorm(min(32, x.shape[-1] // 4), dtype=self.dtype)(x))
+
+        y = conv((3, 3))(normalised(x))
+        y = y + self.layers.Dense(self.features, dtype=self.dtype)(nn.silu(time))[:, None, None]
+        y = conv((3, 3))(normalised(y))
+        return y + (x if x.shape == y.shape else conv((1, 1), name="shortcut")(x))
+
+
+class DDPM(nn.Module):
+    layers: Any
+    features: tuple[int, ...]  # of each level
+    blocks: int  # a level
+    dtype: Any
+    fused: bool
+
+    @nn.compact
+    def __call__(self, x: tuple[Array, Array], train: bool = True) -> Array:
+        layers, (images, times) = self.layers, x
+        dense = functools.partial(layers.Dense, 4 * self.features[0], dtype=self.dtype)
+        half = self.features[0] // 2
+        angles = times[:, None] * jnp.exp(-jnp.arange(half) * (jnp.log(10000.0) / half))
+        embedded = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1)
+        time = dense(activation="silu")(embedded) if self.fused else nn.silu(dense()(embedded))
+        time = dense()(time)
+        y = layers.Conv(self.features[0], (3, 3), dtype=self.dtype)(images)
+        skipped = [y]
+        for level, features in enumerate(self.features):
+            if level:
+                y = layers.Conv(y.shape[-1], (3, 3), strides=2, dtype=self.dtype)(y)
+                skipped.append(y)
+            for _ in range(self.blocks):
+                y = TimedBlock(layers, features, self.dtype)(y, time)
+                skipped.append(y)
+        for _ in range(2):
+            y = TimedBlock(layers, self.features[-1], self.dtype)(y, time)
+        for level, features in enumerate(self.features[::-1]):
+            if level:
+                y = jax.image.resize(y, (len(y), 2 * y.shape[1], 2 * y.shape[2], y.shape[3]), "nearest")
+                y = layers.Conv(y.shape[-1], (3, 3), dtype=self.dtype)(y)
+            for _ in range(self.blocks + 1):
+                y = TimedBlock(layers, features, self.dtype)(jnp.concatenate([y, skipped.pop()], -1), time)
+        y = nn.silu(nn.GroupNorm(min(32, y.shape[-1] // 4), dtype=self.dtype)(y))
+        return layers.Conv(3, (3, 3), dtype=self.dtype)(y)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -237,6 +336,20 @@ def resnet50(layers: Any, dtype: Any = jnp.bfloat16, *, fused: bool = False, sma
 def convnext_t(layers: Any, dtype: Any = jnp.bfloat16, *, fused: bool = False, small: bool = False) -> nn.Module:
     blocks, features, classes = ((1, 1), 8, 10) if small else ((3, 3, 9, 3), 96, 1000)
     return ConvNeXt(layers, blocks, features, classes, dtype, fused)
+
+
+def resnext50(layers: Any, dtype: Any = jnp.bfloat16, *, fused: bool = False, small: bool = False) -> nn.Module:
+    blocks, features, classes, groups = ((1, 2), 8, 10, 4) if small else ((3, 4, 6, 3), 64, 1000, 32)
+    return ResNet(layers, blocks, features, classes, dtype, fused, groups)
+
+
+def unet3d(layers: Any, dtype: Any = jnp.bfloat16, *, fused: bool = False, small: bool = False) -> nn.Module:
+    return UNet3D(layers, (4, 8) if small else (32, 64, 128, 256), 3, dtype, fused)
+
+
+def ddpm(layers: Any, dtype: Any = jnp.bfloat16, *, fused: bool = False, small: bool = False) -> nn.Module:
+    features, blocks = ((8, 16), 1) if small else ((128, 256, 256), 2)
+    return DDPM(layers, features, blocks, dtype, fused)
 
 
 def mobilenet_v2(layers: Any, dtype: Any = jnp.bfloat16, *, fused: bool = False, small: bool = False) -> nn.Module:

@@ -23,6 +23,7 @@ from typing import Any
 
 from benchmarks import record
 from benchmarks.cases import BY_OP
+from benchmarks.steps import KINDS
 
 BLOCK = re.compile(r"(<!-- benchmarks:(\S+) -->\n)(.*?)(<!-- /benchmarks -->)", re.DOTALL)
 PAGES = "docs/results"  # everything in it is generated
@@ -140,9 +141,29 @@ WAYS = {
 }
 
 
+def by_kind(run: Run) -> str:
+    """Milliseconds of each kind of work in a step, where a profile was recorded, and the model's roofline."""
+    profiled = [row for row in run["rows"] if row.get("kinds")]
+    if not profiled:
+        return ""
+    several = any(row["devices"] > 1 for row in profiled)
+    kinds = [kind for kind in KINDS if any(kind in row["kinds"] for row in profiled)]
+    rows = []
+    for row in profiled:
+        cells = [WAYS[row["way"]]] + ([str(row["devices"])] if several else [])
+        cells += [f"{row['kinds'][kind]:.2f}" if kind in row["kinds"] else "" for kind in kinds]
+        cells += [f"{sum(row['kinds'].values()):.2f}"]
+        alone = run.get("limit_ms") and row["devices"] == 1
+        rows.append(cells + ([f"{run['limit_ms'] / row['ms']:.2f}" if alone else ""] if run.get("limit_ms") else []))
+    head = ["ms by kind"] + (["devices"] if several else []) + kinds + ["together"]
+    head += [f"of the roofline, {run['limit_ms']:.2f} ms"] if run.get("limit_ms") else []
+    return _markdown(head, rows, 1) + "\n"
+
+
 def train_table(run: Run) -> str:
     """A row for each way and number of devices."""
     several = any(row["devices"] > 1 for row in run["rows"])
+    sized = any(row.get("memory_bytes") for row in run["rows"])
     compared = min(len(row["losses"]) for row in run["rows"])
     rows = []
     for row in run["rows"]:
@@ -152,12 +173,16 @@ def train_table(run: Run) -> str:
         cells += [f"{row['flax_ms'] / row['ms']:.2f}" if row["flax_ms"] else ""]
         cells += [f"{row['speedup']:.2f}" if row.get("speedup") else ""] if several else []
         cells += [str(row["calls"]["native"]) if "calls" in row else ""]
+        if sized:
+            size = row.get("memory_bytes")
+            cells += [f"{row['compile_s']:.0f}", f"{size / 2**30:.2f}" if size else ""]
         cells += [f"{row['losses'][0]:.4f}", f"{row['losses'][compared - 1]:.4f}", "yes" if row["agrees"] else "**no**"]
         rows.append(cells)
     head = ["way"] + (["devices"] if several else []) + ["ms a step", "images/s", "speed, flax = 1"]
     head += ["speed, one device = 1"] if several else []
-    head += ["native calls", "first loss", f"loss {compared}", "losses agree"]
-    text = _markdown(head, rows, 1) + "\n"
+    head += ["native calls"] + (["s to compile", "GiB a device"] if sized else [])
+    head += ["first loss", f"loss {compared}", "losses agree"]
+    text = _markdown(head, rows, 1) + "\n" + by_kind(run)
     for row in run["rows"]:
         if "replaced" in row:
             left = sum(row["left"].values())
@@ -217,7 +242,8 @@ def infer_summary(runs: dict[str, Run]) -> str:
 
 
 def training_step(run: Run) -> str:
-    return f"{run['model']}, {run['dtype']}, {run['batch']} x {run['image']}²"
+    power = "³" if run.get("task") == "segment" else "²"
+    return f"{run['model']}, {run['dtype']}, {run['batch']} x {run['image']}{power}"
 
 
 def train_summary(runs: dict[str, Run]) -> str:

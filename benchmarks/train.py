@@ -2,14 +2,22 @@
 
     python -m benchmarks train --model resnet50 --batch 256 --json
     python -m benchmarks train --model resnet50 --devices 1,2,4 --ways flax,accelerate --batch 512
+    python -m benchmarks train --model resnet50 --devices 1,2,4 --ways flax,accelerate --split batch
+    python -m benchmarks train --model unet3d --devices 1,2,4 --ways flax,accelerate --split depth
 
 Ways: `flax`, its own layers, which XLA compiles; `import`, the same model with jaxconv.linen's layers; `fused`, with
 activations and residual adds as arguments of these; `accelerate`, the untouched Flax model through jaxconv.accelerate.
-The same initial parameters, the same images, SGD with momentum.
+The same initial parameters, the same images, SGD with momentum. `unet3d` segments volumes, `ddpm` finds the noise in
+images, the others classify images.
+
+Several devices share the images of a step (--batch is of all together), have --batch each (--split batch, weak
+scaling), or share each volume along its depth (--split depth, strong scaling: one volume by default).
 
 First the losses are compared. Layers that round at other places do not give the same losses, so the yardstick is the
 first way's own sensitivity: how much its losses move when each parameter is off by a rounding. Then steps are queued,
-each fed with the last one's results, and the host waits at the end.
+each fed with the last one's results, and the host waits at the end. A profile of a few more says how long each kind of
+work took; beside it stand the model's roofline (the least time that its convolutions, products and batch-norms allow),
+the memory of a device that the compiler asks for, and the time to compile.
 """
 
 from __future__ import annotations
@@ -32,7 +40,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxconv
-from benchmarks import record
+from benchmarks import limits, record, steps
 from jaxconv.accelerate import accelerate
 
 Tree = Any
@@ -46,21 +54,34 @@ DRAWS = 3  # of perturbed parameters
 ALLOWED = 4.0
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    from benchmarks.models import MODELS
+PROFILED = 3  # steps
+# What a model is trained to do, where that is not to classify images; and its batch and image, where not 256 and 224
+TASKS = {"unet3d": "segment", "ddpm": "denoise"}
+SIZES = {"unet3d": (8, 64), "ddpm": (64, 64)}
 
+
+def models() -> dict[str, Callable[..., Any]]:
+    from benchmarks.models import MODELS, ddpm, efficientnet_b0, resnext50, unet3d
+
+    more = {"resnext50": resnext50, "efficientnet_b0": efficientnet_b0, "unet3d": unet3d, "ddpm": ddpm}
+    return {**MODELS, **more}
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
     gpu = jax.default_backend() == "gpu"
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="resnet50", choices=MODELS)
+    parser.add_argument("--model", default="resnet50", choices=models())
     parser.add_argument("--ways", default=list(WAYS), type=lambda text: text.split(","), help=", ".join(WAYS))
-    parser.add_argument("--batch", type=int, metavar="N", help="images a step, on all devices together (256; small: 8)")
-    parser.add_argument("--image", type=int, metavar="N", help="height and width (224; small: 32)")
+    parser.add_argument("--batch", type=int, metavar="N", help="images a step (256, unet3d 8, ddpm 64; small: 8)")
+    parser.add_argument("--image", type=int, metavar="N", help="height and width, and a volume's depth (224, 64)")
     parser.add_argument("--dtype", choices=DTYPES, help="of the computation (bf16 on a GPU, else f32)")
     parser.add_argument(
         "--devices", default=[1], type=lambda text: [int(n) for n in text.split(",")], help="one or several numbers"
     )
+    parser.add_argument("--split", choices=("batch", "depth"), help="images a device, or volumes over all devices")
+    parser.add_argument("--profile", action=argparse.BooleanOptionalAction, default=True, help="time by kind of work")
     parser.add_argument("--losses", type=int, default=5, metavar="N", help="steps whose losses are compared")
     parser.add_argument("--steps", type=int, metavar="N", help="steps in a sample (20; small: 2)")
     parser.add_argument("--repeat", type=int, default=5, metavar="N", help="samples")
@@ -68,8 +89,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--small", action=argparse.BooleanOptionalAction, default=not gpu, help="a shrunk model")
     parser.add_argument("--json", nargs="?", const="auto", metavar="PATH", help="record; alone: in benchmarks/results/")
     args = parser.parse_args(argv)
-    args.batch = args.batch or (8 if args.small else 256)
-    args.image = args.image or (32 if args.small else 224)
+    sizes = SIZES.get(args.model, (256, 224))
+    if args.split == "depth":
+        sizes = 1, 256
+    args.batch = args.batch or (min(8, sizes[0]) if args.small else sizes[0])
+    args.image = args.image or ((16 if args.model in TASKS else 32) if args.small else sizes[1])
     args.steps = args.steps or (2 if args.small else 20)
     args.dtype = args.dtype or ("bf16" if gpu else "f32")
     unknown = [way for way in args.ways if way not in WAYS]
@@ -78,8 +102,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     for n in args.devices:
         if not 1 <= n <= jax.device_count():
             parser.error(f"--devices {n}: there are {jax.device_count()}")
-        if args.batch % n:
+        if args.split is None and args.batch % n:
             parser.error(f"--batch {args.batch} does not divide over {n} devices")
+        if args.split == "depth" and args.image % n:
+            parser.error(f"--image {args.image}: its depth does not divide over {n} devices")
+    if args.split == "depth" and TASKS.get(args.model) != "segment":
+        parser.error(f"--split depth: {args.model} has images without a depth; unet3d has volumes")
     if args.jobs > 1 and max(args.devices) > 1:
         parser.error("--jobs: on GPUs, programs for several devices that compile at the same time have hung")
     if min(args.losses, args.repeat, args.steps, args.jobs) < 1:
@@ -101,39 +129,51 @@ class Way:
         import flax.linen
 
         import jaxconv.linen
-        from benchmarks.models import MODELS
 
         layers = flax.linen if name in ("flax", "accelerate") else jaxconv.linen
-        model = MODELS[args.model](layers, DTYPES[args.dtype], fused=name == "fused", small=args.small)
+        model = models()[args.model](layers, DTYPES[args.dtype], fused=name == "fused", small=args.small)
+        denoise = TASKS.get(args.model) == "denoise"
 
-        def loss(params: Tree, stats: Tree, images: jax.Array, labels: jax.Array) -> tuple[jax.Array, Tree]:
-            logits, updates = model.apply({"params": params, "batch_stats": stats}, images, mutable=["batch_stats"])
-            scores = jax.nn.log_softmax(logits.astype(jnp.float32))
-            return -jnp.mean(jnp.take_along_axis(scores, labels[:, None], 1)), updates.get("batch_stats", {})
+        def loss(params: Tree, stats: Tree, images: Tree, wanted: jax.Array) -> tuple[jax.Array, Tree]:
+            found, updates = model.apply({"params": params, "batch_stats": stats}, images, mutable=["batch_stats"])
+            found, stats = found.astype(jnp.float32), updates.get("batch_stats", {})
+            if denoise:
+                return jnp.mean((found - wanted) ** 2), stats
+            return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(found), wanted[..., None], -1)), stats
 
         return cls(name, accelerate(loss) if name == "accelerate" else loss)
 
 
-def initial(args: argparse.Namespace) -> tuple[Tree, Tree]:
+def initial(args: argparse.Namespace, images: Tree) -> tuple[Tree, Tree]:
     """Flax's own initial parameters and statistics: every way starts from them."""
     import flax.linen
 
-    from benchmarks.models import MODELS
-
-    model = MODELS[args.model](flax.linen, DTYPES[args.dtype], small=args.small)
+    model = models()[args.model](flax.linen, DTYPES[args.dtype], small=args.small)
     # Of this kind, because XLA compiles the default kind's bits for seconds on a CPU, for each shape anew.
     key = jax.random.key(0, impl="unsafe_rbg")
-    variables = jax.jit(model.init)(key, jnp.zeros((1, args.image, args.image, 3)))
+    variables = jax.jit(model.init)(key, jax.tree.map(lambda a: a[:1], images))
     return variables["params"], variables.get("batch_stats", {})
 
 
-def batch(args: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
-    """Images of noise around a mean per class, so that there is something to learn."""
-    rng = np.random.default_rng(0)
-    labels = rng.integers(0, 10, args.batch)
+def batch(args: argparse.Namespace, n: int) -> tuple[Tree, np.ndarray]:
+    """n images and what the model should find: noise around a mean per class, so that there is something to learn."""
+    rng, size = np.random.default_rng(0), args.image
+    task = TASKS.get(args.model)
+    if task == "segment":  # halves of a volume, each of a class
+        where = rng.integers(size // 4, 3 * size // 4, (n, 1, 1, 1))
+        labels = np.broadcast_to(np.arange(size) < where, (n, size, size, size)).astype(np.int64)
+        return rng.standard_normal((n, size, size, size, 1), np.float32) + 2 * labels[..., None].astype(
+            np.float32
+        ), labels
+    if task == "denoise":
+        times = rng.integers(0, 1000, n).astype(np.float32)
+        kept = np.cos(0.5 * np.pi * times / 1000)[:, None, None, None]
+        noise = rng.standard_normal((n, size, size, 3), np.float32)
+        clean = rng.standard_normal((n, 1, 1, 3), np.float32)
+        return ((kept * clean + np.sqrt(1 - kept**2) * noise).astype(np.float32), times), noise
+    labels = rng.integers(0, 10, n)
     means = rng.standard_normal((10, 1, 1, 3), np.float32)
-    images = rng.standard_normal((args.batch, args.image, args.image, 3), np.float32) + means[labels]
-    return images, labels
+    return rng.standard_normal((n, size, size, 3), np.float32) + means[labels], labels
 
 
 def train_step(loss: Callable[..., Any]) -> Callable[..., Any]:
@@ -155,25 +195,26 @@ def train_step(loss: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclasses.dataclass
 class Placed:
-    """Data on n devices: the state on each, the images split among them."""
+    """Data on n devices: the state on each, the images, or the depth of each, split among them."""
 
     devices: int
     everywhere: Any
-    images: jax.Array
+    images: Tree
     labels: jax.Array
 
     @classmethod
-    def make(cls, devices: int, images: np.ndarray, labels: np.ndarray) -> Placed:
+    def make(cls, devices: int, images: Tree, labels: np.ndarray, split: str | None = None) -> Placed:
         mesh = jax.make_mesh(
             (devices,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:devices]
         )
-        split = NamedSharding(mesh, PartitionSpec("data"))
-        return cls(
-            devices,
-            NamedSharding(mesh, PartitionSpec()),
-            jax.device_put(images, split),
-            jax.device_put(labels, split),
-        )
+        among = NamedSharding(mesh, PartitionSpec(None, "data") if split == "depth" else PartitionSpec("data"))
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        return cls(devices, everywhere, jax.device_put(images, among), jax.device_put(labels, among))
+
+    @property
+    def count(self) -> int:
+        """Images a step."""
+        return len(self.labels)
 
     def state(self, params: Tree, stats: Tree) -> Tree:
         """A fresh one, which a step may use up."""
@@ -218,6 +259,24 @@ class Program:
             losses.append(loss)
         return state, losses
 
+    @property
+    def memory_bytes(self) -> int:
+        """Of a device, as the compiler lays it out: state, images and what lives in between."""
+        found = self.compiled.memory_analysis()
+        kept = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+        return int(kept + found.temp_size_in_bytes)
+
+    def kinds(self, params: Tree, stats: Tree) -> dict[str, float] | None:
+        """Milliseconds a step of each kind of work, on one device."""
+        state, _ = self.run(self.placed.state(params, stats), 1)
+        jax.block_until_ready(state)
+
+        def some() -> None:
+            jax.block_until_ready(self.run(state, PROFILED))
+
+        found = steps.profiled(some, self.compiled.as_text())
+        return found and {kind: ms / PROFILED for kind, ms in found.items()}
+
     def losses(self, params: Tree, stats: Tree, steps: int) -> list[float]:
         return [float(v) for v in jax.device_get(self.run(self.placed.state(params, stats), steps)[1])]
 
@@ -238,11 +297,13 @@ def rounding(args: argparse.Namespace) -> float:
     """By how much, relative to its terms, a layer's result may differ between two honest implementations.
 
     Half a unit in the last place of what products are computed from (on a GPU that is TF32 for float32), and a float32
-    sum of T terms: 0.29 eps sqrt(T), see tests/tolerance.py. The longest are a batch statistic's of the first layer.
+    sum of T terms: 0.29 eps sqrt(T), see tests/tolerance.py. The longest are a batch statistic's of the first layer,
+    which classifiers have at half the image's height and width.
     """
     tf32 = args.dtype == "f32" and jax.default_backend() == "gpu" and jax.config.jax_default_matmul_precision is None
     unit = 2.0**-10 if tf32 else float(jnp.finfo(DTYPES[args.dtype]).eps)
-    return unit / 2 + 0.29 * 2.0**-23 * math.sqrt(args.batch * (args.image // 2) ** 2)
+    pixels = {"segment": args.image**3, "denoise": args.image**2}.get(TASKS.get(args.model, ""), (args.image // 2) ** 2)
+    return unit / 2 + 0.29 * 2.0**-23 * math.sqrt(args.batch * pixels)
 
 
 def perturbed(params: Tree, amount: float, seed: int) -> Tree:
@@ -276,11 +337,10 @@ def explained(program: Program, params: Tree, stats: Tree) -> dict[str, Any]:
     return row
 
 
-def programs(
-    args: argparse.Namespace, ways: Sequence[Way], images: np.ndarray, labels: np.ndarray, params: Tree, stats: Tree
-) -> Iterator[Program]:
+def programs(args: argparse.Namespace, ways: Sequence[Way], params: Tree, stats: Tree) -> Iterator[Program]:
     """Each way on each number of devices: one compiled after the other is measured, or --jobs at a time before any."""
-    placed = (Placed.make(devices, images, labels) for devices in args.devices)
+    each = args.split == "batch"
+    placed = (Placed.make(n, *batch(args, args.batch * (n if each else 1)), args.split) for n in args.devices)
     pairs = ((way, where) for where in placed for way in ways)
     if args.jobs == 1:
         yield from (Program(way, where, params, stats) for way, where in pairs)
@@ -300,13 +360,14 @@ def main(argv: list[str] | None = None) -> int:
     environment = record.environment()
     say = functools.partial(print, flush=True)
     say(f"{environment['device']}, jax {jax.__version__}")
-    say(f"{args.model}{' small' if args.small else ''}, {args.batch} images of {args.image}², {args.dtype}")
-    params, stats = jax.device_get(initial(args))
-    images, labels = batch(args)
+    power, many = "²³"[TASKS.get(args.model) == "segment"], " a device" if args.split == "batch" else ""
+    say(f"{args.model}{' small' if args.small else ''}, {args.batch} images{many} of {args.image}{power}, {args.dtype}")
+    params, stats = jax.device_get(initial(args, batch(args, 1)[0]))
     ways = [Way.make(name, args) for name in args.ways]
     config = {
         "op": "train",
         "model": args.model,
+        "task": TASKS.get(args.model, "classify"),
         "dtype": args.dtype,
         "precision": None,
         "layout": None,
@@ -315,17 +376,19 @@ def main(argv: list[str] | None = None) -> int:
         "image": args.image,
         "steps": args.steps,
         "most_devices": max(args.devices),
+        "split": args.split,
+        "limit_ms": limit(args, params, stats),
     }
     rows: list[dict[str, Any]] = []
-    reference: list[float] | None = None
-    allowed: list[float] = []
-    for program in programs(args, ways, images, labels, params, stats):
+    references: dict[int, tuple[list[float], list[float]]] = {}  # by images a step: losses, what is allowed
+    for program in programs(args, ways, params, stats):
         way, devices = program.way, program.placed.devices
+        count = program.placed.count
         losses = program.losses(params, stats, args.losses)
-        if reference is None:
-            reference = losses
+        if count not in references:
             moved = sensitivity(program, params, stats, rounding(args), losses)
-            allowed = [ALLOWED * m for m in moved]
+            references[count] = losses, [ALLOWED * m for m in moved]
+        reference, allowed = references[count]
         difference = [abs(a - b) for a, b in zip(losses, reference, strict=True)]
         agrees = all(d <= a for d, a in zip(difference, allowed, strict=True))
         samples = program.times(params, stats, args.steps, args.repeat)
@@ -335,20 +398,22 @@ def main(argv: list[str] | None = None) -> int:
             "devices": devices,
             "ms": ms,
             "samples_ms": samples,
-            "images_per_s": args.batch / ms * 1e3,
+            "images_per_s": count / ms * 1e3,
             "losses": losses,
             "difference": difference,
             "allowed": allowed,
             "agrees": agrees,
             "trace_s": program.trace_s,
             "compile_s": program.compile_s,
+            "memory_bytes": program.memory_bytes,
+            "kinds": program.kinds(params, stats) if args.profile else None,
         }
-        alone = next((r["ms"] for r in rows if r["way"] == way.name and r["devices"] == 1), None)
-        row["speedup"] = alone / ms if alone and devices > 1 else None
+        alone = next((r["images_per_s"] for r in rows if r["way"] == way.name and r["devices"] == 1), None)
+        row["speedup"] = row["images_per_s"] / alone if alone and devices > 1 else None
         if devices == args.devices[0] and way.name != "flax":
             row |= explained(program, params, stats)
         rows.append(row)
-        for line in lines(row, rows):
+        for line in lines(row, rows, config["limit_ms"]):
             say(line)
         if args.json:  # after each row: a run that is cut short is worth having
             path = record.write(args.json, {**environment, **config, "rows": rows})
@@ -357,7 +422,19 @@ def main(argv: list[str] | None = None) -> int:
     return 0 if all(row["agrees"] for row in rows) else 1
 
 
-def lines(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str]:
+def limit(args: argparse.Namespace, params: Tree, stats: Tree) -> float | None:
+    """The least time of a step of --batch images on one device of this kind, in milliseconds."""
+    top = limits.ceilings()
+    if top is None:
+        return None
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), ((params, params, stats), batch(args, 1)))
+    state, (images, labels) = shapes
+    wide = jax.tree.map(lambda a: jax.ShapeDtypeStruct((args.batch, *a.shape[1:]), a.dtype), (images, labels))
+    calls = jaxconv.explain(train_step(Way.make("accelerate", args).loss))(state, *wide)
+    return steps.least_ms(calls, sum(p.size for p in jax.tree.leaves(params)), top)
+
+
+def lines(row: dict[str, Any], rows: Sequence[dict[str, Any]], limit_ms: float | None) -> list[str]:
     """What is printed of a row."""
     first = next((r for r in rows if r["way"] == "flax" and r["devices"] == row["devices"]), None)
     spread = (max(row["samples_ms"]) - min(row["samples_ms"])) / row["ms"]
@@ -368,10 +445,16 @@ def lines(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str]:
     if row["speedup"]:
         text += f", {row['speedup']:.2f} times one device"
     text += f"; traced in {row['trace_s']:.0f} s, compiled in {row['compile_s']:.0f} s"
+    text += f", {row['memory_bytes'] / 2**30:.2f} GiB a device"
     verdict = "agree" if row["agrees"] else "DISAGREE"
     text += f"\n{'':10} losses {' '.join(f'{v:.4f}' for v in row['losses'])}: {verdict}, "
     text += f"off by {max(row['difference']):.2g}, allowed {row['allowed'][-1]:.2g}"
     out = [text]
+    if row["kinds"]:
+        kinds = ", ".join(f"{kind} {ms:.2f}" for kind, ms in row["kinds"].items())
+        out.append(f"{'':10} ms by kind: {kinds}; together {sum(row['kinds'].values()):.2f}")
+    if limit_ms and row["devices"] == 1:
+        out.append(f"{'':10} the model's roofline: {limit_ms:.2f} ms, {limit_ms / row['ms']:.2f} of it reached")
     if "calls" in row:
         calls = row["calls"]
         out.append(f"{'':10} calls: {calls['native']} native, {calls['xla']} to XLA")

@@ -4,23 +4,37 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import json
 
 import jax
 import pytest
 
 pytest.importorskip("flax", reason="the models are Flax's")
 
-from benchmarks import report, train
-from benchmarks.models import MODELS
+from benchmarks import figures, limits, report, steps, train
 
 # convolutions, batch-norms, dense layers
-LAYERS = {"resnet50": (12, 12, 1), "convnext_t": (4, 0, 5), "mobilenet_v2": (10, 10, 1)}
+LAYERS = {
+    "resnet50": (12, 12, 1),
+    "convnext_t": (4, 0, 5),
+    "mobilenet_v2": (10, 10, 1),
+    "resnext50": (12, 12, 1),
+    "efficientnet_b0": (16, 10, 1),
+    "unet3d": (8, 6, 0),
+    "ddpm": (25, 0, 10),
+}
+RUN = ("resnet50", "convnext_t", "mobilenet_v2", "unet3d")  # the others are of the same layers, and traced only
 SHORT = ["--small", "--dtype", "f32", "--losses", "3", "--steps", "1", "--repeat", "1"]
 
 
-@pytest.mark.parametrize(
-    "model", [pytest.param(m, marks=[] if m == "mobilenet_v2" else pytest.mark.slow) for m in MODELS]
-)
+def layers(replaced):
+    kinds = collections.Counter()
+    for what, n in replaced.items():  # a pair, "conv + batchnorm ...", is its batch-norm's entry
+        kinds["batchnorm" if "batchnorm" in what else what.partition(" ")[0]] += n
+    return kinds["conv"], kinds["batchnorm"], kinds["dense"]
+
+
+@pytest.mark.parametrize("model", [pytest.param(m, marks=[] if m == "mobilenet_v2" else pytest.mark.slow) for m in RUN])
 def test_every_way_has_the_same_losses_and_accelerate_replaces_every_layer(model, tmp_path):
     ways = "flax,import,fused,accelerate" if model == "resnet50" else "flax,accelerate"
     assert train.main([*SHORT, "--model", model, "--ways", ways, "--json", str(tmp_path / "here")]) == 0
@@ -31,15 +45,30 @@ def test_every_way_has_the_same_losses_and_accelerate_replaces_every_layer(model
     assert losses[2] < losses[0]
     accelerated = rows["accelerate", 1]
     assert not accelerated["left"]
-    kinds = collections.Counter()
-    for what, n in accelerated["replaced"].items():  # a pair, "conv + batchnorm ...", is its batch-norm's entry
-        kinds["batchnorm" if "batchnorm" in what else what.partition(" ")[0]] += n
-    assert (kinds["conv"], kinds["batchnorm"], kinds["dense"]) == LAYERS[model]
+    assert layers(accelerated["replaced"]) == LAYERS[model]
     # Forward and backward of each layer; the images need no gradient.
     calls = accelerated["calls"]
     assert calls["native"] + calls["xla"] >= 3 * sum(LAYERS[model]) - LAYERS[model][1] - 1
+    for row in rows.values():
+        assert row["memory_bytes"] > 4 * 3 * 100 and row["compile_s"] > 0
+        assert row["kinds"]["convolution"] > 0 and sum(row["kinds"].values()) > 0
     table = report.table(run)
     assert table.count("yes") == len(rows) and "it left nothing" in table
+    assert "| GiB a device |" in table and "| ms by kind | convolution |" in table
+
+
+@pytest.mark.parametrize("model", sorted(set(train.models()) - set(RUN)))
+def test_every_way_of_the_other_models_has_flaxs_parameters_and_accelerate_replaces_every_layer(model):
+    args = train.parse(["--small", "--model", model])
+    images, wanted = train.batch(args, 2)
+    params, stats = train.initial(args, images)
+    for name in train.WAYS:
+        step = train.train_step(train.Way.make(name, args).loss)
+        (after, _, _), loss = jax.eval_shape(step, (params, params, stats), images, wanted)
+        assert jax.tree.map(lambda a: a.shape, after) == jax.tree.map(lambda a: a.shape, params) and loss.shape == ()
+    report = train.Way.make("accelerate", args).loss.report(params, stats, images, wanted)
+    assert not report.left
+    assert layers(collections.Counter(finding.fused for finding in report)) == LAYERS[model]
 
 
 @pytest.mark.slow
@@ -49,6 +78,30 @@ def test_several_devices_have_the_losses_of_one(tmp_path):
     (run,) = report.load(tmp_path).values()
     assert [row["devices"] for row in run["rows"]] == [1, 2] and run["rows"][1]["speedup"] > 0
     assert "speed, one device = 1" in report.table(run)
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="it takes four devices")
+def test_volumes_split_along_their_depth_have_the_losses_of_one_device(tmp_path):
+    options = ["--model", "unet3d", "--ways", "accelerate", "--devices", "1,4", "--split", "depth"]
+    assert train.main([*SHORT, *options, "--json", str(tmp_path)]) == 0
+    (path,) = tmp_path.iterdir()
+    assert path.name.startswith("train-unet3d-f32-small-batch1-4devices-split_depth")
+    one, four = json.loads(path.read_text())["rows"]
+    assert four["memory_bytes"] < 0.6 * one["memory_bytes"]  # rows of the neighbours, and the parameters, beside
+    assert four["kinds"]["exchange"] > 0 and "exchange" not in one["kinds"]
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="it takes two devices")
+def test_each_device_has_a_batch_of_its_own(tmp_path):
+    options = ["--model", "unet3d", "--ways", "accelerate", "--devices", "1,2", "--split", "batch"]
+    assert train.main([*SHORT, *options, "--batch", "4", "--image", "8", "--no-profile", "--json", str(tmp_path)]) == 0
+    (path,) = tmp_path.iterdir()
+    one, two = json.loads(path.read_text())["rows"]
+    assert one["images_per_s"] == pytest.approx(4e3 / one["ms"]) and two["images_per_s"] == pytest.approx(
+        8e3 / two["ms"]
+    )
+    assert two["speedup"] == pytest.approx(2 * one["ms"] / two["ms"])
+    assert two["losses"] != one["losses"] and two["kinds"] is None  # of other images
 
 
 def test_losses_that_differ_are_found(monkeypatch, capsys):
@@ -76,9 +129,134 @@ def test_losses_that_differ_are_found(monkeypatch, capsys):
         (["--ways", "flax,torch"], "--ways torch: expected some of flax"),
         (["--devices", "1000"], "--devices 1000: there are"),
         (["--steps", "-1"], "at least 1"),
+        (["--split", "depth"], "resnet50 has images without a depth"),
     ],
 )
 def test_bad_options_are_refused(options, message, capsys):
     with pytest.raises(SystemExit):
         train.main(options)
     assert message in capsys.readouterr().err
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a step is made of
+
+# As XLA writes a GPU's program; shapes are shortened.
+PROGRAM = """
+HloModule jit_step, is_scheduled=true
+
+%fused_normalise (p0: bf16[8], p1: f32[8]) -> bf16[8] {
+  %p0 = bf16[8]{0} parameter(0)
+  %p1 = f32[8]{0} parameter(1)
+  %m.1 = bf16[8]{0} multiply(%p0, %p0), metadata={op_name="jit(step)/jvp(ResNet)/BatchNorm_0/mul"}
+  ROOT %c.1 = bf16[8]{0} maximum(%m.1, %m.1), metadata={op_name="jit(step)/jvp(ResNet)/jit(relu)/max"}
+}
+
+%fused_cast (p0.1: f32[8]) -> bf16[8] {
+  %p0.1 = f32[8]{0} parameter(0)
+  %t.1 = f32[8]{0} transpose(%p0.1), dimensions={0}
+  ROOT %c.2 = bf16[8]{0} convert(%t.1), metadata={op_name="jit(step)/convert_element_type"}
+}
+
+%fused_scatter (p0.2: bf16[8], p1.2: s32[8]) -> bf16[8] {
+  %p0.2 = bf16[8]{0} parameter(0)
+  ROOT %s.1 = bf16[8]{0} scatter(%p0.2, %p0.2), metadata={op_name="jit(step)/transpose(jvp())/select_and_scatter_add"}
+}
+
+%fused_sgd (p0.3: f32[8]) -> (f32[8], f32[8]) {
+  %p0.3 = f32[8]{0} parameter(0)
+  %m.2 = f32[8]{0} multiply(%p0.3, %p0.3), metadata={op_name="jit(step)/mul"}
+  ROOT %tuple.1 = (f32[8]{0}, f32[8]{0}) tuple(%m.2, %m.2)
+}
+
+%body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  ROOT %inner.1 = f32[8]{0} fusion(%p), kind=kLoop, calls=%fused_sgd
+}
+
+ENTRY %main.1 (x: bf16[8,8], w: bf16[8]) -> bf16[8] {
+  %x = bf16[8,8]{1,0} parameter(0)
+  %cudnn-conv.1 = (bf16[8]{0:T(8,128)}, u8[0]{0}) custom-call(%x, %w), custom_call_target="__cudnn$convForward"
+  %ours.1 = (bf16[8]{0}, u8[16]{0}) custom-call(%x, %w), custom_call_target="jaxconv_conv_wgrad_v2"
+  %norm.1 = bf16[8]{0} custom-call(%x), custom_call_target="jaxconv_batchnorm_train_v2"
+  %cublas-gemm.2 = bf16[8]{0} custom-call(%x), custom_call_target="__cublas$lt$matmul"
+  %loop_fusion.1 = bf16[8]{0} fusion(%x), kind=kLoop, calls=%fused_normalise
+  %loop_convert_fusion.2 = bf16[8]{0} fusion(%x), kind=kLoop, calls=%fused_cast
+  %input_scatter_fusion = bf16[8]{0} fusion(%x), kind=kInput, calls=%fused_scatter
+  %loop_multiply_fusion.3 = (f32[8]{0}, f32[8]{0}) fusion(%x), kind=kLoop, calls=%fused_sgd
+  %all-reduce-start.1 = f32[8]{0} all-reduce-start(%x), replica_groups={{0,1}}
+  %while.1 = (s32[], f32[8]) while(%x), condition=%cond, body=%body
+  %reduce-window.1 = f32[8]{0} reduce-window(%x), window={size=3}
+  ROOT %copy.3 = bf16[8]{0} copy(%x)
+}
+"""
+
+
+def test_events_of_a_gpu_are_known_by_instruction_or_by_kernel():
+    kinds = {
+        ("cudnn-conv.1", "sm90_xmma_fprop_implicit_gemm_bf16"): "convolution",
+        ("ours.1", "whatever"): "convolution",
+        ("norm.1", "whatever"): "norm",
+        ("cublas-gemm.2", "nvjet_tst_128x256"): "product",
+        ("loop_fusion.1", "loop_fusion_1"): "norm",
+        ("", "loop_fusion_1"): "norm",  # in a CUDA graph
+        ("", "loop_convert_fusion_2"): "copies",
+        ("", "input_scatter_fusion"): "pool",
+        ("", "loop_multiply_fusion_3"): "elementwise",
+        ("all-reduce-start.1", "ncclDevKernel_AllReduce_Sum"): "exchange",
+        ("", "ncclDevKernel_SendRecv"): "exchange",
+        ("reduce-window.1", "reduce_window_1"): "pool",
+        ("copy.3", "MemcpyD2D"): "copies",
+        ("", "void jaxconv::cuda::batchnorm::Normalise<__nv_bfloat16>(jaxconv::cuda::Args)"): "norm",
+        ("", "_ZN7jaxconv4cuda9batchnorm12TwoReadTrainE"): "norm",
+        ("", "void jaxconv::cuda::conv::depthwise::Rows<float, 3>(int)"): "convolution",
+        ("", "void jaxconv::cuda::dense::Epilogue<float>(int)"): "product",
+        ("", "void cudnn::ops::nchwToNhwcKernel<__nv_bfloat16>"): "convolution",
+        ("", "sm80_xmma_wgrad_implicit_gemm_indexed_tf32"): "convolution",
+        ("", "cutlass_80_tensorop_s1688gemm_128x128"): "product",
+        ("", "somebody_elses_kernel"): "other",
+    }
+    text = steps.Text(PROGRAM)
+    for (instruction, kernel), kind in kinds.items():
+        assert steps.by_kind([(instruction, kernel, 2.0)], text) == {kind: 2.0}, (instruction, kernel)
+    together = steps.by_kind([(*names, 1.0) for names in kinds], text)
+    assert together == collections.Counter(kinds.values())
+    # A loop counts by what runs in it, where that has events of its own.
+    assert steps.by_kind([("while.1", "while.1", 5.0), ("inner.1", "inner_1", 2.0)], text) == {"elementwise": 2.0}
+    assert steps.by_kind([("while.1", "while.1", 5.0)], text) == {"other": 5.0}
+
+
+def test_the_roofline_is_the_sum_of_each_calls_limit():
+    import jax.numpy as jnp
+
+    import jaxconv
+
+    x, w = jnp.ones((2, 8, 8, 16), jnp.bfloat16), jnp.ones((3, 3, 16, 32), jnp.bfloat16)
+    calls = jaxconv.explain(lambda x, w: jaxconv.conv2d(x, w), platform="cuda")(x, w)
+    flops, size = 2 * 2 * 64 * 9 * 16 * 32, 2 * (2 * 64 * 16 + 9 * 16 * 32 + 2 * 64 * 32)
+    top = limits.Ceilings(1e12, 1e11, 1e10, 1e10, 1e9, "a device")
+    assert steps.least_ms(calls, 100, top) == pytest.approx(1e3 * (max(flops / 1e12, size / 1e9) + 2000 / 1e9))
+    slow = dataclasses.replace(top, half=1e9)
+    assert steps.least_ms(calls, 0, slow) == pytest.approx(1e3 * flops / 1e9)
+    depthwise = jaxconv.explain(lambda x, w: jaxconv.conv2d(x, w, groups=16), platform="cuda")(x, w[:, :, :1, :16])
+    assert steps.least_ms(depthwise, 0, slow) == pytest.approx(
+        1e3 * max(flops / 32 / 1e10, 2 * 2 * 2 * 64 * 16.5625 / 1e9), rel=0.2
+    )
+
+
+def test_the_figure_stacks_each_way_by_kind(tmp_path):
+    row = {"way": "flax", "devices": 1, "ms": 3.0, "kinds": {"convolution": 2.0, "norm": 0.5}}
+    rows = [row, {**row, "way": "accelerate", "kinds": {"convolution": 1.0, "pool": 0.25}}]
+    run = {"op": "train", "model": "unet3d", "task": "segment", "dtype": "bf16", "batch": 8, "image": 64}
+    run |= {"small": False, "most_devices": 1, "rows": rows}
+    numbers, onto = figures.FIGURES["docs/steps_by_kind.svg"]
+    found = numbers({f"{report.DEVICE}/train-unet3d-bf16-batch8": run})
+    assert found == {"unet3d, bf16, 8 x 64³": {r["way"]: r["kinds"] for r in rows}}
+    pytest.importorskip("matplotlib", reason="figures are drawn with it")
+    figures.draw(found, onto, tmp_path / "figure.svg")
+    text = (tmp_path / "figure.svg").read_text()
+    assert (
+        all(word in text for word in ("convolution", "norm", "pool", "unet3d, bf16, 8 x 64³"))
+        and "exchange" not in text
+    )
+    # Nothing is drawn of what has no profile.
+    assert not numbers({f"{report.DEVICE}/x": {**run, "rows": [{**row, "kinds": None}]}})

@@ -1,0 +1,213 @@
+"""What the time of a training step is made of: a profile by kinds of work, and the least time that the model takes.
+
+A profile's events name the instructions of the compiled program; the program's text says what each one is, and from
+where in the model it comes. A GPU's kernels without an instruction (those of a CUDA graph) are known by their names.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import glob
+import math
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+
+from benchmarks.limits import Ceilings
+from jaxconv import _cost
+from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem
+
+# In the order of the tables and figures. exchange: between devices. elementwise: sums over elements too.
+KINDS = ("convolution", "product", "norm", "pool", "elementwise", "copies", "exchange", "other")
+
+# Targets of custom calls, and kernels' names: ours (mangled or not), cuDNN's, cuBLAS's, XLA's own.
+_NAMES = (
+    ("norm", r"jaxconv_batchnorm|jaxconv(::|\d)cuda\d*(::|\d+)batchnorm|cudnn\$norm|bn_fw|bn_bw|batch_?norm"),
+    ("product", r"jaxconv_(dense|matmul)|jaxconv(::|\d)cuda\d*(::|\d+)dense|__cublas|onednn\$matmul"),
+    ("convolution", r"jaxconv_conv|jaxconv(::|\d)cuda|cudnn\$conv|onednn\$convolution|[fdw]grad|fprop|conv2d|convolve"),
+    ("convolution", r"implicit_(con|gemm)|cudnn.*conv|winograd|nchwToNhwc|nhwcToNchw"),
+    ("product", r"gemm|cutlass|cublas|^nvjet|splitKreduce"),
+    ("exchange", r"nccl|AllReduce|AllGather|SendRecv"),
+    ("copies", r"^(Memcpy|Memset|MemcpyD2D|wrapped_(copy|transpose|convert))|^copy|^transpose"),
+    ("pool", r"select_and_scatter|reduce_window"),
+    ("elementwise", r"fusion|^wrapped_|^input_|^loop_|^reduce"),
+)
+_PATTERNS = [(kind, re.compile(pattern)) for kind, pattern in _NAMES]
+
+_POOL = {"reduce-window", "select-and-scatter"}
+_EXCHANGE = {"all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter", "collective-broadcast"}
+# What moves values, changes their type, or makes none
+_COPIES = {
+    *("copy", "transpose", "reshape", "bitcast", "bitcast-convert", "convert", "broadcast", "slice", "concatenate"),
+    *("pad", "reverse", "dynamic-slice", "dynamic-update-slice", "gather", "tuple", "get-tuple-element"),
+    *("parameter", "constant", "iota"),
+}
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*)$")
+_OPCODE = re.compile(r"(?:^|\s)([a-z][a-z0-9\-]*)\(")
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """A line of a compiled program."""
+
+    opcode: str
+    target: str = ""  # of a custom call
+    scope: str = ""  # where in the model it comes from: JAX's name scopes
+    called: tuple[str, ...] = ()  # computations
+
+
+class Text:
+    """A compiled program's text, by instruction."""
+
+    def __init__(self, text: str):
+        self.instructions: dict[str, Instruction] = {}
+        self._inside: dict[str, list[str]] = {}  # a computation's instructions
+        inside: list[str] = []
+        for line in text.splitlines():
+            if found := _COMPUTATION.match(line):
+                inside = self._inside.setdefault(found[1], [])
+            elif (found := _INSTRUCTION.match(line)) and (opcode := _OPCODE.search(found[2])):
+                target = re.search(r'custom_call_target="([^"]*)"', line)
+                scope = re.search(r'op_name="([^"]*)"', line)
+                called = re.findall(r"(?:calls|to_apply|body|condition)=%?([\w.\-]+)", line)
+                texts = (target[1] if target else "", scope[1] if scope else "")
+                self.instructions[found[1]] = Instruction(opcode[1], *texts, tuple(called))
+                inside.append(found[1])
+
+    def inside(self, name: str) -> Iterator[str]:
+        """The instructions of what an instruction calls, at any depth."""
+        for computation in self.instructions[name].called:
+            for inner in self._inside.get(computation, ()):
+                yield inner
+                yield from self.inside(inner)
+
+    def kind(self, name: str) -> str:
+        one = self.instructions[name]
+        if one.opcode == "custom-call":
+            return kind_of_kernel(one.target)
+        parts = [one, *(self.instructions[inner] for inner in self.inside(name))]
+        opcodes = {part.opcode.removesuffix("-start").removesuffix("-done") for part in parts}
+        if opcodes & _EXCHANGE:
+            return "exchange"
+        if "convolution" in opcodes or any("conv_general_dilated" in part.scope for part in parts[:1]):
+            return "convolution"
+        if "dot" in opcodes:
+            return "product"
+        if opcodes & _POOL or any(
+            "select_and_scatter" in part.scope or "reduce_window" in part.scope for part in parts
+        ):
+            return "pool"
+        if any(re.search(r"[Nn]orm(_\d+)?(/|$)", part.scope) for part in parts):
+            return "norm"
+        if opcodes - {"fusion", "call"} <= _COPIES:
+            return "copies"
+        return "other" if one.opcode in ("while", "conditional", "infeed", "outfeed", "rng", "sort") else "elementwise"
+
+    def find(self, event: str) -> str | None:
+        """The instruction that an event is named after; XLA's kernels have its name with _ for each dot."""
+        if event in self.instructions:
+            return event
+        return self._kernels.get(event)
+
+    @property
+    def _kernels(self) -> Mapping[str, str]:
+        if not hasattr(self, "_by_kernel"):
+            self._by_kernel = {re.sub(r"[.\-]", "_", name): name for name in self.instructions}
+        return self._by_kernel
+
+
+def kind_of_kernel(name: str) -> str:
+    """Of a kernel, or of a custom call's target, by its name."""
+    return next((kind for kind, pattern in _PATTERNS if pattern.search(name)), "other")
+
+
+def by_kind(events: Iterable[tuple[str, str, float]], text: Text) -> dict[str, float]:
+    """{kind: the sum} of events (instruction or "", kernel's name, duration)."""
+    total: collections.Counter[str] = collections.Counter()
+    events = list(events)
+    named = {found for instruction, _, _ in events if (found := text.find(instruction))}
+    for instruction, kernel, duration in events:
+        found = text.find(instruction) or text.find(kernel)
+        if found is None or text.instructions[found].opcode in ("call", "while", "conditional"):
+            if found is not None and named.intersection(text.inside(found)):
+                continue  # what it calls has events of its own
+            if found is None:
+                total[kind_of_kernel(kernel)] += duration
+                continue
+        total[text.kind(found)] += duration
+    return {kind: total[kind] for kind in KINDS if total[kind]}
+
+
+def events_of(folder: str) -> tuple[list[tuple[str, str, float]], int]:
+    """(instruction or "", name, milliseconds) of what ran on devices while a profile was taken; how many devices."""
+    found, devices = [], set()
+    for path in glob.glob(f"{folder}/**/*.xplane.pb", recursive=True):
+        for plane in jax.profiler.ProfileData.from_file(path).planes:
+            on_gpu = plane.name.startswith("/device:")
+            for line in plane.lines:
+                if on_gpu and not line.name.startswith("Stream"):
+                    continue  # sums of what the streams ran
+                for event in line.events:
+                    stats = {name: value for name, value in event.stats if name in ("hlo_op", "device_ordinal")}
+                    instruction = str(stats.get("hlo_op", ""))
+                    if on_gpu or instruction:
+                        found.append((instruction, event.name, event.duration_ns * 1e-6))
+                        devices.add(plane.name if on_gpu else stats.get("device_ordinal", 0))
+    return found, max(1, len(devices))
+
+
+def profiled(run: Callable[[], None], text: str) -> dict[str, float] | None:
+    """Milliseconds of each kind on a device while `run` runs; on a CPU of all its threads together.
+
+    None where the profiler saw nothing: another one is attached, or may not be.
+    """
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            run()
+        events, devices = events_of(folder)
+    found = by_kind(events, Text(text))
+    return {kind: ms / devices for kind, ms in found.items()} or None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The least time
+
+
+def least_ms(calls: Iterable[Any], parameters: int, top: Ceilings) -> float:
+    """The least time of a step: `jaxconv.explain`'s calls of it, and the update of so many float32 parameters.
+
+    Each call takes the longer of its operations at the rate of the unit that does them and of its arrays, each read or
+    written once, at the rate at which memory copies. What else stands between the calls counts nothing, as if it were
+    fused into them: pooling, other norms than batch-norms, activations of their own.
+    """
+    seconds = 0.0
+    for call in calls:
+        if call.plan.implementation == "calls":  # of others in the list
+            continue
+        flops, size, rate = _work(call.op, call.problem, top)
+        seconds += call.count * max(flops / rate, size / top.bandwidth)
+    # SGD with momentum: parameter, momentum and gradient read, the first two written
+    return (seconds + 5 * 4 * parameters / top.bandwidth) * 1e3
+
+
+def _work(op: str, p: Any, top: Ceilings) -> tuple[float, float, float]:
+    """(operations, bytes, operations a second)."""
+    item = {"float32": 4, "float64": 8}.get(p.dtype, 2)
+    if isinstance(p, BatchNormProblem):
+        # x read, y written; backward x and dy read, dx written; a residual read, its gradient written
+        passes = (3 if op == "batchnorm_backward" else 2) + bool(p.residual)
+        return 0.0, item * passes * p.size, top.f32
+    assert isinstance(p, ConvProblem | DenseProblem)
+    arrays = [p.x_shape, p.w_shape, p.y_shape] + ([p.x_shape] if op == "conv_dgrad_add" else [])
+    short = {"float32": "f32", "float64": "f32"}.get(p.dtype, "bf16")
+    highest = jax.lax.Precision.HIGHEST in (p.precision if isinstance(p.precision, tuple) else (p.precision,))
+    depthwise = isinstance(p, ConvProblem) and p.groups > 1 and p.in_channels == p.groups
+    rate = top.lanes if depthwise else top.rate(short, "highest" if highest else None)
+    return _cost._flops(op, p), item * sum(map(math.prod, arrays)), rate
