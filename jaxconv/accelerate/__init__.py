@@ -18,7 +18,7 @@ import jax
 
 from jaxconv.accelerate.activations import Activations
 from jaxconv.accelerate.graph import Array
-from jaxconv.accelerate.report import LISTENER, Report, listening
+from jaxconv.accelerate.report import ACCELERATES, LISTENER, Report, listening
 from jaxconv.accelerate.rewrite import Rewriting
 from jaxconv.accelerate.state import Arguments, KerasVariables, LinenVariables, nnx_updates
 
@@ -62,6 +62,8 @@ def accelerate(f: Callable[..., Any]) -> Callable[..., Any]:
         into Keras's variables under `jax.jit`: they would be lost.
     """
     _check(f)
+    if not ACCELERATES:
+        ACCELERATES.append(True)
 
     def rewriting(args: Any, kwargs: Any) -> tuple[Rewriting, Report, list[Any], Callable[[list[Array]], Any]]:
         given, keras, linen = Arguments(args, kwargs), KerasVariables(), LinenVariables(f, args, kwargs)
@@ -98,13 +100,13 @@ def accelerate(f: Callable[..., Any]) -> Callable[..., Any]:
     def accelerated(*args: Any, **kwargs: Any) -> Any:
         reason = _untouched()
         if reason:
-            if LISTENER.value is not None:
-                LISTENER.value.report.extend(Report(notes=[reason]))
+            if (listener := LISTENER.get()) is not None:
+                listener.extend(Report(notes=[reason]))
             return f(*args, **kwargs)
         with nnx_updates():
             rewritten, report, arrays, finish = rewriting(args, kwargs)
-            if LISTENER.value is not None:
-                LISTENER.value.report.extend(report)
+            if (listener := LISTENER.get()) is not None:
+                listener.extend(report)
             return finish(rewritten.run(*arrays))
 
     def report(*args: Any, **kwargs: Any) -> Report:
