@@ -152,7 +152,7 @@ sanitize: $(VENV)/test.stamp
 		LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libstdc++.so)" \
 		UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH="$(SANITIZED)/site:$$($(VENV_PYTHON) -c \
 		'import sysconfig; print(sysconfig.get_path("platlib"))')" \
-		$(VENV_PYTHON) -P -S -m pytest -p no:cacheprovider --capture=sys \
+		$(VENV_PYTHON) -P -S -m pytest -p no:cacheprovider --capture=sys --junitxml=$(SANITIZED).xml \
 		--deselect tests/test_cpu_thresholds.py::test_bits_do_not_depend_on_the_number_of_threads $(ARGS) $(SANITIZE_TESTS)
 
 # An hour of two cores. ARGS="gemm" takes those that have the word in their names, --page docs/contributing/mutants.md
@@ -174,17 +174,18 @@ tsan: $(VENV)/test.stamp
 	JAX_PLATFORMS=cpu JAXCONV_ROUNDS=$(or $(ROUNDS),3) TSAN_OPTIONS="ignore_noninstrumented_modules=1 exitcode=66" \
 		LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libtsan.so) $$($${CXX:-c++} -print-file-name=libstdc++.so)" \
 		PYTHONPATH="$(TSAN)/site:$$($(VENV_PYTHON) -c 'import sysconfig; print(sysconfig.get_path("platlib"))')" \
-		setarch -R $(VENV_PYTHON) -P -S -m pytest -p no:cacheprovider --capture=sys $(ARGS) $(TSAN_TESTS)
+		setarch -R $(VENV_PYTHON) -P -S -m pytest -p no:cacheprovider --capture=sys --junitxml=$(TSAN).xml $(ARGS) $(TSAN_TESTS)
 
 # Cases of tests/properties.py, on the CPU or a GPU; ends with an error where one failed, each with its line.
 MINUTES ?= 5
 SEED ?= 0
 fuzz: $(VENV)/test.stamp
-	$(VENV_PYTHON) -P tests/fuzz.py --minutes $(MINUTES) --seed $(SEED) $(ARGS)
+	@mkdir -p build
+	$(VENV_PYTHON) -P tests/fuzz.py --minutes $(MINUTES) --seed $(SEED) --record build/fuzz.json $(ARGS)
 
 # Wheels, environments and what came of them: build/matrix. ARGS="--jax 0.12 --pythons 3.13" makes it smaller.
 test-matrix: $(VENV)/test.stamp
-	$(VENV_PYTHON) -P tests/matrix.py $(ARGS)
+	$(VENV_PYTHON) -P tests/matrix.py --record build/matrix/record.json $(ARGS)
 
 CPP = $(shell find common cpu cuda ffi -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 

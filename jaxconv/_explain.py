@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.metadata
 import os
 import platform as host
@@ -108,8 +109,10 @@ def explain(f: Callable[..., Any], *, platform: str | None = None) -> Callable[.
 
     def explained(*args: Any, **kwargs: Any) -> Explanation:
         device = _plan.Device.current(_PLATFORMS[platform]) if platform else _plan.Device.default()
+        # JAX keeps what it traced for as long as the function lives: this one ends here.
+        of_this_call = functools.wraps(f)(lambda *args, **kwargs: f(*args, **kwargs))
         with listening() as accelerated:
-            jaxpr = jax.make_jaxpr(f)(*args, **kwargs)
+            jaxpr = jax.make_jaxpr(of_this_call)(*args, **kwargs)
         counts: dict[tuple[str, Any, _plan.Device], int] = {}
         equations = list(_op.equations(jaxpr.jaxpr, device))
         for equation in equations:

@@ -20,7 +20,7 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxconv.accelerate.activations import Activations
 from jaxconv.accelerate.graph import Array
-from jaxconv.accelerate.report import LISTENER, Report, listening
+from jaxconv.accelerate.report import ACCELERATES, LISTENER, Report, listening
 from jaxconv.accelerate.rewrite import Rewriting
 from jaxconv.accelerate.state import Arguments, KerasVariables, LinenVariables, nnx_updates
 
@@ -64,19 +64,21 @@ def accelerate(f: Callable[..., Any]) -> Callable[..., Any]:
         into Keras's variables under `jax.jit`: they would be lost.
     """
     check(f)
+    if not ACCELERATES:
+        ACCELERATES.append(True)
 
     @functools.wraps(f)
     def accelerated(*args: Any, **kwargs: Any) -> Any:
         reason = untouched()
         if reason:
-            if LISTENER.value is not None:
-                LISTENER.value.report.extend(Report(notes=[reason]))
+            if (listener := LISTENER.get()) is not None:
+                listener.extend(Report(notes=[reason]))
             return f(*args, **kwargs)
         with nnx_updates():
             traced = trace(f, args, kwargs)
             rewritten, report = traced.rewritten()
-            if LISTENER.value is not None:
-                LISTENER.value.report.extend(report)
+            if (listener := LISTENER.get()) is not None:
+                listener.extend(report)
             return traced.finish(rewritten.run(*traced.arguments.arrays))
 
     def report(*args: Any, **kwargs: Any) -> Report:

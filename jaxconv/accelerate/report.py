@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 from collections.abc import Iterable, Iterator
 
@@ -65,18 +66,32 @@ class Report(list[Finding]):
         return "\n".join([*(lines if self else []), *self.notes])
 
 
-@dataclasses.dataclass(eq=False)
-class _Listener:
-    report: Report = dataclasses.field(default_factory=Report)
+LISTENER: contextvars.ContextVar[Report | None] = contextvars.ContextVar("jaxconv_listener", default=None)
 
-
-# Part of the key of jit's caches: inside it every function is traced anew, those under jit too.
-LISTENER = jax.make_user_context(default_value=None)
+# Part of the key of jit's caches: inside `listening` every function is traced anew, those under jit too. JAX keeps the
+# traces, so there is no key before somebody accelerates a function: until then no cache holds one.
+_KEY = jax.make_user_context(default_value=None)
+ACCELERATES: list[bool] = []
 
 
 @contextlib.contextmanager
 def listening() -> Iterator[Report]:
     """A report that gathers what accelerated functions find while they are traced inside the context."""
-    listener = _Listener()
-    with LISTENER(listener):
-        yield listener.report
+    report = Report()
+    token = LISTENER.set(report)
+    try:
+        with _KEY(object()) if ACCELERATES else contextlib.nullcontext():
+            yield report
+    finally:
+        LISTENER.reset(token)
+
+
+@contextlib.contextmanager
+def unheard() -> Iterator[None]:
+    """As outside `listening`, for what is traced inside the context."""
+    token = LISTENER.set(None)
+    try:
+        with _KEY(None):
+            yield
+    finally:
+        LISTENER.reset(token)

@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from jaxconv import _compat, _op
 from jaxconv.accelerate import Report, Results, Traced, check, trace, untouched
 from jaxconv.accelerate.graph import Array, Value
-from jaxconv.accelerate.report import LISTENER
+from jaxconv.accelerate.report import ACCELERATES, LISTENER, unheard
 from jaxconv.accelerate.state import Arguments, is_array, is_graph_node, nnx_updates, with_own_objects
 from jaxconv.freeze.split import Split
 
@@ -62,6 +62,8 @@ def freeze(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Frozen:
     Layers are recognised as by `accelerate`: a batch-norm behind a transposed convolution or a dense layer stays one.
     """
     check(f, "freeze")
+    if not ACCELERATES:
+        ACCELERATES.append(True)
     if is_graph_node(f) or any(map(is_array, jax.tree.leaves(f))):
         f, args = _call, (f, *args)
     for path, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs)):
@@ -207,7 +209,7 @@ class Frozen:
         arrays = [leaf for leaf in leaves if is_array(leaf)]
         kinds = tuple(jax.typeof(leaf) if is_array(leaf) else (type(leaf), leaf) for leaf in leaves)
         function = self._function
-        with LISTENER(None):  # whether somebody listens is no other program
+        with unheard():  # whether somebody listens is no other program
             key = tree, kinds, _compat.trace_context()
             try:
                 program = function.programs.get(key)
@@ -220,8 +222,8 @@ class Frozen:
                     program = function.programs.get(key)
                     if program is None:
                         program = function.programs[key] = self._traced(inputs, kwargs)
-        if LISTENER.value is not None:
-            LISTENER.value.report.extend(program.report)
+        if (listener := LISTENER.get()) is not None:
+            listener.extend(program.report)
         return program, arrays
 
     def _traced(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> _Program:
