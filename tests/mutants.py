@@ -401,7 +401,8 @@ class Tree:
             shutil.copyfile(made, self.source / "jaxconv" / made.name)
 
     def test(self, arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *_words(arguments)]
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider"]
+        command += _words(arguments)
         return subprocess.run(command, cwd=self.source, env=self.env, capture_output=True, text=True)
 
     def confirm(self) -> None:
