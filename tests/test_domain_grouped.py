@@ -94,6 +94,14 @@ def test_each_limit(kernel, refused, runs, word):
     assert why is not None and word in why
 
 
+@pytest.mark.parametrize("pads", [(2, 0), (0, 2), (2, 2), (3, 0), (0, 3), (-1, 1), (1, -1)])
+def test_rows_are_padded_by_less_than_the_filter_reaches_on_either_side(pads):
+    """A window that meets no pixel, or pixels that meet no window but by the stride."""
+    p = dataclasses.replace(problem(), padding=(pads, (1, 1)), out_spatial=(24 + sum(pads) - 2, 24))
+    why = refusal("rows", p)
+    assert (why is None) == (max(pads) < 3 and min(pads) >= 0), why
+
+
 def test_the_kernels_of_hopper_run_on_nothing_else():
     assert refusal("rows", problem(), A100) and refusal("rows_float32", problem(dtype="float32"), A100)
     assert refusal("mma", problem(), A100) is None

@@ -28,6 +28,14 @@ conv, dense, batchnorm = (importlib.import_module(f"jaxconv.{name}") for name in
 # One implementation is enough where every activation is gone through: the rules are the same, the kernels differ.
 FIRST = (*NATIVE_IN_FLOAT64, None)[0]
 IMPLEMENTATIONS = (*NATIVE_IN_FLOAT64, None)
+# One of each kind: nothing is kept for its derivative, y, z, and z because of a slope. Of the others both derivatives
+# are in test_activation_tails, and what is kept in a test below.
+KINDS = (None, "relu", "tanh", "gelu", ("leaky_relu", -0.5))
+over_activations = pytest.mark.parametrize(
+    "activation",
+    [pytest.param(a, marks=[] if a in KINDS else pytest.mark.slow) for a in NAMED_ACTIVATIONS],
+    ids=label,
+)
 
 
 def floats(*shapes: tuple[int, ...], dtype: str = "float64", seed: int = 0) -> list[jax.Array]:
@@ -44,7 +52,7 @@ def check(f: Any, *args: Any) -> None:
 # of every order compile anew.
 
 
-@pytest.mark.parametrize("activation", NAMED_ACTIVATIONS, ids=label)
+@over_activations
 def test_conv_in_every_activation(activation, x64):
     f = functools.partial(jaxconv.conv2d, activation=activation, implementation=FIRST)
     check(f, *floats((1, 4, 3, 2), (3, 2, 2, 3), (3,)))
@@ -111,7 +119,7 @@ def test_conv_general_dilated_with_lhs_dilation(x64):
     check(f, *floats((1, 3, 2, 2), (2, 2, 2, 3)))
 
 
-@pytest.mark.parametrize("activation", NAMED_ACTIVATIONS, ids=label)
+@over_activations
 def test_dense_in_every_activation(activation, x64):
     f = functools.partial(jaxconv.dense, activation=activation, implementation=FIRST)
     check(f, *floats((3, 2), (2, 4), (4,)))
@@ -127,7 +135,7 @@ def test_dense_with_everything(bias, implementation, x64):
     check(f, *floats((3, 2), (2, 4), bias, (3, 4)))
 
 
-@pytest.mark.parametrize("activation", NAMED_ACTIVATIONS, ids=label)
+@over_activations
 def test_batchnorm_training_in_every_activation(activation, x64):
     """All of its results: y, and the running statistics, whose derivatives reach x too."""
     # With a momentum of 0.5 the old statistics' share would be the new ones'.

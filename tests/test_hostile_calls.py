@@ -123,6 +123,22 @@ def test_a_window_beyond_64_bits_is_refused(op, name):
         call.run()
 
 
+def test_a_span_that_wraps_to_a_small_number_is_refused():
+    """What a window steps over, times the depth, is 2^64 and a little: small in 64 bits, and the height is 1."""
+    step = 2**31 - 1
+    span = 1 + 3 + 3 * step + 1  # in + out + pads + stride + window, of the width
+    depth = 2**64 // span + 1
+    assert 0 < span * depth - 2**64 < 2**33
+    width = dict(stride=[1, 1, step], pad_low=[0, 0, step], pad_high=[0, 0, step])
+    for d, taken in ((2**28, True), (depth, False)):
+        call = conv_call("wgrad", (0, d, 1, 1, 1), (1, 1, 1, 1, 1), (0, d, 1, 3, 1), **width)
+        if taken:
+            np.testing.assert_array_equal(call.run()[0], np.zeros((1, 1, 1, 1, 1)))
+        else:
+            with pytest.raises(jax.errors.JaxRuntimeError, match=r"extents disagree: .* axis 2"):
+                call.run()
+
+
 @pytest.mark.parametrize("stride", [2**31 - 1, 2**31])
 def test_the_largest_stride_works_and_the_next_is_refused(stride):
     call = conv_call("fprop", (1, 5, 5, 2), (3, 3, 2, 4), (1, 1, 1, 4), stride=[stride] * 2)
