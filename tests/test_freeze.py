@@ -138,9 +138,11 @@ ORDERS = {
     "dilated": (("conv", "bn"), X, dict(kernel_dilation=(1, 2), padding="VALID"), 1, 0),
     "1d": (("conv_bias", "bn", "act"), _cubes(2, 9, 4), {}, 1, 0),
     "3d": (("conv", "bn", "act"), _cubes(2, 4, 5, 3, 4), {}, 1, 0),
-    "transposed": (("transposed", "bn", "act"), X, {}, 1, 1),
+    "transposed": (("transposed", "bn", "act"), X, {}, 1, 0),
+    "transposed_add": (("transposed", "split", "transposed", "bn", "pool", "dense"), X, {}, 2, 0),
     "dense": (("dense", "act"), X[:, 0, 0], {}, 0, 0),
-    "dense_bn": (("dense", "bn", "act"), X[:, 0, 0], {}, 0, 1),
+    "dense_bn": (("dense", "bn", "act"), X[:, 0, 0], {}, 0, 0),
+    "dense_bn_of_pixels": (("dense", "bn", "split", "dense", "bn", "add"), X, {}, 0, 0),
     "head": (("conv", "bn", "act", "pool", "dense"), X, {}, 1, 0),
 }
 
@@ -165,12 +167,21 @@ def test_a_folding_that_is_wrong_is_seen(monkeypatch):
     """The comparison above is worth something: another epsilon is found."""
     from jaxconv import _fused
 
-    right = _fused.conv_batchnorm
-    monkeypatch.setattr(
-        _fused, "conv_batchnorm", lambda *args, epsilon, **options: right(*args, epsilon=10 * epsilon, **options)
-    )
+    right = _fused.folded
+    monkeypatch.setattr(_fused, "folded", lambda *args: right(*args[:-2], 10 * args[-2], args[-1]))
     with pytest.raises(AssertionError, match="exceeds its bound"):
         check(Layers(("conv", "bn", "act")), convs=1)
+
+
+def test_filters_are_rounded_once_after_the_folding():
+    """The float32 filters, folded, in bfloat16: not those of filters that were rounded before."""
+    frozen, _, variables = frozen_and_plain(Layers(("conv", "bn"), dtype=jnp.bfloat16))
+    frozen(X)
+    norm = {**variables["params"]["BatchNorm_0"], **variables["batch_stats"]["BatchNorm_0"]}
+    scale = np.asarray(norm["scale"], np.float64) / np.sqrt(np.asarray(norm["var"], np.float64) + 1e-5)
+    exact = np.asarray(variables["params"]["Conv_0"]["kernel"], np.float64) * scale
+    error = np.abs(np.asarray(frozen.weights["params/Conv_0/kernel"], np.float64) - exact)
+    assert np.all(error <= (2.0**-8 + 2.0**-20) * np.abs(exact))
 
 
 class Remat(nn.Module):
@@ -397,6 +408,14 @@ def test_images_are_split_over_a_mesh(kind):
     assert y.sharding.spec[0] == "data"
     assert_same(jax.device_get(y), jax.device_get(PLAIN(VARIABLES, X)), terms=TERMS)
     assert "all-gather" not in jax.jit(frozen.apply).lower(frozen.weights, x).compile().as_text()
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="it takes two devices")
+def test_inside_shard_map():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    frozen = jaxconv.freeze(MODEL.apply, VARIABLES, train=False)
+    mapped = jax.shard_map(frozen, mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P("data"))
+    assert_same(jax.device_get(jax.jit(mapped)(X)), jax.device_get(PLAIN(VARIABLES, X)), terms=TERMS)
 
 
 def test_other_contexts_are_other_programs():

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
+from jaxconv import _compat
 from jaxconv.accelerate.graph import UNIT_AXES, Array, Constant, Graph, Node, Value, body_of_jit, plain
 from jaxconv.accelerate.rewrite import of_type
 
@@ -55,7 +56,7 @@ class Split:
         self._known = set(self.bound)
         self._cuts: dict[Value, frozenset[Value]] = {v: frozenset((v,)) for v in self.bound}
         for node in self.graph.nodes:
-            if not node.eqn.effects and all(map(self._is_known, node.inputs)) and all(map(_has_numbers, node.outputs)):
+            if not node.eqn.effects and all(map(self._is_known, node.inputs)) and all(map(_can_be_kept, node.outputs)):
                 self._known.update(node.outputs)
                 self._cuts.update((v, self._cut_at(v)) for v in node.outputs)
         weights: dict[Value, None] = {}  # in the order in which they are read
@@ -182,9 +183,9 @@ def _is_key(v: Value) -> bool:
     return raw or jnp.issubdtype(v.dtype, jax.dtypes.prng_key)
 
 
-def _has_numbers(v: Value) -> bool:
-    """Whether no extent is symbolic."""
-    return all(isinstance(extent, int) for extent in getattr(v.aval, "shape", ()))
+def _can_be_kept(v: Value) -> bool:
+    """Whether v is an array outside of the program too: no extent is symbolic, no device of a shard_map has its own."""
+    return all(isinstance(n, int) for n in getattr(v.aval, "shape", ())) and not _compat.is_varying(v.aval)
 
 
 def _primitives(eqn: JaxprEqn) -> Iterable[str]:
