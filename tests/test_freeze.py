@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import os
 import subprocess
@@ -288,6 +289,40 @@ def test_other_batches_share_the_weights():
         assert_same(frozen(x), PLAIN(VARIABLES, x), terms=TERMS)
     assert len(before) == 4 and all(frozen.weights[name] is before[name] for name in before)
     assert len(frozen.weights) == 4
+
+
+def test_a_function_is_traced_once_whoever_calls():
+    """Threads that come at the same time, transformations, and contexts that were left."""
+    traced = []
+
+    def f(p, x):
+        traced.append(1)
+        return jnp.tanh(x * jnp.exp(p))
+
+    frozen, p = jaxconv.freeze(f, array(0, (4,))), array(0, (4,))
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda _: frozen(X), range(8)))
+    assert all(helpers.same_bits(result, results[0]) for result in results) and len(traced) == 1
+    jax.jit(frozen)(X), jax.vmap(frozen)(X[None]), lax.map(frozen, X[None])
+    jax.grad(lambda x: frozen(x).sum())(X)
+    with jax.default_matmul_precision("default"):
+        pass
+    frozen(X)
+    assert_same(results[0], jnp.tanh(X * jnp.exp(p)), terms=4)
+    assert len(traced) == 2  # the threads have another precision than this test
+
+
+def test_filters_in_another_order_are_turned_once():
+    numbers = ("NHWC", "OIHW", "NHWC")
+
+    def f(w, x):
+        return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers)
+
+    w = array(1, (8, 4, 3, 3))
+    frozen = jaxconv.freeze(f, w)
+    assert_same(frozen(X), jax.jit(f)(w, X), terms=36)
+    assert "transpose" not in helpers.equations(frozen, X)
+    assert [a.shape for a in frozen.weights.values()] == [(3, 3, 4, 8)]
 
 
 def test_replaced_weights_trace_and_compile_nothing():
