@@ -381,6 +381,45 @@ def test_the_report_is_accelerates_and_says_what_is_computed_once():
     assert len(frozen._function.programs) == programs
 
 
+def _blocks(p: Any, x: Any) -> Any:
+    """Layers of one kind as a loop over their stacked weights, beside a filter that all of them share."""
+
+    def block(x: Any, layer: Any) -> Any:
+        y = lax.conv_general_dilated(x, layer["w"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        y = (y - layer["mean"]) / jnp.sqrt(layer["var"] + 1e-5) * layer["scale"] + layer["bias"]
+        z = lax.conv_general_dilated(x, 0.5 * p["shared"], (1, 1), "SAME", dimension_numbers=("NHWC", "OIHW", "NHWC"))
+        return jax.nn.relu(y) + z * jnp.max(layer["scale"]), jnp.mean(y) * jnp.sum(layer["scale"])
+
+    return lax.scan(block, x, p["layers"], reverse=True)
+
+
+@pytest.mark.parametrize("transform", ("none", "grad", "vmap"))
+def test_weights_inside_a_loop_are_made_once(transform):
+    shapes = {"w": (3, 3, 3, 4, 4), **dict.fromkeys(("scale", "bias", "mean", "var"), (3, 4))}
+    tree = {"layers": shapes, "shared": (4, 4, 3, 3)}
+    p = randomised(
+        jax.tree.map(
+            lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), tree, is_leaf=lambda s: isinstance(s, tuple)
+        )
+    )
+    frozen, plain = jaxconv.freeze(_blocks, p), functools.partial(_blocks, p)
+    f, g = {
+        "none": (frozen, plain),
+        "grad": tuple(jax.grad(lambda x, f=f: f(x)[0].sum() + f(x)[1].sum()) for f in (frozen, plain)),
+        "vmap": (lambda x: jax.vmap(frozen)(x[None]), lambda x: jax.vmap(plain)(x[None])),
+    }[transform]
+    assert_same(jax.jit(f)(X), jax.jit(g)(X), terms=4 * 36 * 16)
+    assert {name: a.shape for name, a in frozen.weights.items()} == {
+        "layers/w": (3, 3, 3, 4, 4),
+        "layers/bias": (3, 4),
+        "layers/scale": (3,),
+        "layers/scale~2": (3,),
+        "shared": (3, 3, 4, 4),
+    }
+    found = helpers.equations(frozen, X)
+    assert found["jaxconv_conv"] + found["jaxconv_conv_fprop"] == 2 and not {"transpose", "rsqrt", "sqrt"} & set(found)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # What a frozen function can do
 
