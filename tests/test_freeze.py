@@ -728,6 +728,16 @@ def test_random_numbers_of_a_bound_key_are_refused_and_of_an_input_are_not():
     looped = jaxconv.freeze(lambda p, key, x: lax.scan(lambda c, y: (c, _dropout(p, key, y)), 0, x)[1], p)
     assert looped(key, X).shape == X.shape
 
+    def split_loop(p, key, x):  # whose body has weights too
+        return lax.scan(lambda c, y: (c, _dropout(jnp.exp(p[::-1]), key, y)), 0, x)[1]
+
+    with pytest.raises(ValueError, match="draws random numbers"):
+        jaxconv.freeze(split_loop, p, key)(X)
+    with pytest.raises(ValueError, match="draws random numbers"):
+        jaxconv.freeze(lambda p, x: split_loop(p, jax.random.key(1, impl="unsafe_rbg"), x), p)(X)
+    looped = jaxconv.freeze(split_loop, p)
+    assert_same(looped(key, X), jax.jit(split_loop)(p, key, X), terms=1)
+
 
 def test_effects_are_refused_but_for_debugging(capfd):
     def told(p, x):

@@ -55,6 +55,7 @@ class Split:
         self.free = [v for v, is_bound in zip(self.graph.inputs, bound, strict=True) if not is_bound]
         self._known = set(self.bound)
         self._cuts: dict[Value, frozenset[Value]] = {v: frozenset((v,)) for v in self.bound}
+        self._bodies: dict[Node, Split] = {}  # of loops that are split
         nodes: list[Node] = []
         for node in self.graph.nodes:
             made = self._scan(node) if node.name == "scan" else [node]
@@ -136,6 +137,7 @@ class Split:
         outer_of = {v: early.outputs[0] for v, early in zip(made, nodes, strict=True)}
         inputs = [outer_of[v] if v in outer_of else node.inputs[place[v]] for v in (*consts, *carries, *slices)]
         late = dataclasses.replace(node, inputs=inputs, call=loop)
+        self._bodies[late] = body
         for v in late.outputs:
             v.node = late
         return [*nodes, late]
@@ -205,9 +207,12 @@ class Split:
         """(primitive, where) of random numbers whose key is known: they are the same in every call."""
         for node in self.graph.nodes:
             name = next((name for name in _primitives(node.eqn) if name in RANDOM), None)
-            if name is None:
+            if name is None or (node.call is not None and node not in self._bodies):
                 continue
-            # In a loop or a branch whoever draws has a key, which may be one of its operands.
+            body = self._bodies.get(node)
+            if body is not None and (found := body.random()) is not None:
+                return found
+            # In another loop or a branch whoever draws has a key, which may be one of its operands.
             keys = [v for v in node.inputs if node.name not in RANDOM and self._is_known(v) and _is_key(v)]
             if keys or all(map(self._is_known, node.inputs)):
                 return name, str(node.name_stack)
