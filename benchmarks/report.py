@@ -199,6 +199,7 @@ SERVING = {
     "constants": "Flax, XLA, weights constants",
     "accelerate": "`jaxconv.accelerate`",
     "frozen": "`jaxconv.freeze`",
+    "frozen_arguments": "`jaxconv.freeze`, weights arguments",
     "torch": "PyTorch, max-autotune",
     "onnx": "ONNX Runtime",
 }

@@ -212,9 +212,13 @@ def answers(way: str, model: Any, variables: Tree, images: np.ndarray, dtype: st
 
 
 def _torch_answers(module: Any, x: Any, dtype: Any) -> Answers:
-    torch = _torch()
+    import torch
+
     if not torch.cuda.is_available():
         raise RuntimeError("PyTorch is timed on a GPU only: torch.compile has no CUDA graphs elsewhere")
+    import torch._dynamo
+    import torch._inductor.config
+
     module, x = module.cuda(), x.cuda().contiguous(memory_format=torch.channels_last)
     torch.cuda.reset_peak_memory_stats()
     with torch.inference_mode():

@@ -91,6 +91,11 @@ def varying(a: Any) -> frozenset[str]:
     return jax.typeof(a).manual_axis_type.varying
 
 
+def is_varying(aval: Any) -> bool:
+    """Whether a type says that a value inside shard_map differs between devices."""
+    return bool(getattr(getattr(aval, "manual_axis_type", None), "varying", ()))
+
+
 def trace_context() -> Any:
     """What tracing depends on besides arguments, hashable: precision, 64-bit types, meshes, user contexts (0.4 on)."""
     return config.trace_context()

@@ -6,7 +6,7 @@ jaxconv does not know is computed by lax itself, and what lax refuses is refused
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from jaxconv import _problem
 from jaxconv._activation import Activation, activate
 from jaxconv._problem import ConvProblem, DenseProblem
 from jaxconv.conv import _run
+from jaxconv.conv_batchnorm import added, folded
 from jaxconv.conv_batchnorm import conv_batchnorm as pair
 from jaxconv.conv_batchnorm import forked as forked_pair
 from jaxconv.conv_transpose import conv_general_dilated
@@ -169,6 +170,28 @@ def conv_batchnorm(
         implementation=None,
         **norm,
     )
+
+
+def linear_batchnorm_inference(
+    run: Callable[..., Array],  # (x, w, b, activation): conv, dense
+    axis: int,  # of w, its outputs'
+    x: Array,
+    w: Array,  # of any float dtype: it becomes x's after the batch-norm is folded into it
+    scale: Array | None,  # (K,)
+    bias: Array | None,  # (K,)
+    mean: Array,  # (K,)
+    var: Array,  # (K,)
+    *,
+    epsilon: float,
+    activation: Activation,
+    residual: Array | None,
+) -> Array:
+    """activation(batchnorm(z) + residual), z = run(x, w, None, none), by the running statistics: z is never written."""
+    scale = jnp.ones_like(var) if scale is None else scale
+    filters, offset = folded(w, axis, scale, 0 if bias is None else bias, mean, var, epsilon, x.dtype)
+    if residual is None:
+        return run(x, filters, offset, activation)
+    return added(activation, run(x, filters, offset, Activation()), residual)
 
 
 def dense(

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxconv import _op, _plan, _problem
-from jaxconv._activation import activate
+from jaxconv._activation import Activation, activate
 from jaxconv._problem import ConvBatchNormProblem
 from jaxconv._types import (
     Array,
@@ -110,19 +110,31 @@ fork = _op.fork(pair, pair, lambda p: (p.conv.x_shape, p.conv.dtype), _RULES)
 # Inference
 
 
+def folded(
+    w: Array, axis: int, scale: Array, bias: Array, mean: Array, var: Array, epsilon: float, dtype: Any
+) -> tuple[Array, Array]:
+    """(w * s, bias - mean * s), s = scale / sqrt(var + epsilon), along w's axis of outputs; rounded to dtype once."""
+    s = scale * jax.lax.rsqrt(var + epsilon)
+    each = s.reshape([-1 if a == axis else 1 for a in range(w.ndim)])
+    return (w.astype(s.dtype) * each).astype(dtype), (bias - mean * s).astype(dtype)
+
+
+def added(activation: Activation, z: Array, residual: Array) -> Array:
+    """activation(z + residual), rounded to z's dtype once."""
+    wide = jnp.promote_types(z.dtype, jnp.float32)
+    return activate(activation, z.astype(wide) + residual.astype(wide)).astype(z.dtype)
+
+
 def inference(
     p: ConvBatchNormProblem, x: Array, w: Array, scale: Array, bias: Array, mean: Array, var: Array, *residual: Array
 ) -> Array:
-    """conv(x, w * s) + (bias - mean * s), s = scale / sqrt(var + epsilon), in the convolution's own epilogue."""
-    wide = p.norm.param_dtype
-    s = scale * jax.lax.rsqrt(var + p.norm.epsilon)
-    per_filter = s if p.conv.channels_last else s.reshape(-1, *(1,) * (w.ndim - 1))
-    filters = (w.astype(wide) * per_filter).astype(w.dtype)
-    offset = (bias - mean * s).astype(x.dtype)
+    """conv(x, w * s) + (bias - mean * s), in the convolution's own epilogue: see `folded`."""
+    axis = w.ndim - 1 if p.conv.channels_last else 0
+    filters, offset = folded(w, axis, scale, bias, mean, var, p.norm.epsilon, x.dtype)
     if not residual:
         return _any(replace(p.conv, bias=True, activation=p.norm.activation), x, filters, offset)[0]
     (z,) = _any(replace(p.conv, bias=True), x, filters, offset)
-    return activate(p.norm.activation, z.astype(wide) + residual[0].astype(wide)).astype(x.dtype)
+    return added(p.norm.activation, z, residual[0])
 
 
 # ----------------------------------------------------------------------------------------------------------------------

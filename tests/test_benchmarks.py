@@ -356,6 +356,15 @@ def test_ways_to_answer_agree_and_a_page_is_made_of_them(tmp_path):
     assert "infer-resnet50-f32-small" in (page.parent / "index.md").read_text()
 
 
+def test_options_of_xlas_have_their_types():
+    args = infer.parse(["--option", "a=true", "--option", "b=-1", "--option", "c=FUSION,CUBLAS", "--option", "d="])
+    assert args.option == {"a": True, "b": -1, "c": "FUSION,CUBLAS", "d": ""}
+    # They are another table.
+    run = {"op": "infer", "dtype": "bf16", "precision": None, "layout": None, "small": False, "batch": None}
+    assert record.config_name({**run, "options": args.option}) == "infer-bf16-a-true-b-1-c-fusion-cublas-d"
+    assert record.config_name({**run, "options": {}}) == "infer-bf16"
+
+
 def test_an_answer_that_is_wrong_is_found(monkeypatch, capsys):
     pytest.importorskip("flax", reason="the models are Flax's")
     right = infer.answers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import os
 import subprocess
@@ -138,9 +139,11 @@ ORDERS = {
     "dilated": (("conv", "bn"), X, dict(kernel_dilation=(1, 2), padding="VALID"), 1, 0),
     "1d": (("conv_bias", "bn", "act"), _cubes(2, 9, 4), {}, 1, 0),
     "3d": (("conv", "bn", "act"), _cubes(2, 4, 5, 3, 4), {}, 1, 0),
-    "transposed": (("transposed", "bn", "act"), X, {}, 1, 1),
+    "transposed": (("transposed", "bn", "act"), X, {}, 1, 0),
+    "transposed_add": (("transposed", "split", "transposed", "bn", "pool", "dense"), X, {}, 2, 0),
     "dense": (("dense", "act"), X[:, 0, 0], {}, 0, 0),
-    "dense_bn": (("dense", "bn", "act"), X[:, 0, 0], {}, 0, 1),
+    "dense_bn": (("dense", "bn", "act"), X[:, 0, 0], {}, 0, 0),
+    "dense_bn_of_pixels": (("dense", "bn", "split", "dense", "bn", "add"), X, {}, 0, 0),
     "head": (("conv", "bn", "act", "pool", "dense"), X, {}, 1, 0),
 }
 
@@ -165,12 +168,21 @@ def test_a_folding_that_is_wrong_is_seen(monkeypatch):
     """The comparison above is worth something: another epsilon is found."""
     from jaxconv import _fused
 
-    right = _fused.conv_batchnorm
-    monkeypatch.setattr(
-        _fused, "conv_batchnorm", lambda *args, epsilon, **options: right(*args, epsilon=10 * epsilon, **options)
-    )
+    right = _fused.folded
+    monkeypatch.setattr(_fused, "folded", lambda *args: right(*args[:-2], 10 * args[-2], args[-1]))
     with pytest.raises(AssertionError, match="exceeds its bound"):
         check(Layers(("conv", "bn", "act")), convs=1)
+
+
+def test_filters_are_rounded_once_after_the_folding():
+    """The float32 filters, folded, in bfloat16: not those of filters that were rounded before."""
+    frozen, _, variables = frozen_and_plain(Layers(("conv", "bn"), dtype=jnp.bfloat16))
+    frozen(X)
+    norm = {**variables["params"]["BatchNorm_0"], **variables["batch_stats"]["BatchNorm_0"]}
+    scale = np.asarray(norm["scale"], np.float64) / np.sqrt(np.asarray(norm["var"], np.float64) + 1e-5)
+    exact = np.asarray(variables["params"]["Conv_0"]["kernel"], np.float64) * scale
+    error = np.abs(np.asarray(frozen.weights["params/Conv_0/kernel"], np.float64) - exact)
+    assert np.all(error <= (2.0**-8 + 2.0**-20) * np.abs(exact))
 
 
 class Remat(nn.Module):
@@ -279,6 +291,40 @@ def test_other_batches_share_the_weights():
     assert len(frozen.weights) == 4
 
 
+def test_a_function_is_traced_once_whoever_calls():
+    """Threads that come at the same time, transformations, and contexts that were left."""
+    traced = []
+
+    def f(p, x):
+        traced.append(1)
+        return jnp.tanh(x * jnp.exp(p))
+
+    frozen, p = jaxconv.freeze(f, array(0, (4,))), array(0, (4,))
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda _: frozen(X), range(8)))
+    assert all(helpers.same_bits(result, results[0]) for result in results) and len(traced) == 1
+    jax.jit(frozen)(X), jax.vmap(frozen)(X[None]), lax.map(frozen, X[None])
+    jax.grad(lambda x: frozen(x).sum())(X)
+    with jax.default_matmul_precision("default"):
+        pass
+    frozen(X)
+    assert_same(results[0], jnp.tanh(X * jnp.exp(p)), terms=4)
+    assert len(traced) == 2  # the threads have another precision than this test
+
+
+def test_filters_in_another_order_are_turned_once():
+    numbers = ("NHWC", "OIHW", "NHWC")
+
+    def f(w, x):
+        return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers)
+
+    w = array(1, (8, 4, 3, 3))
+    frozen = jaxconv.freeze(f, w)
+    assert_same(frozen(X), jax.jit(f)(w, X), terms=36)
+    assert "transpose" not in helpers.equations(frozen, X)
+    assert [a.shape for a in frozen.weights.values()] == [(3, 3, 4, 8)]
+
+
 def test_replaced_weights_trace_and_compile_nothing():
     traced = []
 
@@ -333,6 +379,45 @@ def test_the_report_is_accelerates_and_says_what_is_computed_once():
     programs = len(frozen._function.programs)
     jaxconv.explain(frozen)(X)
     assert len(frozen._function.programs) == programs
+
+
+def _blocks(p: Any, x: Any) -> Any:
+    """Layers of one kind as a loop over their stacked weights, beside a filter that all of them share."""
+
+    def block(x: Any, layer: Any) -> Any:
+        y = lax.conv_general_dilated(x, layer["w"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        y = (y - layer["mean"]) / jnp.sqrt(layer["var"] + 1e-5) * layer["scale"] + layer["bias"]
+        z = lax.conv_general_dilated(x, 0.5 * p["shared"], (1, 1), "SAME", dimension_numbers=("NHWC", "OIHW", "NHWC"))
+        return jax.nn.relu(y) + z * jnp.max(layer["scale"]), jnp.mean(y) * jnp.sum(layer["scale"])
+
+    return lax.scan(block, x, p["layers"], reverse=True)
+
+
+@pytest.mark.parametrize("transform", ("none", "grad", "vmap"))
+def test_weights_inside_a_loop_are_made_once(transform):
+    shapes = {"w": (3, 3, 3, 4, 4), **dict.fromkeys(("scale", "bias", "mean", "var"), (3, 4))}
+    tree = {"layers": shapes, "shared": (4, 4, 3, 3)}
+    p = randomised(
+        jax.tree.map(
+            lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), tree, is_leaf=lambda s: isinstance(s, tuple)
+        )
+    )
+    frozen, plain = jaxconv.freeze(_blocks, p), functools.partial(_blocks, p)
+    f, g = {
+        "none": (frozen, plain),
+        "grad": tuple(jax.grad(lambda x, f=f: f(x)[0].sum() + f(x)[1].sum()) for f in (frozen, plain)),
+        "vmap": (lambda x: jax.vmap(frozen)(x[None]), lambda x: jax.vmap(plain)(x[None])),
+    }[transform]
+    assert_same(jax.jit(f)(X), jax.jit(g)(X), terms=4 * 36 * 16)
+    assert {name: a.shape for name, a in frozen.weights.items()} == {
+        "layers/w": (3, 3, 3, 4, 4),
+        "layers/bias": (3, 4),
+        "layers/scale": (3,),
+        "layers/scale~2": (3,),
+        "shared": (3, 3, 4, 4),
+    }
+    found = helpers.equations(frozen, X)
+    assert found["jaxconv_conv"] + found["jaxconv_conv_fprop"] == 2 and not {"transpose", "rsqrt", "sqrt"} & set(found)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -397,6 +482,14 @@ def test_images_are_split_over_a_mesh(kind):
     assert y.sharding.spec[0] == "data"
     assert_same(jax.device_get(y), jax.device_get(PLAIN(VARIABLES, X)), terms=TERMS)
     assert "all-gather" not in jax.jit(frozen.apply).lower(frozen.weights, x).compile().as_text()
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="it takes two devices")
+def test_inside_shard_map():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    frozen = jaxconv.freeze(MODEL.apply, VARIABLES, train=False)
+    mapped = jax.shard_map(frozen, mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P("data"))
+    assert_same(jax.device_get(jax.jit(mapped)(X)), jax.device_get(PLAIN(VARIABLES, X)), terms=TERMS)
 
 
 def test_other_contexts_are_other_programs():
@@ -634,6 +727,16 @@ def test_random_numbers_of_a_bound_key_are_refused_and_of_an_input_are_not():
     assert_same(frozen(key, X), jax.jit(_dropout)(p, key, X), terms=1)
     looped = jaxconv.freeze(lambda p, key, x: lax.scan(lambda c, y: (c, _dropout(p, key, y)), 0, x)[1], p)
     assert looped(key, X).shape == X.shape
+
+    def split_loop(p, key, x):  # whose body has weights too
+        return lax.scan(lambda c, y: (c, _dropout(jnp.exp(p[::-1]), key, y)), 0, x)[1]
+
+    with pytest.raises(ValueError, match="draws random numbers"):
+        jaxconv.freeze(split_loop, p, key)(X)
+    with pytest.raises(ValueError, match="draws random numbers"):
+        jaxconv.freeze(lambda p, x: split_loop(p, jax.random.key(1, impl="unsafe_rbg"), x), p)(X)
+    looped = jaxconv.freeze(split_loop, p)
+    assert_same(looped(key, X), jax.jit(split_loop)(p, key, X), terms=1)
 
 
 def test_effects_are_refused_but_for_debugging(capfd):

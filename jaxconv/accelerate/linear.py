@@ -49,22 +49,55 @@ def _bias_after(c: Value, axis: int) -> tuple[Value, Value] | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class ConvBefore:
-    """conv(x, w) [+ bias], per channel."""
+class Before:
+    """conv(x, w) [+ bias], or x @ w [+ bias], per channel."""
 
-    conv: Node
+    node: Node
     bias: Value | None
+    trains: bool  # whether there is a pair of it and a batch-norm in training
+
+    @property
+    def what(self) -> str:
+        return "conv" if self.node.name == "conv_general_dilated" else "dense"
+
+    def run(self) -> Callable[..., Array]:
+        """The pair in inference: `_fused.linear_batchnorm_inference` of x, w, ..."""
+        p = self.node.params
+        if self.what == "conv":
+            call, axis = functools.partial(_fused.conv, **window_of(self.node)), p["dimension_numbers"].rhs_spec[0]
+        else:
+            call, axis = functools.partial(_fused.dense, precision=p["precision"]), 1
+        return functools.partial(_fused.linear_batchnorm_inference, call, axis)
 
 
-def conv_before(z: Value, axis: int) -> ConvBefore | None:
-    """The convolution that makes z, and the bias along `axis` in between, where nobody else needs its result."""
-    if z.made_by == "conv_general_dilated":
-        return ConvBefore(z.node, None)
+def linear_before(z: Value, axis: int) -> Before | None:
+    """The convolution or product that makes z, and the bias along `axis` in between, where nobody else needs it.
+
+    None too where jaxconv does not have it, or not with that axis.
+    """
+
+    def found(node: Node, bias: Value | None) -> Before | None:
+        try:
+            if node.name == "conv_general_dilated":
+                check_conv(node)
+                p, nd = node.params, len(z.shape) - 2
+                trains = _fused.conv_batchnorm_layout(p["dimension_numbers"], nd, p["lhs_dilation"], axis) is not None
+                return Before(node, bias, trains) if p["dimension_numbers"].out_spec[1] == axis else None
+            check_dense(node)
+            return Before(node, bias, False) if axis == len(z.shape) - 1 else None
+        except Refusal:
+            return None
+
+    if z.made_by in LINEAR:
+        return found(z.node, None)
     for c, _ in operands_of(z, "add"):
-        found = _bias_after(c, axis) if c.made_by == "conv_general_dilated" else None
-        if found is not None and found[0] is z:
-            return ConvBefore(c.node, found[1])
+        after = _bias_after(c, axis) if c.made_by in LINEAR else None
+        if after is not None and after[0] is z:
+            return found(c.node, after[1])
     return None
+
+
+LINEAR = ("conv_general_dilated", "dot_general")
 
 
 def _epilogue(c: Value, axis: int, activations: Activations) -> tuple[Value, Value | None, Activated | None]:
@@ -128,11 +161,12 @@ def fork_of(conv: Node, call: Callable[..., Sequence[Array]]) -> Fork | None:
     return Fork(call, 2 if not pointwise else 1 if set(p["window_strides"]) <= {1} else 0)
 
 
-def find_conv(node: Node, activations: Activations) -> Fused:
+def check_conv(node: Node) -> None:
+    """Refuses what jaxconv does not have."""
     x, w = node.inputs
     p = node.params
-    numbers = p["dimension_numbers"]
     nd = len(x.shape) - 2
+    numbers = p["dimension_numbers"]
     if p["batch_group_count"] != 1:
         raise Refusal("it has batch groups")
     if _fused.conv_layout(numbers, nd) is None:
@@ -146,8 +180,13 @@ def find_conv(node: Node, activations: Activations) -> Fused:
         raise Refusal("there is nothing to compute")
     if not _fused.pads_are_numbers(p["padding"]):
         raise Refusal("its pads are symbolic")
+
+
+def find_conv(node: Node, activations: Activations) -> Fused:
+    check_conv(node)
+    numbers = node.params["dimension_numbers"]
     run = functools.partial(_fused.conv, **window_of(node))
-    size = w.shape[numbers.rhs_spec[0]]
+    size = node.inputs[1].shape[numbers.rhs_spec[0]]
     return _fuse_epilogue(node, numbers.out_spec[1], activations, "conv", run, size, forks=True)
 
 
@@ -171,13 +210,12 @@ def window_of(conv: Node) -> dict[str, Any]:
     return {name: conv.params[name] for name in (*names, "precision")}
 
 
-def find_dense(node: Node, activations: Activations) -> Fused:
-    x, w = node.inputs
+def check_dense(node: Node, swapped: Node | None = None) -> None:
+    """Refuses what jaxconv does not have."""
+    x, w = node.inputs if swapped is None else node.inputs[::-1]
     p = node.params
-    swapped = _swapped(node)
-    if swapped is not None:  # w @ x for each row x, as vmap writes it: (w x^T)^T = x w^T
-        x, w = w, x
-    elif p["dimension_numbers"] != (((len(x.shape) - 1,), (0,)), ((), ())) or len(w.shape) != 2:
+    plain = p["dimension_numbers"] == (((len(x.shape) - 1,), (0,)), ((), ())) and len(w.shape) == 2
+    if swapped is None and not plain:
         raise Refusal("jaxconv's products are (..., K) @ (K, N)")
     if x.dtype != w.dtype or p["preferred_element_type"] not in (None, x.dtype) or x.dtype.name not in _problem.DTYPES:
         raise Refusal(f"its types are {x.dtype} and {w.dtype} -> {node.outputs[0].dtype}")
@@ -185,8 +223,14 @@ def find_dense(node: Node, activations: Activations) -> Fused:
         raise Refusal("its result has a sharding of its own")
     if 0 in (*x.shape, *w.shape):
         raise Refusal("there is nothing to compute")
-    precision = p["precision"]
-    _refuse_algorithms(precision)
+    _refuse_algorithms(p["precision"])
+
+
+def find_dense(node: Node, activations: Activations) -> Fused:
+    swapped = _swapped(node)  # w @ x for each row x, as vmap writes it: (w x^T)^T = x w^T
+    check_dense(node, swapped)
+    x, w = node.inputs if swapped is None else node.inputs[::-1]
+    precision = node.params["precision"]
     if swapped is not None and precision is not None:
         precision = precision[::-1]
 

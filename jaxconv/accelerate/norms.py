@@ -19,7 +19,7 @@ from jaxconv import _fused, _problem
 from jaxconv._activation import Activation
 from jaxconv.accelerate.activations import Activated, Activations
 from jaxconv.accelerate.graph import Array, Node, Value, bare, channels_of, number_of, operands_of, unconverted
-from jaxconv.accelerate.linear import ConvBefore, Fused, Refusal, fork_of, window_of
+from jaxconv.accelerate.linear import Before, Fused, Refusal, fork_of, window_of
 from jaxconv.accelerate.report import GRADIENT
 from jaxconv.batchnorm import batchnorm
 from jaxconv.conv_batchnorm import inference
@@ -268,11 +268,11 @@ def _needs(values: Sequence[Value], x: Value) -> bool:
     return False
 
 
-def find_batchnorm(n: Normalised, activations: Activations, before: ConvBefore | None = None) -> Iterator[Fused]:
+def find_batchnorm(n: Normalised, activations: Activations, before: Before | None = None) -> Iterator[Fused]:
     """The replacements, those that take in most first: a residual may need what only comes later.
 
-    `before` is the convolution that makes n.x, where there is one: the two are a pair if nobody else needs its result,
-    neither for the norm's own operands (statistics that are not those of training, a residual).
+    `before` is the convolution or product that makes n.x, where there is one: the two are a pair if nobody else needs
+    its result, neither for the norm's own operands (statistics that are not those of training, a residual).
     """
     x0 = unconverted(n.x)
     channels = n.x.shape[n.axis]
@@ -301,8 +301,9 @@ def find_batchnorm(n: Normalised, activations: Activations, before: ConvBefore |
         outputs = [out, n.mean, n.var] if training else [out]
         operands = [v for v in shared[1:] if not (training and v in (n.mean, n.var))] + ([residual] if residual else [])
         pair = x is x0 and dtype == x0.dtype and _leads_only_to(x0, outputs) and not _needs(operands, x0)
-        made_by = before.conv if before and pair else None
-        shift = before.bias if before and pair else None
+        pair = pair and before is not None and (before.trains or not training)
+        made_by = before.node if pair else None
+        shift = before.bias if pair else None
 
         def call(*values: Array, forks: bool = False) -> Sequence[Array]:
             given = iter(values)
@@ -313,12 +314,17 @@ def find_batchnorm(n: Normalised, activations: Activations, before: ConvBefore |
             bias = _row(next(given)) if n.bias else None
             if shift and not training:  # (z + shift) - mean = z - (mean - shift)
                 mean = mean - shifted
+            scale = functools.reduce(jnp.multiply, scales) if scales else None
+            added = next(given).astype(dtype) if residual else None
+            if made_by and not training:
+                how = dict(epsilon=n.epsilon, activation=activation, residual=added)
+                return [before.run()(*operands, scale, bias, mean, var, **how).astype(out.dtype)]
             # With no momentum the running statistics become those of the batch.
             zeros = jnp.zeros(channels, params)
             run = functools.partial(_fused.conv_batchnorm, **window_of(made_by)) if made_by else batchnorm
             results = run(
                 *operands,
-                functools.reduce(jnp.multiply, scales) if scales else None,
+                scale,
                 bias,
                 zeros if mean is None else mean,
                 zeros if var is None else var,
@@ -326,7 +332,7 @@ def find_batchnorm(n: Normalised, activations: Activations, before: ConvBefore |
                 momentum=0.0,
                 epsilon=n.epsilon,
                 activation=activation,
-                residual=next(given).astype(dtype) if residual else None,
+                residual=added,
                 channel_axis=n.axis,
                 **({"forks": True} if forks else {}),
             )
@@ -342,8 +348,11 @@ def find_batchnorm(n: Normalised, activations: Activations, before: ConvBefore |
             return a.reshape(channels).astype(params)
 
         parts = [kind, *(["residual"] if residual else []), *([str(activation)] if activated else [])]
-        parts = ["conv", *(["bias"] if shift else []), *parts] if made_by else parts
-        inputs = [*(made_by.inputs if made_by else [x]), *([shift] if shift else []), *operands]
+        parts = [before.what, *(["bias"] if shift else []), *parts] if made_by else parts
+        linear = list(made_by.inputs) if made_by else [x]
+        if made_by and not training:  # rounded once, after the folding
+            linear[1] = _unrounded(linear[1])
+        inputs = [*linear, *([shift] if shift else []), *operands]
         nodes = [n.result.node, *([z.node] if residual else []), *(activated.nodes if activated else [])]
         fork = fork_of(made_by, functools.partial(call, forks=True)) if made_by and training else None
         return Fused(nodes, inputs, outputs, call, parts, fork, made_by)
@@ -360,6 +369,15 @@ def find_batchnorm(n: Normalised, activations: Activations, before: ConvBefore |
             if left is y and right is not y and right.shape == y.shape and right.dtype == y.dtype:
                 yield from with_activation(total, right)
     yield from with_activation(y, None)
+
+
+def _unrounded(w: Value) -> Value:
+    """What w is a rounding of, where it is one."""
+    if w.made_by != "convert_element_type":
+        return w
+    source = w.node.inputs[0]
+    wider = jnp.issubdtype(source.dtype, jnp.floating) and jnp.promote_types(source.dtype, w.dtype) == source.dtype
+    return source if wider and source.dtype != jnp.float64 else w
 
 
 def find_own_pair(node: Node) -> Fused | None:

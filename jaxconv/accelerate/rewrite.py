@@ -16,10 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
-from jaxconv import _fused
 from jaxconv.accelerate.activations import Activations
 from jaxconv.accelerate.graph import Array, Constant, Graph, Node, Value, channels_of, unconverted
-from jaxconv.accelerate.linear import ConvBefore, Fused, Refusal, conv_before, find_conv, find_dense, find_gradient
+from jaxconv.accelerate.linear import Fused, Refusal, find_conv, find_dense, find_gradient, linear_before
 from jaxconv.accelerate.norms import Normalised, find_batchnorm, find_normalised, find_own_pair, over_batch
 from jaxconv.accelerate.report import GRADIENT, GRADIENTS, Finding, Report
 
@@ -58,8 +57,8 @@ class Rewriting:
                 n = found[node]
                 if over_batch(n):
                     self.over_batch.append(str(node.name_stack))
-                conv = self._conv_before(unconverted(n.x), n.axis)
-                self._try("batchnorm", node, n.x.shape, lambda n=n, c=conv: find_batchnorm(n, self._activations, c))
+                linear = linear_before(unconverted(n.x), n.axis)
+                self._try("batchnorm", node, n.x.shape, lambda n=n, b=linear: find_batchnorm(n, self._activations, b))
             elif node.name == "conv_general_dilated":
                 self._try("conv", node, node.inputs[0].shape, lambda n=node: self._convs(n))
             elif node.name == "dot_general":
@@ -71,18 +70,6 @@ class Rewriting:
                     self._try("batchnorm", node, node.inputs[0].shape, lambda own=own: iter([own]))
             else:
                 self._look_inside(node)
-
-    def _conv_before(self, v: Value, channel_axis: int) -> ConvBefore | None:
-        """The convolution, and its bias, that make v, where jaxconv has it and nothing but it makes v."""
-        made = self._maker.get(v)
-        before = conv_before(v, channel_axis) if made is not None and made.name == "conv_general_dilated" else None
-        if before is None:
-            return None
-        p, nd = before.conv.params, len(v.shape) - 2
-        if not _fused.pads_are_numbers(p["padding"]):
-            return None
-        found = _fused.conv_batchnorm_layout(p["dimension_numbers"], nd, p["lhs_dilation"], channel_axis)
-        return None if found is None else before
 
     def _convs(self, node: Node) -> Iterator[Fused]:
         gradient = find_gradient(node) if "transpose(" in self._scopes(node) else None

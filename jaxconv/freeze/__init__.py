@@ -48,8 +48,9 @@ def freeze(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Frozen:
     Returns:
       A `Frozen`: a function of f's other arguments, of any shapes. It can be called as it is (it is jitted), and inside
       jit, vmap, grad, a mesh and jax.export; weights stand in such a program as constants, or, by `Frozen.apply`, as
-      arguments. The bound arrays are held too, for inputs of other shapes: bind NumPy's arrays
-      (`jax.device_get(variables)`) and a device holds the folded ones alone.
+      arguments. Each argument costs the host time in every call: `jax.jit(frozen)` answers soonest. The bound arrays
+      are held too, for inputs of other shapes: bind NumPy's (`jax.device_get(variables)`) and a device holds the folded
+      ones alone.
 
     Raises:
       TypeError: where f is no function; where a bound argument is no array but stands for one. When called, where an
@@ -59,7 +60,8 @@ def freeze(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Frozen:
         or from one of its own (dropout; a key among the inputs is fine), or has effects (callbacks other than
         jax.debug's).
 
-    Layers are recognised as by `accelerate`: a batch-norm behind a transposed convolution or a dense layer stays one.
+    Layers are recognised as by `accelerate`: a batch-norm is folded into the convolution, transposed or not, or the
+    dense layer that makes what it normalises, where nobody else needs that. 16-bit filters are rounded once, after it.
     """
     check(f, "freeze")
     if not ACCELERATES:
@@ -76,7 +78,7 @@ def _call(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return model(*args, **kwargs)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Program:
     """f of inputs of some types."""
 
@@ -122,6 +124,7 @@ class Frozen:
         self._static = given.static
         self._bound = jax.tree_util.tree_flatten_with_path((given.args, given.kwargs))[0]  # [(path, array)]
         self._weights: dict[str, Array] = {}
+        self._arguments: dict[_Program, list[Array]] = {}  # the weights of a program in its order
         self.__name__ = getattr(function.f, "__name__", type(function.f).__name__)
 
     def __repr__(self) -> str:
@@ -263,16 +266,19 @@ class Frozen:
         )
 
     def _weights_of(self, program: _Program) -> list[Array]:
-        known = self._weights
-        if any(name not in known for name in program.names):
-            bound = [array for _, array in self._bound]
-            if any(isinstance(array, jax.core.Tracer) for array in bound):
-                return program.early(bound, program.closed_over)
-            with jax.ensure_compile_time_eval(), self._function.lock:
+        known = self._arguments.get(program)
+        if known is not None:
+            return known
+        bound = [array for _, array in self._bound]
+        if any(isinstance(array, jax.core.Tracer) for array in bound):
+            return program.early(bound, program.closed_over)
+        with jax.ensure_compile_time_eval(), self._function.lock:
+            if any(name not in self._weights for name in program.names):
                 folded = program.early(bound, program.closed_over)
                 # A new dict: another thread may be reading this one.
-                known = self._weights = {**dict(zip(program.names, folded, strict=True)), **self._weights}
-        return [known[name] for name in program.names]
+                self._weights = {**dict(zip(program.names, folded, strict=True)), **self._weights}
+            self._arguments[program] = [self._weights[name] for name in program.names]
+        return self._arguments[program]
 
 
 def _finish(program: _Program, arrays: Sequence[Array]) -> Any:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
+from jaxconv import _compat
 from jaxconv.accelerate.graph import UNIT_AXES, Array, Constant, Graph, Node, Value, body_of_jit, plain
 from jaxconv.accelerate.rewrite import of_type
 
@@ -54,10 +55,17 @@ class Split:
         self.free = [v for v, is_bound in zip(self.graph.inputs, bound, strict=True) if not is_bound]
         self._known = set(self.bound)
         self._cuts: dict[Value, frozenset[Value]] = {v: frozenset((v,)) for v in self.bound}
+        self._bodies: dict[Node, Split] = {}  # of loops that are split
+        nodes: list[Node] = []
         for node in self.graph.nodes:
-            if not node.eqn.effects and all(map(self._is_known, node.inputs)) and all(map(_has_numbers, node.outputs)):
-                self._known.update(node.outputs)
-                self._cuts.update((v, self._cut_at(v)) for v in node.outputs)
+            made = self._scan(node) if node.name == "scan" else [node]
+            for node in made:
+                known = all(map(self._is_known, node.inputs)) and all(map(_can_be_kept, node.outputs))
+                if known and not node.eqn.effects:
+                    self._known.update(node.outputs)
+                    self._cuts.update((v, self._cut_at(v)) for v in node.outputs)
+            nodes += made
+        self.graph.nodes = nodes
         weights: dict[Value, None] = {}  # in the order in which they are read
         self.late: list[Node] = []
         again: set[Node] = set()
@@ -69,6 +77,70 @@ class Split:
         self.late = sorted({*self.late, *again}, key=lambda node: node.order)
         digests = self._digests(weights)
         self.weights = [Weight(v, digests[v]) for v in weights]
+
+    def _scan(self, node: Node) -> list[Node]:
+        """A loop, and before it what makes its body's weights: of constants once, of slices in loops of their own."""
+        p, known = node.params, [self._is_known(v) for v in node.inputs]
+        first = p["num_consts"] + p["num_carry"]  # of the slices
+        if all(known) or not any(known) or node.eqn.effects:
+            return [node]
+        body = Split(p["jaxpr"], [k and not p["num_consts"] <= i < first for i, k in enumerate(known)])
+        place = {v: i for i, v in enumerate(body.graph.inputs)}
+        digests = {w.value: w.digest for w in body.weights}
+        made = [v for v in digests if v not in place and not isinstance(v, Constant)]
+        how = dict(length=p["length"], reverse=p["reverse"])
+        nodes: list[Node] = []
+        stacked: dict[Value, bool] = {}
+        for v in made:
+            sources = [body.bound[i] for i in body.made_of(v)]
+            slices = [u for u in sources if place[u] >= first]
+            consts = [u for u in sources if place[u] < first]
+            stacked[v] = bool(slices)
+
+            def call(*given: Array, v: Value = v, consts: Any = consts, slices: Any = slices) -> list[Array]:
+                outer = dict(zip(consts, given, strict=False))
+                if not slices:
+                    return _evaluate(body._behind([v]), outer, [v])
+
+                def step(_: None, xs: Any) -> tuple[None, list[Array]]:
+                    return None, _evaluate(body._behind([v]), {**outer, **dict(zip(slices, xs, strict=True))}, [v])
+
+                return jax.lax.scan(step, None, given[len(consts) :], **how)[1]
+
+            inputs = [node.inputs[place[u]] for u in (*consts, *slices)]
+            eqn = node.eqn.replace(params={**p, "weight": digests[v]})  # what tells it from another of the same inputs
+            early = dataclasses.replace(node, inputs=inputs, outputs=[], call=call, eqn=eqn)
+            (aval,) = jax.make_jaxpr(call)(*(u.aval for u in inputs)).out_avals
+            early.outputs = [Value(aval, early)]
+            nodes.append(early)
+        if not made:
+            return [node]
+        # What the loop still reads, in the order of the body's arguments, and the made weights as arguments of it.
+        read = {w.value for w in body.weights} | set(body.free)
+        consts = [v for v in body.graph.inputs[: p["num_consts"]] if v in read] + [v for v in made if not stacked[v]]
+        carries = body.graph.inputs[p["num_consts"] : first]
+        slices = [v for v in body.graph.inputs[first:] if v in read] + [v for v in made if stacked[v]]
+
+        def loop(*given: Array) -> list[Array]:
+            outer = dict(zip(consts, given, strict=False))
+            initial, xs = given[len(consts) :][: len(carries)], given[len(consts) + len(carries) :]
+
+            def step(carry: Sequence[Array], xs: Sequence[Array]) -> tuple[list[Array], list[Array]]:
+                known = {**outer, **dict(zip([*carries, *slices], [*carry, *xs], strict=True))}
+                weights = [w.value.value if isinstance(w.value, Constant) else known[w.value] for w in body.weights]
+                outs = body.run(weights, [known[v] for v in body.free])
+                return outs[: len(carries)], outs[len(carries) :]
+
+            carry, ys = jax.lax.scan(step, list(initial), xs, unroll=p["unroll"], **how)
+            return [*carry, *ys]
+
+        outer_of = {v: early.outputs[0] for v, early in zip(made, nodes, strict=True)}
+        inputs = [outer_of[v] if v in outer_of else node.inputs[place[v]] for v in (*consts, *carries, *slices)]
+        late = dataclasses.replace(node, inputs=inputs, call=loop)
+        self._bodies[late] = body
+        for v in late.outputs:
+            v.node = late
+        return [*nodes, late]
 
     # ---- what is known
     def _is_known(self, v: Value) -> bool:
@@ -135,9 +207,12 @@ class Split:
         """(primitive, where) of random numbers whose key is known: they are the same in every call."""
         for node in self.graph.nodes:
             name = next((name for name in _primitives(node.eqn) if name in RANDOM), None)
-            if name is None:
+            if name is None or (node.call is not None and node not in self._bodies):
                 continue
-            # In a loop or a branch whoever draws has a key, which may be one of its operands.
+            body = self._bodies.get(node)
+            if body is not None and (found := body.random()) is not None:
+                return found
+            # In another loop or a branch whoever draws has a key, which may be one of its operands.
             keys = [v for v in node.inputs if node.name not in RANDOM and self._is_known(v) and _is_key(v)]
             if keys or all(map(self._is_known, node.inputs)):
                 return name, str(node.name_stack)
@@ -182,9 +257,9 @@ def _is_key(v: Value) -> bool:
     return raw or jnp.issubdtype(v.dtype, jax.dtypes.prng_key)
 
 
-def _has_numbers(v: Value) -> bool:
-    """Whether no extent is symbolic."""
-    return all(isinstance(extent, int) for extent in getattr(v.aval, "shape", ()))
+def _can_be_kept(v: Value) -> bool:
+    """Whether v is an array outside of the program too: no extent is symbolic, no device of a shard_map has its own."""
+    return all(isinstance(n, int) for n in getattr(v.aval, "shape", ())) and not _compat.is_varying(v.aval)
 
 
 def _primitives(eqn: JaxprEqn) -> Iterable[str]:

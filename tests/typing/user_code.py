@@ -92,3 +92,10 @@ checked: jax.export.Exported = jaxconv.check_exported(
 )
 costs: dict[str, Any] = jaxconv.cost(jnp.sin)(x)
 block = jax.checkpoint(lambda x: jaxconv.conv2d(x, w), policy=jaxconv.checkpoint_policies.save_convs)
+
+# Serving
+frozen = jaxconv.freeze(lambda w, x: jaxconv.conv2d(x, w), w)
+assert_type(frozen, jaxconv.Frozen)
+assert_type(frozen.replace(2 * w), jaxconv.Frozen)
+assert_type(frozen.weights, dict[str, jax.Array])
+launched: int = jaxconv.launches(frozen)(x).total
