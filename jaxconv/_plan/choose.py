@@ -377,6 +377,21 @@ def every(op: str, problem: Problem, device: Device) -> list[Plan]:
     return [plan for plan in plans if isinstance(plan, Plan)]
 
 
+def tiles(op: str, problem: Problem, device: Device) -> list[Plan]:
+    """A plan for each native kernel and tile that can run the problem, of a kernel those first that it wants most."""
+    if _no_kernels(problem, device.platform):
+        return []
+    if isinstance(problem, DenseProblem):
+        return list(dense.every(problem, device))
+    if isinstance(problem, BatchNormProblem) or device.platform != "cuda":
+        return every(op, problem, device)
+    specs: dict[str, None] = {}
+    for family, module in conv.FAMILIES.items():
+        specs |= dict.fromkeys(wanted.spec for wanted in module.wants(op, conv.in_memory(family, problem), device))
+    plans = (made(op, spec, problem, device) for spec in specs)
+    return [plan for plan in plans if isinstance(plan, Plan)]
+
+
 def _fastest_on_cpu(op: str, problem: Problem) -> tuple[str | None, str]:
     if op == "conv_statistics":
         return None, "on the CPU its statistics cost a pass over its result, inside the call or behind it"
