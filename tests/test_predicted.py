@@ -76,6 +76,23 @@ def test_predictions_are_positive_the_same_each_time_and_absent_where_nothing_is
     assert model.predict("conv_fprop", problem(), Device("cuda", "NVIDIA A100", (8, 0), 108), []) == {}
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"batch": 2**31 - 1},
+        {"in_channels": 1, "out_channels": 1, "batch": 1, "in_spatial": (1, 1), "out_spatial": (1, 1)},
+        {"stride": (2**40, 1), "dilation": (2**40, 1), "out_spatial": (1, 14)},
+    ],
+    ids=str,
+)
+def test_the_smallest_and_the_largest_are_predicted_like_all_else(changes):
+    plans = [Plan("native", "", "sm90/product", "128x128"), Plan("native", "", "implicit_gemm", "64x64", 4)]
+    for op in ("conv", "conv_dgrad", "conv_wgrad"):
+        found = model.predict(op, problem(**changes), H200, plans)
+        assert all(math.isfinite(p.ms) and p.ms > 0 for p in found.values()) and "xla" in found
+        assert _plan.plan(op, problem(**changes), H200).reason
+
+
 def test_more_work_takes_longer_and_slower_memory_too():
     def ms(p: ConvProblem, device: Device) -> float:
         return model.predict("conv_fprop", p, device, [])["xla"].ms
