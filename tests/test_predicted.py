@@ -161,6 +161,22 @@ def test_a_neighbour_of_other_channels_speaks_together_with_the_model(monkeypatc
     assert (("xla", predicted) in both) == (c == 128)
 
 
+def test_what_was_measured_at_these_channels_speaks_before_another_kernel_elsewhere(monkeypatch):
+    """ResNet-50's 256 channels were given the kernel of a U-Net's 320, where their own had been as fast as XLA."""
+    device = Device("cuda", "a device", (9, 0), 132)
+    learn(device, problem(c=320, k=320), 1.17, sm90__product=1.0)
+    assert (
+        _plan.plan("conv_fprop", problem(), device).reason
+        == "1.17 times faster than XLA at it, the nearest case measured"
+    )
+    learn(device, problem(), 1.02, sm90__product_swapped=1.0)
+    predictions(monkeypatch, 1.0, 1.0, 0.1)
+    made = _plan.plan("conv_fprop", problem(), device)
+    assert made.implementation == "xla" and "was 1.17 times as fast at it" in made.reason
+    learn(device, problem(), 1.05, sm90__product_swapped=1.0)
+    assert _plan.plan("conv_fprop", problem(), device).kernel == "sm90/product_swapped"
+
+
 def test_a_neighbour_of_other_channels_speaks_alone_where_there_is_no_model(monkeypatch):
     device = Device("cuda", "an Ampere", (8, 0), 108)
     learn(device, problem(), 1.3, implicit_gemm=1.0)

@@ -317,16 +317,20 @@ def _weighed(op: str, problem: Problem, device: Device) -> tuple[_Weighed | None
     What was measured for a kernel at this problem or near it speaks first; where no kernel wins by that, the model
     speaks for the others: together with a measurement of other channels, or alone.
     """
-    near: list[tuple[Plan, measured.Measurement]] = []
+    known: list[tuple[Plan, measured.Measurement, float]] = []
     others: list[tuple[Plan, measured.Measurement | None]] = []
     for plan in every(op, problem, device):
         if isinstance(problem, ConvProblem) and not conv.in_memory(plan.kernel, problem).channels_last:
             continue  # what was measured lay as convolutions' neighbours leave it
         found = measured.nearest(op, problem, device, plan.kernel)
-        if found is None or found.apart(problem) > measured.FAR:
-            others.append((plan, found))
+        if found is None:
+            others.append((plan, None))
         else:
-            near.append((plan, found))
+            known.append((plan, found, found.apart(problem)))
+    # Where a kernel was measured at these very channels, and did not win, no other that was measured elsewhere does.
+    most = min(measured.FAR, min([apart for _, _, apart in known], default=0.0) + 0.01)
+    near = [(plan, found) for plan, found, apart in known if apart <= most]
+    others = [*((plan, found) for plan, found, apart in known if apart > most), *others]
     weighed = [_by_measurement(plan, found) for plan, found in near]
     candidates = [c for plan, found in near for c in _measured_candidates(plan, found)]
     if not any(w.wins for w in weighed) and others:
