@@ -4,28 +4,36 @@ Convolutions of 1 to 3 dimensions, all groupings, strides, dilations, odd channe
 dtypes are drawn; XLA and every native kernel that can run a problem are timed; the time of the plan's choice over the
 least time is its regret. The drawn problems depend on the seed alone. What was measured can be recorded (--json), and
 is what `python -m benchmarks fit` makes the plan's model from: judge the model on seeds that it was not fitted to.
+
+`--recorded` needs no GPU: today's choices, looked up among the times that were recorded. Each seed is judged by a model
+that was fitted as the package's was, to all tables and all other seeds.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import json
 import math
 import pathlib
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+from jax import lax
 
 from benchmarks import contenders, limits, record, tune
 from benchmarks.cases import ConvCase
 from benchmarks.contenders import Setting
-from jaxconv import _plan
+from jaxconv import _native, _plan
 from jaxconv import _timing as timing
 from jaxconv._plan import conv as conv_plan
+from jaxconv._plan import model
+from jaxconv._problem import ConvProblem
 
 BYTES = 3e9  # of x, w and y together
 FLOPS = 4e12
@@ -146,6 +154,60 @@ def measure(case: ConvCase, pass_: str, setting: Setting, args: argparse.Namespa
     }
 
 
+def seed_of(run: dict[str, Any]) -> int:
+    return int(run["part"].removeprefix("seed"))
+
+
+def problem_of(row: dict[str, Any]) -> ConvProblem:
+    """The problem that a recorded row measured, as `tune.kernel_of` finds it by tracing."""
+    case = ConvCase(**{k: tuple(map(_tuple, v)) if isinstance(v, list) else v for k, v in row["shape"].items()})
+    dtype = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}[row["dtype"]]
+    precision = lax.Precision.HIGHEST if row["precision"] == "highest" else lax.Precision.DEFAULT
+    return ConvProblem(
+        f"conv{case.nd}d",
+        dtype,
+        case.batch,
+        case.in_channels,
+        case.out_channels,
+        case.groups,
+        case.spatial,
+        case.filter,
+        case.out_spatial,
+        case.stride,
+        case.padding,
+        case.dilation,
+        True,
+        (precision, precision),
+    )
+
+
+def _tuple(v: Any) -> Any:
+    return tuple(v) if isinstance(v, list) else v
+
+
+def problems(run: dict[str, Any]) -> Iterator[tuple[dict[str, Any], ConvProblem]]:
+    """The rows of a recorded run in which XLA ran, each with its problem; times by `Plan.spec`."""
+    device = _plan.Device("cuda", run["device"], (9, 0), 132)
+    for row in run["rows"]:
+        if "xla" not in row["ms"]:
+            continue
+        problem = problem_of(row)
+        # Runs until ad93beae56 know the kernels between few channels and many by one name: what their launcher took was
+        # the Hopper kernel where that can run.
+        if "stem/mma" in row["ms"] and not any(name.startswith("stem/sm90") for name in row["ms"]):
+            for kernel in ("stem/sm90_narrow_in", "stem/sm90_narrow_out"):
+                if _plan.supports(row["op"], kernel, problem, device) is None:
+                    ms = {kernel if name == "stem/mma" else name: t for name, t in row["ms"].items()}
+                    row = row | {"ms": ms}
+                    break
+        yield row, problem
+
+
+def plan_without_a_gpu() -> None:
+    """Plans are data: those for a GPU are made here where there is neither a GPU nor CUDA code."""
+    _native.cuda_missing = ""
+
+
 @dataclasses.dataclass(frozen=True)
 class Summary:
     problems: int
@@ -194,6 +256,108 @@ def _line(row: dict[str, Any]) -> Iterator[str]:
         yield f"    {name}: {why}"
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# What was recorded
+
+
+def chosen(op: str, problem: ConvProblem, ms: dict[str, float], device: _plan.Device) -> tuple[str, str]:
+    """(today's choice as a name in `ms`, its tier); a tile that was not timed is the one of its kernel that was."""
+    plan = _plan.plan(op, problem, device)
+    tier = "measured" if "measured" in plan.reason else "predicted"
+    if plan.implementation != "native":
+        return "xla", "XLA, " + tier
+    tier += " and measured far" if tier == "measured" and plan.reason.startswith("predicted") else ""
+    if plan.spec in ms:
+        return plan.spec, tier
+    return next((name for name in ms if name.partition(" ")[0] == plan.kernel), plan.spec), tier
+
+
+def recorded_rows(seeds: Sequence[int], shipped: bool) -> list[dict[str, Any]]:
+    """The recorded rows with today's choices, by models that have not seen them (or, `shipped`, by the package's)."""
+    from benchmarks import fit
+
+    models: dict[int, model.Model] = {}
+    if not shipped:
+        known = fit.samples()
+        rows = fit.Rows.make(known)
+        confidence = model.Model(json.loads(model.FILE.read_text())).confidence
+        models = fit.left_out(known, rows, fit.crossed(rows), confidence, seeds)
+    found = []
+    for path in sorted(record.RESULTS.glob("*/regret/*.json")):
+        run = json.loads(path.read_text())
+        seed, device = seed_of(run), _plan.Device("cuda", run["device"], (9, 0), 132)
+        if seeds and seed not in seeds:
+            continue
+        with _model(models.get(seed)):
+            for row, problem in problems(run):
+                choice, tier = chosen(row["op"], problem, row["ms"], device)
+                found.append(row | {"choice": choice, "tier": tier, "seed": str(seed)})
+    return found
+
+
+@contextlib.contextmanager
+def _model(by: model.Model | None) -> Iterator[None]:
+    """Plans are made by another model than the package's."""
+    shipped = model.model
+    if by is not None:
+        model.model = lambda: by
+    try:
+        yield
+    finally:
+        model.model = shipped
+
+
+def _classes(row: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    shape = row["shape"]
+    depthwise = shape["groups"] > 1 and shape["groups"] == shape["in_channels"]
+    yield "seed", row["seed"]
+    yield "tier", row["tier"]
+    yield "op", row["op"]
+    yield "dtype", row["dtype"] + (" highest" if row["precision"] else "")
+    yield "dimensions", str(len(shape["spatial"]))
+    yield "grouping", "depthwise" if depthwise else "grouped" if shape["groups"] > 1 else "none"
+    yield "dilated", str(max(shape["dilation"]) > 1)
+
+
+def report(rows: list[dict[str, Any]], worst: int) -> Iterator[str]:
+    """What is lost, where, and at which problems most."""
+    able = [row for row in rows if row["choice"] in row["ms"]]
+    yield str(summary(able))
+    if len(able) < len(rows):
+        names = sorted({row["choice"] for row in rows if row not in able})
+        yield f"{len(rows) - len(able)} left out: their choice was not timed ({', '.join(names)})"
+    by: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in able:
+        for name in _classes(row):
+            by.setdefault(name, []).append(row)
+    yield ""
+    yield f"{'':26} problems  regret  share  speed  possible  >1.05  >1.20  worst"
+    total = max(sum(lost(row) for row in able), 1e-9)
+    for (kind, value), some in sorted(by.items(), key=lambda kv: kv[0]):
+        s, share = summary(some), sum(map(lost, some)) / total
+        yield (
+            f"{kind + ' ' + value:30.30} {s.problems:>4}  {s.regret:6.3f}  {share:5.0%}  {s.speed:5.2f}"
+            f"  {s.possible:8.2f}  {s.worse[0] / s.problems:5.1%}  {s.worse[1] / s.problems:5.1%}  {s.worst:5.2f}"
+        )
+    for title, key in (("slower than XLA", slower), ("lost most", lost)):
+        yield ""
+        yield f"{title}:"
+        for row in sorted(able, key=key, reverse=True)[:worst]:
+            if key(row) > 0:
+                yield f"{math.exp(key(row)):7.2f} ({row['tier']})"
+                yield from _line(row)
+
+
+def lost(row: dict[str, Any]) -> float:
+    """Log of the choice's time over the least."""
+    return math.log(row["ms"][row["choice"]] / min(row["ms"].values()))
+
+
+def slower(row: dict[str, Any]) -> float:
+    """Log of the choice's time over XLA's."""
+    return math.log(row["ms"][row["choice"]] / row["ms"]["xla"])
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks regret", description=__doc__)
     parser.add_argument("--n", type=int, default=100, help="problems")
@@ -202,7 +366,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=0.5, help="a kernel that needs longer for a call is left out")
     parser.add_argument("--repeat", type=int, default=6, help="samples a kernel")
     parser.add_argument("--json", nargs="?", const="auto", metavar="PATH", help="record; alone: in benchmarks/results/")
+    parser.add_argument("--recorded", nargs="*", type=int, metavar="SEED", help="judge by recorded runs; needs no GPU")
+    parser.add_argument("--shipped", action="store_true", help="with the package's model, which has seen some of them")
+    parser.add_argument("--worst", type=int, default=20, help="problems to list (%(default)s)")
     args = parser.parse_args(argv)
+    if args.recorded is not None:
+        plan_without_a_gpu()
+        for line in report(recorded_rows(args.recorded, args.shipped), args.worst):
+            print(line)
+        return 0
     if jax.default_backend() != "gpu":
         parser.error("there is no GPU")
     environment, started = record.environment(), time.perf_counter()

@@ -13,6 +13,7 @@ from jax import lax
 
 from benchmarks import cases, infer, record, report, run, tune
 from jaxconv._activation import Activation
+from jaxconv._plan import Device
 from jaxconv._plan import measured as tables
 from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem
 
@@ -100,11 +101,11 @@ def test_a_measured_problem_speaks_for_larger_ones_and_for_little_smaller_ones(m
     op, kind, coordinates = tables.features("conv_wgrad", problem(64, 96))
     entry = {"op": op, "kind": kind, "coordinates": coordinates, "case": "it", "xla_ms": 2.0}
     tables.learn("a device", [{**entry, "native_ms": {"depthwise/rows": 1.0}}])
-    found = tables.nearest("conv_wgrad", problem(batch, channels), "a device", "depthwise/rows")
+    found = tables.nearest("conv_wgrad", problem(batch, channels), Device("cuda", "a device"), "depthwise/rows")
     assert (found is not None) == answered
     assert found is None or found.ratio("depthwise/rows") == 2.0
     # A kernel that was not measured is not spoken for.
-    assert tables.nearest("conv_wgrad", problem(64, 96), "a device", "depthwise/mma") is None
+    assert tables.nearest("conv_wgrad", problem(64, 96), Device("cuda", "a device"), "depthwise/mma") is None
 
 
 @pytest.mark.parametrize("residual", [False, True])
@@ -118,7 +119,7 @@ def test_a_residual_is_answered_by_a_residual_and_float16_by_bfloat16_where_noth
         tables.learn("a device", [{**entry, "native_ms": {"two_read": ms}}])
 
     def found(dtype: str) -> float | None:
-        measured = tables.nearest("batchnorm_train", problem(dtype, residual), "a device", "two_read")
+        measured = tables.nearest("batchnorm_train", problem(dtype, residual), Device("cuda", "a device"), "two_read")
         return None if measured is None else measured.native_ms["two_read"]
 
     monkeypatch.setattr(tables, "_learned", {})
@@ -166,7 +167,7 @@ def test_a_measured_product_does_not_speak_for_other_columns(monkeypatch):
     tables.learn("a device", [{**entry, "coordinates": coordinates(1, m, k, n)}])
     for wanted, answered in (((1, 16 * m, k, n), True), ((1, m, 8 * k, n), False), ((1, m, k, 8 * n), False)):
         monkeypatch.setattr(tables, "features", lambda op, p, at=wanted: (op, ("a kind",), tuple(coordinates(*at))))
-        found = tables.nearest("dense", DenseProblem.__new__(DenseProblem), "a device", "sm90/product")
+        found = tables.nearest("dense", DenseProblem.__new__(DenseProblem), Device("cuda", "a device"), "sm90/product")
         assert (found is not None) == answered
 
 

@@ -271,6 +271,57 @@ def test_every_kernel_that_is_timed_on_a_gpu_can_be_chosen(op, dtype, monkeypatc
             assert split.implementation == "xla"
 
 
+def test_every_tile_is_a_candidate_behind_the_one_that_its_kernel_wants(monkeypatch):
+    monkeypatch.setattr(_native, "cuda_missing", "")
+    x, w = jnp.ones((32, 28, 28, 128), "bfloat16"), jnp.ones((3, 3, 128, 256), "bfloat16")
+    conv_problem = jax.make_jaxpr(conv)(x, w).eqns[0].params["problem"]
+    dense_problem = jax.make_jaxpr(jaxconv.dense)(x[0, 0], w[0, 0]).eqns[0].params["problem"]
+    for op, problem, kernel, least in (
+        ("conv_fprop", conv_problem, "sm90/product", 4),
+        ("matmul", dense_problem, "gemm", 3),
+    ):
+        plans = module._candidates(op, problem, H200)
+        wanted = [plan.kernel for plan in plans[: len({plan.kernel for plan in plans})]]
+        assert len(set(wanted)) == len(wanted), "the first of each kernel come first"
+        tiles = [plan.tile for plan in plans if plan.kernel == kernel]
+        assert len(tiles) == len(set(tiles)) >= least
+        assert tiles[0] == _plan.made(op, kernel, problem, H200).tile
+        assert all(_plan.made(op, plan.spec, problem, H200) == plan for plan in plans)
+        assert {plan.spec for plan in _plan.every(op, problem, H200)} <= {
+            plan.spec for plan in _plan.tiles(op, problem, H200)
+        }
+    known = {"sm90/product": 1.0, "implicit_gemm": 3.0, "sm90/product_swapped": 2.0, "sm90/halo_stream": 4.0}
+    candidates = tuple(Candidate(name, ms, "") for name, ms in known.items())
+    monkeypatch.setattr(_plan, "plan", lambda *_: _plan.Plan("xla", "", candidates=candidates))
+    kernels = [plan.kernel for plan in module._candidates("conv_fprop", conv_problem, H200)]
+    order = list(dict.fromkeys(k for k in kernels if k in known))
+    assert order == sorted(known, key=known.__getitem__), "what is predicted to be the fastest is timed first"
+
+
+def test_tiles_are_timed_of_kernels_that_are_nearly_the_fastest_while_there_is_time(monkeypatch):
+    plans = [_plan.Plan("native", "", k, tile) for k, tile in (("a", "1x1"), ("b", "1x1"), ("a", "2x2"), ("b", "2x2"))]
+    monkeypatch.setattr(module, "_candidates", lambda *_: plans)
+    times = {"xla": 3.0, "a 1x1": 1.0, "b 1x1": 2.0, "a 2x2": 0.9, "b 2x2": 0.5}
+    rounds = []
+
+    def timed(functions, sets, seconds):
+        rounds.append(list(functions))
+        time.sleep(min(pause, 0.02))
+        slower = 2.0 if len(rounds) == 2 else 1.0  # the second round at half of the clock
+        return {name: times[name] * slower for name in functions}, {}
+
+    monkeypatch.setattr(module, "_time", timed)
+    (job,) = module._jobs(conv, (X, W), {}, _plan.Device("cpu", "cpu"))
+    pause = 0.0
+    ms, failed = module._measure(job, _plan.Device("cpu", "cpu"), 5.0)
+    assert rounds == [["xla", "a 1x1", "b 1x1"], ["a 1x1", "a 2x2"]]
+    assert ms == pytest.approx({"xla": 3.0, "a 1x1": 1.0, "b 1x1": 2.0, "a 2x2": 0.9}) and not failed
+    rounds.clear()
+    pause = 0.02
+    ms, _ = module._measure(job, _plan.Device("cpu", "cpu"), 0.01)
+    assert len(rounds) == 1 and "a 2x2" not in ms, "the time was up"
+
+
 def test_the_predicted_saving_is_that_of_the_best_candidate():
     candidates = tuple(Candidate(*c, "") for c in (("xla", 3.0), ("sm90/product", 1.0), ("stem", 2.0)))
     job = types.SimpleNamespace(count=4)

@@ -5,7 +5,7 @@ model.py: times of what was not measured. domain.py: what native code can run. c
 kernels. One file a family of convolutions: which of its kernels is wanted, with which tile and how many parts.
 """
 
-from jaxconv._plan.choose import OPS, disabled, every, made, missing, plan, supports
+from jaxconv._plan.choose import OPS, disabled, every, made, missing, plan, supports, tiles
 from jaxconv._plan.plan import Device, Plan, Problem
 
-__all__ = ["OPS", "Device", "Plan", "Problem", "disabled", "every", "made", "missing", "plan", "supports"]
+__all__ = ["OPS", "Device", "Plan", "Problem", "disabled", "every", "made", "missing", "plan", "supports", "tiles"]

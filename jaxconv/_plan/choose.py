@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxconv import _native
@@ -177,7 +176,7 @@ def _plan_dgrad_add(p: ConvProblem, device: Device) -> Plan:
 
 def _adds_faster(kernel: str, p: ConvProblem, device: Device) -> tuple[bool, str]:
     """Whether the kernel with an addend beats XLA's dgrad and its add, from the bare dgrads' measured times."""
-    found = measured.nearest("conv_dgrad", p, device.kind, kernel)
+    found = measured.nearest("conv_dgrad", p, device, kernel)
     if found is None:
         return False, f"no dgrad by {kernel} near it was measured on {device.kind or 'the device'}"
     # A pass over dx of the problem that was measured, at the rate at which memory copies.
@@ -188,8 +187,8 @@ def _adds_faster(kernel: str, p: ConvProblem, device: Device) -> tuple[bool, str
     # In place it writes only what a tap reaches, and that it also reads.
     own = 2 * p.reached - 1 if strides > 1 else 1
     ratio = (found.xla_ms + 3 * one) / (found.native_ms[kernel] + own * one)
-    text = f"{ratio:.2f} times as fast as XLA's dgrad and add would be at {found.case}, the nearest case measured"
-    return ratio > measured.MARGIN, f"{kernel} with its addend {text}"
+    text = f"{ratio:.2f} times as fast as XLA's dgrad and add would be {found.where}"
+    return ratio > (measured.SISTER_MARGIN if found.sister else measured.MARGIN), f"{kernel} with its addend {text}"
 
 
 def _asked(problem: Problem) -> str:
@@ -315,31 +314,42 @@ class _Weighed:
 def _weighed(op: str, problem: Problem, device: Device) -> tuple[_Weighed | None, tuple[Candidate, ...], str]:
     """(the kernel to take, or the one that comes nearest; all that is known of the others; why).
 
-    What was measured for a kernel at this problem or near it speaks first; where no kernel wins by that, the model, for
-    kernels of which nothing near was measured.
+    What was measured for a kernel at this problem or near it speaks first; where no kernel wins by that, the model
+    speaks for the others: together with a measurement of other channels, or alone.
     """
-    weighed: list[_Weighed] = []
-    candidates: list[Candidate] = []
-    unknown: list[Plan] = []
+    known: list[tuple[Plan, measured.Measurement, float]] = []
+    others: list[tuple[Plan, measured.Measurement | None]] = []
     for plan in every(op, problem, device):
         if isinstance(problem, ConvProblem) and not conv.in_memory(plan.kernel, problem).channels_last:
             continue  # what was measured lay as convolutions' neighbours leave it
-        found = measured.nearest(op, problem, device.kind, plan.kernel)
+        found = measured.nearest(op, problem, device, plan.kernel)
         if found is None:
-            unknown.append(plan)
-            continue
-        ratio, where = found.ratio(plan.kernel), f"at {found.case}, the nearest case measured"
-        why = f"{ratio:.2f} times faster than XLA {where}"
-        if not found.wins(plan.kernel):
-            why = f"{plan.kernel} reached {ratio:.2f} of XLA's speed {where}"
-        weighed.append(_Weighed(plan, ratio, found.wins(plan.kernel), why))
-        candidates.append(Candidate(plan.kernel, found.native_ms[plan.kernel], f"measured {where}"))
-        candidates.append(Candidate("xla", found.xla_ms, f"measured {where}"))
-    if not any(w.wins for w in weighed) and unknown and isinstance(problem, ConvProblem):
-        predicted = model.predict(op, problem, device, unknown)
-        for name, prediction in predicted.items():
-            candidates.append(Candidate(name, prediction.ms, f"predicted, within {_percent(prediction.deviation)}"))
-        weighed += _predicted(unknown, predicted)
+            others.append((plan, None))
+        else:
+            known.append((plan, found, found.apart(problem)))
+    # Where a kernel was measured at these very channels, and did not win, no other that was measured elsewhere does.
+    most = min(measured.FAR, min([apart for _, _, apart in known], default=0.0) + 0.01)
+    near = [(plan, found) for plan, found, apart in known if apart <= most]
+    others = [*((plan, found) for plan, found, apart in known if apart > most), *others]
+    weighed = [_by_measurement(plan, found) for plan, found in near]
+    candidates = [c for plan, found in near for c in _measured_candidates(plan, found)]
+    if not any(w.wins for w in weighed) and others:
+        predicted: dict[str, model.Prediction] = {}
+        if isinstance(problem, ConvProblem):
+            predicted = model.predict(op, problem, device, [plan for plan, _ in others])
+        xla = predicted.get("xla")
+        for plan, found in others:
+            kernel = predicted.get(plan.spec)
+            if found is not None:
+                candidates += _measured_candidates(plan, found)
+            if xla is not None and kernel is not None:
+                weighed.append(_by_prediction(plan, xla.ms, kernel, found))
+                how = f"predicted, XLA's time over it within {_percent(kernel.deviation)}"
+                candidates.append(Candidate(plan.kernel, kernel.ms, how))
+            elif found is not None:
+                weighed.append(_by_measurement(plan, found))
+        if xla is not None:
+            candidates.append(Candidate("xla", xla.ms, "predicted"))
     if not weighed:
         where = device.kind or "the device"
         return None, (), f"none of its kernels was measured near it on {where}: jaxconv.tune can do it"
@@ -347,19 +357,32 @@ def _weighed(op: str, problem: Problem, device: Device) -> tuple[_Weighed | None
     return best, tuple(dict.fromkeys(candidates)), best.why
 
 
-def _predicted(plans: Sequence[Plan], predicted: dict[str, model.Prediction]) -> Iterator[_Weighed]:
-    xla = predicted.get("xla")
-    for plan in plans:
-        kernel = predicted.get(plan.kernel)
-        if xla is None or kernel is None:
-            continue
-        ratio = xla.ms / kernel.ms
-        sure = model.sure(math.log(ratio), math.hypot(xla.deviation, kernel.deviation))
-        why = f"predicted to be {ratio:.2f} times faster than XLA ({kernel.ms:.3f} and {xla.ms:.3f} ms)"
-        if not sure:
-            why = f"{plan.kernel} is predicted at {ratio:.2f} times XLA's speed"
-            why += ", which is not sure enough" if ratio > 1 else ""
-        yield _Weighed(plan, ratio, sure, why)
+def _measured_candidates(plan: Plan, found: measured.Measurement) -> tuple[Candidate, Candidate]:
+    how = f"measured {found.where}"
+    return Candidate(plan.kernel, found.native_ms[plan.kernel], how), Candidate("xla", found.xla_ms, how)
+
+
+def _by_measurement(plan: Plan, found: measured.Measurement) -> _Weighed:
+    ratio, wins = found.ratio(plan.kernel), found.wins(plan.kernel)
+    if wins:
+        return _Weighed(plan, ratio, wins, f"{ratio:.2f} times faster than XLA {found.where}")
+    return _Weighed(plan, ratio, wins, f"{plan.kernel} reached {ratio:.2f} of XLA's speed {found.where}")
+
+
+def _by_prediction(plan: Plan, xla_ms: float, kernel: model.Prediction, found: measured.Measurement | None) -> _Weighed:
+    """By the model alone, or by it and a measurement that is rather far (of both, the geometric mean)."""
+    ratio = xla_ms / kernel.ms
+    why = f"predicted to be {ratio:.2f} times faster than XLA ({kernel.ms:.3f} and {xla_ms:.3f} ms)"
+    short = f"{plan.kernel} is predicted at {ratio:.2f} times XLA's speed"
+    if found is not None:
+        other = found.ratio(plan.kernel)
+        also = f", and was {other:.2f} times as fast {found.where}"
+        ratio, why, short = math.sqrt(ratio * other), why + also, short + also
+        kernel = dataclasses.replace(kernel, deviation=kernel.deviation / 2)
+    sure = model.sure(ratio, kernel.deviation)
+    if not sure:
+        why = short + (", which is not sure enough" if ratio > 1 else "")
+    return _Weighed(plan, ratio, sure, why)
 
 
 def _percent(deviation: float) -> str:
@@ -374,6 +397,21 @@ def every(op: str, problem: Problem, device: Device) -> list[Plan]:
         return list(conv.every(op, problem, device))
     algorithms = BATCHNORM_ALGORITHMS if isinstance(problem, BatchNormProblem) else DENSE_ALGORITHMS
     plans = (made(op, algorithm, problem, device) for algorithm in algorithms)
+    return [plan for plan in plans if isinstance(plan, Plan)]
+
+
+def tiles(op: str, problem: Problem, device: Device) -> list[Plan]:
+    """A plan for each native kernel and tile that can run the problem, of a kernel those first that it wants most."""
+    if _no_kernels(problem, device.platform):
+        return []
+    if isinstance(problem, DenseProblem):
+        return list(dense.every(problem, device))
+    if isinstance(problem, BatchNormProblem) or device.platform != "cuda":
+        return every(op, problem, device)
+    specs: dict[str, None] = {}
+    for family, module in conv.FAMILIES.items():
+        specs |= dict.fromkeys(wanted.spec for wanted in module.wants(op, conv.in_memory(family, problem), device))
+    plans = (made(op, spec, problem, device) for spec in specs)
     return [plan for plan in plans if isinstance(plan, Plan)]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from jaxconv._plan import domain
 from jaxconv._plan.plan import Device, Plan, extent_of, itemsize, product_tile, splits_of
 from jaxconv._plan.sm90 import PRODUCTS, product_time, resident_tile, terms_of
-from jaxconv._problem import DenseProblem, family_of
+from jaxconv._problem import DENSE_ALGORITHMS, DenseProblem, family_of
 
 GEMM_TILES = ("128x128", "128x64", "64x64")
 
@@ -76,3 +76,11 @@ def made(algorithm: str, p: DenseProblem, device: Device) -> Plan | str:
                 return dataclasses.replace(wanted, workspace_bytes=size)
             why = refused
     return why
+
+
+def every(p: DenseProblem, device: Device) -> Iterator[Plan]:
+    """A plan for each kernel and tile that can run p, of a family those that it wants most first."""
+    for family in DENSE_ALGORITHMS:
+        specs = dict.fromkeys(wanted.spec for wanted in wants(family, p, device))
+        plans = (made(spec, p, device) for spec in specs)
+        yield from (plan for plan in plans if isinstance(plan, Plan))

@@ -1,7 +1,9 @@
 """Measured times: jaxconv/tuning/<device>.json, written by `python -m benchmarks tune`, never by hand.
 
 A table holds, for problems that were run, the time of XLA and of each native kernel. A problem that was not run is
-answered by its nearest neighbour of the same kind, if one is near enough. Nothing is timed in a user's program.
+answered by its nearest neighbour of the same kind, if one is near enough; on a device without such a one, by the
+tables of its sisters, devices of the same architecture with about the same numbers, whose times are scaled. Nothing is
+timed in a user's program.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ import re
 import warnings
 from typing import Any
 
+from jaxconv._plan import model
+from jaxconv._plan.plan import Device
 from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem
 
 FOLDER = pathlib.Path(__file__).parent.parent / "tuning"
@@ -26,8 +30,17 @@ REACH = 1.6
 # More of the same work on a full device changes little: 2^(REACH * MORE) times as much may be. Not less, a device that
 # is not full is another matter. Before, ConvNeXt at batch 256 learned nothing from its layer measured at batch 64.
 MORE = 4.0
+# A neighbour that differs by more than this in channels speaks together with the model, where that knows the kernel. Of
+# drawn problems that neighbours alone chose a kernel for, 9 of 34 with such ones were slower than XLA, by 6 to 103 %
+# (H200), of 32 with nearer ones none was by more than 3 %.
+FAR = 0.5
 # A native kernel is taken where it was faster than XLA by more than this. The spread between two runs is 2 %.
 MARGIN = 1.04
+# ... where both were scaled from a sister's times.
+SISTER_MARGIN = 1.10
+# A sister's rates of matrix products and of memory are apart by no more than this: between an H200 and an H100 memory
+# is, 1.43 times.
+SISTER = 1.5
 # A dense layer's product also by this much, milliseconds: XLA fuses what lies beside a product of its own. 64 rows
 # gained .001 in each gradient's product and lost .002 there and back.
 LEAST_MS = 0.002
@@ -43,6 +56,7 @@ class Measurement:
     case: str  # its name in benchmarks/cases.py
     xla_ms: float  # of conv_statistics: a pair of convolution and batch-norm without it, the fastest known
     native_ms: dict[str, float]  # by kernel
+    sister: str = ""  # the device that was measured, where times are scaled from it: "NVIDIA H200"
 
     def ratio(self, kernel: str) -> float:
         """XLA's time over the kernel's."""
@@ -51,7 +65,22 @@ class Measurement:
     def wins(self, kernel: str) -> bool:
         """Whether the kernel is worth taking instead of XLA."""
         least = LEAST_MS if self.op == "dense" else 0.0
-        return self.ratio(kernel) > MARGIN and self.xla_ms - self.native_ms[kernel] >= least
+        margin = SISTER_MARGIN if self.sister else MARGIN
+        return self.ratio(kernel) > margin and self.xla_ms - self.native_ms[kernel] >= least
+
+    def apart(self, problem: Any) -> float:
+        """How far a convolution's channels are from those that were measured, in powers of two; 0 of other problems."""
+        if not isinstance(problem, ConvProblem):
+            return 0.0
+        _, _, coordinates = features(self.op, problem)
+        return max(abs(a - b) for a, b in zip(self.coordinates[1:3], coordinates[1:3], strict=True))
+
+    @property
+    def where(self) -> str:
+        """As an end of a sentence: "at r50.s1.3x3, the nearest case measured"."""
+        if self.sister:
+            return f"at {self.case}, the nearest case measured on its sister {self.sister}, scaled"
+        return f"at {self.case}, the nearest case measured"
 
 
 def slug(device_kind: str) -> str:
@@ -171,8 +200,20 @@ def tuples(value: Any) -> Any:
     return tuple(map(tuples, value)) if isinstance(value, list) else value
 
 
-def nearest(op: str, problem: Any, device_kind: str, kernel: str) -> Measurement | None:
-    """The measurement that speaks for the kernel running `problem`: one of that kernel, or None."""
+def nearest(op: str, problem: Any, device: Device, kernel: str) -> Measurement | None:
+    """The measurement that speaks for the kernel running `problem`: one of that kernel, on the device or else, scaled,
+    on its sisters; or None."""
+    found = _nearest_of_kinds(op, problem, device.kind, kernel)
+    if found is not None:
+        return found
+    for sister in sisters(device):
+        found = _nearest_of_kinds(op, problem, sister, kernel)
+        if found is not None:
+            return _scaled(found, sister, device)
+    return None
+
+
+def _nearest_of_kinds(op: str, problem: Any, device_kind: str, kernel: str) -> Measurement | None:
     measured_op, kind, coordinates = features(op, problem)
     ops = [measured_op, "batchnorm_fused"] if measured_op == "batchnorm_residual" else [measured_op]
     # Of 151 problems that were run in both (H200), bfloat16's choice lost to XLA in float16 for none.
@@ -211,3 +252,79 @@ _INDEPENDENT = {
     DenseProblem: (True, True, False, False),
     BatchNormProblem: (True, True),
 }
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Sisters
+
+
+@functools.cache
+def tables() -> tuple[str, ...]:
+    """The devices that have a table."""
+    found = []
+    for path in sorted(FOLDER.glob("*.json")):
+        try:
+            device = json.loads(path.read_text()).get("device")
+        except (OSError, ValueError, AttributeError):
+            continue  # `_recorded` says so of the running device's; another's is not needed
+        if isinstance(device, str) and slug(device) == path.stem:
+            found.append(device)
+    return tuple(found)
+
+
+def sisters(device: Device) -> list[str]:
+    """Devices with a table whose times can be scaled to this one: of its architecture, and about as fast; those that
+    are nearest first. Only what is known by name has any."""
+    own = model.named(device.kind) if device.compute_capability == (9, 0) else None
+    if own is None:
+        return []
+    found = []
+    for kind in tables():
+        other = model.named(kind)  # all of these are of compute capability 9.0
+        if other is None or kind == device.kind:
+            continue
+        apart = max(max(a / b, b / a) for a, b in zip(other.rates, own.rates, strict=True))
+        if apart <= SISTER:
+            found.append((apart, kind))
+    return [kind for _, kind in sorted(found)]
+
+
+def _scaled(m: Measurement, sister: str, device: Device) -> Measurement:
+    """What was measured on a sister, as the device would take.
+
+    The part of a time that the limit explains (operations over their rate or bytes over the bandwidth, whichever is
+    more) is scaled as the limit is; the rest, instructions and waiting, as the rate of matrix products. So a time far
+    from the limit grows less than one at it, although it may be so long because it moves more bytes: an error in favour
+    of XLA, whose time is the longer one where native code is taken.
+    """
+    there, here = model.named(sister), model.named(device.kind)
+    assert there is not None and here is not None
+    rest = there.half / here.half
+
+    def scaled(ms: float) -> float:
+        if m.op.startswith("batchnorm"):  # nothing but memory, over which XLA passes more often
+            return ms * there.bandwidth / here.bandwidth
+        before, after = (_least_ms(m, of) for of in (there, here))
+        share = min(1.0, before / ms)
+        return ms * (share * after / before + (1 - share) * rest)
+
+    native = {kernel: scaled(ms) for kernel, ms in m.native_ms.items()}
+    return dataclasses.replace(m, xla_ms=scaled(m.xla_ms), native_ms=native, sister=sister)
+
+
+def _least_ms(m: Measurement, of: model.Numbers) -> float:
+    """max(flops / rate, bytes / bandwidth) of a convolution or product that was measured."""
+    dtype, full = m.kind[0], m.kind[1] is True
+    item = 4 if dtype == "float32" else 2
+    rate = of.half if dtype != "float32" else of.highest if full else of.tf32
+    extents = [2.0**v for v in m.coordinates]
+    if m.op == "dense":
+        instances, rows, summed, columns = extents
+        flops = 2 * instances * rows * summed * columns
+        moved = item * instances * (rows * summed + summed * columns + rows * columns)
+    else:
+        pixels, c, k, groups = extents
+        taps, steps = math.prod(m.kind[4]), math.prod(m.kind[5])
+        flops = 2 * pixels * c * k * groups * taps
+        moved = item * groups * (pixels * c * min(taps, steps) + pixels * k + taps * c * k)
+    return max(flops / rate, moved / of.bandwidth)

@@ -1,17 +1,18 @@
-"""The time of a kernel, or of XLA, on a problem that was not measured: predicted from those that were, with an error.
+"""The time of a kernel, or of XLA, on a convolution that was not measured: predicted from those that were.
 
 A time is split into the least that the device allows and a factor,
 
     ms = (base(kernel, problem, device) + OVERHEAD_MS) * exp(r),    base = max(tiles, bytes / bandwidth),
 
-where tiles is flops / rate, of a kernel with tiles rounded up to whole tiles and whole waves of them. r is a Gaussian
-process over what a problem looks like (taps, strides, dilation, channels, pixels, groups, pass), one for each kernel
-and one for XLA in each class of arithmetic (C. E. Rasmussen, C. K. I. Williams, Gaussian Processes for Machine
-Learning, 2006, section 2.2, algorithm 2.1). Its standard deviation grows away from what was measured. The base carries
-the device's numbers, so what was measured on one Hopper speaks for another.
+where tiles is flops / rate, of a kernel with tiles rounded up to whole tiles and whole waves of them. r is a sum of
+regression trees over what a problem looks like (J. H. Friedman, Greedy Function Approximation: A Gradient Boosting
+Machine, 2001): trees, because XLA's time is that of the library kernel that takes the problem, and what each takes
+ends at limits like "3x3, stride 2, as many outputs as inputs". One forest is XLA's, one all native kernels'; a third
+predicts how far the other two are off in XLA's time over a kernel's. The base carries the device's numbers, so what was
+measured on one Hopper speaks for another.
 
-`python -m benchmarks fit` makes the data, jaxconv/tuning/model.json: samples, length scales, and how much the standard
-deviation must be widened for problems of kinds that were left out.
+`python -m benchmarks fit` makes the data, jaxconv/tuning/model.json: the trees, and how many errors a choice must be
+sure of.
 """
 
 from __future__ import annotations
@@ -21,22 +22,21 @@ import functools
 import json
 import math
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from scipy.linalg import cho_solve, cholesky, solve_triangular
 
-from jaxconv._plan import measured
-from jaxconv._plan.plan import Device, Plan
+from jaxconv._plan.plan import Device, Plan, extent_of
 from jaxconv._problem import ConvProblem
 
 FILE = pathlib.Path(__file__).parent.parent / "tuning" / "model.json"
 OVERHEAD_MS = 0.002  # of a launch, and of filling and draining the device
-# A kernel is taken where XLA's predicted time over its own is more than MARGIN and more than CONFIDENCE standard
-# deviations of that prediction, as `fit` found them on kinds that were left out: at most 2 % of the choices lose 5 %.
+# A kernel is taken where XLA's predicted time over its own is more than MARGIN and as many predicted errors as `fit`
+# found to be needed on problems that were left out: at most 2 % of the choices lose 5 %, at most 1 % lose 20 %.
 MARGIN = 1.05
 OPS = ("conv_fprop", "conv_dgrad", "conv_wgrad")
-GROUPINGS = ("none", "grouped", "depthwise")
+LEAST = 6  # measurements of a kernel in an arithmetic, for a prediction
 SMS = 132  # multiprocessors that the rates are of; fewer of them are slower alike
 XLA_TILE = "128x128"  # what its libraries' kernels are made of, more or less
 
@@ -49,6 +49,11 @@ class Numbers:
     tf32: float
     highest: float  # float32 as products of three bfloat16 terms
     bandwidth: float  # read plus written
+
+    @property
+    def rates(self) -> tuple[float, float]:
+        """Of matrix products, and of memory."""
+        return self.half, self.bandwidth
 
 
 # H200 and H100: measured, matrix products of random data through cuBLAS and a large copy. The others are these by the
@@ -66,165 +71,292 @@ NUMBERS = {
 }
 
 
+def named(kind: str) -> Numbers | None:
+    """Of a device by its name ("NVIDIA H100 80GB HBM3"), the longest that is in it: H20 is no H200."""
+    return max(((len(name), n) for name, n in NUMBERS.items() if name in kind), default=(0, None), key=_length)[1]
+
+
+def _length(entry: tuple[int, Any]) -> int:
+    return entry[0]
+
+
 def numbers(device: Device) -> Numbers | None:
     """Of a device of compute capability 9.0, by its name; an unknown one by its multiprocessors. None elsewhere."""
     if device.compute_capability != (9, 0):
         return None
-    for name, known in NUMBERS.items():
-        if name in device.kind:
-            return known
+    known = named(device.kind)
+    if known is not None:
+        return known
     share, known = device.sm_count / 132, NUMBERS["H100"]
     return Numbers(known.half * share, known.tf32 * share, known.highest * share, known.bandwidth)
 
 
-Kind = tuple[Any, ...]
-Coordinates = tuple[float, ...]
+# ----------------------------------------------------------------------------------------------------------------------
+# What a problem looks like
 
 
-def arithmetic(kind: Kind) -> str:
-    """ "half", "tf32" or "highest"."""
-    return "half" if kind[0] != "float32" else "highest" if kind[1] else "tf32"
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What the model sees of a convolution."""
+
+    op: str  # of OPS
+    dtype: str
+    full_float32: bool
+    batch: int
+    in_spatial: tuple[int, ...]
+    in_channels: int
+    out_channels: int
+    groups: int
+    filter: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    pixels: int  # of y, all images
+
+    @classmethod
+    def of(cls, op: str, p: ConvProblem) -> Shape:
+        return cls(
+            "conv_fprop" if op == "conv" else op,
+            p.dtype,
+            p.dtype == "float32" and p.full_float32,
+            p.batch,
+            p.in_spatial,
+            p.in_channels,
+            p.out_channels,
+            p.groups,
+            p.filter,
+            p.stride,
+            p.dilation,
+            p.batch * math.prod(p.out_spatial),
+        )
+
+    @property
+    def arithmetic(self) -> str:
+        """ "half", "tf32" or "highest"."""
+        return "half" if self.dtype != "float32" else "highest" if self.full_float32 else "tf32"
+
+    @property
+    def taps(self) -> int:
+        return math.prod(self.filter)
+
+    @property
+    def steps(self) -> int:
+        return math.prod(self.stride)
+
+    @property
+    def group_c(self) -> int:
+        return self.in_channels // self.groups
+
+    @property
+    def group_k(self) -> int:
+        return self.out_channels // self.groups
+
+    def product(self, splits: int = 1) -> tuple[float, float, float]:
+        """(rows, columns, summed) of the operation as a matrix product of each group."""
+        if self.op == "conv_wgrad":
+            return self.taps * self.group_c, self.group_k, self.pixels / splits
+        if self.op == "conv_dgrad":
+            return self.pixels * self.steps, self.group_c, max(self.taps / self.steps, 1.0) * self.group_k
+        return self.pixels, self.group_k, self.taps * self.group_c
+
+    def limits_ms(self, of: Numbers) -> tuple[float, float]:
+        """(flops / rate, bytes / bandwidth); each of fprop, dgrad and wgrad moves the same arrays."""
+        item = 4 if self.dtype == "float32" else 2
+        x = self.pixels * self.in_channels * min(self.taps, self.steps)
+        moved = item * (x + self.pixels * self.out_channels + self.taps * self.group_c * self.out_channels)
+        flops = 2 * self.pixels * self.taps * self.group_c * self.out_channels
+        return flops / getattr(of, self.arithmetic), moved / of.bandwidth
 
 
-def limit_ms(kind: Kind, coordinates: Coordinates, of: Numbers) -> float:
-    """max(flops / rate, bytes / bandwidth) of a convolution; each of fprop, dgrad and wgrad moves the same arrays."""
-    pixels, c, k, groups = (2.0**v for v in coordinates)
-    taps, steps = math.prod(kind[4]), math.prod(kind[5])
-    item = 4 if kind[0] == "float32" else 2
-    flops = 2 * pixels * c * k * groups * taps
-    moved = item * groups * (pixels * c * min(taps, steps) + pixels * k + taps * c * k)
-    return max(flops / getattr(of, arithmetic(kind)), moved / of.bandwidth)
+def _log(value: float) -> float:
+    return math.log2(max(value, 1e-9))
 
 
-def base_ms(op: str, kind: Kind, coordinates: Coordinates, of: Numbers, tile: str = "", splits: int = 1) -> float:
-    """The limit, where a product has tiles with these rounded up: to whole tiles, and to whole waves of them."""
-    limit = limit_ms(kind, coordinates, of)
+def features(s: Shape, of: Numbers) -> dict[str, float]:
+    """By name; a tree asks whether one of them is above a threshold. Extents and times are logarithms to base 2."""
+    rank, taps, steps, c, k = len(s.filter), s.taps, s.steps, s.group_c, s.group_k
+    channels, filters = s.in_channels, s.out_channels
+    compute, memory = s.limits_ms(of)
+    item = 4 if s.dtype == "float32" else 2
+    dilated = max(s.dilation)
+    reach = (max(s.filter) - 1) * dilated
+    depthwise = s.groups > 1 and c == 1
+    square = len(set(s.filter)) == 1
+    odd = all(f % 2 for f in s.filter)
+    in_pixels = s.batch * math.prod(s.in_spatial)
+    rows, columns, _ = s.product()
+    if s.op == "conv_dgrad":  # as XLA has it: an output a pixel of x
+        rows = in_pixels
+    tiles = math.ceil(rows / 128) * math.ceil(columns / 128) * s.groups
+    outputs = {"conv_fprop": s.pixels * filters, "conv_dgrad": in_pixels * channels, "conv_wgrad": taps * c * filters}
+    summed = {"conv_fprop": taps * c, "conv_dgrad": k * taps / steps, "conv_wgrad": s.pixels}
+    return {
+        **{op: float(s.op == op) for op in OPS},
+        "ungrouped": float(s.groups == 1),
+        "grouped": float(s.groups > 1 and c > 1),
+        "depthwise": float(depthwise),
+        "float16": float(s.dtype == "float16"),
+        "tf32": float(s.arithmetic == "tf32"),
+        "highest": float(s.arithmetic == "highest"),
+        "rank": float(rank),
+        "taps": _log(taps),
+        "taps of the last axis": _log(s.filter[-1]),
+        "taps of the first axis": _log(s.filter[0]),
+        "most taps of an axis": _log(max(s.filter)),
+        "square": float(square),
+        "odd": float(odd),
+        "a flat axis": float(min(s.filter) == 1 and taps > 1),
+        "strides": _log(steps),
+        "equal strides": float(len(set(s.stride)) == 1),
+        "dilated": float(dilated > 1),
+        "dilation": _log(dilated),
+        "dilated reach": float(dilated > 1) * _log(reach + 1),
+        "reaches past the image": float(reach >= min(s.in_spatial)),
+        "taps a stride": _log(taps / steps),
+        "steps by its filter": float(s.filter == s.stride),
+        "channels": _log(channels),
+        "filters": _log(filters),
+        "channels of a group": _log(c),
+        "filters of a group": _log(k),
+        "fewer": _log(min(c, k)),
+        "more": _log(max(c, k)),
+        "as many filters": float(k == c),
+        "a power of two of both": float(c == k and c in (4, 8, 16, 32, 64)),
+        "groups": _log(s.groups),
+        "batch": _log(s.batch),
+        "pixels": _log(s.pixels),
+        "pixels of an image": _log(s.pixels / s.batch),
+        "pixels of x": _log(math.prod(s.in_spatial)),
+        "row of x": _log(s.in_spatial[-1]),
+        **{f"channels by {n}": float(channels % n == 0) for n in (8,)},
+        **{f"filters by {n}": float(filters % n == 0) for n in (8,)},
+        **{f"channels of a group by {n}": float(c % n == 0) for n in (4, 8)},
+        **{f"filters of a group by {n}": float(k % n == 0) for n in (4, 8)},
+        "compute": _log(compute + OVERHEAD_MS),
+        "memory": _log(memory + OVERHEAD_MS),
+        "limit": _log(max(compute, memory) + OVERHEAD_MS),
+        "compute over memory": _log((compute + 1e-5) / (memory + 1e-5)),
+        "compute without groups": _log(compute * s.groups + OVERHEAD_MS),
+        "outputs": _log(outputs[s.op]),
+        "summed": _log(summed[s.op]),
+        "y": _log(s.pixels * filters * item * 1e-6 + 1e-3),
+        "products": _log(s.pixels * filters * taps),
+        "tiles": _log(tiles),
+        "waves": _log(math.ceil(tiles / SMS)),
+        # What libraries have kernels of their own for, or no kernel at all
+        "a plain product": float(s.groups == 1 and taps == 1 and steps == 1),
+        "one tap": float(taps == 1 and steps == 1),
+        "an elementwise product": float(depthwise and taps == 1 and steps == 1 and k == 1 and s.op != "conv_wgrad"),
+        "a common depthwise": float(
+            depthwise and rank == 2 and k == 1 and square and odd and s.filter[0] <= 7 and dilated == 1
+            and steps in (1, 4)
+        ),
+    }  # fmt: skip
+
+
+def _tiled(s: Shape, of: Numbers, tile: str, splits: int) -> tuple[float, dict[str, float]]:
+    """(base, features) of a kernel: a product with tiles has these rounded up, to whole tiles and whole waves."""
+    limit = max(s.limits_ms(of))
     if not tile:
-        return limit
-    rows, columns = map(int, tile.split("x"))
-    pixels, c, k, groups = (2.0**v for v in coordinates)
-    taps, steps = math.prod(kind[4]), math.prod(kind[5])
-    if op == "conv_wgrad":
-        m, n, summed = taps * c, k, pixels / splits
-    elif op == "conv_dgrad":
-        m, n, summed = pixels * steps, c, max(taps / steps, 1.0) * k
-    else:
-        m, n, summed = pixels, k, taps * c
-    tiles = (
-        math.ceil(m / rows - 1e-6)
-        * math.ceil(n / columns - 1e-6)
-        * round(groups)
-        * (splits if op == "conv_wgrad" else 1)
-    )
-    waves = math.ceil(tiles / SMS)
-    deep = math.ceil(summed / 64) * 64
-    return max(limit, waves * SMS * 2.0 * rows * columns * deep / getattr(of, arithmetic(kind)))
+        return limit, {"kernel's tiles": 0.0, "kernel's waves": 0.0, "kernel's sum": 0.0, "kernel's waste": 0.0}
+    rows, columns = extent_of(tile)
+    m, n, summed = s.product(splits)
+    across = math.ceil(n / columns - 1e-6)
+    tiles = math.ceil(m / rows - 1e-6) * across * s.groups * (splits if s.op == "conv_wgrad" else 1)
+    waves, deep = math.ceil(tiles / SMS), math.ceil(summed / 64) * 64
+    base = max(limit, waves * SMS * 2.0 * rows * columns * deep / getattr(of, s.arithmetic))
+    return base, {
+        "kernel's tiles": _log(tiles),
+        "kernel's waves": _log(waves),
+        "kernel's sum": _log(deep),
+        "kernel's waste": _log(across * columns / n),
+    }
 
 
-def features(op: str, kind: Kind, coordinates: Coordinates, limit: float, base: float) -> np.ndarray:
-    """What the process measures distances in; each is divided by a length scale."""
-    dtype, _, _, grouping, window, stride, dilation, whole_c, whole_k = kind
-    pixels, c, k, groups = coordinates
-    far = max(dilation)
-    return np.array(
-        [
-            math.log2(math.prod(window)),
-            len(window) - 2.0,
-            math.log2(math.prod(stride)),
-            float(far > 1) + 0.25 * math.log2(far),
-            pixels,
-            c,
-            k,
-            groups,
-            float(not whole_c),
-            float(not whole_k),
-            math.log2(limit + OVERHEAD_MS),
-            math.log2((base + OVERHEAD_MS) / (limit + OVERHEAD_MS)),
-            *(float(op == name) for name in OPS),
-            *(float(grouping == name) for name in GROUPINGS),
-            float(dtype == "float16"),
-            float(window[-1] == 1),
-            float(math.prod(window) > 1 and max(window) != min(window)),
-        ]
-    )
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """A problem on a device, and ways to compute it, as the forests see them."""
+
+    x: np.ndarray  # the problem: (features)
+    limit_ms: float  # XLA's r is relative to it
+    ways: np.ndarray  # (plans, features): the problem's, a plan's, which kernel
+    bases_ms: np.ndarray  # (plans,)
+
+
+def seen(s: Shape, of: Numbers, plans: Sequence[tuple[str, str, int]], kernels: Sequence[str]) -> Seen:
+    """`plans`: (kernel, tile, splits) each; `kernels`: all that there are."""
+    x = np.array([*features(s, of).values()], np.float32)
+    ways = np.zeros((len(plans), len(x) + 7 + len(kernels)), np.float32)
+    ways[:, : len(x)] = x
+    bases = np.zeros(len(plans))
+    for row, (kernel, tile, splits) in enumerate(plans):
+        bases[row], tiled = _tiled(s, of, tile, splits)
+        own = [_log(bases[row] + OVERHEAD_MS), *tiled.values(), _log(splits), float(tile.startswith("256"))]
+        ways[row, len(x) : len(x) + 7] = own
+        ways[row, len(x) + 7 + kernels.index(kernel)] = 1.0
+    return Seen(x, max(s.limits_ms(of)), ways, bases)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The forests
+
+
+class Forest:
+    """A sum of regression trees. Nodes lie depth first: a node's left child is behind it, a leaf is its own child."""
+
+    def __init__(self, data: dict[str, Any]):
+        self.initial, self.depth = float(data["initial"]), int(data["depth"])
+        self.roots = np.array(data["roots"])
+        self.feature = np.array(data["feature"])  # -1: a leaf
+        self.value = np.array(data["value"], np.float32)  # a threshold, at most which goes left; of a leaf its summand
+        at = np.arange(len(self.feature))
+        leaf = self.feature < 0
+        self.left = np.where(leaf, at, at + 1)
+        self.right = np.where(leaf, at, at + np.array(data["right"]))  # stored as a distance
+        self.feature[leaf] = 0
+
+    def __call__(self, x: np.ndarray) -> np.ndarray:
+        """(rows,) of (rows, features) float32."""
+        node = np.broadcast_to(self.roots, (len(x), len(self.roots)))
+        rows = np.arange(len(x))[:, None]
+        for _ in range(self.depth):
+            node = np.where(x[rows, self.feature[node]] <= self.value[node], self.left[node], self.right[node])
+        return self.initial + self.value[node].sum(1, dtype=np.float64)
 
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
     ms: float
-    deviation: float  # of log(ms)
-
-
-class Process:
-    """A Gaussian process with a constant mean and a squared-exponential kernel."""
-
-    def __init__(self, x: np.ndarray, r: np.ndarray, scales: np.ndarray, amplitude: float, noise: float):
-        self.scales, self.amplitude, self.noise = scales, amplitude, noise
-        self.x = x / scales
-        self.mean = float(np.mean(r))
-        k = self._kernel(self.x, self.x)
-        k[np.diag_indices_from(k)] += noise**2
-        self.factor = cholesky(k, lower=True)
-        self.weights = cho_solve((self.factor, True), r - self.mean)
-
-    def _kernel(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        square = (a**2).sum(1)[:, None] + (b**2).sum(1)[None] - 2 * a @ b.T
-        return self.amplitude**2 * np.exp(-0.5 * np.maximum(square, 0.0))
-
-    def predict(self, x: np.ndarray) -> tuple[float, float]:
-        """(mean, standard deviation) of r."""
-        k = self._kernel(self.x, (x / self.scales)[None])[:, 0]
-        v = solve_triangular(self.factor, k, lower=True)
-        return self.mean + float(k @ self.weights), math.sqrt(
-            max(self.amplitude**2 - float(v @ v), 0.0) + self.noise**2
-        )
+    deviation: float  # of log(XLA's ms over this): how far it is off, typically; of XLA itself 0
 
 
 class Model:
     def __init__(self, data: dict[str, Any]):
         self.confidence = float(data["confidence"])
-        self._data = data
-        self._processes: dict[str, Process] = {}
-
-    def _process(self, name: str) -> Process | None:
-        """Of a kernel or XLA in a class of arithmetic: "sm90/product half"."""
-        if name not in self._processes:
-            found = self._data["processes"].get(name)
-            if found is None:
-                return None
-            x = np.array([features(*sample_features(s)) for s in found["samples"]])
-            r = np.array([s[-1] for s in found["samples"]])
-            scales = np.array(found["scales"])
-            self._processes[name] = Process(x, r, scales, found["amplitude"], found["noise"])
-        return self._processes[name]
+        self.kernels: list[str] = data["kernels"]
+        self.known: dict[str, int] = data["known"]  # measurements, by "kernel arithmetic"
+        self.xla, self.native, self.error = (Forest(data[name]) for name in ("xla", "native", "error"))
 
     def predict(
-        self, name: str, op: str, kind: Kind, coordinates: Coordinates, of: Numbers, tile: str = "", splits: int = 1
-    ) -> Prediction | None:
-        """The time of `name`, a kernel or "xla"; None where it was never measured in the problem's arithmetic."""
-        process = self._process(f"{name} {arithmetic(kind)}")
-        if process is None:
-            return None
-        limit, base, shape = bases(name, op, kind, coordinates, of, tile, splits)
-        mean, deviation = process.predict(features(op, kind, coordinates, limit, shape))
-        return Prediction((base + OVERHEAD_MS) * math.exp(mean), deviation)
+        self, s: Shape, of: Numbers, plans: Sequence[tuple[str, str, int]]
+    ) -> tuple[Prediction, list[Prediction | None]]:
+        """Of XLA, and of each of `plans` (kernel, tile, splits); None of a kernel that was hardly measured in the
+        problem's arithmetic."""
+        able = [p for p in plans if self.known.get(f"{p[0]} {s.arithmetic}", 0) >= LEAST]
+        see = seen(s, of, able, self.kernels)
+        xla = self.xla(see.x[None])[0]
+        xla_ms = (see.limit_ms + OVERHEAD_MS) * math.exp(xla)
+        if not able:
+            return Prediction(xla_ms, 0.0), [None] * len(plans)
+        native = self.native(see.ways)
+        ms = (see.bases_ms + OVERHEAD_MS) * np.exp(native)
+        error = np.exp(self.error(with_gain(see.ways, np.log(xla_ms / ms), xla, native)))
+        predictions = {p: Prediction(float(t), float(e)) for p, t, e in zip(able, ms, error, strict=True)}
+        return Prediction(xla_ms, 0.0), [predictions.get(p) for p in plans]
 
 
-def bases(
-    name: str, op: str, kind: Kind, coordinates: Coordinates, of: Numbers, tile: str, splits: int
-) -> tuple[float, float, float]:
-    """(limit, what r is relative to, limit by tiles) in milliseconds. XLA's time is relative to the limit."""
-    limit = limit_ms(kind, coordinates, of)
-    if name == "xla":
-        return limit, limit, base_ms(op, kind, coordinates, of, XLA_TILE)
-    base = base_ms(op, kind, coordinates, of, tile, splits)
-    return limit, base, base
-
-
-def sample_features(sample: list[Any]) -> tuple[str, Kind, Coordinates, float, float]:
-    """The arguments of `features` from a stored sample [op, kind, coordinates, limit_ms, base_ms, r]."""
-    op, kind, coordinates, limit, base, _ = sample
-    return op, measured.tuples(kind), tuple(coordinates), limit, base
+def with_gain(ways: np.ndarray, gain: np.ndarray, xla: Any, native: np.ndarray) -> np.ndarray:
+    """What the error is predicted from: log(XLA's ms over the kernel's), both r, and all else."""
+    return np.column_stack([ways, gain, np.broadcast_to(xla, gain.shape), native]).astype(np.float32)
 
 
 @functools.cache
@@ -233,23 +365,19 @@ def model() -> Model | None:
     return Model(json.loads(FILE.read_text())) if FILE.exists() else None
 
 
-def sure(gain: float, deviation: float) -> bool:
-    """Whether a kernel is to be taken of which XLA's predicted time over its own has this logarithm and error."""
+def sure(ratio: float, deviation: float) -> bool:
+    """Whether a kernel is to be taken that is predicted to be `ratio` times faster than XLA, with this error."""
     found = model()
-    return found is not None and gain > max(math.log(MARGIN), found.confidence * deviation)
+    return found is not None and math.log(ratio) > math.log(MARGIN) + found.confidence * deviation
 
 
 def predict(op: str, p: ConvProblem, device: Device, plans: list[Plan]) -> dict[str, Prediction]:
-    """The times of XLA ("xla") and of plans' kernels, as far as they are known; empty for a device without numbers."""
+    """The times of XLA ("xla") and of plans (by `Plan.spec`), as far as known; empty for a device without numbers."""
     found, of = model(), numbers(device)
-    if found is None or of is None:
+    shape = Shape.of(op, p)
+    if found is None or of is None or shape.op not in OPS:
         return {}
-    measured_op, kind, coordinates = measured.features(op, p)
-    if measured_op not in OPS:
-        return {}
-    predictions = {"xla": found.predict("xla", measured_op, kind, coordinates, of)}
-    for plan in plans:
-        predictions[plan.kernel] = found.predict(
-            plan.kernel, measured_op, kind, coordinates, of, plan.tile, plan.splits
-        )
-    return {name: prediction for name, prediction in predictions.items() if prediction is not None}
+    keys = [(plan.kernel, plan.tile, plan.splits) for plan in plans]
+    xla, native = found.predict(shape, of, keys)
+    named = {"xla": xla, **dict(zip((plan.spec for plan in plans), native, strict=True))}
+    return {name: prediction for name, prediction in named.items() if prediction is not None}

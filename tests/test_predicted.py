@@ -1,0 +1,320 @@
+"""What was not measured on a device: the model's predictions, a sister's times, and what recorded runs say of both."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+from jax import lax
+
+from benchmarks import fit, record, regret, tune
+from benchmarks.cases import CONV, ConvCase
+from benchmarks.contenders import Setting
+from jaxconv import _native, _plan
+from jaxconv._plan import Device, Plan, conv, measured, model
+from jaxconv._problem import ConvProblem, DenseProblem
+
+H200 = Device("cuda", "NVIDIA H200", (9, 0), 132)
+H100 = Device("cuda", "NVIDIA H100 80GB HBM3", (9, 0), 132)
+PAIR = (lax.Precision.DEFAULT,) * 2
+
+
+@pytest.fixture(autouse=True)
+def plans_for_a_gpu_that_is_not_here(monkeypatch):
+    monkeypatch.setattr(_native, "cuda_missing", "")
+    monkeypatch.setattr(measured, "_learned", {})
+
+
+def problem(c=256, k=256, size=14, batch=256, f=3, dtype="bfloat16", groups=1, **changes) -> ConvProblem:
+    same, one, extent = ((f // 2, f // 2),) * 2, (1, 1), (size, size)
+    made = ConvProblem("conv2d", dtype, batch, c, k, groups, extent, (f, f), extent, one, same, one, True, PAIR)
+    return dataclasses.replace(made, **changes)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The model
+
+
+def test_a_forest_is_the_sum_of_its_trees_leaves():
+    """x0 <= 1 ? (x1 <= 5 ? .1 : .2) : .4, and a tree that is one leaf."""
+    data = {
+        "initial": 1.0, "depth": 2, "roots": [0, 5], "feature": [0, 1, -1, -1, -1, -1],
+        "value": [1.0, 5.0, 0.1, 0.2, 0.4, 0.03], "right": [4, 2, 0, 0, 0, 0],
+    }  # fmt: skip
+    x = np.array([[1, 5], [1, 6], [2, 0]], np.float32)
+    np.testing.assert_allclose(model.Forest(data)(x), [1.13, 1.23, 1.43], rtol=1e-6)
+
+
+def test_the_packages_forests_are_of_the_features_and_kernels_that_there_are():
+    shipped, data = model.model(), json.loads(model.FILE.read_text())
+    assert shipped is not None
+    count = len(model.features(model.Shape.of("conv_fprop", problem()), model.NUMBERS["H200"]))
+    ways = count + 7 + len(shipped.kernels)
+    for name, most in (("xla", count), ("native", ways), ("error", ways + 3)):
+        forest = data[name]
+        assert max(forest["feature"]) < most and max(forest["feature"]) > most - 20, name
+        assert len(forest["feature"]) == len(forest["value"]) == len(forest["right"])
+    every = {w.kernel for f in conv.FAMILIES.values() for op in model.OPS for w in f.wants(op, problem(), H200)}
+    assert set(shipped.kernels) <= every | {"stem/patches"}
+    assert all(name.partition(" ")[0] in shipped.kernels for name in shipped.known)
+
+
+def test_predictions_are_positive_the_same_each_time_and_absent_where_nothing_is_known():
+    for op in ("conv", "conv_dgrad", "conv_wgrad"):
+        plans = list(conv.every(op, problem(size=17), H200))
+        first = model.predict(op, problem(size=17), H200, plans)
+        assert first == model.predict(op, problem(size=17), H200, plans)
+        assert {"xla", *(p.spec for p in plans if p.kernel.startswith("sm90/product"))} <= set(first)
+        assert all(p.ms > 0 for p in first.values())
+        assert all(p.deviation > 0 for name, p in first.items() if name != "xla")
+    unknown = Plan("native", "", "sm90/unheard_of")
+    assert set(model.predict("conv_fprop", problem(), H200, [unknown])) == {"xla"}
+    assert model.predict("conv_statistics", problem(), H200, []) == {}
+    assert model.predict("conv_fprop", problem(), Device("cuda", "NVIDIA A100", (8, 0), 108), []) == {}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"batch": 2**31 - 1},
+        {"in_channels": 1, "out_channels": 1, "batch": 1, "in_spatial": (1, 1), "out_spatial": (1, 1)},
+        {"stride": (2**40, 1), "dilation": (2**40, 1), "out_spatial": (1, 14)},
+    ],
+    ids=str,
+)
+def test_the_smallest_and_the_largest_are_predicted_like_all_else(changes):
+    plans = [Plan("native", "", "sm90/product", "128x128"), Plan("native", "", "implicit_gemm", "64x64", 4)]
+    for op in ("conv", "conv_dgrad", "conv_wgrad"):
+        found = model.predict(op, problem(**changes), H200, plans)
+        assert all(math.isfinite(p.ms) and p.ms > 0 for p in found.values()) and "xla" in found
+        assert _plan.plan(op, problem(**changes), H200).reason
+
+
+def test_more_work_takes_longer_and_slower_memory_too():
+    def ms(p: ConvProblem, device: Device) -> float:
+        return model.predict("conv_fprop", p, device, [])["xla"].ms
+
+    assert ms(problem(batch=256), H200) > 3 * ms(problem(batch=32), H200)
+    thin = problem(c=16, k=16, size=112)
+    assert ms(thin, H100) > 1.2 * ms(thin, H200)
+
+
+@pytest.mark.parametrize(
+    ("kind", "bandwidth"),
+    [
+        ("NVIDIA H200", 4.3e9),
+        ("NVIDIA GH200 480GB", 3.6e9),
+        ("NVIDIA GH200 144G HBM3e", 4.3e9),
+        ("NVIDIA H100 80GB HBM3", 3.0e9),
+        ("NVIDIA H100 PCIe", 1.75e9),
+        ("NVIDIA H20", 3.6e9),
+    ],
+)
+def test_a_devices_numbers_are_those_of_the_longest_name_that_is_in_its(kind, bandwidth):
+    found = model.numbers(Device("cuda", kind, (9, 0), 132))
+    assert found is not None and found.bandwidth == bandwidth
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is near, and what is rather far
+
+
+def predictions(monkeypatch, xla: float, kernel: float, deviation: float) -> None:
+    def predict(op, p, device, plans):
+        made = {plan.spec: model.Prediction(kernel, deviation) for plan in plans if plan.kernel == "sm90/product"}
+        return {"xla": model.Prediction(xla, 0.0), **made}
+
+    monkeypatch.setattr(model, "predict", predict)
+
+
+def learn(device: Device, p: ConvProblem, xla: float, op: str = "conv_fprop", **native: float) -> None:
+    name, kind, coordinates = measured.features(op, p)
+    entry = {"op": name, "kind": kind, "coordinates": coordinates, "case": "it", "xla_ms": xla}
+    measured.learn(device.kind, [{**entry, "native_ms": {k.replace("__", "/"): ms for k, ms in native.items()}}])
+
+
+@pytest.mark.parametrize(
+    ("c", "predicted", "deviation", "native"),
+    [
+        (256, 0.5, 0.1, True),  # measured: the model is not asked
+        (192, 0.5, 0.1, True),  # near enough
+        (128, 2.0, 0.1, True),  # other channels: both say so
+        (128, 0.5, 0.1, False),  # the model says the opposite
+        (128, 2.0, 9.0, False),  # it is not sure
+    ],
+)
+def test_a_neighbour_of_other_channels_speaks_together_with_the_model(monkeypatch, c, predicted, deviation, native):
+    device = Device("cuda", "a device", (9, 0), 132)
+    learn(device, problem(f=5), 1.3, sm90__product=1.0)
+    predictions(monkeypatch, predicted, 1.0, deviation)
+    made = _plan.plan("conv_fprop", problem(c=c, f=5), device)
+    assert (made.implementation == "native") == native, made.reason
+    if c == 128:
+        assert "predicted" in made.reason and "1.30 times as fast at it, the nearest case measured" in made.reason
+    else:
+        assert made.reason == "1.30 times faster than XLA at it, the nearest case measured"
+    both = {(x.name, x.ms) for x in made.candidates}
+    assert ("sm90/product", 1.0) in both and ("xla", 1.3) in both
+    assert (("xla", predicted) in both) == (c == 128)
+
+
+def test_what_was_measured_at_these_channels_speaks_before_another_kernel_elsewhere(monkeypatch):
+    """ResNet-50's 256 channels were given the kernel of a U-Net's 320, where their own had been as fast as XLA."""
+    device = Device("cuda", "a device", (9, 0), 132)
+    learn(device, problem(c=320, k=320), 1.17, sm90__product=1.0)
+    assert (
+        _plan.plan("conv_fprop", problem(), device).reason
+        == "1.17 times faster than XLA at it, the nearest case measured"
+    )
+    learn(device, problem(), 1.02, sm90__product_swapped=1.0)
+    predictions(monkeypatch, 1.0, 1.0, 0.1)
+    made = _plan.plan("conv_fprop", problem(), device)
+    assert made.implementation == "xla" and "was 1.17 times as fast at it" in made.reason
+    learn(device, problem(), 1.05, sm90__product_swapped=1.0)
+    assert _plan.plan("conv_fprop", problem(), device).kernel == "sm90/product_swapped"
+
+
+def test_a_neighbour_of_other_channels_speaks_alone_where_there_is_no_model(monkeypatch):
+    device = Device("cuda", "an Ampere", (8, 0), 108)
+    learn(device, problem(), 1.3, implicit_gemm=1.0)
+    made = _plan.plan("conv_fprop", problem(c=128), device)
+    assert made.reason == "1.30 times faster than XLA at it, the nearest case measured"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Sisters
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        (H100, ["NVIDIA H200"]),
+        (Device("cuda", "NVIDIA GH200 480GB", (9, 0), 132), ["NVIDIA H200"]),
+        (H200, []),
+        (Device("cuda", "NVIDIA H100 PCIe", (9, 0), 114), []),  # 2.5 times less memory bandwidth
+        (Device("cuda", "NVIDIA H20", (9, 0), 78), []),  # 5.6 times fewer operations
+        (Device("cuda", "NVIDIA X1", (9, 0), 132), []),  # whose numbers nobody knows
+        (Device("cuda", "NVIDIA A100-SXM4-80GB", (8, 0), 108), []),
+        (Device("cpu", "cpu"), []),
+    ],
+    ids=lambda v: v.kind if isinstance(v, Device) else None,
+)
+def test_whose_times_are_scaled(device, expected):
+    assert measured.sisters(device) == expected
+
+
+def test_times_at_the_limit_scale_as_the_limit_and_others_as_the_multiprocessors():
+    fast, slow = model.NUMBERS["H200"], model.NUMBERS["H100"]
+    memory, compute = fast.bandwidth / slow.bandwidth, fast.half / slow.half
+
+    def scaled(p, xla: float, native: float, op: str = "conv_fprop") -> tuple[float, float]:
+        name, kind, coordinates = measured.features(op, p)
+        m = measured.Measurement(name, kind, coordinates, "it", xla, {"k": native})
+        found = measured._scaled(m, "NVIDIA H200", H100)
+        assert found.sister == "NVIDIA H200"
+        return found.xla_ms / xla, found.native_ms["k"] / native
+
+    wide = problem(c=512, k=512, size=28)  # bound by products
+    limit = 2 * 256 * 28 * 28 * 9 * 512 * 512 / fast.half
+    assert scaled(wide, 3 * limit, limit) == pytest.approx((compute, compute))
+    thin = problem(c=32, k=32, size=112, f=1)  # bound by memory
+    limit = 2 * (2 * 256 * 112 * 112 * 32 + 32 * 32) / fast.bandwidth
+    xla, native = scaled(thin, 4 * limit, limit)
+    assert native == pytest.approx(memory) and xla == pytest.approx(0.25 * memory + 0.75 * compute)
+    assert scaled(thin, limit / 2, limit)[0] == pytest.approx(memory)  # shorter than the limit: from the cache
+    rows = DenseProblem("dense", "bfloat16", 65536, 64, 64, PAIR)
+    limit = 2 * (2 * 65536 * 64 + 64 * 64) / fast.bandwidth
+    assert scaled(rows, limit, limit, "dense") == pytest.approx((memory, memory))
+
+
+def test_a_sisters_measurement_is_taken_beyond_a_larger_margin_and_says_whose_it_is(monkeypatch):
+    monkeypatch.setattr(measured, "tables", lambda: (H200.kind,))
+    monkeypatch.setattr(measured, "_recorded", lambda kind: ())
+    monkeypatch.setattr(model, "predict", lambda *_: {})
+    p = problem(c=512, k=512, size=28)
+    for xla, native in ((1.07, False), (1.15, True)):
+        learn(H200, p, 10 * xla, sm90__product=10.0)
+        assert _plan.plan("conv_fprop", p, H200).implementation == "native"
+        made = _plan.plan("conv_fprop", p, H100)
+        assert (made.implementation == "native") == native, made.reason
+        assert made.reason.endswith("at it, the nearest case measured on its sister NVIDIA H200, scaled")
+        assert all("on its sister NVIDIA H200, scaled" in c.how for c in made.candidates) and made.candidates
+    # What was measured on the device itself comes first.
+    learn(H100, p, 10.0, sm90__product=12.0)
+    made = _plan.plan("conv_fprop", p, H100)
+    assert made.reason == "sm90/product reached 0.83 of XLA's speed at it, the nearest case measured"
+
+
+def test_an_h100_has_most_of_what_was_measured_on_an_h200():
+    """By the table of the package: a case is native on both, or was hardly faster."""
+    both = one = 0
+    for case in CONV:
+        if case.transposed or case.suite == "random":
+            continue
+        p = regret.problem_of({"shape": dataclasses.asdict(case), "dtype": "bf16", "precision": None})
+        for op in model.OPS:
+            here, there = _plan.plan(op, p, H200), _plan.plan(op, p, H100)
+            if here.implementation == "native":
+                one += 1
+                both += there.implementation == "native"
+    assert one > 60 and both > 0.9 * one
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What was recorded
+
+
+def runs() -> list[dict]:
+    return [json.loads(path.read_text()) for path in sorted(record.RESULTS.glob("*/regret/*.json"))]
+
+
+def test_a_recorded_rows_problem_is_the_one_that_was_traced():
+    for run in runs():
+        row = run["rows"][-1]
+        shape = {k: tuple(map(regret._tuple, v)) if isinstance(v, list) else v for k, v in row["shape"].items()}
+        traced = tune.kernel_of(ConvCase(**shape), row["pass"], Setting(row["dtype"], True, row["precision"]))
+        assert traced == (row["op"], regret.problem_of(row))
+
+
+def test_times_of_hoppers_stem_kernels_have_their_names_whenever_they_were_recorded():
+    """Before the plan knew them by name, what ran was what can run."""
+    for run in runs():
+        for row, p in regret.problems(run):
+            narrow = [k for k in ("stem/sm90_narrow_in", "stem/sm90_narrow_out") if k in row["ms"]]
+            able = [
+                k for k in ("stem/sm90_narrow_in", "stem/sm90_narrow_out") if not _plan.supports(row["op"], k, p, H200)
+            ]
+            if "stem/mma" in row["ms"] or narrow:
+                assert narrow == able
+
+
+def test_todays_choices_are_looked_up_among_recorded_times(capsys):
+    assert regret.main(["--recorded", "30", "--shipped", "--worst", "2"]) == 0
+    text = capsys.readouterr().out
+    assert "problems: regret 1." in text and "tier predicted" in text and "op conv_wgrad" in text
+
+
+def test_a_seed_is_judged_by_a_model_that_has_not_seen_it(monkeypatch):
+    pytest.importorskip("sklearn")
+    for name in ("XLA", "NATIVE", "ERROR"):
+        monkeypatch.setattr(fit, name, getattr(fit, name) | {"n_estimators": 4})
+    known = [s for s in fit.samples() if s.seed in (1, 30)]
+    changed = [
+        dataclasses.replace(s, ms={name: ms * 7 for name, ms in s.ms.items()}) if s.seed == 30 else s for s in known
+    ]
+    rows, other = fit.Rows.make(known), fit.Rows.make(changed)
+    by, by_other = fit.crossed(rows), fit.crossed(other)
+    seen, unseen = rows.seed == 1, rows.seed == 30
+    np.testing.assert_array_equal(by.r[unseen], by_other.r[unseen])
+    assert not np.allclose(by.r[seen], by_other.r[seen])
+    # The forest of errors too: the held-out seed's own errors are not in it.
+    assert fit.errors(rows, by, 30)["value"] == fit.errors(other, by, 30)["value"]
+    models = fit.left_out(known, rows, by, 1.0)
+    choices = [fit.chosen(s, models[s.seed]) for s in known]
+    speed, behind, lost = fit.judged(choices, 1.0)
+    possible = math.exp(sum(c.best for c in choices) / len(choices))
+    assert speed * behind == pytest.approx(possible) and len(lost) == 2
+    assert fit.judged(choices, math.inf)[0] == 1.0
