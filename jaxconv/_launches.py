@@ -67,7 +67,7 @@ def launches(f: Callable[..., Any]) -> Callable[..., Launches]:
 
     ::
 
-        print(jaxconv.launches(predict)(images))     # 61 launches, 61 of them in 1 CUDA graph: 53 custom-call ...
+        print(jaxconv.launches(predict)(images))  # how many, of which kinds, and how many in CUDA graphs
 
     f is compiled, once more than it may be already: on a GPU without JAX's persistent cache, because what XLA will run
     is in a dump that it writes on the way. XLA's flags (`XLA_FLAGS`, compiler options of a jitted f) are those that

@@ -174,6 +174,16 @@ def test_a_folding_that_is_wrong_is_seen(monkeypatch):
         check(Layers(("conv", "bn", "act")), convs=1)
 
 
+def test_a_product_that_a_batchnorm_takes_in_is_not_reported_as_left():
+    class Bare(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any, train: bool = False) -> Any:
+            return nn.BatchNorm(use_running_average=not train)(nn.Dense(8, use_bias=False)(x))
+
+    frozen = check(Bare(), X[:, 0, 0], convs=0)
+    assert [(f.what, f.fused) for f in frozen.report(X[:, 0, 0])] == [("batchnorm", "dense + batchnorm (inference)")]
+
+
 def test_filters_are_rounded_once_after_the_folding():
     """The float32 filters, folded, in bfloat16: not those of filters that were rounded before."""
     frozen, _, variables = frozen_and_plain(Layers(("conv", "bn"), dtype=jnp.bfloat16))

@@ -34,6 +34,7 @@ class Rewriting:
         self._maker: dict[Value, Node] = {}  # of the values that a fused call makes
         self._covered: set[Node] = set()  # what fused calls stand for
         self._inner: dict[Node, dict[str, Any]] = {}  # changed parameters of nodes with functions inside
+        self._left: dict[Node, Finding] = {}  # what a later call may still take in
         self.over_batch: list[str] = []  # where what is normalised is by statistics of all images
         self._find()
         self.changed = bool(self._maker or self._inner)
@@ -92,13 +93,16 @@ class Rewriting:
                 made = Node(order, fused.inputs, fused.outputs, layer.eqn, layer.name_stack, fused.call, fused.fork)
                 self._covered.update(fused.nodes)
                 self._maker.update(dict.fromkeys(fused.outputs, made))
+                if fused.layer in self._left:
+                    self._report.remove(self._left.pop(fused.layer))
                 why = GRADIENTS.get(fused.parts[0], "")
                 self._report.append(Finding(what, shapes, " + ".join(fused.parts), why, where))
                 self._name_what_stays_behind(fused.outputs[0], what)
                 return
         except Refusal as refusal:
             why = str(refusal)
-        self._report.append(Finding(what, shapes, "", _in_gradient(what, node, self._scopes(node), why), where))
+        self._left[node] = Finding(what, shapes, "", _in_gradient(what, node, self._scopes(node), why), where)
+        self._report.append(self._left[node])
 
     def _name_what_stays_behind(self, y: Value, what: str) -> None:
         """Says so where an activation follows that jaxconv does not have."""
