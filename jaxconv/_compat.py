@@ -8,11 +8,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jax._src import ad_checkpoint, checkify, core, dispatch, source_info_util
+from jax._src import checkify, core, dispatch, source_info_util
 from jax._src.interpreters import mlir as lowerings
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
@@ -30,48 +30,6 @@ def needs_devices_to_lower(primitive: Primitive) -> None:
 def seen_by_checkify(primitive: Primitive) -> None:
     """Makes checkify's float checks look at the primitive's results, as at those of JAX's own. (The rule: 0.10 on.)"""
     checkify.error_checks[primitive] = functools.partial(checkify.nan_error_check, primitive)
-
-
-def seen_by_jet(primitive: Primitive, meaning: Callable[..., list[Any]]) -> None:
-    """Taylor series through the primitive are those of `meaning`, a function of its operands and parameters.
-
-    (`jax.experimental.jet.jet_rules`, and `jet` of functions of several results: 0.4 to 0.12.)
-    """
-    try:
-        from jax.experimental import jet
-    except ImportError:  # experimental: it may go
-        return
-
-    def rule(primals: Sequence[Any], series: Sequence[Any], **params: Any) -> Any:
-        closed = jax.make_jaxpr(functools.partial(meaning, **params))(*primals)
-        f = functools.partial(_evaluated, closed)
-        outs, terms = jet.jet(f, tuple(primals), tuple(series), factorial_scaled=False)  # as rules are given them
-        return (outs, terms) if primitive.multiple_results else (outs[0], terms[0])
-
-    jet.jet_rules[primitive] = rule
-    # checkpoint_name, which our derivative rules give to what remat may keep, and for which jet has none
-    jet.jet_rules.setdefault(
-        ad_checkpoint.name_p, lambda primals, series, **params: (ad_checkpoint.name_p.bind(*primals, **params), *series)
-    )
-
-
-def _evaluated(closed: Any, *args: Any) -> list[Any]:
-    """A jaxpr's results, by its equations alone: jet loses itself in functions with a derivative rule of their own."""
-    known = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-    known.update(zip(closed.jaxpr.invars, args, strict=True))
-
-    def read(v: Any) -> Any:
-        return v.val if hasattr(v, "val") else known[v]
-
-    for equation in closed.jaxpr.eqns:
-        primitive, values = equation.primitive, [read(v) for v in equation.invars]
-        inside = equation.params.get({"jit": "jaxpr", "custom_jvp_call": "call_jaxpr"}.get(primitive.name, ""))
-        if inside is not None:
-            outs = _evaluated(inside, *values)
-        else:
-            outs = primitive.bind(*values, **primitive.get_bind_params(equation.params))
-        known.update(zip(equation.outvars, outs if primitive.multiple_results else [outs], strict=True))
-    return [read(v) for v in closed.jaxpr.outvars]
 
 
 def varying(a: Any) -> frozenset[str]:

@@ -129,7 +129,6 @@ def kernel(
     batching.primitive_batchers[primitive] = batching_rule
     _compat.needs_devices_to_lower(primitive)
     _compat.seen_by_checkify(primitive)
-    _compat.seen_by_jet(primitive, lambda *args, problem: reference(problem, *args))
     mlir.register_lowering(primitive, functools.partial(_lower, made, None))
     for platform in PLATFORMS:
         mlir.register_lowering(primitive, functools.partial(_lower, made, platform), platform=platform)
@@ -188,7 +187,6 @@ def composite(
     batching.primitive_batchers[primitive] = batching_rule
     _compat.needs_devices_to_lower(primitive)
     _compat.seen_by_checkify(primitive)
-    _compat.seen_by_jet(primitive, lambda *args, problem: parts(problem, None)(*args))
     mlir.register_lowering(primitive, functools.partial(_lower_composite, made, None))
     for platform in PLATFORMS:
         mlir.register_lowering(primitive, functools.partial(_lower_composite, made, platform), platform=platform)
@@ -219,7 +217,6 @@ def _define(primitive: Primitive, results: Callable[[Any], list[Any]], meaning: 
     MEANINGS[primitive] = meaning
     _compat.needs_devices_to_lower(primitive)
     _compat.seen_by_checkify(primitive)
-    _compat.seen_by_jet(primitive, meaning)
     primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
     primitive.def_abstract_eval(abstract_eval)
     batching.primitive_batchers[primitive] = batch

@@ -20,7 +20,7 @@ from jaxconv.accelerate.activations import Activations
 from jaxconv.accelerate.graph import Array
 from jaxconv.accelerate.report import LISTENER, Report, listening
 from jaxconv.accelerate.rewrite import Rewriting
-from jaxconv.accelerate.state import Arguments, KerasVariables, LinenVariables, nnx_updates, unbound
+from jaxconv.accelerate.state import Arguments, KerasVariables, LinenVariables, nnx_updates
 
 __all__ = ["Report", "accelerate", "listening"]
 
@@ -45,9 +45,8 @@ def accelerate(f: Callable[..., Any]) -> Callable[..., Any]:
     Args:
       f: a pure function, of which arrays anywhere in its arguments are traced, as by `jax.jit`; everything else in its
         arguments (Python numbers, strings, functions) is given to it as it is. What it changes in flax.nnx's objects
-        among its arguments (running statistics, random counters, an optimizer's state), or in the one that it is or
-        belongs to, is written back to them, as by `nnx.jit`; what it assigns to Keras's variables is too, or goes on to
-        the `keras.StatelessScope` around.
+        among its arguments (running statistics, random counters, an optimizer's state) is written back to them, as by
+        `nnx.jit`; what it assigns to Keras's variables is too, or goes on to the `keras.StatelessScope` around.
 
     Returns:
       A function of f's arguments with f's results: the same structure, shapes and dtypes, and the same numbers up to
@@ -65,15 +64,13 @@ def accelerate(f: Callable[..., Any]) -> Callable[..., Any]:
     _check(f)
 
     def rewriting(args: Any, kwargs: Any) -> tuple[Rewriting, Report, list[Any], Callable[[list[Array]], Any]]:
-        function, owner = unbound(f)
-        given, keras = Arguments((*owner, *args), kwargs), KerasVariables()
-        linen = LinenVariables(f, args, kwargs)
+        given, keras, linen = Arguments(args, kwargs), KerasVariables(), LinenVariables(f, args, kwargs)
         tree, leaves, traced = None, [], []
 
         def of_arrays(*args: Any, **kwargs: Any) -> list[Any]:
             nonlocal tree, leaves, traced
             with given.of(jax.tree.leaves((args, kwargs))) as (args, kwargs, after):
-                out = function(*args, **kwargs)
+                out = f(*args, **kwargs)
                 leaves, tree = jax.tree.flatten((out, after(), keras.take()))
             # Everything else is returned as it is: a Python number, an array that f closes over.
             results = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, jax.core.Tracer)}
@@ -82,7 +79,7 @@ def accelerate(f: Callable[..., Any]) -> Callable[..., Any]:
 
         report = Report()
         with keras.gathered():
-            jaxpr = jax.make_jaxpr(_named_as(function, of_arrays))(*given.args, **given.kwargs)
+            jaxpr = jax.make_jaxpr(_named_as(f, of_arrays))(*given.args, **given.kwargs)
         linen.check()
         rewritten = Rewriting(jaxpr, report, Activations())
         report.finish()
@@ -99,7 +96,7 @@ def accelerate(f: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(f)
     def accelerated(*args: Any, **kwargs: Any) -> Any:
-        reason = _untouched()
+        reason = _untouched(args, kwargs)
         if reason:
             if LISTENER.value is not None:
                 LISTENER.value.report.extend(Report(notes=[reason]))
@@ -111,7 +108,7 @@ def accelerate(f: Callable[..., Any]) -> Callable[..., Any]:
             return finish(rewritten.run(*arrays))
 
     def report(*args: Any, **kwargs: Any) -> Report:
-        reason = _untouched()
+        reason = _untouched(args, kwargs)
         if reason:
             return Report(notes=[reason])
         with nnx_updates():
@@ -141,11 +138,14 @@ def _check(f: Any) -> None:
     raise TypeError(f"accelerate: f must be a function, got {type(f).__name__}")
 
 
-def _untouched() -> str:
+def _untouched(args: Any, kwargs: Any) -> str:
     """Why a call is f's own; empty where it is not."""
     names = os.environ.get("JAXCONV_DISABLE", "")
     if "all" in (name.strip() for name in names.split(",")):
         return f"nothing is replaced: JAXCONV_DISABLE={names}"
+    jet = sys.modules.get("jax.experimental.jet")
+    if jet is not None and any(isinstance(leaf, jet.JetTracer) for leaf in jax.tree.leaves((args, kwargs))):
+        return "nothing is replaced: jax.experimental.jet has no rule for jaxconv's calls"
     return ""
 
 
