@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import importlib
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from flax_cases import KEY, array, assert_same, randomised
 from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxconv
 from jaxconv.accelerate import accelerate
@@ -1162,6 +1164,31 @@ def test_convolutions_of_a_gradient_taken_inside_are_fprop_dgrad_and_wgrad(kind,
     third = jax.grad(lambda w: sum(jnp.sum(g**2) for g in jax.tree.leaves(accelerate(step)(x, w)[1])))
     plain = jax.grad(lambda w: sum(jnp.sum(g**2) for g in jax.tree.leaves(step(x, w)[1])))
     assert_same(third(w), plain(w), terms=72 * 72)
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="it takes two devices")
+@pytest.mark.parametrize("spec", (("d",), (None, "d"), (None, None, None, "d")), ids=("images", "rows", "channels"))
+@pytest.mark.parametrize("kind", (AxisType.Auto, AxisType.Explicit), ids=str)
+def test_a_gradient_taken_inside_keeps_its_split(kind, spec):
+    """The types and the collectives are lax's: what our call would gather stays lax's."""
+    if kind == AxisType.Explicit and len(spec) == 4:
+        pytest.skip("lax refuses it")
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(kind,), devices=jax.devices()[:2])
+
+    def step(x, w):
+        return jax.grad(lambda x, w: jnp.sum(conv(x, w) ** 2), (0, 1))(x, w)
+
+    with jax.set_mesh(mesh) if kind == AxisType.Explicit else contextlib.nullcontext():
+        x = jax.device_put(X, NamedSharding(mesh, PartitionSpec(*spec)))
+        w = jax.device_put(W, NamedSharding(mesh, PartitionSpec()))
+        ours, plain = (jax.jit(f).lower(x, w).compile() for f in (accelerate(step), step))
+        assert {f.fused for f in accelerate(step).report(x, w)} >= ({"wgrad"} if spec == ("d",) else set())
+        got, want = ours(x, w), plain(x, w)
+    assert_same(got, want, terms=72 * 72)
+    if kind == AxisType.Explicit:
+        for a, b in zip(got, want, strict=True):
+            assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+    assert ours.as_text().count(" all-gather(") <= plain.as_text().count(" all-gather(")
 
 
 def test_the_report_says_so_where_there_is_nothing_to_replace():
