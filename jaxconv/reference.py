@@ -38,17 +38,38 @@ def _like(shape: tuple[int, ...], operand: jax.Array, batch: bool) -> Any:
 
 def conv_fprop(p: ConvProblem, x: jax.Array, w: jax.Array) -> list[jax.Array]:
     """y = conv(x, w)."""
+    x, padding = _within_reach(p, x)
     y = conv_general_dilated(
         x,
         w,
         window_strides=p.stride,
-        padding=p.padding,
+        padding=padding,
         rhs_dilation=p.dilation,
         dimension_numbers=p.dimension_numbers,
         feature_group_count=p.groups,
         precision=p.precision,
     )
     return [y]
+
+
+def _within_reach(p: ConvProblem, x: jax.Array) -> tuple[jax.Array, Any]:
+    """x and the padding with pads of 0 to a filter's reach: what is cropped, or beyond it, x loses or gets before.
+
+    Of negative pads, which those beyond the reach are in dgrad, XLA's CPU convolutions up to jaxlib 0.11 read next to
+    the array (lax alone; padding (-1, 1) of one tap).
+    """
+    if isinstance(p.padding, str):
+        return x, p.padding
+    reach = [(taps - 1) * d for taps, d in zip(p.filter, p.dilation, strict=True)]
+    kept = tuple((min(max(low, 0), r), min(max(high, 0), r)) for (low, high), r in zip(p.padding, reach, strict=True))
+    rest = [(low - a, high - b, 0) for (low, high), (a, b) in zip(p.padding, kept, strict=True)]
+    if not any(low or high for low, high, _ in rest):
+        return x, p.padding
+    if any(size + low + high < 0 for size, (low, high, _) in zip(p.in_spatial, rest, strict=True)):
+        return x, p.padding
+    whole = [(0, 0, 0)]
+    config = [*whole, *rest, *whole] if p.channels_last else [*whole, *whole, *rest]
+    return lax.pad(x, jnp.zeros((), x.dtype), config), kept
 
 
 def conv_dgrad(p: ConvProblem, dy: jax.Array, w: jax.Array) -> list[jax.Array]:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy_reference as ref
 import pytest
-from cases import BY_NAME, CONV_CASES, NETWORK_CASES, STEM_CASES, ConvCase, filters, images
+from cases import BY_NAME, CONV_CASES, NETWORK_CASES, STEM_CASES, ConvCase, _case, filters, images
 from helpers import DEVICE, DTYPES, NAMED_ACTIVATIONS, PLATFORM, calls, integers, label, normal, same_bits, types_of
 from tolerance import assert_close, assert_exact, assert_within, eps, integers_for
 
@@ -471,3 +471,20 @@ if PLATFORM == "cuda":
         y = f(x, w)
         last = jaxconv.conv2d(x[:, -16:], w, implementation="xla")
         assert same_bits(y[:, -16:], last)
+
+
+@pytest.mark.parametrize("implementation", ["xla", None], ids=label)
+@pytest.mark.parametrize("layout", ["NHWC", "NCHW"])
+@pytest.mark.parametrize("taps", [1, 2])
+@pytest.mark.parametrize("pads", [((-1, 1), (0, 0)), ((-2, 2), (-1, 1)), ((3, -1), (2, 1)), ((2, 0), (0, 4))], ids=str)
+def test_pads_that_xla_reads_beside_the_array(pads, taps, layout, implementation):
+    """Cropped on one side and filled on the other; and pads longer than the filter's reach, which dgrad crops."""
+    case = _case("pads", 2, (4, 5), 8, 3, (taps, taps), "for XLA's path", padding=pads)
+    x, w = (integers(i, shape, 2) for i, shape in enumerate((case.x_shape, case.w_shape)))
+    dy = integers(2, (2, *ref.out_extents(case), 3), 2)
+    f = functools.partial(jaxconv.conv2d, layout=layout, implementation=implementation, **case.options)
+    arrays = [jnp.asarray(a, "float32") for a in (images(x, layout), filters(w, layout), images(dy, layout))]
+    y, pull = jax.jit(lambda x, w, dy: (lambda y, pull: (y, pull(dy)))(*jax.vjp(f, x, w)))(*arrays)
+    assert_exact(y, images(ref.fprop(case, x, w), layout), "y")
+    assert_exact(pull[0], images(ref.dgrad(case, dy, w), layout), "dx")
+    assert_exact(pull[1], filters(ref.wgrad(case, x, dy), layout), "dw")
