@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.extend
 import jax.numpy
-from jax._src import checkify, config, core, dispatch, source_info_util
+from jax._src import ad_checkpoint, checkify, config, core, dispatch, source_info_util
 from jax._src.interpreters import mlir as lowerings
 from jax._src.lib import _jax
 from jax.experimental import jet
@@ -61,6 +61,10 @@ def seen_by_jet(primitive: Primitive, meaning: Callable[..., Any], bilinear: boo
         return out, terms
 
     jet.jet_rules[primitive] = rule
+    # checkpoint_name, which our derivative rules give to what remat may keep, and for which jet has none
+    jet.jet_rules.setdefault(
+        ad_checkpoint.name_p, lambda primals, series, **params: (ad_checkpoint.name_p.bind(*primals, **params), *series)
+    )
 
 
 def _without_custom_jvp(closed: Any) -> Callable[..., list[Any]]:

@@ -1014,6 +1014,25 @@ def test_state_of_nnx_objects_is_written_back(way):
     assert int(state["dropout"]["rngs"]["count"][...]) == 3
 
 
+@pytest.mark.parametrize("way", ("module", "method", "partial arguments", "jit"))
+def test_state_of_the_nnx_object_that_the_function_is_or_belongs_to_is_written_back(way):
+    from flax import nnx
+
+    ours, plain = nnx_net(), nnx_net()
+    for _ in range(2):
+        want = plain(X)
+        if way == "jit":
+            got = nnx.jit(lambda net, x: accelerate(net)(x))(ours, X)
+        else:
+            f = accelerate(ours if way == "module" else ours.__call__)
+            got = f(x=X) if way == "partial arguments" else f(X)
+        assert_same(got, want, terms=72 * 36)
+    assert jnp.abs(ours.norm.mean[...]).max() > 0 and int(ours.dropout.rngs.count[...]) == 2
+    for a, b in zip(*(jax.tree.leaves(nnx.state(net, nnx.Not(nnx.RngKey))) for net in (ours, plain)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    assert [f.fused for f in accelerate(ours).report(X)][-1] == "dense + bias"
+
+
 def test_a_gradient_inside_the_function_keeps_all_of_its_terms():
     """The derivative of Flax's max(0, E[x^2] - E[x]^2) compares the two: both must be rounded alike."""
 
@@ -1319,6 +1338,52 @@ def test_jet_of_the_accelerated_function():
 
     series = ((X, jnp.zeros_like(X)),)
     assert_same(jet.jet(accelerate(f), (X,), series), jet.jet(f, (X,), series), terms=72 * 36)
+
+
+@pytest.mark.parametrize("jitted", (False, True), ids=("eager", "jit"))
+@pytest.mark.parametrize("activation", ("tanh", "silu", "relu"))
+def test_taylor_series(activation, jitted, x64):
+    jet = pytest.importorskip("jax.experimental.jet")
+    activate = {"tanh": jnp.tanh, "silu": jax.nn.silu, "relu": lambda z: jnp.maximum(z, 0)}[activation]
+    x, w, w2, b = (jnp.asarray(a, jnp.float64) for a in (X, W, W2, B))
+
+    def f(x, w):
+        y = activate(conv(x, w) + b)
+        y = activate(conv(y, w2, window_strides=(2, 2)))
+        return activate(y.mean((1, 2)) @ w2[0, 0] + b)
+
+    accelerated = accelerate(f)
+    assert kernels(accelerated, x, w) == {"conv": 2, "dense": 1}
+    series = (x / 2, jnp.zeros_like(x), x / 3), (0.1 * w, w / 5, jnp.zeros_like(w))
+    same_series(jet.jet(jax.jit(accelerated) if jitted else accelerated, (x, w), series), jet.jet(f, (x, w), series))
+
+
+def test_taylor_series_of_a_batchnorm_and_of_a_derivative(x64):
+    jet = pytest.importorskip("jax.experimental.jet")
+    x, w, scale, bias = (jnp.asarray(a, jnp.float64) for a in (X, W, SCALE, BIAS))
+
+    def norm(x):
+        return normalise(conv(x, w, padding="VALID"), scale, bias)
+
+    def derivative(f):
+        return lambda x: jax.jvp(f, (x,), (x,))[1]
+
+    def layer(x):
+        return jnp.tanh(conv(x, w) + bias)
+
+    series = ((x**2, jnp.sin(x)),)
+    pairs = ((accelerate(norm), norm), (derivative(accelerate(layer)), derivative(layer)))
+    for ours, plain in pairs:
+        assert kernels(ours, x)
+        same_series(jet.jet(ours, (x,), series), jet.jet(plain, (x,), series))
+
+
+def same_series(ours: Any, plain: Any) -> None:
+    """Equal in float64 but for the order of their sums."""
+    assert jax.tree.structure(ours) == jax.tree.structure(plain)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(plain), strict=True):
+        assert a.dtype == b.dtype == jnp.float64
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-11 * float(jnp.abs(b).max()))
 
 
 def test_it_keeps_no_tracer():

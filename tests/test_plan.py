@@ -522,7 +522,10 @@ def test_how_far_a_measurement_speaks(monkeypatch):
     monkeypatch.setattr(measured, "_learned", {"NVIDIA X": (measured._measurement(entry),)})
 
     def speaks(kernel="sm90/product", **other):
-        return measured.nearest("conv_fprop", dataclasses.replace(base, **other), "NVIDIA X", kernel) is not None
+        return (
+            measured.nearest("conv_fprop", dataclasses.replace(base, **other), Device("cuda", "NVIDIA X"), kernel)
+            is not None
+        )
 
     near = 2**measured.REACH
     fewest, most = math.ceil(64 / near), math.floor(64 * near**measured.MORE)

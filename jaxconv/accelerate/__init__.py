@@ -22,7 +22,7 @@ from jaxconv.accelerate.activations import Activations
 from jaxconv.accelerate.graph import Array
 from jaxconv.accelerate.report import ACCELERATES, LISTENER, Report, listening
 from jaxconv.accelerate.rewrite import Rewriting
-from jaxconv.accelerate.state import Arguments, KerasVariables, LinenVariables, nnx_updates
+from jaxconv.accelerate.state import Arguments, KerasVariables, LinenVariables, nnx_updates, unbound
 
 __all__ = ["Report", "accelerate", "listening"]
 
@@ -47,8 +47,9 @@ def accelerate(f: Callable[..., Any]) -> Callable[..., Any]:
     Args:
       f: a pure function, of which arrays anywhere in its arguments are traced, as by `jax.jit`; everything else in its
         arguments (Python numbers, strings, functions) is given to it as it is. What it changes in flax.nnx's objects
-        among its arguments (running statistics, random counters, an optimizer's state) is written back to them, as by
-        `nnx.jit`; what it assigns to Keras's variables is too, or goes on to the `keras.StatelessScope` around.
+        among its arguments (running statistics, random counters, an optimizer's state), or in the one that it is or
+        belongs to, is written back to them, as by `nnx.jit`; what it assigns to Keras's variables is too, or goes on to
+        the `keras.StatelessScope` around.
 
     Returns:
       A function of f's arguments with f's results: the same structure, shapes and dtypes, and the same numbers up to
@@ -75,7 +76,8 @@ def accelerate(f: Callable[..., Any]) -> Callable[..., Any]:
                 listener.extend(Report(notes=[reason]))
             return f(*args, **kwargs)
         with nnx_updates():
-            traced = trace(f, args, kwargs)
+            function, owner = unbound(f)
+            traced = trace(function, (*owner, *args), kwargs)
             rewritten, report = traced.rewritten()
             if (listener := LISTENER.get()) is not None:
                 listener.extend(report)
@@ -86,7 +88,8 @@ def accelerate(f: Callable[..., Any]) -> Callable[..., Any]:
         if reason:
             return Report(notes=[reason])
         with nnx_updates():
-            return trace(f, args, kwargs).rewritten()[1]
+            function, owner = unbound(f)
+            return trace(function, (*owner, *args), kwargs).rewritten()[1]
 
     accelerated.report = report  # type: ignore[attr-defined]
     return accelerated

@@ -40,6 +40,14 @@ def with_own_objects(tree: Any) -> Any:
     return jax.tree.unflatten(structure, leaves)
 
 
+def unbound(f: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """f as a function of the nnx object that it is, or is a method of, and that object: what f changes in it counts."""
+    owner = f if is_graph_node(f) else getattr(f, "__self__", None)
+    if not is_graph_node(owner):
+        return f, ()
+    return (type(owner).__call__ if owner is f else f.__func__), (owner,)
+
+
 def nnx_updates() -> contextlib.AbstractContextManager[Any]:
     nnx = _nnx()
     return contextlib.nullcontext() if nnx is None else nnx.update_context("jaxconv.accelerate")
