@@ -5,7 +5,6 @@
 #include <string>
 #include <string_view>
 
-#include "cuda/core/describe.h"
 #include "cuda/conv/sm90/halo/halo.h"
 #include "cuda/conv/sm90/halo_3d/halo_3d.h"
 #include "cuda/conv/sm90/halo_stream/halo_stream.h"
@@ -13,6 +12,7 @@
 #include "cuda/conv/sm90/tensors.h"
 #include "cuda/conv/sm90/wgrad/wgrad.h"
 #include "cuda/conv/sm90/wgrad/wgrad_tf32.h"
+#include "cuda/core/describe.h"
 #include "cuda/core/device.h"
 
 namespace jaxconv::cuda {

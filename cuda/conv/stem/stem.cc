@@ -1,8 +1,8 @@
 // The stem family's face: the plan's kernel.
 #include "cuda/conv/stem/stem.h"
 
-#include "cuda/core/describe.h"
 #include "cuda/conv/stem/kernels.h"
+#include "cuda/core/describe.h"
 
 namespace jaxconv::cuda {
 namespace {
