@@ -112,7 +112,10 @@ def main() -> int:
     parser.add_argument("-n", "--workers", default="auto", help="pytest's (default: auto)")
     parser.add_argument("--made", action="store_true", help="take the wheels that lie there")
     parser.add_argument("--record", help="a file for what came of it, as JSON")
+    parser.add_argument("--again", action="store_true", help="of a record, the tests that failed")
     options = parser.parse_args()
+    if options.again:
+        return again(options)
     found = {python: find(python) for python in options.pythons}
     for python in [p for p, interpreter in found.items() if interpreter is None]:
         print(f"no Python {python} was found: it is left out", file=sys.stderr)
@@ -147,23 +150,41 @@ def main() -> int:
                 what = "FAILED" if one in wrong else "not loaded, as documented"
                 print(f"    {one['file']}: {what}: {one['error']}", flush=True)
     for row, inside in zip(rows, insides.values(), strict=True):
-        if not options.tests:
-            continue
-        started = time.monotonic()
-        command = [inside, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", options.workers, "--tb=short"]
-        done = run(*command, *(ROOT / "tests" / name for name in options.tests), cwd=FOLDER, env=env)
-        (FOLDER / f"py{row['python']}-jax{row['jax']}.log").write_text(done.stdout + done.stderr)
-        last = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr[-500:]
-        counts = {word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|skipped|error)", last)}
-        row |= {**counts, "minutes": float(f"{(time.monotonic() - started) / 60:.1f}")}
-        good &= done.returncode == 0
-        print(f"Python {row['python']}, jax {row['jax']}: {last}", flush=True)
-        if done.returncode:
-            print("\n".join([line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))][:20]))
+        good &= not options.tests or suite(row, inside, options, env)
     if options.record:
         record = {"date": datetime.date.today().isoformat(), "tests": list(options.tests), "environments": rows}
         pathlib.Path(options.record).write_text(json.dumps(record, indent=1) + "\n")
     return 0 if good and all(found.values()) else 1
+
+
+def suite(row: dict[str, Any], inside: pathlib.Path, options: argparse.Namespace, env: dict[str, str]) -> bool:
+    """Runs the tests in an environment; what came of them goes into its row."""
+    started = time.monotonic()
+    command = [inside, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", options.workers, "--tb=short"]
+    done = run(*command, *(ROOT / "tests" / name for name in options.tests), cwd=FOLDER, env=env)
+    (FOLDER / f"py{row['python']}-jax{row['jax']}.log").write_text(done.stdout + done.stderr)
+    last = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr[-500:]
+    for word in ("passed", "failed", "skipped", "error"):
+        row.pop(word, None)
+    row |= {word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|skipped|error)", last)}
+    row["minutes"] = float(f"{(time.monotonic() - started) / 60:.1f}")
+    print(f"Python {row['python']}, jax {row['jax']}: {last}", flush=True)
+    print("\n".join([line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))][:20]))
+    return done.returncode == 0
+
+
+def again(options: argparse.Namespace) -> int:
+    """The record's environments whose tests failed, once more; with the tests that the record names."""
+    record = json.loads(pathlib.Path(options.record).read_text())
+    options.tests = record["tests"]
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    good = True
+    for row in record["environments"]:
+        if row.get("failed") or row.get("error"):
+            minor = ".".join(row["jax"].split(".")[:2])
+            good &= suite(row, FOLDER / f"py{row['python']}-jax{minor}" / "bin" / "python", options, env)
+    pathlib.Path(options.record).write_text(json.dumps(record, indent=1) + "\n")
+    return 0 if good else 1
 
 
 def newer(file: str, jax: str) -> bool:
