@@ -129,6 +129,11 @@ def partitioning(ctx: mlir.LoweringRuleContext) -> str:
     return "auto" if auto and not ctx.module_context.lowering_parameters.for_export else "opaque"
 
 
+def mesh_of(ctx: mlir.LoweringRuleContext) -> Any:
+    """The mesh over which XLA partitions the program, where `partitioning` is "auto"."""
+    return ctx.module_context.axis_context.abstract_mesh
+
+
 def tell_apart(lowered: Any, text: str) -> Any:
     """Writes `text` into the custom_partitioning call that made `lowered`, as part of the program. Returns `lowered`.
 

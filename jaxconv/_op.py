@@ -327,7 +327,8 @@ def _lower(made: Kernel, platform: str | None, ctx: mlir.LoweringRuleContext, *o
     device = dataclasses.replace(_plan.Device.current(platform), partitioned=partitioning == "opaque")
     plan = _plan.plan(made.name, problem, device)
     if partitioning == "auto" and (plan.implementation == "native" or made.partition(problem).always):
-        return _compat.tell_apart(through(_sharding.auto(made, problem)), f"{made.target} {problem!r}")
+        program = _sharding.auto(made, problem, _compat.mesh_of(ctx))
+        return _compat.tell_apart(through(program), f"{made.target} {problem!r}")
     if plan.implementation != "native":
         with as_lax():
             return through(functools.partial(made.reference, problem))

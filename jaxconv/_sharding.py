@@ -126,8 +126,18 @@ def inside(shape: Sequence[int], axis: int, extent: int, mesh_axes: tuple[str, .
 # Auto meshes
 
 
-def auto(kernel: Any, problem: Any) -> Callable[..., list[Array]]:
-    """The kernel as a function that XLA partitions by asking it."""
+def _torn(size: int, mesh: Any) -> bool:
+    """Whether XLA would split an axis of the mesh in two to give an array axis of `size` a part of it.
+
+    It does so for groups of which there are 4 on 8 devices, and no sharding of JAX's says what comes of it. Where
+    another axis of the mesh divides them, they are taken to be split by that.
+    """
+    parts = [n for n in mesh.shape.values() if n > 1]
+    return all(size % n for n in parts) and any(math.gcd(size, n) > 1 for n in parts)
+
+
+def auto(kernel: Any, problem: Any, mesh: Any) -> Callable[..., list[Array]]:
+    """The kernel as a function that XLA partitions by asking it, over a mesh of these axes."""
     rule = kernel.partition(problem)
 
     def choose(mesh: Any, operands: Sequence[Any], results: Sequence[Any]) -> Split:
@@ -151,10 +161,19 @@ def auto(kernel: Any, problem: Any) -> Callable[..., list[Array]]:
         outs = kernel(problem, *args)
         return list(outs) if kernel.multiple_results else [outs]
 
-    text = ", ".join(rule.operands) + " -> " + ", ".join(rule.results)
+    # An axis that would be torn has a name of its own in each array, so that no sharding goes from one to another.
+    torn = {name for name, size in rule.sizes.items() if name in rule.split and _torn(size, mesh)}
+    own = iter(range(99))
+
+    def text_of(array: str) -> str:
+        tokens = [f"own{next(own)}" if torn & set(re.findall(r"\w+", t)) and "(" in t else t for t in _tokens(array)]
+        return " ".join(tokens)
+
+    operands, results = [[text_of(array) for array in arrays] for arrays in (rule.operands, rule.results)]
+    text = ", ".join(operands) + " -> " + ", ".join(results)
     names = list(dict.fromkeys(re.findall(r"\w+", text)))
-    kept = set(re.findall(r"\w+", ", ".join(rule.results)))
-    alone = {token for array in (*rule.operands, *rule.results) for token in _tokens(array)}
+    kept = set(re.findall(r"\w+", ", ".join(results)))
+    alone = {token for array in (*operands, *results) for token in _tokens(array)}
     call = custom_partitioning(whole)
     call.def_partition(
         partition=partition,

@@ -212,12 +212,13 @@ def test_forward(row, kind):
     assert mesh.shape["data"] == 1 or y.sharding.spec[0] == "data"
 
 
-def test_fewer_groups_than_devices_are_not_taken_apart():
+@over_kinds
+def test_fewer_groups_than_devices_are_not_taken_apart(kind):
     """Channels that are split finer than their groups: a group's sum needs all of its channels."""
     groups = DEVICES // 2
     x, w = ints(N, 5, 5, 2 * DEVICES), ints(3, 3, 2 * DEVICES // groups, 2 * DEVICES, seed=1)
     f = with_gradients(functools.partial(conv, groups=groups))
-    mesh = make_mesh("data", AxisType.Explicit)
+    mesh = make_mesh("data", kind)
     with entered(mesh):
         placed = place(mesh, (x, w), (P(None, None, None, "data"), P(None, None, None, "data")))
         for a, b in zip(jax.tree.leaves(jax.jit(f)(*placed)), jax.tree.leaves(f(x, w)), strict=True):
