@@ -118,7 +118,7 @@ digits: $(VENV)/examples.stamp
 test: export XLA_FLAGS := $(XLA_FLAGS)$(if $(filter yes,$(GPU)),, --xla_backend_optimization_level=0)
 test-all: all := --all
 test test-all: $(VENV)/test.stamp
-	$(VENV_PYTHON) -m pytest -n $(WORKERS) $(all) $(ARGS)
+	$(VENV_PYTHON) -m pytest -n $(WORKERS) --dist worksteal $(all) $(ARGS)
 
 # Files or folders of tests in checkouts of JAX, Flax, ...: make foreign SUITES="../jax/tests/lax_test.py" ARGS="-k Conv"
 foreign: $(VENV)/test.stamp

@@ -31,6 +31,7 @@ def test_integers():
 """
 
 
+@pytest.mark.slow
 def test_what_passes_plain_only_is_found(tmp_path, capsys):
     suite = tmp_path / "test_of_somebody.py"
     suite.write_text(SUITE)

@@ -44,6 +44,7 @@ def test_a_case_says_how_it_is_made_again(name):
     same()
 
 
+@pytest.mark.slow
 def test_a_failure_is_shrunk_to_a_line_that_makes_it_again(tmp_path, monkeypatch, capsys):
     """A property that does not hold, of a process that also crashes: both are named, and the rest is run."""
     (tmp_path / "sitecustomize.py").write_text(

@@ -58,7 +58,13 @@ def test_every_way_has_the_same_losses_and_accelerate_replaces_every_layer(model
     assert "| GiB a device |" in table and "| ms by kind | convolution |" in table
 
 
-@pytest.mark.parametrize("model", sorted(set(train.models()) - set(RUN)))
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(m, marks=pytest.mark.slow if m in ("ddpm", "resnext50") else [])
+        for m in sorted(set(train.models()) - set(RUN))
+    ],
+)
 def test_every_way_of_the_other_models_has_flaxs_parameters_and_accelerate_replaces_every_layer(model):
     args = train.parse(["--small", "--model", model])
     images, wanted = train.batch(args, 2)
@@ -81,6 +87,7 @@ def test_several_devices_have_the_losses_of_one(tmp_path):
     assert "speed, one device = 1" in report.table(run)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.device_count() < 4, reason="it takes four devices")
 def test_volumes_split_along_their_depth_have_the_losses_of_one_device(tmp_path):
     options = ["--model", "unet3d", "--ways", "accelerate", "--devices", "1,4", "--split", "depth"]
@@ -92,6 +99,7 @@ def test_volumes_split_along_their_depth_have_the_losses_of_one_device(tmp_path)
     assert four["kinds"]["exchange"] > 0 and "exchange" not in one["kinds"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.device_count() < 2, reason="it takes two devices")
 def test_each_device_has_a_batch_of_its_own(tmp_path):
     options = ["--model", "unet3d", "--ways", "accelerate", "--devices", "1,2", "--split", "batch"]
@@ -105,6 +113,7 @@ def test_each_device_has_a_batch_of_its_own(tmp_path):
     assert two["losses"] != one["losses"] and two["kinds"] is None  # of other images
 
 
+@pytest.mark.slow
 def test_losses_that_differ_are_found(monkeypatch, capsys):
     make = train.Way.make
 
