@@ -20,7 +20,7 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxconv.accelerate.activations import Activations
 from jaxconv.accelerate.graph import Array
-from jaxconv.accelerate.report import ACCELERATES, LISTENER, Report, listening
+from jaxconv.accelerate.report import LISTENER, Report, heard_from_now_on, listening
 from jaxconv.accelerate.rewrite import Rewriting
 from jaxconv.accelerate.state import Arguments, KerasVariables, LinenVariables, nnx_updates, unbound
 
@@ -65,8 +65,7 @@ def accelerate(f: Callable[..., Any]) -> Callable[..., Any]:
         into Keras's variables under `jax.jit`: they would be lost.
     """
     check(f)
-    if not ACCELERATES:
-        ACCELERATES.append(True)
+    heard_from_now_on()
 
     @functools.wraps(f)
     def accelerated(*args: Any, **kwargs: Any) -> Any:

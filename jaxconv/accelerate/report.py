@@ -71,7 +71,13 @@ LISTENER: contextvars.ContextVar[Report | None] = contextvars.ContextVar("jaxcon
 # Part of the key of jit's caches: inside `listening` every function is traced anew, those under jit too. JAX keeps the
 # traces, so there is no key before somebody accelerates a function: until then no cache holds one.
 _KEY = jax.make_user_context(default_value=None)
-ACCELERATES: list[bool] = []
+_heard = False
+
+
+def heard_from_now_on() -> None:
+    """For whoever makes a function that says to listeners what it found."""
+    global _heard
+    _heard = True
 
 
 @contextlib.contextmanager
@@ -80,7 +86,7 @@ def listening() -> Iterator[Report]:
     report = Report()
     token = LISTENER.set(report)
     try:
-        with _KEY(object()) if ACCELERATES else contextlib.nullcontext():
+        with _KEY(object()) if _heard else contextlib.nullcontext():
             yield report
     finally:
         LISTENER.reset(token)

@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from jaxconv import _compat, _op
 from jaxconv.accelerate import Report, Results, Traced, check, trace, untouched
 from jaxconv.accelerate.graph import Array, Value
-from jaxconv.accelerate.report import ACCELERATES, LISTENER, unheard
+from jaxconv.accelerate.report import LISTENER, heard_from_now_on, unheard
 from jaxconv.accelerate.state import Arguments, is_array, is_graph_node, nnx_updates, with_own_objects
 from jaxconv.freeze.split import Split
 
@@ -64,8 +64,7 @@ def freeze(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Frozen:
     dense layer that makes what it normalises, where nobody else needs that. 16-bit filters are rounded once, after it.
     """
     check(f, "freeze")
-    if not ACCELERATES:
-        ACCELERATES.append(True)
+    heard_from_now_on()
     if is_graph_node(f) or any(map(is_array, jax.tree.leaves(f))):
         f, args = _call, (f, *args)
     for path, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs)):
