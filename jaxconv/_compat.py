@@ -26,6 +26,17 @@ from jaxlib.mlir import ir
 source_info_util.register_exclusion(os.path.dirname(os.path.abspath(__file__)) + os.sep)
 
 
+def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
+    """How many constants and how many carried values the equation of a scan reads, in this order, before its slices.
+
+    (`num_consts` and `num_carry`: to 0.10. The trees `ft_in` of constants, carry and slices: 0.11, 0.12.)
+    """
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
 def needs_devices_to_lower(primitive: Primitive) -> None:
     """Makes jit tell the primitive's lowering which devices the program is for. (The set's name: 0.4 to 0.12.)"""
     dispatch.prim_requires_devices_during_lowering.add(primitive)

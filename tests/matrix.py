@@ -44,6 +44,7 @@ TESTS = (
     "test_linen.py",
     "test_nnx.py",
     "test_sharding.py",
+    "test_freeze.py",
 )
 
 

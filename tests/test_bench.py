@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import calls, normal
+from helpers import PLATFORM, calls, normal
 
 import jaxconv
 from jaxconv import __main__ as command
@@ -70,7 +70,8 @@ def test_ways_are_the_functions_that_they_say(program, monkeypatch):
     loss, *args = program().case()
     ways = _bench._ways(loss, True, True)
     assert not calls(ways["plain"][0], *args)
-    assert calls(ways["accelerate"][0], *args)
+    if PLATFORM == "cpu":  # so small a problem is XLA's on a GPU
+        assert calls(ways["accelerate"][0], *args)
     found = {row.way: row for row in bench(loss, *args, gradient=True)}
     assert found["plain"].difference == 0.0
     assert all(row.difference < 1e-5 and row.timing.median_ms > 0 and row.compile_s > 0 for row in found.values())
@@ -93,7 +94,7 @@ def test_enable_is_on_for_its_own_way_alone(monkeypatch):
     assert [row.way for row in rows] == ["plain", "enable", "accelerate"]
     assert set(seen) == {True, False} and seen[0] is False  # on outside, and still plain is without
     (title, text) = rows.choices[0]
-    assert title == "enable" and "1 taken, 0 left" in text
+    assert title == "enable" and ("1 taken, 0 left" if PLATFORM == "cpu" else "0 taken, 1 left") in text
 
 
 def test_shapes_stand_for_arrays(program):

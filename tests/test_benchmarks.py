@@ -348,7 +348,12 @@ def test_ways_to_answer_agree_and_a_page_is_made_of_them(tmp_path):
     rows = {(row["batch"], row["way"]): row for row in run["rows"]}
     assert list(rows) == [*((1, way) for way in ("plain", "accelerate", "frozen")), (2, "plain"), (2, "frozen")]
     for row in rows.values():
-        assert row["agrees"] and row["error"] <= row["allowed"] < 1e-3 and row["ms"] > 0 and row["images_per_s"] > 0
+        assert (
+            row["agrees"]
+            and row["error"] <= row["allowed"] < (1e-3 if PLATFORM == "cpu" else 1e-2)
+            and row["ms"] > 0
+            and row["images_per_s"] > 0
+        )
         assert row["p99_ms"] >= row["ms"] and row["memory_bytes"] > 0
     for n in (1, 2):  # nothing folds in a frozen call
         assert rows[n, "frozen"]["launches"] < rows[n, "plain"]["launches"]

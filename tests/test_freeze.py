@@ -650,7 +650,7 @@ def test_it_is_exported_and_answers_in_a_process_that_never_saw_the_model(weight
     if calls == "lax":
         with pytest.MonkeyPatch.context() as patched:
             patched.setenv("JAXCONV_DISABLE", "conv,dense")
-            exported = export.export(jax.jit(f), platforms=("cpu", "tpu"))(*arguments)
+            exported = export.export(jax.jit(f), platforms=("cpu", "cuda", "tpu"))(*arguments)
     else:
         exported = export.export(jax.jit(f), disabled_checks=jaxconv.export_checks())(*arguments)
         if helpers.PLATFORM == "cpu":

@@ -99,6 +99,14 @@ def test_launches_and_graphs_of_thunks():
     assert str(found).startswith("6 launches, 4 of them in 2 CUDA graphs: 2 Kernel, 1 Convolution")
 
 
+def test_custom_calls_without_a_name_get_those_of_the_program():
+    """What jaxlib 0.11.2 writes, of two calls and a third that is not ours."""
+    thunks = "".join(f"00{i}: kCustomCall [prev=00{i - 1} (1) | sink        ] kCustomCall\n" for i in (1, 2, 3))
+    hlo = 'custom-call(%x), custom_call_target="jaxconv_conv_v2"\n' * 2 + 'custom_call_target="other"\n'
+    found = _launches._with_targets(_launches.of_thunks(thunks), hlo)
+    assert found.by_kind == {"CustomCall jaxconv_conv_v2": 2, "CustomCall": 1} and found.total == 3
+
+
 def test_launches_of_a_function():
     def f(x, w):
         y = jaxconv.conv2d(x, w, groups=4, activation="relu", implementation="native")

@@ -81,10 +81,11 @@ class Split:
     def _scan(self, node: Node) -> list[Node]:
         """A loop, and before it what makes its body's weights: of constants once, of slices in loops of their own."""
         p, known = node.params, [self._is_known(v) for v in node.inputs]
-        first = p["num_consts"] + p["num_carry"]  # of the slices
+        num_consts, num_carry = _compat.scan_counts(p)
+        first = num_consts + num_carry  # of the slices
         if all(known) or not any(known) or node.eqn.effects:
             return [node]
-        body = Split(p["jaxpr"], [k and not p["num_consts"] <= i < first for i, k in enumerate(known)])
+        body = Split(p["jaxpr"], [k and not num_consts <= i < first for i, k in enumerate(known)])
         place = {v: i for i, v in enumerate(body.graph.inputs)}
         digests = {w.value: w.digest for w in body.weights}
         made = [v for v in digests if v not in place and not isinstance(v, Constant)]
@@ -117,8 +118,8 @@ class Split:
             return [node]
         # What the loop still reads, in the order of the body's arguments, and the made weights as arguments of it.
         read = {w.value for w in body.weights} | set(body.free)
-        consts = [v for v in body.graph.inputs[: p["num_consts"]] if v in read] + [v for v in made if not stacked[v]]
-        carries = body.graph.inputs[p["num_consts"] : first]
+        consts = [v for v in body.graph.inputs[:num_consts] if v in read] + [v for v in made if not stacked[v]]
+        carries = body.graph.inputs[num_consts:first]
         slices = [v for v in body.graph.inputs[first:] if v in read] + [v for v in made if stacked[v]]
 
         def loop(*given: Array) -> list[Array]:
