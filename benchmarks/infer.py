@@ -4,7 +4,8 @@
 
 Ways: `plain`, the Flax model, its variables arguments of the jitted function; `constants`, the same with the variables
 closed over; `accelerate`, through jaxconv.accelerate; `frozen`, through jaxconv.freeze, its weights constants of the
-program; `frozen_arguments`, these as arguments; `torch`, the same model in PyTorch, torch.compile(mode="max-autotune")
+program, and small calls captured in CUDA graphs (jaxconv.graph_options); `frozen_arguments`, with the weights as
+arguments; `torch`, the same model in PyTorch, torch.compile(mode="max-autotune")
 with CUDA graphs, on a GPU; `onnx`, that model in ONNX Runtime. The last two take part where they can be imported.
 
 First the answers are compared with float32's at the highest precision: no way may err by more than a few times what the
@@ -35,6 +36,7 @@ import numpy as np
 import jaxconv
 from benchmarks import record
 from jaxconv import _launches, _timing
+from jaxconv.freeze import SMALL_FLOPS
 
 Tree = Any
 
@@ -172,10 +174,12 @@ def answers(way: str, model: Any, variables: Tree, images: np.ndarray, args: arg
         held = jax.device_put(variables)
         return Answers.of_jax(way, lambda x: apply(held, x), (images,), args.option)
     frozen = jaxconv.freeze(apply, variables)
+    small = jaxconv.cost(frozen)(images)["flops"] <= SMALL_FLOPS  # as where it is called as it is
+    options = {**(jaxconv.graph_options() if small else {}), **args.option}
     if way == "frozen":
-        return Answers.of_jax(way, frozen, (images,), args.option)
+        return Answers.of_jax(way, frozen, (images,), options)
     frozen.report(images)  # which makes the weights
-    return Answers.of_jax(way, frozen.apply, (frozen.weights, images), args.option)
+    return Answers.of_jax(way, frozen.apply, (frozen.weights, images), options)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from jaxconv._enable import disable, disabled, enable, enabled, report
 from jaxconv._explain import Explanation, explain, info
 from jaxconv._explain import warn_of_environment as _warn_of_environment
 from jaxconv._export import check_exported, export_checks, portable_exported
-from jaxconv._launches import Launches, launches
+from jaxconv._launches import Launches, graph_options, launches
 from jaxconv.accelerate import accelerate
 from jaxconv.batchnorm import batchnorm
 from jaxconv.conv import conv1d, conv2d, conv3d
@@ -54,6 +54,7 @@ __all__ = [
     "explain",
     "export_checks",
     "freeze",
+    "graph_options",
     "info",
     "launches",
     "portable_exported",

@@ -116,6 +116,11 @@ def trace_context() -> Any:
     return config.trace_context()
 
 
+def traces() -> bool:
+    """Whether something is being traced here: what is called now becomes part of a program. (0.4.36 to 0.12.)"""
+    return not core.trace_state_clean()
+
+
 def partitioning(ctx: mlir.LoweringRuleContext) -> str:
     """What XLA will do with the program that is being lowered.
 

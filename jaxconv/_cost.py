@@ -52,6 +52,11 @@ def cost(f: Callable[..., Any]) -> Callable[..., dict[str, float]]:
     return costed
 
 
+def flops(closed: Any) -> float:
+    """Floating-point operations of the jaxconv calls in a closed jaxpr."""
+    return _of(closed.jaxpr)[0]
+
+
 def _of(jaxpr: Any) -> tuple[float, float]:
     """(flops, bytes) of the jaxconv calls in a jaxpr."""
     total = (0.0, 0.0)

@@ -62,6 +62,23 @@ class Launches:
         return f"{self.total} launches{graphs}: {kinds or 'nothing runs'}"
 
 
+def graph_options() -> dict[str, str | int]:
+    """XLA's compiler options with which a call replays its launches as CUDA graphs, one where nothing is in the way.
+
+    ::
+
+        predict = jax.jit(predict, compiler_options=jaxconv.graph_options())
+
+    By default XLA leaves cuDNN's convolutions out, and graphs of fewer than five launches: a network is cut in as many
+    pieces as it has convolutions. jaxconv's calls can all be captured. It pays where a call waits for launches, that
+    is at small batches; `jaxconv.freeze` asks for it by itself there. On other platforms the options do nothing.
+    """
+    return {
+        "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONVOLUTION",
+        "xla_gpu_graph_min_graph_size": 1,
+    }
+
+
 def launches(f: Callable[..., Any]) -> Callable[..., Launches]:
     """A function that takes f's arguments and returns what the compiled f launches in a call.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import functools
 import os
 import subprocess
@@ -672,6 +673,23 @@ def test_it_is_exported_and_answers_in_a_process_that_never_saw_the_model(weight
     assert done.returncode == 0, done.stderr[-3000:]
     assert_same(np.load(f"{program}.npy"), np.asarray(expected), terms=TERMS)
     assert_same(expected, plain(variables, x), terms=TERMS)
+
+
+def test_small_calls_have_options_of_their_own_and_large_ones_xlas(monkeypatch):
+    """A program of its own, where it is no part of another one."""
+    frozen, expected = jaxconv.freeze(MODEL.apply, VARIABLES, train=False), MODEL.apply(VARIABLES, X, train=False)
+    assert_same(frozen(X), expected, terms=TERMS)
+    (program,) = frozen._function.programs.values()
+    assert (program.alone is program.late) == (helpers.PLATFORM == "cpu")
+    for small, own in ((1e20, True), (1.0, False)):
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        monkeypatch.setattr(sys.modules["jaxconv.freeze"], "SMALL_FLOPS", small)
+        fresh = dataclasses.replace(program)
+        assert (fresh.alone is not fresh.late) == own
+        monkeypatch.undo()
+        weights = frozen._weights_of(program)
+        assert_same(fresh.alone(weights, [X])[0], expected, terms=TERMS)
+        assert_same(jax.jit(lambda x: frozen(x) + 1)(X) - 1, expected, terms=TERMS)
 
 
 def test_it_is_exported_with_a_symbolic_batch():

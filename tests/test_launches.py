@@ -86,6 +86,17 @@ def test_launches_and_graphs_of_compiled_hlo():
     assert without.by_kind == found.by_kind and (without.graphs, without.captured, without.by_host) == (0, 0, 7)
 
 
+def test_xla_knows_the_options_for_graphs():
+    x = jnp.ones((1, 6, 6, 4))
+    f = jax.jit(lambda x: 2 * x, compiler_options=jaxconv.graph_options())
+    assert jaxconv.launches(f)(x).total >= 1
+    with pytest.raises(Exception, match="not a valid enum value"):  # what a jaxlib without one of them would say
+        jax.jit(lambda x: 2 * x, compiler_options={"xla_gpu_enable_command_buffer": "WISHES"})(x)
+    if PLATFORM == "cuda":
+        found = jaxconv.launches(f)(x)
+        assert found.graphs == 1 and found.captured == found.total
+
+
 def test_launches_and_graphs_of_thunks():
     found = _launches.of_thunks(THUNKS)
     assert found.by_kind == {

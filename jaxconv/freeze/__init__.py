@@ -8,6 +8,7 @@ of these arrays and the inputs.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -15,7 +16,8 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
-from jaxconv import _compat, _op
+from jaxconv import _compat, _cost, _op
+from jaxconv._launches import graph_options
 from jaxconv.accelerate import Report, Results, Traced, check, trace, untouched
 from jaxconv.accelerate.graph import Array, Value
 from jaxconv.accelerate.report import LISTENER, heard_from_now_on, unheard
@@ -23,6 +25,10 @@ from jaxconv.accelerate.state import Arguments, is_array, is_graph_node, nnx_upd
 from jaxconv.freeze.split import Split
 
 __all__ = ["Frozen", "freeze"]
+
+# Floating-point operations of a call below which it waits for its launches: those of ResNet-50 for 24 images, where a
+# launch is some 15 us of an H200. Above, XLA's update of a graph before each call may cost more than it saves.
+SMALL_FLOPS = 2e11
 
 
 def freeze(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Frozen:
@@ -48,9 +54,10 @@ def freeze(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Frozen:
     Returns:
       A `Frozen`: a function of f's other arguments, of any shapes. It can be called as it is (it is jitted), and inside
       jit, vmap, grad, a mesh and jax.export; weights stand in such a program as constants, or, by `Frozen.apply`, as
-      arguments. Each argument costs the host time in every call: `jax.jit(frozen)` answers soonest. The bound arrays
-      are held too, for inputs of other shapes: bind NumPy's (`jax.device_get(variables)`) and a device holds the folded
-      ones alone.
+      arguments. Called as it is, on a GPU and for small batches, its launches are captured in CUDA graphs. Each
+      argument costs the host time in every call: `jax.jit(frozen, compiler_options=jaxconv.graph_options())` answers
+      soonest. The bound arrays are held too, for inputs of other shapes: bind NumPy's (`jax.device_get(variables)`) and
+      a device holds the folded ones alone.
 
     Raises:
       TypeError: where f is no function; where a bound argument is no array but stands for one. When called, where an
@@ -85,8 +92,16 @@ class _Program:
     early: Callable[..., list[Array]]  # jitted: the weights, of the bound arrays and those that f closes over
     closed_over: list[Any]
     late: Callable[..., list[Array]]  # jitted: the results, of the weights and the inputs
+    jaxpr: ClosedJaxpr  # of both
     results: Results
     report: Report
+
+    @functools.cached_property
+    def alone(self) -> Callable[..., list[Array]]:
+        """`late` where it is a program of its own: a small one for a GPU is captured in CUDA graphs."""
+        if jax.default_backend() != "gpu" or not 0 < _cost.flops(self.jaxpr) <= SMALL_FLOPS:
+            return self.late
+        return jax.jit(self.late, compiler_options=graph_options())
 
 
 class _Function:
@@ -132,7 +147,8 @@ class Frozen:
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         program, arrays = self._program(inputs, kwargs)
-        return _finish(program, program.late(self._weights_of(program), arrays))
+        run = program.late if _compat.traces() else program.alone
+        return _finish(program, run(self._weights_of(program), arrays))
 
     @property
     def weights(self) -> dict[str, Array]:
@@ -254,7 +270,7 @@ class Frozen:
             f"computed once: {len(names)} weights ({_mib(w.value.aval for w in split.weights)}), of {sum(bound)} bound "
             f"arrays ({_mib(jax.typeof(array) for _, array in self._bound)})"
         )
-        return _Program(names, jax.jit(split.early), closed_over, jax.jit(split.run), traced.results, report)
+        return _Program(names, jax.jit(split.early), closed_over, jax.jit(split.run), jaxpr, traced.results, report)
 
     def _name_of(self, split: Split, v: Value) -> str:
         sources = split.made_of(v)
