@@ -423,6 +423,42 @@ THREADS_CONV = (
     _thread("batch1.1x1", "prs-eth/thera#10", 1, 256, 64, 64, 1),
 )
 
+
+def _served(
+    model: str, batch: int, size: int, c: int, k: int, filter: int = 1, stride: int = 1, **options: Any
+) -> ConvCase:
+    """A layer of a network that answers few images, padded as lax's SAME."""
+    total = max((-(-size // stride) - 1) * stride + filter - size, 0)
+    pad = (total // 2, total - total // 2)
+    kind = f"{filter}x{filter}" + (f"s{stride}" if stride > 1 else "")
+    name = f"serve.b{batch}.{model}.{size}.{c}to{k}.{kind}"
+    return _conv(name, batch, size, c, k, filter, stride=stride, padding=pad, suite="serve", **options)
+
+
+# "serve": what networks are made of that answer one image, or eight; forward only.
+_R50_LAYERS = (
+    *((224, 3, 64, 7, 2), (56, 64, 64), (56, 64, 64, 3), (56, 64, 256), (56, 256, 64), (56, 256, 128)),
+    *((56, 128, 128, 3, 2), (28, 128, 512), (56, 256, 512, 1, 2), (28, 512, 128), (28, 128, 128, 3), (28, 512, 256)),
+    *((28, 256, 256, 3, 2), (14, 256, 1024), (28, 512, 1024, 1, 2), (14, 1024, 256), (14, 256, 256, 3)),
+    *((14, 1024, 512), (14, 512, 512, 3, 2), (7, 512, 2048), (14, 1024, 2048, 1, 2), (7, 2048, 512)),
+    (7, 512, 512, 3),
+)
+_MOBILENET_LAYERS = (
+    *((224, 3, 32, 3, 2), (112, 32, 16), (112, 16, 96), (56, 96, 24), (56, 24, 144), (28, 144, 32), (28, 32, 192)),
+    *((14, 192, 64), (14, 64, 384), (14, 384, 96), (14, 576, 96), (7, 576, 160), (7, 160, 960), (7, 960, 320)),
+    (7, 320, 1280),
+)
+# (size, channels, filter, stride): MobileNetV2's and EfficientNet-B0's
+_DEPTHWISE_LAYERS = (
+    *((112, 32, 3, 1), (112, 96, 3, 2), (56, 144, 3, 1), (56, 144, 5, 2), (28, 192, 3, 1), (28, 240, 5, 1)),
+    *((28, 240, 3, 2), (14, 384, 3, 1), (14, 480, 5, 1), (14, 672, 5, 2), (7, 960, 3, 1), (7, 1152, 5, 1)),
+)
+SERVE_CONV = (
+    *(_served("r50", batch, *layer) for batch in (1, 8) for layer in _R50_LAYERS),
+    *(_served("mobilenet", 1, *layer) for layer in _MOBILENET_LAYERS),
+    *(_served("depthwise", 1, size, c, c, f, s, groups=c) for size, c, f, s in _DEPTHWISE_LAYERS),
+)
+
 MODELS_BATCHNORM = (
     BatchNormCase("r50.s1.64", 256, 64, (56, 56), suite="models"),
     BatchNormCase("r50.s2.128", 256, 128, (28, 28), suite="models"),
@@ -479,12 +515,12 @@ CPU_BATCHNORM = (BatchNormCase("cpu.bn", 8, 64, (56, 56), suite="cpu"),)
 CPU_DENSE = (DenseCase("cpu.mlp", 512, 1024, 1024, "relu", suite="cpu"),)
 
 BY_OP: dict[str, tuple[Case, ...]] = {
-    "conv": CONV + MODELS_CONV + CPU_CONV + THREADS_CONV,
+    "conv": CONV + MODELS_CONV + CPU_CONV + THREADS_CONV + SERVE_CONV,
     "dense": DENSE + CPU_DENSE,
     "batchnorm": BATCHNORM + MODELS_BATCHNORM + CPU_BATCHNORM,
     "conv_batchnorm": CONV_BATCHNORM,
 }
-SUITES = ("core", "special", "models", "cpu", "threads")
+SUITES = ("core", "special", "models", "cpu", "threads", "serve")
 
 
 def select(op: str, pattern: str = "*", suites: tuple[str, ...] = SUITES[:2]) -> list[Case]:

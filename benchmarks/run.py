@@ -68,7 +68,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--layout", default=["NHWC"], type=several, help="of NHWC, NCHW")
     parser.add_argument("--pass", dest="passes", type=several, help="of fprop, dgrad, wgrad, fwd, ..., residual")
     parser.add_argument("--implementation", choices=("native", "xla"), help="force one instead of the default choice")
-    parser.add_argument("--algorithm", type=several, default=[], help="also force these native algorithms; all: each")
+    parser.add_argument(
+        "--algorithm",
+        type=several,
+        default=[],
+        help="also force these native algorithms, or kernels (sm90/cluster); all: each algorithm",
+    )
     parser.add_argument(
         "--tune",
         action="store_true",
@@ -98,7 +103,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         ("--algorithm", args.algorithm, ("all", *(a for op in args.ops for a in ALGORITHMS[op]))),
     ):
         for value in values:
-            if value not in known:
+            family, _, kernel = value.partition("/")
+            if value not in known and not (option == "--algorithm" and kernel and family in known):
                 parser.error(f"{option} {value}: expected one or several of {','.join(known)}")
     if args.json and args.json.endswith(".json") and len(list(configs(args))) > 1:
         parser.error("--json FILE holds one op, dtype, precision and layout: name a folder, or no path")
@@ -195,7 +201,9 @@ def too_slow(case: Case, pass_: str, setting: Setting, choice: dict[str, Any], s
 
 
 def algorithms(case: Case, names: list[str]) -> list[str]:
-    return [a for a in ALGORITHMS[case.op] if a in names or "all" in names]
+    families = ALGORITHMS[case.op]
+    kernels = (name for name in names if "/" in name and name.partition("/")[0] in families)
+    return [*(a for a in families if a in names or "all" in names), *kernels]
 
 
 def measure_problem(
@@ -456,7 +464,7 @@ def main(argv: list[str] | None = None) -> int:
             "small": args.small,
             "batch": args.batch,
             # Tables of their own: the models' problems, and another device's.
-            "suite": args.suite if args.suite in ("models", "threads") else None,
+            "suite": args.suite if args.suite in ("models", "threads", "serve") else None,
             "part": args.suite if args.suite in ("core", "special") else None,  # of a table
             "implementation": args.implementation,
             "ceilings": None if top is None else dataclasses.asdict(top),
