@@ -137,6 +137,33 @@ def learn(device: Device, p: ConvProblem, xla: float, op: str = "conv_fprop", **
 
 
 @pytest.mark.parametrize(
+    ("f", "c", "k", "groups", "kernel"),
+    [(5, 384, 384, 384, "depthwise/rows_mma"), (31, 64, 64, 64, "depthwise/mma"), (3, 128, 128, 32, "grouped/rows")],
+)
+def test_kernels_that_spread_infinities_are_no_default_of_a_float16_forward_pass(f, c, k, groups, kernel):
+    base = dict(c=c, k=k, f=f, groups=groups, size=28)
+    for dtype in ("bfloat16", "float16"):
+        p = problem(dtype=dtype, **base)
+        for op in ("conv_fprop", "conv_dgrad", "conv_wgrad"):
+            learn(H200, p, 10.0, op, **{kernel.replace("/", "__"): 1.0})
+        chosen = {op: _plan.plan(op, p, H200).kernel for op in ("conv", "conv_fprop", "conv_dgrad", "conv_wgrad")}
+        assert (chosen["conv"] == chosen["conv_fprop"] == kernel) == (dtype == "bfloat16")
+        assert chosen["conv_dgrad"] == chosen["conv_wgrad"] == kernel
+    left = _plan.plan("conv", problem(dtype="float16", **base), H200)
+    assert not conv.spreads("conv", left.kernel or "direct", problem(dtype="float16", **base))
+    assert left.implementation == "native" or "an infinity of x" in left.reason  # 31x31: FMAs are faster than XLA
+    for asked in ({"implementation": "native"}, {"algorithm": kernel}):
+        assert _plan.plan("conv", problem(dtype="float16", **base, **asked), H200).kernel == kernel
+
+
+@pytest.mark.parametrize(("groups", "native"), [(16, True), (32, False)])  # 8 and 4 channels
+def test_octets_of_one_group_spread_nothing(groups, native):
+    p = problem(dtype="float16", c=128, k=128, groups=groups, size=28)
+    learn(H200, p, 10.0, grouped__rows=1.0)
+    assert (_plan.plan("conv_fprop", p, H200).kernel == "grouped/rows") == native
+
+
+@pytest.mark.parametrize(
     ("c", "predicted", "deviation", "native"),
     [
         (256, 0.5, 0.1, True),  # measured: the model is not asked

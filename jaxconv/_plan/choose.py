@@ -286,7 +286,7 @@ def _fastest(op: str, problem: Problem, device: Device) -> Plan:
         algorithm, reason = _fastest_on_cpu(op, problem)
         plan = made(op, algorithm, problem, device) if algorithm else None
         return dataclasses.replace(plan, reason=reason) if isinstance(plan, Plan) else Plan("xla", reason)
-    best, candidates, why = _weighed(op, problem, device)
+    best, candidates, why = _weighed(op, problem, device, _safe(op, problem, every(op, problem, device)))
     if isinstance(problem, BatchNormProblem) and problem.activation.name == "none" and not problem.residual:
         # Alone the native kernel may win; in a model XLA joins its normalisation with the add or activation behind it
         # and its sums with the mask before it, and a custom call would cost these a pass of their own.
@@ -297,8 +297,27 @@ def _fastest(op: str, problem: Problem, device: Device) -> Plan:
         why = "convolutions leave channels last in memory; native code takes arrays as they lie and would copy"
         return Plan("xla", why, candidates=candidates)
     if best is None or not best.wins:
-        return Plan("xla", why, candidates=candidates)
+        return Plan("xla", why + _unsafe(op, problem, device), candidates=candidates)
     return dataclasses.replace(best.plan, reason=why, candidates=candidates)
+
+
+def _safe(op: str, problem: Problem, plans: list[Plan]) -> list[Plan]:
+    """Without kernels that would spread infinities, where these are part of life."""
+    if not isinstance(problem, ConvProblem) or problem.dtype != "float16":
+        return plans
+    return [plan for plan in plans if not conv.spreads(op, plan.kernel, problem)]
+
+
+def _unsafe(op: str, problem: Problem, device: Device) -> str:
+    plans = every(op, problem, device)
+    left = [plan.kernel for plan in plans if plan not in _safe(op, problem, plans)]
+    if not left:
+        return ""
+    names = " and ".join(left)
+    return (
+        f"; {names} would carry an infinity of x, which float16 has soon, into other outputs as NaN: only with "
+        "implementation='native'"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -311,15 +330,18 @@ class _Weighed:
     why: str
 
 
-def _weighed(op: str, problem: Problem, device: Device) -> tuple[_Weighed | None, tuple[Candidate, ...], str]:
+def _weighed(
+    op: str, problem: Problem, device: Device, plans: list[Plan] | None = None
+) -> tuple[_Weighed | None, tuple[Candidate, ...], str]:
     """(the kernel to take, or the one that comes nearest; all that is known of the others; why).
 
     What was measured for a kernel at this problem or near it speaks first; where no kernel wins by that, the model
-    speaks for the others: together with a measurement of other channels, or alone.
+    speaks for the others: together with a measurement of other channels, or alone. `plans`: of the kernels, where these
+    are not all that can run it.
     """
     known: list[tuple[Plan, measured.Measurement, float]] = []
     others: list[tuple[Plan, measured.Measurement | None]] = []
-    for plan in every(op, problem, device):
+    for plan in every(op, problem, device) if plans is None else plans:
         if isinstance(problem, ConvProblem) and not conv.in_memory(plan.kernel, problem).channels_last:
             continue  # what was measured lay as convolutions' neighbours leave it
         found = measured.nearest(op, problem, device, plan.kernel)

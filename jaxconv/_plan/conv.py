@@ -59,6 +59,13 @@ def made(op: str, algorithm: str, p: ConvProblem, device: Device) -> Plan | str:
     return why
 
 
+def spreads(op: str, kernel: str, p: ConvProblem) -> bool:
+    """Whether the kernel's fprop multiplies x by zeros that stand for other channels or columns: an infinity makes NaN
+    in outputs whose windows do not hold it."""
+    rule = getattr(FAMILIES[family_of(kernel)], "spreads", None)
+    return op in ("conv", "conv_fprop") and rule is not None and rule(kernel, p)
+
+
 def every(op: str, p: ConvProblem, device: Device) -> Iterator[Plan]:
     """A plan for each kernel that can run `op` of p, with the tile that it wants most."""
     if device.platform != "cuda":

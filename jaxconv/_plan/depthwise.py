@@ -19,6 +19,10 @@ def in_memory(p: ConvProblem) -> bool:
     return p.channels_last or p.in_channels % vector == p.out_channels % vector == 0
 
 
+def spreads(kernel: str, p: ConvProblem) -> bool:
+    return kernel in ("depthwise/mma", "depthwise/rows_mma")  # banded matrices
+
+
 def wants(op: str, p: ConvProblem, device: Device) -> Iterator[Plan]:
     for kernel in KERNELS:
         splits = _wgrad_splits(kernel, p, device) if op == "conv_wgrad" else 1

@@ -12,6 +12,10 @@ from jaxconv._problem import ConvProblem
 KERNELS = ("rows_float32", "rows", "mma")
 
 
+def spreads(kernel: str, p: ConvProblem) -> bool:
+    return kernel != "grouped/rows_float32" and p.in_channels // p.groups % 8 != 0  # tensor cores take eight channels
+
+
 def wants(op: str, p: ConvProblem, device: Device) -> Iterator[Plan]:
     for kernel in reversed(KERNELS) if p.dtype == "float32" else KERNELS:
         splits = _wgrad_splits(kernel, p, device) if op == "conv_wgrad" else 1
