@@ -96,7 +96,7 @@ def _products(op: str, p: ConvProblem, device: Device) -> Iterator[Choice]:
     if not dgrad and not single:
         cluster = min(CLUSTERS, key=lambda tile: _cluster(tile, p, device)[0])
         tiles = -(-rows // 128) * -(-n // 128) * p.groups
-        if tiles < device.sm_count:
+        if tiles < device.sm_count and _cluster(cluster, p, device)[1] > 1:
             yield "cluster", cluster
     wide: list[Choice] = []
     if steps > 9 and not strided:
@@ -117,21 +117,18 @@ def _products(op: str, p: ConvProblem, device: Device) -> Iterator[Choice]:
 
 
 def _cluster(tile: str, p: ConvProblem, device: Device) -> tuple[float, int]:
-    """(how long sm90/cluster takes about, in microseconds; CTAs of a cluster): what is fetched, at 100 KB a microsecond and
-    multiprocessor, then the exchange of the sums. Two CTAs of the smaller tiles share a multiprocessor."""
+    """(how long sm90/cluster takes about, in microseconds; CTAs of a cluster): what is fetched, at 80 KB a microsecond and
+    multiprocessor, then the exchange of the sums."""
     height, width = extent_of(tile)
     tiles = -(-p.batch * math.prod(p.out_spatial) // height) * -(-p.out_channels // p.groups // width) * p.groups
     steps = math.prod(p.filter) * -(-p.in_channels // p.groups // 64)
-    together = 1 if tile == "128x128" else 2
 
     def time(splits: int) -> tuple[float, int]:
-        each = -(-tiles * splits // device.sm_count)  # CTAs of the busiest multiprocessor
-        waves = -(-each // together)
-        fetched = each * -(-steps // splits) * (height + width) * 128
-        exchange = (0.5 + height * width * 4 / 50e3) * waves if splits > 1 else 0.3 * waves
-        return 2.5 * waves + fetched / 100e3 + exchange, splits
+        waves = -(-tiles * splits // device.sm_count)
+        fetched = -(-steps // splits) * (height + width) * 128
+        return waves * (3.0 + fetched / 80e3 + 0.1 * splits + height * width * 4 / 50e3), splits
 
-    return min(time(splits) for splits in (1, 2, 4, 8, 16) if splits <= max(steps // 2, 1))
+    return min(time(splits) for splits in (1, 2, 4, 8) if splits <= max(steps // 2, 1))
 
 
 def _loads(p: ConvProblem, n: int, summed: int) -> bool:

@@ -154,7 +154,7 @@ inline std::string Refusal(ConvOp op, const ConvProblem& p, const Plan& plan,
                    : member == "cluster" ? kMostClusterParts
                                          : 1;
   if (plan.splits > most)
-    return "it cuts weight gradients into at most 4096 parts, sm90/cluster fprops into at most 16";
+    return "it cuts weight gradients into at most 4096 parts, sm90/cluster fprops into at most 8";
   if (halo && !plan.tile.empty()) return NoSuchTile(plan.tile);
   if (member == "halo") return RefuseHalo(op, p);
   if (member == "halo_stream") return RefuseHaloStream(op, p);
