@@ -1,6 +1,7 @@
 // The instances of the sm_90a product for one pair of memory orders.
 #pragma once
 
+#include "cuda/gemm/sm90_cluster.cuh"
 #include "cuda/gemm/sm90_product.cuh"
 #include "cuda/gemm/sm90_resident.cuh"
 #include "cuda/gemm/sm90_rows.cuh"
@@ -37,6 +38,16 @@ Status LaunchSm90ByTile(const Context& ctx, Sm90Product& p, Sm90Choice choice, i
     }
     if (choice.kernel == Sm90Kernel::kResident && tile == TileSize{64, 256}) {
       return LaunchSm90Resident<Sm90Resident<T, kMajorB, 2, 1, 256>>(ctx, p, multiprocessors, what);
+    }
+  }
+  if constexpr (kMajorA && !kMajorB) {
+    if (choice.kernel == Sm90Kernel::kCluster) {
+      if (tile == TileSize{64, 64})
+        return LaunchSm90Cluster<Sm90ClusterTile<T, 1, 64>>(ctx, p, what);
+      if (tile == TileSize{64, 128})
+        return LaunchSm90Cluster<Sm90ClusterTile<T, 1, 128>>(ctx, p, what);
+      if (tile == TileSize{128, 128})
+        return LaunchSm90Cluster<Sm90ClusterTile<T, 2, 128>>(ctx, p, what);
     }
   }
   return Status::Internal(what + ": no launcher");

@@ -68,9 +68,9 @@ struct Sm90Product {
   bool shared_a, shared_b;  // by all instances: coordinate 0
   int instances;
   int n;
-  int channels;             // of an instance, in a's and d's columns of pixels: k and n
-  int k_blocks;             // blocks of 64 k (32 in TF32) in a tap
-  int splits;               // parts that k is cut into; more than 1 for few rows only
+  int channels;  // of an instance, in a's and d's columns of pixels: k and n
+  int k_blocks;  // blocks of 64 k (32 in TF32) in a tap
+  int splits;    // parts that k, or taps times k, is cut into; more than 1 for few rows only
   void *plain_d, *plain_z;  // few rows: d and z as they lie
   float* partials;          // few rows: (splits, instances, m, n)
   int term_taps;            // taps of B between a term and the next

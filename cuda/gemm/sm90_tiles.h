@@ -5,6 +5,7 @@
 //   product_swapped   d's columns on the tensor cores' rows
 //   resident          all of B's columns of a tile stay in shared memory; a tile is a warpgroup's
 //   rows              few rows: parts of K, added up by a second kernel
+//   cluster           few rows: parts of K in the CTAs of a cluster, which add them up
 #pragma once
 
 #include <cstdint>
@@ -51,7 +52,7 @@ constexpr bool Among(TileSize tile, const TileSize (&tiles)[kCount]) {
 // Rows of the boxes in which a k-major B comes.
 constexpr int FilterBoxRows(TileSize tile) { return tile.columns > 256 ? 64 : tile.columns; }
 
-enum class Sm90Kernel { kNone, kProduct, kProductSwapped, kResident, kRows };
+enum class Sm90Kernel { kNone, kProduct, kProductSwapped, kResident, kRows, kCluster };
 
 struct Sm90Choice {
   Sm90Kernel kernel = Sm90Kernel::kNone;
@@ -63,6 +64,7 @@ constexpr Sm90Choice ReadSm90Choice(std::string_view member, std::string_view ti
                             : member == "product_swapped" ? Sm90Kernel::kProductSwapped
                             : member == "resident"        ? Sm90Kernel::kResident
                             : member == "rows"            ? Sm90Kernel::kRows
+                            : member == "cluster"         ? Sm90Kernel::kCluster
                                                           : Sm90Kernel::kNone;
   return {kernel, ReadTile(tile)};
 }
@@ -72,6 +74,9 @@ inline constexpr TileSize kProductTiles[] = {
 inline constexpr TileSize kSwappedTiles[] = {{256, 128}};
 inline constexpr TileSize kResidentTiles[] = {{128, 64}, {64, 256}};
 inline constexpr TileSize kRowsTiles[] = {{64, 128}};
+inline constexpr TileSize kClusterTiles[] = {{64, 64}, {64, 128}, {128, 128}};
+inline constexpr int kMostClusterParts = 8;      // CTAs of a cluster
+inline constexpr int kMostClusterTiles = 65535;  // of a grid's second axis
 inline constexpr TileSize kTf32Tiles[] = {{128, 256}, {128, 128}, {256, 64}};
 inline constexpr TileSize kTermsTiles[] = {{128, 128}, {128, 64}};
 inline constexpr TileSize kStatisticsTiles[] = {{256, 64}, {128, 128}, {256, 128}, {128, 256}};
@@ -101,6 +106,9 @@ inline std::string RefuseSm90Tile(Sm90Kernel kernel, std::string_view tile, DTyp
       break;
     case Sm90Kernel::kRows:
       has = Among(size, kRowsTiles);
+      break;
+    case Sm90Kernel::kCluster:
+      has = Among(size, kClusterTiles);
       break;
     case Sm90Kernel::kNone:
       break;

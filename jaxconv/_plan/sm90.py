@@ -17,10 +17,12 @@ Choice = tuple[str, str]  # kernel of the family, tile
 
 # Every kernel and tile (cuda/gemm/sm90_tiles.h, cuda/conv/sm90/wgrad/domain.h), for who forces one: what does not exist
 # for the dtype or the operation is refused.
+CLUSTERS = ("64x64", "64x128", "128x128")
 PRODUCTS: tuple[Choice, ...] = (
     *(("product", tile) for tile in ("128x256", "256x128", "128x128", "256x64", "128x320", "128x64")),
     ("product_swapped", "256x128"),
     *(("resident", tile) for tile in ("128x64", "64x256")),
+    *(("cluster", tile) for tile in CLUSTERS),
 )
 HALOS: tuple[Choice, ...] = (("halo", ""), ("halo_3d", ""), ("halo_stream", ""))
 STATISTICS: tuple[Choice, ...] = tuple(("statistics", tile) for tile in ("256x64", "128x128", "256x128", "128x256"))
@@ -49,6 +51,8 @@ def wants(op: str, p: ConvProblem, device: Device) -> Iterator[Plan]:
             if (kernel, tile) not in seen:
                 seen.add((kernel, tile))
                 splits = _splits(kernel, tile, p, device) if op == "conv_wgrad" else 1
+                if kernel == "cluster":
+                    splits = _cluster(tile, p, device)[1]
                 yield Plan("native", "", f"sm90/{kernel}", tile, splits)
 
 
@@ -89,6 +93,11 @@ def _products(op: str, p: ConvProblem, device: Device) -> Iterator[Choice]:
     if summed > 64 and n > 64 and (taps > 1 if strided else _loads(p, n, summed)):
         yield "halo_stream", ""
     steps = taps * -(-summed * itemsize(p) // 128)
+    if not dgrad and not single:
+        cluster = min(CLUSTERS, key=lambda tile: _cluster(tile, p, device)[0])
+        tiles = -(-rows // 128) * -(-n // 128) * p.groups
+        if tiles < device.sm_count and _cluster(cluster, p, device)[1] > 1:
+            yield "cluster", cluster
     wide: list[Choice] = []
     if steps > 9 and not strided:
         if single:
@@ -105,6 +114,21 @@ def _products(op: str, p: ConvProblem, device: Device) -> Iterator[Choice]:
         return product_time(choice[1], rows, n, steps, p.groups, saves_z, device, 2 if saves_z else 0.5)
 
     yield from sorted([*wide, ("product", "128x128")], key=time)
+
+
+def _cluster(tile: str, p: ConvProblem, device: Device) -> tuple[float, int]:
+    """(how long sm90/cluster takes about, in microseconds; CTAs of a cluster): what is fetched, at 80 KB a microsecond and
+    multiprocessor, then the exchange of the sums."""
+    height, width = extent_of(tile)
+    tiles = -(-p.batch * math.prod(p.out_spatial) // height) * -(-p.out_channels // p.groups // width) * p.groups
+    steps = math.prod(p.filter) * -(-p.in_channels // p.groups // 64)
+
+    def time(splits: int) -> tuple[float, int]:
+        waves = -(-tiles * splits // device.sm_count)
+        fetched = -(-steps // splits) * (height + width) * 128
+        return waves * (3.0 + fetched / 80e3 + 0.1 * splits + height * width * 4 / 50e3), splits
+
+    return min(time(splits) for splits in (1, 2, 4, 8) if splits <= max(steps // 2, 1))
 
 
 def _loads(p: ConvProblem, n: int, summed: int) -> bool:

@@ -21,7 +21,7 @@ namespace {
 // y = f(z), z = sum over taps and c of x * w + bias. `statistics`: null unless they are wanted, which 16-bit results without
 // an epilogue have.
 Status Product(const Context& ctx, const ConvProblem& p, const Epilogue& e, Sm90Choice choice,
-               const void* x, const void* w, const void* bias, void* y, void* z,
+               int splits, const void* x, const void* w, const void* bias, void* y, void* z,
                Workspace workspace, Sm90Parts* statistics, const std::string& what) {
   Device device;
   JAXCONV_RETURN_IF_ERROR(CurrentDevice(what, &device));
@@ -55,7 +55,9 @@ Status Product(const Context& ctx, const ConvProblem& p, const Epilogue& e, Sm90
   g.n = int(p.group_k());
   g.channels = int(p.group_c());
   g.k_blocks = int(CeilDiv(g.channels, in.depth));
-  g.splits = 1;
+  g.splits = splits;
+  g.plain_d = y;
+  g.plain_z = z;
   g.epilogue.activation = e.activation;
   g.epilogue.slope = float(e.slope);
   g.epilogue.save_z = e.save_preactivation;
@@ -106,8 +108,8 @@ Status Sm90Fprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, co
   if (member == "halo") return HaloFprop(ctx, p, e, x, w, bias, y, z, workspace, what);
   if (member == "halo_stream") return HaloStreamFprop(ctx, p, e, x, w, bias, y, z, what);
   if (member == "halo_3d") return Halo3dFprop(ctx, p, e, x, w, bias, y, z, what);
-  return Product(ctx, p, e, ReadSm90Choice(member, plan.tile), x, w, bias, y, z, workspace, nullptr,
-                 what);
+  return Product(ctx, p, e, ReadSm90Choice(member, plan.tile), plan.splits, x, w, bias, y, z,
+                 workspace, nullptr, what);
 }
 
 Status Sm90Statistics(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
@@ -120,7 +122,7 @@ Status Sm90Statistics(const Context& ctx, const ConvProblem& p, const Plan& plan
   const Epilogue bare = {false, Activation::kNone, 0.0, false};
   const Sm90Choice choice = {Sm90Kernel::kProduct, ReadTile(plan.tile)};
   JAXCONV_RETURN_IF_ERROR(
-      Product(ctx, p, bare, choice, x, w, nullptr, y, nullptr, Workspace{}, &parts, what));
+      Product(ctx, p, bare, choice, 1, x, w, nullptr, y, nullptr, Workspace{}, &parts, what));
   return CombineStatistics(ctx, parts, rows, p.k, mean, var, what);
 }
 

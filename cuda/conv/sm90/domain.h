@@ -1,6 +1,7 @@
 // What the sm90 kernels can run, and their workspaces. Host C++17 without CUDA headers (cuda/domain.h).
 //
 //   product, product_swapped, resident    fprop, dgrad: implicit matrix products (gemm/sm90_tiles.h)
+//   cluster                               fprop of few pixels in 16 bit: the same, its sums in parts
 //   statistics                            fprop in 16 bit with the mean and variance of its results
 //   halo, halo_stream, halo_3d            pixels fetched once for all taps (halo/domain.h and so on)
 //   wgrad, ...                            wgrad/domain.h
@@ -126,8 +127,14 @@ inline std::string RefuseProduct(ConvOp op, const ConvProblem& p, const Plan& pl
   if (op == ConvOp::kStatistics) return "it makes no statistics";
   if (op == ConvOp::kDgradAdd && choice.kernel == Sm90Kernel::kProductSwapped)
     return std::string(plan.kernel) + " takes no addend";
+  const bool cluster = choice.kernel == Sm90Kernel::kCluster;
+  if (cluster && op != ConvOp::kFprop) return "it makes fprops only";
   std::string why = RefuseSm90Tile(choice.kernel, plan.tile, p.dtype, p.full_float32);
   if (!why.empty() || plan.tile.empty()) return why;
+  if (cluster && CeilDivide(p.n * p.out_size(), choice.tile.rows) *
+                         CeilDivide(p.group_k(), choice.tile.columns) * p.groups >
+                     kMostClusterTiles)
+    return "it has at most " + std::to_string(kMostClusterTiles) + " tiles";
   why = RefuseProductTiles(op, p, choice.tile);
   if (!why.empty() || choice.kernel != Sm90Kernel::kResident) return why;
   if (!Plain(p)) return "it needs a 1x1 convolution of stride 1";
@@ -143,8 +150,11 @@ inline std::string Refusal(ConvOp op, const ConvProblem& p, const Plan& plan,
   if (std::string why = RefuseAll(op, p, device); !why.empty()) return why;
   const WgradKernel wgrad = ReadWgradKernel(member);
   const bool halo = member == "halo" || member == "halo_stream" || member == "halo_3d";
-  if (plan.splits > (op == ConvOp::kWgrad ? kWgradSplits : 1))
-    return "it cuts weight gradients only, into at most 4096 parts";
+  const int most = op == ConvOp::kWgrad  ? kWgradSplits
+                   : member == "cluster" ? kMostClusterParts
+                                         : 1;
+  if (plan.splits > most)
+    return "it cuts weight gradients into at most 4096 parts, sm90/cluster fprops into at most 8";
   if (halo && !plan.tile.empty()) return NoSuchTile(plan.tile);
   if (member == "halo") return RefuseHalo(op, p);
   if (member == "halo_stream") return RefuseHaloStream(op, p);
