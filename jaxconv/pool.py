@@ -140,9 +140,9 @@ def max_pool(
                               window_dilation=(1, *dilation, 1))
 
     Its gradient goes to one element of each window, the same as lax's: of equal ones to the first, row by row (-0.0 and
-    0.0 are equal); padding is -inf, and takes its share away where it is the first of a window without anything larger.
-    A window with a NaN gives NaN; its gradient goes to the maximum of what follows the last NaN in it (to that NaN where
-    nothing does). What several windows give to an element is added up in float32 (float64 for float64).
+    0.0 are equal). Padding is -inf: where it comes first in a window that has nothing larger, the gradient is lost. A
+    window with a NaN gives NaN, and its gradient goes to the maximum of what follows the last NaN in it, or to that NaN
+    where nothing does. What several windows give to an element is added up in float32 (float64 for float64).
 
     Args:
       x: 3 to 5 dimensions; float32, bfloat16, float16 or float64.

@@ -1,5 +1,4 @@
-"""Max-pooling: lax's reduce_window of maxima, and the scatter that is its gradient in a derivative that the function takes
-itself."""
+"""Max-pooling: lax's reduce_window of maxima, and its gradient where the function takes one itself."""
 
 from __future__ import annotations
 

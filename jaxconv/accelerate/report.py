@@ -57,7 +57,9 @@ class Report(list[Finding]):
         if not self and self.already:
             self.notes.append(f"nothing is left to replace: the function calls jaxconv already (calls: {self.already})")
         elif not self:
-            self.notes.append("nothing was found: the function has no convolution, dense layer or batch-norm in it")
+            self.notes.append(
+                "nothing was found: the function has no convolution, dense layer, batch-norm or max-pooling in it"
+            )
 
     def __str__(self) -> str:
         rows = [("where", "operation", "became")]
