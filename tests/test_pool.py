@@ -390,6 +390,14 @@ def test_the_default_is_native_where_a_gradient_is_taken(cuda):
     assert _plan.plan("max_pool", problem(), H200).implementation == "xla"
 
 
+def test_the_default_on_a_cpu_is_native_where_a_gradient_is_taken_and_channels_are_many():
+    saving, cpu = dataclasses.replace(problem(), save=True), Device("cpu", "cpu")
+    for op in ("max_pool", "max_pool_backward"):
+        assert str(_plan.plan(op, saving, cpu)) == "native[gather]"
+        assert _plan.plan(op, dataclasses.replace(saving, channels=15), cpu).implementation == "xla"
+    assert _plan.plan("max_pool", problem(), cpu).implementation == "xla"
+
+
 def test_what_was_measured_speaks_before_the_rule(cuda, monkeypatch):
     saving = dataclasses.replace(problem(), save=True)
     _, kind, coordinates = measured.features("max_pool", saving)

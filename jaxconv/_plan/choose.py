@@ -433,6 +433,8 @@ def tiles(op: str, problem: Problem, device: Device) -> list[Plan]:
 def _fastest_on_cpu(op: str, problem: Problem) -> tuple[str | None, str]:
     if op == "conv_statistics":
         return None, "on the CPU its statistics cost a pass over its result, inside the call or behind it"
+    if isinstance(problem, PoolProblem):
+        return pool.on_cpu(problem)
     if not isinstance(problem, ConvProblem):
         return None, "XLA is at the processor's limit"
     if problem.depthwise and problem.groups > 1:
