@@ -227,8 +227,55 @@ class DenseCase:
         return f"{self.m}x{self.k}x{self.n} {self.activation}"
 
 
-Case = ConvCase | BatchNormCase | DenseCase
-T = TypeVar("T", ConvCase, BatchNormCase, DenseCase)
+@dataclasses.dataclass(frozen=True)
+class PoolCase:
+    """Max-pooling."""
+
+    name: str
+    batch: int
+    channels: int
+    spatial: tuple[int, ...]  # of x
+    window: int  # along each axis
+    stride: int
+    padding: Pair  # (low, high)
+    suite: str = "core"
+
+    op = "pool"
+    passes = ("fwd", "fwd+bwd")
+
+    @property
+    def out_spatial(self) -> tuple[int, ...]:
+        return tuple((size + sum(self.padding) - self.window) // self.stride + 1 for size in self.spatial)
+
+    def x_shape(self, channels_last: bool = True) -> tuple[int, ...]:
+        return self._shape(self.spatial, channels_last)
+
+    def y_shape(self, channels_last: bool = True) -> tuple[int, ...]:
+        return self._shape(self.out_spatial, channels_last)
+
+    def _shape(self, spatial: tuple[int, ...], channels_last: bool) -> tuple[int, ...]:
+        return (self.batch, *spatial, self.channels) if channels_last else (self.batch, self.channels, *spatial)
+
+    def layout(self, channels_last: bool = True) -> str:
+        s = "DHW"[3 - len(self.spatial) :]
+        return f"N{s}C" if channels_last else f"NC{s}"
+
+    @property
+    def elements(self) -> int:
+        """Of x and y together."""
+        return math.prod(self.x_shape()) + math.prod(self.y_shape())
+
+    def small(self) -> PoolCase:
+        spatial = tuple(min(size, 12 + size % 2) for size in self.spatial)
+        return dataclasses.replace(self, batch=2, channels=min(self.channels, 24), spatial=spatial)
+
+    def __str__(self) -> str:
+        text = f"{self.batch}x{_times(self.spatial)} C={self.channels} {_times((self.window,) * len(self.spatial))}"
+        return text + (f" s{self.stride}" if self.stride > 1 else "")
+
+
+Case = ConvCase | BatchNormCase | DenseCase | PoolCase
+T = TypeVar("T", ConvCase, BatchNormCase, DenseCase, PoolCase)
 
 
 def _times(extents: tuple[int, ...]) -> str:
@@ -511,6 +558,15 @@ DENSE = tuple(
     for activation in ("relu", "gelu", "tanh")
 )
 
+POOL = (
+    PoolCase("r50.stem", 256, 64, (112, 112), 3, 2, (0, 1)),
+    PoolCase("inception.3x3", 64, 192, (56, 56), 3, 1, (1, 1)),
+    PoolCase("vgg.2x2s2", 32, 128, (112, 112), 2, 2, (0, 0)),
+    PoolCase("unet3d.2x2x2", 8, 32, (64, 64, 64), 2, 2, (0, 0)),
+    PoolCase("spp.5x5", 64, 256, (20, 20), 5, 1, (2, 2)),
+)
+
+CPU_POOL = (PoolCase("cpu.pool", 8, 64, (112, 112), 3, 2, (0, 1), suite="cpu"),)
 CPU_BATCHNORM = (BatchNormCase("cpu.bn", 8, 64, (56, 56), suite="cpu"),)
 CPU_DENSE = (DenseCase("cpu.mlp", 512, 1024, 1024, "relu", suite="cpu"),)
 
@@ -519,6 +575,7 @@ BY_OP: dict[str, tuple[Case, ...]] = {
     "dense": DENSE + CPU_DENSE,
     "batchnorm": BATCHNORM + MODELS_BATCHNORM + CPU_BATCHNORM,
     "conv_batchnorm": CONV_BATCHNORM,
+    "pool": POOL + CPU_POOL,
 }
 SUITES = ("core", "special", "models", "cpu", "threads", "serve")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -15,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks.cases import BatchNormCase, Case, ConvBatchNormCase, ConvCase, DenseCase
+from benchmarks.cases import BatchNormCase, Case, ConvBatchNormCase, ConvCase, DenseCase, PoolCase
 
 Array = jax.Array
 
@@ -42,6 +43,8 @@ RESULTS = {
     ("conv_batchnorm", "fwd"): ("y", "new_mean", "new_var"),
     ("conv_batchnorm", "infer"): ("y",),
     ("batchnorm", "fwd+bwd"): ("y", "new_mean", "new_var", "dx", "dscale", "dbias"),
+    ("pool", "fwd"): ("y",),
+    ("pool", "fwd+bwd"): ("y", "dx"),
     ("batchnorm", "residual"): ("y", "new_mean", "new_var", "dx", "dscale", "dbias", "dresidual"),
 }
 
@@ -131,6 +134,10 @@ def tolerance(case: Case, pass_: str, result: str, dtype: str, precision: str | 
         n = {"y": case.k, "dx": case.n, "dw": case.m, "db": case.m}[result]
         # Backward sums sum what forward sums produced.
         return 2 * (u * math.sqrt(chain) + product(n) + (product(case.k) if result != "y" else 0))
+    if isinstance(case, PoolCase):
+        # y is exact (any tolerance above 0 says so); of dx XLA may add up a pixel's windows in its type, one by one.
+        windows = math.prod((-(-case.window // case.stride),) * len(case.spatial))
+        return u32 if result == "y" else 2 * u * windows
     assert isinstance(case, BatchNormCase)
     # Statistics: float32 sums of `reduced` terms; y and dx a dozen operations on them.
     sums = u32 * (16 + math.sqrt(case.reduced))
@@ -158,6 +165,8 @@ def reference(
         return {{"fprop": "y", "dgrad": "dx", "wgrad": "dw"}[pass_]: (_conv(case, pass_, channels_last, arrays), None)}
     if isinstance(case, DenseCase):
         return _dense(case, pass_, arrays, outs[0])
+    if isinstance(case, PoolCase):
+        return _pool(case, channels_last, arrays)
     return _batchnorm(pass_, channels_last, arrays, outs[0] if pass_ == "residual" else None)
 
 
@@ -348,3 +357,35 @@ def _batchnorm(
         "dresidual": (dz, undetermined),
     }
     return grads if pass_ == "bwd" else {"y": (jnp.maximum(z, 0), None), **stats, **grads}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _pool(case: PoolCase, channels_last: bool, a: dict[str, Array]) -> dict[str, tuple[Array, Array | None]]:
+    """Taps are strided slices of the padded x, taken in order; dx gathers them back, each dy once."""
+    nd = len(case.spatial)
+
+    def last(v: Array) -> Array:
+        return v if channels_last else jnp.moveaxis(v, 1, -1)
+
+    def back(v: Array) -> Array:
+        return v if channels_last else jnp.moveaxis(v, -1, 1)
+
+    pads = [(0, 0), *[case.padding] * nd, (0, 0)]
+    padded = jnp.pad(_wide(last(a["x"])), pads, constant_values=-jnp.inf)
+    dy = _wide(last(a["dy"]))
+
+    def at(tap: tuple[int, ...]) -> tuple[slice, ...]:
+        steps = [
+            slice(t, t + (o - 1) * case.stride + 1, case.stride) for t, o in zip(tap, case.out_spatial, strict=True)
+        ]
+        return (slice(None), *steps)
+
+    taps = list(itertools.product(range(case.window), repeat=nd))
+    y = functools.reduce(jnp.maximum, (padded[at(tap)] for tap in taps))
+    left, dx = jnp.ones(y.shape, bool), jnp.zeros(padded.shape)
+    for tap in taps:
+        here = left & (padded[at(tap)] == y)
+        left &= ~here
+        dx = dx.at[at(tap)].add(jnp.where(here, dy, 0))
+    inside = tuple(slice(low, low + size) for (low, _), size in zip(pads[1:-1], case.spatial, strict=True))
+    return {"y": (back(y), None), "dx": (back(dx[:, *inside]), None)}

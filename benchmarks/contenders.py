@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import jaxconv
-from benchmarks.cases import BatchNormCase, Case, ConvBatchNormCase, ConvCase, DenseCase
+from benchmarks.cases import BatchNormCase, Case, ConvBatchNormCase, ConvCase, DenseCase, PoolCase
 from benchmarks.check import EPSILON, MOMENTUM
 
 Array = jax.Array
@@ -78,6 +78,8 @@ def make_arrays(case: Case, setting: Setting, key: Array) -> Arrays:
             "b": normal((case.n,), 0.1),
             "dy": normal((case.m, case.n)),
         }
+    if isinstance(case, PoolCase):
+        return {"x": normal(case.x_shape(last)), "dy": normal(case.y_shape(last))}
     arrays = {"x": normal(case.x_shape(last), 1.5, 0.5), "dy": normal(case.x_shape(last))}
     arrays["residual"] = normal(case.x_shape(last))
     return arrays | parameters(case.channels)
@@ -147,6 +149,15 @@ def _dense_job(
     return Job(jax.jit(f), lambda a: tuple(a[n] for n in names), f, ("dense", "matmul"))
 
 
+def _pool_job(pass_: str, pool: Callable[[Array], Array]) -> Job:
+    def forward(x: Array) -> tuple[Array]:
+        return (pool(x),)
+
+    f = forward if pass_ == "fwd" else _there_and_back(forward, 1)
+    names = ("x",) if pass_ == "fwd" else ("x", "dy")
+    return Job(jax.jit(f), lambda a: tuple(a[n] for n in names), f, ("max_pool", "max_pool_backward"))
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # jaxconv
 
@@ -176,6 +187,11 @@ def ours(case: Case, pass_: str, setting: Setting, **choice: Any) -> Job:
             lambda x, w, b: jaxconv.dense(x, w, b, activation=case.activation, **options),
             lambda x, w: jaxconv.dense(x, w, **options),
         )
+    if isinstance(case, PoolCase):
+        options = dict(
+            stride=case.stride, padding=(case.padding,) * len(case.spatial), layout=case.layout(last), **choice
+        )
+        return _pool_job(pass_, lambda x: jaxconv.max_pool(x, case.window, **options))
 
     def batchnorm(x, scale, bias, mean, var, activation=None, training=True, residual=None):
         return jaxconv.batchnorm(
@@ -296,6 +312,14 @@ def xla(case: Case, pass_: str, setting: Setting) -> Job:
             return jnp.dot(x, w, precision=setting.precision)
 
         return _dense_job(pass_, lambda x, w, b: activation(product(x, w) + b), product)
+    if isinstance(case, PoolCase):
+        nd = len(case.spatial)
+
+        def each(value: Any, other: Any) -> tuple[Any, ...]:
+            return (other, *(value,) * nd, other) if last else (other, other, *(value,) * nd)
+
+        sizes = each(case.window, 1), each(case.stride, 1), each(case.padding, (0, 0))
+        return _pool_job(pass_, lambda x: lax.reduce_window(x, -jnp.inf, lax.max, *sizes))
     return _xla_batchnorm(case, pass_, last)
 
 

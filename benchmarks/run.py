@@ -27,6 +27,7 @@ ALGORITHMS = {
     "dense": _problem.DENSE_ALGORITHMS,
     "batchnorm": _problem.BATCHNORM_ALGORITHMS,
     "conv_batchnorm": ("sm90", "two"),
+    "pool": _problem.POOL_ALGORITHMS,
 }
 LOSS = 0.98  # a ratio below this is one
 SLOW = ("direct", "im2col")  # may need minutes for a large problem
@@ -82,7 +83,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--torch", action="store_true", help="PyTorch too, where it is installed")
     small = "shrunk problems; on a CPU the default for core and special"
     parser.add_argument("--small", action=argparse.BooleanOptionalAction, help=small)
-    parser.add_argument("--batch", type=int, metavar="N", help="replace the batch extent (conv, batchnorm)")
+    parser.add_argument("--batch", type=int, metavar="N", help="replace the batch extent (conv, batchnorm, pool)")
     parser.add_argument("--repeat", type=int, default=15, help="samples per row")
     parser.add_argument("--seconds", type=float, default=5.0, help="a row that needs longer for a call is skipped")
     parser.add_argument("--json", nargs="?", const="auto", metavar="PATH", help="record; alone: in benchmarks/results/")
@@ -117,7 +118,7 @@ def configs(args: argparse.Namespace) -> Iterator[tuple[str, Setting]]:
     """Each makes one table."""
     for op in args.ops:
         for dtype in args.dtype:
-            for precision in args.precision if dtype == "f32" and op != "batchnorm" else ["default"]:
+            for precision in args.precision if dtype == "f32" and op not in ("batchnorm", "pool") else ["default"]:
                 for layout in args.layout if op != "dense" else ["NHWC"]:
                     yield op, Setting(dtype, layout == "NHWC", None if precision == "default" else precision)
 

@@ -19,7 +19,7 @@ import jax
 
 from benchmarks.limits import Ceilings
 from jaxconv import _cost
-from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem
+from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem, PoolProblem
 
 # In the order of the tables and figures. exchange: between devices. elementwise: sums over elements too.
 KINDS = ("convolution", "product", "norm", "pool", "elementwise", "copies", "exchange", "other")
@@ -28,6 +28,7 @@ KINDS = ("convolution", "product", "norm", "pool", "elementwise", "copies", "exc
 _NAMES = (
     ("norm", r"jaxconv_batchnorm|jaxconv(::|\d)cuda\d*(::|\d+)batchnorm|cudnn\$norm|bn_fw|bn_bw|batch_?norm"),
     ("product", r"jaxconv_(dense|matmul)|jaxconv(::|\d)cuda\d*(::|\d+)dense|__cublas|onednn\$matmul"),
+    ("pool", r"jaxconv_max_pool|jaxconv(::|\d)cuda\d*(::|\d+)pool"),
     ("convolution", r"jaxconv_conv|jaxconv(::|\d)cuda|cudnn\$conv|onednn\$convolution|[fdw]grad|fprop|conv2d|convolve"),
     ("convolution", r"implicit_(con|gemm)|cudnn.*conv|winograd|nchwToNhwc|nhwcToNchw"),
     ("product", r"gemm|cutlass|cublas|^nvjet|splitKreduce"),
@@ -204,6 +205,9 @@ def _work(op: str, p: Any, top: Ceilings) -> tuple[float, float, float]:
         # x read, y written; backward x and dy read, dx written; a residual read, its gradient written
         passes = (3 if op == "batchnorm_backward" else 2) + bool(p.residual)
         return 0.0, item * passes * p.size, top.f32
+    if isinstance(p, PoolProblem):
+        # x and y, there or back, and of a step that goes back a byte for each maximum's position
+        return 0.0, item * (math.prod(p.x_shape) + math.prod(p.y_shape)) + p.save * math.prod(p.y_shape), top.f32
     assert isinstance(p, ConvProblem | DenseProblem)
     arrays = [p.x_shape, p.w_shape, p.y_shape] + ([p.x_shape] if op == "conv_dgrad_add" else [])
     short = {"float32": "f32", "float64": "f32"}.get(p.dtype, "bf16")

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from benchmarks.cases import Case, ConvCase, DenseCase
+from benchmarks.cases import Case, ConvCase, DenseCase, PoolCase
 from benchmarks.check import EPSILON, MOMENTUM
 from benchmarks.contenders import RESIDUAL, Job, Setting
 
@@ -61,6 +61,8 @@ def torch(case: Case, pass_: str, setting: Setting) -> Job:
         return _conv(case, pass_, setting)
     if isinstance(case, DenseCase):
         return _dense(case, pass_)
+    if isinstance(case, PoolCase):
+        return _pool(case, pass_, setting)
     return _batchnorm(case, pass_, setting)
 
 
@@ -214,3 +216,35 @@ def _batchnorm(case: Case, pass_: str, setting: Setting) -> Job:
 
     f = {"fwd": forward, "infer": forward, "bwd": backward, "fwd+bwd": both, "residual": residual}[pass_]
     return Job(f, arguments, outputs=outputs, block=_block)
+
+
+def _pool(case: PoolCase, pass_: str, setting: Setting) -> Job:
+    import torch
+
+    nd, last = len(case.spatial), setting.channels_last
+    if case.padding[0] != case.padding[1]:
+        raise ValueError("PyTorch pads both sides alike")
+    pool = getattr(torch.nn.functional, f"max_pool{nd}d")
+    to_first, to_last = (0, nd + 1, *range(1, nd + 1)), (0, *range(2, nd + 2), 1)
+
+    def run(x: Any) -> Any:
+        return pool(x, case.window, case.stride, case.padding[0])
+
+    def forward(x: Any) -> Any:
+        with torch.no_grad():
+            return (run(x),)
+
+    def both(x: Any, dy: Any) -> Any:
+        y = run(x)
+        return y, *torch.autograd.grad(y, (x,), dy)
+
+    def arguments(a: dict[str, Array]) -> tuple[Any, ...]:
+        names = ("x",) if pass_ == "fwd" else ("x", "dy")
+        t = [_give(a[n]).detach() for n in names]
+        t = [v.permute(*to_first) if last else v for v in t]
+        return t[0].requires_grad_(pass_ != "fwd"), *t[1:]
+
+    def outputs(out: Any) -> tuple[Array, ...]:
+        return _take(out, [lambda t: t.permute(*to_last) if last else t] * len(out))
+
+    return Job(forward if pass_ == "fwd" else both, arguments, outputs=outputs, block=_block)

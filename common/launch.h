@@ -60,4 +60,12 @@ Status BatchNormBackward(const Context& ctx, const BatchNormProblem& p, const Pl
                          const void* mean, const void* rstd, const void* residual, void* dx,
                          void* dscale, void* dbias, void* dresidual, Workspace workspace);
 
+// `position` is null when nobody asked for it.
+Status MaxPool(const Context& ctx, const PoolProblem& p, const Plan& plan, const void* x, void* y,
+               uint8_t* position);
+
+// dx[i] = the sum of dy over the windows whose position is i's tap, in float32 (float64 for float64).
+Status MaxPoolBackward(const Context& ctx, const PoolProblem& p, const Plan& plan,
+                       const uint8_t* position, const void* dy, void* dx);
+
 }  // namespace jaxconv::JAXCONV_BACKEND

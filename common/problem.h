@@ -1,4 +1,4 @@
-// The three problems as native code sees them: canonical numbers, confirmed by ffi/ before a
+// The problems as native code sees them: canonical numbers, confirmed by ffi/ before a
 // launcher gets them. Shape rules live in jaxconv/_problem; here they are only restated as the
 // equations the handler confirms.
 //
@@ -111,5 +111,30 @@ struct BatchNormProblem {
 
   int64_t reduced() const { return outer * inner; }  // elements per channel
 };
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Max-pooling of x (N,D,H,W,C) to y (N,O,P,Q,C), channels last in memory; axes and bounds are a convolution's:
+//
+//   y[n, o, c] = max over taps t of  x[n, o*stride - pad + t*dilation, c],  -inf where that is padding
+//   position[n, o, c] = the tap, counted row by row through the window, that the maximum is taken from
+//
+// A tap takes the place of those before it unless one of them is at least as large: of equal ones the first is the
+// maximum, -0 and +0 are equal, and what follows a NaN takes its place. y is NaN where a tap is.
+struct PoolProblem {
+  int64_t n, c;
+  int64_t in[3];        // D H W of x
+  int64_t window[3];    // T R S
+  int64_t out[3];       // O P Q of y
+  int64_t stride[3];    // >= 1
+  int64_t pad[3];       // low side, >= 0
+  int64_t dilation[3];  // >= 1
+  DType dtype;          // of x, y, dy, dx; positions are uint8
+
+  int64_t in_size() const { return in[0] * in[1] * in[2]; }
+  int64_t taps() const { return window[0] * window[1] * window[2]; }
+  int64_t out_size() const { return out[0] * out[1] * out[2]; }
+};
+
+inline constexpr int64_t kMaxPoolTaps = 255;  // of a window: positions are bytes
 
 }  // namespace jaxconv

@@ -3,7 +3,8 @@
 // should be given (tile, splits) is the plan's to say, in jaxconv/_plan.
 //
 // A kernel's name is "family/kernel" ("depthwise/rows"), or the family's where it has one kernel. cuda/conv/<family>/domain.h
-// has the family's part, cuda/dense/domain.h that of dense products, cuda/batchnorm/domain.h that of batch-norms.
+// has the family's part, cuda/dense/domain.h that of dense products, cuda/batchnorm/domain.h that of batch-norms, cuda/pool/domain.h
+// that of max-pooling.
 #pragma once
 
 #include <cstdint>
@@ -73,6 +74,11 @@ int64_t BatchNormWorkspace(BatchNormOp op, const BatchNormProblem& p, const Plan
                            const Device& device);
 // Elements in an access of its kernels.
 int64_t BatchNormVector(const BatchNormProblem& p);
+
+// The same of a max-pooling and its gradient, which need no workspace.
+std::string PoolRefusal(const PoolProblem& p, const Plan& plan);
+// Elements in an access of its kernels.
+int64_t PoolVector(const PoolProblem& p);
 
 // resident_team with tiles of `width` bytes, of a problem that it takes: CTAs that the device runs at once, and groups of
 // channels for them.

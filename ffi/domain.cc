@@ -111,6 +111,22 @@ BatchNormProblem MakeBatchNorm(int64_t batch, int64_t outer, int64_t channels, i
   return p;
 }
 
+PoolProblem MakePool(int64_t n, int64_t c, const Three& in, const Three& window, const Three& out,
+                     const Three& stride, const Three& pad, const Three& dilation,
+                     const std::string& dtype) {
+  PoolProblem p = {};
+  p.n = n;
+  p.c = c;
+  Copy(in, p.in);
+  Copy(window, p.window);
+  Copy(out, p.out);
+  Copy(stride, p.stride);
+  Copy(pad, p.pad);
+  Copy(dilation, p.dilation);
+  p.dtype = ToDType(dtype);
+  return p;
+}
+
 }  // namespace
 
 void BindDomain(nb::module_& m) {
@@ -177,6 +193,15 @@ void BindDomain(nb::module_& m) {
         cuda::BatchNormTeams(ToBatchNormOp(op), p, width, {major, minor, multiprocessors});
     return std::pair(count.ctas, count.groups);
   });
+  nb::class_<PoolProblem>(m, "PoolProblem")
+      .def("__init__", [](PoolProblem* self, int64_t n, int64_t c, Three in, Three window,
+                          Three out, Three stride, Three pad, Three dilation, std::string dtype) {
+        new (self) PoolProblem(MakePool(n, c, in, window, out, stride, pad, dilation, dtype));
+      });
+  m.def("pool_refusal", [](const PoolProblem& p, std::string kernel) {
+    return cuda::PoolRefusal(p, {kernel, "", 1, 0});
+  });
+  m.def("pool_vector", [](const PoolProblem& p) { return cuda::PoolVector(p); });
   m.def("shared_memory",
         [](int major, int minor) { return cuda::Device{major, minor}.shared_memory(); });
 }

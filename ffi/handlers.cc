@@ -528,6 +528,102 @@ Status NormBackward(ContextArg context, ffi::RemainingArgs args, ffi::RemainingR
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// Max-pooling
+
+// Reads the problem off x and y (or dx and dy), confirmed as a convolution's window is.
+Status ToPoolProblem(const Call& call, AnyBuffer x, AnyBuffer y, AnyBuffer position,
+                     const wire::Pool& pool, PoolProblem* p) {
+  Dims xd = x.dimensions(), yd = y.dimensions();
+  const auto arrays = [&] {
+    return "x=" + wire::ShapeText(xd) + ", y=" + wire::ShapeText(yd) +
+           ", position=" + wire::ShapeText(position.dimensions());
+  };
+  const size_t nd = pool.window.size();
+  if (nd < 1 || nd > 3 || xd.size() != nd + 2 || yd.size() != nd + 2 || pool.stride.size() != nd ||
+      pool.pad_low.size() != nd || pool.pad_high.size() != nd || pool.dilation.size() != nd) {
+    return Status::Invalid(call.Text("ranks disagree: " + arrays() + ", " + std::to_string(nd) +
+                                     " spatial dimensions"));
+  }
+  auto dtype = wire::ToDType(x.element_type());
+  if (!dtype || y.element_type() != x.element_type()) {
+    return Status::Invalid(call.Text("x and y must have one floating-point type"));
+  }
+  Dims pd = position.dimensions();
+  if (pool.save && (position.element_type() != ffi::DataType::U8 ||
+                    !std::equal(pd.begin(), pd.end(), yd.begin(), yd.end()))) {
+    return Status::Invalid(call.Text("position must be uint8 and like y: " + arrays()));
+  }
+  const bool last = pool.dims_channels_last != 0;
+  const size_t spatial = last ? 1 : 2, channel = last ? nd + 1 : 1;
+  ConvProblem window = {};  // depthwise, of which only the extents are read
+  window.n = xd[0];
+  window.c = window.k = xd[channel];
+  for (int i = 0; i < 3; ++i) {
+    window.in[i] = window.filter[i] = window.out[i] = window.stride[i] = window.dilation[i] = 1;
+  }
+  bool sound = yd[0] == xd[0] && yd[channel] == xd[channel];
+  Checked taps = 1;
+  for (size_t i = 0; i < nd; ++i) {
+    const size_t d = 3 - nd + i;
+    window.in[d] = xd[spatial + i];
+    window.out[d] = yd[spatial + i];
+    window.filter[d] = pool.window[i];
+    window.stride[d] = pool.stride[i];
+    window.pad[d] = pool.pad_low[i];
+    window.dilation[d] = pool.dilation[i];
+    taps = taps * pool.window[i];
+    sound = sound && pool.window[i] >= 1 && pool.pad_low[i] >= 0 && pool.pad_high[i] >= 0;
+  }
+  for (size_t i = 0; sound && i < nd; ++i)
+    sound = AxisIsSound(window, static_cast<int>(3 - nd + i), pool.pad_high[i]);
+  if (!sound) return Status::Invalid(call.Text("extents disagree with the window: " + arrays()));
+  if (!taps.Within(1, kMaxPoolTaps))
+    return Status::Invalid(call.Text("windows have at most 255 taps"));
+  *p = {};
+  p->n = window.n;
+  p->c = window.c;
+  for (int i = 0; i < 3; ++i) {
+    p->in[i] = window.in[i];
+    p->window[i] = window.filter[i];
+    p->out[i] = window.out[i];
+    p->stride[i] = window.stride[i];
+    p->pad[i] = window.pad[i];
+    p->dilation[i] = window.dilation[i];
+  }
+  p->dtype = *dtype;
+  return Status::Ok();
+}
+
+Status Pool(ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets,
+            const wire::Pool& pool, const wire::Plan& plan) {
+  Call call("max_pool", args, rets);
+  const bool save = pool.save != 0;
+  JAXCONV_RETURN_IF_ERROR(call.Confirm(1, 1 + save));
+  AnyBuffer x = call.Arg(0), y = call.Ret(0), position = call.Ret(save);
+  PoolProblem p;
+  jaxconv::Plan how;
+  JAXCONV_RETURN_IF_ERROR(ToPoolProblem(call, x, y, position, pool, &p));
+  JAXCONV_RETURN_IF_ERROR(ToPlan(call, plan, &how));
+  return MaxPool(MakeContext(context), p, how, x.untyped_data(), y.untyped_data(),
+                 save ? static_cast<uint8_t*>(position.untyped_data()) : nullptr);
+}
+
+Status PoolBackward(ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                    const wire::Pool& pool, const wire::Plan& plan) {
+  Call call("max_pool_backward", args, rets);
+  JAXCONV_RETURN_IF_ERROR(call.Confirm(2, 1));
+  if (pool.save == 0) return Status::Invalid(call.Text("it needs the positions"));
+  AnyBuffer position = call.Arg(0), dy = call.Arg(1), dx = call.Ret(0);
+  PoolProblem p;
+  jaxconv::Plan how;
+  JAXCONV_RETURN_IF_ERROR(ToPoolProblem(call, dx, dy, position, pool, &p));
+  JAXCONV_RETURN_IF_ERROR(ToPlan(call, plan, &how));
+  return MaxPoolBackward(MakeContext(context), p, how,
+                         static_cast<const uint8_t*>(position.untyped_data()), dy.untyped_data(),
+                         dx.untyped_data());
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // Bindings. A Status becomes an ffi::Error here and nowhere else, and the host's allocator, which alone throws, is caught.
 
 template <typename Op>
@@ -624,6 +720,20 @@ XLA_FFI_DEFINE_HANDLER(
         .Attr<wire::Plan>("plan"),
     JAXCONV_TRAITS);
 
+XLA_FFI_DEFINE_HANDLER(
+    kPool,
+    [](ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets, wire::Pool pool,
+       wire::Plan plan) { return Answer([&] { return Pool(context, args, rets, pool, plan); }); },
+    JAXCONV_BASE.Attr<wire::Pool>("pool").Attr<wire::Plan>("plan"), JAXCONV_TRAITS);
+
+XLA_FFI_DEFINE_HANDLER(
+    kPoolBackward,
+    [](ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets, wire::Pool pool,
+       wire::Plan plan) {
+      return Answer([&] { return PoolBackward(context, args, rets, pool, plan); });
+    },
+    JAXCONV_BASE.Attr<wire::Pool>("pool").Attr<wire::Plan>("plan"), JAXCONV_TRAITS);
+
 // Version 1 named a plan's algorithm where version 2 names its kernel.
 XLA_FFI_DEFINE_HANDLER(
     kVersion1Refused,
@@ -664,6 +774,8 @@ std::vector<std::pair<const char*, XLA_FFI_Handler*>> Handlers() {
       {"jaxconv_batchnorm_train_v2", kNormTrain},
       {"jaxconv_batchnorm_infer_v2", kNormInfer},
       {"jaxconv_batchnorm_backward_v2", kNormBackward},
+      {"jaxconv_max_pool_v2", kPool},
+      {"jaxconv_max_pool_backward_v2", kPoolBackward},
   };
   for (const char* name : kVersion1) handlers.emplace_back(name, kVersion1Refused);
   return handlers;

@@ -55,6 +55,16 @@ struct Norm {
   int64_t residual;
 };
 
+struct Pool {
+  Ints window;  // one per spatial dimension, also in the next four
+  Ints stride;
+  Ints pad_low;
+  Ints pad_high;
+  Ints dilation;
+  int64_t dims_channels_last;  // order of the logical dimensions; in memory channels are last
+  int64_t save;                // the positions, as a second result
+};
+
 struct Plan {
   std::string_view kernel, tile;
   int64_t splits, chunk;
@@ -138,6 +148,15 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jaxconv::wire::Norm, StructMember<int64_
                                       StructMember<std::string_view>("activation"),
                                       StructMember<double>("slope"),
                                       StructMember<int64_t>("residual"));
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jaxconv::wire::Pool,
+                                      StructMember<::jaxconv::wire::Ints>("window"),
+                                      StructMember<::jaxconv::wire::Ints>("stride"),
+                                      StructMember<::jaxconv::wire::Ints>("pad_low"),
+                                      StructMember<::jaxconv::wire::Ints>("pad_high"),
+                                      StructMember<::jaxconv::wire::Ints>("dilation"),
+                                      StructMember<int64_t>("dims_channels_last"),
+                                      StructMember<int64_t>("save"));
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jaxconv::wire::Plan,
                                       StructMember<std::string_view>("kernel"),

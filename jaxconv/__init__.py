@@ -20,6 +20,7 @@ from jaxconv.conv_batchnorm import conv_batchnorm
 from jaxconv.conv_transpose import conv_general_dilated, conv_transpose1d, conv_transpose2d, conv_transpose3d
 from jaxconv.dense import dense
 from jaxconv.freeze import Frozen, freeze
+from jaxconv.pool import max_pool
 from jaxconv.tune import tune
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ __all__ = [
     "graph_options",
     "info",
     "launches",
+    "max_pool",
     "portable_exported",
     "report",
     "tune",

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from jaxconv import _op
-from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem
+from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem, PoolProblem
 
 # Per element of x, as in reference.py: train takes two sums about a sample (4), normalises (4); infer normalises;
 # backward recomputes xhat (2), takes two sums (3) and dx from them (5).
@@ -23,8 +23,8 @@ def cost(f: Callable[..., Any]) -> Callable[..., dict[str, float]]:
     Here a jaxconv call counts, whatever implements it:
 
     * flops: 2 * N * P * Q * K * R * S * C / groups for each of a convolution's three kernels, 2 * M * N * K for a
-      product, 4 to 10 an element for a batch-norm; an epilogue one per element for bias, activation and addend each.
-      Multiplications with padding count, as is usual for convolutions.
+      product, 4 to 10 an element for a batch-norm, one a tap for a max-pooling, there and back; an epilogue one per
+      element for bias, activation and addend each. Multiplications with padding count, as is usual for convolutions.
     * bytes: every operand read once and every result written once.
 
     Nothing is compiled or run. A scan counts as often as it is long, of a cond the costliest branch, and inside
@@ -77,6 +77,8 @@ def _of(jaxpr: Any) -> tuple[float, float]:
 def _flops(op: str, p: Any) -> int:
     if isinstance(p, BatchNormProblem):
         return p.size * (_NORM_FLOPS[op] + p.residual + (p.activation.name != "none"))
+    if isinstance(p, PoolProblem):
+        return math.prod(p.y_shape) * p.taps
     assert isinstance(p, ConvProblem | DenseProblem)
     addend = isinstance(p, DenseProblem) and p.addend
     epilogue = bool(p.bias) + (p.activation.name != "none") + addend + 4 * (op == "conv_statistics")

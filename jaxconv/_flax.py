@@ -12,6 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.linen.linear import canonicalize_padding
+
+# Held, because a program may put ours in its place.
+from flax.linen.pooling import max_pool as flax_max_pool
 from jax import lax
 
 from jaxconv import _activation, _fused, _problem
@@ -19,6 +22,7 @@ from jaxconv._activation import Activation, activate
 from jaxconv._problem import BatchNormProblem
 from jaxconv.batchnorm import batchnorm as fused_batchnorm
 from jaxconv.conv_transpose import conv_transpose1d, conv_transpose2d, conv_transpose3d
+from jaxconv.pool import max_pool as native_max_pool
 
 Array = jax.Array
 Promote = Callable[[Any, Any, Any], tuple[Any, Any, Any]]
@@ -227,3 +231,27 @@ def _exceeding_float32(arrays: Sequence[Array]) -> Any:
 def after_batchnorm(m: Any, y: Array, residual: Array | None) -> Array:
     """The residual add and the activation, of what Flax's own batch-norm computed."""
     return activate(activation_of(m), y if residual is None else (y + residual).astype(y.dtype))
+
+
+def max_pool(
+    inputs: Array,
+    window_shape: Sequence[int],
+    strides: Sequence[int] | None = None,
+    padding: str | Sequence[tuple[int, int]] = "VALID",
+) -> Array:
+    """`flax.linen.max_pool` by `jaxconv.max_pool`: (batch axes, spatial axes, features), a window per spatial axis.
+
+    Args:
+      inputs: (batch axes, spatial axes, features), with no, one or several batch axes.
+      window_shape: the window, an integer per spatial axis.
+      strides: its steps (default: 1).
+      padding: "SAME", "VALID", or a (low, high) pair per spatial axis.
+
+    What jaxconv has no kernel for (integers, more than three spatial axes) is Flax's own computation.
+    """
+    nd = len(window_shape)
+    ours = hasattr(inputs, "dtype") and inputs.dtype.name in _problem.DTYPES and 0 not in inputs.shape
+    if not ours or not 1 <= nd <= 3 or inputs.ndim <= nd:
+        return flax_max_pool(inputs, window_shape, strides, padding)
+    x, restore = _one_batch(inputs, nd)
+    return restore(native_max_pool(x, tuple(window_shape), stride=per_dimension(strides, nd), padding=padding))

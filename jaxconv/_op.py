@@ -42,6 +42,8 @@ class Wire:
     result_layouts: Sequence[Layout | None]
     # operand -> the result that takes its place in memory; XLA copies an operand that somebody else needs
     in_place: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    # The kernel's operands that the call is given; None is all. The others are its reference's.
+    operands: Sequence[int] | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -335,6 +337,9 @@ def _lower(made: Kernel, platform: str | None, ctx: mlir.LoweringRuleContext, *o
     if platform == "cpu" and any(a.dtype.itemsize == 2 for a in ctx.avals_in):
         return through(functools.partial(_through_float32, made, problem, plan.kernel))
     wire = made.wire(problem, plan)
+    if wire.operands is not None:
+        operands = tuple(operands[i] for i in wire.operands)
+        ctx = ctx.replace(avals_in=[ctx.avals_in[i] for i in wire.operands])
     # The workspace is a last result, so that XLA plans its memory and captured CUDA graphs see a stable address.
     workspace = ShapedArray((plan.workspace_bytes,), np.dtype(np.uint8))
     ctx = ctx.replace(avals_out=[*ctx.avals_out, workspace])
@@ -369,7 +374,8 @@ def _minor_to_major(aval: ShapedArray, layout: Layout | None) -> Layout:
 def _through_float32(made: Kernel, problem: Any, algorithm: str, *args: Array) -> list[Array]:
     """The CPU code has float32 and float64; 16-bit problems run as float32 ones, forced to the same plan."""
     wide = dataclasses.replace(problem, dtype="float32", implementation="native", algorithm=algorithm)
-    outs = made.primitive.bind(*(a.astype(jnp.float32) for a in args), problem=wide)
+    args = tuple(a.astype(jnp.float32) if a.dtype.itemsize == 2 else a for a in args)
+    outs = made.primitive.bind(*args, problem=wide)
     outs = outs if made.multiple_results else [outs]
     return [out.astype(dtype) for out, (_, dtype) in zip(outs, made.results(problem), strict=True)]
 

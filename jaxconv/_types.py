@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from jaxconv import _activation
-from jaxconv._problem import BatchNormAlgorithm, ConvAlgorithm, DenseAlgorithm, Implementation
+from jaxconv._problem import BatchNormAlgorithm, ConvAlgorithm, DenseAlgorithm, Implementation, PoolAlgorithm
 
 __all__ = [
     "Array",
@@ -28,6 +28,7 @@ __all__ = [
     "Operand",
     "Padding",
     "PerDimension",
+    "PoolAlgorithm",
     "Precision",
     "ToActivation",
     "TransposedPadding",

@@ -5,7 +5,7 @@
 jax's own policies that speak of dots do not know jaxconv's kernels. These do, and they compose with any of jax's
 through `jax.checkpoint_policies.save_from_both_policies`. Under differentiation the results of fused ops also carry
 names, for `jax.checkpoint_policies.save_only_these_names`: "jaxconv_conv", "jaxconv_dense", "jaxconv_batchnorm_train",
-"jaxconv_batchnorm_given", "jaxconv_conv_batchnorm".
+"jaxconv_batchnorm_given", "jaxconv_conv_batchnorm", "jaxconv_max_pool".
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from jaxconv.batchnorm import given, infer, train
 from jaxconv.conv import conv_kernel, dgrad, dgrad_add, fprop, statistics, wgrad
 from jaxconv.conv_batchnorm import pair
 from jaxconv.dense import dense_kernel, matmul
+from jaxconv.pool import kernel as max_pool
 
 # of a pair everything: y comes out of its convolution
 _CONVS = (fprop, dgrad, dgrad_add, wgrad, conv_kernel, statistics, pair)
 _DENSES = (matmul, dense_kernel)
 _NORMS = (train, infer, given)
+_POOLS = (max_pool,)
 
 
 def _of(kernels: Sequence[Kernel | Composite], primitive: Any, params: dict[str, Any]) -> bool:
@@ -42,7 +44,7 @@ def save_products(primitive: Any, *_: Any, **params: Any) -> bool:
 
 def save_all(primitive: Any, *_: Any, **params: Any) -> bool:
     """Keeps the results of every jaxconv op; recomputes the rest."""
-    return _of(_CONVS + _DENSES + _NORMS, primitive, params)
+    return _of(_CONVS + _DENSES + _NORMS + _POOLS, primitive, params)
 
 
 def save_all_but_batchnorms(primitive: Any, *_: Any, **params: Any) -> bool:
@@ -51,5 +53,5 @@ def save_all_but_batchnorms(primitive: Any, *_: Any, **params: Any) -> bool:
 
 
 def save_nothing_of_jaxconv(primitive: Any, *_: Any, **params: Any) -> bool:
-    """Keeps whatever is no jaxconv result: all convolutions, dense layers and batch-norms are recomputed."""
-    return not _of(_CONVS + _DENSES + _NORMS, primitive, params)
+    """Keeps whatever is no jaxconv result: every jaxconv op is run again."""
+    return not _of(_CONVS + _DENSES + _NORMS + _POOLS, primitive, params)

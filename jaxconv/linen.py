@@ -1,4 +1,4 @@
-"""`flax.linen`'s Conv, ConvTranspose, Dense and BatchNorm on jaxconv's kernels.
+"""`flax.linen`'s Conv, ConvTranspose, Dense, BatchNorm and max_pool on jaxconv's kernels.
 
 A model changes by its import alone, and a checkpoint moves both ways: arguments, parameters, collections, initialisers,
 dtypes and defaults are Flax's, because the classes are subclasses of Flax's. What they add:
@@ -29,7 +29,9 @@ from jaxconv import _flax
 from jaxconv._activation import activate
 from jaxconv._types import Array, ToActivation
 
-__all__ = ["BatchNorm", "Conv", "ConvTranspose", "Dense"]
+__all__ = ["BatchNorm", "Conv", "ConvTranspose", "Dense", "max_pool"]
+
+max_pool = _flax.max_pool
 
 
 # Held, because a program may put ours in their place (nn.Conv = jaxconv.linen.Conv). One a line, for type checkers.

@@ -1,4 +1,4 @@
-"""`flax.nnx`'s Conv, ConvTranspose, Linear and BatchNorm on jaxconv's kernels.
+"""`flax.nnx`'s Conv, ConvTranspose, Linear, BatchNorm and max_pool on jaxconv's kernels.
 
 A model changes by its import alone, and a checkpoint moves both ways: arguments, variables, initialisers, dtypes,
 defaults and the handling of state are Flax's, because the classes are subclasses of Flax's. What they add:
@@ -33,7 +33,9 @@ from jaxconv import _activation, _flax
 from jaxconv._activation import activate
 from jaxconv._types import Array, ToActivation
 
-__all__ = ["BatchNorm", "Conv", "ConvTranspose", "Linear"]
+__all__ = ["BatchNorm", "Conv", "ConvTranspose", "Linear", "max_pool"]
+
+max_pool = _flax.max_pool
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -5,17 +5,19 @@ Each function takes a problem and arrays of exactly the problem's shapes, and re
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 # Held, because a program may put ours in their place.
-from jax.lax import conv_general_dilated, dot_general
+from jax.lax import conv_general_dilated, dot_general, reduce_window
 
 from jaxconv._activation import activate, activate_grad
-from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem
+from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem, PoolProblem
 
 
 def _like(shape: tuple[int, ...], operand: jax.Array, batch: bool) -> Any:
@@ -253,3 +255,70 @@ def batchnorm_dx(p: BatchNormProblem, xhat, dz, scale, rstd, dscale, dbias, n: i
     """dx from the sums dscale and dbias over `n` elements a channel."""
     s = channel_shape(p)
     return (scale * rstd).reshape(s) * (dz - (dbias / n).reshape(s) - xhat * (dscale / n).reshape(s))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Max-pooling
+
+
+def max_pool(p: PoolProblem, x: jax.Array) -> list[jax.Array]:
+    """[y] or [y, positions]."""
+    y = reduce_window(
+        x,
+        -jnp.inf,
+        lax.max,
+        window_dimensions=p.per_axis(p.window, 1),
+        window_strides=p.per_axis(p.stride, 1),
+        padding=p.per_axis(p.padding, (0, 0)),
+        window_dilation=p.per_axis(p.dilation, 1),
+    )
+    return [y, max_pool_positions(p, x)] if p.save else [y]
+
+
+def max_pool_positions(p: PoolProblem, x: jax.Array) -> jax.Array:
+    """The tap that each maximum is taken from, counted row by row, uint8: that which lax's gradient selects.
+
+    A tap takes the place of those before it unless (ge) one of them is at least as large; padding is -inf.
+    """
+    x = lax.stop_gradient(x)
+    best, position = None, None
+    padded = lax.pad(x, jnp.array(-jnp.inf, x.dtype), p.per_axis(tuple((*pad, 0) for pad in p.padding), (0, 0, 0)))
+    for tap, at in enumerate(np.ndindex(p.window)):
+        v = _tap(p, padded, at)
+        if best is None:
+            best, position = v, jnp.zeros_like(v, np.uint8)
+        else:
+            stays = best >= v
+            best, position = jnp.where(stays, best, v), jnp.where(stays, position, np.uint8(tap))
+    return position
+
+
+def _tap(p: PoolProblem, padded: jax.Array, at: tuple[int, ...]) -> jax.Array:
+    """Of the padded x that tap of every window: like y."""
+    start = tuple(i * d for i, d in zip(at, p.dilation, strict=True))
+    stop = tuple(low + (out - 1) * s + 1 for low, out, s in zip(start, p.out_spatial, p.stride, strict=True))
+    outer = (p.batch, p.channels) if not p.channels_last else (p.batch,)
+    last = (p.channels,) if p.channels_last else ()
+    return lax.slice(padded, p.per_axis(start, 0), (*outer, *stop, *last), p.per_axis(p.stride, 1))
+
+
+def max_pool_backward(p: PoolProblem, x: jax.Array, position: jax.Array, dy: jax.Array) -> list[jax.Array]:
+    """[dx]: each dy at the maximum of its window. Without dilation lax derives it from x, else it is the positions'."""
+    if p.plain:
+        _, transpose = jax.vjp(lambda x: max_pool(dataclasses.replace(p, save=False), x)[0], x)
+        return list(transpose(dy))
+
+    def taken(x: jax.Array) -> jax.Array:
+        return max_pool_taken(p, x, position)
+
+    return list(jax.linear_transpose(taken, _like(p.x_shape, dy, batch=True))(dy))
+
+
+def max_pool_taken(p: PoolProblem, x: jax.Array, position: jax.Array) -> jax.Array:
+    """The elements of x at these positions in each window: of their own x the maxima. Linear in x."""
+    pads = p.per_axis(tuple((*pad, 0) for pad in p.padding), (0, 0, 0))
+    padded = lax.pad(x, jnp.zeros((), x.dtype), pads)
+    y = jnp.zeros_like(position, x.dtype)
+    for tap, at in enumerate(np.ndindex(p.window)):
+        y = y + jnp.where(position == tap, _tap(p, padded, at), jnp.zeros((), x.dtype))
+    return y

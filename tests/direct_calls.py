@@ -65,6 +65,7 @@ def _programs() -> dict[str, tuple[str, Any, tuple[Any, ...]]]:
     native: dict[str, Any] = dict(implementation="native")
     conv, dense = functools.partial(jaxconv.conv2d, **native), functools.partial(jaxconv.dense, **native)
     norm = functools.partial(jaxconv.batchnorm, activation="relu", **native)
+    pool = functools.partial(jaxconv.max_pool, window=(3, 2), stride=(2, 1), padding="SAME", **native)
     # A GPU's kernels with statistics and with an addend take 16 bits and eights of channels.
     wide = "bfloat16" if PLATFORM == "cuda" else "float32"
     aligned = jnp.ones((2, 5, 6, 8), wide), jnp.ones((3, 3, 8, 16), wide)
@@ -107,6 +108,9 @@ def _programs() -> dict[str, tuple[str, Any, tuple[Any, ...]]]:
         ),
         "batchnorm_infer": ("batchnorm_infer", functools.partial(norm, training=False, residual=x), (x, v, v, v, v)),
         "batchnorm_backward": ("batchnorm_backward", jax.grad(trained, (0, 1)), (x, x)),
+        "max_pool": ("max_pool", pool, (x,)),
+        "max_pool_positions": ("max_pool", jax.grad(lambda x: pool(x).sum()), (x,)),
+        "max_pool_backward": ("max_pool_backward", jax.grad(lambda x: pool(x).sum()), (x,)),
     }
 
 
@@ -123,13 +127,19 @@ _NAMES = {
     "batchnorm_train": ("x scale bias running_mean running_var residual?", "y new_mean new_var mean rstd"),
     "batchnorm_infer": ("x scale bias mean var residual?", "y"),
     "batchnorm_backward": ("x dy scale bias mean rstd residual?", "dscale dbias dx? dresidual?"),
+    "max_pool": ("x", "y position?"),
+    "max_pool_backward": ("position dy", "dx"),  # of its operands those that the call is given
 }
+# Ops younger than the first version of the wire
+YOUNGER = ("max_pool", "max_pool_backward")
 
 
 def _operand(p: Any, kernel: str, name: str) -> tuple[Shape, str]:
     """(shape, dtype) of an operand of `kernel`."""
     if kernel.startswith("batchnorm"):
         return (p.x_shape, p.dtype) if name in ("x", "dy", "residual") else (p.param_shape, p.param_dtype)
+    if kernel.startswith("max_pool"):
+        return (p.x_shape if name == "x" else p.y_shape), "uint8" if name == "position" else p.dtype
     if kernel.startswith("conv"):
         shapes = {"x": p.x_shape, "c": p.x_shape, "w": p.w_shape, "dy": p.y_shape, "b": (p.out_channels,)}
     else:
@@ -139,6 +149,7 @@ def _operand(p: Any, kernel: str, name: str) -> tuple[Shape, str]:
 
 def _has(p: Any, kernel: str, name: str) -> bool:
     attribute = {"z": "save_preactivation", "b": "bias", "c": "addend", "dx": "want_dx", "dresidual": "want_dresidual"}
+    attribute["position"] = "save"
     return bool(getattr(p, attribute.get(name, name)))
 
 

@@ -32,10 +32,12 @@ import numpy as np
 
 from jaxconv import _op, _plan, _problem
 from jaxconv._plan import conv, dense, depthwise, domain, sm90
-from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem
+from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem, PoolProblem
 from jaxconv.batchnorm import backward, infer, train
 from jaxconv.conv import conv_kernel, dgrad, dgrad_add, fprop, statistics, wgrad
 from jaxconv.dense import dense_kernel, matmul
+from jaxconv.pool import backward as pool_backward
+from jaxconv.pool import kernel as pool_kernel
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -198,6 +200,26 @@ def batchnorm_calls(dtype: str, algorithm: str, shape: tuple[int, ...], axis: in
     ]
 
 
+def pool_calls(dtype: str, algorithm: str, shape: tuple[int, ...], window: Any, options: dict[str, Any]) -> list[Call]:
+    settled = {"stride": 1, "padding": "SAME", "dilation": 1, "layout": None, **options}
+    p = PoolProblem.infer("max_pool", array(shape, dtype), window, **settled, algorithm=algorithm, implementation=None)
+    saving, x, y = dataclasses.replace(p, save=True), (p.x_shape, dtype), (p.y_shape, dtype)
+    return [
+        (pool_kernel, p, [x]),
+        (pool_kernel, saving, [x]),
+        (pool_backward, saving, [x, (p.y_shape, "uint8"), y]),
+    ]
+
+
+# Positions are random here, also those that no window has: a gather reads nothing by them.
+POOLS = (
+    ((3, 16, 16, 64), 3, {"stride": 2}),
+    ((3, 11, 9, 24), 3, {"stride": 2, "padding": 1}),
+    ((3, 11, 9, 5), (3, 2), {}),
+    ((3, 12, 13, 16), 2, {"stride": 2, "padding": "VALID"}),
+    ((2, 65, 8), 5, {"stride": 3}),
+    ((2, 5, 6, 7, 8), (2, 3, 4), {"stride": (1, 2, 3), "dilation": (2, 1, 2)}),
+)
 BATCHNORMS = (((6, 5, 5, 16), -1), ((6, 16, 8, 8), 1), ((6, 7, 7, 5), -1), ((6, 5, 7, 7), 1), ((130, 9, 9, 24), -1))
 DENSES = ((128, 64, 256), (72, 64, 136), (5, 7, 3), (16, 2048, 24), (200, 72, 264), (64, 1024, 136))
 
@@ -214,6 +236,9 @@ def cases(op: str, algorithm: str, dtype: str) -> Iterator[tuple[str, list[Call]
     elif op == "dense":
         for shape, precision in itertools.product(DENSES, precisions):
             yield f"{shape} {precision}", dense_calls(dtype, algorithm, precision, *shape)
+    elif op == "pool":
+        for shape, window, options in POOLS:
+            yield f"{shape} {window}", pool_calls(dtype, algorithm, shape, window, options)
     else:
         for shape, fused in itertools.product(BATCHNORMS, (False, True)):
             yield f"{shape} {'fused' if fused else 'bare'}", batchnorm_calls(dtype, algorithm, *shape, fused)
@@ -232,6 +257,7 @@ KERNELS = {
     ],
     "dense": [*members("sm90", (*(kernel for kernel, _ in sm90.PRODUCTS), "rows")), "gemm"],
     "batchnorm": list(_problem.BATCHNORM_ALGORITHMS),
+    "pool": list(_problem.POOL_ALGORITHMS),
 }
 PARTS = [
     f"{op}/{kernel}/{dtype}" for op, kernels in KERNELS.items() for kernel, dtype in itertools.product(kernels, DTYPES)

@@ -14,15 +14,17 @@ import os
 from typing import Any
 
 from jaxconv import _native
-from jaxconv._plan import batchnorm, conv, dense, domain, measured, model, stem, tuned
+from jaxconv._plan import batchnorm, conv, dense, domain, measured, model, pool, stem, tuned
 from jaxconv._plan.plan import Candidate, Device, Plan, Problem, itemsize, known
 from jaxconv._problem import (
     BATCHNORM_ALGORITHMS,
     DENSE_ALGORITHMS,
+    POOL_ALGORITHMS,
     BatchNormProblem,
     ConvBatchNormProblem,
     ConvProblem,
     DenseProblem,
+    PoolProblem,
 )
 
 # op -> the group that JAXCONV_DISABLE names
@@ -38,11 +40,13 @@ OPS = {
     "batchnorm_train": "batchnorm",
     "batchnorm_infer": "batchnorm",
     "batchnorm_backward": "batchnorm",
+    "max_pool": "pool",
+    "max_pool_backward": "pool",
 }
 
 
 def disabled(op: str) -> bool:
-    """Whether JAXCONV_DISABLE (a comma-separated list of conv, dense, batchnorm, or all) names the op."""
+    """Whether JAXCONV_DISABLE (a comma-separated list of conv, dense, batchnorm, pool, or all) names the op."""
     names = {name.strip() for name in os.environ.get("JAXCONV_DISABLE", "").split(",")}
     return bool(names & {OPS[op], op, "all"})
 
@@ -246,6 +250,8 @@ def made(op: str, algorithm: str, problem: Problem, device: Device) -> Plan | st
         return plan
     if isinstance(problem, BatchNormProblem):
         return batchnorm.made(op, algorithm, problem, device)
+    if isinstance(problem, PoolProblem):
+        return pool.made(algorithm, problem, device)
     return dense.made(algorithm, problem, device)
 
 
@@ -259,6 +265,8 @@ def _ladder(op: str, problem: Problem, device: Device) -> str:
     """The native algorithm for a problem nobody has measured."""
     if isinstance(problem, DenseProblem):
         return "gemm"
+    if isinstance(problem, PoolProblem):
+        return "gather"
     if isinstance(problem, BatchNormProblem):
         # Blocks read images that 16 bytes do not divide an element at a time.
         whole = problem.inner == 1 or domain.batchnorm_vector(problem) > 1
@@ -296,6 +304,10 @@ def _fastest(op: str, problem: Problem, device: Device) -> Plan:
         # Alone it may win; between convolutions it was 1.2 times slower than XLA's, bf16 and float32, by the copies.
         why = "convolutions leave channels last in memory; native code takes arrays as they lie and would copy"
         return Plan("xla", why, candidates=candidates)
+    if best is None and isinstance(problem, PoolProblem):
+        native, why = pool.by_rule(problem, device)
+        plan = made(op, "gather", problem, device) if native else Plan("xla", why)
+        return Plan("xla", plan) if isinstance(plan, str) else dataclasses.replace(plan, reason=why)
     if best is None or not best.wins:
         return Plan("xla", why + _unsafe(op, problem, device), candidates=candidates)
     return dataclasses.replace(best.plan, reason=why, candidates=candidates)
@@ -417,7 +429,10 @@ def every(op: str, problem: Problem, device: Device) -> list[Plan]:
         return []
     if isinstance(problem, ConvProblem):
         return list(conv.every(op, problem, device))
-    algorithms = BATCHNORM_ALGORITHMS if isinstance(problem, BatchNormProblem) else DENSE_ALGORITHMS
+    if isinstance(problem, PoolProblem):
+        algorithms: tuple[str, ...] = POOL_ALGORITHMS
+    else:
+        algorithms = BATCHNORM_ALGORITHMS if isinstance(problem, BatchNormProblem) else DENSE_ALGORITHMS
     plans = (made(op, algorithm, problem, device) for algorithm in algorithms)
     return [plan for plan in plans if isinstance(plan, Plan)]
 
@@ -428,7 +443,7 @@ def tiles(op: str, problem: Problem, device: Device) -> list[Plan]:
         return []
     if isinstance(problem, DenseProblem):
         return list(dense.every(problem, device))
-    if isinstance(problem, BatchNormProblem) or device.platform != "cuda":
+    if isinstance(problem, (BatchNormProblem, PoolProblem)) or device.platform != "cuda":
         return every(op, problem, device)
     specs: dict[str, None] = {}
     for family, module in conv.FAMILIES.items():
@@ -440,6 +455,8 @@ def tiles(op: str, problem: Problem, device: Device) -> list[Plan]:
 def _fastest_on_cpu(op: str, problem: Problem) -> tuple[str | None, str]:
     if op == "conv_statistics":
         return None, "on the CPU its statistics cost a pass over its result, inside the call or behind it"
+    if isinstance(problem, PoolProblem):
+        return pool.on_cpu(problem)
     if not isinstance(problem, ConvProblem):
         return None, "XLA is at the processor's limit"
     if problem.depthwise and problem.groups > 1:

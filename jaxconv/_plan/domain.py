@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxconv import _native
 from jaxconv._plan.plan import Device, Plan
-from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem
+from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem, PoolProblem
 
 
 def capability(device: Device) -> tuple[int, int]:
@@ -138,3 +138,23 @@ def batchnorm_vector(p: BatchNormProblem) -> int:
 def batchnorm_teams(op: str, p: BatchNormProblem, width: int, device: Device) -> tuple[int, int]:
     """resident_team with tiles of `width` bytes: (CTAs that the device runs at once, groups of channels for them)."""
     return _native.cpu.batchnorm_teams(op, _batchnorm(p), width, *capability(device), device.sm_count)
+
+
+@functools.lru_cache(maxsize=4096)
+def _pool(p: PoolProblem) -> Any:
+    def three(values: Any, fill: int) -> list[int]:
+        return [fill] * (3 - p.nd) + [int(v) for v in values]
+
+    extents = [three(values, 1) for values in (p.in_spatial, p.window, p.out_spatial, p.stride)]
+    pads = three([low for low, _ in p.padding], 0)
+    return _native.cpu.PoolProblem(p.batch, p.channels, *extents, pads, three(p.dilation, 1), p.dtype)
+
+
+def pool_refusal(plan: Plan, p: PoolProblem) -> str | None:
+    """conv_refusal of a max-pooling and its gradient."""
+    return _native.cpu.pool_refusal(_pool(p), plan.kernel) or None
+
+
+def pool_vector(p: PoolProblem) -> int:
+    """Elements in an access of its kernels."""
+    return _native.cpu.pool_vector(_pool(p))

@@ -20,7 +20,7 @@ from typing import Any
 
 from jaxconv._plan import model
 from jaxconv._plan.plan import Device
-from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem
+from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem, PoolProblem
 
 FOLDER = pathlib.Path(__file__).parent.parent / "tuning"
 
@@ -92,7 +92,7 @@ def features(op: str, problem: Any) -> tuple[str, tuple[Any, ...], tuple[float, 
     """(op as measured, kind, coordinates) of a problem: what decides whether two problems run alike.
 
     Coordinates: conv (pixels of y, C / groups, K / groups, groups); dense (instances, M, K, N); batch-norm (elements of
-    a channel, channels).
+    a channel, channels); max-pooling (pixels of y, channels).
     """
     if isinstance(problem, ConvProblem):
         return _conv_features(op, problem)
@@ -110,6 +110,13 @@ def features(op: str, problem: Any) -> tuple[str, tuple[Any, ...], tuple[float, 
             aligned,
         )
         return "dense", kind, _log2(problem.batch or 1, problem.m, problem.k, problem.n)
+    if isinstance(problem, PoolProblem):
+        # Measured there and back, chosen there and back: where the gradient is taken the positions are wanted for it.
+        back = problem.save or op == "max_pool_backward"
+        window = problem.window, problem.stride, problem.dilation
+        kind = (problem.dtype, *window, problem.channels % (8 if problem.dtype != "float32" else 4) == 0)
+        pixels = problem.batch * math.prod(problem.out_spatial)
+        return "max_pool_fused" if back else "max_pool", kind, _log2(pixels, problem.channels)
     p: BatchNormProblem = problem
     vector = 8 if p.dtype != "float32" else 4
     fast_axis = p.channels if p.inner == 1 else p.inner
@@ -251,6 +258,7 @@ _INDEPENDENT = {
     ConvProblem: (True, False, False, True),
     DenseProblem: (True, True, False, False),
     BatchNormProblem: (True, True),
+    PoolProblem: (True, True),
 }
 
 
@@ -302,7 +310,7 @@ def _scaled(m: Measurement, sister: str, device: Device) -> Measurement:
     rest = there.half / here.half
 
     def scaled(ms: float) -> float:
-        if m.op.startswith("batchnorm"):  # nothing but memory, over which XLA passes more often
+        if m.op.startswith(("batchnorm", "max_pool")):  # nothing but memory, over which XLA passes more often
             return ms * there.bandwidth / here.bandwidth
         before, after = (_least_ms(m, of) for of in (there, here))
         share = min(1.0, before / ms)

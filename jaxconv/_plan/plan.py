@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem
+from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem, PoolProblem
 
-Problem = ConvProblem | DenseProblem | BatchNormProblem
+Problem = ConvProblem | DenseProblem | BatchNormProblem | PoolProblem
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,6 +31,7 @@ from jaxconv._problem.parse import (
     parse_transposed_padding,
     same_dtype,
 )
+from jaxconv._problem.pool import POOL_ALGORITHMS, PoolAlgorithm, PoolProblem
 
 __all__ = [
     "BATCHNORM_ALGORITHMS",
@@ -40,6 +41,7 @@ __all__ = [
     "DENSE_ALGORITHMS",
     "DTYPES",
     "IMPLEMENTATIONS",
+    "POOL_ALGORITHMS",
     "BatchNormAlgorithm",
     "BatchNormProblem",
     "ConvAlgorithm",
@@ -49,6 +51,8 @@ __all__ = [
     "DenseProblem",
     "Implementation",
     "Pair",
+    "PoolAlgorithm",
+    "PoolProblem",
     "Precision",
     "as_array",
     "as_mask",

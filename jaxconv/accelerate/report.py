@@ -12,9 +12,9 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One convolution, product, batch-norm or activation in a traced function, and what became of it."""
+    """One convolution, product, batch-norm, max-pooling or activation in a traced function, and what became of it."""
 
-    what: str  # "conv", "dense", "batchnorm"; "activation" where one stays behind a call that was made
+    what: str  # "conv", "dense", "batchnorm", "max_pool"; "activation" where one stays behind a call that was made
     shapes: str
     fused: str  # what the call took in: "conv + bias + relu", "wgrad"; empty where the operation was left
     why: str  # it was left, or could be part of a call that takes in more; else empty
@@ -23,7 +23,11 @@ class Finding:
 
 # Said of what belongs to a gradient: "a weight gradient, ...".
 GRADIENT = "taken inside the function: accelerate the loss, before its gradient is taken, and more is fused"
-GRADIENTS = {"dgrad": f"an input gradient, {GRADIENT}", "wgrad": f"a weight gradient, {GRADIENT}"}
+GRADIENTS = {
+    "dgrad": f"an input gradient, {GRADIENT}",
+    "wgrad": f"a weight gradient, {GRADIENT}",
+    "max_pool's gradient": "taken inside the function: accelerate the loss, before its gradient is taken",
+}
 
 
 class Report(list[Finding]):
@@ -53,7 +57,9 @@ class Report(list[Finding]):
         if not self and self.already:
             self.notes.append(f"nothing is left to replace: the function calls jaxconv already (calls: {self.already})")
         elif not self:
-            self.notes.append("nothing was found: the function has no convolution, dense layer or batch-norm in it")
+            self.notes.append(
+                "nothing was found: the function has no convolution, dense layer, batch-norm or max-pooling in it"
+            )
 
     def __str__(self) -> str:
         rows = [("where", "operation", "became")]

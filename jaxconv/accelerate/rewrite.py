@@ -20,6 +20,8 @@ from jaxconv.accelerate.activations import Activations
 from jaxconv.accelerate.graph import Array, Constant, Graph, Node, Value, channels_of, unconverted
 from jaxconv.accelerate.linear import Fused, Refusal, find_conv, find_dense, find_gradient, linear_before
 from jaxconv.accelerate.norms import Normalised, find_batchnorm, find_normalised, find_own_pair, over_batch
+from jaxconv.accelerate.pools import NAMES as POOLS
+from jaxconv.accelerate.pools import find_pool
 from jaxconv.accelerate.report import GRADIENT, GRADIENTS, Finding, Report
 
 
@@ -64,6 +66,8 @@ class Rewriting:
                 self._try("conv", node, node.inputs[0].shape, lambda n=node: self._convs(n))
             elif node.name == "dot_general":
                 self._try("dense", node, node.inputs[0].shape, lambda n=node: iter([find_dense(n, self._activations)]))
+            elif node.name in POOLS:
+                self._try("max_pool", node, node.inputs[-1].shape, lambda n=node: iter([find_pool(n)]))
             elif node.name.startswith("jaxconv_"):
                 self._report.already += 1
                 own = find_own_pair(node) if node.name == "jaxconv_batchnorm_infer" else None
@@ -80,8 +84,10 @@ class Rewriting:
         return f"{self._around}/{node.name_stack}"
 
     def _try(self, what: str, node: Node, x: tuple[int, ...], candidates: Callable[[], Iterator[Fused]]) -> None:
-        weights = "" if what == "batchnorm" else f", {_text(node.inputs[1])}"
-        shapes = (_text(node.inputs[0]) if what != "batchnorm" else f"{node.outputs[0].dtype}{list(x)}") + weights
+        if what in ("batchnorm", "max_pool"):
+            shapes = f"{node.outputs[0].dtype}{list(x)}"
+        else:
+            shapes = f"{_text(node.inputs[0])}, {_text(node.inputs[1])}"
         where = str(node.name_stack)
         why = "its parts need one another"
         try:

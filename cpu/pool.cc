@@ -1,0 +1,160 @@
+// Max-pooling on the host: of each row of y its pixels' windows, tap by tap over runs of channels; of each row of dx the
+// windows that have a tap there, in their order, so that the sums do not depend on the number of threads.
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <string>
+
+#include "common/launch.h"
+#include "cpu/context.h"
+
+namespace jaxconv::cpu {
+namespace {
+
+constexpr int64_t kRun = 64;  // channels whose maxima are held at a time
+
+int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Taps of the window that starts at `first` which lie in the array: [low, high).
+struct Taps {
+  Taps(const PoolProblem& p, int axis, int64_t out) : first(out * p.stride[axis] - p.pad[axis]) {
+    low = first >= 0 ? 0 : CeilDiv(-first, p.dilation[axis]);
+    high = first >= p.in[axis] ? 0 : CeilDiv(p.in[axis] - first, p.dilation[axis]);
+    low = std::min(low, p.window[axis]);
+    high = std::clamp(high, low, p.window[axis]);
+  }
+  int64_t first, low, high;
+};
+
+// Windows with a tap at i, [low, high), some of which dilation steps over.
+struct Windows {
+  Windows(const PoolProblem& p, int axis, int64_t i) : at(i + p.pad[axis]) {
+    const int64_t reach = (p.window[axis] - 1) * p.dilation[axis];
+    low = at <= reach ? 0 : CeilDiv(at - reach, p.stride[axis]);
+    high = std::min(p.out[axis], at / p.stride[axis] + 1);
+  }
+  // The tap of window o, or -1.
+  int64_t Tap(const PoolProblem& p, int axis, int64_t o) const {
+    const int64_t offset = at - o * p.stride[axis];
+    return offset % p.dilation[axis] == 0 ? offset / p.dilation[axis] : -1;
+  }
+  int64_t at, low, high;
+};
+
+// One of the `count` neighbouring channels' windows: `x` is their first channel of the image.
+template <typename T>
+void Pixel(const PoolProblem& p, const Taps& depth, const Taps& rows, const Taps& columns,
+           const T* x, int64_t count, T* y, uint8_t* position) {
+  const T lowest = -std::numeric_limits<T>::infinity();
+  T best[kRun], max[kRun];
+  uint8_t at[kRun];
+  std::fill_n(best, count, lowest);
+  std::fill_n(max, count, lowest);
+  std::fill_n(at, count, uint8_t{0});
+  const auto take = [&](int64_t tap, auto value) {
+    for (int64_t c = 0; c < count; ++c) {
+      const T v = value(c);
+      const bool stays = best[c] >= v;
+      best[c] = stays ? best[c] : v;
+      at[c] = stays ? at[c] : static_cast<uint8_t>(tap);
+      max[c] = v != v || v > max[c] ? v : max[c];  // a NaN is not below anything
+    }
+  };
+  int64_t tap = 0;
+  for (int64_t t = 0; t < p.window[0]; ++t) {
+    for (int64_t r = 0; r < p.window[1]; ++r) {
+      const bool inside = t >= depth.low && t < depth.high && r >= rows.low && r < rows.high;
+      const int64_t d = depth.first + t * p.dilation[0], h = rows.first + r * p.dilation[1];
+      for (int64_t s = 0; s < p.window[2]; ++s, ++tap) {
+        if (inside && s >= columns.low && s < columns.high) {
+          const int64_t w = columns.first + s * p.dilation[2];
+          const T* from = x + ((d * p.in[1] + h) * p.in[2] + w) * p.c;
+          take(tap, [from](int64_t c) { return from[c]; });
+        } else {  // takes the place of a NaN and of nothing else
+          take(tap, [lowest](int64_t) { return lowest; });
+        }
+      }
+    }
+  }
+  std::copy_n(max, count, y);
+  if (position != nullptr) std::copy_n(at, count, position);
+}
+
+template <typename T>
+void Forward(const Context& ctx, const PoolProblem& p, const T* x, T* y, uint8_t* position) {
+  ParallelFor(ctx, p.n * p.out[0] * p.out[1], [&](int64_t row) {
+    const Taps rows(p, 1, row % p.out[1]), depth(p, 0, row / p.out[1] % p.out[0]);
+    const T* image = x + row / (p.out[0] * p.out[1]) * p.in_size() * p.c;
+    for (int64_t q = 0; q < p.out[2]; ++q) {
+      const Taps columns(p, 2, q);
+      const int64_t to = (row * p.out[2] + q) * p.c;
+      for (int64_t c = 0; c < p.c; c += kRun) {
+        Pixel(p, depth, rows, columns, image + c, std::min(kRun, p.c - c), y + to + c,
+              position == nullptr ? nullptr : position + to + c);
+      }
+    }
+  });
+}
+
+template <typename T>
+void Backward(const Context& ctx, const PoolProblem& p, const uint8_t* position, const T* dy,
+              T* dx) {
+  ParallelFor(ctx, p.n * p.in[0] * p.in[1], [&](int64_t row) {
+    const Windows rows(p, 1, row % p.in[1]), depth(p, 0, row / p.in[1] % p.in[0]);
+    const int64_t image = row / (p.in[0] * p.in[1]) * p.out_size();
+    for (int64_t w = 0; w < p.in[2]; ++w) {
+      const Windows columns(p, 2, w);
+      T* to = dx + (row * p.in[2] + w) * p.c;
+      std::fill_n(to, p.c, T{0});
+      for (int64_t o0 = depth.low; o0 < depth.high; ++o0) {
+        for (int64_t o1 = rows.low; o1 < rows.high; ++o1) {
+          for (int64_t o2 = columns.low; o2 < columns.high; ++o2) {
+            const int64_t t = depth.Tap(p, 0, o0), r = rows.Tap(p, 1, o1),
+                          s = columns.Tap(p, 2, o2);
+            if (t < 0 || r < 0 || s < 0) continue;
+            const int64_t tap = (t * p.window[1] + r) * p.window[2] + s;
+            const int64_t from = (image + (o0 * p.out[1] + o1) * p.out[2] + o2) * p.c;
+            for (int64_t c = 0; c < p.c; ++c)
+              to[c] += position[from + c] == tap ? dy[from + c] : T{0};
+          }
+        }
+      }
+    }
+  });
+}
+
+Status Confirm(const char* op, const PoolProblem& p, const Plan& plan) {
+  const std::string what = std::string(op) + "[" + std::string(plan.kernel) + "]";
+  if (plan.kernel != "gather") return Status::Unimplemented(what + ": there is no such kernel");
+  if (p.dtype != DType::kF32 && p.dtype != DType::kF64)
+    return Status::Unimplemented(what + ": it needs float32 or float64");
+  return Status::Ok();
+}
+
+}  // namespace
+
+Status MaxPool(const Context& ctx, const PoolProblem& p, const Plan& plan, const void* x, void* y,
+               uint8_t* position) {
+  JAXCONV_RETURN_IF_ERROR(Confirm("max_pool", p, plan));
+  if (p.n * p.c * p.out_size() == 0) return Status::Ok();
+  if (p.dtype == DType::kF64) {
+    Forward(ctx, p, static_cast<const double*>(x), static_cast<double*>(y), position);
+  } else {
+    Forward(ctx, p, static_cast<const float*>(x), static_cast<float*>(y), position);
+  }
+  return Status::Ok();
+}
+
+Status MaxPoolBackward(const Context& ctx, const PoolProblem& p, const Plan& plan,
+                       const uint8_t* position, const void* dy, void* dx) {
+  JAXCONV_RETURN_IF_ERROR(Confirm("max_pool_backward", p, plan));
+  if (p.n * p.c * p.in_size() == 0) return Status::Ok();
+  if (p.dtype == DType::kF64) {
+    Backward(ctx, p, position, static_cast<const double*>(dy), static_cast<double*>(dx));
+  } else {
+    Backward(ctx, p, position, static_cast<const float*>(dy), static_cast<float*>(dx));
+  }
+  return Status::Ok();
+}
+
+}  // namespace jaxconv::cpu

@@ -1,0 +1,10 @@
+// cuda/domain.h for max-pooling.
+#include "cuda/pool/domain.h"
+
+namespace jaxconv::cuda {
+
+std::string PoolRefusal(const PoolProblem& p, const Plan& plan) { return pool::Refusal(p, plan); }
+
+int64_t PoolVector(const PoolProblem& p) { return pool::Vector(p); }
+
+}  // namespace jaxconv::cuda

@@ -1,0 +1,40 @@
+"""Max-pooling: cuda/pool."""
+
+from __future__ import annotations
+
+from jaxconv._plan import domain
+from jaxconv._plan.plan import Device, Plan
+from jaxconv._problem import PoolProblem
+
+
+def made(algorithm: str, p: PoolProblem, device: Device) -> Plan | str:
+    """The plan by the kernel that `algorithm` names, or the sentence that says why there is none."""
+    plan = Plan("native", "", algorithm, asks_channels_last=not p.channels_last)
+    if device.platform == "cpu":
+        return plan
+    return domain.pool_refusal(plan, p) or plan
+
+
+def on_cpu(p: PoolProblem) -> tuple[str | None, str]:
+    """(algorithm, why) on a CPU."""
+    if not p.save:
+        return None, "no gradient is taken: XLA's own pooling is up to 5 times faster"
+    if p.channels < 16:
+        return None, "of fewer than 16 channels XLA is as fast"
+    why = "there and back XLA's scatter was 1.7 to 2.1 times slower with 64 channels, as fast with 16 (EPYC)"
+    return "gather", why
+
+
+def by_rule(p: PoolProblem, device: Device) -> tuple[bool, str]:
+    """Whether native code is the default where nothing near was measured, and why.
+
+    XLA scatters the gradient, by atomics or a sort, in several passes over x; the gather is one pass over dx. Without a
+    gradient both are one pass over x.
+    """
+    if not p.save:
+        return False, "no gradient is taken: XLA's own pooling is one pass as well"
+    if device.compute_capability != (9, 0):
+        return False, "its kernels are the default on compute capability 9.0 only"
+    if domain.pool_vector(p) == 1:
+        return False, "16 bytes do not divide the channels"
+    return True, "the gradient is one pass over memory, XLA's scatter is several; not measured near it"

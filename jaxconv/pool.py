@@ -1,0 +1,182 @@
+"""Max-pooling: the public function, its kernels and its differentiation rules."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.interpreters import ad
+
+from jaxconv import _op, _plan, _problem, _sharding, reference
+from jaxconv._problem import PoolProblem
+from jaxconv._types import Array, Implementation, Layout, Operand, Padding, PerDimension, PoolAlgorithm
+
+replace = dataclasses.replace
+
+
+def _wire(p: PoolProblem, plan: _plan.Plan, results: int, given: Sequence[int]) -> _op.Wire:
+    pool = {
+        "window": np.array(p.window, np.int64),
+        "stride": np.array(p.stride, np.int64),
+        "pad_low": np.array([low for low, _ in p.padding], np.int64),
+        "pad_high": np.array([high for _, high in p.padding], np.int64),
+        "dilation": np.array(p.dilation, np.int64),
+        "dims_channels_last": np.int64(p.channels_last),
+        "save": np.int64(p.save),
+    }
+    layout = (0, *range(2, p.nd + 2), 1) if plan.asks_channels_last else None
+    return _op.Wire({"pool": pool}, [layout] * len(given), [layout] * results, operands=given)
+
+
+def _batch(call: Any) -> Any:
+    """Mapped arrays fold into N."""
+
+    def batch(p: PoolProblem, args: list[Array], dims: list[int | None]) -> tuple[list[Array], list[int]]:
+        size = _op.batch_size(args, dims)
+        folded = [_op.fold(_op.to_front(a, d, size), 0, 0) for a, d in zip(args, dims, strict=True)]
+        outs = call()(replace(p, batch=size * p.batch), *folded)
+        return [_op.unfold(out, size, 0) for out in outs], [0] * len(outs)
+
+    return batch
+
+
+def _partition(p: PoolProblem, operands: str, results: str) -> _sharding.Partition:
+    """Letters: x, y (and positions). Images and channels may be split; pixels are gathered, XLA's own are not."""
+
+    def axes(letter: str) -> str:
+        return " ".join(
+            ("n", *(f"{letter}{i}" for i in range(p.nd)), "c")
+            if p.channels_last
+            else ("n", "c", *(f"{letter}{i}" for i in range(p.nd)))
+        )
+
+    return _sharding.Partition(
+        [axes(o) for o in operands],
+        [axes(r) for r in results],
+        ["n", "c"],
+        lambda parts: replace(p, batch=p.batch // parts["n"], channels=p.channels // parts["c"]),
+    )
+
+
+# x -> y, and of a problem that saves them the positions: uint8, like y
+kernel = _op.kernel(
+    "max_pool",
+    reference=reference.max_pool,
+    results=lambda p: [(p.y_shape, p.dtype)] + [(p.y_shape, "uint8")] * p.save,
+    wire=lambda p, plan: _wire(p, plan, 1 + p.save, (0,)),
+    batch=_batch(lambda: kernel),
+    partition=lambda p: _partition(p, "x", "y" + "y" * p.save),
+    multiple_results=True,
+)
+# (x, positions, dy) -> dx, of a problem that saves positions. The kernel reads positions, XLA's scatter x: whichever is
+# not read is dropped when a whole step is compiled.
+backward = _op.kernel(
+    "max_pool_backward",
+    reference=reference.max_pool_backward,
+    results=lambda p: [(p.x_shape, p.dtype)],
+    wire=lambda p, plan: _wire(p, plan, 1, (1, 2)),
+    batch=_batch(lambda: backward),
+    partition=lambda p: _partition(p, "xyy", "x"),
+    multiple_results=True,
+)
+
+
+def _forward(p: PoolProblem, x: Array) -> tuple[list[Array], Any]:
+    y, position = kernel(replace(p, save=True), x)
+    return [y], (x, position)
+
+
+def _backward(
+    p: PoolProblem, residuals: Any, cotangents: Sequence[Array | None], want: Sequence[bool]
+) -> list[Array | None]:
+    return backward(replace(p, save=True), *residuals, cotangents[0])
+
+
+def _tangent(p: PoolProblem, residuals: Any, tangents: Sequence[Array | None]) -> list[Array]:
+    """Linear in the tangent of x: the maxima's own."""
+    x, position = residuals
+    (tx,) = tangents
+    if not p.plain:
+        return [reference.max_pool_taken(p, tx, position)]
+    return [jax.jvp(lambda x: reference.max_pool(p, x)[0], (x,), (tx,))[1]]
+
+
+_op.fuse(kernel, _op.Rules(lambda p: p, _forward, _backward, _tangent))
+_op.by_reference(backward)
+_jvp_of_y = ad.primitive_jvps[kernel.primitive]
+
+
+def _jvp(primals: Sequence[Array], tangents: Sequence[Any], *, problem: PoolProblem) -> Any:
+    """Positions are whole numbers: they have no derivative."""
+    if not problem.save:
+        return _jvp_of_y(primals, tangents, problem=problem)
+    y, position = kernel(problem, *primals)
+    _, (ty,) = _jvp_of_y(primals, tangents, problem=replace(problem, save=False))
+    return [y, position], [ty, ad.Zero(jax.typeof(position).to_tangent_aval())]
+
+
+ad.primitive_jvps[kernel.primitive] = _jvp
+
+
+def max_pool(
+    x: Operand,  # (N, H, W, C), or as `layout` says
+    window: PerDimension,
+    *,
+    stride: PerDimension = 1,
+    padding: Padding = "VALID",
+    dilation: PerDimension = 1,
+    layout: Layout | None = None,
+    algorithm: PoolAlgorithm | None = None,
+    implementation: Implementation | None = None,
+) -> Array:
+    """The maximum of each window, in one to three spatial dimensions.
+
+    Equivalent JAX code for the layout NHWC::
+
+        y = lax.reduce_window(x, -jnp.inf, lax.max, (1, *window, 1), (1, *stride, 1), padding,
+                              window_dilation=(1, *dilation, 1))
+
+    Its gradient goes to one element of each window, the same as lax's: of equal ones to the first, row by row (-0.0 and
+    0.0 are equal). Padding is -inf: where it comes first in a window that has nothing larger, the gradient is lost. A
+    window with a NaN gives NaN, and its gradient goes to the maximum of what follows the last NaN in it, or to that NaN
+    where nothing does. What several windows give to an element is added up in float32 (float64 for float64).
+
+    Args:
+      x: 3 to 5 dimensions; float32, bfloat16, float16 or float64.
+      window: extents of the window, an int or one per spatial dimension.
+      stride: steps of the window.
+      padding: "SAME", "SAME_LOWER", "VALID", or pads of at least 0: an int, an int per dimension, or pairs (low, high).
+      dilation: steps between a window's taps.
+      layout: "NHWC" or "NCHW" (NWC, NCW, NDHWC, NCDHW); None is channels last.
+      algorithm: forces a native algorithm: "gather".
+      implementation: see `conv2d`. By default a GPU's kernels are taken where a gradient is, for they remember each
+        maximum's place, a byte: without one it is XLA's reduce_window.
+
+    Returns:
+      (N, P, Q, C) in x's dtype and layout.
+
+    Raises:
+      TypeError, ValueError: when the arguments do not fit together (at trace time), naming the argument, what it got
+        and what was expected; ValueError when a forced implementation or algorithm cannot run, with the reason: windows
+        of more than 255 taps are lax's.
+
+    Differentiable to any order, in both modes; lax has no gradient of dilated windows, this has.
+    """
+    x = _problem.as_array("max_pool", "x", x)
+    p = PoolProblem.infer(
+        "max_pool",
+        x,
+        window,
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        layout=layout,
+        algorithm=algorithm,
+        implementation=implementation,
+    )
+    if p.lax_only():
+        return reference.max_pool(p, x)[0]
+    return kernel(p, x)[0]

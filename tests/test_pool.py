@@ -1,0 +1,578 @@
+"""Max-pooling against lax: values, gradients of both orders, transforms, plans, and accelerate."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from typing import Any
+
+import flax.linen as nn
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers import DTYPES, PLATFORM, types_of
+from jax import export, lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.test_util import check_grads
+
+import jaxconv
+import jaxconv.linen as jn
+import jaxconv.nnx as jx
+from jaxconv import _native, _plan, _problem, reference
+from jaxconv._plan import Device, measured
+from jaxconv._plan.domain import pool_refusal, pool_vector
+
+IMPLEMENTATIONS = ("native", "xla")
+H200 = Device("cuda", "NVIDIA H200", (9, 0), 132)
+A100 = Device("cuda", "NVIDIA A100-SXM4-80GB", (8, 0), 108)
+
+# x's spatial extents, channels, window, stride, padding, and why it is here
+CASES = {
+    "resnet": ((12, 12), 8, 3, 2, "SAME"),  # pads (0, 1)
+    "resnet_torch": ((11, 13), 8, 3, 2, 1),  # pads (1, 1): blocks of dx start in front of the image
+    "inception": ((7, 7), 16, 3, 1, "SAME"),
+    "halves": ((8, 6), 8, 2, 2, "VALID"),
+    "halves_odd": ((9, 7), 8, 2, 2, "VALID"),  # pixels that no window has
+    "gaps": ((11, 10), 8, 2, 3, "VALID"),  # between windows too
+    "same_lower": ((9, 8), 4, (3, 2), (2, 1), "SAME_LOWER"),
+    "odd_channels": ((7, 6), 5, 3, 2, 1),  # one element an access
+    "one_channel": ((7, 6), 1, (2, 3), 1, 1),
+    "wide": ((9, 9), 12, 5, 4, 2),
+    "padding_beyond_the_window": ((3, 3), 8, 2, 1, ((3, 4), (2, 2))),  # windows of nothing but padding
+    "row": ((17,), 8, 3, 2, "SAME"),
+    "row_strided": ((16,), 6, 4, 3, ((1, 2),)),
+    "volume": ((5, 6, 7), 8, 3, 2, 1),
+    "volume_oblong": ((4, 5, 6), 3, (1, 2, 3), (1, 2, 1), "SAME"),
+    "one_pixel": ((1, 1), 8, 3, 2, 1),
+    "largest": ((16, 18), 4, (15, 17), 1, "SAME"),  # 255 taps
+}
+
+
+def lax_pool(x: jax.Array, window: Any, stride: Any, padding: Any, dilation: Any = 1) -> jax.Array:
+    nd = x.ndim - 2
+
+    def each(value: Any) -> tuple[int, ...]:
+        return (value,) * nd if isinstance(value, int) else tuple(value)
+
+    pads = padding
+    if not isinstance(padding, str):
+        pads = [(p, p) if isinstance(p, int) else p for p in each(padding)]
+        pads = ((0, 0), *pads, (0, 0))
+    dims = [(1, *each(v), 1) for v in (window, stride, dilation)]
+    return lax.reduce_window(x, -jnp.inf, lax.max, dims[0], dims[1], pads, window_dilation=dims[2])
+
+
+def pair(name: str, implementation: str | None = "native", layout: str | None = None) -> tuple[Any, Any, Any]:
+    """(ours, lax's, the shape of x channels last) of a case."""
+    spatial, channels, window, stride, padding = CASES[name]
+    options = dict(stride=stride, padding=padding, implementation=implementation, layout=layout)
+    ours = functools.partial(jaxconv.max_pool, window=window, **options)
+    return ours, lambda x: lax_pool(x, window, stride, padding), (2, *spatial, channels)
+
+
+def ints(shape: tuple[int, ...], dtype: str = "float32", seed: int = 0) -> jax.Array:
+    """Few different numbers: most windows have several maxima."""
+    return jnp.asarray(helpers.integers(seed, shape, 3), dtype)
+
+
+def assert_equal(ours: Any, theirs: Any, x: jax.Array, dy: jax.Array) -> None:
+    """Values and gradients, in one program: XLA compiles it once."""
+
+    @jax.jit
+    def both(x: jax.Array, dy: jax.Array) -> Any:
+        found = [jax.vjp(f, x) for f in (ours, theirs)]
+        return [y for y, _ in found], [backward(dy)[0] for _, backward in found]
+
+    for actual, expected in both(x, dy):
+        assert actual.dtype == expected.dtype
+        # NumPy knows no NaN of a 16-bit type.
+        np.testing.assert_array_equal(*(np.asarray(a, "float64") for a in (actual, expected)))
+
+
+# All types by the kernels; XLA's way is the same in each.
+TYPED = [(name, "native", dtype) for name, dtype in itertools.product(CASES, DTYPES)]
+TYPED += [(name, "xla", "float32") for name in CASES] + [("resnet_torch", "xla", dtype) for dtype in DTYPES[1:]]
+
+
+@pytest.mark.parametrize(("name", "implementation", "dtype"), TYPED)
+def test_values_and_gradients_are_laxs(name, implementation, dtype):
+    """Whole numbers: sums are exact in any type and order, and of equal maxima it is known which is taken."""
+    with types_of(dtype):
+        ours, theirs, shape = pair(name, implementation)
+        x = ints(shape, dtype)
+        dy = ints(jax.eval_shape(theirs, x).shape, dtype, seed=1)
+        assert_equal(ours, theirs, x, dy)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_without_a_gradient_values_are_the_same(dtype):
+    """By a kernel that saves no positions."""
+    with types_of(dtype):
+        for name in ("resnet_torch", "odd_channels", "wide"):
+            ours, theirs, shape = pair(name)
+            np.testing.assert_array_equal(ours(ints(shape, dtype)), theirs(ints(shape, dtype)))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", ["resnet_torch", "row_strided", "volume_oblong"])
+def test_channels_first(name, implementation):
+    ours, theirs, shape = pair(name, implementation, {3: "NCW", 4: "NCHW", 5: "NCDHW"}[len(CASES[name][0]) + 2])
+    x = ints(shape)
+    dy = ints(jax.eval_shape(theirs, x).shape, seed=1)
+    assert_equal(lambda x: jnp.moveaxis(ours(jnp.moveaxis(x, -1, 1)), 1, -1), theirs, x, dy)
+
+
+SPECIAL = (-np.inf, np.nan, -0.0, 0.0, 1.0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("padding", [0, 2])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_nans_infinities_and_signed_zeros_are_as_in_lax(implementation, padding, dtype):
+    """Every window of three of these, at every place of a vector; with padding in front of them and behind."""
+    rows = np.array(list(itertools.product(SPECIAL, repeat=3)), np.float32)  # (windows, taps)
+    x = jnp.asarray(np.repeat(rows[:, :, None], 8, 2), dtype)
+    ours = functools.partial(jaxconv.max_pool, window=3, padding=padding, implementation=implementation)
+    dy = jnp.asarray(2.0 ** np.arange(1 + 2 * padding)[:, None] * np.ones((len(rows), 1, 8)), dtype)
+    assert_equal(ours, lambda x: lax_pool(x, 3, 1, padding), x, dy)
+
+
+def test_the_first_of_equal_maxima_takes_the_gradient():
+    x = jnp.ones((1, 4, 4, 8))
+    dx = jax.grad(lambda x: jaxconv.max_pool(x, 2, stride=2, implementation="native").sum())(x)
+    expected = np.zeros((1, 4, 4, 8))
+    expected[:, ::2, ::2] = 1
+    np.testing.assert_array_equal(dx, expected)
+
+
+def brute(x: np.ndarray, dy: np.ndarray | None, window: Any, stride: Any, low: Any, dilation: Any, out: Any) -> Any:
+    """(y, dx) of one image's channel (H, W) by loops."""
+    y, dx = np.full(out, -np.inf), np.zeros(x.shape)
+    for o in np.ndindex(*out):
+        best = None
+        for t in np.ndindex(*window):
+            at = tuple(a * s - p + b * d for a, s, p, b, d in zip(o, stride, low, t, dilation, strict=True))
+            if all(0 <= i < n for i, n in zip(at, x.shape, strict=True)) and (best is None or x[at] > x[best]):
+                best = at
+        if best is not None:
+            y[o] = x[best]
+            dx[best] += 0 if dy is None else dy[o]
+    return y, dx
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("stride", [1, 2])
+def test_dilated_windows_have_gradients_which_lax_lacks(stride, implementation):
+    window, dilation, pads = (3, 2), (2, 3), ((2, 1), (0, 3))
+    ours = functools.partial(
+        jaxconv.max_pool, window=window, stride=stride, dilation=dilation, padding=pads, implementation=implementation
+    )
+    x = ints((2, 11, 9, 8))
+    y, backward = jax.vjp(ours, x)
+    np.testing.assert_array_equal(y, lax_pool(x, window, stride, pads, dilation))
+    dy = ints(y.shape, seed=1)
+    (dx,) = backward(dy)
+    low = [p for p, _ in pads]
+    for n, c in itertools.product(range(2), range(8)):
+        image = np.asarray(x)[n, :, :, c], np.asarray(dy)[n, :, :, c]
+        _, expected = brute(*image, window, (stride, stride), low, dilation, y.shape[1:3])
+        np.testing.assert_array_equal(dx[n, :, :, c], expected)
+    # Forward mode is the transpose of it.
+    tx = ints(x.shape, seed=2)
+    assert jnp.vdot(jax.jvp(ours, (x,), (tx,))[1], dy) == jnp.vdot(tx, dx)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Transforms
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation"), [("resnet_torch", "native"), ("row_strided", "native"), ("row_strided", "xla")]
+)
+def test_derivatives_of_any_order_and_mode_are_laxs(name, implementation):
+    ours, theirs, shape = pair(name, implementation)
+    x, t = ints(shape), ints(shape, seed=1)
+
+    def gradient(f: Any) -> Any:
+        return jax.grad(lambda x: (f(x) ** 3).sum())
+
+    for derivative in (
+        lambda f: jax.jvp(f, (x,), (t,))[1],
+        lambda f: jax.jvp(gradient(f), (x,), (t,))[1],
+        lambda f: jax.grad(lambda x: (gradient(f)(x) ** 2).sum())(x),
+        lambda f: jax.grad(lambda x: (jax.jvp(f, (x,), (t,))[1] ** 2 * f(x)).sum())(x),
+        lambda f: jax.linearize(gradient(f), x)[1](t),
+        lambda f: jax.jvp(lambda x: jax.jvp(gradient(f), (x,), (t,))[1], (x,), (t,))[1],
+        lambda f: jax.jit(jax.grad(jax.checkpoint(lambda x: (f(x) ** 3).sum())))(x),
+    ):
+        np.testing.assert_array_equal(*jax.jit(lambda d=derivative: (d(ours), d(theirs)))())
+
+
+@pytest.mark.parametrize("dilation", [1, 2])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_finite_differences(implementation, dilation):
+    """Elements further apart than the steps: the maxima stay where they are."""
+    x = np.random.default_rng(0).permutation(2 * 9 * 7 * 4).reshape(2, 9, 7, 4) / 50
+    options = dict(stride=2, padding=1, dilation=dilation, implementation=implementation)
+    with jax.enable_x64(True):
+        dtype = "float64" if PLATFORM == "cpu" or implementation == "xla" else "float32"
+        f = functools.partial(jaxconv.max_pool, window=(3, 2), **options)
+        check_grads(lambda x: f(x) ** 2, (jnp.asarray(x, dtype),), order=2, eps=1e-3, rtol=1e-2, atol=1e-2)
+
+
+def test_a_gradient_runs_each_kernel_once_and_reads_no_x():
+    f = functools.partial(jaxconv.max_pool, window=3, stride=2, padding=1, implementation="native")
+    x = ints((2, 9, 9, 8))
+    assert helpers.calls(f, x) == {"max_pool": 1}
+    compiled = jax.jit(jax.grad(lambda x: (f(x) ** 2).sum())).lower(x).compile().as_text()
+    assert helpers.calls(jax.grad(lambda x: (f(x) ** 2).sum()), x) == {"max_pool": 1, "max_pool_backward": 1}
+    (line,) = [line for line in compiled.splitlines() if "jaxconv_max_pool_backward_v2" in line]
+    assert "u8[2,5,5,8]" in compiled and line.count("%") <= 3  # its result and two operands
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_vmap_folds_into_the_batch(implementation):
+    ours, theirs, shape = pair("resnet_torch", implementation)
+    x = ints((3, *shape))
+    moved = jnp.moveaxis(x, 0, 2)
+    np.testing.assert_array_equal(jax.vmap(ours, in_axes=2)(moved), jax.vmap(theirs)(x))
+    gradient, expected = (jax.jit(jax.vmap(jax.grad(lambda x, f=f: (f(x) ** 2).sum()))) for f in (ours, theirs))
+    np.testing.assert_array_equal(gradient(x), expected(x))
+    np.testing.assert_array_equal(
+        jax.jit(jax.grad(lambda x: (jax.vmap(jax.vmap(ours))(x) ** 2).sum()))(x[:, None]), expected(x)[:, None]
+    )
+    # One of x and dy mapped
+    dy = ints((4, *jax.eval_shape(ours, x[0]).shape), seed=1)
+    one, other = (jax.jit(jax.vmap(lambda dy, f=f: jax.vjp(f, x[0])[1](dy)[0])) for f in (ours, theirs))
+    np.testing.assert_array_equal(one(dy), other(dy))
+    if implementation == "native":
+        assert helpers.calls(gradient, x) == {"max_pool": 1, "max_pool_backward": 1}
+
+
+def exported(f: Any, spec: str) -> Any:
+    shape = jax.ShapeDtypeStruct(export.symbolic_shape(spec), "float32")
+    made = export.export(jax.jit(f), disabled_checks=jaxconv.export_checks())(shape)
+    return export.deserialize(made.serialize(vjp_order=1))
+
+
+@pytest.mark.parametrize("spec", ["b, 9, 8, 4", "b, h, w, 4"])
+@pytest.mark.parametrize("padding", ["VALID", ((1, 2), (0, 1))])
+def test_symbolic_extents_are_exported(padding, spec):
+    f = functools.partial(jaxconv.max_pool, window=3, stride=2, padding=padding)
+    loaded = exported(f, spec)
+    for images in (1, 3):
+        x = ints((images, 9, 8, 4))
+        expected, transpose = jax.vjp(lambda x: lax_pool(x, 3, 2, padding), x)
+        actual, backward = jax.vjp(loaded.call, x)
+        np.testing.assert_array_equal(actual, expected)
+        np.testing.assert_array_equal(backward(actual)[0], transpose(expected)[0])
+
+
+def test_symbolic_space_with_same_padding_is_laxs():
+    x = ints((2, 9, 8, 4))
+    f = functools.partial(jaxconv.max_pool, window=3, padding="SAME")
+    shape = jax.ShapeDtypeStruct(export.symbolic_shape("b, h, w, 4"), "float32")
+    loaded = export.export(jax.jit(f), disabled_checks=jaxconv.export_checks())(shape)
+    np.testing.assert_array_equal(loaded.call(x), f(x))
+    with pytest.raises(ValueError, match=r"implementation='native' cannot run: .*symbolic"):
+        jax.eval_shape(functools.partial(f, implementation="native"), shape)
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="a mesh takes two devices")
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("spec", [P("data"), P(None, None, None, "data")])
+def test_images_and_channels_are_split_over_a_mesh(spec, kind, implementation):
+    devices = jax.device_count()
+    mesh = jax.make_mesh((devices,), ("data",), axis_types=(kind,))
+    x = ints((2 * devices, 9, 8, 8 * devices))
+    ours = functools.partial(jaxconv.max_pool, window=3, stride=2, padding=1, implementation=implementation)
+    gradient = jax.grad(lambda f, x: (f(x) ** 2).sum(), 1)
+    expected = gradient(lambda x: lax_pool(x, 3, 2, 1), x)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(x, NamedSharding(mesh, spec))
+        compiled = jax.jit(functools.partial(gradient, ours)).lower(placed).compile()
+        actual = compiled(placed)
+    np.testing.assert_array_equal(actual, expected)
+    text = compiled.as_text()
+    assert not any(f" {kind}(" in text for kind in ("all-gather", "all-to-all", "collective-permute"))
+    if implementation == "native":
+        assert text.count('custom_call_target="jaxconv_max_pool_backward_v2"') == 1
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What it is asked, and what it refuses
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        (dict(window=0), ValueError, r"window=0 must be at least 1"),
+        (dict(window=(2, 2, 2)), ValueError, r"window=\(2, 2, 2\) has 3 entries"),
+        (dict(window=2.5), TypeError, r"window must be an integer"),
+        (dict(window=2, stride=0), ValueError, r"stride=0 must be at least 1"),
+        (dict(window=2, padding=-1), ValueError, r"padding=-1 must not be negative"),
+        (dict(window=2, padding="SOME"), ValueError, r"padding='SOME' is unknown"),
+        (dict(window=2, layout="NWC"), ValueError, r"layout='NWC' is unknown, expected 'NHWC' or 'NCHW'"),
+        (dict(window=2, algorithm="direct"), ValueError, r"algorithm='direct' is unknown, expected .* one of gather"),
+        (dict(window=16, padding=8, implementation="native"), ValueError, r"at most 255 taps, got 256"),
+        (dict(window=2, stride=2**31, algorithm="gather"), ValueError, r"at most 2147483647, got 2147483648"),
+        (dict(window=2, implementation="xla", algorithm="gather"), ValueError, r"implementation='xla' was asked for"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_with_a_sentence(options, error, words):
+    with pytest.raises(error, match=rf"max_pool: .*{words}"):
+        jaxconv.max_pool(jnp.ones((1, 5, 5, 2)), **options)
+
+
+def test_arrays_that_are_none_are_refused():
+    with pytest.raises(TypeError, match=r"max_pool: x has dtype int32, expected one of float32"):
+        jaxconv.max_pool(jnp.ones((1, 5, 5, 2), "int32"), 2)
+    with pytest.raises(ValueError, match=r"max_pool: x has 2 dimensions, expected 3, 4 or 5"):
+        jaxconv.max_pool(jnp.ones((5, 2)), 2)
+
+
+def test_windows_of_more_than_255_taps_and_arrays_without_elements_are_laxs():
+    x = ints((1, 20, 20, 2))
+    f = functools.partial(jaxconv.max_pool, window=16, stride=3)
+    np.testing.assert_array_equal(f(x), lax_pool(x, 16, 3, 0))
+    gradients = [jax.grad(lambda x, f=f: (f(x) ** 2).sum())(x) for f in (f, lambda x: lax_pool(x, 16, 3, 0))]
+    np.testing.assert_array_equal(*gradients)
+    assert helpers.equations(f, x)["reduce_window_max"] == 1
+    for shape, y in (((0, 5, 5, 2), (0, 3, 3, 2)), ((2, 2, 5, 2), (2, 0, 3, 2)), ((2, 5, 5, 0), (2, 3, 3, 0))):
+        z, backward = jax.vjp(functools.partial(jaxconv.max_pool, window=3), jnp.ones(shape))
+        assert z.shape == y
+        assert backward(z)[0].shape == shape
+
+
+def problem(x: Any = (2, 12, 12, 64), window: Any = 3, dtype: str = "bfloat16", **options: Any) -> Any:
+    given = dict(stride=2, padding="SAME", dilation=1, layout=None, algorithm=None, implementation=None) | options
+    return _problem.PoolProblem.infer("max_pool", jax.ShapeDtypeStruct(x, dtype), window, **given)
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """Plans as where native code for every device is there."""
+    monkeypatch.setattr(_native, "cuda_missing", "")
+    monkeypatch.setattr(_native, "runs_on", lambda capability: True)
+
+
+def test_what_cuda_refuses(cuda):
+    plan = _plan.Plan("native", "", "gather")
+    assert pool_refusal(plan, problem()) is None
+    assert "float64" in pool_refusal(plan, problem(dtype="float64"))
+    assert "at most 255 taps, got 256" in pool_refusal(plan, dataclasses.replace(problem(), window=(16, 16)))
+    assert "below 2^29" in pool_refusal(plan, problem((1, 2**29, 1, 8)))
+    assert pool_refusal(plan, problem((1, 2**29 - 8, 1, 8))) is None
+    assert "fewer than 2^31 threads" in pool_refusal(plan, problem((2**20, 2**7, 2**7, 8), stride=1))
+    assert "no such kernel" in pool_refusal(_plan.Plan("native", "", "direct"), problem())
+    for channels, dtype, vector in ((8, "bfloat16", 8), (12, "float32", 4), (12, "float16", 1)):
+        assert pool_vector(problem((1, 8, 8, channels), dtype=dtype)) == vector
+
+
+def test_the_default_is_native_where_a_gradient_is_taken(cuda):
+    saving = dataclasses.replace(problem(), save=True)
+    for op in ("max_pool", "max_pool_backward"):
+        assert str(_plan.plan(op, saving, H200)) == "native[gather]"
+        assert _plan.plan(op, saving, A100).implementation == "xla"
+        first = dataclasses.replace(saving, channels_last=False)
+        assert str(_plan.plan(op, first, H200)) == "native[gather channels-last]"
+        assert _plan.plan(op, dataclasses.replace(saving, channels=62), H200).implementation == "xla"
+        assert _plan.plan(op, dataclasses.replace(saving, dtype="float64"), H200).implementation == "xla"
+        assert _plan.plan(op, dataclasses.replace(saving, implementation="xla"), H200).implementation == "xla"
+        forced = dataclasses.replace(saving, implementation="native", channels=62)
+        assert _plan.plan(op, forced, A100).implementation == "native"
+    assert _plan.plan("max_pool", problem(), H200).implementation == "xla"
+
+
+def test_the_default_on_a_cpu_is_native_where_a_gradient_is_taken_and_channels_are_many():
+    saving, cpu = dataclasses.replace(problem(), save=True), Device("cpu", "cpu")
+    for op in ("max_pool", "max_pool_backward"):
+        assert str(_plan.plan(op, saving, cpu)) == "native[gather]"
+        assert _plan.plan(op, dataclasses.replace(saving, channels=15), cpu).implementation == "xla"
+    assert _plan.plan("max_pool", problem(), cpu).implementation == "xla"
+
+
+def test_what_was_measured_speaks_before_the_rule(cuda, monkeypatch):
+    saving = dataclasses.replace(problem(), save=True)
+    _, kind, coordinates = measured.features("max_pool", saving)
+    for native_ms, implementation in ((0.5, "native"), (2.0, "xla")):
+        entry = measured.Measurement("max_pool_fused", kind, coordinates, "case", 1.0, {"gather": native_ms})
+        monkeypatch.setattr(measured, "table", lambda kind, entry=entry: (entry,) if kind == H200.kind else ())
+        for op in ("max_pool", "max_pool_backward"):
+            found = _plan.plan(op, saving, H200)
+            assert found.implementation == implementation, found
+            assert "the nearest case measured" in found.reason
+
+
+def test_it_can_be_disabled(cuda, monkeypatch):
+    saving = dataclasses.replace(problem(), save=True)
+    for names in ("pool", "max_pool, max_pool_backward", "all"):
+        monkeypatch.setenv("JAXCONV_DISABLE", names)
+        assert _plan.plan("max_pool_backward", saving, H200).implementation == "xla"
+
+
+@pytest.mark.parametrize("native", ["max_pool", "max_pool_backward"])
+def test_either_kernel_may_be_xlas_beside_the_other(native, monkeypatch):
+    """Positions mean the same to both, so that a plan for each needs nothing of the other."""
+    ours, theirs, shape = pair("resnet_torch", None)
+    x = ints(shape)
+    chosen = _plan.plan
+
+    def mixed(op: str, p: Any, device: Any) -> Any:
+        return chosen(op, dataclasses.replace(p, implementation="native" if op == native else "xla"), device)
+
+    monkeypatch.setattr(_plan, "plan", mixed)
+    gradient, expected = (jax.grad(lambda x, f=f: (f(x) ** 2).sum()) for f in (ours, theirs))
+    assert helpers.calls(gradient, x) == {native: 1}
+    np.testing.assert_array_equal(gradient(x), expected(x))
+
+
+def test_positions_of_the_reference_are_those_of_the_kernel():
+    x = jnp.asarray(np.random.default_rng(0).choice(np.array(SPECIAL, np.float32), (2, 9, 8, 8)))
+    p = problem(x.shape, (3, 2), "float32", implementation="native")
+    y, position = jaxconv.pool.kernel(dataclasses.replace(p, save=True), x)
+    expected_y, expected = reference.max_pool(dataclasses.replace(p, save=True), x)
+    np.testing.assert_array_equal(y, expected_y)
+    np.testing.assert_array_equal(position, expected)
+
+
+def test_cost_counts_taps():
+    x = jnp.ones((2, 8, 8, 4))
+    found = jaxconv.cost(functools.partial(jaxconv.max_pool, window=2, stride=2))(x)
+    assert found == {"flops": 2 * 4 * 4 * 4 * 4, "bytes accessed": 4.0 * (x.size + x.size // 4)}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# accelerate and Flax
+
+
+def loss(x: jax.Array) -> jax.Array:
+    y = nn.max_pool(x, (3, 3), (2, 2), "SAME")
+    return (y * y).sum()
+
+
+def test_accelerate_finds_laxs_max_pool():
+    x = ints((2, 9, 8, 8))
+    accelerated = jaxconv.accelerate(loss)
+    (finding,) = accelerated.report(x)
+    assert (finding.what, finding.fused) == ("max_pool", "max_pool")
+    assert finding.shapes == "float32[2, 9, 8, 8]"
+    np.testing.assert_array_equal(accelerated(x), loss(x))
+    np.testing.assert_array_equal(jax.grad(accelerated)(x), jax.grad(loss)(x))
+    assert {call.op for call in jaxconv.explain(jax.grad(accelerated))(x)} == {"max_pool", "max_pool_backward"}
+
+
+def test_accelerate_finds_the_gradient_of_a_function_that_takes_it_itself():
+    x = ints((2, 9, 8, 8))
+    step = jax.jit(jax.value_and_grad(loss))
+    accelerated = jaxconv.accelerate(step)
+    report = accelerated.report(x)
+    assert [finding.fused for finding in report] == ["max_pool", "max_pool's gradient"]
+    assert "accelerate the loss" in str(report)
+    for actual, expected in zip(accelerated(x), step(x), strict=True):
+        np.testing.assert_array_equal(actual, expected)
+    # Both are of one kernel, positions and all, which XLA then runs once.
+    calls = {(call.op, call.problem.save): call.count for call in jaxconv.explain(accelerated)(x)}
+    assert calls == {("max_pool", True): 2, ("max_pool_backward", True): 1}
+
+
+@pytest.mark.parametrize(
+    ("window", "stride", "padding", "shape"),
+    [
+        ((1, 3, 3, 1), (1, 2, 2, 1), "SAME", (2, 9, 8, 8)),
+        ((1, 1, 3, 3), (1, 1, 2, 2), "SAME", (2, 8, 9, 8)),  # channels first
+        ((1, 1, 3, 2, 1), (1, 1, 2, 1, 1), "VALID", (2, 3, 9, 8, 4)),
+        ((1, 1, 1, 2, 3, 1), (1, 1, 1, 2, 1, 1), "SAME", (2, 1, 3, 5, 6, 4)),  # three axes of images
+        ((1, 1, 1, 1, 3, 3), (1, 1, 1, 1, 1, 1), "SAME", (2, 2, 1, 3, 5, 4)),
+        ((1, 3, 1), (1, 2, 1), ((0, 0), (1, 2), (0, 0)), (2, 9, 8)),
+        ((1, 1, 1, 1), (1, 2, 1, 1), "VALID", (2, 9, 8, 8)),  # a stride alone
+    ],
+)
+def test_accelerate_reads_the_axes_off_the_window(window, stride, padding, shape):
+    def f(x: jax.Array) -> jax.Array:
+        return lax.reduce_window(x, -jnp.inf, lax.max, window, stride, padding)
+
+    x = ints(shape)
+    accelerated = jaxconv.accelerate(f)
+    assert [finding.fused for finding in accelerated.report(x)] == ["max_pool"]
+    np.testing.assert_array_equal(accelerated(x), f(x))
+    gradient = jax.grad(lambda x: (f(x) ** 2).sum())
+    taken = jaxconv.accelerate(gradient)
+    assert "max_pool's gradient" in [finding.fused for finding in taken.report(x)]
+    for g in (jax.grad(lambda x: (accelerated(x) ** 2).sum()), taken):
+        np.testing.assert_array_equal(*jax.jit(lambda x, g=g: (g(x), gradient(x)))(x))
+
+
+@pytest.mark.parametrize(
+    ("f", "why"),
+    [
+        (lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 2), (1,) * 4, "SAME"), "no axis of channels"),
+        (lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (2, 2, 1, 1), (1,) * 4, "SAME"), "1 to 3 dimensions"),
+        (lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1,) * 4, (1,) * 4, "SAME"), "one element"),
+        (lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 16, 16, 1), (1,) * 4, "SAME"), "at most 255 taps"),
+        (lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1,) * 4, "SAME", (1, 2, 2, 1)), "spread"),
+        (lambda x: nn.max_pool(x > 0, (2, 2)), "its type is bool"),
+        (
+            jax.grad(lambda x: lax.reduce_window(x, jnp.inf, lax.min, (1, 2, 2, 1), (1,) * 4, "VALID").sum()),
+            "maximum's",
+        ),
+    ],
+)
+def test_accelerate_leaves_what_it_does_not_have_and_says_why(f, why):
+    x = ints((2, 9, 8, 8))
+    accelerated = jaxconv.accelerate(f)
+    left = accelerated.report(x).left
+    assert len(left) == 1 and why in left[0].why
+    np.testing.assert_array_equal(accelerated(x), f(x))
+
+
+def test_accelerate_in_a_model_under_jit_scan_and_vmap():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            x = nn.relu(nn.Conv(8, (3, 3))(x))
+            return nn.Dense(3)(nn.max_pool(x, (2, 2), (2, 2)).mean((1, 2)))
+
+    model, x = Model(), jnp.asarray(helpers.normal(0, (2, 8, 8, 3)), "float32")
+    variables = model.init(jax.random.key(0), x)
+
+    def step(variables: Any, xs: jax.Array) -> jax.Array:
+        return lax.scan(lambda total, x: (total + jax.jit(model.apply)(variables, x).sum(), None), 0.0, xs)[0]
+
+    for f in (step, lambda v, xs: jax.vmap(lambda x: model.apply(v, x))(xs).sum()):
+        accelerated = jaxconv.accelerate(f)
+        xs = jnp.stack([x, 2 * x])
+        assert "max_pool" in [finding.fused for finding in accelerated.report(variables, xs)]
+        for actual, expected in zip(
+            jax.tree.leaves(jax.grad(accelerated)(variables, xs)),
+            jax.tree.leaves(jax.grad(f)(variables, xs)),
+            strict=True,
+        ):
+            np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_flaxs_max_pool_is_ours_by_its_import():
+    library = jn
+    assert jx.max_pool is jn.max_pool and nnx.max_pool is nn.max_pool
+    for shape, args in (
+        ((2, 9, 8, 4), ((3, 2), (2, 1), "SAME")),
+        ((2, 9, 8, 4), ((3, 2),)),
+        ((9, 8, 4), ((2, 2), (2, 2), ((0, 1), (1, 0)))),  # no axis of images
+        ((2, 3, 9, 4), ((2,), (2,), "VALID")),  # two of them
+        ((2, 5, 6, 7, 4), ((2, 2, 2), (2, 1, 2), "SAME")),
+        ((0, 9, 8, 4), ((2, 2),)),
+    ):
+        x = ints(shape)
+        ours, theirs = (
+            functools.partial(lambda x, f, args: f(x, *args), f=m.max_pool, args=args) for m in (library, nn)
+        )
+        assert_equal(ours, theirs, x, ints(jax.eval_shape(theirs, x).shape, seed=1))
+    assert helpers.equations(lambda x: library.max_pool(x, (2, 2)), ints((2, 9, 8, 4)))["jaxconv_max_pool"] == 1
+    whole = jnp.arange(32).reshape(1, 4, 4, 2)
+    np.testing.assert_array_equal(library.max_pool(whole, (2, 2)), nn.max_pool(whole, (2, 2)))
