@@ -24,7 +24,7 @@ namespace {
 template <int V, bool kLast>
 constexpr int kUnroll = kLast && V == 8 ? 3 : 4;
 
-template <typename T, int V, bool kLast, bool kSmooth>
+template <typename T, int V, bool kLast, Form kForm>
 __global__ void __launch_bounds__(kThreads, V == 1 ? 3 : 2)
     GradientSumKernel(const __grid_constant__ BackwardArgs p, float* sums) {
   constexpr int U = kUnroll<V, kLast>;
@@ -70,14 +70,14 @@ __global__ void __launch_bounds__(kThreads, V == 1 ? 3 : 2)
         if (has_residual) residual[u] = ReadPiece<T, V, kLast>(a, p.t.residual, piece);
       }
     }
-    // kSmooth: one copy of the long derivatives instead of U; the queue of loaded vectors moves up
+    // kAny: one copy of the long derivatives instead of U; the queue of loaded vectors moves up
     // instead.
-#pragma unroll(kSmooth ? 1 : U)
+#pragma unroll(kForm == Form::kAny ? 1 : U)
     for (int u = 0; u < U; ++u) {
       if (i + u * step < end) {
         float centred[V], dz[V];
-        Backpropagate<T, V, kSmooth>(x[0], dy[0], residual[0], has_residual, mine, p.activation,
-                                     p.slope, centred, dz);
+        Backpropagate<T, V, kForm>(x[0], dy[0], residual[0], has_residual, mine, p.activation,
+                                   p.slope, centred, dz);
         const Piece piece = piece_at(i + u * step);
         ForOwn<V, kLast>(a, piece, [&](int j) {
           s1[j % N] += dz[j];
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(kThreads, V == 1 ? 3 : 2)
   }
 }
 
-template <typename T, int V, bool kLast, bool kSmooth>
+template <typename T, int V, bool kLast, Form kForm>
 __global__ void __launch_bounds__(kThreads, V == 1 ? 3 : 2)
     GradientKernel(const __grid_constant__ BackwardArgs p) {
   constexpr int U = kUnroll<V, kLast>;
@@ -176,12 +176,12 @@ __global__ void __launch_bounds__(kThreads, V == 1 ? 3 : 2)
   }
 
   while (i < count) {
-#pragma unroll(kSmooth ? 1 : U)
+#pragma unroll(kForm == Form::kAny ? 1 : U)
     for (int u = 0; u < U; ++u) {
       if (i + u * step < count) {
         float centred[V], dz[V];
-        Backpropagate<T, V, kSmooth>(x[0], dy[0], residual[0], has_residual, mine, p.activation,
-                                     p.slope, centred, dz);
+        Backpropagate<T, V, kForm>(x[0], dy[0], residual[0], has_residual, mine, p.activation,
+                                   p.slope, centred, dz);
         const int64_t offset = base + Step<kLast>(a, end - 1 - (i + u * step));
         if (p.t.dresidual != nullptr) {
           WriteOnce<T, V>(p.t.dresidual, offset, Pack<T, V>(dz));
@@ -213,7 +213,7 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x % 32 == 0) gradients[row] = BackwardChannel(p, row, p.t.rstd[row], s1, s2, true);
 }
 
-template <typename T, int V, bool kSmooth>
+template <typename T, int V, Form kForm>
 __global__ void __launch_bounds__(kThreads, V == 8 ? 2 : 3)
     GradientFlatKernel(const __grid_constant__ BackwardArgs p, const Gradient* gradients) {
   constexpr int U = kFlatPairs;
@@ -237,7 +237,7 @@ __global__ void __launch_bounds__(kThreads, V == 8 ? 2 : 3)
     gradient[i] = gradients[row];
   }
   __syncthreads();
-#pragma unroll(kSmooth ? 1 : U)
+#pragma unroll(kForm == Form::kAny ? 1 : U)
   for (int u = 0; u < U; ++u) {
     if (at.Element(u) < at.left) {
       Affine mine[V];
@@ -245,8 +245,8 @@ __global__ void __launch_bounds__(kThreads, V == 8 ? 2 : 3)
       at.Choose(a, u, affine, mine);
       at.Choose(a, u, gradient, to_dx);
       float centred[V], dz[V];
-      Backpropagate<T, V, kSmooth>(x[0], dy[0], residual[0], has_residual, mine, p.activation,
-                                   p.slope, centred, dz);
+      Backpropagate<T, V, kForm>(x[0], dy[0], residual[0], has_residual, mine, p.activation,
+                                 p.slope, centred, dz);
       if (p.t.dresidual != nullptr) WriteFlat<T>(at, p.t.dresidual, u, Pack<T, V>(dz));
       if (p.t.dx != nullptr) {
         WriteFlat<T>(at, p.t.dx, u, InputGradient<T, V>(centred, dz, mine, to_dx));
@@ -288,9 +288,9 @@ Status TwoReadBackward(const Context& ctx, const BatchNormProblem& p, int64_t sp
     JAXCONV_RETURN_IF_ERROR(CheckGrid(a.tiles, splits, p.batch, what));
     JAXCONV_RETURN_IF_ERROR(CheckGrid(a.tiles, args.pieces, p.batch, what));
     const unsigned sum_blocks = static_cast<unsigned>(a.tiles * splits * p.batch);
-    return WithActivation<I::V>(p.activation, [&](auto smooth) {
-      constexpr bool kSmooth = decltype(smooth)::value;
-      GradientSumKernel<T, I::V, I::kLast, kSmooth>
+    return WithForm<I>(p.activation, [&](auto form) {
+      constexpr Form kForm = decltype(form)::value;
+      GradientSumKernel<T, I::V, I::kLast, kForm>
           <<<sum_blocks, kThreads, 0, ctx.stream>>>(sum_args, sums);
       JAXCONV_RETURN_IF_ERROR(LaunchStatus(what + " sums"));
       args.sums = sums;
@@ -304,7 +304,7 @@ Status TwoReadBackward(const Context& ctx, const BatchNormProblem& p, int64_t sp
         if (!writes || a.elements == 0) return Status::Ok();
         constexpr int64_t kSpan = int64_t{kThreads} * kFlatPairs * I::V;
         JAXCONV_RETURN_IF_ERROR(Blocks(a.elements, kSpan, what, blocks));
-        GradientFlatKernel<T, I::V, kSmooth><<<blocks, kThreads, 0, ctx.stream>>>(args, gradients);
+        GradientFlatKernel<T, I::V, kForm><<<blocks, kThreads, 0, ctx.stream>>>(args, gradients);
       } else {
         if (splits > kInlineParts) {
           JAXCONV_RETURN_IF_ERROR(AddParts(ctx, 2 * rows, splits, sums, totals, what + " parts"));
@@ -312,7 +312,7 @@ Status TwoReadBackward(const Context& ctx, const BatchNormProblem& p, int64_t sp
           args.parts = 1;
         }
         blocks = static_cast<unsigned>(a.tiles * args.pieces * p.batch);
-        GradientKernel<T, I::V, I::kLast, kSmooth><<<blocks, kThreads, 0, ctx.stream>>>(args);
+        GradientKernel<T, I::V, I::kLast, kForm><<<blocks, kThreads, 0, ctx.stream>>>(args);
       }
       return LaunchStatus(what + " dx");
     });

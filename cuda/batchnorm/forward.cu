@@ -103,12 +103,10 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x % 32 == 0) totals[row] = sum;
 }
 
-template <typename T, int V, bool kLast, bool kSmooth>
+template <typename T, int V, bool kLast, Form kForm>
 __global__ void __launch_bounds__(kThreads, 3)
     NormaliseKernel(const __grid_constant__ ForwardArgs p) {
-  // Loads in flight per thread and tensor; a fourth one of eight channels and a long activation
-  // spills 4 bytes.
-  constexpr int U = kSmooth && kLast && V == 8 ? 3 : 4;
+  constexpr int U = 4;  // loads in flight per thread and tensor
   constexpr int kStats = kLast ? V : 1;
   __shared__ Affine affine[kMaxTile];
 
@@ -164,14 +162,14 @@ __global__ void __launch_bounds__(kThreads, 3)
   for (int j = 0; j < kStats; ++j) mine[j] = affine[lane * kStats + j];
 
   while (i < count) {
-    // kSmooth: one copy of the long activations instead of U; the queue of loaded vectors moves up
+    // kAny: one copy of the long activations instead of U; the queue of loaded vectors moves up
     // instead.
-#pragma unroll(kSmooth ? 1 : U)
+#pragma unroll(kForm == Form::kAny ? 1 : U)
     for (int u = 0; u < U; ++u) {
       if (i + u * step < count) {
         WriteOnce<T, V>(
             p.t.y, base + Step<kLast>(a, end - 1 - (i + u * step)),
-            Normalise<T, V, kSmooth>(x[0], residual[0], has_residual, mine, p.activation, p.slope));
+            Normalise<T, V, kForm>(x[0], residual[0], has_residual, mine, p.activation, p.slope));
       }
 #pragma unroll
       for (int q = 1; q < U; ++q) {
@@ -202,8 +200,8 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // `scales` as FinishKernel leaves them; null in inference.
-template <typename T, int V, bool kSmooth>
-__global__ void __launch_bounds__(kThreads, kSmooth || V == 8 ? 3 : 4)
+template <typename T, int V, Form kForm>
+__global__ void __launch_bounds__(kThreads, kForm == Form::kAny || V == 8 ? 3 : 4)
     NormaliseFlatKernel(const __grid_constant__ ForwardArgs p, const float* scales) {
   constexpr int U = kFlatVectors;
   __shared__ Affine affine[kFlatImages<U>];
@@ -225,14 +223,14 @@ __global__ void __launch_bounds__(kThreads, kSmooth || V == 8 ? 3 : 4)
                     : InferChannel(p, row);
   }
   __syncthreads();
-#pragma unroll(kSmooth ? 1 : U)
+#pragma unroll(kForm == Form::kAny ? 1 : U)
   for (int u = 0; u < U; ++u) {
     if (at.Element(u) < at.left) {
       Affine mine[V];
       at.Choose(a, u, affine, mine);
       WriteFlat<T>(
           at, p.t.y, u,
-          Normalise<T, V, kSmooth>(x[0], residual[0], has_residual, mine, p.activation, p.slope));
+          Normalise<T, V, kForm>(x[0], residual[0], has_residual, mine, p.activation, p.slope));
     }
 #pragma unroll
     for (int q = 1; q < U; ++q) {
@@ -260,8 +258,8 @@ Status LaunchNormalise(const Context& ctx, const BatchNormProblem& p, ForwardArg
     unsigned blocks = 0;
     JAXCONV_RETURN_IF_ERROR(
         Blocks(args.layout.elements, int64_t{kThreads} * kFlatVectors * I::V, what, blocks));
-    return WithActivation<I::V>(p.activation, [&](auto smooth) {
-      NormaliseFlatKernel<T, I::V, decltype(smooth)::value>
+    return WithForm<I>(p.activation, [&](auto form) {
+      NormaliseFlatKernel<T, I::V, decltype(form)::value>
           <<<blocks, kThreads, 0, ctx.stream>>>(args, args.sums != nullptr ? totals : nullptr);
       return LaunchStatus(what);
     });
@@ -276,8 +274,8 @@ Status LaunchNormalise(const Context& ctx, const BatchNormProblem& p, ForwardArg
     args.pieces = Pieces(args.layout, Bytes(p));
     JAXCONV_RETURN_IF_ERROR(CheckGrid(args.layout.tiles, args.pieces, p.batch, what));
     const unsigned blocks = static_cast<unsigned>(args.layout.tiles * args.pieces * p.batch);
-    return WithActivation<I::V>(p.activation, [&](auto smooth) {
-      NormaliseKernel<T, I::V, I::kLast, decltype(smooth)::value>
+    return WithForm<I>(p.activation, [&](auto form) {
+      NormaliseKernel<T, I::V, I::kLast, decltype(form)::value>
           <<<blocks, kThreads, 0, ctx.stream>>>(args);
       return LaunchStatus(what);
     });

@@ -58,15 +58,20 @@ Status WithInstance(const BatchNormProblem& p, std::initializer_list<const void*
   return WithVector<__half, kPieces>(p, aligned, f);
 }
 
-// f(std::bool_constant<kSmooth>{}). Kernels that read element by element are compiled for all activations only.
-template <int V, typename F>
-Status WithActivation(Activation activation, F&& f) {
-  if constexpr (V == 1) {
-    return f(std::true_type{});
-  } else {
-    if (IsSmooth(activation)) return f(std::true_type{});
-    return f(std::false_type{});
+template <Form kForm>
+using FormConstant = std::integral_constant<Form, kForm>;
+
+// f(FormConstant<...>{}). Kernels that read element by element are compiled for all activations only, channels-first ones
+// for two forms.
+template <typename I, typename F>
+Status WithForm(Activation activation, F&& f) {
+  if constexpr (I::V > 1) {
+    if (FormOf(activation) == Form::kPiecewise) return f(FormConstant<Form::kPiecewise>{});
+    if constexpr (I::kLast) {
+      if (FormOf(activation) == Form::kSilu) return f(FormConstant<Form::kSilu>{});
+    }
   }
+  return f(FormConstant<Form::kAny>{});
 }
 
 // blocks in [1, 2^31), or a sentence.
