@@ -42,9 +42,19 @@ __device__ __forceinline__ uint32_t PackPair(__half2 v) {
 
 template <typename T, int V>
 __device__ __forceinline__ void Unpack(const Raw<T, V>& raw, float (&v)[V]) {
-  const T* e = reinterpret_cast<const T*>(&raw);
+  if constexpr (std::is_same_v<T, __nv_bfloat16> &&
+                V == 8) {  // an instruction each, not two for every other one
+    const uint32_t w[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
-  for (int j = 0; j < V; ++j) v[j] = ToFloat(e[j]);
+    for (int j = 0; j < 4; ++j) {
+      v[2 * j] = __uint_as_float(w[j] << 16);
+      v[2 * j + 1] = __uint_as_float(w[j] & 0xffff0000u);
+    }
+  } else {
+    const T* e = reinterpret_cast<const T*>(&raw);
+#pragma unroll
+    for (int j = 0; j < V; ++j) v[j] = ToFloat(e[j]);
+  }
 }
 
 // Rounds to nearest even.

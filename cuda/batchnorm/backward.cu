@@ -44,9 +44,7 @@ __global__ void __launch_bounds__(kThreads, V == 1 ? 3 : 2)
   const bool inside = !kLast || at.tile * a.lanes + lane < a.row;
   const uint32_t end = inside ? a.positions : 0;
   const Turns turns(at.part, splits, U * step);
-  const auto piece_at = [&](uint32_t i) {
-    return kLast ? Piece{base + Step<kLast>(a, i), 0} : PieceOf<V>(a, base, i);
-  };
+  const auto piece_at = [&](uint32_t i) { return PieceOf<V>(a, base, i); };
 
   const int tile_channels = a.lanes * kStats;
   Affine mine[kStats] = {};
@@ -59,26 +57,34 @@ __global__ void __launch_bounds__(kThreads, V == 1 ? 3 : 2)
 
   const bool has_residual = p.t.residual != nullptr;
   float s1[N] = {}, s2[N] = {};
-  for (uint32_t i = turns.first + threadIdx.x / a.lanes; i < end; i += turns.jump) {
-    Raw<T, V> x[U], dy[U], residual[U];
-#pragma unroll
-    for (int u = 0; u < U; ++u) {
-      if (i + u * step < end) {
-        const Piece piece = piece_at(i + u * step);
-        x[u] = ReadPiece<T, V, kLast>(a, p.t.x, piece);
-        dy[u] = ReadPiece<T, V, kLast>(a, p.t.dy, piece);
-        if (has_residual) residual[u] = ReadPiece<T, V, kLast>(a, p.t.residual, piece);
-      }
+  Raw<T, V> x[U], dy[U], residual[U];
+  uint32_t i = turns.first + threadIdx.x / a.lanes;
+  int64_t next = base + Step<kLast>(a, i);  // channels-last: of the next load
+  const int64_t hop = step * a.row, turn = (turns.jump - (U - 1) * step) * a.row,
+                ahead = turns.jump * a.row;
+  // `place`: among the U of a turn
+  const auto load = [&](int u, int place, uint32_t i) {
+    if (i < end) {
+      const Piece piece = kLast ? Piece{next, 0} : piece_at(i);
+      x[u] = ReadPiece<T, V, kLast>(a, p.t.x, piece);
+      dy[u] = ReadPiece<T, V, kLast>(a, p.t.dy, piece);
+      if (has_residual) residual[u] = ReadPiece<T, V, kLast>(a, p.t.residual, piece);
     }
-    // kAny: one copy of the long derivatives instead of U; the queue of loaded vectors moves up
-    // instead.
+    next += place + 1 < U ? hop : turn;
+  };
+#pragma unroll
+  for (int u = 0; u < U; ++u) load(u, u, i + u * step);
+  for (; i < end; i += turns.jump) {
+    // A vector makes room for the one U further on: U of them are on their way all the time. kAny: one copy of the long
+    // derivatives instead of U.
 #pragma unroll(kForm == Form::kAny ? 1 : U)
     for (int u = 0; u < U; ++u) {
+      const int own = kForm == Form::kAny ? 0 : u;
       if (i + u * step < end) {
         float centred[V], dz[V];
-        Backpropagate<T, V, kForm>(x[0], dy[0], residual[0], has_residual, mine, p.activation,
+        Backpropagate<T, V, kForm>(x[own], dy[own], residual[own], has_residual, mine, p.activation,
                                    p.slope, centred, dz);
-        const Piece piece = piece_at(i + u * step);
+        const Piece piece = kLast ? Piece{next - ahead, 0} : piece_at(i + u * step);
         ForOwn<V, kLast>(a, piece, [&](int j) {
           s1[j % N] += dz[j];
           s2[j % N] = fmaf(dz[j], centred[j], s2[j % N]);
@@ -87,12 +93,15 @@ __global__ void __launch_bounds__(kThreads, V == 1 ? 3 : 2)
           WritePiece<T, V, kLast, true>(a, p.t.dresidual, piece, Pack<T, V>(dz));
         }
       }
+      if constexpr (kForm == Form::kAny) {
 #pragma unroll
-      for (int q = 1; q < U; ++q) {
-        x[q - 1] = x[q];
-        dy[q - 1] = dy[q];
-        residual[q - 1] = residual[q];
+        for (int q = 1; q < U; ++q) {
+          x[q - 1] = x[q];
+          dy[q - 1] = dy[q];
+          residual[q - 1] = residual[q];
+        }
       }
+      load(kForm == Form::kAny ? U - 1 : u, u, i + turns.jump + u * step);
     }
   }
 
@@ -142,19 +151,22 @@ __global__ void __launch_bounds__(kThreads, V == 1 ? 3 : 2)
 
   Raw<T, V> x[U], dy[U], residual[U];
   const bool has_residual = p.t.residual != nullptr;
-  const auto load = [&](uint32_t i) {
-#pragma unroll
-    for (int u = 0; u < U; ++u) {
-      if (i + u * step < count) {
-        const int64_t offset = base + Step<kLast>(a, end - 1 - (i + u * step));
-        x[u] = ReadOnce<T, V>(p.t.x, offset);
-        dy[u] = ReadOnce<T, V>(p.t.dy, offset);
-        if (has_residual) residual[u] = ReadOnce<T, V>(p.t.residual, offset);
-      }
-    }
-  };
   uint32_t i = threadIdx.x / a.lanes;
-  load(i);  // on its way while the sums are added up
+  const auto offset_of = [&](uint32_t i) { return base + Step<kLast>(a, end - 1 - i); };
+  int64_t next = offset_of(i),
+          at_dx = next;  // channels-last: of the next load, and of the next store
+  const int64_t hop = step * a.row;
+  const auto load = [&](int u, uint32_t i) {
+    if (i < count) {
+      const int64_t offset = kLast ? next : offset_of(i);
+      x[u] = ReadOnce<T, V>(p.t.x, offset);
+      dy[u] = ReadOnce<T, V>(p.t.dy, offset);
+      if (has_residual) residual[u] = ReadOnce<T, V>(p.t.residual, offset);
+    }
+    next -= hop;
+  };
+#pragma unroll
+  for (int u = 0; u < U; ++u) load(u, i + u * step);  // on their way while the sums are added up
 
   const int tile_channels = a.lanes * kStats;
   for (int c = threadIdx.x; c < tile_channels; c += kThreads) {
@@ -175,14 +187,15 @@ __global__ void __launch_bounds__(kThreads, V == 1 ? 3 : 2)
     to_dx[j] = gradient[lane * kStats + j];
   }
 
-  while (i < count) {
+  for (; i < count; i += U * step) {
 #pragma unroll(kForm == Form::kAny ? 1 : U)
     for (int u = 0; u < U; ++u) {
+      const int own = kForm == Form::kAny ? 0 : u;
       if (i + u * step < count) {
         float centred[V], dz[V];
-        Backpropagate<T, V, kForm>(x[0], dy[0], residual[0], has_residual, mine, p.activation,
+        Backpropagate<T, V, kForm>(x[own], dy[own], residual[own], has_residual, mine, p.activation,
                                    p.slope, centred, dz);
-        const int64_t offset = base + Step<kLast>(a, end - 1 - (i + u * step));
+        const int64_t offset = kLast ? at_dx : offset_of(i + u * step);
         if (p.t.dresidual != nullptr) {
           WriteOnce<T, V>(p.t.dresidual, offset, Pack<T, V>(dz));
         }
@@ -190,15 +203,17 @@ __global__ void __launch_bounds__(kThreads, V == 1 ? 3 : 2)
           WriteOnce<T, V>(p.t.dx, offset, InputGradient<T, V>(centred, dz, mine, to_dx));
         }
       }
+      at_dx -= hop;
+      if constexpr (kForm == Form::kAny) {
 #pragma unroll
-      for (int q = 1; q < U; ++q) {
-        x[q - 1] = x[q];
-        dy[q - 1] = dy[q];
-        residual[q - 1] = residual[q];
+        for (int q = 1; q < U; ++q) {
+          x[q - 1] = x[q];
+          dy[q - 1] = dy[q];
+          residual[q - 1] = residual[q];
+        }
       }
+      load(kForm == Form::kAny ? U - 1 : u, i + (U + u) * step);
     }
-    i += U * step;
-    load(i);
   }
 }
 

@@ -36,9 +36,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   const bool inside = !kLast || at.tile * a.lanes + lane < a.row;
   const uint32_t end = inside ? a.positions : 0;
   const Turns turns(at.part, splits, U * step);
-  const auto piece_at = [&](uint32_t i) {
-    return kLast ? Piece{base + Step<kLast>(a, i), 0} : PieceOf<V>(a, base, i);
-  };
+  const auto piece_at = [&](uint32_t i) { return PieceOf<V>(a, base, i); };
 
   float shift[kStats] = {}, s1[N] = {}, s2[N] = {};
   if (turns.first < end) {
@@ -47,16 +45,22 @@ __global__ void __launch_bounds__(kThreads, 4)
       shift[j] = Shift<T, V, kLast>(a, x, at.instance, at.tile, kLast ? lane * V + j : 0);
     }
   }
-  for (uint32_t i = turns.first + threadIdx.x / a.lanes; i < end; i += turns.jump) {
-    Raw<T, V> raw[U];
+  // A vector makes room for the one U further on: U of them are on their way all the time.
+  Raw<T, V> raw[U];
+  uint32_t i = turns.first + threadIdx.x / a.lanes;
+  int64_t next = base + Step<kLast>(a, i);  // channels-last: of the next load
+  const int64_t hop = step * a.row, turn = (turns.jump - (U - 1) * step) * a.row;
+  const auto load = [&](int u, uint32_t i) {
+    if (i < end) raw[u] = ReadPiece<T, V, kLast>(a, x, kLast ? Piece{next, 0} : piece_at(i));
+    next += u + 1 < U ? hop : turn;
+  };
 #pragma unroll
-    for (int u = 0; u < U; ++u) {
-      if (i + u * step < end) raw[u] = ReadPiece<T, V, kLast>(a, x, piece_at(i + u * step));
-    }
+  for (int u = 0; u < U; ++u) load(u, i + u * step);
+  for (; i < end; i += turns.jump) {
 #pragma unroll
     for (int u = 0; u < U; ++u) {
       if (i + u * step < end) {
-        const Piece piece = piece_at(i + u * step);
+        const Piece piece = kLast ? Piece{} : piece_at(i + u * step);
         float v[V];
         Unpack<T, V>(raw[u], v);
         ForOwn<V, kLast>(a, piece, [&](int j) {
@@ -65,6 +69,7 @@ __global__ void __launch_bounds__(kThreads, 4)
           s2[j % N] = fmaf(d, d, s2[j % N]);
         });
       }
+      load(u, i + turns.jump + u * step);
     }
   }
 
@@ -106,7 +111,7 @@ __global__ void __launch_bounds__(kThreads)
 template <typename T, int V, bool kLast, Form kForm>
 __global__ void __launch_bounds__(kThreads, 3)
     NormaliseKernel(const __grid_constant__ ForwardArgs p) {
-  constexpr int U = 4;  // loads in flight per thread and tensor
+  constexpr int U = kLast && V == 8 ? 3 : 4;  // loads in flight per thread and tensor
   constexpr int kStats = kLast ? V : 1;
   __shared__ Affine affine[kMaxTile];
 
@@ -122,25 +127,21 @@ __global__ void __launch_bounds__(kThreads, 3)
 
   Raw<T, V> x[U], residual[U];
   const bool has_residual = p.t.residual != nullptr;
-  const auto load = [&](uint32_t i) {
-#pragma unroll
-    for (int u = 0; u < U; ++u) {
-      if (i + u * step < count) {
-        x[u] = ReadOnce<T, V>(p.t.x, base + Step<kLast>(a, end - 1 - (i + u * step)));
-      }
-    }
-    if (has_residual) {
-#pragma unroll
-      for (int u = 0; u < U; ++u) {
-        if (i + u * step < count) {
-          residual[u] =
-              ReadOnce<T, V>(p.t.residual, base + Step<kLast>(a, end - 1 - (i + u * step)));
-        }
-      }
-    }
-  };
   uint32_t i = threadIdx.x / a.lanes;
-  load(i);  // on its way while the statistics are made
+  const auto offset_of = [&](uint32_t i) { return base + Step<kLast>(a, end - 1 - i); };
+  int64_t next = offset_of(i),
+          at_y = next;  // channels-last: of the next load, and of the next store
+  const int64_t hop = step * a.row;
+  const auto load = [&](int u, uint32_t i) {
+    if (i < count) {
+      const int64_t offset = kLast ? next : offset_of(i);
+      x[u] = ReadOnce<T, V>(p.t.x, offset);
+      if (has_residual) residual[u] = ReadOnce<T, V>(p.t.residual, offset);
+    }
+    next -= hop;
+  };
+#pragma unroll
+  for (int u = 0; u < U; ++u) load(u, i + u * step);  // on their way while the statistics are made
 
   const int tile_channels = a.lanes * kStats;
   for (int c = threadIdx.x; c < tile_channels; c += kThreads) {
@@ -161,24 +162,26 @@ __global__ void __launch_bounds__(kThreads, 3)
 #pragma unroll
   for (int j = 0; j < kStats; ++j) mine[j] = affine[lane * kStats + j];
 
-  while (i < count) {
-    // kAny: one copy of the long activations instead of U; the queue of loaded vectors moves up
-    // instead.
+  for (; i < count; i += U * step) {
+    // A vector makes room for the one U further on. kAny: one copy of the long activations instead of U.
 #pragma unroll(kForm == Form::kAny ? 1 : U)
     for (int u = 0; u < U; ++u) {
+      const int own = kForm == Form::kAny ? 0 : u;
       if (i + u * step < count) {
-        WriteOnce<T, V>(
-            p.t.y, base + Step<kLast>(a, end - 1 - (i + u * step)),
-            Normalise<T, V, kForm>(x[0], residual[0], has_residual, mine, p.activation, p.slope));
+        WriteOnce<T, V>(p.t.y, kLast ? at_y : offset_of(i + u * step),
+                        Normalise<T, V, kForm>(x[own], residual[own], has_residual, mine,
+                                               p.activation, p.slope));
       }
+      at_y -= hop;
+      if constexpr (kForm == Form::kAny) {
 #pragma unroll
-      for (int q = 1; q < U; ++q) {
-        x[q - 1] = x[q];
-        residual[q - 1] = residual[q];
+        for (int q = 1; q < U; ++q) {
+          x[q - 1] = x[q];
+          residual[q - 1] = residual[q];
+        }
       }
+      load(kForm == Form::kAny ? U - 1 : u, i + (U + u) * step);
     }
-    i += U * step;
-    load(i);
   }
 }
 
