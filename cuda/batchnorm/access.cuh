@@ -108,11 +108,13 @@ enum class Form {
   kRelu,
   kPiecewise,  // none, relu, relu6, leaky_relu
   kSilu,
+  kGelu,  // tanh form
   kAny,
 };
 
 constexpr Form FormOf(Activation a) {
   if (a == Activation::kSilu) return Form::kSilu;
+  if (a == Activation::kGelu) return Form::kGelu;
   return a == Activation::kNone || a == Activation::kRelu || a == Activation::kRelu6 ||
                  a == Activation::kLeakyRelu
              ? Form::kPiecewise
@@ -143,6 +145,8 @@ __device__ __forceinline__ void Apply(Activation a, float slope, const float (&z
     ApplyOne<kGrad, Activation::kRelu, kShort>(z, slope, v);
   } else if constexpr (kForm == Form::kSilu) {
     ApplyOne<kGrad, Activation::kSilu, kShort>(z, slope, v);
+  } else if constexpr (kForm == Form::kGelu) {
+    ApplyOne<kGrad, Activation::kGelu, kShort>(z, slope, v);
   } else if constexpr (kFrom == kActivationCount) {
     ApplyOne<kGrad, Activation::kNone, kShort>(z, slope, v);
   } else {

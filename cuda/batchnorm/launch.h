@@ -61,14 +61,16 @@ Status WithInstance(const BatchNormProblem& p, std::initializer_list<const void*
 template <Form kForm>
 using FormConstant = std::integral_constant<Form, kForm>;
 
-// f(FormConstant<...>{}). Kernels that read element by element are compiled for all activations only, channels-first ones
-// for two forms.
-template <typename I, typename F>
+// f(FormConstant<...>{}). Kernels that read element by element are compiled for all activations only; those of which
+// kMany says no, channels-first ones for one, for two forms.
+template <typename I, bool kMany = I::kLast, typename F>
 Status WithForm(Activation activation, F&& f) {
   if constexpr (I::V > 1) {
-    if (FormOf(activation) == Form::kPiecewise) return f(FormConstant<Form::kPiecewise>{});
-    if constexpr (I::kLast) {
-      if (FormOf(activation) == Form::kSilu) return f(FormConstant<Form::kSilu>{});
+    const Form form = FormOf(activation);
+    if (form == Form::kPiecewise) return f(FormConstant<Form::kPiecewise>{});
+    if constexpr (kMany) {
+      if (form == Form::kSilu) return f(FormConstant<Form::kSilu>{});
+      if (form == Form::kGelu) return f(FormConstant<Form::kGelu>{});
     }
   }
   return f(FormConstant<Form::kAny>{});

@@ -262,7 +262,7 @@ Status ResidentTrain(const Context& ctx, const BatchNormProblem& p, const Forwar
   ForwardArgs args = MakeForwardArgs(p, t);
   return WithInstance(p, {t.x, t.residual, t.y}, [&](auto instance) {
     using I = decltype(instance);
-    return WithForm<I>(p.activation, [&](auto form) {
+    return WithForm<I, false>(p.activation, [&](auto form) {
       const auto kernel = ResidentTrainKernel<typename I::T, I::V, I::kLast, decltype(form)::value>;
       size_t kernel_static = 0;
       JAXCONV_RETURN_IF_ERROR(StaticBytes(kernel, what, kernel_static));
@@ -282,7 +282,7 @@ Status ResidentBackward(const Context& ctx, const BatchNormProblem& p, const Bac
   BackwardArgs args = MakeBackwardArgs(p, t);
   return WithInstance(p, {t.x, t.dy, t.residual, t.dx, t.dresidual}, [&](auto instance) {
     using I = decltype(instance);
-    return WithForm<I>(p.activation, [&](auto form) {
+    return WithForm<I, false>(p.activation, [&](auto form) {
       const auto kernel =
           ResidentBackwardKernel<typename I::T, I::V, I::kLast, decltype(form)::value>;
       size_t kernel_static = 0;
