@@ -15,6 +15,7 @@
 #include "cuda/batchnorm/channel.cuh"
 #include "cuda/batchnorm/flat.cuh"
 #include "cuda/batchnorm/launch.h"
+#include "cuda/batchnorm/parts.cuh"
 #include "cuda/core/reduce.cuh"
 
 namespace jaxconv::cuda::batchnorm {
@@ -32,16 +33,16 @@ __global__ void __launch_bounds__(kThreads, V == 1 ? 3 : 2)
                     : V < 4 ? V
                             : 4;  // sums a thread keeps; channels-first: chains of one channel
   constexpr int kStats = kLast ? V : 1;
-  __shared__ float scratch[kThreads / 32 * kMaxTile * 2];
+  __shared__ float scratch[kPartsScratch<V, kLast>];
 
   const Layout& a = p.layout;
   const int64_t splits = p.parts;
   const Place at = Locate(a, blockIdx.x, splits);
-  const int lane = kLast ? threadIdx.x & (a.lanes - 1) : 0;
+  const int lane = kLast ? threadIdx.x % a.lanes : 0;
   const uint32_t step = kThreads / a.lanes;
   const int64_t base =
       kLast ? Base<kLast>(a, at.instance, at.tile, lane) : FirstElement(a, at.instance, at.tile);
-  const bool inside = !kLast || at.tile * a.lanes + lane < a.row;
+  const bool inside = !kLast || (threadIdx.x < step * a.lanes && at.tile * a.lanes + lane < a.row);
   const uint32_t end = inside ? a.positions : 0;
   const Turns turns(at.part, splits, U * step);
   const auto piece_at = [&](uint32_t i) { return PieceOf<V>(a, base, i); };
@@ -105,29 +106,7 @@ __global__ void __launch_bounds__(kThreads, V == 1 ? 3 : 2)
     }
   }
 
-  float total[2 * kStats];
-#pragma unroll
-  for (int j = 0; j < kStats; ++j) {
-    total[j] = s1[j];
-    total[kStats + j] = s2[j];
-  }
-  if constexpr (!kLast) {
-#pragma unroll
-    for (int j = 1; j < N; ++j) {
-      total[0] += s1[j];
-      total[1] += s2[j];
-    }
-  }
-  BlockColumnSums(total, a.lanes, scratch);
-
-  for (int i = threadIdx.x; i < tile_channels; i += kThreads) {
-    const int64_t channel = at.tile * tile_channels + i;
-    if (channel >= a.channels) break;
-    const float* s = scratch + i / kStats * 2 * kStats + i % kStats;
-    const int64_t row = at.instance * a.channels + channel;
-    sums[row * splits + at.part] = s[0];
-    sums[(a.batch * a.channels + row) * splits + at.part] = s[kStats];
-  }
+  WriteParts<V, kLast>(a, at, splits, s1, s2, scratch, sums);
 }
 
 template <typename T, int V, bool kLast, Form kForm>
@@ -140,10 +119,10 @@ __global__ void __launch_bounds__(kThreads, V == 1 ? 3 : 2)
 
   const Layout& a = p.layout;
   const Place at = Locate(a, gridDim.x - 1 - int64_t{blockIdx.x}, p.pieces);
-  const int lane = kLast ? threadIdx.x & (a.lanes - 1) : 0;
+  const int lane = kLast ? threadIdx.x % a.lanes : 0;
   const uint32_t step = kThreads / a.lanes;
   const int64_t base = Base<kLast>(a, at.instance, at.tile, lane);
-  const bool inside = !kLast || at.tile * a.lanes + lane < a.row;
+  const bool inside = !kLast || (threadIdx.x < step * a.lanes && at.tile * a.lanes + lane < a.row);
   const bool writes = p.t.dx != nullptr || p.t.dresidual != nullptr;
   const uint32_t begin = Cut(a.positions, at.part, p.pieces);
   const uint32_t end = Cut(a.positions, at.part + 1, p.pieces);
@@ -297,7 +276,7 @@ Status TwoReadBackward(const Context& ctx, const BatchNormProblem& p, int64_t sp
   return WithInstance<true>(p, {t.x, t.dy, t.residual, t.dx, t.dresidual}, [&](auto instance) {
     using I = decltype(instance);
     using T = typename I::T;
-    args.layout = sum_args.layout = MakeLayout(p, I::kLast, I::V, kTileBytes);
+    args.layout = sum_args.layout = BlockLayout(p, I::kLast, I::V);
     const Layout& a = args.layout;
     args.pieces = writes ? Pieces(a, 2 * Bytes(p)) : 1;
     JAXCONV_RETURN_IF_ERROR(CheckGrid(a.tiles, splits, p.batch, what));

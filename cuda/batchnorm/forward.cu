@@ -13,6 +13,7 @@
 #include "cuda/batchnorm/channel.cuh"
 #include "cuda/batchnorm/flat.cuh"
 #include "cuda/batchnorm/launch.h"
+#include "cuda/batchnorm/parts.cuh"
 #include "cuda/core/reduce.cuh"
 
 namespace jaxconv::cuda::batchnorm {
@@ -21,19 +22,19 @@ namespace {
 template <typename T, int V, bool kLast>
 __global__ void __launch_bounds__(kThreads, 4)
     SumKernel(const __grid_constant__ Layout a, const void* x, int64_t splits, float* sums) {
-  constexpr int U = V == 1 ? 8 : 4;  // loads in flight per thread
+  constexpr int U = V == 1 ? 8 : kLast && V == 8 ? 3 : 4;  // loads in flight per thread
   constexpr int N = kLast   ? V
                     : V < 4 ? V
                             : 4;  // sums a thread keeps; channels-first: chains of one channel
   constexpr int kStats = kLast ? V : 1;
-  __shared__ float scratch[kThreads / 32 * kMaxTile * 2];
+  __shared__ float scratch[kPartsScratch<V, kLast>];
 
   const Place at = Locate(a, blockIdx.x, splits);
-  const int lane = kLast ? threadIdx.x & (a.lanes - 1) : 0;
+  const int lane = kLast ? threadIdx.x % a.lanes : 0;
   const uint32_t step = kThreads / a.lanes;
   const int64_t base =
       kLast ? Base<kLast>(a, at.instance, at.tile, lane) : FirstElement(a, at.instance, at.tile);
-  const bool inside = !kLast || at.tile * a.lanes + lane < a.row;
+  const bool inside = !kLast || (threadIdx.x < step * a.lanes && at.tile * a.lanes + lane < a.row);
   const uint32_t end = inside ? a.positions : 0;
   const Turns turns(at.part, splits, U * step);
   const auto piece_at = [&](uint32_t i) { return PieceOf<V>(a, base, i); };
@@ -73,30 +74,7 @@ __global__ void __launch_bounds__(kThreads, 4)
     }
   }
 
-  float total[2 * kStats];
-#pragma unroll
-  for (int j = 0; j < kStats; ++j) {
-    total[j] = s1[j];
-    total[kStats + j] = s2[j];
-  }
-  if constexpr (!kLast) {
-#pragma unroll
-    for (int j = 1; j < N; ++j) {
-      total[0] += s1[j];
-      total[1] += s2[j];
-    }
-  }
-  BlockColumnSums(total, a.lanes, scratch);
-
-  const int tile_channels = a.lanes * kStats;
-  for (int i = threadIdx.x; i < tile_channels; i += kThreads) {
-    const int64_t channel = at.tile * tile_channels + i;
-    if (channel >= a.channels) break;
-    const float* s = scratch + i / kStats * 2 * kStats + i % kStats;
-    const int64_t row = at.instance * a.channels + channel;
-    sums[row * splits + at.part] = s[0];
-    sums[(a.batch * a.channels + row) * splits + at.part] = s[kStats];
-  }
+  WriteParts<V, kLast>(a, at, splits, s1, s2, scratch, sums);
 }
 
 // A warp per row.
@@ -117,10 +95,10 @@ __global__ void __launch_bounds__(kThreads, 3)
 
   const Layout& a = p.layout;
   const Place at = Locate(a, gridDim.x - 1 - int64_t{blockIdx.x}, p.pieces);
-  const int lane = kLast ? threadIdx.x & (a.lanes - 1) : 0;
+  const int lane = kLast ? threadIdx.x % a.lanes : 0;
   const uint32_t step = kThreads / a.lanes;
   const int64_t base = Base<kLast>(a, at.instance, at.tile, lane);
-  const bool inside = !kLast || at.tile * a.lanes + lane < a.row;
+  const bool inside = !kLast || (threadIdx.x < step * a.lanes && at.tile * a.lanes + lane < a.row);
   const uint32_t begin = Cut(a.positions, at.part, p.pieces);
   const uint32_t end = Cut(a.positions, at.part + 1, p.pieces);
   const uint32_t count = inside ? end - begin : 0;
@@ -273,7 +251,7 @@ Status LaunchNormalise(const Context& ctx, const BatchNormProblem& p, ForwardArg
       args.sums = totals;
       args.parts = 1;
     }
-    args.layout = MakeLayout(p, I::kLast, I::V, kTileBytes);
+    args.layout = BlockLayout(p, I::kLast, I::V);
     args.pieces = Pieces(args.layout, Bytes(p));
     JAXCONV_RETURN_IF_ERROR(CheckGrid(args.layout.tiles, args.pieces, p.batch, what));
     const unsigned blocks = static_cast<unsigned>(args.layout.tiles * args.pieces * p.batch);
@@ -303,7 +281,7 @@ Status TwoReadTrain(const Context& ctx, const BatchNormProblem& p, int64_t split
   args.parts = splits;
   return WithInstance<true>(p, {t.x, t.residual, t.y}, [&](auto instance) {
     using I = decltype(instance);
-    const Layout layout = MakeLayout(p, I::kLast, I::V, kTileBytes);
+    const Layout layout = BlockLayout(p, I::kLast, I::V);
     JAXCONV_RETURN_IF_ERROR(CheckGrid(layout.tiles, splits, p.batch, what));
     const unsigned blocks = static_cast<unsigned>(layout.tiles * splits * p.batch);
     SumKernel<typename I::T, I::V, I::kLast>

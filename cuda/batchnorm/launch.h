@@ -17,9 +17,10 @@
 
 namespace jaxconv::cuda::batchnorm {
 
-constexpr int kThreads = 256;    // of a two-read or inference block
-constexpr int kTileBytes = 256;  // of neighbouring channels in such a block, channels-last
-constexpr int kMaxTile = 128;    // channels in them: 8 bf16 * 16 lanes
+constexpr int kThreads = 256;  // of a two-read or inference block
+constexpr int kTileBytes =
+    256;                       // of neighbouring channels in such a block, channels-last, as a rule
+constexpr int kMaxTile = 256;  // channels of a block at most: 8 bf16 * 32 lanes
 constexpr int64_t kInlineParts =
     16;  // partial sums that the blocks of the second walk add up themselves
 
@@ -74,6 +75,16 @@ Status WithForm(Activation activation, F&& f) {
     }
   }
   return f(FormConstant<Form::kAny>{});
+}
+
+// Of a two-read or inference block.
+inline Layout BlockLayout(const BatchNormProblem& p, bool channels_last, int vec) {
+  Layout a = MakeLayout(p, channels_last, vec, kTileBytes);
+  if (channels_last) {
+    a.lanes = BusyLanes(a.row, a.lanes, kThreads);
+    a.tiles = (a.row + a.lanes - 1) / a.lanes;
+  }
+  return a;
 }
 
 // blocks in [1, 2^31), or a sentence.
