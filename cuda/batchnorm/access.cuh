@@ -42,9 +42,19 @@ __device__ __forceinline__ uint32_t PackPair(__half2 v) {
 
 template <typename T, int V>
 __device__ __forceinline__ void Unpack(const Raw<T, V>& raw, float (&v)[V]) {
-  const T* e = reinterpret_cast<const T*>(&raw);
+  if constexpr (std::is_same_v<T, __nv_bfloat16> &&
+                V == 8) {  // an instruction each, not two for every other one
+    const uint32_t w[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
-  for (int j = 0; j < V; ++j) v[j] = ToFloat(e[j]);
+    for (int j = 0; j < 4; ++j) {
+      v[2 * j] = __uint_as_float(w[j] << 16);
+      v[2 * j + 1] = __uint_as_float(w[j] & 0xffff0000u);
+    }
+  } else {
+    const T* e = reinterpret_cast<const T*>(&raw);
+#pragma unroll
+    for (int j = 0; j < V; ++j) v[j] = ToFloat(e[j]);
+  }
 }
 
 // Rounds to nearest even.
@@ -92,37 +102,59 @@ __device__ __forceinline__ Raw<T, V> PackRelu(const float (&v)[V]) {
   }
 }
 
-// The activations in two classes, so that the common ones keep their kernels small: kSmooth ==
-// false knows the piecewise linear ones (none, relu, relu6, leaky_relu), kSmooth == true all of
-// them.
-constexpr bool IsSmooth(Activation a) {
-  return !(a == Activation::kNone || a == Activation::kRelu || a == Activation::kRelu6 ||
-           a == Activation::kLeakyRelu);
+// The activations that an instance of a kernel knows. Those that networks train with have code of their own, which can be
+// unrolled: several vectors on their way. kAny has one copy of all formulas, through which the vectors pass in turn.
+enum class Form {
+  kRelu,
+  kPiecewise,  // none, relu, relu6, leaky_relu
+  kSilu,
+  kGelu,  // tanh form
+  kAny,
+};
+
+constexpr Form FormOf(Activation a) {
+  if (a == Activation::kSilu) return Form::kSilu;
+  if (a == Activation::kGelu) return Form::kGelu;
+  return a == Activation::kNone || a == Activation::kRelu || a == Activation::kRelu6 ||
+                 a == Activation::kLeakyRelu
+             ? Form::kPiecewise
+             : Form::kAny;
+}
+
+constexpr bool Knows(Form form, Activation a) {
+  if (form == Form::kRelu) return a == Activation::kRelu;
+  return form == Form::kAny || FormOf(a) == form;
 }
 
 // v[j] = kGrad ? v[j] * f'(z[j]) : f(z[j])
-template <bool kGrad, Activation kActivation, int V>
+template <bool kGrad, Activation kActivation, bool kShort, int V>
 __device__ __forceinline__ void ApplyOne(const float (&z)[V], float slope, float (&v)[V]) {
 #pragma unroll
   for (int j = 0; j < V; ++j) {
-    v[j] =
-        kGrad ? v[j] * ActivateGrad(kActivation, z[j], slope) : Activate(kActivation, z[j], slope);
+    v[j] = kGrad ? v[j] * ActivateGrad<float, kShort>(kActivation, z[j], slope)
+                 : Activate<float, kShort>(kActivation, z[j], slope);
   }
 }
 
-// The branches are outside the loop over the vector and uniform: one for each activation of the class from kFrom on, all
-// of them without a list that could lack one.
-template <bool kGrad, bool kSmooth, int V, int kFrom = 1>
+// The branches are outside the loop over the vector and uniform: one for each activation of the form from kFrom on, all
+// of them without a list that could lack one. kShort: of T (activation.h).
+template <bool kGrad, Form kForm, bool kShort, int V, int kFrom = 1>
 __device__ __forceinline__ void Apply(Activation a, float slope, const float (&z)[V],
                                       float (&v)[V]) {
-  if constexpr (kFrom == kActivationCount) {
-    ApplyOne<kGrad, Activation::kNone>(z, slope, v);
+  if constexpr (kForm == Form::kRelu) {
+    ApplyOne<kGrad, Activation::kRelu, kShort>(z, slope, v);
+  } else if constexpr (kForm == Form::kSilu) {
+    ApplyOne<kGrad, Activation::kSilu, kShort>(z, slope, v);
+  } else if constexpr (kForm == Form::kGelu) {
+    ApplyOne<kGrad, Activation::kGelu, kShort>(z, slope, v);
+  } else if constexpr (kFrom == kActivationCount) {
+    ApplyOne<kGrad, Activation::kNone, kShort>(z, slope, v);
   } else {
     constexpr Activation kThis = static_cast<Activation>(kFrom);
-    if constexpr (kSmooth || !IsSmooth(kThis)) {
-      if (a == kThis) return ApplyOne<kGrad, kThis>(z, slope, v);
+    if constexpr (Knows(kForm, kThis)) {
+      if (a == kThis) return ApplyOne<kGrad, kThis, kShort>(z, slope, v);
     }
-    Apply<kGrad, kSmooth, V, kFrom + 1>(a, slope, z, v);
+    Apply<kGrad, kForm, kShort, V, kFrom + 1>(a, slope, z, v);
   }
 }
 

@@ -15,6 +15,7 @@
 #include "cuda/batchnorm/channel.cuh"
 #include "cuda/batchnorm/flat.cuh"
 #include "cuda/batchnorm/launch.h"
+#include "cuda/batchnorm/parts.cuh"
 #include "cuda/core/reduce.cuh"
 
 namespace jaxconv::cuda::batchnorm {
@@ -24,7 +25,7 @@ namespace {
 template <int V, bool kLast>
 constexpr int kUnroll = kLast && V == 8 ? 3 : 4;
 
-template <typename T, int V, bool kLast, bool kSmooth>
+template <typename T, int V, bool kLast, Form kForm>
 __global__ void __launch_bounds__(kThreads, V == 1 ? 3 : 2)
     GradientSumKernel(const __grid_constant__ BackwardArgs p, float* sums) {
   constexpr int U = kUnroll<V, kLast>;
@@ -32,21 +33,19 @@ __global__ void __launch_bounds__(kThreads, V == 1 ? 3 : 2)
                     : V < 4 ? V
                             : 4;  // sums a thread keeps; channels-first: chains of one channel
   constexpr int kStats = kLast ? V : 1;
-  __shared__ float scratch[kThreads / 32 * kMaxTile * 2];
+  __shared__ float scratch[kPartsScratch<V, kLast>];
 
   const Layout& a = p.layout;
   const int64_t splits = p.parts;
   const Place at = Locate(a, blockIdx.x, splits);
-  const int lane = kLast ? threadIdx.x & (a.lanes - 1) : 0;
+  const int lane = kLast ? threadIdx.x % a.lanes : 0;
   const uint32_t step = kThreads / a.lanes;
   const int64_t base =
       kLast ? Base<kLast>(a, at.instance, at.tile, lane) : FirstElement(a, at.instance, at.tile);
-  const bool inside = !kLast || at.tile * a.lanes + lane < a.row;
+  const bool inside = !kLast || (threadIdx.x < step * a.lanes && at.tile * a.lanes + lane < a.row);
   const uint32_t end = inside ? a.positions : 0;
   const Turns turns(at.part, splits, U * step);
-  const auto piece_at = [&](uint32_t i) {
-    return kLast ? Piece{base + Step<kLast>(a, i), 0} : PieceOf<V>(a, base, i);
-  };
+  const auto piece_at = [&](uint32_t i) { return PieceOf<V>(a, base, i); };
 
   const int tile_channels = a.lanes * kStats;
   Affine mine[kStats] = {};
@@ -59,26 +58,34 @@ __global__ void __launch_bounds__(kThreads, V == 1 ? 3 : 2)
 
   const bool has_residual = p.t.residual != nullptr;
   float s1[N] = {}, s2[N] = {};
-  for (uint32_t i = turns.first + threadIdx.x / a.lanes; i < end; i += turns.jump) {
-    Raw<T, V> x[U], dy[U], residual[U];
-#pragma unroll
-    for (int u = 0; u < U; ++u) {
-      if (i + u * step < end) {
-        const Piece piece = piece_at(i + u * step);
-        x[u] = ReadPiece<T, V, kLast>(a, p.t.x, piece);
-        dy[u] = ReadPiece<T, V, kLast>(a, p.t.dy, piece);
-        if (has_residual) residual[u] = ReadPiece<T, V, kLast>(a, p.t.residual, piece);
-      }
+  Raw<T, V> x[U], dy[U], residual[U];
+  uint32_t i = turns.first + threadIdx.x / a.lanes;
+  int64_t next = base + Step<kLast>(a, i);  // channels-last: of the next load
+  const int64_t hop = step * a.row, turn = (turns.jump - (U - 1) * step) * a.row,
+                ahead = turns.jump * a.row;
+  // `place`: among the U of a turn
+  const auto load = [&](int u, int place, uint32_t i) {
+    if (i < end) {
+      const Piece piece = kLast ? Piece{next, 0} : piece_at(i);
+      x[u] = ReadPiece<T, V, kLast>(a, p.t.x, piece);
+      dy[u] = ReadPiece<T, V, kLast>(a, p.t.dy, piece);
+      if (has_residual) residual[u] = ReadPiece<T, V, kLast>(a, p.t.residual, piece);
     }
-    // kSmooth: one copy of the long derivatives instead of U; the queue of loaded vectors moves up
-    // instead.
-#pragma unroll(kSmooth ? 1 : U)
+    next += place + 1 < U ? hop : turn;
+  };
+#pragma unroll
+  for (int u = 0; u < U; ++u) load(u, u, i + u * step);
+  for (; i < end; i += turns.jump) {
+    // A vector makes room for the one U further on: U of them are on their way all the time. kAny: one copy of the long
+    // derivatives instead of U.
+#pragma unroll(kForm == Form::kAny ? 1 : U)
     for (int u = 0; u < U; ++u) {
+      const int own = kForm == Form::kAny ? 0 : u;
       if (i + u * step < end) {
         float centred[V], dz[V];
-        Backpropagate<T, V, kSmooth>(x[0], dy[0], residual[0], has_residual, mine, p.activation,
-                                     p.slope, centred, dz);
-        const Piece piece = piece_at(i + u * step);
+        Backpropagate<T, V, kForm>(x[own], dy[own], residual[own], has_residual, mine, p.activation,
+                                   p.slope, centred, dz);
+        const Piece piece = kLast ? Piece{next - ahead, 0} : piece_at(i + u * step);
         ForOwn<V, kLast>(a, piece, [&](int j) {
           s1[j % N] += dz[j];
           s2[j % N] = fmaf(dz[j], centred[j], s2[j % N]);
@@ -87,41 +94,22 @@ __global__ void __launch_bounds__(kThreads, V == 1 ? 3 : 2)
           WritePiece<T, V, kLast, true>(a, p.t.dresidual, piece, Pack<T, V>(dz));
         }
       }
+      if constexpr (kForm == Form::kAny) {
 #pragma unroll
-      for (int q = 1; q < U; ++q) {
-        x[q - 1] = x[q];
-        dy[q - 1] = dy[q];
-        residual[q - 1] = residual[q];
+        for (int q = 1; q < U; ++q) {
+          x[q - 1] = x[q];
+          dy[q - 1] = dy[q];
+          residual[q - 1] = residual[q];
+        }
       }
+      load(kForm == Form::kAny ? U - 1 : u, u, i + turns.jump + u * step);
     }
   }
 
-  float total[2 * kStats];
-#pragma unroll
-  for (int j = 0; j < kStats; ++j) {
-    total[j] = s1[j];
-    total[kStats + j] = s2[j];
-  }
-  if constexpr (!kLast) {
-#pragma unroll
-    for (int j = 1; j < N; ++j) {
-      total[0] += s1[j];
-      total[1] += s2[j];
-    }
-  }
-  BlockColumnSums(total, a.lanes, scratch);
-
-  for (int i = threadIdx.x; i < tile_channels; i += kThreads) {
-    const int64_t channel = at.tile * tile_channels + i;
-    if (channel >= a.channels) break;
-    const float* s = scratch + i / kStats * 2 * kStats + i % kStats;
-    const int64_t row = at.instance * a.channels + channel;
-    sums[row * splits + at.part] = s[0];
-    sums[(a.batch * a.channels + row) * splits + at.part] = s[kStats];
-  }
+  WriteParts<V, kLast>(a, at, splits, s1, s2, scratch, sums);
 }
 
-template <typename T, int V, bool kLast, bool kSmooth>
+template <typename T, int V, bool kLast, Form kForm>
 __global__ void __launch_bounds__(kThreads, V == 1 ? 3 : 2)
     GradientKernel(const __grid_constant__ BackwardArgs p) {
   constexpr int U = kUnroll<V, kLast>;
@@ -131,10 +119,10 @@ __global__ void __launch_bounds__(kThreads, V == 1 ? 3 : 2)
 
   const Layout& a = p.layout;
   const Place at = Locate(a, gridDim.x - 1 - int64_t{blockIdx.x}, p.pieces);
-  const int lane = kLast ? threadIdx.x & (a.lanes - 1) : 0;
+  const int lane = kLast ? threadIdx.x % a.lanes : 0;
   const uint32_t step = kThreads / a.lanes;
   const int64_t base = Base<kLast>(a, at.instance, at.tile, lane);
-  const bool inside = !kLast || at.tile * a.lanes + lane < a.row;
+  const bool inside = !kLast || (threadIdx.x < step * a.lanes && at.tile * a.lanes + lane < a.row);
   const bool writes = p.t.dx != nullptr || p.t.dresidual != nullptr;
   const uint32_t begin = Cut(a.positions, at.part, p.pieces);
   const uint32_t end = Cut(a.positions, at.part + 1, p.pieces);
@@ -142,19 +130,22 @@ __global__ void __launch_bounds__(kThreads, V == 1 ? 3 : 2)
 
   Raw<T, V> x[U], dy[U], residual[U];
   const bool has_residual = p.t.residual != nullptr;
-  const auto load = [&](uint32_t i) {
-#pragma unroll
-    for (int u = 0; u < U; ++u) {
-      if (i + u * step < count) {
-        const int64_t offset = base + Step<kLast>(a, end - 1 - (i + u * step));
-        x[u] = ReadOnce<T, V>(p.t.x, offset);
-        dy[u] = ReadOnce<T, V>(p.t.dy, offset);
-        if (has_residual) residual[u] = ReadOnce<T, V>(p.t.residual, offset);
-      }
-    }
-  };
   uint32_t i = threadIdx.x / a.lanes;
-  load(i);  // on its way while the sums are added up
+  const auto offset_of = [&](uint32_t i) { return base + Step<kLast>(a, end - 1 - i); };
+  int64_t next = offset_of(i),
+          at_dx = next;  // channels-last: of the next load, and of the next store
+  const int64_t hop = step * a.row;
+  const auto load = [&](int u, uint32_t i) {
+    if (i < count) {
+      const int64_t offset = kLast ? next : offset_of(i);
+      x[u] = ReadOnce<T, V>(p.t.x, offset);
+      dy[u] = ReadOnce<T, V>(p.t.dy, offset);
+      if (has_residual) residual[u] = ReadOnce<T, V>(p.t.residual, offset);
+    }
+    next -= hop;
+  };
+#pragma unroll
+  for (int u = 0; u < U; ++u) load(u, i + u * step);  // on their way while the sums are added up
 
   const int tile_channels = a.lanes * kStats;
   for (int c = threadIdx.x; c < tile_channels; c += kThreads) {
@@ -175,14 +166,15 @@ __global__ void __launch_bounds__(kThreads, V == 1 ? 3 : 2)
     to_dx[j] = gradient[lane * kStats + j];
   }
 
-  while (i < count) {
-#pragma unroll(kSmooth ? 1 : U)
+  for (; i < count; i += U * step) {
+#pragma unroll(kForm == Form::kAny ? 1 : U)
     for (int u = 0; u < U; ++u) {
+      const int own = kForm == Form::kAny ? 0 : u;
       if (i + u * step < count) {
         float centred[V], dz[V];
-        Backpropagate<T, V, kSmooth>(x[0], dy[0], residual[0], has_residual, mine, p.activation,
-                                     p.slope, centred, dz);
-        const int64_t offset = base + Step<kLast>(a, end - 1 - (i + u * step));
+        Backpropagate<T, V, kForm>(x[own], dy[own], residual[own], has_residual, mine, p.activation,
+                                   p.slope, centred, dz);
+        const int64_t offset = kLast ? at_dx : offset_of(i + u * step);
         if (p.t.dresidual != nullptr) {
           WriteOnce<T, V>(p.t.dresidual, offset, Pack<T, V>(dz));
         }
@@ -190,15 +182,17 @@ __global__ void __launch_bounds__(kThreads, V == 1 ? 3 : 2)
           WriteOnce<T, V>(p.t.dx, offset, InputGradient<T, V>(centred, dz, mine, to_dx));
         }
       }
+      at_dx -= hop;
+      if constexpr (kForm == Form::kAny) {
 #pragma unroll
-      for (int q = 1; q < U; ++q) {
-        x[q - 1] = x[q];
-        dy[q - 1] = dy[q];
-        residual[q - 1] = residual[q];
+        for (int q = 1; q < U; ++q) {
+          x[q - 1] = x[q];
+          dy[q - 1] = dy[q];
+          residual[q - 1] = residual[q];
+        }
       }
+      load(kForm == Form::kAny ? U - 1 : u, i + (U + u) * step);
     }
-    i += U * step;
-    load(i);
   }
 }
 
@@ -213,7 +207,7 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x % 32 == 0) gradients[row] = BackwardChannel(p, row, p.t.rstd[row], s1, s2, true);
 }
 
-template <typename T, int V, bool kSmooth>
+template <typename T, int V, Form kForm>
 __global__ void __launch_bounds__(kThreads, V == 8 ? 2 : 3)
     GradientFlatKernel(const __grid_constant__ BackwardArgs p, const Gradient* gradients) {
   constexpr int U = kFlatPairs;
@@ -237,7 +231,7 @@ __global__ void __launch_bounds__(kThreads, V == 8 ? 2 : 3)
     gradient[i] = gradients[row];
   }
   __syncthreads();
-#pragma unroll(kSmooth ? 1 : U)
+#pragma unroll(kForm == Form::kAny ? 1 : U)
   for (int u = 0; u < U; ++u) {
     if (at.Element(u) < at.left) {
       Affine mine[V];
@@ -245,8 +239,8 @@ __global__ void __launch_bounds__(kThreads, V == 8 ? 2 : 3)
       at.Choose(a, u, affine, mine);
       at.Choose(a, u, gradient, to_dx);
       float centred[V], dz[V];
-      Backpropagate<T, V, kSmooth>(x[0], dy[0], residual[0], has_residual, mine, p.activation,
-                                   p.slope, centred, dz);
+      Backpropagate<T, V, kForm>(x[0], dy[0], residual[0], has_residual, mine, p.activation,
+                                 p.slope, centred, dz);
       if (p.t.dresidual != nullptr) WriteFlat<T>(at, p.t.dresidual, u, Pack<T, V>(dz));
       if (p.t.dx != nullptr) {
         WriteFlat<T>(at, p.t.dx, u, InputGradient<T, V>(centred, dz, mine, to_dx));
@@ -282,15 +276,15 @@ Status TwoReadBackward(const Context& ctx, const BatchNormProblem& p, int64_t sp
   return WithInstance<true>(p, {t.x, t.dy, t.residual, t.dx, t.dresidual}, [&](auto instance) {
     using I = decltype(instance);
     using T = typename I::T;
-    args.layout = sum_args.layout = MakeLayout(p, I::kLast, I::V, kTileBytes);
+    args.layout = sum_args.layout = BlockLayout(p, I::kLast, I::V);
     const Layout& a = args.layout;
     args.pieces = writes ? Pieces(a, 2 * Bytes(p)) : 1;
     JAXCONV_RETURN_IF_ERROR(CheckGrid(a.tiles, splits, p.batch, what));
     JAXCONV_RETURN_IF_ERROR(CheckGrid(a.tiles, args.pieces, p.batch, what));
     const unsigned sum_blocks = static_cast<unsigned>(a.tiles * splits * p.batch);
-    return WithActivation<I::V>(p.activation, [&](auto smooth) {
-      constexpr bool kSmooth = decltype(smooth)::value;
-      GradientSumKernel<T, I::V, I::kLast, kSmooth>
+    return WithForm<I>(p.activation, [&](auto form) {
+      constexpr Form kForm = decltype(form)::value;
+      GradientSumKernel<T, I::V, I::kLast, kForm>
           <<<sum_blocks, kThreads, 0, ctx.stream>>>(sum_args, sums);
       JAXCONV_RETURN_IF_ERROR(LaunchStatus(what + " sums"));
       args.sums = sums;
@@ -304,7 +298,7 @@ Status TwoReadBackward(const Context& ctx, const BatchNormProblem& p, int64_t sp
         if (!writes || a.elements == 0) return Status::Ok();
         constexpr int64_t kSpan = int64_t{kThreads} * kFlatPairs * I::V;
         JAXCONV_RETURN_IF_ERROR(Blocks(a.elements, kSpan, what, blocks));
-        GradientFlatKernel<T, I::V, kSmooth><<<blocks, kThreads, 0, ctx.stream>>>(args, gradients);
+        GradientFlatKernel<T, I::V, kForm><<<blocks, kThreads, 0, ctx.stream>>>(args, gradients);
       } else {
         if (splits > kInlineParts) {
           JAXCONV_RETURN_IF_ERROR(AddParts(ctx, 2 * rows, splits, sums, totals, what + " parts"));
@@ -312,7 +306,7 @@ Status TwoReadBackward(const Context& ctx, const BatchNormProblem& p, int64_t sp
           args.parts = 1;
         }
         blocks = static_cast<unsigned>(a.tiles * args.pieces * p.batch);
-        GradientKernel<T, I::V, I::kLast, kSmooth><<<blocks, kThreads, 0, ctx.stream>>>(args);
+        GradientKernel<T, I::V, I::kLast, kForm><<<blocks, kThreads, 0, ctx.stream>>>(args);
       }
       return LaunchStatus(what + " dx");
     });

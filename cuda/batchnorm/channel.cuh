@@ -225,7 +225,7 @@ __device__ __forceinline__ float WarpSumParts(const float* sums, int64_t row, in
 }
 
 // y's vector from x's: both kernels that write y. kStats = V (channels-last) or 1.
-template <typename T, int V, bool kSmooth, int kStats>
+template <typename T, int V, Form kForm, int kStats>
 __device__ __forceinline__ Raw<T, V> Normalise(const Raw<T, V>& x, const Raw<T, V>& residual,
                                                bool has_residual, const Affine (&c)[kStats],
                                                Activation activation, float slope) {
@@ -242,12 +242,12 @@ __device__ __forceinline__ Raw<T, V> Normalise(const Raw<T, V>& x, const Raw<T, 
 #pragma unroll
     for (int j = 0; j < V; ++j) z[j] += r[j];
   }
-  Apply<false, kSmooth, V>(activation, slope, z, z);
+  Apply<false, kForm, sizeof(T) == 2, V>(activation, slope, z, z);
   return Pack<T, V>(z);
 }
 
 // dz = dy * f'(z) and the centred x, from which z is recomputed.
-template <typename T, int V, bool kSmooth, int kStats>
+template <typename T, int V, Form kForm, int kStats>
 __device__ __forceinline__ void Backpropagate(const Raw<T, V>& x, const Raw<T, V>& dy,
                                               const Raw<T, V>& residual, bool has_residual,
                                               const Affine (&c)[kStats], Activation activation,
@@ -256,7 +256,7 @@ __device__ __forceinline__ void Backpropagate(const Raw<T, V>& x, const Raw<T, V
   Unpack<T, V>(dy, dz);
 #pragma unroll
   for (int j = 0; j < V; ++j) centred[j] -= c[kStats == 1 ? 0 : j].mean;
-  if (activation == Activation::kNone) return;
+  if (Knows(kForm, Activation::kNone) && activation == Activation::kNone) return;
   float z[V];
 #pragma unroll
   for (int j = 0; j < V; ++j) {
@@ -269,7 +269,7 @@ __device__ __forceinline__ void Backpropagate(const Raw<T, V>& x, const Raw<T, V
 #pragma unroll
     for (int j = 0; j < V; ++j) z[j] += r[j];
   }
-  Apply<true, kSmooth, V>(activation, slope, z, dz);
+  Apply<true, kForm, sizeof(T) == 2, V>(activation, slope, z, dz);
 }
 
 template <typename T, int V, int kStats>

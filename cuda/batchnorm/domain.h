@@ -47,14 +47,7 @@ constexpr int TeamStep(BatchNormOp op, size_t itemsize) {
   return op == BatchNormOp::kTrain && itemsize == 4 ? 2 : 1;
 }
 
-// CTAs of a multiprocessor. Eight channels a thread and any activation take more registers than half of it has.
-constexpr int TeamBlocks(BatchNormOp op, size_t itemsize, bool channels_last, bool relu) {
-  return op == BatchNormOp::kBackward && itemsize == 2 && channels_last && !relu ? 1 : 2;
-}
-
-inline int TeamBlocks(BatchNormOp op, const BatchNormProblem& p) {
-  return TeamBlocks(op, SizeOf(p.dtype), p.inner == 1, p.activation == Activation::kRelu);
-}
+constexpr int kTeamBlocks = 2;  // CTAs of a multiprocessor
 
 // Channels of a group, in lanes of 16 bytes (channels last).
 inline int64_t TeamLanes(const BatchNormProblem& p, int width) {
@@ -86,7 +79,7 @@ inline int64_t TeamBytes(const BatchNormProblem& p, int width, int64_t ctas) {
 inline bool TeamFits(BatchNormOp op, const BatchNormProblem& p, const Device& device) {
   // The device keeps 1 KB of each block to itself.
   const int64_t room =
-      std::min(device.shared_memory(), device.shared_memory_of_all() / TeamBlocks(op, p) - 1024);
+      std::min(device.shared_memory(), device.shared_memory_of_all() / kTeamBlocks - 1024);
   const int64_t slots =
       (room - kTeamStatic) / (int64_t{kTeamThreads} * TeamStep(op, SizeOf(p.dtype)) * 16);
   const bool backward = op == BatchNormOp::kBackward;
@@ -136,7 +129,7 @@ inline int64_t WorkspaceOf(BatchNormOp op, const BatchNormProblem& p, const Plan
     return (plan.splits + 1) * 2 * p.batch * p.channels * 4;
   if (plan.kernel != "resident_team") return 0;
   const int width = TeamWidth(plan.tile);
-  const int64_t most = int64_t{device.multiprocessors} * TeamBlocks(op, p);
+  const int64_t most = int64_t{device.multiprocessors} * kTeamBlocks;
   const int64_t ctas = std::min(plan.splits, most);
   return std::min(most / ctas, TeamGroups(p, width)) * TeamBytes(p, width, ctas);
 }

@@ -13,6 +13,7 @@
 #include "cuda/batchnorm/channel.cuh"
 #include "cuda/batchnorm/flat.cuh"
 #include "cuda/batchnorm/launch.h"
+#include "cuda/batchnorm/parts.cuh"
 #include "cuda/core/reduce.cuh"
 
 namespace jaxconv::cuda::batchnorm {
@@ -21,24 +22,22 @@ namespace {
 template <typename T, int V, bool kLast>
 __global__ void __launch_bounds__(kThreads, 4)
     SumKernel(const __grid_constant__ Layout a, const void* x, int64_t splits, float* sums) {
-  constexpr int U = V == 1 ? 8 : 4;  // loads in flight per thread
+  constexpr int U = V == 1 ? 8 : kLast && V == 8 ? 3 : 4;  // loads in flight per thread
   constexpr int N = kLast   ? V
                     : V < 4 ? V
                             : 4;  // sums a thread keeps; channels-first: chains of one channel
   constexpr int kStats = kLast ? V : 1;
-  __shared__ float scratch[kThreads / 32 * kMaxTile * 2];
+  __shared__ float scratch[kPartsScratch<V, kLast>];
 
   const Place at = Locate(a, blockIdx.x, splits);
-  const int lane = kLast ? threadIdx.x & (a.lanes - 1) : 0;
+  const int lane = kLast ? threadIdx.x % a.lanes : 0;
   const uint32_t step = kThreads / a.lanes;
   const int64_t base =
       kLast ? Base<kLast>(a, at.instance, at.tile, lane) : FirstElement(a, at.instance, at.tile);
-  const bool inside = !kLast || at.tile * a.lanes + lane < a.row;
+  const bool inside = !kLast || (threadIdx.x < step * a.lanes && at.tile * a.lanes + lane < a.row);
   const uint32_t end = inside ? a.positions : 0;
   const Turns turns(at.part, splits, U * step);
-  const auto piece_at = [&](uint32_t i) {
-    return kLast ? Piece{base + Step<kLast>(a, i), 0} : PieceOf<V>(a, base, i);
-  };
+  const auto piece_at = [&](uint32_t i) { return PieceOf<V>(a, base, i); };
 
   float shift[kStats] = {}, s1[N] = {}, s2[N] = {};
   if (turns.first < end) {
@@ -47,16 +46,22 @@ __global__ void __launch_bounds__(kThreads, 4)
       shift[j] = Shift<T, V, kLast>(a, x, at.instance, at.tile, kLast ? lane * V + j : 0);
     }
   }
-  for (uint32_t i = turns.first + threadIdx.x / a.lanes; i < end; i += turns.jump) {
-    Raw<T, V> raw[U];
+  // A vector makes room for the one U further on: U of them are on their way all the time.
+  Raw<T, V> raw[U];
+  uint32_t i = turns.first + threadIdx.x / a.lanes;
+  int64_t next = base + Step<kLast>(a, i);  // channels-last: of the next load
+  const int64_t hop = step * a.row, turn = (turns.jump - (U - 1) * step) * a.row;
+  const auto load = [&](int u, uint32_t i) {
+    if (i < end) raw[u] = ReadPiece<T, V, kLast>(a, x, kLast ? Piece{next, 0} : piece_at(i));
+    next += u + 1 < U ? hop : turn;
+  };
 #pragma unroll
-    for (int u = 0; u < U; ++u) {
-      if (i + u * step < end) raw[u] = ReadPiece<T, V, kLast>(a, x, piece_at(i + u * step));
-    }
+  for (int u = 0; u < U; ++u) load(u, i + u * step);
+  for (; i < end; i += turns.jump) {
 #pragma unroll
     for (int u = 0; u < U; ++u) {
       if (i + u * step < end) {
-        const Piece piece = piece_at(i + u * step);
+        const Piece piece = kLast ? Piece{} : piece_at(i + u * step);
         float v[V];
         Unpack<T, V>(raw[u], v);
         ForOwn<V, kLast>(a, piece, [&](int j) {
@@ -65,33 +70,11 @@ __global__ void __launch_bounds__(kThreads, 4)
           s2[j % N] = fmaf(d, d, s2[j % N]);
         });
       }
+      load(u, i + turns.jump + u * step);
     }
   }
 
-  float total[2 * kStats];
-#pragma unroll
-  for (int j = 0; j < kStats; ++j) {
-    total[j] = s1[j];
-    total[kStats + j] = s2[j];
-  }
-  if constexpr (!kLast) {
-#pragma unroll
-    for (int j = 1; j < N; ++j) {
-      total[0] += s1[j];
-      total[1] += s2[j];
-    }
-  }
-  BlockColumnSums(total, a.lanes, scratch);
-
-  const int tile_channels = a.lanes * kStats;
-  for (int i = threadIdx.x; i < tile_channels; i += kThreads) {
-    const int64_t channel = at.tile * tile_channels + i;
-    if (channel >= a.channels) break;
-    const float* s = scratch + i / kStats * 2 * kStats + i % kStats;
-    const int64_t row = at.instance * a.channels + channel;
-    sums[row * splits + at.part] = s[0];
-    sums[(a.batch * a.channels + row) * splits + at.part] = s[kStats];
-  }
+  WriteParts<V, kLast>(a, at, splits, s1, s2, scratch, sums);
 }
 
 // A warp per row.
@@ -103,46 +86,40 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x % 32 == 0) totals[row] = sum;
 }
 
-template <typename T, int V, bool kLast, bool kSmooth>
+template <typename T, int V, bool kLast, Form kForm>
 __global__ void __launch_bounds__(kThreads, 3)
     NormaliseKernel(const __grid_constant__ ForwardArgs p) {
-  // Loads in flight per thread and tensor; a fourth one of eight channels and a long activation
-  // spills 4 bytes.
-  constexpr int U = kSmooth && kLast && V == 8 ? 3 : 4;
+  constexpr int U = kLast && V == 8 ? 3 : 4;  // loads in flight per thread and tensor
   constexpr int kStats = kLast ? V : 1;
   __shared__ Affine affine[kMaxTile];
 
   const Layout& a = p.layout;
   const Place at = Locate(a, gridDim.x - 1 - int64_t{blockIdx.x}, p.pieces);
-  const int lane = kLast ? threadIdx.x & (a.lanes - 1) : 0;
+  const int lane = kLast ? threadIdx.x % a.lanes : 0;
   const uint32_t step = kThreads / a.lanes;
   const int64_t base = Base<kLast>(a, at.instance, at.tile, lane);
-  const bool inside = !kLast || at.tile * a.lanes + lane < a.row;
+  const bool inside = !kLast || (threadIdx.x < step * a.lanes && at.tile * a.lanes + lane < a.row);
   const uint32_t begin = Cut(a.positions, at.part, p.pieces);
   const uint32_t end = Cut(a.positions, at.part + 1, p.pieces);
   const uint32_t count = inside ? end - begin : 0;
 
   Raw<T, V> x[U], residual[U];
   const bool has_residual = p.t.residual != nullptr;
-  const auto load = [&](uint32_t i) {
-#pragma unroll
-    for (int u = 0; u < U; ++u) {
-      if (i + u * step < count) {
-        x[u] = ReadOnce<T, V>(p.t.x, base + Step<kLast>(a, end - 1 - (i + u * step)));
-      }
-    }
-    if (has_residual) {
-#pragma unroll
-      for (int u = 0; u < U; ++u) {
-        if (i + u * step < count) {
-          residual[u] =
-              ReadOnce<T, V>(p.t.residual, base + Step<kLast>(a, end - 1 - (i + u * step)));
-        }
-      }
-    }
-  };
   uint32_t i = threadIdx.x / a.lanes;
-  load(i);  // on its way while the statistics are made
+  const auto offset_of = [&](uint32_t i) { return base + Step<kLast>(a, end - 1 - i); };
+  int64_t next = offset_of(i),
+          at_y = next;  // channels-last: of the next load, and of the next store
+  const int64_t hop = step * a.row;
+  const auto load = [&](int u, uint32_t i) {
+    if (i < count) {
+      const int64_t offset = kLast ? next : offset_of(i);
+      x[u] = ReadOnce<T, V>(p.t.x, offset);
+      if (has_residual) residual[u] = ReadOnce<T, V>(p.t.residual, offset);
+    }
+    next -= hop;
+  };
+#pragma unroll
+  for (int u = 0; u < U; ++u) load(u, i + u * step);  // on their way while the statistics are made
 
   const int tile_channels = a.lanes * kStats;
   for (int c = threadIdx.x; c < tile_channels; c += kThreads) {
@@ -163,24 +140,26 @@ __global__ void __launch_bounds__(kThreads, 3)
 #pragma unroll
   for (int j = 0; j < kStats; ++j) mine[j] = affine[lane * kStats + j];
 
-  while (i < count) {
-    // kSmooth: one copy of the long activations instead of U; the queue of loaded vectors moves up
-    // instead.
-#pragma unroll(kSmooth ? 1 : U)
+  for (; i < count; i += U * step) {
+    // A vector makes room for the one U further on. kAny: one copy of the long activations instead of U.
+#pragma unroll(kForm == Form::kAny ? 1 : U)
     for (int u = 0; u < U; ++u) {
+      const int own = kForm == Form::kAny ? 0 : u;
       if (i + u * step < count) {
-        WriteOnce<T, V>(
-            p.t.y, base + Step<kLast>(a, end - 1 - (i + u * step)),
-            Normalise<T, V, kSmooth>(x[0], residual[0], has_residual, mine, p.activation, p.slope));
+        WriteOnce<T, V>(p.t.y, kLast ? at_y : offset_of(i + u * step),
+                        Normalise<T, V, kForm>(x[own], residual[own], has_residual, mine,
+                                               p.activation, p.slope));
       }
+      at_y -= hop;
+      if constexpr (kForm == Form::kAny) {
 #pragma unroll
-      for (int q = 1; q < U; ++q) {
-        x[q - 1] = x[q];
-        residual[q - 1] = residual[q];
+        for (int q = 1; q < U; ++q) {
+          x[q - 1] = x[q];
+          residual[q - 1] = residual[q];
+        }
       }
+      load(kForm == Form::kAny ? U - 1 : u, i + (U + u) * step);
     }
-    i += U * step;
-    load(i);
   }
 }
 
@@ -202,8 +181,8 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // `scales` as FinishKernel leaves them; null in inference.
-template <typename T, int V, bool kSmooth>
-__global__ void __launch_bounds__(kThreads, kSmooth || V == 8 ? 3 : 4)
+template <typename T, int V, Form kForm>
+__global__ void __launch_bounds__(kThreads, kForm == Form::kAny || V == 8 ? 3 : 4)
     NormaliseFlatKernel(const __grid_constant__ ForwardArgs p, const float* scales) {
   constexpr int U = kFlatVectors;
   __shared__ Affine affine[kFlatImages<U>];
@@ -225,14 +204,14 @@ __global__ void __launch_bounds__(kThreads, kSmooth || V == 8 ? 3 : 4)
                     : InferChannel(p, row);
   }
   __syncthreads();
-#pragma unroll(kSmooth ? 1 : U)
+#pragma unroll(kForm == Form::kAny ? 1 : U)
   for (int u = 0; u < U; ++u) {
     if (at.Element(u) < at.left) {
       Affine mine[V];
       at.Choose(a, u, affine, mine);
       WriteFlat<T>(
           at, p.t.y, u,
-          Normalise<T, V, kSmooth>(x[0], residual[0], has_residual, mine, p.activation, p.slope));
+          Normalise<T, V, kForm>(x[0], residual[0], has_residual, mine, p.activation, p.slope));
     }
 #pragma unroll
     for (int q = 1; q < U; ++q) {
@@ -260,8 +239,8 @@ Status LaunchNormalise(const Context& ctx, const BatchNormProblem& p, ForwardArg
     unsigned blocks = 0;
     JAXCONV_RETURN_IF_ERROR(
         Blocks(args.layout.elements, int64_t{kThreads} * kFlatVectors * I::V, what, blocks));
-    return WithActivation<I::V>(p.activation, [&](auto smooth) {
-      NormaliseFlatKernel<T, I::V, decltype(smooth)::value>
+    return WithForm<I>(p.activation, [&](auto form) {
+      NormaliseFlatKernel<T, I::V, decltype(form)::value>
           <<<blocks, kThreads, 0, ctx.stream>>>(args, args.sums != nullptr ? totals : nullptr);
       return LaunchStatus(what);
     });
@@ -272,12 +251,12 @@ Status LaunchNormalise(const Context& ctx, const BatchNormProblem& p, ForwardArg
       args.sums = totals;
       args.parts = 1;
     }
-    args.layout = MakeLayout(p, I::kLast, I::V, kTileBytes);
+    args.layout = BlockLayout(p, I::kLast, I::V);
     args.pieces = Pieces(args.layout, Bytes(p));
     JAXCONV_RETURN_IF_ERROR(CheckGrid(args.layout.tiles, args.pieces, p.batch, what));
     const unsigned blocks = static_cast<unsigned>(args.layout.tiles * args.pieces * p.batch);
-    return WithActivation<I::V>(p.activation, [&](auto smooth) {
-      NormaliseKernel<T, I::V, I::kLast, decltype(smooth)::value>
+    return WithForm<I>(p.activation, [&](auto form) {
+      NormaliseKernel<T, I::V, I::kLast, decltype(form)::value>
           <<<blocks, kThreads, 0, ctx.stream>>>(args);
       return LaunchStatus(what);
     });
@@ -302,7 +281,7 @@ Status TwoReadTrain(const Context& ctx, const BatchNormProblem& p, int64_t split
   args.parts = splits;
   return WithInstance<true>(p, {t.x, t.residual, t.y}, [&](auto instance) {
     using I = decltype(instance);
-    const Layout layout = MakeLayout(p, I::kLast, I::V, kTileBytes);
+    const Layout layout = BlockLayout(p, I::kLast, I::V);
     JAXCONV_RETURN_IF_ERROR(CheckGrid(layout.tiles, splits, p.batch, what));
     const unsigned blocks = static_cast<unsigned>(layout.tiles * splits * p.batch);
     SumKernel<typename I::T, I::V, I::kLast>

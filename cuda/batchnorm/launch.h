@@ -17,9 +17,10 @@
 
 namespace jaxconv::cuda::batchnorm {
 
-constexpr int kThreads = 256;    // of a two-read or inference block
-constexpr int kTileBytes = 256;  // of neighbouring channels in such a block, channels-last
-constexpr int kMaxTile = 128;    // channels in them: 8 bf16 * 16 lanes
+constexpr int kThreads = 256;  // of a two-read or inference block
+constexpr int kTileBytes =
+    256;                       // of neighbouring channels in such a block, channels-last, as a rule
+constexpr int kMaxTile = 256;  // channels of a block at most: 8 bf16 * 32 lanes
 constexpr int64_t kInlineParts =
     16;  // partial sums that the blocks of the second walk add up themselves
 
@@ -58,15 +59,32 @@ Status WithInstance(const BatchNormProblem& p, std::initializer_list<const void*
   return WithVector<__half, kPieces>(p, aligned, f);
 }
 
-// f(std::bool_constant<kSmooth>{}). Kernels that read element by element are compiled for all activations only.
-template <int V, typename F>
-Status WithActivation(Activation activation, F&& f) {
-  if constexpr (V == 1) {
-    return f(std::true_type{});
-  } else {
-    if (IsSmooth(activation)) return f(std::true_type{});
-    return f(std::false_type{});
+template <Form kForm>
+using FormConstant = std::integral_constant<Form, kForm>;
+
+// f(FormConstant<...>{}). Kernels that read element by element are compiled for all activations only; those of which
+// kMany says no, channels-first ones for one, for two forms.
+template <typename I, bool kMany = I::kLast, typename F>
+Status WithForm(Activation activation, F&& f) {
+  if constexpr (I::V > 1) {
+    const Form form = FormOf(activation);
+    if (form == Form::kPiecewise) return f(FormConstant<Form::kPiecewise>{});
+    if constexpr (kMany) {
+      if (form == Form::kSilu) return f(FormConstant<Form::kSilu>{});
+      if (form == Form::kGelu) return f(FormConstant<Form::kGelu>{});
+    }
   }
+  return f(FormConstant<Form::kAny>{});
+}
+
+// Of a two-read or inference block.
+inline Layout BlockLayout(const BatchNormProblem& p, bool channels_last, int vec) {
+  Layout a = MakeLayout(p, channels_last, vec, kTileBytes);
+  if (channels_last) {
+    a.lanes = BusyLanes(a.row, a.lanes, kThreads);
+    a.tiles = (a.row + a.lanes - 1) / a.lanes;
+  }
+  return a;
 }
 
 // blocks in [1, 2^31), or a sentence.

@@ -37,8 +37,8 @@ struct Layout {
   int64_t images;      // channels-first: from one image of a channel to the next, elements
   int64_t elements;    // of the array
   uint32_t multiplier,
-      shift;      // position / inner == (position * multiplier >> 32) >> shift, where inner > 1
-  int lanes;      // threads side by side across channels: a power of two in [1, 32]
+      shift;  // position / inner == (position * multiplier >> 32) >> shift, where inner > 1
+  int lanes;  // threads side by side across channels, in [1, 32]; MakeLayout's are a power of two
   int64_t tiles;  // channel tiles of an instance
 };
 
@@ -60,6 +60,24 @@ inline int Lanes(int64_t channel_vectors, int vector_bytes, int tile_bytes) {
   const auto idle = [&](int64_t l) { return (channel_vectors + l - 1) / l * l - channel_vectors; };
   while (lanes > 8 && idle(lanes / 2) < idle(lanes)) lanes /= 2;
   return lanes;
+}
+
+// Lanes for blocks that do not need a power of two, up to 32: `lanes`, which are one, unless these leave more than a
+// sixteenth of the threads idle (beyond the row's end, or too few for another row of lanes) and others, no narrower, fewer:
+// 18 where a row is of 18 vectors, which is then read whole.
+inline int BusyLanes(int64_t channel_vectors, int lanes, int threads) {
+  const auto busy = [&](int l) {
+    const int64_t tiles = (channel_vectors + l - 1) / l;
+    return static_cast<double>(channel_vectors) * (threads / l) /
+           static_cast<double>(tiles * threads);
+  };
+  if (busy(lanes) >= 15. / 16) return lanes;
+  const int64_t narrowest = lanes < channel_vectors ? lanes : channel_vectors;
+  int best = lanes;
+  for (int l = 32; l >= narrowest; --l) {
+    if (l <= channel_vectors && busy(l) > busy(best) + .04) best = l;
+  }
+  return best;
 }
 
 // p is canonical and has fewer than kMaxPositions elements per channel; `vec` divides channels or

@@ -27,10 +27,10 @@ constexpr int kScratch = kMaxThreads / 32 * kResidentTile * 2;
 // threadIdx.x] is the i-th vector of the thread.
 extern __shared__ uint4 slab[];
 
-template <typename T, int V, bool kLast, bool kSmooth>
+template <typename T, int V, bool kLast, Form kForm>
 __global__ void __launch_bounds__(kMaxThreads, kLast ? 1 : 2)
     ResidentTrainKernel(const __grid_constant__ ForwardArgs p) {
-  constexpr int U = kSmooth ? 4 : 8;  // loads in flight per thread
+  constexpr int U = kForm == Form::kPiecewise ? 8 : 4;  // loads in flight per thread
   constexpr int kStats = kLast ? V : 1;
   __shared__ float scratch[kScratch];
   __shared__ Affine affine[kResidentTile];
@@ -93,22 +93,22 @@ __global__ void __launch_bounds__(kMaxThreads, kLast ? 1 : 2)
 
   const bool has_residual = p.t.residual != nullptr;
   s = 0;
-#pragma unroll(kSmooth ? 1 : 2)
+#pragma unroll(kForm == Form::kAny ? 1 : 2)
   for (uint32_t i = first; i < count; i += step) {
     const int64_t offset = base + Step<kLast>(a, i);
     const Raw<T, V> x = slot[s++ * blockDim.x];
     Raw<T, V> residual{};
     if (has_residual) residual = ReadOnce<T, V>(p.t.residual, offset);
-    WriteOnce<T, V>(
-        p.t.y, offset,
-        Normalise<T, V, kSmooth>(x, residual, has_residual, mine, p.activation, p.slope));
+    WriteOnce<T, V>(p.t.y, offset,
+                    Normalise<T, V, kForm>(x, residual, has_residual, mine, p.activation, p.slope));
   }
 }
 
-template <typename T, int V, bool kLast, bool kSmooth>
+template <typename T, int V, bool kLast, Form kForm>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     ResidentBackwardKernel(const __grid_constant__ BackwardArgs p, uint32_t slots) {
-  constexpr int U = kSmooth && kLast && V == 8 ? 3 : 4;  // a fourth spills 4 bytes on sm_80
+  constexpr int U =
+      kForm == Form::kAny && kLast && V == 8 ? 3 : 4;  // a fourth spills 4 bytes on sm_80
   constexpr int kStats = kLast ? V : 1;
   __shared__ float scratch[kScratch];
   __shared__ Affine affine[kResidentTile];
@@ -148,16 +148,16 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
         if (has_residual) residual[u] = Read<T, V>(p.t.residual, offset);
       }
     }
-    // kSmooth: one copy of the long derivatives instead of U; the queue of loaded vectors moves up
+    // kAny: one copy of the long derivatives instead of U; the queue of loaded vectors moves up
     // instead.
-#pragma unroll(kSmooth ? 1 : U)
+#pragma unroll(kForm == Form::kAny ? 1 : U)
     for (int u = 0; u < U; ++u) {
       if (i + u * step < count) {
         x_slot[s * blockDim.x] = x[0];
         dy_slot[s++ * blockDim.x] = dy[0];
         float centred[V], dz[V];
-        Backpropagate<T, V, kSmooth>(x[0], dy[0], residual[0], has_residual, mine, p.activation,
-                                     p.slope, centred, dz);
+        Backpropagate<T, V, kForm>(x[0], dy[0], residual[0], has_residual, mine, p.activation,
+                                   p.slope, centred, dz);
 #pragma unroll
         for (int j = 0; j < V; ++j) {
           const int k = kLast ? j : 0;
@@ -197,8 +197,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     const Raw<T, V> x = x_slot[s * blockDim.x], dy = dy_slot[s * blockDim.x];
     ++s;
     float centred[V], dz[V];
-    Backpropagate<T, V, kSmooth>(x, dy, residual, has_residual, mine, p.activation, p.slope,
-                                 centred, dz);
+    Backpropagate<T, V, kForm>(x, dy, residual, has_residual, mine, p.activation, p.slope, centred,
+                               dz);
     if (p.t.dresidual != nullptr) WriteOnce<T, V>(p.t.dresidual, offset, Pack<T, V>(dz));
     if (p.t.dx != nullptr) {
       WriteOnce<T, V>(p.t.dx, offset, InputGradient<T, V>(centred, dz, mine, to_dx));
@@ -262,9 +262,8 @@ Status ResidentTrain(const Context& ctx, const BatchNormProblem& p, const Forwar
   ForwardArgs args = MakeForwardArgs(p, t);
   return WithInstance(p, {t.x, t.residual, t.y}, [&](auto instance) {
     using I = decltype(instance);
-    return WithActivation<I::V>(p.activation, [&](auto smooth) {
-      const auto kernel =
-          ResidentTrainKernel<typename I::T, I::V, I::kLast, decltype(smooth)::value>;
+    return WithForm<I, false>(p.activation, [&](auto form) {
+      const auto kernel = ResidentTrainKernel<typename I::T, I::V, I::kLast, decltype(form)::value>;
       size_t kernel_static = 0;
       JAXCONV_RETURN_IF_ERROR(StaticBytes(kernel, what, kernel_static));
       Fit fit{};
@@ -283,9 +282,9 @@ Status ResidentBackward(const Context& ctx, const BatchNormProblem& p, const Bac
   BackwardArgs args = MakeBackwardArgs(p, t);
   return WithInstance(p, {t.x, t.dy, t.residual, t.dx, t.dresidual}, [&](auto instance) {
     using I = decltype(instance);
-    return WithActivation<I::V>(p.activation, [&](auto smooth) {
+    return WithForm<I, false>(p.activation, [&](auto form) {
       const auto kernel =
-          ResidentBackwardKernel<typename I::T, I::V, I::kLast, decltype(smooth)::value>;
+          ResidentBackwardKernel<typename I::T, I::V, I::kLast, decltype(form)::value>;
       size_t kernel_static = 0;
       JAXCONV_RETURN_IF_ERROR(StaticBytes(kernel, what, kernel_static));
       Fit fit{};

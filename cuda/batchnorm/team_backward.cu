@@ -16,18 +16,16 @@ namespace {
 
 template <typename T>
 constexpr int kBackwardStep = TeamStep(BatchNormOp::kBackward, sizeof(T));
-template <typename T, bool kLast, bool kRelu>
-constexpr int kBlocks = TeamBlocks(BatchNormOp::kBackward, sizeof(T), kLast, kRelu);
 
 // dz = dy * f'(z), in place; x becomes z's input as float32.
-template <typename T, int V, bool kRelu, int kStats>
+template <typename T, int V, Form kForm, int kStats>
 __device__ __forceinline__ void ToGradient(const Raw<T, V>& raw_x, const Raw<T, V>& raw_dy,
                                            const Raw<T, V>& residual, bool has_residual,
                                            const Affine (&c)[kStats], Activation activation,
                                            float slope, float (&x)[V], float (&dz)[V]) {
   Unpack<T, V>(raw_x, x);
   Unpack<T, V>(raw_dy, dz);
-  if (!kRelu && activation == Activation::kNone) return;
+  if (Knows(kForm, Activation::kNone) && activation == Activation::kNone) return;
   float z[V];
 #pragma unroll
   for (int j = 0; j < V; ++j) z[j] = Preactivation<T>(x[j], c[kStats == 1 ? 0 : j]);
@@ -37,15 +35,11 @@ __device__ __forceinline__ void ToGradient(const Raw<T, V>& raw_x, const Raw<T, 
 #pragma unroll
     for (int j = 0; j < V; ++j) z[j] += r[j];
   }
-  if constexpr (kRelu) {
-    ApplyOne<true, Activation::kRelu>(z, slope, dz);
-  } else {
-    Apply<true, true, V>(activation, slope, z, dz);
-  }
+  Apply<true, kForm, sizeof(T) == 2, V>(activation, slope, z, dz);
 }
 
-template <typename T, int V, bool kLast, bool kRelu>
-__global__ void __launch_bounds__(kTeamThreads, kBlocks<T, kLast, kRelu>)
+template <typename T, int V, bool kLast, Form kForm>
+__global__ void __launch_bounds__(kTeamThreads, kTeamBlocks)
     TeamBackwardKernel(const __grid_constant__ BackwardArgs p, const __grid_constant__ Team q) {
   constexpr int kStats = kLast ? V : 1;
   constexpr int U = kBackwardStep<T>, N = kTeamThreads;
@@ -57,8 +51,10 @@ __global__ void __launch_bounds__(kTeamThreads, kBlocks<T, kLast, kRelu>)
   using R = Raw<T, V>;
   const Layout& a = p.layout;
   const Share s = MyShare<U>(a, q);
-  const bool has_residual = p.t.residual != nullptr, needs_z = p.activation != Activation::kNone;
-  const bool dz_first = kRelu && has_residual && p.t.dresidual != nullptr;  // WritesGradientFirst
+  const bool has_residual = p.t.residual != nullptr,
+             needs_z = !Knows(kForm, Activation::kNone) || p.activation != Activation::kNone;
+  // WritesGradientFirst
+  const bool dz_first = kForm == Form::kRelu && has_residual && p.t.dresidual != nullptr;
   const int ring = static_cast<int>(q.slots) * kSlot, residual_ring = q.in_flight * kResidualSlot;
   char* mine_x = reinterpret_cast<char*>(slab) + threadIdx.x * 16;
   const char* mine_residual = mine_x + ring;
@@ -133,12 +129,12 @@ __global__ void __launch_bounds__(kTeamThreads, kBlocks<T, kLast, kRelu>)
         dy_raw[u] = Slot<R>(mine_x, slot + (2 * u + 1) * kVector);
         if (has_residual) extra[u] = Slot<R>(mine_residual, residual_slot + u * kVector);
       }
-#pragma unroll(kRelu ? U : 1)
+#pragma unroll(kForm == Form::kAny ? 1 : U)
       for (int u = 0; u < U; ++u) {
         // Where the code is long there is one copy of it: the vectors move up.
         walk.Visit(a, s, u, 0, 0, [&](const Piece& piece) {
           float v[V], dz[V];
-          ToGradient<T, V, kRelu>(x_raw[0], dy_raw[0], extra[0], has_residual, mine, p.activation,
+          ToGradient<T, V, kForm>(x_raw[0], dy_raw[0], extra[0], has_residual, mine, p.activation,
                                   p.slope, v, dz);
           ForOwn<V, kLast>(a, piece, [&](int j) {
             const int k = kLast ? j : 0;
@@ -216,7 +212,7 @@ __global__ void __launch_bounds__(kTeamThreads, kBlocks<T, kLast, kRelu>)
         dy_raw[u] = Slot<R>(mine_x, slot + (2 * u + 1) * kVector);
         if (residual_again) extra[u] = Slot<R>(mine_residual, residual_slot + u * kVector);
       }
-#pragma unroll(kRelu ? U : 1)
+#pragma unroll(kForm == Form::kAny ? 1 : U)
       for (int u = 0; u < U; ++u) {
         walk.Visit(a, s, u, 0, 0, [&](const Piece& piece) {
           float v[V], dz[V];
@@ -224,7 +220,7 @@ __global__ void __launch_bounds__(kTeamThreads, kBlocks<T, kLast, kRelu>)
             Unpack<T, V>(x_raw[0], v);
             Unpack<T, V>(dy_raw[0], dz);
           } else {
-            ToGradient<T, V, kRelu>(x_raw[0], dy_raw[0], extra[0], has_residual, mine, p.activation,
+            ToGradient<T, V, kForm>(x_raw[0], dy_raw[0], extra[0], has_residual, mine, p.activation,
                                     p.slope, v, dz);
             if (p.t.dresidual != nullptr)
               WritePiece<T, V, kLast>(a, p.t.dresidual, piece, Pack<T, V>(dz));
@@ -268,16 +264,15 @@ Status TeamBackward(const Context& ctx, const BatchNormProblem& p, const TeamSha
     if constexpr (I::V == 1) {
       return NeedsVectors(what);
     } else {
-      return WithRelu(p.activation, [&](auto relu) {
+      return WithTeamForm<I>(p.activation, [&](auto form) {
         const auto kernel =
-            TeamBackwardKernel<typename I::T, I::V, I::kLast, decltype(relu)::value>;
+            TeamBackwardKernel<typename I::T, I::V, I::kLast, decltype(form)::value>;
         cudaFuncAttributes attributes{};
         JAXCONV_RETURN_IF_ERROR(CudaStatus(cudaFuncGetAttributes(&attributes, kernel), what));
         TeamFit fit{};
-        JAXCONV_RETURN_IF_ERROR(
-            MakeTeamFit(p, I::kLast, I::V, kBlocks<typename I::T, I::kLast, decltype(relu)::value>,
-                        kBackwardStep<typename I::T>, 2, t.residual != nullptr,
-                        attributes.sharedSizeBytes, shape, workspace, what, fit));
+        JAXCONV_RETURN_IF_ERROR(MakeTeamFit(p, I::kLast, I::V, kBackwardStep<typename I::T>, 2,
+                                            t.residual != nullptr, attributes.sharedSizeBytes,
+                                            shape, workspace, what, fit));
         args.layout = fit.layout;
         return LaunchTeam(ctx, kernel, args, fit, what);
       });

@@ -25,11 +25,10 @@ struct TeamFit {
 };
 
 // `held` tensors stay in the ring and `passing` ones have one of their own of in_flight slots; a thread takes `step`
-// positions a step; `blocks` CTAs share a multiprocessor.
-inline Status MakeTeamFit(const BatchNormProblem& p, bool channels_last, int vec, int blocks,
-                          int step, int held, int passing, size_t kernel_static,
-                          const TeamShape& shape, Workspace workspace, const std::string& what,
-                          TeamFit& fit) {
+// positions a step.
+inline Status MakeTeamFit(const BatchNormProblem& p, bool channels_last, int vec, int step,
+                          int held, int passing, size_t kernel_static, const TeamShape& shape,
+                          Workspace workspace, const std::string& what, TeamFit& fit) {
   int device = 0, per_sm = 0, limit = 0, sms = 0;
   JAXCONV_RETURN_IF_ERROR(CudaStatus(cudaGetDevice(&device), what));
   const std::pair<cudaDeviceAttr, int*> asked[] = {
@@ -42,7 +41,7 @@ inline Status MakeTeamFit(const BatchNormProblem& p, bool channels_last, int vec
   fit.layout = MakeLayout(p, channels_last, vec, shape.width);
   const Layout& a = fit.layout;
   Team& q = fit.team;
-  const int most = sms * blocks;
+  const int most = sms * kTeamBlocks;
   // The plan may be another device's. A team of any size is right.
   q.ctas = std::min(shape.ctas, most);
   q.groups = a.tiles * a.batch;
@@ -67,7 +66,7 @@ inline Status MakeTeamFit(const BatchNormProblem& p, bool channels_last, int vec
   const int64_t slot = int64_t{kTeamThreads} * step * 16;
   // The device keeps 1 KB of each block to itself.
   const int64_t room =
-      std::min(limit, per_sm / blocks - 1024) - static_cast<int64_t>(kernel_static);
+      std::min(limit, per_sm / kTeamBlocks - 1024) - static_cast<int64_t>(kernel_static);
   for (const int in_flight : {16, 8, 4}) {
     // 16 pay in a long walk. They are a good part of a short one, whose first data then come late.
     if (in_flight == 16 && steps > 8 && steps <= 64) continue;
@@ -106,11 +105,12 @@ Status LaunchTeam(const Context& ctx, Kernel kernel, const Args& args, const Tea
   return CudaStatus(cudaLaunchKernelEx(&config, kernel, args, fit.team), what);
 }
 
-// f(std::bool_constant<kRelu>{}): ReLU, which most networks train with, has kernels of its own.
-template <typename F>
-Status WithRelu(Activation activation, F&& f) {
-  if (activation == Activation::kRelu) return f(std::true_type{});
-  return f(std::false_type{});
+// f(FormConstant<...>{}): ReLU, which most networks train with, has kernels of its own.
+template <typename I, typename F>
+Status WithTeamForm(Activation activation, F&& f) {
+  if (activation == Activation::kRelu) return f(FormConstant<Form::kRelu>{});
+  if constexpr (I::kLast) return WithForm<I>(activation, f);
+  return f(FormConstant<Form::kAny>{});
 }
 
 inline Status NeedsVectors(const std::string& what) {

@@ -15,11 +15,9 @@ namespace {
 
 template <typename T>
 constexpr int kTrainStep = TeamStep(BatchNormOp::kTrain, sizeof(T));
-template <typename T, bool kLast, bool kRelu>
-constexpr int kBlocks = TeamBlocks(BatchNormOp::kTrain, sizeof(T), kLast, kRelu);
 
-template <typename T, int V, bool kLast, bool kRelu>
-__global__ void __launch_bounds__(kTeamThreads, kBlocks<T, kLast, kRelu>)
+template <typename T, int V, bool kLast, Form kForm>
+__global__ void __launch_bounds__(kTeamThreads, kTeamBlocks)
     TeamTrainKernel(const __grid_constant__ ForwardArgs p, const __grid_constant__ Team q) {
   constexpr int kStats = kLast ? V : 1;
   constexpr int U = kTrainStep<T>, N = kTeamThreads;
@@ -174,7 +172,7 @@ __global__ void __launch_bounds__(kTeamThreads, kBlocks<T, kLast, kRelu>)
         raw[u] = Slot<R>(mine_x, slot + u * kVector);
         if (has_residual) extra[u] = Slot<R>(mine_residual, residual_slot + u * kVector);
       }
-#pragma unroll(kRelu ? U : 1)
+#pragma unroll(kForm == Form::kAny ? 1 : U)
       for (int u = 0; u < U; ++u) {
         // Where the code is long there is one copy of it: the vectors move up.
         walk.Visit(a, s, u, 0, 0, [&](const Piece& piece) {
@@ -188,10 +186,10 @@ __global__ void __launch_bounds__(kTeamThreads, kBlocks<T, kLast, kRelu>)
 #pragma unroll
             for (int j = 0; j < V; ++j) z[j] += r[j];
           }
-          if constexpr (kRelu) {
+          if constexpr (kForm == Form::kRelu) {
             WritePiece<T, V, kLast>(a, p.t.y, piece, PackRelu<T, V>(z));
           } else {
-            Apply<false, true, V>(p.activation, p.slope, z, z);
+            Apply<false, kForm, sizeof(T) == 2, V>(p.activation, p.slope, z, z);
             WritePiece<T, V, kLast>(a, p.t.y, piece, Pack<T, V>(z));
           }
         });
@@ -223,15 +221,14 @@ Status TeamTrain(const Context& ctx, const BatchNormProblem& p, const TeamShape&
     if constexpr (I::V == 1) {
       return NeedsVectors(what);
     } else {
-      return WithRelu(p.activation, [&](auto relu) {
-        const auto kernel = TeamTrainKernel<typename I::T, I::V, I::kLast, decltype(relu)::value>;
+      return WithTeamForm<I>(p.activation, [&](auto form) {
+        const auto kernel = TeamTrainKernel<typename I::T, I::V, I::kLast, decltype(form)::value>;
         cudaFuncAttributes attributes{};
         JAXCONV_RETURN_IF_ERROR(CudaStatus(cudaFuncGetAttributes(&attributes, kernel), what));
         TeamFit fit{};
-        JAXCONV_RETURN_IF_ERROR(
-            MakeTeamFit(p, I::kLast, I::V, kBlocks<typename I::T, I::kLast, decltype(relu)::value>,
-                        kTrainStep<typename I::T>, 1, t.residual != nullptr,
-                        attributes.sharedSizeBytes, shape, workspace, what, fit));
+        JAXCONV_RETURN_IF_ERROR(MakeTeamFit(p, I::kLast, I::V, kTrainStep<typename I::T>, 1,
+                                            t.residual != nullptr, attributes.sharedSizeBytes,
+                                            shape, workspace, what, fit));
         args.layout = fit.layout;
         return LaunchTeam(ctx, kernel, args, fit, what);
       });
