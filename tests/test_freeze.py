@@ -84,7 +84,7 @@ def check(model: nn.Module, x: jax.Array = X, *, convs: int, norms: int = 0, dty
     largest = max(a.size for a in jax.tree.leaves(variables))
     assert_same(frozen(x), expected, terms=largest, rounded_to=dtype)
     found = helpers.equations(frozen, x)
-    assert sum(found[f"jaxconv_{name}"] for name in ("conv", "conv_fprop", "conv_dgrad")) == convs
+    assert sum(found[f"jaxconv_{name}"] for name in ("conv", "conv_add", "conv_fprop", "conv_dgrad")) == convs
     assert found["jaxconv_batchnorm_infer"] == norms
     # No arithmetic on the weights is left: what remains goes through pixels.
     assert not {"rsqrt", "sqrt", "transpose", "rev"} & set(found)
