@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import itertools
 import re
 from typing import Any
@@ -48,6 +49,8 @@ CASES: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
     "1-D": ((2, 19, 8), (4, 8, 16), dict(padding="VALID")),
     "3-D": ((2, 4, 5, 3, 8), (2, 3, 1, 8, 8), dict(stride=(1, 2, 1))),
 }
+if DEVICE.platform == "cuda":  # more tiles than multiprocessors
+    CASES |= {"1x1 tiles": ((2, 96, 96, 8), (1, 1, 8, 136), {}), "3x3 tiles": ((2, 96, 96, 16), (3, 3, 16, 72), {})}
 H200 = Device("cuda", "NVIDIA H200", (9, 0), 132)
 
 
@@ -230,8 +233,12 @@ SPECS = {
 
 @over_meshes
 @pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("kind", (AxisType.Auto, AxisType.Explicit), ids=str)
-def test_split_over_a_mesh(kind, spec):
+@pytest.mark.parametrize(
+    ("kind", "implementation"),
+    ((AxisType.Auto, "native"), (AxisType.Auto, None), (AxisType.Explicit, "native")),
+    ids=str,
+)
+def test_split_over_a_mesh(kind, implementation, spec):
     """With whole numbers: where a sum is split the residual is added once."""
     arrays = [integers(0, (2, 8, 6, 8)), integers(1, (3, 3, 8, 8)), integers(2, (8,)), integers(3, (2, 8, 6, 8))]
     arrays = [jnp.asarray(a, "float32") for a in arrays]
@@ -239,7 +246,7 @@ def test_split_over_a_mesh(kind, spec):
     there = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays, SPECS[spec], strict=True)]
 
     def f(x: Any, w: Any, b: Any, r: Any) -> Any:
-        return jaxconv.conv2d(x, w, b, residual=r, activation="relu", implementation="native")
+        return jaxconv.conv2d(x, w, b, residual=r, activation="relu", implementation=implementation)
 
     expected = f(*arrays)
     with jax.set_mesh(mesh):
@@ -458,3 +465,16 @@ def test_a_fork_that_adds():
     assert equations(jax.grad(forked), x, w, b, r)["jaxconv_conv_dgrad_add"] == 1
     for a, c in zip(jax.grad(forked, (0, 1, 2, 3))(x, w, b, r), jax.grad(apart, (0, 1, 2, 3))(x, w, b, r), strict=True):
         np.testing.assert_allclose(a, c, rtol=1e-3, atol=1e-3)
+
+
+def test_tune_times_the_convolution_that_the_plan_is_made_with():
+    """By itself, also where it is no call of its own: what it finds is what `conv_add`'s plan asks for."""
+    module = importlib.import_module("jaxconv.tune")
+    x, w, b = jnp.ones((2, 6, 6, 8)), jnp.ones((3, 3, 1, 8)), jnp.ones(8)
+
+    def f(x: Any, w: Any, b: Any, **how: Any) -> Any:
+        return jaxconv.conv2d(x, w, b, residual=x, groups=8, activation="relu", **how)
+
+    assert [call.op for call in jaxconv.explain(f, platform="cpu")(x, w, b)] == ["conv_add"]
+    (job,) = module._jobs(f, (x, w, b), {}, Device.current("cpu"))
+    assert (job.op, len(job.operands), str(job.problem)) == ("conv", 3, "2x6x6 8->8 3x3 g8 float32 NHWC + bias")
