@@ -209,7 +209,8 @@ def _work(op: str, p: Any, top: Ceilings) -> tuple[float, float, float]:
         # x and y, there or back, and of a step that goes back a byte for each maximum's position
         return 0.0, item * (math.prod(p.x_shape) + math.prod(p.y_shape)) + p.save * math.prod(p.y_shape), top.f32
     assert isinstance(p, ConvProblem | DenseProblem)
-    arrays = [p.x_shape, p.w_shape, p.y_shape] + ([p.x_shape] if op == "conv_dgrad_add" else [])
+    added = {"conv_dgrad_add": [p.x_shape], "conv_add": [p.y_shape]}.get(op, [])
+    arrays = [p.x_shape, p.w_shape, p.y_shape, *added]
     short = {"float32": "f32", "float64": "f32"}.get(p.dtype, "bf16")
     highest = jax.lax.Precision.HIGHEST in (p.precision if isinstance(p.precision, tuple) else (p.precision,))
     depthwise = isinstance(p, ConvProblem) and p.groups > 1 and p.in_channels == p.groups

@@ -16,10 +16,11 @@ namespace jaxconv::JAXCONV_BACKEND {
 
 struct Context;  // cpu: thread pool (cpu/context.h); cuda: stream and device (cuda/core/context.h)
 
-// y = f(conv(x, w) + bias), z before f. `bias` (K), `z` like y: null unless the epilogue has them.
+// y = f(conv(x, w) + bias + residual), z before f. `bias` (K), `z` like y: null unless the epilogue has
+// them. `residual`, like y, may be null.
 Status ConvFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
-                 const void* x, const void* w, const void* bias, void* y, void* z,
-                 Workspace workspace);
+                 const void* x, const void* w, const void* bias, const void* residual, void* y,
+                 void* z, Workspace workspace);
 
 // y = conv(x, w), and of each of its channels, as rounded to dtype, the mean and the biased variance:
 // (K), float64 for float64, else float32. n * out_size() must not be 0.

@@ -33,16 +33,18 @@ Status Check(const ConvProblem& p, const Plan& plan, const char* what) {
 
 template <typename T>
 Status Fprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
-             const void* x, const void* w, const void* bias, void* y, void* z) {
+             const void* x, const void* w, const void* bias, const void* residual, void* y,
+             void* z) {
   const T* tx = static_cast<const T*>(x);
   const T* tw = static_cast<const T*>(w);
   const T* tbias = e.bias ? static_cast<const T*>(bias) : nullptr;
+  const T* tr = static_cast<const T*>(residual);
   T* ty = static_cast<T*>(y);
   T* tz = e.save_preactivation ? static_cast<T*>(z) : nullptr;
-  if (plan.kernel == "direct") return DirectFprop(ctx, p, e, tx, tw, tbias, ty, tz);
-  if (plan.kernel == "depthwise") return DepthwiseFprop(ctx, p, e, tx, tw, tbias, ty, tz);
-  if (IsPointwise(p)) return PointwiseFprop(ctx, p, e, tx, tw, tbias, ty, tz);
-  return Im2colFprop(ctx, p, e, tx, tw, tbias, ty, tz);
+  if (plan.kernel == "direct") return DirectFprop(ctx, p, e, tx, tw, tbias, tr, ty, tz);
+  if (plan.kernel == "depthwise") return DepthwiseFprop(ctx, p, e, tx, tw, tbias, tr, ty, tz);
+  if (IsPointwise(p)) return PointwiseFprop(ctx, p, e, tx, tw, tbias, tr, ty, tz);
+  return Im2colFprop(ctx, p, e, tx, tw, tbias, tr, ty, tz);
 }
 
 // dx += c.
@@ -82,16 +84,18 @@ Status Wgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const v
 }  // namespace
 
 Status ConvFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
-                 const void* x, const void* w, const void* bias, void* y, void* z, Workspace) {
+                 const void* x, const void* w, const void* bias, const void* residual, void* y,
+                 void* z, Workspace) {
   JAXCONV_RETURN_IF_ERROR(Check(p, plan, "conv_fprop"));
-  if (p.dtype == DType::kF32) return Fprop<float>(ctx, p, e, plan, x, w, bias, y, z);
-  return Fprop<double>(ctx, p, e, plan, x, w, bias, y, z);
+  if (p.dtype == DType::kF32) return Fprop<float>(ctx, p, e, plan, x, w, bias, residual, y, z);
+  return Fprop<double>(ctx, p, e, plan, x, w, bias, residual, y, z);
 }
 
 Status ConvStatistics(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
                       const void* w, void* y, void* mean, void* var, Workspace workspace) {
   const Epilogue bare = {false, Activation::kNone, 0.0, false};
-  JAXCONV_RETURN_IF_ERROR(ConvFprop(ctx, p, bare, plan, x, w, nullptr, y, nullptr, workspace));
+  JAXCONV_RETURN_IF_ERROR(
+      ConvFprop(ctx, p, bare, plan, x, w, nullptr, nullptr, y, nullptr, workspace));
   BatchNormProblem norm = {};
   norm.batch = 1;
   norm.outer = p.channels_last ? p.n * p.out_size() : p.n;

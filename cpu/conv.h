@@ -81,19 +81,19 @@ inline int64_t OutputOver(const ConvProblem& p, int dim, int64_t i, int64_t t) {
   return o < p.out[dim] ? o : -1;
 }
 
-// y = f(y) for `count` elements, which hold z; a copy of z goes to `z` unless that is null.
+// y = f(z), z = y + residual, for `count` elements; a copy of z goes to `z`. residual and z may be null.
 template <typename T>
-void FinishInPlace(const Epilogue& e, int64_t count, T* y, T* z);
+void FinishInPlace(const Epilogue& e, int64_t count, T* y, T* z, const T* residual = nullptr);
 
 // y += bias: `bias` holds one value per element, or one for all if `shared`. Null adds nothing.
 template <typename T>
 void AddBias(int64_t count, const T* bias, bool shared, T* y);
 
-// The algorithms. bias and z may be null, as in common/launch.h; T is float or double.
+// The algorithms. bias, residual and z may be null, as in common/launch.h; T is float or double.
 #define JAXCONV_CONV_ALGORITHM(Name)                                                            \
   template <typename T>                                                                         \
   Status Name##Fprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const T* x,   \
-                     const T* w, const T* bias, T* y, T* z);                                    \
+                     const T* w, const T* bias, const T* residual, T* y, T* z);                 \
   template <typename T>                                                                         \
   Status Name##Dgrad(const Context& ctx, const ConvProblem& p, const T* dy, const T* w, T* dx); \
   template <typename T>                                                                         \
@@ -117,7 +117,7 @@ inline bool IsPointwise(const ConvProblem& p) {
 // Explicit instantiations at the end of each algorithm's file.
 #define JAXCONV_INSTANTIATE_CONV(Name, T)                                                       \
   template Status Name##Fprop<T>(const Context&, const ConvProblem&, const Epilogue&, const T*, \
-                                 const T*, const T*, T*, T*);                                   \
+                                 const T*, const T*, const T*, T*, T*);                         \
   template Status Name##Dgrad<T>(const Context&, const ConvProblem&, const T*, const T*, T*);   \
   template Status Name##Wgrad<T>(const Context&, const ConvProblem&, const T*, const T*, T*)
 

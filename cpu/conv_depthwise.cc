@@ -217,7 +217,7 @@ void SplitByMultiple(int64_t pixels, int64_t c, int64_t m, const T* src, int64_t
 
 template <typename T>
 Status LastFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const T* x,
-                 const T* w, const T* bias, T* y, T* z) {
+                 const T* w, const T* bias, const T* residual, T* y, T* z) {
   const ImageStrides xs = XStrides(p), ys = YStrides(p);
   const int64_t taps = p.filter_size(), m = p.group_k();
   Scratch<T> packed(m > 1 ? taps * p.k : 0);
@@ -263,7 +263,8 @@ Status LastFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, co
           }
           if (bias != nullptr) AddBias(p.k, bias, /*shared=*/false, to);
         }
-        FinishInPlace(e, p.out[2] * p.k, y + row, z == nullptr ? nullptr : z + row);
+        FinishInPlace(e, p.out[2] * p.k, y + row, z == nullptr ? nullptr : z + row,
+                      residual == nullptr ? nullptr : residual + row);
       });
 }
 
@@ -384,7 +385,7 @@ Status LastWgrad(const Context& ctx, const ConvProblem& p, const T* x, const T* 
 
 template <typename T>
 Status FirstFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const T* x,
-                  const T* w, const T* bias, T* y, T* z) {
+                  const T* w, const T* bias, const T* residual, T* y, T* z) {
   const ImageStrides xs = XStrides(p), ys = YStrides(p);
   const int64_t taps = p.filter_size(), m = p.group_k();
   Scratch<Range> reached(p.filter[2]);
@@ -415,7 +416,8 @@ Status FirstFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, c
           SumRow(p.out[2], terms, term, p.stride[2], 1, y + plane + row * p.out[2]);
         }
         if (bias != nullptr) AddBias(ys.c, bias + k, /*shared=*/true, y + plane);
-        FinishInPlace(e, ys.c, y + plane, z == nullptr ? nullptr : z + plane);
+        FinishInPlace(e, ys.c, y + plane, z == nullptr ? nullptr : z + plane,
+                      residual == nullptr ? nullptr : residual + plane);
       });
 }
 
@@ -492,9 +494,9 @@ Status FirstWgrad(const Context& ctx, const ConvProblem& p, const T* x, const T*
 
 template <typename T>
 Status DepthwiseFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const T* x,
-                      const T* w, const T* bias, T* y, T* z) {
-  return p.channels_last ? LastFprop(ctx, p, e, x, w, bias, y, z)
-                         : FirstFprop(ctx, p, e, x, w, bias, y, z);
+                      const T* w, const T* bias, const T* residual, T* y, T* z) {
+  return p.channels_last ? LastFprop(ctx, p, e, x, w, bias, residual, y, z)
+                         : FirstFprop(ctx, p, e, x, w, bias, residual, y, z);
 }
 
 template <typename T>

@@ -60,7 +60,7 @@ Range Intersect(Range a, Range b) {
 
 template <typename T>
 Status DirectFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const T* x,
-                   const T* w, const T* bias, T* y, T* z) {
+                   const T* w, const T* bias, const T* residual, T* y, T* z) {
   const ImageStrides xs = XStrides(p), ys = YStrides(p);
   const FilterStrides ws = WStrides(p);
   const int64_t cg = p.group_c(), kg = p.group_k();
@@ -72,7 +72,8 @@ Status DirectFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, 
       const double b = bias == nullptr ? 0.0 : double(bias[same_channel ? k : k + i]);
       to[i] = static_cast<T>(sum[i] + b);
     }
-    FinishInPlace(e, count, to, z == nullptr ? nullptr : z + output);
+    FinishInPlace(e, count, to, z == nullptr ? nullptr : z + output,
+                  residual == nullptr ? nullptr : residual + output);
   };
   if (p.channels_last) {
     // One item: the pixels of one output row.

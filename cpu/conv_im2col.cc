@@ -176,7 +176,7 @@ void PackFilters(const Context& ctx, const ConvProblem& p, bool transpose, const
 // One item is a tile of pixels of one image and group, all of its input channels in turn.
 template <typename T>
 Status Im2colFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const T* x,
-                   const T* w, const T* bias, T* y, T* z) {
+                   const T* w, const T* bias, const T* residual, T* y, T* z) {
   const Tiling<T> tiling(p);
   const ImageStrides xs = XStrides(p), ys = YStrides(p);
   const int64_t out_channels = p.group_k(), filter_row = p.group_c() * tiling.taps, ld = tiling.ld;
@@ -218,6 +218,11 @@ Status Im2colFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, 
         };
         for (int64_t k = 0; k < out_channels && bias != nullptr; ++k) {
           AddBias(width, bias + k0 + k, /*shared=*/true, rows + k * ld);
+        }
+        if (residual != nullptr && p.channels_last) {
+          AddRows(width, out_channels, residual + output, ys.d[2], rows, 1, ld);
+        } else if (residual != nullptr) {
+          AddRows(out_channels, width, residual + output, ys.c, rows, ld, 1);
         }
         if (z != nullptr) write(z);
         for (int64_t k = 0; k < out_channels && e.activation != Activation::kNone; ++k) {

@@ -14,7 +14,7 @@ namespace jaxconv::cpu {
 
 template <typename T>
 Status PointwiseFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const T* x,
-                      const T* w, const T* bias, T* y, T* z) {
+                      const T* w, const T* bias, const T* residual, T* y, T* z) {
   const int64_t cg = p.group_c(), kg = p.group_k(), size = p.out_size();
   if (p.channels_last) {
     JAXCONV_RETURN_IF_ERROR(Gemm(ctx, false, false, p.n * size, kg, cg, T(1), x, p.c, w, p.k, T(0),
@@ -26,7 +26,9 @@ Status PointwiseFprop(const Context& ctx, const ConvProblem& p, const Epilogue& 
                                    {0, p.c * size, p.k * size}));
     }
   }
-  if (bias == nullptr && z == nullptr && e.activation == Activation::kNone) return Status::Ok();
+  if (bias == nullptr && residual == nullptr && z == nullptr && e.activation == Activation::kNone) {
+    return Status::Ok();
+  }
   // Rows of K channels (channels-last, one bias each) or of S pixels (channels-first, one bias for
   // all).
   const int64_t rows = p.n * (p.channels_last ? size : p.k);
@@ -39,7 +41,8 @@ Status PointwiseFprop(const Context& ctx, const ConvProblem& p, const Epilogue& 
       AddBias(width, p.channels_last ? bias : bias + row % p.k, !p.channels_last, y + row * width);
     }
     FinishInPlace(e, (last - first) * width, y + first * width,
-                  z == nullptr ? nullptr : z + first * width);
+                  z == nullptr ? nullptr : z + first * width,
+                  residual == nullptr ? nullptr : residual + first * width);
   });
   return Status::Ok();
 }

@@ -1,4 +1,4 @@
-// y = f(z), z = sum + bias, on runs of elements that an algorithm has just written.
+// y = f(z), z = sum + bias + residual, on runs of elements that an algorithm has just written.
 #include "cpu/conv.h"
 #include "cpu/simd.h"
 
@@ -14,7 +14,9 @@ JAXCONV_INLINE void Apply(int64_t count, T slope, T* y) {
 }  // namespace
 
 template <typename T>
-JAXCONV_MULTIVERSION void FinishInPlace(const Epilogue& e, int64_t count, T* y, T* z) {
+JAXCONV_MULTIVERSION void FinishInPlace(const Epilogue& e, int64_t count, T* y, T* z,
+                                        const T* residual) {
+  if (residual != nullptr) AddBias(count, residual, /*shared=*/false, y);
   if (z != nullptr) std::copy(y, y + count, z);
   const T slope = static_cast<T>(e.slope);
   switch (e.activation) {
@@ -42,8 +44,8 @@ JAXCONV_MULTIVERSION void AddBias(int64_t count, const T* bias, bool shared, T* 
   }
 }
 
-template void FinishInPlace<float>(const Epilogue&, int64_t, float*, float*);
-template void FinishInPlace<double>(const Epilogue&, int64_t, double*, double*);
+template void FinishInPlace<float>(const Epilogue&, int64_t, float*, float*, const float*);
+template void FinishInPlace<double>(const Epilogue&, int64_t, double*, double*, const double*);
 template void AddBias<float>(int64_t, const float*, bool, float*);
 template void AddBias<double>(int64_t, const double*, bool, double*);
 

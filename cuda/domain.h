@@ -49,7 +49,7 @@ inline std::string_view MemberOf(std::string_view kernel) {
   return slash == std::string_view::npos ? std::string_view() : kernel.substr(slash + 1);
 }
 
-enum class ConvOp { kFprop, kStatistics, kDgrad, kDgradAdd, kWgrad };
+enum class ConvOp { kFprop, kFpropAdd, kStatistics, kDgrad, kDgradAdd, kWgrad };
 
 // Nothing where plan.kernel can run `op` of `p` on the device with the plan's tile, splits and chunk, else a sentence. An
 // empty tile asks for some tile. `p` is the problem as it lies in memory.

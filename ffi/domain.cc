@@ -31,6 +31,7 @@ DType ToDType(const std::string& name) {
 
 cuda::ConvOp ToConvOp(const std::string& name) {
   if (name == "conv" || name == "conv_fprop") return cuda::ConvOp::kFprop;
+  if (name == "conv_add") return cuda::ConvOp::kFpropAdd;
   if (name == "conv_statistics") return cuda::ConvOp::kStatistics;
   if (name == "conv_dgrad") return cuda::ConvOp::kDgrad;
   if (name == "conv_dgrad_add") return cuda::ConvOp::kDgradAdd;

@@ -261,11 +261,12 @@ Status ToConvProblem(const Call& call, const ConvArrays& a, const wire::Window& 
 }
 
 Status Fprop(ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets,
-             const wire::Window& window, const wire::Epilogue& epilogue, const wire::Plan& plan) {
-  Call call("conv_fprop", args, rets);
+             const wire::Window& window, const wire::Epilogue& epilogue, const wire::Plan& plan,
+             bool residual) {
+  Call call(residual ? "conv_add" : "conv_fprop", args, rets);
   Epilogue e;
   JAXCONV_RETURN_IF_ERROR(ToEpilogue(call, epilogue, &e));
-  JAXCONV_RETURN_IF_ERROR(call.Confirm(2 + e.bias, 1 + e.save_preactivation));
+  JAXCONV_RETURN_IF_ERROR(call.Confirm(2 + e.bias + residual, 1 + e.save_preactivation));
   AnyBuffer x = call.Arg(0), w = call.Arg(1), y = call.Ret(0);
   ConvProblem p;
   jaxconv::Plan how;
@@ -277,9 +278,11 @@ Status Fprop(ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets ret
     JAXCONV_RETURN_IF_ERROR(call.ConfirmShape("b", call.Arg(2), {p.k}, where));
     JAXCONV_RETURN_IF_ERROR(call.ConfirmType("b", call.Arg(2), p.dtype, "y"));
   }
+  if (residual) JAXCONV_RETURN_IF_ERROR(call.ConfirmLike("residual", call.Arg(2 + e.bias), "y", y));
   if (e.save_preactivation) JAXCONV_RETURN_IF_ERROR(call.ConfirmLike("z", call.Ret(1), "y", y));
   return ConvFprop(MakeContext(context), p, e, how, x.untyped_data(), w.untyped_data(),
-                   e.bias ? call.Arg(2).untyped_data() : nullptr, y.untyped_data(),
+                   e.bias ? call.Arg(2).untyped_data() : nullptr,
+                   residual ? call.Arg(2 + e.bias).untyped_data() : nullptr, y.untyped_data(),
                    e.save_preactivation ? call.Ret(1).untyped_data() : nullptr, call.Scratch());
 }
 
@@ -641,7 +644,18 @@ XLA_FFI_DEFINE_HANDLER(
     kFprop,
     [](ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets, wire::Window window,
        wire::Epilogue epilogue, wire::Plan plan) {
-      return Answer([&] { return Fprop(context, args, rets, window, epilogue, plan); });
+      return Answer([&] { return Fprop(context, args, rets, window, epilogue, plan, false); });
+    },
+    JAXCONV_BASE.Attr<wire::Window>("window")
+        .Attr<wire::Epilogue>("epilogue")
+        .Attr<wire::Plan>("plan"),
+    JAXCONV_TRAITS);
+
+XLA_FFI_DEFINE_HANDLER(
+    kFpropAdd,
+    [](ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets, wire::Window window,
+       wire::Epilogue epilogue, wire::Plan plan) {
+      return Answer([&] { return Fprop(context, args, rets, window, epilogue, plan, true); });
     },
     JAXCONV_BASE.Attr<wire::Window>("window")
         .Attr<wire::Epilogue>("epilogue")
@@ -764,6 +778,7 @@ constexpr const char* kVersion1[] = {"jaxconv_conv_v1",
 std::vector<std::pair<const char*, XLA_FFI_Handler*>> Handlers() {
   std::vector<std::pair<const char*, XLA_FFI_Handler*>> handlers = {
       {"jaxconv_conv_v2", kFprop},
+      {"jaxconv_conv_add_v2", kFpropAdd},
       {"jaxconv_conv_fprop_v2", kFprop},
       {"jaxconv_conv_statistics_v2", kStatistics},
       {"jaxconv_conv_dgrad_v2", kDgrad},

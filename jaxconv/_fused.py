@@ -66,10 +66,11 @@ def conv(
     dimension_numbers: lax.ConvDimensionNumbers,
     feature_group_count: int,
     precision: Any,
+    residual: Array | None = None,  # like y, of x's dtype
     return_preactivation: bool = False,
     forks: bool = False,
 ) -> Any:
-    """y = activation(z), z = lax.conv_general_dilated(x, w, ...) + b; y, or (y, z).
+    """y = activation(z), z = lax.conv_general_dilated(x, w, ...) + b + residual; y, or (y, z).
 
     With `forks` (x, that): x for its other users, whose gradient then comes to this convolution's.
     """
@@ -96,11 +97,12 @@ def conv(
                 return_preactivation=return_preactivation,
                 algorithm=None,
                 implementation=None,
+                residual=residual if residual is None else _problem.as_array(name, "residual", residual),
             )
         except (TypeError, ValueError):
             pass  # lax decides what is an error
         else:
-            return _run(p, x, filter, b, forks)
+            return _run(p, x, filter, b, residual, forks)
     z = conv_general_dilated(
         x,
         w,
@@ -114,6 +116,8 @@ def conv(
     )
     if b is not None:
         z = z + lax.expand_dims(b, [axis for axis in range(z.ndim) if axis != numbers.out_spec[1]])
+    if residual is not None:
+        z = z + residual
     y = activate(activation, z)
     result = (y, z) if return_preactivation else y
     return (x, result) if forks else result
@@ -186,11 +190,16 @@ def linear_batchnorm_inference(
     activation: Activation,
     residual: Array | None,
 ) -> Array:
-    """activation(batchnorm(z) + residual), z = run(x, w, None, none), by the running statistics: z is never written."""
+    """activation(batchnorm(z) + residual), z = run(x, w, None, none), by the running statistics: z is never written.
+
+    `run` of a convolution takes the residual too.
+    """
     scale = jnp.ones_like(var) if scale is None else scale
     filters, offset = folded(w, axis, scale, 0 if bias is None else bias, mean, var, epsilon, x.dtype)
     if residual is None:
         return run(x, filters, offset, activation)
+    if w.ndim > 2:
+        return run(x, filters, offset, activation, residual=residual)
     return added(activation, run(x, filters, offset, Activation()), residual)
 
 

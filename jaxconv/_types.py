@@ -16,6 +16,7 @@ __all__ = [
     "Array",
     "BatchNormAlgorithm",
     "Conv1dPadding",
+    "ConvAddOptions",
     "ConvAlgorithm",
     "ConvOptions",
     "DenseAlgorithm",
@@ -69,6 +70,12 @@ class ConvOptions(_Options, total=False):
     dilation: PerDimension
     groups: int
     algorithm: ConvAlgorithm | None
+
+
+class ConvAddOptions(ConvOptions, total=False):
+    """The same of those that take an array to add."""
+
+    residual: Operand | None
 
 
 class DenseOptions(_Options, total=False):

@@ -15,13 +15,13 @@ from typing import Any
 
 from jaxconv._op import Composite, Kernel
 from jaxconv.batchnorm import given, infer, train
-from jaxconv.conv import conv_kernel, dgrad, dgrad_add, fprop, statistics, wgrad
+from jaxconv.conv import conv_add, conv_kernel, dgrad, dgrad_add, fprop, statistics, wgrad
 from jaxconv.conv_batchnorm import pair
 from jaxconv.dense import dense_kernel, matmul
 from jaxconv.pool import kernel as max_pool
 
 # of a pair everything: y comes out of its convolution
-_CONVS = (fprop, dgrad, dgrad_add, wgrad, conv_kernel, statistics, pair)
+_CONVS = (fprop, dgrad, dgrad_add, wgrad, conv_kernel, conv_add, statistics, pair)
 _DENSES = (matmul, dense_kernel)
 _NORMS = (train, infer, given)
 _POOLS = (max_pool,)

@@ -16,8 +16,8 @@ from jaxconv._problem import ConvProblem
 from jaxconv._types import (
     Array,
     Conv1dPadding,
+    ConvAddOptions,
     ConvAlgorithm,
-    ConvOptions,
     Implementation,
     Layout1d,
     Layout2d,
@@ -71,6 +71,11 @@ def _wire_conv(p: ConvProblem, plan: _plan.Plan) -> _op.Wire:
     return replace(wire, attrs={**wire.attrs, "epilogue": _epilogue(p)})
 
 
+def _wire_conv_add(p: ConvProblem, plan: _plan.Plan) -> _op.Wire:
+    wire = _wire(p, plan, "xw" + "b" * p.bias + "y", "y" + "y" * p.save_preactivation)
+    return replace(wire, attrs={**wire.attrs, "epilogue": _epilogue(p)})
+
+
 def _wire_dgrad_add(p: ConvProblem, plan: _plan.Plan) -> _op.Wire:
     wire = _wire(p, plan, "ywx", "x")
     return replace(wire, in_place={2: 0}) if plan.in_place else wire
@@ -86,27 +91,34 @@ def _axes(p: ConvProblem) -> tuple[int, int, int]:
 
 
 def _batch_conv(p: ConvProblem, args: list[Array], dims: list[int | None]) -> tuple[list[Array], list[int]]:
-    """conv and fprop: operands x, w, b?."""
+    """conv and fprop: operands x, w, b?; conv_add: x, w, b?, residual."""
     size = _op.batch_size(args, dims)
     channel, _, out_channel = _axes(p)
-    call = conv_kernel if p.bias or p.save_preactivation or p.activation.name != "none" else fprop
-    x, w, *b = args
-    dx, dw, *db = dims
+    x, w, *rest = args
+    dx, dw, *d_rest = dims
+    b, db = rest[: p.bias], d_rest[: p.bias]
+    r = [_op.to_front(v, d, size) for v, d in zip(rest[p.bias :], d_rest[p.bias :], strict=True)]
+    call = conv_add if r else conv_kernel if _fused(p) else fprop
     if dw is None and db in ([], [None]):
-        assert dx is not None
-        outs = call(replace(p, batch=size * p.batch), _op.fold(x, dx, 0), w, *b)
+        x = _op.fold(_op.to_front(x, dx, size), 0, 0)
+        outs = call(replace(p, batch=size * p.batch), x, w, *b, *(_op.fold(v, 0, 0) for v in r))
         return _layer.unfolded(outs, lambda y: _op.unfold(y, size, 0))
     w, dw = _op.to_front(w, dw, size), 0
     b = [_op.to_front(v, d, size) for v, d in zip(b, db, strict=True)]
     if dx is None:
         g = p.groups
         folded = replace(p, out_channels=size * p.out_channels)
-        outs = call(folded, x, _op.fold(w, dw, out_channel, g), *(_op.fold(v, 0, 0, g) for v in b))
+        b, r = [_op.fold(v, 0, 0, g) for v in b], [_op.fold(v, 0, channel, g) for v in r]
+        outs = call(folded, x, _op.fold(w, dw, out_channel, g), *b, *r)
         return _layer.unfolded(outs, lambda y: _op.unfold(y, size, channel, g))
-    outs = call(
-        _grouped(p, size), _op.fold(x, dx, channel), _op.fold(w, dw, out_channel), *(_op.fold(v, 0, 0) for v in b)
-    )
+    b, r = [_op.fold(v, 0, 0) for v in b], [_op.fold(v, 0, channel) for v in r]
+    outs = call(_grouped(p, size), _op.fold(x, dx, channel), _op.fold(w, dw, out_channel), *b, *r)
     return _layer.unfolded(outs, lambda y: _op.unfold(y, size, channel))
+
+
+def _fused(p: ConvProblem) -> bool:
+    """Whether something follows the sum that is conv's and not fprop's."""
+    return p.bias or p.save_preactivation or p.activation.name != "none"
 
 
 def _batch_statistics(p: ConvProblem, args: list[Array], dims: list[int | None]) -> tuple[list[Array], list[int]]:
@@ -232,6 +244,16 @@ def _conv_shard(p: ConvProblem, split: _sharding.Split, x: Array, w: Array, *b: 
     return conv_kernel(p, x, w, *b)
 
 
+def _conv_add_shard(p: ConvProblem, split: _sharding.Split, x: Array, w: Array, *rest: Array) -> list[Array]:
+    """The residual is added once: where the input channels are split, to the sum over their parts."""
+    if "c" in split:
+        *b, residual = rest
+        (z,) = reference.conv_epilogue(p.affine(), *_fprop_shard(p.bare(), split, x, w), *b)
+        return reference.conv_added(p, z, residual)
+    p, x = _halo.exchange_x(p, _pixels(p, split), x)
+    return conv_add(p, x, w, *rest)
+
+
 def _dgrad_shard(p: ConvProblem, split: _sharding.Split, dy: Array, w: Array) -> list[Array]:
     pixels = _pixels(p, split)
     q, dy = _halo.exchange_dy(p, pixels, dy)
@@ -328,10 +350,31 @@ conv_kernel = _op.kernel(
 )
 
 
+def _conv_then_add(p: ConvProblem, x: Array, w: Array, *rest: Array) -> list[Array]:
+    """conv_add as two: a convolution by a plan of its own, then the add and the activation."""
+    *b, residual = rest
+    return reference.conv_added(p, _any(p.affine(), x, w, *b)[0], residual)
+
+
+# conv_add: conv with an array like y added before the activation, (x, w, b?, residual) -> y, z?; one kernel where the
+# plan has one that adds on its way
+conv_add = _op.kernel(
+    "conv_add",
+    reference=_conv_then_add,
+    results=lambda p: [(p.y_shape, p.dtype)] * (1 + p.save_preactivation),
+    wire=_wire_conv_add,
+    batch=_batch_conv,
+    partition=lambda p: _partition(
+        p, "xw" + "b" * p.bias + "y", "y" + "y" * p.save_preactivation, "kc", _conv_add_shard
+    ),
+    multiple_results=True,
+)
+
+
 def _cotangents(
     p: ConvProblem, x: Array, w: Array, dz: Array, want: Sequence[bool], addend: Array | None = None
 ) -> list[Array | None]:
-    """dx = dgrad(dz, w) + addend; dw = wgrad(x, dz); db = sum of dz."""
+    """dx = dgrad(dz, w) + addend; dw = wgrad(x, dz); db = sum of dz; dresidual = dz."""
     bare = p.bare()
     grads: list[Array | None] = [
         input_gradient(bare, dz, w, addend) if want[0] else None,
@@ -340,47 +383,63 @@ def _cotangents(
     if p.bias:
         axes = tuple(axis for axis in range(dz.ndim) if axis != p.channel_axis)
         grads.append(jnp.sum(dz, axes) if want[2] else None)
-    return grads
+    return grads + [dz if wanted else None for wanted in want[len(grads) :]]
 
 
 def _tangents(p: ConvProblem, x: Array, w: Array, given: Sequence[Array | None]) -> list[Array]:
-    dx, dw, *db = given
+    dx, dw, *rest = given
     bare = p.bare()
     parts = [] if dx is None else [fprop(bare, dx, w)]
     parts += [] if dw is None else [fprop(bare, x, dw)]
-    return parts + [jnp.broadcast_to(reference.per_channel(p, t), p.y_shape) for t in db if t is not None]
+    parts += [jnp.broadcast_to(reference.per_channel(p, t), p.y_shape) for t in rest[: p.bias] if t is not None]
+    return parts + [t for t in rest[p.bias :] if t is not None]
 
 
 def _any(p: ConvProblem, x: Array, w: Array, *b: Array) -> list[Array]:
     """conv; fprop where nothing follows the sum; lax's own operations where there is nothing to compute."""
     if p.empty:
         return reference.conv(p, x, w, *b)
-    if p.bias or p.save_preactivation or p.activation.name != "none":
-        return conv_kernel(p, x, w, *b)
-    return [fprop(p, x, w)]
+    return conv_kernel(p, x, w, *b) if _fused(p) else [fprop(p, x, w)]
+
+
+def with_residual(p: ConvProblem, x: Array, w: Array, *rest: Array) -> list[Array]:
+    """conv_add; lax's own operations where there is nothing to compute."""
+    return _conv_then_add(p, x, w, *rest) if p.empty else conv_add(p, x, w, *rest)
 
 
 RULES = _layer.rules(conv_kernel, _tangents, _cotangents)
 _op.fuse(conv_kernel, RULES)
+_op.fuse(conv_add, _layer.rules(conv_add, _tangents, _cotangents))
 # (problem, x, w, b?) -> x, for its other users, and conv's results
 fork = _op.fork(conv_kernel, _any, lambda p: (p.x_shape, p.dtype), _layer.rules(_any, _tangents, _cotangents))
+# (problem, x, w, b?, residual) -> the same of conv_add
+fork_add = _op.fork(
+    conv_add, with_residual, lambda p: (p.x_shape, p.dtype), _layer.rules(with_residual, _tangents, _cotangents)
+)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The public functions. `locals()` in the first statement is the arguments by name.
 
 
-def _conv(name: str, nd: int, x: Any, w: Any, b: Any, **options: Any) -> Any:
+def _conv(name: str, nd: int, x: Any, w: Any, b: Any, residual: Any, **options: Any) -> Any:
     x, w = _problem.as_array(name, "x", x), _problem.as_array(name, "w", w)
     b = None if b is None else _problem.as_array(name, "b", b)
-    return _run(ConvProblem.infer(name, nd, x, w, b, **options), x, w, b)
+    residual = None if residual is None else _problem.as_array(name, "residual", residual)
+    return _run(ConvProblem.infer(name, nd, x, w, b, residual=residual, **options), x, w, b, residual)
 
 
-def _run(p: ConvProblem, x: Array, w: Array, b: Array | None, forks: bool = False) -> Any:
+def _run(
+    p: ConvProblem, x: Array, w: Array, b: Array | None, residual: Array | None = None, forks: bool = False
+) -> Any:
     """What the public functions return; with `forks` (x, that), and x's other users take theirs from it."""
-    run = p if p.bias or p.activation.name != "none" else p.bare()  # z is y there
-    args = [x, w] if b is None else [x, w, b]
-    passed, outs = fork(run, *args) if forks and not p.empty else (x, _any(run, *args))
+    if p.activation.name == "none" and (not p.bias or residual is not None):  # z is y there
+        run = replace(p, save_preactivation=False)
+    else:
+        run = p
+    args = [x, w, *(a for a in (b, residual) if a is not None)]
+    call, split = (_any, fork) if residual is None else (with_residual, fork_add)
+    passed, outs = split(run, *args) if forks and not p.empty else (x, call(run, *args))
     result = (outs[0], outs[-1]) if p.save_preactivation else outs[0]
     return (passed, result) if forks else result
 
@@ -394,7 +453,7 @@ def conv1d(
     padding: Conv1dPadding = "SAME",
     layout: Layout1d = "NWC",
     return_preactivation: Literal[False] = False,
-    **options: Unpack[ConvOptions],
+    **options: Unpack[ConvAddOptions],
 ) -> Array: ...
 @overload
 def conv1d(
@@ -405,7 +464,7 @@ def conv1d(
     padding: Conv1dPadding = "SAME",
     layout: Layout1d = "NWC",
     return_preactivation: Literal[True],
-    **options: Unpack[ConvOptions],
+    **options: Unpack[ConvAddOptions],
 ) -> tuple[Array, Array]: ...
 @overload
 def conv1d(
@@ -416,13 +475,14 @@ def conv1d(
     padding: Conv1dPadding = "SAME",
     layout: Layout1d = "NWC",
     return_preactivation: bool,
-    **options: Unpack[ConvOptions],
+    **options: Unpack[ConvAddOptions],
 ) -> Array | tuple[Array, Array]: ...
 def conv1d(
     x: Operand,  # (N, W, C) or (N, C, W)
     w: Operand,  # (S, C/G, K) or (K, C/G, S)
     b: Operand | None = None,  # (K,)
     *,
+    residual: Operand | None = None,  # like y
     stride: PerDimension = 1,
     padding: Conv1dPadding = "SAME",
     dilation: PerDimension = 1,
@@ -434,7 +494,7 @@ def conv1d(
     algorithm: ConvAlgorithm | None = None,
     implementation: Implementation | None = None,
 ) -> Array | tuple[Array, Array]:
-    """1-D convolution with bias and activation. See `conv2d`; `layout` is "NWC" (filters WIO) or "NCW" (OIW)."""
+    """1-D convolution, bias, residual and activation. See `conv2d`; `layout` is "NWC" (filters WIO) or "NCW" (OIW)."""
     return _conv("conv1d", 1, **locals())
 
 
@@ -447,7 +507,7 @@ def conv2d(
     padding: Padding = "SAME",
     layout: Layout2d = "NHWC",
     return_preactivation: Literal[False] = False,
-    **options: Unpack[ConvOptions],
+    **options: Unpack[ConvAddOptions],
 ) -> Array: ...
 @overload
 def conv2d(
@@ -458,7 +518,7 @@ def conv2d(
     padding: Padding = "SAME",
     layout: Layout2d = "NHWC",
     return_preactivation: Literal[True],
-    **options: Unpack[ConvOptions],
+    **options: Unpack[ConvAddOptions],
 ) -> tuple[Array, Array]: ...
 @overload
 def conv2d(
@@ -469,13 +529,14 @@ def conv2d(
     padding: Padding = "SAME",
     layout: Layout2d = "NHWC",
     return_preactivation: bool,
-    **options: Unpack[ConvOptions],
+    **options: Unpack[ConvAddOptions],
 ) -> Array | tuple[Array, Array]: ...
 def conv2d(
     x: Operand,  # (N, H, W, C) or (N, C, H, W)
     w: Operand,  # (R, S, C/G, K) or (K, C/G, R, S)
     b: Operand | None = None,  # (K,)
     *,
+    residual: Operand | None = None,  # like y
     stride: PerDimension = 1,
     padding: Padding = "SAME",
     dilation: PerDimension = 1,
@@ -487,13 +548,13 @@ def conv2d(
     algorithm: ConvAlgorithm | None = None,
     implementation: Implementation | None = None,
 ) -> Array | tuple[Array, Array]:
-    """2-D convolution (cross-correlation, as in lax) with bias and activation.
+    """2-D convolution (cross-correlation, as in lax) with bias, residual add and activation.
 
     Equivalent JAX code for layout="NHWC"::
 
         z = lax.conv_general_dilated(x, w, (stride, stride), padding, rhs_dilation=(dilation, dilation),
                                      dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=groups,
-                                     precision=precision) + b
+                                     precision=precision) + b + residual
         y = activation(z)
 
     Args:
@@ -501,6 +562,8 @@ def conv2d(
         sums are accumulated in at least float32.
       w: filters of x's dtype, (R, S, C/groups, K) ("HWIO") for "NHWC", (K, C/groups, R, S) ("OIHW") for "NCHW".
       b: bias of x's dtype, (K,), or None.
+      residual: an array of x's dtype and y's shape, added before the activation, or None: in the convolution's own
+        kernel where one can (sums are then rounded once), behind it elsewhere; `explain` says which.
       stride, dilation: in pixels, an int or one per spatial dimension, at least 1.
       padding: "SAME", "SAME_LOWER", "VALID", an int, one int per dimension, or (low, high) pairs; may be asymmetric
         and, as in lax, negative. `conv1d` also takes "CAUSAL": y[i] depends on x[:i + 1] alone.
@@ -524,7 +587,7 @@ def conv2d(
       TypeError, ValueError: when the arguments do not fit together (at trace time), naming the argument, what it got
         and what was expected; ValueError when a forced implementation or algorithm cannot run, with the reason.
 
-    Differentiable in x, w and b to any order, in forward and reverse mode. The nouns are CUTLASS's
+    Differentiable in x, w, b and residual to any order, in forward and reverse mode. The nouns are CUTLASS's
     (github.com/NVIDIA/cutlass, "implicit GEMM convolution"): images N H W C, filters K R S, outputs N P Q K.
     """
     return _conv("conv2d", 2, **locals())
@@ -539,7 +602,7 @@ def conv3d(
     padding: Padding = "SAME",
     layout: Layout3d = "NDHWC",
     return_preactivation: Literal[False] = False,
-    **options: Unpack[ConvOptions],
+    **options: Unpack[ConvAddOptions],
 ) -> Array: ...
 @overload
 def conv3d(
@@ -550,7 +613,7 @@ def conv3d(
     padding: Padding = "SAME",
     layout: Layout3d = "NDHWC",
     return_preactivation: Literal[True],
-    **options: Unpack[ConvOptions],
+    **options: Unpack[ConvAddOptions],
 ) -> tuple[Array, Array]: ...
 @overload
 def conv3d(
@@ -561,13 +624,14 @@ def conv3d(
     padding: Padding = "SAME",
     layout: Layout3d = "NDHWC",
     return_preactivation: bool,
-    **options: Unpack[ConvOptions],
+    **options: Unpack[ConvAddOptions],
 ) -> Array | tuple[Array, Array]: ...
 def conv3d(
     x: Operand,  # (N, D, H, W, C) or (N, C, D, H, W)
     w: Operand,  # (T, R, S, C/G, K) or (K, C/G, T, R, S)
     b: Operand | None = None,  # (K,)
     *,
+    residual: Operand | None = None,  # like y
     stride: PerDimension = 1,
     padding: Padding = "SAME",
     dilation: PerDimension = 1,
@@ -579,5 +643,5 @@ def conv3d(
     algorithm: ConvAlgorithm | None = None,
     implementation: Implementation | None = None,
 ) -> Array | tuple[Array, Array]:
-    """3-D convolution with bias and activation. See `conv2d`; `layout` is "NDHWC" (DHWIO) or "NCDHW" (OIDHW)."""
+    """3-D convolution, bias, residual and activation. See `conv2d`; `layout` is "NDHWC" (DHWIO) or "NCDHW" (OIDHW)."""
     return _conv("conv3d", 3, **locals())

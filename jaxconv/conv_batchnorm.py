@@ -25,7 +25,7 @@ from jaxconv._types import (
     ToActivation,
 )
 from jaxconv.batchnorm import given, norm_tangent, parameters, train, train_backward
-from jaxconv.conv import _any, fprop, input_gradient, statistics, wgrad
+from jaxconv.conv import _any, fprop, input_gradient, statistics, wgrad, with_residual
 
 replace = dataclasses.replace
 
@@ -131,10 +131,8 @@ def inference(
     """conv(x, w * s) + (bias - mean * s), in the convolution's own epilogue: see `folded`."""
     axis = w.ndim - 1 if p.conv.channels_last else 0
     filters, offset = folded(w, axis, scale, bias, mean, var, p.norm.epsilon, x.dtype)
-    if not residual:
-        return _any(replace(p.conv, bias=True, activation=p.norm.activation), x, filters, offset)[0]
-    (z,) = _any(replace(p.conv, bias=True), x, filters, offset)
-    return added(p.norm.activation, z, residual[0])
+    run = replace(p.conv, bias=True, activation=p.norm.activation)
+    return (with_residual if residual else _any)(run, x, filters, offset, *residual)[0]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -31,11 +31,12 @@ from jaxconv._enable import forms
 from jaxconv._plan import measured, tuned
 from jaxconv._plan.tuned import Results
 from jaxconv._problem import ConvProblem
+from jaxconv.conv import conv_add, conv_kernel, fprop
 
 __all__ = ["Results", "Tune", "Tuned", "Tuning"]  # `tune` is `jaxconv.tune`
 
 # Ops whose choice is between calls of other kernels, or is made with another's: their parts are timed
-_NOT_ALONE = ("conv_dgrad_add", "conv_statistics")
+_NOT_ALONE = ("conv_add", "conv_dgrad_add", "conv_statistics")
 # For what nothing else runs
 _SLOW = {"cuda": ("direct", "im2col"), "cpu": ("direct",)}
 _LEAST_GAIN = 1.01  # of f's time: less is noise
@@ -243,8 +244,13 @@ def _jobs(f: Callable[..., Any], args: Any, kwargs: Any, device: _plan.Device) -
     for equation in _op.equations(jaxpr.jaxpr, device):
         avals = [v.aval for v in equation.invars]
         if equation.primitive in _op.KERNELS:
-            if _op.of_equation(device, equation) == device:
-                add(_op.KERNELS[equation.primitive], equation.params["problem"], avals)
+            kernel, problem = _op.KERNELS[equation.primitive], equation.params["problem"]
+            if _op.of_equation(device, equation) != device:
+                continue
+            if kernel is conv_add and _plan.plan("conv_add", problem, device).implementation == "native":
+                # Planned with the convolution that else would be an equation of its own.
+                kernel, problem, avals = conv_kernel if problem.bias else fprop, problem.affine(), avals[:-1]
+            add(kernel, problem, avals)
         elif equation.primitive is jax.lax.conv_general_dilated_p and _enable.is_on():
             lhs, rhs = avals
             form = forms.read(lhs, rhs, equation.outvars[0].aval, equation.params)

@@ -78,6 +78,11 @@ def _programs() -> dict[str, tuple[str, Any, tuple[Any, ...]]]:
 
     return {
         "conv": ("conv", functools.partial(conv, **fused), (x, w, b)),
+        "conv_add": (
+            "conv_add",
+            lambda x, w, b, r: conv(x, w, b, residual=r, **fused),
+            (x, w, b, jnp.ones((2, 5, 6, 6))),
+        ),
         "conv_fprop": ("conv_fprop", conv, (x, w)),
         "conv_channels_first": (
             "conv_fprop",
@@ -117,6 +122,7 @@ def _programs() -> dict[str, tuple[str, Any, tuple[Any, ...]]]:
 # What each kernel calls its operands and results; "?" marks those that a problem may lack.
 _NAMES = {
     "conv": ("x w b?", "y z?"),
+    "conv_add": ("x w b? residual", "y z?"),
     "conv_fprop": ("x w", "y"),
     "conv_statistics": ("x w", "y mean var"),
     "conv_dgrad": ("dy w", "dx"),
@@ -142,6 +148,7 @@ def _operand(p: Any, kernel: str, name: str) -> tuple[Shape, str]:
         return (p.x_shape if name == "x" else p.y_shape), "uint8" if name == "position" else p.dtype
     if kernel.startswith("conv"):
         shapes = {"x": p.x_shape, "c": p.x_shape, "w": p.w_shape, "dy": p.y_shape, "b": (p.out_channels,)}
+        shapes["residual"] = p.y_shape
     else:
         shapes = {"x": p.x_shape, "w": p.w_shape, "b": p.b_shape, "c": p.c_shape}
     return shapes[name], p.dtype

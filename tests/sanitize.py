@@ -34,7 +34,7 @@ from jaxconv import _op, _plan, _problem
 from jaxconv._plan import conv, dense, depthwise, domain, sm90
 from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem, PoolProblem
 from jaxconv.batchnorm import backward, infer, train
-from jaxconv.conv import conv_kernel, dgrad, dgrad_add, fprop, statistics, wgrad
+from jaxconv.conv import conv_add, conv_kernel, dgrad, dgrad_add, fprop, statistics, wgrad
 from jaxconv.dense import dense_kernel, matmul
 from jaxconv.pool import backward as pool_backward
 from jaxconv.pool import kernel as pool_kernel
@@ -161,7 +161,8 @@ def conv_calls(dtype: str, last: bool, algorithm: str, precision: str, shape: tu
     )
     bare, y = p.bare(), (p.y_shape, dtype)
     x, w, b = ((shape, dtype) for shape in (x, w, (k,)))
-    forward = [(conv_kernel, p, [x, w, b]), (fprop, bare, [x, w]), (statistics, bare, [x, w])]
+    forward = [(conv_kernel, p, [x, w, b]), (conv_add, p, [x, w, b, y]), (fprop, bare, [x, w])]
+    forward += [(statistics, bare, [x, w])]
     return [*forward, (dgrad, bare, [y, w]), (dgrad_add, bare, [y, w, x]), (wgrad, bare, [x, y])]
 
 

@@ -436,7 +436,8 @@ def test_native_runs_the_fused_kernel_and_no_statistics_pass():
 def test_inference_is_one_convolution():
     args = arrays(data("NHWC", "float32"), "float32")
     f = functools.partial(one, "NHWC", "native", training=False, activation="relu")
-    assert calls(f, args) == {"conv": 1}
+    assert calls(f, args) == {"conv_add": 1}
+    assert calls(f, {**args, "residual": None}) == {"conv": 1}
 
 
 def test_explain_names_the_pair_its_parts_and_the_reason():

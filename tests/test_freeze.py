@@ -85,7 +85,7 @@ def check(model: nn.Module, x: jax.Array = X, *, convs: int, norms: int = 0, dty
     largest = max(a.size for a in jax.tree.leaves(variables))
     assert_same(frozen(x), expected, terms=largest, rounded_to=dtype)
     found = helpers.equations(frozen, x)
-    assert sum(found[f"jaxconv_{name}"] for name in ("conv", "conv_fprop", "conv_dgrad")) == convs
+    assert sum(found[f"jaxconv_{name}"] for name in ("conv", "conv_add", "conv_fprop", "conv_dgrad")) == convs
     assert found["jaxconv_batchnorm_infer"] == norms
     # No arithmetic on the weights is left: what remains goes through pixels.
     assert not {"rsqrt", "sqrt", "transpose", "rev"} & set(found)
@@ -163,6 +163,33 @@ def test_every_type(dtype, inputs):
     frozen = check(Layers(names, dtype=jnp.dtype(dtype)), x, convs=2, dtype=jnp.dtype(dtype))
     # As kernels read them: rounded once, outside.
     assert {a.dtype.name for a in frozen.weights.values()} == {dtype}
+
+
+class Bottlenecks(nn.Module):
+    """A block whose shortcut is a convolution, and one whose shortcut is its input."""
+
+    @nn.compact
+    def __call__(self, x: Any, train: bool = False) -> Any:
+        norm = functools.partial(nn.BatchNorm, use_running_average=not train)
+        for stride in (2, 1):
+            y = nn.relu(norm()(nn.Conv(4, (1, 1), use_bias=False)(x)))
+            y = nn.relu(norm()(nn.Conv(4, (3, 3), strides=stride, use_bias=False)(y)))
+            y = norm()(nn.Conv(16, (1, 1), use_bias=False)(y))
+            if x.shape != y.shape:
+                x = norm(name="shortcut_norm")(nn.Conv(16, (1, 1), strides=stride, use_bias=False, name="shortcut")(x))
+            x = nn.relu(x + y)
+        return x
+
+
+def test_nothing_is_left_between_the_convolutions_of_a_residual_network():
+    frozen = check(Bottlenecks(), convs=7)
+    found = helpers.equations(frozen, X)
+    assert found["jaxconv_conv_add"] == 2  # one a block
+    assert sum(found.values()) - found["jit"] == 7
+    adding = [f for f in frozen.report(X).replaced if "residual" in f.fused]
+    assert {f.fused for f in adding} == {"conv + batchnorm (inference) + residual + relu"}
+    # Of two whose results are added, the later one takes the other's.
+    assert [f.where.rpartition("/")[2] for f in adding] == ["shortcut_norm", "BatchNorm_5"]
 
 
 def test_a_folding_that_is_wrong_is_seen(monkeypatch):

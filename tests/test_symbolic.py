@@ -25,6 +25,7 @@ FUNCTIONS = {
     "same": lambda x: jaxconv.conv2d(x, W, B, activation="relu", **highest),
     "same_lower_strided": lambda x: jaxconv.conv2d(x, W, stride=2, padding="SAME_LOWER", **highest),
     "same_strided": lambda x: jaxconv.conv2d(x, W, B, stride=(2, 3), activation="silu", **highest),
+    "residual": lambda x: jaxconv.conv2d(x, W, B, residual=x, activation="gelu", **highest),
     "valid_dilated": lambda x: jaxconv.conv2d(x, W, padding="VALID", dilation=2, **highest),
     "pads": lambda x: jaxconv.conv2d(x, W, stride=2, padding=((1, 2), (0, -1)), **highest),
     "channels_first": lambda x: jaxconv.conv2d(
@@ -48,7 +49,7 @@ FUNCTIONS = {
 
 
 # lax itself exports no gradient where a filter steps or is dilated: its pads would be symbolic.
-DIFFERENTIABLE = ("same", "transposed", "transposed_kernel", "general_transposed", "dense")
+DIFFERENTIABLE = ("same", "residual", "transposed", "transposed_kernel", "general_transposed", "dense")
 
 
 def exported(f: Any, *names: str, gradient: bool = False) -> Any:

@@ -37,6 +37,7 @@ def example(name: str) -> tuple[Any, tuple[Any, ...]]:
     aligned = aligned if PLATFORM == "cuda" else tuple(a.astype("float32") for a in aligned)
     return {
         "conv": (functools.partial(conv, activation=("leaky_relu", 0.5)), (x, w, b)),
+        "conv_add": (lambda x, w, b: conv(x, w, b, residual=jnp.ones((2, 5, 5, 6)), activation="relu"), (x, w, b)),
         "conv_fprop": (conv, (x, w)),
         "conv_statistics": (lambda x, w: pair(x, w, u, u, u, u, training=True, **native), aligned),
         "conv_dgrad": (jax.grad(lambda x, w: conv(x, w).sum()), (x, w)),
@@ -98,6 +99,7 @@ PLAN = {"kernel": "string", "tile": "string", "splits": "i64", "chunk": "i64"}
 # programs hold these.
 FORMAT = {
     "conv": {"window": WINDOW, "epilogue": EPILOGUE, "plan": PLAN},
+    "conv_add": {"window": WINDOW, "epilogue": EPILOGUE, "plan": PLAN},
     "conv_fprop": {"window": WINDOW, "epilogue": EPILOGUE, "plan": PLAN},
     "conv_statistics": {"window": WINDOW, "plan": PLAN},
     "conv_dgrad": {"window": WINDOW, "plan": PLAN},

@@ -62,26 +62,31 @@ int64_t SizeY(const ConvProblem& p) { return p.n * p.k * p.out_size(); }
 }  // namespace
 
 Status ConvFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
-                 const void* x, const void* w, const void* bias, void* y, void* z,
-                 Workspace workspace) {
+                 const void* x, const void* w, const void* bias, const void* residual, void* y,
+                 void* z, Workspace workspace) {
   if (SizeY(p) == 0) return Status::Ok();
-  // y = f(bias) everywhere: direct sums over nothing, whatever the plan says.
+  // y = f(bias + residual) everywhere: direct sums over nothing, whatever the plan says.
   if (SizeX(p) == 0 || SizeW(p) == 0)
-    return DirectFprop(ctx, p, e, plan, x, w, bias, y, z, workspace);
+    return DirectFprop(ctx, p, e, plan, x, w, bias, residual, y, z, workspace);
+  const ConvOp op = residual == nullptr ? ConvOp::kFprop : ConvOp::kFpropAdd;
   JAXCONV_RETURN_IF_ERROR(
-      Confirm(ConvOp::kFprop, "conv_fprop", p, plan, workspace, {x, w, bias, y, z}));
+      Confirm(op, "conv_fprop", p, plan, workspace, {x, w, bias, residual, y, z}));
   const std::string_view family = FamilyOf(plan.kernel);
   if (family == "depthwise") return DepthwiseFprop(ctx, p, e, plan, x, w, bias, y, z, workspace);
   if (family == "grouped") return GroupedFprop(ctx, p, e, plan, x, w, bias, y, z, workspace);
-  if (family == "im2col") return Im2colFprop(ctx, p, e, plan, x, w, bias, y, z, workspace);
+  if (family == "stem") return StemFprop(ctx, p, e, plan, x, w, bias, y, z, workspace);
+  // The others may add a residual.
+  if (family == "im2col")
+    return Im2colFprop(ctx, p, e, plan, x, w, bias, residual, y, z, workspace);
   if (family == "implicit_gemm") {
-    return ImplicitGemmFprop(ctx, conv::FoldPatches(p, false), e, plan, x, w, bias, y, z,
+    return ImplicitGemmFprop(ctx, conv::FoldPatches(p, false), e, plan, x, w, bias, residual, y, z,
                              workspace);
   }
-  if (family == "sm90")
-    return Sm90Fprop(ctx, conv::FoldPatches(p, false), e, plan, x, w, bias, y, z, workspace);
-  if (family == "stem") return StemFprop(ctx, p, e, plan, x, w, bias, y, z, workspace);
-  return DirectFprop(ctx, p, e, plan, x, w, bias, y, z, workspace);
+  if (family == "sm90") {
+    return Sm90Fprop(ctx, conv::FoldPatches(p, false), e, plan, x, w, bias, residual, y, z,
+                     workspace);
+  }
+  return DirectFprop(ctx, p, e, plan, x, w, bias, residual, y, z, workspace);
 }
 
 Status ConvStatistics(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,

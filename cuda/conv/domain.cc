@@ -13,6 +13,12 @@
 namespace jaxconv::cuda {
 namespace {
 
+// Whether a family's kernel adds a residual to its sums.
+bool AddsResidual(std::string_view family, std::string_view member, const ConvProblem& p) {
+  if (family == "sm90") return conv::sm90::AddsResidual(member, p);
+  return family == "direct" || family == "im2col" || family == "implicit_gemm";
+}
+
 bool IsDgrad(ConvOp op) { return op == ConvOp::kDgrad || op == ConvOp::kDgradAdd; }
 
 }  // namespace
@@ -21,6 +27,10 @@ std::string ConvRefusal(ConvOp op, const ConvProblem& p, const Plan& plan, const
   const std::string_view family = FamilyOf(plan.kernel), member = MemberOf(plan.kernel);
   if (plan.splits < 1) return "it needs splits of at least 1, got " + std::to_string(plan.splits);
   if (op == ConvOp::kDgradAdd && family != "sm90") return "only sm90 adds on its way";
+  if (op == ConvOp::kFpropAdd) {
+    if (!AddsResidual(family, member, p)) return "it adds no residual on its way";
+    op = ConvOp::kFprop;  // that is all the difference
+  }
   if (op == ConvOp::kStatistics && family != "sm90")
     return "only sm90's epilogue sums up what it writes";
   if (p.dtype == DType::kF64) return "it needs float32, bfloat16 or float16, got float64";
@@ -41,6 +51,7 @@ ConvProblem ConvFolded(const ConvProblem& p, bool dgrad) { return conv::FoldPatc
 
 int64_t ConvWorkspace(ConvOp op, const ConvProblem& p, const Plan& plan) {
   const std::string_view family = FamilyOf(plan.kernel);
+  if (op == ConvOp::kFpropAdd) op = ConvOp::kFprop;
   if (family == "depthwise") return conv::depthwise::Workspace(op, p, plan);
   if (family == "direct") return conv::direct::Workspace(op, p, plan);
   if (family == "im2col") return conv::im2col::Workspace(op, p, plan);

@@ -1,7 +1,7 @@
 // Products on the sm_90a main loop in float32: operands of bfloat16 terms (sm90_operands.h) or TF32,
 // and an epilogue
 //
-//   z = alpha * sum + bias;  d = f(z)
+//   z = alpha * sum + bias + c;  d = f(z)
 //
 // that stores from the registers: four neighbouring lanes write 32 bytes of a row. The tile walk is
 // sm90_product.cuh's. The main loops are two to six times as long as 16-bit ones, so that the stages
@@ -35,6 +35,19 @@ __device__ __forceinline__ void StoreFloats(float* to, const float (&v)[32], int
     if (j * 8 < columns) {
       *reinterpret_cast<float2*>(to + j * 8) =
           make_float2(v[j * 4 + half * 2], v[j * 4 + half * 2 + 1]);
+    }
+  }
+}
+
+// v += what lies where StoreFloats would store it.
+__device__ __forceinline__ void AddFloats(const float* from, int half, int columns,
+                                          float (&v)[32]) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    if (j * 8 < columns) {
+      const float2 two = __ldg(reinterpret_cast<const float2*>(from + j * 8));
+      v[j * 4 + half * 2] += two.x;
+      v[j * 4 + half * 2 + 1] += two.y;
     }
   }
 }
@@ -78,6 +91,10 @@ __device__ __forceinline__ void FinishFloatTile(
           v[j * 4 + i] = acc[block][chunk * 32 + j * 4 + i] * e.alpha + (i % 2 == 0 ? b.x : b.y) +
                          row_bias[i / 2];
         }
+      }
+      if (p.out.c != nullptr) {
+        if (has_upper) AddFloats(p.out.c + to_upper + n, 0, columns, v);
+        if (has_lower) AddFloats(p.out.c + to_lower + n, 1, columns, v);
       }
       if (e.save_z) {
         if (has_upper) StoreFloats(p.out.z + to_upper + n, v, 0, columns);

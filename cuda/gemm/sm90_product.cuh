@@ -1,6 +1,6 @@
 // Products on the sm_90a main loop whose output is 16-bit and written once:
 //
-//   d[m, n] = f(alpha * sum over (tap, k) of A[m, (tap, k)] * B[(tap, k), n] + beta * c + bias)
+//   d[m, n] = f(alpha * (sum over (tap, k) of A[m, (tap, k)] * B[(tap, k), n] + added) + beta * c + bias)
 //
 // for each of `instances` (groups, batch entries) and `phases`. A is a plain matrix (dense, and one
 // tap) or columns of pixels (convolutions): pixel i of an axis reads first + i * step + tap *
@@ -79,11 +79,11 @@ __device__ __forceinline__ Digits4 PixelOf(const Sm90Phase& phase, int m) {
 }
 
 // An addend comes through the ring as the operands do, behind them: boxes of 64 x 64 in the order of
-// the tile's rows, chunk of columns by chunk, kEach chunks in each of kStages stages. So it is on its
-// way while the products run; in the epilogue each thread would wait for memory.
+// d's rows, chunk of columns by chunk, kEach chunks in each of kStages stages. So it is on its way
+// while the products run; in the epilogue each thread would wait for memory.
 template <typename Tile>
 struct Sm90AddendStages {
-  static constexpr int kRowBoxes = Tile::kTileM / 64, kChunks = Tile::kTileN / 64;
+  static constexpr int kRowBoxes = Tile::kRows / 64, kChunks = Tile::kColumns / 64;
   static constexpr int kMost = Tile::kStageBytes / (kRowBoxes * kBlockBytes);
   static constexpr int kStages = (kChunks + kMost - 1) / kMost;
   static constexpr int kEach = (kChunks + kStages - 1) / kStages;
@@ -112,6 +112,28 @@ __device__ __forceinline__ void AddBox(uint32_t box, float (&v)[32]) {
   }
 }
 
+// The same where rows of the sums are columns of the box (PutTransposed).
+template <typename T>
+__device__ __forceinline__ void AddBoxTransposed(uint32_t box, float (&v)[32]) {
+  const int lane = threadIdx.x % 32;
+  const int chunk = threadIdx.x % 128 / 32 * 2 + lane / 8 % 2;  // of 8 of the box's columns
+#pragma unroll
+  for (int j = 0; j < 8; j += 2) {  // 8 of the box's rows
+    const int row = (j + lane / 16) * 8 + lane % 8;
+    uint32_t pair[4];
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+                 : "=r"(pair[0]), "=r"(pair[1]), "=r"(pair[2]), "=r"(pair[3])
+                 : "r"(box + row * 128 + ((chunk ^ (row % 8)) * 16))
+                 : "memory");
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 two = UnpackPair(pair[i], T());
+      v[j * 4 + i * 2] += two.x;
+      v[j * 4 + i * 2 + 1] += two.y;
+    }
+  }
+}
+
 // acc += a warpgroup's part of the boxes in the next stages.
 template <typename Tile>
 __device__ __forceinline__ void AddFromRing(Sm90Ring<Tile>& ring, int group, int block0,
@@ -124,10 +146,20 @@ __device__ __forceinline__ void AddFromRing(Sm90Ring<Tile>& ring, int group, int
     for (int i = 0; i < Stages::kEach; ++i) {
       const int chunk = s * Stages::kEach + i;
       if (chunk >= Stages::kChunks) continue;
+      if constexpr (Tile::kSwapped) {  // a group's rows are columns of d
+        static_assert(Tile::kBlocks == 1);
+        if (chunk != block0) continue;
 #pragma unroll
-      for (int m = 0; m < Tile::kBlocks; ++m) {
-        AddBox<typename Tile::T>(ring.A() + (i * Stages::kRowBoxes + block0 + m) * kBlockBytes,
-                                 reinterpret_cast<float (&)[32]>(acc[m][chunk * 32]));
+        for (int m = 0; m < Stages::kRowBoxes; ++m) {
+          AddBoxTransposed<typename Tile::T>(ring.A() + (i * Stages::kRowBoxes + m) * kBlockBytes,
+                                             reinterpret_cast<float (&)[32]>(acc[0][m * 32]));
+        }
+      } else {
+#pragma unroll
+        for (int m = 0; m < Tile::kBlocks; ++m) {
+          AddBox<typename Tile::T>(ring.A() + (i * Stages::kRowBoxes + block0 + m) * kBlockBytes,
+                                   reinterpret_cast<float (&)[32]>(acc[m][chunk * 32]));
+        }
       }
     }
     NamedBarrier(group + 1, 128);  // all have read
@@ -282,9 +314,9 @@ __device__ __forceinline__ void FinishProductTile(
   PutTile<Tile>(p, at, block0, p.d[at.phase], p.rank_d, outbox, acc);
 }
 
-// Dgrads have addends, and k-major operands.
+// Convolutions have addends; their rows' operand is k-major.
 template <typename Tile>
-inline constexpr bool kAdds = Tile::kMajorA && Tile::kMajorB && !Tile::kSwapped;
+inline constexpr bool kAdds = Tile::kSwapped ? Tile::kMajorB : Tile::kMajorA;
 
 template <typename Tile>
 __global__ void __launch_bounds__(kSm90Threads, 1)

@@ -49,7 +49,8 @@ inline constexpr int kMaxPhases = 8;
 // Float32 only: where row m, column n of an instance goes. m is a pixel of the phase's extent:
 // d + begin[phase] + instance * at.instance + image * stride_image + sum of pixel[i] * stride[i] + n
 struct Sm90FloatOutput {
-  float *d, *z;  // z: where the epilogue saves it
+  float *d, *z;    // z: where the epilogue saves it
+  const float* c;  // added to the sums, lies like d; null without
   int64_t begin[kMaxPhases], instance, stride_image, stride[3];
 };
 
@@ -64,7 +65,7 @@ struct Sm90Product {
   int phases;
   int rank_a;  // of a's columns; 0: a is a matrix, (k, instance, m), or (m, instance, k) if m-major
   int rank_d;  // of d's columns; 0: d and z are matrices (n, instance, m)
-  Sm90Added added;          // k-major operands, 16-bit only
+  Sm90Added added;          // 16-bit, a k-major A only; swapped tiles take a matrix
   bool shared_a, shared_b;  // by all instances: coordinate 0
   int instances;
   int n;

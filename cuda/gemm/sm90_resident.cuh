@@ -1,6 +1,6 @@
 // Products of many rows whose reduction is so short that B's columns stay in shared memory:
 //
-//   d[m, n] = f(sum over k of A[m, k] * B[k, n] + bias)    A a matrix, k at most a few hundred
+//   d[m, n] = f(sum over k of A[m, k] * B[k, n] + added + bias)    A a matrix, k at most a few hundred
 //
 // 16 bit, sm_90a; the fields of Sm90Product as in sm90_product.cuh, one phase, one tap, a plain A.
 // Such a product moves bytes: A once, d once. A CTA keeps to one column of tiles and fetches B's
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   const int first = int(blockIdx.x) / columns * Tile::kGroups;
   const int step = int(gridDim.x) / columns * Tile::kGroups;
   const int warp = __shfl_sync(0xffffffffu, int(threadIdx.x) / 32, 0);
-  const bool added = Tile::kMajorB && p.added != Sm90Added::kNothing;
+  const bool added = p.added != Sm90Added::kNothing;
   ResidentRing<Tile> ring;
   ring.stages = stages;
   if (warp < 4) {
@@ -187,20 +187,18 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 #pragma unroll
       for (int block = 0; block < Tile::kBlocks; ++block) Pin(acc[block]);
       if (threadIdx.x % 128 == 0) BarrierArrive(before);
-      if constexpr (Tile::kMajorB) {
-        if (added) {
+      if (added) {
 #pragma unroll
-          for (int i = 0; i < Tile::kTileN / 64; ++i) {
-            BarrierWait(ring.Full(), ring.parity);
+        for (int i = 0; i < Tile::kTileN / 64; ++i) {
+          BarrierWait(ring.Full(), ring.parity);
 #pragma unroll
-            for (int block = 0; block < Tile::kBlocks; ++block) {
-              AddBox<typename Tile::T>(ring.A() + block * kBlockBytes,
-                                       reinterpret_cast<float (&)[32]>(acc[block][i * 32]));
-            }
-            NamedBarrier(group + 1, 128);  // all have read
-            if (threadIdx.x % 128 == 0) BarrierArrive(ring.Empty());
-            ring.Advance();
+          for (int block = 0; block < Tile::kBlocks; ++block) {
+            AddBox<typename Tile::T>(ring.A() + block * kBlockBytes,
+                                     reinterpret_cast<float (&)[32]>(acc[block][i * 32]));
           }
+          NamedBarrier(group + 1, 128);  // all have read
+          if (threadIdx.x % 128 == 0) BarrierArrive(ring.Empty());
+          ring.Advance();
         }
       }
       const int m = tile * Tile::kRows, m_end = p.phase[0].m;

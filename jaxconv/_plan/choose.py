@@ -30,6 +30,7 @@ from jaxconv._problem import (
 # op -> the group that JAXCONV_DISABLE names
 OPS = {
     "conv": "conv",
+    "conv_add": "conv",
     "conv_statistics": "conv",
     "conv_fprop": "conv",
     "conv_dgrad": "conv",
@@ -57,6 +58,8 @@ def plan(op: str, problem: Any, device: Device) -> Plan:
         return _plan_conv_batchnorm(problem, device)
     if op == "batchnorm_given":
         return Plan("calls", "the statistics are given: what is left is inference, and the running statistics' update")
+    if op == "conv_add":
+        return _plan_conv_add(problem, device)
     if op == "conv_dgrad_add":
         return _plan_dgrad_add(problem, device)
     forced = problem.algorithm is not None or problem.implementation == "native"
@@ -147,6 +150,46 @@ def _plan_conv_batchnorm(problem: ConvBatchNormProblem, device: Device) -> Plan:
         return two(f"no statistics from {algorithm}: {unsupported}")
     forced = f"algorithm='{algorithm}'" if p.algorithm else "implementation='native'"
     return Plan("calls", f"{forced} was asked for", "statistics")
+
+
+def _plan_conv_add(p: ConvProblem, device: Device) -> Plan:
+    """A convolution that adds its residual on its way, or two calls: the convolution has a plan of its own then."""
+
+    def two(why: str) -> Plan:
+        return Plan("calls", f"a convolution, then an add: {why}", "two")
+
+    alone = plan("conv" if p.bias else "conv_fprop", p.affine(), device)
+    if alone.implementation != "native":
+        return two(alone.reason)
+    if disabled("conv_add"):
+        return two(f"JAXCONV_DISABLE={os.environ['JAXCONV_DISABLE']}")
+    adds, reason = made("conv_add", alone.spec, p, device), alone.reason
+    if isinstance(adds, str) and p.algorithm is not None:
+        adds = made("conv_add", p.algorithm, p, device)
+    elif isinstance(adds, str):
+        adds, reason = _other_that_adds(alone, adds, p, device)
+    if isinstance(adds, str):
+        return two(f"{alone.kernel} is the convolution's, and {adds}: {reason}")
+    return dataclasses.replace(adds, reason=f"{reason}; the residual is added on its way", candidates=alone.candidates)
+
+
+def _other_that_adds(alone: Plan, refusal: str, p: ConvProblem, device: Device) -> tuple[Plan | str, str]:
+    """(plan, reason) of a kernel that adds on its way and is faster than `alone` with a pass behind it, by the times of
+    both where they were measured; else (why there is none, the reason of `alone`)."""
+    found = measured.nearest("conv_fprop", p, device, alone.kernel)
+    if found is None:
+        return refusal, alone.reason
+    pixels, _, group_k, groups = found.coordinates
+    rates = model.numbers(device) or model.NUMBERS["H200"]
+    one = 2.0 ** (pixels + group_k + groups) * itemsize(p) / rates.bandwidth  # over y of the measured problem
+    best, least = None, found.native_ms[alone.kernel] + 3 * one
+    for other in every("conv_add", p, device):
+        if found.native_ms.get(other.kernel, math.inf) + one < least:
+            best, least = other, found.native_ms[other.kernel] + one
+    if best is None:
+        return refusal, alone.reason
+    ratio = (found.native_ms[alone.kernel] + 3 * one) / least
+    return best, f"{alone.reason}; with the add {best.kernel} would be {ratio:.2f} times as fast as it {found.where}"
 
 
 def _plan_dgrad_add(p: ConvProblem, device: Device) -> Plan:

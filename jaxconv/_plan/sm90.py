@@ -108,7 +108,7 @@ def _products(op: str, p: ConvProblem, device: Device) -> Iterator[Choice]:
             wide = [("product", "128x256"), ("product_swapped", "256x128")]
             wide = wide if plain else wide[::-1]
             wide += [("product", "128x320")] * (n > 256)
-    saves_z = op == "conv" and p.save_preactivation
+    saves_z = op in ("conv", "conv_add") and p.save_preactivation
 
     def time(choice: Choice) -> float:
         return product_time(choice[1], rows, n, steps, p.groups, saves_z, device, 2 if saves_z else 0.5)

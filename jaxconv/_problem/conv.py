@@ -178,6 +178,10 @@ class ConvProblem:
         """The same convolution without its epilogue."""
         return dataclasses.replace(self, bias=False, activation=NO_ACTIVATION, save_preactivation=False)
 
+    def affine(self) -> ConvProblem:
+        """The same convolution with its bias and nothing behind it."""
+        return dataclasses.replace(self.bare(), bias=self.bias)
+
     def patch_product(self) -> DenseProblem:
         """dgrad where windows do not overlap: dy's pixels (M, K) times w (R*S*C, K), transposed; rows are windows."""
         pixels, columns = self.batch * math.prod(self.out_spatial), math.prod(self.filter) * self.in_channels
@@ -214,11 +218,12 @@ class ConvProblem:
         return_preactivation: bool,
         algorithm: Any,
         implementation: Any,
+        residual: jax.Array | None = None,
     ) -> ConvProblem:
         channels_last = parse_layout(name, layout, nd)
         filter_layout = ("DHWIO" if channels_last else "OIDHW").replace("DHW", "DHW"[3 - nd :])
-        dtype = same_dtype(name, x=x, w=w, b=b)
-        seen = shapes(x=x, w=w, b=b)
+        dtype = same_dtype(name, x=x, w=w, b=b, residual=residual)
+        seen = shapes(x=x, w=w, b=b, residual=residual)
         if x.ndim != nd + 2:
             raise ValueError(f"{name}: x has {x.ndim} dimensions, expected {nd + 2} ({layout}). {seen}")
         if w.ndim != nd + 2:
@@ -252,7 +257,7 @@ class ConvProblem:
         precision = parse_precision(name, precision)
         check_choice(name, implementation, algorithm, CONV_ALGORITHMS)
         implementation = implementation_for(name, precision, implementation, algorithm)
-        return cls(
+        p = cls(
             name=name,
             dtype=dtype,
             batch=batch,
@@ -273,6 +278,11 @@ class ConvProblem:
             implementation=implementation,
             algorithm=algorithm,
         ).within_limits()
+        if residual is not None and residual.shape != p.y_shape:
+            raise ValueError(
+                f"{name}: residual has shape {residual.shape}, expected {p.y_shape}, that of the result. {seen}"
+            )
+        return p
 
     @classmethod
     def infer_transposed(

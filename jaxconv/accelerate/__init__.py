@@ -36,14 +36,14 @@ def accelerate(f: Callable[..., Any]) -> Callable[..., Any]:
         predict = jax.jit(jaxconv.accelerate(model.apply))
         print(jaxconv.accelerate(loss).report(params, batch))
 
-    Replaced are `lax.conv_general_dilated` with the bias and activation that follow; (..., K) @ (K, N) with a bias or
-    an activation that follow; and batch normalisation, in training and inference, with the residual add and the
-    activation that follow. A convolution, its bias and the batch-norm of the result become `jaxconv.conv_batchnorm`: in
-    inference one convolution, with filters that are rounded to their type once more. `lax.reduce_window` with lax.max
-    becomes `jaxconv.max_pool`. Activations are those of
-    `jaxconv.conv2d`, written as jax.nn's functions, or with maximum, clip and where; their derivatives are jax.nn's
-    (maximum(x, 0) at exactly 0: 0 instead of 1/2). Inside jit, remat, scan, while, cond, custom_jvp and custom_vjp
-    too; derivative rules that somebody else wrote stay theirs.
+    Replaced are `lax.conv_general_dilated` with the bias, the residual add and the activation that follow; (..., K) @
+    (K, N) with a bias or an activation that follow; and batch normalisation, in training and inference, with the
+    residual add and the activation that follow. A convolution, its bias and the batch-norm of the result become
+    `jaxconv.conv_batchnorm`: in inference one convolution, with filters that are rounded to their type once more.
+    `lax.reduce_window` with lax.max becomes `jaxconv.max_pool`. Activations are those of `jaxconv.conv2d`, written as
+    jax.nn's functions, or with maximum, clip and where; their derivatives are jax.nn's (maximum(x, 0) at exactly 0: 0
+    instead of 1/2). Inside jit, remat, scan, while, cond, custom_jvp and custom_vjp too; derivative rules that somebody
+    else wrote stay theirs.
 
     Args:
       f: a pure function, of which arrays anywhere in its arguments are traced, as by `jax.jit`; everything else in its

@@ -1,6 +1,6 @@
 """Convolutions and products, with the bias and activation that follow.
 
-* lax's convolutions, with a bias per output channel and an activation that follow;
+* lax's convolutions, with a bias per output channel, an array that is added and an activation that follow;
 * the gradients of images and filters in a derivative that the function takes itself, which lax writes as convolutions;
 * products (..., K) @ (K, N) that a bias per column or an activation follows.
 """
@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxconv import _enable, _fused, _problem
 from jaxconv._activation import Activation
 from jaxconv._enable import forms
-from jaxconv.accelerate.activations import Activated, Activations
-from jaxconv.accelerate.graph import Array, Fork, Node, Value, channels_of, operands_of
+from jaxconv.accelerate.activations import Activations
+from jaxconv.accelerate.graph import Array, Constant, Fork, Node, Value, channels_of, operands_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +45,18 @@ def _bias_after(c: Value, axis: int) -> tuple[Value, Value] | None:
         found = channels_of(right, c.shape) if left is c else None
         if found is not None and found[1] == axis and found[0].dtype == c.dtype:
             return z, found[0]
+    return None
+
+
+def residual_after(z: Value) -> tuple[Value, Value] | None:
+    """(total, r) where the only use of z is total = z + r, of an array r like z."""
+    if len(z.users) != 1 or z.users[0] is None:
+        return None
+    total = z.users[0].outputs[0]
+    for left, right in operands_of(total, "add"):
+        like = left is z and right is not z and right.shape == z.shape and right.dtype == z.dtype
+        if like and not isinstance(right, Constant) and right.made_by != "broadcast_in_dim":
+            return total, right
     return None
 
 
@@ -100,13 +112,6 @@ def linear_before(z: Value, axis: int) -> Before | None:
 LINEAR = ("conv_general_dilated", "dot_general")
 
 
-def _epilogue(c: Value, axis: int, activations: Activations) -> tuple[Value, Value | None, Activated | None]:
-    """(z, b?, the activation of z?) for a convolution's or a product's result c."""
-    found = _bias_after(c, axis)
-    z, b = (c, None) if found is None else found
-    return z, b, activations.after(z)
-
-
 def _fuse_epilogue(
     node: Node,
     axis: int,
@@ -115,37 +120,53 @@ def _fuse_epilogue(
     run: Callable[..., Any],
     size: int,
     transposed: Node | None = None,
+    adds: Callable[[Value], bool] | None = None,
     forks: bool = False,
-) -> Fused:
+) -> Iterator[Fused]:
     """`run(x, w, b, activation, return_preactivation=)` in place of the node, its bias and its activation.
 
-    And of the node that transposes its result, where run does that too. `forks`: run takes it too.
+    And of the node that transposes its result, where run does that too. `adds`: whether run takes a value that is added
+    behind the bias, as `residual=`; with it comes first, then without. `forks`: run takes it too.
     """
-    z, b, activated = _epilogue((transposed or node).outputs[0], axis, activations)
-    activation = Activation() if activated is None else activated.activation
-    both = activated is not None and not activated.hides(z)
-    y = z if activated is None else activated.y
+    nodes = [node, *([transposed] if transposed else [])]
+    c = nodes[-1].outputs[0]
+    z, b = _bias_after(c, axis) or (c, None)
+    nodes += [z.node] if b else []
 
-    def call(x: Array, w: Array, *rest: Array) -> Sequence[Array]:
-        outs = run(x, w, rest[0].reshape(size) if rest else None, activation, return_preactivation=both)
-        return outs if both else [outs]
+    def fused(z: Value, r: Value | None) -> Fused:
+        activated = activations.after(z)
+        activation = Activation() if activated is None else activated.activation
+        both = activated is not None and not activated.hides(z)
+        y = z if activated is None else activated.y
 
-    def fork(x: Array, w: Array, *rest: Array) -> Sequence[Array]:
-        b = rest[0].reshape(size) if rest else None
-        x, outs = run(x, w, b, activation, return_preactivation=both, forks=True)
-        return [x, *(outs if both else [outs])]
+        def ran(x: Array, w: Array, *rest: Array, **how: Any) -> Any:
+            bias = rest[0].reshape(size) if b else None
+            how |= {"residual": rest[-1]} if r else {}
+            return run(x, w, bias, activation, return_preactivation=both, **how)
 
-    parts = [what, *(["bias"] if b else []), *([str(activation)] if activated else [])]
-    nodes = [
-        node,
-        *([transposed] if transposed else []),
-        *([z.node] if b else []),
-        *(activated.nodes if activated else []),
-    ]
-    outputs = [y, z] if both else [y]
-    return Fused(
-        nodes, [*node.inputs, *([b] if b else [])], outputs, call, parts, fork_of(node, fork) if forks else None
-    )
+        def call(*values: Array) -> Sequence[Array]:
+            outs = ran(*values)
+            return outs if both else [outs]
+
+        def fork(*values: Array) -> Sequence[Array]:
+            x, outs = ran(*values, forks=True)
+            return [x, *(outs if both else [outs])]
+
+        told = [("bias", b), ("residual", r), (str(activation), activated)]
+        return Fused(
+            [*nodes, *([z.node] if r else []), *(activated.nodes if activated else [])],
+            [*node.inputs, *(v for v in (b, r) if v)],
+            [y, z] if both else [y],
+            call,
+            [what, *(text for text, there in told if there)],
+            fork_of(node, fork) if forks else None,
+        )
+
+    total, r = residual_after(z) or (z, None)
+    # An array that the convolution reads goes to its other users by a fork: their gradients are added on the way.
+    if adds is not None and r is not None and r is not node.inputs[0] and adds(r):
+        yield fused(total, r)
+    yield fused(z, None)
 
 
 def fork_of(conv: Node, call: Callable[..., Sequence[Array]]) -> Fork | None:
@@ -182,12 +203,13 @@ def check_conv(node: Node) -> None:
         raise Refusal("its pads are symbolic")
 
 
-def find_conv(node: Node, activations: Activations) -> Fused:
+def find_conv(node: Node, activations: Activations, adds: Callable[[Value], bool]) -> Iterator[Fused]:
+    """`adds`: whether it is this convolution that takes an array that is added to its result."""
     check_conv(node)
     numbers = node.params["dimension_numbers"]
     run = functools.partial(_fused.conv, **window_of(node))
     size = node.inputs[1].shape[numbers.rhs_spec[0]]
-    return _fuse_epilogue(node, numbers.out_spec[1], activations, "conv", run, size, forks=True)
+    return _fuse_epilogue(node, numbers.out_spec[1], activations, "conv", run, size, adds=adds, forks=True)
 
 
 def find_gradient(node: Node) -> Fused | None:
@@ -239,7 +261,7 @@ def find_dense(node: Node, activations: Activations) -> Fused:
         return _fused.dense(x, w, *rest, precision=precision, **options)
 
     size = w.shape[1] if swapped is None else w.shape[0]
-    fused = _fuse_epilogue(node, len(x.shape) - 1, activations, "dense", run, size, swapped)
+    (fused,) = _fuse_epilogue(node, len(x.shape) - 1, activations, "dense", run, size, swapped)
     if len(fused.parts) == 1:
         raise Refusal("neither a bias nor an activation follows")
     return fused

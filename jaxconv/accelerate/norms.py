@@ -19,7 +19,7 @@ from jaxconv import _fused, _problem
 from jaxconv._activation import Activation
 from jaxconv.accelerate.activations import Activated, Activations
 from jaxconv.accelerate.graph import Array, Node, Value, bare, channels_of, number_of, operands_of, unconverted
-from jaxconv.accelerate.linear import Before, Fused, Refusal, fork_of, window_of
+from jaxconv.accelerate.linear import Before, Fused, Refusal, fork_of, linear_before, window_of
 from jaxconv.accelerate.report import GRADIENT
 from jaxconv.batchnorm import batchnorm
 from jaxconv.conv_batchnorm import inference
@@ -366,9 +366,24 @@ def find_batchnorm(n: Normalised, activations: Activations, before: Before | Non
     if len(y.users) == 1 and y.users[0] is not None and y.users[0].name == "add":
         total = y.users[0].outputs[0]
         for left, right in operands_of(total, "add"):
-            if left is y and right is not y and right.shape == y.shape and right.dtype == y.dtype:
+            like = left is y and right is not y and right.shape == y.shape and right.dtype == y.dtype
+            folds = before is not None and not training
+            if like and not (folds and added_later(before.node, right)):
                 yield from with_activation(total, right)
     yield from with_activation(y, None)
+
+
+def added_later(node: Node, r: Value) -> bool:
+    """Whether r, to which a convolution's result is added, is made by a later one for this add alone.
+
+    Either may take the other's result as its residual: the later one does.
+    """
+    if len(r.users) != 1:
+        return False
+    r = r.node.inputs[0] if r.made_by == "convert_element_type" else r
+    normalised = find_normalised(r)
+    z, axes = (r, range(len(r.shape))) if normalised is None else (unconverted(normalised.x), [normalised.axis])
+    return any(found is not None and found.node.order > node.order for found in (linear_before(z, a) for a in axes))
 
 
 def _unrounded(w: Value) -> Value:

@@ -19,7 +19,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 from jaxconv.accelerate.activations import Activations
 from jaxconv.accelerate.graph import Array, Constant, Graph, Node, Value, channels_of, unconverted
 from jaxconv.accelerate.linear import Fused, Refusal, find_conv, find_dense, find_gradient, linear_before
-from jaxconv.accelerate.norms import Normalised, find_batchnorm, find_normalised, find_own_pair, over_batch
+from jaxconv.accelerate.norms import Normalised, added_later, find_batchnorm, find_normalised, find_own_pair, over_batch
 from jaxconv.accelerate.pools import NAMES as POOLS
 from jaxconv.accelerate.pools import find_pool
 from jaxconv.accelerate.report import GRADIENT, GRADIENTS, Finding, Report
@@ -78,7 +78,10 @@ class Rewriting:
 
     def _convs(self, node: Node) -> Iterator[Fused]:
         gradient = find_gradient(node) if "transpose(" in self._scopes(node) else None
-        yield find_conv(node, self._activations) if gradient is None else gradient
+        if gradient is not None:
+            yield gradient
+        else:
+            yield from find_conv(node, self._activations, lambda r: not added_later(node, r))
 
     def _scopes(self, node: Node) -> str:
         return f"{self._around}/{node.name_stack}"

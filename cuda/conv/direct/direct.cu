@@ -1,6 +1,6 @@
 // With g the group of output channel k, c an input channel of it, and at(o, t) = o * stride - pad + t * dilation:
 //
-//   fprop  z[n, o, k]  = bias[k] + sum over taps t, channels c of x[n, at(o, t), g * C/G + c] * w[t, c, k];  y = f(z)
+//   fprop  z[n, o, k]  = bias[k] + residual[n, o, k] + sum over taps t, channels c of x[n, at(o, t), g * C/G + c] * w[t, c, k];  y = f(z)
 //   dgrad  dx[n, i, c] = sum over taps t and k of c's group of   dy[n, o, k] * w[t, c, k]       where at(o, t) = i
 //   wgrad  dw[t, c, k] = sum over n, o of                        x[n, at(o, t), g * C/G + c] * dy[n, o, k]
 //
@@ -23,7 +23,8 @@ namespace {
 template <typename T>
 __global__ void __launch_bounds__(kElementThreads)
     DirectFpropKernel(const Meeting m, const T* __restrict__ x, const T* __restrict__ w,
-                      const EpilogueArgs<T> e, T* __restrict__ y, int64_t count) {
+                      const EpilogueArgs<T> e, const T* residual, T* __restrict__ y,
+                      int64_t count) {
   for (int64_t i = FirstElement(); i < count; i += ElementStride()) {
     const Position out = m.y.Split(i);
     Position in{out.n, out.c / m.group_k * m.group_c, {}};  // the first channel of the group
@@ -37,6 +38,7 @@ __global__ void __launch_bounds__(kElementThreads)
       }
     }
     if (e.bias != nullptr) sum += ToFloat(e.bias[out.c]);
+    if (residual != nullptr) sum += ToFloat(residual[i]);
     if (e.z != nullptr) e.z[i] = FromFloat<T>(sum);
     y[i] = FromFloat<T>(ApplyActivation(e.activation, sum, e.slope));
   }
@@ -100,13 +102,15 @@ using conv::ElementBlocks;
 using conv::kElementThreads;
 
 Status DirectFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
-                   const void* x, const void* w, const void* bias, void* y, void* z, Workspace) {
+                   const void* x, const void* w, const void* bias, const void* residual, void* y,
+                   void* z, Workspace) {
   const int64_t count = p.n * p.k * p.out_size();
   return conv::ForElement(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     conv::DirectFpropKernel<T><<<ElementBlocks(count), kElementThreads, 0, ctx.stream>>>(
         conv::Meeting(p), static_cast<const T*>(x), static_cast<const T*>(w),
-        conv::MakeEpilogue<T>(e, bias, z), static_cast<T*>(y), count);
+        conv::MakeEpilogue<T>(e, bias, z), static_cast<const T*>(residual), static_cast<T*>(y),
+        count);
     return LaunchStatus(Describe("conv_fprop", p, plan));
   });
 }

@@ -12,8 +12,8 @@ namespace jaxconv::cuda {
 
 // Also of no input or no filter: y = f(bias).
 Status DirectFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
-                   const void* x, const void* w, const void* bias, void* y, void* z,
-                   Workspace workspace);
+                   const void* x, const void* w, const void* bias, const void* residual, void* y,
+                   void* z, Workspace workspace);
 Status DirectDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,
                    const void* w, void* dx, Workspace workspace);
 Status DirectWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,

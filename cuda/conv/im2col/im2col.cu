@@ -127,13 +127,14 @@ struct Chunk {
     args.batch = two.count;
     args.stride_a = two.a;
     args.stride_b = two.b;
-    args.stride_d = two.d;
+    args.stride_c = args.stride_d = two.d;  // c lies like d
     args.stride_bias = two.bias;
     const int64_t item_d = args.float32_out ? 4 : item();
     for (int64_t i = 0; i < one.count; ++i) {
       JAXCONV_RETURN_IF_ERROR(Gemm(ctx, args, what.c_str()));
       args.a = At(args.a, one.a * item());
       args.b = At(args.b, one.b * item());
+      args.c = At(args.c, one.d * item());
       args.d = At(args.d, one.d * item_d);
       args.z = At(args.z, one.d * item());
       args.bias = At(args.bias, one.bias * item());
@@ -159,8 +160,8 @@ Status ForChunks(const Context& ctx, const ConvProblem& p, const Plan& plan,
 using conv::Chunk;
 
 Status Im2colFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
-                   const void* x, const void* w, const void* bias, void* y, void* z,
-                   Workspace workspace) {
+                   const void* x, const void* w, const void* bias, const void* residual, void* y,
+                   void* z, Workspace workspace) {
   const std::string what = Describe("conv_fprop", p, plan);
   return conv::ForChunks(ctx, p, plan, what, [&](const Chunk& c) {
     void* columns = workspace.data;
@@ -172,6 +173,7 @@ Status Im2colFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, 
       a.bias = bias;
       a.bias_kind = p.channels_last ? BiasKind::kColumn : BiasKind::kRow;
     }
+    if (residual != nullptr) a.c = c.OfY(residual), a.beta = 1.0;
     a.activation = e.activation;
     a.slope = e.slope;
     a.k = c.row();
@@ -180,14 +182,14 @@ Status Im2colFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, 
       a.m = c.images * p.out_size(), a.n = kg;
       a.a = columns, a.lda = c.row();
       a.b = w, a.ldb = p.k;
-      a.ldd = p.k;
+      a.ldc = a.ldd = p.k;
       return c.Multiply(a, {1, 0, 0, 0, 0},
                         {p.groups, c.column_group(), c.w_group(), c.y_group(), kg});
     }
     a.m = kg, a.n = p.out_size();  // (K, pixels of an image) = w * columns'
     a.a = w, a.lda = c.row();
     a.b = columns, a.ldb = c.row(), a.trans_b = true;
-    a.ldd = p.out_size();
+    a.ldc = a.ldd = p.out_size();
     return c.Multiply(a, {c.images, 0, c.column_image(), c.y_image(), 0},
                       {p.groups, c.w_group(), c.column_group(), c.y_group(), kg});
   });

@@ -17,8 +17,8 @@
 namespace jaxconv::cuda {
 
 Status Im2colFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
-                   const void* x, const void* w, const void* bias, void* y, void* z,
-                   Workspace workspace);
+                   const void* x, const void* w, const void* bias, const void* residual, void* y,
+                   void* z, Workspace workspace);
 Status Im2colDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,
                    const void* w, void* dx, Workspace workspace);
 Status Im2colWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,

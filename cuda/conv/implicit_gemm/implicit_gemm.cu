@@ -63,8 +63,8 @@ int64_t Inverse(int64_t a, int64_t n) {
 }  // namespace
 
 Status ImplicitGemmFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e,
-                         const Plan& plan, const void* x, const void* w, const void* bias, void* y,
-                         void* z, Workspace) {
+                         const Plan& plan, const void* x, const void* w, const void* bias,
+                         const void* residual, void* y, void* z, Workspace) {
   const int64_t pixels = p.n * p.out_size();
   ConvLaunch<FpropParams> launch;
   const int64_t k = p.filter_size() * p.group_c();
@@ -84,6 +84,12 @@ Status ImplicitGemmFprop(const Context& ctx, const ConvProblem& p, const Epilogu
   out.z = e.save_preactivation ? z : nullptr;
   out.ldd = p.k;
   out.stride_d = p.group_k();
+  if (residual != nullptr) {
+    out.c = residual;
+    out.ldc = p.k;
+    out.stride_c = p.group_k();
+    out.beta = 1.f;
+  }
   if (e.bias) {
     out.bias = bias;
     out.bias_kind = BiasKind::kColumn;

@@ -20,8 +20,8 @@
 namespace jaxconv::cuda {
 
 Status ImplicitGemmFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e,
-                         const Plan& plan, const void* x, const void* w, const void* bias, void* y,
-                         void* z, Workspace workspace);
+                         const Plan& plan, const void* x, const void* w, const void* bias,
+                         const void* residual, void* y, void* z, Workspace workspace);
 
 Status ImplicitGemmDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,
                          const void* w, void* dx, Workspace workspace);

@@ -18,11 +18,12 @@
 namespace jaxconv::cuda {
 namespace {
 
-// y = f(z), z = sum over taps and c of x * w + bias. `statistics`: null unless they are wanted, which 16-bit results without
+// y = f(z), z = sum over taps and c of x * w + bias + residual, which may be null. `statistics`: null unless they are wanted, which 16-bit results without
 // an epilogue have.
 Status Product(const Context& ctx, const ConvProblem& p, const Epilogue& e, Sm90Choice choice,
-               int splits, const void* x, const void* w, const void* bias, void* y, void* z,
-               Workspace workspace, Sm90Parts* statistics, const std::string& what) {
+               int splits, const void* x, const void* w, const void* bias, const void* residual,
+               void* y, void* z, Workspace workspace, Sm90Parts* statistics,
+               const std::string& what) {
   Device device;
   JAXCONV_RETURN_IF_ERROR(CurrentDevice(what, &device));
   const Sm90Arithmetic in = ArithmeticOf(p.dtype, p.full_float32);
@@ -38,6 +39,7 @@ Status Product(const Context& ctx, const ConvProblem& p, const Epilogue& e, Sm90
   const int64_t pixels = p.n * p.out_size();
   g.term_taps = int(p.filter_size());
   SetFloatOutput(y, z, p.k, p.group_k(), p.out, {1, 1, 1}, &g.out);
+  g.out.c = static_cast<const float*>(residual);
   const TmaWalk walk = InputWalk(p);
   phase.m = int(pixels);
   int filter_step = 1;
@@ -83,6 +85,16 @@ Status Product(const Context& ctx, const ConvProblem& p, const Epilogue& e, Sm90
   if (p.dtype == DType::kF32)
     return LaunchProduct(ctx, in, in.tf32, g, choice, device.multiprocessors, what);
   const TmaTensor out = MatrixTensor(y, p.group_k(), p.groups, pixels);
+  if (residual != nullptr) {
+    g.added = Sm90Added::kMatrix;
+    if (choice.kernel == Sm90Kernel::kCluster) {  // reads it as it lies
+      g.epilogue.c = residual;
+      g.epilogue.beta = 1.f;
+    }
+    JAXCONV_RETURN_IF_ERROR(EncodeTiled(p.dtype,
+                                        MatrixTensor(residual, p.group_k(), p.groups, pixels),
+                                        {64, 1, tile_m}, what + " residual", &g.c));
+  }
   JAXCONV_RETURN_IF_ERROR(EncodeTiled(p.dtype, out, {64, 1, 64}, what + " y", &g.d[0]));
   if (e.save_preactivation) {
     TmaTensor saved = out;
@@ -101,15 +113,15 @@ Status Product(const Context& ctx, const ConvProblem& p, const Epilogue& e, Sm90
 }  // namespace
 
 Status Sm90Fprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
-                 const void* x, const void* w, const void* bias, void* y, void* z,
-                 Workspace workspace) {
+                 const void* x, const void* w, const void* bias, const void* residual, void* y,
+                 void* z, Workspace workspace) {
   const std::string what = Describe("conv_fprop", p, plan);
   const std::string_view member = MemberOf(plan.kernel);
-  if (member == "halo") return HaloFprop(ctx, p, e, x, w, bias, y, z, workspace, what);
+  if (member == "halo") return HaloFprop(ctx, p, e, x, w, bias, residual, y, z, workspace, what);
   if (member == "halo_stream") return HaloStreamFprop(ctx, p, e, x, w, bias, y, z, what);
   if (member == "halo_3d") return Halo3dFprop(ctx, p, e, x, w, bias, y, z, what);
-  return Product(ctx, p, e, ReadSm90Choice(member, plan.tile), plan.splits, x, w, bias, y, z,
-                 workspace, nullptr, what);
+  return Product(ctx, p, e, ReadSm90Choice(member, plan.tile), plan.splits, x, w, bias, residual, y,
+                 z, workspace, nullptr, what);
 }
 
 Status Sm90Statistics(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
@@ -121,8 +133,8 @@ Status Sm90Statistics(const Context& ctx, const ConvProblem& p, const Plan& plan
   parts.counts = reinterpret_cast<float*>(parts.moments + most * p.k);
   const Epilogue bare = {false, Activation::kNone, 0.0, false};
   const Sm90Choice choice = {Sm90Kernel::kProduct, ReadTile(plan.tile)};
-  JAXCONV_RETURN_IF_ERROR(
-      Product(ctx, p, bare, choice, 1, x, w, nullptr, y, nullptr, Workspace{}, &parts, what));
+  JAXCONV_RETURN_IF_ERROR(Product(ctx, p, bare, choice, 1, x, w, nullptr, nullptr, y, nullptr,
+                                  Workspace{}, &parts, what));
   return CombineStatistics(ctx, parts, rows, p.k, mean, var, what);
 }
 

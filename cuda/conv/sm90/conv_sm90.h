@@ -26,8 +26,8 @@
 namespace jaxconv::cuda {
 
 Status Sm90Fprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
-                 const void* x, const void* w, const void* bias, void* y, void* z,
-                 Workspace workspace);
+                 const void* x, const void* w, const void* bias, const void* residual, void* y,
+                 void* z, Workspace workspace);
 // fprop, and the mean and biased variance of each of y's channels, (K), float32. n * out_size() must
 // not be 0.
 Status Sm90Statistics(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,

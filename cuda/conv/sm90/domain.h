@@ -56,6 +56,12 @@ inline std::string RefuseDgradWalks(const ConvProblem& p) {
   return "";
 }
 
+// Whether fprop by the kernel takes an array to add to its sums.
+inline bool AddsResidual(std::string_view member, const ConvProblem& p) {
+  return ReadSm90Choice(member, "").kernel != Sm90Kernel::kNone ||
+         (member == "halo" && p.dtype != DType::kF32);
+}
+
 inline std::string RefuseAll(ConvOp op, const ConvProblem& p, const Device& device) {
   const bool dgrad = op == ConvOp::kDgrad || op == ConvOp::kDgradAdd;
   if (!device.sm90()) return "it needs a GPU of compute capability 9.0";

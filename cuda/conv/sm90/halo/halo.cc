@@ -12,8 +12,8 @@ namespace {
 
 // d (of `made` channels) from x (of `summed`), fprop or dgrad of stride 1.
 Status HaloForward(const Context& ctx, const ConvProblem& p, bool dgrad, const Epilogue& e,
-                   const void* x, const void* w, const void* bias, void* d, void* z,
-                   Workspace workspace, const std::string& what) {
+                   const void* x, const void* w, const void* bias, const void* residual, void* d,
+                   void* z, Workspace workspace, const std::string& what) {
   const bool tf32 = p.dtype == DType::kF32;
   const int places = tf32 ? kHaloTf32Places : kHaloPlaces;
   const HaloWalk walk(p, dgrad);
@@ -47,6 +47,7 @@ Status HaloForward(const Context& ctx, const ConvProblem& p, bool dgrad, const E
   const int rank = g.line.rank;
   const TmaTensor source = ImageTensor(x, rank, g.channels * p.groups, from, p.n);
   g.d = d;
+  g.c = residual;
   g.z = e.save_preactivation ? z : nullptr;
   for (int i = 0; i < 3; ++i) g.made[i] = int(to[2 - i]);
   JAXCONV_RETURN_IF_ERROR(EncodeIm2col(p.dtype, source, walk.read,
@@ -67,16 +68,16 @@ Status HaloForward(const Context& ctx, const ConvProblem& p, bool dgrad, const E
 }  // namespace
 
 Status HaloFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const void* x,
-                 const void* w, const void* bias, void* y, void* z, Workspace workspace,
-                 const std::string& what) {
-  return HaloForward(ctx, p, false, e, x, w, bias, y, z, workspace, what);
+                 const void* w, const void* bias, const void* residual, void* y, void* z,
+                 Workspace workspace, const std::string& what) {
+  return HaloForward(ctx, p, false, e, x, w, bias, residual, y, z, workspace, what);
 }
 
 // dx[h] sums dy[h + pad - t * dilation]: taps backwards, from h + pad - (taps - 1) * dilation on.
 Status HaloDgrad(const Context& ctx, const ConvProblem& p, const void* dy, const void* w, void* dx,
                  const std::string& what) {
   const Epilogue none = {false, Activation::kNone, 0., false};
-  return HaloForward(ctx, p, true, none, dy, w, nullptr, dx, nullptr, {}, what);
+  return HaloForward(ctx, p, true, none, dy, w, nullptr, nullptr, dx, nullptr, {}, what);
 }
 
 Status HaloWgradOf(const Context& ctx, const ConvProblem& p, int64_t parts, const void* x,

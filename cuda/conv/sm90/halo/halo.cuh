@@ -98,6 +98,65 @@ struct HaloOutbox {
     }
   }
 
+  // acc += the tile's part of `from`, which lies as PutTile's `to`: the same way backwards, eight loads at a time.
+  __device__ __forceinline__ void AddTile(const HaloProduct& p, const T* from, int tile,
+                                          int channel, float (&acc)[128]) const {
+    const int lane = threadIdx.x % 32;
+    const int first = tile * kHaloPlaces + lane / 2;
+    Digits4 at = SplitDigits(first, p.by_extent[2], p.by_extent[1], p.by_extent[0]);
+    const int pitch = p.instances * p.n;
+    from += channel;
+#pragma unroll
+    for (int part = 0; part < 8; part += 4) {
+      uint4 u[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const bool made = at.digit[3] < p.made[0] && at.digit[2] < p.made[1] &&
+                          at.digit[1] < p.made[2] && first + part * 32 + i * 16 < p.line.places &&
+                          wanted;
+        const int64_t pixel = int64_t(at.digit[0]) * p.image + at.digit[1] * p.plane +
+                              at.digit[2] * p.made[0] + at.digit[3];
+        // Volatile: the compiler would work out all addresses first, and run out of registers.
+        u[i] = make_uint4(0, 0, 0, 0);
+        asm volatile(
+            "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n"
+            "@p ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];\n}\n"
+            : "+r"(u[i].x), "+r"(u[i].y), "+r"(u[i].z), "+r"(u[i].w)
+            : "l"(from + pixel * pitch), "r"(int(made)));
+        AddDigits(at, p.sixteen, p.line.extent[2], p.line.extent[1], p.line.extent[0]);
+      }
+#pragma unroll
+      for (int chunk = 0; chunk < 4; ++chunk) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int place = lane / 2 + i * 16;
+          const uint4 v = u[chunk * 2 + i];
+          asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};\n" ::"r"(
+                           box + place * 32 + ((lane ^ place / 4) % 2) * 16),
+                       "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                       : "memory");
+        }
+        __syncwarp();
+#pragma unroll
+        for (int j = 0; j < 4; j += 2) {
+          const int place = (j + lane / 16) * 8 + lane % 8;  // [0, 32)
+          uint32_t pair[4];
+          asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+                       : "=r"(pair[0]), "=r"(pair[1]), "=r"(pair[2]), "=r"(pair[3])
+                       : "r"(box + place * 32 + ((lane / 8 ^ place / 4) % 2) * 16)
+                       : "memory");
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const float2 two = UnpackPair(pair[i], T());
+            acc[((part + chunk) * 4 + j) * 4 + i * 2] += two.x;
+            acc[((part + chunk) * 4 + j) * 4 + i * 2 + 1] += two.y;
+          }
+        }
+        __syncwarp();
+      }
+    }
+  }
+
   uint32_t box;
   bool wanted;  // this lane's channels exist
 };
@@ -192,6 +251,9 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
       }
 
       ScaleAndBias(p.epilogue, instance, n + warp * 16 + lane / 4, p.n, no_columns, acc);
+      if constexpr (!kDgrad) {
+        if (p.c != nullptr) outbox.AddTile(p, static_cast<const T*>(p.c), tile, channel, acc);
+      }
       if (p.z != nullptr) outbox.PutTile(p, static_cast<T*>(p.z), tile, channel, acc);
       ActivateFast<T>(p.epilogue.activation, p.epilogue.slope, acc);
       outbox.PutTile(p, static_cast<T*>(p.d), tile, channel, acc);

@@ -20,7 +20,8 @@ namespace jaxconv::cuda {
 // fprop, and dgrad of stride 1.
 struct HaloProduct {
   CUtensorMap x, w;
-  void *d, *z;  // z: null unless saved
+  void *d, *z;    // z: null unless saved
+  const void* c;  // 16 bit: like d, added to the sums; null without
   Sm90Epilogue epilogue;
   HaloLine line;
   int made[3];           // extents of the images that are made
@@ -62,8 +63,8 @@ struct HaloWgrad {
 };
 
 Status HaloFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const void* x,
-                 const void* w, const void* bias, void* y, void* z, Workspace workspace,
-                 const std::string& what);
+                 const void* w, const void* bias, const void* residual, void* y, void* z,
+                 Workspace workspace, const std::string& what);
 Status HaloDgrad(const Context& ctx, const ConvProblem& p, const void* dy, const void* w, void* dx,
                  const std::string& what);
 // 16 bit; TF32's is Sm90WgradTf32 (sm90/wgrad/wgrad_tf32.h).
