@@ -117,8 +117,8 @@ def _products(op: str, p: ConvProblem, device: Device) -> Iterator[Choice]:
 
 
 def _cluster(tile: str, p: ConvProblem, device: Device) -> tuple[float, int]:
-    """(how long sm90/cluster takes about, in microseconds; CTAs of a cluster): what is fetched, at 80 KB a microsecond and
-    multiprocessor, then the exchange of the sums."""
+    """(how long sm90/cluster takes about, in microseconds; CTAs of a cluster): what is fetched, at 80 KB a microsecond
+    and multiprocessor, then the exchange of the sums."""
     height, width = extent_of(tile)
     tiles = -(-p.batch * math.prod(p.out_spatial) // height) * -(-p.out_channels // p.groups // width) * p.groups
     steps = math.prod(p.filter) * -(-p.in_channels // p.groups // 64)
