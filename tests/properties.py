@@ -203,7 +203,7 @@ class Conv:
 
 @dataclasses.dataclass(frozen=True)
 class ConvLayer:
-    """The public convolution with bias and activation, and its gradients, err no more than twice XLA's."""
+    """The public convolution with bias, residual and activation, and its gradients, err no more than twice XLA's."""
 
     window: Window
     dtype: str
@@ -212,6 +212,7 @@ class ConvLayer:
     bias: bool
     implementation: str | None
     seed: int
+    residual: bool = False
 
     strategy: ClassVar[Any] = lambda: st.builds(
         ConvLayer,
@@ -222,6 +223,7 @@ class ConvLayer:
         st.booleans(),
         st.sampled_from(("native", None)),
         st.integers(0, 99),
+        st.booleans(),
     )
 
     def check(self) -> None:
@@ -231,27 +233,32 @@ class ConvLayer:
         shapes = [case.x_shape, case.w_shape] + [(case.filters,)] * self.bias
         x, w, *b = (normal(self.seed + i, shape, dtype) for i, shape in enumerate(shapes))
         dy = normal(self.seed + 7, case.y_shape, dtype)
-        z = ref.fprop(case, x, w) + (b[0] if b else 0)
+        r = normal(self.seed + 8, case.y_shape, dtype) if self.residual else None
+        z = ref.fprop(case, x, w) + (b[0] if b else 0) + (0 if r is None else r)
         if near_a_kink(self.activation, z, dtype):
             return
         dz = dy * ref.slope(self.activation, z)
         references = {"y": images(ref.activate(self.activation, z), last)}
         references |= {"dx": images(ref.dgrad(case, dz, w), last), "dw": filters(ref.wgrad(case, x, dz), last)}
+        references |= {"dresidual": images(dz, last)} if self.residual else {}
         references |= {"db": dz.sum(tuple(range(dz.ndim - 1)))} if b else {}
         taps, pixels = math.prod(case.window), math.prod(case.y_shape[:-1])
         terms = {"y": taps * case.group_c, "dx": taps * case.group_k, "dw": pixels, "db": pixels}
+        terms["dresidual"] = terms["y"]  # z decides the slope
 
-        def run(implementation: str | None, x: Any, w: Any, b: Any, dy: Any) -> dict[str, Any]:
-            def f(x: Any, w: Any, *b: Any) -> Any:
-                options = dict(case.options, layout=LAYOUTS[case.nd][not last], precision="highest")
+        def run(implementation: str | None, x: Any, w: Any, r: Any, b: Any, dy: Any) -> dict[str, Any]:
+            def f(x: Any, w: Any, r: Any, *b: Any) -> Any:
+                options = dict(case.options, layout=LAYOUTS[case.nd][not last], precision="highest", residual=r)
                 return CONV[case.nd](x, w, *b, activation=self.activation, implementation=implementation, **options)
 
-            y, pull = jax.vjp(f, x, w, *b)
-            return dict(zip(references, (y, *pull(dy)), strict=True))
+            y, pull = jax.vjp(f, x, w, r, *b)
+            grads = [grad for grad in pull(dy) if grad is not None]
+            return dict(zip(references, (y, *grads), strict=True))
 
         with types_of(dtype):
             x, w, dy = (jnp.asarray(a, dtype) for a in (images(x, last), filters(w, last), images(dy, last)))
-            args = (x, w, [jnp.asarray(v, dtype) for v in b], dy)
+            r = None if r is None else jnp.asarray(images(r, last), dtype)
+            args = (x, w, r, [jnp.asarray(v, dtype) for v in b], dy)
             ours, theirs = (jax.jit(functools.partial(run, i))(*args) for i in (self.implementation, "xla"))
         # z and dz are rounded to the dtype on the way; sums of products of them.
         largest = 1.2 * np.abs(dy).max(initial=0)  # of dz, or what it was before a saturated slope took it away
