@@ -189,8 +189,12 @@ __global__ void __launch_bounds__(kTeamThreads, kTeamBlocks)
     if (has_channel) {
       const float* sums = scratch + threadIdx.x / kStats * 2 * kStats + threadIdx.x % kStats;
       Gradient g = BackwardChannel(p, row, rstds[threadIdx.x], sums[0], sums[kStats], s.rank == 0);
-      if (sizeof(T) == 2) {  // of x instead of x - mean: see Fold
-        g.offset = static_cast<float>(g.offset - static_cast<double>(g.slope) * means[threadIdx.x]);
+      if (sizeof(T) ==
+          2) {  // dx = scale * dz + slope * x + offset: of x instead of x - mean, see Fold
+        const double scale = scales[threadIdx.x] * rstds[threadIdx.x];
+        g.offset = static_cast<float>(
+            scale * (g.offset - static_cast<double>(g.slope) * means[threadIdx.x]));
+        g.slope = static_cast<float>(scale * g.slope);
       }
       gradient[threadIdx.x] = g;
     }
@@ -229,8 +233,12 @@ __global__ void __launch_bounds__(kTeamThreads, kTeamBlocks)
 #pragma unroll
             for (int j = 0; j < V; ++j) {
               const int k = kLast ? j : 0;
-              const float centred = sizeof(T) == 2 ? v[j] : v[j] - mine[k].mean;
-              dz[j] = mine[k].scale * (dz[j] + fmaf(to_dx[k].slope, centred, to_dx[k].offset));
+              if constexpr (sizeof(T) == 2) {
+                dz[j] = fmaf(mine[k].scale, dz[j], fmaf(to_dx[k].slope, v[j], to_dx[k].offset));
+              } else {
+                dz[j] = mine[k].scale *
+                        (dz[j] + fmaf(to_dx[k].slope, v[j] - mine[k].mean, to_dx[k].offset));
+              }
             }
             WritePiece<T, V, kLast>(a, p.t.dx, piece, Pack<T, V>(dz));
           }
