@@ -55,6 +55,14 @@ struct Norm {
   int64_t residual;
 };
 
+struct GroupNorm {
+  int64_t groups;
+  int64_t batched;  // as in Norm
+  double epsilon;
+  std::string_view activation;
+  double slope;
+};
+
 struct Plan {
   std::string_view kernel, tile;
   int64_t splits, chunk;
@@ -138,6 +146,12 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jaxconv::wire::Norm, StructMember<int64_
                                       StructMember<std::string_view>("activation"),
                                       StructMember<double>("slope"),
                                       StructMember<int64_t>("residual"));
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jaxconv::wire::GroupNorm, StructMember<int64_t>("groups"),
+                                      StructMember<int64_t>("batched"),
+                                      StructMember<double>("epsilon"),
+                                      StructMember<std::string_view>("activation"),
+                                      StructMember<double>("slope"));
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jaxconv::wire::Plan,
                                       StructMember<std::string_view>("kernel"),

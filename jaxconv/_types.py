@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from jaxconv import _activation
-from jaxconv._problem import BatchNormAlgorithm, ConvAlgorithm, DenseAlgorithm, Implementation
+from jaxconv._problem import BatchNormAlgorithm, ConvAlgorithm, DenseAlgorithm, GroupNormAlgorithm, Implementation
 
 __all__ = [
     "Array",
@@ -20,6 +20,7 @@ __all__ = [
     "ConvOptions",
     "DenseAlgorithm",
     "DenseOptions",
+    "GroupNormAlgorithm",
     "Implementation",
     "Layout",
     "Layout1d",

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem
+from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem, GroupNormProblem
 
-Problem = ConvProblem | DenseProblem | BatchNormProblem
+Problem = ConvProblem | DenseProblem | BatchNormProblem | GroupNormProblem
 
 
 @dataclasses.dataclass(frozen=True)
