@@ -65,6 +65,7 @@ def _programs() -> dict[str, tuple[str, Any, tuple[Any, ...]]]:
     native: dict[str, Any] = dict(implementation="native")
     conv, dense = functools.partial(jaxconv.conv2d, **native), functools.partial(jaxconv.dense, **native)
     norm = functools.partial(jaxconv.batchnorm, activation="relu", **native)
+    group = functools.partial(jaxconv.groupnorm, groups=2, activation="silu", **native)
     # A GPU's kernels with statistics and with an addend take 16 bits and eights of channels.
     wide = "bfloat16" if PLATFORM == "cuda" else "float32"
     aligned = jnp.ones((2, 5, 6, 8), wide), jnp.ones((3, 3, 8, 16), wide)
@@ -107,6 +108,9 @@ def _programs() -> dict[str, tuple[str, Any, tuple[Any, ...]]]:
         ),
         "batchnorm_infer": ("batchnorm_infer", functools.partial(norm, training=False, residual=x), (x, v, v, v, v)),
         "batchnorm_backward": ("batchnorm_backward", jax.grad(trained, (0, 1)), (x, x)),
+        "groupnorm": ("groupnorm", group, (x, v, v)),
+        "groupnorm_instances": ("groupnorm", jax.vmap(group), (jnp.stack([x] * 3), *[jnp.ones((3, 4))] * 2)),
+        "groupnorm_backward": ("groupnorm_backward", jax.grad(lambda x: group(x, v, v).sum()), (x,)),
     }
 
 
@@ -123,6 +127,8 @@ _NAMES = {
     "batchnorm_train": ("x scale bias running_mean running_var residual?", "y new_mean new_var mean rstd"),
     "batchnorm_infer": ("x scale bias mean var residual?", "y"),
     "batchnorm_backward": ("x dy scale bias mean rstd residual?", "dscale dbias dx? dresidual?"),
+    "groupnorm": ("x scale bias", "y mean rstd"),
+    "groupnorm_backward": ("x dy scale bias mean rstd", "dscale dbias dx?"),
 }
 
 
@@ -130,6 +136,9 @@ def _operand(p: Any, kernel: str, name: str) -> tuple[Shape, str]:
     """(shape, dtype) of an operand of `kernel`."""
     if kernel.startswith("batchnorm"):
         return (p.x_shape, p.dtype) if name in ("x", "dy", "residual") else (p.param_shape, p.param_dtype)
+    if kernel.startswith("groupnorm"):
+        shapes = {"x": p.x_shape, "dy": p.x_shape, "mean": p.group_shape, "rstd": p.group_shape}
+        return shapes.get(name, p.param_shape), p.dtype if name in ("x", "dy") else p.param_dtype
     if kernel.startswith("conv"):
         shapes = {"x": p.x_shape, "c": p.x_shape, "w": p.w_shape, "dy": p.y_shape, "b": (p.out_channels,)}
     else:

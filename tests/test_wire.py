@@ -47,6 +47,8 @@ def example(name: str) -> tuple[Any, tuple[Any, ...]]:
         "batchnorm_train": (functools.partial(norm, training=True), (x, v, v, v, v)),
         "batchnorm_infer": (functools.partial(norm, training=False), (x, v, v, v, v)),
         "batchnorm_backward": (jax.grad(lambda x: norm(x, v, v, v, v, training=True)[0].sum()), (x,)),
+        "groupnorm": (functools.partial(jaxconv.groupnorm, groups=2, activation="silu", **native), (x, v, v)),
+        "groupnorm_backward": (jax.grad(lambda x: jaxconv.groupnorm(x, v, v, groups=2, **native).sum()), (x,)),
     }[name]
 
 
@@ -86,6 +88,7 @@ NORM = {
     "slope": "f64",
     "residual": "i64",
 }
+GROUP = {"groups": "i64", "batched": "i64", "epsilon": "f64", "activation": "string", "slope": "f64"}
 PLAN = {"kernel": "string", "tile": "string", "splits": "i64", "chunk": "i64"}
 # The wire format. A change here is a change of ffi/wire.h and needs a new version in the target's name: exported
 # programs hold these.
@@ -101,6 +104,8 @@ FORMAT = {
     "batchnorm_train": {"norm": NORM, "plan": PLAN},
     "batchnorm_infer": {"norm": NORM, "plan": PLAN},
     "batchnorm_backward": {"norm": NORM, "want_dx": "i64", "want_dresidual": "i64", "plan": PLAN},
+    "groupnorm": {"norm": GROUP, "plan": PLAN},
+    "groupnorm_backward": {"norm": GROUP, "want_dx": "i64", "plan": PLAN},
 }
 
 
@@ -143,8 +148,9 @@ def test_every_kernel_compiles_to_its_target_and_runs(name):
 
 def test_native_code_has_no_target_that_python_does_not_know():
     targets = {kernel.target for kernel in KERNELS.values()}
-    # Those of the first version answer with what to do.
-    assert set(MODULE.registrations()) == targets | {target.replace("_v2", "_v1") for target in targets}
+    # Those of the first version, which had no group-norms, answer with what to do.
+    first = {target.replace("_v2", "_v1") for target in targets if "groupnorm" not in target}
+    assert set(MODULE.registrations()) == targets | first
 
 
 def test_both_languages_name_the_same_activations_in_the_same_order():
@@ -205,6 +211,8 @@ BAD_CALLS = {
     "groups_that_do_not_fit": ("conv_fprop", {"window.groups": np.int64(2)}, "extents disagree"),
     "too_few_dimensions": ("conv_fprop", {"window.stride": np.array([1])}, "ranks disagree"),
     "missing_preactivation": ("conv", {"epilogue.save_preactivation": np.int64(1)}, "results, expected"),
+    "groups_of_none": ("groupnorm", {"norm.groups": np.int64(0)}, "groups=0"),
+    "groups_that_do_not_divide": ("groupnorm", {"norm.groups": np.int64(3)}, "groups=3"),
     "channel_axis_out_of_range": ("batchnorm_infer", {"norm.channel_axis": np.int64(7)}, "channel axis 7"),
     "float_for_an_int": ("conv_fprop", {"window.groups": np.float64(1)}, "expected S64 but got F64"),
     "float32_for_a_float64": ("matmul", {"product.alpha": np.float32(1)}, "expected F64 but got F32"),
