@@ -69,4 +69,18 @@ Status MaxPool(const Context& ctx, const PoolProblem& p, const Plan& plan, const
 Status MaxPoolBackward(const Context& ctx, const PoolProblem& p, const Plan& plan,
                        const uint8_t* position, const void* dy, void* dx);
 
+// scale, bias: (batch, channels). mean, rstd: (batch, images, groups). There are pixels and groups.
+Status GroupNorm(const Context& ctx, const GroupNormProblem& p, const Plan& plan, const void* x,
+                 const void* scale, const void* bias, void* y, void* mean, void* rstd,
+                 Workspace workspace);
+
+// With dz = dy * f'(z), z recomputed from x, and n the elements of a group of an image:
+//   dbias = sum dz, dscale = sum dz * xhat, over images and pixels
+//   dx = rstd * (scale * dz - (sum scale * dz) / n - xhat * (sum scale * dz * xhat) / n), sums over the group
+// `dx` is null when nobody asked for it.
+Status GroupNormBackward(const Context& ctx, const GroupNormProblem& p, const Plan& plan,
+                         const void* x, const void* dy, const void* scale, const void* bias,
+                         const void* mean, const void* rstd, void* dx, void* dscale, void* dbias,
+                         Workspace workspace);
+
 }  // namespace jaxconv::JAXCONV_BACKEND

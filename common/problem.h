@@ -137,4 +137,21 @@ struct PoolProblem {
 
 inline constexpr int64_t kMaxPoolTaps = 255;  // of a window: positions are bytes
 
+// Group-norm over a contiguous array seen as (batch, images, pixels, channels): statistics per (batch, image, group), a
+// group being channels / groups neighbouring channels, over the pixels and the group's channels.
+//
+//   mean, var = over pixels * group_channels elements (biased, never E[x^2] - E[x]^2 of raw sums); rstd = 1/sqrt(var + eps)
+//   z = (x - mean) * rstd * scale[channel] + bias[channel];  y = f(z)
+struct GroupNormProblem {
+  int64_t batch;  // instances (vmap), each with a scale and a bias; 1 otherwise
+  int64_t images, pixels, channels;
+  int64_t groups;  // divides channels
+  double epsilon;
+  Activation activation;
+  double slope;
+  DType dtype;  // of x, y, dy, dx. Parameters and statistics are float64 for float64, else float32
+
+  int64_t group_channels() const { return channels / groups; }
+};
+
 }  // namespace jaxconv

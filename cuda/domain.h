@@ -3,8 +3,8 @@
 // should be given (tile, splits) is the plan's to say, in jaxconv/_plan.
 //
 // A kernel's name is "family/kernel" ("depthwise/rows"), or the family's where it has one kernel. cuda/conv/<family>/domain.h
-// has the family's part, cuda/dense/domain.h that of dense products, cuda/batchnorm/domain.h that of batch-norms, cuda/pool/domain.h
-// that of max-pooling.
+// has the family's part, cuda/dense/domain.h that of dense products, cuda/batchnorm/domain.h that of batch-norms,
+// cuda/groupnorm/domain.h that of group-norms, cuda/pool/domain.h that of max-pooling.
 #pragma once
 
 #include <cstdint>
@@ -87,5 +87,14 @@ struct TeamCount {
 };
 TeamCount BatchNormTeams(BatchNormOp op, const BatchNormProblem& p, int width,
                          const Device& device);
+
+enum class GroupNormOp { kForward, kBackward };
+
+// The same of a group-norm.
+std::string GroupNormRefusal(const GroupNormProblem& p, const Plan& plan);
+int64_t GroupNormWorkspace(GroupNormOp op, const GroupNormProblem& p, const Plan& plan);
+// Elements in an access of its kernels, and pixels that a block takes in a step.
+int64_t GroupNormVector(const GroupNormProblem& p);
+int64_t GroupNormRows(const GroupNormProblem& p);
 
 }  // namespace jaxconv::cuda

@@ -128,6 +128,24 @@ PoolProblem MakePool(int64_t n, int64_t c, const Three& in, const Three& window,
   return p;
 }
 
+GroupNormProblem MakeGroupNorm(int64_t batch, int64_t images, int64_t pixels, int64_t channels,
+                               int64_t groups, const std::string& dtype) {
+  GroupNormProblem p = {};
+  p.batch = batch;
+  p.images = images;
+  p.pixels = pixels;
+  p.channels = channels;
+  p.groups = groups;
+  p.dtype = ToDType(dtype);
+  return p;
+}
+
+cuda::GroupNormOp ToGroupNormOp(const std::string& name) {
+  if (name == "groupnorm") return cuda::GroupNormOp::kForward;
+  if (name == "groupnorm_backward") return cuda::GroupNormOp::kBackward;
+  throw std::invalid_argument("unknown group-norm " + name);
+}
+
 }  // namespace
 
 void BindDomain(nb::module_& m) {
@@ -203,6 +221,20 @@ void BindDomain(nb::module_& m) {
     return cuda::PoolRefusal(p, {kernel, "", 1, 0});
   });
   m.def("pool_vector", [](const PoolProblem& p) { return cuda::PoolVector(p); });
+  nb::class_<GroupNormProblem>(m, "GroupNormProblem")
+      .def("__init__", [](GroupNormProblem* self, int64_t batch, int64_t images, int64_t pixels,
+                          int64_t channels, int64_t groups, std::string dtype) {
+        new (self) GroupNormProblem(MakeGroupNorm(batch, images, pixels, channels, groups, dtype));
+      });
+  m.def("groupnorm_refusal",
+        [](const GroupNormProblem& p, std::string kernel, std::string tile, int64_t splits,
+           int64_t chunk) { return cuda::GroupNormRefusal(p, {kernel, tile, splits, chunk}); });
+  m.def("groupnorm_workspace", [](std::string op, const GroupNormProblem& p, std::string kernel,
+                                  std::string tile, int64_t splits, int64_t chunk) {
+    return cuda::GroupNormWorkspace(ToGroupNormOp(op), p, {kernel, tile, splits, chunk});
+  });
+  m.def("groupnorm_vector", [](const GroupNormProblem& p) { return cuda::GroupNormVector(p); });
+  m.def("groupnorm_rows", [](const GroupNormProblem& p) { return cuda::GroupNormRows(p); });
   m.def("shared_memory",
         [](int major, int minor) { return cuda::Device{major, minor}.shared_memory(); });
 }

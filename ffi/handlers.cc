@@ -627,6 +627,107 @@ Status PoolBackward(ContextArg context, ffi::RemainingArgs args, ffi::RemainingR
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// Group-norm
+
+Status ToGroupNormProblem(const Call& call, AnyBuffer x, const wire::GroupNorm& norm,
+                          GroupNormProblem* p) {
+  auto dtype = wire::ToDType(x.element_type());
+  auto activation = wire::ToActivation(norm.activation);
+  Dims dims = x.dimensions();
+  const size_t first = norm.batched ? 1 : 0;
+  if (!dtype || !activation || dims.size() < first + 2) {
+    return Status::Invalid(call.Text("x=" + wire::ShapeText(dims) + " with activation '" +
+                                     std::string(norm.activation) + "' cannot be read"));
+  }
+  *p = {};
+  p->batch = first ? dims[0] : 1;
+  p->images = dims[first];
+  p->pixels = 1;
+  for (size_t i = first + 1; i + 1 < dims.size(); ++i) p->pixels *= dims[i];
+  p->channels = dims[dims.size() - 1];
+  p->groups = norm.groups;
+  p->epsilon = norm.epsilon;
+  p->activation = *activation;
+  p->slope = norm.slope;
+  p->dtype = *dtype;
+  if (p->pixels > 0 && p->groups > 0 && p->groups <= p->channels && p->channels % p->groups == 0) {
+    return Status::Ok();
+  }
+  return Status::Invalid(
+      call.Text("x=" + wire::ShapeText(dims) + " and groups=" + std::to_string(norm.groups) +
+                ": there must be pixels, and the groups must divide the channels"));
+}
+
+// Operands or results first, first + 1, ... must be the arrays of these names: per channel, or per image and group.
+template <typename Get>
+Status ConfirmGroupParams(const Call& call, const wire::GroupNorm& norm, const GroupNormProblem& p,
+                          AnyBuffer x, Get get, size_t first, bool per_group,
+                          std::initializer_list<const char*> names) {
+  const DType dtype = p.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
+  const auto where = [&] { return "x=" + wire::ShapeText(x.dimensions()); };
+  const auto confirm = [&](const char* name, AnyBuffer array) {
+    if (per_group) {
+      return norm.batched ? call.ConfirmShape(name, array, {p.batch, p.images, p.groups}, where)
+                          : call.ConfirmShape(name, array, {p.images, p.groups}, where);
+    }
+    return norm.batched ? call.ConfirmShape(name, array, {p.batch, p.channels}, where)
+                        : call.ConfirmShape(name, array, {p.channels}, where);
+  };
+  for (const char* name : names) {
+    AnyBuffer array = get(first++);
+    JAXCONV_RETURN_IF_ERROR(call.ConfirmType(name, array, dtype, "x"));
+    JAXCONV_RETURN_IF_ERROR(confirm(name, array));
+  }
+  return Status::Ok();
+}
+
+Status GroupForward(ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                    const wire::GroupNorm& norm, const wire::Plan& plan) {
+  Call call("groupnorm", args, rets);
+  JAXCONV_RETURN_IF_ERROR(call.Confirm(3, 3));
+  auto arg = [&](size_t i) { return call.Arg(i); };
+  auto ret = [&](size_t i) { return call.Ret(i); };
+  GroupNormProblem p;
+  jaxconv::Plan how;
+  JAXCONV_RETURN_IF_ERROR(ToGroupNormProblem(call, arg(0), norm, &p));
+  JAXCONV_RETURN_IF_ERROR(ToPlan(call, plan, &how));
+  JAXCONV_RETURN_IF_ERROR(
+      ConfirmGroupParams(call, norm, p, arg(0), arg, 1, false, {"scale", "bias"}));
+  JAXCONV_RETURN_IF_ERROR(
+      ConfirmGroupParams(call, norm, p, arg(0), ret, 1, true, {"mean", "rstd"}));
+  JAXCONV_RETURN_IF_ERROR(call.ConfirmLike("y", ret(0), "x", arg(0)));
+  auto in = [&](size_t i) { return arg(i).untyped_data(); };
+  auto out = [&](size_t i) { return ret(i).untyped_data(); };
+  return GroupNorm(MakeContext(context), p, how, in(0), in(1), in(2), out(0), out(1), out(2),
+                   call.Scratch());
+}
+
+Status GroupBackward(ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                     const wire::GroupNorm& norm, int64_t want_dx, const wire::Plan& plan) {
+  Call call("groupnorm_backward", args, rets);
+  const bool dx = want_dx != 0;
+  JAXCONV_RETURN_IF_ERROR(call.Confirm(6, 2 + dx));
+  auto arg = [&](size_t i) { return call.Arg(i); };
+  auto ret = [&](size_t i) { return call.Ret(i); };
+  GroupNormProblem p;
+  jaxconv::Plan how;
+  JAXCONV_RETURN_IF_ERROR(ToGroupNormProblem(call, arg(0), norm, &p));
+  JAXCONV_RETURN_IF_ERROR(ToPlan(call, plan, &how));
+  JAXCONV_RETURN_IF_ERROR(call.ConfirmLike("dy", arg(1), "x", arg(0)));
+  JAXCONV_RETURN_IF_ERROR(
+      ConfirmGroupParams(call, norm, p, arg(0), arg, 2, false, {"scale", "bias"}));
+  JAXCONV_RETURN_IF_ERROR(
+      ConfirmGroupParams(call, norm, p, arg(0), arg, 4, true, {"mean", "rstd"}));
+  JAXCONV_RETURN_IF_ERROR(
+      ConfirmGroupParams(call, norm, p, arg(0), ret, 0, false, {"dscale", "dbias"}));
+  if (dx) JAXCONV_RETURN_IF_ERROR(call.ConfirmLike("dx", ret(2), "x", arg(0)));
+  auto in = [&](size_t i) { return arg(i).untyped_data(); };
+  auto out = [&](size_t i) { return ret(i).untyped_data(); };
+  return GroupNormBackward(MakeContext(context), p, how, in(0), in(1), in(2), in(3), in(4), in(5),
+                           dx ? out(2) : nullptr, out(0), out(1), call.Scratch());
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // Bindings. A Status becomes an ffi::Error here and nowhere else, and the host's allocator, which alone throws, is caught.
 
 template <typename Op>
@@ -748,6 +849,23 @@ XLA_FFI_DEFINE_HANDLER(
     },
     JAXCONV_BASE.Attr<wire::Pool>("pool").Attr<wire::Plan>("plan"), JAXCONV_TRAITS);
 
+XLA_FFI_DEFINE_HANDLER(
+    kGroupNorm,
+    [](ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets, wire::GroupNorm norm,
+       wire::Plan plan) {
+      return Answer([&] { return GroupForward(context, args, rets, norm, plan); });
+    },
+    JAXCONV_BASE.Attr<wire::GroupNorm>("norm").Attr<wire::Plan>("plan"), JAXCONV_TRAITS);
+
+XLA_FFI_DEFINE_HANDLER(
+    kGroupNormBackward,
+    [](ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets, wire::GroupNorm norm,
+       int64_t want_dx, wire::Plan plan) {
+      return Answer([&] { return GroupBackward(context, args, rets, norm, want_dx, plan); });
+    },
+    JAXCONV_BASE.Attr<wire::GroupNorm>("norm").Attr<int64_t>("want_dx").Attr<wire::Plan>("plan"),
+    JAXCONV_TRAITS);
+
 // Version 1 named a plan's algorithm where version 2 names its kernel.
 XLA_FFI_DEFINE_HANDLER(
     kVersion1Refused,
@@ -791,6 +909,8 @@ std::vector<std::pair<const char*, XLA_FFI_Handler*>> Handlers() {
       {"jaxconv_batchnorm_backward_v2", kNormBackward},
       {"jaxconv_max_pool_v2", kPool},
       {"jaxconv_max_pool_backward_v2", kPoolBackward},
+      {"jaxconv_groupnorm_v2", kGroupNorm},
+      {"jaxconv_groupnorm_backward_v2", kGroupNormBackward},
   };
   for (const char* name : kVersion1) handlers.emplace_back(name, kVersion1Refused);
   return handlers;

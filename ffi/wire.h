@@ -65,6 +65,14 @@ struct Pool {
   int64_t save;                // the positions, as a second result
 };
 
+struct GroupNorm {
+  int64_t groups;
+  int64_t batched;  // as in Norm
+  double epsilon;
+  std::string_view activation;
+  double slope;
+};
+
 struct Plan {
   std::string_view kernel, tile;
   int64_t splits, chunk;
@@ -157,6 +165,12 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jaxconv::wire::Pool,
                                       StructMember<::jaxconv::wire::Ints>("dilation"),
                                       StructMember<int64_t>("dims_channels_last"),
                                       StructMember<int64_t>("save"));
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jaxconv::wire::GroupNorm, StructMember<int64_t>("groups"),
+                                      StructMember<int64_t>("batched"),
+                                      StructMember<double>("epsilon"),
+                                      StructMember<std::string_view>("activation"),
+                                      StructMember<double>("slope"));
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jaxconv::wire::Plan,
                                       StructMember<std::string_view>("kernel"),

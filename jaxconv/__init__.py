@@ -1,4 +1,4 @@
-"""jaxconv: convolution, fused dense and batch-norm layers for JAX, as CUDA kernels behind XLA custom calls."""
+"""jaxconv: convolution, dense, batch-norm and group-norm layers for JAX, as CUDA kernels behind XLA custom calls."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from jaxconv.conv_batchnorm import conv_batchnorm
 from jaxconv.conv_transpose import conv_general_dilated, conv_transpose1d, conv_transpose2d, conv_transpose3d
 from jaxconv.dense import dense
 from jaxconv.freeze import Frozen, freeze
+from jaxconv.groupnorm import groupnorm
 from jaxconv.pool import max_pool
 from jaxconv.tune import tune
 
@@ -56,6 +57,7 @@ __all__ = [
     "export_checks",
     "freeze",
     "graph_options",
+    "groupnorm",
     "info",
     "launches",
     "max_pool",
@@ -77,6 +79,8 @@ _NEAR = {
     "Linear": "the layers jaxconv.nnx.Linear and jaxconv.linen.Dense, and the function dense",
     "BatchNorm": "the layers jaxconv.linen.BatchNorm and jaxconv.nnx.BatchNorm, and the function batchnorm",
     "batch_norm": "batchnorm",
+    "GroupNorm": "the layers jaxconv.linen.GroupNorm and jaxconv.nnx.GroupNorm, and the function groupnorm",
+    "group_norm": "groupnorm",
     "matmul": "dense",
 }
 

@@ -9,11 +9,17 @@ from typing import Any
 import jax
 
 from jaxconv import _op
-from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem, PoolProblem
+from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem, GroupNormProblem, PoolProblem
 
 # Per element of x, as in reference.py: train takes two sums about a sample (4), normalises (4); infer normalises;
 # backward recomputes xhat (2), takes two sums (3) and dx from them (5).
-_NORM_FLOPS = {"batchnorm_train": 8, "batchnorm_infer": 4, "batchnorm_backward": 10}
+_NORM_FLOPS = {
+    "batchnorm_train": 8,
+    "batchnorm_infer": 4,
+    "batchnorm_backward": 10,
+    "groupnorm": 8,
+    "groupnorm_backward": 11,  # each sum also of the group, each element by its channel's scale
+}
 
 
 def cost(f: Callable[..., Any]) -> Callable[..., dict[str, float]]:
@@ -23,8 +29,9 @@ def cost(f: Callable[..., Any]) -> Callable[..., dict[str, float]]:
     Here a jaxconv call counts, whatever implements it:
 
     * flops: 2 * N * P * Q * K * R * S * C / groups for each of a convolution's three kernels, 2 * M * N * K for a
-      product, 4 to 10 an element for a batch-norm, one a tap for a max-pooling, there and back; an epilogue one per
-      element for bias, activation and addend each. Multiplications with padding count, as is usual for convolutions.
+      product, 4 to 11 an element for a batch-norm or a group-norm, one a tap for a max-pooling, there and back; an
+      epilogue one per element for bias, activation and addend each. Multiplications with padding count, as is usual for
+      convolutions.
     * bytes: every operand read once and every result written once.
 
     Nothing is compiled or run. A scan counts as often as it is long, of a cond the costliest branch, and inside
@@ -79,6 +86,8 @@ def _flops(op: str, p: Any) -> int:
         return p.size * (_NORM_FLOPS[op] + p.residual + (p.activation.name != "none"))
     if isinstance(p, PoolProblem):
         return math.prod(p.y_shape) * p.taps
+    if isinstance(p, GroupNormProblem):
+        return p.size * (_NORM_FLOPS[op] + (p.activation.name != "none"))
     assert isinstance(p, ConvProblem | DenseProblem)
     addend = isinstance(p, DenseProblem) and p.addend
     epilogue = bool(p.bias) + (p.activation.name != "none") + addend + 4 * (op == "conv_statistics")

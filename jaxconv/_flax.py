@@ -22,6 +22,7 @@ from jaxconv._activation import Activation, activate
 from jaxconv._problem import BatchNormProblem
 from jaxconv.batchnorm import batchnorm as fused_batchnorm
 from jaxconv.conv_transpose import conv_transpose1d, conv_transpose2d, conv_transpose3d
+from jaxconv.groupnorm import groupnorm as fused_groupnorm
 from jaxconv.pool import max_pool as native_max_pool
 
 Array = jax.Array
@@ -255,3 +256,58 @@ def max_pool(
         return flax_max_pool(inputs, window_shape, strides, padding)
     x, restore = _one_batch(inputs, nd)
     return restore(native_max_pool(x, tuple(window_shape), stride=per_dimension(strides, nd), padding=padding))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Group-norm
+
+
+def groups_of(m: Any, channels: int) -> int | None:
+    """The groups into which Flax's GroupNorm cuts the channels; None where it has an error to raise."""
+    if (m.num_groups is None) == (m.group_size is None):
+        return None
+    if m.num_groups is not None:
+        groups = m.num_groups
+    else:
+        groups = channels // m.group_size if isinstance(m.group_size, int) and m.group_size > 0 else 0
+        if groups * (m.group_size or 0) != channels:
+            return None
+    valid = isinstance(groups, int) and not isinstance(groups, bool) and groups > 0 and channels % groups == 0
+    return groups if valid else None
+
+
+def native_groupnorm(m: Any, x: Array, mask: Array | None) -> bool:
+    """Whether `groupnorm` computes what Flax's GroupNorm does, for groups that are right."""
+    return (
+        mask is None
+        and m.axis_name is None
+        and m.reduction_axes is None
+        and x.ndim >= 2
+        and 0 not in x.shape
+        and not jnp.issubdtype(x.dtype, jnp.complexfloating)
+        and jnp.dtype(m.param_dtype).name in _problem.DTYPES
+        and (m.dtype is None or jnp.dtype(m.dtype).name in _problem.DTYPES)
+        and isinstance(m.epsilon, (bool, int, float, np.integer, np.floating))
+        and m.epsilon >= 0
+    )
+
+
+def groupnorm(
+    m: Any,
+    x: Array,
+    scale: Array | None,  # (C,)
+    bias: Array | None,  # (C,)
+    *,
+    groups: int,
+    dtype: Any,  # of the result
+) -> Array:
+    """activation(y), y as Flax's GroupNorm has it, where `native_groupnorm`. Dtypes are treated as in `batchnorm`."""
+    given = [a for a in (scale, bias) if a is not None]
+    wide = jnp.promote_types(jnp.promote_types(x.dtype, dtype), _exceeding_float32(given))
+    wide = jnp.dtype(wide if wide.name in _problem.DTYPES else jnp.float32)
+    params = jnp.float64 if wide == jnp.float64 else jnp.float32
+    scale, bias = (a if a is None else a.astype(params) for a in (scale, bias))
+    y = fused_groupnorm(
+        x.astype(wide), scale, bias, groups=groups, epsilon=float(m.epsilon), activation=activation_of(m)
+    )
+    return y.astype(dtype)

@@ -590,6 +590,27 @@ def to_front(a: Array, dim: int | None, size: int) -> Array:
     return jnp.broadcast_to(a, (size, *a.shape)) if dim is None else jnp.moveaxis(a, dim, 0)
 
 
+def batch_by_instances(call: Any) -> Any:
+    """A batching rule for problems with an instance axis, `batch`: `call()` is the kernel.
+
+    Every mapped array gets a leading instance axis; arrays that are not mapped are repeated.
+    """
+
+    def batch(p: Any, args: list[Array], dims: list[int | None]) -> tuple[list[Array], list[int]]:
+        size = batch_size(args, dims)
+        args = [to_front(a, d, size) for a, d in zip(args, dims, strict=True)]
+        if p.batch is None:
+            outs = call()(dataclasses.replace(p, batch=size), *args)
+        else:
+            outs = call()(dataclasses.replace(p, batch=size * p.batch), *(a.reshape(-1, *a.shape[2:]) for a in args))
+            outs = outs if isinstance(outs, (list, tuple)) else [outs]
+            outs = [out.reshape(size, p.batch, *out.shape[1:]) for out in outs]
+        outs = list(outs) if isinstance(outs, (list, tuple)) else [outs]
+        return outs, [0] * len(outs)
+
+    return batch
+
+
 def fold(a: Array, dim: int, axis: int, groups: int = 1) -> Array:
     """Joins the batch axis `dim` to `axis` (counted without it): the joined axis is (groups, batch, rest)."""
     a = jnp.moveaxis(a, dim, 0)

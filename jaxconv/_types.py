@@ -10,7 +10,14 @@ import numpy as np
 from jax import lax
 
 from jaxconv import _activation
-from jaxconv._problem import BatchNormAlgorithm, ConvAlgorithm, DenseAlgorithm, Implementation, PoolAlgorithm
+from jaxconv._problem import (
+    BatchNormAlgorithm,
+    ConvAlgorithm,
+    DenseAlgorithm,
+    GroupNormAlgorithm,
+    Implementation,
+    PoolAlgorithm,
+)
 
 __all__ = [
     "Array",
@@ -21,6 +28,7 @@ __all__ = [
     "ConvOptions",
     "DenseAlgorithm",
     "DenseOptions",
+    "GroupNormAlgorithm",
     "Implementation",
     "Layout",
     "Layout1d",

@@ -33,24 +33,6 @@ def _wire(p: BatchNormProblem, operands: int, results: int, **extra: Any) -> _op
     return _op.Wire(attrs, [None] * operands, [None] * results)
 
 
-def _batch_by_instances(call: Any) -> Any:
-    """Every mapped array gets a leading instance axis; arrays that are not mapped are repeated."""
-
-    def batch(p: BatchNormProblem, args: list[Array], dims: list[int | None]) -> tuple[list[Array], list[int]]:
-        size = _op.batch_size(args, dims)
-        args = [_op.to_front(a, d, size) for a, d in zip(args, dims, strict=True)]
-        if p.batch is None:
-            outs = call()(replace(p, batch=size), *args)
-        else:
-            outs = call()(replace(p, batch=size * p.batch), *(a.reshape(-1, *a.shape[2:]) for a in args))
-            outs = outs if isinstance(outs, (list, tuple)) else [outs]
-            outs = [out.reshape(size, p.batch, *out.shape[1:]) for out in outs]
-        outs = list(outs) if isinstance(outs, (list, tuple)) else [outs]
-        return outs, [0] * len(outs)
-
-    return batch
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Partitioning: every axis may be split. Where a reduced one is, the statistics and sums cross the mesh, once.
 
@@ -189,7 +171,7 @@ train = _op.kernel(
     reference=reference.batchnorm_train,
     results=lambda p: [_x(p)] + [_param(p)] * 4,
     wire=lambda p, plan: _wire(p, 5 + p.residual, 5),
-    batch=_batch_by_instances(lambda: train),
+    batch=_op.batch_by_instances(lambda: train),
     partition=lambda p: _partition(p, "xpppp" + "x" * p.residual, "xpppp", _train_shard),
     multiple_results=True,
 )
@@ -199,7 +181,7 @@ infer = _op.kernel(
     reference=reference.batchnorm_infer,
     results=lambda p: [_x(p)],
     wire=lambda p, plan: _wire(p, 5 + p.residual, 1),
-    batch=_batch_by_instances(lambda: infer),
+    batch=_op.batch_by_instances(lambda: infer),
     partition=lambda p: _partition(p, "xpppp" + "x" * p.residual, "x"),
 )
 # (x, dy, scale, bias, mean, rstd, residual?) -> dscale, dbias, dx?, dresidual?
@@ -210,7 +192,7 @@ backward = _op.kernel(
     wire=lambda p, plan: _wire(
         p, 6 + p.residual, 2 + p.want_dx + p.want_dresidual, want_dx=p.want_dx, want_dresidual=p.want_dresidual
     ),
-    batch=_batch_by_instances(lambda: backward),
+    batch=_op.batch_by_instances(lambda: backward),
     partition=lambda p: _partition(
         p, "xxpppp" + "x" * p.residual, "pp" + "x" * (p.want_dx + p.want_dresidual), _backward_shard
     ),

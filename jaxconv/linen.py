@@ -1,4 +1,4 @@
-"""`flax.linen`'s Conv, ConvTranspose, Dense, BatchNorm and max_pool on jaxconv's kernels.
+"""`flax.linen`'s Conv, ConvTranspose, Dense, BatchNorm, GroupNorm and max_pool on jaxconv's kernels.
 
 A model changes by its import alone, and a checkpoint moves both ways: arguments, parameters, collections, initialisers,
 dtypes and defaults are Flax's, because the classes are subclasses of Flax's. What they add:
@@ -29,7 +29,7 @@ from jaxconv import _flax
 from jaxconv._activation import activate
 from jaxconv._types import Array, ToActivation
 
-__all__ = ["BatchNorm", "Conv", "ConvTranspose", "Dense", "max_pool"]
+__all__ = ["BatchNorm", "Conv", "ConvTranspose", "Dense", "GroupNorm", "max_pool"]
 
 max_pool = _flax.max_pool
 
@@ -39,6 +39,7 @@ _Conv = nn.Conv
 _ConvTranspose = nn.ConvTranspose
 _Dense = nn.Dense
 _BatchNorm = nn.BatchNorm
+_GroupNorm = nn.GroupNorm
 
 
 def _flax_call(base: type[nn.Module], module: nn.Module, *args: Any, **kwargs: Any) -> Array:
@@ -214,3 +215,40 @@ class BatchNorm(_BatchNorm):
         if training and not self.is_initializing():
             mean.value, var.value = new_mean, new_var
         return y
+
+
+class GroupNorm(_GroupNorm):
+    """`flax.linen.GroupNorm` with an `activation`: y = f(normalised x * scale + bias).
+
+    Attributes:
+      num_groups: into how many groups the channels are cut (default: 32).
+      group_size: channels of a group, instead of num_groups, which is None then.
+      epsilon: added to the variance (default: 1e-6).
+      dtype: of the result (default: what inputs and parameters promote to).
+      param_dtype: of the parameters (default: float32).
+      use_bias, use_scale: whether a bias is added, and the normalised inputs multiplied by a scale (default: True).
+      bias_init, scale_init: their initialisers.
+      reduction_axes: the axes over which statistics are taken (default: all but the first). Anything but None is Flax's
+        own computation.
+      axis_name, axis_index_groups: the axis of pmap or shard_map over whose devices statistics are combined, and the
+        groups within it. They are Flax's own computation.
+      use_fast_variance: of no effect in jaxconv's computation, whose variance is without cancellation either way.
+      force_float32_reductions: statistics in float32 for 16-bit inputs (default: True); False is Flax's computation.
+      activation: applied to the result, in the same call: None, a name or ("leaky_relu", slope) as for
+        `jaxconv.conv2d`, or JAX's function of that name (jax.nn.relu, ...).
+    """
+
+    activation: ToActivation = None
+
+    @nn.compact
+    def __call__(self, x: Array, *, mask: Array | None = None) -> Array:  # (N, ..., C) -> (N, ..., C)
+        """activation(normalised x). A mask is Flax's own computation."""
+        x = jnp.asarray(x)
+        groups = _flax.groups_of(self, x.shape[-1]) if x.ndim else None
+        if groups is None or not (self.force_float32_reductions and _flax.native_groupnorm(self, x, mask)):
+            return activate(_flax.activation_of(self), _flax_call(_GroupNorm, self, x, mask=mask))
+        shape = [x.shape[-1]]
+        scale = self.param("scale", self.scale_init, shape, self.param_dtype) if self.use_scale else None
+        bias = self.param("bias", self.bias_init, shape, self.param_dtype) if self.use_bias else None
+        dtype = canonicalize_dtype(*(a for a in (x, scale, bias) if a is not None), dtype=self.dtype)
+        return _flax.groupnorm(self, x, scale, bias, groups=groups, dtype=dtype)

@@ -1,4 +1,4 @@
-"""`flax.nnx`'s Conv, ConvTranspose, Linear, BatchNorm and max_pool on jaxconv's kernels.
+"""`flax.nnx`'s Conv, ConvTranspose, Linear, BatchNorm, GroupNorm and max_pool on jaxconv's kernels.
 
 A model changes by its import alone, and a checkpoint moves both ways: arguments, variables, initialisers, dtypes,
 defaults and the handling of state are Flax's, because the classes are subclasses of Flax's. What they add:
@@ -33,7 +33,7 @@ from jaxconv import _activation, _flax
 from jaxconv._activation import activate
 from jaxconv._types import Array, ToActivation
 
-__all__ = ["BatchNorm", "Conv", "ConvTranspose", "Linear", "max_pool"]
+__all__ = ["BatchNorm", "Conv", "ConvTranspose", "GroupNorm", "Linear", "max_pool"]
 
 max_pool = _flax.max_pool
 
@@ -91,6 +91,17 @@ class _BatchNormOptions(_Options, total=False):
     epsilon: float
     use_scale: bool
     scale_init: _Initializer
+    axis_name: str | None
+    axis_index_groups: Any
+    use_fast_variance: bool
+    scale_metadata: Mapping[str, Any]
+
+
+class _GroupNormOptions(_Options, total=False):
+    epsilon: float
+    use_scale: bool
+    scale_init: _Initializer
+    reduction_axes: _Sizes | None
     axis_name: str | None
     axis_index_groups: Any
     use_fast_variance: bool
@@ -322,5 +333,52 @@ class BatchNorm(nnx.BatchNorm):
         return y
 
 
-for _module in (Conv, ConvTranspose, Linear, BatchNorm):
+class GroupNorm(nnx.GroupNorm):
+    """`flax.nnx.GroupNorm` with an `activation`: y = f(normalised x * scale + bias).
+
+    Args:
+      num_features: number of channels.
+      num_groups: into how many groups the channels are cut (default: 32).
+      group_size: channels of a group, instead of num_groups, which is None then.
+      epsilon: added to the variance (default: 1e-6).
+      dtype: of the result (default: what inputs and parameters promote to).
+      param_dtype: of the parameters (default: float32).
+      use_bias, use_scale: whether a bias is added, and the normalised inputs multiplied by a scale (default: True).
+      bias_init, scale_init: their initialisers.
+      reduction_axes: the axes over which statistics are taken (default: all but the first). Anything but None is Flax's
+        own computation.
+      axis_name, axis_index_groups: the axis of pmap or shard_map over whose devices statistics are combined, and the
+        groups within it. They are Flax's own computation.
+      use_fast_variance: of no effect in jaxconv's computation, whose variance is without cancellation either way.
+      promote_dtype: a function that promotes (inputs, scale, bias) to the computation's dtype.
+      rngs: random number generators.
+      bias_metadata, scale_metadata: of the variables.
+      activation: applied to the result, in the same call: None, a name or ("leaky_relu", slope) as for
+        `jaxconv.conv2d`, or JAX's function of that name (jax.nn.relu, ...).
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        num_groups: int | None = 32,
+        group_size: int | None = None,
+        *,
+        activation: ToActivation = None,
+        **options: Unpack[_GroupNormOptions],
+    ):
+        super().__init__(num_features, num_groups, group_size, **options)
+        self.activation = _activation.parse("GroupNorm", activation)
+
+    def __call__(self, x: Array, *, mask: Array | None = None) -> Array:  # (N, ..., num_features), likewise
+        """activation(normalised x). A mask is Flax's own computation."""
+        channels = self.num_groups * self.group_size
+        # What is wrong is Flax's to say.
+        if not _flax.native_groupnorm(self, jnp.asarray(x), mask) or jnp.shape(x)[-1] != channels:
+            return activate(self.activation, super().__call__(x, mask=mask))
+        x, scale, bias = self.promote_dtype((x, _value(self.scale), _value(self.bias)), dtype=self.dtype)
+        dtype = canonicalize_dtype(*(a for a in (x, scale, bias) if a is not None), dtype=self.dtype)
+        return _flax.groupnorm(self, x, scale, bias, groups=self.num_groups, dtype=dtype)
+
+
+for _module in (Conv, ConvTranspose, Linear, BatchNorm, GroupNorm):
     _signature_of_flax(_module)

@@ -17,7 +17,7 @@ from jax import lax
 from jax.lax import conv_general_dilated, dot_general, reduce_window
 
 from jaxconv._activation import activate, activate_grad
-from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem, PoolProblem
+from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem, GroupNormProblem, PoolProblem
 
 
 def _like(shape: tuple[int, ...], operand: jax.Array, batch: bool) -> Any:
@@ -330,3 +330,66 @@ def max_pool_taken(p: PoolProblem, x: jax.Array, position: jax.Array) -> jax.Arr
     for tap, at in enumerate(np.ndindex(p.window)):
         y = y + jnp.where(position == tap, _tap(p, padded, at), jnp.zeros((), x.dtype))
     return y
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Group-norm. x is seen as (N, ..., G, C/G); statistics and arithmetic in float32 for 16-bit x.
+
+
+def grouped_shape(p: GroupNormProblem) -> tuple[int, ...]:
+    return (*p.x_shape[:-1], p.groups, p.group_channels)
+
+
+def grouped_axes(p: GroupNormProblem) -> tuple[int, ...]:
+    """The axes over which statistics are taken, of an array of `grouped_shape`."""
+    first = len(p.lead) + 1
+    return (*range(first, first + len(p.shape) - 2), first + len(p.shape) - 1)
+
+
+def of_groups(p: GroupNormProblem, a: jax.Array) -> jax.Array:
+    """a, (N, G), shaped to broadcast against `grouped_shape`."""
+    return a.reshape(*p.lead, p.images, *(1,) * (len(p.shape) - 2), p.groups, 1)
+
+
+def of_channels(p: GroupNormProblem, a: jax.Array) -> jax.Array:
+    """a, (C,), shaped to broadcast against `grouped_shape`."""
+    return a.reshape(*p.lead, *(1,) * (len(p.shape) - 1), p.groups, p.group_channels)
+
+
+def centred(p: GroupNormProblem, x: jax.Array, mean: jax.Array) -> jax.Array:
+    """x - mean, of `grouped_shape`, in the parameters' dtype."""
+    return x.astype(p.param_dtype).reshape(grouped_shape(p)) - of_groups(p, mean)
+
+
+def groupnorm(p: GroupNormProblem, x: jax.Array, scale: jax.Array, bias: jax.Array) -> list[jax.Array]:
+    """[y, mean, rstd]. Moments are taken about a sample of the group, as `batchnorm_moments`."""
+    axes, first, n = grouped_axes(p), len(p.lead) + 1, p.reduced
+    wide = x.astype(p.param_dtype).reshape(grouped_shape(p))
+    sample = tuple(slice(0, 1) if axis in axes else slice(None) for axis in range(first + len(p.shape)))
+    k = lax.stop_gradient(wide[sample])
+    d = wide - k
+    shift = jnp.sum(d, axes) / n
+    var = jnp.maximum(jnp.sum(d * d, axes) / n - shift * shift, 0)
+    rstd = lax.rsqrt(var + p.epsilon)
+    # k + shift is rounded; x - k is not, where the mean is large.
+    z = (d - of_groups(p, shift)) * (of_groups(p, rstd) * of_channels(p, scale)) + of_channels(p, bias)
+    y = activate(p.activation, z).reshape(p.x_shape).astype(x.dtype)
+    return [y, k.reshape(p.group_shape) + shift, rstd]
+
+
+def groupnorm_backward(p: GroupNormProblem, x, dy, scale, bias, mean, rstd) -> list[jax.Array]:
+    """[dscale, dbias, dx?]: the derivative of groupnorm's y, with z recomputed from x."""
+    axes, n = grouped_axes(p), p.reduced
+    lead = len(p.lead)
+    images = tuple(range(lead, lead + len(p.shape) - 1))
+    xhat = centred(p, x, mean) * of_groups(p, rstd)
+    dz = dy.astype(p.param_dtype).reshape(grouped_shape(p))
+    if p.activation.residual:
+        z = xhat * of_channels(p, scale) + of_channels(p, bias)
+        dz = activate_grad(p.activation, z if p.activation.residual == "z" else activate(p.activation, z), dz)
+    outs = [jnp.sum(dz * xhat, images).reshape(p.param_shape), jnp.sum(dz, images).reshape(p.param_shape)]
+    if p.want_dx:
+        g = dz * of_channels(p, scale)
+        mean_g, mean_gx = (of_groups(p, jnp.sum(a, axes) / n) for a in (g, g * xhat))
+        outs.append((of_groups(p, rstd) * (g - mean_g - xhat * mean_gx)).reshape(p.x_shape).astype(x.dtype))
+    return outs

@@ -66,6 +66,7 @@ def _programs() -> dict[str, tuple[str, Any, tuple[Any, ...]]]:
     conv, dense = functools.partial(jaxconv.conv2d, **native), functools.partial(jaxconv.dense, **native)
     norm = functools.partial(jaxconv.batchnorm, activation="relu", **native)
     pool = functools.partial(jaxconv.max_pool, window=(3, 2), stride=(2, 1), padding="SAME", **native)
+    group = functools.partial(jaxconv.groupnorm, groups=2, activation="silu", **native)
     # A GPU's kernels with statistics and with an addend take 16 bits and eights of channels.
     wide = "bfloat16" if PLATFORM == "cuda" else "float32"
     aligned = jnp.ones((2, 5, 6, 8), wide), jnp.ones((3, 3, 8, 16), wide)
@@ -116,6 +117,9 @@ def _programs() -> dict[str, tuple[str, Any, tuple[Any, ...]]]:
         "max_pool": ("max_pool", pool, (x,)),
         "max_pool_positions": ("max_pool", jax.grad(lambda x: pool(x).sum()), (x,)),
         "max_pool_backward": ("max_pool_backward", jax.grad(lambda x: pool(x).sum()), (x,)),
+        "groupnorm": ("groupnorm", group, (x, v, v)),
+        "groupnorm_instances": ("groupnorm", jax.vmap(group), (jnp.stack([x] * 3), *[jnp.ones((3, 4))] * 2)),
+        "groupnorm_backward": ("groupnorm_backward", jax.grad(lambda x: group(x, v, v).sum()), (x,)),
     }
 
 
@@ -135,9 +139,11 @@ _NAMES = {
     "batchnorm_backward": ("x dy scale bias mean rstd residual?", "dscale dbias dx? dresidual?"),
     "max_pool": ("x", "y position?"),
     "max_pool_backward": ("position dy", "dx"),  # of its operands those that the call is given
+    "groupnorm": ("x scale bias", "y mean rstd"),
+    "groupnorm_backward": ("x dy scale bias mean rstd", "dscale dbias dx?"),
 }
 # Ops younger than the first version of the wire
-YOUNGER = ("max_pool", "max_pool_backward")
+YOUNGER = ("conv_add", "max_pool", "max_pool_backward", "groupnorm", "groupnorm_backward")
 
 
 def _operand(p: Any, kernel: str, name: str) -> tuple[Shape, str]:
@@ -146,6 +152,9 @@ def _operand(p: Any, kernel: str, name: str) -> tuple[Shape, str]:
         return (p.x_shape, p.dtype) if name in ("x", "dy", "residual") else (p.param_shape, p.param_dtype)
     if kernel.startswith("max_pool"):
         return (p.x_shape if name == "x" else p.y_shape), "uint8" if name == "position" else p.dtype
+    if kernel.startswith("groupnorm"):
+        shapes = {"x": p.x_shape, "dy": p.x_shape, "mean": p.group_shape, "rstd": p.group_shape}
+        return shapes.get(name, p.param_shape), p.dtype if name in ("x", "dy") else p.param_dtype
     if kernel.startswith("conv"):
         shapes = {"x": p.x_shape, "c": p.x_shape, "w": p.w_shape, "dy": p.y_shape, "b": (p.out_channels,)}
         shapes["residual"] = p.y_shape

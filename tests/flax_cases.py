@@ -118,6 +118,30 @@ BATCHNORM = {
     "integers": ((4, 5, 5, 4), "int32", {}),
 }
 
+# The same; 12 channels.
+GROUPNORM = {
+    "plain": ((2, 5, 4, 12), "float32", dict(num_groups=4)),
+    "matrix": ((6, 12), "float32", dict(num_groups=3)),
+    "3d": ((2, 3, 2, 4, 12), "float32", dict(num_groups=2)),
+    "group_size": ((2, 5, 4, 12), "float32", dict(num_groups=None, group_size=6)),
+    "one_group": ((2, 5, 4, 12), "float32", dict(num_groups=1)),
+    "a_group_a_channel": ((2, 5, 4, 12), "float32", dict(num_groups=12)),
+    "no_scale": ((2, 5, 4, 12), "float32", dict(num_groups=4, use_scale=False)),
+    "no_bias": ((2, 5, 4, 12), "float32", dict(num_groups=4, use_bias=False)),
+    "neither": ((2, 5, 4, 12), "float32", dict(num_groups=4, use_scale=False, use_bias=False)),
+    "epsilon_two_pass": ((2, 5, 4, 12), "float32", dict(num_groups=4, epsilon=1e-2, use_fast_variance=False)),
+    "initialisers": (
+        (2, 5, 4, 12),
+        "float32",
+        dict(num_groups=4, scale_init=jax.nn.initializers.uniform(2.0), bias_init=jax.nn.initializers.normal(1.0)),
+    ),
+    "bfloat16": ((2, 5, 4, 12), "bfloat16", dict(num_groups=4, dtype=jnp.bfloat16)),
+    "bfloat16_x": ((2, 5, 4, 12), "bfloat16", dict(num_groups=4)),
+    "bfloat16_result": ((2, 5, 4, 12), "float32", dict(num_groups=4, dtype=jnp.bfloat16)),
+    "bfloat16_all": ((2, 5, 4, 12), "bfloat16", dict(num_groups=4, param_dtype=jnp.bfloat16)),
+    "axes_of_flax": ((2, 5, 4, 12), "float32", dict(num_groups=4, reduction_axes=(2, 3))),
+}
+
 
 def array(seed: int, shape: tuple[int, ...], dtype: str = "float32") -> jax.Array:
     values = np.random.default_rng(seed).standard_normal(shape)

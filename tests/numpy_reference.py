@@ -126,6 +126,38 @@ def batchnorm(
     return activate(activation, z), running_mean, running_var
 
 
+def groupnorm(
+    x: np.ndarray, scale: np.ndarray, bias: np.ndarray, *, groups: int, epsilon: float, activation: Any = None
+) -> np.ndarray:
+    _, z = _group_normalised(x, scale, bias, groups, epsilon)[:2]
+    return activate(activation, z)
+
+
+def groupnorm_gradients(
+    x: np.ndarray, scale: np.ndarray, bias: np.ndarray, dy: np.ndarray, *, groups: int, epsilon: float, activation: Any
+) -> dict[str, np.ndarray]:
+    """Those of x, scale and bias."""
+    xhat, z, rstd = _group_normalised(x, scale, bias, groups, epsilon)
+    dz = dy * slope(activation, z)
+    images = tuple(range(x.ndim - 1))
+
+    def mean(a: np.ndarray) -> np.ndarray:  # of each image's groups
+        grouped = a.reshape(x.shape[0], -1, groups, x.shape[-1] // groups)
+        return np.broadcast_to(grouped.mean((1, 3), keepdims=True), grouped.shape).reshape(x.shape)
+
+    g = scale * dz
+    return {"x": rstd * (g - mean(g) - xhat * mean(g * xhat)), "scale": (dz * xhat).sum(images), "bias": dz.sum(images)}
+
+
+def _group_normalised(x: Any, scale: Any, bias: Any, groups: int, epsilon: float) -> tuple[Any, Any, Any]:
+    """(xhat, z, rstd), each of x's shape."""
+    grouped = x.reshape(x.shape[0], -1, groups, x.shape[-1] // groups)
+    centred = grouped - grouped.mean((1, 3), keepdims=True)
+    rstd = 1 / np.sqrt((centred**2).mean((1, 3), keepdims=True) + epsilon)
+    xhat = (centred * rstd).reshape(x.shape)
+    return xhat, xhat * scale + bias, np.broadcast_to(rstd, grouped.shape).reshape(x.shape)
+
+
 def numerical_gradient(f: Any, value: np.ndarray, step: float = 1e-4) -> np.ndarray:
     """d f(value) / d value, entry by entry, by central differences of a scalar function in float64.
 

@@ -30,12 +30,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxconv import _op, _plan, _problem
+from jaxconv import _activation, _op, _plan, _problem
 from jaxconv._plan import conv, dense, depthwise, domain, sm90
-from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem, PoolProblem
+from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem, GroupNormProblem, PoolProblem
 from jaxconv.batchnorm import backward, infer, train
 from jaxconv.conv import conv_add, conv_kernel, dgrad, dgrad_add, fprop, statistics, wgrad
 from jaxconv.dense import dense_kernel, matmul
+from jaxconv.groupnorm import backward as group_backward
+from jaxconv.groupnorm import norm as group_norm
 from jaxconv.pool import backward as pool_backward
 from jaxconv.pool import kernel as pool_kernel
 
@@ -221,6 +223,22 @@ POOLS = (
     ((2, 65, 8), 5, {"stride": 3}),
     ((2, 5, 6, 7, 8), (2, 3, 4), {"stride": (1, 2, 3), "dilation": (2, 1, 2)}),
 )
+
+
+def groupnorm_calls(dtype: str, algorithm: str, shape: tuple[int, ...], groups: int, activation: str) -> list[Call]:
+    x, param, statistic = (shape, dtype), (shape[-1:], "float32"), ((shape[0], groups), "float32")
+    p = GroupNormProblem(
+        "groupnorm", dtype, shape, groups, 1e-5, _activation.parse("", activation), algorithm=algorithm
+    )
+    return [
+        (group_norm, p, [x, param, param]),
+        (group_backward, p, [x, x, param, param, statistic, statistic]),
+        (group_backward, dataclasses.replace(p, want_dx=False), [x, x, param, param, statistic, statistic]),
+    ]
+
+
+# shape, groups: those that straddle vectors; whose channels no vector divides; several tiles of a pixel; several items.
+GROUPNORMS = (((6, 5, 5, 32), 8), ((6, 7, 7, 5), 5), ((2, 3, 2, 2320), 4), ((40, 33, 17, 64), 32))
 BATCHNORMS = (((6, 5, 5, 16), -1), ((6, 16, 8, 8), 1), ((6, 7, 7, 5), -1), ((6, 5, 7, 7), 1), ((130, 9, 9, 24), -1))
 DENSES = ((128, 64, 256), (72, 64, 136), (5, 7, 3), (16, 2048, 24), (200, 72, 264), (64, 1024, 136))
 
@@ -240,6 +258,9 @@ def cases(op: str, algorithm: str, dtype: str) -> Iterator[tuple[str, list[Call]
     elif op == "pool":
         for shape, window, options in POOLS:
             yield f"{shape} {window}", pool_calls(dtype, algorithm, shape, window, options)
+    elif op == "groupnorm":
+        for (shape, groups), activation in itertools.product(GROUPNORMS, ("silu", "gelu")):
+            yield f"{shape} {groups} {activation}", groupnorm_calls(dtype, algorithm, shape, groups, activation)
     else:
         for shape, fused in itertools.product(BATCHNORMS, (False, True)):
             yield f"{shape} {'fused' if fused else 'bare'}", batchnorm_calls(dtype, algorithm, *shape, fused)
@@ -259,6 +280,7 @@ KERNELS = {
     "dense": [*members("sm90", (*(kernel for kernel, _ in sm90.PRODUCTS), "rows")), "gemm"],
     "batchnorm": list(_problem.BATCHNORM_ALGORITHMS),
     "pool": list(_problem.POOL_ALGORITHMS),
+    "groupnorm": list(_problem.GROUPNORM_ALGORITHMS),
 }
 PARTS = [
     f"{op}/{kernel}/{dtype}" for op, kernels in KERNELS.items() for kernel, dtype in itertools.product(kernels, DTYPES)

@@ -166,6 +166,10 @@ def _norm(implementation: str, x: Any, scale: Any, bias: Any) -> Any:
     )[0]
 
 
+def _group(implementation: str, x: Any, scale: Any, bias: Any) -> Any:
+    return jaxconv.groupnorm(x, scale, bias, groups=2, activation="tanh", implementation=implementation)
+
+
 def _fused(function: Any, activation: str, implementation: str, *args: Any) -> Any:
     return function(*args, activation=activation, precision="highest", implementation=implementation)
 
@@ -177,6 +181,7 @@ FUNCTIONS = {
     "conv_transpose": (functools.partial(_fused, jaxconv.conv_transpose2d, "tanh"), ((2, 5, 5, 3), (3, 3, 3, 4), (4,))),
     "dense": (functools.partial(_fused, jaxconv.dense, "gelu"), ((5, 7), (7, 4), (4,))),
     "batchnorm": (_norm, ((6, 5, 4), (4,), (4,))),
+    "groupnorm": (_group, ((3, 5, 4), (4,), (4,))),
 }
 
 
@@ -466,6 +471,7 @@ JETS = {
     "dense": lambda x, w, v, **o: jaxconv.dense(x, w[0, 0], v, **o),
     "batchnorm": lambda x, w, v, **o: jaxconv.batchnorm(x, v, v, v, v * v, training=True, **o)[0],
     "batchnorm_inference": lambda x, w, v, **o: jaxconv.batchnorm(x, v, v, v, v * v, training=False, **o)[0],
+    "groupnorm": lambda x, w, v, **o: jaxconv.groupnorm(x, v, v * v, groups=1, **o),
     "conv_batchnorm": lambda x, w, v, **o: jaxconv.conv_batchnorm(x, w, v, v, v, v * v, training=True, **o)[0],
 }
 

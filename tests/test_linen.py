@@ -117,6 +117,19 @@ def test_batchnorm_masks_statistics_as_flax():
     compare(*both("BatchNorm", use_running_average=False), array(0, (4, 5, 5, 4)), mask=keep)
 
 
+@pytest.mark.parametrize("case", flax_cases.GROUPNORM)
+def test_groupnorm_is_flax_groupnorm(case):
+    shape, dtype, arguments = flax_cases.GROUPNORM[case]
+    compare(*both("GroupNorm", **arguments), array(0, shape, dtype))
+
+
+def test_groupnorm_masks_statistics_as_flax():
+    keep = np.arange(5)[None, :, None, None] < 3
+    keep = np.broadcast_to(keep, (2, 5, 4, 12))
+    compare(*both("GroupNorm", num_groups=4, force_float32_reductions=False), array(0, (2, 5, 4, 12)))
+    compare(*both("GroupNorm", num_groups=4), array(0, (2, 5, 4, 12)), mask=jnp.asarray(keep))
+
+
 @pytest.mark.skipif(jax.device_count() < 4, reason="shares statistics among four devices")
 @pytest.mark.parametrize("groups", (None, [[0, 1], [2, 3]]), ids=("all", "groups"))
 def test_batchnorm_shares_statistics_over_a_named_axis_as_flax(groups):
@@ -186,8 +199,13 @@ def test_initial_values_are_those_of_flax(name, arguments, shape):
         ("Dense", (6, 4), dict(features=8)),
         ("BatchNorm", (4, 5, 5, 4), dict(use_running_average=False)),
         ("BatchNorm", (4, 5, 5, 4), dict(use_running_average=True)),
+        ("GroupNorm", (2, 5, 5, 8), dict(num_groups=2)),
+        ("GroupNorm", (2, 5, 5, 8), dict(num_groups=2, reduction_axes=(2, 3))),
     ),
-    ids=("conv", "conv_dilated", "transpose", "transpose_circular", "dense", "train", "inference"),
+    ids=(
+        *("conv", "conv_dilated", "transpose", "transpose_circular", "dense", "train", "inference"),
+        *("groupnorm", "groupnorm_axes"),
+    ),
 )
 def test_activation_is_flax_followed_by_it(name, shape, arguments, activation):
     ours, flax = getattr(jn, name)(activation=activation, **arguments), getattr(nn, name)(**arguments)
@@ -230,6 +248,8 @@ def test_batchnorm_residual_is_added_before_the_activation(axis, average):
         (jn.BatchNorm(False, activation="relu"), (2, 8, 8, 4), "jaxconv_batchnorm_train"),
         (jn.BatchNorm(False, dtype=jnp.bfloat16), (2, 8, 8, 4), "jaxconv_batchnorm_train"),
         (jn.BatchNorm(True), (2, 8, 8, 4), "jaxconv_batchnorm_infer"),
+        (jn.GroupNorm(2, activation="silu"), (2, 8, 8, 4), "jaxconv_groupnorm"),
+        (jn.GroupNorm(None, 2, dtype=jnp.bfloat16), (2, 8, 8, 4), "jaxconv_groupnorm"),
     ),
 )
 def test_one_kernel_computes_the_layer(module, shape, expected):
@@ -337,6 +357,8 @@ def test_parameters_carry_their_metadata():
         ("Conv", dict(features=FEATURES, kernel_size=(3, 3), conv_general_dilated=jax.lax.conv_general_dilated)),
         ("BatchNorm", dict(use_running_average=True)),
         ("BatchNorm", dict(use_running_average=True, axis=(1, 3))),
+        ("GroupNorm", dict(num_groups=2)),
+        ("GroupNorm", dict(num_groups=2, reduction_axes=(2, 3))),
     ),
 )
 def test_intermediates_are_captured_once(name, arguments):
@@ -408,10 +430,17 @@ def test_functions_of_the_user_are_called():
         ("BatchNorm", {}, (4, 5, 4)),
         ("BatchNorm", dict(use_running_average=False, dtype=jnp.int32), (4, 5, 4)),
         ("BatchNorm", dict(use_running_average=False, axis=3), (4, 5, 4)),
+        ("GroupNorm", {}, (4, 5, 4)),
+        ("GroupNorm", dict(num_groups=2, group_size=2), (4, 5, 4)),
+        ("GroupNorm", dict(num_groups=None), (4, 5, 4)),
+        ("GroupNorm", dict(num_groups=None, group_size=3), (4, 5, 4)),
+        ("GroupNorm", dict(num_groups=2.0), (4, 5, 4)),
+        ("GroupNorm", dict(num_groups=2, reduction_axes=(1,)), (4, 5, 4)),
+        ("GroupNorm", dict(num_groups=2, dtype=jnp.int32), (4, 5, 4)),
     ),
 )
 def test_what_flax_refuses_is_refused_with_the_same_kind_of_error(name, arguments, shape):
-    if name != "BatchNorm":
+    if name not in ("BatchNorm", "GroupNorm"):
         arguments = dict(arguments, features=FEATURES)
     x = array(0, shape)
     with pytest.raises(Exception) as flax_error:

@@ -97,6 +97,12 @@ def test_batchnorm_is_flax_batchnorm(case, average):
     compare(*both("BatchNorm", 4, use_running_average=average, **arguments), array(0, shape, dtype))
 
 
+@pytest.mark.parametrize("case", [case for case in flax_cases.GROUPNORM if case not in ("matrix", "3d")])
+def test_groupnorm_is_flax_groupnorm(case):
+    shape, dtype, arguments = flax_cases.GROUPNORM[case]
+    compare(*both("GroupNorm", 12, **arguments), array(0, shape, dtype))
+
+
 def test_batchnorm_masks_statistics_as_flax():
     keep = np.broadcast_to(np.arange(4)[:, None, None, None] < 3, (4, 5, 5, 4))
     compare(*both("BatchNorm", 4), array(0, (4, 5, 5, 4)), mask=keep)
@@ -146,6 +152,8 @@ def test_batchnorm_takes_use_running_average_in_the_constructor_the_call_and_the
         ("Linear", (4, 8), dict(preferred_element_type=jnp.float32), (6, 4)),
         ("BatchNorm", (4,), {}, (4, 5, 5, 4)),
         ("BatchNorm", (4,), dict(use_running_average=True), (4, 5, 5, 4)),
+        ("GroupNorm", (4, 2), {}, (4, 5, 5, 4)),
+        ("GroupNorm", (4, None, 4), dict(reduction_axes=(2, 3)), (4, 5, 5, 4)),
     ),
 )
 def test_activation_is_flax_followed_by_it(name, args, arguments, shape):
@@ -171,6 +179,7 @@ def test_batchnorm_residual_is_added_before_the_activation(average):
         ("ConvTranspose", (4, 8, (3, 3)), (2, 8, 8, 4), "jaxconv_conv_dgrad"),
         ("Linear", (4, 8), (6, 4), "jaxconv_dense"),
         ("BatchNorm", (4,), (2, 8, 8, 4), "jaxconv_batchnorm_train"),
+        ("GroupNorm", (4, 2), (2, 8, 8, 4), "jaxconv_groupnorm"),
     ),
 )
 def test_one_kernel_computes_the_layer(name, args, shape, expected):
@@ -288,6 +297,9 @@ def test_functions_of_the_user_are_called():
         ("Linear", (3, 8), {}, (2, 4)),
         ("BatchNorm", (3,), {}, (2, 5, 4)),
         ("BatchNorm", (3,), dict(use_running_average=True), (2, 5, 4)),
+        ("GroupNorm", (4,), {}, (2, 5, 4)),
+        ("GroupNorm", (4, None, 3), {}, (2, 5, 4)),
+        ("GroupNorm", (6, 2), {}, (2, 5, 4)),
     ),
 )
 def test_what_flax_refuses_is_refused_with_the_same_kind_of_error(name, args, arguments, shape):

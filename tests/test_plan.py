@@ -25,9 +25,11 @@ from jaxconv._problem import (
     BATCHNORM_ALGORITHMS,
     CONV_ALGORITHMS,
     DENSE_ALGORITHMS,
+    GROUPNORM_ALGORITHMS,
     BatchNormProblem,
     ConvProblem,
     DenseProblem,
+    GroupNormProblem,
 )
 
 H200 = Device("cuda", "NVIDIA H200", (9, 0), 132)
@@ -43,9 +45,10 @@ DEVICES = {
 PAIR = (lax.Precision.DEFAULT,) * 2
 CONV_OPS = ("conv", "conv_fprop", "conv_dgrad", "conv_wgrad")
 DENSE_OPS = ("dense", "matmul")
+GROUP_OPS = ("groupnorm", "groupnorm_backward")
 NORM_OPS = ("batchnorm_train", "batchnorm_infer", "batchnorm_backward")
 ALGORITHMS = {**dict.fromkeys(CONV_OPS, CONV_ALGORITHMS), **dict.fromkeys(DENSE_OPS, DENSE_ALGORITHMS)}
-ALGORITHMS |= dict.fromkeys(NORM_OPS, BATCHNORM_ALGORITHMS)
+ALGORITHMS |= {**dict.fromkeys(NORM_OPS, BATCHNORM_ALGORITHMS), **dict.fromkeys(GROUP_OPS, GROUPNORM_ALGORITHMS)}
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -81,6 +84,10 @@ def problems() -> list[tuple[str, object]]:
                 shape = case.x_shape(last)
                 norm = BatchNormProblem("batchnorm", dtype, shape, axis, True, 0.9, 1e-5, Activation("relu"))
                 made += itertools.product(NORM_OPS, [norm, dataclasses.replace(norm, batch=3)])
+        for shape, groups in (((64, 64, 64, 128), 32), ((2, 9, 7, 6), 3), ((8, 1000, 320), 32), ((5, 2048), 1)):
+            group = GroupNormProblem("groupnorm", dtype, shape, groups, 1e-5, Activation("silu"))
+            bare = dataclasses.replace(group, activation=Activation())
+            made += itertools.product(GROUP_OPS, [group, bare, dataclasses.replace(group, batch=3)])
         for case in DENSE:
             product = DenseProblem("dense", dtype, case.m, case.k, case.n, PAIR, bias="column")
             many = dataclasses.replace(product, batch=4, batched=("x",), trans_w=True)
@@ -271,6 +278,7 @@ def test_without_cuda_code_a_gpu_gets_xla_and_the_reason(monkeypatch):
         ("conv", {"conv", "conv_fprop", "conv_dgrad", "conv_wgrad"}),
         ("dense", {"dense", "matmul"}),
         ("batchnorm", set(NORM_OPS)),
+        ("groupnorm", set(GROUP_OPS)),
         ("conv_wgrad", {"conv_wgrad"}),
         (" dense , batchnorm", {"dense", "matmul", *NORM_OPS}),
         ("all", set(_plan.OPS)),

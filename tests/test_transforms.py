@@ -37,6 +37,10 @@ def infer(x: Any, scale: Any, bias: Any) -> Any:
     return jaxconv.batchnorm(x, scale, bias, bias, jnp.ones_like(scale), training=False, implementation="native")[0]
 
 
+def group(x: Any, scale: Any, bias: Any) -> Any:
+    return jaxconv.groupnorm(x, scale, bias, groups=2, activation="relu", implementation="native")
+
+
 # name: (f, shapes of its arguments without the mapped axis)
 OPS: dict[str, tuple[Any, tuple[tuple[int, ...], ...]]] = {
     "conv": (functools.partial(conv, stride=2), ((2, 5, 5, 4), (3, 3, 4, 6))),
@@ -55,6 +59,7 @@ OPS: dict[str, tuple[Any, tuple[tuple[int, ...], ...]]] = {
     "batchnorm": (norm, ((6, 3, 4), (4,), (4,))),
     "batchnorm_first": (functools.partial(norm, channel_axis=1), ((6, 4, 3), (4,), (4,))),
     "batchnorm_inference": (infer, ((6, 3, 4), (4,), (4,))),
+    "groupnorm": (group, ((3, 5, 4), (4,), (4,))),
 }
 BATCH = 3
 
@@ -109,7 +114,7 @@ def test_vmap_is_one_call_and_equals_a_loop(name, which):
     args = arguments(name, in_axes)
     mapped = jax.vmap(f, in_axes)
     assert sum(calls(mapped, *args).values()) == 1
-    assert_same(jax.jit(mapped)(*args), looped(f, in_axes, args), exact="batchnorm" not in name)
+    assert_same(jax.jit(mapped)(*args), looped(f, in_axes, args), exact="norm" not in name)
 
 
 @pytest.mark.parametrize(("name", "which"), MAPPED, ids=str)
@@ -126,7 +131,7 @@ def test_vmap_of_the_gradient_has_no_more_calls_than_the_gradient(name, which):
     alone = [a if axis is None else jnp.take(a, 0, axis) for a, axis in zip(args, in_axes, strict=True)]
     if name != "batchnorm_inference":  # its gradient is a formula that XLA fuses, without a call
         assert sum(calls(mapped, *args).values()) == sum(calls(gradient, *alone).values())
-    assert_same(jax.jit(mapped)(*args), looped(gradient, in_axes, args), exact="batchnorm" not in name)
+    assert_same(jax.jit(mapped)(*args), looped(gradient, in_axes, args), exact="norm" not in name)
 
 
 @pytest.mark.parametrize("in_axes", [(1, 2), (4, 0), (None, 4), (2, None)], ids=str)
@@ -184,7 +189,7 @@ def test_gradient_of_vmap_equals_vmap_of_gradient(name):
         return lambda *args: sum((leaf**2).sum() for leaf in jax.tree.leaves(f(*args)))
 
     of_vmap = jax.jit(jax.grad(loss(jax.vmap(f)), wrt))(*args)
-    assert_same(of_vmap, jax.jit(jax.vmap(jax.grad(loss(f), wrt)))(*args), exact="batchnorm" not in name)
+    assert_same(of_vmap, jax.jit(jax.vmap(jax.grad(loss(f), wrt)))(*args), exact="norm" not in name)
 
 
 def test_vmap_of_a_shared_filters_gradient_gives_one_gradient_per_image():
@@ -207,7 +212,7 @@ def test_eager_equals_jit(name, implementation):
     if isinstance(f, functools.partial) and "implementation" in f.keywords:
         f = functools.partial(f, implementation=implementation)
     args = [ints(*shape, seed=i) for i, shape in enumerate(shapes)]
-    assert_same(f(*args), jax.jit(f)(*args), exact="batchnorm" not in name)
+    assert_same(f(*args), jax.jit(f)(*args), exact="norm" not in name)
     if name == "conv_relu" and implementation == "native":
         assert same_bits(f(*args), jax.jit(f)(*args))
 

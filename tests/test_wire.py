@@ -50,6 +50,8 @@ def example(name: str) -> tuple[Any, tuple[Any, ...]]:
         "batchnorm_backward": (jax.grad(lambda x: norm(x, v, v, v, v, training=True)[0].sum()), (x,)),
         "max_pool": (functools.partial(jaxconv.max_pool, window=2, **native), (x,)),
         "max_pool_backward": (jax.grad(lambda x: jaxconv.max_pool(x, 2, **native).sum()), (x,)),
+        "groupnorm": (functools.partial(jaxconv.groupnorm, groups=2, activation="silu", **native), (x, v, v)),
+        "groupnorm_backward": (jax.grad(lambda x: jaxconv.groupnorm(x, v, v, groups=2, **native).sum()), (x,)),
     }[name]
 
 
@@ -94,6 +96,7 @@ POOL = {
     "dims_channels_last": "i64",
     "save": "i64",
 }
+GROUP = {"groups": "i64", "batched": "i64", "epsilon": "f64", "activation": "string", "slope": "f64"}
 PLAN = {"kernel": "string", "tile": "string", "splits": "i64", "chunk": "i64"}
 # The wire format. A change here is a change of ffi/wire.h and needs a new version in the target's name: exported
 # programs hold these.
@@ -112,6 +115,8 @@ FORMAT = {
     "batchnorm_backward": {"norm": NORM, "want_dx": "i64", "want_dresidual": "i64", "plan": PLAN},
     "max_pool": {"pool": POOL, "plan": PLAN},
     "max_pool_backward": {"pool": POOL, "plan": PLAN},
+    "groupnorm": {"norm": GROUP, "plan": PLAN},
+    "groupnorm_backward": {"norm": GROUP, "want_dx": "i64", "plan": PLAN},
 }
 
 
@@ -217,6 +222,8 @@ BAD_CALLS = {
     "groups_that_do_not_fit": ("conv_fprop", {"window.groups": np.int64(2)}, "extents disagree"),
     "too_few_dimensions": ("conv_fprop", {"window.stride": np.array([1])}, "ranks disagree"),
     "missing_preactivation": ("conv", {"epilogue.save_preactivation": np.int64(1)}, "results, expected"),
+    "groups_of_none": ("groupnorm", {"norm.groups": np.int64(0)}, "groups=0"),
+    "groups_that_do_not_divide": ("groupnorm", {"norm.groups": np.int64(3)}, "groups=3"),
     "channel_axis_out_of_range": ("batchnorm_infer", {"norm.channel_axis": np.int64(7)}, "channel axis 7"),
     "float_for_an_int": ("conv_fprop", {"window.groups": np.float64(1)}, "expected S64 but got F64"),
     "float32_for_a_float64": ("matmul", {"product.alpha": np.float32(1)}, "expected F64 but got F32"),

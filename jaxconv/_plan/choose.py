@@ -14,16 +14,18 @@ import os
 from typing import Any
 
 from jaxconv import _native
-from jaxconv._plan import batchnorm, conv, dense, domain, measured, model, pool, stem, tuned
+from jaxconv._plan import batchnorm, conv, dense, domain, groupnorm, measured, model, pool, stem, tuned
 from jaxconv._plan.plan import Candidate, Device, Plan, Problem, itemsize, known
 from jaxconv._problem import (
     BATCHNORM_ALGORITHMS,
     DENSE_ALGORITHMS,
+    GROUPNORM_ALGORITHMS,
     POOL_ALGORITHMS,
     BatchNormProblem,
     ConvBatchNormProblem,
     ConvProblem,
     DenseProblem,
+    GroupNormProblem,
     PoolProblem,
 )
 
@@ -43,11 +45,13 @@ OPS = {
     "batchnorm_backward": "batchnorm",
     "max_pool": "pool",
     "max_pool_backward": "pool",
+    "groupnorm": "groupnorm",
+    "groupnorm_backward": "groupnorm",
 }
 
 
 def disabled(op: str) -> bool:
-    """Whether JAXCONV_DISABLE (a comma-separated list of conv, dense, batchnorm, pool, or all) names the op."""
+    """Whether JAXCONV_DISABLE (several of conv, dense, batchnorm, groupnorm, pool with commas, or all) names the op."""
     names = {name.strip() for name in os.environ.get("JAXCONV_DISABLE", "").split(",")}
     return bool(names & {OPS[op], op, "all"})
 
@@ -112,7 +116,8 @@ def _tuned(op: str, problem: Problem, device: Device) -> Plan | None:
 def _best_native(op: str, problem: Problem, device: Device) -> Plan:
     """The kernel that was measured, or is predicted, to be the fastest; where nothing is known the ladder's first."""
     asked = "implementation='native' was asked for"
-    best, candidates, why = _weighed(op, problem, device) if device.platform == "cuda" else (None, (), "")
+    weighs = device.platform == "cuda" and not isinstance(problem, GroupNormProblem)
+    best, candidates, why = _weighed(op, problem, device) if weighs else (None, (), "")
     if best is not None:
         return dataclasses.replace(best.plan, reason=f"{asked}; {why}", candidates=candidates)
     return _forced(op, _ladder(op, problem, device), problem, device, asked)
@@ -295,6 +300,8 @@ def made(op: str, algorithm: str, problem: Problem, device: Device) -> Plan | st
         return batchnorm.made(op, algorithm, problem, device)
     if isinstance(problem, PoolProblem):
         return pool.made(algorithm, problem, device)
+    if isinstance(problem, GroupNormProblem):
+        return groupnorm.made(op, algorithm, problem, device)
     return dense.made(algorithm, problem, device)
 
 
@@ -315,6 +322,8 @@ def _ladder(op: str, problem: Problem, device: Device) -> str:
         whole = problem.inner == 1 or domain.batchnorm_vector(problem) > 1
         resident = ("resident_block", "resident_team") if whole else ("resident_team", "resident_block")
         return next((a for a in resident if supports(op, a, problem, device) is None), "two_read")
+    if isinstance(problem, GroupNormProblem):
+        return "two_read" if device.platform == "cpu" else groupnorm.wanted(op, problem)
     if op == "conv_statistics" and device.platform == "cuda":
         return "sm90"
     if problem.depthwise and problem.groups > 1:
@@ -337,6 +346,10 @@ def _fastest(op: str, problem: Problem, device: Device) -> Plan:
         algorithm, reason = _fastest_on_cpu(op, problem)
         plan = made(op, algorithm, problem, device) if algorithm else None
         return dataclasses.replace(plan, reason=reason) if isinstance(plan, Plan) else Plan("xla", reason)
+    if isinstance(problem, GroupNormProblem):  # none was measured
+        algorithm, reason = groupnorm.default(op, problem)
+        plan = made(op, algorithm, problem, device) if algorithm else reason
+        return dataclasses.replace(plan, reason=reason) if isinstance(plan, Plan) else Plan("xla", plan)
     best, candidates, why = _weighed(op, problem, device, _safe(op, problem, every(op, problem, device)))
     if isinstance(problem, BatchNormProblem) and problem.activation.name == "none" and not problem.residual:
         # Alone the native kernel may win; in a model XLA joins its normalisation with the add or activation behind it
@@ -472,10 +485,11 @@ def every(op: str, problem: Problem, device: Device) -> list[Plan]:
         return []
     if isinstance(problem, ConvProblem):
         return list(conv.every(op, problem, device))
+    algorithms: tuple[str, ...] = DENSE_ALGORITHMS
     if isinstance(problem, PoolProblem):
-        algorithms: tuple[str, ...] = POOL_ALGORITHMS
-    else:
-        algorithms = BATCHNORM_ALGORITHMS if isinstance(problem, BatchNormProblem) else DENSE_ALGORITHMS
+        algorithms = POOL_ALGORITHMS
+    elif isinstance(problem, BatchNormProblem | GroupNormProblem):
+        algorithms = BATCHNORM_ALGORITHMS if isinstance(problem, BatchNormProblem) else GROUPNORM_ALGORITHMS
     plans = (made(op, algorithm, problem, device) for algorithm in algorithms)
     return [plan for plan in plans if isinstance(plan, Plan)]
 
@@ -486,7 +500,7 @@ def tiles(op: str, problem: Problem, device: Device) -> list[Plan]:
         return []
     if isinstance(problem, DenseProblem):
         return list(dense.every(problem, device))
-    if isinstance(problem, (BatchNormProblem, PoolProblem)) or device.platform != "cuda":
+    if isinstance(problem, BatchNormProblem | GroupNormProblem | PoolProblem) or device.platform != "cuda":
         return every(op, problem, device)
     specs: dict[str, None] = {}
     for family, module in conv.FAMILIES.items():

@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxconv import _native
 from jaxconv._plan.plan import Device, Plan
-from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem, PoolProblem
+from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem, GroupNormProblem, PoolProblem
 
 
 def capability(device: Device) -> tuple[int, int]:
@@ -158,3 +158,28 @@ def pool_refusal(plan: Plan, p: PoolProblem) -> str | None:
 def pool_vector(p: PoolProblem) -> int:
     """Elements in an access of its kernels."""
     return _native.cpu.pool_vector(_pool(p))
+
+
+@functools.lru_cache(maxsize=4096)
+def _groupnorm(p: GroupNormProblem) -> Any:
+    return _native.cpu.GroupNormProblem(p.batch or 1, p.images, p.pixels, p.channels, p.groups, p.dtype)
+
+
+def groupnorm_refusal(plan: Plan, p: GroupNormProblem) -> str | None:
+    """conv_refusal of a group-norm, on any device."""
+    return _native.cpu.groupnorm_refusal(_groupnorm(p), plan.kernel, plan.tile, plan.splits, plan.chunk) or None
+
+
+def groupnorm_workspace(op: str, plan: Plan, p: GroupNormProblem) -> int:
+    """Bytes."""
+    return _native.cpu.groupnorm_workspace(op, _groupnorm(p), plan.kernel, plan.tile, plan.splits, plan.chunk)
+
+
+def groupnorm_vector(p: GroupNormProblem) -> int:
+    """Elements in an access of its kernels."""
+    return _native.cpu.groupnorm_vector(_groupnorm(p))
+
+
+def groupnorm_rows(p: GroupNormProblem) -> int:
+    """Pixels that a block takes in a step."""
+    return _native.cpu.groupnorm_rows(_groupnorm(p))

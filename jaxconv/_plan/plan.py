@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem, PoolProblem
+from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem, GroupNormProblem, PoolProblem
 
-Problem = ConvProblem | DenseProblem | BatchNormProblem | PoolProblem
+Problem = ConvProblem | DenseProblem | BatchNormProblem | GroupNormProblem | PoolProblem
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,7 @@ settled; nothing below re-derives them. Problems are frozen and hashable: they a
 from jaxconv._problem.batchnorm import BATCHNORM_ALGORITHMS, BatchNormAlgorithm, BatchNormProblem
 from jaxconv._problem.conv import CONV_ALGORITHMS, ConvAlgorithm, ConvBatchNormProblem, ConvProblem
 from jaxconv._problem.dense import DENSE_ALGORITHMS, DenseAlgorithm, DenseProblem
+from jaxconv._problem.groupnorm import GROUPNORM_ALGORITHMS, GroupNormAlgorithm, GroupNormProblem
 from jaxconv._problem.parse import (
     CHANNELS_FIRST,
     CHANNELS_LAST,
@@ -40,6 +41,7 @@ __all__ = [
     "CONV_ALGORITHMS",
     "DENSE_ALGORITHMS",
     "DTYPES",
+    "GROUPNORM_ALGORITHMS",
     "IMPLEMENTATIONS",
     "POOL_ALGORITHMS",
     "BatchNormAlgorithm",
@@ -49,6 +51,8 @@ __all__ = [
     "ConvProblem",
     "DenseAlgorithm",
     "DenseProblem",
+    "GroupNormAlgorithm",
+    "GroupNormProblem",
     "Implementation",
     "Pair",
     "PoolAlgorithm",

@@ -1,0 +1,109 @@
+// The two group-norm launchers of common/launch.h: what is refused, and how blocks cover the problem.
+#include "cuda/groupnorm/groupnorm.h"
+
+#include <algorithm>
+#include <initializer_list>
+#include <string>
+
+#include "common/launch.h"
+#include "cuda/core/describe.h"
+#include "cuda/groupnorm/domain.h"
+
+namespace jaxconv::cuda {
+namespace {
+
+bool Aligned16(std::initializer_list<const void*> pointers) {
+  return std::all_of(pointers.begin(), pointers.end(),
+                     [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; });
+}
+
+Status Confirm(GroupNormOp op, const GroupNormProblem& p, const Plan& plan,
+               const Workspace& workspace, const std::string& what) {
+  const std::string refusal = GroupNormRefusal(p, plan);
+  if (!refusal.empty()) return Status::Unimplemented(what + ": " + refusal);
+  const int64_t needed = GroupNormWorkspace(op, p, plan);
+  if (needed == 0) return Status::Ok();
+  if (workspace.bytes >= needed && workspace.data != nullptr && Aligned16({workspace.data}))
+    return Status::Ok();
+  return Status::Invalid(what + ": needs a workspace of " + std::to_string(needed) +
+                         " bytes, given " + std::to_string(workspace.bytes));
+}
+
+groupnorm::Walk MakeWalk(const GroupNormProblem& p, const Plan& plan, bool vectors) {
+  const groupnorm::Lanes lanes = groupnorm::LanesOf(p.channels, vectors ? groupnorm::Vector(p) : 1);
+  groupnorm::Walk w = {};
+  w.images = p.batch * p.images;
+  w.per_instance = static_cast<uint32_t>(p.images);
+  w.pixels = static_cast<uint32_t>(p.pixels);
+  w.chunk = static_cast<uint32_t>(CeilDivide(p.pixels, plan.splits));
+  w.splits = static_cast<uint32_t>(plan.splits);
+  w.lead = static_cast<uint32_t>(std::min(plan.chunk, w.images * plan.splits));
+  w.channels = static_cast<int>(p.channels);
+  w.groups = static_cast<int>(p.groups);
+  w.group_channels = static_cast<int>(p.group_channels());
+  w.row = static_cast<int>(lanes.row);
+  w.tiles = static_cast<int>(lanes.tiles);
+  w.lanes = static_cast<int>(lanes.lanes);
+  w.rows = static_cast<int>(lanes.rows);
+  w.activation = p.activation;
+  w.slope = static_cast<float>(p.slope);
+  w.inv_n = 1.0 / (static_cast<double>(p.pixels) * static_cast<double>(p.group_channels()));
+  w.epsilon = p.epsilon;
+  return w;
+}
+
+const float* Float(const void* p) { return static_cast<const float*>(p); }
+float* Float(void* p) { return static_cast<float*>(p); }
+
+}  // namespace
+
+Status GroupNorm(const Context& ctx, const GroupNormProblem& p, const Plan& plan, const void* x,
+                 const void* scale, const void* bias, void* y, void* mean, void* rstd,
+                 Workspace workspace) {
+  const std::string what = Describe("groupnorm", p, plan);
+  if (p.batch == 0 || p.images == 0) return Status::Ok();
+  JAXCONV_RETURN_IF_ERROR(Confirm(GroupNormOp::kForward, p, plan, workspace, what));
+  const groupnorm::Scratch at = groupnorm::ScratchOf(GroupNormOp::kForward, p, plan);
+  char* scratch = static_cast<char*>(workspace.data);
+  const bool aligned = Aligned16({x, y});
+  groupnorm::ForwardArgs args = {};
+  args.walk = MakeWalk(p, plan, aligned);
+  args.x = x;
+  args.y = y;
+  args.scale = Float(scale);
+  args.bias = Float(bias);
+  args.mean = Float(mean);
+  args.rstd = Float(rstd);
+  args.parts = reinterpret_cast<float2*>(scratch + at.parts);
+  args.counters = reinterpret_cast<unsigned*>(scratch + at.counters);
+  return groupnorm::Forward(ctx, p, plan.kernel == "interleaved", aligned, args, what);
+}
+
+Status GroupNormBackward(const Context& ctx, const GroupNormProblem& p, const Plan& plan,
+                         const void* x, const void* dy, const void* scale, const void* bias,
+                         const void* mean, const void* rstd, void* dx, void* dscale, void* dbias,
+                         Workspace workspace) {
+  const std::string what = Describe("groupnorm_backward", p, plan);
+  if (p.batch == 0) return Status::Ok();
+  JAXCONV_RETURN_IF_ERROR(Confirm(GroupNormOp::kBackward, p, plan, workspace, what));
+  const groupnorm::Scratch at = groupnorm::ScratchOf(GroupNormOp::kBackward, p, plan);
+  char* scratch = static_cast<char*>(workspace.data);
+  const bool aligned = Aligned16({x, dy, dx});
+  groupnorm::BackwardArgs args = {};
+  args.walk = MakeWalk(p, plan, aligned);
+  args.x = x;
+  args.dy = dy;
+  args.dx = dx;
+  args.scale = Float(scale);
+  args.bias = Float(bias);
+  args.mean = Float(mean);
+  args.rstd = Float(rstd);
+  args.dscale = Float(dscale);
+  args.dbias = Float(dbias);
+  args.parts = reinterpret_cast<float2*>(scratch + at.parts);
+  args.sums = reinterpret_cast<float*>(scratch + at.sums);
+  args.counters = reinterpret_cast<unsigned*>(scratch + at.counters);
+  return groupnorm::Backward(ctx, p, plan.kernel == "interleaved", aligned, args, what);
+}
+
+}  // namespace jaxconv::cuda

@@ -1,0 +1,216 @@
+"""Group-norm: the public function, its kernels and its differentiation rules."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxconv import _op, _problem, _sharding, reference
+from jaxconv._activation import activate, activate_grad
+from jaxconv._problem import GroupNormProblem
+from jaxconv._types import Array, GroupNormAlgorithm, Implementation, Operand, ToActivation
+
+replace = dataclasses.replace
+
+
+def _wire(p: GroupNormProblem, operands: int, results: int, **extra: Any) -> _op.Wire:
+    norm = {
+        "groups": np.int64(p.groups),
+        "batched": np.int64(p.batch is not None),
+        "epsilon": np.float64(p.epsilon),
+        "activation": p.activation.name,
+        "slope": np.float64(p.activation.slope),
+    }
+    attrs = {"norm": norm, **{k: np.int64(v) for k, v in extra.items()}}
+    return _op.Wire(attrs, [None] * operands, [None] * results)
+
+
+def _partition(p: GroupNormProblem, operands: str, results: str) -> _sharding.Partition:
+    """Images and instances may be split. Letters: x is an array like x, p one per channel, g per group."""
+    lead = "v " if p.batch is not None else ""
+    pixels = " ".join(f"d{axis}" for axis in range(1, len(p.shape) - 1))
+    names = {"x": f"{lead}n {pixels} c", "p": f"{lead}c", "g": f"{lead}n g"}
+
+    def local(parts: Any) -> GroupNormProblem:
+        batch = None if p.batch is None else p.batch // parts["v"]
+        return replace(p, shape=(p.images // parts["n"], *p.shape[1:]), batch=batch)
+
+    return _sharding.Partition(
+        [names[o] for o in operands], [names[r] for r in results], [*(["v"] if lead else []), "n"], local
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The kernels
+
+
+def _x(p: GroupNormProblem) -> tuple[tuple[int, ...], str]:
+    return p.x_shape, p.dtype
+
+
+def _param(p: GroupNormProblem) -> tuple[tuple[int, ...], str]:
+    return p.param_shape, p.param_dtype
+
+
+def _group(p: GroupNormProblem) -> tuple[tuple[int, ...], str]:
+    return p.group_shape, p.param_dtype
+
+
+# (x, scale, bias) -> y, mean, rstd
+norm = _op.kernel(
+    "groupnorm",
+    reference=reference.groupnorm,
+    results=lambda p: [_x(p), _group(p), _group(p)],
+    wire=lambda p, plan: _wire(p, 3, 3),
+    batch=_op.batch_by_instances(lambda: norm),
+    partition=lambda p: _partition(p, "xpp", "xgg"),
+    multiple_results=True,
+)
+# (x, dy, scale, bias, mean, rstd) -> dscale, dbias, dx?
+backward = _op.kernel(
+    "groupnorm_backward",
+    reference=reference.groupnorm_backward,
+    results=lambda p: [_param(p)] * 2 + [_x(p)] * p.want_dx,
+    wire=lambda p, plan: _wire(p, 6, 2 + p.want_dx, want_dx=p.want_dx),
+    batch=_op.batch_by_instances(lambda: backward),
+    partition=lambda p: _partition(p, "xxppgg", "pp" + "x" * p.want_dx),
+    multiple_results=True,
+)
+_op.by_reference(backward)
+
+
+def _forward(p: GroupNormProblem, x: Array, scale: Array, bias: Array) -> tuple[list[Array], Any]:
+    outs = norm(p, x, scale, bias)
+    _, mean, rstd = outs
+    return outs, (x, scale, bias, mean, rstd)
+
+
+def _backward(
+    p: GroupNormProblem, residuals: Any, cotangents: Sequence[Array | None], want: Sequence[bool]
+) -> list[Array | None]:
+    """The kernel for the cotangent of y; those of the statistics, where there are any, are added to dx."""
+    x, scale, bias, mean, rstd = residuals
+    dy, d_mean, d_rstd = cotangents
+    want_x, want_scale, want_bias = want
+    dx = dscale = dbias = None
+    if dy is not None:
+        dscale, dbias, *big = backward(replace(p, want_dx=want_x), x, dy, scale, bias, mean, rstd)
+        dx = big[0] if want_x else None
+    if want_x and (d_mean is not None or d_rstd is not None):
+        extra = jnp.zeros(reference.grouped_shape(p), p.param_dtype)
+        if d_mean is not None:
+            extra = extra + reference.of_groups(p, d_mean / p.reduced)
+        if d_rstd is not None:  # d rstd / d x = -rstd^3 (x - mean) / n
+            slope = reference.of_groups(p, -rstd * rstd * rstd * d_rstd / p.reduced)
+            extra = extra + reference.centred(p, x, mean) * slope
+        extra = extra.reshape(p.x_shape)
+        dx = extra.astype(x.dtype) if dx is None else (dx.astype(p.param_dtype) + extra).astype(x.dtype)
+    grads = [dx if want_x else None, dscale if want_scale else None, dbias if want_bias else None]
+    return [
+        jnp.zeros(*zero) if wanted and grad is None else grad
+        for grad, zero, wanted in zip(grads, [_x(p), _param(p), _param(p)], want, strict=True)
+    ]
+
+
+def _tangent(p: GroupNormProblem, residuals: Any, tangents: Sequence[Array | None]) -> list[Array]:
+    x, scale, bias, mean, rstd = residuals
+    tx, tscale, tbias = tangents
+    axes, n = reference.grouped_axes(p), p.reduced
+    groups, channels = (lambda a: reference.of_groups(p, a)), (lambda a: reference.of_channels(p, a))
+    centred = reference.centred(p, x, mean)
+    tmean = tvar = jnp.zeros(p.group_shape, p.param_dtype)
+    tz = jnp.zeros(reference.grouped_shape(p), p.param_dtype)
+    if tx is not None:
+        tx = tx.astype(p.param_dtype).reshape(reference.grouped_shape(p))
+        tmean = jnp.sum(tx, axes) / n
+        tvar = 2 * jnp.sum(centred * tx, axes) / n
+        tz = tz + (tx - groups(tmean)) * (groups(rstd) * channels(scale))
+    trstd = -0.5 * rstd * rstd * rstd * tvar
+    tz = tz + centred * (groups(trstd) * channels(scale))
+    if tscale is not None:
+        tz = tz + centred * (groups(rstd) * channels(tscale))
+    if tbias is not None:
+        tz = tz + channels(tbias)
+    if p.activation.residual:
+        z = centred * (groups(rstd) * channels(scale)) + channels(bias)
+        tz = activate_grad(p.activation, z if p.activation.residual == "z" else activate(p.activation, z), tz)
+    return [tz.reshape(p.x_shape).astype(x.dtype), tmean, trstd]
+
+
+_op.fuse(norm, _op.Rules(lambda p: replace(p, differentiated=True), _forward, _backward, _tangent))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The public function
+
+
+def groupnorm(
+    x: Operand,  # (N, ..., C)
+    scale: Operand | None = None,  # (C,)
+    bias: Operand | None = None,  # (C,)
+    *,
+    groups: int,
+    epsilon: float = 1e-6,
+    activation: ToActivation = None,
+    algorithm: GroupNormAlgorithm | None = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Group normalisation with activation, channels last.
+
+    Equivalent JAX code, in float32 (float64 for float64 x)::
+
+        n, *spatial, c = x.shape
+        xg = x.reshape(n, -1, groups, c // groups)
+        mean, var = jnp.mean(xg, (1, 3), keepdims=True), jnp.var(xg, (1, 3), keepdims=True)  # biased
+        z = ((xg - mean) / jnp.sqrt(var + epsilon)).reshape(x.shape) * scale + bias
+        y = activation(z)
+
+    Args:
+      x: (N, ..., C), at least two dimensions; float32, bfloat16, float16 or float64.
+      scale, bias: (C,), float32 for 16-bit x, else of x's dtype, or of a narrower one; None stands for ones and zeros.
+      groups: divides C. Of one group it is layer-norm over pixels and channels, of C groups instance-norm.
+      epsilon: added to the variance.
+      activation: see `conv2d`.
+      algorithm: forces one native algorithm: "two_read" (one launch sums x up, one normalises it), "interleaved" (one
+        launch does both, so that x's second reading is from the L2 cache; CUDA only, where 16 bytes divide the
+        channels).
+      implementation: see `conv2d`.
+
+    Returns:
+      y of x's shape and dtype, rounded once.
+
+    Raises:
+      TypeError, ValueError: when the arguments do not fit together (at trace time), naming the argument, what it got
+        and what was expected; ValueError when a forced implementation or algorithm cannot run, with the reason.
+
+    The variance is computed about a sample of the group, never as E[x^2] - E[x]^2: it is right to float32 accuracy
+    where the mean is 10,000 times the deviation. Differentiable in every array, to any order, in both modes; the
+    backward pass keeps x, mean and rstd, and recomputes the rest. Sums over images are in a fixed order. Source: Wu
+    and He 2018 (arXiv:1803.08494).
+    """
+    name = "groupnorm"
+    x = _problem.as_array(name, "x", x)
+    scale, bias = (
+        None if value is None else _problem.as_parameter(name, argument, value, x)
+        for argument, value in (("scale", scale), ("bias", bias))
+    )
+    p = GroupNormProblem.infer(
+        name,
+        x,
+        scale,
+        bias,
+        groups=groups,
+        epsilon=epsilon,
+        activation=activation,
+        algorithm=algorithm,
+        implementation=implementation,
+    )
+    scale = jnp.ones(p.param_shape, p.param_dtype) if scale is None else scale
+    bias = jnp.zeros(p.param_shape, p.param_dtype) if bias is None else bias
+    y, _, _ = norm(p, x, scale, bias)
+    return y
