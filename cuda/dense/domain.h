@@ -30,7 +30,8 @@ inline std::string RefuseSm90(const DenseProblem& p, const Plan& plan, const Dev
   const std::string_view member = MemberOf(plan.kernel);
   const Sm90Choice choice = ReadSm90Choice(member, plan.tile);
   const bool single = p.dtype == DType::kF32, tf32 = single && !p.full_float32;
-  if (choice.kernel == Sm90Kernel::kNone) return "there is no such kernel";
+  if (choice.kernel == Sm90Kernel::kNone || choice.kernel == Sm90Kernel::kCluster)
+    return "there is no such kernel";
   if (!device.sm90()) return "it needs a GPU of compute capability 9.0";
   if (p.addend && single) return "in float32 it takes no addend";
   if (p.trans_x && p.trans_w) return "it does not take both operands transposed";
