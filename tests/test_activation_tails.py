@@ -18,6 +18,7 @@ from helpers import DTYPES, NAMED_ACTIVATIONS, PLATFORM, label, types_of
 
 import jaxconv
 from jaxconv import _activation
+from jaxconv._plan.plan import Plan
 
 # The dtypes that native code computes in: on a CPU Python calls it in float32 for 16 bits.
 NATIVE = [dtype for dtype in DTYPES if PLATFORM != "cpu" or dtype in ("float32", "float64")]
@@ -128,8 +129,19 @@ def test_xlas_path_and_its_derivatives(dtype, activation):
             assert_right(z, got[order], value, size, dtype, (4 + steep), (3, 4, 12)[order])
 
 
-def norm_call(name: str, z: np.ndarray, dtype: str, activation: Any) -> direct_calls.Call:
-    """A batch-norm that changes nothing (mean 0, deviation 1): its z is x. One channel."""
+# Batch-norm's kernels that recompute z, and of how many channels: one goes element by element, 24 in vectors of 16
+# bytes, three threads across in 16 bits.
+BACKWARDS = {"two_read": (1, 24), "resident_block": (1, 24), "resident_team": (24,)} if PLATFORM == "cuda" else {}
+CHANNELS = (1, 24) if PLATFORM == "cuda" else (1,)
+
+
+def rows(z: np.ndarray, channels: int) -> np.ndarray:
+    """z dealt to rows of channels; zeros fill the last."""
+    return np.pad(z, (0, -z.size % channels)).reshape(-1, channels)
+
+
+def norm_call(name: str, shape: tuple[int, int], dtype: str, activation: Any) -> direct_calls.Call:
+    """A batch-norm that changes nothing (mean 0, deviation 1): its z is x."""
     call, a = direct_calls.example(name), _activation.parse("test", activation)
     call.attrs["norm"] |= dict(channel_axis=np.int64(1), epsilon=np.float64(0), residual=np.int64(0))
     call.attrs["norm"] |= dict(activation=a.name, slope=np.float64(a.slope))
@@ -138,37 +150,55 @@ def norm_call(name: str, z: np.ndarray, dtype: str, activation: Any) -> direct_c
     for arrays in (call.operands, call.results):
         for array in arrays:
             large = array in ("x", "y", "dy", "dx", "dresidual")
-            arrays[array] = ((z.size, 1), dtype) if large else ((1,), wide)
+            arrays[array] = (shape, dtype) if large else (shape[1:], wide)
     return call
 
 
-def native_value(z: np.ndarray, dtype: str, activation: Any) -> jax.Array:
-    x = jnp.asarray(z[:, None], dtype)
-    one = jnp.ones(1, "float64" if dtype == "float64" else "float32")
+def native_value(z: np.ndarray, dtype: str, activation: Any, channels: int = 1) -> jax.Array:
+    x = jnp.asarray(rows(z, channels), dtype)
+    one = jnp.ones(channels, "float64" if dtype == "float64" else "float32")
     options = dict(training=False, epsilon=0.0, activation=activation, implementation="native")
-    return jaxconv.batchnorm(x, one, 0 * one, 0 * one, one, **options)[0][:, 0]
+    return jaxconv.batchnorm(x, one, 0 * one, 0 * one, one, **options)[0].reshape(-1)[: z.size]
 
 
-def native_slope(z: np.ndarray, dtype: str, activation: Any) -> jax.Array:
+def native_slope(z: np.ndarray, dtype: str, activation: Any, kernel: str = "", channels: int = 1) -> jax.Array:
     """f'(z) as batch-norm's backward computes it: the residual's gradient for dy = 1."""
-    call = norm_call("batchnorm_backward", z, dtype, activation)
-    one = np.ones(1, "float64" if dtype == "float64" else "float32")
-    x = np.asarray(jnp.asarray(z[:, None], dtype))
+    one = np.ones(channels, "float64" if dtype == "float64" else "float32")
+    x = np.asarray(jnp.asarray(rows(z, channels), dtype))
+    call = norm_call("batchnorm_backward", x.shape, dtype, activation)
+    if kernel:
+        team = dict(tile="128B", splits=2) if kernel == "resident_team" else {}
+        call.attrs["plan"] = Plan("native", "", kernel, **team).attrs()
+        call.workspace = 2**20
     operands = dict(x=x, dy=np.ones_like(x), scale=one, bias=0 * one, mean=0 * one, rstd=one)
     results = call.run(*[operands[name] for name in call.operands])
-    return results[list(call.results).index("dresidual")][:, 0]
+    return results[list(call.results).index("dresidual")].reshape(-1)[: z.size]
 
 
-# On a GPU 16-bit arrays of one channel go element by element, through the same formulas.
 @pytest.mark.parametrize("activation", NAMED_ACTIVATIONS, ids=label)
 @pytest.mark.parametrize("dtype", NATIVE)
 def test_native_code(dtype, activation):
     with types_of(dtype):
         z = points(dtype)
-        expected, steep = exact(activation, z), steepness(activation, z)
-        for order, got in enumerate((native_value, native_slope)):
-            value, size = expected[order]
-            assert_right(z, got(z, dtype, activation), value, size, dtype, (4 + steep), (3, 4)[order])
+        (value, size), (slope, slope_size) = exact(activation, z)[:2]
+        steep = 4 + steepness(activation, z)
+        for channels in CHANNELS:
+            assert_right(z, native_value(z, dtype, activation, channels), value, size, dtype, steep, 3)
+        assert_right(z, native_slope(z, dtype, activation), slope, slope_size, dtype, steep, 4)
+
+
+@pytest.mark.skipif(PLATFORM != "cuda", reason="these kernels exist on CUDA only")
+@pytest.mark.parametrize("activation", NAMED_ACTIVATIONS, ids=label)
+@pytest.mark.parametrize("dtype", NATIVE)
+def test_every_kernel_of_a_gpu(dtype, activation):
+    """An activation has code of its own in some, and other approximations where results are rounded to 16 bits."""
+    with types_of(dtype):
+        z = points(dtype)
+        slope, size = exact(activation, z)[1]
+        for kernel, several in BACKWARDS.items():
+            for channels in several:
+                got = native_slope(z, dtype, activation, kernel, channels)
+                assert_right(z, got, slope, size, dtype, 4 + steepness(activation, z), 4)
 
 
 LIMITS = {  # at minus infinity, infinity
@@ -206,8 +236,14 @@ def test_infinities_and_nan(dtype, name):
         np.testing.assert_array_equal(np.asarray(second, np.float64)[:2], 0)
         if dtype not in NATIVE:
             return
-        np.testing.assert_array_equal(np.asarray(native_value(z, dtype, name), np.float64), [*LIMITS[name], np.nan])
+        for channels in CHANNELS:
+            value = np.asarray(native_value(z, dtype, name, channels), np.float64)
+            np.testing.assert_array_equal(value, [*LIMITS[name], np.nan])
         np.testing.assert_array_equal(np.asarray(native_slope(z, dtype, name), np.float64)[:2], ends)
+        for kernel, several in BACKWARDS.items():
+            for channels in several:
+                slope = np.asarray(native_slope(z, dtype, name, kernel, channels), np.float64)
+                np.testing.assert_array_equal(slope[:2], ends)
 
 
 KINKS = {  # (z, f'(z)) as jax.nn has them; relu6 is 0 at both

@@ -48,7 +48,8 @@ SHAPES = {
     ((2, 515, 4), -1): "1030 elements a channel over few channels: several blocks share one",
     ((17, 12, 7, 7), 1): "4-D NCHW, images of 49 elements: most vectors' images begin and end inside a vector",
     ((9, 7, 7, 96), -1): "4-D NHWC, 96 channels: half of a 128-byte group's second lanes are idle in 16 bits",
-    ((9, 7, 7, 100), -1): "4-D NHWC, 100 channels: whole vectors in float32 only",
+    ((9, 7, 7, 100), -1): "4-D NHWC, 100 channels: whole vectors in float32 only, 25 threads across",
+    ((5, 7, 7, 336), -1): "4-D NHWC, 336 channels: two tiles of 21 vectors in 16 bits",
 }
 PARAMS = ("scale", "bias", "running_mean", "running_var")
 
@@ -218,6 +219,13 @@ def test_a_gradient_is_the_same_whichever_others_are_asked_for(shape, axis, acti
 def test_every_activation_errs_no_more_than_twice_xla(activation, training, residual):
     shape, axis = ((2, 6, 5, 19), -1) if residual else ((3, 7, 6, 5), 1)  # both memory orders
     compare(shape, axis, "float32", training, activation, residual)
+
+
+@pytest.mark.skipif(PLATFORM != "cuda", reason="vectors of 16 bytes have kernels of their own on CUDA only")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("activation", NAMED_ACTIVATIONS, ids=label)
+def test_every_activation_in_vectors_errs_no_more_than_twice_xla(activation, dtype):
+    compare((9, 7, 7, 48), -1, dtype, True, activation, False)
 
 
 # What resident_team lays out differently: a team of one CTA and of many; groups that it takes in turn; shares that do

@@ -186,6 +186,7 @@ __global__ void __launch_bounds__(kTeamThreads, kTeamBlocks)
     }
     BlockColumnSums(total, a.lanes, scratch);
     meeting.Sum(round, scratch);
+    set_mine();  // before the barrier: behind it, others may copy the next group's parameters
     if (has_channel) {
       const float* sums = scratch + threadIdx.x / kStats * 2 * kStats + threadIdx.x % kStats;
       Gradient g = BackwardChannel(p, row, rstds[threadIdx.x], sums[0], sums[kStats], s.rank == 0);
@@ -199,7 +200,6 @@ __global__ void __launch_bounds__(kTeamThreads, kTeamBlocks)
       gradient[threadIdx.x] = g;
     }
     __syncthreads();
-    set_mine();
     Gradient to_dx[kStats];
 #pragma unroll
     for (int j = 0; j < kStats; ++j) to_dx[j] = gradient[(kLast ? s.lane * kStats : 0) + j];
