@@ -286,11 +286,12 @@ def test_symbolic_space_with_same_padding_is_laxs():
 @pytest.mark.skipif(jax.device_count() < 2, reason="a mesh takes two devices")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("spec", [P("data"), P(None, None, None, "data")])
+@pytest.mark.parametrize("spec", [P("data"), P(None, None, None, "data"), P(None, None, "data")])
 def test_images_and_channels_are_split_over_a_mesh(spec, kind, implementation):
+    """Pixels that are split are gathered by the kernels."""
     devices = jax.device_count()
     mesh = jax.make_mesh((devices,), ("data",), axis_types=(kind,))
-    x = ints((2 * devices, 9, 8, 8 * devices))
+    x = ints((2 * devices, 9, 2 * devices, 8 * devices))
     ours = functools.partial(jaxconv.max_pool, window=3, stride=2, padding=1, implementation=implementation)
     gradient = jax.grad(lambda f, x: (f(x) ** 2).sum(), 1)
     expected = gradient(lambda x: lax_pool(x, 3, 2, 1), x)
@@ -300,7 +301,8 @@ def test_images_and_channels_are_split_over_a_mesh(spec, kind, implementation):
         actual = compiled(placed)
     np.testing.assert_array_equal(actual, expected)
     text = compiled.as_text()
-    assert not any(f" {kind}(" in text for kind in ("all-gather", "all-to-all", "collective-permute"))
+    if spec != P(None, None, "data"):
+        assert not any(f" {kind}(" in text for kind in ("all-gather", "all-to-all", "collective-permute"))
     if implementation == "native":
         assert text.count('custom_call_target="jaxconv_max_pool_backward_v2"') == 1
 
