@@ -405,6 +405,9 @@ def test_what_was_measured_speaks_before_the_rule(cuda, monkeypatch):
             found = _plan.plan(op, saving, H200)
             assert found.implementation == implementation, found
             assert "the nearest case measured" in found.reason
+    alone = measured.Measurement("max_pool", kind, coordinates, "case", 1.0, {"gather": 0.5})
+    monkeypatch.setattr(measured, "table", lambda kind: (alone,) if kind == H200.kind else ())
+    assert _plan.plan("max_pool", problem(), H200).implementation == "xla"
 
 
 def test_it_can_be_disabled(cuda, monkeypatch):
