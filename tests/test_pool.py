@@ -151,18 +151,21 @@ def test_the_first_of_equal_maxima_takes_the_gradient():
     np.testing.assert_array_equal(dx, expected)
 
 
-def brute(x: np.ndarray, dy: np.ndarray | None, window: Any, stride: Any, low: Any, dilation: Any, out: Any) -> Any:
-    """(y, dx) of one image's channel (H, W) by loops."""
-    y, dx = np.full(out, -np.inf), np.zeros(x.shape)
-    for o in np.ndindex(*out):
-        best = None
+def brute(x: np.ndarray, dy: np.ndarray, window: Any, stride: Any, low: Any, dilation: Any) -> tuple[Any, Any]:
+    """(y, dx) of channels-last arrays, a pixel of y at a time."""
+    y, dx = np.full(dy.shape, -np.inf), np.zeros(x.shape)
+    n, c = np.meshgrid(np.arange(x.shape[0]), np.arange(x.shape[-1]), indexing="ij")
+    for o in np.ndindex(*dy.shape[1:-1]):
+        best, at = np.full(n.shape, -np.inf), np.full((*n.shape, len(o)), -1)
         for t in np.ndindex(*window):
-            at = tuple(a * s - p + b * d for a, s, p, b, d in zip(o, stride, low, t, dilation, strict=True))
-            if all(0 <= i < n for i, n in zip(at, x.shape, strict=True)) and (best is None or x[at] > x[best]):
-                best = at
-        if best is not None:
-            y[o] = x[best]
-            dx[best] += 0 if dy is None else dy[o]
+            i = tuple(a * s - p + b * d for a, s, p, b, d in zip(o, stride, low, t, dilation, strict=True))
+            inside = all(0 <= a < size for a, size in zip(i, x.shape[1:-1], strict=True))
+            v = x[:, *i, :] if inside else np.full(n.shape, -np.inf)
+            taken = ~(best >= v) | (not any(t))
+            best, at = np.where(taken, v, best), np.where(taken[..., None], i if inside else -1, at)
+            y[:, *o, :] = np.maximum(y[:, *o, :], v)  # NaN where either is
+        real = at[..., 0] >= 0
+        np.add.at(dx, (n[real], *at[real].T, c[real]), dy[:, *o, :][real])
     return y, dx
 
 
@@ -178,14 +181,32 @@ def test_dilated_windows_have_gradients_which_lax_lacks(stride, implementation):
     np.testing.assert_array_equal(y, lax_pool(x, window, stride, pads, dilation))
     dy = ints(y.shape, seed=1)
     (dx,) = backward(dy)
-    low = [p for p, _ in pads]
-    for n, c in itertools.product(range(2), range(8)):
-        image = np.asarray(x)[n, :, :, c], np.asarray(dy)[n, :, :, c]
-        _, expected = brute(*image, window, (stride, stride), low, dilation, y.shape[1:3])
-        np.testing.assert_array_equal(dx[n, :, :, c], expected)
+    _, expected = brute(*map(np.asarray, (x, dy)), window, (stride, stride), [p for p, _ in pads], dilation)
+    np.testing.assert_array_equal(dx, expected)
     # Forward mode is the transpose of it.
     tx = ints(x.shape, seed=2)
     assert jnp.vdot(jax.jvp(ours, (x,), (tx,))[1], dy) == jnp.vdot(tx, dx)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_windows(seed):
+    """Of one to three dimensions, with everything: also windows of nothing but padding, and pixels that none has."""
+    rng = np.random.default_rng(seed)
+    axes: list[tuple[int, ...]] = []
+    while len(axes) < 1 + seed % 3:
+        size, taps, stride, dilation, low, high = map(int, rng.integers([1, 1, 1, 1, 0, 0], [9, 5, 5, 3, 5, 5]))
+        if size + low + high > (taps - 1) * dilation:
+            axes.append((size, taps, stride, dilation, low, high))
+    sizes, window, strides, dilations, lows, highs = zip(*axes, strict=True)
+    x = rng.choice(np.array(SPECIAL), (2, *sizes, int(rng.choice((1, 5, 8))))).astype(np.float32)
+    pads = tuple(zip(lows, highs, strict=True))
+    options = dict(stride=strides, padding=pads, dilation=dilations, implementation="native")
+    f = functools.partial(jaxconv.max_pool, window=window, **options)
+    dy = helpers.integers(seed, jax.eval_shape(f, x).shape, 3).astype(np.float32)
+    y, dx = jax.jit(lambda x, dy: (lambda y, back: (y, back(dy)[0]))(*jax.vjp(f, x)))(x, dy)
+    expected_y, expected_dx = brute(x, dy, window, strides, lows, dilations)
+    np.testing.assert_array_equal(y, expected_y)
+    np.testing.assert_array_equal(dx, expected_dx)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -32,8 +32,8 @@ def by_rule(p: PoolProblem, device: Device) -> tuple[bool, str]:
     gradient both are one pass over x.
     """
     if not p.save:
-        # Whatever was measured alone: in a model XLA computes what is in front of it on the way.
-        return False, "no gradient is taken: XLA's own pooling is one pass as well, and joins its neighbours"
+        # Whatever was measured alone: in a model XLA may compute what is in front of it on the way.
+        return False, "no gradient is taken: XLA's own pooling is one pass as well, and may join its neighbours"
     if device.compute_capability != (9, 0):
         return False, "its kernels are the default on compute capability 9.0 only"
     if domain.pool_vector(p) == 1:
