@@ -4,9 +4,11 @@
 #include <cstdint>
 #include <limits>
 #include <string>
+#include <type_traits>
 
 #include "common/launch.h"
 #include "cpu/context.h"
+#include "cpu/simd.h"
 
 namespace jaxconv::cpu {
 namespace {
@@ -41,47 +43,63 @@ struct Windows {
   int64_t at, low, high;
 };
 
-// One of the `count` neighbouring channels' windows: `x` is their first channel of the image.
+// Positions while they are compared: as wide as T, for vectors of both.
+template <typename T>
+using Tap = std::conditional_t<sizeof(T) == 8, int64_t, int32_t>;
+
+// The windows of some channels.
+template <typename T>
+struct Run {
+  T best[kRun], max[kRun];
+  Tap<T> at[kRun];
+};
+
+template <typename T>
+JAXCONV_INLINE void TakeTap(const T* v, int64_t count, Tap<T> tap, Run<T>& run) {
+  for (int64_t c = 0; c < count; ++c) {
+    const bool stays = run.best[c] >= v[c];
+    run.best[c] = stays ? run.best[c] : v[c];
+    run.at[c] = stays ? run.at[c] : tap;
+    // A NaN is not equal to itself, and no maximum is below or above it.
+    run.max[c] = (run.max[c] < v[c]) | (v[c] != v[c]) ? v[c] : run.max[c];
+  }
+}
+JAXCONV_MULTIVERSION void Take(const float* v, int64_t count, int32_t tap, Run<float>& run) {
+  TakeTap(v, count, tap, run);
+}
+JAXCONV_MULTIVERSION void Take(const double* v, int64_t count, int64_t tap, Run<double>& run) {
+  TakeTap(v, count, tap, run);
+}
+
+// `count` neighbouring channels of a pixel of y; `x` is the first one's of the image, `padding` -inf as often.
 template <typename T>
 void Pixel(const PoolProblem& p, const Taps& depth, const Taps& rows, const Taps& columns,
-           const T* x, int64_t count, T* y, uint8_t* position) {
-  const T lowest = -std::numeric_limits<T>::infinity();
-  T best[kRun], max[kRun];
-  uint8_t at[kRun];
-  std::fill_n(best, count, lowest);
-  std::fill_n(max, count, lowest);
-  std::fill_n(at, count, uint8_t{0});
-  const auto take = [&](int64_t tap, auto value) {
-    for (int64_t c = 0; c < count; ++c) {
-      const T v = value(c);
-      const bool stays = best[c] >= v;
-      best[c] = stays ? best[c] : v;
-      at[c] = stays ? at[c] : static_cast<uint8_t>(tap);
-      max[c] = v != v || v > max[c] ? v : max[c];  // a NaN is not below anything
-    }
-  };
-  int64_t tap = 0;
+           const T* x, int64_t count, const T* padding, T* y, uint8_t* position) {
+  Run<T> run;
+  std::copy_n(padding, count, run.best);
+  std::copy_n(padding, count, run.max);
+  std::fill_n(run.at, count, 0);
+  Tap<T> tap = 0;
   for (int64_t t = 0; t < p.window[0]; ++t) {
     for (int64_t r = 0; r < p.window[1]; ++r) {
       const bool inside = t >= depth.low && t < depth.high && r >= rows.low && r < rows.high;
       const int64_t d = depth.first + t * p.dilation[0], h = rows.first + r * p.dilation[1];
       for (int64_t s = 0; s < p.window[2]; ++s, ++tap) {
-        if (inside && s >= columns.low && s < columns.high) {
-          const int64_t w = columns.first + s * p.dilation[2];
-          const T* from = x + ((d * p.in[1] + h) * p.in[2] + w) * p.c;
-          take(tap, [from](int64_t c) { return from[c]; });
-        } else {  // takes the place of a NaN and of nothing else
-          take(tap, [lowest](int64_t) { return lowest; });
-        }
+        const int64_t w = columns.first + s * p.dilation[2];
+        const bool here = inside && s >= columns.low && s < columns.high;
+        // Padding takes the place of a NaN and of nothing else.
+        Take(here ? x + ((d * p.in[1] + h) * p.in[2] + w) * p.c : padding, count, tap, run);
       }
     }
   }
-  std::copy_n(max, count, y);
-  if (position != nullptr) std::copy_n(at, count, position);
+  std::copy_n(run.max, count, y);
+  if (position != nullptr) std::copy_n(run.at, count, position);
 }
 
 template <typename T>
 void Forward(const Context& ctx, const PoolProblem& p, const T* x, T* y, uint8_t* position) {
+  T padding[kRun];
+  std::fill_n(padding, kRun, -std::numeric_limits<T>::infinity());
   ParallelFor(ctx, p.n * p.out[0] * p.out[1], [&](int64_t row) {
     const Taps rows(p, 1, row % p.out[1]), depth(p, 0, row / p.out[1] % p.out[0]);
     const T* image = x + row / (p.out[0] * p.out[1]) * p.in_size() * p.c;
@@ -89,7 +107,7 @@ void Forward(const Context& ctx, const PoolProblem& p, const T* x, T* y, uint8_t
       const Taps columns(p, 2, q);
       const int64_t to = (row * p.out[2] + q) * p.c;
       for (int64_t c = 0; c < p.c; c += kRun) {
-        Pixel(p, depth, rows, columns, image + c, std::min(kRun, p.c - c), y + to + c,
+        Pixel(p, depth, rows, columns, image + c, std::min(kRun, p.c - c), padding, y + to + c,
               position == nullptr ? nullptr : position + to + c);
       }
     }

@@ -533,13 +533,16 @@ Status NormBackward(ContextArg context, ffi::RemainingArgs args, ffi::RemainingR
 // ---------------------------------------------------------------------------------------------------------------------
 // Max-pooling
 
-// Reads the problem off x and y (or dx and dy), confirmed as a convolution's window is.
-Status ToPoolProblem(const Call& call, AnyBuffer x, AnyBuffer y, AnyBuffer position,
+// Reads the problem off x and y, or `gradient` and its dx and dy, confirmed as a convolution's window is. `position` is
+// read where positions are saved.
+Status ToPoolProblem(const Call& call, AnyBuffer x, AnyBuffer y, AnyBuffer position, bool gradient,
                      const wire::Pool& pool, PoolProblem* p) {
   Dims xd = x.dimensions(), yd = y.dimensions();
+  const std::string x_name = gradient ? "dx" : "x", y_name = gradient ? "dy" : "y";
   const auto arrays = [&] {
-    return "x=" + wire::ShapeText(xd) + ", y=" + wire::ShapeText(yd) +
-           ", position=" + wire::ShapeText(position.dimensions());
+    const std::string text =
+        x_name + "=" + wire::ShapeText(xd) + ", " + y_name + "=" + wire::ShapeText(yd);
+    return pool.save ? text + ", position=" + wire::ShapeText(position.dimensions()) : text;
   };
   const size_t nd = pool.window.size();
   if (nd < 1 || nd > 3 || xd.size() != nd + 2 || yd.size() != nd + 2 || pool.stride.size() != nd ||
@@ -549,12 +552,14 @@ Status ToPoolProblem(const Call& call, AnyBuffer x, AnyBuffer y, AnyBuffer posit
   }
   auto dtype = wire::ToDType(x.element_type());
   if (!dtype || y.element_type() != x.element_type()) {
-    return Status::Invalid(call.Text("x and y must have one floating-point type"));
+    return Status::Invalid(
+        call.Text(x_name + " and " + y_name + " must have one floating-point type"));
   }
   Dims pd = position.dimensions();
   if (pool.save && (position.element_type() != ffi::DataType::U8 ||
                     !std::equal(pd.begin(), pd.end(), yd.begin(), yd.end()))) {
-    return Status::Invalid(call.Text("position must be uint8 and like y: " + arrays()));
+    return Status::Invalid(
+        call.Text("position must be uint8, of " + y_name + "'s shape: " + arrays()));
   }
   const bool last = pool.dims_channels_last != 0;
   const size_t spatial = last ? 1 : 2, channel = last ? nd + 1 : 1;
@@ -605,7 +610,7 @@ Status Pool(ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets
   AnyBuffer x = call.Arg(0), y = call.Ret(0), position = call.Ret(save);
   PoolProblem p;
   jaxconv::Plan how;
-  JAXCONV_RETURN_IF_ERROR(ToPoolProblem(call, x, y, position, pool, &p));
+  JAXCONV_RETURN_IF_ERROR(ToPoolProblem(call, x, y, position, false, pool, &p));
   JAXCONV_RETURN_IF_ERROR(ToPlan(call, plan, &how));
   return MaxPool(MakeContext(context), p, how, x.untyped_data(), y.untyped_data(),
                  save ? static_cast<uint8_t*>(position.untyped_data()) : nullptr);
@@ -619,7 +624,7 @@ Status PoolBackward(ContextArg context, ffi::RemainingArgs args, ffi::RemainingR
   AnyBuffer position = call.Arg(0), dy = call.Arg(1), dx = call.Ret(0);
   PoolProblem p;
   jaxconv::Plan how;
-  JAXCONV_RETURN_IF_ERROR(ToPoolProblem(call, dx, dy, position, pool, &p));
+  JAXCONV_RETURN_IF_ERROR(ToPoolProblem(call, dx, dy, position, true, pool, &p));
   JAXCONV_RETURN_IF_ERROR(ToPlan(call, plan, &how));
   return MaxPoolBackward(MakeContext(context), p, how,
                          static_cast<const uint8_t*>(position.untyped_data()), dy.untyped_data(),

@@ -65,7 +65,7 @@ def _programs() -> dict[str, tuple[str, Any, tuple[Any, ...]]]:
     native: dict[str, Any] = dict(implementation="native")
     conv, dense = functools.partial(jaxconv.conv2d, **native), functools.partial(jaxconv.dense, **native)
     norm = functools.partial(jaxconv.batchnorm, activation="relu", **native)
-    pool = functools.partial(jaxconv.max_pool, window=(3, 2), stride=(2, 1), padding="SAME", **native)
+    pool = functools.partial(jaxconv.max_pool, window=(3, 2), padding="SAME", **native)
     group = functools.partial(jaxconv.groupnorm, groups=2, activation="silu", **native)
     # A GPU's kernels with statistics and with an addend take 16 bits and eights of channels.
     wide = "bfloat16" if PLATFORM == "cuda" else "float32"

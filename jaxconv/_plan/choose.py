@@ -360,10 +360,11 @@ def _fastest(op: str, problem: Problem, device: Device) -> Plan:
         # Alone it may win; between convolutions it was 1.2 times slower than XLA's, bf16 and float32, by the copies.
         why = "convolutions leave channels last in memory; native code takes arrays as they lie and would copy"
         return Plan("xla", why, candidates=candidates)
-    if best is None and isinstance(problem, PoolProblem):
+    if isinstance(problem, PoolProblem) and (best is None or not problem.save):
         native, why = pool.by_rule(problem, device)
         plan = made(op, "gather", problem, device) if native else Plan("xla", why)
-        return Plan("xla", plan) if isinstance(plan, str) else dataclasses.replace(plan, reason=why)
+        plan = Plan("xla", plan) if isinstance(plan, str) else dataclasses.replace(plan, reason=why)
+        return dataclasses.replace(plan, candidates=candidates)
     if best is None or not best.wins:
         return Plan("xla", why + _unsafe(op, problem, device), candidates=candidates)
     return dataclasses.replace(best.plan, reason=why, candidates=candidates)

@@ -38,6 +38,8 @@ assert_type(
     jaxconv.conv_batchnorm(x, w, v, v, v, v, training=False, activation="relu6"),
     tuple[jax.Array, jax.Array, jax.Array],
 )
+assert_type(jaxconv.max_pool(y, 3, stride=2, padding="SAME"), jax.Array)
+assert_type(jaxconv.linen.max_pool(y, (2, 2), strides=(2, 2)), jax.Array)
 
 # Every form of an activation
 for activation in (jax.nn.relu, jnp.tanh, functools.partial(jax.nn.gelu, approximate=False)):
