@@ -5,7 +5,7 @@
 jax's own policies that speak of dots do not know jaxconv's kernels. These do, and they compose with any of jax's
 through `jax.checkpoint_policies.save_from_both_policies`. Under differentiation the results of fused ops also carry
 names, for `jax.checkpoint_policies.save_only_these_names`: "jaxconv_conv", "jaxconv_dense", "jaxconv_batchnorm_train",
-"jaxconv_batchnorm_given", "jaxconv_conv_batchnorm".
+"jaxconv_batchnorm_given", "jaxconv_conv_batchnorm", "jaxconv_groupnorm".
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from jaxconv.batchnorm import given, infer, train
 from jaxconv.conv import conv_kernel, dgrad, dgrad_add, fprop, statistics, wgrad
 from jaxconv.conv_batchnorm import pair
 from jaxconv.dense import dense_kernel, matmul
+from jaxconv.groupnorm import norm
 
 # of a pair everything: y comes out of its convolution
 _CONVS = (fprop, dgrad, dgrad_add, wgrad, conv_kernel, statistics, pair)
 _DENSES = (matmul, dense_kernel)
-_NORMS = (train, infer, given)
+_NORMS = (train, infer, given, norm)
 
 
 def _of(kernels: Sequence[Kernel | Composite], primitive: Any, params: dict[str, Any]) -> bool:
@@ -46,10 +47,10 @@ def save_all(primitive: Any, *_: Any, **params: Any) -> bool:
 
 
 def save_all_but_batchnorms(primitive: Any, *_: Any, **params: Any) -> bool:
-    """Keeps whatever is no batch-norm's result: those are cheap to recompute from a convolution's."""
+    """Keeps whatever is no batch-norm's or group-norm's result: those are cheap to recompute from a convolution's."""
     return not _of(_NORMS, primitive, params)
 
 
 def save_nothing_of_jaxconv(primitive: Any, *_: Any, **params: Any) -> bool:
-    """Keeps whatever is no jaxconv result: all convolutions, dense layers and batch-norms are recomputed."""
+    """Keeps whatever is no jaxconv result: all convolutions, dense layers and norms are recomputed."""
     return not _of(_CONVS + _DENSES + _NORMS, primitive, params)
