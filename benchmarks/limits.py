@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.cases import BatchNormCase, Case, ConvBatchNormCase, ConvCase, DenseCase
+from benchmarks.cases import BatchNormCase, Case, ConvBatchNormCase, ConvCase, DenseCase, GroupNormCase
 from jaxconv import _timing as timing
 
 ITEM_BYTES = {"bf16": 2, "f16": 2, "f32": 4}
@@ -90,7 +90,7 @@ def work(case: Case, pass_: str, dtype: str) -> tuple[float, float]:
         # x, w, b, dy read; y, dx, dw, db written
         twice = case.m * case.k + case.k * case.n + case.n + case.m * case.n
         return 3 * case.flops, item * 2 * twice
-    assert isinstance(case, BatchNormCase)
+    assert isinstance(case, BatchNormCase | GroupNormCase)
     passes = {"fwd": 2, "infer": 2, "bwd": 3, "fwd+bwd": 5, "residual": 8}[pass_]
     return 0.0, item * passes * case.elements
 

@@ -16,7 +16,7 @@ import jax
 
 import jaxconv
 from benchmarks import cases, check, contenders, limits, record, torch_contender, tune
-from benchmarks.cases import BatchNormCase, Case
+from benchmarks.cases import BatchNormCase, Case, GroupNormCase
 from benchmarks.contenders import Job, Setting
 from jaxconv import _problem
 from jaxconv import _timing as timing
@@ -27,7 +27,9 @@ ALGORITHMS = {
     "dense": _problem.DENSE_ALGORITHMS,
     "batchnorm": _problem.BATCHNORM_ALGORITHMS,
     "conv_batchnorm": ("sm90", "two"),
+    "groupnorm": _problem.GROUPNORM_ALGORITHMS,
 }
+NORMS = ("batchnorm", "groupnorm")  # without products
 LOSS = 0.98  # a ratio below this is one
 SLOW = ("direct", "im2col")  # may need minutes for a large problem
 
@@ -111,8 +113,8 @@ def configs(args: argparse.Namespace) -> Iterator[tuple[str, Setting]]:
     """Each makes one table."""
     for op in args.ops:
         for dtype in args.dtype:
-            for precision in args.precision if dtype == "f32" and op != "batchnorm" else ["default"]:
-                for layout in args.layout if op != "dense" else ["NHWC"]:
+            for precision in args.precision if dtype == "f32" and op not in NORMS else ["default"]:
+                for layout in args.layout if op not in ("dense", "groupnorm") else ["NHWC"]:
                     yield op, Setting(dtype, layout == "NHWC", None if precision == "default" else precision)
 
 
@@ -131,7 +133,9 @@ def chosen_cases(args: argparse.Namespace, op: str) -> list[Case]:
 
 def make_sets(case: Case, setting: Setting) -> list[contenders.Arrays]:
     """As many random input sets as keep every call's inputs out of cache."""
-    size = case.elements * limits.ITEM_BYTES[setting.dtype] * (2 if isinstance(case, BatchNormCase) else 1)
+    size = (
+        case.elements * limits.ITEM_BYTES[setting.dtype] * (2 if isinstance(case, BatchNormCase | GroupNormCase) else 1)
+    )
     make = jax.jit(lambda key: contenders.make_arrays(case, setting, key))
     count = timing.set_count(size, jax.devices()[0])
     return [make(key) for key in jax.random.split(jax.random.key(0), count)]
