@@ -263,7 +263,10 @@ def batchnorm_dx(p: BatchNormProblem, xhat, dz, scale, rstd, dscale, dbias, n: i
 def of_groups(p: GroupNormProblem, a: jax.Array) -> jax.Array:
     """a, (N, G), for each channel, shaped to broadcast against x."""
     repeated = jnp.broadcast_to(a[..., None], (*p.group_shape, p.group_channels))
-    return repeated.reshape(*p.lead, p.images, *(1,) * (len(p.shape) - 2), p.channels)
+    first = len(p.lead) + 1
+    return jnp.expand_dims(
+        repeated.reshape(*p.lead, p.images, p.channels), tuple(range(first, first + len(p.shape) - 2))
+    )
 
 
 def of_channels(p: GroupNormProblem, a: jax.Array) -> jax.Array:
