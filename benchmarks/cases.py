@@ -171,6 +171,44 @@ class BatchNormCase:
 
 
 @dataclasses.dataclass(frozen=True)
+class GroupNormCase:
+    """A group-norm with silu behind it, channels last."""
+
+    name: str
+    batch: int
+    channels: int
+    spatial: tuple[int, ...]
+    groups: int = 32
+    suite: str = "core"
+
+    op = "groupnorm"
+    passes = ("fwd", "fwd+bwd")
+
+    def x_shape(self, channels_last: bool = True) -> tuple[int, ...]:
+        return (self.batch, *self.spatial, self.channels)
+
+    def layout(self, channels_last: bool = True) -> str:
+        return "-"
+
+    @property
+    def elements(self) -> int:
+        """Of x: one pass over the tensor."""
+        return self.batch * self.channels * math.prod(self.spatial)
+
+    @property
+    def reduced(self) -> int:
+        """Elements of an image's group."""
+        return math.prod(self.spatial) * self.channels // self.groups
+
+    def small(self) -> GroupNormCase:
+        spatial = tuple(min(size, 7) for size in self.spatial)
+        return dataclasses.replace(self, batch=2, channels=2 * self.groups, spatial=spatial)
+
+    def __str__(self) -> str:
+        return f"{self.batch}x{_times(self.spatial)} C={self.channels} G={self.groups}"
+
+
+@dataclasses.dataclass(frozen=True)
 class ConvBatchNormCase(ConvCase):
     """A convolution, and a batch-norm with ReLU of its result."""
 
@@ -274,8 +312,8 @@ class PoolCase:
         return text + (f" s{self.stride}" if self.stride > 1 else "")
 
 
-Case = ConvCase | BatchNormCase | DenseCase | PoolCase
-T = TypeVar("T", ConvCase, BatchNormCase, DenseCase, PoolCase)
+Case = ConvCase | BatchNormCase | GroupNormCase | DenseCase | PoolCase
+T = TypeVar("T", ConvCase, BatchNormCase, GroupNormCase, DenseCase, PoolCase)
 
 
 def _times(extents: tuple[int, ...]) -> str:
@@ -529,6 +567,17 @@ BATCHNORM = (
     BatchNormCase("small", 32, 64, (28, 28)),
 )
 
+# Of diffusion models: DDPM's U-Net of 128 channels, Stable Diffusion's and its autoencoder's.
+GROUPNORM = (
+    GroupNormCase("ddpm.64", 64, 128, (64, 64)),
+    GroupNormCase("ddpm.32", 64, 256, (32, 32)),
+    GroupNormCase("ddpm.16", 64, 256, (16, 16)),
+    GroupNormCase("ddpm.8", 64, 512, (8, 8)),
+    GroupNormCase("sd.64", 8, 320, (64, 64)),
+    GroupNormCase("sd.32", 8, 640, (32, 32)),
+    GroupNormCase("vae.256", 2, 256, (256, 256)),
+)
+
 # ResNet-50's pairs.
 CONV_BATCHNORM = tuple(
     ConvBatchNormCase(**dataclasses.asdict(case))
@@ -568,6 +617,7 @@ POOL = (
 
 CPU_POOL = (PoolCase("cpu.pool", 8, 64, (112, 112), 3, 2, (0, 1), suite="cpu"),)
 CPU_BATCHNORM = (BatchNormCase("cpu.bn", 8, 64, (56, 56), suite="cpu"),)
+CPU_GROUPNORM = (GroupNormCase("cpu.gn", 4, 128, (32, 32), suite="cpu"),)
 CPU_DENSE = (DenseCase("cpu.mlp", 512, 1024, 1024, "relu", suite="cpu"),)
 
 BY_OP: dict[str, tuple[Case, ...]] = {
@@ -576,6 +626,7 @@ BY_OP: dict[str, tuple[Case, ...]] = {
     "batchnorm": BATCHNORM + MODELS_BATCHNORM + CPU_BATCHNORM,
     "conv_batchnorm": CONV_BATCHNORM,
     "pool": POOL + CPU_POOL,
+    "groupnorm": GROUPNORM + CPU_GROUPNORM,
 }
 SUITES = ("core", "special", "models", "cpu", "threads", "serve")
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks.cases import BatchNormCase, Case, ConvBatchNormCase, ConvCase, DenseCase, PoolCase
+from benchmarks.cases import BatchNormCase, Case, ConvBatchNormCase, ConvCase, DenseCase, GroupNormCase, PoolCase
 
 Array = jax.Array
 
@@ -45,6 +45,8 @@ RESULTS = {
     ("batchnorm", "fwd+bwd"): ("y", "new_mean", "new_var", "dx", "dscale", "dbias"),
     ("pool", "fwd"): ("y",),
     ("pool", "fwd+bwd"): ("y", "dx"),
+    ("groupnorm", "fwd"): ("y",),
+    ("groupnorm", "fwd+bwd"): ("y", "dx", "dscale", "dbias"),
     ("batchnorm", "residual"): ("y", "new_mean", "new_var", "dx", "dscale", "dbias", "dresidual"),
 }
 
@@ -138,6 +140,11 @@ def tolerance(case: Case, pass_: str, result: str, dtype: str, precision: str | 
         # y is exact (any tolerance above 0 says so); of dx XLA may add up a pixel's windows in its type, one by one.
         windows = math.prod((-(-case.window // case.stride),) * len(case.spatial))
         return u32 if result == "y" else 2 * u * windows
+    if isinstance(case, GroupNormCase):
+        # Float32 sums over a group, of its gradient over all images; y is rounded before silu and behind it.
+        n = case.reduced if result in ("y", "dx") else case.elements // case.channels
+        sums = u32 * (16 + math.sqrt(n))
+        return 2 * (3 * u + sums if result in ("y", "dx") else sums + (u if pass_ == "fwd+bwd" else 0))
     assert isinstance(case, BatchNormCase)
     # Statistics: float32 sums of `reduced` terms; y and dx a dozen operations on them.
     sums = u32 * (16 + math.sqrt(case.reduced))
@@ -167,6 +174,8 @@ def reference(
         return _dense(case, pass_, arrays, outs[0])
     if isinstance(case, PoolCase):
         return _pool(case, channels_last, arrays)
+    if isinstance(case, GroupNormCase):
+        return _groupnorm(case, pass_, arrays)
     return _batchnorm(pass_, channels_last, arrays, outs[0] if pass_ == "residual" else None)
 
 
@@ -306,6 +315,29 @@ def _dense(case: DenseCase, pass_: str, a: dict[str, Array], y: Array) -> dict[s
     dz = _wide(a["dy"]) * slope
     dx, dw = jnp.dot(dz, w.T, precision="highest"), jnp.dot(x.T, dz, precision="highest")
     return {"y": (value, None), "dx": (dx, None), "dw": (dw, None), "db": (jnp.sum(dz, 0), None)}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _groupnorm(case: GroupNormCase, pass_: str, a: dict[str, Array]) -> dict[str, tuple[Array, Array | None]]:
+    shape = a["x"].shape
+
+    def mean(v: Array) -> Array:  # of each image's groups
+        grouped = v.reshape(shape[0], -1, case.groups, case.channels // case.groups)
+        return jnp.broadcast_to(jnp.mean(grouped, (1, 3), keepdims=True), grouped.shape).reshape(shape)
+
+    x, scale = _wide(a["x"]), _wide(a["scale"])
+    centred = x - mean(x)
+    rstd = 1 / jnp.sqrt(mean(centred**2) + EPSILON)
+    xhat = centred * rstd
+    z = xhat * scale + _wide(a["bias"])
+    s = jax.nn.sigmoid(z)
+    found: dict[str, tuple[Array, Array | None]] = {"y": (z * s, None)}
+    if pass_ == "fwd+bwd":
+        dz = _wide(a["dy"]) * s * (1 + z * (1 - s))
+        g, images = scale * dz, tuple(range(len(shape) - 1))
+        found["dx"] = rstd * (g - mean(g) - xhat * mean(g * xhat)), None
+        found |= {"dscale": (jnp.sum(dz * xhat, images), None), "dbias": (jnp.sum(dz, images), None)}
+    return found
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import jaxconv
-from benchmarks.cases import BatchNormCase, Case, ConvBatchNormCase, ConvCase, DenseCase, PoolCase
+from benchmarks.cases import BatchNormCase, Case, ConvBatchNormCase, ConvCase, DenseCase, GroupNormCase, PoolCase
 from benchmarks.check import EPSILON, MOMENTUM
 
 Array = jax.Array
@@ -81,6 +81,8 @@ def make_arrays(case: Case, setting: Setting, key: Array) -> Arrays:
     if isinstance(case, PoolCase):
         return {"x": normal(case.x_shape(last)), "dy": normal(case.y_shape(last))}
     arrays = {"x": normal(case.x_shape(last), 1.5, 0.5), "dy": normal(case.x_shape(last))}
+    if isinstance(case, GroupNormCase):
+        return arrays | parameters(case.channels)
     arrays["residual"] = normal(case.x_shape(last))
     return arrays | parameters(case.channels)
 
@@ -193,6 +195,10 @@ def ours(case: Case, pass_: str, setting: Setting, **choice: Any) -> Job:
         )
         return _pool_job(pass_, lambda x: jaxconv.max_pool(x, case.window, **options))
 
+    if isinstance(case, GroupNormCase):
+        norm = dict(groups=case.groups, epsilon=EPSILON, activation="silu")
+        return _group_job(pass_, lambda x, scale, bias: (jaxconv.groupnorm(x, scale, bias, **norm, **choice),))
+
     def batchnorm(x, scale, bias, mean, var, activation=None, training=True, residual=None):
         return jaxconv.batchnorm(
             x,
@@ -239,6 +245,12 @@ def ours(case: Case, pass_: str, setting: Setting, **choice: Any) -> Job:
 
     f = infer if pass_ == "infer" else batchnorm
     return Job(jax.jit(f), lambda a: tuple(a[n] for n in names), f, kernels)
+
+
+def _group_job(pass_: str, norm: Callable[..., tuple[Array]]) -> Job:
+    f = norm if pass_ == "fwd" else _there_and_back(norm, 3)
+    names = ("x", "scale", "bias") if pass_ == "fwd" else ("x", "scale", "bias", "dy")
+    return Job(jax.jit(f), lambda a: tuple(a[n] for n in names), f, ("groupnorm", "groupnorm_backward"))
 
 
 def _our_pair(case: ConvBatchNormCase, pass_: str, setting: Setting, **choice: Any) -> Job:
@@ -320,7 +332,23 @@ def xla(case: Case, pass_: str, setting: Setting) -> Job:
 
         sizes = each(case.window, 1), each(case.stride, 1), each(case.padding, (0, 0))
         return _pool_job(pass_, lambda x: lax.reduce_window(x, -jnp.inf, lax.max, *sizes))
+    if isinstance(case, GroupNormCase):
+        return _xla_groupnorm(case, pass_)
     return _xla_batchnorm(case, pass_, last)
+
+
+def _xla_groupnorm(case: GroupNormCase, pass_: str) -> Job:
+    def norm(x: Array, scale: Array, bias: Array) -> tuple[Array]:
+        # Flax's GroupNorm with its default use_fast_variance, and silu of its result
+        width, inner = case.channels // case.groups, tuple(range(1, x.ndim - 1))
+        wide = x.reshape(*x.shape[:-1], case.groups, width).astype(jnp.float32)
+        mean, square = (jnp.mean(a, (*inner, x.ndim)) for a in (wide, lax.square(wide)))
+        var = jnp.maximum(0.0, square - lax.square(mean))
+        mean, var = (jnp.expand_dims(jnp.repeat(a, width, -1), inner) for a in (mean, var))
+        y = (x - mean) * (lax.rsqrt(var + EPSILON) * scale) + bias
+        return (jax.nn.silu(y.astype(x.dtype)),)
+
+    return dataclasses.replace(_group_job(pass_, norm), explained=None, kernels=())
 
 
 def _xla_batchnorm(case: BatchNormCase, pass_: str, last: bool) -> Job:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.cases import BatchNormCase, Case, ConvBatchNormCase, ConvCase, DenseCase, PoolCase
+from benchmarks.cases import BatchNormCase, Case, ConvBatchNormCase, ConvCase, DenseCase, GroupNormCase, PoolCase
 from jaxconv import _timing as timing
 
 ITEM_BYTES = {"bf16": 2, "f16": 2, "f32": 4}
@@ -94,7 +94,7 @@ def work(case: Case, pass_: str, dtype: str) -> tuple[float, float]:
         # Between the two passes a byte for each element of y.
         back = item * case.elements + 2 * math.prod(case.y_shape()) if pass_ == "fwd+bwd" else 0
         return 0.0, item * case.elements + back
-    assert isinstance(case, BatchNormCase)
+    assert isinstance(case, BatchNormCase | GroupNormCase)
     passes = {"fwd": 2, "infer": 2, "bwd": 3, "fwd+bwd": 5, "residual": 8}[pass_]
     return 0.0, item * passes * case.elements
 

@@ -16,7 +16,7 @@ import jax
 
 import jaxconv
 from benchmarks import cases, check, contenders, limits, record, torch_contender, tune
-from benchmarks.cases import BatchNormCase, Case
+from benchmarks.cases import BatchNormCase, Case, GroupNormCase
 from benchmarks.contenders import Job, Setting
 from jaxconv import _problem
 from jaxconv import _timing as timing
@@ -28,7 +28,9 @@ ALGORITHMS = {
     "batchnorm": _problem.BATCHNORM_ALGORITHMS,
     "conv_batchnorm": ("sm90", "two"),
     "pool": _problem.POOL_ALGORITHMS,
+    "groupnorm": _problem.GROUPNORM_ALGORITHMS,
 }
+NORMS = ("batchnorm", "groupnorm")  # without products
 LOSS = 0.98  # a ratio below this is one
 SLOW = ("direct", "im2col")  # may need minutes for a large problem
 
@@ -118,8 +120,8 @@ def configs(args: argparse.Namespace) -> Iterator[tuple[str, Setting]]:
     """Each makes one table."""
     for op in args.ops:
         for dtype in args.dtype:
-            for precision in args.precision if dtype == "f32" and op not in ("batchnorm", "pool") else ["default"]:
-                for layout in args.layout if op != "dense" else ["NHWC"]:
+            for precision in args.precision if dtype == "f32" and op not in (*NORMS, "pool") else ["default"]:
+                for layout in args.layout if op not in ("dense", "groupnorm") else ["NHWC"]:
                     yield op, Setting(dtype, layout == "NHWC", None if precision == "default" else precision)
 
 
@@ -138,7 +140,9 @@ def chosen_cases(args: argparse.Namespace, op: str) -> list[Case]:
 
 def make_sets(case: Case, setting: Setting) -> list[contenders.Arrays]:
     """As many random input sets as keep every call's inputs out of cache."""
-    size = case.elements * limits.ITEM_BYTES[setting.dtype] * (2 if isinstance(case, BatchNormCase) else 1)
+    size = (
+        case.elements * limits.ITEM_BYTES[setting.dtype] * (2 if isinstance(case, BatchNormCase | GroupNormCase) else 1)
+    )
     make = jax.jit(lambda key: contenders.make_arrays(case, setting, key))
     count = timing.set_count(size, jax.devices()[0])
     return [make(key) for key in jax.random.split(jax.random.key(0), count)]

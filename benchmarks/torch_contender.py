@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from benchmarks.cases import Case, ConvCase, DenseCase, PoolCase
+from benchmarks.cases import Case, ConvCase, DenseCase, GroupNormCase, PoolCase
 from benchmarks.check import EPSILON, MOMENTUM
 from benchmarks.contenders import RESIDUAL, Job, Setting
 
@@ -63,6 +63,8 @@ def torch(case: Case, pass_: str, setting: Setting) -> Job:
         return _dense(case, pass_)
     if isinstance(case, PoolCase):
         return _pool(case, pass_, setting)
+    if isinstance(case, GroupNormCase):
+        return _groupnorm(case, pass_)
     return _batchnorm(case, pass_, setting)
 
 
@@ -161,6 +163,37 @@ def _dense(case: DenseCase, pass_: str) -> Job:
         outputs=lambda out: _take(out, [_same] * len(out)),
         block=_block,
     )
+
+
+def _groupnorm(case: GroupNormCase, pass_: str) -> Job:
+    import torch
+
+    functional, names = torch.nn.functional, ("x", "scale", "bias")
+    first, back = (0, len(case.spatial) + 1, *range(1, len(case.spatial) + 1)), (0, *range(2, len(case.spatial) + 2), 1)
+
+    def norm(x: Any, scale: Any, bias: Any) -> Any:
+        return functional.silu(functional.group_norm(x, case.groups, scale.to(x.dtype), bias.to(x.dtype), EPSILON))
+
+    def forward(*args: Any) -> Any:
+        with torch.no_grad():
+            return (norm(*args),)
+
+    def both(x: Any, scale: Any, bias: Any, dy: Any) -> Any:
+        y = norm(x, scale, bias)
+        return y, *torch.autograd.grad(y, (x, scale, bias), dy)
+
+    def arguments(a: dict[str, Array]) -> tuple[Any, ...]:
+        t = {n: _give(a[n]).detach() for n in (*names, "dy")}
+        t = {n: v.permute(first) if v.ndim > 1 else v for n, v in t.items()}
+        for n in names if pass_ == "fwd+bwd" else ():
+            t[n].requires_grad_(True)
+        return tuple(t[n] for n in ((*names, "dy") if pass_ == "fwd+bwd" else names))
+
+    def outputs(out: Any) -> tuple[Array, ...]:
+        return tuple(_take(out, [lambda t: t.permute(back) if t.ndim > 1 else t] * len(out)))
+
+    f = both if pass_ == "fwd+bwd" else forward
+    return Job(f, arguments, outputs=outputs, block=_block)
 
 
 def _batchnorm(case: Case, pass_: str, setting: Setting) -> Job:

@@ -5,7 +5,7 @@
 jax's own policies that speak of dots do not know jaxconv's kernels. These do, and they compose with any of jax's
 through `jax.checkpoint_policies.save_from_both_policies`. Under differentiation the results of fused ops also carry
 names, for `jax.checkpoint_policies.save_only_these_names`: "jaxconv_conv", "jaxconv_dense", "jaxconv_batchnorm_train",
-"jaxconv_batchnorm_given", "jaxconv_conv_batchnorm", "jaxconv_max_pool".
+"jaxconv_batchnorm_given", "jaxconv_conv_batchnorm", "jaxconv_groupnorm", "jaxconv_max_pool".
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from jaxconv.batchnorm import given, infer, train
 from jaxconv.conv import conv_add, conv_kernel, dgrad, dgrad_add, fprop, statistics, wgrad
 from jaxconv.conv_batchnorm import pair
 from jaxconv.dense import dense_kernel, matmul
+from jaxconv.groupnorm import norm
 from jaxconv.pool import kernel as max_pool
 
 # of a pair everything: y comes out of its convolution
 _CONVS = (fprop, dgrad, dgrad_add, wgrad, conv_kernel, conv_add, statistics, pair)
 _DENSES = (matmul, dense_kernel)
-_NORMS = (train, infer, given)
+_NORMS = (train, infer, given, norm)
 _POOLS = (max_pool,)
 
 
@@ -48,7 +49,7 @@ def save_all(primitive: Any, *_: Any, **params: Any) -> bool:
 
 
 def save_all_but_batchnorms(primitive: Any, *_: Any, **params: Any) -> bool:
-    """Keeps whatever is no batch-norm's result: those are cheap to recompute from a convolution's."""
+    """Keeps whatever is no batch-norm's or group-norm's result: those are cheap to recompute from a convolution's."""
     return not _of(_NORMS, primitive, params)
 
 

@@ -102,13 +102,12 @@ def _backward(
         dscale, dbias, *big = backward(replace(p, want_dx=want_x), x, dy, scale, bias, mean, rstd)
         dx = big[0] if want_x else None
     if want_x and (d_mean is not None or d_rstd is not None):
-        extra = jnp.zeros(reference.grouped_shape(p), p.param_dtype)
+        extra = jnp.zeros(p.x_shape, p.param_dtype)
         if d_mean is not None:
             extra = extra + reference.of_groups(p, d_mean / p.reduced)
         if d_rstd is not None:  # d rstd / d x = -rstd^3 (x - mean) / n
             slope = reference.of_groups(p, -rstd * rstd * rstd * d_rstd / p.reduced)
             extra = extra + reference.centred(p, x, mean) * slope
-        extra = extra.reshape(p.x_shape)
         dx = extra.astype(x.dtype) if dx is None else (dx.astype(p.param_dtype) + extra).astype(x.dtype)
     grads = [dx if want_x else None, dscale if want_scale else None, dbias if want_bias else None]
     return [
@@ -120,15 +119,14 @@ def _backward(
 def _tangent(p: GroupNormProblem, residuals: Any, tangents: Sequence[Array | None]) -> list[Array]:
     x, scale, bias, mean, rstd = residuals
     tx, tscale, tbias = tangents
-    axes, n = reference.grouped_axes(p), p.reduced
     groups, channels = (lambda a: reference.of_groups(p, a)), (lambda a: reference.of_channels(p, a))
     centred = reference.centred(p, x, mean)
     tmean = tvar = jnp.zeros(p.group_shape, p.param_dtype)
-    tz = jnp.zeros(reference.grouped_shape(p), p.param_dtype)
+    tz = jnp.zeros(p.x_shape, p.param_dtype)
     if tx is not None:
-        tx = tx.astype(p.param_dtype).reshape(reference.grouped_shape(p))
-        tmean = jnp.sum(tx, axes) / n
-        tvar = 2 * jnp.sum(centred * tx, axes) / n
+        tx = tx.astype(p.param_dtype)
+        tmean = reference.group_means(p, reference.of_images(p, tx))
+        tvar = 2 * reference.group_means(p, reference.of_images(p, centred * tx))
         tz = tz + (tx - groups(tmean)) * (groups(rstd) * channels(scale))
     trstd = -0.5 * rstd * rstd * rstd * tvar
     tz = tz + centred * (groups(trstd) * channels(scale))
@@ -139,7 +137,7 @@ def _tangent(p: GroupNormProblem, residuals: Any, tangents: Sequence[Array | Non
     if p.activation.residual:
         z = centred * (groups(rstd) * channels(scale)) + channels(bias)
         tz = activate_grad(p.activation, z if p.activation.residual == "z" else activate(p.activation, z), tz)
-    return [tz.reshape(p.x_shape).astype(x.dtype), tmean, trstd]
+    return [tz.astype(x.dtype), tmean, trstd]
 
 
 _op.fuse(norm, _op.Rules(lambda p: replace(p, differentiated=True), _forward, _backward, _tangent))

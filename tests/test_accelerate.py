@@ -351,6 +351,112 @@ def test_a_pair_with_a_bias_in_16_bits(dtype, train):
     check(layer, *(a.astype(dtype) for a in (X, W, B)), SCALE, BIAS, **{"conv_batchnorm" if train else "conv": 1})
 
 
+GROUPED = {
+    "plain": dict(num_groups=4),
+    "two_pass": dict(num_groups=2, use_fast_variance=False),
+    "group_size": dict(num_groups=None, group_size=4),
+    "one_group": dict(num_groups=1),
+    "a_group_a_channel": dict(num_groups=8),
+    "no_scale": dict(num_groups=4, use_scale=False),
+    "no_bias": dict(num_groups=4, use_bias=False),
+    "neither": dict(num_groups=4, use_scale=False, use_bias=False),
+}
+
+
+@pytest.mark.parametrize("images", (2, 1))
+@pytest.mark.parametrize("case", GROUPED)
+def test_flax_groupnorm_and_its_activation_become_one_call(case, images):
+    """Of one image too, whose statistics are numbers per channel."""
+    linen = pytest.importorskip("flax.linen")
+    module = linen.GroupNorm(**GROUPED[case])
+    x = array(0, (images, 4, 5, 8))
+    variables = randomised(module.init(KEY, x))
+    check(lambda v, x: jax.nn.silu(module.apply(v, x)), variables, x, groupnorm=1)
+    (found,) = accelerate(lambda v, x: jax.nn.silu(module.apply(v, x))).report(variables, x)
+    assert (found.what, found.fused) == ("groupnorm", "groupnorm + silu")
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+def test_a_groupnorm_in_16_bits_is_computed_in_them(dtype):
+    nnx = pytest.importorskip("flax.nnx")
+    module = nnx.GroupNorm(8, 4, dtype=dtype, rngs=nnx.Rngs(KEY))
+    x = array(0, (2, 4, 5, 8), dtype)
+    check(lambda x: jax.nn.silu(module(x)), x, groupnorm=1)
+    (call,) = jaxconv.explain(accelerate(lambda x: jax.nn.silu(module(x))))(x)
+    assert call.problem.dtype == dtype and str(call.problem.activation) == "silu"
+
+
+def grouped_statistics(x, groups, spatial):
+    n, *extents, c = x.shape
+    g = x.reshape(n, *(extents if spatial else [-1]), groups, c // groups)
+    axes = tuple(a for a in range(1, g.ndim) if a != g.ndim - 2)
+    return g, g.mean(axes, keepdims=True), g.var(axes, keepdims=True)
+
+
+def grouped_by_hand(x, scale, bias, groups=2, spatial=False):
+    g, mean, var = grouped_statistics(x, groups, spatial)
+    return ((g - mean) / jnp.sqrt(var + 1e-5)).reshape(x.shape) * scale + bias
+
+
+@pytest.mark.parametrize("spatial", (False, True), ids=("pixels_in_one", "pixels_as_they_are"))
+def test_a_groupnorm_in_the_shape_of_its_groups_is_recognised(spatial):
+    args = (array(0, (2, 4, 5, 8)), SCALE, BIAS)
+    check(lambda *a: jax.nn.gelu(grouped_by_hand(*a, spatial=spatial)), *args, groupnorm=1)
+
+    def bare(x):
+        g, mean, var = grouped_statistics(x, 2, spatial)
+        return ((g - mean) * lax.rsqrt(var + 1e-5)).reshape(x.shape)
+
+    check(bare, args[0], groupnorm=1)
+
+
+def other_variance(x):
+    g, mean, var = grouped_statistics(x, 2, True)
+    return ((g - mean) * lax.rsqrt(2 * var + 1e-5)).reshape(x.shape)
+
+
+def unbiased(x):
+    g, mean, _ = grouped_statistics(x, 2, True)
+    return ((g - mean) * lax.rsqrt(g.var((1, 2, 4), keepdims=True, ddof=1) + 1e-5)).reshape(x.shape)
+
+
+def of_rows(x):
+    g = x.reshape(2, 4, 5, 2, 4)
+    mean, var = g.mean((2, 4), keepdims=True), g.var((2, 4), keepdims=True)
+    return ((g - mean) * lax.rsqrt(var + 1e-5)).reshape(x.shape)
+
+
+def of_another(x):
+    g, _, var = grouped_statistics(x, 2, True)
+    return ((g - grouped_statistics(2 * x, 2, True)[1]) * lax.rsqrt(var + 1e-5)).reshape(x.shape)
+
+
+def interleaved_groups(x):
+    g = x.reshape(2, 4, 5, 4, 2)  # a group is every second channel
+    mean, var = g.mean((1, 2, 3), keepdims=True), g.var((1, 2, 3), keepdims=True)
+    return ((g - mean) * lax.rsqrt(var + 1e-5)).reshape(x.shape)
+
+
+def with_its_statistics(x):
+    g, mean, var = grouped_statistics(x, 2, True)
+    return ((g - mean) * lax.rsqrt(var + 1e-5)).reshape(x.shape), mean, var
+
+
+@pytest.mark.parametrize("f", (other_variance, unbiased, of_rows, of_another, interleaved_groups, with_its_statistics))
+def test_what_is_no_groupnorm_is_left(f):
+    check(f, array(0, (2, 4, 5, 8)))
+
+
+def test_a_groupnorm_whose_gradient_is_taken_inside_is_left_and_the_report_says_so():
+    def step(x, scale, bias):
+        return jax.grad(lambda *a: (jax.nn.silu(grouped_by_hand(*a)) ** 2).sum(), (0, 1, 2))(x, scale, bias)
+
+    args = (array(0, (2, 4, 5, 8)), SCALE, BIAS)
+    assert kernels(accelerate(step), *args) == {}
+    (found,) = accelerate(step).report(*args)
+    assert found.what == "groupnorm" and "accelerate the loss, before its gradient is taken" in found.why
+
+
 def group_norm(z):
     """Of one image: its mean and variance a group, as numbers a channel."""
     grouped = z.reshape(*z.shape[:3], 2, 4)

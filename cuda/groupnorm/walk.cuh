@@ -206,9 +206,11 @@ __device__ __forceinline__ Turn TakeTurn(const Walk& w, unsigned* counters) {
 
 // After an item's sums are in the workspace.
 __device__ __forceinline__ void SayItIsSummed(unsigned* counters, int64_t image) {
-  __threadfence();
   __syncthreads();
-  if (threadIdx.x == 0) atomicAdd(counters + 1 + image, 1u);
+  if (threadIdx.x == 0) {
+    __threadfence();
+    atomicAdd(counters + 1 + image, 1u);
+  }
 }
 
 // Returns to all threads when the image's items are summed up.

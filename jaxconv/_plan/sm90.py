@@ -124,7 +124,7 @@ def _cluster(tile: str, p: ConvProblem, device: Device) -> tuple[float, int]:
     steps = math.prod(p.filter) * -(-p.in_channels // p.groups // 64)
 
     def time(splits: int) -> tuple[float, int]:
-        # A cluster lives in one of the chip's groups of 14 to 18 multiprocessors: of clusters of eight one fits, or two.
+        # A cluster lives in one of the chip's groups of 14 to 18 multiprocessors: one of eight CTAs fits, or two.
         waves = -(-tiles * splits // (device.sm_count * (32 - splits) // 31))
         fetched = -(-steps // splits) * (height + width) * 128
         return waves * (3.0 + fetched / 80e3 + 0.1 * splits + height * width * 4 / 50e3), splits

@@ -195,7 +195,7 @@ def _is_mean(v: Value, axis: int, accept: Callable[[Value], bool]) -> bool:
     return any(at == axis and accept(u) for u, at in _means(v))
 
 
-def _squared(v: Value | None) -> Value | None:
+def squared(v: Value | None) -> Value | None:
     if v is None or v.node is None:
         return None
     if v.made_by == "square" or (v.made_by == "integer_pow" and v.node.params["y"] == 2):
@@ -215,7 +215,7 @@ def _is_variance_of(v: Value, x: Value, axis: int) -> bool:
         return u is not None and _is_mean(u, axis, is_x)
 
     def is_centred_square(u: Value) -> bool:
-        centred = _squared(u)
+        centred = squared(u)
         if centred is None or centred.made_by != "sub":
             return False
         found = channels_of(centred.node.inputs[1], centred.shape)
@@ -227,7 +227,7 @@ def _is_variance_of(v: Value, x: Value, axis: int) -> bool:
             v = bare(rest)
             break
     for second_moment, square in operands_of(v, "sub"):
-        return _is_mean(second_moment, axis, lambda u: is_x(_squared(u))) and is_mean(_squared(bare(square)))
+        return _is_mean(second_moment, axis, lambda u: is_x(squared(u))) and is_mean(squared(bare(square)))
     return _is_mean(v, axis, is_centred_square)
 
 
@@ -242,7 +242,7 @@ def _is_compared(var: Value) -> bool:
     )
 
 
-def _leads_only_to(v: Value, ends: Sequence[Value]) -> bool:
+def leads_only_to(v: Value, ends: Sequence[Value]) -> bool:
     """Whether whatever is computed from v is computed from `ends`."""
     seen, front = set(ends), [v]
     while front:
@@ -300,7 +300,7 @@ def find_batchnorm(n: Normalised, activations: Activations, before: Before | Non
         activation = activated.activation if activated else Activation()
         outputs = [out, n.mean, n.var] if training else [out]
         operands = [v for v in shared[1:] if not (training and v in (n.mean, n.var))] + ([residual] if residual else [])
-        pair = x is x0 and dtype == x0.dtype and _leads_only_to(x0, outputs) and not _needs(operands, x0)
+        pair = x is x0 and dtype == x0.dtype and leads_only_to(x0, outputs) and not _needs(operands, x0)
         pair = pair and before is not None and (before.trains or not training)
         made_by = before.node if pair else None
         shift = before.bias if pair else None

@@ -14,7 +14,7 @@ import jax
 class Finding:
     """One convolution, product, batch-norm, max-pooling or activation in a traced function, and what became of it."""
 
-    what: str  # "conv", "dense", "batchnorm", "max_pool"; "activation" where one stays behind a call that was made
+    what: str  # "conv", "dense", "batchnorm", "groupnorm", "max_pool"; "activation" where one stays behind a call
     shapes: str
     fused: str  # what the call took in: "conv + bias + relu", "wgrad"; empty where the operation was left
     why: str  # it was left, or could be part of a call that takes in more; else empty

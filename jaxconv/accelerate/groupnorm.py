@@ -1,0 +1,239 @@
+"""Group-norms: (x - mean) / sqrt(var + epsilon) of each image's groups of channels, channels last, with the scale, bias
+and activation that follow.
+
+Two ways to write it are recognised: statistics repeated to numbers per image and channel (Flax), and all of it in the
+shape (N, ..., G, C/G), from which the result is reshaped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import jax.numpy as jnp
+
+from jaxconv import _problem
+from jaxconv._activation import Activation
+from jaxconv.accelerate.activations import Activated, Activations
+from jaxconv.accelerate.graph import Array, Value, bare, channels_of, number_of, operands_of, unconverted
+from jaxconv.accelerate.linear import Fused, Refusal
+from jaxconv.accelerate.norms import leads_only_to, squared
+from jaxconv.accelerate.report import GRADIENT
+from jaxconv.groupnorm import groupnorm
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupNormalised:
+    """result = (x - mean) / sqrt(var + epsilon) * scales [+ bias]; statistics per image and group of channels."""
+
+    result: Value
+    x: Value
+    groups: int
+    epsilon: float
+    scales: list[Value]  # per channel
+    bias: Value | None
+    statistics: list[Value]  # mean and variance
+    path: list[Value]  # from the result down, x left out
+
+
+def find_group_normalised(v: Value) -> GroupNormalised | None:
+    if not jnp.issubdtype(v.dtype, jnp.floating) or len(v.shape) < 2 or 0 in v.shape:
+        return None
+    result, path = v, [v]
+    v, bias, scales = _affine(v, path)
+    grouped = v.made_by == "reshape" and _grouped(v.node.inputs[0].shape, result.shape)
+    if grouped:
+        v = _inside(v, path)
+    kept = (0, len(v.shape) - (2 if grouped else 1))
+    deviation = None
+    for name in ("mul", "div"):
+        for rest, other in operands_of(v, name):
+            numbers = _numbers(other, v.shape, kept) if rest.shape == v.shape else None
+            found = None if numbers is None else _deviation(numbers, name == "div", result.shape[-1])
+            if found is not None:
+                deviation, v = found, rest
+                path.append(rest)
+                break
+        if deviation is not None:
+            break
+    if deviation is None or v.made_by != "sub":
+        return None
+    x, other = v.node.inputs
+    mean = _numbers(other, v.shape, kept) if x.shape == v.shape else None
+    if mean is None:
+        return None
+    if grouped:
+        inner = unconverted(x)
+        if inner.made_by != "reshape" or inner.node.inputs[0].shape != result.shape:
+            return None
+        path.append(x)
+        x = inner.node.inputs[0]
+    var, epsilon, more = deviation
+    mean = _unrepeated(mean, grouped)
+    groups = _mean_of(mean, lambda u: _is_grouped(u, unconverted(x)))
+    if groups is None or _variance_of(_unrepeated(var, grouped), unconverted(x), mean) != groups:
+        return None
+    return GroupNormalised(result, x, groups, epsilon, scales + more, bias, [mean, bare(var)], path)
+
+
+def _affine(v: Value, path: list[Value]) -> tuple[Value, Value | None, list[Value]]:
+    """(z, bias, scales): the result as z * scales + bias, per channel of the last axis."""
+    bias, scales = None, []
+    for rest, other in operands_of(v, "add"):
+        found = channels_of(other, v.shape)
+        if found is not None and found[1] == len(v.shape) - 1 and rest.shape == v.shape:
+            v, bias = rest, found[0]
+            path.append(v)
+            break
+    while True:
+        for rest, other in operands_of(v, "mul"):
+            found = channels_of(other, v.shape)
+            last = found is not None and found[1] == len(v.shape) - 1 and rest.shape == v.shape
+            if last and _deviation(found[0], False, v.shape[-1]) is None:  # of one image it is numbers per channel too
+                v = rest
+                scales.append(found[0])
+                path.append(v)
+                break
+        else:
+            return v, bias, scales
+
+
+def _inside(v: Value, path: list[Value]) -> Value:
+    """What the result was reshaped, and perhaps narrowed, from."""
+    v = v.node.inputs[0]
+    path.append(v)
+    return v
+
+
+def _grouped(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    """Whether `shape` is (N, ..., G, C/G), of whole's (N, ..., C)."""
+    return len(shape) >= 3 and shape[0] == whole[0] and shape[-2] * shape[-1] == whole[-1]
+
+
+def _numbers(v: Value, shape: tuple[int, ...], kept: tuple[int, ...]) -> Value | None:
+    """What v, beside an array of `shape`, varies by, where that is along all of `kept` and nothing else."""
+    if v.shape == shape and v.made_by == "broadcast_in_dim":
+        source = v.node.inputs[0]
+        axes = [a for i, a in enumerate(v.node.params["broadcast_dimensions"]) if source.shape[i] != 1]
+        return source if axes == [a for a in kept if shape[a] != 1] else None
+    if len(v.shape) == len(shape) and all(extent == (shape[a] if a in kept else 1) for a, extent in enumerate(v.shape)):
+        return v
+    return None
+
+
+def _deviation(v: Value, divides: bool, channels: int) -> tuple[Value, float, list[Value]] | None:
+    """(var, epsilon, scales) where v is scales / sqrt(var + epsilon); with `divides` sqrt(var + epsilon)."""
+    v = bare(v)
+    for left, right in operands_of(v, "mul") if not divides else ():
+        found = _deviation(left, False, channels)
+        row = channels_of(right, v.shape)
+        if found is not None and row is not None and row[1] == len(v.shape) - 1 and v.shape[-1] == channels:
+            return found[0], found[1], [*found[2], row[0]]
+    if v.made_by != ("sqrt" if divides else "rsqrt"):
+        return None
+    for var, epsilon in operands_of(v.node.inputs[0], "add"):
+        number = number_of(epsilon)
+        if number is not None and 0 <= number < math.inf:
+            return var, number, []
+    return None
+
+
+def _unrepeated(v: Value, grouped: bool) -> Value:
+    """The numbers per image and group that v, numbers per image and channel, is a repetition of."""
+    v = bare(v)
+    if grouped or v.made_by != "broadcast_in_dim" or len(v.shape) != 3:
+        return v
+    source, axes = v.node.inputs[0], tuple(v.node.params["broadcast_dimensions"])
+    same = source.shape[:2] == v.shape[:2] and axes in ((0, 1), (0, 1, 2)) and math.prod(source.shape[2:]) == 1
+    return bare(source) if same else v
+
+
+def _mean_of(v: Value, accept: Callable[[Value], int | None]) -> int | None:
+    """The groups of u where v is the mean of u over all but images and groups; `accept` gives them."""
+    v = bare(v)
+    if v.made_by not in ("div", "mul"):
+        return None
+    for total, count in operands_of(v, v.made_by):
+        number, total = number_of(count), bare(total)
+        if not number or total.made_by != "reduce_sum":
+            continue
+        u = total.node.inputs[0]
+        rank, size = len(u.shape), math.prod(u.shape)
+        axes = tuple(sorted(total.node.params["axes"]))
+        number = 1 / number if v.made_by == "mul" else number
+        if rank < 3 or axes != (*range(1, rank - 2), rank - 1):
+            continue
+        expected = size / (u.shape[0] * u.shape[-2])
+        if abs(number - expected) <= 2e-6 * expected:  # a reciprocal is rounded to float32
+            return accept(u)
+    return None
+
+
+def _is_grouped(u: Value | None, x: Value) -> int | None:
+    """The groups where u is x in the shape (N, ..., G, C/G)."""
+    u = None if u is None else unconverted(u)
+    if u is None or u.made_by != "reshape" or unconverted(u.node.inputs[0]) is not x:
+        return None
+    return u.shape[-2] if u.node.params["dimensions"] is None and _grouped(u.shape, x.shape) else None
+
+
+def _variance_of(v: Value, x: Value, mean: Value) -> int | None:
+    """The groups where v is the biased variance of x in groups, whose mean is `mean`, in any of the usual ways."""
+
+    def is_mean(u: Value | None) -> bool:
+        return u is not None and bare(u) is mean
+
+    def centred_square(u: Value) -> int | None:
+        centred = squared(u)
+        if centred is None or centred.made_by != "sub":
+            return None
+        numbers = _numbers(centred.node.inputs[1], centred.shape, (0, len(centred.shape) - 2))
+        return _is_grouped(centred.node.inputs[0], x) if is_mean(numbers) else None
+
+    v = bare(v)
+    for low, rest in operands_of(v, "max"):
+        if number_of(low) == 0:
+            v = bare(rest)
+            break
+    for second_moment, square in operands_of(v, "sub"):
+        groups = _mean_of(second_moment, lambda u: _is_grouped(squared(u), x))
+        return groups if is_mean(squared(bare(square))) else None
+    return _mean_of(v, centred_square)
+
+
+def find_groupnorm(n: GroupNormalised, activations: Activations) -> Iterator[Fused]:
+    """The replacements, those that take in most first."""
+    if not all(leads_only_to(v, [n.result]) for v in n.statistics):
+        raise Refusal(f"something else needs its mean or variance, perhaps a gradient {GRADIENT}")
+    x0, y, channels = unconverted(n.x), n.result, n.result.shape[-1]
+    if len(y.users) == 1 and y.users[0] is not None and y.users[0].name == "convert_element_type":
+        narrowed = y.users[0].outputs[0]
+        y = narrowed if jnp.issubdtype(narrowed.dtype, jnp.floating) else y
+    # Computed in x's dtype where the result has it; else in that in which the function does.
+    dtype = x0.dtype if y.dtype == x0.dtype else n.result.dtype
+    if {dtype.name, y.dtype.name} - set(_problem.DTYPES):
+        raise Refusal(f"its types are {x0.dtype} -> {y.dtype}")
+    params = jnp.float64 if dtype == jnp.float64 else jnp.float32
+    x = x0 if jnp.promote_types(x0.dtype, dtype) == dtype else n.x
+
+    def made(out: Value, activated: Activated | None) -> Fused:
+        activation = activated.activation if activated else Activation()
+
+        def call(x: Array, *rest: Array) -> Sequence[Array]:
+            rows = [a.reshape(channels).astype(params) for a in rest]
+            bias = rows.pop() if n.bias is not None else None
+            scale = functools.reduce(jnp.multiply, rows) if rows else None
+            options = dict(groups=n.groups, epsilon=n.epsilon, activation=activation)
+            return [groupnorm(x.astype(dtype), scale, bias, **options).astype(out.dtype)]
+
+        inputs = [x, *n.scales, *([n.bias] if n.bias is not None else [])]
+        nodes = [n.result.node, *(activated.nodes if activated else [])]
+        parts = ["groupnorm", *([str(activation)] if activated else [])]
+        return Fused(nodes, inputs, [out], call, parts)
+
+    activated = activations.after(y)
+    if activated is not None and activated.hides(y):
+        yield made(activated.y, activated)
+    yield made(y, None)
