@@ -541,6 +541,79 @@ class BatchNorm:
 
 
 @dataclasses.dataclass(frozen=True)
+class GroupNorm:
+    """Group-norms by every algorithm: y and the gradients of everything; of instances (vmap) as of each alone."""
+
+    shape: Shape  # (N, ..., groups * width)
+    groups: int
+    activation: str
+    dtype: str
+    offset: float
+    instances: int
+    seed: int
+
+    @staticmethod
+    @st.composite
+    def strategy(draw: Any) -> GroupNorm:
+        lead = draw(st.lists(st.sampled_from((1, 2, 3, 4, 5, 9, 17)), min_size=1, max_size=3))
+        groups, width = draw(st.sampled_from((1, 2, 3, 4, 8))), draw(st.sampled_from((1, 2, 3, 4, 8, 10)))
+        return GroupNorm(
+            (*lead, groups * width),
+            groups,
+            draw(st.sampled_from(ACTIVATIONS)),
+            draw(st.sampled_from(DTYPES)),
+            draw(st.sampled_from((0.0, 1.0, 100.0))),
+            draw(st.sampled_from((1, 1, 2))),
+            draw(st.integers(0, 99)),
+        )
+
+    def check(self) -> None:
+        shape, dtype, c = (self.instances, *self.shape), self.dtype, self.shape[-1]
+        n, images = math.prod(self.shape[1:]) // self.groups, math.prod(self.shape[:-1])
+        if n < 4:  # the variance of a few numbers may be next to nothing
+            return
+        wide = "float64" if dtype == "float64" else "float32"
+        offset = self.offset if dtype in ("float32", "float64") else 0.0
+        x = (normal(self.seed, shape, dtype) + offset).astype(jnp.dtype(dtype)).astype(np.float64)
+        scale, bias = (normal(self.seed + i, (self.instances, c), wide) for i in (1, 2))
+        given = [x, scale, bias, normal(self.seed + 3, shape, dtype)]
+        options = dict(groups=self.groups, epsilon=1e-2, activation=self.activation)
+        bare = {**options, "activation": None}
+        z = np.stack([ref.groupnorm(*one[:3], **bare) for one in zip(*given, strict=True)])
+        if near_a_kink(self.activation, z * (1 + offset), wide):
+            return
+        references = [np.stack([ref.groupnorm(*one[:3], **options) for one in zip(*given, strict=True)])]
+        grads = [ref.groupnorm_gradients(*one, **options) for one in zip(*given, strict=True)]
+        references += [np.stack([g[name] for g in grads]) for name in ("x", "scale", "bias")]
+
+        def run(more: Any, *given: Any) -> Any:
+            def one(x: Any, scale: Any, bias: Any, dy: Any) -> Any:
+                y, pull = jax.vjp(functools.partial(jaxconv.groupnorm, **options, **more), x, scale, bias)
+                return y, *pull(dy)
+
+            return jax.vmap(one)(*given)
+
+        with types_of(dtype):
+            args = [jnp.asarray(a, t) for a, t in zip(given, (dtype, wide, wide, dtype), strict=True)]
+            theirs = jax.jit(functools.partial(run, dict(implementation="xla")))(*args)
+            for algorithm in self.algorithms():
+                ours = jax.jit(functools.partial(run, dict(algorithm=algorithm)))(*args)
+                # As of batch-norms: rstd is at most 1 / sqrt(epsilon), and what rounding acts on is x * rstd.
+                size, factor = 1 + 10 * np.abs(x).max(), 1 + np.abs(scale).max()
+                sums = np.abs(given[3]).max() * size * factor
+                scales = (size * factor, 10 * sums, sums * np.sqrt(images), sums * np.sqrt(images))
+                for what, a, b, r, s in zip(
+                    ("y", "dx", "dscale", "dbias"), ours, theirs, references, scales, strict=True
+                ):
+                    assert_close(a, b, r, max(n, images), f"{what}, {algorithm}", scale=2 * float(s))
+
+    def algorithms(self) -> list[str]:
+        problem = jaxconv._problem.GroupNormProblem("groupnorm", self.dtype, self.shape, self.groups, 1e-2)
+        known = [{plan.spec for plan in _plan.every(op, problem, DEVICE)} for op in ("groupnorm", "groupnorm_backward")]
+        return sorted(set.intersection(*known))
+
+
+@dataclasses.dataclass(frozen=True)
 class ConvBatchNorm:
     """A convolution with its batch-norm in one call equals the two calls, forward and gradients, whatever runs them."""
 
@@ -1186,5 +1259,17 @@ class Layers:
 
 PROPERTIES: dict[str, Any] = {
     kind.__name__: kind
-    for kind in (Conv, ConvLayer, ConvTranspose, Dense, BatchNorm, ConvBatchNorm, Lax, Flax, Composed, Layers)
+    for kind in (
+        Conv,
+        ConvLayer,
+        ConvTranspose,
+        Dense,
+        BatchNorm,
+        GroupNorm,
+        ConvBatchNorm,
+        Lax,
+        Flax,
+        Composed,
+        Layers,
+    )
 }
