@@ -15,7 +15,7 @@ namespace {
 
 // Loads in flight of a thread and tensor.
 template <int V>
-constexpr int kUnroll = V == 8 ? 3 : 4;
+constexpr int kUnroll = V > 1 ? 3 : 4;
 
 // z = (x - mean) * factor + offset, of a vector's channels.
 template <int V>
@@ -187,7 +187,7 @@ __device__ __forceinline__ void WriteDx(const BackwardArgs& p, const Item& item,
 }
 
 template <typename T, int V, int kActivation>
-__global__ void __launch_bounds__(kThreads, V == 1 ? 3 : 2)
+__global__ void __launch_bounds__(kThreads, V == 8 ? 2 : 3)
     SumKernel(const __grid_constant__ BackwardArgs p) {
   extern __shared__ __align__(16) float shared[];
   Sum<T, V, kActivation>(p, ItemOf(p.walk, blockIdx.x), shared);
@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(kThreads, V == 1 ? 3 : 2)
 
 // The items from the last on: the end of x and dy is what the L2 cache still holds.
 template <typename T, int V, int kActivation>
-__global__ void __launch_bounds__(kThreads, V == 1 ? 3 : 2)
+__global__ void __launch_bounds__(kThreads, V == 8 ? 2 : 3)
     DxKernel(const __grid_constant__ BackwardArgs p) {
   extern __shared__ __align__(16) float shared[];
   WriteDx<T, V, kActivation>(p, ItemOf(p.walk, gridDim.x - 1 - blockIdx.x), shared, [] {});
