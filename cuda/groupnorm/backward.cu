@@ -28,11 +28,12 @@ __device__ __forceinline__ Affine<V> ReadAffine(const BackwardArgs& p, int64_t i
   const Walk& w = p.walk;
   const int64_t row = int64_t(uint32_t(image) / w.per_instance) * w.channels + channel;
   Affine<V> a;
+  ReadNumbers<V>(p.scale + row, a.factor);
+  ReadNumbers<V>(p.bias + row, a.offset);
   ForChannels<V>(w, channel, [&](int j, int group) {
     const int64_t at = image * w.groups + group;
     a.mean[j] = p.mean[at];
-    a.factor[j] = p.rstd[at] * p.scale[row + j];
-    a.offset[j] = p.bias[row + j];
+    a.factor[j] *= p.rstd[at];
   });
   return a;
 }
