@@ -168,17 +168,23 @@ class UNet3D(nn.Module):
 # GroupNorm and silu. It takes (images, times), and gives the noise in the images.
 
 
+def _group_normalised(layers: Any, x: Array, dtype: Any, fused: bool) -> Array:
+    norm = functools.partial(layers.GroupNorm, min(32, x.shape[-1] // 4), dtype=dtype)
+    return norm(activation="silu")(x) if fused else nn.silu(norm()(x))
+
+
 class TimedBlock(nn.Module):
     layers: Any
     features: int
     dtype: Any
+    fused: bool
 
     @nn.compact
     def __call__(self, x: Array, time: Array) -> Array:
         conv = functools.partial(self.layers.Conv, self.features, dtype=self.dtype)
 
         def normalised(x: Array) -> Array:
-            return nn.silu(nn.GroupNorm(min(32, x.shape[-1] // 4), dtype=self.dtype)(x))
+            return _group_normalised(self.layers, x, self.dtype, self.fused)
 
         y = conv((3, 3))(normalised(x))
         y = y + self.layers.Dense(self.features, dtype=self.dtype)(nn.silu(time))[:, None, None]
@@ -209,17 +215,17 @@ class DDPM(nn.Module):
                 y = layers.Conv(y.shape[-1], (3, 3), strides=2, dtype=self.dtype)(y)
                 skipped.append(y)
             for _ in range(self.blocks):
-                y = TimedBlock(layers, features, self.dtype)(y, time)
+                y = TimedBlock(layers, features, self.dtype, self.fused)(y, time)
                 skipped.append(y)
         for _ in range(2):
-            y = TimedBlock(layers, self.features[-1], self.dtype)(y, time)
+            y = TimedBlock(layers, self.features[-1], self.dtype, self.fused)(y, time)
         for level, features in enumerate(self.features[::-1]):
             if level:
                 y = jax.image.resize(y, (len(y), 2 * y.shape[1], 2 * y.shape[2], y.shape[3]), "nearest")
                 y = layers.Conv(y.shape[-1], (3, 3), dtype=self.dtype)(y)
             for _ in range(self.blocks + 1):
-                y = TimedBlock(layers, features, self.dtype)(jnp.concatenate([y, skipped.pop()], -1), time)
-        y = nn.silu(nn.GroupNorm(min(32, y.shape[-1] // 4), dtype=self.dtype)(y))
+                y = TimedBlock(layers, features, self.dtype, self.fused)(jnp.concatenate([y, skipped.pop()], -1), time)
+        y = _group_normalised(layers, y, self.dtype, self.fused)
         return layers.Conv(3, (3, 3), dtype=self.dtype)(y)
 
 

@@ -19,14 +19,15 @@ import jax
 
 from benchmarks.limits import Ceilings
 from jaxconv import _cost
-from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem, PoolProblem
+from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem, GroupNormProblem, PoolProblem
 
 # In the order of the tables and figures. exchange: between devices. elementwise: sums over elements too.
 KINDS = ("convolution", "product", "norm", "pool", "elementwise", "copies", "exchange", "other")
 
 # Targets of custom calls, and kernels' names: ours (mangled or not), cuDNN's, cuBLAS's, XLA's own.
 _NAMES = (
-    ("norm", r"jaxconv_batchnorm|jaxconv(::|\d)cuda\d*(::|\d+)batchnorm|cudnn\$norm|bn_fw|bn_bw|batch_?norm"),
+    ("norm", r"jaxconv_(batch|group)norm|jaxconv(::|\d)cuda\d*(::|\d+)(batch|group)norm"),
+    ("norm", r"cudnn\$norm|bn_fw|bn_bw|batch_?norm"),
     ("product", r"jaxconv_(dense|matmul)|jaxconv(::|\d)cuda\d*(::|\d+)dense|__cublas|onednn\$matmul"),
     ("pool", r"jaxconv_max_pool|jaxconv(::|\d)cuda\d*(::|\d+)pool"),
     ("convolution", r"jaxconv_conv|jaxconv(::|\d)cuda|cudnn\$conv|onednn\$convolution|[fdw]grad|fprop|conv2d|convolve"),
@@ -186,7 +187,7 @@ def least_ms(calls: Iterable[Any], parameters: int, top: Ceilings) -> float:
 
     Each call takes the longer of its operations at the rate of the unit that does them and of its arrays, each read or
     written once, at the rate at which memory copies. What else stands between the calls counts nothing, as if it were
-    fused into them: pooling, other norms than batch-norms, activations of their own.
+    fused into them: pooling, other norms than batch- and group-norms, activations of their own.
     """
     seconds = 0.0
     for call in calls:
@@ -208,6 +209,8 @@ def _work(op: str, p: Any, top: Ceilings) -> tuple[float, float, float]:
     if isinstance(p, PoolProblem):
         # x and y, there or back, and of a step that goes back a byte for each maximum's position
         return 0.0, item * (math.prod(p.x_shape) + math.prod(p.y_shape)) + p.save * math.prod(p.y_shape), top.f32
+    if isinstance(p, GroupNormProblem):
+        return 0.0, item * (3 if op == "groupnorm_backward" else 2) * p.size, top.f32
     assert isinstance(p, ConvProblem | DenseProblem)
     added = {"conv_dgrad_add": [p.x_shape], "conv_add": [p.y_shape]}.get(op, [])
     arrays = [p.x_shape, p.w_shape, p.y_shape, *added]

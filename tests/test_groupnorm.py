@@ -280,26 +280,18 @@ H200 = _plan.Device("cuda", "NVIDIA H200", (9, 0), 132)
 
 
 @pytest.mark.parametrize("op", ["groupnorm", "groupnorm_backward"])
-def test_a_plan_is_made_of_whole_steps_and_is_native_where_the_rule_says(op, monkeypatch):
+def test_a_plan_is_made_of_whole_steps_and_is_native_where_that_is_asked_for(op, monkeypatch):
     monkeypatch.setattr("jaxconv._native.missing", lambda platform: None)
     monkeypatch.setattr("jaxconv._native.runs_on", lambda capability: True)
     silu = Activation("silu")
     large = problem((64, 64, 64, 128), 32, "bfloat16", activation=silu)
-    plan = _plan.plan(op, large, H200)
+    found = _plan.plan(op, large, H200)
+    assert found.implementation == "xla" and "was measured near it on NVIDIA H200" in found.reason
+    plan = _plan.plan(op, dataclasses.replace(large, implementation="native"), H200)
     assert (plan.implementation, plan.kernel) == ("native", "interleaved")
     assert plan.chunk >= plan.splits > 1 and -(-64 * 64 // plan.splits) % 16 == 0  # 16 pixels a step
-    small = problem((64, 16, 16, 256), 32, "bfloat16", activation=silu)
+    small = problem((64, 16, 16, 256), 32, "bfloat16", activation=silu, implementation="native")
     assert _plan.plan(op, small, H200).kernel == "two_read"
-    for p, why in (
-        (problem((4, 16, 16, 128), 32, "bfloat16", activation=silu), "131072 elements, fewer than"),
-        (problem((64, 64, 64, 126), 2, "bfloat16", activation=silu), "126 channels are no multiple"),
-    ):
-        plan = _plan.plan(op, p, H200)
-        assert plan.implementation == "xla" and why in plan.reason
-    bare = problem((64, 64, 64, 128), 32, "bfloat16")
-    assert _plan.plan("groupnorm", bare, H200).implementation == "xla"
-    differentiated = problem((64, 64, 64, 128), 32, "bfloat16", differentiated=True)
-    assert _plan.plan("groupnorm", differentiated, H200).implementation == "native"
 
 
 def test_a_plan_of_many_channels_is_refused_with_its_shared_memory():

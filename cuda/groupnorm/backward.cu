@@ -15,7 +15,7 @@ namespace {
 
 // Loads in flight of a thread and tensor.
 template <int V>
-constexpr int kUnroll = V == 8 ? 3 : 4;
+constexpr int kUnroll = V > 1 ? 3 : 4;
 
 // z = (x - mean) * factor + offset, of a vector's channels.
 template <int V>
@@ -28,11 +28,12 @@ __device__ __forceinline__ Affine<V> ReadAffine(const BackwardArgs& p, int64_t i
   const Walk& w = p.walk;
   const int64_t row = int64_t(uint32_t(image) / w.per_instance) * w.channels + channel;
   Affine<V> a;
+  ReadNumbers<V>(p.scale + row, a.factor);
+  ReadNumbers<V>(p.bias + row, a.offset);
   ForChannels<V>(w, channel, [&](int j, int group) {
     const int64_t at = image * w.groups + group;
     a.mean[j] = p.mean[at];
-    a.factor[j] = p.rstd[at] * p.scale[row + j];
-    a.offset[j] = p.bias[row + j];
+    a.factor[j] *= p.rstd[at];
   });
   return a;
 }
@@ -187,7 +188,7 @@ __device__ __forceinline__ void WriteDx(const BackwardArgs& p, const Item& item,
 }
 
 template <typename T, int V, int kActivation>
-__global__ void __launch_bounds__(kThreads, V == 1 ? 3 : 2)
+__global__ void __launch_bounds__(kThreads, V == 8 ? 2 : 3)
     SumKernel(const __grid_constant__ BackwardArgs p) {
   extern __shared__ __align__(16) float shared[];
   Sum<T, V, kActivation>(p, ItemOf(p.walk, blockIdx.x), shared);
@@ -195,7 +196,7 @@ __global__ void __launch_bounds__(kThreads, V == 1 ? 3 : 2)
 
 // The items from the last on: the end of x and dy is what the L2 cache still holds.
 template <typename T, int V, int kActivation>
-__global__ void __launch_bounds__(kThreads, V == 1 ? 3 : 2)
+__global__ void __launch_bounds__(kThreads, V == 8 ? 2 : 3)
     DxKernel(const __grid_constant__ BackwardArgs p) {
   extern __shared__ __align__(16) float shared[];
   WriteDx<T, V, kActivation>(p, ItemOf(p.walk, gridDim.x - 1 - blockIdx.x), shared, [] {});

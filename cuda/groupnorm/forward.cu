@@ -132,10 +132,12 @@ __device__ __forceinline__ void Normalise(const ForwardArgs& p, const Item& item
     if (tile > 0) load(vector, at.first);
     // x - mean comes first: it is exact where mean / std is large. What rounding took from the mean goes into the offset.
     float mean[V], factor[V], offset[V];
+    ReadNumbers<V>(scale + vector * V, factor);
+    ReadNumbers<V>(bias + vector * V, offset);
     ForChannels<V>(w, vector * V, [&](int j, int group) {
       mean[j] = means[group];
-      factor[j] = rstds[group] * scale[vector * V + j];
-      offset[j] = bias[vector * V + j] - rests[group] * factor[j];
+      factor[j] *= rstds[group];
+      offset[j] -= rests[group] * factor[j];
     });
     for (uint32_t pixel = at.first; pixel < at.end; pixel += U * w.rows) {
       // One copy of all activations instead of U: the queue of loaded vectors moves up instead.

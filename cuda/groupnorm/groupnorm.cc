@@ -65,7 +65,7 @@ Status GroupNorm(const Context& ctx, const GroupNormProblem& p, const Plan& plan
   JAXCONV_RETURN_IF_ERROR(Confirm(GroupNormOp::kForward, p, plan, workspace, what));
   const groupnorm::Scratch at = groupnorm::ScratchOf(GroupNormOp::kForward, p, plan);
   char* scratch = static_cast<char*>(workspace.data);
-  const bool aligned = Aligned16({x, y});
+  const bool aligned = Aligned16({x, y, scale, bias});
   groupnorm::ForwardArgs args = {};
   args.walk = MakeWalk(p, plan, aligned);
   args.x = x;
@@ -88,7 +88,7 @@ Status GroupNormBackward(const Context& ctx, const GroupNormProblem& p, const Pl
   JAXCONV_RETURN_IF_ERROR(Confirm(GroupNormOp::kBackward, p, plan, workspace, what));
   const groupnorm::Scratch at = groupnorm::ScratchOf(GroupNormOp::kBackward, p, plan);
   char* scratch = static_cast<char*>(workspace.data);
-  const bool aligned = Aligned16({x, dy, dx});
+  const bool aligned = Aligned16({x, dy, dx, scale, bias});
   groupnorm::BackwardArgs args = {};
   args.walk = MakeWalk(p, plan, aligned);
   args.x = x;

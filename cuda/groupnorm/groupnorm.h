@@ -61,7 +61,7 @@ struct BackwardArgs {
   unsigned* counters;
 };
 
-// `aligned`: the arrays begin at multiples of 16 bytes. `what` opens the message of a failure.
+// `aligned`: x, y, dy, dx, scale and bias begin at multiples of 16 bytes. `what` opens the message of a failure.
 Status Forward(const Context& ctx, const GroupNormProblem& p, bool interleaved, bool aligned,
                ForwardArgs args, const std::string& what);
 Status Backward(const Context& ctx, const GroupNormProblem& p, bool interleaved, bool aligned,

@@ -32,6 +32,23 @@ __device__ __forceinline__ void Unpack(const Raw<T, V>& raw, float (&v)[V]) {
   for (int j = 0; j < V; ++j) v[j] = ToFloat(e[j]);
 }
 
+// V numbers from p on, which is aligned to 16 bytes where V > 1.
+template <int V>
+__device__ __forceinline__ void ReadNumbers(const float* p, float (&v)[V]) {
+  if constexpr (V == 1) {
+    v[0] = p[0];
+  } else {
+#pragma unroll
+    for (int j = 0; j < V; j += 4) {
+      const float4 four = *reinterpret_cast<const float4*>(p + j);
+      v[j] = four.x;
+      v[j + 1] = four.y;
+      v[j + 2] = four.z;
+      v[j + 3] = four.w;
+    }
+  }
+}
+
 // Rounds to nearest even, and leaves the L2 cache to what is read again.
 template <typename T, int V>
 __device__ __forceinline__ void Write(T* base, uint32_t at, const float (&v)[V]) {

@@ -346,10 +346,8 @@ def _fastest(op: str, problem: Problem, device: Device) -> Plan:
         algorithm, reason = _fastest_on_cpu(op, problem)
         plan = made(op, algorithm, problem, device) if algorithm else None
         return dataclasses.replace(plan, reason=reason) if isinstance(plan, Plan) else Plan("xla", reason)
-    if isinstance(problem, GroupNormProblem):  # none was measured
-        algorithm, reason = groupnorm.default(op, problem)
-        plan = made(op, algorithm, problem, device) if algorithm else reason
-        return dataclasses.replace(plan, reason=reason) if isinstance(plan, Plan) else Plan("xla", plan)
+    if isinstance(problem, GroupNormProblem):
+        return Plan("xla", _unmeasured(device))
     best, candidates, why = _weighed(op, problem, device, _safe(op, problem, every(op, problem, device)))
     if isinstance(problem, BatchNormProblem) and problem.activation.name == "none" and not problem.residual:
         # Alone the native kernel may win; in a model XLA joins its normalisation with the add or activation behind it
@@ -361,13 +359,16 @@ def _fastest(op: str, problem: Problem, device: Device) -> Plan:
         why = "convolutions leave channels last in memory; native code takes arrays as they lie and would copy"
         return Plan("xla", why, candidates=candidates)
     if isinstance(problem, PoolProblem) and (best is None or not problem.save):
-        native, why = pool.by_rule(problem, device)
-        plan = made(op, "gather", problem, device) if native else Plan("xla", why)
-        plan = Plan("xla", plan) if isinstance(plan, str) else dataclasses.replace(plan, reason=why)
-        return dataclasses.replace(plan, candidates=candidates)
+        # Without a gradient, whatever was measured alone: in a model XLA may compute what is in front of it on the way.
+        one = "no gradient is taken: XLA's own pooling is one pass as well, and may join its neighbours"
+        return Plan("xla", _unmeasured(device) if problem.save else one, candidates=candidates)
     if best is None or not best.wins:
         return Plan("xla", why + _unsafe(op, problem, device), candidates=candidates)
     return dataclasses.replace(best.plan, reason=why, candidates=candidates)
+
+
+def _unmeasured(device: Device) -> str:
+    return f"none of its kernels was measured near it on {device.kind or 'the device'}: jaxconv.tune can do it"
 
 
 def _safe(op: str, problem: Problem, plans: list[Plan]) -> list[Plan]:
@@ -442,8 +443,7 @@ def _weighed(
         if xla is not None:
             candidates.append(Candidate("xla", xla.ms, "predicted"))
     if not weighed:
-        where = device.kind or "the device"
-        return None, (), f"none of its kernels was measured near it on {where}: jaxconv.tune can do it"
+        return None, (), _unmeasured(device)
     best = max(weighed, key=lambda w: (w.wins, w.ratio))
     return best, tuple(dict.fromkeys(candidates)), best.why
 

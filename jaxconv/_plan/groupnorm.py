@@ -1,4 +1,4 @@
-"""Group-norm: cuda/groupnorm. Which kernel is wanted, with which items, and where it is the default."""
+"""Group-norm: cuda/groupnorm. Which kernel is wanted, with which items."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from jaxconv._plan import domain
 from jaxconv._plan.plan import Device, Plan, itemsize
 from jaxconv._problem import GroupNormProblem
 
-# Elements from which on native code is the default.
-LEAST = 2**20
 # Bytes that are read, from which on they do not stay in the L2 cache from one launch to the next.
 CACHED = 16 * 2**20
 
@@ -48,15 +46,3 @@ def wanted(op: str, p: GroupNormProblem) -> str:
     """The kernel for a problem that nobody has measured."""
     large = p.size * itemsize(p) * _read(op) > CACHED
     return "interleaved" if large and domain.groupnorm_vector(p) > 1 else "two_read"
-
-
-def default(op: str, p: GroupNormProblem) -> tuple[str | None, str]:
-    """(the kernel, or None for XLA; why)."""
-    if op == "groupnorm" and p.activation.name == "none" and not p.differentiated:
-        return None, "XLA fuses a bare normalisation with its neighbours; native code needs activation= or a gradient"
-    if domain.groupnorm_vector(p) == 1:
-        return None, f"native code reads 16 bytes at a time: {p.channels} channels are no multiple of them"
-    if p.size < LEAST:
-        return None, f"there are {p.size} elements, fewer than the {LEAST} from which on native code is taken"
-    follows = "an activation follows" if p.activation.name != "none" else "it is differentiated"
-    return wanted(op, p), f"{follows}, and what is read again is still in the L2 cache"

@@ -44,6 +44,8 @@ SISTER = 1.5
 # A dense layer's product also by this much, milliseconds: XLA fuses what lies beside a product of its own. 64 rows
 # gained .001 in each gradient's product and lost .002 there and back.
 LEAST_MS = 0.002
+# A convolution by this much: of one image, two measurements of XLA's own kernel, of 4 to 7 us, were up to .001 apart.
+LEAST_CONV_MS = 0.001
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Measurement:
 
     def wins(self, kernel: str) -> bool:
         """Whether the kernel is worth taking instead of XLA."""
-        least = LEAST_MS if self.op == "dense" else 0.0
+        least = LEAST_MS if self.op == "dense" else LEAST_CONV_MS if self.op.startswith("conv_") else 0.0
         margin = SISTER_MARGIN if self.sister else MARGIN
         return self.ratio(kernel) > margin and self.xla_ms - self.native_ms[kernel] >= least
 

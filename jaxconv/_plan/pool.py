@@ -23,19 +23,3 @@ def on_cpu(p: PoolProblem) -> tuple[str | None, str]:
         return None, "of fewer than 16 channels XLA is as fast"
     why = "there and back XLA was 3 to 3.8 times slower with 64 channels, 1.3 to 1.6 with 16 and 32 (EPYC)"
     return "gather", why
-
-
-def by_rule(p: PoolProblem, device: Device) -> tuple[bool, str]:
-    """Whether native code is the default where nothing near was measured, and why.
-
-    XLA scatters the gradient, by atomics or a sort, in several passes over x; the gather is one pass over dx. Without a
-    gradient both are one pass over x.
-    """
-    if not p.save:
-        # Whatever was measured alone: in a model XLA may compute what is in front of it on the way.
-        return False, "no gradient is taken: XLA's own pooling is one pass as well, and may join its neighbours"
-    if device.compute_capability != (9, 0):
-        return False, "its kernels are the default on compute capability 9.0 only"
-    if domain.pool_vector(p) == 1:
-        return False, "16 bytes do not divide the channels"
-    return True, "the gradient is one pass over memory, XLA's scatter is several; not measured near it"
