@@ -42,6 +42,7 @@ sys.path.append(str(pathlib.Path(__file__).parent.parent))
 import helpers
 
 LARGEST_CACHE = 1 << 30  # bytes
+reporter = None  # pytest's terminal
 
 
 def pytest_configure(config):
@@ -50,6 +51,17 @@ def pytest_configure(config):
     missing = _native.missing(helpers.PLATFORM)
     if missing:
         raise pytest.UsageError(f"{missing}. JAX_PLATFORMS=cpu runs the suite on the CPU.")
+
+
+def pytest_sessionstart(session):
+    global reporter
+    reporter = session.config.pluginmanager.getplugin("terminalreporter")
+
+
+def pytest_runtest_logreport(report):
+    """Names a failure when it happens: a run that is cut short has no summary."""
+    if report.failed and reporter is not None and not hasattr(reporter.config, "workerinput"):
+        reporter.write_line(f"\nfailed: {report.nodeid}")
 
 
 def pytest_addoption(parser):

@@ -1,6 +1,7 @@
 """What was run to find mistakes, and what it found: docs/reliability.md from the records of runs.
 
     make fuzz ...; make tsan; make sanitize; make test-matrix    # each leaves what came of it in build/
+    python tests/sanitize.py --tool memcheck --record build/memcheck.json    # on a GPU; racecheck likewise
     python tests/reliability.py                                  # tests/records/ takes it up; the page is written anew
 
 A record is a run's own output; the page's tables hold nothing else.
@@ -19,6 +20,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 RECORDS = ROOT / "tests" / "records"
 PAGE = ROOT / "docs" / "reliability.md"
 BUILD = ROOT / "build"
+TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")  # compute-sanitizer's
 
 
 def take_up() -> None:
@@ -33,6 +35,10 @@ def take_up() -> None:
         write(f"fuzz-{device}", record)
     if (BUILD / "matrix" / "record.json").exists():
         write("matrix", json.loads((BUILD / "matrix" / "record.json").read_text()))
+    for tool in TOOLS:
+        if (BUILD / f"{tool}.json").exists():
+            record = json.loads((BUILD / f"{tool}.json").read_text())
+            write(f"{tool}-{record['device'].lower().replace(' ', '-')}", record)
     for name in ("sanitize", "tsan"):
         report = BUILD / f"{name}.xml"
         if report.exists():
@@ -80,6 +86,21 @@ def watched_block() -> str:
     return table(["command", "watched by", "tests", "date", "versions", "run", "failed"], rows, 2)
 
 
+def gpu_block() -> str:
+    rows = []
+    for tool in TOOLS:
+        for path in sorted(RECORDS.glob(f"{tool}-*.json")):
+            record = json.loads(path.read_text())
+            by_commit: dict[str, list[int]] = {}
+            for part in record["parts"].values():
+                by_commit.setdefault(part["commit"], []).append(part["cases"])
+            for commit, cases in by_commit.items():
+                names = sorted({name.rsplit("/", 1)[0] for name, p in record["parts"].items() if p["commit"] == commit})
+                shown = ", ".join(f"`{name}`" for name in names)
+                rows.append([tool, record["device"], record["date"], commit, shown, len(cases), sum(cases)])
+    return table(["tool", "GPU", "date", "commit", "kernels", "parts", "cases"], rows, 2)
+
+
 def matrix_block() -> str:
     record = read("matrix")
     if record is None:
@@ -93,7 +114,7 @@ def matrix_block() -> str:
     return f"{record['date']}, on the CPU.\n\n" + table(head, rows, 0)
 
 
-BLOCKS = {"fuzz": fuzz_block, "watched": watched_block, "matrix": matrix_block}
+BLOCKS = {"fuzz": fuzz_block, "watched": watched_block, "gpu": gpu_block, "matrix": matrix_block}
 
 
 def page(text: str) -> str:

@@ -17,6 +17,7 @@ import argparse
 import concurrent.futures
 import dataclasses
 import itertools
+import json
 import os
 import pathlib
 import re
@@ -405,6 +406,22 @@ def watch(part: str, tool: str, sanitizer: str, limit: float, logs: pathlib.Path
     return False, "\n".join([row, *("    " + line for line in output.splitlines()[-40:])])
 
 
+def write_record(path: pathlib.Path, tool: str, rows: Iterable[str]) -> None:
+    """What was clean, by part: cases, seconds, and the commit that they were of. tests/reliability.py reads it."""
+    parts = json.loads(path.read_text())["parts"] if path.exists() else {}
+    root = pathlib.Path(__file__).parent.parent
+    asked = ["git", "-C", str(root), "rev-parse", "--short=10", "HEAD"]
+    commit = os.environ.get("BENCHMARKS_COMMIT") or subprocess.check_output(asked, text=True).strip()
+    for part, cases, seconds, verdict in (row.split(maxsplit=3) for row in rows):
+        if verdict == "clean":
+            parts[part] = {"cases": int(cases), "seconds": float(seconds), "commit": commit}
+        elif cases != "0":
+            parts.pop(part, None)  # what is not clean is not recorded
+    found = {"tool": tool, "device": jax.devices()[0].device_kind, "date": time.strftime("%Y-%m-%d"), "parts": parts}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=1) + "\n")
+
+
 def find_sanitizer() -> str:
     places = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/cuda/bin"])
     found = shutil.which("compute-sanitizer", path=places)
@@ -420,6 +437,7 @@ def main() -> None:
     parser.add_argument("-j", "--jobs", type=int, default=6, help="parts watched at once (default: 6)")
     parser.add_argument("--limit", type=float, default=300, help="seconds a part may take (default: 300)")
     parser.add_argument("--logs", type=pathlib.Path, help="a folder for each part's whole output")
+    parser.add_argument("--record", type=pathlib.Path, help="a file for the clean parts; others in it stay")
     parser.add_argument("--list", action="store_true", help="print the parts' names")
     options = parser.parse_args()
     chosen: set[str] = set()
@@ -439,13 +457,17 @@ def main() -> None:
         print(f"{done} cases ran on {_plan.Device.current('cuda').kind}", flush=True)
         return
     sanitizer, clean = find_sanitizer(), []
+    rows: list[str] = []
     print(f"{'part':<32} {'cases':>5} {'s':>6}  {options.tool}")
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
         started = [pool.submit(watch, p, options.tool, sanitizer, options.limit, options.logs) for p in parts]
         for result in concurrent.futures.as_completed(started):
             ok, row = result.result()
             clean.append(ok)
+            rows.append(row)
             print(row, flush=True)
+    if options.record:
+        write_record(options.record, options.tool, rows)
     if not all(clean):
         raise SystemExit(f"{clean.count(False)} of {len(parts)} parts are not clean")
     print(f"all {len(parts)} parts are clean")
