@@ -176,7 +176,7 @@ MUTANTS = [
     Mutant(
         "relu makes 0 of NaN",
         "common/activation.h",
-        "return z > F(0) || z != z ? z : F(0);  // NaN stays NaN, as jax.nn.relu",
+        "return z > F(0) || z != z ? z : F(0);",
         "return z > F(0) ? z : F(0);",
         "tests/test_activation_tails.py -k 'infinities and relu and float32'",
     ),
@@ -226,8 +226,9 @@ MUTANTS = [
     Mutant(
         "batch-norm backward does not look at dy",
         "ffi/handlers.cc",
-        'JAXCONV_RETURN_IF_ERROR(call.ConfirmLike("dy", arg(1), "x", arg(0)));',
-        "",
+        'JAXCONV_RETURN_IF_ERROR(call.ConfirmLike("dy", arg(1), "x", arg(0)));\n'
+        "  JAXCONV_RETURN_IF_ERROR(\n      ConfirmParams(",
+        "JAXCONV_RETURN_IF_ERROR(\n      ConfirmParams(",
         "tests/test_operand_checks.py -k off_by_one",
     ),
     Mutant(

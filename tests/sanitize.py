@@ -274,7 +274,10 @@ def members(family: str, kernels: Iterable[str]) -> list[str]:
 # What the parts of an op are named by: kernels, and families that have one or are taken whole.
 KERNELS = {
     "conv": [
-        *members("sm90", (kernel for kernel, _ in (*sm90.PRODUCTS, *sm90.HALOS, *sm90.STATISTICS, *sm90.WGRADS))),
+        *members(
+            "sm90",
+            (kernel for kernel, _ in (*sm90.PRODUCTS, *sm90.FEW_PIXELS, *sm90.HALOS, *sm90.STATISTICS, *sm90.WGRADS)),
+        ),
         *members("depthwise", depthwise.KERNELS),
         *(family for family in _problem.CONV_ALGORITHMS if family not in ("sm90", "depthwise")),
     ],

@@ -22,7 +22,7 @@ from jaxconv._problem import ConvProblem, DenseProblem
 H200 = Device("cuda", "NVIDIA H200", (9, 0), 132)
 DEFAULT, HIGHEST = (lax.Precision.DEFAULT,) * 2, (lax.Precision.HIGHEST,) * 2
 OPS = ("conv_fprop", "conv_dgrad", "conv_wgrad", "conv_statistics", "conv_dgrad_add")
-FAMILY = (*sm90.PRODUCTS, *sm90.HALOS, *sm90.STATISTICS, *sm90.WGRADS)
+FAMILY = (*sm90.PRODUCTS, *sm90.FEW_PIXELS, *sm90.HALOS, *sm90.STATISTICS, *sm90.WGRADS)
 ANY = {"conv_wgrad": ("wgrad", "128x256"), "conv_statistics": ("statistics", "128x128")}  # else product 128x128
 
 

@@ -125,7 +125,11 @@ def test_every_shape_errs_no_more_than_twice_xla(shape, groups, dtype):
 
 
 @pytest.mark.parametrize("activation", NAMED_ACTIVATIONS, ids=label)
-@pytest.mark.parametrize(("shape", "groups"), [((3, 9, 11, 40), 4), ((2, 5, 7, 30), 5)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "groups"),
+    [((3, 9, 11, 40), 4), pytest.param((2, 5, 7, 30), 5, marks=() if PLATFORM == "cuda" else pytest.mark.slow)],
+    ids=str,
+)
 def test_every_activation_errs_no_more_than_twice_xla(shape, groups, activation):
     compare(shape, groups, "float32", activation)
 
@@ -206,7 +210,11 @@ def test_no_scale_and_no_bias_stand_for_ones_and_zeros():
 
 
 @pytest.mark.parametrize("implementation", [*NATIVE_IN_FLOAT64, "xla"])
-@pytest.mark.parametrize("activation", [None, "relu6", "silu", ("leaky_relu", -0.5)], ids=label)
+@pytest.mark.parametrize(
+    "activation",
+    [None, "silu", *(pytest.param(a, marks=pytest.mark.slow) for a in ("relu6", ("leaky_relu", -0.5)))],
+    ids=label,
+)
 def test_derivatives_in_both_modes_to_second_order(activation, implementation, x64):
     f = functools.partial(jaxconv.groupnorm, groups=2, activation=activation, implementation=implementation)
     args = [jnp.asarray(normal(i, shape)) for i, shape in enumerate(((2, 3, 4), (4,), (4,)), 5)]

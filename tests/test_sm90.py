@@ -66,7 +66,9 @@ def test_integers_of_several_terms_are_exact(name, precision):
             assert_exact(actual[op], getattr(ref, op)(case, *(values[n] for n in OPERANDS[op])), f"{op} of {name}")
 
 
-FORCED = [f"sm90/{kernel} {tile}".strip() for kernel, tile in (*sm90.PRODUCTS, *sm90.HALOS, *sm90.WGRADS)]
+FORCED = [
+    f"sm90/{kernel} {tile}".strip() for kernel, tile in (*sm90.PRODUCTS, *sm90.FEW_PIXELS, *sm90.HALOS, *sm90.WGRADS)
+]
 OPS = {"fprop": conv.fprop, "dgrad": conv.dgrad, "wgrad": conv.wgrad}
 
 

@@ -25,7 +25,9 @@ from jaxconv._problem import ConvProblem, DenseProblem
 if DEVICE.compute_capability != (9, 0) or _native.missing(DEVICE.platform) is not None:
     pytest.skip("needs a GPU of compute capability 9.0 and its kernels", allow_module_level=True)
 
-FORCED = [f"sm90/{kernel} {tile}".strip() for kernel, tile in (*sm90.PRODUCTS, *sm90.HALOS, *sm90.WGRADS)]
+FORCED = [
+    f"sm90/{kernel} {tile}".strip() for kernel, tile in (*sm90.PRODUCTS, *sm90.FEW_PIXELS, *sm90.HALOS, *sm90.WGRADS)
+]
 FORCED_DENSE = [*(f"sm90/{kernel} {tile}" for kernel, tile in sm90.PRODUCTS), "sm90/rows 64x128"]
 OPERANDS = {"conv_fprop": ("x", "w"), "conv_dgrad": ("dy", "w"), "conv_wgrad": ("x", "dy")}
 BY_NAME = {case.name: case for case in SM90_CASES}

@@ -22,8 +22,8 @@ PRODUCTS: tuple[Choice, ...] = (
     *(("product", tile) for tile in ("128x256", "256x128", "128x128", "256x64", "128x320", "128x64")),
     ("product_swapped", "256x128"),
     *(("resident", tile) for tile in ("128x64", "64x256")),
-    *(("cluster", tile) for tile in CLUSTERS),
 )
+FEW_PIXELS: tuple[Choice, ...] = tuple(("cluster", tile) for tile in CLUSTERS)  # of convolutions alone
 HALOS: tuple[Choice, ...] = (("halo", ""), ("halo_3d", ""), ("halo_stream", ""))
 STATISTICS: tuple[Choice, ...] = tuple(("statistics", tile) for tile in ("256x64", "128x128", "256x128", "128x256"))
 WGRADS: tuple[Choice, ...] = (
@@ -44,7 +44,7 @@ def wants(op: str, p: ConvProblem, device: Device) -> Iterator[Plan]:
     elif op == "conv_wgrad":
         wanted, every = _wgrads(p, device), (*WGRADS, *HALOS)
     else:
-        wanted, every = _products(op, p, device), (*PRODUCTS, *HALOS)
+        wanted, every = _products(op, p, device), (*PRODUCTS, *FEW_PIXELS, *HALOS)
     seen: set[Choice] = set()
     for choices in (wanted, every):
         for kernel, tile in choices:
