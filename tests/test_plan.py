@@ -97,7 +97,7 @@ def problems() -> list[tuple[str, object]]:
 
 # The devices that differ in what a plan asks of them. The others, of which the plan knows as little, cost as much.
 OVER_DEVICES = pytest.mark.parametrize(
-    "device", [pytest.param(d, marks=[] if d in ("cpu", "h200", "a100") else pytest.mark.slow) for d in DEVICES]
+    "device", [pytest.param(d, marks=[] if d in ("cpu", "h200") else pytest.mark.slow) for d in DEVICES]
 )
 
 
