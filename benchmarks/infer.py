@@ -36,7 +36,7 @@ import numpy as np
 import jaxconv
 from benchmarks import record
 from jaxconv import _launches, _timing
-from jaxconv.freeze import SMALL_FLOPS
+from jaxconv.freeze import options_of
 
 Tree = Any
 
@@ -174,8 +174,7 @@ def answers(way: str, model: Any, variables: Tree, images: np.ndarray, args: arg
         held = jax.device_put(variables)
         return Answers.of_jax(way, lambda x: apply(held, x), (images,), args.option)
     frozen = jaxconv.freeze(apply, variables)
-    small = jaxconv.cost(frozen)(images)["flops"] <= SMALL_FLOPS  # as where it is called as it is
-    options = {**(jaxconv.graph_options() if small else {}), **args.option}
+    options = {**options_of(jaxconv.cost(frozen)(images)["flops"]), **args.option}  # as where it is called as it is
     if way == "frozen":
         return Answers.of_jax(way, frozen, (images,), options)
     frozen.report(images)  # which makes the weights

@@ -140,7 +140,7 @@ def _tangent(p: GroupNormProblem, residuals: Any, tangents: Sequence[Array | Non
     return [tz.astype(x.dtype), tmean, trstd]
 
 
-_op.fuse(norm, _op.Rules(lambda p: replace(p, differentiated=True), _forward, _backward, _tangent))
+_op.fuse(norm, _op.Rules(lambda p: p, _forward, _backward, _tangent))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -27,7 +27,6 @@ class GroupNormProblem:
     epsilon: float
     activation: Activation = NO_ACTIVATION
     batch: int | None = None  # instances made by vmap, the leading axis of every array
-    differentiated: bool = False  # a backward pass will follow
     want_dx: bool = True  # the backward pass: whether dx is wanted besides dscale and dbias
     implementation: str | None = None
     algorithm: str | None = None

@@ -31,6 +31,11 @@ __all__ = ["Frozen", "freeze"]
 SMALL_FLOPS = 2e11
 
 
+def options_of(flops: float) -> dict[str, str | int]:
+    """The compiler options of a call of so many operations; 0 says nothing of its size."""
+    return graph_options() if 0 < flops <= SMALL_FLOPS else {}
+
+
 def freeze(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Frozen:
     """f with its first arguments bound, as by `functools.partial`, and all that they determine computed once.
 
@@ -99,9 +104,8 @@ class _Program:
     @functools.cached_property
     def alone(self) -> Callable[..., list[Array]]:
         """`late` where it is a program of its own: a small one for a GPU is captured in CUDA graphs."""
-        if jax.default_backend() != "gpu" or not 0 < _cost.flops(self.jaxpr) <= SMALL_FLOPS:
-            return self.late
-        return jax.jit(self.late, compiler_options=graph_options())
+        options = options_of(_cost.flops(self.jaxpr)) if jax.default_backend() == "gpu" else {}
+        return jax.jit(self.late, compiler_options=options) if options else self.late
 
 
 class _Function:
