@@ -23,8 +23,8 @@ from jaxconv import _op
 from jaxconv._plan import measured as tables
 
 # The kernel that a pass measures; the other kernels of the pass are not in its time. fwd+bwd and residual measure
-# several: for a batch-norm with its activation or residual and for a max-pooling they are one choice, for a dense layer
-# each is its own.
+# several: for a norm with its activation or residual and for a max-pooling they are one choice, for a dense layer each
+# is its own.
 KERNELS = {
     "fprop": ("conv_fprop", "conv_dgrad"),  # a transposed convolution's forward is a dgrad
     "dgrad": ("conv_dgrad", "conv_fprop", "matmul"),
@@ -32,7 +32,7 @@ KERNELS = {
     "fwd": ("dense", "batchnorm_train", "max_pool"),
     "infer": ("batchnorm_infer",),
     "bwd": ("batchnorm_backward",),
-    "fwd+bwd": ("batchnorm_train", "max_pool"),
+    "fwd+bwd": ("batchnorm_train", "groupnorm", "max_pool"),
     "residual": ("batchnorm_train",),
 }
 

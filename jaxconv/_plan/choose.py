@@ -346,8 +346,6 @@ def _fastest(op: str, problem: Problem, device: Device) -> Plan:
         algorithm, reason = _fastest_on_cpu(op, problem)
         plan = made(op, algorithm, problem, device) if algorithm else None
         return dataclasses.replace(plan, reason=reason) if isinstance(plan, Plan) else Plan("xla", reason)
-    if isinstance(problem, GroupNormProblem):
-        return Plan("xla", _unmeasured(device))
     best, candidates, why = _weighed(op, problem, device, _safe(op, problem, every(op, problem, device)))
     if isinstance(problem, BatchNormProblem) and problem.activation.name == "none" and not problem.residual:
         # Alone the native kernel may win; in a model XLA joins its normalisation with the add or activation behind it

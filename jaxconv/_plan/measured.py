@@ -20,7 +20,7 @@ from typing import Any
 
 from jaxconv._plan import model
 from jaxconv._plan.plan import Device
-from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem, PoolProblem
+from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem, GroupNormProblem, PoolProblem
 
 FOLDER = pathlib.Path(__file__).parent.parent / "tuning"
 
@@ -94,7 +94,7 @@ def features(op: str, problem: Any) -> tuple[str, tuple[Any, ...], tuple[float, 
     """(op as measured, kind, coordinates) of a problem: what decides whether two problems run alike.
 
     Coordinates: conv (pixels of y, C / groups, K / groups, groups); dense (instances, M, K, N); batch-norm (elements of
-    a channel, channels); max-pooling (pixels of y, channels).
+    a channel, channels); group-norm (images, pixels, channels); max-pooling (pixels of y, channels).
     """
     if isinstance(problem, ConvProblem):
         return _conv_features(op, problem)
@@ -116,17 +116,26 @@ def features(op: str, problem: Any) -> tuple[str, tuple[Any, ...], tuple[float, 
         # Measured there and back, chosen there and back: where the gradient is taken the positions are wanted for it.
         back = problem.save or op == "max_pool_backward"
         window = problem.window, problem.stride, problem.dilation
-        kind = (problem.dtype, *window, problem.channels % (8 if problem.dtype != "float32" else 4) == 0)
+        kind = (problem.dtype, *window, problem.channels % _vector(problem.dtype) == 0)
         pixels = problem.batch * math.prod(problem.out_spatial)
         return "max_pool_fused" if back else "max_pool", kind, _log2(pixels, problem.channels)
+    if isinstance(problem, GroupNormProblem):
+        # Measured and chosen there and back: what the backward pass reads is the forward pass's choice.
+        kind = (problem.dtype, problem.activation.name != "none", problem.channels % _vector(problem.dtype) == 0)
+        images = (problem.batch or 1) * problem.images
+        return "groupnorm_fused", kind, _log2(images, problem.pixels, problem.channels)
     p: BatchNormProblem = problem
-    vector = 8 if p.dtype != "float32" else 4
     fast_axis = p.channels if p.inner == 1 else p.inner
     if op != "batchnorm_infer" and (p.activation.name != "none" or p.residual):
         # Measured there and back, chosen there and back: a native forward that won by 4 % alone lost 15 % beside an XLA
         # backward, which then read what XLA would have fused.
         op = "batchnorm_residual" if p.residual else "batchnorm_fused"
-    return op, (p.dtype, p.inner == 1, fast_axis % vector == 0), _log2(p.reduced, (p.batch or 1) * p.channels)
+    return op, (p.dtype, p.inner == 1, fast_axis % _vector(p.dtype) == 0), _log2(p.reduced, (p.batch or 1) * p.channels)
+
+
+def _vector(dtype: str) -> int:
+    """Elements in 16 bytes."""
+    return 8 if dtype != "float32" else 4
 
 
 def _conv_features(op: str, p: ConvProblem) -> tuple[str, tuple[Any, ...], tuple[float, ...]]:
@@ -260,6 +269,7 @@ _INDEPENDENT = {
     ConvProblem: (True, False, False, True),
     DenseProblem: (True, True, False, False),
     BatchNormProblem: (True, True),
+    GroupNormProblem: (True, True, False),
     PoolProblem: (True, True),
 }
 
@@ -312,7 +322,8 @@ def _scaled(m: Measurement, sister: str, device: Device) -> Measurement:
     rest = there.half / here.half
 
     def scaled(ms: float) -> float:
-        if m.op.startswith(("batchnorm", "max_pool")):  # nothing but memory, over which XLA passes more often
+        # Nothing but memory, over which XLA passes more often.
+        if m.op.startswith(("batchnorm", "groupnorm", "max_pool")):
             return ms * there.bandwidth / here.bandwidth
         before, after = (_least_ms(m, of) for of in (there, here))
         share = min(1.0, before / ms)
