@@ -478,6 +478,7 @@ PLANS = {
 @pytest.mark.parametrize("case", PLANS)
 def test_the_plan_takes_statistics_from_the_convolution_where_that_is_asked_and_possible(case, monkeypatch):
     monkeypatch.setattr(_native, "cuda_missing", "")
+    monkeypatch.setattr(_native, "runs_on", lambda capability: True)
     monkeypatch.delenv("JAXCONV_DISABLE", raising=False)
     device, changed, choice, reason = PLANS[case]
     conv = problem(**changed)
