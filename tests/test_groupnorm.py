@@ -295,7 +295,11 @@ def test_a_plan_is_made_of_whole_steps_and_is_native_where_that_is_asked_for(op,
     silu = Activation("silu")
     large = problem((64, 64, 64, 128), 32, "bfloat16", activation=silu)
     found = _plan.plan(op, large, H200)
+    assert found.implementation == "native" and "faster than XLA at ddpm.64" in found.reason
+    found = _plan.plan(op, dataclasses.replace(large, activation=Activation("none")), H200)
     assert found.implementation == "xla" and "was measured near it on NVIDIA H200" in found.reason
+    lost = problem((2, 256, 256, 256), 32, "bfloat16", activation=silu)
+    assert "of XLA's speed at vae.256" in _plan.plan(op, lost, H200).reason
     plan = _plan.plan(op, dataclasses.replace(large, implementation="native"), H200)
     assert (plan.implementation, plan.kernel) == ("native", "interleaved")
     assert plan.chunk >= plan.splits > 1 and -(-64 * 64 // plan.splits) % 16 == 0  # 16 pixels a step
