@@ -446,7 +446,7 @@ def by_force(runs: dict[str, Run], algorithm: str) -> str:
 # README
 
 DEVICE = "nvidia-h200"
-STEPS = ("resnet50-bf16", "convnext_t-bf16", "mobilenet_v2-bf16", "resnet50-f32")
+STEPS = ("resnet50-bf16-batch256", "convnext_t-bf16-batch256", "mobilenet_v2-bf16-batch256", "unet3d-bf16-batch8")
 TABLES = (  # (table, suite, what it is)
     ("conv-bf16-nhwc-models", "models", "convolutions of ResNet-50, ConvNeXt and MobileNetV2, bf16"),
     ("conv-bf16-nhwc", "core", "17 kinds of convolution, bf16"),
@@ -459,7 +459,7 @@ def highlights(runs: dict[str, Run]) -> str:
     """Eight rows: whole training steps, and the geometric means of kinds of problems."""
     rows = []
     for name in STEPS:
-        run = runs.get(f"{DEVICE}/train-{name}-batch256")
+        run = runs.get(f"{DEVICE}/train-{name}")
         best = next((r for r in run["rows"] if r["way"] == "accelerate" and r["flax_ms"]), None) if run else None
         if run and best:
             what = f"training step, {training_step(run)}"

@@ -231,6 +231,18 @@ def nearest(op: str, problem: Any, device: Device, kernel: str) -> Measurement |
     return None
 
 
+def windows(problem: PoolProblem, device: Device) -> list[float]:
+    """XLA's time over the kernel's, there and back, at the windows that were measured in the problem's dtype (float16's
+    may be bfloat16's), on the device or else on a sister; none where 16 bytes do not divide the channels."""
+    for kind in (device.kind, *sisters(device)):
+        for dtype in (problem.dtype, "bfloat16") if problem.dtype == "float16" else (problem.dtype,):
+            if problem.channels % _vector(dtype) == 0:
+                rows = (m for m in table(kind) if m.op == "max_pool_fused" and (m.kind[0], m.kind[-1]) == (dtype, True))
+                if found := [m.ratio("gather") for m in rows if "gather" in m.native_ms]:
+                    return found
+    return []
+
+
 def _nearest_of_kinds(op: str, problem: Any, device_kind: str, kernel: str) -> Measurement | None:
     measured_op, kind, coordinates = features(op, problem)
     ops = [measured_op, "batchnorm_fused"] if measured_op == "batchnorm_residual" else [measured_op]
