@@ -1,4 +1,5 @@
-"""Tensors of more than 2^31 elements, each extent in turn the long one, by every algorithm that takes them.
+"""Tensors of more than 2^31 elements, each extent in turn the long one, by every algorithm that takes them; and of more
+than there is memory for.
 
 On a GPU with 60 GiB and --all; elsewhere of 2^14 elements, so that this file is itself tested. Arrays hold integers, so
 that sums are exact and results equal those of a window of the array, whose own indices are small.
@@ -300,3 +301,41 @@ def test_groupnorm():
             np.testing.assert_allclose(
                 np.asarray(found, np.float32), np.asarray(want, np.float32), rtol=2**-7, atol=2**-7
             )
+
+
+def too_large() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """Functions and operands that fit, of results that do not: beyond all memory, or beside an x of .6 of it."""
+    limit = jax.devices()[0].memory_stats()["bytes_limit"]
+    wide = -(-limit // 2**22 // 8) * 8
+    images = int(0.6 * limit) // (2 * 64 * 64 * 64)
+    x, c = jax.ShapeDtypeStruct((images, 64, 64, 64), DTYPE), jnp.ones(64)
+    pixels, w = jnp.ones((1, 2048, 2048, 8), DTYPE), jnp.ones((1, 1, 8, wide), DTYPE)
+
+    def of(algorithm: str) -> Callable[..., Any]:
+        return functools.partial(jaxconv.conv2d, algorithm=algorithm)
+
+    found: dict[str, Any] = {a: (of(a), (pixels, w)) for a in ("sm90", "implicit_gemm", "im2col", "direct")}
+    found["dense"] = functools.partial(jaxconv.dense, algorithm="gemm"), (pixels.reshape(-1, 8), w[0, 0])
+    norm = functools.partial(jaxconv.groupnorm, groups=8, implementation="native")
+    found["groupnorm"] = norm, (x, c, c)
+    train = functools.partial(jaxconv.batchnorm, training=True, implementation="native")
+    found["batchnorm"] = train, (x, c, c, c, c)
+    found["max_pool"] = (
+        functools.partial(jaxconv.max_pool, window=3, stride=1, padding="SAME", implementation="native"),
+        (x,),
+    )
+    return found
+
+
+@pytest.mark.skipif(not FULL, reason="it takes a GPU whose memory nobody else wants")
+def test_out_of_memory_is_an_error_and_the_process_goes_on():
+    x, w = integers((2, 9, 9, 16), 1), integers((3, 3, 16, 16), 2)
+    want = np.asarray(jaxconv.conv2d(x, w, padding="SAME", implementation="native"), np.float32)
+    tried = too_large()
+    for name, (f, operands) in tried.items():
+        given = [jnp.zeros(a.shape, a.dtype) if isinstance(a, jax.ShapeDtypeStruct) else a for a in operands]
+        with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+            jax.block_until_ready(jax.jit(f)(*given))
+        del given
+        again = jaxconv.conv2d(x, w, padding="SAME", implementation="native")
+        np.testing.assert_array_equal(np.asarray(again, np.float32), want, f"after {name}")
