@@ -81,3 +81,9 @@ def test_textures_are_learnt_with_and_without_jaxconv(capsys):
         main(["--epochs", "1", "--examples", "256", *way])
         losses.append(float(capsys.readouterr().out.split("loss ")[1].split(",")[0]))
     assert losses[0] == pytest.approx(losses[1], abs=0.01)
+
+
+def test_wavenet_learns(capsys):
+    runpy.run_path(str(EXAMPLES / "wavenet.py"), run_name="__main__")
+    losses = [float(line.rpartition(" ")[2]) for line in capsys.readouterr().out.splitlines()]
+    assert len(losses) == 20 and losses[-1] < losses[0] - 0.5
