@@ -175,7 +175,8 @@ def train_table(run: Run) -> str:
         cells += [str(row["calls"]["native"]) if "calls" in row else ""]
         if sized:
             size = row.get("memory_bytes")
-            cells += [f"{row['compile_s']:.0f}", f"{size / 2**30:.2f}" if size else ""]
+            took = row["compile_s"]
+            cells += ["" if took is None else f"{took:.0f}", f"{size / 2**30:.2f}" if size else ""]
         cells += [f"{row['losses'][0]:.4f}", f"{row['losses'][compared - 1]:.4f}", "yes" if row["agrees"] else "**no**"]
         rows.append(cells)
     head = ["way"] + (["devices"] if several else []) + ["ms a step", "images/s", "speed, flax = 1"]

@@ -86,6 +86,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, metavar="N", help="steps in a sample (20; small: 2)")
     parser.add_argument("--repeat", type=int, default=5, metavar="N", help="samples")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="programs compiled at a time")
+    parser.add_argument(
+        "--cache", metavar="FOLDER", help="keep programs and what XLA tried out there; no times to compile then"
+    )
     parser.add_argument("--small", action=argparse.BooleanOptionalAction, default=not gpu, help="a shrunk model")
     parser.add_argument("--json", nargs="?", const="auto", metavar="PATH", help="record; alone: in benchmarks/results/")
     args = parser.parse_args(argv)
@@ -357,6 +360,8 @@ def programs(args: argparse.Namespace, ways: Sequence[Way], params: Tree, stats:
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 1 where losses disagree."""
     args = parse(argv)
+    if args.cache:
+        jax.config.update("jax_compilation_cache_dir", args.cache)
     environment = record.environment()
     say = functools.partial(print, flush=True)
     say(f"{environment['device']}, jax {jax.__version__}")
@@ -404,7 +409,7 @@ def main(argv: list[str] | None = None) -> int:
             "allowed": allowed,
             "agrees": agrees,
             "trace_s": program.trace_s,
-            "compile_s": program.compile_s,
+            "compile_s": None if args.cache else program.compile_s,
             "memory_bytes": program.memory_bytes,
             "kinds": program.kinds(params, stats) if args.profile else None,
         }
@@ -444,8 +449,10 @@ def lines(row: dict[str, Any], rows: Sequence[dict[str, Any]], limit_ms: float |
         text += f", {first['ms'] / row['ms']:.3f} of flax's speed"
     if row["speedup"]:
         text += f", {row['speedup']:.2f} times one device"
-    text += f"; traced in {row['trace_s']:.0f} s, compiled in {row['compile_s']:.0f} s"
-    text += f", {row['memory_bytes'] / 2**30:.2f} GiB a device"
+    text += f"; traced in {row['trace_s']:.0f} s, "
+    if row["compile_s"] is not None:
+        text += f"compiled in {row['compile_s']:.0f} s, "
+    text += f"{row['memory_bytes'] / 2**30:.2f} GiB a device"
     verdict = "agree" if row["agrees"] else "DISAGREE"
     text += f"\n{'':10} losses {' '.join(f'{v:.4f}' for v in row['losses'])}: {verdict}, "
     text += f"off by {max(row['difference']):.2g}, allowed {row['allowed'][-1]:.2g}"
