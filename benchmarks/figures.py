@@ -52,7 +52,7 @@ def _steps(runs: dict[str, Run]) -> dict[str, dict[str, float]]:
     """{training step: {way: milliseconds}} on one device."""
     found: dict[str, dict[str, float]] = {}
     for name in STEPS:
-        run = runs.get(f"{DEVICE}/train-{name}-batch256")
+        run = runs.get(f"{DEVICE}/train-{name}")
         if run:
             found[training_step(run)] = {row["way"]: round(row["ms"], 2) for row in run["rows"] if row["devices"] == 1}
     return found
@@ -61,7 +61,7 @@ def _steps(runs: dict[str, Run]) -> dict[str, dict[str, float]]:
 def _draw_steps(figure: Any, steps: dict[str, dict[str, float]]) -> None:
     figure.set_size_inches(8, 0.8 * len(steps) + 1.2)
     axes = figure.subplots()
-    colours = dict(zip(WAYS, (XLA, "#a6bddb", "#74a9cf", OURS), strict=True))
+    colours = dict(zip(WAYS, (XLA, "#a6bddb", "#74a9cf", "#2b8cbe", OURS), strict=True))
     place, ticks = 0.0, []
     for ways in reversed(steps.values()):
         first = place

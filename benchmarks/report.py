@@ -137,6 +137,7 @@ WAYS = {
     "flax": "Flax's layers, XLA",
     "import": "`jaxconv.linen` by import",
     "fused": "`jaxconv.linen`, fused arguments",
+    "enable": "`jaxconv.enable()`",
     "accelerate": "`jaxconv.accelerate`",
 }
 

@@ -6,7 +6,8 @@
     python -m benchmarks train --model unet3d --devices 1,2,4 --ways flax,accelerate --split depth
 
 Ways: `flax`, its own layers, which XLA compiles; `import`, the same model with jaxconv.linen's layers; `fused`, with
-activations and residual adds as arguments of these; `accelerate`, the untouched Flax model through jaxconv.accelerate.
+activations and residual adds as arguments of these; `enable`, the untouched Flax model under jaxconv.enable;
+`accelerate`, through jaxconv.accelerate.
 The same initial parameters, the same images, SGD with momentum. `unet3d` segments volumes, `ddpm` finds the noise in
 images, the others classify images.
 
@@ -25,6 +26,7 @@ from __future__ import annotations
 import argparse
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import math
@@ -45,7 +47,7 @@ from jaxconv.accelerate import accelerate
 
 Tree = Any
 
-WAYS = ("flax", "import", "fused", "accelerate")
+WAYS = ("flax", "import", "fused", "enable", "accelerate")
 DTYPES = {"bf16": jnp.bfloat16, "f32": jnp.float32}
 LEARNING_RATE, MOMENTUM = 0.02, 0.9
 DRAWS = 3  # of perturbed parameters
@@ -133,7 +135,7 @@ class Way:
 
         import jaxconv.linen
 
-        layers = flax.linen if name in ("flax", "accelerate") else jaxconv.linen
+        layers = jaxconv.linen if name in ("import", "fused") else flax.linen
         model = models()[args.model](layers, DTYPES[args.dtype], fused=name == "fused", small=args.small)
         denoise = TASKS.get(args.model) == "denoise"
 
@@ -145,6 +147,10 @@ class Way:
             return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(found), wanted[..., None], -1)), stats
 
         return cls(name, accelerate(loss) if name == "accelerate" else loss)
+
+    def lowered(self) -> contextlib.AbstractContextManager[None]:
+        """For what is traced and lowered inside."""
+        return jaxconv.enabled() if self.name == "enable" else contextlib.nullcontext()
 
 
 def initial(args: argparse.Namespace, images: Tree) -> tuple[Tree, Tree]:
@@ -234,7 +240,8 @@ class Program:
         self.way, self.placed = way, placed
         begin = time.perf_counter()
         step = jax.jit(train_step(way.loss), donate_argnums=0)
-        lowered = step.lower(placed.state(params, stats), placed.images, placed.labels)
+        with way.lowered():
+            lowered = step.lower(placed.state(params, stats), placed.images, placed.labels)
         self.trace_s = time.perf_counter() - begin
         self.compiling: concurrent.futures.Future[tuple[Any, float]] = concurrent.futures.Future()
         if pool is None:
@@ -325,7 +332,8 @@ def sensitivity(program: Program, params: Tree, stats: Tree, amount: float, loss
 def explained(program: Program, params: Tree, stats: Tree) -> dict[str, Any]:
     """jaxconv's calls in the step, by the plan of one device; and what `accelerate` replaced, and left and why."""
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (params, params, stats))
-    found = jaxconv.explain(train_step(program.way.loss))(shapes, program.placed.images, program.placed.labels)
+    with program.way.lowered():
+        found = jaxconv.explain(train_step(program.way.loss))(shapes, program.placed.images, program.placed.labels)
     by_plan: collections.Counter[str] = collections.Counter()
     counts = {"native": 0, "xla": 0, "calls": 0}  # calls: of several of the others
     for call in found:

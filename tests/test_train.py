@@ -36,7 +36,7 @@ def layers(replaced):
 
 @pytest.mark.parametrize("model", [pytest.param(m, marks=[] if m == "mobilenet_v2" else pytest.mark.slow) for m in RUN])
 def test_every_way_has_the_same_losses_and_accelerate_replaces_every_layer(model, tmp_path):
-    ways = "flax,import,fused,accelerate" if model == "resnet50" else "flax,accelerate"
+    ways = "flax,import,fused,enable,accelerate" if model == "resnet50" else "flax,accelerate"
     size = ["--batch", "2", "--image", "8"] if model == "unet3d" else []
     assert train.main([*SHORT, *size, "--model", model, "--ways", ways, "--json", str(tmp_path / "here")]) == 0
     (run,) = report.load(tmp_path).values()
