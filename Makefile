@@ -115,7 +115,7 @@ digits: $(VENV)/examples.stamp
 # Three quarters of the suite's time are XLA's, compiling some 8,600 small programs for the CPU: it keeps them in $(VENV)
 # (tests/conftest.py), and need not optimise what runs once. `test-all` measures XLA as users have it, and has the tests
 # that are slow.
-test: export XLA_FLAGS := $(XLA_FLAGS)$(if $(filter yes,$(GPU)),, --xla_backend_optimization_level=0)
+test: export JAXCONV_TESTS := $(if $(filter yes,$(GPU)),,quick)
 test-all: all := --all
 test test-all: $(VENV)/test.stamp
 	$(VENV_PYTHON) -m pytest -n $(WORKERS) --dist worksteal $(all) $(ARGS)
@@ -157,7 +157,7 @@ sanitize: $(VENV)/test.stamp
 
 # An hour of two cores. ARGS="gemm" takes those that have the word in their names, --page docs/contributing/mutants.md
 # writes the outcome down.
-mutants: export XLA_FLAGS := $(XLA_FLAGS) --xla_backend_optimization_level=0
+mutants: export JAXCONV_TESTS := quick
 mutants: $(VENV)/test.stamp
 	$(VENV_PYTHON) tests/mutants.py $(ARGS)
 

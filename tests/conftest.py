@@ -20,6 +20,13 @@ import pytest
 if "JAX_NUM_CPU_DEVICES" not in os.environ:
     jax.config.update("jax_num_cpu_devices", 4)
 
+if os.environ.get("JAXCONV_TESTS") == "quick":  # set by make test: XLA need not optimise what runs once
+    quick = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
+    if jax.__version_info__ < (0, 11):  # half the time of XLA:CPU's fusion emitters, which newer ones always use
+        quick.append("--xla_cpu_use_fusion_emitters=false")
+    given = os.environ.get("XLA_FLAGS", "").split()
+    os.environ["XLA_FLAGS"] = " ".join([*given, *(flag for flag in quick if flag not in given)])
+
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     # In the environment, too: tests that start Python share it.
     os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.join(sys.prefix, "cache", "jax")
