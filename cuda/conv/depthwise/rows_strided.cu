@@ -55,6 +55,8 @@ __device__ __forceinline__ void StoreColumns(T* to, int step, const float (&line
 #pragma unroll
     for (int e = 0; e < kCount; ++e) StoreLane<T, V>(to + int64_t(step) * e, line[e]);
   } else {
+    // Opaque: else all of these predicates are computed before the rows' loop and kept in registers.
+    asm volatile("" : "+r"(begin), "+r"(end));
 #pragma unroll
     for (int e = 0; e < kCount; ++e) {
       if (e >= begin && e < end) StoreLane<T, V>(to + int64_t(step) * e, line[e]);
@@ -219,10 +221,11 @@ __global__ void __launch_bounds__(Shape<kPass, kR>::kThreads, 1)
       const bool here = live && at.image + of < g.to.images;
       if constexpr (kDgrad) {
         const int w0 = 2 * (at.q + col) - g.pad_w;  // of dx
-        const auto store = [&](int i, const float (&line)[2 * kRun][kV]) {
-          if (unsigned(i) >= unsigned(g.to.h) || !here) return;
-          T* to = g.dst + (image + i) * to_row + int64_t(w0) * g.to.channels + channel;
-          StoreColumns(to, g.to.channels, line, -w0, g.to.w - w0);
+        const int w1 = here ? g.to.w - w0 : 0;
+        int p = at.p - M + first_step(at);
+        T* to = g.dst + (image + 2 * p - g.pad_h) * to_row + int64_t(w0) * g.to.channels + channel;
+        const auto store = [&](int i, T* row, const float (&line)[2 * kRun][kV]) {
+          if (unsigned(i) < unsigned(g.to.h)) StoreColumns(row, g.to.channels, line, -w0, w1);
         };
         // even[k] and odd[k] are the rows of pair p + k; those that begin are zeros.
         float even[M + 1][2 * kRun][kV] = {}, odd[M][2 * kRun][kV] = {};
@@ -239,13 +242,13 @@ __global__ void __launch_bounds__(Shape<kPass, kR>::kThreads, 1)
             }
           });
         };
-        for (int p = at.p - M + first_step(at); p < at.end; ++p) {
+        for (; p < at.end; ++p, to += 2 * to_row) {
           read();
           if (p >= at.p) {
             add(even[0], w[0]);
-            store(2 * p - g.pad_h, even[0]);
+            store(2 * p - g.pad_h, to, even[0]);
             add(odd[0], w[1]);
-            store(2 * p + 1 - g.pad_h, odd[0]);
+            store(2 * p + 1 - g.pad_h, to + to_row, odd[0]);
           }
 #pragma unroll
           for (int k = 1; k <= M; ++k) {
@@ -348,7 +351,8 @@ Status Launch(const Context& ctx, const ConvProblem& p, StridedArgs<T> g, int64_
     walked.w = int(CeilDiv(x.w + g.pad_w, 2));
   }
   const int slabs = kWgrad ? int(CeilDiv(y.channels, 128 * S::kV)) : 0;  // as the plan has it
-  const int copies = kDgrad ? 1 : kWgrad ? 3 : 2;
+  // A stage of wgrad holds three pixels for a column; with fewer threads than 640 a larger one fills them.
+  const int copies = kDgrad ? 1 : kWgrad && kR == 3 ? 3 : 2;
   g.t = ChooseThreads(u, walked, walked.channels, S::kV, kItem, kS, S::kThreads - 32, sms, slabs,
                       copies, kDgrad ? 1 : 2, 1, S::kRun);
   ShareRows(u, walked.images, walked.h, walked.w,
