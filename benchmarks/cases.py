@@ -394,6 +394,7 @@ _CORE = (
 _SPECIAL = (
     _conv("mobilenet.dw3s2", 128, 112, 96, 96, 3, stride=2, padding=(0, 1), groups=96, suite="special"),
     _conv("efficientnet.dw5", 128, 28, 240, 240, 5, padding=2, groups=240, suite="special"),
+    _conv("efficientnet.dw5s2", 128, 56, 144, 144, 5, stride=2, padding=(1, 2), groups=144, suite="special"),
     _conv("replknet.dw31", 32, 56, 128, 128, 31, padding=15, groups=128, suite="special"),
     _conv("dw3.mult2", 64, 56, 64, 128, 3, padding=1, groups=64, suite="special"),
     _conv("dw3.dilated2", 64, 56, 128, 128, 3, padding=2, dilation=2, groups=128, suite="special"),
