@@ -394,6 +394,7 @@ _CORE = (
 _SPECIAL = (
     _conv("mobilenet.dw3s2", 128, 112, 96, 96, 3, stride=2, padding=(0, 1), groups=96, suite="special"),
     _conv("efficientnet.dw5", 128, 28, 240, 240, 5, padding=2, groups=240, suite="special"),
+    _conv("efficientnet.dw5s2", 128, 56, 144, 144, 5, stride=2, padding=(1, 2), groups=144, suite="special"),
     _conv("replknet.dw31", 32, 56, 128, 128, 31, padding=15, groups=128, suite="special"),
     _conv("dw3.mult2", 64, 56, 64, 128, 3, padding=1, groups=64, suite="special"),
     _conv("dw3.dilated2", 64, 56, 128, 128, 3, padding=2, dilation=2, groups=128, suite="special"),
@@ -462,6 +463,9 @@ MODELS_CONV = (
     _conv("mobilenet.14.dw3", 256, 14, 384, 384, 3, padding=1, groups=384, suite="models"),
     _conv("mobilenet.14.dw3s2", 256, 14, 576, 576, 3, stride=2, padding=(0, 1), groups=576, suite="models"),
     _conv("mobilenet.7.dw3", 256, 7, 960, 960, 3, padding=1, groups=960, suite="models"),
+    _conv("efficientnet.56.dw5s2", 256, 56, 144, 144, 5, stride=2, padding=(1, 2), groups=144, suite="models"),
+    _conv("efficientnet.28.dw3s2", 256, 28, 240, 240, 3, stride=2, padding=(0, 1), groups=240, suite="models"),
+    _conv("efficientnet.14.dw5s2", 256, 14, 672, 672, 5, stride=2, padding=(1, 2), groups=672, suite="models"),
     _conv("mobilenet.112.1x1a", 256, 112, 32, 16, 1, suite="models"),
     _conv("mobilenet.112.1x1b", 256, 112, 16, 96, 1, suite="models"),
     _conv("mobilenet.56.1x1a", 256, 56, 96, 24, 1, suite="models"),

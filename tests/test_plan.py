@@ -339,6 +339,11 @@ def test_the_current_device_is_the_default_backends():
         ("depthwise_d3", "rows", "fma"),
         ("depthwise_7x7_d3", "rows", "fma"),
         ("depthwise_5x5_d2", "rows", "mma"),
+        ("depthwise_s2", "rows_strided", "fma"),
+        ("depthwise_5x5_s2", "rows_strided", "fma"),
+        ("depthwise_5x5_s2_images", "rows_strided", "fma"),
+        ("depthwise_7x7_s2", "rows_strided", "fma"),
+        ("depthwise_7x7_s2_wide", "rows_strided", "fma"),
     ],
 )
 def test_which_depthwise_kernel_a_shape_gets(case, h200, a100):

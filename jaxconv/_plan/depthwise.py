@@ -40,7 +40,7 @@ def _wgrad_splits(kernel: str, p: ConvProblem, device: Device) -> int:
         if max(p.dilation[-2:]) > 1:
             slab = 128 if p.filter[-1] == 3 and p.dilation[-1] <= 4 else 64
         else:
-            slab = 256 if p.filter[-1] == 3 else 128
+            slab = 256 if p.filter[-1] <= (5 if kernel == "rows_strided" else 3) else 128
         return _whole(1, -(-p.out_channels // slab), p.batch * math.prod(p.out_spatial[-2:-1]) // 4, device)
     if kernel == "rows_mma":
         # A block owns 32 channels; one fits a multiprocessor.

@@ -4,7 +4,7 @@
 //   depthwise/mma           16 bit, stride 1, by banded matrices on the tensor cores
 //   depthwise/conv1d        2 to 4 taps along one axis
 //   depthwise/rows          sm_90: rows streamed through shared memory by TMA, FMAs
-//   depthwise/rows_strided  sm_90: the same for 3x3 of stride 2
+//   depthwise/rows_strided  sm_90: the same for 3x3, 5x5 and 7x7 of stride 2
 //   depthwise/rows_mma      sm_90: rows streamed for 5x5 and 7x7 in 16 bit, by banded matrices
 #pragma once
 
@@ -108,11 +108,13 @@ inline std::string RefuseRows(const ConvProblem& p, const Device& device) {
 
 inline std::string RefuseRowsStrided(const ConvProblem& p, const Device& device) {
   if (!device.sm90()) return "it needs a GPU of compute capability 9.0";
-  const bool fits = SquareOverRows(p) && p.k == p.c && p.filter[2] == 3 && p.stride[2] == 2 &&
+  const int64_t filter = p.filter[2];
+  const bool fits = SquareOverRows(p) && p.k == p.c &&
+                    (filter == 3 || filter == 5 || filter == 7) && p.stride[2] == 2 &&
                     p.dilation[1] == 1 && p.dilation[2] == 1;
   return fits ? ""
-              : "it needs channels-last arrays with K = C of whole 16 bytes, a 3x3 filter of "
-                "stride 2, not dilated, and "
+              : "it needs channels-last arrays with K = C of whole 16 bytes, a filter of "
+                "3x3, 5x5 or 7x7 of stride 2, not dilated, and "
                 "padding below the filter's reach";
 }
 

@@ -43,17 +43,6 @@ struct RowsArgs {
 // dst.
 enum class Channels { kOne, kSpread, kGather };
 
-template <typename T, int V>
-__device__ __forceinline__ void StoreLane(T* to, const float (&v)[V]) {
-  if constexpr (V == 1) {
-    *to = FromFloat<T>(v[0]);
-  } else if constexpr (sizeof(T) == 4) {
-    *reinterpret_cast<float2*>(to) = make_float2(v[0], v[1]);
-  } else {
-    *reinterpret_cast<uint32_t*>(to) = PackPair(v[0], v[1], T());
-  }
-}
-
 // kInline: the first thread is also the producer; otherwise a warp of its own is. 12 warps leave 168
 // registers to a thread, a thirteenth would leave 128.
 template <typename T, int V, int R, int kThreads, bool kInline, Channels kChannels, bool kDilated,

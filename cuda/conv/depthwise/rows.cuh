@@ -92,6 +92,17 @@ __device__ __forceinline__ void UnpackShared(uint32_t address, float (&v)[V]) {
   }
 }
 
+template <typename T, int V>
+__device__ __forceinline__ void StoreLane(T* to, const float (&v)[V]) {
+  if constexpr (V == 1) {
+    *to = FromFloat<T>(v[0]);
+  } else if constexpr (sizeof(T) == 4) {
+    *reinterpret_cast<float2*>(to) = make_float2(v[0], v[1]);
+  } else {
+    *reinterpret_cast<uint32_t*>(to) = PackPair(v[0], v[1], T());
+  }
+}
+
 // wgrad's end: adds the sums of a channel's threads, a filter row after the other, through `shared`
 // (S * V * threads floats that nobody reads any more), and writes them to `partials`, or to dw where
 // that is null. All threads of the block call it; those past `t.threads` hold no sums.
