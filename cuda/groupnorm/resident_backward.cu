@@ -9,8 +9,12 @@
 namespace jaxconv::cuda::groupnorm {
 namespace {
 
+// Registers for 768 threads of a multiprocessor, three CTAs of 256; for 512 where an instance has all activations.
+constexpr int BoundOf(int activation) { return activation == kAny ? 512 : 768; }
+static_assert(kMostThreads <= 512);
+
 template <typename T, int V, int kActivation>
-__global__ void __launch_bounds__(kMostThreads, 1)
+__global__ void __launch_bounds__(BoundOf(kActivation), 1)
     ResidentKernel(const __grid_constant__ BackwardArgs p, const __grid_constant__ Tiling t) {
   constexpr bool kFolded = sizeof(T) == 2;  // resident_forward.cu
   extern __shared__ __align__(16) char memory[];

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from jaxconv._plan import domain
 from jaxconv._plan.plan import Device, Plan, itemsize
@@ -33,10 +34,13 @@ def made(op: str, algorithm: str, p: GroupNormProblem, device: Device) -> Plan |
 
 def _splits(op: str, p: GroupNormProblem, device: Device) -> int:
     """Items of an image: three a multiprocessor, but of 16 KB of a tensor to 64 KB of all that is read, in whole steps
-    of a block."""
+    of a block. Of few large images they are larger: whoever writes an item reads the sums of all of its image's, which
+    should be an eighth of the item at most while there are items for all multiprocessors."""
     pixel = p.channels * itemsize(p) * _read(op)
-    wanted = pixel * p.pixels * p.images * (p.batch or 1) // (3 * device.sm_count)
-    pixels = max(16 * 1024 * _read(op), min(wanted, 64 * 1024)) // pixel
+    images = p.images * (p.batch or 1)
+    wanted = pixel * p.pixels * images // (3 * device.sm_count)
+    most = max(math.isqrt(pixel * p.pixels // (64 * p.groups)), -(-3 * device.sm_count // max(images, 1)))
+    pixels = max(max(16 * 1024 * _read(op), min(wanted, 64 * 1024)) // pixel, -(-p.pixels // most))
     rows = domain.groupnorm_rows(p)
     return min(-(-p.pixels // (max(1, pixels // rows) * rows)), 65535)
 
@@ -78,9 +82,9 @@ def _tile(op: str, p: GroupNormProblem, device: Device) -> tuple[int, int]:
 def wanted(op: str, p: GroupNormProblem, device: Device) -> str:
     """The kernel for a problem that nobody has measured."""
     if isinstance(plan := made(op, "resident", p, device), Plan):
-        # All stays in shared memory, but for a third.
+        # Shared memory holds two fifths of all.
         slab = -(-p.pixels // plan.splits) * plan.chunk * _read(op)
-        if 2 * slab <= 3 * domain.shared_memory(device):
+        if 2 * slab <= 5 * domain.shared_memory(device):
             return "resident"
     large = p.size * itemsize(p) * _read(op) > CACHED
     return "interleaved" if large and domain.groupnorm_vector(p) > 1 else "two_read"
