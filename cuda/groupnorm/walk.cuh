@@ -131,6 +131,14 @@ __device__ __forceinline__ float Shift(const Walk& w, const T* image, int group)
   return fmaxf(fminf(a, b), fminf(fmaxf(a, b), c));
 }
 
+// 1 / sqrt(v), right to float32. A root and a division in float64 would be a chain of some forty instructions, for which the
+// whole block waits.
+__device__ __forceinline__ float ReciprocalRoot(double v) {
+  if (!(v > 1e-30 && v < 1e30)) return static_cast<float>(1.0 / sqrt(v));
+  const double r = rsqrtf(static_cast<float>(v));
+  return static_cast<float>(r * (1.5 - 0.5 * v * r * r));
+}
+
 // Of a group, whose sums of x - shift and of its square are given. `rest` is what rounding took from the mean.
 struct Moments {
   float mean, rest, rstd;
@@ -141,8 +149,7 @@ __device__ __forceinline__ Moments MomentsOf(const Walk& w, float shift, float2 
   double var = sum.y * w.inv_n - offset * offset;
   if (var < 0) var = 0;  // NaN stays
   const float rounded = static_cast<float>(mean);
-  return {rounded, static_cast<float>(mean - rounded),
-          static_cast<float>(1.0 / sqrt(var + w.epsilon))};
+  return {rounded, static_cast<float>(mean - rounded), ReciprocalRoot(var + w.epsilon)};
 }
 
 // A thread's vector of a pixel and its pixels of an item.

@@ -67,11 +67,11 @@ def _tile(op: str, p: GroupNormProblem, device: Device) -> tuple[int, int]:
         result = tiles * width / row  # lanes that have no channel
         result *= 1 + read / (read + 1) * max(0.0, 1 - room / slab)  # what is read again, from the L2 cache
         # Pieces of channels that are no whole lines of 128 bytes, or share a sector of 32 with another CTA's.
-        result *= 1 + (0.5 if width % 32 else 0.15 if width % 64 else 0.05 if width % 128 else 0) * 16 / max(width, 16)
+        result *= 1 + (0.5 if width % 32 else 0.25 if width % 64 else 0.1 if width % 128 else 0) * 16 / max(width, 16)
         result *= 1 if slab <= THREE else 1.1 if slab <= TWO else 1.3  # nobody else reads while it sums up
         result *= 1 + 1024 / slab  # what a CTA does once
         result *= max(1.0, 2 * device.sm_count / (max(images, 1) * tiles * ctas)) ** 0.5  # idle multiprocessors
-        return result * (1 + 0.02 * (ctas - 1)), width, ctas
+        return result * (1 + 0.015 * (ctas - 1)), width, ctas
 
     widths = [unit * factor for factor in (1, 2, 3, 4, 6, 8, 16, 32) if unit * factor <= 512] or [0]
     clusters = (1, 2, 4, 8) if domain.capability(device) == (9, 0) else (1,)
