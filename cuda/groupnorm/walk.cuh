@@ -86,7 +86,7 @@ __device__ __forceinline__ void Write(T* base, uint32_t at, const float (&v)[V])
 // A kernel is compiled for one activation, or (kAny) for whichever it is given.
 constexpr int kAny = -1;
 
-// silu' = g + z (1 - g) g with g = sigmoid(z), for a 16-bit result: five instructions and two of the special function
+// silu' = g + z (1 - g) g with g = sigmoid(z), for a 16-bit result: four instructions and two of the special function
 // unit. Of finite z, unlike activation.h's: an infinite one is of a group that is NaN.
 __device__ __forceinline__ float ShortSiluGrad(float z) {
   const float gate = Gate<false, float, true>(z);
