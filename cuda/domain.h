@@ -91,8 +91,11 @@ TeamCount BatchNormTeams(BatchNormOp op, const BatchNormProblem& p, int width,
 enum class GroupNormOp { kForward, kBackward };
 
 // The same of a group-norm.
-std::string GroupNormRefusal(const GroupNormProblem& p, const Plan& plan);
+std::string GroupNormRefusal(GroupNormOp op, const GroupNormProblem& p, const Plan& plan,
+                             const Device& device);
 int64_t GroupNormWorkspace(GroupNormOp op, const GroupNormProblem& p, const Plan& plan);
+// Bytes of the narrowest tile of its "resident", 0 where there is none.
+int64_t GroupNormUnit(const GroupNormProblem& p);
 // Elements in an access of its kernels, and pixels that a block takes in a step.
 int64_t GroupNormVector(const GroupNormProblem& p);
 int64_t GroupNormRows(const GroupNormProblem& p);

@@ -227,12 +227,16 @@ void BindDomain(nb::module_& m) {
         new (self) GroupNormProblem(MakeGroupNorm(batch, images, pixels, channels, groups, dtype));
       });
   m.def("groupnorm_refusal",
-        [](const GroupNormProblem& p, std::string kernel, std::string tile, int64_t splits,
-           int64_t chunk) { return cuda::GroupNormRefusal(p, {kernel, tile, splits, chunk}); });
+        [](std::string op, const GroupNormProblem& p, std::string kernel, std::string tile,
+           int64_t splits, int64_t chunk, int major, int minor, int multiprocessors) {
+          return cuda::GroupNormRefusal(ToGroupNormOp(op), p, {kernel, tile, splits, chunk},
+                                        {major, minor, multiprocessors});
+        });
   m.def("groupnorm_workspace", [](std::string op, const GroupNormProblem& p, std::string kernel,
                                   std::string tile, int64_t splits, int64_t chunk) {
     return cuda::GroupNormWorkspace(ToGroupNormOp(op), p, {kernel, tile, splits, chunk});
   });
+  m.def("groupnorm_unit", [](const GroupNormProblem& p) { return cuda::GroupNormUnit(p); });
   m.def("groupnorm_vector", [](const GroupNormProblem& p) { return cuda::GroupNormVector(p); });
   m.def("groupnorm_rows", [](const GroupNormProblem& p) { return cuda::GroupNormRows(p); });
   m.def("shared_memory",

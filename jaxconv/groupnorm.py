@@ -176,7 +176,8 @@ def groupnorm(
       activation: see `conv2d`.
       algorithm: forces one native algorithm: "two_read" (one launch sums x up, one normalises it), "interleaved" (one
         launch does both, so that x's second reading is from the L2 cache; CUDA only, where 16 bytes divide the
-        channels).
+        channels), "resident" (one launch that reads x once: whole groups of an image stay in the shared memory of a
+        block, or of a cluster on Hopper; likewise, and where 512 bytes of channels hold whole groups).
       implementation: see `conv2d`.
 
     Returns:

@@ -239,8 +239,15 @@ def groupnorm_calls(dtype: str, algorithm: str, shape: tuple[int, ...], groups: 
     ]
 
 
-# shape, groups: those that straddle vectors; whose channels no vector divides; several tiles of a pixel; several items.
-GROUPNORMS = (((6, 5, 5, 32), 8), ((6, 7, 7, 5), 5), ((2, 3, 2, 2320), 4), ((40, 33, 17, 64), 32))
+# shape, groups: those that straddle vectors; whose channels no vector divides; several tiles of a pixel; several items;
+# "resident" with several tiles and clusters.
+GROUPNORMS = (
+    ((6, 5, 5, 32), 8),
+    ((6, 7, 7, 5), 5),
+    ((2, 3, 2, 2320), 4),
+    ((40, 33, 17, 64), 32),
+    ((3, 29, 23, 200), 10),
+)
 BATCHNORMS = (((6, 5, 5, 16), -1), ((6, 16, 8, 8), 1), ((6, 7, 7, 5), -1), ((6, 5, 7, 7), 1), ((130, 9, 9, 24), -1))
 DENSES = ((128, 64, 256), (72, 64, 136), (5, 7, 3), (16, 2048, 24), (200, 72, 264), (64, 1024, 136))
 

@@ -49,7 +49,9 @@ SHAPES = {
     ((3, 2, 2, 2320), 4): "more vectors in a pixel than threads in a block",
     ((70, 3, 3, 8), 2): "many images of few elements",
 }
-CHOICES = [dict(implementation="native"), dict(implementation="xla")]
+CHOICES: list[dict[str, Any]] = [dict(implementation="native"), dict(implementation="xla")]
+if PLATFORM == "cuda":  # native is "resident"
+    CHOICES.append(dict(algorithm="two_read"))
 
 
 def problem(shape: tuple[int, ...], groups: int, dtype: str = "float32", **more: Any) -> GroupNormProblem:
@@ -146,7 +148,32 @@ def test_items_of_any_size_err_no_more_than_twice_xla(splits, dtype, monkeypatch
             compare(shape, groups, dtype, activation)
 
 
-@pytest.mark.parametrize("choice", CHOICES, ids=lambda c: c["implementation"])
+# Bytes of a tile's channels, CTAs of its cluster: tiles that end within a pixel, an image that fits in no CTA, clusters
+# some of whose CTAs have no pixel.
+@pytest.mark.skipif(PLATFORM != "cuda", reason="tiles are the CUDA kernels'")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ctas", [1, 2, 4, 8])
+def test_tiles_and_clusters_of_any_size_err_no_more_than_twice_xla(ctas, dtype, monkeypatch):
+    if ctas > 1 and DEVICE.compute_capability != (9, 0):
+        pytest.skip("clusters are of compute capability 9.0")
+    item = jnp.dtype(dtype).itemsize
+    cases = (
+        ((2, 31, 23, 256), 32, (8 * item, 48 * item, 512)),  # the last: 365 KB or more
+        ((3, 5, 200), 10, (40 * item, 80 * item)),
+        ((2, 3, 9, 64), 32, (8 * item,)),
+        ((5, 1, 24), 3, (8 * item,)),
+        ((2, 70, 71, 32), 1, (32 * item,)),
+    )
+    for shape, groups, widths in cases:
+        for width in widths:
+            monkeypatch.setattr(planned, "_tile", lambda *_, width=width: (width, ctas))
+            jax.clear_caches()
+            assert "resident" in algorithms(shape, groups, dtype), (shape, width)
+            for activation in ("silu", "gelu_exact"):
+                compare(shape, groups, dtype, activation)
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda c: str(*c.values()))
 @pytest.mark.parametrize("mean", [1e3, 1e4])
 def test_a_mean_far_above_the_deviation_does_not_cancel(mean, choice):
     """E[x^2] - E[x]^2 in float32 would be off by mean^2 eps, 6 or 600 % of the variance."""
@@ -180,7 +207,7 @@ def test_one_outlier_is_not_what_moments_are_taken_about():
     assert_within(actual, ref.groupnorm(x, one, zero, groups=8, epsilon=1e-5), 1e-5)
 
 
-@pytest.mark.parametrize("choice", CHOICES, ids=lambda c: c["implementation"])
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda c: str(*c.values()))
 def test_constant_groups_are_their_bias_and_have_no_gradient(choice):
     x = jnp.broadcast_to(jnp.arange(1.0, 5.0), (2, 4, 4, 4))
     bias = jnp.asarray([1.0, -2.0, 3.0, 0.5])
@@ -190,7 +217,7 @@ def test_constant_groups_are_their_bias_and_have_no_gradient(choice):
     np.testing.assert_array_equal(dx, np.zeros(x.shape))
 
 
-@pytest.mark.parametrize("choice", CHOICES, ids=lambda c: c["implementation"])
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda c: str(*c.values()))
 def test_nan_and_infinity_stay_in_their_group(choice):
     x = jnp.asarray(normal(0, (2, 3, 5, 8)), "float32").at[0, 1, 2, 1].set(jnp.nan).at[1, 0, 0, 6].set(jnp.inf)
     y = np.asarray(jaxconv.groupnorm(x, groups=4, activation="silu", **choice)).reshape(2, 15, 4, 2)
@@ -255,12 +282,12 @@ def test_the_same_call_gives_the_same_bits_every_time(dtype):
 
 @pytest.mark.skipif(PLATFORM != "cuda", reason="there is one kernel on the CPU")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_both_kernels_give_the_same_bits(dtype):
+def test_two_read_and_interleaved_give_the_same_bits(dtype):
     for shape, groups in (((64, 32, 32, 128), 32), ((3, 9, 11, 40), 4), ((600, 8, 8, 64), 8)):
         args = arrays(data(shape, dtype), dtype)
         run = [
             jax.jit(functools.partial(both, dict(groups=groups, activation="silu", algorithm=algorithm)))(*args)
-            for algorithm in GROUPNORM_ALGORITHMS
+            for algorithm in ("two_read", "interleaved")
         ]
         assert same_bits(*run), shape
 
@@ -286,6 +313,7 @@ def test_xla_runs_no_custom_call_of_ours():
 
 
 H200 = _plan.Device("cuda", "NVIDIA H200", (9, 0), 132)
+A100 = _plan.Device("cuda", "NVIDIA A100-SXM4-80GB", (8, 0), 108)
 
 
 @pytest.mark.parametrize("op", ["groupnorm", "groupnorm_backward"])
@@ -298,13 +326,39 @@ def test_a_plan_is_made_of_whole_steps_and_is_native_where_that_is_asked_for(op,
     assert found.implementation == "native" and "faster than XLA at ddpm.64" in found.reason
     found = _plan.plan(op, dataclasses.replace(large, activation=Activation("none")), H200)
     assert found.implementation == "xla" and "was measured near it on NVIDIA H200" in found.reason
-    lost = problem((2, 256, 256, 256), 32, "bfloat16", activation=silu)
-    assert "of XLA's speed at vae.256" in _plan.plan(op, lost, H200).reason
+    found = _plan.plan(op, large, dataclasses.replace(H200, kind="NVIDIA H900"))
+    assert found.implementation == "xla" and "was measured near it on NVIDIA H900" in found.reason
     plan = _plan.plan(op, dataclasses.replace(large, implementation="native"), H200)
+    assert (plan.implementation, plan.kernel) == ("native", "resident")
+    plan = _plan.plan(op, dataclasses.replace(large, algorithm="interleaved"), H200)
     assert (plan.implementation, plan.kernel) == ("native", "interleaved")
     assert plan.chunk >= plan.splits > 1 and -(-64 * 64 // plan.splits) % 16 == 0  # 16 pixels a step
-    small = problem((64, 16, 16, 256), 32, "bfloat16", activation=silu, implementation="native")
-    assert _plan.plan(op, small, H200).kernel == "two_read"
+    huge = problem((2, 512, 512, 256), 32, "bfloat16", activation=silu, implementation="native")
+    assert _plan.plan(op, huge, H200).kernel == "interleaved"
+    odd = problem((2, 512, 512, 255), 51, "bfloat16", activation=silu, implementation="native")
+    assert _plan.plan(op, odd, H200).kernel == "two_read"
+
+
+@pytest.mark.parametrize("op", ["groupnorm", "groupnorm_backward"])
+@pytest.mark.parametrize("device", [H200, A100], ids=lambda d: d.kind)
+def test_a_tile_is_whole_groups_that_fit_in_a_cluster(op, device):
+    read = 2 if op == "groupnorm_backward" else 1
+    for shape, groups in (((64, 64, 64, 128), 32), ((8, 64, 64, 320), 32), ((64, 8, 8, 512), 32), ((2, 1, 1, 16), 8)):
+        for dtype, item in (("bfloat16", 2), ("float32", 4)):
+            plan = planned.made(op, "resident", problem(shape, groups, dtype), device)
+            assert isinstance(plan, _plan.Plan)
+            assert plan.chunk % (shape[-1] // groups * item) == 0 and plan.chunk % 16 == 0
+            assert plan.splits == 1 or device == H200
+            if device == H200:
+                assert -(-shape[1] * shape[-2] // plan.splits) * plan.chunk * read <= 227 * 1024
+
+
+def test_what_resident_cannot_run_is_said():
+    for shape, groups, why in (
+        ((2, 4, 4, 20), 2, "20 channels are no multiple of 8"),
+        ((2, 4, 4, 512), 1, "whole groups in 512 bytes of channels, which are here 1024"),
+    ):
+        assert why in _plan.supports("groupnorm", "resident", problem(shape, groups, "bfloat16"), H200)
 
 
 def test_a_plan_of_many_channels_is_refused_with_its_shared_memory():
@@ -367,7 +421,7 @@ BAD = {
     "epsilon_nan": (dict(epsilon=float("nan")), ValueError, "epsilon=nan must not be"),
     "activation": (dict(activation="swoosh"), ValueError, "activation='swoosh' is unknown"),
     "empty": (dict(x=jnp.ones((2, 0, 6))), ValueError, "x is empty: statistics need at least one element a group"),
-    "algorithm": (dict(algorithm="resident"), ValueError, "algorithm='resident' is unknown, expected None or one of"),
+    "algorithm": (dict(algorithm="one_read"), ValueError, "algorithm='one_read' is unknown, expected None or one of"),
     "implementation": (dict(implementation="cudnn"), ValueError, "implementation='cudnn' is unknown"),
 }
 

@@ -7,6 +7,8 @@
 // A block sums up an item (Sum): sum dz and sum dz * (x - mean) of each channel, from which it leaves the item's share of
 // dbias and dscale and the two sums of each group. A block that writes an item (WriteDx) adds up its image's items. Last
 // the shares are added up, in order (AddShares).
+#include "cuda/core/mbarrier.cuh"
+#include "cuda/groupnorm/affine.cuh"
 #include "cuda/groupnorm/groupnorm.h"
 #include "cuda/groupnorm/walk.cuh"
 
@@ -16,43 +18,6 @@ namespace {
 // Loads in flight of a thread and tensor.
 template <int V>
 constexpr int kUnroll = V > 1 ? 3 : 4;
-
-// z = (x - mean) * factor + offset, of a vector's channels.
-template <int V>
-struct Affine {
-  float mean[V], factor[V], offset[V];
-};
-
-template <int V>
-__device__ __forceinline__ Affine<V> ReadAffine(const BackwardArgs& p, int64_t image, int channel) {
-  const Walk& w = p.walk;
-  const int64_t row = int64_t(uint32_t(image) / w.per_instance) * w.channels + channel;
-  Affine<V> a;
-  ReadNumbers<V>(p.scale + row, a.factor);
-  ReadNumbers<V>(p.bias + row, a.offset);
-  ForChannels<V>(w, channel, [&](int j, int group) {
-    const int64_t at = image * w.groups + group;
-    a.mean[j] = p.mean[at];
-    a.factor[j] *= p.rstd[at];
-  });
-  return a;
-}
-
-// x - mean and dz of a vector.
-template <typename T, int V, int kActivation>
-__device__ __forceinline__ void Backpropagate(const Walk& w, const Affine<V>& a, const Raw<T, V>& x,
-                                              const Raw<T, V>& dy, float (&centred)[V],
-                                              float (&dz)[V]) {
-  Unpack<T, V>(x, centred);
-  Unpack<T, V>(dy, dz);
-  float z[V];
-#pragma unroll
-  for (int j = 0; j < V; ++j) {
-    centred[j] -= a.mean[j];
-    z[j] = fmaf(centred[j], a.factor[j], a.offset[j]);
-  }
-  Apply<true, kActivation, V>(w.activation, w.slope, z, dz);
-}
 
 // A thread's vectors of x and dy on their way.
 template <bool kAgain, typename T, int V>
@@ -223,6 +188,7 @@ constexpr int kColumns = 8, kShares = 128;
 __global__ void __launch_bounds__(kColumns* kShares)
     AddSharesKernel(const float* sums, int64_t rows, int channels, float* dbias, float* dscale) {
   __shared__ float scratch[kShares][kColumns];
+  AwaitLaunchBefore();
   const int column = int(threadIdx.x) % kColumns, share = int(threadIdx.x) / kColumns;
   const int at = int(blockIdx.x) * kColumns + column;
   const int64_t instance = blockIdx.y;
@@ -246,20 +212,7 @@ __global__ void __launch_bounds__(kColumns* kShares)
 Status Backward(const Context& ctx, const GroupNormProblem& p, bool interleaved, bool aligned,
                 BackwardArgs args, const std::string& what) {
   const unsigned items = static_cast<unsigned>(args.walk.images * args.walk.splits);
-  const auto add_shares = [&]() -> Status {
-    constexpr int64_t kMost = 65535;  // instances of a launch
-    const int64_t rows = p.images * args.walk.splits;
-    const unsigned columns = static_cast<unsigned>(CeilDivide(2 * p.channels, kColumns));
-    for (int64_t first = 0; first < p.batch; first += kMost) {
-      const dim3 grid(columns, static_cast<unsigned>(std::min(kMost, p.batch - first)));
-      AddSharesKernel<<<grid, kColumns * kShares, 0, ctx.stream>>>(
-          args.sums + first * rows * 2 * p.channels, rows, args.walk.channels,
-          args.dbias + first * p.channels, args.dscale + first * p.channels);
-      JAXCONV_RETURN_IF_ERROR(LaunchStatus(what + " shares"));
-    }
-    return Status::Ok();
-  };
-  if (items == 0) return add_shares();
+  if (items == 0) return Status::Ok();
   return WithInstance(p, aligned, [&](auto element, auto vector, auto activation) {
     using T = decltype(element);
     constexpr int V = decltype(vector)::value, kActivation = decltype(activation)::value;
@@ -270,8 +223,7 @@ Status Backward(const Context& ctx, const GroupNormProblem& p, bool interleaved,
         JAXCONV_RETURN_IF_ERROR(
             CudaStatus(cudaMemsetAsync(args.counters, 0, counters, ctx.stream), what));
         InterleavedKernel<T, V, kActivation><<<2 * items, kThreads, shared, ctx.stream>>>(args);
-        JAXCONV_RETURN_IF_ERROR(LaunchStatus(what));
-        return add_shares();
+        return LaunchStatus(what);
       }
     }
     SumKernel<T, V, kActivation><<<items, kThreads, shared, ctx.stream>>>(args);
@@ -280,8 +232,32 @@ Status Backward(const Context& ctx, const GroupNormProblem& p, bool interleaved,
       DxKernel<T, V, kActivation><<<items, kThreads, shared, ctx.stream>>>(args);
       JAXCONV_RETURN_IF_ERROR(LaunchStatus(what + " dx"));
     }
-    return add_shares();
+    return Status::Ok();
   });
+}
+
+Status AddShares(const Context& ctx, const GroupNormProblem& p, int64_t rows, bool early,
+                 const BackwardArgs& args, const std::string& what) {
+  constexpr int64_t kMost = 65535;  // instances of a launch
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.blockDim = dim3(kColumns * kShares);
+  config.stream = ctx.stream;
+  config.attrs = &attribute;
+  for (int64_t first = 0; first < p.batch; first += kMost) {
+    config.gridDim = dim3(static_cast<unsigned>(CeilDivide(2 * p.channels, kColumns)),
+                          static_cast<unsigned>(std::min(kMost, p.batch - first)));
+    // Only the first follows what it waits for.
+    config.numAttrs = early && first == 0 ? 1 : 0;
+    const float* sums = args.sums + first * rows * 2 * p.channels;
+    JAXCONV_RETURN_IF_ERROR(CudaStatus(
+        cudaLaunchKernelEx(&config, AddSharesKernel, sums, rows, args.walk.channels,
+                           args.dbias + first * p.channels, args.dscale + first * p.channels),
+        what + " shares"));
+  }
+  return Status::Ok();
 }
 
 }  // namespace jaxconv::cuda::groupnorm

@@ -3,8 +3,14 @@
 
 namespace jaxconv::cuda {
 
-std::string GroupNormRefusal(const GroupNormProblem& p, const Plan& plan) {
-  return groupnorm::Refusal(p, plan);
+std::string GroupNormRefusal(GroupNormOp op, const GroupNormProblem& p, const Plan& plan,
+                             const Device& device) {
+  return groupnorm::Refusal(op, p, plan, device);
+}
+
+int64_t GroupNormUnit(const GroupNormProblem& p) {
+  const int64_t unit = groupnorm::UnitOf(p);
+  return unit > groupnorm::kWarp ? 0 : unit * 16;
 }
 
 int64_t GroupNormWorkspace(GroupNormOp op, const GroupNormProblem& p, const Plan& plan) {

@@ -16,17 +16,6 @@ namespace {
 constexpr int kUnroll = 4;  // loads in flight of a thread
 
 template <typename T>
-__device__ __forceinline__ float Shift(const Walk& w, const T* image, int group) {
-  const T* first = image + int64_t(group) * w.group_channels;
-  const auto at = [&](uint32_t pixel, int channel) {
-    return ToFloat(first[int64_t(pixel) * w.channels + channel]);
-  };
-  const float a = at(0, 0), b = at(w.pixels / 2, w.group_channels / 2),
-              c = at(w.pixels - 1, w.group_channels - 1);
-  return fmaxf(fminf(a, b), fminf(fmaxf(a, b), c));
-}
-
-template <typename T>
 __device__ __forceinline__ void ReadShifts(const Walk& w, const T* image, float* shifts) {
   for (int group = threadIdx.x; group < w.groups; group += kThreads)
     shifts[group] = Shift(w, image, group);
@@ -110,17 +99,13 @@ __device__ __forceinline__ void Normalise(const ForwardArgs& p, const Item& item
   await();
   __syncthreads();
   MergeParts(w, p.parts, item.image, [&](int group, float2 sum) {
-    const double offset = sum.x * w.inv_n, mean = shifts[group] + offset;
-    double var = sum.y * w.inv_n - offset * offset;
-    if (var < 0) var = 0;  // NaN stays
-    const float rounded = static_cast<float>(mean);
-    const float rstd = static_cast<float>(1.0 / sqrt(var + w.epsilon));
-    means[group] = rounded;
-    rests[group] = static_cast<float>(mean - rounded);
-    rstds[group] = rstd;
+    const Moments m = MomentsOf(w, shifts[group], sum);
+    means[group] = m.mean;
+    rests[group] = m.rest;
+    rstds[group] = m.rstd;
     if (item.index == 0) {
-      p.mean[item.image * w.groups + group] = rounded;
-      p.rstd[item.image * w.groups + group] = rstd;
+      p.mean[item.image * w.groups + group] = m.mean;
+      p.rstd[item.image * w.groups + group] = m.rstd;
     }
   });
   __syncthreads();
@@ -148,7 +133,7 @@ __device__ __forceinline__ void Normalise(const ForwardArgs& p, const Item& item
           Unpack<T, V>(raw[kActivation == kAny ? 0 : u], z);
 #pragma unroll
           for (int j = 0; j < V; ++j) z[j] = fmaf(z[j] - mean[j], factor[j], offset[j]);
-          Apply<false, kActivation, V>(w.activation, w.slope, z, z);
+          Apply<false, kActivation, T>(w.activation, w.slope, z, z);
           Write<T, V>(y, (pixel + u * w.rows) * w.row + vector, z);
         }
         if constexpr (kActivation == kAny) {

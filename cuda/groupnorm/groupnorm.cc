@@ -7,6 +7,7 @@
 
 #include "common/launch.h"
 #include "cuda/core/describe.h"
+#include "cuda/core/device.h"
 #include "cuda/groupnorm/domain.h"
 
 namespace jaxconv::cuda {
@@ -18,8 +19,8 @@ bool Aligned16(std::initializer_list<const void*> pointers) {
 }
 
 Status Confirm(GroupNormOp op, const GroupNormProblem& p, const Plan& plan,
-               const Workspace& workspace, const std::string& what) {
-  const std::string refusal = GroupNormRefusal(p, plan);
+               const Workspace& workspace, const Device& device, const std::string& what) {
+  const std::string refusal = GroupNormRefusal(op, p, plan, device);
   if (!refusal.empty()) return Status::Unimplemented(what + ": " + refusal);
   const int64_t needed = GroupNormWorkspace(op, p, plan);
   if (needed == 0) return Status::Ok();
@@ -62,7 +63,9 @@ Status GroupNorm(const Context& ctx, const GroupNormProblem& p, const Plan& plan
                  Workspace workspace) {
   const std::string what = Describe("groupnorm", p, plan);
   if (p.batch == 0 || p.images == 0) return Status::Ok();
-  JAXCONV_RETURN_IF_ERROR(Confirm(GroupNormOp::kForward, p, plan, workspace, what));
+  Device device;
+  JAXCONV_RETURN_IF_ERROR(CurrentDevice(what, &device));
+  JAXCONV_RETURN_IF_ERROR(Confirm(GroupNormOp::kForward, p, plan, workspace, device, what));
   const groupnorm::Scratch at = groupnorm::ScratchOf(GroupNormOp::kForward, p, plan);
   char* scratch = static_cast<char*>(workspace.data);
   const bool aligned = Aligned16({x, y, scale, bias});
@@ -76,6 +79,8 @@ Status GroupNorm(const Context& ctx, const GroupNormProblem& p, const Plan& plan
   args.rstd = Float(rstd);
   args.parts = reinterpret_cast<float2*>(scratch + at.parts);
   args.counters = reinterpret_cast<unsigned*>(scratch + at.counters);
+  if (plan.kernel == "resident")
+    return groupnorm::ResidentForward(ctx, p, plan, device, aligned, args, what);
   return groupnorm::Forward(ctx, p, plan.kernel == "interleaved", aligned, args, what);
 }
 
@@ -85,7 +90,9 @@ Status GroupNormBackward(const Context& ctx, const GroupNormProblem& p, const Pl
                          Workspace workspace) {
   const std::string what = Describe("groupnorm_backward", p, plan);
   if (p.batch == 0) return Status::Ok();
-  JAXCONV_RETURN_IF_ERROR(Confirm(GroupNormOp::kBackward, p, plan, workspace, what));
+  Device device;
+  JAXCONV_RETURN_IF_ERROR(CurrentDevice(what, &device));
+  JAXCONV_RETURN_IF_ERROR(Confirm(GroupNormOp::kBackward, p, plan, workspace, device, what));
   const groupnorm::Scratch at = groupnorm::ScratchOf(GroupNormOp::kBackward, p, plan);
   char* scratch = static_cast<char*>(workspace.data);
   const bool aligned = Aligned16({x, dy, dx, scale, bias});
@@ -103,7 +110,14 @@ Status GroupNormBackward(const Context& ctx, const GroupNormProblem& p, const Pl
   args.parts = reinterpret_cast<float2*>(scratch + at.parts);
   args.sums = reinterpret_cast<float*>(scratch + at.sums);
   args.counters = reinterpret_cast<unsigned*>(scratch + at.counters);
-  return groupnorm::Backward(ctx, p, plan.kernel == "interleaved", aligned, args, what);
+  if (plan.kernel == "resident") {
+    JAXCONV_RETURN_IF_ERROR(groupnorm::ResidentBackward(ctx, p, plan, device, aligned, args, what));
+  } else {
+    JAXCONV_RETURN_IF_ERROR(
+        groupnorm::Backward(ctx, p, plan.kernel == "interleaved", aligned, args, what));
+  }
+  const int64_t rows = p.images * (plan.kernel == "resident" ? 1 : plan.splits);
+  return groupnorm::AddShares(ctx, p, rows, device.sm90(), args, what);
 }
 
 }  // namespace jaxconv::cuda

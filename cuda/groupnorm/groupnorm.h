@@ -15,6 +15,7 @@
 #include "common/problem.h"
 #include "common/status.h"
 #include "cuda/core/context.h"
+#include "cuda/domain.h"
 
 namespace jaxconv::cuda::groupnorm {
 
@@ -66,5 +67,15 @@ Status Forward(const Context& ctx, const GroupNormProblem& p, bool interleaved, 
                ForwardArgs args, const std::string& what);
 Status Backward(const Context& ctx, const GroupNormProblem& p, bool interleaved, bool aligned,
                 BackwardArgs args, const std::string& what);
+Status ResidentForward(const Context& ctx, const GroupNormProblem& p, const Plan& plan,
+                       const Device& device, bool aligned, const ForwardArgs& args,
+                       const std::string& what);
+Status ResidentBackward(const Context& ctx, const GroupNormProblem& p, const Plan& plan,
+                        const Device& device, bool aligned, const BackwardArgs& args,
+                        const std::string& what);
+// After a backward pass: dscale and dbias, of the `rows` shares of an instance. `early`: its blocks may come while that
+// ends (compute capability 9.0).
+Status AddShares(const Context& ctx, const GroupNormProblem& p, int64_t rows, bool early,
+                 const BackwardArgs& args, const std::string& what);
 
 }  // namespace jaxconv::cuda::groupnorm

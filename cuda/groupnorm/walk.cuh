@@ -27,9 +27,18 @@ __device__ __forceinline__ Raw<T, V> Read(const T* base, uint32_t at) {
 
 template <typename T, int V>
 __device__ __forceinline__ void Unpack(const Raw<T, V>& raw, float (&v)[V]) {
-  const T* e = reinterpret_cast<const T*>(&raw);
+  if constexpr (std::is_same_v<T, __nv_bfloat16> && V == 8) {  // an instruction each
+    const uint32_t w[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
-  for (int j = 0; j < V; ++j) v[j] = ToFloat(e[j]);
+    for (int j = 0; j < 4; ++j) {
+      v[2 * j] = __uint_as_float(w[j] << 16);
+      v[2 * j + 1] = __uint_as_float(w[j] & 0xffff0000u);
+    }
+  } else {
+    const T* e = reinterpret_cast<const T*>(&raw);
+#pragma unroll
+    for (int j = 0; j < V; ++j) v[j] = ToFloat(e[j]);
+  }
 }
 
 // V numbers from p on, which is aligned to 16 bytes where V > 1.
@@ -77,24 +86,70 @@ __device__ __forceinline__ void Write(T* base, uint32_t at, const float (&v)[V])
 // A kernel is compiled for one activation, or (kAny) for whichever it is given.
 constexpr int kAny = -1;
 
-// v[j] = kGrad ? v[j] * f'(z[j]) : f(z[j]). Of kAny the branches are uniform and outside the loop over the vector, one for
-// each activation.
-template <bool kGrad, int kFixed, int V, int kFrom = 0>
+// silu' = g + z (1 - g) g with g = sigmoid(z), for a 16-bit result: four instructions and two of the special function
+// unit. Of finite z, unlike activation.h's: an infinite one is of a group that is NaN.
+__device__ __forceinline__ float ShortSiluGrad(float z) {
+  const float gate = Gate<false, float, true>(z);
+  return fmaf(fmaf(-z, gate, z), gate, gate);
+}
+
+// v[j] = kGrad ? v[j] * f'(z[j]) : f(z[j]), for a result of T. Of kAny the branches are uniform and outside the loop over
+// the vector, one for each activation.
+template <bool kGrad, int kFixed, typename T, int V, int kFrom = 0>
 __device__ __forceinline__ void Apply(Activation a, float slope, const float (&z)[V],
                                       float (&v)[V]) {
+  constexpr bool kShort = sizeof(T) == 2;
   if constexpr (kFixed == kAny && kFrom < kActivationCount) {
     if (a == static_cast<Activation>(kFrom)) {
-      Apply<kGrad, kFrom>(a, slope, z, v);
+      Apply<kGrad, kFrom, T>(a, slope, z, v);
     } else {
-      Apply<kGrad, kAny, V, kFrom + 1>(a, slope, z, v);
+      Apply<kGrad, kAny, T, V, kFrom + 1>(a, slope, z, v);
     }
   } else if constexpr (kFixed != kAny) {
     constexpr Activation kThis = static_cast<Activation>(kFixed);
 #pragma unroll
     for (int j = 0; j < V; ++j) {
-      v[j] = kGrad ? v[j] * ActivateGrad(kThis, z[j], slope) : Activate(kThis, z[j], slope);
+      if constexpr (kShort && kThis == Activation::kSilu) {
+        v[j] = kGrad ? v[j] * ShortSiluGrad(z[j]) : z[j] * Gate<false, float, true>(z[j]);
+        continue;
+      }
+      v[j] = kGrad ? v[j] * ActivateGrad<float, kShort>(kThis, z[j], slope)
+                   : Activate<float, kShort>(kThis, z[j], slope);
     }
   }
+}
+
+// What moments of an image's group are taken about (forward.cu).
+template <typename T>
+__device__ __forceinline__ float Shift(const Walk& w, const T* image, int group) {
+  const T* first = image + int64_t(group) * w.group_channels;
+  const auto at = [&](uint32_t pixel, int channel) {
+    return ToFloat(first[int64_t(pixel) * w.channels + channel]);
+  };
+  const float a = at(0, 0), b = at(w.pixels / 2, w.group_channels / 2),
+              c = at(w.pixels - 1, w.group_channels - 1);
+  return fmaxf(fminf(a, b), fminf(fmaxf(a, b), c));
+}
+
+// 1 / sqrt(v), right to float32. A root and a division in float64 would be a chain of some forty instructions, for which the
+// whole block waits.
+__device__ __forceinline__ float ReciprocalRoot(double v) {
+  if (!(v > 1e-30 && v < 1e30)) return static_cast<float>(1.0 / sqrt(v));
+  const double r = rsqrtf(static_cast<float>(v));
+  return static_cast<float>(r * (1.5 - 0.5 * v * r * r));
+}
+
+// Of a group, whose sums of x - shift and of its square are given. `rest` is what rounding took from the mean.
+struct Moments {
+  float mean, rest, rstd;
+};
+
+__device__ __forceinline__ Moments MomentsOf(const Walk& w, float shift, float2 sum) {
+  const double offset = sum.x * w.inv_n, mean = shift + offset;
+  double var = sum.y * w.inv_n - offset * offset;
+  if (var < 0) var = 0;  // NaN stays
+  const float rounded = static_cast<float>(mean);
+  return {rounded, static_cast<float>(mean - rounded), ReciprocalRoot(var + w.epsilon)};
 }
 
 // A thread's vector of a pixel and its pixels of an item.

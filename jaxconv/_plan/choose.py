@@ -323,7 +323,7 @@ def _ladder(op: str, problem: Problem, device: Device) -> str:
         resident = ("resident_block", "resident_team") if whole else ("resident_team", "resident_block")
         return next((a for a in resident if supports(op, a, problem, device) is None), "two_read")
     if isinstance(problem, GroupNormProblem):
-        return "two_read" if device.platform == "cpu" else groupnorm.wanted(op, problem)
+        return "two_read" if device.platform == "cpu" else groupnorm.wanted(op, problem, device)
     if op == "conv_statistics" and device.platform == "cuda":
         return "sm90"
     if problem.depthwise and problem.groups > 1:

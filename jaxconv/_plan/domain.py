@@ -165,14 +165,20 @@ def _groupnorm(p: GroupNormProblem) -> Any:
     return _native.cpu.GroupNormProblem(p.batch or 1, p.images, p.pixels, p.channels, p.groups, p.dtype)
 
 
-def groupnorm_refusal(plan: Plan, p: GroupNormProblem) -> str | None:
-    """conv_refusal of a group-norm, on any device."""
-    return _native.cpu.groupnorm_refusal(_groupnorm(p), plan.kernel, plan.tile, plan.splits, plan.chunk) or None
+def groupnorm_refusal(op: str, plan: Plan, p: GroupNormProblem, device: Device) -> str | None:
+    """conv_refusal of a group-norm."""
+    made = plan.kernel, plan.tile, plan.splits, plan.chunk, *capability(device), device.sm_count
+    return _native.cpu.groupnorm_refusal(op, _groupnorm(p), *made) or None
 
 
 def groupnorm_workspace(op: str, plan: Plan, p: GroupNormProblem) -> int:
     """Bytes."""
     return _native.cpu.groupnorm_workspace(op, _groupnorm(p), plan.kernel, plan.tile, plan.splits, plan.chunk)
+
+
+def groupnorm_unit(p: GroupNormProblem) -> int:
+    """Bytes of the narrowest tile of "resident", 0 where there is none."""
+    return _native.cpu.groupnorm_unit(_groupnorm(p))
 
 
 def groupnorm_vector(p: GroupNormProblem) -> int:

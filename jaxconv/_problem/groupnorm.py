@@ -12,7 +12,7 @@ from jaxconv import _activation
 from jaxconv._activation import Activation
 from jaxconv._problem.parse import NO_ACTIVATION, check_choice, integer, is_number, number, same_dtype, shapes
 
-GroupNormAlgorithm = Literal["two_read", "interleaved"]
+GroupNormAlgorithm = Literal["two_read", "interleaved", "resident"]
 GROUPNORM_ALGORITHMS = get_args(GroupNormAlgorithm)
 
 
