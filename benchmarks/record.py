@@ -69,7 +69,7 @@ def environment() -> dict[str, Any]:
         "dirty": None if status is None else bool(status),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         # Where the file was written to is nobody else's business.
-        "command": re.sub(r"--json[ =][^- ]\S*", "--json", "python -m benchmarks " + " ".join(sys.argv[1:])),
+        "command": re.sub(r"--(json|cache)[ =][^- ]\S*", r"--\1", "python -m benchmarks " + " ".join(sys.argv[1:])),
     }
     if device.platform == "cpu":
         found["cores"] = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

@@ -30,6 +30,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import re
 import statistics
 import sys
 import time
@@ -340,6 +341,10 @@ def explained(program: Program, params: Tree, stats: Tree) -> dict[str, Any]:
         counts[call.plan.implementation] += call.count
         if call.plan.implementation == "native":
             by_plan[f"{call.op} {call.plan.algorithm}"] += call.count
+    for one in found.convolutions if program.way.name == "enable" else ():
+        counts["native" if one.taken else "xla"] += one.count
+        if one.taken:
+            by_plan[f"{one.form} {re.split(r'[][ /]', one.became)[1]}"] += one.count
     row: dict[str, Any] = {"calls": {**counts, "native_by_algorithm": dict(by_plan.most_common())}}
     if program.way.name == "accelerate":
         replaced = collections.Counter(finding.fused for finding in found.accelerated.replaced)

@@ -40,7 +40,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 os.environ["JAXCONV_TUNING"] = os.path.join(sys.prefix, "cache", "no_tuning.json")
 
 import jaxconv
-from jaxconv import _enable, _native
+from jaxconv import _enable, _native, _timing
 from jaxconv._plan import tuned
 
 # The cases of the benchmarks. At the end of the path: the source folder's jaxconv has no compiled modules.
@@ -48,6 +48,7 @@ sys.path.append(str(pathlib.Path(__file__).parent.parent))
 
 import helpers
 
+profiled, _trace = False, jax.profiler.trace
 LARGEST_CACHE = 1 << 30  # bytes
 reporter = None  # pytest's terminal
 
@@ -138,6 +139,20 @@ def enable_is_off():
     left_on = _enable.is_on()
     jaxconv.disable()
     assert not left_on, "the test left jaxconv.enable on"
+
+
+@pytest.fixture(autouse=True)
+def one_profiler(monkeypatch):
+    """CUPTI ends a process that asks it for kernels' times once jax.profiler has taken a trace there."""
+
+    def trace(*args, **kwargs):
+        global profiled
+        profiled = True
+        return _trace(*args, **kwargs)
+
+    monkeypatch.setattr(jax.profiler, "trace", trace)
+    if profiled and helpers.PLATFORM == "cuda":
+        monkeypatch.setattr(_timing, "_cupti", lambda: None)
 
 
 @pytest.fixture
