@@ -113,18 +113,17 @@ def explain(f: Callable[..., Any], *, platform: str | None = None) -> Callable[.
         of_this_call = functools.wraps(f)(lambda *args, **kwargs: f(*args, **kwargs))
         with listening() as accelerated:
             jaxpr = jax.make_jaxpr(of_this_call)(*args, **kwargs)
-        counts: dict[tuple[str, Any, _plan.Device], int] = {}
+        counts: dict[tuple[str, Any], int] = {}
         equations = list(_op.equations(jaxpr.jaxpr, device))
         for equation in equations:
             made = _op.KERNELS.get(equation.primitive) or _op.COMPOSITES.get(equation.primitive)
             if made is None:
                 continue
-            seen = _op.of_equation(device, equation)
             # A kernel of arrays that types split is followed by the kernels of a shard.
-            if seen == device or equation.primitive in _op.COMPOSITES:
-                key = made.name, equation.params["problem"], seen
+            if equation.primitive in _op.COMPOSITES or not _op.split_by_type(equation):
+                key = made.name, equation.params["problem"]
                 counts[key] = counts.get(key, 0) + 1
-        calls = [Call(op, problem, _plan.plan(op, problem, seen), n) for (op, problem, seen), n in counts.items()]
+        calls = [Call(op, problem, _plan.plan(op, problem, device), n) for (op, problem), n in counts.items()]
         gathered = dict.fromkeys(_gathered(jaxpr.jaxpr, device))
         return Explanation(calls, accelerated, _enable.would(equations, device), _enable.is_on(), gathered)
 

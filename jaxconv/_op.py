@@ -240,7 +240,7 @@ def inner_jaxprs(equation: Any, device: _plan.Device | None = None) -> Iterator[
         return
     if equation.primitive in COMPOSITES:
         made, problem = COMPOSITES[equation.primitive], equation.params["problem"]
-        parts = made.parts(problem, device and _plan.plan(made.name, problem, of_equation(device, equation)))
+        parts = made.parts(problem, device and _plan.plan(made.name, problem, device))
         yield jax.make_jaxpr(parts)(*(v.aval for v in equation.invars)).jaxpr
         return
     if equation.primitive in KERNELS and device is not None:
@@ -261,10 +261,9 @@ def inner_jaxprs(equation: Any, device: _plan.Device | None = None) -> Iterator[
                 yield inner
 
 
-def of_equation(device: _plan.Device, equation: Any) -> _plan.Device:
-    """`device` as a composite's lowering sees it: part of a mesh where the operands' types say so."""
-    split = _sharding.explicit_mesh([v.aval for v in equation.invars]) is not None
-    return dataclasses.replace(device, partitioned=True) if split else device
+def split_by_type(equation: Any) -> bool:
+    """Whether the operands' types say how they are split over a mesh."""
+    return _sharding.explicit_mesh([v.aval for v in equation.invars]) is not None
 
 
 def equations(jaxpr: Any, device: _plan.Device | None = None) -> Iterator[Any]:
@@ -359,11 +358,9 @@ def _lower_composite(
 ) -> Any:
     plan = None
     if platform is not None and not _OPAQUE.get():
-        # What crosses calls has no rule for a mesh; each call by itself has one.
-        partitioned = _compat.partitioning(ctx) != "none"
-        plan = _plan.plan(
-            made.name, problem, dataclasses.replace(_plan.Device.current(platform), partitioned=partitioned)
-        )
+        opaque = _compat.partitioning(ctx) == "opaque" and _sharding.explicit_mesh(ctx.avals_in) is None
+        device = dataclasses.replace(_plan.Device.current(platform), partitioned=opaque)
+        plan = _plan.plan(made.name, problem, device)
     return mlir.lower_fun(made.parts(problem, plan), multiple_results=True)(ctx, *operands)
 
 

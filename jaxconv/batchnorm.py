@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxconv import _op, _problem, _sharding, reference
+from jaxconv import _moments, _op, _problem, _sharding, reference
 from jaxconv._activation import activate, activate_grad
 from jaxconv._problem import BatchNormProblem
 from jaxconv._types import Array, BatchNormAlgorithm, Implementation, Operand, ToActivation
@@ -93,31 +93,9 @@ def _train_shard(
     if not mesh_axes:
         return train(p, x, *rest)
     scale, bias, running_mean, running_var, *residual = rest
-    # The variance of the shards' means needs all of them, so every shard gets all moments. They are gathered by a sum
-    # in which each shard fills its own place, because a sum's result is known to be replicated.
-    shards, mine = jax.lax.axis_size(mesh_axes), jax.lax.axis_index(mesh_axes)
-    inside = _inside(whole, p, split)
-    own = jnp.stack(reference.batchnorm_moments(p, x) if inside is None else _moments_of(p, x, inside))
-    place = jnp.arange(shards).reshape(shards, *(1,) * own.ndim) == mine
-    k, shift, variances, *counts = jnp.moveaxis(jax.lax.psum(jnp.where(place, own, 0), mesh_axes), 1, 0)
-    # About one shard's sample: a mean rounded to float32 may be further off than the deviations are large.
-    shift = (k - k[0]) + shift
-    weights = counts[0] / whole.reduced if counts else None
-    middle = _mean_of_shards(shift, weights)
-    mean = k[0] + middle
-    var = _mean_of_shards(variances + (shift - middle) ** 2, weights)
+    moments = _moments.of_shard(p, x, _inside(whole, p, split))
+    mean, var = _moments.merged(moments, mesh_axes, whole.reduced)
     return _train_with(p, x, scale, bias, running_mean, running_var, mean, var, *residual)
-
-
-def _moments_of(p: BatchNormProblem, x: Array, inside: Array) -> list[Array]:
-    """As `reference.batchnorm_moments`, of x's own elements, and how many they are: none in some shards."""
-    count = jnp.sum(inside, reference.reduced_axes(p), dtype=p.param_dtype)
-    mean, var = reference.batchnorm_masked_moments(p, jnp.where(inside, x, 0), inside)
-    return [jnp.where(count > 0, mean, 0), jnp.zeros_like(mean), jnp.where(count > 0, var, 0), count]
-
-
-def _mean_of_shards(values: Array, weights: Array | None) -> Array:
-    return jnp.mean(values, 0) if weights is None else jnp.sum(weights * values, 0)
 
 
 def _train_with(p: BatchNormProblem, x, scale, bias, running_mean, running_var, mean, var, *residual) -> list[Array]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, Literal, Unpack, overload
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxconv import _halo, _layer, _op, _plan, _problem, _sharding, reference
+from jaxconv import _halo, _layer, _moments, _op, _plan, _problem, _sharding, reference
 from jaxconv._problem import ConvProblem
 from jaxconv._types import (
     Array,
@@ -254,6 +255,27 @@ def _conv_add_shard(p: ConvProblem, split: _sharding.Split, x: Array, w: Array, 
     return conv_add(p, x, w, *rest)
 
 
+def _statistics_shard(p: ConvProblem, split: _sharding.Split, x: Array, w: Array) -> list[Array]:
+    """Each shard's moments, merged. They leave the convolution with y but where y is a sum over shards, or not all of
+    it is the array's own."""
+    pixels = _pixels(p, split)
+    q, x = _halo.exchange_x(p, pixels, x)
+    first = 1 if p.channels_last else 2
+    parts = [_sharding.inside(q.y_shape, first + i, p.out_spatial[i], axes) for i, axes in pixels.items()]
+    own = [part for part in parts if part is not None]
+    if "c" in split or own:
+        y = _summed(fprop(q, x, w), split, "c")
+        inside = functools.reduce(jnp.logical_and, own) if own else None
+        moments = _moments.of_shard(reference.norm_of(q), y, inside)
+    else:
+        y, mean, var = statistics(q, x, w)
+        moments = [mean, jnp.zeros_like(mean), var]
+    mesh_axes = tuple(a for name in ("n", *map(_halo.name, pixels)) for a in split.get(name, ()))
+    if not mesh_axes:
+        return [y, moments[0] + moments[1], moments[2]]
+    return [y, *_moments.merged(moments, mesh_axes, p.batch * math.prod(p.out_spatial))]
+
+
 def _dgrad_shard(p: ConvProblem, split: _sharding.Split, dy: Array, w: Array) -> list[Array]:
     pixels = _pixels(p, split)
     q, dy = _halo.exchange_dy(p, pixels, dy)
@@ -332,8 +354,7 @@ statistics = _op.kernel(
     results=lambda p: [(p.y_shape, p.dtype)] + [((p.out_channels,), reference.norm_of(p).param_dtype)] * 2,
     wire=lambda p, plan: _wire(p, plan, "xw", "ybb"),
     batch=_batch_statistics,
-    # Composites keep it off meshes; were it on one, every operand would be gathered.
-    partition=lambda p: replace(_partition(p, "xw", "ybb", "", None), split=[], always=False),
+    partition=lambda p: _partition(p, "xw", "ybb", "kc", _statistics_shard),
     multiple_results=True,
 )
 _op.by_reference(statistics)

@@ -245,7 +245,7 @@ def _jobs(f: Callable[..., Any], args: Any, kwargs: Any, device: _plan.Device) -
         avals = [v.aval for v in equation.invars]
         if equation.primitive in _op.KERNELS:
             kernel, problem = _op.KERNELS[equation.primitive], equation.params["problem"]
-            if _op.of_equation(device, equation) != device:
+            if _op.split_by_type(equation):
                 continue
             if kernel is conv_add and _plan.plan("conv_add", problem, device).implementation == "native":
                 # Planned with the convolution that else would be an equation of its own.
@@ -254,7 +254,7 @@ def _jobs(f: Callable[..., Any], args: Any, kwargs: Any, device: _plan.Device) -
         elif equation.primitive is jax.lax.conv_general_dilated_p and _enable.is_on():
             lhs, rhs = avals
             form = forms.read(lhs, rhs, equation.outvars[0].aval, equation.params)
-            if not isinstance(form, str) and _op.of_equation(device, equation) == device:
+            if not isinstance(form, str) and not _op.split_by_type(equation):
                 given = {"lhs": lhs, "rhs": rhs}
                 operands = [jax.eval_shape(into, given[name]) for name, into in form.operands.items()]
                 add(form.kernel, form.problem, operands)

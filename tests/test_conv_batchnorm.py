@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import re
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from helpers import (
     same_bits,
     types_of,
 )
+from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
@@ -290,6 +292,72 @@ def test_on_a_mesh_it_is_the_unsharded_one(training, kind):
         np.testing.assert_allclose(a, e, rtol=0, atol=400 * eps("float32") * size)
 
 
+# case: (x, w, how x and w are split, the exchanges beside the moments' sum)
+SPLITS = {
+    "images": ((8, 6, 5, 4), (3, 3, 4, 6), P(("a", "b")), P(), {}),
+    "images, filters": ((8, 6, 5, 4), (3, 3, 4, 6), P("a"), P(None, None, None, "b"), {}),
+    "rows": ((2, 8, 5, 4), (3, 3, 4, 6), P(None, "a"), P(), {"collective-permute"}),
+    "images, rows": ((4, 8, 5, 4), (3, 3, 4, 6), P("b", "a"), P(), {"collective-permute"}),
+    "uneven rows": ((2, 8, 5, 4), (2, 3, 4, 6), P(None, "a"), P(), {"collective-permute"}),
+    "inputs": ((2, 6, 5, 4), (3, 3, 4, 6), P(None, None, None, "a"), P(None, None, "a"), {"all-reduce"}),
+    "groups": ((2, 6, 5, 4), (3, 3, 2, 6), P(None, None, None, "a"), P(None, None, None, "a"), {}),
+}
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="it takes four devices")
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("case", SPLITS)
+def test_statistics_of_shards_are_merged(case, kind):
+    """Far from zero, and not alike in every shard; nothing is gathered."""
+    x_shape, w_shape, x_spec, w_spec, exchanges = SPLITS[case]
+    if kind == AxisType.Explicit and "uneven" in case:
+        pytest.skip("types have no words for shards of unequal sizes")
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(kind,) * 2, devices=jax.devices()[:4])
+    x = (
+        normal(0, x_shape)
+        + 30
+        + 10 * np.arange(x_shape[1]).reshape(-1, 1, 1)
+        + np.arange(x_shape[0]).reshape(-1, 1, 1, 1)
+    )
+    w = np.abs(normal(1, w_shape))
+    groups = x_shape[-1] // w_shape[2]
+    padding = [(0, 0), (1, 1)] if "uneven" in case else "SAME"  # 7 rows of y
+    p = ConvProblem.infer(
+        "conv2d", 2, *(jax.ShapeDtypeStruct(s, "float32") for s in (x_shape, w_shape)), None, stride=1, padding=padding,
+        dilation=1, groups=groups, layout="NHWC", precision="highest", activation=None, return_preactivation=False,
+        algorithm=None, implementation="native",
+    )  # fmt: skip
+    y = lax.conv_general_dilated(
+        jnp.asarray(x, "float32"), jnp.asarray(w, "float32"), (1, 1), padding, feature_group_count=groups,
+        dimension_numbers=("NHWC", "HWIO", "NHWC"), precision="highest",
+    )  # fmt: skip
+    wide = np.asarray(y, np.float64)
+
+    def run(x, w):
+        got, *moments = conv_module.statistics(p, x, w)
+        # A program does not give away shards of unequal sizes.
+        return [got.max() if "uneven" in case else got, *moments]
+
+    with jax.set_mesh(mesh):
+        placed = [
+            jax.device_put(jnp.asarray(a, "float32"), NamedSharding(mesh, s)) for a, s in ((x, x_spec), (w, w_spec))
+        ]
+        compiled = jax.jit(run).lower(*placed).compile()
+        got, mean, var = compiled(*placed)
+    text = compiled.as_text()
+    found = {
+        k
+        for k in ("all-gather", "all-to-all", "collective-permute", "all-reduce")
+        if re.search(rf" {k}(-start)?\(", text)
+    }
+    merged = set() if case in ("inputs", "groups") else {"all-reduce"}
+    assert found == set(exchanges) | merged
+    assert ('custom_call_target="jaxconv_conv_statistics' in text) == (case not in ("inputs", "uneven rows"))
+    np.testing.assert_allclose(got, y.max() if "uneven" in case else y, rtol=1e-6)
+    np.testing.assert_allclose(mean, wide.mean((0, 1, 2)), rtol=2e-6)
+    np.testing.assert_allclose(var, wide.var((0, 1, 2)), rtol=2e-5)
+
+
 def test_inside_shard_map_statistics_are_those_of_a_shard():
     if len(jax.devices()) < 2:
         pytest.skip("needs 2 devices")
@@ -467,7 +535,7 @@ PLANS = {
         dataclasses.replace(H200, partitioned=True),
         dict(dtype="bfloat16", implementation="native"),
         "two",
-        "on a mesh",
+        "cannot be told how a pair is split",
     ),
     "cpu16": (_plan.Device("cpu", "cpu"), dict(dtype="bfloat16", implementation="native"), "two", "behind the call"),
     "xla": (H200, dict(dtype="bfloat16", implementation="xla"), "two", "implementation='xla'"),

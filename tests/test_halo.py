@@ -562,14 +562,14 @@ def test_explain_shows_a_shard():
 
 
 @on_a_mesh
-def test_explain_shows_that_a_pair_is_two_calls_on_a_mesh():
+def test_explain_shows_a_pairs_statistics_on_a_mesh():
     mesh, parameters = make_mesh(AxisType.Explicit), [np.ones(4, np.float32)] * 4
     f = functools.partial(jaxconv.conv_batchnorm, training=True, implementation="native")
     with entered(mesh):
         explanation = jaxconv.explain(f)(*place(mesh, (X, W, *parameters), (SPACE, *[P()] * 5)))
     plans = {call.op: call.plan for call in explanation}
-    assert plans["conv_batchnorm"].algorithm == "two" and "mesh" in plans["conv_batchnorm"].reason
-    assert plans.keys() > {"conv_fprop", "batchnorm_infer"} and "conv_statistics" not in plans
+    assert plans["conv_batchnorm"].algorithm == "statistics"
+    assert plans.keys() > {"conv_statistics", "batchnorm_infer"} and "batchnorm_train" not in plans
 
 
 @on_a_mesh

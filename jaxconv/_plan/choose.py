@@ -145,7 +145,7 @@ def _plan_conv_batchnorm(problem: ConvBatchNormProblem, device: Device) -> Plan:
         return two("there is nothing to compute")
     refusal = _refusal(p, device)
     if refusal or device.partitioned:
-        return two(refusal or "on a mesh each is split by a rule of its own")
+        return two(refusal or "XLA partitions the program, and cannot be told how a pair is split")
     if p.algorithm is None and p.implementation != "native":
         found = _fastest("conv_statistics", p, device)
         return Plan("calls", found.reason, "statistics") if found.implementation == "native" else two(found.reason)
