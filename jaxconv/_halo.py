@@ -20,15 +20,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxconv import _sharding
-from jaxconv._problem import ConvProblem
+from jaxconv._problem import ConvProblem, PoolProblem
 
 Array = jax.Array
+P = TypeVar("P", ConvProblem, PoolProblem)
 
 
 def name(axis: int) -> str:
@@ -73,10 +75,11 @@ class Rows:
         return [(sender, receiver) for sender, receiver in pairs if needs(receiver)]
 
 
-def of_x(p: ConvProblem, axis: int, shards: int) -> Rows:
-    """The rows of x that fprop reads for a shard's rows of y."""
+def of_x(p: ConvProblem | PoolProblem, axis: int, shards: int) -> Rows:
+    """The rows of x that fprop, or a pooling, reads for a shard's rows of y."""
     size, out = _shard(p.in_spatial[axis], shards), _shard(p.out_spatial[axis], shards)
-    f, s, d, low = p.filter[axis], p.stride[axis], p.dilation[axis], p.padding[axis][0]
+    f = (p.window if isinstance(p, PoolProblem) else p.filter)[axis]
+    s, d, low = p.stride[axis], p.dilation[axis], p.padding[axis][0]
     busy = _ceil_div(p.out_spatial[axis], out)
     first = [i * (out * s - size) - low for i in range(shards)]
     return Rows(p.in_spatial[axis], size, _of_busy(first, busy), (out - 1) * s + (f - 1) * d + 1, busy)
@@ -117,7 +120,7 @@ def _of_busy(values: Sequence[int], busy: int) -> tuple[int, ...]:
 Split = dict[int, tuple[str, ...]]  # spatial axis -> the mesh axes it is split over, major first
 
 
-def _axis(p: ConvProblem, axis: int) -> int:
+def _axis(p: ConvProblem | PoolProblem, axis: int) -> int:
     """A spatial axis as an axis of the arrays."""
     return axis + (1 if p.channels_last else 2)
 
@@ -156,7 +159,7 @@ def _high(exact: int, stride: int) -> int:
     return max(exact, 0) if exact > -stride else exact
 
 
-def _with(p: ConvProblem, axis: int, in_rows: int, out_rows: int, padding: tuple[int, int]) -> ConvProblem:
+def _with(p: P, axis: int, in_rows: int, out_rows: int, padding: tuple[int, int]) -> P:
     def put(values: tuple, value: object) -> tuple:
         return (*values[:axis], value, *values[axis + 1 :])
 
@@ -224,3 +227,57 @@ def own_dx(p: ConvProblem, split: Split, dx: Array) -> Array:
             size = _shard(p.in_spatial[axis], len(begin))
             dx = lax.dynamic_slice_in_dim(dx, _of_shard(begin, mesh_axes), size, _axis(p, axis))
     return dx
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Pooling
+
+
+def exchange_windows(p: PoolProblem, split: Split, x: Array) -> tuple[PoolProblem, Array]:
+    """The pooling that a shard computes, without padding, and its x: -inf beyond the array's ends. Of `p` the spatial
+    extents are those of all shards."""
+    q, x = _windows(p, split, x)
+    for axis, mesh_axes in split.items():
+        x = jnp.where(_within(p, axis, mesh_axes, x), x, jnp.full((), -jnp.inf, x.dtype))
+    return q, x
+
+
+def own_dx_of_windows(p: PoolProblem, split: Split, x: Array, dx: Array) -> Array:
+    """The shard's own rows of dx: what the shards computed, of the rows that each read, is sent back and added up."""
+    for axis, mesh_axes in split.items():
+        dx = jnp.where(_within(p, axis, mesh_axes, dx), dx, jnp.zeros((), dx.dtype))
+    return jax.linear_transpose(lambda x: _windows(p, split, x)[1], x)(dx)[0]
+
+
+def own_windows(p: PoolProblem, split: Split, dy: Array) -> Array:
+    """dy with zeros for the rows that are no window's."""
+    for axis, mesh_axes in split.items():
+        dy = _zero_beyond(dy, _axis(p, axis), p.out_spatial[axis], mesh_axes)
+    return dy
+
+
+def _windows(p: PoolProblem, split: Split, x: Array) -> tuple[PoolProblem, Array]:
+    """Linear in x."""
+    q = p
+    for axis, mesh_axes in split.items():
+        shards = lax.axis_size(mesh_axes)
+        rows = of_x(p, axis, shards)
+        x, skip = _fetch(x, _axis(p, axis), rows, mesh_axes)
+        x = _slice(x, skip, rows.count, _axis(p, axis))
+        q = _with(q, axis, rows.count, _shard(p.out_spatial[axis], shards), (0, 0))
+    return q, x
+
+
+def _slice(x: Array, start: int, count: int, axis: int) -> Array:
+    """x from `start` on, which may be below 0 or leave too few: zeros there."""
+    pads = [(0, 0, 0)] * x.ndim
+    pads[axis] = (-start, start + count - x.shape[axis], 0)
+    return lax.pad(x, jnp.zeros((), x.dtype), pads)
+
+
+def _within(p: PoolProblem, axis: int, mesh_axes: tuple[str, ...], x: Array) -> Array:
+    """Which of the rows that a shard reads are the array's."""
+    rows = of_x(p, axis, lax.axis_size(mesh_axes))
+    first = _of_shard([i * rows.size + first for i, first in enumerate(rows.first)], mesh_axes)
+    row = lax.broadcasted_iota(jnp.int32, x.shape, _axis(p, axis)) + first
+    return (row >= 0) & (row < rows.extent)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax
 import numpy as np
 from jax.interpreters import ad
 
-from jaxconv import _op, _plan, _problem, _sharding, reference
+from jaxconv import _halo, _op, _plan, _problem, _sharding, reference
 from jaxconv._problem import PoolProblem
 from jaxconv._types import Array, Implementation, Layout, Operand, Padding, PerDimension, PoolAlgorithm
 
@@ -43,22 +44,38 @@ def _batch(call: Any) -> Any:
     return batch
 
 
-def _partition(p: PoolProblem, operands: str, results: str) -> _sharding.Partition:
-    """Letters: x, y (and positions). Images and channels may be split; pixels are gathered, XLA's own are not."""
-
-    def axes(letter: str) -> str:
-        return " ".join(
-            ("n", *(f"{letter}{i}" for i in range(p.nd)), "c")
-            if p.channels_last
-            else ("n", "c", *(f"{letter}{i}" for i in range(p.nd)))
-        )
-
+def _partition(p: PoolProblem, operands: str, results: str, run: Any) -> _sharding.Partition:
+    """Letters: x, y (and positions). Images, pixels and channels may be split."""
+    pixels = [_halo.name(i) for i in range(p.nd)]
+    axes = " ".join(["n", *pixels, "c"] if p.channels_last else ["n", "c", *pixels])
     return _sharding.Partition(
-        [axes(o) for o in operands],
-        [axes(r) for r in results],
-        ["n", "c"],
+        [axes] * len(operands),
+        [axes] * len(results),
+        ["n", *pixels, "c"],
+        # But for the pixels: how many a shard reads, `run` finds out.
         lambda parts: replace(p, batch=p.batch // parts["n"], channels=p.channels // parts["c"]),
+        sizes={name: math.gcd(*extents) for name, *extents in zip(pixels, p.in_spatial, p.out_spatial, strict=True)},
+        run=run,
+        uneven=pixels,
+        neighbours=pixels,
+        # Where pixels are split XLA's own gradient of overlapping windows was wrong (lax alone, jaxlib 0.10).
+        always=True,
     )
+
+
+def _pixels(p: PoolProblem, split: _sharding.Split) -> _halo.Split:
+    return {axis: split[_halo.name(axis)] for axis in range(p.nd) if _halo.name(axis) in split}
+
+
+def _shard(p: PoolProblem, split: _sharding.Split, x: Array) -> list[Array]:
+    return kernel(*_halo.exchange_windows(p, _pixels(p, split), x))
+
+
+def _backward_shard(p: PoolProblem, split: _sharding.Split, x: Array, position: Array, dy: Array) -> list[Array]:
+    pixels = _pixels(p, split)
+    q, read = _halo.exchange_windows(p, pixels, x)
+    (dx,) = backward(q, read, position, _halo.own_windows(p, pixels, dy))
+    return [_halo.own_dx_of_windows(p, pixels, x, dx)]
 
 
 # x -> y, and of a problem that saves them the positions: uint8, like y
@@ -68,7 +85,7 @@ kernel = _op.kernel(
     results=lambda p: [(p.y_shape, p.dtype)] + [(p.y_shape, "uint8")] * p.save,
     wire=lambda p, plan: _wire(p, plan, 1 + p.save, (0,)),
     batch=_batch(lambda: kernel),
-    partition=lambda p: _partition(p, "x", "y" + "y" * p.save),
+    partition=lambda p: _partition(p, "x", "y" + "y" * p.save, _shard),
     multiple_results=True,
 )
 # (x, positions, dy) -> dx, of a problem that saves positions. The kernel reads positions, XLA's scatter x: whichever is
@@ -79,7 +96,7 @@ backward = _op.kernel(
     results=lambda p: [(p.x_shape, p.dtype)],
     wire=lambda p, plan: _wire(p, plan, 1, (1, 2)),
     batch=_batch(lambda: backward),
-    partition=lambda p: _partition(p, "xyy", "x"),
+    partition=lambda p: _partition(p, "xyy", "x", _backward_shard),
     multiple_results=True,
 )
 

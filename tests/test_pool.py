@@ -311,26 +311,52 @@ def test_symbolic_space_with_same_padding_is_laxs():
         jax.eval_shape(functools.partial(f, implementation="native"), shape)
 
 
-@pytest.mark.skipif(jax.device_count() < 2, reason="a mesh takes two devices")
+# name: (x, window, stride, padding, dilation, spec): pixels of 4 shards
+SPLITS = {
+    "images": ((8, 9, 8, 4), 3, 2, 1, 1, P("data")),
+    "channels": ((2, 9, 8, 32), 3, 2, 1, 1, P(None, None, None, "data")),
+    "windows that tile": ((2, 5, 16, 4), 2, 2, 0, 1, P(None, None, "data")),
+    "windows that overlap": ((2, 5, 16, 4), 3, 2, 1, 1, P(None, None, "data")),
+    "asymmetric padding": ((2, 5, 16, 4), 3, 2, ((0, 1), (0, 1)), 1, P(None, None, "data")),
+    "rows, stride 1": ((2, 12, 5, 4), 5, 1, 2, 1, P(None, "data")),
+    "rows, dilated": ((2, 12, 5, 4), 3, 1, 2, 2, P(None, "data")),
+    "wider than a shard": ((2, 8, 8, 4), 5, 1, 2, 1, P(None, "data")),
+    "uneven": ((2, 8, 5, 4), 2, 1, 0, 1, P(None, "data")),
+    "fewer rows than shards": ((2, 8, 5, 4), 3, 3, 0, 1, P(None, "data")),
+}
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="a mesh takes four devices")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("spec", [P("data"), P(None, None, None, "data"), P(None, None, "data")])
-def test_images_and_channels_are_split_over_a_mesh(spec, kind, implementation):
-    """Pixels that are split are gathered by the kernels."""
-    devices = jax.device_count()
-    mesh = jax.make_mesh((devices,), ("data",), axis_types=(kind,))
-    x = ints((2 * devices, 9, 2 * devices, 8 * devices))
-    ours = functools.partial(jaxconv.max_pool, window=3, stride=2, padding=1, implementation=implementation)
-    gradient = jax.grad(lambda f, x: (f(x) ** 2).sum(), 1)
-    expected = gradient(lambda x: lax_pool(x, 3, 2, 1), x)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("case", SPLITS)
+def test_images_pixels_and_channels_are_split_over_a_mesh(case, kind, implementation):
+    """Nothing is gathered but where types have no words for shards of unequal sizes. Ties, and a column of -inf."""
+    shape, window, stride, padding, dilation, spec = SPLITS[case]
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,), devices=jax.devices()[:4])
+    x = ints(shape).at[:, :, 0].set(-np.inf)
+    options = dict(stride=stride, padding=padding, dilation=dilation)
+    ours = functools.partial(jaxconv.max_pool, window=window, implementation=implementation, **options)
+
+    def value(f, x):
+        y = f(x)
+        return (jnp.where(y > -100, y, 0) ** 2).sum(), y.shape
+
+    expected, dx = jax.value_and_grad(
+        functools.partial(value, functools.partial(ours, implementation="xla")), has_aux=True
+    )(x)
     with jax.set_mesh(mesh):
         placed = jax.device_put(x, NamedSharding(mesh, spec))
-        compiled = jax.jit(functools.partial(gradient, ours)).lower(placed).compile()
-        actual = compiled(placed)
-    np.testing.assert_array_equal(actual, expected)
+        f = jax.value_and_grad(functools.partial(value, ours), has_aux=True)
+        compiled = jax.jit(lambda x: f(x)[1]).lower(placed).compile()
+        np.testing.assert_array_equal(compiled(placed), dx)
+        np.testing.assert_array_equal(jax.jit(lambda x: f(x)[0][0])(placed), expected[0])
     text = compiled.as_text()
-    if spec != P(None, None, "data"):
-        assert not any(f" {kind}(" in text for kind in ("all-gather", "all-to-all", "collective-permute"))
+    found = {k for k in ("all-gather", "all-to-all", "collective-permute") if re.search(rf" {k}(-start)?\(", text)}
+    uneven = case in ("uneven", "fewer rows than shards")
+    if implementation == "native" and not (uneven and kind == AxisType.Explicit):
+        assert found <= {"collective-permute"}
+        assert ("collective-permute" in found) == (case not in ("images", "channels", "windows that tile"))
     if implementation == "native":
         assert text.count('custom_call_target="jaxconv_max_pool_backward_v2"') == 1
 

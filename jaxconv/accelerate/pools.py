@@ -27,9 +27,6 @@ def find_pool(node: Node) -> Fused:
 
     if gradient and p["select_prim"] is not lax.ge_p:
         raise Refusal("it is not a maximum's gradient")
-    split = tuple(getattr(getattr(x.aval, "sharding", None), "spec", ()))
-    if any(split[axis] is not None for axis in axes if axis < len(split)):
-        raise Refusal("its pixels are split over a mesh, between whose devices XLA exchanges rows")
     if any(step != 1 for step in p.get("base_dilation", ())):
         raise Refusal("its elements are spread by base_dilation")
     if x.dtype.name not in _problem.DTYPES:
