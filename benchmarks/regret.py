@@ -12,6 +12,7 @@ that was fitted as the package's was, to all tables and all other seeds.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import contextlib
 import dataclasses
 import json
@@ -39,6 +40,7 @@ BYTES = 3e9  # of x, w and y together
 FLOPS = 4e12
 SLOW = ("direct", "im2col")  # for what nothing else runs
 WORSE = (1.05, 1.20)  # of XLA's time: reported
+BATCH = 4  # problems a thread compiles before they are timed
 
 
 def draw(seed: int, n: int) -> list[tuple[ConvCase, str, Setting]]:
@@ -106,8 +108,24 @@ def _case(r: random.Random, name: str) -> ConvCase | None:
     return case if min(case.out_spatial) > 0 else None
 
 
-def measure(case: ConvCase, pass_: str, setting: Setting, args: argparse.Namespace) -> dict[str, Any] | None:
-    """Milliseconds by kernel and of XLA, and the plan's choice; None where nothing of ours is in the pass."""
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A drawn problem with what is to be timed, compiled."""
+
+    case: ConvCase
+    pass_: str
+    setting: Setting
+    op: str
+    problem: ConvProblem
+    choice: _plan.Plan
+    jobs: dict[str, contenders.Job]  # "xla", and kernels by `Plan.spec`
+    compiled: dict[str, Any]  # what ran through
+    failed: dict[str, str]  # cuDNN without an algorithm, a kernel that refuses: the others still count
+
+
+def prepare(case: ConvCase, pass_: str, setting: Setting) -> Prepared | None:
+    """Traces and compiles, XLA's search for its algorithm included; None where nothing of ours is in the pass. No array
+    is made: what other threads have XLA search runs alone on the GPU, since XLA locks it."""
     found = tune.kernel_of(case, pass_, setting)
     if found is None:
         return None
@@ -122,36 +140,75 @@ def measure(case: ConvCase, pass_: str, setting: Setting, args: argparse.Namespa
         jobs[plan.spec] = contenders.ours(case, pass_, setting, algorithm=plan.spec)
     if choice.implementation == "native" and choice.spec not in jobs:
         jobs[choice.spec] = contenders.ours(case, pass_, setting, algorithm=choice.spec)
+    arrays = jax.eval_shape(lambda key: contenders.make_arrays(case, setting, key), jax.random.key(0))
+    compiled: dict[str, Any] = {}
+    failed: dict[str, str] = {}
+    for name, job in jobs.items():
+        try:
+            compiled[name] = jax.jit(job.f).lower(*job.arguments(arrays)).compile()
+        except Exception as error:
+            failed[name] = _first_line(error)
+    return Prepared(case, pass_, setting, op, problem, choice, jobs, compiled, failed)
+
+
+def prepared(
+    draws: Sequence[tuple[ConvCase, str, Setting]], jobs: int
+) -> Iterator[tuple[ConvCase, Prepared | Exception | None]]:
+    """Each drawn problem, in order, or what was wrong with it. `jobs` threads compile a batch of problems, then nothing
+    is compiled until the caller has taken, and timed, them all."""
+
+    def attempt(draw: tuple[ConvCase, str, Setting]) -> Prepared | Exception | None:
+        try:
+            return prepare(*draw)
+        except Exception as error:
+            return error
+
+    size = 1 if jobs == 1 else BATCH * jobs
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        for first in range(0, len(draws), size):
+            batch = draws[first : first + size]
+            for (case, _, _), found in zip(batch, list(pool.map(attempt, batch)), strict=True):
+                yield case, found
+
+
+def measure(by: Prepared, args: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds by kernel and of XLA, and the plan's choice."""
+    case, setting, failed = by.case, by.setting, dict(by.failed)
     size = case.elements * limits.ITEM_BYTES[setting.dtype]
     make = jax.jit(lambda key: contenders.make_arrays(case, setting, key))
     sets = [make(k) for k in jax.random.split(jax.random.key(0), timing.set_count(size, jax.devices()[0]))]
-    programs, failed = {}, {}
-    for name, job in jobs.items():
+    programs = {}
+    for name, compiled in by.compiled.items():
+        job = by.jobs[name]
         try:
-            program = timing.Program(job.f, [job.arguments(arrays) for arrays in sets], job.block)
+            program = timing.Program(compiled, [job.arguments(arrays) for arrays in sets], job.block)
             program.once()
             if program.once() > args.seconds:
                 failed[name] = "too slow"
                 continue
             programs[name] = program
-        except Exception as error:  # cuDNN without an algorithm, out of memory: the others still count
-            failed[name] = (str(error).strip().splitlines() or [""])[0][:160]
+        except Exception as error:  # out of memory, a launcher that refuses
+            failed[name] = _first_line(error)
     timings = timing.measure(programs, repeat=args.repeat, seconds=0.05) if programs else {}
-    chosen = choice.spec if choice.implementation == "native" else "xla"
+    chosen = by.choice.spec if by.choice.implementation == "native" else "xla"
     return {
         "case": case.name,
-        "problem": str(problem),
+        "problem": str(by.problem),
         "shape": dataclasses.asdict(case),
-        "op": op,
-        "pass": pass_,
+        "op": by.op,
+        "pass": by.pass_,
         "dtype": setting.dtype,
         "precision": setting.precision,
-        "limit_ms": limits.limit_ms(case, pass_, setting.dtype, setting.precision),
+        "limit_ms": limits.limit_ms(case, by.pass_, setting.dtype, setting.precision),
         "ms": {name: t.median_ms for name, t in timings.items()},
         "failed": failed,
         "choice": chosen,
-        "reason": choice.reason,
+        "reason": by.choice.reason,
     }
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:160]
 
 
 def seed_of(run: dict[str, Any]) -> int:
@@ -364,6 +421,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device-time", type=float, default=math.inf, metavar="S", help="stop after so many seconds")
     parser.add_argument("--seconds", type=float, default=0.5, help="a kernel that needs longer for a call is left out")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="threads that compile; nothing is timed then")
     parser.add_argument("--repeat", type=int, default=6, help="samples a kernel")
     parser.add_argument("--json", nargs="?", const="auto", metavar="PATH", help="record; alone: in benchmarks/results/")
     parser.add_argument("--recorded", nargs="*", type=int, metavar="SEED", help="judge by recorded runs; needs no GPU")
@@ -385,22 +443,23 @@ def main(argv: list[str] | None = None) -> int:
     where = pathlib.Path(where or ".")
     where = where if where.suffix == ".json" else where / f"seed{args.seed}.json"
     print(f"{environment['device']}, seed {args.seed}", flush=True)
-    for case, pass_, setting in draw(args.seed, args.n):
-        if time.perf_counter() - started > args.device_time:
-            break
-        try:
-            row = measure(case, pass_, setting, args)
-        except KeyboardInterrupt:
-            break
-        except Exception as error:
-            print(f"{case}: {type(error).__name__}: {error}", file=sys.stderr)
-            continue
-        if row is None:
-            continue
-        rows.append(row)
-        for line in _line(row):
-            print(line, flush=True)
-        if args.json:  # after each row: whatever ends the run, what was measured is kept
-            record.write(str(where), {**run, "rows": rows})
+    with contextlib.suppress(KeyboardInterrupt):
+        for case, found in prepared(draw(args.seed, args.n), args.jobs):
+            if time.perf_counter() - started > args.device_time:
+                break
+            if found is None:
+                continue
+            try:
+                if isinstance(found, Exception):
+                    raise found
+                row = measure(found, args)
+            except Exception as error:
+                print(f"{case}: {type(error).__name__}: {error}", file=sys.stderr)
+                continue
+            rows.append(row)
+            for line in _line(row):
+                print(line, flush=True)
+            if args.json:  # after each row: whatever ends the run, what was measured is kept
+                record.write(str(where), {**run, "rows": rows})
     print(f"\n{summary(rows)}; {time.perf_counter() - started:.0f} s")
     return 0

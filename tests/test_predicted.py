@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import math
@@ -323,6 +324,33 @@ def test_todays_choices_are_looked_up_among_recorded_times(capsys):
     assert regret.main(["--recorded", "30", "--shipped", "--worst", "2"]) == 0
     text = capsys.readouterr().out
     assert "problems: regret 1." in text and "tier predicted" in text and "op conv_wgrad" in text
+
+
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_drawn_problems_are_compiled_by_threads_and_come_in_order(jobs, monkeypatch):
+    """Nothing is compiled while the caller times what it was given."""
+    monkeypatch.setattr(regret, "BATCH", 1)
+    busy: list[str] = []
+    prepare = regret.prepare
+
+    def counted(case, *rest):
+        busy.append(case.name)
+        return prepare(case, *rest)
+
+    monkeypatch.setattr(regret, "prepare", counted)
+    case = ConvCase("0", 1, (8,), 8, 8, (3,), (1,), ((1, 1),), (1,))
+    cases = [dataclasses.replace(case, name=str(i), groups=groups) for i, groups in enumerate((1, 8, 3, 2))]
+    found = regret.prepared([(case, "fprop", Setting("f32", True, None)) for case in cases], jobs)
+    names, refused = [], []
+    for i, (case, by) in enumerate(found):
+        names.append(case.name)
+        assert len(busy) == min((i // jobs + 1) * jobs, 4)
+        if isinstance(by, Exception):
+            refused.append(case.name)  # three groups do not divide eight channels
+        else:
+            row = regret.measure(by, argparse.Namespace(seconds=0.5, repeat=1))
+            assert row["case"] == case.name and row["ms"]["xla"] > 0 and set(row["ms"]) >= {"xla"}
+    assert names == ["0", "1", "2", "3"] and refused == ["2"]
 
 
 def test_a_seed_is_judged_by_a_model_that_has_not_seen_it(monkeypatch):
