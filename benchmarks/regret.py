@@ -333,35 +333,40 @@ def recorded_rows(seeds: Sequence[int], shipped: bool) -> list[dict[str, Any]]:
     """The recorded rows with today's choices, by models that have not seen them (or, `shipped`, by the package's)."""
     from benchmarks import fit
 
-    models: dict[int, model.Model] = {}
-    if not shipped:
-        known = fit.samples()
-        rows = fit.Rows.make(known)
-        confidence = model.Model(json.loads(model.FILE.read_text())).confidence
-        models = fit.left_out(known, rows, fit.crossed(rows), confidence, seeds)
+    by = None if shipped else fit.Fit(fit.Rows.make(fit.samples()))
     found = []
     for path in sorted(record.RESULTS.glob("*/regret/*.json")):
         run = json.loads(path.read_text())
         seed, device = seed_of(run), _plan.Device("cuda", run["device"], (9, 0), 132)
         if seeds and seed not in seeds:
             continue
-        with _model(models.get(seed)):
+        with _model(None if by is None else model.Model(by.model(seed)[0]), _kernels(run)):
             for row, problem in problems(run):
                 choice, tier = chosen(row["op"], problem, row["ms"], device)
                 found.append(row | {"choice": choice, "tier": tier, "seed": str(seed)})
     return found
 
 
+def _kernels(run: dict[str, Any]) -> set[str]:
+    """What a run knew of: a kernel that is newer cannot be judged by it, and predictions leave it out."""
+    return {name.partition(" ")[0] for row in run["rows"] for name in (*row["ms"], *row["failed"])}
+
+
 @contextlib.contextmanager
-def _model(by: model.Model | None) -> Iterator[None]:
-    """Plans are made by another model than the package's."""
-    shipped = model.model
+def _model(by: model.Model | None, kernels: set[str]) -> Iterator[None]:
+    """Plans are made by another model than the package's, and of these kernels."""
+    shipped, predict = model.model, model.predict
+
+    def predict_known(op: str, p: ConvProblem, device: _plan.Device, plans: list[_plan.Plan]) -> Any:
+        return predict(op, p, device, [plan for plan in plans if plan.kernel in kernels])
+
+    model.predict = predict_known
     if by is not None:
         model.model = lambda: by
     try:
         yield
     finally:
-        model.model = shipped
+        model.model, model.predict = shipped, predict
 
 
 def _classes(row: dict[str, Any]) -> Iterator[tuple[str, str]]:
