@@ -31,12 +31,12 @@ from jaxconv._plan import measured, model
 ABOUT = dict(learning_rate=0.05, max_depth=5, subsample=0.6, max_features=0.25, min_samples_leaf=3, random_state=0)
 # Of few problems XLA takes 10 to 60 times as long as expected: they shall not bend the trees.
 XLA = ABOUT | dict(n_estimators=300, loss="huber", alpha=0.95)
-ERROR = ABOUT | dict(n_estimators=120, max_depth=4)
+ERROR = ABOUT | dict(n_estimators=120, max_depth=4, min_samples_leaf=15)
 # Variance that no feature explains, of r: what is left out is predicted best with more than the likelihood asks for.
 XLA_NOISE, NATIVE_NOISE = 0.2, 0.01
 # The processes' scales: steps of gradient descent on the likelihood of so many samples, in blocks
-STEPS, BLOCKS, BLOCK = 40, 2, 500
-SPARSE = 5.0  # how much a feature that is not needed is held off
+STEPS, BLOCKS, BLOCK = 40, 3, 500
+XLA_SPARSE, NATIVE_SPARSE = 60.0, 5.0  # how much a feature that is not needed is held off
 FLOOR = 0.03  # an error that is smaller is none
 LOST = ((1.05, 0.018), (1.20, 0.008))  # at most this share of the choices may be slower than XLA by more than this
 
@@ -205,11 +205,10 @@ class Rows:
         return self.true + (r - self.r)[self.of] - (way_r - self.way_r)
 
     def known(self, some: np.ndarray) -> dict[str, int]:
-        """How often a kernel was measured in an arithmetic, in some of the problems."""
+        """How often a kernel was measured in each class (model.Shape.classes), in some of the problems."""
         count: dict[str, int] = {}
         for s in (s for s, one in zip(self.samples, some, strict=True) if one):
-            for kernel in s.kernels:
-                name = f"{kernel} {s.shape.arithmetic}"
+            for name in (f"{kernel} {of}" for kernel in s.kernels for of in s.shape.classes):
                 count[name] = count.get(name, 0) + 1
         return dict(sorted(count.items()))
 
@@ -250,7 +249,7 @@ class Scales:
     noise: float  # over the process' own variance
 
 
-def scales(x: np.ndarray, y: np.ndarray, noise: float) -> Scales:
+def scales(x: np.ndarray, y: np.ndarray, noise: float, sparse: float) -> Scales:
     """Those under which y is likely: descent on the likelihood's gradient (Adam), over blocks of all samples."""
     spread = np.maximum(x.std(0, dtype=np.float64), 1e-3)
     at = np.random.default_rng(0).permutation(len(y))
@@ -272,7 +271,7 @@ def scales(x: np.ndarray, y: np.ndarray, noise: float) -> Scales:
             by_square = by_covariance * (-5 / 6 * variance * (1 + d) * np.exp(-d))
             slope[:-1] += 4 * (by_square.sum(1) @ (a * a) - np.einsum("ij,ij->j", a, by_square @ a))
             slope[-1] += (by_covariance * alike).sum() * variance
-        slope[:-1] += SPARSE * scale
+        slope[:-1] += sparse * scale
         slope /= count
         first, second = 0.9 * first + 0.1 * slope, 0.98 * second + 0.02 * slope**2
         logs -= 0.15 * (first / (1 - 0.9**step)) / (np.sqrt(second / (1 - 0.98**step)) + 1e-8)
@@ -345,8 +344,8 @@ class Fit:
             some = rows.seed != out if out is not None else np.ones(len(rows.r), bool)
             ways = some[rows.of]
             self._scales[out] = (
-                scales(rows.x[some], rows.r[some], XLA_NOISE),
-                scales(rows.ways[ways], rows.way_r[ways], NATIVE_NOISE),
+                scales(rows.x[some], rows.r[some], XLA_NOISE, XLA_SPARSE),
+                scales(rows.ways[ways], rows.way_r[ways], NATIVE_NOISE, NATIVE_SPARSE),
             )
         return self._scales[out]
 
@@ -376,13 +375,12 @@ class Fit:
             these, others = seed[of] == each, drawn & (seed[of] != each)
             if these.any() and others.any():
                 deviation[these] = np.exp(model.Forest(forest(ERROR, seen[others], off[others]))(seen[these]))
-        names = [
-            (kernel, s.shape.arithmetic)
+        able = [
+            model.measured_enough(known, kernel, s.shape)
             for s, one in zip(rows.samples, some, strict=True)
             if one
             for kernel in s.kernels
         ]
-        able = np.array([known[f"{kernel} {arithmetic}"] >= model.LEAST for kernel, arithmetic in names], bool)
         choices = weighed(of, able, gains, deviation, true, np.flatnonzero(seed >= 0))
         problems = [
             [s.device, model.stored(s.shape), [[rows.kernels.index(k), tile, splits] for k, tile, splits in s.ways]]
@@ -421,7 +419,12 @@ class Choice:
 
 
 def weighed(
-    of: np.ndarray, able: np.ndarray, gains: np.ndarray, deviation: np.ndarray, true: np.ndarray, problems: np.ndarray
+    of: np.ndarray,
+    able: Sequence[bool],
+    gains: np.ndarray,
+    deviation: np.ndarray,
+    true: np.ndarray,
+    problems: np.ndarray,
 ) -> list[Choice]:
     """Of each of `problems`; the arrays are of ways."""
     found: dict[int, list[tuple[float, float, float]]] = {p: [] for p in problems.tolist()}

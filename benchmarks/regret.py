@@ -340,16 +340,18 @@ def recorded_rows(seeds: Sequence[int], shipped: bool) -> list[dict[str, Any]]:
         seed, device = seed_of(run), _plan.Device("cuda", run["device"], (9, 0), 132)
         if seeds and seed not in seeds:
             continue
-        with _model(None if by is None else model.Model(by.model(seed)[0]), _kernels(run)):
-            for row, problem in problems(run):
+        judge = None if by is None else model.Model(by.model(seed)[0])
+        for row, problem in problems(run):
+            with _model(judge, _kernels(row)):
                 choice, tier = chosen(row["op"], problem, row["ms"], device)
-                found.append(row | {"choice": choice, "tier": tier, "seed": str(seed)})
+            found.append(row | {"choice": choice, "tier": tier, "seed": str(seed)})
     return found
 
 
-def _kernels(run: dict[str, Any]) -> set[str]:
-    """What a run knew of: a kernel that is newer cannot be judged by it, and predictions leave it out."""
-    return {name.partition(" ")[0] for row in run["rows"] for name in (*row["ms"], *row["failed"])}
+def _kernels(row: dict[str, Any]) -> set[str]:
+    """What a row can judge: a kernel that is newer than its run cannot be, and predictions leave it out. Those that
+    `prepare` leaves out on purpose stay: to choose one would be a mistake."""
+    return {*SLOW, "implicit_gemm", *(name.partition(" ")[0] for name in (*row["ms"], *row["failed"]))}
 
 
 @contextlib.contextmanager

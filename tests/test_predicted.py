@@ -428,7 +428,7 @@ def test_what_is_left_out_of_a_process_is_predicted_as_by_one_without_it():
 def test_scales_find_the_feature_that_matters():
     rng = np.random.default_rng(0)
     x = rng.normal(size=(300, 4)).astype(np.float32)
-    found = fit.scales(x, np.sin(2 * x[:, 2]), 0.01)
+    found = fit.scales(x, np.sin(2 * x[:, 2]), 0.01, 5.0)
     assert found.scale[2] > 5 * max(found.scale[0], found.scale[1], found.scale[3]) and found.noise > 0
 
 

@@ -38,7 +38,7 @@ OVERHEAD_MS = 0.002  # of a launch, and of filling and draining the device
 # much as `fit` found to be needed on problems that were left out.
 MARGIN = 1.05
 OPS = ("conv_fprop", "conv_dgrad", "conv_wgrad")
-LEAST = 6  # measurements of a kernel in an arithmetic, for a prediction
+LEAST = 6  # measurements of a kernel in an arithmetic, of an operation and of a grouping, for a prediction
 SMS = 132  # multiprocessors that the rates are of; fewer of them are slower alike
 XLA_TILE = "128x128"  # what its libraries' kernels are made of, more or less
 
@@ -137,6 +137,15 @@ class Shape:
     def arithmetic(self) -> str:
         """ "half", "tf32" or "highest"."""
         return "half" if self.dtype != "float32" else "highest" if self.full_float32 else "tf32"
+
+    @property
+    def grouping(self) -> str:
+        """ "none", "grouped" or "depthwise"."""
+        return "none" if self.groups == 1 else "depthwise" if self.group_c == 1 else "grouped"
+
+    @property
+    def classes(self) -> tuple[str, str, str]:
+        return self.arithmetic, self.op, self.grouping
 
     @property
     def taps(self) -> int:
@@ -457,7 +466,7 @@ class Model:
     def __init__(self, data: dict[str, Any]):
         self.worth = float(data["worth"])
         self.kernels: list[str] = data["kernels"]
-        self.known: dict[str, int] = data["known"]  # measurements, by "kernel arithmetic"
+        self.known: dict[str, int] = data["known"]  # measurements, by "kernel class", a class one of Shape.classes
         x, ways = [], []
         for device, shape, kernels in data["problems"]:
             of = named(device)
@@ -473,9 +482,9 @@ class Model:
     def predict(
         self, s: Shape, of: Numbers, plans: Sequence[tuple[str, str, int]]
     ) -> tuple[Prediction, list[Prediction | None]]:
-        """Of XLA, and of each of `plans` (kernel, tile, splits); None of a kernel that was hardly measured in the
-        problem's arithmetic."""
-        able = [p for p in plans if self.known.get(f"{p[0]} {s.arithmetic}", 0) >= LEAST]
+        """Of XLA, and of each of `plans` (kernel, tile, splits); None of a kernel that was hardly measured in one of
+        the problem's classes."""
+        able = [p for p in plans if measured_enough(self.known, p[0], s)]
         see = seen(s, of, able, self.kernels)
         forest = self.xla(see.x[None])
         process, alike = self.xla_process(see.x[None])
@@ -489,6 +498,10 @@ class Model:
         error = np.exp(self.error(x))
         predictions = {p: Prediction(float(t), float(e)) for p, t, e in zip(able, ms, error, strict=True)}
         return Prediction(xla_ms, 0.0), [predictions.get(p) for p in plans]
+
+
+def measured_enough(known: dict[str, int], kernel: str, s: Shape) -> bool:
+    return all(known.get(f"{kernel} {of}", 0) >= LEAST for of in s.classes)
 
 
 def with_gain(ways: np.ndarray, gain: np.ndarray, *others: np.ndarray) -> np.ndarray:
