@@ -240,6 +240,18 @@ def test_a_neighbour_of_other_channels_speaks_alone_where_there_is_no_model(monk
     assert made.reason == "1.30 times faster than XLA at it, the nearest case measured"
 
 
+def test_a_far_neighbour_does_not_speak_alone_where_the_model_hardly_knows_its_kernel(monkeypatch):
+    """A weight gradient of 32 groups was given the kernel of one of none."""
+    device = Device("cuda", "a device", (9, 0), 132)
+    learn(device, problem(), 1.3, implicit_gemm=1.0)
+    predictions(monkeypatch, 1.0, 1.0, 0.1)
+    made = _plan.plan("conv_fprop", problem(c=128), device)
+    assert (
+        made.implementation == "xla"
+        and "1.30 times as fast as XLA at it, the nearest case measured, too far" in made.reason
+    )
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Sisters
 
