@@ -1,35 +1,44 @@
 """`python -m benchmarks fit`: what was recorded -> jaxconv/tuning/model.json, the plan's model.
 
 Samples are the rows of the tables of jaxconv/tuning and of the recorded regret runs, but for seeds named by --hold-out.
-Two forests (jaxconv/_plan/model.py) are fitted to XLA's times and to the kernels'; a third to how far these two are off
-on problems that they were not fitted to. How many of these errors a choice must be sure of is taken from the same: each
-recorded seed is judged by forests that were fitted without it, and by an error forest that was fitted to the errors of
-other seeds. Needs scikit-learn.
+A Gaussian process and a forest (jaxconv/_plan/model.py) are fitted to XLA's times, a process to the kernels'; another
+forest to how far these are off on drawn problems that they were not fitted to, a seed at a time. What a choice must be
+worth is found on the same problems, each with the errors of other seeds.
+
+All of this is `fitted`, which can leave a seed out: no time of that seed is in any part of the model then, which so can
+be judged by it (`python -m benchmarks regret --recorded`). Needs scikit-learn.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import math
 import pathlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import scipy.linalg
 
-from benchmarks import record, regret
+from benchmarks import cases, record, regret
 from jaxconv import _plan
 from jaxconv._plan import measured, model
 
-ABOUT = dict(learning_rate=0.05, subsample=0.6, max_features=0.25, random_state=0)
-XLA = dict(n_estimators=300, max_depth=5, min_samples_leaf=3, **ABOUT)
-NATIVE = dict(n_estimators=400, max_depth=5, min_samples_leaf=3, **ABOUT)
-ERROR = dict(n_estimators=150, max_depth=4, min_samples_leaf=3, **ABOUT)
+ABOUT = dict(learning_rate=0.05, max_depth=5, subsample=0.6, max_features=0.25, min_samples_leaf=3, random_state=0)
+# Of few problems XLA takes 10 to 60 times as long as expected: they shall not bend the trees.
+XLA = ABOUT | dict(n_estimators=300, loss="huber", alpha=0.95)
+ERROR = ABOUT | dict(n_estimators=120, max_depth=4, min_samples_leaf=15)
+# Variance that no feature explains, of r: what is left out is predicted best with more than the likelihood asks for.
+XLA_NOISE, NATIVE_NOISE = 0.2, 0.01
+# The processes' scales: steps of gradient descent on the likelihood of so many samples, in blocks
+STEPS, BLOCKS, BLOCK = 40, 3, 500
+XLA_SPARSE, NATIVE_SPARSE = 60.0, 5.0  # how much a feature that is not needed is held off
 FLOOR = 0.03  # an error that is smaller is none
-LOST = ((1.05, 0.02), (1.20, 0.01))  # at most this share of the choices may be slower than XLA by more than this
+LOST = ((1.05, 0.018), (1.20, 0.008))  # at most this share of the choices may be slower than XLA by more than this
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,17 +125,41 @@ def _shape_of(m: dict[str, Any]) -> model.Shape:
         stride,
         dilation,
         round(2 ** m["coordinates"][0]),
+        _padding_of(m["case"], window, stride, dilation),
     )
 
 
+@functools.cache
+def _cases() -> dict[str, cases.ConvCase]:
+    found = cases.select("conv", suites=cases.SUITES)
+    return {case.name: case for case in found if isinstance(case, cases.ConvCase)}
+
+
+def _padding_of(
+    case: str, window: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
+) -> tuple[tuple[int, int], ...]:
+    """A row of a table has its case's; a case that is no more, half of its filter on both sides."""
+    found = _cases().get(case)
+    if found is None:
+        return tuple(((f - 1) * d // 2,) * 2 for f, d in zip(window, dilation, strict=True))
+    if not found.transposed:
+        return found.padding
+    pads = []  # lax.conv_transpose's "SAME", as the convolution's whose gradient it is
+    for f, step in zip(window, stride, strict=True):
+        low = f - 1 - (f - 1 if step > f - 1 else -(-(f + step - 2) // 2))
+        pads.append((low, f - step - low))
+    return tuple(pads)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
-# The forests
+# What is learned from
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
     """All samples as arrays: one row a problem, and one a kernel that ran it."""
 
+    samples: list[Sample]
     x: np.ndarray
     r: np.ndarray  # log(XLA's ms / (limit + overhead))
     xla_ms: np.ndarray
@@ -146,6 +179,7 @@ class Rows:
         bases = np.concatenate([see.bases_ms for see in sees])
         limits = np.array([see.limit_ms for see in sees])
         return cls(
+            list(known),
             np.array([see.x for see in sees]),
             np.log(xla / (limits + model.OVERHEAD_MS)),
             xla,
@@ -157,10 +191,30 @@ class Rows:
             kernels,
         )
 
+    @property
+    def seeds(self) -> list[int]:
+        return sorted(set(self.seed[self.seed >= 0].tolist()))
+
+    @property
+    def true(self) -> np.ndarray:
+        """log(XLA's ms over a kernel's) of every way."""
+        return np.log(self.xla_ms[self.of] / self.way_ms)
+
     def gains(self, r: np.ndarray, way_r: np.ndarray) -> np.ndarray:
-        """log(XLA's ms over a kernel's) of every way, from r of both."""
-        true = np.log(self.xla_ms[self.of] / self.way_ms)
-        return true + (r - self.r)[self.of] - (way_r - self.way_r)
+        """The same, from r of both."""
+        return self.true + (r - self.r)[self.of] - (way_r - self.way_r)
+
+    def known(self, some: np.ndarray) -> dict[str, int]:
+        """How often a kernel was measured in each class (model.Shape.classes), in some of the problems."""
+        count: dict[str, int] = {}
+        for s in (s for s, one in zip(self.samples, some, strict=True) if one):
+            for name in (f"{kernel} {of}" for kernel in s.kernels for of in s.shape.classes):
+                count[name] = count.get(name, 0) + 1
+        return dict(sorted(count.items()))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Forests
 
 
 def forest(about: Mapping[str, Any], x: np.ndarray, y: np.ndarray) -> dict[str, Any]:
@@ -170,7 +224,7 @@ def forest(about: Mapping[str, Any], x: np.ndarray, y: np.ndarray) -> dict[str, 
     except ImportError:
         raise SystemExit("python -m benchmarks fit needs scikit-learn: pip install 'jaxconv[bench]'") from None
     found = GradientBoostingRegressor(**about).fit(x, y)
-    data: dict[str, Any] = {"initial": float(found.init_.constant_.item()), "depth": about["max_depth"]}
+    data: dict[str, Any] = {"initial": float(np.ravel(found.init_.constant_)[0]), "depth": about["max_depth"]}
     roots, features, values, rights = [], [], [], []
     for (each,) in found.estimators_:
         tree = each.tree_
@@ -185,90 +239,224 @@ def forest(about: Mapping[str, Any], x: np.ndarray, y: np.ndarray) -> dict[str, 
     return data | {"roots": roots, "feature": features, "value": values, "right": rights}
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Processes
+
+
 @dataclasses.dataclass(frozen=True)
-class Crossed:
-    """What forests say of the seeds that they were not fitted to."""
-
-    forests: dict[int, tuple[dict[str, Any], dict[str, Any]]]  # (XLA's, the kernels') by the seed that is left out
-    r: np.ndarray  # predicted; nan of a table's rows
-    way_r: np.ndarray
+class Scales:
+    scale: np.ndarray  # of each feature
+    noise: float  # over the process' own variance
 
 
-def crossed(rows: Rows) -> Crossed:
-    r, way_r = np.full_like(rows.r, np.nan), np.full_like(rows.way_r, np.nan)
-    way_seed, forests = rows.seed[rows.of], {}
-    for seed in sorted(set(rows.seed[rows.seed >= 0].tolist())):
-        out, way_out = rows.seed == seed, way_seed == seed
-        xla = forest(XLA, rows.x[~out], rows.r[~out])
-        native = forest(NATIVE, rows.ways[~way_out], rows.way_r[~way_out])
-        r[out], way_r[way_out] = model.Forest(xla)(rows.x[out]), model.Forest(native)(rows.ways[way_out])
-        forests[seed] = xla, native
-    return Crossed(forests, r, way_r)
+def scales(x: np.ndarray, y: np.ndarray, noise: float, sparse: float) -> Scales:
+    """Those under which y is likely: descent on the likelihood's gradient (Adam), over blocks of all samples."""
+    spread = np.maximum(x.std(0, dtype=np.float64), 1e-3)
+    at = np.random.default_rng(0).permutation(len(y))
+    blocks = [at[i * BLOCK : (i + 1) * BLOCK] for i in range(min(BLOCKS, -(-len(y) // BLOCK)))]
+    count = sum(map(len, blocks))
+    x, y = (x - x.mean(0, dtype=np.float64)) / spread, y - y.mean()
+    logs = np.append(np.full(x.shape[1], -2.0), 0.0)  # of the scales, of the process' variance
+    first, second = np.zeros_like(logs), np.zeros_like(logs)
+    for step in range(1, STEPS + 1):
+        scale, variance = np.exp(logs[:-1]), math.exp(logs[-1])
+        slope = np.zeros_like(logs)
+        for block in blocks:
+            a, target = x[block] * scale, y[block]
+            squares = model.squares(a, a)
+            alike, d = model.matern(squares), np.sqrt(5 * squares)
+            inverse = _inverse(variance * alike + noise * np.eye(len(block)))
+            solved = inverse @ target
+            by_covariance = (inverse - np.outer(solved, solved)) / 2
+            by_square = by_covariance * (-5 / 6 * variance * (1 + d) * np.exp(-d))
+            slope[:-1] += 4 * (by_square.sum(1) @ (a * a) - np.einsum("ij,ij->j", a, by_square @ a))
+            slope[-1] += (by_covariance * alike).sum() * variance
+        slope[:-1] += sparse * scale
+        slope /= count
+        first, second = 0.9 * first + 0.1 * slope, 0.98 * second + 0.02 * slope**2
+        logs -= 0.15 * (first / (1 - 0.9**step)) / (np.sqrt(second / (1 - 0.98**step)) + 1e-8)
+    found = np.array([float(f"{v:.4g}") for v in np.exp(logs[:-1]) / spread])
+    return Scales(found, noise / math.exp(logs[-1]))
 
 
-def errors(rows: Rows, by: Crossed, without: int | None = None) -> dict[str, Any]:
-    """The forest of errors, of all drawn problems or of those of other seeds than `without`."""
-    gains = rows.gains(by.r, by.way_r)
-    off = np.abs(gains - np.log(rows.xla_ms[rows.of] / rows.way_ms))
-    some = ~np.isnan(gains) & (rows.seed[rows.of] != without)
-    x = model.with_gain(rows.ways, gains, by.r[rows.of], by.way_r)
-    return forest(ERROR, x[some], np.log(off[some] + FLOOR))
+def _inverse(a: np.ndarray) -> np.ndarray:
+    """Of a symmetric positive definite matrix."""
+    factor = scipy.linalg.cholesky(a, lower=True, check_finite=False, overwrite_a=True)
+    lower = np.tril(scipy.linalg.lapack.dpotri(factor, lower=1)[0])
+    return lower + np.tril(lower, -1).T
 
 
-def assembled(rows: Rows, known: Sequence[Sample], forests: Sequence[dict[str, Any]], confidence: float) -> Any:
-    """The file's contents."""
-    count: dict[str, int] = {}
-    for s in known:
-        for kernel in s.kernels:
-            name = f"{kernel} {s.shape.arithmetic}"
-            count[name] = count.get(name, 0) + 1
-    names = dict(zip(("xla", "native", "error"), forests, strict=True))
-    return {"confidence": confidence, "kernels": rows.kernels, "known": dict(sorted(count.items())), **names}
+@dataclasses.dataclass(frozen=True)
+class Kriged:
+    """A process on its points, and what it says of each seed from the points of others."""
+
+    data: dict[str, Any]  # as model.Process reads it
+    crossed: np.ndarray  # nan of a table's points
+    alike: np.ndarray
 
 
-def left_out(
-    known: Sequence[Sample], rows: Rows, by: Crossed, confidence: float, only: Sequence[int] = ()
-) -> dict[int, model.Model]:
-    """For each drawn seed (of `only`, if given) a model that has not seen it."""
-    return {
-        seed: model.Model(assembled(rows, known, (*forests, errors(rows, by, seed)), confidence))
-        for seed, forests in by.forests.items()
-        if not only or seed in only
+def process(x: np.ndarray, y: np.ndarray, seed: np.ndarray, by: Scales) -> Kriged:
+    mean, low, high = float(y.mean()), float(y.min()), float(y.max())
+    a = (x - x.mean(0, dtype=np.float64)) * by.scale
+    alike = model.matern(model.squares(a, a))
+    inverse = _inverse(alike + by.noise * np.eye(len(y)))
+    weights = inverse @ (y - mean)
+    crossed, near = np.full(len(y), np.nan), np.full(len(y), np.nan)
+    for each in set(seed[seed >= 0].tolist()):
+        out = np.flatnonzero(seed == each)
+        # What the points of a block are predicted as from all others (Rasmussen and Williams, 5.12, of a block)
+        crossed[out] = y[out] - np.linalg.solve(inverse[np.ix_(out, out)], weights[out])
+        near[out] = alike[out][:, seed != each].max(1, initial=0.0)
+    data = {
+        "mean": round(mean, 6),
+        "low": round(low, 3),
+        "high": round(high, 3),
+        "scale": by.scale.tolist(),
+        "weights": [float(f"{v:.6g}") for v in weights],
     }
+    return Kriged(data, np.clip(crossed, low, high), near)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# How sure a choice must be
+# The model
+
+
+class Fit:
+    """All that is fitted to rows. What several models have in common is fitted once."""
+
+    def __init__(self, rows: Rows):
+        self.rows = rows
+        self._forests: dict[frozenset[int | None], dict[str, Any]] = {}
+        self._scales: dict[int | None, tuple[Scales, Scales]] = {}
+
+    def _forest(self, *out: int | None) -> dict[str, Any]:
+        """XLA's, without these seeds."""
+        key = frozenset(out) - {None}
+        if key not in self._forests:
+            some = ~np.isin(self.rows.seed, list(key))
+            self._forests[key] = forest(XLA, self.rows.x[some], self.rows.r[some])
+        return self._forests[key]
+
+    def _scales_of(self, out: int | None) -> tuple[Scales, Scales]:
+        """XLA's and the kernels', without the seed."""
+        if out not in self._scales:
+            rows = self.rows
+            some = rows.seed != out if out is not None else np.ones(len(rows.r), bool)
+            ways = some[rows.of]
+            self._scales[out] = (
+                scales(rows.x[some], rows.r[some], XLA_NOISE, XLA_SPARSE),
+                scales(rows.ways[ways], rows.way_r[ways], NATIVE_NOISE, NATIVE_SPARSE),
+            )
+        return self._scales[out]
+
+    def model(self, out: int | None = None) -> tuple[dict[str, Any], list[Choice]]:
+        """The file's contents, and the choices that what they must be worth was found on. No time of the seed `out` is
+        in either."""
+        rows, left = self.rows, [seed for seed in self.rows.seeds if seed != out]
+        some = rows.seed != out if out is not None else np.ones(len(rows.r), bool)
+        ways = some[rows.of]
+        of = np.cumsum(some)[rows.of[ways]] - 1
+        seed, x, known = rows.seed[some], rows.x[some], rows.known(some)
+        by_x, by_way = self._scales_of(out)
+        xla, native = process(x, rows.r[some], seed, by_x), process(rows.ways[ways], rows.way_r[ways], seed[of], by_way)
+        trees = np.full(len(seed), np.nan)
+        for each in left:
+            trees[seed == each] = model.Forest(self._forest(out, each))(x[seed == each])
+        r = (trees + xla.crossed) / 2
+        true = rows.true[ways]
+        gains = true + (r - rows.r[some])[of] - (native.crossed - rows.way_r[ways])
+        seen = model.with_gain(
+            rows.ways[ways], gains, r[of], native.crossed, (trees - xla.crossed)[of], xla.alike[of], native.alike
+        )
+        off = np.log(np.abs(gains - true) + FLOOR)
+        drawn = seed[of] >= 0
+        deviation = np.full(len(off), np.nan)
+        for each in left:
+            these, others = seed[of] == each, drawn & (seed[of] != each)
+            if these.any() and others.any():
+                deviation[these] = np.exp(model.Forest(forest(ERROR, seen[others], off[others]))(seen[these]))
+        able = [
+            model.measured_enough(known, kernel, s.shape)
+            for s, one in zip(rows.samples, some, strict=True)
+            if one
+            for kernel in s.kernels
+        ]
+        choices = weighed(of, able, gains, deviation, true, np.flatnonzero(seed >= 0))
+        problems = [
+            [s.device, model.stored(s.shape), [[rows.kernels.index(k), tile, splits] for k, tile, splits in s.ways]]
+            for s, one in zip(rows.samples, some, strict=True)
+            if one
+        ]
+        data = {
+            "worth": least_worth(choices),
+            "kernels": rows.kernels,
+            "known": known,
+            "xla": self._forest(out),
+            "error": forest(ERROR, seen[drawn], off[drawn]),
+            "xla_process": xla.data,
+            "native_process": native.data,
+            "problems": problems,
+        }
+        return data, choices
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a choice must be worth
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
     """What a model would do with a problem that it does not know."""
 
-    # Of each kernel, those first that are predicted to be the fastest: how many errors XLA's predicted time over its
-    # own is away from MARGIN, and the log of XLA's true time over its true time
+    # Of each kernel, those first that are predicted to be the fastest: what it is worth, and the log of XLA's true time
+    # over its true time
     options: tuple[tuple[float, float], ...]
     best: float  # log of XLA's time over the fastest's
 
-    def gain(self, confidence: float) -> float:
+    def gain(self, worth: float) -> float:
         """Log of XLA's time over the choice's."""
-        return next((true for sure, true in self.options if sure > confidence), 0.0)
+        return next((true for its, true in self.options if its > worth), 0.0)
 
 
-def chosen(s: Sample, by: model.Model) -> Choice:
-    logs = {n: math.log(s.ms["xla"] / s.ms[n]) for n in s.kernels}
-    xla, native = by.predict(s.shape, s.numbers, s.ways)
-    able = sorted((p.ms, p.deviation, n) for n, p in zip(s.kernels, native, strict=True) if p is not None)
-    options = [((math.log(xla.ms / ms) - math.log(model.MARGIN)) / error, logs[n]) for ms, error, n in able]
-    return Choice(tuple(options), max(0.0, *logs.values()) if logs else 0.0)
+def weighed(
+    of: np.ndarray,
+    able: Sequence[bool],
+    gains: np.ndarray,
+    deviation: np.ndarray,
+    true: np.ndarray,
+    problems: np.ndarray,
+) -> list[Choice]:
+    """Of each of `problems`; the arrays are of ways."""
+    found: dict[int, list[tuple[float, float, float]]] = {p: [] for p in problems.tolist()}
+    best = dict.fromkeys(found, 0.0)
+    worth = model.worth(gains, deviation)
+    for way in np.flatnonzero(np.isin(of, problems)).tolist():
+        problem = int(of[way])
+        best[problem] = max(best[problem], float(true[way]))
+        if able[way] and gains[way] > math.log(model.MARGIN):
+            found[problem].append((-float(gains[way]), float(worth[way]), float(true[way])))
+    return [Choice(tuple(option[1:] for option in sorted(found[p])), best[p]) for p in found]
 
 
-def judged(choices: Sequence[Choice], confidence: float) -> tuple[float, float, tuple[float, ...]]:
+def judged(choices: Sequence[Choice], worth: float) -> tuple[float, float, tuple[float, ...]]:
     """(geometric mean of the speed against XLA, regret, shares of the choices that are slower than XLA, as LOST)."""
-    got = [c.gain(confidence) for c in choices]
+    got = [c.gain(worth) for c in choices]
     lost = tuple(sum(g < -math.log(than) for g in got) / len(got) for than, _ in LOST)
     behind = [c.best - g for c, g in zip(choices, got, strict=True)]
     return math.exp(sum(got) / len(got)), math.exp(sum(behind) / len(got)), lost
+
+
+def least_worth(choices: Sequence[Choice], say: Callable[[str], None] = lambda line: None) -> float:
+    """The first that keeps to LOST."""
+    worth = 0.1
+    while worth < 1e4:
+        speed, behind, lost = judged(choices, worth)
+        shares = ", ".join(f"{v:.1%} lose more than {than - 1:.0%}" for v, (than, _) in zip(lost, LOST, strict=True))
+        say(f"  worth {worth:.2f}: {speed:.2f}, regret {behind:.3f}, {shares}")
+        if all(v <= most for v, (_, most) in zip(lost, LOST, strict=True)):
+            break
+        worth *= 1.1
+    return float(f"{worth:.3g}")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -277,31 +465,26 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=pathlib.Path, default=model.FILE)
     args = parser.parse_args(argv)
     regret.plan_without_a_gpu()
-    known = samples(args.hold_out)
-    rows = Rows.make(known)
-    seeds = sorted({s.seed for s in known if s.seed is not None})
-    print(f"{len(known)} problems, {len(rows.of)} times of kernels; drawn with the seeds {seeds}", flush=True)
-    by = crossed(rows)
-    models = left_out(known, rows, by, 0.0)
-    choices = [chosen(s, models[s.seed]) for s in known if s.seed is not None]
+    rows = Rows.make(samples(args.hold_out))
+    print(f"{len(rows.r)} problems, {len(rows.of)} times of kernels; drawn with the seeds {rows.seeds}", flush=True)
+    data, choices = Fit(rows).model()
     possible = math.exp(sum(c.best for c in choices) / len(choices))
-    print(f"each seed by a model that has not seen it; possible {possible:.2f} times XLA's speed")
-    for confidence in np.arange(0.0, 5.01, 0.1).round(1).tolist():
-        speed, behind, lost = judged(choices, confidence)
-        shares = ", ".join(f"{v:.1%} lose more than {than - 1:.0%}" for v, (than, _) in zip(lost, LOST, strict=True))
-        print(f"  sure of {confidence:.2f} errors: {speed:.2f}, regret {behind:.3f}, {shares}")
-        if all(v <= most for v, (_, most) in zip(lost, LOST, strict=True)):
-            break
-    forests = forest(XLA, rows.x, rows.r), forest(NATIVE, rows.ways, rows.way_r), errors(rows, by)
+    print(f"each seed by what was fitted without it; possible {possible:.2f} times XLA's speed")
+    least_worth(choices, print)
+    speed, behind, lost = judged(choices, data["worth"])
     found = {"speed": speed, "possible": possible, "regret": behind, "lost": lost}
-    about = {"seeds": seeds, "left_out": json.loads(json.dumps(found), parse_float=lambda v: round(float(v), 4))}
-    data = about | assembled(rows, known, forests, confidence)
-    args.out.write_text(_text(data))
+    about = {"seeds": rows.seeds, "left_out": json.loads(json.dumps(found), parse_float=lambda v: round(float(v), 4))}
+    args.out.write_text(_text(about | data))
     print(f"written: {args.out}, {args.out.stat().st_size / 1e3:.0f} KB")
     return 0
 
 
 def _text(data: dict[str, Any]) -> str:
-    """One line an entry, so that a difference can be read where it can be."""
-    lines = ",\n".join(f" {json.dumps(key)}: {json.dumps(value, separators=(',', ':'))}" for key, value in data.items())
-    return f"{{\n{lines}\n}}\n"
+    """One line an entry, of problems one each, so that a difference can be read where it can be."""
+
+    def line(key: str, value: Any) -> str:
+        dump = functools.partial(json.dumps, separators=(",", ":"))
+        text = dump(value) if key != "problems" else "[\n  " + ",\n  ".join(map(dump, value)) + "\n ]"
+        return f" {json.dumps(key)}: {text}"
+
+    return "{\n" + ",\n".join(line(key, value) for key, value in data.items()) + "\n}\n"

@@ -12,6 +12,7 @@ that was fitted as the package's was, to all tables and all other seeds.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import contextlib
 import dataclasses
 import json
@@ -39,6 +40,7 @@ BYTES = 3e9  # of x, w and y together
 FLOPS = 4e12
 SLOW = ("direct", "im2col")  # for what nothing else runs
 WORSE = (1.05, 1.20)  # of XLA's time: reported
+BATCH = 4  # problems a thread compiles before they are timed
 
 
 def draw(seed: int, n: int) -> list[tuple[ConvCase, str, Setting]]:
@@ -106,8 +108,24 @@ def _case(r: random.Random, name: str) -> ConvCase | None:
     return case if min(case.out_spatial) > 0 else None
 
 
-def measure(case: ConvCase, pass_: str, setting: Setting, args: argparse.Namespace) -> dict[str, Any] | None:
-    """Milliseconds by kernel and of XLA, and the plan's choice; None where nothing of ours is in the pass."""
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A drawn problem with what is to be timed, compiled."""
+
+    case: ConvCase
+    pass_: str
+    setting: Setting
+    op: str
+    problem: ConvProblem
+    choice: _plan.Plan
+    jobs: dict[str, contenders.Job]  # "xla", and kernels by `Plan.spec`
+    compiled: dict[str, Any]  # what ran through
+    failed: dict[str, str]  # cuDNN without an algorithm, a kernel that refuses: the others still count
+
+
+def prepare(case: ConvCase, pass_: str, setting: Setting) -> Prepared | None:
+    """Traces and compiles, XLA's search for its algorithm included; None where nothing of ours is in the pass. No array
+    is made: what other threads have XLA search runs alone on the GPU, since XLA locks it."""
     found = tune.kernel_of(case, pass_, setting)
     if found is None:
         return None
@@ -122,36 +140,75 @@ def measure(case: ConvCase, pass_: str, setting: Setting, args: argparse.Namespa
         jobs[plan.spec] = contenders.ours(case, pass_, setting, algorithm=plan.spec)
     if choice.implementation == "native" and choice.spec not in jobs:
         jobs[choice.spec] = contenders.ours(case, pass_, setting, algorithm=choice.spec)
+    arrays = jax.eval_shape(lambda key: contenders.make_arrays(case, setting, key), jax.random.key(0))
+    compiled: dict[str, Any] = {}
+    failed: dict[str, str] = {}
+    for name, job in jobs.items():
+        try:
+            compiled[name] = jax.jit(job.f).lower(*job.arguments(arrays)).compile()
+        except Exception as error:
+            failed[name] = _first_line(error)
+    return Prepared(case, pass_, setting, op, problem, choice, jobs, compiled, failed)
+
+
+def prepared(
+    draws: Sequence[tuple[ConvCase, str, Setting]], jobs: int
+) -> Iterator[tuple[ConvCase, Prepared | Exception | None]]:
+    """Each drawn problem, in order, or what was wrong with it. `jobs` threads compile a batch of problems, then nothing
+    is compiled until the caller has taken, and timed, them all."""
+
+    def attempt(draw: tuple[ConvCase, str, Setting]) -> Prepared | Exception | None:
+        try:
+            return prepare(*draw)
+        except Exception as error:
+            return error
+
+    size = 1 if jobs == 1 else BATCH * jobs
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        for first in range(0, len(draws), size):
+            batch = draws[first : first + size]
+            for (case, _, _), found in zip(batch, list(pool.map(attempt, batch)), strict=True):
+                yield case, found
+
+
+def measure(by: Prepared, args: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds by kernel and of XLA, and the plan's choice."""
+    case, setting, failed = by.case, by.setting, dict(by.failed)
     size = case.elements * limits.ITEM_BYTES[setting.dtype]
     make = jax.jit(lambda key: contenders.make_arrays(case, setting, key))
     sets = [make(k) for k in jax.random.split(jax.random.key(0), timing.set_count(size, jax.devices()[0]))]
-    programs, failed = {}, {}
-    for name, job in jobs.items():
+    programs = {}
+    for name, compiled in by.compiled.items():
+        job = by.jobs[name]
         try:
-            program = timing.Program(job.f, [job.arguments(arrays) for arrays in sets], job.block)
+            program = timing.Program(compiled, [job.arguments(arrays) for arrays in sets], job.block)
             program.once()
             if program.once() > args.seconds:
                 failed[name] = "too slow"
                 continue
             programs[name] = program
-        except Exception as error:  # cuDNN without an algorithm, out of memory: the others still count
-            failed[name] = (str(error).strip().splitlines() or [""])[0][:160]
+        except Exception as error:  # out of memory, a launcher that refuses
+            failed[name] = _first_line(error)
     timings = timing.measure(programs, repeat=args.repeat, seconds=0.05) if programs else {}
-    chosen = choice.spec if choice.implementation == "native" else "xla"
+    chosen = by.choice.spec if by.choice.implementation == "native" else "xla"
     return {
         "case": case.name,
-        "problem": str(problem),
+        "problem": str(by.problem),
         "shape": dataclasses.asdict(case),
-        "op": op,
-        "pass": pass_,
+        "op": by.op,
+        "pass": by.pass_,
         "dtype": setting.dtype,
         "precision": setting.precision,
-        "limit_ms": limits.limit_ms(case, pass_, setting.dtype, setting.precision),
+        "limit_ms": limits.limit_ms(case, by.pass_, setting.dtype, setting.precision),
         "ms": {name: t.median_ms for name, t in timings.items()},
         "failed": failed,
         "choice": chosen,
-        "reason": choice.reason,
+        "reason": by.choice.reason,
     }
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:160]
 
 
 def seed_of(run: dict[str, Any]) -> int:
@@ -276,35 +333,42 @@ def recorded_rows(seeds: Sequence[int], shipped: bool) -> list[dict[str, Any]]:
     """The recorded rows with today's choices, by models that have not seen them (or, `shipped`, by the package's)."""
     from benchmarks import fit
 
-    models: dict[int, model.Model] = {}
-    if not shipped:
-        known = fit.samples()
-        rows = fit.Rows.make(known)
-        confidence = model.Model(json.loads(model.FILE.read_text())).confidence
-        models = fit.left_out(known, rows, fit.crossed(rows), confidence, seeds)
+    by = None if shipped else fit.Fit(fit.Rows.make(fit.samples()))
     found = []
     for path in sorted(record.RESULTS.glob("*/regret/*.json")):
         run = json.loads(path.read_text())
         seed, device = seed_of(run), _plan.Device("cuda", run["device"], (9, 0), 132)
         if seeds and seed not in seeds:
             continue
-        with _model(models.get(seed)):
-            for row, problem in problems(run):
+        judge = None if by is None else model.Model(by.model(seed)[0])
+        for row, problem in problems(run):
+            with _model(judge, _kernels(row)):
                 choice, tier = chosen(row["op"], problem, row["ms"], device)
-                found.append(row | {"choice": choice, "tier": tier, "seed": str(seed)})
+            found.append(row | {"choice": choice, "tier": tier, "seed": str(seed)})
     return found
 
 
+def _kernels(row: dict[str, Any]) -> set[str]:
+    """What a row can judge: a kernel that is newer than its run cannot be, and predictions leave it out. Those that
+    `prepare` leaves out on purpose stay: to choose one would be a mistake."""
+    return {*SLOW, "implicit_gemm", *(name.partition(" ")[0] for name in (*row["ms"], *row["failed"]))}
+
+
 @contextlib.contextmanager
-def _model(by: model.Model | None) -> Iterator[None]:
-    """Plans are made by another model than the package's."""
-    shipped = model.model
+def _model(by: model.Model | None, kernels: set[str]) -> Iterator[None]:
+    """Plans are made by another model than the package's, and of these kernels."""
+    shipped, predict = model.model, model.predict
+
+    def predict_known(op: str, p: ConvProblem, device: _plan.Device, plans: list[_plan.Plan]) -> Any:
+        return predict(op, p, device, [plan for plan in plans if plan.kernel in kernels])
+
+    model.predict = predict_known
     if by is not None:
         model.model = lambda: by
     try:
         yield
     finally:
-        model.model = shipped
+        model.model, model.predict = shipped, predict
 
 
 def _classes(row: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -364,6 +428,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device-time", type=float, default=math.inf, metavar="S", help="stop after so many seconds")
     parser.add_argument("--seconds", type=float, default=0.5, help="a kernel that needs longer for a call is left out")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="threads that compile; nothing is timed then")
     parser.add_argument("--repeat", type=int, default=6, help="samples a kernel")
     parser.add_argument("--json", nargs="?", const="auto", metavar="PATH", help="record; alone: in benchmarks/results/")
     parser.add_argument("--recorded", nargs="*", type=int, metavar="SEED", help="judge by recorded runs; needs no GPU")
@@ -385,22 +450,23 @@ def main(argv: list[str] | None = None) -> int:
     where = pathlib.Path(where or ".")
     where = where if where.suffix == ".json" else where / f"seed{args.seed}.json"
     print(f"{environment['device']}, seed {args.seed}", flush=True)
-    for case, pass_, setting in draw(args.seed, args.n):
-        if time.perf_counter() - started > args.device_time:
-            break
-        try:
-            row = measure(case, pass_, setting, args)
-        except KeyboardInterrupt:
-            break
-        except Exception as error:
-            print(f"{case}: {type(error).__name__}: {error}", file=sys.stderr)
-            continue
-        if row is None:
-            continue
-        rows.append(row)
-        for line in _line(row):
-            print(line, flush=True)
-        if args.json:  # after each row: whatever ends the run, what was measured is kept
-            record.write(str(where), {**run, "rows": rows})
+    with contextlib.suppress(KeyboardInterrupt):
+        for case, found in prepared(draw(args.seed, args.n), args.jobs):
+            if time.perf_counter() - started > args.device_time:
+                break
+            if found is None:
+                continue
+            try:
+                if isinstance(found, Exception):
+                    raise found
+                row = measure(found, args)
+            except Exception as error:
+                print(f"{case}: {type(error).__name__}: {error}", file=sys.stderr)
+                continue
+            rows.append(row)
+            for line in _line(row):
+                print(line, flush=True)
+            if args.json:  # after each row: whatever ends the run, what was measured is kept
+                record.write(str(where), {**run, "rows": rows})
     print(f"\n{summary(rows)}; {time.perf_counter() - started:.0f} s")
     return 0

@@ -444,8 +444,15 @@ def _weighed(
                 weighed.append(_by_prediction(plan, xla.ms, kernel, found))
                 how = f"predicted, XLA's time over it within {_percent(kernel.deviation)}"
                 candidates.append(Candidate(plan.kernel, kernel.ms, how))
-            elif found is not None:
+            elif found is not None and xla is None:
                 weighed.append(_by_measurement(plan, found))
+            elif (
+                found is not None
+            ):  # where the model knows XLA but hardly this kernel, what is far does not speak alone
+                why = (
+                    f"{plan.kernel} was {found.ratio(plan.kernel):.2f} times as fast as XLA {found.where}, too far away"
+                )
+                weighed.append(_Weighed(plan, found.ratio(plan.kernel), False, why))
         if xla is not None:
             candidates.append(Candidate("xla", xla.ms, "predicted"))
     if not weighed:

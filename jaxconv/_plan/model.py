@@ -4,15 +4,17 @@ A time is split into the least that the device allows and a factor,
 
     ms = (base(kernel, problem, device) + OVERHEAD_MS) * exp(r),    base = max(tiles, bytes / bandwidth),
 
-where tiles is flops / rate, of a kernel with tiles rounded up to whole tiles and whole waves of them. r is a sum of
-regression trees over what a problem looks like (J. H. Friedman, Greedy Function Approximation: A Gradient Boosting
-Machine, 2001): trees, because XLA's time is that of the library kernel that takes the problem, and what each takes
-ends at limits like "3x3, stride 2, as many outputs as inputs". One forest is XLA's, one all native kernels'; a third
-predicts how far the other two are off in XLA's time over a kernel's. The base carries the device's numbers, so what was
-measured on one Hopper speaks for another.
+where tiles is flops / rate, of a kernel with tiles rounded up to whole tiles and whole waves of them. r is learned from
+what a problem looks like, in two ways. A Gaussian process (C. E. Rasmussen and C. K. I. Williams, Gaussian Processes
+for Machine Learning, 2006) goes by the problems that are most alike, each feature with a scale of its own: native
+kernels' times are smooth, and this is all that predicts them. XLA's time is that of the library kernel that takes the
+problem, and what each takes ends at limits like "3x3, stride 2, as many outputs as inputs": so its r is the mean of a
+process and of a sum of regression trees (J. H. Friedman, Greedy Function Approximation: A Gradient Boosting Machine,
+2001). Another forest predicts how far XLA's predicted time over a kernel's is off. The base carries the device's
+numbers, so what was measured on one Hopper speaks for another.
 
-`python -m benchmarks fit` makes the data, jaxconv/tuning/model.json: the trees, and how many errors a choice must be
-sure of.
+`python -m benchmarks fit` makes the data, jaxconv/tuning/model.json: the problems and how alike each must be, the
+trees, and what a choice must be worth.
 """
 
 from __future__ import annotations
@@ -32,11 +34,11 @@ from jaxconv._problem import ConvProblem
 
 FILE = pathlib.Path(__file__).parent.parent / "tuning" / "model.json"
 OVERHEAD_MS = 0.002  # of a launch, and of filling and draining the device
-# A kernel is taken where XLA's predicted time over its own is more than MARGIN and as many predicted errors as `fit`
-# found to be needed on problems that were left out: at most 2 % of the choices lose 5 %, at most 1 % lose 20 %.
+# A kernel is taken where XLA's predicted time over its own is more than MARGIN, and is worth the risk (`worth`): as
+# much as `fit` found to be needed on problems that were left out.
 MARGIN = 1.05
 OPS = ("conv_fprop", "conv_dgrad", "conv_wgrad")
-LEAST = 6  # measurements of a kernel in an arithmetic, for a prediction
+LEAST = 6  # measurements of a kernel in an arithmetic, of an operation and of a grouping, for a prediction
 SMS = 132  # multiprocessors that the rates are of; fewer of them are slower alike
 XLA_TILE = "128x128"  # what its libraries' kernels are made of, more or less
 
@@ -111,6 +113,7 @@ class Shape:
     stride: tuple[int, ...]
     dilation: tuple[int, ...]
     pixels: int  # of y, all images
+    padding: tuple[tuple[int, int], ...]
 
     @classmethod
     def of(cls, op: str, p: ConvProblem) -> Shape:
@@ -127,6 +130,7 @@ class Shape:
             p.stride,
             p.dilation,
             p.batch * math.prod(p.out_spatial),
+            p.padding,
         )
 
     @property
@@ -135,12 +139,34 @@ class Shape:
         return "half" if self.dtype != "float32" else "highest" if self.full_float32 else "tf32"
 
     @property
+    def grouping(self) -> str:
+        """ "none", "grouped" or "depthwise"."""
+        return "none" if self.groups == 1 else "depthwise" if self.group_c == 1 else "grouped"
+
+    @property
+    def classes(self) -> tuple[str, str, str]:
+        return self.arithmetic, self.op, self.grouping
+
+    @property
     def taps(self) -> int:
         return math.prod(self.filter)
 
     @property
     def steps(self) -> int:
         return math.prod(self.stride)
+
+    @property
+    def out_spatial(self) -> tuple[int, ...]:
+        return tuple(
+            max((size + low + high - (f - 1) * d - 1) // step + 1, 1)
+            for size, (low, high), f, d, step in zip(
+                self.in_spatial, self.padding, self.filter, self.dilation, self.stride, strict=True
+            )
+        )
+
+    @property
+    def itemsize(self) -> int:
+        return 4 if self.dtype == "float32" else 2
 
     @property
     def group_c(self) -> int:
@@ -160,7 +186,7 @@ class Shape:
 
     def limits_ms(self, of: Numbers) -> tuple[float, float]:
         """(flops / rate, bytes / bandwidth); each of fprop, dgrad and wgrad moves the same arrays."""
-        item = 4 if self.dtype == "float32" else 2
+        item = self.itemsize
         x = self.pixels * self.in_channels * min(self.taps, self.steps)
         moved = item * (x + self.pixels * self.out_channels + self.taps * self.group_c * self.out_channels)
         flops = 2 * self.pixels * self.taps * self.group_c * self.out_channels
@@ -176,7 +202,7 @@ def features(s: Shape, of: Numbers) -> dict[str, float]:
     rank, taps, steps, c, k = len(s.filter), s.taps, s.steps, s.group_c, s.group_k
     channels, filters = s.in_channels, s.out_channels
     compute, memory = s.limits_ms(of)
-    item = 4 if s.dtype == "float32" else 2
+    item = s.itemsize
     dilated = max(s.dilation)
     reach = (max(s.filter) - 1) * dilated
     depthwise = s.groups > 1 and c == 1
@@ -250,7 +276,70 @@ def features(s: Shape, of: Numbers) -> dict[str, float]:
             depthwise and rank == 2 and k == 1 and square and odd and s.filter[0] <= 7 and dilated == 1
             and steps in (1, 4)
         ),
+        **_of_libraries(s, of, memory),
     }  # fmt: skip
+
+
+def _of_libraries(s: Shape, of: Numbers, memory_ms: float) -> dict[str, float]:
+    """What XLA does around a library's kernel: it copies an x whose two sides are padded unlike, and transposes for
+    float32 and three dimensions, which cuDNN gets channels first. And what cuDNN's kernels round up to."""
+    item, c, k, steps = s.itemsize, s.group_c, s.group_k, s.steps
+    rate = getattr(of, s.arithmetic)
+    out, in_pixels = s.out_spatial, s.batch * math.prod(s.in_spatial)
+    x, y = in_pixels * s.in_channels * item, s.pixels * s.out_channels * item
+    padded_pixels = s.batch * math.prod(i + low + high for i, (low, high) in zip(s.in_spatial, s.padding, strict=True))
+    uneven = any(low != high for low, high in s.padding)
+    first = s.dtype == "float32" or len(s.filter) == 3
+    transposes = 2 * (x + y) / of.bandwidth if first else 0.0
+    copies = (x + padded_pixels * s.in_channels * item) / of.bandwidth if uneven else 0.0
+    whole = math.ceil(c / 32) * 32 * math.ceil(k / 32) * 32  # channels of a group, in whole tensor-core operations
+    products = 2.0 * s.pixels * s.taps
+    # Rows and columns of x that no output reads
+    left = any(
+        (o - 1) * step + (f - 1) * d + 1 < i + low + high
+        for o, i, (low, high), f, d, step in zip(
+            out, s.in_spatial, s.padding, s.filter, s.dilation, s.stride, strict=True
+        )
+    )
+    reaches = [(f - 1) * d for f, d in zip(s.filter, s.dilation, strict=True)]
+    return {
+        "uneven padding": float(uneven),
+        "padding": _log(max(sum(low + high for low, high in s.padding), 0) + 0.5),
+        "no padding": float(all(low == high == 0 for low, high in s.padding)),
+        "causal": float(any(high == 0 and low > 1 for low, high in s.padding)),
+        "half padding": float(all(a == b == r // 2 for (a, b), r in zip(s.padding, reaches, strict=True))),
+        "left over": float(left),
+        "channels first": float(first),
+        "bytes of x": _log(x * 1e-6 + 1e-3),
+        "bytes of w": _log(s.taps * c * s.out_channels * item * 1e-6 + 1e-4),
+        "padded over x": padded_pixels / in_pixels,
+        "transposes": _log(transposes + OVERHEAD_MS),
+        "copies": _log(copies + OVERHEAD_MS),
+        "memory of all": _log(memory_ms + transposes + copies + OVERHEAD_MS),
+        "compute of whole tiles": _log(products * whole * s.groups / rate + OVERHEAD_MS),
+        "waste of whole tiles": _log(whole / (c * k)),
+        "compute without tensor cores": float(s.arithmetic != "highest")
+        * _log(products * c * s.out_channels / of.highest + OVERHEAD_MS),
+        "row of y": _log(out[-1]),
+        "row of y by 8": float(out[-1] % 8 == 0),
+        "an odd row of x": float(s.in_spatial[-1] % 2),
+        "compute as if not grouped": _log(products * s.in_channels * s.out_channels / rate + OVERHEAD_MS),
+        "pixels of a wgrad": float(s.op == "conv_wgrad") * _log(s.pixels),
+        "a dilated wgrad": float(s.op == "conv_wgrad" and max(s.dilation) > 1),
+        "strides of a dgrad": float(s.op == "conv_dgrad") * _log(steps),
+        "filters a channel": _log(k / c),
+        "products of a pixel": _log(c * k),
+        "channels of several groups": float(s.groups > 1) * _log(c),
+        "y of an image": _log(s.pixels / s.batch * s.out_channels),
+        "x of an image": _log(x / s.batch),
+        "one image": float(s.batch == 1),
+        "reach over the image": max(r / i for r, i in zip(reaches, s.in_spatial, strict=True)),
+        "more elements than an int32 counts": float(max(x, y) / item > 2**31),
+        **{f"channels of a group by {n}": float(c % n == 0) for n in (16, 32, 64)},
+        **{f"filters of a group by {n}": float(k % n == 0) for n in (32, 64)},
+        "at most 4 channels of a group": float(c <= 4),
+        "at most 4 filters of a group": float(k <= 4),
+    }
 
 
 def _tiled(s: Shape, of: Numbers, tile: str, splits: int) -> tuple[float, dict[str, float]]:
@@ -323,40 +412,111 @@ class Forest:
         return self.initial + self.value[node].sum(1, dtype=np.float64)
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# The process
+
+
+def matern(squares: np.ndarray) -> np.ndarray:
+    """How alike two points are, from the square of their scaled distance: Matern's covariance of 5/2."""
+    d = np.sqrt(5 * squares)
+    return (1 + d + d * d / 3) * np.exp(-d)
+
+
+def squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return np.maximum((a * a).sum(1)[:, None] + (b * b).sum(1)[None] - 2 * a @ b.T, 0.0)
+
+
+class Process:
+    """The mean of a Gaussian process: known points' weights, by how alike a point is to each."""
+
+    def __init__(self, data: dict[str, Any], x: np.ndarray):
+        self.mean, self.low, self.high = (float(data[name]) for name in ("mean", "low", "high"))
+        self.scale = np.array(data["scale"])
+        self.weights = np.array(data["weights"])
+        self.center = np.mean(x, 0, dtype=np.float64)  # for the rounding of `squares` alone
+        self.x = (x - self.center) * self.scale
+
+    def __call__(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(the mean, no further than what is known goes; how alike the most alike known point is, 0 to 1)."""
+        alike = matern(squares((x - self.center) * self.scale, self.x))
+        return np.clip(self.mean + alike @ self.weights, self.low, self.high), alike.max(1, initial=0.0)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The model
+
+
 @dataclasses.dataclass(frozen=True)
 class Prediction:
     ms: float
     deviation: float  # of log(XLA's ms over this): how far it is off, typically; of XLA itself 0
 
 
+def stored(s: Shape) -> list[Any]:
+    """A shape as model.json has it."""
+    return [*dataclasses.astuple(s)]
+
+
+def _shape(data: list[Any]) -> Shape:
+    values = [tuple(v) if isinstance(v, list) else v for v in data[:-1]]
+    return Shape(*values, tuple(map(tuple, data[-1])))
+
+
 class Model:
     def __init__(self, data: dict[str, Any]):
-        self.confidence = float(data["confidence"])
+        self.worth = float(data["worth"])
         self.kernels: list[str] = data["kernels"]
-        self.known: dict[str, int] = data["known"]  # measurements, by "kernel arithmetic"
-        self.xla, self.native, self.error = (Forest(data[name]) for name in ("xla", "native", "error"))
+        self.known: dict[str, int] = data["known"]  # measurements, by "kernel class", a class one of Shape.classes
+        x, ways = [], []
+        for device, shape, kernels in data["problems"]:
+            of = named(device)
+            assert of is not None, device
+            plans = [(self.kernels[k], tile, splits) for k, tile, splits in kernels]
+            see = seen(_shape(shape), of, plans, self.kernels)
+            x.append(see.x)
+            ways.append(see.ways)
+        self.xla_process = Process(data["xla_process"], np.array(x))
+        self.native_process = Process(data["native_process"], np.concatenate(ways))
+        self.xla, self.error = Forest(data["xla"]), Forest(data["error"])
 
     def predict(
         self, s: Shape, of: Numbers, plans: Sequence[tuple[str, str, int]]
     ) -> tuple[Prediction, list[Prediction | None]]:
-        """Of XLA, and of each of `plans` (kernel, tile, splits); None of a kernel that was hardly measured in the
-        problem's arithmetic."""
-        able = [p for p in plans if self.known.get(f"{p[0]} {s.arithmetic}", 0) >= LEAST]
+        """Of XLA, and of each of `plans` (kernel, tile, splits); None of a kernel that was hardly measured in one of
+        the problem's classes."""
+        able = [p for p in plans if measured_enough(self.known, p[0], s)]
         see = seen(s, of, able, self.kernels)
-        xla = self.xla(see.x[None])[0]
-        xla_ms = (see.limit_ms + OVERHEAD_MS) * math.exp(xla)
+        forest = self.xla(see.x[None])
+        process, alike = self.xla_process(see.x[None])
+        xla = (forest + process) / 2
+        xla_ms = (see.limit_ms + OVERHEAD_MS) * math.exp(xla[0])
         if not able:
             return Prediction(xla_ms, 0.0), [None] * len(plans)
-        native = self.native(see.ways)
+        native, way_alike = self.native_process(see.ways)
         ms = (see.bases_ms + OVERHEAD_MS) * np.exp(native)
-        error = np.exp(self.error(with_gain(see.ways, np.log(xla_ms / ms), xla, native)))
+        x = with_gain(see.ways, np.log(xla_ms / ms), xla, native, forest - process, alike, way_alike)
+        error = np.exp(self.error(x))
         predictions = {p: Prediction(float(t), float(e)) for p, t, e in zip(able, ms, error, strict=True)}
         return Prediction(xla_ms, 0.0), [predictions.get(p) for p in plans]
 
 
-def with_gain(ways: np.ndarray, gain: np.ndarray, xla: Any, native: np.ndarray) -> np.ndarray:
-    """What the error is predicted from: log(XLA's ms over the kernel's), both r, and all else."""
-    return np.column_stack([ways, gain, np.broadcast_to(xla, gain.shape), native]).astype(np.float32)
+def measured_enough(known: dict[str, int], kernel: str, s: Shape) -> bool:
+    return all(known.get(f"{kernel} {of}", 0) >= LEAST for of in s.classes)
+
+
+def with_gain(ways: np.ndarray, gain: np.ndarray, *others: np.ndarray) -> np.ndarray:
+    """What the error is predicted from: log(XLA's ms over the kernel's), both r, how far apart XLA's two are, how alike
+    the most alike problem and way are, and all else."""
+    return np.column_stack([ways, gain, *(np.broadcast_to(v, gain.shape) for v in others)]).astype(np.float32)
+
+
+def worth(gain: Any, deviation: Any) -> Any:
+    """The expected gain for each unit of probability of a loss: what to take first where losses have a budget.
+
+    gain: log of XLA's predicted time over the kernel's. The odds of a loss are a logistic distribution's, about MARGIN.
+    """
+    beyond = gain - math.log(MARGIN)
+    return beyond * (1 + np.exp(np.minimum(beyond / deviation, 50.0)))
 
 
 @functools.cache
@@ -368,7 +528,7 @@ def model() -> Model | None:
 def sure(ratio: float, deviation: float) -> bool:
     """Whether a kernel is to be taken that is predicted to be `ratio` times faster than XLA, with this error."""
     found = model()
-    return found is not None and math.log(ratio) > math.log(MARGIN) + found.confidence * deviation
+    return found is not None and ratio > MARGIN and worth(math.log(ratio), deviation) > found.worth
 
 
 def predict(op: str, p: ConvProblem, device: Device, plans: list[Plan]) -> dict[str, Prediction]:
