@@ -276,9 +276,9 @@ MUTANTS = [
     ),
     Mutant(
         "the variance of several devices leaves out the spread of their means",
-        "jaxconv/batchnorm.py",
-        "var = _mean_of_shards(variances + (shift - middle) ** 2, weights)",
-        "var = _mean_of_shards(variances, weights)",
+        "jaxconv/_moments.py",
+        "_mean(variances + (shift - middle) ** 2, weights)",
+        "_mean(variances, weights)",
         "tests/test_sharding.py -k test_batchnorm",
     ),
     Mutant(
