@@ -155,7 +155,7 @@ sanitize: $(VENV)/test.stamp
 		$(VENV_PYTHON) -P -S -m pytest -p no:cacheprovider --capture=sys --junitxml=$(SANITIZED).xml \
 		--deselect tests/test_cpu_thresholds.py::test_bits_do_not_depend_on_the_number_of_threads $(ARGS) $(SANITIZE_TESTS)
 
-# An hour of two cores. ARGS="gemm" takes those that have the word in their names, --page docs/contributing/mutants.md
+# Ten minutes of two cores. ARGS="gemm" takes those that have the word in their names, --page docs/contributing/mutants.md
 # writes the outcome down.
 mutants: export JAXCONV_TESTS := quick
 mutants: $(VENV)/test.stamp
