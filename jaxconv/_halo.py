@@ -14,11 +14,15 @@ Rows that are a neighbour's come by collective-permutes, one for each neighbour 
 rows beyond the ends are zeros. What a device then computes is a convolution like any other, so it has a plan like any
 other. All devices run one program: where their reaches differ (H is not P*stride), each takes its own part of what was
 exchanged for all.
+
+A pooling reads x as fprop does, with -inf beyond the ends. Backward each device makes the gradient of all rows that it
+read, and what is its neighbours' goes back to them: the exchange of x, transposed.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -36,6 +40,11 @@ P = TypeVar("P", ConvProblem, PoolProblem)
 def name(axis: int) -> str:
     """The name of a spatial axis, of x and y alike, in a `_sharding.Partition`."""
     return f"s{axis}"
+
+
+def sizes(p: ConvProblem | PoolProblem) -> dict[str, int]:
+    """What a number of shards has to divide, by name: the rows of x and of y."""
+    return {name(i): math.gcd(*extents) for i, extents in enumerate(zip(p.in_spatial, p.out_spatial, strict=True))}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +127,11 @@ def _of_busy(values: Sequence[int], busy: int) -> tuple[int, ...]:
 
 
 Split = dict[int, tuple[str, ...]]  # spatial axis -> the mesh axes it is split over, major first
+
+
+def pixels(p: ConvProblem | PoolProblem, split: _sharding.Split) -> Split:
+    """Of the named axes that are split, the spatial ones."""
+    return {axis: split[name(axis)] for axis in range(p.nd) if name(axis) in split}
 
 
 def _axis(p: ConvProblem | PoolProblem, axis: int) -> int:

@@ -211,8 +211,7 @@ def _partition(p: ConvProblem, operands: str, results: str, channels: str, run: 
         results=[names[r] for r in results],
         split=["n", *pixels, *("g" if g else channels)],
         local=local,
-        sizes={"g": p.groups, "k": p.out_channels // p.groups}
-        | {name: math.gcd(*extents) for name, *extents in zip(pixels, p.in_spatial, p.out_spatial, strict=True)},
+        sizes={"g": p.groups, "k": p.out_channels // p.groups} | _halo.sizes(p),
         run=run,
         # XLA gathers the images of grouped convolutions and what filters wider than a shard reach. Where pixels and
         # channels are both split its results were wrong, and of odd strides and paddings it ended the process (lax
@@ -223,17 +222,13 @@ def _partition(p: ConvProblem, operands: str, results: str, channels: str, run: 
     )
 
 
-def _pixels(p: ConvProblem, split: _sharding.Split) -> _halo.Split:
-    return {axis: split[_halo.name(axis)] for axis in range(p.nd) if _halo.name(axis) in split}
-
-
 def _summed(out: Array, split: _sharding.Split, *names: str) -> Array:
     axes = tuple(a for name in names for a in split.get(name, ()))
     return jax.lax.psum(out, axes) if axes else out
 
 
 def _fprop_shard(p: ConvProblem, split: _sharding.Split, x: Array, w: Array) -> list[Array]:
-    p, x = _halo.exchange_x(p, _pixels(p, split), x)
+    p, x = _halo.exchange_x(p, _halo.pixels(p, split), x)
     return [_summed(fprop(p, x, w), split, "c")]
 
 
@@ -241,7 +236,7 @@ def _conv_shard(p: ConvProblem, split: _sharding.Split, x: Array, w: Array, *b: 
     """The epilogue needs the sum over all input channels: where they are split it comes after the sum."""
     if "c" in split:
         return reference.conv_epilogue(p, *_fprop_shard(p.bare(), split, x, w), *b)
-    p, x = _halo.exchange_x(p, _pixels(p, split), x)
+    p, x = _halo.exchange_x(p, _halo.pixels(p, split), x)
     return conv_kernel(p, x, w, *b)
 
 
@@ -251,14 +246,14 @@ def _conv_add_shard(p: ConvProblem, split: _sharding.Split, x: Array, w: Array, 
         *b, residual = rest
         (z,) = reference.conv_epilogue(p.affine(), *_fprop_shard(p.bare(), split, x, w), *b)
         return reference.conv_added(p, z, residual)
-    p, x = _halo.exchange_x(p, _pixels(p, split), x)
+    p, x = _halo.exchange_x(p, _halo.pixels(p, split), x)
     return conv_add(p, x, w, *rest)
 
 
 def _statistics_shard(p: ConvProblem, split: _sharding.Split, x: Array, w: Array) -> list[Array]:
     """Each shard's moments, merged. They leave the convolution with y but where y is a sum over shards, or not all of
     it is the array's own."""
-    pixels = _pixels(p, split)
+    pixels = _halo.pixels(p, split)
     q, x = _halo.exchange_x(p, pixels, x)
     first = 1 if p.channels_last else 2
     parts = [_sharding.inside(q.y_shape, first + i, p.out_spatial[i], axes) for i, axes in pixels.items()]
@@ -277,14 +272,14 @@ def _statistics_shard(p: ConvProblem, split: _sharding.Split, x: Array, w: Array
 
 
 def _dgrad_shard(p: ConvProblem, split: _sharding.Split, dy: Array, w: Array) -> list[Array]:
-    pixels = _pixels(p, split)
+    pixels = _halo.pixels(p, split)
     q, dy = _halo.exchange_dy(p, pixels, dy)
     return [_summed(_halo.own_dx(p, pixels, dgrad(q, dy, w)), split, "k")]
 
 
 def _dgrad_add_shard(p: ConvProblem, split: _sharding.Split, dy: Array, w: Array, c: Array) -> list[Array]:
     """c is added once: where the output channels are split, to the sum over their parts."""
-    pixels = _pixels(p, split)
+    pixels = _halo.pixels(p, split)
     if "k" in split or not _halo.makes_own_dx(p, pixels):
         return [dx + c for dx in _dgrad_shard(p, split, dy, w)]
     p, dy = _halo.exchange_dy(p, pixels, dy)
@@ -293,7 +288,7 @@ def _dgrad_add_shard(p: ConvProblem, split: _sharding.Split, dy: Array, w: Array
 
 def _wgrad_shard(p: ConvProblem, split: _sharding.Split, x: Array, dy: Array) -> list[Array]:
     """A shard has its own pixels of x, so each product of an x and a dy is in one of the sums."""
-    pixels = _pixels(p, split)
+    pixels = _halo.pixels(p, split)
     q, dy = _halo.exchange_dy(p, pixels, dy)
     return [_summed(wgrad(q, _halo.place_x(p, pixels, x), dy), split, "n", *map(_halo.name, pixels))]
 

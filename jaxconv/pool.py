@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,7 +53,7 @@ def _partition(p: PoolProblem, operands: str, results: str, run: Any) -> _shardi
         ["n", *pixels, "c"],
         # But for the pixels: how many a shard reads, `run` finds out.
         lambda parts: replace(p, batch=p.batch // parts["n"], channels=p.channels // parts["c"]),
-        sizes={name: math.gcd(*extents) for name, *extents in zip(pixels, p.in_spatial, p.out_spatial, strict=True)},
+        sizes=_halo.sizes(p),
         run=run,
         uneven=pixels,
         neighbours=pixels,
@@ -63,16 +62,12 @@ def _partition(p: PoolProblem, operands: str, results: str, run: Any) -> _shardi
     )
 
 
-def _pixels(p: PoolProblem, split: _sharding.Split) -> _halo.Split:
-    return {axis: split[_halo.name(axis)] for axis in range(p.nd) if _halo.name(axis) in split}
-
-
 def _shard(p: PoolProblem, split: _sharding.Split, x: Array) -> list[Array]:
-    return kernel(*_halo.exchange_windows(p, _pixels(p, split), x))
+    return kernel(*_halo.exchange_windows(p, _halo.pixels(p, split), x))
 
 
 def _backward_shard(p: PoolProblem, split: _sharding.Split, x: Array, position: Array, dy: Array) -> list[Array]:
-    pixels = _pixels(p, split)
+    pixels = _halo.pixels(p, split)
     q, read = _halo.exchange_windows(p, pixels, x)
     (dx,) = backward(q, read, position, _halo.own_windows(p, pixels, dy))
     return [_halo.own_dx_of_windows(p, pixels, x, dx)]

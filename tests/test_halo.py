@@ -389,7 +389,8 @@ def pool(x: jax.Array, which: str, size: int, padding: str) -> jax.Array:
 @over_kinds
 @pytest.mark.parametrize(("way", "which"), [("accelerate", "max"), ("enable", "average")])
 def test_pooling_between_convolutions_keeps_the_split(way, which, kind):
-    """Pooling is XLA's, which exchanges rows for it as for a convolution, there and back."""
+    """Rows are exchanged for a pooling as for a convolution, there and back: by `max_pool` where accelerate takes it,
+    else by XLA."""
 
     def pooled(x: jax.Array) -> jax.Array:
         overlapping = functools.partial(pool, which=which, size=3, padding="SAME")

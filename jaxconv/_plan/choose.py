@@ -346,7 +346,9 @@ def _fastest(op: str, problem: Problem, device: Device) -> Plan:
         algorithm, reason = _fastest_on_cpu(op, problem)
         plan = made(op, algorithm, problem, device) if algorithm else None
         return dataclasses.replace(plan, reason=reason) if isinstance(plan, Plan) else Plan("xla", reason)
-    best, candidates, why = _weighed(op, problem, device, _safe(op, problem, every(op, problem, device)))
+    plans = every(op, problem, device)
+    safe = _safe(op, problem, plans)
+    best, candidates, why = _weighed(op, problem, device, safe)
     if isinstance(problem, BatchNormProblem) and problem.activation.name == "none" and not problem.residual:
         # Alone the native kernel may win; in a model XLA joins its normalisation with the add or activation behind it
         # and its sums with the mask before it, and a custom call would cost these a pass of their own.
@@ -369,7 +371,7 @@ def _fastest(op: str, problem: Problem, device: Device) -> Plan:
             why = f"{min(ratios):.1f} to {max(ratios):.1f} times faster than XLA there and back {where}"
             return dataclasses.replace(gather, reason=why)
     if best is None or not best.wins:
-        return Plan("xla", why + _unsafe(op, problem, device), candidates=candidates)
+        return Plan("xla", why + _unsafe([p.kernel for p in plans if p not in safe]), candidates=candidates)
     return dataclasses.replace(best.plan, reason=why, candidates=candidates)
 
 
@@ -384,12 +386,11 @@ def _safe(op: str, problem: Problem, plans: list[Plan]) -> list[Plan]:
     return [plan for plan in plans if not conv.spreads(op, plan.kernel, problem)]
 
 
-def _unsafe(op: str, problem: Problem, device: Device) -> str:
-    plans = every(op, problem, device)
-    left = [plan.kernel for plan in plans if plan not in _safe(op, problem, plans)]
-    if not left:
+def _unsafe(kernels: list[str]) -> str:
+    """What is said of the kernels that `_safe` left out."""
+    if not kernels:
         return ""
-    names = " and ".join(left)
+    names = " and ".join(kernels)
     return (
         f"; {names} would carry an infinity of x, which float16 has soon, into other outputs as NaN: only with "
         "implementation='native'"
@@ -446,13 +447,11 @@ def _weighed(
                 candidates.append(Candidate(plan.kernel, kernel.ms, how))
             elif found is not None and xla is None:
                 weighed.append(_by_measurement(plan, found))
-            elif (
-                found is not None
-            ):  # where the model knows XLA but hardly this kernel, what is far does not speak alone
-                why = (
-                    f"{plan.kernel} was {found.ratio(plan.kernel):.2f} times as fast as XLA {found.where}, too far away"
-                )
-                weighed.append(_Weighed(plan, found.ratio(plan.kernel), False, why))
+            elif found is not None:
+                # The model knows XLA but hardly this kernel: what is far does not speak alone.
+                ratio = found.ratio(plan.kernel)
+                why = f"{plan.kernel} was {ratio:.2f} times as fast as XLA {found.where}, too far away"
+                weighed.append(_Weighed(plan, ratio, False, why))
         if xla is not None:
             candidates.append(Candidate("xla", xla.ms, "predicted"))
     if not weighed:
