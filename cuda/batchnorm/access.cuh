@@ -1,18 +1,13 @@
-// Vectors of V elements of T, held raw until they are used so that several loads can be in flight,
-// and the activation over a vector.
+// Reading and writing raw vectors of V elements of T, and the activation over a vector.
 #pragma once
 
 #include <cstdint>
 #include <type_traits>
 
 #include "common/activation.h"
-#include "cuda/core/convert.cuh"
+#include "cuda/core/raw.cuh"
 
 namespace jaxconv::cuda::batchnorm {
-
-template <typename T, int V>
-using Raw = std::conditional_t<V * sizeof(T) == 16, uint4,
-                               std::conditional_t<V * sizeof(T) == 4, uint32_t, unsigned short>>;
 
 // Offsets in vectors. `ReadOnce` and `WriteOnce` leave the L2 cache to others: in a second pass the
 // tensor's first pass is still partly there.
@@ -31,53 +26,6 @@ __device__ __forceinline__ void Write(void* base, int64_t at, Raw<T, V> v) {
 template <typename T, int V>
 __device__ __forceinline__ void WriteOnce(void* base, int64_t at, Raw<T, V> v) {
   __stcs(static_cast<Raw<T, V>*>(base) + at, v);
-}
-
-__device__ __forceinline__ uint32_t PackPair(__nv_bfloat162 v) {
-  return *reinterpret_cast<const uint32_t*>(&v);
-}
-__device__ __forceinline__ uint32_t PackPair(__half2 v) {
-  return *reinterpret_cast<const uint32_t*>(&v);
-}
-
-template <typename T, int V>
-__device__ __forceinline__ void Unpack(const Raw<T, V>& raw, float (&v)[V]) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16> &&
-                V == 8) {  // an instruction each, not two for every other one
-    const uint32_t w[4] = {raw.x, raw.y, raw.z, raw.w};
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      v[2 * j] = __uint_as_float(w[j] << 16);
-      v[2 * j + 1] = __uint_as_float(w[j] & 0xffff0000u);
-    }
-  } else {
-    const T* e = reinterpret_cast<const T*>(&raw);
-#pragma unroll
-    for (int j = 0; j < V; ++j) v[j] = ToFloat(e[j]);
-  }
-}
-
-// Rounds to nearest even.
-template <typename T, int V>
-__device__ __forceinline__ Raw<T, V> Pack(const float (&v)[V]) {
-  Raw<T, V> raw;
-  if constexpr (V == 8) {
-    uint32_t w[4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      if constexpr (std::is_same_v<T, __half>) {
-        w[j] = PackPair(__floats2half2_rn(v[2 * j], v[2 * j + 1]));
-      } else {
-        w[j] = PackPair(__floats2bfloat162_rn(v[2 * j], v[2 * j + 1]));
-      }
-    }
-    raw = make_uint4(w[0], w[1], w[2], w[3]);
-  } else {
-    T* e = reinterpret_cast<T*>(&raw);
-#pragma unroll
-    for (int j = 0; j < V; ++j) e[j] = FromFloat<T>(v[j]);
-  }
-  return raw;
 }
 
 // Rounds max(v, 0); NaN stays NaN.

@@ -1,4 +1,4 @@
-// What the group-norm kernels share: vectors held as they were read, the activation over a vector, a thread's place in a
+// What the group-norm kernels share: the activation over a vector, a thread's place in a
 // pixel, sums over a block's pixels, over a group's channels or an image's items, and the order of the items of an
 // "interleaved" launch.
 #pragma once
@@ -7,38 +7,17 @@
 #include <type_traits>
 
 #include "common/activation.h"
-#include "cuda/core/convert.cuh"
+#include "cuda/core/raw.cuh"
 #include "cuda/groupnorm/domain.h"
 #include "cuda/groupnorm/groupnorm.h"
 
 namespace jaxconv::cuda::groupnorm {
-
-// V elements of T, raw, so that several loads can be in flight: 16 bytes, or one element.
-template <typename T, int V>
-using Raw = std::conditional_t<V * sizeof(T) == 16, uint4,
-                               std::conditional_t<sizeof(T) == 4, uint32_t, unsigned short>>;
 
 // `at` counts vectors. kAgain: what is read will be read again, by a block that writes.
 template <bool kAgain, typename T, int V>
 __device__ __forceinline__ Raw<T, V> Read(const T* base, uint32_t at) {
   const Raw<T, V>* p = reinterpret_cast<const Raw<T, V>*>(base) + at;
   return kAgain ? __ldg(p) : __ldcs(p);
-}
-
-template <typename T, int V>
-__device__ __forceinline__ void Unpack(const Raw<T, V>& raw, float (&v)[V]) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16> && V == 8) {  // an instruction each
-    const uint32_t w[4] = {raw.x, raw.y, raw.z, raw.w};
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      v[2 * j] = __uint_as_float(w[j] << 16);
-      v[2 * j + 1] = __uint_as_float(w[j] & 0xffff0000u);
-    }
-  } else {
-    const T* e = reinterpret_cast<const T*>(&raw);
-#pragma unroll
-    for (int j = 0; j < V; ++j) v[j] = ToFloat(e[j]);
-  }
 }
 
 // V numbers from p on, which is aligned to 16 bytes where V > 1.
@@ -61,26 +40,7 @@ __device__ __forceinline__ void ReadNumbers(const float* p, float (&v)[V]) {
 // Rounds to nearest even, and leaves the L2 cache to what is read again.
 template <typename T, int V>
 __device__ __forceinline__ void Write(T* base, uint32_t at, const float (&v)[V]) {
-  Raw<T, V> raw;
-  if constexpr (V == 8) {
-    uint32_t w[4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      if constexpr (std::is_same_v<T, __half>) {
-        const __half2 pair = __floats2half2_rn(v[2 * j], v[2 * j + 1]);
-        w[j] = *reinterpret_cast<const uint32_t*>(&pair);
-      } else {
-        const __nv_bfloat162 pair = __floats2bfloat162_rn(v[2 * j], v[2 * j + 1]);
-        w[j] = *reinterpret_cast<const uint32_t*>(&pair);
-      }
-    }
-    raw = make_uint4(w[0], w[1], w[2], w[3]);
-  } else {
-    T* e = reinterpret_cast<T*>(&raw);
-#pragma unroll
-    for (int j = 0; j < V; ++j) e[j] = FromFloat<T>(v[j]);
-  }
-  __stcs(reinterpret_cast<Raw<T, V>*>(base) + at, raw);
+  __stcs(reinterpret_cast<Raw<T, V>*>(base) + at, Pack<T, V>(v));
 }
 
 // A kernel is compiled for one activation, or (kAny) for whichever it is given.
