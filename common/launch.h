@@ -41,6 +41,12 @@ Status Dense(const Context& ctx, const DenseProblem& p, const Epilogue& e, const
              const void* x, const void* w, const void* bias, const void* c, void* y, void* z,
              Workspace workspace);
 
+// dz = (dy op(w)) * f'(z), f of the epilogue, and the sums of dz's columns (N), as rounded, of dz's type. p is the product's
+// problem, dy its x. `z`, like dz: what f was given; for relu and relu6 what it gave will do. There are elements.
+Status DenseGradient(const Context& ctx, const DenseProblem& p, const Epilogue& e, const Plan& plan,
+                     const void* dy, const void* w, const void* z, void* dz, void* sums,
+                     Workspace workspace);
+
 // scale, bias, running_mean, running_var, new_mean, new_var, mean, rstd: (batch, channels).
 Status BatchNormTrain(const Context& ctx, const BatchNormProblem& p, const Plan& plan,
                       const void* x, const void* scale, const void* bias, const void* running_mean,

@@ -414,6 +414,52 @@ Status DenseOp(ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets r
                call.Scratch());
 }
 
+// The product's struct says how w is stored, and alpha; what it has for instances, bias and addend must be absent.
+Status DenseGradientOp(ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                       const wire::Product& product, const wire::Epilogue& epilogue,
+                       const wire::Plan& plan) {
+  Call call("dense_gradient", args, rets);
+  Epilogue e;
+  JAXCONV_RETURN_IF_ERROR(ToEpilogue(call, epilogue, &e));
+  auto bias = wire::ToBiasKind(product.bias);
+  if (!bias || *bias != BiasKind::kNone || e.bias || e.save_preactivation || product.batched ||
+      product.addend || product.trans_x) {
+    return Status::Invalid(
+        call.Text("it takes one instance, x stored (M, K), no bias, addend or z"));
+  }
+  JAXCONV_RETURN_IF_ERROR(call.Confirm(3, 2));
+  AnyBuffer dy = call.Arg(0), w = call.Arg(1), z = call.Arg(2), dz = call.Ret(0);
+  auto dtype = wire::ToDType(dy.element_type());
+  Dims dyd = dy.dimensions(), dzd = dz.dimensions();
+  const auto where = [&] { return "dy=" + wire::ShapeText(dyd) + ", dz=" + wire::ShapeText(dzd); };
+  if (!dtype || dyd.size() != 2 || dzd.size() != 2) {
+    return Status::Invalid(call.Text(where() + " are no matrices of one floating-point type"));
+  }
+  jaxconv::Plan how;
+  JAXCONV_RETURN_IF_ERROR(ToPlan(call, plan, &how));
+  DenseProblem p = {};
+  p.batch = 1;
+  p.m = dzd[0];
+  p.n = dzd[1];
+  p.k = dyd[1];
+  p.trans_w = product.trans_w != 0;
+  p.alpha = product.alpha;
+  p.beta = 1.0;
+  p.dtype = *dtype;
+  p.full_float32 = product.full_float32 != 0;
+  JAXCONV_RETURN_IF_ERROR(call.ConfirmShape("dy", dy, {p.m, p.k}, where));
+  JAXCONV_RETURN_IF_ERROR(call.ConfirmType("w", w, p.dtype, "dy"));
+  JAXCONV_RETURN_IF_ERROR(
+      call.ConfirmShape("w", w, {p.trans_w ? p.n : p.k, p.trans_w ? p.k : p.n}, where));
+  JAXCONV_RETURN_IF_ERROR(call.ConfirmType("dz", dz, p.dtype, "dy"));
+  JAXCONV_RETURN_IF_ERROR(call.ConfirmLike("z", z, "dz", dz));
+  JAXCONV_RETURN_IF_ERROR(call.ConfirmType("sums", call.Ret(1), p.dtype, "dy"));
+  JAXCONV_RETURN_IF_ERROR(call.ConfirmShape("sums", call.Ret(1), {p.n}, where));
+  return DenseGradient(MakeContext(context), p, e, how, dy.untyped_data(), w.untyped_data(),
+                       z.untyped_data(), dz.untyped_data(), call.Ret(1).untyped_data(),
+                       call.Scratch());
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Batch-norm
 
@@ -812,6 +858,17 @@ XLA_FFI_DEFINE_HANDLER(
     JAXCONV_TRAITS);
 
 XLA_FFI_DEFINE_HANDLER(
+    kDenseGradient,
+    [](ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets, wire::Product product,
+       wire::Epilogue epilogue, wire::Plan plan) {
+      return Answer([&] { return DenseGradientOp(context, args, rets, product, epilogue, plan); });
+    },
+    JAXCONV_BASE.Attr<wire::Product>("product")
+        .Attr<wire::Epilogue>("epilogue")
+        .Attr<wire::Plan>("plan"),
+    JAXCONV_TRAITS);
+
+XLA_FFI_DEFINE_HANDLER(
     kNormTrain,
     [](ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets, wire::Norm norm,
        wire::Plan plan) {
@@ -909,6 +966,7 @@ std::vector<std::pair<const char*, XLA_FFI_Handler*>> Handlers() {
       {"jaxconv_conv_wgrad_v2", kWgrad},
       {"jaxconv_dense_v2", kDense},
       {"jaxconv_matmul_v2", kDense},
+      {"jaxconv_dense_gradient_v2", kDenseGradient},
       {"jaxconv_batchnorm_train_v2", kNormTrain},
       {"jaxconv_batchnorm_infer_v2", kNormInfer},
       {"jaxconv_batchnorm_backward_v2", kNormBackward},

@@ -4,8 +4,11 @@
 // The plan is confirmed here, once (domain.h). Kernel "gemm": one product over cuda/gemm. Several
 // instances that share w, x stored (M, K) and the epilogue not telling them apart, are one product of
 // batch * M rows. Kernels of sm90: sm90.h.
+// DenseGradient: of sm90 only.
 #include <cstdint>
+#include <initializer_list>
 #include <string>
+#include <string_view>
 
 #include "common/launch.h"
 #include "cuda/core/describe.h"
@@ -16,11 +19,13 @@
 
 namespace jaxconv::cuda {
 
-Status Dense(const Context& ctx, const DenseProblem& p, const Epilogue& e, const Plan& plan,
-             const void* x, const void* w, const void* bias, const void* c, void* y, void* z,
-             Workspace workspace) {
-  if (p.m == 0 || p.n == 0 || p.batch == 0) return Status::Ok();
-  const std::string what = Describe("dense", p, plan);
+namespace {
+
+constexpr std::string_view kGradientKernel = "sm90/gradient";
+
+// Whether the plan can be carried out, with this workspace and these arrays.
+Status Confirm(const std::string& what, const DenseProblem& p, const Plan& plan,
+               std::initializer_list<const void*> arrays, Workspace workspace) {
   Device device;
   JAXCONV_RETURN_IF_ERROR(CurrentDevice(what, &device));
   const std::string refusal = DenseRefusal(p, plan, device);
@@ -30,14 +35,37 @@ Status Dense(const Context& ctx, const DenseProblem& p, const Epilogue& e, const
     return Status::Invalid(what + ": needs a workspace of " + std::to_string(needed) +
                            " bytes, given " + std::to_string(workspace.bytes));
   }
-  if (FamilyOf(plan.kernel) == "sm90") {
-    for (const void* array : {x, w, c, static_cast<const void*>(y), static_cast<const void*>(z),
-                              static_cast<const void*>(workspace.data)}) {
-      if (reinterpret_cast<uintptr_t>(array) % 16 != 0)
-        return Status::Invalid(what + ": arrays must be 16-byte aligned");
-    }
-    return Sm90Dense(ctx, p, e, plan, x, w, bias, c, y, z, workspace);
+  if (FamilyOf(plan.kernel) != "sm90") return Status::Ok();
+  for (const void* array : arrays) {
+    if (reinterpret_cast<uintptr_t>(array) % 16 != 0)
+      return Status::Invalid(what + ": arrays must be 16-byte aligned");
   }
+  return Status::Ok();
+}
+
+}  // namespace
+
+Status DenseGradient(const Context& ctx, const DenseProblem& p, const Epilogue& e, const Plan& plan,
+                     const void* dy, const void* w, const void* z, void* dz, void* sums,
+                     Workspace workspace) {
+  const std::string what = Describe("dense_gradient", p, plan);
+  if (p.m == 0 || p.n == 0) return Status::Unimplemented(what + ": it has no elements");
+  JAXCONV_RETURN_IF_ERROR(Confirm(what, p, plan, {dy, w, z, dz, sums, workspace.data}, workspace));
+  if (plan.kernel != kGradientKernel || p.alpha != 1.0)
+    return Status::Unimplemented(what + ": only sm90/gradient, with alpha 1, makes gradients");
+  return Sm90DenseGradient(ctx, p, e, plan, dy, w, z, dz, sums, workspace);
+}
+
+Status Dense(const Context& ctx, const DenseProblem& p, const Epilogue& e, const Plan& plan,
+             const void* x, const void* w, const void* bias, const void* c, void* y, void* z,
+             Workspace workspace) {
+  if (p.m == 0 || p.n == 0 || p.batch == 0) return Status::Ok();
+  const std::string what = Describe("dense", p, plan);
+  JAXCONV_RETURN_IF_ERROR(Confirm(what, p, plan, {x, w, c, y, z, workspace.data}, workspace));
+  if (plan.kernel == kGradientKernel)
+    return Status::Unimplemented(what + ": sm90/gradient makes gradients only");
+  if (FamilyOf(plan.kernel) == "sm90")
+    return Sm90Dense(ctx, p, e, plan, x, w, bias, c, y, z, workspace);
   GemmArgs g;
   g.m = p.m;
   g.n = p.n;

@@ -5,6 +5,8 @@
 //   sm90/product_swapped  16 bit, columns of y on the tensor cores' rows: neither an addend nor a bias by row
 //   sm90/resident         16 bit, x not transposed: w's columns stay in shared memory
 //   sm90/rows             16 bit, x not transposed: few rows, splits are the parts of K
+//   sm90/gradient         the way back through an activation (DenseGradient, which has no other): 16 bit, one instance, w
+//                         stored (N, K), neither bias nor addend, alpha 1
 #pragma once
 
 #include <algorithm>
@@ -51,6 +53,14 @@ inline std::string RefuseSm90(const DenseProblem& p, const Plan& plan, const Dev
     return "sm90/rows cuts K, into at most ceil(K / 64) parts";
   if (choice.kernel == Sm90Kernel::kProductSwapped && (p.addend || p.bias == BiasKind::kRow))
     return "it takes neither an addend nor a bias by row";
+  if (choice.kernel == Sm90Kernel::kGradient) {
+    if (p.trans_x || !p.trans_w) return "it takes x stored (M, K) and w stored (N, K)";
+    if (p.batch != 1) return "it takes one instance";
+    if (p.bias != BiasKind::kNone || p.addend) return "it takes neither a bias nor an addend";
+    const int64_t columns = plan.tile.empty() ? 1 : CeilDivide(p.n, choice.tile.columns);
+    if (columns > device.multiprocessors)
+      return "it has at most " + std::to_string(device.multiprocessors) + " columns of tiles";
+  }
   const bool resident = choice.kernel == Sm90Kernel::kResident;
   if ((rows || resident) && p.trans_x) return "it does not take x transposed";
   if (plan.tile.empty()) return "";
@@ -69,6 +79,7 @@ inline int64_t WorkspaceOf(const DenseProblem& p, const Plan& plan) {
   const int64_t sums = plan.splits * p.batch * p.m * p.n * 4;
   if (plan.kernel == "gemm") return plan.splits > 1 ? sums : 0;
   if (plan.kernel == "sm90/rows") return sums;
+  if (plan.kernel == "sm90/gradient") return MostGradientParts(p.m) * p.n * 4;
   if (p.dtype != DType::kF32) return 0;
   const int64_t x = (p.x_batched ? p.batch : 1) * p.m * p.k;
   const int64_t w = (p.w_batched ? p.batch : 1) * p.k * p.n;

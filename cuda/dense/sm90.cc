@@ -8,6 +8,7 @@
 #include "cuda/core/device.h"
 #include "cuda/core/divmod.h"
 #include "cuda/core/tma.h"
+#include "cuda/gemm/sm90_gradient.h"
 #include "cuda/gemm/sm90_operands.h"
 #include "cuda/gemm/sm90_product.h"
 
@@ -127,6 +128,41 @@ Status Sm90Dense(const Context& ctx, const DenseProblem& p, const Epilogue& e, c
                                                  : p.trans_w ? LaunchSm90KKF16
                                                              : LaunchSm90KNF16);
   return launch(ctx, g, choice, device.multiprocessors, what);
+}
+
+Status Sm90DenseGradient(const Context& ctx, const DenseProblem& p, const Epilogue& e,
+                         const Plan& plan, const void* dy, const void* w, const void* z, void* dz,
+                         void* sums, Workspace workspace) {
+  const std::string what = Describe("dense_gradient", p, plan);
+  const TileSize tile = ReadSm90Choice(MemberOf(plan.kernel), plan.tile).tile;
+  Device device;
+  JAXCONV_RETURN_IF_ERROR(CurrentDevice(what, &device));
+  Sm90Product g = {};
+  Sm90Phase& phase = g.phase[0];
+  phase.m = int(p.m);
+  for (int i = 0; i < 3; ++i) phase.extent[i] = phase.taps[i] = 1;
+  g.phases = g.instances = g.splits = 1;
+  g.n = int(p.n);
+  g.k_blocks = int(CeilDiv(p.k, 64));
+  g.epilogue.activation = e.activation;
+  g.epilogue.slope = float(e.slope);
+  const auto encode = [&](const char* name, const void* base, int64_t rows, int64_t columns,
+                          int box_rows, CUtensorMap* map) {
+    return EncodeTiled(p.dtype, Matrices(base, rows, columns, false, 1), {64, 1, box_rows},
+                       what + name, map);
+  };
+  JAXCONV_RETURN_IF_ERROR(encode(" dy", dy, p.m, p.k, tile.rows, &g.a[0]));
+  JAXCONV_RETURN_IF_ERROR(encode(" z", z, p.m, p.n, tile.rows, &g.c));
+  JAXCONV_RETURN_IF_ERROR(encode(" dz", dz, p.m, p.n, 64, &g.d[0]));
+  TmaTensor filter = Matrices(w, p.n, p.k, false, 1);
+  filter.rank = 4;
+  filter.extent[3] = 1;
+  filter.stride[3] = filter.stride[1] * filter.extent[1];
+  JAXCONV_RETURN_IF_ERROR(
+      EncodeTiled(p.dtype, filter, {64, 1, FilterBoxRows(tile), 1}, what + " w", &g.b));
+  const auto launch = p.dtype == DType::kBF16 ? LaunchSm90GradientBf16 : LaunchSm90GradientF16;
+  return launch(ctx, g, tile, device.multiprocessors, static_cast<float*>(workspace.data), sums,
+                what);
 }
 
 }  // namespace jaxconv::cuda

@@ -16,4 +16,9 @@ Status Sm90Dense(const Context& ctx, const DenseProblem& p, const Epilogue& e, c
                  const void* x, const void* w, const void* bias, const void* c, void* y, void* z,
                  Workspace workspace);
 
+// The same for DenseGradient.
+Status Sm90DenseGradient(const Context& ctx, const DenseProblem& p, const Epilogue& e,
+                         const Plan& plan, const void* dy, const void* w, const void* z, void* dz,
+                         void* sums, Workspace workspace);
+
 }  // namespace jaxconv::cuda

@@ -6,6 +6,7 @@
 //   resident          all of B's columns of a tile stay in shared memory; a tile is a warpgroup's
 //   rows              few rows: parts of K, added up by a second kernel
 //   cluster           few rows: parts of K in the CTAs of a cluster, which add them up
+//   gradient          d times an activation's derivative, and the sums of its columns
 #pragma once
 
 #include <cstdint>
@@ -52,7 +53,7 @@ constexpr bool Among(TileSize tile, const TileSize (&tiles)[kCount]) {
 // Rows of the boxes in which a k-major B comes.
 constexpr int FilterBoxRows(TileSize tile) { return tile.columns > 256 ? 64 : tile.columns; }
 
-enum class Sm90Kernel { kNone, kProduct, kProductSwapped, kResident, kRows, kCluster };
+enum class Sm90Kernel { kNone, kProduct, kProductSwapped, kResident, kRows, kCluster, kGradient };
 
 struct Sm90Choice {
   Sm90Kernel kernel = Sm90Kernel::kNone;
@@ -65,6 +66,7 @@ constexpr Sm90Choice ReadSm90Choice(std::string_view member, std::string_view ti
                             : member == "resident"        ? Sm90Kernel::kResident
                             : member == "rows"            ? Sm90Kernel::kRows
                             : member == "cluster"         ? Sm90Kernel::kCluster
+                            : member == "gradient"        ? Sm90Kernel::kGradient
                                                           : Sm90Kernel::kNone;
   return {kernel, ReadTile(tile)};
 }
@@ -75,11 +77,18 @@ inline constexpr TileSize kSwappedTiles[] = {{256, 128}};
 inline constexpr TileSize kResidentTiles[] = {{128, 64}, {64, 256}};
 inline constexpr TileSize kRowsTiles[] = {{64, 128}};
 inline constexpr TileSize kClusterTiles[] = {{64, 64}, {64, 128}, {128, 128}};
+inline constexpr TileSize kGradientTiles[] = {{128, 128}, {128, 256}, {256, 128}};
 inline constexpr int kMostClusterParts = 8;      // CTAs of a cluster
 inline constexpr int kMostClusterTiles = 65535;  // of a grid's second axis
 inline constexpr TileSize kTf32Tiles[] = {{128, 256}, {128, 128}, {256, 64}};
 inline constexpr TileSize kTermsTiles[] = {{128, 128}, {128, 64}};
 inline constexpr TileSize kStatisticsTiles[] = {{256, 64}, {128, 128}, {256, 128}, {128, 256}};
+
+// Of a column's sum by `gradient`: no more parts are made, whatever the tile.
+constexpr int64_t MostGradientParts(int64_t rows) {
+  const int64_t parts = 2 * CeilDivide(rows, 128);
+  return parts < 512 ? parts : 512;
+}
 
 inline std::string NoSuchTile(std::string_view tile) {
   return "it has no tile \"" + std::string(tile) + "\" in this dtype and precision";
@@ -109,6 +118,9 @@ inline std::string RefuseSm90Tile(Sm90Kernel kernel, std::string_view tile, DTyp
       break;
     case Sm90Kernel::kCluster:
       has = Among(size, kClusterTiles);
+      break;
+    case Sm90Kernel::kGradient:
+      has = Among(size, kGradientTiles);
       break;
     case Sm90Kernel::kNone:
       break;

@@ -1,0 +1,20 @@
+// The product whose epilogue is the way back through an activation: d = sum * f'(c), c what
+// f was given (for relu and relu6 also what it gave), and the sum of each column of d, as rounded.
+// For KK products of one phase and one instance. sm90_gradient.cuh says how.
+#pragma once
+
+#include <string>
+
+#include "cuda/gemm/sm90_product.h"
+
+namespace jaxconv::cuda {
+
+// p.c: like d, boxes of 64 columns x a tile's rows. `parts`: (MostGradientParts(m), n), room for
+// sums in float32; `sums`: (n), of d's type.
+Status LaunchSm90GradientBf16(const Context& ctx, Sm90Product& p, TileSize tile,
+                              int multiprocessors, float* parts, void* sums,
+                              const std::string& what);
+Status LaunchSm90GradientF16(const Context& ctx, Sm90Product& p, TileSize tile, int multiprocessors,
+                             float* parts, void* sums, const std::string& what);
+
+}  // namespace jaxconv::cuda
