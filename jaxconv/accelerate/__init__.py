@@ -1,7 +1,8 @@
 """`accelerate`: a function with the convolutions, dense layers and batch-norms in it replaced by jaxconv's fused calls.
 
 The function is traced (state), its jaxpr becomes a graph of values (graph), what is recognised becomes one node
-(linear, norms, pools, activations), and the graph is evaluated (rewrite). What became of each layer is told (report).
+(linear, norms, pools, upsampling, activations), and the graph is evaluated (rewrite). What became of each layer is told
+(report).
 """
 
 from __future__ import annotations
@@ -40,10 +41,11 @@ def accelerate(f: Callable[..., Any]) -> Callable[..., Any]:
     (K, N) with a bias or an activation that follow; and batch normalisation, in training and inference, with the
     residual add and the activation that follow. A convolution, its bias and the batch-norm of the result become
     `jaxconv.conv_batchnorm`: in inference one convolution, with filters that are rounded to their type once more.
-    `lax.reduce_window` with lax.max becomes `jaxconv.max_pool`. Activations are those of `jaxconv.conv2d`, written as
-    jax.nn's functions, or with maximum, clip and where; their derivatives are jax.nn's (maximum(x, 0) at exactly 0: 0
-    instead of 1/2). Inside jit, remat, scan, while, cond, custom_jvp and custom_vjp too; derivative rules that somebody
-    else wrote stay theirs.
+    `lax.reduce_window` with lax.max becomes `jaxconv.max_pool`; upsampling by repetition (`jax.image.resize` with
+    "nearest" and whole factors) a broadcast, whose gradient is no scatter. Activations are those of `jaxconv.conv2d`,
+    written as jax.nn's functions, or with maximum, clip and where; their derivatives are jax.nn's (maximum(x, 0) at
+    exactly 0: 0 instead of 1/2). Inside jit, remat, scan, while, cond, custom_jvp and custom_vjp too; derivative rules
+    that somebody else wrote stay theirs.
 
     Args:
       f: a pure function, of which arrays anywhere in its arguments are traced, as by `jax.jit`; everything else in its

@@ -12,9 +12,10 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One convolution, product, batch-norm, max-pooling or activation in a traced function, and what became of it."""
+    """One operation that is looked for in a traced function, and what became of it."""
 
-    what: str  # "conv", "dense", "batchnorm", "groupnorm", "max_pool"; "activation" where one stays behind a call
+    # "conv", "dense", "batchnorm", "groupnorm", "max_pool", "upsampling"; "activation" where one stays behind a call
+    what: str
     shapes: str
     fused: str  # what the call took in: "conv + bias + relu", "wgrad"; empty where the operation was left
     why: str  # it was left, or could be part of a call that takes in more; else empty

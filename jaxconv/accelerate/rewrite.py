@@ -24,6 +24,7 @@ from jaxconv.accelerate.norms import Normalised, added_later, find_batchnorm, fi
 from jaxconv.accelerate.pools import NAMES as POOLS
 from jaxconv.accelerate.pools import find_pool
 from jaxconv.accelerate.report import GRADIENT, GRADIENTS, Finding, Report
+from jaxconv.accelerate.upsampling import find_upsampling
 
 
 class Rewriting:
@@ -79,6 +80,10 @@ class Rewriting:
                 self._try("dense", node, node.inputs[0].shape, lambda n=node: iter([find_dense(n, self._activations)]))
             elif node.name in POOLS:
                 self._try("max_pool", node, node.inputs[-1].shape, lambda n=node: iter([find_pool(n)]))
+            elif node.name == "gather":
+                upsampling = find_upsampling(node)
+                if upsampling is not None:
+                    self._try("upsampling", node, upsampling.inputs[0].shape, lambda u=upsampling: iter([u]))
             elif node.name.startswith("jaxconv_"):
                 self._report.already += 1
                 own = find_own_pair(node) if node.name == "jaxconv_batchnorm_infer" else None
@@ -98,7 +103,7 @@ class Rewriting:
         return f"{self._around}/{node.name_stack}"
 
     def _try(self, what: str, node: Node, x: tuple[int, ...], candidates: Callable[[], Iterator[Fused]]) -> None:
-        if what in ("batchnorm", "groupnorm", "max_pool"):
+        if what in ("batchnorm", "groupnorm", "max_pool", "upsampling"):
             shapes = f"{node.outputs[0].dtype}{list(x)}"
         else:
             shapes = f"{_text(node.inputs[0])}, {_text(node.inputs[1])}"

@@ -1,0 +1,81 @@
+"""Upsampling by repetition: jax.image.resize's "nearest" of whole factors, x[:, indices], which lax writes as gathers.
+
+A gather's gradient is a scatter that adds, one element after the other; a broadcast's is a sum over the copies.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxconv.accelerate.graph import Array, Constant, Node, Value
+from jaxconv.accelerate.linear import Fused
+
+# Indices longer than this are not looked at: they are computed when the function is traced.
+LONGEST = 1 << 16
+
+
+def find_upsampling(node: Node) -> Fused | None:
+    """The gathers that end at `node`, as one broadcast; None where they are none of these, or go on behind it."""
+    after = node.outputs[0].users
+    if len(after) == 1 and after[0] is not None and after[0].name == "gather" and after[0].inputs[0] is node.outputs[0]:
+        last = find_upsampling(after[0])
+        if last is not None and node in last.nodes:
+            return None
+    repeats: dict[int, int] = {}
+    nodes: list[Node] = []
+    x = node.outputs[0]
+    while x.made_by == "gather" and (not nodes or x.users == [nodes[-1]]):
+        found = _repetition(x.node)
+        if found is None or found[0] in repeats:
+            break
+        repeats[found[0]] = found[1]
+        nodes.append(x.node)
+        x = x.node.inputs[0]
+    if not nodes or not jnp.issubdtype(x.dtype, jnp.inexact):
+        return None
+    spread = [extent for axis, size in enumerate(x.shape) for extent in (size, repeats.get(axis, 1))]
+    kept = range(0, 2 * len(x.shape), 2)
+    shape = node.outputs[0].shape
+
+    def call(x: Array) -> list[Array]:
+        return [jax.lax.broadcast_in_dim(x, spread, kept).reshape(shape)]
+
+    factors = " x ".join(str(repeats[axis]) for axis in sorted(repeats))
+    return Fused(nodes[::-1], [x], node.outputs, call, [f"broadcast of {factors}"])
+
+
+def _repetition(node: Node) -> tuple[int, int] | None:
+    """(axis, times) where the gather takes every element of the axis so many times, in order."""
+    x, indices = node.inputs
+    numbers, sizes = node.params["dimension_numbers"], node.params["slice_sizes"]
+    if len(numbers.collapsed_slice_dims) != 1 or numbers.operand_batching_dims or numbers.start_indices_batching_dims:
+        return None
+    (axis,) = numbers.collapsed_slice_dims
+    whole = all(size == extent for a, (size, extent) in enumerate(zip(sizes, x.shape, strict=True)) if a != axis)
+    others = tuple(a for a in range(len(x.shape)) if a != axis)
+    if not whole or numbers.start_index_map != (axis,) or numbers.offset_dims != others:
+        return None
+    size, length = x.shape[axis], indices.shape[0] if len(indices.shape) == 2 and indices.shape[1] == 1 else 0
+    if not (isinstance(size, int) and isinstance(length, int) and 0 < 2 * size <= length <= LONGEST):
+        return None
+    times = length // size
+    if times * size != length:
+        return None
+    found = _known(indices)
+    wanted = np.repeat(np.arange(size), times)
+    return (axis, times) if found is not None and np.array_equal(found.reshape(-1), wanted) else None
+
+
+def _known(v: Value, depth: int = 16) -> np.ndarray | None:
+    """The numbers of a value that no argument enters, by few steps; None of others."""
+    if isinstance(v, Constant):
+        return None if isinstance(v.value, jax.core.Tracer) else np.asarray(v.value)
+    if v.node is None or depth == 0 or v.node.call is not None or v.node.eqn.effects or "key" in str(v.dtype):
+        return None
+    inputs = [_known(u, depth - 1) for u in v.node.inputs]
+    if any(u is None for u in inputs):
+        return None
+    with jax.ensure_compile_time_eval():
+        return np.asarray(v.node.evaluate(inputs)[v.index])
