@@ -6,6 +6,8 @@
 //                what they read again is still in the L2 cache; 16-byte vectors only
 //   resident     a tile of channels, whole groups, of an image stays in the shared memory of a CTA, or of the `splits` CTAs
 //                of a cluster, which share its pixels; `chunk` is a tile's width, in bytes. 16-byte vectors only
+//   rows         layer-norm: images of one pixel and one group, each in the registers of some lanes of a warp; no activation,
+//                16-byte vectors only
 //
 // Of two_read and interleaved: an item is one of the `splits` runs of pixels of an image.
 #pragma once
@@ -133,11 +135,43 @@ inline std::string ResidentRefusal(GroupNormOp op, const GroupNormProblem& p, co
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// rows
+
+constexpr int64_t kMostRowChannels = 1024;  // 32 numbers a lane
+constexpr int64_t kMostRowBlocks = 1024;    // each leaves a share of dbias and dscale
+
+// Lanes that take a row, a power of two: as few as hold it with 24 numbers each, so that few are idle and exchanges short.
+inline int64_t RowLanes(const GroupNormProblem& p) {
+  const int64_t vectors = p.channels / Vector(p), most = 24 / Vector(p);
+  int64_t lanes = 1;
+  while (lanes < kWarp && lanes * most < vectors) lanes *= 2;
+  return lanes;
+}
+
+// Blocks of an instance, if the device can run so many at once.
+inline int64_t RowBlocks(const GroupNormProblem& p) {
+  const int64_t blocks = CeilDivide(p.images, kThreads / RowLanes(p));
+  return std::clamp<int64_t>(blocks, 1, kMostRowBlocks);
+}
+
+inline std::string RowsRefusal(const GroupNormProblem& p) {
+  if (p.pixels != 1 || p.groups != 1)
+    return "it takes images of one pixel and one group: layer-norms over the channels";
+  if (p.activation != Activation::kNone) return "it takes no activation";
+  if (Vector(p) == 1)
+    return "it reads 16 bytes at a time: " + std::to_string(p.channels) +
+           " channels are no multiple of " + std::to_string(16 / SizeOf(p.dtype));
+  if (p.channels > kMostRowChannels)
+    return "it takes at most " + std::to_string(kMostRowChannels) + " channels";
+  return p.batch > 65535 ? "it takes at most 65535 instances" : "";
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 
 inline std::string Refusal(GroupNormOp op, const GroupNormProblem& p, const Plan& plan,
                            const Device& device) {
-  const bool resident = plan.kernel == "resident";
-  if (plan.kernel != "two_read" && plan.kernel != "interleaved" && !resident)
+  const bool resident = plan.kernel == "resident", rows = plan.kernel == "rows";
+  if (plan.kernel != "two_read" && plan.kernel != "interleaved" && !resident && !rows)
     return "there is no such kernel";
   if (p.dtype == DType::kF64) return "it needs float32, bfloat16 or float16, got float64";
   if (plan.splits < 1 || plan.splits > 65535)
@@ -149,6 +183,7 @@ inline std::string Refusal(GroupNormOp op, const GroupNormProblem& p, const Plan
       p.batch * p.images > kMostItems / plan.splits)
     return "it needs fewer than 2^30 images times splits";
   if (resident) return ResidentRefusal(op, p, plan, device);
+  if (rows) return RowsRefusal(p);
   const int64_t shared = SharedBytes(p, Vector(p));
   if (shared > kShared)
     return "its channels and groups need " + std::to_string(shared) +
@@ -169,7 +204,7 @@ struct Scratch {
       parts;  // (batch * images, groups, splits) pairs of float32: an item's two sums for each group
   int64_t
       sums;  // (batch * images * splits, 2, channels) float32: an item's share of dbias and dscale; of
-             // "resident" an image's
+             // "resident" an image's, of "rows" a block's
   int64_t counters;  // (1 + batch * images) uint32: the items taken; of each image those summed up
   int64_t end;
 };
@@ -177,9 +212,10 @@ struct Scratch {
 inline Scratch ScratchOf(GroupNormOp op, const GroupNormProblem& p, const Plan& plan) {
   const int64_t images = p.batch * p.images;
   const bool resident = plan.kernel == "resident", backward = op == GroupNormOp::kBackward;
-  const int64_t items = resident ? images : images * plan.splits;
+  const bool rows = plan.kernel == "rows";
+  const int64_t items = rows ? p.batch * RowBlocks(p) : resident ? images : images * plan.splits;
   Scratch s = {};
-  s.sums = resident ? 0 : Align256(items * p.groups * 8);
+  s.sums = resident || rows ? 0 : Align256(items * p.groups * 8);
   s.counters = s.sums + (backward ? Align256(items * 2 * p.channels * 4) : 0);
   s.end = s.counters + (plan.kernel == "interleaved" ? Align256((1 + images) * 4) : 0);
   return s;

@@ -30,6 +30,10 @@ Status Confirm(GroupNormOp op, const GroupNormProblem& p, const Plan& plan,
                          " bytes, given " + std::to_string(workspace.bytes));
 }
 
+Status ConfirmAligned(bool aligned, const std::string& what) {
+  return aligned ? Status::Ok() : Status::Invalid(what + ": arrays must be 16-byte aligned");
+}
+
 groupnorm::Walk MakeWalk(const GroupNormProblem& p, const Plan& plan, bool vectors) {
   const groupnorm::Lanes lanes = groupnorm::LanesOf(p.channels, vectors ? groupnorm::Vector(p) : 1);
   groupnorm::Walk w = {};
@@ -79,6 +83,10 @@ Status GroupNorm(const Context& ctx, const GroupNormProblem& p, const Plan& plan
   args.rstd = Float(rstd);
   args.parts = reinterpret_cast<float2*>(scratch + at.parts);
   args.counters = reinterpret_cast<unsigned*>(scratch + at.counters);
+  if (plan.kernel == "rows") {
+    JAXCONV_RETURN_IF_ERROR(ConfirmAligned(aligned, what));
+    return groupnorm::RowsForward(ctx, p, device, args, what);
+  }
   if (plan.kernel == "resident")
     return groupnorm::ResidentForward(ctx, p, plan, device, aligned, args, what);
   return groupnorm::Forward(ctx, p, plan.kernel == "interleaved", aligned, args, what);
@@ -110,6 +118,10 @@ Status GroupNormBackward(const Context& ctx, const GroupNormProblem& p, const Pl
   args.parts = reinterpret_cast<float2*>(scratch + at.parts);
   args.sums = reinterpret_cast<float*>(scratch + at.sums);
   args.counters = reinterpret_cast<unsigned*>(scratch + at.counters);
+  if (plan.kernel == "rows") {
+    JAXCONV_RETURN_IF_ERROR(ConfirmAligned(aligned, what));
+    return groupnorm::RowsBackward(ctx, p, device, args, what);
+  }
   if (plan.kernel == "resident") {
     JAXCONV_RETURN_IF_ERROR(groupnorm::ResidentBackward(ctx, p, plan, device, aligned, args, what));
   } else {

@@ -73,6 +73,11 @@ Status ResidentForward(const Context& ctx, const GroupNormProblem& p, const Plan
 Status ResidentBackward(const Context& ctx, const GroupNormProblem& p, const Plan& plan,
                         const Device& device, bool aligned, const BackwardArgs& args,
                         const std::string& what);
+// "rows"; arrays begin at multiples of 16 bytes. The backward pass includes AddShares.
+Status RowsForward(const Context& ctx, const GroupNormProblem& p, const Device& device,
+                   const ForwardArgs& args, const std::string& what);
+Status RowsBackward(const Context& ctx, const GroupNormProblem& p, const Device& device,
+                    const BackwardArgs& args, const std::string& what);
 // After a backward pass: dscale and dbias, of the `rows` shares of an instance. `early`: its blocks may come while that
 // ends (compute capability 9.0).
 Status AddShares(const Context& ctx, const GroupNormProblem& p, int64_t rows, bool early,
