@@ -259,7 +259,7 @@ class DenseCase:
             return min(extent, 64 if extent % 64 == 0 else 40)
 
         m, k, n = shrink(self.m), shrink(self.k), shrink(self.n)
-        return dataclasses.replace(self, m=m // (2 if self.m < self.k else 1), k=k, n=n)
+        return dataclasses.replace(self, m=max(m // (2 if self.m < self.k else 1), 1), k=k, n=n)
 
     def __str__(self) -> str:
         return f"{self.m}x{self.k}x{self.n} {self.activation}"
