@@ -36,9 +36,9 @@ template <typename T_, bool kMajorB_, int kBlocks_, int kTileN_>
 struct Sm90ClusterTile {
   using T = T_;
   static constexpr bool kMajorB = kMajorB_;
-  static constexpr bool kTurned =
-      std::is_same_v<T, float> && !kMajorB;  // the sums are d's transpose
-  static constexpr int kBlocks = kBlocks_;   // of 64 rows
+  // B's columns are the tensor cores' rows, from registers; the sums are d's transpose.
+  static constexpr bool kTurned = std::is_same_v<T, float> && !kMajorB;
+  static constexpr int kBlocks = kBlocks_;  // of 64 rows
   static constexpr int kTileN = kTileN_;
   static constexpr int kRows = kBlocks * 64, kColumns = kTileN;
   static constexpr int kTileK = 128 / int(sizeof(T));
