@@ -259,7 +259,7 @@ class DenseCase:
             return min(extent, 64 if extent % 64 == 0 else 40)
 
         m, k, n = shrink(self.m), shrink(self.k), shrink(self.n)
-        return dataclasses.replace(self, m=m // (2 if self.m < self.k else 1), k=k, n=n)
+        return dataclasses.replace(self, m=max(m // (2 if self.m < self.k else 1), 1), k=k, n=n)
 
     def __str__(self) -> str:
         return f"{self.m}x{self.k}x{self.n} {self.activation}"
@@ -542,9 +542,12 @@ _DEPTHWISE_LAYERS = (
     *((112, 32, 3, 1), (112, 96, 3, 2), (56, 144, 3, 1), (56, 144, 5, 2), (28, 192, 3, 1), (28, 240, 5, 1)),
     *((28, 240, 3, 2), (14, 384, 3, 1), (14, 480, 5, 1), (14, 672, 5, 2), (7, 960, 3, 1), (7, 1152, 5, 1)),
 )
+# MobileNetV3's squeeze-and-excitations, whose images are one pixel.
+_SQUEEZE_LAYERS = ((1, 480, 120), (1, 120, 480), (1, 960, 240), (1, 240, 960))
 SERVE_CONV = (
     *(_served("r50", batch, *layer) for batch in (1, 8) for layer in _R50_LAYERS),
     *(_served("mobilenet", 1, *layer) for layer in _MOBILENET_LAYERS),
+    *(_served("squeeze", batch, *layer) for batch in (1, 8) for layer in _SQUEEZE_LAYERS),
     *(_served("depthwise", 1, size, c, c, f, s, groups=c) for size, c, f, s in _DEPTHWISE_LAYERS),
 )
 
@@ -611,6 +614,17 @@ DENSE = tuple(
     for activation in ("relu", "gelu", "tanh")
 )
 
+# Of few rows: classifiers' heads, a layer of a multi-layer perceptron, a transformer's.
+SERVE_DENSE = tuple(
+    DenseCase(f"serve.b{m}.{name}.{activation}", m, k, n, activation, suite="serve")
+    for m, name, k, n, activation in (
+        *((m, "head", 2048, 1000, "relu") for m in (1, 8)),
+        *((m, "mlp4k", 4096, 4096, "relu") for m in (1, 8, 32)),
+        (64, "ffn.up", 768, 3072, "gelu"),
+        (64, "ffn.down", 3072, 768, "relu"),
+    )
+)
+
 POOL = (
     PoolCase("r50.stem", 256, 64, (112, 112), 3, 2, (0, 1)),
     PoolCase("inception.3x3", 64, 192, (56, 56), 3, 1, (1, 1)),
@@ -626,7 +640,7 @@ CPU_DENSE = (DenseCase("cpu.mlp", 512, 1024, 1024, "relu", suite="cpu"),)
 
 BY_OP: dict[str, tuple[Case, ...]] = {
     "conv": CONV + MODELS_CONV + CPU_CONV + THREADS_CONV + SERVE_CONV,
-    "dense": DENSE + CPU_DENSE,
+    "dense": DENSE + CPU_DENSE + SERVE_DENSE,
     "batchnorm": BATCHNORM + MODELS_BATCHNORM + CPU_BATCHNORM,
     "conv_batchnorm": CONV_BATCHNORM,
     "pool": POOL + CPU_POOL,

@@ -174,7 +174,8 @@ def dense_calls(dtype: str, algorithm: str, precision: str, m: int, k: int, n: i
     options = {"alpha": 0.5, "beta": 0.5, "precision": precision, "algorithm": algorithm, "implementation": None}
     x, w, b, c = ((m, k), dtype), ((k, n), dtype), ((n,), dtype), ((m, n), dtype)
     calls = []
-    for addend in (None, array(*c)) if algorithm == "gemm" or dtype != "float32" else (None,):
+    adds = algorithm in ("gemm", "sm90/cluster") or dtype != "float32"
+    for addend in (None, array(*c)) if adds else (None,):
         p = DenseProblem.infer("dense", array(*x), array(*w), array(*b), addend, **EPILOGUE, **options)
         calls.append((dense_kernel, p, [x, w, b] + [c] * p.addend))
     bare = p.bare()
@@ -249,7 +250,7 @@ GROUPNORMS = (
     ((3, 29, 23, 200), 10),
 )
 BATCHNORMS = (((6, 5, 5, 16), -1), ((6, 16, 8, 8), 1), ((6, 7, 7, 5), -1), ((6, 5, 7, 7), 1), ((130, 9, 9, 24), -1))
-DENSES = ((128, 64, 256), (72, 64, 136), (5, 7, 3), (16, 2048, 24), (200, 72, 264), (64, 1024, 136))
+DENSES = ((128, 64, 256), (72, 64, 136), (5, 7, 3), (16, 2048, 24), (200, 72, 264), (64, 1024, 136), (1, 520, 72))
 
 
 def cases(op: str, algorithm: str, dtype: str) -> Iterator[tuple[str, list[Call]]]:
@@ -284,12 +285,12 @@ KERNELS = {
     "conv": [
         *members(
             "sm90",
-            (kernel for kernel, _ in (*sm90.PRODUCTS, *sm90.FEW_PIXELS, *sm90.HALOS, *sm90.STATISTICS, *sm90.WGRADS)),
+            (kernel for kernel, _ in (*sm90.PRODUCTS, *sm90.FEW_ROWS, *sm90.HALOS, *sm90.STATISTICS, *sm90.WGRADS)),
         ),
         *members("depthwise", depthwise.KERNELS),
         *(family for family in _problem.CONV_ALGORITHMS if family not in ("sm90", "depthwise")),
     ],
-    "dense": [*members("sm90", (*(kernel for kernel, _ in sm90.PRODUCTS), "rows")), "gemm"],
+    "dense": [*members("sm90", (*(kernel for kernel, _ in (*sm90.PRODUCTS, *sm90.FEW_ROWS)), "rows")), "gemm"],
     "batchnorm": list(_problem.BATCHNORM_ALGORITHMS),
     "pool": list(_problem.POOL_ALGORITHMS),
     "groupnorm": list(_problem.GROUPNORM_ALGORITHMS),

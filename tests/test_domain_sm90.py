@@ -22,7 +22,7 @@ from jaxconv._problem import ConvProblem, DenseProblem
 H200 = Device("cuda", "NVIDIA H200", (9, 0), 132)
 DEFAULT, HIGHEST = (lax.Precision.DEFAULT,) * 2, (lax.Precision.HIGHEST,) * 2
 OPS = ("conv_fprop", "conv_dgrad", "conv_wgrad", "conv_statistics", "conv_dgrad_add")
-FAMILY = (*sm90.PRODUCTS, *sm90.FEW_PIXELS, *sm90.HALOS, *sm90.STATISTICS, *sm90.WGRADS)
+FAMILY = (*sm90.PRODUCTS, *sm90.FEW_ROWS, *sm90.HALOS, *sm90.STATISTICS, *sm90.WGRADS)
 ANY = {"conv_wgrad": ("wgrad", "128x256"), "conv_statistics": ("statistics", "128x128")}  # else product 128x128
 
 
@@ -172,6 +172,8 @@ DENSE_EDGES: dict[str, tuple[str, str, Any, int, int]] = {
     "resident 64x256 depth": ("resident", "64x256", lambda v: dense(k=v), 320, 8),
     "resident 128x64 depth": ("resident", "128x64", lambda v: dense(k=v), 256, 8),
     "resident columns": ("resident", "64x256", lambda v: dense(n=v), 64 * 256, 8),
+    "tiles of clusters": ("cluster", "64x64", lambda v: dense(m=v, k=8, n=8), 64 * 65535, 1),
+    "tiles of clusters in TF32": ("cluster", "64x128", lambda v: dense(n=v, k=8, dtype="float32"), 16383 * 128, 8),
     "resident instances": ("resident", "64x256", lambda v: dense(batch=v, batched=("x", "w")), 64, 1),
 }
 
@@ -214,6 +216,31 @@ def test_splits():
     for splits in (0, 1, 9, 10, 11):
         assert (refused("dense", "rows", "64x128", rows, splits) is None) == (1 <= splits <= 10)
         assert (refused("dense", "product", "128x128", rows, splits) is None) == (splits == 1)
+    for splits in (0, 1, 7, 8, 9):
+        assert (refused("dense", "cluster", "64x64", rows, splits) is None) == (1 <= splits <= 8)
+        assert (refused("conv_fprop", "cluster", "64x64", p, splits) is None) == (1 <= splits <= 8)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_few_rows_reach_clusters(dtype):
+    """Heads, layers of perceptrons, squeeze-and-excitations; float32 as TF32 alone, and without a copy of w."""
+    for m, k, n in ((1, 2048, 1000), (8, 2048, 1000), (1, 4096, 4096), (64, 768, 3072)):
+        p = dense(m, k, n, dtype=dtype, bias="column")
+        made = {plan.kernel: plan for plan in _plan.every("dense", p, H200)}
+        cluster = made["sm90/cluster"]
+        assert cluster.workspace_bytes == 0 and cluster.splits > 1
+        assert (_plan.made("dense", "sm90", p, H200) == cluster) == (m <= 16)
+        assert {plan.spec for plan in _plan.tiles("dense", p, H200)} >= {
+            f"sm90/cluster {tile}" for tile in sm90.CLUSTERS
+        }
+        assert refused("dense", "cluster", "64x64", dataclasses.replace(p, trans_x=True, k=8)) is not None
+    for images, c, k in ((1, 480, 120), (8, 240, 960)):
+        p = conv((1, 1), c=c, k=k, filter=1, batch=images, dtype=dtype)
+        made = {plan.kernel: plan for plan in _plan.every("conv_fprop", p, H200)}
+        assert made["sm90/cluster"].workspace_bytes == 0
+    highest = dict(dtype="float32", precision=HIGHEST)
+    assert "TF32" in (refused("dense", "cluster", "64x64", dense(**highest)) or "")
+    assert "TF32" in (refused("conv_fprop", "cluster", "64x64", conv(**highest)) or "")
 
 
 def test_few_multiprocessors_have_few_columns():
@@ -253,14 +280,15 @@ def test_native_code_has_the_tiles_that_python_lists():
     assert found == set(FAMILY)
     for tile in ("128", "x", "128x", "x128", "128x256x1", "128x256 ", "0128x256", "-128x256", "999999999999x1"):
         assert refused("conv_fprop", "product", tile, conv()) is not None
-    dense_kernels = {*(kernel for kernel, _ in sm90.PRODUCTS), "rows"}
+    dense_tiles = {*sm90.PRODUCTS, *sm90.FEW_ROWS, ("rows", "64x128")}
+    dense_kernels = {kernel for kernel, _ in dense_tiles}
     found = {
         (kernel, tile)
         for kernel, tile in itertools.product({*kernels, "rows", "nothing"}, sizes[1:])
         for dtype, precision in (("bfloat16", DEFAULT), ("float32", DEFAULT), ("float32", HIGHEST))
         if refused("dense", kernel, tile, dense(dtype=dtype, precision=precision)) is None
     }
-    assert found == {*sm90.PRODUCTS, ("rows", "64x128")} and {kernel for kernel, _ in found} == dense_kernels
+    assert found == dense_tiles and {kernel for kernel, _ in found} == dense_kernels
 
 
 def test_some_case_runs_each_kernel():

@@ -21,14 +21,16 @@ import jaxconv
 from jaxconv import _native, _plan, conv
 from jaxconv._plan import sm90
 from jaxconv._problem import ConvProblem, DenseProblem
+from jaxconv.dense import matmul
 
 if DEVICE.compute_capability != (9, 0) or _native.missing(DEVICE.platform) is not None:
     pytest.skip("needs a GPU of compute capability 9.0 and its kernels", allow_module_level=True)
 
 FORCED = [
-    f"sm90/{kernel} {tile}".strip() for kernel, tile in (*sm90.PRODUCTS, *sm90.FEW_PIXELS, *sm90.HALOS, *sm90.WGRADS)
+    f"sm90/{kernel} {tile}".strip() for kernel, tile in (*sm90.PRODUCTS, *sm90.FEW_ROWS, *sm90.HALOS, *sm90.WGRADS)
 ]
-FORCED_DENSE = [*(f"sm90/{kernel} {tile}" for kernel, tile in sm90.PRODUCTS), "sm90/rows 64x128"]
+FORCED_DENSE = [*(f"sm90/{kernel} {tile}" for kernel, tile in (*sm90.PRODUCTS, *sm90.FEW_ROWS)), "sm90/rows 64x128"]
+CLUSTERS = [f"sm90/{kernel} {tile}" for kernel, tile in sm90.FEW_ROWS]
 OPERANDS = {"conv_fprop": ("x", "w"), "conv_dgrad": ("dy", "w"), "conv_wgrad": ("x", "dy")}
 BY_NAME = {case.name: case for case in SM90_CASES}
 over_cases = pytest.mark.parametrize("case", SM90_CASES, ids=lambda case: case.name)
@@ -213,6 +215,145 @@ def test_every_tile_of_dense_is_exact(size, kernel):
         pytest.skip(f"{kernel} does not have it: {refusal}")
     y = jax.jit(functools.partial(jaxconv.dense, algorithm=kernel))(*(jnp.asarray(a, "bfloat16") for a in (x, w)))
     assert_exact(y, x @ w, kernel)
+
+
+# (M, K, N) of few rows
+FEW = {
+    (1, 8, 8): "one vector: the parts of most CTAs are empty",
+    (1, 2048, 1000): "one image's head",
+    (8, 520, 72): "a stage that ends in zeros, columns past 64",
+    (13, 328, 136): "rows that are no vector, columns past 128",
+    (70, 1032, 264): "rows past 64",
+    (130, 264, 128): "rows past 128",
+}
+over_precisions = pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+
+
+def few(dtype: str, size: tuple[int, int, int], kernel: str, **options: Any) -> DenseProblem:
+    m, k, n = size
+    p = DenseProblem("dense", dtype, m, k, n, (lax.Precision.DEFAULT,) * 2, algorithm=kernel, **options)
+    assert _plan.supports("dense", kernel, p, DEVICE) is None
+    return p
+
+
+@over_precisions
+@pytest.mark.parametrize("kernel", CLUSTERS)
+@pytest.mark.parametrize("trans_w", [False, True])
+@pytest.mark.parametrize("size", FEW, ids=str)
+def test_few_rows_are_exact(size, trans_w, kernel, dtype):
+    """w as it lies or transposed. Large in float32, whose TF32 has 11 bits: an operand cut to bfloat16 would show."""
+    m, k, n = size
+    x, w = integers(0, (m, k), 1000 if dtype == "float32" else 1), integers(1, (k, n), 1)
+    x[:, np.arange(k) % max(1, k // 64) != 0] = 0
+    p = few(dtype, size, kernel, trans_w=trans_w)
+    f = jax.jit(functools.partial(matmul, p))
+    y = f(jnp.asarray(x, dtype), jnp.asarray(w.T if trans_w else w, dtype))
+    assert_exact(y, x @ w, kernel)
+
+
+@over_precisions
+@pytest.mark.parametrize("bias", ["scalar", "row", "column"])
+@pytest.mark.parametrize("batched", [("x", "w", "b", "c"), ("x", "b"), ("w", "c"), ("x",)], ids=str)
+def test_few_rows_of_instances_with_all_that_an_epilogue_has_are_exact(batched, bias, dtype):
+    """Each operand of every instance or one for all; c is added twice, the preactivation is saved."""
+    m, k, n, batch = 5, 200, 136, 3
+
+    def make(seed: int, name: str, shape: tuple[int, ...], largest: int) -> np.ndarray:
+        return integers(seed, (batch, *shape) if name in batched else shape, largest)
+
+    x, w = make(0, "x", (m, k), 1), make(1, "w", (k, n), 1)
+    x[..., np.arange(k) % 4 != 0] = 0
+    b = make(2, "b", {"scalar": (), "row": (m, 1), "column": (n,)}[bias], 2)
+    c = make(3, "c", (m, n), 2)
+
+    def f(x: Any, w: Any, b: Any, c: Any) -> Any:
+        options: dict[str, Any] = {"c": c, "beta": 2.0, "activation": "relu", "return_preactivation": True}
+        return jaxconv.dense(x, w, b, algorithm="sm90/cluster", **options)
+
+    axes = tuple(0 if name in batched else None for name in "xwbc")
+    run = jax.jit(jax.vmap(f, axes))
+    args = [jnp.asarray(a, dtype) for a in (x, w, b, c)]
+    y, z = run(*args)
+    expected = x @ w + b.reshape(-1, *{"scalar": (1, 1), "row": (m, 1), "column": (1, n)}[bias]) + 2 * c
+    assert_exact(z, expected, "z")
+    assert_exact(y, np.maximum(expected, 0), "y")
+
+
+@over_precisions
+@pytest.mark.parametrize("activation", [a for a in NAMED_ACTIVATIONS if a is not None], ids=label)
+def test_every_activation_of_few_rows_errs_no_more_than_twice_xla(activation, dtype):
+    """float32 products are TF32's on both sides: these are integers, so that z is exact, over 8."""
+    m, k, n = 8, 264, 136
+    x, w, b = integers(0, (m, k), 1) / 8, integers(1, (k, n), 1), integers(2, (n,), 2) / 8
+    args = [jnp.asarray(a, dtype) for a in (x, w, b)]
+    f = functools.partial(jaxconv.dense, activation=activation, return_preactivation=True)
+    actual = jax.jit(functools.partial(f, algorithm="sm90/cluster"))(*args)
+    xla = jax.jit(functools.partial(f, implementation="xla"))(*args)
+    z = x @ w + b
+    for a, t, r in zip(actual, xla, (ref.activate(activation, z), z), strict=True):
+        assert_close(a, t, r, k, f"{activation}", scale=np.abs(z).max())
+
+
+@over_precisions
+def test_random_products_of_few_rows_err_no_more_than_twice_xla(dtype):
+    m, k, n = 8, 4096, 520
+    x, w = normal(0, (m, k), dtype), normal(1, (k, n), dtype)
+    args = [jnp.asarray(a, dtype) for a in (x, w)]
+    actual, xla = (
+        jax.jit(functools.partial(jaxconv.dense, **how))(*args)
+        for how in ({"algorithm": "sm90/cluster"}, {"implementation": "xla"})
+    )
+    exact = np.asarray(args[0], np.float64) @ np.asarray(args[1], np.float64)
+    if dtype != "float32":
+        assert_close(actual, xla, exact, k, dtype)
+        return
+    # Operands rounded to the nearest of 11 bits err by 2.9e-4 of a sum, root mean square; cut off, by twice as much.
+    error = np.asarray(actual, np.float64) - exact
+    assert np.sqrt(np.mean(error**2)) <= 4e-4 * np.sqrt(np.mean(exact**2))
+
+
+@over_precisions
+def test_the_gradient_of_few_rows_is_exact(dtype):
+    """Whatever kernel the family has for it: the forward pass is sm90/cluster's."""
+    m, k, n = 8, 264, 136
+    x, w, dy = integers(0, (m, k), 1), integers(1, (k, n), 1), integers(2, (m, n), 1)
+    dy[:, np.arange(n) % 2 != 0] = 0
+    f = functools.partial(jaxconv.dense, algorithm="sm90")
+    y, back = jax.vjp(f, jnp.asarray(x, dtype), jnp.asarray(w, dtype))
+    dx, dw = back(jnp.asarray(dy, dtype))
+    for actual, expected in ((y, x @ w), (dx, dy @ w.T), (dw, x.T @ dy)):
+        assert_exact(actual, expected)
+
+
+# (images, size, C, K, filter): an image of a network that answers one; one pixel; a group's channels
+SERVED = {
+    (1, 7, 512, 512, 3): "49 pixels",
+    (2, 5, 72, 136, 3): "channels that end within a stage",
+    (1, 1, 480, 120, 1): "a squeeze-and-excitation",
+    (8, 1, 120, 480, 1): "of eight images",
+    (3, 9, 40, 72, 1): "243 pixels",
+}
+
+
+@over_precisions
+@pytest.mark.parametrize("kernel", CLUSTERS)
+@pytest.mark.parametrize("size", SERVED, ids=str)
+def test_few_pixels_with_all_that_an_epilogue_has_are_exact(size, kernel, dtype):
+    images, side, c, k, filter = size
+    shape = (images, side, side, c)
+    x, w = integers(0, shape, 1), integers(1, (filter, filter, c, k), 1)
+    x[..., np.arange(c) % max(1, c // 16) != 0] = 0
+    b, residual = integers(2, (k,), 2), integers(3, (images, side, side, k), 2)
+    options: dict[str, Any] = {"activation": "relu", "padding": filter // 2, "residual": jnp.asarray(residual, dtype)}
+    f = jax.jit(functools.partial(jaxconv.conv2d, algorithm=kernel, **options))
+    args = [jnp.asarray(a, dtype) for a in (x, w, b)]
+    y = f(*args)
+    padded = np.pad(x, ((0, 0), *[(filter // 2,) * 2] * 2, (0, 0)))
+    z = b + residual.astype(float)
+    for r in range(filter):
+        for s in range(filter):
+            z = z + padded[:, r : r + side, s : s + side] @ w[r, s]
+    assert_exact(y, np.maximum(z, 0))
 
 
 @over_dtypes

@@ -61,7 +61,11 @@ Status Dense(const Context& ctx, const DenseProblem& p, const Epilogue& e, const
              Workspace workspace) {
   if (p.m == 0 || p.n == 0 || p.batch == 0) return Status::Ok();
   const std::string what = Describe("dense", p, plan);
-  JAXCONV_RETURN_IF_ERROR(Confirm(what, p, plan, {x, w, c, y, z, workspace.data}, workspace));
+  // sm90/cluster reads a bias by column in vectors.
+  const void* vectors =
+      plan.kernel == "sm90/cluster" && p.bias == BiasKind::kColumn ? bias : nullptr;
+  JAXCONV_RETURN_IF_ERROR(
+      Confirm(what, p, plan, {x, w, vectors, c, y, z, workspace.data}, workspace));
   if (plan.kernel == kGradientKernel)
     return Status::Unimplemented(what + ": sm90/gradient makes gradients only");
   if (FamilyOf(plan.kernel) == "sm90")

@@ -5,6 +5,7 @@
 //   sm90/product_swapped  16 bit, columns of y on the tensor cores' rows: neither an addend nor a bias by row
 //   sm90/resident         16 bit, x not transposed: w's columns stay in shared memory
 //   sm90/rows             16 bit, x not transposed: few rows, splits are the parts of K
+//   sm90/cluster          16 bit and TF32, x not transposed: few rows, splits are the parts of K, the CTAs of a cluster
 //   sm90/gradient         the way back through an activation (DenseGradient, which has no other): 16 bit, one instance, w
 //                         stored (N, K), neither bias nor addend, alpha 1
 #pragma once
@@ -32,10 +33,10 @@ inline std::string RefuseSm90(const DenseProblem& p, const Plan& plan, const Dev
   const std::string_view member = MemberOf(plan.kernel);
   const Sm90Choice choice = ReadSm90Choice(member, plan.tile);
   const bool single = p.dtype == DType::kF32, tf32 = single && !p.full_float32;
-  if (choice.kernel == Sm90Kernel::kNone || choice.kernel == Sm90Kernel::kCluster)
-    return "there is no such kernel";
+  if (choice.kernel == Sm90Kernel::kNone) return "there is no such kernel";
   if (!device.sm90()) return "it needs a GPU of compute capability 9.0";
-  if (p.addend && single) return "in float32 it takes no addend";
+  const bool cluster = choice.kernel == Sm90Kernel::kCluster;
+  if (p.addend && single && !cluster) return "in float32 it takes no addend";
   if (p.trans_x && p.trans_w) return "it does not take both operands transposed";
   if (p.n % 8 != 0 || (p.trans_x ? p.m : p.k) % 8 != 0 || (p.trans_w ? p.k : p.n) % 8 != 0)
     return "it needs rows of x, w and y of a multiple of 8 elements";
@@ -49,8 +50,8 @@ inline std::string RefuseSm90(const DenseProblem& p, const Plan& plan, const Dev
   std::string why = RefuseSm90Tile(choice.kernel, plan.tile, p.dtype, p.full_float32);
   if (!why.empty()) return why;
   const bool rows = choice.kernel == Sm90Kernel::kRows;
-  if (plan.splits > (rows ? CeilDivide(p.k, 64) : 1))
-    return "sm90/rows cuts K, into at most ceil(K / 64) parts";
+  if (plan.splits > (rows ? CeilDivide(p.k, 64) : cluster ? kMostClusterParts : 1))
+    return "sm90/rows cuts K, into at most ceil(K / 64) parts, and sm90/cluster, into at most 8";
   if (choice.kernel == Sm90Kernel::kProductSwapped && (p.addend || p.bias == BiasKind::kRow))
     return "it takes neither an addend nor a bias by row";
   if (choice.kernel == Sm90Kernel::kGradient) {
@@ -62,10 +63,12 @@ inline std::string RefuseSm90(const DenseProblem& p, const Plan& plan, const Dev
       return "it has at most " + std::to_string(device.multiprocessors) + " columns of tiles";
   }
   const bool resident = choice.kernel == Sm90Kernel::kResident;
-  if ((rows || resident) && p.trans_x) return "it does not take x transposed";
+  if ((rows || resident || cluster) && p.trans_x) return "it does not take x transposed";
   if (plan.tile.empty()) return "";
   const double tiles = double(CeilDivide(p.m, choice.tile.rows)) *
                        double(CeilDivide(p.n, choice.tile.columns)) * double(p.batch);
+  if (cluster && tiles > double(kMostClusterTiles))
+    return "it has at most " + std::to_string(kMostClusterTiles) + " tiles";
   why = RefuseSm90Tiles(tiles * double(plan.splits), CeilDivide(p.k, tf32 ? 32 : 64));
   if (why.empty() && rows && double(p.batch) * double(p.m) * double(p.n) > double(int64_t(1) << 41))
     why = "it makes at most 2^41 outputs";
@@ -74,13 +77,13 @@ inline std::string RefuseSm90(const DenseProblem& p, const Plan& plan, const Dev
 }
 
 // Bytes. Parts of K in float32. Float32 operands of sm90: three bfloat16 terms of each element of w, or in TF32 the
-// transposes of what is not k-major.
+// transposes of what is not k-major, which sm90/cluster reads as it lies.
 inline int64_t WorkspaceOf(const DenseProblem& p, const Plan& plan) {
   const int64_t sums = plan.splits * p.batch * p.m * p.n * 4;
   if (plan.kernel == "gemm") return plan.splits > 1 ? sums : 0;
   if (plan.kernel == "sm90/rows") return sums;
   if (plan.kernel == "sm90/gradient") return MostGradientParts(p.m) * p.n * 4;
-  if (p.dtype != DType::kF32) return 0;
+  if (p.dtype != DType::kF32 || plan.kernel == "sm90/cluster") return 0;
   const int64_t x = (p.x_batched ? p.batch : 1) * p.m * p.k;
   const int64_t w = (p.w_batched ? p.batch : 1) * p.k * p.n;
   if (p.full_float32) return Align256(6 * w);

@@ -36,12 +36,13 @@ Status Sm90Dense(const Context& ctx, const DenseProblem& p, const Epilogue& e, c
     JAXCONV_RETURN_IF_ERROR(
         SplitIntoTerms(ctx, 0, p.k * p.n * instances_w, what, &x, &w, &workspace));
   }
+  const bool cluster = choice.kernel == Sm90Kernel::kCluster;
   bool trans_x = p.trans_x, trans_w = p.trans_w;
   if (in.tf32 && trans_x) {
     JAXCONV_RETURN_IF_ERROR(TransposeFloats(ctx, instances_x, p.k, p.m, what, &x, &workspace));
     trans_x = false;
   }
-  if (in.tf32 && !trans_w) {
+  if (in.tf32 && !trans_w && !cluster) {
     JAXCONV_RETURN_IF_ERROR(TransposeFloats(ctx, instances_w, p.k, p.n, what, &w, &workspace));
     trans_w = true;
   }
@@ -86,7 +87,12 @@ Status Sm90Dense(const Context& ctx, const DenseProblem& p, const Epilogue& e, c
     g.epilogue.stride_c = p.c_batched ? p.m * p.n : 0;
     g.epilogue.beta = float(p.beta);
   }
-  const int rows = choice.tile.rows, columns = FilterBoxRows(choice.tile);
+  if (cluster) {
+    g.row_d = p.n;
+    g.instance_d = m * p.n;
+    g.box_rows = ClusterBoxRows(choice.tile, m);
+  }
+  const int rows = cluster ? g.box_rows : choice.tile.rows, columns = FilterBoxRows(choice.tile);
   TmaTensor matrix =
       trans_x ? Matrices(x, p.k, m, p.x_batched, batch) : Matrices(x, m, p.k, p.x_batched, batch);
   g.term_taps = 1;
@@ -102,8 +108,9 @@ Status Sm90Dense(const Context& ctx, const DenseProblem& p, const Epilogue& e, c
   filter.rank = 4;
   filter.extent[3] = in.terms;
   filter.stride[3] = filter.stride[1] * filter.extent[1];
-  JAXCONV_RETURN_IF_ERROR(EncodeTiled(in.element, filter, {0, 1, trans_w ? columns : 64, 1},
+  JAXCONV_RETURN_IF_ERROR(EncodeTiled(in.element, filter, {0, 1, trans_w ? columns : in.depth, 1},
                                       what + " w", &g.b, in.tf32));
+  if (in.tf32 && cluster) return LaunchSm90ClusterTf32(ctx, g, choice.tile, trans_w, what);
   if (p.dtype == DType::kF32) {
     g.out.d = static_cast<float*>(y);
     g.out.z = static_cast<float*>(z);

@@ -30,6 +30,8 @@ Status LaunchSm90ByTile(const Context& ctx, Sm90Product& p, Sm90Choice choice, i
     return LaunchSm90Product<Tile>(ctx, Sm90ProductKernel<Tile>, p, multiprocessors, what);
   }
   if constexpr (kMajorA) {
+    if (choice.kernel == Sm90Kernel::kCluster)
+      return LaunchSm90ClusterByTile<T, kMajorB>(ctx, p, tile, what);
     if (choice.kernel == Sm90Kernel::kRows && tile == TileSize{64, 128}) {
       return LaunchSm90Rows<Sm90Alternate<T, kMajorA, kMajorB, 128>>(ctx, p, multiprocessors, what);
     }
@@ -38,16 +40,6 @@ Status LaunchSm90ByTile(const Context& ctx, Sm90Product& p, Sm90Choice choice, i
     }
     if (choice.kernel == Sm90Kernel::kResident && tile == TileSize{64, 256}) {
       return LaunchSm90Resident<Sm90Resident<T, kMajorB, 2, 1, 256>>(ctx, p, multiprocessors, what);
-    }
-  }
-  if constexpr (kMajorA && !kMajorB) {
-    if (choice.kernel == Sm90Kernel::kCluster) {
-      if (tile == TileSize{64, 64})
-        return LaunchSm90Cluster<Sm90ClusterTile<T, 1, 64>>(ctx, p, what);
-      if (tile == TileSize{64, 128})
-        return LaunchSm90Cluster<Sm90ClusterTile<T, 1, 128>>(ctx, p, what);
-      if (tile == TileSize{128, 128})
-        return LaunchSm90Cluster<Sm90ClusterTile<T, 2, 128>>(ctx, p, what);
     }
   }
   return Status::Internal(what + ": no launcher");

@@ -73,13 +73,21 @@ struct Sm90Product {
   int k_blocks;  // blocks of 64 k (32 in TF32) in a tap
   int splits;    // parts that k, or taps times k, is cut into; more than 1 for few rows only
   void *plain_d, *plain_z;  // few rows: d and z as they lie
-  float* partials;          // few rows: (splits, instances, m, n)
-  int term_taps;            // taps of B between a term and the next
+  // Clusters: elements from a row of d, z and c to the next, from an instance of d and z; rows of a's boxes.
+  int64_t row_d, instance_d;
+  int box_rows;
+  float* partials;  // few rows: (splits, instances, m, n)
+  int term_taps;    // taps of B between a term and the next
   Sm90FloatOutput out;
   // Filled in by the launch.
   int tiles, tiles_n;
   FastDiv by_band, by_splits;
 };
+
+// Rows of a's boxes for clusters: the tile's, or the eights that hold all m.
+constexpr int ClusterBoxRows(TileSize tile, int64_t m) {
+  return m < tile.rows ? int((m + 7) / 8 * 8) : tile.rows;
+}
 
 static_assert(sizeof(Sm90Product) <= 4000, "a kernel's parameters are 4 KiB at most");
 
@@ -98,5 +106,8 @@ JAXCONV_DECLARE_SM90(KKFloat)
 JAXCONV_DECLARE_SM90(MNFloat)
 JAXCONV_DECLARE_SM90(KKTf32)
 #undef JAXCONV_DECLARE_SM90
+// The kernel "cluster" in TF32, B (n, k) row-major or (k, n).
+Status LaunchSm90ClusterTf32(const Context& ctx, Sm90Product& p, TileSize tile, bool k_major_b,
+                             const std::string& what);
 
 }  // namespace jaxconv::cuda

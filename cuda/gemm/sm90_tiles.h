@@ -5,7 +5,7 @@
 //   product_swapped   d's columns on the tensor cores' rows
 //   resident          all of B's columns of a tile stay in shared memory; a tile is a warpgroup's
 //   rows              few rows: parts of K, added up by a second kernel
-//   cluster           few rows: parts of K in the CTAs of a cluster, which add them up
+//   cluster           few rows, 16 bit and TF32: parts of K in the CTAs of a cluster, which add them up
 //   gradient          d times an activation's derivative, and the sums of its columns
 #pragma once
 
@@ -97,7 +97,11 @@ inline std::string NoSuchTile(std::string_view tile) {
 // Whether the kernel has the tile; an empty one is some tile.
 inline std::string RefuseSm90Tile(Sm90Kernel kernel, std::string_view tile, DType dtype,
                                   bool full_float32) {
-  if (dtype == DType::kF32 && kernel != Sm90Kernel::kProduct) return "it takes 16-bit arrays only";
+  if (dtype == DType::kF32 && kernel == Sm90Kernel::kCluster) {
+    if (full_float32) return "it takes float32 in TF32 only";
+  } else if (dtype == DType::kF32 && kernel != Sm90Kernel::kProduct) {
+    return "it takes 16-bit arrays only";
+  }
   if (tile.empty()) return "";
   const TileSize size = ReadTile(tile);
   bool has = false;

@@ -18,7 +18,6 @@ from jaxconv._plan import batchnorm, conv, dense, domain, groupnorm, measured, m
 from jaxconv._plan.plan import Candidate, Device, Plan, Problem, itemsize, known
 from jaxconv._problem import (
     BATCHNORM_ALGORITHMS,
-    DENSE_ALGORITHMS,
     GROUPNORM_ALGORITHMS,
     POOL_ALGORITHMS,
     BatchNormProblem,
@@ -498,10 +497,12 @@ def every(op: str, problem: Problem, device: Device) -> list[Plan]:
         return []
     if isinstance(problem, ConvProblem):
         return list(conv.every(op, problem, device))
-    algorithms: tuple[str, ...] = DENSE_ALGORITHMS
+    if isinstance(problem, DenseProblem):
+        return list(dense.kernels(problem, device))
+    algorithms: tuple[str, ...]
     if isinstance(problem, PoolProblem):
         algorithms = POOL_ALGORITHMS
-    elif isinstance(problem, BatchNormProblem | GroupNormProblem):
+    else:
         algorithms = BATCHNORM_ALGORITHMS if isinstance(problem, BatchNormProblem) else GROUPNORM_ALGORITHMS
     plans = (made(op, algorithm, problem, device) for algorithm in algorithms)
     return [plan for plan in plans if isinstance(plan, Plan)]

@@ -7,10 +7,19 @@ from collections.abc import Iterator
 
 from jaxconv._plan import domain
 from jaxconv._plan.plan import Device, Plan, extent_of, itemsize, product_tile, splits_of
-from jaxconv._plan.sm90 import PRODUCTS, product_time, resident_tile, terms_of
+from jaxconv._plan.sm90 import CLUSTERS, PRODUCTS, cluster_time, product_time, resident_tile, terms_of
 from jaxconv._problem import DENSE_ALGORITHMS, DenseProblem, family_of
 
 GEMM_TILES = ("128x128", "128x64", "64x64")
+# Rows up to which "sm90" is sm90/cluster: of more, sm90/rows was measured.
+FEW = 16
+
+
+def _clusters(p: DenseProblem, device: Device) -> list[tuple[str, str, int]]:
+    """sm90/cluster's tiles and CTAs of a cluster, the fastest first."""
+    steps, instances = -(-p.k * itemsize(p) // 128), p.batch or 1
+    times = {tile: cluster_time(tile, p.m, p.n, steps, instances, device, True) for tile in CLUSTERS}
+    return [("cluster", tile, times[tile][1]) for tile in sorted(CLUSTERS, key=lambda tile: times[tile][0])]
 
 
 def _sm90(p: DenseProblem, device: Device) -> Iterator[tuple[str, str, int]]:
@@ -19,6 +28,8 @@ def _sm90(p: DenseProblem, device: Device) -> Iterator[tuple[str, str, int]]:
         yield "product", "128x64" if p.n <= 64 else "128x128", 1
         return
     steps, instances = -(-p.k * itemsize(p) // 128), p.batch or 1
+    if p.m * instances <= FEW and not p.trans_x:
+        yield _clusters(p, device)[0]
     if p.dtype != "float32" and not p.trans_x:
         # Few rows: parts of K, so that every multiprocessor fetches a share of w.
         parts = min(device.sm_count // max(-(-p.m // 64) * -(-p.n // 128) * instances, 1), steps // 4)
@@ -46,6 +57,8 @@ def wants(algorithm: str, p: DenseProblem, device: Device) -> Iterator[Plan]:
         for kernel, tile in PRODUCTS:
             yield Plan("native", "", f"sm90/{kernel}", tile)
         yield Plan("native", "", "sm90/rows", "64x128", min(3, -(-p.k // 64)))
+        for kernel, tile, splits in _clusters(p, device):
+            yield Plan("native", "", f"sm90/{kernel}", tile, splits)
         return
     batch = p.batch or 1
     if device.platform == "cpu":
@@ -76,6 +89,16 @@ def made(algorithm: str, p: DenseProblem, device: Device) -> Plan | str:
                 return dataclasses.replace(wanted, workspace_bytes=size)
             why = refused
     return why
+
+
+def kernels(p: DenseProblem, device: Device) -> Iterator[Plan]:
+    """A plan for each family that can run p, and for sm90/cluster where it is not sm90's first."""
+    seen: set[str] = set()
+    for algorithm in (*DENSE_ALGORITHMS, "sm90/cluster"):
+        plan = made(algorithm, p, device)
+        if isinstance(plan, Plan) and plan.kernel not in seen:
+            seen.add(plan.kernel)
+            yield plan
 
 
 def every(p: DenseProblem, device: Device) -> Iterator[Plan]:

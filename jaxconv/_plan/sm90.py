@@ -23,7 +23,7 @@ PRODUCTS: tuple[Choice, ...] = (
     ("product_swapped", "256x128"),
     *(("resident", tile) for tile in ("128x64", "64x256")),
 )
-FEW_PIXELS: tuple[Choice, ...] = tuple(("cluster", tile) for tile in CLUSTERS)  # of convolutions alone
+FEW_ROWS: tuple[Choice, ...] = tuple(("cluster", tile) for tile in CLUSTERS)
 HALOS: tuple[Choice, ...] = (("halo", ""), ("halo_3d", ""), ("halo_stream", ""))
 STATISTICS: tuple[Choice, ...] = tuple(("statistics", tile) for tile in ("256x64", "128x128", "256x128", "128x256"))
 WGRADS: tuple[Choice, ...] = (
@@ -44,7 +44,7 @@ def wants(op: str, p: ConvProblem, device: Device) -> Iterator[Plan]:
     elif op == "conv_wgrad":
         wanted, every = _wgrads(p, device), (*WGRADS, *HALOS)
     else:
-        wanted, every = _products(op, p, device), (*PRODUCTS, *FEW_PIXELS, *HALOS)
+        wanted, every = _products(op, p, device), (*PRODUCTS, *FEW_ROWS, *HALOS)
     seen: set[Choice] = set()
     for choices in (wanted, every):
         for kernel, tile in choices:
@@ -93,7 +93,7 @@ def _products(op: str, p: ConvProblem, device: Device) -> Iterator[Choice]:
     if summed > 64 and n > 64 and (taps > 1 if strided else _loads(p, n, summed)):
         yield "halo_stream", ""
     steps = taps * -(-summed * itemsize(p) // 128)
-    if not dgrad and not single:
+    if not dgrad:
         cluster = min(CLUSTERS, key=lambda tile: _cluster(tile, p, device)[0])
         tiles = -(-rows // 128) * -(-n // 128) * p.groups
         if tiles < device.sm_count and _cluster(cluster, p, device)[1] > 1:
@@ -117,15 +117,24 @@ def _products(op: str, p: ConvProblem, device: Device) -> Iterator[Choice]:
 
 
 def _cluster(tile: str, p: ConvProblem, device: Device) -> tuple[float, int]:
+    rows, columns = p.batch * math.prod(p.out_spatial), p.out_channels // p.groups
+    steps = math.prod(p.filter) * -(-p.in_channels // p.groups * itemsize(p) // 128)
+    return cluster_time(tile, rows, columns, steps, p.groups, device)
+
+
+def cluster_time(
+    tile: str, rows: int, columns: int, steps: int, instances: int, device: Device, pairs: bool = False
+) -> tuple[float, int]:
     """(how long sm90/cluster takes about, in microseconds; CTAs of a cluster): what is fetched, at 80 KB a microsecond
-    and multiprocessor, then the exchange of the sums."""
+    and multiprocessor, then the exchange of the sums. pairs: clusters of two are taken to fill the device."""
     height, width = extent_of(tile)
-    tiles = -(-p.batch * math.prod(p.out_spatial) // height) * -(-p.out_channels // p.groups // width) * p.groups
-    steps = math.prod(p.filter) * -(-p.in_channels // p.groups // 64)
+    tiles = -(-rows // height) * -(-columns // width) * instances
+    height = min(height, -(-rows // 8) * 8)  # that are fetched and summed up
 
     def time(splits: int) -> tuple[float, int]:
         # A cluster lives in one of the chip's groups of 14 to 18 multiprocessors: one of eight CTAs fits, or two.
-        waves = -(-tiles * splits // (device.sm_count * (32 - splits) // 31))
+        room = device.sm_count if pairs and splits == 2 else device.sm_count * (32 - splits) // 31
+        waves = -(-tiles * splits // room)
         fetched = -(-steps // splits) * (height + width) * 128
         return waves * (3.0 + fetched / 80e3 + 0.1 * splits + height * width * 4 / 50e3), splits
 

@@ -27,9 +27,11 @@ Status Product(const Context& ctx, const ConvProblem& p, const Epilogue& e, Sm90
   Device device;
   JAXCONV_RETURN_IF_ERROR(CurrentDevice(what, &device));
   const Sm90Arithmetic in = ArithmeticOf(p.dtype, p.full_float32);
+  const bool cluster = choice.kernel == Sm90Kernel::kCluster;
+  const bool transposed = in.tf32 && !cluster;  // the filter, in the workspace
   if (in.terms > 1) {
     JAXCONV_RETURN_IF_ERROR(SplitIntoTerms(ctx, 0, CountW(p), what, &x, &w, &workspace));
-  } else if (in.tf32) {
+  } else if (transposed) {
     JAXCONV_RETURN_IF_ERROR(
         TransposeFloats(ctx, p.filter_size(), p.group_c(), p.k, what, &w, &workspace));
   }
@@ -68,7 +70,17 @@ Status Product(const Context& ctx, const ConvProblem& p, const Epilogue& e, Sm90
     g.epilogue.bias_kind = BiasKind::kColumn;
     g.epilogue.stride_bias = p.group_k();
   }
-  const int tile_m = choice.tile.rows;
+  if (cluster) {
+    g.row_d = p.k;
+    g.instance_d = g.n;
+    g.box_rows = ClusterBoxRows(choice.tile, pixels);
+    if (residual != nullptr) {  // read as it lies
+      g.epilogue.c = residual;
+      g.epilogue.stride_c = g.n;
+      g.epilogue.beta = 1.f;
+    }
+  }
+  const int tile_m = cluster ? g.box_rows : choice.tile.rows;
   if (Plain(p)) {
     // A 1x1 convolution is a matrix product.
     JAXCONV_RETURN_IF_ERROR(EncodeTiled(p.dtype, MatrixTensor(x, p.group_c(), p.groups, pixels),
@@ -79,18 +91,14 @@ Status Product(const Context& ctx, const ConvProblem& p, const Epilogue& e, Sm90
     JAXCONV_RETURN_IF_ERROR(
         EncodeIm2col(p.dtype, image, walk, tile_m, what + " x", &g.a[0], in.tf32));
   }
-  JAXCONV_RETURN_IF_ERROR(
-      EncodeTiled(in.element, in.tf32 ? TransposedFilterTensor(p, w) : FilterTensor(p, w, in.terms),
-                  {0, 1, in.tf32 ? choice.tile.columns : 64, 1}, what + " w", &g.b, in.tf32));
+  JAXCONV_RETURN_IF_ERROR(EncodeTiled(
+      in.element, transposed ? TransposedFilterTensor(p, w) : FilterTensor(p, w, in.terms),
+      {0, 1, transposed ? choice.tile.columns : in.depth, 1}, what + " w", &g.b, in.tf32));
   if (p.dtype == DType::kF32)
-    return LaunchProduct(ctx, in, in.tf32, g, choice, device.multiprocessors, what);
+    return LaunchProduct(ctx, in, transposed, g, choice, device.multiprocessors, what);
   const TmaTensor out = MatrixTensor(y, p.group_k(), p.groups, pixels);
   if (residual != nullptr) {
     g.added = Sm90Added::kMatrix;
-    if (choice.kernel == Sm90Kernel::kCluster) {  // reads it as it lies
-      g.epilogue.c = residual;
-      g.epilogue.beta = 1.f;
-    }
     JAXCONV_RETURN_IF_ERROR(EncodeTiled(p.dtype,
                                         MatrixTensor(residual, p.group_k(), p.groups, pixels),
                                         {64, 1, tile_m}, what + " residual", &g.c));

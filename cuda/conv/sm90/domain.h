@@ -1,7 +1,7 @@
 // What the sm90 kernels can run, and their workspaces. Host C++17 without CUDA headers (cuda/domain.h).
 //
 //   product, product_swapped, resident    fprop, dgrad: implicit matrix products (gemm/sm90_tiles.h)
-//   cluster                               fprop of few pixels in 16 bit: the same, its sums in parts
+//   cluster                               fprop of few pixels in 16 bit and TF32: the same, its sums in parts
 //   statistics                            fprop in 16 bit with the mean and variance of its results
 //   halo, halo_stream, halo_3d            pixels fetched once for all taps (halo/domain.h and so on)
 //   wgrad, ...                            wgrad/domain.h
@@ -179,7 +179,8 @@ inline std::string Refusal(ConvOp op, const ConvProblem& p, const Plan& plan,
 }
 
 // Bytes. `p` is folded. Partial sums: two tiles a part; a halo kernel's are all of its block. Float32 operands: three
-// bfloat16 terms of each element (gemm/sm90_operands.h), or in TF32 the transpose of fprop's filter.
+// bfloat16 terms of each element (gemm/sm90_operands.h), or in TF32 the transpose of fprop's filter, which "cluster" reads
+// as it lies.
 inline int64_t Workspace(ConvOp op, const ConvProblem& p, const Plan& plan) {
   const std::string_view member = MemberOf(plan.kernel);
   const bool single = p.dtype == DType::kF32;
@@ -191,7 +192,7 @@ inline int64_t Workspace(ConvOp op, const ConvProblem& p, const Plan& plan) {
   if (op != ConvOp::kWgrad) {
     if (!single) return 0;
     if (p.full_float32) return Align256(6 * FilterCount(p));
-    return op == ConvOp::kFprop ? Align256(4 * FilterCount(p)) : 0;
+    return op == ConvOp::kFprop && member != "cluster" ? Align256(4 * FilterCount(p)) : 0;
   }
   if (member == "halo" && !single)
     return CeilDivide(p.group_k(), 64) * p.groups * plan.splits * kHaloPartialBytes;

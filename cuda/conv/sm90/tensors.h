@@ -73,11 +73,13 @@ inline void SetFloatOutput(void* d, void* z, int64_t channels, int64_t group_cha
   out->stride_image = stride;
 }
 
-// fprop reads w as it lies (KN), in TF32 transposed; dgrad reads it k-major.
+// fprop reads w as it lies (KN), in TF32 transposed but for clusters; dgrad reads it k-major.
 inline Status LaunchProduct(const Context& ctx, const Sm90Arithmetic& in, bool k_major_b,
                             Sm90Product& product, Sm90Choice choice, int multiprocessors,
                             const std::string& what) {
   const DType dtype = in.element;
+  if (in.tf32 && choice.kernel == Sm90Kernel::kCluster)
+    return LaunchSm90ClusterTf32(ctx, product, choice.tile, k_major_b, what);
   if (in.tf32) return LaunchSm90KKTf32(ctx, product, choice, multiprocessors, what);
   if (in.terms > 1) {
     return k_major_b ? LaunchSm90KKFloat(ctx, product, choice, multiprocessors, what)
