@@ -360,7 +360,7 @@ class Ends:
         """`made`, with the slab's rows in their places. XLA updates in place what nobody else uses."""
         for piece, first in zip(jnp.split(slab, len(self.made)), self.made, strict=True):
             made = lax.dynamic_update_slice_in_dim(made, piece, first, self.axis)
-        # Else XLA computes the update where it reads it, an element a time.
+        # Else XLA computes the update where it reads it, an element at a time.
         return lax.optimization_barrier(made)
 
 
