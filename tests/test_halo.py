@@ -119,18 +119,22 @@ def in_shards(p: ConvProblem, shards: int, x: Any, w: Any, dy: Any) -> list[jax.
     return [y.reshape(1, -1, 1), dx.reshape(1, -1, 1), dw[0]]
 
 
+def even_axis(shards: int, out: int, f: int, s: int, d: int, low: int, spare: int = 0) -> ConvProblem:
+    """One axis whose shards are alike: `out` rows of y each, s times those of x."""
+    behind = (f - 1) * d + 1 - s - low + spare
+    p = one_axis(shards * out * s, f, stride=s, padding=[(low, behind)], dilation=d)
+    assert p.out_spatial == (shards * out,)
+    return p
+
+
 def even_axes(seed: int, count: int) -> list[tuple[ConvProblem, int]]:
-    """Problems of one axis whose shards are alike, up to filters and padding as wide as a shard."""
+    """Up to filters and padding as wide as a shard."""
     rng = random.Random(seed)
     found = []
     while len(found) < count:
         shards, out = rng.randint(2, 5), rng.choice([rng.randint(1, 6), rng.randint(12, 40)])
         f, s, d, low = rng.randint(1, 5), rng.randint(1, 3), rng.randint(1, 3), rng.randint(-2, 5)
-        h = shards * out * s
-        least = (f - 1) * d + 1 - s - low  # behind, for as many rows of y
-        p = one_axis(h, f, stride=s, padding=[(low, least + rng.randrange(s))], dilation=d)
-        assert p.out_spatial == (shards * out,)
-        found.append((p, shards))
+        found.append((even_axis(shards, out, f, s, d, low, rng.randrange(s)), shards))
     return found
 
 
@@ -148,20 +152,44 @@ def kinds_of_ends(p: ConvProblem, shards: int, x: Any, dy: Any) -> list[bool]:
     return found
 
 
+def check_rows(p: ConvProblem, shards: int) -> list[bool]:
+    """`kinds_of_ends` of the problem, whose results are right."""
+    x, w, dy = (ints(*shape, seed=i, largest=50) for i, shape in enumerate((p.x_shape, p.w_shape, p.y_shape)))
+    parts = dealt(x, shards), w, dealt(dy, shards)
+    *together, added = jax.jit(functools.partial(shards_of_rows, p))(*parts)
+    alone = jax.jit(functools.partial(whole, p))(x, w, dy)
+    for name, a, b in zip(("y", "dx", "dw"), together, alone, strict=True):
+        np.testing.assert_array_equal(a, b, f"{name} of {p}, padding {p.padding}, over {shards}")
+    np.testing.assert_array_equal(added, alone[1] + x, f"dx + x of {p}, padding {p.padding}, over {shards}")
+    return kinds_of_ends(p, shards, parts[0], parts[2])
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_every_shard_makes_its_ends_again(seed, monkeypatch):
     monkeypatch.setattr(_halo.lax, "ppermute", permute)
-    seen = np.zeros(3, int)
-    for p, shards in even_axes(seed, 8):
-        x, w, dy = (ints(*shape, seed=i) for i, shape in enumerate((p.x_shape, p.w_shape, p.y_shape)))
-        parts = dealt(x, shards), w, dealt(dy, shards)
-        seen += kinds_of_ends(p, shards, parts[0], parts[2])
-        *together, added = jax.jit(functools.partial(shards_of_rows, p))(*parts)
-        alone = jax.jit(functools.partial(whole, p))(x, w, dy)
-        for name, a, b in zip(("y", "dx", "dw"), together, alone, strict=True):
-            np.testing.assert_array_equal(a, b, f"{name} of {p}, padding {p.padding}, over {shards}")
-        np.testing.assert_array_equal(added, alone[1] + x, f"dx + x of {p}, padding {p.padding}, over {shards}")
+    seen = np.sum([check_rows(p, shards) for p, shards in even_axes(seed, 8)], 0)
     assert np.all(seen > 0), seen
+
+
+@pytest.mark.parametrize(
+    "axis",
+    [
+        {"f": 1, "s": 1, "d": 1, "low": 3},  # the slab has rows of the neighbour alone
+        {"f": 1, "s": 3, "d": 1, "low": 5},  # and not the last ones
+        {"f": 1, "s": 1, "d": 1, "low": -3},
+        {"f": 1, "s": 3, "d": 1, "low": -4},  # it begins behind the shard's end
+        {"f": 2, "s": 1, "d": 3, "low": 4},  # padding beyond the filter
+        {"f": 2, "s": 3, "d": 2, "low": 1},  # rows that no tap reaches
+        {"f": 4, "s": 2, "d": 1, "low": 1},
+        {"f": 3, "s": 1, "d": 2, "low": 1},  # more behind than in front
+    ],
+    ids=str,
+)
+def test_ends_of_rare_windows(axis, monkeypatch):
+    monkeypatch.setattr(_halo.lax, "ppermute", permute)
+    for shards in (2, 3):
+        y, dx, _ = check_rows(even_axis(shards, 24, **axis), shards)
+        assert y and dx
 
 
 def shards_of_rows(p: ConvProblem, x: Any, w: Any, dy: Any) -> list[jax.Array]:
