@@ -227,43 +227,63 @@ def _summed(out: Array, split: _sharding.Split, *names: str) -> Array:
     return jax.lax.psum(out, axes) if axes else out
 
 
+def _of_rows(
+    call: Any, p: ConvProblem, pixels: _halo.Split, x: Array, w: Array, *b: Array, residual: Sequence[Array] = ()
+) -> list[Array]:
+    """What `call`, a convolution of x, makes of a shard's rows and its neighbours'."""
+    ends = _halo.ends_of_y(p, pixels, x)
+    if ends is None:
+        p, x = _halo.exchange_x(p, pixels, x)
+        return _listed(call(p, x, w, *b, *residual))
+    own = _listed(call(ends.own, x, w, *b, *residual))
+    again = _listed(call(ends.slab, ends.fetch(x), w, *b, *map(ends.of, residual)))
+    return [ends.put(y, slab) for y, slab in zip(own, again, strict=True)]
+
+
+def _listed(outs: Any) -> list[Array]:
+    return list(outs) if isinstance(outs, (list, tuple)) else [outs]
+
+
 def _fprop_shard(p: ConvProblem, split: _sharding.Split, x: Array, w: Array) -> list[Array]:
-    p, x = _halo.exchange_x(p, _halo.pixels(p, split), x)
-    return [_summed(fprop(p, x, w), split, "c")]
+    (y,) = _of_rows(fprop, p, _halo.pixels(p, split), x, w)
+    return [_summed(y, split, "c")]
 
 
 def _conv_shard(p: ConvProblem, split: _sharding.Split, x: Array, w: Array, *b: Array) -> list[Array]:
     """The epilogue needs the sum over all input channels: where they are split it comes after the sum."""
     if "c" in split:
         return reference.conv_epilogue(p, *_fprop_shard(p.bare(), split, x, w), *b)
-    p, x = _halo.exchange_x(p, _halo.pixels(p, split), x)
-    return conv_kernel(p, x, w, *b)
+    return _of_rows(conv_kernel, p, _halo.pixels(p, split), x, w, *b)
 
 
 def _conv_add_shard(p: ConvProblem, split: _sharding.Split, x: Array, w: Array, *rest: Array) -> list[Array]:
     """The residual is added once: where the input channels are split, to the sum over their parts."""
+    *b, residual = rest
     if "c" in split:
-        *b, residual = rest
         (z,) = reference.conv_epilogue(p.affine(), *_fprop_shard(p.bare(), split, x, w), *b)
         return reference.conv_added(p, z, residual)
-    p, x = _halo.exchange_x(p, _halo.pixels(p, split), x)
-    return conv_add(p, x, w, *rest)
+    return _of_rows(conv_add, p, _halo.pixels(p, split), x, w, *b, residual=[residual])
 
 
 def _statistics_shard(p: ConvProblem, split: _sharding.Split, x: Array, w: Array) -> list[Array]:
     """Each shard's moments, merged. They leave the convolution with y but where y is a sum over shards, or not all of
-    it is the array's own."""
+    it is the array's own, or its ends are computed again.
+
+    The rows that were wrong are in the epilogue's moments then, and do not come out again exactly: where the mean is
+    large they alone may be most of the variance. So y is read once more. That is less than the copy of x which lets one
+    kernel write the right rows: a read and a write.
+    """
     pixels = _halo.pixels(p, split)
-    q, x = _halo.exchange_x(p, pixels, x)
+    q = replace(p, out_spatial=_halo.rows_of_y(p, pixels))
     first = 1 if p.channels_last else 2
     parts = [_sharding.inside(q.y_shape, first + i, p.out_spatial[i], axes) for i, axes in pixels.items()]
     own = [part for part in parts if part is not None]
-    if "c" in split or own:
-        y = _summed(fprop(q, x, w), split, "c")
+    if "c" in split or own or _halo.ends_of_y(p, pixels, x) is not None:
+        (y,) = _fprop_shard(p, split, x, w)
         inside = functools.reduce(jnp.logical_and, own) if own else None
         moments = _moments.of_shard(reference.norm_of(q), y, inside)
     else:
-        y, mean, var = statistics(q, x, w)
+        y, mean, var = statistics(*_halo.exchange_x(p, pixels, x), w)
         moments = [mean, jnp.zeros_like(mean), var]
     mesh_axes = tuple(a for name in ("n", *map(_halo.name, pixels)) for a in split.get(name, ()))
     if not mesh_axes:
@@ -271,26 +291,45 @@ def _statistics_shard(p: ConvProblem, split: _sharding.Split, x: Array, w: Array
     return [y, *_moments.merged(moments, mesh_axes, p.batch * math.prod(p.out_spatial))]
 
 
+def _dx_of_rows(p: ConvProblem, pixels: _halo.Split, dy: Array, w: Array, *c: Array) -> list[Array]:
+    """dgrad, or with c dgrad_add, of a shard's rows of dy and its neighbours'."""
+    call = dgrad_add if c else dgrad
+    ends = _halo.ends_of_dx(p, pixels, dy)
+    if ends is not None:
+        # A kernel may add in c's place: XLA would copy c, did it not see that its ends are read before.
+        c, c_at_ends = jax.lax.optimization_barrier((c, [ends.of(a) for a in c]))
+        again = call(ends.slab, ends.fetch(dy), w, *c_at_ends)
+        return [ends.put(call(ends.own, dy, w, *c), again)]
+    q, wide = _halo.exchange_dy(p, pixels, dy)
+    if c and _halo.makes_own_dx(p, pixels):
+        return [dgrad_add(q, wide, w, *c)]
+    return [sum(c, _halo.own_dx(p, pixels, dgrad(q, wide, w)))]
+
+
 def _dgrad_shard(p: ConvProblem, split: _sharding.Split, dy: Array, w: Array) -> list[Array]:
-    pixels = _halo.pixels(p, split)
-    q, dy = _halo.exchange_dy(p, pixels, dy)
-    return [_summed(_halo.own_dx(p, pixels, dgrad(q, dy, w)), split, "k")]
+    (dx,) = _dx_of_rows(p, _halo.pixels(p, split), dy, w)
+    return [_summed(dx, split, "k")]
 
 
 def _dgrad_add_shard(p: ConvProblem, split: _sharding.Split, dy: Array, w: Array, c: Array) -> list[Array]:
     """c is added once: where the output channels are split, to the sum over their parts."""
-    pixels = _halo.pixels(p, split)
-    if "k" in split or not _halo.makes_own_dx(p, pixels):
+    if "k" in split:
         return [dx + c for dx in _dgrad_shard(p, split, dy, w)]
-    p, dy = _halo.exchange_dy(p, pixels, dy)
-    return [dgrad_add(p, dy, w, c)]
+    return _dx_of_rows(p, _halo.pixels(p, split), dy, w, c)
 
 
 def _wgrad_shard(p: ConvProblem, split: _sharding.Split, x: Array, dy: Array) -> list[Array]:
     """A shard has its own pixels of x, so each product of an x and a dy is in one of the sums."""
     pixels = _halo.pixels(p, split)
-    q, dy = _halo.exchange_dy(p, pixels, dy)
-    return [_summed(wgrad(q, _halo.place_x(p, pixels, x), dy), split, "n", *map(_halo.name, pixels))]
+    ends = _halo.ends_of_dx(p, pixels, dy)
+    if ends is None:
+        q, wide = _halo.exchange_dy(p, pixels, dy)
+        dw = wgrad(q, _halo.place_x(p, pixels, x), wide)
+    else:
+        # In 16 bits each part is rounded before they are added up, as those of the shards are for their sum over the
+        # mesh: the products with neighbours' rows are one part more for each shard, and a small one.
+        dw = wgrad(ends.own, x, dy) + wgrad(ends.slab, ends.of(x), ends.fetch(dy, own=False))
+    return [_summed(dw, split, "n", *map(_halo.name, pixels))]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -5,8 +5,11 @@ The mesh is made as in test_sharding.py. What lax's own convolution costs is cou
 
 from __future__ import annotations
 
+import collections
 import functools
+import math
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +39,12 @@ def make_mesh(kind: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
 
 SHARDS = max(2, DEVICES // 2)  # along "s"
 H = 8 * SHARDS
+
+
+@pytest.fixture(autouse=True)
+def small_shards_too(monkeypatch):
+    """Those here are far below what is not copied for its size."""
+    monkeypatch.setattr(_halo, "LEAST_COPY", 0)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -110,6 +119,92 @@ def in_shards(p: ConvProblem, shards: int, x: Any, w: Any, dy: Any) -> list[jax.
     return [y.reshape(1, -1, 1), dx.reshape(1, -1, 1), dw[0]]
 
 
+def even_axis(shards: int, out: int, f: int, s: int, d: int, low: int, spare: int = 0) -> ConvProblem:
+    """One axis whose shards are alike: `out` rows of y each, s times those of x."""
+    behind = (f - 1) * d + 1 - s - low + spare
+    p = one_axis(shards * out * s, f, stride=s, padding=[(low, behind)], dilation=d)
+    assert p.out_spatial == (shards * out,)
+    return p
+
+
+def even_axes(seed: int, count: int) -> list[tuple[ConvProblem, int]]:
+    """Up to filters and padding as wide as a shard."""
+    rng = random.Random(seed)
+    found = []
+    while len(found) < count:
+        shards, out = rng.randint(2, 5), rng.choice([rng.randint(1, 6), rng.randint(12, 40)])
+        f, s, d, low = rng.randint(1, 5), rng.randint(1, 3), rng.randint(1, 3), rng.randint(-2, 5)
+        found.append((even_axis(shards, out, f, s, d, low, rng.randrange(s)), shards))
+    return found
+
+
+def kinds_of_ends(p: ConvProblem, shards: int, x: Any, dy: Any) -> list[bool]:
+    """Whether a shard makes y, and dx, from its own rows, and how often only one end of them again."""
+    found: list[bool] = []
+
+    def shard(x: Any, dy: Any) -> Any:
+        ends = _halo.ends_of_y(p, {0: ("s",)}, x), _halo.ends_of_dx(p, {0: ("s",)}, dy)
+        found.extend(end is not None for end in ends)
+        found.append(any(end is not None and len(end.made) == 1 for end in ends))
+        return x
+
+    jax.eval_shape(jax.vmap(shard, axis_name="s"), x, dy)
+    return found
+
+
+def check_rows(p: ConvProblem, shards: int) -> list[bool]:
+    """`kinds_of_ends` of the problem, whose results are right."""
+    x, w, dy = (ints(*shape, seed=i, largest=50) for i, shape in enumerate((p.x_shape, p.w_shape, p.y_shape)))
+    parts = dealt(x, shards), w, dealt(dy, shards)
+    *together, added = jax.jit(functools.partial(shards_of_rows, p))(*parts)
+    alone = jax.jit(functools.partial(whole, p))(x, w, dy)
+    for name, a, b in zip(("y", "dx", "dw"), together, alone, strict=True):
+        np.testing.assert_array_equal(a, b, f"{name} of {p}, padding {p.padding}, over {shards}")
+    np.testing.assert_array_equal(added, alone[1] + x, f"dx + x of {p}, padding {p.padding}, over {shards}")
+    return kinds_of_ends(p, shards, parts[0], parts[2])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_shard_makes_its_ends_again(seed, monkeypatch):
+    monkeypatch.setattr(_halo.lax, "ppermute", permute)
+    seen = np.sum([check_rows(p, shards) for p, shards in even_axes(seed, 8)], 0)
+    assert np.all(seen > 0), seen
+
+
+@pytest.mark.parametrize(
+    "axis",
+    [
+        {"f": 1, "s": 1, "d": 1, "low": 3},  # the slab has rows of the neighbour alone
+        {"f": 1, "s": 3, "d": 1, "low": 5},  # and not the last ones
+        {"f": 1, "s": 1, "d": 1, "low": -3},
+        {"f": 1, "s": 3, "d": 1, "low": -4},  # it begins behind the shard's end
+        {"f": 2, "s": 1, "d": 3, "low": 4},  # padding beyond the filter
+        {"f": 2, "s": 3, "d": 2, "low": 1},  # rows that no tap reaches
+        {"f": 4, "s": 2, "d": 1, "low": 1},
+        {"f": 3, "s": 1, "d": 2, "low": 1},  # more behind than in front
+    ],
+    ids=str,
+)
+def test_ends_of_rare_windows(axis, monkeypatch):
+    monkeypatch.setattr(_halo.lax, "ppermute", permute)
+    for shards in (2, 3):
+        y, dx, _ = check_rows(even_axis(shards, 24, **axis), shards)
+        assert y and dx
+
+
+def shards_of_rows(p: ConvProblem, x: Any, w: Any, dy: Any) -> list[jax.Array]:
+    """The programs of shards of x and dy as `dealt`: `whole`, and dx + x."""
+
+    def shard(x: Any, dy: Any) -> list[jax.Array]:
+        split = {_halo.name(0): ("s",)}
+        (y,), (dx,) = conv._fprop_shard(p, split, x, w), conv._dgrad_shard(p, split, dy, w)
+        (dw,), (added,) = conv._wgrad_shard(p, split, x, dy), conv._dgrad_add_shard(p, split, dy, w, x)
+        return [y, dx, dw, added]
+
+    y, dx, dw, added = jax.vmap(shard, axis_name="s")(x, dy)
+    return [y.reshape(1, -1, 1), dx.reshape(1, -1, 1), dw[0], added.reshape(1, -1, 1)]
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # On a mesh, beside lax
 
@@ -133,6 +228,7 @@ def lax_transpose(x: Any, w: Any, *, stride: int) -> jax.Array:
 
 
 X, W, B = ints(4, H, 6, 4), ints(3, 3, 4, 4, seed=1), ints(4, seed=2)
+LONG = ints(2, 4 * H, 3, 4)
 SPACE = P("b", "s")
 
 # name: (jaxconv's function, lax's, options of both, arguments, their specs)
@@ -164,7 +260,19 @@ CASES: dict[str, tuple[str, Callable[..., Any], dict[str, Any], tuple[Any, ...],
     "in_channels": ("conv2d", lax_conv, {"activation": "relu"}, (X, W, B),
                     (P(None, "s", None, "b"), P(None, None, "b"), P())),
     "transposed": ("conv_transpose2d", lax_transpose, {"stride": 2}, (ints(2, 4 * SHARDS, 3, 4), W), (SPACE, P())),
+    "long_dilated": ("conv2d", lax_conv, {"dilation": 3}, (LONG, W), (SPACE, P())),
+    "long_strided_5x5": (
+        "conv2d", lax_conv, {"stride": 2, "padding": [(2, 2), (2, 2)]}, (LONG, ints(5, 5, 4, 4, seed=3)), (SPACE, P())),
+    "long_causal_1d": ("conv1d", lax_conv, {"padding": [(3, 0)]}, (ints(4, 2 * H, 4), ints(4, 4, 4)), (SPACE, P())),
+    "long_anticausal_1d": ("conv1d", lax_conv, {"padding": [(-1, 4)]},
+                           (ints(2, 4 * H, 4), ints(4, 4, 4)), (P(None, "s"), P())),
 }  # fmt: skip
+# Those of which a shard makes all rows from its own, and the ones at its ends again
+AGAIN = {
+    "same", "strided", "groups", "depthwise", "volume", "one_axis_over_both", "channels_first", "bias_relu",
+    "out_channels", "in_channels", "transposed", "long_dilated", "long_strided_5x5", "long_causal_1d",
+    "long_anticausal_1d",
+} | ({"rows_and_columns"} if DEVICES == 2 else set())  # fmt: skip
 
 
 def and_back(f: Callable[..., Any]) -> Callable[..., Any]:
@@ -235,8 +343,9 @@ over_choices = pytest.mark.parametrize(("case", "which"), CHOICES, ids=map("-".j
 def test_forward(case, kind):
     check(case, kind, "native", gradients=False)
     _, sharding, y, text = counts(case, kind, "native", False)
-    ((_, shape),) = native_calls(text)
-    assert np.prod(shape) == np.prod(sharding.shard_shape(y.shape))
+    sizes = [np.prod(shape) for _, shape in native_calls(text)]
+    assert len(sizes) == 1 + (case in AGAIN)
+    assert max(sizes) == np.prod(sharding.shard_shape(y.shape))
 
 
 @on_a_mesh
@@ -245,13 +354,96 @@ def test_forward(case, kind):
 def test_there_and_back(case, which, kind):
     check(case, kind, which, gradients=True)
     if which == "native":
-        assert len(native_calls(counts(case, kind, which, True)[-1])) == 3
+        assert len(native_calls(counts(case, kind, which, True)[-1])) == 3 * (1 + (case in AGAIN))
+
+
+relu_conv = functools.partial(jaxconv.conv2d, activation="relu", implementation="native")
+
+
+def large(text: str, size: int) -> collections.Counter[str]:
+    """How many copies, concatenations, pads and selects, inside fusions too, an HLO has of `size` elements or more."""
+    found = re.findall(r"= \w+\[([\d,]+)\]\S* (concatenate|copy|pad|select)\(", text)
+    return collections.Counter(op for shape, op in found if math.prod(map(int, shape.split(","))) >= size)
+
+
+UNCOPIED: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[P, ...]]] = {
+    "relu": (lambda *args: relu_conv(*args), (LONG, W, B), (SPACE, P(), P())),
+    "strided": (lambda *args: relu_conv(*args, stride=2), (LONG, W, B), (SPACE, P(), P())),
+    "residual": (
+        lambda x, w, r: relu_conv(x, w, residual=r, return_preactivation=True)[0],
+        (LONG, W, ints(*LONG.shape, seed=5)),
+        (SPACE, P(), SPACE),
+    ),
+    "volume": (
+        functools.partial(jaxconv.conv3d, implementation="native"),
+        (ints(2, 4 * H, 4, 3, 2), ints(3, 3, 3, 2, 4, seed=1)),
+        (SPACE, P()),
+    ),
+    "transposed": (
+        functools.partial(jaxconv.conv_transpose2d, stride=2, implementation="native"),
+        (LONG, W),
+        (SPACE, P()),
+    ),
+}
+
+
+@on_a_mesh
+@over_kinds
+@pytest.mark.parametrize("least_copy", [0, _halo.LEAST_COPY], ids=["ends", "copy"])
+@pytest.mark.parametrize("case", UNCOPIED)
+def test_what_a_shard_holds_is_not_copied(case, least_copy, kind, monkeypatch):
+    """Or, below the size from which on it is not, by pads alone, into which the neighbours' rows are put in place."""
+    monkeypatch.setattr(_halo, "LEAST_COPY", least_copy)
+    f, args, specs = UNCOPIED[case]
+    args = *args, np.asarray(f(*map(jnp.asarray, args)))  # a cotangent
+
+    def step(dy: Any, *args: Any) -> Any:
+        y, pull = jax.vjp(f, *args)
+        return y, pull(dy)
+
+    mesh = make_mesh(kind)
+    with entered(mesh):
+        *placed, dy = place(mesh, args, (*specs, SPACE))
+        compiled = jax.jit(step).lower(dy, *placed).compile()
+        results = compiled(dy, *placed)
+    jax.tree.map(np.testing.assert_array_equal, results, step(args[-1], *map(jnp.asarray, args[:-1])))
+    text = compiled.as_text()
+    found = large(text, min(a.addressable_shards[0].data.size for a in (placed[0], dy)))
+    assert len(native_calls(text)) == (6 if least_copy == 0 else 3)
+    if least_copy == 0:
+        assert not found - collections.Counter(select=1), text  # relu's derivative
+        return
+    assert found["concatenate"] == 0 and 1 <= found["pad"] <= 3, text
+    # On Auto meshes XLA finds dgrad's pad and wgrad's to be the same, not what is put into it.
+    assert found["copy"] <= (2 if kind == AxisType.Auto else 0), text
+
+
+@on_a_mesh
+@over_kinds
+@pytest.mark.parametrize(("size", "padding"), [(2, "VALID"), (3, "SAME")])
+def test_what_a_shard_pools_is_copied_where_windows_overlap(size, padding, kind):
+    f = functools.partial(jaxconv.max_pool, window=size, stride=2, padding=padding, implementation="native")
+    args = ints(*LONG.shape), np.asarray(f(jnp.asarray(ints(*LONG.shape))))
+
+    def step(x: Any, dy: Any) -> Any:
+        y, pull = jax.vjp(f, x)
+        return y, pull(dy)
+
+    mesh = make_mesh(kind)
+    with entered(mesh):
+        placed = place(mesh, args, (SPACE, SPACE))
+        compiled = jax.jit(step).lower(*placed).compile()
+        results = compiled(*placed)
+    jax.tree.map(np.testing.assert_array_equal, results, step(*map(jnp.asarray, args)))
+    text = compiled.as_text()
+    found = large(text, placed[0].addressable_shards[0].data.size)
+    # What the neighbours are sent back is added to a part of dx, at most padded to the whole of it.
+    assert not found if size == 2 else found["concatenate"] == found["select"] == 0 and found["pad"] > 0, text
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Under other transformations: the same numbers, nothing gathered, results split as lax's are
 
-relu_conv = functools.partial(jaxconv.conv2d, activation="relu", implementation="native")
 SMALL = ints(2, H, 4, 4, largest=1)
 THIN = ints(3, 1, 4, 4, seed=1, largest=1)
 
@@ -423,10 +615,11 @@ def test_pooling_between_convolutions_keeps_the_split(way, which, kind):
 
 @on_a_mesh
 @over_kinds
-@pytest.mark.parametrize("stride", [1, 3])
-def test_dgrad_with_an_addend(stride, kind):
-    """dgrad(dy, w) + c. With stride 3 a device's first row of dx is not at a whole stride: it cuts its rows out."""
-    height, rows = {1: (4 * SHARDS, 4 * SHARDS), 3: (10 * SHARDS, 4 * SHARDS)}[stride]
+@pytest.mark.parametrize(("stride", "height", "rows"), [(1, 4, 4), (1, 8, 8), (2, 16, 8), (3, 10, 4)])
+def test_dgrad_with_an_addend(stride, height, rows, kind):
+    """dgrad(dy, w) + c, of so many rows a device. With stride 3 its first row of dx is not at a whole stride: it cuts
+    its rows out."""
+    height, rows = height * SHARDS, rows * SHARDS
     below = stride * (rows - 1) + 3 - height - 1
     x, w = jax.ShapeDtypeStruct((2, height, 3, 4), np.float32), jax.ShapeDtypeStruct((3, 3, 4, 4), np.float32)
     options = {"dilation": 1, "groups": 1, "layout": "NHWC", "return_preactivation": False, "implementation": "native"}
@@ -441,6 +634,38 @@ def test_dgrad_with_an_addend(stride, kind):
     np.testing.assert_array_equal(result, conv.dgrad_add(p, *map(jnp.asarray, args)))
     assert set(collectives(compiled.as_text())) == {"collective-permute"}
     assert result.sharding.is_equivalent_to(placed[2].sharding, 4)
+
+
+@on_a_mesh
+@over_kinds
+@pytest.mark.parametrize("stride", [1, 2])
+def test_pairs_with_batchnorm(stride, kind):
+    """Far from zero, where rows with zeros for their neighbours' would be seen in the statistics."""
+
+    def f(x: Any, w: Any, scale: Any, bias: Any) -> Any:
+        y, mean, var = jaxconv.conv_batchnorm(
+            x, w, scale, bias, jnp.zeros(4), jnp.ones(4), training=True, momentum=0.0, stride=stride,
+            padding=[(1, 1), (0, 0)], activation="relu", precision="highest", implementation="native")  # fmt: skip
+        return jnp.sum(y * y), (y, mean, var)
+
+    args = (
+        10 + helpers.normal(0, (4, 4 * H, 6, 4), "float32"),
+        jnp.abs(helpers.normal(1, (3, 3, 4, 4), "float32")),
+        1 + jnp.arange(4.0),
+        jnp.ones(4),
+    )
+    step = jax.value_and_grad(f, (0, 1, 2, 3), has_aux=True)
+    mesh = make_mesh(kind)
+    with entered(mesh):
+        placed = place(mesh, args, (SPACE, *[P()] * 3))
+        compiled = jax.jit(step).lower(*placed).compile()
+        result = compiled(*placed)
+    assert set(collectives(compiled.as_text())) == {"collective-permute", "all-reduce"}
+    calls = collections.Counter(name for name, _ in native_calls(compiled.as_text()))
+    assert calls["conv_fprop"] == 2 and "conv_statistics" not in calls
+    for a, b in zip(jax.tree.leaves(result), jax.tree.leaves(step(*args)), strict=True):
+        # z is a sum of 36 products; the largest terms of what follows are sums over all pixels of y's deviations.
+        np.testing.assert_allclose(a, b, rtol=0, atol=64 * floor("float32", 36, float(jnp.abs(b).max())))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -554,23 +779,33 @@ def test_explain_shows_a_shard():
     mesh = make_mesh(AxisType.Explicit)
     with entered(mesh):
         explanation = jaxconv.explain(and_back(relu_conv))(*place(mesh, (X, W), (SPACE, P())))
-    assert {call.op: call.problem.in_spatial for call in explanation} == {
-        "conv": (8 + 2, 6),  # the rows of a shard and of its neighbours
-        "conv_dgrad": (8, 6),
-        "conv_wgrad": (8, 6),
-    }
+    # All rows of a shard, and the three that are read for the first and the last of them again
+    found = sorted((call.op, call.problem.batch, call.problem.in_spatial) for call in explanation)
+    images = 4 // mesh.shape["b"]
+    assert found == [
+        ("conv", images, (8, 6)),
+        ("conv", 2 * images, (3, 6)),
+        ("conv_dgrad", images, (8, 6)),
+        ("conv_dgrad", 2 * images, (1, 6)),
+        ("conv_wgrad", images, (8, 6)),
+        ("conv_wgrad", 2 * images, (1, 6)),
+    ]
     assert not explanation.gathered
 
 
 @on_a_mesh
-def test_explain_shows_a_pairs_statistics_on_a_mesh():
+@pytest.mark.parametrize("least_copy", [0, _halo.LEAST_COPY], ids=["ends", "copy"])
+def test_explain_shows_a_pairs_statistics_on_a_mesh(least_copy, monkeypatch):
+    """They leave the convolution that writes all of a shard's rows."""
+    monkeypatch.setattr(_halo, "LEAST_COPY", least_copy)
     mesh, parameters = make_mesh(AxisType.Explicit), [np.ones(4, np.float32)] * 4
     f = functools.partial(jaxconv.conv_batchnorm, training=True, implementation="native")
     with entered(mesh):
         explanation = jaxconv.explain(f)(*place(mesh, (X, W, *parameters), (SPACE, *[P()] * 5)))
     plans = {call.op: call.plan for call in explanation}
     assert plans["conv_batchnorm"].algorithm == "statistics"
-    assert plans.keys() > {"conv_statistics", "batchnorm_infer"} and "batchnorm_train" not in plans
+    calls = {"conv_statistics" if least_copy else "conv_fprop", "batchnorm_infer"}
+    assert plans.keys() == {"conv_batchnorm", "batchnorm_given", *calls}
 
 
 @on_a_mesh
