@@ -212,7 +212,7 @@ def _work(op: str, p: Any, top: Ceilings) -> tuple[float, float, float]:
     if isinstance(p, GroupNormProblem):
         return 0.0, item * (3 if op == "groupnorm_backward" else 2) * p.size, top.f32
     assert isinstance(p, ConvProblem | DenseProblem)
-    added = {"conv_dgrad_add": [p.x_shape], "conv_add": [p.y_shape]}.get(op, [])
+    added = {"conv_dgrad_add": [p.x_shape], "conv_add": [p.y_shape], "dense_gradient": [p.y_shape]}.get(op, [])
     arrays = [p.x_shape, p.w_shape, p.y_shape, *added]
     short = {"float32": "f32", "float64": "f32"}.get(p.dtype, "bf16")
     highest = jax.lax.Precision.HIGHEST in (p.precision if isinstance(p.precision, tuple) else (p.precision,))

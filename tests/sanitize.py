@@ -310,7 +310,7 @@ def forced(call: Call, device: _plan.Device) -> Iterator[Call]:
         stored = conv.in_memory(p.algorithm, p)
         wanted: Iterable[_plan.Plan] = conv.FAMILIES[_problem.family_of(p.algorithm)].wants(made.name, stored, device)
     elif isinstance(p, DenseProblem):
-        wanted = dense.wants(_problem.family_of(p.algorithm), p, device)
+        wanted = dense.wants(made.name, _problem.family_of(p.algorithm), p, device)
     else:
         yield call
         return
