@@ -108,18 +108,7 @@ def _backward(p: MlpProblem, residuals: Any, given: Sequence[Array | None], want
             grads1 = cotangents(p.first, x, w1, dz1, own)
             if db1 is not None and want1[2:] == [True]:
                 grads1[2] = db1
-    return [
-        jnp.zeros(shape, p.first.dtype) if wanted and grad is None else grad
-        for grad, wanted, shape in zip([*grads1, *grads2], want, _shapes(p), strict=True)
-    ]
-
-
-def _shapes(p: MlpProblem) -> list[tuple[int, ...]]:
-    """Of the operands."""
-    found = []
-    for layer, shapes in ((p.first, [p.first.x_shape, p.first.w_shape]), (p.second, [p.second.w_shape])):
-        found += shapes if layer.bias is None else [*shapes, layer.b_shape]
-    return found
+    return [*grads1, *grads2]
 
 
 def _tangent(p: MlpProblem, residuals: Any, given: Sequence[Array | None]) -> list[Array]:

@@ -20,8 +20,8 @@ from jax.test_util import check_grads
 from tolerance import assert_close, assert_exact
 
 import jaxconv
-from jaxconv import _activation, _native, _plan
-from jaxconv._plan import domain, measured
+from jaxconv import _activation, _native, _plan, _sharding
+from jaxconv._plan import domain, measured, tuned
 from jaxconv._problem import DenseProblem
 from jaxconv.dense import dense_gradient
 
@@ -389,7 +389,12 @@ def test_the_gradient_split_over_a_mesh(kind, spec):
             for a, s in zip(args, ((m, k), (n, k), (m, n)), strict=True)
         ]
         outs = jax.jit(functools.partial(dense_gradient, p))(*placed)
-    for out, expected in zip(outs, of_numpy(p, *args), strict=True):
+        if kind == "Auto":  # as where a kernel is planned: the rule, not XLA, says what a shard runs
+            ruled = jax.jit(_sharding.auto(dense_gradient, p, mesh))
+            text = ruled.lower(*placed).compile().as_text()
+            assert "all-gather" not in text and ("all-reduce" in text) == (spec != "--a")
+            outs = [*outs, *ruled(*placed)]
+    for out, expected in zip(outs, of_numpy(p, *args) * (len(outs) // 2), strict=True):
         assert_exact(out, expected)
 
 
@@ -484,10 +489,44 @@ def test_unforced_it_is_the_kernel_where_that_was_measured_to_be_faster(with_the
     assert str(made) == "calls[three]" and [c.name for c in made.candidates] == [_plan.GRADIENT, "xla"]
 
 
+@pytest.mark.parametrize("activation", ("gelu", "relu", ("leaky_relu", -0.5)), ids=label)
+def test_the_gradient_of_a_layer_is_one_call_on_a_gpu(with_the_kernel, monkeypatch, activation):
+    """As lowered: of z, or of y where it decides the derivative."""
+    monkeypatch.setattr(_plan.Device, "current", lambda platform: H200)
+    x, w1, w2 = (jax.ShapeDtypeStruct(s, "bfloat16") for s in ((64, 72), (72, 128), (128, 72)))
+    b1, b2 = (jax.ShapeDtypeStruct(s, "bfloat16") for s in ((128,), (72,)))
+
+    def loss(*args):
+        return jaxconv.mlp(*args, activation=activation, algorithm="sm90").sum()
+
+    traced = jax.jit(jax.grad(loss, tuple(range(5)))).trace(x, w1, b1, w2, b2)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    (call,) = (line for line in text.splitlines() if "@jaxconv_dense_gradient_v2" in line)
+    types = call.rpartition(" : ")[2]
+    rows, wide = "tensor<64x72xbf16>", "tensor<64x128xbf16>"
+    assert types == f"({rows}, tensor<128x72xbf16>, {wide}) -> ({wide}, tensor<128xbf16>, tensor<4096xui8>)"
+    name = label(activation) if isinstance(activation, str) else activation[0]
+    for attribute in (f'activation = "{name}"', "trans_w = 1 : i64", 'bias = "none"', f'kernel = "{_plan.GRADIENT}"'):
+        assert attribute in call, attribute
+    assert text.count("@jaxconv_dense_v2") == 2 and text.count("@jaxconv_matmul_v2") == 3
+
+
 def test_every_tile_may_be_tuned(with_the_kernel):
     p = problem(12544, 768, 3072, dtype="bfloat16")
     assert {plan.spec for plan in _plan.tiles("dense_gradient", p, H200)} == {f"{_plan.GRADIENT} {t}" for t in TILES}
     assert [plan.kernel for plan in _plan.every("dense_gradient", p, H200)] == [_plan.GRADIENT]
+
+
+def test_what_was_tuned_is_taken(with_the_kernel):
+    p = problem(12544, 768, 3072, dtype="bfloat16")
+    jaxlib, version = tuned.versions()
+    times = {f"{_plan.GRADIENT} 256x64": 0.5, f"{_plan.GRADIENT} 128x128": 0.6}
+    fields = dict(op="dense_gradient", key=tuned.key_of(p), problem=str(p), device=tuned.device_name(H200))
+    entry = tuned.Entry(**fields, jaxlib=jaxlib, jaxconv=version, xla_ms=1.0, native_ms=times, choice=None)
+    for choice, expected in (("xla", "calls[three]"), (f"{_plan.GRADIENT} 256x64", "native[sm90/gradient 256x64]")):
+        with jaxconv.tune.applied(tuned.Results([dataclasses.replace(entry, choice=choice)])):
+            made = planned(p)
+        assert str(made) == expected and "tuned on this device" in made.reason and len(made.candidates) == 3
 
 
 @pytest.mark.parametrize("options", [dict(implementation="native"), dict(algorithm="gemm"), {}], ids=str)
