@@ -226,19 +226,22 @@ class DenseCase:
     """y = activation(x @ w + b), (M, K) @ (K, N), b per column.
 
     dgrad: dx = dy @ w.T. wgrad: dw = x.T @ dy. These are products alone: one activation's case stands for all.
+    saved: y, and what the activation was given, as where the gradient is taken.
     """
 
     name: str
     m: int
     k: int
     n: int
-    activation: str
+    activation: str  # "none", "relu", "gelu", "tanh"
     suite: str = "core"
 
     op = "dense"
 
     @property
     def passes(self) -> tuple[str, ...]:
+        if self.suite == "models":  # its layers are trained, and their parts are all there is
+            return ("fwd" if self.activation == "none" else "saved", "dgrad", "wgrad")
         return ("fwd", "dgrad", "wgrad", "fwd+bwd") if self.activation == "relu" else ("fwd", "fwd+bwd")
 
     def layout(self, channels_last: bool = True) -> str:
@@ -260,6 +263,40 @@ class DenseCase:
 
         m, k, n = shrink(self.m), shrink(self.k), shrink(self.n)
         return dataclasses.replace(self, m=max(m // (2 if self.m < self.k else 1), 1), k=k, n=n)
+
+    def __str__(self) -> str:
+        return f"{self.m}x{self.k}x{self.n} {self.activation}"
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseGradientCase:
+    """dz = (dy @ w.T) * activation'(z), (M, K) @ (K, N), and its sum over the rows: between two dense layers."""
+
+    name: str
+    m: int
+    k: int
+    n: int
+    activation: str
+    suite: str = "models"
+
+    op = "dense_gradient"
+    passes = ("dgrad",)
+
+    def layout(self, channels_last: bool = True) -> str:
+        return "-"
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.m * self.k * self.n
+
+    @property
+    def elements(self) -> int:
+        """Of dy, w, z, dz and db together."""
+        return self.m * self.k + self.k * self.n + 2 * self.m * self.n + self.n
+
+    def small(self) -> DenseGradientCase:
+        product = DenseCase("", self.m, self.k, self.n, self.activation).small()
+        return dataclasses.replace(self, m=product.m, k=product.k, n=product.n)
 
     def __str__(self) -> str:
         return f"{self.m}x{self.k}x{self.n} {self.activation}"
@@ -312,8 +349,8 @@ class PoolCase:
         return text + (f" s{self.stride}" if self.stride > 1 else "")
 
 
-Case = ConvCase | BatchNormCase | GroupNormCase | DenseCase | PoolCase
-T = TypeVar("T", ConvCase, BatchNormCase, GroupNormCase, DenseCase, PoolCase)
+Case = ConvCase | BatchNormCase | GroupNormCase | DenseCase | DenseGradientCase | PoolCase
+T = TypeVar("T", ConvCase, BatchNormCase, GroupNormCase, DenseCase, DenseGradientCase, PoolCase)
 
 
 def _times(extents: tuple[int, ...]) -> str:
@@ -625,6 +662,23 @@ SERVE_DENSE = tuple(
     )
 )
 
+# ConvNeXt-T's blocks at batch 256, and a transformer's: rows, channels of the narrow side, of the wide one.
+_BLOCKS = (
+    ("convnext.s1", 802816, 96, 384),
+    ("convnext.s2", 200704, 192, 768),
+    ("convnext.s3", 50176, 384, 1536),
+    ("convnext.s4", 12544, 768, 3072),
+    ("ffn", 8192, 1024, 4096),
+)
+MODELS_DENSE = (
+    *(DenseCase(f"{name}.up", m, c, h, "gelu", suite="models") for name, m, c, h in _BLOCKS),
+    *(DenseCase(f"{name}.down", m, h, c, "none", suite="models") for name, m, c, h in _BLOCKS),
+)
+DENSE_GRADIENT = (
+    *(DenseGradientCase(f"{name}.gelu", m, c, h, "gelu") for name, m, c, h in _BLOCKS),
+    *(DenseGradientCase(f"convnext.s3.{activation}", *_BLOCKS[2][1:], activation) for activation in ("relu", "silu")),
+)
+
 POOL = (
     PoolCase("r50.stem", 256, 64, (112, 112), 3, 2, (0, 1)),
     PoolCase("inception.3x3", 64, 192, (56, 56), 3, 1, (1, 1)),
@@ -640,7 +694,8 @@ CPU_DENSE = (DenseCase("cpu.mlp", 512, 1024, 1024, "relu", suite="cpu"),)
 
 BY_OP: dict[str, tuple[Case, ...]] = {
     "conv": CONV + MODELS_CONV + CPU_CONV + THREADS_CONV + SERVE_CONV,
-    "dense": DENSE + CPU_DENSE + SERVE_DENSE,
+    "dense": DENSE + MODELS_DENSE + CPU_DENSE + SERVE_DENSE,
+    "dense_gradient": DENSE_GRADIENT,
     "batchnorm": BATCHNORM + MODELS_BATCHNORM + CPU_BATCHNORM,
     "conv_batchnorm": CONV_BATCHNORM,
     "pool": POOL + CPU_POOL,

@@ -16,7 +16,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks.cases import BatchNormCase, Case, ConvBatchNormCase, ConvCase, DenseCase, GroupNormCase, PoolCase
+from benchmarks.cases import (
+    BatchNormCase,
+    Case,
+    ConvBatchNormCase,
+    ConvCase,
+    DenseCase,
+    DenseGradientCase,
+    GroupNormCase,
+    PoolCase,
+)
 
 Array = jax.Array
 
@@ -34,9 +43,11 @@ RESULTS = {
     ("conv", "dgrad"): ("dx",),
     ("conv", "wgrad"): ("dw",),
     ("dense", "fwd"): ("y",),
+    ("dense", "saved"): ("y", "z"),
     ("dense", "dgrad"): ("dx",),
     ("dense", "wgrad"): ("dw",),
     ("dense", "fwd+bwd"): ("y", "dx", "dw", "db"),
+    ("dense_gradient", "dgrad"): ("dz", "db"),
     ("batchnorm", "fwd"): ("y", "new_mean", "new_var"),
     ("batchnorm", "infer"): ("y",),
     ("batchnorm", "bwd"): ("dx", "dscale", "dbias"),
@@ -104,6 +115,10 @@ def _errors(out: Array, ref: Array, skip: Array | None) -> tuple[Array, Array]:
     return jnp.sqrt(jnp.mean(difference * difference) / square), jnp.max(difference / (jnp.abs(ref) + jnp.sqrt(square)))
 
 
+# Roundings of random sign in a layer: product, bias, and each operation of the activation, there and back.
+_CHAIN = {"none": 2, "relu": 3, "tanh": 5, "silu": 10, "gelu": 14}
+
+
 def tolerance(case: Case, pass_: str, result: str, dtype: str, precision: str | None) -> float:
     """Twice the relative error (in the norm) that correct code may have.
 
@@ -131,11 +146,13 @@ def tolerance(case: Case, pass_: str, result: str, dtype: str, precision: str | 
     if isinstance(case, DenseCase):
         if pass_ in ("dgrad", "wgrad"):
             return 2 * (u + product({"dx": case.n, "dw": case.m}[result]))
-        # Roundings in the chain, of random sign: product, bias, and each operation of the activation, there and back
-        chain = {"relu": 3, "tanh": 5, "gelu": 14}[case.activation]
-        n = {"y": case.k, "dx": case.n, "dw": case.m, "db": case.m}[result]
+        chain = _CHAIN[case.activation]
+        n = {"y": case.k, "z": case.k, "dx": case.n, "dw": case.m, "db": case.m}[result]
         # Backward sums sum what forward sums produced.
-        return 2 * (u * math.sqrt(chain) + product(n) + (product(case.k) if result != "y" else 0))
+        return 2 * (u * math.sqrt(chain) + product(n) + (product(case.k) if result not in ("y", "z") else 0))
+    if isinstance(case, DenseGradientCase):
+        sums = product(case.m) if result == "db" else 0.0
+        return 2 * (u * math.sqrt(_CHAIN[case.activation]) + product(case.k) + sums)
     if isinstance(case, PoolCase):
         # y is exact (any tolerance above 0 says so); of dx XLA may add up a pixel's windows in its type, one by one.
         windows = math.prod((-(-case.window // case.stride),) * len(case.spatial))
@@ -172,6 +189,8 @@ def reference(
         return {{"fprop": "y", "dgrad": "dx", "wgrad": "dw"}[pass_]: (_conv(case, pass_, channels_last, arrays), None)}
     if isinstance(case, DenseCase):
         return _dense(case, pass_, arrays, outs[0])
+    if isinstance(case, DenseGradientCase):
+        return _dense_gradient(case, arrays)
     if isinstance(case, PoolCase):
         return _pool(case, channels_last, arrays)
     if isinstance(case, GroupNormCase):
@@ -293,6 +312,27 @@ def _conv_wgrad(case: ConvCase, x: Array, dy: Array) -> Array:
     return lax.map(one, jnp.arange(taps.count)).reshape(case.w_shape())
 
 
+def _activated(activation: str, z: Array) -> tuple[Array, Array]:
+    """(f(z), f'(z))"""
+    c = math.sqrt(2 / math.pi)
+    tanh = jnp.tanh(z if activation == "tanh" else c * (z + 0.044715 * z**3))
+    sigmoid = 1 / (1 + jnp.exp(-z))
+    return {
+        "none": (z, jnp.ones_like(z)),
+        "relu": (jnp.maximum(z, 0), (z > 0).astype(z.dtype)),
+        "tanh": (tanh, 1 - tanh**2),
+        "silu": (z * sigmoid, sigmoid * (1 + z * (1 - sigmoid))),
+        "gelu": (0.5 * z * (1 + tanh), 0.5 * (1 + tanh) + 0.5 * z * (1 - tanh**2) * c * (1 + 3 * 0.044715 * z**2)),
+    }[activation]
+
+
+@functools.partial(jax.jit, static_argnums=0, compiler_options=UNTUNED)
+def _dense_gradient(case: DenseGradientCase, a: dict[str, Array]) -> dict[str, tuple[Array, Array | None]]:
+    product = jnp.dot(_wide(a["dy"]), _wide(a["w"]).T, precision="highest")
+    dz = product * _activated(case.activation, _wide(a["z"]))[1]
+    return {"dz": (dz, None), "db": (jnp.sum(dz, 0), None)}
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=UNTUNED)
 def _dense(case: DenseCase, pass_: str, a: dict[str, Array], y: Array) -> dict[str, tuple[Array, Array | None]]:
     x, w, b = _wide(a["x"]), _wide(a["w"]), _wide(a["b"])
@@ -301,17 +341,12 @@ def _dense(case: DenseCase, pass_: str, a: dict[str, Array], y: Array) -> dict[s
     if pass_ == "wgrad":
         return {"dw": (jnp.dot(x.T, _wide(a["dy"]), precision="highest"), None)}
     z = jnp.dot(x, w, precision="highest") + b
-    c = math.sqrt(2 / math.pi)
-    tanh = jnp.tanh(z if case.activation == "tanh" else c * (z + 0.044715 * z**3))
-    value = {"relu": jnp.maximum(z, 0), "tanh": tanh, "gelu": 0.5 * z * (1 + tanh)}[case.activation]
-    if pass_ == "fwd":
-        return {"y": (value, None)}
-    slope = {
+    value, slope = _activated(case.activation, z)
+    if pass_ in ("fwd", "saved"):
+        return {"y": (value, None), "z": (z, None)}
+    if case.activation == "relu":
         # y's own mask: at a z near 0 rounding decides it, and a flipped one is an error of its whole term.
-        "relu": (y > 0).astype(jnp.float64),
-        "tanh": 1 - tanh**2,
-        "gelu": 0.5 * (1 + tanh) + 0.5 * z * (1 - tanh**2) * c * (1 + 3 * 0.044715 * z**2),
-    }[case.activation]
+        slope = (y > 0).astype(jnp.float64)
     dz = _wide(a["dy"]) * slope
     dx, dw = jnp.dot(dz, w.T, precision="highest"), jnp.dot(x.T, dz, precision="highest")
     return {"y": (value, None), "dx": (dx, None), "dw": (dw, None), "db": (jnp.sum(dz, 0), None)}

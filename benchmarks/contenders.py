@@ -15,8 +15,20 @@ import jax.numpy as jnp
 from jax import lax
 
 import jaxconv
-from benchmarks.cases import BatchNormCase, Case, ConvBatchNormCase, ConvCase, DenseCase, GroupNormCase, PoolCase
+from benchmarks.cases import (
+    BatchNormCase,
+    Case,
+    ConvBatchNormCase,
+    ConvCase,
+    DenseCase,
+    DenseGradientCase,
+    GroupNormCase,
+    PoolCase,
+)
 from benchmarks.check import EPSILON, MOMENTUM
+from jaxconv._activation import Activation
+from jaxconv._problem import DenseProblem, parse_precision
+from jaxconv.dense import dense_gradient
 
 Array = jax.Array
 Arrays = dict[str, Array]
@@ -78,6 +90,12 @@ def make_arrays(case: Case, setting: Setting, key: Array) -> Arrays:
             "b": normal((case.n,), 0.1),
             "dy": normal((case.m, case.n)),
         }
+    if isinstance(case, DenseGradientCase):
+        return {
+            "dy": normal((case.m, case.k)),
+            "w": normal((case.n, case.k), case.k**-0.5),  # the later layer's, (K, N) as that has them
+            "z": normal((case.m, case.n)),
+        }
     if isinstance(case, PoolCase):
         return {"x": normal(case.x_shape(last)), "dy": normal(case.y_shape(last))}
     arrays = {"x": normal(case.x_shape(last), 1.5, 0.5), "dy": normal(case.x_shape(last))}
@@ -129,9 +147,9 @@ def _there_and_back(forward: Callable[..., tuple[Array, ...]], count: int) -> Ca
 
 
 def _dense_job(
-    pass_: str, dense: Callable[[Array, Array, Array], Array], product: Callable[[Array, Array], Array]
+    pass_: str, saved: Callable[[Array, Array, Array], tuple[Array, ...]], product: Callable[[Array, Array], Array]
 ) -> Job:
-    """`product` is `dense` without bias and activation."""
+    """`saved` is the layer: y, and z where that is asked for; `product` is it without bias and activation."""
     if pass_ in ("dgrad", "wgrad"):
         with_respect_to, other = ("x", "w") if pass_ == "dgrad" else ("w", "x")
 
@@ -144,11 +162,15 @@ def _dense_job(
         return Job(f, lambda a: tuple(a[n] for n in names), gradient, ("dense", "matmul"), lambda out: (out,))
 
     def forward(x: Array, w: Array, b: Array) -> tuple[Array]:
-        return (dense(x, w, b),)
+        return saved(x, w, b)[:1]
 
-    f = forward if pass_ == "fwd" else _there_and_back(forward, 3)
-    names = ("x", "w", "b") if pass_ == "fwd" else ("x", "w", "b", "dy")
+    f = {"fwd": forward, "saved": saved}.get(pass_) or _there_and_back(forward, 3)
+    names = ("x", "w", "b", "dy") if pass_ == "fwd+bwd" else ("x", "w", "b")
     return Job(jax.jit(f), lambda a: tuple(a[n] for n in names), f, ("dense", "matmul"))
+
+
+def _dense_gradient_job(f: Callable[[Array, Array, Array], tuple[Array, ...]]) -> Job:
+    return Job(jax.jit(f), lambda a: (a["dy"], a["w"], a["z"]), f, ("dense_gradient", "matmul"))
 
 
 def _pool_job(pass_: str, pool: Callable[[Array], Array]) -> Job:
@@ -184,11 +206,25 @@ def ours(case: Case, pass_: str, setting: Setting, **choice: Any) -> Job:
         return _conv_job(case, pass_, lambda x, w: function(x, w, **options))
     if isinstance(case, DenseCase):
         options = dict(precision=setting.precision, **choice)
-        return _dense_job(
-            pass_,
-            lambda x, w, b: jaxconv.dense(x, w, b, activation=case.activation, **options),
-            lambda x, w: jaxconv.dense(x, w, **options),
+
+        def layer(x: Array, w: Array, b: Array) -> tuple[Array, ...]:
+            how = dict(activation=case.activation, **options)
+            if pass_ == "saved":
+                return jaxconv.dense(x, w, b, return_preactivation=True, **how)
+            return (jaxconv.dense(x, w, b, **how),)
+
+        return _dense_job(pass_, layer, lambda x, w: jaxconv.dense(x, w, **options))
+    if isinstance(case, DenseGradientCase):
+        p = DenseProblem(
+            "dense_gradient",
+            jnp.dtype(DTYPES[setting.dtype]).name,
+            *(case.m, case.k, case.n),
+            parse_precision("dense_gradient", setting.precision),
+            trans_w=True,
+            activation=Activation(case.activation),
+            **choice,
         )
+        return _dense_gradient_job(lambda dy, w, z: tuple(dense_gradient(p, dy, w, z)))
     if isinstance(case, PoolCase):
         options = dict(
             stride=case.stride, padding=(case.padding,) * len(case.spatial), layout=case.layout(last), **choice
@@ -279,6 +315,15 @@ def _our_pair(case: ConvBatchNormCase, pass_: str, setting: Setting, **choice: A
 # XLA: lax and jnp as Flax's layers write them
 
 
+_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "none": lambda z: z,
+    "relu": jax.nn.relu,
+    "gelu": jax.nn.gelu,
+    "tanh": jnp.tanh,
+    "silu": jax.nn.silu,
+}
+
+
 def xla(case: Case, pass_: str, setting: Setting) -> Job:
     last = setting.channels_last
     if isinstance(case, ConvBatchNormCase):
@@ -318,12 +363,23 @@ def xla(case: Case, pass_: str, setting: Setting) -> Job:
             ),
         )
     if isinstance(case, DenseCase):
-        activation = {"relu": jax.nn.relu, "gelu": jax.nn.gelu, "tanh": jnp.tanh}[case.activation]
+        activation = _ACTIVATIONS[case.activation]
 
         def product(x: Array, w: Array) -> Array:
             return jnp.dot(x, w, precision=setting.precision)
 
-        return _dense_job(pass_, lambda x, w, b: activation(product(x, w) + b), product)
+        def layer(x: Array, w: Array, b: Array) -> tuple[Array, Array]:
+            z = product(x, w) + b
+            return activation(z), z
+
+        return _dense_job(pass_, layer, product)
+    if isinstance(case, DenseGradientCase):
+
+        def gradient(dy: Array, w: Array, z: Array) -> tuple[Array, Array]:
+            (dz,) = jax.vjp(_ACTIVATIONS[case.activation], z)[1](jnp.dot(dy, w.T, precision=setting.precision))
+            return dz, jnp.sum(dz, 0)
+
+        return _dense_gradient_job(gradient)
     if isinstance(case, PoolCase):
         nd = len(case.spatial)
 

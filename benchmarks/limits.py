@@ -11,7 +11,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.cases import BatchNormCase, Case, ConvBatchNormCase, ConvCase, DenseCase, GroupNormCase, PoolCase
+from benchmarks.cases import (
+    BatchNormCase,
+    Case,
+    ConvBatchNormCase,
+    ConvCase,
+    DenseCase,
+    DenseGradientCase,
+    GroupNormCase,
+    PoolCase,
+)
 from jaxconv import _timing as timing
 
 ITEM_BYTES = {"bf16": 2, "f16": 2, "f32": 4}
@@ -83,13 +92,15 @@ def work(case: Case, pass_: str, dtype: str) -> tuple[float, float]:
         unread = 0 if pass_ == "dgrad" else math.prod(case.x_shape()) - case.read_elements
         return case.flops, item * (case.elements - unread)
     if isinstance(case, DenseCase):
-        if pass_ == "fwd":
-            return case.flops, item * case.elements
+        if pass_ in ("fwd", "saved"):
+            return case.flops, item * (case.elements + case.m * case.n * (pass_ == "saved"))
         if pass_ in ("dgrad", "wgrad"):
             return case.flops, item * (case.elements - case.n)
         # x, w, b, dy read; y, dx, dw, db written
         twice = case.m * case.k + case.k * case.n + case.n + case.m * case.n
         return 3 * case.flops, item * 2 * twice
+    if isinstance(case, DenseGradientCase):
+        return case.flops, item * case.elements
     if isinstance(case, PoolCase):
         # Between the two passes a byte for each element of y.
         back = item * case.elements + 2 * math.prod(case.y_shape()) if pass_ == "fwd+bwd" else 0

@@ -25,11 +25,13 @@ from jaxconv._plan import measured as tables
 ALGORITHMS = {
     "conv": _problem.CONV_ALGORITHMS,
     "dense": _problem.DENSE_ALGORITHMS,
+    "dense_gradient": ("sm90",),
     "batchnorm": _problem.BATCHNORM_ALGORITHMS,
     "conv_batchnorm": ("sm90", "two"),
     "pool": _problem.POOL_ALGORITHMS,
     "groupnorm": _problem.GROUPNORM_ALGORITHMS,
 }
+ROWS = ("dense", "dense_gradient")  # of matrices, without images
 NORMS = ("batchnorm", "groupnorm")  # without products
 LOSS = 0.98  # a ratio below this is one
 SLOW = ("direct", "im2col")  # may need minutes for a large problem
@@ -121,7 +123,7 @@ def configs(args: argparse.Namespace) -> Iterator[tuple[str, Setting]]:
     for op in args.ops:
         for dtype in args.dtype:
             for precision in args.precision if dtype == "f32" and op not in (*NORMS, "pool") else ["default"]:
-                for layout in args.layout if op not in ("dense", "groupnorm") else ["NHWC"]:
+                for layout in args.layout if op not in (*ROWS, "groupnorm") else ["NHWC"]:
                     yield op, Setting(dtype, layout == "NHWC", None if precision == "default" else precision)
 
 
@@ -129,7 +131,7 @@ def chosen_cases(args: argparse.Namespace, op: str) -> list[Case]:
     found = cases.select(op, args.cases, args.suites)
     if args.small:
         found = [case.small() for case in found]
-    if args.batch and op != "dense":
+    if args.batch and op not in ROWS:
         found = [dataclasses.replace(case, batch=args.batch) for case in found]
     return found
 
@@ -193,7 +195,7 @@ def _line(error: Exception) -> str:
 
 def too_slow(case: Case, pass_: str, setting: Setting, choice: dict[str, Any], seconds: float) -> str | None:
     """A forced algorithm may take minutes for a call that nothing can stop: it first runs a 32nd of the batch."""
-    if isinstance(case, cases.DenseCase) or case.batch < 64:
+    if isinstance(case, cases.DenseCase | cases.DenseGradientCase) or case.batch < 64:
         return None
     part = dataclasses.replace(case, batch=case.batch // 32)
     job = contenders.ours(part, pass_, setting, **choice)
@@ -458,7 +460,7 @@ def main(argv: list[str] | None = None) -> int:
     for op, setting, found in plan_of_work:
         if not any(map(passes, found)) or interrupted:
             continue
-        layout = None if op == "dense" else "NHWC" if setting.channels_last else "NCHW"
+        layout = None if op in ROWS else "NHWC" if setting.channels_last else "NCHW"
         title = " ".join(filter(None, (op, setting.dtype, setting.precision, layout, "small" if args.small else "")))
         say(f"\n{title}\n{HEAD}{'  torch ms torch/ours' if with_torch else ''}  plan")
         config = {

@@ -28,7 +28,7 @@ KINDS = ("convolution", "product", "norm", "pool", "elementwise", "copies", "exc
 _NAMES = (
     ("norm", r"jaxconv_(batch|group)norm|jaxconv(::|\d)cuda\d*(::|\d+)(batch|group)norm"),
     ("norm", r"cudnn\$norm|bn_fw|bn_bw|batch_?norm"),
-    ("product", r"jaxconv_(dense|matmul)|jaxconv(::|\d)cuda\d*(::|\d+)dense|__cublas|onednn\$matmul"),
+    ("product", r"jaxconv_(dense|matmul)|jaxconv(::|\d)cuda\d*(::|\d+)(dense|Sm90Gradient)|__cublas|onednn\$matmul"),
     ("pool", r"jaxconv_max_pool|jaxconv(::|\d)cuda\d*(::|\d+)pool"),
     ("convolution", r"jaxconv_conv|jaxconv(::|\d)cuda|cudnn\$conv|onednn\$convolution|[fdw]grad|fprop|conv2d|convolve"),
     ("convolution", r"implicit_(con|gemm)|cudnn.*conv|winograd|nchwToNhwc|nhwcToNchw"),
@@ -212,7 +212,7 @@ def _work(op: str, p: Any, top: Ceilings) -> tuple[float, float, float]:
     if isinstance(p, GroupNormProblem):
         return 0.0, item * (3 if op == "groupnorm_backward" else 2) * p.size, top.f32
     assert isinstance(p, ConvProblem | DenseProblem)
-    added = {"conv_dgrad_add": [p.x_shape], "conv_add": [p.y_shape]}.get(op, [])
+    added = {"conv_dgrad_add": [p.x_shape], "conv_add": [p.y_shape], "dense_gradient": [p.y_shape]}.get(op, [])
     arrays = [p.x_shape, p.w_shape, p.y_shape, *added]
     short = {"float32": "f32", "float64": "f32"}.get(p.dtype, "bf16")
     highest = jax.lax.Precision.HIGHEST in (p.precision if isinstance(p.precision, tuple) else (p.precision,))

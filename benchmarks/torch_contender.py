@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from benchmarks.cases import Case, ConvCase, DenseCase, GroupNormCase, PoolCase
+from benchmarks.cases import Case, ConvCase, DenseCase, DenseGradientCase, GroupNormCase, PoolCase
 from benchmarks.check import EPSILON, MOMENTUM
 from benchmarks.contenders import RESIDUAL, Job, Setting
 
@@ -59,6 +59,8 @@ def torch(case: Case, pass_: str, setting: Setting) -> Job:
     torch.backends.cudnn.benchmark = True
     if isinstance(case, ConvCase):
         return _conv(case, pass_, setting)
+    if isinstance(case, DenseGradientCase) or pass_ == "saved":
+        raise ValueError("part of a gradient, which PyTorch takes as a whole")
     if isinstance(case, DenseCase):
         return _dense(case, pass_)
     if isinstance(case, PoolCase):
@@ -139,6 +141,7 @@ def _dense(case: DenseCase, pass_: str) -> Job:
         "relu": functional.relu,
         "gelu": lambda z: functional.gelu(z, approximate="tanh"),
         "tanh": torch.tanh,
+        "none": lambda z: z,
     }[case.activation]
 
     def forward(x: Any, w: Any, b: Any) -> Any:

@@ -21,6 +21,7 @@ from jaxconv.conv_transpose import conv_general_dilated, conv_transpose1d, conv_
 from jaxconv.dense import dense
 from jaxconv.freeze import Frozen, freeze
 from jaxconv.groupnorm import groupnorm
+from jaxconv.mlp import mlp
 from jaxconv.pool import max_pool
 from jaxconv.tune import tune
 
@@ -61,6 +62,7 @@ __all__ = [
     "info",
     "launches",
     "max_pool",
+    "mlp",
     "portable_exported",
     "report",
     "tune",
@@ -79,6 +81,7 @@ _NEAR = {
     "Linear": "the layers jaxconv.nnx.Linear and jaxconv.linen.Dense, and the function dense",
     "BatchNorm": "the layers jaxconv.linen.BatchNorm and jaxconv.nnx.BatchNorm, and the function batchnorm",
     "batch_norm": "batchnorm",
+    "MLP": "mlp",
     "GroupNorm": "the layers jaxconv.linen.GroupNorm and jaxconv.nnx.GroupNorm, and the function groupnorm",
     "group_norm": "groupnorm",
     "matmul": "dense",

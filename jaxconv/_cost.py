@@ -90,6 +90,8 @@ def _flops(op: str, p: Any) -> int:
         return p.size * (_NORM_FLOPS[op] + (p.activation.name != "none"))
     assert isinstance(p, ConvProblem | DenseProblem)
     addend = isinstance(p, DenseProblem) and p.addend
-    epilogue = bool(p.bias) + (p.activation.name != "none") + addend + 4 * (op == "conv_statistics")
+    epilogue = (
+        bool(p.bias) + (p.activation.name != "none") + addend + 4 * (op == "conv_statistics") + (op == "dense_gradient")
+    )
     added = math.prod(p.x_shape) if op == "conv_dgrad_add" else math.prod(p.y_shape) * (op == "conv_add")
     return p.flops + epilogue * math.prod(p.y_shape) + added

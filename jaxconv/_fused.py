@@ -25,6 +25,7 @@ from jaxconv.conv_batchnorm import conv_batchnorm as pair
 from jaxconv.conv_batchnorm import forked as forked_pair
 from jaxconv.conv_transpose import conv_general_dilated
 from jaxconv.dense import dense as fused_dense
+from jaxconv.mlp import run as run_mlp
 
 Array = jax.Array
 
@@ -229,3 +230,32 @@ def dense(
         y = activate(activation, z)
         return (y, z) if return_preactivation else y
     return fused_dense(*arrays, **options)
+
+
+def mlp(
+    x: Array,  # (..., K)
+    w1: Array,  # (K, H)
+    b1: Array | None,  # (H,)
+    w2: Array,  # (H, N)
+    b2: Array | None,  # (N,)
+    *,
+    activation: Activation,
+    out_activation: Activation,
+    precision: tuple[Any, Any],
+    return_preactivation: bool,
+) -> Sequence[Array]:
+    """y = out_activation(z), z = h @ w2 + b2, h = activation(x @ w1 + b1) by lax.dot_general; [y], or [y, z]."""
+    try:
+        return run_mlp(
+            *(x, w1, b1, w2, b2),
+            activation=activation,
+            out_activation=out_activation,
+            precision=precision,
+            return_preactivation=return_preactivation,
+            algorithm=None,
+            implementation=None,
+        )
+    except (TypeError, ValueError):
+        h = dense(x, w1, b1, activation, precision=precision[0])
+        outs = dense(h, w2, b2, out_activation, precision=precision[1], return_preactivation=return_preactivation)
+        return outs if return_preactivation else [outs]

@@ -428,7 +428,23 @@ def by_reference(made: Kernel) -> None:
         outs, tangents_out = _jvp_of_varied(functools.partial(made.reference, problem), primals, tangents)
         return (outs, tangents_out) if made.multiple_results else (outs[0], tangents_out[0])
 
+    def transpose(cts: Any, *operands: Any, problem: Any) -> Any:
+        linear = [i for i, v in enumerate(operands) if ad.is_undefined_primal(v)]
+        cts = cts if made.multiple_results else [cts]
+
+        def of_linear(*some: Array) -> list[Array]:
+            args = list(operands)
+            for i, value in zip(linear, some, strict=True):
+                args[i] = value
+            return list(made.reference(problem, *args))
+
+        like = [jax.ShapeDtypeStruct(operands[i].aval.shape, operands[i].aval.dtype) for i in linear]
+        back = jax.linear_transpose(of_linear, *like)([ad.instantiate_zeros(ct) for ct in cts])
+        found = dict(zip(linear, back, strict=True))
+        return [found.get(i) for i in range(len(operands))]
+
     ad.primitive_jvps[made.primitive] = jvp
+    ad.primitive_transposes[made.primitive] = transpose
 
 
 def _jvp_of_varied(

@@ -5,7 +5,7 @@
 jax's own policies that speak of dots do not know jaxconv's kernels. These do, and they compose with any of jax's
 through `jax.checkpoint_policies.save_from_both_policies`. Under differentiation the results of fused ops also carry
 names, for `jax.checkpoint_policies.save_only_these_names`: "jaxconv_conv", "jaxconv_dense", "jaxconv_batchnorm_train",
-"jaxconv_batchnorm_given", "jaxconv_conv_batchnorm", "jaxconv_groupnorm", "jaxconv_max_pool".
+"jaxconv_batchnorm_given", "jaxconv_conv_batchnorm", "jaxconv_mlp", "jaxconv_groupnorm", "jaxconv_max_pool".
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from jaxconv._op import Composite, Kernel
 from jaxconv.batchnorm import given, infer, train
 from jaxconv.conv import conv_add, conv_kernel, dgrad, dgrad_add, fprop, statistics, wgrad
 from jaxconv.conv_batchnorm import pair
-from jaxconv.dense import dense_kernel, matmul
+from jaxconv.dense import dense_gradient, dense_kernel, matmul
 from jaxconv.groupnorm import norm
+from jaxconv.mlp import pair as mlp
 from jaxconv.pool import kernel as max_pool
 
 # of a pair everything: y comes out of its convolution
 _CONVS = (fprop, dgrad, dgrad_add, wgrad, conv_kernel, conv_add, statistics, pair)
-_DENSES = (matmul, dense_kernel)
+_DENSES = (matmul, dense_kernel, dense_gradient, mlp)
 _NORMS = (train, infer, given, norm)
 _POOLS = (max_pool,)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal, Unpack, overload
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxconv import _layer, _op, _plan, _problem, _sharding, reference
+from jaxconv._activation import Activation, activate_grad_by_z
 from jaxconv._problem import DenseProblem
 from jaxconv._types import Array, DenseAlgorithm, DenseOptions, Implementation, Operand, Precision, ToActivation
 
@@ -128,7 +130,7 @@ def _product(p: DenseProblem, x: Array, w: Array, **fields: Any) -> Array:
     return matmul(replace(p.bare(), batched=batched, **fields), x, w)
 
 
-def _grad_x(p: DenseProblem, dz: Array, w: Array) -> Array:
+def grad_x(p: DenseProblem, dz: Array, w: Array) -> Array:
     """alpha * dz @ op(w)^T, stored as x is."""
     if p.trans_x:
         grad = _product(p, w, dz, trans_x=p.trans_w, trans_w=True, m=p.k, k=p.n, n=p.m)
@@ -146,7 +148,7 @@ def _grad_w(p: DenseProblem, dz: Array, x: Array) -> Array:
     return _sum_shared(p, "w", grad)
 
 
-_op.bilinear(matmul, lambda p, ct, w: _grad_x(p, ct, w), lambda p, ct, x: _grad_w(p, ct, x))
+_op.bilinear(matmul, lambda p, ct, w: grad_x(p, ct, w), lambda p, ct, x: _grad_w(p, ct, x))
 
 # dense: the product with addend, bias and activation. Results y, and z where it is saved.
 dense_kernel = _op.kernel(
@@ -160,14 +162,14 @@ dense_kernel = _op.kernel(
 )
 
 
-def _cotangents(p: DenseProblem, x: Array, w: Array, dz: Array, want: Sequence[bool]) -> list[Array | None]:
+def cotangents(p: DenseProblem, x: Array, w: Array, dz: Array, want: Sequence[bool]) -> list[Array | None]:
     """dx = alpha dz w^T; dw = alpha x^T dz; dc = beta dz; db sums dz."""
     grads: list[Array | None] = []
     for operand, wanted in zip(_operands(p), want, strict=True):
         if not wanted:
             grads.append(None)
         elif operand == "x":
-            grads.append(_grad_x(p, dz, w))
+            grads.append(grad_x(p, dz, w))
         elif operand == "w":
             grads.append(_grad_w(p, dz, x))
         elif operand == "c":
@@ -180,7 +182,7 @@ def _cotangents(p: DenseProblem, x: Array, w: Array, dz: Array, want: Sequence[b
     return grads
 
 
-def _tangents(p: DenseProblem, x: Array, w: Array, given: Sequence[Array | None]) -> list[Array]:
+def tangents(p: DenseProblem, x: Array, w: Array, given: Sequence[Array | None]) -> list[Array]:
     of = dict(zip(_operands(p), given, strict=True))
     bare = p.bare()
     parts = [] if of["x"] is None else [matmul(bare, of["x"], w)]
@@ -193,8 +195,76 @@ def _tangents(p: DenseProblem, x: Array, w: Array, given: Sequence[Array | None]
     return parts
 
 
-RULES = _layer.rules(dense_kernel, _tangents, _cotangents)
+RULES = _layer.rules(dense_kernel, tangents, cotangents)
 _op.fuse(dense_kernel, RULES)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The gradient of a layer's pre-activation, from the layer behind it
+
+
+def through_activation(p: DenseProblem, dy: Array, kept: Array) -> list[Array]:
+    """dz = dy * f'(kept), and its sum over the rows, in at least float32."""
+    dz = activate_grad_by_z(p.activation, kept, dy)
+    return [dz, jnp.sum(dz, 0)]
+
+
+def _product_of(p: DenseProblem) -> DenseProblem:
+    """dense_gradient's product alone."""
+    named = p.algorithm is not None and p.algorithm.partition(" ")[0] == _plan.GRADIENT
+    return replace(p.bare(), algorithm=None if named else p.algorithm)
+
+
+def _gradient_by_calls(p: DenseProblem, dy: Array, w: Array, kept: Array) -> list[Array]:
+    return through_activation(p, matmul(_product_of(p), dy, w), kept)
+
+
+def _wire_gradient(p: DenseProblem, plan: _plan.Plan) -> _op.Wire:
+    return replace(_wire(p, plan), operand_layouts=[None] * 3, result_layouts=[None] * 2)
+
+
+def _batch_gradient(p: DenseProblem, args: list[Array], dims: list[int | None]) -> tuple[list[Array], list[int]]:
+    """Instances have sums of their own, which the kernel has not."""
+    return jax.vmap(functools.partial(_gradient_by_calls, p), in_axes=tuple(dims))(*args), [0, 0]
+
+
+def _partition_gradient(p: DenseProblem) -> _sharding.Partition:
+    def local(parts: Any) -> DenseProblem:
+        return replace(p, m=p.m // parts["m"], n=p.n // parts["n"], k=p.k // parts["k"])
+
+    operands = ["m k", "n k" if p.trans_w else "k n", "m n"]
+    return _sharding.Partition(operands, ["m n", "n"], split="mnk", local=local, run=_gradient_shard)
+
+
+def _gradient_shard(p: DenseProblem, split: _sharding.Split, dy: Array, w: Array, kept: Array) -> list[Array]:
+    """The derivative needs the whole product: where that is split it comes after adding the parts."""
+    if "k" in split:
+        dz, db = through_activation(p, jax.lax.psum(matmul(_product_of(p), dy, w), split["k"]), kept)
+    else:
+        dz, db = dense_gradient(p, dy, w, kept)
+    if "m" in split:
+        db = jax.lax.psum(db.astype(jnp.promote_types(db.dtype, "float32")), split["m"]).astype(db.dtype)
+    return [dz, db]
+
+
+# dense_gradient: dz = (alpha * dy @ op(w)) * f'(kept), (m, n), and its sum over the rows, db (n,), where a kernel makes
+# both; elsewhere the product, by a plan of its own, and what XLA makes of the rest. `kept` is the z that f was given,
+# or the y that it gave where it `reads_y`. The problem is the product's, with f for its activation.
+dense_gradient = _op.kernel(
+    "dense_gradient",
+    reference=_gradient_by_calls,
+    results=lambda p: [((p.m, p.n), p.dtype), ((p.n,), p.dtype)],
+    wire=_wire_gradient,
+    batch=_batch_gradient,
+    partition=_partition_gradient,
+    multiple_results=True,
+)
+_op.by_reference(dense_gradient)
+
+
+def gradient_problem(p: DenseProblem, activation: Activation) -> DenseProblem:
+    """dense_gradient of a layer with this activation, behind which p is the next."""
+    return replace(p.bare(), m=p.m, k=p.n, n=p.k, trans_w=not p.trans_w, activation=activation)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

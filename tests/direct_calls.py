@@ -18,7 +18,9 @@ from jax.interpreters import mlir
 import jaxconv
 from jaxconv import _op
 from jaxconv import conv as conv_module
-from jaxconv._problem import ConvProblem
+from jaxconv._activation import Activation
+from jaxconv._problem import ConvProblem, DenseProblem
+from jaxconv.dense import dense_gradient
 
 KERNELS = {kernel.name: kernel for kernel in _op.KERNELS.values()}
 Shape = tuple[int, ...]
@@ -59,7 +61,15 @@ def forked(x: jax.Array, w: jax.Array, **options: Any) -> jax.Array:
     return y.sum() + (x * x).sum()
 
 
-def _programs() -> dict[str, tuple[str, Any, tuple[Any, ...]]]:
+def dz_and_db(dy: jax.Array, w: jax.Array, z: jax.Array) -> list[jax.Array]:
+    """dense_gradient of a layer with gelu, by the kernel."""
+    (m, k), n, dtype = dy.shape, z.shape[1], dy.dtype.name
+    precision = (jax.lax.Precision.DEFAULT,) * 2
+    p = DenseProblem("mlp", dtype, m, k, n, precision, activation=Activation("gelu"), algorithm="sm90")
+    return dense_gradient(p, dy, w, z)
+
+
+def _programs() -> dict[str, tuple[str, Any, Any]]:
     """name -> (kernel, f, arguments): f calls the kernel once, natively, with all operands and results that it has."""
     x, w, b, v = jnp.ones((2, 5, 6, 4)), jnp.ones((3, 3, 4, 6)), jnp.ones(6), jnp.ones(4)
     native: dict[str, Any] = dict(implementation="native")
@@ -73,6 +83,9 @@ def _programs() -> dict[str, tuple[str, Any, tuple[Any, ...]]]:
     u, m = jnp.ones(16), jnp.ones((5, 4))
     forced: dict[str, Any] = dict(algorithm="sm90") if PLATFORM == "cuda" else native
     fused = dict(activation="gelu", return_preactivation=True)
+
+    product = [jnp.ones(s, wide) for s in ((64, 64), (64, 128), (64, 128))]
+    on_gpus = {"dense_gradient": ("dense_gradient", dz_and_db, product)} if PLATFORM == "cuda" else {}
 
     def trained(x: jax.Array, residual: jax.Array) -> jax.Array:
         return norm(x, v, v, v, v, residual=residual, training=True)[0].sum()
@@ -105,6 +118,7 @@ def _programs() -> dict[str, tuple[str, Any, tuple[Any, ...]]]:
             jax.vmap(lambda x, w, b, c: dense(x, w, b, c=c, **fused)),
             (jnp.ones((3, 5, 4)), jnp.ones((3, 4, 6)), jnp.ones((3, 6)), jnp.ones((3, 5, 6))),
         ),
+        **on_gpus,
         "matmul": ("matmul", dense, (m, w[0, 0])),
         "batchnorm_train": ("batchnorm_train", functools.partial(norm, training=True, residual=x), (x, v, v, v, v)),
         "batchnorm_instances": (
@@ -133,6 +147,7 @@ _NAMES = {
     "conv_dgrad_add": ("dy w c", "dx"),
     "conv_wgrad": ("x dy", "dw"),
     "dense": ("x w b? c?", "y z?"),
+    "dense_gradient": ("dy w kept", "dz db"),
     "matmul": ("x w", "y"),
     "batchnorm_train": ("x scale bias running_mean running_var residual?", "y new_mean new_var mean rstd"),
     "batchnorm_infer": ("x scale bias mean var residual?", "y"),
@@ -143,7 +158,7 @@ _NAMES = {
     "groupnorm_backward": ("x dy scale bias mean rstd", "dscale dbias dx?"),
 }
 # Ops younger than the first version of the wire
-YOUNGER = ("conv_add", "max_pool", "max_pool_backward", "groupnorm", "groupnorm_backward")
+YOUNGER = ("conv_add", "dense_gradient", "max_pool", "max_pool_backward", "groupnorm", "groupnorm_backward")
 
 
 def _operand(p: Any, kernel: str, name: str) -> tuple[Shape, str]:
@@ -160,6 +175,7 @@ def _operand(p: Any, kernel: str, name: str) -> tuple[Shape, str]:
         shapes["residual"] = p.y_shape
     else:
         shapes = {"x": p.x_shape, "w": p.w_shape, "b": p.b_shape, "c": p.c_shape}
+        shapes |= {"dy": p.x_shape, "kept": p.y_shape}
     return shapes[name], p.dtype
 
 

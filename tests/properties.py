@@ -964,6 +964,7 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Shape, ...]]] = {
     "dense": (_op(jaxconv.dense, activation="sigmoid"), ((3, 2), (2, 4), (4,))),
     "dense_row": (_op(jaxconv.dense, activation="elu", alpha=0.5), ((3, 2), (2, 4), (3, 1))),
     "matmul": (_op(jaxconv.dense), ((3, 2), (2, 4))),
+    "mlp": (_op(jaxconv.mlp, activation="tanh"), ((3, 2), (2, 4), (4,), (4, 3), (3,))),
     "batchnorm": (_norm, ((6, 3), (3,), (3,))),
     "batchnorm_inference": (_infer, ((4, 3), (3,), (3,))),
     "conv_batchnorm": (_pair, ((2, 3, 3, 2), (2, 2, 2, 3), (3,))),

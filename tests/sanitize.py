@@ -36,7 +36,7 @@ from jaxconv._plan import conv, dense, depthwise, domain, sm90
 from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem, GroupNormProblem, PoolProblem
 from jaxconv.batchnorm import backward, infer, train
 from jaxconv.conv import conv_add, conv_kernel, dgrad, dgrad_add, fprop, statistics, wgrad
-from jaxconv.dense import dense_kernel, matmul
+from jaxconv.dense import dense_gradient, dense_kernel, matmul
 from jaxconv.groupnorm import backward as group_backward
 from jaxconv.groupnorm import norm as group_norm
 from jaxconv.pool import backward as pool_backward
@@ -185,6 +185,17 @@ def dense_calls(dtype: str, algorithm: str, precision: str, m: int, k: int, n: i
     return calls
 
 
+def gradient_calls(dtype: str, algorithm: str, m: int, k: int, n: int) -> list[Call]:
+    calls = []
+    for activation, trans_w in itertools.product(("relu", "gelu", "elu"), (False, True)):
+        precision, f = (jax.lax.Precision.DEFAULT,) * 2, _activation.parse("", activation)
+        p = DenseProblem(
+            "mlp", dtype, m, k, n, precision, trans_w=trans_w, alpha=0.5, activation=f, algorithm=algorithm
+        )
+        calls.append((dense_gradient, p, [(p.x_shape, dtype), (p.w_shape, dtype), (p.y_shape, dtype)]))
+    return calls
+
+
 def batchnorm_calls(dtype: str, algorithm: str, shape: tuple[int, ...], axis: int, fused: bool) -> list[Call]:
     x, param = (shape, dtype), ((shape[axis],), "float32")
     residual = [x] * fused
@@ -265,6 +276,9 @@ def cases(op: str, algorithm: str, dtype: str) -> Iterator[tuple[str, list[Call]
     elif op == "dense":
         for shape, precision in itertools.product(DENSES, precisions):
             yield f"{shape} {precision}", dense_calls(dtype, algorithm, precision, *shape)
+    elif op == "dense_gradient":
+        for shape in (*DENSES, (40000, 64, 264)):  # more tiles than blocks
+            yield f"{shape}", gradient_calls(dtype, algorithm, *shape)
     elif op == "pool":
         for shape, window, options in POOLS:
             yield f"{shape} {window}", pool_calls(dtype, algorithm, shape, window, options)
@@ -291,6 +305,7 @@ KERNELS = {
         *(family for family in _problem.CONV_ALGORITHMS if family not in ("sm90", "depthwise")),
     ],
     "dense": [*members("sm90", (*(kernel for kernel, _ in (*sm90.PRODUCTS, *sm90.FEW_ROWS)), "rows")), "gemm"],
+    "dense_gradient": [_plan.GRADIENT],
     "batchnorm": list(_problem.BATCHNORM_ALGORITHMS),
     "pool": list(_problem.POOL_ALGORITHMS),
     "groupnorm": list(_problem.GROUPNORM_ALGORITHMS),
@@ -311,7 +326,7 @@ def forced(call: Call, device: _plan.Device) -> Iterator[Call]:
         stored = conv.in_memory(p.algorithm, p)
         wanted: Iterable[_plan.Plan] = conv.FAMILIES[_problem.family_of(p.algorithm)].wants(made.name, stored, device)
     elif isinstance(p, DenseProblem):
-        wanted = dense.wants(_problem.family_of(p.algorithm), p, device)
+        wanted = dense.wants(made.name, _problem.family_of(p.algorithm), p, device)
     else:
         yield call
         return

@@ -91,6 +91,84 @@ ACTIVATIONS = {
 }
 
 
+MLPS = {
+    "plain": (lambda x, w, b, v: jax.nn.gelu(x @ w + b) @ v, "dense + bias + gelu, dense"),
+    "bias": (lambda x, w, b, v: jax.nn.gelu(x @ w + b) @ v + v[0], "dense + bias + gelu, dense + bias"),
+    "no_bias": (lambda x, w, b, v: jax.nn.silu(x @ w) @ v, "dense + silu, dense"),
+    "both": (lambda x, w, b, v: jnp.tanh(jax.nn.relu(x @ w + b) @ v), "dense + bias + relu, dense + tanh"),
+    "rows": (lambda x, w, b, v: jax.nn.gelu(x @ w + b).reshape(-1, 8) @ v, "dense + bias + gelu, dense"),
+    "z": (lambda x, w, b, v: [z := jax.nn.gelu(x @ w) @ v + v[0], jax.nn.silu(z)], "dense + gelu, dense + bias + silu"),
+    "mapped": (
+        lambda x, w, b, v: jax.vmap(lambda row: v.T @ jax.nn.gelu(w.T @ row + b))(x.reshape(-1, 4)),
+        "dense + bias + gelu, dense",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MLPS)
+def test_two_dense_layers_in_a_row_become_one_call(name):
+    f, fused = MLPS[name]
+    args = X, W[0, 0], B, W2[0, 0, :, :5]
+    check(f, *args, mlp=1)
+    found = accelerate(f).report(*args)
+    assert found[-1].fused == f"mlp ({fused})" and not found.left
+    assert equations_back(f, args)["jaxconv_dense_gradient"] == 1
+
+
+def equations_back(f: Any, args: Any) -> Any:
+    def loss(*args: Any) -> jax.Array:
+        return sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(accelerate(f)(*args)))
+
+    return helpers.equations(jax.grad(loss, tuple(range(len(args)))), *args)
+
+
+TWO_LAYERS = {
+    "used": (lambda x, w, b, v: [h := jax.nn.gelu(x @ w + b), h @ v + v[0]], dict(dense=2)),
+    "z_used": (lambda x, w, b, v: [z := x @ w + b, jax.nn.gelu(z) @ v + v[0]], dict(dense=2)),
+    "twice": (lambda x, w, b, v: [h := jax.nn.gelu(x @ w + b), h @ v + v[0], jnp.tanh(h @ v)][1:], dict(dense=3)),
+    "returned": (lambda x, w, b, v: (lambda h: (h, jax.nn.silu(h @ v)))(jax.nn.gelu(x @ w)), dict(dense=2)),
+    "linear": (lambda x, w, b, v: jax.nn.silu((x @ w + b) @ v), dict(dense=2)),
+    "between": (lambda x, w, b, v: (2.0 * jax.nn.gelu(x @ w + b)) @ v + v[0], dict(dense=2)),
+    "turned": (lambda x, w, b, v: jax.nn.gelu(x[0, :, 0] @ w).T[:, :6] @ jnp.ones((6, 3)) + 1.0, dict(dense=1)),
+    "its_weight": (lambda x, w, b, v: jax.nn.relu(v @ jax.nn.gelu(w @ w.T @ w).T[:, :4]), dict(dense=2)),
+}
+
+
+@pytest.mark.parametrize("name", TWO_LAYERS)
+def test_other_dense_layers_stay_two(name):
+    f, expected = TWO_LAYERS[name]
+    args = X, W[0, 0], B, W2[0, 0]
+    found = kernels(accelerate(f), *args)
+    assert found == expected
+    helpers_same(accelerate(f)(*args), f(*args))
+
+
+def helpers_same(ours: Any, theirs: Any) -> None:
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_of_several_dense_layers_each_is_in_one_pair():
+    def f(x, *ws):
+        for w in ws:
+            x = jax.nn.gelu(x @ w)
+        return x
+
+    ws = [array(i, (8, 8)) for i in range(5)]
+    x = array(9, (3, 8))
+    for count, expected in ((2, dict(mlp=1)), (3, dict(mlp=1, dense=1)), (4, dict(mlp=2)), (5, dict(mlp=2, dense=1))):
+        check(f, x, *ws[:count], **expected)
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+def test_casts_of_the_weights_stand_before_both_layers(dtype):
+    def f(x, w, b, v, c):
+        w, b, v, c = (a.astype(dtype) for a in (w, b, v, c))
+        return jax.nn.gelu(x.astype(dtype) @ w + b) @ v + c
+
+    check(f, X, W[0, 0], B, W2[0, 0], BIAS, mlp=1)
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_conv_bias_and_activation_become_one_call(activation):
     f = ACTIVATIONS[activation]
@@ -987,6 +1065,21 @@ def convnext() -> Any:
             return nn.Dense(10)(Block()(Block()(x)).mean((1, 2)))
 
     return ConvNeXt()
+
+
+def test_the_benchmarks_convnext_has_a_pair_in_each_block():
+    nn = pytest.importorskip("flax.linen", reason="the model is Flax's")
+    from benchmarks import models
+
+    for small, blocks in ((True, 2), (False, 18)):
+        model = models.convnext_t(nn, small=small)
+        x = jax.ShapeDtypeStruct((2, 32, 32, 3), jnp.bfloat16)
+        variables = jax.eval_shape(model.init, KEY, x)
+        fused = [finding.fused for finding in accelerate(model.apply).report(variables, x)]
+        assert fused.count("mlp (dense + bias + gelu, dense + bias)") == blocks
+        if small:
+            counted = kernels(accelerate(model.apply), variables, x)
+            assert (counted["mlp"], counted["dense"]) == (blocks, 1)
 
 
 def mobilenet() -> Any:

@@ -53,6 +53,33 @@ def test_a_dense_layer_and_its_gradients_products_are_measured_each(recorded):
         assert products[key] == pytest.approx([0, *map(math.log2, extents)], abs=1e-3)
 
 
+def test_the_gradient_between_two_dense_layers_is_measured(recorded):
+    found = recorded("--op", "dense_gradient", "--suite", "models", "--cases", "*s3.*", "--dtype", "f32")
+    rows = [(row["case"], row["contender"], row["status"]) for row in found["rows"]]
+    names = [f"convnext.s3.{activation}" for activation in ("gelu", "relu", "silu")]
+    assert rows == [(name, contender, "ok") for name in names for contender in ("xla", "ours")]
+    assert all(row["plan"].startswith("calls[three]") for row in found["rows"] if row["contender"] == "ours")
+    # Of several tiles that which the kernel's plan wants speaks for it; where it did not run, the fastest.
+    (row, *_) = (row for row in found["rows"] if row["contender"] == "xla")
+    tile = {"plan": "native[sm90/gradient 128x256]", "status": "ok"}
+    forced = [row | tile | {"contender": f"ours:sm90/gradient {t}", "ms": ms} for t, ms in (("a", 3.0), ("b", 1.0))]
+    wanted = row | tile | {"contender": "ours:sm90", "ms": 2.0}
+    for rows, ms in (([row, *forced], 1.0), ([row, *forced[::-1]], 1.0), ([row, wanted, *forced], 2.0)):
+        (entry,) = tune.measurements({**found, "rows": rows})
+        assert entry["op"] == "dense_gradient" and entry["native_ms"] == {"sm90/gradient": ms}
+        assert entry["coordinates"] == pytest.approx([0, *map(math.log2, (50176, 384, 1536))], abs=1e-3)
+
+
+def test_a_layer_that_saves_z_is_measured(recorded):
+    found = recorded("--op", "dense", "--suite", "models", "--cases", "ffn.*", "--dtype", "f32", "--algorithm", "gemm")
+    passes = {(row["case"], row["pass"]) for row in found["rows"]}
+    expected = {("ffn.up", "saved"), ("ffn.down", "fwd")}
+    assert passes == expected | {(f"ffn.{w}", p) for w in ("up", "down") for p in ("dgrad", "wgrad")}
+    assert all(row["status"] == "ok" for row in found["rows"])
+    kinds = [(entry["op"], entry["kind"][4]) for entry in tune.measurements(found)]
+    assert sorted(kinds) == sorted([("dense", "gelu"), ("dense", "cheap"), *[("dense", "bare")] * 4])
+
+
 def test_a_tuned_choice_is_the_fastest_that_was_measured(recorded):
     algorithms = ["two_read"] if PLATFORM == "cpu" else ["two_read", "resident_block"]
     found = recorded(

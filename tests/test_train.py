@@ -220,6 +220,7 @@ def test_events_of_a_gpu_are_known_by_instruction_or_by_kernel():
         ("", "_ZN7jaxconv4cuda9batchnorm12TwoReadTrainE"): "norm",
         ("", "void jaxconv::cuda::conv::depthwise::Rows<float, 3>(int)"): "convolution",
         ("", "void jaxconv::cuda::dense::Epilogue<float>(int)"): "product",
+        ("", "_ZN7jaxconv4cuda18Sm90GradientKernelI"): "product",
         ("", "void cudnn::ops::nchwToNhwcKernel<__nv_bfloat16>"): "convolution",
         ("", "sm80_xmma_wgrad_implicit_gemm_indexed_tf32"): "convolution",
         ("", "cutlass_80_tensorop_s1688gemm_128x128"): "product",

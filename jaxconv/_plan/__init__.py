@@ -7,6 +7,20 @@ how many parts.
 """
 
 from jaxconv._plan.choose import OPS, disabled, every, made, missing, plan, supports, tiles
+from jaxconv._plan.dense import GRADIENT
 from jaxconv._plan.plan import Device, Plan, Problem
 
-__all__ = ["OPS", "Device", "Plan", "Problem", "disabled", "every", "made", "missing", "plan", "supports", "tiles"]
+__all__ = [
+    "GRADIENT",
+    "OPS",
+    "Device",
+    "Plan",
+    "Problem",
+    "disabled",
+    "every",
+    "made",
+    "missing",
+    "plan",
+    "supports",
+    "tiles",
+]

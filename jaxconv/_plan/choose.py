@@ -38,6 +38,7 @@ OPS = {
     "conv_dgrad_add": "conv",
     "conv_wgrad": "conv",
     "dense": "dense",
+    "dense_gradient": "dense",
     "matmul": "dense",
     "batchnorm_train": "batchnorm",
     "batchnorm_infer": "batchnorm",
@@ -65,6 +66,10 @@ def plan(op: str, problem: Any, device: Device) -> Plan:
         return _plan_conv_add(problem, device)
     if op == "conv_dgrad_add":
         return _plan_dgrad_add(problem, device)
+    if op == "mlp":
+        return Plan("calls", "two dense layers, each by a plan of its own", "two")
+    if op == "dense_gradient":
+        return _plan_dense_gradient(problem, device)
     forced = problem.algorithm is not None or problem.implementation == "native"
     if problem.implementation == "xla":
         return Plan("xla", "implementation='xla' was asked for")
@@ -242,6 +247,49 @@ def _adds_faster(kernel: str, p: ConvProblem, device: Device) -> tuple[bool, str
     return ratio > (measured.SISTER_MARGIN if found.sister else measured.MARGIN), f"{kernel} with its addend {text}"
 
 
+def _plan_dense_gradient(p: DenseProblem, device: Device) -> Plan:
+    """A product that goes back through the activation and sums up on its way, or three calls: the product has a plan of
+    its own then."""
+    named = p.algorithm is not None and p.algorithm.partition(" ")[0] == dense.GRADIENT
+
+    def three(why: str, candidates: tuple[Candidate, ...] = ()) -> Plan:
+        reason = f"a product, then the activation's derivative and a sum: {why}"
+        return Plan("calls", reason, "three", candidates=candidates)
+
+    if p.implementation == "xla":
+        return three("implementation='xla' was asked for")
+    if disabled("dense_gradient"):
+        return three(f"JAXCONV_DISABLE={os.environ['JAXCONV_DISABLE']}")
+    if _empty(p):
+        return three("there is nothing to compute")
+    refusal = _refusal(p, device) or ("it exists on CUDA only" if device.platform == "cpu" else None)
+    if p.algorithm is not None:
+        found = refusal or made("dense_gradient", p.algorithm, p, device)
+        if isinstance(found, Plan):
+            return dataclasses.replace(found, reason=f"algorithm='{p.algorithm}' was asked for")
+        if named:
+            raise ValueError(f"{p.name}: {_asked(p)} cannot run dense_gradient of {p}: {found}")
+        return three(f"algorithm='{p.algorithm}' was asked for, and for all in one {found}")
+    if refusal:
+        return three(refusal)
+    forced = p.implementation == "native"
+    if device.partitioned and not forced:
+        return three("XLA partitions its own operations over devices; it would gather for a custom call")
+    own = _tuned("dense_gradient", p, device)
+    if own is not None:
+        return own if own.implementation == "native" else three(own.reason, own.candidates)
+    best, candidates, why = _weighed("dense_gradient", p, device)
+    if forced:
+        wanted = best.plan if best is not None else made("dense_gradient", "sm90", p, device)
+        if isinstance(wanted, str):
+            return three(wanted)
+        asked = f"implementation='native' was asked for{f'; {why}' if best is not None else ''}"
+        return dataclasses.replace(wanted, reason=asked, candidates=candidates)
+    if best is None or not best.wins:
+        return three(why, candidates)
+    return dataclasses.replace(best.plan, reason=why, candidates=candidates)
+
+
 def _asked(problem: Problem) -> str:
     return f"algorithm='{problem.algorithm}'" if problem.algorithm else "implementation='native'"
 
@@ -301,7 +349,7 @@ def made(op: str, algorithm: str, problem: Problem, device: Device) -> Plan | st
         return pool.made(algorithm, problem, device)
     if isinstance(problem, GroupNormProblem):
         return groupnorm.made(op, algorithm, problem, device)
-    return dense.made(algorithm, problem, device)
+    return dense.made(op, algorithm, problem, device)
 
 
 def supports(op: str, algorithm: str, problem: Problem, device: Device) -> str | None:
@@ -498,7 +546,7 @@ def every(op: str, problem: Problem, device: Device) -> list[Plan]:
     if isinstance(problem, ConvProblem):
         return list(conv.every(op, problem, device))
     if isinstance(problem, DenseProblem):
-        return list(dense.kernels(problem, device))
+        return list(dense.kernels(op, problem, device))
     algorithms: tuple[str, ...]
     if isinstance(problem, PoolProblem):
         algorithms = POOL_ALGORITHMS
@@ -513,7 +561,7 @@ def tiles(op: str, problem: Problem, device: Device) -> list[Plan]:
     if _no_kernels(problem, device.platform):
         return []
     if isinstance(problem, DenseProblem):
-        return list(dense.every(problem, device))
+        return list(dense.every(op, problem, device))
     if isinstance(problem, BatchNormProblem | GroupNormProblem | PoolProblem) or device.platform != "cuda":
         return every(op, problem, device)
     specs: dict[str, None] = {}

@@ -11,6 +11,8 @@ from jaxconv._plan.sm90 import CLUSTERS, PRODUCTS, cluster_time, product_time, r
 from jaxconv._problem import DENSE_ALGORITHMS, DenseProblem, family_of
 
 GEMM_TILES = ("128x128", "128x64", "64x64")
+GRADIENT = "sm90/gradient"  # the one kernel of dense_gradient
+GRADIENT_TILES = ("128x256", "256x128", "128x128")
 # Rows up to which "sm90" is sm90/cluster: of more, sm90/rows was measured.
 FEW = 16
 
@@ -50,7 +52,22 @@ def _sm90(p: DenseProblem, device: Device) -> Iterator[tuple[str, str, int]]:
         yield "product", tile, 1
 
 
-def wants(algorithm: str, p: DenseProblem, device: Device) -> Iterator[Plan]:
+def _gradient_tiles(p: DenseProblem, device: Device) -> list[str]:
+    """Those of sm90/gradient. What of its epilogue shows is a guess: that of a product which saves z as well."""
+    steps = -(-p.k * itemsize(p) // 128)
+    shows = 3.2 if p.activation.name in ("none", "relu", "relu6", "leaky_relu") else 5.5
+
+    def time(tile: str) -> float:
+        return product_time(tile, p.m, p.n, steps, 1, True, device, shows)
+
+    return sorted(GRADIENT_TILES, key=time)
+
+
+def wants(op: str, algorithm: str, p: DenseProblem, device: Device) -> Iterator[Plan]:
+    if op == "dense_gradient":
+        if algorithm == "sm90":
+            yield from (Plan("native", "", GRADIENT, tile) for tile in _gradient_tiles(p, device))
+        return
     if algorithm == "sm90":
         for kernel, tile, splits in _sm90(p, device):
             yield Plan("native", "", f"sm90/{kernel}", tile, splits)
@@ -75,12 +92,12 @@ def wants(algorithm: str, p: DenseProblem, device: Device) -> Iterator[Plan]:
         yield Plan("native", "", "gemm", tile, splits)
 
 
-def made(algorithm: str, p: DenseProblem, device: Device) -> Plan | str:
+def made(op: str, algorithm: str, p: DenseProblem, device: Device) -> Plan | str:
     """The plan by the family or kernel that `algorithm` names, or the sentence that says why there is none."""
     if algorithm.startswith("sm90") and device.platform == "cpu":
         return "it exists on CUDA only"
     why = "there is no such kernel"
-    for wanted in wants(family_of(algorithm), p, device):
+    for wanted in wants(op, family_of(algorithm), p, device):
         if wanted.answers(algorithm):
             cpu = device.platform == "cpu"  # which owns its scratch
             refused = None if cpu else domain.dense_refusal(wanted, p, device)
@@ -91,19 +108,19 @@ def made(algorithm: str, p: DenseProblem, device: Device) -> Plan | str:
     return why
 
 
-def kernels(p: DenseProblem, device: Device) -> Iterator[Plan]:
+def kernels(op: str, p: DenseProblem, device: Device) -> Iterator[Plan]:
     """A plan for each family that can run p, and for sm90/cluster where it is not sm90's first."""
     seen: set[str] = set()
     for algorithm in (*DENSE_ALGORITHMS, "sm90/cluster"):
-        plan = made(algorithm, p, device)
+        plan = made(op, algorithm, p, device)
         if isinstance(plan, Plan) and plan.kernel not in seen:
             seen.add(plan.kernel)
             yield plan
 
 
-def every(p: DenseProblem, device: Device) -> Iterator[Plan]:
-    """A plan for each kernel and tile that can run p, of a family those that it wants most first."""
+def every(op: str, p: DenseProblem, device: Device) -> Iterator[Plan]:
+    """A plan for each kernel and tile that can run op of p, of a family those that it wants most first."""
     for family in DENSE_ALGORITHMS:
-        specs = dict.fromkeys(wanted.spec for wanted in wants(family, p, device))
-        plans = (made(spec, p, device) for spec in specs)
+        specs = dict.fromkeys(wanted.spec for wanted in wants(op, family, p, device))
+        plans = (made(op, spec, p, device) for spec in specs)
         yield from (plan for plan in plans if isinstance(plan, Plan))

@@ -66,7 +66,7 @@ class Measurement:
 
     def wins(self, kernel: str) -> bool:
         """Whether the kernel is worth taking instead of XLA."""
-        least = LEAST_MS if self.op == "dense" else LEAST_CONV_MS if self.op.startswith("conv_") else 0.0
+        least = LEAST_MS if self.op.startswith("dense") else LEAST_CONV_MS if self.op.startswith("conv_") else 0.0
         margin = SISTER_MARGIN if self.sister else MARGIN
         return self.ratio(kernel) > margin and self.xla_ms - self.native_ms[kernel] >= least
 
@@ -111,7 +111,8 @@ def features(op: str, problem: Any) -> tuple[str, tuple[Any, ...], tuple[float, 
             epilogue,
             aligned,
         )
-        return "dense", kind, _log2(problem.batch or 1, problem.m, problem.k, problem.n)
+        measured_op = "dense_gradient" if op == "dense_gradient" else "dense"
+        return measured_op, kind, _log2(problem.batch or 1, problem.m, problem.k, problem.n)
     if isinstance(problem, PoolProblem):
         # Measured there and back, chosen there and back: where the gradient is taken the positions are wanted for it.
         back = problem.save or op == "max_pool_backward"
@@ -351,10 +352,12 @@ def _least_ms(m: Measurement, of: model.Numbers) -> float:
     item = 4 if dtype == "float32" else 2
     rate = of.half if dtype != "float32" else of.highest if full else of.tf32
     extents = [2.0**v for v in m.coordinates]
-    if m.op == "dense":
+    if m.op.startswith("dense"):
         instances, rows, summed, columns = extents
         flops = 2 * instances * rows * summed * columns
-        moved = item * instances * (rows * summed + summed * columns + rows * columns)
+        moved = (
+            item * instances * (rows * summed + summed * columns + rows * columns * (1 + (m.op == "dense_gradient")))
+        )
     else:
         pixels, c, k, groups = extents
         taps, steps = math.prod(m.kind[4]), math.prod(m.kind[5])

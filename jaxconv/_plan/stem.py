@@ -17,7 +17,7 @@ PATCH_TILES = ("128x128", "128x256", "256x128", "256x64", "128x320", "64x128", "
 
 def wants(op: str, p: ConvProblem, device: Device) -> Iterator[Plan]:
     if patches(op, p, device):
-        product = dense.made("sm90", p.patch_product(), device)
+        product = dense.made("matmul", "sm90", p.patch_product(), device)
         first = product.tile if isinstance(product, Plan) else PATCH_TILES[0]
         for tile in dict.fromkeys((first, *PATCH_TILES)):
             yield Plan("native", "", "stem/patches", tile)

@@ -6,7 +6,7 @@ settled; nothing below re-derives them. Problems are frozen and hashable: they a
 
 from jaxconv._problem.batchnorm import BATCHNORM_ALGORITHMS, BatchNormAlgorithm, BatchNormProblem
 from jaxconv._problem.conv import CONV_ALGORITHMS, ConvAlgorithm, ConvBatchNormProblem, ConvProblem
-from jaxconv._problem.dense import DENSE_ALGORITHMS, DenseAlgorithm, DenseProblem
+from jaxconv._problem.dense import DENSE_ALGORITHMS, DenseAlgorithm, DenseProblem, MlpProblem
 from jaxconv._problem.groupnorm import GROUPNORM_ALGORITHMS, GroupNormAlgorithm, GroupNormProblem
 from jaxconv._problem.parse import (
     CHANNELS_FIRST,
@@ -54,6 +54,7 @@ __all__ = [
     "GroupNormAlgorithm",
     "GroupNormProblem",
     "Implementation",
+    "MlpProblem",
     "Pair",
     "PoolAlgorithm",
     "PoolProblem",

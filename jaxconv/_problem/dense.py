@@ -161,3 +161,64 @@ class DenseProblem:
             implementation=implementation,
             algorithm=algorithm,
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class MlpProblem:
+    """Two dense layers, of which the second reads what the first gives."""
+
+    first: DenseProblem
+    second: DenseProblem
+    save: bool = False  # whether the first one's results are results too, for the gradient
+
+    def __str__(self) -> str:
+        return f"{self.first}, then {self.second}"
+
+    @classmethod
+    def infer(
+        cls,
+        name: str,
+        x: jax.Array,
+        w1: jax.Array,
+        b1: jax.Array | None,
+        w2: jax.Array,
+        b2: jax.Array | None,
+        *,
+        activation: Any,
+        out_activation: Any,
+        precision: tuple[Any, Any],
+        return_preactivation: bool,
+        algorithm: Any,
+        implementation: Any,
+    ) -> MlpProblem:
+        same_dtype(name, x=x, w1=w1, b1=b1, w2=w2, b2=b2)
+        seen = shapes(x=x, w1=w1, b1=b1, w2=w2, b2=b2)
+        if x.ndim < 1:
+            raise ValueError(f"{name}: x has 0 dimensions, expected (..., K). {seen}")
+        for role, w, b in (("1", w1, b1), ("2", w2, b2)):
+            if w.ndim != 2:
+                expected = "(K, H)" if role == "1" else "(H, N)"
+                raise ValueError(f"{name}: w{role} has {w.ndim} dimensions, expected 2 {expected}. {seen}")
+            if b is not None and b.shape != w.shape[1:]:
+                raise ValueError(f"{name}: b{role} has shape {b.shape}, expected {w.shape[1:]}. {seen}")
+        if x.shape[-1] != w1.shape[0]:
+            raise ValueError(f"{name}: w1 expects {w1.shape[0]} input features, x has {x.shape[-1]}. {seen}")
+        if w1.shape[1] != w2.shape[0]:
+            raise ValueError(f"{name}: w2 expects {w2.shape[0]} input features, w1 makes {w1.shape[1]}. {seen}")
+        how = dict(alpha=1.0, beta=1.0, algorithm=algorithm, implementation=implementation)
+        hidden = jax.ShapeDtypeStruct((*x.shape[:-1], w1.shape[1]), x.dtype)
+        first = DenseProblem.infer(
+            name, x, w1, b1, None, activation=activation, precision=precision[0], return_preactivation=False, **how
+        )
+        second = DenseProblem.infer(
+            name,
+            hidden,
+            w2,
+            b2,
+            None,
+            activation=out_activation,
+            precision=precision[1],
+            return_preactivation=return_preactivation,
+            **how,
+        )
+        return cls(first, second)

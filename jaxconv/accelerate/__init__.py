@@ -39,7 +39,8 @@ def accelerate(f: Callable[..., Any]) -> Callable[..., Any]:
 
     Replaced are `lax.conv_general_dilated` with the bias, the residual add and the activation that follow; (..., K) @
     (K, N) with a bias or an activation that follow; and batch normalisation, in training and inference, with the
-    residual add and the activation that follow. A convolution, its bias and the batch-norm of the result become
+    residual add and the activation that follow. Two dense layers in a row become `jaxconv.mlp`, where only the second
+    reads what the first one's activation gives. A convolution, its bias and the batch-norm of the result become
     `jaxconv.conv_batchnorm`: in inference one convolution, with filters that are rounded to their type once more.
     `lax.reduce_window` with lax.max becomes `jaxconv.max_pool`; upsampling by repetition (`jax.image.resize` with
     "nearest" and whole factors) a broadcast, whose gradient is no scatter. Activations are those of `jaxconv.conv2d`,

@@ -2,7 +2,8 @@
 
 * lax's convolutions, with a bias per output channel, an array that is added and an activation that follow;
 * the gradients of images and filters in a derivative that the function takes itself, which lax writes as convolutions;
-* products (..., K) @ (K, N) that a bias per column or an activation follows.
+* products (..., K) @ (K, N) that a bias per column or an activation follows;
+* two such layers in a row, where nobody else needs what the first one gives.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from jaxconv._enable import forms
 from jaxconv.accelerate.activations import Activations
 from jaxconv.accelerate.graph import Array, Constant, Fork, Node, Value, channels_of, operands_of
 
+NO_ACTIVATION = Activation()
+
 
 @dataclasses.dataclass(frozen=True)
 class Fused:
@@ -30,6 +33,8 @@ class Fused:
     parts: list[str]
     fork: Fork | None = None
     layer: Node | None = None  # whose name it gets in profiles, where it is not the operation's own
+    bias: Value | None = None
+    activation: Activation = NO_ACTIVATION
 
 
 class Refusal(Exception):
@@ -160,6 +165,8 @@ def _fuse_epilogue(
             call,
             [what, *(text for text, there in told if there)],
             fork_of(node, fork) if forks else None,
+            bias=b,
+            activation=activation,
         )
 
     total, r = residual_after(z) or (z, None)
@@ -248,8 +255,34 @@ def check_dense(node: Node, swapped: Node | None = None) -> None:
     _refuse_algorithms(p["precision"])
 
 
-def find_dense(node: Node, activations: Activations) -> Fused:
-    swapped = _swapped(node)  # w @ x for each row x, as vmap writes it: (w x^T)^T = x w^T
+@dataclasses.dataclass(frozen=True)
+class Dense:
+    """A product with the bias and the activation that follow, if any."""
+
+    node: Node
+    swapped: bool  # w @ x for each row x, as vmap writes it: (w x^T)^T = x w^T
+    fused: Fused
+    precision: Any
+
+    @property
+    def x(self) -> Value:
+        return self.node.inputs[1 if self.swapped else 0]
+
+    @property
+    def y(self) -> Value:
+        return self.fused.outputs[0]
+
+    def operands(self, a: Array, b: Array) -> tuple[Array, Array]:
+        """x and w (K, N), of the node's operands."""
+        return (b, a.T) if self.swapped else (a, b)
+
+    def refuse_bare(self) -> None:
+        if len(self.fused.parts) == 1:
+            raise Refusal("neither a bias nor an activation follows")
+
+
+def find_dense(node: Node, activations: Activations) -> Dense:
+    swapped = _swapped(node)
     check_dense(node, swapped)
     x, w = node.inputs if swapped is None else node.inputs[::-1]
     precision = node.params["precision"]
@@ -262,9 +295,59 @@ def find_dense(node: Node, activations: Activations) -> Fused:
 
     size = w.shape[1] if swapped is None else w.shape[0]
     (fused,) = _fuse_epilogue(node, len(x.shape) - 1, activations, "dense", run, size, swapped)
-    if len(fused.parts) == 1:
-        raise Refusal("neither a bias nor an activation follows")
-    return fused
+    return Dense(node, swapped is not None, fused, precision)
+
+
+def only_user(v: Value) -> Node | None:
+    return v.users[0] if len(v.users) == 1 else None
+
+
+def source_of(second: Dense) -> Value:
+    """What makes the rows of the layer's x, before reshapes that nobody else uses and that leave the rows whole."""
+    v = second.x
+    while v.made_by == "reshape" and v.node.params["dimensions"] is None and only_user(v) is not None:
+        u = v.node.inputs[0]
+        if isinstance(u, Constant) or not u.shape or u.shape[-1] != v.shape[-1]:
+            break
+        v = u
+    return v
+
+
+def find_mlp(first: Dense, second: Dense) -> Fused | None:
+    """The two layers as one call, where the second reads what the first's activation gives, and nobody else does."""
+    path = [second.x]
+    while path[-1] is not first.y:
+        path.append(path[-1].node.inputs[0])
+    alone = len(first.fused.outputs) == 1 and all(only_user(v) is not None for v in path)
+    if not alone or first.fused.activation == NO_ACTIVATION:
+        return None
+    biased, both = first.fused.bias is not None, len(second.fused.outputs) > 1
+    x_place = 1 if second.swapped else 0
+
+    def call(*values: Array) -> Sequence[Array]:
+        a1, b1, *rest = values
+        bias1 = rest.pop(0).reshape(-1) if biased else None
+        other, *rest = rest
+        x, w1 = first.operands(a1, b1)
+        w2 = other.T if second.swapped else other
+        outs = _fused.mlp(
+            x,
+            w1,
+            bias1,
+            w2,
+            rest[0].reshape(-1) if rest else None,
+            activation=first.fused.activation,
+            out_activation=second.fused.activation,
+            precision=(first.precision, second.precision),
+            return_preactivation=both,
+        )
+        return [out.reshape(v.shape) for out, v in zip(outs, second.fused.outputs, strict=True)]
+
+    rest = [v for i, v in enumerate(second.fused.inputs) if i != x_place]
+    parts = ", ".join(" + ".join(layer.fused.parts) for layer in (first, second))
+    return dataclasses.replace(
+        second.fused, inputs=[*first.fused.inputs, *rest], call=call, parts=[f"mlp ({parts})"], bias=None
+    )
 
 
 def _swapped(node: Node) -> Node | None:

@@ -19,7 +19,17 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 from jaxconv.accelerate.activations import Activations
 from jaxconv.accelerate.graph import Array, Constant, Graph, Node, Value, channels_of, unconverted
 from jaxconv.accelerate.groupnorm import GroupNormalised, find_group_normalised, find_groupnorm
-from jaxconv.accelerate.linear import Fused, Refusal, find_conv, find_dense, find_gradient, linear_before
+from jaxconv.accelerate.linear import (
+    Dense,
+    Fused,
+    Refusal,
+    find_conv,
+    find_dense,
+    find_gradient,
+    find_mlp,
+    linear_before,
+    source_of,
+)
 from jaxconv.accelerate.norms import Normalised, added_later, find_batchnorm, find_normalised, find_own_pair, over_batch
 from jaxconv.accelerate.pools import NAMES as POOLS
 from jaxconv.accelerate.pools import find_pool
@@ -38,6 +48,7 @@ class Rewriting:
         self._maker: dict[Value, Node] = {}  # of the values that a fused call makes
         self._covered: set[Node] = set()  # what fused calls stand for
         self._inner: dict[Node, dict[str, Any]] = {}  # changed parameters of nodes with functions inside
+        self._layers: dict[Value, Dense] = {}  # of the values that dense layers give, each a call of its own
         self._left: dict[Node, Finding] = {}  # what a later call may still take in
         self.over_batch: list[str] = []  # where what is normalised is by statistics of all images
         self._find()
@@ -77,7 +88,7 @@ class Rewriting:
             elif node.name == "conv_general_dilated":
                 self._try("conv", node, node.inputs[0].shape, lambda n=node: self._convs(n))
             elif node.name == "dot_general":
-                self._try("dense", node, node.inputs[0].shape, lambda n=node: iter([find_dense(n, self._activations)]))
+                self._try("dense", node, node.inputs[0].shape, lambda n=node: self._denses(n))
             elif node.name in POOLS:
                 self._try("max_pool", node, node.inputs[-1].shape, lambda n=node: iter([find_pool(n)]))
             elif node.name == "gather":
@@ -98,6 +109,17 @@ class Rewriting:
             yield gradient
         else:
             yield from find_conv(node, self._activations, lambda r: not added_later(node, r))
+
+    def _denses(self, node: Node) -> Iterator[Fused]:
+        layer = find_dense(node, self._activations)
+        before = self._layers.get(source_of(layer))
+        both = find_mlp(before, layer) if before is not None else None
+        if both is not None:
+            yield both  # the first one's own call is then of no use
+        layer.refuse_bare()
+        self._layers[layer.y] = layer
+        yield layer.fused
+        del self._layers[layer.y]
 
     def _scopes(self, node: Node) -> str:
         return f"{self._around}/{node.name_stack}"
