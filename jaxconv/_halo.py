@@ -187,7 +187,7 @@ def _fetch(
     join: Callable[..., Array] = _beside,
 ) -> tuple[Array, int]:
     """A shard's own rows with those of its neighbours that it reads, and the place of the first that it reads. Rows
-    beyond the array's ends are `fill`; that there may be too few of them is the caller's."""
+    beyond the array's ends are `fill`; where a shard reads further than what this returns, the caller pads."""
     a = _fill_beyond(a, axis, rows.extent, mesh_axes, fill)
 
     def from_neighbour(hops: int, wanted: int) -> Array:
@@ -295,8 +295,9 @@ def own_dx(p: ConvProblem, split: Split, dx: Array) -> Array:
 # ----------------------------------------------------------------------------------------------------------------------
 # All rows from a shard's own, and those at its ends again
 
-# Bytes of a shard below which it is copied: a read and a write at some 4 TB/s take less than the launches for its ends.
-LEAST_COPY = 32 << 20
+# Bytes of a shard below which it is copied. A read and a write at some 4 TB/s take less then than what the ends need:
+# about six small launches (their slab and its places) and a kernel that does not fill the device, 30 us and more.
+LEAST_COPY = 64 << 20
 # The part of a shard's rows that may be computed twice. More costs a convolution of many channels more than the copy.
 MOST_AGAIN = 1 / 4
 
