@@ -520,10 +520,10 @@ def test_every_tile_may_be_tuned(with_the_kernel):
 def test_what_was_tuned_is_taken(with_the_kernel):
     p = problem(12544, 768, 3072, dtype="bfloat16")
     jaxlib, version = tuned.versions()
-    times = {f"{_plan.GRADIENT} 256x64": 0.5, f"{_plan.GRADIENT} 128x128": 0.6}
+    times = {f"{_plan.GRADIENT} 256x128": 0.5, f"{_plan.GRADIENT} 128x128": 0.6}
     fields = dict(op="dense_gradient", key=tuned.key_of(p), problem=str(p), device=tuned.device_name(H200))
     entry = tuned.Entry(**fields, jaxlib=jaxlib, jaxconv=version, xla_ms=1.0, native_ms=times, choice=None)
-    for choice, expected in (("xla", "calls[three]"), (f"{_plan.GRADIENT} 256x64", "native[sm90/gradient 256x64]")):
+    for choice, expected in (("xla", "calls[three]"), (f"{_plan.GRADIENT} 256x128", "native[sm90/gradient 256x128]")):
         with jaxconv.tune.applied(tuned.Results([dataclasses.replace(entry, choice=choice)])):
             made = planned(p)
         assert str(made) == expected and "tuned on this device" in made.reason and len(made.candidates) == 3
