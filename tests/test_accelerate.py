@@ -122,6 +122,37 @@ def equations_back(f: Any, args: Any) -> Any:
     return helpers.equations(jax.grad(loss, tuple(range(len(args)))), *args)
 
 
+def own(x: Any, w: Any, b: Any, v: Any, *, activation: Any = "gelu", last: Any = None, **first: Any) -> Any:
+    return jaxconv.dense(jaxconv.dense(x, w, b, activation=activation, **first), v, **(last or {}))
+
+
+def test_jaxconvs_own_dense_layers_in_a_row_become_one_call():
+    args = X, W[0, 0], B, W2[0, 0, :, :5]
+    check(own, *args, mlp=1)
+    assert [f.fused for f in accelerate(own).report(*args)] == ["mlp (dense + bias + gelu, dense)"]
+    check(functools.partial(own, last=dict(activation="silu")), *args, mlp=1)
+    check(lambda *a: own(own(*a), a[1][:, :5].T, B[:4], a[3][:4]), *args, mlp=2)
+    forced = dict(implementation="native")
+    others = [dict(activation=None), dict(alpha=2.0), forced, dict(last=forced), dict(c=jnp.ones((2, 6, 6, 8)))]
+    for options in others:
+        assert "mlp" not in kernels(accelerate(functools.partial(own, **options)), *args), options
+    h = functools.partial(jaxconv.dense, activation="gelu")
+    assert kernels(accelerate(lambda x, w, b, v: [a := h(x, w, b), jaxconv.dense(a, v)]), *args) == dict(
+        dense=1, matmul=1
+    )
+
+
+def test_flax_layers_of_jaxconv_in_a_row_become_one_call():
+    pytest.importorskip("flax", reason="the layers are Flax's")
+    import flax.linen as nn
+
+    import jaxconv.linen as jn
+
+    model = nn.Sequential([jn.Dense(16, activation="gelu"), jn.Dense(8), jn.Dense(16, activation="silu"), jn.Dense(4)])
+    variables = model.init(KEY, X)
+    check(model.apply, variables, X, mlp=2)
+
+
 TWO_LAYERS = {
     "used": (lambda x, w, b, v: [h := jax.nn.gelu(x @ w + b), h @ v + v[0]], dict(dense=2)),
     "z_used": (lambda x, w, b, v: [z := x @ w + b, jax.nn.gelu(z) @ v + v[0]], dict(dense=2)),

@@ -289,6 +289,20 @@ def test_norms_behind_jaxconvs_own_layers_are_folded(dtype):
 # ----------------------------------------------------------------------------------------------------------------------
 # What is computed once
 
+
+def test_two_dense_layers_in_a_row_are_two_calls_of_cast_weights():
+    def f(p, x):
+        w1, b1, w2, b2 = (a.astype("bfloat16") for a in p)
+        return jax.nn.gelu(x.astype("bfloat16") @ w1 + b1) @ w2 + b2
+
+    weights = [array(i, s) for i, s in enumerate(((4, 16), (16,), (16, 8), (8,)))]
+    frozen, x = jaxconv.freeze(f, weights), X[:, 0, 0]
+    np.testing.assert_array_equal(frozen(x), jax.jit(jaxconv.accelerate(f))(weights, x))
+    assert {w.dtype.name for w in frozen.weights.values()} == {"bfloat16"}
+    assert frozen.report(x)[-1].fused == "mlp (dense + bias + gelu, dense + bias)"
+    assert [(call.op, call.count) for call in jaxconv.explain(frozen)(x)] == [("mlp", 1), ("dense", 1), ("dense", 1)]
+
+
 MODEL = Layers(("conv_bias", "bn", "act", "pool", "dense"))
 FROZEN, PLAIN, VARIABLES = frozen_and_plain(MODEL)
 TERMS = 16 * 288

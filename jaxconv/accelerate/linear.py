@@ -16,8 +16,10 @@ from typing import Any
 from jaxconv import _enable, _fused, _problem
 from jaxconv._activation import Activation
 from jaxconv._enable import forms
+from jaxconv._problem import DenseProblem
 from jaxconv.accelerate.activations import Activations
 from jaxconv.accelerate.graph import Array, Constant, Fork, Node, Value, channels_of, operands_of
+from jaxconv.mlp import pair as mlp_pair
 
 NO_ACTIVATION = Activation()
 
@@ -348,6 +350,36 @@ def find_mlp(first: Dense, second: Dense) -> Fused | None:
     return dataclasses.replace(
         second.fused, inputs=[*first.fused.inputs, *rest], call=call, parts=[f"mlp ({parts})"], bias=None
     )
+
+
+OWN_DENSES = ("jaxconv_dense", "jaxconv_matmul")
+
+
+def find_own_mlp(node: Node) -> Fused | None:
+    """Two of jaxconv's own dense layers in a row, where nobody else needs what the first one's activation gives."""
+    second, h = node.params["problem"], node.inputs[0]
+    before = h.node
+    if before is None or before.name != "jaxconv_dense" or h.users != [node] or len(before.outputs) != 1:
+        return None
+    first = before.params["problem"]
+    if first.activation == NO_ACTIVATION or not (_is_layer(first) and _is_layer(second)):
+        return None
+    p = _problem.MlpProblem(dataclasses.replace(first, name="mlp"), dataclasses.replace(second, name="mlp"))
+    parts = ", ".join(_told(q) for q in (first, second))
+    inputs = [*before.inputs, *node.inputs[1:]]
+    return Fused([node], inputs, node.outputs, lambda *args: mlp_pair(p, *args), [f"mlp ({parts})"], layer=before)
+
+
+def _told(p: DenseProblem) -> str:
+    """ "dense + bias + gelu" """
+    told = ["dense", "bias" if p.bias else "", "" if p.activation == NO_ACTIVATION else str(p.activation)]
+    return " + ".join(filter(None, told))
+
+
+def _is_layer(p: DenseProblem) -> bool:
+    """Whether it is x @ w with nothing but a bias per column and an activation, and nothing is asked for."""
+    plain = not (p.trans_x or p.trans_w or p.addend) and p.batch is None and p.alpha == 1.0
+    return plain and p.bias in (None, "column") and p.implementation is None and p.algorithm is None
 
 
 def _swapped(node: Node) -> Node | None:

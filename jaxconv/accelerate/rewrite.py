@@ -20,6 +20,7 @@ from jaxconv.accelerate.activations import Activations
 from jaxconv.accelerate.graph import Array, Constant, Graph, Node, Value, channels_of, unconverted
 from jaxconv.accelerate.groupnorm import GroupNormalised, find_group_normalised, find_groupnorm
 from jaxconv.accelerate.linear import (
+    OWN_DENSES,
     Dense,
     Fused,
     Refusal,
@@ -27,6 +28,7 @@ from jaxconv.accelerate.linear import (
     find_dense,
     find_gradient,
     find_mlp,
+    find_own_mlp,
     linear_before,
     source_of,
 )
@@ -100,6 +102,9 @@ class Rewriting:
                 own = find_own_pair(node) if node.name == "jaxconv_batchnorm_infer" else None
                 if own is not None:
                     self._try("batchnorm", node, node.inputs[0].shape, lambda own=own: iter([own]))
+                two = find_own_mlp(node) if node.name in OWN_DENSES else None
+                if two is not None:
+                    self._try("dense", node, node.inputs[0].shape, lambda two=two: iter([two]))
             else:
                 self._look_inside(node)
 
