@@ -116,6 +116,16 @@ def trace_context() -> Any:
     return config.trace_context()
 
 
+def current_trace() -> Any:
+    """Which trace makes the tracers of what is called now."""
+    return core.trace_ctx.trace
+
+
+def made_by(tracer: Any, trace: Any) -> bool:
+    """Whether `trace` made the tracer."""
+    return tracer._trace is trace
+
+
 def traces() -> bool:
     """Whether something is being traced here: what is called now becomes part of a program. (0.4.36 to 0.12.)"""
     return not core.trace_state_clean()
