@@ -237,7 +237,9 @@ EDGES = {
         8,
     ),
     "sm90/product K in TF32": Edge(
-        lambda v: of_dense("sm90/product", "128x128", k=v, dtype="float32", trans_w=False), 256, "multiple of 8", 1
+        lambda v: of_dense("sm90/product", "128x128", k=v, dtype="float32", trans_x=True),
+        256,
+        "in TF32 it needs K to be a multiple of 8, got 257",
     ),
     # ---- group-norms
     "groupnorm elements": Edge(
@@ -326,6 +328,16 @@ YES_AND_NO: dict[str, tuple[Callable[[], Refusal], Callable[[], Refusal], str]] 
         lambda: of_conv("depthwise/rows_mma", depthwise(filter=3)),
         lambda: of_conv("depthwise/rows_mma", depthwise(filter=7)),
         "5x5 or 7x7",
+    ),
+    "grouped, of volumes": (
+        lambda: of_conv("grouped/mma", grouped((4, 8, 8))),
+        lambda: of_conv("grouped/mma", grouped((4, 8, 8), filter=(1, 3, 3))),
+        "a first axis (of three) that the filter leaves alone",
+    ),
+    "stem, of volumes": (
+        lambda: of_conv("stem/mma", few(size=(4, 8, 8))),
+        lambda: of_conv("stem/mma", few(size=(4, 8, 8), filter=(1, 3, 3))),
+        "a first axis (of three) that the filter leaves alone",
     ),
     "stem/mma's tile": (
         lambda: of_conv("stem/mma", few(), tile="64x64"),
