@@ -45,7 +45,7 @@ def reads(case: ConvCase, x: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def allowed(case: ConvCase, at: tuple[int, ...], columns: int, octets: bool) -> np.ndarray:
-    """The outputs that may see an infinity at `at`: so many columns further, in all groups that share eight channels."""
+    """Which outputs may see an infinity at `at`: so many columns further, or in all groups that share 8 channels."""
     x = np.zeros(case.x_shape)
     x[at] = 1
     if octets:
