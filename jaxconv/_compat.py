@@ -155,6 +155,20 @@ def partitioning(ctx: mlir.LoweringRuleContext) -> str:
     return "auto" if auto and not ctx.module_context.lowering_parameters.for_export else "opaque"
 
 
+def device_of(ctx: mlir.LoweringRuleContext, platform: str) -> Any:
+    """The first of the devices that the program is lowered for; None where they are not known, or of another platform.
+
+    (For contexts see `partitioning`. An exported program's platforms need not be those of the devices here.)
+    """
+    context = ctx.module_context.axis_context
+    mesh = getattr(context, "mesh", None)
+    if mesh is not None:
+        devices = () if isinstance(mesh, jax.sharding.AbstractMesh) else tuple(mesh.devices.flat)
+    else:
+        devices = getattr(context, "device_assignment", None) or ()
+    return next((d for d in devices if {"gpu": "cuda"}.get(d.platform, d.platform) == platform), None)
+
+
 def mesh_of(ctx: mlir.LoweringRuleContext) -> Any:
     """The mesh over which XLA partitions the program, where `partitioning` is "auto"."""
     return ctx.module_context.axis_context.abstract_mesh
