@@ -5,6 +5,7 @@
 # make docs     the site, in build/docs          make sanitize   the native code under ASan and UBSan, called by hostile hands
 # make clean    remove builds                    make tsan       the same from several threads, under ThreadSanitizer
 # make mutants  forty small defects, each of which the tests must find
+# make libraries   accelerate, freeze and enable on Haiku's, Equinox's, Keras's layers and Flax's examples
 # make fuzz     random cases of every property: MINUTES=15 SEED=7
 # make foreign  other projects' tests with jaxconv.enable on: SUITES=paths
 # make test-matrix   what depends on the versions, with each supported Python and JAX; exports across them
@@ -94,15 +95,15 @@ $(VENV)/test.stamp: $(VENV)/build.stamp $(VENV)/cuda.stamp $(SOURCES)
 	@touch $@ $(VENV)/examples.stamp
 
 # What the commands below need beside the package itself
-$(VENV)/dev.stamp $(VENV)/docs.stamp $(VENV)/typing.stamp $(VENV)/release.stamp: $(VENV)/%.stamp: $(VENV)/venv.stamp pyproject.toml
+$(VENV)/dev.stamp $(VENV)/docs.stamp $(VENV)/typing.stamp $(VENV)/release.stamp $(VENV)/libraries.stamp: $(VENV)/%.stamp: $(VENV)/venv.stamp pyproject.toml
 	@$(PIP) install -q -r <($(call requirements) $*)
 	@touch $@
 
 comma := ,
 
 # --- the commands
-.PHONY: help install digits test test-all typecheck wheel bench docs sanitize tsan mutants fuzz foreign test-matrix lint \
-	format clean FORCE
+.PHONY: help install digits test test-all typecheck wheel bench docs sanitize tsan mutants fuzz foreign libraries \
+	test-matrix lint format clean FORCE
 
 help:
 	@sed -n '1,/^#$$/s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
@@ -123,6 +124,18 @@ test test-all: $(VENV)/test.stamp
 # Files or folders of tests in checkouts of JAX, Flax, ...: make foreign SUITES="../jax/tests/lax_test.py" ARGS="-k Conv"
 foreign: $(VENV)/test.stamp
 	$(VENV_PYTHON) tests/foreign.py $(SUITES) $(ARGS)
+
+# Models that nobody here wrote. FLAX names a checkout of Flax, whose package has no examples; else one is made.
+FLAX ?= build/flax
+LIBRARY_TESTS := tests/test_accelerate_libraries.py tests/test_flax_examples.py tests/test_enable_programs.py \
+	tests/test_guide.py tests/test_freeze.py
+libraries: export JAXCONV_FLAX := $(FLAX)
+libraries: export KERAS_BACKEND := jax
+libraries: export JAXCONV_TESTS := $(if $(filter yes,$(GPU)),,quick)
+libraries: $(VENV)/test.stamp $(VENV)/libraries.stamp
+	@test -d $(FLAX)/examples || git clone -q --depth 1 https://github.com/google/flax $(FLAX) || \
+		echo "no checkout of Flax: its examples are left out"
+	$(VENV_PYTHON) -m pytest -n $(WORKERS) --dist worksteal $(ARGS) $(LIBRARY_TESTS)
 
 typecheck: $(VENV)/test.stamp $(VENV)/typing.stamp
 	$(VENV)/bin/mypy

@@ -116,6 +116,16 @@ def trace_context() -> Any:
     return config.trace_context()
 
 
+def current_trace() -> Any:
+    """Which trace makes the tracers of what is called now."""
+    return core.trace_ctx.trace
+
+
+def made_by(tracer: Any, trace: Any) -> bool:
+    """Whether `trace` made the tracer."""
+    return tracer._trace is trace
+
+
 def traces() -> bool:
     """Whether something is being traced here: what is called now becomes part of a program. (0.4.36 to 0.12.)"""
     return not core.trace_state_clean()
@@ -143,6 +153,20 @@ def partitioning(ctx: mlir.LoweringRuleContext) -> str:
     known = mesh is not None and not mesh.empty and context.device_assignment is not None
     auto = known and all(kind == jax.sharding.AxisType.Auto for kind in mesh.axis_types)
     return "auto" if auto and not ctx.module_context.lowering_parameters.for_export else "opaque"
+
+
+def device_of(ctx: mlir.LoweringRuleContext, platform: str) -> Any:
+    """The first of the devices that the program is lowered for; None where they are not known, or of another platform.
+
+    (For contexts see `partitioning`. An exported program's platforms need not be those of the devices here.)
+    """
+    context = ctx.module_context.axis_context
+    mesh = getattr(context, "mesh", None)
+    if mesh is not None:
+        devices = () if isinstance(mesh, jax.sharding.AbstractMesh) else tuple(mesh.devices.flat)
+    else:
+        devices = getattr(context, "device_assignment", None) or ()
+    return next((d for d in devices if {"gpu": "cuda"}.get(d.platform, d.platform) == platform), None)
 
 
 def mesh_of(ctx: mlir.LoweringRuleContext) -> Any:

@@ -325,7 +325,7 @@ def _lower(made: Kernel, platform: str | None, ctx: mlir.LoweringRuleContext, *o
     if platform is None:
         return through(functools.partial(made.reference, problem))
     partitioning = _compat.partitioning(ctx)
-    device = dataclasses.replace(_plan.Device.current(platform), partitioned=partitioning == "opaque")
+    device = dataclasses.replace(lowered_for(ctx, platform), partitioned=partitioning == "opaque")
     plan = _plan.plan(made.name, problem, device)
     if partitioning == "auto" and (plan.implementation == "native" or made.partition(problem).always):
         program = _sharding.auto(made, problem, _compat.mesh_of(ctx))
@@ -353,13 +353,18 @@ def _lower(made: Kernel, platform: str | None, ctx: mlir.LoweringRuleContext, *o
     return list(rule(ctx, *operands, **wire.attrs, plan=plan.attrs()))[:-1]
 
 
+def lowered_for(ctx: mlir.LoweringRuleContext, platform: str) -> _plan.Device:
+    """The device that the program is made for: a host may have several kinds of GPU."""
+    return _plan.Device.of(platform, _compat.device_of(ctx, platform))
+
+
 def _lower_composite(
     made: Composite, platform: str | None, ctx: mlir.LoweringRuleContext, *operands: Any, problem: Any
 ) -> Any:
     plan = None
     if platform is not None and not _OPAQUE.get():
         opaque = _compat.partitioning(ctx) == "opaque" and _sharding.explicit_mesh(ctx.avals_in) is None
-        device = dataclasses.replace(_plan.Device.current(platform), partitioned=opaque)
+        device = dataclasses.replace(lowered_for(ctx, platform), partitioned=opaque)
         plan = _plan.plan(made.name, problem, device)
     return mlir.lower_fun(made.parts(problem, plan), multiple_results=True)(ctx, *operands)
 

@@ -642,6 +642,13 @@ def conv2d(
       TypeError, ValueError: when the arguments do not fit together (at trace time), naming the argument, what it got
         and what was expected; ValueError when a forced implementation or algorithm cannot run, with the reason.
 
+    An infinity in x reaches the outputs whose window holds it, as in lax. But tensor-core kernels for depthwise
+    convolutions in 16 bit multiply x by zeros that stand for other columns, those for groups of no multiple of 8
+    channels by zeros that stand for other groups, and infinity times zero is NaN: up to 15 columns away (filters that
+    reach more than 9 columns: 47), or in groups that share 8 channels with its own. A float16 forward pass, where
+    overflow is part of life, gets these kernels only by implementation="native", by name, or where it was tuned;
+    bfloat16 and gradients get them by default. implementation="xla" has none of it.
+
     Differentiable in x, w, b and residual to any order, in forward and reverse mode. The nouns are CUTLASS's
     (github.com/NVIDIA/cutlass, "implicit GEMM convolution"): images N H W C, filters K R S, outputs N P Q K.
     """

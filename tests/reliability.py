@@ -2,6 +2,7 @@
 
     make fuzz ...; make tsan; make sanitize; make test-matrix    # each leaves what came of it in build/
     python tests/sanitize.py --tool memcheck --record build/memcheck.json    # on a GPU; racecheck likewise
+    python tests/bits.py --record build/bits.json                # on a CPU, on a GPU
     python tests/reliability.py                                  # tests/records/ takes it up; the page is written anew
 
 A record is a run's own output; the page's tables hold nothing else.
@@ -39,6 +40,9 @@ def take_up() -> None:
         if (BUILD / f"{tool}.json").exists():
             record = json.loads((BUILD / f"{tool}.json").read_text())
             write(f"{tool}-{record['device'].lower().replace(' ', '-')}", record)
+    if (BUILD / "bits.json").exists():
+        record = json.loads((BUILD / "bits.json").read_text())
+        write(f"bits-{record['device'].lower().replace(' ', '-')}", record)
     for name in ("sanitize", "tsan"):
         report = BUILD / f"{name}.xml"
         if report.exists():
@@ -101,6 +105,18 @@ def gpu_block() -> str:
     return table(["tool", "GPU", "date", "commit", "kernels", "parts", "cases"], rows, 2)
 
 
+def bits_block() -> str:
+    rows = []
+    for path in sorted(RECORDS.glob("bits-*.json")):
+        record = json.loads(path.read_text())
+        kernels = sorted({part.rsplit("/", 1)[0] for part in record["parts"]})
+        device = "CPU" if record["device"] == "cpu" else record["device"]
+        graphs = "" if record["device"] == "cpu" else f", {record['runs']} as CUDA graphs"
+        row = [f"{device}, jax {record['jax']}", record["date"], f"{record['runs']}{graphs}, in 2 processes"]
+        rows.append([*row, ", ".join(f"`{k}`" for k in kernels), len(record["parts"]), sum(record["parts"].values())])
+    return table(["device", "date", "runs", "kernels", "parts", "calls"], rows, 2)
+
+
 def matrix_block() -> str:
     record = read("matrix")
     if record is None:
@@ -114,7 +130,7 @@ def matrix_block() -> str:
     return f"{record['date']}, on the CPU.\n\n" + table(head, rows, 0)
 
 
-BLOCKS = {"fuzz": fuzz_block, "watched": watched_block, "gpu": gpu_block, "matrix": matrix_block}
+BLOCKS = {"fuzz": fuzz_block, "watched": watched_block, "gpu": gpu_block, "bits": bits_block, "matrix": matrix_block}
 
 
 def page(text: str) -> str:

@@ -1310,6 +1310,116 @@ def test_changes_of_other_arguments_are_refused():
     np.testing.assert_allclose(accelerate(lambda d: d.pop("x").sum())({"x": X}), X.sum(), rtol=1e-5)
 
 
+class Plain:
+    """Somebody's object, as libraries without a functional core have them."""
+
+    def __init__(self) -> None:
+        self.mean, self.log, self.last = jnp.zeros(8), [], {}
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = conv(x, W)
+        self.mean = 0.5 * self.mean + y.mean((0, 1, 2))
+        self.log.append(y.sum())
+        self.last["pair"] = (x, 2 * y)
+        self.child = Slotted()
+        self.child.value = y.max()
+        return jax.nn.relu(y)
+
+
+class Slotted:
+    __slots__ = ("count", "value")
+
+
+SEEN: Any = None
+
+
+def attributes(model: Plain) -> Any:
+    return model.mean, model.log, model.last, model.child.value
+
+
+REACHED = {
+    "f itself": lambda model: (model, ()),
+    "a method": lambda model: (model.__call__, ()),
+    "closed over": lambda model: (lambda x: model(x), ()),
+    "in a dict, closed over": lambda model, d=None: ((lambda held: lambda x: held["model"](x))({"model": model}), ()),
+    "by a function that is closed over": lambda model: ((lambda inner: lambda x: inner(x))(lambda x: model(x)), ()),
+    "bound": lambda model: (functools.partial(lambda model, x: model(x), model), ()),
+    "an argument": lambda model: (lambda x, model: model(x), (model,)),
+}
+
+
+@pytest.mark.parametrize("way", REACHED)
+def test_what_is_assigned_to_plain_objects_is_written_back(way):
+    """As if f had been called as it is: no tracer stays."""
+    ours, plain = Plain(), Plain()
+    (f, more), (g, others) = REACHED[way](ours), REACHED[way](plain)
+    for _ in range(2):
+        assert_same(accelerate(f)(X, *more), g(X, *others), terms=36)
+    assert not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(attributes(ours)))
+    assert len(ours.log) == 2 and type(ours.last["pair"]) is tuple
+    for a, b in zip(jax.tree.leaves(attributes(ours)), jax.tree.leaves(attributes(plain)), strict=True):
+        assert_same(a, b, terms=400)
+
+
+def test_a_report_changes_no_plain_object():
+    model = Plain()
+    before = model.mean
+    accelerate(model).report(X)
+    assert model.mean is before and model.log == [] and model.last == {}
+    assert getattr(getattr(model, "child", None), "value", None) is None
+
+
+def test_variables_of_closures_and_globals_keep_no_tracer():
+    global SEEN
+    count, total = 0, jnp.zeros(())
+
+    def f(x):
+        global SEEN
+        nonlocal count, total
+        y = conv(x, W)
+        count, total, SEEN = count + 1, total + y.sum(), y.max()
+        return y
+
+    accelerate(f).report(X)
+    assert count == 1 and float(total) == 0 and SEEN is None  # what is no array is f's, whenever it is traced
+    try:
+        y = accelerate(f)(X)
+        assert_same(total, y.sum(), terms=400)
+        assert_same(SEEN, y.max(), terms=36)
+    finally:
+        SEEN = None
+
+
+def test_inside_other_transformations_plain_objects_hold_those_tracers():
+    """So that what is around reads what f assigned, as it does of f itself."""
+
+    def step(fast):
+        model = Plain()
+        f = accelerate(model) if fast else model
+
+        @jax.jit
+        def gradient(x):
+            def loss(x):
+                return f(x).sum() + (model.mean**2).sum()
+
+            return jax.grad(loss)(x)
+
+        return gradient(X)
+
+    assert_same(step(True), step(False), terms=400)
+
+
+def test_what_others_leave_stays():
+    """The tracer of an inner jit is f's own mistake, and is no business of accelerate's."""
+    seen = []
+
+    def f(x):
+        return jax.jit(lambda x: seen.append(x) or conv(x, W))(x)
+
+    accelerate(f)(X)
+    assert isinstance(seen[0], jax.core.Tracer)
+
+
 # ---- what is said, and to whom
 
 

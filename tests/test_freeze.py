@@ -768,6 +768,21 @@ def test_training_is_refused():
         jaxconv.freeze(own, jnp.ones(4))(X)
 
 
+def test_a_plain_object_that_changes_is_refused_and_stays_as_it_was():
+    class Model:
+        largest = None
+
+        def __call__(self, w, x):
+            y = x @ w
+            self.largest = y.max()
+            return y
+
+    model = Model()
+    with pytest.raises(ValueError, match=r"changes a bound object \(Model.largest\)"):
+        jaxconv.freeze(model, jnp.ones((3, 3)))(jnp.ones((2, 3)))
+    assert model.largest is None
+
+
 def test_norms_of_each_image_are_no_training():
     def instance_norm(p, x):
         mean, var = x.mean((1, 2), keepdims=True), x.var((1, 2), keepdims=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -10,6 +12,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from cases import BY_NAME, CONV_CASES, _case
 from helpers import DEVICE, PLATFORM, calls, label
@@ -309,6 +312,42 @@ def test_attributes_of_a_plan_carry_all_of_it():
     assert made.attrs() == {"kernel": "im2col", "tile": "128x64", "splits": 4, "chunk": 2}
     assert str(made) == "native[im2col 128x64 splits=4]"
     assert str(_plan.Plan("xla", "why")) == "xla"
+
+
+@pytest.mark.skipif(jax.device_count() < 3, reason="several devices: JAX_NUM_CPU_DEVICES=4")
+@pytest.mark.parametrize("way", ("call", "pair", "enabled", "shard_map"))
+def test_a_plan_is_made_for_the_device_that_the_program_is_lowered_for(way, monkeypatch):
+    """A host may have GPUs of several kinds."""
+    x, w, v = jnp.ones((3, 9, 9, 8)), jnp.ones((3, 3, 8, 8)), jnp.ones(8)
+    numbers = jax.lax.ConvDimensionNumbers((0, 3, 1, 2), (3, 2, 0, 1), (0, 3, 1, 2))
+    functions = {
+        "call": lambda x: jaxconv.conv2d(x, w + 0 * x[0, 0, 0, 0]),
+        "pair": lambda x: jaxconv.conv_batchnorm(x, w, v, v, v, v, training=True)[0],
+        "enabled": lambda x: jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers),
+    }
+    seen = []
+    monkeypatch.setattr(Device, "of", lambda platform, device: seen.append(device) or Device.current(platform))
+    jax.clear_caches()
+    for device in (jax.devices()[2], jax.devices()[1]):
+        seen.clear()
+        if way == "shard_map":
+            mesh = jax.sharding.Mesh(np.array([device]), ("a",))
+            spec = jax.sharding.PartitionSpec()
+            f = jax.shard_map(lambda x: jaxconv.conv2d(x, w), mesh=mesh, in_specs=spec, out_specs=spec)
+        else:
+            f = functions[way]
+        with jaxconv.enabled(auto_meshes=True) if way == "enabled" else contextlib.nullcontext():
+            jax.jit(f)(jax.device_put(x, device))
+        assert seen and set(seen) == {device}
+
+
+def test_devices_of_several_kinds():
+    Gpu = collections.namedtuple("Gpu", "device_kind compute_capability core_count")
+    found = [Device.of("cuda", Gpu(*one)) for one in (("NVIDIA H200", "9.0", 132), ("NVIDIA A10", "8.6", 72))]
+    assert found[0] == Device("cuda", "NVIDIA H200", (9, 0), 132) and found[1] == Device(
+        "cuda", "NVIDIA A10", (8, 6), 72
+    )
+    assert Device.of("cuda", None) == Device.current("cuda") and Device.of("cpu", jax.devices("cpu")[0]).kind == "cpu"
 
 
 def test_the_current_device_is_the_default_backends():

@@ -271,8 +271,8 @@ def _lower(
     if not isinstance(state, State) or _op.means_lax():
         return of_lax(ctx, lhs, rhs, **params)
     avals = (*ctx.avals_in, *ctx.avals_out)
-    refusal = _refusal(ctx, avals, state)
-    choice = Choice(None, None, refusal) if refusal else choose(avals, params, state, _plan.Device.current(platform))
+    refusal = _refusal(ctx, avals, state) or _unknown(ctx, platform)
+    choice = Choice(None, None, refusal) if refusal else choose(avals, params, state, _op.lowered_for(ctx, platform))
     if refusal:  # the report names its form nevertheless
         form = forms.read(*avals, params)
         choice = dataclasses.replace(choice, form=None if isinstance(form, str) else form)
@@ -295,6 +295,16 @@ def _refusal(ctx: mlir.LoweringRuleContext, avals: Any, state: State) -> str | N
     if partitioning == "none" or known or (partitioning == "auto" and state.auto_meshes):
         return None
     return "XLA partitions the program over devices, and a lowering cannot see how"
+
+
+def _unknown(ctx: mlir.LoweringRuleContext, platform: str) -> str | None:
+    """Why there is no plan: JAX tells a lowering its device where splitting a call takes it."""
+    if _compat.device_of(ctx, platform) is not None or len(kinds := _plan.Device.kinds(platform)) < 2:
+        return None
+    return (
+        f"there are devices of several kinds ({', '.join(kinds)}), and a lowering is told for which it is only with "
+        "jaxconv.enable(auto_meshes=True)"
+    )
 
 
 def _kinds(mesh: Any) -> Iterator[tuple[str, AxisType]]:

@@ -29,9 +29,16 @@ class Device:
         if platform == "cpu":
             return cls("cpu", "cpu")
         try:
-            device = jax.devices(platform)[0]
+            return cls.of(platform, jax.devices(platform)[0])
         except RuntimeError:
             return cls(platform)
+
+    @classmethod
+    @functools.cache
+    def of(cls, platform: str, device: Any) -> Device:
+        """JAX's `device`; where that is None, `current`."""
+        if device is None or platform == "cpu":
+            return cls.current(platform)
         capability = getattr(device, "compute_capability", None)
         return cls(
             platform,
@@ -39,6 +46,14 @@ class Device:
             tuple(map(int, capability.split("."))) if capability else None,
             getattr(device, "core_count", None) or 132,
         )
+
+    @staticmethod
+    def kinds(platform: str) -> list[str]:
+        """Of the devices of `platform` in this process."""
+        try:
+            return sorted({device.device_kind for device in jax.devices(platform)})
+        except RuntimeError:
+            return []
 
     @classmethod
     def default(cls) -> Device:

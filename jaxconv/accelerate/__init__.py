@@ -19,11 +19,12 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr
 
+from jaxconv import _compat
 from jaxconv.accelerate.activations import Activations
 from jaxconv.accelerate.graph import Array
 from jaxconv.accelerate.report import LISTENER, Report, heard_from_now_on, listening
 from jaxconv.accelerate.rewrite import Rewriting
-from jaxconv.accelerate.state import Arguments, KerasVariables, LinenVariables, nnx_updates, unbound
+from jaxconv.accelerate.state import Arguments, KerasVariables, LinenVariables, PlainObjects, nnx_updates, unbound
 
 __all__ = ["Report", "accelerate", "listening"]
 
@@ -53,7 +54,8 @@ def accelerate(f: Callable[..., Any]) -> Callable[..., Any]:
         arguments (Python numbers, strings, functions) is given to it as it is. What it changes in flax.nnx's objects
         among its arguments (running statistics, random counters, an optimizer's state), or in the one that it is or
         belongs to, is written back to them, as by `nnx.jit`; what it assigns to Keras's variables is too, or goes on to
-        the `keras.StatelessScope` around.
+        the `keras.StatelessScope` around. Attributes of plain objects that it can reach, dicts and lists in them and
+        variables that it closes over get the values that f would have left there.
 
     Returns:
       A function of f's arguments with f's results: the same structure, shapes and dtypes, and the same numbers up to
@@ -65,7 +67,7 @@ def accelerate(f: Callable[..., Any]) -> Callable[..., Any]:
     f is traced anew at each call: put `jax.jit` around it. With JAXCONV_DISABLE=all in the environment it is f itself.
 
     Raises:
-      TypeError: where f is no function. When called, where f puts arrays into other containers among its arguments, or
+      TypeError: where f is no function. When called, where f puts arrays into dicts or lists among its arguments, or
         into Keras's variables under `jax.jit`: they would be lost.
     """
     check(f)
@@ -100,14 +102,15 @@ def accelerate(f: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Results:
-    """What f returns, the state of nnx's objects after it, and Keras's variables, without the traced arrays."""
+    """What f returns, the state of nnx's objects after it, Keras's variables and plain objects' attributes, without the
+    traced arrays."""
 
     tree: Any
     leaves: list[Any]  # None where a traced array is
     places: list[int]  # of the traced arrays among the leaves
     own: int  # so many leaves are f's
 
-    def unflatten(self, arrays: Sequence[Array | None]) -> tuple[Any, Any, Any]:
+    def unflatten(self, arrays: Sequence[Array | None]) -> tuple[Any, Any, Any, Any]:
         leaves = list(self.leaves)
         for i, array in zip(self.places, arrays, strict=True):
             leaves[i] = array
@@ -121,6 +124,7 @@ class Traced:
     jaxpr: ClosedJaxpr
     arguments: Arguments
     keras: KerasVariables
+    plain: PlainObjects
     results: Results
 
     def rewritten(self) -> tuple[Rewriting, Report]:
@@ -131,22 +135,25 @@ class Traced:
 
     def finish(self, arrays: Sequence[Array]) -> Any:
         """f's results; what f changes is written back."""
-        out, changed, variables = self.results.unflatten(arrays)
+        out, changed, variables, (attributes,) = self.results.unflatten(arrays)
         self.arguments.write_back(changed)
         self.keras.write_back(variables)
+        self.plain.write_back(attributes)
         return out
 
 
 def trace(f: Callable[..., Any], args: Any, kwargs: Any, name: str = "accelerate") -> Traced:
     """f of these arguments. Inside `nnx_updates()`; `name` is who traces, for errors."""
     given, keras, linen = Arguments(args, kwargs, name), KerasVariables(), LinenVariables(f, args, kwargs, name)
+    plain = PlainObjects(f, args, kwargs)
     tree, leaves, places, own = None, [], [], 0
 
     def of_arrays(*args: Any, **kwargs: Any) -> list[Any]:
         nonlocal tree, leaves, places, own
         with given.of(jax.tree.leaves((args, kwargs))) as (args, kwargs, after):
             out = f(*args, **kwargs)
-            leaves, tree = jax.tree.flatten((out, after(), keras.take()))
+            attributes = plain.take(_compat.current_trace())
+            leaves, tree = jax.tree.flatten((out, after(), keras.take(), (attributes,)))
         own = len(jax.tree.leaves(out))
         # Everything else is returned as it is: a Python number, an array that f closes over.
         results = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, jax.core.Tracer)}
@@ -156,7 +163,7 @@ def trace(f: Callable[..., Any], args: Any, kwargs: Any, name: str = "accelerate
     with keras.gathered():
         jaxpr = jax.make_jaxpr(_named_as(f, of_arrays))(*given.args, **given.kwargs)
     linen.check()
-    return Traced(jaxpr, given, keras, Results(tree, leaves, places, own))
+    return Traced(jaxpr, given, keras, plain, Results(tree, leaves, places, own))
 
 
 def check(f: Any, name: str = "accelerate") -> None:

@@ -1,16 +1,20 @@
-"""A function's arguments: arrays that are traced, and objects whose state is written back (flax.nnx's, Keras's)."""
+"""A function's arguments: arrays that are traced, and objects whose state is written back: flax.nnx's, Keras's, plain
+ones."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxconv import _compat
 from jaxconv.accelerate.graph import Array
 
 
@@ -167,6 +171,170 @@ def _reached(f: Any, args: Any, kwargs: Any) -> Iterator[Any]:
         with contextlib.suppress(ValueError):  # an empty cell
             yield cell.cell_contents
     yield from jax.tree.leaves((args, kwargs))
+
+
+class PlainObjects:
+    """What f assigns in the objects that it can reach, and that are nobody's in particular: no tracer stays in them.
+
+    Attributes, dicts, lists, variables that it closes over and globals, of f, of the object that it is a method of, of
+    what it closes over and of its arguments that are no pytrees. They get the values of the call, as if f had been
+    called as it is. Tracers that others made (an inner jit, a scan) are those that f itself leaves there: they stay.
+    """
+
+    def __init__(self, f: Callable[..., Any], args: Any, kwargs: Any):
+        leaves = jax.tree.leaves((args, kwargs), is_leaf=is_graph_node)
+        self._roots = [f, *(leaf for leaf in leaves if not is_array(leaf))]
+        self._before: dict[
+            int, tuple[Any, dict[Any, Any]]
+        ] = {}  # a place's id: it, so that no other has it, and content
+        for place in _places(self._roots):  # functions of one module share a place
+            self._before.setdefault(id(place.of), (place.of, {}))[1].update(place.content)
+        self._changed: dict[str, tuple[_Place, Any]] = {}  # a place, and its key
+
+    def take(self, trace: Any) -> dict[str, Any]:
+        """The new values that `trace` made, by name; what was there before is there again."""
+
+        def traced(value: Any) -> bool:
+            # Leaves: what is in a tuple counts as its value, other containers are places of their own.
+            leaves = jax.tree.leaves(value, is_leaf=lambda v: not isinstance(v, tuple))
+            return any(isinstance(leaf, jax.core.Tracer) and _compat.made_by(leaf, trace) for leaf in leaves)
+
+        self._changed, values = {}, {}
+        for place in _places(self._roots):
+            keys = [key for key, value in place.content.items() if traced(value)]
+            for key in keys:
+                name, n = place.name(key), 1
+                while (unique := name if n == 1 else f"{name} ({n})") in values:
+                    n += 1
+                self._changed[unique], values[unique] = (place, key), place.content[key]
+            if keys:
+                _, before = self._before.get(id(place.of), (None, dict.fromkeys(place.content)))
+                place.restore(keys, before)
+        self._before.clear()
+        return values
+
+    def write_back(self, values: Mapping[str, Any]) -> None:
+        lists: dict[int, tuple[_Place, dict[Any, Any]]] = {}
+        for name, value in values.items():
+            place, key = self._changed[name]
+            if isinstance(place.of, list):  # f may have made it longer
+                lists.setdefault(id(place.of), (place, dict(place.content)))[1][key] = value
+            else:
+                place.put(key, value)
+        for place, content in lists.values():
+            place.of[:] = content.values()
+
+
+# More of them are not looked through: a function that reaches so many does so by a library's.
+MOST_PLACES = 10_000
+_LIBRARIES = {"jax", "jaxlib", "jaxconv", "numpy", "scipy", "flax", "haiku", "equinox", "keras", "optax", "tensorflow"}
+_LIBRARIES |= {"torch", "pytest", "_pytest", *sys.stdlib_module_names}
+
+
+class _Place:
+    """Something that values can be put into: a dict, a list, an object, a variable of a closure, a module's globals."""
+
+    def __init__(self, of: Any, content: Mapping[Any, Any], described: str = ""):
+        self.of, self.content, self._described = of, content, described
+
+    def name(self, key: Any) -> str:
+        if isinstance(self.of, types.CellType):
+            return self._described
+        if self._described:  # globals
+            return f"{self._described}.{key}"
+        kind = type(self.of).__name__
+        return f"{kind}[{key!r}]" if isinstance(self.of, (dict, list)) else f"{kind}.{key}"
+
+    def put(self, key: Any, value: Any) -> None:
+        if isinstance(self.of, types.CellType):
+            self.of.cell_contents = value
+        elif isinstance(self.of, (dict, list)):
+            self.of[key] = value
+        elif self._in_slot(key):
+            object.__setattr__(self.of, key, value)  # frozen dataclasses too
+        else:
+            self.of.__dict__[key] = value
+
+    def restore(self, keys: Sequence[Any], before: Mapping[Any, Any]) -> None:
+        if isinstance(self.of, list):
+            self.of[:] = before.values()
+            return
+        for key in keys:
+            if key in before or isinstance(self.of, types.CellType):
+                self.put(key, before.get(key))
+            elif isinstance(self.of, dict):
+                del self.of[key]
+            elif self._in_slot(key):
+                object.__delattr__(self.of, key)
+            else:
+                del self.of.__dict__[key]
+
+    def _in_slot(self, key: str) -> bool:
+        return isinstance(getattr(type(self.of), key, None), types.MemberDescriptorType)
+
+
+def _places(roots: Sequence[Any]) -> Iterator[_Place]:
+    """Each place that is reached, the nearest first; of libraries' own objects none."""
+    queue, seen, count = collections.deque(roots), set(), 0
+    held = []  # so that no id is used twice
+    while queue and count < MOST_PLACES:
+        one = queue.popleft()
+        if id(one) in seen or isinstance(one, (type, types.ModuleType, str, bytes, int, float)) or is_array(one):
+            continue
+        seen.add(id(one))
+        held.append(one)
+        place: _Place | None = None
+        if isinstance(one, types.FunctionType):
+            if _of_a_library(one):
+                continue
+            code, cells = one.__code__, one.__closure__ or ()
+            for variable, cell in zip(code.co_freevars, cells, strict=True):
+                with contextlib.suppress(ValueError):  # an empty one
+                    if id(cell) not in seen:
+                        seen.add(id(cell))
+                        count += 1
+                        queue.append(cell.cell_contents)
+                        yield _Place(cell, {variable: cell.cell_contents}, variable)
+            queue.extend((*(one.__defaults__ or ()), *(one.__kwdefaults__ or {}).values(), *vars(one).values()))
+            used = {name: one.__globals__[name] for name in _names(code) if name in one.__globals__}
+            if used:
+                place = _Place(one.__globals__, used, str(one.__globals__.get("__name__", "globals")))
+        elif isinstance(one, types.MethodType):
+            queue.extend((one.__self__, one.__func__))
+        elif isinstance(one, functools.partial):
+            queue.extend((one.func, *one.args, *one.keywords.values()))
+        elif isinstance(one, tuple):
+            queue.extend(one)
+        elif isinstance(one, dict):
+            place = _Place(one, dict(one))
+        elif isinstance(one, list):
+            place = _Place(one, dict(enumerate(one)))
+        elif not _of_a_library(type(one)) and not is_graph_node(one):
+            content: dict[Any, Any] = {}
+            with contextlib.suppress(AttributeError):
+                content.update(object.__getattribute__(one, "__dict__"))
+            for kind in type(one).__mro__:
+                for slot, descriptor in vars(kind).items() if "__slots__" in vars(kind) else ():
+                    if isinstance(descriptor, types.MemberDescriptorType):
+                        with contextlib.suppress(AttributeError):
+                            content[slot] = object.__getattribute__(one, slot)
+            place = _Place(one, content)
+        if place is not None:
+            count += 1
+            queue.extend(place.content.values())
+            yield place
+
+
+def _of_a_library(one: Any) -> bool:
+    return str(getattr(one, "__module__", "builtins")).partition(".")[0] in _LIBRARIES
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """Of globals and attributes in a function's text, functions inside it included."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _names(inner)
 
 
 class KerasVariables:

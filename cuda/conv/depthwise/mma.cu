@@ -229,8 +229,7 @@ Status Launch(const Context& ctx, const MmaArgs<T>& args, int64_t budget, const 
   JAXCONV_RETURN_IF_ERROR(CheckBlocks(blocks, what));
   const int64_t bytes = CellsBytes<kOctets>(g.tile.in);
   const auto kernel = DepthwiseMmaKernel<T, R, kOctets>;
-  JAXCONV_RETURN_IF_ERROR(CudaStatus(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes)), what));
+  JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
   kernel<<<unsigned(blocks), kTileThreads, size_t(bytes), ctx.stream>>>(g);
   return LaunchStatus(what);
 }
@@ -368,8 +367,7 @@ Status LaunchLarge(const Context& ctx, const MmaArgs<T>& args, const std::string
   JAXCONV_RETURN_IF_ERROR(CheckBlocks(blocks, what));
   const int64_t bytes = CellsBytes<1>(g.tile.in) + CellsBytes<1>(g.tile.out) + filter_bytes;
   const auto kernel = DepthwiseLargeKernel<T, kDeep>;
-  JAXCONV_RETURN_IF_ERROR(CudaStatus(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes)), what));
+  JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
   kernel<<<unsigned(blocks), kTileThreads, size_t(bytes), ctx.stream>>>(g);
   return LaunchStatus(what);
 }

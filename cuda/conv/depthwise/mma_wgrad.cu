@@ -209,8 +209,7 @@ Status Launch(const Context& ctx, const MmaWgradArgs<T>& args, int64_t splits, i
   // The squares of 8 warps, 512 kDeep bytes each, lie over the buffers.
   const int64_t bytes = std::max<int64_t>(2 * int64_t(g.buffer_bytes) + 16, 8 * 512 * kDeep);
   const auto kernel = DepthwiseMmaWgradKernel<T, R, kDeep, kOctets>;
-  JAXCONV_RETURN_IF_ERROR(CudaStatus(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes)), what));
+  JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
   kernel<<<unsigned(blocks), kTileThreads, size_t(bytes), ctx.stream>>>(g);
   return LaunchStatus(what);
 }

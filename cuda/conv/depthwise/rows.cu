@@ -315,8 +315,7 @@ Status Launch(const Context& ctx, RowsArgs<T> g, const void* src, DType dtype,
   JAXCONV_RETURN_IF_ERROR(CheckBlocks(blocks, what));
   const int bytes = u.stages * (u.stage_bytes + 16);
   const auto kernel = DepthwiseRowsKernel<T, V, R, kThreads, kInline, kChannels, kDilated, kRun>;
-  JAXCONV_RETURN_IF_ERROR(CudaStatus(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), what));
+  JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
   kernel<<<unsigned(blocks), g.t.threads + kProducer, bytes, ctx.stream>>>(g);
   return LaunchStatus(what);
 }

@@ -369,8 +369,7 @@ Status Launch(const Context& ctx, BandsArgs<T> g, const void* src, DType dtype,
   const int bytes = u.stages * (u.stage_bytes + 16) + kBandRows * int(g.cells_bytes) +
                     BandCells::kExtra + kStaged * (int(kStagedBytes) + 16);
   const auto kernel = DepthwiseRowsMmaKernel<T, R>;
-  JAXCONV_RETURN_IF_ERROR(CudaStatus(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), what));
+  JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
   kernel<<<unsigned(blocks), kBandThreads, bytes, ctx.stream>>>(g);
   return LaunchStatus(what);
 }

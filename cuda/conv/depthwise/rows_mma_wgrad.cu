@@ -251,8 +251,7 @@ Status Launch(const Context& ctx, BandsWgradArgs<T> g, int64_t splits, const voi
   const int bytes = std::max(u.stages * (u.stage_bytes + 16) + 2 * int(g.x_bytes + g.dy_bytes) + 16,
                              kBandOctets * 4 * 512);
   const auto kernel = DepthwiseRowsMmaWgradKernel<T, R>;
-  JAXCONV_RETURN_IF_ERROR(CudaStatus(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), what));
+  JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
   kernel<<<unsigned(blocks), kThreads, bytes, ctx.stream>>>(g);
   return LaunchStatus(what);
 }

@@ -372,8 +372,7 @@ Status Launch(const Context& ctx, const ConvProblem& p, StridedArgs<T> g, int64_
   const int sums = kWgrad ? g.t.threads * kS * S::kV * 4 : 0;
   const int bytes = std::max(u.stages * (u.stage_bytes + 16), sums);
   const auto kernel = DepthwiseStridedKernel<T, kPass, kR>;
-  JAXCONV_RETURN_IF_ERROR(CudaStatus(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), what));
+  JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
   kernel<<<unsigned(blocks), g.t.threads + 32, bytes, ctx.stream>>>(g);
   return LaunchStatus(what);
 }

@@ -186,8 +186,7 @@ Status Launch(const Context& ctx, RowsWgradArgs<T> g, int64_t splits, const void
   JAXCONV_RETURN_IF_ERROR(CheckBlocks(blocks, what));
   const int bytes = std::max(u.stages * (u.stage_bytes + 16), g.t.threads * R * V * 4);
   const auto kernel = DepthwiseRowsWgradKernel<T, V, R, kThreads, kShared, kDilated, kRun>;
-  JAXCONV_RETURN_IF_ERROR(CudaStatus(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), what));
+  JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
   kernel<<<unsigned(blocks), g.t.threads + 32, bytes, ctx.stream>>>(g);
   return LaunchStatus(what);
 }

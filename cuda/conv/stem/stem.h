@@ -3,7 +3,7 @@
 // taken and into how many parts a weight gradient's reduction is cut.
 //
 // Taps and channels are padded with zeros, and so are rows of pixels for wgrad: an infinity in the narrow image can make
-// NaN where the sum is infinite, or would be without it. float32 is computed as TF32.
+// NaN where the sum would be infinite, and in sums that do not hold it. float32 is computed as TF32.
 #pragma once
 
 #include "common/plan.h"
