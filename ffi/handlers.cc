@@ -452,9 +452,9 @@ Status DenseGradientOp(ContextArg context, ffi::RemainingArgs args, ffi::Remaini
   JAXCONV_RETURN_IF_ERROR(
       call.ConfirmShape("w", w, {p.trans_w ? p.n : p.k, p.trans_w ? p.k : p.n}, where));
   JAXCONV_RETURN_IF_ERROR(call.ConfirmType("dz", dz, p.dtype, "dy"));
-  JAXCONV_RETURN_IF_ERROR(call.ConfirmLike("z", z, "dz", dz));
-  JAXCONV_RETURN_IF_ERROR(call.ConfirmType("sums", call.Ret(1), p.dtype, "dy"));
-  JAXCONV_RETURN_IF_ERROR(call.ConfirmShape("sums", call.Ret(1), {p.n}, where));
+  JAXCONV_RETURN_IF_ERROR(call.ConfirmLike("kept", z, "dz", dz));
+  JAXCONV_RETURN_IF_ERROR(call.ConfirmType("db", call.Ret(1), p.dtype, "dy"));
+  JAXCONV_RETURN_IF_ERROR(call.ConfirmShape("db", call.Ret(1), {p.n}, where));
   return DenseGradient(MakeContext(context), p, e, how, dy.untyped_data(), w.untyped_data(),
                        z.untyped_data(), dz.untyped_data(), call.Ret(1).untyped_data(),
                        call.Scratch());

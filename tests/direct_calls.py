@@ -65,7 +65,7 @@ def dz_and_db(dy: jax.Array, w: jax.Array, z: jax.Array) -> list[jax.Array]:
     """dense_gradient of a layer with gelu, by the kernel."""
     (m, k), n, dtype = dy.shape, z.shape[1], dy.dtype.name
     precision = (jax.lax.Precision.DEFAULT,) * 2
-    p = DenseProblem("mlp", dtype, m, k, n, precision, activation=Activation("gelu"), algorithm="sm90")
+    p = DenseProblem("mlp", dtype, m, k, n, precision, trans_w=True, activation=Activation("gelu"), algorithm="sm90")
     return dense_gradient(p, dy, w, z)
 
 
@@ -84,7 +84,7 @@ def _programs() -> dict[str, tuple[str, Any, Any]]:
     forced: dict[str, Any] = dict(algorithm="sm90") if PLATFORM == "cuda" else native
     fused = dict(activation="gelu", return_preactivation=True)
 
-    product = [jnp.ones(s, wide) for s in ((64, 64), (64, 128), (64, 128))]
+    product = [jnp.ones(s, wide) for s in ((64, 64), (128, 64), (64, 128))]
     on_gpus = {"dense_gradient": ("dense_gradient", dz_and_db, product)} if PLATFORM == "cuda" else {}
 
     def trained(x: jax.Array, residual: jax.Array) -> jax.Array:

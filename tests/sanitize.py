@@ -187,11 +187,9 @@ def dense_calls(dtype: str, algorithm: str, precision: str, m: int, k: int, n: i
 
 def gradient_calls(dtype: str, algorithm: str, m: int, k: int, n: int) -> list[Call]:
     calls = []
-    for activation, trans_w in itertools.product(("relu", "gelu", "elu"), (False, True)):
+    for activation in ("relu", "gelu", "elu"):
         precision, f = (jax.lax.Precision.DEFAULT,) * 2, _activation.parse("", activation)
-        p = DenseProblem(
-            "mlp", dtype, m, k, n, precision, trans_w=trans_w, alpha=0.5, activation=f, algorithm=algorithm
-        )
+        p = DenseProblem("mlp", dtype, m, k, n, precision, trans_w=True, activation=f, algorithm=algorithm)
         calls.append((dense_gradient, p, [(p.x_shape, dtype), (p.w_shape, dtype), (p.y_shape, dtype)]))
     return calls
 

@@ -55,7 +55,7 @@ def example(name: str) -> tuple[Any, tuple[Any, ...]]:
         "conv_wgrad": (jax.grad(lambda x, w: conv(x, w).sum(), 1), (x, w)),
         "dense": (functools.partial(dense, activation="gelu", alpha=2, beta=3.0), (jnp.ones((5, 4)), w[0, 0], b)),
         "matmul": (dense, (jnp.ones((5, 4)), w[0, 0])),
-        "dense_gradient": (dz_and_db, tuple(jnp.ones(s, "bfloat16") for s in ((64, 64), (64, 128), (64, 128)))),
+        "dense_gradient": (dz_and_db, tuple(jnp.ones(s, "bfloat16") for s in ((64, 64), (128, 64), (64, 128)))),
         "batchnorm_train": (functools.partial(norm, training=True), (x, v, v, v, v)),
         "batchnorm_infer": (functools.partial(norm, training=False), (x, v, v, v, v)),
         "batchnorm_backward": (jax.grad(lambda x: norm(x, v, v, v, v, training=True)[0].sum()), (x,)),

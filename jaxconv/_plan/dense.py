@@ -96,6 +96,8 @@ def made(op: str, algorithm: str, p: DenseProblem, device: Device) -> Plan | str
     """The plan by the family or kernel that `algorithm` names, or the sentence that says why there is none."""
     if algorithm.startswith("sm90") and device.platform == "cpu":
         return "it exists on CUDA only"
+    if op == "dense_gradient" and p.alpha != 1.0:
+        return f"it takes alpha 1, got {p.alpha}"
     why = "there is no such kernel"
     for wanted in wants(op, family_of(algorithm), p, device):
         if wanted.answers(algorithm):
