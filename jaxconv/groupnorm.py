@@ -1,4 +1,4 @@
-"""Group-norm: the public function, its kernels and its differentiation rules."""
+"""Group-norm: the public function; the kernels and differentiation rules of group-norm and layer-norm."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ replace = dataclasses.replace
 
 def _wire(p: GroupNormProblem, operands: int, results: int, **extra: Any) -> _op.Wire:
     norm = {
-        "groups": np.int64(p.groups),
+        "groups": np.int64(0 if p.rows else p.groups),
         "batched": np.int64(p.batch is not None),
         "epsilon": np.float64(p.epsilon),
         "activation": p.activation.name,
@@ -31,18 +31,32 @@ def _wire(p: GroupNormProblem, operands: int, results: int, **extra: Any) -> _op
 
 
 def _partition(p: GroupNormProblem, operands: str, results: str) -> _sharding.Partition:
-    """Images and instances may be split. Letters: x is an array like x, p one per channel, g per group."""
+    """Images and instances may be split; with `rows` all but the channels. Letters: x is an array like x, p one per
+    channel, g per group."""
     lead = "v " if p.batch is not None else ""
-    pixels = " ".join(f"d{axis}" for axis in range(1, len(p.shape) - 1))
-    names = {"x": f"{lead}n {pixels} c", "p": f"{lead}c", "g": f"{lead}n g"}
+    axes = ["n", *(f"d{axis}" for axis in range(1, len(p.shape) - 1))]
+    pixels = " ".join(axes)
+    names = {"x": f"{lead}{pixels} c", "p": f"{lead}c", "g": f"{lead}{pixels}" if p.rows else f"{lead}n g"}
+    split = axes if p.rows else axes[:1]
 
     def local(parts: Any) -> GroupNormProblem:
         batch = None if p.batch is None else p.batch // parts["v"]
-        return replace(p, shape=(p.images // parts["n"], *p.shape[1:]), batch=batch)
+        divided = (extent // parts[axis] for axis, extent in zip(split, p.shape, strict=False))
+        return replace(p, shape=(*divided, *p.shape[len(split) :]), batch=batch)
 
     return _sharding.Partition(
-        [names[o] for o in operands], [names[r] for r in results], [*(["v"] if lead else []), "n"], local
+        [names[o] for o in operands], [names[r] for r in results], [*(["v"] if lead else []), *split], local
     )
+
+
+def _batch(p: GroupNormProblem, args: list[Array], dims: list[int | None]) -> tuple[list[Array], list[int]]:
+    """Instances; of layer-norms that share scale and bias rows more."""
+    if not p.rows or any(dim is not None for dim in dims[1:]):
+        return _op.batch_by_instances(lambda: norm)(p, args, dims)
+    # Behind the instances that there are, which have a scale each
+    at = len(p.lead)
+    x = jnp.moveaxis(args[0], dims[0], at)
+    return norm(replace(p, shape=x.shape[at:]), x, *args[1:]), [at] * 3
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -67,7 +81,7 @@ norm = _op.kernel(
     reference=reference.groupnorm,
     results=lambda p: [_x(p), _group(p), _group(p)],
     wire=lambda p, plan: _wire(p, 3, 3),
-    batch=_op.batch_by_instances(lambda: norm),
+    batch=_batch,
     partition=lambda p: _partition(p, "xpp", "xgg"),
     multiple_results=True,
 )

@@ -6,6 +6,7 @@ Each function takes a problem and arrays of exactly the problem's shapes, and re
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -333,12 +334,15 @@ def max_pool_taken(p: PoolProblem, x: jax.Array, position: jax.Array) -> jax.Arr
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Group-norm. Statistics and arithmetic in float32 for 16-bit x. Sums are taken of each channel first, so that arrays
-# keep their shape: a group's few channels as an axis of their own are slow on a CPU.
+# Group-norm and layer-norm (`rows`). Statistics and arithmetic in float32 for 16-bit x. Sums are taken of each channel
+# first, so that arrays keep their shape: a group's few channels as an axis of their own are slow on a CPU. Images of a
+# layer-norm are pixels: such sums are the arrays themselves, and mean and rstd have x's shape without the channels.
 
 
 def of_groups(p: GroupNormProblem, a: jax.Array) -> jax.Array:
     """a, (N, G), for each channel, shaped to broadcast against x."""
+    if p.rows:
+        return a[..., None]
     repeated = jnp.broadcast_to(a[..., None], (*p.group_shape, p.group_channels))
     first = len(p.lead) + 1
     return jnp.expand_dims(
@@ -357,7 +361,9 @@ def centred(p: GroupNormProblem, x: jax.Array, mean: jax.Array) -> jax.Array:
 
 
 def of_images(p: GroupNormProblem, a: jax.Array) -> jax.Array:
-    """Sums of a, of x's shape, over pixels: (N, C)."""
+    """Sums of a, of x's shape, over an image's pixels: (N, C)."""
+    if p.rows:
+        return a
     first = len(p.lead) + 1
     return jnp.sum(a, tuple(range(first, first + len(p.shape) - 2)))
 
@@ -368,17 +374,31 @@ def group_means(p: GroupNormProblem, sums: jax.Array) -> jax.Array:
 
 
 def groupnorm(p: GroupNormProblem, x: jax.Array, scale: jax.Array, bias: jax.Array) -> list[jax.Array]:
-    """[y, mean, rstd]. Moments are taken about a sample of the group, as `batchnorm_moments`."""
-    lead = len(p.lead)
-    pixel = (slice(None),) * (lead + 1) + (0,) * (len(p.shape) - 2)  # the first
-    k = lax.stop_gradient(x[pixel]).astype(p.param_dtype).reshape(*p.group_shape, p.group_channels)[..., 0]
-    d = centred(p, x, k)
-    shift = group_means(p, of_images(p, d))
-    var = jnp.maximum(group_means(p, of_images(p, d * d)) - shift * shift, 0)
+    """[y, mean, rstd]."""
+
+    def of_sample(x: jax.Array) -> tuple[jax.Array, ...]:
+        """(x - mean, mean, var), in one pass over x: moments about a sample of the group, as `batchnorm_moments`."""
+        # of an image's first pixel the first channel of each group
+        pixel = (slice(None),) * (len(p.lead) + 1) + (0,) * (len(p.shape) - 2)
+        first = x[..., 0] if p.rows else x[pixel].reshape(*p.group_shape, p.group_channels)[..., 0]
+        k = lax.stop_gradient(first).astype(p.param_dtype)
+        d = centred(p, x, k)
+        shift = group_means(p, of_images(p, d))
+        var = jnp.maximum(group_means(p, of_images(p, d * d)) - shift * shift, 0)
+        # k + shift is rounded; x - k is not, where the mean is large.
+        return d - of_groups(p, shift), k + shift, var
+
+    def of_mean(x: jax.Array) -> tuple[jax.Array, ...]:
+        mean = group_means(p, of_images(p, x.astype(p.param_dtype)))
+        d = centred(p, x, mean)
+        return d, mean, group_means(p, of_images(p, d * d))
+
+    # On a CPU XLA makes one pass over a row that it holds; a sample would be a pass of its own.
+    rows = functools.partial(lax.platform_dependent, cuda=of_sample, default=of_mean)
+    d, mean, var = (rows if p.rows else of_sample)(x)
     rstd = lax.rsqrt(var + p.epsilon)
-    # k + shift is rounded; x - k is not, where the mean is large.
-    z = (d - of_groups(p, shift)) * (of_groups(p, rstd) * of_channels(p, scale)) + of_channels(p, bias)
-    return [activate(p.activation, z).astype(x.dtype), k + shift, rstd]
+    z = d * (of_groups(p, rstd) * of_channels(p, scale)) + of_channels(p, bias)
+    return [activate(p.activation, z).astype(x.dtype), mean, rstd]
 
 
 def groupnorm_backward(p: GroupNormProblem, x, dy, scale, bias, mean, rstd) -> list[jax.Array]:
@@ -389,10 +409,10 @@ def groupnorm_backward(p: GroupNormProblem, x, dy, scale, bias, mean, rstd) -> l
         z = xhat * of_channels(p, scale) + of_channels(p, bias)
         dz = activate_grad(p.activation, z if p.activation.residual == "z" else activate(p.activation, z), dz)
     sums, products = of_images(p, dz), of_images(p, dz * xhat)  # (N, C)
-    lead = len(p.lead)
-    outs = [jnp.sum(products, lead), jnp.sum(sums, lead)]
+    images = tuple(range(len(p.lead), sums.ndim - 1))
+    outs = [jnp.sum(products, images), jnp.sum(sums, images)]
     if p.want_dx:
-        factor = jnp.expand_dims(scale, lead)
+        factor = jnp.expand_dims(scale, images)
         mean_g, mean_gx = (of_groups(p, group_means(p, factor * a)) for a in (sums, products))
         dx = of_groups(p, rstd) * (of_channels(p, scale) * dz - mean_g - xhat * mean_gx)
         outs.append(dx.astype(x.dtype))
