@@ -6,7 +6,6 @@ Each function takes a problem and arrays of exactly the problem's shapes, and re
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -373,8 +372,10 @@ def group_means(p: GroupNormProblem, sums: jax.Array) -> jax.Array:
     return jnp.sum(sums.reshape(*p.group_shape, p.group_channels), -1) / p.reduced
 
 
-def groupnorm(p: GroupNormProblem, x: jax.Array, scale: jax.Array, bias: jax.Array) -> list[jax.Array]:
-    """[y, mean, rstd]."""
+def groupnorm(
+    p: GroupNormProblem, x: jax.Array, scale: jax.Array, bias: jax.Array, *, anywhere: bool = False
+) -> list[jax.Array]:
+    """[y, mean, rstd]. `anywhere`: by the same formula on every platform."""
 
     def of_sample(x: jax.Array) -> tuple[jax.Array, ...]:
         """(x - mean, mean, var), in one pass over x: moments about a sample of the group, as `batchnorm_moments`."""
@@ -394,8 +395,10 @@ def groupnorm(p: GroupNormProblem, x: jax.Array, scale: jax.Array, bias: jax.Arr
         return d, mean, group_means(p, of_images(p, d * d))
 
     # On a CPU XLA makes one pass over a row that it holds; a sample would be a pass of its own.
-    rows = functools.partial(lax.platform_dependent, cuda=of_sample, default=of_mean)
-    d, mean, var = (rows if p.rows else of_sample)(x)
+    if p.rows and not anywhere:
+        d, mean, var = lax.platform_dependent(x, cuda=of_sample, default=of_mean)
+    else:
+        d, mean, var = of_mean(x) if p.rows else of_sample(x)
     rstd = lax.rsqrt(var + p.epsilon)
     z = d * (of_groups(p, rstd) * of_channels(p, scale)) + of_channels(p, bias)
     return [activate(p.activation, z).astype(x.dtype), mean, rstd]
