@@ -406,16 +406,25 @@ def groupnorm(
 
 def groupnorm_backward(p: GroupNormProblem, x, dy, scale, bias, mean, rstd) -> list[jax.Array]:
     """[dscale, dbias, dx?]: the derivative of groupnorm's y, with z recomputed from x."""
-    xhat = centred(p, x, mean) * of_groups(p, rstd)
+    d = centred(p, x, mean)
+    xhat = d * of_groups(p, rstd)
     dz = dy.astype(p.param_dtype)
     if p.activation.residual:
         z = xhat * of_channels(p, scale) + of_channels(p, bias)
         dz = activate_grad(p.activation, z if p.activation.residual == "z" else activate(p.activation, z), dz)
+    lead = len(p.lead)
+    if p.rows:
+        # In this form XLA makes few passes: a row's rstd is a factor of its sums, not of what is summed.
+        rows = tuple(range(lead, x.ndim - 1))
+        outs = [jnp.sum(dz * d * of_groups(p, rstd), rows), jnp.sum(dz, rows)]
+        g = dz * of_channels(p, scale)
+        mean_g, mean_gx = group_means(p, g), group_means(p, g * d) * rstd * rstd
+        dx = of_groups(p, rstd) * (g - of_groups(p, mean_g) - d * of_groups(p, mean_gx))
+        return [*outs, *[dx.astype(x.dtype)] * p.want_dx]
     sums, products = of_images(p, dz), of_images(p, dz * xhat)  # (N, C)
-    images = tuple(range(len(p.lead), sums.ndim - 1))
-    outs = [jnp.sum(products, images), jnp.sum(sums, images)]
+    outs = [jnp.sum(products, lead), jnp.sum(sums, lead)]
     if p.want_dx:
-        factor = jnp.expand_dims(scale, images)
+        factor = jnp.expand_dims(scale, lead)
         mean_g, mean_gx = (of_groups(p, group_means(p, factor * a)) for a in (sums, products))
         dx = of_groups(p, rstd) * (of_channels(p, scale) * dz - mean_g - xhat * mean_gx)
         outs.append(dx.astype(x.dtype))
