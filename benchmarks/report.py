@@ -350,7 +350,7 @@ def _page(kernel: str, op: str) -> str:
         return "XLA"
     if op == "conv_batchnorm" and family not in FAMILIES:
         return "batchnorm"
-    return family if op == "conv" else op
+    return family if op == "conv" else "groupnorm" if op == "layernorm" else op
 
 
 def _defaults(runs: dict[str, Run]) -> list[tuple[Run, Run]]:
