@@ -209,6 +209,27 @@ class GroupNormCase:
 
 
 @dataclasses.dataclass(frozen=True)
+class LayerNormCase(GroupNormCase):
+    """A layer-norm over the channels of each pixel, nothing behind it."""
+
+    groups: int = 1
+
+    op = "layernorm"
+
+    @property
+    def reduced(self) -> int:
+        """Elements of a row."""
+        return self.channels
+
+    def small(self) -> LayerNormCase:
+        spatial = tuple(min(size, 7) for size in self.spatial)
+        return dataclasses.replace(self, batch=2, channels=min(self.channels, 96), spatial=spatial)
+
+    def __str__(self) -> str:
+        return f"{_times((self.batch, *self.spatial))} C={self.channels}"
+
+
+@dataclasses.dataclass(frozen=True)
 class ConvBatchNormCase(ConvCase):
     """A convolution, and a batch-norm with ReLU of its result."""
 
@@ -622,6 +643,16 @@ GROUPNORM = (
     GroupNormCase("vae.256", 2, 256, (256, 256)),
 )
 
+# Of ConvNeXt-T's stages, a vision transformer of patches of 16, a language model's.
+LAYERNORM = (
+    LayerNormCase("convnext.56", 256, 96, (56, 56)),
+    LayerNormCase("convnext.28", 256, 192, (28, 28)),
+    LayerNormCase("convnext.14", 256, 384, (14, 14)),
+    LayerNormCase("convnext.7", 256, 768, (7, 7)),
+    LayerNormCase("vit", 64, 768, (197,)),
+    LayerNormCase("lm", 8192, 1024, ()),
+)
+
 # ResNet-50's pairs.
 CONV_BATCHNORM = tuple(
     ConvBatchNormCase(**dataclasses.asdict(case))
@@ -690,6 +721,7 @@ POOL = (
 CPU_POOL = (PoolCase("cpu.pool", 8, 64, (112, 112), 3, 2, (0, 1), suite="cpu"),)
 CPU_BATCHNORM = (BatchNormCase("cpu.bn", 8, 64, (56, 56), suite="cpu"),)
 CPU_GROUPNORM = (GroupNormCase("cpu.gn", 4, 128, (32, 32), suite="cpu"),)
+CPU_LAYERNORM = (LayerNormCase("cpu.ln", 32, 192, (28, 28), suite="cpu"),)
 CPU_DENSE = (DenseCase("cpu.mlp", 512, 1024, 1024, "relu", suite="cpu"),)
 
 BY_OP: dict[str, tuple[Case, ...]] = {
@@ -700,6 +732,7 @@ BY_OP: dict[str, tuple[Case, ...]] = {
     "conv_batchnorm": CONV_BATCHNORM,
     "pool": POOL + CPU_POOL,
     "groupnorm": GROUPNORM + CPU_GROUPNORM,
+    "layernorm": LAYERNORM + CPU_LAYERNORM,
 }
 SUITES = ("core", "special", "models", "cpu", "threads", "serve")
 

@@ -24,6 +24,7 @@ from benchmarks.cases import (
     DenseCase,
     DenseGradientCase,
     GroupNormCase,
+    LayerNormCase,
     PoolCase,
 )
 
@@ -58,6 +59,8 @@ RESULTS = {
     ("pool", "fwd+bwd"): ("y", "dx"),
     ("groupnorm", "fwd"): ("y",),
     ("groupnorm", "fwd+bwd"): ("y", "dx", "dscale", "dbias"),
+    ("layernorm", "fwd"): ("y",),
+    ("layernorm", "fwd+bwd"): ("y", "dx", "dscale", "dbias"),
     ("batchnorm", "residual"): ("y", "new_mean", "new_var", "dx", "dscale", "dbias", "dresidual"),
 }
 
@@ -158,7 +161,7 @@ def tolerance(case: Case, pass_: str, result: str, dtype: str, precision: str | 
         windows = math.prod((-(-case.window // case.stride),) * len(case.spatial))
         return u32 if result == "y" else 2 * u * windows
     if isinstance(case, GroupNormCase):
-        # Float32 sums over a group, of its gradient over all images; y is rounded before silu and behind it.
+        # Float32 sums over a group or row, of its gradient over all images; y is rounded before silu and behind it.
         n = case.reduced if result in ("y", "dx") else case.elements // case.channels
         sums = u32 * (16 + math.sqrt(n))
         return 2 * (3 * u + sums if result in ("y", "dx") else sums + (u if pass_ == "fwd+bwd" else 0))
@@ -355,8 +358,11 @@ def _dense(case: DenseCase, pass_: str, a: dict[str, Array], y: Array) -> dict[s
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _groupnorm(case: GroupNormCase, pass_: str, a: dict[str, Array]) -> dict[str, tuple[Array, Array | None]]:
     shape = a["x"].shape
+    rows = isinstance(case, LayerNormCase)
 
-    def mean(v: Array) -> Array:  # of each image's groups
+    def mean(v: Array) -> Array:  # of each image's groups, of each row
+        if rows:
+            return jnp.mean(v, -1, keepdims=True)
         grouped = v.reshape(shape[0], -1, case.groups, case.channels // case.groups)
         return jnp.broadcast_to(jnp.mean(grouped, (1, 3), keepdims=True), grouped.shape).reshape(shape)
 
@@ -366,9 +372,9 @@ def _groupnorm(case: GroupNormCase, pass_: str, a: dict[str, Array]) -> dict[str
     xhat = centred * rstd
     z = xhat * scale + _wide(a["bias"])
     s = jax.nn.sigmoid(z)
-    found: dict[str, tuple[Array, Array | None]] = {"y": (z * s, None)}
+    found: dict[str, tuple[Array, Array | None]] = {"y": (z if rows else z * s, None)}
     if pass_ == "fwd+bwd":
-        dz = _wide(a["dy"]) * s * (1 + z * (1 - s))
+        dz = _wide(a["dy"]) * (1 if rows else s * (1 + z * (1 - s)))
         g, images = scale * dz, tuple(range(len(shape) - 1))
         found["dx"] = rstd * (g - mean(g) - xhat * mean(g * xhat)), None
         found |= {"dscale": (jnp.sum(dz * xhat, images), None), "dbias": (jnp.sum(dz, images), None)}

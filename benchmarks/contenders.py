@@ -23,6 +23,7 @@ from benchmarks.cases import (
     DenseCase,
     DenseGradientCase,
     GroupNormCase,
+    LayerNormCase,
     PoolCase,
 )
 from benchmarks.check import EPSILON, MOMENTUM
@@ -231,6 +232,8 @@ def ours(case: Case, pass_: str, setting: Setting, **choice: Any) -> Job:
         )
         return _pool_job(pass_, lambda x: jaxconv.max_pool(x, case.window, **options))
 
+    if isinstance(case, LayerNormCase):
+        return _group_job(pass_, lambda *a: (jaxconv.layernorm(*a, epsilon=EPSILON, **choice),))
     if isinstance(case, GroupNormCase):
         norm = dict(groups=case.groups, epsilon=EPSILON, activation="silu")
         return _group_job(pass_, lambda x, scale, bias: (jaxconv.groupnorm(x, scale, bias, **norm, **choice),))
@@ -388,6 +391,8 @@ def xla(case: Case, pass_: str, setting: Setting) -> Job:
 
         sizes = each(case.window, 1), each(case.stride, 1), each(case.padding, (0, 0))
         return _pool_job(pass_, lambda x: lax.reduce_window(x, -jnp.inf, lax.max, *sizes))
+    if isinstance(case, LayerNormCase):
+        return _xla_layernorm(pass_)
     if isinstance(case, GroupNormCase):
         return _xla_groupnorm(case, pass_)
     return _xla_batchnorm(case, pass_, last)
@@ -403,6 +408,17 @@ def _xla_groupnorm(case: GroupNormCase, pass_: str) -> Job:
         mean, var = (jnp.expand_dims(jnp.repeat(a, width, -1), inner) for a in (mean, var))
         y = (x - mean) * (lax.rsqrt(var + EPSILON) * scale) + bias
         return (jax.nn.silu(y.astype(x.dtype)),)
+
+    return dataclasses.replace(_group_job(pass_, norm), explained=None, kernels=())
+
+
+def _xla_layernorm(pass_: str) -> Job:
+    def norm(x: Array, scale: Array, bias: Array) -> tuple[Array]:
+        # Flax's LayerNorm with its default use_fast_variance
+        wide = x.astype(jnp.float32)
+        mean, square = (jnp.mean(a, -1, keepdims=True) for a in (wide, lax.square(wide)))
+        var = jnp.maximum(0.0, square - lax.square(mean))
+        return (((x - mean) * (lax.rsqrt(var + EPSILON) * scale) + bias).astype(x.dtype),)
 
     return dataclasses.replace(_group_job(pass_, norm), explained=None, kernels=())
 

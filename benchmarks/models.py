@@ -97,7 +97,7 @@ class ConvNeXtBlock(nn.Module):
         features = x.shape[-1]
         dense = functools.partial(self.layers.Dense, dtype=self.dtype)
         y = self.layers.Conv(features, (7, 7), feature_group_count=features, dtype=self.dtype)(x)
-        y = nn.LayerNorm(epsilon=1e-6, dtype=self.dtype)(y)
+        y = self.layers.LayerNorm(epsilon=1e-6, dtype=self.dtype)(y)
         y = dense(4 * features, activation="gelu")(y) if self.fused else nn.gelu(dense(4 * features)(y))
         y = dense(features)(y)
         gamma = self.param("gamma", nn.initializers.constant(1e-6), (features,))
@@ -115,7 +115,7 @@ class ConvNeXt(nn.Module):
     @nn.compact
     def __call__(self, x: Array, train: bool = True) -> Array:
         layers = self.layers
-        norm = functools.partial(nn.LayerNorm, epsilon=1e-6, dtype=self.dtype)
+        norm = functools.partial(layers.LayerNorm, epsilon=1e-6, dtype=self.dtype)
         for stage, blocks in enumerate(self.blocks):
             if stage:
                 x = norm()(x)

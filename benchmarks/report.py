@@ -350,7 +350,8 @@ def _page(kernel: str, op: str) -> str:
         return "XLA"
     if op == "conv_batchnorm" and family not in FAMILIES:
         return "batchnorm"
-    return family if op == "conv" else "dense" if op == "dense_gradient" else op
+    rooms = {"dense_gradient": "dense", "layernorm": "groupnorm"}
+    return family if op == "conv" else rooms.get(op, op)
 
 
 def _defaults(runs: dict[str, Run]) -> list[tuple[Run, Run]]:

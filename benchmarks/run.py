@@ -29,10 +29,11 @@ ALGORITHMS = {
     "batchnorm": _problem.BATCHNORM_ALGORITHMS,
     "conv_batchnorm": ("sm90", "two"),
     "pool": _problem.POOL_ALGORITHMS,
-    "groupnorm": _problem.GROUPNORM_ALGORITHMS,
+    "groupnorm": tuple(a for a in _problem.GROUPNORM_ALGORITHMS if a != "rows"),
+    "layernorm": ("rows",),
 }
 ROWS = ("dense", "dense_gradient")  # of matrices, without images
-NORMS = ("batchnorm", "groupnorm")  # without products
+NORMS = ("batchnorm", "groupnorm", "layernorm")  # without products
 LOSS = 0.98  # a ratio below this is one
 SLOW = ("direct", "im2col")  # may need minutes for a large problem
 
@@ -123,7 +124,7 @@ def configs(args: argparse.Namespace) -> Iterator[tuple[str, Setting]]:
     for op in args.ops:
         for dtype in args.dtype:
             for precision in args.precision if dtype == "f32" and op not in (*NORMS, "pool") else ["default"]:
-                for layout in args.layout if op not in (*ROWS, "groupnorm") else ["NHWC"]:
+                for layout in args.layout if op not in (*ROWS, "groupnorm", "layernorm") else ["NHWC"]:
                     yield op, Setting(dtype, layout == "NHWC", None if precision == "default" else precision)
 
 

@@ -187,7 +187,7 @@ def least_ms(calls: Iterable[Any], parameters: int, top: Ceilings) -> float:
 
     Each call takes the longer of its operations at the rate of the unit that does them and of its arrays, each read or
     written once, at the rate at which memory copies. What else stands between the calls counts nothing, as if it were
-    fused into them: pooling, other norms than batch- and group-norms, activations of their own.
+    fused into them: average pooling, norms of other axes, activations of their own.
     """
     seconds = 0.0
     for call in calls:

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from benchmarks.cases import Case, ConvCase, DenseCase, DenseGradientCase, GroupNormCase, PoolCase
+from benchmarks.cases import Case, ConvCase, DenseCase, DenseGradientCase, GroupNormCase, LayerNormCase, PoolCase
 from benchmarks.check import EPSILON, MOMENTUM
 from benchmarks.contenders import RESIDUAL, Job, Setting
 
@@ -173,8 +173,13 @@ def _groupnorm(case: GroupNormCase, pass_: str) -> Job:
 
     functional, names = torch.nn.functional, ("x", "scale", "bias")
     first, back = (0, len(case.spatial) + 1, *range(1, len(case.spatial) + 1)), (0, *range(2, len(case.spatial) + 2), 1)
+    rows = isinstance(case, LayerNormCase)
+    if rows:  # of torch too over the last axis
+        first = back = tuple(range(len(case.spatial) + 2))
 
     def norm(x: Any, scale: Any, bias: Any) -> Any:
+        if rows:
+            return functional.layer_norm(x, (case.channels,), scale.to(x.dtype), bias.to(x.dtype), EPSILON)
         return functional.silu(functional.group_norm(x, case.groups, scale.to(x.dtype), bias.to(x.dtype), EPSILON))
 
     def forward(*args: Any) -> Any:

@@ -138,7 +138,8 @@ struct PoolProblem {
 inline constexpr int64_t kMaxPoolTaps = 255;  // of a window: positions are bytes
 
 // Group-norm over a contiguous array seen as (batch, images, pixels, channels): statistics per (batch, image, group), a
-// group being channels / groups neighbouring channels, over the pixels and the group's channels.
+// group being channels / groups neighbouring channels, over the pixels and the group's channels. Layer-norm is that of
+// images of one pixel and one group.
 //
 //   mean, var = over pixels * group_channels elements (biased, never E[x^2] - E[x]^2 of raw sums); rstd = 1/sqrt(var + eps)
 //   z = (x - mean) * rstd * scale[channel] + bias[channel];  y = f(z)

@@ -129,13 +129,17 @@ PoolProblem MakePool(int64_t n, int64_t c, const Three& in, const Three& window,
 }
 
 GroupNormProblem MakeGroupNorm(int64_t batch, int64_t images, int64_t pixels, int64_t channels,
-                               int64_t groups, const std::string& dtype) {
+                               int64_t groups, const std::string& activation,
+                               const std::string& dtype) {
   GroupNormProblem p = {};
   p.batch = batch;
   p.images = images;
   p.pixels = pixels;
   p.channels = channels;
   p.groups = groups;
+  const auto known = wire::ToActivation(activation);
+  if (!known) throw std::invalid_argument("unknown activation " + activation);
+  p.activation = *known;
   p.dtype = ToDType(dtype);
   return p;
 }
@@ -222,10 +226,12 @@ void BindDomain(nb::module_& m) {
   });
   m.def("pool_vector", [](const PoolProblem& p) { return cuda::PoolVector(p); });
   nb::class_<GroupNormProblem>(m, "GroupNormProblem")
-      .def("__init__", [](GroupNormProblem* self, int64_t batch, int64_t images, int64_t pixels,
-                          int64_t channels, int64_t groups, std::string dtype) {
-        new (self) GroupNormProblem(MakeGroupNorm(batch, images, pixels, channels, groups, dtype));
-      });
+      .def("__init__",
+           [](GroupNormProblem* self, int64_t batch, int64_t images, int64_t pixels,
+              int64_t channels, int64_t groups, std::string activation, std::string dtype) {
+             new (self) GroupNormProblem(
+                 MakeGroupNorm(batch, images, pixels, channels, groups, activation, dtype));
+           });
   m.def("groupnorm_refusal",
         [](std::string op, const GroupNormProblem& p, std::string kernel, std::string tile,
            int64_t splits, int64_t chunk, int major, int minor, int multiprocessors) {

@@ -101,9 +101,12 @@ class Call {
   template <typename Where>
   Status ConfirmShape(const char* what, AnyBuffer buffer, std::initializer_list<int64_t> shape,
                       const Where& where) const {
+    return ConfirmShape(what, buffer, Dims(shape.begin(), shape.size()), where);
+  }
+  template <typename Where>
+  Status ConfirmShape(const char* what, AnyBuffer buffer, Dims expected, const Where& where) const {
     Dims dims = buffer.dimensions();
-    if (std::equal(dims.begin(), dims.end(), shape.begin(), shape.end())) return Status::Ok();
-    Dims expected(shape.begin(), shape.size());
+    if (std::equal(dims.begin(), dims.end(), expected.begin(), expected.end())) return Status::Ok();
     return Status::Invalid(Text(std::string(what) + " has shape " + wire::ShapeText(dims) +
                                 ", expected " + wire::ShapeText(expected) + " by " + where()));
   }
@@ -678,7 +681,7 @@ Status PoolBackward(ContextArg context, ffi::RemainingArgs args, ffi::RemainingR
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Group-norm
+// Group-norm. Groups of 0 are layer-norm: every pixel is an image of one pixel and one group.
 
 Status ToGroupNormProblem(const Call& call, AnyBuffer x, const wire::GroupNorm& norm,
                           GroupNormProblem* p) {
@@ -695,8 +698,12 @@ Status ToGroupNormProblem(const Call& call, AnyBuffer x, const wire::GroupNorm& 
   p->images = dims[first];
   p->pixels = 1;
   for (size_t i = first + 1; i + 1 < dims.size(); ++i) p->pixels *= dims[i];
+  if (norm.groups == 0) {
+    p->images *= p->pixels;
+    p->pixels = 1;
+  }
   p->channels = dims[dims.size() - 1];
-  p->groups = norm.groups;
+  p->groups = norm.groups == 0 ? 1 : norm.groups;
   p->epsilon = norm.epsilon;
   p->activation = *activation;
   p->slope = norm.slope;
@@ -709,7 +716,8 @@ Status ToGroupNormProblem(const Call& call, AnyBuffer x, const wire::GroupNorm& 
                 ": there must be pixels, and the groups must divide the channels"));
 }
 
-// Operands or results first, first + 1, ... must be the arrays of these names: per channel, or per image and group.
+// Operands or results first, first + 1, ... must be the arrays of these names: per channel, or per image and group (of
+// layer-norm per pixel).
 template <typename Get>
 Status ConfirmGroupParams(const Call& call, const wire::GroupNorm& norm, const GroupNormProblem& p,
                           AnyBuffer x, Get get, size_t first, bool per_group,
@@ -717,6 +725,10 @@ Status ConfirmGroupParams(const Call& call, const wire::GroupNorm& norm, const G
   const DType dtype = p.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
   const auto where = [&] { return "x=" + wire::ShapeText(x.dimensions()); };
   const auto confirm = [&](const char* name, AnyBuffer array) {
+    if (per_group && norm.groups == 0) {
+      Dims dims = x.dimensions();
+      return call.ConfirmShape(name, array, Dims(dims.begin(), dims.size() - 1), where);
+    }
     if (per_group) {
       return norm.batched ? call.ConfirmShape(name, array, {p.batch, p.images, p.groups}, where)
                           : call.ConfirmShape(name, array, {p.images, p.groups}, where);

@@ -1,4 +1,4 @@
-"""jaxconv: convolution, dense, batch-norm and group-norm layers for JAX, as CUDA kernels behind XLA custom calls."""
+"""jaxconv: convolution, dense and batch-, group- and layer-norm for JAX, as CUDA kernels behind XLA custom calls."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from jaxconv.conv_transpose import conv_general_dilated, conv_transpose1d, conv_
 from jaxconv.dense import dense
 from jaxconv.freeze import Frozen, freeze
 from jaxconv.groupnorm import groupnorm
+from jaxconv.layernorm import layernorm
 from jaxconv.mlp import mlp
 from jaxconv.pool import max_pool
 from jaxconv.tune import tune
@@ -61,6 +62,7 @@ __all__ = [
     "groupnorm",
     "info",
     "launches",
+    "layernorm",
     "max_pool",
     "mlp",
     "portable_exported",
@@ -84,6 +86,8 @@ _NEAR = {
     "MLP": "mlp",
     "GroupNorm": "the layers jaxconv.linen.GroupNorm and jaxconv.nnx.GroupNorm, and the function groupnorm",
     "group_norm": "groupnorm",
+    "LayerNorm": "the layers jaxconv.linen.LayerNorm and jaxconv.nnx.LayerNorm, and the function layernorm",
+    "layer_norm": "layernorm",
     "matmul": "dense",
 }
 

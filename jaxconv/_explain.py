@@ -197,10 +197,10 @@ def _tables(device: _plan.Device) -> str:
 def _unknown_disabled() -> str | None:
     """What is wrong with JAXCONV_DISABLE, or None."""
     names = {name.strip() for name in os.environ.get("JAXCONV_DISABLE", "").split(",")}
-    unknown = sorted(names - {"", "all", *_plan.OPS, *_plan.OPS.values()})
+    unknown = sorted(names - {"", "all", "layernorm", *_plan.OPS, *_plan.OPS.values()})
     if not unknown:
         return None
-    groups = ", ".join(dict.fromkeys(_plan.OPS.values()))
+    groups = ", ".join(dict.fromkeys([*_plan.OPS.values(), "layernorm"]))
     return f"unknown: {', '.join(map(repr, unknown))}; expected some of {groups} (comma-separated), or all"
 
 

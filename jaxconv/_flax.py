@@ -5,6 +5,7 @@ A module `m` is Flax's own: its attributes have the same names in linen and nnx.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from jaxconv._problem import BatchNormProblem
 from jaxconv.batchnorm import batchnorm as fused_batchnorm
 from jaxconv.conv_transpose import conv_transpose1d, conv_transpose2d, conv_transpose3d
 from jaxconv.groupnorm import groupnorm as fused_groupnorm
+from jaxconv.layernorm import layernorm as fused_layernorm
 from jaxconv.pool import max_pool as native_max_pool
 
 Array = jax.Array
@@ -278,11 +280,13 @@ def groups_of(m: Any, channels: int) -> int | None:
 
 def native_groupnorm(m: Any, x: Array, mask: Array | None) -> bool:
     """Whether `groupnorm` computes what Flax's GroupNorm does, for groups that are right."""
+    return m.reduction_axes is None and x.ndim >= 2 and _native_norm(m, x, mask)
+
+
+def _native_norm(m: Any, x: Array, mask: Array | None) -> bool:
     return (
         mask is None
         and m.axis_name is None
-        and m.reduction_axes is None
-        and x.ndim >= 2
         and 0 not in x.shape
         and not jnp.issubdtype(x.dtype, jnp.complexfloating)
         and jnp.dtype(m.param_dtype).name in _problem.DTYPES
@@ -301,13 +305,37 @@ def groupnorm(
     groups: int,
     dtype: Any,  # of the result
 ) -> Array:
-    """activation(y), y as Flax's GroupNorm has it, where `native_groupnorm`. Dtypes are treated as in `batchnorm`."""
+    """activation(y), y as Flax's GroupNorm has it, where `native_groupnorm`."""
+    return _normalised(m, functools.partial(fused_groupnorm, groups=groups), x, scale, bias, dtype)
+
+
+def _normalised(
+    m: Any, norm: Callable[..., Array], x: Array, scale: Array | None, bias: Array | None, dtype: Any
+) -> Array:
+    """activation(y) in `dtype`, y by `norm`. Dtypes are treated as in `batchnorm`."""
     given = [a for a in (scale, bias) if a is not None]
     wide = jnp.promote_types(jnp.promote_types(x.dtype, dtype), _exceeding_float32(given))
     wide = jnp.dtype(wide if wide.name in _problem.DTYPES else jnp.float32)
     params = jnp.float64 if wide == jnp.float64 else jnp.float32
     scale, bias = (a if a is None else a.astype(params) for a in (scale, bias))
-    y = fused_groupnorm(
-        x.astype(wide), scale, bias, groups=groups, epsilon=float(m.epsilon), activation=activation_of(m)
-    )
+    y = norm(x.astype(wide), scale, bias, epsilon=float(m.epsilon), activation=activation_of(m))
     return y.astype(dtype)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Layer-norm
+
+
+def native_layernorm(m: Any, x: Array, mask: Array | None) -> bool:
+    """Whether `layernorm` computes what Flax's LayerNorm does."""
+
+    def last(axes: Any) -> bool:
+        axes = axes if isinstance(axes, (tuple, list)) else (axes,)
+        return len(axes) == 1 and isinstance(axes[0], int) and axes[0] in (-1, x.ndim - 1)
+
+    return x.ndim >= 1 and last(m.reduction_axes) and last(m.feature_axes) and _native_norm(m, x, mask)
+
+
+def layernorm(m: Any, x: Array, scale: Array | None, bias: Array | None, *, dtype: Any) -> Array:
+    """activation(y), y as Flax's LayerNorm has it, where `native_layernorm`."""
+    return _normalised(m, fused_layernorm, x, scale, bias, dtype)

@@ -1,8 +1,9 @@
-"""Group-norm: the public function, its kernels and its differentiation rules."""
+"""Group-norm: the public function; the kernels and differentiation rules of group-norm and layer-norm."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxconv import _op, _problem, _sharding, reference
+from jaxconv import _compat, _op, _problem, _sharding, reference
 from jaxconv._activation import activate, activate_grad
 from jaxconv._problem import GroupNormProblem
 from jaxconv._types import Array, GroupNormAlgorithm, Implementation, Operand, ToActivation
@@ -20,7 +21,7 @@ replace = dataclasses.replace
 
 def _wire(p: GroupNormProblem, operands: int, results: int, **extra: Any) -> _op.Wire:
     norm = {
-        "groups": np.int64(p.groups),
+        "groups": np.int64(0 if p.rows else p.groups),
         "batched": np.int64(p.batch is not None),
         "epsilon": np.float64(p.epsilon),
         "activation": p.activation.name,
@@ -31,18 +32,32 @@ def _wire(p: GroupNormProblem, operands: int, results: int, **extra: Any) -> _op
 
 
 def _partition(p: GroupNormProblem, operands: str, results: str) -> _sharding.Partition:
-    """Images and instances may be split. Letters: x is an array like x, p one per channel, g per group."""
+    """Images and instances may be split; with `rows` all but the channels. Letters: x is an array like x, p one per
+    channel, g per group."""
     lead = "v " if p.batch is not None else ""
-    pixels = " ".join(f"d{axis}" for axis in range(1, len(p.shape) - 1))
-    names = {"x": f"{lead}n {pixels} c", "p": f"{lead}c", "g": f"{lead}n g"}
+    axes = ["n", *(f"d{axis}" for axis in range(1, len(p.shape) - 1))]
+    pixels = " ".join(axes)
+    names = {"x": f"{lead}{pixels} c", "p": f"{lead}c", "g": f"{lead}{pixels}" if p.rows else f"{lead}n g"}
+    split = axes if p.rows else axes[:1]
 
     def local(parts: Any) -> GroupNormProblem:
         batch = None if p.batch is None else p.batch // parts["v"]
-        return replace(p, shape=(p.images // parts["n"], *p.shape[1:]), batch=batch)
+        divided = (extent // parts[axis] for axis, extent in zip(split, p.shape, strict=False))
+        return replace(p, shape=(*divided, *p.shape[len(split) :]), batch=batch)
 
     return _sharding.Partition(
-        [names[o] for o in operands], [names[r] for r in results], [*(["v"] if lead else []), "n"], local
+        [names[o] for o in operands], [names[r] for r in results], [*(["v"] if lead else []), *split], local
     )
+
+
+def _batch(p: GroupNormProblem, args: list[Array], dims: list[int | None]) -> tuple[list[Array], list[int]]:
+    """Instances; of layer-norms that share scale and bias rows more."""
+    if not p.rows or any(dim is not None for dim in dims[1:]):
+        return _op.batch_by_instances(lambda: norm)(p, args, dims)
+    # Behind the instances that there are, which have a scale each
+    at = len(p.lead)
+    x = jnp.moveaxis(args[0], dims[0], at)
+    return norm(replace(p, shape=x.shape[at:]), x, *args[1:]), [at] * 3
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -67,7 +82,7 @@ norm = _op.kernel(
     reference=reference.groupnorm,
     results=lambda p: [_x(p), _group(p), _group(p)],
     wire=lambda p, plan: _wire(p, 3, 3),
-    batch=_op.batch_by_instances(lambda: norm),
+    batch=_batch,
     partition=lambda p: _partition(p, "xpp", "xgg"),
     multiple_results=True,
 )
@@ -82,6 +97,8 @@ backward = _op.kernel(
     multiple_results=True,
 )
 _op.by_reference(backward)
+# jet has no rule for a formula that waits for the platform.
+_compat.seen_by_jet(norm.primitive, lambda problem: functools.partial(reference.groupnorm, problem, anywhere=True))
 
 
 def _forward(p: GroupNormProblem, x: Array, scale: Array, bias: Array) -> tuple[list[Array], Any]:

@@ -1,4 +1,4 @@
-"""`flax.linen`'s Conv, ConvTranspose, Dense, BatchNorm, GroupNorm and max_pool on jaxconv's kernels.
+"""`flax.linen`'s Conv, ConvTranspose, Dense, BatchNorm, GroupNorm, LayerNorm and max_pool on jaxconv's kernels.
 
 A model changes by its import alone, and a checkpoint moves both ways: arguments, parameters, collections, initialisers,
 dtypes and defaults are Flax's, because the classes are subclasses of Flax's. What they add:
@@ -29,7 +29,7 @@ from jaxconv import _flax
 from jaxconv._activation import activate
 from jaxconv._types import Array, ToActivation
 
-__all__ = ["BatchNorm", "Conv", "ConvTranspose", "Dense", "GroupNorm", "max_pool"]
+__all__ = ["BatchNorm", "Conv", "ConvTranspose", "Dense", "GroupNorm", "LayerNorm", "max_pool"]
 
 max_pool = _flax.max_pool
 
@@ -40,6 +40,7 @@ _ConvTranspose = nn.ConvTranspose
 _Dense = nn.Dense
 _BatchNorm = nn.BatchNorm
 _GroupNorm = nn.GroupNorm
+_LayerNorm = nn.LayerNorm
 
 
 def _flax_call(base: type[nn.Module], module: nn.Module, *args: Any, **kwargs: Any) -> Array:
@@ -252,3 +253,37 @@ class GroupNorm(_GroupNorm):
         bias = self.param("bias", self.bias_init, shape, self.param_dtype) if self.use_bias else None
         dtype = canonicalize_dtype(*(a for a in (x, scale, bias) if a is not None), dtype=self.dtype)
         return _flax.groupnorm(self, x, scale, bias, groups=groups, dtype=dtype)
+
+
+class LayerNorm(_LayerNorm):
+    """`flax.linen.LayerNorm` with an `activation`: y = f(normalised x * scale + bias).
+
+    Attributes:
+      epsilon: added to the variance (default: 1e-6).
+      dtype: of the result (default: what inputs and parameters promote to).
+      param_dtype: of the parameters (default: float32).
+      use_bias, use_scale: whether a bias is added, and the normalised inputs multiplied by a scale (default: True).
+      bias_init, scale_init: their initialisers.
+      reduction_axes, feature_axes: the axes over which statistics are taken, and those of the parameters (default: -1,
+        the last). Any others are Flax's own computation.
+      axis_name, axis_index_groups: the axis of pmap or shard_map over whose devices statistics are combined, and the
+        groups within it. They are Flax's own computation.
+      use_fast_variance: of no effect in jaxconv's computation, whose variance is without cancellation either way.
+      force_float32_reductions: statistics in float32 for 16-bit inputs (default: True); False is Flax's computation.
+      activation: applied to the result: None, a name or ("leaky_relu", slope) as for `jaxconv.conv2d`, or JAX's
+        function of that name (jax.nn.relu, ...).
+    """
+
+    activation: ToActivation = None
+
+    @nn.compact
+    def __call__(self, x: Array, *, mask: Array | None = None) -> Array:  # (..., C) -> (..., C)
+        """activation(normalised x). A mask is Flax's own computation."""
+        if not (self.force_float32_reductions and _flax.native_layernorm(self, jnp.asarray(x), mask)):
+            return activate(_flax.activation_of(self), _flax_call(_LayerNorm, self, x, mask=mask))
+        x = jnp.asarray(x)
+        shape = [x.shape[-1]]
+        scale = self.param("scale", self.scale_init, shape, self.param_dtype) if self.use_scale else None
+        bias = self.param("bias", self.bias_init, shape, self.param_dtype) if self.use_bias else None
+        dtype = canonicalize_dtype(*(a for a in (x, scale, bias) if a is not None), dtype=self.dtype)
+        return _flax.layernorm(self, x, scale, bias, dtype=dtype)

@@ -1,4 +1,4 @@
-"""`flax.nnx`'s Conv, ConvTranspose, Linear, BatchNorm, GroupNorm and max_pool on jaxconv's kernels.
+"""`flax.nnx`'s Conv, ConvTranspose, Linear, BatchNorm, GroupNorm, LayerNorm and max_pool on jaxconv's kernels.
 
 A model changes by its import alone, and a checkpoint moves both ways: arguments, variables, initialisers, dtypes,
 defaults and the handling of state are Flax's, because the classes are subclasses of Flax's. What they add:
@@ -33,7 +33,7 @@ from jaxconv import _activation, _flax
 from jaxconv._activation import activate
 from jaxconv._types import Array, ToActivation
 
-__all__ = ["BatchNorm", "Conv", "ConvTranspose", "GroupNorm", "Linear", "max_pool"]
+__all__ = ["BatchNorm", "Conv", "ConvTranspose", "GroupNorm", "LayerNorm", "Linear", "max_pool"]
 
 max_pool = _flax.max_pool
 
@@ -102,6 +102,18 @@ class _GroupNormOptions(_Options, total=False):
     use_scale: bool
     scale_init: _Initializer
     reduction_axes: _Sizes | None
+    axis_name: str | None
+    axis_index_groups: Any
+    use_fast_variance: bool
+    scale_metadata: Mapping[str, Any]
+
+
+class _LayerNormOptions(_Options, total=False):
+    epsilon: float
+    use_scale: bool
+    scale_init: _Initializer
+    reduction_axes: _Sizes
+    feature_axes: _Sizes
     axis_name: str | None
     axis_index_groups: Any
     use_fast_variance: bool
@@ -380,5 +392,41 @@ class GroupNorm(nnx.GroupNorm):
         return _flax.groupnorm(self, x, scale, bias, groups=self.num_groups, dtype=dtype)
 
 
-for _module in (Conv, ConvTranspose, Linear, BatchNorm, GroupNorm):
+class LayerNorm(nnx.LayerNorm):
+    """`flax.nnx.LayerNorm` with an `activation`: y = f(normalised x * scale + bias).
+
+    Args:
+      num_features: number of channels.
+      epsilon: added to the variance (default: 1e-6).
+      dtype: of the result (default: what inputs and parameters promote to).
+      param_dtype: of the parameters (default: float32).
+      use_bias, use_scale: whether a bias is added, and the normalised inputs multiplied by a scale (default: True).
+      bias_init, scale_init: their initialisers.
+      reduction_axes, feature_axes: the axes over which statistics are taken, and those of the parameters (default: -1,
+        the last). Any others are Flax's own computation.
+      axis_name, axis_index_groups: the axis of pmap or shard_map over whose devices statistics are combined, and the
+        groups within it. They are Flax's own computation.
+      use_fast_variance: of no effect in jaxconv's computation, whose variance is without cancellation either way.
+      promote_dtype: a function that promotes (inputs, scale, bias) to the computation's dtype.
+      rngs: random number generators.
+      bias_metadata, scale_metadata: of the variables.
+      activation: applied to the result: None, a name or ("leaky_relu", slope) as for `jaxconv.conv2d`, or JAX's
+        function of that name (jax.nn.relu, ...).
+    """
+
+    def __init__(self, num_features: int, *, activation: ToActivation = None, **options: Unpack[_LayerNormOptions]):
+        super().__init__(num_features, **options)
+        self.activation = _activation.parse("LayerNorm", activation)
+
+    def __call__(self, x: Array, *, mask: Array | None = None) -> Array:  # (..., num_features), likewise
+        """activation(normalised x). A mask is Flax's own computation."""
+        # What is wrong is Flax's to say.
+        if not _flax.native_layernorm(self, jnp.asarray(x), mask) or jnp.shape(x)[-1] != self.num_features:
+            return activate(self.activation, super().__call__(x, mask=mask))
+        x, scale, bias = self.promote_dtype((x, _value(self.scale), _value(self.bias)), dtype=self.dtype)
+        dtype = canonicalize_dtype(*(a for a in (x, scale, bias) if a is not None), dtype=self.dtype)
+        return _flax.layernorm(self, x, scale, bias, dtype=dtype)
+
+
+for _module in (Conv, ConvTranspose, Linear, BatchNorm, GroupNorm, LayerNorm):
     _signature_of_flax(_module)

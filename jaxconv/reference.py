@@ -333,12 +333,15 @@ def max_pool_taken(p: PoolProblem, x: jax.Array, position: jax.Array) -> jax.Arr
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Group-norm. Statistics and arithmetic in float32 for 16-bit x. Sums are taken of each channel first, so that arrays
-# keep their shape: a group's few channels as an axis of their own are slow on a CPU.
+# Group-norm and layer-norm (`rows`). Statistics and arithmetic in float32 for 16-bit x. Sums are taken of each channel
+# first, so that arrays keep their shape: a group's few channels as an axis of their own are slow on a CPU. Images of a
+# layer-norm are pixels: such sums are the arrays themselves, and mean and rstd have x's shape without the channels.
 
 
 def of_groups(p: GroupNormProblem, a: jax.Array) -> jax.Array:
     """a, (N, G), for each channel, shaped to broadcast against x."""
+    if p.rows:
+        return a[..., None]
     repeated = jnp.broadcast_to(a[..., None], (*p.group_shape, p.group_channels))
     first = len(p.lead) + 1
     return jnp.expand_dims(
@@ -357,7 +360,9 @@ def centred(p: GroupNormProblem, x: jax.Array, mean: jax.Array) -> jax.Array:
 
 
 def of_images(p: GroupNormProblem, a: jax.Array) -> jax.Array:
-    """Sums of a, of x's shape, over pixels: (N, C)."""
+    """Sums of a, of x's shape, over an image's pixels: (N, C)."""
+    if p.rows:
+        return a
     first = len(p.lead) + 1
     return jnp.sum(a, tuple(range(first, first + len(p.shape) - 2)))
 
@@ -367,29 +372,56 @@ def group_means(p: GroupNormProblem, sums: jax.Array) -> jax.Array:
     return jnp.sum(sums.reshape(*p.group_shape, p.group_channels), -1) / p.reduced
 
 
-def groupnorm(p: GroupNormProblem, x: jax.Array, scale: jax.Array, bias: jax.Array) -> list[jax.Array]:
-    """[y, mean, rstd]. Moments are taken about a sample of the group, as `batchnorm_moments`."""
-    lead = len(p.lead)
-    pixel = (slice(None),) * (lead + 1) + (0,) * (len(p.shape) - 2)  # the first
-    k = lax.stop_gradient(x[pixel]).astype(p.param_dtype).reshape(*p.group_shape, p.group_channels)[..., 0]
-    d = centred(p, x, k)
-    shift = group_means(p, of_images(p, d))
-    var = jnp.maximum(group_means(p, of_images(p, d * d)) - shift * shift, 0)
+def groupnorm(
+    p: GroupNormProblem, x: jax.Array, scale: jax.Array, bias: jax.Array, *, anywhere: bool = False
+) -> list[jax.Array]:
+    """[y, mean, rstd]. `anywhere`: by the same formula on every platform."""
+
+    def of_sample(x: jax.Array) -> tuple[jax.Array, ...]:
+        """(x - mean, mean, var), in one pass over x: moments about a sample of the group, as `batchnorm_moments`."""
+        # of an image's first pixel the first channel of each group
+        pixel = (slice(None),) * (len(p.lead) + 1) + (0,) * (len(p.shape) - 2)
+        first = x[..., 0] if p.rows else x[pixel].reshape(*p.group_shape, p.group_channels)[..., 0]
+        k = lax.stop_gradient(first).astype(p.param_dtype)
+        d = centred(p, x, k)
+        shift = group_means(p, of_images(p, d))
+        var = jnp.maximum(group_means(p, of_images(p, d * d)) - shift * shift, 0)
+        # k + shift is rounded; x - k is not, where the mean is large.
+        return d - of_groups(p, shift), k + shift, var
+
+    def of_mean(x: jax.Array) -> tuple[jax.Array, ...]:
+        mean = group_means(p, of_images(p, x.astype(p.param_dtype)))
+        d = centred(p, x, mean)
+        return d, mean, group_means(p, of_images(p, d * d))
+
+    # On a CPU XLA makes one pass over a row that it holds; a sample would be a pass of its own.
+    if p.rows and not anywhere:
+        d, mean, var = lax.platform_dependent(x, cuda=of_sample, default=of_mean)
+    else:
+        d, mean, var = of_mean(x) if p.rows else of_sample(x)
     rstd = lax.rsqrt(var + p.epsilon)
-    # k + shift is rounded; x - k is not, where the mean is large.
-    z = (d - of_groups(p, shift)) * (of_groups(p, rstd) * of_channels(p, scale)) + of_channels(p, bias)
-    return [activate(p.activation, z).astype(x.dtype), k + shift, rstd]
+    z = d * (of_groups(p, rstd) * of_channels(p, scale)) + of_channels(p, bias)
+    return [activate(p.activation, z).astype(x.dtype), mean, rstd]
 
 
 def groupnorm_backward(p: GroupNormProblem, x, dy, scale, bias, mean, rstd) -> list[jax.Array]:
     """[dscale, dbias, dx?]: the derivative of groupnorm's y, with z recomputed from x."""
-    xhat = centred(p, x, mean) * of_groups(p, rstd)
+    d = centred(p, x, mean)
+    xhat = d * of_groups(p, rstd)
     dz = dy.astype(p.param_dtype)
     if p.activation.residual:
         z = xhat * of_channels(p, scale) + of_channels(p, bias)
         dz = activate_grad(p.activation, z if p.activation.residual == "z" else activate(p.activation, z), dz)
-    sums, products = of_images(p, dz), of_images(p, dz * xhat)  # (N, C)
     lead = len(p.lead)
+    if p.rows:
+        # In this form XLA makes few passes: a row's rstd is a factor of its sums, not of what is summed.
+        rows = tuple(range(lead, x.ndim - 1))
+        outs = [jnp.sum(dz * d * of_groups(p, rstd), rows), jnp.sum(dz, rows)]
+        g = dz * of_channels(p, scale)
+        mean_g, mean_gx = group_means(p, g), group_means(p, g * d) * rstd * rstd
+        dx = of_groups(p, rstd) * (g - of_groups(p, mean_g) - d * of_groups(p, mean_gx))
+        return [*outs, *[dx.astype(x.dtype)] * p.want_dx]
+    sums, products = of_images(p, dz), of_images(p, dz * xhat)  # (N, C)
     outs = [jnp.sum(products, lead), jnp.sum(sums, lead)]
     if p.want_dx:
         factor = jnp.expand_dims(scale, lead)

@@ -77,6 +77,7 @@ def _programs() -> dict[str, tuple[str, Any, Any]]:
     norm = functools.partial(jaxconv.batchnorm, activation="relu", **native)
     pool = functools.partial(jaxconv.max_pool, window=(3, 2), padding="SAME", **native)
     group = functools.partial(jaxconv.groupnorm, groups=2, activation="silu", **native)
+    rows = functools.partial(jaxconv.layernorm, **native)
     # A GPU's kernels with statistics and with an addend take 16 bits and eights of channels.
     wide = "bfloat16" if PLATFORM == "cuda" else "float32"
     aligned = jnp.ones((2, 5, 6, 8), wide), jnp.ones((3, 3, 8, 16), wide)
@@ -134,6 +135,9 @@ def _programs() -> dict[str, tuple[str, Any, Any]]:
         "groupnorm": ("groupnorm", group, (x, v, v)),
         "groupnorm_instances": ("groupnorm", jax.vmap(group), (jnp.stack([x] * 3), *[jnp.ones((3, 4))] * 2)),
         "groupnorm_backward": ("groupnorm_backward", jax.grad(lambda x: group(x, v, v).sum()), (x,)),
+        "layernorm": ("groupnorm", rows, (x, v, v)),
+        "layernorm_instances": ("groupnorm", jax.vmap(rows), (jnp.stack([x] * 3), *[jnp.ones((3, 4))] * 2)),
+        "layernorm_backward": ("groupnorm_backward", jax.grad(lambda x: rows(x, v, v).sum()), (x,)),
     }
 
 

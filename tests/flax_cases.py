@@ -142,6 +142,29 @@ GROUPNORM = {
     "axes_of_flax": ((2, 5, 4, 12), "float32", dict(num_groups=4, reduction_axes=(2, 3))),
 }
 
+# The same; 12 channels.
+LAYERNORM = {
+    "plain": ((2, 5, 4, 12), "float32", {}),
+    "vector": ((12,), "float32", {}),
+    "matrix": ((6, 12), "float32", dict(epsilon=1e-2)),
+    "axes": ((2, 5, 12), "float32", dict(reduction_axes=(-1,), feature_axes=2)),
+    "no_scale": ((2, 5, 12), "float32", dict(use_scale=False)),
+    "no_bias": ((2, 5, 12), "float32", dict(use_bias=False)),
+    "neither": ((2, 5, 12), "float32", dict(use_scale=False, use_bias=False)),
+    "two_pass": ((2, 5, 12), "float32", dict(use_fast_variance=False)),
+    "initialisers": (
+        (2, 5, 12),
+        "float32",
+        dict(scale_init=jax.nn.initializers.uniform(2.0), bias_init=jax.nn.initializers.normal(1.0)),
+    ),
+    "bfloat16": ((2, 5, 12), "bfloat16", dict(dtype=jnp.bfloat16)),
+    "bfloat16_x": ((2, 5, 12), "bfloat16", {}),
+    "bfloat16_result": ((2, 5, 12), "float32", dict(dtype=jnp.bfloat16)),
+    "bfloat16_all": ((2, 5, 12), "bfloat16", dict(param_dtype=jnp.bfloat16)),
+    "integers": ((2, 5, 12), "int32", {}),
+    "axes_of_flax": ((2, 5, 4, 12), "float32", dict(reduction_axes=(1, 2, 3))),
+}
+
 
 def array(seed: int, shape: tuple[int, ...], dtype: str = "float32") -> jax.Array:
     values = np.random.default_rng(seed).standard_normal(shape)

@@ -614,6 +614,75 @@ class GroupNorm:
 
 
 @dataclasses.dataclass(frozen=True)
+class LayerNorm:
+    """Layer-norms by every algorithm: y and the gradients of everything; mapped over rows and instances, as of each."""
+
+    shape: Shape  # (..., C)
+    dtype: str
+    offset: float
+    instances: int
+    shared: bool  # scale and bias, by the instances
+    seed: int
+
+    @staticmethod
+    @st.composite
+    def strategy(draw: Any) -> LayerNorm:
+        lead = draw(st.lists(st.sampled_from((1, 2, 3, 5, 9, 33)), max_size=3))
+        return LayerNorm(
+            (*lead, draw(st.sampled_from((4, 7, 8, 12, 16, 40, 64, 96, 136, 264)))),
+            draw(st.sampled_from(DTYPES)),
+            draw(st.sampled_from((0.0, 1.0, 100.0))),
+            draw(st.sampled_from((1, 2, 3))),
+            draw(st.booleans()),
+            draw(st.integers(0, 99)),
+        )
+
+    def check(self) -> None:
+        shape, dtype, c = (self.instances, *self.shape), self.dtype, self.shape[-1]
+        rows = math.prod(shape[:-1])
+        wide = "float64" if dtype == "float64" else "float32"
+        offset = self.offset if dtype in ("float32", "float64") else 0.0
+        x = (normal(self.seed, shape, dtype) + offset).astype(jnp.dtype(dtype)).astype(np.float64)
+        params = (c,) if self.shared else (self.instances, c)
+        scale, bias = (normal(self.seed + i, params, wide) for i in (1, 2))
+        dy = normal(self.seed + 3, shape, dtype)
+        options = dict(groups=1, epsilon=1e-2, activation=None)
+        each = [np.broadcast_to(a, (self.instances, c)) for a in (scale, bias)]
+        flat = [(xi.reshape(-1, c), s, b, dyi.reshape(-1, c)) for xi, s, b, dyi in zip(x, *each, dy, strict=True)]
+        grads = [ref.groupnorm_gradients(*one, **options) for one in flat]
+        references = [np.stack([ref.groupnorm(*one[:3], **options) for one in flat]).reshape(shape)]
+        references.append(np.stack([g["x"] for g in grads]).reshape(shape))
+        of_params = [np.stack([g[name] for g in grads]) for name in ("scale", "bias")]
+        references += [a.sum(0) for a in of_params] if self.shared else of_params
+
+        def run(more: Any, x: Any, scale: Any, bias: Any, dy: Any) -> Any:
+            f = functools.partial(jaxconv.layernorm, epsilon=1e-2, **more)
+            mapped = jax.vmap(f, (0, None, None) if self.shared else 0)
+            y, pull = jax.vjp(mapped, x, scale, bias)
+            return y, *pull(dy)
+
+        with types_of(dtype):
+            args = [jnp.asarray(a, t) for a, t in zip((x, scale, bias, dy), (dtype, wide, wide, dtype), strict=True)]
+            theirs = jax.jit(functools.partial(run, dict(implementation="xla")))(*args)
+            for algorithm in self.algorithms():
+                ours = jax.jit(functools.partial(run, dict(algorithm=algorithm)))(*args)
+                # As of group-norms
+                size, factor = 1 + 10 * np.abs(x).max(), 1 + np.abs(scale).max()
+                sums = np.abs(dy).max() * size * factor
+                scales = (size * factor, 10 * sums, sums * np.sqrt(rows), sums * np.sqrt(rows))
+                for what, a, b, r, s in zip(
+                    ("y", "dx", "dscale", "dbias"), ours, theirs, references, scales, strict=True
+                ):
+                    assert_close(a, b, r, max(c, rows), f"{what}, {algorithm}", scale=2 * float(s))
+
+    def algorithms(self) -> list[str]:
+        shape = (1, *self.shape) if len(self.shape) == 1 else self.shape
+        problem = jaxconv._problem.GroupNormProblem("layernorm", self.dtype, shape, 1, 1e-2, rows=True)
+        known = [{plan.spec for plan in _plan.every(op, problem, DEVICE)} for op in ("groupnorm", "groupnorm_backward")]
+        return sorted(set.intersection(*known))
+
+
+@dataclasses.dataclass(frozen=True)
 class ConvBatchNorm:
     """A convolution with its batch-norm in one call equals the two calls, forward and gradients, whatever runs them."""
 
@@ -1267,6 +1336,7 @@ PROPERTIES: dict[str, Any] = {
         Dense,
         BatchNorm,
         GroupNorm,
+        LayerNorm,
         ConvBatchNorm,
         Lax,
         Flax,

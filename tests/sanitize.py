@@ -249,6 +249,18 @@ def groupnorm_calls(dtype: str, algorithm: str, shape: tuple[int, ...], groups: 
     ]
 
 
+def layernorm_calls(dtype: str, algorithm: str, shape: tuple[int, ...]) -> list[Call]:
+    x, param, statistic = (shape, dtype), (shape[-1:], "float32"), (shape[:-1], "float32")
+    p = GroupNormProblem("layernorm", dtype, shape, 1, 1e-5, rows=True, algorithm=algorithm)
+    return [
+        (group_norm, p, [x, param, param]),
+        (group_backward, p, [x, x, param, param, statistic, statistic]),
+        (group_backward, dataclasses.replace(p, want_dx=False), [x, x, param, param, statistic, statistic]),
+    ]
+
+
+# Rows of less than a vector a lane, of one, of several; rows that no block divides, more blocks than a wave has.
+LAYERNORMS = ((5, 8), (3, 7, 96), (2, 5, 9, 264), (37, 768), (3, 1024), (5000, 40), (1, 16))
 # shape, groups: those that straddle vectors; whose channels no vector divides; several tiles of a pixel; several items;
 # "resident" with several tiles and clusters.
 GROUPNORMS = (
@@ -280,6 +292,9 @@ def cases(op: str, algorithm: str, dtype: str) -> Iterator[tuple[str, list[Call]
     elif op == "pool":
         for shape, window, options in POOLS:
             yield f"{shape} {window}", pool_calls(dtype, algorithm, shape, window, options)
+    elif op == "groupnorm" and family == "rows":
+        for shape in LAYERNORMS:
+            yield f"{shape} rows", layernorm_calls(dtype, algorithm, shape)
     elif op == "groupnorm":
         for (shape, groups), activation in itertools.product(GROUPNORMS, ("silu", "gelu")):
             yield f"{shape} {groups} {activation}", groupnorm_calls(dtype, algorithm, shape, groups, activation)

@@ -566,6 +566,101 @@ def test_a_groupnorm_whose_gradient_is_taken_inside_is_left_and_the_report_says_
     assert found.what == "groupnorm" and "accelerate the loss, before its gradient is taken" in found.why
 
 
+LAYERED = {
+    "plain": {},
+    "two_pass": dict(use_fast_variance=False),
+    "no_scale": dict(use_scale=False),
+    "no_bias": dict(use_bias=False),
+    "neither": dict(use_scale=False, use_bias=False),
+}
+
+
+@pytest.mark.parametrize("dtype", (None, "bfloat16", "float16"))
+@pytest.mark.parametrize("case", LAYERED)
+def test_flax_layernorm_becomes_one_call(case, dtype):
+    """In the narrow type that it has; what is behind it stays there."""
+    linen = pytest.importorskip("flax.linen")
+    module = linen.LayerNorm(dtype=dtype, **LAYERED[case])
+    x = array(0, (2, 4, 5, 8), dtype or "float32")
+    variables = randomised(module.init(KEY, x))
+
+    def layer(v, x):
+        return jax.nn.silu(module.apply(v, x))
+
+    check(layer, variables, x, groupnorm=1)
+    (found,) = accelerate(layer).report(variables, x)
+    assert (found.what, found.fused, found.why) == ("layernorm", "layernorm", "")
+    (call,) = jaxconv.explain(accelerate(layer))(variables, x)
+    assert call.problem.rows and call.problem.dtype == x.dtype.name and call.problem.shape == x.shape
+
+
+def rows_divided(x, scale, bias):
+    mean, var = x.mean(-1, keepdims=True), x.var(-1, keepdims=True)
+    return (x - mean) / jnp.sqrt(var + 1e-5) * scale + bias
+
+
+def rows_of_haiku(x, scale, bias):
+    mean, var = jnp.mean(x, -1, keepdims=True), jnp.var(x, -1, keepdims=True)
+    scale, bias = jnp.broadcast_to(scale, x.shape), jnp.broadcast_to(bias, x.shape)
+    return scale * lax.rsqrt(var + 1e-5) * (x - mean) + bias
+
+
+def rows_of_equinox(x, scale, bias):
+    def one(x):
+        mean, var = jnp.mean(x, keepdims=True), jnp.maximum(0.0, jnp.var(x, keepdims=True))
+        return (x - mean) * lax.rsqrt(var + 1e-5) * scale + bias
+
+    return jax.vmap(one)(x.reshape(-1, x.shape[-1])).reshape(x.shape)
+
+
+def rows_bare(x, scale, bias):
+    mean, square = jnp.mean(x, -1), jnp.mean(x**2, -1)
+    return (x - mean[..., None]) * lax.rsqrt(square - mean**2 + 1e-5)[..., None]
+
+
+@pytest.mark.parametrize("shape", ((2, 4, 8), (1, 8), (8, 8), (3, 1, 8)), ids=str)
+@pytest.mark.parametrize("f", (rows_divided, rows_of_haiku, rows_of_equinox, rows_bare))
+def test_a_layernorm_by_hand_is_recognised(f, shape):
+    x = array(0, shape)
+    check(f, x, SCALE, BIAS, groupnorm=1)
+    (found,) = accelerate(f).report(x, SCALE, BIAS)
+    assert found.fused == "layernorm"
+
+
+def rows_with_their_statistics(x):
+    mean, var = x.mean(-1, keepdims=True), x.var(-1, keepdims=True)
+    return (x - mean) * lax.rsqrt(var + 1e-5), mean
+
+
+NO_LAYERNORM = {
+    "statistics": rows_with_their_statistics,
+    "unbiased": lambda x: (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True, ddof=1) + 1e-5),
+    "root_mean_square": lambda x: x * lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-5),
+    "of_another": lambda x: (x - (2 * x).mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-5),
+    "variance_of_another": lambda x: (x - x.mean(-1, keepdims=True)) * lax.rsqrt(jnp.tanh(x).var(-1, keepdims=True)),
+    "pixels": lambda x: (x - x.mean((1, 2), keepdims=True)) * lax.rsqrt(x.var((1, 2), keepdims=True) + 1e-5),
+    "mean_of_all": lambda x: (x - x.mean((1, 2, 3), keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-5),
+    "scale_a_row": lambda x: (
+        (x - x.mean(-1, keepdims=True)) * (lax.rsqrt(x.var(-1, keepdims=True) + 1e-5) + x[..., :1])
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NO_LAYERNORM)
+def test_what_is_no_layernorm_is_left(case):
+    check(NO_LAYERNORM[case], array(0, (2, 4, 5, 8)))
+
+
+def test_a_layernorm_whose_gradient_is_taken_inside_is_left_and_the_report_says_so():
+    def step(x, scale, bias):
+        return jax.grad(lambda *a: (jax.nn.silu(rows_divided(*a)) ** 2).sum(), (0, 1, 2))(x, scale, bias)
+
+    args = (array(0, (2, 4, 8)), SCALE, BIAS)
+    assert kernels(accelerate(step), *args) == {}
+    (found,) = accelerate(step).report(*args)
+    assert found.what == "layernorm" and "accelerate the loss, before its gradient is taken" in found.why
+
+
 def group_norm(z):
     """Of one image: its mean and variance a group, as numbers a channel."""
     grouped = z.reshape(*z.shape[:3], 2, 4)
@@ -946,8 +1041,8 @@ LEFT = {
     "bias_of_another_axis": (lambda x, w, b: conv(x, w[..., :6]) + b[:6, None], dict(conv_fprop=1)),
     "no_epilogue": (lambda x, w, b: x @ w[0, 0], {}),
     "contraction": (lambda x, w, b: jnp.einsum("nhwc,rsck->nhwrsk", x, w[:1]).sum((3, 4)) + b, {}),
-    "layer_norm": (
-        lambda x, w, b: (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-5) * b[:4],
+    "norm_of_columns": (
+        lambda x, w, b: (x - x.mean(1, keepdims=True)) * lax.rsqrt(x.var(1, keepdims=True) + 1e-5) * b[:4],
         {},
     ),
     "batch_groups": (lambda x, w, b: conv(x, w, batch_group_count=2), {}),
@@ -1140,10 +1235,10 @@ def mobilenet() -> Any:
 
 
 MODELS = {
-    # model, (convolutions, dense layers, batch-norms)
-    "resnet": (resnet, (15, 1, 15)),
-    "convnext": (convnext, (3, 5, 0)),
-    "mobilenet": (mobilenet, (7, 1, 6)),
+    # model, (convolutions, dense layers, batch-norms, layer-norms)
+    "resnet": (resnet, (15, 1, 15, 0)),
+    "convnext": (convnext, (3, 5, 0, 3)),
+    "mobilenet": (mobilenet, (7, 1, 6, 0)),
 }
 
 
@@ -1157,7 +1252,7 @@ def test_every_layer_of_a_model_is_replaced(name, train):
     report = accelerate(functools.partial(model.apply, mutable=["batch_stats"])).report(variables, x, train)
     assert not report.left, str(report)
     counted = collections.Counter(finding.what for finding in report.replaced)
-    assert tuple(counted[what] for what in ("conv", "dense", "batchnorm")) == expected
+    assert tuple(counted[what] for what in ("conv", "dense", "batchnorm", "layernorm")) == expected
     if name == "resnet":
         fused = collections.Counter(finding.fused.split(") ")[-1] for finding in report if finding.what == "batchnorm")
         assert (fused["+ relu"], fused["+ residual + relu"]) == (9, 4)

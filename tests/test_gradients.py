@@ -170,6 +170,10 @@ def _group(implementation: str, x: Any, scale: Any, bias: Any) -> Any:
     return jaxconv.groupnorm(x, scale, bias, groups=2, activation="tanh", implementation=implementation)
 
 
+def _rows(implementation: str, x: Any, scale: Any, bias: Any) -> Any:
+    return jnp.tanh(jaxconv.layernorm(x, scale, bias, implementation=implementation))
+
+
 def _fused(function: Any, activation: str, implementation: str, *args: Any) -> Any:
     return function(*args, activation=activation, precision="highest", implementation=implementation)
 
@@ -182,6 +186,7 @@ FUNCTIONS = {
     "dense": (functools.partial(_fused, jaxconv.dense, "gelu"), ((5, 7), (7, 4), (4,))),
     "batchnorm": (_norm, ((6, 5, 4), (4,), (4,))),
     "groupnorm": (_group, ((3, 5, 4), (4,), (4,))),
+    "layernorm": (_rows, ((3, 5, 4), (4,), (4,))),
 }
 
 
@@ -472,6 +477,7 @@ JETS = {
     "batchnorm": lambda x, w, v, **o: jaxconv.batchnorm(x, v, v, v, v * v, training=True, **o)[0],
     "batchnorm_inference": lambda x, w, v, **o: jaxconv.batchnorm(x, v, v, v, v * v, training=False, **o)[0],
     "groupnorm": lambda x, w, v, **o: jaxconv.groupnorm(x, v, v * v, groups=1, **o),
+    "layernorm": lambda x, w, v, **o: jaxconv.layernorm(x, v, v * v, **o),
     "conv_batchnorm": lambda x, w, v, **o: jaxconv.conv_batchnorm(x, w, v, v, v, v * v, training=True, **o)[0],
 }
 

@@ -123,6 +123,18 @@ def test_groupnorm_is_flax_groupnorm(case):
     compare(*both("GroupNorm", **arguments), array(0, shape, dtype))
 
 
+@pytest.mark.parametrize("case", flax_cases.LAYERNORM)
+def test_layernorm_is_flax_layernorm(case):
+    shape, dtype, arguments = flax_cases.LAYERNORM[case]
+    compare(*both("LayerNorm", **arguments), array(0, shape, dtype))
+
+
+def test_layernorm_masks_statistics_as_flax():
+    keep = np.broadcast_to(np.arange(12) < 7, (2, 5, 12))
+    compare(*both("LayerNorm", force_float32_reductions=False), array(0, (2, 5, 12)))
+    compare(*both("LayerNorm"), array(0, (2, 5, 12)), mask=jnp.asarray(keep))
+
+
 def test_groupnorm_masks_statistics_as_flax():
     keep = np.arange(5)[None, :, None, None] < 3
     keep = np.broadcast_to(keep, (2, 5, 4, 12))
@@ -201,10 +213,12 @@ def test_initial_values_are_those_of_flax(name, arguments, shape):
         ("BatchNorm", (4, 5, 5, 4), dict(use_running_average=True)),
         ("GroupNorm", (2, 5, 5, 8), dict(num_groups=2)),
         ("GroupNorm", (2, 5, 5, 8), dict(num_groups=2, reduction_axes=(2, 3))),
+        ("LayerNorm", (2, 5, 5, 8), {}),
+        ("LayerNorm", (2, 5, 5, 8), dict(reduction_axes=(2, 3))),
     ),
     ids=(
         *("conv", "conv_dilated", "transpose", "transpose_circular", "dense", "train", "inference"),
-        *("groupnorm", "groupnorm_axes"),
+        *("groupnorm", "groupnorm_axes", "layernorm", "layernorm_axes"),
     ),
 )
 def test_activation_is_flax_followed_by_it(name, shape, arguments, activation):
@@ -250,6 +264,8 @@ def test_batchnorm_residual_is_added_before_the_activation(axis, average):
         (jn.BatchNorm(True), (2, 8, 8, 4), "jaxconv_batchnorm_infer"),
         (jn.GroupNorm(2, activation="silu"), (2, 8, 8, 4), "jaxconv_groupnorm"),
         (jn.GroupNorm(None, 2, dtype=jnp.bfloat16), (2, 8, 8, 4), "jaxconv_groupnorm"),
+        (jn.LayerNorm(), (2, 8, 8, 4), "jaxconv_groupnorm"),
+        (jn.LayerNorm(reduction_axes=(-1,), dtype=jnp.bfloat16), (8, 4), "jaxconv_groupnorm"),
     ),
 )
 def test_one_kernel_computes_the_layer(module, shape, expected):
@@ -359,6 +375,8 @@ def test_parameters_carry_their_metadata():
         ("BatchNorm", dict(use_running_average=True, axis=(1, 3))),
         ("GroupNorm", dict(num_groups=2)),
         ("GroupNorm", dict(num_groups=2, reduction_axes=(2, 3))),
+        ("LayerNorm", {}),
+        ("LayerNorm", dict(reduction_axes=(2, 3))),
     ),
 )
 def test_intermediates_are_captured_once(name, arguments):
@@ -437,10 +455,13 @@ def test_functions_of_the_user_are_called():
         ("GroupNorm", dict(num_groups=2.0), (4, 5, 4)),
         ("GroupNorm", dict(num_groups=2, reduction_axes=(1,)), (4, 5, 4)),
         ("GroupNorm", dict(num_groups=2, dtype=jnp.int32), (4, 5, 4)),
+        ("LayerNorm", dict(reduction_axes=3), (4, 5, 4)),
+        ("LayerNorm", dict(dtype=jnp.int32), (4, 5, 4)),
+        ("LayerNorm", {}, ()),
     ),
 )
 def test_what_flax_refuses_is_refused_with_the_same_kind_of_error(name, arguments, shape):
-    if name not in ("BatchNorm", "GroupNorm"):
+    if name not in ("BatchNorm", "GroupNorm", "LayerNorm"):
         arguments = dict(arguments, features=FEATURES)
     x = array(0, shape)
     with pytest.raises(Exception) as flax_error:

@@ -103,6 +103,12 @@ def test_groupnorm_is_flax_groupnorm(case):
     compare(*both("GroupNorm", 12, **arguments), array(0, shape, dtype))
 
 
+@pytest.mark.parametrize("case", [case for case in flax_cases.LAYERNORM if case != "integers"])
+def test_layernorm_is_flax_layernorm(case):
+    shape, dtype, arguments = flax_cases.LAYERNORM[case]
+    compare(*both("LayerNorm", 12, **arguments), array(0, shape, dtype))
+
+
 def test_batchnorm_masks_statistics_as_flax():
     keep = np.broadcast_to(np.arange(4)[:, None, None, None] < 3, (4, 5, 5, 4))
     compare(*both("BatchNorm", 4), array(0, (4, 5, 5, 4)), mask=keep)
@@ -154,6 +160,8 @@ def test_batchnorm_takes_use_running_average_in_the_constructor_the_call_and_the
         ("BatchNorm", (4,), dict(use_running_average=True), (4, 5, 5, 4)),
         ("GroupNorm", (4, 2), {}, (4, 5, 5, 4)),
         ("GroupNorm", (4, None, 4), dict(reduction_axes=(2, 3)), (4, 5, 5, 4)),
+        ("LayerNorm", (4,), {}, (4, 5, 5, 4)),
+        ("LayerNorm", (4,), dict(reduction_axes=(2, 3)), (4, 5, 5, 4)),
     ),
 )
 def test_activation_is_flax_followed_by_it(name, args, arguments, shape):
@@ -180,6 +188,7 @@ def test_batchnorm_residual_is_added_before_the_activation(average):
         ("Linear", (4, 8), (6, 4), "jaxconv_dense"),
         ("BatchNorm", (4,), (2, 8, 8, 4), "jaxconv_batchnorm_train"),
         ("GroupNorm", (4, 2), (2, 8, 8, 4), "jaxconv_groupnorm"),
+        ("LayerNorm", (4,), (2, 8, 8, 4), "jaxconv_groupnorm"),
     ),
 )
 def test_one_kernel_computes_the_layer(name, args, shape, expected):
@@ -300,6 +309,8 @@ def test_functions_of_the_user_are_called():
         ("GroupNorm", (4,), {}, (2, 5, 4)),
         ("GroupNorm", (4, None, 3), {}, (2, 5, 4)),
         ("GroupNorm", (6, 2), {}, (2, 5, 4)),
+        ("LayerNorm", (6,), {}, (2, 5, 4)),
+        ("LayerNorm", (4,), dict(feature_axes=3), (2, 5, 4)),
     ),
 )
 def test_what_flax_refuses_is_refused_with_the_same_kind_of_error(name, args, arguments, shape):

@@ -307,6 +307,19 @@ def test_groupnorm():
             )
 
 
+def test_layernorm():
+    case = CASES["images"]
+    x, ones, zeros = integers(case.x_shape, 1), jnp.ones(case.filters), jnp.zeros(case.filters)
+    f = functools.partial(jaxconv.layernorm, algorithm="rows")
+    if _refused(f, x, ones, zeros):
+        pytest.skip("there is no such kernel here")
+    y = jax.jit(f)(x, ones, zeros)
+    for at in windows(case):
+        want = jaxconv.layernorm(around(x, case, at, 0), ones, zeros, implementation="xla")
+        found = lax.slice_in_dim(y, at, at + WINDOW, axis=0)
+        np.testing.assert_allclose(np.asarray(found, np.float32), np.asarray(want, np.float32), rtol=2**-7, atol=2**-7)
+
+
 def too_large() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
     """Functions and operands that fit, of results that do not: beyond all memory, or beside an x of .6 of it."""
     limit = jax.devices()[0].memory_stats()["bytes_limit"]

@@ -41,6 +41,10 @@ def group(x: Any, scale: Any, bias: Any) -> Any:
     return jaxconv.groupnorm(x, scale, bias, groups=2, activation="relu", implementation="native")
 
 
+def rows(x: Any, scale: Any, bias: Any) -> Any:
+    return jaxconv.layernorm(x, scale, bias, implementation="native")
+
+
 # name: (f, shapes of its arguments without the mapped axis)
 OPS: dict[str, tuple[Any, tuple[tuple[int, ...], ...]]] = {
     "conv": (functools.partial(conv, stride=2), ((2, 5, 5, 4), (3, 3, 4, 6))),
@@ -60,6 +64,7 @@ OPS: dict[str, tuple[Any, tuple[tuple[int, ...], ...]]] = {
     "batchnorm_first": (functools.partial(norm, channel_axis=1), ((6, 4, 3), (4,), (4,))),
     "batchnorm_inference": (infer, ((6, 3, 4), (4,), (4,))),
     "groupnorm": (group, ((3, 5, 4), (4,), (4,))),
+    "layernorm": (rows, ((3, 5, 4), (4,), (4,))),
 }
 BATCH = 3
 

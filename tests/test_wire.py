@@ -236,7 +236,9 @@ BAD_CALLS = {
     "groups_that_do_not_fit": ("conv_fprop", {"window.groups": np.int64(2)}, "extents disagree"),
     "too_few_dimensions": ("conv_fprop", {"window.stride": np.array([1])}, "ranks disagree"),
     "missing_preactivation": ("conv", {"epilogue.save_preactivation": np.int64(1)}, "results, expected"),
-    "groups_of_none": ("groupnorm", {"norm.groups": np.int64(0)}, "groups=0"),
+    "groups_below_none": ("groupnorm", {"norm.groups": np.int64(-1)}, "groups=-1"),
+    # Groups of 0 are a layer-norm's.
+    "statistics_of_groups_for_rows": ("groupnorm", {"norm.groups": np.int64(0)}, "mean has shape"),
     "groups_that_do_not_divide": ("groupnorm", {"norm.groups": np.int64(3)}, "groups=3"),
     "channel_axis_out_of_range": ("batchnorm_infer", {"norm.channel_axis": np.int64(7)}, "channel axis 7"),
     "float_for_an_int": ("conv_fprop", {"window.groups": np.float64(1)}, "expected S64 but got F64"),

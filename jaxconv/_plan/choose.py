@@ -50,10 +50,11 @@ OPS = {
 }
 
 
-def disabled(op: str) -> bool:
-    """Whether JAXCONV_DISABLE (several of conv, dense, batchnorm, groupnorm, pool with commas, or all) names the op."""
+def disabled(op: str, rows: bool = False) -> bool:
+    """Whether JAXCONV_DISABLE (several of conv, dense, batchnorm, groupnorm, layernorm, pool with commas, or all) names
+    the op. A layer-norm, the ops of a group-norm with `rows`, is both."""
     names = {name.strip() for name in os.environ.get("JAXCONV_DISABLE", "").split(",")}
-    return bool(names & {OPS[op], op, "all"})
+    return bool(names & {OPS[op], op, "all", *["layernorm"] * rows})
 
 
 def plan(op: str, problem: Any, device: Device) -> Plan:
@@ -73,7 +74,7 @@ def plan(op: str, problem: Any, device: Device) -> Plan:
     forced = problem.algorithm is not None or problem.implementation == "native"
     if problem.implementation == "xla":
         return Plan("xla", "implementation='xla' was asked for")
-    if disabled(op):
+    if disabled(op, isinstance(problem, GroupNormProblem) and problem.rows):
         return Plan("xla", f"JAXCONV_DISABLE={os.environ['JAXCONV_DISABLE']}")
     if _empty(problem):
         return Plan("xla", "there is nothing to compute")
@@ -552,6 +553,10 @@ def every(op: str, problem: Problem, device: Device) -> list[Plan]:
         algorithms = POOL_ALGORITHMS
     else:
         algorithms = BATCHNORM_ALGORITHMS if isinstance(problem, BatchNormProblem) else GROUPNORM_ALGORITHMS
+    if isinstance(problem, GroupNormProblem) and problem.rows and device.platform == "cuda":
+        algorithms = ("rows",)  # images of one pixel are nothing that the others were made for
+    elif isinstance(problem, GroupNormProblem):
+        algorithms = tuple(a for a in algorithms if a != "rows")
     plans = (made(op, algorithm, problem, device) for algorithm in algorithms)
     return [plan for plan in plans if isinstance(plan, Plan)]
 

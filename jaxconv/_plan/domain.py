@@ -162,7 +162,8 @@ def pool_vector(p: PoolProblem) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def _groupnorm(p: GroupNormProblem) -> Any:
-    return _native.cpu.GroupNormProblem(p.batch or 1, p.images, p.pixels, p.channels, p.groups, p.dtype)
+    shape = p.batch or 1, p.images, p.pixels, p.channels, p.groups
+    return _native.cpu.GroupNormProblem(*shape, p.activation.name, p.dtype)
 
 
 def groupnorm_refusal(op: str, plan: Plan, p: GroupNormProblem, device: Device) -> str | None:

@@ -1,4 +1,4 @@
-"""Group-norm: cuda/groupnorm. Which kernel is wanted, with which items."""
+"""Group-norm and layer-norm: cuda/groupnorm. Which kernel is wanted, with which items."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def made(op: str, algorithm: str, p: GroupNormProblem, device: Device) -> Plan |
     if algorithm == "resident":
         width, ctas = _tile(op, p, device)
         plan = dataclasses.replace(plan, splits=ctas, chunk=width)
-    else:
+    elif algorithm != "rows":
         plan = dataclasses.replace(plan, splits=_splits(op, p, device))
     if algorithm == "interleaved":
         # Three blocks run on a multiprocessor, half of which sum up: an image's sums are there when they are asked for.
@@ -81,6 +81,8 @@ def _tile(op: str, p: GroupNormProblem, device: Device) -> tuple[int, int]:
 
 def wanted(op: str, p: GroupNormProblem, device: Device) -> str:
     """The kernel for a problem that nobody has measured."""
+    if p.rows:  # as images of a pixel they are many small items, which "two_read" at least runs
+        return "rows" if isinstance(made(op, "rows", p, device), Plan) else "two_read"
     if isinstance(plan := made(op, "resident", p, device), Plan):
         # Shared memory holds two fifths of all.
         slab = -(-p.pixels // plan.splits) * plan.chunk * _read(op)

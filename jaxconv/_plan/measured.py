@@ -94,7 +94,8 @@ def features(op: str, problem: Any) -> tuple[str, tuple[Any, ...], tuple[float, 
     """(op as measured, kind, coordinates) of a problem: what decides whether two problems run alike.
 
     Coordinates: conv (pixels of y, C / groups, K / groups, groups); dense (instances, M, K, N); batch-norm (elements of
-    a channel, channels); group-norm (images, pixels, channels); max-pooling (pixels of y, channels).
+    a channel, channels); group-norm (images, pixels, channels), layer-norm (rows, 1, channels); max-pooling (pixels of
+    y, channels).
     """
     if isinstance(problem, ConvProblem):
         return _conv_features(op, problem)
@@ -124,6 +125,8 @@ def features(op: str, problem: Any) -> tuple[str, tuple[Any, ...], tuple[float, 
         # Measured and chosen there and back: what the backward pass reads is the forward pass's choice.
         kind = (problem.dtype, problem.activation.name != "none", problem.channels % _vector(problem.dtype) == 0)
         images = (problem.batch or 1) * problem.images
+        if problem.rows:
+            return "layernorm", kind, _log2(images, problem.pixels, problem.channels)
         return "groupnorm_fused", kind, _log2(images, problem.pixels, problem.channels)
     p: BatchNormProblem = problem
     fast_axis = p.channels if p.inner == 1 else p.inner

@@ -1,4 +1,4 @@
-"""GroupNormProblem: what a group-norm asks for, in canonical numbers."""
+"""GroupNormProblem: what a group-norm or a layer-norm asks for, in canonical numbers."""
 
 from __future__ import annotations
 
@@ -12,22 +12,26 @@ from jaxconv import _activation
 from jaxconv._activation import Activation
 from jaxconv._problem.parse import NO_ACTIVATION, check_choice, integer, is_number, number, same_dtype, shapes
 
-GroupNormAlgorithm = Literal["two_read", "interleaved", "resident"]
+GroupNormAlgorithm = Literal["two_read", "interleaved", "resident", "rows"]
 GROUPNORM_ALGORITHMS = get_args(GroupNormAlgorithm)
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupNormProblem:
-    """Normalisation of each image's groups of channels; y = f((x - mean) * rstd * scale + bias)."""
+    """Normalisation of each image's groups of channels; y = f((x - mean) * rstd * scale + bias).
+
+    With `rows` of each pixel alone, over all of its channels: layer-norm. Then every pixel is an image.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]  # of x (N, ..., C), without the instance axis
-    groups: int  # divides C
+    groups: int  # divides C; 1 with `rows`
     epsilon: float
     activation: Activation = NO_ACTIVATION
     batch: int | None = None  # instances made by vmap, the leading axis of every array
     want_dx: bool = True  # the backward pass: whether dx is wanted besides dscale and dbias
+    rows: bool = False  # layer-norm
     implementation: str | None = None
     algorithm: str | None = None
 
@@ -42,12 +46,15 @@ class GroupNormProblem:
     @property
     def images(self) -> int:
         """Of an instance."""
-        return self.shape[0]
+        result = 1
+        for extent in self.shape[:-1] if self.rows else self.shape[:1]:
+            result = result * extent
+        return result
 
     @property
     def pixels(self) -> int:
         result = 1
-        for extent in self.shape[1:-1]:
+        for extent in () if self.rows else self.shape[1:-1]:
             result = result * extent
         return result
 
@@ -67,7 +74,7 @@ class GroupNormProblem:
     @property
     def group_shape(self) -> tuple[int, ...]:
         """Of mean and rstd."""
-        return (*self.lead, self.images, self.groups)
+        return (*self.lead, *(self.shape[:-1] if self.rows else (self.images, self.groups)))
 
     @property
     def param_dtype(self) -> str:
@@ -84,7 +91,8 @@ class GroupNormProblem:
         return (self.batch or 1) * self.images * self.pixels * self.channels
 
     def __str__(self) -> str:
-        text = f"{'x'.join(map(str, self.x_shape))} groups={self.groups} {self.dtype}"
+        statistics = "rows" if self.rows else f"groups={self.groups}"
+        text = f"{'x'.join(map(str, self.x_shape))} {statistics} {self.dtype}"
         return text if self.activation.name == "none" else f"{text} + {self.activation}"
 
     @classmethod
@@ -100,13 +108,17 @@ class GroupNormProblem:
         activation: Any,
         algorithm: Any,
         implementation: Any,
+        rows: bool = False,
     ) -> GroupNormProblem:
+        """With `rows` x is (..., C), and groups 1."""
         seen = shapes(x=x, scale=scale, bias=bias)
-        if x.ndim < 2:
+        if rows and x.ndim < 1:
+            raise ValueError(f"{name}: x has no dimensions, expected at least 1 (..., C). {seen}")
+        if not rows and x.ndim < 2:
             raise ValueError(f"{name}: x has {x.ndim} dimensions, expected at least 2 (N, ..., C). {seen}")
         c = x.shape[-1]
         groups = integer(name, "groups", groups)
-        if groups < 1 or (is_number(c) and (c == 0 or c % groups)):
+        if groups < 1 or (not rows and is_number(c) and (c == 0 or c % groups)):
             raise ValueError(f"{name}: groups={groups} must be positive and divide the {c} channels. {seen}")
         problem = cls(
             name=name,
@@ -115,6 +127,7 @@ class GroupNormProblem:
             groups=groups,
             epsilon=number(name, "epsilon", epsilon),
             activation=_activation.parse(name, activation),
+            rows=rows,
             implementation=implementation,
             algorithm=algorithm,
         )
@@ -131,7 +144,8 @@ class GroupNormProblem:
                     f"for x of {problem.dtype}"
                 )
         if problem.reduced == 0:
-            raise ValueError(f"{name}: x is empty: statistics need at least one element a group. {seen}")
+            what = "row" if rows else "group"
+            raise ValueError(f"{name}: x is empty: statistics need at least one element a {what}. {seen}")
         if not 0 <= problem.epsilon < math.inf:
             raise ValueError(f"{name}: epsilon={epsilon!r} must not be negative, infinite or NaN")
         check_choice(name, implementation, algorithm, GROUPNORM_ALGORITHMS)

@@ -22,27 +22,34 @@ from jaxconv.accelerate.linear import Fused, Refusal
 from jaxconv.accelerate.norms import leads_only_to, squared
 from jaxconv.accelerate.report import GRADIENT
 from jaxconv.groupnorm import groupnorm
+from jaxconv.layernorm import layernorm
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupNormalised:
-    """result = (x - mean) / sqrt(var + epsilon) * scales [+ bias]; statistics per image and group of channels."""
+    """result = (x - mean) / sqrt(var + epsilon) * scales [+ bias]; statistics per image and group of channels, or, of a
+    layer-norm, per row."""
 
     result: Value
     x: Value
-    groups: int
+    groups: int | None  # None: a layer-norm
     epsilon: float
     scales: list[Value]  # per channel
     bias: Value | None
     statistics: list[Value]  # mean and variance
     path: list[Value]  # from the result down, x left out
 
+    @property
+    def what(self) -> str:
+        return "layernorm" if self.groups is None else "groupnorm"
+
 
 def find_group_normalised(v: Value) -> GroupNormalised | None:
     if not jnp.issubdtype(v.dtype, jnp.floating) or len(v.shape) < 2 or 0 in v.shape:
         return None
     result, path = v, [v]
-    v, bias, scales = _affine(v, path)
+    # Of one image the deviation is numbers per channel too.
+    v, bias, scales = affine(v, path, lambda numbers: _deviation(numbers, False, result.shape[-1]) is not None)
     grouped = v.made_by == "reshape" and _grouped(v.node.inputs[0].shape, result.shape)
     if grouped:
         v = _inside(v, path)
@@ -50,7 +57,7 @@ def find_group_normalised(v: Value) -> GroupNormalised | None:
     deviation = None
     for name in ("mul", "div"):
         for rest, other in operands_of(v, name):
-            numbers = _numbers(other, v.shape, kept) if rest.shape == v.shape else None
+            numbers = numbers_along(other, v.shape, kept) if rest.shape == v.shape else None
             found = None if numbers is None else _deviation(numbers, name == "div", result.shape[-1])
             if found is not None:
                 deviation, v = found, rest
@@ -61,7 +68,7 @@ def find_group_normalised(v: Value) -> GroupNormalised | None:
     if deviation is None or v.made_by != "sub":
         return None
     x, other = v.node.inputs
-    mean = _numbers(other, v.shape, kept) if x.shape == v.shape else None
+    mean = numbers_along(other, v.shape, kept) if x.shape == v.shape else None
     if mean is None:
         return None
     if grouped:
@@ -78,8 +85,8 @@ def find_group_normalised(v: Value) -> GroupNormalised | None:
     return GroupNormalised(result, x, groups, epsilon, scales + more, bias, [mean, bare(var)], path)
 
 
-def _affine(v: Value, path: list[Value]) -> tuple[Value, Value | None, list[Value]]:
-    """(z, bias, scales): the result as z * scales + bias, per channel of the last axis."""
+def affine(v: Value, path: list[Value], deviates: Callable[[Value], bool]) -> tuple[Value, Value | None, list[Value]]:
+    """(z, bias, scales): the result as z * scales + bias, per channel of the last axis. `deviates`: is no scale."""
     bias, scales = None, []
     for rest, other in operands_of(v, "add"):
         found = channels_of(other, v.shape)
@@ -91,7 +98,7 @@ def _affine(v: Value, path: list[Value]) -> tuple[Value, Value | None, list[Valu
         for rest, other in operands_of(v, "mul"):
             found = channels_of(other, v.shape)
             last = found is not None and found[1] == len(v.shape) - 1 and rest.shape == v.shape
-            if last and _deviation(found[0], False, v.shape[-1]) is None:  # of one image it is numbers per channel too
+            if last and not deviates(found[0]):
                 v = rest
                 scales.append(found[0])
                 path.append(v)
@@ -112,7 +119,7 @@ def _grouped(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
     return len(shape) >= 3 and shape[0] == whole[0] and shape[-2] * shape[-1] == whole[-1]
 
 
-def _numbers(v: Value, shape: tuple[int, ...], kept: tuple[int, ...]) -> Value | None:
+def numbers_along(v: Value, shape: tuple[int, ...], kept: tuple[int, ...]) -> Value | None:
     """What v, beside an array of `shape`, varies by, where that is along all of `kept` and nothing else."""
     if v.shape == shape and v.made_by == "broadcast_in_dim":
         source = v.node.inputs[0]
@@ -189,7 +196,7 @@ def _variance_of(v: Value, x: Value, mean: Value) -> int | None:
         centred = squared(u)
         if centred is None or centred.made_by != "sub":
             return None
-        numbers = _numbers(centred.node.inputs[1], centred.shape, (0, len(centred.shape) - 2))
+        numbers = numbers_along(centred.node.inputs[1], centred.shape, (0, len(centred.shape) - 2))
         return _is_grouped(centred.node.inputs[0], x) if is_mean(numbers) else None
 
     v = bare(v)
@@ -204,7 +211,7 @@ def _variance_of(v: Value, x: Value, mean: Value) -> int | None:
 
 
 def find_groupnorm(n: GroupNormalised, activations: Activations) -> Iterator[Fused]:
-    """The replacements, those that take in most first."""
+    """The replacements, those that take in most first; a layer-norm takes in no activation."""
     if not all(leads_only_to(v, [n.result]) for v in n.statistics):
         raise Refusal(f"something else needs its mean or variance, perhaps a gradient {GRADIENT}")
     x0, y, channels = unconverted(n.x), n.result, n.result.shape[-1]
@@ -225,15 +232,16 @@ def find_groupnorm(n: GroupNormalised, activations: Activations) -> Iterator[Fus
             rows = [a.reshape(channels).astype(params) for a in rest]
             bias = rows.pop() if n.bias is not None else None
             scale = functools.reduce(jnp.multiply, rows) if rows else None
-            options = dict(groups=n.groups, epsilon=n.epsilon, activation=activation)
-            return [groupnorm(x.astype(dtype), scale, bias, **options).astype(out.dtype)]
+            norm = layernorm if n.groups is None else functools.partial(groupnorm, groups=n.groups)
+            y = norm(x.astype(dtype), scale, bias, epsilon=n.epsilon, activation=activation)
+            return [y.astype(out.dtype)]
 
         inputs = [x, *n.scales, *([n.bias] if n.bias is not None else [])]
         nodes = [n.result.node, *(activated.nodes if activated else [])]
-        parts = ["groupnorm", *([str(activation)] if activated else [])]
+        parts = [n.what, *([str(activation)] if activated else [])]
         return Fused(nodes, inputs, [out], call, parts)
 
-    activated = activations.after(y)
+    activated = None if n.groups is None else activations.after(y)
     if activated is not None and activated.hides(y):
         yield made(activated.y, activated)
     yield made(y, None)

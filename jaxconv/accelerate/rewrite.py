@@ -19,6 +19,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 from jaxconv.accelerate.activations import Activations
 from jaxconv.accelerate.graph import Array, Constant, Graph, Node, Value, channels_of, unconverted
 from jaxconv.accelerate.groupnorm import GroupNormalised, find_group_normalised, find_groupnorm
+from jaxconv.accelerate.layernorm import find_layer_normalised
 from jaxconv.accelerate.linear import (
     OWN_DENSES,
     Dense,
@@ -63,7 +64,7 @@ class Rewriting:
         groups: dict[Node, GroupNormalised] = {}
         for node in reversed(self.graph.nodes):
             if node.name in ("add", "mul", "div", "reshape") and node.outputs[0] not in taken:
-                grouped = find_group_normalised(node.outputs[0])
+                grouped = find_group_normalised(node.outputs[0]) or find_layer_normalised(node.outputs[0])
                 if grouped is not None:
                     groups[node] = grouped
                     taken.update(grouped.path)
@@ -86,7 +87,7 @@ class Rewriting:
                 self._try("batchnorm", node, n.x.shape, lambda n=n, b=linear: find_batchnorm(n, self._activations, b))
             elif node in groups:
                 g = groups[node]
-                self._try("groupnorm", node, g.x.shape, lambda g=g: find_groupnorm(g, self._activations))
+                self._try(g.what, node, g.x.shape, lambda g=g: find_groupnorm(g, self._activations))
             elif node.name == "conv_general_dilated":
                 self._try("conv", node, node.inputs[0].shape, lambda n=node: self._convs(n))
             elif node.name == "dot_general":
@@ -130,7 +131,7 @@ class Rewriting:
         return f"{self._around}/{node.name_stack}"
 
     def _try(self, what: str, node: Node, x: tuple[int, ...], candidates: Callable[[], Iterator[Fused]]) -> None:
-        if what in ("batchnorm", "groupnorm", "max_pool", "upsampling"):
+        if what in ("batchnorm", "groupnorm", "layernorm", "max_pool", "upsampling"):
             shapes = f"{node.outputs[0].dtype}{list(x)}"
         else:
             shapes = f"{_text(node.inputs[0])}, {_text(node.inputs[1])}"

@@ -35,6 +35,7 @@ assert_type(jaxconv.conv3d(x[None], w[None], layout="NDHWC", padding=((0, 0), (1
 assert_type(jaxconv.conv_transpose2d(x, w, stride=(2, 2), transpose_kernel=False), jax.Array)
 assert_type(jaxconv.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")), jax.Array)
 assert_type(jaxconv.batchnorm(y, v, v, v, v, training=True), tuple[jax.Array, jax.Array, jax.Array])
+assert_type(jaxconv.layernorm(y, v, v, epsilon=1e-5, algorithm="rows"), jax.Array)
 assert_type(jaxconv.groupnorm(y, v, v, groups=2, activation="silu", algorithm="two_read"), jax.Array)
 assert_type(
     jaxconv.conv_batchnorm(x, w, v, v, v, v, training=False, activation="relu6"),
@@ -59,6 +60,7 @@ class Net(flax.linen.Module):
         x = jaxconv.linen.Conv(self.features, (3, 3), strides=2, activation="relu")(x)
         x = jaxconv.linen.BatchNorm(use_running_average=not train, activation=jax.nn.relu)(x, residual=x)
         x = jaxconv.linen.GroupNorm(num_groups=2, activation="silu")(x)
+        x = jaxconv.linen.LayerNorm(epsilon=1e-5)(x)
         return jaxconv.linen.Dense(10)(x)
 
 
@@ -70,6 +72,7 @@ class NnxNet(flax.nnx.Module):
     def __init__(self, rngs: flax.nnx.Rngs):
         self.conv = jaxconv.nnx.Conv(4, 8, (3, 3), strides=2, padding="SAME", activation="silu", rngs=rngs)
         self.norm = jaxconv.nnx.BatchNorm(8, momentum=0.9, rngs=rngs)
+        self.rows = jaxconv.nnx.LayerNorm(8, epsilon=1e-5, use_bias=False, rngs=rngs)
         self.group = jaxconv.nnx.GroupNorm(8, num_groups=2, epsilon=1e-5, activation="silu", rngs=rngs)
         self.head = jaxconv.nnx.Linear(8, 10, use_bias=False, rngs=rngs)
 
