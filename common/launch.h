@@ -12,6 +12,13 @@
 #error "define JAXCONV_BACKEND as cpu or cuda"
 #endif
 
+// 1 where JAXCONV_BACKEND is cuda: what a GPU alone has.
+#define JAXCONV_ON_cpu 0
+#define JAXCONV_ON_cuda 1
+#define JAXCONV_ON_BACKEND(backend) JAXCONV_ON_##backend
+#define JAXCONV_ON(backend) JAXCONV_ON_BACKEND(backend)
+#define JAXCONV_ON_GPUS JAXCONV_ON(JAXCONV_BACKEND)
+
 namespace jaxconv::JAXCONV_BACKEND {
 
 struct Context;  // cpu: thread pool (cpu/context.h); cuda: stream and device (cuda/core/context.h)
@@ -41,11 +48,13 @@ Status Dense(const Context& ctx, const DenseProblem& p, const Epilogue& e, const
              const void* x, const void* w, const void* bias, const void* c, void* y, void* z,
              Workspace workspace);
 
+#if JAXCONV_ON_GPUS
 // dz = (dy op(w)) * f'(z), f of the epilogue, and the sums of dz's columns (N), as rounded, of dz's type. p is the product's
 // problem, dy its x. `z`, like dz: what f was given; for relu and relu6 what it gave will do. There are elements.
 Status DenseGradient(const Context& ctx, const DenseProblem& p, const Epilogue& e, const Plan& plan,
                      const void* dy, const void* w, const void* z, void* dz, void* sums,
                      Workspace workspace);
+#endif
 
 // scale, bias, running_mean, running_var, new_mean, new_var, mean, rstd: (batch, channels).
 Status BatchNormTrain(const Context& ctx, const BatchNormProblem& p, const Plan& plan,

@@ -85,10 +85,4 @@ Status Dense(const Context& ctx, const DenseProblem& p, const Epilogue& e, const
   }
 }
 
-Status DenseGradient(const Context&, const DenseProblem&, const Epilogue&, const Plan& plan,
-                     const void*, const void*, const void*, void*, void*, Workspace) {
-  return Status::Invalid("dense_gradient: the CPU backend has no kernel \"" +
-                         std::string(plan.kernel) + "\"");
-}
-
 }  // namespace jaxconv::cpu

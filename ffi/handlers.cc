@@ -417,6 +417,7 @@ Status DenseOp(ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets r
                call.Scratch());
 }
 
+#if JAXCONV_ON_GPUS
 // The product's struct says how w is stored, and alpha; what it has for instances, bias and addend must be absent.
 Status DenseGradientOp(ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets,
                        const wire::Product& product, const wire::Epilogue& epilogue,
@@ -462,6 +463,7 @@ Status DenseGradientOp(ContextArg context, ffi::RemainingArgs args, ffi::Remaini
                        z.untyped_data(), dz.untyped_data(), call.Ret(1).untyped_data(),
                        call.Scratch());
 }
+#endif
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Batch-norm
@@ -869,6 +871,7 @@ XLA_FFI_DEFINE_HANDLER(
         .Attr<wire::Plan>("plan"),
     JAXCONV_TRAITS);
 
+#if JAXCONV_ON_GPUS
 XLA_FFI_DEFINE_HANDLER(
     kDenseGradient,
     [](ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets, wire::Product product,
@@ -879,6 +882,7 @@ XLA_FFI_DEFINE_HANDLER(
         .Attr<wire::Epilogue>("epilogue")
         .Attr<wire::Plan>("plan"),
     JAXCONV_TRAITS);
+#endif
 
 XLA_FFI_DEFINE_HANDLER(
     kNormTrain,
@@ -978,7 +982,9 @@ std::vector<std::pair<const char*, XLA_FFI_Handler*>> Handlers() {
       {"jaxconv_conv_wgrad_v2", kWgrad},
       {"jaxconv_dense_v2", kDense},
       {"jaxconv_matmul_v2", kDense},
+#if JAXCONV_ON_GPUS
       {"jaxconv_dense_gradient_v2", kDenseGradient},
+#endif
       {"jaxconv_batchnorm_train_v2", kNormTrain},
       {"jaxconv_batchnorm_infer_v2", kNormInfer},
       {"jaxconv_batchnorm_backward_v2", kNormBackward},

@@ -23,6 +23,8 @@ from jaxconv._problem import ConvProblem, DenseProblem
 from jaxconv.dense import dense_gradient
 
 KERNELS = {kernel.name: kernel for kernel in _op.KERNELS.values()}
+# A GPU's alone: a CPU's targets and examples are without them.
+ON_GPUS = ("dense_gradient",)
 Shape = tuple[int, ...]
 
 

@@ -43,9 +43,9 @@ def test_the_call_itself_is_taken(name):
 
 
 def test_every_target_is_called():
-    assert {direct_calls.example(name).target for name in direct_calls.NAMES} == {
-        kernel.target for kernel in direct_calls.KERNELS.values()
-    }
+    here = [name for name in direct_calls.KERNELS if PLATFORM == "cuda" or name not in direct_calls.ON_GPUS]
+    called = {direct_calls.example(name).target for name in direct_calls.NAMES}
+    assert called == {direct_calls.KERNELS[name].target for name in here}
 
 
 @pytest.mark.parametrize(("name", "side", "array"), ARRAYS)

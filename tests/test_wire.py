@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from direct_calls import KERNELS, YOUNGER, dz_and_db, forked
+from direct_calls import KERNELS, ON_GPUS, YOUNGER, dz_and_db, forked
 from helpers import DEVICE, PLATFORM
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
@@ -20,10 +20,6 @@ import jaxconv
 from jaxconv import _activation, _native, _op, _plan
 
 MODULE = _native.cpu if PLATFORM == "cpu" else _native.cuda
-
-
-# A GPU's alone: a CPU's targets and examples are without them.
-ON_GPUS = ("dense_gradient",)
 
 
 def example(name: str) -> tuple[Any, tuple[Any, ...]]:
