@@ -51,6 +51,7 @@ def calls(device: _plan.Device) -> Iterator[sanitize.Call]:
             yield from sanitize.conv_calls(DTYPE, True, algorithm, "default", shape)
     for algorithm in _problem.DENSE_ALGORITHMS:
         yield from sanitize.dense_calls(DTYPE, algorithm, "default", 3 * 512 * 512, 64, 64)
+        yield from sanitize.gradient_calls("bfloat16", algorithm, 3 * 512 * 512, 64, 64)
     for algorithm in _problem.BATCHNORM_ALGORITHMS:
         yield from sanitize.batchnorm_calls(DTYPE, algorithm, (3, *PIXELS, 64), -1, True)
     for algorithm in _problem.GROUPNORM_ALGORITHMS:

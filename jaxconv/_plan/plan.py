@@ -34,11 +34,13 @@ class Device:
             return cls(platform)
 
     @classmethod
-    @functools.cache
     def of(cls, platform: str, device: Any) -> Device:
         """JAX's `device`; where that is None, `current`."""
-        if device is None or platform == "cpu":
-            return cls.current(platform)
+        return cls.current(platform) if device is None or platform == "cpu" else cls._of(platform, device)
+
+    @classmethod
+    @functools.cache
+    def _of(cls, platform: str, device: Any) -> Device:
         capability = getattr(device, "compute_capability", None)
         return cls(
             platform,
