@@ -15,6 +15,7 @@ default), `forced/<algorithm>` (those that it was forced to run), or `<device>/<
 from __future__ import annotations
 
 import argparse
+import collections
 import math
 import pathlib
 import re
@@ -250,13 +251,18 @@ def training_step(run: Run) -> str:
 
 
 def train_summary(runs: dict[str, Run]) -> str:
-    """A line for each model and way, on one device."""
+    """A line for each model and way, on one device; of several kinds of device those with most models first."""
+    of = collections.Counter(run["device"] for run in runs.values())
     rows = []
-    for run in runs.values():
+    for run in sorted(runs.values(), key=lambda run: (-of[run["device"]], run["device"])):
         for row in run["rows"]:
             ratio = f"{row['flax_ms'] / row['ms']:.2f}" if row["flax_ms"] else ""
-            rows.append([training_step(run), WAYS[row["way"]], f"{row['ms']:.1f}", f"{row['images_per_s']:.0f}", ratio])
-    return _markdown(["model", "way", "ms a step", "images/s", "speed, flax = 1"], rows, 2)
+            figures = [f"{row['ms']:.1f}", f"{row['images_per_s']:.0f}", ratio]
+            rows.append([run["device"], training_step(run), WAYS[row["way"]], *figures])
+    head = ["GPU", "model", "way", "ms a step", "images/s", "speed, flax = 1"]
+    if len(of) == 1:
+        return _markdown(head[1:], [row[1:] for row in rows], 2)
+    return _markdown(head, rows, 3)
 
 
 def summary(runs: dict[str, Run], name: Callable[[str], str] = str) -> str:

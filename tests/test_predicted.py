@@ -274,6 +274,18 @@ def test_whose_times_are_scaled(device, expected):
     assert measured.sisters(device) == expected
 
 
+def test_every_time_of_a_table_can_be_scaled():
+    """Whatever was measured: convolutions, products, norms and pools."""
+    rows = measured.table("NVIDIA H200")
+    assert {"conv_fprop", "dense", "dense_gradient", "batchnorm_fused", "layernorm", "groupnorm_fused"} <= {
+        m.op for m in rows
+    }
+    for m in rows:
+        found = measured._scaled(m, "NVIDIA H200", H100)
+        for now, before in ((found.xla_ms, m.xla_ms), *((found.native_ms[k], m.native_ms[k]) for k in m.native_ms)):
+            assert 1 <= now / before < 2, m
+
+
 def test_times_at_the_limit_scale_as_the_limit_and_others_as_the_multiprocessors():
     fast, slow = model.NUMBERS["H200"], model.NUMBERS["H100"]
     memory, compute = fast.bandwidth / slow.bandwidth, fast.half / slow.half

@@ -65,27 +65,21 @@ struct ColumnSums {
   float sum[kChunks][2];
 };
 
-// v = back(z, v), z a box of 64 x 64 in shared memory, swizzled; v in the order of wgmma's registers. kAhead quarters of z are
-// on their way before the first is needed, where there are registers for them.
-template <typename T, int kAhead, typename F>
+// v = back(z, v), z a box of 64 x 64 in shared memory, swizzled; v in the order of wgmma's registers.
+template <typename T, typename F>
 __device__ __forceinline__ void BackThroughBox(uint32_t box, F back, float (&v)[32]) {
   const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
 #pragma unroll
-  for (int first = 0; first < 4; first += kAhead) {
-    uint32_t z[kAhead][4];
+  for (int j = 0; j < 4; ++j) {  // 16 columns
+    uint32_t pair[4];
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+                 : "=r"(pair[0]), "=r"(pair[1]), "=r"(pair[2]), "=r"(pair[3])
+                 : "r"(box + row * 128 + (((j * 2 + lane / 16) ^ (row % 8)) * 16))
+                 : "memory");
 #pragma unroll
-    for (int j = 0; j < kAhead; ++j) {  // 16 columns
-      const int at = (first + j) * 2 + lane / 16;
-      asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
-                   : "=r"(z[j][0]), "=r"(z[j][1]), "=r"(z[j][2]), "=r"(z[j][3])
-                   : "r"(box + row * 128 + ((at ^ (row % 8)) * 16))
-                   : "memory");
-    }
-#pragma unroll
-    for (int i = 0; i < kAhead * 4; i += 2) {
-      auto& some = reinterpret_cast<float (&)[4]>(v[first * 8 + i * 2]);
-      const float2 left = UnpackPair(z[i / 4][i % 4], T());
-      const float2 right = UnpackPair(z[i / 4][i % 4 + 1], T());
+    for (int i = 0; i < 4; i += 2) {
+      auto& some = reinterpret_cast<float (&)[4]>(v[j * 8 + i * 2]);
+      const float2 left = UnpackPair(pair[i], T()), right = UnpackPair(pair[i + 1], T());
       some[0] = back(left.x, some[0]);
       some[1] = back(left.y, some[1]);
       some[2] = back(right.x, some[2]);
@@ -109,7 +103,7 @@ __device__ __forceinline__ void BackThroughRing(Sm90Ring<Tile>& ring, int group,
       if (chunk >= Stages::kChunks) continue;
 #pragma unroll
       for (int m = 0; m < Tile::kBlocks; ++m) {
-        BackThroughBox<typename Tile::T, Tile::kBlocks == 1 ? 4 : 1>(
+        BackThroughBox<typename Tile::T>(
             ring.A() + (i * Stages::kRowBoxes + block0 + m) * kBlockBytes, back,
             reinterpret_cast<float (&)[32]>(acc[m][chunk * 32]));
       }
