@@ -99,9 +99,12 @@ def gpu_block() -> str:
             for part in record["parts"].values():
                 by_commit.setdefault(part["commit"], []).append(part["cases"])
             for commit, cases in by_commit.items():
-                names = sorted({name.rsplit("/", 1)[0] for name, p in record["parts"].items() if p["commit"] == commit})
+                found = {name: p for name, p in record["parts"].items() if p["commit"] == commit}
+                names = sorted({name.rsplit("/", 1)[0] for name in found})
+                # Records of several runs that were joined name each part's day.
+                date = max(p.get("date", record["date"]) for p in found.values())
                 shown = ", ".join(f"`{name}`" for name in names)
-                rows.append([tool, record["device"], record["date"], commit, shown, len(cases), sum(cases)])
+                rows.append([tool, record["device"], date, commit, shown, len(cases), sum(cases)])
     return table(["tool", "GPU", "date", "commit", "kernels", "parts", "cases"], rows, 2)
 
 
