@@ -50,9 +50,10 @@ Status Dense(const Context& ctx, const DenseProblem& p, const Epilogue& e, const
 
 #if JAXCONV_ON_GPUS
 // dz = (dy op(w)) * f'(z), f of the epilogue, and the sums of dz's columns (N), as rounded, of dz's type. p is the product's
-// problem, dy its x. `z`, like dz: what f was given; for relu and relu6 what it gave will do. There are elements.
+// problem, dy its x. `kept`, like dz: what f was given; of elu, tanh and sigmoid what it gave, of relu, relu6 and a leaky_relu
+// of positive slope either. There are elements.
 Status DenseGradient(const Context& ctx, const DenseProblem& p, const Epilogue& e, const Plan& plan,
-                     const void* dy, const void* w, const void* z, void* dz, void* sums,
+                     const void* dy, const void* w, const void* kept, void* dz, void* sums,
                      Workspace workspace);
 #endif
 

@@ -432,7 +432,7 @@ Status DenseGradientOp(ContextArg context, ffi::RemainingArgs args, ffi::Remaini
         call.Text("it takes one instance, x stored (M, K), no bias, addend or z"));
   }
   JAXCONV_RETURN_IF_ERROR(call.Confirm(3, 2));
-  AnyBuffer dy = call.Arg(0), w = call.Arg(1), z = call.Arg(2), dz = call.Ret(0);
+  AnyBuffer dy = call.Arg(0), w = call.Arg(1), kept = call.Arg(2), dz = call.Ret(0);
   auto dtype = wire::ToDType(dy.element_type());
   Dims dyd = dy.dimensions(), dzd = dz.dimensions();
   const auto where = [&] { return "dy=" + wire::ShapeText(dyd) + ", dz=" + wire::ShapeText(dzd); };
@@ -456,11 +456,11 @@ Status DenseGradientOp(ContextArg context, ffi::RemainingArgs args, ffi::Remaini
   JAXCONV_RETURN_IF_ERROR(
       call.ConfirmShape("w", w, {p.trans_w ? p.n : p.k, p.trans_w ? p.k : p.n}, where));
   JAXCONV_RETURN_IF_ERROR(call.ConfirmType("dz", dz, p.dtype, "dy"));
-  JAXCONV_RETURN_IF_ERROR(call.ConfirmLike("kept", z, "dz", dz));
+  JAXCONV_RETURN_IF_ERROR(call.ConfirmLike("kept", kept, "dz", dz));
   JAXCONV_RETURN_IF_ERROR(call.ConfirmType("db", call.Ret(1), p.dtype, "dy"));
   JAXCONV_RETURN_IF_ERROR(call.ConfirmShape("db", call.Ret(1), {p.n}, where));
   return DenseGradient(MakeContext(context), p, e, how, dy.untyped_data(), w.untyped_data(),
-                       z.untyped_data(), dz.untyped_data(), call.Ret(1).untyped_data(),
+                       kept.untyped_data(), dz.untyped_data(), call.Ret(1).untyped_data(),
                        call.Scratch());
 }
 #endif

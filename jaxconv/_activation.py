@@ -174,18 +174,6 @@ def _(activation, primals, tangents):
     return y, activate_grad(activation, {None: None, "y": y, "z": z}[activation.residual], t)
 
 
-def reads_y(activation: Activation) -> bool:
-    """Whether the derivative is the same function of y as of z: one where they are positive, or within bounds."""
-    return activation.name in ("relu", "relu6") or (activation.name == "leaky_relu" and activation.slope > 0)
-
-
-def activate_grad_by_z(activation: Activation, kept: jax.Array, t: jax.Array) -> jax.Array:
-    """t * f'(z), with `kept` z, or y where `reads_y`; not without an activation."""
-    if activation.residual == "y" and not reads_y(activation):
-        kept = activate(activation, kept)
-    return activate_grad(activation, kept, t)
-
-
 def activate_grad(activation: Activation, residual: jax.Array | None, t: jax.Array) -> jax.Array:
     """t * f'(z), with `residual` the y or z that `activation.residual` names (None for no activation).
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxconv import _layer, _op, _plan, _problem, _sharding, reference
-from jaxconv._activation import Activation, activate_grad_by_z
+from jaxconv._activation import Activation, activate_grad
 from jaxconv._problem import DenseProblem
 from jaxconv._types import Array, DenseAlgorithm, DenseOptions, Implementation, Operand, Precision, ToActivation
 
@@ -205,7 +205,7 @@ _op.fuse(dense_kernel, RULES)
 
 def through_activation(p: DenseProblem, dy: Array, kept: Array) -> list[Array]:
     """dz = dy * f'(kept), and its sum over the rows, in at least float32."""
-    dz = activate_grad_by_z(p.activation, kept, dy)
+    dz = activate_grad(p.activation, kept, dy)
     return [dz, jnp.sum(dz, 0)]
 
 
@@ -249,7 +249,7 @@ def _gradient_shard(p: DenseProblem, split: _sharding.Split, dy: Array, w: Array
 
 # dense_gradient: dz = (alpha * dy @ op(w)) * f'(kept), (m, n), and its sum over the rows, db (n,), where a kernel makes
 # both; elsewhere the product, by a plan of its own, and what XLA makes of the rest. `kept` is the z that f was given,
-# or the y that it gave where it `reads_y`. The problem is the product's, with f for its activation.
+# or the y that it gave: f's `residual`. The problem is the product's, with f for its activation.
 dense_gradient = _op.kernel(
     "dense_gradient",
     reference=_gradient_by_calls,

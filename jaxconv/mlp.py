@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxconv import _op, _problem
-from jaxconv._activation import activate_grad, activate_grad_by_z, reads_y
+from jaxconv._activation import activate_grad
 from jaxconv._problem import DenseProblem, MlpProblem
 from jaxconv._types import Array, DenseAlgorithm, Implementation, Operand, Precision, ToActivation
 from jaxconv.dense import cotangents, dense_gradient, dense_kernel, grad_x, gradient_problem, matmul, tangents
@@ -53,8 +53,8 @@ pair = _op.composite(
 
 
 def _saving(p: MlpProblem) -> MlpProblem:
-    """The first layer's z is saved where its derivative is another function of z than of y; y is the second's x."""
-    keeps_z = p.first.activation.name != "none" and not reads_y(p.first.activation)
+    """The first layer's z is saved where its derivative is computed from z; y is the second's x."""
+    keeps_z = p.first.activation.residual == "z"
     saves = p.second.save_preactivation or p.second.activation.residual == "z"
     return MlpProblem(
         replace(p.first, save_preactivation=p.first.save_preactivation or keeps_z),
@@ -70,7 +70,7 @@ def _forward(p: MlpProblem, *args: Array) -> tuple[list[Array], Any]:
     second = outs[: 1 + p.second.save_preactivation]
     first = outs[len(second) :]
     f1, f2 = p.first.activation, p.second.activation
-    kept1 = None if f1.name == "none" else first[0] if reads_y(f1) else first[-1]
+    kept1 = {None: None, "y": first[0], "z": first[-1]}[f1.residual]
     kept2 = {None: None, "y": second[0], "z": second[-1]}[f2.residual]
     return outs, (x, w1, w2, first[0], kept1, kept2)
 
@@ -100,7 +100,7 @@ def _backward(p: MlpProblem, residuals: Any, given: Sequence[Array | None], want
         else:
             dz1 = _sum([None if dz2 is None else grad_x(p.second, dz2, w2), dy1_direct])
             if dz1 is not None and kept1 is not None:
-                dz1 = activate_grad_by_z(f1, kept1, dz1)
+                dz1 = activate_grad(f1, kept1, dz1)
         if any(ct is not None for ct in dz1_direct):
             dz1, db1 = _sum([dz1, *dz1_direct]), None
         if dz1 is not None:
@@ -115,7 +115,7 @@ def _tangent(p: MlpProblem, residuals: Any, given: Sequence[Array | None]) -> li
     x, w1, w2, y1, kept1, kept2 = residuals
     given1, given2 = _operands(p, given)
     tz1 = _sum(tangents(p.first, x, w1, given1))
-    ty1 = tz1 if tz1 is None or kept1 is None else activate_grad_by_z(p.first.activation, kept1, tz1)
+    ty1 = tz1 if tz1 is None or kept1 is None else activate_grad(p.first.activation, kept1, tz1)
     tz2 = _sum(tangents(p.second, y1, w2, [ty1, *given2]))
     assert tz2 is not None
     ty2 = activate_grad(p.second.activation, kept2, tz2)

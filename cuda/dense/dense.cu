@@ -46,14 +46,15 @@ Status Confirm(const std::string& what, const DenseProblem& p, const Plan& plan,
 }  // namespace
 
 Status DenseGradient(const Context& ctx, const DenseProblem& p, const Epilogue& e, const Plan& plan,
-                     const void* dy, const void* w, const void* z, void* dz, void* sums,
+                     const void* dy, const void* w, const void* kept, void* dz, void* sums,
                      Workspace workspace) {
   const std::string what = Describe("dense_gradient", p, plan);
   if (p.m == 0 || p.n == 0) return Status::Unimplemented(what + ": it has no elements");
-  JAXCONV_RETURN_IF_ERROR(Confirm(what, p, plan, {dy, w, z, dz, sums, workspace.data}, workspace));
+  JAXCONV_RETURN_IF_ERROR(
+      Confirm(what, p, plan, {dy, w, kept, dz, sums, workspace.data}, workspace));
   if (plan.kernel != kGradientKernel || p.alpha != 1.0)
     return Status::Unimplemented(what + ": only sm90/gradient, with alpha 1, makes gradients");
-  return Sm90DenseGradient(ctx, p, e, plan, dy, w, z, dz, sums, workspace);
+  return Sm90DenseGradient(ctx, p, e, plan, dy, w, kept, dz, sums, workspace);
 }
 
 Status Dense(const Context& ctx, const DenseProblem& p, const Epilogue& e, const Plan& plan,

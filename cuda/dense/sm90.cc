@@ -138,8 +138,8 @@ Status Sm90Dense(const Context& ctx, const DenseProblem& p, const Epilogue& e, c
 }
 
 Status Sm90DenseGradient(const Context& ctx, const DenseProblem& p, const Epilogue& e,
-                         const Plan& plan, const void* dy, const void* w, const void* z, void* dz,
-                         void* sums, Workspace workspace) {
+                         const Plan& plan, const void* dy, const void* w, const void* kept,
+                         void* dz, void* sums, Workspace workspace) {
   const std::string what = Describe("dense_gradient", p, plan);
   const TileSize tile = ReadSm90Choice(MemberOf(plan.kernel), plan.tile).tile;
   Device device;
@@ -159,7 +159,7 @@ Status Sm90DenseGradient(const Context& ctx, const DenseProblem& p, const Epilog
                        what + name, map);
   };
   JAXCONV_RETURN_IF_ERROR(encode(" dy", dy, p.m, p.k, tile.rows, &g.a[0]));
-  JAXCONV_RETURN_IF_ERROR(encode(" z", z, p.m, p.n, tile.rows, &g.c));
+  JAXCONV_RETURN_IF_ERROR(encode(" kept", kept, p.m, p.n, tile.rows, &g.c));
   JAXCONV_RETURN_IF_ERROR(encode(" dz", dz, p.m, p.n, 64, &g.d[0]));
   TmaTensor filter = Matrices(w, p.n, p.k, false, 1);
   filter.rank = 4;

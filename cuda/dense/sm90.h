@@ -18,7 +18,7 @@ Status Sm90Dense(const Context& ctx, const DenseProblem& p, const Epilogue& e, c
 
 // The same for DenseGradient.
 Status Sm90DenseGradient(const Context& ctx, const DenseProblem& p, const Epilogue& e,
-                         const Plan& plan, const void* dy, const void* w, const void* z, void* dz,
-                         void* sums, Workspace workspace);
+                         const Plan& plan, const void* dy, const void* w, const void* kept,
+                         void* dz, void* sums, Workspace workspace);
 
 }  // namespace jaxconv::cuda

@@ -1,4 +1,4 @@
-// d = sum * f'(c), and of each column of d, as rounded to 16 bits, its sum in float32.
+// d = sum * f', computed from c, and of each column of d, as rounded to 16 bits, its sum in float32.
 //
 // c comes through the ring behind the operands (Sm90AddendStages), so that it is on its way while
 // the products run. The sums are made as statistics are (sm90_statistics.cuh): all tiles of a CTA
@@ -133,14 +133,10 @@ template <typename Tile>
 __device__ __forceinline__ void BackThroughActivation(
     Sm90Ring<Tile>& ring, int group, int block0, const Sm90Epilogue& e,
     float (&acc)[Tile::kBlocks][Tile::kTileN / 2]) {
-#define JAXCONV_DERIVATIVE(kind)                                           \
-  case Activation::kind:                                                   \
-    BackThroughRing(                                                       \
-        ring, group, block0,                                               \
-        [](float z, float dy) {                                            \
-          return dy * ActivateGrad<float, true>(Activation::kind, z, 0.f); \
-        },                                                                 \
-        acc);                                                              \
+#define JAXCONV_BACK(kind, expression)                                                  \
+  case Activation::kind:                                                                \
+    BackThroughRing(                                                                    \
+        ring, group, block0, [](float c, float dy) { return dy * (expression); }, acc); \
     return;
   static_assert(kActivationCount == 10, "a new activation needs its case below");
   switch (e.activation) {
@@ -150,14 +146,14 @@ __device__ __forceinline__ void BackThroughActivation(
     case Activation::kLeakyRelu:
       BackThroughRing(ring, group, block0, LinearPieces(e), acc);
       return;
-      JAXCONV_DERIVATIVE(kElu)
-      JAXCONV_DERIVATIVE(kTanh)
-      JAXCONV_DERIVATIVE(kSigmoid)
-      JAXCONV_DERIVATIVE(kSilu)
-      JAXCONV_DERIVATIVE(kGelu)
-      JAXCONV_DERIVATIVE(kGeluExact)
+      JAXCONV_BACK(kElu, c > 0.f ? 1.f : 1.f + c)
+      JAXCONV_BACK(kTanh, fmaf(-c, c, 1.f))
+      JAXCONV_BACK(kSigmoid, fmaf(-c, c, c))
+      JAXCONV_BACK(kSilu, (ActivateGrad<float, true>(Activation::kSilu, c, 0.f)))
+      JAXCONV_BACK(kGelu, (ActivateGrad<float, true>(Activation::kGelu, c, 0.f)))
+      JAXCONV_BACK(kGeluExact, (ActivateGrad<float, true>(Activation::kGeluExact, c, 0.f)))
   }
-#undef JAXCONV_DERIVATIVE
+#undef JAXCONV_BACK
 }
 
 // The operands of a tile, plain matrices, and c behind them.

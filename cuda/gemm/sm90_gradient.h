@@ -1,5 +1,6 @@
-// The product whose epilogue is the way back through an activation: d = sum * f'(c), c what
-// f was given (for relu and relu6 also what it gave), and the sum of each column of d, as rounded.
+// The product whose epilogue is the way back through an activation: d = sum * f', computed
+// from c, and the sum of each column of d, as rounded. c is what f was given; of elu, tanh and sigmoid what it gave, of relu,
+// relu6 and a leaky_relu of positive slope either.
 // For KK products of one phase and one instance. sm90_gradient.cuh says how.
 #pragma once
 
