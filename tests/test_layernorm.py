@@ -17,7 +17,7 @@ from jax.test_util import check_grads
 from tolerance import assert_close, assert_within, eps
 
 import jaxconv
-from jaxconv import _plan
+from jaxconv import _native, _plan
 from jaxconv._activation import Activation
 from jaxconv._plan import measured
 from jaxconv._problem import GROUPNORM_ALGORITHMS, GroupNormProblem
@@ -377,3 +377,28 @@ def test_no_rows_are_no_mistake(x):
     assert jaxconv.layernorm(x, V, V).shape == x.shape
     dx, dscale = jax.grad(lambda x, s: jaxconv.layernorm(x, s).sum(), (0, 1))(x, V)
     assert dx.shape == x.shape and not dscale.any()
+
+
+@pytest.mark.as_planned
+def test_on_a_gpu_accelerate_takes_those_whose_plan_is_native(monkeypatch):
+    """The others stay as somebody wrote them: that jaxconv's formula is as fast in XLA was not measured there."""
+    monkeypatch.setattr(_native, "cuda_missing", "")
+    monkeypatch.setattr(_native, "runs_on", lambda capability: True)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    h200 = _plan.Device("cuda", "NVIDIA H200", (9, 0), 132)
+    monkeypatch.setattr(_plan.Device, "current", classmethod(lambda cls, platform: h200))
+
+    def f(x):
+        wide = x.astype(jnp.float32)
+        mean = wide.mean(-1, keepdims=True)
+        var = ((wide - mean) ** 2).mean(-1, keepdims=True)
+        return ((wide - mean) * jax.lax.rsqrt(var + 1e-6)).astype(x.dtype)
+
+    for shape, dtype, native in (
+        ((256, 14, 14, 384), "bfloat16", True),  # measured
+        ((8192, 4096), "bfloat16", False),  # more channels than the kernel takes
+        ((8192, 384), "float32", False),  # not measured
+    ):
+        (found,) = jaxconv.accelerate(f).report(jax.ShapeDtypeStruct(shape, dtype))
+        assert found.what == "layernorm" and bool(found.fused) == native, found
+        assert native or "the GPU's plan is XLA" in found.why

@@ -12,9 +12,11 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jaxconv import _problem
+from jaxconv import _plan, _problem
 from jaxconv._activation import Activation
 from jaxconv.accelerate.activations import Activated, Activations
 from jaxconv.accelerate.graph import Array, Value, bare, channels_of, number_of, operands_of, unconverted
@@ -210,6 +212,16 @@ def _variance_of(v: Value, x: Value, mean: Value) -> int | None:
     return _mean_of(v, centred_square)
 
 
+def _left_to_xla(n: GroupNormalised, dtype: np.dtype) -> str | None:
+    """Why a layer-norm stays as it was written: on a GPU where its plan is XLA. That jaxconv's formula is as fast there
+    as any that somebody else wrote was not measured."""
+    if jax.default_backend() != "gpu":
+        return None
+    problem = _problem.GroupNormProblem("layernorm", dtype.name, n.result.shape, 1, n.epsilon, rows=True)
+    plan = _plan.plan("groupnorm", problem, _plan.Device.current("cuda"))
+    return None if plan.implementation == "native" else f"the GPU's plan is XLA: {plan.reason}"
+
+
 def find_groupnorm(n: GroupNormalised, activations: Activations) -> Iterator[Fused]:
     """The replacements, those that take in most first; a layer-norm takes in no activation."""
     if not all(leads_only_to(v, [n.result]) for v in n.statistics):
@@ -222,6 +234,8 @@ def find_groupnorm(n: GroupNormalised, activations: Activations) -> Iterator[Fus
     dtype = x0.dtype if y.dtype == x0.dtype else n.result.dtype
     if {dtype.name, y.dtype.name} - set(_problem.DTYPES):
         raise Refusal(f"its types are {x0.dtype} -> {y.dtype}")
+    if n.groups is None and (why := _left_to_xla(n, dtype)):
+        raise Refusal(why)
     params = jnp.float64 if dtype == jnp.float64 else jnp.float32
     x = x0 if jnp.promote_types(x0.dtype, dtype) == dtype else n.x
 
