@@ -5,6 +5,8 @@ A gather's gradient is a scatter that adds, one element after the other; a broad
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,8 +14,9 @@ import numpy as np
 from jaxconv.accelerate.graph import Array, Constant, Node, Value
 from jaxconv.accelerate.linear import Fused
 
-# Indices longer than this are not looked at: they are computed when the function is traced.
+# Indices are computed when the function is traced: elements of a step, steps.
 LONGEST = 1 << 16
+MOST_STEPS = 64
 
 
 def find_upsampling(node: Node) -> Fused | None:
@@ -63,19 +66,26 @@ def _repetition(node: Node) -> tuple[int, int] | None:
     times = length // size
     if times * size != length:
         return None
-    found = _known(indices)
+    found = _known(indices, {})
     wanted = np.repeat(np.arange(size), times)
     return (axis, times) if found is not None and np.array_equal(found.reshape(-1), wanted) else None
 
 
-def _known(v: Value, depth: int = 16) -> np.ndarray | None:
-    """The numbers of a value that no argument enters, by few steps; None of others."""
+def _known(v: Value, seen: dict[Value, np.ndarray | None]) -> np.ndarray | None:
+    """The numbers of a value that no argument enters, by few and short steps; None of others. `seen`: by value."""
     if isinstance(v, Constant):
         return None if isinstance(v.value, jax.core.Tracer) else np.asarray(v.value)
-    if v.node is None or depth == 0 or v.node.call is not None or v.node.eqn.effects or "key" in str(v.dtype):
-        return None
-    inputs = [_known(u, depth - 1) for u in v.node.inputs]
-    if any(u is None for u in inputs):
-        return None
-    with jax.ensure_compile_time_eval():
-        return np.asarray(v.node.evaluate(inputs)[v.index])
+    if v not in seen:
+        seen[v] = None
+        plain = v.node is not None and v.node.call is None and not v.node.eqn.effects and len(seen) <= MOST_STEPS
+        if plain and _is_short(v):
+            inputs = [_known(u, seen) for u in v.node.inputs]
+            if all(u is not None for u in inputs):
+                with jax.ensure_compile_time_eval():
+                    seen[v] = np.asarray(v.node.evaluate(inputs)[v.index])
+    return seen[v]
+
+
+def _is_short(v: Value) -> bool:
+    numbers = not jax.dtypes.issubdtype(v.dtype, jax.dtypes.extended)
+    return numbers and all(isinstance(n, int) for n in v.shape) and math.prod(v.shape) <= LONGEST
