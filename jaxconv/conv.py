@@ -236,21 +236,8 @@ def _of_rows(
         p, x = _halo.exchange_x(p, pixels, x)
         return _listed(call(p, x, w, *b, *residual))
     own = _listed(call(ends.own, x, w, *b, *residual))
-    again = _listed(call(_few_rows(call, ends.slab), ends.fetch(x), w, *b, *map(ends.of, residual)))
+    again = _listed(call(_plan.natively(call.name, ends.slab), ends.fetch(x), w, *b, *map(ends.of, residual)))
     return [ends.put(y, slab) for y, slab in zip(own, again, strict=True)]
-
-
-def _few_rows(call: _op.Kernel, slab: ConvProblem) -> ConvProblem:
-    """The slab's problem, by a native kernel where a GPU has one and nobody asked for another.
-
-    Any of them takes microseconds for a few rows. Of cuDNN's, XLA chose one that took 41 ms for the wgrad of 2 planes
-    of 256 x 256 pixels and 32 channels on an H200, and nobody measures such problems.
-    """
-    if slab.implementation or slab.algorithm or jax.default_backend() != "gpu":
-        return slab
-    device = _plan.Device.current("cuda")
-    known = _plan.missing(device) is None and _plan.every(call.name, slab, device)
-    return replace(slab, implementation="native") if known else slab
 
 
 def _listed(outs: Any) -> list[Array]:
@@ -311,7 +298,7 @@ def _dx_of_rows(p: ConvProblem, pixels: _halo.Split, dy: Array, w: Array, *c: Ar
     if ends is not None:
         # A kernel may add in c's place: XLA would copy c, did it not see that its ends are read before.
         c, c_at_ends = jax.lax.optimization_barrier((c, [ends.of(a) for a in c]))
-        again = call(_few_rows(call, ends.slab), ends.fetch(dy), w, *c_at_ends)
+        again = call(_plan.natively(call.name, ends.slab), ends.fetch(dy), w, *c_at_ends)
         return [ends.put(call(ends.own, dy, w, *c), again)]
     q, wide = _halo.exchange_dy(p, pixels, dy)
     if c and _halo.makes_own_dx(p, pixels):
@@ -341,7 +328,7 @@ def _wgrad_shard(p: ConvProblem, split: _sharding.Split, x: Array, dy: Array) ->
     else:
         # In 16 bits each part is rounded before they are added up, as those of the shards are for their sum over the
         # mesh: the products with neighbours' rows are one part more for each shard, and a small one.
-        at_ends = wgrad(_few_rows(wgrad, ends.slab), ends.of(x), ends.fetch(dy, own=False))
+        at_ends = wgrad(_plan.natively(wgrad.name, ends.slab), ends.of(x), ends.fetch(dy, own=False))
         dw = wgrad(ends.own, x, dy) + at_ends
     return [_summed(dw, split, "n", *map(_halo.name, pixels))]
 

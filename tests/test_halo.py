@@ -6,6 +6,7 @@ The mesh is made as in test_sharding.py. What lax's own convolution costs is cou
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import math
 import random
@@ -25,7 +26,7 @@ from test_sharding import DEVICES, collectives, entered, ints, native_calls, ove
 from tolerance import floor
 
 import jaxconv
-from jaxconv import _halo, conv, reference
+from jaxconv import _halo, _native, _plan, conv, reference
 from jaxconv._problem import ConvProblem
 
 on_a_mesh = pytest.mark.skipif(DEVICES < 2 or DEVICES % 2 == 1, reason="a mesh takes an even number of devices")
@@ -894,3 +895,36 @@ def test_types_of_dense_are_those_of_a_product(x, w):
     args = np.zeros((2 * DEVICES, 8), np.float32), np.zeros((8, 4 * DEVICES), np.float32)
     ours = functools.partial(jaxconv.dense, implementation="native")
     assert types(ours, mesh, args, (x, w)) == types(jnp.matmul, mesh, args, (x, w))
+
+
+def test_slabs_are_a_gpus_native_kernels(monkeypatch):
+    """Where it has one, and nobody asked for another; on a CPU by their own plan."""
+    slab = ConvProblem.infer(
+        "conv3d",
+        3,
+        jax.ShapeDtypeStruct((2, 3, 256, 256, 32), "bfloat16"),
+        jax.ShapeDtypeStruct((3, 3, 3, 32, 32), "bfloat16"),
+        None,
+        layout="NDHWC",
+        stride=1,
+        padding=((0, 0), (1, 1), (1, 1)),
+        dilation=1,
+        groups=1,
+        activation=None,
+        return_preactivation=False,
+        precision=None,
+        algorithm=None,
+        implementation=None,
+    )
+    if helpers.PLATFORM == "cpu":
+        assert _plan.natively("conv_wgrad", slab) is slab
+    monkeypatch.setattr(_native, "cuda_missing", "")
+    monkeypatch.setattr(_native, "runs_on", lambda capability: True)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    h200 = _plan.Device("cuda", "NVIDIA H200", (9, 0), 132)
+    monkeypatch.setattr(_plan.Device, "current", classmethod(lambda cls, platform: h200))
+    for op in ("conv_fprop", "conv_dgrad", "conv_wgrad"):
+        made = _plan.natively(op, slab)
+        assert made.implementation == "native" and _plan.plan(op, made, h200).implementation == "native"
+    for asked in (dataclasses.replace(slab, implementation="xla"), dataclasses.replace(slab, dtype="float64")):
+        assert _plan.natively("conv_wgrad", asked) is asked
