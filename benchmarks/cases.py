@@ -461,6 +461,7 @@ _SPECIAL = (
     _conv("causal4.dw.d64", 4, (16384,), 128, 128, 4, padding=(192, 0), dilation=64, groups=128, nd=1, suite="special"),
     _conv("wavenet.causal2d64", 4, (16384,), 128, 128, 2, padding=(64, 0), dilation=64, nd=1, suite="special"),
     _conv("unet3d.3x3x3", 2, 96, 32, 32, 3, padding=1, nd=3, suite="special"),
+    _conv("volume.1to32", 1, 256, 1, 32, 3, padding=1, nd=3, suite="special"),
     _conv("volume.32to32", 1, 256, 32, 32, 3, padding=1, nd=3, suite="special"),
     _conv("volume.64to32", 1, 256, 64, 32, 3, padding=1, nd=3, suite="special"),
     _conv("resnext.c4", 128, 28, 256, 256, 3, padding=1, groups=64, suite="special"),
