@@ -536,7 +536,8 @@ class BatchNorm:
         problem = jaxconv._problem.BatchNormProblem.infer(
             "batchnorm", *shapes, None, **options, algorithm=None, implementation=None
         )
-        known = [{plan.spec for plan in _plan.every(op, problem, DEVICE)} for op in ops]
+        # A team's tile is the plan's to say, and not the same in both directions.
+        known = [{plan.kernel for plan in _plan.every(op, problem, DEVICE)} for op in ops]
         return sorted(set.intersection(*known))
 
 
@@ -609,7 +610,7 @@ class GroupNorm:
 
     def algorithms(self) -> list[str]:
         problem = jaxconv._problem.GroupNormProblem("groupnorm", self.dtype, self.shape, self.groups, 1e-2)
-        known = [{plan.spec for plan in _plan.every(op, problem, DEVICE)} for op in ("groupnorm", "groupnorm_backward")]
+        known = [{plan.kernel for plan in _plan.every(op, problem, DEVICE)} for op in ("groupnorm", "groupnorm_backward")]
         return sorted(set.intersection(*known))
 
 
@@ -678,7 +679,7 @@ class LayerNorm:
     def algorithms(self) -> list[str]:
         shape = (1, *self.shape) if len(self.shape) == 1 else self.shape
         problem = jaxconv._problem.GroupNormProblem("layernorm", self.dtype, shape, 1, 1e-2, rows=True)
-        known = [{plan.spec for plan in _plan.every(op, problem, DEVICE)} for op in ("groupnorm", "groupnorm_backward")]
+        known = [{plan.kernel for plan in _plan.every(op, problem, DEVICE)} for op in ("groupnorm", "groupnorm_backward")]
         return sorted(set.intersection(*known))
 
 

@@ -10,6 +10,10 @@ from jaxconv._plan.plan import Device, Plan, extent_of, itemsize, product_tile, 
 from jaxconv._problem import ConvProblem
 
 TILES = ("128x128", "128x64", "64x64")
+# Pixels of a weight gradient that one accumulator adds up. Tensor cores cut sums off, where all terms are positive by
+# 7e-9 of them a pixel: this many are a sixteenth of the rounding of an operand or a result of so many bits.
+LONGEST = {"bfloat16": 32768, "float16": 3072, "float32": 3072}
+FOR_THAT_BYTES = 32 * 2**20  # of partial sums, at most: a large filter's are dearer than the pixels that they add up
 
 
 def wants(op: str, p: ConvProblem, device: Device) -> Iterator[Plan]:
@@ -30,5 +34,8 @@ def wants(op: str, p: ConvProblem, device: Device) -> Iterator[Plan]:
     for tile in dict.fromkeys((wanted, *TILES)):
         rows, columns = extent_of(tile)
         blocks = -(-m // rows) * -(-n // columns) * p.groups
-        splits = splits_of(p.batch * pixels, blocks, device, 2, 256, p.out_channels * m * 4)
+        bytes_each = p.out_channels * m * 4
+        splits = splits_of(p.batch * pixels, blocks, device, 2, 256, bytes_each)
+        short = -(-p.batch * pixels // LONGEST.get(p.dtype, 2**62))
+        splits = max(splits, min(short, FOR_THAT_BYTES // bytes_each, 65535))
         yield Plan("native", "", "implicit_gemm", tile, splits)
