@@ -260,9 +260,9 @@ def test_a_far_neighbour_does_not_speak_alone_where_the_model_hardly_knows_its_k
     ("device", "expected"),
     [
         (H100, ["NVIDIA H200"]),
-        (Device("cuda", "NVIDIA GH200 480GB", (9, 0), 132), ["NVIDIA H200"]),
-        (H200, []),
-        (Device("cuda", "NVIDIA H100 PCIe", (9, 0), 114), []),  # 2.5 times less memory bandwidth
+        (Device("cuda", "NVIDIA GH200 480GB", (9, 0), 132), ["NVIDIA H200", "NVIDIA H100 80GB HBM3"]),
+        (H200, ["NVIDIA H100 80GB HBM3"]),
+        (Device("cuda", "NVIDIA H100 PCIe", (9, 0), 114), []),  # 1.7 and 2.5 times less memory bandwidth
         (Device("cuda", "NVIDIA H20", (9, 0), 78), []),  # 5.6 times fewer operations
         (Device("cuda", "NVIDIA X1", (9, 0), 132), []),  # whose numbers nobody knows
         (Device("cuda", "NVIDIA A100-SXM4-80GB", (8, 0), 108), []),
@@ -322,10 +322,19 @@ def test_a_sisters_measurement_is_taken_beyond_a_larger_margin_and_says_whose_it
         assert (made.implementation == "native") == native, made.reason
         assert made.reason.endswith("at it, the nearest case measured on its sister NVIDIA H200, scaled")
         assert all("on its sister NVIDIA H200, scaled" in c.how for c in made.candidates) and made.candidates
-    # What was measured on the device itself comes first.
-    learn(H100, p, 10.0, sm90__product=12.0)
-    made = _plan.plan("conv_fprop", p, H100)
-    assert made.reason == "sm90/product reached 0.83 of XLA's speed at it, the nearest case measured"
+    # What was measured on the device itself comes first, also at a slightly different problem, not at another one.
+    for other, own in (
+        (p, True),
+        (dataclasses.replace(p, batch=300), True),
+        (dataclasses.replace(p, batch=64), False),
+    ):
+        monkeypatch.setattr(measured, "_learned", {})
+        learn(H200, p, 11.5, sm90__product=10.0)
+        learn(H100, other, 10.0, sm90__product=12.0)
+        made = _plan.plan("conv_fprop", p, H100)
+        assert made.reason.endswith("the nearest case measured") == own, made.reason
+        assert made.reason.startswith("sm90/product reached 0.83 of XLA's speed at it") == own
+        assert (made.implementation == "native") != own
 
 
 def test_an_h100_has_most_of_what_was_measured_on_an_h200():

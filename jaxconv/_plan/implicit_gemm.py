@@ -37,5 +37,5 @@ def wants(op: str, p: ConvProblem, device: Device) -> Iterator[Plan]:
         bytes_each = p.out_channels * m * 4
         splits = splits_of(p.batch * pixels, blocks, device, 2, 256, bytes_each)
         short = -(-p.batch * pixels // LONGEST.get(p.dtype, 2**62))
-        splits = max(splits, min(short, FOR_THAT_BYTES // bytes_each, 65535))
+        splits = max(splits, min(short, FOR_THAT_BYTES // max(bytes_each, 1), 65535))
         yield Plan("native", "", "implicit_gemm", tile, splits)

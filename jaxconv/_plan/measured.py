@@ -1,9 +1,9 @@
 """Measured times: jaxconv/tuning/<device>.json, written by `python -m benchmarks tune`, never by hand.
 
 A table holds, for problems that were run, the time of XLA and of each native kernel. A problem that was not run is
-answered by its nearest neighbour of the same kind, if one is near enough; on a device without such a one, by the
-tables of its sisters, devices of the same architecture with about the same numbers, whose times are scaled. Nothing is
-timed in a user's program.
+answered by its nearest neighbour of the same kind, if one is near enough; where a device's own table has none, or one
+that is farther away, by the tables of its sisters, devices of the same architecture with about the same numbers, whose
+times are scaled. Nothing is timed in a user's program.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ SISTER_MARGIN = 1.10
 # A sister's rates of matrix products and of memory are apart by no more than this: between an H200 and an H100 memory
 # is, 1.43 times.
 SISTER = 1.5
+# What was measured on a sister counts as this much farther away than the device's own: scaled times are off by some 10 %.
+FARTHER = 0.5
 # A dense layer's product also by this much, milliseconds: XLA fuses what lies beside a product of its own. 64 rows
 # gained .001 in each gradient's product and lost .002 there and back.
 LEAST_MS = 0.002
@@ -223,16 +225,14 @@ def tuples(value: Any) -> Any:
 
 
 def nearest(op: str, problem: Any, device: Device, kernel: str) -> Measurement | None:
-    """The measurement that speaks for the kernel running `problem`: one of that kernel, on the device or else, scaled,
-    on its sisters; or None."""
-    found = _nearest_of_kinds(op, problem, device.kind, kernel)
-    if found is not None:
-        return found
+    """The measurement that speaks for the kernel running `problem`: one of that kernel, on the device or, scaled, on
+    that of its sisters where one much nearer was made; or None."""
+    found, distance = _nearest_of_kinds(op, problem, device.kind, kernel)
     for sister in sisters(device):
-        found = _nearest_of_kinds(op, problem, sister, kernel)
-        if found is not None:
-            return _scaled(found, sister, device)
-    return None
+        other, there = _nearest_of_kinds(op, problem, sister, kernel)
+        if other is not None and there + FARTHER < distance:
+            found, distance = _scaled(other, sister, device), there + FARTHER
+    return found
 
 
 def windows(problem: PoolProblem, device: Device) -> list[float]:
@@ -247,16 +247,17 @@ def windows(problem: PoolProblem, device: Device) -> list[float]:
     return []
 
 
-def _nearest_of_kinds(op: str, problem: Any, device_kind: str, kernel: str) -> Measurement | None:
+def _nearest_of_kinds(op: str, problem: Any, device_kind: str, kernel: str) -> tuple[Measurement | None, float]:
+    """(the nearest on a device, its distance)"""
     measured_op, kind, coordinates = features(op, problem)
     ops = [measured_op, "batchnorm_fused"] if measured_op == "batchnorm_residual" else [measured_op]
     # Of 151 problems that were run in both (H200), bfloat16's choice lost to XLA in float16 for none.
     kinds = [kind, ("bfloat16", *kind[1:])] if kind[0] == "float16" else [kind]
     for of_op, of_kind in itertools.product(ops, kinds):
         found = _nearest(of_op, of_kind, coordinates, _INDEPENDENT[type(problem)], device_kind, kernel)
-        if found is not None:
+        if found[0] is not None:
             return found
-    return None
+    return None, math.inf
 
 
 def _nearest(
@@ -266,7 +267,7 @@ def _nearest(
     independent: tuple[bool, ...],
     device_kind: str,
     kernel: str,
-) -> Measurement | None:
+) -> tuple[Measurement | None, float]:
     best, least = None, math.inf
     for m in table(device_kind):
         if m.op != op or m.kind != kind or len(m.coordinates) != len(coordinates) or kernel not in m.native_ms:
@@ -277,7 +278,7 @@ def _nearest(
         distance = sum(map(abs, more))
         if max([work / MORE if work > 0 else -work, *gaps]) <= REACH and distance < least:
             best, least = m, distance
-    return best
+    return best, least
 
 
 # Which coordinates count independent pieces of work
