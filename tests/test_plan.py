@@ -22,7 +22,7 @@ import jaxconv
 from benchmarks.cases import BATCHNORM, CONV, DENSE
 from jaxconv import _explain, _native, _plan
 from jaxconv._activation import Activation
-from jaxconv._plan import Device, measured, plan, supports
+from jaxconv._plan import Device, implicit_gemm, measured, plan, supports
 from jaxconv._plan.plan import product_tile
 from jaxconv._problem import (
     BATCHNORM_ALGORITHMS,
@@ -172,6 +172,19 @@ def test_both_passes_of_a_batchnorm_make_one_choice(activation, dtype):
         problem = BatchNormProblem("batchnorm", dtype, shape, 3, True, 0.9, 1e-5, Activation(activation), residual)
         train, backward = (plan(f"batchnorm_{op}", problem, H200) for op in ("train", "backward"))
         assert (train.implementation, train.algorithm) == (backward.implementation, backward.algorithm)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_no_accumulator_of_a_weight_gradient_is_kept_for_long(dtype):
+    """Tensor cores cut sums off: of few outputs and many pixels more parts are made than fill the device."""
+    longest = implicit_gemm.LONGEST[dtype]
+    for images in (1, longest // 49 - 1, longest // 49 + 1, 20 * longest // 49):
+        p = ConvProblem(
+            "conv", dtype, images, 64, 64, 64, (7, 7), (3, 3), (7, 7), (1, 1), ((1, 1),) * 2, (1, 1), True, PAIR
+        )
+        for made in implicit_gemm.wants("conv_wgrad", p, H200):
+            assert made.splits * longest >= images * 49
+            assert made.splits * 9 * 64 * 4 <= implicit_gemm.FOR_THAT_BYTES
 
 
 def test_the_input_gradient_of_patches_is_a_product_in_memory():
