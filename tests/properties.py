@@ -610,7 +610,8 @@ class GroupNorm:
 
     def algorithms(self) -> list[str]:
         problem = jaxconv._problem.GroupNormProblem("groupnorm", self.dtype, self.shape, self.groups, 1e-2)
-        known = [{plan.kernel for plan in _plan.every(op, problem, DEVICE)} for op in ("groupnorm", "groupnorm_backward")]
+        ops = ("groupnorm", "groupnorm_backward")
+        known = [{plan.kernel for plan in _plan.every(op, problem, DEVICE)} for op in ops]
         return sorted(set.intersection(*known))
 
 
@@ -679,7 +680,8 @@ class LayerNorm:
     def algorithms(self) -> list[str]:
         shape = (1, *self.shape) if len(self.shape) == 1 else self.shape
         problem = jaxconv._problem.GroupNormProblem("layernorm", self.dtype, shape, 1, 1e-2, rows=True)
-        known = [{plan.kernel for plan in _plan.every(op, problem, DEVICE)} for op in ("groupnorm", "groupnorm_backward")]
+        ops = ("groupnorm", "groupnorm_backward")
+        known = [{plan.kernel for plan in _plan.every(op, problem, DEVICE)} for op in ops]
         return sorted(set.intersection(*known))
 
 

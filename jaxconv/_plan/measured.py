@@ -41,7 +41,7 @@ SISTER_MARGIN = 1.10
 # A sister's rates of matrix products and of memory are apart by no more than this: between an H200 and an H100 memory
 # is, 1.43 times.
 SISTER = 1.5
-# What was measured on a sister counts as this much farther away than the device's own: scaled times are off by some 10 %.
+# A sister's measurement counts as this much farther away than the device's own: scaled times are off by some 10 %.
 FARTHER = 0.5
 # A dense layer's product also by this much, milliseconds: XLA fuses what lies beside a product of its own. 64 rows
 # gained .001 in each gradient's product and lost .002 there and back.
