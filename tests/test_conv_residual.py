@@ -33,7 +33,7 @@ from tolerance import assert_close, assert_exact, integers_for
 
 import jaxconv
 from jaxconv import _native, _plan, conv
-from jaxconv._plan import Device, domain, measured
+from jaxconv._plan import Device, domain, measured, model
 from jaxconv._problem import CHANNELS_FIRST, CHANNELS_LAST, ConvProblem
 
 CONVS = {1: jaxconv.conv1d, 2: jaxconv.conv2d, 3: jaxconv.conv3d}
@@ -349,8 +349,27 @@ def test_what_adds_nothing_is_followed_by_an_add(any_device):
     assert (
         plan.reason.startswith("a convolution, then an add: depthwise") and "adds no residual on its way" in plan.reason
     )
-    lax_is_faster = planned((1, 14, 14, 256), 1, 1024)
-    assert str(lax_is_faster) == "calls[two]" and "XLA" in lax_is_faster.reason
+
+
+def test_a_kernel_that_alone_is_no_faster_than_xla_adds_where_xla_would_pass_once_more(any_device, monkeypatch):
+    monkeypatch.setattr(measured, "_recorded", lambda kind: ())
+    monkeypatch.setattr(model, "predict", lambda *_: {})
+    one = 256 * 14 * 14 * 1024 * 2 / 4.3e9  # ms, over y: .024
+    for filter_, alone, native in ((1, 1.0, True), (1, 1.0 + 3 * one, False), (3, 0.9, True), (3, 1.0, False)):
+        p = (256, 14, 14, 256), filter_, 1024
+        op, kind, coordinates = measured.features("conv_fprop", problem_of(*p))
+        entry = dict(op=op, kind=kind, coordinates=coordinates, case="x", xla_ms=1.0)
+        monkeypatch.setattr(measured, "_learned", {})
+        measured.learn(H200.kind, [entry | dict(native_ms={"sm90/product": alone})])
+        plan = planned(*p)
+        assert (plan.implementation == "native") == native, (filter_, alone, plan.reason)
+        if filter_ == 1 and native:
+            assert plan.reason.startswith("sm90/product with the add 1.05 times as fast as XLA's convolution and add at x")
+        # Neither what was forced nor what the user tuned is asked again.
+        assert str(planned(*p, implementation="xla")) == "calls[two]"
+        monkeypatch.setenv("JAXCONV_DISABLE", "conv")
+        assert str(planned(*p)) == "calls[two]"
+        monkeypatch.delenv("JAXCONV_DISABLE")
 
 
 def test_another_kernel_of_a_forced_family_adds(any_device):
