@@ -30,8 +30,8 @@ from jaxconv._problem import (
     PoolProblem,
 )
 
-# An elementwise kernel that XLA puts behind a convolution, at least: 1.4 to 1.9 us in a frozen ResNet-50 at one image, and
-# what lies between two kernels of a graph.
+# An elementwise kernel that XLA puts behind a convolution, at least: 1.4 to 1.9 us in a frozen ResNet-50 at one image,
+# and what lies between two kernels of a graph.
 LEAST_PASS_MS = 0.002
 
 # op -> the group that JAXCONV_DISABLE names
