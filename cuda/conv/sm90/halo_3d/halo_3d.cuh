@@ -33,7 +33,7 @@ namespace jaxconv::cuda {
 
 // A run of output planes [begin, end) of one tile.
 struct Halo3dRun {
-  int image, tile;
+  int image, strip, tile;
   int begin, end;
 };
 
@@ -41,6 +41,7 @@ __device__ __forceinline__ Halo3dRun NextRun(const Halo3dProduct& p, int from, i
   const int column = from / p.made[2];
   Halo3dRun run;
   run.image = column / p.tiles;
+  run.strip = 0;
   run.tile = column - run.image * p.tiles;
   run.begin = from - column * p.made[2];
   run.end = min(p.made[2], run.begin + to - from);
@@ -297,7 +298,8 @@ Status LaunchHalo3dProduct(const Context& ctx, Halo3dProduct& p, int multiproces
 //   r 2           A: x from v + 2 row and one column on   B: dy from v - 2 and v; column 3 is dropped
 //
 // A CTA goes through the planes of a tile of places: dy's are read once, x's are kept for three of
-// dy's. Places past the outputs read zeros of dy.
+// dy's. Places past the outputs read zeros of dy. Strips of wide planes are a part of the sum each: a
+// strip's dy ends where its columns do, and its x goes on into the next one's.
 template <typename T>
 __global__ void __launch_bounds__(512, 1) Halo3dWgradKernel(const __grid_constant__ Halo3dWgrad p) {
 #ifdef JAXCONV_SM90A
@@ -323,7 +325,7 @@ __global__ void __launch_bounds__(512, 1) Halo3dWgradKernel(const __grid_constan
   const int block = blockIdx.x / p.parts, part = blockIdx.x % p.parts;
   const int blocks_n = (p.n + 31) / 32;
   const int c = block / blocks_n * 32, n = block % blocks_n * 32;
-  const int64_t total = int64_t(p.images) * p.tiles * p.made;
+  const int64_t total = int64_t(p.images) * p.strips * p.tiles * p.made;
   int from = int(total * part / p.parts);
   const int to = int(total * (part + 1) / p.parts);
   int x_slot = 0, dy_slot = 0;
@@ -343,8 +345,10 @@ __global__ void __launch_bounds__(512, 1) Halo3dWgradKernel(const __grid_constan
   const auto next_run = [&] {
     const int column = from / p.made;
     Halo3dRun run;
-    run.image = column / p.tiles;
-    run.tile = column - run.image * p.tiles;
+    const int strip = column / p.tiles;  // of all images
+    run.image = strip / p.strips;
+    run.strip = strip - run.image * p.strips;
+    run.tile = column - strip * p.tiles;
     run.begin = from - column * p.made;
     run.end = min(p.made, run.begin + to - from);
     from += run.end - run.begin;
@@ -354,15 +358,18 @@ __global__ void __launch_bounds__(512, 1) Halo3dWgradKernel(const __grid_constan
   if (group < 0) {
     RegistersDown<32>();
     if (threadIdx.x == 0) {
-      PrefetchMap(p.x);
-      PrefetchMap(p.dy);
+#pragma unroll 1
+      for (int i = 0; i < p.strips; ++i) {
+        PrefetchMap(p.x[i]);
+        PrefetchMap(p.dy[i]);
+      }
       const int none[3] = {};
       while (from < to) {
         const Halo3dRun run = next_run();
         const int place = run.tile * kHalo3dWgradPlaces;
         // dy's walk begins a row before the first.
         const int shifted = place + p.pitch - 2 * p.column_shift;
-        int at_x[3] = {place % p.pitch + p.first[0], place / p.pitch + p.first[1], 0};
+        int at_x[3] = {place % p.pitch + p.column[run.strip], place / p.pitch + p.row, 0};
         int at_dy[3] = {shifted % p.pitch, shifted / p.pitch - 1, 0};
         const int last = min(run.end - p.ahead + 2, p.planes);
         int plane = max(run.begin - p.ahead, 0);
@@ -370,7 +377,8 @@ __global__ void __launch_bounds__(512, 1) Halo3dWgradKernel(const __grid_constan
           BarrierWait(x_empty(x_slot), x_parity ^ 1);
           BarrierExpect(x_full(x_slot), p.x_bytes);
           at_x[2] = plane++;
-          LoadColumn(5, x + x_slot * p.x_bytes, p.x, x_full(x_slot), c, at_x, run.image, none);
+          LoadColumn(5, x + x_slot * p.x_bytes, p.x[run.strip], x_full(x_slot), c, at_x, run.image,
+                     none);
           next_x();
         };
         for (int made = run.begin; made < run.end; ++made) {
@@ -379,8 +387,8 @@ __global__ void __launch_bounds__(512, 1) Halo3dWgradKernel(const __grid_constan
           BarrierWait(dy_empty(dy_slot), dy_parity ^ 1);
           BarrierExpect(dy_full(dy_slot), p.dy_bytes);
           at_dy[2] = made;
-          LoadColumn(5, dy + dy_slot * p.dy_bytes, p.dy, dy_full(dy_slot), n, at_dy, run.image,
-                     none);
+          LoadColumn(5, dy + dy_slot * p.dy_bytes, p.dy[run.strip], dy_full(dy_slot), n, at_dy,
+                     run.image, none);
           next_dy();
           while (plane < until) load_x();
         }
@@ -491,11 +499,6 @@ __global__ void __launch_bounds__(256) Halo3dWgradSumKernel(const __grid_constan
 template <typename T>
 Status LaunchHalo3dWgrad(const Context& ctx, Halo3dWgrad& p, const std::string& what) {
   const int blocks = (p.channels + 31) / 32 * ((p.n + 31) / 32);
-  p.x_buffers = 3;
-  while (p.x_buffers < 5 &&
-         Halo3dWgradShared(p.row_shift, p.column_shift, p.x_buffers + 1) <= kHalo3dShared) {
-    ++p.x_buffers;
-  }
   const int shared = int(Halo3dWgradShared(p.row_shift, p.column_shift, p.x_buffers));
   auto kernel = Halo3dWgradKernel<T>;
   JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));

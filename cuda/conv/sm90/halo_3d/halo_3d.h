@@ -43,21 +43,22 @@ struct Halo3dProduct {
 
 // wgrad of 3 x 3 x 3 filters.
 struct Halo3dWgrad {
-  CUtensorMap x, dy;
+  CUtensorMap x[kHalo3dStrips], dy[kHalo3dStrips];  // of a strip of the planes
   int images;
-  int pitch;                    // places of a row, gap included
-  int first[2];                 // coordinate of place 0 in the planes of x
+  int strips;
+  int pitch;                    // places of a strip's row, gap included
+  int column[kHalo3dStrips];    // coordinate of a strip's place 0 in its planes of x
+  int row;                      // of place 0, likewise
   int planes;                   // D of x
   int ahead;                    // as above
   int made;                     // planes of dy
   int row_shift, column_shift;  // places from a tap to the next
   int channels;                 // C
   int n;                        // K
-  int tiles;                    // of kHalo3dWgradPlaces places in a plane
+  int tiles;                    // of kHalo3dWgradPlaces places in a plane of a strip
   void* dw;
   float* partials;
-  int parts;  // CTAs that share the work of a block
-  // Filled in by the launch.
+  int parts;              // CTAs that share the work of a block
   int x_bytes, dy_bytes;  // of a plane of a tile
   int x_buffers;
 };
