@@ -95,15 +95,17 @@ def test_every_tile_is_exact(case, kernel):
 
 
 @over_dtypes
-@pytest.mark.parametrize("width", [129, 198, 199, 200, 256, 300, 420])
-def test_gradients_of_filters_over_wide_planes_are_exact(width, dtype):
-    """As they are up to 198 columns, in two strips, in three, in five; x at their borders is in two."""
+@pytest.mark.parametrize("op", OPERANDS)
+@pytest.mark.parametrize("width", [106, 107, 129, 198, 199, 200, 256, 300, 420])
+def test_wide_planes_are_exact(width, op, dtype):
+    """In one strip to five: fprop (40 channels) is cut from 107 columns on, wgrad from 199, dgrad (24) from 383."""
     case = dataclasses.replace(BY_NAME["planes"], name=f"planes_{width}", batch=1, spatial=(2, 3, width))
     p = case.problem(dtype, algorithm="sm90/halo_3d")
-    f, args = jax.jit(functools.partial(conv.wgrad, p)), arrays(case, 1, "x dy", dtype)
-    assert calls(f, *args) == {"conv_wgrad": 1}
-    assert _plan.plan("conv_wgrad", p, DEVICE).kernel == "sm90/halo_3d"
-    assert_exact(f(*args), expected("conv_wgrad", case), case.name)
+    assert _plan.plan(op, p, DEVICE).kernel == "sm90/halo_3d"
+    f = jax.jit(functools.partial(getattr(conv, op.removeprefix("conv_")), p))
+    args = arrays(case, 1, " ".join(OPERANDS[op]), dtype)
+    assert calls(f, *args) == {op: 1}
+    assert_exact(f(*args), expected(op, case), case.name)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -110,6 +110,28 @@ struct Halo3dWalk {
   }
 };
 
+// Bytes of a place of the channels that fprop or dgrad sums up.
+inline int Halo3dSummedRow(const ConvProblem& p, bool dgrad) {
+  return Halo3dRow(dgrad ? p.k : p.c);
+}
+
+inline bool Halo3dProductFits(const ConvProblem& p, bool dgrad, const Halo3dWalk& walk) {
+  const int64_t row = Halo3dSummedRow(p, dgrad), taps = p.filter[1] * p.filter[2];
+  return Halo3dBufferBytes(walk.reach, row) / row <= kHalo3dCopy &&
+         Halo3dProductShared(taps, walk.reach, row, 2) <= kHalo3dShared;
+}
+
+// fprop's and dgrad's: planes as they are, or in the fewest strips that fit.
+inline Halo3dWalk Halo3dProductWalk(const ConvProblem& p, bool dgrad) {
+  const Halo3dWalk whole(p, dgrad);
+  const int64_t most = std::min<int64_t>(whole.to, kHalo3dStrips);
+  for (int64_t strips = 1; strips <= most; ++strips) {
+    const Halo3dWalk walk(p, dgrad, strips);
+    if (Halo3dProductFits(p, dgrad, walk)) return walk;
+  }
+  return whole;
+}
+
 // wgrad's: rows past the last output's are zeros of both x and dy, not those of the next plane.
 struct Halo3dWgradWalk {
   Halo3dWalk plane;
@@ -196,16 +218,19 @@ inline std::string RefuseHalo3d(ConvOp op, const ConvProblem& p) {
   const int64_t summed = dgrad ? p.k : p.c, taps = p.filter[1] * p.filter[2];
   if (summed > 64 || taps > kHalo3dTaps)
     return "it takes at most 64 summed channels and 16 taps in a plane";
-  const int row = Halo3dRow(summed);
-  if (Halo3dBufferBytes(walk.reach, row) / row > 1024 ||
-      Halo3dProductShared(taps, walk.reach, row, 2) > kHalo3dShared) {
-    return room;
-  }
-  if (double(p.n) * double(walk.extent[0]) * double(walk.extent[1]) * double(to[0]) >
+  const Halo3dWalk plane = Halo3dProductWalk(p, dgrad);
+  if (!Halo3dProductFits(p, dgrad, plane)) return room;
+  if (double(p.n) * double(plane.strips) * double(plane.extent[0]) * double(plane.extent[1]) *
+          double(to[0]) >
       double(1 << 30)) {
     return "it needs fewer than 2^30 pixels and gaps";
   }
-  return RefuseImages(5, from, walk.read);
+  for (int64_t i = 0; i < plane.strips; ++i) {
+    const Halo3dStrip strip = plane.Strip(i);
+    const std::string why = RefuseImages(5, {from[0], from[1], strip.span}, strip.walk);
+    if (!why.empty()) return why;
+  }
+  return "";
 }
 
 }  // namespace conv::sm90

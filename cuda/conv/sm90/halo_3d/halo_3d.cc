@@ -26,14 +26,15 @@ Status Halo3d(const Context& ctx, const ConvProblem& p, bool dgrad, const Epilog
               const std::string& what) {
   const int64_t (&from)[3] = dgrad ? p.out : p.in;
   const int64_t (&to)[3] = dgrad ? p.in : p.out;
-  const Halo3dWalk walk(p, dgrad);
+  const Halo3dWalk walk = Halo3dProductWalk(p, dgrad);
   Halo3dProduct g = {};
   g.channels = int(dgrad ? p.k : p.c);
   g.n = int(dgrad ? p.c : p.k);
   g.taps = int(p.filter[1] * p.filter[2]);
   const int row = Halo3dRow(g.channels);
   for (int i = 0; i < 3; ++i) g.made[i] = int(to[2 - i]);
-  for (int i = 0; i < 2; ++i) g.first[i] = walk.read.first[i];
+  g.strips = int(walk.strips);
+  g.row = walk.read.first[1];
   g.planes = int(from[0]);
   g.ahead = int(walk.pad[2]);
   g.pitch = int(walk.extent[0]);
@@ -55,8 +56,13 @@ Status Halo3d(const Context& ctx, const ConvProblem& p, bool dgrad, const Epilog
   }
   Device device;
   JAXCONV_RETURN_IF_ERROR(CurrentDevice(what, &device));
-  JAXCONV_RETURN_IF_ERROR(EncodeIm2col(p.dtype, Columns(p, x, g.channels, from, 0, from[2]),
-                                       walk.read, int(pixels), what + " x", &g.x, false, row));
+  for (int i = 0; i < g.strips; ++i) {
+    const Halo3dStrip strip = walk.Strip(i);
+    g.column[i] = strip.walk.first[0];
+    JAXCONV_RETURN_IF_ERROR(
+        EncodeIm2col(p.dtype, Columns(p, x, g.channels, from, strip.read, strip.span), strip.walk,
+                     int(pixels), what + " x", &g.x[i], false, row));
+  }
   return p.dtype == DType::kBF16 ? LaunchHalo3dProductBf16(ctx, g, device.multiprocessors, what)
                                  : LaunchHalo3dProductF16(ctx, g, device.multiprocessors, what);
 }

@@ -12,6 +12,9 @@
 //   A  64 places x c, in rows of as many bytes as c has (32, 64 or 128) in that swizzle
 //   B  (t, k) x c of a tap (r, s); all of them stay in shared memory
 //
+// Planes too wide for shared memory are cut into strips of columns, which are planes of their own but
+// for the columns of x that both sides of a cut read.
+//
 // The output planes of all tiles, in one sequence, are split evenly over the CTAs; a cut costs two
 // planes that both sides multiply. Blocks of 32 channels made have CTAs of their own.
 #pragma once
@@ -40,9 +43,10 @@ struct Halo3dRun {
 __device__ __forceinline__ Halo3dRun NextRun(const Halo3dProduct& p, int from, int to) {
   const int column = from / p.made[2];
   Halo3dRun run;
-  run.image = column / p.tiles;
-  run.strip = 0;
-  run.tile = column - run.image * p.tiles;
+  const int strip = column / p.tiles;  // of all images
+  run.image = strip / p.strips;
+  run.strip = strip - run.image * p.strips;
+  run.tile = column - strip * p.tiles;
   run.begin = from - column * p.made[2];
   run.end = min(p.made[2], run.begin + to - from);
   return run;
@@ -122,14 +126,15 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
   LoadHalo3dFilter<T, kRow>(p, filter, n);
   FenceForTma();  // the tensor cores read it as TMA does
   __syncthreads();
-  const int64_t total = int64_t(p.images) * p.tiles * p.made[2];
+  const int64_t total = int64_t(p.images) * p.strips * p.tiles * p.made[2];
   int from = int(total * part / p.ctas);
   const int to = int(total * (part + 1) / p.ctas);
   const int group = __shfl_sync(0xffffffffu, int(threadIdx.x) / 128, 0) - 1;  // uniform
   if (group < 0) {
     RegistersDown<kProducerRegisters>();
     if (threadIdx.x == 0) {
-      PrefetchMap(p.x);
+#pragma unroll 1
+      for (int i = 0; i < p.strips; ++i) PrefetchMap(p.x[i]);
       const int none[3] = {};
       int slot = 0;
       uint32_t parity = 1;
@@ -139,12 +144,13 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
         const int place = run.tile * kHalo3dPlaces;
         const int first = max(run.begin - p.ahead, 0);
         const int last = min(run.end + 2 - p.ahead, p.planes);
-        int at[3] = {place % p.pitch + p.first[0], place / p.pitch + p.first[1], 0};
+        int at[3] = {place % p.pitch + p.column[run.strip], place / p.pitch + p.row, 0};
         for (int plane = first; plane < last; ++plane) {
           BarrierWait(empty(slot), parity);
           BarrierExpect(full(slot), p.buffer_bytes);
           at[2] = plane;
-          LoadColumn(5, buffers + slot * p.buffer_bytes, p.x, full(slot), 0, at, run.image, none);
+          LoadColumn(5, buffers + slot * p.buffer_bytes, p.x[run.strip], full(slot), 0, at,
+                     run.image, none);
           if (++slot == p.buffers) {
             slot = 0;
             parity ^= 1;
@@ -169,14 +175,16 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
     while (from < to) {
       const Halo3dRun run = NextRun(p, from, to);
       from += run.end - run.begin;
+      const int begin = p.made[0] * run.strip / p.strips;
+      const int width = p.made[0] * (run.strip + 1) / p.strips - begin;
       int pixel[kBlocks][2];  // of a plane; negative: none
 #pragma unroll
       for (int i = 0; i < kBlocks * 2; ++i) {
         const int place = run.tile * kHalo3dPlaces + (group * kBlocks + i / 2) * 64 + warp * 16 +
                           lane / 4 + i % 2 * 8;
         const int row = place / p.pitch, column = place - row * p.pitch;
-        const bool made = column < p.made[0] && row < p.made[1] && channel < p.n;
-        pixel[i / 2][i % 2] = made ? row * p.made[0] + column : -1;
+        const bool made = column < width && row < p.made[1] && channel < p.n;
+        pixel[i / 2][i % 2] = made ? row * p.made[0] + begin + column : -1;
       }
       float acc[kBlocks][48];
 #pragma unroll
@@ -259,7 +267,7 @@ Status LaunchHalo3dRow(const Context& ctx, Halo3dProduct& p, int multiprocessors
                        const std::string& what) {
   p.blocks = (p.n + kHalo3dMade - 1) / kHalo3dMade;
   p.tiles = (p.pitch * p.made[1] + kHalo3dPlaces - 1) / kHalo3dPlaces;
-  const int64_t total = int64_t(p.images) * p.tiles * p.made[2];
+  const int64_t total = int64_t(p.images) * p.strips * p.tiles * p.made[2];
   p.ctas = int(std::min<int64_t>(std::max(multiprocessors / p.blocks, 1), total));
   const int reach = p.shift[p.taps - 1];
   p.buffers = 2;
