@@ -133,6 +133,7 @@ STEM_CONVS = {
     "patches": ((24, 32), 3, 72, 1, (8, 8), {"stride": 8}),  # dgrad is a matrix product
     "rgb": ((18, 20), 72, 3, 1, (3, 3), {}),
     "head": ((9, 140), 136, 8, 1, (1, 3), {"dilation": 2}),
+    "planes": ((4, 6, 40), 1, 24, 1, (3, 3, 3), {}),
     "many-tiles": ((222, 224), 3, 40, 1, (3, 3), {"stride": 2}),  # more tiles than blocks
 }
 CONVS_BY_FAMILY = {
