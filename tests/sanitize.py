@@ -118,6 +118,7 @@ SM90_CONVS = {
     "1-D": ((65,), 64, 72, 1, (4,), {"padding": ((3, 0),)}),
     "3-D": ((5, 6, 7), 64, 72, 1, (3, 3, 3), {"stride": (1, 2, 1)}),
     "planes": ((4, 6, 50), 40, 24, 1, (3, 3, 3), {}),
+    "planes-strips": ((2, 4, 257), 40, 24, 1, (3, 3, 3), {}),
     "many-tiles": ((81, 83), 64, 64, 1, (3, 3), {}),  # more tiles than multiprocessors
     "patches": ((24, 32), 3, 72, 1, (8, 8), {"stride": 8}),
 }
@@ -132,6 +133,7 @@ STEM_CONVS = {
     "patches": ((24, 32), 3, 72, 1, (8, 8), {"stride": 8}),  # dgrad is a matrix product
     "rgb": ((18, 20), 72, 3, 1, (3, 3), {}),
     "head": ((9, 140), 136, 8, 1, (1, 3), {"dilation": 2}),
+    "planes": ((4, 6, 40), 1, 24, 1, (3, 3, 3), {}),
     "many-tiles": ((222, 224), 3, 40, 1, (3, 3), {"stride": 2}),  # more tiles than blocks
 }
 CONVS_BY_FAMILY = {

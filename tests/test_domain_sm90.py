@@ -141,8 +141,10 @@ EDGES: dict[str, tuple[str, str, str, Any, int, int]] = {
         2,
         1,
     ),
-    "halo_3d width": ("conv_fprop", "halo_3d", "", lambda v: conv((4, 8, v), c=16), 382, 1),
-    "halo_3d width of wgrad": ("conv_wgrad", "halo_3d", "", lambda v: conv((4, 8, v), c=16), 198, 1),
+    "halo_3d width": ("conv_fprop", "halo_3d", "", lambda v: conv((4, 8, v), c=16), 8 * 381, 1),
+    "halo_3d width of 64 channels": ("conv_fprop", "halo_3d", "", lambda v: conv((4, 8, v), k=32), 8 * 105, 1),
+    "halo_3d width of dgrad": ("conv_dgrad", "halo_3d", "", lambda v: conv((4, 8, v), c=32), 8 * 105, 1),
+    "halo_3d width of wgrad": ("conv_wgrad", "halo_3d", "", lambda v: conv((4, 8, v), c=16), 8 * 197, 1),
 }
 
 
@@ -152,6 +154,17 @@ def test_a_limit_is_where_it_says(edge):
     assert refused(op, kernel, tile, make(last - step)) is None
     assert refused(op, kernel, tile, make(last)) is None
     assert refused(op, kernel, tile, make(last + step)) is not None
+
+
+@pytest.mark.parametrize("width", [96, 106, 107, 198, 199, 256, 512, 840])
+def test_volumes_of_few_channels_have_their_kernel_at_any_width(width):
+    for c, k in ((32, 32), (64, 32), (32, 64), (64, 64)):
+        p = conv((16, 64, width), c=c, k=k)
+        made = _plan.made("conv_wgrad", "sm90", p, H200)
+        assert (made.kernel, made.splits) == ("sm90/halo_3d", 132 // (c // 32 * (k // 32)))
+        for op in ("conv_fprop", "conv_dgrad"):
+            assert refused(op, "halo_3d", "", p) is None
+            assert (_plan.made(op, "sm90", p, H200).kernel == "sm90/halo_3d") == (min(c, k) == 32)
 
 
 def dense(m: int = 256, k: int = 256, n: int = 256, **options: Any) -> DenseProblem:

@@ -189,3 +189,30 @@ def test_patches_are_the_steps_of_a_16_bit_filter_over_all_of_x():
         assert refusal("patches", "conv_dgrad", problem(**fits | other), tile="128x128")
     assert refusal("patches", "conv_fprop", problem(**fits), tile="128x128")
     assert refusal("patches", "conv_dgrad", problem(**fits), A100, tile="128x128")
+
+
+def test_planes_are_channels_where_the_filter_has_few_of_them():
+    """A volume's first layer: T planes of C channels, T * C at most 8, by the kernels of two axes."""
+    volume = dict(c=1, k=32, extent=(64, 64, 64), filter=(3, 3, 3), padding=1)
+    p = problem(**volume)
+    for device in (H200, A100):
+        plan = made("conv_wgrad", "stem", p, device)
+        assert plan.kernel == "stem/planes" and plan.splits > 100
+        assert conv_refusal("conv_wgrad", plan, p, device) is None
+        folded, parts = 2 * 64**3 * 4 * 2, plan.splits * 9 * 4 * 32 * 4
+        assert plan.workspace_bytes == conv_workspace("conv_wgrad", plan, p) == folded + 9 * 4 * 32 * 2 + parts
+    assert "shared memory" in made("conv_wgrad", "stem/planes", p, RTX4090)
+    for fits, others, why in (
+        (dict(c=2), dict(c=3), "at most 8"),
+        (dict(filter=(8, 3, 3)), dict(filter=(9, 3, 3)), "at most 8"),
+        (dict(filter=(2, 3, 3), padding=(0, 1, 1)), dict(filter=(1, 3, 3), padding=(0, 1, 1)), "several planes"),
+        (dict(stride=(17, 1, 1)), dict(stride=(1, 17, 1)), "strides up to 16"),
+        (dict(k=40), dict(k=36), "a multiple of 8"),
+        (dict(padding=(40, 1, 1)), dict(channels_last=False), "channels-last"),
+    ):
+        assert refusal("planes", "conv_wgrad", problem(**volume | fits)) is None
+        assert why in refusal("planes", "conv_wgrad", problem(**volume | others))
+    for op in ("conv_fprop", "conv_dgrad"):
+        assert "it needs wgrad" in refusal("planes", op, p)
+    assert "one tile" in refusal("planes", "conv_wgrad", p, tile="64x64")
+    assert "several planes" in refusal("planes", "conv_wgrad", problem())

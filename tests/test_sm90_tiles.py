@@ -4,6 +4,7 @@ every algorithm leave out, and the plan would choose one tile a problem.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -91,6 +92,20 @@ def test_every_tile_is_exact(case, kernel):
         args = arrays(case, 1, " ".join(OPERANDS[op]), "bfloat16")
         assert calls(f, *args) == {op: 1}
         assert_exact(f(*args), expected(op, case), f"{op} of {case.name}, {kernel}")
+
+
+@over_dtypes
+@pytest.mark.parametrize("op", OPERANDS)
+@pytest.mark.parametrize("width", [106, 107, 129, 198, 199, 200, 256, 300, 420])
+def test_wide_planes_are_exact(width, op, dtype):
+    """In one strip to five: fprop (40 channels) is cut from 107 columns on, wgrad from 199, dgrad (24) from 383."""
+    case = dataclasses.replace(BY_NAME["planes"], name=f"planes_{width}", batch=1, spatial=(2, 3, width))
+    p = case.problem(dtype, algorithm="sm90/halo_3d")
+    assert _plan.plan(op, p, DEVICE).kernel == "sm90/halo_3d"
+    f = jax.jit(functools.partial(getattr(conv, op.removeprefix("conv_")), p))
+    args = arrays(case, 1, " ".join(OPERANDS[op]), dtype)
+    assert calls(f, *args) == {op: 1}
+    assert_exact(f(*args), expected(op, case), case.name)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

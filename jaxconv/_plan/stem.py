@@ -21,9 +21,20 @@ def wants(op: str, p: ConvProblem, device: Device) -> Iterator[Plan]:
         first = product.tile if isinstance(product, Plan) else PATCH_TILES[0]
         for tile in dict.fromkeys((first, *PATCH_TILES)):
             yield Plan("native", "", "stem/patches", tile)
+    yield Plan("native", "", "stem/planes", splits=_wgrad_splits(_folded(p), device) if op == "conv_wgrad" else 1)
     splits = _wgrad_splits(p, device) if op == "conv_wgrad" else 1
     for kernel in KERNELS:
         yield Plan("native", "", f"stem/{kernel}", splits=splits)
+
+
+def _folded(p: ConvProblem) -> ConvProblem:
+    """stem/planes' problem: the planes under a filter as channels, of which there are 4 or 8."""
+    if p.nd != 3:
+        return p
+    channels = 4 if p.filter[0] * p.in_channels <= 4 else 8
+    return dataclasses.replace(
+        p, in_channels=channels, in_spatial=(p.out_spatial[0], *p.in_spatial[1:]), filter=(1, *p.filter[1:])
+    )
 
 
 def _wgrad_splits(p: ConvProblem, device: Device) -> int:

@@ -5,6 +5,7 @@
 //   stem/mma               every pass, by mma.sync
 //   stem/sm90_narrow_in    sm_90: narrow to wide (fprop where C is small, dgrad where K is), and in 16 bit wgrad
 //   stem/sm90_narrow_out   sm_90: wide to narrow (dgrad where C is small, fprop where K is)
+//   stem/planes            wgrad where C is small and the filter has several planes, by the first two
 //   stem/patches           sm_90: dgrad of a filter that steps by its own extents, as a dense product
 #pragma once
 
@@ -181,8 +182,40 @@ inline std::string RefusePatches(ConvOp op, const ConvProblem& p, const Plan& pl
   return why.empty() ? "" : "of its product: " + why;
 }
 
+// wgrad over planes whose T*C channels are what the T planes of a window have, filled up to 4 or 8 (planes.cu).
+inline ConvProblem PlanesAsChannels(ConvProblem p) {
+  p.c = p.filter[0] * p.c <= 4 ? 4 : 8;
+  p.in[0] = p.out[0];
+  p.filter[0] = p.stride[0] = p.dilation[0] = 1;
+  p.pad[0] = 0;
+  return p;
+}
+
+// Of the folded problem's x, and of its dw.
+inline int64_t FoldedBytes(const ConvProblem& q) {
+  return Align256(q.n * q.in_size() * q.c * int64_t(SizeOf(q.dtype)));
+}
+inline int64_t FoldedFilterBytes(const ConvProblem& q) {
+  return Align256(FilterCount(q) * int64_t(SizeOf(q.dtype)));
+}
+
+inline std::string RefusePlanes(ConvOp op, const ConvProblem& p, const Device& device) {
+  if (op != ConvOp::kWgrad || p.groups != 1 || p.filter[0] < 2 || p.filter[0] > kFew ||
+      p.filter[0] * p.c > kFew) {
+    return "it needs wgrad of a filter of several planes, which times the input channels are at "
+           "most 8";
+  }
+  if (std::string why = RefuseCoordinates(p); !why.empty()) return why;
+  const ConvProblem q = PlanesAsChannels(p);
+  if (std::string why = RefuseProblem(q, device); !why.empty()) return why;
+  if (Empty(p) || RefuseNarrowIn(op, q, device).empty()) return "";
+  return RefuseMma(op, q, device);
+}
+
 inline std::string Refusal(std::string_view kernel, ConvOp op, const ConvProblem& p,
                            const Plan& plan, const Device& device) {
+  if (kernel == "planes")
+    return plan.tile.empty() ? RefusePlanes(op, p, device) : "it has one tile";
   if (std::string why = RefuseProblem(p, device); !why.empty()) return why;
   if (kernel == "patches") return RefusePatches(op, p, plan, device);
   if (!plan.tile.empty()) return "it has one tile";
@@ -197,6 +230,10 @@ inline int64_t Workspace(ConvOp op, const ConvProblem& p, const Plan& plan) {
   if (MemberOf(plan.kernel) == "patches") {
     const DenseProblem q = PatchProduct(p);
     return Align256(q.m * q.n * int64_t(SizeOf(p.dtype))) + DenseWorkspace(q, PatchPlan(plan.tile));
+  }
+  if (MemberOf(plan.kernel) == "planes") {
+    const ConvProblem q = PlanesAsChannels(p);
+    return FoldedBytes(q) + FoldedFilterBytes(q) + plan.splits * FilterCount(q) * 4;
   }
   // The kernels always write parts, also a single one.
   return op == ConvOp::kWgrad ? plan.splits * FilterCount(p) * 4 : 0;

@@ -23,6 +23,10 @@ using StemWgradOf = Status(const Context& ctx, const ConvProblem& p, int64_t spl
                            const void* dy, void* dw, float* partials, const std::string& what);
 StemWgradOf StemMmaWgrad, StemNarrowInWgrad;
 
+// The same over several planes; `workspace` as the domain says.
+Status StemPlanesWgrad(const Context& ctx, const ConvProblem& p, int64_t splits, const void* x,
+                       const void* dy, void* dw, Workspace workspace, const std::string& what);
+
 // plan.tile is the dense product's.
 Status StemPatchesDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,
                         const void* w, void* dx, Workspace workspace, const std::string& what);

@@ -50,6 +50,8 @@ Status StemDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, con
 Status StemWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
                  const void* dy, void* dw, Workspace workspace) {
   const std::string what = Describe("conv_wgrad", p, plan);
+  if (plan.kernel == "stem/planes")
+    return conv::StemPlanesWgrad(ctx, p, plan.splits, x, dy, dw, workspace, what);
   const Kernel* kernel = Find(plan);
   if (kernel == nullptr || kernel->wgrad == nullptr)
     return Status::Internal(what + ": no launcher");

@@ -10,20 +10,31 @@
 namespace jaxconv::cuda {
 namespace {
 
+// Columns [first, first + count) of images of c channels, as images of their own.
+TmaTensor Columns(const ConvProblem& p, const void* images, int64_t c, const int64_t (&extent)[3],
+                  int64_t first, int64_t count) {
+  const int64_t row = c * extent[2], plane = row * extent[1];
+  return {static_cast<const char*>(images) + first * c * int64_t(SizeOf(p.dtype)),
+          5,
+          {c, count, extent[1], extent[0], p.n},
+          {1, c, row, plane, plane * extent[0]}};
+}
+
 // d (of `made` channels) from x (of `summed`). Axes are W, H, D; output q reads first + q + t * dilation.
 Status Halo3d(const Context& ctx, const ConvProblem& p, bool dgrad, const Epilogue& e,
               const void* x, const void* w, const void* bias, void* d, void* z,
               const std::string& what) {
   const int64_t (&from)[3] = dgrad ? p.out : p.in;
   const int64_t (&to)[3] = dgrad ? p.in : p.out;
-  const Halo3dWalk walk(p, dgrad);
+  const Halo3dWalk walk = Halo3dProductWalk(p, dgrad);
   Halo3dProduct g = {};
   g.channels = int(dgrad ? p.k : p.c);
   g.n = int(dgrad ? p.c : p.k);
   g.taps = int(p.filter[1] * p.filter[2]);
   const int row = Halo3dRow(g.channels);
   for (int i = 0; i < 3; ++i) g.made[i] = int(to[2 - i]);
-  for (int i = 0; i < 2; ++i) g.first[i] = walk.read.first[i];
+  g.strips = int(walk.strips);
+  g.row = walk.read.first[1];
   g.planes = int(from[0]);
   g.ahead = int(walk.pad[2]);
   g.pitch = int(walk.extent[0]);
@@ -45,14 +56,13 @@ Status Halo3d(const Context& ctx, const ConvProblem& p, bool dgrad, const Epilog
   }
   Device device;
   JAXCONV_RETURN_IF_ERROR(CurrentDevice(what, &device));
-  const int64_t c = g.channels;
-  const TmaTensor tensor = {
-      x,
-      5,
-      {c, from[2], from[1], from[0], p.n},
-      {1, c, c * from[2], c * from[2] * from[1], c * from[2] * from[1] * from[0]}};
-  JAXCONV_RETURN_IF_ERROR(
-      EncodeIm2col(p.dtype, tensor, walk.read, int(pixels), what + " x", &g.x, false, row));
+  for (int i = 0; i < g.strips; ++i) {
+    const Halo3dStrip strip = walk.Strip(i);
+    g.column[i] = strip.walk.first[0];
+    JAXCONV_RETURN_IF_ERROR(
+        EncodeIm2col(p.dtype, Columns(p, x, g.channels, from, strip.read, strip.span), strip.walk,
+                     int(pixels), what + " x", &g.x[i], false, row));
+  }
   return p.dtype == DType::kBF16 ? LaunchHalo3dProductBf16(ctx, g, device.multiprocessors, what)
                                  : LaunchHalo3dProductF16(ctx, g, device.multiprocessors, what);
 }
@@ -72,13 +82,13 @@ Status Halo3dDgrad(const Context& ctx, const ConvProblem& p, const void* dy, con
 
 Status Halo3dWgradOf(const Context& ctx, const ConvProblem& p, int64_t parts, const void* x,
                      const void* dy, void* dw, Workspace workspace, const std::string& what) {
-  const Halo3dWalk plane(p, false);
-  const Halo3dWgradWalk walk(p, plane);
+  const Halo3dWgradWalk walk = Halo3dWgradWalkOf(p);
+  const Halo3dWalk& plane = walk.plane;
   Halo3dWgrad g = {};
   g.images = int(p.n);
+  g.strips = int(plane.strips);
   g.pitch = int(plane.extent[0]);
-  g.first[0] = int(-p.pad[2]);
-  g.first[1] = int(-p.pad[1]);
+  g.row = int(-p.pad[1]);
   g.planes = int(p.in[0]);
   g.ahead = int(p.pad[0]);
   g.made = int(p.out[0]);
@@ -89,21 +99,20 @@ Status Halo3dWgradOf(const Context& ctx, const ConvProblem& p, int64_t parts, co
   g.tiles = int(walk.tiles);
   g.x_bytes = int(Halo3dWgradBytes(2 * (g.row_shift + g.column_shift)));
   g.dy_bytes = int(Halo3dWgradBytes(2 * g.column_shift));
+  g.x_buffers = walk.x_buffers;
   g.dw = dw;
   g.partials = static_cast<float*>(workspace.data);
-  g.parts = int(std::min(parts, p.n * walk.tiles * p.out[0]));
-  const auto image = [&](const void* base, int64_t c, const int64_t (&extent)[3]) {
-    return TmaTensor{
-        base,
-        5,
-        {c, extent[2], extent[1], extent[0], p.n},
-        {1, c, c * extent[2], c * extent[2] * extent[1], c * extent[2] * extent[1] * extent[0]}};
-  };
-  const TmaTensor source = image(x, p.c, p.in), out = image(dy, p.k, p.out);
-  JAXCONV_RETURN_IF_ERROR(
-      EncodeIm2col(p.dtype, source, walk.read, g.x_bytes / 64, what + " x", &g.x, false, 64));
-  JAXCONV_RETURN_IF_ERROR(
-      EncodeIm2col(p.dtype, out, walk.made, g.dy_bytes / 64, what + " dy", &g.dy, false, 64));
+  g.parts = int(std::min(parts, p.n * plane.strips * walk.tiles * p.out[0]));
+  for (int i = 0; i < g.strips; ++i) {
+    const Halo3dStrip strip = plane.Strip(i);
+    g.column[i] = strip.walk.first[0];
+    JAXCONV_RETURN_IF_ERROR(EncodeIm2col(p.dtype, Columns(p, x, p.c, p.in, strip.read, strip.span),
+                                         strip.walk, g.x_bytes / 64, what + " x", &g.x[i], false,
+                                         64));
+    JAXCONV_RETURN_IF_ERROR(
+        EncodeIm2col(p.dtype, Columns(p, dy, p.k, p.out, strip.made, strip.width), walk.Made(p),
+                     g.dy_bytes / 64, what + " dy", &g.dy[i], false, 64));
+  }
   return p.dtype == DType::kBF16 ? LaunchHalo3dWgradBf16(ctx, g, what)
                                  : LaunchHalo3dWgradF16(ctx, g, what);
 }

@@ -12,6 +12,9 @@
 //   A  64 places x c, in rows of as many bytes as c has (32, 64 or 128) in that swizzle
 //   B  (t, k) x c of a tap (r, s); all of them stay in shared memory
 //
+// Planes too wide for shared memory are cut into strips of columns, which are planes of their own but
+// for the columns of x that both sides of a cut read.
+//
 // The output planes of all tiles, in one sequence, are split evenly over the CTAs; a cut costs two
 // planes that both sides multiply. Blocks of 32 channels made have CTAs of their own.
 #pragma once
@@ -33,15 +36,17 @@ namespace jaxconv::cuda {
 
 // A run of output planes [begin, end) of one tile.
 struct Halo3dRun {
-  int image, tile;
+  int image, strip, tile;
   int begin, end;
 };
 
 __device__ __forceinline__ Halo3dRun NextRun(const Halo3dProduct& p, int from, int to) {
   const int column = from / p.made[2];
   Halo3dRun run;
-  run.image = column / p.tiles;
-  run.tile = column - run.image * p.tiles;
+  const int strip = column / p.tiles;  // of all images
+  run.image = strip / p.strips;
+  run.strip = strip - run.image * p.strips;
+  run.tile = column - strip * p.tiles;
   run.begin = from - column * p.made[2];
   run.end = min(p.made[2], run.begin + to - from);
   return run;
@@ -121,14 +126,15 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
   LoadHalo3dFilter<T, kRow>(p, filter, n);
   FenceForTma();  // the tensor cores read it as TMA does
   __syncthreads();
-  const int64_t total = int64_t(p.images) * p.tiles * p.made[2];
+  const int64_t total = int64_t(p.images) * p.strips * p.tiles * p.made[2];
   int from = int(total * part / p.ctas);
   const int to = int(total * (part + 1) / p.ctas);
   const int group = __shfl_sync(0xffffffffu, int(threadIdx.x) / 128, 0) - 1;  // uniform
   if (group < 0) {
     RegistersDown<kProducerRegisters>();
     if (threadIdx.x == 0) {
-      PrefetchMap(p.x);
+#pragma unroll 1
+      for (int i = 0; i < p.strips; ++i) PrefetchMap(p.x[i]);
       const int none[3] = {};
       int slot = 0;
       uint32_t parity = 1;
@@ -138,12 +144,13 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
         const int place = run.tile * kHalo3dPlaces;
         const int first = max(run.begin - p.ahead, 0);
         const int last = min(run.end + 2 - p.ahead, p.planes);
-        int at[3] = {place % p.pitch + p.first[0], place / p.pitch + p.first[1], 0};
+        int at[3] = {place % p.pitch + p.column[run.strip], place / p.pitch + p.row, 0};
         for (int plane = first; plane < last; ++plane) {
           BarrierWait(empty(slot), parity);
           BarrierExpect(full(slot), p.buffer_bytes);
           at[2] = plane;
-          LoadColumn(5, buffers + slot * p.buffer_bytes, p.x, full(slot), 0, at, run.image, none);
+          LoadColumn(5, buffers + slot * p.buffer_bytes, p.x[run.strip], full(slot), 0, at,
+                     run.image, none);
           if (++slot == p.buffers) {
             slot = 0;
             parity ^= 1;
@@ -168,14 +175,16 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
     while (from < to) {
       const Halo3dRun run = NextRun(p, from, to);
       from += run.end - run.begin;
+      const int begin = p.made[0] * run.strip / p.strips;
+      const int width = p.made[0] * (run.strip + 1) / p.strips - begin;
       int pixel[kBlocks][2];  // of a plane; negative: none
 #pragma unroll
       for (int i = 0; i < kBlocks * 2; ++i) {
         const int place = run.tile * kHalo3dPlaces + (group * kBlocks + i / 2) * 64 + warp * 16 +
                           lane / 4 + i % 2 * 8;
         const int row = place / p.pitch, column = place - row * p.pitch;
-        const bool made = column < p.made[0] && row < p.made[1] && channel < p.n;
-        pixel[i / 2][i % 2] = made ? row * p.made[0] + column : -1;
+        const bool made = column < width && row < p.made[1] && channel < p.n;
+        pixel[i / 2][i % 2] = made ? row * p.made[0] + begin + column : -1;
       }
       float acc[kBlocks][48];
 #pragma unroll
@@ -258,7 +267,7 @@ Status LaunchHalo3dRow(const Context& ctx, Halo3dProduct& p, int multiprocessors
                        const std::string& what) {
   p.blocks = (p.n + kHalo3dMade - 1) / kHalo3dMade;
   p.tiles = (p.pitch * p.made[1] + kHalo3dPlaces - 1) / kHalo3dPlaces;
-  const int64_t total = int64_t(p.images) * p.tiles * p.made[2];
+  const int64_t total = int64_t(p.images) * p.strips * p.tiles * p.made[2];
   p.ctas = int(std::min<int64_t>(std::max(multiprocessors / p.blocks, 1), total));
   const int reach = p.shift[p.taps - 1];
   p.buffers = 2;
@@ -297,7 +306,8 @@ Status LaunchHalo3dProduct(const Context& ctx, Halo3dProduct& p, int multiproces
 //   r 2           A: x from v + 2 row and one column on   B: dy from v - 2 and v; column 3 is dropped
 //
 // A CTA goes through the planes of a tile of places: dy's are read once, x's are kept for three of
-// dy's. Places past the outputs read zeros of dy.
+// dy's. Places past the outputs read zeros of dy. Strips of wide planes are a part of the sum each: a
+// strip's dy ends where its columns do, and its x goes on into the next one's.
 template <typename T>
 __global__ void __launch_bounds__(512, 1) Halo3dWgradKernel(const __grid_constant__ Halo3dWgrad p) {
 #ifdef JAXCONV_SM90A
@@ -323,7 +333,7 @@ __global__ void __launch_bounds__(512, 1) Halo3dWgradKernel(const __grid_constan
   const int block = blockIdx.x / p.parts, part = blockIdx.x % p.parts;
   const int blocks_n = (p.n + 31) / 32;
   const int c = block / blocks_n * 32, n = block % blocks_n * 32;
-  const int64_t total = int64_t(p.images) * p.tiles * p.made;
+  const int64_t total = int64_t(p.images) * p.strips * p.tiles * p.made;
   int from = int(total * part / p.parts);
   const int to = int(total * (part + 1) / p.parts);
   int x_slot = 0, dy_slot = 0;
@@ -343,8 +353,10 @@ __global__ void __launch_bounds__(512, 1) Halo3dWgradKernel(const __grid_constan
   const auto next_run = [&] {
     const int column = from / p.made;
     Halo3dRun run;
-    run.image = column / p.tiles;
-    run.tile = column - run.image * p.tiles;
+    const int strip = column / p.tiles;  // of all images
+    run.image = strip / p.strips;
+    run.strip = strip - run.image * p.strips;
+    run.tile = column - strip * p.tiles;
     run.begin = from - column * p.made;
     run.end = min(p.made, run.begin + to - from);
     from += run.end - run.begin;
@@ -354,15 +366,18 @@ __global__ void __launch_bounds__(512, 1) Halo3dWgradKernel(const __grid_constan
   if (group < 0) {
     RegistersDown<32>();
     if (threadIdx.x == 0) {
-      PrefetchMap(p.x);
-      PrefetchMap(p.dy);
+#pragma unroll 1
+      for (int i = 0; i < p.strips; ++i) {
+        PrefetchMap(p.x[i]);
+        PrefetchMap(p.dy[i]);
+      }
       const int none[3] = {};
       while (from < to) {
         const Halo3dRun run = next_run();
         const int place = run.tile * kHalo3dWgradPlaces;
         // dy's walk begins a row before the first.
         const int shifted = place + p.pitch - 2 * p.column_shift;
-        int at_x[3] = {place % p.pitch + p.first[0], place / p.pitch + p.first[1], 0};
+        int at_x[3] = {place % p.pitch + p.column[run.strip], place / p.pitch + p.row, 0};
         int at_dy[3] = {shifted % p.pitch, shifted / p.pitch - 1, 0};
         const int last = min(run.end - p.ahead + 2, p.planes);
         int plane = max(run.begin - p.ahead, 0);
@@ -370,7 +385,8 @@ __global__ void __launch_bounds__(512, 1) Halo3dWgradKernel(const __grid_constan
           BarrierWait(x_empty(x_slot), x_parity ^ 1);
           BarrierExpect(x_full(x_slot), p.x_bytes);
           at_x[2] = plane++;
-          LoadColumn(5, x + x_slot * p.x_bytes, p.x, x_full(x_slot), c, at_x, run.image, none);
+          LoadColumn(5, x + x_slot * p.x_bytes, p.x[run.strip], x_full(x_slot), c, at_x, run.image,
+                     none);
           next_x();
         };
         for (int made = run.begin; made < run.end; ++made) {
@@ -379,8 +395,8 @@ __global__ void __launch_bounds__(512, 1) Halo3dWgradKernel(const __grid_constan
           BarrierWait(dy_empty(dy_slot), dy_parity ^ 1);
           BarrierExpect(dy_full(dy_slot), p.dy_bytes);
           at_dy[2] = made;
-          LoadColumn(5, dy + dy_slot * p.dy_bytes, p.dy, dy_full(dy_slot), n, at_dy, run.image,
-                     none);
+          LoadColumn(5, dy + dy_slot * p.dy_bytes, p.dy[run.strip], dy_full(dy_slot), n, at_dy,
+                     run.image, none);
           next_dy();
           while (plane < until) load_x();
         }
@@ -491,11 +507,6 @@ __global__ void __launch_bounds__(256) Halo3dWgradSumKernel(const __grid_constan
 template <typename T>
 Status LaunchHalo3dWgrad(const Context& ctx, Halo3dWgrad& p, const std::string& what) {
   const int blocks = (p.channels + 31) / 32 * ((p.n + 31) / 32);
-  p.x_buffers = 3;
-  while (p.x_buffers < 5 &&
-         Halo3dWgradShared(p.row_shift, p.column_shift, p.x_buffers + 1) <= kHalo3dShared) {
-    ++p.x_buffers;
-  }
   const int shared = int(Halo3dWgradShared(p.row_shift, p.column_shift, p.x_buffers));
   auto kernel = Halo3dWgradKernel<T>;
   JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));

@@ -1,0 +1,135 @@
+// wgrad of a filter of several planes (T of them, three axes) and few input channels, a volume's first layer:
+//
+//   dw[t, r, s, c, k] = sum over n, o, p, q of x[n, o * stride + t * dilation - pad, ..., c] * dy[n, o, p, q, k]
+//
+// The planes that an output's window spans become channels: FoldPlanesKernel writes, for each plane o of dy, x's T planes
+// as one of T*C channels, filled up with zeros to 4 or 8. What is left is the wgrad of images of few channels, which
+// stem's kernels do and which reads dy once; UnfoldPlanesKernel puts dw's taps in order. Reads x T times, writes and
+// reads 4 or 8 elements for each pixel of a plane of x: little beside dy's K.
+#include <algorithm>
+#include <cstdint>
+
+#include "cuda/conv/common/kernel.cuh"
+#include "cuda/conv/stem/domain.h"
+#include "cuda/conv/stem/kernels.h"
+#include "cuda/core/device.h"
+
+namespace jaxconv::cuda::conv {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kPixels = 8 * kThreads;  // of a plane, of a tile
+
+struct FoldPlanesArgs {
+  const void* x;
+  void* to;
+  int64_t planes, tiles, pixels;  // of dy in all, tiles of a plane, pixels of a plane of x
+  int made, depth, stride;        // planes of an image of dy and of x
+  int channels;                   // of x
+  int first[kFew],
+      channel[kFew];  // of a folded channel: the plane of x for o = 0, and the channel there
+  int count;          // folded channels, the others are zeros
+};
+
+// E: an element's bits.
+template <typename E, int kChannels>
+__global__ void __launch_bounds__(kThreads)
+    FoldPlanesKernel(const __grid_constant__ FoldPlanesArgs a) {
+  struct alignas(sizeof(E) * kChannels < 16 ? sizeof(E) * kChannels : 16) Pixel {
+    E v[kChannels];
+  };
+  const E* x = static_cast<const E*>(a.x);
+  Pixel* to = static_cast<Pixel*>(a.to);
+  for (int64_t tile = blockIdx.x; tile < a.planes * a.tiles; tile += gridDim.x) {
+    const int64_t plane = tile / a.tiles, begin = (tile - plane * a.tiles) * kPixels;
+    const int64_t image = plane / a.made;
+    const int o = int(plane - image * a.made);
+    const int64_t end = begin + kPixels < a.pixels ? begin + kPixels : a.pixels;
+    const E* from[kChannels];  // null: zeros
+#pragma unroll
+    for (int i = 0; i < kChannels; ++i) {
+      const int d = o * a.stride + a.first[i];
+      from[i] = i < a.count && d >= 0 && d < a.depth
+                    ? x + (image * a.depth + d) * a.pixels * a.channels + a.channel[i]
+                    : nullptr;
+    }
+    for (int64_t at = begin + threadIdx.x; at < end; at += kThreads) {
+      Pixel pixel;
+#pragma unroll
+      for (int i = 0; i < kChannels; ++i) {
+        pixel.v[i] = from[i] != nullptr ? __ldg(from[i] + at * a.channels) : E(0);
+      }
+      to[plane * a.pixels + at] = pixel;
+    }
+  }
+}
+
+// dw (T, R*S, C, K) from (R*S, channels, K), of whose channels t * C + c is plane t's.
+template <typename E>
+__global__ void __launch_bounds__(kThreads)
+    UnfoldPlanesKernel(const E* __restrict__ from, E* __restrict__ dw, int64_t count, int64_t taps,
+                       int64_t c, int64_t k, int64_t channels) {
+  for (int64_t at = int64_t(blockIdx.x) * kThreads + threadIdx.x; at < count;
+       at += int64_t(gridDim.x) * kThreads) {
+    const int64_t column = at % k, row = at / k;  // row: (t, tap, channel)
+    const int64_t channel = row % c, tap = row / c % taps, t = row / c / taps;
+    dw[at] = from[(tap * channels + t * c + channel) * k + column];
+  }
+}
+
+template <typename E>
+Status Fold(const Context& ctx, const ConvProblem& p, int64_t channels, const void* x, void* to,
+            const std::string& what) {
+  FoldPlanesArgs a{};
+  a.x = x;
+  a.to = to;
+  a.pixels = p.in[1] * p.in[2];
+  a.planes = p.n * p.out[0];
+  a.tiles = CeilDiv(a.pixels, kPixels);
+  a.made = int(p.out[0]);
+  a.depth = int(p.in[0]);
+  a.stride = int(p.stride[0]);
+  a.channels = int(p.c);
+  a.count = int(p.filter[0] * p.c);
+  for (int i = 0; i < a.count; ++i) {
+    a.first[i] = int(i / p.c * p.dilation[0] - p.pad[0]);
+    a.channel[i] = int(i % p.c);
+  }
+  const unsigned blocks = unsigned(std::min<int64_t>(a.planes * a.tiles, 132 * 16));
+  const auto kernel = channels == 4 ? FoldPlanesKernel<E, 4> : FoldPlanesKernel<E, 8>;
+  kernel<<<blocks, kThreads, 0, ctx.stream>>>(a);
+  return LaunchStatus(what + " (planes to channels)");
+}
+
+template <typename E>
+Status Unfold(const Context& ctx, const ConvProblem& p, int64_t channels, const void* from,
+              void* dw, const std::string& what) {
+  const int64_t count = FilterCount(p);
+  const unsigned blocks = unsigned(std::min<int64_t>(CeilDiv(count, kThreads), 132 * 8));
+  UnfoldPlanesKernel<E>
+      <<<blocks, kThreads, 0, ctx.stream>>>(static_cast<const E*>(from), static_cast<E*>(dw), count,
+                                            p.filter[1] * p.filter[2], p.c, p.k, channels);
+  return LaunchStatus(what + " (channels to planes)");
+}
+
+}  // namespace
+
+Status StemPlanesWgrad(const Context& ctx, const ConvProblem& p, int64_t splits, const void* x,
+                       const void* dy, void* dw, Workspace workspace, const std::string& what) {
+  Device device;
+  JAXCONV_RETURN_IF_ERROR(CurrentDevice(what, &device));
+  const ConvProblem q = stem::PlanesAsChannels(p);
+  char* folded = static_cast<char*>(workspace.data);
+  char* sums = folded + stem::FoldedBytes(q);
+  float* partials = reinterpret_cast<float*>(sums + stem::FoldedFilterBytes(q));
+  const bool half = SizeOf(p.dtype) == 2;
+  JAXCONV_RETURN_IF_ERROR(half ? Fold<uint16_t>(ctx, p, q.c, x, folded, what)
+                               : Fold<uint32_t>(ctx, p, q.c, x, folded, what));
+  const bool narrow_in = stem::RefuseNarrowIn(ConvOp::kWgrad, q, device).empty();
+  JAXCONV_RETURN_IF_ERROR((narrow_in ? StemNarrowInWgrad : StemMmaWgrad)(ctx, q, splits, folded, dy,
+                                                                         sums, partials, what));
+  return half ? Unfold<uint16_t>(ctx, p, q.c, sums, dw, what)
+              : Unfold<uint32_t>(ctx, p, q.c, sums, dw, what);
+}
+
+}  // namespace jaxconv::cuda::conv
