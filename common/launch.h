@@ -77,6 +77,13 @@ Status BatchNormBackward(const Context& ctx, const BatchNormProblem& p, const Pl
                          const void* mean, const void* rstd, const void* residual, void* dx,
                          void* dscale, void* dbias, void* dresidual, Workspace workspace);
 
+// BatchNormBackward's dx alone, by sums that are given: those over `count` elements a channel, of which x may be a part.
+// count >= p.reduced().
+Status BatchNormDx(const Context& ctx, const BatchNormProblem& p, const Plan& plan, const void* x,
+                   const void* dy, const void* scale, const void* bias, const void* mean,
+                   const void* rstd, const void* dscale, const void* dbias, const void* residual,
+                   int64_t count, void* dx);
+
 // `position` is null when nobody asked for it.
 Status MaxPool(const Context& ctx, const PoolProblem& p, const Plan& plan, const void* x, void* y,
                uint8_t* position);

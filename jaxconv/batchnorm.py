@@ -113,7 +113,10 @@ def _train_with(p: BatchNormProblem, x, scale, bias, running_mean, running_var, 
 def _backward_shard(
     whole: BatchNormProblem, p: BatchNormProblem, split: _sharding.Split, x: Array, dy: Array, *rest: Array
 ) -> list[Array]:
-    """Local sums, added over the mesh, then dx from them."""
+    """Local sums, added over the mesh, then dx from them: each a walk over the shard.
+
+    Where the first writes dresidual and loses nothing by it, the second reads that in the place of dy and the residual.
+    """
     mesh_axes = _reduced_mesh_axes(split)
     if not mesh_axes:
         return backward(p, x, dy, *rest)
@@ -125,10 +128,15 @@ def _backward_shard(
     dscale, dbias = jax.lax.psum(jnp.stack([dscale, dbias]), mesh_axes)
     if not p.want_dx:
         return [dscale, dbias, *dresidual]
-    scale, _, _, rstd, *_ = rest
-    xhat, dz = reference.batchnorm_dz(p, x, dy, *rest)
-    dx = reference.batchnorm_dx(p, xhat, dz, scale, rstd, dscale, dbias, whole.reduced)
-    return [dscale, dbias, dx.astype(x.dtype), *dresidual]
+    passed = bool(dresidual) and _passes_dz(p)
+    q = replace(_inner(p), want_dresidual=False, count=whole.reduced, dz=passed)
+    dy, residual = (dresidual[0], ()) if passed else (dy, rest[4:])
+    return [dscale, dbias, dx_of_sums(q, x, dy, *rest[:4], dscale, dbias, *residual), *dresidual]
+
+
+def _passes_dz(p: BatchNormProblem) -> bool:
+    """Whether dz in x's type, dresidual, is all of dz: ReLU's is dy or zero. Others' would be rounded."""
+    return p.residual and (p.activation.name == "relu" or p.dtype == p.param_dtype)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -176,8 +184,18 @@ backward = _op.kernel(
     ),
     multiple_results=True,
 )
+# (x, dy, scale, bias, mean, rstd, dscale, dbias, residual?) -> dx, by sums over p.count elements a channel
+dx_of_sums = _op.kernel(
+    "batchnorm_dx",
+    reference=reference.batchnorm_dx_of_sums,
+    results=lambda p: [_x(p)],
+    wire=lambda p, plan: _wire(p.of_dz, 8 + p.of_dz.residual, 1, count=p.count),
+    batch=_op.batch_by_instances(lambda: dx_of_sums),
+    partition=lambda p: _partition(p, "xxpppppp" + "x" * p.of_dz.residual, "x"),
+)
 _op.by_reference(infer)
 _op.by_reference(backward)
+_op.by_reference(dx_of_sums)
 
 
 def train_forward(p: BatchNormProblem, *args: Array) -> tuple[list[Array], Any]:

@@ -18,7 +18,7 @@ from jaxconv._problem import BATCHNORM_ALGORITHMS, BatchNormProblem
 H200 = Device("cuda", "NVIDIA H200", (9, 0), 132)
 A100 = Device("cuda", "NVIDIA A100-SXM4-80GB", (8, 0), 108)
 A10 = Device("cuda", "NVIDIA A10", (8, 6), 72)
-OPS = ("batchnorm_train", "batchnorm_infer", "batchnorm_backward")
+OPS = ("batchnorm_train", "batchnorm_infer", "batchnorm_backward", "batchnorm_dx")
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +92,9 @@ def test_dtypes_kernels_parts_and_tiles_that_there_are_none_of():
         assert (refusal("resident_team", problem(4, 8), tile=tile) is None) is runs
     for kernel in ("resident_block", "resident_team"):
         assert refusal(kernel, problem(4, 8), "batchnorm_infer") == "inference is a single pass"
-    assert refusal("two_read", problem(4, 8), "batchnorm_infer") is None
+        assert refusal(kernel, problem(4, 8), "batchnorm_dx") == "dx of given sums is a single pass"
+    for op in ("batchnorm_infer", "batchnorm_dx"):
+        assert refusal("two_read", problem(4, 8), op) is None
 
 
 @pytest.mark.parametrize(("dtype", "vector"), [("float32", 4), ("bfloat16", 8), ("float16", 8)])
@@ -146,6 +148,7 @@ def test_the_memory_of_sums():
     for op in ("batchnorm_train", "batchnorm_backward"):
         assert batchnorm_workspace(op, plan, p, H200) == (5 + 1) * 2 * 2 * 24 * 4
     assert batchnorm_workspace("batchnorm_infer", plan, p, H200) == 0
+    assert batchnorm_workspace("batchnorm_dx", plan, p, H200) == 0
     assert batchnorm_workspace("batchnorm_train", Plan("native", "", "resident_block"), p, H200) == 0
 
 

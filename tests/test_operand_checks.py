@@ -93,3 +93,12 @@ def test_one_operand_or_result_more_or_less_is_refused(name):
         assert "expected" in refusal(call)
         del arrays["more"], arrays[list(arrays)[-1]]
         assert "expected" in refusal(call)
+
+
+@pytest.mark.parametrize("count", [-(2**63), -1, 0, 59])
+def test_sums_over_fewer_elements_than_a_channel_has_are_refused(count):
+    call = direct_calls.example("batchnorm_dx")  # of (2, 5, 6, 4)
+    call.attrs["count"] = np.int64(60)
+    call.run()
+    call.attrs["count"] = np.int64(count)
+    assert f"count={count}, expected at least 1 and the 60 elements" in refusal(call)

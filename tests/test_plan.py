@@ -49,7 +49,7 @@ PAIR = (lax.Precision.DEFAULT,) * 2
 CONV_OPS = ("conv", "conv_fprop", "conv_dgrad", "conv_wgrad")
 DENSE_OPS = ("dense", "matmul")
 GROUP_OPS = ("groupnorm", "groupnorm_backward")
-NORM_OPS = ("batchnorm_train", "batchnorm_infer", "batchnorm_backward")
+NORM_OPS = ("batchnorm_train", "batchnorm_infer", "batchnorm_backward", "batchnorm_dx")
 ALGORITHMS = {**dict.fromkeys(CONV_OPS, CONV_ALGORITHMS), **dict.fromkeys(DENSE_OPS, DENSE_ALGORITHMS)}
 ALGORITHMS |= {**dict.fromkeys(NORM_OPS, BATCHNORM_ALGORITHMS), **dict.fromkeys(GROUP_OPS, GROUPNORM_ALGORITHMS)}
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -172,6 +172,31 @@ def test_both_passes_of_a_batchnorm_make_one_choice(activation, dtype):
         problem = BatchNormProblem("batchnorm", dtype, shape, 3, True, 0.9, 1e-5, Activation(activation), residual)
         train, backward = (plan(f"batchnorm_{op}", problem, H200) for op in ("train", "backward"))
         assert (train.implementation, train.algorithm) == (backward.implementation, backward.algorithm)
+
+
+@pytest.mark.parametrize("implementation", [None, "native"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_walk_of_a_batchnorms_backward_is_native_where_the_whole_is_and_by_two_read(dtype, implementation):
+    """The sums alone, and dx by sums that are given, of dz too: a team has nothing to keep for a second walk."""
+    walks = (("backward", {"want_dx": False}), ("dx", {"count": 10**7}), ("dx", {"count": 10**7, "dz": True}))
+    whole = collections.Counter()
+    for shape, activation in itertools.product(((256, 7, 7, 2048), (256, 56, 56, 256), (5, 7, 7, 3)), ("relu", "none")):
+        problem = BatchNormProblem(
+            "batchnorm", dtype, shape, 3, True, 0.9, 1e-5, Activation(activation), activation == "relu",
+            implementation=implementation,
+        )  # fmt: skip
+        found = plan("batchnorm_backward", problem, H200)
+        whole[found.algorithm] += 1
+        for op, change in walks:
+            made = plan(f"batchnorm_{op}", dataclasses.replace(problem, **change), H200)
+            assert made.implementation == found.implementation
+            assert made.algorithm == ("two_read" if found.implementation == "native" else "")
+            assert found.reason in made.reason
+            cpu = plan(f"batchnorm_{op}", dataclasses.replace(problem, **change), DEVICES["cpu"])
+            assert cpu.implementation == (implementation or "xla")
+    assert whole["resident_team"] and len(whole) > 1  # both choices of a whole were seen
+    forced = dataclasses.replace(problem, implementation=None, want_dx=False, algorithm="resident_block")
+    assert plan("batchnorm_backward", forced, H200).algorithm == "resident_block"
 
 
 def test_the_input_gradient_of_patches_is_a_product_in_memory():
