@@ -63,6 +63,11 @@ Status BatchNormTrain(const Context& ctx, const BatchNormProblem& p, const Plan&
                       const void* running_var, const void* residual, void* y, void* new_mean,
                       void* new_var, void* mean, void* rstd, Workspace workspace);
 
+// BatchNormTrain's statistics alone, in three parts: a sample k of a channel or what else is near its mean, the mean - k, and
+// the biased variance. (batch, channels) each.
+Status BatchNormMoments(const Context& ctx, const BatchNormProblem& p, const Plan& plan,
+                        const void* x, void* k, void* shift, void* var, Workspace workspace);
+
 Status BatchNormInfer(const Context& ctx, const BatchNormProblem& p, const Plan& plan,
                       const void* x, const void* scale, const void* bias, const void* mean,
                       const void* var, const void* residual, void* y);

@@ -534,6 +534,21 @@ Status NormTrain(ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets
                         call.Scratch());
 }
 
+Status NormMoments(ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                   const wire::Norm& norm, const wire::Plan& plan) {
+  Call call("batchnorm_moments", args, rets);
+  JAXCONV_RETURN_IF_ERROR(call.Confirm(1, 3));
+  BatchNormProblem p;
+  jaxconv::Plan how;
+  JAXCONV_RETURN_IF_ERROR(ToBatchNormProblem(call, call.Arg(0), norm, &p));
+  JAXCONV_RETURN_IF_ERROR(ToPlan(call, plan, &how));
+  auto ret = [&](size_t i) { return call.Ret(i); };
+  JAXCONV_RETURN_IF_ERROR(ConfirmParams(call, norm, p, call.Arg(0), ret, 0, {"k", "shift", "var"}));
+  return BatchNormMoments(MakeContext(context), p, how, call.Arg(0).untyped_data(),
+                          ret(0).untyped_data(), ret(1).untyped_data(), ret(2).untyped_data(),
+                          call.Scratch());
+}
+
 Status NormInfer(ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets,
                  const wire::Norm& norm, const wire::Plan& plan) {
   Call call("batchnorm_infer", args, rets);
@@ -939,6 +954,14 @@ XLA_FFI_DEFINE_HANDLER(
     JAXCONV_TRAITS);
 
 XLA_FFI_DEFINE_HANDLER(
+    kNormMoments,
+    [](ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets, wire::Norm norm,
+       wire::Plan plan) {
+      return Answer([&] { return NormMoments(context, args, rets, norm, plan); });
+    },
+    JAXCONV_BASE.Attr<wire::Norm>("norm").Attr<wire::Plan>("plan"), JAXCONV_TRAITS);
+
+XLA_FFI_DEFINE_HANDLER(
     kNormDx,
     [](ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets, wire::Norm norm,
        int64_t count, wire::Plan plan) {
@@ -1023,6 +1046,7 @@ std::vector<std::pair<const char*, XLA_FFI_Handler*>> Handlers() {
       {"jaxconv_batchnorm_infer_v2", kNormInfer},
       {"jaxconv_batchnorm_backward_v2", kNormBackward},
       {"jaxconv_batchnorm_dx_v2", kNormDx},
+      {"jaxconv_batchnorm_moments_v2", kNormMoments},
       {"jaxconv_max_pool_v2", kPool},
       {"jaxconv_max_pool_backward_v2", kPoolBackward},
       {"jaxconv_groupnorm_v2", kGroupNorm},

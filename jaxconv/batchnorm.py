@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxconv import _moments, _op, _problem, _sharding, reference
-from jaxconv._activation import activate, activate_grad
+from jaxconv._activation import Activation, activate, activate_grad
 from jaxconv._problem import BatchNormProblem
 from jaxconv._types import Array, BatchNormAlgorithm, Implementation, Operand, ToActivation
 
@@ -93,8 +93,7 @@ def _train_shard(
     if not mesh_axes:
         return train(p, x, *rest)
     scale, bias, running_mean, running_var, *residual = rest
-    moments = _moments.of_shard(p, x, _inside(whole, p, split))
-    mean, var = _moments.merged(moments, mesh_axes, whole.reduced)
+    mean, var = _merged_moments(whole, p, split, x, mesh_axes)
     return _train_with(p, x, scale, bias, running_mean, running_var, mean, var, *residual)
 
 
@@ -108,6 +107,23 @@ def _train_with(p: BatchNormProblem, x, scale, bias, running_mean, running_var, 
         mean,
         jax.lax.rsqrt(var + p.epsilon),
     ]
+
+
+def _moments_shard(whole: BatchNormProblem, p: BatchNormProblem, split: _sharding.Split, x: Array) -> list[Array]:
+    """Those of the whole."""
+    mesh_axes = _reduced_mesh_axes(split)
+    if not mesh_axes:
+        return moments(p, x)
+    mean, var = _merged_moments(whole, p, split, x, mesh_axes)
+    return [mean, jnp.zeros_like(mean), var]
+
+
+def _merged_moments(
+    whole: BatchNormProblem, p: BatchNormProblem, split: _sharding.Split, x: Array, mesh_axes: tuple[str, ...]
+) -> tuple[Array, Array]:
+    inside = _inside(whole, p, split)
+    own = moments(_inner(p), x) if inside is None else _moments.of_shard(p, x, inside)
+    return _moments.merged(own, mesh_axes, whole.reduced)
 
 
 def _backward_shard(
@@ -161,6 +177,16 @@ train = _op.kernel(
     partition=lambda p: _partition(p, "xpppp" + "x" * p.residual, "xpppp", _train_shard),
     multiple_results=True,
 )
+# x -> k, mean - k, var: see `_moments`
+moments = _op.kernel(
+    "batchnorm_moments",
+    reference=lambda p, x: list(reference.batchnorm_moments(p, x)),
+    results=lambda p: [_param(p)] * 3,
+    wire=lambda p, plan: _wire(replace(p, activation=Activation(), residual=False), 1, 3),
+    batch=_op.batch_by_instances(lambda: moments),
+    partition=lambda p: _partition(p, "x", "ppp", _moments_shard),
+    multiple_results=True,
+)
 # (x, scale, bias, mean, var, residual?) -> y
 infer = _op.kernel(
     "batchnorm_infer",
@@ -196,6 +222,7 @@ dx_of_sums = _op.kernel(
 _op.by_reference(infer)
 _op.by_reference(backward)
 _op.by_reference(dx_of_sums)
+_op.by_reference(moments)
 
 
 def train_forward(p: BatchNormProblem, *args: Array) -> tuple[list[Array], Any]:

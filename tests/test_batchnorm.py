@@ -32,7 +32,7 @@ from jaxconv import _plan
 from jaxconv._activation import parse
 from jaxconv._plan import batchnorm as team
 from jaxconv._problem import BATCHNORM_ALGORITHMS, BatchNormProblem
-from jaxconv.batchnorm import backward, dx_of_sums
+from jaxconv.batchnorm import backward, dx_of_sums, moments
 
 # (shape, channel_axis)
 SHAPES = {
@@ -294,6 +294,8 @@ def test_every_activation_in_vectors_errs_no_more_than_twice_xla(activation, dty
     compare((9, 7, 7, 48), -1, dtype, True, activation, False)
 
 
+FIRST = (*NATIVE_IN_FLOAT64, None)[0]
+
 # What resident_team lays out differently: a team of one CTA and of many; groups that it takes in turn; shares that do
 # and do not stay in shared memory (a CTA of 256 threads holds about 26 vectors a thread, or 13 of x and dy).
 TEAMS = {
@@ -347,6 +349,37 @@ def test_teams_dispatched_from_two_threads_beside_other_work_end_and_agree():
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         for result in pool.map(work, range(2), timeout=120):
             assert same_bits(result, expected)
+
+
+@pytest.mark.parametrize(("shape", "axis", "dtype"), TYPED, ids=str)
+def test_statistics_alone_err_no_more_than_twice_xla(shape, axis, dtype):
+    given, p = data(shape, axis, dtype), problem(shape, axis, dtype, True)
+    axes, largest = tuple(a for a in range(len(shape)) if a != p.channel_axis), np.abs(given["x"]).max()
+
+    def of(implementation: str, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        k, shift, var = moments(dataclasses.replace(p, implementation=implementation), x)
+        return k + shift, var
+
+    with types_of(dtype):
+        x = jnp.asarray(given["x"], dtype)
+        actual, xla = (jax.jit(functools.partial(of, i))(x) for i in ("native", "xla"))
+        for i, expected in enumerate((given["x"].mean(axes), given["x"].var(axes))):
+            assert_close(actual[i], xla[i], expected, p.reduced, "variance" * i or "mean", scale=largest ** (i + 1))
+
+
+def test_the_walks_of_a_mesh_have_derivatives_in_both_modes_to_second_order(x64):
+    p = dataclasses.replace(problem((4, 3, 2), -1, "float64", True), activation=parse("", "silu"), residual=True)
+    p = dataclasses.replace(p, implementation=FIRST)
+    shapes = ((4, 3, 2), (4, 3, 2), *[(2,)] * 6, (4, 3, 2))
+
+    def statistics(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        k, shift, var = moments(p, x)
+        return k + shift, var
+
+    args = [jnp.asarray(normal(i, shape)) for i, shape in enumerate(shapes)]
+    check_grads(jax.jit(functools.partial(dx_of_sums, dataclasses.replace(p, count=30))), args, order=2)
+    check_grads(jax.jit(functools.partial(dx_of_sums, dataclasses.replace(p, count=30, dz=True))), args[:-1], order=2)
+    check_grads(jax.jit(statistics), args[:1], order=2)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -497,7 +530,6 @@ def test_gradients_agree_with_numerical_derivatives(axis, choice):
 # ----------------------------------------------------------------------------------------------------------------------
 # Masks and given statistics
 
-FIRST = (*NATIVE_IN_FLOAT64, None)[0]
 # (shape, channel_axis, shape of the mask)
 MASKS = [
     ((4, 5, 6), -1, (4, 5, 1)),

@@ -29,6 +29,8 @@ from jax.sharding import PartitionSpec as P
 from tolerance import floor
 
 import jaxconv
+from jaxconv._problem import BatchNormProblem
+from jaxconv.batchnorm import moments
 
 DEVICES = jax.device_count()
 pytestmark = pytest.mark.skipif(DEVICES < 2 or DEVICES % 2 == 1, reason="a mesh takes an even number of devices")
@@ -465,8 +467,7 @@ NORM_CASES += [
 @over_kinds
 @pytest.mark.parametrize(("dtype", "axis", "activation", "residual"), NORM_CASES, ids=helpers.label)
 def test_each_shard_walks_twice_through_a_batchnorms_backward(dtype, axis, activation, residual, kind):
-    """Once for its sums, which meet, and once for its dx: two custom calls, and nothing of XLA's reads x but the
-    statistics of the forward pass."""
+    """Once for its sums, which meet, and once for its dx; and once for its statistics: nothing of XLA's reads x."""
     mesh = make_mesh("data", kind)
     shape = (N, 6, 5, 8) if axis == -1 else (N, 8, 6, 5)
     x, r, dy = (jnp.asarray(helpers.normal(seed, shape, dtype), dtype) for seed in (0, 1, 2))
@@ -489,7 +490,7 @@ def test_each_shard_walks_twice_through_a_batchnorms_backward(dtype, axis, activ
     assert collectives(text) == {"all-reduce": 2}  # of the statistics, and of the two sums
     local = (2, *shape[1:])
     walks = [call for call in native_calls(text) if call[0] != "batchnorm_infer"]  # whose y nobody asked for
-    assert walks == [("batchnorm_backward", (8,)), ("batchnorm_dx", local)]
+    assert walks == [("batchnorm_moments", (8,)), ("batchnorm_backward", (8,)), ("batchnorm_dx", local)]
     # Of a residual the second walk reads dz, where that is what the first one wrote.
     (operands,) = re.findall(r"custom-call\((.*?)\), custom_call_target=\"jaxconv_batchnorm_dx", text)
     passed = activation == "relu" or dtype == "float32"
@@ -517,6 +518,25 @@ def test_a_batchnorm_in_shard_map_walks_through_its_own_images_in_one_call():
     each = [step(x[i : i + 2], scale, bias, r[i : i + 2]) for i in range(0, N, 2)]
     for a, b in zip(compiled(*placed), zip(*each, strict=True), strict=True):
         np.testing.assert_allclose(a, jnp.concatenate(b), rtol=0, atol=floor("float32", 48, float(jnp.abs(a).max())))
+
+
+@over_kinds
+@pytest.mark.parametrize("split", NORM_SPECS)
+def test_moments_of_what_is_split(split, kind):
+    """The kernel called by itself: those of the whole."""
+    name, big, _ = NORM_SPECS[split]
+    mesh, x = make_mesh(name, kind), norm_args(100.0)[0]
+    p = BatchNormProblem("batchnorm", "float32", x.shape, 3, True, 0.9, 1e-5, implementation="native")
+
+    def step(x: Any) -> Any:
+        k, shift, var = moments(p, x)
+        return k + shift, var
+
+    whole = jax.jit(step)(x)
+    with entered(mesh):
+        result = jax.jit(step)(*place(mesh, (x,), (big,)))
+    for a, b in zip(jax.tree.leaves(result), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=8 * floor("float32", N * 24, float(jnp.abs(b).max())))
 
 
 @over_kinds

@@ -67,6 +67,16 @@ Status BatchNormTrain(const Context& ctx, const BatchNormProblem& p, const Plan&
 }
 
 // One pass.
+Status BatchNormMoments(const Context& ctx, const BatchNormProblem& p, const Plan& plan,
+                        const void* x, void* k, void* shift, void* var, Workspace workspace) {
+  const std::string what = Describe("batchnorm_moments", p, plan);
+  if (p.batch == 0 || p.channels == 0) return Status::Ok();
+  JAXCONV_RETURN_IF_ERROR(Confirm(BatchNormOp::kMoments, p, plan, workspace, what));
+  return batchnorm::TwoReadMoments(ctx, batchnorm::Canonical(p), plan.splits,
+                                   {x, Float(k), Float(shift), Float(var)}, workspace, what);
+}
+
+// One pass.
 Status BatchNormInfer(const Context& ctx, const BatchNormProblem& p, const Plan& plan,
                       const void* x, const void* scale, const void* bias, const void* mean,
                       const void* var, const void* residual, void* y) {

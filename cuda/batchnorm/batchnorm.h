@@ -66,6 +66,16 @@ Status TwoReadTrain(const Context& ctx, const BatchNormProblem& p, int64_t split
                     const ForwardTensors& t, Workspace workspace, const std::string& what);
 Status TwoReadBackward(const Context& ctx, const BatchNormProblem& p, int64_t splits,
                        const BackwardTensors& t, Workspace workspace, const std::string& what);
+// (batch, channels) each: a sample of the channel, its mean less that, its biased variance.
+struct MomentTensors {
+  const void* x;
+  float* k;
+  float* shift;
+  float* var;
+};
+// The statistics alone.
+Status TwoReadMoments(const Context& ctx, const BatchNormProblem& p, int64_t splits,
+                      const MomentTensors& t, Workspace workspace, const std::string& what);
 // dx alone: t.dscale and t.dbias are read, and are sums over `count` elements a channel.
 Status DxOfSums(const Context& ctx, const BatchNormProblem& p, int64_t count,
                 const BackwardTensors& t, const std::string& what);

@@ -46,6 +46,7 @@ OPS = {
     "batchnorm_infer": "batchnorm",
     "batchnorm_backward": "batchnorm",
     "batchnorm_dx": "batchnorm",
+    "batchnorm_moments": "batchnorm",
     "max_pool": "pool",
     "max_pool_backward": "pool",
     "groupnorm": "groupnorm",
@@ -93,7 +94,7 @@ def plan(op: str, problem: Any, device: Device) -> Plan:
     own = _tuned(op, problem, device)
     if own is not None:
         return own
-    if isinstance(problem, BatchNormProblem) and batchnorm.one_walk(op, problem):
+    if isinstance(problem, BatchNormProblem) and batchnorm.one_walk_of(op, problem):
         return _plan_one_walk(op, problem, device)
     return _best_native(op, problem, device) if forced else _fastest(op, problem, device)
 
@@ -134,12 +135,12 @@ def _best_native(op: str, problem: Problem, device: Device) -> Plan:
 
 
 def _plan_one_walk(op: str, problem: BatchNormProblem, device: Device) -> Plan:
-    """The sums of a batch-norm's backward alone, or its dx alone: native where the whole is, which was measured."""
-    whole = dataclasses.replace(problem, want_dx=True, count=None, dz=False)
-    found = plan("batchnorm_backward", whole, device)
+    """A batch-norm's statistics, its backward's sums or its dx alone: native where the whole is, which was measured."""
+    whole = batchnorm.one_walk_of(op, problem)
+    found = plan(whole, dataclasses.replace(problem, want_dx=True, count=None, dz=False), device)
     if found.implementation != "native":
         return found
-    reason = f"of a backward pass that is native ({found.reason}) one walk, which is two_read's"
+    reason = f"of a {whole} that is native ({found.reason}) one walk, which is two_read's"
     return _forced(op, "two_read", problem, device, reason)
 
 
