@@ -63,6 +63,11 @@ Status BatchNormTrain(const Context& ctx, const BatchNormProblem& p, const Plan&
                       const void* running_var, const void* residual, void* y, void* new_mean,
                       void* new_var, void* mean, void* rstd, Workspace workspace);
 
+// BatchNormTrain's statistics alone, in three parts: a sample k of a channel or what else is near its mean, the mean - k, and
+// the biased variance. (batch, channels) each.
+Status BatchNormMoments(const Context& ctx, const BatchNormProblem& p, const Plan& plan,
+                        const void* x, void* k, void* shift, void* var, Workspace workspace);
+
 Status BatchNormInfer(const Context& ctx, const BatchNormProblem& p, const Plan& plan,
                       const void* x, const void* scale, const void* bias, const void* mean,
                       const void* var, const void* residual, void* y);
@@ -76,6 +81,13 @@ Status BatchNormBackward(const Context& ctx, const BatchNormProblem& p, const Pl
                          const void* x, const void* dy, const void* scale, const void* bias,
                          const void* mean, const void* rstd, const void* residual, void* dx,
                          void* dscale, void* dbias, void* dresidual, Workspace workspace);
+
+// BatchNormBackward's dx alone, by sums that are given: those over `count` elements a channel, of which x may be a part.
+// count >= p.reduced().
+Status BatchNormDx(const Context& ctx, const BatchNormProblem& p, const Plan& plan, const void* x,
+                   const void* dy, const void* scale, const void* bias, const void* mean,
+                   const void* rstd, const void* dscale, const void* dbias, const void* residual,
+                   int64_t count, void* dx);
 
 // `position` is null when nobody asked for it.
 Status MaxPool(const Context& ctx, const PoolProblem& p, const Plan& plan, const void* x, void* y,

@@ -270,26 +270,31 @@ Status Infer(const Context& ctx, const BatchNormProblem& p, const T* x, const T*
   return Status::Ok();
 }
 
+// What backward reads.
 template <typename T>
-Status Backward(const Context& ctx, const BatchNormProblem& p, const T* x, const T* dy,
-                const T* scale, const T* bias, const T* mean, const T* rstd, const T* residual,
-                T* dx, T* dscale, T* dbias, T* dresidual) {
-  const Grid g(p);
-  const bool channels_last = p.inner == 1;
-  const int64_t rows = p.batch * p.channels;
-  const T slope = static_cast<T>(p.slope);
-  const bool needs_z = p.activation != Activation::kNone;
-  Affine<T> affine(rows);
-  for (int64_t r = 0; r < rows; ++r)
-    affine.Set(r, mean[r], rstd[r], scale[r], needs_z ? bias[r] : T(0));
+struct Gradients {
+  const T *x, *dy, *scale, *bias, *mean, *rstd, *residual;
+
+  // With the statistics that the forward pass kept.
+  Affine<T> ToAffine(const BatchNormProblem& p) const {
+    const bool needs_z = p.activation != Activation::kNone;
+    Affine<T> affine(p.batch * p.channels);
+    for (int64_t r = 0; r < p.batch * p.channels; ++r)
+      affine.Set(r, mean[r], rstd[r], scale[r], needs_z ? bias[r] : T(0));
+    return affine;
+  }
 
   // Calls use(at, channel, count, dz) for the block's runs, cut to at most kBuffer elements.
-  const auto for_each_dz = [&](const Block& b, auto&& use) {
+  template <typename Use>
+  void ForEachDz(const BatchNormProblem& p, const Affine<T>& affine, const Block& b,
+                 Use&& use) const {
+    const bool channels_last = p.inner == 1;
+    const T slope = static_cast<T>(p.slope);
     ForEachRun(p, b, [&](int64_t run_at, int64_t run_channel, int64_t run_count) {
       for (int64_t i = 0; i < run_count; i += kBuffer) {
         const int64_t at = run_at + i, count = std::min(kBuffer, run_count - i);
         const int64_t channel = channels_last ? run_channel + i : run_channel;
-        if (!needs_z) {
+        if (p.activation == Activation::kNone) {
           use(at, channel, count, dy + at);
           continue;
         }
@@ -303,17 +308,62 @@ Status Backward(const Context& ctx, const BatchNormProblem& p, const T* x, const
         use(at, channel, count, dz);
       }
     });
-  };
+  }
+};
 
-  // dx = scale * rstd * dz + slope * (x - mean) + offset
-  std::vector<T> dx_slope(rows), dx_offset(rows);
+// dx = scale * rstd * dz + slope * (x - mean) + offset
+template <typename T>
+struct DxOf {
+  explicit DxOf(int64_t rows) : slope(rows), offset(rows) {}
+
+  // By the means of dz and of dz * xhat.
+  void Set(int64_t row, double scale, double rstd, double mean_dz, double mean_dz_xhat) {
+    slope[row] = static_cast<T>(-scale * rstd * rstd * mean_dz_xhat);
+    offset[row] = static_cast<T>(-scale * rstd * mean_dz);
+  }
+  std::vector<T> slope, offset;
+};
+
+// The second walk: `dx` and `dresidual`, where they are wanted.
+template <typename T>
+void WriteGradients(const Context& ctx, const BatchNormProblem& p, const Gradients<T>& t,
+                    const Affine<T>& affine, const DxOf<T>& of, T* dx, T* dresidual) {
+  const Grid g(p);
+  ParallelFor(ctx, g.blocks(), [&](int64_t index) {
+    t.ForEachDz(p, affine, Block(g, index),
+                [&](int64_t at, int64_t channel, int64_t count, const T* dz) {
+                  if (dresidual != nullptr) std::copy(dz, dz + count, dresidual + at);
+                  if (dx == nullptr) return;
+                  const T *v = t.x + at, *m = &affine.mean[channel], *f = &affine.scale[channel];
+                  const T *k = &of.slope[channel], *o = &of.offset[channel];
+                  T* out = dx + at;
+                  if (p.inner == 1) {
+                    for (int64_t i = 0; i < count; ++i)
+                      out[i] = f[i] * dz[i] + (k[i] * (v[i] - m[i]) + o[i]);
+                  } else {
+                    const T m0 = *m, f0 = *f, k0 = *k, o0 = *o;
+                    for (int64_t i = 0; i < count; ++i)
+                      out[i] = f0 * dz[i] + (k0 * (v[i] - m0) + o0);
+                  }
+                });
+  });
+}
+
+template <typename T>
+Status Backward(const Context& ctx, const BatchNormProblem& p, const Gradients<T>& t, T* dx,
+                T* dscale, T* dbias, T* dresidual) {
+  const Grid g(p);
+  const bool channels_last = p.inner == 1;
+  const int64_t rows = p.batch * p.channels;
+  const Affine<T> affine = t.ToAffine(p);
+  DxOf<T> of(rows);
   const double n = static_cast<double>(p.reduced());
   Reduce<2>(
       ctx, g,
       [&](const Block& b, double** sums) {
-        for_each_dz(b, [&](int64_t at, int64_t channel, int64_t count, const T* dz) {
+        t.ForEachDz(p, affine, b, [&](int64_t at, int64_t channel, int64_t count, const T* dz) {
           const int64_t first = channel - b.batch * p.channels - b.channel;
-          const T *v = x + at, *m = &affine.mean[channel];
+          const T *v = t.x + at, *m = &affine.mean[channel];
           AddRun(channels_last, count, sums[0] + first, [=](int64_t i) { return double(dz[i]); });
           if (channels_last) {
             AddRun(true, count, sums[1] + first,
@@ -325,29 +375,23 @@ Status Backward(const Context& ctx, const BatchNormProblem& p, const T* x, const
         });
       },
       [&](int64_t r, const double* totals) {
-        const double inverse = rstd[r], factor = scale[r] * inverse;
+        const double inverse = t.rstd[r];
         dbias[r] = static_cast<T>(totals[0]);
         dscale[r] = n > 0 ? static_cast<T>(totals[1] * inverse) : T(0);
-        dx_slope[r] = static_cast<T>(-factor * inverse * inverse * (totals[1] / n));
-        dx_offset[r] = static_cast<T>(-factor * (totals[0] / n));
+        of.Set(r, t.scale[r], inverse, totals[0] / n, inverse * (totals[1] / n));
       });
-  if (dx == nullptr && dresidual == nullptr) return Status::Ok();
+  if (dx != nullptr || dresidual != nullptr) WriteGradients(ctx, p, t, affine, of, dx, dresidual);
+  return Status::Ok();
+}
 
-  ParallelFor(ctx, g.blocks(), [&](int64_t index) {
-    for_each_dz(Block(g, index), [&](int64_t at, int64_t channel, int64_t count, const T* dz) {
-      if (dresidual != nullptr) std::copy(dz, dz + count, dresidual + at);
-      if (dx == nullptr) return;
-      const T *v = x + at, *m = &affine.mean[channel], *f = &affine.scale[channel];
-      const T *k = &dx_slope[channel], *o = &dx_offset[channel];
-      T* out = dx + at;
-      if (channels_last) {
-        for (int64_t i = 0; i < count; ++i) out[i] = f[i] * dz[i] + (k[i] * (v[i] - m[i]) + o[i]);
-      } else {
-        const T m0 = *m, f0 = *f, k0 = *k, o0 = *o;
-        for (int64_t i = 0; i < count; ++i) out[i] = f0 * dz[i] + (k0 * (v[i] - m0) + o0);
-      }
-    });
-  });
+// dx by sums over `n` elements a channel.
+template <typename T>
+Status Dx(const Context& ctx, const BatchNormProblem& p, const Gradients<T>& t, const T* dscale,
+          const T* dbias, double n, T* dx) {
+  DxOf<T> of(p.batch * p.channels);
+  for (int64_t r = 0; r < p.batch * p.channels; ++r)
+    of.Set(r, t.scale[r], t.rstd[r], dbias[r] / n, dscale[r] / n);
+  WriteGradients(ctx, p, t, t.ToAffine(p), of, dx, static_cast<T*>(nullptr));
   return Status::Ok();
 }
 
@@ -393,6 +437,20 @@ Status BatchNormTrain(const Context& ctx, const BatchNormProblem& p, const Plan&
   });
 }
 
+Status BatchNormMoments(const Context& ctx, const BatchNormProblem& p, const Plan&, const void* x,
+                        void* k, void* shift, void* var, Workspace) {
+  return WithType(p.dtype, "batchnorm_moments", [&](auto t) {
+    using T = decltype(t);
+    Moments(ctx, Canonical(p), As(x, t), [=](int64_t r, double exact_mean, double exact_var) {
+      const T rounded = static_cast<T>(exact_mean);
+      As(k, t)[r] = rounded;
+      As(shift, t)[r] = static_cast<T>(exact_mean - rounded);
+      As(var, t)[r] = static_cast<T>(exact_var);
+    });
+    return Status::Ok();
+  });
+}
+
 Status BatchNormInfer(const Context& ctx, const BatchNormProblem& p, const Plan&, const void* x,
                       const void* scale, const void* bias, const void* mean, const void* var,
                       const void* residual, void* y) {
@@ -408,9 +466,33 @@ Status BatchNormBackward(const Context& ctx, const BatchNormProblem& p, const Pl
                          void* dbias, void* dresidual, Workspace) {
   const bool needs_residual = p.residual && p.activation != Activation::kNone;
   return WithType(p.dtype, "batchnorm_backward", [&](auto t) {
-    return Backward(ctx, Canonical(p), As(x, t), As(dy, t), As(scale, t), As(bias, t), As(mean, t),
-                    As(rstd, t), As(needs_residual ? residual : nullptr, t), As(dx, t),
-                    As(dscale, t), As(dbias, t), As(dresidual, t));
+    const Gradients<decltype(t)> given = {As(x, t),
+                                          As(dy, t),
+                                          As(scale, t),
+                                          As(bias, t),
+                                          As(mean, t),
+                                          As(rstd, t),
+                                          As(needs_residual ? residual : nullptr, t)};
+    return Backward(ctx, Canonical(p), given, As(dx, t), As(dscale, t), As(dbias, t),
+                    As(dresidual, t));
+  });
+}
+
+Status BatchNormDx(const Context& ctx, const BatchNormProblem& p, const Plan&, const void* x,
+                   const void* dy, const void* scale, const void* bias, const void* mean,
+                   const void* rstd, const void* dscale, const void* dbias, const void* residual,
+                   int64_t count, void* dx) {
+  const bool needs_residual = p.residual && p.activation != Activation::kNone;
+  return WithType(p.dtype, "batchnorm_dx", [&](auto t) {
+    const Gradients<decltype(t)> given = {As(x, t),
+                                          As(dy, t),
+                                          As(scale, t),
+                                          As(bias, t),
+                                          As(mean, t),
+                                          As(rstd, t),
+                                          As(needs_residual ? residual : nullptr, t)};
+    return Dx(ctx, Canonical(p), given, As(dscale, t), As(dbias, t), static_cast<double>(count),
+              As(dx, t));
   });
 }
 

@@ -93,6 +93,8 @@ cuda::BatchNormOp ToBatchNormOp(const std::string& name) {
   if (name == "batchnorm_train") return cuda::BatchNormOp::kTrain;
   if (name == "batchnorm_infer") return cuda::BatchNormOp::kInfer;
   if (name == "batchnorm_backward") return cuda::BatchNormOp::kBackward;
+  if (name == "batchnorm_dx") return cuda::BatchNormOp::kDx;
+  if (name == "batchnorm_moments") return cuda::BatchNormOp::kMoments;
   throw std::invalid_argument("unknown batch-norm " + name);
 }
 

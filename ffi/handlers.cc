@@ -534,6 +534,21 @@ Status NormTrain(ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets
                         call.Scratch());
 }
 
+Status NormMoments(ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                   const wire::Norm& norm, const wire::Plan& plan) {
+  Call call("batchnorm_moments", args, rets);
+  JAXCONV_RETURN_IF_ERROR(call.Confirm(1, 3));
+  BatchNormProblem p;
+  jaxconv::Plan how;
+  JAXCONV_RETURN_IF_ERROR(ToBatchNormProblem(call, call.Arg(0), norm, &p));
+  JAXCONV_RETURN_IF_ERROR(ToPlan(call, plan, &how));
+  auto ret = [&](size_t i) { return call.Ret(i); };
+  JAXCONV_RETURN_IF_ERROR(ConfirmParams(call, norm, p, call.Arg(0), ret, 0, {"k", "shift", "var"}));
+  return BatchNormMoments(MakeContext(context), p, how, call.Arg(0).untyped_data(),
+                          ret(0).untyped_data(), ret(1).untyped_data(), ret(2).untyped_data(),
+                          call.Scratch());
+}
+
 Status NormInfer(ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets,
                  const wire::Norm& norm, const wire::Plan& plan) {
   Call call("batchnorm_infer", args, rets);
@@ -579,6 +594,31 @@ Status NormBackward(ContextArg context, ffi::RemainingArgs args, ffi::RemainingR
   return BatchNormBackward(MakeContext(context), p, how, in(0), in(1), in(2), in(3), in(4), in(5),
                            residual ? in(6) : nullptr, dx ? out(2) : nullptr, out(0), out(1),
                            dresidual ? out(2 + dx) : nullptr, call.Scratch());
+}
+
+Status NormDx(ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets,
+              const wire::Norm& norm, int64_t count, const wire::Plan& plan) {
+  Call call("batchnorm_dx", args, rets);
+  const bool residual = norm.residual != 0;
+  JAXCONV_RETURN_IF_ERROR(call.Confirm(8 + residual, 1));
+  auto arg = [&](size_t i) { return call.Arg(i); };
+  BatchNormProblem p;
+  jaxconv::Plan how;
+  JAXCONV_RETURN_IF_ERROR(ToBatchNormProblem(call, arg(0), norm, &p));
+  JAXCONV_RETURN_IF_ERROR(ToPlan(call, plan, &how));
+  JAXCONV_RETURN_IF_ERROR(call.ConfirmLike("dy", arg(1), "x", arg(0)));
+  JAXCONV_RETURN_IF_ERROR(ConfirmParams(call, norm, p, arg(0), arg, 2,
+                                        {"scale", "bias", "mean", "rstd", "dscale", "dbias"}));
+  JAXCONV_RETURN_IF_ERROR(call.ConfirmLike("dx", call.Ret(0), "x", arg(0)));
+  if (residual) JAXCONV_RETURN_IF_ERROR(call.ConfirmLike("residual", arg(8), "x", arg(0)));
+  if (count < 1 || count < p.reduced()) {
+    return Status::Invalid(call.Text("count=" + std::to_string(count) +
+                                     ", expected at least 1 and the " +
+                                     std::to_string(p.reduced()) + " elements of a channel of x"));
+  }
+  auto in = [&](size_t i) { return arg(i).untyped_data(); };
+  return BatchNormDx(MakeContext(context), p, how, in(0), in(1), in(2), in(3), in(4), in(5), in(6),
+                     in(7), residual ? in(8) : nullptr, count, call.Ret(0).untyped_data());
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -914,6 +954,23 @@ XLA_FFI_DEFINE_HANDLER(
     JAXCONV_TRAITS);
 
 XLA_FFI_DEFINE_HANDLER(
+    kNormMoments,
+    [](ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets, wire::Norm norm,
+       wire::Plan plan) {
+      return Answer([&] { return NormMoments(context, args, rets, norm, plan); });
+    },
+    JAXCONV_BASE.Attr<wire::Norm>("norm").Attr<wire::Plan>("plan"), JAXCONV_TRAITS);
+
+XLA_FFI_DEFINE_HANDLER(
+    kNormDx,
+    [](ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets, wire::Norm norm,
+       int64_t count, wire::Plan plan) {
+      return Answer([&] { return NormDx(context, args, rets, norm, count, plan); });
+    },
+    JAXCONV_BASE.Attr<wire::Norm>("norm").Attr<int64_t>("count").Attr<wire::Plan>("plan"),
+    JAXCONV_TRAITS);
+
+XLA_FFI_DEFINE_HANDLER(
     kPool,
     [](ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets, wire::Pool pool,
        wire::Plan plan) { return Answer([&] { return Pool(context, args, rets, pool, plan); }); },
@@ -988,6 +1045,8 @@ std::vector<std::pair<const char*, XLA_FFI_Handler*>> Handlers() {
       {"jaxconv_batchnorm_train_v2", kNormTrain},
       {"jaxconv_batchnorm_infer_v2", kNormInfer},
       {"jaxconv_batchnorm_backward_v2", kNormBackward},
+      {"jaxconv_batchnorm_dx_v2", kNormDx},
+      {"jaxconv_batchnorm_moments_v2", kNormMoments},
       {"jaxconv_max_pool_v2", kPool},
       {"jaxconv_max_pool_backward_v2", kPoolBackward},
       {"jaxconv_groupnorm_v2", kGroupNorm},

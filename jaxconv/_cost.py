@@ -12,11 +12,13 @@ from jaxconv import _op
 from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem, GroupNormProblem, PoolProblem
 
 # Per element of x, as in reference.py: train takes two sums about a sample (4), normalises (4); infer normalises;
-# backward recomputes xhat (2), takes two sums (3) and dx from them (5).
+# backward recomputes xhat (2), takes two sums (3) and dx from them (5); dx alone recomputes xhat too.
 _NORM_FLOPS = {
     "batchnorm_train": 8,
     "batchnorm_infer": 4,
     "batchnorm_backward": 10,
+    "batchnorm_dx": 7,
+    "batchnorm_moments": 4,
     "groupnorm": 8,
     "groupnorm_backward": 11,  # each sum also of the group, each element by its channel's scale
 }

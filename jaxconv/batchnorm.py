@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxconv import _moments, _op, _problem, _sharding, reference
-from jaxconv._activation import activate, activate_grad
+from jaxconv._activation import Activation, activate, activate_grad
 from jaxconv._problem import BatchNormProblem
 from jaxconv._types import Array, BatchNormAlgorithm, Implementation, Operand, ToActivation
 
@@ -93,8 +93,7 @@ def _train_shard(
     if not mesh_axes:
         return train(p, x, *rest)
     scale, bias, running_mean, running_var, *residual = rest
-    moments = _moments.of_shard(p, x, _inside(whole, p, split))
-    mean, var = _moments.merged(moments, mesh_axes, whole.reduced)
+    mean, var = _merged_moments(whole, p, split, x, mesh_axes)
     return _train_with(p, x, scale, bias, running_mean, running_var, mean, var, *residual)
 
 
@@ -110,10 +109,30 @@ def _train_with(p: BatchNormProblem, x, scale, bias, running_mean, running_var, 
     ]
 
 
+def _moments_shard(whole: BatchNormProblem, p: BatchNormProblem, split: _sharding.Split, x: Array) -> list[Array]:
+    """Those of the whole."""
+    mesh_axes = _reduced_mesh_axes(split)
+    if not mesh_axes:
+        return moments(p, x)
+    mean, var = _merged_moments(whole, p, split, x, mesh_axes)
+    return [mean, jnp.zeros_like(mean), var]
+
+
+def _merged_moments(
+    whole: BatchNormProblem, p: BatchNormProblem, split: _sharding.Split, x: Array, mesh_axes: tuple[str, ...]
+) -> tuple[Array, Array]:
+    inside = _inside(whole, p, split)
+    own = moments(_inner(p), x) if inside is None else _moments.of_shard(p, x, inside)
+    return _moments.merged(own, mesh_axes, whole.reduced)
+
+
 def _backward_shard(
     whole: BatchNormProblem, p: BatchNormProblem, split: _sharding.Split, x: Array, dy: Array, *rest: Array
 ) -> list[Array]:
-    """Local sums, added over the mesh, then dx from them."""
+    """Local sums, added over the mesh, then dx from them: each a walk over the shard.
+
+    Where the first writes dresidual and loses nothing by it, the second reads that in the place of dy and the residual.
+    """
     mesh_axes = _reduced_mesh_axes(split)
     if not mesh_axes:
         return backward(p, x, dy, *rest)
@@ -125,10 +144,15 @@ def _backward_shard(
     dscale, dbias = jax.lax.psum(jnp.stack([dscale, dbias]), mesh_axes)
     if not p.want_dx:
         return [dscale, dbias, *dresidual]
-    scale, _, _, rstd, *_ = rest
-    xhat, dz = reference.batchnorm_dz(p, x, dy, *rest)
-    dx = reference.batchnorm_dx(p, xhat, dz, scale, rstd, dscale, dbias, whole.reduced)
-    return [dscale, dbias, dx.astype(x.dtype), *dresidual]
+    passed = bool(dresidual) and _passes_dz(p)
+    q = replace(_inner(p), want_dresidual=False, count=whole.reduced, dz=passed)
+    dy, residual = (dresidual[0], ()) if passed else (dy, rest[4:])
+    return [dscale, dbias, dx_of_sums(q, x, dy, *rest[:4], dscale, dbias, *residual), *dresidual]
+
+
+def _passes_dz(p: BatchNormProblem) -> bool:
+    """Whether dz in x's type, dresidual, is all of dz: ReLU's is dy or zero. Others' would be rounded."""
+    return p.residual and (p.activation.name == "relu" or p.dtype == p.param_dtype)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -151,6 +175,16 @@ train = _op.kernel(
     wire=lambda p, plan: _wire(p, 5 + p.residual, 5),
     batch=_op.batch_by_instances(lambda: train),
     partition=lambda p: _partition(p, "xpppp" + "x" * p.residual, "xpppp", _train_shard),
+    multiple_results=True,
+)
+# x -> k, mean - k, var: see `_moments`
+moments = _op.kernel(
+    "batchnorm_moments",
+    reference=lambda p, x: list(reference.batchnorm_moments(p, x)),
+    results=lambda p: [_param(p)] * 3,
+    wire=lambda p, plan: _wire(replace(p, activation=Activation(), residual=False), 1, 3),
+    batch=_op.batch_by_instances(lambda: moments),
+    partition=lambda p: _partition(p, "x", "ppp", _moments_shard),
     multiple_results=True,
 )
 # (x, scale, bias, mean, var, residual?) -> y
@@ -176,8 +210,19 @@ backward = _op.kernel(
     ),
     multiple_results=True,
 )
+# (x, dy, scale, bias, mean, rstd, dscale, dbias, residual?) -> dx, by sums over p.count elements a channel
+dx_of_sums = _op.kernel(
+    "batchnorm_dx",
+    reference=reference.batchnorm_dx_of_sums,
+    results=lambda p: [_x(p)],
+    wire=lambda p, plan: _wire(p.of_dz, 8 + p.of_dz.residual, 1, count=p.count),
+    batch=_op.batch_by_instances(lambda: dx_of_sums),
+    partition=lambda p: _partition(p, "xxpppppp" + "x" * p.of_dz.residual, "x"),
+)
 _op.by_reference(infer)
 _op.by_reference(backward)
+_op.by_reference(dx_of_sums)
+_op.by_reference(moments)
 
 
 def train_forward(p: BatchNormProblem, *args: Array) -> tuple[list[Array], Any]:

@@ -248,6 +248,14 @@ def batchnorm_backward(p: BatchNormProblem, x, dy, scale, bias, mean, rstd, *res
     return outs
 
 
+def batchnorm_dx_of_sums(
+    p: BatchNormProblem, x, dy, scale, bias, mean, rstd, dscale, dbias, *residual: jax.Array
+) -> list[jax.Array]:
+    """[dx] from the sums dscale and dbias over `p.count` elements a channel; dy is dz where p.dz."""
+    xhat, dz = batchnorm_dz(p.of_dz, x, dy, scale, bias, mean, rstd, *residual)
+    return [batchnorm_dx(p, xhat, dz, scale, rstd, dscale, dbias, p.count).astype(x.dtype)]
+
+
 def batchnorm_dz(p: BatchNormProblem, x, dy, scale, bias, mean, rstd, *residual: jax.Array) -> tuple[Any, Any]:
     """(xhat, dz), in the parameters' dtype."""
     s = channel_shape(p)

@@ -19,7 +19,8 @@ import jaxconv
 from jaxconv import _op
 from jaxconv import conv as conv_module
 from jaxconv._activation import Activation
-from jaxconv._problem import ConvProblem, DenseProblem
+from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem
+from jaxconv.batchnorm import dx_of_sums, moments
 from jaxconv.dense import dense_gradient
 
 KERNELS = {kernel.name: kernel for kernel in _op.KERNELS.values()}
@@ -69,6 +70,21 @@ def dz_and_db(dy: jax.Array, w: jax.Array, z: jax.Array) -> list[jax.Array]:
     precision = (jax.lax.Precision.DEFAULT,) * 2
     p = DenseProblem("mlp", dtype, m, k, n, precision, trans_w=True, activation=Activation("gelu"), algorithm="sm90")
     return dense_gradient(p, dy, w, z)
+
+
+def _norm(x: jax.Array, **more: Any) -> BatchNormProblem:
+    p = BatchNormProblem("batchnorm", x.dtype.name, x.shape, x.ndim - 1, True, 0.9, 1e-5, Activation("relu"))
+    return dataclasses.replace(p, implementation="native", **more)
+
+
+def norm_dx(x: jax.Array, dy: jax.Array, v: jax.Array, residual: jax.Array) -> jax.Array:
+    """dx of a batch-norm whose other half is elsewhere."""
+    p = _norm(x, residual=True, count=2 * x.size // x.shape[-1])
+    return dx_of_sums(p, x, dy, v, v, v, v, v, v, residual)
+
+
+def norm_moments(x: jax.Array) -> list[jax.Array]:
+    return moments(_norm(x), x)
 
 
 def _programs() -> dict[str, tuple[str, Any, Any]]:
@@ -131,6 +147,8 @@ def _programs() -> dict[str, tuple[str, Any, Any]]:
         ),
         "batchnorm_infer": ("batchnorm_infer", functools.partial(norm, training=False, residual=x), (x, v, v, v, v)),
         "batchnorm_backward": ("batchnorm_backward", jax.grad(trained, (0, 1)), (x, x)),
+        "batchnorm_dx": ("batchnorm_dx", norm_dx, (x, x, v, x)),
+        "batchnorm_moments": ("batchnorm_moments", norm_moments, (x,)),
         "max_pool": ("max_pool", pool, (x,)),
         "max_pool_positions": ("max_pool", jax.grad(lambda x: pool(x).sum()), (x,)),
         "max_pool_backward": ("max_pool_backward", jax.grad(lambda x: pool(x).sum()), (x,)),
@@ -158,13 +176,16 @@ _NAMES = {
     "batchnorm_train": ("x scale bias running_mean running_var residual?", "y new_mean new_var mean rstd"),
     "batchnorm_infer": ("x scale bias mean var residual?", "y"),
     "batchnorm_backward": ("x dy scale bias mean rstd residual?", "dscale dbias dx? dresidual?"),
+    "batchnorm_dx": ("x dy scale bias mean rstd dscale dbias residual?", "dx"),
+    "batchnorm_moments": ("x", "k shift var"),
     "max_pool": ("x", "y position?"),
     "max_pool_backward": ("position dy", "dx"),  # of its operands those that the call is given
     "groupnorm": ("x scale bias", "y mean rstd"),
     "groupnorm_backward": ("x dy scale bias mean rstd", "dscale dbias dx?"),
 }
 # Ops younger than the first version of the wire
-YOUNGER = ("conv_add", "dense_gradient", "max_pool", "max_pool_backward", "groupnorm", "groupnorm_backward")
+YOUNGER = ("conv_add", "dense_gradient", "batchnorm_dx", "batchnorm_moments", "max_pool", "max_pool_backward")
+YOUNGER += ("groupnorm", "groupnorm_backward")
 
 
 def _operand(p: Any, kernel: str, name: str) -> tuple[Shape, str]:

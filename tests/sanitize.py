@@ -34,7 +34,7 @@ import numpy as np
 from jaxconv import _activation, _op, _plan, _problem
 from jaxconv._plan import conv, dense, depthwise, domain, sm90
 from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem, GroupNormProblem, PoolProblem
-from jaxconv.batchnorm import backward, infer, train
+from jaxconv.batchnorm import backward, dx_of_sums, infer, moments, train
 from jaxconv.conv import conv_add, conv_kernel, dgrad, dgrad_add, fprop, statistics, wgrad
 from jaxconv.dense import dense_gradient, dense_kernel, matmul
 from jaxconv.groupnorm import backward as group_backward
@@ -210,10 +210,15 @@ def batchnorm_calls(dtype: str, algorithm: str, shape: tuple[int, ...], axis: in
         algorithm=algorithm,
     )
     q = dataclasses.replace(p, want_dresidual=fused)
+    half = dataclasses.replace(p, count=2 * p.reduced)
     return [
         (train, p, [x, *[param] * 4, *residual]),
         (infer, dataclasses.replace(p, training=False), [x, *[param] * 4, *residual]),
         (backward, q, [x, x, *[param] * 4, *residual]),
+        (backward, dataclasses.replace(q, want_dx=False), [x, x, *[param] * 4, *residual]),
+        (moments, p, [x]),
+        (dx_of_sums, half, [x, x, *[param] * 6, *residual]),
+        (dx_of_sums, dataclasses.replace(half, dz=True), [x, x, *[param] * 6]),
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import functools
 from typing import Any
 
@@ -28,8 +29,10 @@ from tolerance import assert_close, assert_within, eps
 
 import jaxconv
 from jaxconv import _plan
+from jaxconv._activation import parse
 from jaxconv._plan import batchnorm as team
 from jaxconv._problem import BATCHNORM_ALGORITHMS, BatchNormProblem
+from jaxconv.batchnorm import backward, dx_of_sums, moments
 
 # (shape, channel_axis)
 SHAPES = {
@@ -213,6 +216,69 @@ def test_a_gradient_is_the_same_whichever_others_are_asked_for(shape, axis, acti
                     assert same_bits(value, together[name]), f"d{name} of {some}, {algorithm}"
 
 
+def by_halves(
+    p: BatchNormProblem, given: dict[str, jax.Array], pass_dz: bool
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """dscale, dbias, dx, dresidual as two devices have them, each with half of the first axis."""
+    epsilon, axes = p.epsilon, tuple(a for a in range(len(p.shape)) if a != p.channel_axis)
+    wide = given["x"].astype(p.param_dtype)
+    statistics = jnp.mean(wide, axes), jax.lax.rsqrt(jnp.var(wide, axes) + epsilon)
+    half = dataclasses.replace(p, shape=(p.shape[0] // 2, *p.shape[1:]), want_dresidual=True)
+    big = [jnp.split(given[name], 2) for name in ("x", "dy", "residual")]
+    small = given["scale"], given["bias"], *statistics
+    walked = [
+        backward(dataclasses.replace(half, want_dx=False), x, dy, *small, *[r] * p.residual)
+        for x, dy, r in zip(*big, strict=True)
+    ]
+    sums = [walked[0][i] + walked[1][i] for i in range(2)]
+    q = dataclasses.replace(half, count=p.reduced, dz=pass_dz)
+    dx = [
+        dx_of_sums(q, x, dz if pass_dz else dy, *small, *sums, *[r] * (p.residual and not pass_dz))
+        for x, dy, r, (_, _, dz) in zip(*big, walked, strict=True)
+    ]
+    return *sums, jnp.concatenate(dx), jnp.concatenate([dz for _, _, dz in walked])
+
+
+def compare_halves(shape: Any, axis: int, dtype: str, activation: Any, residual: bool) -> None:
+    given = data(shape, axis, dtype)
+    p = dataclasses.replace(
+        problem(shape, axis, dtype, True), epsilon=1e-3, residual=residual, activation=parse("", activation)
+    )
+    expected = numpy_gradients(given, axis, True, 1e-3, activation, residual)
+    n = p.reduced
+    x_size, scale_size, dy_size = (np.abs(given[name]).max() for name in ("x", "scale", "dy"))
+    sums = dy_size * x_size * np.sqrt(n)
+    with types_of(dtype):
+        args = arrays(given, dtype)
+        for pass_dz in (False, True):
+            found = [
+                jax.jit(functools.partial(by_halves, dataclasses.replace(p, implementation=i), pass_dz=pass_dz))(
+                    given=args
+                )
+                for i in ("native", "xla")
+            ]
+            for i, (name, scale) in enumerate((("scale", sums), ("bias", sums), ("x", dy_size * x_size * scale_size))):
+                what = f"d{name}{' of dz' * pass_dz}"
+                assert_close(found[0][i], found[1][i], expected[name], n, what, scale=scale)
+            if residual:
+                assert_close(found[0][3], found[1][3], expected["residual"], n, "dresidual", scale=dy_size)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis", "dtype"), [case for case in TYPED if case[0][0] % 2 == 0 and case[1] != 0], ids=str
+)
+def test_dx_by_the_sums_of_several_devices_errs_no_more_than_twice_xla(shape, axis, dtype):
+    """The walks of a mesh's backward pass, over halves of x: ReLU and a residual, with dy and with dz."""
+    compare_halves(shape, axis, dtype, "relu", True)
+
+
+@pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
+@pytest.mark.parametrize("activation", NAMED_ACTIVATIONS, ids=label)
+def test_dx_by_the_sums_of_several_devices_of_every_activation(activation, residual):
+    for shape, axis in (((4, 8, 8, 64), -1), ((2, 6, 5, 19), -1), ((4, 7, 7, 5), 1), ((2, 5, 6, 4), 1)):
+        compare_halves(shape, axis, "float32", activation, residual)
+
+
 @pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
 @pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
 @pytest.mark.parametrize("activation", NAMED_ACTIVATIONS, ids=label)
@@ -227,6 +293,8 @@ def test_every_activation_errs_no_more_than_twice_xla(activation, training, resi
 def test_every_activation_in_vectors_errs_no_more_than_twice_xla(activation, dtype):
     compare((9, 7, 7, 48), -1, dtype, True, activation, False)
 
+
+FIRST = (*NATIVE_IN_FLOAT64, None)[0]
 
 # What resident_team lays out differently: a team of one CTA and of many; groups that it takes in turn; shares that do
 # and do not stay in shared memory (a CTA of 256 threads holds about 26 vectors a thread, or 13 of x and dy).
@@ -281,6 +349,37 @@ def test_teams_dispatched_from_two_threads_beside_other_work_end_and_agree():
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         for result in pool.map(work, range(2), timeout=120):
             assert same_bits(result, expected)
+
+
+@pytest.mark.parametrize(("shape", "axis", "dtype"), TYPED, ids=str)
+def test_statistics_alone_err_no_more_than_twice_xla(shape, axis, dtype):
+    given, p = data(shape, axis, dtype), problem(shape, axis, dtype, True)
+    axes, largest = tuple(a for a in range(len(shape)) if a != p.channel_axis), np.abs(given["x"]).max()
+
+    def of(implementation: str, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        k, shift, var = moments(dataclasses.replace(p, implementation=implementation), x)
+        return k + shift, var
+
+    with types_of(dtype):
+        x = jnp.asarray(given["x"], dtype)
+        actual, xla = (jax.jit(functools.partial(of, i))(x) for i in ("native", "xla"))
+        for i, expected in enumerate((given["x"].mean(axes), given["x"].var(axes))):
+            assert_close(actual[i], xla[i], expected, p.reduced, "variance" * i or "mean", scale=largest ** (i + 1))
+
+
+def test_the_walks_of_a_mesh_have_derivatives_in_both_modes_to_second_order(x64):
+    p = dataclasses.replace(problem((4, 3, 2), -1, "float64", True), activation=parse("", "silu"), residual=True)
+    p = dataclasses.replace(p, implementation=FIRST)
+    shapes = ((4, 3, 2), (4, 3, 2), *[(2,)] * 6, (4, 3, 2))
+
+    def statistics(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        k, shift, var = moments(p, x)
+        return k + shift, var
+
+    args = [jnp.asarray(normal(i, shape)) for i, shape in enumerate(shapes)]
+    check_grads(jax.jit(functools.partial(dx_of_sums, dataclasses.replace(p, count=30))), args, order=2)
+    check_grads(jax.jit(functools.partial(dx_of_sums, dataclasses.replace(p, count=30, dz=True))), args[:-1], order=2)
+    check_grads(jax.jit(statistics), args[:1], order=2)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -431,7 +530,6 @@ def test_gradients_agree_with_numerical_derivatives(axis, choice):
 # ----------------------------------------------------------------------------------------------------------------------
 # Masks and given statistics
 
-FIRST = (*NATIVE_IN_FLOAT64, None)[0]
 # (shape, channel_axis, shape of the mask)
 MASKS = [
     ((4, 5, 6), -1, (4, 5, 1)),

@@ -18,7 +18,7 @@ from jaxconv._problem import BATCHNORM_ALGORITHMS, BatchNormProblem
 H200 = Device("cuda", "NVIDIA H200", (9, 0), 132)
 A100 = Device("cuda", "NVIDIA A100-SXM4-80GB", (8, 0), 108)
 A10 = Device("cuda", "NVIDIA A10", (8, 6), 72)
-OPS = ("batchnorm_train", "batchnorm_infer", "batchnorm_backward")
+OPS = ("batchnorm_train", "batchnorm_infer", "batchnorm_backward", "batchnorm_dx", "batchnorm_moments")
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +92,10 @@ def test_dtypes_kernels_parts_and_tiles_that_there_are_none_of():
         assert (refusal("resident_team", problem(4, 8), tile=tile) is None) is runs
     for kernel in ("resident_block", "resident_team"):
         assert refusal(kernel, problem(4, 8), "batchnorm_infer") == "inference is a single pass"
-    assert refusal("two_read", problem(4, 8), "batchnorm_infer") is None
+        assert refusal(kernel, problem(4, 8), "batchnorm_dx") == "dx of given sums is a single pass"
+        assert refusal(kernel, problem(4, 8), "batchnorm_moments") == "statistics alone are a single pass"
+    for op in ("batchnorm_infer", "batchnorm_dx", "batchnorm_moments"):
+        assert refusal("two_read", problem(4, 8), op) is None
 
 
 @pytest.mark.parametrize(("dtype", "vector"), [("float32", 4), ("bfloat16", 8), ("float16", 8)])
@@ -143,9 +146,10 @@ def test_four_steps_of_a_team_fit_in_shared_memory(op, dtype, activation, residu
 def test_the_memory_of_sums():
     plan = Plan("native", "", "two_read", splits=5)
     p = problem(100, 24, batch=2)
-    for op in ("batchnorm_train", "batchnorm_backward"):
+    for op in ("batchnorm_train", "batchnorm_backward", "batchnorm_moments"):
         assert batchnorm_workspace(op, plan, p, H200) == (5 + 1) * 2 * 2 * 24 * 4
     assert batchnorm_workspace("batchnorm_infer", plan, p, H200) == 0
+    assert batchnorm_workspace("batchnorm_dx", plan, p, H200) == 0
     assert batchnorm_workspace("batchnorm_train", Plan("native", "", "resident_block"), p, H200) == 0
 
 

@@ -664,6 +664,7 @@ def test_pairs_with_batchnorm(stride, kind):
     assert set(collectives(compiled.as_text())) == {"collective-permute", "all-reduce"}
     calls = collections.Counter(name for name, _ in native_calls(compiled.as_text()))
     assert calls["conv_fprop"] == 2 and "conv_statistics" not in calls
+    assert calls["batchnorm_backward"] == calls["batchnorm_dx"] == 1
     for a, b in zip(jax.tree.leaves(result), jax.tree.leaves(step(*args)), strict=True):
         # z is a sum of 36 products; the largest terms of what follows are sums over all pixels of y's deviations.
         np.testing.assert_allclose(a, b, rtol=0, atol=64 * floor("float32", 36, float(jnp.abs(b).max())))
@@ -694,8 +695,10 @@ def test_rows_that_do_not_divide():
 
 @on_a_mesh
 @pytest.mark.parametrize(("height", "taps"), [(H, 4), (max(6, 2 * SHARDS), max(6, 2 * SHARDS) - 4)])
-@pytest.mark.parametrize("implementation", ["native", None])
-def test_batchnorm_of_rows_that_do_not_divide(height, taps, implementation):
+@pytest.mark.parametrize(
+    ("implementation", "activation"), [("native", "relu"), ("native", "silu"), ("native", None), (None, "relu")]
+)
+def test_batchnorm_of_rows_that_do_not_divide(height, taps, implementation, activation):
     """After a VALID convolution: its statistics and sums are those of the rows that there are, an odd number, and 5, of
     which the last of four devices has none."""
     mesh = make_mesh()
@@ -704,7 +707,7 @@ def test_batchnorm_of_rows_that_do_not_divide(height, taps, implementation):
         z = jaxconv.conv2d(x, w, padding="VALID", implementation=implementation)
         z, mean, var = jaxconv.batchnorm(
             z, scale, bias, jnp.zeros(4), jnp.ones(4), residual=z * residual, training=True, momentum=0.0,
-            activation="relu", implementation=implementation)  # fmt: skip
+            activation=activation, implementation=implementation)  # fmt: skip
         return jnp.sum(z * z), (mean, var)
 
     shapes = (4, height, 6, 4), (taps, 3, 4, 4), (4,), (4,), (4,)
@@ -713,6 +716,8 @@ def test_batchnorm_of_rows_that_do_not_divide(height, taps, implementation):
     placed = place(mesh, args, (SPACE, *[P()] * 4))
     compiled = jax.jit(step).lower(*placed).compile()
     assert set(collectives(compiled.as_text())) == {"collective-permute", "all-reduce"}
+    norms = [name for name, _ in native_calls(compiled.as_text()) if name.startswith("batchnorm")]
+    assert norms == ["batchnorm_infer", "batchnorm_backward", "batchnorm_dx"] * (implementation is not None)
     whole = step(*map(jnp.asarray, args))
     for a, b in zip(jax.tree.leaves(compiled(*placed)), jax.tree.leaves(whole), strict=True):
         # Sums of up to 4 * H * 4 products, of values that are such sums themselves, through four more such steps.

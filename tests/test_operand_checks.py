@@ -17,11 +17,14 @@ if PLATFORM == "cuda" and DEVICE.compute_capability != (9, 0):
         "a GPU's kernels with statistics and with an addend need compute capability 9.0", allow_module_level=True
     )
 
+# No other array shares its pixels and its type: with others it is another right call.
+ALONE = ("batchnorm_moments", "operands", "x")
 ARRAYS = [
     (name, side, array)
     for name in direct_calls.NAMES
     for side in ("operands", "results")
     for array in getattr(direct_calls.example(name), side)
+    if (name, side, array) != ALONE
 ]
 
 
@@ -93,3 +96,28 @@ def test_one_operand_or_result_more_or_less_is_refused(name):
         assert "expected" in refusal(call)
         del arrays["more"], arrays[list(arrays)[-1]]
         assert "expected" in refusal(call)
+
+
+@pytest.mark.parametrize("count", [-(2**63), -1, 0, 59])
+def test_sums_over_fewer_elements_than_a_channel_has_are_refused(count):
+    call = direct_calls.example("batchnorm_dx")  # of (2, 5, 6, 4)
+    call.attrs["count"] = np.int64(60)
+    call.run()
+    call.attrs["count"] = np.int64(count)
+    assert f"count={count}, expected at least 1 and the 60 elements" in refusal(call)
+
+
+def test_an_array_that_stands_alone_may_have_other_pixels_and_must_have_the_results_channels():
+    for shape, runs in (((3, 5, 7, 4), True), ((1, 1, 1, 4), True), ((2, 5, 6, 3), False), ((2, 5, 6, 5), False)):
+        call = direct_calls.example(ALONE[0])
+        call.operands["x"] = (shape, "float32")
+        if PLATFORM == "cuda":
+            call.workspace = 2**20  # of more parts than the plan's
+        if runs:
+            assert [a.tolist() for a in call.run()] == [[1] * 4, [0] * 4, [0] * 4]
+        else:
+            assert names(refusal(call), "x")
+    for dtype in ("int32", "uint8", "bool"):
+        call = direct_calls.example(ALONE[0])
+        call.operands["x"] = ((2, 5, 6, 4), dtype)
+        assert names(refusal(call), "x")

@@ -49,7 +49,7 @@ PAIR = (lax.Precision.DEFAULT,) * 2
 CONV_OPS = ("conv", "conv_fprop", "conv_dgrad", "conv_wgrad")
 DENSE_OPS = ("dense", "matmul")
 GROUP_OPS = ("groupnorm", "groupnorm_backward")
-NORM_OPS = ("batchnorm_train", "batchnorm_infer", "batchnorm_backward")
+NORM_OPS = ("batchnorm_train", "batchnorm_infer", "batchnorm_backward", "batchnorm_dx", "batchnorm_moments")
 ALGORITHMS = {**dict.fromkeys(CONV_OPS, CONV_ALGORITHMS), **dict.fromkeys(DENSE_OPS, DENSE_ALGORITHMS)}
 ALGORITHMS |= {**dict.fromkeys(NORM_OPS, BATCHNORM_ALGORITHMS), **dict.fromkeys(GROUP_OPS, GROUPNORM_ALGORITHMS)}
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -185,6 +185,37 @@ def test_no_accumulator_of_a_weight_gradient_is_kept_for_long(dtype):
         for made in implicit_gemm.wants("conv_wgrad", p, H200):
             assert made.splits * longest >= images * 49
             assert made.splits * 9 * 64 * 4 <= implicit_gemm.FOR_THAT_BYTES
+
+
+@pytest.mark.parametrize("implementation", [None, "native"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_walk_of_a_batchnorm_alone_is_native_where_the_whole_is_and_by_two_read(dtype, implementation):
+    """Statistics, backward's sums, and dx by sums that are given, of dz too: a team has nothing to keep."""
+    walks = (
+        ("moments", {}),
+        ("backward", {"want_dx": False}),
+        ("dx", {"count": 10**7}),
+        ("dx", {"count": 10**7, "dz": True}),
+    )
+    whole = collections.Counter()
+    for shape, activation in itertools.product(((256, 7, 7, 2048), (256, 56, 56, 256), (5, 7, 7, 3)), ("relu", "none")):
+        problem = BatchNormProblem(
+            "batchnorm", dtype, shape, 3, True, 0.9, 1e-5, Activation(activation), activation == "relu",
+            implementation=implementation,
+        )  # fmt: skip
+        both = {op: plan(f"batchnorm_{op}", problem, H200) for op in ("train", "backward")}
+        whole[both["backward"].algorithm] += 1
+        for op, change in walks:
+            found = both["train" if op == "moments" else "backward"]
+            made = plan(f"batchnorm_{op}", dataclasses.replace(problem, **change), H200)
+            assert made.implementation == found.implementation
+            assert made.algorithm == ("two_read" if found.implementation == "native" else "")
+            assert found.reason in made.reason
+            cpu = plan(f"batchnorm_{op}", dataclasses.replace(problem, **change), DEVICES["cpu"])
+            assert cpu.implementation == (implementation or "xla")
+    assert whole["resident_team"] and len(whole) > 1  # both choices of a whole were seen
+    forced = dataclasses.replace(problem, implementation=None, want_dx=False, algorithm="resident_block")
+    assert plan("batchnorm_backward", forced, H200).algorithm == "resident_block"
 
 
 def test_the_input_gradient_of_patches_is_a_product_in_memory():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import itertools
 import os
 import re
 import socket
@@ -28,6 +29,8 @@ from jax.sharding import PartitionSpec as P
 from tolerance import floor
 
 import jaxconv
+from jaxconv._problem import BatchNormProblem
+from jaxconv.batchnorm import moments
 
 DEVICES = jax.device_count()
 pytestmark = pytest.mark.skipif(DEVICES < 2 or DEVICES % 2 == 1, reason="a mesh takes an even number of devices")
@@ -446,6 +449,118 @@ def test_batchnorm(split, implementation, kind):
     # at most four such values, each linear in every one.
     for a, b in zip(jax.tree.leaves(result), jax.tree.leaves(whole), strict=True):
         bound = 4 * 2 * floor("float32", N * 24, float(jnp.abs(b).max()))
+        np.testing.assert_allclose(a, b, rtol=0, atol=bound)
+
+
+NORM_CASES = [
+    ("float32", -1, activation, residual)
+    for activation, residual in itertools.product(helpers.NAMED_ACTIVATIONS, (False, True))
+    if residual or activation in (None, "relu")
+]
+NORM_CASES += [
+    (dtype, axis, activation, True)
+    for dtype, axis in (("float32", 1), ("bfloat16", -1), ("bfloat16", 1), ("float16", -1), ("float16", 1))
+    for activation in ("relu", "silu")
+]
+
+
+@over_kinds
+@pytest.mark.parametrize(("dtype", "axis", "activation", "residual"), NORM_CASES, ids=helpers.label)
+def test_each_shard_walks_twice_through_a_batchnorms_backward(dtype, axis, activation, residual, kind):
+    """Once for its sums, which meet, and once for its dx; and once for its statistics: nothing of XLA's reads x."""
+    mesh = make_mesh("data", kind)
+    shape = (N, 6, 5, 8) if axis == -1 else (N, 8, 6, 5)
+    x, r, dy = (jnp.asarray(helpers.normal(seed, shape, dtype), dtype) for seed in (0, 1, 2))
+    scale, bias = (jnp.asarray(helpers.normal(seed, (8,), "float32"), "float32") for seed in (3, 4))
+    options = dict(training=True, activation=activation, channel_axis=axis, implementation="native")
+
+    def step(x: Any, scale: Any, bias: Any, dy: Any, r: Any) -> Any:
+        def f(x: Any, scale: Any, bias: Any, r: Any) -> Any:
+            return jaxconv.batchnorm(x, scale, bias, 0 * bias, 0 * bias, residual=r if residual else None, **options)[0]
+
+        return jax.vjp(f, x, scale, bias, r)[1](dy)
+
+    args, big = (x, scale, bias, dy, r), P("data")
+    whole = jax.jit(step)(*args)
+    with entered(mesh):
+        placed = place(mesh, args, (big, P(), P(), big, big))
+        compiled = jax.jit(step).lower(*placed).compile()
+        result = compiled(*placed)
+    text = compiled.as_text()
+    assert collectives(text) == {"all-reduce": 2}  # of the statistics, and of the two sums
+    local = (2, *shape[1:])
+    walks = [call for call in native_calls(text) if call[0] != "batchnorm_infer"]  # whose y nobody asked for
+    assert walks == [("batchnorm_moments", (8,)), ("batchnorm_backward", (8,)), ("batchnorm_dx", local)]
+    # Of a residual the second walk reads dz, where that is what the first one wrote.
+    (operands,) = re.findall(r"custom-call\((.*?)\), custom_call_target=\"jaxconv_batchnorm_dx", text)
+    passed = activation == "relu" or dtype == "float32"
+    assert operands.count("%") == 8 + (residual and activation is not None and not passed)
+    # As in test_batchnorm; dx is rounded to its type once, as it is unsplit, and so is dresidual.
+    for a, b in zip(result, whole, strict=True):
+        bound = 4 * 2 * floor(a.dtype.name, N * 30, float(jnp.abs(b).max()))
+        np.testing.assert_allclose(a.astype("float32"), b.astype("float32"), rtol=0, atol=bound)
+
+
+def test_a_batchnorm_in_shard_map_walks_through_its_own_images_in_one_call():
+    """Statistics of a device's own images: nothing meets, and there is no second call."""
+    mesh = make_mesh("data")
+    x, scale, bias, mean, var, r = norm_args(0.0)
+
+    def step(x: Any, scale: Any, bias: Any, r: Any) -> Any:
+        return jax.grad(lambda *a: jnp.sum(norm("native")(*a[:3], mean, var, a[3])[0] ** 2), (0, 3))(x, scale, bias, r)
+
+    big = P("data")
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(big, P(), P(), big), out_specs=big)
+    placed = place(mesh, (x, scale, bias, r), (big, P(), P(), big))
+    compiled = jax.jit(mapped).lower(*placed).compile()
+    assert sorted(name for name, _ in native_calls(compiled.as_text())) == ["batchnorm_backward", "batchnorm_train"]
+    assert not collectives(compiled.as_text())
+    each = [step(x[i : i + 2], scale, bias, r[i : i + 2]) for i in range(0, N, 2)]
+    for a, b in zip(compiled(*placed), zip(*each, strict=True), strict=True):
+        np.testing.assert_allclose(a, jnp.concatenate(b), rtol=0, atol=floor("float32", 48, float(jnp.abs(a).max())))
+
+
+@over_kinds
+@pytest.mark.parametrize("split", NORM_SPECS)
+def test_moments_of_what_is_split(split, kind):
+    """The kernel called by itself: those of the whole."""
+    name, big, _ = NORM_SPECS[split]
+    mesh, x = make_mesh(name, kind), norm_args(100.0)[0]
+    p = BatchNormProblem("batchnorm", "float32", x.shape, 3, True, 0.9, 1e-5, implementation="native")
+
+    def step(x: Any) -> Any:
+        k, shift, var = moments(p, x)
+        return k + shift, var
+
+    whole = jax.jit(step)(x)
+    with entered(mesh):
+        result = jax.jit(step)(*place(mesh, (x,), (big,)))
+    for a, b in zip(jax.tree.leaves(result), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=8 * floor("float32", N * 24, float(jnp.abs(b).max())))
+
+
+@over_kinds
+@pytest.mark.parametrize("split", ["images", "images_and_pixels"])
+def test_second_derivatives_of_a_batchnorm(split, kind):
+    """The gradient's own gradient, and its directional derivative: of the formula, whatever the calls."""
+    name, big, small = NORM_SPECS[split]
+    mesh = make_mesh(name, kind)
+    f, args = norm("native", activation="silu"), norm_args(0.0)
+
+    def gradients(*some: Any) -> Any:
+        return jax.grad(lambda *a: jnp.sum(jnp.sin(f(*a)[0])), (0, 1, 2, 5))(*some)
+
+    def step(*a: Any) -> Any:
+        one = jax.jvp(gradients, a, tuple(jnp.cos(v) for v in a))[1]
+        two = jax.grad(lambda *a: sum(jnp.sum(jnp.sin(g)) for g in gradients(*a)), (0, 1, 5))(*a)
+        return one, two
+
+    whole = jax.jit(step)(*args)
+    with entered(mesh):
+        result = jax.jit(step)(*place(mesh, args, (big, small, small, small, small, big)))
+    for a, b in zip(jax.tree.leaves(result), jax.tree.leaves(whole), strict=True):
+        # As in test_transformed_batchnorm.
+        bound = 8 * 2 * floor("float32", N * 24, float(jnp.abs(b).max()))
         np.testing.assert_allclose(a, b, rtol=0, atol=bound)
 
 

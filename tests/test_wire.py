@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from direct_calls import KERNELS, ON_GPUS, YOUNGER, dz_and_db, forked
+from direct_calls import KERNELS, ON_GPUS, YOUNGER, dz_and_db, forked, norm_dx, norm_moments
 from helpers import DEVICE, PLATFORM
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
@@ -55,6 +55,8 @@ def example(name: str) -> tuple[Any, tuple[Any, ...]]:
         "batchnorm_train": (functools.partial(norm, training=True), (x, v, v, v, v)),
         "batchnorm_infer": (functools.partial(norm, training=False), (x, v, v, v, v)),
         "batchnorm_backward": (jax.grad(lambda x: norm(x, v, v, v, v, training=True)[0].sum()), (x,)),
+        "batchnorm_dx": (norm_dx, (x, x, v, x)),
+        "batchnorm_moments": (norm_moments, (x,)),
         "max_pool": (functools.partial(jaxconv.max_pool, window=2, **native), (x,)),
         "max_pool_backward": (jax.grad(lambda x: jaxconv.max_pool(x, 2, **native).sum()), (x,)),
         "groupnorm": (functools.partial(jaxconv.groupnorm, groups=2, activation="silu", **native), (x, v, v)),
@@ -121,6 +123,8 @@ FORMAT = {
     "batchnorm_train": {"norm": NORM, "plan": PLAN},
     "batchnorm_infer": {"norm": NORM, "plan": PLAN},
     "batchnorm_backward": {"norm": NORM, "want_dx": "i64", "want_dresidual": "i64", "plan": PLAN},
+    "batchnorm_dx": {"norm": NORM, "count": "i64", "plan": PLAN},
+    "batchnorm_moments": {"norm": NORM, "plan": PLAN},
     "max_pool": {"pool": POOL, "plan": PLAN},
     "max_pool_backward": {"pool": POOL, "plan": PLAN},
     "groupnorm": {"norm": GROUP, "plan": PLAN},

@@ -8,9 +8,11 @@
 // takes in turn with the other splits, into sums (2, batch, channels, splits); dz itself too, where
 // WritesGradientFirst says so, for the second walk to read. Second walk,
 // channels-last: block (tile, piece, instance), counted from the end, adds its channels' parts up
-// (piece 0 writes dscale and dbias) and writes dx and dresidual, last position first. Without dx and
-// dresidual it is a block per tile that writes the sums only. Second walk, channels-first: a pass over
+// (piece 0 writes dscale and dbias) and writes dx and dresidual, last position first. Without dx
+// there is none: what is left is to add the parts up. Second walk, channels-first: a pass over
 // the sums finishes them, and the tensors are mapped in the order of memory (flat.cuh).
+//
+// dx of given sums is the second walk alone.
 #include "cuda/batchnorm/batchnorm.h"
 #include "cuda/batchnorm/channel.cuh"
 #include "cuda/batchnorm/flat.cuh"
@@ -152,10 +154,14 @@ __global__ void __launch_bounds__(kThreads, V == 1 ? 3 : 2)
     const int64_t channel = at.tile * tile_channels + c;
     if (channel >= a.channels) break;
     const int64_t row = at.instance * a.channels + channel;
-    const float s1 = SumParts(p.sums, row, p.parts);
-    const float s2 = SumParts(p.sums, a.batch * a.channels + row, p.parts);
     affine[c] = SavedChannel(p, row);
-    gradient[c] = BackwardChannel(p, row, p.t.rstd[row], s1, s2, at.part == 0);
+    if (p.sums != nullptr) {
+      const float s1 = SumParts(p.sums, row, p.parts);
+      const float s2 = SumParts(p.sums, a.batch * a.channels + row, p.parts);
+      gradient[c] = BackwardChannel(p, row, p.t.rstd[row], s1, s2, at.part == 0);
+    } else {
+      gradient[c] = GivenGradient(p, row);
+    }
   }
   __syncthreads();
   Affine mine[kStats];
@@ -207,6 +213,7 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x % 32 == 0) gradients[row] = BackwardChannel(p, row, p.t.rstd[row], s1, s2, true);
 }
 
+// `gradients` as FinishGradientKernel leaves them; null where the sums are given.
 template <typename T, int V, Form kForm>
 __global__ void __launch_bounds__(kThreads, V == 8 ? 2 : 3)
     GradientFlatKernel(const __grid_constant__ BackwardArgs p, const Gradient* gradients) {
@@ -228,7 +235,7 @@ __global__ void __launch_bounds__(kThreads, V == 8 ? 2 : 3)
   for (int i = threadIdx.x; i < at.images; i += kThreads) {
     const int64_t row = at.Row(a, i);
     affine[i] = SavedChannel(p, row);
-    gradient[i] = gradients[row];
+    gradient[i] = gradients != nullptr ? gradients[row] : GivenGradient(p, row);
   }
   __syncthreads();
 #pragma unroll(kForm == Form::kAny ? 1 : U)
@@ -253,6 +260,30 @@ __global__ void __launch_bounds__(kThreads, V == 8 ? 2 : 3)
       residual[q - 1] = residual[q];
     }
   }
+}
+
+// dscale and dbias, and the coefficients of the walk over the elements.
+Status FinishGradient(const Context& ctx, const BackwardArgs& args, Gradient* gradients,
+                      const std::string& what) {
+  unsigned blocks = 0;
+  const int64_t rows = args.layout.batch * args.layout.channels;
+  JAXCONV_RETURN_IF_ERROR(Blocks(rows, kThreads / 32, what, blocks));
+  FinishGradientKernel<<<blocks, kThreads, 0, ctx.stream>>>(args, gradients);
+  return LaunchStatus(what + " sums");
+}
+
+// The second walk in the order of memory. `gradients` as GradientFlatKernel's.
+template <typename I, Form kForm>
+Status LaunchGradientFlat(const Context& ctx, const BatchNormProblem& p, BackwardArgs args,
+                          const Gradient* gradients, const std::string& what) {
+  args.layout = MakeLayout(p, false, 1, 0);
+  if (args.layout.elements == 0) return Status::Ok();
+  constexpr int64_t kSpan = int64_t{kThreads} * kFlatPairs * I::V;
+  unsigned blocks = 0;
+  JAXCONV_RETURN_IF_ERROR(Blocks(args.layout.elements, kSpan, what, blocks));
+  GradientFlatKernel<typename I::T, I::V, kForm>
+      <<<blocks, kThreads, 0, ctx.stream>>>(args, gradients);
+  return LaunchStatus(what + " dx");
 }
 
 }  // namespace
@@ -288,27 +319,49 @@ Status TwoReadBackward(const Context& ctx, const BatchNormProblem& p, int64_t sp
           <<<sum_blocks, kThreads, 0, ctx.stream>>>(sum_args, sums);
       JAXCONV_RETURN_IF_ERROR(LaunchStatus(what + " sums"));
       args.sums = sums;
-      unsigned blocks = 0;
+      // `totals` has room for two floats a channel.
+      Gradient* gradients = reinterpret_cast<Gradient*>(totals);
+      // Up to kInlineParts are added up in the order of the second walk, which a gradient without dx has the bits of.
+      if (!writes && splits > kInlineParts) return FinishGradient(ctx, args, gradients, what);
       if constexpr (I::V > 1 && !I::kLast) {
-        Gradient* gradients = reinterpret_cast<Gradient*>(totals);
-        JAXCONV_RETURN_IF_ERROR(Blocks(rows, kThreads / 32, what, blocks));
-        FinishGradientKernel<<<blocks, kThreads, 0, ctx.stream>>>(args, gradients);
-        JAXCONV_RETURN_IF_ERROR(LaunchStatus(what + " sums"));
-        args.layout = MakeLayout(p, false, 1, 0);
-        if (!writes || a.elements == 0) return Status::Ok();
-        constexpr int64_t kSpan = int64_t{kThreads} * kFlatPairs * I::V;
-        JAXCONV_RETURN_IF_ERROR(Blocks(a.elements, kSpan, what, blocks));
-        GradientFlatKernel<T, I::V, kForm><<<blocks, kThreads, 0, ctx.stream>>>(args, gradients);
+        JAXCONV_RETURN_IF_ERROR(FinishGradient(ctx, args, gradients, what));
+        if (!writes) return Status::Ok();
+        return LaunchGradientFlat<I, kForm>(ctx, p, args, gradients, what);
       } else {
         if (splits > kInlineParts) {
           JAXCONV_RETURN_IF_ERROR(AddParts(ctx, 2 * rows, splits, sums, totals, what + " parts"));
           args.sums = totals;
           args.parts = 1;
         }
-        blocks = static_cast<unsigned>(a.tiles * args.pieces * p.batch);
+        const unsigned blocks = static_cast<unsigned>(a.tiles * args.pieces * p.batch);
         GradientKernel<T, I::V, I::kLast, kForm><<<blocks, kThreads, 0, ctx.stream>>>(args);
+        return LaunchStatus(what + " dx");
       }
-      return LaunchStatus(what + " dx");
+    });
+  });
+}
+
+Status DxOfSums(const Context& ctx, const BatchNormProblem& p, int64_t count,
+                const BackwardTensors& t, const std::string& what) {
+  if (p.reduced() == 0) return Status::Ok();
+  BackwardArgs args = MakeBackwardArgs(p, t);
+  args.inv_n = 1.0 / static_cast<double>(count);
+  return WithInstance<true>(p, {t.x, t.dy, t.residual, t.dx}, [&](auto instance) {
+    using I = decltype(instance);
+    return WithForm<I>(p.activation, [&](auto form) {
+      constexpr Form kForm = decltype(form)::value;
+      if constexpr (I::V > 1 && !I::kLast) {
+        return LaunchGradientFlat<I, kForm>(ctx, p, args, nullptr, what);
+      } else {
+        args.layout = BlockLayout(p, I::kLast, I::V);
+        const Layout& a = args.layout;
+        args.pieces = Pieces(a, 2 * Bytes(p));
+        JAXCONV_RETURN_IF_ERROR(CheckGrid(a.tiles, args.pieces, p.batch, what));
+        const unsigned blocks = static_cast<unsigned>(a.tiles * args.pieces * p.batch);
+        GradientKernel<typename I::T, I::V, I::kLast, kForm>
+            <<<blocks, kThreads, 0, ctx.stream>>>(args);
+        return LaunchStatus(what + " dx");
+      }
     });
   });
 }

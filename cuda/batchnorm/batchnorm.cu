@@ -1,4 +1,4 @@
-// The three batch-norm launchers of common/launch.h: what is refused, and which algorithm carries
+// The batch-norm launchers of common/launch.h: what is refused, and which algorithm carries
 // out the plan.
 #include "cuda/batchnorm/batchnorm.h"
 
@@ -67,6 +67,16 @@ Status BatchNormTrain(const Context& ctx, const BatchNormProblem& p, const Plan&
 }
 
 // One pass.
+Status BatchNormMoments(const Context& ctx, const BatchNormProblem& p, const Plan& plan,
+                        const void* x, void* k, void* shift, void* var, Workspace workspace) {
+  const std::string what = Describe("batchnorm_moments", p, plan);
+  if (p.batch == 0 || p.channels == 0) return Status::Ok();
+  JAXCONV_RETURN_IF_ERROR(Confirm(BatchNormOp::kMoments, p, plan, workspace, what));
+  return batchnorm::TwoReadMoments(ctx, batchnorm::Canonical(p), plan.splits,
+                                   {x, Float(k), Float(shift), Float(var)}, workspace, what);
+}
+
+// One pass.
 Status BatchNormInfer(const Context& ctx, const BatchNormProblem& p, const Plan& plan,
                       const void* x, const void* scale, const void* bias, const void* mean,
                       const void* var, const void* residual, void* y) {
@@ -112,6 +122,30 @@ Status BatchNormBackward(const Context& ctx, const BatchNormProblem& p, const Pl
     return batchnorm::TeamBackward(ctx, canonical, shape, t, workspace, what);
   }
   return batchnorm::TwoReadBackward(ctx, canonical, plan.splits, t, workspace, what);
+}
+
+// One pass.
+Status BatchNormDx(const Context& ctx, const BatchNormProblem& p, const Plan& plan, const void* x,
+                   const void* dy, const void* scale, const void* bias, const void* mean,
+                   const void* rstd, const void* dscale, const void* dbias, const void* residual,
+                   int64_t count, void* dx) {
+  const std::string what = Describe("batchnorm_dx", p, plan);
+  if (p.batch == 0 || p.channels == 0) return Status::Ok();
+  JAXCONV_RETURN_IF_ERROR(Confirm(BatchNormOp::kDx, p, plan, {}, what));
+  const bool needs_z = p.activation != Activation::kNone;
+  batchnorm::BackwardTensors t{};
+  t.x = x;
+  t.dy = dy;
+  t.residual = p.residual && needs_z ? residual : nullptr;
+  t.dx = dx;
+  t.scale = Float(scale);
+  t.bias = Float(bias);
+  t.mean = Float(mean);
+  t.rstd = Float(rstd);
+  // Read only.
+  t.dscale = const_cast<float*>(Float(dscale));
+  t.dbias = const_cast<float*>(Float(dbias));
+  return batchnorm::DxOfSums(ctx, batchnorm::Canonical(p), count, t, what);
 }
 
 }  // namespace jaxconv::cuda

@@ -6,7 +6,8 @@
 //   of the second walk instead. Channels-first it walks in the order of memory, in vectors that may be of two images.
 //   Traffic: train 2 reads + 1 write, backward 4 reads + 1 write, less what the L2 cache still holds: the second walk is the
 //   first one backwards.
-//   Any splits >= 1 is right, also more than there are elements; up to 16 save a launch.
+//   Any splits >= 1 is right, also more than there are elements; up to 16 save a launch. Without dx the first walk is all:
+//   it writes dresidual too, where that is wanted. BatchNormDx is the second walk alone, by sums that are given.
 //
 // resident_block: one launch; 1 read + 1 write (train), 2 reads + 1 write (backward): a block keeps all of its channels'
 //   elements in shared memory. Made for small tensors and for channels-first with small images. It fills the device where
@@ -55,7 +56,7 @@ struct BackwardTensors {
   const float* bias;
   const float* mean;
   const float* rstd;
-  float* dscale;
+  float* dscale;  // DxOfSums reads these two
   float* dbias;
 };
 
@@ -65,6 +66,19 @@ Status TwoReadTrain(const Context& ctx, const BatchNormProblem& p, int64_t split
                     const ForwardTensors& t, Workspace workspace, const std::string& what);
 Status TwoReadBackward(const Context& ctx, const BatchNormProblem& p, int64_t splits,
                        const BackwardTensors& t, Workspace workspace, const std::string& what);
+// (batch, channels) each: a sample of the channel, its mean less that, its biased variance.
+struct MomentTensors {
+  const void* x;
+  float* k;
+  float* shift;
+  float* var;
+};
+// The statistics alone.
+Status TwoReadMoments(const Context& ctx, const BatchNormProblem& p, int64_t splits,
+                      const MomentTensors& t, Workspace workspace, const std::string& what);
+// dx alone: t.dscale and t.dbias are read, and are sums over `count` elements a channel.
+Status DxOfSums(const Context& ctx, const BatchNormProblem& p, int64_t count,
+                const BackwardTensors& t, const std::string& what);
 Status ResidentTrain(const Context& ctx, const BatchNormProblem& p, const ForwardTensors& t,
                      const std::string& what);
 Status ResidentBackward(const Context& ctx, const BatchNormProblem& p, const BackwardTensors& t,

@@ -32,7 +32,8 @@ struct ForwardArgs {
 struct BackwardArgs {
   Layout layout;
   BackwardTensors t;
-  const float* sums;  // (2, batch, channels, parts): sum dz and sum dz * (x - mean)
+  // (2, batch, channels, parts): sum dz and sum dz * (x - mean); null where t.dscale and t.dbias are given
+  const float* sums;
   int64_t parts;
   int64_t pieces;
   double inv_n;
@@ -41,8 +42,9 @@ struct BackwardArgs {
 };
 
 // ReLU's dz is dy or zero, in dy's type too. So the first walk may write it, as dresidual, and the second read that in
-// the place of dy and the residual: a pass over the tensor less.
+// the place of dy and the residual: a pass over the tensor less. Where no dx is wanted there is no second.
 inline bool WritesGradientFirst(const BackwardArgs& p) {
+  if (p.t.dx == nullptr) return p.t.dresidual != nullptr;
   return p.activation == Activation::kRelu && p.t.residual != nullptr && p.t.dresidual != nullptr;
 }
 
@@ -207,6 +209,12 @@ __device__ __forceinline__ Gradient BackwardChannel(const BackwardArgs& p, int64
   }
   const float inv_n = static_cast<float>(p.inv_n);
   return {-rstd * rstd * (s2 * inv_n), -s1 * inv_n};
+}
+
+// The same by dscale and dbias over 1 / inv_n elements.
+__device__ __forceinline__ Gradient GivenGradient(const BackwardArgs& p, int64_t at) {
+  const float inv_n = static_cast<float>(p.inv_n);
+  return {-p.t.rstd[at] * (p.t.dscale[at] * inv_n), -p.t.dbias[at] * inv_n};
 }
 
 // Adds up one channel's parts, in order.

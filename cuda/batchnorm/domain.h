@@ -1,6 +1,6 @@
 // What the batch-norm kernels can run, and their workspaces. Host C++17 without CUDA headers (cuda/domain.h).
 //
-//   two_read        every problem; inference is a single pass, under this name
+//   two_read        every problem; statistics alone, inference, and dx of given sums are a single pass, under this name
 //   resident_block  a block keeps all elements of its channels in shared memory
 //   resident_team   several CTAs share a group of channels, in accesses of 16 bytes
 #pragma once
@@ -102,6 +102,8 @@ inline std::string Refusal(BatchNormOp op, const BatchNormProblem& p, const Plan
   const bool block = plan.kernel == "resident_block";
   if (!block && plan.kernel != "resident_team") return "there is no such kernel";
   if (op == BatchNormOp::kInfer) return "inference is a single pass";
+  if (op == BatchNormOp::kDx) return "dx of given sums is a single pass";
+  if (op == BatchNormOp::kMoments) return "statistics alone are a single pass";
   if (block) {
     const int64_t needed = ResidentBytes(op, p), there = device.shared_memory();
     if (needed <= there) return "";
@@ -125,8 +127,8 @@ inline std::string Refusal(BatchNormOp op, const BatchNormProblem& p, const Plan
 // Bytes.
 inline int64_t WorkspaceOf(BatchNormOp op, const BatchNormProblem& p, const Plan& plan,
                            const Device& device) {
-  if (plan.kernel == "two_read" && op != BatchNormOp::kInfer)
-    return (plan.splits + 1) * 2 * p.batch * p.channels * 4;
+  const bool sums = op != BatchNormOp::kInfer && op != BatchNormOp::kDx;
+  if (plan.kernel == "two_read" && sums) return (plan.splits + 1) * 2 * p.batch * p.channels * 4;
   if (plan.kernel != "resident_team") return 0;
   const int width = TeamWidth(plan.tile);
   const int64_t most = int64_t{device.multiprocessors} * kTeamBlocks;

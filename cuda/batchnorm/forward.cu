@@ -8,7 +8,8 @@
 // adds its channels' parts up, turns them into statistics (piece 0 writes those) and maps its
 // positions, last one first: what the first walk read last is still in the L2 cache. Second walk,
 // channels-first: a pass over the sums finishes the statistics, and the tensor is mapped in the order
-// of memory (flat.cuh). Inference is the second walk with given statistics.
+// of memory (flat.cuh). Inference is the second walk with given statistics; statistics alone are the first and a pass
+// over its sums.
 #include "cuda/batchnorm/batchnorm.h"
 #include "cuda/batchnorm/channel.cuh"
 #include "cuda/batchnorm/flat.cuh"
@@ -221,6 +222,28 @@ __global__ void __launch_bounds__(kThreads, kForm == Form::kAny || V == 8 ? 3 : 
   }
 }
 
+// A channel a warp: what its sums say of it.
+template <typename T, int V, bool kLast>
+__global__ void __launch_bounds__(kThreads)
+    MomentsKernel(const __grid_constant__ Layout a, const __grid_constant__ MomentTensors t,
+                  int64_t parts, double inv_n, const float* sums) {
+  const int64_t rows = a.batch * a.channels;
+  const int64_t row = blockIdx.x * int64_t{kThreads / 32} + threadIdx.x / 32;
+  if (row >= rows) return;
+  const float s1 = WarpSumParts(sums, row, parts);
+  const float s2 = WarpSumParts(sums, rows + row, parts);
+  if (threadIdx.x % 32 != 0) return;
+  const int64_t instance = row / a.channels, channel = row % a.channels;
+  const int tile_channels = a.lanes * (kLast ? V : 1);
+  const int64_t tile = channel / tile_channels;
+  const double shift = s1 * inv_n;
+  double var = s2 * inv_n - shift * shift;
+  if (var < 0) var = 0;  // NaN stays
+  t.k[row] = Shift<T, V, kLast>(a, t.x, instance, tile, channel - tile * tile_channels);
+  t.shift[row] = static_cast<float>(shift);
+  t.var[row] = static_cast<float>(var);
+}
+
 // args.sums and args.parts: of the first walk, null in inference. `totals`: 2 * batch * channels.
 template <typename I>
 Status LaunchNormalise(const Context& ctx, const BatchNormProblem& p, ForwardArgs args,
@@ -263,6 +286,17 @@ Status LaunchNormalise(const Context& ctx, const BatchNormProblem& p, ForwardArg
   }
 }
 
+// The first walk.
+template <typename I>
+Status LaunchSums(const Context& ctx, const BatchNormProblem& p, const Layout& layout,
+                  const void* x, int64_t splits, float* sums, const std::string& what) {
+  JAXCONV_RETURN_IF_ERROR(CheckGrid(layout.tiles, splits, p.batch, what));
+  const unsigned blocks = static_cast<unsigned>(layout.tiles * splits * p.batch);
+  SumKernel<typename I::T, I::V, I::kLast>
+      <<<blocks, kThreads, 0, ctx.stream>>>(layout, x, splits, sums);
+  return LaunchStatus(what + " sums");
+}
+
 }  // namespace
 
 Status AddParts(const Context& ctx, int64_t rows, int64_t parts, const float* sums, float* totals,
@@ -281,14 +315,25 @@ Status TwoReadTrain(const Context& ctx, const BatchNormProblem& p, int64_t split
   args.parts = splits;
   return WithInstance<true>(p, {t.x, t.residual, t.y}, [&](auto instance) {
     using I = decltype(instance);
-    const Layout layout = BlockLayout(p, I::kLast, I::V);
-    JAXCONV_RETURN_IF_ERROR(CheckGrid(layout.tiles, splits, p.batch, what));
-    const unsigned blocks = static_cast<unsigned>(layout.tiles * splits * p.batch);
-    SumKernel<typename I::T, I::V, I::kLast>
-        <<<blocks, kThreads, 0, ctx.stream>>>(layout, t.x, splits, sums);
-    JAXCONV_RETURN_IF_ERROR(LaunchStatus(what + " sums"));
+    JAXCONV_RETURN_IF_ERROR(
+        LaunchSums<I>(ctx, p, BlockLayout(p, I::kLast, I::V), t.x, splits, sums, what));
     float* totals = sums + 2 * p.batch * p.channels * splits;
     return LaunchNormalise<I>(ctx, p, args, totals, what + " normalise");
+  });
+}
+
+Status TwoReadMoments(const Context& ctx, const BatchNormProblem& p, int64_t splits,
+                      const MomentTensors& t, Workspace workspace, const std::string& what) {
+  float* sums = static_cast<float*>(workspace.data);
+  return WithInstance<true>(p, {t.x}, [&](auto instance) {
+    using I = decltype(instance);
+    const Layout layout = BlockLayout(p, I::kLast, I::V);
+    JAXCONV_RETURN_IF_ERROR(LaunchSums<I>(ctx, p, layout, t.x, splits, sums, what));
+    unsigned blocks = 0;
+    JAXCONV_RETURN_IF_ERROR(Blocks(p.batch * p.channels, kThreads / 32, what, blocks));
+    MomentsKernel<typename I::T, I::V, I::kLast><<<blocks, kThreads, 0, ctx.stream>>>(
+        layout, t, splits, 1.0 / static_cast<double>(p.reduced()), sums);
+    return LaunchStatus(what + " statistics");
   });
 }
 

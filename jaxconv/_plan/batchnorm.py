@@ -20,9 +20,20 @@ def made(op: str, algorithm: str, p: BatchNormProblem, device: Device) -> Plan |
     if algorithm == "resident_team":
         width, ctas = _team(op, p, device)
         plan = dataclasses.replace(plan, tile=f"{width}B", splits=ctas)
-    elif algorithm == "two_read" and op != "batchnorm_infer":
+    elif algorithm == "two_read" and op not in ("batchnorm_infer", "batchnorm_dx"):
         plan = dataclasses.replace(plan, splits=_parts(p, device))
     return dataclasses.replace(plan, workspace_bytes=domain.batchnorm_workspace(op, plan, p, device))
+
+
+def one_walk_of(op: str, p: BatchNormProblem) -> str | None:
+    """The op of which `op` is one of two_read's walks: statistics alone, backward's sums alone, or its dx alone.
+
+    Nothing is read again, so there is nothing that a block or a team could keep.
+    """
+    if op == "batchnorm_moments":
+        return "batchnorm_train"
+    alone = op == "batchnorm_dx" or (op == "batchnorm_backward" and not p.want_dx)
+    return "batchnorm_backward" if alone else None
 
 
 def _parts(p: BatchNormProblem, device: Device) -> int:

@@ -49,6 +49,8 @@ OPS = {
     "batchnorm_train": "batchnorm",
     "batchnorm_infer": "batchnorm",
     "batchnorm_backward": "batchnorm",
+    "batchnorm_dx": "batchnorm",
+    "batchnorm_moments": "batchnorm",
     "max_pool": "pool",
     "max_pool_backward": "pool",
     "groupnorm": "groupnorm",
@@ -96,6 +98,8 @@ def plan(op: str, problem: Any, device: Device) -> Plan:
     own = _tuned(op, problem, device)
     if own is not None:
         return own
+    if isinstance(problem, BatchNormProblem) and batchnorm.one_walk_of(op, problem):
+        return _plan_one_walk(op, problem, device)
     return _best_native(op, problem, device) if forced else _fastest(op, problem, device)
 
 
@@ -132,6 +136,16 @@ def _best_native(op: str, problem: Problem, device: Device) -> Plan:
     if best is not None:
         return dataclasses.replace(best.plan, reason=f"{asked}; {why}", candidates=candidates)
     return _forced(op, _ladder(op, problem, device), problem, device, asked)
+
+
+def _plan_one_walk(op: str, problem: BatchNormProblem, device: Device) -> Plan:
+    """A batch-norm's statistics, its backward's sums or its dx alone: native where the whole is, which was measured."""
+    whole = batchnorm.one_walk_of(op, problem)
+    found = plan(whole, dataclasses.replace(problem, want_dx=True, count=None, dz=False), device)
+    if found.implementation != "native":
+        return found
+    reason = f"of a {whole} that is native ({found.reason}) one walk, which is two_read's"
+    return _forced(op, "two_read", problem, device, reason)
 
 
 def _forced(op: str, algorithm: str, problem: Problem, device: Device, reason: str) -> Plan:

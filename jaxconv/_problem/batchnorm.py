@@ -35,6 +35,10 @@ class BatchNormProblem:
     # The backward pass: what is wanted besides the sums
     want_dx: bool = True
     want_dresidual: bool = False
+    # dx of given sums, a part of a backward pass over a mesh: the elements that the sums are over; and whether dy has
+    # gone back through the activation already, so that the residual is not read
+    count: int | None = None
+    dz: bool = False
     implementation: str | None = None
     algorithm: str | None = None
 
@@ -81,6 +85,11 @@ class BatchNormProblem:
     @property
     def size(self) -> int:
         return (self.batch or 1) * self.reduced * self.channels
+
+    @property
+    def of_dz(self) -> BatchNormProblem:
+        """dx of given sums, as native code sees it: of dz it is that of a bare normalisation."""
+        return dataclasses.replace(self, activation=NO_ACTIVATION, residual=False) if self.dz else self
 
     def __str__(self) -> str:
         text = f"{'x'.join(map(str, self.x_shape))} channel_axis={self.channel_axis} {self.dtype}"
