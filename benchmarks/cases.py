@@ -464,6 +464,7 @@ _SPECIAL = (
     _conv("volume.1to32", 1, 256, 1, 32, 3, padding=1, nd=3, suite="special"),
     _conv("volume.32to32", 1, 256, 32, 32, 3, padding=1, nd=3, suite="special"),
     _conv("volume.64to32", 1, 256, 64, 32, 3, padding=1, nd=3, suite="special"),
+    _conv("volume.64to64", 1, 128, 64, 64, 3, padding=1, nd=3, suite="special"),
     _conv("resnext.c4", 128, 28, 256, 256, 3, padding=1, groups=64, suite="special"),
     _conv("resnext.c8", 128, 28, 256, 256, 3, padding=1, groups=32, suite="special"),
     _conv("resnext.c16", 128, 14, 512, 512, 3, padding=1, groups=32, suite="special"),
