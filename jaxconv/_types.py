@@ -43,8 +43,8 @@ __all__ = [
     "PoolAlgorithm",
     "Precision",
     "SqueezeExciteAlgorithm",
-    "ToGate",
     "ToActivation",
+    "ToGate",
     "TransposedPadding",
 ]
 

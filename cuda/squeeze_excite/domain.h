@@ -14,8 +14,7 @@ namespace jaxconv::cuda::squeeze_excite {
 
 constexpr int kWarp = 32;
 constexpr int64_t kThreads = 256, kMostThreads = 512;  // of a CTA
-constexpr int64_t kLargeSlab = 100 * 1024;     // bytes: from here on a multiprocessor has one CTA
-constexpr int64_t kMostWidth = 16 * kThreads;  // of a tile, bytes
+constexpr int64_t kMostWidth = 16 * kThreads;          // of a tile, bytes
 constexpr int64_t kMostHidden = 2048;
 constexpr int kMostImages = 2;                          // of a cluster
 constexpr int64_t kManyImages = 48 * 1024;              // bytes: the slab of a CTA that has several
@@ -57,7 +56,10 @@ inline Tiling TilingOf(const SqueezeExciteProblem& p, int64_t width, int64_t cta
   t.shares = ctas / t.tiles;
   t.pixels = CeilDivide(p.pixels, t.shares);
   const int64_t each = t.pixels * t.lanes * 16;  // bytes of an image
-  t.threads = each > kLargeSlab ? kMostThreads : kThreads;
+  // Two CTAs or more on a multiprocessor, of which one reads while another computes, also where a third is read twice.
+  const int64_t half = device.shared_memory_of_all() / 2 - 1024;
+  const bool two = 2 * each <= 3 * half;
+  t.threads = two ? kThreads : kMostThreads;
   // Several images read a weight once; there should be CTAs enough for all multiprocessors, and some in turn.
   t.images = kMostImages;
   while (t.images > 1 && (t.images > p.images || each * t.images > kManyImages ||
@@ -81,8 +83,9 @@ inline Tiling TilingOf(const SqueezeExciteProblem& p, int64_t width, int64_t cta
   t.hidden_parts = take(ctas * t.images * p.hidden);
   t.hidden = take(t.images * p.hidden);
   t.gates = take(t.images * channels);
-  const int64_t slot = 16 * t.threads, room = device.shared_memory() - 4 * at;
-  t.held = room < 0 ? -1 : std::min(t.steps, room / slot);
+  const int64_t slot = 16 * t.threads, room = (two ? half : device.shared_memory()) - 4 * at;
+  t.held =
+      4 * at > device.shared_memory() ? -1 : std::min(t.steps, std::max<int64_t>(room, 0) / slot);
   t.slab = std::max<int64_t>(t.held, 0) * slot;
   t.bytes = t.slab + 4 * at;
   return t;

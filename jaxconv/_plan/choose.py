@@ -57,8 +57,8 @@ OPS = {
 
 
 def disabled(op: str, rows: bool = False) -> bool:
-    """Whether JAXCONV_DISABLE (several of conv, dense, batchnorm, groupnorm, layernorm, pool, squeeze_excite with commas, or
-    all) names the op. A layer-norm, the ops of a group-norm with `rows`, is both."""
+    """Whether JAXCONV_DISABLE (conv, dense, batchnorm, groupnorm, layernorm, pool, squeeze_excite, several with commas,
+    or all) names the op. A layer-norm, the ops of a group-norm with `rows`, is both."""
     names = {name.strip() for name in os.environ.get("JAXCONV_DISABLE", "").split(",")}
     return bool(names & {OPS[op], op, "all", *["layernorm"] * rows})
 
@@ -592,10 +592,7 @@ def tiles(op: str, problem: Problem, device: Device) -> list[Plan]:
         return []
     if isinstance(problem, DenseProblem):
         return list(dense.every(op, problem, device))
-    if (
-        isinstance(problem, BatchNormProblem | GroupNormProblem | PoolProblem | SqueezeExciteProblem)
-        or device.platform != "cuda"
-    ):
+    if not isinstance(problem, ConvProblem) or device.platform != "cuda":
         return every(op, problem, device)
     specs: dict[str, None] = {}
     for family, module in conv.FAMILIES.items():

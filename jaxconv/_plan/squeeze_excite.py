@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from jaxconv._plan import domain
-from jaxconv._plan.plan import Device, Plan, itemsize
+from jaxconv._plan.plan import Device, Plan
 from jaxconv._problem import SqueezeExciteProblem
 
 
@@ -19,8 +19,8 @@ def made(algorithm: str, p: SqueezeExciteProblem, device: Device) -> Plan | str:
     return domain.squeeze_excite_refusal(plan, p, device) or plan
 
 
-# Shared memory of a CTA, bytes: three run on a multiprocessor; two; what is left for its slab where it is alone.
-THREE, TWO, ALONE = 60 * 1024, 98 * 1024, 200 * 1024
+# Shared memory for a CTA's slab, bytes: three run on a multiprocessor; two; one.
+THREE, TWO, ONE = 60 * 1024, 100 * 1024, 200 * 1024
 # What a CTA does between its two walks, in bytes that it could have moved meanwhile: waits for others, and for weights.
 WAITING = 6 * 1024
 
@@ -35,14 +35,15 @@ def _tile(p: SqueezeExciteProblem, device: Device) -> tuple[int, int]:
     def cost(tiles: int, ctas: int) -> tuple[float, int, int]:
         lanes, shares = -(-row // tiles), ctas // tiles
         slab = -(-p.pixels // shares) * lanes * 16
-        threads = 256 if slab <= 100 * 1024 else 512
+        two = slab <= 1.5 * TWO
+        threads = 256 if two else 512
         result = tiles * lanes / row * threads / (threads // lanes * lanes)  # lanes and threads without a channel
         # Pieces of channels that are no whole lines of 128 bytes, or share a sector of 32 with another CTA's.
         width = lanes * 16
         if tiles > 1:
             result *= 1 + (0.5 if width % 32 else 0.1 if width % 128 else 0) * 64 / max(width, 64)
-        result *= 1 if slab <= THREE else 1.1 if slab <= TWO else 1.25  # nobody else reads while it computes
-        result *= 1 + 0.5 * max(0.0, 1 - ALONE / slab)  # what is read again, from the L2 cache
+        result *= 1 if slab <= THREE else 1.1 if two else 1.25  # nobody else reads while it computes
+        result *= 1 + 0.5 * max(0.0, 1 - (TWO if two else ONE) / slab)  # what is read again, from the L2 cache
         # Weights: of a tile's share of the channels both, from the L2 cache at twice the memory's rate.
         weights = 4 * p.channels * p.hidden / ctas * (1 if shares == 1 else 1.5)
         result *= 1 + (WAITING * (1 if ctas == 1 else 1.25 if shares == 1 else 1.5) + weights) / (2 * slab)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any, Literal, get_args
 
@@ -142,10 +143,8 @@ class SqueezeExciteProblem:
 def _parse_gate(name: str, gate: Any) -> str:
     """A name, or the function of jax.nn that has it -> the name."""
     if callable(gate):
-        try:
+        with contextlib.suppress(TypeError):  # not hashable
             gate = _GATE_FUNCTIONS.get(gate, gate)
-        except TypeError:  # not hashable
-            pass
     if isinstance(gate, str) and gate in GATES:
         return gate
     raise (ValueError if isinstance(gate, str) else TypeError)(
