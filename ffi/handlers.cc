@@ -819,7 +819,7 @@ Status ToSqueezeExciteProblem(const Call& call, AnyBuffer x, AnyBuffer w1, AnyBu
   p->gating = *gating;
   p->dtype = *dtype;
   const auto where = [&] {
-    return "x=" + wire::ShapeText(dims) + " and " + std::to_string(p->hidden) + " hidden numbers";
+    return "x=" + wire::ShapeText(dims) + " and w1=" + wire::ShapeText(rows);
   };
   if (p->pixels < 1 || p->channels < 1 || p->hidden < 1)
     return Status::Invalid(call.Text(where() + ": there must be some of each"));
