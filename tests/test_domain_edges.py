@@ -283,12 +283,9 @@ EDGES = {
     "squeeze elements": Edge(lambda v: of_squeeze((1, v, 8)), 2**27 - 1, "images of fewer than 2^30 elements"),
     "squeeze hidden": Edge(lambda v: of_squeeze((2, 9, 8), v), 2048, "at most 2048 hidden numbers, got 2049"),
     "squeeze width": Edge(
-        lambda v: of_squeeze((2, 9, 4096), chunk=v, splits=2), 4096, "in multiples of 16 bytes up to 4096", 16
+        lambda v: of_squeeze((2, 9, 8192), chunk=v, splits=2), 8192, "in multiples of 16 bytes up to 8192", 16
     ),
     "squeeze CTAs": Edge(lambda v: of_squeeze((v, 9, 8), splits=2), 2**29 - 1, "fewer than 2^30 CTAs"),
-    "squeeze memory": Edge(
-        lambda v: of_squeeze((1, 9, 2048), v, chunk=4096, device=A10), 1024, "do not fit in the device's shared memory"
-    ),
     # ---- poolings
     "pool taps": Edge(lambda v: of_pool((1, 2, 300, 8), (1, v)), 255, "at most 255 taps, got 256"),
     "pool extents": Edge(lambda v: of_pool((1, 1, v, 8)), 2**29 - 1, "below 2^29, got 536870912"),

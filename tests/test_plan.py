@@ -135,7 +135,11 @@ def test_a_forced_implementation_is_carried_out_or_refused_with_the_reason(imple
             made = plan(op, forced, DEVICES[device])
         except ValueError as error:
             assert implementation == "native"
-            assert re.match(rf"{problem.name}: implementation='native' cannot run: .+", str(error))
+            assert re.match(rf"{problem.name}: implementation='native' cannot run.*: .+", str(error))
+            # An excitation has one kernel, which does not take all.
+            why = supports(op, "one_pass", problem, DEVICES[device]) if op in SQUEEZE_OPS else None
+            if why is not None and why in str(error):
+                continue
             unfit = DEVICES[device].platform == "tpu" or device == "v100" or problem.dtype == "float64"
             assert unfit and device != "cpu"
             continue

@@ -35,7 +35,7 @@ def _tile(p: SqueezeExciteProblem, device: Device) -> tuple[int, int]:
     def cost(tiles: int, ctas: int) -> tuple[float, int, int]:
         lanes, shares = -(-row // tiles), ctas // tiles
         slab = -(-p.pixels // shares) * lanes * 16
-        two = slab <= 1.5 * TWO
+        two = lanes <= 256 and slab <= 1.5 * TWO
         threads = 256 if two else 512
         result = tiles * lanes / row * threads / (threads // lanes * lanes)  # lanes and threads without a channel
         # Pieces of channels that are no whole lines of 128 bytes, or share a sector of 32 with another CTA's.
@@ -55,9 +55,9 @@ def _tile(p: SqueezeExciteProblem, device: Device) -> tuple[int, int]:
         cost(tiles, ctas)
         for ctas in clusters
         for tiles in (1, 2, 4, 8)
-        if tiles <= ctas and -(-row // tiles) <= 256 and -(-row // -(-row // tiles)) == tiles
+        if tiles <= ctas and -(-row // tiles) <= 512 and -(-row // -(-row // tiles)) == tiles
     ]
     if not found:  # the domain says why
-        return min(row * 16, 4096), 1
+        return min(row * 16, 8192), 1
     _, width, ctas = min(found)
     return width, ctas
