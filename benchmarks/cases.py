@@ -230,6 +230,43 @@ class LayerNormCase(GroupNormCase):
 
 
 @dataclasses.dataclass(frozen=True)
+class SqueezeExciteCase:
+    """A squeeze-and-excitation with silu, channels last; float32 parameters."""
+
+    name: str
+    batch: int
+    channels: int
+    spatial: tuple[int, ...]
+    hidden: int
+    suite: str = "core"
+
+    op = "squeeze_excite"
+
+    @property
+    def passes(self) -> tuple[str, ...]:
+        return ("fwd",) if self.suite == "serve" else ("fwd", "fwd+bwd")
+
+    def x_shape(self, channels_last: bool = True) -> tuple[int, ...]:
+        return (self.batch, *self.spatial, self.channels)
+
+    def layout(self, channels_last: bool = True) -> str:
+        return "-"
+
+    @property
+    def elements(self) -> int:
+        """Of x: one pass over the tensor."""
+        return self.batch * self.channels * math.prod(self.spatial)
+
+    def small(self) -> SqueezeExciteCase:
+        spatial = tuple(min(size, 7) for size in self.spatial)
+        channels, hidden = min(self.channels, 96), min(self.hidden, 12)
+        return dataclasses.replace(self, batch=min(self.batch, 4), channels=channels, spatial=spatial, hidden=hidden)
+
+    def __str__(self) -> str:
+        return f"{self.batch}x{_times(self.spatial)} C={self.channels} R={self.hidden}"
+
+
+@dataclasses.dataclass(frozen=True)
 class ConvBatchNormCase(ConvCase):
     """A convolution, and a batch-norm with ReLU of its result."""
 
@@ -370,8 +407,8 @@ class PoolCase:
         return text + (f" s{self.stride}" if self.stride > 1 else "")
 
 
-Case = ConvCase | BatchNormCase | GroupNormCase | DenseCase | DenseGradientCase | PoolCase
-T = TypeVar("T", ConvCase, BatchNormCase, GroupNormCase, DenseCase, DenseGradientCase, PoolCase)
+Case = ConvCase | BatchNormCase | GroupNormCase | DenseCase | DenseGradientCase | PoolCase | SqueezeExciteCase
+T = TypeVar("T", ConvCase, BatchNormCase, GroupNormCase, DenseCase, DenseGradientCase, PoolCase, SqueezeExciteCase)
 
 
 def _times(extents: tuple[int, ...]) -> str:
@@ -722,6 +759,31 @@ POOL = (
     PoolCase("spp.5x5", 64, 256, (20, 20), 5, 1, (2, 2)),
 )
 
+# EfficientNet-B0's: (size, channels, hidden).
+_EFFICIENT_LAYERS = (
+    *((112, 32, 8), (56, 96, 4), (56, 144, 6), (28, 144, 6), (28, 240, 10), (14, 240, 10), (14, 480, 20)),
+    *((14, 672, 28), (7, 672, 28), (7, 1152, 48)),
+)
+# A ResNet-50's, RegNetY-8GF's and -32GF's, MobileNetV3's.
+_EXCITED_LAYERS = (
+    *(("r50", 56, 256, 16), ("r50", 28, 512, 32), ("r50", 14, 1024, 64), ("r50", 7, 2048, 128)),
+    *(("regnet", 28, 448, 56), ("regnet", 14, 896, 112), ("regnet", 7, 2016, 224), ("regnet", 7, 3712, 348)),
+    *(("mobilenet", 28, 120, 32), ("mobilenet", 14, 672, 168), ("mobilenet", 7, 960, 240)),
+)
+SQUEEZE_EXCITE = (
+    *(SqueezeExciteCase(f"{m}.{size}.{c}", 256, c, (size, size), r) for m, size, c, r in _EXCITED_LAYERS),
+    *(
+        SqueezeExciteCase(f"efficientnet.{size}.{c}", 256, c, (size, size), r, suite="models")
+        for size, c, r in _EFFICIENT_LAYERS
+    ),
+    *(
+        SqueezeExciteCase(f"serve.b{batch}.{m}.{size}.{c}", batch, c, (size, size), r, suite="serve")
+        for batch in (1, 8)
+        for m, size, c, r in (*(("efficientnet", *layer) for layer in _EFFICIENT_LAYERS), *_EXCITED_LAYERS)
+    ),
+)
+CPU_SQUEEZE_EXCITE = (SqueezeExciteCase("cpu.se", 8, 240, (28, 28), 10, suite="cpu"),)
+
 CPU_POOL = (PoolCase("cpu.pool", 8, 64, (112, 112), 3, 2, (0, 1), suite="cpu"),)
 CPU_BATCHNORM = (BatchNormCase("cpu.bn", 8, 64, (56, 56), suite="cpu"),)
 CPU_GROUPNORM = (GroupNormCase("cpu.gn", 4, 128, (32, 32), suite="cpu"),)
@@ -737,6 +799,7 @@ BY_OP: dict[str, tuple[Case, ...]] = {
     "pool": POOL + CPU_POOL,
     "groupnorm": GROUPNORM + CPU_GROUPNORM,
     "layernorm": LAYERNORM + CPU_LAYERNORM,
+    "squeeze_excite": SQUEEZE_EXCITE + CPU_SQUEEZE_EXCITE,
 }
 SUITES = ("core", "special", "models", "cpu", "threads", "serve")
 

@@ -26,6 +26,7 @@ from benchmarks.cases import (
     GroupNormCase,
     LayerNormCase,
     PoolCase,
+    SqueezeExciteCase,
 )
 
 Array = jax.Array
@@ -59,6 +60,8 @@ RESULTS = {
     ("pool", "fwd+bwd"): ("y", "dx"),
     ("groupnorm", "fwd"): ("y",),
     ("groupnorm", "fwd+bwd"): ("y", "dx", "dscale", "dbias"),
+    ("squeeze_excite", "fwd"): ("y",),
+    ("squeeze_excite", "fwd+bwd"): ("y", "dx", "dw1", "db1", "dw2", "db2"),
     ("layernorm", "fwd"): ("y",),
     ("layernorm", "fwd+bwd"): ("y", "dx", "dscale", "dbias"),
     ("batchnorm", "residual"): ("y", "new_mean", "new_var", "dx", "dscale", "dbias", "dresidual"),
@@ -160,6 +163,11 @@ def tolerance(case: Case, pass_: str, result: str, dtype: str, precision: str | 
         # y is exact (any tolerance above 0 says so); of dx XLA may add up a pixel's windows in its type, one by one.
         windows = math.prod((-(-case.window // case.stride),) * len(case.spatial))
         return u32 if result == "y" else 2 * u * windows
+    if isinstance(case, SqueezeExciteCase):
+        # Of 16 bits XLA's mean, hidden numbers, gates and their gradients are rounded: some four roundings to a gate,
+        # twice as many to a parameter's gradient.
+        sums = product(max(case.channels, case.hidden, case.batch)) + u32 * (16 + math.sqrt(math.prod(case.spatial)))
+        return 2 * ((4 if result in ("y", "dx") else 8) * u + sums)
     if isinstance(case, GroupNormCase):
         # Float32 sums over a group or row, of its gradient over all images; y is rounded before silu and behind it.
         n = case.reduced if result in ("y", "dx") else case.elements // case.channels
@@ -196,6 +204,8 @@ def reference(
         return _dense_gradient(case, arrays)
     if isinstance(case, PoolCase):
         return _pool(case, channels_last, arrays)
+    if isinstance(case, SqueezeExciteCase):
+        return _squeeze_excite(pass_, arrays)
     if isinstance(case, GroupNormCase):
         return _groupnorm(case, pass_, arrays)
     return _batchnorm(pass_, channels_last, arrays, outs[0] if pass_ == "residual" else None)
@@ -353,6 +363,29 @@ def _dense(case: DenseCase, pass_: str, a: dict[str, Array], y: Array) -> dict[s
     dz = _wide(a["dy"]) * slope
     dx, dw = jnp.dot(dz, w.T, precision="highest"), jnp.dot(x.T, dz, precision="highest")
     return {"y": (value, None), "dx": (dx, None), "dw": (dw, None), "db": (jnp.sum(dz, 0), None)}
+
+
+@functools.partial(jax.jit, static_argnums=0, compiler_options=UNTUNED)
+def _squeeze_excite(pass_: str, a: dict[str, Array]) -> dict[str, tuple[Array, Array | None]]:
+    x, w1, b1, w2, b2 = (_wide(a[n]) for n in ("x", "w1", "b1", "w2", "b2"))
+    pixels = tuple(range(1, x.ndim - 1))
+
+    def product(a: Array, b: Array) -> Array:
+        return jnp.dot(a, b, precision="highest")
+
+    mean = jnp.mean(x, pixels)
+    hidden, slope = _activated("silu", product(mean, w1) + b1)
+    gate = 1 / (1 + jnp.exp(-(product(hidden, w2) + b2)))
+    found: dict[str, tuple[Array, Array | None]] = {"y": (x * jnp.expand_dims(gate, pixels), None)}
+    if pass_ == "fwd+bwd":
+        dy = _wide(a["dy"])
+        dz2 = jnp.sum(dy * x, pixels) * gate * (1 - gate)
+        dz1 = product(dz2, w2.T) * slope
+        constant = product(dz1, w1.T) / (x.size / mean.size)
+        found["dx"] = dy * jnp.expand_dims(gate, pixels) + jnp.expand_dims(constant, pixels), None
+        found |= {"dw1": (product(mean.T, dz1), None), "db1": (jnp.sum(dz1, 0), None)}
+        found |= {"dw2": (product(hidden.T, dz2), None), "db2": (jnp.sum(dz2, 0), None)}
+    return found
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

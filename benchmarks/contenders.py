@@ -25,6 +25,7 @@ from benchmarks.cases import (
     GroupNormCase,
     LayerNormCase,
     PoolCase,
+    SqueezeExciteCase,
 )
 from benchmarks.check import EPSILON, MOMENTUM
 from jaxconv._activation import Activation
@@ -100,6 +101,10 @@ def make_arrays(case: Case, setting: Setting, key: Array) -> Arrays:
     if isinstance(case, PoolCase):
         return {"x": normal(case.x_shape(last)), "dy": normal(case.y_shape(last))}
     arrays = {"x": normal(case.x_shape(last), 1.5, 0.5), "dy": normal(case.x_shape(last))}
+    if isinstance(case, SqueezeExciteCase):
+        c, r = case.channels, case.hidden
+        small = {"w1": (c, r), "b1": (r,), "w2": (r, c), "b2": (c,)}
+        return arrays | {name: normal(shape, shape[0] ** -0.5, 0.0, jnp.float32) for name, shape in small.items()}
     if isinstance(case, GroupNormCase):
         return arrays | parameters(case.channels)
     arrays["residual"] = normal(case.x_shape(last))
@@ -232,6 +237,8 @@ def ours(case: Case, pass_: str, setting: Setting, **choice: Any) -> Job:
         )
         return _pool_job(pass_, lambda x: jaxconv.max_pool(x, case.window, **options))
 
+    if isinstance(case, SqueezeExciteCase):
+        return _squeeze_job(pass_, lambda *a: (jaxconv.squeeze_excite(*a, activation="silu", **choice),))
     if isinstance(case, LayerNormCase):
         return _group_job(pass_, lambda *a: (jaxconv.layernorm(*a, epsilon=EPSILON, **choice),))
     if isinstance(case, GroupNormCase):
@@ -290,6 +297,13 @@ def _group_job(pass_: str, norm: Callable[..., tuple[Array]]) -> Job:
     f = norm if pass_ == "fwd" else _there_and_back(norm, 3)
     names = ("x", "scale", "bias") if pass_ == "fwd" else ("x", "scale", "bias", "dy")
     return Job(jax.jit(f), lambda a: tuple(a[n] for n in names), f, ("groupnorm", "groupnorm_backward"))
+
+
+def _squeeze_job(pass_: str, excite: Callable[..., tuple[Array]]) -> Job:
+    f = excite if pass_ == "fwd" else _there_and_back(excite, 5)
+    names = ("x", "w1", "b1", "w2", "b2", *(["dy"] if pass_ == "fwd+bwd" else []))
+    kernels = ("squeeze_excite", "squeeze_excite_backward")
+    return Job(jax.jit(f), lambda a: tuple(a[n] for n in names), f, kernels)
 
 
 def _our_pair(case: ConvBatchNormCase, pass_: str, setting: Setting, **choice: Any) -> Job:
@@ -391,6 +405,8 @@ def xla(case: Case, pass_: str, setting: Setting) -> Job:
 
         sizes = each(case.window, 1), each(case.stride, 1), each(case.padding, (0, 0))
         return _pool_job(pass_, lambda x: lax.reduce_window(x, -jnp.inf, lax.max, *sizes))
+    if isinstance(case, SqueezeExciteCase):
+        return _xla_squeeze_excite(pass_)
     if isinstance(case, LayerNormCase):
         return _xla_layernorm(pass_)
     if isinstance(case, GroupNormCase):
@@ -410,6 +426,20 @@ def _xla_groupnorm(case: GroupNormCase, pass_: str) -> Job:
         return (jax.nn.silu(y.astype(x.dtype)),)
 
     return dataclasses.replace(_group_job(pass_, norm), explained=None, kernels=())
+
+
+def _xla_squeeze_excite(pass_: str) -> Job:
+    def excite(x: Array, w1: Array, b1: Array, w2: Array, b2: Array) -> tuple[Array]:
+        # As EfficientNets in Flax: 1x1 convolutions, whose parameters become x's type
+        def conv(x: Array, w: Array, b: Array) -> Array:
+            w, b = w[None, None].astype(x.dtype), b.astype(x.dtype)
+            numbers = ("NHWC", "HWIO", "NHWC")
+            return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers) + b.reshape(1, 1, 1, -1)
+
+        s = jax.nn.silu(conv(x.mean((1, 2), keepdims=True), w1, b1))
+        return (x * jax.nn.sigmoid(conv(s, w2, b2)),)
+
+    return dataclasses.replace(_squeeze_job(pass_, excite), explained=None, kernels=())
 
 
 def _xla_layernorm(pass_: str) -> Job:

@@ -20,6 +20,7 @@ from benchmarks.cases import (
     DenseGradientCase,
     GroupNormCase,
     PoolCase,
+    SqueezeExciteCase,
 )
 from jaxconv import _timing as timing
 
@@ -105,7 +106,7 @@ def work(case: Case, pass_: str, dtype: str) -> tuple[float, float]:
         # Between the two passes a byte for each element of y.
         back = item * case.elements + 2 * math.prod(case.y_shape()) if pass_ == "fwd+bwd" else 0
         return 0.0, item * case.elements + back
-    assert isinstance(case, BatchNormCase | GroupNormCase)
+    assert isinstance(case, BatchNormCase | GroupNormCase | SqueezeExciteCase)
     passes = {"fwd": 2, "infer": 2, "bwd": 3, "fwd+bwd": 5, "residual": 8}[pass_]
     return 0.0, item * passes * case.elements
 

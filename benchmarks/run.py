@@ -16,7 +16,7 @@ import jax
 
 import jaxconv
 from benchmarks import cases, check, contenders, limits, record, torch_contender, tune
-from benchmarks.cases import BatchNormCase, Case, GroupNormCase
+from benchmarks.cases import BatchNormCase, Case, GroupNormCase, SqueezeExciteCase
 from benchmarks.contenders import Job, Setting
 from jaxconv import _problem
 from jaxconv import _timing as timing
@@ -31,9 +31,11 @@ ALGORITHMS = {
     "pool": _problem.POOL_ALGORITHMS,
     "groupnorm": tuple(a for a in _problem.GROUPNORM_ALGORITHMS if a != "rows"),
     "layernorm": ("rows",),
+    "squeeze_excite": _problem.SQUEEZE_EXCITE_ALGORITHMS,
 }
+LAST = ("groupnorm", "layernorm", "squeeze_excite")  # channels last only
 ROWS = ("dense", "dense_gradient")  # of matrices, without images
-NORMS = ("batchnorm", "groupnorm", "layernorm")  # without products
+NORMS = ("batchnorm", "groupnorm", "layernorm", "squeeze_excite")  # without products of many rows
 LOSS = 0.98  # a ratio below this is one
 SLOW = ("direct", "im2col")  # may need minutes for a large problem
 
@@ -124,7 +126,7 @@ def configs(args: argparse.Namespace) -> Iterator[tuple[str, Setting]]:
     for op in args.ops:
         for dtype in args.dtype:
             for precision in args.precision if dtype == "f32" and op not in (*NORMS, "pool") else ["default"]:
-                for layout in args.layout if op not in (*ROWS, "groupnorm", "layernorm") else ["NHWC"]:
+                for layout in args.layout if op not in (*ROWS, *LAST) else ["NHWC"]:
                     yield op, Setting(dtype, layout == "NHWC", None if precision == "default" else precision)
 
 
@@ -144,7 +146,9 @@ def chosen_cases(args: argparse.Namespace, op: str) -> list[Case]:
 def make_sets(case: Case, setting: Setting) -> list[contenders.Arrays]:
     """As many random input sets as keep every call's inputs out of cache."""
     size = (
-        case.elements * limits.ITEM_BYTES[setting.dtype] * (2 if isinstance(case, BatchNormCase | GroupNormCase) else 1)
+        case.elements
+        * limits.ITEM_BYTES[setting.dtype]
+        * (2 if isinstance(case, BatchNormCase | GroupNormCase | SqueezeExciteCase) else 1)
     )
     make = jax.jit(lambda key: contenders.make_arrays(case, setting, key))
     count = timing.set_count(size, jax.devices()[0])

@@ -19,7 +19,14 @@ import jax
 
 from benchmarks.limits import Ceilings
 from jaxconv import _cost
-from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem, GroupNormProblem, PoolProblem
+from jaxconv._problem import (
+    BatchNormProblem,
+    ConvProblem,
+    DenseProblem,
+    GroupNormProblem,
+    PoolProblem,
+    SqueezeExciteProblem,
+)
 
 # In the order of the tables and figures. exchange: between devices. elementwise: sums over elements too.
 KINDS = ("convolution", "product", "norm", "pool", "elementwise", "copies", "exchange", "other")
@@ -211,6 +218,8 @@ def _work(op: str, p: Any, top: Ceilings) -> tuple[float, float, float]:
         return 0.0, item * (math.prod(p.x_shape) + math.prod(p.y_shape)) + p.save * math.prod(p.y_shape), top.f32
     if isinstance(p, GroupNormProblem):
         return 0.0, item * (3 if op == "groupnorm_backward" else 2) * p.size, top.f32
+    if isinstance(p, SqueezeExciteProblem):
+        return 0.0, item * (3 if op == "squeeze_excite_backward" else 2) * p.size, top.f32
     assert isinstance(p, ConvProblem | DenseProblem)
     added = {"conv_dgrad_add": [p.x_shape], "conv_add": [p.y_shape], "dense_gradient": [p.y_shape]}.get(op, [])
     arrays = [p.x_shape, p.w_shape, p.y_shape, *added]

@@ -10,7 +10,16 @@ from typing import Any
 
 import jax
 
-from benchmarks.cases import Case, ConvCase, DenseCase, DenseGradientCase, GroupNormCase, LayerNormCase, PoolCase
+from benchmarks.cases import (
+    Case,
+    ConvCase,
+    DenseCase,
+    DenseGradientCase,
+    GroupNormCase,
+    LayerNormCase,
+    PoolCase,
+    SqueezeExciteCase,
+)
 from benchmarks.check import EPSILON, MOMENTUM
 from benchmarks.contenders import RESIDUAL, Job, Setting
 
@@ -65,6 +74,8 @@ def torch(case: Case, pass_: str, setting: Setting) -> Job:
         return _dense(case, pass_)
     if isinstance(case, PoolCase):
         return _pool(case, pass_, setting)
+    if isinstance(case, SqueezeExciteCase):
+        return _squeeze_excite(pass_)
     if isinstance(case, GroupNormCase):
         return _groupnorm(case, pass_)
     return _batchnorm(case, pass_, setting)
@@ -163,6 +174,36 @@ def _dense(case: DenseCase, pass_: str) -> Job:
     return Job(
         f,
         lambda a: tuple(_give(a[n]).detach().requires_grad_(n in wanted) for n in names),
+        outputs=lambda out: _take(out, [_same] * len(out)),
+        block=_block,
+    )
+
+
+def _squeeze_excite(pass_: str) -> Job:
+    import torch
+
+    functional, names = torch.nn.functional, ("x", "w1", "b1", "w2", "b2")
+
+    def excite(x: Any, w1: Any, b1: Any, w2: Any, b2: Any) -> Any:
+        w1, b1, w2, b2 = (v.to(x.dtype) for v in (w1, b1, w2, b2))
+        s = functional.silu(functional.linear(x.mean((1, 2)), w1.T, b1))
+        return x * torch.sigmoid(functional.linear(s, w2.T, b2))[:, None, None]
+
+    def forward(*args: Any) -> Any:
+        with torch.no_grad():
+            return (excite(*args),)
+
+    def both(*args: Any) -> Any:
+        *args, dy = args  # type: ignore[assignment]
+        y = excite(*args)
+        return y, *torch.autograd.grad(y, args, dy)
+
+    back = pass_ == "fwd+bwd"
+    return Job(
+        both if back else forward,
+        lambda a: tuple(
+            _give(a[n]).detach().requires_grad_(back and n != "dy") for n in (*names, *(["dy"] if back else []))
+        ),
         outputs=lambda out: _take(out, [_same] * len(out)),
         block=_block,
     )

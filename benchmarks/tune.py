@@ -29,11 +29,11 @@ KERNELS = {
     "fprop": ("conv_fprop", "conv_dgrad"),  # a transposed convolution's forward is a dgrad
     "dgrad": ("conv_dgrad", "conv_fprop", "matmul", "dense_gradient"),
     "wgrad": ("conv_wgrad", "matmul"),
-    "fwd": ("dense", "batchnorm_train", "max_pool"),
+    "fwd": ("dense", "batchnorm_train", "max_pool", "squeeze_excite"),
     "saved": ("dense",),
     "infer": ("batchnorm_infer",),
     "bwd": ("batchnorm_backward",),
-    "fwd+bwd": ("batchnorm_train", "groupnorm", "max_pool"),
+    "fwd+bwd": ("batchnorm_train", "groupnorm", "max_pool", "squeeze_excite"),
     "residual": ("batchnorm_train",),
 }
 

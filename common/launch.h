@@ -111,4 +111,16 @@ Status GroupNormBackward(const Context& ctx, const GroupNormProblem& p, const Pl
                          const void* mean, const void* rstd, void* dx, void* dscale, void* dbias,
                          Workspace workspace);
 
+// w1: (channels, hidden), w2: (hidden, channels). mean, gate: (images, channels), z1: (images, hidden), for the backward
+// pass. There are pixels, channels and hidden numbers.
+Status SqueezeExcite(const Context& ctx, const SqueezeExciteProblem& p, const Plan& plan,
+                     const void* x, const void* w1, const void* b1, const void* w2, const void* b2,
+                     void* y, void* mean, void* z1, void* gate);
+
+//   dz2 = (sum dy * x over the pixels) * g'(z2);  dz1 = (dz2 @ w2^T) * f'(z1);  dx = dy * gate + (dz1 @ w1^T) / pixels
+// `dx` is null when nobody asked for it.
+Status SqueezeExciteBackward(const Context& ctx, const SqueezeExciteProblem& p, const Plan& plan,
+                             const void* x, const void* dy, const void* w1, const void* w2,
+                             const void* z1, const void* gate, void* dz2, void* dz1, void* dx);
+
 }  // namespace jaxconv::JAXCONV_BACKEND

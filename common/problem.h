@@ -13,6 +13,7 @@
 
 #include "common/activation.h"
 #include "common/dtype.h"
+#include "common/gating.h"
 
 namespace jaxconv {
 
@@ -153,6 +154,20 @@ struct GroupNormProblem {
   DType dtype;  // of x, y, dy, dx. Parameters and statistics are float64 for float64, else float32
 
   int64_t group_channels() const { return channels / groups; }
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Squeeze-and-excitation over an array (images, pixels, channels):
+//
+//   mean[n, c] = of x[n, :, c];  z1 = mean @ w1 + b1 (images, hidden);  gate = g(f(z1) @ w2 + b2) (images, channels)
+//   y = x * gate
+struct SqueezeExciteProblem {
+  int64_t images, pixels, channels;
+  int64_t hidden;
+  Activation activation;  // f
+  double slope;
+  Gating gating;  // g
+  DType dtype;    // of x, y, dy, dx. Everything else is float64 for float64, else float32
 };
 
 }  // namespace jaxconv

@@ -4,7 +4,8 @@
 //
 // A kernel's name is "family/kernel" ("depthwise/rows"), or the family's where it has one kernel. cuda/conv/<family>/domain.h
 // has the family's part, cuda/dense/domain.h that of dense products, cuda/batchnorm/domain.h that of batch-norms,
-// cuda/groupnorm/domain.h that of group-norms, cuda/pool/domain.h that of max-pooling.
+// cuda/groupnorm/domain.h that of group-norms, cuda/pool/domain.h that of max-pooling, cuda/squeeze_excite/domain.h that of
+// squeeze-and-excitation.
 #pragma once
 
 #include <cstdint>
@@ -99,5 +100,17 @@ int64_t GroupNormUnit(const GroupNormProblem& p);
 // Elements in an access of its kernels, and pixels that a block takes in a step.
 int64_t GroupNormVector(const GroupNormProblem& p);
 int64_t GroupNormRows(const GroupNormProblem& p);
+
+// The same of a squeeze-and-excitation and its gradient, which need no workspace.
+std::string SqueezeExciteRefusal(const SqueezeExciteProblem& p, const Plan& plan,
+                                 const Device& device);
+// Elements in an access of its kernel.
+int64_t SqueezeExciteVector(const SqueezeExciteProblem& p);
+// Of a plan that is not refused: images of a cluster, steps of a CTA, those of them that stay in shared memory, bytes of it.
+struct SqueezeExciteSize {
+  int64_t images, steps, held, bytes;
+};
+SqueezeExciteSize SqueezeExciteCta(const SqueezeExciteProblem& p, const Plan& plan,
+                                   const Device& device);
 
 }  // namespace jaxconv::cuda

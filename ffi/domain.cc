@@ -152,6 +152,17 @@ cuda::GroupNormOp ToGroupNormOp(const std::string& name) {
   throw std::invalid_argument("unknown group-norm " + name);
 }
 
+SqueezeExciteProblem MakeSqueezeExcite(int64_t images, int64_t pixels, int64_t channels,
+                                       int64_t hidden, const std::string& dtype) {
+  SqueezeExciteProblem p = {};
+  p.images = images;
+  p.pixels = pixels;
+  p.channels = channels;
+  p.hidden = hidden;
+  p.dtype = ToDType(dtype);
+  return p;
+}
+
 }  // namespace
 
 void BindDomain(nb::module_& m) {
@@ -247,6 +258,26 @@ void BindDomain(nb::module_& m) {
   m.def("groupnorm_unit", [](const GroupNormProblem& p) { return cuda::GroupNormUnit(p); });
   m.def("groupnorm_vector", [](const GroupNormProblem& p) { return cuda::GroupNormVector(p); });
   m.def("groupnorm_rows", [](const GroupNormProblem& p) { return cuda::GroupNormRows(p); });
+  nb::class_<SqueezeExciteProblem>(m, "SqueezeExciteProblem")
+      .def("__init__", [](SqueezeExciteProblem* self, int64_t images, int64_t pixels,
+                          int64_t channels, int64_t hidden, std::string dtype) {
+        new (self) SqueezeExciteProblem(MakeSqueezeExcite(images, pixels, channels, hidden, dtype));
+      });
+  m.def("squeeze_excite_refusal",
+        [](const SqueezeExciteProblem& p, std::string kernel, std::string tile, int64_t splits,
+           int64_t chunk, int major, int minor, int multiprocessors) {
+          return cuda::SqueezeExciteRefusal(p, {kernel, tile, splits, chunk},
+                                            {major, minor, multiprocessors});
+        });
+  m.def("squeeze_excite_vector",
+        [](const SqueezeExciteProblem& p) { return cuda::SqueezeExciteVector(p); });
+  m.def("squeeze_excite_cta", [](const SqueezeExciteProblem& p, std::string kernel,
+                                 std::string tile, int64_t splits, int64_t chunk, int major,
+                                 int minor, int multiprocessors) {
+    const cuda::SqueezeExciteSize size =
+        cuda::SqueezeExciteCta(p, {kernel, tile, splits, chunk}, {major, minor, multiprocessors});
+    return std::make_tuple(size.images, size.steps, size.held, size.bytes);
+  });
   m.def("shared_memory",
         [](int major, int minor) { return cuda::Device{major, minor}.shared_memory(); });
 }

@@ -833,6 +833,103 @@ Status GroupBackward(ContextArg context, ffi::RemainingArgs args, ffi::Remaining
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// Squeeze-and-excitation
+
+// w1: (channels, hidden), w2: (hidden, channels).
+Status ToSqueezeExciteProblem(const Call& call, AnyBuffer x, AnyBuffer w1, AnyBuffer w2,
+                              const wire::SqueezeExcite& squeeze, SqueezeExciteProblem* p) {
+  auto dtype = wire::ToDType(x.element_type());
+  auto activation = wire::ToActivation(squeeze.activation);
+  auto gating = wire::ToGating(squeeze.gate);
+  Dims dims = x.dimensions(), rows = w1.dimensions();
+  if (!dtype || !activation || !gating || dims.size() < 2 || rows.size() != 2) {
+    return Status::Invalid(call.Text("x=" + wire::ShapeText(dims) +
+                                     " and w1=" + wire::ShapeText(rows) + " with activation '" +
+                                     std::string(squeeze.activation) + "' and gate '" +
+                                     std::string(squeeze.gate) + "' cannot be read"));
+  }
+  *p = {};
+  p->images = dims[0];
+  p->pixels = 1;
+  for (size_t i = 1; i + 1 < dims.size(); ++i) p->pixels *= dims[i];
+  p->channels = dims[dims.size() - 1];
+  p->hidden = rows[1];
+  p->activation = *activation;
+  p->slope = squeeze.slope;
+  p->gating = *gating;
+  p->dtype = *dtype;
+  const auto where = [&] {
+    return "x=" + wire::ShapeText(dims) + " and w1=" + wire::ShapeText(rows);
+  };
+  if (p->pixels < 1 || p->channels < 1 || p->hidden < 1)
+    return Status::Invalid(call.Text(where() + ": there must be some of each"));
+  const DType wide = p->dtype == DType::kF64 ? DType::kF64 : DType::kF32;
+  JAXCONV_RETURN_IF_ERROR(call.ConfirmType("w1", w1, wide, "x"));
+  JAXCONV_RETURN_IF_ERROR(call.ConfirmType("w2", w2, wide, "x"));
+  JAXCONV_RETURN_IF_ERROR(call.ConfirmShape("w1", w1, {p->channels, p->hidden}, where));
+  return call.ConfirmShape("w2", w2, {p->hidden, p->channels}, where);
+}
+
+// An array of numbers of each image, or (`shared`) of all.
+Status ConfirmNumbers(const Call& call, const SqueezeExciteProblem& p, const char* name,
+                      AnyBuffer array, int64_t numbers, bool shared) {
+  const auto where = [&] {
+    return std::to_string(p.channels) + " channels, " + std::to_string(p.hidden) +
+           " hidden numbers";
+  };
+  JAXCONV_RETURN_IF_ERROR(
+      call.ConfirmType(name, array, p.dtype == DType::kF64 ? DType::kF64 : DType::kF32, "x"));
+  return shared ? call.ConfirmShape(name, array, {numbers}, where)
+                : call.ConfirmShape(name, array, {p.images, numbers}, where);
+}
+
+Status SqueezeForward(ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                      const wire::SqueezeExcite& squeeze, const wire::Plan& plan) {
+  Call call("squeeze_excite", args, rets);
+  JAXCONV_RETURN_IF_ERROR(call.Confirm(5, 4));
+  auto arg = [&](size_t i) { return call.Arg(i); };
+  auto ret = [&](size_t i) { return call.Ret(i); };
+  SqueezeExciteProblem p;
+  jaxconv::Plan how;
+  JAXCONV_RETURN_IF_ERROR(ToSqueezeExciteProblem(call, arg(0), arg(1), arg(3), squeeze, &p));
+  JAXCONV_RETURN_IF_ERROR(ToPlan(call, plan, &how));
+  JAXCONV_RETURN_IF_ERROR(ConfirmNumbers(call, p, "b1", arg(2), p.hidden, true));
+  JAXCONV_RETURN_IF_ERROR(ConfirmNumbers(call, p, "b2", arg(4), p.channels, true));
+  JAXCONV_RETURN_IF_ERROR(call.ConfirmLike("y", ret(0), "x", arg(0)));
+  JAXCONV_RETURN_IF_ERROR(ConfirmNumbers(call, p, "mean", ret(1), p.channels, false));
+  JAXCONV_RETURN_IF_ERROR(ConfirmNumbers(call, p, "z1", ret(2), p.hidden, false));
+  JAXCONV_RETURN_IF_ERROR(ConfirmNumbers(call, p, "gate", ret(3), p.channels, false));
+  auto in = [&](size_t i) { return arg(i).untyped_data(); };
+  auto out = [&](size_t i) { return ret(i).untyped_data(); };
+  return SqueezeExcite(MakeContext(context), p, how, in(0), in(1), in(2), in(3), in(4), out(0),
+                       out(1), out(2), out(3));
+}
+
+Status SqueezeBackward(ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                       const wire::SqueezeExcite& squeeze, int64_t want_dx,
+                       const wire::Plan& plan) {
+  Call call("squeeze_excite_backward", args, rets);
+  const bool dx = want_dx != 0;
+  JAXCONV_RETURN_IF_ERROR(call.Confirm(6, 2 + dx));
+  auto arg = [&](size_t i) { return call.Arg(i); };
+  auto ret = [&](size_t i) { return call.Ret(i); };
+  SqueezeExciteProblem p;
+  jaxconv::Plan how;
+  JAXCONV_RETURN_IF_ERROR(ToSqueezeExciteProblem(call, arg(0), arg(2), arg(3), squeeze, &p));
+  JAXCONV_RETURN_IF_ERROR(ToPlan(call, plan, &how));
+  JAXCONV_RETURN_IF_ERROR(call.ConfirmLike("dy", arg(1), "x", arg(0)));
+  JAXCONV_RETURN_IF_ERROR(ConfirmNumbers(call, p, "z1", arg(4), p.hidden, false));
+  JAXCONV_RETURN_IF_ERROR(ConfirmNumbers(call, p, "gate", arg(5), p.channels, false));
+  JAXCONV_RETURN_IF_ERROR(ConfirmNumbers(call, p, "dz2", ret(0), p.channels, false));
+  JAXCONV_RETURN_IF_ERROR(ConfirmNumbers(call, p, "dz1", ret(1), p.hidden, false));
+  if (dx) JAXCONV_RETURN_IF_ERROR(call.ConfirmLike("dx", ret(2), "x", arg(0)));
+  auto in = [&](size_t i) { return arg(i).untyped_data(); };
+  auto out = [&](size_t i) { return ret(i).untyped_data(); };
+  return SqueezeExciteBackward(MakeContext(context), p, how, in(0), in(1), in(2), in(3), in(4),
+                               in(5), out(0), out(1), dx ? out(2) : nullptr);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // Bindings. A Status becomes an ffi::Error here and nowhere else, and the host's allocator, which alone throws, is caught.
 
 template <typename Op>
@@ -1001,6 +1098,24 @@ XLA_FFI_DEFINE_HANDLER(
     JAXCONV_BASE.Attr<wire::GroupNorm>("norm").Attr<int64_t>("want_dx").Attr<wire::Plan>("plan"),
     JAXCONV_TRAITS);
 
+XLA_FFI_DEFINE_HANDLER(
+    kSqueezeExcite,
+    [](ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets,
+       wire::SqueezeExcite squeeze, wire::Plan plan) {
+      return Answer([&] { return SqueezeForward(context, args, rets, squeeze, plan); });
+    },
+    JAXCONV_BASE.Attr<wire::SqueezeExcite>("squeeze").Attr<wire::Plan>("plan"), JAXCONV_TRAITS);
+
+XLA_FFI_DEFINE_HANDLER(
+    kSqueezeExciteBackward,
+    [](ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets,
+       wire::SqueezeExcite squeeze, int64_t want_dx, wire::Plan plan) {
+      return Answer([&] { return SqueezeBackward(context, args, rets, squeeze, want_dx, plan); });
+    },
+    JAXCONV_BASE.Attr<wire::SqueezeExcite>("squeeze").Attr<int64_t>("want_dx").Attr<wire::Plan>(
+        "plan"),
+    JAXCONV_TRAITS);
+
 // Version 1 named a plan's algorithm where version 2 names its kernel.
 XLA_FFI_DEFINE_HANDLER(
     kVersion1Refused,
@@ -1051,6 +1166,8 @@ std::vector<std::pair<const char*, XLA_FFI_Handler*>> Handlers() {
       {"jaxconv_max_pool_backward_v2", kPoolBackward},
       {"jaxconv_groupnorm_v2", kGroupNorm},
       {"jaxconv_groupnorm_backward_v2", kGroupNormBackward},
+      {"jaxconv_squeeze_excite_v2", kSqueezeExcite},
+      {"jaxconv_squeeze_excite_backward_v2", kSqueezeExciteBackward},
   };
   for (const char* name : kVersion1) handlers.emplace_back(name, kVersion1Refused);
   return handlers;

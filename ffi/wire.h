@@ -73,6 +73,12 @@ struct GroupNorm {
   double slope;
 };
 
+struct SqueezeExcite {
+  std::string_view activation;
+  double slope;
+  std::string_view gate;
+};
+
 struct Plan {
   std::string_view kernel, tile;
   int64_t splits, chunk;
@@ -91,6 +97,13 @@ inline std::optional<DType> ToDType(ffi::DataType type) {
     default:
       return std::nullopt;
   }
+}
+
+inline std::optional<Gating> ToGating(std::string_view name) {
+  for (int i = 0; i < kGatingCount; ++i) {
+    if (kGatingNames[i] == name) return static_cast<Gating>(i);
+  }
+  return std::nullopt;
 }
 
 inline std::optional<Activation> ToActivation(std::string_view name) {
@@ -171,6 +184,11 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jaxconv::wire::GroupNorm, StructMember<i
                                       StructMember<double>("epsilon"),
                                       StructMember<std::string_view>("activation"),
                                       StructMember<double>("slope"));
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jaxconv::wire::SqueezeExcite,
+                                      StructMember<std::string_view>("activation"),
+                                      StructMember<double>("slope"),
+                                      StructMember<std::string_view>("gate"));
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jaxconv::wire::Plan,
                                       StructMember<std::string_view>("kernel"),

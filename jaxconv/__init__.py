@@ -24,6 +24,7 @@ from jaxconv.groupnorm import groupnorm
 from jaxconv.layernorm import layernorm
 from jaxconv.mlp import mlp
 from jaxconv.pool import max_pool
+from jaxconv.squeeze_excite import squeeze_excite
 from jaxconv.tune import tune
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ __all__ = [
     "mlp",
     "portable_exported",
     "report",
+    "squeeze_excite",
     "tune",
 ]
 
@@ -88,6 +90,9 @@ _NEAR = {
     "group_norm": "groupnorm",
     "LayerNorm": "the layers jaxconv.linen.LayerNorm and jaxconv.nnx.LayerNorm, and the function layernorm",
     "layer_norm": "layernorm",
+    "SqueezeExcite": "the function squeeze_excite",
+    "SqueezeExcitation": "the function squeeze_excite",
+    "squeeze_excitation": "squeeze_excite",
     "matmul": "dense",
 }
 

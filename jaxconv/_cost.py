@@ -9,7 +9,14 @@ from typing import Any
 import jax
 
 from jaxconv import _op
-from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem, GroupNormProblem, PoolProblem
+from jaxconv._problem import (
+    BatchNormProblem,
+    ConvProblem,
+    DenseProblem,
+    GroupNormProblem,
+    PoolProblem,
+    SqueezeExciteProblem,
+)
 
 # Per element of x, as in reference.py: train takes two sums about a sample (4), normalises (4); infer normalises;
 # backward recomputes xhat (2), takes two sums (3) and dx from them (5); dx alone recomputes xhat too.
@@ -31,9 +38,9 @@ def cost(f: Callable[..., Any]) -> Callable[..., dict[str, float]]:
     Here a jaxconv call counts, whatever implements it:
 
     * flops: 2 * N * P * Q * K * R * S * C / groups for each of a convolution's three kernels, 2 * M * N * K for a
-      product, 4 to 11 an element for a batch-norm or a group-norm, one a tap for a max-pooling, there and back; an
-      epilogue one per element for bias, activation and addend each. Multiplications with padding count, as is usual for
-      convolutions.
+      product, 4 to 11 an element for a batch-norm or a group-norm, one a tap for a max-pooling, there and back, 2 an
+      element for a squeeze-and-excitation, 4 back, and its two products of each image; an epilogue one per element for
+      bias, activation and addend each. Multiplications with padding count, as is usual for convolutions.
     * bytes: every operand read once and every result written once.
 
     Nothing is compiled or run. A scan counts as often as it is long, of a cond the costliest branch, and inside
@@ -90,6 +97,11 @@ def _flops(op: str, p: Any) -> int:
         return math.prod(p.y_shape) * p.taps
     if isinstance(p, GroupNormProblem):
         return p.size * (_NORM_FLOPS[op] + (p.activation.name != "none"))
+    if isinstance(p, SqueezeExciteProblem):
+        # A sum and a product of each element; back a product, its sum, a product and a sum
+        back = op == "squeeze_excite_backward"
+        products = 2 * p.images * p.channels * p.hidden * (2 if p.want_dx or not back else 1)
+        return p.size * (2 + 2 * p.want_dx if back else 2) + products
     assert isinstance(p, ConvProblem | DenseProblem)
     addend = isinstance(p, DenseProblem) and p.addend
     epilogue = (

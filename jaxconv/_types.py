@@ -14,9 +14,11 @@ from jaxconv._problem import (
     BatchNormAlgorithm,
     ConvAlgorithm,
     DenseAlgorithm,
+    Gate,
     GroupNormAlgorithm,
     Implementation,
     PoolAlgorithm,
+    SqueezeExciteAlgorithm,
 )
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "ConvOptions",
     "DenseAlgorithm",
     "DenseOptions",
+    "Gate",
     "GroupNormAlgorithm",
     "Implementation",
     "Layout",
@@ -39,7 +42,9 @@ __all__ = [
     "PerDimension",
     "PoolAlgorithm",
     "Precision",
+    "SqueezeExciteAlgorithm",
     "ToActivation",
+    "ToGate",
     "TransposedPadding",
 ]
 
@@ -50,6 +55,8 @@ Operand = jax.Array | np.ndarray[Any, Any]
 ToActivation = (
     _activation.Name | tuple[Literal["leaky_relu"], float] | Callable[..., Any] | _activation.Activation | None
 )
+
+ToGate = Gate | Callable[..., Any]
 
 Layout1d = Literal["NWC", "NCW"]
 Layout2d = Literal["NHWC", "NCHW"]

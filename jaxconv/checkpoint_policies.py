@@ -5,7 +5,8 @@
 jax's own policies that speak of dots do not know jaxconv's kernels. These do, and they compose with any of jax's
 through `jax.checkpoint_policies.save_from_both_policies`. Under differentiation the results of fused ops also carry
 names, for `jax.checkpoint_policies.save_only_these_names`: "jaxconv_conv", "jaxconv_dense", "jaxconv_batchnorm_train",
-"jaxconv_batchnorm_given", "jaxconv_conv_batchnorm", "jaxconv_mlp", "jaxconv_groupnorm", "jaxconv_max_pool".
+"jaxconv_batchnorm_given", "jaxconv_conv_batchnorm", "jaxconv_mlp", "jaxconv_groupnorm", "jaxconv_max_pool",
+"jaxconv_squeeze_excite".
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ from jaxconv.dense import dense_gradient, dense_kernel, matmul
 from jaxconv.groupnorm import norm
 from jaxconv.mlp import pair as mlp
 from jaxconv.pool import kernel as max_pool
+from jaxconv.squeeze_excite import excite
 
 # of a pair everything: y comes out of its convolution
 _CONVS = (fprop, dgrad, dgrad_add, wgrad, conv_kernel, conv_add, statistics, pair)
 _DENSES = (matmul, dense_kernel, dense_gradient, mlp)
 _NORMS = (train, infer, given, norm)
 _POOLS = (max_pool,)
+_EXCITES = (excite,)
 
 
 def _of(kernels: Sequence[Kernel | Composite], primitive: Any, params: dict[str, Any]) -> bool:
@@ -46,7 +49,7 @@ def save_products(primitive: Any, *_: Any, **params: Any) -> bool:
 
 def save_all(primitive: Any, *_: Any, **params: Any) -> bool:
     """Keeps the results of every jaxconv op; recomputes the rest."""
-    return _of(_CONVS + _DENSES + _NORMS + _POOLS, primitive, params)
+    return _of(_CONVS + _DENSES + _NORMS + _POOLS + _EXCITES, primitive, params)
 
 
 def save_all_but_batchnorms(primitive: Any, *_: Any, **params: Any) -> bool:
@@ -56,4 +59,4 @@ def save_all_but_batchnorms(primitive: Any, *_: Any, **params: Any) -> bool:
 
 def save_nothing_of_jaxconv(primitive: Any, *_: Any, **params: Any) -> bool:
     """Keeps whatever is no jaxconv result: every jaxconv op is run again."""
-    return not _of(_CONVS + _DENSES + _NORMS + _POOLS, primitive, params)
+    return not _of(_CONVS + _DENSES + _NORMS + _POOLS + _EXCITES, primitive, params)

@@ -6,6 +6,7 @@ Each function takes a problem and arrays of exactly the problem's shapes, and re
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -17,7 +18,14 @@ from jax import lax
 from jax.lax import conv_general_dilated, dot_general, reduce_window
 
 from jaxconv._activation import activate, activate_grad
-from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem, GroupNormProblem, PoolProblem
+from jaxconv._problem import (
+    BatchNormProblem,
+    ConvProblem,
+    DenseProblem,
+    GroupNormProblem,
+    PoolProblem,
+    SqueezeExciteProblem,
+)
 
 
 def _like(shape: tuple[int, ...], operand: jax.Array, batch: bool) -> Any:
@@ -437,3 +445,69 @@ def groupnorm_backward(p: GroupNormProblem, x, dy, scale, bias, mean, rstd) -> l
         dx = of_groups(p, rstd) * (of_channels(p, scale) * dz - mean_g - xhat * mean_gx)
         outs.append(dx.astype(x.dtype))
     return outs
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Squeeze-and-excitation. Everything between x and y is float32 for 16-bit x, the small products in full.
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def gated(gate: str, z: jax.Array) -> jax.Array:
+    return jax.nn.sigmoid(z) if gate == "sigmoid" else jnp.minimum(jnp.maximum(z + 3, 0), 6) / 6
+
+
+@gated.defjvp
+def _(gate, primals, tangents):
+    g = gated(gate, primals[0])
+    return g, gated_grad(gate, g, tangents[0])
+
+
+def gated_grad(gate: str, g: jax.Array, t: jax.Array) -> jax.Array:
+    """t * gate'(z), by the gate g itself; 0 at hard_sigmoid's kinks, as jax.nn's."""
+    return t * (g * (1 - g)) if gate == "sigmoid" else jnp.where((g > 0) & (g < 1), t / 6, jnp.zeros_like(t))
+
+
+def small_product(a: jax.Array, b: jax.Array, precision: Any = lax.Precision.HIGHEST) -> jax.Array:
+    """a @ b. Where types say how arrays are split, what is summed up may be."""
+    mesh = jax.typeof(a).sharding.mesh
+    sharding = None
+    if jax.sharding.AxisType.Explicit in mesh.axis_types:
+        spec = jax.sharding.PartitionSpec(jax.typeof(a).sharding.spec[0], jax.typeof(b).sharding.spec[1])
+        sharding = jax.sharding.NamedSharding(mesh, spec)
+    return jnp.dot(a, b, precision=precision, out_sharding=sharding)
+
+
+def of_pixels(p: SqueezeExciteProblem, a: jax.Array) -> jax.Array:
+    """a, (N, C), shaped to broadcast against x."""
+    return a.reshape(a.shape[0], *(1,) * (len(p.shape) - 2), a.shape[1])
+
+
+def over_pixels(p: SqueezeExciteProblem, a: jax.Array) -> jax.Array:
+    """Sums of a, of x's shape, over an image's pixels: (N, C)."""
+    return jnp.sum(a, tuple(range(1, len(p.shape) - 1)))
+
+
+def squeeze_excite(p: SqueezeExciteProblem, x, w1, b1, w2, b2) -> list[jax.Array]:
+    """[y, mean, z1, gate]."""
+    wide = x.astype(p.param_dtype)
+    mean = over_pixels(p, wide) / p.pixels
+    z1 = small_product(mean, w1) + b1
+    gate = gated(p.gate, small_product(activate(p.activation, z1), w2) + b2)
+    return [(wide * of_pixels(p, gate)).astype(x.dtype), mean, z1, gate]
+
+
+def squeeze_excite_backward(p: SqueezeExciteProblem, x, dy, w1, w2, z1, gate) -> list[jax.Array]:
+    """[dz2, dz1, dx?]: the gradients of the gates' and the hidden numbers' arguments, and of x."""
+    wide = dy.astype(p.param_dtype)
+    dz2 = gated_grad(p.gate, gate, over_pixels(p, wide * x.astype(p.param_dtype)))
+    dz1 = backward_activation(p, z1, small_product(dz2, w2.T))
+    if not p.want_dx:
+        return [dz2, dz1]
+    constant = small_product(dz1, w1.T) / p.pixels
+    return [dz2, dz1, (wide * of_pixels(p, gate) + of_pixels(p, constant)).astype(x.dtype)]
+
+
+def backward_activation(p: SqueezeExciteProblem, z1: jax.Array, t: jax.Array) -> jax.Array:
+    """t * f'(z1)."""
+    kept = {None: None, "y": activate(p.activation, z1), "z": z1}[p.activation.residual]
+    return activate_grad(p.activation, kept, t)

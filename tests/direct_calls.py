@@ -96,6 +96,8 @@ def _programs() -> dict[str, tuple[str, Any, Any]]:
     pool = functools.partial(jaxconv.max_pool, window=(3, 2), padding="SAME", **native)
     group = functools.partial(jaxconv.groupnorm, groups=2, activation="silu", **native)
     rows = functools.partial(jaxconv.layernorm, **native)
+    excite = functools.partial(jaxconv.squeeze_excite, activation="silu", **native)
+    small = jnp.ones((4, 3)), jnp.ones(3), jnp.ones((3, 4)), v
     # A GPU's kernels with statistics and with an addend take 16 bits and eights of channels.
     wide = "bfloat16" if PLATFORM == "cuda" else "float32"
     aligned = jnp.ones((2, 5, 6, 8), wide), jnp.ones((3, 3, 8, 16), wide)
@@ -155,6 +157,8 @@ def _programs() -> dict[str, tuple[str, Any, Any]]:
         "groupnorm": ("groupnorm", group, (x, v, v)),
         "groupnorm_instances": ("groupnorm", jax.vmap(group), (jnp.stack([x] * 3), *[jnp.ones((3, 4))] * 2)),
         "groupnorm_backward": ("groupnorm_backward", jax.grad(lambda x: group(x, v, v).sum()), (x,)),
+        "squeeze_excite": ("squeeze_excite", excite, (x, *small)),
+        "squeeze_excite_backward": ("squeeze_excite_backward", jax.grad(lambda x: excite(x, *small).sum()), (x,)),
         "layernorm": ("groupnorm", rows, (x, v, v)),
         "layernorm_instances": ("groupnorm", jax.vmap(rows), (jnp.stack([x] * 3), *[jnp.ones((3, 4))] * 2)),
         "layernorm_backward": ("groupnorm_backward", jax.grad(lambda x: rows(x, v, v).sum()), (x,)),
@@ -182,10 +186,14 @@ _NAMES = {
     "max_pool_backward": ("position dy", "dx"),  # of its operands those that the call is given
     "groupnorm": ("x scale bias", "y mean rstd"),
     "groupnorm_backward": ("x dy scale bias mean rstd", "dscale dbias dx?"),
+    "squeeze_excite": ("x w1 b1 w2 b2", "y mean z1 gate"),
+    "squeeze_excite_backward": ("x dy w1 w2 z1 gate", "dz2 dz1 dx?"),
 }
 # Ops younger than the first version of the wire
-YOUNGER = ("conv_add", "dense_gradient", "batchnorm_dx", "batchnorm_moments", "max_pool", "max_pool_backward")
-YOUNGER += ("groupnorm", "groupnorm_backward")
+YOUNGER = (
+    *("conv_add", "dense_gradient", "batchnorm_dx", "batchnorm_moments", "max_pool", "max_pool_backward"),
+    *("groupnorm", "groupnorm_backward", "squeeze_excite", "squeeze_excite_backward"),
+)
 
 
 def _operand(p: Any, kernel: str, name: str) -> tuple[Shape, str]:
@@ -197,6 +205,10 @@ def _operand(p: Any, kernel: str, name: str) -> tuple[Shape, str]:
     if kernel.startswith("groupnorm"):
         shapes = {"x": p.x_shape, "dy": p.x_shape, "mean": p.group_shape, "rstd": p.group_shape}
         return shapes.get(name, p.param_shape), p.dtype if name in ("x", "dy") else p.param_dtype
+    if kernel.startswith("squeeze_excite"):
+        shapes = {"x": p.x_shape, "dy": p.x_shape, "w1": p.w1_shape, "w2": p.w2_shape, "b1": (p.hidden,)}
+        shapes |= {"b2": (p.channels,), "z1": p.hidden_shape, "gate": p.mean_shape}
+        return shapes[name], p.dtype if name in ("x", "dy") else p.param_dtype
     if kernel.startswith("conv"):
         shapes = {"x": p.x_shape, "c": p.x_shape, "w": p.w_shape, "dy": p.y_shape, "b": (p.out_channels,)}
         shapes["residual"] = p.y_shape

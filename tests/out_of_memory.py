@@ -56,6 +56,7 @@ def calls(device: _plan.Device) -> Iterator[sanitize.Call]:
         yield from sanitize.batchnorm_calls(DTYPE, algorithm, (3, *PIXELS, 64), -1, True)
     for algorithm in _problem.GROUPNORM_ALGORITHMS:
         yield from sanitize.groupnorm_calls(DTYPE, algorithm, (12, 256, 256, 64), 8, "silu")
+    yield from sanitize.squeeze_calls(DTYPE, "one_pass", (12, 256, 256, 64), 16, "silu")
     yield from sanitize.pool_calls(DTYPE, "gather", (3, *PIXELS, 64), 3, {})
 
 

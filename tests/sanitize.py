@@ -33,7 +33,14 @@ import numpy as np
 
 from jaxconv import _activation, _op, _plan, _problem
 from jaxconv._plan import conv, dense, depthwise, domain, sm90
-from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem, GroupNormProblem, PoolProblem
+from jaxconv._problem import (
+    BatchNormProblem,
+    ConvProblem,
+    DenseProblem,
+    GroupNormProblem,
+    PoolProblem,
+    SqueezeExciteProblem,
+)
 from jaxconv.batchnorm import backward, dx_of_sums, infer, moments, train
 from jaxconv.conv import conv_add, conv_kernel, dgrad, dgrad_add, fprop, statistics, wgrad
 from jaxconv.dense import dense_gradient, dense_kernel, matmul
@@ -41,6 +48,8 @@ from jaxconv.groupnorm import backward as group_backward
 from jaxconv.groupnorm import norm as group_norm
 from jaxconv.pool import backward as pool_backward
 from jaxconv.pool import kernel as pool_kernel
+from jaxconv.squeeze_excite import backward as squeeze_backward
+from jaxconv.squeeze_excite import excite
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -266,6 +275,39 @@ def layernorm_calls(dtype: str, algorithm: str, shape: tuple[int, ...]) -> list[
     ]
 
 
+def squeeze_calls(dtype: str, algorithm: str, shape: tuple[int, ...], hidden: int, activation: str) -> list[Call]:
+    n, c = shape[0], shape[-1]
+    p = SqueezeExciteProblem(
+        "squeeze_excite", dtype, shape, hidden, _activation.parse("", activation), "sigmoid", algorithm=algorithm
+    )
+    wide = [(s, "float32") for s in ((c, hidden), (hidden,), (hidden, c), (c,), (n, hidden), (n, c))]
+    w1, b1, w2, b2, z1, gate = wide
+    x = shape, dtype
+    hard = dataclasses.replace(p, gate="hard_sigmoid")
+    back = [x, x, w1, w2, z1, gate]
+    return [
+        (excite, p, [x, w1, b1, w2, b2]),
+        (excite, hard, [x, w1, b1, w2, b2]),
+        (squeeze_backward, p, back),
+        (squeeze_backward, hard, back),
+        (squeeze_backward, dataclasses.replace(p, want_dx=False), back),
+    ]
+
+
+# shape, hidden: one channel tile by itself, tiles and shares of pixels, fewer pixels than CTAs, what does not fit in
+# shared memory, gates that are passed on, many images for a pair each, odd numbers everywhere.
+SQUEEZES = (
+    ((2, 28, 28, 96), 4),
+    ((3, 7, 7, 1152), 48),
+    ((1, 14, 14, 240), 10),
+    ((2, 1, 1, 64), 5),
+    ((1, 96, 96, 256), 6),
+    ((2, 12, 13, 128), 67),
+    ((2500, 3, 3, 8), 3),
+    ((5, 23, 40), 7),
+    ((2, 5, 5, 7), 3),
+    ((1, 4, 8), 2048),
+)
 # Rows of less than a vector a lane, of one, of several; rows that no block divides, more blocks than a wave has.
 LAYERNORMS = ((5, 8), (3, 7, 96), (2, 5, 9, 264), (37, 768), (3, 1024), (5000, 40), (1, 16))
 # shape, groups: those that straddle vectors; whose channels no vector divides; several tiles of a pixel; several items;
@@ -299,6 +341,9 @@ def cases(op: str, algorithm: str, dtype: str) -> Iterator[tuple[str, list[Call]
     elif op == "pool":
         for shape, window, options in POOLS:
             yield f"{shape} {window}", pool_calls(dtype, algorithm, shape, window, options)
+    elif op == "squeeze_excite":
+        for (shape, hidden), activation in itertools.product(SQUEEZES, ("silu", "relu")):
+            yield f"{shape} {hidden} {activation}", squeeze_calls(dtype, algorithm, shape, hidden, activation)
     elif op == "groupnorm" and family == "rows":
         for shape in LAYERNORMS:
             yield f"{shape} rows", layernorm_calls(dtype, algorithm, shape)
@@ -329,6 +374,7 @@ KERNELS = {
     "batchnorm": list(_problem.BATCHNORM_ALGORITHMS),
     "pool": list(_problem.POOL_ALGORITHMS),
     "groupnorm": list(_problem.GROUPNORM_ALGORITHMS),
+    "squeeze_excite": list(_problem.SQUEEZE_EXCITE_ALGORITHMS),
 }
 PARTS = [
     f"{op}/{kernel}/{dtype}" for op, kernels in KERNELS.items() for kernel, dtype in itertools.product(kernels, DTYPES)

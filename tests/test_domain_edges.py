@@ -20,8 +20,9 @@ import jax
 import pytest
 from test_domain_sm90 import H200, conv, dense
 
+from jaxconv._activation import Activation
 from jaxconv._plan import Device, Plan, domain
-from jaxconv._problem import ConvProblem, GroupNormProblem, PoolProblem
+from jaxconv._problem import ConvProblem, GroupNormProblem, PoolProblem, SqueezeExciteProblem
 
 SOURCES = pathlib.Path(__file__).parent.parent / "cuda"
 A100 = Device("cuda", "NVIDIA A100-SXM4-80GB", (8, 0), 108)
@@ -60,6 +61,13 @@ def of_groupnorm(
 ) -> Refusal:
     p = GroupNormProblem("groupnorm", dtype, shape, groups, 1e-5, **problem)
     return domain.groupnorm_refusal(op, Plan("native", "", kernel, "", splits, chunk), p, device)
+
+
+def of_squeeze(
+    shape: Any, hidden=8, splits=1, chunk=16, kernel="one_pass", dtype="bfloat16", device: Device = H200
+) -> Refusal:
+    p = SqueezeExciteProblem("squeeze_excite", dtype, shape, hidden, Activation("silu"), "sigmoid")
+    return domain.squeeze_excite_refusal(Plan("native", "", kernel, "", splits, chunk), p, device)
 
 
 def of_pool(shape: Any, window: Any = 1, dtype="bfloat16", **options: Any) -> Refusal:
@@ -271,6 +279,13 @@ EDGES = {
     "resident width": Edge(
         lambda v: of_groupnorm("resident", (2, 64, 1024), 128, chunk=v), 512, "in multiples of 16 bytes up to 512", 16
     ),
+    # ---- squeeze-and-excitations
+    "squeeze elements": Edge(lambda v: of_squeeze((1, v, 8)), 2**27 - 1, "images of fewer than 2^30 elements"),
+    "squeeze hidden": Edge(lambda v: of_squeeze((2, 9, 8), v), 2048, "at most 2048 hidden numbers, got 2049"),
+    "squeeze width": Edge(
+        lambda v: of_squeeze((2, 9, 8192), chunk=v, splits=2), 8192, "in multiples of 16 bytes up to 8192", 16
+    ),
+    "squeeze CTAs": Edge(lambda v: of_squeeze((v, 9, 8), splits=2), 2**29 - 1, "fewer than 2^30 CTAs"),
     # ---- poolings
     "pool taps": Edge(lambda v: of_pool((1, 2, 300, 8), (1, v)), 255, "at most 255 taps, got 256"),
     "pool extents": Edge(lambda v: of_pool((1, 1, v, 8)), 2**29 - 1, "below 2^29, got 536870912"),
@@ -406,6 +421,36 @@ YES_AND_NO: dict[str, tuple[Callable[[], Refusal], Callable[[], Refusal], str]] 
         lambda: of_groupnorm("resident", (2, 64, 16), splits=8, chunk=16),
         "1, 2, 4 or 8 CTAs, got 16",
     ),
+    "excitations by three CTAs": (
+        lambda: of_squeeze((2, 9, 64), splits=3, chunk=128),
+        lambda: of_squeeze((2, 9, 64), splits=4, chunk=128),
+        "1, 2, 4 or 8 CTAs, got 3",
+    ),
+    "excitations by clusters of an older GPU": (
+        lambda: of_squeeze((2, 9, 64), splits=2, chunk=128, device=A100),
+        lambda: of_squeeze((2, 9, 64), splits=1, chunk=128, device=A100),
+        "clusters need a GPU of compute capability 9.0",
+    ),
+    "excitations in tiles that a cluster does not hold": (
+        lambda: of_squeeze((2, 9, 48), splits=4, chunk=32),
+        lambda: of_squeeze((2, 9, 64), splits=4, chunk=32),
+        "its 3 tiles of channels do not divide a cluster of 4",
+    ),
+    "excitations of odd channels": (
+        lambda: of_squeeze((2, 9, 12)),
+        lambda: of_squeeze((2, 9, 12), dtype="float32", chunk=48),
+        "12 channels are no multiple of 8",
+    ),
+    "excitations in float64": (
+        lambda: of_squeeze((2, 9, 8), dtype="float64"),
+        lambda: of_squeeze((2, 9, 8), dtype="float32", chunk=32),
+        "got float64",
+    ),
+    "excitations by another kernel": (
+        lambda: of_squeeze((2, 9, 8), kernel="two_pass"),
+        lambda: of_squeeze((2, 9, 8)),
+        "no such kernel",
+    ),
     "clusters of an older GPU": (
         lambda: of_groupnorm("resident", (2, 64, 16), splits=2, chunk=16, device=A100),
         lambda: of_groupnorm("resident", (2, 64, 16), splits=1, chunk=16, device=A100),
@@ -472,7 +517,7 @@ import atexit, json, os
 from jaxconv import _native
 
 said = set()
-for name in ("conv", "dense", "batchnorm", "groupnorm", "pool"):
+for name in ("conv", "dense", "batchnorm", "groupnorm", "pool", "squeeze_excite"):
     def ask(*args, _of=getattr(_native.cpu, name + "_refusal")):
         why = _of(*args)
         said.add(why)

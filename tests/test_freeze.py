@@ -246,21 +246,41 @@ def test_jaxconvs_own_layers_are_folded():
     assert sorted(frozen.weights) == ["bias", "w"]
 
 
-class SqueezeExcite(nn.Module):
+class Gates(nn.Module):
+    """Of means; with `excites` what they are for."""
+
+    excites: bool = False
+
     @nn.compact
     def __call__(self, x: Any, train: bool = False) -> Any:
         s = nn.silu(nn.Conv(4, (1, 1))(x.mean((1, 2), keepdims=True)))
-        return nn.Dense(5)((x * nn.sigmoid(nn.Conv(4, (1, 1))(s))).mean((1, 2)))
+        gates = nn.sigmoid(nn.Conv(4, (1, 1))(s))
+        return nn.Dense(5)(((x if self.excites else 1) * gates).mean((1, 2)))
 
 
 @pytest.mark.parametrize("images", (1, 2))
 def test_vectors_beside_one_pixel_of_one_image_are_biases(images):
     """A bias in the result's own shape, (1, 1, 1, C)."""
     x = X[:images]
-    frozen = check(SqueezeExcite(), x, convs=2)
+    frozen = check(Gates(), x, convs=2)
     fused = [finding.fused for finding in frozen.report(x)]
     assert fused == ["conv + bias + silu", "conv + bias + sigmoid", "dense + bias"]
     assert not helpers.equations(frozen, x)["add"]
+
+
+@pytest.mark.parametrize("images", (1, 2))
+def test_a_squeeze_and_excitation_is_one_call_of_its_float32_weights(images):
+    x = X[:images].astype("bfloat16")
+    frozen = check(Gates(excites=True), X[:images], convs=0)
+    assert [finding.fused for finding in frozen.report(X[:images])] == [
+        "squeeze_excite + silu + sigmoid",
+        "dense + bias",
+    ]
+    model = Gates(excites=True)
+    params = model.init(jax.random.key(0), x)
+    frozen = jaxconv.freeze(lambda p, x: model.apply(p, x), params)
+    (call,) = [call for call in jaxconv.explain(frozen)(x) if call.op == "squeeze_excite"]
+    assert (call.problem.hidden, call.problem.activation.name, call.problem.gate) == (4, "silu", "sigmoid")
 
 
 class Own(nn.Module):

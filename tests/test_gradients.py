@@ -170,6 +170,10 @@ def _group(implementation: str, x: Any, scale: Any, bias: Any) -> Any:
     return jaxconv.groupnorm(x, scale, bias, groups=2, activation="tanh", implementation=implementation)
 
 
+def _excite(implementation: str, x: Any, w1: Any, b1: Any, w2: Any, b2: Any) -> Any:
+    return jaxconv.squeeze_excite(x, w1, b1, w2, b2, activation="tanh", implementation=implementation)
+
+
 def _rows(implementation: str, x: Any, scale: Any, bias: Any) -> Any:
     return jnp.tanh(jaxconv.layernorm(x, scale, bias, implementation=implementation))
 
@@ -187,6 +191,7 @@ FUNCTIONS = {
     "batchnorm": (_norm, ((6, 5, 4), (4,), (4,))),
     "groupnorm": (_group, ((3, 5, 4), (4,), (4,))),
     "layernorm": (_rows, ((3, 5, 4), (4,), (4,))),
+    "squeeze_excite": (_excite, ((3, 5, 4), (4, 3), (3,), (3, 4), (4,))),
 }
 
 
@@ -478,6 +483,7 @@ JETS = {
     "batchnorm_inference": lambda x, w, v, **o: jaxconv.batchnorm(x, v, v, v, v * v, training=False, **o)[0],
     "groupnorm": lambda x, w, v, **o: jaxconv.groupnorm(x, v, v * v, groups=1, **o),
     "layernorm": lambda x, w, v, **o: jaxconv.layernorm(x, v, v * v, **o),
+    "squeeze_excite": lambda x, w, v, **o: jaxconv.squeeze_excite(x, w[0, 0], v, w[1, 1], v * v, **o),
     "conv_batchnorm": lambda x, w, v, **o: jaxconv.conv_batchnorm(x, w, v, v, v, v * v, training=True, **o)[0],
 }
 

@@ -307,6 +307,19 @@ def test_groupnorm():
             )
 
 
+def test_squeeze_excite():
+    case = CASES["images"]
+    c = case.filters
+    x, w = integers(case.x_shape, 1), jnp.ones((c, 4)) / c
+    f = functools.partial(jaxconv.squeeze_excite, activation="silu")
+    rest = w, jnp.ones(4), w.T, jnp.zeros(c)
+    y = jax.jit(functools.partial(f, algorithm="one_pass"))(x, *rest)
+    for at in windows(case):
+        want = f(around(x, case, at, 0), *rest, implementation="xla")
+        found = lax.slice_in_dim(y, at, at + WINDOW, axis=0)
+        np.testing.assert_allclose(np.asarray(found, np.float32), np.asarray(want, np.float32), rtol=2**-7, atol=2**-7)
+
+
 def test_layernorm():
     case = CASES["images"]
     x, ones, zeros = integers(case.x_shape, 1), jnp.ones(case.filters), jnp.zeros(case.filters)

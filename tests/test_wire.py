@@ -37,6 +37,7 @@ def example(name: str) -> tuple[Any, tuple[Any, ...]]:
         and DEVICE.compute_capability != (9, 0)
     ):
         pytest.skip(f"{name} has a native kernel on compute capability 9.0 only")
+    small = jnp.ones((4, 3)), jnp.ones(3), jnp.ones((3, 4)), v
     pair, u = jaxconv.conv_batchnorm, jnp.ones(16)
     aligned = (jnp.ones((2, 5, 5, 8), "bfloat16"), jnp.ones((3, 3, 8, 16), "bfloat16"))
     added = dict(algorithm="sm90") if PLATFORM == "cuda" else native
@@ -61,6 +62,8 @@ def example(name: str) -> tuple[Any, tuple[Any, ...]]:
         "max_pool_backward": (jax.grad(lambda x: jaxconv.max_pool(x, 2, **native).sum()), (x,)),
         "groupnorm": (functools.partial(jaxconv.groupnorm, groups=2, activation="silu", **native), (x, v, v)),
         "groupnorm_backward": (jax.grad(lambda x: jaxconv.groupnorm(x, v, v, groups=2, **native).sum()), (x,)),
+        "squeeze_excite": (functools.partial(jaxconv.squeeze_excite, activation="silu", **native), (x, *small)),
+        "squeeze_excite_backward": (jax.grad(lambda x: jaxconv.squeeze_excite(x, *small, **native).sum()), (x,)),
     }[name]
 
 
@@ -106,6 +109,7 @@ POOL = {
     "save": "i64",
 }
 GROUP = {"groups": "i64", "batched": "i64", "epsilon": "f64", "activation": "string", "slope": "f64"}
+SQUEEZE = {"activation": "string", "slope": "f64", "gate": "string"}
 PLAN = {"kernel": "string", "tile": "string", "splits": "i64", "chunk": "i64"}
 # The wire format. A change here is a change of ffi/wire.h and needs a new version in the target's name: exported
 # programs hold these.
@@ -129,6 +133,8 @@ FORMAT = {
     "max_pool_backward": {"pool": POOL, "plan": PLAN},
     "groupnorm": {"norm": GROUP, "plan": PLAN},
     "groupnorm_backward": {"norm": GROUP, "want_dx": "i64", "plan": PLAN},
+    "squeeze_excite": {"squeeze": SQUEEZE, "plan": PLAN},
+    "squeeze_excite_backward": {"squeeze": SQUEEZE, "want_dx": "i64", "plan": PLAN},
 }
 
 
@@ -240,6 +246,7 @@ BAD_CALLS = {
     # Groups of 0 are a layer-norm's.
     "statistics_of_groups_for_rows": ("groupnorm", {"norm.groups": np.int64(0)}, "mean has shape"),
     "groups_that_do_not_divide": ("groupnorm", {"norm.groups": np.int64(3)}, "groups=3"),
+    "unknown_gate": ("squeeze_excite", {"squeeze.gate": "tanh"}, "gate 'tanh' cannot be read"),
     "channel_axis_out_of_range": ("batchnorm_infer", {"norm.channel_axis": np.int64(7)}, "channel axis 7"),
     "float_for_an_int": ("conv_fprop", {"window.groups": np.float64(1)}, "expected S64 but got F64"),
     "float32_for_a_float64": ("matmul", {"product.alpha": np.float32(1)}, "expected F64 but got F32"),

@@ -16,18 +16,20 @@ from typing import Any
 import jax
 
 from jaxconv import _native
-from jaxconv._plan import batchnorm, conv, dense, domain, groupnorm, measured, model, pool, stem, tuned
+from jaxconv._plan import batchnorm, conv, dense, domain, groupnorm, measured, model, pool, squeeze_excite, stem, tuned
 from jaxconv._plan.plan import Candidate, Device, Plan, Problem, itemsize, known
 from jaxconv._problem import (
     BATCHNORM_ALGORITHMS,
     GROUPNORM_ALGORITHMS,
     POOL_ALGORITHMS,
+    SQUEEZE_EXCITE_ALGORITHMS,
     BatchNormProblem,
     ConvBatchNormProblem,
     ConvProblem,
     DenseProblem,
     GroupNormProblem,
     PoolProblem,
+    SqueezeExciteProblem,
 )
 
 # An elementwise kernel that XLA puts behind a convolution, at least: 1.4 to 1.9 us in a frozen ResNet-50 at one image,
@@ -55,12 +57,14 @@ OPS = {
     "max_pool_backward": "pool",
     "groupnorm": "groupnorm",
     "groupnorm_backward": "groupnorm",
+    "squeeze_excite": "squeeze_excite",
+    "squeeze_excite_backward": "squeeze_excite",
 }
 
 
 def disabled(op: str, rows: bool = False) -> bool:
-    """Whether JAXCONV_DISABLE (several of conv, dense, batchnorm, groupnorm, layernorm, pool with commas, or all) names
-    the op. A layer-norm, the ops of a group-norm with `rows`, is both."""
+    """Whether JAXCONV_DISABLE (conv, dense, batchnorm, groupnorm, layernorm, pool, squeeze_excite, several with commas,
+    or all) names the op. A layer-norm, the ops of a group-norm with `rows`, is both."""
     names = {name.strip() for name in os.environ.get("JAXCONV_DISABLE", "").split(",")}
     return bool(names & {OPS[op], op, "all", *["layernorm"] * rows})
 
@@ -396,6 +400,8 @@ def made(op: str, algorithm: str, problem: Problem, device: Device) -> Plan | st
         return pool.made(algorithm, problem, device)
     if isinstance(problem, GroupNormProblem):
         return groupnorm.made(op, algorithm, problem, device)
+    if isinstance(problem, SqueezeExciteProblem):
+        return squeeze_excite.made(algorithm, problem, device)
     return dense.made(op, algorithm, problem, device)
 
 
@@ -411,6 +417,8 @@ def _ladder(op: str, problem: Problem, device: Device) -> str:
         return "gemm"
     if isinstance(problem, PoolProblem):
         return "gather"
+    if isinstance(problem, SqueezeExciteProblem):
+        return "one_pass"
     if isinstance(problem, BatchNormProblem):
         # Blocks read images that 16 bytes do not divide an element at a time.
         whole = problem.inner == 1 or domain.batchnorm_vector(problem) > 1
@@ -597,6 +605,8 @@ def every(op: str, problem: Problem, device: Device) -> list[Plan]:
     algorithms: tuple[str, ...]
     if isinstance(problem, PoolProblem):
         algorithms = POOL_ALGORITHMS
+    elif isinstance(problem, SqueezeExciteProblem):
+        algorithms = SQUEEZE_EXCITE_ALGORITHMS
     else:
         algorithms = BATCHNORM_ALGORITHMS if isinstance(problem, BatchNormProblem) else GROUPNORM_ALGORITHMS
     if isinstance(problem, GroupNormProblem) and problem.rows and device.platform == "cuda":
@@ -626,7 +636,7 @@ def tiles(op: str, problem: Problem, device: Device) -> list[Plan]:
         return []
     if isinstance(problem, DenseProblem):
         return list(dense.every(op, problem, device))
-    if isinstance(problem, BatchNormProblem | GroupNormProblem | PoolProblem) or device.platform != "cuda":
+    if not isinstance(problem, ConvProblem) or device.platform != "cuda":
         return every(op, problem, device)
     specs: dict[str, None] = {}
     for family, module in conv.FAMILIES.items():

@@ -11,7 +11,14 @@ from typing import Any
 
 from jaxconv import _native
 from jaxconv._plan.plan import Device, Plan
-from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem, GroupNormProblem, PoolProblem
+from jaxconv._problem import (
+    BatchNormProblem,
+    ConvProblem,
+    DenseProblem,
+    GroupNormProblem,
+    PoolProblem,
+    SqueezeExciteProblem,
+)
 
 
 def capability(device: Device) -> tuple[int, int]:
@@ -190,3 +197,25 @@ def groupnorm_vector(p: GroupNormProblem) -> int:
 def groupnorm_rows(p: GroupNormProblem) -> int:
     """Pixels that a block takes in a step."""
     return _native.cpu.groupnorm_rows(_groupnorm(p))
+
+
+@functools.lru_cache(maxsize=4096)
+def _squeeze_excite(p: SqueezeExciteProblem) -> Any:
+    return _native.cpu.SqueezeExciteProblem(p.images, p.pixels, p.channels, p.hidden, p.dtype)
+
+
+def squeeze_excite_refusal(plan: Plan, p: SqueezeExciteProblem, device: Device) -> str | None:
+    """conv_refusal of a squeeze-and-excitation and its gradient."""
+    made = plan.kernel, plan.tile, plan.splits, plan.chunk, *capability(device), device.sm_count
+    return _native.cpu.squeeze_excite_refusal(_squeeze_excite(p), *made) or None
+
+
+def squeeze_excite_vector(p: SqueezeExciteProblem) -> int:
+    """Elements in an access of its kernel."""
+    return _native.cpu.squeeze_excite_vector(_squeeze_excite(p))
+
+
+def squeeze_excite_cta(plan: Plan, p: SqueezeExciteProblem, device: Device) -> tuple[int, int, int, int]:
+    """(images of a cluster, steps of a CTA, those of them that stay in shared memory, bytes of it)."""
+    made = plan.kernel, plan.tile, plan.splits, plan.chunk, *capability(device), device.sm_count
+    return _native.cpu.squeeze_excite_cta(_squeeze_excite(p), *made)

@@ -20,7 +20,14 @@ from typing import Any
 
 from jaxconv._plan import model
 from jaxconv._plan.plan import Device
-from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem, GroupNormProblem, PoolProblem
+from jaxconv._problem import (
+    BatchNormProblem,
+    ConvProblem,
+    DenseProblem,
+    GroupNormProblem,
+    PoolProblem,
+    SqueezeExciteProblem,
+)
 
 FOLDER = pathlib.Path(__file__).parent.parent / "tuning"
 
@@ -97,7 +104,7 @@ def features(op: str, problem: Any) -> tuple[str, tuple[Any, ...], tuple[float, 
 
     Coordinates: conv (pixels of y, C / groups, K / groups, groups); dense (instances, M, K, N); batch-norm (elements of
     a channel, channels); group-norm (images, pixels, channels), layer-norm (rows, 1, channels); max-pooling (pixels of
-    y, channels).
+    y, channels); squeeze-and-excitation (images, pixels, channels, hidden numbers).
     """
     if isinstance(problem, ConvProblem):
         return _conv_features(op, problem)
@@ -130,6 +137,11 @@ def features(op: str, problem: Any) -> tuple[str, tuple[Any, ...], tuple[float, 
         if problem.rows:
             return "layernorm", kind, _log2(images, problem.pixels, problem.channels)
         return "groupnorm_fused", kind, _log2(images, problem.pixels, problem.channels)
+    if isinstance(problem, SqueezeExciteProblem):
+        # Where a gradient is taken measured and chosen there and back.
+        kind = (problem.dtype, problem.channels % _vector(problem.dtype) == 0)
+        extents = _log2(problem.images, problem.pixels, problem.channels, problem.hidden)
+        return "squeeze_excite_fused" if problem.save else "squeeze_excite", kind, extents
     p: BatchNormProblem = problem
     fast_axis = p.channels if p.inner == 1 else p.inner
     if op != "batchnorm_infer" and (p.activation.name != "none" or p.residual):
@@ -288,6 +300,7 @@ _INDEPENDENT = {
     BatchNormProblem: (True, True),
     GroupNormProblem: (True, True, False),
     PoolProblem: (True, True),
+    SqueezeExciteProblem: (True, True, False, False),
 }
 
 
@@ -340,7 +353,7 @@ def _scaled(m: Measurement, sister: str, device: Device) -> Measurement:
 
     def scaled(ms: float) -> float:
         # Nothing but memory, over which XLA passes more often.
-        if m.op.startswith(("batchnorm", "groupnorm", "layernorm", "max_pool")):
+        if m.op.startswith(("batchnorm", "groupnorm", "layernorm", "max_pool", "squeeze")):
             return ms * there.bandwidth / here.bandwidth
         before, after = (_least_ms(m, of) for of in (there, here))
         share = min(1.0, before / ms)

@@ -9,9 +9,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem, GroupNormProblem, PoolProblem
+from jaxconv._problem import (
+    BatchNormProblem,
+    ConvProblem,
+    DenseProblem,
+    GroupNormProblem,
+    PoolProblem,
+    SqueezeExciteProblem,
+)
 
-Problem = ConvProblem | DenseProblem | BatchNormProblem | GroupNormProblem | PoolProblem
+Problem = ConvProblem | DenseProblem | BatchNormProblem | GroupNormProblem | PoolProblem | SqueezeExciteProblem
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,6 +33,13 @@ from jaxconv._problem.parse import (
     same_dtype,
 )
 from jaxconv._problem.pool import POOL_ALGORITHMS, PoolAlgorithm, PoolProblem
+from jaxconv._problem.squeeze_excite import (
+    GATES,
+    SQUEEZE_EXCITE_ALGORITHMS,
+    Gate,
+    SqueezeExciteAlgorithm,
+    SqueezeExciteProblem,
+)
 
 __all__ = [
     "BATCHNORM_ALGORITHMS",
@@ -41,9 +48,11 @@ __all__ = [
     "CONV_ALGORITHMS",
     "DENSE_ALGORITHMS",
     "DTYPES",
+    "GATES",
     "GROUPNORM_ALGORITHMS",
     "IMPLEMENTATIONS",
     "POOL_ALGORITHMS",
+    "SQUEEZE_EXCITE_ALGORITHMS",
     "BatchNormAlgorithm",
     "BatchNormProblem",
     "ConvAlgorithm",
@@ -51,6 +60,7 @@ __all__ = [
     "ConvProblem",
     "DenseAlgorithm",
     "DenseProblem",
+    "Gate",
     "GroupNormAlgorithm",
     "GroupNormProblem",
     "Implementation",
@@ -59,6 +69,8 @@ __all__ = [
     "PoolAlgorithm",
     "PoolProblem",
     "Precision",
+    "SqueezeExciteAlgorithm",
+    "SqueezeExciteProblem",
     "as_array",
     "as_mask",
     "as_parameter",

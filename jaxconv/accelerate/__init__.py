@@ -44,9 +44,10 @@ def accelerate(f: Callable[..., Any]) -> Callable[..., Any]:
     reads what the first one's activation gives. A convolution, its bias and the batch-norm of the result become
     `jaxconv.conv_batchnorm`: in inference one convolution, with filters that are rounded to their type once more.
     `lax.reduce_window` with lax.max becomes `jaxconv.max_pool`; upsampling by repetition (`jax.image.resize` with
-    "nearest" and whole factors) a broadcast, whose gradient is no scatter. Activations are those of `jaxconv.conv2d`,
-    written as jax.nn's functions, or with maximum, clip and where; their derivatives are jax.nn's (maximum(x, 0) at
-    exactly 0: 0 instead of 1/2). Inside jit, remat, scan, while, cond, custom_jvp and custom_vjp too; derivative rules
+    "nearest" and whole factors) a broadcast, whose gradient is no scatter; an array times gates that two small layers
+    make of its means `jaxconv.squeeze_excite`. Activations are those of `jaxconv.conv2d`, written as jax.nn's
+    functions, or with maximum, clip and where; their derivatives are jax.nn's (maximum(x, 0) at exactly 0: 0 instead
+    of 1/2). Inside jit, remat, scan, while, cond, custom_jvp and custom_vjp too; derivative rules
     that somebody else wrote stay theirs.
 
     Args:

@@ -81,6 +81,11 @@ def _others() -> Iterator[tuple[str, Callable[..., Any]]]:
     yield "log_sigmoid", jax.nn.log_sigmoid
     yield "softplus", jax.nn.softplus
     yield "hard_sigmoid", jax.nn.hard_sigmoid
+    yield "hard_sigmoid", lambda z: jnp.minimum(jnp.maximum(z + 3, 0), 6) / 6
+    yield "hard_sigmoid", lambda z: jnp.clip(z + 3, 0, 6) / 6
+    yield "hard_sigmoid", lambda z: jax.nn.relu6(z + 3) * (1 / 6)
+    yield "hard_sigmoid", lambda z: jnp.clip(z / 6 + 0.5, 0, 1)
+    yield "hard_sigmoid", lambda z: jnp.clip(z * (1 / 6) + 0.5, 0, 1)
     yield "hard_tanh", jax.nn.hard_tanh
     yield "soft_sign", jax.nn.soft_sign
     yield "squareplus", jax.nn.squareplus
@@ -212,6 +217,17 @@ class Activations:
         for pattern, y, _ in self._matches(z, "others"):
             return pattern.activation, y.node
         return None
+
+    def known_after(self, z: Value) -> Iterator[tuple[Activation, Value]]:
+        """(activation, y) for each y that is an activation of z, whoever else uses z."""
+        for pattern, y, found in self._matches(z, "known"):
+            yield Activation(pattern.activation, found.get("slope", pattern.slope)), y
+
+    def others_after(self, z: Value, name: str) -> Iterator[Value]:
+        """Each y that is the activation of z that has the name, which jaxconv's epilogues do not have."""
+        for pattern, y, _ in self._matches(z, "others"):
+            if pattern.activation == name:
+                yield y
 
     def _matches(self, z: Value, kind: str) -> Iterator[tuple[Pattern, Value, dict[str, Any]]]:
         """(pattern, y, what `_unify` found) for each y that is a pattern's expression of z, the largest first."""

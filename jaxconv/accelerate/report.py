@@ -14,8 +14,8 @@ import jax
 class Finding:
     """One operation that is looked for in a traced function, and what became of it."""
 
-    # "conv", "dense", "batchnorm", "groupnorm", "layernorm", "max_pool", "upsampling"; "activation" where one stays
-    # behind a call
+    # "conv", "dense", "batchnorm", "groupnorm", "layernorm", "max_pool", "upsampling", "squeeze_excite"; "activation"
+    # where one stays behind a call
     what: str
     shapes: str
     fused: str  # what the call took in: "conv + bias + relu", "wgrad"; empty where the operation was left

@@ -37,6 +37,7 @@ from jaxconv.accelerate.norms import Normalised, added_later, find_batchnorm, fi
 from jaxconv.accelerate.pools import NAMES as POOLS
 from jaxconv.accelerate.pools import find_pool
 from jaxconv.accelerate.report import GRADIENT, GRADIENTS, Finding, Report
+from jaxconv.accelerate.squeeze_excite import find_excited, find_squeeze_excite
 from jaxconv.accelerate.upsampling import find_upsampling
 
 
@@ -59,7 +60,8 @@ class Rewriting:
 
     # ---- what is replaced
     def _find(self) -> None:
-        taken: set[Value] = set()
+        squeezed, done = self._find_squeezed()
+        taken: set[Value] = {v for node in done for v in node.outputs}
         found: dict[Node, Normalised] = {}
         groups: dict[Node, GroupNormalised] = {}
         for node in reversed(self.graph.nodes):
@@ -79,6 +81,9 @@ class Rewriting:
                         taken.add(v)
                         v = next(u for u in v.node.inputs if u.shape == v.shape and not channels_of(u, v.shape))
         for node in self.graph.nodes:
+            self._report.extend(squeezed.get(node, []))
+            if node in done:
+                continue
             if node in found:
                 n = found[node]
                 if over_batch(n):
@@ -109,6 +114,22 @@ class Rewriting:
             else:
                 self._look_inside(node)
 
+    def _find_squeezed(self) -> tuple[dict[Node, list[Finding]], set[Node]]:
+        """Replaces squeeze-and-excitations, before their small layers are taken for others: what is to be said where
+        they end, and the nodes that they stand for."""
+        told: dict[Node, list[Finding]] = {}
+        done: set[Node] = set()
+        for node in self.graph.nodes:
+            e = find_excited(node.outputs[0], self._activations) if node.name == "mul" else None
+            if e is None:
+                continue
+            before = len(self._report)
+            self._try("squeeze_excite", node, e.x.shape, lambda e=e: find_squeeze_excite(e))
+            told[node] = self._report[before:]
+            del self._report[before:]
+            done.update(e.nodes if e.result in self._maker else [])
+        return told, done
+
     def _convs(self, node: Node) -> Iterator[Fused]:
         gradient = find_gradient(node) if "transpose(" in self._scopes(node) else None
         if gradient is not None:
@@ -131,7 +152,7 @@ class Rewriting:
         return f"{self._around}/{node.name_stack}"
 
     def _try(self, what: str, node: Node, x: tuple[int, ...], candidates: Callable[[], Iterator[Fused]]) -> None:
-        if what in ("batchnorm", "groupnorm", "layernorm", "max_pool", "upsampling"):
+        if what in ("batchnorm", "groupnorm", "layernorm", "max_pool", "upsampling", "squeeze_excite"):
             shapes = f"{node.outputs[0].dtype}{list(x)}"
         else:
             shapes = f"{_text(node.inputs[0])}, {_text(node.inputs[1])}"

@@ -36,6 +36,10 @@ assert_type(jaxconv.conv_transpose2d(x, w, stride=(2, 2), transpose_kernel=False
 assert_type(jaxconv.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")), jax.Array)
 assert_type(jaxconv.batchnorm(y, v, v, v, v, training=True), tuple[jax.Array, jax.Array, jax.Array])
 assert_type(jaxconv.layernorm(y, v, v, epsilon=1e-5, algorithm="two_read"), jax.Array)
+assert_type(
+    jaxconv.squeeze_excite(y, jnp.ones((6, 2)), None, jnp.ones((2, 6)), v, activation="silu", gate=jax.nn.hard_sigmoid),
+    jax.Array,
+)
 assert_type(jaxconv.groupnorm(y, v, v, groups=2, activation="silu", algorithm="two_read"), jax.Array)
 assert_type(
     jaxconv.conv_batchnorm(x, w, v, v, v, v, training=False, activation="relu6"),

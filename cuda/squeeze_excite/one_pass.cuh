@@ -1,0 +1,569 @@
+// What the two "one_pass" kernels share: a thread's place, the slab of its vectors that stay, sums over a CTA, a cluster's
+// exchanges, the two small products, and the launch.
+//
+//   images, channels last            a CTA's slab: a step is a vector of every thread, which alone reads it again
+//   +------+------+                  +------------------------+
+//   |######|      |  share 0  rank 0 | step 0: rows x lanes   |  cp.async, kInFlight steps ahead
+//   |######|      |                  | step 1                 |
+//   +------+      |                  | ...                    |
+//   |      |      |  share 1  rank 1 | held - 1               |
+//   +------+------+                  +------------------------+
+//    tile 0 tile 1  (ranks 2, 3)       later steps are read twice
+#pragma once
+
+#include <string>
+
+#include "cuda/core/device.h"
+#include "cuda/core/raw.cuh"
+#include "cuda/squeeze_excite/domain.h"
+#include "cuda/squeeze_excite/squeeze_excite.h"
+
+namespace jaxconv::cuda::squeeze_excite {
+
+constexpr int kInFlight = 8;  // steps of a thread whose copies are on their way
+template <typename T>
+constexpr int kVectorOf = 16 / int(sizeof(T));  // elements
+constexpr int kAtOnce = 4;  // vectors of a thread, and tensor, that are on their way to registers
+
+struct Place {
+  int64_t image;  // the cluster's first
+  int images;     // of the cluster
+  int tile, share, rank;
+  int of;           // the thread's image, of the cluster's
+  int lane;         // its vector of the tile
+  int channel;      // the tile's first
+  int channels;     // of the tile
+  int first_mine;   // of the tile's channels, whose sums meet here
+  int mine;         // so many
+  uint32_t at;      // its first vector, from its image's first
+  uint32_t stride;  // from one of its vectors to the next
+  uint32_t count;   // of its vectors, steps
+};
+
+__device__ __forceinline__ Place PlaceOf(const Layout& t, int vector) {
+  Place s;
+  const uint32_t cluster = blockIdx.x / t.ctas;
+  s.rank = int(blockIdx.x - cluster * t.ctas);
+  s.tile = s.rank / t.shares;
+  s.share = s.rank - s.tile * t.shares;
+  s.image = int64_t(cluster) * t.images;
+  s.images = int(min(int64_t(t.images), t.all_images - s.image));
+  const int row = int(threadIdx.x) / t.lanes;
+  s.lane = int(threadIdx.x) - row * t.lanes;
+  s.of = row / t.rows;
+  const int width = t.lanes * vector;
+  s.channel = s.tile * width;
+  s.channels = min(width, t.channels - s.channel);
+  s.first_mine = s.share * t.own;
+  s.mine = max(min(t.own, s.channels - s.first_mine), 0);
+  const uint32_t first = s.share * t.pixels + (row - s.of * t.rows);
+  const uint32_t end = min(t.all_pixels, (s.share + 1) * t.pixels);
+  s.at = first * t.row + s.tile * t.lanes + s.lane;
+  s.stride = t.rows * t.row;
+  const bool inside = s.of < s.images && s.tile * t.lanes + s.lane < t.row && first < end;
+  s.count = inside ? (end - first - 1) / t.rows + 1 : 0;
+  return s;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// What stays
+
+// 16 bytes past L1. Its neighbours in a line of 128 bytes may be another CTA's: they come to the L2 cache with it.
+__device__ __forceinline__ void CopyAsync(uint32_t to, const uint4* from) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;\n" ::"r"(to), "l"(from)
+               : "memory");
+}
+__device__ __forceinline__ void CopyCommit() {
+  asm volatile("cp.async.commit_group;\n" ::: "memory");
+}
+template <int kPending>
+__device__ __forceinline__ void CopyWait() {
+  asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending) : "memory");
+}
+
+// A thread's vectors of a tensor, of which those of the first `held` steps stay. A step is a group of copies, also where
+// there is nothing to copy: when a step is waited for, those of the kInFlight - 1 after it are on their way.
+class Slab {
+ public:
+  // `from`: the thread's image.
+  __device__ __forceinline__ Slab(const Layout& t, const Place& at, const void* from,
+                                  const char* memory)
+      : from_(static_cast<const uint4*>(from)),
+        slot_(static_cast<uint32_t>(__cvta_generic_to_shared(memory)) + threadIdx.x * 16),
+        pitch_(16 * blockDim.x),
+        at_(at.at),
+        stride_(at.stride),
+        count_(at.count),
+        held_(min(at.count, t.held)) {
+#pragma unroll
+    for (int s = 0; s < kInFlight; ++s) CopyAhead(s);
+  }
+
+  // The vector of a step below held(). All of them, in turn.
+  __device__ __forceinline__ uint4 Await(uint32_t step) {
+    CopyWait<kInFlight - 1>();
+    const uint4 raw = Read(step);
+    CopyAhead(step + kInFlight);
+    return raw;
+  }
+
+  // The second walk, behind Await of all that stays: use(vector, its offset from the image's first), from the last step on.
+  template <typename Use>
+  __device__ __forceinline__ void Backwards(const Use& use) {
+    for (uint32_t left = count_; left > held_;) {
+      uint4 raw[kAtOnce];
+#pragma unroll
+      for (int u = 0; u < kAtOnce; ++u) {
+        if (left > held_ + u) raw[u] = __ldcs(from_ + at_ + (left - 1 - u) * stride_);
+      }
+#pragma unroll
+      for (int u = 0; u < kAtOnce; ++u) {
+        if (left > held_ + u) use(raw[u], at_ + (left - 1 - u) * stride_);
+      }
+      left -= min(left - held_, uint32_t(kAtOnce));
+    }
+#pragma unroll 2
+    for (uint32_t s = held_; s-- > 0;) use(Read(s), at_ + s * stride_);
+  }
+
+  __device__ __forceinline__ uint32_t held() const { return held_; }
+  __device__ __forceinline__ uint32_t count() const { return count_; }
+  // Of a step, from the image's first vector.
+  __device__ __forceinline__ uint32_t Offset(uint32_t step) const { return at_ + step * stride_; }
+
+ private:
+  __device__ __forceinline__ void CopyAhead(uint32_t s) {
+    if (s < held_) CopyAsync(slot_ + s * pitch_, from_ + at_ + s * stride_);
+    CopyCommit();
+  }
+  __device__ __forceinline__ uint4 Read(uint32_t s) const {
+    uint4 raw;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+                 : "=r"(raw.x), "=r"(raw.y), "=r"(raw.z), "=r"(raw.w)
+                 : "r"(slot_ + s * pitch_)
+                 : "memory");
+    return raw;
+  }
+
+  const uint4* from_;
+  const uint32_t slot_, pitch_;  // shared memory; bytes of a step
+  const uint32_t at_, stride_, count_, held_;
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// A cluster
+
+// Each CTA puts what others need into their shared memory: between Meet and MeetAgain, which is where what was put can be
+// read. What is put has a place of its own, and nobody reads another's memory: a CTA may end behind the last MeetAgain.
+class Cluster {
+ public:
+  __device__ __forceinline__ explicit Cluster(int ctas) : ctas_(ctas) {
+#if __CUDA_ARCH__ >= 900
+    if (ctas_ > 1) asm volatile("barrier.cluster.arrive.relaxed;\n" ::: "memory");
+#endif
+  }
+
+  // All CTAs have begun. Once, before anything is put.
+  __device__ __forceinline__ void Meet() const { Wait(); }
+
+  // Also of one CTA, whose threads' writes are there for all of them.
+  __device__ __forceinline__ void MeetAgain() const {
+    if (ctas_ == 1) {
+      __syncthreads();
+      return;
+    }
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.release;\n" ::: "memory");
+#endif
+    Wait();
+  }
+
+  // *to = v, of CTA `rank`.
+  __device__ __forceinline__ void Put(float* to, int rank, float v) const {
+#if __CUDA_ARCH__ >= 900
+    if (ctas_ > 1) {
+      const uint32_t here = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+      asm volatile(
+          "{\n"
+          ".reg .b32 remote;\n"
+          "mapa.shared::cluster.u32 remote, %0, %1;\n"
+          "st.shared::cluster.f32 [remote], %2;\n"
+          "}\n" ::"r"(here),
+          "r"(rank), "f"(v)
+          : "memory");
+      return;
+    }
+#endif
+    *to = v;
+  }
+
+  __device__ __forceinline__ void PutToAll(float* to, float v) const {
+#pragma unroll 1
+    for (int rank = 0; rank < ctas_; ++rank) Put(to, rank, v);
+  }
+
+ private:
+  __device__ __forceinline__ void Wait() const {
+#if __CUDA_ARCH__ >= 900
+    if (ctas_ > 1) asm volatile("barrier.cluster.wait.acquire;\n" ::: "memory");
+#endif
+  }
+
+  const int ctas_;
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Sums. The order of each is decided by the layout alone.
+
+// Adds v up over the CTA's pixels: put(image, channel of the tile, sum), by one thread each. `scratch`: kScratch floats of
+// each thread.
+template <int V, typename Put>
+__device__ __forceinline__ void SumRows(const Layout& t, const Place& at, const float (&v)[V],
+                                        float* scratch, const Put& put) {
+  static_assert(V <= kScratch);
+  const int width = t.lanes * V, columns = t.images * width, threads = int(blockDim.x);
+  if (at.of < t.images) {
+    float* mine = scratch + threadIdx.x * V;  // (images, rows, channels)
+#pragma unroll
+    for (int j = 0; j < V; j += 4)
+      *reinterpret_cast<float4*>(mine + j) = make_float4(v[j], v[j + 1], v[j + 2], v[j + 3]);
+  }
+  __syncthreads();
+  const auto over = [&](int column, int first, int step) {
+    const int image = column / width;
+    const float* from = scratch + image * (t.rows - 1) * width + column;
+    float total = 0.f;
+#pragma unroll 8
+    for (int row = first; row < t.rows; row += step) total += from[row * width];
+    return total;
+  };
+  const int parts = min(t.rows, threads / columns);
+  if (parts <= 1) {
+    for (int column = threadIdx.x; column < columns; column += threads)
+      put(column / width, column % width, over(column, 0, 1));
+    return;
+  }
+  const int part = int(threadIdx.x) / columns, column = int(threadIdx.x) - part * columns;
+  const float mine = part < parts ? over(column, part, parts) : 0.f;
+  __syncthreads();
+  if (part < parts) scratch[threadIdx.x] = mine;
+  __syncthreads();
+  if (part > 0) return;
+  float total = 0.f;
+#pragma unroll 8
+  for (int other = 0; other < parts; ++other) total += scratch[other * columns + column];
+  put(column / width, column % width, total);
+}
+
+template <int N>
+__device__ __forceinline__ void ReadWeights(const float* from, float (&w)[N]) {
+  if constexpr (N == 4) {
+    const float4 four = __ldg(reinterpret_cast<const float4*>(from));
+    w[0] = four.x;
+    w[1] = four.y;
+    w[2] = four.z;
+    w[3] = four.w;
+  } else if constexpr (N == 2) {
+    const float2 two = __ldg(reinterpret_cast<const float2*>(from));
+    w[0] = two.x;
+    w[1] = two.y;
+  } else {
+    w[0] = __ldg(from);
+  }
+}
+
+// put(image, k, sum of v[image][row] * m[row][k] over `rows` rows) for k in [0, count), by one thread each. N divides count,
+// the rows' `stride` and the place of m. v: shared memory, rows of `pitch`. `scratch`: as above, free when all have come.
+template <int N, typename Put>
+__device__ __forceinline__ void AddRowsBy(const float* m, int stride, int rows, int count,
+                                          const float* v, int pitch, int images, float* scratch,
+                                          const Put& put) {
+  const int columns = count / N, threads = int(blockDim.x), lanes = max(min(columns, threads), 1);
+  const int cells = images * lanes * N;
+  const int parts = max(min(min(threads / lanes, kScratch * threads / cells), rows), 1);
+  const int part = int(threadIdx.x) / lanes, lane = int(threadIdx.x) - part * lanes;
+  for (int first = 0; first < columns; first += lanes) {
+    const int column = first + lane;
+    float sum[kMostImages][N] = {};
+    if (part < parts && column < columns) {
+      const float* from = m + column * N;
+#pragma unroll(N == 1 ? 4 : 2)
+      for (int row = part; row < rows; row += parts) {
+        float w[N];
+        ReadWeights<N>(from + int64_t(row) * stride, w);
+#pragma unroll
+        for (int i = 0; i < kMostImages; ++i) {
+          if (i >= images) break;
+          const float x = v[i * pitch + row];
+#pragma unroll
+          for (int n = 0; n < N; ++n) sum[i][n] = fmaf(x, w[n], sum[i][n]);
+        }
+      }
+    }
+    if (parts == 1) {
+      if (part == 0 && column < columns) {
+#pragma unroll
+        for (int i = 0; i < kMostImages; ++i) {
+          if (i >= images) break;
+#pragma unroll
+          for (int n = 0; n < N; ++n) put(i, column * N + n, sum[i][n]);
+        }
+      }
+      continue;
+    }
+    __syncthreads();  // parts > 1: this is the only round, all columns have lanes
+    if (part < parts) {
+#pragma unroll
+      for (int i = 0; i < kMostImages; ++i) {
+        if (i >= images) break;
+#pragma unroll
+        for (int n = 0; n < N; ++n) scratch[part * cells + (i * lanes + lane) * N + n] = sum[i][n];
+      }
+    }
+    __syncthreads();
+    for (int cell = threadIdx.x; cell < cells; cell += threads) {
+      float total = 0.f;
+#pragma unroll 8
+      for (int other = 0; other < parts; ++other) total += scratch[other * cells + cell];
+      const int image = cell / (lanes * N);
+      put(image, cell - image * lanes * N, total);
+    }
+  }
+}
+
+// put(image, row, sum of v[image][k] * m[row][k] over k in [0, count)) for each of `rows` rows, by one thread each.
+template <int N, typename Put>
+__device__ __forceinline__ void DotRowsBy(const float* m, int stride, int rows, int count,
+                                          const float* v, int pitch, int images, const Put& put) {
+  const int columns = count / N, threads = int(blockDim.x);
+  int lanes = 1;  // of a warp, of a row
+  while (lanes < kWarp && lanes < columns) lanes *= 2;
+  while (lanes > 4 && lanes * rows > threads) lanes /= 2;
+  const int lane = int(threadIdx.x) % lanes, step = threads / lanes;
+  // The rounds are the same for all threads of a warp, which exchange their sums.
+  for (int first = 0; first < rows; first += step) {
+    const int row = first + int(threadIdx.x) / lanes;
+    float sum[kMostImages] = {};
+    if (row < rows) {
+      const float* from = m + int64_t(row) * stride;
+#pragma unroll(N == 1 ? 8 : 4)
+      for (int k = lane * N; k < count; k += lanes * N) {
+        float w[N];
+        ReadWeights<N>(from + k, w);
+#pragma unroll
+        for (int i = 0; i < kMostImages; ++i) {
+          if (i >= images) break;
+#pragma unroll
+          for (int n = 0; n < N; ++n) sum[i] = fmaf(v[i * pitch + k + n], w[n], sum[i]);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kMostImages; ++i) {
+      if (i >= images) break;
+      for (int o = lanes / 2; o > 0; o /= 2) sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], o);
+      if (lane == 0 && row < rows) put(i, row, sum[i]);
+    }
+  }
+}
+
+// The same of whatever can be read together.
+template <typename Put>
+__device__ __forceinline__ void AddRows(const float* m, int stride, int rows, int count,
+                                        const float* v, int pitch, int images, float* scratch,
+                                        const Put& put) {
+  const int both = stride | count;
+  if (both % 4 == 0) {
+    AddRowsBy<4>(m, stride, rows, count, v, pitch, images, scratch, put);
+  } else if (both % 2 == 0) {
+    AddRowsBy<2>(m, stride, rows, count, v, pitch, images, scratch, put);
+  } else {
+    AddRowsBy<1>(m, stride, rows, count, v, pitch, images, scratch, put);
+  }
+}
+template <typename Put>
+__device__ __forceinline__ void DotRows(const float* m, int stride, int rows, int count,
+                                        const float* v, int pitch, int images, const Put& put) {
+  const int both = stride | count;
+  if (both % 4 == 0) {
+    DotRowsBy<4>(m, stride, rows, count, v, pitch, images, put);
+  } else if (both % 2 == 0) {
+    DotRowsBy<2>(m, stride, rows, count, v, pitch, images, put);
+  } else {
+    DotRowsBy<1>(m, stride, rows, count, v, pitch, images, put);
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// What both kernels do between the sums over pixels and what is written
+
+struct Shared {
+  float *scratch, *parts, *mine, *hidden_parts, *hidden, *gates;
+
+  __device__ __forceinline__ Shared(const Layout& t, char* memory)
+      : scratch(reinterpret_cast<float*>(memory + t.slab)),
+        parts(scratch + t.parts),
+        mine(scratch + t.mine),
+        hidden_parts(scratch + t.hidden_parts),
+        hidden(scratch + t.hidden_at),
+        gates(scratch + t.gates) {}
+};
+
+// Sums over pixels: take(image, channel of the tile, sum), by one thread each, in the CTA where those of this channel meet.
+// Behind a barrier for what it leaves.
+template <int V, typename Take>
+__device__ __forceinline__ void SumPixels(const Layout& t, const Place& at, const Shared& shared,
+                                          const Cluster& cluster, const float (&v)[V],
+                                          const Take& take) {
+  if (t.shares == 1) {
+    SumRows<V>(t, at, v, shared.scratch, [&](int image, int channel, float sum) {
+      if (image < at.images && channel < at.channels) take(image, channel, sum);
+    });
+    __syncthreads();
+    cluster.Meet();
+    return;
+  }
+  cluster.Meet();
+  SumRows<V>(t, at, v, shared.scratch, [&](int image, int channel, float sum) {
+    const int share = channel / t.own;
+    float* to = shared.parts + (at.share * t.images + image) * t.own + channel - share * t.own;
+    cluster.Put(to, at.tile * t.shares + share, sum);
+  });
+  cluster.MeetAgain();
+  for (int i = threadIdx.x; i < at.images * at.mine; i += blockDim.x) {
+    const int image = i / at.mine, channel = i - image * at.mine;
+    const float* from = shared.parts + image * t.own + channel;
+    float sum = 0.f;
+    for (int share = 0; share < t.shares; ++share) sum += from[share * t.images * t.own];
+    take(image, at.first_mine + channel, sum);
+  }
+  __syncthreads();
+}
+
+// The hidden numbers, whose parts all CTAs have put to all: take(image, number, sum) by one thread each, in every CTA.
+template <typename Take>
+__device__ __forceinline__ void SumHidden(const Layout& t, const Place& at, const Shared& shared,
+                                          const Take& take) {
+  for (int i = threadIdx.x; i < at.images * t.hidden; i += blockDim.x) {
+    const int image = i / t.hidden, number = i - image * t.hidden;
+    float sum = 0.f;
+    for (int rank = 0; rank < t.ctas; ++rank)
+      sum += shared.hidden_parts[rank * t.images * t.hidden + i];
+    take(image, number, sum);
+  }
+  __syncthreads();
+}
+
+// The channels of the tile that a CTA computes from the hidden numbers, and the CTAs that need them.
+template <int V>
+class Gates {
+ public:
+  __device__ __forceinline__ Gates(const Layout& t, const Place& at, const Shared& shared,
+                                   const Cluster& cluster)
+      : first(t.passes_on ? at.first_mine : 0),
+        count(t.passes_on ? at.mine : at.channels),
+        t_(t),
+        at_(at),
+        cluster_(cluster),
+        gates_(shared.gates) {}
+
+  __device__ __forceinline__ void Leave(int image, int channel, float v) const {
+    float* to = gates_ + image * t_.lanes * V + channel;
+    if (!t_.passes_on) {
+      *to = v;
+      return;
+    }
+#pragma unroll 1
+    for (int share = 0; share < t_.shares; ++share)
+      cluster_.Put(to, at_.tile * t_.shares + share, v);
+  }
+
+  __device__ __forceinline__ void Barrier() const {
+    if (t_.passes_on) {
+      cluster_.MeetAgain();
+    } else {
+      __syncthreads();
+    }
+  }
+
+  // Those of the thread's vector. Of a thread without one whatever is there.
+  __device__ __forceinline__ void Read(float (&v)[V]) const {
+    const float* from = gates_ + (at_.of < t_.images ? at_.of : 0) * t_.lanes * V + at_.lane * V;
+#pragma unroll
+    for (int j = 0; j < V; j += 4) {
+      const float4 four = *reinterpret_cast<const float4*>(from + j);
+      v[j] = four.x;
+      v[j + 1] = four.y;
+      v[j + 2] = four.z;
+      v[j + 3] = four.w;
+    }
+  }
+
+  const int first, count;
+
+ private:
+  const Layout& t_;
+  const Place& at_;
+  const Cluster& cluster_;
+  float* gates_;
+};
+
+// Registers for 768 threads of a multiprocessor, three CTAs of 256.
+constexpr int kBound = 768;
+static_assert(kBound >= kMostThreads);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The launch, on the host
+
+template <typename Kernel, typename Args>
+Status Launch(const Context& ctx, const SqueezeExciteProblem& p, const Plan& plan,
+              const Device& device, Kernel kernel, const Args& args, const std::string& what) {
+  const Tiling tiling = TilingOf(p, plan.chunk, plan.splits, device);
+  Layout t = {};
+  t.all_images = p.images;
+  t.row = static_cast<int>(p.channels / Vector(p));
+  t.image_vectors = p.pixels * t.row;
+  t.channels = static_cast<int>(p.channels);
+  t.hidden = static_cast<int>(p.hidden);
+  t.all_pixels = static_cast<uint32_t>(p.pixels);
+  t.ctas = static_cast<int>(plan.splits);
+  t.lanes = static_cast<int>(tiling.lanes);
+  t.tiles = static_cast<int>(tiling.tiles);
+  t.shares = static_cast<int>(tiling.shares);
+  t.images = static_cast<int>(tiling.images);
+  t.rows = static_cast<int>(tiling.rows);
+  t.pixels = static_cast<uint32_t>(tiling.pixels);
+  t.held = static_cast<uint32_t>(tiling.held);
+  t.own = static_cast<int>(tiling.own);
+  t.passes_on = tiling.passes_on;
+  t.slab = static_cast<int>(tiling.slab);
+  t.parts = static_cast<int>(tiling.parts);
+  t.mine = static_cast<int>(tiling.mine);
+  t.hidden_parts = static_cast<int>(tiling.hidden_parts);
+  t.hidden_at = static_cast<int>(tiling.hidden);
+  t.gates = static_cast<int>(tiling.gates);
+  t.count = static_cast<float>(p.pixels);
+  t.activation = p.activation;
+  t.slope = static_cast<float>(p.slope);
+  t.gating = p.gating;
+  const void* code = reinterpret_cast<const void*>(kernel);
+  JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(code, what));
+  JAXCONV_RETURN_IF_ERROR(
+      CudaStatus(cudaFuncSetAttribute(code, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                      cudaSharedmemCarveoutMaxShared),
+                 what));
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = static_cast<unsigned>(plan.splits);
+  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(CeilDivide(p.images, tiling.images) * plan.splits));
+  config.blockDim = dim3(static_cast<unsigned>(tiling.threads));
+  config.dynamicSmemBytes = static_cast<size_t>(tiling.bytes);
+  config.stream = ctx.stream;
+  config.attrs = &cluster;
+  config.numAttrs = plan.splits > 1 ? 1 : 0;
+  return CudaStatus(cudaLaunchKernelEx(&config, kernel, args, t), what);
+}
+
+}  // namespace jaxconv::cuda::squeeze_excite

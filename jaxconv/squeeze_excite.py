@@ -1,0 +1,279 @@
+"""Squeeze-and-excitation: its kernels, its rule pair, the public function."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxconv import _op, _problem, _sharding, reference
+from jaxconv._activation import activate
+from jaxconv._problem import SqueezeExciteProblem
+from jaxconv._types import Array, Implementation, Operand, SqueezeExciteAlgorithm, ToActivation, ToGate
+
+replace = dataclasses.replace
+
+
+def _wire(p: SqueezeExciteProblem, operands: int, results: int, **extra: Any) -> _op.Wire:
+    squeeze = {"activation": p.activation.name, "slope": np.float64(p.activation.slope), "gate": p.gate}
+    attrs = {"squeeze": squeeze, **{k: np.int64(v) for k, v in extra.items()}}
+    return _op.Wire(attrs, [None] * operands, [None] * results)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# On a mesh images may be split, which is nothing to the kernels; pixels and channels too: then a shard computes the
+# formula, with a sum over the shards of a few numbers an image. x is never gathered.
+
+
+def _names(p: SqueezeExciteProblem) -> dict[str, str]:
+    """The axes of each array: x is an array like x; m of numbers per image and channel, z per image and hidden."""
+    pixels = " ".join(f"d{axis}" for axis in range(1, len(p.shape) - 1))
+    return {"x": f"n {pixels} c", "m": "n c", "z": "n r", "w1": "c r", "b1": "r", "w2": "r c", "b2": "c"}
+
+
+def _partition(p: SqueezeExciteProblem, run: Any, operands: Sequence[str], results: Sequence[str]) -> Any:
+    names = _names(p)
+    axes = ["n", *(f"d{axis}" for axis in range(1, len(p.shape) - 1)), "c"]
+
+    def local(parts: Any) -> SqueezeExciteProblem:
+        return replace(p, shape=tuple(e // parts[axis] for axis, e in zip(axes, p.shape, strict=True)))
+
+    return _sharding.Partition([names[o] for o in operands], [names[r] for r in results], axes, local, run=run)
+
+
+class _Shard:
+    """Sums over the shards of an image."""
+
+    def __init__(self, split: _sharding.Split):
+        self._pixels = tuple(a for name, axes in split.items() if name.startswith("d") for a in axes)
+        self._channels = tuple(split.get("c", ()))
+
+    @property
+    def whole(self) -> bool:
+        return not (self._pixels or self._channels)
+
+    def over_pixels(self, a: Array) -> Array:
+        return lax.psum(a, self._pixels) if self._pixels else a
+
+    def over_channels(self, a: Array) -> Array:
+        return lax.psum(a, self._channels) if self._channels else a
+
+
+def _forward_shard(
+    whole: SqueezeExciteProblem, p: SqueezeExciteProblem, split: _sharding.Split, *args: Array
+) -> list[Array]:
+    shard = _Shard(split)
+    if shard.whole:
+        return excite(p, *args)
+    x, w1, b1, w2, b2 = args
+    wide = x.astype(p.param_dtype)
+    mean = shard.over_pixels(reference.over_pixels(p, wide)) / whole.pixels
+    z1 = shard.over_channels(reference.small_product(mean, w1)) + b1
+    gate = reference.gated(p.gate, reference.small_product(activate(p.activation, z1), w2) + b2)
+    return [(wide * reference.of_pixels(p, gate)).astype(x.dtype), mean, z1, gate]
+
+
+def _backward_shard(
+    whole: SqueezeExciteProblem, p: SqueezeExciteProblem, split: _sharding.Split, *args: Array
+) -> list[Array]:
+    shard = _Shard(split)
+    if shard.whole:
+        return backward(p, *args)
+    x, dy, w1, w2, z1, gate = args
+    wide = dy.astype(p.param_dtype)
+    dgate = shard.over_pixels(reference.over_pixels(p, wide * x.astype(p.param_dtype)))
+    dz2 = reference.gated_grad(p.gate, gate, dgate)
+    dz1 = reference.backward_activation(p, z1, shard.over_channels(reference.small_product(dz2, w2.T)))
+    if not p.want_dx:
+        return [dz2, dz1]
+    constant = reference.small_product(dz1, w1.T) / whole.pixels
+    return [dz2, dz1, (wide * reference.of_pixels(p, gate) + reference.of_pixels(p, constant)).astype(x.dtype)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The kernels
+
+
+def _x(p: SqueezeExciteProblem) -> tuple[tuple[int, ...], str]:
+    return p.x_shape, p.dtype
+
+
+def _mean(p: SqueezeExciteProblem) -> tuple[tuple[int, ...], str]:
+    return p.mean_shape, p.param_dtype
+
+
+def _hidden(p: SqueezeExciteProblem) -> tuple[tuple[int, ...], str]:
+    return p.hidden_shape, p.param_dtype
+
+
+def _batch(call: Any, parameters: Sequence[int]) -> Any:
+    """Mapped images are more images. Where parameters are mapped the reference is, by JAX."""
+
+    def batch(p: SqueezeExciteProblem, args: list[Array], dims: list[int | None]) -> tuple[list[Array], list[int]]:
+        made = call()
+        if any(dims[i] is not None for i in parameters):
+            outs = jax.vmap(functools.partial(made.reference, p), in_axes=tuple(dims))(*args)
+            return outs, [0] * len(outs)
+        size = _op.batch_size(args, dims)
+        folded = [
+            a if i in parameters else _op.fold(_op.to_front(a, d, size), 0, 0)
+            for i, (a, d) in enumerate(zip(args, dims, strict=True))
+        ]
+        outs = made(replace(p, shape=(size * p.images, *p.shape[1:])), *folded)
+        return [_op.unfold(out, size, 0) for out in outs], [0] * len(outs)
+
+    return batch
+
+
+# (x, w1, b1, w2, b2) -> y, mean, z1, gate
+excite = _op.kernel(
+    "squeeze_excite",
+    reference=reference.squeeze_excite,
+    results=lambda p: [_x(p), _mean(p), _hidden(p), _mean(p)],
+    wire=lambda p, plan: _wire(p, 5, 4),
+    batch=_batch(lambda: excite, (1, 2, 3, 4)),
+    partition=lambda p: _partition(
+        p, functools.partial(_forward_shard, p), ["x", "w1", "b1", "w2", "b2"], ["x", "m", "z", "m"]
+    ),
+    multiple_results=True,
+)
+# (x, dy, w1, w2, z1, gate) -> dz2, dz1, dx?
+backward = _op.kernel(
+    "squeeze_excite_backward",
+    reference=reference.squeeze_excite_backward,
+    results=lambda p: [_mean(p), _hidden(p)] + [_x(p)] * p.want_dx,
+    wire=lambda p, plan: _wire(p, 6, 2 + p.want_dx, want_dx=p.want_dx),
+    batch=_batch(lambda: backward, (2, 3)),
+    partition=lambda p: _partition(
+        p,
+        functools.partial(_backward_shard, p),
+        ["x", "x", "w1", "w2", "z", "m"],
+        ["m", "z"] + ["x"] * p.want_dx,
+    ),
+    multiple_results=True,
+)
+_op.by_reference(backward)
+
+
+def _forward(p: SqueezeExciteProblem, *args: Array) -> tuple[list[Array], Any]:
+    outs = excite(p, *args)
+    return outs, (*args, *outs[1:])
+
+
+def _backward(
+    p: SqueezeExciteProblem, residuals: Any, cotangents: Sequence[Array | None], want: Sequence[bool]
+) -> list[Array | None]:
+    """The kernel for the cotangent of y. Those of the others are a derivative of the gradient's: the reference's."""
+    *args, mean, z1, gate = residuals
+    dy = cotangents[0]
+    if any(ct is not None for ct in cotangents[1:]):
+        outs, pull = jax.vjp(functools.partial(reference.squeeze_excite, p), *args)
+        given = [jnp.zeros_like(o) if ct is None else ct for o, ct in zip(outs, cotangents, strict=True)]
+        return [grad if wanted else None for grad, wanted in zip(pull(given), want, strict=True)]
+    x, w1, _, w2, _ = args
+    dz2, dz1, *big = backward(replace(p, want_dx=want[0]), x, dy, w1, w2, z1, gate)
+    # Sums over the images. Of 16-bit x in whatever XLA's default is, TF32 on a GPU: they were 8 bits at most.
+    precision = lax.Precision.HIGHEST if p.dtype in ("float32", "float64") else None
+    grads = [
+        lambda: big[0],
+        lambda: reference.small_product(mean.T, dz1, precision),
+        lambda: jnp.sum(dz1, 0),
+        lambda: reference.small_product(activate(p.activation, z1).T, dz2, precision),
+        lambda: jnp.sum(dz2, 0),
+    ]
+    return [grad() if wanted else None for grad, wanted in zip(grads, want, strict=True)]
+
+
+def _tangent(p: SqueezeExciteProblem, residuals: Any, tangents: Sequence[Array | None]) -> list[Array]:
+    x, w1, _, w2, _, mean, z1, gate = residuals
+    tx, tw1, tb1, tw2, tb2 = tangents
+
+    def total(like: tuple[tuple[int, ...], str], *parts: Array | None) -> Array:
+        some = [part for part in parts if part is not None]
+        return sum(some[1:], some[0]) if some else jnp.zeros(*like)
+
+    product = reference.small_product
+    tmean = total(_mean(p), None if tx is None else reference.over_pixels(p, tx.astype(p.param_dtype)) / p.pixels)
+    tz1 = product(tmean, w1)
+    tz1 = total(_hidden(p), tz1, None if tw1 is None else product(mean, tw1), tb1)
+    th = reference.backward_activation(p, z1, tz1)
+    tz2 = product(th, w2)
+    tz2 = total(_mean(p), tz2, None if tw2 is None else product(activate(p.activation, z1), tw2), tb2)
+    tgate = reference.gated_grad(p.gate, gate, tz2)
+    ty = x.astype(p.param_dtype) * reference.of_pixels(p, tgate)
+    if tx is not None:
+        ty = ty + tx.astype(p.param_dtype) * reference.of_pixels(p, gate)
+    return [ty.astype(x.dtype), tmean, tz1, tgate]
+
+
+_op.fuse(excite, _op.Rules(lambda p: replace(p, save=True), _forward, _backward, _tangent))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The public function
+
+
+def squeeze_excite(
+    x: Operand,  # (N, ..., C)
+    w1: Operand,  # (C, R)
+    b1: Operand | None,  # (R,)
+    w2: Operand,  # (R, C)
+    b2: Operand | None,  # (C,)
+    *,
+    activation: ToActivation = "relu",
+    gate: ToGate = "sigmoid",
+    algorithm: SqueezeExciteAlgorithm | None = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Squeeze-and-excitation, channels last: each image's channels, scaled by what their means over the pixels say.
+
+    Equivalent JAX code, in float32 (float64 for float64 x)::
+
+        mean = jnp.mean(x, range(1, x.ndim - 1))
+        g = gate(activation(mean @ w1 + b1) @ w2 + b2)
+        y = x * g[:, None, None]
+
+    On a GPU it is one launch that reads x once, and one for the gradient of x, which reads x and dy once: an image's
+    part of a cluster of CTAs stays in their shared memory while its gates are computed. Kept for the gradient are x,
+    the mean, the gates, and what the activation was given.
+
+    Args:
+      x: (N, ..., C), at least two dimensions; float32, bfloat16, float16 or float64.
+      w1, w2: (C, R) and (R, C), float32 for 16-bit x, else of x's dtype, or of a narrower one. The kernels of a 1x1
+        convolution are such without their first axes.
+      b1, b2: (R,) and (C,), of the same dtypes, or None.
+      activation: of the hidden numbers; see `conv2d`.
+      gate: "sigmoid" or "hard_sigmoid", relu6(z + 3) / 6, or jax.nn's function of that name.
+      algorithm: forces a native algorithm: "one_pass" (16 bytes divide the channels; R up to 2048; on a GPU of compute
+        capability 9.0 an image is shared by up to 8 CTAs, elsewhere one has all of it).
+      implementation: see `conv2d`. Where parameters are mapped (vmap), and where an image is split over devices, it is
+        XLA's whatever is asked for.
+
+    Returns:
+      y of x's shape and dtype, rounded once: the mean, the hidden numbers and the gates are not.
+
+    Raises:
+      TypeError, ValueError: when the arguments do not fit together (at trace time), naming the argument, what it got
+        and what was expected; ValueError when a forced implementation or algorithm cannot run, with the reason.
+
+    Differentiable in every array, to any order, in forward and reverse mode. Sums are in a fixed order. Source: Hu et
+    al. 2018, "Squeeze-and-Excitation Networks" (arXiv:1709.01507).
+    """
+    name = "squeeze_excite"
+    x = _problem.as_array(name, "x", x)
+    w1, b1, w2, b2 = (
+        None if value is None and argument in ("b1", "b2") else _problem.as_parameter(name, argument, value, x)
+        for argument, value in (("w1", w1), ("b1", b1), ("w2", w2), ("b2", b2))
+    )
+    p = SqueezeExciteProblem.infer(
+        name, x, w1, b1, w2, b2, activation=activation, gate=gate, algorithm=algorithm, implementation=implementation
+    )
+    b1 = jnp.zeros((p.hidden,), p.param_dtype) if b1 is None else b1
+    b2 = jnp.zeros((p.channels,), p.param_dtype) if b2 is None else b2
+    return excite(p, x, w1, b1, w2, b2)[0]
