@@ -272,6 +272,11 @@ def squeeze_excite(
     p = SqueezeExciteProblem.infer(
         name, x, w1, b1, w2, b2, activation=activation, gate=gate, algorithm=algorithm, implementation=implementation
     )
-    b1 = jnp.zeros((p.hidden,), p.param_dtype) if b1 is None else b1
-    b2 = jnp.zeros((p.channels,), p.param_dtype) if b2 is None else b2
+    # As constants of the program, which no kernel has to fill; of symbolic extents there are none.
+    b1, b2 = (
+        (jnp.asarray(np.zeros(size, p.param_dtype)) if _problem.is_number(size) else jnp.zeros(size, p.param_dtype))
+        if bias is None
+        else bias
+        for bias, size in ((b1, p.hidden), (b2, p.channels))
+    )
     return excite(p, x, w1, b1, w2, b2)[0]
