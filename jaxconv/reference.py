@@ -467,14 +467,14 @@ def gated_grad(gate: str, g: jax.Array, t: jax.Array) -> jax.Array:
     return t * (g * (1 - g)) if gate == "sigmoid" else jnp.where((g > 0) & (g < 1), t / 6, jnp.zeros_like(t))
 
 
-def small_product(a: jax.Array, b: jax.Array, precision: Any = lax.Precision.HIGHEST) -> jax.Array:
+def small_product(a: jax.Array, b: jax.Array) -> jax.Array:
     """a @ b. Where types say how arrays are split, what is summed up may be."""
     mesh = jax.typeof(a).sharding.mesh
     sharding = None
     if jax.sharding.AxisType.Explicit in mesh.axis_types:
         spec = jax.sharding.PartitionSpec(jax.typeof(a).sharding.spec[0], jax.typeof(b).sharding.spec[1])
         sharding = jax.sharding.NamedSharding(mesh, spec)
-    return jnp.dot(a, b, precision=precision, out_sharding=sharding)
+    return jnp.dot(a, b, precision=lax.Precision.HIGHEST, out_sharding=sharding)
 
 
 def of_pixels(p: SqueezeExciteProblem, a: jax.Array) -> jax.Array:

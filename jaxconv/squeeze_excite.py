@@ -178,13 +178,11 @@ def _backward(
         return [grad if wanted else None for grad, wanted in zip(pull(given), want, strict=True)]
     x, w1, _, w2, _ = args
     dz2, dz1, *big = backward(replace(p, want_dx=want[0]), x, dy, w1, w2, z1, gate)
-    # Sums over the images. Of 16-bit x in whatever XLA's default is, TF32 on a GPU: they were 8 bits at most.
-    precision = lax.Precision.HIGHEST if p.dtype in ("float32", "float64") else None
     grads = [
         lambda: big[0],
-        lambda: reference.small_product(mean.T, dz1, precision),
+        lambda: reference.small_product(mean.T, dz1),
         lambda: jnp.sum(dz1, 0),
-        lambda: reference.small_product(activate(p.activation, z1).T, dz2, precision),
+        lambda: reference.small_product(activate(p.activation, z1).T, dz2),
         lambda: jnp.sum(dz2, 0),
     ]
     return [grad() if wanted else None for grad, wanted in zip(grads, want, strict=True)]
@@ -274,6 +272,11 @@ def squeeze_excite(
     p = SqueezeExciteProblem.infer(
         name, x, w1, b1, w2, b2, activation=activation, gate=gate, algorithm=algorithm, implementation=implementation
     )
-    b1 = jnp.zeros((p.hidden,), p.param_dtype) if b1 is None else b1
-    b2 = jnp.zeros((p.channels,), p.param_dtype) if b2 is None else b2
+    # As constants of the program, which no kernel has to fill; of symbolic extents there are none.
+    b1, b2 = (
+        (jnp.asarray(np.zeros(size, p.param_dtype)) if _problem.is_number(size) else jnp.zeros(size, p.param_dtype))
+        if bias is None
+        else bias
+        for bias, size in ((b1, p.hidden), (b2, p.channels))
+    )
     return excite(p, x, w1, b1, w2, b2)[0]

@@ -15,12 +15,12 @@ __global__ void __launch_bounds__(kBound, 1)
   constexpr int V = kVectorOf<T>;
   extern __shared__ __align__(16) char memory[];
   const Place at = PlaceOf(t, V);
-  const Cluster cluster(t.ctas);
+  const Shared shared(t, memory);
+  const Cluster cluster(t.ctas, shared.barriers, Told<V>(t, at).bytes);
   const int64_t first = (at.image + (at.of < at.images ? at.of : 0)) * t.image_vectors;
   const uint4* x = static_cast<const uint4*>(p.x) + first;
   const uint4* dy = static_cast<const uint4*>(p.dy) + first;
   Slab slab(t, at, dy, memory);
-  const Shared shared(t, memory);
 
   float sum[V] = {};
   const auto add = [&](const uint4& raw_x, const uint4& raw_dy) {
@@ -63,9 +63,9 @@ __global__ void __launch_bounds__(kBound, 1)
   DotRows(p.w2 + at.channel + at.first_mine, t.channels, t.hidden, at.mine, shared.mine, t.own,
           at.images, [&](int image, int number, float part) {
             const int to = (at.rank * t.images + image) * t.hidden + number;
-            cluster.PutToAll(shared.hidden_parts + to, part);
+            cluster.PutToAll(kHidden, shared.hidden_parts + to, part);
           });
-  cluster.MeetAgain();
+  cluster.Await(kHidden);
   SumHidden(t, at, shared, [&](int image, int number, float total) {
     const int64_t place = (at.image + image) * t.hidden + number;
     const float dz = total * ActivateGrad(t.activation, p.z1[place], t.slope);

@@ -42,6 +42,7 @@ struct Tiling {
   int64_t hidden_parts;  // (CTAs of a cluster, images, hidden)
   int64_t hidden;        // (images, hidden)
   int64_t gates;         // (images, channels of a tile)
+  int64_t barriers;      // 8 bytes for each exchange
   int64_t bytes;         // of all
 };
 
@@ -83,6 +84,7 @@ inline Tiling TilingOf(const SqueezeExciteProblem& p, int64_t width, int64_t cta
   t.hidden_parts = take(ctas * t.images * p.hidden);
   t.hidden = take(t.images * p.hidden);
   t.gates = take(t.images * channels);
+  t.barriers = take(8);
   const int64_t slot = 16 * t.threads, room = (two ? half : device.shared_memory()) - 4 * at;
   t.held = std::min(t.steps, std::max<int64_t>(room, 0) / slot);
   t.slab = t.held * slot;

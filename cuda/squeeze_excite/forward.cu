@@ -12,11 +12,11 @@ __global__ void __launch_bounds__(kBound, 1)
   constexpr int V = kVectorOf<T>;
   extern __shared__ __align__(16) char memory[];
   const Place at = PlaceOf(t, V);
-  const Cluster cluster(t.ctas);
+  const Shared shared(t, memory);
+  const Cluster cluster(t.ctas, shared.barriers, Told<V>(t, at).bytes);
   const int64_t first = (at.image + (at.of < at.images ? at.of : 0)) * t.image_vectors;
   const uint4* x = static_cast<const uint4*>(p.x) + first;
   Slab slab(t, at, x, memory);
-  const Shared shared(t, memory);
 
   float sum[V] = {};
   const auto add = [&](const uint4& raw) {
@@ -45,9 +45,9 @@ __global__ void __launch_bounds__(kBound, 1)
   AddRows(p.w1 + int64_t(at.channel + at.first_mine) * t.hidden, t.hidden, at.mine, t.hidden,
           shared.mine, t.own, at.images, shared.scratch, [&](int image, int number, float part) {
             const int to = (at.rank * t.images + image) * t.hidden + number;
-            cluster.PutToAll(shared.hidden_parts + to, part);
+            cluster.PutToAll(kHidden, shared.hidden_parts + to, part);
           });
-  cluster.MeetAgain();
+  cluster.Await(kHidden);
   SumHidden(t, at, shared, [&](int image, int number, float total) {
     const float z = total + p.b1[number];
     shared.hidden[image * t.hidden + number] = Activate(t.activation, z, t.slope);

@@ -14,6 +14,7 @@
 #include <string>
 
 #include "cuda/core/device.h"
+#include "cuda/core/mbarrier.cuh"
 #include "cuda/core/raw.cuh"
 #include "cuda/squeeze_excite/domain.h"
 #include "cuda/squeeze_excite/squeeze_excite.h"
@@ -153,43 +154,63 @@ class Slab {
 // ---------------------------------------------------------------------------------------------------------------------
 // A cluster
 
-// Each CTA puts what others need into their shared memory: between Meet and MeetAgain, which is where what was put can be
-// read. What is put has a place of its own, and nobody reads another's memory: a CTA may end behind the last MeetAgain.
+// What CTAs tell one another: each kind once.
+enum Exchange { kSums, kHidden, kGates, kExchanges };
+
+// Each CTA puts what others need into their shared memory, and with it the number of its bytes into the transaction barrier of
+// the exchange there, which knows how many will come. So a CTA waits for what it reads and for nothing else: a barrier of the
+// cluster that hands over would be a fence of the whole device, which waits for global stores. What is put has a place of
+// its own, and nobody reads another's memory: a CTA may end when all it is told has come.
 class Cluster {
  public:
-  __device__ __forceinline__ explicit Cluster(int ctas) : ctas_(ctas) {
+  // `barriers`: of the exchanges, shared memory. `bytes`: that each will bring.
+  __device__ __forceinline__ Cluster(int ctas, uint64_t* barriers,
+                                     const uint32_t (&bytes)[kExchanges])
+      : ctas_(ctas), barriers_(Address(barriers)) {
 #if __CUDA_ARCH__ >= 900
-    if (ctas_ > 1) asm volatile("barrier.cluster.arrive.relaxed;\n" ::: "memory");
+    if (ctas_ == 1) return;
+    if (threadIdx.x == 0) {
+#pragma unroll
+      for (int e = 0; e < kExchanges; ++e) {
+        BarrierInit(barriers_ + 8 * e, 1);
+        BarrierExpect(barriers_ + 8 * e, bytes[e]);
+      }
+      BarrierInitFence();
+    }
+    asm volatile("barrier.cluster.arrive.relaxed;\n" ::: "memory");
 #endif
   }
 
-  // All CTAs have begun. Once, before anything is put.
-  __device__ __forceinline__ void Meet() const { Wait(); }
+  // All CTAs have begun, and their barriers are there. Once, before anything is put.
+  __device__ __forceinline__ void Meet() const {
+#if __CUDA_ARCH__ >= 900
+    if (ctas_ > 1) asm volatile("barrier.cluster.wait.acquire;\n" ::: "memory");
+#endif
+  }
 
-  // Also of one CTA, whose threads' writes are there for all of them.
-  __device__ __forceinline__ void MeetAgain() const {
+  // What all have put can be read. Also of one CTA, whose threads' writes are there for all of them.
+  __device__ __forceinline__ void Await(Exchange exchange) const {
     if (ctas_ == 1) {
       __syncthreads();
       return;
     }
 #if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.arrive.release;\n" ::: "memory");
+    BarrierWait(barriers_ + 8 * exchange, 0);
 #endif
-    Wait();
   }
 
   // *to = v, of CTA `rank`.
-  __device__ __forceinline__ void Put(float* to, int rank, float v) const {
+  __device__ __forceinline__ void Put(Exchange exchange, float* to, int rank, float v) const {
 #if __CUDA_ARCH__ >= 900
     if (ctas_ > 1) {
-      const uint32_t here = static_cast<uint32_t>(__cvta_generic_to_shared(to));
       asm volatile(
           "{\n"
-          ".reg .b32 remote;\n"
-          "mapa.shared::cluster.u32 remote, %0, %1;\n"
-          "st.shared::cluster.f32 [remote], %2;\n"
-          "}\n" ::"r"(here),
-          "r"(rank), "f"(v)
+          ".reg .b32 remote, barrier;\n"
+          "mapa.shared::cluster.u32 remote, %0, %2;\n"
+          "mapa.shared::cluster.u32 barrier, %1, %2;\n"
+          "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [remote], %3, [barrier];\n"
+          "}\n" ::"r"(Address(to)),
+          "r"(barriers_ + 8 * exchange), "r"(rank), "r"(__float_as_uint(v))
           : "memory");
       return;
     }
@@ -197,19 +218,32 @@ class Cluster {
     *to = v;
   }
 
-  __device__ __forceinline__ void PutToAll(float* to, float v) const {
+  __device__ __forceinline__ void PutToAll(Exchange exchange, float* to, float v) const {
 #pragma unroll 1
-    for (int rank = 0; rank < ctas_; ++rank) Put(to, rank, v);
+    for (int rank = 0; rank < ctas_; ++rank) Put(exchange, to, rank, v);
   }
 
  private:
-  __device__ __forceinline__ void Wait() const {
-#if __CUDA_ARCH__ >= 900
-    if (ctas_ > 1) asm volatile("barrier.cluster.wait.acquire;\n" ::: "memory");
-#endif
+  static __device__ __forceinline__ uint32_t Address(const void* p) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(p));
   }
 
   const int ctas_;
+  const uint32_t barriers_;
+};
+
+// Bytes that a CTA is told in each exchange.
+template <int V>
+struct Told {
+  uint32_t bytes[kExchanges];
+
+  __device__ __forceinline__ Told(const Layout& t, const Place& at) {
+    const int sums =
+        max(min(t.own, t.lanes * V - at.first_mine), 0);  // of all channels of the tile, zeros too
+    bytes[kSums] = 4u * t.shares * t.images * sums;
+    bytes[kHidden] = 4u * t.ctas * at.images * t.hidden;
+    bytes[kGates] = 4u * at.images * at.channels;
+  }
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -233,7 +267,7 @@ __device__ __forceinline__ void SumRows(const Layout& t, const Place& at, const 
     const int image = column / width;
     const float* from = scratch + image * (t.rows - 1) * width + column;
     float total = 0.f;
-#pragma unroll 8
+#pragma unroll 4
     for (int row = first; row < t.rows; row += step) total += from[row * width];
     return total;
   };
@@ -250,7 +284,7 @@ __device__ __forceinline__ void SumRows(const Layout& t, const Place& at, const 
   __syncthreads();
   if (part > 0) return;
   float total = 0.f;
-#pragma unroll 8
+#pragma unroll 4
   for (int other = 0; other < parts; ++other) total += scratch[other * columns + column];
   put(column / width, column % width, total);
 }
@@ -323,7 +357,7 @@ __device__ __forceinline__ void AddRowsBy(const float* m, int stride, int rows, 
     __syncthreads();
     for (int cell = threadIdx.x; cell < cells; cell += threads) {
       float total = 0.f;
-#pragma unroll 8
+#pragma unroll 4
       for (int other = 0; other < parts; ++other) total += scratch[other * cells + cell];
       const int image = cell / (lanes * N);
       put(image, cell - image * lanes * N, total);
@@ -398,10 +432,12 @@ __device__ __forceinline__ void DotRows(const float* m, int stride, int rows, in
 // What both kernels do between the sums over pixels and what is written
 
 struct Shared {
+  uint64_t* barriers;  // kExchanges
   float *scratch, *parts, *mine, *hidden_parts, *hidden, *gates;
 
   __device__ __forceinline__ Shared(const Layout& t, char* memory)
-      : scratch(reinterpret_cast<float*>(memory + t.slab)),
+      : barriers(reinterpret_cast<uint64_t*>(memory + t.slab + t.barriers)),
+        scratch(reinterpret_cast<float*>(memory + t.slab)),
         parts(scratch + t.parts),
         mine(scratch + t.mine),
         hidden_parts(scratch + t.hidden_parts),
@@ -427,9 +463,9 @@ __device__ __forceinline__ void SumPixels(const Layout& t, const Place& at, cons
   SumRows<V>(t, at, v, shared.scratch, [&](int image, int channel, float sum) {
     const int share = channel / t.own;
     float* to = shared.parts + (at.share * t.images + image) * t.own + channel - share * t.own;
-    cluster.Put(to, at.tile * t.shares + share, sum);
+    cluster.Put(kSums, to, at.tile * t.shares + share, sum);
   });
-  cluster.MeetAgain();
+  cluster.Await(kSums);
   for (int i = threadIdx.x; i < at.images * at.mine; i += blockDim.x) {
     const int image = i / at.mine, channel = i - image * at.mine;
     const float* from = shared.parts + image * t.own + channel;
@@ -475,12 +511,12 @@ class Gates {
     }
 #pragma unroll 1
     for (int share = 0; share < t_.shares; ++share)
-      cluster_.Put(to, at_.tile * t_.shares + share, v);
+      cluster_.Put(kGates, to, at_.tile * t_.shares + share, v);
   }
 
   __device__ __forceinline__ void Barrier() const {
     if (t_.passes_on) {
-      cluster_.MeetAgain();
+      cluster_.Await(kGates);
     } else {
       __syncthreads();
     }
@@ -542,6 +578,7 @@ Status Launch(const Context& ctx, const SqueezeExciteProblem& p, const Plan& pla
   t.hidden_parts = static_cast<int>(tiling.hidden_parts);
   t.hidden_at = static_cast<int>(tiling.hidden);
   t.gates = static_cast<int>(tiling.gates);
+  t.barriers = static_cast<int>(4 * tiling.barriers);
   t.count = static_cast<float>(p.pixels);
   t.activation = p.activation;
   t.slope = static_cast<float>(p.slope);

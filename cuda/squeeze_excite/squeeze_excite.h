@@ -29,7 +29,8 @@ struct Layout {
   int own;
   bool passes_on;
   int slab, parts, mine, hidden_parts, hidden_at, gates;
-  float count;  // of pixels
+  int barriers;  // bytes from the slab's end
+  float count;   // of pixels
   Activation activation;
   float slope;
   Gating gating;

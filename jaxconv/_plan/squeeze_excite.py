@@ -21,8 +21,9 @@ def made(algorithm: str, p: SqueezeExciteProblem, device: Device) -> Plan | str:
 
 # Shared memory for a CTA's slab, bytes: three run on a multiprocessor; two; one.
 THREE, TWO, ONE = 60 * 1024, 100 * 1024, 200 * 1024
-# What a CTA does between its two walks, in bytes that it could have moved meanwhile: waits for others, and for weights.
-WAITING = 6 * 1024
+# What a CTA waits for between its two walks, in bytes that it could have moved meanwhile: for weights, and for each
+# exchange with others. Where nobody else uses the memory, of few images, it could have moved much more.
+WEIGHTS, EXCHANGE, EXCHANGE_ALONE = 4 * 1024, 2 * 1024, 40 * 1024
 
 
 def _tile(p: SqueezeExciteProblem, device: Device) -> tuple[int, int]:
@@ -34,19 +35,22 @@ def _tile(p: SqueezeExciteProblem, device: Device) -> tuple[int, int]:
 
     def cost(tiles: int, ctas: int) -> tuple[float, int, int]:
         lanes, shares = -(-row // tiles), ctas // tiles
-        slab = -(-p.pixels // shares) * lanes * 16
+        width, slab = lanes * 16, -(-p.pixels // shares) * lanes * 16
         two = lanes <= 256 and slab <= 1.5 * TWO
         threads = 256 if two else 512
-        result = tiles * lanes / row * threads / (threads // lanes * lanes)  # lanes and threads without a channel
-        # Pieces of channels that are no whole lines of 128 bytes, or share a sector of 32 with another CTA's.
-        width = lanes * 16
+        # Threads without a channel; pieces of channels that are no whole lines of 128 bytes, or share a sector of 32.
+        moves = threads / (threads // lanes * lanes)
         if tiles > 1:
-            result *= 1 + (0.5 if width % 32 else 0.1 if width % 128 else 0) * 64 / max(width, 64)
-        result *= 1 if slab <= THREE else 1.1 if two else 1.25  # nobody else reads while it computes
-        result *= 1 + 0.5 * max(0.0, 1 - (TWO if two else ONE) / slab)  # what is read again, from the L2 cache
-        # Weights: of a tile's share of the channels both, from the L2 cache at twice the memory's rate.
+            moves *= 1 + (0.5 if width % 32 else 0.1 if width % 128 else 0) * 64 / max(width, 64)
+        moves *= 1 + 0.5 * max(0.0, 1 - (TWO if two else ONE) / slab)  # what is read again, from the L2 cache
+        # Weights: of a tile's share of the channels both, from the L2 cache.
         weights = 4 * p.channels * p.hidden / ctas * (1 if shares == 1 else 1.5)
-        result *= 1 + (WAITING * (1 if ctas == 1 else 1.25 if shares == 1 else 1.5) + weights) / (2 * slab)
+        exchanges = 0 if ctas == 1 else 1 if shares == 1 else 2 if lanes * vector * p.hidden <= 4096 else 3
+        if p.images * 8 <= device.sm_count:  # all CTAs at once, each alone: a CTA's time
+            return 2 * slab * moves + weights + EXCHANGE_ALONE * exchanges, width, ctas
+        result = tiles * lanes / row * moves  # lanes without a channel
+        result *= 1 if slab <= THREE else 1.1 if two else 1.25  # nobody else reads while it computes
+        result *= 1 + (WEIGHTS + EXCHANGE * exchanges + weights) / (2 * slab)
         result *= max(1.0, 2 * device.sm_count / (max(p.images, 1) * ctas)) ** 0.5  # idle multiprocessors
         return result, width, ctas
 
