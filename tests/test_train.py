@@ -13,13 +13,13 @@ pytest.importorskip("flax", reason="the models are Flax's")
 
 from benchmarks import figures, limits, report, steps, train
 
-# convolutions, batch-norms, dense layers
+# convolutions, batch-norms, dense layers; a squeeze-and-excitation is none of them
 LAYERS = {
     "resnet50": (12, 12, 1),
     "convnext_t": (4, 0, 5),
     "mobilenet_v2": (10, 10, 1),
     "resnext50": (12, 12, 1),
-    "efficientnet_b0": (16, 10, 1),
+    "efficientnet_b0": (10, 10, 1),
     "unet3d": (8, 6, 0),
     "ddpm": (25, 0, 10),
 }
