@@ -219,8 +219,8 @@ def _adds_instead_of_xla(p: ConvProblem, device: Device) -> Plan | None:
             continue
         pixels, _, group_k, groups = found.coordinates
         one = 2.0 ** (pixels + group_k + groups) * itemsize(p) / rates.bandwidth  # over y of the measured problem
-        # A 1x1 filter's convolution is a product to XLA, and the add a pass of its own. Others read c on their way. Of one
-        # image the pass is not worth its 1.4 to 1.9 us: with 11 launches less a frozen ResNet-50 took .354 ms for .339.
+        # A 1x1 filter's convolution is a product to XLA, and the add a pass of its own. Others read c on their way.
+        # A pass of one image is not worth its 1.4 to 1.9 us: 11 launches fewer made a frozen ResNet-50 .354 ms of .339.
         behind = 3 * one if math.prod(p.filter) == 1 else one
         ours, xla = found.native_ms[adds.kernel] + one, found.xla_ms + behind
         margin = measured.SISTER_MARGIN if found.sister else measured.MARGIN
