@@ -19,6 +19,7 @@
 
 #include "cuda/batchnorm/channel.cuh"
 #include "cuda/batchnorm/domain.h"
+#include "cuda/core/copy_async.cuh"
 #include "cuda/core/reduce.cuh"
 
 namespace jaxconv::cuda::batchnorm {
@@ -74,14 +75,6 @@ __device__ __forceinline__ void CopyWord(void* to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;\n" ::"r"(SharedAddress(to)), "l"(from)
                : "memory");
 }
-__device__ __forceinline__ void CopyCommit() {
-  asm volatile("cp.async.commit_group;\n" ::: "memory");
-}
-template <int kPending>
-__device__ __forceinline__ void CopyWait() {
-  asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending) : "memory");
-}
-
 // Until fewer than `in_flight` of this thread's groups of copies are on their way: in_flight is 4, 8 or 16.
 __device__ __forceinline__ void CopyWaitFor(int in_flight) {
   if (in_flight == 16) {

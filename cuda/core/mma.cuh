@@ -12,6 +12,8 @@
 
 #include <cstdint>
 
+#include "cuda/core/copy_async.cuh"
+
 namespace jaxconv::cuda {
 
 __device__ __forceinline__ uint32_t SharedAddress(const void* p) {
@@ -34,16 +36,6 @@ __device__ __forceinline__ void CopyAsync(uint32_t shared, const void* global, i
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;\n" ::"r"(shared), "l"(global),
                  "n"(kBytes), "r"(bytes));
   }
-}
-
-__device__ __forceinline__ void CopyAsyncCommit() {
-  asm volatile("cp.async.commit_group;\n" ::: "memory");
-}
-
-// Waits until at most kPending of this thread's committed groups are in flight.
-template <int kPending>
-__device__ __forceinline__ void CopyAsyncWait() {
-  asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending) : "memory");
 }
 
 // Four 8 x 16-byte matrices; lane l gives the address of row l % 8 of matrix l / 8.

@@ -178,13 +178,13 @@ __global__ void __launch_bounds__(Math::kThreads, kMinCtas<View>)
       a.Place(a_tile(stage));
       b.Place(b_tile(stage));
     }
-    CopyAsyncCommit();
+    CopyCommit();
   }
 
   int read = 0, write = kStages - 1;  // stages
 #pragma unroll 1
   for (int tile = 0; tile < tiles; ++tile) {
-    CopyAsyncWait<kStages - 2>();
+    CopyWait<kStages - 2>();
     __syncthreads();  // tile `tile` is in; everyone is done with the one before, whose stage is
                       // refilled now
     const bool more = tile + kStages - 1 < tiles;
@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(Math::kThreads, kMinCtas<View>)
       a.Fetch(a_tile(write));
       b.Fetch(b_tile(write));
     }
-    CopyAsyncCommit();
+    CopyCommit();
     math.Multiply(a_tile(read), b_tile(read));
     if (more) {
       a.Place(a_tile(write));

@@ -14,6 +14,7 @@
 
 #include <string>
 
+#include "cuda/core/copy_async.cuh"
 #include "cuda/core/device.h"
 #include "cuda/groupnorm/domain.h"
 #include "cuda/groupnorm/groupnorm.h"
@@ -66,19 +67,6 @@ __device__ __forceinline__ Spot SpotOf(const Walk& w, const Tiling& t) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Slots
-
-// 16 bytes past L1. Its neighbours in a line of 128 bytes are another CTA's: they come to the L2 cache with it.
-__device__ __forceinline__ void CopyAsync(uint32_t to, const uint4* from) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;\n" ::"r"(to), "l"(from)
-               : "memory");
-}
-__device__ __forceinline__ void CopyCommit() {
-  asm volatile("cp.async.commit_group;\n" ::: "memory");
-}
-template <int kPending>
-__device__ __forceinline__ void CopyWait() {
-  asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending) : "memory");
-}
 
 // A thread's vectors of kTensors tensors. A step is a group of copies, also where there is nothing to copy: when step s is
 // waited for, those of the kInFlight - 1 steps after it are on their way. Steps from `held` on take the kInFlight slots

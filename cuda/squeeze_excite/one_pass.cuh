@@ -13,6 +13,7 @@
 
 #include <string>
 
+#include "cuda/core/copy_async.cuh"
 #include "cuda/core/device.h"
 #include "cuda/core/mbarrier.cuh"
 #include "cuda/core/raw.cuh"
@@ -68,19 +69,6 @@ __device__ __forceinline__ Place PlaceOf(const Layout& t, int vector) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // What stays
-
-// 16 bytes past L1. Its neighbours in a line of 128 bytes may be another CTA's: they come to the L2 cache with it.
-__device__ __forceinline__ void CopyAsync(uint32_t to, const uint4* from) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;\n" ::"r"(to), "l"(from)
-               : "memory");
-}
-__device__ __forceinline__ void CopyCommit() {
-  asm volatile("cp.async.commit_group;\n" ::: "memory");
-}
-template <int kPending>
-__device__ __forceinline__ void CopyWait() {
-  asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending) : "memory");
-}
 
 // A thread's vectors of a tensor, of which those of the first `held` steps stay. A step is a group of copies, also where
 // there is nothing to copy: when a step is waited for, those of the kInFlight - 1 after it are on their way.

@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(kTileThreads, kOctets* R >= 14 ? 2 : 3)
 
   LoadCells<kOctets>(t.in, t.line, shared, g.src, g.from, origin.image, origin.p - g.pad_h,
                      origin.q - g.pad_w, channel0);
-  CopyAsyncCommit();
+  CopyCommit();
 
   // The lane's place in ldmatrix.x4: matrices of streams 0 to 7, 8 to 15, then the next segs of
   // both. Streams past the last repeat it, and store what it stores.
@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(kTileThreads, kOctets* R >= 14 ? 2 : 3)
   const int seg = stream % t.segs + lane / 16;
   const uint32_t row_bytes = uint32_t(t.in.pitch) * CellBytes<kOctets>();
 
-  CopyAsyncWait<0>();
+  CopyWait<0>();
   __syncwarp();
   TransposeCells<kOctets>(t.in, shared);
 
@@ -258,7 +258,7 @@ __global__ void __launch_bounds__(kTileThreads, 1)
 
   LoadCells<1>(t.in, t.line, shared, g.src, g.from, origin.image, origin.p - g.pad_h,
                origin.q - g.pad_w, channel0);
-  CopyAsyncCommit();
+  CopyCommit();
 
   for (int e = threadIdx.x; e < g.filter_h * kWords; e += kTileThreads) {
     const int r = e / kWords, word = e - r * kWords;
@@ -285,7 +285,7 @@ __global__ void __launch_bounds__(kTileThreads, 1)
     }
   }
 
-  CopyAsyncWait<0>();
+  CopyWait<0>();
   __syncwarp();
   TransposeCells<1>(t.in, shared);
   __syncthreads();

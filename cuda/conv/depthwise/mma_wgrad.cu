@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kTileThreads, kDeep > 1 ? 1
     LoadCells<kOctets>(t.in, t.line, buffer, g.x, g.in, o.image, o.p - g.pad_h + first_row,
                        o.q - g.pad_w, channel0);
     LoadCells<kOctets>(t.out, t.line, buffer + g.out_at, g.dy, g.out, o.image, o.p, o.q, channel0);
-    CopyAsyncCommit();
+    CopyCommit();
   };
 
   // The lane's place in ldmatrix: a operand, matrices (streams 0 to 7, seg), (the same, seg + 1),
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kTileThreads, kDeep > 1 ? 1
   uint32_t buffer = shared, other = shared + g.buffer_bytes;
   if (begin < end) load(begin, buffer);
   for (int64_t tile = begin; tile < end; ++tile) {
-    CopyAsyncWait<0>();
+    CopyWait<0>();
     __syncwarp();
     TransposeCells<kOctets>(t.in, buffer);
     TransposeCells<kOctets>(t.out, buffer + g.out_at);

@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(kThreads, 3)
              origin.w * g.in_stride[1] + g.shift[1], group0 * g.src_group, g.src_octets,
              g.src_pixels, g.src_pixels, g.src_plane, g.by_src_cols, g.by_src_rows,
              a.by_src_octets);
-  CopyAsyncCommit();
+  CopyCommit();
 
   // The b operands, [step][octet][lane] of two words, and where the units of a step lie.
   uint2* filter = reinterpret_cast<uint2*>(cells + a.filter_at);
@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(kThreads, 3)
     }
     step0 += steps;
   }
-  CopyAsyncWait<0>();
+  CopyWait<0>();
   __syncthreads();
 
   const int sets = g.dst_octets / kWide;
@@ -346,7 +346,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     LoadPixels(buffer + a.dy_at, a.dy, g.dst, o.image, o.h, o.w, group0 * g.dst_group, g.dst_octets,
                g.dst_pixels, (g.dst_pixels + 15) / 16 * 16, g.dst_plane, g.by_dst_cols,
                g.by_dst_rows, a.by_dst_octets);
-    CopyAsyncCommit();
+    CopyCommit();
   };
 
   float acc[kSteps][4] = {};
@@ -355,7 +355,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   uint32_t buffer = shared, other = shared + a.buffer_bytes;
   if (begin < end) load(begin, buffer);
   for (int64_t tile = begin; tile < end; ++tile) {
-    CopyAsyncWait<0>();
+    CopyWait<0>();
     __syncthreads();  // and every warp is done with `other`
     if (tile + 1 < end) load(tile + 1, other);
     if (live) {

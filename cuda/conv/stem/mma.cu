@@ -131,14 +131,14 @@ __global__ void __launch_bounds__(kThreads, 2)
     const StemOrigin o = OriginOf(g, tile);
     StageNarrow<T, kThreads>(raw, a.narrow, g, o.image, o.h * g.stride[0] + g.first[0],
                              o.w * g.stride[1] + g.first[1]);
-    CopyAsyncCommit();
+    CopyCommit();
   };
   const int stride = int(gridDim.x) / a.slices;
   const int64_t begin = blockIdx.x / unsigned(a.slices);
   if (g.staged && begin < g.tiles) stage(begin);
   for (int64_t tile = begin; tile < g.tiles; tile += stride) {
     const StemOrigin origin = OriginOf(g, tile);
-    CopyAsyncWait<0>();
+    CopyWait<0>();
     __syncthreads();
     if (g.staged) {
       UnpackNarrow<T, kThreads>(narrow, raw, g);
@@ -385,14 +385,14 @@ __global__ void __launch_bounds__(kThreads, 2) WgradKernel(const __grid_constant
       StageNarrow<T, kThreads>(raw, a.narrow, g, o.image, o.h * g.stride[0] + g.first[0],
                                o.w * g.stride[1] + g.first[1]);
     }
-    CopyAsyncCommit();
+    CopyCommit();
   };
 
   float acc[2][32] = {};
   uint32_t buffer = shared + a.wide_at, other = buffer + a.wide_bytes;
   if (part < g.tiles) fetch(part, buffer);
   for (int64_t tile = part; tile < g.tiles; tile += a.parts) {
-    CopyAsyncWait<0>();
+    CopyWait<0>();
     __syncthreads();
     if (g.staged) {
       UnpackNarrow<T, kThreads>(narrow, raw, g);
@@ -595,13 +595,13 @@ __global__ void __launch_bounds__(kThreads, 2)
       const T* from = base + int64_t(row * g.wide[1] + col) * g.wide_channels + channel;
       CopyAsync<16>(slot(buffer, pixel, part), inside ? from : a.wide, inside ? 16 : 0);
     }
-    CopyAsyncCommit();
+    CopyCommit();
   };
   uint32_t wide = shared + a.wide_at, other = wide + (a.buffers - 1) * a.channel_blocks * a.plane;
   if (blockIdx.x < a.tiles) fetch(blockIdx.x, wide);
   for (int64_t tile = blockIdx.x; tile < a.tiles; tile += gridDim.x) {
     const StemOrigin origin = OriginOf(a, tile);
-    CopyAsyncWait<0>();
+    CopyWait<0>();
     if constexpr (sizeof(T) == 4) {
       for (int e = threadIdx.x; e < slots; e += kThreads) {  // what this thread has copied
         const int pixel = int(a.by_parts.Div(e)), part = e - pixel * int(a.by_parts.d);
