@@ -240,7 +240,7 @@ def nearest(op: str, problem: Any, device: Device, kernel: str) -> Measurement |
     """The measurement that speaks for the kernel running `problem`: one of that kernel, on the device or, scaled, on
     that of its sisters where one much nearer was made; or None."""
     found, distance = _nearest_of_kinds(op, problem, device.kind, kernel)
-    for sister in sisters(device):
+    for sister in sisters(device) if distance > FARTHER else ():  # else none is nearer
         other, there = _nearest_of_kinds(op, problem, sister, kernel)
         if other is not None and there + FARTHER < distance:
             found, distance = _scaled(other, sister, device), there + FARTHER
