@@ -209,16 +209,21 @@ def _plan_conv_add(p: ConvProblem, device: Device) -> Plan:
     return dataclasses.replace(adds, reason=f"{reason}; the residual is added on its way", candidates=alone.candidates)
 
 
+def _pass_over_y(found: measured.Measurement, p: ConvProblem, device: Device) -> float:
+    """Milliseconds to read or write y of the convolution that was measured, at the rate at which memory copies."""
+    pixels, _, group_k, groups = found.coordinates
+    rates = model.numbers(device) or model.NUMBERS["H200"]
+    return 2.0 ** (pixels + group_k + groups) * itemsize(p) / rates.bandwidth
+
+
 def _adds_instead_of_xla(p: ConvProblem, device: Device) -> Plan | None:
     """The kernel that adds on its way and is faster than XLA's convolution and its add, by times of both without it."""
-    rates = model.numbers(device) or model.NUMBERS["H200"]
     best, least, reason = None, 0.0, ""
     for adds in _safe("conv", p, every("conv_add", p, device)):
         found = measured.nearest("conv_fprop", p, device, adds.kernel)
         if found is None or found.apart(p) > measured.FAR:
             continue
-        pixels, _, group_k, groups = found.coordinates
-        one = 2.0 ** (pixels + group_k + groups) * itemsize(p) / rates.bandwidth  # over y of the measured problem
+        one = _pass_over_y(found, p, device)
         # A 1x1 filter's convolution is a product to XLA, and the add a pass of its own. Others read c on their way.
         # A pass of one image is not worth its 1.4 to 1.9 us: 11 launches fewer made a frozen ResNet-50 .354 ms of .339.
         behind = 3 * one if math.prod(p.filter) == 1 else one
@@ -236,9 +241,7 @@ def _other_that_adds(alone: Plan, refusal: str, p: ConvProblem, device: Device) 
     found = measured.nearest("conv_fprop", p, device, alone.kernel)
     if found is None:
         return refusal, alone.reason
-    pixels, _, group_k, groups = found.coordinates
-    rates = model.numbers(device) or model.NUMBERS["H200"]
-    one = 2.0 ** (pixels + group_k + groups) * itemsize(p) / rates.bandwidth  # over y of the measured problem
+    one = _pass_over_y(found, p, device)
     best, least = None, found.native_ms[alone.kernel] + 3 * one
     for other in every("conv_add", p, device):
         if found.native_ms.get(other.kernel, math.inf) + one < least:
