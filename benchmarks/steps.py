@@ -28,7 +28,8 @@ from jaxconv._problem import (
     SqueezeExciteProblem,
 )
 
-# In the order of the tables and figures. exchange: between devices. elementwise: sums over elements too.
+# In the order of the tables and figures. exchange: between devices. elementwise: sums over elements too, and
+# squeeze-and-excitation, which XLA makes of such.
 KINDS = ("convolution", "product", "norm", "pool", "elementwise", "copies", "exchange", "other")
 
 # Targets of custom calls, and kernels' names: ours (mangled or not), cuDNN's, cuBLAS's, XLA's own.
@@ -37,6 +38,7 @@ _NAMES = (
     ("norm", r"cudnn\$norm|bn_fw|bn_bw|batch_?norm"),
     ("product", r"jaxconv_(dense|matmul)|jaxconv(::|\d)cuda\d*(::|\d+)(dense|Sm90Gradient)|__cublas|onednn\$matmul"),
     ("pool", r"jaxconv_max_pool|jaxconv(::|\d)cuda\d*(::|\d+)pool"),
+    ("elementwise", r"jaxconv_squeeze|jaxconv(::|\d)cuda\d*(::|\d+)squeeze"),
     ("convolution", r"jaxconv_conv|jaxconv(::|\d)cuda|cudnn\$conv|onednn\$convolution|[fdw]grad|fprop|conv2d|convolve"),
     ("convolution", r"implicit_(con|gemm)|cudnn.*conv|winograd|nchwToNhwc|nhwcToNchw"),
     ("product", r"gemm|cutlass|cublas|^nvjet|splitKreduce"),

@@ -219,6 +219,7 @@ def test_events_of_a_gpu_are_known_by_instruction_or_by_kernel():
         ("", "void jaxconv::cuda::batchnorm::Normalise<__nv_bfloat16>(jaxconv::cuda::Args)"): "norm",
         ("", "_ZN7jaxconv4cuda9batchnorm12TwoReadTrainE"): "norm",
         ("", "void jaxconv::cuda::conv::depthwise::Rows<float, 3>(int)"): "convolution",
+        ("", "void jaxconv::cuda::squeeze_excite::(anonymous namespace)::OnePassKernel<__nv_bfloat16>"): "elementwise",
         ("", "void jaxconv::cuda::dense::Epilogue<float>(int)"): "product",
         ("", "_ZN7jaxconv4cuda18Sm90GradientKernelI"): "product",
         ("", "void cudnn::ops::nchwToNhwcKernel<__nv_bfloat16>"): "convolution",
