@@ -101,6 +101,7 @@ def config_name(run: dict[str, Any]) -> str:
     parts.append(f"batch{run['batch']}" if run["batch"] else None)
     parts.append(f"{run['most_devices']}devices" if run.get("most_devices", 1) > 1 else None)
     parts.append(f"split_{run['split']}" if run.get("split") else None)
+    parts.append("own_statistics" if run.get("statistics") == "own" else None)
     parts += [slug(f"{name} {value}") for name, value in run.get("options", {}).items()]  # XLA's
     return "-".join(part.lower() for part in parts if part)
 

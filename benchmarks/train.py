@@ -3,6 +3,7 @@
     python -m benchmarks train --model resnet50 --batch 256 --json
     python -m benchmarks train --model resnet50 --devices 1,2,4 --ways flax,accelerate --batch 512
     python -m benchmarks train --model resnet50 --devices 1,2,4 --ways flax,accelerate --split batch
+    python -m benchmarks train --model resnet50 --devices 1,2,4 --split batch --statistics own
     python -m benchmarks train --model unet3d --devices 1,2,4 --ways flax,accelerate --split depth
 
 Ways: `flax`, its own layers, which XLA compiles; `import`, the same model with jaxconv.linen's layers; `fused`, with
@@ -12,7 +13,9 @@ The same initial parameters, the same images, SGD with momentum. `unet3d` segmen
 images, the others classify images.
 
 Several devices share the images of a step (--batch is of all together), have --batch each (--split batch, weak
-scaling), or share each volume along its depth (--split depth, strong scaling: one volume by default).
+scaling), or share each volume along its depth (--split depth, strong scaling: one volume by default). Batch-norms in
+training measure all devices' images, as jit says; with --statistics own each device measures its own, and gradients and
+running statistics are averaged, as other frameworks' data parallelism does it (the loss inside jax.shard_map).
 
 First the losses are compared. Layers that round at other places do not give the same losses, so the yardstick is the
 first way's own sensitivity: how much its losses move when each parameter is off by a rounding. Then steps are queued,
@@ -84,6 +87,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--devices", default=[1], type=lambda text: [int(n) for n in text.split(",")], help="one or several numbers"
     )
     parser.add_argument("--split", choices=("batch", "depth"), help="images a device, or volumes over all devices")
+    parser.add_argument("--statistics", choices=("all", "own"), default="all", help="whose images batch-norms measure")
     parser.add_argument("--profile", action=argparse.BooleanOptionalAction, default=True, help="time by kind of work")
     parser.add_argument("--losses", type=int, default=5, metavar="N", help="steps whose losses are compared")
     parser.add_argument("--steps", type=int, metavar="N", help="steps in a sample (20; small: 2)")
@@ -114,6 +118,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             parser.error(f"--image {args.image}: its depth does not divide over {n} devices")
     if args.split == "depth" and TASKS.get(args.model) != "segment":
         parser.error(f"--split depth: {args.model} has images without a depth; unet3d has volumes")
+    if args.split == "depth" and args.statistics == "own":
+        parser.error("--statistics own: devices that share a volume have no images of their own")
     if args.jobs > 1 and max(args.devices) > 1:
         parser.error("--jobs: on GPUs, programs for several devices that compile at the same time have hung")
     if min(args.losses, args.repeat, args.steps, args.jobs) < 1:
@@ -186,6 +192,16 @@ def batch(args: argparse.Namespace, n: int) -> tuple[Tree, np.ndarray]:
     return rng.standard_normal((n, size, size, 3), np.float32) + means[labels], labels
 
 
+def of_shards(loss: Callable[..., Any], mesh: jax.sharding.Mesh) -> Callable[..., Any]:
+    """The mean of the devices' losses and running statistics: each normalises its images with their own statistics."""
+
+    def of_shard(*args: Any) -> tuple[jax.Array, Tree]:
+        return jax.lax.pmean(loss(*args), "data")
+
+    whole, shard = PartitionSpec(), PartitionSpec("data")
+    return jax.shard_map(of_shard, mesh=mesh, in_specs=(whole, whole, shard, shard), out_specs=whole)
+
+
 def train_step(loss: Callable[..., Any]) -> Callable[..., Any]:
     """(state, images, labels) -> (state, loss), with state = (params, momenta, stats)."""
 
@@ -236,11 +252,19 @@ class Program:
     """One way compiled for some devices; where there is a pool, by one of its threads while others are traced."""
 
     def __init__(
-        self, way: Way, placed: Placed, params: Tree, stats: Tree, pool: concurrent.futures.Executor | None = None
+        self,
+        way: Way,
+        placed: Placed,
+        params: Tree,
+        stats: Tree,
+        statistics: str = "all",
+        pool: concurrent.futures.Executor | None = None,
     ):
         self.way, self.placed = way, placed
         begin = time.perf_counter()
-        step = jax.jit(train_step(way.loss), donate_argnums=0)
+        own = statistics == "own" and placed.devices > 1
+        loss = of_shards(way.loss, placed.everywhere.mesh) if own else way.loss
+        step = jax.jit(train_step(loss), donate_argnums=0)
         with way.lowered():
             lowered = step.lower(placed.state(params, stats), placed.images, placed.labels)
         self.trace_s = time.perf_counter() - begin
@@ -359,10 +383,10 @@ def programs(args: argparse.Namespace, ways: Sequence[Way], params: Tree, stats:
     placed = (Placed.make(n, *batch(args, args.batch * (n if each else 1)), args.split) for n in args.devices)
     pairs = ((way, where) for where in placed for way in ways)
     if args.jobs == 1:
-        yield from (Program(way, where, params, stats) for way, where in pairs)
+        yield from (Program(way, where, params, stats, args.statistics) for way, where in pairs)
         return
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        made = [Program(way, where, params, stats, pool) for way, where in pairs]
+        made = [Program(way, where, params, stats, args.statistics, pool) for way, where in pairs]
     yield from made  # what compiles disturbs what is timed: the pool is done
 
 
@@ -395,6 +419,7 @@ def main(argv: list[str] | None = None) -> int:
         "steps": args.steps,
         "most_devices": max(args.devices),
         "split": args.split,
+        "statistics": args.statistics,
         "limit_ms": limit(args, params, stats),
     }
     rows: list[dict[str, Any]] = []

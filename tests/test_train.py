@@ -7,6 +7,8 @@ import dataclasses
 import json
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 pytest.importorskip("flax", reason="the models are Flax's")
@@ -99,6 +101,32 @@ def test_volumes_split_along_their_depth_have_the_losses_of_one_device(tmp_path)
     assert four["kinds"]["exchange"] > 0 and "exchange" not in one["kinds"]
 
 
+@pytest.mark.skipif(jax.device_count() < 2, reason="it takes two devices")
+def test_devices_may_normalise_by_statistics_of_their_own():
+    def loss(w, _, x, wanted):  # a batch-norm, and what it measured
+        mean, var = x.mean(0), x.var(0)
+        return jnp.mean((((x - mean) / jnp.sqrt(var + 1e-5)) @ w - wanted) ** 3), (mean, var)
+
+    rng = np.random.default_rng(0)
+    w, x, wanted = (rng.standard_normal(shape, np.float32) for shape in ((3, 2), (8, 3), (8, 2)))
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    found = jax.jit(jax.value_and_grad(train.of_shards(loss, mesh), has_aux=True))(w, (), x, wanted)
+    halves = [jax.value_and_grad(loss, has_aux=True)(w, (), x[i : i + 4], wanted[i : i + 4]) for i in (0, 4)]
+    expected = jax.tree.map(lambda *of: sum(of) / 2, *halves)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6), found, expected)
+    whole = jax.value_and_grad(loss, has_aux=True)(w, (), x, wanted)
+    assert abs(whole[0][0] - found[0][0]) > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(jax.device_count() < 2, reason="it takes two devices")
+def test_ways_agree_where_each_device_has_statistics_of_its_own(tmp_path):
+    options = ["--ways", "flax,accelerate", "--devices", "2", "--split", "batch", "--statistics", "own"]
+    assert train.main([*SHORT, *options, "--no-profile", "--json", str(tmp_path)]) == 0
+    (path,) = tmp_path.iterdir()
+    assert "2devices-split_batch-own_statistics" in path.name
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(jax.device_count() < 2, reason="it takes two devices")
 def test_each_device_has_a_batch_of_its_own(tmp_path):
@@ -140,6 +168,7 @@ def test_losses_that_differ_are_found(monkeypatch, capsys):
         (["--devices", "1000"], "--devices 1000: there are"),
         (["--steps", "-1"], "at least 1"),
         (["--split", "depth"], "resnet50 has images without a depth"),
+        (["--model", "unet3d", "--split", "depth", "--statistics", "own"], "have no images of their own"),
     ],
 )
 def test_bad_options_are_refused(options, message, capsys):
