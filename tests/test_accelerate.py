@@ -790,6 +790,55 @@ def test_a_mesh_hides_nothing(activation, kind):
     assert found[0].startswith("conv + bias + ") and found[1].startswith("batchnorm (training) + ")
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_a_shard_map_hides_nothing(activation):
+    """Inside one, types say which values vary over the mesh, and equations say so in front of others."""
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
+    specs = (PartitionSpec("data"), *[PartitionSpec()] * 4)
+
+    def layers(x, w, b, scale, bias):
+        f = ACTIVATIONS[activation]
+        return f(normalise(f(conv(x, w) + b), scale, bias))
+
+    found = []
+
+    def of_shard(*args):
+        found.extend(finding.fused for finding in accelerate(layers).report(*args))
+        return layers(*args)
+
+    mapped = jax.shard_map(of_shard, mesh=mesh, in_specs=specs, out_specs=PartitionSpec("data"))
+    jax.eval_shape(mapped, X, W, B, SCALE, BIAS)
+    assert found == [finding.fused for finding in accelerate(layers).report(X, W, B, SCALE, BIAS)]
+    assert found[0].startswith("conv + bias + ") and found[1].startswith("batchnorm (training) + ")
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="it takes two devices")
+def test_data_parallel_losses_inside_a_shard_map():
+    """Each device's own statistics; what does not vary stays so, and gradients are sums over the mesh."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    whole, shard = PartitionSpec(), PartitionSpec("data")
+
+    def loss(params, x):
+        w, b, scale, bias, v = params
+        y = jax.nn.relu(normalise(conv(x, w), scale, bias))
+        y = lax.reduce_window(y, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+        y = jax.nn.silu(conv(y, W2) + b) + lax.fori_loop(0, 2, lambda _, z: jnp.tanh(z @ v), y)
+        return (y**2).mean(), (w, y.mean((0, 1, 2)), 2.0)
+
+    def summed(loss):
+        def of_shard(params, x):
+            value, (w, mean, two) = loss(params, x)
+            return lax.pmean(value, "data"), (w, lax.pmean(mean, "data"), two)
+
+        f = jax.shard_map(of_shard, mesh=mesh, in_specs=(whole, shard), out_specs=whole)
+        return jax.jit(jax.value_and_grad(f, has_aux=True))
+
+    params = (W, B, SCALE, BIAS, array(5, (8, 8)))
+    expected, found = summed(loss)(params, X), summed(accelerate(loss))(params, X)
+    assert_same(found, expected, terms=16 * X.size)
+    assert kernels(lambda *args: summed(accelerate(loss))(*args), params, X)["batchnorm_backward"] == 1
+
+
 def test_batchnorm_of_channels_first_is_replaced():
     def f(x, scale, bias):
         mean, var = x.mean((0, 2, 3), keepdims=True), x.var((0, 2, 3), keepdims=True)

@@ -32,7 +32,8 @@ SHORT = ["--small", "--dtype", "f32", "--losses", "3", "--steps", "1", "--repeat
 def layers(replaced):
     kinds = collections.Counter()
     for what, n in replaced.items():  # a pair, "conv + batchnorm ...", is its batch-norm's entry
-        kinds["batchnorm" if "batchnorm" in what else what.partition(" ")[0]] += n
+        first = what.partition(" ")[0]  # of an mlp its second layer; the first has an entry of its own
+        kinds["batchnorm" if "batchnorm" in what else "dense" if first == "mlp" else first] += n
     return kinds["conv"], kinds["batchnorm"], kinds["dense"]
 
 
@@ -78,6 +79,26 @@ def test_every_way_of_the_other_models_has_flaxs_parameters_and_accelerate_repla
     report = train.Way.make("accelerate", args).loss.report(params, stats, images, wanted)
     assert not report.left
     assert layers(collections.Counter(finding.fused for finding in report)) == LAYERS[model]
+
+
+@pytest.mark.parametrize("model", ["convnext_t", "efficientnet_b0", "unet3d"])
+def test_accelerate_replaces_as_much_inside_a_shard_map(model):
+    args = train.parse(["--small", "--model", model, "--image", "16"])
+    images, wanted = train.batch(args, 2)
+    params, stats = train.initial(args, images)
+    loss = train.Way.make("accelerate", args).loss
+    reports = [loss.report(params, stats, images, wanted)]
+
+    def of_shard(*given):
+        reports.append(loss.report(*given))
+        return given[2]
+
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+    whole, shard = jax.P(), jax.P("data")
+    mapped = jax.shard_map(of_shard, mesh=mesh, in_specs=(whole, whole, shard, shard), out_specs=shard)
+    jax.eval_shape(mapped, params, stats, images, wanted)
+    outside, inside = (collections.Counter(finding.fused for finding in report) for report in reports)
+    assert inside == outside and not reports[1].left
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -96,13 +96,21 @@ def _others() -> Iterator[tuple[str, Callable[..., Any]]]:
 EXTENTS = (1000003, 1000033, 1000037, 1000039, 1000081, 1000099, 1000117, 1000121)
 
 
+class Context(NamedTuple):
+    """What tracing depends on, besides a function and its arguments."""
+
+    x64: bool
+    mesh: jax.sharding.AbstractMesh
+
+
 @functools.lru_cache(maxsize=64)
-def _patterns(kind: str, rank: int, dtype: str, context: Any) -> list[Pattern]:
-    """All patterns for arrays of a rank and a type. `context`: what else JAX's tracing depends on."""
+def _patterns(kind: str, rank: int, dtype: str, context: Context) -> list[Pattern]:
+    """All patterns for arrays of a rank and a type."""
 
     def traced(name: str, slope: float | None, f: Callable[..., Any], written_out: bool = False) -> Pattern:
         args = [jax.ShapeDtypeStruct(EXTENTS[:rank], dtype)] + ([0.25] if slope is None else [])
-        graph = Graph(jax.make_jaxpr(f)(*args))
+        with jax.sharding.use_abstract_mesh(context.mesh):
+            graph = Graph(jax.make_jaxpr(f)(*args))
         slope_input = graph.inputs[1] if slope is None else None
         return Pattern(name, slope, graph.outputs[0], graph.inputs[0], slope_input, written_out)
 
@@ -113,8 +121,12 @@ def _patterns(kind: str, rank: int, dtype: str, context: Any) -> list[Pattern]:
     return [traced(name, None if more else 0.0, f) for name, more, f in several]
 
 
-def _context() -> Any:
-    return jax.config.jax_enable_x64, jax.sharding.get_abstract_mesh()
+def _context() -> Context:
+    mesh = jax.sharding.get_abstract_mesh()
+    if jax.sharding.AxisType.Manual in mesh.axis_types:
+        # Inside shard_map: a pattern's own argument would be one that does not vary, and have other equations for it.
+        mesh = jax.sharding.AbstractMesh((), ())
+    return Context(jax.config.jax_enable_x64, mesh)
 
 
 def _same_operation(p: Node, node: Node, pattern: Pattern, z: Value) -> bool:

@@ -17,6 +17,8 @@ import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
+from jaxconv import _compat
+
 Array = jax.Array
 
 
@@ -84,7 +86,8 @@ class Node:
             if self.call is not None:
                 return self.call(*(jnp.asarray(v) for v in values))
             primitive = self.eqn.primitive
-            outs = primitive.bind(*values, **primitive.get_bind_params({**self.params, **changed}))
+            typed = [as_varying(v, atom.aval) for v, atom in zip(values, self.eqn.invars, strict=True)]
+            outs = primitive.bind(*typed, **primitive.get_bind_params({**self.params, **changed}))
             return outs if primitive.multiple_results else [outs]
 
     @functools.cached_property
@@ -100,6 +103,8 @@ class Node:
             return self.eqn.primitive.bind(*args, **self.eqn.primitive.get_bind_params(self.params))
 
         avals = [jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=_explicit(v.aval)) for v in self.inputs]
+        if any(_compat.is_varying(atom.aval) for atom in self.eqn.invars):
+            avals = [atom.aval for atom in self.eqn.invars]
         return Graph(jax.make_jaxpr(lambda p, t: jax.jvp(f, p, t))(avals, avals)).text()
 
 
@@ -109,7 +114,7 @@ LIGHT = frozenset(
         *("abs", "add", "broadcast_in_dim", "clamp", "convert_element_type", "copy", "custom_jvp_call", "div", "eq"),
         *("erf", "erfc", "exp", "expm1", "ge", "gt", "integer_pow", "le", "log", "log1p", "logistic", "lt", "max"),
         *("min", "mul", "ne", "neg", "pow", "reduce_sum", "reshape", "rsqrt", "select_n", "sign", "sqrt", "square"),
-        *("squeeze", "stop_gradient", "sub", "tanh"),
+        *("pvary", "squeeze", "stop_gradient", "sub", "tanh"),
     )
 )
 
@@ -135,6 +140,14 @@ def body_of_jit(eqn: JaxprEqn) -> ClosedJaxpr | None:
 def light_body(eqn: JaxprEqn) -> ClosedJaxpr | None:
     body = body_of_jit(eqn)
     return body if body is not None and _is_light(body.jaxpr) else None
+
+
+def as_varying(value: Any, aval: Any) -> Any:
+    """value, inside shard_map as varying over the mesh axes over which `aval` varies."""
+    if not _compat.is_varying(aval):
+        return value
+    axes = aval.manual_axis_type.varying - _compat.varying(value)
+    return jax.lax.pcast(jnp.asarray(value, aval.dtype), tuple(sorted(axes)), to="varying") if axes else value
 
 
 UNIT_AXES = ("reshape", "broadcast_in_dim", "squeeze")  # what adds and removes axes of extent 1, among other things
@@ -174,7 +187,8 @@ class Graph:
     """A jaxpr as values and nodes, in the order of its equations.
 
     What vmap writes in more steps than a person would is one value here: axes of extent 1 that come and go, scalars
-    broadcast twice, and the same operation of the same operands.
+    broadcast twice, and the same operation of the same operands. So are a value and the same value marked as varying
+    over a mesh, which shard_map's types ask for in front of operations: nodes mark their operands when evaluated.
     """
 
     def __init__(self, closed: ClosedJaxpr, body_of: Callable[[JaxprEqn], ClosedJaxpr | None] | None = None):
@@ -196,6 +210,9 @@ class Graph:
 
         for eqn in jaxpr.eqns:
             inputs, name_stack = [read(atom) for atom in eqn.invars], outer + eqn.source_info.name_stack
+            if eqn.primitive.name == "pvary":
+                values.update(zip(eqn.outvars, inputs, strict=True))
+                continue
             inner = self._body_of(eqn)
             if inner is not None:
                 values.update(zip(eqn.outvars, self._add(inner.jaxpr, inner.consts, inputs, name_stack), strict=True))

@@ -17,7 +17,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
 from jaxconv.accelerate.activations import Activations
-from jaxconv.accelerate.graph import Array, Constant, Graph, Node, Value, channels_of, unconverted
+from jaxconv.accelerate.graph import Array, Constant, Graph, Node, Value, as_varying, channels_of, unconverted
 from jaxconv.accelerate.groupnorm import GroupNormalised, find_group_normalised, find_groupnorm
 from jaxconv.accelerate.layernorm import find_layer_normalised
 from jaxconv.accelerate.linear import (
@@ -324,7 +324,8 @@ class Rewriting:
             for v, out in zip(node.outputs, outs, strict=True):
                 if self._maker.get(v, node) is node:
                     known[v] = out
-        return [of_type(given[v] if v in given else read(v), v) for v in self.graph.outputs]
+        outs = [of_type(given[v] if v in given else read(v), v) for v in self.graph.outputs]
+        return [as_varying(out, aval) for out, aval in zip(outs, self._closed.out_avals, strict=True)]
 
 
 # The equations that carry functions, and the parameters that hold them.
