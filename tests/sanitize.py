@@ -505,7 +505,7 @@ def write_record(path: pathlib.Path, tool: str, rows: Iterable[str]) -> None:
     root = pathlib.Path(__file__).parent.parent
     asked = ["git", "-C", str(root), "rev-parse", "--short=10", "HEAD"]
     commit = os.environ.get("BENCHMARKS_COMMIT") or subprocess.check_output(asked, text=True).strip()
-    for part, cases, seconds, verdict in (row.split(maxsplit=3) for row in rows):
+    for part, cases, seconds, verdict in (row.splitlines()[0].split(maxsplit=3) for row in rows):
         if verdict == "clean":
             parts[part] = {"cases": int(cases), "seconds": float(seconds), "commit": commit}
         elif cases != "0":
@@ -550,17 +550,15 @@ def main() -> None:
         print(f"{done} cases ran on {_plan.Device.current('cuda').kind}", flush=True)
         return
     sanitizer, clean = find_sanitizer(), []
-    rows: list[str] = []
     print(f"{'part':<32} {'cases':>5} {'s':>6}  {options.tool}")
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
         started = [pool.submit(watch, p, options.tool, sanitizer, options.limit, options.logs) for p in parts]
         for result in concurrent.futures.as_completed(started):
             ok, row = result.result()
             clean.append(ok)
-            rows.append(row)
             print(row, flush=True)
-    if options.record:
-        write_record(options.record, options.tool, rows)
+            if options.record:  # after each part: a run that is cut short is worth having
+                write_record(options.record, options.tool, [row])
     if not all(clean):
         raise SystemExit(f"{clean.count(False)} of {len(parts)} parts are not clean")
     print(f"all {len(parts)} parts are clean")
