@@ -8,10 +8,18 @@ What XLA compiled stays in the environment's folder (JAX_COMPILATION_CACHE_DIR n
 empty). Its key is the program with every attribute of every custom call, XLA's flags and its version.
 """
 
+import gc
 import itertools
 import os
 import pathlib
 import sys
+import threading
+
+# Before NumPy starts, here and in what inherits the environment: OpenBLAS's threads spin for each other where several
+# workers share the cores. The products that choosing a plan takes cost .3 ms of processor time with one, 8 with two.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+if os.environ.get("JAXCONV_TESTS") == "quick":  # set by make test: a twelfth of the time
+    os.environ.setdefault("JAX_INCLUDE_FULL_TRACEBACKS_IN_LOCATIONS", "0")
 
 import jax
 import pytest
@@ -38,6 +46,23 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 
 # What somebody tuned on this machine is none of the tests' business.
 os.environ["JAXCONV_TUNING"] = os.path.join(sys.prefix, "cache", "no_tuning.json")
+
+if os.environ.get("JAXCONV_TESTS") == "quick":
+    from jax._src.interpreters import mlir
+
+    if hasattr(mlir, "make_ir_context"):
+        # JAX makes a context of MLIR for each of 20,000 programs and registers every dialect in it: a seventh of the time.
+        # Here 64 programs of a thread share one, which then goes with the constants that it holds.
+        _contexts, _make_ir_context = threading.local(), mlir.make_ir_context
+
+        def _shared_ir_context():
+            uses = getattr(_contexts, "uses", 0)
+            if uses % 64 == 0:
+                _contexts.context = _make_ir_context()
+            _contexts.uses = uses + 1
+            return _contexts.context
+
+        mlir.make_ir_context = _shared_ir_context
 
 import jaxconv
 from jaxconv import _enable, _native, _timing
@@ -66,6 +91,14 @@ def pytest_configure(config):
 def pytest_sessionstart(session):
     global reporter
     reporter = session.config.pluginmanager.getplugin("terminalreporter")
+
+
+def pytest_collection_finish(session):
+    """JAX's traces are millions of objects, none of them garbage that matters here: collecting every 700 of them took a
+    tenth of the time. Who looks for what is kept alive collects for himself."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 def pytest_runtest_logreport(report):
