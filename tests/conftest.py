@@ -51,8 +51,8 @@ if os.environ.get("JAXCONV_TESTS") == "quick":
     from jax._src.interpreters import mlir
 
     if hasattr(mlir, "make_ir_context"):
-        # JAX makes a context of MLIR for each of 20,000 programs and registers every dialect in it: a seventh of the time.
-        # Here 64 programs of a thread share one, which then goes with the constants that it holds.
+        # JAX makes a context of MLIR for each program, of which there are 20,000, and registers every dialect in it: a
+        # seventh of the time. Here 64 programs of a thread share one, which then goes with the constants that it holds.
         _contexts, _make_ir_context = threading.local(), mlir.make_ir_context
 
         def _shared_ir_context():

@@ -116,7 +116,7 @@ OVER_DEVICES = pytest.mark.parametrize(
 def test_every_problem_has_a_plan_with_a_reason_and_the_same_one_each_time(device):
     for i, (op, problem) in enumerate(problems()):
         first = plan(op, problem, DEVICES[device])
-        if i % 7 == 0:  # each op and dtype has its turn: 7 divides no number of them
+        if i % 3 == 0:  # each op and dtype has its turn
             assert first == plan(op, problem, DEVICES[device])
         assert first.implementation in ("native", "xla")
         assert first.reason
