@@ -13,7 +13,6 @@ import itertools
 import os
 import pathlib
 import sys
-import threading
 
 # Before NumPy starts, here and in what inherits the environment: OpenBLAS's threads spin for each other where several
 # workers share the cores. The products that choosing a plan takes cost .3 ms of processor time with one, 8 with two.
@@ -46,23 +45,6 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 
 # What somebody tuned on this machine is none of the tests' business.
 os.environ["JAXCONV_TUNING"] = os.path.join(sys.prefix, "cache", "no_tuning.json")
-
-if os.environ.get("JAXCONV_TESTS") == "quick":
-    from jax._src.interpreters import mlir
-
-    if hasattr(mlir, "make_ir_context"):
-        # JAX makes a context of MLIR for each program, of which there are 20,000, and registers every dialect in it: a
-        # seventh of the time. Here 64 programs of a thread share one, which then goes with the constants that it holds.
-        _contexts, _make_ir_context = threading.local(), mlir.make_ir_context
-
-        def _shared_ir_context():
-            uses = getattr(_contexts, "uses", 0)
-            if uses % 64 == 0:
-                _contexts.context = _make_ir_context()
-            _contexts.uses = uses + 1
-            return _contexts.context
-
-        mlir.make_ir_context = _shared_ir_context
 
 import jaxconv
 from jaxconv import _enable, _native, _timing
