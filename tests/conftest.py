@@ -8,10 +8,17 @@ What XLA compiled stays in the environment's folder (JAX_COMPILATION_CACHE_DIR n
 empty). Its key is the program with every attribute of every custom call, XLA's flags and its version.
 """
 
+import gc
 import itertools
 import os
 import pathlib
 import sys
+
+# Before NumPy starts, here and in what inherits the environment: OpenBLAS's threads spin for each other where several
+# workers share the cores. The products that choosing a plan takes cost .3 ms of processor time with one, 8 with two.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+if os.environ.get("JAXCONV_TESTS") == "quick":  # set by make test: a twelfth of the time
+    os.environ.setdefault("JAX_INCLUDE_FULL_TRACEBACKS_IN_LOCATIONS", "0")
 
 import jax
 import pytest
@@ -66,6 +73,14 @@ def pytest_configure(config):
 def pytest_sessionstart(session):
     global reporter
     reporter = session.config.pluginmanager.getplugin("terminalreporter")
+
+
+def pytest_collection_finish(session):
+    """JAX's traces are millions of objects, none of them garbage that matters here: collecting every 700 of them took a
+    tenth of the time. Who looks for what is kept alive collects for himself."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 def pytest_runtest_logreport(report):

@@ -38,25 +38,40 @@ def made(op: str, algorithm: str, p: ConvProblem, device: Device) -> Plan | str:
         return _on_cpu(op, algorithm, p)
     stored = in_memory(algorithm, p)
     family = FAMILIES[family_of(algorithm)]
+    refused = _refused(op, family)
+    if refused is not None:
+        return refused
     why = "there is no such kernel"
-    refusal = getattr(family, "refusal", domain.conv_refusal)
-    workspace = getattr(family, "workspace", domain.conv_workspace)
-    if op == "conv_statistics" and family is not sm90:
-        return "only sm90's epilogue sums up what it writes"
-    if op == "conv_dgrad_add" and family is not sm90:
-        return "only sm90 adds on its way"
     for wanted in family.wants(op, stored, device):
-        if not wanted.answers(algorithm):
-            continue
-        refused = refusal(op, wanted, stored, device)
-        if refused is None:
-            return dataclasses.replace(
-                wanted,
-                workspace_bytes=workspace(op, wanted, stored),
-                asks_channels_last=stored.channels_last and not p.channels_last,
-            )
-        why = refused
+        if wanted.answers(algorithm):
+            plan = _planned(op, family, wanted, stored, p, device)
+            if isinstance(plan, Plan):
+                return plan
+            why = plan
     return why
+
+
+def _refused(op: str, family: ModuleType) -> str | None:
+    """Why none of the family's kernels runs `op`, whatever the problem; None where it is the problem that decides."""
+    if family is not sm90 and op == "conv_statistics":
+        return "only sm90's epilogue sums up what it writes"
+    if family is not sm90 and op == "conv_dgrad_add":
+        return "only sm90 adds on its way"
+    return None
+
+
+def _planned(
+    op: str, family: ModuleType, wanted: Plan, stored: ConvProblem, p: ConvProblem, device: Device
+) -> Plan | str:
+    """What the family wants for p, which lies in memory as `stored`: the whole plan, or why the kernel refuses it."""
+    refused = getattr(family, "refusal", domain.conv_refusal)(op, wanted, stored, device)
+    if refused is not None:
+        return refused
+    return dataclasses.replace(
+        wanted,
+        workspace_bytes=getattr(family, "workspace", domain.conv_workspace)(op, wanted, stored),
+        asks_channels_last=stored.channels_last and not p.channels_last,
+    )
 
 
 def spreads(op: str, kernel: str, p: ConvProblem) -> bool:
@@ -71,11 +86,14 @@ def every(op: str, p: ConvProblem, device: Device) -> Iterator[Plan]:
     if device.platform != "cuda":
         yield from (plan for plan in (_on_cpu(op, family, p) for family in FAMILIES) if isinstance(plan, Plan))
         return
-    for family in FAMILIES:
+    for name, family in FAMILIES.items():
+        if _refused(op, family) is not None:
+            continue
+        stored = in_memory(name, p)
         seen: set[str] = set()
-        for wanted in FAMILIES[family].wants(op, in_memory(family, p), device):
-            plan = wanted if wanted.kernel in seen else made(op, wanted.spec, p, device)
-            if isinstance(plan, Plan) and plan.kernel not in seen:
+        for wanted in family.wants(op, stored, device):
+            plan = wanted.kernel if wanted.kernel in seen else _planned(op, family, wanted, stored, p, device)
+            if isinstance(plan, Plan):
                 seen.add(plan.kernel)
                 yield plan
 

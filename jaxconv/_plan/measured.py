@@ -194,6 +194,22 @@ def learn(device_kind: str, entries: list[dict[str, Any]]) -> None:
     _learned[device_kind] = kept + new
 
 
+# By device: a table, and its rows by (op, kind). Without it, each kernel's neighbour was looked for in the whole table.
+_by_kind: dict[str, tuple[tuple[Measurement, ...], dict[tuple[Any, ...], list[Measurement]]]] = {}
+
+
+def _rows(device_kind: str, op: str, kind: tuple[Any, ...]) -> list[Measurement]:
+    """The table's rows of that op and kind, in its order."""
+    rows = table(device_kind)
+    known, by_kind = _by_kind.get(device_kind, (None, {}))
+    if known is not rows:  # `learn` made another table
+        by_kind = {}
+        for m in rows:
+            by_kind.setdefault((m.op, m.kind), []).append(m)
+        _by_kind[device_kind] = rows, by_kind
+    return by_kind.get((op, kind), [])
+
+
 @functools.cache
 def _recorded(device_kind: str) -> tuple[Measurement, ...]:
     path = FOLDER / f"{slug(device_kind)}.json"
@@ -281,8 +297,8 @@ def _nearest(
     kernel: str,
 ) -> tuple[Measurement | None, float]:
     best, least = None, math.inf
-    for m in table(device_kind):
-        if m.op != op or m.kind != kind or len(m.coordinates) != len(coordinates) or kernel not in m.native_ms:
+    for m in _rows(device_kind, op, kind):
+        if len(m.coordinates) != len(coordinates) or kernel not in m.native_ms:
             continue
         more = [b - a for a, b in zip(m.coordinates, coordinates, strict=True)]
         work = sum(d for d, free in zip(more, independent, strict=True) if free)

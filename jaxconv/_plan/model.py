@@ -422,8 +422,10 @@ def matern(squares: np.ndarray) -> np.ndarray:
     return (1 + d + d * d / 3) * np.exp(-d)
 
 
-def squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    return np.maximum((a * a).sum(1)[:, None] + (b * b).sum(1)[None] - 2 * a @ b.T, 0.0)
+def squares(a: np.ndarray, b: np.ndarray, of_b: np.ndarray | None = None) -> np.ndarray:
+    """The squares of the distances between rows; `of_b`: (b * b).sum(1), where that is known."""
+    of_b = (b * b).sum(1) if of_b is None else of_b
+    return np.maximum((a * a).sum(1)[:, None] + of_b[None] - 2 * a @ b.T, 0.0)
 
 
 class Process:
@@ -435,10 +437,11 @@ class Process:
         self.weights = np.array(data["weights"])
         self.center = np.mean(x, 0, dtype=np.float64)  # for the rounding of `squares` alone
         self.x = (x - self.center) * self.scale
+        self.squares = (self.x * self.x).sum(1)
 
     def __call__(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(the mean, no further than what is known goes; how alike the most alike known point is, 0 to 1)."""
-        alike = matern(squares((x - self.center) * self.scale, self.x))
+        alike = matern(squares((x - self.center) * self.scale, self.x, self.squares))
         return np.clip(self.mean + alike @ self.weights, self.low, self.high), alike.max(1, initial=0.0)
 
 
