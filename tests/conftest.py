@@ -17,7 +17,7 @@ import sys
 # Before NumPy starts, here and in what inherits the environment: OpenBLAS's threads spin for each other where several
 # workers share the cores. The products that choosing a plan takes cost .3 ms of processor time with one, 8 with two.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-if os.environ.get("JAXCONV_TESTS") == "quick":  # set by make test: a twelfth of the time
+if os.environ.get("JAXCONV_TESTS") == "quick":  # set by make test: a tenth of the time
     os.environ.setdefault("JAX_INCLUDE_FULL_TRACEBACKS_IN_LOCATIONS", "0")
 
 import jax
@@ -76,8 +76,8 @@ def pytest_sessionstart(session):
 
 
 def pytest_collection_finish(session):
-    """JAX's traces are millions of objects, none of them garbage that matters here: collecting every 700 of them took a
-    tenth of the time. Who looks for what is kept alive collects for himself."""
+    """JAX's traces are millions of objects, none of them garbage that matters here: collecting after every 700 new ones took up to
+    a tenth of the time. Who looks for what is kept alive collects for himself."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
