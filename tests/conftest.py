@@ -76,8 +76,8 @@ def pytest_sessionstart(session):
 
 
 def pytest_collection_finish(session):
-    """JAX's traces are millions of objects, none of them garbage that matters here: collecting after every 700 new ones took up to
-    a tenth of the time. Who looks for what is kept alive collects for himself."""
+    """JAX's traces are millions of objects, none of them garbage that matters here: collecting after every 700 new ones
+    took up to a tenth of the time. Who looks for what is kept alive collects for himself."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
