@@ -34,9 +34,9 @@ struct FewArgs {
   EpilogueArgs<T> epilogue;
   int src_h, src_w, dst_h, dst_w;
   int pad_h, pad_w;
-  int vecs;                        // of a pixel
-  int pixel_bytes, src_row_bytes;  // from one to the next
-  int tap_bytes;                   // negative where the filter is turned
+  int vecs;                                       // of a pixel
+  int pixel_bytes, src_row_bytes, dst_row_bytes;  // from one to the next
+  int tap_bytes;                                  // negative where the filter is turned
   FastDiv by_channels, by_columns,
       by_rows;  // blocks: (channels, columns, rows, images), the first fastest
 };
@@ -47,11 +47,18 @@ struct Raw {
   uint32_t word[kFewVector * sizeof(T) / 4];
 };
 
-// Many bytes on: one instruction, IMAD.WIDE, where `times` is a constant.
+// `times` as many bytes on. nvcc makes of 64-bit products three instructions and more, and they are in front of the loads.
 template <typename T>
-__device__ __forceinline__ T* Step(T* p, int64_t times, int bytes) {
-  using Byte = std::conditional_t<std::is_const_v<T>, const char, char>;
-  return reinterpret_cast<T*>(reinterpret_cast<Byte*>(p) + times * bytes);
+__device__ __forceinline__ T* Step(T* p, int times, int bytes) {
+#ifdef __CUDA_ARCH__
+  uint64_t to;
+  asm("mad.wide.s32 %0, %1, %2, %3;"
+      : "=l"(to)
+      : "r"(bytes), "r"(times), "l"(reinterpret_cast<uint64_t>(p)));
+  return reinterpret_cast<T*>(to);
+#else
+  return reinterpret_cast<T*>(reinterpret_cast<uint64_t>(p) + uint64_t(int64_t(times) * bytes));
+#endif
 }
 
 template <typename T>
@@ -107,15 +114,16 @@ __global__ void __launch_bounds__(kFewThreads, 3) FewKernel(const FewArgs<T> g) 
   const int p = int((b - n * g.by_rows.d) * blockDim.z + threadIdx.z);
   if (vec >= g.vecs || q0 >= g.dst_w || p >= g.dst_h) return;
 
-  const int channel = vec * V;
   const int h0 = p * kStride - g.pad_h, w0 = q0 * kStride - g.pad_w;
+  constexpr int kVectorBytes = V * int(sizeof(T));
   // Of what is outside only addresses are made.
-  const T* src = Step(g.src + channel, (int64_t(n) * g.src_h + h0) * g.src_w + w0, g.pixel_bytes);
-  const T* taps = g.w + channel;
+  const T* src = Step(Step(g.src, vec, kVectorBytes), int(n) * g.src_h + h0, g.src_row_bytes);
+  src = Step(src, w0, g.pixel_bytes);
+  const T* taps = Step(g.w, vec, kVectorBytes);
 
   Raw<T> bias;
   const bool biased = g.epilogue.bias != nullptr;
-  if (biased) LoadRaw(g.epilogue.bias + channel, bias);
+  if (biased) LoadRaw(Step(g.epilogue.bias, vec, kVectorBytes), bias);
 
   float acc[kRun][V] = {};
 #pragma unroll 1
@@ -164,9 +172,9 @@ __global__ void __launch_bounds__(kFewThreads, 3) FewKernel(const FewArgs<T> g) 
       for (int i = 0; i < V; ++i) acc[e][i] += shift[i];
     }
   }
-  const int64_t to = (int64_t(n) * g.dst_h + p) * g.dst_w + q0;
   const auto store = [&](T* array) {
-    T* run = Step(array + channel, to, g.pixel_bytes);
+    T* run = Step(Step(array, vec, kVectorBytes), int(n) * g.dst_h + p, g.dst_row_bytes);
+    run = Step(run, q0, g.pixel_bytes);
 #pragma unroll
     for (int e = 0; e < kRun; ++e) {
       if (q0 + e < g.dst_w) StorePacked<T, V>(Step(run, e, g.pixel_bytes), acc[e]);
@@ -197,7 +205,7 @@ using Kernel = void (*)(const FewArgs<T>);
 
 template <typename T, int R, int kStride>
 Kernel<T> OfRun(int run) {
-  if constexpr (depthwise::MostFewRun(R) == 4) {
+  if constexpr (depthwise::MostFewRun(R, kStride) == 4) {
     if (run == 4) return FewKernel<T, R, kStride, 4>;
   }
   return run == 2 ? FewKernel<T, R, kStride, 2> : FewKernel<T, R, kStride, 1>;
@@ -236,6 +244,7 @@ Status DepthwiseFew(const Context& ctx, const ConvProblem& p, bool dgrad, const 
     g.vecs = int(p.c / kFewVector);
     g.pixel_bytes = int(p.c * int64_t(sizeof(T)));
     g.src_row_bytes = g.src_w * g.pixel_bytes;
+    g.dst_row_bytes = g.dst_w * g.pixel_bytes;
     g.tap_bytes = dgrad ? -g.pixel_bytes : g.pixel_bytes;
     g.by_channels = FastDiv(block.channel_blocks);
     g.by_columns = FastDiv(block.column_blocks);

@@ -17,8 +17,11 @@ constexpr int kFewThreads = 128;  // of a block, at most
 constexpr int64_t kMostFewOutputs = int64_t(1) << 22;
 constexpr int64_t kMostFewInputs = int64_t(1) << 24;
 
-// Adjacent pixels of a thread. Inputs and taps of a whole 5x5 of four would not fit registers.
-constexpr int MostFewRun(int64_t filter) { return filter == 3 ? 4 : 2; }
+// Adjacent pixels of a thread. Of 5x5, inputs and taps for four would not fit registers; with stride 2 four read hardly
+// less than two do.
+constexpr int MostFewRun(int64_t filter, int64_t stride) {
+  return filter == 3 && stride == 1 ? 4 : 2;
+}
 
 // Whether a * b * c is at most `most`, which is below 2^31; none is negative.
 inline bool AtMost(int64_t most, int64_t a, int64_t b, int64_t c) {
@@ -58,7 +61,7 @@ struct FewBlock {
            int64_t stride, int64_t multiprocessors) {
     const int64_t all = channels / kFewVector;
     const auto threads = [&](int64_t of) { return images * height * CeilDivide(width, of) * all; };
-    run = MostFewRun(filter);
+    run = MostFewRun(filter, stride);
     while (run > 1 && threads(run) < kFewThreads * multiprocessors) run /= 2;
     const int64_t most =
         threads(run) < 2 * kFewThreads * multiprocessors ? kFewThreads / 2 : kFewThreads;
