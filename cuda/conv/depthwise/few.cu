@@ -24,7 +24,7 @@ using depthwise::kFewThreads;
 using depthwise::kFewVector;
 
 // Registers for inputs and taps on their way, of 168.
-constexpr int kWordsOnTheirWay = 112;
+constexpr int kWordsOnTheirWay = 120;
 
 template <typename T>
 struct FewArgs {
