@@ -12,6 +12,7 @@ namespace jaxconv::cuda::conv::depthwise {
 
 constexpr int kFewVector = 4;     // channels of a thread
 constexpr int kFewThreads = 128;  // of a block, at most
+constexpr int kFewResident = 80;  // of a multiprocessor, about as many as are enough
 // Elements of the array that is written, and of the one that is read, which stride 2 makes four times as large. Beyond
 // them memory and FMAs count, not latency, and the other kernels read every row once.
 constexpr int64_t kMostFewOutputs = int64_t(1) << 22;
@@ -52,17 +53,18 @@ struct FewBlock {
   int vecs, runs, rows;                               // threads of a block
   int64_t channel_blocks, column_blocks, row_blocks;  // blocks of an image
 
-  // The longest run that leaves a warp for each of a multiprocessor's four schedulers: long ones read less, but where
-  // there are few threads each waits for itself. Blocks of 64 threads where those of 128 would be fewer than two a
-  // multiprocessor: they spread more evenly. A block has some 8 runs for as many neighbouring channels as are left, in
-  // steps of 16 so that sectors of 32 bytes stay whole; and of the ways to lay its runs out, that with the fewest
-  // blocks, then that which reads the fewest pixels.
+  // The longest run that leaves kFewResident threads a multiprocessor. With runs half as long its four schedulers would
+  // have a second warp then, and two warps issue more than one that does the work of both; with fewer threads than that,
+  // short runs are done sooner. Blocks of 64 threads where those of 128 would be fewer than two a multiprocessor: they
+  // spread more evenly. A block has some 8 runs for as many neighbouring channels as are left, in steps of 16 so that
+  // sectors of 32 bytes stay whole; and of the ways to lay its runs out, that with the fewest blocks, then that which
+  // reads the fewest pixels.
   FewBlock(int64_t images, int64_t height, int64_t width, int64_t channels, int64_t filter,
            int64_t stride, int64_t multiprocessors) {
     const int64_t all = channels / kFewVector;
     const auto threads = [&](int64_t of) { return images * height * CeilDivide(width, of) * all; };
     run = MostFewRun(filter, stride);
-    while (run > 1 && threads(run) < kFewThreads * multiprocessors) run /= 2;
+    while (run > 1 && threads(run) < kFewResident * multiprocessors) run /= 2;
     const int64_t most =
         threads(run) < 2 * kFewThreads * multiprocessors ? kFewThreads / 2 : kFewThreads;
 
