@@ -7,7 +7,7 @@
 // asks for all inputs and taps that registers hold before its first FMA. There is no shared memory and no barrier. A block
 // is (vectors of 4 channels) x (runs) x (rows), so that the pixels that its threads share come from L1; blocks are small,
 // so that every multiprocessor has some of them. Reads: src, from L2 about twice; w once per block. Writes dst once.
-#include "cuda/conv/depthwise/few.h"
+#include "cuda/conv/depthwise/few_domain.h"
 
 #include <algorithm>
 #include <type_traits>
