@@ -636,10 +636,12 @@ _MOBILENET_LAYERS = (
     *((14, 192, 64), (14, 64, 384), (14, 384, 96), (14, 576, 96), (7, 576, 160), (7, 160, 960), (7, 960, 320)),
     (7, 320, 1280),
 )
-# (size, channels, filter, stride): MobileNetV2's and EfficientNet-B0's
+# (size, channels, filter, stride): MobileNetV2's and EfficientNet-B0's, then ConvNeXt-T's
 _DEPTHWISE_LAYERS = (
-    *((112, 32, 3, 1), (112, 96, 3, 2), (56, 144, 3, 1), (56, 144, 5, 2), (28, 192, 3, 1), (28, 240, 5, 1)),
-    *((28, 240, 3, 2), (14, 384, 3, 1), (14, 480, 5, 1), (14, 672, 5, 2), (7, 960, 3, 1), (7, 1152, 5, 1)),
+    *((112, 32, 3, 1), (112, 96, 3, 2), (56, 144, 3, 1), (56, 144, 3, 2), (56, 144, 5, 2), (28, 192, 3, 1)),
+    *((28, 192, 3, 2), (28, 240, 5, 1), (28, 240, 3, 2), (14, 384, 3, 1), (14, 480, 3, 1), (14, 480, 5, 1)),
+    *((14, 576, 3, 1), (14, 576, 3, 2), (14, 672, 5, 1), (14, 672, 5, 2), (7, 960, 3, 1), (7, 1152, 5, 1)),
+    *((7, 1152, 3, 1), (56, 96, 7, 1), (28, 192, 7, 1), (14, 384, 7, 1), (7, 768, 7, 1)),
 )
 # MobileNetV3's squeeze-and-excitations, whose images are one pixel.
 _SQUEEZE_LAYERS = ((1, 480, 120), (1, 120, 480), (1, 960, 240), (1, 240, 960))
@@ -647,7 +649,11 @@ SERVE_CONV = (
     *(_served("r50", batch, *layer) for batch in (1, 8) for layer in _R50_LAYERS),
     *(_served("mobilenet", 1, *layer) for layer in _MOBILENET_LAYERS),
     *(_served("squeeze", batch, *layer) for batch in (1, 8) for layer in _SQUEEZE_LAYERS),
-    *(_served("depthwise", 1, size, c, c, f, s, groups=c) for size, c, f, s in _DEPTHWISE_LAYERS),
+    *(
+        _served("depthwise", batch, size, c, c, f, s, groups=c)
+        for batch in (1, 8)
+        for size, c, f, s in _DEPTHWISE_LAYERS
+    ),
 )
 
 MODELS_BATCHNORM = (

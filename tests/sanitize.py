@@ -145,7 +145,17 @@ STEM_CONVS = {
     "planes": ((4, 6, 40), 1, 24, 1, (3, 3, 3), {}),
     "many-tiles": ((222, 224), 3, 40, 1, (3, 3), {"stride": 2}),  # more tiles than blocks
 }
+# Enough threads for runs of 2 and 4 pixels, in rows that these do not divide; in those above they are of one.
+FEW_CONVS = {
+    **DEPTHWISE_CONVS,
+    "3x3-runs": ((57, 59), 96, 96, 96, (3, 3), {}),
+    "3x3-s2-runs": ((57, 59), 96, 96, 96, (3, 3), {"stride": 2}),
+    "5x5-runs": ((29, 27), 96, 96, 96, (5, 5), {}),
+    "5x5-s2-runs": ((57, 59), 96, 96, 96, (5, 5), {"stride": 2, "padding": ((0, 3), (3, 1))}),
+    "7x7-runs": ((29, 27), 96, 96, 96, (7, 7), {}),
+}
 CONVS_BY_FAMILY = {
+    "depthwise/few": FEW_CONVS,
     "sm90": SM90_CONVS,
     "depthwise": DEPTHWISE_CONVS,
     "grouped": GROUPED_CONVS,
@@ -328,7 +338,7 @@ def cases(op: str, algorithm: str, dtype: str) -> Iterator[tuple[str, list[Call]
     products = dtype == "float32" and family in ("implicit_gemm", "im2col", "gemm", "sm90")  # perhaps in TF32
     precisions = ("default", "highest") if products else ("default",)
     if op == "conv":
-        shapes = CONVS_BY_FAMILY.get(family, CONVS)
+        shapes = CONVS_BY_FAMILY.get(algorithm) or CONVS_BY_FAMILY.get(family, CONVS)
         for name, last, precision in itertools.product(shapes, (True, False), precisions):
             calls = conv_calls(dtype, last, algorithm, precision, shapes[name])
             yield f"{name} {'last' if last else 'first'} {precision}", calls

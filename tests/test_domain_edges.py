@@ -194,6 +194,18 @@ EDGES = {
         2**23 - 1,
         "pixels in a strip's images",
     ),
+    "depthwise/few channels": Edge(lambda v: of_conv("depthwise/few", depthwise(c=v)), 64, "a multiple of 4"),
+    "depthwise/few results": Edge(
+        lambda v: of_conv("depthwise/few", depthwise((64, 64), batch=v)), 16, "at most 2^22 elements of its result"
+    ),
+    "depthwise/few results of dgrad": Edge(
+        lambda v: of_conv("depthwise/few", depthwise((64, 64), batch=v), "conv_dgrad", device=A10),
+        16,
+        "at most 2^22 elements of its result",
+    ),
+    "depthwise/few operands": Edge(
+        lambda v: of_conv("depthwise/few", depthwise((64, 64), stride=2, padding=VALID, batch=v)), 64, "at most 2^24"
+    ),
     # ---- grouped, stem, sm90
     "grouped planes": Edge(lambda v: of_conv("grouped/mma", grouped(**planes(v))), 2**15 - 1, "fewer than 2^30 planes"),
     "stem planes": Edge(lambda v: of_conv("stem/mma", few(**planes(v))), 2**15 - 1, "fewer than 2^30 planes"),
@@ -343,6 +355,26 @@ YES_AND_NO: dict[str, tuple[Callable[[], Refusal], Callable[[], Refusal], str]] 
         lambda: of_conv("depthwise/rows_mma", depthwise(filter=3)),
         lambda: of_conv("depthwise/rows_mma", depthwise(filter=7)),
         "5x5 or 7x7",
+    ),
+    "depthwise/few of stride 3": (
+        lambda: of_conv("depthwise/few", depthwise(stride=3)),
+        lambda: of_conv("depthwise/few", depthwise(stride=2)),
+        "3x3 and 5x5 also of stride 2",
+    ),
+    "depthwise/few of 7x7 and stride 2": (
+        lambda: of_conv("depthwise/few", depthwise(filter=7, stride=2)),
+        lambda: of_conv("depthwise/few", depthwise(filter=5, stride=2)),
+        "3x3 and 5x5 also of stride 2",
+    ),
+    "depthwise/few's dgrad of stride 2": (
+        lambda: of_conv("depthwise/few", depthwise(stride=2), "conv_dgrad"),
+        lambda: of_conv("depthwise/few", depthwise(), "conv_dgrad"),
+        "not dilated, of stride 1",
+    ),
+    "depthwise/few's weight gradient": (
+        lambda: of_conv("depthwise/few", depthwise(), "conv_wgrad"),
+        lambda: of_conv("depthwise/few", depthwise(), device=A10),
+        "no weight gradient",
     ),
     "grouped, of volumes": (
         lambda: of_conv("grouped/mma", grouped((4, 8, 8))),

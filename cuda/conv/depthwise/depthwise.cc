@@ -14,6 +14,7 @@ constexpr conv::Launchers kKernels[] = {
     {"depthwise/rows", conv::DepthwiseRows, conv::DepthwiseRowsWgrad},
     {"depthwise/rows_strided", conv::DepthwiseRowsStrided, conv::DepthwiseRowsStridedWgrad},
     {"depthwise/rows_mma", conv::DepthwiseRowsMma, conv::DepthwiseRowsMmaWgrad},
+    {"depthwise/few", conv::DepthwiseFew, nullptr},  // its domain refuses weight gradients
 };
 
 }  // namespace

@@ -6,6 +6,7 @@
 //   depthwise/rows          sm_90: rows streamed through shared memory by TMA, FMAs
 //   depthwise/rows_strided  sm_90: the same for 3x3, 5x5 and 7x7 of stride 2
 //   depthwise/rows_mma      sm_90: rows streamed for 5x5 and 7x7 in 16 bit, by banded matrices
+//   depthwise/few           few images (few_domain.h): everything asked for at once, FMAs
 #pragma once
 
 #include <algorithm>
@@ -13,6 +14,7 @@
 #include <string_view>
 
 #include "cuda/conv/common/domain.h"
+#include "cuda/conv/depthwise/few_domain.h"
 #include "cuda/domain.h"
 
 namespace jaxconv::cuda::conv::depthwise {
@@ -161,6 +163,7 @@ inline std::string Refusal(std::string_view kernel, ConvOp op, const ConvProblem
   if (kernel == "rows") return RefuseRows(p, device);
   if (kernel == "rows_strided") return RefuseRowsStrided(p, device);
   if (kernel == "rows_mma") return RefuseRowsMma(op, p, device);
+  if (kernel == "few") return RefuseFew(op, p);
   return "there is no such kernel";
 }
 

@@ -7,7 +7,7 @@
 namespace jaxconv::cuda::conv {
 
 ForwardLauncher DepthwiseFma, DepthwiseMma, DepthwiseConv1d, DepthwiseRows, DepthwiseRowsStrided,
-    DepthwiseRowsMma;
+    DepthwiseRowsMma, DepthwiseFew;
 WgradLauncher DepthwiseFmaWgrad, DepthwiseMmaWgrad, DepthwiseConv1dWgrad, DepthwiseRowsWgrad,
     DepthwiseRowsStridedWgrad, DepthwiseRowsMmaWgrad;
 
