@@ -19,6 +19,7 @@ FAMILIES: dict[str, ModuleType] = {
     "stem": stem,
     "im2col": im2col,
 }
+NORMALISED = ("conv_normalised", "conv_normalised_wgrad")
 CHANNELS_LAST_ONLY = ("sm90", "implicit_gemm", "grouped", "stem")
 
 
@@ -45,6 +46,8 @@ def made(op: str, algorithm: str, p: ConvProblem, device: Device) -> Plan | str:
         return "only sm90's epilogue sums up what it writes"
     if op == "conv_dgrad_add" and family is not sm90:
         return "only sm90 adds on its way"
+    if op in NORMALISED and family is not depthwise:
+        return "only depthwise kernels normalise what they read"
     for wanted in family.wants(op, stored, device):
         if not wanted.answers(algorithm):
             continue
@@ -82,6 +85,8 @@ def every(op: str, p: ConvProblem, device: Device) -> Iterator[Plan]:
 
 def _on_cpu(op: str, algorithm: str, p: ConvProblem) -> Plan | str:
     """The CPU code owns its scratch."""
+    if op in NORMALISED and p.dtype not in ("float32", "float64"):
+        return "the CPU rounds to 16 bits only behind the call, and what is convolved is rounded before"
     if op == "conv_statistics" and p.dtype not in ("float32", "float64"):
         return "the CPU rounds to 16 bits only behind the call, and statistics are those of what was rounded"
     if family_of(algorithm) in CHANNELS_LAST_ONLY or "/" in algorithm:
