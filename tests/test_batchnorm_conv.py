@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
+import importlib
 from typing import Any
 
 import jax
@@ -316,3 +318,150 @@ def test_what_it_costs():
     f = functools.partial(jaxconv.batchnorm_conv, training=False, groups=C, activation="relu")
     with_it = jaxconv.cost(functools.partial(f, **NATIVE))(*args)["flops"]
     assert abs(with_it - jaxconv.cost(f)(*args)["flops"]) <= 0.02 * with_it
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# accelerate
+
+
+@pytest.fixture
+def wins(monkeypatch):
+    """As where times say that a depthwise convolution normalises what it reads."""
+
+    def chosen(p: BatchNormConvProblem) -> _plan.Plan:
+        return _plan.Plan("calls", "a test's", "normalised" if p.conv.groups > 1 else "two")
+
+    monkeypatch.setattr(importlib.import_module("jaxconv.accelerate.norms"), "chosen", chosen)
+
+
+def counted(f: Any, *args: Any) -> collections.Counter[str]:
+    """How often f's program has each op."""
+    found: collections.Counter[str] = collections.Counter()
+    for call in jaxconv.explain(f)(*args):
+        found[call.op] += call.count
+    return found
+
+
+def mobilenet(library: str, activation: Any, dtype: Any) -> tuple[Any, Any]:
+    """(f(variables, x) -> results and running statistics, variables) of two inverted residual blocks."""
+    flax = pytest.importorskip("flax")
+    x = jnp.asarray(normal(0, (4, 8, 8, 8)), dtype)
+    if library == "linen":
+        nn = flax.linen
+
+        class Block(nn.Module):
+            stride: int
+
+            @nn.compact
+            def __call__(self, x):
+                norm = functools.partial(nn.BatchNorm, use_running_average=False, dtype=dtype)
+                conv = functools.partial(nn.Conv, use_bias=False, dtype=dtype)
+                y = activation(norm()(conv(16, (1, 1))(x)))
+                y = activation(norm()(conv(16, (3, 3), strides=self.stride, feature_group_count=16)(y)))
+                y = norm()(conv(8, (1, 1))(y))
+                return x + y if x.shape == y.shape else y
+
+        model = nn.Sequential([Block(1), Block(2)])
+        variables = model.init(jax.random.key(0), x)
+
+        def f(variables: Any, x: Any) -> Any:
+            y, changed = model.apply(variables, x, mutable=["batch_stats"])
+            return y, changed["batch_stats"]
+
+        return f, (variables, x)
+    from flax import nnx
+
+    class Unit(nnx.Module):
+        def __init__(self, stride: int, rngs: Any):
+            conv = functools.partial(nnx.Conv, use_bias=False, dtype=dtype, rngs=rngs)
+            norm = functools.partial(nnx.BatchNorm, dtype=dtype, rngs=rngs)
+            self.expand, self.project = conv(8, 16, (1, 1)), conv(16, 8, (1, 1))
+            self.depthwise = conv(16, 16, (3, 3), strides=stride, feature_group_count=16)
+            self.norms = nnx.List([norm(16), norm(16), norm(8)])
+
+        def __call__(self, x: Any) -> Any:
+            y = activation(self.norms[0](self.expand(x)))
+            y = activation(self.norms[1](self.depthwise(y)))
+            y = self.norms[2](self.project(y))
+            return x + y if x.shape == y.shape else y
+
+    graph, state = nnx.split(nnx.List([Unit(1, nnx.Rngs(0)), Unit(2, nnx.Rngs(1))]))
+
+    def g(state: Any, x: Any) -> Any:
+        units = nnx.merge(graph, state)
+        for unit in units:
+            x = unit(x)
+        return x, nnx.state(units, nnx.BatchStat)
+
+    return g, (state, x)
+
+
+@pytest.mark.parametrize("library", ["linen", "nnx"])
+@pytest.mark.parametrize("activation", ["relu6", "silu"])
+def test_a_mobilenets_blocks_are_chains(library, activation, wins):
+    f, (variables, x) = mobilenet(library, getattr(jax.nn, activation), jnp.float32)
+    accelerated = jaxconv.accelerate(f)
+    report = accelerated.report(variables, x)
+    assert not report.left, str(report)
+    chains = [found.fused for found in report if found.what == "conv" and found.fused.startswith("conv + batchnorm")]
+    assert chains == [f"conv + batchnorm (training) + {activation} + conv"] * 2
+    ran = counted(accelerated, variables, x)
+    assert ran["batchnorm_conv"] == ran["conv_normalised"] == 2 and ran["conv_batchnorm"] == 2
+
+    def loss(of: Any) -> Any:
+        def total(variables: Any, x: Any) -> Any:
+            y, stats = of(variables, x)
+            return (y.astype(jnp.float32) ** 2).mean(), stats
+
+        return jax.jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True, allow_int=True))
+
+    got, want = loss(accelerated)(variables, x), loss(f)(variables, x)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        if jnp.issubdtype(b.dtype, jnp.floating):
+            size = max(1.0, float(jnp.abs(b).max()))
+            np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * size)
+
+
+def test_without_times_a_models_calls_are_what_they_were():
+    f, args = mobilenet("linen", jax.nn.relu6, jnp.float32)
+    ran = counted(jaxconv.accelerate(f), *args)
+    assert "batchnorm_conv" not in ran and ran["conv_batchnorm"] == 6
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["another reads it", "a bias follows", "its input has other users", "not its first operand", "its own statistics"],
+)
+def test_what_is_no_chain_of_these_stays(case, wins):
+    """Values and gradients are the function's, and the batch-norm's result stays where somebody else needs it."""
+    x, w1 = jnp.asarray(normal(0, (2, 6, 6, 4)), "float32"), jnp.asarray(normal(1, (1, 1, 4, 8)), "float32")
+    w2, v = jnp.asarray(normal(2, (3, 3, 1, 8)), "float32"), jnp.asarray(1 + normal(3, (8,)) / 4, "float32")
+
+    def conv(x: jax.Array, w: jax.Array, groups: int = 1) -> jax.Array:
+        numbers = ("NHWC", "HWIO", "NHWC")
+        return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers, feature_group_count=groups)
+
+    def f(x: jax.Array, w1: jax.Array, w2: jax.Array, v: jax.Array) -> Any:
+        z = conv(x, w1)
+        mean, var = z.mean((0, 1, 2)), z.var((0, 1, 2))
+        a = jax.nn.relu6((z - mean) / jnp.sqrt(var + 1e-5) * v + v)
+        if case == "not its first operand":
+            return conv(z, a[:1, :3, :3, :].transpose(1, 2, 0, 3), 8), mean, var
+        y = conv(a, w2, 8)
+        if case == "another reads it":
+            return y, a.sum(), mean, var
+        if case == "a bias follows":
+            return jax.nn.relu(y + v), mean, var
+        if case == "its input has other users":
+            return y, z.sum(), mean, var
+        return y, mean, var
+
+    args = (x, w1, w2, v)
+    accelerated = jaxconv.accelerate(f)
+    ran = counted(accelerated, *args)
+    expected = {"its input has other users": 1, "its own statistics": 1}.get(case, 0)
+    assert ran["batchnorm_conv"] == expected, ran
+    cts = jax.tree.map(lambda y: jnp.asarray(normal(5, y.shape), y.dtype), f(*args))
+    for g, h in ((accelerated(*args), f(*args)), (jax.vjp(accelerated, *args)[1](cts), jax.vjp(f, *args)[1](cts))):
+        for a, b in zip(jax.tree.leaves(g), jax.tree.leaves(h), strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-4 * max(1.0, float(jnp.abs(b).max())))
