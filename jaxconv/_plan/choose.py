@@ -226,6 +226,15 @@ def _plan_batchnorm_conv(p: BatchNormConvProblem, device: Device) -> Plan:
     if disabled("batchnorm_train"):
         return Plan("calls", f"JAXCONV_DISABLE={os.environ['JAXCONV_DISABLE']}", "two")
     before = p.pair is not None and _plan_conv_batchnorm(p.pair, device).kernel == "statistics"
+    if not before and p.conv.implementation is None and p.conv.algorithm is None:
+        # x is read once more for its statistics. A batch-norm that keeps x on the device reads it once in all.
+        train = plan("batchnorm_train", p.norm, device)
+        known = measured.nearest("conv_normalised", p.normalised, device, found.kernel)
+        if known is not None and train.kernel.startswith("resident"):
+            steps = math.prod(p.conv.stride)
+            if known.xla_ms - known.native_ms[found.kernel] <= steps * _pass_over_y(known, p.conv, device):
+                why = f"{train.kernel} takes x's statistics and normalises it in one reading, which saves as much"
+                return Plan("calls", f"a batch-norm, then a convolution: {why}", "two", candidates=found.candidates)
     reason = f"the convolution normalises what it reads: {found.reason}"
     return Plan("calls", reason, "statistics, normalised" if before else "normalised", candidates=found.candidates)
 
