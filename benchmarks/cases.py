@@ -280,6 +280,26 @@ class ConvBatchNormCase(ConvCase):
 
 
 @dataclasses.dataclass(frozen=True)
+class BatchNormConvCase(ConvCase):
+    """A batch-norm of x by known statistics, its activation, and a convolution of the result, which nobody else needs.
+
+    pair: y and dw, in training's order. The rest of its backward pass is the same however these are made.
+    """
+
+    activation: str = "relu6"
+
+    op = "batchnorm_conv"
+    passes = ("fprop", "wgrad", "pair")
+
+    @property
+    def conv(self) -> ConvCase:
+        return ConvCase(**{field.name: getattr(self, field.name) for field in dataclasses.fields(ConvCase)})
+
+    def __str__(self) -> str:
+        return f"{self.activation}, {super().__str__()}"
+
+
+@dataclasses.dataclass(frozen=True)
 class DenseCase:
     """y = activation(x @ w + b), (M, K) @ (K, N), b per column.
 
@@ -717,6 +737,39 @@ CONV_BATCHNORM = tuple(
     )
 )
 
+# The depthwise layers of MobileNetV2 and EfficientNet-B0 that a kernel may give a batch-norm to read.
+BATCHNORM_CONV = tuple(
+    BatchNormConvCase(
+        **dataclasses.asdict(
+            _conv(
+                f"{model}.{size}.dw3{'s2' if stride == 2 else ''}",
+                256,
+                size,
+                c,
+                c,
+                3,
+                stride=stride,
+                padding=(0, 1) if stride == 2 else 1,
+                groups=c,
+                suite="models",
+            )
+        ),
+        activation=activation,
+    )
+    for model, activation, layers in (
+        (
+            "mobilenet",
+            "relu6",
+            (
+                *((112, 32, 1), (112, 96, 2), (56, 144, 1), (56, 144, 2), (28, 192, 1), (28, 192, 2)),
+                *((14, 384, 1), (14, 576, 2), (7, 960, 1)),
+            ),
+        ),
+        ("efficientnet", "silu", ((112, 32, 1), (112, 96, 2), (56, 144, 1), (28, 240, 2), (14, 480, 1), (7, 1152, 1))),
+    )
+    for size, c, stride in layers
+)
+
 DENSE = tuple(
     DenseCase(f"{name}.{activation}", m, k, n, activation)
     for name, m, k, n in (
@@ -802,6 +855,7 @@ BY_OP: dict[str, tuple[Case, ...]] = {
     "dense_gradient": DENSE_GRADIENT,
     "batchnorm": BATCHNORM + MODELS_BATCHNORM + CPU_BATCHNORM,
     "conv_batchnorm": CONV_BATCHNORM,
+    "batchnorm_conv": BATCHNORM_CONV,
     "pool": POOL + CPU_POOL,
     "groupnorm": GROUPNORM + CPU_GROUPNORM,
     "layernorm": LAYERNORM + CPU_LAYERNORM,

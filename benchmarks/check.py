@@ -18,6 +18,7 @@ from jax import lax
 
 from benchmarks.cases import (
     BatchNormCase,
+    BatchNormConvCase,
     Case,
     ConvBatchNormCase,
     ConvCase,
@@ -55,6 +56,9 @@ RESULTS = {
     ("batchnorm", "bwd"): ("dx", "dscale", "dbias"),
     ("conv_batchnorm", "fwd"): ("y", "new_mean", "new_var"),
     ("conv_batchnorm", "infer"): ("y",),
+    ("batchnorm_conv", "fprop"): ("y",),
+    ("batchnorm_conv", "wgrad"): ("dw",),
+    ("batchnorm_conv", "pair"): ("y", "dw"),
     ("batchnorm", "fwd+bwd"): ("y", "new_mean", "new_var", "dx", "dscale", "dbias"),
     ("pool", "fwd"): ("y",),
     ("pool", "fwd+bwd"): ("y", "dx"),
@@ -147,6 +151,8 @@ def tolerance(case: Case, pass_: str, result: str, dtype: str, precision: str | 
     if isinstance(case, ConvBatchNormCase):
         # z is rounded once, or filters and offset are; y is rounded; then as a batch-norm. Statistics are of rounded z.
         return 2 * (3 * u + product(case.terms("fprop")) + u32 * (16 + math.sqrt(case.reduced)))
+    if isinstance(case, BatchNormConvCase):  # what is convolved is rounded too
+        return 2 * (2 * u + product(case.terms("fprop" if result == "y" else "wgrad")))
     if isinstance(case, ConvCase):
         return 2 * (u + product(case.terms(pass_)))
     if isinstance(case, DenseCase):
@@ -196,6 +202,11 @@ def reference(
         z = _conv(ConvCase(**dataclasses.asdict(case)), "fprop", channels_last, {**arrays, "dy": arrays["x"]})
         found = _batchnorm(pass_, channels_last, {**arrays, "x": z})
         return {**found, "y": (jnp.maximum(found["y"][0], 0), None)}
+    if isinstance(case, BatchNormConvCase):
+        a = {**arrays, "x": _normalised(case, channels_last, arrays)}
+        parts = {"fprop": ("y",), "wgrad": ("dw",)}.get(pass_, ("y", "dw"))
+        passes = {"y": "fprop", "dw": "wgrad"}
+        return {name: (_conv(case.conv, passes[name], channels_last, a), None) for name in parts}
     if isinstance(case, ConvCase):
         return {{"fprop": "y", "dgrad": "dx", "wgrad": "dw"}[pass_]: (_conv(case, pass_, channels_last, arrays), None)}
     if isinstance(case, DenseCase):
@@ -227,6 +238,13 @@ def _conv(case: ConvCase, pass_: str, channels_last: bool, arrays: dict[str, Arr
 
 def _wide(a: Array) -> Array:
     return a.astype(jnp.float64)
+
+
+def _normalised(case: BatchNormConvCase, channels_last: bool, arrays: dict[str, Array]) -> Array:
+    axes = tuple(range(case.nd + 1)) if channels_last else (0, *range(2, case.nd + 2))
+    scale, bias, mean, var = (lax.expand_dims(_wide(arrays[n]), axes) for n in ("scale", "bias", "mean", "var"))
+    z = (_wide(arrays["x"]) - mean) / jnp.sqrt(var + EPSILON) * scale + bias
+    return {"relu": jax.nn.relu, "relu6": jax.nn.relu6, "silu": jax.nn.silu}[case.activation](z)
 
 
 class _Taps:

@@ -7,6 +7,7 @@ return the same results in the same order (`check.RESULTS`).
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from jax import lax
 import jaxconv
 from benchmarks.cases import (
     BatchNormCase,
+    BatchNormConvCase,
     Case,
     ConvBatchNormCase,
     ConvCase,
@@ -28,8 +30,11 @@ from benchmarks.cases import (
     SqueezeExciteCase,
 )
 from benchmarks.check import EPSILON, MOMENTUM
+from jaxconv import _plan
 from jaxconv._activation import Activation
-from jaxconv._problem import DenseProblem, parse_precision
+from jaxconv._problem import ConvProblem, DenseProblem, NormalisedConvProblem, parse_precision
+from jaxconv.batchnorm_conv import normalised, normalised_wgrad
+from jaxconv.conv import fprop, wgrad
 from jaxconv.dense import dense_gradient
 
 Array = jax.Array
@@ -84,6 +89,8 @@ def make_arrays(case: Case, setting: Setting, key: Array) -> Arrays:
         arrays = {"x": normal(case.x_shape(last)), "w": normal(case.w_shape(last), scale)}
         if isinstance(case, ConvBatchNormCase):
             return arrays | parameters(case.out_channels)
+        if isinstance(case, BatchNormConvCase):
+            arrays |= parameters(case.in_channels)
         return arrays | {"dy": normal(case.y_shape(last))}
     if isinstance(case, DenseCase):
         return {
@@ -132,6 +139,28 @@ def _conv_job(case: ConvCase, pass_: str, conv: Callable[[Array, Array], Array])
     names = ("x", "w") if pass_ == "fprop" else ("x", "w", "dy")
     kernels = ("conv", "conv_fprop", "conv_dgrad", "conv_wgrad")
     return Job(jax.jit(f), lambda a: tuple(a[n] for n in names), transpose, kernels, lambda out: (out,))
+
+
+def _normalised_job(
+    pass_: str,
+    kernels: tuple[str, ...],
+    normalise: Callable[..., Array],  # of x and parameters; what is given in x's place where that is not written
+    conv: Callable[..., Array],  # of that, w and parameters
+    wgrad: Callable[..., Array],  # of that, dy and parameters
+) -> Job:
+    def f(x: Array, w: Array, dy: Array, *v: Array) -> tuple[Array, ...]:
+        a = normalise(x, *v)
+        if pass_ == "wgrad":
+            return (wgrad(a, dy, *v),)
+        y = conv(a, w, *v)
+        if pass_ == "fprop":
+            return (y,)
+        # In training dy is computed from y.
+        y, dy = lax.optimization_barrier((y, dy))
+        return y, wgrad(a, dy, *v)
+
+    names = ("x", "w", "dy", "scale", "bias", "mean", "var")
+    return Job(jax.jit(f), lambda a: tuple(a[n] for n in names), f, kernels)
 
 
 def _there_and_back(forward: Callable[..., tuple[Array, ...]], count: int) -> Callable[..., tuple[Array, ...]]:
@@ -192,9 +221,63 @@ def _pool_job(pass_: str, pool: Callable[[Array], Array]) -> Job:
 # jaxconv
 
 
+def normalised_problem(case: BatchNormConvCase, setting: Setting, **choice: Any) -> NormalisedConvProblem:
+    last = setting.channels_last
+    dtype = DTYPES[setting.dtype]
+    x, w = (jax.ShapeDtypeStruct(shape, dtype) for shape in (case.x_shape(last), case.w_shape(last)))
+    conv = ConvProblem.infer(
+        "batchnorm_conv",
+        case.nd,
+        x,
+        w,
+        None,
+        stride=case.stride,
+        padding=case.padding,
+        dilation=case.dilation,
+        groups=case.groups,
+        layout=case.layout(last),
+        precision=setting.precision,
+        activation=None,
+        return_preactivation=False,
+        **{"algorithm": None, "implementation": None, **choice},
+    )
+    fields = {field.name: getattr(conv, field.name) for field in dataclasses.fields(ConvProblem)}
+    return NormalisedConvProblem(**fields, epsilon=EPSILON, x_activation=Activation(case.activation))
+
+
+def _our_normalised(case: BatchNormConvCase, pass_: str, setting: Setting, **choice: Any) -> Job:
+    """The algorithm "two" is what a user writes without `batchnorm_conv`, and what that is by a plan of two calls."""
+    forced = any(choice.values())
+    p = normalised_problem(case, setting, **({} if choice.get("algorithm") == "two" else choice))
+    kernels: tuple[str, ...] = ("conv_normalised", "conv_normalised_wgrad")
+    plans = [_plan.plan(op, p, _plan.Device.default()) for op in kernels]
+    refused = next((plan.reason for plan in plans if plan.implementation != "native"), None)
+    if choice.get("algorithm") == "two" or (refused is not None and not forced):
+        norm = dict(training=False, epsilon=EPSILON, activation=case.activation)
+        axis = -1 if setting.channels_last else 1
+        return _normalised_job(
+            pass_,
+            ("batchnorm_infer", "conv_fprop", "conv_wgrad"),
+            lambda x, *v: jaxconv.batchnorm(x, *v, **norm, channel_axis=axis)[0],
+            lambda a, w, *v: fprop(p.conv, a, w),
+            lambda a, dy, *v: wgrad(p.conv, a, dy),
+        )
+
+    def taken(x: Array, *v: Array) -> Array:
+        if refused is not None:  # what is forced is measured or refused, and not replaced by two calls
+            raise ValueError(refused)
+        return x
+
+    return _normalised_job(
+        pass_, kernels, taken, functools.partial(normalised, p), functools.partial(normalised_wgrad, p)
+    )
+
+
 def ours(case: Case, pass_: str, setting: Setting, **choice: Any) -> Job:
     """`choice` is `implementation` or `algorithm`, as the public functions take them."""
     last = setting.channels_last
+    if isinstance(case, BatchNormConvCase):
+        return _our_normalised(case, pass_, setting, **choice)
     if isinstance(case, ConvBatchNormCase):
         return _our_pair(case, pass_, setting, **choice)
     if isinstance(case, ConvCase):
@@ -335,6 +418,7 @@ def _our_pair(case: ConvBatchNormCase, pass_: str, setting: Setting, **choice: A
 _ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "none": lambda z: z,
     "relu": jax.nn.relu,
+    "relu6": jax.nn.relu6,
     "gelu": jax.nn.gelu,
     "tanh": jnp.tanh,
     "silu": jax.nn.silu,
@@ -343,6 +427,20 @@ _ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 
 def xla(case: Case, pass_: str, setting: Setting) -> Job:
     last = setting.channels_last
+    if isinstance(case, BatchNormConvCase):
+        conv = xla(case.conv, "fprop", setting).f
+        axes = tuple(range(case.nd + 1)) if last else (0, *range(2, case.nd + 2))
+
+        def normalise(x: Array, *v: Array) -> Array:
+            scale, bias, mean, var = (lax.expand_dims(a, axes) for a in v)
+            z = (x.astype(jnp.float32) - mean) * (lax.rsqrt(var + EPSILON) * scale) + bias
+            return _ACTIVATIONS[case.activation](z).astype(x.dtype)
+
+        def weights(a: Array, dy: Array, *v: Array) -> Array:
+            w = jax.ShapeDtypeStruct(case.w_shape(last), a.dtype)
+            return jax.linear_transpose(lambda w: conv(a, w), w)(dy)[0]
+
+        return _normalised_job(pass_, (), normalise, lambda a, w, *v: conv(a, w), weights)
     if isinstance(case, ConvBatchNormCase):
         conv = xla(ConvCase(**dataclasses.asdict(case)), "fprop", setting).f
         norm = _xla_batchnorm(BatchNormCase("", case.batch, case.out_channels, case.out_spatial), pass_, last).f

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from benchmarks.cases import (
     BatchNormCase,
+    BatchNormConvCase,
     Case,
     ConvBatchNormCase,
     ConvCase,
@@ -88,6 +89,8 @@ def work(case: Case, pass_: str, dtype: str) -> tuple[float, float]:
         # In training the result is written before its statistics are known, and read once; in inference it never is.
         again = 2 * math.prod(case.y_shape()) if pass_ == "fwd" else 0
         return case.flops, item * (case.elements + again)
+    if isinstance(case, BatchNormConvCase) and pass_ == "pair":
+        return 2 * case.flops, 2 * item * case.elements
     if isinstance(case, ConvCase):
         # Strides longer than the filter pass over pixels of x, which dgrad still has to write.
         unread = 0 if pass_ == "dgrad" else math.prod(case.x_shape()) - case.read_elements

@@ -28,12 +28,13 @@ ALGORITHMS = {
     "dense_gradient": ("sm90",),
     "batchnorm": _problem.BATCHNORM_ALGORITHMS,
     "conv_batchnorm": ("sm90", "two"),
+    "batchnorm_conv": ("depthwise", "two"),
     "pool": _problem.POOL_ALGORITHMS,
     "groupnorm": tuple(a for a in _problem.GROUPNORM_ALGORITHMS if a != "rows"),
     "layernorm": ("rows",),
     "squeeze_excite": _problem.SQUEEZE_EXCITE_ALGORITHMS,
 }
-LAST = ("groupnorm", "layernorm", "squeeze_excite")  # channels last only
+LAST = ("batchnorm_conv", "groupnorm", "layernorm", "squeeze_excite")  # channels last only
 ROWS = ("dense", "dense_gradient")  # of matrices, without images
 NORMS = ("batchnorm", "groupnorm", "layernorm", "squeeze_excite")  # without products of many rows
 LOSS = 0.98  # a ratio below this is one

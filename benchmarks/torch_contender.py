@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from benchmarks.cases import (
+    BatchNormConvCase,
     Case,
     ConvCase,
     DenseCase,
@@ -66,6 +67,8 @@ def torch(case: Case, pass_: str, setting: Setting) -> Job:
     torch.backends.cuda.matmul.allow_tf32 = not full
     torch.backends.cudnn.allow_tf32 = not full
     torch.backends.cudnn.benchmark = True
+    if isinstance(case, BatchNormConvCase):
+        raise ValueError("PyTorch writes what is normalised")
     if isinstance(case, ConvCase):
         return _conv(case, pass_, setting)
     if isinstance(case, DenseGradientCase) or pass_ == "saved":

@@ -40,6 +40,8 @@ KERNELS = {
 
 def kernel_of(case: cases.Case, pass_: str, setting: Setting) -> tuple[str, Any] | None:
     """(op, problem) that a row measured, or None where it measured several."""
+    if isinstance(case, cases.BatchNormConvCase):
+        return ("conv_normalised", contenders.normalised_problem(case, setting)) if pass_ == "pair" else None
     if pass_ not in KERNELS:
         return None
     if isinstance(case, cases.ConvBatchNormCase):
@@ -110,6 +112,8 @@ def measurements(run: dict[str, Any], measured: Sequence[cases.Case] = ()) -> li
 
 def _kernel(algorithm: str, row: dict[str, Any]) -> str:
     """The kernel that a row measured, as its plan names it: "depthwise/rows" of "native[depthwise/rows splits=4]"."""
+    if algorithm == "two":  # which others it is of says nothing
+        return algorithm
     found = re.match(r"native\[(\S+?)[ \]]", row["plan"])
     return found[1] if found else algorithm
 

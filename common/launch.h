@@ -43,6 +43,18 @@ Status ConvDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, con
 Status ConvWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
                  const void* dy, void* dw, Workspace workspace);
 
+// y = conv(a, w), and dw = the transpose of conv in w, of a = f((x - mean) * scale / sqrt(var + epsilon) + bias), rounded to
+// dtype, which is padded with zeros. `n` is the batch-norm of x, without a residual; (C) each: float64 for float64, else
+// float32. No array is without elements.
+Status ConvNormalised(const Context& ctx, const ConvProblem& p, const BatchNormProblem& n,
+                      const Plan& plan, const void* x, const void* w, const void* scale,
+                      const void* bias, const void* mean, const void* var, void* y,
+                      Workspace workspace);
+Status ConvNormalisedWgrad(const Context& ctx, const ConvProblem& p, const BatchNormProblem& n,
+                           const Plan& plan, const void* x, const void* dy, const void* scale,
+                           const void* bias, const void* mean, const void* var, void* dw,
+                           Workspace workspace);
+
 // y = f(z), z = alpha op(x) op(w) + beta c + bias. `c` (M, N), `z` (M, N) and `bias` may be null.
 Status Dense(const Context& ctx, const DenseProblem& p, const Epilogue& e, const Plan& plan,
              const void* x, const void* w, const void* bias, const void* c, void* y, void* z,

@@ -9,6 +9,7 @@
 
 #include "common/launch.h"
 #include "cpu/batchnorm.h"
+#include "cpu/scratch.h"
 
 namespace jaxconv::cpu {
 namespace {
@@ -103,6 +104,47 @@ Status ConvStatistics(const Context& ctx, const ConvProblem& p, const Plan& plan
   norm.inner = p.channels_last ? 1 : p.out_size();
   norm.dtype = p.dtype;
   return ChannelMoments(ctx, norm, y, mean, var);
+}
+
+namespace {
+
+// run(a), a = x normalised, in memory of its own.
+template <typename F>
+Status OfNormalised(const Context& ctx, const ConvProblem& p, const BatchNormProblem& n,
+                    const Plan& plan, const char* what, const void* x, const void* scale,
+                    const void* bias, const void* mean, const void* var, const F& run) {
+  JAXCONV_RETURN_IF_ERROR(Check(p, plan, what));
+  BatchNormProblem norm = n;
+  norm.batch = 1;
+  norm.outer = p.channels_last ? p.n * p.in_size() : p.n;
+  norm.channels = p.c;
+  norm.inner = p.channels_last ? 1 : p.in_size();
+  Scratch<char> a(p.n * p.c * p.in_size() * SizeOf(p.dtype));
+  JAXCONV_RETURN_IF_ERROR(a.status());
+  JAXCONV_RETURN_IF_ERROR(
+      BatchNormInfer(ctx, norm, plan, x, scale, bias, mean, var, nullptr, a.data()));
+  return run(a.data());
+}
+
+}  // namespace
+
+Status ConvNormalised(const Context& ctx, const ConvProblem& p, const BatchNormProblem& n,
+                      const Plan& plan, const void* x, const void* w, const void* scale,
+                      const void* bias, const void* mean, const void* var, void* y,
+                      Workspace workspace) {
+  const Epilogue bare = {false, Activation::kNone, 0.0, false};
+  return OfNormalised(
+      ctx, p, n, plan, "conv_normalised", x, scale, bias, mean, var, [&](const void* a) {
+        return ConvFprop(ctx, p, bare, plan, a, w, nullptr, nullptr, y, nullptr, workspace);
+      });
+}
+
+Status ConvNormalisedWgrad(const Context& ctx, const ConvProblem& p, const BatchNormProblem& n,
+                           const Plan& plan, const void* x, const void* dy, const void* scale,
+                           const void* bias, const void* mean, const void* var, void* dw,
+                           Workspace workspace) {
+  return OfNormalised(ctx, p, n, plan, "conv_normalised_wgrad", x, scale, bias, mean, var,
+                      [&](const void* a) { return ConvWgrad(ctx, p, plan, a, dy, dw, workspace); });
 }
 
 Status ConvDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,

@@ -56,6 +56,11 @@ enum class ConvOp { kFprop, kFpropAdd, kStatistics, kDgrad, kDgradAdd, kWgrad };
 // empty tile asks for some tile. `p` is the problem as it lies in memory.
 std::string ConvRefusal(ConvOp op, const ConvProblem& p, const Plan& plan, const Device& device);
 
+// The same of a convolution (op: kFprop or kWgrad) whose kernel normalises x where it reads it and puts it through
+// `activation`. The workspace is that of op.
+std::string NormalisedRefusal(ConvOp op, const ConvProblem& p, Activation activation,
+                              const Plan& plan, const Device& device);
+
 // `p`, channels last, as sm90 and implicit_gemm run it (FoldPatches).
 ConvProblem ConvFolded(const ConvProblem& p, bool dgrad);
 

@@ -36,6 +36,8 @@ cuda::ConvOp ToConvOp(const std::string& name) {
   if (name == "conv_dgrad") return cuda::ConvOp::kDgrad;
   if (name == "conv_dgrad_add") return cuda::ConvOp::kDgradAdd;
   if (name == "conv_wgrad") return cuda::ConvOp::kWgrad;
+  if (name == "conv_normalised") return cuda::ConvOp::kFprop;
+  if (name == "conv_normalised_wgrad") return cuda::ConvOp::kWgrad;
   throw std::invalid_argument("unknown convolution " + name);
 }
 
@@ -98,6 +100,12 @@ cuda::BatchNormOp ToBatchNormOp(const std::string& name) {
   throw std::invalid_argument("unknown batch-norm " + name);
 }
 
+Activation ToKnown(const std::string& name) {
+  const auto known = wire::ToActivation(name);
+  if (!known) throw std::invalid_argument("unknown activation " + name);
+  return *known;
+}
+
 BatchNormProblem MakeBatchNorm(int64_t batch, int64_t outer, int64_t channels, int64_t inner,
                                const std::string& activation, bool residual,
                                const std::string& dtype) {
@@ -106,9 +114,7 @@ BatchNormProblem MakeBatchNorm(int64_t batch, int64_t outer, int64_t channels, i
   p.outer = outer;
   p.channels = channels;
   p.inner = inner;
-  const auto known = wire::ToActivation(activation);
-  if (!known) throw std::invalid_argument("unknown activation " + activation);
-  p.activation = *known;
+  p.activation = ToKnown(activation);
   p.residual = residual;
   p.dtype = ToDType(dtype);
   return p;
@@ -139,9 +145,7 @@ GroupNormProblem MakeGroupNorm(int64_t batch, int64_t images, int64_t pixels, in
   p.pixels = pixels;
   p.channels = channels;
   p.groups = groups;
-  const auto known = wire::ToActivation(activation);
-  if (!known) throw std::invalid_argument("unknown activation " + activation);
-  p.activation = *known;
+  p.activation = ToKnown(activation);
   p.dtype = ToDType(dtype);
   return p;
 }
@@ -180,6 +184,12 @@ void BindDomain(nb::module_& m) {
           return cuda::ConvRefusal(ToConvOp(op), p, {kernel, tile, splits, chunk},
                                    {major, minor, multiprocessors});
         });
+  m.def("conv_normalised_refusal", [](std::string op, const ConvProblem& p, std::string activation,
+                                      std::string kernel, std::string tile, int64_t splits,
+                                      int64_t chunk, int major, int minor, int multiprocessors) {
+    return cuda::NormalisedRefusal(ToConvOp(op), p, ToKnown(activation),
+                                   {kernel, tile, splits, chunk}, {major, minor, multiprocessors});
+  });
   m.def("conv_folded", [](const ConvProblem& p, bool dgrad) {
     const ConvProblem q = cuda::ConvFolded(p, dgrad);
     const auto three = [](const int64_t (&from)[3]) { return Three{from[0], from[1], from[2]}; };

@@ -930,6 +930,40 @@ Status SqueezeBackward(ContextArg context, ffi::RemainingArgs args, ffi::Remaini
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// A convolution of a batch-norm: of x by known statistics, as NormInfer
+
+Status Normalised(ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                  const wire::Window& window, const wire::Norm& norm, const wire::Plan& plan,
+                  bool wgrad) {
+  Call call(wgrad ? "conv_normalised_wgrad" : "conv_normalised", args, rets);
+  JAXCONV_RETURN_IF_ERROR(call.Confirm(6, 1));
+  auto arg = [&](size_t i) { return call.Arg(i); };
+  AnyBuffer result = call.Ret(0);
+  ConvProblem p;
+  BatchNormProblem n;
+  jaxconv::Plan how;
+  const ConvArrays arrays = wgrad ? ConvArrays{arg(0), result, arg(1), "x", "dw", "dy"}
+                                  : ConvArrays{arg(0), arg(1), result, "x", "w", "y"};
+  JAXCONV_RETURN_IF_ERROR(ToConvProblem(call, arrays, window, &p));
+  JAXCONV_RETURN_IF_ERROR(ToBatchNormProblem(call, arg(0), norm, &n));
+  JAXCONV_RETURN_IF_ERROR(ToPlan(call, plan, &how));
+  const int64_t axis =
+      window.dims_channels_last != 0 ? static_cast<int64_t>(arg(0).dimensions().size()) - 1 : 1;
+  if (norm.batched != 0 || norm.residual != 0 || norm.channel_axis != axis) {
+    return Status::Invalid(call.Text("it takes one instance, x's own channels and no residual"));
+  }
+  if (p.n * p.in_size() == 0 || p.out_size() == 0) {
+    return Status::Invalid(call.Text(arrays.Text() + ": there must be some of each"));
+  }
+  JAXCONV_RETURN_IF_ERROR(
+      ConfirmParams(call, norm, n, arg(0), arg, 2, {"scale", "bias", "mean", "var"}));
+  auto in = [&](size_t i) { return arg(i).untyped_data(); };
+  return (wgrad ? ConvNormalisedWgrad : ConvNormalised)(MakeContext(context), p, n, how, in(0),
+                                                        in(1), in(2), in(3), in(4), in(5),
+                                                        result.untyped_data(), call.Scratch());
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // Bindings. A Status becomes an ffi::Error here and nowhere else, and the host's allocator, which alone throws, is caught.
 
 template <typename Op>
@@ -996,6 +1030,24 @@ XLA_FFI_DEFINE_HANDLER(
       return Answer([&] { return Wgrad(context, args, rets, window, plan); });
     },
     JAXCONV_BASE.Attr<wire::Window>("window").Attr<wire::Plan>("plan"), JAXCONV_TRAITS);
+
+XLA_FFI_DEFINE_HANDLER(
+    kNormalised,
+    [](ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets, wire::Window window,
+       wire::Norm norm, wire::Plan plan) {
+      return Answer([&] { return Normalised(context, args, rets, window, norm, plan, false); });
+    },
+    JAXCONV_BASE.Attr<wire::Window>("window").Attr<wire::Norm>("norm").Attr<wire::Plan>("plan"),
+    JAXCONV_TRAITS);
+
+XLA_FFI_DEFINE_HANDLER(
+    kNormalisedWgrad,
+    [](ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets, wire::Window window,
+       wire::Norm norm, wire::Plan plan) {
+      return Answer([&] { return Normalised(context, args, rets, window, norm, plan, true); });
+    },
+    JAXCONV_BASE.Attr<wire::Window>("window").Attr<wire::Norm>("norm").Attr<wire::Plan>("plan"),
+    JAXCONV_TRAITS);
 
 XLA_FFI_DEFINE_HANDLER(
     kDense,
@@ -1152,6 +1204,8 @@ std::vector<std::pair<const char*, XLA_FFI_Handler*>> Handlers() {
       {"jaxconv_conv_dgrad_v2", kDgrad},
       {"jaxconv_conv_dgrad_add_v2", kDgradAdd},
       {"jaxconv_conv_wgrad_v2", kWgrad},
+      {"jaxconv_conv_normalised_v2", kNormalised},
+      {"jaxconv_conv_normalised_wgrad_v2", kNormalisedWgrad},
       {"jaxconv_dense_v2", kDense},
       {"jaxconv_matmul_v2", kDense},
 #if JAXCONV_ON_GPUS

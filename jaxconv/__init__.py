@@ -15,6 +15,7 @@ from jaxconv._export import check_exported, export_checks, portable_exported
 from jaxconv._launches import Launches, graph_options, launches
 from jaxconv.accelerate import accelerate
 from jaxconv.batchnorm import batchnorm
+from jaxconv.batchnorm_conv import batchnorm_conv
 from jaxconv.conv import conv1d, conv2d, conv3d
 from jaxconv.conv_batchnorm import conv_batchnorm
 from jaxconv.conv_transpose import conv_general_dilated, conv_transpose1d, conv_transpose2d, conv_transpose3d
@@ -40,6 +41,7 @@ __all__ = [
     "__version__",
     "accelerate",
     "batchnorm",
+    "batchnorm_conv",
     "check_exported",
     "checkpoint_policies",
     "conv1d",

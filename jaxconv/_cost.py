@@ -14,6 +14,7 @@ from jaxconv._problem import (
     ConvProblem,
     DenseProblem,
     GroupNormProblem,
+    NormalisedConvProblem,
     PoolProblem,
     SqueezeExciteProblem,
 )
@@ -107,5 +108,7 @@ def _flops(op: str, p: Any) -> int:
     epilogue = (
         bool(p.bias) + (p.activation.name != "none") + addend + 4 * (op == "conv_statistics") + (op == "dense_gradient")
     )
+    if isinstance(p, NormalisedConvProblem):
+        return p.flops + _flops("batchnorm_infer", p.norm)
     added = math.prod(p.x_shape) if op == "conv_dgrad_add" else math.prod(p.y_shape) * (op == "conv_add")
     return p.flops + epilogue * math.prod(p.y_shape) + added

@@ -18,7 +18,9 @@ from jax.lax import dot_general
 
 from jaxconv import _problem
 from jaxconv._activation import Activation, activate
-from jaxconv._problem import ConvProblem, DenseProblem
+from jaxconv._problem import BatchNormConvProblem, BatchNormProblem, ConvProblem, DenseProblem
+from jaxconv.batchnorm_conv import chain
+from jaxconv.batchnorm_conv import fork as forked_chain
 from jaxconv.conv import _run
 from jaxconv.conv_batchnorm import added, folded
 from jaxconv.conv_batchnorm import conv_batchnorm as pair
@@ -175,6 +177,72 @@ def conv_batchnorm(
         implementation=None,
         **norm,
     )
+
+
+def batchnorm_conv_problem(
+    before: dict[str, Any] | None,  # window, of conv_general_dilated
+    after: dict[str, Any],
+    channel_axis: int,
+    epsilon: float,
+    activation: Activation,
+    x: Any,
+    *filters: Any,  # before's, where there is one, and after's
+) -> BatchNormConvProblem | None:
+    """The problem of `batchnorm_conv` for arrays like these; None where it has none."""
+    windows = [window for window in (before, after) if window is not None]
+    bare: list[ConvProblem] = []
+    for window, w in zip(windows, filters, strict=True):
+        numbers = window["dimension_numbers"]
+        layout = conv_batchnorm_layout(numbers, x.ndim - 2, window["lhs_dilation"], channel_axis)
+        if layout is None or not pads_are_numbers(window["padding"]):
+            return None
+        p = ConvProblem.infer(
+            "batchnorm_conv",
+            x.ndim - 2,
+            x,
+            jax.eval_shape(lambda w, numbers=numbers, layout=layout: _in_layout(w, numbers, layout), w),
+            None,
+            stride=window["window_strides"],
+            padding=window["padding"],
+            dilation=window["rhs_dilation"],
+            groups=window["feature_group_count"],
+            precision=window["precision"],
+            layout=layout,
+            activation=None,
+            return_preactivation=False,
+            algorithm=None,
+            implementation=None,
+        )
+        if p.empty:
+            return None
+        bare.append(p)
+        x = jax.ShapeDtypeStruct(p.y_shape, p.dtype)
+    last = bare[-1]
+    norm = BatchNormProblem("batchnorm_conv", last.dtype, last.x_shape, channel_axis, True, 0.0, epsilon, activation)
+    return BatchNormConvProblem(norm, last, None if before is None else bare[0])
+
+
+def batchnorm_conv(
+    p: BatchNormConvProblem,
+    before: dict[str, Any] | None,
+    after: dict[str, Any],
+    operands: Sequence[Array],  # x, and before's w
+    scale: Array | None,  # (C,)
+    bias: Array | None,  # (C,)
+    w: Array,
+    forks: bool = False,
+) -> Any:
+    """(y, mean, variance) of a problem of `batchnorm_conv_problem`. With `forks` (x, that), as in `conv`."""
+    names = _problem.CHANNELS_LAST if p.conv.channels_last else _problem.CHANNELS_FIRST
+    layout = names[p.conv.nd]
+    x, *first = operands
+    first = [_in_layout(a, before["dimension_numbers"], layout) for a in first] if before is not None else []
+    shape, dtype = p.norm.param_shape, p.norm.param_dtype
+    # With no momentum the running statistics become those of the batch.
+    zeros = jnp.zeros(shape, dtype)
+    scale, bias = (jnp.ones(shape, dtype) if scale is None else scale), (zeros if bias is None else bias)
+    args = [x, *first, scale, bias, zeros, zeros, _in_layout(w, after["dimension_numbers"], layout)]
+    return forked_chain(p, *args) if forks else chain(p, *args)
 
 
 def linear_batchnorm_inference(

@@ -193,6 +193,7 @@ def _partition(p: ConvProblem, operands: str, results: str, channels: str, run: 
         "y": activations(k),
         "w": " ".join([*taps, "c", k] if p.channels_last else [k, "c", *taps]),
         "b": k,
+        "p": c,  # numbers for x's channels
     }
 
     def local(parts: Any) -> ConvProblem:

@@ -108,6 +108,12 @@ def _programs() -> dict[str, tuple[str, Any, Any]]:
     product = [jnp.ones(s, wide) for s in ((64, 64), (128, 64), (64, 128))]
     on_gpus = {"dense_gradient": ("dense_gradient", dz_and_db, product)} if PLATFORM == "cuda" else {}
 
+    depthwise = aligned[0], jnp.ones((3, 3, 1, 8), wide)
+
+    def normalised(x: jax.Array, w: jax.Array) -> jax.Array:
+        u = jnp.ones(8)
+        return jaxconv.batchnorm_conv(x, u, u, u, u, w, training=True, groups=8, activation="relu6", **native)[0]
+
     def trained(x: jax.Array, residual: jax.Array) -> jax.Array:
         return norm(x, v, v, v, v, residual=residual, training=True)[0].sum()
 
@@ -132,6 +138,12 @@ def _programs() -> dict[str, tuple[str, Any, Any]]:
         "conv_dgrad": ("conv_dgrad", jax.grad(lambda x, w: conv(x, w).sum()), (x, w)),
         "conv_dgrad_add": ("conv_dgrad_add", jax.grad(functools.partial(forked, **forced)), aligned),
         "conv_wgrad": ("conv_wgrad", jax.grad(lambda x, w: conv(x, w).sum(), 1), (x, w)),
+        "conv_normalised": ("conv_normalised", normalised, depthwise),
+        "conv_normalised_wgrad": (
+            "conv_normalised_wgrad",
+            jax.grad(lambda x, w: normalised(x, w).sum(), 1),
+            depthwise,
+        ),
         "dense": ("dense", functools.partial(dense, c=jnp.ones((5, 6)), beta=3.0, **fused), (m, w[0, 0], b)),
         "dense_row_bias": ("dense", functools.partial(dense, activation="relu"), (m, w[0, 0], jnp.ones((5, 1)))),
         "dense_instances": (
@@ -174,6 +186,8 @@ _NAMES = {
     "conv_dgrad": ("dy w", "dx"),
     "conv_dgrad_add": ("dy w c", "dx"),
     "conv_wgrad": ("x dy", "dw"),
+    "conv_normalised": ("x w scale bias mean var", "y"),
+    "conv_normalised_wgrad": ("x dy scale bias mean var", "dw"),
     "dense": ("x w b? c?", "y z?"),
     "dense_gradient": ("dy w kept", "dz db"),
     "matmul": ("x w", "y"),
@@ -191,7 +205,16 @@ _NAMES = {
 }
 # Ops younger than the first version of the wire
 YOUNGER = (
-    *("conv_add", "dense_gradient", "batchnorm_dx", "batchnorm_moments", "max_pool", "max_pool_backward"),
+    *(
+        "conv_add",
+        "conv_normalised",
+        "conv_normalised_wgrad",
+        "dense_gradient",
+        "batchnorm_dx",
+        "batchnorm_moments",
+        "max_pool",
+        "max_pool_backward",
+    ),
     *("groupnorm", "groupnorm_backward", "squeeze_excite", "squeeze_excite_backward"),
 )
 
@@ -209,6 +232,8 @@ def _operand(p: Any, kernel: str, name: str) -> tuple[Shape, str]:
         shapes = {"x": p.x_shape, "dy": p.x_shape, "w1": p.w1_shape, "w2": p.w2_shape, "b1": (p.hidden,)}
         shapes |= {"b2": (p.channels,), "z1": p.hidden_shape, "gate": p.mean_shape}
         return shapes[name], p.dtype if name in ("x", "dy") else p.param_dtype
+    if name in ("scale", "bias", "mean", "var"):
+        return p.norm.param_shape, p.norm.param_dtype
     if kernel.startswith("conv"):
         shapes = {"x": p.x_shape, "c": p.x_shape, "w": p.w_shape, "dy": p.y_shape, "b": (p.out_channels,)}
         shapes["residual"] = p.y_shape

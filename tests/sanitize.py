@@ -38,10 +38,12 @@ from jaxconv._problem import (
     ConvProblem,
     DenseProblem,
     GroupNormProblem,
+    NormalisedConvProblem,
     PoolProblem,
     SqueezeExciteProblem,
 )
 from jaxconv.batchnorm import backward, dx_of_sums, infer, moments, train
+from jaxconv.batchnorm_conv import normalised, normalised_wgrad
 from jaxconv.conv import conv_add, conv_kernel, dgrad, dgrad_add, fprop, statistics, wgrad
 from jaxconv.dense import dense_gradient, dense_kernel, matmul
 from jaxconv.groupnorm import backward as group_backward
@@ -188,6 +190,13 @@ def conv_calls(dtype: str, last: bool, algorithm: str, precision: str, shape: tu
     x, w, b = ((shape, dtype) for shape in (x, w, (k,)))
     forward = [(conv_kernel, p, [x, w, b]), (conv_add, p, [x, w, b, y]), (fprop, bare, [x, w])]
     forward += [(statistics, bare, [x, w])]
+    if algorithm.startswith("depthwise"):
+        # Of variances above -8, which random ones are.
+        of_norm = dict(vars(bare), epsilon=8.0)
+        param = [((c,), "float32")] * 4
+        for activation in ("relu6", "silu"):
+            q = NormalisedConvProblem(**of_norm, x_activation=_activation.parse("", activation))
+            forward += [(normalised, q, [x, w, *param]), (normalised_wgrad, q, [x, y, *param])]
     return [*forward, (dgrad, bare, [y, w]), (dgrad_add, bare, [y, w, x]), (wgrad, bare, [x, y])]
 
 

@@ -68,6 +68,8 @@ def test_an_extent_that_is_off_by_one_is_refused_by_name(name, side, array, turn
     shape, _ = getattr(direct_calls.example(name), side)[array]
     for axis in range(len(shape)):
         by = (1, -1)[(ARRAYS.index((name, side, array)) + axis + turn) % 2]
+        if side == "results" and shape[axis] + by == 0:
+            continue  # XLA makes no call for a result without elements
         call = direct_calls.example(name)
         arrays = getattr(call, side)
         shape, dtype = arrays[array]

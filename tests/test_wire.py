@@ -32,7 +32,7 @@ def example(name: str) -> tuple[Any, tuple[Any, ...]]:
     if name in ON_GPUS and PLATFORM == "cpu":
         pytest.skip(f"{name} has no native kernel on a CPU")
     if (
-        name in ("conv_statistics", "conv_dgrad_add", *ON_GPUS)
+        name in ("conv_statistics", "conv_dgrad_add", "conv_normalised", "conv_normalised_wgrad", *ON_GPUS)
         and PLATFORM == "cuda"
         and DEVICE.compute_capability != (9, 0)
     ):
@@ -42,6 +42,12 @@ def example(name: str) -> tuple[Any, tuple[Any, ...]]:
     aligned = (jnp.ones((2, 5, 5, 8), "bfloat16"), jnp.ones((3, 3, 8, 16), "bfloat16"))
     added = dict(algorithm="sm90") if PLATFORM == "cuda" else native
     aligned = aligned if PLATFORM == "cuda" else tuple(a.astype("float32") for a in aligned)
+    depthwise = jnp.ones((2, 5, 5, 8), aligned[0].dtype), jnp.ones((3, 3, 1, 8), aligned[0].dtype)
+
+    def batchnorm_conv(x: jax.Array, w: jax.Array) -> Any:
+        v = jnp.ones(8)
+        return jaxconv.batchnorm_conv(x, v, v, v, v, w, training=True, groups=8, activation="relu", **native)
+
     return {
         "conv": (functools.partial(conv, activation=("leaky_relu", 0.5)), (x, w, b)),
         "conv_add": (lambda x, w, b: conv(x, w, b, residual=jnp.ones((2, 5, 5, 6)), activation="relu"), (x, w, b)),
@@ -50,6 +56,8 @@ def example(name: str) -> tuple[Any, tuple[Any, ...]]:
         "conv_dgrad": (jax.grad(lambda x, w: conv(x, w).sum()), (x, w)),
         "conv_dgrad_add": (jax.grad(functools.partial(forked, **added)), aligned),
         "conv_wgrad": (jax.grad(lambda x, w: conv(x, w).sum(), 1), (x, w)),
+        "conv_normalised": (batchnorm_conv, depthwise),
+        "conv_normalised_wgrad": (jax.grad(lambda x, w: batchnorm_conv(x, w)[0].sum(), 1), depthwise),
         "dense": (functools.partial(dense, activation="gelu", alpha=2, beta=3.0), (jnp.ones((5, 4)), w[0, 0], b)),
         "matmul": (dense, (jnp.ones((5, 4)), w[0, 0])),
         "dense_gradient": (dz_and_db, tuple(jnp.ones(s, "bfloat16") for s in ((64, 64), (128, 64), (64, 128)))),
@@ -121,6 +129,8 @@ FORMAT = {
     "conv_dgrad": {"window": WINDOW, "plan": PLAN},
     "conv_dgrad_add": {"window": WINDOW, "plan": PLAN},
     "conv_wgrad": {"window": WINDOW, "plan": PLAN},
+    "conv_normalised": {"window": WINDOW, "norm": NORM, "plan": PLAN},
+    "conv_normalised_wgrad": {"window": WINDOW, "norm": NORM, "plan": PLAN},
     "dense": {"product": PRODUCT, "epilogue": EPILOGUE, "plan": PLAN},
     "dense_gradient": {"product": PRODUCT, "epilogue": EPILOGUE, "plan": PLAN},
     "matmul": {"product": PRODUCT, "epilogue": EPILOGUE, "plan": PLAN},

@@ -25,12 +25,15 @@ namespace {
 
 // The kernel as the plan names it, and nothing else: a plan that does not fit the problem, the device or the buffers is
 // refused here, once.
+// `n`: the batch-norm of x that the kernel is to read, or null.
 Status Confirm(ConvOp op, const char* name, const ConvProblem& p, const Plan& plan,
-               Workspace workspace, std::initializer_list<const void*> arrays) {
+               Workspace workspace, std::initializer_list<const void*> arrays,
+               const BatchNormProblem* n = nullptr) {
   const std::string what = Describe(name, p, plan);
   Device device;
   JAXCONV_RETURN_IF_ERROR(CurrentDevice(what, &device));
-  const std::string refusal = ConvRefusal(op, p, plan, device);
+  const std::string refusal = n == nullptr ? ConvRefusal(op, p, plan, device)
+                                           : NormalisedRefusal(op, p, n->activation, plan, device);
   if (!refusal.empty()) return Status::Unimplemented(what + ": " + refusal);
   for (const void* array : arrays) {
     if (reinterpret_cast<uintptr_t>(array) % 16 != 0)
@@ -137,6 +140,24 @@ Status ConvWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, con
     return Sm90Wgrad(ctx, conv::FoldPatches(p, false), plan, x, dy, dw, workspace);
   if (family == "stem") return StemWgrad(ctx, p, plan, x, dy, dw, workspace);
   return DirectWgrad(ctx, p, plan, x, dy, dw, workspace);
+}
+
+Status ConvNormalised(const Context& ctx, const ConvProblem& p, const BatchNormProblem& n,
+                      const Plan& plan, const void* x, const void* w, const void* scale,
+                      const void* bias, const void* mean, const void* var, void* y,
+                      Workspace workspace) {
+  JAXCONV_RETURN_IF_ERROR(
+      Confirm(ConvOp::kFprop, "conv_normalised", p, plan, workspace, {x, w, y}, &n));
+  return DepthwiseNormalised(ctx, p, n, plan, x, w, scale, bias, mean, var, y);
+}
+
+Status ConvNormalisedWgrad(const Context& ctx, const ConvProblem& p, const BatchNormProblem& n,
+                           const Plan& plan, const void* x, const void* dy, const void* scale,
+                           const void* bias, const void* mean, const void* var, void* dw,
+                           Workspace workspace) {
+  JAXCONV_RETURN_IF_ERROR(
+      Confirm(ConvOp::kWgrad, "conv_normalised_wgrad", p, plan, workspace, {x, dy, dw}, &n));
+  return DepthwiseNormalisedWgrad(ctx, p, n, plan, x, dy, scale, bias, mean, var, dw, workspace);
 }
 
 }  // namespace jaxconv::cuda

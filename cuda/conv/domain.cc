@@ -47,6 +47,14 @@ std::string ConvRefusal(ConvOp op, const ConvProblem& p, const Plan& plan, const
   return "there is no such kernel";
 }
 
+std::string NormalisedRefusal(ConvOp op, const ConvProblem& p, Activation activation,
+                              const Plan& plan, const Device& device) {
+  if (FamilyOf(plan.kernel) != "depthwise")
+    return "only depthwise kernels normalise what they read";
+  std::string why = conv::depthwise::RefuseNormalised(MemberOf(plan.kernel), p, activation);
+  return why.empty() ? ConvRefusal(op, p, plan, device) : why;
+}
+
 ConvProblem ConvFolded(const ConvProblem& p, bool dgrad) { return conv::FoldPatches(p, dgrad); }
 
 int64_t ConvWorkspace(ConvOp op, const ConvProblem& p, const Plan& plan) {

@@ -23,11 +23,13 @@ from jaxconv._problem import (
     GROUPNORM_ALGORITHMS,
     POOL_ALGORITHMS,
     SQUEEZE_EXCITE_ALGORITHMS,
+    BatchNormConvProblem,
     BatchNormProblem,
     ConvBatchNormProblem,
     ConvProblem,
     DenseProblem,
     GroupNormProblem,
+    NormalisedConvProblem,
     PoolProblem,
     SqueezeExciteProblem,
 )
@@ -41,6 +43,8 @@ OPS = {
     "conv_dgrad": "conv",
     "conv_dgrad_add": "conv",
     "conv_wgrad": "conv",
+    "conv_normalised": "conv",
+    "conv_normalised_wgrad": "conv",
     "dense": "dense",
     "dense_gradient": "dense",
     "matmul": "dense",
@@ -69,6 +73,10 @@ def plan(op: str, problem: Any, device: Device) -> Plan:
     """The plan for `op` on `device`; ValueError where a forced choice cannot run, with the reason."""
     if op == "conv_batchnorm":
         return _plan_conv_batchnorm(problem, device)
+    if op == "batchnorm_conv":
+        return _plan_batchnorm_conv(problem, device)
+    if op in conv.NORMALISED:
+        return _plan_normalised(op, problem, device)
     if op == "batchnorm_given":
         return Plan("calls", "the statistics are given: what is left is inference, and the running statistics' update")
     if op == "conv_add":
@@ -180,6 +188,55 @@ def _plan_conv_batchnorm(problem: ConvBatchNormProblem, device: Device) -> Plan:
         return two(f"no statistics from {algorithm}: {unsupported}")
     forced = f"algorithm='{algorithm}'" if p.algorithm else "implementation='native'"
     return Plan("calls", f"{forced} was asked for", "statistics")
+
+
+def _plan_normalised(op: str, p: NormalisedConvProblem, device: Device) -> Plan:
+    """A convolution (its weight gradient) that normalises x where it reads it, or two calls: the batch-norm and the
+    convolution, each with a plan of its own."""
+
+    def two(why: str, candidates: tuple[Candidate, ...] = ()) -> Plan:
+        return Plan("calls", f"a batch-norm, then a convolution: {why}", "two", candidates=candidates)
+
+    if p.implementation == "xla":
+        return two("implementation='xla' was asked for")
+    if disabled(op) or disabled("batchnorm_infer"):
+        return two(f"JAXCONV_DISABLE={os.environ['JAXCONV_DISABLE']}")
+    if _empty(p):
+        return two("there is nothing to compute")
+    if refusal := _refusal(p, device):
+        return two(refusal)
+    if p.algorithm is None and p.implementation != "native":
+        if device.partitioned:
+            return two("XLA partitions its own operations over devices; it would gather for a custom call")
+        found = _fastest(op, p, device)
+        return found if found.implementation == "native" else two(found.reason, found.candidates)
+    algorithm = p.algorithm or _ladder(op, p, device)
+    made_of = made(op, algorithm, p, device)
+    if isinstance(made_of, str):
+        return two(f"{algorithm} reads no batch-norm: {made_of}")
+    forced = f"algorithm='{algorithm}'" if p.algorithm else "implementation='native'"
+    return dataclasses.replace(made_of, reason=f"{forced} was asked for")
+
+
+def _plan_batchnorm_conv(p: BatchNormConvProblem, device: Device) -> Plan:
+    """ "normalised", or "two" calls; "statistics" in front where these leave the convolution before with its result."""
+    found = _plan_normalised("conv_normalised", p.normalised, device)
+    if found.implementation != "native":
+        return found
+    if disabled("batchnorm_train"):
+        return Plan("calls", f"JAXCONV_DISABLE={os.environ['JAXCONV_DISABLE']}", "two")
+    before = p.pair is not None and _plan_conv_batchnorm(p.pair, device).kernel == "statistics"
+    if not before and p.conv.implementation is None and p.conv.algorithm is None:
+        # x is read once more for its statistics. A batch-norm that keeps x on the device reads it once in all.
+        train = plan("batchnorm_train", p.norm, device)
+        known = measured.nearest("conv_normalised", p.normalised, device, found.kernel)
+        if known is not None and train.kernel.startswith("resident"):
+            steps = math.prod(p.conv.stride)
+            if known.xla_ms - known.native_ms[found.kernel] <= steps * _pass_over_y(known, p.conv, device):
+                why = f"{train.kernel} takes x's statistics and normalises it in one reading, which saves as much"
+                return Plan("calls", f"a batch-norm, then a convolution: {why}", "two", candidates=found.candidates)
+    reason = f"the convolution normalises what it reads: {found.reason}"
+    return Plan("calls", reason, "statistics, normalised" if before else "normalised", candidates=found.candidates)
 
 
 def _plan_conv_add(p: ConvProblem, device: Device) -> Plan:
@@ -646,6 +703,8 @@ def tiles(op: str, problem: Problem, device: Device) -> list[Plan]:
 
 
 def _fastest_on_cpu(op: str, problem: Problem) -> tuple[str | None, str]:
+    if op in conv.NORMALISED:
+        return None, "on the CPU a batch-norm is a pass of its own, inside the call or before it"
     if op == "conv_statistics":
         return None, "on the CPU its statistics cost a pass over its result, inside the call or behind it"
     if isinstance(problem, PoolProblem):

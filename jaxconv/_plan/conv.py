@@ -19,6 +19,7 @@ FAMILIES: dict[str, ModuleType] = {
     "stem": stem,
     "im2col": im2col,
 }
+NORMALISED = ("conv_normalised", "conv_normalised_wgrad")
 CHANNELS_LAST_ONLY = ("sm90", "implicit_gemm", "grouped", "stem")
 
 
@@ -57,6 +58,8 @@ def _refused(op: str, family: ModuleType) -> str | None:
         return "only sm90's epilogue sums up what it writes"
     if family is not sm90 and op == "conv_dgrad_add":
         return "only sm90 adds on its way"
+    if family is not depthwise and op in NORMALISED:
+        return "only depthwise kernels normalise what they read"
     return None
 
 
@@ -100,6 +103,8 @@ def every(op: str, p: ConvProblem, device: Device) -> Iterator[Plan]:
 
 def _on_cpu(op: str, algorithm: str, p: ConvProblem) -> Plan | str:
     """The CPU code owns its scratch."""
+    if op in NORMALISED and p.dtype not in ("float32", "float64"):
+        return "the CPU rounds to 16 bits only behind the call, and what is convolved is rounded before"
     if op == "conv_statistics" and p.dtype not in ("float32", "float64"):
         return "the CPU rounds to 16 bits only behind the call, and statistics are those of what was rounded"
     if family_of(algorithm) in CHANNELS_LAST_ONLY or "/" in algorithm:

@@ -26,7 +26,7 @@ def spreads(kernel: str, p: ConvProblem) -> bool:
 
 def wants(op: str, p: ConvProblem, device: Device) -> Iterator[Plan]:
     for kernel in KERNELS:
-        splits = _wgrad_splits(kernel, p, device) if op == "conv_wgrad" else 1
+        splits = _wgrad_splits(kernel, p, device) if op in ("conv_wgrad", "conv_normalised_wgrad") else 1
         yield Plan("native", "", f"depthwise/{kernel}", splits=splits)
 
 

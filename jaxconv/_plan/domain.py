@@ -16,6 +16,7 @@ from jaxconv._problem import (
     ConvProblem,
     DenseProblem,
     GroupNormProblem,
+    NormalisedConvProblem,
     PoolProblem,
     SqueezeExciteProblem,
 )
@@ -58,8 +59,10 @@ def conv_refusal(op: str, plan: Plan, p: ConvProblem, device: Device) -> str | N
 
     Else a sentence.
     """
-    limits = (*capability(device), device.sm_count)
-    return _native.cpu.conv_refusal(op, _conv(p), plan.kernel, plan.tile, plan.splits, plan.chunk, *limits) or None
+    made = plan.kernel, plan.tile, plan.splits, plan.chunk, *capability(device), device.sm_count
+    if isinstance(p, NormalisedConvProblem):
+        return _native.cpu.conv_normalised_refusal(op, _conv(p), p.x_activation.name, *made) or None
+    return _native.cpu.conv_refusal(op, _conv(p), *made) or None
 
 
 def folded(p: ConvProblem, dgrad: bool) -> ConvProblem:

@@ -5,7 +5,14 @@ settled; nothing below re-derives them. Problems are frozen and hashable: they a
 """
 
 from jaxconv._problem.batchnorm import BATCHNORM_ALGORITHMS, BatchNormAlgorithm, BatchNormProblem
-from jaxconv._problem.conv import CONV_ALGORITHMS, ConvAlgorithm, ConvBatchNormProblem, ConvProblem
+from jaxconv._problem.conv import (
+    CONV_ALGORITHMS,
+    BatchNormConvProblem,
+    ConvAlgorithm,
+    ConvBatchNormProblem,
+    ConvProblem,
+    NormalisedConvProblem,
+)
 from jaxconv._problem.dense import DENSE_ALGORITHMS, DenseAlgorithm, DenseProblem, MlpProblem
 from jaxconv._problem.groupnorm import GROUPNORM_ALGORITHMS, GroupNormAlgorithm, GroupNormProblem
 from jaxconv._problem.parse import (
@@ -54,6 +61,7 @@ __all__ = [
     "POOL_ALGORITHMS",
     "SQUEEZE_EXCITE_ALGORITHMS",
     "BatchNormAlgorithm",
+    "BatchNormConvProblem",
     "BatchNormProblem",
     "ConvAlgorithm",
     "ConvBatchNormProblem",
@@ -65,6 +73,7 @@ __all__ = [
     "GroupNormProblem",
     "Implementation",
     "MlpProblem",
+    "NormalisedConvProblem",
     "Pair",
     "PoolAlgorithm",
     "PoolProblem",

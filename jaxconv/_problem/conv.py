@@ -368,6 +368,65 @@ class ConvProblem:
 
 
 @dataclasses.dataclass(frozen=True)
+class NormalisedConvProblem(ConvProblem):
+    """A bare convolution of a batch-norm of x by known statistics, which is in no memory: see `norm`."""
+
+    epsilon: float = 0.0
+    x_activation: Activation = NO_ACTIVATION  # behind the batch-norm
+
+    @property
+    def norm(self) -> BatchNormProblem:
+        """The batch-norm, as inference."""
+        how = self.implementation if self.implementation == "xla" else None
+        shape, axis = self.x_shape, self.channel_axis
+        return BatchNormProblem(
+            self.name, self.dtype, shape, axis, False, 0.0, self.epsilon, self.x_activation, implementation=how
+        )
+
+    @property
+    def conv(self) -> ConvProblem:
+        """The convolution."""
+        return ConvProblem(**{field.name: getattr(self, field.name) for field in dataclasses.fields(ConvProblem)})
+
+    def __str__(self) -> str:
+        name = self.x_activation.name
+        behind = "" if name == "none" else f" + {self.x_activation}"
+        return f"batch-norm{behind}, {super().__str__()}"
+
+    @classmethod
+    def of(cls, norm: BatchNormProblem, conv: ConvProblem) -> NormalisedConvProblem:
+        """`conv` of what `norm` makes of x."""
+        fields = {field.name: getattr(conv, field.name) for field in dataclasses.fields(ConvProblem)}
+        return cls(**fields, epsilon=norm.epsilon, x_activation=norm.activation)
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchNormConvProblem:
+    """A batch-norm in training, its activation, and a bare convolution of the result; of x, or of x's convolution."""
+
+    norm: BatchNormProblem
+    conv: ConvProblem
+    before: ConvProblem | None = None  # bare: makes what is normalised
+    save: bool = False  # also return what the backward pass keeps
+
+    @property
+    def name(self) -> str:
+        return self.conv.name
+
+    @property
+    def normalised(self) -> NormalisedConvProblem:
+        return NormalisedConvProblem.of(self.norm, self.conv)
+
+    @property
+    def pair(self) -> ConvBatchNormProblem | None:
+        """The convolution before and the batch-norm."""
+        return None if self.before is None else ConvBatchNormProblem(self.before, self.norm)
+
+    def __str__(self) -> str:
+        return f"{'' if self.before is None else f'{self.before}, '}{self.normalised}"
+
+
+@dataclasses.dataclass(frozen=True)
 class ConvBatchNormProblem:
     """A bare convolution and the batch-norm, in training, of its result."""
 

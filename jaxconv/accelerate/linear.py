@@ -37,6 +37,10 @@ class Fused:
     layer: Node | None = None  # whose name it gets in profiles, where it is not the operation's own
     bias: Value | None = None
     activation: Activation = NO_ACTIVATION
+    # Of a batch-norm: a call of it and the convolution that is given, which alone reads its result; `again`: what that
+    # call makes in the place of this one
+    then: Callable[[Node], Fused | None] | None = None
+    again: Sequence[Value] = ()
 
 
 class Refusal(Exception):

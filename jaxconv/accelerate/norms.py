@@ -12,14 +12,15 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxconv import _fused, _problem
+from jaxconv import _fused, _plan, _problem
 from jaxconv._activation import Activation
 from jaxconv.accelerate.activations import Activated, Activations
 from jaxconv.accelerate.graph import Array, Node, Value, bare, channels_of, number_of, operands_of, unconverted
-from jaxconv.accelerate.linear import Before, Fused, Refusal, fork_of, linear_before, window_of
+from jaxconv.accelerate.linear import Before, Fused, Refusal, check_conv, fork_of, linear_before, window_of
 from jaxconv.accelerate.report import GRADIENT
 from jaxconv.batchnorm import batchnorm
 from jaxconv.conv_batchnorm import inference
@@ -268,6 +269,11 @@ def _needs(values: Sequence[Value], x: Value) -> bool:
     return False
 
 
+def chosen(p: _problem.BatchNormConvProblem) -> _plan.Plan:
+    """The plan of a batch-norm and a convolution on this process's device."""
+    return _plan.plan("batchnorm_conv", p, _plan.Device.default())
+
+
 def find_batchnorm(n: Normalised, activations: Activations, before: Before | None = None) -> Iterator[Fused]:
     """The replacements, those that take in most first: a residual may need what only comes later.
 
@@ -355,7 +361,44 @@ def find_batchnorm(n: Normalised, activations: Activations, before: Before | Non
         inputs = [*linear, *([shift] if shift else []), *operands]
         nodes = [n.result.node, *([z.node] if residual else []), *(activated.nodes if activated else [])]
         fork = fork_of(made_by, functools.partial(call, forks=True)) if made_by and training else None
-        return Fused(nodes, inputs, outputs, call, parts, fork, made_by)
+
+        def then(second: Node) -> Fused | None:
+            """With the convolution that alone reads the result, where the plan is one that normalises what it reads."""
+            same = training and residual is None and x is x0 and x0.dtype == dtype == out.dtype
+            if not same or shift or out.users != [second] or second.inputs[0] is not out:
+                return None
+            try:
+                check_conv(second)
+            except Refusal:
+                return None
+            windows = window_of(made_by) if made_by else None, window_of(second)
+            arrays = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (*linear, second.inputs[1])]
+            p = _fused.batchnorm_conv_problem(*windows, n.axis, n.epsilon, activation, *arrays)
+            if p is None or chosen(p).kernel == "two":
+                return None
+
+            def both(*values: Array, forks: bool = False) -> Sequence[Array]:
+                given = iter(values)
+                operands = [next(given) for _ in linear]
+                scales = [_row(next(given)) for _ in n.scales]
+                bias = _row(next(given)) if n.bias else None
+                scale = functools.reduce(jnp.multiply, scales) if scales else None
+                results = _fused.batchnorm_conv(p, *windows, operands, scale, bias, next(given), forks)
+                passed, (result, mean, var) = results if forks else (None, results)
+                statistics = [s.reshape(v.shape).astype(v.dtype) for s, v in ((mean, n.mean), (var, n.var))]
+                return [*[passed] * forks, result, *statistics]
+
+            return Fused(
+                [second],
+                [*inputs, second.inputs[1]],
+                [second.outputs[0], n.mean, n.var],
+                both,
+                [*parts, "conv"],
+                fork_of(made_by, functools.partial(both, forks=True)) if made_by else None,
+                again=(n.mean, n.var),
+            )
+
+        return Fused(nodes, inputs, outputs, call, parts, fork, made_by, then=then)
 
     def with_activation(z: Value, residual: Value | None) -> Iterator[Fused]:
         activated = activations.after(z)

@@ -52,6 +52,8 @@ class Rewriting:
         self._maker: dict[Value, Node] = {}  # of the values that a fused call makes
         self._covered: set[Node] = set()  # what fused calls stand for
         self._inner: dict[Node, dict[str, Any]] = {}  # changed parameters of nodes with functions inside
+        self._norms: dict[Value, Fused] = {}  # of the values that batch-norms give
+        self._chained: set[Node] = set()  # convolutions that are part of a batch-norm's call
         self._layers: dict[Value, Dense] = {}  # of the values that dense layers give, each a call of its own
         self._left: dict[Node, Finding] = {}  # what a later call may still take in
         self.over_batch: list[str] = []  # where what is normalised is by statistics of all images
@@ -89,6 +91,7 @@ class Rewriting:
                 if over_batch(n):
                     self.over_batch.append(str(node.name_stack))
                 linear = linear_before(unconverted(n.x), n.axis)
+                linear = None if linear is not None and linear.node in self._chained else linear
                 self._try("batchnorm", node, n.x.shape, lambda n=n, b=linear: find_batchnorm(n, self._activations, b))
             elif node in groups:
                 g = groups[node]
@@ -134,8 +137,15 @@ class Rewriting:
         gradient = find_gradient(node) if "transpose(" in self._scopes(node) else None
         if gradient is not None:
             yield gradient
-        else:
-            yield from find_conv(node, self._activations, lambda r: not added_later(node, r))
+            return
+        found = list(find_conv(node, self._activations, lambda r: not added_later(node, r)))
+        norm = self._norms.get(node.inputs[0])
+        both = norm.then(node) if norm is not None and norm.then is not None else None
+        if both is not None and all(len(one.parts) == 1 for one in found):  # nothing follows it in a call of its own
+            self._chained.add(node)
+            yield both  # the batch-norm's own call is then of no use
+            self._chained.remove(node)
+        yield from found
 
     def _denses(self, node: Node) -> Iterator[Fused]:
         layer = find_dense(node, self._activations)
@@ -166,6 +176,8 @@ class Rewriting:
                 layer, order = fused.layer or node, fused.nodes[-1].order
                 made = Node(order, fused.inputs, fused.outputs, layer.eqn, layer.name_stack, fused.call, fused.fork)
                 self._covered.update(fused.nodes)
+                if fused.then is not None:
+                    self._norms[fused.outputs[0]] = fused
                 self._maker.update(dict.fromkeys(fused.outputs, made))
                 if fused.layer in self._left:
                     self._report.remove(self._left.pop(fused.layer))
@@ -188,7 +200,9 @@ class Rewriting:
 
     def _fits(self, fused: Fused) -> bool:
         """Whether no other call stands for the same, and nothing that the call takes depends on what it makes."""
-        if self._covered.intersection(fused.nodes) or any(v in self._maker for v in fused.outputs):
+        if self._covered.intersection(fused.nodes) or any(
+            v in self._maker and v not in fused.again for v in fused.outputs
+        ):
             return False
         ends, seen, front = set(fused.outputs), set(), list(fused.inputs)
         while front:

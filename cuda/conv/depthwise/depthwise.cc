@@ -7,6 +7,8 @@
 namespace jaxconv::cuda {
 namespace {
 
+using conv::Normalisation;
+
 constexpr conv::Launchers kKernels[] = {
     {"depthwise/fma", conv::DepthwiseFma, conv::DepthwiseFmaWgrad},
     {"depthwise/mma", conv::DepthwiseMma, conv::DepthwiseMmaWgrad},
@@ -16,6 +18,12 @@ constexpr conv::Launchers kKernels[] = {
     {"depthwise/rows_mma", conv::DepthwiseRowsMma, conv::DepthwiseRowsMmaWgrad},
     {"depthwise/few", conv::DepthwiseFew, nullptr},  // its domain refuses weight gradients
 };
+
+Normalisation ToNormalisation(const BatchNormProblem& n, const void* scale, const void* bias,
+                              const void* mean, const void* var) {
+  const auto floats = [](const void* a) { return static_cast<const float*>(a); };
+  return {floats(scale), floats(bias), floats(mean), floats(var), float(n.epsilon), n.activation};
+}
 
 }  // namespace
 
@@ -32,6 +40,35 @@ Status DepthwiseDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan
 Status DepthwiseWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
                       const void* dy, void* dw, Workspace workspace) {
   return conv::Wgrad(kKernels, ctx, p, plan, x, dy, dw, workspace);
+}
+
+Status DepthwiseNormalised(const Context& ctx, const ConvProblem& p, const BatchNormProblem& n,
+                           const Plan& plan, const void* x, const void* w, const void* scale,
+                           const void* bias, const void* mean, const void* var, void* y) {
+  const std::string what = Describe("conv_normalised", p, plan);
+  const Normalisation to = ToNormalisation(n, scale, bias, mean, var);
+  if (plan.kernel == "depthwise/rows")
+    return conv::DepthwiseRowsNormalised(ctx, p, to, x, w, y, what);
+  if (plan.kernel == "depthwise/rows_strided")
+    return conv::DepthwiseRowsStridedNormalised(ctx, p, to, x, w, y, what);
+  return Status::Internal(what + ": no launcher");
+}
+
+Status DepthwiseNormalisedWgrad(const Context& ctx, const ConvProblem& p, const BatchNormProblem& n,
+                                const Plan& plan, const void* x, const void* dy, const void* scale,
+                                const void* bias, const void* mean, const void* var, void* dw,
+                                Workspace workspace) {
+  const std::string what = Describe("conv_normalised_wgrad", p, plan);
+  const Normalisation to = ToNormalisation(n, scale, bias, mean, var);
+  const bool strided = plan.kernel == "depthwise/rows_strided";
+  if (!strided && plan.kernel != "depthwise/rows") return Status::Internal(what + ": no launcher");
+  const auto launcher =
+      strided ? conv::DepthwiseRowsStridedNormalisedWgrad : conv::DepthwiseRowsNormalisedWgrad;
+  float* partials = plan.splits > 1 ? static_cast<float*>(workspace.data) : nullptr;
+  JAXCONV_RETURN_IF_ERROR(launcher(ctx, p, to, plan.splits, x, dy, dw, partials, what));
+  if (partials == nullptr) return Status::Ok();
+  return conv::SumPartials(ctx, p.dtype, partials, plan.splits, conv::FilterCount(p), {}, dw,
+                           what.c_str());
 }
 
 }  // namespace jaxconv::cuda

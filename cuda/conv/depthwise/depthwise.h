@@ -22,4 +22,13 @@ Status DepthwiseDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan
 Status DepthwiseWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
                       const void* dy, void* dw, Workspace workspace);
 
+// y, and dw, of x normalised where it is read: batchnorm_infer's a in the place of x. (C) each. NormalisedRefusal says what can.
+Status DepthwiseNormalised(const Context& ctx, const ConvProblem& p, const BatchNormProblem& n,
+                           const Plan& plan, const void* x, const void* w, const void* scale,
+                           const void* bias, const void* mean, const void* var, void* y);
+Status DepthwiseNormalisedWgrad(const Context& ctx, const ConvProblem& p, const BatchNormProblem& n,
+                                const Plan& plan, const void* x, const void* dy, const void* scale,
+                                const void* bias, const void* mean, const void* var, void* dw,
+                                Workspace workspace);
+
 }  // namespace jaxconv::cuda

@@ -167,6 +167,19 @@ inline std::string Refusal(std::string_view kernel, ConvOp op, const ConvProblem
   return "there is no such kernel";
 }
 
+// Besides Refusal, of x normalised where it is read: which kernels can, 3x3 in 16 bit.
+inline std::string RefuseNormalised(std::string_view kernel, const ConvProblem& p,
+                                    Activation activation) {
+  const bool plain = p.filter[1] == 3 && p.filter[2] == 3 && p.k == p.c && p.dilation[1] == 1 &&
+                     p.dilation[2] == 1;
+  const bool known = activation == Activation::kRelu || activation == Activation::kRelu6 ||
+                     activation == Activation::kSilu;
+  if ((kernel == "rows" || kernel == "rows_strided") && Half(p.dtype) && plain && known) return "";
+  return "only rows and rows_strided normalise what they read, 16-bit arrays with K = C under a "
+         "3x3 filter that is not "
+         "dilated, before relu, relu6 or silu";
+}
+
 inline int64_t Workspace(ConvOp op, const ConvProblem& p, const Plan& plan) {
   return op == ConvOp::kWgrad ? PartialsBytes(p, plan.splits) : 0;
 }

@@ -11,4 +11,21 @@ ForwardLauncher DepthwiseFma, DepthwiseMma, DepthwiseConv1d, DepthwiseRows, Dept
 WgradLauncher DepthwiseFmaWgrad, DepthwiseMmaWgrad, DepthwiseConv1dWgrad, DepthwiseRowsWgrad,
     DepthwiseRowsStridedWgrad, DepthwiseRowsMmaWgrad;
 
+// A batch-norm of x by known statistics, and what follows it: (C) each.
+struct Normalisation {
+  const float *scale, *bias, *mean, *var;
+  float epsilon;
+  Activation activation;
+};
+
+// y, or dw as a WgradLauncher's, of x normalised where it is read.
+using NormalisedLauncher = Status(const Context& ctx, const ConvProblem& p, const Normalisation& n,
+                                  const void* x, const void* w, void* y, const std::string& what);
+using NormalisedWgradLauncher = Status(const Context& ctx, const ConvProblem& p,
+                                       const Normalisation& n, int64_t splits, const void* x,
+                                       const void* dy, void* dw, float* partials,
+                                       const std::string& what);
+NormalisedLauncher DepthwiseRowsNormalised, DepthwiseRowsStridedNormalised;
+NormalisedWgradLauncher DepthwiseRowsNormalisedWgrad, DepthwiseRowsStridedNormalisedWgrad;
+
 }  // namespace jaxconv::cuda::conv

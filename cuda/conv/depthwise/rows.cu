@@ -17,7 +17,7 @@
 // Reads src about once from DRAM (rows and columns that blocks share again from L2), writes dst once.
 // Stores by TMA, through shared memory, lost 3 to 5% to stores from registers (H200).
 #include "cuda/conv/depthwise/kernels.h"
-
+#include "cuda/conv/depthwise/normalised.cuh"
 #include "cuda/conv/depthwise/rows.cuh"
 
 namespace jaxconv::cuda::conv {
@@ -36,7 +36,8 @@ struct RowsArgs {
   int pixel_bytes;  // of a slab of src
   int multiplier;   // K / C
   bool reverse;
-  RowDilation d;  // where the kernel is kDilated
+  RowDilation d;     // where the kernel is kDilated
+  NormalisedArgs n;  // where its input is not kPlain
 };
 
 // How the channels of src and dst meet: one to one; one of src for V of dst; pairs of src for one of
@@ -46,7 +47,7 @@ enum class Channels { kOne, kSpread, kGather };
 // kInline: the first thread is also the producer; otherwise a warp of its own is. 12 warps leave 168
 // registers to a thread, a thirteenth would leave 128.
 template <typename T, int V, int R, int kThreads, bool kInline, Channels kChannels, bool kDilated,
-          int kRun>
+          int kRun, Input kInput>
 __global__ void __launch_bounds__(kThreads, 1)
     DepthwiseRowsKernel(const __grid_constant__ RowsArgs<T> g) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -55,7 +56,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   constexpr int kIn = kChannels == Channels::kSpread ? 1
                       : kGather                      ? 2
                                                      : V;  // channels of src, at a time
+  constexpr bool kPlain = kInput == Input::kPlain;         // else there is no epilogue
   static_assert(!kGather || V == 1);
+  static_assert(kPlain || (kChannels == Channels::kOne && !kDilated && V == 2));
   extern __shared__ __align__(128) unsigned char cells[];
   const RowUnits& u = g.u;
   const uint32_t ring_at = SharedAddress(cells);
@@ -173,7 +176,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   };
   if (live) {
     filter(kGather ? channel * g.multiplier : channel);
-    if (g.epilogue.bias != nullptr) LoadVec<T, V>(g.epilogue.bias + channel, bias);
+    if (kPlain && g.epilogue.bias != nullptr) LoadVec<T, V>(g.epilogue.bias + channel, bias);
+  }
+  std::conditional_t<kPlain, std::nullptr_t, Normaliser<T, kInput>> normaliser{};
+  if constexpr (!kPlain) {
+    if (live) normaliser.Load(g.n.of, channel);
   }
   const int step = g.to.channels * column;  // to the next pixel
 
@@ -213,8 +220,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     };
     const auto store = [&](float (&row)[kRun][V]) {
       if (p >= at.p && p < at.end) {
-        if (g.epilogue.z != nullptr) put(g.epilogue.z + out, row);
-        if (g.epilogue.activation != Activation::kNone) {
+        if (kPlain && g.epilogue.z != nullptr) put(g.epilogue.z + out, row);
+        if (kPlain && g.epilogue.activation != Activation::kNone) {
 #pragma unroll
           for (int e = 0; e < kRun; ++e) {
             ApplyActivation(g.epilogue.activation, row[e], g.epilogue.slope);
@@ -268,6 +275,11 @@ __global__ void __launch_bounds__(kThreads, 1)
       __syncwarp();
       if (lane == 0) ring.Release();
       ring.Advance();
+      if constexpr (!kPlain) {
+        const InsideRow<S> inside(q - g.pad_w, g.from.w);
+#pragma unroll
+        for (int c = 0; c < kCols; ++c) normaliser.Apply(g.n, inside(c), in[c]);
+      }
       add();
       if constexpr (kGather) {
         if (live && g.multiplier > 2) filter(channel * g.multiplier);
@@ -295,7 +307,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 }
 
 template <typename T, int V, int R, int kThreads, bool kInline, Channels kChannels = Channels::kOne,
-          bool kDilated = false, int kRun = kRowRun>
+          bool kDilated = false, int kRun = kRowRun, Input kInput = Input::kPlain>
 Status Launch(const Context& ctx, RowsArgs<T> g, const void* src, DType dtype,
               const std::string& what) {
   constexpr int kItem = int(sizeof(T)), kProducer = kInline ? 0 : 32;
@@ -314,10 +326,23 @@ Status Launch(const Context& ctx, RowsArgs<T> g, const void* src, DType dtype,
   const int64_t blocks = CeilDiv(u.rows, u.share) * u.slabs;
   JAXCONV_RETURN_IF_ERROR(CheckBlocks(blocks, what));
   const int bytes = u.stages * (u.stage_bytes + 16);
-  const auto kernel = DepthwiseRowsKernel<T, V, R, kThreads, kInline, kChannels, kDilated, kRun>;
+  const auto kernel =
+      DepthwiseRowsKernel<T, V, R, kThreads, kInline, kChannels, kDilated, kRun, kInput>;
   JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
   kernel<<<unsigned(blocks), g.t.threads + kProducer, bytes, ctx.stream>>>(g);
   return LaunchStatus(what);
+}
+
+template <typename T>
+RowsArgs<T> MakeArgs(const ConvProblem& p, bool dgrad, const void* w, void* dst) {
+  RowsArgs<T> g{};
+  g.w = static_cast<const T*>(w);
+  g.dst = static_cast<T*>(dst);
+  SetRows(g, p, dgrad, dgrad);
+  g.reverse = dgrad;
+  g.multiplier = int(p.k / p.c);
+  g.d = DilationOf(p, g.to.h);
+  return g;
 }
 
 }  // namespace
@@ -327,14 +352,8 @@ Status DepthwiseRows(const Context& ctx, const ConvProblem& p, bool dgrad, const
                      const std::string& what) {
   return ForElement(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    RowsArgs<T> g{};
-    g.w = static_cast<const T*>(w);
-    g.dst = static_cast<T*>(dst);
+    RowsArgs<T> g = MakeArgs<T>(p, dgrad, w, dst);
     g.epilogue = MakeEpilogue<T>(e, bias, z);
-    SetRows(g, p, dgrad, dgrad);
-    g.reverse = dgrad;
-    g.multiplier = int(p.k / p.c);
-    g.d = DilationOf(p, g.to.h);
     if (p.dilation[1] > 1 || p.dilation[2] > 1) {
       if (p.filter[1] == 3 && g.to.w <= kShortRowRun * p.dilation[2]) {
         return Launch<T, 2, 3, 640, false, Channels::kOne, true, kShortRowRun>(ctx, g, src, p.dtype,
@@ -361,6 +380,19 @@ Status DepthwiseRows(const Context& ctx, const ConvProblem& p, bool dgrad, const
     } else {
       return Status::Internal(what + ": no kernel for 16-bit filters of 5x5 and 7x7");
     }
+  });
+}
+
+Status DepthwiseRowsNormalised(const Context& ctx, const ConvProblem& p, const Normalisation& n,
+                               const void* x, const void* w, void* y, const std::string& what) {
+  return ForHalf(p.dtype, what, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    RowsArgs<T> g = MakeArgs<T>(p, false, w, y);
+    g.n = MakeNormalised<T>(n);
+    return ForInput(n, what, [&](auto input) {
+      return Launch<T, 2, 3, 640, false, Channels::kOne, false, kRowRun, decltype(input)::value>(
+          ctx, g, x, p.dtype, what);
+    });
   });
 }
 

@@ -67,6 +67,19 @@ JAXCONV_HD int ColumnOf(const RowDilation& d, int i, int run) {
 
 // Along W: 7 d columns and their halo, of the fewest channels, fit a block's threads, a stage and a box.
 
+// Two 16-bit elements in a word, as float32.
+template <typename T>
+__device__ __forceinline__ void UnpackPair(uint32_t bits, float (&v)[2]) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    v[0] = __uint_as_float(bits << 16);
+    v[1] = __uint_as_float(bits & 0xffff0000u);
+  } else {
+    const float2 both = __half22float2(*reinterpret_cast<const __half2*>(&bits));
+    v[0] = both.x;
+    v[1] = both.y;
+  }
+}
+
 // V elements of T in shared memory, as float32.
 template <typename T, int V>
 __device__ __forceinline__ void UnpackShared(uint32_t address, float (&v)[V]) {
@@ -81,14 +94,7 @@ __device__ __forceinline__ void UnpackShared(uint32_t address, float (&v)[V]) {
   } else {
     uint32_t bits;
     asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(bits) : "r"(address));
-    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-      v[0] = __uint_as_float(bits << 16);
-      v[1] = __uint_as_float(bits & 0xffff0000u);
-    } else {
-      const float2 both = __half22float2(*reinterpret_cast<const __half2*>(&bits));
-      v[0] = both.x;
-      v[1] = both.y;
-    }
+    UnpackPair<T>(bits, v);
   }
 }
 

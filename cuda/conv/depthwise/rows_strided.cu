@@ -13,6 +13,7 @@
 //
 // Rows and columns outside the arrays come as zeros from TMA.
 #include "cuda/conv/depthwise/kernels.h"
+#include "cuda/conv/depthwise/normalised.cuh"
 #include "cuda/conv/depthwise/rows.cuh"
 
 namespace jaxconv::cuda::conv {
@@ -45,6 +46,8 @@ struct StridedArgs {
   int skip_h, skip_w;  // of dgrad: pairs of rows and columns that lie in the padding
   int pitch;           // pixels of a row of src in a stage
   uint32_t dy_at;      // in a stage
+  RowArray from;       // of src, where the kernel's input is not kPlain
+  NormalisedArgs n;
 };
 
 // Columns [begin, end) of `line`, whose column 0 is at `to`; `step` elements lie between two.
@@ -64,7 +67,7 @@ __device__ __forceinline__ void StoreColumns(T* to, int step, const float (&line
   }
 }
 
-template <typename T, Pass kPass, int kR>
+template <typename T, Pass kPass, int kR, Input kInput>
 __global__ void __launch_bounds__(Shape<kPass, kR>::kThreads, 1)
     DepthwiseStridedKernel(const __grid_constant__ StridedArgs<T> g) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -73,6 +76,8 @@ __global__ void __launch_bounds__(Shape<kPass, kR>::kThreads, 1)
   constexpr int kS = kR, M = (kR - 1) / 2;
   constexpr int kStep = kDgrad ? 1 : 2;  // of a column of the strip, in src
   constexpr int kCols = kDgrad ? kRun + M : 2 * (kRun - 1) + kS;
+  constexpr bool kPlain = kInput == Input::kPlain;  // else there is no epilogue
+  static_assert(kPlain || (!kDgrad && kV == 2));
   // Whether a row of src is read, its stage given back, and then used; larger filters leave no registers for a
   // whole row, and a stage of wgrad holds dy too.
   constexpr bool kReadFirst = kR == 3 && !kWgrad;
@@ -128,6 +133,10 @@ __global__ void __launch_bounds__(Shape<kPass, kR>::kThreads, 1)
   const uint32_t mine =
       uint32_t((of * g.pitch + col * kStep) * g.t.pixel_bytes + in_slab * int(sizeof(T)));
   float in[kCols][kV];
+  std::conditional_t<kPlain, std::nullptr_t, Normaliser<T, kInput>> normaliser{};
+  if constexpr (!kPlain) {
+    if (worker && channel < g.to.channels) normaliser.Load(g.n.of, channel);
+  }
   const auto release = [&] {
     __syncwarp();
     if (lane == 0) ring.Release();
@@ -144,11 +153,22 @@ __global__ void __launch_bounds__(Shape<kPass, kR>::kThreads, 1)
   const auto done = [&] {
     if constexpr (!kReadFirst) release();
   };
+  // Of row h of src.
+  const auto inside = [&](const RowUnit& at, int h) {
+    if constexpr (kPlain) {
+      return nullptr;
+    } else {
+      const bool row = unsigned(h) < unsigned(g.from.h);
+      return InsideRow<kS>(2 * (at.q + col) - g.pad_w, g.from.w, row);
+    }
+  };
   // use(e, s, column) for each tap s of column e that the row read meets; of dgrad for each pair e and its
   // pair s of taps. By columns of the row, of which few need be in registers at a time.
-  const auto meet = [&](auto use) {
+  // `inside`: which of them are x's.
+  const auto meet = [&](auto inside, auto use) {
 #pragma unroll
     for (int c = 0; c < kCols; ++c) {
+      if constexpr (!kPlain) normaliser.Apply(g.n, inside(c), in[c]);
 #pragma unroll
       for (int e = 0; e < kRun; ++e) {
         const int s = kDgrad ? e + M - c : c - 2 * e;
@@ -166,8 +186,8 @@ __global__ void __launch_bounds__(Shape<kPass, kR>::kThreads, 1)
         const RowUnit at = UnitOf(u, row, end);
         row += at.end - at.p;
         float grad[M + 1][kRun][kV] = {};  // grad[k] is row p - k of dy, or zeros
-        const auto add = [&](int parity) {
-          meet([&](int e, int s, const float (&x)[kV]) {
+        const auto add = [&](int p, int parity) {
+          meet(inside(at, 2 * p - g.pad_h + parity), [&](int e, int s, const float (&x)[kV]) {
 #pragma unroll
             for (int k = 0; 2 * k + parity < kR; ++k) {
 #pragma unroll
@@ -189,11 +209,11 @@ __global__ void __launch_bounds__(Shape<kPass, kR>::kThreads, 1)
             }
             UnpackShared<T, kV>(ring.At() + dy_mine + e * g.t.pixel_bytes, grad[0][e]);
           }
-          add(0);
+          add(p, 0);
           done();
           if (p == at.end + M - 1) break;
           read();  // x's next row
-          add(1);
+          add(p, 1);
           done();
         }
       }
@@ -211,7 +231,7 @@ __global__ void __launch_bounds__(Shape<kPass, kR>::kThreads, 1)
       for (int t = 0; t < kR * kS; ++t) {
         LoadVec<T, kV>(g.w + int64_t(t) * g.to.channels + channel, w[t / kS][t % kS]);
       }
-      if (g.epilogue.bias != nullptr) LoadVec<T, kV>(g.epilogue.bias + channel, bias);
+      if (kPlain && g.epilogue.bias != nullptr) LoadVec<T, kV>(g.epilogue.bias + channel, bias);
     }
     const int64_t to_row = int64_t(g.to.w) * g.to.channels;
     for (int64_t row = begin; row < end;) {
@@ -231,7 +251,7 @@ __global__ void __launch_bounds__(Shape<kPass, kR>::kThreads, 1)
         float even[M + 1][2 * kRun][kV] = {}, odd[M][2 * kRun][kV] = {};
         // in[c] is dy's column c - M of the first pair.
         const auto add = [&](float (&line)[2 * kRun][kV], const float (&f)[kS][kV]) {
-          meet([&](int e, int s, const float (&dy)[kV]) {
+          meet(nullptr, [&](int e, int s, const float (&dy)[kV]) {
 #pragma unroll
             for (int b = 0; b < 2 && 2 * s + b < kS; ++b) {
 #pragma unroll
@@ -283,7 +303,7 @@ __global__ void __launch_bounds__(Shape<kPass, kR>::kThreads, 1)
           }
         }
         const auto add = [&](int parity) {
-          meet([&](int e, int s, const float (&x)[kV]) {
+          meet(inside(at, 2 * (p + M) - g.pad_h + parity), [&](int e, int s, const float (&x)[kV]) {
 #pragma unroll
             for (int k = parity; k <= M; ++k) {
 #pragma unroll
@@ -299,8 +319,8 @@ __global__ void __launch_bounds__(Shape<kPass, kR>::kThreads, 1)
           add(0);
           done();
           if (p >= at.p) {
-            if (g.epilogue.z != nullptr) store(g.epilogue.z);
-            if (g.epilogue.activation != Activation::kNone) {
+            if (kPlain && g.epilogue.z != nullptr) store(g.epilogue.z);
+            if (kPlain && g.epilogue.activation != Activation::kNone) {
 #pragma unroll
               for (int e = 0; e < kRun; ++e) {
                 ApplyActivation(g.epilogue.activation, sum[0][e], g.epilogue.slope);
@@ -329,7 +349,7 @@ __global__ void __launch_bounds__(Shape<kPass, kR>::kThreads, 1)
 #endif
 }
 
-template <typename T, Pass kPass, int kR>
+template <typename T, Pass kPass, int kR, Input kInput = Input::kPlain>
 Status Launch(const Context& ctx, const ConvProblem& p, StridedArgs<T> g, int64_t splits,
               const void* src, const void* dy, const std::string& what) {
   constexpr bool kDgrad = kPass == Pass::kDgrad, kWgrad = kPass == Pass::kWgrad;
@@ -339,6 +359,7 @@ Status Launch(const Context& ctx, const ConvProblem& p, StridedArgs<T> g, int64_
   const int sms = Multiprocessors();
   const RowArray x = RowsOfX(p), y = RowsOfY(p);
   g.to = kDgrad ? x : y;
+  g.from = kDgrad ? y : x;
   g.pad_h = int(p.pad[1]);
   g.pad_w = int(p.pad[2]);
   RowArray walked = y;  // rows and columns that threads own
@@ -371,7 +392,7 @@ Status Launch(const Context& ctx, const ConvProblem& p, StridedArgs<T> g, int64_
   JAXCONV_RETURN_IF_ERROR(CheckBlocks(blocks, what));
   const int sums = kWgrad ? g.t.threads * kS * S::kV * 4 : 0;
   const int bytes = std::max(u.stages * (u.stage_bytes + 16), sums);
-  const auto kernel = DepthwiseStridedKernel<T, kPass, kR>;
+  const auto kernel = DepthwiseStridedKernel<T, kPass, kR, kInput>;
   JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
   kernel<<<unsigned(blocks), g.t.threads + 32, bytes, ctx.stream>>>(g);
   return LaunchStatus(what);
@@ -383,6 +404,17 @@ Status LaunchFilter(const Context& ctx, const ConvProblem& p, const StridedArgs<
   if (p.filter[1] == 3) return Launch<T, kPass, 3>(ctx, p, g, splits, src, dy, what);
   if (p.filter[1] == 5) return Launch<T, kPass, 5>(ctx, p, g, splits, src, dy, what);
   return Launch<T, kPass, 7>(ctx, p, g, splits, src, dy, what);
+}
+
+// Of x normalised, 3x3: fprop of 5x5 has no registers left for it.
+template <typename T, Pass kPass>
+Status LaunchNormalised(const Context& ctx, const ConvProblem& p, const Normalisation& n,
+                        StridedArgs<T> g, int64_t splits, const void* x, const void* dy,
+                        const std::string& what) {
+  g.n = MakeNormalised<T>(n);
+  return ForInput(n, what, [&](auto input) {
+    return Launch<T, kPass, 3, decltype(input)::value>(ctx, p, g, splits, x, dy, what);
+  });
 }
 
 }  // namespace
@@ -410,6 +442,31 @@ Status DepthwiseRowsStridedWgrad(const Context& ctx, const ConvProblem& p, int64
     g.dst = static_cast<T*>(dw);
     g.partials = partials;
     return LaunchFilter<T, Pass::kWgrad>(ctx, p, g, splits, x, dy, what);
+  });
+}
+
+Status DepthwiseRowsStridedNormalised(const Context& ctx, const ConvProblem& p,
+                                      const Normalisation& n, const void* x, const void* w, void* y,
+                                      const std::string& what) {
+  return ForHalf(p.dtype, what, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    StridedArgs<T> g{};
+    g.w = static_cast<const T*>(w);
+    g.dst = static_cast<T*>(y);
+    return LaunchNormalised<T, Pass::kFprop>(ctx, p, n, g, 1, x, nullptr, what);
+  });
+}
+
+Status DepthwiseRowsStridedNormalisedWgrad(const Context& ctx, const ConvProblem& p,
+                                           const Normalisation& n, int64_t splits, const void* x,
+                                           const void* dy, void* dw, float* partials,
+                                           const std::string& what) {
+  return ForHalf(p.dtype, what, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    StridedArgs<T> g{};
+    g.dst = static_cast<T*>(dw);
+    g.partials = partials;
+    return LaunchNormalised<T, Pass::kWgrad>(ctx, p, n, g, splits, x, dy, what);
   });
 }
 

@@ -15,6 +15,7 @@
 // of a channel's threads are added in shared memory in a fixed order at the end. Reads x and dy about once;
 // writes dw or, with several splits, a partial sum each.
 #include "cuda/conv/depthwise/kernels.h"
+#include "cuda/conv/depthwise/normalised.cuh"
 #include "cuda/conv/depthwise/rows.cuh"
 
 namespace jaxconv::cuda::conv {
@@ -33,14 +34,18 @@ struct RowsWgradArgs {
   int multiplier;     // K / C
   uint32_t dy_at;     // in a stage
   RowDilation d;      // where the kernel is kDilated
+  NormalisedArgs n;   // where its input is not kPlain
 };
 
 // kShared: the V channels of dy meet one of x.
-template <typename T, int V, int R, int kThreads, bool kShared, bool kDilated, int kRun>
+template <typename T, int V, int R, int kThreads, bool kShared, bool kDilated, int kRun,
+          Input kInput>
 __global__ void __launch_bounds__(kThreads, 1)
     DepthwiseRowsWgradKernel(const __grid_constant__ RowsWgradArgs<T> g) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   constexpr int S = R, kCols = kRun + S - 1, kIn = kShared ? 1 : V;
+  constexpr bool kPlain = kInput == Input::kPlain;
+  static_assert(kPlain || (!kShared && !kDilated && V == 2));
   extern __shared__ __align__(128) unsigned char cells[];
   const RowUnits& u = g.u;
   const uint32_t ring_at = SharedAddress(cells);
@@ -107,6 +112,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   const uint32_t dy_mine =
       g.dy_at + uint32_t((of * u.width + col) * g.t.pixel_bytes + in_slab * int(sizeof(T)));
 
+  std::conditional_t<kPlain, std::nullptr_t, Normaliser<T, kInput>> normaliser{};
+  if constexpr (!kPlain) {
+    if (worker && channel0 + in_slab < g.in.channels) {
+      normaliser.Load(g.n.of, channel0 + in_slab);
+    }
+  }
+
   float acc[R][S][V] = {};
   if (worker) {
     for (int64_t row = begin; row < end;) {
@@ -132,6 +144,11 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
           for (int c = 0; c < kCols; ++c) {
             UnpackShared<T, kIn>(ring.At() + x_mine + c * (g.x_pixel_bytes * column), in[c]);
+          }
+          if constexpr (!kPlain) {
+            const InsideRow<S> inside(at.q + col - g.pad_w, g.in.w);
+#pragma unroll
+            for (int c = 0; c < kCols; ++c) normaliser.Apply(g.n, inside(c), in[c]);
           }
 #pragma unroll
           for (int r = R - 1; r >= 0; --r) {
@@ -163,7 +180,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 }
 
 template <typename T, int V, int R, int kThreads, bool kShared = false, bool kDilated = false,
-          int kRun = kRowRun>
+          int kRun = kRowRun, Input kInput = Input::kPlain>
 Status Launch(const Context& ctx, RowsWgradArgs<T> g, int64_t splits, const void* x, const void* dy,
               DType dtype, const std::string& what) {
   constexpr int kItem = int(sizeof(T));
@@ -185,10 +202,24 @@ Status Launch(const Context& ctx, RowsWgradArgs<T> g, int64_t splits, const void
   const int64_t blocks = splits * u.slabs;
   JAXCONV_RETURN_IF_ERROR(CheckBlocks(blocks, what));
   const int bytes = std::max(u.stages * (u.stage_bytes + 16), g.t.threads * R * V * 4);
-  const auto kernel = DepthwiseRowsWgradKernel<T, V, R, kThreads, kShared, kDilated, kRun>;
+  const auto kernel = DepthwiseRowsWgradKernel<T, V, R, kThreads, kShared, kDilated, kRun, kInput>;
   JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
   kernel<<<unsigned(blocks), g.t.threads + 32, bytes, ctx.stream>>>(g);
   return LaunchStatus(what);
+}
+
+template <typename T>
+RowsWgradArgs<T> MakeArgs(const ConvProblem& p, void* dw, float* partials) {
+  RowsWgradArgs<T> g{};
+  g.dw = static_cast<T*>(dw);
+  g.partials = partials;
+  g.in = RowsOfX(p);
+  g.out = RowsOfY(p);
+  g.pad_h = int(p.pad[1]);
+  g.pad_w = int(p.pad[2]);
+  g.multiplier = int(p.k / p.c);
+  g.d = DilationOf(p, g.in.h);
+  return g;
 }
 
 }  // namespace
@@ -197,15 +228,7 @@ Status DepthwiseRowsWgrad(const Context& ctx, const ConvProblem& p, int64_t spli
                           const void* dy, void* dw, float* partials, const std::string& what) {
   return ForElement(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    RowsWgradArgs<T> g{};
-    g.dw = static_cast<T*>(dw);
-    g.partials = partials;
-    g.in = RowsOfX(p);
-    g.out = RowsOfY(p);
-    g.pad_h = int(p.pad[1]);
-    g.pad_w = int(p.pad[2]);
-    g.multiplier = int(p.k / p.c);
-    g.d = DilationOf(p, g.in.h);
+    const RowsWgradArgs<T> g = MakeArgs<T>(p, dw, partials);
     if (p.dilation[1] > 1 || p.dilation[2] > 1) {
       if (p.filter[1] == 3 && g.out.w <= kShortRowRun * p.dilation[2]) {
         return Launch<T, 2, 3, 640, false, true, kShortRowRun>(ctx, g, splits, x, dy, p.dtype,
@@ -227,6 +250,21 @@ Status DepthwiseRowsWgrad(const Context& ctx, const ConvProblem& p, int64_t spli
     } else {
       return Status::Internal(what + ": no kernel for 16-bit filters of 5x5 and 7x7");
     }
+  });
+}
+
+Status DepthwiseRowsNormalisedWgrad(const Context& ctx, const ConvProblem& p,
+                                    const Normalisation& n, int64_t splits, const void* x,
+                                    const void* dy, void* dw, float* partials,
+                                    const std::string& what) {
+  return ForHalf(p.dtype, what, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    RowsWgradArgs<T> g = MakeArgs<T>(p, dw, partials);
+    g.n = MakeNormalised<T>(n);
+    return ForInput(n, what, [&](auto input) {
+      return Launch<T, 2, 3, 640, false, false, kRowRun, decltype(input)::value>(ctx, g, splits, x,
+                                                                                 dy, p.dtype, what);
+    });
   });
 }
 
