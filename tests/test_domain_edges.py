@@ -22,7 +22,13 @@ from test_domain_sm90 import H200, conv, dense
 
 from jaxconv._activation import Activation
 from jaxconv._plan import Device, Plan, domain
-from jaxconv._problem import ConvProblem, GroupNormProblem, PoolProblem, SqueezeExciteProblem
+from jaxconv._problem import (
+    ConvProblem,
+    GroupNormProblem,
+    NormalisedConvProblem,
+    PoolProblem,
+    SqueezeExciteProblem,
+)
 
 SOURCES = pathlib.Path(__file__).parent.parent / "cuda"
 A100 = Device("cuda", "NVIDIA A100-SXM4-80GB", (8, 0), 108)
@@ -41,6 +47,10 @@ def of_dense(kernel: str, tile="", splits=1, device: Device = H200, **problem: A
 
 def depthwise(size: Any = (16, 16), c: int = 64, k: int | None = None, **options: Any) -> ConvProblem:
     return conv(size, c=c, k=c if k is None else k, groups=c, **options)
+
+
+def normalised(activation: str = "relu6", **options: Any) -> ConvProblem:
+    return NormalisedConvProblem(**vars(depthwise(**options)), x_activation=Activation(activation))
 
 
 def grouped(size: Any = (16, 16), **options: Any) -> ConvProblem:
@@ -335,6 +345,26 @@ YES_AND_NO: dict[str, tuple[Callable[[], Refusal], Callable[[], Refusal], str]] 
         lambda: of_conv("direct", conv(), "conv_statistics"),
         lambda: of_conv("sm90/statistics", conv(), "conv_statistics", "128x128"),
         "only sm90's epilogue",
+    ),
+    "normalised by sm90": (
+        lambda: of_conv("sm90/product", normalised(), "conv_normalised", "128x128"),
+        lambda: of_conv("depthwise/rows", normalised(), "conv_normalised"),
+        "only depthwise kernels normalise",
+    ),
+    "normalised under 5x5": (
+        lambda: of_conv("depthwise/rows_strided", normalised(stride=2, filter=5), "conv_normalised_wgrad"),
+        lambda: of_conv("depthwise/rows_strided", normalised(stride=2), "conv_normalised_wgrad"),
+        "3x3 filter",
+    ),
+    "normalised before gelu": (
+        lambda: of_conv("depthwise/rows", normalised("gelu"), "conv_normalised"),
+        lambda: of_conv("depthwise/rows", normalised("silu"), "conv_normalised"),
+        "before relu, relu6 or silu",
+    ),
+    "normalised in float32": (
+        lambda: of_conv("depthwise/rows", normalised(dtype="float32"), "conv_normalised"),
+        lambda: of_conv("depthwise/rows", normalised(dtype="float16"), "conv_normalised"),
+        "16-bit arrays",
     ),
     "depthwise of two channels a group": (
         lambda: of_conv("depthwise/fma", conv(c=64, k=64, groups=32)),

@@ -45,6 +45,10 @@ assert_type(
     jaxconv.conv_batchnorm(x, w, v, v, v, v, training=False, activation="relu6"),
     tuple[jax.Array, jax.Array, jax.Array],
 )
+assert_type(
+    jaxconv.batchnorm_conv(y, v, v, v, v, jnp.ones((3, 3, 1, 6)), training=True, groups=6, activation="silu"),
+    tuple[jax.Array, jax.Array, jax.Array],
+)
 assert_type(jaxconv.max_pool(y, 3, stride=2, padding="SAME"), jax.Array)
 assert_type(jaxconv.linen.max_pool(y, (2, 2), strides=(2, 2)), jax.Array)
 
