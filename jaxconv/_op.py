@@ -586,10 +586,11 @@ def fork(
     ad.primitive_jvps[primitive] = jvp_of_fork
 
     def call(problem: Any, *args: Array) -> tuple[Array, list[Array]]:
-        # Where types say how arrays are split, an op's arguments go through conversions of JAX's, the other users' not.
-        alike = _sharding.explicit_mesh([jax.typeof(a) for a in args]) is None
-        alike = alike and len({_compat.varying(a) for a in args}) == 1
-        passed, *outs = primitive.bind(*args, problem=problem) if alike else whole(*args, problem=problem)
+        # Where types say how arrays are split or over what they vary, an op's arguments go through conversions of JAX's.
+        # Of the first there may be none: its other users take it as it is.
+        varying = match_varying(*args)
+        same = varying[0] is args[0] and _sharding.explicit_mesh([jax.typeof(a) for a in args]) is None
+        passed, *outs = primitive.bind(*varying, problem=problem) if same else whole(*args, problem=problem)
         return passed, outs
 
     return call

@@ -425,3 +425,5 @@ def test_inside_shard_map():
     np.testing.assert_allclose(dx, jnp.concatenate([half[1] for half in halves]), rtol=2e-3, atol=1e-5)
     for g, a, b in zip(grads, halves[0][0], halves[1][0], strict=True):
         np.testing.assert_allclose(g, a + b, rtol=2e-3, atol=1e-4 * float(jnp.abs(g).max()))
+    adding = [sum(c.count for c in jaxconv.explain(g)(NET[0], IMAGES) if c.op == "conv_dgrad_add") for g in (f, step)]
+    assert adding[0] == adding[1] > 0  # filters do not vary over the mesh, images do
