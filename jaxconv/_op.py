@@ -586,7 +586,7 @@ def fork(
     ad.primitive_jvps[primitive] = jvp_of_fork
 
     def call(problem: Any, *args: Array) -> tuple[Array, list[Array]]:
-        # Where types say how arrays are split or over what they vary, an op's arguments go through conversions of JAX's;
+        # Where types say how arrays are split or over what they vary, arguments go through conversions of JAX's; but
         # not the first one, which its other users take as it is.
         varying = match_varying(*args)
         same = varying[0] is args[0] and _sharding.explicit_mesh([jax.typeof(a) for a in args]) is None
