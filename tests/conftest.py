@@ -137,6 +137,15 @@ def device() -> str:
 
 
 @pytest.fixture
+def full_locations():
+    """Programs that say where they are from as they do for users, for one test: `make test` asks for less."""
+    given = jax.config.jax_include_full_tracebacks_in_locations
+    jax.config.update("jax_include_full_tracebacks_in_locations", True)
+    yield
+    jax.config.update("jax_include_full_tracebacks_in_locations", given)
+
+
+@pytest.fixture
 def x64():
     """64-bit types, for one test."""
     with jax.enable_x64(True):

@@ -28,7 +28,8 @@ from tolerance import assert_close, assert_exact, eps, integers_for, largest_int
 
 import jaxconv
 from jaxconv import _plan
-from jaxconv._problem import ConvProblem
+from jaxconv._activation import Activation, activate
+from jaxconv._problem import ConvProblem, SqueezeExciteProblem
 
 KERNELS = importlib.import_module("jaxconv.conv")
 Shape = tuple[int, ...]
@@ -755,6 +756,126 @@ class ConvBatchNorm:
         return w if self.last else np.moveaxis(w, (0, 1), (-1, -2))
 
 
+@dataclasses.dataclass(frozen=True)
+class BatchNormConv:
+    """A batch-norm and the convolution of its result in one call equal the two calls, forward and gradients."""
+
+    window: Window
+    last: bool
+    training: bool
+    activation: str
+    implementation: str | None
+    seed: int
+
+    strategy: ClassVar[Any] = lambda: st.builds(
+        BatchNormConv,
+        windows(800),
+        st.booleans(),
+        st.booleans(),
+        st.sampled_from(ACTIVATIONS),
+        st.sampled_from(("native", None)),
+        st.integers(0, 99),
+    )
+
+    def check(self) -> None:
+        case, last, dtype = self.window, self.last, WIDE
+        if math.prod(case.x_shape[:-1]) < 4:  # the variance of a few numbers may be next to nothing
+            return
+        c, layout = case.channels, LAYOUTS[case.nd][not last]
+        x = normal(self.seed, case.x_shape, dtype)
+        given = {"x": images(x, last), "w": filters(normal(self.seed + 1, case.w_shape, dtype), last)}
+        given |= {
+            name: normal(self.seed + i, (c,), dtype) for i, name in enumerate(("scale", "bias", "running_mean"), 2)
+        }
+        given["running_var"] = np.abs(normal(self.seed + 5, (c,), dtype)) + 0.5
+        dy = images(normal(self.seed + 7, case.y_shape, dtype), last)
+        norm = dict(training=self.training, momentum=0.5, epsilon=1e-2)
+        mean, var = given["running_mean"], given["running_var"]
+        if self.training:
+            mean, var = (f(x.reshape(-1, c), 0) for f in (np.mean, np.var))
+        z = (x - mean) / np.sqrt(var + norm["epsilon"]) * given["scale"] + given["bias"]
+        if near_a_kink(self.activation, z, dtype):
+            return
+        norm |= {"activation": self.activation}
+
+        def whole(args: Any) -> Any:
+            options = dict(case.options, layout=layout, precision="highest", implementation=self.implementation)
+            return jaxconv.batchnorm_conv(**args, **options, **norm)
+
+        def two(args: Any) -> Any:
+            args = dict(args)
+            w, axis = args.pop("w"), -1 if last else 1
+            a, *rest = jaxconv.batchnorm(args.pop("x"), **args, **norm, channel_axis=axis, implementation="xla")
+            options = dict(case.options, layout=layout, precision="highest", implementation="xla")
+            return CONV[case.nd](a, w, **options), *rest
+
+        def run(f: Any, args: Any, dy: Any) -> Any:
+            (y, mean, var), pull = jax.vjp(f, args)
+            return y, mean, var, pull((dy, jnp.ones_like(mean), jnp.ones_like(var)))
+
+        with types_of(dtype):
+            args = {name: jnp.asarray(a, dtype) for name, a in given.items()}, jnp.asarray(dy, dtype)
+            ours, theirs = (jax.jit(functools.partial(run, f))(*args) for f in (whole, two))
+        assert_same_numbers(ours, theirs, "batchnorm_conv", 1e-6 if WIDE == "float64" else 1e-3)
+
+
+@dataclasses.dataclass(frozen=True)
+class SqueezeExcite:
+    """Squeeze-and-excitation by every algorithm, and as the plan has it, is the formula: y and all gradients."""
+
+    shape: Shape  # (N, ..., C)
+    hidden: int
+    activation: str
+    gate: str
+    biases: tuple[bool, bool]
+    seed: int
+
+    @staticmethod
+    @st.composite
+    def strategy(draw: Any) -> SqueezeExcite:
+        lead = draw(st.lists(st.sampled_from((1, 2, 3, 5, 9)), min_size=1, max_size=4))
+        return SqueezeExcite(
+            (*lead, draw(st.sampled_from((1, 2, 3, 4, 8, 12, 20, 40, 72)))),
+            draw(st.integers(1, 9)),
+            draw(st.sampled_from(ACTIVATIONS)),
+            draw(st.sampled_from(("sigmoid", "hard_sigmoid"))),
+            draw(st.tuples(st.booleans(), st.booleans())),
+            draw(st.integers(0, 99)),
+        )
+
+    def check(self) -> None:
+        dtype, c, r = WIDE, self.shape[-1], self.hidden
+        x, w1, b1, w2, b2, dy = (
+            normal(self.seed + i, shape, dtype)
+            for i, shape in enumerate((self.shape, (c, r), (r,), (r, c), (c,), self.shape))
+        )
+        b1, b2 = (b if has else None for b, has in zip((b1, b2), self.biases, strict=True))
+        z1 = x.reshape(self.shape[0], -1, c).mean(1) @ w1 + (0 if b1 is None else b1)
+        if near_a_kink(self.activation, z1, dtype):
+            return
+
+        def run(more: dict[str, Any], dy: Any, *args: Any) -> Any:
+            options = dict(activation=self.activation, gate=self.gate, **more)
+            y, pull = jax.vjp(lambda *args: jaxconv.squeeze_excite(*args, **options), *args)
+            return y, pull(dy)
+
+        with types_of(dtype):
+            given = [None if a is None else jnp.asarray(a, dtype) for a in (dy, x, w1, b1, w2, b2)]
+            if self.gate == "hard_sigmoid":  # its kinks
+                h = activate(Activation(self.activation), jnp.asarray(z1))
+                z2 = np.asarray(h @ given[4]) + (0 if b2 is None else b2)
+                if near_a_kink("relu6", z2 + 3, dtype):
+                    return
+            theirs = jax.jit(functools.partial(run, dict(implementation="xla")))(*given)
+            problem = SqueezeExciteProblem(
+                "squeeze_excite", dtype, self.shape, r, Activation(self.activation), self.gate
+            )
+            known = sorted({plan.kernel for plan in _plan.every("squeeze_excite", problem, DEVICE)})
+            for more in ({}, *(dict(algorithm=algorithm) for algorithm in known)):
+                ours = jax.jit(functools.partial(run, more))(*given)
+                assert_same_numbers(ours, theirs, f"squeeze_excite {more}", 1e-6 if WIDE == "float64" else 1e-3)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # As lax and Flax do: results, and what is refused
 
@@ -1341,6 +1462,8 @@ PROPERTIES: dict[str, Any] = {
         GroupNorm,
         LayerNorm,
         ConvBatchNorm,
+        BatchNormConv,
+        SqueezeExcite,
         Lax,
         Flax,
         Composed,

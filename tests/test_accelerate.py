@@ -1781,6 +1781,7 @@ def test_errors_name_the_function_and_its_arguments(f, name):
     assert "the arguments params['w'] and batch." in str(error.value)
 
 
+@pytest.mark.usefixtures("full_locations")
 def test_profiler_scopes_keep_the_layers_names():
     def model(x, w, b, v):
         with jax.named_scope("C"):
@@ -1800,12 +1801,7 @@ def test_profiler_scopes_keep_the_layers_names():
 
     expected = [("jaxconv_conv", "C/c1"), ("jaxconv_conv_batchnorm", "C/c2"), ("jaxconv_dense", "C/head")]
     assert scopes(accelerate(model)) == expected
-    kept = jax.config.jax_include_full_tracebacks_in_locations
-    jax.config.update("jax_include_full_tracebacks_in_locations", True)  # `make test` asks for less
-    try:
-        text = jax.jit(accelerate(jax.jit(jax.checkpoint(model)))).lower(X, W, B, W2).as_text(debug_info=True)
-    finally:
-        jax.config.update("jax_include_full_tracebacks_in_locations", kept)
+    text = jax.jit(accelerate(jax.jit(jax.checkpoint(model)))).lower(X, W, B, W2).as_text(debug_info=True)
     assert "C/c1/" in text and "C/head/" in text
 
 

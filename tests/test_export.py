@@ -316,6 +316,7 @@ def test_donation():
     assert x.is_deleted()
 
 
+@pytest.mark.usefixtures("full_locations")
 def test_named_scopes_and_the_callers_line():
     """Profiles show the user's scope, our op's name and the line of the call, not ours."""
 
