@@ -32,7 +32,7 @@ from benchmarks.cases import (
 from benchmarks.check import EPSILON, MOMENTUM
 from jaxconv import _plan
 from jaxconv._activation import Activation
-from jaxconv._problem import ConvProblem, DenseProblem, NormalisedConvProblem, parse_precision
+from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem, NormalisedConvProblem, parse_precision
 from jaxconv.batchnorm_conv import normalised, normalised_wgrad
 from jaxconv.conv import fprop, wgrad
 from jaxconv.dense import dense_gradient
@@ -241,8 +241,9 @@ def normalised_problem(case: BatchNormConvCase, setting: Setting, **choice: Any)
         return_preactivation=False,
         **{"algorithm": None, "implementation": None, **choice},
     )
-    fields = {field.name: getattr(conv, field.name) for field in dataclasses.fields(ConvProblem)}
-    return NormalisedConvProblem(**fields, epsilon=EPSILON, x_activation=Activation(case.activation))
+    activation = Activation(case.activation)
+    norm = BatchNormProblem(conv.name, conv.dtype, x.shape, conv.channel_axis, False, 0.0, EPSILON, activation)
+    return NormalisedConvProblem.of(norm, conv)
 
 
 def _our_normalised(case: BatchNormConvCase, pass_: str, setting: Setting, **choice: Any) -> Job:

@@ -396,8 +396,7 @@ class NormalisedConvProblem(ConvProblem):
     @classmethod
     def of(cls, norm: BatchNormProblem, conv: ConvProblem) -> NormalisedConvProblem:
         """`conv` of what `norm` makes of x."""
-        fields = {field.name: getattr(conv, field.name) for field in dataclasses.fields(ConvProblem)}
-        return cls(**fields, epsilon=norm.epsilon, x_activation=norm.activation)
+        return cls(**vars(conv), epsilon=norm.epsilon, x_activation=norm.activation)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,13 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxconv import _fused, _plan, _problem
+from jaxconv import _fused, _problem
 from jaxconv._activation import Activation
 from jaxconv.accelerate.activations import Activated, Activations
 from jaxconv.accelerate.graph import Array, Node, Value, bare, channels_of, number_of, operands_of, unconverted
 from jaxconv.accelerate.linear import Before, Fused, Refusal, check_conv, fork_of, linear_before, window_of
 from jaxconv.accelerate.report import GRADIENT
 from jaxconv.batchnorm import batchnorm
+from jaxconv.batchnorm_conv import chosen
 from jaxconv.conv_batchnorm import inference
 
 
@@ -267,11 +268,6 @@ def _needs(values: Sequence[Value], x: Value) -> bool:
             seen.add(v.node)
             front += v.node.inputs
     return False
-
-
-def chosen(p: _problem.BatchNormConvProblem) -> _plan.Plan:
-    """The plan of a batch-norm and a convolution on this process's device."""
-    return _plan.plan("batchnorm_conv", p, _plan.Device.default())
 
 
 def find_batchnorm(n: Normalised, activations: Activations, before: Before | None = None) -> Iterator[Fused]:
