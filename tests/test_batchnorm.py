@@ -294,6 +294,24 @@ def test_every_activation_in_vectors_errs_no_more_than_twice_xla(activation, dty
     compare((9, 7, 7, 48), -1, dtype, True, activation, False)
 
 
+# Rows that two_read passes through a ring in shared memory on Hopper: tensors and halves of at least 4 MB.
+STREAMS = {
+    (128, 33, 31, 40): "512 threads are no multiple of a row's 5 vectors (10 in float32); the last stage is cut off",
+    (4, 41, 31, 1000): "rows of 125 vectors (250)",
+    (1042, 4096): "a stage is one row of 512 vectors; in float32 a row is longer, and threads read for themselves",
+}
+
+
+@pytest.mark.skipif(PLATFORM != "cuda", reason="the CPU has one walk for all sizes")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("shape", STREAMS, ids=str)
+def test_large_tensors_err_no_more_than_twice_xla(shape, dtype):
+    for activation, residual in (("relu", True), ("silu", False), ("relu6", False), ("tanh", True), ("gelu", False)):
+        compare(shape, -1, dtype, True, activation, residual, ("two_read",))
+    compare(shape, -1, dtype, False, "silu", True, ("two_read",))
+    compare_halves(shape, -1, dtype, "relu", True)
+
+
 FIRST = (*NATIVE_IN_FLOAT64, None)[0]
 
 # What resident_team lays out differently: a team of one CTA and of many; groups that it takes in turn; shares that do

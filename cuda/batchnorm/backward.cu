@@ -12,12 +12,15 @@
 // there is none: what is left is to add the parts up. Second walk, channels-first: a pass over
 // the sums finishes them, and the tensors are mapped in the order of memory (flat.cuh).
 //
+// Large channels-last tensors pass through a ring in shared memory on the way (stream.cuh), in both walks.
+//
 // dx of given sums is the second walk alone.
 #include "cuda/batchnorm/batchnorm.h"
 #include "cuda/batchnorm/channel.cuh"
 #include "cuda/batchnorm/flat.cuh"
 #include "cuda/batchnorm/launch.h"
 #include "cuda/batchnorm/parts.cuh"
+#include "cuda/batchnorm/stream.cuh"
 #include "cuda/core/reduce.cuh"
 
 namespace jaxconv::cuda::batchnorm {
@@ -202,6 +205,77 @@ __global__ void __launch_bounds__(kThreads, V == 1 ? 3 : 2)
   }
 }
 
+JAXCONV_HD StreamInput StreamOf(const BackwardTensors& t) {
+  return {{t.x, t.dy, t.residual}, t.residual != nullptr ? 3 : 2};
+}
+
+// The first walk, through a ring.
+template <typename T, int V, Form kForm>
+__global__ void __launch_bounds__(kStreamBlock, 1)
+    GradientSumStreamKernel(const __grid_constant__ BackwardArgs p, float* sums,
+                            const __grid_constant__ StreamShape s) {
+  const Layout& a = p.layout;
+  const int64_t channel = int64_t{threadIdx.x % a.lanes} * V;
+  Affine mine[V];
+#pragma unroll
+  for (int j = 0; j < V; ++j) mine[j] = SavedChannel(p, channel + j);
+  const bool has_residual = p.t.residual != nullptr;
+  float s1[V] = {}, s2[V] = {};
+  WalkStream<false, Raw<T, V>>(s, StreamOf(p.t),
+                               [&](const Raw<T, V>(&v)[kStreamTensors], int64_t at) {
+                                 float centred[V], dz[V];
+                                 Backpropagate<T, V, kForm>(v[0], v[1], v[2], has_residual, mine,
+                                                            p.activation, p.slope, centred, dz);
+#pragma unroll
+                                 for (int j = 0; j < V; ++j) {
+                                   s1[j] += dz[j];
+                                   s2[j] = fmaf(dz[j], centred[j], s2[j]);
+                                 }
+                                 if (p.t.dresidual != nullptr)
+                                   Write<T, V>(p.t.dresidual, at, Pack<T, V>(dz));
+                               });
+  if (threadIdx.x >= kStreamThreads) return;
+  const auto sync = [] { NamedBarrier(kStreamBarrier, kStreamThreads); };
+  sync();  // the ring is free
+  WriteParts<V, true, kStreamThreads>(a, Place{0, blockIdx.x, 0}, gridDim.x, s1, s2,
+                                      reinterpret_cast<float*>(stream_ring), sums, sync);
+}
+
+// The second walk, through a ring.
+template <typename T, int V, Form kForm>
+__global__ void __launch_bounds__(kStreamBlock, 1)
+    GradientStreamKernel(const __grid_constant__ BackwardArgs p,
+                         const __grid_constant__ StreamShape s) {
+  const Layout& a = p.layout;
+  const int64_t channel = int64_t{threadIdx.x % a.lanes} * V;
+  const bool writes = blockIdx.x == 0 && threadIdx.x < a.lanes;
+  Affine mine[V];
+  Gradient to_dx[V];
+#pragma unroll
+  for (int j = 0; j < V; ++j) {
+    const int64_t row = channel + j;
+    mine[j] = SavedChannel(p, row);
+    if (p.sums != nullptr) {
+      const float s1 = SumParts(p.sums, row, p.parts);
+      const float s2 = SumParts(p.sums, a.channels + row, p.parts);
+      to_dx[j] = BackwardChannel(p, row, p.t.rstd[row], s1, s2, writes);
+    } else {
+      to_dx[j] = GivenGradient(p, row);
+    }
+  }
+  const bool has_residual = p.t.residual != nullptr;
+  WalkStream<true, Raw<T, V>>(
+      s, StreamOf(p.t), [&](const Raw<T, V>(&v)[kStreamTensors], int64_t at) {
+        float centred[V], dz[V];
+        Backpropagate<T, V, kForm>(v[0], v[1], v[2], has_residual, mine, p.activation, p.slope,
+                                   centred, dz);
+        if (p.t.dresidual != nullptr) WriteOnce<T, V>(p.t.dresidual, at, Pack<T, V>(dz));
+        if (p.t.dx != nullptr) {
+          WriteOnce<T, V>(p.t.dx, at, InputGradient<T, V>(centred, dz, mine, to_dx));
+        }
+      });
+}
+
 // A channel a warp: dscale, dbias, and what the flat walk needs of them.
 __global__ void __launch_bounds__(kThreads)
     FinishGradientKernel(const __grid_constant__ BackwardArgs p, Gradient* gradients) {
@@ -286,6 +360,26 @@ Status LaunchGradientFlat(const Context& ctx, const BatchNormProblem& p, Backwar
   return LaunchStatus(what + " dx");
 }
 
+// The second walk, channels last or element by element, of the grid that args.layout and args.pieces say.
+template <typename I, Form kForm>
+Status LaunchGradient(const Context& ctx, const BatchNormProblem& p, BackwardArgs args,
+                      const std::string& what) {
+  using T = typename I::T;
+  if constexpr (I::kLast && I::V > 1) {
+    StreamShape stream{};
+    if (args.t.dx != nullptr || args.t.dresidual != nullptr) {
+      const int tensors = StreamOf(args.t).count;
+      JAXCONV_RETURN_IF_ERROR(MakeStream<I>(p, tensors, kMaxPositions, what, args.layout, stream));
+    }
+    if (stream.blocks > 0) {
+      return LaunchStream(ctx, stream, what, GradientStreamKernel<T, I::V, kForm>, args);
+    }
+  }
+  const unsigned blocks = static_cast<unsigned>(args.layout.tiles * args.pieces * p.batch);
+  GradientKernel<T, I::V, I::kLast, kForm><<<blocks, kThreads, 0, ctx.stream>>>(args);
+  return LaunchStatus(what);
+}
+
 }  // namespace
 
 Status TwoReadBackward(const Context& ctx, const BatchNormProblem& p, int64_t splits,
@@ -315,27 +409,40 @@ Status TwoReadBackward(const Context& ctx, const BatchNormProblem& p, int64_t sp
     const unsigned sum_blocks = static_cast<unsigned>(a.tiles * splits * p.batch);
     return WithForm<I>(p.activation, [&](auto form) {
       constexpr Form kForm = decltype(form)::value;
-      GradientSumKernel<T, I::V, I::kLast, kForm>
-          <<<sum_blocks, kThreads, 0, ctx.stream>>>(sum_args, sums);
-      JAXCONV_RETURN_IF_ERROR(LaunchStatus(what + " sums"));
+      int64_t parts = splits;
+      StreamShape stream{};
+      if constexpr (I::kLast && I::V > 1) {
+        const int tensors = StreamOf(sum_args.t).count;
+        JAXCONV_RETURN_IF_ERROR(MakeStream<I>(p, tensors, splits, what, sum_args.layout, stream));
+        if (stream.blocks > 0) {
+          parts = stream.blocks;
+          JAXCONV_RETURN_IF_ERROR(LaunchStream(ctx, stream, what + " sums",
+                                               GradientSumStreamKernel<T, I::V, kForm>, sum_args,
+                                               sums));
+        }
+      }
+      if (stream.blocks == 0) {
+        GradientSumKernel<T, I::V, I::kLast, kForm>
+            <<<sum_blocks, kThreads, 0, ctx.stream>>>(sum_args, sums);
+        JAXCONV_RETURN_IF_ERROR(LaunchStatus(what + " sums"));
+      }
       args.sums = sums;
+      args.parts = parts;
       // `totals` has room for two floats a channel.
       Gradient* gradients = reinterpret_cast<Gradient*>(totals);
       // Up to kInlineParts are added up in the order of the second walk, which a gradient without dx has the bits of.
-      if (!writes && splits > kInlineParts) return FinishGradient(ctx, args, gradients, what);
+      if (!writes && parts > kInlineParts) return FinishGradient(ctx, args, gradients, what);
       if constexpr (I::V > 1 && !I::kLast) {
         JAXCONV_RETURN_IF_ERROR(FinishGradient(ctx, args, gradients, what));
         if (!writes) return Status::Ok();
         return LaunchGradientFlat<I, kForm>(ctx, p, args, gradients, what);
       } else {
-        if (splits > kInlineParts) {
-          JAXCONV_RETURN_IF_ERROR(AddParts(ctx, 2 * rows, splits, sums, totals, what + " parts"));
+        if (parts > kInlineParts) {
+          JAXCONV_RETURN_IF_ERROR(AddParts(ctx, 2 * rows, parts, sums, totals, what + " parts"));
           args.sums = totals;
           args.parts = 1;
         }
-        const unsigned blocks = static_cast<unsigned>(a.tiles * args.pieces * p.batch);
-        GradientKernel<T, I::V, I::kLast, kForm><<<blocks, kThreads, 0, ctx.stream>>>(args);
-        return LaunchStatus(what + " dx");
+        return LaunchGradient<I, kForm>(ctx, p, args, what + " dx");
       }
     });
   });
@@ -354,13 +461,9 @@ Status DxOfSums(const Context& ctx, const BatchNormProblem& p, int64_t count,
         return LaunchGradientFlat<I, kForm>(ctx, p, args, nullptr, what);
       } else {
         args.layout = BlockLayout(p, I::kLast, I::V);
-        const Layout& a = args.layout;
-        args.pieces = Pieces(a, 2 * Bytes(p));
-        JAXCONV_RETURN_IF_ERROR(CheckGrid(a.tiles, args.pieces, p.batch, what));
-        const unsigned blocks = static_cast<unsigned>(a.tiles * args.pieces * p.batch);
-        GradientKernel<typename I::T, I::V, I::kLast, kForm>
-            <<<blocks, kThreads, 0, ctx.stream>>>(args);
-        return LaunchStatus(what + " dx");
+        args.pieces = Pieces(args.layout, 2 * Bytes(p));
+        JAXCONV_RETURN_IF_ERROR(CheckGrid(args.layout.tiles, args.pieces, p.batch, what));
+        return LaunchGradient<I, kForm>(ctx, p, args, what + " dx");
       }
     });
   });

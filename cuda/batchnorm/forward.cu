@@ -15,6 +15,7 @@
 #include "cuda/batchnorm/flat.cuh"
 #include "cuda/batchnorm/launch.h"
 #include "cuda/batchnorm/parts.cuh"
+#include "cuda/batchnorm/stream.cuh"
 #include "cuda/core/reduce.cuh"
 
 namespace jaxconv::cuda::batchnorm {
@@ -164,6 +165,40 @@ __global__ void __launch_bounds__(kThreads, 3)
   }
 }
 
+JAXCONV_HD StreamInput StreamOf(const ForwardTensors& t) {
+  return {{t.x, t.residual, nullptr}, t.residual != nullptr ? 2 : 1};
+}
+
+// The second walk, through a ring (stream.cuh).
+template <typename T, int V, Form kForm>
+__global__ void __launch_bounds__(kStreamBlock, 1)
+    NormaliseStreamKernel(const __grid_constant__ ForwardArgs p,
+                          const __grid_constant__ StreamShape s) {
+  const Layout& a = p.layout;
+  const int lane = threadIdx.x % a.lanes;
+  const bool writes = blockIdx.x == 0 && threadIdx.x < a.lanes;
+  Affine mine[V];
+#pragma unroll
+  for (int j = 0; j < V; ++j) {
+    const int64_t row = int64_t{lane} * V + j;
+    if (p.sums != nullptr) {
+      const float s1 = SumParts(p.sums, row, p.parts);
+      const float s2 = SumParts(p.sums, a.channels + row, p.parts);
+      const float shift = Shift<T, V, true>(a, p.t.x, 0, 0, static_cast<int>(row));
+      mine[j] = TrainChannel(p, row, shift, s1, s2, writes);
+    } else {
+      mine[j] = InferChannel(p, row);
+    }
+  }
+  const bool has_residual = p.t.residual != nullptr;
+  WalkStream<true, Raw<T, V>>(
+      s, StreamOf(p.t), [&](const Raw<T, V>(&v)[kStreamTensors], int64_t at) {
+        WriteOnce<T, V>(
+            p.t.y, at,
+            Normalise<T, V, kForm>(v[0], v[1], has_residual, mine, p.activation, p.slope));
+      });
+}
+
 // A channel a warp: its statistics, and what the flat walk applies besides the mean: (2, batch * channels) scales and offsets.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
@@ -279,6 +314,16 @@ Status LaunchNormalise(const Context& ctx, const BatchNormProblem& p, ForwardArg
     JAXCONV_RETURN_IF_ERROR(CheckGrid(args.layout.tiles, args.pieces, p.batch, what));
     const unsigned blocks = static_cast<unsigned>(args.layout.tiles * args.pieces * p.batch);
     return WithForm<I>(p.activation, [&](auto form) {
+      if constexpr (I::kLast && I::V > 1) {
+        StreamShape stream;
+        const int tensors = StreamOf(args.t).count;
+        JAXCONV_RETURN_IF_ERROR(
+            MakeStream<I>(p, tensors, kMaxPositions, what, args.layout, stream));
+        if (stream.blocks > 0) {
+          return LaunchStream(ctx, stream, what,
+                              NormaliseStreamKernel<T, I::V, decltype(form)::value>, args);
+        }
+      }
       NormaliseKernel<T, I::V, I::kLast, decltype(form)::value>
           <<<blocks, kThreads, 0, ctx.stream>>>(args);
       return LaunchStatus(what);

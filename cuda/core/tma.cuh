@@ -13,6 +13,16 @@ __device__ __forceinline__ void PrefetchMap(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];\n" ::"l"(&map) : "memory");
 }
 
+// Neighbouring bytes, a multiple of 16 of them, at addresses that are.
+__device__ __forceinline__ void LoadBytes(uint32_t to, const void* from, uint32_t bytes,
+                                          uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::
+          "r"(to),
+      "l"(from), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
 __device__ __forceinline__ void LoadTile(uint32_t to, const CUtensorMap& map, uint32_t barrier,
                                          int c0, int c1, int c2) {
   asm volatile(
