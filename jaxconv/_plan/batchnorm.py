@@ -9,6 +9,9 @@ from jaxconv._plan.plan import Device, Plan, itemsize
 from jaxconv._problem import BatchNormProblem
 
 
+_STREAMED = 4 * 2**20  # bytes
+
+
 def made(op: str, algorithm: str, p: BatchNormProblem, device: Device) -> Plan | str:
     """The plan by the kernel that `algorithm` names, or the sentence that says why there is none."""
     plan = Plan("native", "", algorithm)
@@ -37,13 +40,16 @@ def one_walk_of(op: str, p: BatchNormProblem) -> str | None:
 
 
 def _parts(p: BatchNormProblem, device: Device) -> int:
-    """Of two_read's sums: eight blocks a multiprocessor, of at least 16 KB each."""
+    """Of two_read's sums: eight blocks a multiprocessor, of at least 16 KB each; a part a multiprocessor of tensors that
+    may pass through a ring (cuda/batchnorm/stream.cuh)."""
     item, batch = itemsize(p), p.batch or 1
     # bytes of channels that a tile spans, channels last
     width = 256 if domain.batchnorm_vector(p) > 1 else 32 * item
     tiles = p.channels if p.inner > 1 else -(-p.channels * item // width)
     tile_bytes = p.reduced * item * p.channels // tiles
-    return max(1, min(-(-8 * device.sm_count // (batch * tiles)), max(1, tile_bytes // 16384)))
+    parts = max(1, min(-(-8 * device.sm_count // (batch * tiles)), max(1, tile_bytes // 16384)))
+    streams = p.inner == 1 and batch == 1 and p.size * item >= _STREAMED
+    return max(parts, device.sm_count) if streams else parts
 
 
 def _team(op: str, p: BatchNormProblem, device: Device) -> tuple[int, int]:
