@@ -8,7 +8,6 @@ from jaxconv._plan import domain
 from jaxconv._plan.plan import Device, Plan, itemsize
 from jaxconv._problem import BatchNormProblem
 
-
 _STREAMED = 4 * 2**20  # bytes
 
 
@@ -24,7 +23,7 @@ def made(op: str, algorithm: str, p: BatchNormProblem, device: Device) -> Plan |
         width, ctas = _team(op, p, device)
         plan = dataclasses.replace(plan, tile=f"{width}B", splits=ctas)
     elif algorithm == "two_read" and op not in ("batchnorm_infer", "batchnorm_dx"):
-        plan = dataclasses.replace(plan, splits=_parts(p, device))
+        plan = dataclasses.replace(plan, splits=_parts(op, p, device))
     return dataclasses.replace(plan, workspace_bytes=domain.batchnorm_workspace(op, plan, p, device))
 
 
@@ -39,16 +38,18 @@ def one_walk_of(op: str, p: BatchNormProblem) -> str | None:
     return "batchnorm_backward" if alone else None
 
 
-def _parts(p: BatchNormProblem, device: Device) -> int:
-    """Of two_read's sums: eight blocks a multiprocessor, of at least 16 KB each; a part a multiprocessor of tensors that
-    may pass through a ring (cuda/batchnorm/stream.cuh)."""
+def _parts(op: str, p: BatchNormProblem, device: Device) -> int:
+    """Of two_read's sums: eight blocks a multiprocessor, of at least 16 KB each.
+
+    Backward's may pass through a ring, which takes a part a multiprocessor (cuda/batchnorm/stream.cuh).
+    """
     item, batch = itemsize(p), p.batch or 1
     # bytes of channels that a tile spans, channels last
     width = 256 if domain.batchnorm_vector(p) > 1 else 32 * item
     tiles = p.channels if p.inner > 1 else -(-p.channels * item // width)
     tile_bytes = p.reduced * item * p.channels // tiles
     parts = max(1, min(-(-8 * device.sm_count // (batch * tiles)), max(1, tile_bytes // 16384)))
-    streams = p.inner == 1 and batch == 1 and p.size * item >= _STREAMED
+    streams = op == "batchnorm_backward" and p.inner == 1 and batch == 1 and p.size * item >= _STREAMED
     return max(parts, device.sm_count) if streams else parts
 
 
