@@ -162,6 +162,17 @@ def by_kind(run: Run) -> str:
     return _markdown(head, rows, 1) + "\n"
 
 
+OTHER_RUN = "\\* Flax's layers were timed in another run, on a GPU of the same kind.\n"
+
+
+def _over_flax(run: Run, row: Run) -> tuple[float | None, str]:
+    """Flax's step in ms and a row's speed over it: of the row's own run, or with a star of the newest that timed it."""
+    if row["flax_ms"]:
+        return row["flax_ms"], f"{row['flax_ms'] / row['ms']:.2f}"
+    flax = next((r["ms"] for r in run["rows"] if (r["way"], r["devices"]) == ("flax", row["devices"])), None)
+    return flax, f"{flax / row['ms']:.2f} *" if flax else ""
+
+
 def train_table(run: Run) -> str:
     """A row for each way and number of devices."""
     several = any(row["devices"] > 1 for row in run["rows"])
@@ -172,7 +183,7 @@ def train_table(run: Run) -> str:
         cells = [WAYS[row["way"]]] + ([str(row["devices"])] if several else [])
         half = (max(row["samples_ms"]) - min(row["samples_ms"])) / 2 / row["ms"]
         cells += [f"{row['ms']:.2f} ±{half:.1%}", f"{row['images_per_s']:.0f}"]
-        cells += [f"{row['flax_ms'] / row['ms']:.2f}" if row["flax_ms"] else ""]
+        cells += [_over_flax(run, row)[1]]
         cells += [f"{row['speedup']:.2f}" if row.get("speedup") else ""] if several else []
         cells += [str(row["calls"]["native"]) if "calls" in row else ""]
         if sized:
@@ -186,6 +197,7 @@ def train_table(run: Run) -> str:
     head += ["native calls"] + (["s to compile", "GiB a device"] if sized else [])
     head += ["first loss", f"loss {compared}", "losses agree"]
     text = _markdown(head, rows, 1) + "\n" + by_kind(run)
+    text += OTHER_RUN + "\n" if any(cell.endswith(" *") for row in rows for cell in row) else ""
     for row in run["rows"]:
         if "replaced" in row:
             left = sum(row["left"].values())
@@ -256,13 +268,13 @@ def train_summary(runs: dict[str, Run]) -> str:
     rows = []
     for run in sorted(runs.values(), key=lambda run: (-of[run["device"]], run["device"])):
         for row in run["rows"]:
-            ratio = f"{row['flax_ms'] / row['ms']:.2f}" if row["flax_ms"] else ""
-            figures = [f"{row['ms']:.1f}", f"{row['images_per_s']:.0f}", ratio]
+            figures = [f"{row['ms']:.1f}", f"{row['images_per_s']:.0f}", _over_flax(run, row)[1]]
             rows.append([run["device"], training_step(run), WAYS[row["way"]], *figures])
     head = ["GPU", "model", "way", "ms a step", "images/s", "speed, flax = 1"]
+    note = "\n" + OTHER_RUN if any(row[-1].endswith(" *") for row in rows) else ""
     if len(of) == 1:
-        return _markdown(head[1:], [row[1:] for row in rows], 2)
-    return _markdown(head, rows, 3)
+        return _markdown(head[1:], [row[1:] for row in rows], 2) + note
+    return _markdown(head, rows, 3) + note
 
 
 def summary(runs: dict[str, Run], name: Callable[[str], str] = str) -> str:
@@ -469,12 +481,11 @@ def highlights(runs: dict[str, Run]) -> str:
     rows = []
     for name in STEPS:
         run = runs.get(f"{DEVICE}/train-{name}")
-        best = next((r for r in run["rows"] if r["way"] == "accelerate" and r["flax_ms"]), None) if run else None
+        best = next((r for r in run["rows"] if r["way"] == "accelerate"), None) if run else None
         if run and best:
-            what = f"training step, {training_step(run)}"
-            rows.append(
-                [what, f"{best['flax_ms']:.1f} ms", f"{best['ms']:.1f} ms", f"{best['flax_ms'] / best['ms']:.2f}"]
-            )
+            flax, ratio = _over_flax(run, best)
+            if flax:
+                rows.append([f"training step, {training_step(run)}", f"{flax:.1f} ms", f"{best['ms']:.1f} ms", ratio])
     for name, suite, what in TABLES:
         run = runs.get(f"{DEVICE}/{name}")
         ratios = [
@@ -486,7 +497,8 @@ def highlights(runs: dict[str, Run]) -> str:
             rows.append([f"{what} ({len(ratios)} passes)", "", "", f"{_geometric_mean(ratios):.2f}"])
     device = runs[f"{DEVICE}/{TABLES[0][0]}"]["device"] if f"{DEVICE}/{TABLES[0][0]}" in runs else DEVICE
     head = [device, "XLA", "jaxconv", "XLA / jaxconv (geometric mean)"]
-    return _markdown(head, rows, 1) if rows else NOTHING
+    note = "\n" + OTHER_RUN if any(row[-1].endswith(" *") for row in rows) else ""
+    return _markdown(head, rows, 1) + note if rows else NOTHING
 
 
 # ---------------------------------------------------------------------------------------------------------------------
