@@ -473,6 +473,46 @@ YES_AND_NO: dict[str, tuple[Callable[[], Refusal], Callable[[], Refusal], str]] 
         lambda: of_dense("sm90/rows", "64x128", trans_w=True),
         "x transposed",
     ),
+    "a product back through an activation, of w stored (K, N)": (
+        lambda: of_dense("sm90/gradient", "128x256"),
+        lambda: of_dense("sm90/gradient", "128x256", trans_w=True),
+        "w stored (N, K)",
+    ),
+    "such a product of instances": (
+        lambda: of_dense("sm90/gradient", "128x256", trans_w=True, batch=2, batched=("x",)),
+        lambda: of_dense("sm90/gradient", "128x256", trans_w=True),
+        "one instance",
+    ),
+    "such a product with a bias": (
+        lambda: of_dense("sm90/gradient", "128x256", trans_w=True, bias="column"),
+        lambda: of_dense("sm90/gradient", "128x256", trans_w=True),
+        "neither a bias nor an addend",
+    ),
+    "such a product of many columns": (
+        lambda: of_dense("sm90/gradient", "128x256", trans_w=True, n=132 * 256 + 8),
+        lambda: of_dense("sm90/gradient", "128x256", trans_w=True, n=132 * 256),
+        "132 columns of tiles",
+    ),
+    "layer-norms of more pixels": (
+        lambda: of_groupnorm("rows", (2, 2, 64), 1),
+        lambda: of_groupnorm("rows", (2, 1, 64), 1),
+        "images of one pixel",
+    ),
+    "layer-norms with an activation": (
+        lambda: of_groupnorm("rows", (2, 1, 64), 1, activation=Activation("silu")),
+        lambda: of_groupnorm("rows", (2, 1, 64), 1),
+        "no activation",
+    ),
+    "layer-norms of many instances": (
+        lambda: of_groupnorm("rows", (2, 1, 64), 1, batch=65536),
+        lambda: of_groupnorm("rows", (2, 1, 64), 1, batch=65535),
+        "at most 65535 instances",
+    ),
+    "layer-norms of odd channels": (
+        lambda: of_groupnorm("rows", (2, 1, 12), 1),
+        lambda: of_groupnorm("rows", (2, 1, 12), 1, dtype="float32"),
+        "12 channels are no multiple of 8",
+    ),
     "clusters of three": (
         lambda: of_groupnorm("resident", (2, 64, 16), splits=3, chunk=16),
         lambda: of_groupnorm("resident", (2, 64, 16), splits=4, chunk=16),
@@ -579,7 +619,7 @@ import atexit, json, os
 from jaxconv import _native
 
 said = set()
-for name in ("conv", "dense", "batchnorm", "groupnorm", "pool", "squeeze_excite"):
+for name in ("conv", "conv_normalised", "dense", "batchnorm", "groupnorm", "pool", "squeeze_excite"):
     def ask(*args, _of=getattr(_native.cpu, name + "_refusal")):
         why = _of(*args)
         said.add(why)
