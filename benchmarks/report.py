@@ -165,6 +165,11 @@ def by_kind(run: Run) -> str:
 OTHER_RUN = "\\* Flax's layers were timed in another run, on a GPU of the same kind.\n"
 
 
+def _star(rows: list[list[str]]) -> str:
+    """What a star in a table says, where there is one."""
+    return OTHER_RUN if any(cell.endswith(" *") for row in rows for cell in row) else ""
+
+
 def _over_flax(run: Run, row: Run) -> tuple[float | None, str]:
     """Flax's step in ms and a row's speed over it: of the row's own run, or with a star of the newest that timed it."""
     if row["flax_ms"]:
@@ -197,7 +202,7 @@ def train_table(run: Run) -> str:
     head += ["native calls"] + (["s to compile", "GiB a device"] if sized else [])
     head += ["first loss", f"loss {compared}", "losses agree"]
     text = _markdown(head, rows, 1) + "\n" + by_kind(run)
-    text += OTHER_RUN + "\n" if any(cell.endswith(" *") for row in rows for cell in row) else ""
+    text += f"{_star(rows)}\n" if _star(rows) else ""
     for row in run["rows"]:
         if "replaced" in row:
             left = sum(row["left"].values())
@@ -271,7 +276,7 @@ def train_summary(runs: dict[str, Run]) -> str:
             figures = [f"{row['ms']:.1f}", f"{row['images_per_s']:.0f}", _over_flax(run, row)[1]]
             rows.append([run["device"], training_step(run), WAYS[row["way"]], *figures])
     head = ["GPU", "model", "way", "ms a step", "images/s", "speed, flax = 1"]
-    note = "\n" + OTHER_RUN if any(row[-1].endswith(" *") for row in rows) else ""
+    note = f"\n{_star(rows)}" if _star(rows) else ""
     if len(of) == 1:
         return _markdown(head[1:], [row[1:] for row in rows], 2) + note
     return _markdown(head, rows, 3) + note
@@ -497,7 +502,7 @@ def highlights(runs: dict[str, Run]) -> str:
             rows.append([f"{what} ({len(ratios)} passes)", "", "", f"{_geometric_mean(ratios):.2f}"])
     device = runs[f"{DEVICE}/{TABLES[0][0]}"]["device"] if f"{DEVICE}/{TABLES[0][0]}" in runs else DEVICE
     head = [device, "XLA", "jaxconv", "XLA / jaxconv (geometric mean)"]
-    note = "\n" + OTHER_RUN if any(row[-1].endswith(" *") for row in rows) else ""
+    note = f"\n{_star(rows)}" if _star(rows) else ""
     return _markdown(head, rows, 1) + note if rows else NOTHING
 
 

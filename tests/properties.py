@@ -686,6 +686,17 @@ class LayerNorm:
         return sorted(set.intersection(*known))
 
 
+def with_gradients(f: Any, given: dict[str, np.ndarray], dy: np.ndarray, dtype: str) -> Any:
+    """y and both statistics of f, a batch-norm beside a convolution, and the gradients of all that is given."""
+
+    def run(args: Any, dy: Any) -> Any:
+        (y, mean, var), pull = jax.vjp(f, args)
+        return y, mean, var, pull((dy, jnp.ones_like(mean), jnp.ones_like(var)))
+
+    with types_of(dtype):
+        return jax.jit(run)({name: jnp.asarray(a, dtype) for name, a in given.items()}, jnp.asarray(dy, dtype))
+
+
 @dataclasses.dataclass(frozen=True)
 class ConvBatchNorm:
     """A convolution with its batch-norm in one call equals the two calls, forward and gradients, whatever runs them."""
@@ -741,13 +752,7 @@ class ConvBatchNorm:
             axis = -1 if last else 1
             return jaxconv.batchnorm(z, **args, **norm, channel_axis=axis, implementation="xla")
 
-        def run(f: Any, args: Any, dy: Any) -> Any:
-            (y, mean, var), pull = jax.vjp(f, args)
-            return y, mean, var, pull((dy, jnp.ones_like(mean), jnp.ones_like(var)))
-
-        with types_of(dtype):
-            args = {name: jnp.asarray(a, dtype) for name, a in given.items()}, jnp.asarray(dy, dtype)
-            ours, theirs = (jax.jit(functools.partial(run, f))(*args) for f in (whole, two))
+        ours, theirs = (with_gradients(f, given, dy, dtype) for f in (whole, two))
         if WIDE == "float32" and self.activation in KINKS:
             ours, theirs = ours[:3], theirs[:3]
         assert_same_numbers(ours, theirs, "conv_batchnorm", 1e-6 if WIDE == "float64" else 1e-3)
@@ -809,13 +814,7 @@ class BatchNormConv:
             options = dict(case.options, layout=layout, precision="highest", implementation="xla")
             return CONV[case.nd](a, w, **options), *rest
 
-        def run(f: Any, args: Any, dy: Any) -> Any:
-            (y, mean, var), pull = jax.vjp(f, args)
-            return y, mean, var, pull((dy, jnp.ones_like(mean), jnp.ones_like(var)))
-
-        with types_of(dtype):
-            args = {name: jnp.asarray(a, dtype) for name, a in given.items()}, jnp.asarray(dy, dtype)
-            ours, theirs = (jax.jit(functools.partial(run, f))(*args) for f in (whole, two))
+        ours, theirs = (with_gradients(f, given, dy, dtype) for f in (whole, two))
         assert_same_numbers(ours, theirs, "batchnorm_conv", 1e-6 if WIDE == "float64" else 1e-3)
 
 

@@ -9,7 +9,7 @@
 // positions, last one first: what the first walk read last is still in the L2 cache. Second walk,
 // channels-first: a pass over the sums finishes the statistics, and the tensor is mapped in the order
 // of memory (flat.cuh). Inference is the second walk with given statistics; statistics alone are the first and a pass
-// over its sums.
+// over its sums. Large channels-last tensors pass through a ring in shared memory where y is written (stream.cuh).
 #include "cuda/batchnorm/batchnorm.h"
 #include "cuda/batchnorm/channel.cuh"
 #include "cuda/batchnorm/flat.cuh"
