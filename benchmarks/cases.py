@@ -283,13 +283,13 @@ class ConvBatchNormCase(ConvCase):
 class BatchNormConvCase(ConvCase):
     """A batch-norm of x by known statistics, its activation, and a convolution of the result, which nobody else needs.
 
-    pair: y and dw, in training's order. The rest of its backward pass is the same however these are made.
+    pair: y and dw, in training's order. bwd: every gradient, of a batch-norm in training whose statistics are known.
     """
 
     activation: str = "relu6"
 
     op = "batchnorm_conv"
-    passes = ("fprop", "wgrad", "pair")
+    passes = ("fprop", "wgrad", "pair", "bwd")
 
     @property
     def conv(self) -> ConvCase:

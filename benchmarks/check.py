@@ -59,6 +59,7 @@ RESULTS = {
     ("batchnorm_conv", "fprop"): ("y",),
     ("batchnorm_conv", "wgrad"): ("dw",),
     ("batchnorm_conv", "pair"): ("y", "dw"),
+    ("batchnorm_conv", "bwd"): ("dw", "dscale", "dbias", "dx"),
     ("batchnorm", "fwd+bwd"): ("y", "new_mean", "new_var", "dx", "dscale", "dbias"),
     ("pool", "fwd"): ("y",),
     ("pool", "fwd+bwd"): ("y", "dx"),
@@ -204,6 +205,10 @@ def reference(
         return {**found, "y": (jnp.maximum(found["y"][0], 0), None)}
     if isinstance(case, BatchNormConvCase):
         a = {**arrays, "x": _normalised(case, channels_last, arrays)}
+        if pass_ == "bwd":
+            da = _conv(case.conv, "dgrad", channels_last, arrays)
+            found = _normalised_backward(case, channels_last, arrays, da)
+            return {**found, "dw": (_conv(case.conv, "wgrad", channels_last, a), None)}
         parts = {"fprop": ("y",), "wgrad": ("dw",)}.get(pass_, ("y", "dw"))
         passes = {"y": "fprop", "dw": "wgrad"}
         return {name: (_conv(case.conv, passes[name], channels_last, a), None) for name in parts}
@@ -245,6 +250,30 @@ def _normalised(case: BatchNormConvCase, channels_last: bool, arrays: dict[str, 
     scale, bias, mean, var = (lax.expand_dims(_wide(arrays[n]), axes) for n in ("scale", "bias", "mean", "var"))
     z = (_wide(arrays["x"]) - mean) / jnp.sqrt(var + EPSILON) * scale + bias
     return {"relu": jax.nn.relu, "relu6": jax.nn.relu6, "silu": jax.nn.silu}[case.activation](z)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=UNTUNED)
+def _normalised_backward(
+    case: BatchNormConvCase, channels_last: bool, arrays: dict[str, Array], da: Array
+) -> dict[str, tuple[Array, Array | None]]:
+    """dscale, dbias and dx of a batch-norm in training that has these statistics, da being its result's gradient."""
+    axes = tuple(range(case.nd + 1)) if channels_last else (0, *range(2, case.nd + 2))
+    scale, mean, var = (lax.expand_dims(_wide(arrays[n]), axes) for n in ("scale", "mean", "var"))
+    rstd = 1 / jnp.sqrt(var + EPSILON)
+    xhat = (_wide(arrays["x"]) - mean) * rstd
+
+    def activated(z: Array) -> Array:
+        return {"relu": jax.nn.relu, "relu6": jax.nn.relu6, "silu": jax.nn.silu}[case.activation](z)
+
+    z = xhat * scale + lax.expand_dims(_wide(arrays["bias"]), axes)
+    dz = jax.vjp(activated, z)[1](da)[0]
+    dscale, dbias = jnp.sum(dz * xhat, axes, keepdims=True), jnp.sum(dz, axes, keepdims=True)
+    n = dz.size // dbias.size
+    dx = scale * rstd * (dz - dbias / n - xhat * dscale / n)
+    # A thread that rounds z otherwise takes another side of a kink.
+    kinks = {"relu": (0.0,), "relu6": (0.0, 6.0)}.get(case.activation, ())
+    near = functools.reduce(jnp.logical_or, [jnp.abs(z - kink) < 1e-4 for kink in kinks], jnp.zeros(z.shape, bool))
+    return {"dscale": (dscale.ravel(), None), "dbias": (dbias.ravel(), None), "dx": (dx, near)}
 
 
 class _Taps:

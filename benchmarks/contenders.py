@@ -32,8 +32,15 @@ from benchmarks.cases import (
 from benchmarks.check import EPSILON, MOMENTUM
 from jaxconv import _plan
 from jaxconv._activation import Activation
-from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem, NormalisedConvProblem, parse_precision
-from jaxconv.batchnorm_conv import normalised, normalised_wgrad
+from jaxconv._problem import (
+    BatchNormConvProblem,
+    BatchNormProblem,
+    ConvProblem,
+    DenseProblem,
+    NormalisedConvProblem,
+    parse_precision,
+)
+from jaxconv.batchnorm_conv import gradients, gradients_by_parts, normalised, normalised_wgrad
 from jaxconv.conv import fprop, wgrad
 from jaxconv.dense import dense_gradient
 
@@ -250,6 +257,8 @@ def _our_normalised(case: BatchNormConvCase, pass_: str, setting: Setting, **cho
     """The algorithm "two" is what a user writes without `batchnorm_conv`, and what that is by a plan of two calls."""
     forced = any(choice.values())
     p = normalised_problem(case, setting, **({} if choice.get("algorithm") == "two" else choice))
+    if pass_ == "bwd":
+        return _our_normalised_backward(p, forced, choice.get("algorithm") == "two")
     kernels: tuple[str, ...] = ("conv_normalised", "conv_normalised_wgrad")
     plans = [_plan.plan(op, p, _plan.Device.default()) for op in kernels]
     refused = next((plan.reason for plan in plans if plan.implementation != "native"), None)
@@ -272,6 +281,24 @@ def _our_normalised(case: BatchNormConvCase, pass_: str, setting: Setting, **cho
     return _normalised_job(
         pass_, kernels, taken, functools.partial(normalised, p), functools.partial(normalised_wgrad, p)
     )
+
+
+def _our_normalised_backward(p: NormalisedConvProblem, forced: bool, two: bool) -> Job:
+    whole = BatchNormConvProblem(dataclasses.replace(p.norm, training=True), p.conv)
+    plan = _plan.plan("conv_normalised_gradient", p, _plan.Device.default())
+
+    def f(*args: Array) -> tuple[Array, ...]:
+        if two:
+            return tuple(gradients_by_parts(whole, *args))
+        if forced and plan.implementation != "native":
+            raise ValueError(plan.reason)
+        return tuple(gradients(whole, *args))
+
+    names = ("x", "dy", "w", "scale", "bias", "mean", "var")
+    kernels = ("conv_normalised_gradient", "conv_normalised_dx")
+    parts = ("conv_dgrad", "batchnorm_backward", "conv_normalised_wgrad")
+    fused = not two and plan.implementation == "native"
+    return Job(jax.jit(f), lambda a: tuple(a[n] for n in names), f, kernels if fused else parts)
 
 
 def ours(case: Case, pass_: str, setting: Setting, **choice: Any) -> Job:
@@ -426,6 +453,26 @@ _ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 }
 
 
+def _xla_normalised_backward(
+    case: BatchNormConvCase, conv: Callable[..., Array], axes: tuple[int, ...], wgrad: Callable[..., Array]
+) -> Job:
+    def f(x: Array, dy: Array, w: Array, *v: Array) -> tuple[Array, ...]:
+        scale, bias, mean, var = (lax.expand_dims(a, axes) for a in v)
+        rstd = lax.rsqrt(var + EPSILON)
+        xhat = (x.astype(jnp.float32) - mean) * rstd
+        a, back = jax.vjp(_ACTIVATIONS[case.activation], xhat * scale + bias)
+        a = a.astype(x.dtype)
+        (da,) = jax.linear_transpose(lambda a: conv(a, w), a)(dy)
+        (dz,) = back(da.astype(jnp.float32))
+        dscale, dbias = jnp.sum(dz * xhat, axes, keepdims=True), jnp.sum(dz, axes, keepdims=True)
+        n = x.size // dbias.size
+        dx = scale * rstd * (dz - dbias / n - xhat * dscale / n)
+        return wgrad(a, dy), dscale.ravel(), dbias.ravel(), dx.astype(x.dtype)
+
+    names = ("x", "dy", "w", "scale", "bias", "mean", "var")
+    return Job(jax.jit(f), lambda a: tuple(a[n] for n in names), f, ())
+
+
 def xla(case: Case, pass_: str, setting: Setting) -> Job:
     last = setting.channels_last
     if isinstance(case, BatchNormConvCase):
@@ -441,6 +488,8 @@ def xla(case: Case, pass_: str, setting: Setting) -> Job:
             w = jax.ShapeDtypeStruct(case.w_shape(last), a.dtype)
             return jax.linear_transpose(lambda w: conv(a, w), w)(dy)[0]
 
+        if pass_ == "bwd":
+            return _xla_normalised_backward(case, conv, axes, weights)
         return _normalised_job(pass_, (), normalise, lambda a, w, *v: conv(a, w), weights)
     if isinstance(case, ConvBatchNormCase):
         conv = xla(ConvCase(**dataclasses.asdict(case)), "fprop", setting).f

@@ -91,6 +91,9 @@ def work(case: Case, pass_: str, dtype: str) -> tuple[float, float]:
         return case.flops, item * (case.elements + again)
     if isinstance(case, BatchNormConvCase) and pass_ == "pair":
         return 2 * case.flops, 2 * item * case.elements
+    if isinstance(case, BatchNormConvCase) and pass_ == "bwd":
+        # Sums over all of them stand between two readings of x and dy.
+        return 3 * case.flops, item * (3 * math.prod(case.x_shape()) + 2 * math.prod(case.y_shape()))
     if isinstance(case, ConvCase):
         # Strides longer than the filter pass over pixels of x, which dgrad still has to write.
         unread = 0 if pass_ == "dgrad" else math.prod(case.x_shape()) - case.read_elements

@@ -41,7 +41,8 @@ KERNELS = {
 def kernel_of(case: cases.Case, pass_: str, setting: Setting) -> tuple[str, Any] | None:
     """(op, problem) that a row measured, or None where it measured several."""
     if isinstance(case, cases.BatchNormConvCase):
-        return ("conv_normalised", contenders.normalised_problem(case, setting)) if pass_ == "pair" else None
+        op = {"pair": "conv_normalised", "bwd": "conv_normalised_gradient"}.get(pass_)
+        return (op, contenders.normalised_problem(case, setting)) if op else None
     if pass_ not in KERNELS:
         return None
     if isinstance(case, cases.ConvBatchNormCase):

@@ -55,6 +55,21 @@ Status ConvNormalisedWgrad(const Context& ctx, const ConvProblem& p, const Batch
                            const void* bias, const void* mean, const void* var, void* dw,
                            Workspace workspace);
 
+// The backward pass of that convolution and of its batch-norm in training, n >= 1 elements a channel, without da, the gradient
+// of a. With dz = da * f'(z) and xhat = (x - mean) * rstd:
+//   dw = the transpose of conv in w;  dbias = sum dz;  dscale = sum dz * xhat
+//   dx = scale * rstd * (dz - dbias / count - xhat * dscale / count), the sums being those of `count` elements a channel, of
+//   which x may be a part
+Status ConvNormalisedGradient(const Context& ctx, const ConvProblem& p, const BatchNormProblem& n,
+                              const Plan& plan, const void* x, const void* dy, const void* w,
+                              const void* scale, const void* bias, const void* mean,
+                              const void* var, void* dw, void* dscale, void* dbias,
+                              Workspace workspace);
+Status ConvNormalisedDx(const Context& ctx, const ConvProblem& p, const BatchNormProblem& n,
+                        const Plan& plan, const void* x, const void* dy, const void* w,
+                        const void* scale, const void* bias, const void* mean, const void* var,
+                        const void* dscale, const void* dbias, int64_t count, void* dx);
+
 // y = f(z), z = alpha op(x) op(w) + beta c + bias. `c` (M, N), `z` (M, N) and `bias` may be null.
 Status Dense(const Context& ctx, const DenseProblem& p, const Epilogue& e, const Plan& plan,
              const void* x, const void* w, const void* bias, const void* c, void* y, void* z,

@@ -5,6 +5,7 @@
 #include "cpu/conv.h"
 
 #include <algorithm>
+#include <cmath>
 #include <string>
 
 #include "common/launch.h"
@@ -108,22 +109,42 @@ Status ConvStatistics(const Context& ctx, const ConvProblem& p, const Plan& plan
 
 namespace {
 
+// The batch-norm of x as it lies in memory.
+BatchNormProblem NormOfX(const ConvProblem& p, const BatchNormProblem& n) {
+  BatchNormProblem norm = n;
+  norm.batch = 1;
+  norm.outer = p.channels_last ? p.n * p.in_size() : p.n;
+  norm.channels = p.c;
+  norm.inner = p.channels_last ? 1 : p.in_size();
+  return norm;
+}
+
 // run(a), a = x normalised, in memory of its own.
 template <typename F>
 Status OfNormalised(const Context& ctx, const ConvProblem& p, const BatchNormProblem& n,
                     const Plan& plan, const char* what, const void* x, const void* scale,
                     const void* bias, const void* mean, const void* var, const F& run) {
   JAXCONV_RETURN_IF_ERROR(Check(p, plan, what));
-  BatchNormProblem norm = n;
-  norm.batch = 1;
-  norm.outer = p.channels_last ? p.n * p.in_size() : p.n;
-  norm.channels = p.c;
-  norm.inner = p.channels_last ? 1 : p.in_size();
+  const BatchNormProblem norm = NormOfX(p, n);
   Scratch<char> a(p.n * p.c * p.in_size() * SizeOf(p.dtype));
   JAXCONV_RETURN_IF_ERROR(a.status());
   JAXCONV_RETURN_IF_ERROR(
       BatchNormInfer(ctx, norm, plan, x, scale, bias, mean, var, nullptr, a.data()));
   return run(a.data());
+}
+
+// run(da, rstd): the gradient of what was convolved, and 1 / sqrt(var + epsilon), in memory of their own.
+template <typename T, typename F>
+Status OfGradient(const Context& ctx, const ConvProblem& p, const BatchNormProblem& n,
+                  const Plan& plan, const void* dy, const void* w, const void* var, const F& run) {
+  Scratch<T> da(p.n * p.c * p.in_size()), rstd(p.c);
+  JAXCONV_RETURN_IF_ERROR(da.status());
+  JAXCONV_RETURN_IF_ERROR(rstd.status());
+  JAXCONV_RETURN_IF_ERROR(ConvDgrad(ctx, p, plan, dy, w, nullptr, da.data(), {}));
+  for (int64_t c = 0; c < p.c; ++c) {
+    rstd.data()[c] = T(1) / std::sqrt(static_cast<const T*>(var)[c] + T(n.epsilon));
+  }
+  return run(da.data(), rstd.data());
 }
 
 }  // namespace
@@ -145,6 +166,35 @@ Status ConvNormalisedWgrad(const Context& ctx, const ConvProblem& p, const Batch
                            Workspace workspace) {
   return OfNormalised(ctx, p, n, plan, "conv_normalised_wgrad", x, scale, bias, mean, var,
                       [&](const void* a) { return ConvWgrad(ctx, p, plan, a, dy, dw, workspace); });
+}
+
+Status ConvNormalisedGradient(const Context& ctx, const ConvProblem& p, const BatchNormProblem& n,
+                              const Plan& plan, const void* x, const void* dy, const void* w,
+                              const void* scale, const void* bias, const void* mean,
+                              const void* var, void* dw, void* dscale, void* dbias,
+                              Workspace workspace) {
+  JAXCONV_RETURN_IF_ERROR(Check(p, plan, "conv_normalised_gradient"));
+  JAXCONV_RETURN_IF_ERROR(
+      ConvNormalisedWgrad(ctx, p, n, plan, x, dy, scale, bias, mean, var, dw, workspace));
+  const auto sums = [&](const void* da, const void* rstd) {
+    return BatchNormBackward(ctx, NormOfX(p, n), plan, x, da, scale, bias, mean, rstd, nullptr,
+                             nullptr, dscale, dbias, nullptr, {});
+  };
+  return p.dtype == DType::kF32 ? OfGradient<float>(ctx, p, n, plan, dy, w, var, sums)
+                                : OfGradient<double>(ctx, p, n, plan, dy, w, var, sums);
+}
+
+Status ConvNormalisedDx(const Context& ctx, const ConvProblem& p, const BatchNormProblem& n,
+                        const Plan& plan, const void* x, const void* dy, const void* w,
+                        const void* scale, const void* bias, const void* mean, const void* var,
+                        const void* dscale, const void* dbias, int64_t count, void* dx) {
+  JAXCONV_RETURN_IF_ERROR(Check(p, plan, "conv_normalised_dx"));
+  const auto of_sums = [&](const void* da, const void* rstd) {
+    return BatchNormDx(ctx, NormOfX(p, n), plan, x, da, scale, bias, mean, rstd, dscale, dbias,
+                       nullptr, count, dx);
+  };
+  return p.dtype == DType::kF32 ? OfGradient<float>(ctx, p, n, plan, dy, w, var, of_sums)
+                                : OfGradient<double>(ctx, p, n, plan, dy, w, var, of_sums);
 }
 
 Status ConvDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,

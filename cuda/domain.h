@@ -50,14 +50,15 @@ inline std::string_view MemberOf(std::string_view kernel) {
   return slash == std::string_view::npos ? std::string_view() : kernel.substr(slash + 1);
 }
 
-enum class ConvOp { kFprop, kFpropAdd, kStatistics, kDgrad, kDgradAdd, kWgrad };
+// kSums: a weight gradient, and the sums of the batch-norm in front; NormalisedRefusal's alone.
+enum class ConvOp { kFprop, kFpropAdd, kStatistics, kDgrad, kDgradAdd, kWgrad, kSums };
 
 // Nothing where plan.kernel can run `op` of `p` on the device with the plan's tile, splits and chunk, else a sentence. An
 // empty tile asks for some tile. `p` is the problem as it lies in memory.
 std::string ConvRefusal(ConvOp op, const ConvProblem& p, const Plan& plan, const Device& device);
 
-// The same of a convolution (op: kFprop or kWgrad) whose kernel normalises x where it reads it and puts it through
-// `activation`. The workspace is that of op.
+// The same of a convolution whose kernel normalises x where it reads it and puts it through `activation`: kFprop, kWgrad, and
+// of the backward pass of both kSums and, for dx, kDgrad. The workspace is that of op.
 std::string NormalisedRefusal(ConvOp op, const ConvProblem& p, Activation activation,
                               const Plan& plan, const Device& device);
 

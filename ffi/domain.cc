@@ -38,6 +38,8 @@ cuda::ConvOp ToConvOp(const std::string& name) {
   if (name == "conv_wgrad") return cuda::ConvOp::kWgrad;
   if (name == "conv_normalised") return cuda::ConvOp::kFprop;
   if (name == "conv_normalised_wgrad") return cuda::ConvOp::kWgrad;
+  if (name == "conv_normalised_gradient") return cuda::ConvOp::kSums;
+  if (name == "conv_normalised_dx") return cuda::ConvOp::kDgrad;
   throw std::invalid_argument("unknown convolution " + name);
 }
 

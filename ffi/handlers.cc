@@ -596,6 +596,14 @@ Status NormBackward(ContextArg context, ffi::RemainingArgs args, ffi::RemainingR
                            dresidual ? out(2 + dx) : nullptr, call.Scratch());
 }
 
+// Of the elements a channel that given sums are of.
+Status ConfirmCount(const Call& call, int64_t count, const BatchNormProblem& p) {
+  if (count >= 1 && count >= p.reduced()) return Status::Ok();
+  return Status::Invalid(call.Text("count=" + std::to_string(count) +
+                                   ", expected at least 1 and the " + std::to_string(p.reduced()) +
+                                   " elements of a channel of x"));
+}
+
 Status NormDx(ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets,
               const wire::Norm& norm, int64_t count, const wire::Plan& plan) {
   Call call("batchnorm_dx", args, rets);
@@ -611,11 +619,7 @@ Status NormDx(ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets re
                                         {"scale", "bias", "mean", "rstd", "dscale", "dbias"}));
   JAXCONV_RETURN_IF_ERROR(call.ConfirmLike("dx", call.Ret(0), "x", arg(0)));
   if (residual) JAXCONV_RETURN_IF_ERROR(call.ConfirmLike("residual", arg(8), "x", arg(0)));
-  if (count < 1 || count < p.reduced()) {
-    return Status::Invalid(call.Text("count=" + std::to_string(count) +
-                                     ", expected at least 1 and the " +
-                                     std::to_string(p.reduced()) + " elements of a channel of x"));
-  }
+  JAXCONV_RETURN_IF_ERROR(ConfirmCount(call, count, p));
   auto in = [&](size_t i) { return arg(i).untyped_data(); };
   return BatchNormDx(MakeContext(context), p, how, in(0), in(1), in(2), in(3), in(4), in(5), in(6),
                      in(7), residual ? in(8) : nullptr, count, call.Ret(0).untyped_data());
@@ -932,6 +936,23 @@ Status SqueezeBackward(ContextArg context, ffi::RemainingArgs args, ffi::Remaini
 // ---------------------------------------------------------------------------------------------------------------------
 // A convolution of a batch-norm: of x by known statistics, as NormInfer
 
+// The problems, confirmed, of arrays whose x is `x`; its channels' numbers are operands `first` and on, `names`.
+Status ToNormalised(const Call& call, const ConvArrays& arrays, AnyBuffer x,
+                    const wire::Window& window, const wire::Norm& norm, size_t first,
+                    std::initializer_list<const char*> names, ConvProblem* p, BatchNormProblem* n) {
+  JAXCONV_RETURN_IF_ERROR(ToConvProblem(call, arrays, window, p));
+  JAXCONV_RETURN_IF_ERROR(ToBatchNormProblem(call, x, norm, n));
+  const int64_t axis =
+      window.dims_channels_last != 0 ? static_cast<int64_t>(x.dimensions().size()) - 1 : 1;
+  if (norm.batched != 0 || norm.residual != 0 || norm.channel_axis != axis) {
+    return Status::Invalid(call.Text("it takes one instance, x's own channels and no residual"));
+  }
+  if (p->n * p->in_size() == 0 || p->out_size() == 0) {
+    return Status::Invalid(call.Text(arrays.Text() + ": there must be some of each"));
+  }
+  return ConfirmParams(call, norm, *n, x, [&](size_t i) { return call.Arg(i); }, first, names);
+}
+
 Status Normalised(ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets,
                   const wire::Window& window, const wire::Norm& norm, const wire::Plan& plan,
                   bool wgrad) {
@@ -944,23 +965,56 @@ Status Normalised(ContextArg context, ffi::RemainingArgs args, ffi::RemainingRet
   jaxconv::Plan how;
   const ConvArrays arrays = wgrad ? ConvArrays{arg(0), result, arg(1), "x", "dw", "dy"}
                                   : ConvArrays{arg(0), arg(1), result, "x", "w", "y"};
-  JAXCONV_RETURN_IF_ERROR(ToConvProblem(call, arrays, window, &p));
-  JAXCONV_RETURN_IF_ERROR(ToBatchNormProblem(call, arg(0), norm, &n));
+  JAXCONV_RETURN_IF_ERROR(ToNormalised(call, arrays, arg(0), window, norm, 2,
+                                       {"scale", "bias", "mean", "var"}, &p, &n));
   JAXCONV_RETURN_IF_ERROR(ToPlan(call, plan, &how));
-  const int64_t axis =
-      window.dims_channels_last != 0 ? static_cast<int64_t>(arg(0).dimensions().size()) - 1 : 1;
-  if (norm.batched != 0 || norm.residual != 0 || norm.channel_axis != axis) {
-    return Status::Invalid(call.Text("it takes one instance, x's own channels and no residual"));
-  }
-  if (p.n * p.in_size() == 0 || p.out_size() == 0) {
-    return Status::Invalid(call.Text(arrays.Text() + ": there must be some of each"));
-  }
-  JAXCONV_RETURN_IF_ERROR(
-      ConfirmParams(call, norm, n, arg(0), arg, 2, {"scale", "bias", "mean", "var"}));
   auto in = [&](size_t i) { return arg(i).untyped_data(); };
   return (wgrad ? ConvNormalisedWgrad : ConvNormalised)(MakeContext(context), p, n, how, in(0),
                                                         in(1), in(2), in(3), in(4), in(5),
                                                         result.untyped_data(), call.Scratch());
+}
+
+Status NormalisedGradient(ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                          const wire::Window& window, const wire::Norm& norm,
+                          const wire::Plan& plan) {
+  Call call("conv_normalised_gradient", args, rets);
+  JAXCONV_RETURN_IF_ERROR(call.Confirm(7, 3));
+  auto arg = [&](size_t i) { return call.Arg(i); };
+  auto ret = [&](size_t i) { return call.Ret(i); };
+  ConvProblem p;
+  BatchNormProblem n;
+  jaxconv::Plan how;
+  const ConvArrays arrays = {arg(0), arg(2), arg(1), "x", "w", "dy"};
+  JAXCONV_RETURN_IF_ERROR(ToNormalised(call, arrays, arg(0), window, norm, 3,
+                                       {"scale", "bias", "mean", "var"}, &p, &n));
+  JAXCONV_RETURN_IF_ERROR(ToPlan(call, plan, &how));
+  JAXCONV_RETURN_IF_ERROR(call.ConfirmLike("dw", ret(0), "w", arg(2)));
+  JAXCONV_RETURN_IF_ERROR(ConfirmParams(call, norm, n, arg(0), ret, 1, {"dscale", "dbias"}));
+  auto in = [&](size_t i) { return arg(i).untyped_data(); };
+  auto out = [&](size_t i) { return ret(i).untyped_data(); };
+  return ConvNormalisedGradient(MakeContext(context), p, n, how, in(0), in(1), in(2), in(3), in(4),
+                                in(5), in(6), out(0), out(1), out(2), call.Scratch());
+}
+
+Status NormalisedDx(ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                    const wire::Window& window, const wire::Norm& norm, int64_t count,
+                    const wire::Plan& plan) {
+  Call call("conv_normalised_dx", args, rets);
+  JAXCONV_RETURN_IF_ERROR(call.Confirm(9, 1));
+  auto arg = [&](size_t i) { return call.Arg(i); };
+  ConvProblem p;
+  BatchNormProblem n;
+  jaxconv::Plan how;
+  const ConvArrays arrays = {arg(0), arg(2), arg(1), "x", "w", "dy"};
+  JAXCONV_RETURN_IF_ERROR(ToNormalised(call, arrays, arg(0), window, norm, 3,
+                                       {"scale", "bias", "mean", "var", "dscale", "dbias"}, &p,
+                                       &n));
+  JAXCONV_RETURN_IF_ERROR(ToPlan(call, plan, &how));
+  JAXCONV_RETURN_IF_ERROR(call.ConfirmLike("dx", call.Ret(0), "x", arg(0)));
+  JAXCONV_RETURN_IF_ERROR(ConfirmCount(call, count, n));
+  auto in = [&](size_t i) { return arg(i).untyped_data(); };
+  return ConvNormalisedDx(MakeContext(context), p, n, how, in(0), in(1), in(2), in(3), in(4), in(5),
+                          in(6), in(7), in(8), count, call.Ret(0).untyped_data());
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1047,6 +1101,27 @@ XLA_FFI_DEFINE_HANDLER(
       return Answer([&] { return Normalised(context, args, rets, window, norm, plan, true); });
     },
     JAXCONV_BASE.Attr<wire::Window>("window").Attr<wire::Norm>("norm").Attr<wire::Plan>("plan"),
+    JAXCONV_TRAITS);
+
+XLA_FFI_DEFINE_HANDLER(
+    kNormalisedGradient,
+    [](ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets, wire::Window window,
+       wire::Norm norm, wire::Plan plan) {
+      return Answer([&] { return NormalisedGradient(context, args, rets, window, norm, plan); });
+    },
+    JAXCONV_BASE.Attr<wire::Window>("window").Attr<wire::Norm>("norm").Attr<wire::Plan>("plan"),
+    JAXCONV_TRAITS);
+
+XLA_FFI_DEFINE_HANDLER(
+    kNormalisedDx,
+    [](ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets, wire::Window window,
+       wire::Norm norm, int64_t count, wire::Plan plan) {
+      return Answer([&] { return NormalisedDx(context, args, rets, window, norm, count, plan); });
+    },
+    JAXCONV_BASE.Attr<wire::Window>("window")
+        .Attr<wire::Norm>("norm")
+        .Attr<int64_t>("count")
+        .Attr<wire::Plan>("plan"),
     JAXCONV_TRAITS);
 
 XLA_FFI_DEFINE_HANDLER(
@@ -1206,6 +1281,8 @@ std::vector<std::pair<const char*, XLA_FFI_Handler*>> Handlers() {
       {"jaxconv_conv_wgrad_v2", kWgrad},
       {"jaxconv_conv_normalised_v2", kNormalised},
       {"jaxconv_conv_normalised_wgrad_v2", kNormalisedWgrad},
+      {"jaxconv_conv_normalised_gradient_v2", kNormalisedGradient},
+      {"jaxconv_conv_normalised_dx_v2", kNormalisedDx},
       {"jaxconv_dense_v2", kDense},
       {"jaxconv_matmul_v2", kDense},
 #if JAXCONV_ON_GPUS

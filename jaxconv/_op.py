@@ -426,22 +426,28 @@ def with_addend(made: Kernel, bare: Kernel, left: Callable[..., Array], right: C
     ad.primitive_transposes[made.primitive] = transpose
 
 
-def by_reference(made: Kernel) -> None:
-    """The derivative rule of a kernel that nobody trains through at full speed: that of its reference."""
+def by_reference(made: Kernel | Composite) -> None:
+    """The derivative rule of what nobody trains through at full speed: a kernel's is that of its reference, a
+    composite's that of its parts where no plan chose them."""
+
+    def reference(problem: Any, *args: Array) -> list[Array]:
+        return list(made.reference(problem, *args) if isinstance(made, Kernel) else made.parts(problem, None)(*args))
+
+    multiple_results = made.primitive.multiple_results
 
     def jvp(primals: Sequence[Array], tangents: Sequence[Any], *, problem: Any) -> Any:
-        outs, tangents_out = _jvp_of_varied(functools.partial(made.reference, problem), primals, tangents)
-        return (outs, tangents_out) if made.multiple_results else (outs[0], tangents_out[0])
+        outs, tangents_out = _jvp_of_varied(functools.partial(reference, problem), primals, tangents)
+        return (outs, tangents_out) if multiple_results else (outs[0], tangents_out[0])
 
     def transpose(cts: Any, *operands: Any, problem: Any) -> Any:
         linear = [i for i, v in enumerate(operands) if ad.is_undefined_primal(v)]
-        cts = cts if made.multiple_results else [cts]
+        cts = cts if multiple_results else [cts]
 
         def of_linear(*some: Array) -> list[Array]:
             args = list(operands)
             for i, value in zip(linear, some, strict=True):
                 args[i] = value
-            return list(made.reference(problem, *args))
+            return reference(problem, *args)
 
         like = [jax.ShapeDtypeStruct(operands[i].aval.shape, operands[i].aval.dtype) for i in linear]
         back = jax.linear_transpose(of_linear, *like)([ad.instantiate_zeros(ct) for ct in cts])

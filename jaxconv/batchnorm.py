@@ -235,15 +235,25 @@ def train_forward(p: BatchNormProblem, *args: Array) -> tuple[list[Array], Any]:
 
 
 def train_backward(
-    p: BatchNormProblem, residuals: Any, cotangents: Sequence[Array | None], want: Sequence[bool]
+    p: BatchNormProblem,
+    residuals: Any,
+    cotangents: Sequence[Array | None],
+    want: Sequence[bool],
+    of_dy: Sequence[Array] | None = None,
 ) -> list[Array | None]:
-    """The kernel for the cotangent of y; those of the statistics, where there are any, are added to dx."""
+    """The kernel for the cotangent of y; those of the statistics, where there are any, are added to dx.
+
+    `of_dy`: (dscale, dbias, dx) of the cotangent of y from somewhere else; then `cotangents` has none, and there is no
+    residual.
+    """
     x, scale, bias, mean, rstd, kept = residuals
     dy, d_new_mean, d_new_var, d_mean, d_rstd = cotangents
     want_x, want_scale, want_bias, want_running_mean, want_running_var, *rest = want
     want_residual = bool(rest and rest[0])
     dx = dscale = dbias = dresidual = None
-    if dy is not None and (want_x or want_scale or want_bias or want_residual):
+    if of_dy is not None:
+        dscale, dbias, dx = of_dy
+    elif dy is not None and (want_x or want_scale or want_bias or want_residual):
         q = replace(p, residual=kept is not None, want_dx=want_x, want_dresidual=want_residual)
         dscale, dbias, *big = backward(q, x, dy, scale, bias, mean, rstd, *([] if kept is None else [kept]))
         dx = big[0] if want_x else None

@@ -12,8 +12,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jaxconv import _op, _plan, _problem, _sharding, batchnorm, conv, conv_batchnorm
+from jaxconv import _halo, _op, _plan, _problem, _sharding, batchnorm, conv, conv_batchnorm
 from jaxconv._problem import BatchNormConvProblem, BatchNormProblem, ConvProblem, NormalisedConvProblem
 from jaxconv._problem.parse import shapes
 from jaxconv._types import (
@@ -32,31 +33,30 @@ replace = dataclasses.replace
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The kernels: y, and dw, of a = activation(batch-norm of x by known statistics)
+# The kernels: y, and dw, of a = activation(batch-norm of x by known statistics); and the backward pass of both, without
+# a's gradient
 
 
-def _wire(p: NormalisedConvProblem, plan: _plan.Plan, operands: str, result: str) -> _op.Wire:
+def _wire(p: NormalisedConvProblem, plan: _plan.Plan, operands: str, results: str, sums: str = "") -> _op.Wire:
     """Letters as conv's wire has them; (C,) of the batch-norm follow."""
-    wire = conv._wire(p, plan, operands + "bbbb", result)
-    norm = batchnorm._wire(p.norm, 5, 1).attrs["norm"]
-    return replace(wire, attrs={**wire.attrs, "norm": norm})
+    wire = conv._wire(p, plan, operands + "bbbb" + sums, results)
+    attrs = {**wire.attrs, "norm": batchnorm._wire(p.norm, 5, 1).attrs["norm"]}
+    return replace(wire, attrs=attrs | {"count": np.int64(p.count)} if sums else attrs)
 
 
-def _batch(p: NormalisedConvProblem, args: list[Array], dims: list[int | None]) -> tuple[list[Array], list[int]]:
-    """Images of different instances have statistics of their own: into channels, always."""
-    size = _op.batch_size(args, dims)
-    channel, _, out_channel = conv._axes(p)
-    x, w, *v = (_op.to_front(a, d, size) for a, d in zip(args, dims, strict=True))
-    folded = [_op.fold(x, 0, channel), _op.fold(w, 0, out_channel), *(_op.fold(a, 0, 0) for a in v)]
-    return [_op.unfold(normalised(conv._grouped(p, size), *folded), size, channel)], [0]
+def _by_instances(made: Any, operands: str, results: str) -> Any:
+    """The batching rule: images of different instances have statistics of their own, so into channels, always."""
 
+    def batch(p: NormalisedConvProblem, args: list[Array], dims: list[int | None]) -> tuple[list[Array], list[int]]:
+        size = _op.batch_size(args, dims)
+        channel, _, out_channel = conv._axes(p)
+        axis = {"x": channel, "y": channel, "w": out_channel, "p": 0}
+        fronted = [_op.to_front(a, d, size) for a, d in zip(args, dims, strict=True)]
+        folded = [_op.fold(a, 0, axis[o]) for a, o in zip(fronted, operands, strict=True)]
+        outs = conv._listed(made()(conv._grouped(p, size), *folded))
+        return [_op.unfold(out, size, axis[r]) for out, r in zip(outs, results, strict=True)], [0] * len(outs)
 
-def _batch_wgrad(p: NormalisedConvProblem, args: list[Array], dims: list[int | None]) -> tuple[list[Array], list[int]]:
-    size = _op.batch_size(args, dims)
-    channel, _, out_channel = conv._axes(p)
-    x, dy, *v = (_op.to_front(a, d, size) for a, d in zip(args, dims, strict=True))
-    folded = [_op.fold(x, 0, channel), _op.fold(dy, 0, channel), *(_op.fold(a, 0, 0) for a in v)]
-    return [_op.unfold(normalised_wgrad(conv._grouped(p, size), *folded), size, out_channel)], [0]
+    return batch
 
 
 def _normalise(p: NormalisedConvProblem, x: Array, *v: Array) -> Array:
@@ -71,6 +71,31 @@ def _then_convolved(p: NormalisedConvProblem, x: Array, w: Array, *v: Array) -> 
 
 def _then_wgrad(p: NormalisedConvProblem, x: Array, dy: Array, *v: Array) -> list[Array]:
     return [conv.wgrad(p.conv, _normalise(p, x, *v), dy)]
+
+
+def _norm(p: NormalisedConvProblem, x: Array, **fields: Any) -> BatchNormProblem:
+    """The batch-norm in training of x, which is all of it or a shard."""
+    return replace(p.norm, shape=tuple(x.shape), training=True, want_dresidual=False, **fields)
+
+
+def _rstd(p: NormalisedConvProblem, var: Array) -> Array:
+    return jax.lax.rsqrt(var + p.epsilon)
+
+
+def _then_gradient(p: NormalisedConvProblem, x: Array, dy: Array, w: Array, *v: Array) -> list[Array]:
+    scale, bias, mean, var = v
+    da = conv.dgrad(p.conv, dy, w)
+    sums = batchnorm.backward(_norm(p, x, want_dx=False), x, da, scale, bias, mean, _rstd(p, var))
+    return [normalised_wgrad(p, x, dy, *v), *sums]
+
+
+def _then_dx(p: NormalisedConvProblem, x: Array, dy: Array, w: Array, *v: Array) -> list[Array]:
+    return [_dx_of(p, x, conv.dgrad(p.conv, dy, w), *v)]
+
+
+def _dx_of(p: NormalisedConvProblem, x: Array, da: Array, *v: Array) -> Array:
+    scale, bias, mean, var, *sums = v
+    return batchnorm.dx_of_sums(_norm(p, x, count=p.count), x, da, scale, bias, mean, _rstd(p, var), *sums)
 
 
 def _whole(split: _sharding.Split) -> bool:
@@ -90,13 +115,40 @@ def _wgrad_shard(p: NormalisedConvProblem, split: _sharding.Split, x: Array, dy:
     return conv._wgrad_shard(p.conv, split, _normalise(p, x, *v), dy)
 
 
+def _gradient_shard(
+    p: NormalisedConvProblem, split: _sharding.Split, x: Array, dy: Array, w: Array, *v: Array
+) -> list[Array]:
+    if _whole(split):
+        return [conv._summed(out, split, "n") for out in normalised_gradient(p, x, dy, w, *v)]
+    scale, bias, mean, var = v
+    (dw,) = _wgrad_shard(p, split, x, dy, *v)
+    (da,) = conv._dgrad_shard(p.conv, split, dy, w)
+    # Sums cross the mesh where images and pixels are split, by the names that these axes have there
+    first = 2 - p.channels_last
+    names = {"n": "d0"} | {_halo.name(i): f"d{first + i}" for i in range(p.nd)}
+    of_norm = {names[name]: axes for name, axes in split.items() if name in names}
+    norm = _norm(p, x, want_dx=False)
+    images = x.shape[0] * jax.lax.psum(1, split.get("n", ()))  # p has a shard's, but all of the pixels
+    whole = replace(norm, shape=(images, *p.x_shape[1:]))
+    return [dw, *batchnorm._backward_shard(whole, norm, of_norm, x, da, scale, bias, mean, _rstd(p, var))]
+
+
+def _dx_shard(
+    p: NormalisedConvProblem, split: _sharding.Split, x: Array, dy: Array, w: Array, *v: Array
+) -> list[Array]:
+    if _whole(split):
+        return [normalised_dx(p, x, dy, w, *v)]
+    (da,) = conv._dgrad_shard(p.conv, split, dy, w)
+    return [_dx_of(p, x, da, *v)]
+
+
 # (x, w, scale, bias, mean, var) -> y
 normalised = _op.kernel(
     "conv_normalised",
     reference=_then_convolved,
     results=lambda p: [(p.y_shape, p.dtype)],
     wire=lambda p, plan: _wire(p, plan, "xw", "y"),
-    batch=_batch,
+    batch=_by_instances(lambda: normalised, "xwpppp", "y"),
     partition=lambda p: conv._partition(p, "xwpppp", "y", "kc", _shard),
 )
 # (x, dy, scale, bias, mean, var) -> dw
@@ -105,11 +157,30 @@ normalised_wgrad = _op.kernel(
     reference=_then_wgrad,
     results=lambda p: [(p.w_shape, p.dtype)],
     wire=lambda p, plan: _wire(p, plan, "xy", "w"),
-    batch=_batch_wgrad,
+    batch=_by_instances(lambda: normalised_wgrad, "xypppp", "w"),
     partition=lambda p: conv._partition(p, "xypppp", "w", "kc", _wgrad_shard),
 )
-_op.by_reference(normalised)
-_op.by_reference(normalised_wgrad)
+# (x, dy, w, scale, bias, mean, var) -> dw, dscale, dbias
+normalised_gradient = _op.kernel(
+    "conv_normalised_gradient",
+    reference=_then_gradient,
+    results=lambda p: [(p.w_shape, p.dtype)] + [(p.norm.param_shape, p.norm.param_dtype)] * 2,
+    wire=lambda p, plan: _wire(p, plan, "xyw", "wbb"),
+    batch=_by_instances(lambda: normalised_gradient, "xywpppp", "wpp"),
+    partition=lambda p: conv._partition(p, "xywpppp", "wpp", "kc", _gradient_shard),
+    multiple_results=True,
+)
+# (x, dy, w, scale, bias, mean, var, dscale, dbias) -> dx, by sums over p.count elements a channel
+normalised_dx = _op.kernel(
+    "conv_normalised_dx",
+    reference=_then_dx,
+    results=lambda p: [(p.x_shape, p.dtype)],
+    wire=lambda p, plan: _wire(p, plan, "xyw", "x", "bb"),
+    batch=_by_instances(lambda: normalised_dx, "xywpppppp", "x"),
+    partition=lambda p: conv._partition(p, "xywpppppp", "x", "kc", _dx_shard),
+)
+for _kernel in (normalised, normalised_wgrad, normalised_gradient, normalised_dx):
+    _op.by_reference(_kernel)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -150,6 +221,42 @@ def _results(p: BatchNormConvProblem) -> list[tuple[tuple[int, ...], str]]:
 chain = _op.composite("batchnorm_conv", results=_results, parts=_parts)
 
 
+def gradients_by_kernels(p: BatchNormConvProblem, x: Array, dy: Array, w: Array, *v: Array) -> list[Array]:
+    """`gradients` by the two kernels that make a's gradient where they read dy."""
+    q = p.normalised
+    dw, *sums = normalised_gradient(q, x, dy, w, *v)
+    return [dw, *sums, normalised_dx(replace(q, count=p.norm.reduced), x, dy, w, *v, *sums)]
+
+
+def gradients_by_parts(p: BatchNormConvProblem, x: Array, dy: Array, w: Array, *v: Array) -> list[Array]:
+    """`gradients` by a dgrad, a batch-norm's backward and a wgrad."""
+    q = p.normalised
+    scale, bias, mean, var = v
+    da = conv.dgrad(p.conv, dy, w)
+    kept = x, da, scale, bias, mean, _rstd(q, var)
+    dscale, dbias, dx = batchnorm.backward(replace(p.norm, want_dx=True, want_dresidual=False), *kept)
+    return [normalised_wgrad(q, x, dy, *v), dscale, dbias, dx]
+
+
+def _gradients_of(p: BatchNormConvProblem, plan: _plan.Plan | None) -> Any:
+    fused = plan is not None and plan.kernel == "normalised"
+    return functools.partial(gradients_by_kernels if fused else gradients_by_parts, p)
+
+
+# (x, dy, w, scale, bias, mean, var) -> dw, dscale, dbias, dx: the backward pass of the batch-norm of x, which has these
+# statistics, and of the convolution of its result
+gradients = _op.composite(
+    "batchnorm_conv_backward",
+    results=lambda p: [
+        (p.conv.w_shape, p.conv.dtype),
+        *[(p.norm.param_shape, p.norm.param_dtype)] * 2,
+        (p.norm.x_shape, p.norm.dtype),
+    ],
+    parts=_gradients_of,
+)
+_op.by_reference(gradients)
+
+
 def _forward(p: BatchNormConvProblem, *args: Array) -> tuple[list[Array], Any]:
     """Residuals: what `before` reads, what is normalised, the parameters, w."""
     operands, (scale, bias, _, _), w = _split(p, args)
@@ -170,16 +277,18 @@ def _backward(
     want_operands, want_norm, want_w = _split(p, want)
     rstd = jax.lax.rsqrt(var + p.norm.epsilon)
     d_rstd = None if d_var is None else d_var * (-2 / (rstd * rstd * rstd))
-    da = None
-    if dy is not None and (any(want_operands) or want_norm[0] or want_norm[1]):
-        da = conv.dgrad(p.conv, dy, w)
+    da = dw = of_dy = None
+    v = scale, bias, mean, var
+    if dy is not None and any(want_operands) and want_norm[0] and want_norm[1] and want_w:
+        dw, *of_dy = gradients(replace(p, before=None, save=False), z, dy, w, *v)
+    else:
+        if dy is not None and (any(want_operands) or want_norm[0] or want_norm[1]):
+            da = conv.dgrad(p.conv, dy, w)
+        if want_w:
+            dw = jnp.zeros_like(w) if dy is None else normalised_wgrad(p.normalised, z, dy, *v)
     kept = z, scale, bias, mean, rstd, None
-    dz, *rest = batchnorm.train_backward(
-        p.norm, kept, [da, d_new_mean, d_new_var, d_mean, d_rstd], [any(want_operands), *want_norm]
-    )
-    dw = None
-    if want_w:
-        dw = jnp.zeros_like(w) if dy is None else normalised_wgrad(p.normalised, z, dy, scale, bias, mean, var)
+    cotangents = [da, d_new_mean, d_new_var, d_mean, d_rstd]
+    dz, *rest = batchnorm.train_backward(p.norm, kept, cotangents, [any(want_operands), *want_norm], of_dy)
     if p.before is None:
         return [dz if addend is None else dz + addend, *rest, dw]
     if dz is not None and dz_direct[0] is not None:

@@ -110,9 +110,13 @@ def _programs() -> dict[str, tuple[str, Any, Any]]:
 
     depthwise = aligned[0], jnp.ones((3, 3, 1, 8), wide)
 
-    def normalised(x: jax.Array, w: jax.Array) -> jax.Array:
+    def normalised(x: jax.Array, w: jax.Array, scale: Any = None, bias: Any = None) -> jax.Array:
         u = jnp.ones(8)
-        return jaxconv.batchnorm_conv(x, u, u, u, u, w, training=True, groups=8, activation="relu6", **native)[0]
+        how: dict[str, Any] = dict(training=True, groups=8, activation="relu6", **native)
+        return jaxconv.batchnorm_conv(x, scale, bias, u, u, w, **how)[0]
+
+    every_gradient = jax.grad(lambda *a: normalised(*a).sum(), (0, 1, 2, 3))
+    parameters = jnp.ones(8), jnp.ones(8)
 
     def trained(x: jax.Array, residual: jax.Array) -> jax.Array:
         return norm(x, v, v, v, v, residual=residual, training=True)[0].sum()
@@ -144,6 +148,8 @@ def _programs() -> dict[str, tuple[str, Any, Any]]:
             jax.grad(lambda x, w: normalised(x, w).sum(), 1),
             depthwise,
         ),
+        "conv_normalised_gradient": ("conv_normalised_gradient", every_gradient, (*depthwise, *parameters)),
+        "conv_normalised_dx": ("conv_normalised_dx", every_gradient, (*depthwise, *parameters)),
         "dense": ("dense", functools.partial(dense, c=jnp.ones((5, 6)), beta=3.0, **fused), (m, w[0, 0], b)),
         "dense_row_bias": ("dense", functools.partial(dense, activation="relu"), (m, w[0, 0], jnp.ones((5, 1)))),
         "dense_instances": (
@@ -188,6 +194,8 @@ _NAMES = {
     "conv_wgrad": ("x dy", "dw"),
     "conv_normalised": ("x w scale bias mean var", "y"),
     "conv_normalised_wgrad": ("x dy scale bias mean var", "dw"),
+    "conv_normalised_gradient": ("x dy w scale bias mean var", "dw dscale dbias"),
+    "conv_normalised_dx": ("x dy w scale bias mean var dscale dbias", "dx"),
     "dense": ("x w b? c?", "y z?"),
     "dense_gradient": ("dy w kept", "dz db"),
     "matmul": ("x w", "y"),
@@ -209,6 +217,8 @@ YOUNGER = (
         "conv_add",
         "conv_normalised",
         "conv_normalised_wgrad",
+        "conv_normalised_gradient",
+        "conv_normalised_dx",
         "dense_gradient",
         "batchnorm_dx",
         "batchnorm_moments",
@@ -232,7 +242,7 @@ def _operand(p: Any, kernel: str, name: str) -> tuple[Shape, str]:
         shapes = {"x": p.x_shape, "dy": p.x_shape, "w1": p.w1_shape, "w2": p.w2_shape, "b1": (p.hidden,)}
         shapes |= {"b2": (p.channels,), "z1": p.hidden_shape, "gate": p.mean_shape}
         return shapes[name], p.dtype if name in ("x", "dy") else p.param_dtype
-    if name in ("scale", "bias", "mean", "var"):
+    if name in ("scale", "bias", "mean", "var", "dscale", "dbias"):
         return p.norm.param_shape, p.norm.param_dtype
     if kernel.startswith("conv"):
         shapes = {"x": p.x_shape, "c": p.x_shape, "w": p.w_shape, "dy": p.y_shape, "b": (p.out_channels,)}

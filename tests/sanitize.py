@@ -43,7 +43,7 @@ from jaxconv._problem import (
     SqueezeExciteProblem,
 )
 from jaxconv.batchnorm import backward, dx_of_sums, infer, moments, train
-from jaxconv.batchnorm_conv import normalised, normalised_wgrad
+from jaxconv.batchnorm_conv import normalised, normalised_dx, normalised_gradient, normalised_wgrad
 from jaxconv.conv import conv_add, conv_kernel, dgrad, dgrad_add, fprop, statistics, wgrad
 from jaxconv.dense import dense_gradient, dense_kernel, matmul
 from jaxconv.groupnorm import backward as group_backward
@@ -197,6 +197,9 @@ def conv_calls(dtype: str, last: bool, algorithm: str, precision: str, shape: tu
         for activation in ("relu6", "silu"):
             q = NormalisedConvProblem(**of_norm, x_activation=_activation.parse("", activation))
             forward += [(normalised, q, [x, w, *param]), (normalised_wgrad, q, [x, y, *param])]
+            given = dataclasses.replace(q, count=q.norm.reduced)
+            forward += [(normalised_gradient, q, [x, y, w, *param])]
+            forward += [(normalised_dx, given, [x, y, w, *param, *param[:2]])]
     return [*forward, (dgrad, bare, [y, w]), (dgrad_add, bare, [y, w, x]), (wgrad, bare, [x, y])]
 
 

@@ -107,14 +107,15 @@ def test_every_pass_normalises_what_it_reads():
     args = data("float32")
     f = functools.partial(jaxconv.batchnorm_conv, training=True, groups=C, activation="relu6", **NATIVE)
     assert calls(f, *args) == {"batchnorm_moments": 1, "conv_normalised": 1}
-    gradient = jax.grad(lambda *a: (f(*a)[0] ** 2).sum(), (0, 1, 2, 5))
-    assert calls(gradient, *args) == {
-        "batchnorm_moments": 1,
-        "conv_normalised": 1,
-        "conv_normalised_wgrad": 1,
-        "conv_dgrad": 1,
-        "batchnorm_backward": 1,
-    }
+
+    def gradient(*wanted: int) -> Any:
+        return jax.grad(lambda *a: (f(*a)[0] ** 2).sum(), wanted)
+
+    forward = {"batchnorm_moments": 1, "conv_normalised": 1}
+    assert calls(gradient(0, 1, 2, 5), *args) == forward | {"conv_normalised_gradient": 1, "conv_normalised_dx": 1}
+    # Of fewer gradients each is made by itself
+    assert calls(gradient(5), *args) == forward | {"conv_normalised_wgrad": 1}
+    assert calls(gradient(0), *args) == forward | {"conv_dgrad": 1, "batchnorm_backward": 1}
     infer = functools.partial(jaxconv.batchnorm_conv, training=False, groups=C, activation="relu6", **NATIVE)
     assert calls(infer, *args) == {"conv_normalised": 1}
 
@@ -195,7 +196,9 @@ def test_recomputed_it_is_the_same(wide):
 @on_cpus
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize(
-    "spec", [P(("a", "b")), P("a", "b"), P("a", None, None, "b")], ids=["images", "rows", "channels"]
+    "spec",
+    [P(("a", "b")), P("a", "b"), P(None, "a", "b"), P("a", None, None, "b")],
+    ids=["images", "rows", "pixels", "channels"],
 )
 @pytest.mark.parametrize("implementation", [None, "native"])
 def test_on_a_mesh_it_is_the_unsharded_one(kind, spec, implementation):
@@ -263,7 +266,10 @@ def problem(
     return NormalisedConvProblem.of(norm, conv)
 
 
-@pytest.mark.parametrize("op", ["conv_normalised", "conv_normalised_wgrad"])
+OPS = ("conv_normalised", "conv_normalised_wgrad", "conv_normalised_gradient", "conv_normalised_dx")
+
+
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize(
     ("how", "kernel"),
     [
@@ -282,8 +288,10 @@ def problem(
 def test_a_gpus_kernels(op, how, kernel, code_for_gpus):
     plan = _plan.plan(op, problem(**how, implementation="native"), H200)
     assert (plan.implementation, plan.kernel) == (("native", kernel) if kernel else ("calls", "two"))
-    if kernel and op.endswith("wgrad"):
-        assert plan.splits > 1 and plan.workspace_bytes > 0
+    if kernel and op in OPS[1:3]:
+        assert plan.splits > 1 and plan.workspace_bytes == plan.splits * 4 * 144 * (9 if op == OPS[1] else 11)
+    elif kernel:
+        assert plan.splits == 1 and plan.workspace_bytes == 0
     older = _plan.plan(
         op, problem(**how, implementation="native"), dataclasses.replace(H200, compute_capability=(8, 0))
     )
@@ -312,6 +320,15 @@ def test_a_gpu_gets_two_calls_until_times_are_known(saves, code_for_gpus, monkey
                 entry |= {"xla_ms": times[0], "native_ms": {"depthwise/rows": times[1]}}
                 measured.learn(device.kind, [{**entry, "op": op_measured, "kind": kind, "coordinates": coordinates}])
                 assert _plan.plan("batchnorm_conv", whole, device).kernel == kernel
+    # The backward pass has times of its own
+    assert _plan.plan("batchnorm_conv_backward", whole, device).kernel == "two"
+    back, *_ = measured.features("conv_normalised_gradient", p)
+    assert back == measured.features("conv_normalised_dx", p)[0] != op_measured
+    entry |= {"xla_ms": 0.3, "native_ms": {"depthwise/rows": 0.25 if saves else 0.295}}
+    measured.learn(device.kind, [{**entry, "op": back, "kind": kind, "coordinates": coordinates}])
+    assert _plan.plan("batchnorm_conv_backward", whole, device).kernel == ("normalised" if saves else "two")
+    for op in ("conv_normalised_gradient", "conv_normalised_dx"):
+        assert (_plan.plan(op, p, device).implementation == "native") is saves
     # silu takes other times
     silu = dataclasses.replace(p, x_activation=Activation("silu"))
     assert _plan.plan("conv_normalised", silu, device).kernel == "two"
@@ -321,6 +338,8 @@ def test_disabled_it_is_two_calls(code_for_gpus, monkeypatch):
     for name in ("conv_normalised", "conv", "batchnorm", "all"):
         monkeypatch.setenv("JAXCONV_DISABLE", name)
         assert _plan.plan("conv_normalised", problem(implementation="native"), H200).kernel == "two"
+        whole = BatchNormConvProblem(dataclasses.replace(problem().norm, training=True), problem().conv)
+        assert _plan.plan("batchnorm_conv_backward", whole, H200).kernel == "two"
 
 
 def test_what_it_costs():

@@ -32,7 +32,7 @@ def example(name: str) -> tuple[Any, tuple[Any, ...]]:
     if name in ON_GPUS and PLATFORM == "cpu":
         pytest.skip(f"{name} has no native kernel on a CPU")
     if (
-        name in ("conv_statistics", "conv_dgrad_add", "conv_normalised", "conv_normalised_wgrad", *ON_GPUS)
+        (name in ("conv_statistics", "conv_dgrad_add", *ON_GPUS) or name.startswith("conv_normalised"))
         and PLATFORM == "cuda"
         and DEVICE.compute_capability != (9, 0)
     ):
@@ -44,9 +44,13 @@ def example(name: str) -> tuple[Any, tuple[Any, ...]]:
     aligned = aligned if PLATFORM == "cuda" else tuple(a.astype("float32") for a in aligned)
     depthwise = jnp.ones((2, 5, 5, 8), aligned[0].dtype), jnp.ones((3, 3, 1, 8), aligned[0].dtype)
 
-    def batchnorm_conv(x: jax.Array, w: jax.Array) -> Any:
+    def batchnorm_conv(x: jax.Array, w: jax.Array, scale: Any = None, bias: Any = None) -> Any:
         v = jnp.ones(8)
-        return jaxconv.batchnorm_conv(x, v, v, v, v, w, training=True, groups=8, activation="relu", **native)
+        how: dict[str, Any] = dict(training=True, groups=8, activation="relu", **native)
+        return jaxconv.batchnorm_conv(x, scale, bias, v, v, w, **how)
+
+    every_gradient = jax.grad(lambda *a: batchnorm_conv(*a)[0].sum(), (0, 1, 2, 3))
+    parameters = jnp.ones(8), jnp.ones(8)
 
     return {
         "conv": (functools.partial(conv, activation=("leaky_relu", 0.5)), (x, w, b)),
@@ -58,6 +62,8 @@ def example(name: str) -> tuple[Any, tuple[Any, ...]]:
         "conv_wgrad": (jax.grad(lambda x, w: conv(x, w).sum(), 1), (x, w)),
         "conv_normalised": (batchnorm_conv, depthwise),
         "conv_normalised_wgrad": (jax.grad(lambda x, w: batchnorm_conv(x, w)[0].sum(), 1), depthwise),
+        "conv_normalised_gradient": (every_gradient, (*depthwise, *parameters)),
+        "conv_normalised_dx": (every_gradient, (*depthwise, *parameters)),
         "dense": (functools.partial(dense, activation="gelu", alpha=2, beta=3.0), (jnp.ones((5, 4)), w[0, 0], b)),
         "matmul": (dense, (jnp.ones((5, 4)), w[0, 0])),
         "dense_gradient": (dz_and_db, tuple(jnp.ones(s, "bfloat16") for s in ((64, 64), (128, 64), (64, 128)))),
@@ -131,6 +137,8 @@ FORMAT = {
     "conv_wgrad": {"window": WINDOW, "plan": PLAN},
     "conv_normalised": {"window": WINDOW, "norm": NORM, "plan": PLAN},
     "conv_normalised_wgrad": {"window": WINDOW, "norm": NORM, "plan": PLAN},
+    "conv_normalised_gradient": {"window": WINDOW, "norm": NORM, "plan": PLAN},
+    "conv_normalised_dx": {"window": WINDOW, "norm": NORM, "count": "i64", "plan": PLAN},
     "dense": {"product": PRODUCT, "epilogue": EPILOGUE, "plan": PLAN},
     "dense_gradient": {"product": PRODUCT, "epilogue": EPILOGUE, "plan": PLAN},
     "matmul": {"product": PRODUCT, "epilogue": EPILOGUE, "plan": PLAN},

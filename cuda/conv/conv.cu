@@ -160,4 +160,25 @@ Status ConvNormalisedWgrad(const Context& ctx, const ConvProblem& p, const Batch
   return DepthwiseNormalisedWgrad(ctx, p, n, plan, x, dy, scale, bias, mean, var, dw, workspace);
 }
 
+Status ConvNormalisedGradient(const Context& ctx, const ConvProblem& p, const BatchNormProblem& n,
+                              const Plan& plan, const void* x, const void* dy, const void* w,
+                              const void* scale, const void* bias, const void* mean,
+                              const void* var, void* dw, void* dscale, void* dbias,
+                              Workspace workspace) {
+  JAXCONV_RETURN_IF_ERROR(
+      Confirm(ConvOp::kSums, "conv_normalised_gradient", p, plan, workspace, {x, dy, w, dw}, &n));
+  return DepthwiseNormalisedGradient(ctx, p, n, plan, x, dy, w, scale, bias, mean, var, dw, dscale,
+                                     dbias, workspace);
+}
+
+Status ConvNormalisedDx(const Context& ctx, const ConvProblem& p, const BatchNormProblem& n,
+                        const Plan& plan, const void* x, const void* dy, const void* w,
+                        const void* scale, const void* bias, const void* mean, const void* var,
+                        const void* dscale, const void* dbias, int64_t count, void* dx) {
+  JAXCONV_RETURN_IF_ERROR(
+      Confirm(ConvOp::kDgrad, "conv_normalised_dx", p, plan, {}, {x, dy, w, dx}, &n));
+  return DepthwiseNormalisedInput(ctx, p, n, plan, x, dy, w, scale, bias, mean, var, dscale, dbias,
+                                  count, dx);
+}
+
 }  // namespace jaxconv::cuda

@@ -52,7 +52,8 @@ std::string NormalisedRefusal(ConvOp op, const ConvProblem& p, Activation activa
   if (FamilyOf(plan.kernel) != "depthwise")
     return "only depthwise kernels normalise what they read";
   std::string why = conv::depthwise::RefuseNormalised(MemberOf(plan.kernel), p, activation);
-  return why.empty() ? ConvRefusal(op, p, plan, device) : why;
+  if (!why.empty()) return why;
+  return ConvRefusal(op == ConvOp::kSums ? ConvOp::kWgrad : op, p, plan, device);
 }
 
 ConvProblem ConvFolded(const ConvProblem& p, bool dgrad) { return conv::FoldPatches(p, dgrad); }

@@ -45,6 +45,8 @@ OPS = {
     "conv_wgrad": "conv",
     "conv_normalised": "conv",
     "conv_normalised_wgrad": "conv",
+    "conv_normalised_gradient": "conv",
+    "conv_normalised_dx": "conv",
     "dense": "dense",
     "dense_gradient": "dense",
     "matmul": "dense",
@@ -75,6 +77,8 @@ def plan(op: str, problem: Any, device: Device) -> Plan:
         return _plan_conv_batchnorm(problem, device)
     if op == "batchnorm_conv":
         return _plan_batchnorm_conv(problem, device)
+    if op == "batchnorm_conv_backward":
+        return _plan_batchnorm_conv_backward(problem, device)
     if op in conv.NORMALISED:
         return _plan_normalised(op, problem, device)
     if op == "batchnorm_given":
@@ -237,6 +241,17 @@ def _plan_batchnorm_conv(p: BatchNormConvProblem, device: Device) -> Plan:
                 return Plan("calls", f"a batch-norm, then a convolution: {why}", "two", candidates=found.candidates)
     reason = f"the convolution normalises what it reads: {found.reason}"
     return Plan("calls", reason, "statistics, normalised" if before else "normalised", candidates=found.candidates)
+
+
+def _plan_batchnorm_conv_backward(p: BatchNormConvProblem, device: Device) -> Plan:
+    """ "normalised": two kernels that read x and dy and no gradient between them; or "two" calls' backward passes."""
+    found = _plan_normalised("conv_normalised_gradient", p.normalised, device)
+    if found.implementation != "native":
+        return found
+    if disabled("batchnorm_backward"):
+        return Plan("calls", f"JAXCONV_DISABLE={os.environ['JAXCONV_DISABLE']}", "two")
+    reason = f"the gradient between the two is made where it is read: {found.reason}"
+    return Plan("calls", reason, "normalised", candidates=found.candidates)
 
 
 def _plan_conv_add(p: ConvProblem, device: Device) -> Plan:

@@ -19,7 +19,7 @@ FAMILIES: dict[str, ModuleType] = {
     "stem": stem,
     "im2col": im2col,
 }
-NORMALISED = ("conv_normalised", "conv_normalised_wgrad")
+NORMALISED = ("conv_normalised", "conv_normalised_wgrad", "conv_normalised_gradient", "conv_normalised_dx")
 CHANNELS_LAST_ONLY = ("sm90", "implicit_gemm", "grouped", "stem")
 
 

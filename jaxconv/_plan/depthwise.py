@@ -14,6 +14,10 @@ from jaxconv._problem import ConvProblem
 KERNELS = ("conv1d", "rows_strided", "rows", "rows_mma", "mma", "fma", "few")
 
 
+# What adds up over the images
+_SUMS = ("conv_wgrad", "conv_normalised_wgrad", "conv_normalised_gradient")
+
+
 def in_memory(p: ConvProblem) -> bool:
     """Whether the arrays are to lie channels last: the kernels read either order, and that faster where vectors fit."""
     vector = 16 // itemsize(p)
@@ -26,7 +30,7 @@ def spreads(kernel: str, p: ConvProblem) -> bool:
 
 def wants(op: str, p: ConvProblem, device: Device) -> Iterator[Plan]:
     for kernel in KERNELS:
-        splits = _wgrad_splits(kernel, p, device) if op in ("conv_wgrad", "conv_normalised_wgrad") else 1
+        splits = _wgrad_splits(kernel, p, device) if op in _SUMS else 1
         yield Plan("native", "", f"depthwise/{kernel}", splits=splits)
 
 

@@ -175,9 +175,12 @@ def _conv_features(op: str, p: ConvProblem) -> tuple[str, tuple[Any, ...], tuple
     )
     pixels = p.batch * math.prod(p.out_spatial)
     if isinstance(p, NormalisedConvProblem):
-        # Measured and chosen forward and back: who does not write a has none for its weight gradient.
+        # y and dw are measured and chosen as one: who does not write a has none for its weight gradient. So are all
+        # gradients.
         kind = (*kind, "clipped" if p.x_activation.name != "silu" else "silu")
-        return "conv_normalised", kind, _log2(pixels, group_c, group_k, p.groups)
+        back = op in ("conv_normalised_gradient", "conv_normalised_dx")
+        measured = "conv_normalised_gradient" if back else "conv_normalised"
+        return measured, kind, _log2(pixels, group_c, group_k, p.groups)
     return "conv_fprop" if op == "conv" else op, kind, _log2(pixels, group_c, group_k, p.groups)
 
 

@@ -180,7 +180,11 @@ inline std::string RefuseNormalised(std::string_view kernel, const ConvProblem& 
          "dilated, before relu, relu6 or silu";
 }
 
+// What a part of kSums leaves of a channel: dw of 3x3, dbias, dscale.
+inline constexpr int kTaps = 9, kSums = kTaps + 2;
+
 inline int64_t Workspace(ConvOp op, const ConvProblem& p, const Plan& plan) {
+  if (op == ConvOp::kSums) return plan.splits * kSums * p.c * int64_t(sizeof(float));
   return op == ConvOp::kWgrad ? PartialsBytes(p, plan.splits) : 0;
 }
 

@@ -28,4 +28,14 @@ using NormalisedWgradLauncher = Status(const Context& ctx, const ConvProblem& p,
 NormalisedLauncher DepthwiseRowsNormalised, DepthwiseRowsStridedNormalised;
 NormalisedWgradLauncher DepthwiseRowsNormalisedWgrad, DepthwiseRowsStridedNormalisedWgrad;
 
+// dw and the batch-norm's dscale and dbias, and dx by these of `count` elements a channel. `partials`: (splits, kSums, C).
+Status DepthwiseNormalisedSums(const Context& ctx, const ConvProblem& p, const Normalisation& n,
+                               int64_t splits, const void* x, const void* dy, const void* w,
+                               void* dw, void* dscale, void* dbias, float* partials,
+                               const std::string& what);
+Status DepthwiseNormalisedDx(const Context& ctx, const ConvProblem& p, const Normalisation& n,
+                             int64_t count, const void* x, const void* dy, const void* w,
+                             const void* dscale, const void* dbias, void* dx,
+                             const std::string& what);
+
 }  // namespace jaxconv::cuda::conv

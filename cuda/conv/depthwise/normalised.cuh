@@ -20,7 +20,8 @@ enum class Input { kPlain, kClipped, kSilu };
 
 struct NormalisedArgs {
   Normalisation of;
-  uint32_t limit;  // of kClipped: the most that f gives, twice in a word
+  float most;      // of kClipped: the most that f gives
+  uint32_t limit;  // the same, twice in a word
 };
 
 template <typename T>
@@ -34,7 +35,8 @@ uint32_t TwiceInAWord(float v) {
 
 template <typename T>
 NormalisedArgs MakeNormalised(const Normalisation& n) {
-  return {n, TwiceInAWord<T>(n.activation == Activation::kRelu6 ? 6.f : __builtin_huge_valf())};
+  const float most = n.activation == Activation::kRelu6 ? 6.f : __builtin_huge_valf();
+  return {n, most, TwiceInAWord<T>(most)};
 }
 
 // launch(tag) of a 16-bit type.
