@@ -132,6 +132,7 @@ __device__ __forceinline__ void WalkStream(const StreamShape& s, const StreamInp
         if (k < in.count) v[k] = ring[(slot * in.count + k) * s.vectors + threadIdx.x];
       }
     }
+    ReadsFirst();
     // One lane for its warp is no faster, and compute-sanitizer's racecheck sees no order there.
     BarrierArrive(empty + 8 * slot);
     next();

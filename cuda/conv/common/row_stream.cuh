@@ -96,8 +96,15 @@ struct RowRing {
     return full;
   }
   __device__ __forceinline__ void Await() const { BarrierWait(barriers + stage * 16, parity); }
-  // One lane of each warp that reads, after __syncwarp().
+  // One lane of each warp of whose products wgmma reads the stage, after these and __syncwarp().
   __device__ __forceinline__ void Release() const { BarrierArrive(barriers + stage * 16 + 8); }
+  // A warp that has read the stage itself hands it back, and goes on to the next.
+  __device__ __forceinline__ void GiveBack() {
+    ReadsFirst();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) Release();
+    Advance();
+  }
   __device__ __forceinline__ void Advance() {
     if (++stage == stages) {
       stage = 0;

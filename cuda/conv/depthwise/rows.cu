@@ -272,9 +272,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
       }
       read(from + (kGather ? (g.multiplier - 2) * int(sizeof(T)) : 0));
-      __syncwarp();
-      if (lane == 0) ring.Release();
-      ring.Advance();
+      ring.GiveBack();
       if constexpr (!kPlain) {
         const InsideRow<S> inside(q - g.pad_w, g.from.w);
 #pragma unroll

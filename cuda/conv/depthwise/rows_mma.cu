@@ -196,6 +196,7 @@ __global__ void __launch_bounds__(kBandThreads, 1)
           LoadMatrix(in[0], at);
           LoadMatrix(in[1], at ^ 16);
         }
+        ReadsFirst();
         __syncwarp();
         if (lane == 0) BarrierArrive(cells.Empty(row.at, half));
         row.Advance();
@@ -276,9 +277,7 @@ __global__ void __launch_bounds__(kBandThreads, 1)
             __syncwarp();
             ring.Await();
             mover.Move(ring.At(), cells.At(to.at), claim);
-            __syncwarp();
-            if (lane == 0) ring.Release();
-            ring.Advance();
+            ring.GiveBack();
           } else {
             token &= ~kBandInput;
             claim();
@@ -328,6 +327,7 @@ __global__ void __launch_bounds__(kBandThreads, 1)
               LoadMatrixTransposed(v[m], stream ^ (Turn(m0 + m, 0) << 4));
             }
             if (m0 == 4) {
+              ReadsFirst();
               __syncwarp();
               if (lane == 0) BarrierArrive(full + 8);
             }

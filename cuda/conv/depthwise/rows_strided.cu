@@ -137,11 +137,7 @@ __global__ void __launch_bounds__(Shape<kPass, kR>::kThreads, 1)
   if constexpr (!kPlain) {
     if (worker && channel < g.to.channels) normaliser.Load(g.n.of, channel);
   }
-  const auto release = [&] {
-    __syncwarp();
-    if (lane == 0) ring.Release();
-    ring.Advance();
-  };
+  const auto release = [&] { ring.GiveBack(); };
   const auto read = [&] {
     ring.Await();
 #pragma unroll

@@ -164,9 +164,7 @@ __global__ void __launch_bounds__(kThreads, 1)
             }
           }
         }
-        __syncwarp();
-        if (lane == 0) ring.Release();
-        ring.Advance();
+        ring.GiveBack();
       }
     }
   }

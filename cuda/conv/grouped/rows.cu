@@ -329,11 +329,7 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks)
       if (threadIdx.x == 0) feed();
       ring.Await();
     };
-    const auto release = [&] {
-      __syncwarp();
-      if (lane == 0) ring.Release();
-      ring.Advance();
-    };
+    const auto release = [&] { ring.GiveBack(); };
     // Of a row of src: kOctets == 1: the two octets at two taps, and both at tap s = 2. Else both octets tap
     // by tap.
     constexpr int kLoads = kMeet == Meet::kSpread ? 2 : kS;

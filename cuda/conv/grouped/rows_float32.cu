@@ -50,7 +50,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   const RowUnits& u = g.u;
   const uint32_t ring_at = SharedAddress(cells);
   RowRing ring(ring_at, ring_at + uint32_t(u.stages * u.stage_bytes), u);
-  const int lane = threadIdx.x % 32;
   if (threadIdx.x == 0) ring.Init(g.t.threads / 32);
   __syncthreads();
 
@@ -225,11 +224,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
       }
     };
-    const auto release = [&] {
-      __syncwarp();
-      if (lane == 0) ring.Release();
-      ring.Advance();
-    };
+    const auto release = [&] { ring.GiveBack(); };
     const auto await = [&] {
       if (threadIdx.x == 0) feed();
       __syncwarp();

@@ -40,7 +40,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   const RowUnits& u = g.u;
   const uint32_t ring_at = SharedAddress(cells);
   RowRing ring(ring_at, ring_at + uint32_t(u.stages * u.stage_bytes), u);
-  const int lane = threadIdx.x % 32;
   if (threadIdx.x == 0) ring.Init(g.t.threads / 32);
   __syncthreads();
 
@@ -112,11 +111,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       __syncwarp();
       ring.Await();
     };
-    const auto release = [&] {
-      __syncwarp();
-      if (lane == 0) ring.Release();
-      ring.Advance();
-    };
+    const auto release = [&] { ring.GiveBack(); };
     const auto load = [&](float (&to)[kRun][kOut]) {
 #pragma unroll
       for (int e = 0; e < kRun; ++e) {

@@ -232,9 +232,7 @@ __global__ void __launch_bounds__(WarpsOf(kOwned) * 32, kBlocks)
       } else if (h >= at.p) {
         multiply(0, grad, 0, 1);
       }
-      __syncwarp();
-      if (lane == 0) ring.Release();
-      ring.Advance();
+      ring.GiveBack();
     }
   }
 
