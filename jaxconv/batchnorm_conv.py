@@ -1,6 +1,7 @@
-"""Batch-norm, its activation and a convolution as one: two kernels, a composite with its rules, the public function.
+"""Batch-norm, its activation and a convolution as one: four kernels, two composites, their rules, the public function.
 
-Where the convolution's kernel normalises what it reads, the batch-norm's result is in no memory, forward or backward.
+Where the convolution's kernel normalises what it reads, the batch-norm's result is in no memory, forward or backward,
+and neither is its gradient.
 """
 
 from __future__ import annotations
@@ -376,8 +377,8 @@ def batchnorm_conv(
 
     with a, in x's dtype, padded by zeros. Where the convolution's kernel normalises what it reads (on Hopper depthwise
     3x3 of 16 bits before relu, relu6 and silu, where that was measured to be faster), a is never written: y and w's
-    gradient are made of x, and x is all that is kept. Elsewhere these are the two calls above. `explain` says which,
-    and why.
+    gradient are made of x, and x is all that is kept; nor is a's gradient, of which all other gradients are made where
+    dy is read. Elsewhere these are the two calls above. `explain` says which, and why.
 
     Args:
       x, scale, bias, running_mean, running_var, training, momentum, epsilon, activation: see `batchnorm`; its channels

@@ -338,8 +338,12 @@ def test_disabled_it_is_two_calls(code_for_gpus, monkeypatch):
     for name in ("conv_normalised", "conv", "batchnorm", "all"):
         monkeypatch.setenv("JAXCONV_DISABLE", name)
         assert _plan.plan("conv_normalised", problem(implementation="native"), H200).kernel == "two"
-        whole = BatchNormConvProblem(dataclasses.replace(problem().norm, training=True), problem().conv)
+    whole = BatchNormConvProblem(dataclasses.replace(problem().norm, training=True), problem().conv)
+    for name in ("conv_normalised_gradient", "conv", "batchnorm_backward", "batchnorm", "all"):
+        monkeypatch.setenv("JAXCONV_DISABLE", name)
         assert _plan.plan("batchnorm_conv_backward", whole, H200).kernel == "two"
+    monkeypatch.delenv("JAXCONV_DISABLE")
+    assert _plan.plan("batchnorm_conv_backward", whole, H200).kernel == "normalised"
 
 
 def test_what_it_costs():

@@ -235,8 +235,11 @@ def _plan_batchnorm_conv(p: BatchNormConvProblem, device: Device) -> Plan:
         train = plan("batchnorm_train", p.norm, device)
         known = measured.nearest("conv_normalised", p.normalised, device, found.kernel)
         if known is not None and train.kernel.startswith("resident"):
-            steps = math.prod(p.conv.stride)
-            if known.xla_ms - known.native_ms[found.kernel] <= steps * _pass_over_y(known, p.conv, device):
+            saved = known.xla_ms - known.native_ms[found.kernel]
+            back = measured.nearest("conv_normalised_gradient", p.normalised, device, found.kernel)
+            if back is not None and back.wins(found.kernel):
+                saved += back.xla_ms - back.native_ms[found.kernel]
+            if saved <= math.prod(p.conv.stride) * _pass_over_y(known, p.conv, device):
                 why = f"{train.kernel} takes x's statistics and normalises it in one reading, which saves as much"
                 return Plan("calls", f"a batch-norm, then a convolution: {why}", "two", candidates=found.candidates)
     reason = f"the convolution normalises what it reads: {found.reason}"
