@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import math
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,7 +14,7 @@ import pytest
 from helpers import PLATFORM
 from jax import lax
 
-from benchmarks import cases, infer, record, report, run, tune
+from benchmarks import cases, contenders, infer, record, report, run, tune
 from jaxconv._activation import Activation
 from jaxconv._plan import Device
 from jaxconv._plan import measured as tables
@@ -37,6 +40,36 @@ def test_every_row_of_a_table_is_checked_and_timed(recorded):
     for row in rows.values():
         assert row["status"] == "ok" and 0 <= row["error"] <= row["tolerance"]
         assert row["ms"] > 0 and row["samples_ms"]
+
+
+def test_a_kernel_whose_runs_differ_is_wrong(recorded, monkeypatch, capsys):
+    """By less than any tolerance, in one run of four."""
+    real, calls = contenders.ours, itertools.count(1)
+
+    def sometimes(*args: Any, **choice: Any) -> contenders.Job:
+        job = real(*args, **choice)
+        return dataclasses.replace(job, f=lambda *a: job.f(*a) * (1 + 1e-6 * (next(calls) % 4 == 0)))
+
+    monkeypatch.setattr(contenders, "ours", sometimes)
+    case = ("--op", "conv", "--suite", "core", "--cases", "convnext.dw7", "--pass", "wgrad")
+    args = (*case, "--implementation", "native")
+    with pytest.raises(AssertionError):  # such a run ends with an error
+        recorded(*args)
+    assert "2 of 8 runs do not have the bits of the first" in capsys.readouterr().out
+    monkeypatch.setattr(contenders, "ours", real)
+    (row,) = (row for row in recorded(*args)["rows"] if row["contender"] == "ours")
+    assert row["status"] == "ok"
+
+
+def test_every_gradient_of_a_batchnorm_and_its_convolution_is_measured(recorded):
+    case = ("--op", "batchnorm_conv", "--suite", "models", "--cases", "mobilenet.14.dw3*", "--pass", "bwd")
+    found = recorded(*case, "--algorithm", "depthwise,two")
+    assert {row["status"] for row in found["rows"]} == {"ok"}
+    both = [f"mobilenet.14.dw3{stride}" for stride in ("", "s2")]
+    made = tune.measurements(found, [c.small() for c in cases.BATCHNORM_CONV if c.name in both])
+    assert [(m["case"], m["op"], list(m["native_ms"])) for m in made] == [
+        (name, "conv_normalised_gradient", ["depthwise"]) for name in both
+    ]
 
 
 def test_a_dense_layer_and_its_gradients_products_are_measured_each(recorded):
