@@ -28,11 +28,11 @@ template <typename T>
 struct GradientArgs {
   CUtensorMap x, dy;
   const T* w;
-  T* dx;                        // of kDx, and the sums of all
-  const float *dscale, *dbias;  //
-  float inv_n;                  //
-  float* partials;              // of kSums: (splits, kSums, C)
-  RowUnits u;                   // of x's rows and columns, or pairs of them
+  T* dx;                        // of kDx
+  const float *dscale, *dbias;  // of kDx, of 1 / inv_n elements a channel
+  float inv_n;
+  float* partials;  // of kSums: (splits, kSums, C)
+  RowUnits u;       // of x's rows and columns, or pairs of them
   RowThreads t;
   RowArray of;         // of x
   int pad_h, pad_w;    // of stride 2: 0 or 1, x's row and column 2 p - pad are the first of pair p
@@ -47,10 +47,8 @@ template <typename T, Input kInput, Pass kPass>
 struct Pixel {
   Normaliser<T, kInput> norm;
   float mean[2] = {};
-  float
-      first[2] = {},
-      second[2] =
-          {};  // kSums: of dz, and of dz * (x - mean); kDx: what is added to dz, and to x - mean's
+  // kSums: the sums of dz, and of dz * (x - mean). kDx: what is added to dz, and the factor of x - mean.
+  float first[2] = {}, second[2] = {};
 
   __device__ __forceinline__ void Load(const GradientArgs<T>& g, int channel) {
     norm.Load(g.n.of, channel);
