@@ -245,11 +245,14 @@ def _wide(a: Array) -> Array:
     return a.astype(jnp.float64)
 
 
+_ACTIVATIONS = {"relu": jax.nn.relu, "relu6": jax.nn.relu6, "silu": jax.nn.silu}
+
+
 def _normalised(case: BatchNormConvCase, channels_last: bool, arrays: dict[str, Array]) -> Array:
     axes = tuple(range(case.nd + 1)) if channels_last else (0, *range(2, case.nd + 2))
     scale, bias, mean, var = (lax.expand_dims(_wide(arrays[n]), axes) for n in ("scale", "bias", "mean", "var"))
     z = (_wide(arrays["x"]) - mean) / jnp.sqrt(var + EPSILON) * scale + bias
-    return {"relu": jax.nn.relu, "relu6": jax.nn.relu6, "silu": jax.nn.silu}[case.activation](z)
+    return _ACTIVATIONS[case.activation](z)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=UNTUNED)
@@ -261,12 +264,8 @@ def _normalised_backward(
     scale, mean, var = (lax.expand_dims(_wide(arrays[n]), axes) for n in ("scale", "mean", "var"))
     rstd = 1 / jnp.sqrt(var + EPSILON)
     xhat = (_wide(arrays["x"]) - mean) * rstd
-
-    def activated(z: Array) -> Array:
-        return {"relu": jax.nn.relu, "relu6": jax.nn.relu6, "silu": jax.nn.silu}[case.activation](z)
-
     z = xhat * scale + lax.expand_dims(_wide(arrays["bias"]), axes)
-    dz = jax.vjp(activated, z)[1](da)[0]
+    dz = jax.vjp(_ACTIVATIONS[case.activation], z)[1](da)[0]
     dscale, dbias = jnp.sum(dz * xhat, axes, keepdims=True), jnp.sum(dz, axes, keepdims=True)
     n = dz.size // dbias.size
     dx = scale * rstd * (dz - dbias / n - xhat * dscale / n)

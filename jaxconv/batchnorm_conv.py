@@ -79,14 +79,14 @@ def _norm(p: NormalisedConvProblem, x: Array, **fields: Any) -> BatchNormProblem
     return replace(p.norm, shape=tuple(x.shape), training=True, want_dresidual=False, **fields)
 
 
-def _rstd(p: NormalisedConvProblem, var: Array) -> Array:
-    return jax.lax.rsqrt(var + p.epsilon)
+def _rstd(norm: BatchNormProblem, var: Array) -> Array:
+    return jax.lax.rsqrt(var + norm.epsilon)
 
 
 def _then_gradient(p: NormalisedConvProblem, x: Array, dy: Array, w: Array, *v: Array) -> list[Array]:
     scale, bias, mean, var = v
     da = conv.dgrad(p.conv, dy, w)
-    sums = batchnorm.backward(_norm(p, x, want_dx=False), x, da, scale, bias, mean, _rstd(p, var))
+    sums = batchnorm.backward(_norm(p, x, want_dx=False), x, da, scale, bias, mean, _rstd(p.norm, var))
     return [normalised_wgrad(p, x, dy, *v), *sums]
 
 
@@ -96,7 +96,7 @@ def _then_dx(p: NormalisedConvProblem, x: Array, dy: Array, w: Array, *v: Array)
 
 def _dx_of(p: NormalisedConvProblem, x: Array, da: Array, *v: Array) -> Array:
     scale, bias, mean, var, *sums = v
-    return batchnorm.dx_of_sums(_norm(p, x, count=p.count), x, da, scale, bias, mean, _rstd(p, var), *sums)
+    return batchnorm.dx_of_sums(_norm(p, x, count=p.count), x, da, scale, bias, mean, _rstd(p.norm, var), *sums)
 
 
 def _whole(split: _sharding.Split) -> bool:
@@ -124,14 +124,14 @@ def _gradient_shard(
     scale, bias, mean, var = v
     (dw,) = _wgrad_shard(p, split, x, dy, *v)
     (da,) = conv._dgrad_shard(p.conv, split, dy, w)
-    # Sums cross the mesh where images and pixels are split, by the names that these axes have there
-    first = 2 - p.channels_last
-    names = {"n": "d0"} | {_halo.name(i): f"d{first + i}" for i in range(p.nd)}
-    of_norm = {names[name]: axes for name, axes in split.items() if name in names}
     norm = _norm(p, x, want_dx=False)
+    # Sums cross the mesh where images and pixels are split, by the batch-norm's names for these axes
+    pixels = ["n", *map(_halo.name, range(p.nd))]
+    of_norm = dict(zip(pixels, (name for name in batchnorm._axes(norm) if name != "c"), strict=True))
+    of_norm = {of_norm[name]: axes for name, axes in split.items() if name in of_norm}
     images = x.shape[0] * jax.lax.psum(1, split.get("n", ()))  # p has a shard's, but all of the pixels
     whole = replace(norm, shape=(images, *p.x_shape[1:]))
-    return [dw, *batchnorm._backward_shard(whole, norm, of_norm, x, da, scale, bias, mean, _rstd(p, var))]
+    return [dw, *batchnorm._backward_shard(whole, norm, of_norm, x, da, scale, bias, mean, _rstd(p.norm, var))]
 
 
 def _dx_shard(
@@ -234,7 +234,7 @@ def gradients_by_parts(p: BatchNormConvProblem, x: Array, dy: Array, w: Array, *
     q = p.normalised
     scale, bias, mean, var = v
     da = conv.dgrad(p.conv, dy, w)
-    kept = x, da, scale, bias, mean, _rstd(q, var)
+    kept = x, da, scale, bias, mean, _rstd(p.norm, var)
     dscale, dbias, dx = batchnorm.backward(replace(p.norm, want_dx=True, want_dresidual=False), *kept)
     return [normalised_wgrad(q, x, dy, *v), dscale, dbias, dx]
 
@@ -276,7 +276,7 @@ def _backward(
     operands, z, (scale, bias, mean, var), w = residuals
     dy, d_new_mean, d_new_var, *dz_direct, d_mean, d_var = cotangents
     want_operands, want_norm, want_w = _split(p, want)
-    rstd = jax.lax.rsqrt(var + p.norm.epsilon)
+    rstd = _rstd(p.norm, var)
     d_rstd = None if d_var is None else d_var * (-2 / (rstd * rstd * rstd))
     da = dw = of_dy = None
     v = scale, bias, mean, var
@@ -308,7 +308,7 @@ def _tangent(p: BatchNormConvProblem, residuals: Any, tangents: Sequence[Array |
         parts = [] if t_operands[0] is None else [conv.fprop(p.before, t_operands[0], operands[1])]
         parts += [] if t_operands[1] is None else [conv.fprop(p.before, operands[0], t_operands[1])]
         tz = sum(parts[1:], parts[0]) if parts else None
-    rstd = jax.lax.rsqrt(var + p.norm.epsilon)
+    rstd = _rstd(p.norm, var)
     kept = z, scale, bias, mean, rstd, None
     ta, t_new_mean, t_new_var, t_mean, t_rstd = batchnorm.norm_tangent(p.norm, kept, [tz, *t_norm])
     ty = conv.fprop(p.conv, ta, w)

@@ -4,7 +4,7 @@
 
 A warp that has read a stage of shared memory hands it back by arriving at an mbarrier. The arrival does not wait for
 loads whose results nobody has asked for yet, and these may wait behind the warp's stores: then somebody else fills the
-stage before it is read. `ReadsFirst()` (cuda/core/mbarrier.cuh) is to stand between. In machine code a load names a
+stage before it is read. `ReadsFirst()` (cuda/core/tma.cuh) is to stand between. In machine code a load names a
 scoreboard (3 bits of its control word) that a later instruction waits for (a bit of 6); a load is under way at an
 arrival if nothing between the two waits for it and no fence stands there. Code is read backwards from the arrival, up
 to a wait at a barrier: branches are not followed, so what is reported is to be looked at. Not collected by pytest;

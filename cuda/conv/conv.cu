@@ -177,8 +177,8 @@ Status ConvNormalisedDx(const Context& ctx, const ConvProblem& p, const BatchNor
                         const void* dscale, const void* dbias, int64_t count, void* dx) {
   JAXCONV_RETURN_IF_ERROR(
       Confirm(ConvOp::kDgrad, "conv_normalised_dx", p, plan, {}, {x, dy, w, dx}, &n));
-  return DepthwiseNormalisedInput(ctx, p, n, plan, x, dy, w, scale, bias, mean, var, dscale, dbias,
-                                  count, dx);
+  return DepthwiseNormalisedDx(ctx, p, n, plan, x, dy, w, scale, bias, mean, var, dscale, dbias,
+                               count, dx);
 }
 
 }  // namespace jaxconv::cuda

@@ -28,13 +28,6 @@ __device__ __forceinline__ void BarrierArrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(barrier) : "memory");
 }
 
-// Before an arrival that hands shared memory back to be written again, by TMA or by others: this thread's ordinary reads of
-// it have taken place. An arrival does not wait for loads whose results nobody has asked for yet, and these may wait
-// behind the thread's stores to global memory for longer than TMA takes: an H200 read what came next.
-__device__ __forceinline__ void ReadsFirst() {
-  asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
-}
-
 // The same barrier of a CTA of the cluster. What this thread wrote is not handed over: a release to
 // the cluster is a fence of the whole device (MEMBAR.ALL.GPU) at every call.
 __device__ __forceinline__ void BarrierArriveAt(uint32_t barrier, uint32_t cta) {

@@ -138,4 +138,9 @@ __device__ __forceinline__ void FenceForTma() {
   asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
 }
 
+// Before an arrival that hands shared memory back to be written again, by TMA or by others: this thread's ordinary reads of
+// it have taken place. An arrival does not wait for loads whose results nobody has asked for yet, and these may wait
+// behind the thread's stores to global memory for longer than TMA takes: an H200 read what came next.
+__device__ __forceinline__ void ReadsFirst() { FenceForTma(); }
+
 }  // namespace jaxconv::cuda

@@ -373,7 +373,7 @@ class NormalisedConvProblem(ConvProblem):
 
     epsilon: float = 0.0
     x_activation: Activation = NO_ACTIVATION  # behind the batch-norm
-    count: int = 0  # elements a channel that dscale and dbias are of, where these are operands
+    count: int | None = None  # elements a channel that dscale and dbias are of, where these are operands
 
     @property
     def norm(self) -> BatchNormProblem:

@@ -81,11 +81,10 @@ Status DepthwiseNormalisedGradient(const Context& ctx, const ConvProblem& p,
       static_cast<float*>(workspace.data), Describe("conv_normalised_gradient", p, plan));
 }
 
-Status DepthwiseNormalisedInput(const Context& ctx, const ConvProblem& p, const BatchNormProblem& n,
-                                const Plan& plan, const void* x, const void* dy, const void* w,
-                                const void* scale, const void* bias, const void* mean,
-                                const void* var, const void* dscale, const void* dbias,
-                                int64_t count, void* dx) {
+Status DepthwiseNormalisedDx(const Context& ctx, const ConvProblem& p, const BatchNormProblem& n,
+                             const Plan& plan, const void* x, const void* dy, const void* w,
+                             const void* scale, const void* bias, const void* mean, const void* var,
+                             const void* dscale, const void* dbias, int64_t count, void* dx) {
   return conv::DepthwiseNormalisedDx(ctx, p, ToNormalisation(n, scale, bias, mean, var), count, x,
                                      dy, w, dscale, dbias, dx,
                                      Describe("conv_normalised_dx", p, plan));

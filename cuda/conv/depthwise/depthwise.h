@@ -36,10 +36,9 @@ Status DepthwiseNormalisedGradient(const Context& ctx, const ConvProblem& p,
                                    const void* dy, const void* w, const void* scale,
                                    const void* bias, const void* mean, const void* var, void* dw,
                                    void* dscale, void* dbias, Workspace workspace);
-Status DepthwiseNormalisedInput(const Context& ctx, const ConvProblem& p, const BatchNormProblem& n,
-                                const Plan& plan, const void* x, const void* dy, const void* w,
-                                const void* scale, const void* bias, const void* mean,
-                                const void* var, const void* dscale, const void* dbias,
-                                int64_t count, void* dx);
+Status DepthwiseNormalisedDx(const Context& ctx, const ConvProblem& p, const BatchNormProblem& n,
+                             const Plan& plan, const void* x, const void* dy, const void* w,
+                             const void* scale, const void* bias, const void* mean, const void* var,
+                             const void* dscale, const void* dbias, int64_t count, void* dx);
 
 }  // namespace jaxconv::cuda
