@@ -39,16 +39,25 @@ __device__ __forceinline__ void StoreFloats(float* to, const float (&v)[32], int
   }
 }
 
-// v += what lies where StoreFloats would store it.
-__device__ __forceinline__ void AddFloats(const float* from, int half, int columns,
+// v += what lies where StoreFloats would store it, of a row each; null where that row is not there. All loads are on their
+// way before the first sum. d may be there: each element is read by the thread that writes it afterwards.
+__device__ __forceinline__ void AddFloats(const float* upper, const float* lower, int columns,
                                           float (&v)[32]) {
+  float2 two[2][8];
 #pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    if (j * 8 < columns) {
-      const float2 two = __ldg(reinterpret_cast<const float2*>(from + j * 8));
-      v[j * 4 + half * 2] += two.x;
-      v[j * 4 + half * 2 + 1] += two.y;
+  for (int half = 0; half < 2; ++half) {
+    const float* from = half == 0 ? upper : lower;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const bool inside = from != nullptr && j * 8 < columns;
+      two[half][j] =
+          inside ? *reinterpret_cast<const float2*>(from + j * 8) : make_float2(0.f, 0.f);
     }
+  }
+#pragma unroll
+  for (int i = 0; i < 32; ++i) {
+    const float2 pair = two[i / 2 % 2][i / 4];
+    v[i] += i % 2 == 0 ? pair.x : pair.y;
   }
 }
 
@@ -93,8 +102,8 @@ __device__ __forceinline__ void FinishFloatTile(
         }
       }
       if (p.out.c != nullptr) {
-        if (has_upper) AddFloats(p.out.c + to_upper + n, 0, columns, v);
-        if (has_lower) AddFloats(p.out.c + to_lower + n, 1, columns, v);
+        AddFloats(has_upper ? p.out.c + to_upper + n : nullptr,
+                  has_lower ? p.out.c + to_lower + n : nullptr, columns, v);
       }
       if (e.save_z) {
         if (has_upper) StoreFloats(p.out.z + to_upper + n, v, 0, columns);

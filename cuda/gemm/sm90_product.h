@@ -50,11 +50,12 @@ inline constexpr int kMaxPhases = 8;
 // d + begin[phase] + instance * at.instance + image * stride_image + sum of pixel[i] * stride[i] + n
 struct Sm90FloatOutput {
   float *d, *z;    // z: where the epilogue saves it
-  const float* c;  // added to the sums, lies like d; null without
+  const float* c;  // added to the sums, lies like d or is it; null without
   int64_t begin[kMaxPhases], instance, stride_image, stride[3];
 };
 
-// What is added to the sums: nothing; c; or what d holds, in place, where d is columns of pixels.
+// What is added to the sums: nothing; c; or what d holds, in place, where d is columns of pixels. In float32 it is
+// Sm90FloatOutput's c, wherever that lies.
 enum class Sm90Added : int32_t { kNothing, kMatrix, kInPlace };
 
 struct Sm90Product {

@@ -46,7 +46,7 @@ Status Sm90ProductDgrad(const Context& ctx, const ConvProblem& p, Sm90Choice cho
   g.term_taps = int(p.filter_size());
   if (c != nullptr && strided) {
     g.added = Sm90Added::kInPlace;
-  } else if (c != nullptr) {
+  } else if (c != nullptr && p.dtype != DType::kF32) {
     g.added = Sm90Added::kMatrix;
     JAXCONV_RETURN_IF_ERROR(EncodeTiled(p.dtype,
                                         MatrixTensor(c, p.group_c(), p.groups, p.n * p.in_size()),
@@ -54,6 +54,7 @@ Status Sm90ProductDgrad(const Context& ctx, const ConvProblem& p, Sm90Choice cho
   }
   SetFloatOutput(dx, nullptr, p.c, p.group_c(), p.in,
                  {axis[0].stride, axis[1].stride, axis[2].stride}, &g.out);
+  g.out.c = static_cast<const float*>(c);  // where strides are more than 1 it is dx
   for (int number = 0; number < phases; ++number) {
     Sm90Phase phase = {};
     int64_t begin = 0;

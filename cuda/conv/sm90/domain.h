@@ -98,7 +98,6 @@ inline std::string RefuseAll(ConvOp op, const ConvProblem& p, const Device& devi
              std::to_string(p.k) + " channels";
     }
   }
-  if (op == ConvOp::kDgradAdd && p.dtype == DType::kF32) return "in float32 it takes no addend";
   if (Plain(p)) return "";
   if (dgrad) {
     if (strides > kSm90Phases) return "it needs strides of at most 8 together";
