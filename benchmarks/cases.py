@@ -170,6 +170,13 @@ class BatchNormCase:
         return f"{self.batch}x{_times(self.spatial)} C={self.channels}"
 
 
+class ShortcutCase(BatchNormCase):
+    """relu(batch-norm of x + batch-norm of r), r like x, there and back, by the statistics of both, which are known."""
+
+    op = "batchnorm_shortcut"
+    passes = ("fwd+bwd",)
+
+
 @dataclasses.dataclass(frozen=True)
 class GroupNormCase:
     """A group-norm with silu behind it, channels last."""
@@ -701,6 +708,12 @@ BATCHNORM = (
     BatchNormCase("small", 32, 64, (28, 28)),
 )
 
+# A projection block's last batch-norm and its shortcut's.
+SHORTCUT = tuple(
+    ShortcutCase(f"r50.{stage}", 256, channels, (size, size))
+    for stage, channels, size in (("s1", 256, 56), ("s2", 512, 28), ("s3", 1024, 14), ("s4", 2048, 7))
+)
+
 # Of diffusion models: DDPM's U-Net of 128 channels, Stable Diffusion's and its autoencoder's.
 GROUPNORM = (
     GroupNormCase("ddpm.64", 64, 128, (64, 64)),
@@ -856,6 +869,7 @@ BY_OP: dict[str, tuple[Case, ...]] = {
     "dense": DENSE + MODELS_DENSE + CPU_DENSE + SERVE_DENSE,
     "dense_gradient": DENSE_GRADIENT,
     "batchnorm": BATCHNORM + MODELS_BATCHNORM + CPU_BATCHNORM,
+    "batchnorm_shortcut": SHORTCUT,
     "conv_batchnorm": CONV_BATCHNORM,
     "batchnorm_conv": BATCHNORM_CONV,
     "pool": POOL + CPU_POOL,

@@ -27,6 +27,7 @@ from benchmarks.cases import (
     GroupNormCase,
     LayerNormCase,
     PoolCase,
+    ShortcutCase,
     SqueezeExciteCase,
 )
 
@@ -61,6 +62,7 @@ RESULTS = {
     ("batchnorm_conv", "pair"): ("y", "dw"),
     ("batchnorm_conv", "bwd"): ("dw", "dscale", "dbias", "dx"),
     ("batchnorm", "fwd+bwd"): ("y", "new_mean", "new_var", "dx", "dscale", "dbias"),
+    ("batchnorm_shortcut", "fwd+bwd"): ("y", "dscale", "dbias", "dscale_r", "dx", "dr"),
     ("pool", "fwd"): ("y",),
     ("pool", "fwd+bwd"): ("y", "dx"),
     ("groupnorm", "fwd"): ("y",),
@@ -183,9 +185,9 @@ def tolerance(case: Case, pass_: str, result: str, dtype: str, precision: str | 
     assert isinstance(case, BatchNormCase)
     # Statistics: float32 sums of `reduced` terms; y and dx a dozen operations on them.
     sums = u32 * (16 + math.sqrt(case.reduced))
-    if result in ("y", "dx", "dresidual"):
+    if result in ("y", "dx", "dr", "dresidual"):
         return 2 * (2 * u + sums)
-    if pass_ in ("fwd+bwd", "residual") and result in ("dscale", "dbias"):
+    if pass_ in ("fwd+bwd", "residual") and result in ("dscale", "dbias", "dscale_r"):
         # The sign of a z within float32 rounding of 0 is open: of n terms, n 2^-20 may be in the sum or not.
         return 2 * (2.0**-10 + sums)
     return 2 * sums
@@ -224,6 +226,8 @@ def reference(
         return _squeeze_excite(pass_, arrays)
     if isinstance(case, GroupNormCase):
         return _groupnorm(case, pass_, arrays)
+    if isinstance(case, ShortcutCase):
+        return _shortcut(arrays, outs[0])
     return _batchnorm(pass_, channels_last, arrays, outs[0] if pass_ == "residual" else None)
 
 
@@ -509,6 +513,26 @@ def _batchnorm(
         "dresidual": (dz, undetermined),
     }
     return grads if pass_ == "bwd" else {"y": (jnp.maximum(z, 0), None), **stats, **grads}
+
+
+@jax.jit
+def _shortcut(a: dict[str, Array], y: Array) -> dict[str, tuple[Array, Array | None]]:
+    axes, scale, bias, rstd, xhat = tuple(range(a["x"].ndim - 1)), _wide(a["scale"]), _wide(a["bias"]), {}, {}
+    for name in ("x", "residual"):
+        x = _wide(a[name])
+        rstd[name] = 1 / jnp.sqrt(jnp.var(x, axes) + EPSILON)
+        xhat[name] = (x - jnp.mean(x, axes)) * rstd[name]
+    z = (xhat["x"] + xhat["residual"]) * scale + 2 * bias
+    # y's own mask, as of a residual; r's norm may be rounded to y's type before it is added.
+    near = 2.0**-18 if y.dtype == jnp.float32 else 2.0**-5
+    dz, undetermined = jnp.where(y > 0, _wide(a["dy"]), 0), jnp.abs(z) < near
+    dbias, n = jnp.sum(dz, axes), z.size // scale.size
+    found = {"y": (jnp.maximum(z, 0), None), "dbias": (dbias, None)}
+    for name, of in (("x", ""), ("residual", "_r")):
+        dscale = jnp.sum(dz * xhat[name], axes)
+        dx = scale * rstd[name] * (dz - dbias / n - xhat[name] * (dscale / n))
+        found |= {f"dscale{of}": (dscale, None), "dr" if of else "dx": (dx, undetermined)}
+    return found
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -27,10 +27,11 @@ from benchmarks.cases import (
     GroupNormCase,
     LayerNormCase,
     PoolCase,
+    ShortcutCase,
     SqueezeExciteCase,
 )
 from benchmarks.check import EPSILON, MOMENTUM
-from jaxconv import _plan
+from jaxconv import _plan, batchnorm_shortcut
 from jaxconv._activation import Activation
 from jaxconv._problem import (
     BatchNormConvProblem,
@@ -301,11 +302,60 @@ def _our_normalised_backward(p: NormalisedConvProblem, forced: bool, two: bool) 
     return Job(jax.jit(f), lambda a: tuple(a[n] for n in names), f, kernels if fused else parts)
 
 
+def shortcut_problem(case: ShortcutCase, setting: Setting, **choice: Any) -> BatchNormProblem:
+    dtype, shape = jnp.dtype(DTYPES[setting.dtype]).name, case.x_shape()
+    p = batchnorm_shortcut.problem(dtype, shape, len(shape) - 1, Activation("relu"))
+    return dataclasses.replace(p, **choice)
+
+
+def _our_shortcut(case: ShortcutCase, setting: Setting, **choice: Any) -> Job:
+    """The algorithm "two" is two calls, each by a plan of its own."""
+    p = shortcut_problem(case, setting, **({} if choice.get("algorithm") == "two" else choice))
+    if choice.get("algorithm") == "two" or not (any(choice.values()) or batchnorm_shortcut.takes_both(p)):
+        return _shortcut_job(_two_norms, ("batchnorm_infer", "batchnorm_backward"))
+
+    def joined(x: Array, r: Array, scale: Array, bias: Array, dy: Array, *statistics: Array) -> tuple[Array, ...]:
+        mean, var, mean_r, var_r = statistics
+        norm, norm_r = ((scale, bias, m, lax.rsqrt(v + EPSILON)) for m, v in ((mean, var), (mean_r, var_r)))
+        y, *_ = batchnorm_shortcut.joined(p, x, *norm, r, *norm_r)
+        return y, *batchnorm_shortcut.gradients(p, x, dy, *norm, r, *norm_r)
+
+    return _shortcut_job(joined, ("batchnorm_shortcut_backward",))
+
+
+def _two_norms(x: Array, r: Array, scale: Array, bias: Array, dy: Array, *statistics: Array) -> tuple[Array, ...]:
+    norm = dict(training=True, momentum=0.0, epsilon=EPSILON)
+    mean, var, mean_r, var_r = statistics
+
+    def both(x: Array, r: Array, scale: Array, bias_x: Array, scale_r: Array) -> Array:
+        r, *_ = jaxconv.batchnorm(r, scale_r, bias, mean_r, var_r, statistics=(mean_r, var_r), **norm)
+        how = dict(statistics=(mean, var), activation="relu", residual=r)
+        return jaxconv.batchnorm(x, scale, bias_x, mean, var, **how, **norm)[0]
+
+    y, back = jax.vjp(both, x, r, scale, bias, scale)
+    dx, dr, dscale, dbias, dscale_r = back(dy)
+    return y, dscale, dbias, dscale_r, dx, dr
+
+
+def _shortcut_job(f: Callable[..., tuple[Array, ...]], kernels: tuple[str, ...]) -> Job:
+    def arguments(a: Arrays) -> tuple[Array, ...]:
+        def statistics(x: Array) -> tuple[Array, Array]:
+            axes = tuple(range(x.ndim - 1))
+            return jnp.mean(x, axes, jnp.float32), jnp.var(x.astype(jnp.float32), axes)
+
+        found = (v for name in ("x", "residual") for v in jax.jit(statistics)(a[name]))
+        return *(a[name] for name in ("x", "residual", "scale", "bias", "dy")), *found
+
+    return Job(jax.jit(f), arguments, f, kernels)
+
+
 def ours(case: Case, pass_: str, setting: Setting, **choice: Any) -> Job:
     """`choice` is `implementation` or `algorithm`, as the public functions take them."""
     last = setting.channels_last
     if isinstance(case, BatchNormConvCase):
         return _our_normalised(case, pass_, setting, **choice)
+    if isinstance(case, ShortcutCase):
+        return _our_shortcut(case, setting, **choice)
     if isinstance(case, ConvBatchNormCase):
         return _our_pair(case, pass_, setting, **choice)
     if isinstance(case, ConvCase):
@@ -475,6 +525,8 @@ def _xla_normalised_backward(
 
 def xla(case: Case, pass_: str, setting: Setting) -> Job:
     last = setting.channels_last
+    if isinstance(case, ShortcutCase):
+        return dataclasses.replace(_our_shortcut(case, setting, implementation="xla"), explained=None, kernels=())
     if isinstance(case, BatchNormConvCase):
         conv = xla(case.conv, "fprop", setting).f
         axes = tuple(range(case.nd + 1)) if last else (0, *range(2, case.nd + 2))

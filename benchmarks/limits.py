@@ -21,6 +21,7 @@ from benchmarks.cases import (
     DenseGradientCase,
     GroupNormCase,
     PoolCase,
+    ShortcutCase,
     SqueezeExciteCase,
 )
 from jaxconv import _timing as timing
@@ -113,6 +114,8 @@ def work(case: Case, pass_: str, dtype: str) -> tuple[float, float]:
         back = item * case.elements + 2 * math.prod(case.y_shape()) if pass_ == "fwd+bwd" else 0
         return 0.0, item * case.elements + back
     assert isinstance(case, BatchNormCase | GroupNormCase | SqueezeExciteCase)
+    if isinstance(case, ShortcutCase):  # x, r to y; x, r, dy to dx, dr
+        return 0.0, item * 8 * case.elements
     passes = {"fwd": 2, "infer": 2, "bwd": 3, "fwd+bwd": 5, "residual": 8}[pass_]
     return 0.0, item * passes * case.elements
 

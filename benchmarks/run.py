@@ -28,6 +28,7 @@ ALGORITHMS = {
     "dense": _problem.DENSE_ALGORITHMS,
     "dense_gradient": ("sm90",),
     "batchnorm": _problem.BATCHNORM_ALGORITHMS,
+    "batchnorm_shortcut": ("two_read", "two"),
     "conv_batchnorm": ("sm90", "two"),
     "batchnorm_conv": ("depthwise", "two"),
     "pool": _problem.POOL_ALGORITHMS,
@@ -35,9 +36,9 @@ ALGORITHMS = {
     "layernorm": ("rows",),
     "squeeze_excite": _problem.SQUEEZE_EXCITE_ALGORITHMS,
 }
-LAST = ("batchnorm_conv", "groupnorm", "layernorm", "squeeze_excite")  # channels last only
+LAST = ("batchnorm_shortcut", "batchnorm_conv", "groupnorm", "layernorm", "squeeze_excite")  # channels last only
 ROWS = ("dense", "dense_gradient")  # of matrices, without images
-NORMS = ("batchnorm", "groupnorm", "layernorm", "squeeze_excite")  # without products of many rows
+NORMS = ("batchnorm", "batchnorm_shortcut", "groupnorm", "layernorm", "squeeze_excite")  # without products of many rows
 LOSS = 0.98  # a ratio below this is one
 SLOW = ("direct", "im2col")  # may need minutes for a large problem
 

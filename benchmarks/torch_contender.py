@@ -19,6 +19,7 @@ from benchmarks.cases import (
     GroupNormCase,
     LayerNormCase,
     PoolCase,
+    ShortcutCase,
     SqueezeExciteCase,
 )
 from benchmarks.check import EPSILON, MOMENTUM
@@ -69,6 +70,8 @@ def torch(case: Case, pass_: str, setting: Setting) -> Job:
     torch.backends.cudnn.benchmark = True
     if isinstance(case, BatchNormConvCase):
         raise ValueError("PyTorch writes what is normalised")
+    if isinstance(case, ShortcutCase):
+        raise ValueError("PyTorch takes no statistics of training")
     if isinstance(case, ConvCase):
         return _conv(case, pass_, setting)
     if isinstance(case, DenseGradientCase) or pass_ == "saved":

@@ -116,6 +116,19 @@ Status BatchNormDx(const Context& ctx, const BatchNormProblem& p, const Plan& pl
                    const void* rstd, const void* dscale, const void* dbias, const void* residual,
                    int64_t count, void* dx);
 
+#if JAXCONV_ON_GPUS
+// The backward pass of y = f(z), z = (x - mean) * rstd * scale + bias + (r - mean_r) * rstd_r * scale_r + bias_r, by x's and r's
+// own statistics, with dz = dy * f'(z):
+//   dbias = sum dz, of both;  dscale = sum dz * xhat;  dscale_r = sum dz * rhat
+//   dx = scale * rstd * (dz - dbias / n - xhat * dscale / n), dr with r's
+Status BatchNormShortcutBackward(const Context& ctx, const BatchNormProblem& p, const Plan& plan,
+                                 const void* x, const void* dy, const void* scale, const void* bias,
+                                 const void* mean, const void* rstd, const void* r,
+                                 const void* scale_r, const void* bias_r, const void* mean_r,
+                                 const void* rstd_r, void* dscale, void* dbias, void* dscale_r,
+                                 void* dx, void* dr, Workspace workspace);
+#endif
+
 // `position` is null when nobody asked for it.
 Status MaxPool(const Context& ctx, const PoolProblem& p, const Plan& plan, const void* x, void* y,
                uint8_t* position);

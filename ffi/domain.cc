@@ -99,6 +99,7 @@ cuda::BatchNormOp ToBatchNormOp(const std::string& name) {
   if (name == "batchnorm_backward") return cuda::BatchNormOp::kBackward;
   if (name == "batchnorm_dx") return cuda::BatchNormOp::kDx;
   if (name == "batchnorm_moments") return cuda::BatchNormOp::kMoments;
+  if (name == "batchnorm_shortcut_backward") return cuda::BatchNormOp::kShortcutBackward;
   throw std::invalid_argument("unknown batch-norm " + name);
 }
 

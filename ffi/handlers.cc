@@ -625,6 +625,35 @@ Status NormDx(ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets re
                      in(7), residual ? in(8) : nullptr, count, call.Ret(0).untyped_data());
 }
 
+#if JAXCONV_ON_GPUS
+Status NormShortcutBackward(ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                            const wire::Norm& norm, const wire::Plan& plan) {
+  Call call("batchnorm_shortcut_backward", args, rets);
+  JAXCONV_RETURN_IF_ERROR(call.Confirm(11, 5));
+  auto arg = [&](size_t i) { return call.Arg(i); };
+  auto ret = [&](size_t i) { return call.Ret(i); };
+  BatchNormProblem p;
+  jaxconv::Plan how;
+  JAXCONV_RETURN_IF_ERROR(ToBatchNormProblem(call, arg(0), norm, &p));
+  JAXCONV_RETURN_IF_ERROR(ToPlan(call, plan, &how));
+  JAXCONV_RETURN_IF_ERROR(call.ConfirmLike("dy", arg(1), "x", arg(0)));
+  JAXCONV_RETURN_IF_ERROR(call.ConfirmLike("r", arg(6), "x", arg(0)));
+  JAXCONV_RETURN_IF_ERROR(
+      ConfirmParams(call, norm, p, arg(0), arg, 2, {"scale", "bias", "mean", "rstd"}));
+  JAXCONV_RETURN_IF_ERROR(
+      ConfirmParams(call, norm, p, arg(0), arg, 7, {"scale_r", "bias_r", "mean_r", "rstd_r"}));
+  JAXCONV_RETURN_IF_ERROR(
+      ConfirmParams(call, norm, p, arg(0), ret, 0, {"dscale", "dbias", "dscale_r"}));
+  JAXCONV_RETURN_IF_ERROR(call.ConfirmLike("dx", ret(3), "x", arg(0)));
+  JAXCONV_RETURN_IF_ERROR(call.ConfirmLike("dr", ret(4), "x", arg(0)));
+  auto in = [&](size_t i) { return arg(i).untyped_data(); };
+  auto out = [&](size_t i) { return ret(i).untyped_data(); };
+  return BatchNormShortcutBackward(MakeContext(context), p, how, in(0), in(1), in(2), in(3), in(4),
+                                   in(5), in(6), in(7), in(8), in(9), in(10), out(0), out(1),
+                                   out(2), out(3), out(4), call.Scratch());
+}
+#endif
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Max-pooling
 
@@ -1177,6 +1206,16 @@ XLA_FFI_DEFINE_HANDLER(
         .Attr<wire::Plan>("plan"),
     JAXCONV_TRAITS);
 
+#if JAXCONV_ON_GPUS
+XLA_FFI_DEFINE_HANDLER(
+    kNormShortcutBackward,
+    [](ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets, wire::Norm norm,
+       wire::Plan plan) {
+      return Answer([&] { return NormShortcutBackward(context, args, rets, norm, plan); });
+    },
+    JAXCONV_BASE.Attr<wire::Norm>("norm").Attr<wire::Plan>("plan"), JAXCONV_TRAITS);
+#endif
+
 XLA_FFI_DEFINE_HANDLER(
     kNormMoments,
     [](ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets, wire::Norm norm,
@@ -1293,6 +1332,9 @@ std::vector<std::pair<const char*, XLA_FFI_Handler*>> Handlers() {
       {"jaxconv_batchnorm_backward_v2", kNormBackward},
       {"jaxconv_batchnorm_dx_v2", kNormDx},
       {"jaxconv_batchnorm_moments_v2", kNormMoments},
+#if JAXCONV_ON_GPUS
+      {"jaxconv_batchnorm_shortcut_backward_v2", kNormShortcutBackward},
+#endif
       {"jaxconv_max_pool_v2", kPool},
       {"jaxconv_max_pool_backward_v2", kPoolBackward},
       {"jaxconv_groupnorm_v2", kGroupNorm},

@@ -27,6 +27,7 @@ _NORM_FLOPS = {
     "batchnorm_backward": 10,
     "batchnorm_dx": 7,
     "batchnorm_moments": 4,
+    "batchnorm_shortcut_backward": 20,
     "groupnorm": 8,
     "groupnorm_backward": 11,  # each sum also of the group, each element by its channel's scale
 }

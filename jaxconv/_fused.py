@@ -6,6 +6,7 @@ jaxconv does not know is computed by lax itself, and what lax refuses is refused
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from jaxconv._problem import BatchNormConvProblem, BatchNormProblem, ConvProblem
 from jaxconv.batchnorm_conv import chain
 from jaxconv.batchnorm_conv import fork as forked_chain
 from jaxconv.conv import _run
-from jaxconv.conv_batchnorm import added, folded
+from jaxconv.conv_batchnorm import added, folded, with_statistics
 from jaxconv.conv_batchnorm import conv_batchnorm as pair
 from jaxconv.conv_batchnorm import forked as forked_pair
 from jaxconv.conv_transpose import conv_general_dilated
@@ -152,15 +153,17 @@ def conv_batchnorm(
     precision: Any,
     channel_axis: int,
     forks: bool = False,
+    statistics: bool = False,
     **norm: Any,  # training, momentum, epsilon, activation, residual
 ) -> Any:
     """batchnorm(lax.conv_general_dilated(x, w, ...), ...), where `conv_batchnorm_layout` has a name.
 
-    With `forks` (x, that), as in `conv`.
+    With `forks` (x, that), as in `conv`; with `statistics` the convolution's result instead of the batch-norm's.
     """
     layout = conv_batchnorm_layout(dimension_numbers, x.ndim - 2, lhs_dilation, channel_axis)
     assert layout is not None
-    return (forked_pair if forks else pair)(
+    run = functools.partial(with_statistics, forks=forks) if statistics else forked_pair if forks else pair
+    return run(
         x,
         _in_layout(w, dimension_numbers, layout),
         scale,

@@ -84,7 +84,8 @@ def _backward(
         p.norm, norm_residuals, [dy, d_new_mean, d_new_var, d_mean, d_rstd], [want_x or want_w, *want_rest]
     )
     if dz is not None and dz_direct is not None:
-        dz = dz + dz_direct
+        through_norm = any(ct is not None for ct in (dy, d_new_mean, d_new_var, d_mean, d_rstd))
+        dz = dz + dz_direct if through_norm else dz_direct
     dx = input_gradient(p.conv, dz, w, addend) if want_x else None
     dw = wgrad(p.conv, x, dz) if want_w else None
     return [dx, dw, *rest]
@@ -203,6 +204,12 @@ def forked(*args: Any, **options: Any) -> tuple[Array, tuple[Array, Array, Array
     return _call(*args, **options, forks=True)
 
 
+def with_statistics(*args: Any, forks: bool = False, **options: Any) -> Any:
+    """The convolution's result, and the running statistics of `conv_batchnorm`; with `forks` (x, that)."""
+    passed, outs = _call(*args, **options, forks=forks, statistics=True)
+    return (passed, outs) if forks else outs
+
+
 def _call(
     x: Any,
     w: Any,
@@ -213,8 +220,10 @@ def _call(
     *,
     residual: Any,
     forks: bool = False,
+    statistics: bool = False,
     **options: Any,
 ) -> tuple[Array, tuple[Array, Array, Array]]:
+    """`statistics`: z in the place of y, which nobody computes then."""
     name = "conv_batchnorm"
     x, w = _problem.as_array(name, "x", x), _problem.as_array(name, "w", w)
     arrays = parameters(name, x, scale, bias, running_mean, running_var)
@@ -227,6 +236,7 @@ def _call(
     args = [x, w, *arrays.values(), *([] if residual is None else [residual])]
     if not p.norm.training:
         return x, (inference(p, *args), arrays["running_mean"], arrays["running_var"])
+    p = replace(p, save=p.save or statistics)
     passed, outs = fork(p, *args) if forks else (x, pair(p, *args))
-    y, new_mean, new_var = outs
-    return passed, (y, new_mean, new_var)
+    y, new_mean, new_var, *saved = outs
+    return passed, (saved[0] if statistics else y, new_mean, new_var)

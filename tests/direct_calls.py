@@ -21,11 +21,13 @@ from jaxconv import conv as conv_module
 from jaxconv._activation import Activation
 from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem
 from jaxconv.batchnorm import dx_of_sums, moments
+from jaxconv.batchnorm_shortcut import gradients as shortcut_gradients
+from jaxconv.batchnorm_shortcut import problem as shortcut_problem
 from jaxconv.dense import dense_gradient
 
 KERNELS = {kernel.name: kernel for kernel in _op.KERNELS.values()}
 # A GPU's alone: a CPU's targets and examples are without them.
-ON_GPUS = ("dense_gradient",)
+ON_GPUS = ("dense_gradient", "batchnorm_shortcut_backward")
 Shape = tuple[int, ...]
 
 
@@ -87,6 +89,12 @@ def norm_moments(x: jax.Array) -> list[jax.Array]:
     return moments(_norm(x), x)
 
 
+def both_norms(x: jax.Array, v: jax.Array) -> list[jax.Array]:
+    """The gradients of two joined batch-norms, by the kernel."""
+    p = shortcut_problem(x.dtype.name, x.shape, x.ndim - 1, Activation("relu"))
+    return shortcut_gradients(dataclasses.replace(p, implementation="native"), x, x, v, v, v, v, x, v, v, v, v)
+
+
 def _programs() -> dict[str, tuple[str, Any, Any]]:
     """name -> (kernel, f, arguments): f calls the kernel once, natively, with all operands and results that it has."""
     x, w, b, v = jnp.ones((2, 5, 6, 4)), jnp.ones((3, 3, 4, 6)), jnp.ones(6), jnp.ones(4)
@@ -106,7 +114,12 @@ def _programs() -> dict[str, tuple[str, Any, Any]]:
     fused = dict(activation="gelu", return_preactivation=True)
 
     product = [jnp.ones(s, wide) for s in ((64, 64), (128, 64), (64, 128))]
-    on_gpus = {"dense_gradient": ("dense_gradient", dz_and_db, product)} if PLATFORM == "cuda" else {}
+    large = jnp.ones((16, 64, 64, 64), wide), jnp.ones(64)
+    on_gpus = {
+        "dense_gradient": ("dense_gradient", dz_and_db, product),
+        "batchnorm_shortcut_backward": ("batchnorm_shortcut_backward", both_norms, large),
+    }
+    on_gpus = on_gpus if PLATFORM == "cuda" else {}
 
     depthwise = aligned[0], jnp.ones((3, 3, 1, 8), wide)
 
@@ -204,6 +217,10 @@ _NAMES = {
     "batchnorm_backward": ("x dy scale bias mean rstd residual?", "dscale dbias dx? dresidual?"),
     "batchnorm_dx": ("x dy scale bias mean rstd dscale dbias residual?", "dx"),
     "batchnorm_moments": ("x", "k shift var"),
+    "batchnorm_shortcut_backward": (
+        "x dy scale bias mean rstd r scale_r bias_r mean_r rstd_r",
+        "dscale dbias dscale_r dx dr",
+    ),
     "max_pool": ("x", "y position?"),
     "max_pool_backward": ("position dy", "dx"),  # of its operands those that the call is given
     "groupnorm": ("x scale bias", "y mean rstd"),
@@ -222,6 +239,7 @@ YOUNGER = (
         "dense_gradient",
         "batchnorm_dx",
         "batchnorm_moments",
+        "batchnorm_shortcut_backward",
         "max_pool",
         "max_pool_backward",
     ),
@@ -232,7 +250,7 @@ YOUNGER = (
 def _operand(p: Any, kernel: str, name: str) -> tuple[Shape, str]:
     """(shape, dtype) of an operand of `kernel`."""
     if kernel.startswith("batchnorm"):
-        return (p.x_shape, p.dtype) if name in ("x", "dy", "residual") else (p.param_shape, p.param_dtype)
+        return (p.x_shape, p.dtype) if name in ("x", "dy", "r", "residual") else (p.param_shape, p.param_dtype)
     if kernel.startswith("max_pool"):
         return (p.x_shape if name == "x" else p.y_shape), "uint8" if name == "position" else p.dtype
     if kernel.startswith("groupnorm"):

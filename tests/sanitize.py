@@ -44,6 +44,7 @@ from jaxconv._problem import (
 )
 from jaxconv.batchnorm import backward, dx_of_sums, infer, moments, train
 from jaxconv.batchnorm_conv import normalised, normalised_dx, normalised_gradient, normalised_wgrad
+from jaxconv.batchnorm_shortcut import gradients as shortcut_gradients
 from jaxconv.conv import conv_add, conv_kernel, dgrad, dgrad_add, fprop, statistics, wgrad
 from jaxconv.dense import dense_gradient, dense_kernel, matmul
 from jaxconv.groupnorm import backward as group_backward
@@ -247,6 +248,7 @@ def batchnorm_calls(dtype: str, algorithm: str, shape: tuple[int, ...], axis: in
         (infer, dataclasses.replace(p, training=False), [x, *[param] * 4, *residual]),
         (backward, q, [x, x, *[param] * 4, *residual]),
         (backward, dataclasses.replace(q, want_dx=False), [x, x, *[param] * 4, *residual]),
+        (shortcut_gradients, dataclasses.replace(p, residual=False), [x, x, *[param] * 4, x, *[param] * 4]),
         (moments, p, [x]),
         (dx_of_sums, half, [x, x, *[param] * 6, *residual]),
         (dx_of_sums, dataclasses.replace(half, dz=True), [x, x, *[param] * 6]),

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from direct_calls import KERNELS, ON_GPUS, YOUNGER, dz_and_db, forked, norm_dx, norm_moments
+from direct_calls import KERNELS, ON_GPUS, YOUNGER, both_norms, dz_and_db, forked, norm_dx, norm_moments
 from helpers import DEVICE, PLATFORM
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
@@ -72,6 +72,7 @@ def example(name: str) -> tuple[Any, tuple[Any, ...]]:
         "batchnorm_backward": (jax.grad(lambda x: norm(x, v, v, v, v, training=True)[0].sum()), (x,)),
         "batchnorm_dx": (norm_dx, (x, x, v, x)),
         "batchnorm_moments": (norm_moments, (x,)),
+        "batchnorm_shortcut_backward": (both_norms, (jnp.ones((16, 64, 64, 64), "bfloat16"), jnp.ones(64))),
         "max_pool": (functools.partial(jaxconv.max_pool, window=2, **native), (x,)),
         "max_pool_backward": (jax.grad(lambda x: jaxconv.max_pool(x, 2, **native).sum()), (x,)),
         "groupnorm": (functools.partial(jaxconv.groupnorm, groups=2, activation="silu", **native), (x, v, v)),
@@ -147,6 +148,7 @@ FORMAT = {
     "batchnorm_backward": {"norm": NORM, "want_dx": "i64", "want_dresidual": "i64", "plan": PLAN},
     "batchnorm_dx": {"norm": NORM, "count": "i64", "plan": PLAN},
     "batchnorm_moments": {"norm": NORM, "plan": PLAN},
+    "batchnorm_shortcut_backward": {"norm": NORM, "plan": PLAN},
     "max_pool": {"pool": POOL, "plan": PLAN},
     "max_pool_backward": {"pool": POOL, "plan": PLAN},
     "groupnorm": {"norm": GROUP, "plan": PLAN},

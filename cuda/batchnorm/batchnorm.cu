@@ -148,4 +148,26 @@ Status BatchNormDx(const Context& ctx, const BatchNormProblem& p, const Plan& pl
   return batchnorm::DxOfSums(ctx, batchnorm::Canonical(p), count, t, what);
 }
 
+Status BatchNormShortcutBackward(const Context& ctx, const BatchNormProblem& p, const Plan& plan,
+                                 const void* x, const void* dy, const void* scale, const void* bias,
+                                 const void* mean, const void* rstd, const void* r,
+                                 const void* scale_r, const void* bias_r, const void* mean_r,
+                                 const void* rstd_r, void* dscale, void* dbias, void* dscale_r,
+                                 void* dx, void* dr, Workspace workspace) {
+  const std::string what = Describe("batchnorm_shortcut_backward", p, plan);
+  JAXCONV_RETURN_IF_ERROR(Confirm(BatchNormOp::kShortcutBackward, p, plan, workspace, what));
+  batchnorm::ShortcutTensors t{};
+  t.x = x;
+  t.dy = dy;
+  t.r = r;
+  t.of_x = {Float(scale), Float(bias), Float(mean), Float(rstd)};
+  t.of_r = {Float(scale_r), Float(bias_r), Float(mean_r), Float(rstd_r)};
+  t.dscale = Float(dscale);
+  t.dbias = Float(dbias);
+  t.dscale_r = Float(dscale_r);
+  t.dx = dx;
+  t.dr = dr;
+  return batchnorm::ShortcutBackward(ctx, batchnorm::Canonical(p), plan.splits, t, workspace, what);
+}
+
 }  // namespace jaxconv::cuda

@@ -96,6 +96,28 @@ Status TeamBackward(const Context& ctx, const BatchNormProblem& p, const TeamSha
 Status Infer(const Context& ctx, const BatchNormProblem& p, const ForwardTensors& t,
              const std::string& what);
 
+// Two batch-norms that an addition joins (shortcut.cu): of x, and of r, which is like x. (channels) each.
+struct SavedNorm {
+  const float* scale;
+  const float* bias;
+  const float* mean;
+  const float* rstd;
+};
+struct ShortcutTensors {
+  const void* x;
+  const void* dy;
+  const void* r;
+  SavedNorm of_x, of_r;
+  float* dscale;
+  float* dbias;  // of both
+  float* dscale_r;
+  void* dx;
+  void* dr;
+};
+// At most `splits` parts of a sum.
+Status ShortcutBackward(const Context& ctx, const BatchNormProblem& p, int64_t splits,
+                        const ShortcutTensors& t, Workspace workspace, const std::string& what);
+
 // sums: (rows, parts) -> totals: (rows).
 Status AddParts(const Context& ctx, int64_t rows, int64_t parts, const float* sums, float* totals,
                 const std::string& what);

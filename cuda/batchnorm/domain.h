@@ -1,6 +1,7 @@
 // What the batch-norm kernels can run, and their workspaces. Host C++17 without CUDA headers (cuda/domain.h).
 //
-//   two_read        every problem; statistics alone, inference, and dx of given sums are a single pass, under this name
+//   two_read        every problem; statistics alone, inference, and dx of given sums are a single pass, under this name; of
+//                   two joined batch-norms large arrays, channels last, on sm_90
 //   resident_block  a block keeps all elements of its channels in shared memory
 //   resident_team   several CTAs share a group of channels, in accesses of 16 bytes
 #pragma once
@@ -88,6 +89,38 @@ inline bool TeamFits(BatchNormOp op, const BatchNormProblem& p, const Device& de
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// Walks through a ring in shared memory (stream.cuh)
+
+constexpr int kStreamThreads = 512;  // that compute; one warp more copies
+
+// A tensor below this is read by the threads themselves: its walk ends before a ring is full twice.
+constexpr int64_t kStreamBytes = 4 << 20;
+
+// Vectors of a stage, whole rows of `row`; 0 where rows are too long, or leave too many threads idle.
+constexpr int64_t StreamVectors(int64_t row) {
+  if (row < 1 || row > kStreamThreads) return 0;
+  const int64_t vectors = kStreamThreads / row * row;
+  return vectors < kStreamThreads * 3 / 4 ? 0 : vectors;
+}
+
+inline int64_t Bytes(const BatchNormProblem& p) {
+  return p.batch * p.channels * p.reduced() * static_cast<int64_t>(SizeOf(p.dtype));
+}
+
+inline std::string RefuseShortcut(const BatchNormProblem& p, const Device& device) {
+  if (!device.sm90()) return "it needs a GPU of compute capability 9.0";
+  if (p.activation != Activation::kRelu && p.activation != Activation::kSilu &&
+      p.activation != Activation::kGelu)
+    return "it knows relu, silu and gelu";
+  if (p.inner > 1 || p.batch != 1) return "it needs channels last, and one instance";
+  if (Vector(p) == 1 || StreamVectors(p.channels / Vector(p)) == 0)
+    return "rows of " + std::to_string(p.channels) + " channels are no stages of 16-byte vectors";
+  if (Bytes(p) < kStreamBytes)
+    return "it needs arrays of at least 4 MB, got " + std::to_string(Bytes(p)) + " bytes";
+  return "";
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 
 inline std::string Refusal(BatchNormOp op, const BatchNormProblem& p, const Plan& plan,
                            const Device& device) {
@@ -98,6 +131,8 @@ inline std::string Refusal(BatchNormOp op, const BatchNormProblem& p, const Plan
     return "it needs fewer than 2^31 elements per channel, got " + std::to_string(p.reduced());
   if (p.channels > 0 && p.batch > ((int64_t{1} << 31) - 1) / p.channels)
     return "it needs fewer than 2^31 channels, of all instances";
+  if (op == BatchNormOp::kShortcutBackward)
+    return plan.kernel == "two_read" ? RefuseShortcut(p, device) : "there is no such kernel";
   if (plan.kernel == "two_read") return "";
   const bool block = plan.kernel == "resident_block";
   if (!block && plan.kernel != "resident_team") return "there is no such kernel";
@@ -128,6 +163,7 @@ inline std::string Refusal(BatchNormOp op, const BatchNormProblem& p, const Plan
 inline int64_t WorkspaceOf(BatchNormOp op, const BatchNormProblem& p, const Plan& plan,
                            const Device& device) {
   const bool sums = op != BatchNormOp::kInfer && op != BatchNormOp::kDx;
+  if (op == BatchNormOp::kShortcutBackward) return (4 * plan.splits + 3) * p.channels * 4;
   if (plan.kernel == "two_read" && sums) return (plan.splits + 1) * 2 * p.batch * p.channels * 4;
   if (plan.kernel != "resident_team") return 0;
   const int width = TeamWidth(plan.tile);

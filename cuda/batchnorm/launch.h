@@ -12,6 +12,7 @@
 
 #include "common/plan.h"
 #include "cuda/batchnorm/access.cuh"
+#include "cuda/batchnorm/domain.h"
 #include "cuda/batchnorm/layout.h"
 #include "cuda/core/context.h"
 
@@ -113,10 +114,6 @@ inline int64_t Pieces(const Layout& a, int64_t bytes) {
   const int64_t blocks = std::max(bytes / (128 << 10), std::min<int64_t>(512, bytes / (16 << 10)));
   const int64_t pieces = blocks / (a.tiles * a.batch);
   return std::clamp<int64_t>(pieces, 1, std::max<int64_t>(a.positions, 1));
-}
-
-inline int64_t Bytes(const BatchNormProblem& p) {
-  return p.batch * p.channels * p.reduced() * static_cast<int64_t>(SizeOf(p.dtype));
 }
 
 }  // namespace jaxconv::cuda::batchnorm

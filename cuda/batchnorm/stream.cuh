@@ -8,6 +8,7 @@
 
 #include <algorithm>
 
+#include "cuda/batchnorm/domain.h"
 #include "cuda/batchnorm/launch.h"
 #include "cuda/batchnorm/layout.h"
 #include "cuda/core/device.h"
@@ -18,15 +19,11 @@
 
 namespace jaxconv::cuda::batchnorm {
 
-constexpr int kStreamThreads = 512;  // that compute; one warp more copies
 constexpr int kStreamBlock = kStreamThreads + 32;
 constexpr int kStreamRing = 192 << 10;
 constexpr int kStreamSlots = 24;
 constexpr int kStreamTensors = 3;
 constexpr int kStreamBarrier = 1;  // of the threads that compute
-
-// A tensor below this is read by the threads themselves: its walk ends before a ring is full twice.
-constexpr int64_t kStreamBytes = 4 << 20;
 
 struct StreamShape {
   unsigned blocks;   // 0: the threads read for themselves
@@ -47,9 +44,8 @@ Status MakeStream(const BatchNormProblem& p, int tensors, int64_t most, const st
                   Layout& a, StreamShape& s) {
   s = {};
   if constexpr (I::kLast && I::V > 1) {
-    if (p.batch != 1 || Bytes(p) < kStreamBytes || a.row > kStreamThreads) return Status::Ok();
-    const int64_t vectors = kStreamThreads / a.row * a.row;
-    if (vectors < kStreamThreads * 3 / 4) return Status::Ok();
+    const int64_t vectors = StreamVectors(a.row);
+    if (p.batch != 1 || Bytes(p) < kStreamBytes || vectors == 0) return Status::Ok();
     Device device;
     JAXCONV_RETURN_IF_ERROR(CurrentDevice(what, &device));
     if (!device.sm90()) return Status::Ok();

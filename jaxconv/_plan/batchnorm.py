@@ -15,13 +15,16 @@ def made(op: str, algorithm: str, p: BatchNormProblem, device: Device) -> Plan |
     """The plan by the kernel that `algorithm` names, or the sentence that says why there is none."""
     plan = Plan("native", "", algorithm)
     if device.platform == "cpu":
-        return plan if algorithm == "two_read" else "it exists on CUDA only"
+        alone = algorithm == "two_read" and op != "batchnorm_shortcut_backward"
+        return plan if alone else "it exists on CUDA only"
     refusal = domain.batchnorm_refusal(op, plan, p, device)
     if refusal:
         return refusal
     if algorithm == "resident_team":
         width, ctas = _team(op, p, device)
         plan = dataclasses.replace(plan, tile=f"{width}B", splits=ctas)
+    elif op == "batchnorm_shortcut_backward":
+        plan = dataclasses.replace(plan, splits=device.sm_count)  # a part a multiprocessor
     elif algorithm == "two_read" and op not in ("batchnorm_infer", "batchnorm_dx"):
         plan = dataclasses.replace(plan, splits=_parts(op, p, device))
     return dataclasses.replace(plan, workspace_bytes=domain.batchnorm_workspace(op, plan, p, device))

@@ -55,6 +55,7 @@ OPS = {
     "batchnorm_backward": "batchnorm",
     "batchnorm_dx": "batchnorm",
     "batchnorm_moments": "batchnorm",
+    "batchnorm_shortcut_backward": "batchnorm",
     "max_pool": "pool",
     "max_pool_backward": "pool",
     "groupnorm": "groupnorm",
@@ -81,6 +82,8 @@ def plan(op: str, problem: Any, device: Device) -> Plan:
         return _plan_batchnorm_conv_backward(problem, device)
     if op in conv.NORMALISED:
         return _plan_normalised(op, problem, device)
+    if op == "batchnorm_shortcut":
+        return _plan_shortcut(problem, device)
     if op == "batchnorm_given":
         return Plan("calls", "the statistics are given: what is left is inference, and the running statistics' update")
     if op == "conv_add":
@@ -255,6 +258,17 @@ def _plan_batchnorm_conv_backward(p: BatchNormConvProblem, device: Device) -> Pl
         return Plan("calls", f"JAXCONV_DISABLE={os.environ['JAXCONV_DISABLE']}", "two")
     reason = f"the gradient between the two is made where it is read: {found.reason}"
     return Plan("calls", reason, "normalised", candidates=found.candidates)
+
+
+def _plan_shortcut(p: BatchNormProblem, device: Device) -> Plan:
+    """ "joined": XLA's one pass forward and a kernel's two walks back; or "two" batch-norms."""
+    op = "batchnorm_shortcut_backward"
+    found = plan(op, p, device)
+    if found.implementation == "native":
+        reason = f"both are normalised in one pass, and backward in two: {found.reason}"
+        return Plan("calls", reason, "joined", candidates=found.candidates)
+    refused = None if _refusal(p, device) else supports(op, "two_read", p, device)
+    return Plan("calls", f"two batch-norms: {refused or found.reason}", "two", candidates=found.candidates)
 
 
 def _plan_conv_add(p: ConvProblem, device: Device) -> Plan:
@@ -645,7 +659,8 @@ def _measured_candidates(plan: Plan, found: measured.Measurement) -> tuple[Candi
 def _by_measurement(plan: Plan, found: measured.Measurement) -> _Weighed:
     ratio, wins = found.ratio(plan.kernel), found.wins(plan.kernel)
     # A pair was measured against the faster of XLA and of two calls, each by its own plan.
-    other = "two calls" if found.op in ("conv_statistics", "conv_normalised") else "XLA"
+    pairs = ("conv_statistics", "conv_normalised", "batchnorm_shortcut")
+    other = "two calls" if found.op in pairs else "XLA"
     if wins:
         return _Weighed(plan, ratio, wins, f"{ratio:.2f} times faster than {other} {found.where}")
     speed = "the speed of two calls" if other != "XLA" else "XLA's speed"

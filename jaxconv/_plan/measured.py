@@ -147,7 +147,9 @@ def features(op: str, problem: Any) -> tuple[str, tuple[Any, ...], tuple[float, 
         return "squeeze_excite_fused" if problem.save else "squeeze_excite", kind, extents
     p: BatchNormProblem = problem
     fast_axis = p.channels if p.inner == 1 else p.inner
-    if op != "batchnorm_infer" and (p.activation.name != "none" or p.residual):
+    if op == "batchnorm_shortcut_backward":
+        op = "batchnorm_shortcut"  # measured there and back, against two batch-norms
+    elif op != "batchnorm_infer" and (p.activation.name != "none" or p.residual):
         # Measured there and back, chosen there and back: a native forward that won by 4 % alone lost 15 % beside an XLA
         # backward, which then read what XLA would have fused.
         op = "batchnorm_residual" if p.residual else "batchnorm_fused"

@@ -24,6 +24,8 @@ from jaxconv.accelerate.linear import Before, Fused, Refusal, check_conv, fork_o
 from jaxconv.accelerate.report import GRADIENT
 from jaxconv.batchnorm import batchnorm
 from jaxconv.batchnorm_conv import chosen
+from jaxconv.batchnorm_shortcut import join, takes_both
+from jaxconv.batchnorm_shortcut import problem as shortcut_problem
 from jaxconv.conv_batchnorm import inference
 
 
@@ -396,6 +398,77 @@ def find_batchnorm(n: Normalised, activations: Activations, before: Before | Non
 
         return Fused(nodes, inputs, outputs, call, parts, fork, made_by, then=then)
 
+    def joined(total: Value, right: Value) -> Fused | None:
+        """With the batch-norm that alone makes the other operand of the sum, a shortcut's, where the plan is to take
+        both in one."""
+        activated = activations.after(total)
+        r = right.node.inputs[0] if right.made_by == "convert_element_type" else right
+        other = find_normalised(r)
+        if other is None or activated is None or not activated.hides(total) or len(right.users) != 1:
+            return None
+        r0, out = unconverted(other.x), activated.y
+        same = r is right or len(r.users) == 1
+        same = same and other.axis == n.axis and {v.dtype for v in (x0, r0, right, y, out)} == {dtype}
+        if not training or not same or x is not x0 or not over_batch(other) or _needs([r0], x0) or _needs([x0], r0):
+            return None
+        if not _is_variance_of(other.var, r0, other.axis) or _is_compared(other.var):
+            return None
+        p = shortcut_problem(dtype.name, x0.shape, n.axis, activated.activation)
+        if not takes_both(p):
+            return None
+        pair = before is not None and before.trains and before.bias is None
+        pair = (
+            pair
+            and leads_only_to(x0, [out, n.mean, n.var])
+            and not _needs([*n.scales, *([n.bias] if n.bias else [])], x0)
+        )
+        made_by = before.node if pair else None
+
+        def call(*values: Array, forks: bool = False) -> Sequence[Array]:
+            given = iter(values)
+            operands = [next(given) for _ in linear]
+            zeros = jnp.zeros(channels, params)
+            bare = dict(training=True, momentum=0.0, epsilon=n.epsilon, activation=None, residual=None)
+            passed = None
+            if made_by:
+                results = _fused.conv_batchnorm(
+                    *(*operands, None, None, zeros, zeros),
+                    **(window_of(made_by) | bare),
+                    channel_axis=n.axis,
+                    forks=forks,
+                    statistics=True,
+                )
+                passed, (z, mean, var) = results if forks else (None, results)
+            else:
+                (z,) = operands
+                _, mean, var = batchnorm(z, None, None, zeros, zeros, channel_axis=n.axis, **bare)
+            z_r = next(given)
+            _, mean_r, var_r = batchnorm(z_r, None, None, zeros, zeros, channel_axis=n.axis, **bare)
+
+            def affine(m: Normalised) -> list[Array]:
+                scales = [next(given).reshape(channels).astype(params) for _ in m.scales]
+                bias = next(given).reshape(channels).astype(params) if m.bias else zeros
+                return [functools.reduce(jnp.multiply, scales, jnp.ones(channels, params)), bias]
+
+            rstd, rstd_r = jax.lax.rsqrt(var + n.epsilon), jax.lax.rsqrt(var_r + other.epsilon)
+            result = join(p, z, *affine(n), mean, rstd, z_r, *affine(other), mean_r, rstd_r)
+            pairs = ((mean, n.mean), (var, n.var), (mean_r, other.mean), (var_r, other.var))
+            return [*[passed] * forks, result, *(s.reshape(v.shape).astype(v.dtype) for s, v in pairs)]
+
+        linear = list(made_by.inputs) if made_by else [x0]
+        of_both = [v for m in (n, other) for v in (*m.scales, *([m.bias] if m.bias else []))]
+        parts = [kind, "the shortcut's", str(activated.activation)]
+        return Fused(
+            [n.result.node, r.node, total.node, *activated.nodes],
+            [*linear, r0, *of_both],
+            [out, n.mean, n.var, other.mean, other.var],
+            call,
+            [before.what, *parts] if made_by else parts,
+            fork_of(made_by, functools.partial(call, forks=True)) if made_by else None,
+            made_by,
+            again=(other.mean, other.var),
+        )
+
     def with_activation(z: Value, residual: Value | None) -> Iterator[Fused]:
         activated = activations.after(z)
         if activated is not None and activated.hides(z):
@@ -407,6 +480,9 @@ def find_batchnorm(n: Normalised, activations: Activations, before: Before | Non
         for left, right in operands_of(total, "add"):
             like = left is y and right is not y and right.shape == y.shape and right.dtype == y.dtype
             folds = before is not None and not training
+            both = joined(total, right) if like else None
+            if both is not None:
+                yield both
             if like and not (folds and added_later(before.node, right)):
                 yield from with_activation(total, right)
     yield from with_activation(y, None)

@@ -87,6 +87,8 @@ class Rewriting:
             if node in done:
                 continue
             if node in found:
+                if node in self._covered:  # by the batch-norm whose sum it is joined to
+                    continue
                 n = found[node]
                 if over_batch(n):
                     self.over_batch.append(str(node.name_stack))
