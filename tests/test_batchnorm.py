@@ -275,7 +275,9 @@ def test_dx_by_the_sums_of_several_devices_errs_no_more_than_twice_xla(shape, ax
 @pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
 @pytest.mark.parametrize("activation", NAMED_ACTIVATIONS, ids=label)
 def test_dx_by_the_sums_of_several_devices_of_every_activation(activation, residual):
-    for shape, axis in (((4, 8, 8, 64), -1), ((2, 6, 5, 19), -1), ((4, 7, 7, 5), 1), ((2, 5, 6, 4), 1)):
+    shapes = (((4, 8, 8, 64), -1), ((4, 7, 7, 5), 1)), (((2, 6, 5, 19), -1), ((2, 5, 6, 4), 1))
+    # A GPU has kernels of its own for vectors; of the CPU's each memory order meets every activation once.
+    for shape, axis in (*shapes[0], *shapes[1]) if PLATFORM == "cuda" else shapes[residual]:
         compare_halves(shape, axis, "float32", activation, residual)
 
 

@@ -180,6 +180,8 @@ def test_a_folded_problem_is_the_same_convolution_of_the_same_memory(case):
         q = domain.folded(p, op == "dgrad")
         assert q.flops == p.flops
         assert (q is p) == (not case.name.startswith("patch") or case.name == "patch_ragged")
+        if q is p:
+            continue
         shapes = {"x": q.x_shape, "w": q.w_shape, "dy": q.y_shape}
         a, b = arrays(case, 2, f"{first} {second}", case.layouts[0], "float32")
         (actual,) = getattr(reference, f"conv_{op}")(q, a.reshape(shapes[first]), b.reshape(shapes[second]))

@@ -51,9 +51,9 @@ def test_every_target_is_called():
     assert called == {direct_calls.KERNELS[name].target for name in here}
 
 
-# Each is a program of its own to compile. `make test` has one type of each array, and of each axis the extent that is
-# one too large or the one that is too small, in turn: of the arrays that a kernel takes some meet each. `make test-all`
-# has all.
+# Each is a program of its own to compile. `make test` has one type and one rank of each array, and of each axis the
+# extent that is one too large or the one that is too small, in turn: of the arrays that a kernel takes some meet each.
+# `make test-all` has all.
 SIGNS = [pytest.param(0, id="in_turn"), pytest.param(1, id="the_other", marks=pytest.mark.slow)]
 TYPES = [
     pytest.param(*array, dtype, marks=[] if i % 3 == j else pytest.mark.slow, id="-".join((dtype, *array)))
@@ -88,10 +88,19 @@ def test_another_type_is_refused_by_name(name, side, array, dtype):
     assert names(text, array), text
 
 
+RANKS = {
+    "axis_before": lambda shape: (1, *shape),
+    "axis_behind": lambda shape: (*shape, 1),
+    "without_the_first": lambda shape: shape[1:],
+    "flat": lambda shape: (int(np.prod(shape)),) if len(shape) > 1 else (),
+}
+
+
+@pytest.mark.parametrize("turn", [0, *(pytest.param(turn, marks=pytest.mark.slow) for turn in range(1, len(RANKS)))])
 @pytest.mark.parametrize(("name", "side", "array"), ARRAYS)
-def test_another_rank_is_refused_by_name(name, side, array):
+def test_another_rank_is_refused_by_name(name, side, array, turn):
     shape, _ = getattr(direct_calls.example(name), side)[array]
-    for other in ((1, *shape), (*shape, 1), shape[1:], (int(np.prod(shape)),) if len(shape) > 1 else ()):
+    for other in [list(RANKS.values())[(ARRAYS.index((name, side, array)) + turn) % len(RANKS)](shape)]:
         call = direct_calls.example(name)
         arrays = getattr(call, side)
         arrays[array] = (other, arrays[array][1])
