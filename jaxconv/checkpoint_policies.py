@@ -5,8 +5,8 @@
 jax's own policies that speak of dots do not know jaxconv's kernels. These do, and they compose with any of jax's
 through `jax.checkpoint_policies.save_from_both_policies`. Under differentiation the results of fused ops also carry
 names, for `jax.checkpoint_policies.save_only_these_names`: "jaxconv_conv", "jaxconv_dense", "jaxconv_batchnorm_train",
-"jaxconv_batchnorm_given", "jaxconv_conv_batchnorm", "jaxconv_batchnorm_conv", "jaxconv_mlp", "jaxconv_groupnorm",
-"jaxconv_max_pool", "jaxconv_squeeze_excite".
+"jaxconv_batchnorm_given", "jaxconv_batchnorm_shortcut", "jaxconv_conv_batchnorm", "jaxconv_batchnorm_conv",
+"jaxconv_mlp", "jaxconv_groupnorm", "jaxconv_max_pool", "jaxconv_squeeze_excite".
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 from jaxconv._op import Composite, Kernel
 from jaxconv.batchnorm import given, infer, train
 from jaxconv.batchnorm_conv import chain, normalised, normalised_wgrad
+from jaxconv.batchnorm_shortcut import joined
 from jaxconv.conv import conv_add, conv_kernel, dgrad, dgrad_add, fprop, statistics, wgrad
 from jaxconv.conv_batchnorm import pair
 from jaxconv.dense import dense_gradient, dense_kernel, matmul
@@ -28,7 +29,7 @@ from jaxconv.squeeze_excite import excite
 # of a pair everything: y comes out of its convolution
 _CONVS = (fprop, dgrad, dgrad_add, wgrad, conv_kernel, conv_add, statistics, pair, chain, normalised, normalised_wgrad)
 _DENSES = (matmul, dense_kernel, dense_gradient, mlp)
-_NORMS = (train, infer, given, norm)
+_NORMS = (train, infer, given, joined, norm)
 _POOLS = (max_pool,)
 _EXCITES = (excite,)
 

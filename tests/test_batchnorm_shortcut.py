@@ -142,6 +142,21 @@ def test_instances_of_vmap_have_sums_of_their_own():
         np.testing.assert_allclose(got, jnp.stack(want), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(("policy", "runs"), [("save_all", 1), ("save_all_but_batchnorms", 2)])
+def test_rematerialised_it_runs_again_where_the_policy_says_so(policy, runs):
+    shape = (2, 3, 4, 8)
+    p, args = problem("float32", shape, 3, Activation("silu")), operands(shape, "float32")
+
+    def f(*args):
+        return jnp.sum(jnp.sin(join(p, *args)))
+
+    again = jax.checkpoint(f, policy=getattr(jaxconv.checkpoint_policies, policy))
+    names = [e.primitive.name for e in _op.equations(jax.make_jaxpr(jax.grad(again, (0, 5)))(*args).jaxpr)]
+    assert names.count("jaxconv_batchnorm_shortcut") == runs
+    for got, want in zip(jax.grad(again, (0, 5))(*args), jax.grad(f, (0, 5))(*args), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("spec", [P("a"), P(None, "a"), P("a", "b"), P(None, None, None, "a")], ids=str)
 def test_sums_cross_the_mesh(spec):
     if jax.device_count() < 4:
