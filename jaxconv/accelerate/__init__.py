@@ -43,8 +43,10 @@ def accelerate(f: Callable[..., Any]) -> Callable[..., Any]:
     residual add and the activation that follow. Two dense layers in a row become `jaxconv.mlp`, where only the second
     reads what the first one's activation gives. A convolution, its bias and the batch-norm of the result become
     `jaxconv.conv_batchnorm`: in inference one convolution, with filters that are rounded to their type once more.
-    A batch-norm in training, its activation and the depthwise convolution that alone reads the result are one call
-    where a kernel was measured to normalise what it reads.
+    Two batch-norms in training whose sum an activation takes, a residual block's and its shortcut's, are one call
+    where a kernel was measured to go back through both at once. A batch-norm in training, its activation and the
+    depthwise convolution that alone reads the result are one call where a kernel was measured to normalise what it
+    reads.
     `lax.reduce_window` with lax.max becomes `jaxconv.max_pool`; upsampling by repetition (`jax.image.resize` with
     "nearest" and whole factors) a broadcast, whose gradient is no scatter; an array times gates that two small layers
     make of its means `jaxconv.squeeze_excite`. Activations are those of `jaxconv.conv2d`, written as jax.nn's
