@@ -174,6 +174,11 @@ def _(activation, primals, tangents):
     return y, activate_grad(activation, {None: None, "y": y, "z": z}[activation.residual], t)
 
 
+def activate_tangent(activation: Activation, z: jax.Array, t: jax.Array) -> jax.Array:
+    """t * f'(z), where z is there: `activate_grad` of whichever of y and z it reads."""
+    return activate_grad(activation, activate(activation, z) if activation.residual == "y" else z, t)
+
+
 def activate_grad(activation: Activation, residual: jax.Array | None, t: jax.Array) -> jax.Array:
     """t * f'(z), with `residual` the y or z that `activation.residual` names (None for no activation).
 

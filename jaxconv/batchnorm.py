@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxconv import _moments, _op, _problem, _sharding, reference
-from jaxconv._activation import Activation, activate, activate_grad
+from jaxconv._activation import Activation, activate_tangent
 from jaxconv._problem import BatchNormProblem
 from jaxconv._types import Array, BatchNormAlgorithm, Implementation, Operand, ToActivation
 
@@ -313,7 +313,7 @@ def norm_tangent(p: BatchNormProblem, residuals: Any, tangents: Sequence[Array |
     if p.activation.residual:
         z = centred * (rstd * scale).reshape(s) + bias.reshape(s)
         z = z if kept is None else z + kept.astype(wide)
-        tz = activate_grad(p.activation, z if p.activation.residual == "z" else activate(p.activation, z), tz)
+        tz = activate_tangent(p.activation, z, tz)
     m = p.momentum
     return [
         tz.astype(x.dtype),

@@ -18,56 +18,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxconv import _op, _plan, _sharding, batchnorm, reference
-from jaxconv._activation import Activation, activate, activate_grad
+from jaxconv._activation import Activation, activate_tangent
 from jaxconv._problem import BatchNormProblem
 from jaxconv._types import Array
-
-
-def _centred(p: BatchNormProblem, x: Array, mean: Array) -> Array:
-    return x.astype(p.param_dtype) - mean.reshape(reference.channel_shape(p))
-
-
-def _joined(p: BatchNormProblem, x: Array, r: Array, norms: Sequence[Array]) -> tuple[Array, Array, Array]:
-    """(x - mean, r - mean_r, z), in the parameters' dtype; `norms`: scale, bias, mean, rstd, and r's."""
-    scale, bias, mean, rstd, scale_r, bias_r, mean_r, rstd_r = norms
-    s = reference.channel_shape(p)
-    centred, centred_r = _centred(p, x, mean), _centred(p, r, mean_r)
-    z = centred * (rstd * scale).reshape(s) + bias.reshape(s)
-    return centred, centred_r, z + centred_r * (rstd_r * scale_r).reshape(s) + bias_r.reshape(s)
-
-
-def _through(p: BatchNormProblem, z: Array, t: Array) -> Array:
-    """t * f'(z)."""
-    if not p.activation.residual:
-        return t
-    return activate_grad(p.activation, z if p.activation.residual == "z" else activate(p.activation, z), t)
-
-
-def _run(p: BatchNormProblem, x: Array, *args: Array) -> list[Array]:
-    *norm, r = args[:5]
-    _, _, z = _joined(p, x, r, [*norm, *args[5:]])
-    return [activate(p.activation, z).astype(x.dtype), *norm[2:], *args[7:]]
-
-
-def _gradients(p: BatchNormProblem, mesh_axes: tuple[str, ...], count: int, *args: Array) -> list[Array]:
-    """The backward pass of a shard, whose sums cross the mesh; of all where there are no axes."""
-    x, dy, *norm, r = args[:7]
-    centred, centred_r, z = _joined(p, x, r, [*norm, *args[7:]])
-    scale, _, _, rstd = norm
-    scale_r, _, _, rstd_r = args[7:]
-    dz, axes, s = _through(p, z, dy.astype(p.param_dtype)), reference.reduced_axes(p), reference.channel_shape(p)
-    sums = jnp.stack([jnp.sum(dz, axes), jnp.sum(dz * centred, axes), jnp.sum(dz * centred_r, axes)])
-    dbias, of_x, of_r = jax.lax.psum(sums, mesh_axes) if mesh_axes else sums
-    dz = dz - (dbias / count).reshape(s)
-    dx, dr = (
-        (dz - centre * (rstd * rstd * total / count).reshape(s)) * (scale * rstd).reshape(s)
-        for centre, total, scale, rstd in ((centred, of_x, scale, rstd), (centred_r, of_r, scale_r, rstd_r))
-    )
-    return [of_x * rstd, dbias, of_r * rstd_r, dx.astype(x.dtype), dr.astype(x.dtype)]
-
-
-def _of_all(p: BatchNormProblem, *args: Array) -> list[Array]:
-    return _gradients(p, (), p.reduced, *args)
 
 
 def _shard(whole: BatchNormProblem, p: BatchNormProblem, split: _sharding.Split, *args: Array) -> list[Array]:
@@ -77,12 +30,13 @@ def _shard(whole: BatchNormProblem, p: BatchNormProblem, split: _sharding.Split,
     inside = batchnorm._inside(whole, p, split)
     if inside is not None:  # x and r too: a NaN times a dy of zero is NaN
         args = tuple(jnp.where(inside, a, 0) if i in (0, 1, 6) else a for i, a in enumerate(args))
-    return _gradients(p, mesh_axes, whole.reduced, *args)
+    total = functools.partial(jax.lax.psum, axis_name=mesh_axes)
+    return reference.batchnorm_shortcut_backward(p, *args, total=total, count=whole.reduced)
 
 
 def _batch(p: BatchNormProblem, args: list[Array], dims: list[int | None]) -> tuple[list[Array], list[int]]:
     """Instances have sums of their own, which the kernel has not."""
-    outs = jax.vmap(functools.partial(_of_all, p), in_axes=tuple(dims))(*args)
+    outs = jax.vmap(functools.partial(reference.batchnorm_shortcut_backward, p), in_axes=tuple(dims))(*args)
     return outs, [0] * len(outs)
 
 
@@ -90,7 +44,7 @@ def _batch(p: BatchNormProblem, args: list[Array], dims: list[int | None]) -> tu
 # dx, dr, of x and r with these statistics
 gradients = _op.kernel(
     "batchnorm_shortcut_backward",
-    reference=_of_all,
+    reference=reference.batchnorm_shortcut_backward,
     results=lambda p: [batchnorm._param(p)] * 3 + [batchnorm._x(p)] * 2,
     wire=lambda p, plan: batchnorm._wire(p, 11, 5),
     batch=_batch,
@@ -105,7 +59,7 @@ _op.by_reference(gradients)
 joined = _op.composite(
     "batchnorm_shortcut",
     results=lambda p: [batchnorm._x(p)] + [batchnorm._param(p)] * 4,
-    parts=lambda p, plan: functools.partial(_run, p),
+    parts=lambda p, plan: functools.partial(reference.batchnorm_shortcut, p),
 )
 
 
@@ -142,14 +96,12 @@ def _tangent(p: BatchNormProblem, residuals: Any, tangents: Sequence[Array | Non
     tx, tscale, tbias, _, _, tr, tscale_r, tbias_r, _, _ = tangents
     # In the parameters' dtype, so that the sum is rounded once.
     wide = _bare(p, dtype=p.param_dtype)
-    kept, kept_r = (
-        (x.astype(wide.dtype), scale, bias, mean, rstd),
-        (r.astype(wide.dtype), scale_r, bias_r, mean_r, rstd_r),
-    )
-    tz, _, _, *t = batchnorm.norm_tangent(wide, (*kept, None), [tx, tscale, tbias, None, None])
-    tz_r, _, _, *t_r = batchnorm.norm_tangent(wide, (*kept_r, None), [tr, tscale_r, tbias_r, None, None])
-    _, _, z = _joined(p, x, r, [*kept[1:], *kept_r[1:]])
-    return [_through(p, z, tz + tz_r).astype(x.dtype), *t, *t_r]
+    x, r = x.astype(wide.dtype), r.astype(wide.dtype)
+    norm, norm_r = (x, scale, bias, mean, rstd), (r, scale_r, bias_r, mean_r, rstd_r)
+    tz, _, _, *t = batchnorm.norm_tangent(wide, (*norm, None), [tx, tscale, tbias, None, None])
+    tz_r, _, _, *t_r = batchnorm.norm_tangent(wide, (*norm_r, None), [tr, tscale_r, tbias_r, None, None])
+    z, *_ = reference.batchnorm_shortcut(wide, *norm, *norm_r)
+    return [activate_tangent(p.activation, z, tz + tz_r).astype(p.dtype), *t, *t_r]
 
 
 _op.fuse(joined, _op.Rules(lambda p: p, _forward, _backward, _tangent))

@@ -236,7 +236,7 @@ def _call(
     args = [x, w, *arrays.values(), *([] if residual is None else [residual])]
     if not p.norm.training:
         return x, (inference(p, *args), arrays["running_mean"], arrays["running_var"])
-    p = replace(p, save=p.save or statistics)
+    p = replace(p, save=statistics)
     passed, outs = fork(p, *args) if forks else (x, pair(p, *args))
     y, new_mean, new_var, *saved = outs
     return passed, (saved[0] if statistics else y, new_mean, new_var)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxconv import _compat, _op, _problem, _sharding, reference
-from jaxconv._activation import activate, activate_grad
+from jaxconv._activation import activate_tangent
 from jaxconv._problem import GroupNormProblem
 from jaxconv._types import Array, GroupNormAlgorithm, Implementation, Operand, ToActivation
 
@@ -153,7 +153,7 @@ def _tangent(p: GroupNormProblem, residuals: Any, tangents: Sequence[Array | Non
         tz = tz + channels(tbias)
     if p.activation.residual:
         z = centred * (groups(rstd) * channels(scale)) + channels(bias)
-        tz = activate_grad(p.activation, z if p.activation.residual == "z" else activate(p.activation, z), tz)
+        tz = activate_tangent(p.activation, z, tz)
     return [tz.astype(x.dtype), tmean, trstd]
 
 

@@ -17,7 +17,7 @@ from jax import lax
 # Held, because a program may put ours in their place.
 from jax.lax import conv_general_dilated, dot_general, reduce_window
 
-from jaxconv._activation import activate, activate_grad
+from jaxconv._activation import activate, activate_tangent
 from jaxconv._problem import (
     BatchNormProblem,
     ConvProblem,
@@ -271,7 +271,7 @@ def batchnorm_dz(p: BatchNormProblem, x, dy, scale, bias, mean, rstd, *residual:
     dz = dy.astype(p.param_dtype)
     if p.activation.residual:
         z = _affine(p, x, scale, bias, mean, rstd, residual[0] if p.residual else None)
-        dz = activate_grad(p.activation, z if p.activation.residual == "z" else activate(p.activation, z), dz)
+        dz = activate_tangent(p.activation, z, dz)
     return xhat, dz
 
 
@@ -279,6 +279,28 @@ def batchnorm_dx(p: BatchNormProblem, xhat, dz, scale, rstd, dscale, dbias, n: i
     """dx from the sums dscale and dbias over `n` elements a channel."""
     s = channel_shape(p)
     return (scale * rstd).reshape(s) * (dz - (dbias / n).reshape(s) - xhat * (dscale / n).reshape(s))
+
+
+def batchnorm_shortcut(p: BatchNormProblem, x, scale, bias, mean, rstd, r, *norm_r: jax.Array) -> list[jax.Array]:
+    """[y, mean, rstd, mean_r, rstd_r]: the sum of x and r, each normalised; `norm_r` is r's scale, bias, mean, rstd."""
+    z = _affine(p, x, scale, bias, mean, rstd, _affine(p, r, *norm_r, None))
+    return [activate(p.activation, z).astype(x.dtype), mean, rstd, *norm_r[2:]]
+
+
+def batchnorm_shortcut_backward(
+    p: BatchNormProblem, x, dy, scale, bias, mean, rstd, r, *norm_r: jax.Array, total: Any = None, count: Any = None
+) -> list[jax.Array]:
+    """[dscale, dbias, dscale_r, dx, dr]. `total` makes of the sums of a part those of all, over `count` elements."""
+    scale_r, _, mean_r, rstd_r = norm_r
+    s, axes, n = channel_shape(p), reduced_axes(p), p.reduced if count is None else count
+    added = _affine(p, r, *norm_r, None)
+    xhat, dz = batchnorm_dz(dataclasses.replace(p, residual=True), x, dy, scale, bias, mean, rstd, added)
+    rhat = (r.astype(p.param_dtype) - mean_r.reshape(s)) * rstd_r.reshape(s)
+    sums = jnp.stack([jnp.sum(dz * xhat, axes), jnp.sum(dz, axes), jnp.sum(dz * rhat, axes)])
+    dscale, dbias, dscale_r = sums if total is None else total(sums)
+    dx = batchnorm_dx(p, xhat, dz, scale, rstd, dscale, dbias, n)
+    dr = batchnorm_dx(p, rhat, dz, scale_r, rstd_r, dscale_r, dbias, n)
+    return [dscale, dbias, dscale_r, dx.astype(x.dtype), dr.astype(x.dtype)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -427,7 +449,7 @@ def groupnorm_backward(p: GroupNormProblem, x, dy, scale, bias, mean, rstd) -> l
     dz = dy.astype(p.param_dtype)
     if p.activation.residual:
         z = xhat * of_channels(p, scale) + of_channels(p, bias)
-        dz = activate_grad(p.activation, z if p.activation.residual == "z" else activate(p.activation, z), dz)
+        dz = activate_tangent(p.activation, z, dz)
     lead = len(p.lead)
     if p.rows:
         # In this form XLA makes few passes: a row's rstd is a factor of its sums, not of what is summed.
@@ -500,14 +522,8 @@ def squeeze_excite_backward(p: SqueezeExciteProblem, x, dy, w1, w2, z1, gate) ->
     """[dz2, dz1, dx?]: the gradients of the gates' and the hidden numbers' arguments, and of x."""
     wide = dy.astype(p.param_dtype)
     dz2 = gated_grad(p.gate, gate, over_pixels(p, wide * x.astype(p.param_dtype)))
-    dz1 = backward_activation(p, z1, small_product(dz2, w2.T))
+    dz1 = activate_tangent(p.activation, z1, small_product(dz2, w2.T))
     if not p.want_dx:
         return [dz2, dz1]
     constant = small_product(dz1, w1.T) / p.pixels
     return [dz2, dz1, (wide * of_pixels(p, gate) + of_pixels(p, constant)).astype(x.dtype)]
-
-
-def backward_activation(p: SqueezeExciteProblem, z1: jax.Array, t: jax.Array) -> jax.Array:
-    """t * f'(z1)."""
-    kept = {None: None, "y": activate(p.activation, z1), "z": z1}[p.activation.residual]
-    return activate_grad(p.activation, kept, t)

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from jaxconv import _op, _problem, _sharding, reference
-from jaxconv._activation import activate
+from jaxconv._activation import activate, activate_tangent
 from jaxconv._problem import SqueezeExciteProblem
 from jaxconv._types import Array, Implementation, Operand, SqueezeExciteAlgorithm, ToActivation, ToGate
 
@@ -89,7 +89,7 @@ def _backward_shard(
     wide = dy.astype(p.param_dtype)
     dgate = shard.over_pixels(reference.over_pixels(p, wide * x.astype(p.param_dtype)))
     dz2 = reference.gated_grad(p.gate, gate, dgate)
-    dz1 = reference.backward_activation(p, z1, shard.over_channels(reference.small_product(dz2, w2.T)))
+    dz1 = activate_tangent(p.activation, z1, shard.over_channels(reference.small_product(dz2, w2.T)))
     if not p.want_dx:
         return [dz2, dz1]
     constant = reference.small_product(dz1, w1.T) / whole.pixels
@@ -200,7 +200,7 @@ def _tangent(p: SqueezeExciteProblem, residuals: Any, tangents: Sequence[Array |
     tmean = total(_mean(p), None if tx is None else reference.over_pixels(p, tx.astype(p.param_dtype)) / p.pixels)
     tz1 = product(tmean, w1)
     tz1 = total(_hidden(p), tz1, None if tw1 is None else product(mean, tw1), tb1)
-    th = reference.backward_activation(p, z1, tz1)
+    th = activate_tangent(p.activation, z1, tz1)
     tz2 = product(th, w2)
     tz2 = total(_mean(p), tz2, None if tw2 is None else product(activate(p.activation, z1), tw2), tb2)
     tgate = reference.gated_grad(p.gate, gate, tz2)

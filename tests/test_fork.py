@@ -174,6 +174,8 @@ def test_what_the_plan_is_on_hopper(c, k, size, filter, stride, kernel, with_cud
         # Where XLA's bare dgrad is faster too: it adds in a pass of its own.
         assert (made.implementation, f"{made.kernel} {made.tile}") == ("native", kernel)
         assert made.in_place == (stride > 1) and "nearest case measured" in made.reason
+        single = _plan.plan("conv_dgrad_add", problem(**options, dtype="float32"), H200)
+        assert (single.implementation, single.kernel) == ("native", "sm90/product")
     assert _plan.plan("conv_dgrad_add", p, dataclasses.replace(H200, kind="none")).implementation == "calls"
     forced = _plan.plan("conv_dgrad_add", dataclasses.replace(p, algorithm="implicit_gemm"), H200)
     assert forced.implementation == "calls" and "implicit_gemm" in forced.reason

@@ -100,12 +100,12 @@ RANKS = {
 @pytest.mark.parametrize(("name", "side", "array"), ARRAYS)
 def test_another_rank_is_refused_by_name(name, side, array, turn):
     shape, _ = getattr(direct_calls.example(name), side)[array]
-    for other in [list(RANKS.values())[(ARRAYS.index((name, side, array)) + turn) % len(RANKS)](shape)]:
-        call = direct_calls.example(name)
-        arrays = getattr(call, side)
-        arrays[array] = (other, arrays[array][1])
-        text = refusal(call)
-        assert names(text, array), (other, text)
+    other = list(RANKS.values())[(ARRAYS.index((name, side, array)) + turn) % len(RANKS)](shape)
+    call = direct_calls.example(name)
+    arrays = getattr(call, side)
+    arrays[array] = (other, arrays[array][1])
+    text = refusal(call)
+    assert names(text, array), (other, text)
 
 
 @pytest.mark.parametrize("name", direct_calls.NAMES)

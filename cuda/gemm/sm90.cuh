@@ -24,7 +24,8 @@
 #include "cuda/core/tma.cuh"
 #include "cuda/core/wgmma.cuh"
 
-// The bodies of kernels compile for sm_90a only; elsewhere they are empty, and launchers refuse.
+// The bodies of kernels compile for sm_90a only; elsewhere they are empty, or not compiled at
+// all (CMakeLists.txt), and launchers refuse.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define JAXCONV_SM90A 1
 #endif

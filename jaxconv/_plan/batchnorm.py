@@ -8,7 +8,7 @@ from jaxconv._plan import domain
 from jaxconv._plan.plan import Device, Plan, itemsize
 from jaxconv._problem import BatchNormProblem
 
-_STREAMED = 4 * 2**20  # bytes; kStreamBytes of cuda/batchnorm/stream.cuh
+_STREAMED = 4 * 2**20  # bytes; kStreamBytes of cuda/batchnorm/domain.h
 
 
 def made(op: str, algorithm: str, p: BatchNormProblem, device: Device) -> Plan | str:

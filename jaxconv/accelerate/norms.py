@@ -300,22 +300,29 @@ def find_batchnorm(n: Normalised, activations: Activations, before: Before | Non
     x = x0 if jnp.promote_types(x0.dtype, dtype) == dtype else n.x
     shared = [x, n.mean, n.var, *n.scales, *([n.bias] if n.bias else [])]
 
+    def row(a: Array) -> Array:
+        return a.reshape(channels).astype(params)
+
+    def alone(outputs: Sequence[Value], operands: Sequence[Value]) -> bool:
+        """Whether `before` is there, and nobody needs its result but the call that has these."""
+        same = before is not None and x is x0 and dtype == x0.dtype
+        return same and leads_only_to(x0, outputs) and not _needs(operands, x0)
+
     def made(z: Value, out: Value, residual: Value | None, activated: Activated | None) -> Fused:
         activation = activated.activation if activated else Activation()
         outputs = [out, n.mean, n.var] if training else [out]
         operands = [v for v in shared[1:] if not (training and v in (n.mean, n.var))] + ([residual] if residual else [])
-        pair = x is x0 and dtype == x0.dtype and leads_only_to(x0, outputs) and not _needs(operands, x0)
-        pair = pair and before is not None and (before.trains or not training)
+        pair = alone(outputs, operands) and (before.trains or not training)
         made_by = before.node if pair else None
         shift = before.bias if pair else None
 
         def call(*values: Array, forks: bool = False) -> Sequence[Array]:
             given = iter(values)
             operands = [next(given), next(given)] if made_by else [next(given).astype(dtype)]
-            shifted = _row(next(given)) if shift else None
-            mean, var = (None, None) if training else (_row(next(given)), _row(next(given)))
-            scales = [_row(next(given)) for _ in n.scales]
-            bias = _row(next(given)) if n.bias else None
+            shifted = row(next(given)) if shift else None
+            mean, var = (None, None) if training else (row(next(given)), row(next(given)))
+            scales = [row(next(given)) for _ in n.scales]
+            bias = row(next(given)) if n.bias else None
             if shift and not training:  # (z + shift) - mean = z - (mean - shift)
                 mean = mean - shifted
             scale = functools.reduce(jnp.multiply, scales) if scales else None
@@ -348,9 +355,6 @@ def find_batchnorm(n: Normalised, activations: Activations, before: Before | Non
                 outs += [s.reshape(v.shape).astype(v.dtype) for s, v in ((mean, n.mean), (var, n.var))]
             return outs
 
-        def _row(a: Array) -> Array:
-            return a.reshape(channels).astype(params)
-
         parts = [kind, *(["residual"] if residual else []), *([str(activation)] if activated else [])]
         parts = [before.what, *(["bias"] if shift else []), *parts] if made_by else parts
         linear = list(made_by.inputs) if made_by else [x]
@@ -378,8 +382,8 @@ def find_batchnorm(n: Normalised, activations: Activations, before: Before | Non
             def both(*values: Array, forks: bool = False) -> Sequence[Array]:
                 given = iter(values)
                 operands = [next(given) for _ in linear]
-                scales = [_row(next(given)) for _ in n.scales]
-                bias = _row(next(given)) if n.bias else None
+                scales = [row(next(given)) for _ in n.scales]
+                bias = row(next(given)) if n.bias else None
                 scale = functools.reduce(jnp.multiply, scales) if scales else None
                 results = _fused.batchnorm_conv(p, *windows, operands, scale, bias, next(given), forks)
                 passed, (result, mean, var) = results if forks else (None, results)
@@ -416,12 +420,8 @@ def find_batchnorm(n: Normalised, activations: Activations, before: Before | Non
         p = shortcut_problem(dtype.name, x0.shape, n.axis, activated.activation)
         if not takes_both(p):
             return None
-        pair = before is not None and before.trains and before.bias is None
-        pair = (
-            pair
-            and leads_only_to(x0, [out, n.mean, n.var])
-            and not _needs([*n.scales, *([n.bias] if n.bias else [])], x0)
-        )
+        of_both = [v for m in (n, other) for v in (*m.scales, *([m.bias] if m.bias else []))]
+        pair = alone([out, n.mean, n.var], of_both) and before.trains and before.bias is None
         made_by = before.node if pair else None
 
         def call(*values: Array, forks: bool = False) -> Sequence[Array]:
@@ -446,8 +446,8 @@ def find_batchnorm(n: Normalised, activations: Activations, before: Before | Non
             _, mean_r, var_r = batchnorm(z_r, None, None, zeros, zeros, channel_axis=n.axis, **bare)
 
             def affine(m: Normalised) -> list[Array]:
-                scales = [next(given).reshape(channels).astype(params) for _ in m.scales]
-                bias = next(given).reshape(channels).astype(params) if m.bias else zeros
+                scales = [row(next(given)) for _ in m.scales]
+                bias = row(next(given)) if m.bias else zeros
                 return [functools.reduce(jnp.multiply, scales, jnp.ones(channels, params)), bias]
 
             rstd, rstd_r = jax.lax.rsqrt(var + n.epsilon), jax.lax.rsqrt(var_r + other.epsilon)
@@ -456,7 +456,6 @@ def find_batchnorm(n: Normalised, activations: Activations, before: Before | Non
             return [*[passed] * forks, result, *(s.reshape(v.shape).astype(v.dtype) for s, v in pairs)]
 
         linear = list(made_by.inputs) if made_by else [x0]
-        of_both = [v for m in (n, other) for v in (*m.scales, *([m.bias] if m.bias else []))]
         parts = [kind, "the shortcut's", str(activated.activation)]
         return Fused(
             [n.result.node, r.node, total.node, *activated.nodes],
