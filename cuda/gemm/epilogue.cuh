@@ -11,6 +11,7 @@
 
 #include "common/activation.h"
 #include "common/problem.h"
+#include "cuda/core/activate.cuh"
 #include "cuda/core/vec.cuh"
 
 namespace jaxconv::cuda {
@@ -31,26 +32,6 @@ struct EpilogueParams {
   bool accumulate = false;
   bool vector = false;  // bases, strides and leading dimensions of d, z, c allow 16-byte accesses
 };
-
-// f over an array. The heavy activations go through one copy of the code, the array turning like a
-// wheel: unrolled, eight copies of ten functions would be most of the kernel.
-template <int kCount>
-__device__ __forceinline__ void ActivateAll(Activation activation, float slope,
-                                            float (&v)[kCount]) {
-  if (activation == Activation::kNone) return;
-  if (activation == Activation::kRelu) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) v[i] = Activate(Activation::kRelu, v[i], 0.f);
-    return;
-  }
-#pragma unroll 1
-  for (int turn = 0; turn < kCount; ++turn) {
-    const float y = Activate(activation, v[0], slope);
-#pragma unroll
-    for (int i = 0; i + 1 < kCount; ++i) v[i] = v[i + 1];
-    v[kCount - 1] = y;
-  }
-}
 
 // The bias of columns [n, n + kCount), zero past n_end. Scalar and row biases are added by row, in
 // FinishRun.

@@ -26,6 +26,7 @@
 #include <string>
 #include <type_traits>
 
+#include "cuda/core/activate.cuh"
 #include "cuda/gemm/sm90_product.cuh"
 
 namespace jaxconv::cuda {
@@ -134,19 +135,7 @@ __device__ __forceinline__ void FinishEight(const Sm90Product& p, int instance, 
     for (float& one : v) one += b;
   }
   if (e.save_z) StoreEight<T>(p.plain_z, at, v);
-  if (e.activation == Activation::kRelu) {
-#pragma unroll
-    for (float& one : v) one = FastRelu(one);
-  } else if (e.activation != Activation::kNone) {
-    // One copy of the formulas: with eight of them fetching instructions took 0.8 us for eight outputs.
-#pragma unroll 1
-    for (int turn = 0; turn < 8; ++turn) {
-      const float y = Activate(e.activation, v[0], e.slope);
-#pragma unroll
-      for (int i = 0; i < 7; ++i) v[i] = v[i + 1];
-      v[7] = y;
-    }
-  }
+  ActivateAll(e.activation, e.slope, v);
   StoreEight<T>(p.plain_d, at, v);
 }
 

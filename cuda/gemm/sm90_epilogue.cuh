@@ -10,6 +10,7 @@
 
 #include "common/activation.h"
 #include "common/problem.h"
+#include "cuda/core/activate.cuh"
 #include "cuda/core/convert.cuh"
 #include "cuda/core/mbarrier.cuh"
 #include "cuda/core/tma.cuh"
@@ -102,23 +103,6 @@ __device__ __forceinline__ void ActivateWheel(bool elu, float (&v)[32]) {
     for (int i = 0; i + 4 < 32; ++i) v[i] = v[i + 4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) v[28 + i] = y[i];
-  }
-}
-
-// f over a thread's outputs, four at a time, the array turning like a wheel.
-template <int kCount>
-__device__ __forceinline__ void ActivateAll(Activation activation, float slope,
-                                            float (&v)[kCount]) {
-  if (activation == Activation::kNone) return;
-#pragma unroll 1
-  for (int turn = 0; turn < kCount; turn += 4) {
-    float y[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) y[i] = Activate(activation, v[i], slope);
-#pragma unroll
-    for (int i = 0; i + 4 < kCount; ++i) v[i] = v[i + 4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) v[kCount - 4 + i] = y[i];
   }
 }
 

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <string>
 
+#include "cuda/core/activate.cuh"
 #include "cuda/core/divmod.h"
 #include "cuda/gemm/sm90_product.cuh"
 #include "cuda/gemm/sm90_split.cuh"

@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <string>
 
+#include "cuda/core/activate.cuh"
 #include "cuda/gemm/sm90_product.cuh"
 
 namespace jaxconv::cuda {
@@ -48,8 +49,7 @@ __device__ __forceinline__ void FinishFour(const Sm90Product& p, int instance, i
     for (int i = 0; i < 4; ++i) v[i] += b;
   }
   if (e.save_z) store(p.plain_z);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) v[i] = Activate(e.activation, v[i], e.slope);
+  ActivateGroup(e.activation, e.slope, v);
   store(p.plain_d);
 }
 

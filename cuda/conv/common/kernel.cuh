@@ -9,6 +9,7 @@
 #include "common/problem.h"
 #include "common/status.h"
 #include "cuda/conv/common/domain.h"
+#include "cuda/core/activate.cuh"
 #include "cuda/core/context.h"
 #include "cuda/core/convert.cuh"
 #include "cuda/core/divmod.h"
@@ -148,6 +149,11 @@ __device__ __forceinline__ void StorePacked(T* p, const float (&in)[kCount]) {
 static __device__ __noinline__ float ActivateCall(Activation activation, float z, float slope) {
   return Activate(activation, z, slope);
 }
+static __device__ __noinline__ float4 ActivateCall(Activation activation, float4 z, float slope) {
+  float v[4] = {z.x, z.y, z.z, z.w};
+  ActivateGroup(activation, slope, v);
+  return make_float4(v[0], v[1], v[2], v[3]);
+}
 
 // `activation` is uniform over the grid.
 __device__ __forceinline__ float ApplyActivation(Activation activation, float z, float slope) {
@@ -156,18 +162,25 @@ __device__ __forceinline__ float ApplyActivation(Activation activation, float z,
   return ActivateCall(activation, z, slope);
 }
 
-// The same for several outputs of a thread: the switch is taken once.
+// The same for several outputs of a thread.
 template <int kCount>
 __device__ __forceinline__ void ApplyActivation(Activation activation, float (&z)[kCount],
                                                 float slope) {
-  if (activation == Activation::kNone) return;
-  if (activation == Activation::kRelu) {
+  if (ActivateFrequent(activation, slope, z)) return;
+  if constexpr (kCount % 4 == 0) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) z[i] = Activate(Activation::kRelu, z[i], slope);
-    return;
+    for (int i = 0; i < kCount; i += 4) {
+      const float4 y =
+          ActivateCall(activation, make_float4(z[i], z[i + 1], z[i + 2], z[i + 3]), slope);
+      z[i] = y.x;
+      z[i + 1] = y.y;
+      z[i + 2] = y.z;
+      z[i + 3] = y.w;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) z[i] = ActivateCall(activation, z[i], slope);
   }
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) z[i] = ActivateCall(activation, z[i], slope);
 }
 
 }  // namespace jaxconv::cuda::conv

@@ -92,15 +92,6 @@ __device__ __forceinline__ void Unpack(const Raw<T>& raw, float (&to)[kFewVector
   }
 }
 
-template <Activation kActivation, int kRun>
-__device__ __forceinline__ void ActivateInline(float (&z)[kRun][kFewVector], float slope) {
-#pragma unroll
-  for (int e = 0; e < kRun; ++e) {
-#pragma unroll
-    for (int i = 0; i < kFewVector; ++i) z[e][i] = Activate(kActivation, z[e][i], slope);
-  }
-}
-
 template <typename T, int R, int kStride, int kRun>
 __global__ void __launch_bounds__(kFewThreads, 3) FewKernel(const FewArgs<T> g) {
   constexpr int V = kFewVector;
@@ -181,22 +172,8 @@ __global__ void __launch_bounds__(kFewThreads, 3) FewKernel(const FewArgs<T> g) 
     }
   };
   if (g.epilogue.z != nullptr) store(g.epilogue.z);
-  // What mobile networks have side by side; a call for each value takes as long as all FMAs.
-  switch (g.epilogue.activation) {
-    case Activation::kNone:
-      break;
-    case Activation::kRelu6:
-      ActivateInline<Activation::kRelu6>(acc, g.epilogue.slope);
-      break;
-    case Activation::kSilu:
-      ActivateInline<Activation::kSilu>(acc, g.epilogue.slope);
-      break;
-    default:
 #pragma unroll
-      for (int e = 0; e < kRun; ++e) {
-        ApplyActivation(g.epilogue.activation, acc[e], g.epilogue.slope);
-      }
-  }
+  for (int e = 0; e < kRun; ++e) ApplyActivation(g.epilogue.activation, acc[e], g.epilogue.slope);
   store(g.dst);
 }
 

@@ -5,9 +5,9 @@
 #include <algorithm>
 
 #include "cuda/conv/sm90/halo/halo.h"
+#include "cuda/core/activate.cuh"
 #include "cuda/core/device.h"
 #include "cuda/gemm/sm90.cuh"
-#include "cuda/gemm/sm90_epilogue.cuh"  // ActivateAll
 
 namespace jaxconv::cuda {
 namespace {
