@@ -319,7 +319,8 @@ def squeeze_calls(dtype: str, algorithm: str, shape: tuple[int, ...], hidden: in
 
 
 # shape, hidden: one channel tile by itself, tiles and shares of pixels, fewer pixels than CTAs, what does not fit in
-# shared memory, gates that are passed on, many images for a pair each, odd numbers everywhere.
+# shared memory, gates that are passed on, many images for a pair each, weights that are not brought beside x, odd
+# numbers everywhere.
 SQUEEZES = (
     ((2, 28, 28, 96), 4),
     ((3, 7, 7, 1152), 48),
@@ -328,6 +329,7 @@ SQUEEZES = (
     ((1, 96, 96, 256), 6),
     ((2, 12, 13, 128), 67),
     ((2500, 3, 3, 8), 3),
+    ((40, 4, 4, 512), 64),
     ((5, 23, 40), 7),
     ((2, 5, 5, 7), 3),
     ((1, 4, 8), 2048),

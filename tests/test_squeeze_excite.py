@@ -53,6 +53,7 @@ SHAPES = {
     ((2, 7, 7, 1152), 48): "channels that a cluster shares",
     ((2, 4, 4, 2048), 4): "a tile of many vectors",
     ((1400, 3, 3, 8), 3): "several images of a cluster",
+    ((40, 4, 4, 512), 64): "more weights than are brought beside x",
     ((7, 3, 8), 130): "more hidden numbers than channels",
 }
 NAMES = ("x", "w1", "b1", "w2", "b2")

@@ -11,6 +11,11 @@ __device__ __forceinline__ void CopyAsync(uint32_t to, const uint4* from) {
                : "memory");
 }
 
+// 4 bytes.
+__device__ __forceinline__ void CopyAsync(uint32_t to, const float* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;\n" ::"r"(to), "l"(from) : "memory");
+}
+
 __device__ __forceinline__ void CopyCommit() {
   asm volatile("cp.async.commit_group;\n" ::: "memory");
 }

@@ -9,18 +9,23 @@
 namespace jaxconv::cuda::squeeze_excite {
 namespace {
 
-template <typename T>
+template <typename T, bool kStaged>
 __global__ void __launch_bounds__(kBound, 1)
     OnePassKernel(const __grid_constant__ BackwardArgs p, const __grid_constant__ Layout t) {
-  constexpr int V = kVectorOf<T>;
+  constexpr int V = kVectorOf<T>, kImages = kStaged ? 1 : kMostImages;
   extern __shared__ __align__(16) char memory[];
-  const Place at = PlaceOf(t, V);
+  const Place at = PlaceOf<kImages>(t, V);
   const Shared shared(t, memory);
   const Cluster cluster(t.ctas, shared.barriers, Told<V>(t, at).bytes);
   const int64_t first = (at.image + (at.of < at.images ? at.of : 0)) * t.image_vectors;
   const uint4* x = static_cast<const uint4*>(p.x) + first;
   const uint4* dy = static_cast<const uint4*>(p.dy) + first;
+  const Gates<V> gates(t, at, shared, cluster);
   Slab slab(t, at, dy, memory);
+  const Weights<kStaged> weights(
+      t, p.w1 + int64_t(at.channel + gates.first) * t.hidden, p.dx == nullptr ? 0 : gates.count,
+      shared.second, p.w2 + at.channel + at.first_mine, at.mine, shared.first, t.by_sums);
+  if constexpr (kStaged) CopyCommit();
 
   float sum[V] = {};
   const auto add = [&](const uint4& raw_x, const uint4& raw_dy) {
@@ -53,20 +58,21 @@ __global__ void __launch_bounds__(kBound, 1)
     for (int u = 0; u < kPairs; ++u)
       if (s + u < slab.count()) add(raw_x[u], raw_dy[u]);
   }
-  SumPixels<V>(t, at, shared, cluster, sum, [&](int image, int channel, float total) {
+  if constexpr (kStaged) CopyWait<0>();
+  SumPixels<V, kImages>(t, at, shared, cluster, sum, [&](int image, int channel, float total) {
     const int64_t place = (at.image + image) * t.channels + at.channel + channel;
     const float dz = total * GatedGrad(t.gating, p.gate[place]);
     shared.mine[image * t.own + channel - at.first_mine] = dz;
     p.dz2[place] = dz;
   });
 
-  DotRows(p.w2 + at.channel + at.first_mine, t.channels, t.hidden, at.mine, shared.mine, t.own,
-          at.images, [&](int image, int number, float part) {
-            const int to = (at.rank * t.images + image) * t.hidden + number;
-            cluster.PutToAll(kHidden, shared.hidden_parts + to, part);
-          });
+  DotRows<true, kImages, kStaged>(weights.w2, weights.w2_stride, t.hidden, at.mine, shared.mine,
+                                  t.own, at.images, [&](int image, int number, float part) {
+                                    const int to = (at.rank * t.images + image) * t.hidden + number;
+                                    cluster.PutToAll(kHidden, shared.hidden_parts + to, part);
+                                  });
   cluster.Await(kHidden);
-  SumHidden(t, at, shared, [&](int image, int number, float total) {
+  SumHidden<kImages>(t, at, shared, [&](int image, int number, float total) {
     const int64_t place = (at.image + image) * t.hidden + number;
     const float dz = total * ActivateGrad(t.activation, p.z1[place], t.slope);
     shared.hidden[image * t.hidden + number] = dz;
@@ -74,11 +80,10 @@ __global__ void __launch_bounds__(kBound, 1)
   });
   if (p.dx == nullptr) return;
 
-  const Gates<V> gates(t, at, shared, cluster);
-  DotRows(p.w1 + int64_t(at.channel + gates.first) * t.hidden, t.hidden, gates.count, t.hidden,
-          shared.hidden, t.hidden, at.images, [&](int image, int channel, float total) {
-            gates.Leave(image, gates.first + channel, total / t.count);
-          });
+  DotRows<false, kImages, kStaged>(weights.w1, t.hidden, gates.count, t.hidden, shared.hidden,
+                                   t.hidden, at.images, [&](int image, int channel, float total) {
+                                     gates.Leave(image, gates.first + channel, total / t.count);
+                                   });
   gates.Barrier();
   if (slab.count() == 0) return;
 
@@ -101,10 +106,15 @@ __global__ void __launch_bounds__(kBound, 1)
 
 Status Backward(const Context& ctx, const SqueezeExciteProblem& p, const Plan& plan,
                 const Device& device, const BackwardArgs& args, const std::string& what) {
-  if (p.dtype == DType::kF32) return Launch(ctx, p, plan, device, OnePassKernel<float>, args, what);
-  if (p.dtype == DType::kBF16)
-    return Launch(ctx, p, plan, device, OnePassKernel<__nv_bfloat16>, args, what);
-  return Launch(ctx, p, plan, device, OnePassKernel<__half>, args, what);
+  const Tiling tiling = TilingOf(p, plan.chunk, plan.splits, device);
+  const auto launch = [&](auto of) {
+    using T = decltype(of);
+    return tiling.staged ? Launch(ctx, p, plan, tiling, OnePassKernel<T, true>, args, what)
+                         : Launch(ctx, p, plan, tiling, OnePassKernel<T, false>, args, what);
+  };
+  if (p.dtype == DType::kF32) return launch(float());
+  if (p.dtype == DType::kBF16) return launch(__nv_bfloat16());
+  return launch(__half());
 }
 
 }  // namespace jaxconv::cuda::squeeze_excite

@@ -16,8 +16,11 @@ constexpr int kWarp = 32;
 constexpr int64_t kThreads = 256, kMostThreads = 512;  // of a CTA
 constexpr int64_t kMostWidth = 16 * kMostThreads;      // of a tile, bytes
 constexpr int64_t kMostHidden = 2048;
-constexpr int kMostImages = 2;                          // of a cluster
-constexpr int64_t kManyImages = 48 * 1024;              // bytes: the slab of a CTA that has several
+constexpr int kMostImages = 2;              // of a cluster
+constexpr int64_t kManyImages = 48 * 1024;  // bytes: the slab of a CTA that has several
+// Weights of a CTA that are brought beside x, bytes: more would be room that others need, unless it has a multiprocessor
+// to itself. kLeastHeld: steps of x for which there must be room besides.
+constexpr int64_t kMostStaged = 16 * 1024, kLeastHeld = 4;
 constexpr int kScratch = 8;                             // floats of a thread
 constexpr int64_t kMostItems = (int64_t{1} << 30) - 1;  // elements of an image, images, CTAs
 
@@ -35,15 +38,18 @@ struct Tiling {
   int64_t own;  // channels of a tile whose sums meet in one of its CTAs; a multiple of 4
   bool
       passes_on;  // a CTA computes the gates of these alone, and passes them on to the other shares
+  bool staged;    // a CTA's weights and biases are brought into shared memory while it reads x
   // Shared memory: bytes of what stays; behind it, in floats from its end
   int64_t slab;
-  int64_t parts;         // (shares, images, own): sums of all shares
-  int64_t mine;          // (images, own): their sums
-  int64_t hidden_parts;  // (CTAs of a cluster, images, hidden)
-  int64_t hidden;        // (images, hidden)
-  int64_t gates;         // (images, channels of a tile)
-  int64_t barriers;      // 8 bytes for each exchange
-  int64_t bytes;         // of all
+  int64_t parts;          // (shares, images, own): sums of all shares
+  int64_t mine;           // (images, own): their sums
+  int64_t hidden_parts;   // (CTAs of a cluster, images, hidden)
+  int64_t hidden;         // (images, hidden)
+  int64_t gates;          // (images, channels of a tile)
+  int64_t barriers;       // 8 bytes for each exchange
+  int64_t first, second;  // weights of the two products, where they are staged
+  int64_t biases;         // of both, behind each other
+  int64_t bytes;          // of all
 };
 
 // Of a problem and a plan that are not refused. What is not the slab is at most 136 KB, 80 KB where there are no clusters:
@@ -59,8 +65,9 @@ inline Tiling TilingOf(const SqueezeExciteProblem& p, int64_t width, int64_t cta
   const int64_t each = t.pixels * t.lanes * 16;  // bytes of an image
   // Two CTAs or more on a multiprocessor, of which one reads while another computes, also where a third is read twice.
   const int64_t half = device.shared_memory_of_all() / 2 - 1024;
-  const bool two = t.lanes <= kThreads && 2 * each <= 3 * half;
-  t.threads = two ? kThreads : kMostThreads;
+  const bool alone = p.images * ctas <= device.multiprocessors;
+  const bool few = t.lanes <= kThreads && (alone || 2 * each <= 3 * half), two = few && !alone;
+  t.threads = few ? kThreads : kMostThreads;
   // Several images read a weight once; there should be CTAs enough for all multiprocessors, and some in turn.
   t.images = kMostImages;
   while (t.images > 1 && (t.images > p.images || each * t.images > kManyImages ||
@@ -85,7 +92,18 @@ inline Tiling TilingOf(const SqueezeExciteProblem& p, int64_t width, int64_t cta
   t.hidden = take(t.images * p.hidden);
   t.gates = take(t.images * channels);
   t.barriers = take(8);
-  const int64_t slot = 16 * t.threads, room = (two ? half : device.shared_memory()) - 4 * at;
+  const int64_t slot = 16 * t.threads, whole = two ? half : device.shared_memory();
+  const int64_t first = p.hidden * t.own;
+  const int64_t second = p.hidden * (t.passes_on ? t.own : channels);
+  const int64_t staged = first + second + p.hidden + channels + 16;
+  t.staged = t.images == 1 && (alone || 4 * staged <= kMostStaged) &&
+             4 * (at + staged) + slot * std::min(t.steps, kLeastHeld) <= whole;
+  if (t.staged) {
+    t.first = take(first);
+    t.second = take(second);
+    t.biases = take(p.hidden + channels);
+  }
+  const int64_t room = whole - 4 * at;
   t.held = std::min(t.steps, std::max<int64_t>(room, 0) / slot);
   t.slab = t.held * slot;
   t.bytes = t.slab + 4 * at;

@@ -11,6 +11,7 @@
 //    tile 0 tile 1  (ranks 2, 3)       later steps are read twice
 #pragma once
 
+#include <algorithm>
 #include <string>
 
 #include "cuda/core/copy_async.cuh"
@@ -25,6 +26,7 @@ namespace jaxconv::cuda::squeeze_excite {
 constexpr int kInFlight = 8;  // steps of a thread whose copies are on their way
 template <typename T>
 constexpr int kVectorOf = 16 / int(sizeof(T));  // elements
+constexpr int kMostParts = 16;  // of a product's rows: their sums are added one by one
 constexpr int kAtOnce = 4;  // vectors of a thread, and tensor, that are on their way to registers
 
 struct Place {
@@ -42,17 +44,19 @@ struct Place {
   uint32_t count;   // of its vectors, steps
 };
 
+// kImages: the most of a cluster.
+template <int kImages>
 __device__ __forceinline__ Place PlaceOf(const Layout& t, int vector) {
   Place s;
-  const uint32_t cluster = blockIdx.x / t.ctas;
-  s.rank = int(blockIdx.x - cluster * t.ctas);
-  s.tile = s.rank / t.shares;
-  s.share = s.rank - s.tile * t.shares;
+  const uint32_t cluster = blockIdx.x >> t.log_ctas;
+  s.rank = int(blockIdx.x - (cluster << t.log_ctas));
+  s.tile = s.rank >> t.log_shares;
+  s.share = s.rank - (s.tile << t.log_shares);
   s.image = int64_t(cluster) * t.images;
-  s.images = int(min(int64_t(t.images), t.all_images - s.image));
-  const int row = int(threadIdx.x) / t.lanes;
+  s.images = kImages == 1 ? 1 : int(min(int64_t(t.images), t.all_images - s.image));
+  const int row = int(t.by_lanes.Div(threadIdx.x));
   s.lane = int(threadIdx.x) - row * t.lanes;
-  s.of = row / t.rows;
+  s.of = kImages == 1 ? row >= t.rows : int(t.by_rows.Div(row));
   const int width = t.lanes * vector;
   s.channel = s.tile * width;
   s.channels = min(width, t.channels - s.channel);
@@ -63,7 +67,7 @@ __device__ __forceinline__ Place PlaceOf(const Layout& t, int vector) {
   s.at = first * t.row + s.tile * t.lanes + s.lane;
   s.stride = t.rows * t.row;
   const bool inside = s.of < s.images && s.tile * t.lanes + s.lane < t.row && first < end;
-  s.count = inside ? (end - first - 1) / t.rows + 1 : 0;
+  s.count = inside ? t.by_rows.Div(end - first - 1) + 1 : 0;
   return s;
 }
 
@@ -239,12 +243,13 @@ struct Told {
 
 // Adds v up over the CTA's pixels: put(image, channel of the tile, sum), by one thread each. `scratch`: kScratch floats of
 // each thread.
-template <int V, typename Put>
+template <int V, int kImages, typename Put>
 __device__ __forceinline__ void SumRows(const Layout& t, const Place& at, const float (&v)[V],
                                         float* scratch, const Put& put) {
   static_assert(V <= kScratch);
-  const int width = t.lanes * V, columns = t.images * width, threads = int(blockDim.x);
-  if (at.of < t.images) {
+  const int images = kImages == 1 ? 1 : t.images, width = t.lanes * V, columns = images * width;
+  const auto image_of = [&](int column) { return kImages == 1 ? 0 : int(t.by_width.Div(column)); };
+  if (at.of < images) {
     float* mine = scratch + threadIdx.x * V;  // (images, rows, channels)
 #pragma unroll
     for (int j = 0; j < V; j += 4)
@@ -252,69 +257,73 @@ __device__ __forceinline__ void SumRows(const Layout& t, const Place& at, const 
   }
   __syncthreads();
   const auto over = [&](int column, int first, int step) {
-    const int image = column / width;
-    const float* from = scratch + image * (t.rows - 1) * width + column;
+    const float* from = scratch + image_of(column) * (t.rows - 1) * width + column;
     float total = 0.f;
 #pragma unroll 4
     for (int row = first; row < t.rows; row += step) total += from[row * width];
     return total;
   };
-  const int parts = min(t.rows, threads / columns);
-  if (parts <= 1) {
-    for (int column = threadIdx.x; column < columns; column += threads)
-      put(column / width, column % width, over(column, 0, 1));
-    return;
-  }
-  const int part = int(threadIdx.x) / columns, column = int(threadIdx.x) - part * columns;
-  const float mine = part < parts ? over(column, part, parts) : 0.f;
-  __syncthreads();
-  if (part < parts) scratch[threadIdx.x] = mine;
-  __syncthreads();
-  if (part > 0) return;
-  float total = 0.f;
+  const int parts = t.pixel_parts;
+  // Where there are parts, columns are fewer than threads.
+  const int part = parts == 1     ? 0
+                   : kImages == 1 ? int(t.by_width.Div(threadIdx.x))
+                                  : int(threadIdx.x) / columns;
+  for (int first = 0; first < columns;
+       first += int(blockDim.x)) {  // one round where there are parts
+    const int column = first + int(threadIdx.x) - part * columns;
+    float total = part < parts && column < columns ? over(column, part, parts) : 0.f;
+    if (parts > 1) {
+      __syncthreads();
+      if (part < parts) scratch[threadIdx.x] = total;
+      __syncthreads();
+      if (part > 0) return;
+      total = 0.f;
 #pragma unroll 4
-  for (int other = 0; other < parts; ++other) total += scratch[other * columns + column];
-  put(column / width, column % width, total);
+      for (int other = 0; other < parts; ++other) total += scratch[other * columns + column];
+    }
+    if (column < columns) {
+      const int image = image_of(column);
+      put(image, column - image * width, total);
+    }
+  }
 }
 
-template <int N>
+// kStaged: from shared memory.
+template <int N, bool kStaged>
 __device__ __forceinline__ void ReadWeights(const float* from, float (&w)[N]) {
   if constexpr (N == 4) {
-    const float4 four = __ldg(reinterpret_cast<const float4*>(from));
-    w[0] = four.x;
-    w[1] = four.y;
-    w[2] = four.z;
-    w[3] = four.w;
-  } else if constexpr (N == 2) {
-    const float2 two = __ldg(reinterpret_cast<const float2*>(from));
-    w[0] = two.x;
-    w[1] = two.y;
+    const auto* four = reinterpret_cast<const float4*>(from);
+    const float4 v = kStaged ? *four : __ldg(four);
+    w[0] = v.x;
+    w[1] = v.y;
+    w[2] = v.z;
+    w[3] = v.w;
   } else {
-    w[0] = __ldg(from);
+    static_assert(N == 1);
+    w[0] = kStaged ? *from : __ldg(from);
   }
 }
 
 // put(image, k, sum of v[image][row] * m[row][k] over `rows` rows) for k in [0, count), by one thread each. N divides count,
 // the rows' `stride` and the place of m. v: shared memory, rows of `pitch`. `scratch`: as above, free when all have come.
-template <int N, typename Put>
-__device__ __forceinline__ void AddRowsBy(const float* m, int stride, int rows, int count,
-                                          const float* v, int pitch, int images, float* scratch,
-                                          const Put& put) {
-  const int columns = count / N, threads = int(blockDim.x), lanes = max(min(columns, threads), 1);
-  const int cells = images * lanes * N;
-  const int parts = max(min(min(threads / lanes, kScratch * threads / cells), rows), 1);
-  const int part = int(threadIdx.x) / lanes, lane = int(threadIdx.x) - part * lanes;
-  for (int first = 0; first < columns; first += lanes) {
+template <int N, int kImages, bool kStaged, typename Put>
+__device__ __forceinline__ void AddRowsBy(const SmallProduct& t, const float* m, int stride,
+                                          int rows, int count, const float* v, int pitch,
+                                          int images, float* scratch, const Put& put) {
+  const int columns = count / N, threads = int(blockDim.x);
+  const int cells = images * t.lanes * N;
+  const int part = int(t.by_lanes.Div(threadIdx.x)), lane = int(threadIdx.x) - part * t.lanes;
+  for (int first = 0; first < columns; first += t.lanes) {
     const int column = first + lane;
-    float sum[kMostImages][N] = {};
-    if (part < parts && column < columns) {
+    float sum[kImages][N] = {};
+    if (part < t.parts && column < columns) {
       const float* from = m + column * N;
 #pragma unroll(N == 1 ? 4 : 2)
-      for (int row = part; row < rows; row += parts) {
+      for (int row = part; row < rows; row += t.parts) {
         float w[N];
-        ReadWeights<N>(from + int64_t(row) * stride, w);
+        ReadWeights<N, kStaged>(from + int64_t(row) * stride, w);
 #pragma unroll
-        for (int i = 0; i < kMostImages; ++i) {
+        for (int i = 0; i < kImages; ++i) {
           if (i >= images) break;
           const float x = v[i * pitch + row];
 #pragma unroll
@@ -322,58 +331,49 @@ __device__ __forceinline__ void AddRowsBy(const float* m, int stride, int rows, 
         }
       }
     }
-    if (parts == 1) {
-      if (part == 0 && column < columns) {
+    __syncthreads();
+    if (part < t.parts) {
 #pragma unroll
-        for (int i = 0; i < kMostImages; ++i) {
-          if (i >= images) break;
-#pragma unroll
-          for (int n = 0; n < N; ++n) put(i, column * N + n, sum[i][n]);
-        }
-      }
-      continue;
-    }
-    __syncthreads();  // parts > 1: this is the only round, all columns have lanes
-    if (part < parts) {
-#pragma unroll
-      for (int i = 0; i < kMostImages; ++i) {
+      for (int i = 0; i < kImages; ++i) {
         if (i >= images) break;
 #pragma unroll
-        for (int n = 0; n < N; ++n) scratch[part * cells + (i * lanes + lane) * N + n] = sum[i][n];
+        for (int n = 0; n < N; ++n)
+          scratch[part * cells + (i * t.lanes + lane) * N + n] = sum[i][n];
       }
     }
     __syncthreads();
     for (int cell = threadIdx.x; cell < cells; cell += threads) {
       float total = 0.f;
 #pragma unroll 4
-      for (int other = 0; other < parts; ++other) total += scratch[other * cells + cell];
-      const int image = cell / (lanes * N);
-      put(image, cell - image * lanes * N, total);
+      for (int other = 0; other < t.parts; ++other) total += scratch[other * cells + cell];
+      const int image = kImages == 1 || cell < t.lanes * N ? 0 : 1;
+      const int k = first * N + cell - image * t.lanes * N;
+      if (k < count) put(image, k, total);
     }
   }
 }
 
 // put(image, row, sum of v[image][k] * m[row][k] over k in [0, count)) for each of `rows` rows, by one thread each.
-template <int N, typename Put>
+template <int N, int kImages, bool kStaged, typename Put>
 __device__ __forceinline__ void DotRowsBy(const float* m, int stride, int rows, int count,
                                           const float* v, int pitch, int images, const Put& put) {
   const int columns = count / N, threads = int(blockDim.x);
-  int lanes = 1;  // of a warp, of a row
-  while (lanes < kWarp && lanes < columns) lanes *= 2;
-  while (lanes > 4 && lanes * rows > threads) lanes /= 2;
-  const int lane = int(threadIdx.x) % lanes, step = threads / lanes;
+  int log = 0;  // 2^log lanes of a warp have a row
+  while (1 << log < kWarp && 1 << log < columns) ++log;
+  while (log > 2 && rows << log > threads) --log;
+  const int lanes = 1 << log, lane = int(threadIdx.x) & (lanes - 1), step = threads >> log;
   // The rounds are the same for all threads of a warp, which exchange their sums.
   for (int first = 0; first < rows; first += step) {
-    const int row = first + int(threadIdx.x) / lanes;
-    float sum[kMostImages] = {};
+    const int row = first + (int(threadIdx.x) >> log);
+    float sum[kImages] = {};
     if (row < rows) {
       const float* from = m + int64_t(row) * stride;
 #pragma unroll(N == 1 ? 8 : 4)
       for (int k = lane * N; k < count; k += lanes * N) {
         float w[N];
-        ReadWeights<N>(from + k, w);
+        ReadWeights<N, kStaged>(from + k, w);
 #pragma unroll
-        for (int i = 0; i < kMostImages; ++i) {
+        for (int i = 0; i < kImages; ++i) {
           if (i >= images) break;
 #pragma unroll
           for (int n = 0; n < N; ++n) sum[i] = fmaf(v[i * pitch + k + n], w[n], sum[i]);
@@ -381,7 +381,7 @@ __device__ __forceinline__ void DotRowsBy(const float* m, int stride, int rows, 
       }
     }
 #pragma unroll
-    for (int i = 0; i < kMostImages; ++i) {
+    for (int i = 0; i < kImages; ++i) {
       if (i >= images) break;
       for (int o = lanes / 2; o > 0; o /= 2) sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], o);
       if (lane == 0 && row < rows) put(i, row, sum[i]);
@@ -389,30 +389,24 @@ __device__ __forceinline__ void DotRowsBy(const float* m, int stride, int rows, 
   }
 }
 
-// The same of whatever can be read together.
-template <typename Put>
-__device__ __forceinline__ void AddRows(const float* m, int stride, int rows, int count,
-                                        const float* v, int pitch, int images, float* scratch,
-                                        const Put& put) {
-  const int both = stride | count;
-  if (both % 4 == 0) {
-    AddRowsBy<4>(m, stride, rows, count, v, pitch, images, scratch, put);
-  } else if (both % 2 == 0) {
-    AddRowsBy<2>(m, stride, rows, count, v, pitch, images, scratch, put);
+// The same, four weights at a time where they can be read together. kFours: they can.
+template <bool kFours, int kImages, bool kStaged, typename Put>
+__device__ __forceinline__ void AddRows(const SmallProduct& t, const float* m, int stride, int rows,
+                                        int count, const float* v, int pitch, int images,
+                                        float* scratch, const Put& put) {
+  if (kFours || (stride | count) % 4 == 0) {
+    AddRowsBy<4, kImages, kStaged>(t, m, stride, rows, count, v, pitch, images, scratch, put);
   } else {
-    AddRowsBy<1>(m, stride, rows, count, v, pitch, images, scratch, put);
+    AddRowsBy<1, kImages, kStaged>(t, m, stride, rows, count, v, pitch, images, scratch, put);
   }
 }
-template <typename Put>
+template <bool kFours, int kImages, bool kStaged, typename Put>
 __device__ __forceinline__ void DotRows(const float* m, int stride, int rows, int count,
                                         const float* v, int pitch, int images, const Put& put) {
-  const int both = stride | count;
-  if (both % 4 == 0) {
-    DotRowsBy<4>(m, stride, rows, count, v, pitch, images, put);
-  } else if (both % 2 == 0) {
-    DotRowsBy<2>(m, stride, rows, count, v, pitch, images, put);
+  if (kFours || (stride | count) % 4 == 0) {
+    DotRowsBy<4, kImages, kStaged>(m, stride, rows, count, v, pitch, images, put);
   } else {
-    DotRowsBy<1>(m, stride, rows, count, v, pitch, images, put);
+    DotRowsBy<1, kImages, kStaged>(m, stride, rows, count, v, pitch, images, put);
   }
 }
 
@@ -421,7 +415,7 @@ __device__ __forceinline__ void DotRows(const float* m, int stride, int rows, in
 
 struct Shared {
   uint64_t* barriers;  // kExchanges
-  float *scratch, *parts, *mine, *hidden_parts, *hidden, *gates;
+  float *scratch, *parts, *mine, *hidden_parts, *hidden, *gates, *first, *second, *biases;
 
   __device__ __forceinline__ Shared(const Layout& t, char* memory)
       : barriers(reinterpret_cast<uint64_t*>(memory + t.slab + t.barriers)),
@@ -430,17 +424,72 @@ struct Shared {
         mine(scratch + t.mine),
         hidden_parts(scratch + t.hidden_parts),
         hidden(scratch + t.hidden_at),
-        gates(scratch + t.gates) {}
+        gates(scratch + t.gates),
+        first(scratch + t.first),
+        second(scratch + t.second),
+        biases(scratch + t.biases) {}
+};
+
+// The weights of a CTA's two products: `rows` of w1, of its channels, and `columns` of w2. Staged, they are brought beside x,
+// so that no product waits for them; else each is read where it lies.
+template <bool kStaged>
+struct Weights {
+  const float* const w1;  // the CTA's first row
+  const float* const w2;  // its first column
+  const int w2_stride;
+
+  // By all threads, behind the slab's first copies. `rows_at`, `columns_at`: places in shared memory; `by_columns`: the most
+  // vectors of 4 columns that a CTA has.
+  __device__ __forceinline__ Weights(const Layout& t, const float* from1, int rows, float* rows_at,
+                                     const float* from2, int columns, float* columns_at,
+                                     const FastDiv& by_columns)
+      : w1(kStaged ? rows_at : from1),
+        w2(kStaged ? columns_at : from2),
+        w2_stride(kStaged ? 4 * int(by_columns.d) : t.channels) {
+    if constexpr (!kStaged) return;
+    const auto copy = [](float* to, const float* from) {
+      CopyAsync(static_cast<uint32_t>(__cvta_generic_to_shared(to)),
+                reinterpret_cast<const uint4*>(from));
+    };
+    for (int i = 4 * threadIdx.x; i < rows * t.hidden; i += 4 * blockDim.x)
+      copy(rows_at + i, from1 + i);
+    for (uint32_t i = threadIdx.x; i < t.hidden * by_columns.d; i += blockDim.x) {
+      const uint32_t row = by_columns.Div(i), column = 4 * (i - row * by_columns.d);
+      if (int(column) < columns)
+        copy(columns_at + 4 * i, from2 + int64_t(row) * t.channels + column);
+    }
+  }
+};
+
+// Forward's biases, b1 and the CTA's of b2. Committed with its weights.
+template <bool kStaged>
+struct Biases {
+  const float* const b1;
+  const float* const b2;
+
+  __device__ __forceinline__ Biases(const Layout& t, const float* from1, const float* from2,
+                                    int count, float* at)
+      : b1(kStaged ? at : from1), b2(kStaged ? at + t.hidden : from2) {
+    if constexpr (!kStaged) return;
+    Bring(at, from1, t.hidden);
+    Bring(at + t.hidden, from2, count);
+  }
+
+ private:
+  static __device__ __forceinline__ void Bring(float* to, const float* from, int count) {
+    for (int i = threadIdx.x; i < count; i += blockDim.x)
+      CopyAsync(static_cast<uint32_t>(__cvta_generic_to_shared(to + i)), from + i);
+  }
 };
 
 // Sums over pixels: take(image, channel of the tile, sum), by one thread each, in the CTA where those of this channel meet.
 // Behind a barrier for what it leaves.
-template <int V, typename Take>
+template <int V, int kImages, typename Take>
 __device__ __forceinline__ void SumPixels(const Layout& t, const Place& at, const Shared& shared,
                                           const Cluster& cluster, const float (&v)[V],
                                           const Take& take) {
   if (t.shares == 1) {
-    SumRows<V>(t, at, v, shared.scratch, [&](int image, int channel, float sum) {
+    SumRows<V, kImages>(t, at, v, shared.scratch, [&](int image, int channel, float sum) {
       if (image < at.images && channel < at.channels) take(image, channel, sum);
     });
     __syncthreads();
@@ -448,14 +497,15 @@ __device__ __forceinline__ void SumPixels(const Layout& t, const Place& at, cons
     return;
   }
   cluster.Meet();
-  SumRows<V>(t, at, v, shared.scratch, [&](int image, int channel, float sum) {
-    const int share = channel / t.own;
+  SumRows<V, kImages>(t, at, v, shared.scratch, [&](int image, int channel, float sum) {
+    const int share = int(t.by_own.Div(channel));
     float* to = shared.parts + (at.share * t.images + image) * t.own + channel - share * t.own;
     cluster.Put(kSums, to, at.tile * t.shares + share, sum);
   });
   cluster.Await(kSums);
-  for (int i = threadIdx.x; i < at.images * at.mine; i += blockDim.x) {
-    const int image = i / at.mine, channel = i - image * at.mine;
+  for (int i = threadIdx.x; i < at.images * t.own; i += blockDim.x) {
+    const int image = kImages == 1 ? 0 : int(t.by_own.Div(i)), channel = i - image * t.own;
+    if (channel >= at.mine) continue;
     const float* from = shared.parts + image * t.own + channel;
     float sum = 0.f;
     for (int share = 0; share < t.shares; ++share) sum += from[share * t.images * t.own];
@@ -465,11 +515,11 @@ __device__ __forceinline__ void SumPixels(const Layout& t, const Place& at, cons
 }
 
 // The hidden numbers, whose parts all CTAs have put to all: take(image, number, sum) by one thread each, in every CTA.
-template <typename Take>
+template <int kImages, typename Take>
 __device__ __forceinline__ void SumHidden(const Layout& t, const Place& at, const Shared& shared,
                                           const Take& take) {
   for (int i = threadIdx.x; i < at.images * t.hidden; i += blockDim.x) {
-    const int image = i / t.hidden, number = i - image * t.hidden;
+    const int image = kImages == 1 ? 0 : int(t.by_hidden.Div(i)), number = i - image * t.hidden;
     float sum = 0.f;
     for (int rank = 0; rank < t.ctas; ++rank)
       sum += shared.hidden_parts[rank * t.images * t.hidden + i];
@@ -541,8 +591,7 @@ static_assert(kBound >= kMostThreads);
 
 template <typename Kernel, typename Args>
 Status Launch(const Context& ctx, const SqueezeExciteProblem& p, const Plan& plan,
-              const Device& device, Kernel kernel, const Args& args, const std::string& what) {
-  const Tiling tiling = TilingOf(p, plan.chunk, plan.splits, device);
+              const Tiling& tiling, Kernel kernel, const Args& args, const std::string& what) {
   Layout t = {};
   t.all_images = p.images;
   t.row = static_cast<int>(p.channels / Vector(p));
@@ -566,8 +615,40 @@ Status Launch(const Context& ctx, const SqueezeExciteProblem& p, const Plan& pla
   t.hidden_parts = static_cast<int>(tiling.hidden_parts);
   t.hidden_at = static_cast<int>(tiling.hidden);
   t.gates = static_cast<int>(tiling.gates);
+  t.first = static_cast<int>(tiling.first);
+  t.second = static_cast<int>(tiling.second);
+  t.biases = static_cast<int>(tiling.biases);
   t.barriers = static_cast<int>(4 * tiling.barriers);
   t.count = static_cast<float>(p.pixels);
+  const auto log2 = [](int64_t power) {
+    int log = 0;
+    while (int64_t{1} << log < power) ++log;
+    return log;
+  };
+  t.log_ctas = log2(plan.splits);
+  t.log_shares = log2(tiling.shares);
+  const int64_t width = tiling.lanes * Vector(p);
+  t.pixel_parts = static_cast<int>(
+      std::max<int64_t>(std::min(tiling.rows, tiling.threads / (tiling.images * width)), 1));
+  t.by_lanes = FastDiv(tiling.lanes);
+  t.by_rows = FastDiv(tiling.rows);
+  t.by_width = FastDiv(width);
+  t.by_own = FastDiv(tiling.own);
+  t.by_hidden = FastDiv(std::max<int64_t>(p.hidden, 1));
+  const auto product = [&](int64_t rows, int64_t columns, int64_t n) {
+    SmallProduct s;
+    const int64_t lanes = std::max<int64_t>(std::min(columns / n, tiling.threads), 1);
+    const int64_t room = kScratch * tiling.threads / (tiling.images * lanes * n);
+    s.lanes = static_cast<int>(lanes);
+    s.parts = static_cast<int>(
+        std::max<int64_t>(std::min({tiling.threads / lanes, room, rows, int64_t{kMostParts}}), 1));
+    s.by_lanes = FastDiv(lanes);
+    return s;
+  };
+  t.hidden_product = product(tiling.own, p.hidden, p.hidden % 4 == 0 ? 4 : 1);
+  t.gate_product = product(p.hidden, tiling.passes_on ? tiling.own : width, 4);
+  t.by_gates = FastDiv((tiling.passes_on ? tiling.own : width) / 4);
+  t.by_sums = FastDiv(tiling.own / 4);
   t.activation = p.activation;
   t.slope = static_cast<float>(p.slope);
   t.gating = p.gating;

@@ -12,23 +12,35 @@
 #include "common/problem.h"
 #include "common/status.h"
 #include "cuda/core/context.h"
+#include "cuda/core/divmod.h"
 #include "cuda/domain.h"
 
 namespace jaxconv::cuda::squeeze_excite {
 
-// domain.h: Tiling, and the problem's numbers, as kernels have them.
+// One of forward's two products: threads side by side, each with a few columns, and so many of them with shares of the rows.
+struct SmallProduct {
+  int lanes, parts;
+  FastDiv by_lanes;
+};
+
+// domain.h: Tiling, and the problem's numbers, as kernels have them. A division that an instruction after it waits for is
+// 25 instructions, and at few images they take as long as the data does.
 struct Layout {
   int64_t all_images;
   int64_t image_vectors;  // of an image
   int row, channels;      // vectors and channels of a pixel
   int hidden;
   uint32_t all_pixels;
+  int log_ctas, log_shares;
   int ctas, lanes, tiles, shares, images;
-  int rows;
+  int rows, pixel_parts;  // pixel_parts: shares of the rows when they are summed
+  FastDiv by_lanes, by_rows, by_width, by_own, by_hidden;
+  FastDiv by_gates, by_sums;  // vectors of 4: channels whose gates, whose sums are a CTA's
+  SmallProduct hidden_product, gate_product;
   uint32_t pixels, held;
   int own;
   bool passes_on;
-  int slab, parts, mine, hidden_parts, hidden_at, gates;
+  int slab, parts, mine, hidden_parts, hidden_at, gates, first, second, biases;
   int barriers;  // bytes from the slab's end
   float count;   // of pixels
   Activation activation;
