@@ -18,8 +18,8 @@ constexpr int64_t kMostWidth = 16 * kMostThreads;      // of a tile, bytes
 constexpr int64_t kMostHidden = 2048;
 constexpr int kMostImages = 2;              // of a cluster
 constexpr int64_t kManyImages = 48 * 1024;  // bytes: the slab of a CTA that has several
-// Weights of a CTA that are brought beside x, bytes: more would be room that others need, unless it has a multiprocessor
-// to itself. kLeastHeld: steps of x for which there must be room besides.
+// Weights of a CTA that are brought beside x, bytes. More are room that others need, unless it has a multiprocessor to itself
+// and all of x stays as well. kLeastHeld: steps of x for which there must be room besides.
 constexpr int64_t kMostStaged = 16 * 1024, kLeastHeld = 4;
 constexpr int kScratch = 8;                             // floats of a thread
 constexpr int64_t kMostItems = (int64_t{1} << 30) - 1;  // elements of an image, images, CTAs
@@ -65,9 +65,10 @@ inline Tiling TilingOf(const SqueezeExciteProblem& p, int64_t width, int64_t cta
   const int64_t each = t.pixels * t.lanes * 16;  // bytes of an image
   // Two CTAs or more on a multiprocessor, of which one reads while another computes, also where a third is read twice.
   const int64_t half = device.shared_memory_of_all() / 2 - 1024;
-  const bool alone = p.images * ctas <= device.multiprocessors;
-  const bool few = t.lanes <= kThreads && (alone || 2 * each <= 3 * half), two = few && !alone;
-  t.threads = few ? kThreads : kMostThreads;
+  const bool alone = p.images * ctas <= device.multiprocessors;  // on a multiprocessor
+  const bool small = 2 * each <= 3 * half, two = !alone && t.lanes <= kThreads && small;
+  // More threads read faster, and wait longer for one another: too long where a cluster has the image.
+  t.threads = t.lanes <= kThreads && (small || (alone && ctas > 1)) ? kThreads : kMostThreads;
   // Several images read a weight once; there should be CTAs enough for all multiprocessors, and some in turn.
   t.images = kMostImages;
   while (t.images > 1 && (t.images > p.images || each * t.images > kManyImages ||
@@ -96,8 +97,9 @@ inline Tiling TilingOf(const SqueezeExciteProblem& p, int64_t width, int64_t cta
   const int64_t first = p.hidden * t.own;
   const int64_t second = p.hidden * (t.passes_on ? t.own : channels);
   const int64_t staged = first + second + p.hidden + channels + 16;
-  t.staged = t.images == 1 && (alone || 4 * staged <= kMostStaged) &&
-             4 * (at + staged) + slot * std::min(t.steps, kLeastHeld) <= whole;
+  const int64_t free = whole - 4 * (at + staged);
+  t.staged = t.images == 1 && free >= slot * std::min(t.steps, kLeastHeld) &&
+             (4 * staged <= kMostStaged || (alone && free >= slot * t.steps));
   if (t.staged) {
     t.first = take(first);
     t.second = take(second);
