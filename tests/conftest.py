@@ -138,6 +138,14 @@ def device() -> str:
 
 
 @pytest.fixture
+def code_for_gpus(monkeypatch):
+    """Plans as where native code for every GPU is there, and nobody turned it off."""
+    monkeypatch.setattr(_native, "cuda_missing", "")
+    monkeypatch.setattr(_native, "runs_on", lambda capability: True)
+    monkeypatch.delenv("JAXCONV_DISABLE", raising=False)
+
+
+@pytest.fixture
 def full_locations():
     """Programs that say where they are from as they do for users, for one test: `make test` asks for less."""
     given = jax.config.jax_include_full_tracebacks_in_locations

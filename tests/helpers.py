@@ -18,6 +18,11 @@ from jaxconv._activation import Activation
 PLATFORM = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
 DEVICE = _plan.Device.current(PLATFORM)
 
+# Plans are data: those for these are made where there is no GPU, with the fixture code_for_gpus.
+H200 = _plan.Device("cuda", "NVIDIA H200", (9, 0), 132)
+H100 = _plan.Device("cuda", "NVIDIA H100 80GB HBM3", (9, 0), 132)
+A100 = _plan.Device("cuda", "NVIDIA A100-SXM4-80GB", (8, 0), 108)
+
 # float64 has native code on the CPU only.
 DTYPES = ("float32", "bfloat16", "float16") + (("float64",) if PLATFORM == "cpu" else ())
 # Where checking derivatives at all needs float64 but the platform's native code has none, XLA's path is checked.

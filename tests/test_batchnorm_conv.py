@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import PLATFORM, calls, normal
+from helpers import H200, PLATFORM, calls, normal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
 import jaxconv
-from jaxconv import _native, _plan
+from jaxconv import _plan
 from jaxconv._activation import Activation
 from jaxconv._plan import measured
 from jaxconv._problem import BatchNormConvProblem, BatchNormProblem, ConvProblem, NormalisedConvProblem
@@ -240,14 +240,6 @@ def test_what_is_refused_names_the_argument():
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Plans
-
-H200 = _plan.Device("cuda", "NVIDIA H200", (9, 0), 132)
-
-
-@pytest.fixture
-def code_for_gpus(monkeypatch):
-    monkeypatch.setattr(_native, "missing", lambda platform: None)
-    monkeypatch.setattr(_native, "runs_on", lambda capability: True)
 
 
 def problem(

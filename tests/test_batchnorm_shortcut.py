@@ -8,19 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import DEVICE, poison
+from helpers import DEVICE, H200, poison
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
 import jaxconv
-from jaxconv import _native, _op, _plan
+from jaxconv import _op, _plan
 from jaxconv._activation import Activation
 from jaxconv.accelerate import norms
 from jaxconv.batchnorm_shortcut import gradients, join, joined, problem
 
 EPSILON = 1e-3
-H200 = _plan.Device("cuda", "NVIDIA H200", (9, 0), 132)
 NAMES = ("dscale", "dbias", "dscale_r", "dx", "dr")
 
 
@@ -184,10 +183,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize("case", PLANS)
-def test_the_plan(case, monkeypatch):
-    monkeypatch.setattr(_native, "cuda_missing", "")
-    monkeypatch.setattr(_native, "runs_on", lambda capability: True)
-    monkeypatch.delenv("JAXCONV_DISABLE", raising=False)
+def test_the_plan(case, code_for_gpus):
     changed, device, choice, reason = PLANS[case]
     p = dataclasses.replace(problem("bfloat16", (256, 56, 56, 256), 3, Activation("relu")), **changed)
     made = _plan.plan("batchnorm_shortcut", p, device)

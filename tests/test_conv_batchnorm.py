@@ -15,6 +15,7 @@ import pytest
 from helpers import (
     DEVICE,
     DTYPES,
+    H200,
     NATIVE_IN_FLOAT64,
     PLATFORM,
     calls,
@@ -31,7 +32,7 @@ from jax.test_util import check_grads
 from tolerance import assert_close, assert_exact, assert_within, eps, error
 
 import jaxconv
-from jaxconv import _halo, _native, _plan, _problem
+from jaxconv import _halo, _plan, _problem
 from jaxconv._problem import CONV_ALGORITHMS, ConvProblem
 
 conv_module = importlib.import_module("jaxconv.conv")
@@ -526,7 +527,6 @@ def test_explain_names_the_pair_its_parts_and_the_reason():
     assert [c.op for c in found] == ["conv_batchnorm", "conv_statistics", "batchnorm_given", "batchnorm_infer"]
 
 
-H200 = _plan.Device("cuda", "NVIDIA H200", (9, 0), 132)
 A100 = _plan.Device("cuda", "NVIDIA A100", (8, 0), 108)
 PLANS = {
     "cpu": (_plan.Device("cpu", "cpu"), dict(implementation="native"), "statistics", "implementation='native'"),
@@ -549,10 +549,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize("case", PLANS)
-def test_the_plan_takes_statistics_from_the_convolution_where_that_is_asked_and_possible(case, monkeypatch):
-    monkeypatch.setattr(_native, "cuda_missing", "")
-    monkeypatch.setattr(_native, "runs_on", lambda capability: True)
-    monkeypatch.delenv("JAXCONV_DISABLE", raising=False)
+def test_the_plan_takes_statistics_from_the_convolution_where_that_is_asked_and_possible(case, code_for_gpus):
     device, changed, choice, reason = PLANS[case]
     conv = problem(**changed)
     made = _plan.plan("conv_batchnorm", _problem.ConvBatchNormProblem(conv, None), device)

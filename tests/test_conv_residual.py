@@ -17,6 +17,7 @@ import pytest
 from helpers import (
     DEVICE,
     DTYPES,
+    H200,
     NAMED_ACTIVATIONS,
     NATIVE_IN_FLOAT64,
     equations,
@@ -32,7 +33,7 @@ from jax.test_util import check_grads
 from tolerance import assert_close, assert_exact, integers_for
 
 import jaxconv
-from jaxconv import _native, _plan, conv
+from jaxconv import _plan, conv
 from jaxconv._plan import Device, domain, measured, model
 from jaxconv._problem import CHANNELS_FIRST, CHANNELS_LAST, ConvProblem
 
@@ -51,7 +52,6 @@ CASES: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
 }
 if DEVICE.platform == "cuda":  # more tiles than multiprocessors
     CASES |= {"1x1 tiles": ((2, 96, 96, 8), (1, 1, 8, 136), {}), "3x3 tiles": ((2, 96, 96, 16), (3, 3, 16, 72), {})}
-H200 = Device("cuda", "NVIDIA H200", (9, 0), 132)
 
 
 @pytest.fixture(autouse=True)
@@ -328,13 +328,7 @@ def planned(*args: Any, **options: Any) -> _plan.Plan:
     return _plan.plan("conv_add", problem_of(*args, **options), H200)
 
 
-@pytest.fixture
-def any_device(monkeypatch):
-    """Native code for every device, as on a machine that has one."""
-    monkeypatch.setattr(_native, "cuda_missing", "")
-
-
-def test_the_convolutions_own_kernel_adds(any_device):
+def test_the_convolutions_own_kernel_adds(code_for_gpus):
     plan = planned((256, 14, 14, 256), 1, 1024)
     alone = dataclasses.replace(plan, reason="")
     assert (plan.implementation, plan.algorithm) == ("native", "sm90")
@@ -343,7 +337,7 @@ def test_the_convolutions_own_kernel_adds(any_device):
     assert (forced.kernel, forced.tile) == (alone.kernel, alone.tile)
 
 
-def test_what_adds_nothing_is_followed_by_an_add(any_device):
+def test_what_adds_nothing_is_followed_by_an_add(code_for_gpus):
     plan = planned((256, 56, 56, 64), 3, 64, groups=64, algorithm="depthwise")
     assert str(plan) == "calls[two]"
     assert (
@@ -351,7 +345,7 @@ def test_what_adds_nothing_is_followed_by_an_add(any_device):
     )
 
 
-def test_a_kernel_that_alone_is_no_faster_than_xla_adds_where_xla_would_pass_once_more(any_device, monkeypatch):
+def test_a_kernel_that_alone_is_no_faster_than_xla_adds_where_xla_would_pass_once_more(code_for_gpus, monkeypatch):
     monkeypatch.setattr(measured, "_recorded", lambda kind: ())
     monkeypatch.setattr(model, "predict", lambda *_: {})
     one = 256 * 14 * 14 * 1024 * 2 / 4.3e9  # ms, over y: .024
@@ -372,7 +366,7 @@ def test_a_kernel_that_alone_is_no_faster_than_xla_adds_where_xla_would_pass_onc
         monkeypatch.delenv("JAXCONV_DISABLE")
 
 
-def test_another_kernel_of_a_forced_family_adds(any_device):
+def test_another_kernel_of_a_forced_family_adds(code_for_gpus):
     """sm90/halo_stream is 128 channels' own, and adds nothing."""
     p = (256, 28, 28, 128), 3, 128
     assert str(planned(*p, algorithm="sm90/halo_stream")) == "calls[two]"
@@ -380,7 +374,7 @@ def test_another_kernel_of_a_forced_family_adds(any_device):
     assert family.implementation == "native" and family.kernel.startswith("sm90/product")
 
 
-def test_another_kernel_adds_where_it_is_faster_than_a_pass_behind(any_device, monkeypatch):
+def test_another_kernel_adds_where_it_is_faster_than_a_pass_behind(code_for_gpus, monkeypatch):
     p = (256, 28, 28, 128), 3, 128
     op, kind, coordinates = measured.features("conv_fprop", problem_of(*p))
     for product, kernel in ((0.100, "sm90/product"), (0.500, "")):
@@ -392,7 +386,7 @@ def test_another_kernel_adds_where_it_is_faster_than_a_pass_behind(any_device, m
         assert (plan.kernel if plan.implementation == "native" else "") == kernel, plan.reason
 
 
-def test_disabled_by_name(any_device, monkeypatch):
+def test_disabled_by_name(code_for_gpus, monkeypatch):
     monkeypatch.setenv("JAXCONV_DISABLE", "conv_add")
     plan = planned((256, 14, 14, 256), 1, 1024)
     assert str(plan) == "calls[two]" and plan.reason.endswith("JAXCONV_DISABLE=conv_add")

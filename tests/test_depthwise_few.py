@@ -11,14 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import DEVICE, PLATFORM, integers
+from helpers import A100, DEVICE, H200, PLATFORM, integers
 
-from jaxconv import _native, _plan
+from jaxconv import _plan
 from jaxconv._plan import Device, measured
 from jaxconv._problem import ConvProblem
 from jaxconv.conv import conv_kernel, dgrad, fprop
 
-H200, A100 = Device("cuda", "NVIDIA H200", (9, 0), 132), Device("cuda", "NVIDIA A100", (8, 0), 108)
 SAME = "SAME"
 
 # batch, pixels, channels, filter, stride, padding: rows that a run of 2 or 4 does not divide, vectors of channels that
@@ -129,8 +128,7 @@ def test_bias_and_activation(activation, dtype):
 
 
 @pytest.fixture
-def cuda(monkeypatch):
-    monkeypatch.setattr(_native, "cuda_missing", "")
+def cuda(code_for_gpus, monkeypatch):
     monkeypatch.setattr(measured, "_learned", dict(measured._learned))
 
 
@@ -152,8 +150,7 @@ def test_it_is_a_candidate_for_few_images_only(cuda, device):
         assert ("depthwise/few" in kernels(op, p, device)) is is_one, (op, shape)
 
 
-def test_nobody_takes_it_who_has_not_measured_it(cuda, monkeypatch):
-    monkeypatch.setattr(_native, "runs_on", lambda capability: True)  # a module built for one GPU refuses the other
+def test_nobody_takes_it_who_has_not_measured_it(cuda):
     p = dataclasses.replace(problem(SHAPES[0]).bare(), algorithm="depthwise")
     for device in (H200, A100):
         assert _plan.plan("conv_fprop", p, device).kernel != "depthwise/few"

@@ -8,22 +8,18 @@ from __future__ import annotations
 import random
 
 import pytest
+from helpers import A100, H200
 
-from jaxconv import _native
 from jaxconv._activation import Activation
 from jaxconv._plan import Device, Plan, made
 from jaxconv._plan.domain import batchnorm_refusal, batchnorm_teams, batchnorm_workspace
 from jaxconv._problem import BATCHNORM_ALGORITHMS, BatchNormProblem
 
-H200 = Device("cuda", "NVIDIA H200", (9, 0), 132)
-A100 = Device("cuda", "NVIDIA A100-SXM4-80GB", (8, 0), 108)
 A10 = Device("cuda", "NVIDIA A10", (8, 6), 72)
 OPS = ("batchnorm_train", "batchnorm_infer", "batchnorm_backward", "batchnorm_dx", "batchnorm_moments")
 
 
-@pytest.fixture(autouse=True)
-def native_code_for_every_device(monkeypatch):
-    monkeypatch.setattr(_native, "cuda_missing", "")
+pytestmark = pytest.mark.usefixtures("code_for_gpus")
 
 
 def problem(*shape: int, axis=-1, dtype="float32", activation="relu", residual=False, batch=None) -> BatchNormProblem:

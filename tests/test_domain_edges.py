@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import pytest
+from helpers import A100
 from test_domain_sm90 import H200, conv, dense
 
 from jaxconv._activation import Activation
@@ -31,7 +32,6 @@ from jaxconv._problem import (
 )
 
 SOURCES = pathlib.Path(__file__).parent.parent / "cuda"
-A100 = Device("cuda", "NVIDIA A100-SXM4-80GB", (8, 0), 108)
 A10 = Device("cuda", "NVIDIA A10", (8, 6), 72)
 
 Refusal = str | None

@@ -9,21 +9,18 @@ import dataclasses
 import random
 
 import pytest
+from helpers import H200
 from jax import lax
 
-from jaxconv import _native
-from jaxconv._plan import Device, Plan, domain, made
+from jaxconv._plan import Plan, domain, made
 from jaxconv._plan.domain import conv_refusal, conv_workspace
 from jaxconv._problem import ConvProblem
 
-H200 = Device("cuda", "NVIDIA H200", (9, 0), 132)
 OPS = ("conv_fprop", "conv_dgrad", "conv_wgrad")
 ALGORITHMS = ("direct", "im2col", "implicit_gemm")
 
 
-@pytest.fixture(autouse=True)
-def native_code_for_every_device(monkeypatch):
-    monkeypatch.setattr(_native, "cuda_missing", "")
+pytestmark = pytest.mark.usefixtures("code_for_gpus")
 
 
 def problem(

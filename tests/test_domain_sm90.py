@@ -13,22 +13,20 @@ from typing import Any
 
 import pytest
 from cases import BY_NAME, SM90_CASES
+from helpers import H200
 from jax import lax
 
-from jaxconv import _native, _plan
+from jaxconv import _plan
 from jaxconv._plan import Device, Plan, domain, sm90
 from jaxconv._problem import ConvProblem, DenseProblem
 
-H200 = Device("cuda", "NVIDIA H200", (9, 0), 132)
 DEFAULT, HIGHEST = (lax.Precision.DEFAULT,) * 2, (lax.Precision.HIGHEST,) * 2
 OPS = ("conv_fprop", "conv_dgrad", "conv_wgrad", "conv_statistics", "conv_dgrad_add")
 FAMILY = (*sm90.PRODUCTS, *sm90.FEW_ROWS, *sm90.HALOS, *sm90.STATISTICS, *sm90.WGRADS)
 ANY = {"conv_wgrad": ("wgrad", "128x256"), "conv_statistics": ("statistics", "128x128")}  # else product 128x128
 
 
-@pytest.fixture(autouse=True)
-def native_code_for_every_device(monkeypatch):
-    monkeypatch.setattr(_native, "cuda_missing", "")
+pytestmark = pytest.mark.usefixtures("code_for_gpus")
 
 
 def conv(

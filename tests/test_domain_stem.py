@@ -9,23 +9,19 @@ import dataclasses
 import random
 
 import pytest
+from helpers import A100, H200
 from jax import lax
 
-from jaxconv import _native
 from jaxconv._plan import Device, Plan, made
 from jaxconv._plan.domain import conv_refusal, conv_workspace
 from jaxconv._problem import ConvProblem
 
-H200 = Device("cuda", "NVIDIA H200", (9, 0), 132)
-A100 = Device("cuda", "NVIDIA A100-SXM4-80GB", (8, 0), 108)
 RTX4090 = Device("cuda", "NVIDIA GeForce RTX 4090", (8, 9), 128)
 OPS = ("conv_fprop", "conv_dgrad", "conv_wgrad")
 KERNELS = ("sm90_narrow_in", "sm90_narrow_out", "mma", "patches")
 
 
-@pytest.fixture(autouse=True)
-def native_code_for_every_device(monkeypatch):
-    monkeypatch.setattr(_native, "cuda_missing", "")
+pytestmark = pytest.mark.usefixtures("code_for_gpus")
 
 
 def problem(c=3, k=64, extent=(24, 24), filter=(3, 3), dtype="bfloat16", batch=2, **changes) -> ConvProblem:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import DEVICE, NATIVE_IN_FLOAT64, PLATFORM, calls, equations, integers, normal
+from helpers import DEVICE, H200, NATIVE_IN_FLOAT64, PLATFORM, calls, equations, integers, normal
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -21,7 +21,7 @@ from jax.test_util import check_grads
 from tolerance import assert_exact
 
 import jaxconv
-from jaxconv import _native, _plan, conv, reference
+from jaxconv import _plan, conv, reference
 from jaxconv._activation import Activation
 from jaxconv._plan import sm90
 from jaxconv._problem import ConvProblem
@@ -147,14 +147,6 @@ def test_dgrad_add_maps(case, mapped):
 # The plan
 
 
-H200 = _plan.Device("cuda", "NVIDIA H200", (9, 0), 132)
-
-
-@pytest.fixture
-def with_cuda_code(monkeypatch):
-    monkeypatch.setattr(_native, "cuda_missing", "")
-
-
 @pytest.mark.parametrize(
     ("c", "k", "size", "filter", "stride", "kernel"),
     [
@@ -164,7 +156,7 @@ def with_cuda_code(monkeypatch):
         (64, 64, 56, 3, 1, None),  # sm90/halo, which is the dgrad's, adds nothing
     ],
 )
-def test_what_the_plan_is_on_hopper(c, k, size, filter, stride, kernel, with_cuda_code):
+def test_what_the_plan_is_on_hopper(c, k, size, filter, stride, kernel, code_for_gpus):
     options = dict(shape=(256, size, size), c=c, k=k, filter=(filter, filter), stride=stride)
     p = problem(**options, dtype="bfloat16")
     made = _plan.plan("conv_dgrad_add", p, H200)

@@ -12,8 +12,10 @@ import numpy as np
 import numpy_reference as ref
 import pytest
 from helpers import (
+    A100,
     DEVICE,
     DTYPES,
+    H200,
     NAMED_ACTIVATIONS,
     NATIVE_IN_FLOAT64,
     PLATFORM,
@@ -312,14 +314,8 @@ def test_xla_runs_no_custom_call_of_ours():
     assert calls(jax.grad(lambda x, s, b: f(x, s, b).sum(), (0, 1, 2)), x, v, v) == {}
 
 
-H200 = _plan.Device("cuda", "NVIDIA H200", (9, 0), 132)
-A100 = _plan.Device("cuda", "NVIDIA A100-SXM4-80GB", (8, 0), 108)
-
-
 @pytest.mark.parametrize("op", ["groupnorm", "groupnorm_backward"])
-def test_a_plan_is_made_of_whole_steps_and_is_native_where_that_is_asked_for(op, monkeypatch):
-    monkeypatch.setattr("jaxconv._native.missing", lambda platform: None)
-    monkeypatch.setattr("jaxconv._native.runs_on", lambda capability: True)
+def test_a_plan_is_made_of_whole_steps_and_is_native_where_that_is_asked_for(op, code_for_gpus):
     silu = Activation("silu")
     large = problem((64, 64, 64, 128), 32, "bfloat16", activation=silu)
     found = _plan.plan(op, large, H200)

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import H200
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -26,7 +27,7 @@ from test_sharding import DEVICES, collectives, entered, ints, native_calls, ove
 from tolerance import floor
 
 import jaxconv
-from jaxconv import _halo, _native, _plan, conv, reference
+from jaxconv import _halo, _plan, conv, reference
 from jaxconv._problem import ConvProblem
 
 on_a_mesh = pytest.mark.skipif(DEVICES < 2 or DEVICES % 2 == 1, reason="a mesh takes an even number of devices")
@@ -903,7 +904,7 @@ def test_types_of_dense_are_those_of_a_product(x, w):
     assert types(ours, mesh, args, (x, w)) == types(jnp.matmul, mesh, args, (x, w))
 
 
-def test_slabs_are_a_gpus_native_kernels(monkeypatch):
+def test_slabs_are_a_gpus_native_kernels(code_for_gpus, monkeypatch):
     """Where it has one, and nobody asked for another; on a CPU by their own plan."""
     slab = ConvProblem.infer(
         "conv3d",
@@ -924,13 +925,10 @@ def test_slabs_are_a_gpus_native_kernels(monkeypatch):
     )
     if helpers.PLATFORM == "cpu":
         assert _plan.natively("conv_wgrad", slab) is slab
-    monkeypatch.setattr(_native, "cuda_missing", "")
-    monkeypatch.setattr(_native, "runs_on", lambda capability: True)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    h200 = _plan.Device("cuda", "NVIDIA H200", (9, 0), 132)
-    monkeypatch.setattr(_plan.Device, "current", classmethod(lambda cls, platform: h200))
+    monkeypatch.setattr(_plan.Device, "current", classmethod(lambda cls, platform: H200))
     for op in ("conv_fprop", "conv_dgrad", "conv_wgrad"):
         made = _plan.natively(op, slab)
-        assert made.implementation == "native" and _plan.plan(op, made, h200).implementation == "native"
+        assert made.implementation == "native" and _plan.plan(op, made, H200).implementation == "native"
     for asked in (dataclasses.replace(slab, implementation="xla"), dataclasses.replace(slab, dtype="float64")):
         assert _plan.natively("conv_wgrad", asked) is asked

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import sanitize
-from helpers import DEVICE, PLATFORM, normal, same_bits
+from helpers import DEVICE, H200, PLATFORM, normal, same_bits
 
 from jaxconv import _plan
 
@@ -82,15 +82,11 @@ def test_nobody_asks_for_a_problems_own_size():
             assert path.name == "device.cc" or re.fullmatch(r"k[A-Z]\w+", size), f"{path}: {size}"
 
 
-def test_every_kernel_has_its_two_sizes(monkeypatch):
+def test_every_kernel_has_its_two_sizes(code_for_gpus):
     """On a Hopper GPU: plans are data."""
-    from jaxconv import _native
-    from jaxconv._plan import Device
 
-    monkeypatch.setattr(_native, "cuda_missing", "")
-    device = Device("cuda", "NVIDIA H200", (9, 0), 132)
     for kernel, shapes in SIZES.items():
         for shape in shapes:
             calls = sanitize.conv_calls("bfloat16", True, kernel, "default", shape)
-            names = {made.name for made, p, _ in calls if _plan.supports(made.name, p.algorithm, p, device) is None}
+            names = {made.name for made, p, _ in calls if _plan.supports(made.name, p.algorithm, p, H200) is None}
             assert names & {"conv_fprop", "conv_dgrad", "conv_wgrad"}, (kernel, shape)

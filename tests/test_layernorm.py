@@ -10,20 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 import numpy_reference as ref
 import pytest
-from helpers import DEVICE, DTYPES, NATIVE_IN_FLOAT64, PLATFORM, calls, label, normal, poison, same_bits, types_of
+from helpers import DEVICE, DTYPES, H200, NATIVE_IN_FLOAT64, PLATFORM, calls, label, normal, poison, same_bits, types_of
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 from tolerance import assert_close, assert_within, eps
 
 import jaxconv
-from jaxconv import _native, _plan
+from jaxconv import _plan
 from jaxconv._activation import Activation
 from jaxconv._plan import measured
 from jaxconv._problem import GROUPNORM_ALGORITHMS, GroupNormProblem
 
 OPS = ("groupnorm", "groupnorm_backward")
-H200 = _plan.Device("cuda", "NVIDIA H200", (9, 0), 132)
 
 SHAPES = {
     (24,): "a vector",
@@ -252,9 +251,7 @@ def test_a_problem_of_rows_says_so():
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_a_gpu_takes_rows_where_they_were_measured(op, monkeypatch):
-    monkeypatch.setattr("jaxconv._native.missing", lambda platform: None)
-    monkeypatch.setattr("jaxconv._native.runs_on", lambda capability: True)
+def test_a_gpu_takes_rows_where_they_were_measured(op, code_for_gpus, monkeypatch):
     p = problem((64, 28, 28, 192), "bfloat16")
     plan = _plan.plan(op, problem((64, 28, 28, 192), "bfloat16", implementation="native"), H200)
     rows = _plan.supports(op, "rows", p, H200)
@@ -380,13 +377,10 @@ def test_no_rows_are_no_mistake(x):
 
 
 @pytest.mark.as_planned
-def test_on_a_gpu_accelerate_takes_those_whose_plan_is_native(monkeypatch):
+def test_on_a_gpu_accelerate_takes_those_whose_plan_is_native(code_for_gpus, monkeypatch):
     """The others stay as somebody wrote them: that jaxconv's formula is as fast in XLA was not measured there."""
-    monkeypatch.setattr(_native, "cuda_missing", "")
-    monkeypatch.setattr(_native, "runs_on", lambda capability: True)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    h200 = _plan.Device("cuda", "NVIDIA H200", (9, 0), 132)
-    monkeypatch.setattr(_plan.Device, "current", classmethod(lambda cls, platform: h200))
+    monkeypatch.setattr(_plan.Device, "current", classmethod(lambda cls, platform: H200))
 
     def f(x):
         wide = x.astype(jnp.float32)

@@ -10,14 +10,13 @@ from typing import Any
 
 import jax
 import pytest
-from helpers import PLATFORM
+from helpers import H200, PLATFORM
 
 import jaxconv
-from jaxconv import _native, _plan
+from jaxconv import _plan
 from jaxconv._activation import Activation
 from jaxconv._problem import BatchNormProblem
 
-H200 = _plan.Device("cuda", "NVIDIA H200", (9, 0), 132)
 # algorithm -> groups of 64 channels, dtype, whether its kernel reads channels last
 KERNELS = {
     "sm90": (1, "bfloat16", True),
@@ -55,8 +54,7 @@ def chain(algorithm: str) -> tuple[Callable[..., Any], Callable[..., Any], tuple
 
 
 @over_kernels
-def test_kernels_that_read_channels_last_ask_for_that_layout(algorithm, monkeypatch):
-    monkeypatch.setattr(_native, "cuda_missing", "")
+def test_kernels_that_read_channels_last_ask_for_that_layout(algorithm, code_for_gpus, monkeypatch):
     monkeypatch.setattr(_plan.Device, "current", lambda platform: H200)
     _, f, args = chain(algorithm)
     text = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
@@ -97,8 +95,7 @@ def test_a_chain_is_transposed_at_its_ends_only(algorithm):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_channels_first_batch_norm_stays_with_xla_which_keeps_its_neighbours_layout(dtype, monkeypatch):
-    monkeypatch.setattr(_native, "cuda_missing", "")
+def test_a_channels_first_batch_norm_stays_with_xla_which_keeps_its_neighbours_layout(dtype, code_for_gpus):
     shape, relu = (256, 64, 56, 56), Activation("relu")
     problem = BatchNormProblem("batchnorm", dtype, shape, 1, True, 0.9, 1e-5, relu)
     for op in ("batchnorm_train", "batchnorm_backward"):

@@ -12,7 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 import numpy_reference as ref
 import pytest
-from helpers import DEVICE, DTYPES, NAMED_ACTIVATIONS, PLATFORM, calls, equations, integers, label, normal, types_of
+from helpers import (
+    DEVICE,
+    DTYPES,
+    H200,
+    NAMED_ACTIVATIONS,
+    PLATFORM,
+    calls,
+    equations,
+    integers,
+    label,
+    normal,
+    types_of,
+)
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -20,7 +32,7 @@ from jax.test_util import check_grads
 from tolerance import assert_close, assert_exact
 
 import jaxconv
-from jaxconv import _activation, _native, _plan, _sharding
+from jaxconv import _activation, _plan, _sharding
 from jaxconv._plan import domain, measured, tuned
 from jaxconv._problem import DenseProblem
 from jaxconv.dense import dense_gradient
@@ -430,11 +442,9 @@ def test_both_layers_split_over_a_mesh(kind):
 # ----------------------------------------------------------------------------------------------------------------------
 # The plan of dense_gradient
 
-H200 = _plan.Device("cuda", "NVIDIA H200", (9, 0), 132)
-
 
 @pytest.fixture
-def with_the_kernel(monkeypatch):
+def with_the_kernel(code_for_gpus, monkeypatch):
     """As where the CUDA module is: its kernel takes multiples of 8 in 16 bits."""
 
     def refusal(plan: Any, p: DenseProblem, device: Any) -> str | None:
@@ -443,8 +453,6 @@ def with_the_kernel(monkeypatch):
         return real(plan, p, device)
 
     real = domain.dense_refusal
-    monkeypatch.setattr(_native, "cuda_missing", "")
-    monkeypatch.setattr(_native, "runs_on", lambda capability: True)
     monkeypatch.setattr(domain, "dense_refusal", refusal)
     monkeypatch.setattr(domain, "dense_workspace", lambda plan, p: 4096)
     monkeypatch.setattr(measured, "_learned", {})

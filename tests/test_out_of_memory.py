@@ -8,9 +8,9 @@ import sys
 import helpers
 import out_of_memory
 import pytest
+from helpers import H200
 
-from jaxconv import _native, _op
-from jaxconv._plan import Device
+from jaxconv import _op
 
 
 @pytest.mark.skipif(helpers.PLATFORM != "cuda", reason="a GPU's memory")
@@ -21,13 +21,11 @@ def test_every_call_raises_and_the_process_goes_on():
     assert " programs on " in done.stdout
 
 
-def test_every_kernel_is_tried(monkeypatch):
+def test_every_kernel_is_tried(code_for_gpus):
     """On a Hopper GPU: plans are data."""
-    monkeypatch.setattr(_native, "cuda_missing", "")
-    device = Device("cuda", "NVIDIA H200", (9, 0), 132)
-    found = out_of_memory.tried(device, every=False)
+    found = out_of_memory.tried(H200, every=False)
     assert set(found) == {kernel.name for kernel in _op.KERNELS.values()}
-    by_algorithm = {name.split()[1] for name in out_of_memory.tried(device, every=True)}
+    by_algorithm = {name.split()[1] for name in out_of_memory.tried(H200, every=True)}
     assert by_algorithm >= {"sm90", "implicit_gemm", "im2col", "direct", "depthwise", "grouped", "stem", "gemm"}
     assert by_algorithm >= {"two_read", "resident_team", "interleaved", "gather"}
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import BY_NAME, CONV_CASES, _case
-from helpers import DEVICE, PLATFORM, calls, label
+from helpers import DEVICE, H200, PLATFORM, calls, label
 from jax import lax
 
 import jaxconv
@@ -37,7 +37,6 @@ from jaxconv._problem import (
     SqueezeExciteProblem,
 )
 
-H200 = Device("cuda", "NVIDIA H200", (9, 0), 132)
 DEVICES = {
     "cpu": Device("cpu", "cpu"),
     "h200": H200,
@@ -59,12 +58,7 @@ ALGORITHMS |= dict.fromkeys(SQUEEZE_OPS, SQUEEZE_EXCITE_ALGORITHMS)
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
-@pytest.fixture(autouse=True)
-def native_code_for_every_device(monkeypatch):
-    """Plans are data: those for a GPU are tested where there is neither a GPU nor CUDA code."""
-    monkeypatch.setattr(_native, "cuda_missing", "")
-    monkeypatch.setattr(_native, "runs_on", lambda capability: True)
-    monkeypatch.delenv("JAXCONV_DISABLE", raising=False)
+pytestmark = pytest.mark.usefixtures("code_for_gpus")
 
 
 def conv_problems(dtype: str, channels_last: bool) -> list[ConvProblem]:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import DTYPES, PLATFORM, types_of
+from helpers import A100, DTYPES, H200, PLATFORM, types_of
 from jax import export, lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -24,13 +24,11 @@ from jax.test_util import check_grads
 import jaxconv
 import jaxconv.linen as jn
 import jaxconv.nnx as jx
-from jaxconv import _native, _plan, _problem, reference
+from jaxconv import _plan, _problem, reference
 from jaxconv._plan import Device, measured
 from jaxconv._plan.domain import pool_refusal, pool_vector
 
 IMPLEMENTATIONS = ("native", "xla")
-H200 = Device("cuda", "NVIDIA H200", (9, 0), 132)
-A100 = Device("cuda", "NVIDIA A100-SXM4-80GB", (8, 0), 108)
 
 # x's spatial extents, channels, window, stride, padding, and why it is here
 CASES = {
@@ -411,14 +409,7 @@ def problem(x: Any = (2, 12, 12, 64), window: Any = 3, dtype: str = "bfloat16", 
     return _problem.PoolProblem.infer("max_pool", jax.ShapeDtypeStruct(x, dtype), window, **given)
 
 
-@pytest.fixture
-def cuda(monkeypatch):
-    """Plans as where native code for every device is there."""
-    monkeypatch.setattr(_native, "cuda_missing", "")
-    monkeypatch.setattr(_native, "runs_on", lambda capability: True)
-
-
-def test_what_cuda_refuses(cuda):
+def test_what_cuda_refuses(code_for_gpus):
     plan = _plan.Plan("native", "", "gather")
     assert pool_refusal(plan, problem()) is None
     assert "float64" in pool_refusal(plan, problem(dtype="float64"))
@@ -431,7 +422,7 @@ def test_what_cuda_refuses(cuda):
         assert pool_vector(problem((1, 8, 8, channels), dtype=dtype)) == vector
 
 
-def test_on_a_gpu_it_is_native_where_that_is_asked_for(cuda):
+def test_on_a_gpu_it_is_native_where_that_is_asked_for(code_for_gpus):
     saving = dataclasses.replace(problem(), save=True)
     for op in ("max_pool", "max_pool_backward"):
         found = _plan.plan(op, saving, H200)
@@ -459,7 +450,7 @@ def test_the_default_on_a_cpu_is_native_where_a_gradient_is_taken_and_channels_a
     assert _plan.plan("max_pool", problem(), cpu).implementation == "xla"
 
 
-def test_what_was_measured_speaks_before_the_rule(cuda, monkeypatch):
+def test_what_was_measured_speaks_before_the_rule(code_for_gpus, monkeypatch):
     saving = dataclasses.replace(problem(), save=True)
     _, kind, coordinates = measured.features("max_pool", saving)
     for native_ms, implementation in ((0.5, "native"), (2.0, "xla")):
@@ -474,7 +465,7 @@ def test_what_was_measured_speaks_before_the_rule(cuda, monkeypatch):
     assert _plan.plan("max_pool", problem(), H200).implementation == "xla"
 
 
-def test_it_can_be_disabled(cuda, monkeypatch):
+def test_it_can_be_disabled(code_for_gpus, monkeypatch):
     saving = dataclasses.replace(problem(), save=True)
     for names in ("pool", "max_pool, max_pool_backward", "all"):
         monkeypatch.setenv("JAXCONV_DISABLE", names)

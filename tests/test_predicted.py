@@ -9,24 +9,21 @@ import math
 
 import numpy as np
 import pytest
+from helpers import H100, H200
 from jax import lax
 
 from benchmarks import fit, record, regret, tune
 from benchmarks.cases import CONV, ConvCase
 from benchmarks.contenders import Setting
-from jaxconv import _native, _plan
+from jaxconv import _plan
 from jaxconv._plan import Device, Plan, conv, measured, model
 from jaxconv._problem import ConvProblem, DenseProblem
 
-H200 = Device("cuda", "NVIDIA H200", (9, 0), 132)
-H100 = Device("cuda", "NVIDIA H100 80GB HBM3", (9, 0), 132)
 PAIR = (lax.Precision.DEFAULT,) * 2
 
 
 @pytest.fixture(autouse=True)
-def plans_for_a_gpu_that_is_not_here(monkeypatch):
-    monkeypatch.setattr(_native, "cuda_missing", "")
-    monkeypatch.setattr(_native, "runs_on", lambda capability: True)
+def plans_for_a_gpu_that_is_not_here(code_for_gpus, monkeypatch):
     monkeypatch.setattr(measured, "_learned", {})
 
 

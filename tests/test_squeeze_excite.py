@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers import (
+    A100,
     DEVICE,
     DTYPES,
+    H200,
     NAMED_ACTIVATIONS,
     NATIVE_IN_FLOAT64,
     PLATFORM,
@@ -338,18 +340,8 @@ def test_mapped_images_are_more_images_and_mapped_weights_are_xlas():
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-H200 = _plan.Device("cuda", "NVIDIA H200", (9, 0), 132)
-A100 = _plan.Device("cuda", "NVIDIA A100-SXM4-80GB", (8, 0), 108)
-
-
 def gpu_plan(p: SqueezeExciteProblem, device: Any = H200, op: str = "squeeze_excite") -> Plan:
     return _plan.plan(op, p, device)
-
-
-@pytest.fixture
-def code_for_gpus(monkeypatch):
-    monkeypatch.setattr("jaxconv._native.missing", lambda platform: None)
-    monkeypatch.setattr("jaxconv._native.runs_on", lambda capability: True)
 
 
 @pytest.mark.parametrize("images", [1, 8, 256])

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxconv
 from jaxconv import __main__ as command
-from jaxconv import _native, _op, _plan
+from jaxconv import _op, _plan
 from jaxconv._plan import measured, tuned
 from jaxconv._plan.plan import Candidate
 
@@ -247,8 +247,7 @@ def test_channels_first_arrays_are_timed_channels_last_on_a_gpu(op):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("op", ["conv_fprop", "conv_dgrad", "conv_wgrad"])
-def test_every_kernel_that_is_timed_on_a_gpu_can_be_chosen(op, dtype, monkeypatch):
-    monkeypatch.setattr(_native, "cuda_missing", "")
+def test_every_kernel_that_is_timed_on_a_gpu_can_be_chosen(op, dtype, code_for_gpus):
     x, w = jnp.ones((2, 16, 16, 32), dtype), jnp.ones((3, 3, 32, 64), dtype)
     problem = jax.make_jaxpr(conv)(x, w).eqns[0].params["problem"]
     plans = module._candidates(op, problem, H200)
@@ -271,8 +270,7 @@ def test_every_kernel_that_is_timed_on_a_gpu_can_be_chosen(op, dtype, monkeypatc
             assert split.implementation == "xla"
 
 
-def test_every_tile_is_a_candidate_behind_the_one_that_its_kernel_wants(monkeypatch):
-    monkeypatch.setattr(_native, "cuda_missing", "")
+def test_every_tile_is_a_candidate_behind_the_one_that_its_kernel_wants(code_for_gpus, monkeypatch):
     x, w = jnp.ones((32, 28, 28, 128), "bfloat16"), jnp.ones((3, 3, 128, 256), "bfloat16")
     conv_problem = jax.make_jaxpr(conv)(x, w).eqns[0].params["problem"]
     dense_problem = jax.make_jaxpr(jaxconv.dense)(x[0, 0], w[0, 0]).eqns[0].params["problem"]
