@@ -82,6 +82,9 @@ int64_t BatchNormWorkspace(BatchNormOp op, const BatchNormProblem& p, const Plan
 // Elements in an access of its kernels.
 int64_t BatchNormVector(const BatchNormProblem& p);
 
+// Whether two_read's backward may walk through a ring, by its layout and size.
+bool BatchNormStreamed(const BatchNormProblem& p);
+
 // The same of a max-pooling and its gradient, which need no workspace.
 std::string PoolRefusal(const PoolProblem& p, const Plan& plan);
 // Elements in an access of its kernels.

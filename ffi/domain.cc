@@ -236,6 +236,7 @@ void BindDomain(nb::module_& m) {
                                           {major, minor, multiprocessors});
         });
   m.def("batchnorm_vector", [](const BatchNormProblem& p) { return cuda::BatchNormVector(p); });
+  m.def("batchnorm_streamed", [](const BatchNormProblem& p) { return cuda::BatchNormStreamed(p); });
   m.def("batchnorm_teams", [](std::string op, const BatchNormProblem& p, int width, int major,
                               int minor, int multiprocessors) {
     const cuda::TeamCount count =

@@ -15,6 +15,8 @@ int64_t BatchNormWorkspace(BatchNormOp op, const BatchNormProblem& p, const Plan
 
 int64_t BatchNormVector(const BatchNormProblem& p) { return batchnorm::Vector(p); }
 
+bool BatchNormStreamed(const BatchNormProblem& p) { return batchnorm::Streamed(p); }
+
 TeamCount BatchNormTeams(BatchNormOp, const BatchNormProblem& p, int width, const Device& device) {
   return {int64_t{device.multiprocessors} * batchnorm::kTeamBlocks,
           batchnorm::TeamGroups(p, width)};

@@ -107,6 +107,11 @@ inline int64_t Bytes(const BatchNormProblem& p) {
   return p.batch * p.channels * p.reduced() * static_cast<int64_t>(SizeOf(p.dtype));
 }
 
+// Whether walks over several tensors go through a ring, where the device has one.
+inline bool Streamed(const BatchNormProblem& p) {
+  return p.batch == 1 && p.inner == 1 && Bytes(p) >= kStreamBytes;
+}
+
 inline std::string RefuseShortcut(const BatchNormProblem& p, const Device& device) {
   if (!device.sm90()) return "it needs a GPU of compute capability 9.0";
   if (p.activation != Activation::kRelu && p.activation != Activation::kSilu &&

@@ -45,7 +45,7 @@ Status MakeStream(const BatchNormProblem& p, int tensors, int64_t most, const st
   s = {};
   if constexpr (I::kLast && I::V > 1) {
     const int64_t vectors = StreamVectors(a.row);
-    if (p.batch != 1 || Bytes(p) < kStreamBytes || vectors == 0) return Status::Ok();
+    if (!Streamed(p) || vectors == 0) return Status::Ok();
     Device device;
     JAXCONV_RETURN_IF_ERROR(CurrentDevice(what, &device));
     if (!device.sm90()) return Status::Ok();

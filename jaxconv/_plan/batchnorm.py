@@ -8,8 +8,6 @@ from jaxconv._plan import domain
 from jaxconv._plan.plan import Device, Plan, itemsize
 from jaxconv._problem import BatchNormProblem
 
-_STREAMED = 4 * 2**20  # bytes; kStreamBytes of cuda/batchnorm/domain.h
-
 
 def made(op: str, algorithm: str, p: BatchNormProblem, device: Device) -> Plan | str:
     """The plan by the kernel that `algorithm` names, or the sentence that says why there is none."""
@@ -52,8 +50,8 @@ def _parts(op: str, p: BatchNormProblem, device: Device) -> int:
     tiles = p.channels if p.inner > 1 else -(-p.channels * item // width)
     tile_bytes = p.reduced * item * p.channels // tiles
     parts = max(1, min(-(-8 * device.sm_count // (batch * tiles)), max(1, tile_bytes // 16384)))
-    streams = op == "batchnorm_backward" and p.inner == 1 and batch == 1 and p.size * item >= _STREAMED
-    return max(parts, device.sm_count) if streams else parts
+    streamed = op == "batchnorm_backward" and domain.batchnorm_streamed(p)
+    return max(parts, device.sm_count) if streamed else parts
 
 
 def _team(op: str, p: BatchNormProblem, device: Device) -> tuple[int, int]:

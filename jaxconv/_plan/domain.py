@@ -145,6 +145,11 @@ def batchnorm_vector(p: BatchNormProblem) -> int:
     return _native.cpu.batchnorm_vector(_batchnorm(p))
 
 
+def batchnorm_streamed(p: BatchNormProblem) -> bool:
+    """Whether two_read's backward may walk through a ring (cuda/batchnorm/stream.cuh), by its layout and size."""
+    return _native.cpu.batchnorm_streamed(_batchnorm(p))
+
+
 def batchnorm_teams(op: str, p: BatchNormProblem, width: int, device: Device) -> tuple[int, int]:
     """resident_team with tiles of `width` bytes: (CTAs that the device runs at once, groups of channels for them)."""
     return _native.cpu.batchnorm_teams(op, _batchnorm(p), width, *capability(device), device.sm_count)
