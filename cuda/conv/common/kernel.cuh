@@ -162,12 +162,14 @@ __device__ __forceinline__ float ApplyActivation(Activation activation, float z,
   return ActivateCall(activation, z, slope);
 }
 
-// The same for several outputs of a thread.
+// The same for several outputs of a thread. Many, which it makes once, are computed side by side; of a few in a main loop
+// that would cost the loop registers, and other warps hide the calls.
 template <int kCount>
 __device__ __forceinline__ void ApplyActivation(Activation activation, float (&z)[kCount],
                                                 float slope) {
-  if (ActivateFrequent(activation, slope, z)) return;
-  if constexpr (kCount % 4 == 0) {
+  if constexpr (kCount >= 16) {
+    static_assert(kCount % 4 == 0);
+    if (ActivateFrequent(activation, slope, z)) return;
 #pragma unroll
     for (int i = 0; i < kCount; i += 4) {
       const float4 y =
@@ -177,10 +179,12 @@ __device__ __forceinline__ void ApplyActivation(Activation activation, float (&z
       z[i + 2] = y.z;
       z[i + 3] = y.w;
     }
-  } else {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) z[i] = ActivateCall(activation, z[i], slope);
+    return;
   }
+  if (activation == Activation::kNone) return;
+  if (activation == Activation::kRelu) return ActivateEach<Activation::kRelu>(slope, z);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) z[i] = ActivateCall(activation, z[i], slope);
 }
 
 }  // namespace jaxconv::cuda::conv
