@@ -36,12 +36,6 @@ __device__ __forceinline__ void ActivateGroup(Activation activation, float slope
 #undef JAXCONV_ACTIVATE
 }
 
-// Neighbours that are computed side by side.
-template <int kCount>
-inline constexpr int kActivateGroup = kCount % 4 == 0   ? 4
-                                      : kCount % 2 == 0 ? 2
-                                                        : 1;
-
 // True where it was f: what most convolutions are followed by, which lies unrolled.
 template <int kCount>
 __device__ __forceinline__ bool ActivateFrequent(Activation activation, float slope,
@@ -63,24 +57,30 @@ __device__ __forceinline__ bool ActivateFrequent(Activation activation, float sl
   }
 }
 
-// The others go through one copy of the code, the array turning like a wheel: unrolled, eight copies of ten functions would
-// be most of the kernel.
-template <int kCount>
-__device__ __forceinline__ void ActivateAll(Activation activation, float slope,
-                                            float (&v)[kCount]) {
-  if (ActivateFrequent(activation, slope, v)) return;
-  constexpr int kGroup = kActivateGroup<kCount>;
+// f over an array, four values at a time (two, one, where they do not divide it) through one copy of its code: the array turns
+// like a wheel. Unrolled, eight copies of ten functions would be most of the kernel.
+template <int kCount, typename F>
+__device__ __forceinline__ void Wheel(float (&v)[kCount], const F& f) {
+  constexpr int kGroup = kCount % 4 == 0 ? 4 : kCount % 2 == 0 ? 2 : 1;
 #pragma unroll 1
   for (int turn = 0; turn < kCount; turn += kGroup) {
     float y[kGroup];
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) y[i] = v[i];
-    ActivateGroup(activation, slope, y);
+    f(y);
 #pragma unroll
     for (int i = 0; i + kGroup < kCount; ++i) v[i] = v[i + kGroup];
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) v[kCount - kGroup + i] = y[i];
   }
+}
+
+// f over a thread's outputs.
+template <int kCount>
+__device__ __forceinline__ void ActivateAll(Activation activation, float slope,
+                                            float (&v)[kCount]) {
+  if (ActivateFrequent(activation, slope, v)) return;
+  Wheel(v, [&](auto& some) { ActivateGroup(activation, slope, some); });
 }
 
 }  // namespace jaxconv::cuda

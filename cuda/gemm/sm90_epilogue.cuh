@@ -89,23 +89,6 @@ __device__ __forceinline__ float FastGeluExact(float z) {
   return z < -20.f ? 0.f : z * (z < 0.f ? tail : 1.f - tail);
 }
 
-// Formulas that are not short, or whose branches cost registers (unrolled, elu spills), have one copy of
-// their code: four values at a time, the array turning like a wheel.
-__device__ __forceinline__ void ActivateWheel(bool elu, float (&v)[32]) {
-#pragma unroll 1
-  for (int turn = 0; turn < 32; turn += 4) {
-    float y[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      y[i] = elu ? Activate(Activation::kElu, v[i], 0.f) : FastGeluExact(v[i]);
-    }
-#pragma unroll
-    for (int i = 0; i + 4 < 32; ++i) v[i] = v[i + 4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) v[28 + i] = y[i];
-  }
-}
-
 // f over a thread's outputs, which become T.
 template <typename T, int kCount>
 __device__ __forceinline__ void ActivateFast(Activation activation, float slope,
@@ -134,7 +117,13 @@ __device__ __forceinline__ void ActivateFast(Activation activation, float slope,
     case Activation::kGeluExact:
 #pragma unroll
       for (int i = 0; i < kCount; i += 32) {
-        ActivateWheel(activation == Activation::kElu, reinterpret_cast<float (&)[32]>(v[i]));
+        // Not short, or with branches that cost registers: unrolled, elu spills.
+        Wheel(reinterpret_cast<float (&)[32]>(v[i]), [&](float (&some)[4]) {
+#pragma unroll
+          for (float& z : some)
+            z = activation == Activation::kElu ? Activate(Activation::kElu, z, 0.f)
+                                               : FastGeluExact(z);
+        });
       }
   }
 #undef JAXCONV_ACTIVATE

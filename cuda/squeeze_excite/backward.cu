@@ -106,15 +106,10 @@ __global__ void __launch_bounds__(kBound, 1)
 
 Status Backward(const Context& ctx, const SqueezeExciteProblem& p, const Plan& plan,
                 const Device& device, const BackwardArgs& args, const std::string& what) {
-  const Tiling tiling = TilingOf(p, plan.chunk, plan.splits, device);
-  const auto launch = [&](auto of) {
-    using T = decltype(of);
-    return tiling.staged ? Launch(ctx, p, plan, tiling, OnePassKernel<T, true>, args, what)
-                         : Launch(ctx, p, plan, tiling, OnePassKernel<T, false>, args, what);
+  const auto kernel_of = [](auto type, auto staged) {
+    return OnePassKernel<decltype(type), decltype(staged)::value>;
   };
-  if (p.dtype == DType::kF32) return launch(float());
-  if (p.dtype == DType::kBF16) return launch(__nv_bfloat16());
-  return launch(__half());
+  return Launch(ctx, p, plan, device, kernel_of, args, what);
 }
 
 }  // namespace jaxconv::cuda::squeeze_excite

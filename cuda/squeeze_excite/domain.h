@@ -35,9 +35,10 @@ inline int64_t Vector(const SqueezeExciteProblem& p) {
 struct Tiling {
   int64_t lanes, tiles, shares, images;
   int64_t threads, rows, pixels, steps, held;
-  int64_t own;  // channels of a tile whose sums meet in one of its CTAs; a multiple of 4
+  int64_t own;    // channels of a tile whose sums meet in one of its CTAs; a multiple of 4
+  int64_t gated;  // whose gates a CTA computes: these alone, or all of the tile's
   bool
-      passes_on;  // a CTA computes the gates of these alone, and passes them on to the other shares
+      passes_on;  // a CTA computes the gates of its own alone, and passes them on to the other shares
   bool staged;    // a CTA's weights and biases are brought into shared memory while it reads x
   // Shared memory: bytes of what stays; behind it, in floats from its end
   int64_t slab;
@@ -52,8 +53,8 @@ struct Tiling {
   int64_t bytes;          // of all
 };
 
-// Of a problem and a plan that are not refused. What is not the slab is at most 136 KB, 80 KB where there are no clusters:
-// it fits everywhere.
+// Of a problem and a plan that are not refused. What is neither the slab nor weights is at most 136 KB, 80 KB where there are
+// no clusters: it fits everywhere. Weights are brought where they fit as well.
 inline Tiling TilingOf(const SqueezeExciteProblem& p, int64_t width, int64_t ctas,
                        const Device& device) {
   Tiling t = {};
@@ -81,6 +82,7 @@ inline Tiling TilingOf(const SqueezeExciteProblem& p, int64_t width, int64_t cta
   const int64_t channels = t.lanes * vector;
   t.own = t.shares == 1 ? channels : CeilDivide(CeilDivide(channels, t.shares), 4) * 4;
   t.passes_on = t.shares > 1 && channels * p.hidden > 4096;
+  t.gated = t.passes_on ? t.own : channels;
   int64_t at = kScratch * t.threads;
   const auto take = [&](int64_t floats) {
     const int64_t first = at;
@@ -94,16 +96,15 @@ inline Tiling TilingOf(const SqueezeExciteProblem& p, int64_t width, int64_t cta
   t.gates = take(t.images * channels);
   t.barriers = take(8);
   const int64_t slot = 16 * t.threads, whole = two ? half : device.shared_memory();
-  const int64_t first = p.hidden * t.own;
-  const int64_t second = p.hidden * (t.passes_on ? t.own : channels);
-  const int64_t staged = first + second + p.hidden + channels + 16;
+  const int64_t first = p.hidden * t.own, second = p.hidden * t.gated, biases = p.hidden + t.gated;
+  const int64_t staged = first + second + biases + 12;  // at most 3 more each: `take` takes fours
   const int64_t free = whole - 4 * (at + staged);
   t.staged = t.images == 1 && free >= slot * std::min(t.steps, kLeastHeld) &&
              (4 * staged <= kMostStaged || (alone && free >= slot * t.steps));
   if (t.staged) {
     t.first = take(first);
     t.second = take(second);
-    t.biases = take(p.hidden + channels);
+    t.biases = take(biases);
   }
   const int64_t room = whole - 4 * at;
   t.held = std::min(t.steps, std::max<int64_t>(room, 0) / slot);

@@ -13,10 +13,12 @@
 
 #include <algorithm>
 #include <string>
+#include <type_traits>
 
 #include "cuda/core/copy_async.cuh"
 #include "cuda/core/device.h"
 #include "cuda/core/mbarrier.cuh"
+#include "cuda/core/mma.cuh"
 #include "cuda/core/raw.cuh"
 #include "cuda/squeeze_excite/domain.h"
 #include "cuda/squeeze_excite/squeeze_excite.h"
@@ -48,10 +50,10 @@ struct Place {
 template <int kImages>
 __device__ __forceinline__ Place PlaceOf(const Layout& t, int vector) {
   Place s;
-  const uint32_t cluster = blockIdx.x >> t.log_ctas;
-  s.rank = int(blockIdx.x - (cluster << t.log_ctas));
-  s.tile = s.rank >> t.log_shares;
-  s.share = s.rank - (s.tile << t.log_shares);
+  const uint32_t cluster = blockIdx.x >> t.ctas_shift;
+  s.rank = int(blockIdx.x - (cluster << t.ctas_shift));
+  s.tile = s.rank >> t.shares_shift;
+  s.share = s.rank - (s.tile << t.shares_shift);
   s.image = int64_t(cluster) * t.images;
   s.images = kImages == 1 ? 1 : int(min(int64_t(t.images), t.all_images - s.image));
   const int row = int(t.by_lanes.Div(threadIdx.x));
@@ -310,10 +312,10 @@ template <int N, int kImages, bool kStaged, typename Put>
 __device__ __forceinline__ void AddRowsBy(const SmallProduct& t, const float* m, int stride,
                                           int rows, int count, const float* v, int pitch,
                                           int images, float* scratch, const Put& put) {
-  const int columns = count / N, threads = int(blockDim.x);
-  const int cells = images * t.lanes * N;
-  const int part = int(t.by_lanes.Div(threadIdx.x)), lane = int(threadIdx.x) - part * t.lanes;
-  for (int first = 0; first < columns; first += t.lanes) {
+  const int columns = count / N, threads = int(blockDim.x), lanes = int(t.lanes.d);
+  const int cells = images * lanes * N;
+  const int part = int(t.lanes.Div(threadIdx.x)), lane = int(threadIdx.x) - part * lanes;
+  for (int first = 0; first < columns; first += lanes) {
     const int column = first + lane;
     float sum[kImages][N] = {};
     if (part < t.parts && column < columns) {
@@ -337,8 +339,7 @@ __device__ __forceinline__ void AddRowsBy(const SmallProduct& t, const float* m,
       for (int i = 0; i < kImages; ++i) {
         if (i >= images) break;
 #pragma unroll
-        for (int n = 0; n < N; ++n)
-          scratch[part * cells + (i * t.lanes + lane) * N + n] = sum[i][n];
+        for (int n = 0; n < N; ++n) scratch[part * cells + (i * lanes + lane) * N + n] = sum[i][n];
       }
     }
     __syncthreads();
@@ -346,8 +347,8 @@ __device__ __forceinline__ void AddRowsBy(const SmallProduct& t, const float* m,
       float total = 0.f;
 #pragma unroll 4
       for (int other = 0; other < t.parts; ++other) total += scratch[other * cells + cell];
-      const int image = kImages == 1 || cell < t.lanes * N ? 0 : 1;
-      const int k = first * N + cell - image * t.lanes * N;
+      const int image = kImages == 1 || cell < lanes * N ? 0 : 1;
+      const int k = first * N + cell - image * lanes * N;
       if (k < count) put(image, k, total);
     }
   }
@@ -431,7 +432,8 @@ struct Shared {
 };
 
 // The weights of a CTA's two products: `rows` of w1, of its channels, and `columns` of w2. Staged, they are brought beside x,
-// so that no product waits for them; else each is read where it lies.
+// so that no product waits for them; else each is read where it lies. They are a group of copies behind those of the slab's
+// first kInFlight steps: each of these steps is waited for with the one after it.
 template <bool kStaged>
 struct Weights {
   const float* const w1;  // the CTA's first row
@@ -448,8 +450,7 @@ struct Weights {
         w2_stride(kStaged ? 4 * int(by_columns.d) : t.channels) {
     if constexpr (!kStaged) return;
     const auto copy = [](float* to, const float* from) {
-      CopyAsync(static_cast<uint32_t>(__cvta_generic_to_shared(to)),
-                reinterpret_cast<const uint4*>(from));
+      CopyAsync(SharedAddress(to), reinterpret_cast<const uint4*>(from));
     };
     for (int i = 4 * threadIdx.x; i < rows * t.hidden; i += 4 * blockDim.x)
       copy(rows_at + i, from1 + i);
@@ -478,7 +479,7 @@ struct Biases {
  private:
   static __device__ __forceinline__ void Bring(float* to, const float* from, int count) {
     for (int i = threadIdx.x; i < count; i += blockDim.x)
-      CopyAsync(static_cast<uint32_t>(__cvta_generic_to_shared(to + i)), from + i);
+      CopyAsync(SharedAddress(to + i), from + i);
   }
 };
 
@@ -590,8 +591,9 @@ static_assert(kBound >= kMostThreads);
 // The launch, on the host
 
 template <typename Kernel, typename Args>
-Status Launch(const Context& ctx, const SqueezeExciteProblem& p, const Plan& plan,
-              const Tiling& tiling, Kernel kernel, const Args& args, const std::string& what) {
+Status LaunchKernel(const Context& ctx, const SqueezeExciteProblem& p, const Plan& plan,
+                    const Tiling& tiling, Kernel kernel, const Args& args,
+                    const std::string& what) {
   Layout t = {};
   t.all_images = p.images;
   t.row = static_cast<int>(p.channels / Vector(p));
@@ -601,7 +603,6 @@ Status Launch(const Context& ctx, const SqueezeExciteProblem& p, const Plan& pla
   t.all_pixels = static_cast<uint32_t>(p.pixels);
   t.ctas = static_cast<int>(plan.splits);
   t.lanes = static_cast<int>(tiling.lanes);
-  t.tiles = static_cast<int>(tiling.tiles);
   t.shares = static_cast<int>(tiling.shares);
   t.images = static_cast<int>(tiling.images);
   t.rows = static_cast<int>(tiling.rows);
@@ -625,8 +626,8 @@ Status Launch(const Context& ctx, const SqueezeExciteProblem& p, const Plan& pla
     while (int64_t{1} << log < power) ++log;
     return log;
   };
-  t.log_ctas = log2(plan.splits);
-  t.log_shares = log2(tiling.shares);
+  t.ctas_shift = log2(plan.splits);
+  t.shares_shift = log2(tiling.shares);
   const int64_t width = tiling.lanes * Vector(p);
   t.pixel_parts = static_cast<int>(
       std::max<int64_t>(std::min(tiling.rows, tiling.threads / (tiling.images * width)), 1));
@@ -639,15 +640,14 @@ Status Launch(const Context& ctx, const SqueezeExciteProblem& p, const Plan& pla
     SmallProduct s;
     const int64_t lanes = std::max<int64_t>(std::min(columns / n, tiling.threads), 1);
     const int64_t room = kScratch * tiling.threads / (tiling.images * lanes * n);
-    s.lanes = static_cast<int>(lanes);
     s.parts = static_cast<int>(
         std::max<int64_t>(std::min({tiling.threads / lanes, room, rows, int64_t{kMostParts}}), 1));
-    s.by_lanes = FastDiv(lanes);
+    s.lanes = FastDiv(lanes);
     return s;
   };
   t.hidden_product = product(tiling.own, p.hidden, p.hidden % 4 == 0 ? 4 : 1);
-  t.gate_product = product(p.hidden, tiling.passes_on ? tiling.own : width, 4);
-  t.by_gates = FastDiv((tiling.passes_on ? tiling.own : width) / 4);
+  t.gate_product = product(p.hidden, tiling.gated, 4);
+  t.by_gates = FastDiv(tiling.gated / 4);
   t.by_sums = FastDiv(tiling.own / 4);
   t.activation = p.activation;
   t.slope = static_cast<float>(p.slope);
@@ -670,6 +670,22 @@ Status Launch(const Context& ctx, const SqueezeExciteProblem& p, const Plan& pla
   config.attrs = &cluster;
   config.numAttrs = plan.splits > 1 ? 1 : 0;
   return CudaStatus(cudaLaunchKernelEx(&config, kernel, args, t), what);
+}
+
+// kernel_of(T(), std::bool_constant<kStaged>()): the kernel of this type and arrangement.
+template <typename KernelOf, typename Args>
+Status Launch(const Context& ctx, const SqueezeExciteProblem& p, const Plan& plan,
+              const Device& device, const KernelOf& kernel_of, const Args& args,
+              const std::string& what) {
+  const Tiling tiling = TilingOf(p, plan.chunk, plan.splits, device);
+  const auto launch = [&](auto type) {
+    return tiling.staged
+               ? LaunchKernel(ctx, p, plan, tiling, kernel_of(type, std::true_type()), args, what)
+               : LaunchKernel(ctx, p, plan, tiling, kernel_of(type, std::false_type()), args, what);
+  };
+  if (p.dtype == DType::kF32) return launch(float());
+  if (p.dtype == DType::kBF16) return launch(__nv_bfloat16());
+  return launch(__half());
 }
 
 }  // namespace jaxconv::cuda::squeeze_excite

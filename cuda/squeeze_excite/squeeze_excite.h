@@ -19,20 +19,20 @@ namespace jaxconv::cuda::squeeze_excite {
 
 // One of forward's two products: threads side by side, each with a few columns, and so many of them with shares of the rows.
 struct SmallProduct {
-  int lanes, parts;
-  FastDiv by_lanes;
+  FastDiv lanes;
+  int parts;
 };
 
-// domain.h: Tiling, and the problem's numbers, as kernels have them. A division that an instruction after it waits for is
-// 25 instructions, and at few images they take as long as the data does.
+// domain.h: Tiling, and the problem's numbers, as kernels have them. A division is some 30
+// instructions, and at few images these take as long as the data does.
 struct Layout {
   int64_t all_images;
   int64_t image_vectors;  // of an image
   int row, channels;      // vectors and channels of a pixel
   int hidden;
   uint32_t all_pixels;
-  int log_ctas, log_shares;
-  int ctas, lanes, tiles, shares, images;
+  int ctas, shares, ctas_shift, shares_shift;  // shifts: log2 of them
+  int lanes, images;
   int rows, pixel_parts;  // pixel_parts: shares of the rows when they are summed
   FastDiv by_lanes, by_rows, by_width, by_own, by_hidden;
   FastDiv by_gates, by_sums;  // vectors of 4: channels whose gates, whose sums are a CTA's
