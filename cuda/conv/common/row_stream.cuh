@@ -55,6 +55,7 @@ struct RowUnits {
   int64_t rows, share;      // of all strips of a slab; of a block at most
   FastDiv by_w, by_h;       // strips along W; height
   int stages, stage_bytes;  // of the ring
+  int ring_bytes;           // of the stages, or of sums that a kernel ends with where they were
 };
 
 // Rows [p, end) of a strip, which starts at (image, q).
@@ -119,6 +120,12 @@ inline int Multiprocessors() {
     cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
   }
   return count;
+}
+
+// The ring as large as the `sums` bytes that overlay it at the end: what lies behind it, its barriers,
+// stays what it is.
+inline void CoverSums(RowUnits& u, int sums) {
+  u.ring_bytes = std::max(u.stages * u.stage_bytes, sums);
 }
 
 // Sets what UnitOf needs: strips of u.images images and u.width columns of `images` x `height` x

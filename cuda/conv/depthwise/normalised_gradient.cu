@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(128) unsigned char cells[];
   const RowUnits& u = g.u;
   const uint32_t ring_at = SharedAddress(cells);
-  RowRing ring(ring_at, ring_at + uint32_t(u.stages * u.stage_bytes), u);
+  RowRing ring(ring_at, ring_at + uint32_t(u.ring_bytes), u);
   const int lane = threadIdx.x % 32, threads = g.t.threads;  // besides the producer's warp
   if (threadIdx.x == 0) ring.Init(threads / 32);
   __syncthreads();
@@ -429,8 +429,8 @@ Status Launch(const Context& ctx, const ConvProblem& p, GradientArgs<T> g, int64
   JAXCONV_RETURN_IF_ERROR(EncodeRows(p.dtype, dy, from, slab, g.pitch, u.images, what, &g.dy));
   const int64_t blocks = (kPass == Pass::kSums ? splits : CeilDiv(u.rows, u.share)) * u.slabs;
   JAXCONV_RETURN_IF_ERROR(CheckBlocks(blocks, what));
-  const int sums = kPass == Pass::kSums ? g.t.threads * S * V * 4 : 0;
-  const int bytes = std::max(u.stages * (u.stage_bytes + 16), sums);
+  CoverSums(u, kPass == Pass::kSums ? g.t.threads * S * V * 4 : 0);
+  const int bytes = u.ring_bytes + u.stages * 16;
   const auto kernel = DepthwiseNormalisedGradientKernel<T, kInput, kStride, kPass, kThreads>;
   JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
   kernel<<<unsigned(blocks), g.t.threads + 32, bytes, ctx.stream>>>(g);

@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) unsigned char cells[];
   const RowUnits& u = g.u;
   const uint32_t ring_at = SharedAddress(cells);
-  const uint32_t cells_at = ring_at + uint32_t(u.stages * u.stage_bytes);
+  const uint32_t cells_at = ring_at + uint32_t(u.ring_bytes);
   const uint32_t buffer_bytes = g.x_bytes + g.dy_bytes;
   const uint32_t zeros = cells_at + 2 * buffer_bytes;
   RowRing ring(ring_at, zeros + 16, u);
@@ -247,9 +247,8 @@ Status Launch(const Context& ctx, BandsWgradArgs<T> g, int64_t splits, const voi
   JAXCONV_RETURN_IF_ERROR(EncodeBands(dtype, dy, g.out, g.segs * 8, u.images, what, &g.dy));
   const int64_t blocks = splits * u.slabs;
   JAXCONV_RETURN_IF_ERROR(CheckBlocks(blocks, what));
-  // The squares of a block's warps, 512 bytes each, lie over the ring.
-  const int bytes = std::max(u.stages * (u.stage_bytes + 16) + 2 * int(g.x_bytes + g.dy_bytes) + 16,
-                             kBandOctets * 4 * 512);
+  CoverSums(u, kBandOctets * 4 * 512);  // the squares of a block's warps
+  const int bytes = u.ring_bytes + 2 * int(g.x_bytes + g.dy_bytes) + 16 + u.stages * 16;
   const auto kernel = DepthwiseRowsMmaWgradKernel<T, R>;
   JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
   kernel<<<unsigned(blocks), kThreads, bytes, ctx.stream>>>(g);

@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(Shape<kPass, kR>::kThreads, 1)
   extern __shared__ __align__(128) unsigned char cells[];
   const RowUnits& u = g.u;
   const uint32_t ring_at = SharedAddress(cells);
-  RowRing ring(ring_at, ring_at + uint32_t(u.stages * u.stage_bytes), u);
+  RowRing ring(ring_at, ring_at + uint32_t(u.ring_bytes), u);
   const int lane = threadIdx.x % 32, threads = g.t.threads;
   if (threadIdx.x == 0) ring.Init(threads / 32);
   __syncthreads();
@@ -386,8 +386,8 @@ Status Launch(const Context& ctx, const ConvProblem& p, StridedArgs<T> g, int64_
   }
   const int64_t blocks = (kWgrad ? splits : CeilDiv(u.rows, u.share)) * u.slabs;
   JAXCONV_RETURN_IF_ERROR(CheckBlocks(blocks, what));
-  const int sums = kWgrad ? g.t.threads * kS * S::kV * 4 : 0;
-  const int bytes = std::max(u.stages * (u.stage_bytes + 16), sums);
+  CoverSums(u, kWgrad ? g.t.threads * kS * S::kV * 4 : 0);
+  const int bytes = u.ring_bytes + u.stages * 16;
   const auto kernel = DepthwiseStridedKernel<T, kPass, kR, kInput>;
   JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
   kernel<<<unsigned(blocks), g.t.threads + 32, bytes, ctx.stream>>>(g);

@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(128) unsigned char cells[];
   const RowUnits& u = g.u;
   const uint32_t ring_at = SharedAddress(cells);
-  RowRing ring(ring_at, ring_at + uint32_t(u.stages * u.stage_bytes), u);
+  RowRing ring(ring_at, ring_at + uint32_t(u.ring_bytes), u);
   const int lane = threadIdx.x % 32, threads = g.t.threads;  // besides the producer's warp
   if (threadIdx.x == 0) ring.Init(threads / 32);
   __syncthreads();
@@ -199,7 +199,8 @@ Status Launch(const Context& ctx, RowsWgradArgs<T> g, int64_t splits, const void
   JAXCONV_RETURN_IF_ERROR(EncodeRows(dtype, dy, g.out, slab, u.width, u.images, what, &g.dy));
   const int64_t blocks = splits * u.slabs;
   JAXCONV_RETURN_IF_ERROR(CheckBlocks(blocks, what));
-  const int bytes = std::max(u.stages * (u.stage_bytes + 16), g.t.threads * R * V * 4);
+  CoverSums(u, g.t.threads * R * V * 4);
+  const int bytes = u.ring_bytes + u.stages * 16;
   const auto kernel = DepthwiseRowsWgradKernel<T, V, R, kThreads, kShared, kDilated, kRun, kInput>;
   JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
   kernel<<<unsigned(blocks), g.t.threads + 32, bytes, ctx.stream>>>(g);

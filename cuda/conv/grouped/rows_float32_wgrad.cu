@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(128) unsigned char cells[];
   const RowUnits& u = g.u;
   const uint32_t ring_at = SharedAddress(cells);
-  RowRing ring(ring_at, ring_at + uint32_t(u.stages * u.stage_bytes), u);
+  RowRing ring(ring_at, ring_at + uint32_t(u.ring_bytes), u);
   if (threadIdx.x == 0) ring.Init(g.t.threads / 32);
   __syncthreads();
 
@@ -234,8 +234,8 @@ Status Launch(const Context& ctx, FloatRowsWgradArgs g, int64_t splits, const vo
   JAXCONV_RETURN_IF_ERROR(EncodeFloatRows(dy, g.out, kSlab, u.width, u.images, what, &g.dy));
   const int64_t blocks = splits * u.slabs;
   JAXCONV_RETURN_IF_ERROR(CheckBlocks(blocks, what));
-  const int bytes =
-      std::max(u.stages * (u.stage_bytes + 16), g.t.threads * kFloatTaps * kIn * kOut * 4);
+  CoverSums(u, g.t.threads * kFloatTaps * kIn * kOut * 4);
+  const int bytes = u.ring_bytes + u.stages * 16;
   const auto kernel = GroupedFloatWgradKernel<kStep, kIn, kOut, kRun, kThreads>;
   JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
   kernel<<<unsigned(blocks), g.t.threads, bytes, ctx.stream>>>(g);

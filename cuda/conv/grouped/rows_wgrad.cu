@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(WarpsOf(kOwned) * 32, kBlocks)
   extern __shared__ __align__(1024) unsigned char cells[];
   const RowUnits& u = g.u;
   const uint32_t ring_at = SharedAddress(cells);
-  const uint32_t zeros = ring_at + uint32_t(u.stages * u.stage_bytes);
+  const uint32_t zeros = ring_at + uint32_t(u.ring_bytes);
   RowRing ring(ring_at, zeros + 16, u);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
@@ -311,7 +311,8 @@ Status Launch(const Context& ctx, GroupedRowsWgradArgs<T> g, const void* x, cons
   const int64_t blocks = g.splits * u.slabs;
   JAXCONV_RETURN_IF_ERROR(CheckBlocks(blocks, what));
   constexpr int kSums = 4 * kR * 2 * (kOctets == 1 ? 2 : kS) * 4 * 128;
-  const int bytes = std::max(u.stages * (u.stage_bytes + 16) + 16, kSums);
+  CoverSums(u, kSums);
+  const int bytes = u.ring_bytes + u.stages * 16 + 16;
   const auto kernel = GroupedRowsWgradKernel<T, kStep, kOctets, kOwned, kBlocks>;
   JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
   kernel<<<unsigned(blocks), WarpsOf(kOwned) * 32, bytes, ctx.stream>>>(g);

@@ -709,9 +709,11 @@ Status LaunchWgrad(const Context& ctx, NarrowInWgradArgs<T> a, const NarrowWindo
   if (!fits(4) && !fits(kLeastWgradStages)) return Status::Internal(what + ": no tile fits");
   a.parts = int(std::min<int64_t>(a.parts, a.tiles));
   a.narrow_at = uint32_t(kConsumers * a.stages * a.stage_bytes);
-  a.barriers_at = a.narrow_at + uint32_t(2 * a.slot_bytes + CeilDiv(past, 16) * 16);
-  const int sums = kParts * kRows * 4 * 128 * 4;
-  const int bytes = std::max(int(a.barriers_at) + 32 + 2 * a.stages * 8, sums);
+  // Consumers that share channels add their sums where the ring was; barriers lie behind both.
+  const int sums = a.by_channel ? 0 : kParts * kRows * 4 * 128 * 4;
+  a.barriers_at =
+      uint32_t(std::max<int64_t>(a.narrow_at + 2 * a.slot_bytes + CeilDiv(past, 16) * 16, sums));
+  const int bytes = int(a.barriers_at) + 32 + 2 * a.stages * 8;
   JAXCONV_RETURN_IF_ERROR(EncodeWide(dtype, a, wide, what, &a.wide_map));
   JAXCONV_RETURN_IF_ERROR(Launch(ctx, NarrowInWgradKernel<T, kRows, kParts>, a,
                                  int64_t(a.parts) * slices, bytes, what));
