@@ -6,8 +6,9 @@ A warp that has read a stage of shared memory hands it back by arriving at an mb
 loads whose results nobody has asked for yet, and these may wait behind the warp's stores: then somebody else fills the
 stage before it is read. `ReadsFirst()` (cuda/core/tma.cuh) is to stand between. In machine code a load names a
 scoreboard (3 bits of its control word) that a later instruction waits for (a bit of 6); a load is under way at an
-arrival if nothing between the two waits for it and no fence stands there. Code is read backwards from the arrival, up
-to a wait at a barrier: branches are not followed, so what is reported is to be looked at. Not collected by pytest;
+arrival if nothing between the two waits for it and no fence stands there; a BAR.SYNC waits for warps, not for loads.
+Code is read backwards from the arrival, up to a wait at an mbarrier: branches are not followed, so what is reported is
+to be looked at. Not collected by pytest;
 tests/test_arrivals.py tries it on a few lines.
 """
 
@@ -60,7 +61,7 @@ def passed(code: list[Instruction]) -> Iterator[tuple[Instruction, list[Instruct
             continue
         waited, loads = arrival.waits, []
         for before in reversed(code[max(0, i - FAR) : i]):
-            if before.text.startswith(("SYNCS.PHASECHK", "EXIT", "BAR.SYNC", "MEMBAR", "FENCE")):
+            if before.text.startswith(("SYNCS.PHASECHK", "EXIT", "MEMBAR", "FENCE")):
                 break
             if before.text.startswith("LDS") and before.scoreboard != NO_SCOREBOARD:
                 loads += [before] * (not waited >> before.scoreboard & 1)

@@ -27,9 +27,20 @@ def sass(*code: tuple[str, int, int]) -> list[str]:
         ([("FADD R4, R4, R6", 7, 0b000100)], 0),
         ([("MEMBAR.ALL.CTA", 7, 0), ("FENCE.VIEW.ASYNC.S", 5, 0b100000)], 0),
         ([("FADD R4, R4, R6", 7, 0b000100), (LOAD, 2, 0)], 1),  # another load by the same scoreboard
+        ([("BAR.SYNC.DEFER_BLOCKING R8, 0x80", 7, 0)], 1),
+        ([("BAR.SYNC.DEFER_BLOCKING R8, 0x80", 7, 0b000100)], 0),
         ([(WAIT, 7, 0)], 0),
     ],
-    ids=["nothing", "another waited for", "waited for", "a fence", "waited for and loaded again", "another stage"],
+    ids=[
+        "nothing",
+        "another waited for",
+        "waited for",
+        "a fence",
+        "waited for and loaded again",
+        "a block's barrier",
+        "one that waits",
+        "another stage",
+    ],
 )
 def test_a_load_is_under_way_until_it_is_waited_for(between, found):
     code = [(WAIT, 7, 0), (LOAD, 2, 0), *between, (ARRIVE, 7, 0)]

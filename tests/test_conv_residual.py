@@ -140,6 +140,20 @@ def test_every_kernel_that_adds(name, last, dtype):
     assert found >= 2
 
 
+@pytest.mark.skipif(DEVICE.platform != "cuda", reason="rings of shared memory that TMA fills again")
+@pytest.mark.parametrize(("shape", "k"), [((64, 64, 64, 256), 128), ((256, 14, 14, 256), 1024)], ids=str)
+def test_residuals_of_large_arrays(shape, k):
+    """Stores of so much hold up reads of shared memory: where a stage was handed back before, other rows were added."""
+    x, r = (jnp.asarray(normal(i, s), "bfloat16") for i, s in enumerate((shape, (*shape[:3], k))))
+    w = jnp.zeros((1, 1, shape[3], k), "bfloat16")
+    p = problem_of(shape, 1, k, activation=None)
+    specs = [plan.spec for plan in _plan.tiles("conv_add", p, DEVICE) if plan.kernel.startswith("sm90")]
+    for spec in specs:
+        f = jax.jit(lambda x, w, r, spec=spec: (jaxconv.conv2d(x, w, residual=r, algorithm=spec) != r).sum())
+        assert [int(f(x, w, r)) for _ in range(4)] == [0] * 4, spec
+    assert DEVICE.compute_capability != (9, 0) or any(spec.startswith("sm90/resident") for spec in specs)
+
+
 @pytest.mark.parametrize("activation", NAMED_ACTIVATIONS, ids=label)
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 def test_every_activation(dtype, activation):

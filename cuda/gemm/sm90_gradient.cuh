@@ -108,6 +108,7 @@ __device__ __forceinline__ void BackThroughRing(Sm90Ring<Tile>& ring, int group,
             reinterpret_cast<float (&)[32]>(acc[m][chunk * 32]));
       }
     }
+    ReadsFirst();
     NamedBarrier(group + 1, 128);  // all have read
     ring.Release(ring.stage);
     ring.Advance();

@@ -162,6 +162,7 @@ __device__ __forceinline__ void AddFromRing(Sm90Ring<Tile>& ring, int group, int
         }
       }
     }
+    ReadsFirst();
     NamedBarrier(group + 1, 128);  // all have read
     ring.Release(ring.stage);
     ring.Advance();

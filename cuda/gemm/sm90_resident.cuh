@@ -196,6 +196,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
             AddBox<typename Tile::T>(ring.A() + block * kBlockBytes,
                                      reinterpret_cast<float (&)[32]>(acc[block][i * 32]));
           }
+          ReadsFirst();
           NamedBarrier(group + 1, 128);  // all have read
           if (threadIdx.x % 128 == 0) BarrierArrive(ring.Empty());
           ring.Advance();

@@ -127,6 +127,7 @@ __device__ __forceinline__ void TakeUnit(Sm90Ring<Tile>& ring, int group,
       for (int i = 0; i < 4; ++i) a[k][t][i] = terms[i][t];
     }
   }
+  ReadsFirst();
   __syncwarp();
   if (lane == 0) BarrierArrive(ring.UnitEmpty(ring.unit));
   ring.AdvanceUnit();

@@ -173,6 +173,7 @@ __global__ void __launch_bounds__(kMostGroups* kGroupThreads, 1)
               }
             }
           }
+          ReadsFirst();
           __syncwarp();
           if (lane == 0) BarrierArrive(box_empty(box));
           next_box();
