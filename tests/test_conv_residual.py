@@ -140,7 +140,7 @@ def test_every_kernel_that_adds(name, last, dtype):
     assert found >= 2
 
 
-@pytest.mark.skipif(DEVICE.platform != "cuda", reason="rings of shared memory that TMA fills again")
+@pytest.mark.skipif(DEVICE.platform != "cuda", reason="a CPU has no shared memory that TMA fills again")
 @pytest.mark.parametrize(("shape", "k"), [((64, 64, 64, 256), 128), ((256, 14, 14, 256), 1024)], ids=str)
 def test_residuals_of_large_arrays(shape, k):
     """Stores of so much hold up reads of shared memory: where a stage was handed back before, other rows were added."""
