@@ -39,6 +39,16 @@ Status ConvStatistics(const Context& ctx, const ConvProblem& p, const Plan& plan
 Status ConvDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,
                  const void* w, const void* c, void* dx, Workspace workspace);
 
+#if JAXCONV_ON_GPUS
+// dz = [y > 0] * (the transpose of conv in x, of dy, + c);  dbias = sum dz, dscale = sum dz * (x - mean) * rstd over pixels:
+// what comes back to z of y = relu(z), z = (x - mean) * rstd * scale + bias + residual, which conv and others read, and the
+// gradients of scale and bias. `c`, `x` like dz; `signs` as BatchNormSigns gives them; the others (C), float32. There are elements.
+Status ConvDgradSums(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,
+                     const void* w, const void* c, const void* signs, const void* x,
+                     const void* mean, const void* rstd, void* dz, void* dscale, void* dbias,
+                     Workspace workspace);
+#endif
+
 // dw = the transpose of conv in w.
 Status ConvWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
                  const void* dy, void* dw, Workspace workspace);
@@ -98,6 +108,14 @@ Status BatchNormMoments(const Context& ctx, const BatchNormProblem& p, const Pla
 Status BatchNormInfer(const Context& ctx, const BatchNormProblem& p, const Plan& plan,
                       const void* x, const void* scale, const void* bias, const void* mean,
                       const void* var, const void* residual, void* y);
+
+#if JAXCONV_ON_GPUS
+// BatchNormInfer before relu, and of each element of y a bit, whether it is above 0: bit j of byte i of `signs` is that of
+// element 8i + j.
+Status BatchNormSigns(const Context& ctx, const BatchNormProblem& p, const Plan& plan,
+                      const void* x, const void* scale, const void* bias, const void* mean,
+                      const void* var, const void* residual, void* y, void* signs);
+#endif
 
 // With dz = dy * f'(z), z recomputed from x (and residual):
 //   dbias = sum dz;  dscale = sum dz * xhat;  dx = scale * rstd * (dz - dbias / n - xhat * dscale /

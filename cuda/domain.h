@@ -51,7 +51,8 @@ inline std::string_view MemberOf(std::string_view kernel) {
 }
 
 // kSums: a weight gradient, and the sums of the batch-norm in front; NormalisedRefusal's alone.
-enum class ConvOp { kFprop, kFpropAdd, kStatistics, kDgrad, kDgradAdd, kWgrad, kSums };
+// kDgradSums: a dgrad with an addend and the sums of the batch-norm whose result the convolution reads.
+enum class ConvOp { kFprop, kFpropAdd, kStatistics, kDgrad, kDgradAdd, kDgradSums, kWgrad, kSums };
 
 // Nothing where plan.kernel can run `op` of `p` on the device with the plan's tile, splits and chunk, else a sentence. An
 // empty tile asks for some tile. `p` is the problem as it lies in memory.
@@ -72,7 +73,7 @@ int64_t ConvWorkspace(ConvOp op, const ConvProblem& p, const Plan& plan);
 std::string DenseRefusal(const DenseProblem& p, const Plan& plan, const Device& device);
 int64_t DenseWorkspace(const DenseProblem& p, const Plan& plan);
 
-enum class BatchNormOp { kTrain, kInfer, kBackward, kDx, kMoments, kShortcutBackward };
+enum class BatchNormOp { kTrain, kInfer, kSigns, kBackward, kDx, kMoments, kShortcutBackward };
 
 // The same of a batch-norm. The workspace of a team is for as many teams as the device runs at once.
 std::string BatchNormRefusal(BatchNormOp op, const BatchNormProblem& p, const Plan& plan,

@@ -35,6 +35,7 @@ cuda::ConvOp ToConvOp(const std::string& name) {
   if (name == "conv_statistics") return cuda::ConvOp::kStatistics;
   if (name == "conv_dgrad") return cuda::ConvOp::kDgrad;
   if (name == "conv_dgrad_add") return cuda::ConvOp::kDgradAdd;
+  if (name == "conv_dgrad_sums") return cuda::ConvOp::kDgradSums;
   if (name == "conv_wgrad") return cuda::ConvOp::kWgrad;
   if (name == "conv_normalised") return cuda::ConvOp::kFprop;
   if (name == "conv_normalised_wgrad") return cuda::ConvOp::kWgrad;
@@ -96,6 +97,7 @@ DenseProblem MakeDense(int64_t batch, int64_t m, int64_t k, int64_t n, bool tran
 cuda::BatchNormOp ToBatchNormOp(const std::string& name) {
   if (name == "batchnorm_train") return cuda::BatchNormOp::kTrain;
   if (name == "batchnorm_infer") return cuda::BatchNormOp::kInfer;
+  if (name == "batchnorm_signs") return cuda::BatchNormOp::kSigns;
   if (name == "batchnorm_backward") return cuda::BatchNormOp::kBackward;
   if (name == "batchnorm_dx") return cuda::BatchNormOp::kDx;
   if (name == "batchnorm_moments") return cuda::BatchNormOp::kMoments;

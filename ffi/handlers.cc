@@ -329,6 +329,53 @@ Status Dgrad(ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets ret
                    call.Scratch());
 }
 
+#if JAXCONV_ON_GPUS
+// Signs of `like`, channels last: a byte of eight channels.
+Status ConfirmSigns(const Call& call, AnyBuffer signs, const char* name, AnyBuffer like) {
+  const Dims dims = like.dimensions();
+  std::vector<int64_t> expected(dims.begin(), dims.end());
+  if (expected.empty() || expected.back() % 8 != 0 || signs.element_type() != ffi::DataType::U8) {
+    return Status::Invalid(call.Text("signs are bytes of eight channels of " + std::string(name)));
+  }
+  expected.back() /= 8;
+  const Dims found = signs.dimensions();
+  if (expected == std::vector<int64_t>(found.begin(), found.end())) return Status::Ok();
+  return Status::Invalid(call.Text("signs=" + wire::ShapeText(found) + " are not those of " +
+                                   std::string(name) + "=" + wire::ShapeText(dims)));
+}
+
+Status DgradSums(ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                 const wire::Window& window, const wire::Plan& plan) {
+  Call call("conv_dgrad_sums", args, rets);
+  JAXCONV_RETURN_IF_ERROR(call.Confirm(7, 3));
+  AnyBuffer dy = call.Arg(0), w = call.Arg(1), dz = call.Ret(0);
+  ConvProblem p;
+  jaxconv::Plan how;
+  JAXCONV_RETURN_IF_ERROR(ToConvProblem(call, {dz, w, dy, "dz", "w", "dy"}, window, &p));
+  JAXCONV_RETURN_IF_ERROR(ToPlan(call, plan, &how));
+  if (p.n * p.c * p.in_size() == 0 || p.k * p.out_size() == 0) {
+    return Status::Invalid(call.Text("it has no elements: there are no sums of nothing"));
+  }
+  const auto where = [&] { return "dz=" + wire::ShapeText(dz.dimensions()); };
+  JAXCONV_RETURN_IF_ERROR(call.ConfirmLike("c", call.Arg(2), "dz", dz));
+  JAXCONV_RETURN_IF_ERROR(ConfirmSigns(call, call.Arg(3), "dz", dz));
+  JAXCONV_RETURN_IF_ERROR(call.ConfirmLike("x", call.Arg(4), "dz", dz));
+  const auto channels = [&](const char* what, AnyBuffer buffer) {
+    JAXCONV_RETURN_IF_ERROR(call.ConfirmShape(what, buffer, {p.c}, where));
+    return call.ConfirmType(what, buffer, DType::kF32, "dz");
+  };
+  JAXCONV_RETURN_IF_ERROR(channels("mean", call.Arg(5)));
+  JAXCONV_RETURN_IF_ERROR(channels("rstd", call.Arg(6)));
+  JAXCONV_RETURN_IF_ERROR(channels("dscale", call.Ret(1)));
+  JAXCONV_RETURN_IF_ERROR(channels("dbias", call.Ret(2)));
+  return ConvDgradSums(MakeContext(context), p, how, dy.untyped_data(), w.untyped_data(),
+                       call.Arg(2).untyped_data(), call.Arg(3).untyped_data(),
+                       call.Arg(4).untyped_data(), call.Arg(5).untyped_data(),
+                       call.Arg(6).untyped_data(), dz.untyped_data(), call.Ret(1).untyped_data(),
+                       call.Ret(2).untyped_data(), call.Scratch());
+}
+#endif
+
 Status Wgrad(ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets,
              const wire::Window& window, const wire::Plan& plan) {
   Call call("conv_wgrad", args, rets);
@@ -567,6 +614,29 @@ Status NormInfer(ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets
   return BatchNormInfer(MakeContext(context), p, how, in(0), in(1), in(2), in(3), in(4),
                         residual ? in(5) : nullptr, call.Ret(0).untyped_data());
 }
+
+#if JAXCONV_ON_GPUS
+Status NormSigns(ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                 const wire::Norm& norm, const wire::Plan& plan) {
+  Call call("batchnorm_signs", args, rets);
+  const bool residual = norm.residual != 0;
+  JAXCONV_RETURN_IF_ERROR(call.Confirm(5 + residual, 2));
+  auto arg = [&](size_t i) { return call.Arg(i); };
+  BatchNormProblem p;
+  jaxconv::Plan how;
+  JAXCONV_RETURN_IF_ERROR(ToBatchNormProblem(call, arg(0), norm, &p));
+  JAXCONV_RETURN_IF_ERROR(ToPlan(call, plan, &how));
+  JAXCONV_RETURN_IF_ERROR(
+      ConfirmParams(call, norm, p, arg(0), arg, 1, {"scale", "bias", "mean", "var"}));
+  JAXCONV_RETURN_IF_ERROR(call.ConfirmLike("y", call.Ret(0), "x", arg(0)));
+  if (residual) JAXCONV_RETURN_IF_ERROR(call.ConfirmLike("residual", arg(5), "x", arg(0)));
+  JAXCONV_RETURN_IF_ERROR(ConfirmSigns(call, call.Ret(1), "x", arg(0)));
+  auto in = [&](size_t i) { return arg(i).untyped_data(); };
+  return BatchNormSigns(MakeContext(context), p, how, in(0), in(1), in(2), in(3), in(4),
+                        residual ? in(5) : nullptr, call.Ret(0).untyped_data(),
+                        call.Ret(1).untyped_data());
+}
+#endif
 
 Status NormBackward(ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets,
                     const wire::Norm& norm, int64_t want_dx, int64_t want_dresidual,
@@ -1106,6 +1176,16 @@ XLA_FFI_DEFINE_HANDLER(
     },
     JAXCONV_BASE.Attr<wire::Window>("window").Attr<wire::Plan>("plan"), JAXCONV_TRAITS);
 
+#if JAXCONV_ON_GPUS
+XLA_FFI_DEFINE_HANDLER(
+    kDgradSums,
+    [](ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets, wire::Window window,
+       wire::Plan plan) {
+      return Answer([&] { return DgradSums(context, args, rets, window, plan); });
+    },
+    JAXCONV_BASE.Attr<wire::Window>("window").Attr<wire::Plan>("plan"), JAXCONV_TRAITS);
+#endif
+
 XLA_FFI_DEFINE_HANDLER(
     kWgrad,
     [](ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets, wire::Window window,
@@ -1192,6 +1272,16 @@ XLA_FFI_DEFINE_HANDLER(
       return Answer([&] { return NormInfer(context, args, rets, norm, plan); });
     },
     JAXCONV_BASE.Attr<wire::Norm>("norm").Attr<wire::Plan>("plan"), JAXCONV_TRAITS);
+
+#if JAXCONV_ON_GPUS
+XLA_FFI_DEFINE_HANDLER(
+    kNormSigns,
+    [](ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets, wire::Norm norm,
+       wire::Plan plan) {
+      return Answer([&] { return NormSigns(context, args, rets, norm, plan); });
+    },
+    JAXCONV_BASE.Attr<wire::Norm>("norm").Attr<wire::Plan>("plan"), JAXCONV_TRAITS);
+#endif
 
 XLA_FFI_DEFINE_HANDLER(
     kNormBackward,
@@ -1317,6 +1407,9 @@ std::vector<std::pair<const char*, XLA_FFI_Handler*>> Handlers() {
       {"jaxconv_conv_statistics_v2", kStatistics},
       {"jaxconv_conv_dgrad_v2", kDgrad},
       {"jaxconv_conv_dgrad_add_v2", kDgradAdd},
+#if JAXCONV_ON_GPUS
+      {"jaxconv_conv_dgrad_sums_v2", kDgradSums},
+#endif
       {"jaxconv_conv_wgrad_v2", kWgrad},
       {"jaxconv_conv_normalised_v2", kNormalised},
       {"jaxconv_conv_normalised_wgrad_v2", kNormalisedWgrad},
@@ -1329,6 +1422,9 @@ std::vector<std::pair<const char*, XLA_FFI_Handler*>> Handlers() {
 #endif
       {"jaxconv_batchnorm_train_v2", kNormTrain},
       {"jaxconv_batchnorm_infer_v2", kNormInfer},
+#if JAXCONV_ON_GPUS
+      {"jaxconv_batchnorm_signs_v2", kNormSigns},
+#endif
       {"jaxconv_batchnorm_backward_v2", kNormBackward},
       {"jaxconv_batchnorm_dx_v2", kNormDx},
       {"jaxconv_batchnorm_moments_v2", kNormMoments},

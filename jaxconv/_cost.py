@@ -24,6 +24,7 @@ from jaxconv._problem import (
 _NORM_FLOPS = {
     "batchnorm_train": 8,
     "batchnorm_infer": 4,
+    "batchnorm_signs": 5,
     "batchnorm_backward": 10,
     "batchnorm_dx": 7,
     "batchnorm_moments": 4,
@@ -111,5 +112,7 @@ def _flops(op: str, p: Any) -> int:
     )
     if isinstance(p, NormalisedConvProblem):
         return p.flops + _flops("batchnorm_infer", p.norm)
+    if op == "conv_dgrad_sums":  # an add, a choice, a sum, and one of products with what is centred
+        return p.flops + 6 * math.prod(p.x_shape)
     added = math.prod(p.x_shape) if op == "conv_dgrad_add" else math.prod(p.y_shape) * (op == "conv_add")
     return p.flops + epilogue * math.prod(p.y_shape) + added

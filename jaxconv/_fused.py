@@ -154,7 +154,7 @@ def conv_batchnorm(
     channel_axis: int,
     forks: bool = False,
     statistics: bool = False,
-    **norm: Any,  # training, momentum, epsilon, activation, residual
+    **norm: Any,  # training, momentum, epsilon, activation, residual; of a fork `opened`
 ) -> Any:
     """batchnorm(lax.conv_general_dilated(x, w, ...), ...), where `conv_batchnorm_layout` has a name.
 
@@ -180,6 +180,12 @@ def conv_batchnorm(
         implementation=None,
         **norm,
     )
+
+
+def conv_problem(window: dict[str, Any], channel_axis: int, x: Any, w: Any) -> ConvProblem | None:
+    """The problem of lax's convolution of arrays like these, without what follows; None where jaxconv has none."""
+    found = batchnorm_conv_problem(None, window, channel_axis, 0.0, Activation(), x, w)
+    return None if found is None else found.conv
 
 
 def batchnorm_conv_problem(

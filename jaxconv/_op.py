@@ -166,10 +166,12 @@ def composite(
     *,
     results: Callable[[Any], list[tuple[tuple[int, ...], str]]],
     parts: Callable[[Any, _plan.Plan | None], Callable[..., list[Array]]],
+    batch: Callable[..., tuple[list[Array], list[int]]] | None = None,
 ) -> Composite:
     """Makes the primitive `jaxconv_<name>` with everything but its differentiation rule.
 
     `parts` gets None for a plan where none is made: under vmap, for shapes, and on platforms without native code.
+    `batch` is as a Kernel's. None maps the parts: for a composite whose derivative is that of its parts.
     """
     primitive = Primitive(f"jaxconv_{name}")
     primitive.multiple_results = True
@@ -184,6 +186,8 @@ def composite(
     primitive.def_abstract_eval(abstract_eval)
 
     def batching_rule(args: Sequence[Array], dims: Sequence[int | None], *, problem: Any) -> Any:
+        if batch is not None and batch_size(args, dims) > 0:
+            return batch(problem, list(args), list(dims))
         outs = jax.vmap(parts(problem, None), in_axes=tuple(dims))(*args)
         return outs, [0] * len(outs)
 
@@ -473,6 +477,10 @@ def _jvp_of_varied(
     return jax.jvp(of_varied, [primals[i] for i in varied], [tangents[i] for i in varied])
 
 
+def _whole_numbers(dtype: Any) -> bool:
+    return not jnp.issubdtype(dtype, jnp.floating)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rules:
     """A fused op's differentiation, as `jax.custom_vjp` would have it, plus its linear part for forward mode.
@@ -480,6 +488,8 @@ class Rules:
     forward(problem, *args)                        -> results, residuals
     backward(problem, residuals, cotangents, want) -> a cotangent (or None) for each argument
     tangent(problem, residuals, tangents)          -> a tangent for each result
+
+    Results of whole numbers have neither cotangents nor tangents.
 
     `problem` is always `saving(problem)`, the variant of the op that also returns what backward needs. Cotangents and
     tangents are None where they are zero; `want[i]` says whether argument i's cotangent is asked for.
@@ -494,6 +504,11 @@ class Rules:
 def fuse(made: Kernel | Composite | Fork, rules: Rules) -> Primitive:
     """Gives `made` the derivative that `rules` state, in both modes and any order. Returns the linear twin."""
     twin = Primitive(f"{made.primitive.name}_tangent")
+
+    def with_tangents(problem: Any) -> list[tuple[tuple[int, ...], str]]:
+        """Results of whole numbers have none."""
+        return [(shape, dtype) for shape, dtype in made.results(problem) if not _whole_numbers(dtype)]
+
     name = made.of.primitive.name if isinstance(made, Fork) else made.primitive.name
 
     def split(operands: Sequence[Any], tree: Any, nonzero: tuple[bool, ...]) -> tuple[Any, list[Any]]:
@@ -516,7 +531,10 @@ def fuse(made: Kernel | Composite | Fork, rules: Rules) -> Primitive:
         nonzero = tuple(type(t) is not ad.Zero for t in tangents)
         operands = match_varying(*leaves, *(t for t, nz in zip(tangents, nonzero, strict=True) if nz))
         outs_t = twin.bind(*operands, problem=saving, tree=tree, nonzero=nonzero)
-        wanted = len(made.results(problem))
+        wanted, given_t = len(made.results(problem)), iter(outs_t)
+        outs_t = [
+            ad.Zero(jax.typeof(out).to_tangent_aval()) if _whole_numbers(out.dtype) else next(given_t) for out in outs
+        ]
         return outs[:wanted], outs_t[:wanted]
 
     def twin_jvp(primals: Sequence[Array], tangents: Sequence[Any], **params: Any) -> Any:
@@ -532,7 +550,7 @@ def fuse(made: Kernel | Composite | Fork, rules: Rules) -> Primitive:
         outs = rules.backward(problem, residuals, given, nonzero)
         return [None] * tree.num_leaves + [out for out, nz in zip(outs, nonzero, strict=True) if nz]
 
-    _define(twin, made.results, evaluate)
+    _define(twin, with_tangents, evaluate)
     ad.primitive_jvps[made.primitive] = jvp
     ad.primitive_jvps[twin] = twin_jvp
     ad.primitive_transposes[twin] = twin_transpose

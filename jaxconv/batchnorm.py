@@ -41,7 +41,7 @@ def _partition(p: BatchNormProblem, operands: str, results: str, run: Any = None
     """Letters: x is an array like x, p one of parameters."""
     lead = "v " if p.batch is not None else ""
     pixels = _axes(p)
-    names = {"x": lead + " ".join(pixels), "p": lead + "c"}
+    names = {"x": lead + " ".join(pixels), "p": lead + "c", "e": lead + " ".join([*pixels[:-1], "e"])}
 
     def local(parts: Any) -> BatchNormProblem:
         shape = tuple(-(-extent // parts[name]) for name, extent in zip(pixels, p.shape, strict=True))
@@ -196,6 +196,16 @@ infer = _op.kernel(
     batch=_op.batch_by_instances(lambda: infer),
     partition=lambda p: _partition(p, "xpppp" + "x" * p.residual, "x"),
 )
+# (x, scale, bias, mean, var, residual?) -> y, which relu gives, and its signs: uint8, a bit an element
+signs = _op.kernel(
+    "batchnorm_signs",
+    reference=lambda p, *args: _with_signs(p, *args),
+    results=lambda p: [_x(p), ((*p.x_shape[:-1], p.channels // 8), "uint8")],
+    wire=lambda p, plan: _wire(p, 5 + p.residual, 2),
+    batch=lambda p, args, dims: _batch_signs(p, args, dims),
+    partition=lambda p: dataclasses.replace(_partition(p, "xpppp" + "x" * p.residual, "xe"), split=_axes(p)[:-1]),
+    multiple_results=True,
+)
 # (x, dy, scale, bias, mean, rstd, residual?) -> dscale, dbias, dx?, dresidual?
 backward = _op.kernel(
     "batchnorm_backward",
@@ -223,6 +233,17 @@ _op.by_reference(infer)
 _op.by_reference(backward)
 _op.by_reference(dx_of_sums)
 _op.by_reference(moments)
+
+
+def _with_signs(p: BatchNormProblem, *args: Array) -> list[Array]:
+    """y by a plan of its own."""
+    y = infer(p, *args)
+    return [y, reference.signs(y)]
+
+
+def _batch_signs(p: BatchNormProblem, args: list[Array], dims: list[int | None]) -> tuple[list[Array], list[int]]:
+    outs = jax.vmap(functools.partial(_with_signs, p), in_axes=tuple(dims))(*args)
+    return outs, [0] * len(outs)
 
 
 def train_forward(p: BatchNormProblem, *args: Array) -> tuple[list[Array], Any]:
@@ -333,6 +354,7 @@ given = _op.composite(
     "batchnorm_given",
     results=lambda p: [_x(p)] + [_param(p)] * 4,
     parts=lambda p, plan: functools.partial(_train_with, p),
+    batch=_op.batch_by_instances(lambda: given),
 )
 
 

@@ -60,6 +60,7 @@ joined = _op.composite(
     "batchnorm_shortcut",
     results=lambda p: [batchnorm._x(p)] + [batchnorm._param(p)] * 4,
     parts=lambda p, plan: functools.partial(reference.batchnorm_shortcut, p),
+    batch=_op.batch_by_instances(lambda: joined),
 )
 
 

@@ -17,8 +17,9 @@ from typing import Any
 from jaxconv._op import Composite, Kernel
 from jaxconv.batchnorm import given, infer, train
 from jaxconv.batchnorm_conv import chain, normalised, normalised_wgrad
+from jaxconv.batchnorm_fork import opened
 from jaxconv.batchnorm_shortcut import joined
-from jaxconv.conv import conv_add, conv_kernel, dgrad, dgrad_add, fprop, statistics, wgrad
+from jaxconv.conv import conv_add, conv_kernel, dgrad, dgrad_add, dgrad_sums, fprop, statistics, wgrad
 from jaxconv.conv_batchnorm import pair
 from jaxconv.dense import dense_gradient, dense_kernel, matmul
 from jaxconv.groupnorm import norm
@@ -27,9 +28,12 @@ from jaxconv.pool import kernel as max_pool
 from jaxconv.squeeze_excite import excite
 
 # of a pair everything: y comes out of its convolution
-_CONVS = (fprop, dgrad, dgrad_add, wgrad, conv_kernel, conv_add, statistics, pair, chain, normalised, normalised_wgrad)
+_CONVS = (
+    *(fprop, dgrad, dgrad_add, dgrad_sums, wgrad, conv_kernel, conv_add, statistics),
+    *(pair, chain, normalised, normalised_wgrad),
+)
 _DENSES = (matmul, dense_kernel, dense_gradient, mlp)
-_NORMS = (train, infer, given, joined, norm)
+_NORMS = (train, infer, given, joined, opened, norm)
 _POOLS = (max_pool,)
 _EXCITES = (excite,)
 

@@ -157,6 +157,12 @@ def _batch_dgrad(p: ConvProblem, args: list[Array], dims: list[int | None]) -> t
     return [_op.unfold(dx, size, channel)], [0]
 
 
+def _batch_dgrad_sums(p: ConvProblem, args: list[Array], dims: list[int | None]) -> tuple[list[Array], list[int]]:
+    """Instances have sums of their own, which the kernel has not."""
+    outs = jax.vmap(functools.partial(_dgrad_then_sums, p), in_axes=tuple(dims))(*args)
+    return outs, [0] * len(outs)
+
+
 def _batch_wgrad(p: ConvProblem, args: list[Array], dims: list[int | None]) -> tuple[list[Array], list[int]]:
     size = _op.batch_size(args, dims)
     channel, in_channel, out_channel = _axes(p)
@@ -194,6 +200,7 @@ def _partition(p: ConvProblem, operands: str, results: str, channels: str, run: 
         "w": " ".join([*taps, "c", k] if p.channels_last else [k, "c", *taps]),
         "b": k,
         "p": c,  # numbers for x's channels
+        "e": " ".join(["n", *pixels, "e"]),  # eights of channels-last x's channels
     }
 
     def local(parts: Any) -> ConvProblem:
@@ -319,6 +326,26 @@ def _dgrad_add_shard(p: ConvProblem, split: _sharding.Split, dy: Array, w: Array
     return _dx_of_rows(p, _halo.pixels(p, split), dy, w, c)
 
 
+def _dgrad_sums_shard(
+    p: ConvProblem, split: _sharding.Split, dy: Array, w: Array, c: Array, *norm: Array
+) -> list[Array]:
+    """Each shard's sums, added over the mesh; of its own pixels."""
+    if set(split) <= {"n"}:
+        dz, *sums = dgrad_sums(p, dy, w, c, *norm)
+        return [dz, *(_summed(s, split, "n") for s in sums)]
+    (dx,) = _dgrad_add_shard(p, split, dy, w, c)
+    pixels = _halo.pixels(p, split)
+    first = 1 if p.channels_last else 2
+    parts = [_sharding.inside(dx.shape, first + i, p.in_spatial[i], axes) for i, axes in pixels.items()]
+    own = [part for part in parts if part is not None]
+    if own:  # x too: a NaN times a zero is NaN
+        signs, x, *statistics = norm
+        inside = functools.reduce(jnp.logical_and, own)
+        dx, norm = jnp.where(inside, dx, 0), (signs, jnp.where(inside, x, 0), *statistics)
+    dz, *sums = _through_relu(p, dx, *norm)
+    return [dz, *(_summed(s, split, "n", *map(_halo.name, pixels)) for s in sums)]
+
+
 def _wgrad_shard(p: ConvProblem, split: _sharding.Split, x: Array, dy: Array) -> list[Array]:
     """A shard has its own pixels of x, so each product of an x and a dy is in one of the sums."""
     pixels = _halo.pixels(p, split)
@@ -378,9 +405,39 @@ dgrad_add = _op.kernel(
 _op.with_addend(dgrad_add, dgrad, *_DGRAD_RULE)
 
 
-def input_gradient(p: ConvProblem, dy: Array, w: Array, addend: Array | None = None) -> Array:
-    """dx, and what else is to be added to it."""
-    return dgrad(p, dy, w) if addend is None else dgrad_add(p, dy, w, addend)
+def _through_relu(p: ConvProblem, dx: Array, signs: Array, *norm: Array) -> list[Array]:
+    return reference.through_relu(p.channel_axis, dx, reference.above(signs), *norm)
+
+
+def _dgrad_then_sums(p: ConvProblem, dy: Array, w: Array, c: Array, *norm: Array) -> list[Array]:
+    """dgrad_sums as a dgrad_add by a plan of its own, and what follows in passes of XLA's."""
+    return _through_relu(p, dgrad_add(p, dy, w, c), *norm)
+
+
+# (dy, w, c, signs, x, mean, rstd) -> dz, dscale, dbias, of channels-last arrays, where x's batch-norm by these
+# statistics gives y, by a relu, which the convolution and others read: dz = [y > 0] (dgrad(dy, w) + c), its sums with
+# xhat and alone
+dgrad_sums = _op.kernel(
+    "conv_dgrad_sums",
+    reference=_dgrad_then_sums,
+    results=lambda p: [(p.x_shape, p.dtype)] + [((p.in_channels,), reference.norm_of(p).param_dtype)] * 2,
+    wire=lambda p, plan: _wire(p, plan, "ywxbxbb", "xbb"),
+    batch=_batch_dgrad_sums,
+    partition=lambda p: replace(_partition(p, "ywxexpp", "xpp", "k", _dgrad_sums_shard), always=False),
+    multiple_results=True,
+)
+_op.by_reference(dgrad_sums)
+
+
+def input_gradient(
+    p: ConvProblem, dy: Array, w: Array, addend: Array | None = None, norm: Sequence[Array] | None = None
+) -> Any:
+    """dx, and what else is to be added to it. With `norm`, (signs, x, mean, rstd) of dgrad_sums, its three results."""
+    if norm is None:
+        return dgrad(p, dy, w) if addend is None else dgrad_add(p, dy, w, addend)
+    if addend is None:
+        return _through_relu(p, dgrad(p, dy, w), *norm)
+    return dgrad_sums(p, dy, w, addend, *norm)
 
 
 # statistics: fprop, and from its epilogue the mean and biased variance of y's channels

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxconv import _op, _plan, _problem
+from jaxconv import _op, _plan, _problem, batchnorm_fork
 from jaxconv._activation import Activation, activate
 from jaxconv._problem import ConvBatchNormProblem
 from jaxconv._types import (
@@ -76,7 +76,8 @@ def _backward(
     cotangents: Sequence[Array | None],
     want: Sequence[bool],
     addend: Array | None = None,  # to x's
-) -> list[Array | None]:
+    norm: Sequence[Array] | None = None,  # in front of x, as `conv.input_gradient` takes it
+) -> list[Any]:
     x, w, norm_residuals = residuals
     dy, d_new_mean, d_new_var, dz_direct, d_mean, d_rstd = cotangents
     want_x, want_w, *want_rest = want
@@ -86,7 +87,7 @@ def _backward(
     if dz is not None and dz_direct is not None:
         through_norm = any(ct is not None for ct in (dy, d_new_mean, d_new_var, d_mean, d_rstd))
         dz = dz + dz_direct if through_norm else dz_direct
-    dx = input_gradient(p.conv, dz, w, addend) if want_x else None
+    dx = input_gradient(p.conv, dz, w, addend, norm) if want_x else None
     dw = wgrad(p.conv, x, dz) if want_w else None
     return [dx, dw, *rest]
 
@@ -105,6 +106,8 @@ _RULES = _op.Rules(lambda p: replace(p, save=True), _forward, _backward, _tangen
 _op.fuse(pair, _RULES)
 # (problem, x, w, ...) -> x, for its other users, and pair's results
 fork = _op.fork(pair, pair, lambda p: (p.conv.x_shape, p.conv.dtype), _RULES)
+# The same of an x that `batchnorm_fork.opened` gave, and of what it gave besides
+fork_opened = batchnorm_fork.fork(pair, pair, lambda p: (p.conv.x_shape, p.conv.dtype, p.conv.channel_axis), _RULES)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -221,9 +224,10 @@ def _call(
     residual: Any,
     forks: bool = False,
     statistics: bool = False,
+    opened: Sequence[Array] = (),
     **options: Any,
 ) -> tuple[Array, tuple[Array, Array, Array]]:
-    """`statistics`: z in the place of y, which nobody computes then."""
+    """`statistics`: z in the place of y, which nobody computes then. `opened`: of a fork, see `fork_opened`."""
     name = "conv_batchnorm"
     x, w = _problem.as_array(name, "x", x), _problem.as_array(name, "w", w)
     arrays = parameters(name, x, scale, bias, running_mean, running_var)
@@ -237,6 +241,9 @@ def _call(
     if not p.norm.training:
         return x, (inference(p, *args), arrays["running_mean"], arrays["running_var"])
     p = replace(p, save=statistics)
-    passed, outs = fork(p, *args) if forks else (x, pair(p, *args))
+    if opened:
+        passed, outs = fork_opened(p, *args, *opened)
+    else:
+        passed, outs = fork(p, *args) if forks else (x, pair(p, *args))
     y, new_mean, new_var, *saved = outs
     return passed, (saved[0] if statistics else y, new_mean, new_var)

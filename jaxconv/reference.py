@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -279,6 +280,37 @@ def batchnorm_dx(p: BatchNormProblem, xhat, dz, scale, rstd, dscale, dbias, n: i
     """dx from the sums dscale and dbias over `n` elements a channel."""
     s = channel_shape(p)
     return (scale * rstd).reshape(s) * (dz - (dbias / n).reshape(s) - xhat * (dscale / n).reshape(s))
+
+
+def signs(y: jax.Array) -> jax.Array:
+    """Whether elements of y are above 0, uint8 (..., C / 8): bit j of [..., i] is that of y[..., 8i + j]."""
+    bits = (y > 0).reshape(*y.shape[:-1], -1, 8).astype(jnp.uint8)
+    return jnp.sum(bits << jnp.arange(8, dtype=jnp.uint8), -1, dtype=jnp.uint8)
+
+
+def above(bits: jax.Array) -> jax.Array:
+    """What `signs` was given: whether elements are above 0."""
+    each = (bits[..., None] >> jnp.arange(8, dtype=jnp.uint8)) & 1
+    return each.reshape(*bits.shape[:-1], -1) > 0
+
+
+def along(axis: int, x, mean) -> Callable[[jax.Array], jax.Array]:
+    """Shapes numbers of channels like `mean`, (C,) or instances of it, to broadcast against x or its instances."""
+    lead = mean.ndim - 1
+    others = [a for a in range(lead, x.ndim) if a != axis + lead]
+    return lambda numbers: lax.expand_dims(numbers, others)
+
+
+def through_relu(axis: int, dy, above, x, mean, rstd) -> list[jax.Array]:
+    """[dz, dscale, dbias] of y = relu(z), z = xhat * scale + bias + residual, xhat = (x - mean) * rstd along `axis`.
+
+    `above` says where y > 0. Arrays may be of several instances, as `along` has them.
+    """
+    each, lead = along(axis, x, mean), mean.ndim - 1
+    dz = jnp.where(above, dy, 0).astype(dy.dtype)
+    wide, pixels = dz.astype(mean.dtype), [a for a in range(lead, x.ndim) if a != axis + lead]
+    xhat = (x.astype(mean.dtype) - each(mean)) * each(rstd)
+    return [dz, jnp.sum(wide * xhat, pixels), jnp.sum(wide, pixels)]
 
 
 def batchnorm_shortcut(p: BatchNormProblem, x, scale, bias, mean, rstd, r, *norm_r: jax.Array) -> list[jax.Array]:

@@ -36,7 +36,10 @@ from jaxconv.conv import conv_add, conv_kernel, fprop
 __all__ = ["Results", "Tune", "Tuned", "Tuning"]  # `tune` is `jaxconv.tune`
 
 # Ops whose choice is between calls of other kernels, or is made with another's: their parts are timed
-_NOT_ALONE = ("conv_add", "conv_dgrad_add", "conv_statistics", "conv_normalised", "conv_normalised_wgrad")
+_NOT_ALONE = (
+    *("conv_add", "conv_dgrad_add", "conv_dgrad_sums", "conv_statistics"),
+    *("conv_normalised", "conv_normalised_wgrad"),
+)
 # For what nothing else runs
 _SLOW = {"cuda": ("direct", "im2col"), "cpu": ("direct",)}
 _LEAST_GAIN = 1.01  # of f's time: less is noise

@@ -288,3 +288,23 @@ def test_where_the_plan_says_nothing_of_it_nothing_changes():
     x = jax.random.normal(jax.random.key(1), (4, 8, 8, 16))
     _, report = steps(Block(), x)
     assert not any("shortcut" in f.fused for f in report)
+
+
+def test_gradients_of_many(x64):
+    """The gradient of a map, where JAX maps the joined pair before it differentiates."""
+
+    def normalised(a):
+        return jnp.mean(a, (0, 1)), jax.lax.rsqrt(jnp.var(a, (0, 1)) + EPSILON)
+
+    def pair(x, r):
+        one, zero = jnp.ones(8), jnp.zeros(8)
+        p = problem("float64", x.shape, 2, Activation("relu"))
+        return jnp.sum(jnp.sin(join(p, x, one, zero, *normalised(x), r, one, zero, *normalised(r))))
+
+    def plain(x, r):
+        (mean, rstd), (mean_r, rstd_r) = normalised(x), normalised(r)
+        return jnp.sum(jnp.sin(jax.nn.relu((x - mean) * rstd + (r - mean_r) * rstd_r)))
+
+    x, r = np.random.default_rng(3).normal(1, 2, (2, 3, 5, 4, 8))
+    got, want = (jax.grad(lambda x, f=f: jnp.sum(jax.vmap(f)(x, r)))(jnp.asarray(x)) for f in (pair, plain))
+    np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-12)

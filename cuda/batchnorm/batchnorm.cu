@@ -35,6 +35,21 @@ Status ToTeamShape(const Plan& plan, const std::string& what, batchnorm::TeamSha
 const float* Float(const void* p) { return static_cast<const float*>(p); }
 float* Float(void* p) { return static_cast<float*>(p); }
 
+// What inference takes.
+batchnorm::ForwardTensors Given(const BatchNormProblem& p, const void* x, const void* scale,
+                                const void* bias, const void* mean, const void* var,
+                                const void* residual, void* y) {
+  batchnorm::ForwardTensors t{};
+  t.x = x;
+  t.residual = p.residual ? residual : nullptr;
+  t.y = y;
+  t.scale = Float(scale);
+  t.bias = Float(bias);
+  t.old_mean = Float(mean);
+  t.old_var = Float(var);
+  return t;
+}
+
 }  // namespace
 
 Status BatchNormTrain(const Context& ctx, const BatchNormProblem& p, const Plan& plan,
@@ -83,14 +98,18 @@ Status BatchNormInfer(const Context& ctx, const BatchNormProblem& p, const Plan&
   const std::string what = Describe("batchnorm_infer", p, plan);
   if (p.batch == 0 || p.channels == 0) return Status::Ok();
   JAXCONV_RETURN_IF_ERROR(Confirm(BatchNormOp::kInfer, p, plan, {}, what));
-  batchnorm::ForwardTensors t{};
-  t.x = x;
-  t.residual = p.residual ? residual : nullptr;
-  t.y = y;
-  t.scale = Float(scale);
-  t.bias = Float(bias);
-  t.old_mean = Float(mean);
-  t.old_var = Float(var);
+  return batchnorm::Infer(ctx, batchnorm::Canonical(p),
+                          Given(p, x, scale, bias, mean, var, residual, y), what);
+}
+
+// One pass.
+Status BatchNormSigns(const Context& ctx, const BatchNormProblem& p, const Plan& plan,
+                      const void* x, const void* scale, const void* bias, const void* mean,
+                      const void* var, const void* residual, void* y, void* signs) {
+  const std::string what = Describe("batchnorm_signs", p, plan);
+  JAXCONV_RETURN_IF_ERROR(Confirm(BatchNormOp::kSigns, p, plan, {}, what));
+  batchnorm::ForwardTensors t = Given(p, x, scale, bias, mean, var, residual, y);
+  t.signs = static_cast<uint8_t*>(signs);
   return batchnorm::Infer(ctx, batchnorm::Canonical(p), t, what);
 }
 

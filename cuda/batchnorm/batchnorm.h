@@ -44,6 +44,8 @@ struct ForwardTensors {
   float* new_var;
   float* mean;
   float* rstd;
+  // A bit an element, bit j of byte i of y's element 8i + j: whether it is above 0. Null without; 16 bits, walks through a ring.
+  uint8_t* signs;
 };
 
 struct BackwardTensors {

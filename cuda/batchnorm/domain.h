@@ -112,6 +112,17 @@ inline bool Streamed(const BatchNormProblem& p) {
   return p.batch == 1 && p.inner == 1 && Bytes(p) >= kStreamBytes;
 }
 
+inline std::string RefuseSigns(const BatchNormProblem& p, const Device& device) {
+  if (!device.sm90()) return "it needs a GPU of compute capability 9.0";
+  if (p.activation != Activation::kRelu) return "it keeps relu's signs";
+  if (p.inner > 1 || p.batch != 1) return "it needs channels last, and one instance";
+  if (Vector(p) != 8 || StreamVectors(p.channels / 8) == 0)
+    return "rows of " + std::to_string(p.channels) + " channels are no stages of 8 16-bit elements";
+  if (Bytes(p) < kStreamBytes)
+    return "it needs arrays of at least 4 MB, got " + std::to_string(Bytes(p)) + " bytes";
+  return "";
+}
+
 inline std::string RefuseShortcut(const BatchNormProblem& p, const Device& device) {
   if (!device.sm90()) return "it needs a GPU of compute capability 9.0";
   if (p.activation != Activation::kRelu && p.activation != Activation::kSilu &&
@@ -138,6 +149,8 @@ inline std::string Refusal(BatchNormOp op, const BatchNormProblem& p, const Plan
     return "it needs fewer than 2^31 channels, of all instances";
   if (op == BatchNormOp::kShortcutBackward)
     return plan.kernel == "two_read" ? RefuseShortcut(p, device) : "there is no such kernel";
+  if (op == BatchNormOp::kSigns)
+    return plan.kernel == "two_read" ? RefuseSigns(p, device) : "there is no such kernel";
   if (plan.kernel == "two_read") return "";
   const bool block = plan.kernel == "resident_block";
   if (!block && plan.kernel != "resident_team") return "there is no such kernel";
@@ -167,7 +180,8 @@ inline std::string Refusal(BatchNormOp op, const BatchNormProblem& p, const Plan
 // Bytes.
 inline int64_t WorkspaceOf(BatchNormOp op, const BatchNormProblem& p, const Plan& plan,
                            const Device& device) {
-  const bool sums = op != BatchNormOp::kInfer && op != BatchNormOp::kDx;
+  const bool sums =
+      op != BatchNormOp::kInfer && op != BatchNormOp::kSigns && op != BatchNormOp::kDx;
   if (op == BatchNormOp::kShortcutBackward) return (4 * plan.splits + 3) * p.channels * 4;
   if (plan.kernel == "two_read" && sums) return (plan.splits + 1) * 2 * p.batch * p.channels * 4;
   if (plan.kernel != "resident_team") return 0;

@@ -193,9 +193,19 @@ __global__ void __launch_bounds__(kStreamBlock, 1)
   const bool has_residual = p.t.residual != nullptr;
   WalkStream<true, Raw<T, V>>(
       s, StreamOf(p.t), [&](const Raw<T, V>(&v)[kStreamTensors], int64_t at) {
-        WriteOnce<T, V>(
-            p.t.y, at,
-            Normalise<T, V, kForm>(v[0], v[1], has_residual, mine, p.activation, p.slope));
+        const Raw<T, V> y =
+            Normalise<T, V, kForm>(v[0], v[1], has_residual, mine, p.activation, p.slope);
+        WriteOnce<T, V>(p.t.y, at, y);
+        if constexpr (V == 8) {
+          if (p.t.signs != nullptr) {
+            float z[V];
+            Unpack<T, V>(y, z);
+            unsigned bits = 0;
+#pragma unroll
+            for (int j = 0; j < V; ++j) bits |= unsigned{z[j] > 0.f} << j;
+            p.t.signs[at] = static_cast<uint8_t>(bits);
+          }
+        }
       });
 }
 

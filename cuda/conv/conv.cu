@@ -125,6 +125,16 @@ Status ConvDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, con
   return DirectDgrad(ctx, p, plan, dy, w, dx, workspace);
 }
 
+Status ConvDgradSums(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,
+                     const void* w, const void* c, const void* signs, const void* x,
+                     const void* mean, const void* rstd, void* dz, void* dscale, void* dbias,
+                     Workspace workspace) {
+  JAXCONV_RETURN_IF_ERROR(Confirm(ConvOp::kDgradSums, "conv_dgrad_sums", p, plan, workspace,
+                                  {dy, w, c, signs, x, mean, rstd, dz, dscale, dbias}));
+  return Sm90DgradSums(ctx, conv::FoldPatches(p, true), plan, dy, w, c, signs, x, mean, rstd, dz,
+                       dscale, dbias, workspace);
+}
+
 Status ConvWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
                  const void* dy, void* dw, Workspace workspace) {
   if (SizeW(p) == 0) return Status::Ok();

@@ -19,7 +19,9 @@ bool AddsResidual(std::string_view family, std::string_view member, const ConvPr
   return family == "direct" || family == "im2col" || family == "implicit_gemm";
 }
 
-bool IsDgrad(ConvOp op) { return op == ConvOp::kDgrad || op == ConvOp::kDgradAdd; }
+bool IsDgrad(ConvOp op) {
+  return op == ConvOp::kDgrad || op == ConvOp::kDgradAdd || op == ConvOp::kDgradSums;
+}
 
 }  // namespace
 
@@ -27,6 +29,7 @@ std::string ConvRefusal(ConvOp op, const ConvProblem& p, const Plan& plan, const
   const std::string_view family = FamilyOf(plan.kernel), member = MemberOf(plan.kernel);
   if (plan.splits < 1) return "it needs splits of at least 1, got " + std::to_string(plan.splits);
   if (op == ConvOp::kDgradAdd && family != "sm90") return "only sm90 adds on its way";
+  if (op == ConvOp::kDgradSums && family != "sm90") return "only sm90 sums up its dgrad";
   if (op == ConvOp::kFpropAdd) {
     if (!AddsResidual(family, member, p)) return "it adds no residual on its way";
     op = ConvOp::kFprop;  // that is all the difference

@@ -57,6 +57,81 @@ struct ResidentRing {
   uint32_t parity = 0;
 };
 
+// Where a CTA's shared memory has what, behind B; its barriers are ready when this returns.
+template <typename Tile>
+struct ResidentParts {
+  __device__ __forceinline__ ResidentParts(uint32_t shared, int k_blocks, int stages)
+      : outboxes(shared + k_blocks * Tile::kTileN * 128),
+        rings(outboxes + Tile::kOutboxes),
+        barriers(rings + Tile::kGroups * stages * Tile::kStageBytes),
+        b_full(barriers + 2 * Tile::kGroups * Tile::kMostStages * 8),
+        stages(stages) {
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < 2 * Tile::kGroups * Tile::kMostStages; ++i)
+        BarrierInit(barriers + i * 8, 1);
+      BarrierInit(b_full, 1);
+      BarrierInitFence();
+    }
+    __syncthreads();
+  }
+  __device__ __forceinline__ ResidentRing<Tile> Ring(int group) const {
+    ResidentRing<Tile> ring;
+    ring.shared = rings + group * stages * Tile::kStageBytes;
+    ring.barriers = barriers + group * 2 * Tile::kMostStages * 8;
+    ring.stages = stages;
+    return ring;
+  }
+  __device__ __forceinline__ uint32_t Outbox(int group) const {
+    return outboxes + group * Tile::kPairs * Tile::kPairBytes;
+  }
+  uint32_t outboxes, rings, barriers, b_full;
+  int stages;
+};
+
+// Bytes of shared memory.
+template <typename Tile>
+int ResidentBytes(int k_blocks) {
+  return k_blocks * Tile::kTileN * 128 + Tile::kOutboxes +
+         Tile::kGroups * Tile::Stages(k_blocks) * Tile::kStageBytes + Tile::kBarrierBytes;
+}
+
+// acc = the products of a warpgroup's tile, whose A comes next in its ring; B lies at `shared`.
+template <typename Tile>
+__device__ __forceinline__ void ResidentProducts(const Sm90Product& p, uint32_t shared,
+                                                 ResidentRing<Tile>& ring,
+                                                 float (&acc)[Tile::kBlocks][Tile::kTileN / 2]) {
+  uint32_t before = 0;  // frees the stage whose products may still run
+#pragma unroll 1
+  for (int k = 0; k < p.k_blocks; ++k) {
+    BarrierWait(ring.Full(), ring.parity);
+    const uint64_t a = OperandDescriptor<true>(ring.A());
+    const uint64_t b = OperandDescriptor<Tile::kMajorB>(shared + k * Tile::kTileN * 128);
+#pragma unroll
+    for (int block = 0; block < Tile::kBlocks; ++block) Pin(acc[block]);
+    WgmmaFence();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+      for (int block = 0; block < Tile::kBlocks; ++block) {
+        Wgmma<typename Tile::T, true, Tile::kMajorB>(
+            acc[block], a + block * (kBlockBytes / 16) + i * kOperandStep<true>,
+            b + i * kOperandStep<Tile::kMajorB>, k + i > 0);
+      }
+    }
+    WgmmaCommit();
+    WgmmaWait<1>();
+    if (k > 0 && threadIdx.x % 128 == 0) BarrierArrive(before);
+    before = ring.Empty();
+    ring.Advance();
+  }
+#pragma unroll
+  for (int block = 0; block < Tile::kBlocks; ++block) Pin(acc[block]);
+  WgmmaWait<0>();
+#pragma unroll
+  for (int block = 0; block < Tile::kBlocks; ++block) Pin(acc[block]);
+  if (threadIdx.x % 128 == 0) BarrierArrive(before);
+}
+
 // Boxes of 64 x 64 outputs of a warpgroup's tile at row m.
 template <typename Tile>
 __device__ __forceinline__ void PutResident(const Sm90Product& p, const CUtensorMap& map,
@@ -88,41 +163,28 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 #ifdef JAXCONV_SM90A
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   const uint32_t shared = SharedAddress(shared_bytes);
-  const uint32_t outboxes = shared + p.k_blocks * Tile::kTileN * 128;
-  const uint32_t rings = outboxes + Tile::kOutboxes;
-  const uint32_t barriers = rings + Tile::kGroups * stages * Tile::kStageBytes;
-  const uint32_t b_full = barriers + 2 * Tile::kGroups * Tile::kMostStages * 8;
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < 2 * Tile::kGroups * Tile::kMostStages; ++i)
-      BarrierInit(barriers + i * 8, 1);
-    BarrierInit(b_full, 1);
-    BarrierInitFence();
-  }
-  __syncthreads();
+  const ResidentParts<Tile> at(shared, p.k_blocks, stages);
   const int columns = p.tiles_n * p.instances, column = int(blockIdx.x) % columns;
   const int instance = column / p.tiles_n, n = column % p.tiles_n * Tile::kTileN;
   const int first = int(blockIdx.x) / columns * Tile::kGroups;
   const int step = int(gridDim.x) / columns * Tile::kGroups;
   const int warp = __shfl_sync(0xffffffffu, int(threadIdx.x) / 32, 0);
   const bool added = p.added != Sm90Added::kNothing;
-  ResidentRing<Tile> ring;
-  ring.stages = stages;
   if (warp < 4) {
     RegistersDown<Tile::kProducerRegisters>();
     if (warp < Tile::kGroups && threadIdx.x % 32 == 0) {
-      ring.shared = rings + warp * stages * Tile::kStageBytes;
-      ring.barriers = barriers + warp * 2 * Tile::kMostStages * 8;
+      ResidentRing<Tile> ring = at.Ring(warp);
       if (warp == 0) {
         PrefetchMap(p.a[0]);
-        BarrierExpect(b_full, p.k_blocks * Tile::kTileN * 128);
+        BarrierExpect(at.b_full, p.k_blocks * Tile::kTileN * 128);
         for (int k = 0; k < p.k_blocks; ++k) {
           const uint32_t to = shared + k * Tile::kTileN * 128;
           if constexpr (Tile::kMajorB) {
-            LoadTile(to, p.b, b_full, k * 64, p.shared_b ? 0 : instance, n, 0);
+            LoadTile(to, p.b, at.b_full, k * 64, p.shared_b ? 0 : instance, n, 0);
           } else {
 #pragma unroll
             for (int i = 0; i < Tile::kTileN; i += 64) {
-              LoadTile(to + i * 128, p.b, b_full, n + i, p.shared_b ? 0 : instance, k * 64, 0);
+              LoadTile(to + i * 128, p.b, at.b_full, n + i, p.shared_b ? 0 : instance, k * 64, 0);
             }
           }
         }
@@ -148,45 +210,14 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   } else {
     RegistersUp<Tile::kConsumerRegisters>();
     const int group = warp / 4 - 1;
-    ring.shared = rings + group * stages * Tile::kStageBytes;
-    ring.barriers = barriers + group * 2 * Tile::kMostStages * 8;
-    Sm90Outbox<typename Tile::T, Tile::kPairs> outbox(
-        outboxes + group * Tile::kPairs * Tile::kPairBytes, group + 1);
+    ResidentRing<Tile> ring = at.Ring(group);
+    Sm90Outbox<typename Tile::T, Tile::kPairs> outbox(at.Outbox(group), group + 1);
     ColumnBias<typename Tile::T, Tile::kTileN, false> bias;
     bias.Load(p.epilogue, instance, n, p.n);
-    BarrierWait(b_full, 0);
+    BarrierWait(at.b_full, 0);
     for (int tile = first + group; tile < p.phase[0].tiles_m; tile += step) {
       float acc[Tile::kBlocks][Tile::kTileN / 2];
-      uint32_t before = 0;  // frees the stage whose products may still run
-#pragma unroll 1
-      for (int k = 0; k < p.k_blocks; ++k) {
-        BarrierWait(ring.Full(), ring.parity);
-        const uint64_t a = OperandDescriptor<true>(ring.A());
-        const uint64_t b = OperandDescriptor<Tile::kMajorB>(shared + k * Tile::kTileN * 128);
-#pragma unroll
-        for (int block = 0; block < Tile::kBlocks; ++block) Pin(acc[block]);
-        WgmmaFence();
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-#pragma unroll
-          for (int block = 0; block < Tile::kBlocks; ++block) {
-            Wgmma<typename Tile::T, true, Tile::kMajorB>(
-                acc[block], a + block * (kBlockBytes / 16) + i * kOperandStep<true>,
-                b + i * kOperandStep<Tile::kMajorB>, k + i > 0);
-          }
-        }
-        WgmmaCommit();
-        WgmmaWait<1>();
-        if (k > 0 && threadIdx.x % 128 == 0) BarrierArrive(before);
-        before = ring.Empty();
-        ring.Advance();
-      }
-#pragma unroll
-      for (int block = 0; block < Tile::kBlocks; ++block) Pin(acc[block]);
-      WgmmaWait<0>();
-#pragma unroll
-      for (int block = 0; block < Tile::kBlocks; ++block) Pin(acc[block]);
-      if (threadIdx.x % 128 == 0) BarrierArrive(before);
+      ResidentProducts<Tile>(p, shared, ring, acc);
       if (added) {
 #pragma unroll
         for (int i = 0; i < Tile::kTileN / 64; ++i) {
@@ -228,8 +259,7 @@ Status LaunchSm90Resident(const Context& ctx, Sm90Product& p, int multiprocessor
   const int64_t columns = int64_t(p.tiles_n) * p.instances;  // at most the multiprocessors
   const int stages = Tile::Stages(p.k_blocks);
   const auto kernel = Sm90ResidentKernel<Tile>;
-  const int bytes = p.k_blocks * Tile::kTileN * 128 + Tile::kOutboxes +
-                    Tile::kGroups * stages * Tile::kStageBytes + Tile::kBarrierBytes;
+  const int bytes = ResidentBytes<Tile>(p.k_blocks);
   JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
   const int64_t rows =
       std::min<int64_t>(CeilDiv(p.phase[0].tiles_m, Tile::kGroups), multiprocessors / columns);

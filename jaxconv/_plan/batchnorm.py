@@ -13,7 +13,7 @@ def made(op: str, algorithm: str, p: BatchNormProblem, device: Device) -> Plan |
     """The plan by the kernel that `algorithm` names, or the sentence that says why there is none."""
     plan = Plan("native", "", algorithm)
     if device.platform == "cpu":
-        alone = algorithm == "two_read" and op != "batchnorm_shortcut_backward"
+        alone = algorithm == "two_read" and op not in ("batchnorm_shortcut_backward", "batchnorm_signs")
         return plan if alone else "it exists on CUDA only"
     refusal = domain.batchnorm_refusal(op, plan, p, device)
     if refusal:
@@ -23,7 +23,7 @@ def made(op: str, algorithm: str, p: BatchNormProblem, device: Device) -> Plan |
         plan = dataclasses.replace(plan, tile=f"{width}B", splits=ctas)
     elif op == "batchnorm_shortcut_backward":
         plan = dataclasses.replace(plan, splits=device.sm_count)  # a part a multiprocessor
-    elif algorithm == "two_read" and op not in ("batchnorm_infer", "batchnorm_dx"):
+    elif algorithm == "two_read" and op not in ("batchnorm_infer", "batchnorm_signs", "batchnorm_dx"):
         plan = dataclasses.replace(plan, splits=_parts(op, p, device))
     return dataclasses.replace(plan, workspace_bytes=domain.batchnorm_workspace(op, plan, p, device))
 

@@ -34,6 +34,10 @@ from jaxconv._problem import (
     SqueezeExciteProblem,
 )
 
+# Bytes of an array from which on a batch-norm's backward pass reads memory: below, what dgrad's epilogue would save are
+# reads of caches. An H200's L2 cache has 50 MiB.
+LEAST_OF_SUMS = 64 << 20
+
 # op -> the group that JAXCONV_DISABLE names
 OPS = {
     "conv": "conv",
@@ -42,6 +46,7 @@ OPS = {
     "conv_fprop": "conv",
     "conv_dgrad": "conv",
     "conv_dgrad_add": "conv",
+    "conv_dgrad_sums": "conv",
     "conv_wgrad": "conv",
     "conv_normalised": "conv",
     "conv_normalised_wgrad": "conv",
@@ -52,6 +57,7 @@ OPS = {
     "matmul": "dense",
     "batchnorm_train": "batchnorm",
     "batchnorm_infer": "batchnorm",
+    "batchnorm_signs": "batchnorm",
     "batchnorm_backward": "batchnorm",
     "batchnorm_dx": "batchnorm",
     "batchnorm_moments": "batchnorm",
@@ -84,12 +90,20 @@ def plan(op: str, problem: Any, device: Device) -> Plan:
         return _plan_normalised(op, problem, device)
     if op == "batchnorm_shortcut":
         return _plan_shortcut(problem, device)
+    if op == "batchnorm_signs":
+        return _plan_signs(problem, device)
+    if op == "batchnorm_opened":
+        return Plan("calls", "the statistics are given, and the sums of the gradient made by a convolution behind it")
+    if op == "batchnorm_whole":
+        return Plan("calls", "it is its first argument")
     if op == "batchnorm_given":
         return Plan("calls", "the statistics are given: what is left is inference, and the running statistics' update")
     if op == "conv_add":
         return _plan_conv_add(problem, device)
     if op == "conv_dgrad_add":
         return _plan_dgrad_add(problem, device)
+    if op == "conv_dgrad_sums":
+        return _plan_dgrad_sums(problem, device)
     if op == "mlp":
         return Plan("calls", "two dense layers, each by a plan of its own", "two")
     if op == "dense_gradient":
@@ -161,6 +175,16 @@ def _plan_one_walk(op: str, problem: BatchNormProblem, device: Device) -> Plan:
         return found
     reason = f"of a {whole} that is native ({found.reason}) one walk, which is two_read's"
     return _forced(op, "two_read", problem, device, reason)
+
+
+def _plan_signs(problem: BatchNormProblem, device: Device) -> Plan:
+    """An inference that keeps its result's signs: native where the inference is, which was measured."""
+    infer = plan("batchnorm_infer", problem, device)
+    found = infer if infer.implementation != "native" else made("batchnorm_signs", "two_read", problem, device)
+    if isinstance(found, Plan) and found.implementation == "native" and device.platform != "cpu":
+        return dataclasses.replace(found, reason=f"of an inference that is native: {infer.reason}")
+    why = found if isinstance(found, str) else infer.reason
+    return Plan("calls", f"an inference, then its signs: {why}", "two")
 
 
 def _forced(op: str, algorithm: str, problem: Problem, device: Device, reason: str) -> Plan:
@@ -368,6 +392,31 @@ def _plan_dgrad_add(p: ConvProblem, device: Device) -> Plan:
         if not faster:
             return two(reason)
     return dataclasses.replace(adds, reason=f"{reason}; c is added on its way")
+
+
+def _plan_dgrad_sums(p: ConvProblem, device: Device) -> Plan:
+    """A dgrad that sums up for the batch-norm in front, or more calls: a dgrad that adds has a plan of its own then."""
+
+    def parts(why: str) -> Plan:
+        return Plan("calls", f"a dgrad that adds, then the relu's derivative and sums: {why}", "parts")
+
+    free = p if p.algorithm in (None, "sm90") else dataclasses.replace(p, algorithm=None)
+    adds = plan("conv_dgrad_add", free, device)
+    if disabled("conv_dgrad_sums") or p.implementation == "xla" or _empty(p):
+        return parts(adds.reason)
+    refusal = _refusal(p, device) or ("it exists on CUDA only" if device.platform == "cpu" else None)
+    refusal = refusal or (None if p.channels_last else "it needs channels-last arrays")
+    found = refusal or made("conv_dgrad_sums", p.algorithm or "sm90", p, device)
+    if isinstance(found, str):
+        return parts(found)
+    if p.algorithm is not None or p.implementation == "native":
+        return dataclasses.replace(found, reason=f"{_asked(p)} was asked for")
+    if adds.implementation != "native":
+        return parts(adds.reason)
+    size = math.prod(p.x_shape) * itemsize(p)
+    if size < LEAST_OF_SUMS:
+        return parts(f"an array of {size >> 20} MiB is read again from caches")
+    return dataclasses.replace(found, reason=f"{adds.reason}; x is read once more instead of dz and x, to sum up")
 
 
 def _adds_faster(kernel: str, p: ConvProblem, device: Device) -> tuple[bool, str]:

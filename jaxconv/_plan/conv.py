@@ -58,6 +58,8 @@ def _refused(op: str, family: ModuleType) -> str | None:
         return "only sm90's epilogue sums up what it writes"
     if family is not sm90 and op == "conv_dgrad_add":
         return "only sm90 adds on its way"
+    if family is not sm90 and op == "conv_dgrad_sums":
+        return "only sm90 sums up its dgrad"
     if family is not depthwise and op in NORMALISED:
         return "only depthwise kernels normalise what they read"
     return None

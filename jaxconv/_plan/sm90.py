@@ -25,6 +25,7 @@ PRODUCTS: tuple[Choice, ...] = (
 )
 FEW_ROWS: tuple[Choice, ...] = tuple(("cluster", tile) for tile in CLUSTERS)
 HALOS: tuple[Choice, ...] = (("halo", ""), ("halo_3d", ""), ("halo_stream", ""))
+SUMS: Choice = ("sums", "64x256")
 STATISTICS: tuple[Choice, ...] = tuple(("statistics", tile) for tile in ("256x64", "128x128", "256x128", "128x256"))
 WGRADS: tuple[Choice, ...] = (
     *(("wgrad", tile) for tile in ("128x256", "256x64", "128x320", "64x256", "128x128", "128x64")),
@@ -38,9 +39,11 @@ TF32_HALO = (9 * 64, 64)  # rows and columns of a weight gradient's tile in sm90
 
 
 def wants(op: str, p: ConvProblem, device: Device) -> Iterator[Plan]:
-    p = domain.folded(p, op in ("conv_dgrad", "conv_dgrad_add"))
+    p = domain.folded(p, op in ("conv_dgrad", "conv_dgrad_add", "conv_dgrad_sums"))
     if op == "conv_statistics":
         wanted, every = iter([("statistics", _statistics_tile(p, device))]), STATISTICS
+    elif op == "conv_dgrad_sums":
+        wanted, every = iter([SUMS]), (SUMS,)
     elif op == "conv_wgrad":
         wanted, every = _wgrads(p, device), (*WGRADS, *HALOS)
     else:

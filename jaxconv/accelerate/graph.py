@@ -56,6 +56,19 @@ class Fork:
 
     call: Callable[..., Sequence[Array]]
     cost: int  # of adding to the gradient, in no unit
+    # Whether the convolution's dgrad makes the sums of a batch-norm that gives its input. Then `call` takes `opened=`,
+    # what came from it.
+    sums: Callable[[Opened], bool] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """A batch-norm's call that leaves the sums of its gradient to the fork of its first result: its results, and behind
+    them what that fork takes."""
+
+    call: Callable[..., Sequence[Array]]
+    before: Any  # the problem of the convolution that makes what is normalised
+    norm: Any  # its own
 
 
 @dataclasses.dataclass(eq=False)
@@ -69,6 +82,7 @@ class Node:
     name_stack: Any
     call: Callable[..., Sequence[Array]] | None = None
     fork: Fork | None = None
+    opened: Opened | None = None
 
     @property
     def name(self) -> str:

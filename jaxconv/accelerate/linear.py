@@ -18,7 +18,7 @@ from jaxconv._activation import Activation
 from jaxconv._enable import forms
 from jaxconv._problem import DenseProblem
 from jaxconv.accelerate.activations import Activations
-from jaxconv.accelerate.graph import Array, Constant, Fork, Node, Value, channels_of, operands_of
+from jaxconv.accelerate.graph import Array, Constant, Fork, Node, Opened, Value, channels_of, operands_of
 from jaxconv.mlp import pair as mlp_pair
 
 NO_ACTIVATION = Activation()
@@ -40,6 +40,7 @@ class Fused:
     # Of a batch-norm: a call of it and the convolution that is given, which alone reads its result; `again`: what that
     # call makes in the place of this one
     then: Callable[[Node], Fused | None] | None = None
+    opened: Opened | None = None
     again: Sequence[Value] = ()
 
 
@@ -182,7 +183,9 @@ def _fuse_epilogue(
     yield fused(z, None)
 
 
-def fork_of(conv: Node, call: Callable[..., Sequence[Array]]) -> Fork | None:
+def fork_of(
+    conv: Node, call: Callable[..., Sequence[Array]], sums: Callable[[Opened], bool] | None = None
+) -> Fork | None:
     """The fork of a convolution, where its gradient may have a way to add.
 
     The cheapest is a 1x1 convolution that steps over pixels: it adds to those that it reads, where they lie. One that
@@ -192,7 +195,8 @@ def fork_of(conv: Node, call: Callable[..., Sequence[Array]]) -> Fork | None:
     if p["feature_group_count"] > 1 or any(d > 1 for d in p["lhs_dilation"]) or conv.inputs[0].aval.weak_type:
         return None
     pointwise = all(conv.inputs[1].shape[a] == 1 for a in p["dimension_numbers"].rhs_spec[2:])
-    return Fork(call, 2 if not pointwise else 1 if set(p["window_strides"]) <= {1} else 0)
+    cost = 2 if not pointwise else 1 if set(p["window_strides"]) <= {1} else 0
+    return Fork(call, cost, sums)
 
 
 def check_conv(node: Node) -> None:

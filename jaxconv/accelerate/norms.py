@@ -18,12 +18,15 @@ import numpy as np
 
 from jaxconv import _fused, _problem
 from jaxconv._activation import Activation
+from jaxconv._problem import ConvProblem
 from jaxconv.accelerate.activations import Activated, Activations
-from jaxconv.accelerate.graph import Array, Node, Value, bare, channels_of, number_of, operands_of, unconverted
+from jaxconv.accelerate.graph import Array, Node, Opened, Value, bare, channels_of, number_of, operands_of, unconverted
 from jaxconv.accelerate.linear import Before, Fused, Refusal, check_conv, fork_of, linear_before, window_of
 from jaxconv.accelerate.report import GRADIENT
 from jaxconv.batchnorm import batchnorm
 from jaxconv.batchnorm_conv import chosen
+from jaxconv.batchnorm_fork import open_up, takes_sums
+from jaxconv.batchnorm_fork import problem as opened_problem
 from jaxconv.batchnorm_shortcut import join, takes_both
 from jaxconv.batchnorm_shortcut import problem as shortcut_problem
 from jaxconv.conv_batchnorm import inference
@@ -316,7 +319,7 @@ def find_batchnorm(n: Normalised, activations: Activations, before: Before | Non
         made_by = before.node if pair else None
         shift = before.bias if pair else None
 
-        def call(*values: Array, forks: bool = False) -> Sequence[Array]:
+        def call(*values: Array, forks: bool = False, opened: Sequence[Array] = ()) -> Sequence[Array]:
             given = iter(values)
             operands = [next(given), next(given)] if made_by else [next(given).astype(dtype)]
             shifted = row(next(given)) if shift else None
@@ -346,6 +349,7 @@ def find_batchnorm(n: Normalised, activations: Activations, before: Before | Non
                 residual=added,
                 channel_axis=n.axis,
                 **({"forks": True} if forks else {}),
+                **({"opened": opened} if opened else {}),
             )
             passed, (result, mean, var) = results if forks else (None, results)
             outs = [passed] * forks + [result.astype(out.dtype)]
@@ -362,7 +366,36 @@ def find_batchnorm(n: Normalised, activations: Activations, before: Before | Non
             linear[1] = _unrounded(linear[1])
         inputs = [*linear, *([shift] if shift else []), *operands]
         nodes = [n.result.node, *([z.node] if residual else []), *(activated.nodes if activated else [])]
-        fork = fork_of(made_by, functools.partial(call, forks=True)) if made_by and training else None
+        avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in linear]
+        own: ConvProblem | None = None  # of the convolution in the pair
+        if made_by and training and x0.dtype == dtype == out.dtype:
+            own = _fused.conv_problem(window_of(made_by), n.axis, *avals)
+
+        def sums(of: Opened) -> bool:
+            return own is not None and takes_sums(of.before, of.norm, own)
+
+        def opened(*values: Array) -> Sequence[Array]:
+            given = iter(values)
+            operands = [next(given), next(given)]
+            scales = [row(next(given)) for _ in n.scales]
+            ones, zeros = jnp.ones(channels, params), jnp.zeros(channels, params)
+            bias = row(next(given)) if n.bias else zeros
+            bare = dict(training=True, momentum=0.0, epsilon=n.epsilon, activation=None, residual=None)
+            z, mean, var = _fused.conv_batchnorm(
+                *(*operands, None, None, zeros, zeros),
+                **(window_of(made_by) | bare),
+                channel_axis=n.axis,
+                statistics=True,
+            )
+            scale = functools.reduce(jnp.multiply, scales, ones)
+            y, rest = open_up(opens.norm, z, scale, bias, mean, var, next(given))
+            statistics = [s.reshape(v.shape).astype(v.dtype) for s, v in ((mean, n.mean), (var, n.var))]
+            return [y, *statistics, *rest]
+
+        opens = None
+        if own is not None and residual is not None and activated and not shift and residual.dtype == dtype:
+            opens = Opened(opened, own, opened_problem(dtype.name, x0.shape, n.axis, n.epsilon, activation))
+        fork = fork_of(made_by, functools.partial(call, forks=True), sums) if made_by and training else None
 
         def then(second: Node) -> Fused | None:
             """With the convolution that alone reads the result, where the plan is one that normalises what it reads."""
@@ -400,7 +433,7 @@ def find_batchnorm(n: Normalised, activations: Activations, before: Before | Non
                 again=(n.mean, n.var),
             )
 
-        return Fused(nodes, inputs, outputs, call, parts, fork, made_by, then=then)
+        return Fused(nodes, inputs, outputs, call, parts, fork, made_by, then=then, opened=opens)
 
     def joined(total: Value, right: Value) -> Fused | None:
         """With the batch-norm that alone makes the other operand of the sum, a shortcut's, where the plan is to take

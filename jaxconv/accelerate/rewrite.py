@@ -7,8 +7,9 @@ it stood.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -176,7 +177,8 @@ class Rewriting:
                     continue
                 # It is named after the layer, not after the activation behind it.
                 layer, order = fused.layer or node, fused.nodes[-1].order
-                made = Node(order, fused.inputs, fused.outputs, layer.eqn, layer.name_stack, fused.call, fused.fork)
+                given = fused.inputs, fused.outputs, layer.eqn, layer.name_stack, fused.call, fused.fork, fused.opened
+                made = Node(order, *given)
                 self._covered.update(fused.nodes)
                 if fused.then is not None:
                     self._norms[fused.outputs[0]] = fused
@@ -320,6 +322,17 @@ class Rewriting:
                     ordered.append(node)
         return ordered, forks
 
+    def _openings(self, forks: set[Node]) -> set[Node]:
+        """The batch-norms whose gradients' sums are made by the forks that all others have their results from."""
+        found = set()
+        for node in forks:
+            v = node.inputs[0]
+            norm = self._maker.get(v)
+            first = norm is not None and norm.opened is not None and norm.outputs[0] is v and norm not in forks
+            if first and node.fork.sums is not None and node.fork.sums(norm.opened):
+                found.add(norm)
+        return found
+
     def run(self, *args: Array) -> list[Array]:
         if not self.changed:
             outs = jaxpr_as_fun(self._closed)(*args)
@@ -331,10 +344,18 @@ class Rewriting:
             return v.value if isinstance(v, Constant) else known[v]
 
         ordered, forks = self._schedule()
+        openings = self._openings(forks)
+        opened: dict[Value, Sequence[Array]] = {}  # what forks of these values take
         for node in ordered:
             values = [read(v) for v in node.inputs]
             if node in forks:
-                known[node.inputs[0]], *outs = dataclasses.replace(node, call=node.fork.call).evaluate(values)
+                v = node.inputs[0]
+                call = functools.partial(node.fork.call, opened=opened[v]) if v in opened else node.fork.call
+                known[v], *outs = dataclasses.replace(node, call=call).evaluate(values)
+            elif node in openings:
+                outs = list(dataclasses.replace(node, call=node.opened.call).evaluate(values))
+                opened[node.outputs[0]] = outs[len(node.outputs) :]
+                del outs[len(node.outputs) :]
             else:
                 outs = node.evaluate(values, **self._inner.get(node, {}))
             for v, out in zip(node.outputs, outs, strict=True):

@@ -35,6 +35,11 @@ Status Sm90Statistics(const Context& ctx, const ConvProblem& p, const Plan& plan
 // c is null, or like dx and added to it; where a stride is above 1, c must be dx itself.
 Status Sm90Dgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,
                  const void* w, const void* c, void* dx, Workspace workspace);
+// ConvDgradSums of a 1x1 (dgrad_sums.cc).
+Status Sm90DgradSums(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,
+                     const void* w, const void* c, const void* signs, const void* x,
+                     const void* mean, const void* rstd, void* dz, void* dscale, void* dbias,
+                     Workspace workspace);
 Status Sm90Wgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
                  const void* dy, void* dw, Workspace workspace);
 

@@ -3,6 +3,8 @@
 //   product, product_swapped, resident    fprop, dgrad: implicit matrix products (gemm/sm90_tiles.h)
 //   cluster                               fprop of few pixels in 16 bit and TF32: the same, its sums in parts
 //   statistics                            fprop in 16 bit with the mean and variance of its results
+//   sums                                  dgrad of a 1x1 in 16 bit with an addend, a relu's derivative and the sums of the
+//                                         batch-norm that the relu follows (gemm/sm90_sums.h)
 //   halo, halo_stream, halo_3d            pixels fetched once for all taps (halo/domain.h and so on)
 //   wgrad, ...                            wgrad/domain.h
 //
@@ -30,6 +32,10 @@
 #include "cuda/gemm/sm90_tiles.h"
 
 namespace jaxconv::cuda::conv::sm90 {
+
+inline bool IsDgrad(ConvOp op) {
+  return op == ConvOp::kDgrad || op == ConvOp::kDgradAdd || op == ConvOp::kDgradSums;
+}
 
 // Of dgrad, where p's strides are at most kSm90Phases together.
 inline std::string RefuseDgradWalks(const ConvProblem& p) {
@@ -63,7 +69,7 @@ inline bool AddsResidual(std::string_view member, const ConvProblem& p) {
 }
 
 inline std::string RefuseAll(ConvOp op, const ConvProblem& p, const Device& device) {
-  const bool dgrad = op == ConvOp::kDgrad || op == ConvOp::kDgradAdd;
+  const bool dgrad = IsDgrad(op);
   if (!device.sm90()) return "it needs a GPU of compute capability 9.0";
   if (!p.channels_last) return "it needs channels-last arrays";
   const int64_t c = p.group_c(), k = p.group_k();
@@ -110,7 +116,7 @@ inline std::string RefuseAll(ConvOp op, const ConvProblem& p, const Device& devi
 
 // Tiles of all phases of a product in `tile` times blocks of 128 bytes of k.
 inline std::string RefuseProductTiles(ConvOp op, const ConvProblem& p, TileSize tile) {
-  const bool dgrad = op == ConvOp::kDgrad || op == ConvOp::kDgradAdd;
+  const bool dgrad = IsDgrad(op);
   const int64_t depth = p.dtype == DType::kF32 && !p.full_float32 ? 32 : 64;
   double phases = 1;
   for (int i = 0; dgrad && i < 3; ++i) phases *= double(std::min(p.stride[i], p.in[i]));
@@ -130,6 +136,7 @@ inline std::string RefuseProduct(ConvOp op, const ConvProblem& p, const Plan& pl
     return "there is no such kernel";
   if (op == ConvOp::kWgrad) return "it makes no weight gradients";
   if (op == ConvOp::kStatistics) return "it makes no statistics";
+  if (op == ConvOp::kDgradSums) return "it makes no sums";
   if (op == ConvOp::kDgradAdd && choice.kernel == Sm90Kernel::kProductSwapped)
     return std::string(plan.kernel) + " takes no addend";
   const bool cluster = choice.kernel == Sm90Kernel::kCluster;
@@ -146,6 +153,16 @@ inline std::string RefuseProduct(ConvOp op, const ConvProblem& p, const Plan& pl
   const bool fprop = op == ConvOp::kFprop;
   return RefuseResident(choice.tile, fprop ? p.group_k() : p.group_c(),
                         fprop ? p.group_c() : p.group_k(), p.groups, device);
+}
+
+// dgrad with a batch-norm's sums.
+inline std::string RefuseSums(const ConvProblem& p, std::string_view tile, const Device& device) {
+  if (p.dtype == DType::kF32) return "it takes 16-bit arrays only";
+  if (!Plain(p) || p.groups > 1) return "it needs a 1x1 convolution of stride 1 without groups";
+  if (p.c % 128 != 0) return "it needs multiples of 128 channels of x, got " + std::to_string(p.c);
+  if (!tile.empty() && !(ReadTile(tile) == kSumsTile)) return NoSuchTile(tile);
+  std::string why = RefuseProductTiles(ConvOp::kDgradSums, p, kSumsTile);
+  return why.empty() ? RefuseResident(kSumsTile, p.c, p.k, 1, device) : why;
 }
 
 // `p` is folded (FoldPatches).
@@ -174,6 +191,10 @@ inline std::string Refusal(ConvOp op, const ConvProblem& p, const Plan& plan,
     const TileSize tile = ReadTile(plan.tile);
     return Among(tile, kStatisticsTiles) ? RefuseProductTiles(op, p, tile) : NoSuchTile(plan.tile);
   }
+  if (member == "sums") {
+    return op == ConvOp::kDgradSums ? RefuseSums(p, plan.tile, device)
+                                    : "it makes dgrads with a batch-norm's sums only";
+  }
   return RefuseProduct(op, p, plan, device);
 }
 
@@ -188,6 +209,8 @@ inline int64_t Workspace(ConvOp op, const ConvProblem& p, const Plan& plan) {
     const int64_t parts = std::min<int64_t>(2 * CeilDivide(p.n * p.out_size(), 128), 512);
     return parts * (p.k * 8 + 4);
   }
+  if (op == ConvOp::kDgradSums)
+    return std::min<int64_t>(2 * CeilDivide(p.n * p.in_size(), 128), 512) * 2 * p.c * 4;
   if (op != ConvOp::kWgrad) {
     if (!single) return 0;
     if (p.full_float32) return Align256(6 * FilterCount(p));

@@ -1,0 +1,49 @@
+// dgrad of a 1x1 with the sums of the batch-norm in front:  a matrix product with more to read (gemm/sm90_sums.h).
+#include <string>
+
+#include "cuda/conv/sm90/conv_sm90.h"
+#include "cuda/conv/sm90/tensors.h"
+#include "cuda/core/describe.h"
+#include "cuda/core/device.h"
+#include "cuda/gemm/sm90_sums.h"
+
+namespace jaxconv::cuda {
+
+Status Sm90DgradSums(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,
+                     const void* w, const void* c, const void* signs, const void* x,
+                     const void* mean, const void* rstd, void* dz, void* dscale, void* dbias,
+                     Workspace workspace) {
+  const std::string what = Describe("conv_dgrad_sums", p, plan);
+  Device device;
+  JAXCONV_RETURN_IF_ERROR(CurrentDevice(what, &device));
+  const int64_t rows = p.n * p.in_size();
+  Sm90Product g = {};
+  g.phases = 1;
+  g.phase[0].m = int(rows);
+  for (int i = 0; i < 3; ++i) g.phase[0].extent[i] = g.phase[0].taps[i] = 1;
+  g.instances = g.splits = 1;
+  g.n = int(p.c);
+  g.channels = int(p.k);
+  g.k_blocks = int(CeilDiv(p.k, 64));
+  Sm90Sums s = {};
+  s.signs = static_cast<const uint8_t*>(signs);
+  s.mean = static_cast<const float*>(mean);
+  s.rstd = static_cast<const float*>(rstd);
+  s.dscale = static_cast<float*>(dscale);
+  s.dbias = static_cast<float*>(dbias);
+  s.parts = static_cast<float*>(workspace.data);
+  JAXCONV_RETURN_IF_ERROR(EncodeTiled(p.dtype, MatrixTensor(dy, p.k, 1, rows),
+                                      {0, 1, kSumsTile.rows}, what + " dy", &g.a[0]));
+  JAXCONV_RETURN_IF_ERROR(
+      EncodeTiled(p.dtype, FilterTensor(p, w, 1), {0, 1, kSumsTile.columns, 1}, what + " w", &g.b));
+  const auto boxes = [&](const void* of, const char* name, CUtensorMap* map) {
+    return EncodeTiled(p.dtype, MatrixTensor(of, p.c, 1, rows), {64, 1, 64}, what + name, map);
+  };
+  JAXCONV_RETURN_IF_ERROR(boxes(c, " c", &g.c));
+  JAXCONV_RETURN_IF_ERROR(boxes(x, " x", &s.x));
+  JAXCONV_RETURN_IF_ERROR(boxes(dz, " dz", &g.d[0]));
+  return p.dtype == DType::kBF16 ? LaunchSm90SumsBf16(ctx, g, s, device.multiprocessors, what)
+                                 : LaunchSm90SumsF16(ctx, g, s, device.multiprocessors, what);
+}
+
+}  // namespace jaxconv::cuda

@@ -1,0 +1,37 @@
+// The product of a 1x1 convolution's dgrad whose epilogue is also the first half of the backward pass of a batch-norm in
+// front, y = relu(xhat * scale + bias + residual) with xhat = (x - mean) * rstd:
+//
+//   d = [y > 0] * (sum + c);  dbias = sum of d's rows;  dscale = sum of d's rows * xhat
+//
+// of d as rounded, in float32. For KK products of one phase and one instance. sm90_sums.cuh says how.
+#pragma once
+
+#include <cuda.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+
+#include "cuda/gemm/sm90_product.h"
+
+namespace jaxconv::cuda {
+
+struct Sm90Sums {
+  CUtensorMap x;             // like d, boxes of 64 x 64
+  const uint8_t* signs;      // (m, n / 8): bit j of byte i is y[8i + j] > 0; n a multiple of 128
+  const float *mean, *rstd;  // (n)
+  float* parts;              // (MostSumsParts(m), 2, n), in a workspace
+  float *dscale, *dbias;     // (n)
+};
+
+// No more parts are made, whatever the tile.
+inline int64_t MostSumsParts(int64_t rows) {
+  return std::min<int64_t>(2 * ((rows + 127) / 128), 512);
+}
+
+Status LaunchSm90SumsBf16(const Context& ctx, Sm90Product& p, const Sm90Sums& to,
+                          int multiprocessors, const std::string& what);
+Status LaunchSm90SumsF16(const Context& ctx, Sm90Product& p, const Sm90Sums& to,
+                         int multiprocessors, const std::string& what);
+
+}  // namespace jaxconv::cuda
