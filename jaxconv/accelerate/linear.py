@@ -41,6 +41,7 @@ class Fused:
     # call makes in the place of this one
     then: Callable[[Node], Fused | None] | None = None
     again: Sequence[Value] = ()
+    pairs: Sequence[Node] = ()  # convolutions that calls of their own make with their statistics, for this one
 
 
 class Refusal(Exception):

@@ -7,6 +7,7 @@ it stood.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,11 +18,12 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
 from jaxconv.accelerate.activations import Activations
-from jaxconv.accelerate.graph import Array, Constant, Graph, Node, Value, as_varying, channels_of, unconverted
+from jaxconv.accelerate.graph import Array, Constant, Graph, Node, Value, as_varying, channels_of
 from jaxconv.accelerate.groupnorm import GroupNormalised, find_group_normalised, find_groupnorm
 from jaxconv.accelerate.layernorm import find_layer_normalised
 from jaxconv.accelerate.linear import (
     OWN_DENSES,
+    Before,
     Dense,
     Fused,
     Refusal,
@@ -54,6 +56,7 @@ class Rewriting:
         self._inner: dict[Node, dict[str, Any]] = {}  # changed parameters of nodes with functions inside
         self._norms: dict[Value, Fused] = {}  # of the values that batch-norms give
         self._chained: set[Node] = set()  # convolutions that are part of a batch-norm's call
+        self._paired: set[Node] = set()  # those whose statistics a call takes that is made already
         self._layers: dict[Value, Dense] = {}  # of the values that dense layers give, each a call of its own
         self._left: dict[Node, Finding] = {}  # what a later call may still take in
         self.over_batch: list[str] = []  # where what is normalised is by statistics of all images
@@ -92,9 +95,8 @@ class Rewriting:
                 n = found[node]
                 if over_batch(n):
                     self.over_batch.append(str(node.name_stack))
-                linear = linear_before(unconverted(n.x), n.axis)
-                linear = None if linear is not None and linear.node in self._chained else linear
-                self._try("batchnorm", node, n.x.shape, lambda n=n, b=linear: find_batchnorm(n, self._activations, b))
+                candidates = functools.partial(find_batchnorm, n, self._activations, self._linear_before)
+                self._try("batchnorm", node, n.x.shape, candidates)
             elif node in groups:
                 g = groups[node]
                 self._try(g.what, node, g.x.shape, lambda g=g: find_groupnorm(g, self._activations))
@@ -135,13 +137,17 @@ class Rewriting:
             done.update(e.nodes if e.result in self._maker else [])
         return told, done
 
+    def _linear_before(self, z: Value, axis: int) -> Before | None:
+        found = linear_before(z, axis)
+        return None if found is not None and found.node in self._chained else found
+
     def _convs(self, node: Node) -> Iterator[Fused]:
         gradient = find_gradient(node) if "transpose(" in self._scopes(node) else None
         if gradient is not None:
             yield gradient
             return
         found = list(find_conv(node, self._activations, lambda r: not added_later(node, r)))
-        norm = self._norms.get(node.inputs[0])
+        norm = self._norms.get(node.inputs[0]) if node not in self._paired else None
         both = norm.then(node) if norm is not None and norm.then is not None else None
         if both is not None and all(len(one.parts) == 1 for one in found):  # nothing follows it in a call of its own
             self._chained.add(node)
@@ -178,6 +184,7 @@ class Rewriting:
                 layer, order = fused.layer or node, fused.nodes[-1].order
                 made = Node(order, fused.inputs, fused.outputs, layer.eqn, layer.name_stack, fused.call, fused.fork)
                 self._covered.update(fused.nodes)
+                self._paired.update(fused.pairs)
                 if fused.then is not None:
                     self._norms[fused.outputs[0]] = fused
                 self._maker.update(dict.fromkeys(fused.outputs, made))
