@@ -749,6 +749,18 @@ CONV_BATCHNORM = tuple(
         _conv("r50.s3.1x1b", 256, 14, 256, 1024, 1),
         _conv("r50.s4.3x3", 256, 7, 512, 512, 3, padding=1),
         _conv("r50.s4.1x1b", 256, 7, 512, 2048, 1),
+        # None of those above is near enough for a plan.
+        _conv("r50.s1.1x1a", 256, 56, 64, 64, 1, suite="models"),
+        _conv("r50.s2.1x1c", 256, 28, 512, 128, 1, suite="models"),
+        _conv("r50.s2.down1x1s2", 256, 56, 256, 512, 1, stride=2, suite="models"),
+        _conv("r50.s3.1x1a", 256, 28, 512, 256, 1, suite="models"),
+        _conv("r50.s3.3x3s2", 256, 28, 256, 256, 3, stride=2, padding=(0, 1), suite="models"),
+        _conv("r50.s3.1x1c", 256, 14, 1024, 256, 1, suite="models"),
+        _conv("r50.s3.down1x1s2", 256, 28, 512, 1024, 1, stride=2, suite="models"),
+        _conv("r50.s4.1x1a", 256, 14, 1024, 512, 1, suite="models"),
+        _conv("r50.s4.3x3s2", 256, 14, 512, 512, 3, stride=2, padding=(0, 1), suite="models"),
+        _conv("r50.s4.1x1c", 256, 7, 2048, 512, 1, suite="models"),
+        _conv("r50.s4.down1x1s2", 256, 14, 1024, 2048, 1, stride=2, suite="models"),
     )
 )
 

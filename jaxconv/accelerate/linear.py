@@ -42,6 +42,7 @@ class Fused:
     then: Callable[[Node], Fused | None] | None = None
     opened: Opened | None = None
     again: Sequence[Value] = ()
+    pairs: Sequence[Node] = ()  # convolutions that calls of their own make with their statistics, for this one
 
 
 class Refusal(Exception):

@@ -275,13 +275,46 @@ def _needs(values: Sequence[Value], x: Value) -> bool:
     return False
 
 
-def find_batchnorm(n: Normalised, activations: Activations, before: Before | None = None) -> Iterator[Fused]:
+def _statistics_alone(n: Normalised) -> dict[str, Any]:
+    """A batch-norm's arguments where its mean and variance are asked for, and not its result.
+
+    With no momentum the running statistics become those of the batch.
+    """
+    return dict(training=True, momentum=0.0, epsilon=n.epsilon, activation=None, residual=None)
+
+
+def _with_statistics(conv: Node, z: Value, n: Normalised, channels: int, params: Any) -> list[Value]:
+    """z, the convolution's result, and its mean and variance, (channels,) of `params`: values that one call makes."""
+
+    def call(*operands: Array, forks: bool = False) -> Sequence[Array]:
+        zeros = jnp.zeros(channels, params)
+        results = _fused.conv_batchnorm(
+            *(*operands, None, None, zeros, zeros),
+            **(window_of(conv) | _statistics_alone(n)),
+            channel_axis=n.axis,
+            forks=forks,
+            statistics=True,
+        )
+        return [results[0], *results[1]] if forks else results
+
+    fork = fork_of(conv, functools.partial(call, forks=True))
+    pair = Node(conv.order, conv.inputs, [], conv.eqn, conv.name_stack, call, fork)
+    row = jax.ShapeDtypeStruct((channels,), params)
+    pair.outputs = [Value(aval, pair, i) for i, aval in enumerate((z.aval, row, row))]
+    return pair.outputs
+
+
+def find_batchnorm(
+    n: Normalised, activations: Activations, linear_of: Callable[[Value, int], Before | None]
+) -> Iterator[Fused]:
     """The replacements, those that take in most first: a residual may need what only comes later.
 
-    `before` is the convolution or product that makes n.x, where there is one: the two are a pair if nobody else needs
-    its result, neither for the norm's own operands (statistics that are not those of training, a residual).
+    `linear_of`: the convolution or product that makes a value, where there is one that no other call has taken. The
+    norm and that which makes n.x are a pair if nobody else needs its result, neither for the norm's own operands
+    (statistics that are not those of training, a residual).
     """
     x0 = unconverted(n.x)
+    before = linear_of(x0, n.axis)
     channels = n.x.shape[n.axis]
     is_mean = _is_mean(n.mean, n.axis, lambda u: unconverted(u) is x0)
     training = is_mean and _is_variance_of(n.var, x0, n.axis)
@@ -380,10 +413,9 @@ def find_batchnorm(n: Normalised, activations: Activations, before: Before | Non
             scales = [row(next(given)) for _ in n.scales]
             ones, zeros = jnp.ones(channels, params), jnp.zeros(channels, params)
             bias = row(next(given)) if n.bias else zeros
-            bare = dict(training=True, momentum=0.0, epsilon=n.epsilon, activation=None, residual=None)
             z, mean, var = _fused.conv_batchnorm(
                 *(*operands, None, None, zeros, zeros),
-                **(window_of(made_by) | bare),
+                **(window_of(made_by) | _statistics_alone(n)),
                 channel_axis=n.axis,
                 statistics=True,
             )
@@ -454,51 +486,52 @@ def find_batchnorm(n: Normalised, activations: Activations, before: Before | Non
         if not takes_both(p):
             return None
         of_both = [v for m in (n, other) for v in (*m.scales, *([m.bias] if m.bias else []))]
-        pair = alone([out, n.mean, n.var], of_both) and before.trains and before.bias is None
-        made_by = before.node if pair else None
 
-        def call(*values: Array, forks: bool = False) -> Sequence[Array]:
+        def paired(m: Normalised, z: Value) -> Node | None:
+            """The convolution that makes z, where its statistics may leave it with z."""
+            found = linear_of(z, m.axis)
+            fits = found is not None and found.trains and found.bias is None
+            return found.node if fits and leads_only_to(z, [out, m.mean, m.var]) and not _needs(of_both, z) else None
+
+        convs = [paired(n, x0), paired(other, r0)]
+        # Calls of their own: a convolution whose input leads to the other one's may be a fork then.
+        made_of = [
+            v
+            for conv, z, m in zip(convs, (x0, r0), (n, other), strict=True)
+            for v in ([z] if conv is None else _with_statistics(conv, z, m, channels, params))
+        ]
+
+        def call(*values: Array) -> Sequence[Array]:
             given = iter(values)
-            operands = [next(given) for _ in linear]
-            zeros = jnp.zeros(channels, params)
-            bare = dict(training=True, momentum=0.0, epsilon=n.epsilon, activation=None, residual=None)
-            passed = None
-            if made_by:
-                results = _fused.conv_batchnorm(
-                    *(*operands, None, None, zeros, zeros),
-                    **(window_of(made_by) | bare),
-                    channel_axis=n.axis,
-                    forks=forks,
-                    statistics=True,
-                )
-                passed, (z, mean, var) = results if forks else (None, results)
-            else:
-                (z,) = operands
-                _, mean, var = batchnorm(z, None, None, zeros, zeros, channel_axis=n.axis, **bare)
-            z_r = next(given)
-            _, mean_r, var_r = batchnorm(z_r, None, None, zeros, zeros, channel_axis=n.axis, **bare)
+
+            def moments(m: Normalised, conv: Node | None) -> list[Array]:
+                """What m normalises, its mean and its variance."""
+                if conv is not None:
+                    return [next(given), next(given), next(given)]
+                z, zeros = next(given), jnp.zeros(channels, params)
+                _, *statistics = batchnorm(z, None, None, zeros, zeros, channel_axis=m.axis, **_statistics_alone(m))
+                return [z, *statistics]
 
             def affine(m: Normalised) -> list[Array]:
                 scales = [row(next(given)) for _ in m.scales]
-                bias = row(next(given)) if m.bias else zeros
+                bias = row(next(given)) if m.bias else jnp.zeros(channels, params)
                 return [functools.reduce(jnp.multiply, scales, jnp.ones(channels, params)), bias]
 
+            (z, mean, var), (z_r, mean_r, var_r) = moments(n, convs[0]), moments(other, convs[1])
             rstd, rstd_r = jax.lax.rsqrt(var + n.epsilon), jax.lax.rsqrt(var_r + other.epsilon)
             result = join(p, z, *affine(n), mean, rstd, z_r, *affine(other), mean_r, rstd_r)
-            pairs = ((mean, n.mean), (var, n.var), (mean_r, other.mean), (var_r, other.var))
-            return [*[passed] * forks, result, *(s.reshape(v.shape).astype(v.dtype) for s, v in pairs)]
+            statistics = ((mean, n.mean), (var, n.var), (mean_r, other.mean), (var_r, other.var))
+            return [result, *(s.reshape(v.shape).astype(v.dtype) for s, v in statistics)]
 
-        linear = list(made_by.inputs) if made_by else [x0]
-        parts = [kind, "the shortcut's", str(activated.activation)]
+        shortcut = "the shortcut's" if convs[1] is None else "the shortcut's conv and batchnorm"
         return Fused(
             [n.result.node, r.node, total.node, *activated.nodes],
-            [*linear, r0, *of_both],
+            [*made_of, *of_both],
             [out, n.mean, n.var, other.mean, other.var],
             call,
-            [before.what, *parts] if made_by else parts,
-            fork_of(made_by, functools.partial(call, forks=True)) if made_by else None,
-            made_by,
+            [*(["conv"] if convs[0] else []), kind, shortcut, str(activated.activation)],
             again=(other.mean, other.var),
+            pairs=[conv for conv in convs if conv],
         )
 
     def with_activation(z: Value, residual: Value | None) -> Iterator[Fused]:

@@ -18,11 +18,12 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
 from jaxconv.accelerate.activations import Activations
-from jaxconv.accelerate.graph import Array, Constant, Graph, Node, Value, as_varying, channels_of, unconverted
+from jaxconv.accelerate.graph import Array, Constant, Graph, Node, Value, as_varying, channels_of
 from jaxconv.accelerate.groupnorm import GroupNormalised, find_group_normalised, find_groupnorm
 from jaxconv.accelerate.layernorm import find_layer_normalised
 from jaxconv.accelerate.linear import (
     OWN_DENSES,
+    Before,
     Dense,
     Fused,
     Refusal,
@@ -55,6 +56,7 @@ class Rewriting:
         self._inner: dict[Node, dict[str, Any]] = {}  # changed parameters of nodes with functions inside
         self._norms: dict[Value, Fused] = {}  # of the values that batch-norms give
         self._chained: set[Node] = set()  # convolutions that are part of a batch-norm's call
+        self._paired: set[Node] = set()  # those whose statistics a call takes that is made already
         self._layers: dict[Value, Dense] = {}  # of the values that dense layers give, each a call of its own
         self._left: dict[Node, Finding] = {}  # what a later call may still take in
         self.over_batch: list[str] = []  # where what is normalised is by statistics of all images
@@ -93,9 +95,8 @@ class Rewriting:
                 n = found[node]
                 if over_batch(n):
                     self.over_batch.append(str(node.name_stack))
-                linear = linear_before(unconverted(n.x), n.axis)
-                linear = None if linear is not None and linear.node in self._chained else linear
-                self._try("batchnorm", node, n.x.shape, lambda n=n, b=linear: find_batchnorm(n, self._activations, b))
+                candidates = functools.partial(find_batchnorm, n, self._activations, self._linear_before)
+                self._try("batchnorm", node, n.x.shape, candidates)
             elif node in groups:
                 g = groups[node]
                 self._try(g.what, node, g.x.shape, lambda g=g: find_groupnorm(g, self._activations))
@@ -136,13 +137,17 @@ class Rewriting:
             done.update(e.nodes if e.result in self._maker else [])
         return told, done
 
+    def _linear_before(self, z: Value, axis: int) -> Before | None:
+        found = linear_before(z, axis)
+        return None if found is not None and found.node in self._chained else found
+
     def _convs(self, node: Node) -> Iterator[Fused]:
         gradient = find_gradient(node) if "transpose(" in self._scopes(node) else None
         if gradient is not None:
             yield gradient
             return
         found = list(find_conv(node, self._activations, lambda r: not added_later(node, r)))
-        norm = self._norms.get(node.inputs[0])
+        norm = self._norms.get(node.inputs[0]) if node not in self._paired else None
         both = norm.then(node) if norm is not None and norm.then is not None else None
         if both is not None and all(len(one.parts) == 1 for one in found):  # nothing follows it in a call of its own
             self._chained.add(node)
@@ -180,6 +185,7 @@ class Rewriting:
                 given = fused.inputs, fused.outputs, layer.eqn, layer.name_stack, fused.call, fused.fork, fused.opened
                 made = Node(order, *given)
                 self._covered.update(fused.nodes)
+                self._paired.update(fused.pairs)
                 if fused.then is not None:
                     self._norms[fused.outputs[0]] = fused
                 self._maker.update(dict.fromkeys(fused.outputs, made))
@@ -299,7 +305,12 @@ class Rewriting:
             for v in node.inputs:
                 users.setdefault(v, set()).add(node)
         forks: set[Node] = set()
-        for node in sorted((n for n in needed if n.fork), key=lambda node: (node.fork.cost, node.order)):
+
+        def worth(node: Node) -> tuple[bool, int, int]:
+            """First those that spare a batch-norm two passes, then those that add for the least."""
+            return self._opened_by(node) is None, node.fork.cost, node.order
+
+        for node in sorted((n for n in needed if n.fork), key=worth):
             v = node.inputs[0]
             others = users[v] - {node}
             taken = any(user in forks and user.inputs[0] is v for user in others)
@@ -322,16 +333,13 @@ class Rewriting:
                     ordered.append(node)
         return ordered, forks
 
-    def _openings(self, forks: set[Node]) -> set[Node]:
-        """The batch-norms whose gradients' sums are made by the forks that all others have their results from."""
-        found = set()
-        for node in forks:
-            v = node.inputs[0]
-            norm = self._maker.get(v)
-            first = norm is not None and norm.opened is not None and norm.outputs[0] is v and norm not in forks
-            if first and node.fork.sums is not None and node.fork.sums(norm.opened):
-                found.add(norm)
-        return found
+    def _opened_by(self, node: Node) -> Node | None:
+        """The batch-norm the sums of whose gradient this convolution makes, where it is a fork."""
+        v = node.inputs[0]
+        norm = self._maker.get(v)
+        if norm is None or norm.opened is None or norm.outputs[0] is not v or node.fork.sums is None:
+            return None
+        return norm if node.fork.sums(norm.opened) else None
 
     def run(self, *args: Array) -> list[Array]:
         if not self.changed:
@@ -344,7 +352,7 @@ class Rewriting:
             return v.value if isinstance(v, Constant) else known[v]
 
         ordered, forks = self._schedule()
-        openings = self._openings(forks)
+        openings = {norm for node in forks if (norm := self._opened_by(node)) is not None and norm not in forks}
         opened: dict[Value, Sequence[Array]] = {}  # what forks of these values take
         for node in ordered:
             values = [read(v) for v in node.inputs]
