@@ -20,14 +20,14 @@ from jaxconv import _op
 from jaxconv import conv as conv_module
 from jaxconv._activation import Activation
 from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem
-from jaxconv.batchnorm import dx_of_sums, moments
+from jaxconv.batchnorm import dx_of_sums, moments, signs
 from jaxconv.batchnorm_shortcut import gradients as shortcut_gradients
 from jaxconv.batchnorm_shortcut import problem as shortcut_problem
 from jaxconv.dense import dense_gradient
 
 KERNELS = {kernel.name: kernel for kernel in _op.KERNELS.values()}
 # A GPU's alone: a CPU's targets and examples are without them.
-ON_GPUS = ("dense_gradient", "batchnorm_shortcut_backward")
+ON_GPUS = ("dense_gradient", "conv_dgrad_sums", "batchnorm_shortcut_backward", "batchnorm_signs")
 Shape = tuple[int, ...]
 
 
@@ -95,6 +95,25 @@ def both_norms(x: jax.Array, v: jax.Array) -> list[jax.Array]:
     return shortcut_gradients(dataclasses.replace(p, implementation="native"), x, x, v, v, v, v, x, v, v, v, v)
 
 
+def with_signs(x: jax.Array, v: jax.Array) -> list[jax.Array]:
+    """A batch-norm by known statistics whose result's signs are kept, by the kernel."""
+    return signs(_norm(x, residual=True), x, v, v, v, v, x)
+
+
+def dz_and_sums(dy: jax.Array, w: jax.Array, x: jax.Array, bits: jax.Array, v: jax.Array) -> list[jax.Array]:
+    """conv_dgrad_sums of a 1x1, by the kernel."""
+    options: dict[str, Any] = dict.fromkeys(("activation", "precision", "implementation"))
+    options |= dict(stride=1, padding="SAME", dilation=1, groups=1, layout="NHWC", return_preactivation=False)
+    p = ConvProblem.infer("conv2d", 2, x, w, None, algorithm="sm90/sums", **options)
+    return conv_module.dgrad_sums(p, dy, w, x, bits, x, v, v)
+
+
+def sums_operands() -> tuple[jax.Array, ...]:
+    """dz_and_sums's."""
+    shapes = (2, 5, 6, 16), (1, 1, 128, 16), (2, 5, 6, 128)
+    return *(jnp.ones(s, "bfloat16") for s in shapes), jnp.ones((2, 5, 6, 16), "uint8"), jnp.ones(128)
+
+
 def _programs() -> dict[str, tuple[str, Any, Any]]:
     """name -> (kernel, f, arguments): f calls the kernel once, natively, with all operands and results that it has."""
     x, w, b, v = jnp.ones((2, 5, 6, 4)), jnp.ones((3, 3, 4, 6)), jnp.ones(6), jnp.ones(4)
@@ -118,6 +137,8 @@ def _programs() -> dict[str, tuple[str, Any, Any]]:
     on_gpus = {
         "dense_gradient": ("dense_gradient", dz_and_db, product),
         "batchnorm_shortcut_backward": ("batchnorm_shortcut_backward", both_norms, large),
+        "conv_dgrad_sums": ("conv_dgrad_sums", dz_and_sums, sums_operands()),
+        "batchnorm_signs": ("batchnorm_signs", with_signs, large),
     }
     on_gpus = on_gpus if PLATFORM == "cuda" else {}
 
@@ -204,6 +225,7 @@ _NAMES = {
     "conv_statistics": ("x w", "y mean var"),
     "conv_dgrad": ("dy w", "dx"),
     "conv_dgrad_add": ("dy w c", "dx"),
+    "conv_dgrad_sums": ("dy w c signs x mean rstd", "dz dscale dbias"),
     "conv_wgrad": ("x dy", "dw"),
     "conv_normalised": ("x w scale bias mean var", "y"),
     "conv_normalised_wgrad": ("x dy scale bias mean var", "dw"),
@@ -214,6 +236,7 @@ _NAMES = {
     "matmul": ("x w", "y"),
     "batchnorm_train": ("x scale bias running_mean running_var residual?", "y new_mean new_var mean rstd"),
     "batchnorm_infer": ("x scale bias mean var residual?", "y"),
+    "batchnorm_signs": ("x scale bias mean var residual?", "y signs"),
     "batchnorm_backward": ("x dy scale bias mean rstd residual?", "dscale dbias dx? dresidual?"),
     "batchnorm_dx": ("x dy scale bias mean rstd dscale dbias residual?", "dx"),
     "batchnorm_moments": ("x", "k shift var"),
@@ -232,6 +255,7 @@ _NAMES = {
 YOUNGER = (
     *(
         "conv_add",
+        "conv_dgrad_sums",
         "conv_normalised",
         "conv_normalised_wgrad",
         "conv_normalised_gradient",
@@ -240,6 +264,7 @@ YOUNGER = (
         "batchnorm_dx",
         "batchnorm_moments",
         "batchnorm_shortcut_backward",
+        "batchnorm_signs",
         "max_pool",
         "max_pool_backward",
     ),
@@ -260,6 +285,9 @@ def _operand(p: Any, kernel: str, name: str) -> tuple[Shape, str]:
         shapes = {"x": p.x_shape, "dy": p.x_shape, "w1": p.w1_shape, "w2": p.w2_shape, "b1": (p.hidden,)}
         shapes |= {"b2": (p.channels,), "z1": p.hidden_shape, "gate": p.mean_shape}
         return shapes[name], p.dtype if name in ("x", "dy") else p.param_dtype
+    if kernel == "conv_dgrad_sums" and name in ("signs", "mean", "rstd"):
+        bits = (*p.x_shape[:-1], p.in_channels // 8), "uint8"
+        return bits if name == "signs" else ((p.in_channels,), "float32")
     if name in ("scale", "bias", "mean", "var", "dscale", "dbias"):
         return p.norm.param_shape, p.norm.param_dtype
     if kernel.startswith("conv"):

@@ -42,10 +42,10 @@ from jaxconv._problem import (
     PoolProblem,
     SqueezeExciteProblem,
 )
-from jaxconv.batchnorm import backward, dx_of_sums, infer, moments, train
+from jaxconv.batchnorm import backward, dx_of_sums, infer, moments, signs, train
 from jaxconv.batchnorm_conv import normalised, normalised_dx, normalised_gradient, normalised_wgrad
 from jaxconv.batchnorm_shortcut import gradients as shortcut_gradients
-from jaxconv.conv import conv_add, conv_kernel, dgrad, dgrad_add, fprop, statistics, wgrad
+from jaxconv.conv import conv_add, conv_kernel, dgrad, dgrad_add, dgrad_sums, fprop, statistics, wgrad
 from jaxconv.dense import dense_gradient, dense_kernel, matmul
 from jaxconv.groupnorm import backward as group_backward
 from jaxconv.groupnorm import norm as group_norm
@@ -133,6 +133,10 @@ SM90_CONVS = {
     "planes-strips": ((2, 4, 257), 40, 24, 1, (3, 3, 3), {}),
     "many-tiles": ((81, 83), 64, 64, 1, (3, 3), {}),  # more tiles than multiprocessors
     "patches": ((24, 32), 3, 72, 1, (8, 8), {"stride": 8}),
+    # sums: half a column of tiles, a ring that turns, all of a filter's room
+    "1x1-sums": ((11, 9), 384, 72, 1, (1, 1), {}),
+    "1x1-many-sums": ((81, 83), 128, 64, 1, (1, 1), {}),
+    "1x1-deep-sums": ((11, 9), 256, 512, 1, (1, 1), {}),
 }
 STEM_CONVS = {
     "7x7-s2": ((37, 44), 3, 64, 1, (7, 7), {"stride": 2, "padding": 3}),
@@ -201,7 +205,11 @@ def conv_calls(dtype: str, last: bool, algorithm: str, precision: str, shape: tu
             given = dataclasses.replace(q, count=q.norm.reduced)
             forward += [(normalised_gradient, q, [x, y, w, *param])]
             forward += [(normalised_dx, given, [x, y, w, *param, *param[:2]])]
-    return [*forward, (dgrad, bare, [y, w]), (dgrad_add, bare, [y, w, x]), (wgrad, bare, [x, y])]
+    backward = [(dgrad, bare, [y, w]), (dgrad_add, bare, [y, w, x])]
+    if last and c % 8 == 0:
+        bits, param = ((3, *pixels, c // 8), "uint8"), ((c,), "float32")
+        backward += [(dgrad_sums, bare, [y, w, x, bits, x, param, param])]
+    return [*forward, *backward, (wgrad, bare, [x, y])]
 
 
 def dense_calls(dtype: str, algorithm: str, precision: str, m: int, k: int, n: int) -> list[Call]:
@@ -246,6 +254,7 @@ def batchnorm_calls(dtype: str, algorithm: str, shape: tuple[int, ...], axis: in
     return [
         (train, p, [x, *[param] * 4, *residual]),
         (infer, dataclasses.replace(p, training=False), [x, *[param] * 4, *residual]),
+        (signs, dataclasses.replace(p, activation=_activation.parse("", "relu")), [x, *[param] * 4, *residual]),
         (backward, q, [x, x, *[param] * 4, *residual]),
         (backward, dataclasses.replace(q, want_dx=False), [x, x, *[param] * 4, *residual]),
         (shortcut_gradients, dataclasses.replace(p, residual=False), [x, x, *[param] * 4, x, *[param] * 4]),
@@ -352,6 +361,7 @@ BATCHNORMS = (
     ((6, 5, 7, 7), 1),
     ((130, 9, 9, 24), -1),
     ((65500, 40), -1),  # two_read: through a ring
+    ((33000, 64), -1),  # and with signs
 )
 DENSES = ((128, 64, 256), (72, 64, 136), (5, 7, 3), (16, 2048, 24), (200, 72, 264), (64, 1024, 136), (1, 520, 72))
 
@@ -397,7 +407,17 @@ KERNELS = {
     "conv": [
         *members(
             "sm90",
-            (kernel for kernel, _ in (*sm90.PRODUCTS, *sm90.FEW_ROWS, *sm90.HALOS, *sm90.STATISTICS, *sm90.WGRADS)),
+            (
+                kernel
+                for kernel, _ in (
+                    *sm90.PRODUCTS,
+                    *sm90.FEW_ROWS,
+                    *sm90.HALOS,
+                    *sm90.STATISTICS,
+                    *sm90.SUMS,
+                    *sm90.WGRADS,
+                )
+            ),
         ),
         *members("depthwise", depthwise.KERNELS),
         *(family for family in _problem.CONV_ALGORITHMS if family not in ("sm90", "depthwise")),

@@ -47,6 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
     "half_column": dict(shape=(2, 9, 16), c=384, k=64, filter=(1, 1)),
     "wide": dict(shape=(9, 33, 32), c=256, k=64, filter=(1, 1)),
     "deep": dict(shape=(4, 14, 14), c=1024, k=256, filter=(1, 1)),
+    "deeper": dict(shape=(4, 14, 14), c=256, k=512, filter=(1, 1)),
     "3x3": dict(shape=(2, 5, 6), c=16, k=8, filter=(3, 3)),
     "1x1_s2": dict(shape=(2, 5, 6), c=8, k=16, filter=(1, 1), stride=2),
     "3d": dict(shape=(1, 3, 4, 5), c=8, k=8, filter=(1, 1, 1), layout="NDHWC"),
@@ -84,9 +85,13 @@ def test_sums_are_exact(case):
 
 @on_hopper
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+@pytest.mark.parametrize("tile", ("64x256", "64x128"))
 @pytest.mark.parametrize("case", [case for case in CASES if case not in ("3x3", "1x1_s2", "3d")])
-def test_the_kernel_is_exact(case, dtype):
-    p = problem(**CASES[case], dtype=dtype, algorithm="sm90/sums")
+def test_the_kernel_is_exact(case, tile, dtype):
+    p = problem(**CASES[case], dtype=dtype, algorithm=f"sm90/sums {tile}")
+    refusal = _plan.supports("conv_dgrad_sums", f"sm90/sums {tile}", p, DEVICE)
+    if refusal:
+        pytest.skip(refusal)
     f = jax.jit(functools.partial(conv.dgrad_sums, p))
     for seed in range(3):
         args = sums_args(p, 10 * seed)
@@ -339,6 +344,8 @@ def test_plans(code_for_gpus):
     p = problem((256, 56, 56), 256, 64, (1, 1), dtype="bfloat16")
     made = _plan.plan("conv_dgrad_sums", p, H200)
     assert (made.kernel, made.tile) == ("sm90/sums", "64x256") and made.workspace_bytes == 512 * 2 * 256 * 4
+    deep = _plan.plan("conv_dgrad_sums", problem((256, 14, 14), 1024, 512, (1, 1), dtype="bfloat16"), H200)
+    assert deep.tile == "64x128"  # of 256 columns its filter has no room
     small = dataclasses.replace(p, batch=32)
     assert "read again from caches" in _plan.plan("conv_dgrad_sums", small, H200).reason
     assert (

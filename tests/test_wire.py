@@ -10,7 +10,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from direct_calls import KERNELS, ON_GPUS, YOUNGER, both_norms, dz_and_db, forked, norm_dx, norm_moments
+from direct_calls import (
+    KERNELS,
+    ON_GPUS,
+    YOUNGER,
+    both_norms,
+    dz_and_db,
+    dz_and_sums,
+    forked,
+    norm_dx,
+    norm_moments,
+    sums_operands,
+    with_signs,
+)
 from helpers import DEVICE, PLATFORM
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
@@ -59,6 +71,7 @@ def example(name: str) -> tuple[Any, tuple[Any, ...]]:
         "conv_statistics": (lambda x, w: pair(x, w, u, u, u, u, training=True, **native), aligned),
         "conv_dgrad": (jax.grad(lambda x, w: conv(x, w).sum()), (x, w)),
         "conv_dgrad_add": (jax.grad(functools.partial(forked, **added)), aligned),
+        "conv_dgrad_sums": (dz_and_sums, sums_operands()),
         "conv_wgrad": (jax.grad(lambda x, w: conv(x, w).sum(), 1), (x, w)),
         "conv_normalised": (batchnorm_conv, depthwise),
         "conv_normalised_wgrad": (jax.grad(lambda x, w: batchnorm_conv(x, w)[0].sum(), 1), depthwise),
@@ -72,6 +85,7 @@ def example(name: str) -> tuple[Any, tuple[Any, ...]]:
         "batchnorm_backward": (jax.grad(lambda x: norm(x, v, v, v, v, training=True)[0].sum()), (x,)),
         "batchnorm_dx": (norm_dx, (x, x, v, x)),
         "batchnorm_moments": (norm_moments, (x,)),
+        "batchnorm_signs": (with_signs, (jnp.ones((16, 64, 64, 64), "bfloat16"), jnp.ones(64))),
         "batchnorm_shortcut_backward": (both_norms, (jnp.ones((16, 64, 64, 64), "bfloat16"), jnp.ones(64))),
         "max_pool": (functools.partial(jaxconv.max_pool, window=2, **native), (x,)),
         "max_pool_backward": (jax.grad(lambda x: jaxconv.max_pool(x, 2, **native).sum()), (x,)),
@@ -135,6 +149,7 @@ FORMAT = {
     "conv_statistics": {"window": WINDOW, "plan": PLAN},
     "conv_dgrad": {"window": WINDOW, "plan": PLAN},
     "conv_dgrad_add": {"window": WINDOW, "plan": PLAN},
+    "conv_dgrad_sums": {"window": WINDOW, "plan": PLAN},
     "conv_wgrad": {"window": WINDOW, "plan": PLAN},
     "conv_normalised": {"window": WINDOW, "norm": NORM, "plan": PLAN},
     "conv_normalised_wgrad": {"window": WINDOW, "norm": NORM, "plan": PLAN},
@@ -145,6 +160,7 @@ FORMAT = {
     "matmul": {"product": PRODUCT, "epilogue": EPILOGUE, "plan": PLAN},
     "batchnorm_train": {"norm": NORM, "plan": PLAN},
     "batchnorm_infer": {"norm": NORM, "plan": PLAN},
+    "batchnorm_signs": {"norm": NORM, "plan": PLAN},
     "batchnorm_backward": {"norm": NORM, "want_dx": "i64", "want_dresidual": "i64", "plan": PLAN},
     "batchnorm_dx": {"norm": NORM, "count": "i64", "plan": PLAN},
     "batchnorm_moments": {"norm": NORM, "plan": PLAN},

@@ -117,7 +117,8 @@ struct SignBits {
   uint4 bits[2];
 };
 
-// Brings the signs of a tile of 64 x 256 nearer while its products run, which leave no registers for them.
+// Brings the signs of a tile's 64 rows nearer, a tile early: the products leave no registers for them, and where there are
+// few they take less time than memory.
 __device__ __forceinline__ void PrefetchSigns(const Sm90Sums& s, int m, int m_end, int n,
                                               int n_end) {
   const int row = m + threadIdx.x % 128;
@@ -208,7 +209,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     Sm90SumsKernel(const __grid_constant__ Sm90Product p, const __grid_constant__ Sm90Sums s,
                    const int stages) {
 #ifdef JAXCONV_SM90A
-  static_assert(Tile::kBlocks == 1 && Tile::kPairs == 1 && Tile::kTileN == 256);
+  static_assert(Tile::kBlocks == 1 && Tile::kPairs == 1 && Tile::kTileN % 128 == 0);
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   const uint32_t shared = SharedAddress(shared_bytes);
   const ResidentParts<Tile> at(shared, p.k_blocks, stages);
@@ -244,7 +245,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     ColumnNormSums<typename Tile::T, Tile::kTileN / 64> columns(s.mean + n, p.n - n);
     BarrierWait(at.b_full, 0);
     for (int tile = first + group; tile < p.phase[0].tiles_m; tile += step) {
-      PrefetchSigns(s, tile * Tile::kRows, p.phase[0].m, n, p.n);
+      PrefetchSigns(s, (tile + step) * Tile::kRows, p.phase[0].m, n, p.n);
       float acc[1][Tile::kTileN / 2];
       ResidentProducts<Tile>(p, shared, ring, acc);
       FinishSumsTile<Tile>(p, tile * Tile::kRows, n, group, s, ring, outbox, columns, acc[0]);
@@ -282,10 +283,9 @@ static __global__ void __launch_bounds__(256)
   s.dscale[column] = product * s.rstd[column];
 }
 
-template <typename T>
+template <typename Tile>
 Status LaunchSm90Sums(const Context& ctx, Sm90Product& p, const Sm90Sums& to, int multiprocessors,
                       const std::string& what) {
-  using Tile = Sm90Resident<T, true, 2, 1, 256>;
   CountTiles<Tile>(p);
   if (p.tiles == 0) return Status::Invalid(what + ": there are no rows to sum up");
   const int stages = Tile::Stages(p.k_blocks);
@@ -301,6 +301,16 @@ Status LaunchSm90Sums(const Context& ctx, Sm90Product& p, const Sm90Sums& to, in
   Sm90SumsTotalKernel<<<unsigned((p.n + 31) / 32), 256, 0, ctx.stream>>>(
       to, int(rows) * Tile::kGroups, p.n);
   return LaunchStatus(what + " (sum of parts)");
+}
+
+template <typename T>
+Status LaunchSm90SumsByTile(const Context& ctx, Sm90Product& p, const Sm90Sums& to, TileSize tile,
+                            int multiprocessors, const std::string& what) {
+  if (tile == kSumsTiles[0])
+    return LaunchSm90Sums<Sm90Resident<T, true, 2, 1, 256>>(ctx, p, to, multiprocessors, what);
+  if (tile == kSumsTiles[1])
+    return LaunchSm90Sums<Sm90Resident<T, true, 2, 1, 128>>(ctx, p, to, multiprocessors, what);
+  return Status::Internal(what + ": no launcher");
 }
 
 }  // namespace jaxconv::cuda

@@ -29,9 +29,9 @@ inline int64_t MostSumsParts(int64_t rows) {
   return std::min<int64_t>(2 * ((rows + 127) / 128), 512);
 }
 
-Status LaunchSm90SumsBf16(const Context& ctx, Sm90Product& p, const Sm90Sums& to,
+Status LaunchSm90SumsBf16(const Context& ctx, Sm90Product& p, const Sm90Sums& to, TileSize tile,
                           int multiprocessors, const std::string& what);
-Status LaunchSm90SumsF16(const Context& ctx, Sm90Product& p, const Sm90Sums& to,
+Status LaunchSm90SumsF16(const Context& ctx, Sm90Product& p, const Sm90Sums& to, TileSize tile,
                          int multiprocessors, const std::string& what);
 
 }  // namespace jaxconv::cuda

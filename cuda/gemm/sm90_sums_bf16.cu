@@ -3,9 +3,9 @@
 
 namespace jaxconv::cuda {
 
-Status LaunchSm90SumsBf16(const Context& ctx, Sm90Product& p, const Sm90Sums& to,
+Status LaunchSm90SumsBf16(const Context& ctx, Sm90Product& p, const Sm90Sums& to, TileSize tile,
                           int multiprocessors, const std::string& what) {
-  return LaunchSm90Sums<__nv_bfloat16>(ctx, p, to, multiprocessors, what);
+  return LaunchSm90SumsByTile<__nv_bfloat16>(ctx, p, to, tile, multiprocessors, what);
 }
 
 }  // namespace jaxconv::cuda

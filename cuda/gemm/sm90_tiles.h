@@ -75,7 +75,7 @@ inline constexpr TileSize kProductTiles[] = {
     {128, 256}, {256, 128}, {128, 128}, {256, 64}, {128, 320}};
 inline constexpr TileSize kSwappedTiles[] = {{256, 128}};
 inline constexpr TileSize kResidentTiles[] = {{128, 64}, {64, 256}};
-inline constexpr TileSize kSumsTile = {64, 256};  // sm90_sums.h
+inline constexpr TileSize kSumsTiles[] = {{64, 256}, {64, 128}};  // sm90_sums.h
 inline constexpr TileSize kRowsTiles[] = {{64, 128}};
 inline constexpr TileSize kClusterTiles[] = {{64, 64}, {64, 128}, {128, 128}};
 inline constexpr TileSize kGradientTiles[] = {{128, 128}, {128, 256}, {256, 128}};

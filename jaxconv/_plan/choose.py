@@ -9,6 +9,7 @@ same plan.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 from typing import Any
@@ -129,6 +130,8 @@ def plan(op: str, problem: Any, device: Device) -> Plan:
         return own
     if isinstance(problem, BatchNormProblem) and batchnorm.one_walk_of(op, problem):
         return _plan_one_walk(op, problem, device)
+    if op == "conv_statistics" and not forced:
+        return _statistics_or_a_read(problem, device)
     return _best_native(op, problem, device) if forced else _fastest(op, problem, device)
 
 
@@ -211,7 +214,9 @@ def _plan_conv_batchnorm(problem: ConvBatchNormProblem, device: Device) -> Plan:
     if refusal or device.partitioned:
         return two(refusal or "XLA partitions the program, and cannot be told how a pair is split")
     if p.algorithm is None and p.implementation != "native":
-        found = _fastest("conv_statistics", p, device)
+        # Without what follows a normalisation it is XLA's, and the statistics a read of their own.
+        alone = problem.norm.activation.name == "none" and not problem.norm.residual
+        found = (_statistics_or_a_read if alone else functools.partial(_fastest, "conv_statistics"))(p, device)
         return Plan("calls", found.reason, "statistics") if found.implementation == "native" else two(found.reason)
     algorithm = p.algorithm or _ladder("conv_statistics", p, device)
     unsupported = supports("conv_statistics", algorithm, p, device)
@@ -219,6 +224,24 @@ def _plan_conv_batchnorm(problem: ConvBatchNormProblem, device: Device) -> Plan:
         return two(f"no statistics from {algorithm}: {unsupported}")
     forced = f"algorithm='{algorithm}'" if p.algorithm else "implementation='native'"
     return Plan("calls", f"{forced} was asked for", "statistics")
+
+
+def _statistics_or_a_read(p: ConvProblem, device: Device) -> Plan:
+    """fprop with the statistics of its result, or fprop and a read of that.
+
+    What was measured beside it are two calls of which the batch-norm may read its input once, where it stays on the
+    device's multiprocessors; statistics alone take a pass more than what such a batch-norm takes without them.
+    """
+    found = _fastest("conv_statistics", p, device)
+    near = measured.nearest("conv_statistics", p, device, "sm90/statistics")
+    if found.implementation == "native" or near is None or near.apart(p) > measured.FAR:
+        return found
+    own = made("conv_statistics", "sm90/statistics", p, device)
+    ratio = (near.xla_ms + _pass_over_y(near, p, device)) / near.native_ms["sm90/statistics"]
+    if isinstance(own, str) or ratio <= (measured.SISTER_MARGIN if near.sister else measured.MARGIN):
+        return found
+    reason = f"{ratio:.2f} times faster than a convolution and a read of its result {near.where}"
+    return dataclasses.replace(own, reason=reason, candidates=found.candidates)
 
 
 def _plan_normalised(op: str, p: NormalisedConvProblem, device: Device) -> Plan:

@@ -25,7 +25,7 @@ PRODUCTS: tuple[Choice, ...] = (
 )
 FEW_ROWS: tuple[Choice, ...] = tuple(("cluster", tile) for tile in CLUSTERS)
 HALOS: tuple[Choice, ...] = (("halo", ""), ("halo_3d", ""), ("halo_stream", ""))
-SUMS: Choice = ("sums", "64x256")
+SUMS: tuple[Choice, ...] = (("sums", "64x256"), ("sums", "64x128"))
 STATISTICS: tuple[Choice, ...] = tuple(("statistics", tile) for tile in ("256x64", "128x128", "256x128", "128x256"))
 WGRADS: tuple[Choice, ...] = (
     *(("wgrad", tile) for tile in ("128x256", "256x64", "128x320", "64x256", "128x128", "128x64")),
@@ -43,7 +43,8 @@ def wants(op: str, p: ConvProblem, device: Device) -> Iterator[Plan]:
     if op == "conv_statistics":
         wanted, every = iter([("statistics", _statistics_tile(p, device))]), STATISTICS
     elif op == "conv_dgrad_sums":
-        wanted, every = iter([SUMS]), (SUMS,)
+        # All of its filter's columns in one tile read dy once; fewer fit where there are more channels of dy.
+        wanted, every = iter(SUMS if p.in_channels % 256 == 0 else SUMS[::-1]), SUMS
     elif op == "conv_wgrad":
         wanted, every = _wgrads(p, device), (*WGRADS, *HALOS)
     else:

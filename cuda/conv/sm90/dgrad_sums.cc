@@ -16,6 +16,7 @@ Status Sm90DgradSums(const Context& ctx, const ConvProblem& p, const Plan& plan,
   const std::string what = Describe("conv_dgrad_sums", p, plan);
   Device device;
   JAXCONV_RETURN_IF_ERROR(CurrentDevice(what, &device));
+  const TileSize tile = ReadTile(plan.tile);
   const int64_t rows = p.n * p.in_size();
   Sm90Product g = {};
   g.phases = 1;
@@ -32,18 +33,18 @@ Status Sm90DgradSums(const Context& ctx, const ConvProblem& p, const Plan& plan,
   s.dscale = static_cast<float*>(dscale);
   s.dbias = static_cast<float*>(dbias);
   s.parts = static_cast<float*>(workspace.data);
-  JAXCONV_RETURN_IF_ERROR(EncodeTiled(p.dtype, MatrixTensor(dy, p.k, 1, rows),
-                                      {0, 1, kSumsTile.rows}, what + " dy", &g.a[0]));
+  JAXCONV_RETURN_IF_ERROR(EncodeTiled(p.dtype, MatrixTensor(dy, p.k, 1, rows), {0, 1, tile.rows},
+                                      what + " dy", &g.a[0]));
   JAXCONV_RETURN_IF_ERROR(
-      EncodeTiled(p.dtype, FilterTensor(p, w, 1), {0, 1, kSumsTile.columns, 1}, what + " w", &g.b));
+      EncodeTiled(p.dtype, FilterTensor(p, w, 1), {0, 1, tile.columns, 1}, what + " w", &g.b));
   const auto boxes = [&](const void* of, const char* name, CUtensorMap* map) {
     return EncodeTiled(p.dtype, MatrixTensor(of, p.c, 1, rows), {64, 1, 64}, what + name, map);
   };
   JAXCONV_RETURN_IF_ERROR(boxes(c, " c", &g.c));
   JAXCONV_RETURN_IF_ERROR(boxes(x, " x", &s.x));
   JAXCONV_RETURN_IF_ERROR(boxes(dz, " dz", &g.d[0]));
-  return p.dtype == DType::kBF16 ? LaunchSm90SumsBf16(ctx, g, s, device.multiprocessors, what)
-                                 : LaunchSm90SumsF16(ctx, g, s, device.multiprocessors, what);
+  return p.dtype == DType::kBF16 ? LaunchSm90SumsBf16(ctx, g, s, tile, device.multiprocessors, what)
+                                 : LaunchSm90SumsF16(ctx, g, s, tile, device.multiprocessors, what);
 }
 
 }  // namespace jaxconv::cuda

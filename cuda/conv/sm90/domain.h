@@ -160,9 +160,11 @@ inline std::string RefuseSums(const ConvProblem& p, std::string_view tile, const
   if (p.dtype == DType::kF32) return "it takes 16-bit arrays only";
   if (!Plain(p) || p.groups > 1) return "it needs a 1x1 convolution of stride 1 without groups";
   if (p.c % 128 != 0) return "it needs multiples of 128 channels of x, got " + std::to_string(p.c);
-  if (!tile.empty() && !(ReadTile(tile) == kSumsTile)) return NoSuchTile(tile);
-  std::string why = RefuseProductTiles(ConvOp::kDgradSums, p, kSumsTile);
-  return why.empty() ? RefuseResident(kSumsTile, p.c, p.k, 1, device) : why;
+  if (tile.empty()) return "";
+  const TileSize size = ReadTile(tile);
+  if (!Among(size, kSumsTiles)) return NoSuchTile(tile);
+  std::string why = RefuseProductTiles(ConvOp::kDgradSums, p, size);
+  return why.empty() ? RefuseResident(size, p.c, p.k, 1, device) : why;
 }
 
 // `p` is folded (FoldPatches).
