@@ -44,7 +44,7 @@ def _partition(p: BatchNormProblem, operands: str, results: str, run: Any = None
     names = {"x": lead + " ".join(pixels), "p": lead + "c", "e": lead + " ".join([*pixels[:-1], "e"])}
 
     def local(parts: Any) -> BatchNormProblem:
-        shape = tuple(-(-extent // parts[name]) for name, extent in zip(pixels, p.shape, strict=True))
+        shape = tuple(-(-extent // parts.get(name, 1)) for name, extent in zip(pixels, p.shape, strict=True))
         return replace(p, shape=shape, batch=None if p.batch is None else p.batch // parts["v"])
 
     return _sharding.Partition(

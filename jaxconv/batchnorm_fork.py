@@ -43,7 +43,7 @@ OPENED = 6  # signs, x, mean, rstd, a, b: what a fork takes besides y
 
 
 def _open(p: BatchNormProblem, x: Array, scale: Array, bias: Array, mean: Array, var: Array, *residual: Array) -> Any:
-    zero = jnp.zeros(*batchnorm._param(p))
+    zero, _ = _op.match_varying(jnp.zeros(*batchnorm._param(p)), mean)  # its tangent varies over a mesh as x does
     y, signs = batchnorm.signs(p, x, scale, bias, mean, var, *residual)
     return [y, signs, zero, zero, mean, jax.lax.rsqrt(var + p.epsilon)]
 

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import DEVICE, H200, PLATFORM, calls, equations, integers, normal
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 from test_fork import problem
 from tolerance import assert_exact
@@ -326,14 +328,60 @@ def test_accelerate_under_transformations(wrap, everywhere):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=5e-4, atol=5e-4), got, want)
 
 
-@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
-def test_accelerate_on_a_mesh(everywhere):
+MESHES = pytest.mark.skipif(jax.device_count() < 2, reason="a mesh takes devices")
+
+
+@MESHES
+@pytest.mark.parametrize("kind", (AxisType.Auto, AxisType.Explicit), ids=str)
+def test_accelerate_on_a_mesh(kind, everywhere):
     run, params, images = net()
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    split = jax.device_put(images, jax.NamedSharding(mesh, jax.P("data")))
-    got = jax.jit(jax.grad(lambda p, x: accelerate(run)(p, x)[0], (0, 1)))(params, split)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,), devices=jax.devices()[:2])
     want = jax.grad(lambda p, x: run(p, x)[0], (0, 1))(params, images)
+    with jax.set_mesh(mesh) if kind == AxisType.Explicit else mesh:
+        placed = (
+            jax.device_put(params, NamedSharding(mesh, P())),
+            jax.device_put(images, NamedSharding(mesh, P("data"))),
+        )
+        got = jax.jit(jax.grad(lambda p, x: accelerate(run)(p, x)[0], (0, 1)))(*placed)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=5e-4, atol=5e-4), got, want)
+
+
+@MESHES
+def test_accelerate_inside_shard_map(everywhere):
+    """Each shard by its own statistics: the sum of its own gradients."""
+    run, params, images = net()
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    images = jnp.concatenate([images, images + 0.5])
+
+    def step(f: Any, p: Any, x: Any) -> Any:
+        return jax.grad(lambda p, x: f(p, x)[0], (0, 1))(p, x)
+
+    f = jax.shard_map(
+        functools.partial(step, accelerate(run)), mesh=mesh, in_specs=(P(), P("data")), out_specs=(P(), P("data"))
+    )
+    got, dx = jax.jit(f)(params, images)
+    halves = [step(run, params, half) for half in (images[:2], images[2:])]
+    close = functools.partial(np.testing.assert_allclose, rtol=5e-4, atol=5e-4)
+    jax.tree.map(lambda g, a, b: close(g, a + b), got, halves[0][0], halves[1][0])
+    close(dx, jnp.concatenate([half[1] for half in halves]))
+
+
+@MESHES
+@pytest.mark.parametrize("kind", (AxisType.Auto, AxisType.Explicit), ids=str)
+@pytest.mark.parametrize("spec", ("n", "k"))
+def test_sums_split_over_a_mesh(spec, kind):
+    p = problem(**CASES["wide"] | dict(shape=(8, 3, 4)))
+    mesh = jax.make_mesh((2,), ("m",), axis_types=(kind,), devices=jax.devices()[:2])
+    images, one = P("m"), P()
+    specs = (
+        [images, one, images, images, images, one, one] if spec == "n" else [P(None, None, None, "m")] * 2 + [one] * 5
+    )
+    args = sums_args(p)
+    placed = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(args, specs, strict=True)]
+    with jax.set_mesh(mesh) if kind == AxisType.Explicit else mesh:
+        outs = jax.jit(functools.partial(conv.dgrad_sums, p))(*placed)
+    for got, want in zip(outs, sums_wanted(p, *args), strict=True):
+        assert_exact(got, want)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

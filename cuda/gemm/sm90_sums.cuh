@@ -256,16 +256,17 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 #endif
 }
 
-// dbias and dscale from their parts, a warp 32 columns of every eighth part.
-static __global__ void __launch_bounds__(256)
+// dbias and dscale from their parts, a warp 32 columns of every 32nd part: what it takes is the time of a few loads in a row.
+constexpr int kTotalWarps = 32;
+static __global__ void __launch_bounds__(kTotalWarps * 32)
     Sm90SumsTotalKernel(const __grid_constant__ Sm90Sums s, int count, int n) {
-  __shared__ float shared[2][8][32];
+  __shared__ float shared[2][kTotalWarps][32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int column = int(blockIdx.x) * 32 + lane;
   float sum = 0.f, product = 0.f;
   if (column < n) {
 #pragma unroll 4
-    for (int part = warp; part < count; part += 8) {
+    for (int part = warp; part < count; part += kTotalWarps) {
       const float* from = s.parts + int64_t(part) * 2 * n + column;
       sum += __ldcg(from);
       product += __ldcg(from + n);
@@ -275,7 +276,8 @@ static __global__ void __launch_bounds__(256)
   shared[1][warp][lane] = product;
   __syncthreads();
   if (warp != 0 || column >= n) return;
-  for (int i = 1; i < 8; ++i) {
+#pragma unroll
+  for (int i = 1; i < kTotalWarps; ++i) {
     sum += shared[0][i][lane];
     product += shared[1][i][lane];
   }
@@ -298,7 +300,7 @@ Status LaunchSm90Sums(const Context& ctx, Sm90Product& p, const Sm90Sums& to, in
   JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
   kernel<<<dim3(p.tiles_n, rows), Tile::kThreads, bytes, ctx.stream>>>(p, to, stages);
   JAXCONV_RETURN_IF_ERROR(LaunchStatus(what));
-  Sm90SumsTotalKernel<<<unsigned((p.n + 31) / 32), 256, 0, ctx.stream>>>(
+  Sm90SumsTotalKernel<<<unsigned((p.n + 31) / 32), kTotalWarps * 32, 0, ctx.stream>>>(
       to, int(rows) * Tile::kGroups, p.n);
   return LaunchStatus(what + " (sum of parts)");
 }
