@@ -565,6 +565,8 @@ CPU_CONV = (
 MODELS_CONV = (
     _conv("r50.s1.1x1c", 256, 56, 256, 64, 1, suite="models"),
     _conv("r50.s2.1x1a", 256, 56, 256, 128, 1, suite="models"),
+    # As Flax's SAME pads it: XLA copies x, and dx, of this and not of r50.s2.3x3s2.
+    _conv("r50.s2.3x3s2same", 256, 56, 128, 128, 3, stride=2, padding=(0, 1), suite="models"),
     _conv("r50.s2.1x1b", 256, 28, 128, 512, 1, suite="models"),
     _conv("r50.s2.1x1c", 256, 28, 512, 128, 1, suite="models"),
     _conv("r50.s3.3x3s2", 256, 28, 256, 256, 3, stride=2, padding=(0, 1), suite="models"),

@@ -21,6 +21,8 @@ from benchmarks import cases, contenders, record
 from benchmarks.contenders import Setting
 from jaxconv import _op
 from jaxconv._plan import measured as tables
+from jaxconv._plan import model
+from jaxconv._problem import ConvProblem
 
 # The kernel that a pass measures; the other kernels of the pass are not in its time. fwd+bwd and residual measure
 # several: for a norm with its activation or residual and for a max-pooling they are one choice, for a dense layer each
@@ -104,6 +106,7 @@ def measurements(run: dict[str, Any], measured: Sequence[cases.Case] = ()) -> li
                 "op": op,
                 "kind": kind,
                 "coordinates": [round(c, 4) for c in coordinates],
+                **_copied(*kernel),
                 "xla_ms": contenders_["xla"]["ms"],
                 "native_ms": native,
                 "plans": {kernel: plans[kernel] for kernel in native},
@@ -111,6 +114,17 @@ def measurements(run: dict[str, Any], measured: Sequence[cases.Case] = ()) -> li
             }
         )
     return made
+
+
+def _copied(op: str, problem: Any) -> dict[str, str]:
+    """What the table says of an array that XLA copied because of its padding: nothing where there is none."""
+    array = model.copied(op, problem) if isinstance(problem, ConvProblem) else ""
+    return {"copied": array} if array else {}
+
+
+def _key(m: dict[str, Any]) -> tuple[Any, ...]:
+    """What a newer measurement of the same problem has in common with the older."""
+    return m["op"], m["kind"], m["coordinates"], m.get("copied", "")
 
 
 def _kernel(algorithm: str, row: dict[str, Any]) -> str:
@@ -165,8 +179,8 @@ def main(argv: list[str] | None = None) -> int:
         table = json.loads(target.read_text()) if target.exists() else {"measurements": []}
         kept = table["measurements"]
         new = json.loads(json.dumps(measurements(run)))  # tuples become lists, as they are read back
-        keys = [(m["op"], m["kind"], m["coordinates"]) for m in new]
-        kept = [m for m in kept if (m["op"], m["kind"], m["coordinates"]) not in keys]
+        keys = [*map(_key, new)]
+        kept = [m for m in kept if _key(m) not in keys]
         # Of the newest jaxlib: that it is older than a user's is what `info` says.
         versions = max(table.get("versions", {}), _versions(run), key=lambda v: tables.numbers(v.get("jaxlib", "")))
         _write(target, run["device"], versions, kept + new)

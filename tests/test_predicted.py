@@ -156,9 +156,11 @@ def predictions(monkeypatch, xla: float, kernel: float, deviation: float) -> Non
     monkeypatch.setattr(model, "predict", predict)
 
 
-def learn(device: Device, p: ConvProblem, xla: float, op: str = "conv_fprop", **native: float) -> None:
+def learn(
+    device: Device, p: ConvProblem, xla: float, op: str = "conv_fprop", copied: str = "", **native: float
+) -> None:
     name, kind, coordinates = measured.features(op, p)
-    entry = {"op": name, "kind": kind, "coordinates": coordinates, "case": "it", "xla_ms": xla}
+    entry = {"op": name, "kind": kind, "coordinates": coordinates, "copied": copied, "case": "it", "xla_ms": xla}
     measured.learn(device.kind, [{**entry, "native_ms": {k.replace("__", "/"): ms for k, ms in native.items()}}])
 
 
@@ -247,6 +249,134 @@ def test_a_far_neighbour_does_not_speak_alone_where_the_model_hardly_knows_its_k
         made.implementation == "xla"
         and "1.30 times as fast as XLA at it, the nearest case measured, too far" in made.reason
     )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Uneven padding, which costs XLA a pass
+
+
+def strided(low: int, high: int, c=128, size=56, dtype="bfloat16", **changes) -> ConvProblem:
+    """3x3 of stride 2, on even extents."""
+    half = (size // 2,) * 2
+    return problem(c, c, size, dtype=dtype, stride=(2, 2), padding=((low, high),) * 2, out_spatial=half, **changes)
+
+
+@pytest.mark.parametrize(
+    ("p", "fprop", "dgrad", "wgrad"),
+    [
+        (problem(), "", "", ""),
+        (strided(1, 1), "", "", ""),
+        (strided(0, 1), "x", "dx", "x"),
+        (strided(1, 0), "x", "", ""),  # no output reads the row that (1, 1) has more
+        (strided(0, 1, groups=32), "x", "", "x"),  # its dgrad's dy is padded between the pixels in any case
+        (problem(f=4, groups=256, padding=((1, 2),) * 2), "x", "dy", "x"),
+        (problem(padding=((0, 4),) * 2, dilation=(2, 2)), "x", "dy", "x"),
+        (problem(f=4, padding=((1, 1), (1, 2)), out_spatial=(13, 14)), "x", "dx", "x"),  # one axis is enough
+    ],
+    ids=str,
+)
+def test_which_array_xla_copies(p, fprop, dgrad, wgrad):
+    assert [model.copied(op, p) for op in ("conv", *model.OPS)] == [fprop, fprop, dgrad, wgrad]
+    assert model.copied("conv_normalised", p) == ""
+    for op in model.OPS:
+        assert model.copied(op, model.Shape.of(op, p)) == model.copied(op, p)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "op", "options", "kernels"),
+    [
+        ("bfloat16", "conv_wgrad", {}, ("", "sm90/wgrad_swapped")),
+        ("float16", "conv_wgrad", {}, ("", "sm90/wgrad_swapped")),
+        ("float32", "conv_fprop", {}, ("", "sm90/product")),
+        ("bfloat16", "conv_fprop", dict(c=512, size=28, groups=32), ("", "grouped/rows")),
+        # Measured with (0, 1)
+        ("float32", "conv_fprop", dict(c=256, size=28), ("", "sm90/product")),
+        ("bfloat16", "conv_wgrad", dict(c=256, size=28), ("sm90/wgrad", "sm90/wgrad")),
+    ],
+)
+def test_the_same_extents_are_given_to_xla_or_not_by_their_padding(dtype, op, options, kernels):
+    """ResNet-50's and ResNeXt-50's layers of stride 2, padded evenly as PyTorch has them, and as Flax's SAME."""
+    made = [_plan.plan(op, strided(low, 1, dtype=dtype, **options), H200) for low in (1, 0)]
+    assert tuple(plan.kernel for plan in made) == kernels, [plan.reason for plan in made]
+    said = ["with" in plan.reason and "XLA's padding of x" in plan.reason for plan in made]
+    assert any(said), [plan.reason for plan in made]
+
+
+def test_xlas_time_is_corrected_by_the_copy_that_it_makes_of_one_problem_and_not_of_the_other():
+    rates = model.NUMBERS["H200"]
+    even, same = strided(1, 1), strided(0, 1)
+    bytes_of_x = 2 * 256 * 56 * 56 * 128
+    copy = 2 * bytes_of_x / rates.bandwidth
+    learn(H200, even, 0.2, op="conv_wgrad", sm90__wgrad=0.1)
+    for p, xla, end in ((even, 0.2, ""), (same, 0.2 + copy, ", with XLA's padding of x")):
+        found = measured.nearest("conv_wgrad", p, H200, "sm90/wgrad")
+        assert (found.xla_ms, found.native_ms) == (pytest.approx(xla), {"sm90/wgrad": 0.1})
+        assert found.where == f"at it, the nearest case measured{end}"
+    made = _plan.plan("conv_wgrad", same, H200)
+    assert made.reason == f"{(0.2 + copy) / 0.1:.2f} times faster than XLA {found.where}"
+    assert {c.name: c.how for c in made.candidates if c.ms in (0.1, 0.2 + copy)} == {
+        "sm90/wgrad": "measured at it, the nearest case measured", "xla": f"measured {found.where}"
+    }  # fmt: skip
+    # Four times as large a batch is judged by what the copy would have been of what was measured.
+    other = measured.nearest("conv_wgrad", dataclasses.replace(same, batch=1024), H200, "sm90/wgrad")
+    assert other.xla_ms == pytest.approx(0.2 + copy)
+    # Both at the same extents: each speaks for its own.
+    learn(H200, same, 0.33, op="conv_wgrad", copied="x", sm90__wgrad=0.11)
+    assert measured.nearest("conv_wgrad", even, H200, "sm90/wgrad").xla_ms == 0.2
+    assert measured.nearest("conv_wgrad", same, H200, "sm90/wgrad").xla_ms == 0.33
+
+
+def test_a_copy_is_taken_off_xlas_time_but_never_what_the_device_needs():
+    same = strided(0, 1)
+    copy = 2 * 2 * 256 * 56 * 56 * 128 / model.NUMBERS["H200"].bandwidth
+    for xla, expected in ((0.4, 0.4 - measured.PASS_TAKEN_OFF * copy), (0.13, None), (0.01, 0.01)):
+        learn(H200, same, xla, op="conv_dgrad", copied="dx", sm90__product=0.1)
+        assert measured.nearest("conv_dgrad", same, H200, "sm90/product").xla_ms == xla
+        found = measured.nearest("conv_dgrad", strided(1, 1), H200, "sm90/product")
+        least = model.Shape.of("conv_dgrad", same).limits_ms(model.NUMBERS["H200"])
+        assert found.xla_ms == pytest.approx(max(least) if expected is None else expected, rel=1e-3)
+        assert found.where == "at it, the nearest case measured, without XLA's slicing of dx"
+
+
+def test_xla_slices_dx_and_adds_in_one_pass():
+    """So the choice of a dgrad that adds does not count the slice."""
+    learn(H200, strided(1, 1), 0.14, op="conv_dgrad", sm90__product=0.14)
+    even, same = (_plan.choose._adds_faster("sm90/product", strided(low, 1), H200) for low in (1, 0))
+    assert even[0] == same[0] and same[1] == f"{even[1]}, with XLA's slicing of dx"
+
+
+def test_a_sisters_time_is_scaled_and_then_corrected(monkeypatch):
+    monkeypatch.setattr(measured, "tables", lambda: (H200.kind,))
+    monkeypatch.setattr(measured, "_recorded", lambda kind: ())
+    learn(H200, strided(1, 1), 0.2, op="conv_wgrad", sm90__wgrad=0.1)
+    scaled, same = (measured.nearest("conv_wgrad", strided(low, 1), H100, "sm90/wgrad") for low in (1, 0))
+    assert scaled.sister == same.sister == H200.kind and scaled.native_ms == same.native_ms
+    assert same.xla_ms - scaled.xla_ms == pytest.approx(2 * 2 * 256 * 56 * 56 * 128 / model.NUMBERS["H100"].bandwidth)
+
+
+@pytest.mark.parametrize("device", [H200, H100], ids=lambda d: d.kind)
+def test_every_row_of_a_table_says_what_xla_copied(device):
+    """By the padding of its case in benchmarks/cases.py, as `python -m benchmarks tune` writes it."""
+    rows = json.loads((measured.FOLDER / f"{measured.slug(device.kind)}.json").read_text())["measurements"]
+    for row in rows:
+        expected = model.copied(row["op"], fit._shape_of(row)) if row["op"] in model.OPS else ""
+        assert row.get("copied", "") == expected, row["case"]
+    assert {row["copied"] for row in rows if "copied" in row} >= {"x", "dx"}
+
+
+@pytest.mark.parametrize(("pass_", "array"), [("fprop", "x"), ("dgrad", "dx"), ("wgrad", "x")])
+def test_a_table_is_given_both_paddings_of_the_same_extents(pass_, array):
+    names = ("r50.s2.3x3s2", "r50.s2.3x3s2same")
+    keys = {"contender", "case", "pass", "status", "ms", "plan"}
+    rows = [
+        dict(zip(sorted(keys), (name, contender, ms, pass_, plan, "ok"), strict=True))
+        for name in names
+        for contender, ms, plan in (("xla", 2.0, "xla"), ("ours:sm90", 1.0, "native[sm90/product 128x128]"))
+    ]
+    run = dict(op="conv", dtype="bf16", layout="NHWC", precision="default", commit="0", rows=rows)
+    even, same = tune.measurements(run)
+    assert (even["case"], same["case"]) == names and even["coordinates"] == same["coordinates"]
+    assert "copied" not in even and same["copied"] == array and tune._key(even) != tune._key(same)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -193,6 +193,31 @@ class Shape:
         return flops / getattr(of, self.arithmetic), moved / of.bandwidth
 
 
+def copied(op: str, p: ConvProblem | Shape) -> str:
+    """Which array of a convolution XLA copies on an NVIDIA GPU because of its padding: "x", "dx", "dy" or "".
+
+    cuDNN pads both ends alike. Where they differ XLA pads x in front of it, in a pass of its own, and slices dx behind
+    it. A gradient's padding at the upper end may be up to stride - 1 more or less without another result, and XLA takes
+    that which is even, if there is one; fprop's is as it was asked for. A dgrad of groups, or one with dilation, is to
+    XLA a forward convolution of dy: it pads dy where the padding is uneven, and with a stride in any case
+    (xla/service/gpu/transforms: conv_rewriter.cc, conv_padding_legalization.cc).
+    """
+    if op not in ("conv", *OPS):
+        return ""  # of pairs, whose alternative is mostly no convolution of XLA's
+    uneven = any(low != high for low, high in p.padding)
+    if op in ("conv", "conv_fprop"):
+        return "x" if uneven else ""
+    if op == "conv_dgrad" and (p.groups > 1 or max(p.dilation) > 1):
+        return "dy" if uneven and max(p.stride) == 1 else ""
+    for size, out, f, step, d, (low, _) in zip(
+        p.in_spatial, p.out_spatial, p.filter, p.stride, p.dilation, p.padding, strict=True
+    ):
+        least = (out - 1) * step + (f - 1) * d + 1 - size - low  # at the upper end, so that the last output is there
+        if not least <= low < least + step:
+            return "dx" if op == "conv_dgrad" else "x"
+    return ""
+
+
 def _log(value: float) -> float:
     return math.log2(max(value, 1e-9))
 
