@@ -3,12 +3,11 @@
 //
 // sm90_resident.cuh with more to read behind the products: B's columns stay in shared memory, each consumer warpgroup has a
 // ring of its own, and what such a product takes is the time of its bytes: A, c and x once, d once. Of 128 columns at a time
-// the ring brings c of the first 64 and of the others, then x of both; y's signs the threads load themselves, before the
-// products. The sums are made as sm90_gradient.cuh makes
-// its own: a CTA keeps to one column of tiles; a warpgroup reads its boxes of 64 x 64 outputs back from shared memory while
-// TMA stores them, beside x's, a thread 16 rows of two columns, and keeps its sums to the end. Rows beyond the last are
-// zeros in A, c and x, and so in d. A second kernel adds the parts up. The order of every addition is fixed by the
-// problem and the number of CTAs.
+// the ring brings c of the first 64 and of the others, then x of both; y's signs the threads load themselves, from a cache.
+// The sums are made as sm90_gradient.cuh makes its own: a CTA keeps to one column of tiles; a warpgroup reads its boxes of
+// 64 x 64 outputs back from shared memory while TMA stores them, beside x's, a thread 16 rows of two columns, and keeps its
+// sums to the end. Rows beyond the last are zeros in A, c and x, and so in d. A second kernel adds the parts up. The order of
+// every addition is fixed by the problem and the number of CTAs.
 #pragma once
 
 #include <algorithm>
