@@ -596,11 +596,12 @@ Status NormMoments(ContextArg context, ffi::RemainingArgs args, ffi::RemainingRe
                           call.Scratch());
 }
 
+// `signs`: BatchNormSigns, which only GPUs have.
 Status NormInfer(ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                 const wire::Norm& norm, const wire::Plan& plan) {
-  Call call("batchnorm_infer", args, rets);
+                 const wire::Norm& norm, const wire::Plan& plan, bool signs) {
+  Call call(signs ? "batchnorm_signs" : "batchnorm_infer", args, rets);
   const bool residual = norm.residual != 0;
-  JAXCONV_RETURN_IF_ERROR(call.Confirm(5 + residual, 1));
+  JAXCONV_RETURN_IF_ERROR(call.Confirm(5 + residual, 1 + signs));
   auto arg = [&](size_t i) { return call.Arg(i); };
   BatchNormProblem p;
   jaxconv::Plan how;
@@ -611,32 +612,17 @@ Status NormInfer(ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets
   JAXCONV_RETURN_IF_ERROR(call.ConfirmLike("y", call.Ret(0), "x", arg(0)));
   if (residual) JAXCONV_RETURN_IF_ERROR(call.ConfirmLike("residual", arg(5), "x", arg(0)));
   auto in = [&](size_t i) { return arg(i).untyped_data(); };
+#if JAXCONV_ON_GPUS
+  if (signs) {
+    JAXCONV_RETURN_IF_ERROR(ConfirmSigns(call, call.Ret(1), "x", arg(0)));
+    return BatchNormSigns(MakeContext(context), p, how, in(0), in(1), in(2), in(3), in(4),
+                          residual ? in(5) : nullptr, call.Ret(0).untyped_data(),
+                          call.Ret(1).untyped_data());
+  }
+#endif
   return BatchNormInfer(MakeContext(context), p, how, in(0), in(1), in(2), in(3), in(4),
                         residual ? in(5) : nullptr, call.Ret(0).untyped_data());
 }
-
-#if JAXCONV_ON_GPUS
-Status NormSigns(ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                 const wire::Norm& norm, const wire::Plan& plan) {
-  Call call("batchnorm_signs", args, rets);
-  const bool residual = norm.residual != 0;
-  JAXCONV_RETURN_IF_ERROR(call.Confirm(5 + residual, 2));
-  auto arg = [&](size_t i) { return call.Arg(i); };
-  BatchNormProblem p;
-  jaxconv::Plan how;
-  JAXCONV_RETURN_IF_ERROR(ToBatchNormProblem(call, arg(0), norm, &p));
-  JAXCONV_RETURN_IF_ERROR(ToPlan(call, plan, &how));
-  JAXCONV_RETURN_IF_ERROR(
-      ConfirmParams(call, norm, p, arg(0), arg, 1, {"scale", "bias", "mean", "var"}));
-  JAXCONV_RETURN_IF_ERROR(call.ConfirmLike("y", call.Ret(0), "x", arg(0)));
-  if (residual) JAXCONV_RETURN_IF_ERROR(call.ConfirmLike("residual", arg(5), "x", arg(0)));
-  JAXCONV_RETURN_IF_ERROR(ConfirmSigns(call, call.Ret(1), "x", arg(0)));
-  auto in = [&](size_t i) { return arg(i).untyped_data(); };
-  return BatchNormSigns(MakeContext(context), p, how, in(0), in(1), in(2), in(3), in(4),
-                        residual ? in(5) : nullptr, call.Ret(0).untyped_data(),
-                        call.Ret(1).untyped_data());
-}
-#endif
 
 Status NormBackward(ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets,
                     const wire::Norm& norm, int64_t want_dx, int64_t want_dresidual,
@@ -1269,7 +1255,7 @@ XLA_FFI_DEFINE_HANDLER(
     kNormInfer,
     [](ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets, wire::Norm norm,
        wire::Plan plan) {
-      return Answer([&] { return NormInfer(context, args, rets, norm, plan); });
+      return Answer([&] { return NormInfer(context, args, rets, norm, plan, false); });
     },
     JAXCONV_BASE.Attr<wire::Norm>("norm").Attr<wire::Plan>("plan"), JAXCONV_TRAITS);
 
@@ -1278,7 +1264,7 @@ XLA_FFI_DEFINE_HANDLER(
     kNormSigns,
     [](ContextArg context, ffi::RemainingArgs args, ffi::RemainingRets rets, wire::Norm norm,
        wire::Plan plan) {
-      return Answer([&] { return NormSigns(context, args, rets, norm, plan); });
+      return Answer([&] { return NormInfer(context, args, rets, norm, plan, true); });
     },
     JAXCONV_BASE.Attr<wire::Norm>("norm").Attr<wire::Plan>("plan"), JAXCONV_TRAITS);
 #endif
