@@ -141,6 +141,9 @@ class _Whole:
     dtype: str
     axis: int
 
+    def __str__(self) -> str:
+        return f"{'x'.join(map(str, self.shape))} channel_axis={self.axis} {self.dtype}"
+
 
 def _whole_backward(p: _Whole, residuals: Any, cotangents: Sequence[Array | None], want: Sequence[bool]) -> Any:
     dz, dscale, dbias = _through_relu(p.axis, cotangents[0], *residuals)
