@@ -196,13 +196,26 @@ infer = _op.kernel(
     batch=_op.batch_by_instances(lambda: infer),
     partition=lambda p: _partition(p, "xpppp" + "x" * p.residual, "x"),
 )
+
+
+def _with_signs(p: BatchNormProblem, *args: Array) -> list[Array]:
+    """y by a plan of its own."""
+    y = infer(p, *args)
+    return [y, reference.signs(y)]
+
+
+def _batch_signs(p: BatchNormProblem, args: list[Array], dims: list[int | None]) -> tuple[list[Array], list[int]]:
+    outs = jax.vmap(functools.partial(_with_signs, p), in_axes=tuple(dims))(*args)
+    return outs, [0] * len(outs)
+
+
 # (x, scale, bias, mean, var, residual?) -> y, which relu gives, and its signs: uint8, a bit an element
 signs = _op.kernel(
     "batchnorm_signs",
-    reference=lambda p, *args: _with_signs(p, *args),
+    reference=_with_signs,
     results=lambda p: [_x(p), ((*p.x_shape[:-1], p.channels // 8), "uint8")],
     wire=lambda p, plan: _wire(p, 5 + p.residual, 2),
-    batch=lambda p, args, dims: _batch_signs(p, args, dims),
+    batch=_batch_signs,
     partition=lambda p: dataclasses.replace(_partition(p, "xpppp" + "x" * p.residual, "xe"), split=_axes(p)[:-1]),
     multiple_results=True,
 )
@@ -233,17 +246,6 @@ _op.by_reference(infer)
 _op.by_reference(backward)
 _op.by_reference(dx_of_sums)
 _op.by_reference(moments)
-
-
-def _with_signs(p: BatchNormProblem, *args: Array) -> list[Array]:
-    """y by a plan of its own."""
-    y = infer(p, *args)
-    return [y, reference.signs(y)]
-
-
-def _batch_signs(p: BatchNormProblem, args: list[Array], dims: list[int | None]) -> tuple[list[Array], list[int]]:
-    outs = jax.vmap(functools.partial(_with_signs, p), in_axes=tuple(dims))(*args)
-    return outs, [0] * len(outs)
 
 
 def train_forward(p: BatchNormProblem, *args: Array) -> tuple[list[Array], Any]:

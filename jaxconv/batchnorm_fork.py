@@ -129,10 +129,6 @@ def _put_together(
     return jnp.where(reference.above(signs), total, 0).astype(x.dtype)
 
 
-def _through_relu(axis: int, dy: Array, signs: Array, *norm: Array) -> list[Array]:
-    return reference.through_relu(axis, dy, reference.above(signs), *norm)
-
-
 @dataclasses.dataclass(frozen=True)
 class _Whole:
     """The problem of `whole`: y, and its channel axis, counted without those of instances."""
@@ -146,7 +142,7 @@ class _Whole:
 
 
 def _whole_backward(p: _Whole, residuals: Any, cotangents: Sequence[Array | None], want: Sequence[bool]) -> Any:
-    dz, dscale, dbias = _through_relu(p.axis, cotangents[0], *residuals)
+    dz, dscale, dbias = reference.through_relu(p.axis, cotangents[0], *residuals)
     grads = [dz, None, None, None, None, dbias, dscale]
     return [grad if wanted else None for grad, wanted in zip(grads, want, strict=True)]
 
@@ -204,7 +200,7 @@ def fork(
         passed, *rest = given
         own, norm = residuals
         if all(ct is None for ct in rest):
-            found = _through_relu(argument(problem)[2], passed, *norm)
+            found = reference.through_relu(argument(problem)[2], passed, *norm)
             grads: list[Any] = [None] * (len(want) - OPENED - 1)
         else:
             found, *grads = rules.backward(problem, own, rest, want[:-OPENED], addend=passed, norm=norm)

@@ -342,7 +342,7 @@ def _dgrad_sums_shard(
         signs, x, *statistics = norm
         inside = functools.reduce(jnp.logical_and, own)
         dx, norm = jnp.where(inside, dx, 0), (signs, jnp.where(inside, x, 0), *statistics)
-    dz, *sums = _through_relu(p, dx, *norm)
+    dz, *sums = reference.through_relu(p.channel_axis, dx, *norm)
     return [dz, *(_summed(s, split, "n", *map(_halo.name, pixels)) for s in sums)]
 
 
@@ -405,13 +405,9 @@ dgrad_add = _op.kernel(
 _op.with_addend(dgrad_add, dgrad, *_DGRAD_RULE)
 
 
-def _through_relu(p: ConvProblem, dx: Array, signs: Array, *norm: Array) -> list[Array]:
-    return reference.through_relu(p.channel_axis, dx, reference.above(signs), *norm)
-
-
 def _dgrad_then_sums(p: ConvProblem, dy: Array, w: Array, c: Array, *norm: Array) -> list[Array]:
     """dgrad_sums as a dgrad_add by a plan of its own, and what follows in passes of XLA's."""
-    return _through_relu(p, dgrad_add(p, dy, w, c), *norm)
+    return reference.through_relu(p.channel_axis, dgrad_add(p, dy, w, c), *norm)
 
 
 # (dy, w, c, signs, x, mean, rstd) -> dz, dscale, dbias, of channels-last arrays, where x's batch-norm by these
@@ -436,7 +432,7 @@ def input_gradient(
     if norm is None:
         return dgrad(p, dy, w) if addend is None else dgrad_add(p, dy, w, addend)
     if addend is None:
-        return _through_relu(p, dgrad(p, dy, w), *norm)
+        return reference.through_relu(p.channel_axis, dgrad(p, dy, w), *norm)
     return dgrad_sums(p, dy, w, addend, *norm)
 
 

@@ -301,13 +301,13 @@ def along(axis: int, x, mean) -> Callable[[jax.Array], jax.Array]:
     return lambda numbers: lax.expand_dims(numbers, others)
 
 
-def through_relu(axis: int, dy, above, x, mean, rstd) -> list[jax.Array]:
+def through_relu(axis: int, dy, bits, x, mean, rstd) -> list[jax.Array]:
     """[dz, dscale, dbias] of y = relu(z), z = xhat * scale + bias + residual, xhat = (x - mean) * rstd along `axis`.
 
-    `above` says where y > 0. Arrays may be of several instances, as `along` has them.
+    `bits` are y's `signs`. Arrays may be of several instances, as `along` has them.
     """
     each, lead = along(axis, x, mean), mean.ndim - 1
-    dz = jnp.where(above, dy, 0).astype(dy.dtype)
+    dz = jnp.where(above(bits), dy, 0).astype(dy.dtype)
     wide, pixels = dz.astype(mean.dtype), [a for a in range(lead, x.ndim) if a != axis + lead]
     xhat = (x.astype(mean.dtype) - each(mean)) * each(rstd)
     return [dz, jnp.sum(wide * xhat, pixels), jnp.sum(wide, pixels)]

@@ -35,7 +35,7 @@ Status ToTeamShape(const Plan& plan, const std::string& what, batchnorm::TeamSha
 const float* Float(const void* p) { return static_cast<const float*>(p); }
 float* Float(void* p) { return static_cast<float*>(p); }
 
-// What inference takes.
+// What inference takes, and training with the running statistics in the place of those to apply.
 batchnorm::ForwardTensors Given(const BatchNormProblem& p, const void* x, const void* scale,
                                 const void* bias, const void* mean, const void* var,
                                 const void* residual, void* y) {
@@ -59,14 +59,7 @@ Status BatchNormTrain(const Context& ctx, const BatchNormProblem& p, const Plan&
   const std::string what = Describe("batchnorm_train", p, plan);
   if (p.batch == 0 || p.channels == 0) return Status::Ok();
   JAXCONV_RETURN_IF_ERROR(Confirm(BatchNormOp::kTrain, p, plan, workspace, what));
-  batchnorm::ForwardTensors t{};
-  t.x = x;
-  t.residual = p.residual ? residual : nullptr;
-  t.y = y;
-  t.scale = Float(scale);
-  t.bias = Float(bias);
-  t.old_mean = Float(running_mean);
-  t.old_var = Float(running_var);
+  batchnorm::ForwardTensors t = Given(p, x, scale, bias, running_mean, running_var, residual, y);
   t.new_mean = Float(new_mean);
   t.new_var = Float(new_var);
   t.mean = Float(mean);

@@ -82,7 +82,7 @@ inline int64_t WorkspaceOf(const DenseProblem& p, const Plan& plan) {
   const int64_t sums = plan.splits * p.batch * p.m * p.n * 4;
   if (plan.kernel == "gemm") return plan.splits > 1 ? sums : 0;
   if (plan.kernel == "sm90/rows") return sums;
-  if (plan.kernel == "sm90/gradient") return MostGradientParts(p.m) * p.n * 4;
+  if (plan.kernel == "sm90/gradient") return MostColumnParts(p.m) * p.n * 4;
   if (p.dtype != DType::kF32 || plan.kernel == "sm90/cluster") return 0;
   const int64_t x = (p.x_batched ? p.batch : 1) * p.m * p.k;
   const int64_t w = (p.w_batched ? p.batch : 1) * p.k * p.n;

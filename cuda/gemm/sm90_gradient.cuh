@@ -287,7 +287,7 @@ Status LaunchSm90Gradient(const Context& ctx, Sm90Product& p, int multiprocessor
   const int columns = p.tiles_n;  // at most the multiprocessors
   Sm90Parts to = {};
   to.rows = int(std::min<int64_t>(
-      {p.phase[0].tiles_m, multiprocessors / columns, MostGradientParts(p.phase[0].m) / 2}));
+      {p.phase[0].tiles_m, multiprocessors / columns, MostColumnParts(p.phase[0].m) / 2}));
   to.parts = 2 * to.rows;
   auto kernel = Sm90GradientKernel<Tile>;
   JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));

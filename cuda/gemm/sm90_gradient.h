@@ -10,7 +10,7 @@
 
 namespace jaxconv::cuda {
 
-// p.c: like d, boxes of 64 columns x a tile's rows. `parts`: (MostGradientParts(m), n), room for
+// p.c: like d, boxes of 64 columns x a tile's rows. `parts`: (MostColumnParts(m), n), room for
 // sums in float32; `sums`: (n), of d's type.
 Status LaunchSm90GradientBf16(const Context& ctx, Sm90Product& p, TileSize tile,
                               int multiprocessors, float* parts, void* sums,

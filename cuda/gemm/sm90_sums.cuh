@@ -293,7 +293,7 @@ Status LaunchSm90Sums(const Context& ctx, Sm90Product& p, const Sm90Sums& to, in
   // CTAs that share a column of tiles, and two parts of each.
   const unsigned rows = unsigned(
       std::min<int64_t>({CeilDiv(p.phase[0].tiles_m, Tile::kGroups), multiprocessors / p.tiles_n,
-                         MostSumsParts(p.phase[0].m) / Tile::kGroups}));
+                         MostColumnParts(p.phase[0].m) / Tile::kGroups}));
   const auto kernel = Sm90SumsKernel<Tile>;
   const int bytes = ResidentBytes<Tile>(p.k_blocks);
   JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));

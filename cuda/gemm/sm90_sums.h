@@ -8,7 +8,6 @@
 
 #include <cuda.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <string>
 
@@ -20,14 +19,9 @@ struct Sm90Sums {
   CUtensorMap x;             // like d, boxes of 64 x 64
   const uint8_t* signs;      // (m, n / 8): bit j of byte i is y[8i + j] > 0; n a multiple of 128
   const float *mean, *rstd;  // (n)
-  float* parts;              // (MostSumsParts(m), 2, n), in a workspace
+  float* parts;              // (MostColumnParts(m), 2, n), in a workspace
   float *dscale, *dbias;     // (n)
 };
-
-// No more parts are made, whatever the tile.
-inline int64_t MostSumsParts(int64_t rows) {
-  return std::min<int64_t>(2 * ((rows + 127) / 128), 512);
-}
 
 Status LaunchSm90SumsBf16(const Context& ctx, Sm90Product& p, const Sm90Sums& to, TileSize tile,
                           int multiprocessors, const std::string& what);

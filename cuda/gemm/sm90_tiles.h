@@ -85,8 +85,8 @@ inline constexpr TileSize kTf32Tiles[] = {{128, 256}, {128, 128}, {256, 64}};
 inline constexpr TileSize kTermsTiles[] = {{128, 128}, {128, 64}};
 inline constexpr TileSize kStatisticsTiles[] = {{256, 64}, {128, 128}, {256, 128}, {128, 256}};
 
-// Of a column's sum by `gradient`: no more parts are made, whatever the tile.
-constexpr int64_t MostGradientParts(int64_t rows) {
+// Of a column's sums by `gradient`, or by a dgrad's `sums`: no more parts are made, whatever the tile.
+constexpr int64_t MostColumnParts(int64_t rows) {
   const int64_t parts = 2 * CeilDivide(rows, 128);
   return parts < 512 ? parts : 512;
 }

@@ -184,7 +184,7 @@ def _plan_signs(problem: BatchNormProblem, device: Device) -> Plan:
     """An inference that keeps its result's signs: native where the inference is, which was measured."""
     infer = plan("batchnorm_infer", problem, device)
     found = infer if infer.implementation != "native" else made("batchnorm_signs", "two_read", problem, device)
-    if isinstance(found, Plan) and found.implementation == "native" and device.platform != "cpu":
+    if isinstance(found, Plan) and found.implementation == "native":
         return dataclasses.replace(found, reason=f"of an inference that is native: {infer.reason}")
     why = found if isinstance(found, str) else infer.reason
     return Plan("calls", f"an inference, then its signs: {why}", "two")
@@ -425,7 +425,9 @@ def _plan_dgrad_sums(p: ConvProblem, device: Device) -> Plan:
 
     free = p if p.algorithm in (None, "sm90") else dataclasses.replace(p, algorithm=None)
     adds = plan("conv_dgrad_add", free, device)
-    if disabled("conv_dgrad_sums") or p.implementation == "xla" or _empty(p):
+    if disabled("conv_dgrad_sums"):
+        return parts(f"JAXCONV_DISABLE={os.environ['JAXCONV_DISABLE']}")
+    if p.implementation == "xla" or _empty(p):
         return parts(adds.reason)
     refusal = _refusal(p, device) or ("it exists on CUDA only" if device.platform == "cpu" else None)
     refusal = refusal or (None if p.channels_last else "it needs channels-last arrays")

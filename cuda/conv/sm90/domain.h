@@ -211,8 +211,7 @@ inline int64_t Workspace(ConvOp op, const ConvProblem& p, const Plan& plan) {
     const int64_t parts = std::min<int64_t>(2 * CeilDivide(p.n * p.out_size(), 128), 512);
     return parts * (p.k * 8 + 4);
   }
-  if (op == ConvOp::kDgradSums)
-    return std::min<int64_t>(2 * CeilDivide(p.n * p.in_size(), 128), 512) * 2 * p.c * 4;
+  if (op == ConvOp::kDgradSums) return MostColumnParts(p.n * p.in_size()) * 2 * p.c * 4;
   if (op != ConvOp::kWgrad) {
     if (!single) return 0;
     if (p.full_float32) return Align256(6 * FilterCount(p));
