@@ -306,6 +306,25 @@ class BatchNormConvCase(ConvCase):
         return f"{self.activation}, {super().__str__()}"
 
 
+class DgradSumsCase(ConvCase):
+    """dz = [y > 0] * (dgrad of dy + c), y and c like x, dbias = sum dz and dscale = sum dz * xhat.
+
+    The sums are those of the batch-norm that made y of x and a residual. Whether y > 0 is given as bits. Channels last.
+    """
+
+    op = "batchnorm_fork"
+    passes = ("dgrad",)
+
+    @property
+    def conv(self) -> ConvCase:
+        return ConvCase(**dataclasses.asdict(self))
+
+    @property
+    def reduced(self) -> int:
+        """Elements per channel of x."""
+        return self.batch * math.prod(self.spatial)
+
+
 @dataclasses.dataclass(frozen=True)
 class DenseCase:
     """y = activation(x @ w + b), (M, K) @ (K, N), b per column.
@@ -766,6 +785,18 @@ CONV_BATCHNORM = tuple(
     )
 )
 
+# The convolutions behind ResNet-50's and ResNeXt-50's residual blocks whose result has at least 64 MiB.
+DGRAD_SUMS = tuple(
+    DgradSumsCase(**dataclasses.asdict(_conv(f"r50.{name}", 256, size, c, k, 1, suite="models")))
+    for name, size, c, k in (
+        ("s1.1x1c", 56, 256, 64),
+        ("s2.1x1a", 56, 256, 128),
+        ("s2.1x1c", 28, 512, 128),
+        ("s3.1x1a", 28, 512, 256),
+        ("s3.1x1c", 14, 1024, 256),
+    )
+)
+
 # The depthwise layers of MobileNetV2 and EfficientNet-B0 that a kernel may give a batch-norm to read.
 BATCHNORM_CONV = tuple(
     BatchNormConvCase(
@@ -886,6 +917,7 @@ BY_OP: dict[str, tuple[Case, ...]] = {
     "batchnorm_shortcut": SHORTCUT,
     "conv_batchnorm": CONV_BATCHNORM,
     "batchnorm_conv": BATCHNORM_CONV,
+    "batchnorm_fork": DGRAD_SUMS,
     "pool": POOL + CPU_POOL,
     "groupnorm": GROUPNORM + CPU_GROUPNORM,
     "layernorm": LAYERNORM + CPU_LAYERNORM,

@@ -24,6 +24,7 @@ from benchmarks.cases import (
     ConvCase,
     DenseCase,
     DenseGradientCase,
+    DgradSumsCase,
     GroupNormCase,
     LayerNormCase,
     PoolCase,
@@ -61,6 +62,7 @@ RESULTS = {
     ("batchnorm_conv", "wgrad"): ("dw",),
     ("batchnorm_conv", "pair"): ("y", "dw"),
     ("batchnorm_conv", "bwd"): ("dw", "dscale", "dbias", "dx"),
+    ("batchnorm_fork", "dgrad"): ("dz", "dscale", "dbias"),
     ("batchnorm", "fwd+bwd"): ("y", "new_mean", "new_var", "dx", "dscale", "dbias"),
     ("batchnorm_shortcut", "fwd+bwd"): ("y", "dscale", "dbias", "dscale_r", "dx", "dr"),
     ("pool", "fwd"): ("y",),
@@ -156,6 +158,9 @@ def tolerance(case: Case, pass_: str, result: str, dtype: str, precision: str | 
         return 2 * (3 * u + product(case.terms("fprop")) + u32 * (16 + math.sqrt(case.reduced)))
     if isinstance(case, BatchNormConvCase):  # what is convolved is rounded too
         return 2 * (2 * u + product(case.terms("fprop" if result == "y" else "wgrad")))
+    if isinstance(case, DgradSumsCase):  # what is summed is a dgrad, rounded before c is added or only behind it
+        sums = 0.0 if result == "dz" else u32 * (16 + math.sqrt(case.reduced))
+        return 2 * (2 * u + product(case.terms(pass_)) + sums)
     if isinstance(case, ConvCase):
         return 2 * (u + product(case.terms(pass_)))
     if isinstance(case, DenseCase):
@@ -214,6 +219,8 @@ def reference(
         parts = {"fprop": ("y",), "wgrad": ("dw",)}.get(pass_, ("y", "dw"))
         passes = {"y": "fprop", "dw": "wgrad"}
         return {name: (_conv(case.conv, passes[name], channels_last, a), None) for name in parts}
+    if isinstance(case, DgradSumsCase):
+        return _dgrad_sums(arrays, _conv(case.conv, "dgrad", channels_last, arrays))
     if isinstance(case, ConvCase):
         return {{"fprop": "y", "dgrad": "dx", "wgrad": "dw"}[pass_]: (_conv(case, pass_, channels_last, arrays), None)}
     if isinstance(case, DenseCase):
@@ -277,6 +284,17 @@ def _normalised_backward(
     kinks = {"relu": (0.0,), "relu6": (0.0, 6.0)}.get(case.activation, ())
     near = functools.reduce(jnp.logical_or, [jnp.abs(z - kink) < 1e-4 for kink in kinks], jnp.zeros(z.shape, bool))
     return {"dscale": (dscale.ravel(), None), "dbias": (dbias.ravel(), None), "dx": (dx, near)}
+
+
+@functools.partial(jax.jit, compiler_options=UNTUNED)
+def _dgrad_sums(arrays: dict[str, Array], dx: Array) -> dict[str, tuple[Array, Array | None]]:
+    """Of channels-last arrays; the signs' bit of channel c is bit c % 8 of byte c / 8."""
+    signs = arrays["signs"]
+    above = jnp.stack([(signs & (1 << bit)) != 0 for bit in range(8)], -1).reshape(dx.shape)
+    dz = jnp.where(above, dx + _wide(arrays["c"]), 0)
+    xhat = (_wide(arrays["x"]) - _wide(arrays["mean"])) * _wide(arrays["rstd"])
+    pixels = tuple(range(dx.ndim - 1))
+    return {"dz": (dz, None), "dscale": (jnp.sum(dz * xhat, pixels), None), "dbias": (jnp.sum(dz, pixels), None)}
 
 
 class _Taps:

@@ -24,6 +24,7 @@ from benchmarks.cases import (
     ConvCase,
     DenseCase,
     DenseGradientCase,
+    DgradSumsCase,
     GroupNormCase,
     LayerNormCase,
     PoolCase,
@@ -32,6 +33,7 @@ from benchmarks.cases import (
 )
 from benchmarks.check import EPSILON, MOMENTUM
 from jaxconv import _plan, batchnorm_shortcut
+from jaxconv import reference as formulas
 from jaxconv._activation import Activation
 from jaxconv._problem import (
     BatchNormConvProblem,
@@ -42,7 +44,7 @@ from jaxconv._problem import (
     parse_precision,
 )
 from jaxconv.batchnorm_conv import gradients, gradients_by_parts, normalised, normalised_wgrad
-from jaxconv.conv import fprop, wgrad
+from jaxconv.conv import dgrad_add, dgrad_sums, fprop, wgrad
 from jaxconv.dense import dense_gradient
 
 Array = jax.Array
@@ -97,6 +99,10 @@ def make_arrays(case: Case, setting: Setting, key: Array) -> Arrays:
         arrays = {"x": normal(case.x_shape(last)), "w": normal(case.w_shape(last), scale)}
         if isinstance(case, ConvBatchNormCase):
             return arrays | parameters(case.out_channels)
+        if isinstance(case, DgradSumsCase):
+            channels = (case.in_channels,)
+            arrays |= {"c": normal(case.x_shape(last)), "signs": formulas.signs(normal(case.x_shape(last)))}
+            arrays |= {"mean": normal(channels, 0.2, 0.0, jnp.float32), "rstd": jnp.full(channels, 0.7)}
         if isinstance(case, BatchNormConvCase):
             arrays |= parameters(case.in_channels)
         return arrays | {"dy": normal(case.y_shape(last))}
@@ -229,12 +235,12 @@ def _pool_job(pass_: str, pool: Callable[[Array], Array]) -> Job:
 # jaxconv
 
 
-def normalised_problem(case: BatchNormConvCase, setting: Setting, **choice: Any) -> NormalisedConvProblem:
+def _conv_problem(case: ConvCase, setting: Setting, **choice: Any) -> ConvProblem:
     last = setting.channels_last
     dtype = DTYPES[setting.dtype]
     x, w = (jax.ShapeDtypeStruct(shape, dtype) for shape in (case.x_shape(last), case.w_shape(last)))
-    conv = ConvProblem.infer(
-        "batchnorm_conv",
+    return ConvProblem.infer(
+        case.op,
         case.nd,
         x,
         w,
@@ -249,8 +255,12 @@ def normalised_problem(case: BatchNormConvCase, setting: Setting, **choice: Any)
         return_preactivation=False,
         **{"algorithm": None, "implementation": None, **choice},
     )
+
+
+def normalised_problem(case: BatchNormConvCase, setting: Setting, **choice: Any) -> NormalisedConvProblem:
+    conv = _conv_problem(case, setting, **choice)
     activation = Activation(case.activation)
-    norm = BatchNormProblem(conv.name, conv.dtype, x.shape, conv.channel_axis, False, 0.0, EPSILON, activation)
+    norm = BatchNormProblem(conv.name, conv.dtype, conv.x_shape, conv.channel_axis, False, 0.0, EPSILON, activation)
     return NormalisedConvProblem.of(norm, conv)
 
 
@@ -300,6 +310,27 @@ def _our_normalised_backward(p: NormalisedConvProblem, forced: bool, two: bool) 
     parts = ("conv_dgrad", "batchnorm_backward", "conv_normalised_wgrad")
     fused = not two and plan.implementation == "native"
     return Job(jax.jit(f), lambda a: tuple(a[n] for n in names), f, kernels if fused else parts)
+
+
+def _our_dgrad_sums(case: DgradSumsCase, setting: Setting, **choice: Any) -> Job:
+    """The algorithm "two" is a dgrad with its addition, by a plan of its own, and what follows as XLA fuses it."""
+    two = choice.get("algorithm") == "two"
+    p = _conv_problem(case, setting, **({} if two else choice))
+
+    def f(dy: Array, w: Array, c: Array, *norm: Array) -> tuple[Array, ...]:
+        if two:
+            return tuple(formulas.through_relu(p.channel_axis, dgrad_add(p, dy, w, c), *norm))
+        plan = _plan.plan("conv_dgrad_sums", p, _plan.Device.default())
+        if any(choice.values()) and plan.implementation != "native":
+            raise ValueError(plan.reason)
+        return tuple(dgrad_sums(p, dy, w, c, *norm))
+
+    return _dgrad_sums_job(f, ("conv_dgrad_add",) if two else ("conv_dgrad_sums",))
+
+
+def _dgrad_sums_job(f: Callable[..., tuple[Array, ...]], kernels: tuple[str, ...]) -> Job:
+    names = ("dy", "w", "c", "signs", "x", "mean", "rstd")
+    return Job(jax.jit(f), lambda a: tuple(a[n] for n in names), f if kernels else None, kernels)
 
 
 def shortcut_problem(case: ShortcutCase, setting: Setting, **choice: Any) -> BatchNormProblem:
@@ -354,6 +385,8 @@ def ours(case: Case, pass_: str, setting: Setting, **choice: Any) -> Job:
     last = setting.channels_last
     if isinstance(case, BatchNormConvCase):
         return _our_normalised(case, pass_, setting, **choice)
+    if isinstance(case, DgradSumsCase):
+        return _our_dgrad_sums(case, setting, **choice)
     if isinstance(case, ShortcutCase):
         return _our_shortcut(case, setting, **choice)
     if isinstance(case, ConvBatchNormCase):
@@ -527,6 +560,17 @@ def xla(case: Case, pass_: str, setting: Setting) -> Job:
     last = setting.channels_last
     if isinstance(case, ShortcutCase):
         return dataclasses.replace(_our_shortcut(case, setting, implementation="xla"), explained=None, kernels=())
+    if isinstance(case, DgradSumsCase):
+        plain = xla(case.conv, "fprop", setting).f
+
+        def back(dy: Array, w: Array, c: Array, signs: Array, x: Array, mean: Array, rstd: Array) -> tuple[Array, ...]:
+            (dx,) = jax.linear_transpose(lambda x: plain(x, w), x)(dy)
+            dz = jnp.where(formulas.above(signs), dx + c, 0)
+            wide, pixels = dz.astype(jnp.float32), tuple(range(case.nd + 1))
+            xhat = (x.astype(jnp.float32) - mean) * rstd
+            return dz, jnp.sum(wide * xhat, pixels), jnp.sum(wide, pixels)
+
+        return _dgrad_sums_job(back, ())
     if isinstance(case, BatchNormConvCase):
         conv = xla(case.conv, "fprop", setting).f
         axes = tuple(range(case.nd + 1)) if last else (0, *range(2, case.nd + 2))

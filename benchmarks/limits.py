@@ -19,6 +19,7 @@ from benchmarks.cases import (
     ConvCase,
     DenseCase,
     DenseGradientCase,
+    DgradSumsCase,
     GroupNormCase,
     PoolCase,
     ShortcutCase,
@@ -95,6 +96,9 @@ def work(case: Case, pass_: str, dtype: str) -> tuple[float, float]:
     if isinstance(case, BatchNormConvCase) and pass_ == "bwd":
         # Sums over all of them stand between two readings of x and dy.
         return 3 * case.flops, item * (3 * math.prod(case.x_shape()) + 2 * math.prod(case.y_shape()))
+    if isinstance(case, DgradSumsCase):  # dy, w, c, x and a bit an element of x, to dz
+        x = math.prod(case.x_shape())
+        return case.flops, item * (case.elements + 2 * x) + x / 8
     if isinstance(case, ConvCase):
         # Strides longer than the filter pass over pixels of x, which dgrad still has to write.
         unread = 0 if pass_ == "dgrad" else math.prod(case.x_shape()) - case.read_elements

@@ -16,6 +16,7 @@ from benchmarks.cases import (
     ConvCase,
     DenseCase,
     DenseGradientCase,
+    DgradSumsCase,
     GroupNormCase,
     LayerNormCase,
     PoolCase,
@@ -70,6 +71,8 @@ def torch(case: Case, pass_: str, setting: Setting) -> Job:
     torch.backends.cudnn.benchmark = True
     if isinstance(case, BatchNormConvCase):
         raise ValueError("PyTorch writes what is normalised")
+    if isinstance(case, DgradSumsCase):
+        raise ValueError("PyTorch makes the sums in the batch-norm")
     if isinstance(case, ShortcutCase):
         raise ValueError("PyTorch takes no statistics of training")
     if isinstance(case, ConvCase):

@@ -72,6 +72,15 @@ def test_every_gradient_of_a_batchnorm_and_its_convolution_is_measured(recorded)
     ]
 
 
+def test_sums_in_a_dgrad_are_measured(recorded):
+    case = ("--op", "batchnorm_fork", "--suite", "models", "--cases", "r50.s2*")
+    rows = recorded(*case, "--algorithm", "sm90,two")["rows"]
+    found = {name: [r["status"] for r in rows if r["contender"] == name] for name in ("ours", "xla", "ours:two")}
+    assert found == dict.fromkeys(found, ["ok"] * 2)
+    forced = [r for r in rows if r["contender"] == "ours:sm90"]
+    assert [r["status"] for r in forced] == ["skipped"] * 2 and "on CUDA only" in forced[0]["reason"]
+
+
 def test_a_dense_layer_and_its_gradients_products_are_measured_each(recorded):
     dense = ("--op", "dense", "--suite", "core", "--cases", "head.*", "--dtype", "f32")
     found = recorded(*dense, "--algorithm", "gemm", "--tune")
