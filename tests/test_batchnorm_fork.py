@@ -131,7 +131,9 @@ def norm_problem(shape: tuple[int, ...], dtype: str = "float32", **fields: Any) 
 
 def test_signs_and_back():
     y = jnp.asarray(integers(1, (3, 5, 24), 2), jnp.float32)
-    bits = reference.signs(y)
+    with jax.numpy_rank_promotion("raise"):
+        bits = reference.signs(y)
+        reference.above(bits)
     assert bits.shape == (3, 5, 3) and bits.dtype == jnp.uint8
     np.testing.assert_array_equal(np.unpackbits(np.asarray(bits), axis=-1, bitorder="little"), y > 0)
     np.testing.assert_array_equal(reference.above(bits), y > 0)
@@ -297,6 +299,46 @@ def test_accelerate_finds_them(everywhere):
     found = equations(fast, params, images)
     # A block's result goes to the next one's convolution and its add; the second's to two convolutions.
     assert found["jaxconv_conv_dgrad_sums"] == 3 and found["add_any"] == 0
+
+
+@pytest.mark.parametrize("blocks", ("one", "two", "one, two", "two, one"))
+def test_blocks_of_one_convolution(blocks, everywhere, x64):
+    """Whose batch-norm adds what the convolution reads: a second reading, which does not go through the fork."""
+
+    def layer(x: Any, w: Any, scale: Any, bias: Any) -> Any:
+        z = jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        mean = z.mean((0, 1, 2))
+        return (z - mean) * jax.lax.rsqrt(z.var((0, 1, 2)) + 1e-3) * scale + bias
+
+    def run(layers: Any, x: Any, r: Any) -> Any:
+        first, *others = layers
+        x = jax.nn.relu(layer(x, *first) + r)
+        found = [x]
+        for length, (a, b) in zip(blocks.split(", "), zip(others[::2], others[1::2], strict=True), strict=False):
+            y = layer(x, *a)
+            x = jax.nn.relu((layer(jax.nn.relu(y), *b) if length == "two" else y) + x)
+            found.append(x)
+        return sum(jnp.sum(jnp.sin(y + i)) for i, y in enumerate(found))
+
+    layers = [
+        (
+            jnp.asarray(normal(i, (1, 1, 8, 8))),
+            1 + jnp.asarray(normal(i + 9, (8,))) / 3,
+            jnp.asarray(normal(i + 18, (8,))),
+        )
+        for i in range(5)
+    ]
+    x, r = jnp.asarray(normal(30, (2, 3, 4, 8))), jnp.asarray(normal(31, (2, 3, 4, 8)))
+    fast = accelerate(run)
+    want, got = (jax.value_and_grad(f, (0, 1, 2))(layers, x, r) for f in (run, fast))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-9), got, want)
+    tangents = jax.tree.map(jnp.cos, (layers, x, r))
+    want, got = (jax.jvp(f, (layers, x, r), tangents)[1] for f in (run, fast))
+    np.testing.assert_allclose(got, want, rtol=1e-9)
+    # A block of two convolutions adds what its first reads behind the second: there the sums are in the dgrad, but of a
+    # batch-norm that is itself in a fork's call.
+    opened = equations(fast, layers, x, r)["jaxconv_batchnorm_opened"]
+    assert opened == (1 if blocks.startswith("two") else 0)
 
 
 def test_accelerate_leaves_what_nobody_forks(everywhere):

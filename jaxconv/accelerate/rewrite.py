@@ -334,10 +334,16 @@ class Rewriting:
         return ordered, forks
 
     def _opened_by(self, node: Node) -> Node | None:
-        """The batch-norm the sums of whose gradient this convolution makes, where it is a fork."""
+        """The batch-norm the sums of whose gradient this convolution makes, where it is a fork.
+
+        None where the call takes the value twice, as its residual too: that reading would be in front of the fork,
+        where the value has a part of its tangent only.
+        """
         v = node.inputs[0]
         norm = self._maker.get(v)
         if norm is None or norm.opened is None or norm.outputs[0] is not v or node.fork.sums is None:
+            return None
+        if sum(u is v for u in node.inputs) > 1:
             return None
         return norm if node.fork.sums(norm.opened) else None
 
