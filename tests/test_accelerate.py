@@ -847,6 +847,18 @@ def test_batchnorm_of_channels_first_is_replaced():
     check(f, array(0, (4, 8, 3, 3)), SCALE, BIAS, batchnorm_train=1)
 
 
+@pytest.mark.parametrize("how", ("z + mean", "z * var", "z + var", "z * mean + 1", "z + mean + x"))
+def test_a_batchnorm_whose_scale_or_bias_is_its_own_mean_or_variance_is_left(how):
+    def f(x: jax.Array) -> jax.Array:
+        mean, var = x.mean((0, 1, 2)), x.var((0, 1, 2))
+        z = (x - mean) * lax.rsqrt(var + 1e-3)
+        return eval(how, {"z": z, "mean": mean, "var": var, "x": x})
+
+    assert not kernels(accelerate(f), X)
+    np.testing.assert_array_equal(accelerate(f)(X), f(X))
+    assert "need one another" in str(accelerate(f).report(X))
+
+
 def test_inference_and_other_statistics_become_an_inference_call():
     def f(x, scale, bias, mean, var):
         return jax.nn.relu((x - mean) * lax.rsqrt(var + 1e-5) * scale + bias)

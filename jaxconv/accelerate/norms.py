@@ -334,7 +334,6 @@ def find_batchnorm(
         raise Refusal(f"its types are {x0.dtype} -> {y.dtype}")
     params = jnp.float64 if dtype == jnp.float64 else jnp.float32
     x = x0 if jnp.promote_types(x0.dtype, dtype) == dtype else n.x
-    shared = [x, n.mean, n.var, *n.scales, *([n.bias] if n.bias else [])]
 
     def row(a: Array) -> Array:
         return a.reshape(channels).astype(params)
@@ -347,7 +346,9 @@ def find_batchnorm(
     def made(z: Value, out: Value, residual: Value | None, activated: Activated | None) -> Fused:
         activation = activated.activation if activated else Activation()
         outputs = [out, n.mean, n.var] if training else [out]
-        operands = [v for v in shared[1:] if not (training and v in (n.mean, n.var))] + ([residual] if residual else [])
+        # By place: a scale or bias may be the mean or the variance itself.
+        operands = [*([] if training else [n.mean, n.var]), *n.scales, *([n.bias] if n.bias else [])]
+        operands += [residual] if residual else []
         pair = alone(outputs, operands) and (before.trains or not training)
         made_by = before.node if pair else None
         shift = before.bias if pair else None
