@@ -285,13 +285,18 @@ def batchnorm_dx(p: BatchNormProblem, xhat, dz, scale, rstd, dscale, dbias, n: i
 def signs(y: jax.Array) -> jax.Array:
     """Whether elements of y are above 0, uint8 (..., C / 8): bit j of [..., i] is that of y[..., 8i + j]."""
     bits = (y > 0).reshape(*y.shape[:-1], -1, 8).astype(jnp.uint8)
-    return jnp.sum(bits << jnp.arange(8, dtype=jnp.uint8), -1, dtype=jnp.uint8)
+    return jnp.sum(bits << _places(bits.ndim), -1, dtype=jnp.uint8)
 
 
 def above(bits: jax.Array) -> jax.Array:
     """What `signs` was given: whether elements are above 0."""
-    each = (bits[..., None] >> jnp.arange(8, dtype=jnp.uint8)) & 1
+    each = (bits[..., None] >> _places(bits.ndim + 1)) & 1
     return each.reshape(*bits.shape[:-1], -1) > 0
+
+
+def _places(ndim: int) -> jax.Array:
+    """0 to 7 along the last of so many axes."""
+    return lax.expand_dims(jnp.arange(8, dtype=jnp.uint8), range(ndim - 1))
 
 
 def along(axis: int, x, mean) -> Callable[[jax.Array], jax.Array]:
@@ -545,8 +550,8 @@ def squeeze_excite(p: SqueezeExciteProblem, x, w1, b1, w2, b2) -> list[jax.Array
     """[y, mean, z1, gate]."""
     wide = x.astype(p.param_dtype)
     mean = over_pixels(p, wide) / p.pixels
-    z1 = small_product(mean, w1) + b1
-    gate = gated(p.gate, small_product(activate(p.activation, z1), w2) + b2)
+    z1 = small_product(mean, w1) + b1[None]
+    gate = gated(p.gate, small_product(activate(p.activation, z1), w2) + b2[None])
     return [(wide * of_pixels(p, gate)).astype(x.dtype), mean, z1, gate]
 
 

@@ -74,8 +74,8 @@ def _forward_shard(
     x, w1, b1, w2, b2 = args
     wide = x.astype(p.param_dtype)
     mean = shard.over_pixels(reference.over_pixels(p, wide)) / whole.pixels
-    z1 = shard.over_channels(reference.small_product(mean, w1)) + b1
-    gate = reference.gated(p.gate, reference.small_product(activate(p.activation, z1), w2) + b2)
+    z1 = shard.over_channels(reference.small_product(mean, w1)) + b1[None]
+    gate = reference.gated(p.gate, reference.small_product(activate(p.activation, z1), w2) + b2[None])
     return [(wide * reference.of_pixels(p, gate)).astype(x.dtype), mean, z1, gate]
 
 

@@ -307,6 +307,18 @@ def test_remat_keeps_what_its_policy_says():
 # What runs
 
 
+@pytest.mark.parametrize("implementation", (None, "native", "xla"))
+def test_nothing_has_its_rank_promoted(implementation):
+    """As for people who set jax_numpy_rank_promotion, to find what they did not mean."""
+    args = [jnp.asarray(v) for v in data((2, 5, 7, 32), 8, "float32").values()][:5]
+
+    def f(*args: Any) -> Any:
+        return jnp.sum(jaxconv.squeeze_excite(*args, implementation=implementation))
+
+    with jax.numpy_rank_promotion("raise"):
+        jax.block_until_ready(jax.grad(f, range(5))(*args))
+
+
 def test_native_runs_one_call_there_and_one_back():
     args = arrays(data((2, 9, 11, 40), 7, "float32"), "float32")[:-1]
     f = functools.partial(jaxconv.squeeze_excite, activation="silu", implementation="native")
