@@ -61,7 +61,7 @@ def _steps(runs: dict[str, Run]) -> dict[str, dict[str, float]]:
 def _draw_steps(figure: Any, steps: dict[str, dict[str, float]]) -> None:
     figure.set_size_inches(8, 0.8 * len(steps) + 1.2)
     axes = figure.subplots()
-    colours = dict(zip(WAYS, (XLA, "#a6bddb", "#74a9cf", "#2b8cbe", OURS), strict=True))
+    colours = dict(zip(WAYS, (XLA, "#a6bddb", "#74a9cf", "#2b8cbe", OURS, "#dd8452"), strict=True))
     place, ticks = 0.0, []
     for ways in reversed(steps.values()):
         first = place

@@ -140,6 +140,7 @@ WAYS = {
     "fused": "`jaxconv.linen`, fused arguments",
     "enable": "`jaxconv.enable()`",
     "accelerate": "`jaxconv.accelerate`",
+    "torch": "PyTorch, torch.compile",
 }
 
 

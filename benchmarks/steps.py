@@ -32,20 +32,22 @@ from jaxconv._problem import (
 # squeeze-and-excitation, which XLA makes of such.
 KINDS = ("convolution", "product", "norm", "pool", "elementwise", "copies", "exchange", "other")
 
-# Targets of custom calls, and kernels' names: ours (mangled or not), cuDNN's, cuBLAS's, XLA's own.
+# Targets of custom calls, and kernels' names: ours (mangled or not), cuDNN's, cuBLAS's, XLA's own, PyTorch's.
 _NAMES = (
     ("norm", r"jaxconv_(batch|group)norm|jaxconv(::|\d)cuda\d*(::|\d+)(batch|group)norm"),
-    ("norm", r"cudnn\$norm|bn_fw|bn_bw|batch_?norm"),
+    ("norm", r"cudnn\$norm|bn_fw|bn_bw|(batch|group|layer)_?norm|GroupNorm|LayerNorm|RowwiseMoments"),
     ("product", r"jaxconv_(dense|matmul)|jaxconv(::|\d)cuda\d*(::|\d+)(dense|Sm90Gradient)|__cublas|onednn\$matmul"),
     ("pool", r"jaxconv_max_pool|jaxconv(::|\d)cuda\d*(::|\d+)pool"),
     ("elementwise", r"jaxconv_squeeze|jaxconv(::|\d)cuda\d*(::|\d+)squeeze"),
     ("convolution", r"jaxconv_conv|jaxconv(::|\d)cuda|cudnn\$conv|onednn\$convolution|[fdw]grad|fprop|conv2d|convolve"),
     ("convolution", r"implicit_(con|gemm)|cudnn.*conv|winograd|nchwToNhwc|nhwcToNchw"),
-    ("product", r"gemm|cutlass|cublas|^nvjet|splitKreduce"),
+    ("convolution", r"conv_depthwise|^triton_tem\w*convolution"),
+    ("product", r"gemm|cutlass|cublas|^nvjet|splitKreduce|^triton_tem"),
     ("exchange", r"nccl|AllReduce|AllGather|SendRecv"),
     ("copies", r"^(Memcpy|Memset|MemcpyD2D|wrapped_(copy|transpose|convert))|^copy|^transpose"),
-    ("pool", r"select_and_scatter|reduce_window"),
-    ("elementwise", r"fusion|^wrapped_|^input_|^loop_|^reduce"),
+    ("copies", r"^triton_poi_fused_(_to_copy|clone|copy|cat|constant_pad_nd|_)+\d*$"),
+    ("pool", r"select_and_scatter|reduce_window|max_pool"),
+    ("elementwise", r"fusion|^wrapped_|^input_|^loop_|^reduce|^triton_|at::native"),
 )
 _PATTERNS = [(kind, re.compile(pattern)) for kind, pattern in _NAMES]
 

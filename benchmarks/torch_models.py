@@ -1,15 +1,18 @@
-"""The models of `python -m benchmarks infer` in PyTorch and in ONNX Runtime, with Flax's variables.
+"""The models of `python -m benchmarks train` and `infer` in PyTorch, the served ones in ONNX Runtime too, with Flax's
+variables.
 
-A module is a function of tensors in NCHW (channels-last memory) that walks the variables by the names that Flax gave
-them. Where Flax pads by one side more than by the other, PyTorch's own models pad both alike: these are timed, and what
-is compared with the other ways pads as Flax does (`exact`).
+A module is a function of tensors, channels first (in channels-last memory), that walks the variables by the names that
+Flax gave them. Where Flax pads by one side more than by the other, PyTorch's own models pad both alike: these are
+timed, and what is compared with the other ways pads as Flax does (`exact`).
 """
 
 from __future__ import annotations
 
 import functools
 import io
+import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -30,47 +33,72 @@ def _padded(torch: Any, x: Any, size: int, stride: int, exact: bool, value: floa
     """(x, padding): x padded as Flax's SAME does where that is uneven, and what is left to pad on both sides."""
     total = max((-(-x.shape[-1] // stride) - 1) * stride + size - x.shape[-1], 0)
     if not exact or total % 2 == 0:
-        return x, total // 2 if exact else size // 2
+        return x, total // 2 if exact else (size - 1) // 2
     sides = (total // 2, total - total // 2)
-    return torch.nn.functional.pad(x, sides * 2, value=value), 0
+    return torch.nn.functional.pad(x, sides * (x.ndim - 2), value=value), 0
 
 
 class Layers:
     """Flax's variables of one module, as the layers that Flax numbers."""
 
-    def __init__(self, module: Any, variables: Tree, dtype: Any, exact: bool):
-        self.torch, self.module, self.variables = _torch(), module, variables
-        self.dtype, self.exact = dtype, exact
+    def __init__(self, module: Any, dtype: Any, train: bool, exact: bool):
+        self.torch, self.module, self.dtype = _torch(), module, dtype
+        self.train, self.exact = train, exact
         self.counts: dict[str, int] = {}
 
     def next(self, kind: str) -> str:
         self.counts[kind] = self.counts.get(kind, -1) + 1
         return f"{kind}_{self.counts[kind]}"
 
-    def inner(self, name: str) -> Layers:
-        variables = {kind: tree.get(name, {}) for kind, tree in self.variables.items()}
-        return Layers(getattr(self.module, name), variables, self.dtype, self.exact)
+    def inner(self, kind: str) -> Layers:
+        return Layers(getattr(self.module, self.next(kind)), self.dtype, self.train, self.exact)
+
+    def _weights(self, name: str) -> tuple[Any, Any]:
+        """(weight, bias) in the dtype of the computation: in training what is kept is float32."""
+        layer = getattr(self.module, name)
+        return layer.weight.to(self.dtype), None if layer.bias is None else layer.bias.to(self.dtype)
 
     def conv(self, x: Any, stride: int = 1, name: str | None = None, padding: int | None = None) -> Any:
-        layer = getattr(self.module, name or self.next("Conv"))
-        size = layer.weight.shape[-1]
-        groups = x.shape[1] // layer.weight.shape[1]
+        weight, bias = self._weights(name or self.next("Conv"))
         if padding is None:
-            x, padding = _padded(self.torch, x, size, stride, self.exact)
-        return self.torch.nn.functional.conv2d(x, layer.weight, layer.bias, stride, padding, groups=groups)
+            x, padding = _padded(self.torch, x, weight.shape[-1], stride, self.exact)
+        convolve = getattr(self.torch.nn.functional, f"conv{x.ndim - 2}d")
+        return convolve(x, weight, bias, stride, padding, groups=x.shape[1] // weight.shape[1])
 
-    def norm(self, x: Any, epsilon: float, name: str | None = None) -> Any:
+    def conv_transpose(self, x: Any, stride: int) -> Any:
+        """Of a filter as long as the stride."""
+        weight, bias = self._weights(self.next("ConvTranspose"))
+        return getattr(self.torch.nn.functional, f"conv_transpose{x.ndim - 2}d")(x, weight, bias, stride)
+
+    def max_pool(self, x: Any, size: int, stride: int) -> Any:
+        x, padding = _padded(self.torch, x, size, stride, self.exact, -math.inf)
+        return getattr(self.torch.nn.functional, f"max_pool{x.ndim - 2}d")(x, size, stride, padding)
+
+    def norm(self, x: Any, name: str | None = None, momentum: float = 0.9) -> Any:
         layer = getattr(self.module, name or self.next("BatchNorm"))
         given = (layer.mean, layer.var, layer.scale, layer.bias)
-        return self.torch.nn.functional.batch_norm(x, *given, False, 0.0, epsilon)
+        return self.torch.nn.functional.batch_norm(x, *given, self.train, 1 - momentum, 1e-5)
+
+    def group_norm(self, x: Any, groups: int) -> Any:
+        layer = getattr(self.module, self.next("GroupNorm"))
+        given = (layer.scale.to(x.dtype), layer.bias.to(x.dtype))
+        return self.torch.nn.functional.group_norm(x, groups, *given, 1e-6)
+
+    def layer_norm(self, x: Any) -> Any:
+        """Over the last axis."""
+        layer = getattr(self.module, self.next("LayerNorm"))
+        given = (layer.scale.to(x.dtype), layer.bias.to(x.dtype))
+        return self.torch.nn.functional.layer_norm(x, x.shape[-1:], *given, 1e-6)
 
     def dense(self, x: Any) -> Any:
-        layer = getattr(self.module, self.next("Dense"))
-        return self.torch.nn.functional.linear(x, layer.weight, layer.bias)
+        return self.torch.nn.functional.linear(x, *self._weights(self.next("Dense")))
 
 
-def _modules(variables: Tree, dtype: Any) -> Any:
-    """A tree of modules with Flax's arrays as buffers, in the order of axes that PyTorch has."""
+def _modules(variables: Tree, dtype: Any, train: bool) -> Any:
+    """A tree of modules with Flax's arrays, in the order of axes that PyTorch has.
+
+    For training they are parameters in float32, statistics buffers; else all are buffers, weights in `dtype`.
+    """
     torch = _torch()
 
     class Module(torch.nn.Module):
@@ -83,116 +111,192 @@ def _modules(variables: Tree, dtype: Any) -> Any:
         value = params.get(name, stats.get(name))
         if isinstance(value, dict):
             inner = {"params": params.get(name, {}), "batch_stats": stats.get(name, {})}
-            setattr(module, name, _modules(inner, dtype))
+            if name.startswith("ConvTranspose"):  # whose filters run the other way in PyTorch
+                kernel = inner["params"]["kernel"]
+                turned = np.flip(kernel, range(np.ndim(kernel) - 2)).swapaxes(-1, -2)
+                inner["params"] = {**inner["params"], "kernel": turned}
+            setattr(module, name, _modules(inner, dtype, train))
             continue
         array = torch.from_numpy(np.array(value))
         if name == "kernel":
-            name = "weight"
-            array = array.permute(3, 2, 0, 1) if array.ndim == 4 else array.T
-            array = array.to(dtype).contiguous(
-                memory_format=torch.channels_last if array.ndim == 4 else torch.contiguous_format
-            )
-        elif "kernel" in params:
-            array = array.to(dtype)  # a bias; norms stay in float32
+            name, nd = "weight", array.ndim - 2
+            array = array.permute(nd + 1, nd, *range(nd)) if nd else array.T
+            formats = {2: torch.channels_last, 3: torch.channels_last_3d}
+            array = array.contiguous(memory_format=formats.get(nd, torch.contiguous_format))
+        if "kernel" in params and not train:
+            array = array.to(dtype)  # norms stay in float32
         if name == "bias":
             del module.bias
-        module.register_buffer(name, array)
+        if train and name in ("weight", "bias", "scale", "gamma"):
+            module.register_parameter(name, torch.nn.Parameter(array))
+        else:
+            module.register_buffer(name, array)
     return module
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The models, as benchmarks/models.py has them
+# The models, as benchmarks/models.py has them; `model` is Flax's
 
 
-def resnet(layers: Layers, x: Any) -> Any:
-    functional = layers.torch.nn.functional
-    relu, epsilon = functional.relu, 1e-5
-    x = relu(layers.norm(layers.conv(x, 2, padding=3), epsilon))
-    if layers.exact:
-        x, padding = _padded(layers.torch, x, 3, 2, True, float("-inf"))
-        x = functional.max_pool2d(x, 3, 2, padding)
-    else:
-        x = functional.max_pool2d(x, 3, 2, 1)
-    for name, stride in _blocks(layers, "Bottleneck"):
-        block = layers.inner(name)
-        y = relu(block.norm(block.conv(x), epsilon))
-        y = relu(block.norm(block.conv(y, stride), epsilon))
-        y = block.norm(block.conv(y), epsilon)
-        if hasattr(block.module, "shortcut"):
-            x = block.norm(block.conv(x, stride, "shortcut"), epsilon, "shortcut_norm")
-        x = relu(x + y)
+def resnet(model: Any, layers: Layers, x: Any) -> Any:
+    relu = layers.torch.nn.functional.relu
+    x = relu(layers.norm(layers.conv(x, 2, padding=3)))
+    x = layers.max_pool(x, 3, 2)
+    for stage, blocks in enumerate(model.blocks):
+        for i in range(blocks):
+            stride = 2 if stage and not i else 1
+            block = layers.inner("Bottleneck")
+            y = relu(block.norm(block.conv(x)))
+            y = relu(block.norm(block.conv(y, stride)))
+            y = block.norm(block.conv(y))
+            if hasattr(block.module, "shortcut"):
+                x = block.norm(block.conv(x, stride, "shortcut"), "shortcut_norm")
+            x = relu(x + y)
     return layers.dense(x.mean((2, 3)))
 
 
-def mobilenet(layers: Layers, x: Any) -> Any:
-    relu6, epsilon = layers.torch.nn.functional.relu6, 1e-5
-    x = relu6(layers.norm(layers.conv(x, 2), epsilon))
-    for name, stride in _blocks(layers, "InvertedResidual"):
-        block, y = layers.inner(name), x
-        if hasattr(block.module, "Conv_2"):
-            y = relu6(block.norm(block.conv(y), epsilon))
-        y = relu6(block.norm(block.conv(y, stride), epsilon))
-        y = block.norm(block.conv(y), epsilon)
-        x = x + y if x.shape == y.shape else y
-    x = relu6(layers.norm(layers.conv(x), epsilon))
+def mobilenet(model: Any, layers: Layers, x: Any) -> Any:
+    relu6 = layers.torch.nn.functional.relu6
+    x = relu6(layers.norm(layers.conv(x, 2)))
+    for expansion, _, blocks, stride in model.stages:
+        for i in range(blocks):
+            block, y = layers.inner("InvertedResidual"), x
+            if expansion > 1:
+                y = relu6(block.norm(block.conv(y)))
+            y = relu6(block.norm(block.conv(y, 1 if i else stride)))
+            y = block.norm(block.conv(y))
+            x = x + y if x.shape == y.shape else y
+    x = relu6(layers.norm(layers.conv(x)))
     return layers.dense(x.mean((2, 3)))
 
 
-def efficientnet(layers: Layers, x: Any) -> Any:
-    torch, epsilon = layers.torch, 1e-5
+def efficientnet(model: Any, layers: Layers, x: Any) -> Any:
+    torch, momentum = layers.torch, 0.99
     silu = torch.nn.functional.silu
-    x = silu(layers.norm(layers.conv(x, 2), epsilon))
-    for name, stride in _blocks(layers, "SqueezedResidual"):
-        block, y = layers.inner(name), x
-        if hasattr(block.module, "Conv_4"):
-            y = silu(block.norm(block.conv(y), epsilon))
-        y = silu(block.norm(block.conv(y, stride), epsilon))
-        scale = silu(block.conv(y.mean((2, 3), keepdim=True)))
-        y = y * torch.sigmoid(block.conv(scale))
-        y = block.norm(block.conv(y), epsilon)
-        x = x + y if x.shape == y.shape else y
-    x = silu(layers.norm(layers.conv(x), epsilon))
+    x = silu(layers.norm(layers.conv(x, 2), momentum=momentum))
+    for expansion, _, blocks, stride, _ in model.stages:
+        for i in range(blocks):
+            block, y = layers.inner("SqueezedResidual"), x
+            if expansion > 1:
+                y = silu(block.norm(block.conv(y), momentum=momentum))
+            y = silu(block.norm(block.conv(y, 1 if i else stride), momentum=momentum))
+            scale = silu(block.conv(y.mean((2, 3), keepdim=True)))
+            y = y * torch.sigmoid(block.conv(scale))
+            y = block.norm(block.conv(y), momentum=momentum)
+            x = x + y if x.shape == y.shape else y
+    x = silu(layers.norm(layers.conv(x), momentum=momentum))
     return layers.dense(x.mean((2, 3)))
 
 
-def _blocks(layers: Layers, kind: str) -> list[tuple[str, int]]:
-    """(name, stride) of each block, in order."""
-    return list(layers.variables["strides"][kind])
+def convnext(model: Any, layers: Layers, x: Any) -> Any:
+    gelu = layers.torch.nn.functional.gelu
+
+    def normalised(layers: Layers, x: Any) -> Any:  # over channels
+        return layers.layer_norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+    for stage, blocks in enumerate(model.blocks):
+        if stage:
+            x = normalised(layers, x)
+        x = layers.conv(x, 2 if stage else 4, padding=0)
+        if not stage:
+            x = normalised(layers, x)
+        for _ in range(blocks):
+            block = layers.inner("ConvNeXtBlock")
+            y = block.layer_norm(block.conv(x).permute(0, 2, 3, 1))
+            y = block.dense(gelu(block.dense(y), approximate="tanh"))
+            x = x + (block.module.gamma.to(y.dtype) * y).permute(0, 3, 1, 2)
+    return layers.dense(layers.layer_norm(x.mean((2, 3))))
 
 
-def _strides(model: Any) -> dict[str, list[tuple[str, int]]]:
-    """Of each block of a Flax model of benchmarks/models.py, by the name that Flax gives it."""
-    name = type(model).__name__
-    if name == "ResNet":
-        strides = [2 if stage and not block else 1 for stage, n in enumerate(model.blocks) for block in range(n)]
-        kind = "Bottleneck"
-    else:
-        strides = [1 if block else stage[3] for stage in model.stages for block in range(stage[2])]
-        kind = {"MobileNetV2": "InvertedResidual", "EfficientNet": "SqueezedResidual"}[name]
-    return {kind: [(f"{kind}_{i}", stride) for i, stride in enumerate(strides)]}
+def unet3d(model: Any, layers: Layers, x: Any) -> Any:
+    torch = layers.torch
+
+    def twice(x: Any) -> Any:
+        for _ in range(2):
+            x = torch.nn.functional.relu(layers.norm(layers.conv(x)))
+        return x
+
+    skipped = []
+    for _ in model.features[:-1]:
+        x = twice(x)
+        skipped.append(x)
+        x = layers.max_pool(x, 2, 2)
+    x = twice(x)
+    for skip in reversed(skipped):
+        x = twice(torch.cat([skip, layers.conv_transpose(x, 2)], 1))
+    return layers.conv(x)
 
 
-MODELS = {"ResNet": resnet, "MobileNetV2": mobilenet, "EfficientNet": efficientnet}
+def ddpm(model: Any, layers: Layers, x: tuple[Any, Any]) -> Any:
+    torch, (images, times) = layers.torch, x
+    silu = torch.nn.functional.silu
+
+    def normalised(layers: Layers, x: Any) -> Any:
+        return silu(layers.group_norm(x, min(32, x.shape[1] // 4)))
+
+    def timed(x: Any, time: Any) -> Any:
+        block = layers.inner("TimedBlock")
+        y = block.conv(normalised(block, x))
+        y = y + block.dense(silu(time))[:, :, None, None]
+        y = block.conv(normalised(block, y))
+        return y + (block.conv(x, name="shortcut") if hasattr(block.module, "shortcut") else x)
+
+    half = model.features[0] // 2
+    angles = times[:, None] * torch.exp(-torch.arange(half, device=times.device) * (math.log(10000.0) / half))
+    embedded = torch.cat([torch.sin(angles), torch.cos(angles)], -1).to(layers.dtype)
+    time = layers.dense(silu(layers.dense(embedded)))
+    y = layers.conv(images)
+    skipped = [y]
+    for level in range(len(model.features)):
+        if level:
+            y = layers.conv(y, 2)
+            skipped.append(y)
+        for _ in range(model.blocks):
+            y = timed(y, time)
+            skipped.append(y)
+    for _ in range(2):
+        y = timed(y, time)
+    for level in range(len(model.features)):
+        if level:
+            y = layers.conv(torch.nn.functional.interpolate(y, scale_factor=2, mode="nearest"))
+        for _ in range(model.blocks + 1):
+            y = timed(torch.cat([y, skipped.pop()], 1), time)
+    return layers.conv(normalised(layers, y))
 
 
-def module_of(model: Any, variables: Tree, dtype: Any) -> Any:
-    """The Flax model as a torch.nn.Module of images in NCHW; `exact` says how it pads."""
+MODELS: dict[str, Callable[..., Any]] = {
+    "ResNet": resnet,
+    "MobileNetV2": mobilenet,
+    "EfficientNet": efficientnet,
+    "ConvNeXt": convnext,
+    "UNet3D": unet3d,
+    "DDPM": ddpm,
+}
+
+
+def module_of(model: Any, variables: Tree, dtype: Any, *, train: bool = False) -> Any:
+    """The Flax model as a torch.nn.Module of images, channels first; `exact` says how it pads."""
     torch = _torch()
-    if type(model).__name__ not in MODELS:
-        raise RuntimeError(f"{type(model).__name__} is not written in PyTorch here")
-    f, strides = MODELS[type(model).__name__], _strides(model)
+    f = MODELS[type(model).__name__]
 
     class Model(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = _modules(variables, dtype)
+            self.layers = _modules(variables, dtype, train)
             self.exact = False
 
         def forward(self, x: Any) -> Any:
-            layers = Layers(self.layers, {"strides": strides}, dtype, self.exact)
-            return f(layers, x.to(dtype))
+            images, *rest = x if isinstance(x, tuple) else (x,)
+            images = images.to(dtype)
+            return f(model, Layers(self.layers, dtype, train, self.exact), (images, *rest) if rest else images)
 
-    return Model().eval()
+    return Model().train(train)
+
+
+def channels_first(images: np.ndarray) -> Any:
+    """A tensor of the same memory."""
+    t = _torch().from_numpy(images)
+    return t.permute(0, t.ndim - 1, *range(1, t.ndim - 1))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -207,7 +311,7 @@ def answers(way: str, model: Any, variables: Tree, images: np.ndarray, dtype: st
     torch.backends.cudnn.benchmark = True
     kind = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}[dtype]
     module = module_of(model, jax.tree.map(np.asarray, variables), kind)
-    x = torch.from_numpy(images).permute(0, 3, 1, 2)
+    x = channels_first(images)
     return (_torch_answers if way == "torch" else _onnx_answers)(module, x, kind)
 
 

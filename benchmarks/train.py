@@ -4,11 +4,13 @@
     python -m benchmarks train --model resnet50 --devices 1,2,4 --ways flax,accelerate --batch 512
     python -m benchmarks train --model resnet50 --devices 1,2,4 --ways flax,accelerate --split batch
     python -m benchmarks train --model resnet50 --devices 1,2,4 --split batch --statistics own
+    python -m benchmarks train --model resnet50 --ways flax,accelerate,torch
     python -m benchmarks train --model unet3d --devices 1,2,4 --ways flax,accelerate --split depth
 
 Ways: `flax`, its own layers, which XLA compiles; `import`, the same model with jaxconv.linen's layers; `fused`, with
 activations and residual adds as arguments of these; `enable`, the untouched Flax model under jaxconv.enable;
-`accelerate`, through jaxconv.accelerate.
+`accelerate`, through jaxconv.accelerate; and where it is named `torch`, the same model in PyTorch, on one device, with
+torch.compile.
 The same initial parameters, the same images, SGD with momentum. `unet3d` segments volumes, `ddpm` finds the noise in
 images, the others classify images.
 
@@ -46,12 +48,13 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxconv
-from benchmarks import limits, record, steps
+from benchmarks import limits, record, steps, torch_contender
 from jaxconv.accelerate import accelerate
 
 Tree = Any
 
-WAYS = ("flax", "import", "fused", "enable", "accelerate")
+WAYS = ("flax", "import", "fused", "enable", "accelerate")  # JAX's
+OTHERS = ("torch",)  # who wants them names them
 DTYPES = {"bf16": jnp.bfloat16, "f32": jnp.float32}
 LEARNING_RATE, MOMENTUM = 0.02, 0.9
 DRAWS = 3  # of perturbed parameters
@@ -79,7 +82,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         prog="python -m benchmarks train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="resnet50", choices=models())
-    parser.add_argument("--ways", default=list(WAYS), type=lambda text: text.split(","), help=", ".join(WAYS))
+    parser.add_argument("--ways", default=list(WAYS), type=lambda text: text.split(","), help=", ".join(WAYS + OTHERS))
     parser.add_argument("--batch", type=int, metavar="N", help="images a step (256, unet3d 8, ddpm 64; small: 8)")
     parser.add_argument("--image", type=int, metavar="N", help="height and width, and a volume's depth (224, 64)")
     parser.add_argument("--dtype", choices=DTYPES, help="of the computation (bf16 on a GPU, else f32)")
@@ -106,9 +109,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args.image = args.image or ((16 if args.model in TASKS else 32) if args.small else sizes[1])
     args.steps = args.steps or (2 if args.small else 20)
     args.dtype = args.dtype or ("bf16" if gpu else "f32")
-    unknown = [way for way in args.ways if way not in WAYS]
+    unknown = [way for way in args.ways if way not in WAYS + OTHERS]
     if unknown or not args.ways:
-        parser.error(f"--ways {','.join(unknown)}: expected some of {','.join(WAYS)}")
+        parser.error(f"--ways {','.join(unknown)}: expected some of {','.join(WAYS + OTHERS)}")
+    if "torch" in args.ways and (why := torch_contender.available()):
+        parser.error(f"--ways torch: {why}")
+    if "torch" in args.ways and 1 not in args.devices:
+        parser.error("--ways torch: it takes one device, and --devices has none such")
     for n in args.devices:
         if not 1 <= n <= jax.device_count():
             parser.error(f"--devices {n}: there are {jax.device_count()}")
@@ -377,16 +384,25 @@ def explained(program: Program, params: Tree, stats: Tree) -> dict[str, Any]:
     return row
 
 
-def programs(args: argparse.Namespace, ways: Sequence[Way], params: Tree, stats: Tree) -> Iterator[Program]:
+def programs(args: argparse.Namespace, params: Tree, stats: Tree) -> Iterator[Any]:
     """Each way on each number of devices: one compiled after the other is measured, or --jobs at a time before any."""
     each = args.split == "batch"
+    ways = {name: Way.make(name, args) for name in args.ways if name in WAYS}
     placed = (Placed.make(n, *batch(args, args.batch * (n if each else 1)), args.split) for n in args.devices)
-    pairs = ((way, where) for where in placed for way in ways)
+    pairs = ((name, where) for where in placed for name in args.ways if name in WAYS or where.devices == 1)
+
+    def make(name: str, where: Placed, pool: concurrent.futures.Executor | None = None) -> Any:
+        if name in WAYS:
+            return Program(ways[name], where, params, stats, args.statistics, pool)
+        from benchmarks import torch_train
+
+        return torch_train.Program(args, where)
+
     if args.jobs == 1:
-        yield from (Program(way, where, params, stats, args.statistics) for way, where in pairs)
+        yield from (make(name, where) for name, where in pairs)
         return
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        made = [Program(way, where, params, stats, args.statistics, pool) for way, where in pairs]
+        made = [make(name, where, pool) for name, where in pairs]
     yield from made  # what compiles disturbs what is timed: the pool is done
 
 
@@ -405,7 +421,6 @@ def main(argv: list[str] | None = None) -> int:
     power, many = "²³"[TASKS.get(args.model) == "segment"], " a device" if args.split == "batch" else ""
     say(f"{args.model}{' small' if args.small else ''}, {args.batch} images{many} of {args.image}{power}, {args.dtype}")
     params, stats = jax.device_get(initial(args, batch(args, 1)[0]))
-    ways = [Way.make(name, args) for name in args.ways]
     config = {
         "op": "train",
         "model": args.model,
@@ -424,7 +439,7 @@ def main(argv: list[str] | None = None) -> int:
     }
     rows: list[dict[str, Any]] = []
     references: dict[int, tuple[list[float], list[float]]] = {}  # by images a step: losses, what is allowed
-    for program in programs(args, ways, params, stats):
+    for program in programs(args, params, stats):
         way, devices = program.way, program.placed.devices
         count = program.placed.count
         losses = program.losses(params, stats, args.losses)
@@ -453,7 +468,7 @@ def main(argv: list[str] | None = None) -> int:
         }
         alone = next((r["images_per_s"] for r in rows if r["way"] == way.name and r["devices"] == 1), None)
         row["speedup"] = row["images_per_s"] / alone if alone and devices > 1 else None
-        if devices == args.devices[0] and way.name != "flax":
+        if devices == args.devices[0] and way.name in WAYS[1:]:
             row |= explained(program, params, stats)
         rows.append(row)
         for line in lines(row, rows, config["limit_ms"]):
@@ -490,7 +505,7 @@ def lines(row: dict[str, Any], rows: Sequence[dict[str, Any]], limit_ms: float |
     text += f"; traced in {row['trace_s']:.0f} s, "
     if row["compile_s"] is not None:
         text += f"compiled in {row['compile_s']:.0f} s, "
-    text += f"{row['memory_bytes'] / 2**30:.2f} GiB a device"
+    text += f"{row['memory_bytes'] / 2**30:.2f} GiB a device" if row["memory_bytes"] else "memory unknown"
     verdict = "agree" if row["agrees"] else "DISAGREE"
     text += f"\n{'':10} losses {' '.join(f'{v:.4f}' for v in row['losses'])}: {verdict}, "
     text += f"off by {max(row['difference']):.2g}, allowed {row['allowed'][-1]:.2g}"

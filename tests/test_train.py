@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("flax", reason="the models are Flax's")
 
-from benchmarks import figures, limits, report, steps, train
+from benchmarks import figures, limits, report, steps, torch_contender, train
 
 # convolutions, batch-norms, dense layers; a squeeze-and-excitation is none of them
 LAYERS = {
@@ -196,17 +196,39 @@ def test_losses_that_differ_are_found(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--ways", "flax,torch"], "--ways torch: expected some of flax"),
+        (["--ways", "flax,tensorflow"], "--ways tensorflow: expected some of flax"),
+        (["--ways", "flax,torch"], "--ways torch: PyTorch has no wheel"),
         (["--devices", "1000"], "--devices 1000: there are"),
         (["--steps", "-1"], "at least 1"),
         (["--split", "depth"], "resnet50 has images without a depth"),
         (["--model", "unet3d", "--split", "depth", "--statistics", "own"], "have no images of their own"),
     ],
 )
-def test_bad_options_are_refused(options, message, capsys):
+def test_bad_options_are_refused(options, message, capsys, monkeypatch):
+    monkeypatch.setattr(torch_contender, "available", lambda: "PyTorch has no wheel")
     with pytest.raises(SystemExit):
         train.main(options)
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="it takes two devices")
+def test_pytorch_is_asked_for_one_device(capsys, monkeypatch):
+    monkeypatch.setattr(torch_contender, "available", lambda: None)
+    with pytest.raises(SystemExit):
+        train.main(["--ways", "flax,torch", "--devices", "2"])
+    assert "--ways torch: it takes one device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model", sorted(train.models()))
+def test_pytorchs_losses_are_flaxs(model, monkeypatch, tmp_path):
+    torch = pytest.importorskip("torch", reason="it compares with PyTorch, which is not installed")
+    monkeypatch.setattr(torch, "compile", lambda f: f)  # a minute each on a CPU
+    size = ["--batch", "2", "--image", "8"] if model == "unet3d" else []
+    given = [*SHORT, *size, "--model", model, "--ways", "flax,torch", "--no-profile", "--json", str(tmp_path / "here")]
+    assert train.main(given) == 0
+    (run,) = report.load(tmp_path).values()
+    assert [row["way"] for row in run["rows"]] == ["flax", "torch"] and all(row["agrees"] for row in run["rows"])
+    assert "PyTorch, torch.compile" in report.table(run)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -286,6 +308,15 @@ def test_events_of_a_gpu_are_known_by_instruction_or_by_kernel():
         ("", "void cudnn::ops::nchwToNhwcKernel<__nv_bfloat16>"): "convolution",
         ("", "sm80_xmma_wgrad_implicit_gemm_indexed_tf32"): "convolution",
         ("", "cutlass_80_tensorop_s1688gemm_128x128"): "product",
+        ("", "triton_red_fused__native_batch_norm_legit_functional_relu_3"): "norm",
+        ("", "triton_poi_fused_native_group_norm_silu_1"): "norm",
+        ("", "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float>"): "norm",
+        ("", "triton_poi_fused_max_pool2d_with_indices_2"): "pool",
+        ("", "triton_poi_fused_add_convolution_silu_7"): "elementwise",
+        ("", "triton_poi_fused__to_copy_12"): "copies",
+        ("", "triton_poi_fused_cat_4"): "copies",
+        ("", "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedSgd>"): "elementwise",
+        ("", "void at::native::(anonymous namespace)::conv_depthwise2d_forward_kernel<3>"): "convolution",
         ("", "somebody_elses_kernel"): "other",
     }
     text = steps.Text(PROGRAM)

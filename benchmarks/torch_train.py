@@ -1,0 +1,133 @@
+"""The training step of `python -m benchmarks train` in PyTorch: torch.compile, channels-last memory, fused SGD.
+
+Parameters are float32, layers compute in the dtype of the other ways. Losses are those of the model that pads as Flax
+does, run eagerly; what is timed is compiled, and pads both sides alike, as PyTorch's own models do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks import steps, torch_models, train
+
+Tree = Any
+
+
+class Program:
+    """As train.Program, on one device. XLA takes three quarters of a GPU's memory when it starts, unless told otherwise
+    (XLA_PYTHON_CLIENT_MEM_FRACTION): what is left is PyTorch's."""
+
+    trace_s = 0.0  # torch.compile traces
+
+    def __init__(self, args: argparse.Namespace, placed: train.Placed):
+        import torch
+
+        self.args, self.placed = args, placed
+        self.way = train.Way("torch", _not_of_jax)
+        self.device = "cuda" if jax.default_backend() == "gpu" else "cpu"
+        full = jax.config.jax_default_matmul_precision == "highest"
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = not full
+        torch.backends.cudnn.benchmark = True
+        images, wanted = train.batch(args, placed.count)
+        self.images = jax.tree.map(self._tensor, images)
+        self.wanted = self._tensor(wanted)
+        self.compile_s: float | None = None
+        self.memory_bytes: int | None = None
+        self.made: Trained | None = None
+
+    def _tensor(self, array: np.ndarray) -> Any:
+        """On the device; images channels first, in channels-last memory."""
+        import torch
+
+        if array.dtype.kind == "f" and array.ndim > 2:
+            return torch_models.channels_first(array).to(self.device)
+        return torch.from_numpy(np.array(array)).to(self.device)
+
+    def _trained(self, params: Tree, stats: Tree, *, exact: bool) -> Trained:
+        import flax.linen
+        import torch
+
+        dtype = {"bf16": torch.bfloat16, "f32": torch.float32}[self.args.dtype]
+        model = train.models()[self.args.model](flax.linen, train.DTYPES[self.args.dtype], small=self.args.small)
+        variables = jax.tree.map(np.asarray, {"params": params, "batch_stats": stats})
+        module = torch_models.module_of(model, variables, dtype, train=True).to(self.device)
+        module.exact = exact
+        optimizer = torch.optim.SGD(
+            module.parameters(), train.LEARNING_RATE, train.MOMENTUM, fused=self.device == "cuda" or None
+        )
+        loss = functools.partial(_loss, module, train.TASKS.get(self.args.model) == "denoise")
+        return Trained(loss if exact else torch.compile(loss), optimizer, self.images, self.wanted)
+
+    def losses(self, params: Tree, stats: Tree, steps: int) -> list[float]:
+        made = self._trained(params, stats, exact=True)
+        return [float(made.step()) for _ in range(steps)]
+
+    def times(self, params: Tree, stats: Tree, steps: int, repeat: int) -> list[float]:
+        """Milliseconds a step, `repeat` samples."""
+        import torch
+
+        on_gpu = self.device == "cuda"
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        self.made = self._trained(params, stats, exact=False)
+        begin = time.perf_counter()
+        self.made.run(1)
+        self.compile_s = time.perf_counter() - begin
+        self.made.run(3)
+        samples = []
+        for _ in range(repeat):
+            begin = time.perf_counter()
+            self.made.run(steps)
+            samples.append((time.perf_counter() - begin) / steps * 1e3)
+        if on_gpu:
+            self.memory_bytes = torch.cuda.max_memory_allocated()
+        return samples
+
+    def kinds(self, params: Tree, stats: Tree) -> dict[str, float] | None:
+        """Milliseconds a step of each kind of work, of what was timed: JAX's profiler sees the process's kernels."""
+        if self.device != "cuda" or self.made is None:
+            return None
+        found = steps.profiled(functools.partial(self.made.run, train.PROFILED), text="")
+        return found and {kind: ms / train.PROFILED for kind, ms in found.items()}
+
+
+def _not_of_jax(*args: Any) -> Any:
+    raise NotImplementedError("PyTorch's step has no loss of JAX's")
+
+
+def _loss(module: Any, denoise: bool, images: Any, wanted: Any) -> Any:
+    import torch
+
+    found = module(images).float()
+    return torch.mean((found - wanted) ** 2) if denoise else torch.nn.functional.cross_entropy(found, wanted)
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """A model that is being trained."""
+
+    loss: Callable[..., Any]
+    optimizer: Any
+    images: Any
+    wanted: Any
+
+    def step(self) -> Any:
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.loss(self.images, self.wanted)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def run(self, steps: int) -> None:
+        """So many steps, waited for."""
+        for _ in range(steps):
+            loss = self.step()
+        loss.item()
