@@ -904,7 +904,7 @@ def test_types_of_dense_are_those_of_a_product(x, w):
     assert types(ours, mesh, args, (x, w)) == types(jnp.matmul, mesh, args, (x, w))
 
 
-def test_slabs_are_a_gpus_native_kernels(code_for_gpus, monkeypatch):
+def test_slabs_are_a_gpus_native_kernels(code_for_gpus):
     """Where it has one, and nobody asked for another; on a CPU by their own plan."""
     slab = ConvProblem.infer(
         "conv3d",
@@ -925,10 +925,9 @@ def test_slabs_are_a_gpus_native_kernels(code_for_gpus, monkeypatch):
     )
     if helpers.PLATFORM == "cpu":
         assert _plan.natively("conv_wgrad", slab) is slab
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(_plan.Device, "current", classmethod(lambda cls, platform: H200))
-    for op in ("conv_fprop", "conv_dgrad", "conv_wgrad"):
-        made = _plan.natively(op, slab)
-        assert made.implementation == "native" and _plan.plan(op, made, H200).implementation == "native"
-    for asked in (dataclasses.replace(slab, implementation="xla"), dataclasses.replace(slab, dtype="float64")):
-        assert _plan.natively("conv_wgrad", asked) is asked
+    with _plan.Device.assumed(H200):
+        for op in ("conv_fprop", "conv_dgrad", "conv_wgrad"):
+            made = _plan.natively(op, slab)
+            assert made.implementation == "native" and _plan.plan(op, made, H200).implementation == "native"
+        for asked in (dataclasses.replace(slab, implementation="xla"), dataclasses.replace(slab, dtype="float64")):
+            assert _plan.natively("conv_wgrad", asked) is asked

@@ -377,10 +377,8 @@ def test_no_rows_are_no_mistake(x):
 
 
 @pytest.mark.as_planned
-def test_on_a_gpu_accelerate_takes_those_whose_plan_is_native(code_for_gpus, monkeypatch):
+def test_on_a_gpu_accelerate_takes_those_whose_plan_is_native(code_for_gpus):
     """The others stay as somebody wrote them: that jaxconv's formula is as fast in XLA was not measured there."""
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(_plan.Device, "current", classmethod(lambda cls, platform: H200))
 
     def f(x):
         wide = x.astype(jnp.float32)
@@ -393,6 +391,7 @@ def test_on_a_gpu_accelerate_takes_those_whose_plan_is_native(code_for_gpus, mon
         ((8192, 4096), "bfloat16", False),  # more channels than the kernel takes
         ((8192, 384), "float32", False),  # not measured
     ):
-        (found,) = jaxconv.accelerate(f).report(jax.ShapeDtypeStruct(shape, dtype))
+        with _plan.Device.assumed(H200):
+            (found,) = jaxconv.accelerate(f).report(jax.ShapeDtypeStruct(shape, dtype))
         assert found.what == "layernorm" and bool(found.fused) == native, found
         assert native or "the GPU's plan is XLA" in found.why

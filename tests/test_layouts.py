@@ -54,10 +54,10 @@ def chain(algorithm: str) -> tuple[Callable[..., Any], Callable[..., Any], tuple
 
 
 @over_kernels
-def test_kernels_that_read_channels_last_ask_for_that_layout(algorithm, code_for_gpus, monkeypatch):
-    monkeypatch.setattr(_plan.Device, "current", lambda platform: H200)
+def test_kernels_that_read_channels_last_ask_for_that_layout(algorithm, code_for_gpus):
     _, f, args = chain(algorithm)
-    text = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    with _plan.Device.assumed(H200):
+        text = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     layouts = r"operand_layouts = \[(.*?)\], result_layouts = \[(.*?)\]}"
     calls = re.findall(rf"stablehlo.custom_call @jaxconv_(\w+)_v2.*{layouts}", text)
     assert sorted(name for name, _, _ in calls) == ["conv"] * 3 + ["conv_dgrad"] * 3 + ["conv_wgrad"] * 3

@@ -506,17 +506,17 @@ def test_unforced_it_is_the_kernel_where_that_was_measured_to_be_faster(with_the
 
 
 @pytest.mark.parametrize("activation", ("gelu", "relu", ("leaky_relu", -0.5)), ids=label)
-def test_the_gradient_of_a_layer_is_one_call_on_a_gpu(with_the_kernel, monkeypatch, activation):
+def test_the_gradient_of_a_layer_is_one_call_on_a_gpu(with_the_kernel, activation):
     """As lowered: of z, or of y where it decides the derivative."""
-    monkeypatch.setattr(_plan.Device, "current", lambda platform: H200)
     x, w1, w2 = (jax.ShapeDtypeStruct(s, "bfloat16") for s in ((64, 72), (72, 128), (128, 72)))
     b1, b2 = (jax.ShapeDtypeStruct(s, "bfloat16") for s in ((128,), (72,)))
 
     def loss(*args):
         return jaxconv.mlp(*args, activation=activation, algorithm="sm90").sum()
 
-    traced = jax.jit(jax.grad(loss, tuple(range(5)))).trace(x, w1, b1, w2, b2)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    with _plan.Device.assumed(H200):
+        traced = jax.jit(jax.grad(loss, tuple(range(5)))).trace(x, w1, b1, w2, b2)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
     (call,) = (line for line in text.splitlines() if "@jaxconv_dense_gradient_v2" in line)
     types = call.rpartition(" : ")[2]
     rows, wide = "tensor<64x72xbf16>", "tensor<64x128xbf16>"

@@ -411,6 +411,16 @@ def test_the_current_device_is_the_default_backends():
         assert DEVICE.compute_capability and DEVICE.sm_count > 0
 
 
+def test_another_device_may_be_assumed():
+    there = Device("cuda", "a GPU", (9, 0), 7)
+    with Device.assumed(there):
+        assert Device.default() is there is Device.current("cuda") is Device.of("cuda", None)
+        assert Device.current("cpu").kind == "cpu"
+        with Device.assumed(Device("cpu", "cpu")):
+            assert Device.default().platform == "cpu" and Device.current("cuda") != there
+    assert Device.default() == DEVICE
+
+
 @pytest.mark.parametrize(
     ("case", "h200", "a100"),
     [

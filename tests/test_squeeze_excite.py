@@ -673,14 +673,13 @@ def test_on_a_gpu_it_is_taken_where_the_plan_is_native(monkeypatch, code_for_gpu
 
     w1, b1, w2, b2, _ = inputs("float32")
     x = jax.ShapeDtypeStruct((256, 14, 14, 24), "float32")
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     device = _plan.Device("cuda", "a GPU", (9, 0), 132)
-    monkeypatch.setattr(_plan.Device, "current", lambda platform: device)
     monkeypatch.setattr(measured, "_learned", {})
     accelerated = jaxconv.accelerate(timm_like)
 
     def what() -> Any:
-        return next(f for f in accelerated.report(w1, b1, w2, b2, x) if f.what == "squeeze_excite")
+        with _plan.Device.assumed(device):
+            return next(f for f in accelerated.report(w1, b1, w2, b2, x) if f.what == "squeeze_excite")
 
     left = what()
     assert not left.fused and left.why.startswith("the GPU's plan is XLA: none of its kernels was measured")

@@ -14,8 +14,6 @@ import math
 import os
 from typing import Any
 
-import jax
-
 from jaxconv import _native
 from jaxconv._plan import batchnorm, conv, dense, domain, groupnorm, measured, model, pool, squeeze_excite, stem, tuned
 from jaxconv._plan.plan import Candidate, Device, Plan, Problem, itemsize, known
@@ -792,9 +790,9 @@ def natively(op: str, p: ConvProblem) -> ConvProblem:
     Any of them takes microseconds for a few rows. Of cuDNN's, XLA chose one that took 41 ms for the wgrad of 2 planes
     of 256 x 256 pixels and 32 channels on an H200, and nobody measures such problems.
     """
-    if p.implementation or p.algorithm or jax.default_backend() != "gpu":
+    device = Device.default()
+    if p.implementation or p.algorithm or device.platform != "cuda":
         return p
-    device = Device.current("cuda")
     known = missing(device) is None and every(op, p, device)
     return dataclasses.replace(p, implementation="native") if known else p
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -30,9 +33,27 @@ class Device:
     partitioned: bool = False  # XLA partitions the program over devices and cannot be told how to split our calls
 
     @classmethod
-    @functools.cache
+    @contextlib.contextmanager
+    def assumed(cls, device: Device) -> Iterator[None]:
+        """What is traced and lowered inside is so as where `device` is the default, whether it is here or not.
+
+        JAX keeps what it traced: a function is traced for one device in a process.
+        """
+        token = _ASSUMED.set(device)
+        try:
+            yield
+        finally:
+            _ASSUMED.reset(token)
+
+    @classmethod
     def current(cls, platform: str) -> Device:
         """The first device of `platform` in this process, or an unknown one of that platform."""
+        assumed = _ASSUMED.get()
+        return assumed if assumed is not None and assumed.platform == platform else cls._current(platform)
+
+    @classmethod
+    @functools.cache
+    def _current(cls, platform: str) -> Device:
         if platform == "cpu":
             return cls("cpu", "cpu")
         try:
@@ -67,8 +88,14 @@ class Device:
     @classmethod
     def default(cls) -> Device:
         """The device that programs run on where nobody says otherwise."""
+        assumed = _ASSUMED.get()
+        if assumed is not None:
+            return assumed
         name = jax.default_backend()
         return cls.current("cuda" if name == "gpu" else name)
+
+
+_ASSUMED: contextvars.ContextVar[Device | None] = contextvars.ContextVar("jaxconv_assumed_device", default=None)
 
 
 @dataclasses.dataclass(frozen=True)

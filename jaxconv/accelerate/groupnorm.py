@@ -12,7 +12,6 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -215,10 +214,11 @@ def _variance_of(v: Value, x: Value, mean: Value) -> int | None:
 def _left_to_xla(n: GroupNormalised, dtype: np.dtype) -> str | None:
     """Why a layer-norm stays as it was written: on a GPU where its plan is XLA. That jaxconv's formula is as fast there
     as any that somebody else wrote was not measured."""
-    if jax.default_backend() != "gpu":
+    device = _plan.Device.default()
+    if device.platform != "cuda":
         return None
     problem = _problem.GroupNormProblem("layernorm", dtype.name, n.result.shape, 1, n.epsilon, rows=True)
-    plan = _plan.plan("groupnorm", problem, _plan.Device.current("cuda"))
+    plan = _plan.plan("groupnorm", problem, device)
     return None if plan.implementation == "native" else f"the GPU's plan is XLA: {plan.reason}"
 
 

@@ -10,7 +10,6 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -229,12 +228,12 @@ def _wide(v: Value, dtype: np.dtype) -> Value:
 def _left_to_xla(e: Excited) -> str | None:
     """Why it stays as it was written: on a GPU where XLA's is its plan, with a gradient and without. That jaxconv's
     formula is as fast there as any that somebody else wrote was not measured."""
-    if jax.default_backend() != "gpu":
+    device = _plan.Device.default()
+    if device.platform != "cuda":
         return None
     problem = _problem.SqueezeExciteProblem(
         "squeeze_excite", e.x.dtype.name, e.x.shape, e.first.outs, e.activation, e.gate
     )
-    device = _plan.Device.current("cuda")
     plans = [_plan.plan("squeeze_excite", dataclasses.replace(problem, save=s), device) for s in (False, True)]
     if any(plan.implementation == "native" for plan in plans):
         return None
