@@ -1,5 +1,7 @@
 """`python -m benchmarks`: measure problems. `... train`: whole training steps. `... infer`: a model's answers.
 
+`... passes`: what XLA does between the calls of a training step, compiled for a GPU that need not be here.
+
 `... report`: tables of what was recorded. `... tune`: the plan's table from it. `... fit`: the plan's model from it.
 `... regret`: what the default choice loses to the best over random problems.
 """
@@ -19,6 +21,10 @@ if __name__ == "__main__":
         from benchmarks import train
 
         sys.exit(train.main(sys.argv[2:]))
+    if sys.argv[1:2] == ["passes"]:
+        from benchmarks import passes
+
+        sys.exit(passes.main(sys.argv[2:]))
     if sys.argv[1:2] == ["infer"]:
         from benchmarks import infer
 

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from benchmarks.limits import Ceilings
-from jaxconv import _cost
+from jaxconv import _cost, _launches
 from jaxconv._problem import (
     BatchNormProblem,
     ConvProblem,
@@ -59,6 +59,8 @@ _COPIES = {
     *("pad", "reverse", "dynamic-slice", "dynamic-update-slice", "gather", "tuple", "get-tuple-element"),
     *("parameter", "constant", "iota"),
 }
+_SLICES = {"slice", "dynamic-slice", "gather"}
+_BITS = {"pred": 8, "bf16": 16, **{f"{kind}{bits}": bits for kind in "fsu" for bits in (8, 16, 32, 64)}}
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*)$")
 _OPCODE = re.compile(r"(?:^|\s)([a-z][a-z0-9\-]*)\(")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
@@ -72,6 +74,9 @@ class Instruction:
     target: str = ""  # of a custom call
     scope: str = ""  # where in the model it comes from: JAX's name scopes
     called: tuple[str, ...] = ()  # computations
+    type: str = ""  # of its result
+    operands: tuple[str, ...] = ()  # instructions; of a parameter its number
+    root: bool = False  # of its computation
 
 
 class Text:
@@ -80,16 +85,23 @@ class Text:
     def __init__(self, text: str):
         self.instructions: dict[str, Instruction] = {}
         self._inside: dict[str, list[str]] = {}  # a computation's instructions
+        self._entry = ""
         inside: list[str] = []
         for line in text.splitlines():
             if found := _COMPUTATION.match(line):
                 inside = self._inside.setdefault(found[1], [])
+                self._entry = found[1] if line.startswith("ENTRY") else self._entry
             elif (found := _INSTRUCTION.match(line)) and (opcode := _OPCODE.search(found[2])):
                 target = re.search(r'custom_call_target="([^"]*)"', line)
                 scope = re.search(r'op_name="([^"]*)"', line)
                 called = re.findall(r"(?:calls|to_apply|body|condition)=%?([\w.\-]+)", line)
                 texts = (target[1] if target else "", scope[1] if scope else "")
-                self.instructions[found[1]] = Instruction(opcode[1], *texts, tuple(called))
+                type_, rest = found[2][: opcode.start()], found[2][opcode.end() :]
+                operands = re.findall(r"%([\w.\-]+)", rest[: _closing(rest)])
+                if opcode[1] == "parameter":
+                    operands = [rest[: _closing(rest)]]
+                more = type_, tuple(operands), "ROOT " in line[: line.index("=")]
+                self.instructions[found[1]] = Instruction(opcode[1], *texts, tuple(called), *more)
                 inside.append(found[1])
 
     def inside(self, name: str) -> Iterator[str]:
@@ -98,6 +110,41 @@ class Text:
             for inner in self._inside.get(computation, ()):
                 yield inner
                 yield from self.inside(inner)
+
+    def launched(self) -> Iterator[str]:
+        """The instructions of the program that run something; what is in a loop once."""
+        front = [self._entry]
+        while front:
+            for name in self._inside[front.pop()]:
+                one = self.instructions[name]
+                if one.opcode in ("call", "while", "conditional"):
+                    front += [inner for inner in one.called if inner in self._inside]
+                elif one.opcode not in _launches._SILENT:
+                    yield name
+
+    def traffic(self, name: str) -> int:
+        """The bytes that an instruction reads and writes.
+
+        Of an array out of which a fusion takes slices alone these count; of one that is updated in place what is new.
+        """
+        one = self.instructions[name]
+        names = [i for called in one.called for i in self._inside.get(called, ())] if one.opcode == "fusion" else []
+        fused = {i: self.instructions[i] for i in names}
+        parameters = {int(part.operands[0]): i for i, part in fused.items() if part.opcode == "parameter"}
+        update = next((p for p in fused.values() if p.root and p.opcode == "dynamic-update-slice"), None)
+        total = size_of(one.type if update is None else fused[update.operands[1]].type)
+        for place, operand in enumerate(one.operands):
+            size = size_of(self.instructions[operand].type) if operand in self.instructions else 0
+            parameter = parameters.get(place)
+            users = [part for part in fused.values() if parameter in part.operands]
+            if update is not None and users == [update] and update.operands[0] == parameter:
+                size = 0
+            elif users and all(user.opcode in _SLICES for user in users):
+                size = min(size, sum(size_of(user.type) for user in users))
+            elif one.opcode in _SLICES:
+                size = min(size, size_of(one.type))
+            total += size
+        return total
 
     def kind(self, name: str) -> str:
         one = self.instructions[name]
@@ -132,6 +179,24 @@ class Text:
         if not hasattr(self, "_by_kernel"):
             self._by_kernel = {re.sub(r"[.\-]", "_", name): name for name in self.instructions}
         return self._by_kernel
+
+
+def _closing(text: str) -> int:
+    """Where the bracket ends that is open at the begin."""
+    depth = 1
+    for i, c in enumerate(text):
+        depth += (c == "(") - (c == ")")
+        if not depth:
+            return i
+    return len(text)
+
+
+def size_of(type_: str) -> int:
+    """Bytes of a type as XLA writes it, "(bf16[8,4]{1,0}, u8[0]{0})"."""
+    return sum(
+        _BITS.get(name, 0) // 8 * math.prod(map(int, filter(None, extents.split(","))))
+        for name, extents in re.findall(r"(\w+)\[([\d,]*)\]", type_)
+    )
 
 
 def kind_of_kernel(name: str) -> str:

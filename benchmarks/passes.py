@@ -1,0 +1,199 @@
+"""`python -m benchmarks passes`: what XLA does between the calls of a training step, in bytes.
+
+    python -m benchmarks passes --model ddpm --ways flax,accelerate
+    python -m benchmarks passes --model resnext50 --gpu "NVIDIA H100 80GB HBM3" --least 50
+
+The step of `python -m benchmarks train` is compiled for a GPU, which need not be here: JAX's CUDA plugin compiles
+without one (`jax[cuda13]` installed, JAX_PLATFORMS=cpu), and jaxconv's CUDA module (JAXCONV_CUDA=ON) says what its
+kernels are. XLA then times nothing, and chooses its libraries' kernels blindly; what it fuses, copies and pads is what
+it does on the GPU.
+
+Each pass (an instruction of the program that is neither a convolution, a product nor a call) is listed with what it
+reads and writes, equal ones together, and the least time of all: bytes over the rate at which the GPU copies. Of an
+array that is sliced the slice counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import functools
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from benchmarks import limits, steps, train
+from jaxconv import _native, _plan
+
+Tree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What XLA and jaxconv ask of a GPU before it is there."""
+
+    multiprocessors: int
+    capability: tuple[int, int]
+    memory: int  # bytes
+    bandwidth: float  # bytes a second, by its data sheet
+    l2: int
+    copies: float  # bytes a second, read and written
+
+    def config(self, kind: str) -> str:
+        """As XLA's GpuTargetConfigProto."""
+        major, minor = self.capability
+        return f"""
+            platform_name: "CUDA"
+            device_description_str: "{kind}"
+            dnn_version_info {{ major: 9 minor: 10 }}
+            runtime_version {{ major: 13 }}
+            gpu_device_info {{
+              threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+              shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448 shared_memory_per_core: 233472
+              registers_per_core_limit: 65536 registers_per_block_limit: 65536
+              core_count: {self.multiprocessors} fpus_per_core: 128 clock_rate_ghz: 1.98
+              block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+              memory_bandwidth: {self.bandwidth:.0f} l2_cache_size: {self.l2} device_memory_size: {self.memory}
+              cuda_compute_capability {{ major: {major} minor: {minor} }}
+            }}"""
+
+
+TARGETS = {
+    "NVIDIA H200": Target(132, (9, 0), 150 * 10**9, 4.8e12, 60 * 2**20, limits.KNOWN["NVIDIA H200"].bandwidth),
+    # Nine tenths of what the data sheet says, as on an H200
+    "NVIDIA H100 80GB HBM3": Target(132, (9, 0), 85 * 10**9, 3.35e12, 50 * 2**20, 3.0e12),
+}
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks passes", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="resnet50", choices=train.models())
+    parser.add_argument("--ways", default=["flax", "accelerate"], type=lambda text: text.split(","))
+    parser.add_argument("--gpu", default="NVIDIA H200", choices=TARGETS)
+    parser.add_argument("--batch", type=int, metavar="N", help="images a step (256, unet3d 8, ddpm 64)")
+    parser.add_argument("--dtype", choices=train.DTYPES, default="bf16")
+    parser.add_argument("--least", type=float, default=50.0, metavar="MB", help="of the passes that are listed (50)")
+    parser.add_argument("--small", action="store_true", help="a shrunk model")
+    args = parser.parse_args(argv)
+    given = ["--model", args.model, "--ways", ",".join(args.ways), "--dtype", args.dtype]
+    given += ["--batch", str(args.batch)] if args.batch else []
+    asked = train.parse([*given, "--small" if args.small else "--no-small"])
+    if "torch" in asked.ways:
+        parser.error("--ways torch: it is no program of XLA's")
+    if why := _native.missing("cuda"):
+        parser.error(f"it takes jaxconv's CUDA module, to know its kernels: {why}")
+    return argparse.Namespace(**{**vars(asked), **vars(args), "batch": asked.batch})
+
+
+@contextlib.contextmanager
+def compiling_for(kind: str) -> Iterator[Callable[[Callable[..., Any], Sequence[Any]], Any]]:
+    """A function that compiles one (of arguments' shapes) for a GPU of `kind`, as jaxconv plans for it."""
+    from jax.experimental import topologies
+
+    target = TARGETS[kind]
+    topology = topologies.get_topology_desc(
+        platform="cuda", topology_name="", target_config=target.config(kind), topology="1x1x1"
+    )
+    there = jax.sharding.SingleDeviceSharding(topology.devices[0])
+
+    def placed(a: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(a.shape, jax.dtypes.canonicalize_dtype(a.dtype), sharding=there)
+
+    def compiled(f: Callable[..., Any], shapes: Sequence[Any]) -> Any:
+        return jax.jit(f, donate_argnums=0).lower(*jax.tree.map(placed, shapes)).compile()
+
+    with _plan.Device.assumed(_plan.Device("cuda", kind, target.capability, target.multiprocessors)):
+        yield compiled
+
+
+def shapes_of(args: argparse.Namespace) -> tuple[Any, ...]:
+    """((params, momenta, stats), images, labels) of a step."""
+    import flax.linen
+
+    model = train.models()[args.model](flax.linen, train.DTYPES[args.dtype], small=args.small)
+    images, labels = train.batch(args, 1)
+    variables = jax.eval_shape(model.init, jax.random.key(0), images)
+    params, stats = variables["params"], variables.get("batch_stats", {})
+    wide = jax.tree.map(lambda a: jax.ShapeDtypeStruct((args.batch, *a.shape[1:]), a.dtype), (images, labels))
+    return (params, params, stats), *wide
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is said of a program
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """Equal passes."""
+
+    kind: str
+    bytes: int  # of one
+    text: str  # what it writes and reads
+    scope: str  # of the first
+    count: int
+
+
+def passes(text: steps.Text) -> list[Pass]:
+    """The largest first, of all equal ones together."""
+    counts: collections.Counter[tuple[str, int, str]] = collections.Counter()
+    scopes: dict[tuple[str, int, str], str] = {}
+    for name in text.launched():
+        one, kind = text.instructions[name], text.kind(name)
+        if one.target or kind in ("convolution", "product"):
+            continue
+        read = [re.sub(r"\{[^}]*\}", "", text.instructions[o].type) for o in one.operands if o in text.instructions]
+        large = [of for of in read if steps.size_of(of) >= 2**16]
+        what = kind, text.traffic(name), f"{re.sub(r'{[^}]*}', '', one.type)} <- {', '.join(large) or '...'}"
+        counts[what] += 1
+        scopes.setdefault(what, one.scope)
+    found = [Pass(*what, scopes[what], count) for what, count in counts.items()]
+    return sorted(found, key=lambda one: -one.bytes * one.count)
+
+
+def lines(way: str, text: steps.Text, target: Target, least: float) -> Iterator[str]:
+    found = passes(text)
+    of_kind: collections.Counter[str] = collections.Counter()
+    for one in found:
+        of_kind[one.kind] += one.bytes * one.count
+    total = sum(of_kind.values())
+    calls = [name for name in text.launched() if text.instructions[name].target]
+    count, of_calls = sum(one.count for one in found), sum(map(text.traffic, calls))
+    rate = f"{total / target.copies * 1e3:.2f} ms at {target.copies / 1e12:.1f} TB/s"
+    yield f"{way}: {count} passes, {total / 1e9:.2f} GB, {rate}; beside {len(calls)} calls of {of_calls / 1e9:.1f} GB"
+    yield "  " + ", ".join(f"{kind} {of_kind[kind] / 1e9:.2f} GB" for kind in steps.KINDS if of_kind[kind])
+    for one in found:
+        if one.bytes * one.count >= least * 1e6:
+            each = f"{one.count} x {one.bytes / 1e6:.1f} MB"
+            yield f"  {each:>15}  {one.kind:<11} {one.text[:130]}  {one.scope[-60:]}"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The command
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    say = functools.partial(print, flush=True)
+    what = f"{args.model}, {args.batch} images of {args.image}, {args.dtype}"
+    say(f"{what}; compiled for one {args.gpu} by jax {jax.__version__}")
+    shapes = shapes_of(args)
+    for name in args.ways:
+        way = train.Way.make(name, args)
+        with compiling_for(args.gpu) as compiled, way.lowered():
+            made = compiled(train.train_step(way.loss), shapes)
+        memory = made.memory_analysis()
+        for line in lines(name, steps.Text(made.as_text()), TARGETS[args.gpu], args.least):
+            say(line)
+        say(f"  {(memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**30:.2f} GiB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
