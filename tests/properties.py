@@ -16,6 +16,7 @@ import math
 import re
 from collections.abc import Callable
 from typing import Any, ClassVar
+from unittest import mock
 
 import helpers
 import jax
@@ -1452,6 +1453,159 @@ class Layers:
         return sum(ours) + names["conv_general_dilated"]
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# accelerate on random residual networks, with the calls that a GPU's plans choose
+
+
+@contextlib.contextmanager
+def composites() -> Any:
+    """Programs as where kernels make a batch-norm's sums in a dgrad, take two joined batch-norms in one walk, and
+    normalise what a depthwise convolution reads."""
+    norms, chain = (importlib.import_module(f"jaxconv.{name}") for name in ("accelerate.norms", "batchnorm_conv"))
+
+    def chosen(p: Any) -> _plan.Plan:
+        return _plan.Plan("calls", "a test", "normalised" if p.conv.groups > 1 else "two")
+
+    with contextlib.ExitStack() as stack:
+        for module, name, choice in (
+            (norms, "takes_sums", lambda before, p, after: p.activation == Activation("relu")),
+            (norms, "takes_both", lambda p: True),
+            (norms, "chosen", chosen),
+            (chain, "chosen", chosen),
+        ):
+            stack.enter_context(mock.patch.object(module, name, choice))
+        yield
+
+
+STATISTICS = ("train", "fast", "stopped", "stopped variance", "no scale", "no bias")
+BLOCKS = ("bottleneck", "bottleneck", "projection", "single", "twice", "depthwise", "head", "keep", "joined", "held")
+MODES: dict[str, Callable[[Any], Any]] = {
+    "gradient": lambda f: jax.value_and_grad(lambda *a: total(f(*a)), (0, 1)),
+    "of images": lambda f: jax.grad(lambda *a: total(f(*a)), 1),
+    "forward": lambda f: lambda p, x: jax.jvp(f, (p, x), (jax.tree.map(jnp.sin, p), jnp.cos(x))),
+    "hessian": lambda f: (
+        lambda p, x: jax.jvp(jax.grad(lambda *a: total(f(*a)), (0, 1)), (p, x), (jax.tree.map(jnp.sin, p), jnp.cos(x)))
+    ),
+    "map of gradient": lambda f: (
+        lambda p, x: jax.vmap(jax.grad(lambda *a: total(f(*a)), (0, 1)), (None, 0))(p, jnp.stack([x, 1 - x]))
+    ),
+    "gradient of map": lambda f: jax.grad(
+        lambda p, x: total(jax.vmap(f, (None, 3))(p, jnp.stack([x, 1 - x], 3))), (0, 1)
+    ),
+    "of parameters' map": lambda f: jax.grad(
+        lambda p, x: total(jax.vmap(f, (0, None))([jnp.stack([a, a + 0.3]) for a in p], x)), (0, 1)
+    ),
+    "remat": lambda f: jax.grad(lambda *a: total(jax.checkpoint(f)(*a)), (0, 1)),
+    "scan": lambda f: jax.grad(
+        lambda p, x: total(lax.scan(lambda c, q: f(q, c), x, [jnp.stack([a, a + 0.2]) for a in p])), (0, 1)
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Residuals:
+    """`accelerate` of a random residual network is that function, with every derivative, whichever calls it is made of.
+
+    A block is (kind, statistics of its norms, whether the shortcut comes first in its sum, activation).
+    """
+
+    blocks: tuple[tuple[str, str, bool, str], ...]
+    mode: str
+    seed: int
+
+    strategy: ClassVar[Any] = lambda: st.builds(
+        Residuals,
+        st.lists(
+            st.tuples(
+                st.sampled_from(BLOCKS),
+                st.sampled_from(("train",) * 4 + STATISTICS),
+                st.booleans(),
+                st.sampled_from(("relu",) * 4 + ("silu",)),
+            ),
+            min_size=2,
+            max_size=4,
+        ).map(tuple),
+        st.sampled_from(tuple(MODES)),
+        st.integers(0, 99),
+    )
+
+    def walk(self, parameter: Callable[..., Any], x: Any) -> Any:
+        """(the last value, what is kept): `parameter` is given each one's shape."""
+        kept = []
+
+        def conv(v: Any, k: int = 8, taps: int = 1, w: Any = None) -> Any:
+            w = parameter(taps, taps, v.shape[-1], k) if w is None else w
+            groups = v.shape[-1] // w.shape[2]
+            numbers = ("NHWC", "HWIO", "NHWC")
+            return lax.conv_general_dilated(v, w, (1, 1), "SAME", dimension_numbers=numbers, feature_group_count=groups)
+
+        def norm(v: Any, how: str, scale: Any = None, bias: Any = None) -> Any:
+            mean, var = v.mean((0, 1, 2)), v.var((0, 1, 2))
+            if how == "fast":
+                var = (v * v).mean((0, 1, 2)) - mean * mean
+            if how == "stopped":
+                mean = lax.stop_gradient(mean)
+            if how.startswith("stopped"):
+                var = lax.stop_gradient(var)
+            y = (v - mean) * lax.rsqrt(var + 0.01)
+            y = y if how == "no scale" else y * (1 + parameter(v.shape[-1]) if scale is None else scale)
+            return y if how == "no bias" else y + (parameter(v.shape[-1]) if bias is None else bias)
+
+        for kind, how, first, activation in self.blocks:
+            act = RECOGNISED[activation]
+
+            def joined(y: Any, r: Any, act: Any = act, first: bool = first) -> Any:
+                return act(r + y if first else y + r)
+
+            if kind == "bottleneck":
+                x = joined(norm(conv(act(norm(conv(x, 16, 3 if first else 1), how))), how), x)
+            elif kind == "projection":
+                y = norm(conv(act(norm(conv(x), how))), how)
+                x = joined(y, norm(conv(x), "train"))
+            elif kind == "single":
+                x = joined(norm(conv(x), how), x)
+            elif kind == "twice":  # the same layer
+                w, scale, bias = parameter(1, 1, 8, 8), parameter(8), parameter(8)
+                for _ in range(2):
+                    x = joined(norm(conv(x, w=w), "train", scale, bias), x)
+            elif kind == "depthwise":
+                y = act(norm(conv(x) if first else x, how))
+                x = joined(norm(conv(y, w=parameter(3, 3, 1, 8)), how), x)
+            elif kind == "head":
+                kept.append(jnp.sum(jnp.sin(conv(x, 4))))
+            elif kind == "keep":
+                kept.append(jnp.sin(x))
+            elif kind == "joined":
+                x = joined(norm(conv(x), how), norm(x, "train"))
+            elif kind == "held":  # the shortcut has no gradient
+                x = joined(norm(conv(x), how), lax.stop_gradient(x))
+        return x, kept
+
+    def check(self) -> None:
+        with types_of(WIDE), full_precision():
+            shapes: list[Shape] = []
+
+            def found(*shape: int) -> Any:
+                shapes.append(shape)
+                return jnp.ones(shape, WIDE)
+
+            x = jnp.asarray(normal(self.seed, (2, 4, 3, 8), WIDE), WIDE)
+            jax.eval_shape(functools.partial(self.walk, found), x)
+            params = [
+                jnp.asarray(0.5 * normal(self.seed + i, s, WIDE) / math.sqrt(math.prod(s[:-1])), WIDE)
+                for i, s in enumerate(shapes, 1)
+            ]
+
+            def f(params: Any, x: Any) -> Any:
+                given = iter(params)
+                return self.walk(lambda *shape: next(given), x)
+
+            theirs = jax.jit(MODES[self.mode](f))(params, x)
+            with composites():
+                ours = jax.jit(MODES[self.mode](jaxconv.accelerate(f)))(params, x)
+        assert_same_numbers(ours, theirs, self.mode, 1e-6 if WIDE == "float64" else 2e-2)
+
+
 PROPERTIES: dict[str, Any] = {
     kind.__name__: kind
     for kind in (
@@ -1469,5 +1623,6 @@ PROPERTIES: dict[str, Any] = {
         Flax,
         Composed,
         Layers,
+        Residuals,
     )
 }

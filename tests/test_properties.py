@@ -14,7 +14,7 @@ import properties
 import pytest
 
 # Seconds of compiling are what a case costs.
-CASES = dict.fromkeys(properties.PROPERTIES, 5) | {"Composed": 4, "Layers": 4}
+CASES = dict.fromkeys(properties.PROPERTIES, 5) | {"Composed": 4, "Layers": 4, "Residuals": 4}
 
 
 @pytest.mark.parametrize("name", properties.PROPERTIES)
