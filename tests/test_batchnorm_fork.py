@@ -53,6 +53,7 @@ CASES: dict[str, dict[str, Any]] = {
     "3x3": dict(shape=(2, 5, 6), c=16, k=8, filter=(3, 3)),
     "1x1_s2": dict(shape=(2, 5, 6), c=8, k=16, filter=(1, 1), stride=2),
     "3d": dict(shape=(1, 3, 4, 5), c=8, k=8, filter=(1, 1, 1), layout="NDHWC"),
+    "patches": dict(shape=(4, 64), c=64, k=64, filter=(2,), layout="NWC", stride=2),
 }
 
 
@@ -88,7 +89,7 @@ def test_sums_are_exact(case):
 @on_hopper
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
 @pytest.mark.parametrize("tile", ("64x256", "64x128"))
-@pytest.mark.parametrize("case", [case for case in CASES if case not in ("3x3", "1x1_s2", "3d")])
+@pytest.mark.parametrize("case", [case for case in CASES if case not in ("3x3", "1x1_s2", "3d", "patches")])
 def test_the_kernel_is_exact(case, tile, dtype):
     p = problem(**CASES[case], dtype=dtype, algorithm=f"sm90/sums {tile}")
     refusal = _plan.supports("conv_dgrad_sums", f"sm90/sums {tile}", p, DEVICE)
@@ -448,6 +449,18 @@ def test_plans(code_for_gpus):
         left = _plan.plan("conv_dgrad_sums", other, H200)
         assert left.implementation == "calls" and why in left.reason, left.reason
     assert _plan.plan("conv_dgrad_sums", p, dataclasses.replace(H200, kind="none")).implementation == "calls"
+
+
+@pytest.mark.parametrize(
+    ("shape", "c", "k", "filter", "layout"),
+    [((256, 4096), 64, 128, (2,), "NWC"), ((64, 1024), 512, 256, (2,), "NWC"), ((9, 56, 56), 64, 128, (1, 2), "NHWC")],
+)
+def test_patches_are_left(shape, c, k, filter, layout, code_for_gpus):
+    """Their dgrad is a product of more channels: there would be more sums than x has channels."""
+    p = problem(shape, c, k, filter, dtype="bfloat16", layout=layout, stride=filter)
+    assert "1x1" in _plan.supports("conv_dgrad_sums", "sm90/sums 64x128", p, H200)
+    assert _plan.supports("conv_dgrad_add", "sm90/product 128x128", p, H200) is None
+    assert _plan.plan("conv_dgrad_sums", dataclasses.replace(p, implementation="native"), H200).kernel != "sm90/sums"
 
 
 def test_plan_turned_off(code_for_gpus, monkeypatch):

@@ -90,6 +90,15 @@ def test_im2col_holds_the_columns_of_at_least_one_image_and_of_fewer_than_two_to
     assert "2^31" in refusal("im2col", p, chunk=most // pixels + 1)
 
 
+def test_the_memory_of_im2col_is_less_than_two_to_the_60_bytes():
+    """64-bit numbers held the elements, not their bytes."""
+    sides = dict(in_spatial=(1, 1), filter=(2**14, 2**15), out_spatial=(2**15 - 1, 2**15), stride=(1, 1))
+    more = dict(dilation=(1, 1), padding=((2**14, 0), (2**15, 0)), groups=4)
+    p = dataclasses.replace(problem(4, 4, batch=2), **sides, **more)
+    for op in ("conv_fprop", "conv_dgrad", "conv_wgrad"):
+        assert "less than 2^60 bytes" in refusal("im2col", p, chunk=2, op=op)
+
+
 def test_the_memory_of_im2col_is_columns_and_partial_sums():
     p = problem(3, 5, batch=10)  # 14 output pixels, 9 inputs each
     columns = 4 * 3 * 3 * 14 * 4

@@ -289,6 +289,12 @@ __global__ void __launch_bounds__(kThreads)
   t.var[row] = static_cast<float>(var);
 }
 
+// Signs are written by the walk through the ring alone.
+Status CheckSigns(const ForwardArgs& args, const std::string& what) {
+  if (args.t.signs == nullptr) return Status::Ok();
+  return Status::Invalid(what + ": expected x, residual and y aligned to 16 bytes, to write signs");
+}
+
 // args.sums and args.parts: of the first walk, null in inference. `totals`: 2 * batch * channels.
 template <typename I>
 Status LaunchNormalise(const Context& ctx, const BatchNormProblem& p, ForwardArgs args,
@@ -304,6 +310,7 @@ Status LaunchNormalise(const Context& ctx, const BatchNormProblem& p, ForwardArg
       JAXCONV_RETURN_IF_ERROR(LaunchStatus(what + " statistics"));
     }
     if (args.layout.elements == 0) return Status::Ok();
+    JAXCONV_RETURN_IF_ERROR(CheckSigns(args, what));
     unsigned blocks = 0;
     JAXCONV_RETURN_IF_ERROR(
         Blocks(args.layout.elements, int64_t{kThreads} * kFlatVectors * I::V, what, blocks));
@@ -334,6 +341,7 @@ Status LaunchNormalise(const Context& ctx, const BatchNormProblem& p, ForwardArg
                               NormaliseStreamKernel<T, I::V, decltype(form)::value>, args);
         }
       }
+      JAXCONV_RETURN_IF_ERROR(CheckSigns(args, what));
       NormaliseKernel<T, I::V, I::kLast, decltype(form)::value>
           <<<blocks, kThreads, 0, ctx.stream>>>(args);
       return LaunchStatus(what);

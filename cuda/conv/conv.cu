@@ -131,8 +131,7 @@ Status ConvDgradSums(const Context& ctx, const ConvProblem& p, const Plan& plan,
                      Workspace workspace) {
   JAXCONV_RETURN_IF_ERROR(Confirm(ConvOp::kDgradSums, "conv_dgrad_sums", p, plan, workspace,
                                   {dy, w, c, signs, x, mean, rstd, dz, dscale, dbias}));
-  return Sm90DgradSums(ctx, conv::FoldPatches(p, true), plan, dy, w, c, signs, x, mean, rstd, dz,
-                       dscale, dbias, workspace);
+  return Sm90DgradSums(ctx, p, plan, dy, w, c, signs, x, mean, rstd, dz, dscale, dbias, workspace);
 }
 
 Status ConvWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,

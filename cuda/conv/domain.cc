@@ -19,8 +19,10 @@ bool AddsResidual(std::string_view family, std::string_view member, const ConvPr
   return family == "direct" || family == "im2col" || family == "implicit_gemm";
 }
 
-bool IsDgrad(ConvOp op) {
-  return op == ConvOp::kDgrad || op == ConvOp::kDgradAdd || op == ConvOp::kDgradSums;
+// As sm90 runs it. Not folded where it sums up: the sums are of x's own channels.
+ConvProblem OfSm90(ConvOp op, const ConvProblem& p) {
+  if (op == ConvOp::kDgradSums) return p;
+  return conv::FoldPatches(p, op == ConvOp::kDgrad || op == ConvOp::kDgradAdd);
 }
 
 }  // namespace
@@ -45,8 +47,7 @@ std::string ConvRefusal(ConvOp op, const ConvProblem& p, const Plan& plan, const
   }
   if (family == "stem") return conv::stem::Refusal(member, op, p, plan, device);
   if (family == "grouped") return conv::grouped::Refusal(member, p, device);
-  if (family == "sm90")
-    return conv::sm90::Refusal(op, conv::FoldPatches(p, IsDgrad(op)), plan, device);
+  if (family == "sm90") return conv::sm90::Refusal(op, OfSm90(op, p), plan, device);
   return "there is no such kernel";
 }
 
@@ -70,7 +71,7 @@ int64_t ConvWorkspace(ConvOp op, const ConvProblem& p, const Plan& plan) {
   if (family == "implicit_gemm") return conv::implicit_gemm::Workspace(op, p, plan);
   if (family == "grouped") return conv::grouped::Workspace(op, p, plan);
   if (family == "stem") return conv::stem::Workspace(op, p, plan);
-  if (family == "sm90") return conv::sm90::Workspace(op, conv::FoldPatches(p, IsDgrad(op)), plan);
+  if (family == "sm90") return conv::sm90::Workspace(op, OfSm90(op, p), plan);
   return 0;
 }
 

@@ -67,7 +67,8 @@ Status SumPartials(const Context& ctx, DType dtype, const float* partials, int64
 }
 
 Status CheckWorkspace(Workspace workspace, int64_t needed, const std::string& what) {
-  if (needed <= 0 || (workspace.data != nullptr && workspace.bytes >= needed)) return Status::Ok();
+  if (needed < 0) return Status::Invalid(what + ": its workspace has more than 2^63 bytes");
+  if (needed == 0 || (workspace.data != nullptr && workspace.bytes >= needed)) return Status::Ok();
   return Status::Invalid(what + ": expected a workspace of at least " + Number(needed) +
                          " bytes, got " + Number(workspace.data ? workspace.bytes : 0));
 }
