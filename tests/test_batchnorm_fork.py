@@ -202,7 +202,7 @@ def test_gradients_are_those_of_the_whole(which, x64):
     args = block_args()
     for got, want in zip(in_halves(*args), plain(*args), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
-    got, want = (jax.grad(functools.partial(loss, f), which)(*args) for f in (in_halves, plain))
+    got, want = (jax.jit(jax.grad(functools.partial(loss, f), which))(*args) for f in (in_halves, plain))
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-10), got, want)
 
 
@@ -211,7 +211,9 @@ def test_gradients_of_one_result(used, x64):
     """Where nobody else needs y, or nobody the convolution's result."""
     args = block_args()
     at = ("y", "v", "mean").index(used)
-    got, want = (jax.grad(lambda *a, f=f: jnp.sum(jnp.sin(f(*a)[at])), range(8))(*args) for f in (in_halves, plain))
+    got, want = (
+        jax.jit(jax.grad(lambda *a, f=f: jnp.sum(jnp.sin(f(*a)[at])), range(8)))(*args) for f in (in_halves, plain)
+    )
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-10), got, want)
 
 
@@ -220,7 +222,8 @@ def test_derivatives_of_any_order(x64):
     args = block_args()
     assert float(jnp.abs(plain(*args)[0][plain(*args)[0] > 0]).min()) > 1e-3
     check_grads(functools.partial(loss, in_halves), args, order=1, modes=("fwd", "rev"), atol=1e-3, rtol=1e-3, eps=1e-6)
-    got, want = (jax.jacfwd(jax.grad(functools.partial(loss, f), (0, 2)), (1, 4, 5))(*args) for f in (in_halves, plain))
+    second = (jax.jit(jax.jacfwd(jax.grad(functools.partial(loss, f), (0, 2)), (1, 4, 5))) for f in (in_halves, plain))
+    got, want = (f(*args) for f in second)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-8, atol=1e-8), got, want)
     got, want = (jax.jvp(functools.partial(loss, f), args, args) for f in (in_halves, plain))
     np.testing.assert_allclose(got, want, rtol=1e-10)
@@ -238,8 +241,8 @@ def test_maps(outside, order, x64):
             return jnp.sum(jnp.sin(jax.grad(functools.partial(loss, f))(*args)))
 
         if outside == "vmap":
-            return jax.vmap(jax.grad(of_one, range(8)))(*many)
-        return jax.grad(lambda *args: jnp.sum(jax.vmap(of_one)(*args)), range(8))(*many)
+            return jax.jit(jax.vmap(jax.grad(of_one, range(8))))(*many)
+        return jax.jit(jax.grad(lambda *args: jnp.sum(jax.vmap(of_one)(*args)), range(8)))(*many)
 
     got, want = gradients(in_halves), gradients(plain)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-8, atol=1e-8), got, want)
@@ -331,10 +334,10 @@ def test_blocks_of_one_convolution(blocks, everywhere, x64):
     ]
     x, r = jnp.asarray(normal(30, (2, 3, 4, 8))), jnp.asarray(normal(31, (2, 3, 4, 8)))
     fast = accelerate(run)
-    want, got = (jax.value_and_grad(f, (0, 1, 2))(layers, x, r) for f in (run, fast))
+    want, got = (jax.jit(jax.value_and_grad(f, (0, 1, 2)))(layers, x, r) for f in (run, fast))
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-9), got, want)
     tangents = jax.tree.map(jnp.cos, (layers, x, r))
-    want, got = (jax.jvp(f, (layers, x, r), tangents)[1] for f in (run, fast))
+    want, got = (jax.jit(lambda *a, f=f: jax.jvp(f, *a)[1])((layers, x, r), tangents) for f in (run, fast))
     np.testing.assert_allclose(got, want, rtol=1e-9)
     # A block of two convolutions adds what its first reads behind the second: there the sums are in the dgrad, but of a
     # batch-norm that is itself in a fork's call.

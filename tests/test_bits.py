@@ -14,7 +14,7 @@ from helpers import DEVICE, PLATFORM
 
 import jaxconv
 
-WORDS = ["batchnorm/two_read/bfloat16", "pool/gather/bfloat16", "conv/direct/bfloat16", "conv/im2col/bfloat16"]
+WORDS = ["batchnorm/two_read/bfloat16", "pool/gather/bfloat16", "conv/im2col/bfloat16"]
 
 
 def run(*words: str) -> str:
