@@ -1591,6 +1591,8 @@ class Residuals:
 
             x = jnp.asarray(normal(self.seed, (2, 4, 3, 8), WIDE), WIDE)
             jax.eval_shape(functools.partial(self.walk, found), x)
+            if not shapes:  # nothing is learnt
+                return
             params = [
                 jnp.asarray(0.5 * normal(self.seed + i, s, WIDE) / math.sqrt(math.prod(s[:-1])), WIDE)
                 for i, s in enumerate(shapes, 1)
