@@ -25,13 +25,13 @@ class Program:
     """As train.Program, on one device. XLA takes three quarters of a GPU's memory when it starts, unless told otherwise
     (XLA_PYTHON_CLIENT_MEM_FRACTION): what is left is PyTorch's."""
 
+    name = "torch"
     trace_s = 0.0  # torch.compile traces
 
     def __init__(self, args: argparse.Namespace, placed: train.Placed):
         import torch
 
         self.args, self.placed = args, placed
-        self.way = train.Way("torch", _not_of_jax)
         self.device = "cuda" if jax.default_backend() == "gpu" else "cpu"
         full = jax.config.jax_default_matmul_precision == "highest"
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = not full
@@ -97,10 +97,6 @@ class Program:
             return None
         found = steps.profiled(functools.partial(self.made.run, train.PROFILED), text="")
         return found and {kind: ms / train.PROFILED for kind, ms in found.items()}
-
-
-def _not_of_jax(*args: Any) -> Any:
-    raise NotImplementedError("PyTorch's step has no loss of JAX's")
 
 
 def _loss(module: Any, denoise: bool, images: Any, wanted: Any) -> Any:

@@ -267,7 +267,7 @@ class Program:
         statistics: str = "all",
         pool: concurrent.futures.Executor | None = None,
     ):
-        self.way, self.placed = way, placed
+        self.way, self.name, self.placed = way, way.name, placed
         begin = time.perf_counter()
         own = statistics == "own" and placed.devices > 1
         loss = of_shards(way.loss, placed.everywhere.mesh) if own else way.loss
@@ -440,7 +440,7 @@ def main(argv: list[str] | None = None) -> int:
     rows: list[dict[str, Any]] = []
     references: dict[int, tuple[list[float], list[float]]] = {}  # by images a step: losses, what is allowed
     for program in programs(args, params, stats):
-        way, devices = program.way, program.placed.devices
+        way, devices = program.name, program.placed.devices
         count = program.placed.count
         losses = program.losses(params, stats, args.losses)
         if count not in references:
@@ -452,7 +452,7 @@ def main(argv: list[str] | None = None) -> int:
         samples = program.times(params, stats, args.steps, args.repeat)
         ms = statistics.median(samples)
         row = {
-            "way": way.name,
+            "way": way,
             "devices": devices,
             "ms": ms,
             "samples_ms": samples,
@@ -466,9 +466,9 @@ def main(argv: list[str] | None = None) -> int:
             "memory_bytes": program.memory_bytes,
             "kinds": program.kinds(params, stats) if args.profile else None,
         }
-        alone = next((r["images_per_s"] for r in rows if r["way"] == way.name and r["devices"] == 1), None)
+        alone = next((r["images_per_s"] for r in rows if r["way"] == way and r["devices"] == 1), None)
         row["speedup"] = row["images_per_s"] / alone if alone and devices > 1 else None
-        if devices == args.devices[0] and way.name in WAYS[1:]:
+        if devices == args.devices[0] and way in WAYS[1:]:
             row |= explained(program, params, stats)
         rows.append(row)
         for line in lines(row, rows, config["limit_ms"]):
