@@ -1478,7 +1478,7 @@ def composites() -> Any:
 
 
 STATISTICS = ("train", "fast", "stopped", "stopped variance", "no scale", "no bias")
-BLOCKS = ("bottleneck", "bottleneck", "projection", "single", "twice", "depthwise", "head", "keep", "joined", "held")
+BLOCKS = ("bottleneck", "bottleneck", "projection", "single", "twice", "depthwise", "head", "joined", "held")
 MODES: dict[str, Callable[[Any], Any]] = {
     "gradient": lambda f: jax.value_and_grad(lambda *a: total(f(*a)), (0, 1)),
     "of images": lambda f: jax.grad(lambda *a: total(f(*a)), 1),
@@ -1506,10 +1506,11 @@ MODES: dict[str, Callable[[Any], Any]] = {
 class Residuals:
     """`accelerate` of a random residual network is that function, with every derivative, whichever calls it is made of.
 
-    A block is (kind, statistics of its norms, whether the shortcut comes first in its sum, activation).
+    A block is (kind, statistics of its norms, whether the shortcut comes first in its sum, activation, whether somebody
+    else reads its result).
     """
 
-    blocks: tuple[tuple[str, str, bool, str], ...]
+    blocks: tuple[tuple[str, str, bool, str, bool], ...]
     mode: str
     seed: int
 
@@ -1521,6 +1522,7 @@ class Residuals:
                 st.sampled_from(("train",) * 4 + STATISTICS),
                 st.booleans(),
                 st.sampled_from(("relu",) * 4 + ("silu",)),
+                st.booleans(),
             ),
             min_size=2,
             max_size=4,
@@ -1551,7 +1553,7 @@ class Residuals:
             y = y if how == "no scale" else y * (1 + parameter(v.shape[-1]) if scale is None else scale)
             return y if how == "no bias" else y + (parameter(v.shape[-1]) if bias is None else bias)
 
-        for kind, how, first, activation in self.blocks:
+        for kind, how, first, activation, read in self.blocks:
             act = RECOGNISED[activation]
 
             def joined(y: Any, r: Any, act: Any = act, first: bool = first) -> Any:
@@ -1573,12 +1575,12 @@ class Residuals:
                 x = joined(norm(conv(y, w=parameter(3, 3, 1, 8)), how), x)
             elif kind == "head":
                 kept.append(jnp.sum(jnp.sin(conv(x, 4))))
-            elif kind == "keep":
-                kept.append(jnp.sin(x))
             elif kind == "joined":
                 x = joined(norm(conv(x), how), norm(x, "train"))
             elif kind == "held":  # the shortcut has no gradient
                 x = joined(norm(conv(x), how), lax.stop_gradient(x))
+            if read:
+                kept.append(jnp.sin(x))
         return x, kept
 
     def check(self) -> None:
