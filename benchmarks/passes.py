@@ -113,18 +113,6 @@ def compiling_for(kind: str) -> Iterator[Callable[[Callable[..., Any], Sequence[
         yield compiled
 
 
-def shapes_of(args: argparse.Namespace) -> tuple[Any, ...]:
-    """((params, momenta, stats), images, labels) of a step."""
-    import flax.linen
-
-    model = train.models()[args.model](flax.linen, train.DTYPES[args.dtype], small=args.small)
-    images, labels = train.batch(args, 1)
-    variables = jax.eval_shape(model.init, jax.random.key(0), images)
-    params, stats = variables["params"], variables.get("batch_stats", {})
-    wide = jax.tree.map(lambda a: jax.ShapeDtypeStruct((args.batch, *a.shape[1:]), a.dtype), (images, labels))
-    return (params, params, stats), *wide
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # What is said of a program
 
@@ -140,6 +128,10 @@ class Pass:
     count: int
 
 
+def _without_layout(type_: str) -> str:
+    return re.sub(r"\{[^}]*\}", "", type_)
+
+
 def passes(text: steps.Text) -> list[Pass]:
     """The largest first, of all equal ones together."""
     counts: collections.Counter[tuple[str, int, str]] = collections.Counter()
@@ -148,9 +140,9 @@ def passes(text: steps.Text) -> list[Pass]:
         one, kind = text.instructions[name], text.kind(name)
         if one.target or kind in ("convolution", "product"):
             continue
-        read = [re.sub(r"\{[^}]*\}", "", text.instructions[o].type) for o in one.operands if o in text.instructions]
-        large = [of for of in read if steps.size_of(of) >= 2**16]
-        what = kind, text.traffic(name), f"{re.sub(r'{[^}]*}', '', one.type)} <- {', '.join(large) or '...'}"
+        read = (text.instructions[operand].type for operand in one.operands if operand in text.instructions)
+        large = [_without_layout(of) for of in read if steps.size_of(of) >= 2**16]
+        what = kind, text.traffic(name), f"{_without_layout(one.type)} <- {', '.join(large) or '...'}"
         counts[what] += 1
         scopes.setdefault(what, one.scope)
     found = [Pass(*what, scopes[what], count) for what, count in counts.items()]
@@ -183,15 +175,15 @@ def main(argv: list[str] | None = None) -> int:
     say = functools.partial(print, flush=True)
     what = f"{args.model}, {args.batch} images of {args.image}, {args.dtype}"
     say(f"{what}; compiled for one {args.gpu} by jax {jax.__version__}")
-    shapes = shapes_of(args)
+    params, stats = jax.eval_shape(functools.partial(train.initial, args), train.batch(args, 1)[0])
+    shapes = train.shapes(args, params, stats)
     for name in args.ways:
         way = train.Way.make(name, args)
         with compiling_for(args.gpu) as compiled, way.lowered():
             made = compiled(train.train_step(way.loss), shapes)
-        memory = made.memory_analysis()
         for line in lines(name, steps.Text(made.as_text()), TARGETS[args.gpu], args.least):
             say(line)
-        say(f"  {(memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**30:.2f} GiB")
+        say(f"  {train.memory_bytes(made) / 2**30:.2f} GiB")
     return 0
 
 

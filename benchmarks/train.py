@@ -255,6 +255,13 @@ class Placed:
         return jax.device_put(jax.tree.map(np.asarray, state), self.everywhere)
 
 
+def memory_bytes(compiled: Any) -> int:
+    """Of a device, as the compiler lays it out: state, images and what lives in between."""
+    found = compiled.memory_analysis()
+    kept = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+    return int(kept + found.temp_size_in_bytes)
+
+
 class Program:
     """One way compiled for some devices; where there is a pool, by one of its threads while others are traced."""
 
@@ -303,10 +310,7 @@ class Program:
 
     @property
     def memory_bytes(self) -> int:
-        """Of a device, as the compiler lays it out: state, images and what lives in between."""
-        found = self.compiled.memory_analysis()
-        kept = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
-        return int(kept + found.temp_size_in_bytes)
+        return memory_bytes(self.compiled)
 
     def kinds(self, params: Tree, stats: Tree) -> dict[str, float] | None:
         """Milliseconds a step of each kind of work, on one device."""
@@ -480,15 +484,19 @@ def main(argv: list[str] | None = None) -> int:
     return 0 if all(row["agrees"] for row in rows) else 1
 
 
+def shapes(args: argparse.Namespace, params: Tree, stats: Tree) -> tuple[Tree, Tree, Tree]:
+    """((params, momenta, stats), images, labels) of a step of --batch images."""
+    state = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (params, params, stats))
+    images, labels = jax.tree.map(lambda a: jax.ShapeDtypeStruct((args.batch, *a.shape[1:]), a.dtype), batch(args, 1))
+    return state, images, labels
+
+
 def limit(args: argparse.Namespace, params: Tree, stats: Tree) -> float | None:
     """The least time of a step of --batch images on one device of this kind, in milliseconds."""
     top = limits.ceilings()
     if top is None:
         return None
-    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), ((params, params, stats), batch(args, 1)))
-    state, (images, labels) = shapes
-    wide = jax.tree.map(lambda a: jax.ShapeDtypeStruct((args.batch, *a.shape[1:]), a.dtype), (images, labels))
-    calls = jaxconv.explain(train_step(Way.make("accelerate", args).loss))(state, *wide)
+    calls = jaxconv.explain(train_step(Way.make("accelerate", args).loss))(*shapes(args, params, stats))
     return steps.least_ms(calls, sum(p.size for p in jax.tree.leaves(params)), top)
 
 

@@ -167,7 +167,7 @@ inline std::string RefuseSums(const ConvProblem& p, std::string_view tile, const
   return why.empty() ? RefuseResident(size, p.c, p.k, 1, device) : why;
 }
 
-// `p` is folded (FoldPatches).
+// `p` is folded (FoldPatches), but for kDgradSums.
 inline std::string Refusal(ConvOp op, const ConvProblem& p, const Plan& plan,
                            const Device& device) {
   const std::string_view member = MemberOf(plan.kernel);
