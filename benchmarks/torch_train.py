@@ -35,7 +35,6 @@ class Program:
         self.device = "cuda" if jax.default_backend() == "gpu" else "cpu"
         full = jax.config.jax_default_matmul_precision == "highest"
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = not full
-        torch.backends.cudnn.benchmark = True
         images, wanted = train.batch(args, placed.count)
         self.images = jax.tree.map(self._tensor, images)
         self.wanted = self._tensor(wanted)
@@ -60,6 +59,7 @@ class Program:
         variables = jax.tree.map(np.asarray, {"params": params, "batch_stats": stats})
         module = torch_models.module_of(model, variables, dtype, train=True).to(self.device)
         module.exact = exact
+        torch.backends.cudnn.benchmark = not exact  # what is timed is worth trying each convolution's kernels for
         optimizer = torch.optim.SGD(
             module.parameters(), train.LEARNING_RATE, train.MOMENTUM, fused=self.device == "cuda" or None
         )
