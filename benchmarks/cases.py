@@ -579,8 +579,8 @@ CPU_CONV = (
     _conv("cpu.g32", 8, 28, 128, 128, 3, padding=1, groups=32, suite="cpu"),
 )
 
-# "models": what ResNet-50, ConvNeXt-T and MobileNetV2 (benchmarks/models.py) at batch 256 hold besides the above, for
-# the plan's table: without a neighbour a problem goes to XLA.
+# "models": what ResNet-50, ResNeXt-50, ConvNeXt-T and MobileNetV2 (benchmarks/models.py) at batch 256 hold besides the
+# above, for the plan's table: without a neighbour a problem goes to XLA.
 MODELS_CONV = (
     _conv("r50.s1.1x1c", 256, 56, 256, 64, 1, suite="models"),
     _conv("r50.s2.1x1a", 256, 56, 256, 128, 1, suite="models"),
@@ -597,6 +597,20 @@ MODELS_CONV = (
     _conv("r50.s4.3x3s2", 256, 14, 512, 512, 3, stride=2, padding=(0, 1), suite="models"),
     _conv("r50.s4.1x1b", 256, 7, 512, 2048, 1, suite="models"),
     _conv("r50.s4.1x1c", 256, 7, 2048, 512, 1, suite="models"),
+    _conv("x50.s1.3x3", 256, 56, 128, 128, 3, padding=1, groups=32, suite="models"),
+    _conv("x50.s2.1x1a", 256, 56, 256, 256, 1, suite="models"),
+    _conv("x50.s2.3x3s2", 256, 56, 256, 256, 3, stride=2, padding=(0, 1), groups=32, suite="models"),
+    _conv("x50.s2.3x3", 256, 28, 256, 256, 3, padding=1, groups=32, suite="models"),
+    _conv("x50.s2.1x1b", 256, 28, 256, 512, 1, suite="models"),
+    _conv("x50.s3.1x1a", 256, 28, 512, 512, 1, suite="models"),
+    _conv("x50.s3.3x3s2", 256, 28, 512, 512, 3, stride=2, padding=(0, 1), groups=32, suite="models"),
+    _conv("x50.s3.3x3", 256, 14, 512, 512, 3, padding=1, groups=32, suite="models"),
+    _conv("x50.s3.1x1b", 256, 14, 512, 1024, 1, suite="models"),
+    _conv("x50.s4.1x1a", 256, 14, 1024, 1024, 1, suite="models"),
+    _conv("x50.s4.3x3s2", 256, 14, 1024, 1024, 3, stride=2, padding=(0, 1), groups=32, suite="models"),
+    _conv("x50.s4.3x3", 256, 7, 1024, 1024, 3, padding=1, groups=32, suite="models"),
+    _conv("x50.s4.1x1b", 256, 7, 1024, 2048, 1, suite="models"),
+    _conv("x50.s4.1x1c", 256, 7, 2048, 1024, 1, suite="models"),
     _conv("convnext.s1.dw7", 256, 56, 96, 96, 7, padding=3, groups=96, suite="models"),
     _conv("convnext.s2.dw7", 256, 28, 192, 192, 7, padding=3, groups=192, suite="models"),
     _conv("convnext.s3.dw7", 256, 14, 384, 384, 7, padding=3, groups=384, suite="models"),
@@ -756,7 +770,7 @@ LAYERNORM = (
     LayerNormCase("lm", 8192, 1024, ()),
 )
 
-# ResNet-50's pairs.
+# ResNet-50's pairs, and ResNeXt-50's that are no like of those.
 CONV_BATCHNORM = tuple(
     ConvBatchNormCase(**dataclasses.asdict(case))
     for case in (
@@ -782,6 +796,13 @@ CONV_BATCHNORM = tuple(
         _conv("r50.s4.3x3s2", 256, 14, 512, 512, 3, stride=2, padding=(0, 1), suite="models"),
         _conv("r50.s4.1x1c", 256, 7, 2048, 512, 1, suite="models"),
         _conv("r50.s4.down1x1s2", 256, 14, 1024, 2048, 1, stride=2, suite="models"),
+        _conv("x50.s2.1x1a", 256, 56, 256, 256, 1, suite="models"),
+        _conv("x50.s2.1x1b", 256, 28, 256, 512, 1, suite="models"),
+        _conv("x50.s3.1x1a", 256, 28, 512, 512, 1, suite="models"),
+        _conv("x50.s3.1x1b", 256, 14, 512, 1024, 1, suite="models"),
+        _conv("x50.s4.1x1a", 256, 14, 1024, 1024, 1, suite="models"),
+        _conv("x50.s4.1x1b", 256, 7, 1024, 2048, 1, suite="models"),
+        _conv("x50.s4.1x1c", 256, 7, 2048, 1024, 1, suite="models"),
     )
 )
 
