@@ -105,6 +105,35 @@ def test_every_tile_adds_exactly(case, kernel, dtype):
     assert_exact(args[2], np.asarray(arrays(p, 1)[2], np.float64))  # in place is not for what others need
 
 
+DEPTHWISE: dict[str, dict[str, Any]] = {
+    "5x5": dict(shape=(2, 5, 6), c=8, filter=(5, 5)),
+    "7x7": dict(shape=(3, 23, 31), c=24, filter=(7, 7)),
+    "strips": dict(shape=(2, 9, 130), c=40, filter=(7, 7), padding=((2, 3), (0, 4))),
+    "images": dict(shape=(70, 14, 14), c=64, filter=(7, 7)),
+    "small_images": dict(shape=(300, 7, 7), c=136, filter=(7, 7)),
+    "a_row": dict(shape=(37, 1, 9), c=8, filter=(5, 5)),
+    "first": dict(shape=(2, 9, 12), c=16, filter=(5, 5), layout="NCHW"),
+}
+
+
+def depthwise_problem(case: str, **options: Any) -> ConvProblem:
+    given = DEPTHWISE[case]
+    return problem(**given, k=given["c"], groups=given["c"], **options)
+
+
+@pytest.mark.skipif(not HOPPER, reason="depthwise/rows_mma needs compute capability 9.0")
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+@pytest.mark.parametrize("case", DEPTHWISE)
+def test_a_depthwise_dgrad_adds(case, dtype):
+    p = depthwise_problem(case, dtype=dtype, algorithm="depthwise/rows_mma")
+    f = jax.jit(functools.partial(conv.dgrad_add, p))
+    args = arrays(p, 1)
+    assert calls(f, *args) == {"conv_dgrad_add": 1}
+    assert_exact(f(*args), sums(p, *args))
+    args = [jnp.asarray(normal(i, s), dtype) for i, s in enumerate((p.y_shape, p.w_shape, p.x_shape))]
+    assert helpers.same_bits(f(*args), jax.jit(functools.partial(conv.dgrad, p))(*args[:2]) + args[2])
+
+
 @pytest.mark.skipif(PLATFORM != "cpu", reason="a GPU's kernels with an addend are for 16 bits")
 def test_forced_native_it_is_one_call():
     p = problem(**CASES["3x3_s2"], implementation="native")
@@ -171,6 +200,30 @@ def test_what_the_plan_is_on_hopper(c, k, size, filter, stride, kernel, code_for
     assert _plan.plan("conv_dgrad_add", p, dataclasses.replace(H200, kind="none")).implementation == "calls"
     forced = _plan.plan("conv_dgrad_add", dataclasses.replace(p, algorithm="implicit_gemm"), H200)
     assert forced.implementation == "calls" and "implicit_gemm" in forced.reason
+
+
+def test_a_depthwise_dgrad_adds_on_hopper_where_its_kernel_is_the_dgrads(code_for_gpus):
+    large = dict(c=96, k=96, groups=96, filter=(7, 7), dtype="bfloat16")
+    made = _plan.plan("conv_dgrad_add", problem((256, 56, 56), **large), H200)
+    assert (made.implementation, made.kernel, made.in_place) == ("native", "depthwise/rows_mma", False)
+    for options in (dict(filter=(3, 3)), dict(dtype="float32"), dict(stride=2)):
+        made = _plan.plan("conv_dgrad_add", problem((256, 56, 56), **{**large, **options}), H200)
+        assert made.implementation == "calls" and "only sm90 and depthwise/rows_mma add" in made.reason
+
+
+def test_a_block_that_reads_its_input_by_a_depthwise_convolution_adds_in_the_dgrad():
+    def block(x, w, v):
+        y = lax.conv_general_dilated(
+            x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=8
+        )
+        return jnp.sum(jnp.sin(x + jnp.tanh(y) @ v))
+
+    args = [jnp.asarray(normal(i, s), "float32") for i, s in enumerate(((2, 6, 5, 8), (5, 5, 1, 8), (8, 8)))]
+    f = jax.grad(jaxconv.accelerate(block), (0, 1, 2))
+    counted = equations(f, *args)
+    assert counted["jaxconv_conv_dgrad_add"] == 1 and counted["add_any"] == 0
+    for a, b in zip(f(*args), jax.grad(block, (0, 1, 2))(*args), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
 
 def test_calls_have_the_dgrads_own_plan_which_explain_shows():

@@ -109,7 +109,7 @@ Status ConvDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, con
   const ConvOp op = c == nullptr ? ConvOp::kDgrad : ConvOp::kDgradAdd;
   JAXCONV_RETURN_IF_ERROR(Confirm(op, "conv_dgrad", p, plan, workspace, {dy, w, c, dx}));
   const std::string_view family = FamilyOf(plan.kernel);
-  if (family == "depthwise") return DepthwiseDgrad(ctx, p, plan, dy, w, dx, workspace);
+  if (family == "depthwise") return DepthwiseDgrad(ctx, p, plan, dy, w, c, dx, workspace);
   if (family == "grouped") return GroupedDgrad(ctx, p, plan, dy, w, dx, workspace);
   if (family == "im2col") return Im2colDgrad(ctx, p, plan, dy, w, dx, workspace);
   if (family == "implicit_gemm")

@@ -398,13 +398,12 @@ def _plan_dgrad_add(p: ConvProblem, device: Device) -> Plan:
     if device.platform == "cpu":
         forced = p.algorithm is not None or p.implementation == "native"
         return bare if forced else two("XLA's add is as fast as any")
-    if bare.implementation == "native" and bare.algorithm != "sm90":
-        return two(f"only sm90 adds on its way, and {bare.kernel} is the dgrad's: {bare.reason}")
     # By the kernel of the dgrad, which is the one whose time is known.
     alone = bare if bare.implementation == "native" else _refusal(p, device) or made("conv_dgrad", "sm90", p, device)
-    adds = alone if isinstance(alone, str) else made("conv_dgrad_add", f"{alone.kernel} {alone.tile}", p, device)
+    named = "sm90" if isinstance(alone, str) else f"{alone.kernel} {alone.tile}".rstrip()
+    adds = alone if isinstance(alone, str) else made("conv_dgrad_add", named, p, device)
     if isinstance(adds, str):
-        return two(f"sm90 cannot add here: {adds}")
+        return two(f"{named} cannot add here: {adds}")
     reason = bare.reason
     if bare.implementation != "native":
         if device.partitioned:

@@ -56,8 +56,8 @@ def _refused(op: str, family: ModuleType) -> str | None:
     """Why none of the family's kernels runs `op`, whatever the problem; None where it is the problem that decides."""
     if family is not sm90 and op == "conv_statistics":
         return "only sm90's epilogue sums up what it writes"
-    if family is not sm90 and op == "conv_dgrad_add":
-        return "only sm90 adds on its way"
+    if family not in (sm90, depthwise) and op == "conv_dgrad_add":
+        return "only sm90 and depthwise/rows_mma add on their way"
     if family is not sm90 and op == "conv_dgrad_sums":
         return "only sm90 sums up its dgrad"
     if family is not depthwise and op in NORMALISED:

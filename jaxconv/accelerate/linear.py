@@ -190,10 +190,16 @@ def fork_of(
     """The fork of a convolution, where its gradient may have a way to add.
 
     The cheapest is a 1x1 convolution that steps over pixels: it adds to those that it reads, where they lie. One that
-    does not step still has time for another operand, which the tiles of larger filters are not all made for.
+    does not step still has time for another operand, which the tiles of larger filters are not all made for. Of those
+    with groups depthwise ones have kernels that add.
     """
     p = conv.params
-    if p["feature_group_count"] > 1 or any(d > 1 for d in p["lhs_dilation"]) or conv.inputs[0].aval.weak_type:
+    channels = conv.inputs[0].shape[p["dimension_numbers"].lhs_spec[1]]
+    if (
+        p["feature_group_count"] not in (1, channels)
+        or any(d > 1 for d in p["lhs_dilation"])
+        or conv.inputs[0].aval.weak_type
+    ):
         return None
     pointwise = all(conv.inputs[1].shape[a] == 1 for a in p["dimension_numbers"].rhs_spec[2:])
     cost = 2 if not pointwise else 1 if set(p["window_strides"]) <= {1} else 0

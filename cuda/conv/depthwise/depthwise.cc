@@ -33,7 +33,12 @@ Status DepthwiseFprop(const Context& ctx, const ConvProblem& p, const Epilogue& 
 }
 
 Status DepthwiseDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,
-                      const void* w, void* dx, Workspace) {
+                      const void* w, const void* c, void* dx, Workspace) {
+  if (c != nullptr) {
+    const std::string what = Describe("conv_dgrad_add", p, plan);
+    if (plan.kernel != "depthwise/rows_mma") return Status::Internal(what + ": no launcher");
+    return conv::DepthwiseRowsMmaDgradAdd(ctx, p, dy, w, c, dx, what);
+  }
   return conv::Dgrad(kKernels, ctx, p, plan, dy, w, dx);
 }
 

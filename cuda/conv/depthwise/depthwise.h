@@ -17,8 +17,9 @@ namespace jaxconv::cuda {
 Status DepthwiseFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
                       const void* x, const void* w, const void* bias, void* y, void* z,
                       Workspace workspace);
+// dx, or with c dx + c, each rounded.
 Status DepthwiseDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,
-                      const void* w, void* dx, Workspace workspace);
+                      const void* w, const void* c, void* dx, Workspace workspace);
 Status DepthwiseWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
                       const void* dy, void* dw, Workspace workspace);
 

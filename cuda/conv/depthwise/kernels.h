@@ -11,6 +11,10 @@ ForwardLauncher DepthwiseFma, DepthwiseMma, DepthwiseConv1d, DepthwiseRows, Dept
 WgradLauncher DepthwiseFmaWgrad, DepthwiseMmaWgrad, DepthwiseConv1dWgrad, DepthwiseRowsWgrad,
     DepthwiseRowsStridedWgrad, DepthwiseRowsMmaWgrad;
 
+// dx = dgrad + c, each rounded.
+Status DepthwiseRowsMmaDgradAdd(const Context& ctx, const ConvProblem& p, const void* dy,
+                                const void* w, const void* c, void* dx, const std::string& what);
+
 // A batch-norm of x by known statistics, and what follows it: (C) each.
 struct Normalisation {
   const float *scale, *bias, *mean, *var;

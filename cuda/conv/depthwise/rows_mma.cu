@@ -20,7 +20,7 @@
 //
 // A finished row goes back through a ring in shared memory, channels x pixels to pixels x channels, to
 // 16-byte stores by two of the helper warps; of the other two, which transpose the input, one thread is
-// TMA's.
+// TMA's. What is added to a dgrad each storing thread fetches for itself, rows ahead, by cp.async.
 //
 // Products are exact and sums float32. The zeros of a band meet real inputs, so an infinity in src
 // makes NaN in outputs up to 15 columns away, where a sum over the taps alone would not see it.
@@ -31,6 +31,7 @@
 #include "cuda/conv/common/kernel.cuh"
 #include "cuda/conv/depthwise/rows_mma.cuh"
 #include "cuda/conv/depthwise/rows_mma_ring.cuh"
+#include "cuda/core/copy_async.cuh"
 #include "cuda/core/wgmma.cuh"
 
 namespace jaxconv::cuda::conv {
@@ -59,6 +60,7 @@ template <typename T>
 struct BandsArgs {
   CUtensorMap map;  // of src
   const T* w;
+  const T* added;  // like dst, where something is added
   T* dst;
   EpilogueArgs<T> epilogue;
   RowUnits u;
@@ -103,9 +105,24 @@ __device__ __forceinline__ void LoadBands(const T* w, int channels, bool reverse
 
 constexpr int kStaged = 4;  // rows
 constexpr uint32_t kStagedBytes = kBandStreams * kBandOctets * 128;
+constexpr int kAdded = 4;  // rows of what is added: one is read while three are on their way
 
-// Shared memory: the ring of stages, cells, staged rows; then barriers and tokens.
-template <typename T, int R>
+// 16 bytes a + b, each sum rounded.
+template <typename T>
+__device__ __forceinline__ void AddPacked(uint32_t (&a)[4], const uint4& b) {
+  using Pair = std::conditional_t<std::is_same_v<T, __nv_bfloat16>, __nv_bfloat162, __half2>;
+  const uint32_t words[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const Pair sum =
+        __hadd2(reinterpret_cast<const Pair&>(a[i]), reinterpret_cast<const Pair&>(words[i]));
+    a[i] = reinterpret_cast<const uint32_t&>(sum);
+  }
+}
+
+// Shared memory: the ring of stages, cells, staged rows, rows of what is added; then barriers and
+// tokens.
+template <typename T, int R, bool kAdds>
 __global__ void __launch_bounds__(kBandThreads, 1)
     DepthwiseRowsMmaKernel(const __grid_constant__ BandsArgs<T> g) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -114,7 +131,8 @@ __global__ void __launch_bounds__(kBandThreads, 1)
   const uint32_t ring_at = SharedAddress(shared);
   const uint32_t cells_at = ring_at + uint32_t(u.stages * u.stage_bytes);
   const uint32_t staged_at = cells_at + kBandRows * g.cells_bytes;
-  const uint32_t extra = staged_at + kStaged * kStagedBytes;
+  const uint32_t added_at = staged_at + kStaged * kStagedBytes;
+  const uint32_t extra = added_at + (kAdds ? kAdded * kStagedBytes : 0);
   const uint32_t tokens = extra + kBandRows * 2 * 16;
   const uint32_t staged_full = tokens + kBandRows * 2 * 4;  // empty 8 bytes after it
   const BandCells cells = {cells_at, g.cells_bytes, extra, tokens};
@@ -299,10 +317,8 @@ __global__ void __launch_bounds__(kBandThreads, 1)
         const int image = (half * 8 + m) / g.segs;
         pixel[m] = image * g.to.h * g.to.w + (half * 8 + m - image * g.segs) * 8 + lane / 4;
       }
-      BandPlaces<kStaged> from;
-      for (int row = begin; row < end;) {
-        const RowUnit at = UnitOf(u, row, end);
-        row += at.end - at.p;
+      // Which of the lane's pixels there are, and where the first stream's would be.
+      const auto live_of = [&](const RowUnit& at) {
         uint32_t live = 0;
 #pragma unroll 1
         for (int m = 0; m < 8; ++m) {
@@ -312,28 +328,73 @@ __global__ void __launch_bounds__(kBandThreads, 1)
                             at.image + image < g.to.images && at.q + col < g.to.w;
           live |= uint32_t(real) << m;
         }
-        int64_t out =
-            ((int64_t(at.image) * g.to.h + at.p) * g.to.w + at.q) * g.to.channels + channel;
+        return live;
+      };
+      const auto place_of = [&](const RowUnit& at) {
+        return ((int64_t(at.image) * g.to.h + at.p) * g.to.w + at.q) * g.to.channels + channel;
+      };
+      // What is added, of the rows ahead: 16 bytes of each of the lane's pixels, which it alone reads.
+      const uint32_t own = added_at + uint32_t((half * 8 * 32 + lane) * 16);
+      int next_row = begin, next_rows = 0;  // rows: left of the unit
+      int64_t next_place = 0;
+      uint32_t next_live = 0, next_slot = 0;
+      const auto fetch = [&] {
+        if (next_rows == 0 && next_row < end) {
+          const RowUnit at = UnitOf(u, next_row, end);
+          next_rows = at.end - at.p;
+          next_row += next_rows;
+          next_live = live_of(at);
+          next_place = place_of(at);
+        }
+        if (next_rows > 0) {
+          const T* from = g.added + next_place;
+#pragma unroll
+          for (int m = 0; m < 8; ++m) {
+            if (next_live >> m & 1) {
+              CopyAsync(own + next_slot * kStagedBytes + m * 512,
+                          reinterpret_cast<const uint4*>(from + int64_t(pixel[m]) * g.to.channels));
+            }
+          }
+          next_place += int64_t(g.to.w) * g.to.channels;
+          --next_rows;
+        }
+        CopyCommit();
+        next_slot = (next_slot + 1) % kAdded;
+      };
+      if constexpr (kAdds) {
+        for (int k = 1; k < kAdded; ++k) fetch();
+      }
+      constexpr int kAtOnce = kAdds ? 1 : 4;  // streams
+      BandPlaces<kStaged> from;
+      uint32_t slot = 0;
+      for (int row = begin; row < end;) {
+        const RowUnit at = UnitOf(u, row, end);
+        row += at.end - at.p;
+        const uint32_t live = live_of(at);
+        int64_t out = place_of(at);
         const auto store = [&](T* to) {
           const uint32_t full = staged_full + from.at * 16;
           BarrierWait(full, from.parity);
           const uint32_t source = staged_at + from.at * kStagedBytes + get;
 #pragma unroll
-          for (int m0 = 0; m0 < 8; m0 += 4) {
-            uint32_t v[4][4];
+          for (int m0 = 0; m0 < 8; m0 += kAtOnce) {
+            uint32_t v[kAtOnce][4];
 #pragma unroll
-            for (int m = 0; m < 4; ++m) {
+            for (int m = 0; m < kAtOnce; ++m) {
               const uint32_t stream = source + (m0 + m) * (kBandOctets * 128);
               LoadMatrixTransposed(v[m], stream ^ (Turn(m0 + m, 0) << 4));
             }
-            if (m0 == 4) {
+            if (m0 + kAtOnce == 8) {
               ReadsFirst();
               __syncwarp();
               if (lane == 0) BarrierArrive(full + 8);
             }
 #pragma unroll
-            for (int m = 0; m < 4; ++m) {
+            for (int m = 0; m < kAtOnce; ++m) {
               if (live >> (m0 + m) & 1) {
+                if constexpr (kAdds) {
+                  AddPacked<T>(v[m], LoadShared16(own + slot * kStagedBytes + (m0 + m) * 512));
+                }
                 __stwb(reinterpret_cast<uint4*>(to + out + int64_t(pixel[m0 + m]) * g.to.channels),
                        make_uint4(v[m][0], v[m][1], v[m][2], v[m][3]));
               }
@@ -342,8 +403,14 @@ __global__ void __launch_bounds__(kBandThreads, 1)
           from.Advance();
         };
         for (int p = at.p; p < at.end; ++p) {
-          if (g.epilogue.z != nullptr) store(g.epilogue.z);
+          if constexpr (kAdds) {
+            fetch();
+            CopyWait<kAdded - 1>();
+          } else {
+            if (g.epilogue.z != nullptr) store(g.epilogue.z);
+          }
           store(g.dst);
+          slot = (slot + 1) % kAdded;
           out += int64_t(g.to.w) * g.to.channels;
         }
       }
@@ -352,7 +419,7 @@ __global__ void __launch_bounds__(kBandThreads, 1)
 #endif
 }
 
-template <typename T, int R>
+template <typename T, int R, bool kAdds>
 Status Launch(const Context& ctx, BandsArgs<T> g, const void* src, DType dtype,
               const std::string& what) {
   RowUnits& u = g.u;
@@ -367,8 +434,9 @@ Status Launch(const Context& ctx, BandsArgs<T> g, const void* src, DType dtype,
   const int64_t blocks = CeilDiv(u.rows, u.share) * u.slabs;
   JAXCONV_RETURN_IF_ERROR(CheckBlocks(blocks, what));
   const int bytes = u.stages * (u.stage_bytes + 16) + kBandRows * int(g.cells_bytes) +
-                    BandCells::kExtra + kStaged * (int(kStagedBytes) + 16);
-  const auto kernel = DepthwiseRowsMmaKernel<T, R>;
+                    BandCells::kExtra + kStaged * (int(kStagedBytes) + 16) +
+                    (kAdds ? kAdded * int(kStagedBytes) : 0);
+  const auto kernel = DepthwiseRowsMmaKernel<T, R, kAdds>;
   JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
   kernel<<<unsigned(blocks), kBandThreads, bytes, ctx.stream>>>(g);
   return LaunchStatus(what);
@@ -387,8 +455,24 @@ Status DepthwiseRowsMma(const Context& ctx, const ConvProblem& p, bool dgrad, co
     g.epilogue = MakeEpilogue<T>(e, bias, z);
     SetRows(g, p, dgrad, dgrad);
     g.reverse = dgrad;
-    if (p.filter[1] == 5) return Launch<T, 5>(ctx, g, src, p.dtype, what);
-    return Launch<T, 7>(ctx, g, src, p.dtype, what);
+    if (p.filter[1] == 5) return Launch<T, 5, false>(ctx, g, src, p.dtype, what);
+    return Launch<T, 7, false>(ctx, g, src, p.dtype, what);
+  };
+  return p.dtype == DType::kBF16 ? run(TypeTag<__nv_bfloat16>{}) : run(TypeTag<__half>{});
+}
+
+Status DepthwiseRowsMmaDgradAdd(const Context& ctx, const ConvProblem& p, const void* dy,
+                                const void* w, const void* c, void* dx, const std::string& what) {
+  const auto run = [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    BandsArgs<T> g{};
+    g.w = static_cast<const T*>(w);
+    g.added = static_cast<const T*>(c);
+    g.dst = static_cast<T*>(dx);
+    SetRows(g, p, true, true);
+    g.reverse = true;
+    if (p.filter[1] == 5) return Launch<T, 5, true>(ctx, g, dy, p.dtype, what);
+    return Launch<T, 7, true>(ctx, g, dy, p.dtype, what);
   };
   return p.dtype == DType::kBF16 ? run(TypeTag<__nv_bfloat16>{}) : run(TypeTag<__half>{});
 }
