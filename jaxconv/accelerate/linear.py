@@ -3,6 +3,7 @@
 * lax's convolutions, with a bias per output channel, an array that is added and an activation that follow;
 * the gradients of images and filters in a derivative that the function takes itself, which lax writes as convolutions;
 * products (..., K) @ (K, N) that a bias per column or an activation follows;
+* numbers per output channel that multiply the result of either, as a layer scale does: they go into filter and bias;
 * two such layers in a row, where nobody else needs what the first one gives.
 """
 
@@ -10,8 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+import jax.numpy as jnp
 
 from jaxconv import _enable, _fused, _problem
 from jaxconv._activation import Activation
@@ -22,6 +26,43 @@ from jaxconv.accelerate.graph import Array, Constant, Fork, Node, Opened, Value,
 from jaxconv.mlp import pair as mlp_pair
 
 NO_ACTIVATION = Activation()
+
+
+def _scaled(a: Array, scale: Array, axis: int) -> Array:
+    """a * scale along `axis`, rounded once; the sums of its gradient are at least float32."""
+    wide = jnp.promote_types(a.dtype, jnp.float32)
+    shape = [-1 if i == axis else 1 for i in range(a.ndim)]
+    return (a.astype(wide) * scale.astype(wide).reshape(shape)).astype(a.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """What an operation and what is behind it are given: its inputs, then bias, scale and what is added, if any."""
+
+    filter: int  # which of the inputs
+    axis: int  # of its output channels
+    biased: bool
+    scaled: bool
+    shifted: bool = False  # the bias is added behind the scale
+    adds: bool = False
+
+    @property
+    def count(self) -> int:
+        return 2 + self.biased + self.scaled + self.adds
+
+    def __call__(self, values: Sequence[Array]) -> tuple[Array, Array, Array | None, dict[str, Array]]:
+        """The inputs and the bias, with the scale in filter and bias, and the residual=, if any.
+
+        An input that is no array stays what it is.
+        """
+        inputs, rest = list(values[:2]), list(values[2:])
+        size = inputs[self.filter].shape[self.axis]
+        bias = rest.pop(0).reshape(size) if self.biased else None
+        if self.scaled:
+            scale = rest.pop(0).reshape(size)
+            inputs[self.filter] = _scaled(inputs[self.filter], scale, self.axis)
+            bias = bias if bias is None or self.shifted else _scaled(bias, scale, 0)
+        return inputs[0], inputs[1], bias, {"residual": rest.pop(0)} if self.adds else {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +77,7 @@ class Fused:
     fork: Fork | None = None
     layer: Node | None = None  # whose name it gets in profiles, where it is not the operation's own
     bias: Value | None = None
+    given: Operands | None = None  # of one operation: how its call reads what it takes
     activation: Activation = NO_ACTIVATION
     # Of a batch-norm: a call of it and the convolution that is given, which alone reads its result; `again`: what that
     # call makes in the place of this one
@@ -49,16 +91,37 @@ class Refusal(Exception):
     """Why an operation is left as it is."""
 
 
-def _bias_after(c: Value, axis: int) -> tuple[Value, Value] | None:
-    """(z, b) where the only use of c is z = c + b, with b along `axis`."""
+_LEAST_SPARED = 2  # numbers of the result for each of the filter, where that is scaled in its place
+
+
+def _along_after(c: Value, axis: int, name: str) -> tuple[Value, Value] | None:
+    """(z, b) where the only use of c is z = c + b, or c * b as `name` says, with b along `axis`."""
     if len(c.users) != 1 or c.users[0] is None:
         return None
     z = c.users[0].outputs[0]
-    for left, right in operands_of(z, "add"):
+    for left, right in operands_of(z, name):
         found = channels_of(right, c.shape) if left is c else None
         if found is not None and found[1] == axis and found[0].dtype == c.dtype:
             return z, found[0]
     return None
+
+
+def _bias_after(c: Value, axis: int) -> tuple[Value, Value] | None:
+    return _along_after(c, axis, "add")
+
+
+def _scale_after(z: Value, axis: int, filter: Value, free: Callable[[Value], bool]) -> tuple[Value, Value] | None:
+    """(s, g) where the only use of z is s = z * g, with g along `axis`, and g is better multiplied into the filter.
+
+    The gradient of g is then made of the filter's, and z is neither written nor kept for it. float16 is left alone: a
+    layer scale of 1e-6 times a weight is below its least number. `free`: whether s is no part of a normalisation.
+    """
+    extents = (*z.shape, *filter.shape)
+    if z.dtype == jnp.float16 or not all(isinstance(extent, int) for extent in extents):
+        return None
+    spares = math.prod(z.shape) >= _LEAST_SPARED * math.prod(filter.shape)
+    found = _along_after(z, axis, "mul") if spares else None
+    return found if found is not None and free(found[0]) else None
 
 
 def residual_after(z: Value) -> tuple[Value, Value] | None:
@@ -131,31 +194,40 @@ def _fuse_epilogue(
     activations: Activations,
     what: str,
     run: Callable[..., Any],
-    size: int,
+    filter: tuple[int, int],
     transposed: Node | None = None,
-    adds: Callable[[Value], bool] | None = None,
+    *,
+    adds: Callable[[Value], bool],
     forks: bool = False,
+    free: Callable[[Value], bool],
 ) -> Iterator[Fused]:
     """`run(x, w, b, activation, return_preactivation=)` in place of the node, its bias and its activation.
 
-    And of the node that transposes its result, where run does that too. `adds`: whether run takes a value that is added
-    behind the bias, as `residual=`; with it comes first, then without. `forks`: run takes it too.
+    And of the node that transposes its result, where run does that too. `filter`: which input that is, and the axis of
+    its output channels. `adds`: whether run takes a value that is added behind the bias, as `residual=`; with it comes
+    first, then without. `forks`: run takes it too. `free`: whether a value is no part of a normalisation.
     """
     nodes = [node, *([transposed] if transposed else [])]
     c = nodes[-1].outputs[0]
     z, b = _bias_after(c, axis) or (c, None)
     nodes += [z.node] if b else []
+    z, g = _scale_after(z, axis, node.inputs[filter[0]], free) or (z, None)
+    nodes += [z.node] if g else []
+    after = _bias_after(z, axis) if g and not b else None
+    z, b = after or (z, b)
+    nodes += [z.node] if after else []
+    operands = functools.partial(Operands, *filter, b is not None, g is not None, after is not None)
 
     def fused(z: Value, r: Value | None) -> Fused:
         activated = activations.after(z)
         activation = Activation() if activated is None else activated.activation
         both = activated is not None and not activated.hides(z)
         y = z if activated is None else activated.y
+        given = operands(adds=r is not None)
 
-        def ran(x: Array, w: Array, *rest: Array, **how: Any) -> Any:
-            bias = rest[0].reshape(size) if b else None
-            how |= {"residual": rest[-1]} if r else {}
-            return run(x, w, bias, activation, return_preactivation=both, **how)
+        def ran(*values: Array, **how: Any) -> Any:
+            x, w, bias, residual = given(values)
+            return run(x, w, bias, activation, return_preactivation=both, **residual, **how)
 
         def call(*values: Array) -> Sequence[Array]:
             outs = ran(*values)
@@ -165,21 +237,22 @@ def _fuse_epilogue(
             x, outs = ran(*values, forks=True)
             return [x, *(outs if both else [outs])]
 
-        told = [("bias", b), ("residual", r), (str(activation), activated)]
+        told = [("bias", b), ("scale", g), ("residual", r), (str(activation), activated)]
         return Fused(
             [*nodes, *([z.node] if r else []), *(activated.nodes if activated else [])],
-            [*node.inputs, *(v for v in (b, r) if v)],
+            [*node.inputs, *(v for v in (b, g, r) if v)],
             [y, z] if both else [y],
             call,
             [what, *(text for text, there in told if there)],
             fork_of(node, fork) if forks else None,
             bias=b,
+            given=given,
             activation=activation,
         )
 
     total, r = residual_after(z) or (z, None)
     # An array that the convolution reads goes to its other users by a fork: their gradients are added on the way.
-    if adds is not None and r is not None and r is not node.inputs[0] and adds(r):
+    if r is not None and r is not node.inputs[0] and adds(r):
         yield fused(total, r)
     yield fused(z, None)
 
@@ -227,13 +300,18 @@ def check_conv(node: Node) -> None:
         raise Refusal("its pads are symbolic")
 
 
-def find_conv(node: Node, activations: Activations, adds: Callable[[Value], bool]) -> Iterator[Fused]:
-    """`adds`: whether it is this convolution that takes an array that is added to its result."""
+def find_conv(
+    node: Node, activations: Activations, adds: Callable[[Value], bool], free: Callable[[Value], bool]
+) -> Iterator[Fused]:
+    """`adds`: whether it is this convolution that takes an array that is added to its result.
+
+    `free`: whether a value is no part of a normalisation.
+    """
     check_conv(node)
     numbers = node.params["dimension_numbers"]
     run = functools.partial(_fused.conv, **window_of(node))
-    size = node.inputs[1].shape[numbers.rhs_spec[0]]
-    return _fuse_epilogue(node, numbers.out_spec[1], activations, "conv", run, size, adds=adds, forks=True)
+    filter = 1, numbers.rhs_spec[0]
+    return _fuse_epilogue(node, numbers.out_spec[1], activations, "conv", run, filter, adds=adds, forks=True, free=free)
 
 
 def find_gradient(node: Node) -> Fused | None:
@@ -289,19 +367,31 @@ class Dense:
     def y(self) -> Value:
         return self.fused.outputs[0]
 
-    def operands(self, a: Array, b: Array) -> tuple[Array, Array]:
-        """x and w (K, N), of the node's operands."""
-        return (b, a.T) if self.swapped else (a, b)
+    @property
+    def count(self) -> int:
+        """Of what the fused call takes."""
+        return self.fused.given.count
+
+    def operands(self, values: Sequence[Any]) -> tuple[Any, Array, Array | None]:
+        """x, w (K, N) and the bias, of what the fused call takes; x may be None."""
+        a, b, bias, _ = self.fused.given(values)
+        return (b, a.T, bias) if self.swapped else (a, b, bias)
 
     def refuse_bare(self) -> None:
         if len(self.fused.parts) == 1:
-            raise Refusal("neither a bias nor an activation follows")
+            raise Refusal("neither a bias, a scale nor an activation follows")
 
 
-def find_dense(node: Node, activations: Activations) -> Dense:
+def _dense_filter(swapped: bool) -> tuple[int, int]:
+    """Which operand w is, and the axis of its columns."""
+    return (0, 0) if swapped else (1, 1)
+
+
+def find_dense(node: Node, activations: Activations, free: Callable[[Value], bool]) -> Dense:
+    """`free`: whether a value is no part of a normalisation. What is added behind it XLA adds in its own product."""
     swapped = _swapped(node)
     check_dense(node, swapped)
-    x, w = node.inputs if swapped is None else node.inputs[::-1]
+    x = node.inputs[0 if swapped is None else 1]
     precision = node.params["precision"]
     if swapped is not None and precision is not None:
         precision = precision[::-1]
@@ -310,8 +400,9 @@ def find_dense(node: Node, activations: Activations) -> Dense:
         x, w = (a, b) if swapped is None else (b, a.T)
         return _fused.dense(x, w, *rest, precision=precision, **options)
 
-    size = w.shape[1] if swapped is None else w.shape[0]
-    (fused,) = _fuse_epilogue(node, len(x.shape) - 1, activations, "dense", run, size, swapped)
+    filter = _dense_filter(swapped is not None)
+    how: dict[str, Any] = dict(adds=lambda r: False, free=free)
+    (fused,) = _fuse_epilogue(node, len(x.shape) - 1, activations, "dense", run, filter, swapped, **how)
     return Dense(node, swapped is not None, fused, precision)
 
 
@@ -338,21 +429,19 @@ def find_mlp(first: Dense, second: Dense) -> Fused | None:
     alone = len(first.fused.outputs) == 1 and all(only_user(v) is not None for v in path)
     if not alone or first.fused.activation == NO_ACTIVATION:
         return None
-    biased, both = first.fused.bias is not None, len(second.fused.outputs) > 1
-    x_place = 1 if second.swapped else 0
+    both, x_place = len(second.fused.outputs) > 1, 1 if second.swapped else 0
 
     def call(*values: Array) -> Sequence[Array]:
-        a1, b1, *rest = values
-        bias1 = rest.pop(0).reshape(-1) if biased else None
-        other, *rest = rest
-        x, w1 = first.operands(a1, b1)
-        w2 = other.T if second.swapped else other
+        x, w1, bias1 = first.operands(values[: first.count])
+        rest: list[Any] = list(values[first.count :])
+        rest.insert(x_place, None)  # is the first one's result
+        _, w2, bias2 = second.operands(rest)
         outs = _fused.mlp(
             x,
             w1,
             bias1,
             w2,
-            rest[0].reshape(-1) if rest else None,
+            bias2,
             activation=first.fused.activation,
             out_activation=second.fused.activation,
             precision=(first.precision, second.precision),
@@ -363,7 +452,7 @@ def find_mlp(first: Dense, second: Dense) -> Fused | None:
     rest = [v for i, v in enumerate(second.fused.inputs) if i != x_place]
     parts = ", ".join(" + ".join(layer.fused.parts) for layer in (first, second))
     return dataclasses.replace(
-        second.fused, inputs=[*first.fused.inputs, *rest], call=call, parts=[f"mlp ({parts})"], bias=None
+        second.fused, inputs=[*first.fused.inputs, *rest], call=call, parts=[f"mlp ({parts})"], bias=None, given=None
     )
 
 

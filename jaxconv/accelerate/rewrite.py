@@ -57,6 +57,7 @@ class Rewriting:
         self._norms: dict[Value, Fused] = {}  # of the values that batch-norms give
         self._chained: set[Node] = set()  # convolutions that are part of a batch-norm's call
         self._paired: set[Node] = set()  # those whose statistics a call takes that is made already
+        self._normalising: set[Value] = set()  # what is between what is normalised and the result of that
         self._layers: dict[Value, Dense] = {}  # of the values that dense layers give, each a call of its own
         self._left: dict[Node, Finding] = {}  # what a later call may still take in
         self.over_batch: list[str] = []  # where what is normalised is by statistics of all images
@@ -66,7 +67,8 @@ class Rewriting:
     # ---- what is replaced
     def _find(self) -> None:
         squeezed, done = self._find_squeezed()
-        taken: set[Value] = {v for node in done for v in node.outputs}
+        taken = self._normalising
+        taken.update(v for node in done for v in node.outputs)
         found: dict[Node, Normalised] = {}
         groups: dict[Node, GroupNormalised] = {}
         for node in reversed(self.graph.nodes):
@@ -146,7 +148,7 @@ class Rewriting:
         if gradient is not None:
             yield gradient
             return
-        found = list(find_conv(node, self._activations, lambda r: not added_later(node, r)))
+        found = list(find_conv(node, self._activations, lambda r: not added_later(node, r), self._free))
         norm = self._norms.get(node.inputs[0]) if node not in self._paired else None
         both = norm.then(node) if norm is not None and norm.then is not None else None
         if both is not None and all(len(one.parts) == 1 for one in found):  # nothing follows it in a call of its own
@@ -156,7 +158,7 @@ class Rewriting:
         yield from found
 
     def _denses(self, node: Node) -> Iterator[Fused]:
-        layer = find_dense(node, self._activations)
+        layer = find_dense(node, self._activations, self._free)
         before = self._layers.get(source_of(layer))
         both = find_mlp(before, layer) if before is not None else None
         if both is not None:
@@ -165,6 +167,9 @@ class Rewriting:
         self._layers[layer.y] = layer
         yield layer.fused
         del self._layers[layer.y]
+
+    def _free(self, v: Value) -> bool:
+        return v not in self._normalising
 
     def _scopes(self, node: Node) -> str:
         return f"{self._around}/{node.name_stack}"
