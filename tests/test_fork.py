@@ -211,14 +211,17 @@ def test_a_depthwise_dgrad_adds_on_hopper_where_its_kernel_is_the_dgrads(code_fo
         assert made.implementation == "calls" and "only sm90 and depthwise/rows_mma add" in made.reason
 
 
-def test_a_block_that_reads_its_input_by_a_depthwise_convolution_adds_in_the_dgrad():
-    def block(x, w, v):
-        y = lax.conv_general_dilated(
-            x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=8
-        )
-        return jnp.sum(jnp.sin(x + jnp.tanh(y) @ v))
+@pytest.mark.parametrize("normalised", (False, True))
+def test_a_block_that_reads_its_input_by_a_depthwise_convolution_adds_in_the_dgrad(normalised):
+    numbers = ("NHWC", "HWIO", "NHWC")
 
-    args = [jnp.asarray(normal(i, s), "float32") for i, s in enumerate(((2, 6, 5, 8), (5, 5, 1, 8), (8, 8)))]
+    def block(x, w, scale):
+        y = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers, feature_group_count=8)
+        if normalised:
+            y = (y - y.mean((0, 1, 2))) * lax.rsqrt(y.var((0, 1, 2)) + 1e-5) * scale
+        return jnp.sum(jnp.sin(x + jax.nn.relu(y)))
+
+    args = [jnp.asarray(normal(i, s), "float32") for i, s in enumerate(((2, 6, 5, 8), (5, 5, 1, 8), (8,)))]
     f = jax.grad(jaxconv.accelerate(block), (0, 1, 2))
     counted = equations(f, *args)
     assert counted["jaxconv_conv_dgrad_add"] == 1 and counted["add_any"] == 0

@@ -352,7 +352,7 @@ __global__ void __launch_bounds__(kBandThreads, 1)
           for (int m = 0; m < 8; ++m) {
             if (next_live >> m & 1) {
               CopyAsync(own + next_slot * kStagedBytes + m * 512,
-                          reinterpret_cast<const uint4*>(from + int64_t(pixel[m]) * g.to.channels));
+                        reinterpret_cast<const uint4*>(from + int64_t(pixel[m]) * g.to.channels));
             }
           }
           next_place += int64_t(g.to.w) * g.to.channels;
