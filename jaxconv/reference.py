@@ -124,15 +124,7 @@ def conv_epilogue(p: ConvProblem, z: jax.Array, *b: jax.Array) -> list[jax.Array
 
 
 def conv_added(p: ConvProblem, z: jax.Array, residual: jax.Array) -> list[jax.Array]:
-    """z + residual, then conv's activation; [y] or [y, z]. Of 16 bits the sum is rounded once, to y.
-
-    Where rounding may come before the activation, the sum is one of 16 bits: so XLA gives it to cuDNN's convolution, as
-    what that adds.
-    """
-    if p.activation.name in ("none", "relu", "relu6"):
-        total = z + residual
-        y = activate(p.activation, total)
-        return [y, total] if p.save_preactivation else [y]
+    """z + residual, then conv's activation; [y] or [y, z]. Of 16 bits the sum is rounded once, to y."""
     wide = jnp.promote_types(z.dtype, jnp.float32)
     total = z.astype(wide) + residual.astype(wide)
     y = activate(p.activation, total).astype(z.dtype)
