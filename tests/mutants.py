@@ -1,4 +1,4 @@
-"""Forty small defects, each of which the tests must find.
+"""Forty-six small defects, each of which the tests must find.
 
     make mutants                         # all, one after the other
     make mutants ARGS="gemm batchnorm"   # those whose name or file has one of these words
@@ -343,6 +343,48 @@ MUTANTS = [
         'swap = len(possible) > 1 and possible[0][0].w == "rhs" and _transposed_filter(specs["rhs"])',
         "swap = False",
         "tests/test_enable.py -k fprop_dgrad_and_wgrad",
+    ),
+    Mutant(
+        "accelerate multiplies a layer scale into the filter and not into the bias in front of it",
+        "jaxconv/accelerate/linear.py",
+        "bias = bias if bias is None or self.shifted else _scaled(bias, scale, 0)",
+        "bias = bias",
+        "tests/test_accelerate.py -k numbers_per_channel",
+    ),
+    Mutant(
+        "accelerate takes a layer scale in float16, where it vanishes",
+        "jaxconv/accelerate/linear.py",
+        "if z.dtype == jnp.float16 or not all(isinstance(extent, int) for extent in extents):",
+        "if not all(isinstance(extent, int) for extent in extents):",
+        "tests/test_accelerate.py -k no_scale",
+    ),
+    Mutant(
+        "accelerate takes a batch-norm's scale for a layer's",
+        "jaxconv/accelerate/linear.py",
+        "return found if found is not None and free(found[0]) else None",
+        "return found",
+        "tests/test_accelerate.py -k stays_its",
+    ),
+    Mutant(
+        "a call that reads a forked value twice is the fork that its batch-norm's sums come from",
+        "jaxconv/accelerate/rewrite.py",
+        "if sum(u is v for u in node.inputs) > 1:",
+        "if False:",
+        "tests/test_batchnorm_fork.py -k blocks_of_one",
+    ),
+    Mutant(
+        "every depthwise kernel is said to add to its dgrad",
+        "cuda/conv/domain.cc",
+        'if (op == ConvOp::kDgradAdd && plan.kernel == "depthwise/rows_mma") {',
+        'if (op == ConvOp::kDgradAdd && family == "depthwise") {',
+        "tests/test_domain_edges.py -k 'adds and dgrad'",
+    ),
+    Mutant(
+        "patches are folded where a dgrad sums up for channels",
+        "cuda/conv/domain.cc",
+        "if (op == ConvOp::kDgradSums) return p;",
+        "",
+        "tests/test_batchnorm_fork.py -k patches",
     ),
 ]
 
