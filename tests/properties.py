@@ -1479,6 +1479,7 @@ def composites() -> Any:
 
 STATISTICS = ("train", "fast", "stopped", "stopped variance", "no scale", "no bias")
 BLOCKS = ("bottleneck", "bottleneck", "projection", "single", "twice", "depthwise", "head", "joined", "held")
+BLOCKS += ("scaled",)
 MODES: dict[str, Callable[[Any], Any]] = {
     "gradient": lambda f: jax.value_and_grad(lambda *a: total(f(*a)), (0, 1)),
     "of images": lambda f: jax.grad(lambda *a: total(f(*a)), 1),
@@ -1577,6 +1578,10 @@ class Residuals:
                 kept.append(jnp.sum(jnp.sin(conv(x, 4))))
             elif kind == "joined":
                 x = joined(norm(conv(x), how), norm(x, "train"))
+            elif kind == "scaled":  # a layer scale; the bias is before it or behind
+                y, b, g = conv(x, w=parameter(5, 5, 1, 8)), parameter(8), 1 + parameter(8)
+                y = act(y) @ parameter(8, 8) if how == "fast" else conv(act(y))
+                x = x + ((y + b) * g if first else y * g + b)
             elif kind == "held":  # the shortcut has no gradient
                 x = joined(norm(conv(x), how), lax.stop_gradient(x))
             if read:
