@@ -507,6 +507,20 @@ def highlights(runs: dict[str, Run]) -> str:
     return _markdown(head, rows, 1) + note if rows else NOTHING
 
 
+def beside_torch(runs: dict[str, Run]) -> str:
+    """A row for each training step that was measured in PyTorch too, on one device."""
+    rows = []
+    for run in runs.values():
+        of = {row["way"]: row for row in run["rows"] if row["devices"] == 1}
+        if "torch" in of and "accelerate" in of:
+            flax, _ = _over_flax(run, of["accelerate"])
+            ours, torch = (of[way]["ms"] for way in ("accelerate", "torch"))
+            times = [f"{torch:.1f} ms", f"{flax:.1f} ms" if flax else "", f"{ours:.1f} ms", f"{torch / ours:.2f}"]
+            rows.append([run["device"], training_step(run), *times])
+    head = ["GPU", "training step", "PyTorch, torch.compile", "XLA", "jaxconv", "PyTorch / jaxconv"]
+    return _markdown(head, rows, 2) if rows else NOTHING
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Pages and documents
 
@@ -521,6 +535,9 @@ def block(name: str, runs: dict[str, Run]) -> str:
         return kernels(runs)
     if name == "highlights":
         return highlights(runs)
+    if name == "torch":
+        alone = {k: r for k, r in runs.items() if r["op"] == "train" and not r["small"] and r["most_devices"] == 1}
+        return beside_torch(alone)
     if name == "train":
         alone = {k: r for k, r in runs.items() if r["op"] == "train" and not r["small"] and r["most_devices"] == 1}
         return train_summary(alone) if alone else NOTHING

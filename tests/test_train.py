@@ -72,6 +72,17 @@ def test_a_step_that_was_timed_without_flax_is_read_beside_the_newest_flax_step_
     assert "*" not in report.train_summary({"x": {**shared, "rows": alone}})
 
 
+def test_a_step_that_was_timed_in_pytorch_stands_beside_ours():
+    shared = {"model": "resnet50", "dtype": "bf16", "batch": 8, "image": 32, "device": "a GPU"}
+    rows = [
+        {"way": way, "devices": n, "ms": ms, "flax_ms": 6.0 if way == "accelerate" else None}
+        for way, n, ms in (("torch", 1, 5.0), ("accelerate", 1, 4.0), ("accelerate", 2, 3.0))
+    ]
+    text = report.beside_torch({"x": {**shared, "rows": rows}})
+    assert "| a GPU | resnet50, bf16, 8 x 32² | 5.0 ms | 6.0 ms | 4.0 ms | 1.25 |" in text
+    assert report.beside_torch({"x": {**shared, "rows": rows[1:]}}) == report.NOTHING
+
+
 @pytest.mark.parametrize(
     "model",
     [
