@@ -380,12 +380,38 @@ def _page(kernel: str, op: str) -> str:
 
 def _defaults(runs: dict[str, Run]) -> list[tuple[Run, Run]]:
     """(run, row) of every default choice, of problems in full size on accelerators."""
+    return _rows(runs, "ours")
+
+
+def _rows(runs: dict[str, Run], contender: str) -> list[tuple[Run, Run]]:
+    """The same of any contender."""
     return [
         (run, row)
         for run in runs.values()
         if run["op"] not in record.WHOLE and run["platform"] != "cpu" and not run["small"]
         for row in run["rows"]
-        if row["contender"] == "ours" and "ms" in row
+        if row["contender"] == contender and "ms" in row
+    ]
+
+
+def _of_one_device(found: Sequence[tuple[Run, Run]]) -> list[tuple[Run, Run, str]]:
+    """(run, row, what the case is called): of DEVICE, and of another what DEVICE has not, with its name."""
+
+    def key(run: Run, row: Run) -> tuple[str, ...]:
+        return run["op"], row["case"], row["problem"], _dtype(run)
+
+    def is_first(run: Run) -> bool:
+        return record.slug(run["device"]) == DEVICE
+
+    known = {key(run, row) for run, row in found if is_first(run)}
+    return [
+        (
+            run,
+            row,
+            row["case"] if is_first(run) else f"{row['case']}, {run['device'].removeprefix('NVIDIA ').split()[0]}",
+        )
+        for run, row in found
+        if is_first(run) or key(run, row) not in known
     ]
 
 
@@ -421,9 +447,9 @@ def by_case(runs: dict[str, Run], page: str) -> str:
     """A row for each problem of which a page's kernels run a pass by default; channels last, without float16."""
     op = page if page in BY_OP else "conv"
     found: dict[tuple[str, str, str], dict[str, tuple[Run, list[str]]]] = {}
-    for run, row in _defaults(runs):
+    for run, row, case in _of_one_device(_defaults(runs)):
         if run["op"] == op and run["layout"] != "NCHW" and run["dtype"] != "f16":
-            passes = found.setdefault((row["case"], row["problem"], _dtype(run)), {})
+            passes = found.setdefault((case, row["problem"], _dtype(run)), {})
             passes[row["pass"]] = row, kernels_of(row, op, _dtype(run))
     used_by = {
         key: {kernel: None for _, kernels in passes.values() for kernel in kernels if _page(kernel, op) == page}
@@ -446,20 +472,17 @@ def by_case(runs: dict[str, Run], page: str) -> str:
 
 
 CELLS = """
-A figure is milliseconds / fraction of the limit / XLA's time over it. Where another family or XLA is the default, it is
-named. float16, channels-first arrays, versions and dates: [recorded tables](../results/index.md).
+A figure is milliseconds / fraction of the limit / XLA's time over it, on an H200 where no other GPU is named. Where
+another family or XLA is the default, it is named. float16, channels-first arrays, versions and dates:
+[recorded tables](../results/index.md).
 """
 
 
 def by_force(runs: dict[str, Run], algorithm: str) -> str:
     """A row for each problem that an algorithm was forced to run on an accelerator."""
     found: dict[tuple[str, str, str], dict[str, Run]] = {}
-    for run in runs.values():
-        if run["platform"] == "cpu" or run["op"] in record.WHOLE or run["small"]:
-            continue
-        for row in run["rows"]:
-            if row["contender"] == f"ours:{algorithm}" and "ms" in row:
-                found.setdefault((row["case"], row["problem"], _dtype(run)), {})[row["pass"]] = row
+    for run, row, case in _of_one_device(_rows(runs, f"ours:{algorithm}")):
+        found.setdefault((case, row["problem"], _dtype(run)), {})[row["pass"]] = row
     if not found:
         return NOTHING
     names = list(dict.fromkeys(p for passes in found.values() for p in passes))

@@ -487,3 +487,25 @@ def test_the_models_in_pytorch_are_flaxs(name):
         theirs = module(torch.from_numpy(images).permute(0, 3, 1, 2)).numpy()
         ours = jax.jit(lambda v, x: model.apply(v, x, train=False))(variables, images)
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * np.abs(theirs).max())
+
+
+def test_a_page_of_a_family_has_one_gpus_figures_and_names_another_where_that_alone_was_measured():
+    def run(device: str, *names: str) -> dict[str, Any]:
+        shared = {"problem": "8x8", "pass": "fprop", "contender": "ours", "ms": 1.0}
+        rows = [{**shared, "case": name} for name in names]
+        return {
+            "op": "conv",
+            "device": device,
+            "dtype": "bf16",
+            "precision": None,
+            "platform": "gpu",
+            "small": False,
+        } | {"rows": rows}
+
+    runs = {"a": run("NVIDIA H100 80GB HBM3", "both", "one"), "b": run("NVIDIA H200", "both", "other")}
+    found = report._of_one_device(report._defaults(runs))
+    assert [(r["device"][7:11], name) for r, _, name in found] == [
+        ("H100", "one, H100"),
+        ("H200", "both"),
+        ("H200", "other"),
+    ]
