@@ -198,6 +198,31 @@ def test_a_scale_that_belongs_to_a_batch_norm_stays_its(form):
     check(f, *args, **kernels(accelerate(f), *args))
 
 
+@pytest.mark.skipif(jax.device_count() < 2, reason="a mesh takes two devices")
+@pytest.mark.parametrize("kind", (AxisType.Auto, AxisType.Explicit), ids=str)
+@pytest.mark.parametrize("split", ("images", "channels", "shard_map"))
+def test_a_layer_scale_on_a_mesh(split, kind):
+    def loss(x, w, b, g):
+        return jnp.mean(jnp.sin(x + (x @ w + b) * g))
+
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(kind,), devices=jax.devices()[:2])
+    images, channels = (None, "a") if split == "channels" else ("a", None)
+    specs = PartitionSpec(images), PartitionSpec(None, channels), PartitionSpec(channels), PartitionSpec(channels)
+    args = array(0, (8, 6, 6, 8)), array(1, (8, 8)), array(2, (8,)), array(3, (8,))
+
+    def gradient(f):
+        if split != "shard_map":
+            return jax.grad(f, (0, 1, 2, 3))
+        shards = jax.shard_map(lambda *a: lax.pmean(f(*a), "a"), mesh=mesh, in_specs=specs, out_specs=PartitionSpec())
+        return jax.grad(shards, (0, 1, 2, 3))
+
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(args, specs, strict=True)]
+        ours = jax.jit(gradient(accelerate(loss)))(*placed)
+    for a, b in zip(ours, jax.grad(loss, (0, 1, 2, 3))(*args), strict=True):
+        np.testing.assert_allclose(np.asarray(a), b, rtol=2e-5, atol=1e-7)
+
+
 def test_the_gradient_of_a_layer_scale_in_bfloat16_is_as_near_as_before():
     def loss(x, w, b, g, t, dtype):
         x, w, b, g = (a.astype(dtype) for a in (x, w, b, g))

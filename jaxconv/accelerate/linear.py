@@ -31,8 +31,8 @@ NO_ACTIVATION = Activation()
 def _scaled(a: Array, scale: Array, axis: int) -> Array:
     """a * scale along `axis`, rounded once; the sums of its gradient are at least float32."""
     wide = jnp.promote_types(a.dtype, jnp.float32)
-    shape = [-1 if i == axis else 1 for i in range(a.ndim)]
-    return (a.astype(wide) * scale.astype(wide).reshape(shape)).astype(a.dtype)
+    scale = jnp.expand_dims(scale, [i for i in range(a.ndim) if i != axis])
+    return (a.astype(wide) * scale.astype(wide)).astype(a.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
