@@ -796,13 +796,7 @@ CONV_BATCHNORM = tuple(
         _conv("r50.s4.3x3s2", 256, 14, 512, 512, 3, stride=2, padding=(0, 1), suite="models"),
         _conv("r50.s4.1x1c", 256, 7, 2048, 512, 1, suite="models"),
         _conv("r50.s4.down1x1s2", 256, 14, 1024, 2048, 1, stride=2, suite="models"),
-        _conv("x50.s2.1x1a", 256, 56, 256, 256, 1, suite="models"),
-        _conv("x50.s2.1x1b", 256, 28, 256, 512, 1, suite="models"),
-        _conv("x50.s3.1x1a", 256, 28, 512, 512, 1, suite="models"),
-        _conv("x50.s3.1x1b", 256, 14, 512, 1024, 1, suite="models"),
-        _conv("x50.s4.1x1a", 256, 14, 1024, 1024, 1, suite="models"),
-        _conv("x50.s4.1x1b", 256, 7, 1024, 2048, 1, suite="models"),
-        _conv("x50.s4.1x1c", 256, 7, 2048, 1024, 1, suite="models"),
+        *(case for case in MODELS_CONV if case.name.startswith("x50.") and case.groups == 1),
     )
 )
 
