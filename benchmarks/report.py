@@ -558,12 +558,9 @@ def block(name: str, runs: dict[str, Run]) -> str:
         return kernels(runs)
     if name == "highlights":
         return highlights(runs)
-    if name == "torch":
+    if name in ("train", "torch"):
         alone = {k: r for k, r in runs.items() if r["op"] == "train" and not r["small"] and r["most_devices"] == 1}
-        return beside_torch(alone)
-    if name == "train":
-        alone = {k: r for k, r in runs.items() if r["op"] == "train" and not r["small"] and r["most_devices"] == 1}
-        return train_summary(alone) if alone else NOTHING
+        return NOTHING if not alone else train_summary(alone) if name == "train" else beside_torch(alone)
     if name == "infer":
         some = {k: r for k, r in runs.items() if r["op"] == "infer" and not r["small"] and r["platform"] != "cpu"}
         return infer_summary(some) if some else NOTHING

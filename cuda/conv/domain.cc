@@ -30,7 +30,7 @@ ConvProblem OfSm90(ConvOp op, const ConvProblem& p) {
 std::string ConvRefusal(ConvOp op, const ConvProblem& p, const Plan& plan, const Device& device) {
   const std::string_view family = FamilyOf(plan.kernel), member = MemberOf(plan.kernel);
   if (plan.splits < 1) return "it needs splits of at least 1, got " + std::to_string(plan.splits);
-  if (op == ConvOp::kDgradAdd && plan.kernel == "depthwise/rows_mma") {
+  if (op == ConvOp::kDgradAdd && family == "depthwise" && conv::depthwise::AddsToDgrad(member)) {
     op = ConvOp::kDgrad;  // that is all the difference
   } else if (op == ConvOp::kDgradAdd && family != "sm90") {
     return "only sm90 and depthwise/rows_mma add on their way";

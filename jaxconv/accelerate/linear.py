@@ -76,7 +76,6 @@ class Fused:
     parts: list[str]
     fork: Fork | None = None
     layer: Node | None = None  # whose name it gets in profiles, where it is not the operation's own
-    bias: Value | None = None
     given: Operands | None = None  # of one operation: how its call reads what it takes
     activation: Activation = NO_ACTIVATION
     # Of a batch-norm: a call of it and the convolution that is given, which alone reads its result; `again`: what that
@@ -245,7 +244,6 @@ def _fuse_epilogue(
             call,
             [what, *(text for text, there in told if there)],
             fork_of(node, fork) if forks else None,
-            bias=b,
             given=given,
             activation=activation,
         )
@@ -452,7 +450,7 @@ def find_mlp(first: Dense, second: Dense) -> Fused | None:
     rest = [v for i, v in enumerate(second.fused.inputs) if i != x_place]
     parts = ", ".join(" + ".join(layer.fused.parts) for layer in (first, second))
     return dataclasses.replace(
-        second.fused, inputs=[*first.fused.inputs, *rest], call=call, parts=[f"mlp ({parts})"], bias=None, given=None
+        second.fused, inputs=[*first.fused.inputs, *rest], call=call, parts=[f"mlp ({parts})"], given=None
     )
 
 

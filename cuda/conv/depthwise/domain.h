@@ -150,6 +150,9 @@ inline std::string RefuseRowsMma(ConvOp op, const ConvProblem& p, const Device& 
   return counts ? "" : "it needs fewer than 2^30 rows in all strips and pixels in a strip's images";
 }
 
+// Whether dgrad by the kernel takes an array to add to its sums.
+inline bool AddsToDgrad(std::string_view kernel) { return kernel == "rows_mma"; }
+
 inline std::string Refusal(std::string_view kernel, ConvOp op, const ConvProblem& p,
                            const Device& device) {
   if (p.groups != p.c || p.c < 1 || p.k % p.c != 0) {
