@@ -32,7 +32,7 @@ from benchmarks.cases import (
     SqueezeExciteCase,
 )
 from benchmarks.check import EPSILON, MOMENTUM
-from jaxconv import _plan, batchnorm_shortcut
+from jaxconv import _plan
 from jaxconv import reference as formulas
 from jaxconv._activation import Activation
 from jaxconv._problem import (
@@ -43,8 +43,10 @@ from jaxconv._problem import (
     NormalisedConvProblem,
     parse_precision,
 )
-from jaxconv.batchnorm_conv import gradients, gradients_by_parts, normalised, normalised_wgrad
+from jaxconv.batchnorm import shortcut_backward
+from jaxconv.batchnorm import shortcut_problem as problem_of_shortcut
 from jaxconv.conv import dgrad_add, dgrad_sums, fprop, wgrad
+from jaxconv.conv_normalised import gradients_by_kernels, gradients_by_parts, normalised, normalised_wgrad
 from jaxconv.dense import dense_gradient
 
 Array = jax.Array
@@ -297,13 +299,14 @@ def _our_normalised(case: BatchNormConvCase, pass_: str, setting: Setting, **cho
 def _our_normalised_backward(p: NormalisedConvProblem, forced: bool, two: bool) -> Job:
     whole = BatchNormConvProblem(dataclasses.replace(p.norm, training=True), p.conv)
     plan = _plan.plan("conv_normalised_gradient", p, _plan.Device.default())
+    by_kernels = _plan.plan("batchnorm_conv_backward", whole, _plan.Device.default()).kernel == "normalised"
 
     def f(*args: Array) -> tuple[Array, ...]:
         if two:
             return tuple(gradients_by_parts(whole, *args))
         if forced and plan.implementation != "native":
             raise ValueError(plan.reason)
-        return tuple(gradients(whole, *args))
+        return tuple((gradients_by_kernels if by_kernels else gradients_by_parts)(whole, *args))
 
     names = ("x", "dy", "w", "scale", "bias", "mean", "var")
     kernels = ("conv_normalised_gradient", "conv_normalised_dx")
@@ -335,21 +338,23 @@ def _dgrad_sums_job(f: Callable[..., tuple[Array, ...]], kernels: tuple[str, ...
 
 def shortcut_problem(case: ShortcutCase, setting: Setting, **choice: Any) -> BatchNormProblem:
     dtype, shape = jnp.dtype(DTYPES[setting.dtype]).name, case.x_shape()
-    p = batchnorm_shortcut.problem(dtype, shape, len(shape) - 1, Activation("relu"))
+    p = problem_of_shortcut(dtype, shape, len(shape) - 1, Activation("relu"))
     return dataclasses.replace(p, **choice)
 
 
 def _our_shortcut(case: ShortcutCase, setting: Setting, **choice: Any) -> Job:
     """The algorithm "two" is two calls, each by a plan of its own."""
     p = shortcut_problem(case, setting, **({} if choice.get("algorithm") == "two" else choice))
-    if choice.get("algorithm") == "two" or not (any(choice.values()) or batchnorm_shortcut.takes_both(p)):
+    takes_both = _plan.plan("batchnorm_shortcut", p, _plan.Device.default()).kernel == "joined"
+    if choice.get("algorithm") == "two" or not (any(choice.values()) or takes_both):
         return _shortcut_job(_two_norms, ("batchnorm_infer", "batchnorm_backward"))
 
     def joined(x: Array, r: Array, scale: Array, bias: Array, dy: Array, *statistics: Array) -> tuple[Array, ...]:
         mean, var, mean_r, var_r = statistics
         norm, norm_r = ((scale, bias, m, lax.rsqrt(v + EPSILON)) for m, v in ((mean, var), (mean_r, var_r)))
-        y, *_ = batchnorm_shortcut.joined(p, x, *norm, r, *norm_r)
-        return y, *batchnorm_shortcut.gradients(p, x, dy, *norm, r, *norm_r)
+        norm, norm_r = tuple(norm), tuple(norm_r)
+        y, *_ = formulas.batchnorm_shortcut(p, x, *norm, r, *norm_r)
+        return y, *shortcut_backward(p, x, dy, *norm, r, *norm_r)
 
     return _shortcut_job(joined, ("batchnorm_shortcut_backward",))
 

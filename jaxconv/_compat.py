@@ -19,7 +19,7 @@ from jax._src.interpreters import mlir as lowerings
 from jax._src.lib import _jax
 from jax.experimental import jet
 from jax.extend.core import ClosedJaxpr, Literal, Primitive
-from jax.interpreters import mlir
+from jax.interpreters import ad, mlir
 from jaxlib.mlir import ir
 
 # Profiles, HLO metadata and print_saved_residuals name the caller's line instead of ours. (The function: 0.4 to 0.12.)
@@ -45,6 +45,40 @@ def needs_devices_to_lower(primitive: Primitive) -> None:
 def seen_by_checkify(primitive: Primitive) -> None:
     """Makes checkify's float checks look at the primitive's results, as at those of JAX's own. (The rule: 0.10 on.)"""
     checkify.error_checks[primitive] = functools.partial(checkify.nan_error_check, primitive)
+
+
+def checkified_inside(primitive: Primitive, program: Callable[..., ClosedJaxpr]) -> None:
+    """Makes checkify look at each equation of the program that `primitive` holds. (`checkify_jaxpr`: 0.10 to 0.12.)"""
+
+    def rule(error: Any, enabled: Any, *args: Any, **params: Any) -> Any:
+        return checkify.checkify_jaxpr(program(**params), enabled, error, *args)
+
+    checkify.error_checks[primitive] = rule
+
+
+def without_traced_constants(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Any]]:
+    """The jaxpr with the tracers among its constants as first arguments, and these. (`Jaxpr.replace`: 0.4 to 0.12.)"""
+    traced = [isinstance(const, jax.core.Tracer) for const in closed.consts]
+    if not any(traced):
+        return closed, []
+    jaxpr, pairs = closed.jaxpr, list(zip(closed.jaxpr.constvars, closed.consts, traced, strict=True))
+    names = jaxpr.debug_info._replace(arg_names=None)
+    invars = [*(v for v, _, is_traced in pairs if is_traced), *jaxpr.invars]
+    constvars = [v for v, _, is_traced in pairs if not is_traced]
+    jaxpr = jaxpr.replace(constvars=constvars, invars=invars, debug_info=names)
+    consts = [const for _, const, is_traced in pairs if not is_traced]
+    return ClosedJaxpr(jaxpr, consts), [const for _, const, is_traced in pairs if is_traced]
+
+
+def cotangent_type(aval: Any) -> Any:
+    """The type of a value's cotangent. (`to_ct_aval`: since 0.9; before it `to_tangent_aval`.)"""
+    tangent = aval.to_tangent_aval()
+    return tangent.to_ct_aval() if hasattr(tangent, "to_ct_aval") else tangent
+
+
+def zeros_of_type(aval: Any) -> Any:
+    """Zeros of a type: sharded and varying as it says. (`instantiate_zeros`: 0.4 to 0.12.)"""
+    return ad.instantiate_zeros(ad.Zero(aval))
 
 
 def seen_by_jet(primitive: Primitive, meaning: Callable[..., Any], bilinear: bool = False) -> None:

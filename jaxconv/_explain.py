@@ -116,11 +116,11 @@ def explain(f: Callable[..., Any], *, platform: str | None = None) -> Callable[.
         counts: dict[tuple[str, Any], int] = {}
         equations = list(_op.equations(jaxpr.jaxpr, device))
         for equation in equations:
-            made = _op.KERNELS.get(equation.primitive) or _op.COMPOSITES.get(equation.primitive)
+            made = _op.KERNELS.get(equation.primitive)
             if made is None:
                 continue
             # A kernel of arrays that types split is followed by the kernels of a shard.
-            if equation.primitive in _op.COMPOSITES or not _op.split_by_type(equation):
+            if not _op.split_by_type(equation):
                 key = made.name, equation.params["problem"]
                 counts[key] = counts.get(key, 0) + 1
         calls = [Call(op, problem, _plan.plan(op, problem, device), n) for (op, problem), n in counts.items()]

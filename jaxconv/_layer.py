@@ -9,15 +9,40 @@ from typing import Any
 import jax
 
 from jaxconv import _op
-from jaxconv._activation import activate_grad
+from jaxconv._activation import Activation, activate_grad
 
 Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class ActivationProblem:
+    """The derivative of an activation, of an array."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    activation: Activation
+
+
+# (kept, t) -> t * f'(z), `kept` the y or z that f's derivative is computed from: an op of its own, so that rules see it
+_gradient = _op.plain(
+    "activation_gradient",
+    lambda p, kept, t: [activate_grad(p.activation, kept, t)],
+    results=lambda p: [(p.shape, p.dtype)],
+)
+_op.by_reference(_gradient)
+
+
+def activation_gradient(activation: Activation, kept: Array | None, t: Array) -> Array:
+    """t * f'(z); t itself where there is no activation."""
+    if activation.name == "none":
+        return t
+    return _gradient(ActivationProblem(tuple(t.shape), t.dtype.name, activation), kept, t)[0]
 
 
 def rules(
     call: Callable[..., list[Array]],  # (p, x, w, ...) -> y, and z where p saves it
     tangents: Callable[..., list[Array]],  # (p, x, w, a tangent or None for each operand) -> summands of z's tangent
-    # (p, x, w, dz, want, addend= for x's, where `_op.fork` gives one) -> a cotangent (or None) for each operand
+    # (p, x, w, dz, want) -> a cotangent (or None) for each operand
     cotangents: Callable[..., list[Array | None]],
 ) -> _op.Rules:
     """The rule pair of `call`, whose results are y, and z where the problem saves it.
@@ -33,15 +58,13 @@ def rules(
         kept = {None: None, "y": outs[0], "z": outs[-1]}[p.activation.residual]
         return outs, (x, w, kept)
 
-    def backward(
-        p: Any, residuals: Any, given: Sequence[Array | None], want: Sequence[bool], **addend: Array | None
-    ) -> Sequence[Array | None]:
+    def backward(p: Any, residuals: Any, given: Sequence[Array | None], want: Sequence[bool]) -> Sequence[Array | None]:
         """dz = dy * f'(z) + the cotangent of z itself."""
         x, w, kept = residuals
         dy, *direct = given
-        parts = [] if dy is None else [activate_grad(p.activation, kept, dy)]
+        parts = [] if dy is None else [activation_gradient(p.activation, kept, dy)]
         parts += [ct for ct in direct if ct is not None]
-        return cotangents(p, x, w, parts[0] if len(parts) == 1 else parts[0] + parts[1], want, **addend)
+        return cotangents(p, x, w, parts[0] if len(parts) == 1 else parts[0] + parts[1], want)
 
     def tangent(p: Any, residuals: Any, given: Sequence[Array | None]) -> list[Array]:
         x, w, kept = residuals

@@ -143,66 +143,56 @@ KERNELS: dict[Primitive, Kernel] = {}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Composite:
-    """A primitive that is always lowered to other kernels and jnp: which, the plan says.
+class Plain:
+    """An op without a kernel: it is what it means, in jnp and other ops.
 
-    It is a primitive so that the choice waits for the device, and so that it can have a derivative rule of its own.
+    It is a primitive so that rules find it, or so that it can have a derivative that is not that of its meaning.
     """
 
     name: str
     results: Callable[[Any], list[tuple[tuple[int, ...], str]]]  # as a Kernel's
-    parts: Callable[[Any, _plan.Plan | None], Callable[..., list[Array]]]  # (problem, plan) -> a function of arrays
+    meaning: Callable[..., list[Array]]  # (problem, *arrays) -> results
     primitive: Primitive
 
     def __call__(self, problem: Any, *args: Array) -> list[Array]:
         return self.primitive.bind(*match_varying(*args), problem=problem)
 
 
-COMPOSITES: dict[Primitive, Composite] = {}
+PLAIN: dict[Primitive, Plain] = {}
 
 
-def composite(
+def plain(
     name: str,
+    meaning: Callable[..., list[Array]],
     *,
     results: Callable[[Any], list[tuple[tuple[int, ...], str]]],
-    parts: Callable[[Any, _plan.Plan | None], Callable[..., list[Array]]],
     batch: Callable[..., tuple[list[Array], list[int]]] | None = None,
-) -> Composite:
+) -> Plain:
     """Makes the primitive `jaxconv_<name>` with everything but its differentiation rule.
 
-    `parts` gets None for a plan where none is made: under vmap, for shapes, and on platforms without native code.
-    `batch` is as a Kernel's. None maps the parts: for a composite whose derivative is that of its parts.
+    `batch` is as a Kernel's: for an op whose derivative is not that of its meaning, which must stay that op where it is
+    mapped before it is differentiated. None maps the meaning.
     """
     primitive = Primitive(f"jaxconv_{name}")
-    primitive.multiple_results = True
-    made = Composite(name, results, parts, primitive)
-    primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
 
-    def abstract_eval(*avals: ShapedArray, problem: Any) -> Any:
-        if all(a.sharding.mesh.empty for a in avals):
-            return [ShapedArray(shape, np.dtype(dtype)) for shape, dtype in results(problem)]
-        return list(jax.make_jaxpr(parts(problem, None))(*avals).out_avals)
+    def of_problem(*args: Array, problem: Any) -> list[Array]:
+        return meaning(problem, *args)
 
-    primitive.def_abstract_eval(abstract_eval)
+    _define(primitive, results, of_problem)
+    if batch is not None:
 
-    def batching_rule(args: Sequence[Array], dims: Sequence[int | None], *, problem: Any) -> Any:
-        if batch is not None and batch_size(args, dims) > 0:
-            return batch(problem, list(args), list(dims))
-        outs = jax.vmap(parts(problem, None), in_axes=tuple(dims))(*args)
-        return outs, [0] * len(outs)
+        def batching_rule(args: Sequence[Array], dims: Sequence[int | None], *, problem: Any) -> Any:
+            if batch_size(args, dims) > 0:
+                return batch(problem, list(args), list(dims))
+            outs = jax.vmap(functools.partial(meaning, problem), in_axes=tuple(dims))(*args)
+            return outs, [0] * len(outs)
 
-    batching.primitive_batchers[primitive] = batching_rule
-    _compat.needs_devices_to_lower(primitive)
-    _compat.seen_by_checkify(primitive)
-    _compat.seen_by_jet(primitive, lambda problem: parts(problem, None))
-    mlir.register_lowering(primitive, functools.partial(_lower_composite, made, None))
-    for platform in PLATFORMS:
-        mlir.register_lowering(primitive, functools.partial(_lower_composite, made, platform), platform=platform)
-    COMPOSITES[primitive] = made
+        batching.primitive_batchers[primitive] = batching_rule
+    made = PLAIN[primitive] = Plain(name, results, meaning, primitive)
     return made
 
 
-# The meaning of linear twins and forks: a function of their operands and parameters, made of kernels and jnp
+# The meaning of linear twins and plain ops: a function of their operands and parameters, made of kernels and jnp
 MEANINGS: dict[Primitive, Callable[..., list[Array]]] = {}
 
 
@@ -232,20 +222,22 @@ def _define(primitive: Primitive, results: Callable[[Any], list[Any]], meaning: 
     mlir.register_lowering(primitive, mlir.lower_fun(meaning, multiple_results=True))
 
 
-def inner_jaxprs(equation: Any, device: _plan.Device | None = None) -> Iterator[Any]:
-    """The jaxprs that an equation runs; of a linear twin or a fork that of its meaning, of a composite its parts'.
+# Primitives that hold a program: a function of an equation and a device, that returns the jaxpr which it runs there
+REGIONS: dict[Primitive, Callable[..., Any]] = {}
 
-    `device` decides which parts; without one they are those that no plan chose. With one, a kernel whose operands'
-    types say how they are split runs the program of a shard.
+
+def inner_jaxprs(equation: Any, device: _plan.Device | None = None) -> Iterator[Any]:
+    """The jaxprs that an equation runs; of a linear twin or a plain op that of its meaning.
+
+    With a device, a region is what rules make of it there, and a kernel whose operands' types say how they are split
+    runs the program of a shard.
     """
+    if equation.primitive in REGIONS:
+        yield REGIONS[equation.primitive](equation, device)
+        return
     if equation.primitive in MEANINGS:
         meaning = functools.partial(MEANINGS[equation.primitive], **equation.params)
         yield jax.make_jaxpr(meaning)(*(v.aval for v in equation.invars)).jaxpr
-        return
-    if equation.primitive in COMPOSITES:
-        made, problem = COMPOSITES[equation.primitive], equation.params["problem"]
-        parts = made.parts(problem, device and _plan.plan(made.name, problem, device))
-        yield jax.make_jaxpr(parts)(*(v.aval for v in equation.invars)).jaxpr
         return
     if equation.primitive in KERNELS and device is not None:
         made, problem = KERNELS[equation.primitive], equation.params["problem"]
@@ -362,17 +354,6 @@ def lowered_for(ctx: mlir.LoweringRuleContext, platform: str) -> _plan.Device:
     return _plan.Device.of(platform, _compat.device_of(ctx, platform))
 
 
-def _lower_composite(
-    made: Composite, platform: str | None, ctx: mlir.LoweringRuleContext, *operands: Any, problem: Any
-) -> Any:
-    plan = None
-    if platform is not None and not _OPAQUE.get():
-        opaque = _compat.partitioning(ctx) == "opaque" and _sharding.explicit_mesh(ctx.avals_in) is None
-        device = dataclasses.replace(lowered_for(ctx, platform), partitioned=opaque)
-        plan = _plan.plan(made.name, problem, device)
-    return mlir.lower_fun(made.parts(problem, plan), multiple_results=True)(ctx, *operands)
-
-
 def _minor_to_major(aval: ShapedArray, layout: Layout | None) -> Layout:
     return tuple(reversed(range(aval.ndim) if layout is None else layout))
 
@@ -430,17 +411,19 @@ def with_addend(made: Kernel, bare: Kernel, left: Callable[..., Array], right: C
     ad.primitive_transposes[made.primitive] = transpose
 
 
-def by_reference(made: Kernel | Composite) -> None:
-    """The derivative rule of what nobody trains through at full speed: a kernel's is that of its reference, a
-    composite's that of its parts where no plan chose them."""
-
-    def reference(problem: Any, *args: Array) -> list[Array]:
-        return list(made.reference(problem, *args) if isinstance(made, Kernel) else made.parts(problem, None)(*args))
-
+def by_reference(made: Kernel | Plain) -> None:
+    """The derivative rule of what nobody trains through at full speed: a kernel's is that of its reference, a plain
+    op's that of its meaning."""
+    reference = made.reference if isinstance(made, Kernel) else made.meaning
     multiple_results = made.primitive.multiple_results
 
     def jvp(primals: Sequence[Array], tangents: Sequence[Any], *, problem: Any) -> Any:
-        outs, tangents_out = _jvp_of_varied(functools.partial(reference, problem), primals, tangents)
+        of_problem = functools.partial(reference, problem)
+        outs, tangents_out = _jvp_of_varied(lambda *args: list(of_problem(*args)), primals, tangents)
+        tangents_out = [
+            ad.Zero(jax.typeof(out).to_tangent_aval()) if _whole_numbers(out.dtype) else t
+            for out, t in zip(outs, tangents_out, strict=True)
+        ]
         return (outs, tangents_out) if multiple_results else (outs[0], tangents_out[0])
 
     def transpose(cts: Any, *operands: Any, problem: Any) -> Any:
@@ -451,7 +434,7 @@ def by_reference(made: Kernel | Composite) -> None:
             args = list(operands)
             for i, value in zip(linear, some, strict=True):
                 args[i] = value
-            return reference(problem, *args)
+            return list(reference(problem, *args))
 
         like = [jax.ShapeDtypeStruct(operands[i].aval.shape, operands[i].aval.dtype) for i in linear]
         back = jax.linear_transpose(of_linear, *like)([ad.instantiate_zeros(ct) for ct in cts])
@@ -501,7 +484,7 @@ class Rules:
     tangent: Callable[..., list[Array]]
 
 
-def fuse(made: Kernel | Composite | Fork, rules: Rules) -> Primitive:
+def fuse(made: Kernel | Plain, rules: Rules) -> Primitive:
     """Gives `made` the derivative that `rules` state, in both modes and any order. Returns the linear twin."""
     twin = Primitive(f"{made.primitive.name}_tangent")
 
@@ -509,7 +492,7 @@ def fuse(made: Kernel | Composite | Fork, rules: Rules) -> Primitive:
         """Results of whole numbers have none."""
         return [(shape, dtype) for shape, dtype in made.results(problem) if not _whole_numbers(dtype)]
 
-    name = made.of.primitive.name if isinstance(made, Fork) else made.primitive.name
+    name = made.primitive.name
 
     def split(operands: Sequence[Any], tree: Any, nonzero: tuple[bool, ...]) -> tuple[Any, list[Any]]:
         residuals = jax.tree.unflatten(tree, operands[: tree.num_leaves])
@@ -555,69 +538,6 @@ def fuse(made: Kernel | Composite | Fork, rules: Rules) -> Primitive:
     ad.primitive_jvps[twin] = twin_jvp
     ad.primitive_transposes[twin] = twin_transpose
     return twin
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Fork:
-    """An op that returns its first argument too, in front of its results: for whoever else uses that argument.
-
-    Their gradient then comes to the op's own backward, which may add it to its own on the way. JAX would add the two in
-    a pass of its own: two reads and a write.
-    """
-
-    of: Kernel | Composite
-    results: Callable[[Any], list[tuple[tuple[int, ...], str]]]
-    primitive: Primitive
-
-
-def fork(
-    made: Kernel | Composite,
-    run: Callable[..., list[Array]],  # (problem, *args) -> made's results
-    argument: Callable[[Any], tuple[tuple[int, ...], str]],  # problem -> (shape, dtype) of the first argument
-    rules: Rules,  # made's; the backward also takes `addend`, what is to be added to the first argument's cotangent
-) -> Callable[..., tuple[Array, list[Array]]]:
-    """A function of (problem, *args) that returns the first of args, for its other users, and the op's results."""
-
-    def whole(*args: Array, problem: Any) -> list[Array]:
-        return [args[0], *run(problem, *args)]
-
-    def forward(problem: Any, *args: Array) -> tuple[list[Array], Any]:
-        outs, residuals = rules.forward(problem, *args)
-        return [args[0], *outs], residuals
-
-    def backward(problem: Any, residuals: Any, given: Sequence[Array | None], want: Sequence[bool]) -> Any:
-        passed, *rest = given
-        if all(ct is None for ct in rest):
-            return [passed] + [None] * (len(want) - 1)
-        return rules.backward(problem, residuals, rest, want, addend=passed)
-
-    def tangent(problem: Any, residuals: Any, tangents: Sequence[Array | None]) -> list[Array]:
-        return [tangents[0], *rules.tangent(problem, residuals, tangents)]
-
-    primitive = Primitive(f"{made.primitive.name}_fork")
-    forked = Fork(made, lambda p: [argument(p), *made.results(p)], primitive)
-    _define(primitive, forked.results, whole)
-    fuse(forked, Rules(rules.saving, forward, backward, tangent))
-    jvp = ad.primitive_jvps[primitive]
-
-    def jvp_of_fork(primals: Sequence[Array], tangents: Sequence[Any], *, problem: Any) -> Any:
-        if type(tangents[0]) is not ad.Zero:
-            return jvp(primals, tangents, problem=problem)
-        # Nobody asks for the argument's gradient.
-        outs, outs_t = _jvp_of_varied(functools.partial(whole, problem=problem), primals, tangents)
-        return outs, [tangents[0], *outs_t[1:]]
-
-    ad.primitive_jvps[primitive] = jvp_of_fork
-
-    def call(problem: Any, *args: Array) -> tuple[Array, list[Array]]:
-        # Where types say how arrays are split or over what they vary, arguments go through conversions of JAX's; but
-        # not the first one, which its other users take as it is.
-        varying = match_varying(*args)
-        same = varying[0] is args[0] and _sharding.explicit_mesh([jax.typeof(a) for a in args]) is None
-        passed, *outs = primitive.bind(*varying, problem=problem) if same else whole(*args, problem=problem)
-        return passed, outs
-
-    return call
 
 
 # ----------------------------------------------------------------------------------------------------------------------

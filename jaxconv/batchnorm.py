@@ -242,8 +242,46 @@ dx_of_sums = _op.kernel(
     batch=_op.batch_by_instances(lambda: dx_of_sums),
     partition=lambda p: _partition(p, "xxpppppp" + "x" * p.of_dz.residual, "x"),
 )
+
+
+def shortcut_problem(dtype: str, shape: tuple[int, ...], channel_axis: int, activation: Activation) -> BatchNormProblem:
+    """Two batch-norms that an addition joins, of x and r of that shape, a residual block's last one and its shortcut's:
+    y = f(z),  z = (x - mean) * rstd * scale + bias + (r - mean_r) * rstd_r * scale_r + bias_r. Epsilons are in rstd."""
+    return BatchNormProblem("batchnorm_shortcut", dtype, shape, channel_axis, True, 0.0, 0.0, activation)
+
+
+def _shortcut_shard(whole: BatchNormProblem, p: BatchNormProblem, split: _sharding.Split, *args: Array) -> list[Array]:
+    mesh_axes = _reduced_mesh_axes(split)
+    if not mesh_axes:
+        return shortcut_backward(p, *args)
+    inside = _inside(whole, p, split)
+    if inside is not None:  # x and r too: a NaN times a dy of zero is NaN
+        args = tuple(jnp.where(inside, a, 0) if i in (0, 1, 6) else a for i, a in enumerate(args))
+    total = functools.partial(jax.lax.psum, axis_name=mesh_axes)
+    return reference.batchnorm_shortcut_backward(p, *args, total=total, count=whole.reduced)
+
+
+def _batch_shortcut(p: BatchNormProblem, args: list[Array], dims: list[int | None]) -> tuple[list[Array], list[int]]:
+    """Instances have sums of their own, which the kernel has not."""
+    outs = jax.vmap(functools.partial(reference.batchnorm_shortcut_backward, p), in_axes=tuple(dims))(*args)
+    return outs, [0] * len(outs)
+
+
+# (x, dy, scale, bias, mean, rstd, r, scale_r, bias_r, mean_r, rstd_r) -> dscale, dbias, which is dbias_r too, dscale_r,
+# dx, dr, of x and r with these statistics
+shortcut_backward = _op.kernel(
+    "batchnorm_shortcut_backward",
+    reference=reference.batchnorm_shortcut_backward,
+    results=lambda p: [_param(p)] * 3 + [_x(p)] * 2,
+    wire=lambda p, plan: _wire(p, 11, 5),
+    batch=_batch_shortcut,
+    partition=lambda p: _partition(p, "xxppppxpppp", "pppxx", _shortcut_shard),
+    multiple_results=True,
+)
 _op.by_reference(infer)
+_op.by_reference(signs)
 _op.by_reference(backward)
+_op.by_reference(shortcut_backward)
 _op.by_reference(dx_of_sums)
 _op.by_reference(moments)
 
@@ -262,21 +300,14 @@ def train_backward(
     residuals: Any,
     cotangents: Sequence[Array | None],
     want: Sequence[bool],
-    of_dy: Sequence[Array] | None = None,
 ) -> list[Array | None]:
-    """The kernel for the cotangent of y; those of the statistics, where there are any, are added to dx.
-
-    `of_dy`: (dscale, dbias, dx) of the cotangent of y from somewhere else; then `cotangents` has none, and there is no
-    residual.
-    """
+    """The kernel for the cotangent of y; those of the statistics, where there are any, are added to dx."""
     x, scale, bias, mean, rstd, kept = residuals
     dy, d_new_mean, d_new_var, d_mean, d_rstd = cotangents
     want_x, want_scale, want_bias, want_running_mean, want_running_var, *rest = want
     want_residual = bool(rest and rest[0])
     dx = dscale = dbias = dresidual = None
-    if of_dy is not None:
-        dscale, dbias, dx = of_dy
-    elif dy is not None and (want_x or want_scale or want_bias or want_residual):
+    if dy is not None and (want_x or want_scale or want_bias or want_residual):
         q = replace(p, residual=kept is not None, want_dx=want_x, want_dresidual=want_residual)
         dscale, dbias, *big = backward(q, x, dy, scale, bias, mean, rstd, *([] if kept is None else [kept]))
         dx = big[0] if want_x else None
@@ -352,10 +383,10 @@ _op.fuse(train, RULES)
 
 # (x, scale, bias, running_mean, running_var, mean, var, residual?) -> as train, whose derivative it has: mean and var
 # are x's own, so that what depends on them depends on x, and nothing on the arrays they came in.
-given = _op.composite(
+given = _op.plain(
     "batchnorm_given",
+    _train_with,
     results=lambda p: [_x(p)] + [_param(p)] * 4,
-    parts=lambda p, plan: functools.partial(_train_with, p),
     batch=_op.batch_by_instances(lambda: given),
 )
 

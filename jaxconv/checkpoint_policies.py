@@ -5,8 +5,7 @@
 jax's own policies that speak of dots do not know jaxconv's kernels. These do, and they compose with any of jax's
 through `jax.checkpoint_policies.save_from_both_policies`. Under differentiation the results of fused ops also carry
 names, for `jax.checkpoint_policies.save_only_these_names`: "jaxconv_conv", "jaxconv_dense", "jaxconv_batchnorm_train",
-"jaxconv_batchnorm_given", "jaxconv_batchnorm_shortcut", "jaxconv_conv_batchnorm", "jaxconv_batchnorm_conv",
-"jaxconv_mlp", "jaxconv_groupnorm", "jaxconv_max_pool", "jaxconv_squeeze_excite".
+"jaxconv_batchnorm_given", "jaxconv_groupnorm", "jaxconv_max_pool", "jaxconv_squeeze_excite".
 """
 
 from __future__ import annotations
@@ -14,31 +13,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jaxconv._op import Composite, Kernel
-from jaxconv.batchnorm import given, infer, train
-from jaxconv.batchnorm_conv import chain, normalised, normalised_wgrad
-from jaxconv.batchnorm_fork import opened
-from jaxconv.batchnorm_shortcut import joined
+from jaxconv._op import Kernel, Plain
+from jaxconv.batchnorm import given, infer, signs, train
 from jaxconv.conv import conv_add, conv_kernel, dgrad, dgrad_add, dgrad_sums, fprop, statistics, wgrad
-from jaxconv.conv_batchnorm import pair
+from jaxconv.conv_normalised import normalised, normalised_wgrad
 from jaxconv.dense import dense_gradient, dense_kernel, matmul
 from jaxconv.groupnorm import norm
-from jaxconv.mlp import pair as mlp
 from jaxconv.pool import kernel as max_pool
 from jaxconv.squeeze_excite import excite
 
-# of a pair everything: y comes out of its convolution
 _CONVS = (
     *(fprop, dgrad, dgrad_add, dgrad_sums, wgrad, conv_kernel, conv_add, statistics),
-    *(pair, chain, normalised, normalised_wgrad),
+    *(normalised, normalised_wgrad),
 )
-_DENSES = (matmul, dense_kernel, dense_gradient, mlp)
-_NORMS = (train, infer, given, joined, opened, norm)
+_DENSES = (matmul, dense_kernel, dense_gradient)
+_NORMS = (train, infer, given, signs, norm)
 _POOLS = (max_pool,)
 _EXCITES = (excite,)
 
 
-def _of(kernels: Sequence[Kernel | Composite], primitive: Any, params: dict[str, Any]) -> bool:
+def _of(kernels: Sequence[Kernel | Plain], primitive: Any, params: dict[str, Any]) -> bool:
     """Whether a value is the result of one of `kernels`, directly or by its name."""
     return any(primitive is k.primitive or params.get("name") == k.primitive.name for k in kernels)
 

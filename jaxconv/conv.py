@@ -425,17 +425,6 @@ dgrad_sums = _op.kernel(
 _op.by_reference(dgrad_sums)
 
 
-def input_gradient(
-    p: ConvProblem, dy: Array, w: Array, addend: Array | None = None, norm: Sequence[Array] | None = None
-) -> Any:
-    """dx, and what else is to be added to it. With `norm`, (signs, x, mean, rstd) of dgrad_sums, its three results."""
-    if norm is None:
-        return dgrad(p, dy, w) if addend is None else dgrad_add(p, dy, w, addend)
-    if addend is None:
-        return reference.through_relu(p.channel_axis, dgrad(p, dy, w), *norm)
-    return dgrad_sums(p, dy, w, addend, *norm)
-
-
 # statistics: fprop, and from its epilogue the mean and biased variance of y's channels
 statistics = _op.kernel(
     "conv_statistics",
@@ -481,13 +470,11 @@ conv_add = _op.kernel(
 )
 
 
-def _cotangents(
-    p: ConvProblem, x: Array, w: Array, dz: Array, want: Sequence[bool], addend: Array | None = None
-) -> list[Array | None]:
-    """dx = dgrad(dz, w) + addend; dw = wgrad(x, dz); db = sum of dz; dresidual = dz."""
+def _cotangents(p: ConvProblem, x: Array, w: Array, dz: Array, want: Sequence[bool]) -> list[Array | None]:
+    """dx = dgrad(dz, w); dw = wgrad(x, dz); db = sum of dz; dresidual = dz."""
     bare = p.bare()
     grads: list[Array | None] = [
-        input_gradient(bare, dz, w, addend) if want[0] else None,
+        dgrad(bare, dz, w) if want[0] else None,
         wgrad(bare, x, dz) if want[1] else None,
     ]
     if p.bias:
@@ -517,15 +504,8 @@ def with_residual(p: ConvProblem, x: Array, w: Array, *rest: Array) -> list[Arra
     return _conv_then_add(p, x, w, *rest) if p.empty else conv_add(p, x, w, *rest)
 
 
-RULES = _layer.rules(conv_kernel, _tangents, _cotangents)
-_op.fuse(conv_kernel, RULES)
+_op.fuse(conv_kernel, _layer.rules(conv_kernel, _tangents, _cotangents))
 _op.fuse(conv_add, _layer.rules(conv_add, _tangents, _cotangents))
-# (problem, x, w, b?) -> x, for its other users, and conv's results
-fork = _op.fork(conv_kernel, _any, lambda p: (p.x_shape, p.dtype), _layer.rules(_any, _tangents, _cotangents))
-# (problem, x, w, b?, residual) -> the same of conv_add
-fork_add = _op.fork(
-    conv_add, with_residual, lambda p: (p.x_shape, p.dtype), _layer.rules(with_residual, _tangents, _cotangents)
-)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -539,19 +519,15 @@ def _conv(name: str, nd: int, x: Any, w: Any, b: Any, residual: Any, **options: 
     return _run(ConvProblem.infer(name, nd, x, w, b, residual=residual, **options), x, w, b, residual)
 
 
-def _run(
-    p: ConvProblem, x: Array, w: Array, b: Array | None, residual: Array | None = None, forks: bool = False
-) -> Any:
-    """What the public functions return; with `forks` (x, that), and x's other users take theirs from it."""
+def _run(p: ConvProblem, x: Array, w: Array, b: Array | None, residual: Array | None = None) -> Any:
+    """What the public functions return."""
     if p.activation.name == "none" and (not p.bias or residual is not None):  # z is y there
         run = replace(p, save_preactivation=False)
     else:
         run = p
     args = [x, w, *(a for a in (b, residual) if a is not None)]
-    call, split = (_any, fork) if residual is None else (with_residual, fork_add)
-    passed, outs = split(run, *args) if forks and not p.empty else (x, call(run, *args))
-    result = (outs[0], outs[-1]) if p.save_preactivation else outs[0]
-    return (passed, result) if forks else result
+    outs = (_any if residual is None else with_residual)(run, *args)
+    return (outs[0], outs[-1]) if p.save_preactivation else outs[0]
 
 
 @overload

@@ -1,16 +1,14 @@
-"""Convolution and batch-norm as a pair: the public function, its two compositions and its differentiation rules."""
+"""Convolution and batch-norm as a pair: the public function, and what the pair is in inference."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxconv import _op, _plan, _problem, batchnorm_fork
+from jaxconv import _problem
 from jaxconv._activation import Activation, activate
 from jaxconv._problem import ConvBatchNormProblem
 from jaxconv._types import (
@@ -24,90 +22,11 @@ from jaxconv._types import (
     Precision,
     ToActivation,
 )
-from jaxconv.batchnorm import given, norm_tangent, parameters, train, train_backward
-from jaxconv.conv import _any, fprop, input_gradient, statistics, wgrad, with_residual
+from jaxconv.batchnorm import parameters, train
+from jaxconv.conv import _any, with_residual
+from jaxconv.joints import region
 
 replace = dataclasses.replace
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Training. A function of (x, w, scale, bias, running_mean, running_var, residual?), z the convolution's result:
-# -> y, new_mean, new_var, and where they are saved z, mean, rstd
-
-
-def _two_calls(p: ConvBatchNormProblem, x: Array, w: Array, *rest: Array) -> list[Array]:
-    z = fprop(p.conv, x, w)
-    y, new_mean, new_var, mean, rstd = train(p.norm, z, *rest)
-    return [y, new_mean, new_var] + [z, mean, rstd] * p.save
-
-
-def _with_statistics(p: ConvBatchNormProblem, x: Array, w: Array, *rest: Array) -> list[Array]:
-    """z is written once and read once."""
-    z, *moments = statistics(p.conv, x, w)
-    y, new_mean, new_var, mean, rstd = given(p.norm, z, *rest[:4], *moments, *rest[4:])
-    return [y, new_mean, new_var] + [z, mean, rstd] * p.save
-
-
-def _parts(p: ConvBatchNormProblem, plan: _plan.Plan | None) -> Any:
-    fused = plan is not None and plan.algorithm == "statistics"
-    return functools.partial(_with_statistics if fused else _two_calls, p)
-
-
-def _results(p: ConvBatchNormProblem) -> list[tuple[tuple[int, ...], str]]:
-    y, parameter = (p.conv.y_shape, p.conv.dtype), (p.norm.param_shape, p.norm.param_dtype)
-    return [y, parameter, parameter] + [y, parameter, parameter] * p.save
-
-
-pair = _op.composite("conv_batchnorm", results=_results, parts=_parts)
-
-
-def _forward(p: ConvBatchNormProblem, *args: Array) -> tuple[list[Array], Any]:
-    """Residuals: x and w for the convolution, those of batchnorm's for it."""
-    x, w, scale, bias, _, _, *residual = args
-    outs = pair(p, *args)
-    _, _, _, z, mean, rstd = outs
-    kept = residual[0] if residual and p.norm.activation.residual else None
-    return outs, (x, w, (z, scale, bias, mean, rstd, kept))
-
-
-def _backward(
-    p: ConvBatchNormProblem,
-    residuals: Any,
-    cotangents: Sequence[Array | None],
-    want: Sequence[bool],
-    addend: Array | None = None,  # to x's
-    norm: Sequence[Array] | None = None,  # in front of x, as `conv.input_gradient` takes it
-) -> list[Any]:
-    x, w, norm_residuals = residuals
-    dy, d_new_mean, d_new_var, dz_direct, d_mean, d_rstd = cotangents
-    want_x, want_w, *want_rest = want
-    dz, *rest = train_backward(
-        p.norm, norm_residuals, [dy, d_new_mean, d_new_var, d_mean, d_rstd], [want_x or want_w, *want_rest]
-    )
-    if dz is not None and dz_direct is not None:
-        through_norm = any(ct is not None for ct in (dy, d_new_mean, d_new_var, d_mean, d_rstd))
-        dz = dz + dz_direct if through_norm else dz_direct
-    dx = input_gradient(p.conv, dz, w, addend, norm) if want_x else None
-    dw = wgrad(p.conv, x, dz) if want_w else None
-    return [dx, dw, *rest]
-
-
-def _tangent(p: ConvBatchNormProblem, residuals: Any, tangents: Sequence[Array | None]) -> list[Array]:
-    x, w, norm_residuals = residuals
-    tx, tw, *rest = tangents
-    parts = [] if tx is None else [fprop(p.conv, tx, w)]
-    parts += [] if tw is None else [fprop(p.conv, x, tw)]
-    tz = sum(parts[1:], parts[0]) if parts else None
-    ty, t_new_mean, t_new_var, tmean, trstd = norm_tangent(p.norm, norm_residuals, [tz, *rest])
-    return [ty, t_new_mean, t_new_var, jnp.zeros_like(ty) if tz is None else tz, tmean, trstd]
-
-
-_RULES = _op.Rules(lambda p: replace(p, save=True), _forward, _backward, _tangent)
-_op.fuse(pair, _RULES)
-# (problem, x, w, ...) -> x, for its other users, and pair's results
-fork = _op.fork(pair, pair, lambda p: (p.conv.x_shape, p.conv.dtype), _RULES)
-# The same of an x that `batchnorm_fork.opened` gave, and of what it gave besides
-fork_opened = batchnorm_fork.fork(pair, pair, lambda p: (p.conv.x_shape, p.conv.dtype, p.conv.channel_axis), _RULES)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -199,51 +118,39 @@ def conv_batchnorm(
     Differentiable in every array, to any order, in both modes. Source: the merging of the tiles' (mean, M2) is that of
     Chan, Golub and LeVeque 1983.
     """
-    return _call(**locals())[1]
-
-
-def forked(*args: Any, **options: Any) -> tuple[Array, tuple[Array, Array, Array]]:
-    """x, for its other users, and `conv_batchnorm`'s results; every argument is given."""
-    return _call(*args, **options, forks=True)
-
-
-def with_statistics(*args: Any, forks: bool = False, **options: Any) -> Any:
-    """The convolution's result, and the running statistics of `conv_batchnorm`; with `forks` (x, that)."""
-    passed, outs = _call(*args, **options, forks=forks, statistics=True)
-    return (passed, outs) if forks else outs
-
-
-def _call(
-    x: Any,
-    w: Any,
-    scale: Any,
-    bias: Any,
-    running_mean: Any,
-    running_var: Any,
-    *,
-    residual: Any,
-    forks: bool = False,
-    statistics: bool = False,
-    opened: Sequence[Array] = (),
-    **options: Any,
-) -> tuple[Array, tuple[Array, Array, Array]]:
-    """`statistics`: z in the place of y, which nobody computes then. `opened`: of a fork, see `fork_opened`."""
     name = "conv_batchnorm"
     x, w = _problem.as_array(name, "x", x), _problem.as_array(name, "w", w)
     arrays = parameters(name, x, scale, bias, running_mean, running_var)
     residual = None if residual is None else _problem.as_array(name, "residual", residual)
-    p = ConvBatchNormProblem.infer(name, x, w, residual=residual, **arrays, **options)
+    p = ConvBatchNormProblem.infer(
+        name,
+        x,
+        w,
+        residual=residual,
+        **arrays,
+        training=training,
+        momentum=momentum,
+        epsilon=epsilon,
+        activation=activation,
+        layout=layout,
+        algorithm=algorithm,
+        implementation=implementation,
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        groups=groups,
+        precision=precision,
+    )
     if arrays["scale"] is None:
         arrays["scale"] = jnp.ones(p.norm.param_shape, p.norm.param_dtype)
     if arrays["bias"] is None:
         arrays["bias"] = jnp.zeros(p.norm.param_shape, p.norm.param_dtype)
     args = [x, w, *arrays.values(), *([] if residual is None else [residual])]
     if not p.norm.training:
-        return x, (inference(p, *args), arrays["running_mean"], arrays["running_var"])
-    p = replace(p, save=statistics)
-    if opened:
-        passed, outs = fork_opened(p, *args, *opened)
-    else:
-        passed, outs = fork(p, *args) if forks else (x, pair(p, *args))
-    y, new_mean, new_var, *saved = outs
-    return passed, (saved[0] if statistics else y, new_mean, new_var)
+        return inference(p, *args), arrays["running_mean"], arrays["running_var"]
+
+    def layers(x: Array, w: Array, *rest: Array) -> list[Array]:
+        return train(p.norm, *_any(p.conv, x, w), *rest)[:3]
+
+    y, new_mean, new_var = region.call(layers, *args)
+    return y, new_mean, new_var

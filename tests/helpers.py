@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxconv import _op, _plan
 from jaxconv._activation import Activation
+from jaxconv._plan import Device
 
 PLATFORM = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
 DEVICE = _plan.Device.current(PLATFORM)
@@ -80,12 +81,12 @@ def calls(f: Callable[..., Any], *args: Any) -> collections.Counter[str]:
 
 
 def equations(f: Callable[..., Any], *args: Any) -> collections.Counter[str]:
-    """How often each primitive occurs in f's jaxpr, at any depth; a fork is what it runs."""
+    """How often each primitive occurs in f's jaxpr, at any depth; a region is what rules make of it here."""
 
     def walk(jaxpr: Any) -> Iterator[str]:
         for equation in jaxpr.eqns:
-            if equation.primitive.name.endswith("_fork"):
-                for inner in _op.inner_jaxprs(equation):
+            if equation.primitive in _op.REGIONS or equation.primitive.name == "jaxconv_activation_gradient":
+                for inner in _op.inner_jaxprs(equation, Device.default()):
                     yield from walk(inner)
                 continue
             yield equation.primitive.name

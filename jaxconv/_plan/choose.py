@@ -91,20 +91,12 @@ def plan(op: str, problem: Any, device: Device) -> Plan:
         return _plan_shortcut(problem, device)
     if op == "batchnorm_signs":
         return _plan_signs(problem, device)
-    if op == "batchnorm_opened":
-        return Plan("calls", "the statistics are given, and the sums of the gradient made by a convolution behind it")
-    if op == "batchnorm_whole":
-        return Plan("calls", "it is its first argument")
-    if op == "batchnorm_given":
-        return Plan("calls", "the statistics are given: what is left is inference, and the running statistics' update")
     if op == "conv_add":
         return _plan_conv_add(problem, device)
     if op == "conv_dgrad_add":
         return _plan_dgrad_add(problem, device)
     if op == "conv_dgrad_sums":
         return _plan_dgrad_sums(problem, device)
-    if op == "mlp":
-        return Plan("calls", "two dense layers, each by a plan of its own", "two")
     if op == "dense_gradient":
         return _plan_dense_gradient(problem, device)
     forced = problem.algorithm is not None or problem.implementation == "native"

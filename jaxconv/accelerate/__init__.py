@@ -20,8 +20,8 @@ import jax
 from jax.extend.core import ClosedJaxpr
 
 from jaxconv import _compat
+from jaxconv._graph import Array
 from jaxconv.accelerate.activations import Activations
-from jaxconv.accelerate.graph import Array
 from jaxconv.accelerate.report import LISTENER, Report, heard_from_now_on, listening
 from jaxconv.accelerate.rewrite import Rewriting
 from jaxconv.accelerate.state import Arguments, KerasVariables, LinenVariables, PlainObjects, nnx_updates, unbound

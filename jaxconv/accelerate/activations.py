@@ -20,7 +20,7 @@ from jax import lax
 
 from jaxconv import _problem
 from jaxconv._activation import NAMES, Activation
-from jaxconv.accelerate.graph import Constant, Graph, Node, Value, meant, number_of, scalar_of
+from jaxconv._graph import Constant, Graph, Node, Value, meant, number_of, scalar_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

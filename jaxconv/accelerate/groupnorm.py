@@ -17,8 +17,8 @@ import numpy as np
 
 from jaxconv import _plan, _problem
 from jaxconv._activation import Activation
+from jaxconv._graph import Array, Value, bare, channels_of, number_of, operands_of, unconverted
 from jaxconv.accelerate.activations import Activated, Activations
-from jaxconv.accelerate.graph import Array, Value, bare, channels_of, number_of, operands_of, unconverted
 from jaxconv.accelerate.linear import Fused, Refusal
 from jaxconv.accelerate.norms import leads_only_to, squared
 from jaxconv.accelerate.report import GRADIENT

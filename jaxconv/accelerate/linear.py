@@ -3,8 +3,7 @@
 * lax's convolutions, with a bias per output channel, an array that is added and an activation that follow;
 * the gradients of images and filters in a derivative that the function takes itself, which lax writes as convolutions;
 * products (..., K) @ (K, N) that a bias per column or an activation follows;
-* numbers per output channel that multiply the result of either, as a layer scale does: they go into filter and bias;
-* two such layers in a row, where nobody else needs what the first one gives.
+* numbers per output channel that multiply the result of either, as a layer scale does: they go into filter and bias.
 """
 
 from __future__ import annotations
@@ -20,10 +19,8 @@ import jax.numpy as jnp
 from jaxconv import _enable, _fused, _problem
 from jaxconv._activation import Activation
 from jaxconv._enable import forms
-from jaxconv._problem import DenseProblem
+from jaxconv._graph import Array, Constant, Node, Value, channels_of, operands_of
 from jaxconv.accelerate.activations import Activations
-from jaxconv.accelerate.graph import Array, Constant, Fork, Node, Opened, Value, channels_of, operands_of
-from jaxconv.mlp import pair as mlp_pair
 
 NO_ACTIVATION = Activation()
 
@@ -74,16 +71,9 @@ class Fused:
     outputs: list[Value]
     call: Callable[..., Sequence[Array]]
     parts: list[str]
-    fork: Fork | None = None
     layer: Node | None = None  # whose name it gets in profiles, where it is not the operation's own
     given: Operands | None = None  # of one operation: how its call reads what it takes
     activation: Activation = NO_ACTIVATION
-    # Of a batch-norm: a call of it and the convolution that is given, which alone reads its result; `again`: what that
-    # call makes in the place of this one
-    then: Callable[[Node], Fused | None] | None = None
-    opened: Opened | None = None
-    again: Sequence[Value] = ()
-    pairs: Sequence[Node] = ()  # convolutions that calls of their own make with their statistics, for this one
 
 
 class Refusal(Exception):
@@ -141,11 +131,21 @@ class Before:
 
     node: Node
     bias: Value | None
-    trains: bool  # whether there is a pair of it and a batch-norm in training
 
     @property
     def what(self) -> str:
         return "conv" if self.node.name == "conv_general_dilated" else "dense"
+
+    def bare(self) -> Value:
+        """The convolution's result without what follows, made by a call of its own."""
+        node = self.node
+
+        def call(x: Array, w: Array) -> Sequence[Array]:
+            return [_fused.conv(x, w, None, NO_ACTIVATION, **window_of(node))]
+
+        alone = dataclasses.replace(node, outputs=[], call=call)
+        alone.outputs = [Value(node.outputs[0].aval, alone)]
+        return alone.outputs[0]
 
     def run(self) -> Callable[..., Array]:
         """The pair in inference: `_fused.linear_batchnorm_inference` of x, w, ..."""
@@ -167,11 +167,9 @@ def linear_before(z: Value, axis: int) -> Before | None:
         try:
             if node.name == "conv_general_dilated":
                 check_conv(node)
-                p, nd = node.params, len(z.shape) - 2
-                trains = _fused.conv_batchnorm_layout(p["dimension_numbers"], nd, p["lhs_dilation"], axis) is not None
-                return Before(node, bias, trains) if p["dimension_numbers"].out_spec[1] == axis else None
+                return Before(node, bias) if node.params["dimension_numbers"].out_spec[1] == axis else None
             check_dense(node)
-            return Before(node, bias, False) if axis == len(z.shape) - 1 else None
+            return Before(node, bias) if axis == len(z.shape) - 1 else None
         except Refusal:
             return None
 
@@ -197,14 +195,13 @@ def _fuse_epilogue(
     transposed: Node | None = None,
     *,
     adds: Callable[[Value], bool],
-    forks: bool = False,
     free: Callable[[Value], bool],
 ) -> Iterator[Fused]:
     """`run(x, w, b, activation, return_preactivation=)` in place of the node, its bias and its activation.
 
     And of the node that transposes its result, where run does that too. `filter`: which input that is, and the axis of
     its output channels. `adds`: whether run takes a value that is added behind the bias, as `residual=`; with it comes
-    first, then without. `forks`: run takes it too. `free`: whether a value is no part of a normalisation.
+    first, then without. `free`: whether a value is no part of a normalisation.
     """
     nodes = [node, *([transposed] if transposed else [])]
     c = nodes[-1].outputs[0]
@@ -224,17 +221,10 @@ def _fuse_epilogue(
         y = z if activated is None else activated.y
         given = operands(adds=r is not None)
 
-        def ran(*values: Array, **how: Any) -> Any:
-            x, w, bias, residual = given(values)
-            return run(x, w, bias, activation, return_preactivation=both, **residual, **how)
-
         def call(*values: Array) -> Sequence[Array]:
-            outs = ran(*values)
+            x, w, bias, residual = given(values)
+            outs = run(x, w, bias, activation, return_preactivation=both, **residual)
             return outs if both else [outs]
-
-        def fork(*values: Array) -> Sequence[Array]:
-            x, outs = ran(*values, forks=True)
-            return [x, *(outs if both else [outs])]
 
         told = [("bias", b), ("scale", g), ("residual", r), (str(activation), activated)]
         return Fused(
@@ -243,38 +233,15 @@ def _fuse_epilogue(
             [y, z] if both else [y],
             call,
             [what, *(text for text, there in told if there)],
-            fork_of(node, fork) if forks else None,
             given=given,
             activation=activation,
         )
 
     total, r = residual_after(z) or (z, None)
-    # An array that the convolution reads goes to its other users by a fork: their gradients are added on the way.
+    # An array that the convolution reads is left: its gradient is added up in the convolution's.
     if r is not None and r is not node.inputs[0] and adds(r):
         yield fused(total, r)
     yield fused(z, None)
-
-
-def fork_of(
-    conv: Node, call: Callable[..., Sequence[Array]], sums: Callable[[Opened], bool] | None = None
-) -> Fork | None:
-    """The fork of a convolution, where its gradient may have a way to add.
-
-    The cheapest is a 1x1 convolution that steps over pixels: it adds to those that it reads, where they lie. One that
-    does not step still has time for another operand, which the tiles of larger filters are not all made for. Of those
-    with groups depthwise ones have kernels that add.
-    """
-    p = conv.params
-    channels = conv.inputs[0].shape[p["dimension_numbers"].lhs_spec[1]]
-    if (
-        p["feature_group_count"] not in (1, channels)
-        or any(d > 1 for d in p["lhs_dilation"])
-        or conv.inputs[0].aval.weak_type
-    ):
-        return None
-    pointwise = all(conv.inputs[1].shape[a] == 1 for a in p["dimension_numbers"].rhs_spec[2:])
-    cost = 2 if not pointwise else 1 if set(p["window_strides"]) <= {1} else 0
-    return Fork(call, cost, sums)
 
 
 def check_conv(node: Node) -> None:
@@ -309,7 +276,7 @@ def find_conv(
     numbers = node.params["dimension_numbers"]
     run = functools.partial(_fused.conv, **window_of(node))
     filter = 1, numbers.rhs_spec[0]
-    return _fuse_epilogue(node, numbers.out_spec[1], activations, "conv", run, filter, adds=adds, forks=True, free=free)
+    return _fuse_epilogue(node, numbers.out_spec[1], activations, "conv", run, filter, adds=adds, free=free)
 
 
 def find_gradient(node: Node) -> Fused | None:
@@ -366,14 +333,9 @@ class Dense:
         return self.fused.outputs[0]
 
     @property
-    def count(self) -> int:
-        """Of what the fused call takes."""
-        return self.fused.given.count
-
-    def operands(self, values: Sequence[Any]) -> tuple[Any, Array, Array | None]:
-        """x, w (K, N) and the bias, of what the fused call takes; x may be None."""
-        a, b, bias, _ = self.fused.given(values)
-        return (b, a.T, bias) if self.swapped else (a, b, bias)
+    def activates(self) -> bool:
+        """Whether its only result is an activation's."""
+        return self.fused.activation != NO_ACTIVATION and len(self.fused.outputs) == 1
 
     def refuse_bare(self) -> None:
         if len(self.fused.parts) == 1:
@@ -417,71 +379,6 @@ def source_of(second: Dense) -> Value:
             break
         v = u
     return v
-
-
-def find_mlp(first: Dense, second: Dense) -> Fused | None:
-    """The two layers as one call, where the second reads what the first's activation gives, and nobody else does."""
-    path = [second.x]
-    while path[-1] is not first.y:
-        path.append(path[-1].node.inputs[0])
-    alone = len(first.fused.outputs) == 1 and all(only_user(v) is not None for v in path)
-    if not alone or first.fused.activation == NO_ACTIVATION:
-        return None
-    both, x_place = len(second.fused.outputs) > 1, 1 if second.swapped else 0
-
-    def call(*values: Array) -> Sequence[Array]:
-        x, w1, bias1 = first.operands(values[: first.count])
-        rest: list[Any] = list(values[first.count :])
-        rest.insert(x_place, None)  # is the first one's result
-        _, w2, bias2 = second.operands(rest)
-        outs = _fused.mlp(
-            x,
-            w1,
-            bias1,
-            w2,
-            bias2,
-            activation=first.fused.activation,
-            out_activation=second.fused.activation,
-            precision=(first.precision, second.precision),
-            return_preactivation=both,
-        )
-        return [out.reshape(v.shape) for out, v in zip(outs, second.fused.outputs, strict=True)]
-
-    rest = [v for i, v in enumerate(second.fused.inputs) if i != x_place]
-    parts = ", ".join(" + ".join(layer.fused.parts) for layer in (first, second))
-    return dataclasses.replace(
-        second.fused, inputs=[*first.fused.inputs, *rest], call=call, parts=[f"mlp ({parts})"], given=None
-    )
-
-
-OWN_DENSES = ("jaxconv_dense", "jaxconv_matmul")
-
-
-def find_own_mlp(node: Node) -> Fused | None:
-    """Two of jaxconv's own dense layers in a row, where nobody else needs what the first one's activation gives."""
-    second, h = node.params["problem"], node.inputs[0]
-    before = h.node
-    if before is None or before.name != "jaxconv_dense" or h.users != [node] or len(before.outputs) != 1:
-        return None
-    first = before.params["problem"]
-    if first.activation == NO_ACTIVATION or not (_is_layer(first) and _is_layer(second)):
-        return None
-    p = _problem.MlpProblem(dataclasses.replace(first, name="mlp"), dataclasses.replace(second, name="mlp"))
-    parts = ", ".join(_told(q) for q in (first, second))
-    inputs = [*before.inputs, *node.inputs[1:]]
-    return Fused([node], inputs, node.outputs, lambda *args: mlp_pair(p, *args), [f"mlp ({parts})"], layer=before)
-
-
-def _told(p: DenseProblem) -> str:
-    """ "dense + bias + gelu" """
-    told = ["dense", "bias" if p.bias else "", "" if p.activation == NO_ACTIVATION else str(p.activation)]
-    return " + ".join(filter(None, told))
-
-
-def _is_layer(p: DenseProblem) -> bool:
-    """Whether it is x @ w with nothing but a bias per column and an activation, and nothing is asked for."""
-    plain = not (p.trans_x or p.trans_w or p.addend) and p.batch is None and p.alpha == 1.0
-    return plain and p.bias in (None, "column") and p.implementation is None and p.algorithm is None
 
 
 def _swapped(node: Node) -> Node | None:

@@ -1,7 +1,7 @@
 """Batch-norms: (x - mean) / sqrt(var + epsilon), with the scale, bias, residual add and activation that follow.
 
 Where mean and variance are those of x over every axis but one it is training, and they become results of the call as
-well; otherwise it is inference. With the convolution that makes x, where nobody else needs x, it is `conv_batchnorm`.
+well; otherwise it is inference, folded into the convolution or product that makes x where nobody else needs x.
 """
 
 from __future__ import annotations
@@ -12,23 +12,16 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxconv import _fused, _problem
+from jaxconv import _problem
 from jaxconv._activation import Activation
-from jaxconv._problem import ConvProblem
+from jaxconv._graph import Array, Node, Value, bare, channels_of, number_of, operands_of, unconverted
 from jaxconv.accelerate.activations import Activated, Activations
-from jaxconv.accelerate.graph import Array, Node, Opened, Value, bare, channels_of, number_of, operands_of, unconverted
-from jaxconv.accelerate.linear import Before, Fused, Refusal, check_conv, fork_of, linear_before, window_of
+from jaxconv.accelerate.linear import Before, Fused, Refusal, linear_before
 from jaxconv.accelerate.report import GRADIENT
 from jaxconv.batchnorm import batchnorm
-from jaxconv.batchnorm_conv import chosen
-from jaxconv.batchnorm_fork import open_up, takes_sums
-from jaxconv.batchnorm_fork import problem as opened_problem
-from jaxconv.batchnorm_shortcut import join, takes_both
-from jaxconv.batchnorm_shortcut import problem as shortcut_problem
 from jaxconv.conv_batchnorm import inference
 
 
@@ -275,283 +268,156 @@ def _needs(values: Sequence[Value], x: Value) -> bool:
     return False
 
 
-def _statistics_alone(n: Normalised) -> dict[str, Any]:
-    """A batch-norm's arguments where its mean and variance are asked for, and not its result.
-
-    With no momentum the running statistics become those of the batch.
-    """
-    return dict(training=True, momentum=0.0, epsilon=n.epsilon, activation=None, residual=None)
-
-
-def _with_statistics(conv: Node, z: Value, n: Normalised, channels: int, params: Any) -> list[Value]:
-    """z, the convolution's result, and its mean and variance, (channels,) of `params`: values that one call makes."""
-
-    def call(*operands: Array, forks: bool = False) -> Sequence[Array]:
-        zeros = jnp.zeros(channels, params)
-        results = _fused.conv_batchnorm(
-            *(*operands, None, None, zeros, zeros),
-            **(window_of(conv) | _statistics_alone(n)),
-            channel_axis=n.axis,
-            forks=forks,
-            statistics=True,
-        )
-        return [results[0], *results[1]] if forks else results
-
-    fork = fork_of(conv, functools.partial(call, forks=True))
-    pair = Node(conv.order, conv.inputs, [], conv.eqn, conv.name_stack, call, fork)
-    row = jax.ShapeDtypeStruct((channels,), params)
-    pair.outputs = [Value(aval, pair, i) for i, aval in enumerate((z.aval, row, row))]
-    return pair.outputs
-
-
 def find_batchnorm(
     n: Normalised, activations: Activations, linear_of: Callable[[Value, int], Before | None]
 ) -> Iterator[Fused]:
     """The replacements, those that take in most first: a residual may need what only comes later.
 
-    `linear_of`: the convolution or product that makes a value, where there is one that no other call has taken. The
-    norm and that which makes n.x are a pair if nobody else needs its result, neither for the norm's own operands
-    (statistics that are not those of training, a residual).
+    `linear_of`: the convolution or product that makes a value, where there is one that no other call has taken. In
+    inference the norm is folded into it, if nobody else needs its result, neither for the norm's own operands
+    (statistics that are not those of training, a residual). In training the bias in between is left out: it shifts the
+    mean, and the result is centred again.
     """
-    x0 = unconverted(n.x)
-    before = linear_of(x0, n.axis)
-    channels = n.x.shape[n.axis]
-    is_mean = _is_mean(n.mean, n.axis, lambda u: unconverted(u) is x0)
-    training = is_mean and _is_variance_of(n.var, x0, n.axis)
-    if training and _is_compared(n.var):
-        raise Refusal(f"its gradient is {GRADIENT}")
-    if training:
-        kind = "batchnorm (training)"
-    else:
-        kind = "batchnorm (given statistics)" if _needs([n.mean, n.var], x0) else "batchnorm (inference)"
-    y = n.result
-    if len(y.users) == 1 and y.users[0] is not None and y.users[0].name == "convert_element_type":
-        narrowed = y.users[0].outputs[0]
-        y = narrowed if jnp.issubdtype(narrowed.dtype, jnp.floating) else y
-    # Computed in x's dtype where the result has it; else in that in which the function does.
-    dtype = x0.dtype if y.dtype == x0.dtype else n.result.dtype
-    if {dtype.name, y.dtype.name} - set(_problem.DTYPES):
-        raise Refusal(f"its types are {x0.dtype} -> {y.dtype}")
-    params = jnp.float64 if dtype == jnp.float64 else jnp.float32
-    x = x0 if jnp.promote_types(x0.dtype, dtype) == dtype else n.x
+    norm = _Norm.of(n, linear_of(unconverted(n.x), n.axis))
+    y = norm.y
+    if len(y.users) == 1 and y.users[0] is not None and y.users[0].name == "add":
+        total = y.users[0].outputs[0]
+        for left, right in operands_of(total, "add"):
+            like = left is y and right is not y and right.shape == y.shape and right.dtype == y.dtype
+            folds = norm.before is not None and not norm.training
+            if like and not (folds and added_later(norm.before.node, right)):
+                yield from _with_activation(norm, total, right, activations)
+    yield from _with_activation(norm, y, None, activations)
 
-    def row(a: Array) -> Array:
-        return a.reshape(channels).astype(params)
 
-    def alone(outputs: Sequence[Value], operands: Sequence[Value]) -> bool:
-        """Whether `before` is there, and nobody needs its result but the call that has these."""
-        same = before is not None and x is x0 and dtype == x0.dtype
-        return same and leads_only_to(x0, outputs) and not _needs(operands, x0)
+def _with_activation(norm: _Norm, z: Value, residual: Value | None, activations: Activations) -> Iterator[Fused]:
+    activated = activations.after(z)
+    if activated is not None and activated.hides(z):
+        yield norm.replaced(z, activated.y, residual, activated)
+    yield norm.replaced(z, z, residual, None)
 
-    def made(z: Value, out: Value, residual: Value | None, activated: Activated | None) -> Fused:
+
+@dataclasses.dataclass(frozen=True)
+class _Norm:
+    """A batch-norm that jaxconv has."""
+
+    of_x: Normalised
+    before: Before | None  # what makes x
+    training: bool
+    kind: str
+    x: Value
+    y: Value  # narrowed, where that is all that becomes of the result
+    dtype: Any  # that it is computed for
+
+    @classmethod
+    def of(cls, n: Normalised, before: Before | None) -> _Norm:
+        x0 = unconverted(n.x)
+        is_mean = _is_mean(n.mean, n.axis, lambda u: unconverted(u) is x0)
+        training = is_mean and _is_variance_of(n.var, x0, n.axis)
+        if training and _is_compared(n.var):
+            raise Refusal(f"its gradient is {GRADIENT}")
+        given = "given statistics" if _needs([n.mean, n.var], x0) else "inference"
+        y = n.result
+        if len(y.users) == 1 and y.users[0] is not None and y.users[0].name == "convert_element_type":
+            narrowed = y.users[0].outputs[0]
+            y = narrowed if jnp.issubdtype(narrowed.dtype, jnp.floating) else y
+        # Computed in x's dtype where the result has it; else in that in which the function does.
+        dtype = x0.dtype if y.dtype == x0.dtype else n.result.dtype
+        if {dtype.name, y.dtype.name} - set(_problem.DTYPES):
+            raise Refusal(f"its types are {x0.dtype} -> {y.dtype}")
+        x = x0 if jnp.promote_types(x0.dtype, dtype) == dtype else n.x
+        same = x is x0 and dtype == x0.dtype
+        return cls(
+            n, before if same else None, training, f"batchnorm ({'training' if training else given})", x, y, dtype
+        )
+
+    @property
+    def channels(self) -> int:
+        return self.of_x.x.shape[self.of_x.axis]
+
+    @property
+    def parameters(self) -> Any:
+        return jnp.float64 if self.dtype == jnp.float64 else jnp.float32
+
+    def row(self, a: Array) -> Array:
+        return a.reshape(self.channels).astype(self.parameters)
+
+    def replaced(self, z: Value, out: Value, residual: Value | None, activated: Activated | None) -> Fused:
+        """The call that makes `out`, of all that is behind x; z is what the activation is of."""
+        n, training = self.of_x, self.training
         activation = activated.activation if activated else Activation()
         outputs = [out, n.mean, n.var] if training else [out]
         # By place: a scale or bias may be the mean or the variance itself.
         operands = [*([] if training else [n.mean, n.var]), *n.scales, *([n.bias] if n.bias else [])]
         operands += [residual] if residual else []
-        pair = alone(outputs, operands) and (before.trains or not training)
-        made_by = before.node if pair else None
-        shift = before.bias if pair else None
-
-        def call(*values: Array, forks: bool = False, opened: Sequence[Array] = ()) -> Sequence[Array]:
-            given = iter(values)
-            operands = [next(given), next(given)] if made_by else [next(given).astype(dtype)]
-            shifted = row(next(given)) if shift else None
-            mean, var = (None, None) if training else (row(next(given)), row(next(given)))
-            scales = [row(next(given)) for _ in n.scales]
-            bias = row(next(given)) if n.bias else None
-            if shift and not training:  # (z + shift) - mean = z - (mean - shift)
-                mean = mean - shifted
-            scale = functools.reduce(jnp.multiply, scales) if scales else None
-            added = next(given).astype(dtype) if residual else None
-            if made_by and not training:
-                how = dict(epsilon=n.epsilon, activation=activation, residual=added)
-                return [before.run()(*operands, scale, bias, mean, var, **how).astype(out.dtype)]
-            # With no momentum the running statistics become those of the batch.
-            zeros = jnp.zeros(channels, params)
-            run = functools.partial(_fused.conv_batchnorm, **window_of(made_by)) if made_by else batchnorm
-            results = run(
-                *operands,
-                scale,
-                bias,
-                zeros if mean is None else mean,
-                zeros if var is None else var,
-                training=training,
-                momentum=0.0,
-                epsilon=n.epsilon,
-                activation=activation,
-                residual=added,
-                channel_axis=n.axis,
-                **({"forks": True} if forks else {}),
-                **({"opened": opened} if opened else {}),
-            )
-            passed, (result, mean, var) = results if forks else (None, results)
-            outs = [passed] * forks + [result.astype(out.dtype)]
-            if training:
-                # The bias shifts the mean of its convolution's result, and the result is centred again.
-                mean = mean + shifted if shift else mean
-                outs += [s.reshape(v.shape).astype(v.dtype) for s, v in ((mean, n.mean), (var, n.var))]
-            return outs
-
-        parts = [kind, *(["residual"] if residual else []), *([str(activation)] if activated else [])]
-        parts = [before.what, *(["bias"] if shift else []), *parts] if made_by else parts
-        linear = list(made_by.inputs) if made_by else [x]
-        if made_by and not training:  # rounded once, after the folding
-            linear[1] = _unrounded(linear[1])
-        inputs = [*linear, *([shift] if shift else []), *operands]
-        nodes = [n.result.node, *([z.node] if residual else []), *(activated.nodes if activated else [])]
-        avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in linear]
-        own: ConvProblem | None = None  # of the convolution in the pair
-        if made_by and training and x0.dtype == dtype == out.dtype:
-            own = _fused.conv_problem(window_of(made_by), n.axis, *avals)
-
-        def sums(of: Opened) -> bool:
-            return own is not None and takes_sums(of.before, of.norm, own)
-
-        def opened(*values: Array) -> Sequence[Array]:
-            given = iter(values)
-            operands = [next(given), next(given)]
-            scales = [row(next(given)) for _ in n.scales]
-            ones, zeros = jnp.ones(channels, params), jnp.zeros(channels, params)
-            bias = row(next(given)) if n.bias else zeros
-            z, mean, var = _fused.conv_batchnorm(
-                *(*operands, None, None, zeros, zeros),
-                **(window_of(made_by) | _statistics_alone(n)),
-                channel_axis=n.axis,
-                statistics=True,
-            )
-            scale = functools.reduce(jnp.multiply, scales, ones)
-            y, rest = open_up(opens.norm, z, scale, bias, mean, var, next(given))
-            statistics = [s.reshape(v.shape).astype(v.dtype) for s, v in ((mean, n.mean), (var, n.var))]
-            return [y, *statistics, *rest]
-
-        opens = None
-        if own is not None and residual is not None and activated and not shift and residual.dtype == dtype:
-            opens = Opened(opened, own, opened_problem(dtype.name, x0.shape, n.axis, n.epsilon, activation))
-        fork = fork_of(made_by, functools.partial(call, forks=True), sums) if made_by and training else None
-
-        def then(second: Node) -> Fused | None:
-            """With the convolution that alone reads the result, where the plan is one that normalises what it reads."""
-            same = training and residual is None and x is x0 and x0.dtype == dtype == out.dtype
-            if not same or shift or out.users != [second] or second.inputs[0] is not out:
-                return None
-            try:
-                check_conv(second)
-            except Refusal:
-                return None
-            windows = window_of(made_by) if made_by else None, window_of(second)
-            arrays = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (*linear, second.inputs[1])]
-            p = _fused.batchnorm_conv_problem(*windows, n.axis, n.epsilon, activation, *arrays)
-            if p is None or chosen(p).kernel == "two":
-                return None
-
-            def both(*values: Array, forks: bool = False) -> Sequence[Array]:
-                given = iter(values)
-                operands = [next(given) for _ in linear]
-                scales = [row(next(given)) for _ in n.scales]
-                bias = row(next(given)) if n.bias else None
-                scale = functools.reduce(jnp.multiply, scales) if scales else None
-                results = _fused.batchnorm_conv(p, *windows, operands, scale, bias, next(given), forks)
-                passed, (result, mean, var) = results if forks else (None, results)
-                statistics = [s.reshape(v.shape).astype(v.dtype) for s, v in ((mean, n.mean), (var, n.var))]
-                return [*[passed] * forks, result, *statistics]
-
-            return Fused(
-                [second],
-                [*inputs, second.inputs[1]],
-                [second.outputs[0], n.mean, n.var],
-                both,
-                [*parts, "conv"],
-                fork_of(made_by, functools.partial(both, forks=True)) if made_by else None,
-                again=(n.mean, n.var),
-            )
-
-        return Fused(nodes, inputs, outputs, call, parts, fork, made_by, then=then, opened=opens)
-
-    def joined(total: Value, right: Value) -> Fused | None:
-        """With the batch-norm that alone makes the other operand of the sum, a shortcut's, where the plan is to take
-        both in one."""
-        activated = activations.after(total)
-        r = right.node.inputs[0] if right.made_by == "convert_element_type" else right
-        other = find_normalised(r)
-        if other is None or activated is None or not activated.hides(total) or len(right.users) != 1:
-            return None
-        r0, out = unconverted(other.x), activated.y
-        same = r is right or len(r.users) == 1
-        same = same and other.axis == n.axis and {v.dtype for v in (x0, r0, right, y, out)} == {dtype}
-        if not training or not same or x is not x0 or not over_batch(other) or _needs([r0], x0) or _needs([x0], r0):
-            return None
-        if not _is_variance_of(other.var, r0, other.axis) or _is_compared(other.var):
-            return None
-        p = shortcut_problem(dtype.name, x0.shape, n.axis, activated.activation)
-        if not takes_both(p):
-            return None
-        of_both = [v for m in (n, other) for v in (*m.scales, *([m.bias] if m.bias else []))]
-
-        def paired(m: Normalised, z: Value) -> Node | None:
-            """The convolution that makes z, where its statistics may leave it with z."""
-            found = linear_of(z, m.axis)
-            fits = found is not None and found.trains and found.bias is None
-            return found.node if fits and leads_only_to(z, [out, m.mean, m.var]) and not _needs(of_both, z) else None
-
-        convs = [paired(n, x0), paired(other, r0)]
-        # Calls of their own: a convolution whose input leads to the other one's may be a fork then.
-        made_of = [
-            v
-            for conv, z, m in zip(convs, (x0, r0), (n, other), strict=True)
-            for v in ([z] if conv is None else _with_statistics(conv, z, m, channels, params))
-        ]
-
-        def call(*values: Array) -> Sequence[Array]:
-            given = iter(values)
-
-            def moments(m: Normalised, conv: Node | None) -> list[Array]:
-                """What m normalises, its mean and its variance."""
-                if conv is not None:
-                    return [next(given), next(given), next(given)]
-                z, zeros = next(given), jnp.zeros(channels, params)
-                _, *statistics = batchnorm(z, None, None, zeros, zeros, channel_axis=m.axis, **_statistics_alone(m))
-                return [z, *statistics]
-
-            def affine(m: Normalised) -> list[Array]:
-                scales = [row(next(given)) for _ in m.scales]
-                bias = row(next(given)) if m.bias else jnp.zeros(channels, params)
-                return [functools.reduce(jnp.multiply, scales, jnp.ones(channels, params)), bias]
-
-            (z, mean, var), (z_r, mean_r, var_r) = moments(n, convs[0]), moments(other, convs[1])
-            rstd, rstd_r = jax.lax.rsqrt(var + n.epsilon), jax.lax.rsqrt(var_r + other.epsilon)
-            result = join(p, z, *affine(n), mean, rstd, z_r, *affine(other), mean_r, rstd_r)
-            statistics = ((mean, n.mean), (var, n.var), (mean_r, other.mean), (var_r, other.var))
-            return [result, *(s.reshape(v.shape).astype(v.dtype) for s, v in statistics)]
-
-        shortcut = "the shortcut's" if convs[1] is None else "the shortcut's conv and batchnorm"
+        alone = self.before is not None and leads_only_to(self.x, outputs) and not _needs(operands, self.x)
+        before = self.before if alone and (not training or self.before.what == "conv") else None
+        shift = before.bias if before else None
+        folded = before.node if before and not training else None
+        parts = [self.kind, *(["residual"] if residual else []), *([str(activation)] if activated else [])]
+        parts = [before.what, *(["bias"] if shift else []), *parts] if before else parts
+        # Filters are rounded once, after the folding.
+        linear = [folded.inputs[0], _unrounded(folded.inputs[1])] if folded else [before.bare() if shift else self.x]
+        how = dict(shift=shift is not None, biased=n.bias is not None, adds=residual is not None, activation=activation)
+        call = functools.partial(self._inference if folded else self._alone, before, out, **how)
         return Fused(
-            [n.result.node, r.node, total.node, *activated.nodes],
-            [*made_of, *of_both],
-            [out, n.mean, n.var, other.mean, other.var],
+            [n.result.node, *([z.node] if residual else []), *(activated.nodes if activated else [])],
+            [*linear, *([shift] if shift else []), *operands],
+            outputs,
             call,
-            [*(["conv"] if convs[0] else []), kind, shortcut, str(activated.activation)],
-            again=(other.mean, other.var),
-            pairs=[conv for conv in convs if conv],
+            parts,
+            layer=folded,
         )
 
-    def with_activation(z: Value, residual: Value | None) -> Iterator[Fused]:
-        activated = activations.after(z)
-        if activated is not None and activated.hides(z):
-            yield made(z, activated.y, residual, activated)
-        yield made(z, z, residual, None)
+    def _given(
+        self, values: Iterator[Array], *, shift: bool, biased: bool, adds: bool
+    ) -> tuple[Array | None, list[Array], Array | None, Array | None, Array | None]:
+        """The bias in between, the statistics where they are given, scale, bias, and what is added."""
+        row = self.row
+        shifted = row(next(values)) if shift else None
+        statistics = [] if self.training else [row(next(values)), row(next(values))]
+        scales = [row(next(values)) for _ in self.of_x.scales]
+        bias = row(next(values)) if biased else None
+        scale = functools.reduce(jnp.multiply, scales) if scales else None
+        return shifted, statistics, scale, bias, next(values).astype(self.dtype) if adds else None
 
-    if len(y.users) == 1 and y.users[0] is not None and y.users[0].name == "add":
-        total = y.users[0].outputs[0]
-        for left, right in operands_of(total, "add"):
-            like = left is y and right is not y and right.shape == y.shape and right.dtype == y.dtype
-            folds = before is not None and not training
-            both = joined(total, right) if like else None
-            if both is not None:
-                yield both
-            if like and not (folds and added_later(before.node, right)):
-                yield from with_activation(total, right)
-    yield from with_activation(y, None)
+    def _inference(
+        self, before: Before, out: Value, *values: Array, activation: Activation, **how: bool
+    ) -> list[Array]:
+        given = iter(values)
+        linear = [next(given), next(given)]
+        shifted, (mean, var), scale, bias, added = self._given(given, **how)
+        if shifted is not None:  # (z + shift) - mean = z - (mean - shift)
+            mean = mean - shifted
+        options = dict(epsilon=self.of_x.epsilon, activation=activation, residual=added)
+        return [before.run()(*linear, scale, bias, mean, var, **options).astype(out.dtype)]
+
+    def _alone(self, _: Before | None, out: Value, *values: Array, activation: Activation, **how: bool) -> list[Array]:
+        given = iter(values)
+        x = next(given).astype(self.dtype)
+        shifted, statistics, scale, bias, added = self._given(given, **how)
+        if shifted is not None and statistics:
+            statistics = [statistics[0] - shifted, statistics[1]]
+        # With no momentum the running statistics become those of the batch.
+        mean, var = statistics or [jnp.zeros(self.channels, self.parameters)] * 2
+        result, mean, var = batchnorm(
+            x,
+            scale,
+            bias,
+            mean,
+            var,
+            training=self.training,
+            momentum=0.0,
+            epsilon=self.of_x.epsilon,
+            activation=activation,
+            residual=added,
+            channel_axis=self.of_x.axis,
+        )
+        if not self.training:
+            return [result.astype(out.dtype)]
+        mean = mean if shifted is None else mean + shifted
+        made = ((mean, self.of_x.mean), (var, self.of_x.var))
+        return [result.astype(out.dtype), *(s.reshape(v.shape).astype(v.dtype) for s, v in made)]
 
 
 def added_later(node: Node, r: Value) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from jax import lax
 
 from jaxconv import _problem, pool
-from jaxconv.accelerate.graph import Array, Node
+from jaxconv._graph import Array, Node
 from jaxconv.accelerate.linear import Fused, Refusal
 
 NAMES = ("reduce_window_max", "select_and_scatter_add")

@@ -13,25 +13,19 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
+from jaxconv._graph import Array, Constant, Graph, Node, Value, as_varying, channels_of, of_type
 from jaxconv.accelerate.activations import Activations
-from jaxconv.accelerate.graph import Array, Constant, Graph, Node, Value, as_varying, channels_of
 from jaxconv.accelerate.groupnorm import GroupNormalised, find_group_normalised, find_groupnorm
 from jaxconv.accelerate.layernorm import find_layer_normalised
 from jaxconv.accelerate.linear import (
-    OWN_DENSES,
-    Before,
     Dense,
     Fused,
     Refusal,
     find_conv,
     find_dense,
     find_gradient,
-    find_mlp,
-    find_own_mlp,
     linear_before,
     source_of,
 )
@@ -41,6 +35,7 @@ from jaxconv.accelerate.pools import find_pool
 from jaxconv.accelerate.report import GRADIENT, GRADIENTS, Finding, Report
 from jaxconv.accelerate.squeeze_excite import find_excited, find_squeeze_excite
 from jaxconv.accelerate.upsampling import find_upsampling
+from jaxconv.joints import region
 
 
 class Rewriting:
@@ -54,9 +49,6 @@ class Rewriting:
         self._maker: dict[Value, Node] = {}  # of the values that a fused call makes
         self._covered: set[Node] = set()  # what fused calls stand for
         self._inner: dict[Node, dict[str, Any]] = {}  # changed parameters of nodes with functions inside
-        self._norms: dict[Value, Fused] = {}  # of the values that batch-norms give
-        self._chained: set[Node] = set()  # convolutions that are part of a batch-norm's call
-        self._paired: set[Node] = set()  # those whose statistics a call takes that is made already
         self._normalising: set[Value] = set()  # what is between what is normalised and the result of that
         self._layers: dict[Value, Dense] = {}  # of the values that dense layers give, each a call of its own
         self._left: dict[Node, Finding] = {}  # what a later call may still take in
@@ -92,12 +84,10 @@ class Rewriting:
             if node in done:
                 continue
             if node in found:
-                if node in self._covered:  # by the batch-norm whose sum it is joined to
-                    continue
                 n = found[node]
                 if over_batch(n):
                     self.over_batch.append(str(node.name_stack))
-                candidates = functools.partial(find_batchnorm, n, self._activations, self._linear_before)
+                candidates = functools.partial(find_batchnorm, n, self._activations, linear_before)
                 self._try("batchnorm", node, n.x.shape, candidates)
             elif node in groups:
                 g = groups[node]
@@ -117,9 +107,6 @@ class Rewriting:
                 own = find_own_pair(node) if node.name == "jaxconv_batchnorm_infer" else None
                 if own is not None:
                     self._try("batchnorm", node, node.inputs[0].shape, lambda own=own: iter([own]))
-                two = find_own_mlp(node) if node.name in OWN_DENSES else None
-                if two is not None:
-                    self._try("dense", node, node.inputs[0].shape, lambda two=two: iter([two]))
             else:
                 self._look_inside(node)
 
@@ -139,31 +126,19 @@ class Rewriting:
             done.update(e.nodes if e.result in self._maker else [])
         return told, done
 
-    def _linear_before(self, z: Value, axis: int) -> Before | None:
-        found = linear_before(z, axis)
-        return None if found is not None and found.node in self._chained else found
-
     def _convs(self, node: Node) -> Iterator[Fused]:
         gradient = find_gradient(node) if "transpose(" in self._scopes(node) else None
         if gradient is not None:
             yield gradient
             return
-        found = list(find_conv(node, self._activations, lambda r: not added_later(node, r), self._free))
-        norm = self._norms.get(node.inputs[0]) if node not in self._paired else None
-        both = norm.then(node) if norm is not None and norm.then is not None else None
-        if both is not None and all(len(one.parts) == 1 for one in found):  # nothing follows it in a call of its own
-            self._chained.add(node)
-            yield both  # the batch-norm's own call is then of no use
-            self._chained.remove(node)
-        yield from found
+        yield from find_conv(node, self._activations, lambda r: not added_later(node, r), self._free)
 
     def _denses(self, node: Node) -> Iterator[Fused]:
         layer = find_dense(node, self._activations, self._free)
         before = self._layers.get(source_of(layer))
-        both = find_mlp(before, layer) if before is not None else None
-        if both is not None:
-            yield both  # the first one's own call is then of no use
-        layer.refuse_bare()
+        # A product whose x comes from a layer's activation takes part in that one's gradient.
+        if before is None or not before.activates:
+            layer.refuse_bare()
         self._layers[layer.y] = layer
         yield layer.fused
         del self._layers[layer.y]
@@ -187,12 +162,8 @@ class Rewriting:
                     continue
                 # It is named after the layer, not after the activation behind it.
                 layer, order = fused.layer or node, fused.nodes[-1].order
-                given = fused.inputs, fused.outputs, layer.eqn, layer.name_stack, fused.call, fused.fork, fused.opened
-                made = Node(order, *given)
+                made = Node(order, fused.inputs, fused.outputs, layer.eqn, layer.name_stack, fused.call)
                 self._covered.update(fused.nodes)
-                self._paired.update(fused.pairs)
-                if fused.then is not None:
-                    self._norms[fused.outputs[0]] = fused
                 self._maker.update(dict.fromkeys(fused.outputs, made))
                 if fused.layer in self._left:
                     self._report.remove(self._left.pop(fused.layer))
@@ -215,9 +186,7 @@ class Rewriting:
 
     def _fits(self, fused: Fused) -> bool:
         """Whether no other call stands for the same, and nothing that the call takes depends on what it makes."""
-        if self._covered.intersection(fused.nodes) or any(
-            v in self._maker and v not in fused.again for v in fused.outputs
-        ):
+        if self._covered.intersection(fused.nodes) or any(v in self._maker for v in fused.outputs):
             return False
         ends, seen, front = set(fused.outputs), set(), list(fused.inputs)
         while front:
@@ -273,58 +242,20 @@ class Rewriting:
         return new if isinstance(inside, ClosedJaxpr) else new.jaxpr
 
     # ---- evaluation
-    def _schedule(self) -> tuple[list[Node], set[Node]]:
-        """The nodes that are needed, each after what it takes, otherwise in the equations' order; and which are forks.
-
-        A value that a convolution and others use goes through the convolution to them, so that the gradients are added
-        in the convolution's: of several the one whose gradient adds for the least.
-        """
+    def _schedule(self) -> list[Node]:
+        """The nodes that are needed, each after what it takes, otherwise in the equations' order."""
         graph = self.graph
         effectful = [node for node in graph.nodes if node.eqn.effects]
         # effects stay in order
         before = {node: [earlier] for earlier, node in itertools.pairwise(effectful)}
 
-        def maker(v: Value) -> Node | None:
-            return self._maker.get(v, v.node)
-
         def needs(node: Node) -> list[Node]:
-            return [m for v in node.inputs if (m := maker(v)) is not None] + before.get(node, [])
+            makers = [self._maker.get(v, v.node) for v in node.inputs]
+            return [m for m in makers if m is not None] + before.get(node, [])
 
-        def all_needs(node: Node) -> set[Node]:
-            found, front = set(), [node]
-            while front:
-                new = set(needs(front.pop())) - found
-                found |= new
-                front += new
-            return found
-
-        needed: set[Node] = set()
-        front = [m for v in graph.outputs if (m := maker(v)) is not None] + effectful
-        while front:
-            node = front.pop()
-            if node not in needed:
-                needed.add(node)
-                front += needs(node)
-        users: dict[Value, set[Node]] = {}
-        for node in needed:
-            for v in node.inputs:
-                users.setdefault(v, set()).add(node)
-        forks: set[Node] = set()
-
-        def worth(node: Node) -> tuple[bool, int, int]:
-            """First those that spare a batch-norm two passes, then those that add for the least."""
-            return self._opened_by(node) is None, node.fork.cost, node.order
-
-        for node in sorted((n for n in needed if n.fork), key=worth):
-            v = node.inputs[0]
-            others = users[v] - {node}
-            taken = any(user in forks and user.inputs[0] is v for user in others)
-            if others and not taken and others.isdisjoint(all_needs(node)):
-                forks.add(node)
-                for user in others:
-                    before[user] = [*before.get(user, []), node]
         ordered, done = [], set()
-        for first in sorted(needed, key=lambda node: node.order):
+        ends = [self._maker.get(v, v.node) for v in graph.outputs] + effectful
+        for first in sorted({m for m in ends if m is not None}, key=lambda node: node.order):
             stack = [first]
             while stack:
                 node = stack[-1]
@@ -336,52 +267,55 @@ class Rewriting:
                 if node not in done:
                     done.add(node)
                     ordered.append(node)
-        return ordered, forks
-
-    def _opened_by(self, node: Node) -> Node | None:
-        """The batch-norm the sums of whose gradient this convolution makes, where it is a fork.
-
-        None where the call takes the value twice, as its residual too: that reading would be in front of the fork,
-        where the value has a part of its tangent only.
-        """
-        v = node.inputs[0]
-        norm = self._maker.get(v)
-        if norm is None or norm.opened is None or norm.outputs[0] is not v or node.fork.sums is None:
-            return None
-        if sum(u is v for u in node.inputs) > 1:
-            return None
-        return norm if node.fork.sums(norm.opened) else None
+        return ordered
 
     def run(self, *args: Array) -> list[Array]:
+        """The new program. What has no effects is a region, several where something with effects lies in between."""
         if not self.changed:
             outs = jaxpr_as_fun(self._closed)(*args)
             return [of_type(out, v) for out, v in zip(outs, self.graph.outputs, strict=True)]
-        given: dict[Value, Any] = dict(zip(self.graph.inputs, args, strict=True))
-        known = dict(given)
+        known: dict[Value, Any] = dict(zip(self.graph.inputs, args, strict=True))
+        parts = [(apart, list(nodes)) for apart, nodes in itertools.groupby(self._schedule(), _stands_apart)]
+        for i, (apart, nodes) in enumerate(parts):
+            if apart:
+                self._evaluate(nodes, known)
+                continue
+            later = {v for _, others in parts[i + 1 :] for node in others for v in node.inputs}
+            later.update(self.graph.outputs)
+            self._evaluate_as_region(nodes, known, later)
+        outs = [of_type(_read(known, v), v) for v in self.graph.outputs]
+        return [as_varying(out, aval) for out, aval in zip(outs, self._closed.out_avals, strict=True)]
 
-        def read(v: Value) -> Any:
-            return v.value if isinstance(v, Constant) else known[v]
-
-        ordered, forks = self._schedule()
-        openings = {norm for node in forks if (norm := self._opened_by(node)) is not None and norm not in forks}
-        opened: dict[Value, Sequence[Array]] = {}  # what forks of these values take
-        for node in ordered:
-            values = [read(v) for v in node.inputs]
-            if node in forks:
-                v = node.inputs[0]
-                call = functools.partial(node.fork.call, opened=opened[v]) if v in opened else node.fork.call
-                known[v], *outs = dataclasses.replace(node, call=call).evaluate(values)
-            elif node in openings:
-                outs = list(dataclasses.replace(node, call=node.opened.call).evaluate(values))
-                opened[node.outputs[0]] = outs[len(node.outputs) :]
-                del outs[len(node.outputs) :]
-            else:
-                outs = node.evaluate(values, **self._inner.get(node, {}))
+    def _evaluate(self, nodes: Sequence[Node], known: dict[Value, Any]) -> None:
+        for node in nodes:
+            outs = node.evaluate([_read(known, v) for v in node.inputs], **self._inner.get(node, {}))
             for v, out in zip(node.outputs, outs, strict=True):
                 if self._maker.get(v, node) is node:
                     known[v] = out
-        outs = [of_type(given[v] if v in given else read(v), v) for v in self.graph.outputs]
-        return [as_varying(out, aval) for out, aval in zip(outs, self._closed.out_avals, strict=True)]
+
+    def _evaluate_as_region(self, nodes: Sequence[Node], known: dict[Value, Any], later: set[Value]) -> None:
+        made = {v for node in nodes for v in node.outputs}
+        reads = dict.fromkeys(v for node in nodes for v in node.inputs if v not in made and not isinstance(v, Constant))
+        makers = self._maker
+        wanted = dict.fromkeys(v for node in nodes for v in node.outputs if v in later and makers.get(v, node) is node)
+        given = {v: known[v] for v in reads}
+
+        def part(*values: Array) -> list[Array]:
+            inside = dict(zip(given, values, strict=True))
+            self._evaluate(nodes, inside)
+            return [inside[v] for v in wanted]
+
+        outs = region.call(part, *(of_type(a, v) for v, a in given.items()))
+        known.update(zip(wanted, outs, strict=True))
+
+
+def _read(known: dict[Value, Any], v: Value) -> Any:
+    return v.value if isinstance(v, Constant) else known[v]
+
+
+def _stands_apart(node: Node) -> bool:
+    """Whether it is no part of a region: it has an effect, or nobody can go back through it."""
+    return not region.may_hold(node.eqn.effects) or node.name in ("while", "pure_callback")
 
 
 # The equations that carry functions, and the parameters that hold them.
@@ -397,14 +331,6 @@ INSIDE = {
     "custom_jvp_call": ("call_jaxpr",),
     "custom_vjp_call": ("call_jaxpr",),
 }
-
-
-def of_type(result: Any, v: Value) -> Array:
-    """result as an array of v's type: a literal is a scalar of Python's or NumPy's."""
-    if isinstance(result, jax.Array) and (result.dtype, jax.typeof(result).weak_type) == (v.dtype, v.aval.weak_type):
-        return result
-    array = jnp.asarray(result)
-    return lax.convert_element_type_p.bind(array, new_dtype=v.dtype, weak_type=v.aval.weak_type, sharding=None)
 
 
 def _hidden(node: Node) -> Iterator[JaxprEqn]:

@@ -15,9 +15,9 @@ import numpy as np
 
 from jaxconv import _plan, _problem
 from jaxconv._activation import Activation
+from jaxconv._graph import UNIT_AXES, Array, Constant, Node, Value, channels_of, number_of, operands_of
+from jaxconv._graph import unconverted as unwidened
 from jaxconv.accelerate.activations import Activations
-from jaxconv.accelerate.graph import UNIT_AXES, Array, Constant, Node, Value, channels_of, number_of, operands_of
-from jaxconv.accelerate.graph import unconverted as unwidened
 from jaxconv.accelerate.groupnorm import numbers_along
 from jaxconv.accelerate.linear import Fused, Refusal
 from jaxconv.accelerate.report import GRADIENT

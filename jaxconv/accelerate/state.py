@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from jaxconv import _compat
-from jaxconv.accelerate.graph import Array
+from jaxconv._graph import Array
 
 
 def is_array(leaf: Any) -> bool:

@@ -17,9 +17,9 @@ import jax
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 from jaxconv import _compat, _cost, _op
+from jaxconv._graph import Array, Value
 from jaxconv._launches import graph_options
 from jaxconv.accelerate import Report, Results, Traced, check, trace, untouched
-from jaxconv.accelerate.graph import Array, Value
 from jaxconv.accelerate.report import LISTENER, heard_from_now_on, unheard
 from jaxconv.accelerate.state import Arguments, is_array, is_graph_node, nnx_updates, with_own_objects
 from jaxconv.freeze.split import Split
@@ -343,8 +343,7 @@ def _refuse_effects(jaxpr: ClosedJaxpr) -> None:
 
 
 def _refuse_training(traced: Traced, over_batch: Sequence[str]) -> None:
-    ours = ("jaxconv_batchnorm_train", "jaxconv_conv_batchnorm")
-    calls = [e for e in _op.equations(traced.jaxpr.jaxpr) if e.primitive.name.startswith(ours)]
+    calls = [e for e in _op.equations(traced.jaxpr.jaxpr) if e.primitive.name == "jaxconv_batchnorm_train"]
     for place in [*over_batch, *(str(call.source_info.name_stack) for call in calls)]:
         raise ValueError(
             f"freeze: a batch-norm ({place or 'without a name'}) takes the statistics of its batch, so that answers "

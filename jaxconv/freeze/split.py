@@ -17,8 +17,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jaxconv import _compat
-from jaxconv.accelerate.graph import UNIT_AXES, Array, Constant, Graph, Node, Value, body_of_jit, plain
-from jaxconv.accelerate.rewrite import of_type
+from jaxconv._graph import UNIT_AXES, Array, Constant, Graph, Node, Value, body_of_jit, of_type, plain
 
 # Operations that are as well done again where their result is read: they cost no pass of their own.
 ELEMENTWISE = frozenset(

@@ -1,4 +1,4 @@
-"""A jaxpr as a graph of values and nodes, and how values are read.
+"""A jaxpr as a graph of values and nodes, how values are read, and how a part of it is replaced.
 
 What is said about a value here (a number, a broadcast, numbers along one axis) is what the recognition of layers asks.
 """
@@ -28,6 +28,7 @@ class Value:
     node: Node | None = None  # None for an input
     index: int = 0  # among the node's outputs
     users: list[Node | None] = dataclasses.field(default_factory=list)  # None is the function's result
+    labels: list[str] = dataclasses.field(default_factory=list)  # by which jax.checkpoint's policies know it
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -47,30 +48,6 @@ class Constant(Value):
     value: Any = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Fork:
-    """A convolution's call that also returns its input, in front of its results, for that input's other users.
-
-    Their gradient then comes to the convolution's, which is added to it on its way.
-    """
-
-    call: Callable[..., Sequence[Array]]
-    cost: int  # of adding to the gradient, in no unit
-    # Whether the convolution's dgrad makes the sums of a batch-norm that gives its input. Then `call` takes `opened=`,
-    # what came from it.
-    sums: Callable[[Opened], bool] | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Opened:
-    """A batch-norm's call that leaves the sums of its gradient to the fork of its first result: its results, and behind
-    them what that fork takes."""
-
-    call: Callable[..., Sequence[Array]]
-    before: Any  # the problem of the convolution that makes what is normalised
-    norm: Any  # its own
-
-
 @dataclasses.dataclass(eq=False)
 class Node:
     """An equation, or (with `call`) what takes the place of several."""
@@ -81,8 +58,7 @@ class Node:
     eqn: JaxprEqn
     name_stack: Any
     call: Callable[..., Sequence[Array]] | None = None
-    fork: Fork | None = None
-    opened: Opened | None = None
+    dead: bool = False  # replaced by others
 
     @property
     def name(self) -> str:
@@ -134,6 +110,7 @@ LIGHT = frozenset(
 
 
 JIT = ("jit", "pjit")
+REGION = "jaxconv_region"
 
 
 def _is_light(jaxpr: Jaxpr) -> bool:
@@ -144,7 +121,9 @@ def _is_light(jaxpr: Jaxpr) -> bool:
 
 
 def body_of_jit(eqn: JaxprEqn) -> ClosedJaxpr | None:
-    """What a jitted call that says nothing of devices calls."""
+    """What a jitted call that says nothing of devices calls; of a region, what it holds."""
+    if eqn.primitive.name == REGION:
+        return eqn.params["program"].closed
     if eqn.primitive.name not in JIT:
         return None
     shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
@@ -153,7 +132,8 @@ def body_of_jit(eqn: JaxprEqn) -> ClosedJaxpr | None:
 
 def light_body(eqn: JaxprEqn) -> ClosedJaxpr | None:
     body = body_of_jit(eqn)
-    return body if body is not None and _is_light(body.jaxpr) else None
+    light = body is not None and (eqn.primitive.name == REGION or _is_light(body.jaxpr))
+    return body if light else None
 
 
 def as_varying(value: Any, aval: Any) -> Any:
@@ -162,6 +142,14 @@ def as_varying(value: Any, aval: Any) -> Any:
         return value
     axes = aval.manual_axis_type.varying - _compat.varying(value)
     return jax.lax.pcast(jnp.asarray(value, aval.dtype), tuple(sorted(axes)), to="varying") if axes else value
+
+
+def of_type(result: Any, v: Value) -> Array:
+    """result as an array of v's type: a literal is a scalar of Python's or NumPy's."""
+    if isinstance(result, jax.Array) and (result.dtype, jax.typeof(result).weak_type) == (v.dtype, v.aval.weak_type):
+        return result
+    array = jnp.asarray(result)
+    return jax.lax.convert_element_type_p.bind(array, new_dtype=v.dtype, weak_type=v.aval.weak_type, sharding=None)
 
 
 UNIT_AXES = ("reshape", "broadcast_in_dim", "squeeze")  # what adds and removes axes of extent 1, among other things
@@ -224,8 +212,11 @@ class Graph:
 
         for eqn in jaxpr.eqns:
             inputs, name_stack = [read(atom) for atom in eqn.invars], outer + eqn.source_info.name_stack
-            if eqn.primitive.name == "pvary":
+            if self._is_alias(eqn):
                 values.update(zip(eqn.outvars, inputs, strict=True))
+                continue
+            if (named := self._labelled(eqn, inputs)) is not None:
+                values[eqn.outvars[0]] = named
                 continue
             inner = self._body_of(eqn)
             if inner is not None:
@@ -244,6 +235,14 @@ class Graph:
             self.nodes.append(node)
         return [read(atom) for atom in jaxpr.outvars]
 
+    def _is_alias(self, eqn: JaxprEqn) -> bool:
+        """Whether an equation's result is its operand, to whoever reads the graph."""
+        return eqn.primitive.name == "pvary"
+
+    def _labelled(self, eqn: JaxprEqn, inputs: Sequence[Value]) -> Value | None:
+        """The operand that an equation only names, where it is read as that."""
+        return None
+
     def _before(self, node: Node) -> Value | None:
         """An earlier value that equals the node's only result, in its type too."""
         if node.name not in LIGHT or node.name == "custom_jvp_call" or len(node.outputs) != 1 or node.eqn.effects:
@@ -259,7 +258,10 @@ class Graph:
             scalar = isinstance(v, Constant) and v.shape == () and not isinstance(v.value, jax.core.Tracer)
             return (v.dtype, np.asarray(v.value).tobytes()) if scalar else id(v.value) if isinstance(v, Constant) else v
 
-        known = self._known.setdefault((node.name, plain(node.params), *map(key, node.inputs)), result)
+        expression = (node.name, plain(node.params), *map(key, node.inputs))
+        known = self._known.setdefault(expression, result)
+        if known.node is not None and known.node.dead:
+            known = self._known[expression] = result
         return known if known is not result and known.aval == result.aval else None
 
     def text(self) -> str:
@@ -284,6 +286,8 @@ class Graph:
             if node.eqn.effects or needed.intersection(node.outputs):
                 needed.update(node.inputs)
                 kept.append(node)
+            else:
+                node.dead = True
         self.nodes = kept[::-1]
         for node in self.nodes:
             for v in node.inputs:

@@ -1,0 +1,1 @@
+"""Programs of plain ops that are differentiated as a whole, rewritten by rules, and cut in two."""

@@ -1,0 +1,210 @@
+"""A region: a program of plain ops as one primitive, so that what is fused may be chosen after it is differentiated.
+
+Its meaning is the program. Its derivative is JAX's own of the program, as a whole: results and gradients are one joint
+program, which is rewritten by rules and cut in two (`joint`). What is not differentiated is rewritten when it is
+lowered, for the device that it is lowered for. A mapped region is the region of the mapped program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.core import ShapedArray
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+
+from jaxconv import _compat, _op, _plan, _sharding
+from jaxconv.joints.joint import Joint
+from jaxconv.joints.program import Program
+from jaxconv.joints.rules import rewrite
+
+Array = jax.Array
+
+
+class Body:
+    """What a region holds: a flat program, and what was made of it. Equal to itself alone."""
+
+    def __init__(self, closed: ClosedJaxpr):
+        self.closed = closed
+        self._joints: dict[Any, Joint | None] = {}
+
+    def plain(self, *args: Array) -> list[Array]:
+        return jaxpr_as_fun(self.closed)(*args)
+
+    def rewritten(self, device: _plan.Device | None) -> Callable[..., list[Array]]:
+        """The program as it is best computed on `device`, where nobody differentiates it."""
+        if device is None:
+            return self.plain
+        program = Program(self.closed)
+        rewrite(program, device)
+        return program.run
+
+    def joint(self, varied: tuple[bool, ...], types: Sequence[Any]) -> Joint | None:
+        """Of the gradients of the varied arguments; None where nothing in it has one. For the device that programs run
+        on where nobody says otherwise; lowered for another one its kernels are what they mean."""
+        device = _plan.Device.default()
+        key = varied, device, tuple(types)
+        if key not in self._joints:
+            self._joints[key] = Joint.make(self.closed, varied, types, device)
+        return self._joints[key]
+
+
+region = Primitive("jaxconv_region")
+tangent = Primitive("jaxconv_region_tangent")
+region.multiple_results = tangent.multiple_results = True
+
+
+def call(f: Callable[..., Sequence[Array]], *args: Array) -> list[Array]:
+    """f of arrays as a region."""
+    return bind(jax.make_jaxpr(lambda *args: list(f(*args)))(*args), *args)
+
+
+def bind(closed: ClosedJaxpr, *args: Array) -> list[Array]:
+    """The region of a jaxpr. Tracers among its constants become arguments."""
+    closed, traced = _compat.without_traced_constants(closed)
+    return region.bind(*traced, *args, program=Body(closed))
+
+
+def may_hold(effects: Any) -> bool:
+    """Whether an equation with these effects can be in a region: none but that it speaks of a named axis."""
+    return all(type(effect).__name__ == "NamedAxisEffect" for effect in effects)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The region
+
+
+def _run(*args: Array, program: Body) -> list[Array]:
+    return program.rewritten(_plan.Device.default())(*args)
+
+
+def _lower(platform: str | None, ctx: mlir.LoweringRuleContext, *operands: Any, program: Body) -> Any:
+    device = None
+    if platform is not None:
+        device = _op.lowered_for(ctx, platform)
+        if _compat.partitioning(ctx) == "opaque" and _sharding.explicit_mesh(ctx.avals_in) is None:
+            device = dataclasses.replace(device, partitioned=True)
+    return mlir.lower_fun(program.rewritten(device), multiple_results=True)(ctx, *operands)
+
+
+def _batch(axis: Any, args: Sequence[Array], dims: Sequence[int | None], *, program: Body) -> Any:
+    mapped = jax.vmap(
+        program.plain, in_axes=tuple(dims), axis_name=axis.name, axis_size=axis.size, spmd_axis_name=axis.spmd_name
+    )
+    outs = call(mapped, *args)
+    return outs, [0] * len(outs)
+
+
+def _jvp(primals: Sequence[Array], tangents: Sequence[Any], *, program: Body) -> Any:
+    varied = tuple(type(t) is not ad.Zero and t.dtype != jax.dtypes.float0 for t in tangents)
+    zero = [ad.Zero(aval.to_tangent_aval()) for aval in program.closed.out_avals]
+    joint = program.joint(varied, [jax.typeof(a) for a in primals]) if any(varied) else None
+    if joint is None:
+        return region.bind(*primals, program=program), zero
+    outs, kept = joint.forward(primals)
+    given = [t for t, is_varied in zip(tangents, varied, strict=True) if is_varied]
+    outs_t = iter(tangent.bind(*kept, *primals, *given, joint=joint, count=len(kept)))
+    return outs, [next(outs_t) if floats else z for floats, z in zip(joint.inexact, zero, strict=True)]
+
+
+def _transpose(cts: Sequence[Any], *operands: Any, program: Body) -> list[Any]:
+    """Of a program that is linear in what is asked for."""
+    linear = [i for i, v in enumerate(operands) if ad.is_undefined_primal(v)]
+
+    def of_linear(*values: Array) -> list[Array]:
+        given = dict(zip(linear, values, strict=True))
+        return program.plain(*(given.get(i, v) for i, v in enumerate(operands)))
+
+    back = jax.linear_transpose(of_linear, *(operands[i].aval for i in linear))
+    found = dict(zip(linear, back([ad.instantiate_zeros(ct) for ct in cts]), strict=True))
+    return [found.get(i) for i in range(len(operands))]
+
+
+def _effects(*avals: Any, program: Body) -> Any:
+    return list(program.closed.out_avals), program.closed.effects
+
+
+region.def_effectful_abstract_eval(_effects)
+region.def_impl(_run)
+ad.primitive_jvps[region] = _jvp
+ad.primitive_transposes[region] = _transpose
+batching.fancy_primitive_batchers[region] = _batch
+_compat.needs_devices_to_lower(region)
+_compat.checkified_inside(region, lambda program: program.closed)
+_compat.seen_by_jet(region, lambda program: program.plain)
+mlir.register_lowering(region, functools.partial(_lower, None))
+for _platform in _op.PLATFORMS:
+    mlir.register_lowering(region, functools.partial(_lower, _platform), platform=_platform)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Its tangent: a linear function of the tangents, of which the transpose is the joint program's second part. Operands:
+# what that reads, the region's own, the tangents of those that vary.
+
+
+def _forward_mode(*operands: Array, joint: Joint, count: int) -> list[Array]:
+    n = len(joint.varied)
+    primals, given = operands[count : count + n], operands[count + n :]
+    return joint.pushed(primals, given)
+
+
+def _types_of_tangents(*avals: Any, joint: Joint, count: int) -> Any:
+    types = [
+        aval.to_tangent_aval() for aval, floats in zip(joint.closed.out_avals, joint.inexact, strict=True) if floats
+    ]
+    return types, joint.closed.effects
+
+
+def _transpose_of_tangent(cts: Sequence[Any], *operands: Any, joint: Joint, count: int) -> list[Any]:
+    n = len(joint.varied)
+    if all(type(ct) is ad.Zero for ct in cts):
+        return [None] * len(operands)
+    primals = operands[count : count + n]
+    given = [None if type(ct) is ad.Zero else ct for ct in cts]
+    grads = joint.backward(operands[:count], primals, given)
+    zeros = (ad.Zero(v.aval) for v in operands[count + n :])
+    return [None] * (count + n) + [z if grad is None else grad for grad, z in zip(grads, zeros, strict=True)]
+
+
+def _jvp_of_tangent(primals: Sequence[Array], tangents: Sequence[Any], **params: Any) -> Any:
+    f = functools.partial(_forward_mode, **params)
+    return jax.jvp(f, tuple(primals), tuple(ad.instantiate_zeros(t) for t in tangents))
+
+
+def _batch_tangent(axis: Any, args: Sequence[Array], dims: Sequence[int | None], **params: Any) -> Any:
+    f = functools.partial(_forward_mode, **params)
+    names = dict(axis_name=axis.name, axis_size=axis.size, spmd_axis_name=axis.spmd_name)
+    outs = jax.vmap(f, in_axes=tuple(dims), **names)(*args)
+    return outs, [0] * len(outs)
+
+
+tangent.def_effectful_abstract_eval(_types_of_tangents)
+tangent.def_impl(_forward_mode)
+ad.primitive_jvps[tangent] = _jvp_of_tangent
+ad.primitive_transposes[tangent] = _transpose_of_tangent
+batching.fancy_primitive_batchers[tangent] = _batch_tangent
+_compat.needs_devices_to_lower(tangent)
+_compat.seen_by_checkify(tangent)
+_compat.seen_by_jet(tangent, lambda **params: functools.partial(_forward_mode, **params))
+mlir.register_lowering(tangent, mlir.lower_fun(_forward_mode, multiple_results=True))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# For whoever walks through programs
+
+
+def inside(equation: Any, device: _plan.Device | None) -> Any:
+    """The jaxpr that an equation of either primitive runs on `device`."""
+    avals: list[ShapedArray] = [v.aval for v in equation.invars]
+    if equation.primitive is region:
+        f = equation.params["program"].rewritten(device)
+    else:
+        f = functools.partial(_forward_mode, **equation.params)
+    return jax.make_jaxpr(f)(*avals).jaxpr
+
+
+_op.REGIONS.update({region: inside, tangent: inside})

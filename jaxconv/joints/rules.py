@@ -1,0 +1,429 @@
+"""The table of rules: what stands in a differentiated program, and the kernels that take its place.
+
+A rule looks at one node of a program of plain ops (convolutions, norms, products, activations' gradients, adds) and
+says which nodes around it are another function of the same values. It knows no derivative, batching, mesh or remat:
+those are the region's. Whether it is worth it the plan says, for the device that the program is for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxconv import _plan, _sharding, batchnorm, conv, conv_normalised, dense, reference
+from jaxconv._activation import Activation
+from jaxconv._graph import Array, Node, Value
+from jaxconv._problem import BatchNormConvProblem, BatchNormProblem, ConvBatchNormProblem, ConvProblem
+from jaxconv.joints.program import Program
+
+replace = dataclasses.replace
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    name: str
+    at: tuple[str, ...]  # the primitives of the nodes that it looks at
+    apply: Callable[[Program, Node, _plan.Device], bool]  # whether something was replaced
+
+
+def rewrite(program: Program, device: _plan.Device) -> list[str]:
+    """Applies the rules in their order, each at every node. Returns the names of those that were applied."""
+    applied = []
+    for rule in RULES:
+        found = True
+        while found:  # what a rule makes, the same rule may match again
+            found = False
+            for node in list(program.nodes):
+                if not node.dead and node.name in rule.at and rule.apply(program, node, device):
+                    applied.append(rule.name)
+                    found = True
+            if found:
+                program.settle()
+    return applied
+
+
+def wants(op: str, problem: Any, device: _plan.Device) -> bool:
+    """Whether the plan for the device takes `op` as one, where it could be several calls."""
+    plan = _plan.plan(op, problem, device)
+    return plan.implementation == "native" or (plan.implementation == "calls" and plan.kernel not in _SEVERAL)
+
+
+_SEVERAL = ("two", "three", "parts")
+
+# ----------------------------------------------------------------------------------------------------------------------
+# How a program is read
+
+
+def maker(v: Value, name: str) -> Node | None:
+    """The node that makes v, where it is of the primitive `jaxconv_<name>`."""
+    return v.node if v.made_by == f"jaxconv_{name}" else None
+
+
+def readers(v: Value) -> list[Node]:
+    """The nodes that read v, each once. A result of the program has another reader, which is no node."""
+    return [*dict.fromkeys(user for user in v.users if user is not None)]
+
+
+def read_by(v: Value, *nodes: Node | None) -> bool:
+    """Whether these nodes read v, and nobody else does."""
+    return set(v.users) == {node for node in nodes if node is not None}
+
+
+def _sums_of(v: Value, axis: int) -> Iterator[list[Node]]:
+    """The nodes that make the sum of v over an axis, in v's dtype: of 16 bits the sum is taken of float32."""
+    for first in readers(v):
+        steps, total = [first], first.outputs[0]
+        if first.name == "convert_element_type" and total.dtype == jnp.float32 and len(total.users) == 1:
+            steps += readers(total)
+            total = steps[-1].outputs[0]
+        if steps[-1].name != "reduce_sum" or tuple(steps[-1].params["axes"]) != (axis,):
+            continue
+        if len(steps) > 1:
+            narrowed = [user for user in readers(total) if user.name == "convert_element_type"]
+            if len(total.users) != 1 or not narrowed:
+                continue
+            steps += narrowed
+        if steps[-1].outputs[0].dtype == v.dtype:
+            yield steps
+
+
+def split_by_type(*values: Value) -> bool:
+    """Whether types say how arrays are split over a mesh."""
+    return _sharding.explicit_mesh([v.aval for v in values]) is not None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# dgrad(dy, w) + c is one kernel, or as good as two
+
+
+def _adding_costs(d: Node | None) -> int | None:
+    """What adding to this dgrad costs, in no unit; None where no kernel adds to it.
+
+    The cheapest is a 1x1 convolution that steps over pixels: it adds to those that it reads, where they lie. One that
+    does not step still has time for another operand, which the tiles of larger filters are not all made for. Of those
+    with groups depthwise ones have kernels that add.
+    """
+    if d is None:
+        return None
+    p: ConvProblem = d.params["problem"]
+    if p.groups not in (1, p.in_channels):
+        return None
+    if math.prod(p.filter) > 1:
+        return 2
+    return 0 if math.prod(p.stride) > 1 else 1
+
+
+def _added_dgrad(node: Node) -> Iterator[tuple[Node, Value]]:
+    """(dgrad, c) where the node adds c to a dgrad that nobody else reads; first the one that adds for the least."""
+    if len(node.inputs) != 2 or split_by_type(*node.inputs):
+        return
+    a, b = node.inputs
+    found = []
+    for v, c in ((a, b), (b, a)):
+        d = maker(v, "conv_dgrad")
+        cost = _adding_costs(d)
+        if cost is not None and v is not c and read_by(v, node) and (c.shape, c.dtype) == (v.shape, v.dtype):
+            found.append((cost, d, c))
+    for _, d, c in sorted(found, key=lambda one: one[0]):
+        yield d, c
+
+
+def dgrad_and_add(program: Program, node: Node, device: _plan.Device) -> bool:
+    for d, c in _added_dgrad(node):
+        inputs, outputs = [*d.inputs, c], node.outputs
+        if program.fits([d, node], inputs, outputs):
+            p = d.params["problem"]
+            program.splice([d, node], inputs, outputs, lambda dy, w, c, p=p: [conv.dgrad_add(p, dy, w, c)])
+            return True
+    return False
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A convolution's statistics leave it with its result, and the batch-norm behind it reads that once
+
+
+def _statistics_leave(before: Node | None, norm: BatchNormProblem, device: _plan.Device) -> bool:
+    if before is None or norm.batch is not None:
+        return False
+    p: ConvProblem = before.params["problem"]
+    if p.y_shape != norm.shape or p.channel_axis != norm.channel_axis:
+        return False
+    return wants("conv_batchnorm", ConvBatchNormProblem(p, norm), device)
+
+
+def _bare(p: BatchNormProblem) -> BatchNormProblem:
+    return replace(p, activation=Activation(), residual=False)
+
+
+def convolution_and_norm(program: Program, node: Node, device: _plan.Device) -> bool:
+    p, (x, *rest) = node.params["problem"], node.inputs
+    before = maker(x, "conv_fprop")
+    if p.masked or not _statistics_leave(before, p, device):
+        return False
+    of_conv = before.params["problem"]
+
+    def call(x: Array, w: Array, *rest: Array) -> list[Array]:
+        z, mean, var = conv.statistics(of_conv, x, w)
+        return [z, *batchnorm._train_with(p, z, *rest[:4], mean, var, *rest[4:])]
+
+    inputs, outputs = [*before.inputs, *rest], [x, *node.outputs]
+    if not program.fits([before, node], inputs, outputs):
+        return False
+    program.splice([before, node], inputs, outputs, call)
+    return True
+
+
+def convolution_and_moments(program: Program, node: Node, device: _plan.Device) -> bool:
+    p, x = node.params["problem"], node.inputs[0]
+    before = maker(x, "conv_fprop")
+    if not _statistics_leave(before, _bare(p), device):
+        return False
+    of_conv = before.params["problem"]
+
+    def call(x: Array, w: Array) -> list[Array]:
+        z, mean, var = conv.statistics(of_conv, x, w)
+        return [z, mean, jnp.zeros_like(mean), var]
+
+    outputs = [x, *node.outputs]
+    if not program.fits([before, node], before.inputs, outputs):
+        return False
+    program.splice([before, node], before.inputs, outputs, call)
+    return True
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Batch-norms: what is around them
+
+
+def _backward_of(norm: Node) -> Node | None:
+    """The kernel that goes back through a batch-norm in training, where there is one, of all that may be wanted."""
+    x, scale, bias, _, _, *residual = norm.inputs
+    mean, rstd = norm.outputs[3:]
+    for node in readers(rstd):
+        if node.name != "jaxconv_batchnorm_backward":
+            continue
+        given = node.inputs[0], *node.inputs[2:6]
+        same = all(a is b for a, b in zip(given, (x, scale, bias, mean, rstd), strict=True))
+        if same and all(a is b for a, b in zip(node.inputs[6:], residual, strict=False)):
+            return node
+    return None
+
+
+def _moments(p: BatchNormProblem, x: Array) -> tuple[Array, Array]:
+    k, shift, var = batchnorm.moments(batchnorm._inner(p), x)
+    return k + shift, var
+
+
+def _running(p: BatchNormProblem, running_mean: Array, running_var: Array, mean: Array, var: Array) -> list[Array]:
+    """The results of a batch-norm in training but for y."""
+    m = p.momentum
+    new = [m * running_mean + (1 - m) * mean, m * running_var + (1 - m) * var]
+    return [*new, mean, jax.lax.rsqrt(var + p.epsilon)]
+
+
+def norm_and_shortcut(program: Program, node: Node, device: _plan.Device) -> bool:
+    """y = f(batch-norm of x + batch-norm of r): backward both are two walks, as one is."""
+    p: BatchNormProblem = node.params["problem"]
+    other = maker(node.inputs[5], "batchnorm_train") if p.residual else None
+    if other is None or other is node or p.activation.residual is None or p.masked or p.batch is not None:
+        return False
+    q: BatchNormProblem = other.params["problem"]
+    joined = node.inputs[5]
+    plain = not q.residual and q.activation == Activation() and not q.masked
+    if not plain or joined is not other.outputs[0] or (q.shape, q.channel_axis) != (p.shape, p.channel_axis):
+        return False
+    back, back_other = _backward_of(node), _backward_of(other)
+    if back is None or back_other is None or not (back.params["problem"].want_dx and back.params["problem"].residual):
+        return False
+    dresidual = back.outputs[-1] if back.params["problem"].want_dresidual else None
+    whole = dresidual is not None and back_other.params["problem"].want_dx and back_other.inputs[1] is dresidual
+    if not whole or not read_by(dresidual, back_other) or not read_by(joined, node, back):
+        return False
+    both = batchnorm.shortcut_problem(p.dtype, p.shape, p.channel_axis, p.activation)
+    if p.implementation or p.algorithm or not wants("batchnorm_shortcut", both, device):
+        return False
+
+    def forward(x, scale, bias, running_mean, running_var, r, scale_r, bias_r, running_mean_r, running_var_r):
+        of_x = _running(p, running_mean, running_var, *_moments(_bare(p), x))
+        of_r = _running(q, running_mean_r, running_var_r, *_moments(q, r))
+        norm, norm_r = (x, scale, bias, *of_x[2:]), (r, scale_r, bias_r, *of_r[2:])
+        return [reference.batchnorm_shortcut(both, *norm, *norm_r)[0], *of_x, *of_r]
+
+    inputs = [*node.inputs[:5], *other.inputs]
+    outputs = [*node.outputs, *other.outputs[1:]]
+    (x, dy, *of_x), (r, _, *of_r) = back.inputs[:6], back_other.inputs
+    late_inputs = [x, dy, *of_x, r, *of_r]
+    late_outputs = [*back.outputs[:3], *back_other.outputs[:1], back_other.outputs[1], back_other.outputs[2]]
+    fits = program.fits([back, back_other], late_inputs, late_outputs)
+    if not fits or not _fits_without([other, node], joined, back, inputs, outputs, program):
+        return False
+
+    def backward(*args: Array) -> list[Array]:
+        dscale, dbias, dscale_r, dx, dr = batchnorm.shortcut_backward(both, *args)
+        return [dscale, dbias, dx, dscale_r, dbias, dr]
+
+    program.splice([back, back_other], late_inputs, late_outputs, backward)
+    program.splice([other, node], inputs, outputs, forward)
+    return True
+
+
+def _fits_without(
+    dead: Sequence[Node], gone: Value, reader: Node, inputs: Sequence[Value], outputs: Sequence[Value], program: Program
+) -> bool:
+    """`Program.fits` of the dead nodes, as if `reader` did not read the value `gone`."""
+    users = gone.users
+    gone.users = [user for user in users if user is not reader]
+    try:
+        return program.fits(dead, inputs, outputs)
+    finally:
+        gone.users = users
+
+
+def sums_in_dgrad(program: Program, node: Node, device: _plan.Device) -> bool:
+    """A batch-norm, relu and a residual add, whose whole gradient is made in a dgrad: that goes back through the relu
+    and sums up for the batch-norm, by bits that the forward pass writes."""
+    p: BatchNormProblem = node.params["problem"]
+    back = _backward_of(node) if p.residual and p.activation.name == "relu" and p.batch is None else None
+    before = maker(node.inputs[0], "conv_fprop")
+    if back is None or p.implementation or p.algorithm or p.masked or split_by_type(*node.inputs):
+        return False
+    q: BatchNormProblem = back.params["problem"]
+    if not (q.want_dx and q.want_dresidual and q.residual) or not _statistics_leave(before, _bare(p), device):
+        return False
+    dy = back.inputs[1]
+    added = dy.node if dy.made_by in ("add_any", "add") and read_by(dy, back) else None
+    for d, c in _added_dgrad(added) if added is not None else ():
+        of_dgrad: ConvProblem = d.params["problem"]
+        if not wants("conv_dgrad_sums", of_dgrad, device):
+            continue
+        x, scale = node.inputs[:2]
+        late_inputs = [*d.inputs, c, x, scale, *node.outputs[3:]]
+        late_outputs = back.outputs
+        if not program.fits([d, added, back], late_inputs, late_outputs):
+            continue
+        if not program.fits([node], node.inputs, node.outputs):
+            continue
+
+        def forward(x, scale, bias, running_mean, running_var, residual):
+            mean, var = _moments(_bare(p), x)
+            y, signs = batchnorm.signs(replace(p, residual=True), x, scale, bias, mean, var, residual)
+            return [y, *_running(p, running_mean, running_var, mean, var), signs]
+
+        (signs,) = program.splice([node], node.inputs, node.outputs, forward)
+        mean, rstd = (program.successor(v) for v in node.outputs[3:])
+
+        def backward(dv, w, c, x, scale, mean, rstd, signs, of_dgrad=of_dgrad):
+            dz, dscale, dbias = conv.dgrad_sums(of_dgrad, dv, w, c, signs, x, mean, rstd)
+            sums = replace(p, count=p.reduced, want_dresidual=False, dz=True)
+            dx = batchnorm.dx_of_sums(sums, x, dz, scale, jnp.zeros_like(scale), mean, rstd, dscale, dbias)
+            return [dscale, dbias, dx, dz]
+
+        late_inputs = [*d.inputs, c, x, scale, mean, rstd, signs]
+        program.splice([d, added, back], late_inputs, late_outputs, backward)
+        return True
+    return False
+
+
+def norm_and_convolution(program: Program, node: Node, device: _plan.Device) -> bool:
+    """A batch-norm that only a convolution reads, which normalises what it loads."""
+    p: BatchNormProblem = node.params["problem"]
+    a = node.outputs[0]
+    if p.residual or p.masked or p.batch is not None:
+        return False
+    after = [user for user in readers(a) if user.name == "jaxconv_conv_fprop" and user.inputs[0] is a]
+    wgrads = [user for user in readers(a) if user.name == "jaxconv_conv_wgrad" and user.inputs[0] is a]
+    if len(after) != 1 or len(wgrads) > 1 or not read_by(a, *after, *wgrads):
+        return False
+    (after,), wgrad = after, next(iter(wgrads), None)
+    of_conv: ConvProblem = after.params["problem"]
+    before = maker(node.inputs[0], "conv_fprop")
+    of_before = before.params["problem"] if before is not None else None
+    if of_conv.x_shape != p.shape or of_conv.channel_axis != p.channel_axis:
+        return False
+    if of_before is not None and (of_before.y_shape, of_before.channel_axis) != (p.shape, p.channel_axis):
+        return False
+    both = BatchNormConvProblem(p, of_conv, of_before)
+    if wgrad is not None and wgrad.params["problem"] != of_conv:
+        return False
+    if not wants("batchnorm_conv", both, device):
+        return False
+    normalised = both.normalised
+    back = _backward_of(node)
+    d = maker(back.inputs[1], "conv_dgrad") if back is not None else None
+    whole = d is not None and wgrad is not None and back.params["problem"].want_dx and read_by(d.outputs[0], back)
+    whole = whole and d.inputs[0] is wgrad.inputs[1] and d.inputs[1] is after.inputs[1]
+
+    def forward(x, scale, bias, running_mean, running_var, w):
+        mean, var = _moments(p, x)
+        y = conv_normalised.normalised(normalised, x, w, scale, bias, mean, var)
+        return [y, *_running(p, running_mean, running_var, mean, var), var]
+
+    dead = [node, after]
+    inputs, outputs = [*node.inputs, after.inputs[1]], [*after.outputs, *node.outputs[1:]]
+    fits = _fits_without(dead, a, wgrad, inputs, outputs, program) if wgrad else program.fits(dead, inputs, outputs)
+    if not fits:
+        return False
+    if wgrad is not None:
+        x, scale, bias, mean = *node.inputs[:3], node.outputs[3]
+        late = [d, back, wgrad] if whole else [wgrad]
+        dy, w = wgrad.inputs[1], after.inputs[1]
+        late_inputs = [x, dy, w, scale, bias, mean]
+        late_outputs = [*wgrad.outputs, *back.outputs] if whole else wgrad.outputs
+        if not program.fits(late, late_inputs, late_outputs):
+            return False
+    (var,) = program.splice(dead, inputs, outputs, forward)
+    if wgrad is None:
+        return True
+    alone = replace(both, before=None)
+    by_kernels = whole and wants("batchnorm_conv_backward", alone, device)
+
+    def backward(x, dy, w, *v):
+        if not whole:
+            return [conv_normalised.normalised_wgrad(normalised, x, dy, *v)]
+        run = conv_normalised.gradients_by_kernels if by_kernels else conv_normalised.gradients_by_parts
+        return run(alone, x, dy, w, *v)
+
+    late_inputs = [x, dy, w, scale, bias, program.successor(node.outputs[3]), var]
+    program.splice(late, late_inputs, late_outputs, backward)
+    return True
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Dense layers: dz = (dy @ w) * f'(kept) and its sum over the rows, the bias' gradient, are one kernel
+
+
+def product_and_activation(program: Program, node: Node, device: _plan.Device) -> bool:
+    kept, dh = node.inputs
+    product = maker(dh, "matmul")
+    f: Activation = node.params["problem"].activation
+    p = product.params["problem"] if product is not None and read_by(dh, node) else None
+    if p is None or p.batch is not None or p.trans_x or f.residual is None:
+        return False
+    both = replace(p, activation=f)
+    if not wants("dense_gradient", both, device):
+        return False
+    (dz,) = node.outputs
+    sums = next(_sums_of(dz, 0), [])
+    inputs, outputs = [*product.inputs, kept], [dz, *(sums[-1].outputs if sums else ())]
+    dead = [product, node, *sums]
+    if not program.fits(dead, inputs, outputs):
+        return False
+    program.splice(dead, inputs, outputs, lambda dy, w, kept: dense.dense_gradient(both, dy, w, kept)[: len(outputs)])
+    return True
+
+
+# A rule that takes in more stands before one that takes in less.
+RULES = (
+    Rule("a batch-norm and its shortcut's", ("jaxconv_batchnorm_train",), norm_and_shortcut),
+    Rule("a convolution that normalises what it loads", ("jaxconv_batchnorm_train",), norm_and_convolution),
+    Rule("a batch-norm's sums in a dgrad", ("jaxconv_batchnorm_train",), sums_in_dgrad),
+    Rule("a convolution's statistics", ("jaxconv_batchnorm_train",), convolution_and_norm),
+    Rule("a convolution's statistics alone", ("jaxconv_batchnorm_moments",), convolution_and_moments),
+    Rule("dgrad + c", ("add_any", "add"), dgrad_and_add),
+    Rule("a product and an activation's gradient", ("jaxconv_activation_gradient",), product_and_activation),
+)
