@@ -327,8 +327,11 @@ def _lower(made: Kernel, platform: str | None, ctx: mlir.LoweringRuleContext, *o
         program = _sharding.auto(made, problem, _compat.mesh_of(ctx))
         return _compat.tell_apart(through(program), f"{made.target} {problem!r}")
     if plan.implementation != "native":
+        # A reference may call other kernels: what is XLA's is XLA's as a whole.
+        whole = plan.implementation == "xla" and getattr(problem, "implementation", "") is None
+        means = dataclasses.replace(problem, implementation="xla") if whole else problem
         with as_lax():
-            return through(functools.partial(made.reference, problem))
+            return through(functools.partial(made.reference, means))
     if platform == "cpu" and any(a.dtype.itemsize == 2 for a in ctx.avals_in):
         return through(functools.partial(_through_float32, made, problem, plan.kernel))
     wire = made.wire(problem, plan)

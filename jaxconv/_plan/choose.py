@@ -331,6 +331,8 @@ def _plan_conv_add(p: ConvProblem, device: Device) -> Plan:
     elif isinstance(adds, str):
         adds, reason = _other_that_adds(alone, adds, p, device)
     if isinstance(adds, str):
+        if (why := _xla_adds_faster(alone, p, device)) is not None:
+            return Plan("xla", why, candidates=alone.candidates)
         return two(f"{alone.kernel} is the convolution's, and {adds}: {reason}")
     return dataclasses.replace(adds, reason=f"{reason}; the residual is added on its way", candidates=alone.candidates)
 
@@ -376,6 +378,20 @@ def _other_that_adds(alone: Plan, refusal: str, p: ConvProblem, device: Device) 
         return refusal, alone.reason
     ratio = (found.native_ms[alone.kernel] + 3 * one) / least
     return best, f"{alone.reason}; with the add {best.kernel} would be {ratio:.2f} times as fast as it {found.where}"
+
+
+def _xla_adds_faster(alone: Plan, p: ConvProblem, device: Device) -> str | None:
+    """Why XLA's convolution, which adds on its way where its filter is more than 1x1, beats `alone` and a pass behind
+    it; None where it does not, or where nothing near was measured."""
+    found = measured.nearest("conv_fprop", p, device, alone.kernel)
+    free = p.algorithm is None and p.implementation is None and math.prod(p.filter) > 1
+    if found is None or not free or tuned.entry("conv" if p.bias else "conv_fprop", p.affine(), device) is not None:
+        return None
+    one = _pass_over_y(found, p, device)
+    ratio = (found.native_ms[alone.kernel] + 3 * one) / (found.xla_ms + one)
+    if ratio < 1:
+        return None
+    return f"XLA's convolution adds on its way, and is {ratio:.2f} times as fast as {alone.kernel} and an add {found.where}"
 
 
 def _plan_dgrad_add(p: ConvProblem, device: Device) -> Plan:

@@ -394,6 +394,44 @@ def norm_and_convolution(program: Program, node: Node, device: _plan.Device) -> 
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# A bias' gradient: what a batch-norm in training sends back sums up to zero in each channel, but for rounding
+
+
+def _terms(v: Value) -> list[Value]:
+    """What v is the sum of."""
+    if v.made_by == "add_any" and v.node.call is None:
+        return [term for u in v.node.inputs for term in _terms(u)]
+    return [v]
+
+
+def _sums_up_to_zero(v: Value, axes: Sequence[int]) -> bool:
+    back = maker(v, "batchnorm_backward")
+    if back is None or back.params["problem"].batch is not None or v not in back.outputs[2:3]:
+        return False
+    p: BatchNormProblem = back.params["problem"]
+    return p.want_dx and tuple(axes) == tuple(a for a in range(len(p.shape)) if a != p.channel_axis)
+
+
+def sum_behind_norm(program: Program, node: Node, device: _plan.Device) -> bool:
+    """The sum over all but the channels of what a batch-norm sends back, or of that and one array more."""
+    axes, source = node.params["axes"], node.inputs[0]
+    v = source.node.inputs[0] if source.made_by == "convert_element_type" else source
+    if not jnp.issubdtype(v.dtype, jnp.floating) or split_by_type(v):
+        return False
+    terms = _terms(v)
+    rest = [term for term in terms if not _sums_up_to_zero(term, axes)]
+    if len(rest) == len(terms) or len(rest) > 1:
+        return False
+    dtype, shape = node.outputs[0].dtype, node.outputs[0].shape
+
+    def call(*rest: Array) -> list[Array]:
+        return [jnp.sum(rest[0], axes, dtype) if rest else jnp.zeros(shape, dtype)]
+
+    program.splice([node], rest, node.outputs, call)
+    return True
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Dense layers: dz = (dy @ w) * f'(kept) and its sum over the rows, the bias' gradient, are one kernel
 
 
@@ -424,6 +462,7 @@ RULES = (
     Rule("a batch-norm's sums in a dgrad", ("jaxconv_batchnorm_train",), sums_in_dgrad),
     Rule("a convolution's statistics", ("jaxconv_batchnorm_train",), convolution_and_norm),
     Rule("a convolution's statistics alone", ("jaxconv_batchnorm_moments",), convolution_and_moments),
+    Rule("a bias' gradient behind a batch-norm", ("reduce_sum",), sum_behind_norm),
     Rule("dgrad + c", ("add_any", "add"), dgrad_and_add),
     Rule("a product and an activation's gradient", ("jaxconv_activation_gradient",), product_and_activation),
 )
