@@ -391,7 +391,8 @@ def _xla_adds_faster(alone: Plan, p: ConvProblem, device: Device) -> str | None:
     ratio = (found.native_ms[alone.kernel] + 3 * one) / (found.xla_ms + one)
     if ratio < 1:
         return None
-    return f"XLA's convolution adds on its way, and is {ratio:.2f} times as fast as {alone.kernel} and an add {found.where}"
+    speed = f"{ratio:.2f} times as fast as {alone.kernel} and an add {found.where}"
+    return f"XLA's convolution adds on its way, and is {speed}"
 
 
 def _plan_dgrad_add(p: ConvProblem, device: Device) -> Plan:
