@@ -1,4 +1,4 @@
-"""Every use of JAX that is not public, in one place. Checked with jax 0.10, 0.11 and 0.12.
+"""Every use of JAX that is not public, in one place. Checked with jax 0.10.0 to 0.12.
 
 `jax.interpreters` and `jax.extend.core`, which `_op` is built on, are documented and not listed here.
 """
@@ -16,7 +16,7 @@ import jax.extend
 import jax.numpy
 from jax._src import ad_checkpoint, checkify, config, core, dispatch, source_info_util
 from jax._src.interpreters import mlir as lowerings
-from jax._src.lib import _jax
+from jax._src.lib import _jax, jaxlib_extension_version
 from jax.experimental import jet
 from jax.extend.core import ClosedJaxpr, Literal, Primitive
 from jax.interpreters import mlir
@@ -114,6 +114,11 @@ def is_varying(aval: Any) -> bool:
 def trace_context() -> Any:
     """What tracing depends on besides arguments, hashable: precision, 64-bit types, meshes, user contexts (0.4 on)."""
     return config.trace_context()
+
+
+def set_global(context: Any, value: Any) -> None:
+    """What a `jax.make_user_context` is from now on, in all threads. (Its own method: from 0.10.1 on.)"""
+    (context if hasattr(context, "set_global") else context._obj).set_global(value)
 
 
 def current_trace() -> Any:
@@ -254,12 +259,15 @@ def exported(ctx: mlir.LoweringRuleContext) -> bool:
 def in_stablehlo(serialized: bytes, version: str) -> bytes:
     """What `jax.export.Exported.mlir_module_serialized` holds, written as StableHLO of `version` or older.
 
-    (jaxlib's own pair of functions, which jax.export calls: 0.10 to 0.12.)
+    (jaxlib's own pair of functions, which jax.export calls: 0.10 to 0.12. The second takes bytes in jaxlib 0.10.0, a
+    module from 0.10.1 on.)
     """
     with lowerings.make_ir_context():
         module = _jax.mlir.deserialize_portable_artifact(serialized)
         return _jax.mlir.serialize_portable_artifact(
-            module, version, jax.extend.backend.get_backend().serialize_with_sdy
+            lowerings.module_to_bytecode(module) if jaxlib_extension_version < 440 else module,
+            version,
+            jax.extend.backend.get_backend().serialize_with_sdy,
         )
 
 
