@@ -134,6 +134,22 @@ def test_program_of_another_version():
         jaxconv.check_exported(export.deserialize(exported.serialize()))
 
 
+def test_names_of_files_and_functions_are_no_calls(tmp_path):
+    """The text of an exported program holds them: a user's own may look like a target of ours."""
+    folder = tmp_path / "a jaxconv_conv_v998 folder"
+    folder.mkdir()
+    file = folder / "jaxconv_conv_v999.py"
+    file.write_text("def jaxconv_conv_v997(f, x, w):\n    return f(x, w) + 1\n")
+    scope: dict[str, Any] = {}
+    exec(compile(file.read_text(), str(file), "exec"), scope)
+    f = functools.partial(scope["jaxconv_conv_v997"], conv)
+    exported = export.export(jax.jit(f), disabled_checks=jaxconv.export_checks())(X, W)
+    text = exported.mlir_module()
+    assert str(file) in text and "jaxconv_conv_v997" in text
+    loaded = jaxconv.check_exported(export.deserialize(exported.serialize()))
+    assert same_bits(loaded.call(X, W), f(X, W))
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Compiling once
 
