@@ -116,6 +116,10 @@ def trace_context() -> Any:
     return config.trace_context()
 
 
+# Whether xla_gpu_enable_command_buffer knows CONVOLUTION. (jaxlib 0.10.0 refuses to compile with it.)
+CAPTURES_CONVOLUTIONS = jaxlib_extension_version >= 440
+
+
 def set_global(context: Any, value: Any) -> None:
     """What a `jax.make_user_context` is from now on, in all threads. (Its own method: from 0.10.1 on.)"""
     (context if hasattr(context, "set_global") else context._obj).set_global(value)
