@@ -26,6 +26,7 @@ from jaxconv._problem import (
     GroupNormProblem,
     PoolProblem,
     SqueezeExciteProblem,
+    promoted,
 )
 
 
@@ -125,7 +126,7 @@ def conv_epilogue(p: ConvProblem, z: jax.Array, *b: jax.Array) -> list[jax.Array
 
 def conv_added(p: ConvProblem, z: jax.Array, residual: jax.Array) -> list[jax.Array]:
     """z + residual, then conv's activation; [y] or [y, z]. Of 16 bits the sum is rounded once, to y."""
-    wide = jnp.promote_types(z.dtype, jnp.float32)
+    wide = promoted(z.dtype, jnp.float32)
     total = z.astype(wide) + residual.astype(wide)
     y = activate(p.activation, total).astype(z.dtype)
     return [y, total.astype(z.dtype)] if p.save_preactivation else [y]
