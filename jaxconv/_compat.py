@@ -209,25 +209,40 @@ def replace_lowering(primitive: Primitive, rules: Mapping[str, Callable[..., Any
 
     Returns what puts things back as they were, also if the primitive has come to need devices since.
 
-    (The tables `_lowerings` and `_platform_specific_lowerings` of frozen `LoweringRuleEntry(rule, inline)`, and the set
-    of primitives that are lowered anew for each equation: 0.10 to 0.12.)
+    (The tables `_lowerings` and `_platform_specific_lowerings` of frozen `LoweringRuleEntry(rule, inline)`, the set of
+    primitives that are lowered anew for each equation, and `lower_per_platform`: 0.10 to 0.12.)
     """
-    names = ("_lowerings", "_platform_specific_lowerings", "_uncacheable_primitives", "LoweringRuleEntry")
+    names = (
+        "_lowerings",
+        "_platform_specific_lowerings",
+        "_uncacheable_primitives",
+        "LoweringRuleEntry",
+        "lower_per_platform",
+    )
     missing = [name for name in names if not hasattr(lowerings, name)]
-    tables = {} if missing else {p: lowerings._platform_specific_lowerings[p] for p in rules}
-    before = {p: table.get(primitive) for p, table in tables.items()}
-    own = {p: entry or lowerings._lowerings.get(primitive) for p, entry in before.items()} if not missing else {}
+    common = None if missing else lowerings._lowerings.get(primitive)
+    tables = {} if missing else dict(lowerings._platform_specific_lowerings)
+    before = {p: table[primitive] for p, table in tables.items() if primitive in table}
+    own = {} if missing else {p: before.get(p, common) for p in {**rules, **before}}
     missing += [f"a rule of {primitive} for {p}" for p, entry in own.items() if not hasattr(entry, "rule")]
     if missing:
         raise NotImplementedError(
             f"jaxconv.enable: jax {jax.__version__} keeps its lowering rules in another way than 0.10 to 0.12: there "
             f"is no {', no '.join(missing)}. Convolutions stay lax's; jaxconv.accelerate does not depend on it"
         )
-    made = {}
-    for platform, rule in rules.items():
-        entry = own[platform]
-        made[platform] = dataclasses.replace(entry, rule=_bound(rule, entry.rule))
-        tables[platform][primitive] = made[platform]
+    each = {p: _bound(rules[p], entry.rule) if p in rules else entry.rule for p, entry in own.items()}
+
+    def lower(ctx: mlir.LoweringRuleContext, *args: Any, **params: Any) -> Any:
+        listed = ctx.replace(avals_out=list(ctx.avals_out))
+        default = None if common is None else common.rule
+        return lowerings.lower_per_platform(listed, str(primitive), each, default, frozenset(), *args, **params)
+
+    # One rule for all platforms, which asks each platform's. Of several rules, for a program that is lowered for
+    # several platforms, JAX makes a case; it fails at that where a primitive is lowered anew for each equation, since
+    # it adds the types of results to a list, and they come as a tuple.
+    made = lowerings._lowerings[primitive] = dataclasses.replace(next(iter(own.values())), rule=lower)
+    for platform in before:
+        tables[platform].pop(primitive)
     # JAX lowers equal equations of a program once. Here equal convolutions may be lax's and ours in one program (what a
     # plan gave to XLA stays lax's), and each is counted.
     sets = lowerings._uncacheable_primitives, dispatch.prim_requires_devices_during_lowering
@@ -235,13 +250,14 @@ def replace_lowering(primitive: Primitive, rules: Mapping[str, Callable[..., Any
     lowerings._uncacheable_primitives.add(primitive)
 
     def undo() -> None:
-        for platform, entry in made.items():
-            if tables[platform].get(primitive) is not entry:
-                continue  # somebody has replaced it since; while nothing is enabled ours does what JAX's does
-            if before[platform] is None:
-                del tables[platform][primitive]
+        # What somebody has registered since stays.
+        for platform, entry in before.items():
+            tables[platform].setdefault(primitive, entry)
+        if lowerings._lowerings.get(primitive) is made:
+            if common is None:
+                del lowerings._lowerings[primitive]
             else:
-                tables[platform][primitive] = before[platform]
+                lowerings._lowerings[primitive] = common
         for primitives in without:
             primitives.discard(primitive)
 

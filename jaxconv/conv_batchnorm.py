@@ -125,7 +125,7 @@ def folded(
 
 def added(activation: Activation, z: Array, residual: Array) -> Array:
     """activation(z + residual), rounded to z's dtype once."""
-    wide = jnp.promote_types(z.dtype, jnp.float32)
+    wide = _problem.promoted(z.dtype, jnp.float32)
     return activate(activation, z.astype(wide) + residual.astype(wide)).astype(z.dtype)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from jaxconv import _compat
+from jaxconv import _compat, _problem
 
 Array = jax.Array
 
@@ -316,7 +316,7 @@ def _widened(v: Value) -> bool:
         return False
     source = v.node.inputs[0].dtype
     floats = jnp.issubdtype(source, jnp.floating) and jnp.issubdtype(v.dtype, jnp.floating)
-    return floats and jnp.promote_types(source, v.dtype) == v.dtype
+    return floats and _problem.promoted(source, v.dtype) == v.dtype
 
 
 def unconverted(v: Value) -> Value:

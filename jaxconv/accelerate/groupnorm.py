@@ -237,7 +237,7 @@ def find_groupnorm(n: GroupNormalised, activations: Activations) -> Iterator[Fus
     if n.groups is None and (why := _left_to_xla(n, dtype)):
         raise Refusal(why)
     params = jnp.float64 if dtype == jnp.float64 else jnp.float32
-    x = x0 if jnp.promote_types(x0.dtype, dtype) == dtype else n.x
+    x = x0 if _problem.promoted(x0.dtype, dtype) == dtype else n.x
 
     def made(out: Value, activated: Activated | None) -> Fused:
         activation = activated.activation if activated else Activation()

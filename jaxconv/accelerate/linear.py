@@ -30,7 +30,7 @@ NO_ACTIVATION = Activation()
 
 def _scaled(a: Array, scale: Array, axis: int) -> Array:
     """a * scale along `axis`, rounded once; the sums of its gradient are at least float32."""
-    wide = jnp.promote_types(a.dtype, jnp.float32)
+    wide = _problem.promoted(a.dtype, jnp.float32)
     scale = jnp.expand_dims(scale, [i for i in range(a.ndim) if i != axis])
     return (a.astype(wide) * scale.astype(wide)).astype(a.dtype)
 

@@ -333,7 +333,7 @@ def find_batchnorm(
     if {dtype.name, y.dtype.name} - set(_problem.DTYPES):
         raise Refusal(f"its types are {x0.dtype} -> {y.dtype}")
     params = jnp.float64 if dtype == jnp.float64 else jnp.float32
-    x = x0 if jnp.promote_types(x0.dtype, dtype) == dtype else n.x
+    x = x0 if _problem.promoted(x0.dtype, dtype) == dtype else n.x
 
     def row(a: Array) -> Array:
         return a.reshape(channels).astype(params)
@@ -572,7 +572,7 @@ def _unrounded(w: Value) -> Value:
     if w.made_by != "convert_element_type":
         return w
     source = w.node.inputs[0]
-    wider = jnp.issubdtype(source.dtype, jnp.floating) and jnp.promote_types(source.dtype, w.dtype) == source.dtype
+    wider = jnp.issubdtype(source.dtype, jnp.floating) and _problem.promoted(source.dtype, w.dtype) == source.dtype
     return source if wider and source.dtype != jnp.float64 else w
 
 
