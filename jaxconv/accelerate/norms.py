@@ -33,7 +33,7 @@ from jaxconv.accelerate.graph import (
     operands_of,
     unconverted,
 )
-from jaxconv.accelerate.linear import Before, Fused, Refusal, check_conv, fork_of, linear_before, window_of
+from jaxconv.accelerate.linear import Before, Folding, Fused, Refusal, check_conv, fork_of, linear_before, window_of
 from jaxconv.accelerate.report import GRADIENT
 from jaxconv.batchnorm import batchnorm
 from jaxconv.batchnorm_conv import chosen
@@ -326,7 +326,7 @@ def _with_statistics(conv: Node, z: Value, n: Normalised, channels: int, params:
 
 
 def find_batchnorm(
-    n: Normalised, activations: Activations, linear_of: Callable[[Value, int], Before | None]
+    n: Normalised, activations: Activations, linear_of: Callable[[Value, int], Before | None], folding: Folding
 ) -> Iterator[Fused]:
     """The replacements, those that take in most first: a residual may need what only comes later.
 
@@ -371,6 +371,9 @@ def find_batchnorm(
         operands = [*([] if training else [n.mean, n.var]), *n.scales, *([n.bias] if n.bias else [])]
         operands += [residual] if residual else []
         pair = alone(outputs, operands) and (before.trains or not training)
+        why = ""
+        if pair and not training and not folding.pays(x0, before.node.inputs[1]):
+            pair, why = False, folding.refused(x0, before.node.inputs[1])
         made_by = before.node if pair else None
         shift = before.bias if pair else None
 
@@ -487,7 +490,7 @@ def find_batchnorm(
                 again=(n.mean, n.var),
             )
 
-        return Fused(nodes, inputs, outputs, call, parts, fork, made_by, then=then, opened=opens)
+        return Fused(nodes, inputs, outputs, call, parts, fork, made_by, then=then, opened=opens, why=why)
 
     def joined(total: Value, right: Value) -> Fused | None:
         """With the batch-norm that alone makes the other operand of the sum, a shortcut's, where the plan is to take
