@@ -20,8 +20,20 @@ from jaxconv import _fused, _problem
 from jaxconv._activation import Activation
 from jaxconv._problem import ConvProblem
 from jaxconv.accelerate.activations import Activated, Activations
-from jaxconv.accelerate.graph import Array, Node, Opened, Value, bare, channels_of, number_of, operands_of, unconverted
-from jaxconv.accelerate.linear import Before, Fused, Refusal, check_conv, fork_of, linear_before, window_of
+from jaxconv.accelerate.graph import (
+    Array,
+    Node,
+    Opened,
+    Value,
+    bare,
+    channels_of,
+    extent_of,
+    is_count,
+    number_of,
+    operands_of,
+    unconverted,
+)
+from jaxconv.accelerate.linear import Before, Folding, Fused, Refusal, check_conv, fork_of, linear_before, window_of
 from jaxconv.accelerate.report import GRADIENT
 from jaxconv.batchnorm import batchnorm
 from jaxconv.batchnorm_conv import chosen
@@ -130,18 +142,23 @@ def _signed_factors(v: Value, power: int = 1) -> tuple[int, list[tuple[Value, in
     return sign, factors
 
 
-def _means(v: Value) -> Iterator[tuple[Value, int | None]]:
+def _means(v: Value, symbolic: bool = False) -> Iterator[tuple[Value, int | None]]:
     """(u, axis) where v is the mean of u over every axis but `axis`; several, where a mean is taken in stages.
 
     Under vmap with an axis name there are two: over the axes of an example, and over the examples (psum).
+    `symbolic`: those too that are divided by an extent that is no number yet.
     """
     steps: list[Node] = []
-    count = 1.0
+    count: Any = 1.0
+    extents: Any = 1  # what symbolic extents it is divided by as well
     v = bare(v)
     while v.node is not None:
         numbers = [number_of(operand) for operand in v.node.inputs]
         if v.made_by == "div" and numbers[1]:
             count *= numbers[1]
+            v = bare(v.node.inputs[0])
+        elif symbolic and v.made_by == "div" and (extent := extent_of(v.node.inputs[1])) is not None:
+            extents = extents * extent
             v = bare(v.node.inputs[0])
         elif v.made_by == "mul" and (numbers[0] or numbers[1]):
             count /= numbers[1] or numbers[0]
@@ -150,9 +167,12 @@ def _means(v: Value) -> Iterator[tuple[Value, int | None]]:
             steps.append(v.node)
             v = v.node.inputs[0]
             axes = _kept(v.shape, steps[::-1])
-            size = math.prod(v.shape[a] for a in range(len(v.shape)) if axes is not None and a not in axes)
-            # A reciprocal is rounded to float32: half an ulp of it, and there may be one for each stage.
-            if axes is not None and len(axes) == 1 and abs(count - size) <= 2e-6 * size:
+            summed = [v.shape[a] for a in range(len(v.shape)) if axes is not None and a not in axes]
+            # There may be a reciprocal, rounded to float32, for each stage: half an ulp of it.
+            same = (
+                is_count(count, summed) if _problem.is_number(extents) else math.prod(summed) == round(count) * extents
+            )
+            if axes is not None and len(axes) == 1 and same:
                 yield v, axes[0]
             v = bare(v)
         else:
@@ -165,13 +185,14 @@ def over_batch(n: Normalised) -> bool:
     The sum says so, not the shapes: of one image, statistics of an image and of the batch are the same numbers.
     """
     x = unconverted(n.x)
-    if n.axis == 0 or not _is_mean(n.mean, n.axis, lambda u: unconverted(u) is x):
+    means = _means(n.mean, symbolic=True)
+    if n.axis == 0 or not any(at == n.axis and unconverted(u) is x for u, at in means):
         return False
     v = bare(n.mean)
     while v.made_by in ("div", "mul", "reduce_sum"):
         if v.made_by == "reduce_sum" and 0 in v.node.params["axes"]:
             return True
-        v = bare(next(u for u in v.node.inputs if number_of(u) is None))
+        v = bare(next(u for u in v.node.inputs if number_of(u) is None and extent_of(u) is None))
     return False
 
 
@@ -305,7 +326,7 @@ def _with_statistics(conv: Node, z: Value, n: Normalised, channels: int, params:
 
 
 def find_batchnorm(
-    n: Normalised, activations: Activations, linear_of: Callable[[Value, int], Before | None]
+    n: Normalised, activations: Activations, linear_of: Callable[[Value, int], Before | None], folding: Folding
 ) -> Iterator[Fused]:
     """The replacements, those that take in most first: a residual may need what only comes later.
 
@@ -350,6 +371,9 @@ def find_batchnorm(
         operands = [*([] if training else [n.mean, n.var]), *n.scales, *([n.bias] if n.bias else [])]
         operands += [residual] if residual else []
         pair = alone(outputs, operands) and (before.trains or not training)
+        why = ""
+        if pair and not training and not folding.pays(x0, before.node.inputs[1]):
+            pair, why = False, folding.refused(x0, before.node.inputs[1])
         made_by = before.node if pair else None
         shift = before.bias if pair else None
 
@@ -466,7 +490,7 @@ def find_batchnorm(
                 again=(n.mean, n.var),
             )
 
-        return Fused(nodes, inputs, outputs, call, parts, fork, made_by, then=then, opened=opens)
+        return Fused(nodes, inputs, outputs, call, parts, fork, made_by, then=then, opened=opens, why=why)
 
     def joined(total: Value, right: Value) -> Fused | None:
         """With the batch-norm that alone makes the other operand of the sum, a shortcut's, where the plan is to take

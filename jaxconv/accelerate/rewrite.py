@@ -25,6 +25,7 @@ from jaxconv.accelerate.linear import (
     OWN_DENSES,
     Before,
     Dense,
+    Folding,
     Fused,
     Refusal,
     find_conv,
@@ -46,10 +47,15 @@ from jaxconv.accelerate.upsampling import find_upsampling
 class Rewriting:
     """A graph with its recognised parts replaced."""
 
-    def __init__(self, closed: ClosedJaxpr, report: Report, activations: Activations, around: str = ""):
-        """`around`: the name scopes of the equation that carries this function, which its own start from."""
+    def __init__(
+        self, closed: ClosedJaxpr, report: Report, activations: Activations, around: str = "", once: bool = False
+    ):
+        """`around`: the name scopes of the equation that carries this function, which its own start from.
+
+        `once`: whether what follows from weights alone is computed once, and not in every call.
+        """
         self.graph = Graph(closed)
-        self._around = around
+        self._around, self._folding = around, Folding(once)
         self._closed, self._report, self._activations = closed, report, activations
         self._maker: dict[Value, Node] = {}  # of the values that a fused call makes
         self._covered: set[Node] = set()  # what fused calls stand for
@@ -97,7 +103,7 @@ class Rewriting:
                 n = found[node]
                 if over_batch(n):
                     self.over_batch.append(str(node.name_stack))
-                candidates = functools.partial(find_batchnorm, n, self._activations, self._linear_before)
+                candidates = functools.partial(find_batchnorm, n, self._activations, self._linear_before, self._folding)
                 self._try("batchnorm", node, n.x.shape, candidates)
             elif node in groups:
                 g = groups[node]
@@ -116,7 +122,7 @@ class Rewriting:
                 self._report.already += 1
                 own = find_own_pair(node) if node.name == "jaxconv_batchnorm_infer" else None
                 if own is not None:
-                    self._try("batchnorm", node, node.inputs[0].shape, lambda own=own: iter([own]))
+                    self._try("batchnorm", node, node.inputs[0].shape, lambda own=own: self._own_pair(own))
                 two = find_own_mlp(node) if node.name in OWN_DENSES else None
                 if two is not None:
                     self._try("dense", node, node.inputs[0].shape, lambda two=two: iter([two]))
@@ -148,7 +154,7 @@ class Rewriting:
         if gradient is not None:
             yield gradient
             return
-        found = list(find_conv(node, self._activations, lambda r: not added_later(node, r), self._free))
+        found = list(find_conv(node, self._activations, lambda r: not added_later(node, r), self._free, self._folding))
         norm = self._norms.get(node.inputs[0]) if node not in self._paired else None
         both = norm.then(node) if norm is not None and norm.then is not None else None
         if both is not None and all(len(one.parts) == 1 for one in found):  # nothing follows it in a call of its own
@@ -157,8 +163,15 @@ class Rewriting:
             self._chained.remove(node)
         yield from found
 
+    def _own_pair(self, pair: Fused) -> Iterator[Fused]:
+        (node,) = pair.nodes
+        z, filter = node.inputs[0], pair.inputs[1]
+        if not self._folding.pays(z, filter):
+            raise Refusal(self._folding.refused(z, filter))
+        yield pair
+
     def _denses(self, node: Node) -> Iterator[Fused]:
-        layer = find_dense(node, self._activations, self._free)
+        layer = find_dense(node, self._activations, self._free, self._folding)
         before = self._layers.get(source_of(layer))
         both = find_mlp(before, layer) if before is not None else None
         if both is not None:
@@ -196,7 +209,7 @@ class Rewriting:
                 self._maker.update(dict.fromkeys(fused.outputs, made))
                 if fused.layer in self._left:
                     self._report.remove(self._left.pop(fused.layer))
-                why = GRADIENTS.get(fused.parts[0], "")
+                why = GRADIENTS.get(fused.parts[0], fused.why)
                 self._report.append(Finding(what, shapes, " + ".join(fused.parts), why, where))
                 self._name_what_stays_behind(fused.outputs[0], what)
                 return
@@ -255,7 +268,7 @@ class Rewriting:
     def _rewritten(self, inside: ClosedJaxpr | Jaxpr, around: Node) -> ClosedJaxpr | Jaxpr:
         closed = inside if isinstance(inside, ClosedJaxpr) else ClosedJaxpr(inside, ())
         findings = Report()
-        rewriting = Rewriting(closed, findings, self._activations, self._scopes(around))
+        rewriting = Rewriting(closed, findings, self._activations, self._scopes(around), self._folding.once)
         self.over_batch += rewriting.over_batch
         if not rewriting.changed:
             self._report.extend(findings)
