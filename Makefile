@@ -15,6 +15,9 @@
 # JAXCONV_CUDA=ON or OFF forces or refuses the CUDA module; without it, it is built where there are a GPU and an nvcc.
 
 VENV ?= .venv
+ifneq ($(words $(VENV)),1)
+  $(error VENV=$(VENV) must be a path without spaces; the folder of the checkout may have them)
+endif
 ARGS ?=
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
@@ -45,12 +48,8 @@ export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || echo 2)
 
 # --- installing
 # The installation is editable, so Python edits need none, and not isolated, so that C++ edits recompile what they touch.
-# Then pip does not provide what the build asks for: `requirements` prints it from pyproject.toml (for jaxlib, whose
-# headers are compiled against, the environment's own stands in for the pinned oldest one).
-requirements = $(VENV_PYTHON) -c "import sys, tomllib; p = tomllib.load(open('pyproject.toml', 'rb')); \
-	q = p['project']; print(*([r for r in p['build-system']['requires'] if not r.startswith('jaxlib')] + \
-	q['dependencies'] + ['cmake' + p['tool']['scikit-build']['cmake']['version'], 'ninja'] if sys.argv[1] == 'build' else \
-	q['optional-dependencies'][sys.argv[1]]), sep='\n')"
+# Then pip does not provide what the build asks for: `requirements` prints it from pyproject.toml.
+requirements = $(VENV_PYTHON) .ci/environment.py needs
 # Headers that the kernels' domains include: _cpu is made of them too.
 DOMAINS := $(wildcard cuda/core/*.h cuda/gemm/*.h cuda/conv/*/*.h)
 # Folders of Python code stand for their lists of files, which the editable installation holds.
@@ -63,6 +62,16 @@ INSTALL_LOG := $(VENV)/install.log
 # Of its own: an isolated `pip install .` has other paths, and would make everything compile again.
 BUILD := build/make-{wheel_tag}
 
+# What stamps say is installed: the package with extras, and what the commands below need beside it
+of_examples := examples$(cuda)
+of_test := test,flax,examples,bench$(cuda)
+tools := dev docs typing release libraries
+# A stamp that no longer holds goes, before anything is made: somebody may have uninstalled a package or moved the folder.
+ifneq ($(filter-out help clean,$(or $(MAKECMDGOALS),help)),)
+  LOST := $(shell [ ! -e $(VENV)/venv.stamp ] || $(VENV_PYTHON) .ci/environment.py check $(VENV) \
+	examples=$(of_examples) test=$(of_test) build $(tools) || rm -f $(VENV)/*.stamp)
+endif
+
 # $(call install,extras): the log holds what nvcc says of each kernel's registers; on failure its end is shown.
 define install
 	@echo "installing jaxconv[$(1)] into $(VENV) (JAXCONV_CUDA=$(JAXCONV_CUDA); log: $(INSTALL_LOG))"
@@ -74,6 +83,7 @@ endef
 $(VENV)/venv.stamp:
 	@$(PYTHON) -c '$(IN_RANGE)' || { echo "jaxconv needs Python 3.11 to 3.13; $(PYTHON) is" \
 		"$$($(PYTHON) -V 2>&1). Name another one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@[ -x $(VENV_PYTHON) ] || rm -f $(VENV)/bin/python*  # links to an interpreter that is gone stay otherwise
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
@@ -87,19 +97,16 @@ $(VENV)/cuda.stamp: $(VENV)/venv.stamp FORCE
 	@echo '$(JAXCONV_CUDA) $(JAXCONV_CUDA_ARCHS)' | cmp -s - $@ || echo '$(JAXCONV_CUDA) $(JAXCONV_CUDA_ARCHS)' >$@
 
 $(VENV)/examples.stamp: $(VENV)/build.stamp $(VENV)/cuda.stamp $(SOURCES)
-	$(call install,examples$(cuda))
+	$(call install,$(of_examples))
 	@touch $@
 
 $(VENV)/test.stamp: $(VENV)/build.stamp $(VENV)/cuda.stamp $(SOURCES)
-	$(call install,test$(comma)flax$(comma)examples$(comma)bench$(cuda))
+	$(call install,$(of_test))
 	@touch $@ $(VENV)/examples.stamp
 
-# What the commands below need beside the package itself
-$(VENV)/dev.stamp $(VENV)/docs.stamp $(VENV)/typing.stamp $(VENV)/release.stamp $(VENV)/libraries.stamp: $(VENV)/%.stamp: $(VENV)/venv.stamp pyproject.toml
+$(tools:%=$(VENV)/%.stamp): $(VENV)/%.stamp: $(VENV)/venv.stamp pyproject.toml
 	@$(PIP) install -q -r <($(call requirements) $*)
 	@touch $@
-
-comma := ,
 
 # --- the commands
 .PHONY: help install digits test test-all typecheck wheel bench docs sanitize tsan mutants fuzz foreign libraries \
@@ -138,8 +145,8 @@ libraries: $(VENV)/test.stamp $(VENV)/libraries.stamp
 	$(VENV_PYTHON) -m pytest -n $(WORKERS) --dist worksteal $(ARGS) $(LIBRARY_TESTS)
 
 typecheck: $(VENV)/test.stamp $(VENV)/typing.stamp
-	$(VENV)/bin/mypy
-	$(VENV)/bin/basedpyright
+	$(VENV_PYTHON) -m mypy
+	$(VENV_PYTHON) -m basedpyright
 
 wheel: $(VENV)/release.stamp
 	$(VENV_PYTHON) .ci/wheels.py $(ARGS)
@@ -202,16 +209,19 @@ test-matrix: $(VENV)/test.stamp
 
 CPP = $(shell find common cpu cuda ffi -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 
+# Not the environment's scripts: their first lines name the folder in which they were installed.
+clang_format := $(VENV_PYTHON) -c 'import clang_format; clang_format.clang_format()'
+
 lint: $(VENV)/dev.stamp
-	$(VENV)/bin/ruff check .
-	$(VENV)/bin/ruff format --check .
-	@echo "$(VENV)/bin/clang-format --dry-run --Werror (all of common cpu cuda ffi)"
-	@$(VENV)/bin/clang-format --dry-run --Werror $(CPP)
+	$(VENV_PYTHON) -m ruff check .
+	$(VENV_PYTHON) -m ruff format --check .
+	@echo "clang-format --dry-run --Werror (all of common cpu cuda ffi)"
+	@$(clang_format) --dry-run --Werror $(CPP)
 
 format: $(VENV)/dev.stamp
-	$(VENV)/bin/ruff check --fix .
-	$(VENV)/bin/ruff format .
-	@$(VENV)/bin/clang-format -i $(CPP)
+	$(VENV_PYTHON) -m ruff check --fix .
+	$(VENV_PYTHON) -m ruff format .
+	@$(clang_format) -i $(CPP)
 
 clean:
 	rm -rf build dist $(VENV) examples/output

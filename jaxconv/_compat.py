@@ -1,4 +1,4 @@
-"""Every use of JAX that is not public, in one place. Checked with jax 0.10, 0.11 and 0.12.
+"""Every use of JAX that is not public, in one place. Checked with jax 0.10.0 to 0.12.
 
 `jax.interpreters` and `jax.extend.core`, which `_op` is built on, are documented and not listed here.
 """
@@ -16,7 +16,7 @@ import jax.extend
 import jax.numpy
 from jax._src import ad_checkpoint, checkify, config, core, dispatch, source_info_util
 from jax._src.interpreters import mlir as lowerings
-from jax._src.lib import _jax
+from jax._src.lib import _jax, jaxlib_extension_version
 from jax.experimental import jet
 from jax.extend.core import ClosedJaxpr, Literal, Primitive
 from jax.interpreters import ad, mlir
@@ -150,6 +150,15 @@ def trace_context() -> Any:
     return config.trace_context()
 
 
+# Whether xla_gpu_enable_command_buffer knows CONVOLUTION. (jaxlib 0.10.0 refuses to compile with it.)
+CAPTURES_CONVOLUTIONS = jaxlib_extension_version >= 440
+
+
+def set_global(context: Any, value: Any) -> None:
+    """What a `jax.make_user_context` is from now on, in all threads. (Its own method: from 0.10.1 on.)"""
+    (context if hasattr(context, "set_global") else context._obj).set_global(value)
+
+
 def current_trace() -> Any:
     """Which trace makes the tracers of what is called now."""
     return core.trace_ctx.trace
@@ -234,25 +243,40 @@ def replace_lowering(primitive: Primitive, rules: Mapping[str, Callable[..., Any
 
     Returns what puts things back as they were, also if the primitive has come to need devices since.
 
-    (The tables `_lowerings` and `_platform_specific_lowerings` of frozen `LoweringRuleEntry(rule, inline)`, and the set
-    of primitives that are lowered anew for each equation: 0.10 to 0.12.)
+    (The tables `_lowerings` and `_platform_specific_lowerings` of frozen `LoweringRuleEntry(rule, inline)`, the set of
+    primitives that are lowered anew for each equation, and `lower_per_platform`: 0.10 to 0.12.)
     """
-    names = ("_lowerings", "_platform_specific_lowerings", "_uncacheable_primitives", "LoweringRuleEntry")
+    names = (
+        "_lowerings",
+        "_platform_specific_lowerings",
+        "_uncacheable_primitives",
+        "LoweringRuleEntry",
+        "lower_per_platform",
+    )
     missing = [name for name in names if not hasattr(lowerings, name)]
-    tables = {} if missing else {p: lowerings._platform_specific_lowerings[p] for p in rules}
-    before = {p: table.get(primitive) for p, table in tables.items()}
-    own = {p: entry or lowerings._lowerings.get(primitive) for p, entry in before.items()} if not missing else {}
+    common = None if missing else lowerings._lowerings.get(primitive)
+    tables = {} if missing else dict(lowerings._platform_specific_lowerings)
+    before = {p: table[primitive] for p, table in tables.items() if primitive in table}
+    own = {} if missing else {p: before.get(p, common) for p in {**rules, **before}}
     missing += [f"a rule of {primitive} for {p}" for p, entry in own.items() if not hasattr(entry, "rule")]
     if missing:
         raise NotImplementedError(
             f"jaxconv.enable: jax {jax.__version__} keeps its lowering rules in another way than 0.10 to 0.12: there "
             f"is no {', no '.join(missing)}. Convolutions stay lax's; jaxconv.accelerate does not depend on it"
         )
-    made = {}
-    for platform, rule in rules.items():
-        entry = own[platform]
-        made[platform] = dataclasses.replace(entry, rule=_bound(rule, entry.rule))
-        tables[platform][primitive] = made[platform]
+    each = {p: _bound(rules[p], entry.rule) if p in rules else entry.rule for p, entry in own.items()}
+
+    def lower(ctx: mlir.LoweringRuleContext, *args: Any, **params: Any) -> Any:
+        listed = ctx.replace(avals_out=list(ctx.avals_out))
+        default = None if common is None else common.rule
+        return lowerings.lower_per_platform(listed, str(primitive), each, default, frozenset(), *args, **params)
+
+    # One rule for all platforms, which asks each platform's. Of several rules, for a program that is lowered for
+    # several platforms, JAX makes a case; it fails at that where a primitive is lowered anew for each equation, since
+    # it adds the types of results to a list, and they come as a tuple.
+    made = lowerings._lowerings[primitive] = dataclasses.replace(next(iter(own.values())), rule=lower)
+    for platform in before:
+        tables[platform].pop(primitive)
     # JAX lowers equal equations of a program once. Here equal convolutions may be lax's and ours in one program (what a
     # plan gave to XLA stays lax's), and each is counted.
     sets = lowerings._uncacheable_primitives, dispatch.prim_requires_devices_during_lowering
@@ -260,13 +284,14 @@ def replace_lowering(primitive: Primitive, rules: Mapping[str, Callable[..., Any
     lowerings._uncacheable_primitives.add(primitive)
 
     def undo() -> None:
-        for platform, entry in made.items():
-            if tables[platform].get(primitive) is not entry:
-                continue  # somebody has replaced it since; while nothing is enabled ours does what JAX's does
-            if before[platform] is None:
-                del tables[platform][primitive]
+        # What somebody has registered since stays.
+        for platform, entry in before.items():
+            tables[platform].setdefault(primitive, entry)
+        if lowerings._lowerings.get(primitive) is made:
+            if common is None:
+                del lowerings._lowerings[primitive]
             else:
-                tables[platform][primitive] = before[platform]
+                lowerings._lowerings[primitive] = common
         for primitives in without:
             primitives.discard(primitive)
 
@@ -288,12 +313,15 @@ def exported(ctx: mlir.LoweringRuleContext) -> bool:
 def in_stablehlo(serialized: bytes, version: str) -> bytes:
     """What `jax.export.Exported.mlir_module_serialized` holds, written as StableHLO of `version` or older.
 
-    (jaxlib's own pair of functions, which jax.export calls: 0.10 to 0.12.)
+    (jaxlib's own pair of functions, which jax.export calls: 0.10 to 0.12. The second takes bytes in jaxlib 0.10.0, a
+    module from 0.10.1 on.)
     """
     with lowerings.make_ir_context():
         module = _jax.mlir.deserialize_portable_artifact(serialized)
         return _jax.mlir.serialize_portable_artifact(
-            module, version, jax.extend.backend.get_backend().serialize_with_sdy
+            lowerings.module_to_bytecode(module) if jaxlib_extension_version < 440 else module,
+            version,
+            jax.extend.backend.get_backend().serialize_with_sdy,
         )
 
 

@@ -135,7 +135,7 @@ def conv_transpose(m: Any, inputs: Array, kernel: Array, bias: Array | None, pro
             transpose_kernel=m.transpose_kernel,
             precision=m.precision,
         )
-    return restored(activate(activation, z if bias is None else z + bias))
+    return restored(activate(activation, z if bias is None else z + lax.expand_dims(bias, range(nd + 1))))
 
 
 def dense(m: Any, inputs: Array, kernel: Array, bias: Array | None, promote: Promote) -> Array:
@@ -196,7 +196,7 @@ def batchnorm(
     wider of the two. Flax computes in float32 whatever the dtypes, so that nothing is rounded differently.
     """
     given = [a for a in (scale, bias, mean, var) if a is not None]
-    wide = jnp.promote_types(jnp.promote_types(x.dtype, dtype), _exceeding_float32(given))
+    wide = _problem.promoted(_problem.promoted(x.dtype, dtype), _exceeding_float32(given))
     wide = jnp.dtype(wide if wide.name in _problem.DTYPES else jnp.float32)
     problem = BatchNormProblem("BatchNorm", wide.name, (), 0, training, 0.0, 0.0)
     scale, bias, old_mean, old_var = (
@@ -218,16 +218,16 @@ def batchnorm(
     )
     if not training:
         return y.astype(dtype), mean, var
-    statistics = jnp.promote_types(x.dtype if m.dtype is None else m.dtype, jnp.float32)
+    statistics = _problem.promoted(x.dtype if m.dtype is None else m.dtype, jnp.float32)
     return (
         y.astype(dtype),
-        new_mean.astype(jnp.promote_types(mean.dtype, statistics)),
-        new_var.astype(jnp.promote_types(var.dtype, statistics)),
+        new_mean.astype(_problem.promoted(mean.dtype, statistics)),
+        new_var.astype(_problem.promoted(var.dtype, statistics)),
     )
 
 
 def _exceeding_float32(arrays: Sequence[Array]) -> Any:
-    """float64 where one of the arrays has it; a dtype that widens nothing otherwise."""
+    """float64 where one of the arrays has it; a dtype that widens nothing (see `promoted`) otherwise."""
     return jnp.float64 if any(a.dtype == jnp.float64 for a in arrays) else jnp.bool_
 
 
@@ -314,7 +314,7 @@ def _normalised(
 ) -> Array:
     """activation(y) in `dtype`, y by `norm`. Dtypes are treated as in `batchnorm`."""
     given = [a for a in (scale, bias) if a is not None]
-    wide = jnp.promote_types(jnp.promote_types(x.dtype, dtype), _exceeding_float32(given))
+    wide = _problem.promoted(_problem.promoted(x.dtype, dtype), _exceeding_float32(given))
     wide = jnp.dtype(wide if wide.name in _problem.DTYPES else jnp.float32)
     params = jnp.float64 if wide == jnp.float64 else jnp.float32
     scale, bias = (a if a is None else a.astype(params) for a in (scale, bias))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from jaxconv import _compat
+from jaxconv import _compat, _problem
 
 Array = jax.Array
 
@@ -150,6 +150,27 @@ def of_type(result: Any, v: Value) -> Array:
         return result
     array = jnp.asarray(result)
     return jax.lax.convert_element_type_p.bind(array, new_dtype=v.dtype, weak_type=v.aval.weak_type, sharding=None)
+
+
+EXTENT = "dim_as_value"  # the primitive that makes a number of a symbolic extent: it has no operands, and no value yet
+
+
+def equations_of(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
+    """The equation, and those in the functions that it carries."""
+    yield eqn
+    for value in eqn.params.values():
+        for inside in value if isinstance(value, (tuple, list)) else (value,):
+            for inner in getattr(getattr(inside, "jaxpr", inside), "eqns", ()):
+                yield from equations_of(inner)
+
+
+def asks_extent(eqn: JaxprEqn) -> bool:
+    """Whether an equation, or one that it carries, depends on a symbolic extent. No operand says so."""
+
+    def symbolic(atom: Any) -> bool:
+        return not all(map(_problem.is_number, getattr(atom.aval, "shape", ())))
+
+    return any(one.primitive.name == EXTENT or any(map(symbolic, one.outvars)) for one in equations_of(eqn))
 
 
 UNIT_AXES = ("reshape", "broadcast_in_dim", "squeeze")  # what adds and removes axes of extent 1, among other things
@@ -314,13 +335,30 @@ def number_of(v: Value) -> float | None:
     return float(fold[v.made_by](*operands)) if v.made_by in fold else None
 
 
+def is_count(number: float, extents: Iterable[int], tolerance: float = 2e-6) -> bool:
+    """Whether a number read off the program is that of an array's elements with these extents.
+
+    `tolerance`: a reciprocal is rounded, to float32 if nothing else is said. A symbolic extent is no number: where one
+    is among them, the number is not theirs.
+    """
+    size = math.prod(extents)
+    return _problem.is_number(size) and abs(number - size) <= tolerance * size
+
+
+def extent_of(v: Value) -> Any:
+    """The extent that a scalar is, where it is a symbolic one used as a number; else None."""
+    while v.made_by in ("convert_element_type", "broadcast_in_dim"):
+        v = v.node.inputs[0]
+    return v.node.params["dim"] if v.made_by == EXTENT else None
+
+
 def _widened(v: Value) -> bool:
     """Whether v is a float converted to a float that holds it exactly."""
     if v.made_by != "convert_element_type":
         return False
     source = v.node.inputs[0].dtype
     floats = jnp.issubdtype(source, jnp.floating) and jnp.issubdtype(v.dtype, jnp.floating)
-    return floats and jnp.promote_types(source, v.dtype) == v.dtype
+    return floats and _problem.promoted(source, v.dtype) == v.dtype
 
 
 def unconverted(v: Value) -> Value:

@@ -19,6 +19,8 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+from jaxconv import _compat
+
 # Instructions for which nothing runs.
 _SILENT = frozenset(
     (
@@ -72,11 +74,10 @@ def graph_options() -> dict[str, str | int]:
     By default XLA leaves cuDNN's convolutions out, and graphs of fewer than five launches: a network is cut in as many
     pieces as it has convolutions. jaxconv's calls can all be captured. It pays where a call waits for launches, that
     is at small batches; `jaxconv.freeze` asks for it by itself there. On other platforms the options do nothing.
+    jaxlib 0.10.0 cannot capture cuDNN's convolutions.
     """
-    return {
-        "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONVOLUTION",
-        "xla_gpu_graph_min_graph_size": 1,
-    }
+    kinds = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL" + ",CONVOLUTION" * _compat.CAPTURES_CONVOLUTIONS
+    return {"xla_gpu_enable_command_buffer": kinds, "xla_gpu_graph_min_graph_size": 1}
 
 
 def launches(f: Callable[..., Any]) -> Callable[..., Launches]:

@@ -38,7 +38,9 @@ def merged(moments: Sequence[Array], mesh_axes: tuple[str, ...], reduced: int) -
     shift = (k - k[0]) + shift
     weights = counts[0] / reduced if counts else None
     middle = _mean(shift, weights)
-    return k[0] + middle, _mean(variances + (shift - middle) ** 2, weights)
+    t = reference.square_scale(len(k))
+    squares = variances * t**2 + ((shift - middle) * t) ** 2
+    return k[0] + middle, _mean(squares, weights) * (1 / t**2)
 
 
 def _mean(values: Array, weights: Array | None) -> Array:

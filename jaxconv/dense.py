@@ -243,7 +243,7 @@ def _gradient_shard(p: DenseProblem, split: _sharding.Split, dy: Array, w: Array
     else:
         dz, db = dense_gradient(p, dy, w, kept)
     if "m" in split:
-        db = jax.lax.psum(db.astype(jnp.promote_types(db.dtype, "float32")), split["m"]).astype(db.dtype)
+        db = jax.lax.psum(db.astype(_problem.promoted(db.dtype, "float32")), split["m"]).astype(db.dtype)
     return [dz, db]
 
 

@@ -199,10 +199,11 @@ def _tangent(p: SqueezeExciteProblem, residuals: Any, tangents: Sequence[Array |
     product = reference.small_product
     tmean = total(_mean(p), None if tx is None else reference.over_pixels(p, tx.astype(p.param_dtype)) / p.pixels)
     tz1 = product(tmean, w1)
-    tz1 = total(_hidden(p), tz1, None if tw1 is None else product(mean, tw1), tb1)
+    tz1 = total(_hidden(p), tz1, None if tw1 is None else product(mean, tw1), None if tb1 is None else tb1[None])
     th = activate_tangent(p.activation, z1, tz1)
     tz2 = product(th, w2)
-    tz2 = total(_mean(p), tz2, None if tw2 is None else product(activate(p.activation, z1), tw2), tb2)
+    th2 = None if tw2 is None else product(activate(p.activation, z1), tw2)
+    tz2 = total(_mean(p), tz2, th2, None if tb2 is None else tb2[None])
     tgate = reference.gated_grad(p.gate, gate, tz2)
     ty = x.astype(p.param_dtype) * reference.of_pixels(p, tgate)
     if tx is not None:

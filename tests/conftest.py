@@ -207,7 +207,7 @@ def tuning_file(tmp_path, monkeypatch):
     def forget():
         tuned._of_file.cache_clear()
         tuned._warned.clear()
-        tuned._ACTIVE.set_global(None)
+        tuned.activate(None)
 
     forget()
     yield path

@@ -76,8 +76,25 @@ def normal(seed: int, shape: tuple[int, ...], dtype: str = "float64") -> np.ndar
 
 def calls(f: Callable[..., Any], *args: Any) -> collections.Counter[str]:
     """How often the compiled f calls each of jaxconv's targets: {"conv_fprop": 1, ...}, counted in the HLO."""
-    text = jax.jit(f).lower(*args).compile().as_text()
-    return collections.Counter(re.findall(r'custom_call_target="jaxconv_(\w+)_v\d+"', text))
+    return targets(jax.jit(f).lower(*args).compile().as_text())
+
+
+# Texts of programs hold more than programs: paths of files, names of functions, primitives and variables. So tests look
+# at what is called and which operations there are, never for a word anywhere.
+
+
+def targets(text: str) -> collections.Counter[str]:
+    """How often a program calls each of jaxconv's targets: {"conv_fprop": 1, ...}, in HLO's text or StableHLO's."""
+    return collections.Counter(re.findall(r'(?:custom_call_target="|custom_call @)jaxconv_(\w+)_v\d+\b', text))
+
+
+def opcodes(text: str) -> collections.Counter[str]:
+    """How often each operation occurs in HLO's text, {"convolution": 2, ...}; "all-reduce-start" is an "all-reduce".
+
+    The type comes before it, and may be a tuple: it is the first word right before a parenthesis.
+    """
+    found = re.findall(r"^\s*(?:ROOT )?%?[\w.\-]+ = .*? ([a-z][a-z0-9\-]*?)(?:-start)?\(", text, re.MULTILINE)
+    return collections.Counter(found)
 
 
 def equations(f: Callable[..., Any], *args: Any) -> collections.Counter[str]:

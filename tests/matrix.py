@@ -1,10 +1,11 @@
 """Each supported Python with each supported JAX: the tests that depend on them, and programs exported across them.
 
-    python tests/matrix.py [--pythons 3.11 3.12 3.13] [--jax 0.10 0.11 0.12] [--tests test_export.py ... | --no-tests]
+    python tests/matrix.py [--pythons 3.11 3.12 3.13] [--jax 0.10.0 0.10 ...] [--tests test_export.py ...]
 
 1. A wheel for Python 3.11 and one for the stable ABI of 3.12 and newer, as users get them: built in isolation, against
    the oldest supported jaxlib's headers.
-2. An environment for each pair that exists (JAX 0.11 and newer need Python 3.12), with the newest patch of that JAX.
+2. An environment for each pair that exists (JAX 0.11 and newer need Python 3.12), with that JAX's newest patch, and one
+   with its oldest patch, for the oldest Python that has it.
 3. In each: tests/exported.py writes programs, then loads everybody's; then the tests.
 
 Environments stay in build/matrix and are used again; the wheels are built anew. `--record FILE` writes what came of it,
@@ -23,11 +24,13 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from typing import Any
 
 ROOT = pathlib.Path(__file__).parent.parent
 FOLDER = ROOT / "build" / "matrix"
-JAX = ("0.10", "0.11", "0.12")
+# A minor version is its newest patch. pyproject.toml allows each from its first patch on, and test_package compares.
+JAX = ("0.10.0", "0.10", "0.11.0", "0.11", "0.12.0", "0.12")
 PYTHONS = ("3.11", "3.12", "3.13")
 
 # What meets JAX's inner workings, or Python's: transforms, lowering, export, meshes, Flax. The first are quick.
@@ -49,7 +52,18 @@ TESTS = (
 
 
 def exists(python: str, jax: str) -> bool:
-    return not (python == "3.11" and jax != "0.10")
+    return not (python == "3.11" and not f"{jax}.".startswith("0.10."))
+
+
+def is_patch(jax: str) -> bool:
+    """Whether one release is meant, rather than the newest of a minor version."""
+    return jax.count(".") > 1
+
+
+def pairs(pythons: Iterable[str], versions: Iterable[str]) -> list[tuple[str, str]]:
+    """(Python, JAX) of each environment."""
+    found = {jax: [python for python in pythons if exists(python, jax)] for jax in versions}
+    return [(python, jax) for jax, fit in found.items() for python in (fit[:1] if is_patch(jax) else fit)]
 
 
 def find(version: str) -> str | None:
@@ -98,7 +112,8 @@ def environment(python: str, jax: str, interpreter: str) -> pathlib.Path:
     if not (folder / "stamp").exists():
         print(f"making {folder.relative_to(ROOT)}", flush=True)
         must(run(interpreter, "-m", "venv", "--clear", folder))
-        must(run(*pip, f"jax=={jax}.*", f"jaxlib=={jax}.*", f"jaxconv[test,flax,examples,bench] @ {made.as_uri()}"))
+        version = f"=={jax}" if is_patch(jax) else f"=={jax}.*"
+        must(run(*pip, f"jax{version}", f"jaxlib{version}", f"jaxconv[test,flax,examples,bench] @ {made.as_uri()}"))
         (folder / "stamp").touch()
     must(run(*pip, "--no-deps", "--force-reinstall", made))
     return inside
@@ -120,8 +135,8 @@ def main() -> int:
     found = {python: find(python) for python in options.pythons}
     for python in [p for p, interpreter in found.items() if interpreter is None]:
         print(f"no Python {python} was found: it is left out", file=sys.stderr)
-    pairs = [(p, j) for j in options.jax for p in options.pythons if exists(p, j) and found[p]]
-    insides = {(p, j): environment(p, j, found[p]) for p, j in pairs}  # type: ignore[arg-type]
+    wanted = pairs([p for p in options.pythons if found[p]], options.jax)
+    insides = {(p, j): environment(p, j, found[p]) for p, j in wanted}  # type: ignore[arg-type]
     # No checkout on the path but for the tests: what is installed is tested.
     env = {**os.environ, "JAX_PLATFORMS": "cpu"}
     env.pop("PYTHONPATH", None)
@@ -130,10 +145,10 @@ def main() -> int:
     shutil.rmtree(exports, ignore_errors=True)
     exports.mkdir(parents=True)
     rows: list[dict[str, Any]] = []
-    for (python, _), inside in insides.items():
+    for (python, asked), inside in insides.items():
         must(run(inside, "-P", ROOT / "tests" / "exported.py", "export", exports, env=env))
         patch = run(inside, "-c", "import jax; print(jax.__version__)", env=env).stdout.strip()
-        rows.append({"python": python, "jax": patch})
+        rows.append({"python": python, "jax": patch, "environment": f"py{python}-jax{asked}"})
     good = True
     for row, inside in zip(rows, insides.values(), strict=True):
         done = run(inside, "-P", ROOT / "tests" / "exported.py", "load", exports, env=env)
@@ -163,7 +178,7 @@ def suite(row: dict[str, Any], inside: pathlib.Path, options: argparse.Namespace
     started = time.monotonic()
     command = [inside, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", options.workers, "--tb=short"]
     done = run(*command, *(ROOT / "tests" / name for name in options.tests), cwd=FOLDER, env=env)
-    (FOLDER / f"py{row['python']}-jax{row['jax']}.log").write_text(done.stdout + done.stderr)
+    (FOLDER / f"{row['environment']}.log").write_text(done.stdout + done.stderr)
     last = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr[-500:]
     for word in ("passed", "failed", "skipped", "error"):
         row.pop(word, None)
@@ -182,8 +197,7 @@ def again(options: argparse.Namespace) -> int:
     good = True
     for row in record["environments"]:
         if row.get("failed") or row.get("error"):
-            minor = ".".join(row["jax"].split(".")[:2])
-            good &= suite(row, FOLDER / f"py{row['python']}-jax{minor}" / "bin" / "python", options, env)
+            good &= suite(row, FOLDER / row["environment"] / "bin" / "python", options, env)
     pathlib.Path(options.record).write_text(json.dumps(record, indent=1) + "\n")
     return 0 if good else 1
 

@@ -6,6 +6,7 @@ import collections
 import contextlib
 import functools
 import importlib
+import re
 from typing import Any
 
 import helpers
@@ -18,6 +19,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxconv
+from jaxconv import _op
 from jaxconv.accelerate import accelerate
 
 NHWC = ("NHWC", "HWIO", "NHWC")
@@ -181,7 +183,91 @@ NOT_SCALED = {
 @pytest.mark.parametrize("name", NOT_SCALED)
 def test_what_is_no_scale_of_a_filter_is_left(name):
     args = array(0, (2, 12, 12, 4)), W, B, SCALE
-    assert "scale" not in str(accelerate(NOT_SCALED[name]).report(*args).replaced)
+    replaced = accelerate(NOT_SCALED[name]).report(*args).replaced
+    assert not any("scale" in finding.fused for finding in replaced)
+
+
+def by_given(z: Any, scale: Any, bias: Any, axis: int = -1) -> Any:
+    """A batch-norm in inference, and an activation."""
+    shape = [-1 if a == axis % z.ndim else 1 for a in range(z.ndim)]
+    mean, var, scale, bias = (v.reshape(shape) for v in (0.1 * BIAS, 1 + BIAS**2, scale, bias))
+    return jax.nn.relu((z - mean) * lax.rsqrt(var + 1e-5) * scale + bias)
+
+
+def own_pair(x: Any, w: Any, scale: Any, bias: Any) -> Any:
+    z = jaxconv.conv2d(x, w)
+    return jaxconv.batchnorm(z, scale, bias, 0.1 * BIAS, 1 + BIAS**2, training=False, activation="relu")[0]
+
+
+def own_call(x: Any, w: Any, scale: Any, bias: Any) -> Any:
+    return jaxconv.conv_batchnorm(x, w, scale, bias, 0.1 * BIAS, 1 + BIAS**2, training=False, activation="relu")[0]
+
+
+def transposed(x: Any, w: Any, scale: Any, bias: Any) -> Any:
+    return by_given(conv(x, w, lhs_dilation=(2, 2), padding=[(1, 1), (1, 1)]), scale, bias)
+
+
+def looped(x: Any, w: Any, scale: Any, bias: Any) -> Any:
+    step = lambda y, _: (by_given(conv(jnp.tile(y, 2)[..., :4], w), scale, bias)[..., :4], None)  # noqa: E731
+    return lax.scan(step, x, None, length=2)[0]
+
+
+# (function, pixels from which it is folded in each call, what it becomes where it is folded): a filter of 3x3x4x8 has
+# 288 numbers, of 4x8 32, and a result has 8 a pixel.
+FOLDED = {
+    "batchnorm": (lambda x, w, g, b: by_given(conv(x, w), g, b), 72, "conv + batchnorm (inference) + relu"),
+    "batchnorm_of_a_dense_layer": (
+        lambda x, w, g, b: by_given(x @ w[0, 0], g, b),
+        8,
+        "dense + batchnorm (inference) + relu",
+    ),
+    "batchnorm_of_a_transposed_convolution": (transposed, 81, "conv + batchnorm (inference) + relu"),
+    "batchnorm_in_a_loop": (looped, 72, "conv + batchnorm (inference) + relu"),
+    "own_batchnorm": (own_pair, 72, "conv + batchnorm (inference) + relu"),
+    "own_call": (own_call, 72, "conv + batchnorm (inference) + relu"),
+    "scale": (lambda x, w, g, b: (conv(x, w) + b) * g, 72, "conv + bias + scale"),
+    "scale_of_a_dense_layer": (lambda x, w, g, b: (x @ w[0, 0] + b) * g, 8, "dense + bias + scale"),
+}
+
+
+@pytest.mark.parametrize("name", FOLDED)
+def test_a_call_folds_into_filters_that_are_small_beside_its_result(name):
+    """A batch-norm of a few pixels is cheaper than its filter's folding, which `freeze` does once."""
+    f, pixels, fused = FOLDED[name]
+
+    def multiplied(f: Any, x: Any) -> int:
+        """Elements of the largest filter that a call multiplies."""
+        found = jax.make_jaxpr(f)(x, W, SCALE, BIAS)
+        return max(
+            (eqn.outvars[0].aval.size for eqn in _op.equations(found.jaxpr) if str(eqn.primitive) == "mul"
+             and eqn.outvars[0].aval.shape in ((3, 3, 4, 8), (4, 8))),
+            default=0,
+        )  # fmt: skip
+
+    few, many = array(0, (1, pixels - 1, 1, 4)), array(0, (1, pixels, 1, 4))
+    if "transposed" in name:  # H -> 2 H - 1
+        few, many = array(0, (1, 4, 4, 4)), array(0, (1, 5, 5, 4))
+    for x, folds in ((few, False), (many, True)):
+        report, args = accelerate(f).report(x, W, SCALE, BIAS), (x, W, SCALE, BIAS)
+        if name != "own_call" or not folds:  # else there is a single call, which folds by itself
+            assert (fused in [finding.fused for finding in report]) == folds, report
+        assert ("jaxconv.freeze folds once" in str(report)) != folds, report
+        assert bool(multiplied(accelerate(f), x)) == folds
+        check(f, *args, **kernels(accelerate(f), *args))
+    frozen = jaxconv.freeze(lambda w, g, b, x: f(x, w, g, b), W, SCALE, BIAS)
+    assert fused in [finding.fused for finding in frozen.report(few)]
+    np.testing.assert_allclose(frozen(few), f(few, W, SCALE, BIAS), rtol=1e-4, atol=1e-5)
+
+
+def test_any_batch_is_folded_for_only_where_one_image_is_enough():
+    """A symbolic extent may be 1."""
+    f, _, fused = FOLDED["batchnorm"]
+    for extents, folds in (("b, 8, 9, 4", True), ("b, 8, 8, 4", False), ("b, h, w, 4", False)):
+        x = jax.ShapeDtypeStruct(jax.export.symbolic_shape(extents), "float32")
+        found = [finding.fused for finding in accelerate(f).report(x, W, SCALE, BIAS)]
+        assert (fused in found) == folds, extents
+        frozen = jaxconv.freeze(lambda w, g, b, x: f(x, w, g, b), W, SCALE, BIAS)
+        assert fused in [finding.fused for finding in frozen.report(x)]
 
 
 @pytest.mark.parametrize("form", ("scaled", "folded"))
@@ -1942,7 +2028,9 @@ def test_profiler_scopes_keep_the_layers_names():
     expected = [("jaxconv_conv", "C/c1"), ("jaxconv_conv_batchnorm", "C/c2"), ("jaxconv_dense", "C/head")]
     assert scopes(accelerate(model)) == expected
     text = jax.jit(accelerate(jax.jit(jax.checkpoint(model)))).lower(X, W, B, W2).as_text(debug_info=True)
-    assert "C/c1/" in text and "C/head/" in text
+    # A location's name is the path of its scopes; a file's begins with a slash.
+    named = re.findall(r'loc\("[^"/][^"]*/C/(c1|head)/', text)
+    assert {*named} == {"c1", "head"}
 
 
 def test_the_environment_switches_it_off(monkeypatch):

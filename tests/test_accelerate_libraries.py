@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 from flax_cases import array, assert_same
 
+import jaxconv
 from jaxconv.accelerate import accelerate
+from jaxconv.freeze import freeze
 
 IMAGES = array(0, (4, 8, 8, 3))
 
@@ -79,6 +81,22 @@ def test_haiku(train):
     close(trained(accelerate(model.apply)), trained(model.apply))
     with pytest.raises(TypeError, match=r"accelerate\(f.apply\)"):
         accelerate(model)
+
+
+def test_haiku_exported_for_any_batch():
+    hk = pytest.importorskip("haiku", reason="the layers are Haiku's: pip install dm-haiku")
+
+    def net(x):
+        x = jax.nn.silu(hk.GroupNorm(2)(hk.Conv2D(8, 3)(x)))
+        return hk.Linear(5)(x.mean((1, 2)))
+
+    model = hk.without_apply_rng(hk.transform(net))
+    params = model.init(jax.random.key(0), IMAGES)
+    shape = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b,8,8,3"), "float32")
+    for f in (accelerate(lambda x: model.apply(params, x)), freeze(model.apply, params)):
+        assert "groupnorm + silu" in fused(f.report(shape))
+        exported = jax.export.export(jax.jit(f), disabled_checks=jaxconv.export_checks())(shape)
+        np.testing.assert_allclose(exported.call(IMAGES), model.apply(params, IMAGES), rtol=1e-4, atol=1e-5)
 
 
 def _haiku_variables(hk: Any) -> Any:

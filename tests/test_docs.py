@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import fnmatch
+import functools
 import importlib.util
 import pathlib
 import re
@@ -49,11 +50,75 @@ def _files() -> list[str]:
 def test_files_that_documents_name_are_there():
     files = _files()
     for page in PAGES:
-        if "results" in page.parts:
+        if "results" in page.relative_to(ROOT).parts:
             continue
         for name in re.findall(r"`([\w./*-]+/[\w.*-]+\.(?:py|h|cc|cu|cuh|md|ipynb))`", page.read_text()):
             there = any(fnmatch.fnmatch(f"/{file}", f"*/{name}") for file in files)
             assert there, f"{_name(page)} names {name}"
+
+
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+
+
+def _commands() -> list[tuple[str, str]]:
+    """(command, what its comment says that it prints) of the page's directions: "command # comment", or a line each."""
+    block = re.search(r"^```sh\n(.*?)^```", ARCHITECTURE.read_text(), re.DOTALL | re.MULTILINE)[1]
+    found, said = [], ""
+    for line in block.splitlines():
+        if line.startswith("# "):
+            said = line[2:]
+            continue
+        command, comment = (line, said) if said else line.rsplit(" # ", 1)
+        found.append((command.strip(), comment.strip()))
+        said = ""
+    return found
+
+
+@pytest.mark.skipif(not ARCHITECTURE.exists(), reason="the checkout is not beside these tests")
+@pytest.mark.parametrize("number", range(14))
+def test_directions_are_as_the_architecture_says(number):
+    """ "nothing: why", "folder/ only: why" or "file: why"."""
+    commands = _commands()
+    assert len(commands) == 14
+    command, says = commands[number]
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert not done.stderr, command  # a folder that is gone has nothing in it
+    printed = done.stdout.splitlines()
+    expected = re.match(r"(nothing|(\S+/) only|([\w.]+\.\w+))[:,] ", says)
+    assert expected, f"unknown: {says}"
+    if expected[1] == "nothing":
+        assert not printed, command
+    elif expected[2]:
+        assert printed and all(line.startswith(expected[2]) for line in printed), (command, printed)
+    else:
+        assert [pathlib.Path(line).name for line in printed] == [expected[3]], (command, printed)
+
+
+# Pages that tell where in the code something is done
+TELLING = [page for page in PAGES if page == ARCHITECTURE or page.parent.name == "contributing"]
+SUFFIXES = {".py", ".h", ".cc", ".cu", ".cuh", ".txt", ".toml", ""}
+
+
+@functools.cache
+def _words() -> set[str]:
+    """Of the checkout's code, and of its files' names."""
+    found: set[str] = set()
+    for name in _files():
+        found |= {*re.findall(r"\w+", name)}
+        path = ROOT / name
+        if path.is_file() and not name.startswith("docs/") and path.suffix in SUFFIXES:
+            found |= {*re.findall(r"\w+", path.read_text(errors="ignore"))}
+    return found
+
+
+@pytest.mark.parametrize("page", TELLING, ids=_name)
+def test_names_in_pages_about_the_code_are_in_the_code(page):
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for span in re.findall(r"`([^`]+)`", text):
+        if "/" in span or "=" in span:  # a path, of which the test above knows; a command with its settings
+            continue
+        for name in re.findall(r"\b[A-Za-z_]\w+", span):
+            assert name in _words(), f"{_name(page)} names {name} (`{span}`)"
 
 
 def _missing(code: str) -> list[str]:
@@ -68,7 +133,7 @@ def _missing(code: str) -> list[str]:
 
 
 # The guides' code has a test of its own, with the libraries that they show.
-RUN = [page for page in PAGES if CODE.search(page.read_text()) and page.parent.name != "guide"]
+RUN = [page for page in PAGES if CODE.search(page.read_text()) and page.parent != ROOT / "docs" / "guide"]
 
 
 @pytest.mark.parametrize("page", RUN, ids=_name)

@@ -134,6 +134,22 @@ def test_program_of_another_version():
         jaxconv.check_exported(export.deserialize(exported.serialize()))
 
 
+def test_names_of_files_and_functions_are_no_calls(tmp_path):
+    """The text of an exported program holds them: a user's own may look like a target of ours."""
+    folder = tmp_path / "a jaxconv_conv_v998 folder"
+    folder.mkdir()
+    file = folder / "jaxconv_conv_v999.py"
+    file.write_text("def jaxconv_conv_v997(f, x, w):\n    return f(x, w) + 1\n")
+    scope: dict[str, Any] = {}
+    exec(compile(file.read_text(), str(file), "exec"), scope)
+    f = functools.partial(scope["jaxconv_conv_v997"], conv)
+    exported = export.export(jax.jit(f), disabled_checks=jaxconv.export_checks())(X, W)
+    text = exported.mlir_module()
+    assert str(file) in text and "jaxconv_conv_v997" in text
+    loaded = jaxconv.check_exported(export.deserialize(exported.serialize()))
+    assert same_bits(loaded.call(X, W), f(X, W))
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Compiling once
 
@@ -334,3 +350,22 @@ def test_a_program_of_the_first_wire_version_is_refused_with_what_to_do():
     old = jax.ffi.ffi_call("jaxconv_conv_v1", jax.ShapeDtypeStruct((2,), jnp.float32))
     with pytest.raises(Exception, match=r"exported with an older jaxconv.*export it again"):
         jax.block_until_ready(jax.jit(lambda x: old(x, plan={"algorithm": "direct"}))(jnp.ones(2)))
+
+
+@pytest.mark.parametrize("platforms", [("cpu", "tpu"), ("cuda", "cpu", "tpu"), ("tpu", "rocm")], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_for_several_platforms_in_one_program(platforms, dtype):
+    """A depthwise layer, which a CPU gives to native code, in front of a norm and a dense layer."""
+    x, w = helpers.integers(0, (2, 16, 16, 32)), helpers.integers(1, (3, 3, 1, 32))
+
+    def loss(x, w):
+        y = jaxconv.conv2d(x, w, groups=32, activation="relu")
+        y = jaxconv.layernorm(y, jnp.ones(32, jnp.float32), jnp.zeros(32, jnp.float32))
+        return jnp.sum(jaxconv.dense(y.reshape(-1, 32), jnp.ones((32, 8), dtype)).astype(jnp.float32))
+
+    f, args = jax.grad(loss, (0, 1)), [jnp.asarray(a, dtype) for a in (x, w)]
+    exported = export.export(jax.jit(f), platforms=platforms, disabled_checks=jaxconv.export_checks())(*args)
+    assert ("jaxconv_conv" in exported.mlir_module()) == ("cpu" in platforms)
+    if jax.default_backend() in platforms:
+        for a, b in zip(exported.call(*args), jax.jit(f)(*args), strict=True):
+            np.testing.assert_array_equal(a, b)

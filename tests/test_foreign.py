@@ -21,7 +21,7 @@ def test_numbers():
     assert jax.jit(f)(X, W)[0, 1, 1, 0] == 18
 
 def test_text():
-    assert "convolution" in jax.jit(f).lower(X[:, 1:], W).as_text()
+    assert "stablehlo.convolution" in jax.jit(f).lower(X[:, 1:], W).as_text()
 
 def test_that_fails_anyway():
     assert False, "as ever"

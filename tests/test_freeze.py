@@ -553,7 +553,7 @@ def test_images_are_split_over_a_mesh(kind):
     y = frozen(x)
     assert y.sharding.spec[0] == "data"
     assert_same(jax.device_get(y), jax.device_get(PLAIN(VARIABLES, X)), terms=TERMS)
-    assert "all-gather" not in jax.jit(frozen.apply).lower(frozen.weights, x).compile().as_text()
+    assert "all-gather" not in helpers.opcodes(jax.jit(frozen.apply).lower(frozen.weights, x).compile().as_text())
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="it takes two devices")
@@ -716,7 +716,7 @@ def test_it_is_exported_and_answers_in_a_process_that_never_saw_the_model(weight
     else:
         exported = export.export(jax.jit(f), disabled_checks=jaxconv.export_checks())(*arguments)
         if helpers.PLATFORM == "cpu":
-            assert "jaxconv_conv_v2" in exported.mlir_module()
+            assert helpers.targets(exported.mlir_module())["conv"] == 1
     program, arrays = tmp_path / "model.jax", tmp_path / "arrays.npz"
     program.write_bytes(exported.serialize())
     np.savez(arrays, x=x, **(frozen.weights if weights == "apart" else {}))

@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import matrix
 import pytest
 
 import jaxconv
@@ -133,6 +134,22 @@ RELEASE = pathlib.Path(__file__).parent.parent / ".ci" / "version.py"
 def test_version_and_changelog_must_agree(changelog, tag, wrong):
     found = "; ".join(runpy.run_path(str(RELEASE))["check"]("1.2.3", changelog, tag))
     assert (wrong in found) if wrong else not found
+
+
+def test_the_matrix_has_what_the_requirements_allow():
+    """Of each minor version of JAX its newest patch and its first: what nobody tried is not allowed."""
+    for name in ("jax", "jaxlib"):
+        (given,) = (r for r in importlib.metadata.requires("jaxconv") or () if re.match(rf"{name}[<>=]", r))
+        first, end = (int(re.search(rf"{bound}0\.(\d+)", given)[1]) for bound in (">=", "<"))
+        allowed = {f"0.{minor}{patch}" for minor in range(first, end) for patch in ("", ".0")}
+        assert allowed == set(matrix.JAX), given
+    assert matrix.pairs(("3.11", "3.12"), ("0.10.0", "0.10", "0.12.0", "0.12")) == [
+        ("3.11", "0.10.0"),
+        ("3.11", "0.10"),
+        ("3.12", "0.10"),
+        ("3.12", "0.12.0"),
+        ("3.12", "0.12"),
+    ]
 
 
 @pytest.mark.skipif(not RELEASE.exists(), reason="the checkout's scripts are not beside these tests")

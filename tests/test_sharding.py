@@ -260,6 +260,56 @@ def test_unforced_calls_have_no_gathers(kind):
     assert set(collectives(compiled.as_text())) == {"all-reduce"}
 
 
+# name: (groups, shape of x, shape of w, options of the convolution)
+GROUPED_GRADIENTS = {
+    "pointwise": (8, (N, 2, 2, 8), (1, 1, 1, 8), {}),
+    "depthwise": (8, (N, 6, 5, 8), (3, 3, 1, 8), {}),
+    "strided": (8, (N, 6, 5, 8), (3, 3, 1, 16), dict(stride=2)),
+    "grouped": (2, (N, 6, 5, 8), (3, 3, 4, 6), {}),
+    "1d": (8, (N, 9, 8), (3, 1, 8), {}),
+    "3d": (4, (N, 3, 4, 5, 4), (2, 2, 2, 1, 4), {}),
+}
+
+
+@pytest.mark.parametrize("way", ["conv", "xla", "native", "accelerate", "enable", "enable_native"])
+@pytest.mark.parametrize("axis", ["data", "model"])
+@pytest.mark.parametrize("name", GROUPED_GRADIENTS)
+def test_weight_gradients_of_groups_where_one_axis_of_an_auto_mesh_splits_the_batch(name, axis, way):
+    """lax's own, which XLA partitions, are the other axis's size times too large (JAX 0.10 to 0.12)."""
+    groups, *shapes, options = GROUPED_GRADIENTS[name]
+    x, w = (jnp.asarray(helpers.integers(i, shape), jnp.float32) for i, shape in enumerate(shapes))
+    spatial = "DHW"[-(x.ndim - 2) :]
+
+    def of_lax(x: Any, w: Any) -> Any:
+        return jax.lax.conv_general_dilated(
+            x,
+            w,
+            (options.get("stride", 1),) * (x.ndim - 2),
+            "SAME",
+            dimension_numbers=(f"N{spatial}C", f"{spatial}IO", f"N{spatial}C"),
+            feature_group_count=groups,
+        )
+
+    f = functools.partial(
+        getattr(jaxconv, f"conv{x.ndim - 2}d"),
+        groups=groups,
+        implementation=way if way in ("xla", "native") else None,
+        **options,
+    )
+    f = {"accelerate": jaxconv.accelerate(of_lax), "enable": of_lax, "enable_native": of_lax}.get(way, f)
+
+    def gradient(f: Any) -> Any:
+        return jax.jit(jax.grad(lambda w, x: jnp.sum(f(x, w) ** 2)))
+
+    want = gradient(of_lax)(w, x)
+    enabled = {"enable": dict(auto_meshes=True), "enable_native": dict(auto_meshes=True, implementation="native")}
+    with jaxconv.enabled(**enabled[way]) if way in enabled else contextlib.nullcontext():
+        got = gradient(f)(*place(make_mesh("grid"), (w, x), (P(), P(axis))))
+    # Sums of integers are exact, but for what TF32 rounds on a GPU.
+    atol = 0 if helpers.PLATFORM == "cpu" else 1e-2 * float(jnp.abs(want).max())
+    np.testing.assert_allclose(got, want, rtol=0, atol=atol)
+
+
 @over_kinds
 @pytest.mark.parametrize("implementation", ["native", "xla"])
 def test_images_split_in_space(kind, implementation):

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax import export, lax
 
 import jaxconv
@@ -118,3 +119,175 @@ def test_symbolic_extents_are_those_of_lax():
 def test_native_code_needs_numbers(f):
     with pytest.raises(ValueError, match=r"implementation='native' cannot run: .* symbolic"):
         exported(lambda x: f(x, W, implementation="native"), "b", "h", "t")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What accelerate and freeze read off a program: counts, and extents used as numbers
+
+
+class Cnn(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        for stride in (1, 2):
+            x = nn.Conv(4, (3, 3), strides=stride)(x)
+            x = nn.relu(nn.BatchNorm(use_running_average=True)(x))
+        return nn.Dense(3)(nn.max_pool(x, (2, 2), padding="SAME").mean((1, 2)))
+
+
+class Norms(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        x = nn.silu(nn.GroupNorm(2)(nn.Conv(4, (3, 3))(x)))
+        x = nn.LayerNorm()(nn.Conv(4, (1, 1))(x))
+        return x * nn.sigmoid(nn.Dense(4)(nn.relu(nn.Dense(2)(x.mean((1, 2), keepdims=True)))))
+
+
+class NnxNorms(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.conv = nnx.Conv(4, 4, (3, 3), rngs=rngs)
+        self.group = nnx.GroupNorm(4, num_groups=2, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return nnx.silu(self.group(self.conv(x))).mean((1, 2))
+
+
+def of_linen(module: nn.Module) -> Any:
+    variables = module.init(jax.random.key(0), jnp.ones((2, 6, 6, 4)))
+    return functools.partial(module.apply, jax.tree.map(lambda a: a + 0.1, variables))
+
+
+def of_nnx() -> Any:
+    graph, state = nnx.split(NnxNorms(nnx.Rngs(0)))
+    return lambda x: nnx.merge(graph, state)(x)
+
+
+def two_steps(x: Any) -> Any:
+    """A group-norm as (N, H*W, G, C/G)."""
+    n, h, w, c = x.shape
+    groups = x.reshape(n, h * w, 2, c // 2)
+    centred = groups - groups.mean((1, 3), keepdims=True)
+    return (centred * lax.rsqrt((centred**2).mean((1, 3), keepdims=True) + 1e-5)).reshape(x.shape) * B + 1
+
+
+def counted(axes: tuple[int, ...], groups: int = 1) -> Any:
+    """Normalised over the axes, or groups of channels, by statistics whose count is a number, not of x."""
+
+    def f(x: Any) -> Any:
+        parts = x.reshape(*x.shape[:3], groups, -1) if groups > 1 else x
+        keeps = dict(axis=axes, keepdims=True)
+        mean = parts.sum(**keeps) / 72.0
+        var = (parts * parts).sum(**keeps) / 72.0 - mean * mean
+        mean, var = (jnp.broadcast_to(m, parts.shape).reshape(x.shape) for m in (mean, jnp.maximum(var, 0.0)))
+        return (x - mean) * lax.rsqrt(var + 1e-5) * B
+
+    return f
+
+
+def summed(x: Any) -> Any:
+    """By sums, which are means of one element."""
+    return (x - x.sum((0, 1, 2))) * lax.rsqrt((x * x).sum((0, 1, 2)) + 1e-5) * B
+
+
+def excited(x: Any) -> Any:
+    h = jax.nn.relu(x.sum((1, 2)) / 36.0 @ W[0, 0])
+    return x * jax.nn.sigmoid(h @ W[1, 1])[:, None, None]
+
+
+def positions(x: Any) -> Any:
+    return x + (jnp.arange(x.shape[0]) / x.shape[0])[:, None, None, None] * B
+
+
+def loops(x: Any) -> Any:
+    """A loop and a branch that know everything but an extent, and a loop with weights."""
+    n = lax.scan(lambda n, _: (n + x.shape[0], None), jnp.zeros((), jnp.int32), None, length=3)[0]
+    c = lax.cond(B[0] > 0, lambda: B * x.shape[0], lambda: B)
+
+    def step(y: Any, w: Any) -> Any:
+        z = lax.conv_general_dilated(y, 2 * w, (1, 1), "SAME", dimension_numbers=NUMBERS)
+        return jax.nn.relu(z) / y.shape[0] + y.mean(), None
+
+    return lax.scan(step, x, jnp.stack([W, W]))[0] * n.astype(x.dtype) + c
+
+
+def resized(x: Any) -> Any:
+    return jax.image.resize(x, (x.shape[0], 2 * x.shape[1], 2 * x.shape[2], 4), "nearest")
+
+
+READ = {
+    "mean": lambda x: x.mean(),
+    "var": lambda x: x.var((0, 1)),
+    "size": lambda x: x / x.size,
+    "arange": lambda x: x + jnp.arange(x.shape[0]).sum() / 100 + jnp.ones(x.shape).sum() / 1000,
+    "cnn": of_linen(Cnn()),
+    "norms": of_linen(Norms()),
+    "nnx": of_nnx(),
+    "no_parameters": lambda x: nn.GroupNorm(1, use_bias=False, use_scale=False).apply({}, x),
+    "instance": lambda x: nn.InstanceNorm(use_bias=False, use_scale=False).apply({}, x),
+    "mapped": jax.vmap(lambda x: nn.GroupNorm(2).init_with_output(jax.random.key(0), x)[0]),
+    "two_steps": two_steps,
+    "batch_by_a_number": counted((0, 1, 2)),
+    "groups_by_a_number": counted((1, 2, 4), 2),
+    "rows_by_a_number": counted((3,)),
+    "summed": summed,
+    "excited": excited,
+    "positions": positions,
+    "loops": loops,
+    "resized": resized,
+    "pool": lambda x: nn.max_pool(x, (3, 3), (2, 2), padding="SAME"),
+    "global_pool": lambda x: nn.max_pool(x, x.shape[1:3]),
+    "pool_with_symbolic_pads": lambda x: nn.max_pool(x, (2, 2), padding=((0, 0), (0, x.shape[2] - 3))),
+}
+# Of symbolic pixels: lax exports no gradient of a convolution that steps over them, nor of such windows and pads.
+PLAIN_GRADIENT_FAILS = ("cnn", "global_pool", "pool_with_symbolic_pads")
+
+
+def of_sum(f: Any) -> Any:
+    return lambda x: jnp.sum(jnp.sin(f(x)))
+
+
+@pytest.mark.parametrize("extents", ["8*b,6,6,4", "b,h,w,4"])
+@pytest.mark.parametrize("name", READ)
+def test_what_is_read_off_a_program_may_be_symbolic(name, extents):
+    f, x = READ[name], jnp.asarray(helpers.normal(0, (8, 6, 6, 4)), "float32")
+    shape = jax.ShapeDtypeStruct(export.symbolic_shape(extents), "float32")
+    gradients = "h" not in extents or name not in PLAIN_GRADIENT_FAILS
+    with jax.default_matmul_precision("highest"):
+        expected = jax.value_and_grad(of_sum(f))(x)
+        for transform in (jaxconv.accelerate, jaxconv.freeze):
+            own = transform(f)
+            assert own.report(shape).notes or own.report(shape)  # outside of an export, as jax.eval_shape
+            assert jaxconv.explain(own)(shape) is not None
+            several = [lambda x, own=own: (of_sum(own)(x), x)]
+            if gradients:
+                several = [jax.value_and_grad(of_sum(own)), transform(jax.value_and_grad(of_sum(f)))]
+            for one in several:
+                actual = export.export(jax.jit(one), disabled_checks=jaxconv.export_checks())(shape).call(x)
+                np.testing.assert_allclose(actual[0], expected[0], rtol=1e-4)
+                if gradients:
+                    np.testing.assert_allclose(actual[1], expected[1], rtol=1e-3, atol=1e-4)
+
+
+def test_a_symbolic_batch_keeps_its_layers():
+    """A group-norm's count is no part of the batch; nor is a folded batch-norm."""
+    shape = jax.ShapeDtypeStruct(export.symbolic_shape("b,6,6,4"), "float32")
+    for name, expected in (("norms", "groupnorm + silu"), ("nnx", "groupnorm + silu"), ("no_parameters", "groupnorm")):
+        for transform in (jaxconv.accelerate, jaxconv.freeze):
+            assert expected in [finding.fused for finding in transform(READ[name]).report(shape)], name
+
+
+def test_a_frozen_function_is_exported_for_several_symbolic_batches():
+    """Each export has extents of its own, of the same name or not: a frozen function keeps the programs of all."""
+    frozen, x = jaxconv.freeze(READ["cnn"]), jnp.asarray(helpers.normal(0, (4, 6, 6, 4)), "float32")
+    for extents in ("b,6,6,4", "b,6,6,4", "n,6,6,4"):
+        shape = jax.ShapeDtypeStruct(export.symbolic_shape(extents), "float32")
+        actual = export.export(jax.jit(frozen), disabled_checks=jaxconv.export_checks())(shape).call(x)
+        np.testing.assert_allclose(actual, READ["cnn"](x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("extents", ["b,6,6,4", "b,h,w,4"])
+def test_freeze_refuses_the_statistics_of_a_symbolic_batch(extents):
+    model = nn.BatchNorm(use_running_average=False)
+    variables = model.init(jax.random.key(0), jnp.ones((2, 6, 6, 4)))
+    frozen = jaxconv.freeze(lambda v, x: model.apply(v, x, mutable=["batch_stats"])[0], variables)
+    with pytest.raises(ValueError, match="takes the statistics of its batch"):
+        frozen.report(jax.ShapeDtypeStruct(export.symbolic_shape(extents), "float32"))

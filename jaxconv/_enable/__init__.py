@@ -92,13 +92,13 @@ def enable(*, implementation: str | None = None, auto_meshes: bool = False) -> N
     with _lock:
         _install(state, counts=not _process)
         _process = True
-    _STATE.set_global(state)
+    _compat.set_global(_STATE, state)
 
 
 def disable() -> None:
     """Undoes `enable`: JAX is as it was. Programs that were compiled meanwhile are not used any more."""
     global _process
-    _STATE.set_global(_off)
+    _compat.set_global(_STATE, _off)
     with _lock:
         if _process:
             _process = False

@@ -24,6 +24,7 @@ from typing import Any
 import jax
 import jaxlib
 
+from jaxconv import _compat
 from jaxconv._plan.plan import Device
 
 try:
@@ -289,7 +290,7 @@ def active() -> Results:
 
 def activate(results: Results) -> None:
     """From now on these hold, in all threads, but for those inside `applied`."""
-    _ACTIVE.set_global(results)
+    _compat.set_global(_ACTIVE, results)
 
 
 @contextlib.contextmanager

@@ -37,6 +37,7 @@ from jaxconv._problem.parse import (
     parse_padding,
     parse_precision,
     parse_transposed_padding,
+    promoted,
     same_dtype,
 )
 from jaxconv._problem.pool import POOL_ALGORITHMS, PoolAlgorithm, PoolProblem
@@ -94,5 +95,6 @@ __all__ = [
     "parse_padding",
     "parse_precision",
     "parse_transposed_padding",
+    "promoted",
     "same_dtype",
 ]

@@ -34,6 +34,13 @@ Precision = tuple[lax.Precision, lax.Precision] | lax.DotAlgorithm | lax.DotAlgo
 LARGEST = 2**63 - 1
 
 
+def promoted(a: Any, b: Any) -> np.dtype[Any]:
+    """The dtype of operations between dtypes a and b, as jnp.promote_types has it; also where
+    jax_numpy_dtype_promotion="strict" refuses to mix them: that is about a user's operands, not about ours."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.promote_types(a, b)
+
+
 def as_array(where: str, argument: str, value: Any) -> jax.Array:
     """`value` as a jax array of a dtype that jaxconv knows, or a TypeError."""
     array = as_mask(where, argument, value)

@@ -42,13 +42,15 @@ def accelerate(f: Callable[..., Any]) -> Callable[..., Any]:
     (K, N) with a bias or an activation that follow; and batch normalisation, in training and inference, with the
     residual add and the activation that follow. Numbers per output channel that multiply what a convolution or product
     gives, or that and its bias, as a layer scale does, are multiplied into filter and bias, which are rounded to their
-    type once more (not in float16, nor where the result has less than twice the filter's numbers). Two dense layers in
-    a row become `jaxconv.mlp`, where only the second reads what the first one's activation gives. A convolution, its
-    bias and the batch-norm of the result become `jaxconv.conv_batchnorm`: in inference one convolution, with filters
-    that are rounded to their type once more. Two batch-norms in training whose sum an activation takes, a residual
-    block's and its shortcut's, are one call where a kernel was measured to go back through both at once. A batch-norm
-    in training, its activation and the depthwise convolution that alone reads the result are one call where a kernel
-    was measured to normalise what it reads.
+    type once more (not in float16). Two dense layers in a row become `jaxconv.mlp`, where only the second reads what
+    the first one's activation gives. A convolution, its bias and the batch-norm of the result become
+    `jaxconv.conv_batchnorm`: in inference one convolution, with filters that are rounded to their type once more. What
+    is multiplied into a filter is multiplied in every call: only where the result has at least twice the filter's
+    numbers, so that this is little beside what it spares; elsewhere it stays behind the layer, and `report` says so
+    (`jaxconv.freeze` does it once, whatever the sizes). Two batch-norms in training whose sum an activation takes, a
+    residual block's and its shortcut's, are one call where a kernel was measured to go back through both at once. A
+    batch-norm in training, its activation and the depthwise convolution that alone reads the result are one call where
+    a kernel was measured to normalise what it reads.
     `lax.reduce_window` with lax.max becomes `jaxconv.max_pool`; upsampling by repetition (`jax.image.resize` with
     "nearest" and whole factors) a broadcast, whose gradient is no scatter; an array times gates that two small layers
     make of its means `jaxconv.squeeze_excite`. Activations are those of `jaxconv.conv2d`, written as jax.nn's
@@ -134,9 +136,10 @@ class Traced:
     plain: PlainObjects
     results: Results
 
-    def rewritten(self) -> tuple[Rewriting, Report]:
+    def rewritten(self, once: bool = False) -> tuple[Rewriting, Report]:
+        """`once`: whether what follows from weights alone is computed once, as `freeze` does it."""
         report = Report()
-        rewriting = Rewriting(self.jaxpr, report, Activations())
+        rewriting = Rewriting(self.jaxpr, report, Activations(), once=once)
         report.finish()
         return rewriting, report
 

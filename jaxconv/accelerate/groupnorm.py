@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxconv import _plan, _problem
 from jaxconv._activation import Activation
-from jaxconv._graph import Array, Value, bare, channels_of, number_of, operands_of, unconverted
+from jaxconv._graph import Array, Value, bare, channels_of, is_count, number_of, operands_of, unconverted
 from jaxconv.accelerate.activations import Activated, Activations
 from jaxconv.accelerate.linear import Fused, Refusal
 from jaxconv.accelerate.norms import leads_only_to, squared
@@ -168,13 +168,12 @@ def _mean_of(v: Value, accept: Callable[[Value], int | None]) -> int | None:
         if not number or total.made_by != "reduce_sum":
             continue
         u = total.node.inputs[0]
-        rank, size = len(u.shape), math.prod(u.shape)
+        rank = len(u.shape)
         axes = tuple(sorted(total.node.params["axes"]))
         number = 1 / number if v.made_by == "mul" else number
         if rank < 3 or axes != (*range(1, rank - 2), rank - 1):
             continue
-        expected = size / (u.shape[0] * u.shape[-2])
-        if abs(number - expected) <= 2e-6 * expected:  # a reciprocal is rounded to float32
+        if is_count(number, [u.shape[axis] for axis in axes]):
             return accept(u)
     return None
 
@@ -237,7 +236,7 @@ def find_groupnorm(n: GroupNormalised, activations: Activations) -> Iterator[Fus
     if n.groups is None and (why := _left_to_xla(n, dtype)):
         raise Refusal(why)
     params = jnp.float64 if dtype == jnp.float64 else jnp.float32
-    x = x0 if jnp.promote_types(x0.dtype, dtype) == dtype else n.x
+    x = x0 if _problem.promoted(x0.dtype, dtype) == dtype else n.x
 
     def made(out: Value, activated: Activated | None) -> Fused:
         activation = activated.activation if activated else Activation()

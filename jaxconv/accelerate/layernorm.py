@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 
-from jaxconv._graph import Value, bare, channels_of, number_of, operands_of, unconverted
+from jaxconv._graph import Value, bare, channels_of, is_count, number_of, operands_of, unconverted
 from jaxconv.accelerate.groupnorm import GroupNormalised, affine, numbers_along
 from jaxconv.accelerate.norms import squared
 
@@ -77,7 +77,7 @@ def _is_mean(v: Value, accept: Callable[[Value], bool]) -> bool:
         u = total.node.inputs[0]
         number = 1 / number if v.made_by == "mul" else number
         last = tuple(total.node.params["axes"]) == (len(u.shape) - 1,)
-        if last and abs(number - u.shape[-1]) <= 2e-6 * u.shape[-1]:  # a reciprocal is rounded to float32
+        if last and is_count(number, u.shape[-1:]):
             return accept(u)
     return False
 

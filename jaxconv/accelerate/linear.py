@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,13 +20,14 @@ from jaxconv._activation import Activation
 from jaxconv._enable import forms
 from jaxconv._graph import Array, Constant, Node, Value, channels_of, operands_of
 from jaxconv.accelerate.activations import Activations
+from jaxconv.conv_batchnorm import folding_pays
 
 NO_ACTIVATION = Activation()
 
 
 def _scaled(a: Array, scale: Array, axis: int) -> Array:
     """a * scale along `axis`, rounded once; the sums of its gradient are at least float32."""
-    wide = jnp.promote_types(a.dtype, jnp.float32)
+    wide = _problem.promoted(a.dtype, jnp.float32)
     scale = jnp.expand_dims(scale, [i for i in range(a.ndim) if i != axis])
     return (a.astype(wide) * scale.astype(wide)).astype(a.dtype)
 
@@ -74,13 +74,32 @@ class Fused:
     layer: Node | None = None  # whose name it gets in profiles, where it is not the operation's own
     given: Operands | None = None  # of one operation: how its call reads what it takes
     activation: Activation = NO_ACTIVATION
+    why: str = ""  # what is not part of the call could be
 
 
 class Refusal(Exception):
     """Why an operation is left as it is."""
 
 
-_LEAST_SPARED = 2  # numbers of the result for each of the filter, where that is scaled in its place
+@dataclasses.dataclass(frozen=True)
+class Folding:
+    """Where a batch-norm's numbers in inference and a layer scale's are multiplied into the filter in front of them.
+
+    `once`: wherever they can, because whatever follows from weights alone is computed once. Elsewhere every call does
+    it, and it must pay: see `folding_pays`.
+    """
+
+    once: bool = False
+
+    def pays(self, z: Value, filter: Value) -> bool:
+        return self.once or folding_pays(z.shape, filter.shape)
+
+    @staticmethod
+    def refused(z: Value, filter: Value) -> str:
+        return (
+            f"not folded into the filter {list(filter.shape)}: every call would fold it, much work beside the "
+            f"result {list(z.shape)}; jaxconv.freeze folds once"
+        )
 
 
 def _along_after(c: Value, axis: int, name: str) -> tuple[Value, Value] | None:
@@ -99,17 +118,13 @@ def _bias_after(c: Value, axis: int) -> tuple[Value, Value] | None:
     return _along_after(c, axis, "add")
 
 
-def _scale_after(z: Value, axis: int, filter: Value, free: Callable[[Value], bool]) -> tuple[Value, Value] | None:
-    """(s, g) where the only use of z is s = z * g, with g along `axis`, and g is better multiplied into the filter.
+def _scale_after(z: Value, axis: int, free: Callable[[Value], bool]) -> tuple[Value, Value] | None:
+    """(s, g) where the only use of z is s = z * g, with g along `axis`, and g may be multiplied into the filter.
 
     The gradient of g is then made of the filter's, and z is neither written nor kept for it. float16 is left alone: a
     layer scale of 1e-6 times a weight is below its least number. `free`: whether s is no part of a normalisation.
     """
-    extents = (*z.shape, *filter.shape)
-    if z.dtype == jnp.float16 or not all(isinstance(extent, int) for extent in extents):
-        return None
-    spares = math.prod(z.shape) >= _LEAST_SPARED * math.prod(filter.shape)
-    found = _along_after(z, axis, "mul") if spares else None
+    found = _along_after(z, axis, "mul") if z.dtype != jnp.float16 else None
     return found if found is not None and free(found[0]) else None
 
 
@@ -196,6 +211,7 @@ def _fuse_epilogue(
     *,
     adds: Callable[[Value], bool],
     free: Callable[[Value], bool],
+    folding: Folding,
 ) -> Iterator[Fused]:
     """`run(x, w, b, activation, return_preactivation=)` in place of the node, its bias and its activation.
 
@@ -207,7 +223,10 @@ def _fuse_epilogue(
     c = nodes[-1].outputs[0]
     z, b = _bias_after(c, axis) or (c, None)
     nodes += [z.node] if b else []
-    z, g = _scale_after(z, axis, node.inputs[filter[0]], free) or (z, None)
+    scaled, why = _scale_after(z, axis, free), ""
+    if scaled and not folding.pays(z, node.inputs[filter[0]]):
+        scaled, why = None, f"the scale behind it is {folding.refused(z, node.inputs[filter[0]])}"
+    z, g = scaled or (z, None)
     nodes += [z.node] if g else []
     after = _bias_after(z, axis) if g and not b else None
     z, b = after or (z, b)
@@ -235,6 +254,7 @@ def _fuse_epilogue(
             [what, *(text for text, there in told if there)],
             given=given,
             activation=activation,
+            why=why,
         )
 
     total, r = residual_after(z) or (z, None)
@@ -266,7 +286,11 @@ def check_conv(node: Node) -> None:
 
 
 def find_conv(
-    node: Node, activations: Activations, adds: Callable[[Value], bool], free: Callable[[Value], bool]
+    node: Node,
+    activations: Activations,
+    adds: Callable[[Value], bool],
+    free: Callable[[Value], bool],
+    folding: Folding,
 ) -> Iterator[Fused]:
     """`adds`: whether it is this convolution that takes an array that is added to its result.
 
@@ -276,7 +300,8 @@ def find_conv(
     numbers = node.params["dimension_numbers"]
     run = functools.partial(_fused.conv, **window_of(node))
     filter = 1, numbers.rhs_spec[0]
-    return _fuse_epilogue(node, numbers.out_spec[1], activations, "conv", run, filter, adds=adds, free=free)
+    how: dict[str, Any] = dict(adds=adds, free=free, folding=folding)
+    return _fuse_epilogue(node, numbers.out_spec[1], activations, "conv", run, filter, **how)
 
 
 def find_gradient(node: Node) -> Fused | None:
@@ -347,7 +372,7 @@ def _dense_filter(swapped: bool) -> tuple[int, int]:
     return (0, 0) if swapped else (1, 1)
 
 
-def find_dense(node: Node, activations: Activations, free: Callable[[Value], bool]) -> Dense:
+def find_dense(node: Node, activations: Activations, free: Callable[[Value], bool], folding: Folding) -> Dense:
     """`free`: whether a value is no part of a normalisation. What is added behind it XLA adds in its own product."""
     swapped = _swapped(node)
     check_dense(node, swapped)
@@ -361,7 +386,7 @@ def find_dense(node: Node, activations: Activations, free: Callable[[Value], boo
         return _fused.dense(x, w, *rest, precision=precision, **options)
 
     filter = _dense_filter(swapped is not None)
-    how: dict[str, Any] = dict(adds=lambda r: False, free=free)
+    how: dict[str, Any] = dict(adds=lambda r: False, free=free, folding=folding)
     (fused,) = _fuse_epilogue(node, len(x.shape) - 1, activations, "dense", run, filter, swapped, **how)
     return Dense(node, swapped is not None, fused, precision)
 

@@ -17,9 +17,20 @@ import numpy as np
 
 from jaxconv import _problem
 from jaxconv._activation import Activation
-from jaxconv._graph import Array, Node, Value, bare, channels_of, number_of, operands_of, unconverted
+from jaxconv._graph import (
+    Array,
+    Node,
+    Value,
+    bare,
+    channels_of,
+    extent_of,
+    is_count,
+    number_of,
+    operands_of,
+    unconverted,
+)
 from jaxconv.accelerate.activations import Activated, Activations
-from jaxconv.accelerate.linear import Before, Fused, Refusal, linear_before
+from jaxconv.accelerate.linear import Before, Folding, Fused, Refusal, linear_before
 from jaxconv.accelerate.report import GRADIENT
 from jaxconv.batchnorm import batchnorm
 from jaxconv.conv_batchnorm import inference
@@ -123,18 +134,23 @@ def _signed_factors(v: Value, power: int = 1) -> tuple[int, list[tuple[Value, in
     return sign, factors
 
 
-def _means(v: Value) -> Iterator[tuple[Value, int | None]]:
+def _means(v: Value, symbolic: bool = False) -> Iterator[tuple[Value, int | None]]:
     """(u, axis) where v is the mean of u over every axis but `axis`; several, where a mean is taken in stages.
 
     Under vmap with an axis name there are two: over the axes of an example, and over the examples (psum).
+    `symbolic`: those too that are divided by an extent that is no number yet.
     """
     steps: list[Node] = []
-    count = 1.0
+    count: Any = 1.0
+    extents: Any = 1  # what symbolic extents it is divided by as well
     v = bare(v)
     while v.node is not None:
         numbers = [number_of(operand) for operand in v.node.inputs]
         if v.made_by == "div" and numbers[1]:
             count *= numbers[1]
+            v = bare(v.node.inputs[0])
+        elif symbolic and v.made_by == "div" and (extent := extent_of(v.node.inputs[1])) is not None:
+            extents = extents * extent
             v = bare(v.node.inputs[0])
         elif v.made_by == "mul" and (numbers[0] or numbers[1]):
             count /= numbers[1] or numbers[0]
@@ -143,9 +159,12 @@ def _means(v: Value) -> Iterator[tuple[Value, int | None]]:
             steps.append(v.node)
             v = v.node.inputs[0]
             axes = _kept(v.shape, steps[::-1])
-            size = math.prod(v.shape[a] for a in range(len(v.shape)) if axes is not None and a not in axes)
-            # A reciprocal is rounded to float32: half an ulp of it, and there may be one for each stage.
-            if axes is not None and len(axes) == 1 and abs(count - size) <= 2e-6 * size:
+            summed = [v.shape[a] for a in range(len(v.shape)) if axes is not None and a not in axes]
+            # There may be a reciprocal, rounded to float32, for each stage: half an ulp of it.
+            same = (
+                is_count(count, summed) if _problem.is_number(extents) else math.prod(summed) == round(count) * extents
+            )
+            if axes is not None and len(axes) == 1 and same:
                 yield v, axes[0]
             v = bare(v)
         else:
@@ -158,13 +177,14 @@ def over_batch(n: Normalised) -> bool:
     The sum says so, not the shapes: of one image, statistics of an image and of the batch are the same numbers.
     """
     x = unconverted(n.x)
-    if n.axis == 0 or not _is_mean(n.mean, n.axis, lambda u: unconverted(u) is x):
+    means = _means(n.mean, symbolic=True)
+    if n.axis == 0 or not any(at == n.axis and unconverted(u) is x for u, at in means):
         return False
     v = bare(n.mean)
     while v.made_by in ("div", "mul", "reduce_sum"):
         if v.made_by == "reduce_sum" and 0 in v.node.params["axes"]:
             return True
-        v = bare(next(u for u in v.node.inputs if number_of(u) is None))
+        v = bare(next(u for u in v.node.inputs if number_of(u) is None and extent_of(u) is None))
     return False
 
 
@@ -269,7 +289,7 @@ def _needs(values: Sequence[Value], x: Value) -> bool:
 
 
 def find_batchnorm(
-    n: Normalised, activations: Activations, linear_of: Callable[[Value, int], Before | None]
+    n: Normalised, activations: Activations, linear_of: Callable[[Value, int], Before | None], folding: Folding
 ) -> Iterator[Fused]:
     """The replacements, those that take in most first: a residual may need what only comes later.
 
@@ -278,7 +298,7 @@ def find_batchnorm(
     (statistics that are not those of training, a residual). In training the bias in between is left out: it shifts the
     mean, and the result is centred again.
     """
-    norm = _Norm.of(n, linear_of(unconverted(n.x), n.axis))
+    norm = _Norm.of(n, linear_of(unconverted(n.x), n.axis), folding)
     y = norm.y
     if len(y.users) == 1 and y.users[0] is not None and y.users[0].name == "add":
         total = y.users[0].outputs[0]
@@ -303,6 +323,7 @@ class _Norm:
 
     of_x: Normalised
     before: Before | None  # what makes x
+    folding: Folding
     training: bool
     kind: str
     x: Value
@@ -310,7 +331,7 @@ class _Norm:
     dtype: Any  # that it is computed for
 
     @classmethod
-    def of(cls, n: Normalised, before: Before | None) -> _Norm:
+    def of(cls, n: Normalised, before: Before | None, folding: Folding) -> _Norm:
         x0 = unconverted(n.x)
         is_mean = _is_mean(n.mean, n.axis, lambda u: unconverted(u) is x0)
         training = is_mean and _is_variance_of(n.var, x0, n.axis)
@@ -325,11 +346,10 @@ class _Norm:
         dtype = x0.dtype if y.dtype == x0.dtype else n.result.dtype
         if {dtype.name, y.dtype.name} - set(_problem.DTYPES):
             raise Refusal(f"its types are {x0.dtype} -> {y.dtype}")
-        x = x0 if jnp.promote_types(x0.dtype, dtype) == dtype else n.x
+        x = x0 if _problem.promoted(x0.dtype, dtype) == dtype else n.x
         same = x is x0 and dtype == x0.dtype
-        return cls(
-            n, before if same else None, training, f"batchnorm ({'training' if training else given})", x, y, dtype
-        )
+        kind = f"batchnorm ({'training' if training else given})"
+        return cls(n, before if same else None, folding, training, kind, x, y, dtype)
 
     @property
     def channels(self) -> int:
@@ -351,7 +371,9 @@ class _Norm:
         operands = [*([] if training else [n.mean, n.var]), *n.scales, *([n.bias] if n.bias else [])]
         operands += [residual] if residual else []
         alone = self.before is not None and leads_only_to(self.x, outputs) and not _needs(operands, self.x)
-        before = self.before if alone and (not training or self.before.what == "conv") else None
+        before, why = self.before if alone and (not training or self.before.what == "conv") else None, ""
+        if before and not training and not self.folding.pays(self.x, before.node.inputs[1]):
+            before, why = None, self.folding.refused(self.x, before.node.inputs[1])
         shift = before.bias if before else None
         folded = before.node if before and not training else None
         parts = [self.kind, *(["residual"] if residual else []), *([str(activation)] if activated else [])]
@@ -367,6 +389,7 @@ class _Norm:
             call,
             parts,
             layer=folded,
+            why=why,
         )
 
     def _given(
@@ -438,7 +461,7 @@ def _unrounded(w: Value) -> Value:
     if w.made_by != "convert_element_type":
         return w
     source = w.node.inputs[0]
-    wider = jnp.issubdtype(source.dtype, jnp.floating) and jnp.promote_types(source.dtype, w.dtype) == source.dtype
+    wider = jnp.issubdtype(source.dtype, jnp.floating) and _problem.promoted(source.dtype, w.dtype) == source.dtype
     return source if wider and source.dtype != jnp.float64 else w
 
 

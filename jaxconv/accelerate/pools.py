@@ -10,6 +10,7 @@ from typing import Any
 from jax import lax
 
 from jaxconv import _problem, pool
+from jaxconv._fused import pads_are_numbers
 from jaxconv._graph import Array, Node
 from jaxconv.accelerate.linear import Fused, Refusal
 
@@ -46,6 +47,8 @@ def find_pool(node: Node) -> Fused:
         dilation=at(p.get("window_dilation", (1,) * len(x.shape))),
         channels_last=_last(axes, x.shape),
     )
+    if not pads_are_numbers(problem.padding):
+        raise Refusal("its pads are symbolic")
     if any(pad < 0 for pad in sum(problem.padding, ())):
         raise Refusal("its padding is negative")
     reason = problem.lax_only()

@@ -21,6 +21,7 @@ from jaxconv.accelerate.groupnorm import GroupNormalised, find_group_normalised,
 from jaxconv.accelerate.layernorm import find_layer_normalised
 from jaxconv.accelerate.linear import (
     Dense,
+    Folding,
     Fused,
     Refusal,
     find_conv,
@@ -41,10 +42,15 @@ from jaxconv.joints import region
 class Rewriting:
     """A graph with its recognised parts replaced."""
 
-    def __init__(self, closed: ClosedJaxpr, report: Report, activations: Activations, around: str = ""):
-        """`around`: the name scopes of the equation that carries this function, which its own start from."""
+    def __init__(
+        self, closed: ClosedJaxpr, report: Report, activations: Activations, around: str = "", once: bool = False
+    ):
+        """`around`: the name scopes of the equation that carries this function, which its own start from.
+
+        `once`: whether what follows from weights alone is computed once, and not in every call.
+        """
         self.graph = Graph(closed)
-        self._around = around
+        self._around, self._folding = around, Folding(once)
         self._closed, self._report, self._activations = closed, report, activations
         self._maker: dict[Value, Node] = {}  # of the values that a fused call makes
         self._covered: set[Node] = set()  # what fused calls stand for
@@ -87,7 +93,7 @@ class Rewriting:
                 n = found[node]
                 if over_batch(n):
                     self.over_batch.append(str(node.name_stack))
-                candidates = functools.partial(find_batchnorm, n, self._activations, linear_before)
+                candidates = functools.partial(find_batchnorm, n, self._activations, linear_before, self._folding)
                 self._try("batchnorm", node, n.x.shape, candidates)
             elif node in groups:
                 g = groups[node]
@@ -106,7 +112,7 @@ class Rewriting:
                 self._report.already += 1
                 own = find_own_pair(node) if node.name == "jaxconv_batchnorm_infer" else None
                 if own is not None:
-                    self._try("batchnorm", node, node.inputs[0].shape, lambda own=own: iter([own]))
+                    self._try("batchnorm", node, node.inputs[0].shape, lambda own=own: self._own_pair(own))
             else:
                 self._look_inside(node)
 
@@ -131,10 +137,17 @@ class Rewriting:
         if gradient is not None:
             yield gradient
             return
-        yield from find_conv(node, self._activations, lambda r: not added_later(node, r), self._free)
+        yield from find_conv(node, self._activations, lambda r: not added_later(node, r), self._free, self._folding)
+
+    def _own_pair(self, pair: Fused) -> Iterator[Fused]:
+        (node,) = pair.nodes
+        z, filter = node.inputs[0], pair.inputs[1]
+        if not self._folding.pays(z, filter):
+            raise Refusal(self._folding.refused(z, filter))
+        yield pair
 
     def _denses(self, node: Node) -> Iterator[Fused]:
-        layer = find_dense(node, self._activations, self._free)
+        layer = find_dense(node, self._activations, self._free, self._folding)
         before = self._layers.get(source_of(layer))
         # A product whose x comes from a layer's activation takes part in that one's gradient.
         if before is None or not before.activates:
@@ -167,7 +180,7 @@ class Rewriting:
                 self._maker.update(dict.fromkeys(fused.outputs, made))
                 if fused.layer in self._left:
                     self._report.remove(self._left.pop(fused.layer))
-                why = GRADIENTS.get(fused.parts[0], "")
+                why = GRADIENTS.get(fused.parts[0], fused.why)
                 self._report.append(Finding(what, shapes, " + ".join(fused.parts), why, where))
                 self._name_what_stays_behind(fused.outputs[0], what)
                 return
@@ -224,7 +237,7 @@ class Rewriting:
     def _rewritten(self, inside: ClosedJaxpr | Jaxpr, around: Node) -> ClosedJaxpr | Jaxpr:
         closed = inside if isinstance(inside, ClosedJaxpr) else ClosedJaxpr(inside, ())
         findings = Report()
-        rewriting = Rewriting(closed, findings, self._activations, self._scopes(around))
+        rewriting = Rewriting(closed, findings, self._activations, self._scopes(around), self._folding.once)
         self.over_batch += rewriting.over_batch
         if not rewriting.changed:
             self._report.extend(findings)

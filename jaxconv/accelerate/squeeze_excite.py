@@ -15,7 +15,17 @@ import numpy as np
 
 from jaxconv import _plan, _problem
 from jaxconv._activation import Activation
-from jaxconv._graph import UNIT_AXES, Array, Constant, Node, Value, channels_of, number_of, operands_of
+from jaxconv._graph import (
+    UNIT_AXES,
+    Array,
+    Constant,
+    Node,
+    Value,
+    channels_of,
+    is_count,
+    number_of,
+    operands_of,
+)
 from jaxconv._graph import unconverted as unwidened
 from jaxconv.accelerate.activations import Activations
 from jaxconv.accelerate.groupnorm import numbers_along
@@ -175,12 +185,11 @@ def _is_mean(m: Value, x: Value) -> bool:
             continue
         u = total.node.inputs[0]
         number = 1 / number if m.made_by == "mul" else number
-        pixels = math.prod(u.shape[1:-1])
         of_x = u.shape == x.shape and unwidened(u) is unwidened(x)
         axes = tuple(sorted(total.node.params["axes"])) == tuple(range(1, len(u.shape) - 1))
         # A reciprocal is rounded, in 16 bits to one part in 256.
         tolerance = 2e-6 if count.dtype.itemsize > 2 else 2e-3
-        if of_x and axes and abs(number - pixels) <= tolerance * pixels:
+        if of_x and axes and is_count(number, u.shape[1:-1], tolerance):
             return True
     return False
 

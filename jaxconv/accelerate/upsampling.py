@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxconv._graph import Array, Constant, Node, Value
+from jaxconv._graph import Array, Constant, Node, Value, asks_extent
 from jaxconv.accelerate.linear import Fused
 
 # Indices are computed when the function is traced: elements of a step, steps.
@@ -78,7 +78,7 @@ def _known(v: Value, seen: dict[Value, np.ndarray | None]) -> np.ndarray | None:
     if v not in seen:
         seen[v] = None
         plain = v.node is not None and v.node.call is None and not v.node.eqn.effects and len(seen) <= MOST_STEPS
-        if plain and _is_short(v):
+        if plain and not asks_extent(v.node.eqn) and _is_short(v):
             inputs = [_known(u, seen) for u in v.node.inputs]
             if all(u is not None for u in inputs):
                 with jax.ensure_compile_time_eval():

@@ -312,7 +312,7 @@ def _rewritten(traced: Traced) -> tuple[ClosedJaxpr, Report, list[str]]:
     if reason:
         run, report, over_batch = jaxpr_as_fun(traced.jaxpr), Report(notes=[reason]), []
     else:
-        rewriting, report = traced.rewritten()
+        rewriting, report = traced.rewritten(once=True)
         run, over_batch = rewriting.run, rewriting.over_batch
     return jax.make_jaxpr(lambda *arrays: run(*arrays)[:own])(*traced.jaxpr.in_avals), report, over_batch
 

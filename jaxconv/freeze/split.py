@@ -17,7 +17,19 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jaxconv import _compat
-from jaxconv._graph import UNIT_AXES, Array, Constant, Graph, Node, Value, body_of_jit, of_type, plain
+from jaxconv._graph import (
+    UNIT_AXES,
+    Array,
+    Constant,
+    Graph,
+    Node,
+    Value,
+    asks_extent,
+    body_of_jit,
+    equations_of,
+    of_type,
+    plain,
+)
 
 # Operations that are as well done again where their result is read: they cost no pass of their own.
 ELEMENTWISE = frozenset(
@@ -58,8 +70,10 @@ class Split:
         nodes: list[Node] = []
         for node in self.graph.nodes:
             made = self._scan(node) if node.name == "scan" else [node]
-            for node in made:
+            for i, node in enumerate(made):
                 known = all(map(self._is_known, node.inputs)) and all(map(_can_be_kept, node.outputs))
+                # Those in front of a split loop make weights of weights, whatever the loop itself asks for.
+                known = known and (i < len(made) - 1 or not asks_extent(node.eqn))
                 if known and not node.eqn.effects:
                     self._known.update(node.outputs)
                     self._cuts.update((v, self._cut_at(v)) for v in node.outputs)
@@ -264,8 +278,5 @@ def _can_be_kept(v: Value) -> bool:
 
 def _primitives(eqn: JaxprEqn) -> Iterable[str]:
     """The names of an equation's primitive and of those in the functions that it carries."""
-    yield eqn.primitive.name
-    for value in eqn.params.values():
-        for inside in value if isinstance(value, (tuple, list)) else (value,):
-            for inner in getattr(getattr(inside, "jaxpr", inside), "eqns", ()):
-                yield from _primitives(inner)
+    for one in equations_of(eqn):
+        yield one.primitive.name
