@@ -1,7 +1,7 @@
 """Rules: one table of programs, which rules take which part of each, and what holds of all of them.
 
-A row is a function of plain JAX (or of ours), and what becomes of it where the plan takes everything that is in `wants`.
-On a CPU the kernels are then what they mean.
+A row is a function of plain JAX (or of ours), and what becomes of it where the plan takes what is in `wants`. On a CPU
+the kernels are then what they mean.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import equations, normal, same_bits, types_of
+from helpers import equations, normal, same_bits
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -148,9 +148,7 @@ ROWS: dict[str, Row] = {
     "add, depthwise": Row(
         lambda x, w: jnp.cos(x + jax.nn.relu(conv(x, w))), (X, (5, 5, 1, 8)), {ADD: 1}, {"conv_dgrad_add": 1}
     ),
-    "add, groups": Row(
-        lambda x, w: jnp.sin(x) * conv(x, w), (X, (3, 3, 4, 8)), {}, {"conv_dgrad": 1}, ruled_out=True
-    ),
+    "add, groups": Row(lambda x, w: jnp.sin(x) * conv(x, w), (X, (3, 3, 4, 8)), {}, {"conv_dgrad": 1}, ruled_out=True),
     "statistics": Row(
         lambda x, w, *v: jax.nn.relu(norm(conv(x, w), *v)),
         (X, (3, 3, 8, 8), V, V),
@@ -283,10 +281,10 @@ def ours(row: Row) -> Callable[..., Any]:
 def total(f: Callable[..., Any]) -> Callable[..., Any]:
     """A sum of the results that weighs each element differently."""
 
-    def run(*args: Any) -> Any:
-        return sum(jnp.sum(jnp.sin(y) * jnp.cos(jnp.arange(y.size).reshape(y.shape))) for y in jax.tree.leaves(f(*args)))
+    def weighed(y: Any) -> Any:
+        return jnp.sum(jnp.sin(y) * jnp.cos(jnp.arange(y.size).reshape(y.shape)))
 
-    return run
+    return lambda *args: sum(map(weighed, jax.tree.leaves(f(*args))))
 
 
 def gradients(f: Callable[..., Any]) -> Callable[..., Any]:
@@ -411,8 +409,8 @@ TRANSFORMS: dict[str, Callable[[Any], Any]] = {
     "of each": of_each,
     "of each result": of_each_result,
     "map of gradient": lambda f: lambda *args: jax.vmap(gradients(f))(*stacked(args)),
-    "map over the first": lambda f: lambda x, *rest: (
-        jax.vmap(gradients(f), (0, *[None] * len(rest)))(jnp.stack([x, 1 - x]), *rest)
+    "map over the first": lambda f: (
+        lambda x, *rest: jax.vmap(gradients(f), (0, *[None] * len(rest)))(jnp.stack([x, 1 - x]), *rest)
     ),
     "gradient of map": lambda f: lambda *args: gradients(jax.vmap(f))(*stacked(args)),
     "checkpoint": lambda f: gradients(jax.checkpoint(f)),
@@ -470,9 +468,7 @@ def test_kernels_have_the_scopes_of_their_layers(row, took, full_locations):
             return row.plain(*args)
 
     jaxpr = jax.make_jaxpr(gradients(jaxconv.accelerate(named)))(*arguments(row, "float32")).jaxpr
-    stacks = {
-        str(e.source_info.name_stack) for e in _op.equations(jaxpr) if e.primitive.name.startswith("jaxconv_")
-    }
+    stacks = {str(e.source_info.name_stack) for e in _op.equations(jaxpr) if e.primitive.name.startswith("jaxconv_")}
     assert stacks and all("a_layer" in stack for stack in stacks), stacks
     assert any("transpose" in stack for stack in stacks)
 
@@ -518,7 +514,7 @@ def test_split_over_a_mesh(row, kind, over, took, monkeypatch):
     """Values, and no other exchange than without rules."""
     took(row)
     args = arguments(row, "float32")
-    images, *rest = args
+    images = args[0]
     want = jax.jit(gradients(row.plain))(*args)
     mesh = jax.make_mesh((2,), ("a",), axis_types=(kind,), devices=jax.devices()[:2])
     spec = P("a") if over == "images" or images.ndim == 2 else P(None, "a")
@@ -534,7 +530,7 @@ def test_split_over_a_mesh(row, kind, over, took, monkeypatch):
 @two_devices
 @changed_rows
 def test_inside_shard_map(row, took):
-    """Types are checked; statistics are a shard's own. Filters do not vary over the mesh: their gradients are summed."""
+    """Types are checked; statistics are a shard's own, gradients of what does not vary over the mesh are summed."""
     took(row)
     images, *rest = arguments(row, "float32")
     mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
