@@ -533,8 +533,10 @@ def fuse(made: Kernel | Plain, rules: Rules) -> Primitive:
         given = [None if type(ct) is ad.Zero else ct for ct in cts]
         if all(ct is None for ct in given):
             return [None] * len(operands)
-        outs = rules.backward(problem, residuals, given, nonzero)
-        return [None] * tree.num_leaves + [out for out, nz in zip(outs, nonzero, strict=True) if nz]
+        outs = [out for out, nz in zip(rules.backward(problem, residuals, given, nonzero), nonzero, strict=True) if nz]
+        asked = operands[tree.num_leaves :]
+        outs = [ad.Zero(v.aval) if out is None else out for out, v in zip(outs, asked, strict=True)]
+        return [None] * tree.num_leaves + outs
 
     _define(twin, with_tangents, evaluate)
     ad.primitive_jvps[made.primitive] = jvp

@@ -316,24 +316,19 @@ def train_backward(
     ct_var = _total((1 - p.momentum, d_new_var), (-0.5 * rstd * rstd * rstd, d_rstd))
     if want_x and (ct_mean is not None or ct_var is not None):
         s, n = reference.channel_shape(p), p.reduced
-        extra = jnp.zeros(p.x_shape, p.param_dtype)
+        extra = jnp.zeros_like(x, p.param_dtype)  # split over a mesh as x is
         if ct_mean is not None:
             extra = extra + (ct_mean / n).reshape(s)
         if ct_var is not None:
             extra = extra + (x.astype(p.param_dtype) - mean.reshape(s)) * (2 / n * ct_var).reshape(s)
         dx = extra.astype(x.dtype) if dx is None else (dx.astype(p.param_dtype) + extra).astype(x.dtype)
-    grads = [
+    return [
         dx if want_x else None,
         dscale if want_scale else None,
         dbias if want_bias else None,
         _total((p.momentum, d_new_mean)) if want_running_mean else None,
         _total((p.momentum, d_new_var)) if want_running_var else None,
         *([dresidual] if rest else []),
-    ]
-    zeros = [_x(p), _param(p), _param(p), _param(p), _param(p), _x(p)]
-    return [
-        jnp.zeros(*zero) if wanted and grad is None else grad
-        for grad, zero, wanted in zip(grads, zeros[: len(want)], want, strict=True)
     ]
 
 
@@ -406,8 +401,7 @@ def _given_backward(
     p: BatchNormProblem, residuals: Any, cotangents: Sequence[Array | None], want: Sequence[bool]
 ) -> list[Array | None]:
     grads = train_backward(p, residuals, cotangents, _without_statistics(want))
-    zeros = [jnp.zeros(*_param(p)) if wanted else None for wanted in want[5:7]]
-    return [*grads[:5], *zeros, *grads[5:]]
+    return [*grads[:5], None, None, *grads[5:]]
 
 
 _op.fuse(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from jaxconv import _plan, _problem, batchnorm, conv
+from jaxconv import _plan, _problem
 from jaxconv._problem import BatchNormProblem, ConvProblem, NormalisedConvProblem
 from jaxconv._problem.parse import shapes
 from jaxconv._types import (
@@ -18,6 +18,8 @@ from jaxconv._types import (
     Precision,
     ToActivation,
 )
+from jaxconv.batchnorm import infer, parameters, train
+from jaxconv.conv import _any
 from jaxconv.conv_normalised import normalised
 from jaxconv.joints import region
 
@@ -73,7 +75,7 @@ def batchnorm_conv(
     """
     name = "batchnorm_conv"
     x, w = _problem.as_array(name, "x", x), _problem.as_array(name, "w", w)
-    arrays = batchnorm.parameters(name, x, scale, bias, running_mean, running_var)
+    arrays = parameters(name, x, scale, bias, running_mean, running_var)
     nd = w.ndim - 2
     if nd not in _problem.CHANNELS_LAST:
         raise ValueError(f"{name}: w has {w.ndim} dimensions, expected 3, 4 or 5. {shapes(x=x, w=w)}")
@@ -110,13 +112,13 @@ def batchnorm_conv(
     if norm.training:
 
         def layers(x: Array, w: Array, *statistics: Array) -> list[Array]:
-            a, new_mean, new_var, _, _ = batchnorm.train(norm, x, *statistics)
-            return [*conv._any(c, a, w), new_mean, new_var]
+            a, new_mean, new_var, _, _ = train(norm, x, *statistics)
+            return [*_any(c, a, w), new_mean, new_var]
 
         y, new_mean, new_var = region.call(layers, x, w, *statistics)
         return y, new_mean, new_var
     p = NormalisedConvProblem.of(norm, c)
     if not c.empty and _plan.plan(normalised.name, p, _plan.Device.default()).implementation == "native":
         return normalised(p, x, w, *statistics), *statistics[2:]
-    (y,) = conv._any(c, batchnorm.infer(norm, x, *statistics), w)
+    (y,) = _any(c, infer(norm, x, *statistics), w)
     return y, *statistics[2:]

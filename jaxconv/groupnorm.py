@@ -119,18 +119,14 @@ def _backward(
         dscale, dbias, *big = backward(replace(p, want_dx=want_x), x, dy, scale, bias, mean, rstd)
         dx = big[0] if want_x else None
     if want_x and (d_mean is not None or d_rstd is not None):
-        extra = jnp.zeros(p.x_shape, p.param_dtype)
+        extra = jnp.zeros_like(x, p.param_dtype)  # split over a mesh as x is
         if d_mean is not None:
             extra = extra + reference.of_groups(p, d_mean / p.reduced)
         if d_rstd is not None:  # d rstd / d x = -rstd^3 (x - mean) / n
             slope = reference.of_groups(p, -rstd * rstd * rstd * d_rstd / p.reduced)
             extra = extra + reference.centred(p, x, mean) * slope
         dx = extra.astype(x.dtype) if dx is None else (dx.astype(p.param_dtype) + extra).astype(x.dtype)
-    grads = [dx if want_x else None, dscale if want_scale else None, dbias if want_bias else None]
-    return [
-        jnp.zeros(*zero) if wanted and grad is None else grad
-        for grad, zero, wanted in zip(grads, [_x(p), _param(p), _param(p)], want, strict=True)
-    ]
+    return [dx if want_x else None, dscale if want_scale else None, dbias if want_bias else None]
 
 
 def _tangent(p: GroupNormProblem, residuals: Any, tangents: Sequence[Array | None]) -> list[Array]:

@@ -114,6 +114,8 @@ class Program(Graph):
             if node is not None and node not in needed:
                 needed.add(node)
                 front += [v.node for v in node.inputs]
+        for node in self.nodes:
+            node.dead = node.dead or node not in needed  # what a later splice makes is not found in it
         rank = {node: i for i, node in enumerate(self.nodes)}
         waits = {node: len({v.node for v in node.inputs if v.node is not None}) for node in needed}
         readers: dict[Node, set[Node]] = {}

@@ -1,0 +1,418 @@
+"""dgrads with more in their kernel: an addend, a relu's gradient and a batch-norm's sums; the signs that these read."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import DEVICE, H200, NATIVE_IN_FLOAT64, PLATFORM, calls, equations, integers, normal
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.test_util import check_grads
+from tolerance import assert_exact
+
+import jaxconv
+from jaxconv import _plan, conv, reference
+from jaxconv._activation import Activation
+from jaxconv._plan import sm90
+from jaxconv._problem import BatchNormProblem, ConvProblem
+from jaxconv.batchnorm import infer, signs
+
+HOPPER = PLATFORM == "cuda" and DEVICE.compute_capability == (9, 0)
+on_hopper = pytest.mark.skipif(not HOPPER, reason="these kernels need compute capability 9.0")
+two_devices = pytest.mark.skipif(jax.device_count() < 2, reason="a mesh takes two devices")
+KINDS = pytest.mark.parametrize("kind", (AxisType.Auto, AxisType.Explicit), ids=str)
+
+
+@pytest.fixture(autouse=True)
+def exact_products():
+    """Products in float32 on a GPU too: TF32 would hide what is compared."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "1x1": dict(shape=(2, 5, 6), c=8, k=16, filter=(1, 1)),
+    "1x1_s2": dict(shape=(2, 5, 6), c=8, k=16, filter=(1, 1), stride=2),
+    "3x3": dict(shape=(2, 5, 6), c=16, k=8, filter=(3, 3)),
+    "3x3_s2": dict(shape=(2, 7, 6), c=8, k=8, filter=(3, 3), stride=2, padding=1),
+    "2x2_s2": dict(shape=(2, 4, 6), c=8, k=8, filter=(2, 2), stride=2, padding=0),
+    "first": dict(shape=(2, 5, 6), c=8, k=16, filter=(1, 1), layout="NCHW"),
+    "first_s2": dict(shape=(2, 5, 6), c=8, k=16, filter=(1, 1), layout="NCHW", stride=2),
+    "groups": dict(shape=(2, 5, 6), c=16, k=8, filter=(3, 3), groups=2),
+    "1d": dict(shape=(2, 11), c=8, k=8, filter=(3,), layout="NWC"),
+    "3d": dict(shape=(1, 3, 4, 5), c=8, k=8, filter=(3, 1, 1), layout="NDHWC"),
+    "wide": dict(shape=(9, 33, 32), c=328, k=72, filter=(1, 1)),
+}
+
+
+def problem(shape, c, k, filter, *, layout="NHWC", groups=1, dtype="float32", **options) -> ConvProblem:
+    n, *spatial = shape
+    last = layout[-1] == "C"
+    x = (n, *spatial, c) if last else (n, c, *spatial)
+    w = (*filter, c // groups, k) if last else (k, c // groups, *filter)
+    given = dict.fromkeys(("activation", "precision", "algorithm", "implementation"))
+    given |= dict(stride=1, padding="SAME", dilation=1, return_preactivation=False, layout=layout, groups=groups)
+    x, w = (jax.ShapeDtypeStruct(a, dtype) for a in (x, w))
+    return ConvProblem.infer(f"conv{len(spatial)}d", len(spatial), x, w, None, **{**given, **options})
+
+
+def arrays(p: ConvProblem, largest: int) -> list[jax.Array]:
+    """dy, w, c."""
+    shapes = (p.y_shape, p.w_shape, p.x_shape)
+    return [jnp.asarray(integers(i, s, largest if i < 2 else 8), p.dtype) for i, s in enumerate(shapes)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# dgrad_add
+
+
+def sums(p: ConvProblem, dy: Any, w: Any, c: Any) -> np.ndarray:
+    with helpers.types_of("float64"):
+        wide = dataclasses.replace(p, dtype="float64")
+        dy, w, c = (jnp.asarray(np.asarray(a, np.float64)) for a in (dy, w, c))
+        return np.asarray(reference.conv_dgrad(wide, dy, w)[0] + c)
+
+
+@pytest.mark.parametrize("implementation", ("xla", "native", None), ids=helpers.label)
+@pytest.mark.parametrize("case", CASES)
+def test_dgrad_add_is_exact(case, implementation):
+    p = problem(**CASES[case], implementation=implementation)
+    args = arrays(p, 1)
+    assert_exact(jax.jit(functools.partial(conv.dgrad_add, p))(*args), sums(p, *args))
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+@pytest.mark.parametrize("kernel", [f"sm90/{kernel} {tile}" for kernel, tile in sm90.PRODUCTS])
+@pytest.mark.parametrize("case", [case for case in CASES if case != "groups"])
+def test_every_tile_adds_exactly(case, kernel, dtype):
+    p = problem(**CASES[case], dtype=dtype, algorithm=kernel)
+    refusal = _plan.supports("conv_dgrad_add", kernel, p, DEVICE)
+    if refusal:
+        pytest.skip(f"{kernel} does not have it: {refusal}")
+    args = arrays(p, 1)
+    f = jax.jit(functools.partial(conv.dgrad_add, p))
+    assert calls(f, *args) == {"conv_dgrad_add": 1}
+    assert_exact(f(*args), sums(p, *args))
+    assert_exact(args[2], np.asarray(arrays(p, 1)[2], np.float64))  # in place is not for what others need
+
+
+DEPTHWISE: dict[str, dict[str, Any]] = {
+    "5x5": dict(shape=(2, 5, 6), c=8, filter=(5, 5)),
+    "7x7": dict(shape=(3, 23, 31), c=24, filter=(7, 7)),
+    "strips": dict(shape=(2, 9, 130), c=40, filter=(7, 7), padding=((2, 3), (0, 4))),
+    "images": dict(shape=(70, 14, 14), c=64, filter=(7, 7)),
+    "small_images": dict(shape=(300, 7, 7), c=136, filter=(7, 7)),
+    "a_row": dict(shape=(37, 1, 9), c=8, filter=(5, 5)),
+    "first": dict(shape=(2, 9, 12), c=16, filter=(5, 5), layout="NCHW"),
+}
+
+
+def depthwise_problem(case: str, **options: Any) -> ConvProblem:
+    given = DEPTHWISE[case]
+    return problem(**given, k=given["c"], groups=given["c"], **options)
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+@pytest.mark.parametrize("case", DEPTHWISE)
+def test_a_depthwise_dgrad_adds(case, dtype):
+    p = depthwise_problem(case, dtype=dtype, algorithm="depthwise/rows_mma")
+    f = jax.jit(functools.partial(conv.dgrad_add, p))
+    args = arrays(p, 1)
+    assert calls(f, *args) == {"conv_dgrad_add": 1}
+    assert_exact(f(*args), sums(p, *args))
+    args = [jnp.asarray(normal(i, s), dtype) for i, s in enumerate((p.y_shape, p.w_shape, p.x_shape))]
+    assert helpers.same_bits(f(*args), jax.jit(functools.partial(conv.dgrad, p))(*args[:2]) + args[2])
+
+
+@pytest.mark.skipif(PLATFORM != "cpu", reason="a GPU's kernels with an addend are for 16 bits")
+def test_forced_native_it_is_one_call():
+    p = problem(**CASES["3x3_s2"], implementation="native")
+    f = jax.jit(functools.partial(conv.dgrad_add, p))
+    assert calls(f, *arrays(p, 2)) == {"conv_dgrad_add": 1}
+    p = dataclasses.replace(p, implementation=None)
+    assert calls(jax.jit(functools.partial(conv.dgrad_add, p)), *arrays(p, 2)) == {}
+
+
+@pytest.mark.parametrize("implementation", ("xla", *NATIVE_IN_FLOAT64))
+@pytest.mark.parametrize("case", ("1x1_s2", "first"))
+def test_dgrad_add_has_derivatives_of_any_order(case, implementation, x64):
+    p = problem(**CASES[case], dtype="float64", implementation=implementation)
+    dy, w, c = (jnp.asarray(normal(i, s)) for i, s in enumerate((p.y_shape, p.w_shape, p.x_shape)))
+    f = functools.partial(conv.dgrad_add, p)
+    check_grads(f, (dy, w, c), order=2, modes=("fwd", "rev"), atol=1e-4, rtol=1e-4)
+    # linear in dy and c
+    ct = jnp.asarray(normal(4, p.x_shape))
+    back = jax.linear_transpose(lambda dy, c: f(dy, w, c), dy, c)(ct)
+    np.testing.assert_allclose(back[0], conv.fprop(p, ct, w), rtol=1e-12)
+    np.testing.assert_array_equal(back[1], ct)
+
+
+@pytest.mark.parametrize("mapped", ["100", "010", "001", "110", "101", "011", "111"])
+@pytest.mark.parametrize("case", ("3x3_s2", "first", "groups"))
+def test_dgrad_add_maps(case, mapped):
+    p = problem(**CASES[case])
+    axes = tuple(2 if m == "1" else None for m in mapped)
+    args = [
+        jnp.asarray(integers(i, (*s[:2], 3, *s[2:]) if axis == 2 else s), "float32")
+        for i, (s, axis) in enumerate(zip((p.y_shape, p.w_shape, p.x_shape), axes, strict=True))
+    ]
+    f = jax.vmap(functools.partial(conv.dgrad_add, p), in_axes=axes)
+    bare = jax.vmap(lambda dy, w, c: conv.dgrad(p, dy, w) + c, in_axes=axes)
+    np.testing.assert_array_equal(f(*args), bare(*args))
+    assert equations(f, *args)["jaxconv_conv_dgrad_add"] == 1
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The plan
+
+
+@pytest.mark.parametrize(
+    ("c", "k", "size", "filter", "stride", "kernel"),
+    [
+        (256, 64, 56, 1, 1, "sm90/resident 64x256"),
+        (2048, 512, 7, 1, 1, "sm90/product 128x128"),
+        (256, 512, 56, 1, 2, "sm90/product 128x128"),
+        (64, 64, 56, 3, 1, None),  # sm90/halo, which is the dgrad's, adds nothing
+    ],
+)
+def test_what_the_plan_is_on_hopper(c, k, size, filter, stride, kernel, code_for_gpus):
+    options = dict(shape=(256, size, size), c=c, k=k, filter=(filter, filter), stride=stride)
+    p = problem(**options, dtype="bfloat16")
+    made = _plan.plan("conv_dgrad_add", p, H200)
+    if kernel is None:
+        assert made.implementation == "calls" and "takes no addend" in made.reason
+    else:
+        # Where XLA's bare dgrad is faster too: it adds in a pass of its own.
+        assert (made.implementation, f"{made.kernel} {made.tile}") == ("native", kernel)
+        assert made.in_place == (stride > 1) and "nearest case measured" in made.reason
+        single = _plan.plan("conv_dgrad_add", problem(**options, dtype="float32"), H200)
+        assert (single.implementation, single.kernel) == ("native", "sm90/product")
+    assert _plan.plan("conv_dgrad_add", p, dataclasses.replace(H200, kind="none")).implementation == "calls"
+    forced = _plan.plan("conv_dgrad_add", dataclasses.replace(p, algorithm="implicit_gemm"), H200)
+    assert forced.implementation == "calls" and "implicit_gemm" in forced.reason
+
+
+def test_a_depthwise_dgrad_adds_on_hopper_where_its_kernel_is_the_dgrads(code_for_gpus):
+    large = dict(c=96, k=96, groups=96, filter=(7, 7), dtype="bfloat16")
+    made = _plan.plan("conv_dgrad_add", problem((256, 56, 56), **large), H200)
+    assert (made.implementation, made.kernel, made.in_place) == ("native", "depthwise/rows_mma", False)
+    for options in (dict(filter=(3, 3)), dict(dtype="float32"), dict(stride=2)):
+        made = _plan.plan("conv_dgrad_add", problem((256, 56, 56), **{**large, **options}), H200)
+        assert made.implementation == "calls" and "only sm90 and depthwise/rows_mma add" in made.reason
+
+
+def test_calls_have_the_dgrads_own_plan_which_explain_shows():
+    p = problem(**CASES["groups"])
+    explained = jaxconv.explain(functools.partial(conv.dgrad_add, p))(*arrays(p, 1))
+    found = {call.op: call.plan.implementation for call in explained}
+    assert found == {"conv_dgrad_add": "calls", "conv_dgrad": "native" if PLATFORM == "cpu" else found["conv_dgrad"]}
+
+
+@two_devices
+@pytest.mark.parametrize("spec", ("n", "c", "k"))
+@KINDS
+def test_dgrad_add_split_over_a_mesh(kind, spec):
+    """c is added once where the output channels are split, and the sum over their parts comes before."""
+    p = problem(**CASES["3x3"], implementation="native")
+    mesh = jax.make_mesh((2,), ("m",), axis_types=(kind,), devices=jax.devices()[:2])
+    specs = {
+        "n": (P("m"), P(), P("m")),
+        "c": (P(), P(None, None, "m"), P(None, None, None, "m")),
+        "k": (P(None, None, None, "m"), P(None, None, None, "m"), P()),
+    }[spec]
+    args = arrays(p, 1)
+    placed = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(args, specs, strict=True)]
+    assert_exact(jax.jit(functools.partial(conv.dgrad_add, p))(*placed), sums(p, *args))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# dgrad_sums, signs
+
+# ragged rows, a second column of tiles that is half one, a block of k that is no whole one, one row
+SUMS: dict[str, dict[str, Any]] = {
+    "one_row": dict(shape=(1, 1, 1), c=128, k=8, filter=(1, 1)),
+    "ragged": dict(shape=(3, 7, 5), c=128, k=72, filter=(1, 1)),
+    "half_column": dict(shape=(2, 9, 16), c=384, k=64, filter=(1, 1)),
+    "wide": dict(shape=(9, 33, 32), c=256, k=64, filter=(1, 1)),
+    "deep": dict(shape=(4, 14, 14), c=1024, k=256, filter=(1, 1)),
+    "deeper": dict(shape=(4, 14, 14), c=256, k=512, filter=(1, 1)),
+    "3x3": dict(shape=(2, 5, 6), c=16, k=8, filter=(3, 3)),
+    "1x1_s2": dict(shape=(2, 5, 6), c=8, k=16, filter=(1, 1), stride=2),
+    "3d": dict(shape=(1, 3, 4, 5), c=8, k=8, filter=(1, 1, 1), layout="NDHWC"),
+    "patches": dict(shape=(4, 64), c=64, k=64, filter=(2,), layout="NWC", stride=2),
+}
+
+
+def sums_args(p: Any, seed: int = 0) -> list[jax.Array]:
+    """dy, w, c, signs, x, mean, rstd: of whole numbers, but for rstd, which are powers of two."""
+    bits = jnp.asarray(np.random.default_rng(seed).integers(0, 256, (*p.x_shape[:-1], p.in_channels // 8)), jnp.uint8)
+    arrays = [integers(seed + i, s, n) for i, (s, n) in enumerate(((p.y_shape, 1), (p.w_shape, 1), (p.x_shape, 8)))]
+    arrays = [jnp.asarray(a, p.dtype) for a in (*arrays, integers(seed + 3, p.x_shape, 4))]
+    mean = jnp.asarray(integers(seed + 4, (p.in_channels,), 3), jnp.float32)
+    rstd = jnp.exp2(jnp.asarray(integers(seed + 5, (p.in_channels,), 1), jnp.float32))
+    return [*arrays[:3], bits, arrays[3], mean, rstd]
+
+
+def sums_wanted(p: Any, dy: Any, w: Any, c: Any, bits: Any, x: Any, mean: Any, rstd: Any) -> list[np.ndarray]:
+    above = np.unpackbits(np.asarray(bits), axis=-1, bitorder="little") > 0
+    with helpers.types_of("float64"):
+        wide = dataclasses.replace(p, dtype="float64", implementation=None, algorithm=None)
+        da = reference.conv_dgrad(wide, *(jnp.asarray(np.asarray(a, np.float64)) for a in (dy, w)))[0]
+    dz = np.where(above, np.asarray(da) + np.asarray(c, np.float64), 0)
+    axes = tuple(range(dz.ndim - 1))
+    xhat = (np.asarray(x, np.float64) - np.asarray(mean, np.float64)) * np.asarray(rstd, np.float64)
+    return [dz, (dz * xhat).sum(axes), dz.sum(axes)]
+
+
+@pytest.mark.parametrize("case", SUMS)
+def test_sums_are_exact(case):
+    p = problem(**SUMS[case])
+    args = sums_args(p)
+    for got, want in zip(jax.jit(functools.partial(conv.dgrad_sums, p))(*args), sums_wanted(p, *args), strict=True):
+        assert_exact(got, want)
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+@pytest.mark.parametrize("tile", ("64x256", "64x128"))
+@pytest.mark.parametrize("case", [case for case in SUMS if case not in ("3x3", "1x1_s2", "3d", "patches")])
+def test_the_kernel_is_exact(case, tile, dtype):
+    p = problem(**SUMS[case], dtype=dtype, algorithm=f"sm90/sums {tile}")
+    refusal = _plan.supports("conv_dgrad_sums", f"sm90/sums {tile}", p, DEVICE)
+    if refusal:
+        pytest.skip(refusal)
+    f = jax.jit(functools.partial(conv.dgrad_sums, p))
+    for seed in range(3):
+        args = sums_args(p, 10 * seed)
+        assert calls(f, *args) == {"conv_dgrad_sums": 1}
+        for got, want in zip(f(*args), sums_wanted(p, *args), strict=True):
+            assert_exact(got, want)
+
+
+@on_hopper
+@pytest.mark.parametrize("n, h, c, k", [(256, 56, 256, 64), (256, 28, 512, 256), (256, 14, 1024, 256)])
+def test_sums_of_large_arrays(n, h, c, k):
+    """Rings that are full and empty many times: what small cases are too short for."""
+    p = problem((n, h, h), c, k, (1, 1), dtype="bfloat16", algorithm="sm90/sums")
+    keys = jax.random.split(jax.random.key(1), 6)
+    shapes = (p.y_shape, p.w_shape, p.x_shape, p.x_shape)
+    dy, w, added, x = (jax.random.normal(key, s, jnp.bfloat16) for key, s in zip(keys, shapes, strict=False))
+    bits = jax.random.bits(keys[4], (*p.x_shape[:-1], c // 8), jnp.uint8)
+    mean, rstd = jax.random.normal(keys[5], (c,)), jnp.full(c, 0.7)
+    args = dy, w, added, bits, x, mean, rstd
+    f = jax.jit(functools.partial(conv.dgrad_sums, p))
+    first = f(*args)
+    dx = conv.dgrad_add(dataclasses.replace(p, algorithm="sm90/resident"), dy, w, added)
+    dz, dscale, dbias = reference.through_relu(3, dx, bits, x, mean, rstd)
+    np.testing.assert_array_equal(first[0], dz)  # the same products in the same order
+    for got, want in zip(first[1:], (dscale, dbias), strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=2e-6 * float(jnp.abs(want).max()))
+    for _ in range(3):
+        for again, got in zip(f(*args), first, strict=True):
+            np.testing.assert_array_equal(again, got)
+
+
+def norm_problem(shape: tuple[int, ...], dtype: str = "float32", **fields: Any) -> BatchNormProblem:
+    options = {"residual": True, **fields}
+    return BatchNormProblem("batchnorm", dtype, shape, len(shape) - 1, True, 0.0, 1e-5, Activation("relu"), **options)
+
+
+def test_signs_and_back():
+    y = jnp.asarray(integers(1, (3, 5, 24), 2), jnp.float32)
+    with jax.numpy_rank_promotion("raise"):
+        bits = reference.signs(y)
+        reference.above(bits)
+    assert bits.shape == (3, 5, 3) and bits.dtype == jnp.uint8
+    np.testing.assert_array_equal(np.unpackbits(np.asarray(bits), axis=-1, bitorder="little"), y > 0)
+    np.testing.assert_array_equal(reference.above(bits), y > 0)
+
+
+@on_hopper
+@pytest.mark.parametrize("residual", (False, True))
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+@pytest.mark.parametrize("shape", [(33, 50, 31, 64), (9, 64, 64, 128), (5, 29, 37, 512)])
+def test_the_kernel_keeps_signs(shape, dtype, residual):
+    p = norm_problem(shape, dtype, residual=residual, implementation="native")
+    x, r = (jnp.asarray(normal(i, shape), dtype) for i in range(2))
+    scale, bias, mean = (jnp.asarray(normal(i, shape[-1:]), jnp.float32) for i in (2, 3, 4))
+    args = [x, scale, bias, mean, jnp.abs(bias) + 0.5, *[r] * residual]
+    assert calls(functools.partial(signs, p), *args) == {"batchnorm_signs": 1}
+    y, bits = jax.jit(functools.partial(signs, p))(*args)
+    np.testing.assert_array_equal(y, jax.jit(functools.partial(infer, p))(*args))
+    np.testing.assert_array_equal(reference.above(bits), y > 0)
+
+
+@two_devices
+@KINDS
+@pytest.mark.parametrize("spec", ("n", "k"))
+def test_sums_split_over_a_mesh(spec, kind):
+    p = problem(**CASES["wide"] | dict(shape=(8, 3, 4)))
+    mesh = jax.make_mesh((2,), ("m",), axis_types=(kind,), devices=jax.devices()[:2])
+    images, one = P("m"), P()
+    specs = (
+        [images, one, images, images, images, one, one] if spec == "n" else [P(None, None, None, "m")] * 2 + [one] * 5
+    )
+    args = sums_args(p)
+    placed = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(args, specs, strict=True)]
+    with jax.set_mesh(mesh):
+        outs = jax.jit(functools.partial(conv.dgrad_sums, p))(*placed)
+    for got, want in zip(outs, sums_wanted(p, *args), strict=True):
+        assert_exact(got, want)
+
+
+def test_plans_of_sums(code_for_gpus):
+    p = problem((256, 56, 56), 256, 64, (1, 1), dtype="bfloat16")
+    made = _plan.plan("conv_dgrad_sums", p, H200)
+    assert (made.kernel, made.tile) == ("sm90/sums", "64x256") and made.workspace_bytes == 512 * 2 * 256 * 4
+    deep = _plan.plan("conv_dgrad_sums", problem((256, 14, 14), 1024, 512, (1, 1), dtype="bfloat16"), H200)
+    assert deep.tile == "64x128"  # of 256 columns its filter has no room
+    small = dataclasses.replace(p, batch=32)
+    assert "read again from caches" in _plan.plan("conv_dgrad_sums", small, H200).reason
+    assert (
+        _plan.plan("conv_dgrad_sums", dataclasses.replace(small, implementation="native"), H200).kernel == "sm90/sums"
+    )
+    for other, why in (
+        (dataclasses.replace(p, dtype="float32"), "16-bit"),
+        (problem((256, 56, 56), 256, 64, (3, 3), dtype="bfloat16"), "1x1"),
+        (problem((256, 56, 56), 256, 64, (1, 1), dtype="bfloat16", layout="NCHW"), "channels-last"),
+        (problem((256, 56, 56), 192, 64, (1, 1), dtype="bfloat16"), "multiples of 128"),
+        (problem((256, 56, 56), 256, 768, (1, 1), dtype="bfloat16"), "shared memory"),
+    ):
+        left = _plan.plan("conv_dgrad_sums", other, H200)
+        assert left.implementation == "calls" and why in left.reason, left.reason
+    assert _plan.plan("conv_dgrad_sums", p, dataclasses.replace(H200, kind="none")).implementation == "calls"
+
+
+@pytest.mark.parametrize(
+    ("shape", "c", "k", "filter", "layout"),
+    [((256, 4096), 64, 128, (2,), "NWC"), ((64, 1024), 512, 256, (2,), "NWC"), ((9, 56, 56), 64, 128, (1, 2), "NHWC")],
+)
+def test_patches_are_left(shape, c, k, filter, layout, code_for_gpus):
+    """Their dgrad is a product of more channels: there would be more sums than x has channels."""
+    p = problem(shape, c, k, filter, dtype="bfloat16", layout=layout, stride=filter)
+    assert "1x1" in _plan.supports("conv_dgrad_sums", "sm90/sums 64x128", p, H200)
+    assert _plan.supports("conv_dgrad_add", "sm90/product 128x128", p, H200) is None
+    assert _plan.plan("conv_dgrad_sums", dataclasses.replace(p, implementation="native"), H200).kernel != "sm90/sums"
+
+
+def test_sums_turned_off(code_for_gpus, monkeypatch):
+    p = problem((256, 56, 56), 256, 64, (1, 1), dtype="bfloat16")
+    monkeypatch.setenv("JAXCONV_DISABLE", "conv_dgrad_sums")
+    assert _plan.plan("conv_dgrad_sums", p, H200).implementation == "calls"
+    assert _plan.plan("conv_dgrad_add", p, H200).implementation == "native"
+
+
+def test_plan_of_signs(code_for_gpus):
+    p = norm_problem((256, 56, 56, 256), "bfloat16")
+    assert _plan.plan("batchnorm_signs", p, H200).kernel == "two_read"
+    narrow = dataclasses.replace(p, dtype="float32", implementation="native")
+    assert "16-bit" in _plan.plan("batchnorm_signs", narrow, H200).reason

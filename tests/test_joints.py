@@ -1,0 +1,541 @@
+"""Rules: one table of programs, which rules take which part of each, and what holds of all of them.
+
+A row is a function of plain JAX (or of ours), and what becomes of it where the plan takes what is in `wants`. On a CPU
+the kernels are then what they mean.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import equations, normal, same_bits
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxconv
+from jaxconv import _op
+from jaxconv.joints import joint, region, rules
+
+
+@pytest.fixture(autouse=True)
+def exact_products():
+    """Products in float32 on a GPU too: TF32 would hide what is compared."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Plain JAX
+
+
+def conv(x: Any, w: Any, stride: int = 1) -> Any:
+    numbers, groups = ("NHWC", "HWIO", "NHWC"), x.shape[-1] // w.shape[2]
+    return lax.conv_general_dilated(
+        x, w, (stride, stride), "SAME", dimension_numbers=numbers, feature_group_count=groups
+    )
+
+
+def norm(x: Any, scale: Any, bias: Any) -> Any:
+    mean, var = x.mean((0, 1, 2)), x.var((0, 1, 2))
+    return (x - mean) * lax.rsqrt(var + 1e-2) * scale + bias
+
+
+def bottleneck(x: Any, w1: Any, w2: Any, s1: Any, b1: Any, s2: Any, b2: Any) -> Any:
+    y = jax.nn.relu(norm(conv(x, w1), s1, b1))
+    return jax.nn.relu(norm(conv(y, w2), s2, b2) + x)
+
+
+def two_blocks(x, w1, w2, w3, w4, scale, bias, wide, shift):
+    x = bottleneck(x, w1, w2, wide, shift, scale, bias)
+    return bottleneck(x, w3, w4, wide, shift, 2 * scale, -bias)
+
+
+def projection(x, w1, w2, w_r, s1, b1, s2, b2, s_r, b_r, *, act=jax.nn.relu, shown=False):
+    y = act(norm(conv(x, w1, 2), s1, b1))
+    r = norm(conv(x, w_r, 2), s_r, b_r)
+    y = act(norm(conv(y, w2), s2, b2) + r)
+    return (y, r) if shown else y
+
+
+def inverted(x, w1, w2, scale, bias, *, act=jax.nn.relu6, stride=1, shown=False, gate=False):
+    a = act(norm(conv(x, w1), scale, bias))
+    y = conv(a, w2, stride)
+    return (y, a) if shown else y
+
+
+def layers(x, w1, b1, w2, b2, *, act=jax.nn.gelu, out=lambda y: y):
+    return out(act(x @ w1 + b1) @ w2 + b2)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Our own functions
+
+
+def public(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    return functools.partial(f, **options)
+
+
+def pair(x, w, scale, bias, mean, var, residual, *, ours):
+    """With the running statistics among the results."""
+    how = dict(training=True, momentum=0.75, activation="silu", residual=residual)
+    if ours:
+        return jaxconv.conv_batchnorm(x, w, scale, bias, mean, var, layout="NCHW", stride=2, **how)
+    return jaxconv.batchnorm(
+        jaxconv.conv2d(x, w, layout="NCHW", stride=2), scale, bias, mean, var, channel_axis=1, **how
+    )
+
+
+def chain(x, scale, bias, mean, var, w, *, ours):
+    how = dict(training=True, momentum=0.75, activation="silu")
+    if ours:
+        return jaxconv.batchnorm_conv(x, scale, bias, mean, var, w, groups=8, padding=((2, 0), (0, 1)), **how)
+    a, *new = jaxconv.batchnorm(x, scale, bias, mean, var, **how)
+    return jaxconv.conv2d(a, w, groups=8, padding=((2, 0), (0, 1))), *new
+
+
+def mlp(x, w1, b1, w2, b2, *, ours):
+    if ours:
+        return jaxconv.mlp(x, w1, b1, w2, b2, activation="silu", out_activation="tanh")
+    return layers(x, w1, b1, w2, b2, act=jax.nn.silu, out=jnp.tanh)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The table
+
+ADD, STATISTICS, ALONE = "dgrad + c", "a convolution's statistics", "a convolution's statistics alone"
+SUMS, SHORTCUT = "a batch-norm's sums in a dgrad", "a batch-norm and its shortcut's"
+CHAIN, PRODUCT = "a convolution that normalises what it loads", "a product and an activation's gradient"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    plain: Callable[..., Any]
+    shapes: tuple[tuple[int, ...], ...]  # the arguments'; the first is of images or rows
+    applied: dict[str, int]  # rules, and how often each is applied to the gradient of everything
+    has: dict[str, int] = dataclasses.field(default_factory=dict)  # of that gradient's program, without "jaxconv_"
+    gone: str = ""  # what that program has no more, words
+    wants: str = ""  # what the plan takes, words
+    ours: Callable[..., Any] | None = None  # None is what accelerate makes of the plain function
+    ruled_out: bool = False  # a neighbour of another row, to which its rule must not be applied
+
+
+X, V = (4, 8, 4, 8), (8,)
+DEEP, FLAT = (1, 1, 8, 16), (1, 1, 16, 8)
+PROJECTED = (X, (3, 3, 8, 16), (1, 1, 16, 16), (1, 1, 8, 16), *[(16,)] * 6)
+INVERTED = (X, DEEP, (3, 3, 1, 16), (16,), (16,))
+LAYERS = ((12, 8), (8, 16), (16,), (16, 8), (8,))
+BOTH = "conv_batchnorm conv_dgrad_sums"
+CHAINED = "batchnorm_conv batchnorm_conv_backward"
+
+ROWS: dict[str, Row] = {
+    "add": Row(lambda x, w: jnp.sin(x) * conv(x, w), (X, (3, 3, 8, 8)), {ADD: 1}, {"conv_dgrad_add": 1}, "conv_dgrad"),
+    "add, the cheapest": Row(
+        lambda x, w, v: (jnp.sin(conv(x, w)), conv(x, v, 2)),
+        (X, (3, 3, 8, 8), DEEP),
+        {ADD: 1},
+        {"conv_dgrad_add": 1, "conv_dgrad": 1},
+    ),
+    "add, depthwise": Row(
+        lambda x, w: jnp.cos(x + jax.nn.relu(conv(x, w))), (X, (5, 5, 1, 8)), {ADD: 1}, {"conv_dgrad_add": 1}
+    ),
+    "add, groups": Row(lambda x, w: jnp.sin(x) * conv(x, w), (X, (3, 3, 4, 8)), {}, {"conv_dgrad": 1}, ruled_out=True),
+    "statistics": Row(
+        lambda x, w, *v: jax.nn.relu(norm(conv(x, w), *v)),
+        (X, (3, 3, 8, 8), V, V),
+        {STATISTICS: 1},
+        {"conv_statistics": 1, "batchnorm_backward": 1},
+        "conv_fprop batchnorm_train",
+        "conv_batchnorm",
+    ),
+    "statistics, read": Row(  # the convolution's result too
+        lambda x, w, *v: (norm(z := conv(x, w), *v), jnp.sin(z)),
+        (X, (3, 3, 8, 8), V, V),
+        {STATISTICS: 1},
+        {"conv_statistics": 1},
+        "conv_fprop",
+        "conv_batchnorm",
+    ),
+    "statistics, public": Row(
+        functools.partial(pair, ours=False),
+        ((4, 4, 6, 4), (8, 4, 3, 3), V, V, V, V, (4, 8, 3, 2)),
+        {STATISTICS: 1},
+        {"conv_statistics": 1},
+        "conv_fprop batchnorm_train",
+        "conv_batchnorm",
+        functools.partial(pair, ours=True),
+    ),
+    "sums": Row(
+        two_blocks,
+        (X, DEEP, FLAT, DEEP, FLAT, V, V, (16,), (16,)),
+        {SUMS: 1, STATISTICS: 3, ALONE: 1, ADD: 1},
+        {"conv_dgrad_sums": 1, "batchnorm_signs": 1, "batchnorm_dx": 1, "conv_statistics": 4, "conv_dgrad_add": 1},
+        "conv_fprop batchnorm_train",
+        BOTH,
+    ),
+    "shortcut": Row(
+        projection,
+        PROJECTED,
+        {SHORTCUT: 1, ADD: 1},
+        {"batchnorm_shortcut_backward": 1, "batchnorm_backward": 1, "batchnorm_train": 1, "conv_dgrad_add": 1},
+        wants="batchnorm_shortcut",
+    ),
+    "shortcut, statistics": Row(
+        functools.partial(projection, act=jax.nn.silu),
+        PROJECTED,
+        {SHORTCUT: 1, STATISTICS: 1, ALONE: 2, ADD: 1},
+        {"batchnorm_shortcut_backward": 1, "conv_statistics": 3},
+        "conv_fprop batchnorm_train batchnorm_moments",
+        "batchnorm_shortcut conv_batchnorm",
+    ),
+    "shortcut, read": Row(
+        functools.partial(projection, shown=True),
+        PROJECTED,
+        {ADD: 1},
+        {"batchnorm_train": 3},
+        "batchnorm_shortcut_backward",
+        "batchnorm_shortcut",
+        ruled_out=True,
+    ),
+    "chain": Row(
+        inverted,
+        INVERTED,
+        {CHAIN: 1},
+        {"conv_normalised": 1, "conv_normalised_gradient": 1, "conv_normalised_dx": 1},
+        "batchnorm_train batchnorm_backward",
+        CHAINED,
+    ),
+    "chain, by parts": Row(
+        functools.partial(inverted, act=jax.nn.silu, stride=2),
+        INVERTED,
+        {CHAIN: 1, ALONE: 1},
+        {"conv_normalised": 1, "conv_normalised_wgrad": 1, "batchnorm_backward": 1, "conv_statistics": 1},
+        "batchnorm_train batchnorm_moments",
+        "batchnorm_conv conv_batchnorm",
+    ),
+    "chain, read": Row(
+        functools.partial(inverted, shown=True),
+        INVERTED,
+        {ADD: 1},
+        {"batchnorm_train": 1},
+        "conv_normalised",
+        CHAINED,
+        ruled_out=True,
+    ),
+    "chain, public": Row(
+        functools.partial(chain, ours=False),
+        (X, V, V, V, V, (3, 3, 1, 8)),
+        {CHAIN: 1},
+        {"conv_normalised": 1, "conv_normalised_gradient": 1, "conv_normalised_dx": 1},
+        "batchnorm_train batchnorm_backward",
+        CHAINED,
+        functools.partial(chain, ours=True),
+    ),
+    "product": Row(layers, LAYERS, {PRODUCT: 1}, {"dense_gradient": 1, "matmul": 3}, wants="dense_gradient"),
+    "product, of y": Row(
+        functools.partial(layers, act=jnp.tanh), LAYERS, {PRODUCT: 1}, {"dense_gradient": 1}, wants="dense_gradient"
+    ),
+    "product, read": Row(
+        lambda x, w1, b1, w2, b2: ((h := jax.nn.relu(x @ w1 + b1)) @ w2 + b2, jnp.sin(h)),
+        LAYERS,
+        {},
+        gone="dense_gradient",
+        wants="dense_gradient",
+        ruled_out=True,
+    ),
+    "product, public": Row(
+        functools.partial(mlp, ours=False),
+        LAYERS,
+        {PRODUCT: 1},
+        {"dense_gradient": 1, "matmul": 3},
+        wants="dense_gradient",
+        ours=functools.partial(mlp, ours=True),
+    ),
+}
+
+
+def arguments(row: Row, dtype: str) -> list[jax.Array]:
+    """Filters so small that results are of size one; variances away from zero."""
+    found = []
+    for i, shape in enumerate(row.shapes):
+        size = np.prod(shape[:-1]) if i and len(shape) > 1 else 1
+        a = normal(i, shape, dtype) / np.sqrt(size)
+        found.append(jnp.asarray(1.5 + np.abs(a) if len(shape) == 1 else a, dtype))
+    return found
+
+
+def ours(row: Row) -> Callable[..., Any]:
+    """A new function each time: nothing that was traced with other plans is found again."""
+    return jaxconv.accelerate(lambda *a: row.plain(*a)) if row.ours is None else lambda *a: row.ours(*a)
+
+
+def total(f: Callable[..., Any]) -> Callable[..., Any]:
+    """A sum of the results that weighs each element differently."""
+
+    def weighed(y: Any) -> Any:
+        return jnp.sum(jnp.sin(y) * jnp.cos(jnp.arange(y.size).reshape(y.shape)))
+
+    return lambda *args: sum(map(weighed, jax.tree.leaves(f(*args))))
+
+
+def gradients(f: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: jax.grad(total(f), tuple(range(len(args))))(*args)
+
+
+@pytest.fixture
+def took(monkeypatch):
+    """Sets what the plan takes, and returns the names of the rules that are applied from then on."""
+
+    def set_up(row: Row) -> list[str]:
+        wanted, applied = row.wants.split(), []
+
+        def rewrite(program: Any, device: Any) -> list[str]:
+            names = rules.rewrite(program, device)
+            applied.extend(names)
+            return names
+
+        monkeypatch.setattr(rules, "wants", lambda op, problem, device: op in wanted)
+        for module in (joint, region):
+            monkeypatch.setattr(module, "rewrite", rewrite)
+        return applied
+
+    return set_up
+
+
+every_row = pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+changed_rows = pytest.mark.parametrize(
+    "row", [row for row in ROWS.values() if not row.ruled_out], ids=[n for n, row in ROWS.items() if not row.ruled_out]
+)
+
+
+def close(got: Any, want: Any, tolerance: float) -> None:
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * max(1.0, float(jnp.abs(b).max())))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What becomes of a program
+
+
+@every_row
+def test_rules_are_applied(row, took):
+    applied, f = took(row), ours(row)
+    # Who trains asks for no gradient of running statistics.
+    trained = f if row.ours is None else lambda *args: jax.tree.leaves(f(*args))[0]
+    found = equations(gradients(trained), *arguments(row, "float32"))
+    assert collections.Counter(applied) == row.applied
+    assert {name: found[f"jaxconv_{name}"] for name in row.has} == row.has
+    assert not [name for name in row.gone.split() if found[f"jaxconv_{name}"]]
+
+
+@every_row
+def test_values_and_gradients_are_the_plain_programs(row, took):
+    took(row)
+    args = arguments(row, "float32")
+    for of in (lambda f: f, gradients):
+        got, want = (jax.jit(of(f))(*args) for f in (ours(row), row.plain))
+        close(got, want, 2e-5)
+
+
+@every_row
+def test_where_the_plan_takes_nothing_bits_are_those_without_rules(row, took, monkeypatch):
+    took(dataclasses.replace(row, wants=""))
+    args = arguments(row, "float32")
+    got = jax.jit(gradients(ours(row)))(*args)
+    monkeypatch.setattr(rules, "RULES", ())
+    assert same_bits(got, jax.jit(gradients(ours(row)))(*args))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Transforms
+
+
+def tangents(args: Any) -> Any:
+    return tuple(jnp.cos(a + i) for i, a in enumerate(args))
+
+
+def stacked(args: Any) -> list[Any]:
+    return [jnp.stack([a, 0.5 * a + 0.25]) for a in args]
+
+
+def of_each(f: Any) -> Any:
+    return lambda *args: [jax.grad(total(f), i)(*args) for i in range(len(args))]
+
+
+def of_each_result(f: Any) -> Any:
+    def run(*args: Any) -> Any:
+        count = len(jax.tree.leaves(jax.eval_shape(f, *args)))
+        return [gradients(lambda *a, i=i: jax.tree.leaves(f(*a))[i])(*args) for i in range(count)]
+
+    return run
+
+
+def scanned(f: Any) -> Any:
+    def run(*args: Any) -> Any:
+        body = jax.checkpoint(lambda c, x: (c + total(f)(x, *args[1:]), None))
+        return lax.scan(body, jnp.zeros((), args[0].dtype), jnp.stack([args[0], 1 - args[0]]))[0]
+
+    return lambda *args: jax.grad(run, tuple(range(len(args))))(*args)
+
+
+def over(order: str) -> Any:
+    """Derivatives of the gradient in a direction: of all of it, where its own arguments are shared."""
+
+    def of(f: Any) -> Any:
+        if order == "forward":
+            return lambda *args: jax.jvp(gradients(f), tuple(args), tangents(args))[1]
+
+        def along(*args: Any) -> Any:
+            return sum(jnp.vdot(g, t) for g, t in zip(gradients(f)(*args), tangents(args), strict=True))
+
+        return lambda *args: jax.grad(along, tuple(range(len(args))))(*args)
+
+    return of
+
+
+TRANSFORMS: dict[str, Callable[[Any], Any]] = {
+    "jvp": lambda f: lambda *args: jax.jvp(f, tuple(args), tangents(args)),
+    "linearize": lambda f: lambda *args: jax.linearize(f, *args)[1](*tangents(args)),
+    "of each": of_each,
+    "of each result": of_each_result,
+    "map of gradient": lambda f: lambda *args: jax.vmap(gradients(f))(*stacked(args)),
+    "map over the first": lambda f: (
+        lambda x, *rest: jax.vmap(gradients(f), (0, *[None] * len(rest)))(jnp.stack([x, 1 - x]), *rest)
+    ),
+    "gradient of map": lambda f: lambda *args: gradients(jax.vmap(f))(*stacked(args)),
+    "checkpoint": lambda f: gradients(jax.checkpoint(f)),
+    "inner jit": lambda f: gradients(jax.jit(f)),
+    "scan": scanned,
+    "forward over reverse": over("forward"),
+    "reverse over reverse": over("reverse"),
+}
+
+
+@functools.cache
+def plain_results(row: str, transform: str) -> Any:
+    return jax.jit(TRANSFORMS[transform](ROWS[row].plain))(*arguments(ROWS[row], "float64"))
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("name", ROWS)
+def test_transforms(name, transform, took, x64):
+    row = ROWS[name]
+    took(row)
+    got = jax.jit(TRANSFORMS[transform](ours(row)))(*arguments(row, "float64"))
+    close(got, plain_results(name, transform), 1e-9)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Checkpoint's policies, scopes, other devices
+
+
+@changed_rows
+def test_policies_keep_what_they_name(row, took):
+    """Of convolutions and products none runs again, where the policy says so; where nothing is kept, they do."""
+    took(row)
+    args = arguments(row, "float32")
+
+    def products(policy: Any) -> dict[str, int]:
+        f = total(ours(row)) if policy is None else jax.checkpoint(total(ours(row)), policy=policy)
+        found = equations(gradients(f), *args)
+        kinds = re.compile(r"jaxconv_(conv|conv_(fprop|add|statistics|normalised)|dense|matmul)$")
+        return {name: n for name, n in found.items() if kinds.match(name)}
+
+    once, policies = products(None), jaxconv.checkpoint_policies
+    for policy in (policies.save_all, policies.save_products, policies.save_all_but_batchnorms):
+        assert products(policy) == once
+    again = products(jax.checkpoint_policies.nothing_saveable)
+    assert sum(again.values()) > sum(once.values())
+
+
+@changed_rows
+def test_kernels_have_the_scopes_of_their_layers(row, took, full_locations):
+    """Forward and backward."""
+    took(row)
+
+    def named(*args: Any) -> Any:
+        with jax.named_scope("a_layer"):
+            return row.plain(*args)
+
+    jaxpr = jax.make_jaxpr(gradients(jaxconv.accelerate(named)))(*arguments(row, "float32")).jaxpr
+    stacks = {str(e.source_info.name_stack) for e in _op.equations(jaxpr) if e.primitive.name.startswith("jaxconv_")}
+    assert stacks and all("a_layer" in stack for stack in stacks), stacks
+    assert any("transpose" in stack for stack in stacks)
+
+
+@changed_rows
+@pytest.mark.parametrize("platform", ("cuda", "tpu"))
+def test_lowered_for_a_device_that_is_not_there(row, platform, took):
+    """What was chosen for this one is a kernel of the other's plan, or what it means."""
+    took(row)
+    args = arguments(row, "float32")
+    traced = jax.jit(gradients(ours(row))).trace(*args)
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert platform == "cuda" or "jaxconv" not in text
+    exported = jax.export.export(
+        jax.jit(gradients(ours(row))), platforms=("cpu", "tpu"), disabled_checks=jaxconv.export_checks()
+    )(*args)
+    if jax.default_backend() == "cpu":
+        close(exported.call(*args), jax.jit(gradients(row.plain))(*args), 2e-5)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Meshes
+
+
+def collectives(f: Any, *args: Any) -> set[str]:
+    text = jax.jit(f).lower(*args).compile().as_text()
+    return set(re.findall(r" (all-gather|all-reduce|collective-permute|all-to-all)(?:-start)?\(", text))
+
+
+def like(a: Any, images: Any) -> bool:
+    """Whether a is of as many images."""
+    return a.ndim == images.ndim and a.shape[0] == images.shape[0]
+
+
+two_devices = pytest.mark.skipif(jax.device_count() < 2, reason="a mesh takes two devices")
+
+
+@two_devices
+@changed_rows
+@pytest.mark.parametrize("kind", (AxisType.Auto, AxisType.Explicit), ids=lambda kind: kind.name)
+@pytest.mark.parametrize("over", ("images", "rows"))
+def test_split_over_a_mesh(row, kind, over, took, monkeypatch):
+    """Values, and no other exchange than without rules."""
+    took(row)
+    args = arguments(row, "float32")
+    images = args[0]
+    want = jax.jit(gradients(row.plain))(*args)
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(kind,), devices=jax.devices()[:2])
+    spec = P("a") if over == "images" or images.ndim == 2 else P(None, "a")
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(a, NamedSharding(mesh, spec if like(a, images) else P())) for a in args]
+        f = gradients(ours(row))
+        got, found = jax.jit(f)(*placed), collectives(f, *placed)
+        close(got, want, 5e-5)
+        monkeypatch.setattr(rules, "RULES", ())
+        assert found <= collectives(gradients(ours(row)), *placed)
+
+
+@two_devices
+@changed_rows
+def test_inside_shard_map(row, took):
+    """Types are checked; statistics are a shard's own, gradients of what does not vary over the mesh are summed."""
+    took(row)
+    images, *rest = arguments(row, "float32")
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    specs = (P("a"), *(P("a") if like(a, images) else P() for a in rest))
+    split = jax.shard_map(gradients(ours(row)), mesh=mesh, in_specs=specs, out_specs=specs)
+    got = jax.jit(split)(images, *rest)
+    plain = jax.shard_map(gradients(row.plain), mesh=mesh, in_specs=specs, out_specs=specs)
+    close(got, jax.jit(plain)(images, *rest), 5e-5)
