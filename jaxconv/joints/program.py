@@ -28,6 +28,7 @@ class Program(Graph):
 
     def __init__(self, closed: ClosedJaxpr):
         self._successors: dict[Value, Value] = {}
+        self._traced: dict[Any, ClosedJaxpr] = {}
         super().__init__(closed, _body)
 
     def _is_alias(self, eqn: JaxprEqn) -> bool:
@@ -43,12 +44,15 @@ class Program(Graph):
 
     # ---- rewriting
     def splice(
-        self, dead: Sequence[Node], inputs: Sequence[Value], outputs: Sequence[Value], call: Call
+        self, dead: Sequence[Node], inputs: Sequence[Value], outputs: Sequence[Value], call: Call, *key: Any
     ) -> list[Value]:
         """Puts `call` of the inputs in the place of the dead nodes. Its first results are the outputs, which keep their
-        users; the others are returned. The caller has asked `fits`."""
-        like = dead[-1]
-        jaxpr = jax.make_jaxpr(lambda *args: list(call(*args)))(*(v.aval for v in inputs))
+        users; the others are returned. The caller has asked `fits`. Calls of equal keys (the function and the problems
+        that it closes over) are the same function, which is traced once."""
+        like, avals = dead[-1], [v.aval for v in inputs]
+        if (*key, *avals) not in self._traced:
+            self._traced[(*key, *avals)] = jax.make_jaxpr(lambda *args: list(call(*args)))(*avals)
+        jaxpr = self._traced[(*key, *avals)]
         for node in dead:
             self._remove(node)
         first = len(self.nodes)

@@ -7,6 +7,7 @@ those are the region's. Whether it is worth it the plan says, for the device tha
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -34,26 +35,36 @@ class Rule:
 def rewrite(program: Program, device: _plan.Device) -> list[str]:
     """Applies the rules in their order, each at every node. Returns the names of those that were applied."""
     applied = []
-    for rule in RULES:
-        found = True
-        while found:  # what a rule makes, the same rule may match again
-            found = False
-            for node in list(program.nodes):
-                if not node.dead and node.name in rule.at and rule.apply(program, node, device):
-                    applied.append(rule.name)
-                    found = True
-            if found:
-                program.settle()
+    token = _WANTED.set({})
+    try:
+        for rule in RULES:
+            found = True
+            while found:  # what a rule makes, the same rule may match again
+                found = False
+                for node in [node for node in program.nodes if node.name in rule.at]:
+                    if not node.dead and rule.apply(program, node, device):
+                        applied.append(rule.name)
+                        found = True
+                if found:
+                    program.settle()
+    finally:
+        _WANTED.reset(token)
     return applied
 
 
 def wants(op: str, problem: Any, device: _plan.Device) -> bool:
     """Whether the plan for the device takes `op` as one, where it could be several calls."""
-    plan = _plan.plan(op, problem, device)
-    return plan.implementation == "native" or (plan.implementation == "calls" and plan.kernel not in _SEVERAL)
+    key = op, problem, device
+    if key not in (known := _WANTED.get()):
+        plan = _plan.plan(*key)
+        native = plan.implementation == "native"
+        known[key] = native or (plan.implementation == "calls" and plan.kernel not in _SEVERAL)
+    return known[key]
 
 
 _SEVERAL = ("two", "three", "parts")
+# What the plans said while one program is rewritten: its blocks ask the same
+_WANTED: contextvars.ContextVar[dict[Any, bool]] = contextvars.ContextVar("jaxconv_wanted")
 
 # ----------------------------------------------------------------------------------------------------------------------
 # How a program is read
@@ -138,7 +149,7 @@ def dgrad_and_add(program: Program, node: Node, device: _plan.Device) -> bool:
         inputs, outputs = [*d.inputs, c], node.outputs
         if program.fits([d, node], inputs, outputs):
             p = d.params["problem"]
-            program.splice([d, node], inputs, outputs, lambda dy, w, c, p=p: [conv.dgrad_add(p, dy, w, c)])
+            program.splice([d, node], inputs, outputs, lambda *args, p=p: [conv.dgrad_add(p, *args)], dgrad_and_add, p)
             return True
     return False
 
@@ -174,7 +185,7 @@ def convolution_and_norm(program: Program, node: Node, device: _plan.Device) -> 
     inputs, outputs = [*before.inputs, *rest], [x, *node.outputs]
     if not program.fits([before, node], inputs, outputs):
         return False
-    program.splice([before, node], inputs, outputs, call)
+    program.splice([before, node], inputs, outputs, call, convolution_and_norm, of_conv, p)
     return True
 
 
@@ -192,7 +203,7 @@ def convolution_and_moments(program: Program, node: Node, device: _plan.Device) 
     outputs = [x, *node.outputs]
     if not program.fits([before, node], before.inputs, outputs):
         return False
-    program.splice([before, node], before.inputs, outputs, call)
+    program.splice([before, node], before.inputs, outputs, call, convolution_and_moments, of_conv)
     return True
 
 
@@ -267,8 +278,8 @@ def norm_and_shortcut(program: Program, node: Node, device: _plan.Device) -> boo
         dscale, dbias, dscale_r, dx, dr = batchnorm.shortcut_backward(both, *args)
         return [dscale, dbias, dx, dscale_r, dbias, dr]
 
-    program.splice([back, back_other], late_inputs, late_outputs, backward)
-    program.splice([other, node], inputs, outputs, forward)
+    program.splice([back, back_other], late_inputs, late_outputs, backward, norm_and_shortcut, "backward", both)
+    program.splice([other, node], inputs, outputs, forward, norm_and_shortcut, p, q)
     return True
 
 
@@ -314,7 +325,7 @@ def sums_in_dgrad(program: Program, node: Node, device: _plan.Device) -> bool:
             y, signs = batchnorm.signs(replace(p, residual=True), x, scale, bias, mean, var, residual)
             return [y, *_running(p, running_mean, running_var, mean, var), signs]
 
-        (signs,) = program.splice([node], node.inputs, node.outputs, forward)
+        (signs,) = program.splice([node], node.inputs, node.outputs, forward, sums_in_dgrad, p)
         mean, rstd = (program.successor(v) for v in node.outputs[3:])
 
         def backward(dv, w, c, x, scale, mean, rstd, signs, of_dgrad=of_dgrad):
@@ -324,7 +335,7 @@ def sums_in_dgrad(program: Program, node: Node, device: _plan.Device) -> bool:
             return [dscale, dbias, dx, dz]
 
         late_inputs = [*d.inputs, c, x, scale, mean, rstd, signs]
-        program.splice([d, added, back], late_inputs, late_outputs, backward)
+        program.splice([d, added, back], late_inputs, late_outputs, backward, sums_in_dgrad, p, of_dgrad)
         return True
     return False
 
@@ -376,7 +387,7 @@ def norm_and_convolution(program: Program, node: Node, device: _plan.Device) -> 
         late_outputs = [*wgrad.outputs, *back.outputs] if whole else wgrad.outputs
         if not program.fits(late, late_inputs, late_outputs):
             return False
-    (var,) = program.splice(dead, inputs, outputs, forward)
+    (var,) = program.splice(dead, inputs, outputs, forward, norm_and_convolution, both)
     if wgrad is None:
         return True
     alone = replace(both, before=None)
@@ -389,7 +400,7 @@ def norm_and_convolution(program: Program, node: Node, device: _plan.Device) -> 
         return run(alone, x, dy, w, *v)
 
     late_inputs = [x, dy, w, scale, bias, program.successor(node.outputs[3]), var]
-    program.splice(late, late_inputs, late_outputs, backward)
+    program.splice(late, late_inputs, late_outputs, backward, norm_and_convolution, both, whole, by_kernels)
     return True
 
 
@@ -427,7 +438,7 @@ def sum_behind_norm(program: Program, node: Node, device: _plan.Device) -> bool:
     def call(*rest: Array) -> list[Array]:
         return [jnp.sum(rest[0], axes, dtype) if rest else jnp.zeros(shape, dtype)]
 
-    program.splice([node], rest, node.outputs, call)
+    program.splice([node], rest, node.outputs, call, sum_behind_norm, tuple(axes), dtype, shape)
     return True
 
 
@@ -451,7 +462,12 @@ def product_and_activation(program: Program, node: Node, device: _plan.Device) -
     dead = [product, node, *sums]
     if not program.fits(dead, inputs, outputs):
         return False
-    program.splice(dead, inputs, outputs, lambda dy, w, kept: dense.dense_gradient(both, dy, w, kept)[: len(outputs)])
+    count = len(outputs)
+
+    def call(*args: Array) -> list[Array]:
+        return dense.dense_gradient(both, *args)[:count]
+
+    program.splice(dead, inputs, outputs, call, product_and_activation, both, count)
     return True
 
 
