@@ -145,6 +145,12 @@ def is_varying(aval: Any) -> bool:
     return bool(getattr(getattr(aval, "manual_axis_type", None), "varying", ()))
 
 
+def scopes_alone(name_stack: Any) -> Any:
+    """A name stack without the transformations in it. (`NameStack` of `Scope`s and `Transform`s: 0.4 to 0.12.)"""
+    scopes = tuple(part for part in name_stack.stack if isinstance(part, source_info_util.Scope))
+    return source_info_util.NameStack(scopes)
+
+
 def trace_context() -> Any:
     """What tracing depends on besides arguments, hashable: precision, 64-bit types, meshes, user contexts (0.4 on)."""
     return config.trace_context()

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxconv import _halo, _layer, _moments, _op, _plan, _problem, _sharding, reference
+from jaxconv._activation import activate
 from jaxconv._problem import ConvProblem
 from jaxconv._types import (
     Array,
@@ -450,9 +451,18 @@ conv_kernel = _op.kernel(
 
 
 def _conv_then_add(p: ConvProblem, x: Array, w: Array, *rest: Array) -> list[Array]:
-    """conv_add as two: a convolution by a plan of its own, then the add and the activation."""
+    """conv_add as two: a convolution by a plan of its own, then the add and the activation.
+
+    All of it by XLA is what the user's own program would be: z is rounded before the add, which XLA then takes into its
+    convolution. A sum in float32 would be a pass of its own.
+    """
     *b, residual = rest
-    return reference.conv_added(p, _any(p.affine(), x, w, *b)[0], residual)
+    z = _any(p.affine(), x, w, *b)[0]
+    if p.implementation != "xla":
+        return reference.conv_added(p, z, residual)
+    total = z + residual
+    y = activate(p.activation, total)
+    return [y, total] if p.save_preactivation else [y]
 
 
 # conv_add: conv with an array like y added before the activation, (x, w, b?, residual) -> y, z?; one kernel where the
