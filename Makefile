@@ -81,10 +81,10 @@ define install
 endef
 
 $(VENV)/venv.stamp:
-	@$(PYTHON) -c '$(IN_RANGE)' || { echo "jaxconv needs Python 3.11 to 3.13; $(PYTHON) is" \
-		"$$($(PYTHON) -V 2>&1). Name another one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@"$(PYTHON)" -c '$(IN_RANGE)' || { echo "jaxconv needs Python 3.11 to 3.13; $(PYTHON) is" \
+		"$$("$(PYTHON)" -V 2>&1). Name another one: make PYTHON=python3.12 ..." >&2; exit 1; }
 	@[ -x $(VENV_PYTHON) ] || rm -f $(VENV)/bin/python*  # links to an interpreter that is gone stay otherwise
-	$(PYTHON) -m venv $(VENV)
+	"$(PYTHON)" -m venv $(VENV)
 	@touch $@
 
 $(VENV)/build.stamp: $(VENV)/venv.stamp pyproject.toml

@@ -23,7 +23,7 @@ def make(root: pathlib.Path) -> tuple[str, bool]:
     """(what it says of stamps, whether it installs) of `make .venv/examples.stamp`, with a pip that does nothing."""
     log = root / ".venv" / "install.log"
     log.unlink(missing_ok=True)
-    options = ["PIP=bash pip.sh", "cuda=", "JAXCONV_CUDA=OFF", f"PYTHON={sys.executable}"]
+    options = ["PIP=bash pip.sh", "cuda=", "JAXCONV_CUDA=OFF", f"PYTHON={root}/python"]
     names = ("MAKEFLAGS", "MAKELEVEL", "VENV", "PYTHONPATH")
     environment = {name: value for name, value in os.environ.items() if name not in names}
     command = ["make", *options, ".venv/examples.stamp"]
@@ -41,6 +41,7 @@ def checkout(tmp_path) -> pathlib.Path:
     for name in ("Makefile", "pyproject.toml", "CMakeLists.txt", ".ci/environment.py"):
         shutil.copy(ROOT / name, root / name)
     (root / "jaxconv" / "__init__.py").touch()
+    (root / "python").symlink_to(os.path.realpath(sys.executable))
     (root / "pip.sh").write_text('for word; do case "$word" in /dev/fd/*) cat "$word" >/dev/null ;; esac; done\n')
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", root / ".venv"], check=True, timeout=240)
     asked = runpy.run_path(str(root / ".ci" / "environment.py"))
