@@ -16,6 +16,7 @@ import jaxlib
 
 from jaxconv import _enable, _native, _op, _plan, _sharding
 from jaxconv._plan import measured, tuned
+from jaxconv._types import OfArguments, P
 from jaxconv.accelerate import Report, listening
 
 # What users call a platform -> what plans call it
@@ -78,7 +79,7 @@ class Explanation(list[Call]):
         return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
-def explain(f: Callable[..., Any], *, platform: str | None = None) -> Callable[..., Explanation]:
+def explain(f: Callable[P, Any], *, platform: str | None = None) -> OfArguments[P, Explanation]:
     """A function that takes f's arguments and returns which implementation every jaxconv call in f gets, and why.
 
     Where `jaxconv.accelerate` is in f, also what it replaced by what, and for what it left, why; and for each of lax's

@@ -19,6 +19,8 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+from jaxconv._types import OfArguments, P
+
 # Instructions for which nothing runs.
 _SILENT = frozenset(
     (
@@ -79,7 +81,7 @@ def graph_options() -> dict[str, str | int]:
     }
 
 
-def launches(f: Callable[..., Any]) -> Callable[..., Launches]:
+def launches(f: Callable[P, Any]) -> OfArguments[P, Launches]:
     """A function that takes f's arguments and returns what the compiled f launches in a call.
 
     ::

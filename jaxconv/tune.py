@@ -31,6 +31,7 @@ from jaxconv._enable import forms
 from jaxconv._plan import measured, tuned
 from jaxconv._plan.tuned import Results
 from jaxconv._problem import ConvProblem
+from jaxconv._types import OfArguments, P
 from jaxconv.conv import conv_add, conv_kernel, fprop
 
 __all__ = ["Results", "Tune", "Tuned", "Tuning"]  # `tune` is `jaxconv.tune`
@@ -120,14 +121,14 @@ class Tune:
 
     def __call__(
         self,
-        f: Callable[..., Any],
+        f: Callable[P, Any],
         *,
         seconds: float = 120.0,
         verify: bool = True,
         again: bool = False,
         save: bool = True,
         progress: bool = True,
-    ) -> Callable[..., Tuning]:
+    ) -> OfArguments[P, Tuning]:
         """A function of f's arguments that times f's problems on this device, and remembers the fastest kernels.
 
             print(jaxconv.tune(train_step)(state, batch))

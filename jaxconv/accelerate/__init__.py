@@ -20,16 +20,18 @@ import jax
 from jax.extend.core import ClosedJaxpr
 
 from jaxconv import _compat
+from jaxconv._types import P, R
 from jaxconv.accelerate.activations import Activations
+from jaxconv.accelerate.function import Accelerated
 from jaxconv.accelerate.graph import Array
 from jaxconv.accelerate.report import LISTENER, Report, heard_from_now_on, listening
 from jaxconv.accelerate.rewrite import Rewriting
 from jaxconv.accelerate.state import Arguments, KerasVariables, LinenVariables, PlainObjects, nnx_updates, unbound
 
-__all__ = ["Report", "accelerate", "listening"]
+__all__ = ["Accelerated", "Report", "accelerate", "listening"]
 
 
-def accelerate(f: Callable[..., Any]) -> Callable[..., Any]:
+def accelerate(f: Callable[P, R]) -> Accelerated[P, R]:
     """f with its convolutions, dense layers, batch-norms and max-poolings replaced by jaxconv's calls.
 
     For models that nobody wants to touch::
@@ -82,8 +84,7 @@ def accelerate(f: Callable[..., Any]) -> Callable[..., Any]:
     check(f)
     heard_from_now_on()
 
-    @functools.wraps(f)
-    def accelerated(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         reason = untouched()
         if reason:
             if (listener := LISTENER.get()) is not None:
@@ -105,8 +106,7 @@ def accelerate(f: Callable[..., Any]) -> Callable[..., Any]:
             function, owner = unbound(f)
             return trace(function, (*owner, *args), kwargs).rewritten()[1]
 
-    accelerated.report = report  # type: ignore[attr-defined]
-    return accelerated
+    return Accelerated(f, accelerate, run, report)
 
 
 @dataclasses.dataclass(frozen=True)
