@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jaxconv import _op
+from jaxconv import _op, _problem
 from jaxconv._problem import (
     BatchNormProblem,
     ConvProblem,
@@ -52,7 +52,12 @@ def cost(f: Callable[P, Any]) -> OfArguments[P, dict[str, float]]:
     one iteration::
 
         utilisation = jaxconv.cost(train_step)(state, batch)["flops"] / seconds / peak
+
+    Raises:
+      TypeError: where f is no function, or compiled already.
     """
+
+    _problem.check_function("cost", f)
 
     def costed(*args: Any, **kwargs: Any) -> dict[str, float]:
         def fresh(*args: Any, **kwargs: Any) -> Any:  # a function no cache knows

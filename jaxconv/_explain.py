@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jaxlib
 
-from jaxconv import _enable, _native, _op, _plan, _sharding
+from jaxconv import _enable, _native, _op, _plan, _problem, _sharding
 from jaxconv._plan import measured, tuned
 from jaxconv._types import OfArguments, P
 from jaxconv.accelerate import Report, listening
@@ -103,8 +103,10 @@ def explain(f: Callable[P, Any], *, platform: str | None = None) -> OfArguments[
       show whether XLA will partition the program: there enable leaves them to lax.
 
     Raises:
+      TypeError: where f is no function, or compiled already.
       ValueError: for an unknown platform; and as the call itself would, where a forced choice cannot run.
     """
+    _problem.check_function("explain", f)
     if platform is not None and platform not in _PLATFORMS:
         raise ValueError(f"explain: platform={platform!r} is unknown, expected None or one of {', '.join(_PLATFORMS)}")
 

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+from jaxconv import _problem
 from jaxconv._types import OfArguments, P
 
 # Instructions for which nothing runs.
@@ -98,7 +99,12 @@ def launches(f: Callable[P, Any]) -> OfArguments[P, Launches]:
     Returns:
       A function of f's arguments, or of `jax.ShapeDtypeStruct`s, that returns a `Launches`: `by_kind`, `total`,
       `graphs`, `captured`, `by_host`.
+
+    Raises:
+      TypeError: where f is no function, or compiled already.
     """
+
+    _problem.check_function("launches", f)
 
     def counted(*args: Any, **kwargs: Any) -> Launches:
         lower = f.lower if hasattr(f, "lower") else jax.jit(f).lower

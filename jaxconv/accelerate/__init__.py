@@ -19,7 +19,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from jaxconv import _compat
+from jaxconv import _compat, _problem
 from jaxconv._types import P, R
 from jaxconv.accelerate.activations import Activations
 from jaxconv.accelerate.function import Accelerated
@@ -185,7 +185,7 @@ def check(f: Any, name: str = "accelerate") -> None:
             f"{name}(model.apply{', variables' if name == 'freeze' else ''})"
         )
     if callable(f):
-        return
+        return _problem.check_function(name, f)
     names = [name for name in getattr(f, "_fields", ()) if callable(getattr(f, name))]
     if "apply" in names or "update" in names:  # Haiku's Transformed, Optax's GradientTransformation
         one = "apply" if "apply" in names else "update"
@@ -193,7 +193,7 @@ def check(f: Any, name: str = "accelerate") -> None:
         raise TypeError(f"{name}: got {what}, several functions: give it one of them, {name}(f.{one})")
     if isinstance(f, (tuple, list)) and any(callable(one) for one in f):
         raise TypeError(f"{name}: got a {type(f).__name__} of {len(f)} functions: give it one of them")
-    raise TypeError(f"{name}: f must be a function, got {type(f).__name__}")
+    _problem.check_function(name, f)
 
 
 def untouched() -> str:

@@ -118,6 +118,9 @@ class _Function:
         self.names: dict[str, str] = {}  # of the expression of a weight
         self.lock = threading.RLock()
 
+    def __reduce__(self) -> Any:
+        return _Function, (self.f,)
+
     def name(self, digest: str, wanted: str) -> str:
         if digest not in self.names:
             taken, n = set(self.names.values()), 1
@@ -154,6 +157,10 @@ class Frozen(Generic[R]):
         program, arrays = self._program(inputs, kwargs)
         run = program.late if _compat.traces() else program.alone
         return _finish(program, run(self._weights_of(program), arrays))
+
+    def __reduce__(self) -> Any:
+        """Copied and pickled as what it is made of: it folds again where that is called."""
+        return Frozen, (self._function, self._args, self._kwargs)
 
     @property
     def weights(self) -> dict[str, Array]:
