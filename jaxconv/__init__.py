@@ -13,7 +13,7 @@ from jaxconv._explain import Explanation, explain, info
 from jaxconv._explain import warn_of_environment as _warn_of_environment
 from jaxconv._export import check_exported, export_checks, portable_exported
 from jaxconv._launches import Launches, graph_options, launches
-from jaxconv.accelerate import accelerate
+from jaxconv.accelerate import Accelerated, accelerate
 from jaxconv.batchnorm import batchnorm
 from jaxconv.batchnorm_conv import batchnorm_conv
 from jaxconv.conv import conv1d, conv2d, conv3d
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 __version__ = _version("jaxconv")
 
 __all__ = [
+    "Accelerated",
     "Explanation",
     "Frozen",
     "Launches",

@@ -1,16 +1,18 @@
 """`python -m jaxconv`: what jaxconv found on this machine, for people and for bug reports.
 
-`tune`: see jaxconv.tune. `bench`: a function of the user's, with and without jaxconv.
+Of a function of the user's: `explain`: what each call in it gets, and why. `tune`: see jaxconv.tune. `bench`: its time,
+with and without jaxconv.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 
 import jaxconv
 from jaxconv import _bench
-from jaxconv.tune import add_arguments
+from jaxconv.tune import Refused, add_arguments, add_ways, target_of, ways
 from jaxconv.tune import main as tune
 
 
@@ -19,8 +21,10 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m jaxconv", description="Prints what jaxconv found on this machine, what is missing, and why."
     )
     parser.add_argument("--version", action="version", version=f"jaxconv {jaxconv.__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="info | tune | bench")
+    commands = parser.add_subparsers(dest="command", metavar="info | explain | tune | bench")
     commands.add_parser("info", help="the same (the default)")
+    says = "says which implementation each jaxconv call in a function of yours gets, and why; what enable would do"
+    _add_arguments(commands.add_parser("explain", help=says, description=says))
     says = "times XLA and the native kernels at a function's problems on this device, and remembers the fastest"
     add_arguments(commands.add_parser("tune", help=says, description=says))
     says = "times a function of yours as it is, with jaxconv.enable, and with jaxconv.accelerate"
@@ -28,9 +32,33 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     if args.command == "tune":
         return tune(args)
+    if args.command == "explain":
+        return _explain(args)
     if args.command == "bench":
         return _bench.main(args)
     print(jaxconv.info())
+    return 0
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    says = "a function of no arguments that returns what to explain: a tuple (f, *arguments of f), as for tune"
+    parser.add_argument("target", metavar="module:function", help=says)
+    add_ways(parser)
+    says = "which need not be here (the default backend's)"
+    parser.add_argument("--platform", choices=("cpu", "cuda", "gpu", "rocm", "tpu"), help=says)
+
+
+def _explain(args: argparse.Namespace) -> int:
+    """`python -m jaxconv explain`: 0, or 2 where the command line cannot be followed, with what is wrong on stderr."""
+    try:
+        f, *arguments = target_of(args.target)
+        f, on = ways(f, arguments, args.grad)[args.way]
+        explained = jaxconv.explain(f, platform=args.platform)
+    except Refused as error:
+        print(f"python -m jaxconv explain: {error}", file=sys.stderr)
+        return 2
+    with jaxconv.enabled() if on else contextlib.nullcontext():
+        print(explained(*arguments))
     return 0
 
 

@@ -17,8 +17,8 @@ import numpy as np
 from jaxconv import _enable, _plan, _timing
 from jaxconv._explain import explain
 from jaxconv._plan import tuned
-from jaxconv.accelerate import accelerate
-from jaxconv.tune import Refused, filled, target_of
+from jaxconv.tune import WAYS, Refused, filled, target_of
+from jaxconv.tune import ways as ways_of
 
 _ROUNDS = 5
 
@@ -64,32 +64,18 @@ class Bench(list[Row]):
         return "\n\n".join(parts)
 
 
-def _ways(f: Callable[..., Any], gradient: bool, has_aux: bool) -> dict[str, tuple[Callable[..., Any], bool]]:
-    """(function, whether enable is on) by name."""
-
-    def whole(g: Callable[..., Any]) -> Callable[..., Any]:
-        return jax.value_and_grad(g, has_aux=has_aux) if gradient else g
-
-    return {
-        "plain": (whole(f), False),
-        "enable": (whole(f), True),
-        "accelerate": (whole(accelerate(f)), False),
-    }
-
-
 def bench(
     f: Callable[..., Any],
     *args: Any,
     gradient: bool = False,
-    ways: Sequence[str] = ("plain", "enable", "accelerate"),
+    ways: Sequence[str] = WAYS,
     repeat: int = 15,
     seconds: float = 60.0,
     progress: bool = True,
 ) -> Bench:
     """Times f(*args), or its value and gradient in its first argument; KeyboardInterrupt keeps what was timed."""
     args = jax.tree.map(filled, args)
-    has_aux = gradient and isinstance(jax.eval_shape(f, *args), tuple)
-    possible = _ways(f, gradient, has_aux)
+    possible = ways_of(f, args, gradient)
     programs: dict[str, _timing.Program] = {}
     choices: list[tuple[str, str]] = []
     compiled_in: dict[str, float] = {}
@@ -183,8 +169,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="f is a loss: time its value and its gradient in its first argument, with accelerate where it belongs, "
         "inside the gradient; where f returns a tuple, what follows the loss in it is auxiliary",
     )
-    names = ["plain", "enable", "accelerate"]
-    parser.add_argument("--ways", nargs="+", choices=names, default=names, metavar="WAY", help=", ".join(names))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, metavar="WAY", help=", ".join(WAYS))
     parser.add_argument("--repeat", type=int, default=15, help="samples of each way (%(default)d)")
     parser.add_argument("--seconds", type=float, default=60.0, help="roughly the most that timing takes (%(default)g)")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jaxconv import _op
+from jaxconv import _op, _problem
 from jaxconv._problem import (
     BatchNormProblem,
     ConvProblem,
@@ -18,6 +18,7 @@ from jaxconv._problem import (
     PoolProblem,
     SqueezeExciteProblem,
 )
+from jaxconv._types import OfArguments, P
 
 # Per element of x, as in reference.py: train takes two sums about a sample (4), normalises (4); infer normalises;
 # backward recomputes xhat (2), takes two sums (3) and dx from them (5); dx alone recomputes xhat too.
@@ -34,7 +35,7 @@ _NORM_FLOPS = {
 }
 
 
-def cost(f: Callable[..., Any]) -> Callable[..., dict[str, float]]:
+def cost(f: Callable[P, Any]) -> OfArguments[P, dict[str, float]]:
     """A function that takes f's arguments and returns {"flops": ..., "bytes accessed": ...} of one call of f.
 
     The keys and the meaning are those of `jax.jit(f).lower(*args).cost_analysis()`, which says -1 for a custom call.
@@ -51,7 +52,12 @@ def cost(f: Callable[..., Any]) -> Callable[..., dict[str, float]]:
     one iteration::
 
         utilisation = jaxconv.cost(train_step)(state, batch)["flops"] / seconds / peak
+
+    Raises:
+      TypeError: where f is no function, or compiled already.
     """
+
+    _problem.check_function("cost", f)
 
     def costed(*args: Any, **kwargs: Any) -> dict[str, float]:
         def fresh(*args: Any, **kwargs: Any) -> Any:  # a function no cache knows

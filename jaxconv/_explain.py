@@ -14,8 +14,9 @@ from typing import Any
 import jax
 import jaxlib
 
-from jaxconv import _enable, _native, _op, _plan, _sharding
+from jaxconv import _enable, _native, _op, _plan, _problem, _sharding
 from jaxconv._plan import measured, tuned
+from jaxconv._types import OfArguments, P
 from jaxconv.accelerate import Report, listening
 
 # What users call a platform -> what plans call it
@@ -78,7 +79,7 @@ class Explanation(list[Call]):
         return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
-def explain(f: Callable[..., Any], *, platform: str | None = None) -> Callable[..., Explanation]:
+def explain(f: Callable[P, Any], *, platform: str | None = None) -> OfArguments[P, Explanation]:
     """A function that takes f's arguments and returns which implementation every jaxconv call in f gets, and why.
 
     Where `jaxconv.accelerate` is in f, also what it replaced by what, and for what it left, why; and for each of lax's
@@ -102,8 +103,10 @@ def explain(f: Callable[..., Any], *, platform: str | None = None) -> Callable[.
       show whether XLA will partition the program: there enable leaves them to lax.
 
     Raises:
+      TypeError: where f is no function, or compiled already.
       ValueError: for an unknown platform; and as the call itself would, where a forced choice cannot run.
     """
+    _problem.check_function("explain", f)
     if platform is not None and platform not in _PLATFORMS:
         raise ValueError(f"explain: platform={platform!r} is unknown, expected None or one of {', '.join(_PLATFORMS)}")
 

@@ -19,7 +19,8 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxconv import _compat
+from jaxconv import _compat, _problem
+from jaxconv._types import OfArguments, P
 
 # Instructions for which nothing runs.
 _SILENT = frozenset(
@@ -80,7 +81,7 @@ def graph_options() -> dict[str, str | int]:
     return {"xla_gpu_enable_command_buffer": kinds, "xla_gpu_graph_min_graph_size": 1}
 
 
-def launches(f: Callable[..., Any]) -> Callable[..., Launches]:
+def launches(f: Callable[P, Any]) -> OfArguments[P, Launches]:
     """A function that takes f's arguments and returns what the compiled f launches in a call.
 
     ::
@@ -97,7 +98,12 @@ def launches(f: Callable[..., Any]) -> Callable[..., Launches]:
     Returns:
       A function of f's arguments, or of `jax.ShapeDtypeStruct`s, that returns a `Launches`: `by_kind`, `total`,
       `graphs`, `captured`, `by_host`.
+
+    Raises:
+      TypeError: where f is no function, or compiled already.
     """
+
+    _problem.check_function("launches", f)
 
     def counted(*args: Any, **kwargs: Any) -> Launches:
         lower = f.lower if hasattr(f, "lower") else jax.jit(f).lower

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, ParamSpec, Protocol, TypedDict, TypeVar, overload
 
 import jax
 import numpy as np
@@ -37,16 +37,36 @@ __all__ = [
     "Layout1d",
     "Layout2d",
     "Layout3d",
+    "OfArguments",
     "Operand",
+    "P",
     "Padding",
     "PerDimension",
     "PoolAlgorithm",
     "Precision",
+    "R",
     "SqueezeExciteAlgorithm",
     "ToActivation",
     "ToGate",
     "TransposedPadding",
 ]
+
+P = ParamSpec("P")  # the parameters of a user's function
+R = TypeVar("R")  # what it returns
+_Told = TypeVar("_Told", covariant=True)
+
+
+class OfArguments(Protocol[P, _Told]):
+    """A function of another one's arguments, which tells something of it.
+
+    Anything that has a shape and a dtype may stand for an array there, as `jax.ShapeDtypeStruct`s do.
+    """
+
+    @overload
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> _Told: ...
+    @overload
+    def __call__(self, *args: Any, **kwargs: Any) -> _Told: ...
+
 
 Array = jax.Array
 Operand = jax.Array | np.ndarray[Any, Any]

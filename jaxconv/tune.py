@@ -26,11 +26,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
-from jaxconv import _enable, _op, _plan, _timing
+from jaxconv import _enable, _op, _plan, _problem, _timing
 from jaxconv._enable import forms
 from jaxconv._plan import measured, tuned
 from jaxconv._plan.tuned import Results
 from jaxconv._problem import ConvProblem
+from jaxconv._types import OfArguments, P
+from jaxconv.accelerate import accelerate
 from jaxconv.conv import conv_add, conv_kernel, fprop
 
 __all__ = ["Results", "Tune", "Tuned", "Tuning"]  # `tune` is `jaxconv.tune`
@@ -90,7 +92,10 @@ class Tuning(list[Tuned]):
 
     def __str__(self) -> str:
         if not self:
-            return "nothing to tune: the function has no jaxconv calls (jaxconv.explain(f) says what it has)"
+            return (
+                "nothing to tune: the function has no jaxconv calls (jaxconv.explain(f) says what it has). "
+                "jaxconv.accelerate(f) has, and f with jaxconv.enable on: --way accelerate, --way enable in a shell"
+            )
         rows = [("calls", "op", "problem", "before", "ms", "best", "ms", "XLA's ms", "")]
         for r in self:
             times = {**r.native_ms, "xla": r.xla_ms}
@@ -120,14 +125,14 @@ class Tune:
 
     def __call__(
         self,
-        f: Callable[..., Any],
+        f: Callable[P, Any],
         *,
         seconds: float = 120.0,
         verify: bool = True,
         again: bool = False,
         save: bool = True,
         progress: bool = True,
-    ) -> Callable[..., Tuning]:
+    ) -> OfArguments[P, Tuning]:
         """A function of f's arguments that times f's problems on this device, and remembers the fastest kernels.
 
             print(jaxconv.tune(train_step)(state, batch))
@@ -159,10 +164,10 @@ class Tune:
           was measured is kept, the next call uses it; choices that f has not confirmed do not hold then.
 
         Raises:
+          TypeError: where f is no function, or compiled already.
           ValueError: where seconds is not positive, or the default device has no native code; and as f itself would.
         """
-        if not callable(f):
-            raise TypeError(f"tune: expected a function, got {type(f).__name__}")
+        _problem.check_function("tune", f)
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
             raise ValueError(f"tune: seconds={seconds!r}, expected a positive number")
 
@@ -611,6 +616,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="module:function",
         help="a function of no arguments that returns what to tune: a tuple (f, *arguments of f)",
     )
+    add_ways(parser)
     parser.add_argument("--seconds", type=float, default=120.0, help="time budget (%(default)g)")
     parser.add_argument("--no-verify", action="store_true", help="keep what is fastest alone, without timing f itself")
     parser.add_argument("--again", action="store_true", help="time what was timed before, too")
@@ -623,13 +629,37 @@ def main(args: argparse.Namespace) -> int:
         os.environ["JAXCONV_TUNING"] = args.output
     try:
         f, *arguments = target_of(args.target)
-        tuning = tune(f, seconds=args.seconds, verify=not args.no_verify, again=args.again)
-        found = tuning(*arguments)
+        f, on = ways(f, arguments, args.grad)[args.way]
+        with _enable.enabled() if on else contextlib.nullcontext():
+            tuning = tune(f, seconds=args.seconds, verify=not args.no_verify, again=args.again)
+            found = tuning(*arguments)
     except Refused as error:
         print(f"python -m jaxconv tune: {error}", file=sys.stderr)
         return 2
     print(found)
     return 130 if found.interrupted else 0
+
+
+def add_ways(parser: argparse.ArgumentParser) -> None:
+    """--way and --grad, of commands that look at a function in one way."""
+    says = "f as it is, with jaxconv.enable on, or jaxconv.accelerate(f) (%(default)s)"
+    parser.add_argument("--way", choices=WAYS, default="plain", help=says)
+    says = "f is a loss: its value and its gradient in its first argument, with accelerate inside the gradient"
+    parser.add_argument("--grad", action="store_true", help=f"{says}; where f returns a tuple, the rest is auxiliary")
+
+
+WAYS = ("plain", "enable", "accelerate")
+
+
+def ways(f: Callable[..., Any], args: Sequence[Any], gradient: bool) -> dict[str, tuple[Callable[..., Any], bool]]:
+    """(function, whether enable is on) by the name of the way; with `gradient` f is a loss."""
+    has_aux = gradient and isinstance(jax.eval_shape(f, *args), tuple)
+
+    def whole(g: Callable[..., Any]) -> Callable[..., Any]:
+        return jax.value_and_grad(g, has_aux=has_aux) if gradient else g
+
+    functions = whole(f), whole(f), whole(accelerate(f))
+    return dict(zip(WAYS, zip(functions, (False, True, False), strict=True), strict=True))
 
 
 class Refused(Exception):
@@ -660,4 +690,8 @@ def target_of(text: str) -> tuple[Any, ...]:
             else type(made).__name__
         )
         raise Refused(f"{text} returned {got}, expected a tuple (f, *arguments of f)")
+    try:
+        _problem.check_function(text, made[0])
+    except TypeError as error:
+        raise Refused(str(error)) from None
     return made

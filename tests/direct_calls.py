@@ -14,6 +14,8 @@ from helpers import PLATFORM
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
+from jaxconv.batchnorm_shortcut import gradients as shortcut_gradients
+from jaxconv.batchnorm_shortcut import problem as shortcut_problem
 
 import jaxconv
 from jaxconv import _op
@@ -21,8 +23,6 @@ from jaxconv import conv as conv_module
 from jaxconv._activation import Activation
 from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem
 from jaxconv.batchnorm import dx_of_sums, moments, signs
-from jaxconv.batchnorm_shortcut import gradients as shortcut_gradients
-from jaxconv.batchnorm_shortcut import problem as shortcut_problem
 from jaxconv.dense import dense_gradient
 
 KERNELS = {kernel.name: kernel for kernel in _op.KERNELS.values()}

@@ -30,6 +30,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxconv.batchnorm_shortcut import gradients as shortcut_gradients
 
 from jaxconv import _activation, _op, _plan, _problem
 from jaxconv._plan import conv, dense, depthwise, domain, sm90
@@ -44,7 +45,6 @@ from jaxconv._problem import (
 )
 from jaxconv.batchnorm import backward, dx_of_sums, infer, moments, signs, train
 from jaxconv.batchnorm_conv import normalised, normalised_dx, normalised_gradient, normalised_wgrad
-from jaxconv.batchnorm_shortcut import gradients as shortcut_gradients
 from jaxconv.conv import conv_add, conv_kernel, dgrad, dgrad_add, dgrad_sums, fprop, statistics, wgrad
 from jaxconv.dense import dense_gradient, dense_kernel, matmul
 from jaxconv.groupnorm import backward as group_backward

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import functools
 import importlib
+import inspect
+import pickle
 import re
 from typing import Any
 
@@ -185,6 +188,37 @@ def test_what_is_no_scale_of_a_filter_is_left(name):
     args = array(0, (2, 12, 12, 4)), W, B, SCALE
     replaced = accelerate(NOT_SCALED[name]).report(*args).replaced
     assert not any("scale" in finding.fused for finding in replaced)
+
+
+@accelerate
+def decorated(x: Any, w: Any) -> Any:
+    return jax.nn.relu(conv(x, w))
+
+
+def undecorated(x: Any, w: Any) -> Any:
+    return jax.nn.relu(conv(x, w))
+
+
+class WithMethod:
+    @accelerate
+    def layer(self, x: Any, w: Any) -> Any:
+        return jax.nn.relu(conv(x, w))
+
+
+@pytest.mark.parametrize("f", (decorated, accelerate(undecorated), accelerate(accelerate(undecorated))))
+def test_copies(f):
+    for copied in (copy.copy(f), copy.deepcopy(f), pickle.loads(pickle.dumps(f)), jax.tree.map(lambda v: v, f)):
+        assert kernels(copied, X, W) == {"conv": 1}
+        assert copied.report(X, W) == f.report(X, W)
+        assert (copied.__name__, inspect.signature(copied)) == (f.__name__, inspect.signature(undecorated))
+    assert pickle.loads(pickle.dumps(decorated)) is decorated
+
+
+def test_methods():
+    one = WithMethod()
+    assert kernels(one.layer, X, W) == {"conv": 1}
+    np.testing.assert_allclose(one.layer(X, W), undecorated(X, W), rtol=1e-5, atol=1e-6)
+    assert WithMethod.layer.report(one, X, W).replaced
 
 
 def by_given(z: Any, scale: Any, bias: Any, axis: int = -1) -> Any:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import concurrent.futures
+import copy
 import dataclasses
 import functools
 import os
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -860,6 +862,31 @@ def test_effects_are_refused_but_for_debugging(capfd):
 
     with pytest.raises(ValueError, match="freeze: the function has an effect"):
         jaxconv.freeze(called, jnp.ones(4))(X)
+
+
+def scaled(p: Any, x: Any) -> Any:
+    return jax.nn.relu(x * p["scale"] + p["bias"])
+
+
+@pytest.mark.parametrize("copied", (copy.copy, copy.deepcopy, lambda f: pickle.loads(pickle.dumps(f))))
+def test_copies(copied):
+    """They fold for themselves, and go on where the other one is replaced."""
+    p, x = {"scale": 2 * jnp.ones(4), "bias": jnp.ones(4)}, jnp.ones((2, 4))
+    frozen = jaxconv.freeze(scaled, p)
+    before, after = frozen, copied(frozen)
+    np.testing.assert_array_equal(before(x), after(x))
+    assert after.weights.keys() == before.weights.keys()
+    again = copied(frozen)  # after a call
+    np.testing.assert_array_equal(again.replace({"scale": jnp.zeros(4), "bias": jnp.ones(4)})(x), jnp.ones((2, 4)))
+    np.testing.assert_array_equal(again(x), before(x))
+
+
+def test_copies_of_a_module():
+    x = jnp.ones((2, 8, 8, 4))
+    for model in (net(), jax.tree_util.Partial(scaled, {"scale": jnp.ones(4), "bias": jnp.ones(4)})):
+        frozen = jaxconv.freeze(model)
+        for copied in (copy.deepcopy(frozen), pickle.loads(pickle.dumps(frozen))):
+            np.testing.assert_array_equal(copied(x), frozen(x))
 
 
 def test_what_is_no_function_and_what_is_no_array():

@@ -430,7 +430,49 @@ BAD_CONV = {
     ),
     "padding_no_pair": ({}, dict(padding=((1, 1, 1), (0, 0))), ValueError, ("padding=", "an entry (1, 1, 1)")),
     "padding_not_integers": ({}, dict(padding=((0.5, 1), (0, 0))), TypeError, ("padding must be an integer, got 0.5",)),
-    "padding_none": ({}, dict(padding=None), TypeError, ("padding must be an integer, got None",)),
+    "padding_that_takes_more_than_there_is": (
+        {},
+        dict(padding=-20),
+        ValueError,
+        ("padding=-20 takes 40 elements from an axis of 8, expected at most 8",),
+    ),
+    "padding_that_takes_one_more_than_there_is": (
+        {},
+        dict(padding=((0, 0), (-9, 0))),
+        ValueError,
+        ("padding=((0, 0), (-9, 0)) takes 9 elements from an axis of 8",),
+    ),
+    "channels_first": (
+        dict(x=f32(2, 4, 8, 8)),
+        {},
+        ValueError,
+        (
+            "w expects 4 input channels, x has 8",
+            "x has 4 along axis 1: layout='NCHW' has its channels there, and w as OIHW",
+        ),
+    ),
+    "channels_first_with_their_filter": (
+        dict(x=f32(2, 4, 8, 8), w=f32(6, 4, 3, 3)),
+        {},
+        ValueError,
+        ("w expects 3 input channels, x has 8", "x has 4 along axis 1: layout='NCHW'"),
+    ),
+    "channels_first_in_groups": (
+        dict(x=f32(2, 6, 8, 8), w=f32(3, 3, 2, 6)),
+        dict(groups=3),
+        ValueError,
+        ("groups=3 does not divide the 8 channels of x", "x has 6 along axis 1: layout='NCHW'"),
+    ),
+    "channels_last": (
+        dict(w=f32(6, 4, 3, 3)),
+        dict(layout="NCHW"),
+        ValueError,
+        (
+            "w expects 4 input channels, x has 8",
+            "x has 4 along axis 3: layout='NHWC' has its channels there, and w as HWIO",
+        ),
+    ),
+    "padding_none": ({}, dict(padding=None), TypeError, ("padding=None, expected 'SAME'",)),
     "layout_unknown": ({}, dict(layout="HWNC"), ValueError, ("layout='HWNC' is unknown, expected 'NHWC' or 'NCHW'",)),
     "layout_of_other_rank": (
         {},
@@ -651,7 +693,13 @@ BAD_NORM = {
         TypeError,
         ("channel_axis must be an integer, got 'C'",),
     ),
-    "scale_of_wrong_shape": (dict(scale=f32(3)), {}, ValueError, ("scale has shape (3,), expected (5,)",)),
+    "scale_of_wrong_shape": (dict(scale=f32(7)), {}, ValueError, ("scale has shape (7,), expected (5,)",)),
+    "channels_of_another_axis": (
+        dict(scale=f32(3)),
+        {},
+        ValueError,
+        ("scale has shape (3,), expected (5,)", "x has 3 along axis 1: channel_axis=1"),
+    ),
     "bias_of_wrong_shape": (dict(bias=f32(1, 5)), {}, ValueError, ("bias has shape (1, 5), expected (5,)",)),
     "running_mean_of_wrong_shape": (dict(running_mean=f32(4)), {}, ValueError, ("running_mean has shape (4,)",)),
     "running_var_of_wrong_shape": (dict(running_var=f32()), {}, ValueError, ("running_var has shape ()",)),
@@ -739,6 +787,63 @@ def test_float64_parameters_of_a_float32_norm_are_refused(x64):
 def test_mixing_float32_with_float64_is_refused(x64):
     with pytest.raises(TypeError, match="dense: all arrays must have one dtype, got x: float32, w: float64"):
         jaxconv.dense(jnp.ones((5, 4), "float32"), jnp.ones((4, 6), "float64"))
+
+
+@pytest.mark.parametrize("shape", ((2, 9, 8, 4), (2, 8, 4), (4, 5, 8, 8)))
+def test_no_layout_is_hinted_at_where_none_fits(shape):
+    with pytest.raises(ValueError, match="conv2d: ") as caught:
+        jaxconv.conv2d(jnp.zeros(shape), jnp.zeros((3, 3, 3, 6)))
+    assert "layout=" not in str(caught.value)
+
+
+@pytest.mark.parametrize("nd", (1, 2, 3))
+def test_every_convolution_hints_at_the_layout(nd):
+    x, w, v = jnp.zeros((2, 4, *(8, 9, 7)[:nd])), jnp.zeros((3,) * nd + (4, 6)), jnp.ones(6)
+    first = ("NCW", "NCHW", "NCDHW")[nd - 1]
+    for f in (
+        getattr(jaxconv, f"conv{nd}d"),
+        getattr(jaxconv, f"conv_transpose{nd}d"),
+        lambda x, w: jaxconv.conv_batchnorm(x, w, v, v, v, v, training=False),
+    ):
+        with pytest.raises(ValueError, match=f"w expects 4 input channels.*x has 4 along axis 1: layout='{first}'"):
+            f(x, w)
+    with pytest.raises(ValueError, match=f"w expects 4 input channels.*x has 4 along axis 1: layout='{first}'"):
+        getattr(jaxconv, f"conv_transpose{nd}d")(x, jnp.zeros((3,) * nd + (6, 4)), transpose_kernel=True)
+
+
+def test_padding_that_takes_all_there_is():
+    """Is no mistake; what is spread out by a stride has more to take."""
+    x, w = jnp.zeros((2, 8, 8, 4)), jnp.zeros((3, 3, 4, 6))
+    assert jaxconv.conv2d(x, w, padding=-4).shape == (2, 0, 0, 6)
+    assert jaxconv.conv_transpose2d(x, w, stride=2, padding=((-7, -8), (0, 0))).shape == (2, 0, 13, 6)
+    with pytest.raises(ValueError, match=r"conv_transpose2d: padding=-8 takes 16 elements from an axis of 15"):
+        jaxconv.conv_transpose2d(x, w, stride=2, padding=-8)
+
+
+def test_a_tensor_that_requires_a_gradient():
+    """PyTorch's raises when it is read."""
+
+    class Tensor(np.ndarray):
+        requires_grad = True
+
+    tensor = np.zeros((2, 8, 8, 4), np.float32).view(Tensor)
+    for f in (jaxconv.conv2d, jaxconv.conv_transpose2d):
+        with pytest.raises(TypeError, match=rf"{f.__name__}: x is a .*Tensor that requires a gradient.*x.detach\(\)"):
+            f(tensor, jnp.zeros((3, 3, 4, 6)))
+    tensor.requires_grad = False
+    assert jaxconv.conv2d(tensor, jnp.zeros((3, 3, 4, 6))).shape == (2, 8, 8, 6)
+
+
+@pytest.mark.parametrize("name", ("accelerate", "cost", "explain", "freeze", "launches", "tune"))
+def test_what_takes_a_function_refuses_everything_else(name):
+    take = getattr(jaxconv, name)
+    with pytest.raises(TypeError, match=rf"^{name}: f must be a function, got int$"):
+        take(5)
+    compiled = jax.jit(jnp.sin).lower(1.0).compile()
+    with pytest.raises(TypeError, match=rf"^{name}: f is compiled already .* give it the function$"):
+        take(compiled)
+    with pytest.raises(TypeError, match=rf"^{name}: f must be a function, got Lowered$"):
+        take(jax.jit(jnp.sin).lower(1.0))
 
 
 def test_an_empty_batch_is_no_mistake():

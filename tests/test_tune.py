@@ -533,7 +533,7 @@ def test_seconds_are_checked(seconds):
 
 
 def test_what_is_no_function_is_refused():
-    with pytest.raises(TypeError, match="tune: expected a function, got int"):
+    with pytest.raises(TypeError, match="tune: f must be a function, got int"):
         jaxconv.tune(3)
 
 
@@ -743,9 +743,16 @@ def test_a_broken_table_of_jaxconvs_is_named_once_and_ignored(tmp_path, monkeypa
 @pytest.fixture
 def program(tmp_path, monkeypatch):
     (tmp_path / "program_to_tune.py").write_text(
-        "import jax.numpy as jnp, jaxconv\n"
+        "import jax, jax.numpy as jnp, jaxconv\n"
+        "from jax import lax\n"
+        "NUMBERS = ('NHWC', 'HWIO', 'NHWC')\n"
         "def step():\n"
         "    return lambda x, w: jaxconv.conv2d(x, w, padding='SAME'), jnp.ones((2, 9, 9, 4)), jnp.ones((3, 3, 4, 8))\n"
+        "def plain():\n"
+        "    f = lambda x, w: lax.conv_general_dilated(x, w, (1, 1), 'SAME', None, None, NUMBERS).sum()\n"
+        "    return f, *step()[1:]\n"
+        "def compiled():\n"
+        "    return jax.jit(step()[0]).lower(*step()[1:]).compile(), *step()[1:]\n"
         "def wrong():\n"
         "    return 3\n"
     )
@@ -770,8 +777,40 @@ def test_the_command_tunes_a_function(program, monkeypatch, capsys, tmp_path, fi
         ("no_such_module:step", "there is no module 'no_such_module'"),
         ("program_to_tune:walk", "has no 'walk'"),
         ("program_to_tune:wrong", "returned int, expected a tuple"),
+        ("program_to_tune:compiled", "f is compiled already"),
     ],
 )
 def test_the_command_says_what_is_wrong(program, target, says, capsys):
-    assert command.main(["tune", target]) == 2
-    assert says in capsys.readouterr().err
+    for name in ("tune", "explain", "bench"):
+        assert command.main([name, target]) == 2
+        assert says in capsys.readouterr().err
+
+
+def test_the_command_tunes_what_accelerate_and_enable_make_of_a_function(program, monkeypatch, capsys, file):
+    """The tuple that `bench` takes has lax's convolutions in it, and no call of jaxconv's."""
+    timed = timer(monkeypatch, native_wins)
+    assert command.main(["tune", "program_to_tune:plain", "--no-verify"]) == 0
+    assert "--way accelerate, --way enable" in capsys.readouterr().out and not timed
+    for way, gradient, kernels in (
+        ("accelerate", False, {"conv_fprop"}),
+        ("enable", False, {"conv_fprop"}),
+        ("accelerate", True, {"conv_fprop", "conv_dgrad"}),
+        ("enable", True, {"conv_fprop", "conv_dgrad"}),
+    ):
+        timed.clear()
+        arguments = ["tune", "program_to_tune:plain", "--no-verify", "--again", "--way", way]
+        assert command.main(arguments + ["--grad"] * gradient) == 0
+        assert "nothing to tune" not in capsys.readouterr().out
+        assert {op for op, _ in timed} == kernels, (way, gradient)
+
+
+def test_the_command_explains_a_function(program, capsys):
+    def said(*arguments: str) -> str:
+        assert command.main(["explain", "program_to_tune:plain", *arguments]) == 0
+        return capsys.readouterr().out
+
+    assert said().startswith("enable, which is off, would do:")
+    assert said("--way", "enable").startswith("enable:")
+    assert "conv_fprop" in said("--way", "accelerate") and "dgrad" not in said("--way", "accelerate")
+    assert "conv_dgrad" in said("--way", "accelerate", "--grad", "--platform", "cuda")
+    assert "enable: off" in jaxconv.info()

@@ -134,12 +134,15 @@ def report(*, clear: bool = False) -> Convolutions:
 
     A list that prints as a table: form (fprop, dgrad, wgrad), problem, what it became (a native plan, or lax), why,
     where, and how many there were; its `taken` and `left` are the two kinds. Counted is the text of programs: a scan's
-    body once, and once more for each program.
+    body once, and once more for each program. It says so where `enable` is off.
 
     Args:
       clear: forget them after this.
     """
-    return _record.read(clear)
+    found = _record.read(clear)
+    if not is_on():
+        found.note = "enable is off, and programs that are compiled now are not counted: jaxconv.enable() turns it on"
+    return found
 
 
 def _state(implementation: Any, auto_meshes: Any) -> State:

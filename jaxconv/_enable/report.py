@@ -23,7 +23,9 @@ class Convolution:
 
 
 class Convolutions(list[Convolution]):
-    """A list of convolutions that prints as a table."""
+    """A list of convolutions that prints as a table. `note`: what is to be said of all of them."""
+
+    note: str = ""
 
     @property
     def taken(self) -> list[Convolution]:
@@ -35,7 +37,7 @@ class Convolutions(list[Convolution]):
 
     def __str__(self) -> str:
         if not self:
-            return "no convolutions"
+            return f"no convolutions{self.note and f': {self.note}'}"
         rows = [("count", "form", "problem", "became", "why", "where")]
         for one in self:
             where = (
@@ -45,7 +47,7 @@ class Convolutions(list[Convolution]):
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
         taken, left = (sum(one.count for one in some) for some in (self.taken, self.left))
-        return "\n".join([*lines, f"{taken} taken, {left} left to lax"])
+        return "\n".join([*lines, f"{taken} taken, {left} left to lax", *([self.note] if self.note else [])])
 
 
 class Record:

@@ -155,8 +155,10 @@ class BatchNormProblem:
             if value is None:
                 continue
             if value.shape != (c,):
+                fits = [a for a in range(1, x.ndim) if value.shape == (x.shape[a],)] if name == "batchnorm" else []
+                hint = f". x has {x.shape[fits[0]]} along axis {fits[0]}: channel_axis={fits[0]}" if fits else ""
                 raise ValueError(
-                    f"{name}: {argument} has shape {value.shape}, expected ({c},), one per channel. {seen}"
+                    f"{name}: {argument} has shape {value.shape}, expected ({c},), one per channel. {seen}{hint}"
                 )
             if value.dtype.name != problem.param_dtype:
                 raise TypeError(

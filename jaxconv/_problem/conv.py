@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import jax
@@ -21,6 +22,7 @@ from jaxconv._problem.parse import (
     Pair,
     Precision,
     check_choice,
+    check_pads,
     check_span,
     epilogue,
     implementation_for,
@@ -244,15 +246,18 @@ class ConvProblem:
         if k % groups:
             raise ValueError(f"{name}: groups={groups} does not divide the {k} output channels of w. {seen}")
         if c % groups:
-            raise ValueError(f"{name}: groups={groups} does not divide the {c} channels of x. {seen}")
+            hint = _layout_hint(channels_last, nd, x.shape, w.shape, groups)
+            raise ValueError(f"{name}: groups={groups} does not divide the {c} channels of x. {seen}{hint}")
         if group_c * groups != c:
+            hint = _layout_hint(channels_last, nd, x.shape, w.shape, groups)
             raise ValueError(
-                f"{name}: w expects {group_c * groups} input channels, x has {c} (groups={groups}). {seen}"
+                f"{name}: w expects {group_c * groups} input channels, x has {c} (groups={groups}). {seen}{hint}"
             )
         if b is not None and b.shape != (k,):
             raise ValueError(f"{name}: b has shape {b.shape}, expected ({k},), one per output channel. {seen}")
         check_span(name, filter, dilation)
         pads = parse_padding(name, padding, in_spatial, filter, stride, dilation)
+        check_pads(name, padding, in_spatial, pads)
         out = tuple(map(out_extent, in_spatial, filter, stride, pads, dilation))
         precision = parse_precision(name, precision)
         check_choice(name, implementation, algorithm, CONV_ALGORITHMS)
@@ -333,12 +338,14 @@ class ConvProblem:
         if 0 in filter:
             raise ValueError(f"{name}: w has no taps. {seen}")
         if expected != c:
-            raise ValueError(f"{name}: w expects {expected} input channels, x has {c} (groups={groups}). {seen}")
+            hint = _layout_hint(channels_last, nd, x.shape, w.shape, groups, transpose_kernel)
+            raise ValueError(f"{name}: w expects {expected} input channels, x has {c} (groups={groups}). {seen}{hint}")
         if c % groups or k % groups:
             raise ValueError(f"{name}: groups={groups} does not divide the channels {c} -> {k}. {seen}")
         if b is not None and b.shape != (k,):
             raise ValueError(f"{name}: b has shape {b.shape}, expected ({k},), one per output channel. {seen}")
         in_spatial = tuple(x.shape[1:-1] if channels_last else x.shape[2:])
+        check_pads(name, padding, [(extent - 1) * s + 1 for extent, s in zip(in_spatial, stride, strict=True)], pads)
         windows = [(f - 1) * d for f, d in zip(filter, dilation, strict=True)]
         out = tuple(map(transposed_extent, in_spatial, filter, stride, pads, dilation))
         precision = parse_precision(name, precision)
@@ -365,6 +372,19 @@ class ConvProblem:
             implementation=implementation,
             algorithm=algorithm,
         ).within_limits()
+
+
+def _layout_hint(
+    channels_last: bool, nd: int, x: Sequence[int], w: Sequence[int], groups: int, out_channels: bool = False
+) -> str:
+    """What to say where x's channels are where the other layout has them. `out_channels`: they are w's out channels."""
+    axis, layout, order = (1, CHANNELS_FIRST[nd], "OIDHW") if channels_last else (nd + 1, CHANNELS_LAST[nd], "DHWIO")
+    last, first = (nd + 1, 0) if out_channels else (nd, 1)  # w's axis of x's channels, in either order
+    expected = [w[a] * (1 if out_channels else groups) for a in ((last, first) if channels_last else (first, last))]
+    if x[axis] not in expected:
+        return ""
+    filter_layout = order.replace("DHW", "DHW"[3 - nd :])
+    return f". x has {x[axis]} along axis {axis}: layout={layout!r} has its channels there, and w as {filter_layout}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -58,7 +58,22 @@ def as_mask(where: str, argument: str, value: Any) -> jax.Array:
         )
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         raise TypeError(f"{where}: {argument} must be an array, got {type(value).__name__}")
+    if getattr(value, "requires_grad", False) is True:  # PyTorch's, which then refuses to be read
+        raise TypeError(
+            f"{where}: {argument} is a {type(value).__module__}.{type(value).__name__} that requires a gradient, which "
+            f"would end here: {argument}.detach() is an array"
+        )
     return jnp.asarray(value)
+
+
+def check_function(where: str, f: Any) -> None:
+    """TypeError where f is none that can be traced."""
+    if isinstance(f, jax.stages.Compiled):
+        raise TypeError(
+            f"{where}: f is compiled already (a jax.stages.Compiled), and what it does is settled: give it the function"
+        )
+    if not callable(f):
+        raise TypeError(f"{where}: f must be a function, got {type(f).__name__}")
 
 
 def as_parameter(where: str, argument: str, value: Any, x: jax.Array) -> jax.Array:
@@ -226,10 +241,13 @@ def parse_padding(
     filter: tuple[int, ...],
     stride: tuple[int, ...],
     dilation: tuple[int, ...],
+    names: str = "",  # that are expected, where they are others
 ) -> tuple[Pair, ...]:
     nd = len(in_spatial)
-    causal = "'CAUSAL', " if nd == 1 else ""
-    expected = f"expected 'SAME', 'SAME_LOWER', 'VALID', {causal}an int, {nd} ints, or {nd} pairs (low, high)"
+    names = names or "'SAME', 'SAME_LOWER', 'VALID', " + "'CAUSAL', " * (nd == 1)
+    expected = f"expected {names}an int, {nd} ints, or {nd} pairs (low, high)"
+    if padding is None:
+        raise TypeError(f"{where}: padding=None, {expected}")
     if isinstance(padding, str):
         mode = padding.upper()
         if mode == "VALID":
@@ -265,13 +283,23 @@ def parse_padding(
     return ((value, value),) * nd
 
 
+def check_pads(where: str, padding: Any, spatial: Sequence[int], pads: Sequence[Pair]) -> None:
+    """ValueError where pads take away more than there is: lax has no such convolution."""
+    for extent, (low, high) in zip(spatial, pads, strict=True):
+        if all(map(is_number, (extent, low, high))) and extent + low + high < 0:
+            raise ValueError(
+                f"{where}: padding={padding!r} takes {-low - high} elements from an axis of {extent}, "
+                f"expected at most {extent}"
+            )
+
+
 def parse_transposed_padding(
     where: str, padding: Any, filter: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
 ) -> tuple[Pair, ...]:
     """lax.conv_transpose's padding of the stride-dilated input."""
     if not isinstance(padding, str):
         ones = (1,) * len(filter)
-        return parse_padding(where, padding, ones, ones, ones, ones)
+        return parse_padding(where, padding, ones, ones, ones, ones, "'SAME', 'VALID', ")
     mode = padding.upper()
     pairs = []
     for k, s, d in zip(filter, stride, dilation, strict=True):

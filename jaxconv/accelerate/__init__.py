@@ -19,17 +19,19 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from jaxconv import _compat
+from jaxconv import _compat, _problem
 from jaxconv._graph import Array
+from jaxconv._types import P, R
 from jaxconv.accelerate.activations import Activations
+from jaxconv.accelerate.function import Accelerated
 from jaxconv.accelerate.report import LISTENER, Report, heard_from_now_on, listening
 from jaxconv.accelerate.rewrite import Rewriting
 from jaxconv.accelerate.state import Arguments, KerasVariables, LinenVariables, PlainObjects, nnx_updates, unbound
 
-__all__ = ["Report", "accelerate", "listening"]
+__all__ = ["Accelerated", "Report", "accelerate", "listening"]
 
 
-def accelerate(f: Callable[..., Any]) -> Callable[..., Any]:
+def accelerate(f: Callable[P, R]) -> Accelerated[P, R]:
     """f with its convolutions, dense layers, batch-norms and max-poolings replaced by jaxconv's calls.
 
     For models that nobody wants to touch::
@@ -82,8 +84,7 @@ def accelerate(f: Callable[..., Any]) -> Callable[..., Any]:
     check(f)
     heard_from_now_on()
 
-    @functools.wraps(f)
-    def accelerated(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         reason = untouched()
         if reason:
             if (listener := LISTENER.get()) is not None:
@@ -105,8 +106,7 @@ def accelerate(f: Callable[..., Any]) -> Callable[..., Any]:
             function, owner = unbound(f)
             return trace(function, (*owner, *args), kwargs).rewritten()[1]
 
-    accelerated.report = report  # type: ignore[attr-defined]
-    return accelerated
+    return Accelerated(f, accelerate, run, report)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +185,7 @@ def check(f: Any, name: str = "accelerate") -> None:
             f"{name}(model.apply{', variables' if name == 'freeze' else ''})"
         )
     if callable(f):
-        return
+        return _problem.check_function(name, f)
     names = [name for name in getattr(f, "_fields", ()) if callable(getattr(f, name))]
     if "apply" in names or "update" in names:  # Haiku's Transformed, Optax's GradientTransformation
         one = "apply" if "apply" in names else "update"
@@ -193,7 +193,7 @@ def check(f: Any, name: str = "accelerate") -> None:
         raise TypeError(f"{name}: got {what}, several functions: give it one of them, {name}(f.{one})")
     if isinstance(f, (tuple, list)) and any(callable(one) for one in f):
         raise TypeError(f"{name}: got a {type(f).__name__} of {len(f)} functions: give it one of them")
-    raise TypeError(f"{name}: f must be a function, got {type(f).__name__}")
+    _problem.check_function(name, f)
 
 
 def untouched() -> str:

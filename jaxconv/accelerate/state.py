@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxconv import _compat
 from jaxconv._graph import Array
+from jaxconv.accelerate.function import Accelerated
 
 
 def is_array(leaf: Any) -> bool:
@@ -166,6 +167,7 @@ def _reached(f: Any, args: Any, kwargs: Any) -> Iterator[Any]:
         yield from f.keywords.values()
         f = f.func
     yield f
+    yield f.__wrapped__ if isinstance(f, Accelerated) else None
     yield getattr(f, "__self__", None)
     for cell in getattr(f, "__closure__", None) or ():
         with contextlib.suppress(ValueError):  # an empty cell
@@ -301,6 +303,8 @@ def _places(roots: Sequence[Any]) -> Iterator[_Place]:
                 place = _Place(one.__globals__, used, str(one.__globals__.get("__name__", "globals")))
         elif isinstance(one, types.MethodType):
             queue.extend((one.__self__, one.__func__))
+        elif isinstance(one, Accelerated):
+            queue.append(one.__wrapped__)
         elif isinstance(one, functools.partial):
             queue.extend((one.func, *one.args, *one.keywords.values()))
         elif isinstance(one, tuple):

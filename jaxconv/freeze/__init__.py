@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic
 
 import jax
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
@@ -19,6 +19,7 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from jaxconv import _compat, _cost, _op
 from jaxconv._graph import Array, Value
 from jaxconv._launches import graph_options
+from jaxconv._types import R
 from jaxconv.accelerate import Report, Results, Traced, check, trace, untouched
 from jaxconv.accelerate.report import LISTENER, heard_from_now_on, unheard
 from jaxconv.accelerate.state import Arguments, is_array, is_graph_node, nnx_updates, with_own_objects
@@ -36,7 +37,7 @@ def options_of(flops: float) -> dict[str, str | int]:
     return graph_options() if 0 < flops <= SMALL_FLOPS else {}
 
 
-def freeze(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Frozen:
+def freeze(f: Callable[..., R], /, *args: Any, **kwargs: Any) -> Frozen[R]:
     """f with its first arguments bound, as by `functools.partial`, and all that they determine computed once.
 
     For inference::
@@ -117,6 +118,9 @@ class _Function:
         self.names: dict[str, str] = {}  # of the expression of a weight
         self.lock = threading.RLock()
 
+    def __reduce__(self) -> Any:
+        return _Function, (self.f,)
+
     def name(self, digest: str, wanted: str) -> str:
         if digest not in self.names:
             taken, n = set(self.names.values()), 1
@@ -128,7 +132,7 @@ class _Function:
         return self.names[digest]
 
 
-class Frozen:
+class Frozen(Generic[R]):
     """What `freeze` returns: a function of the inputs alone, with its weights prepared.
 
     Calling it gives f's results: the same structure, shapes and dtypes, and the same numbers up to rounding.
@@ -149,10 +153,14 @@ class Frozen:
         known = f"{len(self._weights)} weights, {_mib(self._weights.values())}" if self._weights else "not called yet"
         return f"<jaxconv.freeze of {self.__name__}: {known}>"
 
-    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
+    def __call__(self, *inputs: Any, **kwargs: Any) -> R:
         program, arrays = self._program(inputs, kwargs)
         run = program.late if _compat.traces() else program.alone
         return _finish(program, run(self._weights_of(program), arrays))
+
+    def __reduce__(self) -> Any:
+        """Copied and pickled as what it is made of: it folds again where that is called."""
+        return Frozen, (self._function, self._args, self._kwargs)
 
     @property
     def weights(self) -> dict[str, Array]:
@@ -162,7 +170,7 @@ class Frozen:
         """
         return dict(self._weights)
 
-    def apply(self, weights: Mapping[str, Array], /, *inputs: Any, **kwargs: Any) -> Any:
+    def apply(self, weights: Mapping[str, Array], /, *inputs: Any, **kwargs: Any) -> R:
         """The same with these weights instead: a pure function, for programs that are not to hold them as constants.
 
         ::
@@ -181,7 +189,7 @@ class Frozen:
             )
         return _finish(program, program.late([weights[name] for name in program.names], arrays))
 
-    def replace(self, *args: Any, **kwargs: Any) -> Frozen:
+    def replace(self, *args: Any, **kwargs: Any) -> Frozen[R]:
         """The same function with other arrays bound: nothing is traced or compiled again, and this one stays as it is.
 
         What this one has folded is folded for the new one at once.
@@ -192,7 +200,7 @@ class Frozen:
         Raises:
           ValueError: where they differ from those before in more than the arrays' numbers.
         """
-        new = Frozen(self._function, args, {**self._kwargs, **kwargs})
+        new: Frozen[R] = Frozen(self._function, args, {**self._kwargs, **kwargs})
         before, after = self._types(), new._types()
         for name in [*before, *after]:
             if before.get(name) != after.get(name):

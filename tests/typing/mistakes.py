@@ -26,4 +26,17 @@ jaxconv.nnx.Conv(4, 8, 3, kernel=3, rngs=rngs)  # type: ignore[call-arg]  # pyri
 jaxconv.nnx.Linear(4, 8)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 jaxconv.nnx.Linear(4, "8", rngs=rngs)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 jaxconv.linen.Conv(8, (3, 3), activation=3)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+
+
+def f(x: jax.Array) -> jax.Array:
+    return x
+
+
+jaxconv.accelerate(f)(x, x)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+jaxconv.accelerate(f)("x")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+text: str = jaxconv.accelerate(f)(x)  # type: ignore[assignment]  # pyright: ignore[reportAssignmentType]
+text = jaxconv.accelerate(f).report(x)  # type: ignore[assignment]  # pyright: ignore[reportAssignmentType]
+text = jaxconv.explain(f)(x)  # type: ignore[assignment]  # pyright: ignore[reportAssignmentType]
+text = jaxconv.tune(f)(x)  # type: ignore[assignment]  # pyright: ignore[reportAssignmentType]
+text = jaxconv.freeze(f)(x)  # type: ignore[assignment]  # pyright: ignore[reportAssignmentType]
 jaxconv.winograd  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]

@@ -91,6 +91,46 @@ class NnxNet(flax.nnx.Module):
 nnx_net = NnxNet(flax.nnx.Rngs(0))
 assert_type(nnx_net(x), jax.Array)
 
+
+# Functions of the user's, which stay what they are
+def loss(params: dict[str, jax.Array], batch: jax.Array, *, scale: float = 1.0) -> jax.Array:
+    return scale * jnp.mean(jaxconv.conv2d(batch, params["w"]))
+
+
+params = {"w": w}
+accelerated = jaxconv.accelerate(loss)
+assert_type(accelerated(params, x, scale=2.0), jax.Array)
+print(jaxconv.accelerate(loss).report(params, x))
+told = accelerated.report(params, jax.ShapeDtypeStruct(x.shape, x.dtype), scale=2.0)
+for finding in told.left:
+    assert_type(finding.why, str)
+held: jaxconv.Accelerated[..., jax.Array] = accelerated
+step = jax.jit(jax.grad(jaxconv.accelerate(loss)))
+predict = jax.jit(jaxconv.accelerate(net.apply), static_argnames="train")
+assert_type(jaxconv.accelerate(nnx_net)(x), jax.Array)
+assert_type(jaxconv.explain(loss)(params, x), jaxconv.Explanation)
+assert_type(jaxconv.explain(accelerated)(params, jax.ShapeDtypeStruct(x.shape, x.dtype)), jaxconv.Explanation)
+
+
+@jaxconv.accelerate
+def decorated(x: jax.Array, w: jax.Array) -> jax.Array:
+    return jax.lax.conv(x, w, (1, 1), "SAME")
+
+
+class Model:
+    @jaxconv.accelerate
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jax.nn.relu(x @ jnp.ones((4, 4)))
+
+    @jaxconv.accelerate
+    def features(self, x: jax.Array) -> jax.Array:
+        return jax.nn.relu(x @ jnp.ones((4, 4)))
+
+
+print(decorated.report(jnp.ones((2, 4, 8, 8)), jnp.ones((6, 4, 3, 3))))
+own_model = Model()
+assert_type(own_model.features(x), jax.Array)
+
 # What ran, and why
 explanation = jaxconv.explain(lambda x: jaxconv.conv2d(x, w))(x)
 assert_type(explanation, jaxconv.Explanation)
@@ -113,7 +153,12 @@ block = jax.checkpoint(lambda x: jaxconv.conv2d(x, w), policy=jaxconv.checkpoint
 
 # Serving
 frozen = jaxconv.freeze(lambda w, x: jaxconv.conv2d(x, w), w)
-assert_type(frozen, jaxconv.Frozen)
-assert_type(frozen.replace(2 * w), jaxconv.Frozen)
+assert_type(frozen, jaxconv.Frozen[jax.Array])
+assert_type(frozen(x), jax.Array)
+assert_type(frozen.apply(frozen.weights, x), jax.Array)
+assert_type(frozen.replace(2 * w), jaxconv.Frozen[jax.Array])
+print(frozen.report(x))
+nnx_net.eval()
+assert_type(jaxconv.freeze(nnx_net)(x), jax.Array)
 assert_type(frozen.weights, dict[str, jax.Array])
 launched: int = jaxconv.launches(frozen)(x).total
