@@ -99,7 +99,7 @@ def test_elementwise_chains_are_made_again_of_the_smallest():
     assert sum(map(size_of, kept(lambda x, w: [jnp.tanh(y := x @ w) * jnp.exp(y) + y * y]))) == 64 * 32 * 4  # y alone
     # Of 16 bits, which hold less than the product that they are rounded from
     rounded = kept(lambda x, w: [jnp.tanh((x @ w).astype("bfloat16"))])
-    assert [v.made_by for v in rounded] == ["convert_element_type"]
+    assert sum(map(size_of, rounded)) == 64 * 32 * 2
 
 
 def test_the_forward_pass_makes_nothing_that_is_not_read():
