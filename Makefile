@@ -4,7 +4,7 @@
 # make bench    ours against XLA                 make wheel      build the wheels, try them in empty environments
 # make docs     the site, in build/docs          make sanitize   the native code under ASan and UBSan, called by hostile hands
 # make clean    remove builds                    make tsan       the same from several threads, under ThreadSanitizer
-# make mutants  46 small defects, each of which the tests must find
+# make mutants  48 small defects, each of which the tests must find
 # make libraries   accelerate, freeze and enable on Haiku's, Equinox's, Keras's layers and Flax's examples
 # make fuzz     random cases of every property: MINUTES=15 SEED=7
 # make foreign  other projects' tests with jaxconv.enable on: SUITES=paths

@@ -14,7 +14,6 @@ from helpers import PLATFORM
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
-from jaxconv.batchnorm_shortcut import gradients as shortcut_gradients
 from jaxconv.batchnorm_shortcut import problem as shortcut_problem
 
 import jaxconv
@@ -22,8 +21,9 @@ from jaxconv import _op
 from jaxconv import conv as conv_module
 from jaxconv._activation import Activation
 from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem
-from jaxconv.batchnorm import dx_of_sums, moments, signs
+from jaxconv.batchnorm import dx_of_sums, moments, shortcut_backward, shortcut_problem, signs
 from jaxconv.dense import dense_gradient
+from jaxconv.joints import region
 
 KERNELS = {kernel.name: kernel for kernel in _op.KERNELS.values()}
 # A GPU's alone: a CPU's targets and examples are without them.
@@ -57,13 +57,10 @@ class Call:
         return jax.block_until_ready(jax.jit(direct.bind)(*arrays))[:-1]
 
 
-def forked(x: jax.Array, w: jax.Array, **options: Any) -> jax.Array:
-    """A convolution of x and another use of x behind it: its gradient is a conv_dgrad_add."""
-    defaults: dict[str, Any] = dict.fromkeys(("activation", "precision", "algorithm", "implementation"))
-    defaults |= dict(stride=1, padding="SAME", dilation=1, groups=1, layout="NHWC", return_preactivation=False)
-    p = ConvProblem.infer("conv2d", 2, x, w, None, **{**defaults, **options})
-    x, (y,) = conv_module.fork(p, x, w)
-    return y.sum() + (x * x).sum()
+def used_twice(x: jax.Array, w: jax.Array, **options: Any) -> jax.Array:
+    """A region with a convolution of x and another use of x: its gradient is a conv_dgrad_add."""
+    (out,) = region.call(lambda x, w: [jaxconv.conv2d(x, w, **options).sum() + (x * x).sum()], x, w)
+    return out
 
 
 def dz_and_db(dy: jax.Array, w: jax.Array, z: jax.Array) -> list[jax.Array]:
@@ -92,7 +89,7 @@ def norm_moments(x: jax.Array) -> list[jax.Array]:
 def both_norms(x: jax.Array, v: jax.Array) -> list[jax.Array]:
     """The gradients of two joined batch-norms, by the kernel."""
     p = shortcut_problem(x.dtype.name, x.shape, x.ndim - 1, Activation("relu"))
-    return shortcut_gradients(dataclasses.replace(p, implementation="native"), x, x, v, v, v, v, x, v, v, v, v)
+    return shortcut_backward(dataclasses.replace(p, implementation="native"), x, x, v, v, v, v, x, v, v, v, v)
 
 
 def with_signs(x: jax.Array, v: jax.Array) -> list[jax.Array]:
@@ -174,7 +171,7 @@ def _programs() -> dict[str, tuple[str, Any, Any]]:
             aligned,
         ),
         "conv_dgrad": ("conv_dgrad", jax.grad(lambda x, w: conv(x, w).sum()), (x, w)),
-        "conv_dgrad_add": ("conv_dgrad_add", jax.grad(functools.partial(forked, **forced)), aligned),
+        "conv_dgrad_add": ("conv_dgrad_add", jax.grad(functools.partial(used_twice, **forced)), aligned),
         "conv_wgrad": ("conv_wgrad", jax.grad(lambda x, w: conv(x, w).sum(), 1), (x, w)),
         "conv_normalised": ("conv_normalised", normalised, depthwise),
         "conv_normalised_wgrad": (

@@ -248,7 +248,7 @@ MUTANTS = [
     # ---- jaxconv/
     Mutant(
         "accelerate takes mean - x for x - mean",
-        "jaxconv/accelerate/graph.py",
+        "jaxconv/_graph.py",
         'if name in ("add", "mul", "max"):',
         'if name in ("add", "mul", "max", "sub"):',
         "tests/test_accelerate.py -k mean_minus",
@@ -366,11 +366,25 @@ MUTANTS = [
         "tests/test_accelerate.py -k stays_its",
     ),
     Mutant(
-        "a call that reads a forked value twice is the fork that its batch-norm's sums come from",
-        "jaxconv/accelerate/rewrite.py",
-        "if sum(u is v for u in node.inputs) > 1:",
-        "if False:",
-        "tests/test_batchnorm_fork.py -k blocks_of_one",
+        "a rule takes away what somebody else reads",
+        "jaxconv/joints/rules.py",
+        "return set(v.users) == {node for node in nodes if node is not None}",
+        "return True",
+        "tests/test_joints.py -k read",
+    ),
+    Mutant(
+        "what a rewritten program dropped is found again",
+        "jaxconv/joints/program.py",
+        "node.dead = node.dead or node not in needed",
+        "pass",
+        "tests/test_cut.py -k dropped",
+    ),
+    Mutant(
+        "what may be made again is kept as if all values were of one size",
+        "jaxconv/joints/cut.py",
+        "0 if v in given else 1 + size_of(v)",
+        "0 if v in given else 1",
+        "tests/test_cut.py",
     ),
     Mutant(
         "every depthwise kernel is said to add to its dgrad",
@@ -384,7 +398,7 @@ MUTANTS = [
         "cuda/conv/domain.cc",
         "if (op == ConvOp::kDgradSums) return p;",
         "",
-        "tests/test_batchnorm_fork.py -k patches",
+        "tests/test_conv_dgrad.py -k patches",
     ),
 ]
 

@@ -30,7 +30,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxconv.batchnorm_shortcut import gradients as shortcut_gradients
 
 from jaxconv import _activation, _op, _plan, _problem
 from jaxconv._plan import conv, dense, depthwise, domain, sm90
@@ -43,9 +42,9 @@ from jaxconv._problem import (
     PoolProblem,
     SqueezeExciteProblem,
 )
-from jaxconv.batchnorm import backward, dx_of_sums, infer, moments, signs, train
-from jaxconv.batchnorm_conv import normalised, normalised_dx, normalised_gradient, normalised_wgrad
+from jaxconv.batchnorm import backward, dx_of_sums, infer, moments, shortcut_backward, signs, train
 from jaxconv.conv import conv_add, conv_kernel, dgrad, dgrad_add, dgrad_sums, fprop, statistics, wgrad
+from jaxconv.conv_normalised import normalised, normalised_dx, normalised_gradient, normalised_wgrad
 from jaxconv.dense import dense_gradient, dense_kernel, matmul
 from jaxconv.groupnorm import backward as group_backward
 from jaxconv.groupnorm import norm as group_norm
@@ -257,7 +256,7 @@ def batchnorm_calls(dtype: str, algorithm: str, shape: tuple[int, ...], axis: in
         (signs, dataclasses.replace(p, activation=_activation.parse("", "relu")), [x, *[param] * 4, *residual]),
         (backward, q, [x, x, *[param] * 4, *residual]),
         (backward, dataclasses.replace(q, want_dx=False), [x, x, *[param] * 4, *residual]),
-        (shortcut_gradients, dataclasses.replace(p, residual=False), [x, x, *[param] * 4, x, *[param] * 4]),
+        (shortcut_backward, dataclasses.replace(p, residual=False), [x, x, *[param] * 4, x, *[param] * 4]),
         (moments, p, [x]),
         (dx_of_sums, half, [x, x, *[param] * 6, *residual]),
         (dx_of_sums, dataclasses.replace(half, dz=True), [x, x, *[param] * 6]),

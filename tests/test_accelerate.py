@@ -24,6 +24,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jaxconv
 from jaxconv import _op
 from jaxconv.accelerate import accelerate
+from jaxconv.joints import rules
 
 NHWC = ("NHWC", "HWIO", "NHWC")
 
@@ -96,28 +97,61 @@ ACTIVATIONS = {
 }
 
 
-MLPS = {
-    "plain": (lambda x, w, b, v: jax.nn.gelu(x @ w + b) @ v, "dense + bias + gelu, dense"),
-    "bias": (lambda x, w, b, v: jax.nn.gelu(x @ w + b) @ v + v[0], "dense + bias + gelu, dense + bias"),
-    "no_bias": (lambda x, w, b, v: jax.nn.silu(x @ w) @ v, "dense + silu, dense"),
-    "both": (lambda x, w, b, v: jnp.tanh(jax.nn.relu(x @ w + b) @ v), "dense + bias + relu, dense + tanh"),
-    "rows": (lambda x, w, b, v: jax.nn.gelu(x @ w + b).reshape(-1, 8) @ v, "dense + bias + gelu, dense"),
-    "z": (lambda x, w, b, v: [z := jax.nn.gelu(x @ w) @ v + v[0], jax.nn.silu(z)], "dense + gelu, dense + bias + silu"),
+def own(x: Any, w: Any, b: Any, v: Any) -> Any:
+    return jaxconv.dense(jaxconv.dense(x, w, b, activation="gelu"), v)
+
+
+def cast(x: Any, w: Any, b: Any, v: Any) -> Any:
+    x, w, b, v = (a.astype("bfloat16") for a in (x, w, b, v))
+    return jax.nn.gelu(x @ w + b) @ v + v[0]
+
+
+def four(x: Any, w: Any, b: Any, v: Any) -> Any:
+    for m in (w, v, v, v):
+        x = jax.nn.gelu(x @ m)
+    return x
+
+
+# Layers, what they become, and how many of their gradients go through a layer and an activation at once
+LAYERS = {
+    "plain": (lambda x, w, b, v: jax.nn.gelu(x @ w + b) @ v, dict(dense=1, matmul=1), 1),
+    "bias": (lambda x, w, b, v: jax.nn.gelu(x @ w + b) @ v + v[0], dict(dense=2), 1),
+    "no_bias": (lambda x, w, b, v: jax.nn.silu(x @ w) @ v, dict(dense=1, matmul=1), 1),
+    "both": (lambda x, w, b, v: jnp.tanh(jax.nn.relu(x @ w + b) @ v), dict(dense=2), 1),
+    "rows": (lambda x, w, b, v: jax.nn.gelu(x @ w + b).reshape(-1, 8) @ v, dict(dense=1, matmul=1), 1),
+    "z": (lambda x, w, b, v: [z := jax.nn.gelu(x @ w) @ v + v[0], jax.nn.silu(z)], dict(dense=2), 1),
     "mapped": (
         lambda x, w, b, v: jax.vmap(lambda row: v.T @ jax.nn.gelu(w.T @ row + b))(x.reshape(-1, 4)),
-        "dense + bias + gelu, dense",
+        dict(dense=1, matmul=1),
+        1,
     ),
+    "own": (own, dict(dense=1, matmul=1), 1),
+    "cast": (cast, dict(dense=2), 1),
+    "four": (four, dict(dense=4), 3),
+    "used": (lambda x, w, b, v: [h := jax.nn.gelu(x @ w + b), h @ v + v[0]], dict(dense=2), 0),
+    "z_used": (lambda x, w, b, v: [z := x @ w + b, jax.nn.gelu(z) @ v + v[0]], dict(dense=2), 1),
+    "twice": (
+        lambda x, w, b, v: [h := jax.nn.gelu(x @ w + b), h @ v + v[0], jnp.tanh(h @ v)][1:],
+        dict(dense=3),
+        0,
+    ),
+    "linear": (lambda x, w, b, v: jax.nn.silu((x @ w + b) @ v), dict(dense=2), 0),
+    "between": (lambda x, w, b, v: (2.0 * jax.nn.gelu(x @ w + b)) @ v + v[0], dict(dense=2), 0),
+    "its_weight": (lambda x, w, b, v: jax.nn.relu(v @ jax.nn.gelu(w @ w.T @ w).T[:, :4]), dict(dense=2), 0),
 }
 
 
-@pytest.mark.parametrize("name", MLPS)
-def test_two_dense_layers_in_a_row_become_one_call(name):
-    f, fused = MLPS[name]
-    args = X, W[0, 0], B, W2[0, 0, :, :5]
-    check(f, *args, mlp=1)
-    found = accelerate(f).report(*args)
-    assert found[-1].fused == f"mlp ({fused})" and not found.left
-    assert equations_back(f, args)["jaxconv_dense_gradient"] == 1
+@pytest.mark.parametrize("name", LAYERS)
+def test_dense_layers_in_a_row(name, monkeypatch):
+    monkeypatch.setattr(rules, "wants", lambda op, problem, device: op == "dense_gradient")
+    f, expected, gradients = LAYERS[name]
+    args = X, W[0, 0], B, W2[0, 0]
+    check(f, *args, **expected)
+
+    def loss(*args: Any) -> jax.Array:
+        return sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(accelerate(f)(*args)))
+
+    assert helpers.equations(jax.grad(loss, (0, 1, 2, 3)), *args)["jaxconv_dense_gradient"] == gradients
 
 
 def by_rows(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -156,21 +190,9 @@ def test_numbers_per_channel_are_multiplied_into_the_filter(name):
     found = accelerate(f).report(*args)
     assert fused in [finding.fused for finding in found.replaced]
     check(f, *args, **kernels(accelerate(f), *args))
-    largest = max(
-        eqn.outvars[0].aval.size for eqn in jax.make_jaxpr(accelerate(f))(*args).eqns if str(eqn.primitive) == "mul"
-    )
+    program = _op.equations(jax.make_jaxpr(accelerate(f))(*args).jaxpr)
+    largest = max(eqn.outvars[0].aval.size for eqn in program if str(eqn.primitive) == "mul")
     assert largest <= W.size, "nothing of the result's size is multiplied"
-
-
-def test_two_dense_layers_and_a_layer_scale():
-    def block(x, w, b, v, c, g):
-        return x + (jax.nn.gelu(x @ w + b) @ v + c) * g
-
-    x, w, b, v, c, g = (array(i, s) for i, s in enumerate(((2, 9, 9, 8), (8, 32), (32,), (32, 8), (8,), (8,))))
-    check(block, x, w, b, v, c, g, mlp=1)
-    assert accelerate(block).report(x, w, b, v, c, g)[-1].fused == "mlp (dense + bias + gelu, dense + bias + scale)"
-    twice = lambda x, w, b, v, c, g: (jax.nn.gelu((x @ w + b) * b) @ v + c) * g  # noqa: E731
-    check(twice, x, w, b, v, c, g, mlp=1)
 
 
 NOT_SCALED = {
@@ -360,91 +382,6 @@ def test_the_gradient_of_a_layer_scale_in_bfloat16_is_as_near_as_before():
     assert all(a <= b + 2.0**-9 for a, b in zip(now, before, strict=True)), (now, before)
 
 
-def equations_back(f: Any, args: Any) -> Any:
-    def loss(*args: Any) -> jax.Array:
-        return sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(accelerate(f)(*args)))
-
-    return helpers.equations(jax.grad(loss, tuple(range(len(args)))), *args)
-
-
-def own(x: Any, w: Any, b: Any, v: Any, *, activation: Any = "gelu", last: Any = None, **first: Any) -> Any:
-    return jaxconv.dense(jaxconv.dense(x, w, b, activation=activation, **first), v, **(last or {}))
-
-
-def test_jaxconvs_own_dense_layers_in_a_row_become_one_call():
-    args = X, W[0, 0], B, W2[0, 0, :, :5]
-    check(own, *args, mlp=1)
-    assert [f.fused for f in accelerate(own).report(*args)] == ["mlp (dense + bias + gelu, dense)"]
-    check(functools.partial(own, last=dict(activation="silu")), *args, mlp=1)
-    check(lambda *a: own(own(*a), a[1][:, :5].T, B[:4], a[3][:4]), *args, mlp=2)
-    forced = dict(implementation="native")
-    others = [dict(activation=None), dict(alpha=2.0), forced, dict(last=forced), dict(c=jnp.ones((2, 6, 6, 8)))]
-    for options in others:
-        assert "mlp" not in kernels(accelerate(functools.partial(own, **options)), *args), options
-    h = functools.partial(jaxconv.dense, activation="gelu")
-    assert kernels(accelerate(lambda x, w, b, v: [a := h(x, w, b), jaxconv.dense(a, v)]), *args) == dict(
-        dense=1, matmul=1
-    )
-
-
-def test_flax_layers_of_jaxconv_in_a_row_become_one_call():
-    pytest.importorskip("flax", reason="the layers are Flax's")
-    import flax.linen as nn
-
-    import jaxconv.linen as jn
-
-    model = nn.Sequential([jn.Dense(16, activation="gelu"), jn.Dense(8), jn.Dense(16, activation="silu"), jn.Dense(4)])
-    variables = model.init(KEY, X)
-    check(model.apply, variables, X, mlp=2)
-
-
-TWO_LAYERS = {
-    "used": (lambda x, w, b, v: [h := jax.nn.gelu(x @ w + b), h @ v + v[0]], dict(dense=2)),
-    "z_used": (lambda x, w, b, v: [z := x @ w + b, jax.nn.gelu(z) @ v + v[0]], dict(dense=2)),
-    "twice": (lambda x, w, b, v: [h := jax.nn.gelu(x @ w + b), h @ v + v[0], jnp.tanh(h @ v)][1:], dict(dense=3)),
-    "returned": (lambda x, w, b, v: (lambda h: (h, jax.nn.silu(h @ v)))(jax.nn.gelu(x @ w)), dict(dense=2)),
-    "linear": (lambda x, w, b, v: jax.nn.silu((x @ w + b) @ v), dict(dense=2)),
-    "between": (lambda x, w, b, v: (2.0 * jax.nn.gelu(x @ w + b)) @ v + v[0], dict(dense=2)),
-    "turned": (lambda x, w, b, v: jax.nn.gelu(x[0, :, 0] @ w).T[:, :6] @ jnp.ones((6, 3)) + 1.0, dict(dense=1)),
-    "its_weight": (lambda x, w, b, v: jax.nn.relu(v @ jax.nn.gelu(w @ w.T @ w).T[:, :4]), dict(dense=2)),
-}
-
-
-@pytest.mark.parametrize("name", TWO_LAYERS)
-def test_other_dense_layers_stay_two(name):
-    f, expected = TWO_LAYERS[name]
-    args = X, W[0, 0], B, W2[0, 0]
-    found = kernels(accelerate(f), *args)
-    assert found == expected
-    helpers_same(accelerate(f)(*args), f(*args))
-
-
-def helpers_same(ours: Any, theirs: Any) -> None:
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
-
-
-def test_of_several_dense_layers_each_is_in_one_pair():
-    def f(x, *ws):
-        for w in ws:
-            x = jax.nn.gelu(x @ w)
-        return x
-
-    ws = [array(i, (8, 8)) / 3 for i in range(5)]  # so that five layers do not multiply what rounding did in the first
-    x = array(9, (3, 8))
-    for count, expected in ((2, dict(mlp=1)), (3, dict(mlp=1, dense=1)), (4, dict(mlp=2)), (5, dict(mlp=2, dense=1))):
-        check(f, x, *ws[:count], **expected)
-
-
-@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
-def test_casts_of_the_weights_stand_before_both_layers(dtype):
-    def f(x, w, b, v, c):
-        w, b, v, c = (a.astype(dtype) for a in (w, b, v, c))
-        return jax.nn.gelu(x.astype(dtype) @ w + b) @ v + c
-
-    check(f, X, W[0, 0], B, W2[0, 0], BIAS, mlp=1)
-
-
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_conv_bias_and_activation_become_one_call(activation):
     f = ACTIVATIONS[activation]
@@ -534,7 +471,7 @@ def test_a_convolution_and_its_batchnorm_become_a_pair(residual):
         return jax.nn.relu(z + r[0] if r else z)
 
     args = (X, W, SCALE, BIAS, *([array(8, (2, 3, 6, 8))] if residual else []))
-    check(layer, *args, conv_batchnorm=1)
+    check(layer, *args, conv_fprop=1, batchnorm_train=1)
     assert accelerate(layer).report(*args)[1].fused.startswith("conv + batchnorm (training)")
 
 
@@ -625,7 +562,7 @@ def keras_no_bias(x, scale, bias):
 @pytest.mark.parametrize("written", (keras, keras_no_scale, keras_no_bias), ids=lambda f: f.__name__)
 def test_batchnorm_with_the_mean_in_its_offset_is_recognised(written):
     check(written, array(0, (4, 3, 3, 8)), SCALE, BIAS, batchnorm_train=1)
-    check(lambda x, w, b, *rest: written(conv(x, w) + b, *rest), X, W, B, SCALE, BIAS, conv_batchnorm=1)
+    check(lambda x, w, b, *rest: written(conv(x, w) + b, *rest), X, W, B, SCALE, BIAS, conv_fprop=1, batchnorm_train=1)
 
 
 def test_batchnorm_with_the_mean_in_its_offset_is_recognised_in_inference():
@@ -675,7 +612,7 @@ def test_a_convolution_with_a_bias_and_its_batchnorm_become_a_pair(residual):
         return jax.nn.relu(y + r[0] if r else y), 0.9 * BIAS + 0.1 * mean, var
 
     args = (X, W, 10 * B, SCALE, BIAS, *([array(8, (2, 6, 6, 8))] if residual else []))
-    check(layer, *args, conv_batchnorm=1)
+    check(layer, *args, conv_fprop=1, batchnorm_train=1)
     assert accelerate(layer).report(*args)[1].fused.startswith("conv + bias + batchnorm (training)")
     _, mean, _ = accelerate(layer)(*args)
     np.testing.assert_allclose(mean, 0.9 * BIAS + 0.1 * (conv(X, W) + 10 * B).mean((0, 1, 2)), rtol=1e-5, atol=1e-5)
@@ -702,7 +639,13 @@ def test_a_pair_with_a_bias_in_16_bits(dtype, train):
         # No relu: where z is rounded on its way, an element near 0 would change sides.
         return jax.nn.silu(y.astype(dtype)), mean
 
-    check(layer, *(a.astype(dtype) for a in (X, W, B)), SCALE, BIAS, **{"conv_batchnorm" if train else "conv": 1})
+    check(
+        layer,
+        *(a.astype(dtype) for a in (X, W, B)),
+        SCALE,
+        BIAS,
+        **(dict(conv_fprop=1, batchnorm_train=1) if train else dict(conv=1)),
+    )
 
 
 GROUPED = {
@@ -983,7 +926,7 @@ PER_EXAMPLE = (array(0, (3, 4, 6, 6)), W.transpose(3, 2, 0, 1), B, SCALE, BIAS, 
 @pytest.mark.parametrize(
     ("statistics", "expected"),
     (
-        (lambda mean, var, running: (mean, var), dict(conv_batchnorm=1)),
+        (lambda mean, var, running: (mean, var), dict(conv_fprop=1, batchnorm_train=1)),
         (lambda mean, var, running: (running, jnp.abs(running)), dict(conv=1, batchnorm_infer=1)),
     ),
     ids=("of_the_batch", "running"),
@@ -1499,7 +1442,7 @@ def convnext() -> Any:
     return ConvNeXt()
 
 
-def test_the_benchmarks_convnext_has_a_pair_in_each_block():
+def test_the_benchmarks_convnext_has_two_layers_in_each_block():
     nn = pytest.importorskip("flax.linen", reason="the model is Flax's")
     from benchmarks import models
 
@@ -1510,11 +1453,8 @@ def test_the_benchmarks_convnext_has_a_pair_in_each_block():
         fused = [finding.fused for finding in accelerate(model.apply).report(variables, x)]
         # Of the small one's second stage there are two pixels: too few for its filter to be scaled in their place.
         scaled = 1 if small else 0
-        assert fused.count("mlp (dense + bias + gelu, dense + bias + scale)") == scaled
-        assert fused.count("mlp (dense + bias + gelu, dense + bias)") == blocks - scaled
-        if small:
-            counted = kernels(accelerate(model.apply), variables, x)
-            assert (counted["mlp"], counted["dense"]) == (blocks, 1)
+        counted = [fused.count(f"dense + bias{more}") for more in (" + gelu", " + scale", "")]
+        assert counted == [blocks, scaled, blocks - scaled + 1]  # and the head
 
 
 def mobilenet() -> Any:
@@ -2055,11 +1995,12 @@ def test_profiler_scopes_keep_the_layers_names():
             with jax.named_scope("head"):
                 return jnp.tanh(y @ v[0, 0] + b)
 
-    def scopes(f):
+    def scopes(f):  # of what the region holds
         jaxpr = jax.make_jaxpr(f)(X, W, B, W2)
-        return [(e.primitive.name, str(e.source_info.name_stack)) for e in jaxpr.eqns if "jaxconv" in e.primitive.name]
+        found = [(e.primitive.name, str(e.source_info.name_stack)) for e in _op.equations(jaxpr.jaxpr)]
+        return [(name.removeprefix("jaxconv_"), stack) for name, stack in found if "jaxconv" in name][1:]
 
-    expected = [("jaxconv_conv", "C/c1"), ("jaxconv_conv_batchnorm", "C/c2"), ("jaxconv_dense", "C/head")]
+    expected = [("conv", "C/c1"), ("conv_fprop", "C/c2"), ("batchnorm_train", "C/norm"), ("dense", "C/head")]
     assert scopes(accelerate(model)) == expected
     text = jax.jit(accelerate(jax.jit(jax.checkpoint(model)))).lower(X, W, B, W2).as_text(debug_info=True)
     # A location's name is the path of its scopes; a file's begins with a slash.

@@ -33,7 +33,7 @@ from jax.test_util import check_grads
 from tolerance import assert_close, assert_exact, integers_for
 
 import jaxconv
-from jaxconv import _plan, conv
+from jaxconv import _plan
 from jaxconv._plan import Device, domain, measured, model
 from jaxconv._problem import CHANNELS_FIRST, CHANNELS_LAST, ConvProblem
 
@@ -488,23 +488,6 @@ def test_gradients_still_meet_in_a_fork():
     assert (found["jaxconv_conv_add"], found["jaxconv_conv_dgrad_add"], found["add_any"]) == (1, 1, 0)
     ours, theirs = (jax.grad(lambda x, f=f: (f(x) ** 2).sum())(X) for f in (accelerated, block))
     np.testing.assert_allclose(ours, theirs, rtol=2e-3, atol=1e-4 * float(jnp.abs(theirs).max()))
-
-
-def test_a_fork_that_adds():
-    """The residual's convolution may itself be the fork of what it reads."""
-    p = problem("1x1", bias=True, activation="gelu")
-    x, w, b, r = placed(data("1x1", "float32"), True, "float32")
-
-    def forked(x: Any, w: Any, b: Any, r: Any) -> Any:
-        passed, (y,) = conv.fork_add(p, x, w, b, r)
-        return (y**2).sum() + (passed**3).sum()
-
-    def apart(x: Any, w: Any, b: Any, r: Any) -> Any:
-        return (run("1x1", True, x, w, b, r, activation="gelu") ** 2).sum() + (x**3).sum()
-
-    assert equations(jax.grad(forked), x, w, b, r)["jaxconv_conv_dgrad_add"] == 1
-    for a, c in zip(jax.grad(forked, (0, 1, 2, 3))(x, w, b, r), jax.grad(apart, (0, 1, 2, 3))(x, w, b, r), strict=True):
-        np.testing.assert_allclose(a, c, rtol=1e-3, atol=1e-3)
 
 
 def test_tune_times_the_convolution_that_the_plan_is_made_with():

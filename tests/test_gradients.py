@@ -20,6 +20,7 @@ from jax.test_util import check_grads
 from tolerance import assert_close
 
 import jaxconv
+from jaxconv import _layer
 from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem
 
 # The modules: the functions of the same names hide them as attributes of the package.
@@ -333,7 +334,12 @@ def rule_cases(activation: str) -> dict[str, tuple[Any, Any, Any, list[jax.Array
         **CHOICE,
     )
     return {
-        "conv": (conv.conv_kernel, conv.RULES, convolution, [x, w, b]),
+        "conv": (
+            conv.conv_kernel,
+            _layer.rules(conv.conv_kernel, conv._tangents, conv._cotangents),
+            convolution,
+            [x, w, b],
+        ),
         "dense": (dense.dense_kernel, dense.RULES, product, [dx, dw, db, dc]),
         "batchnorm": (batchnorm.train, batchnorm.RULES, norm, [nx, *params, residual]),
     }

@@ -17,10 +17,10 @@ from direct_calls import (
     both_norms,
     dz_and_db,
     dz_and_sums,
-    forked,
     norm_dx,
     norm_moments,
     sums_operands,
+    used_twice,
     with_signs,
 )
 from helpers import DEVICE, PLATFORM
@@ -70,7 +70,7 @@ def example(name: str) -> tuple[Any, tuple[Any, ...]]:
         "conv_fprop": (conv, (x, w)),
         "conv_statistics": (lambda x, w: pair(x, w, u, u, u, u, training=True, **native), aligned),
         "conv_dgrad": (jax.grad(lambda x, w: conv(x, w).sum()), (x, w)),
-        "conv_dgrad_add": (jax.grad(functools.partial(forked, **added)), aligned),
+        "conv_dgrad_add": (jax.grad(functools.partial(used_twice, **added)), aligned),
         "conv_dgrad_sums": (dz_and_sums, sums_operands()),
         "conv_wgrad": (jax.grad(lambda x, w: conv(x, w).sum(), 1), (x, w)),
         "conv_normalised": (batchnorm_conv, depthwise),

@@ -60,7 +60,8 @@ class Rewriting:
         self._left: dict[Node, Finding] = {}  # what a later call may still take in
         self.over_batch: list[str] = []  # where what is normalised is by statistics of all images
         self._find()
-        self.changed = bool(self._maker or self._inner)
+        own = any(node.name.startswith("jaxconv_") for node in self.graph.nodes)  # what rules may put together
+        self.changed = bool(self._maker or self._inner) or own
 
     # ---- what is replaced
     def _find(self) -> None:

@@ -1,0 +1,231 @@
+"""conv_statistics: a convolution that sums up what it writes, against float64, split over meshes, and its plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import A100, DEVICE, DTYPES, H200, PLATFORM, integers, normal, types_of
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.test_util import check_grads
+from tolerance import assert_exact, assert_within, eps
+
+from jaxconv import _halo, _plan, _problem
+from jaxconv._problem import CONV_ALGORITHMS, ConvProblem
+from jaxconv.conv import fprop, statistics
+
+
+def problem(dtype: str = "float32", **changed: Any) -> ConvProblem:
+    """2x9x8 16->24: 144 pixels, no multiple of 64, in whole vectors of 16-bit channels."""
+    shape = ("conv2d", dtype, 2, 16, 24, 1, (9, 8), (3, 3), (9, 8), (1, 1), ((1, 1), (1, 1)), (1, 1), True)
+    made = ConvProblem(*shape, _problem.parse_precision("conv2d", "highest"))
+    return dataclasses.replace(made, **changed)
+
+
+def kernels(p: ConvProblem) -> list[ConvProblem]:
+    """p with every algorithm that gives statistics on this device."""
+    forced = [dataclasses.replace(p, algorithm=a) for a in CONV_ALGORITHMS]
+    return [f for f in forced if _plan.supports("conv_statistics", f.algorithm, f, DEVICE) is None]
+
+
+# A GPU has statistics from sm90 alone, which takes 16 bits and channels last.
+KERNEL_DTYPES = [d for d in DTYPES if any(kernels(problem(d)))]
+CASES = {
+    "plain": {},
+    "pointwise": dict(filter=(1, 1), padding=((0, 0),) * 2),
+    "strided": dict(stride=(2, 2), out_spatial=(5, 4)),
+    "many_images": dict(batch=37),  # 2664 pixels: tiles of any size, and a ragged last one
+    "one_pixel": dict(batch=1, in_spatial=(1, 1), out_spatial=(1, 1)),
+    "many_channels": dict(out_channels=520),  # 8 past two tiles of 256
+    "groups": dict(groups=2, in_channels=128, out_channels=144),
+}
+
+
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_statistics_of_integers(case, dtype):
+    """y is exact; its statistics err by their own rounding and by that of combining parts, a few ulp."""
+    p = problem(dtype, **CASES[case])
+    filters = p.w_shape
+    with types_of(dtype):
+        # Every fourth filter element: sums stay integers that 16 bits hold.
+        sparse = integers(1, filters, 1) * (integers(2, filters, 3) > 1)
+        x, w = jnp.asarray(integers(0, p.x_shape, 1), dtype), jnp.asarray(sparse, dtype)
+        expected = np.asarray(fprop(dataclasses.replace(p, implementation="xla"), x, w), np.float64)
+        for forced in kernels(p):
+            y, mean, var = jax.jit(functools.partial(statistics, forced))(x, w)
+            assert_exact(y, expected, forced.algorithm)
+            few = 8 * eps(mean.dtype.name)
+            assert_within(mean, expected.mean((0, 1, 2)), few * np.abs(expected).max(), f"mean, {forced.algorithm}")
+            assert_within(var, expected.var((0, 1, 2)), few * (expected**2).max(), f"variance, {forced.algorithm}")
+
+
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
+def test_statistics_are_those_of_what_was_rounded(dtype):
+    """Results near 300 have an ulp of 2 in bfloat16: the variance is then mostly that of rounding."""
+    p = problem(dtype, batch=9)
+    x, w = normal(0, p.x_shape, dtype), 0.05 * normal(1, p.w_shape, dtype)
+    x[..., 0], w[...] = 1, w.astype(jnp.dtype(dtype))
+    w[1, 1, 0] += 300
+    w = w.astype(jnp.dtype(dtype)).astype(np.float64)
+    with types_of(dtype):
+        for forced in kernels(p):
+            y, mean, var = jax.jit(functools.partial(statistics, forced))(jnp.asarray(x, dtype), jnp.asarray(w, dtype))
+            written = np.asarray(y, np.float64)
+            assert_within(mean, written.mean((0, 1, 2)), 600 * eps(mean.dtype.name), forced.algorithm)
+            expected = written.var((0, 1, 2))
+            assert_within(var, expected, 64 * eps(mean.dtype.name) * (1 + expected), forced.algorithm)
+
+
+@pytest.mark.parametrize("dtype", [d for d in KERNEL_DTYPES if d in ("float32", "float16")])
+def test_variance_is_right_where_the_mean_is_far_from_zero(dtype):
+    """1e4 deviations in float32; in float16, whose integers end at 2048, 1000 ones of 1."""
+    large = {"float32": 1e4, "float16": 1000.0}[dtype]
+    p = problem(dtype, batch=9, filter=(1, 1), padding=((0, 0),) * 2)
+    x = integers(0, p.x_shape, 1)
+    x[..., 0] = 1
+    w = np.zeros(p.w_shape)
+    w[0, 0, 0], w[0, 0, 1 + np.arange(24) % 15, np.arange(24)] = large, 1
+    for forced in kernels(p):
+        y, mean, var = jax.jit(functools.partial(statistics, forced))(jnp.asarray(x, dtype), jnp.asarray(w, dtype))
+        expected = np.asarray(y, np.float64)
+        ulp = eps("float32") * large
+        assert_within(mean, expected.mean((0, 1, 2)), 2 * ulp, forced.algorithm)
+        assert_within(var, expected.var((0, 1, 2)), 4 * ulp**2 + 64 * eps("float32"), forced.algorithm)
+
+
+def test_statistics_have_derivatives_and_batch(x64):
+    if PLATFORM != "cpu":
+        pytest.skip("float64 has no native CUDA kernels")
+    p = problem(
+        "float64", in_spatial=(3, 2), out_spatial=(3, 2), in_channels=2, out_channels=3, implementation="native"
+    )
+    f = functools.partial(statistics, p)
+    x, w = jnp.asarray(normal(0, p.x_shape)), jnp.asarray(normal(1, p.w_shape))
+    check_grads(f, (x, w), order=2)
+    for axes in ((0, None), (None, 0), (0, 0)):
+        args = [jnp.stack([a, 2 * a]) if axis == 0 else a for a, axis in zip((x, w), axes, strict=True)]
+        together = jax.vmap(f, axes)(*args)
+        alone = [f(*(a[i] if axis == 0 else a for a, axis in zip(args, axes, strict=True))) for i in range(2)]
+        for t, a in zip(together, map(jnp.stack, zip(*alone, strict=True)), strict=True):
+            np.testing.assert_allclose(t, a, rtol=0, atol=1e-12)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Meshes
+
+# case: (x, w, how x and w are split, the exchanges beside the moments' sum)
+SPLITS = {
+    "images": ((8, 6, 5, 4), (3, 3, 4, 6), P(("a", "b")), P(), {}),
+    "images, filters": ((8, 6, 5, 4), (3, 3, 4, 6), P("a"), P(None, None, None, "b"), {}),
+    "rows": ((2, 8, 5, 4), (3, 3, 4, 6), P(None, "a"), P(), {"collective-permute"}),
+    "images, rows": ((4, 8, 5, 4), (3, 3, 4, 6), P("b", "a"), P(), {"collective-permute"}),
+    "uneven rows": ((2, 8, 5, 4), (2, 3, 4, 6), P(None, "a"), P(), {"collective-permute"}),
+    "rows, their ends again": ((2, 16, 5, 4), (3, 3, 4, 6), P(None, "a"), P(), {"collective-permute"}),
+    "inputs": ((2, 6, 5, 4), (3, 3, 4, 6), P(None, None, None, "a"), P(None, None, "a"), {"all-reduce"}),
+    "groups": ((2, 6, 5, 4), (3, 3, 2, 6), P(None, None, None, "a"), P(None, None, None, "a"), {}),
+}
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="it takes four devices")
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("case", SPLITS)
+def test_statistics_of_shards_are_merged(case, kind, monkeypatch):
+    """Far from zero, and not alike in every shard; nothing is gathered."""
+    if "again" in case:
+        monkeypatch.setattr(_halo, "LEAST_COPY", 0)
+    x_shape, w_shape, x_spec, w_spec, exchanges = SPLITS[case]
+    if kind == AxisType.Explicit and "uneven" in case:
+        pytest.skip("types have no words for shards of unequal sizes")
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(kind,) * 2, devices=jax.devices()[:4])
+    x = (
+        normal(0, x_shape)
+        + 30
+        + 10 * np.arange(x_shape[1]).reshape(-1, 1, 1)
+        + np.arange(x_shape[0]).reshape(-1, 1, 1, 1)
+    )
+    w = np.abs(normal(1, w_shape))
+    groups = x_shape[-1] // w_shape[2]
+    padding = [(0, 0), (1, 1)] if "uneven" in case else "SAME"  # 7 rows of y
+    p = ConvProblem.infer(
+        "conv2d", 2, *(jax.ShapeDtypeStruct(s, "float32") for s in (x_shape, w_shape)), None, stride=1, padding=padding,
+        dilation=1, groups=groups, layout="NHWC", precision="highest", activation=None, return_preactivation=False,
+        algorithm=None, implementation="native",
+    )  # fmt: skip
+    y = lax.conv_general_dilated(
+        jnp.asarray(x, "float32"), jnp.asarray(w, "float32"), (1, 1), padding, feature_group_count=groups,
+        dimension_numbers=("NHWC", "HWIO", "NHWC"), precision="highest",
+    )  # fmt: skip
+    wide = np.asarray(y, np.float64)
+
+    def run(x, w):
+        got, *moments = statistics(p, x, w)
+        # A program does not give away shards of unequal sizes.
+        return [got.max() if "uneven" in case else got, *moments]
+
+    with jax.set_mesh(mesh):
+        placed = [
+            jax.device_put(jnp.asarray(a, "float32"), NamedSharding(mesh, s)) for a, s in ((x, x_spec), (w, w_spec))
+        ]
+        compiled = jax.jit(run).lower(*placed).compile()
+        got, mean, var = compiled(*placed)
+    text = compiled.as_text()
+    found = {
+        k
+        for k in ("all-gather", "all-to-all", "collective-permute", "all-reduce")
+        if re.search(rf" {k}(-start)?\(", text)
+    }
+    merged = set() if case in ("inputs", "groups") else {"all-reduce"}
+    assert found == set(exchanges) | merged
+    assert ('custom_call_target="jaxconv_conv_statistics' in text) == (
+        case not in ("inputs", "uneven rows", "rows, their ends again")
+    )
+    np.testing.assert_allclose(got, y.max() if "uneven" in case else y, rtol=1e-6)
+    np.testing.assert_allclose(mean, wide.mean((0, 1, 2)), rtol=2e-6)
+    np.testing.assert_allclose(var, wide.var((0, 1, 2)), rtol=2e-5)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The plan
+
+PLANS = {
+    "cpu": (_plan.Device("cpu", "cpu"), dict(implementation="native"), "statistics", "implementation='native'"),
+    "sm90": (H200, dict(dtype="bfloat16", algorithm="sm90"), "statistics", "algorithm='sm90' was asked for"),
+    "native": (H200, dict(dtype="bfloat16", implementation="native"), "statistics", "implementation='native'"),
+    "float32": (H200, dict(dtype="float32", implementation="native"), "two", "bfloat16 and float16 results only"),
+    "wide": (H200, dict(dtype="bfloat16", algorithm="sm90", out_channels=8512), "two", "a column of tiles of its own"),
+    "other": (H200, dict(dtype="bfloat16", algorithm="implicit_gemm"), "two", "only sm90's epilogue"),
+    "old": (A100, dict(dtype="bfloat16", implementation="native"), "two", "compute capability 9.0"),
+    "mesh": (
+        dataclasses.replace(H200, partitioned=True),
+        dict(dtype="bfloat16", implementation="native"),
+        "two",
+        "cannot be told how a pair is split",
+    ),
+    "cpu16": (_plan.Device("cpu", "cpu"), dict(dtype="bfloat16", implementation="native"), "two", "behind the call"),
+    "xla": (H200, dict(dtype="bfloat16", implementation="xla"), "two", "implementation='xla'"),
+    "empty": (H200, dict(dtype="bfloat16", implementation="native", batch=0), "two", "nothing to compute"),
+}
+
+
+@pytest.mark.parametrize("case", PLANS)
+def test_the_plan_takes_statistics_from_the_convolution_where_that_is_asked_and_possible(case, code_for_gpus):
+    device, changed, choice, reason = PLANS[case]
+    conv = problem(**changed)
+    made = _plan.plan("conv_batchnorm", _problem.ConvBatchNormProblem(conv, None), device)
+    assert (made.implementation, made.algorithm) == ("calls", choice)
+    assert reason in made.reason
+    if choice == "statistics":
+        part = _plan.plan("conv_statistics", conv, device)
+        assert part.implementation == "native"
+        if device.platform == "cuda":
+            assert part.algorithm == "sm90"
+            assert part.workspace_bytes == 2 * -(-conv.batch * 72 // 128) * (conv.out_channels * 8 + 4)
