@@ -14,7 +14,6 @@ from helpers import PLATFORM
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
-from jaxconv.batchnorm_shortcut import problem as shortcut_problem
 
 import jaxconv
 from jaxconv import _op
