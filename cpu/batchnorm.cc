@@ -426,73 +426,67 @@ Status ChannelMoments(const Context& ctx, const BatchNormProblem& p, const void*
   });
 }
 
-Status BatchNormTrain(const Context& ctx, const BatchNormProblem& p, const Plan&, const void* x,
-                      const void* scale, const void* bias, const void* running_mean,
-                      const void* running_var, const void* residual, void* y, void* new_mean,
-                      void* new_var, void* mean, void* rstd, Workspace) {
+Status BatchNormTrain(const Context& ctx, const BatchNormProblem& p, const Plan&,
+                      const BatchNormTrainArrays& a, Workspace) {
   return WithType(p.dtype, "batchnorm_train", [&](auto t) {
-    return Train(ctx, Canonical(p), As(x, t), As(scale, t), As(bias, t), As(running_mean, t),
-                 As(running_var, t), As(p.residual ? residual : nullptr, t), As(y, t),
-                 As(new_mean, t), As(new_var, t), As(mean, t), As(rstd, t));
+    return Train(ctx, Canonical(p), As(a.x, t), As(a.scale, t), As(a.bias, t),
+                 As(a.running_mean, t), As(a.running_var, t),
+                 As(p.residual ? a.residual.as<void>() : nullptr, t), As(a.y, t), As(a.new_mean, t),
+                 As(a.new_var, t), As(a.mean, t), As(a.rstd, t));
   });
 }
 
-Status BatchNormMoments(const Context& ctx, const BatchNormProblem& p, const Plan&, const void* x,
-                        void* k, void* shift, void* var, Workspace) {
+Status BatchNormMoments(const Context& ctx, const BatchNormProblem& p, const Plan&,
+                        const BatchNormMomentsArrays& a, Workspace) {
   return WithType(p.dtype, "batchnorm_moments", [&](auto t) {
     using T = decltype(t);
-    Moments(ctx, Canonical(p), As(x, t), [=](int64_t r, double exact_mean, double exact_var) {
+    Moments(ctx, Canonical(p), As(a.x, t), [=](int64_t r, double exact_mean, double exact_var) {
       const T rounded = static_cast<T>(exact_mean);
-      As(k, t)[r] = rounded;
-      As(shift, t)[r] = static_cast<T>(exact_mean - rounded);
-      As(var, t)[r] = static_cast<T>(exact_var);
+      As(a.k, t)[r] = rounded;
+      As(a.shift, t)[r] = static_cast<T>(exact_mean - rounded);
+      As(a.var, t)[r] = static_cast<T>(exact_var);
     });
     return Status::Ok();
   });
 }
 
-Status BatchNormInfer(const Context& ctx, const BatchNormProblem& p, const Plan&, const void* x,
-                      const void* scale, const void* bias, const void* mean, const void* var,
-                      const void* residual, void* y) {
+Status BatchNormInfer(const Context& ctx, const BatchNormProblem& p, const Plan&,
+                      const BatchNormInferArrays& a, Workspace) {
   return WithType(p.dtype, "batchnorm_infer", [&](auto t) {
-    return Infer(ctx, Canonical(p), As(x, t), As(scale, t), As(bias, t), As(mean, t), As(var, t),
-                 As(p.residual ? residual : nullptr, t), As(y, t));
+    return Infer(ctx, Canonical(p), As(a.x, t), As(a.scale, t), As(a.bias, t), As(a.mean, t),
+                 As(a.var, t), As(p.residual ? a.residual.as<void>() : nullptr, t), As(a.y, t));
   });
 }
 
-Status BatchNormBackward(const Context& ctx, const BatchNormProblem& p, const Plan&, const void* x,
-                         const void* dy, const void* scale, const void* bias, const void* mean,
-                         const void* rstd, const void* residual, void* dx, void* dscale,
-                         void* dbias, void* dresidual, Workspace) {
+Status BatchNormBackward(const Context& ctx, const BatchNormProblem& p, const Plan&,
+                         const BatchNormBackwardArrays& a, Workspace) {
   const bool needs_residual = p.residual && p.activation != Activation::kNone;
   return WithType(p.dtype, "batchnorm_backward", [&](auto t) {
-    const Gradients<decltype(t)> given = {As(x, t),
-                                          As(dy, t),
-                                          As(scale, t),
-                                          As(bias, t),
-                                          As(mean, t),
-                                          As(rstd, t),
-                                          As(needs_residual ? residual : nullptr, t)};
-    return Backward(ctx, Canonical(p), given, As(dx, t), As(dscale, t), As(dbias, t),
-                    As(dresidual, t));
+    const Gradients<decltype(t)> given = {As(a.x, t),
+                                          As(a.dy, t),
+                                          As(a.scale, t),
+                                          As(a.bias, t),
+                                          As(a.mean, t),
+                                          As(a.rstd, t),
+                                          As(needs_residual ? a.residual.as<void>() : nullptr, t)};
+    return Backward(ctx, Canonical(p), given, As(a.dx, t), As(a.dscale, t), As(a.dbias, t),
+                    As(a.dresidual, t));
   });
 }
 
-Status BatchNormDx(const Context& ctx, const BatchNormProblem& p, const Plan&, const void* x,
-                   const void* dy, const void* scale, const void* bias, const void* mean,
-                   const void* rstd, const void* dscale, const void* dbias, const void* residual,
-                   int64_t count, void* dx) {
+Status BatchNormDx(const Context& ctx, const BatchNormProblem& p, int64_t count, const Plan&,
+                   const BatchNormDxArrays& a, Workspace) {
   const bool needs_residual = p.residual && p.activation != Activation::kNone;
   return WithType(p.dtype, "batchnorm_dx", [&](auto t) {
-    const Gradients<decltype(t)> given = {As(x, t),
-                                          As(dy, t),
-                                          As(scale, t),
-                                          As(bias, t),
-                                          As(mean, t),
-                                          As(rstd, t),
-                                          As(needs_residual ? residual : nullptr, t)};
-    return Dx(ctx, Canonical(p), given, As(dscale, t), As(dbias, t), static_cast<double>(count),
-              As(dx, t));
+    const Gradients<decltype(t)> given = {As(a.x, t),
+                                          As(a.dy, t),
+                                          As(a.scale, t),
+                                          As(a.bias, t),
+                                          As(a.mean, t),
+                                          As(a.rstd, t),
+                                          As(needs_residual ? a.residual.as<void>() : nullptr, t)};
+    return Dx(ctx, Canonical(p), given, As(a.dscale, t), As(a.dbias, t), static_cast<double>(count),
+              As(a.dx, t));
   });
 }
 

@@ -15,6 +15,8 @@
 namespace jaxconv::cpu {
 namespace {
 
+constexpr Epilogue kBare = {false, Activation::kNone, 0.0, false};
+
 // Whether the plan can be carried out.
 Status Check(const ConvProblem& p, const Plan& plan, const char* what) {
   if (p.dtype != DType::kF32 && p.dtype != DType::kF64) {
@@ -86,25 +88,24 @@ Status Wgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const v
 }  // namespace
 
 Status ConvFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
-                 const void* x, const void* w, const void* bias, const void* residual, void* y,
-                 void* z, Workspace) {
+                 const ConvFpropArrays& a, Workspace) {
   JAXCONV_RETURN_IF_ERROR(Check(p, plan, "conv_fprop"));
-  if (p.dtype == DType::kF32) return Fprop<float>(ctx, p, e, plan, x, w, bias, residual, y, z);
-  return Fprop<double>(ctx, p, e, plan, x, w, bias, residual, y, z);
+  if (p.dtype == DType::kF32)
+    return Fprop<float>(ctx, p, e, plan, a.x, a.w, a.b, a.residual, a.y, a.z);
+  return Fprop<double>(ctx, p, e, plan, a.x, a.w, a.b, a.residual, a.y, a.z);
 }
 
-Status ConvStatistics(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
-                      const void* w, void* y, void* mean, void* var, Workspace workspace) {
-  const Epilogue bare = {false, Activation::kNone, 0.0, false};
-  JAXCONV_RETURN_IF_ERROR(
-      ConvFprop(ctx, p, bare, plan, x, w, nullptr, nullptr, y, nullptr, workspace));
+Status ConvStatistics(const Context& ctx, const ConvProblem& p, const Plan& plan,
+                      const ConvStatisticsArrays& a, Workspace workspace) {
+  JAXCONV_RETURN_IF_ERROR(ConvFprop(
+      ctx, p, kBare, plan, ConvFpropArrays(in::X(a.x), in::W(a.w), out::Y(a.y)), workspace));
   BatchNormProblem norm = {};
   norm.batch = 1;
   norm.outer = p.channels_last ? p.n * p.out_size() : p.n;
   norm.channels = p.k;
   norm.inner = p.channels_last ? 1 : p.out_size();
   norm.dtype = p.dtype;
-  return ChannelMoments(ctx, norm, y, mean, var);
+  return ChannelMoments(ctx, norm, a.y, a.mean, a.var);
 }
 
 namespace {
@@ -119,102 +120,100 @@ BatchNormProblem NormOfX(const ConvProblem& p, const BatchNormProblem& n) {
   return norm;
 }
 
-// run(a), a = x normalised, in memory of its own.
-template <typename F>
+// run(x): `given`.x normalised, in memory of its own.
+template <typename Given, typename F>
 Status OfNormalised(const Context& ctx, const ConvProblem& p, const BatchNormProblem& n,
-                    const Plan& plan, const char* what, const void* x, const void* scale,
-                    const void* bias, const void* mean, const void* var, const F& run) {
+                    const Plan& plan, const char* what, const Given& given, const F& run) {
   JAXCONV_RETURN_IF_ERROR(Check(p, plan, what));
-  const BatchNormProblem norm = NormOfX(p, n);
-  Scratch<char> a(p.n * p.c * p.in_size() * SizeOf(p.dtype));
-  JAXCONV_RETURN_IF_ERROR(a.status());
-  JAXCONV_RETURN_IF_ERROR(
-      BatchNormInfer(ctx, norm, plan, x, scale, bias, mean, var, nullptr, a.data()));
-  return run(a.data());
+  Scratch<char> x(p.n * p.c * p.in_size() * SizeOf(p.dtype));
+  JAXCONV_RETURN_IF_ERROR(x.status());
+  const BatchNormInferArrays norm(in::X(given.x), in::Scale(given.scale), in::Bias(given.bias),
+                                  in::Mean(given.mean), in::Var(given.var), out::Y(x.data()));
+  JAXCONV_RETURN_IF_ERROR(BatchNormInfer(ctx, NormOfX(p, n), plan, norm, {}));
+  return run(in::X(x.data()));
 }
 
-// run(da, rstd): the gradient of what was convolved, and 1 / sqrt(var + epsilon), in memory of their own.
-template <typename T, typename F>
+// run(dy, rstd): the gradient of what was convolved, and 1 / sqrt(var + epsilon), in memory of their own.
+template <typename T, typename Given, typename F>
 Status OfGradient(const Context& ctx, const ConvProblem& p, const BatchNormProblem& n,
-                  const Plan& plan, const void* dy, const void* w, const void* var, const F& run) {
-  Scratch<T> da(p.n * p.c * p.in_size()), rstd(p.c);
-  JAXCONV_RETURN_IF_ERROR(da.status());
+                  const Plan& plan, const Given& given, const F& run) {
+  Scratch<T> dx(p.n * p.c * p.in_size()), rstd(p.c);
+  JAXCONV_RETURN_IF_ERROR(dx.status());
   JAXCONV_RETURN_IF_ERROR(rstd.status());
-  JAXCONV_RETURN_IF_ERROR(ConvDgrad(ctx, p, plan, dy, w, nullptr, da.data(), {}));
-  for (int64_t c = 0; c < p.c; ++c) {
-    rstd.data()[c] = T(1) / std::sqrt(static_cast<const T*>(var)[c] + T(n.epsilon));
-  }
-  return run(da.data(), rstd.data());
+  const ConvDgradArrays dgrad(in::Dy(given.dy), in::W(given.w), out::Dx(dx.data()));
+  JAXCONV_RETURN_IF_ERROR(ConvDgrad(ctx, p, plan, dgrad, {}));
+  for (int64_t c = 0; c < p.c; ++c)
+    rstd.data()[c] = T(1) / std::sqrt(given.var.template as<T>()[c] + T(n.epsilon));
+  return run(in::Dy(dx.data()), in::Rstd(rstd.data()));
 }
 
 }  // namespace
 
 Status ConvNormalised(const Context& ctx, const ConvProblem& p, const BatchNormProblem& n,
-                      const Plan& plan, const void* x, const void* w, const void* scale,
-                      const void* bias, const void* mean, const void* var, void* y,
-                      Workspace workspace) {
-  const Epilogue bare = {false, Activation::kNone, 0.0, false};
-  return OfNormalised(
-      ctx, p, n, plan, "conv_normalised", x, scale, bias, mean, var, [&](const void* a) {
-        return ConvFprop(ctx, p, bare, plan, a, w, nullptr, nullptr, y, nullptr, workspace);
-      });
+                      const Plan& plan, const ConvNormalisedArrays& a, Workspace workspace) {
+  return OfNormalised(ctx, p, n, plan, "conv_normalised", a, [&](in::X x) {
+    return ConvFprop(ctx, p, kBare, plan, ConvFpropArrays(x, in::W(a.w), out::Y(a.y)), workspace);
+  });
 }
 
 Status ConvNormalisedWgrad(const Context& ctx, const ConvProblem& p, const BatchNormProblem& n,
-                           const Plan& plan, const void* x, const void* dy, const void* scale,
-                           const void* bias, const void* mean, const void* var, void* dw,
+                           const Plan& plan, const ConvNormalisedWgradArrays& a,
                            Workspace workspace) {
-  return OfNormalised(ctx, p, n, plan, "conv_normalised_wgrad", x, scale, bias, mean, var,
-                      [&](const void* a) { return ConvWgrad(ctx, p, plan, a, dy, dw, workspace); });
+  return OfNormalised(ctx, p, n, plan, "conv_normalised_wgrad", a, [&](in::X x) {
+    return ConvWgrad(ctx, p, plan, ConvWgradArrays(x, in::Dy(a.dy), out::Dw(a.dw)), workspace);
+  });
 }
 
 Status ConvNormalisedGradient(const Context& ctx, const ConvProblem& p, const BatchNormProblem& n,
-                              const Plan& plan, const void* x, const void* dy, const void* w,
-                              const void* scale, const void* bias, const void* mean,
-                              const void* var, void* dw, void* dscale, void* dbias,
+                              const Plan& plan, const ConvNormalisedGradientArrays& a,
                               Workspace workspace) {
   JAXCONV_RETURN_IF_ERROR(Check(p, plan, "conv_normalised_gradient"));
-  JAXCONV_RETURN_IF_ERROR(
-      ConvNormalisedWgrad(ctx, p, n, plan, x, dy, scale, bias, mean, var, dw, workspace));
-  const auto sums = [&](const void* da, const void* rstd) {
-    return BatchNormBackward(ctx, NormOfX(p, n), plan, x, da, scale, bias, mean, rstd, nullptr,
-                             nullptr, dscale, dbias, nullptr, {});
+  const ConvNormalisedWgradArrays wgrad(in::X(a.x), in::Dy(a.dy), in::Scale(a.scale),
+                                        in::Bias(a.bias), in::Mean(a.mean), in::Var(a.var),
+                                        out::Dw(a.dw));
+  JAXCONV_RETURN_IF_ERROR(ConvNormalisedWgrad(ctx, p, n, plan, wgrad, workspace));
+  const auto sums = [&](in::Dy dy, in::Rstd rstd) {
+    const BatchNormBackwardArrays norm(in::X(a.x), dy, in::Scale(a.scale), in::Bias(a.bias),
+                                       in::Mean(a.mean), rstd, out::Dscale(a.dscale),
+                                       out::Dbias(a.dbias));
+    return BatchNormBackward(ctx, NormOfX(p, n), plan, norm, {});
   };
-  return p.dtype == DType::kF32 ? OfGradient<float>(ctx, p, n, plan, dy, w, var, sums)
-                                : OfGradient<double>(ctx, p, n, plan, dy, w, var, sums);
+  return p.dtype == DType::kF32 ? OfGradient<float>(ctx, p, n, plan, a, sums)
+                                : OfGradient<double>(ctx, p, n, plan, a, sums);
 }
 
 Status ConvNormalisedDx(const Context& ctx, const ConvProblem& p, const BatchNormProblem& n,
-                        const Plan& plan, const void* x, const void* dy, const void* w,
-                        const void* scale, const void* bias, const void* mean, const void* var,
-                        const void* dscale, const void* dbias, int64_t count, void* dx) {
+                        int64_t count, const Plan& plan, const ConvNormalisedDxArrays& a,
+                        Workspace) {
   JAXCONV_RETURN_IF_ERROR(Check(p, plan, "conv_normalised_dx"));
-  const auto of_sums = [&](const void* da, const void* rstd) {
-    return BatchNormDx(ctx, NormOfX(p, n), plan, x, da, scale, bias, mean, rstd, dscale, dbias,
-                       nullptr, count, dx);
+  const auto of_sums = [&](in::Dy dy, in::Rstd rstd) {
+    const BatchNormDxArrays norm(in::X(a.x), dy, in::Scale(a.scale), in::Bias(a.bias),
+                                 in::Mean(a.mean), rstd, in::Dscale(a.dscale), in::Dbias(a.dbias),
+                                 out::Dx(a.dx));
+    return BatchNormDx(ctx, NormOfX(p, n), count, plan, norm, {});
   };
-  return p.dtype == DType::kF32 ? OfGradient<float>(ctx, p, n, plan, dy, w, var, of_sums)
-                                : OfGradient<double>(ctx, p, n, plan, dy, w, var, of_sums);
+  return p.dtype == DType::kF32 ? OfGradient<float>(ctx, p, n, plan, a, of_sums)
+                                : OfGradient<double>(ctx, p, n, plan, a, of_sums);
 }
 
-Status ConvDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,
-                 const void* w, const void* c, void* dx, Workspace) {
+Status ConvDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan,
+                 const ConvDgradArrays& a, Workspace) {
   JAXCONV_RETURN_IF_ERROR(Check(p, plan, "conv_dgrad"));
-  if (c == dx && c != nullptr) {
+  if (a.c == a.dx && a.c != nullptr) {
     return Status::Unimplemented("conv_dgrad: on the CPU c must be an array of its own");
   }
   const bool single = p.dtype == DType::kF32;
-  JAXCONV_RETURN_IF_ERROR(single ? Dgrad<float>(ctx, p, plan, dy, w, dx)
-                                 : Dgrad<double>(ctx, p, plan, dy, w, dx));
-  if (c != nullptr) (single ? Add<float> : Add<double>)(ctx, p.n * p.c * p.in_size(), c, dx);
+  JAXCONV_RETURN_IF_ERROR(single ? Dgrad<float>(ctx, p, plan, a.dy, a.w, a.dx)
+                                 : Dgrad<double>(ctx, p, plan, a.dy, a.w, a.dx));
+  if (a.c != nullptr) (single ? Add<float> : Add<double>)(ctx, p.n * p.c * p.in_size(), a.c, a.dx);
   return Status::Ok();
 }
 
-Status ConvWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
-                 const void* dy, void* dw, Workspace) {
+Status ConvWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan,
+                 const ConvWgradArrays& a, Workspace) {
   JAXCONV_RETURN_IF_ERROR(Check(p, plan, "conv_wgrad"));
-  if (p.dtype == DType::kF32) return Wgrad<float>(ctx, p, plan, x, dy, dw);
-  return Wgrad<double>(ctx, p, plan, x, dy, dw);
+  if (p.dtype == DType::kF32) return Wgrad<float>(ctx, p, plan, a.x, a.dy, a.dw);
+  return Wgrad<double>(ctx, p, plan, a.x, a.dy, a.dw);
 }
 
 }  // namespace jaxconv::cpu

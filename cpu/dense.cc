@@ -62,22 +62,19 @@ Status Run(const Context& ctx, const DenseProblem& p, const Epilogue& e, const T
 }  // namespace
 
 Status Dense(const Context& ctx, const DenseProblem& p, const Epilogue& e, const Plan& plan,
-             const void* x, const void* w, const void* bias, const void* c, void* y, void* z,
-             Workspace) {
+             const DenseArrays& a, Workspace) {
   if (plan.kernel != "gemm") {
     return Status::Invalid("dense: the CPU backend has no kernel \"" + std::string(plan.kernel) +
                            "\"; it has gemm");
   }
-  if (!e.save_preactivation) z = nullptr;
+  void* z = e.save_preactivation ? a.z.as<void>() : nullptr;
   switch (p.dtype) {
     case DType::kF32:
-      return Run(ctx, p, e, static_cast<const float*>(x), static_cast<const float*>(w),
-                 static_cast<const float*>(bias), static_cast<const float*>(c),
-                 static_cast<float*>(y), static_cast<float*>(z));
+      return Run(ctx, p, e, a.x.as<float>(), a.w.as<float>(), a.b.as<float>(), a.c.as<float>(),
+                 a.y.as<float>(), static_cast<float*>(z));
     case DType::kF64:
-      return Run(ctx, p, e, static_cast<const double*>(x), static_cast<const double*>(w),
-                 static_cast<const double*>(bias), static_cast<const double*>(c),
-                 static_cast<double*>(y), static_cast<double*>(z));
+      return Run(ctx, p, e, a.x.as<double>(), a.w.as<double>(), a.b.as<double>(), a.c.as<double>(),
+                 a.y.as<double>(), static_cast<double*>(z));
     default:
       return Status::Unimplemented(
           std::string("dense: the CPU backend computes in float32 and float64, not ") +

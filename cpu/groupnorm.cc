@@ -123,31 +123,30 @@ void WithFloat(DType dtype, Run&& run) {
 
 }  // namespace
 
-Status GroupNorm(const Context& ctx, const GroupNormProblem& p, const Plan& plan, const void* x,
-                 const void* scale, const void* bias, void* y, void* mean, void* rstd, Workspace) {
+Status GroupNorm(const Context& ctx, const GroupNormProblem& p, const Plan& plan,
+                 const GroupNormArrays& a, Workspace) {
   JAXCONV_RETURN_IF_ERROR(Confirm("groupnorm", p, plan));
   WithFloat(p.dtype, [&](auto zero) {
     using F = decltype(zero);
     const auto in = [](const void* a) { return static_cast<const F*>(a); };
     const auto out = [](void* a) { return static_cast<F*>(a); };
     ParallelFor(ctx, p.batch * p.images, [&](int64_t image) {
-      ForwardImage<F>(p, image, in(x), in(scale), in(bias), out(y), out(mean), out(rstd));
+      ForwardImage<F>(p, image, in(a.x), in(a.scale), in(a.bias), out(a.y), out(a.mean),
+                      out(a.rstd));
     });
   });
   return Status::Ok();
 }
 
 Status GroupNormBackward(const Context& ctx, const GroupNormProblem& p, const Plan& plan,
-                         const void* x, const void* dy, const void* scale, const void* bias,
-                         const void* mean, const void* rstd, void* dx, void* dscale, void* dbias,
-                         Workspace) {
+                         const GroupNormBackwardArrays& a, Workspace) {
   JAXCONV_RETURN_IF_ERROR(Confirm("groupnorm_backward", p, plan));
   WithFloat(p.dtype, [&](auto zero) {
     using F = decltype(zero);
     const auto in = [](const void* a) { return static_cast<const F*>(a); };
     const auto out = [](void* a) { return static_cast<F*>(a); };
-    Backward<F>(ctx, p, in(x), in(dy), in(scale), in(bias), in(mean), in(rstd), out(dx),
-                out(dscale), out(dbias));
+    Backward<F>(ctx, p, in(a.x), in(a.dy), in(a.scale), in(a.bias), in(a.mean), in(a.rstd),
+                out(a.dx), out(a.dscale), out(a.dbias));
   });
   return Status::Ok();
 }

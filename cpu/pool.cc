@@ -151,26 +151,26 @@ Status Confirm(const char* op, const PoolProblem& p, const Plan& plan) {
 
 }  // namespace
 
-Status MaxPool(const Context& ctx, const PoolProblem& p, const Plan& plan, const void* x, void* y,
-               uint8_t* position) {
+Status MaxPool(const Context& ctx, const PoolProblem& p, const Plan& plan, const MaxPoolArrays& a,
+               Workspace) {
   JAXCONV_RETURN_IF_ERROR(Confirm("max_pool", p, plan));
   if (p.n * p.c * p.out_size() == 0) return Status::Ok();
   if (p.dtype == DType::kF64) {
-    Forward(ctx, p, static_cast<const double*>(x), static_cast<double*>(y), position);
+    Forward(ctx, p, a.x.as<double>(), a.y.as<double>(), a.position.as<uint8_t>());
   } else {
-    Forward(ctx, p, static_cast<const float*>(x), static_cast<float*>(y), position);
+    Forward(ctx, p, a.x.as<float>(), a.y.as<float>(), a.position.as<uint8_t>());
   }
   return Status::Ok();
 }
 
 Status MaxPoolBackward(const Context& ctx, const PoolProblem& p, const Plan& plan,
-                       const uint8_t* position, const void* dy, void* dx) {
+                       const MaxPoolBackwardArrays& a, Workspace) {
   JAXCONV_RETURN_IF_ERROR(Confirm("max_pool_backward", p, plan));
   if (p.n * p.c * p.in_size() == 0) return Status::Ok();
   if (p.dtype == DType::kF64) {
-    Backward(ctx, p, position, static_cast<const double*>(dy), static_cast<double*>(dx));
+    Backward(ctx, p, a.position.as<uint8_t>(), a.dy.as<double>(), a.dx.as<double>());
   } else {
-    Backward(ctx, p, position, static_cast<const float*>(dy), static_cast<float*>(dx));
+    Backward(ctx, p, a.position.as<uint8_t>(), a.dy.as<float>(), a.dx.as<float>());
   }
   return Status::Ok();
 }

@@ -77,8 +77,7 @@ void WithFloat(DType dtype, Run&& run) {
 }  // namespace
 
 Status SqueezeExcite(const Context& ctx, const SqueezeExciteProblem& p, const Plan& plan,
-                     const void* x, const void* w1, const void* b1, const void* w2, const void* b2,
-                     void* y, void* mean, void* z1, void* gate) {
+                     const SqueezeExciteArrays& a, Workspace) {
   JAXCONV_RETURN_IF_ERROR(Confirm("squeeze_excite", p, plan));
   WithFloat(p.dtype, [&](auto zero) {
     using F = decltype(zero);
@@ -86,16 +85,15 @@ Status SqueezeExcite(const Context& ctx, const SqueezeExciteProblem& p, const Pl
     const auto out = [](void* a) { return static_cast<F*>(a); };
     ParallelFor(ctx, p.images, [&](int64_t image) {
       const int64_t whole = image * p.pixels * p.channels, row = image * p.channels;
-      ForwardImage<F>(p, in(x) + whole, in(w1), in(b1), in(w2), in(b2), out(y) + whole,
-                      out(mean) + row, out(z1) + image * p.hidden, out(gate) + row);
+      ForwardImage<F>(p, in(a.x) + whole, in(a.w1), in(a.b1), in(a.w2), in(a.b2), out(a.y) + whole,
+                      out(a.mean) + row, out(a.z1) + image * p.hidden, out(a.gate) + row);
     });
   });
   return Status::Ok();
 }
 
 Status SqueezeExciteBackward(const Context& ctx, const SqueezeExciteProblem& p, const Plan& plan,
-                             const void* x, const void* dy, const void* w1, const void* w2,
-                             const void* z1, const void* gate, void* dz2, void* dz1, void* dx) {
+                             const SqueezeExciteBackwardArrays& a, Workspace) {
   JAXCONV_RETURN_IF_ERROR(Confirm("squeeze_excite_backward", p, plan));
   WithFloat(p.dtype, [&](auto zero) {
     using F = decltype(zero);
@@ -104,9 +102,9 @@ Status SqueezeExciteBackward(const Context& ctx, const SqueezeExciteProblem& p, 
     ParallelFor(ctx, p.images, [&](int64_t image) {
       const int64_t whole = image * p.pixels * p.channels, row = image * p.channels;
       const int64_t hidden = image * p.hidden;
-      BackwardImage<F>(p, in(x) + whole, in(dy) + whole, in(w1), in(w2), in(z1) + hidden,
-                       in(gate) + row, out(dz2) + row, out(dz1) + hidden,
-                       dx == nullptr ? nullptr : out(dx) + whole);
+      BackwardImage<F>(p, in(a.x) + whole, in(a.dy) + whole, in(a.w1), in(a.w2), in(a.z1) + hidden,
+                       in(a.gate) + row, out(a.dz2) + row, out(a.dz1) + hidden,
+                       a.dx == nullptr ? nullptr : out(a.dx) + whole);
     });
   });
   return Status::Ok();

@@ -1,15 +1,21 @@
-// cuda/domain.h as functions of numbers: extents are (D, H, W), dtypes and ops are names.
+// cuda/domain.h as functions of numbers: extents are (D, H, W), dtypes and ops are names. A function takes its arguments one
+// after the other, a plan's and a device's among them.
 #include "ffi/domain.h"
 
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
 #include <nanobind/stl/tuple.h>
 
+#include <algorithm>
 #include <array>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <tuple>
+#include <type_traits>
+#include <typeinfo>
 #include <utility>
 
 #include "cuda/domain.h"
@@ -20,282 +26,191 @@ namespace nb = nanobind;
 namespace jaxconv {
 namespace {
 
+using std::string_view;
 using Three = std::array<int64_t, 3>;
 
-DType ToDType(const std::string& name) {
-  for (DType dtype : {DType::kF32, DType::kF64, DType::kBF16, DType::kF16}) {
-    if (name == Name(dtype)) return dtype;
+template <typename Value, size_t n>
+Value Named(const char* what, string_view name, const std::pair<string_view, Value> (&names)[n]) {
+  for (const auto& [known, value] : names) {
+    if (name == known) return value;
   }
-  throw std::invalid_argument("unknown dtype " + name);
+  throw std::invalid_argument("unknown " + std::string(what) + " " + std::string(name));
 }
 
-cuda::ConvOp ToConvOp(const std::string& name) {
-  if (name == "conv" || name == "conv_fprop") return cuda::ConvOp::kFprop;
-  if (name == "conv_add") return cuda::ConvOp::kFpropAdd;
-  if (name == "conv_statistics") return cuda::ConvOp::kStatistics;
-  if (name == "conv_dgrad") return cuda::ConvOp::kDgrad;
-  if (name == "conv_dgrad_add") return cuda::ConvOp::kDgradAdd;
-  if (name == "conv_dgrad_sums") return cuda::ConvOp::kDgradSums;
-  if (name == "conv_wgrad") return cuda::ConvOp::kWgrad;
-  if (name == "conv_normalised") return cuda::ConvOp::kFprop;
-  if (name == "conv_normalised_wgrad") return cuda::ConvOp::kWgrad;
-  if (name == "conv_normalised_gradient") return cuda::ConvOp::kSums;
-  if (name == "conv_normalised_dx") return cuda::ConvOp::kDgrad;
-  throw std::invalid_argument("unknown convolution " + name);
+constexpr std::pair<string_view, cuda::ConvOp> kConvOps[] = {
+    {"conv", cuda::ConvOp::kFprop},
+    {"conv_fprop", cuda::ConvOp::kFprop},
+    {"conv_add", cuda::ConvOp::kFpropAdd},
+    {"conv_statistics", cuda::ConvOp::kStatistics},
+    {"conv_dgrad", cuda::ConvOp::kDgrad},
+    {"conv_dgrad_add", cuda::ConvOp::kDgradAdd},
+    {"conv_dgrad_sums", cuda::ConvOp::kDgradSums},
+    {"conv_wgrad", cuda::ConvOp::kWgrad},
+    {"conv_normalised", cuda::ConvOp::kFprop},
+    {"conv_normalised_wgrad", cuda::ConvOp::kWgrad},
+    {"conv_normalised_gradient", cuda::ConvOp::kSums},
+    {"conv_normalised_dx", cuda::ConvOp::kDgrad}};
+constexpr std::pair<string_view, cuda::BatchNormOp> kBatchNormOps[] = {
+    {"batchnorm_train", cuda::BatchNormOp::kTrain},
+    {"batchnorm_infer", cuda::BatchNormOp::kInfer},
+    {"batchnorm_signs", cuda::BatchNormOp::kSigns},
+    {"batchnorm_backward", cuda::BatchNormOp::kBackward},
+    {"batchnorm_dx", cuda::BatchNormOp::kDx},
+    {"batchnorm_moments", cuda::BatchNormOp::kMoments},
+    {"batchnorm_shortcut_backward", cuda::BatchNormOp::kShortcutBackward}};
+constexpr std::pair<string_view, cuda::GroupNormOp> kGroupNormOps[] = {
+    {"groupnorm", cuda::GroupNormOp::kForward},
+    {"groupnorm_backward", cuda::GroupNormOp::kBackward}};
+constexpr std::pair<string_view, DType> kDTypes[] = {{Name(DType::kF32), DType::kF32},
+                                                     {Name(DType::kF64), DType::kF64},
+                                                     {Name(DType::kBF16), DType::kBF16},
+                                                     {Name(DType::kF16), DType::kF16}};
+constexpr std::pair<string_view, BiasKind> kBiases[] = {{"", BiasKind::kNone},
+                                                        {"scalar", BiasKind::kScalar},
+                                                        {"row", BiasKind::kRow},
+                                                        {"column", BiasKind::kColumn}};
+
+// What a field or a parameter is in Python, and the way from there.
+template <typename Value>
+void Set(const Value& from, Value& to) {
+  to = from;
 }
-
-void Copy(const Three& from, int64_t (&to)[3]) { std::copy(from.begin(), from.end(), to); }
-
-ConvProblem MakeConv(int64_t n, int64_t c, int64_t k, int64_t groups, const Three& in,
-                     const Three& filter, const Three& out, const Three& stride, const Three& pad,
-                     const Three& dilation, bool channels_last, const std::string& dtype,
-                     bool full_float32) {
-  ConvProblem p = {};
-  p.n = n;
-  p.c = c;
-  p.k = k;
-  p.groups = groups;
-  Copy(in, p.in);
-  Copy(filter, p.filter);
-  Copy(out, p.out);
-  Copy(stride, p.stride);
-  Copy(pad, p.pad);
-  Copy(dilation, p.dilation);
-  p.channels_last = channels_last;
-  p.dtype = ToDType(dtype);
-  p.full_float32 = full_float32;
-  return p;
-}
-
-BiasKind ToBias(const std::string& name) {
-  if (name.empty()) return BiasKind::kNone;
-  if (name == "scalar") return BiasKind::kScalar;
-  if (name == "row") return BiasKind::kRow;
-  if (name == "column") return BiasKind::kColumn;
-  throw std::invalid_argument("unknown bias " + name);
-}
-
-DenseProblem MakeDense(int64_t batch, int64_t m, int64_t k, int64_t n, bool trans_x, bool trans_w,
-                       bool x_batched, bool w_batched, const std::string& bias, bool addend,
-                       const std::string& dtype, bool full_float32) {
-  DenseProblem p = {};
-  p.batch = batch;
-  p.m = m;
-  p.k = k;
-  p.n = n;
-  p.trans_x = trans_x;
-  p.trans_w = trans_w;
-  p.x_batched = x_batched;
-  p.w_batched = w_batched;
-  p.bias = ToBias(bias);
-  p.addend = addend;
-  p.dtype = ToDType(dtype);
-  p.full_float32 = full_float32;
-  return p;
-}
-
-cuda::BatchNormOp ToBatchNormOp(const std::string& name) {
-  if (name == "batchnorm_train") return cuda::BatchNormOp::kTrain;
-  if (name == "batchnorm_infer") return cuda::BatchNormOp::kInfer;
-  if (name == "batchnorm_signs") return cuda::BatchNormOp::kSigns;
-  if (name == "batchnorm_backward") return cuda::BatchNormOp::kBackward;
-  if (name == "batchnorm_dx") return cuda::BatchNormOp::kDx;
-  if (name == "batchnorm_moments") return cuda::BatchNormOp::kMoments;
-  if (name == "batchnorm_shortcut_backward") return cuda::BatchNormOp::kShortcutBackward;
-  throw std::invalid_argument("unknown batch-norm " + name);
-}
-
-Activation ToKnown(const std::string& name) {
+void Set(const Three& from, int64_t (&to)[3]) { std::copy(from.begin(), from.end(), to); }
+void Set(string_view name, DType& to) { to = Named("dtype", name, kDTypes); }
+void Set(string_view name, BiasKind& to) { to = Named("bias", name, kBiases); }
+void Set(string_view name, cuda::ConvOp& to) { to = Named("convolution", name, kConvOps); }
+void Set(string_view name, cuda::BatchNormOp& to) { to = Named("batch-norm", name, kBatchNormOps); }
+void Set(string_view name, cuda::GroupNormOp& to) { to = Named("group-norm", name, kGroupNormOps); }
+void Set(string_view name, Activation& to) {
   const auto known = wire::ToActivation(name);
-  if (!known) throw std::invalid_argument("unknown activation " + name);
-  return *known;
+  if (!known) throw std::invalid_argument("unknown activation " + std::string(name));
+  to = *known;
+}
+template <typename Value>
+using InPython = std::conditional_t<std::is_array_v<Value>, Three,
+                                    std::conditional_t<std::is_enum_v<Value>, string_view, Value>>;
+
+// The class `name`, made of these fields; all others are 0.
+template <typename Problem, typename... Values>
+void Class(nb::module_& m, const char* name, Values Problem::*... fields) {
+  nb::class_<Problem>(m, name).def("__init__", [=](Problem* self, InPython<Values>... values) {
+    Problem p = {};
+    (Set(values, p.*fields), ...);
+    new (self) Problem(p);
+  });
 }
 
-BatchNormProblem MakeBatchNorm(int64_t batch, int64_t outer, int64_t channels, int64_t inner,
-                               const std::string& activation, bool residual,
-                               const std::string& dtype) {
-  BatchNormProblem p = {};
-  p.batch = batch;
-  p.outer = outer;
-  p.channels = channels;
-  p.inner = inner;
-  p.activation = ToKnown(activation);
-  p.residual = residual;
-  p.dtype = ToDType(dtype);
-  return p;
+// A parameter, made of kCount arguments.
+template <typename Value>
+struct Argument {
+  static constexpr size_t kCount = 1;
+  static Value Take(const nb::args& args, size_t* at) {
+    if constexpr (std::is_enum_v<Value>) {
+      Value value;
+      Set(nb::cast<string_view>(args[(*at)++]), value);
+      return value;
+    } else {
+      return nb::cast<Value>(args[(*at)++]);
+    }
+  }
+};
+template <>
+struct Argument<Plan> {
+  static constexpr size_t kCount = 4;
+  static Plan Take(const nb::args& args, size_t* at) {
+    const size_t i = *at;
+    *at += kCount;
+    return {nb::cast<string_view>(args[i]), nb::cast<string_view>(args[i + 1]),
+            nb::cast<int64_t>(args[i + 2]), nb::cast<int64_t>(args[i + 3])};
+  }
+};
+template <>
+struct Argument<cuda::Device> {
+  static constexpr size_t kCount = 3;
+  static cuda::Device Take(const nb::args& args, size_t* at) {
+    const size_t i = *at;
+    *at += kCount;
+    return {nb::cast<int>(args[i]), nb::cast<int>(args[i + 1]), nb::cast<int>(args[i + 2])};
+  }
+};
+
+template <typename Result, typename... Parameters>
+void Function(nb::module_& m, const char* name, Result (*f)(Parameters...)) {
+  m.def(name, [=](const nb::args& args) {
+    if (args.size() != (Argument<std::decay_t<Parameters>>::kCount + ...))
+      throw nb::type_error("not as many arguments as the function has");
+    try {
+      size_t at = 0;
+      // Braces: from left to right.
+      std::tuple<std::decay_t<Parameters>...> values{
+          Argument<std::decay_t<Parameters>>::Take(args, &at)...};
+      return std::apply(f, values);
+    } catch (const std::bad_cast&) {
+      throw nb::type_error("an argument of another type than the function has");
+    }
+  });
 }
 
-PoolProblem MakePool(int64_t n, int64_t c, const Three& in, const Three& window, const Three& out,
-                     const Three& stride, const Three& pad, const Three& dilation,
-                     const std::string& dtype) {
-  PoolProblem p = {};
-  p.n = n;
-  p.c = c;
-  Copy(in, p.in);
-  Copy(window, p.window);
-  Copy(out, p.out);
-  Copy(stride, p.stride);
-  Copy(pad, p.pad);
-  Copy(dilation, p.dilation);
-  p.dtype = ToDType(dtype);
-  return p;
+auto Folded(const ConvProblem& p, bool dgrad) {
+  const ConvProblem q = cuda::ConvFolded(p, dgrad);
+  const auto three = [](const int64_t (&from)[3]) { return Three{from[0], from[1], from[2]}; };
+  return std::tuple(q.n, q.c, three(q.in), three(q.filter), three(q.out), three(q.stride));
 }
-
-GroupNormProblem MakeGroupNorm(int64_t batch, int64_t images, int64_t pixels, int64_t channels,
-                               int64_t groups, const std::string& activation,
-                               const std::string& dtype) {
-  GroupNormProblem p = {};
-  p.batch = batch;
-  p.images = images;
-  p.pixels = pixels;
-  p.channels = channels;
-  p.groups = groups;
-  p.activation = ToKnown(activation);
-  p.dtype = ToDType(dtype);
-  return p;
+auto Teams(cuda::BatchNormOp op, const BatchNormProblem& p, int width, const cuda::Device& device) {
+  const cuda::TeamCount count = cuda::BatchNormTeams(op, p, width, device);
+  return std::pair(count.ctas, count.groups);
 }
-
-cuda::GroupNormOp ToGroupNormOp(const std::string& name) {
-  if (name == "groupnorm") return cuda::GroupNormOp::kForward;
-  if (name == "groupnorm_backward") return cuda::GroupNormOp::kBackward;
-  throw std::invalid_argument("unknown group-norm " + name);
+auto Cta(const SqueezeExciteProblem& p, const Plan& plan, const cuda::Device& device) {
+  const cuda::SqueezeExciteSize size = cuda::SqueezeExciteCta(p, plan, device);
+  return std::tuple(size.images, size.steps, size.held, size.bytes);
 }
-
-SqueezeExciteProblem MakeSqueezeExcite(int64_t images, int64_t pixels, int64_t channels,
-                                       int64_t hidden, const std::string& dtype) {
-  SqueezeExciteProblem p = {};
-  p.images = images;
-  p.pixels = pixels;
-  p.channels = channels;
-  p.hidden = hidden;
-  p.dtype = ToDType(dtype);
-  return p;
+std::string PoolRefusal(const PoolProblem& p, string_view kernel) {
+  return cuda::PoolRefusal(p, {kernel, "", 1, 0});
 }
+int64_t SharedMemory(int major, int minor) { return cuda::Device{major, minor}.shared_memory(); }
 
 }  // namespace
 
 void BindDomain(nb::module_& m) {
-  nb::class_<ConvProblem>(m, "ConvProblem")
-      .def("__init__",
-           [](ConvProblem* self, int64_t n, int64_t c, int64_t k, int64_t groups, Three in,
-              Three filter, Three out, Three stride, Three pad, Three dilation, bool channels_last,
-              std::string dtype, bool full_float32) {
-             new (self) ConvProblem(MakeConv(n, c, k, groups, in, filter, out, stride, pad,
-                                             dilation, channels_last, dtype, full_float32));
-           });
-  m.def("conv_refusal",
-        [](std::string op, const ConvProblem& p, std::string kernel, std::string tile,
-           int64_t splits, int64_t chunk, int major, int minor, int multiprocessors) {
-          return cuda::ConvRefusal(ToConvOp(op), p, {kernel, tile, splits, chunk},
-                                   {major, minor, multiprocessors});
-        });
-  m.def("conv_normalised_refusal", [](std::string op, const ConvProblem& p, std::string activation,
-                                      std::string kernel, std::string tile, int64_t splits,
-                                      int64_t chunk, int major, int minor, int multiprocessors) {
-    return cuda::NormalisedRefusal(ToConvOp(op), p, ToKnown(activation),
-                                   {kernel, tile, splits, chunk}, {major, minor, multiprocessors});
-  });
-  m.def("conv_folded", [](const ConvProblem& p, bool dgrad) {
-    const ConvProblem q = cuda::ConvFolded(p, dgrad);
-    const auto three = [](const int64_t (&from)[3]) { return Three{from[0], from[1], from[2]}; };
-    return std::tuple(q.n, q.c, three(q.in), three(q.filter), three(q.out), three(q.stride));
-  });
-  m.def("conv_workspace", [](std::string op, const ConvProblem& p, std::string kernel,
-                             std::string tile, int64_t splits, int64_t chunk) {
-    return cuda::ConvWorkspace(ToConvOp(op), p, {kernel, tile, splits, chunk});
-  });
-  nb::class_<DenseProblem>(m, "DenseProblem")
-      .def("__init__", [](DenseProblem* self, int64_t batch, int64_t rows, int64_t k, int64_t n,
-                          bool trans_x, bool trans_w, bool x_batched, bool w_batched,
-                          std::string bias, bool addend, std::string dtype, bool full_float32) {
-        new (self) DenseProblem(MakeDense(batch, rows, k, n, trans_x, trans_w, x_batched, w_batched,
-                                          bias, addend, dtype, full_float32));
-      });
-  m.def("dense_refusal", [](const DenseProblem& p, std::string kernel, std::string tile,
-                            int64_t splits, int64_t chunk, int major, int minor,
-                            int multiprocessors) {
-    return cuda::DenseRefusal(p, {kernel, tile, splits, chunk}, {major, minor, multiprocessors});
-  });
-  m.def("dense_workspace",
-        [](const DenseProblem& p, std::string kernel, std::string tile, int64_t splits,
-           int64_t chunk) { return cuda::DenseWorkspace(p, {kernel, tile, splits, chunk}); });
-  nb::class_<BatchNormProblem>(m, "BatchNormProblem")
-      .def("__init__", [](BatchNormProblem* self, int64_t batch, int64_t outer, int64_t channels,
-                          int64_t inner, std::string activation, bool residual, std::string dtype) {
-        new (self) BatchNormProblem(
-            MakeBatchNorm(batch, outer, channels, inner, activation, residual, dtype));
-      });
-  m.def("batchnorm_refusal",
-        [](std::string op, const BatchNormProblem& p, std::string kernel, std::string tile,
-           int64_t splits, int64_t chunk, int major, int minor, int multiprocessors) {
-          return cuda::BatchNormRefusal(ToBatchNormOp(op), p, {kernel, tile, splits, chunk},
-                                        {major, minor, multiprocessors});
-        });
-  m.def("batchnorm_workspace",
-        [](std::string op, const BatchNormProblem& p, std::string kernel, std::string tile,
-           int64_t splits, int64_t chunk, int major, int minor, int multiprocessors) {
-          return cuda::BatchNormWorkspace(ToBatchNormOp(op), p, {kernel, tile, splits, chunk},
-                                          {major, minor, multiprocessors});
-        });
-  m.def("batchnorm_vector", [](const BatchNormProblem& p) { return cuda::BatchNormVector(p); });
-  m.def("batchnorm_streamed", [](const BatchNormProblem& p) { return cuda::BatchNormStreamed(p); });
-  m.def("batchnorm_teams", [](std::string op, const BatchNormProblem& p, int width, int major,
-                              int minor, int multiprocessors) {
-    const cuda::TeamCount count =
-        cuda::BatchNormTeams(ToBatchNormOp(op), p, width, {major, minor, multiprocessors});
-    return std::pair(count.ctas, count.groups);
-  });
-  nb::class_<PoolProblem>(m, "PoolProblem")
-      .def("__init__", [](PoolProblem* self, int64_t n, int64_t c, Three in, Three window,
-                          Three out, Three stride, Three pad, Three dilation, std::string dtype) {
-        new (self) PoolProblem(MakePool(n, c, in, window, out, stride, pad, dilation, dtype));
-      });
-  m.def("pool_refusal", [](const PoolProblem& p, std::string kernel) {
-    return cuda::PoolRefusal(p, {kernel, "", 1, 0});
-  });
-  m.def("pool_vector", [](const PoolProblem& p) { return cuda::PoolVector(p); });
-  nb::class_<GroupNormProblem>(m, "GroupNormProblem")
-      .def("__init__",
-           [](GroupNormProblem* self, int64_t batch, int64_t images, int64_t pixels,
-              int64_t channels, int64_t groups, std::string activation, std::string dtype) {
-             new (self) GroupNormProblem(
-                 MakeGroupNorm(batch, images, pixels, channels, groups, activation, dtype));
-           });
-  m.def("groupnorm_refusal",
-        [](std::string op, const GroupNormProblem& p, std::string kernel, std::string tile,
-           int64_t splits, int64_t chunk, int major, int minor, int multiprocessors) {
-          return cuda::GroupNormRefusal(ToGroupNormOp(op), p, {kernel, tile, splits, chunk},
-                                        {major, minor, multiprocessors});
-        });
-  m.def("groupnorm_workspace", [](std::string op, const GroupNormProblem& p, std::string kernel,
-                                  std::string tile, int64_t splits, int64_t chunk) {
-    return cuda::GroupNormWorkspace(ToGroupNormOp(op), p, {kernel, tile, splits, chunk});
-  });
-  m.def("groupnorm_unit", [](const GroupNormProblem& p) { return cuda::GroupNormUnit(p); });
-  m.def("groupnorm_vector", [](const GroupNormProblem& p) { return cuda::GroupNormVector(p); });
-  m.def("groupnorm_rows", [](const GroupNormProblem& p) { return cuda::GroupNormRows(p); });
-  nb::class_<SqueezeExciteProblem>(m, "SqueezeExciteProblem")
-      .def("__init__", [](SqueezeExciteProblem* self, int64_t images, int64_t pixels,
-                          int64_t channels, int64_t hidden, std::string dtype) {
-        new (self) SqueezeExciteProblem(MakeSqueezeExcite(images, pixels, channels, hidden, dtype));
-      });
-  m.def("squeeze_excite_refusal",
-        [](const SqueezeExciteProblem& p, std::string kernel, std::string tile, int64_t splits,
-           int64_t chunk, int major, int minor, int multiprocessors) {
-          return cuda::SqueezeExciteRefusal(p, {kernel, tile, splits, chunk},
-                                            {major, minor, multiprocessors});
-        });
-  m.def("squeeze_excite_vector",
-        [](const SqueezeExciteProblem& p) { return cuda::SqueezeExciteVector(p); });
-  m.def("squeeze_excite_cta", [](const SqueezeExciteProblem& p, std::string kernel,
-                                 std::string tile, int64_t splits, int64_t chunk, int major,
-                                 int minor, int multiprocessors) {
-    const cuda::SqueezeExciteSize size =
-        cuda::SqueezeExciteCta(p, {kernel, tile, splits, chunk}, {major, minor, multiprocessors});
-    return std::make_tuple(size.images, size.steps, size.held, size.bytes);
-  });
-  m.def("shared_memory",
-        [](int major, int minor) { return cuda::Device{major, minor}.shared_memory(); });
+  using C = ConvProblem;
+  Class(m, "ConvProblem", &C::n, &C::c, &C::k, &C::groups, &C::in, &C::filter, &C::out, &C::stride,
+        &C::pad, &C::dilation, &C::channels_last, &C::dtype, &C::full_float32);
+  Function(m, "conv_refusal", cuda::ConvRefusal);
+  Function(m, "conv_normalised_refusal", cuda::NormalisedRefusal);
+  Function(m, "conv_folded", Folded);
+  Function(m, "conv_workspace", cuda::ConvWorkspace);
+  using D = DenseProblem;
+  Class(m, "DenseProblem", &D::batch, &D::m, &D::k, &D::n, &D::trans_x, &D::trans_w, &D::x_batched,
+        &D::w_batched, &D::bias, &D::addend, &D::dtype, &D::full_float32);
+  Function(m, "dense_refusal", cuda::DenseRefusal);
+  Function(m, "dense_workspace", cuda::DenseWorkspace);
+  using B = BatchNormProblem;
+  Class(m, "BatchNormProblem", &B::batch, &B::outer, &B::channels, &B::inner, &B::activation,
+        &B::residual, &B::dtype);
+  Function(m, "batchnorm_refusal", cuda::BatchNormRefusal);
+  Function(m, "batchnorm_workspace", cuda::BatchNormWorkspace);
+  Function(m, "batchnorm_vector", cuda::BatchNormVector);
+  Function(m, "batchnorm_streamed", cuda::BatchNormStreamed);
+  Function(m, "batchnorm_teams", Teams);
+  using P = PoolProblem;
+  Class(m, "PoolProblem", &P::n, &P::c, &P::in, &P::window, &P::out, &P::stride, &P::pad,
+        &P::dilation, &P::dtype);
+  Function(m, "pool_refusal", PoolRefusal);
+  Function(m, "pool_vector", cuda::PoolVector);
+  using G = GroupNormProblem;
+  Class(m, "GroupNormProblem", &G::batch, &G::images, &G::pixels, &G::channels, &G::groups,
+        &G::activation, &G::dtype);
+  Function(m, "groupnorm_refusal", cuda::GroupNormRefusal);
+  Function(m, "groupnorm_workspace", cuda::GroupNormWorkspace);
+  Function(m, "groupnorm_unit", cuda::GroupNormUnit);
+  Function(m, "groupnorm_vector", cuda::GroupNormVector);
+  Function(m, "groupnorm_rows", cuda::GroupNormRows);
+  using S = SqueezeExciteProblem;
+  Class(m, "SqueezeExciteProblem", &S::images, &S::pixels, &S::channels, &S::hidden, &S::dtype);
+  Function(m, "squeeze_excite_refusal", cuda::SqueezeExciteRefusal);
+  Function(m, "squeeze_excite_vector", cuda::SqueezeExciteVector);
+  Function(m, "squeeze_excite_cta", Cta);
+  Function(m, "shared_memory", SharedMemory);
 }
 
 }  // namespace jaxconv

@@ -23,8 +23,15 @@ namespace nb = nanobind;
 NB_MODULE(JAXCONV_MODULE, m) {
   m.def("registrations", [] {
     nb::dict targets;
-    for (auto [name, handler] : jaxconv::JAXCONV_BACKEND::Handlers()) {
-      targets[name] = nb::capsule(reinterpret_cast<void*>(handler));
+    for (const auto& row : jaxconv::JAXCONV_BACKEND::Rows())
+      targets[row.target.c_str()] = nb::capsule(reinterpret_cast<void*>(row.handler));
+    return targets;
+  });
+  // The table: target -> (operands, results), roles in the order of the wire, "x w b?".
+  m.def("roles", [] {
+    nb::dict targets;
+    for (const auto& row : jaxconv::JAXCONV_BACKEND::Rows()) {
+      if (row.operands) targets[row.target.c_str()] = nb::make_tuple(row.operands, row.results);
     }
     return targets;
   });

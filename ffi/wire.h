@@ -1,4 +1,4 @@
-// The attributes of the custom calls, as jaxconv/_op.py and its neighbours write them, and the
+// The attributes of the custom calls (each with its name), as jaxconv/_op.py and its neighbours write them, and the
 // small conversions between XLA's types and ours. Member names are the wire format: a change needs
 // a new version in the target's name.
 #pragma once
@@ -7,6 +7,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "common/plan.h"
 #include "common/problem.h"
@@ -19,6 +20,7 @@ namespace ffi = xla::ffi;
 using Ints = ffi::Span<const int64_t>;
 
 struct Window {
+  static constexpr char kName[] = "window";
   Ints stride;  // one per spatial dimension, also in the next three
   Ints pad_low;
   Ints pad_high;
@@ -30,6 +32,7 @@ struct Window {
 };
 
 struct Epilogue {
+  static constexpr char kName[] = "epilogue";
   int64_t bias;
   std::string_view activation;
   double slope;
@@ -37,6 +40,7 @@ struct Epilogue {
 };
 
 struct Product {
+  static constexpr char kName[] = "product";
   int64_t trans_x, trans_w;
   int64_t batched;  // the result has an instance axis
   int64_t x_batched, w_batched, bias_batched, c_batched;
@@ -47,6 +51,7 @@ struct Product {
 };
 
 struct Norm {
+  static constexpr char kName[] = "norm";
   int64_t channel_axis;  // counts the instance axis
   int64_t batched;       // the leading axis of every array is the instance axis
   double momentum, epsilon;
@@ -56,6 +61,7 @@ struct Norm {
 };
 
 struct Pool {
+  static constexpr char kName[] = "pool";
   Ints window;  // one per spatial dimension, also in the next four
   Ints stride;
   Ints pad_low;
@@ -66,6 +72,7 @@ struct Pool {
 };
 
 struct GroupNorm {
+  static constexpr char kName[] = "norm";
   int64_t groups;
   int64_t batched;  // as in Norm
   double epsilon;
@@ -74,15 +81,39 @@ struct GroupNorm {
 };
 
 struct SqueezeExcite {
+  static constexpr char kName[] = "squeeze";
   std::string_view activation;
   double slope;
   std::string_view gate;
 };
 
 struct Plan {
+  static constexpr char kName[] = "plan";
   std::string_view kernel, tile;
   int64_t splits, chunk;
 };
+
+// A number by itself.
+template <const char* name>
+struct Number {
+  static constexpr const char* kName = name;
+  int64_t value;
+};
+inline constexpr char kWantDx[] = "want_dx", kWantDresidual[] = "want_dresidual",
+                      kCount[] = "count";
+using WantDx = Number<kWantDx>;
+using WantDresidual = Number<kWantDresidual>;
+using Count = Number<kCount>;
+
+// `binding` with these attributes, by their names.
+template <typename First, typename... Rest, typename Binding>
+auto Bind(Binding&& binding) {
+  if constexpr (sizeof...(Rest) == 0) {
+    return std::move(binding).template Attr<First>(First::kName);
+  } else {
+    return Bind<Rest...>(std::move(binding).template Attr<First>(First::kName));
+  }
+}
 
 inline std::optional<DType> ToDType(ffi::DataType type) {
   switch (type) {
@@ -195,3 +226,12 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jaxconv::wire::Plan,
                                       StructMember<std::string_view>("tile"),
                                       StructMember<int64_t>("splits"),
                                       StructMember<int64_t>("chunk"));
+
+template <const char* name>
+struct xla::ffi::AttrDecoding<jaxconv::wire::Number<name>> {
+  using Type = jaxconv::wire::Number<name>;
+  static std::optional<Type> Decode(XLA_FFI_AttrType type, void* attr, DiagnosticEngine& engine) {
+    const auto value = AttrDecoding<int64_t>::Decode(type, attr, engine);
+    return value ? std::optional<Type>({*value}) : std::nullopt;
+  }
+};

@@ -35,35 +35,41 @@ Status ToTeamShape(const Plan& plan, const std::string& what, batchnorm::TeamSha
 const float* Float(const void* p) { return static_cast<const float*>(p); }
 float* Float(void* p) { return static_cast<float*>(p); }
 
-// What inference takes, and training with the running statistics in the place of those to apply.
-batchnorm::ForwardTensors Given(const BatchNormProblem& p, const void* x, const void* scale,
-                                const void* bias, const void* mean, const void* var,
-                                const void* residual, void* y) {
+// What inference and training take, but for statistics.
+template <typename Arrays>
+batchnorm::ForwardTensors Given(const BatchNormProblem& p, const Arrays& a) {
   batchnorm::ForwardTensors t{};
-  t.x = x;
-  t.residual = p.residual ? residual : nullptr;
-  t.y = y;
-  t.scale = Float(scale);
-  t.bias = Float(bias);
-  t.old_mean = Float(mean);
-  t.old_var = Float(var);
+  t.x = a.x;
+  if (p.residual) t.residual = a.residual;
+  t.y = a.y;
+  t.scale = Float(a.scale);
+  t.bias = Float(a.bias);
+  return t;
+}
+
+// By the statistics that are given.
+template <typename Arrays>
+batchnorm::ForwardTensors Applied(const BatchNormProblem& p, const Arrays& a) {
+  batchnorm::ForwardTensors t = Given(p, a);
+  t.old_mean = Float(a.mean);
+  t.old_var = Float(a.var);
   return t;
 }
 
 }  // namespace
 
 Status BatchNormTrain(const Context& ctx, const BatchNormProblem& p, const Plan& plan,
-                      const void* x, const void* scale, const void* bias, const void* running_mean,
-                      const void* running_var, const void* residual, void* y, void* new_mean,
-                      void* new_var, void* mean, void* rstd, Workspace workspace) {
+                      const BatchNormTrainArrays& a, Workspace workspace) {
   const std::string what = Describe("batchnorm_train", p, plan);
   if (p.batch == 0 || p.channels == 0) return Status::Ok();
   JAXCONV_RETURN_IF_ERROR(Confirm(BatchNormOp::kTrain, p, plan, workspace, what));
-  batchnorm::ForwardTensors t = Given(p, x, scale, bias, running_mean, running_var, residual, y);
-  t.new_mean = Float(new_mean);
-  t.new_var = Float(new_var);
-  t.mean = Float(mean);
-  t.rstd = Float(rstd);
+  batchnorm::ForwardTensors t = Given(p, a);
+  t.old_mean = Float(a.running_mean);
+  t.old_var = Float(a.running_var);
+  t.new_mean = Float(a.new_mean);
+  t.new_var = Float(a.new_var);
+  t.mean = Float(a.mean);
+  t.rstd = Float(a.rstd);
   const BatchNormProblem canonical = batchnorm::Canonical(p);
   if (plan.kernel == "resident_block") return batchnorm::ResidentTrain(ctx, canonical, t, what);
   if (plan.kernel == "resident_team") {
@@ -76,56 +82,52 @@ Status BatchNormTrain(const Context& ctx, const BatchNormProblem& p, const Plan&
 
 // One pass.
 Status BatchNormMoments(const Context& ctx, const BatchNormProblem& p, const Plan& plan,
-                        const void* x, void* k, void* shift, void* var, Workspace workspace) {
+                        const BatchNormMomentsArrays& a, Workspace workspace) {
   const std::string what = Describe("batchnorm_moments", p, plan);
   if (p.batch == 0 || p.channels == 0) return Status::Ok();
   JAXCONV_RETURN_IF_ERROR(Confirm(BatchNormOp::kMoments, p, plan, workspace, what));
   return batchnorm::TwoReadMoments(ctx, batchnorm::Canonical(p), plan.splits,
-                                   {x, Float(k), Float(shift), Float(var)}, workspace, what);
+                                   {a.x, Float(a.k), Float(a.shift), Float(a.var)}, workspace,
+                                   what);
 }
 
 // One pass.
 Status BatchNormInfer(const Context& ctx, const BatchNormProblem& p, const Plan& plan,
-                      const void* x, const void* scale, const void* bias, const void* mean,
-                      const void* var, const void* residual, void* y) {
+                      const BatchNormInferArrays& a, Workspace) {
   const std::string what = Describe("batchnorm_infer", p, plan);
   if (p.batch == 0 || p.channels == 0) return Status::Ok();
   JAXCONV_RETURN_IF_ERROR(Confirm(BatchNormOp::kInfer, p, plan, {}, what));
-  return batchnorm::Infer(ctx, batchnorm::Canonical(p),
-                          Given(p, x, scale, bias, mean, var, residual, y), what);
+  return batchnorm::Infer(ctx, batchnorm::Canonical(p), Applied(p, a), what);
 }
 
 // One pass.
 Status BatchNormSigns(const Context& ctx, const BatchNormProblem& p, const Plan& plan,
-                      const void* x, const void* scale, const void* bias, const void* mean,
-                      const void* var, const void* residual, void* y, void* signs) {
+                      const BatchNormSignsArrays& a, Workspace) {
   const std::string what = Describe("batchnorm_signs", p, plan);
   JAXCONV_RETURN_IF_ERROR(Confirm(BatchNormOp::kSigns, p, plan, {}, what));
-  batchnorm::ForwardTensors t = Given(p, x, scale, bias, mean, var, residual, y);
-  t.signs = static_cast<uint8_t*>(signs);
+  batchnorm::ForwardTensors t = Applied(p, a);
+  t.signs = a.signs.as<uint8_t>();
   return batchnorm::Infer(ctx, batchnorm::Canonical(p), t, what);
 }
 
 Status BatchNormBackward(const Context& ctx, const BatchNormProblem& p, const Plan& plan,
-                         const void* x, const void* dy, const void* scale, const void* bias,
-                         const void* mean, const void* rstd, const void* residual, void* dx,
-                         void* dscale, void* dbias, void* dresidual, Workspace workspace) {
+                         const BatchNormBackwardArrays& a, Workspace workspace) {
   const std::string what = Describe("batchnorm_backward", p, plan);
   if (p.batch == 0 || p.channels == 0) return Status::Ok();
   JAXCONV_RETURN_IF_ERROR(Confirm(BatchNormOp::kBackward, p, plan, workspace, what));
   const bool needs_z = p.activation != Activation::kNone;
   batchnorm::BackwardTensors t{};
-  t.x = x;
-  t.dy = dy;
-  t.residual = p.residual && needs_z ? residual : nullptr;
-  t.dx = dx;
-  t.dresidual = dresidual;
-  t.scale = Float(scale);
-  t.bias = Float(bias);
-  t.mean = Float(mean);
-  t.rstd = Float(rstd);
-  t.dscale = Float(dscale);
-  t.dbias = Float(dbias);
+  t.x = a.x;
+  t.dy = a.dy;
+  if (p.residual && needs_z) t.residual = a.residual;
+  t.dx = a.dx;
+  t.dresidual = a.dresidual;
+  t.scale = Float(a.scale);
+  t.bias = Float(a.bias);
+  t.mean = Float(a.mean);
+  t.rstd = Float(a.rstd);
+  t.dscale = Float(a.dscale);
+  t.dbias = Float(a.dbias);
   const BatchNormProblem canonical = batchnorm::Canonical(p);
   if (plan.kernel == "resident_block") return batchnorm::ResidentBackward(ctx, canonical, t, what);
   if (plan.kernel == "resident_team") {
@@ -137,48 +139,42 @@ Status BatchNormBackward(const Context& ctx, const BatchNormProblem& p, const Pl
 }
 
 // One pass.
-Status BatchNormDx(const Context& ctx, const BatchNormProblem& p, const Plan& plan, const void* x,
-                   const void* dy, const void* scale, const void* bias, const void* mean,
-                   const void* rstd, const void* dscale, const void* dbias, const void* residual,
-                   int64_t count, void* dx) {
+Status BatchNormDx(const Context& ctx, const BatchNormProblem& p, int64_t count, const Plan& plan,
+                   const BatchNormDxArrays& a, Workspace) {
   const std::string what = Describe("batchnorm_dx", p, plan);
   if (p.batch == 0 || p.channels == 0) return Status::Ok();
   JAXCONV_RETURN_IF_ERROR(Confirm(BatchNormOp::kDx, p, plan, {}, what));
   const bool needs_z = p.activation != Activation::kNone;
   batchnorm::BackwardTensors t{};
-  t.x = x;
-  t.dy = dy;
-  t.residual = p.residual && needs_z ? residual : nullptr;
-  t.dx = dx;
-  t.scale = Float(scale);
-  t.bias = Float(bias);
-  t.mean = Float(mean);
-  t.rstd = Float(rstd);
+  t.x = a.x;
+  t.dy = a.dy;
+  if (p.residual && needs_z) t.residual = a.residual;
+  t.dx = a.dx;
+  t.scale = Float(a.scale);
+  t.bias = Float(a.bias);
+  t.mean = Float(a.mean);
+  t.rstd = Float(a.rstd);
   // Read only.
-  t.dscale = const_cast<float*>(Float(dscale));
-  t.dbias = const_cast<float*>(Float(dbias));
+  t.dscale = const_cast<float*>(Float(a.dscale));
+  t.dbias = const_cast<float*>(Float(a.dbias));
   return batchnorm::DxOfSums(ctx, batchnorm::Canonical(p), count, t, what);
 }
 
 Status BatchNormShortcutBackward(const Context& ctx, const BatchNormProblem& p, const Plan& plan,
-                                 const void* x, const void* dy, const void* scale, const void* bias,
-                                 const void* mean, const void* rstd, const void* r,
-                                 const void* scale_r, const void* bias_r, const void* mean_r,
-                                 const void* rstd_r, void* dscale, void* dbias, void* dscale_r,
-                                 void* dx, void* dr, Workspace workspace) {
+                                 const BatchNormShortcutBackwardArrays& a, Workspace workspace) {
   const std::string what = Describe("batchnorm_shortcut_backward", p, plan);
   JAXCONV_RETURN_IF_ERROR(Confirm(BatchNormOp::kShortcutBackward, p, plan, workspace, what));
   batchnorm::ShortcutTensors t{};
-  t.x = x;
-  t.dy = dy;
-  t.r = r;
-  t.of_x = {Float(scale), Float(bias), Float(mean), Float(rstd)};
-  t.of_r = {Float(scale_r), Float(bias_r), Float(mean_r), Float(rstd_r)};
-  t.dscale = Float(dscale);
-  t.dbias = Float(dbias);
-  t.dscale_r = Float(dscale_r);
-  t.dx = dx;
-  t.dr = dr;
+  t.x = a.x;
+  t.dy = a.dy;
+  t.r = a.r;
+  t.of_x = {Float(a.scale), Float(a.bias), Float(a.mean), Float(a.rstd)};
+  t.of_r = {Float(a.scale_r), Float(a.bias_r), Float(a.mean_r), Float(a.rstd_r)};
+  t.dscale = Float(a.dscale);
+  t.dbias = Float(a.dbias);
+  t.dscale_r = Float(a.dscale_r);
+  t.dx = a.dx;
+  t.dr = a.dr;
   return batchnorm::ShortcutBackward(ctx, batchnorm::Canonical(p), plan.splits, t, workspace, what);
 }
 

@@ -65,129 +65,127 @@ int64_t SizeY(const ConvProblem& p) { return p.n * p.k * p.out_size(); }
 }  // namespace
 
 Status ConvFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
-                 const void* x, const void* w, const void* bias, const void* residual, void* y,
-                 void* z, Workspace workspace) {
+                 const ConvFpropArrays& a, Workspace workspace) {
   if (SizeY(p) == 0) return Status::Ok();
-  // y = f(bias + residual) everywhere: direct sums over nothing, whatever the plan says.
+  // y = f(b + residual) everywhere: direct sums over nothing, whatever the plan says.
   if (SizeX(p) == 0 || SizeW(p) == 0)
-    return DirectFprop(ctx, p, e, plan, x, w, bias, residual, y, z, workspace);
-  const ConvOp op = residual == nullptr ? ConvOp::kFprop : ConvOp::kFpropAdd;
+    return DirectFprop(ctx, p, e, plan, a.x, a.w, a.b, a.residual, a.y, a.z, workspace);
+  const ConvOp op = a.residual == nullptr ? ConvOp::kFprop : ConvOp::kFpropAdd;
   JAXCONV_RETURN_IF_ERROR(
-      Confirm(op, "conv_fprop", p, plan, workspace, {x, w, bias, residual, y, z}));
+      Confirm(op, "conv_fprop", p, plan, workspace, {a.x, a.w, a.b, a.residual, a.y, a.z}));
   const std::string_view family = FamilyOf(plan.kernel);
-  if (family == "depthwise") return DepthwiseFprop(ctx, p, e, plan, x, w, bias, y, z, workspace);
-  if (family == "grouped") return GroupedFprop(ctx, p, e, plan, x, w, bias, y, z, workspace);
-  if (family == "stem") return StemFprop(ctx, p, e, plan, x, w, bias, y, z, workspace);
+  if (family == "depthwise")
+    return DepthwiseFprop(ctx, p, e, plan, a.x, a.w, a.b, a.y, a.z, workspace);
+  if (family == "grouped") return GroupedFprop(ctx, p, e, plan, a.x, a.w, a.b, a.y, a.z, workspace);
+  if (family == "stem") return StemFprop(ctx, p, e, plan, a.x, a.w, a.b, a.y, a.z, workspace);
   // The others may add a residual.
   if (family == "im2col")
-    return Im2colFprop(ctx, p, e, plan, x, w, bias, residual, y, z, workspace);
+    return Im2colFprop(ctx, p, e, plan, a.x, a.w, a.b, a.residual, a.y, a.z, workspace);
   if (family == "implicit_gemm") {
-    return ImplicitGemmFprop(ctx, conv::FoldPatches(p, false), e, plan, x, w, bias, residual, y, z,
-                             workspace);
+    return ImplicitGemmFprop(ctx, conv::FoldPatches(p, false), e, plan, a.x, a.w, a.b, a.residual,
+                             a.y, a.z, workspace);
   }
   if (family == "sm90") {
-    return Sm90Fprop(ctx, conv::FoldPatches(p, false), e, plan, x, w, bias, residual, y, z,
+    return Sm90Fprop(ctx, conv::FoldPatches(p, false), e, plan, a.x, a.w, a.b, a.residual, a.y, a.z,
                      workspace);
   }
-  return DirectFprop(ctx, p, e, plan, x, w, bias, residual, y, z, workspace);
+  return DirectFprop(ctx, p, e, plan, a.x, a.w, a.b, a.residual, a.y, a.z, workspace);
 }
 
-Status ConvStatistics(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
-                      const void* w, void* y, void* mean, void* var, Workspace workspace) {
+Status ConvStatistics(const Context& ctx, const ConvProblem& p, const Plan& plan,
+                      const ConvStatisticsArrays& a, Workspace workspace) {
   JAXCONV_RETURN_IF_ERROR(
-      Confirm(ConvOp::kStatistics, "conv_statistics", p, plan, workspace, {x, w, y}));
-  return Sm90Statistics(ctx, conv::FoldPatches(p, false), plan, x, w, y, mean, var, workspace);
+      Confirm(ConvOp::kStatistics, "conv_statistics", p, plan, workspace, {a.x, a.w, a.y}));
+  return Sm90Statistics(ctx, conv::FoldPatches(p, false), plan, a.x, a.w, a.y, a.mean, a.var,
+                        workspace);
 }
 
-Status ConvDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,
-                 const void* w, const void* c, void* dx, Workspace workspace) {
+Status ConvDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan,
+                 const ConvDgradArrays& a, Workspace workspace) {
   if (SizeX(p) == 0) return Status::Ok();
   if (SizeY(p) == 0 || SizeW(p) == 0) {
-    return c == nullptr ? Zero(ctx, dx, SizeX(p), p.dtype, "conv_dgrad")
-                        : Copy(ctx, c, dx, SizeX(p), p.dtype, "conv_dgrad");
+    return a.c == nullptr ? Zero(ctx, a.dx, SizeX(p), p.dtype, "conv_dgrad")
+                          : Copy(ctx, a.c, a.dx, SizeX(p), p.dtype, "conv_dgrad");
   }
-  const ConvOp op = c == nullptr ? ConvOp::kDgrad : ConvOp::kDgradAdd;
-  JAXCONV_RETURN_IF_ERROR(Confirm(op, "conv_dgrad", p, plan, workspace, {dy, w, c, dx}));
+  const ConvOp op = a.c == nullptr ? ConvOp::kDgrad : ConvOp::kDgradAdd;
+  JAXCONV_RETURN_IF_ERROR(Confirm(op, "conv_dgrad", p, plan, workspace, {a.dy, a.w, a.c, a.dx}));
   const std::string_view family = FamilyOf(plan.kernel);
-  if (family == "depthwise") return DepthwiseDgrad(ctx, p, plan, dy, w, c, dx, workspace);
-  if (family == "grouped") return GroupedDgrad(ctx, p, plan, dy, w, dx, workspace);
-  if (family == "im2col") return Im2colDgrad(ctx, p, plan, dy, w, dx, workspace);
+  if (family == "depthwise") return DepthwiseDgrad(ctx, p, plan, a.dy, a.w, a.c, a.dx, workspace);
+  if (family == "grouped") return GroupedDgrad(ctx, p, plan, a.dy, a.w, a.dx, workspace);
+  if (family == "im2col") return Im2colDgrad(ctx, p, plan, a.dy, a.w, a.dx, workspace);
   if (family == "implicit_gemm")
-    return ImplicitGemmDgrad(ctx, conv::FoldPatches(p, true), plan, dy, w, dx, workspace);
-  if (family == "stem") return StemDgrad(ctx, p, plan, dy, w, dx, workspace);
+    return ImplicitGemmDgrad(ctx, conv::FoldPatches(p, true), plan, a.dy, a.w, a.dx, workspace);
+  if (family == "stem") return StemDgrad(ctx, p, plan, a.dy, a.w, a.dx, workspace);
   if (family == "sm90") {
+    const void* c = a.c;
     if (c != nullptr && p.stride[0] * p.stride[1] * p.stride[2] > 1) {  // it adds to what is there
-      JAXCONV_RETURN_IF_ERROR(Copy(ctx, c, dx, SizeX(p), p.dtype, "conv_dgrad"));
-      c = dx;
+      JAXCONV_RETURN_IF_ERROR(Copy(ctx, a.c, a.dx, SizeX(p), p.dtype, "conv_dgrad"));
+      c = a.dx;
     }
-    return Sm90Dgrad(ctx, conv::FoldPatches(p, true), plan, dy, w, c, dx, workspace);
+    return Sm90Dgrad(ctx, conv::FoldPatches(p, true), plan, a.dy, a.w, c, a.dx, workspace);
   }
-  return DirectDgrad(ctx, p, plan, dy, w, dx, workspace);
+  return DirectDgrad(ctx, p, plan, a.dy, a.w, a.dx, workspace);
 }
 
-Status ConvDgradSums(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,
-                     const void* w, const void* c, const void* signs, const void* x,
-                     const void* mean, const void* rstd, void* dz, void* dscale, void* dbias,
-                     Workspace workspace) {
-  JAXCONV_RETURN_IF_ERROR(Confirm(ConvOp::kDgradSums, "conv_dgrad_sums", p, plan, workspace,
-                                  {dy, w, c, signs, x, mean, rstd, dz, dscale, dbias}));
-  return Sm90DgradSums(ctx, p, plan, dy, w, c, signs, x, mean, rstd, dz, dscale, dbias, workspace);
+Status ConvDgradSums(const Context& ctx, const ConvProblem& p, const Plan& plan,
+                     const ConvDgradSumsArrays& a, Workspace workspace) {
+  JAXCONV_RETURN_IF_ERROR(
+      Confirm(ConvOp::kDgradSums, "conv_dgrad_sums", p, plan, workspace,
+              {a.dy, a.w, a.c, a.signs, a.x, a.mean, a.rstd, a.dz, a.dscale, a.dbias}));
+  return Sm90DgradSums(ctx, p, plan, a.dy, a.w, a.c, a.signs, a.x, a.mean, a.rstd, a.dz, a.dscale,
+                       a.dbias, workspace);
 }
 
-Status ConvWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
-                 const void* dy, void* dw, Workspace workspace) {
+Status ConvWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan,
+                 const ConvWgradArrays& a, Workspace workspace) {
   if (SizeW(p) == 0) return Status::Ok();
-  if (SizeX(p) == 0 || SizeY(p) == 0) return Zero(ctx, dw, SizeW(p), p.dtype, "conv_wgrad");
-  JAXCONV_RETURN_IF_ERROR(Confirm(ConvOp::kWgrad, "conv_wgrad", p, plan, workspace, {x, dy, dw}));
+  if (SizeX(p) == 0 || SizeY(p) == 0) return Zero(ctx, a.dw, SizeW(p), p.dtype, "conv_wgrad");
+  JAXCONV_RETURN_IF_ERROR(
+      Confirm(ConvOp::kWgrad, "conv_wgrad", p, plan, workspace, {a.x, a.dy, a.dw}));
   const std::string_view family = FamilyOf(plan.kernel);
-  if (family == "depthwise") return DepthwiseWgrad(ctx, p, plan, x, dy, dw, workspace);
-  if (family == "grouped") return GroupedWgrad(ctx, p, plan, x, dy, dw, workspace);
-  if (family == "im2col") return Im2colWgrad(ctx, p, plan, x, dy, dw, workspace);
+  if (family == "depthwise") return DepthwiseWgrad(ctx, p, plan, a.x, a.dy, a.dw, workspace);
+  if (family == "grouped") return GroupedWgrad(ctx, p, plan, a.x, a.dy, a.dw, workspace);
+  if (family == "im2col") return Im2colWgrad(ctx, p, plan, a.x, a.dy, a.dw, workspace);
   if (family == "implicit_gemm")
-    return ImplicitGemmWgrad(ctx, conv::FoldPatches(p, false), plan, x, dy, dw, workspace);
+    return ImplicitGemmWgrad(ctx, conv::FoldPatches(p, false), plan, a.x, a.dy, a.dw, workspace);
   if (family == "sm90")
-    return Sm90Wgrad(ctx, conv::FoldPatches(p, false), plan, x, dy, dw, workspace);
-  if (family == "stem") return StemWgrad(ctx, p, plan, x, dy, dw, workspace);
-  return DirectWgrad(ctx, p, plan, x, dy, dw, workspace);
+    return Sm90Wgrad(ctx, conv::FoldPatches(p, false), plan, a.x, a.dy, a.dw, workspace);
+  if (family == "stem") return StemWgrad(ctx, p, plan, a.x, a.dy, a.dw, workspace);
+  return DirectWgrad(ctx, p, plan, a.x, a.dy, a.dw, workspace);
 }
 
 Status ConvNormalised(const Context& ctx, const ConvProblem& p, const BatchNormProblem& n,
-                      const Plan& plan, const void* x, const void* w, const void* scale,
-                      const void* bias, const void* mean, const void* var, void* y,
-                      Workspace workspace) {
+                      const Plan& plan, const ConvNormalisedArrays& a, Workspace workspace) {
   JAXCONV_RETURN_IF_ERROR(
-      Confirm(ConvOp::kFprop, "conv_normalised", p, plan, workspace, {x, w, y}, &n));
-  return DepthwiseNormalised(ctx, p, n, plan, x, w, scale, bias, mean, var, y);
+      Confirm(ConvOp::kFprop, "conv_normalised", p, plan, workspace, {a.x, a.w, a.y}, &n));
+  return DepthwiseNormalised(ctx, p, n, plan, a.x, a.w, a.scale, a.bias, a.mean, a.var, a.y);
 }
 
 Status ConvNormalisedWgrad(const Context& ctx, const ConvProblem& p, const BatchNormProblem& n,
-                           const Plan& plan, const void* x, const void* dy, const void* scale,
-                           const void* bias, const void* mean, const void* var, void* dw,
+                           const Plan& plan, const ConvNormalisedWgradArrays& a,
                            Workspace workspace) {
   JAXCONV_RETURN_IF_ERROR(
-      Confirm(ConvOp::kWgrad, "conv_normalised_wgrad", p, plan, workspace, {x, dy, dw}, &n));
-  return DepthwiseNormalisedWgrad(ctx, p, n, plan, x, dy, scale, bias, mean, var, dw, workspace);
+      Confirm(ConvOp::kWgrad, "conv_normalised_wgrad", p, plan, workspace, {a.x, a.dy, a.dw}, &n));
+  return DepthwiseNormalisedWgrad(ctx, p, n, plan, a.x, a.dy, a.scale, a.bias, a.mean, a.var, a.dw,
+                                  workspace);
 }
 
 Status ConvNormalisedGradient(const Context& ctx, const ConvProblem& p, const BatchNormProblem& n,
-                              const Plan& plan, const void* x, const void* dy, const void* w,
-                              const void* scale, const void* bias, const void* mean,
-                              const void* var, void* dw, void* dscale, void* dbias,
+                              const Plan& plan, const ConvNormalisedGradientArrays& a,
                               Workspace workspace) {
-  JAXCONV_RETURN_IF_ERROR(
-      Confirm(ConvOp::kSums, "conv_normalised_gradient", p, plan, workspace, {x, dy, w, dw}, &n));
-  return DepthwiseNormalisedGradient(ctx, p, n, plan, x, dy, w, scale, bias, mean, var, dw, dscale,
-                                     dbias, workspace);
+  JAXCONV_RETURN_IF_ERROR(Confirm(ConvOp::kSums, "conv_normalised_gradient", p, plan, workspace,
+                                  {a.x, a.dy, a.w, a.dw}, &n));
+  return DepthwiseNormalisedGradient(ctx, p, n, plan, a.x, a.dy, a.w, a.scale, a.bias, a.mean,
+                                     a.var, a.dw, a.dscale, a.dbias, workspace);
 }
 
 Status ConvNormalisedDx(const Context& ctx, const ConvProblem& p, const BatchNormProblem& n,
-                        const Plan& plan, const void* x, const void* dy, const void* w,
-                        const void* scale, const void* bias, const void* mean, const void* var,
-                        const void* dscale, const void* dbias, int64_t count, void* dx) {
+                        int64_t count, const Plan& plan, const ConvNormalisedDxArrays& a,
+                        Workspace) {
   JAXCONV_RETURN_IF_ERROR(
-      Confirm(ConvOp::kDgrad, "conv_normalised_dx", p, plan, {}, {x, dy, w, dx}, &n));
-  return DepthwiseNormalisedDx(ctx, p, n, plan, x, dy, w, scale, bias, mean, var, dscale, dbias,
-                               count, dx);
+      Confirm(ConvOp::kDgrad, "conv_normalised_dx", p, plan, {}, {a.x, a.dy, a.w, a.dx}, &n));
+  return DepthwiseNormalisedDx(ctx, p, n, plan, a.x, a.dy, a.w, a.scale, a.bias, a.mean, a.var,
+                               a.dscale, a.dbias, count, a.dx);
 }
 
 }  // namespace jaxconv::cuda

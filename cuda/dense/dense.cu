@@ -46,31 +46,29 @@ Status Confirm(const std::string& what, const DenseProblem& p, const Plan& plan,
 }  // namespace
 
 Status DenseGradient(const Context& ctx, const DenseProblem& p, const Epilogue& e, const Plan& plan,
-                     const void* dy, const void* w, const void* kept, void* dz, void* sums,
-                     Workspace workspace) {
+                     const DenseGradientArrays& a, Workspace workspace) {
   const std::string what = Describe("dense_gradient", p, plan);
   if (p.m == 0 || p.n == 0) return Status::Unimplemented(what + ": it has no elements");
   JAXCONV_RETURN_IF_ERROR(
-      Confirm(what, p, plan, {dy, w, kept, dz, sums, workspace.data}, workspace));
+      Confirm(what, p, plan, {a.dy, a.w, a.kept, a.dz, a.db, workspace.data}, workspace));
   if (plan.kernel != kGradientKernel || p.alpha != 1.0)
     return Status::Unimplemented(what + ": only sm90/gradient, with alpha 1, makes gradients");
-  return Sm90DenseGradient(ctx, p, e, plan, dy, w, kept, dz, sums, workspace);
+  return Sm90DenseGradient(ctx, p, e, plan, a.dy, a.w, a.kept, a.dz, a.db, workspace);
 }
 
 Status Dense(const Context& ctx, const DenseProblem& p, const Epilogue& e, const Plan& plan,
-             const void* x, const void* w, const void* bias, const void* c, void* y, void* z,
-             Workspace workspace) {
+             const DenseArrays& a, Workspace workspace) {
   if (p.m == 0 || p.n == 0 || p.batch == 0) return Status::Ok();
   const std::string what = Describe("dense", p, plan);
   // sm90/cluster reads a bias by column in vectors.
   const void* vectors =
-      plan.kernel == "sm90/cluster" && p.bias == BiasKind::kColumn ? bias : nullptr;
+      plan.kernel == "sm90/cluster" && p.bias == BiasKind::kColumn ? a.b.as<void>() : nullptr;
   JAXCONV_RETURN_IF_ERROR(
-      Confirm(what, p, plan, {x, w, vectors, c, y, z, workspace.data}, workspace));
+      Confirm(what, p, plan, {a.x, a.w, vectors, a.c, a.y, a.z, workspace.data}, workspace));
   if (plan.kernel == kGradientKernel)
     return Status::Unimplemented(what + ": sm90/gradient makes gradients only");
   if (FamilyOf(plan.kernel) == "sm90")
-    return Sm90Dense(ctx, p, e, plan, x, w, bias, c, y, z, workspace);
+    return Sm90Dense(ctx, p, e, plan, a.x, a.w, a.b, a.c, a.y, a.z, workspace);
   GemmArgs g;
   g.m = p.m;
   g.n = p.n;
@@ -78,22 +76,22 @@ Status Dense(const Context& ctx, const DenseProblem& p, const Epilogue& e, const
   g.batch = p.batch;
   g.trans_a = p.trans_x;
   g.trans_b = p.trans_w;
-  g.a = x;
-  g.b = w;
+  g.a = a.x;
+  g.b = a.w;
   g.lda = p.trans_x ? p.m : p.k;
   g.ldb = p.trans_w ? p.k : p.n;
   g.ldc = g.ldd = p.n;
   g.stride_a = p.x_batched ? p.m * p.k : 0;
   g.stride_b = p.w_batched ? p.k * p.n : 0;
   g.stride_d = p.m * p.n;
-  g.d = y;
-  g.z = e.save_preactivation ? z : nullptr;
+  g.d = a.y;
+  g.z = e.save_preactivation ? a.z.as<void>() : nullptr;
   if (p.addend) {
-    g.c = c;
+    g.c = a.c;
     g.stride_c = p.c_batched ? p.m * p.n : 0;
   }
   if (p.bias != BiasKind::kNone) {
-    g.bias = bias;
+    g.bias = a.b;
     g.bias_kind = p.bias;
     const int64_t elements = p.bias == BiasKind::kScalar ? 1 : p.bias == BiasKind::kRow ? p.m : p.n;
     g.stride_bias = p.bias_batched ? elements : 0;

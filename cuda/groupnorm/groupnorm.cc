@@ -62,9 +62,8 @@ float* Float(void* p) { return static_cast<float*>(p); }
 
 }  // namespace
 
-Status GroupNorm(const Context& ctx, const GroupNormProblem& p, const Plan& plan, const void* x,
-                 const void* scale, const void* bias, void* y, void* mean, void* rstd,
-                 Workspace workspace) {
+Status GroupNorm(const Context& ctx, const GroupNormProblem& p, const Plan& plan,
+                 const GroupNormArrays& a, Workspace workspace) {
   const std::string what = Describe("groupnorm", p, plan);
   if (p.batch == 0 || p.images == 0) return Status::Ok();
   Device device;
@@ -72,15 +71,15 @@ Status GroupNorm(const Context& ctx, const GroupNormProblem& p, const Plan& plan
   JAXCONV_RETURN_IF_ERROR(Confirm(GroupNormOp::kForward, p, plan, workspace, device, what));
   const groupnorm::Scratch at = groupnorm::ScratchOf(GroupNormOp::kForward, p, plan);
   char* scratch = static_cast<char*>(workspace.data);
-  const bool aligned = Aligned16({x, y, scale, bias});
+  const bool aligned = Aligned16({a.x, a.y, a.scale, a.bias});
   groupnorm::ForwardArgs args = {};
   args.walk = MakeWalk(p, plan, aligned);
-  args.x = x;
-  args.y = y;
-  args.scale = Float(scale);
-  args.bias = Float(bias);
-  args.mean = Float(mean);
-  args.rstd = Float(rstd);
+  args.x = a.x;
+  args.y = a.y;
+  args.scale = Float(a.scale);
+  args.bias = Float(a.bias);
+  args.mean = Float(a.mean);
+  args.rstd = Float(a.rstd);
   args.parts = reinterpret_cast<float2*>(scratch + at.parts);
   args.counters = reinterpret_cast<unsigned*>(scratch + at.counters);
   if (plan.kernel == "rows") {
@@ -93,9 +92,7 @@ Status GroupNorm(const Context& ctx, const GroupNormProblem& p, const Plan& plan
 }
 
 Status GroupNormBackward(const Context& ctx, const GroupNormProblem& p, const Plan& plan,
-                         const void* x, const void* dy, const void* scale, const void* bias,
-                         const void* mean, const void* rstd, void* dx, void* dscale, void* dbias,
-                         Workspace workspace) {
+                         const GroupNormBackwardArrays& a, Workspace workspace) {
   const std::string what = Describe("groupnorm_backward", p, plan);
   if (p.batch == 0) return Status::Ok();
   Device device;
@@ -103,18 +100,18 @@ Status GroupNormBackward(const Context& ctx, const GroupNormProblem& p, const Pl
   JAXCONV_RETURN_IF_ERROR(Confirm(GroupNormOp::kBackward, p, plan, workspace, device, what));
   const groupnorm::Scratch at = groupnorm::ScratchOf(GroupNormOp::kBackward, p, plan);
   char* scratch = static_cast<char*>(workspace.data);
-  const bool aligned = Aligned16({x, dy, dx, scale, bias});
+  const bool aligned = Aligned16({a.x, a.dy, a.dx, a.scale, a.bias});
   groupnorm::BackwardArgs args = {};
   args.walk = MakeWalk(p, plan, aligned);
-  args.x = x;
-  args.dy = dy;
-  args.dx = dx;
-  args.scale = Float(scale);
-  args.bias = Float(bias);
-  args.mean = Float(mean);
-  args.rstd = Float(rstd);
-  args.dscale = Float(dscale);
-  args.dbias = Float(dbias);
+  args.x = a.x;
+  args.dy = a.dy;
+  args.dx = a.dx;
+  args.scale = Float(a.scale);
+  args.bias = Float(a.bias);
+  args.mean = Float(a.mean);
+  args.rstd = Float(a.rstd);
+  args.dscale = Float(a.dscale);
+  args.dbias = Float(a.dbias);
   args.parts = reinterpret_cast<float2*>(scratch + at.parts);
   args.sums = reinterpret_cast<float*>(scratch + at.sums);
   args.counters = reinterpret_cast<unsigned*>(scratch + at.counters);

@@ -30,26 +30,26 @@ float* Float(void* p) { return static_cast<float*>(p); }
 }  // namespace
 
 Status SqueezeExcite(const Context& ctx, const SqueezeExciteProblem& p, const Plan& plan,
-                     const void* x, const void* w1, const void* b1, const void* w2, const void* b2,
-                     void* y, void* mean, void* z1, void* gate) {
+                     const SqueezeExciteArrays& a, Workspace) {
   const std::string what = Describe("squeeze_excite", p, plan);
   if (p.images == 0) return Status::Ok();
   Device device;
-  JAXCONV_RETURN_IF_ERROR(Confirm(p, plan, what, {x, y, w1, w2}, &device));
-  const squeeze_excite::ForwardArgs args = {x, Float(w1),   Float(b1), Float(w2),  Float(b2),
-                                            y, Float(mean), Float(z1), Float(gate)};
+  JAXCONV_RETURN_IF_ERROR(Confirm(p, plan, what, {a.x, a.y, a.w1, a.w2}, &device));
+  const squeeze_excite::ForwardArgs args = {a.x,           Float(a.w1), Float(a.b1),
+                                            Float(a.w2),   Float(a.b2), a.y,
+                                            Float(a.mean), Float(a.z1), Float(a.gate)};
   return squeeze_excite::Forward(ctx, p, plan, device, args, what);
 }
 
 Status SqueezeExciteBackward(const Context& ctx, const SqueezeExciteProblem& p, const Plan& plan,
-                             const void* x, const void* dy, const void* w1, const void* w2,
-                             const void* z1, const void* gate, void* dz2, void* dz1, void* dx) {
+                             const SqueezeExciteBackwardArrays& a, Workspace) {
   const std::string what = Describe("squeeze_excite_backward", p, plan);
   if (p.images == 0) return Status::Ok();
   Device device;
-  JAXCONV_RETURN_IF_ERROR(Confirm(p, plan, what, {x, dy, dx, w1, w2}, &device));
-  const squeeze_excite::BackwardArgs args = {
-      x, dy, Float(w1), Float(w2), Float(z1), Float(gate), Float(dz2), Float(dz1), dx};
+  JAXCONV_RETURN_IF_ERROR(Confirm(p, plan, what, {a.x, a.dy, a.dx, a.w1, a.w2}, &device));
+  const squeeze_excite::BackwardArgs args = {a.x,          a.dy,         Float(a.w1),
+                                             Float(a.w2),  Float(a.z1),  Float(a.gate),
+                                             Float(a.dz2), Float(a.dz1), a.dx};
   return squeeze_excite::Backward(ctx, p, plan, device, args, what);
 }
 

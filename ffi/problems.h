@@ -1,0 +1,560 @@
+// Attributes and arrays -> problems, confirmed. A reader is made of an op's attributes and has
+//
+//   kRules           what an array of each role must be (call.h)
+//   Begin(call)      what is decoded before there are arrays
+//   Read(call)       the problem, off the arrays of the rules kX, kW, ...
+//   Expect(call, r)  what an array of rule r must be, by the problem, and Where(call, r), for errors: by which arrays
+//   End(call)        what is left to be confirmed
+//   Problems()       what the launcher gets
+#pragma once
+
+#include <algorithm>
+#include <cstdlib>
+#include <string>
+#include <tuple>
+#include <utility>
+
+#include "common/problem.h"
+#include "ffi/call.h"
+
+namespace jaxconv::handler {
+
+// Of the arrays that a call may lack, those that it has by an attribute.
+template <typename Attribute>
+uint32_t Given(const Attribute&) {
+  return 0;
+}
+inline uint32_t Given(const wire::Epilogue& e) {
+  return (e.bias ? kHasB : 0) | (e.save_preactivation ? kHasZ : 0);
+}
+inline uint32_t Given(const wire::Product& product) { return product.addend ? kHasC : 0; }
+inline uint32_t Given(const wire::Norm& norm) { return norm.residual ? kHasResidual : 0; }
+inline uint32_t Given(const wire::Pool& pool) { return pool.save ? kHasPosition : 0; }
+inline uint32_t Given(wire::WantDx want) { return want.value ? kHasDx : 0; }
+inline uint32_t Given(wire::WantDresidual want) { return want.value ? kHasDresidual : 0; }
+
+// All attributes but the plan, which every op has.
+template <typename... Attributes>
+struct Reader {
+  explicit Reader(const Attributes&... attributes)
+      : all(attributes...), given((Given(attributes) | ...)) {}
+  template <typename Binding>
+  static auto Bind(Binding&& binding) {
+    return wire::Bind<Attributes..., wire::Plan>(std::move(binding));
+  }
+
+  Status Begin(const Call&) { return Status::Ok(); }
+  Expected Expect(const Call&, Rule) const { return {}; }
+  std::string Where(const Call& call, Rule) const { return call.Shapes({kX}); }
+  Status End(const Call&) const { return Status::Ok(); }
+
+  std::tuple<const Attributes&...> all;
+  uint32_t given;
+};
+
+// Of parameters and statistics, beside an array of `dtype`.
+inline DType Wide(DType dtype) { return dtype == DType::kF64 ? DType::kF64 : DType::kF32; }
+
+inline Status ToPlan(const Call& call, const wire::Plan& in, Plan* out) {
+  for (int64_t count : {in.splits, in.chunk}) {
+    if (count < 0 || count > kMaxStep) {
+      return call.Invalid("splits=" + std::to_string(in.splits) +
+                          " and chunk=" + std::to_string(in.chunk) + " must be in [0, 2^31)");
+    }
+  }
+  *out = {in.kernel, in.tile, in.splits, in.chunk};
+  return Status::Ok();
+}
+
+inline Status ToEpilogue(const Call& call, const wire::Epilogue& in, Epilogue* out) {
+  const auto activation = wire::ToActivation(in.activation);
+  if (!activation) return call.Invalid("unknown activation '" + std::string(in.activation) + "'");
+  *out = {in.bias != 0, *activation, in.slope, in.save_preactivation != 0};
+  return Status::Ok();
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Windows, a convolution's and a pooling's
+
+// Whether all have one number of spatial dimensions, 1 to 3.
+template <typename Window>
+bool RanksAgree(const Window& window, Dims x, Dims y) {
+  const size_t nd = window.stride.size();
+  return nd >= 1 && nd <= 3 && x.size() == nd + 2 && y.size() == nd + 2 &&
+         window.pad_low.size() == nd && window.pad_high.size() == nd &&
+         window.dilation.size() == nd;
+}
+
+// Extents and steps along the spatial axes; `given`: the extents of the filter, or of the window.
+template <typename Window, typename Problem>
+void SetAxes(const Window& window, Dims x, Dims y, const int64_t* given, Problem* p,
+             int64_t (&filter)[3]) {
+  const size_t nd = window.stride.size(), first = window.dims_channels_last != 0 ? 1 : 2;
+  for (int d = 0; d < 3; ++d) p->in[d] = filter[d] = p->out[d] = p->stride[d] = p->dilation[d] = 1;
+  for (size_t i = 0; i < nd; ++i) {
+    const size_t d = 3 - nd + i;
+    p->in[d] = x[first + i];
+    filter[d] = given[i];
+    p->out[d] = y[first + i];
+    p->stride[d] = window.stride[i];
+    p->pad[d] = window.pad_low[i];
+    p->dilation[d] = window.dilation[i];
+  }
+}
+
+// Whether y's extent on axis d is what the window makes of x's, within the bounds of common/problem.h. y has `k` channels.
+template <typename Problem>
+bool AxisIsSound(const Problem& p, int64_t filter, int64_t k, size_t d, int64_t pad_high) {
+  if (p.stride[d] < 1 || p.stride[d] > kMaxStep || p.dilation[d] < 1 || p.dilation[d] > kMaxStep ||
+      p.pad[d] < -kMaxStep || p.pad[d] > kMaxStep || pad_high < -kMaxStep || pad_high > kMaxStep) {
+    return false;
+  }
+  const Checked window = Checked(filter - 1) * p.dilation[d] + 1;
+  const Checked slack = Checked(p.in[d]) + p.pad[d] + pad_high - window;
+  if (!slack.Within(0, kMaxElements) || slack.value() / p.stride[d] + 1 != p.out[d]) return false;
+  const Checked span =
+      Checked(p.in[d]) + p.out[d] + std::abs(p.pad[d]) + std::abs(pad_high) + p.stride[d] + window;
+  Checked x = span * std::max<int64_t>(p.n, 1) * p.c, y = span * std::max<int64_t>(p.n, 1) * k;
+  for (size_t other = 0; other < 3; ++other) {
+    if (other == d) continue;
+    x = x * std::max<int64_t>(p.in[other], 1);
+    y = y * std::max<int64_t>(p.out[other], 1);
+  }
+  return x.Within(1, kMaxSpanned) && y.Within(1, kMaxSpanned);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Convolution
+
+template <typename... More>
+struct ConvWith : Reader<wire::Window, More...> {
+  static constexpr RuleOf kRules[] = {{"x dx", kX},    {"w dw", kW},  {"y dy", kY},
+                                      {"b", kBias},    {"c", kLikeX}, {"residual z", kLikeY},
+                                      {"", kStatistic}};
+  using Reader<wire::Window, More...>::Reader;
+  const wire::Window& window = std::get<0>(this->all);
+  ConvProblem p = {};
+  auto Problems() const { return std::tie(p); }
+
+  // Off three arrays, whichever of them are results.
+  Status Read(const Call& call) {
+    const AnyBuffer x = call[kX], w = call[kW], y = call[kY];
+    const Dims xd = x.dimensions(), wd = w.dimensions(), yd = y.dimensions();
+    const size_t nd = window.stride.size();
+    if (!RanksAgree(window, xd, yd) || wd.size() != nd + 2) {
+      return call.Invalid("ranks disagree: " + call.Shapes({kX, kW, kY}) + ", " +
+                          std::to_string(nd) + " spatial dimensions");
+    }
+    const auto dtype = wire::ToDType(x.element_type());
+    if (!dtype || w.element_type() != x.element_type() || y.element_type() != x.element_type()) {
+      return call.Invalid(call.Name(kX) + ", " + call.Name(kW) + " and " + call.Name(kY) +
+                          " must have one floating-point type");
+    }
+    const bool last = window.dims_channels_last != 0;
+    const size_t channel = last ? nd + 1 : 1;  // of x and y
+    const int64_t group_c = wd[last ? nd : 1];
+    p.n = xd[0];
+    p.c = xd[channel];
+    p.k = wd[last ? nd + 1 : 0];
+    p.groups = window.groups;
+    p.channels_last = window.memory_channels_last != 0;
+    p.dtype = *dtype;
+    p.full_float32 = window.full_float32 != 0;
+    const auto disagree = [&](const std::string& how) {
+      return call.Invalid("extents disagree: " + call.Shapes({kX, kW, kY}) +
+                          ", groups=" + std::to_string(window.groups) + ": " + how);
+    };
+    // An empty filter may have any number of taps, which nothing in memory bounds.
+    if (w.element_count() == 0) return disagree(call.Name(kW) + " is empty");
+    if (p.groups < 1 || p.groups > p.k || p.k % p.groups != 0 || p.c % p.groups != 0 ||
+        p.c / p.groups != group_c) {
+      return disagree("the channels and the groups");
+    }
+    if (yd[0] != p.n) return disagree("the batches");
+    if (yd[channel] != p.k) return disagree("the output channels");
+    SetAxes(window, xd, yd, wd.begin() + (last ? 0 : 2), &p, p.filter);
+    for (size_t i = 0; i < nd; ++i) {
+      const size_t d = 3 - nd + i;
+      if (AxisIsSound(p, p.filter[d], p.k, d, window.pad_high[i])) continue;
+      return disagree("spatial axis " + std::to_string(i) + " with stride " +
+                      std::to_string(window.stride[i]) + ", padding (" +
+                      std::to_string(window.pad_low[i]) + ", " +
+                      std::to_string(window.pad_high[i]) + ") and dilation " +
+                      std::to_string(window.dilation[i]));
+    }
+    Checked products = Checked(std::max<int64_t>(p.n, 1)) * p.k * group_c;
+    for (int d = 0; d < 3; ++d) products = products * p.filter[d] * p.out[d];
+    if (!products.Within(0, kMaxProducts)) return disagree("more than 2^62 products");
+    return Status::Ok();
+  }
+  Expected Expect(const Call&, Rule rule) const {
+    if (rule == kBias) return {p.dtype, {p.k}, -1, kY};
+    if (rule == kStatistic) return {Wide(p.dtype), {p.k}, -1, kY};
+    return {};
+  }
+  std::string Where(const Call& call, Rule) const { return call.Shapes({kX, kW, kY}); }
+};
+
+using Conv = ConvWith<>;
+
+struct Fprop : ConvWith<wire::Epilogue> {
+  using ConvWith::ConvWith;
+  Epilogue e = {};
+  auto Problems() const { return std::tie(p, e); }
+  Status Begin(const Call& call) { return ToEpilogue(call, std::get<1>(all), &e); }
+};
+
+struct Statistics : Conv {
+  using ConvWith::ConvWith;
+  Status End(const Call& call) const {
+    if (p.n * p.out_size() != 0) return Status::Ok();
+    return call.Invalid("y has no elements: there are no statistics of nothing");
+  }
+};
+
+struct DgradSums : Conv {
+  static constexpr RuleOf kRules[] = {
+      {"dz", kX}, {"w", kW}, {"dy", kY}, {"c x", kLikeX}, {"signs", kSignsOfX}, {"", kPerChannel}};
+  using ConvWith::ConvWith;
+  Expected Expect(const Call&, Rule rule) const {
+    return rule == kPerChannel ? Expected(DType::kF32, {p.c}) : Expected();
+  }
+  std::string Where(const Call& call, Rule) const { return call.Shapes({kX}); }
+  Status End(const Call& call) const {
+    if (p.n * p.c * p.in_size() != 0 && p.k * p.out_size() != 0) return Status::Ok();
+    return call.Invalid("it has no elements: there are no sums of nothing");
+  }
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Dense
+
+struct Dense : Reader<wire::Product, wire::Epilogue> {
+  static constexpr RuleOf kRules[] = {{"x dy", kX},    {"w", kW},      {"y dz", kY},
+                                      {"b db", kBias}, {"c", kAddend}, {"z kept", kLikeY}};
+  using Reader::Reader;
+  wire::Product product = std::get<0>(all);
+  DenseProblem p = {};
+  Epilogue e = {};
+  auto Problems() const { return std::tie(p, e); }
+
+  Status Begin(const Call& call) {
+    JAXCONV_RETURN_IF_ERROR(ToEpilogue(call, std::get<1>(all), &e));
+    const auto bias = wire::ToBiasKind(product.bias);
+    if (!bias || (*bias != BiasKind::kNone) != e.bias)
+      return call.Invalid("unknown bias kind '" + std::string(product.bias) + "'");
+    p.bias = *bias;
+    return Status::Ok();
+  }
+  Status Read(const Call& call) { return ReadMatrices(call, " and "); }
+  Expected Expect(const Call&, Rule rule) const {
+    const auto matrix = [&](bool batched, bool transposed, int64_t rows, int64_t columns) {
+      if (transposed) std::swap(rows, columns);
+      return Expected(p.dtype, {rows, columns}, batched ? p.batch : -1);
+    };
+    if (rule == kX) return matrix(p.x_batched, p.trans_x, p.m, p.k);
+    if (rule == kW) return matrix(p.w_batched, p.trans_w, p.k, p.n);
+    if (rule == kY) return matrix(product.batched, false, p.m, p.n);
+    if (rule == kAddend) return matrix(p.c_batched, false, p.m, p.n);
+    const int64_t size = p.bias == BiasKind::kScalar ? 1 : p.bias == BiasKind::kRow ? p.m : p.n;
+    return {p.dtype, {size}, p.bias_batched ? p.batch : -1};
+  }
+  std::string Where(const Call& call, Rule) const { return call.Shapes({kX, kY}); }
+
+ protected:
+  Status ReadMatrices(const Call& call, const char* and_) {
+    const Dims xd = call[kX].dimensions(), yd = call[kY].dimensions();
+    const auto dtype = wire::ToDType(call[kX].element_type());
+    const size_t instance = product.batched ? 1 : 0;
+    if (!dtype || yd.size() != 2 + instance || xd.size() != 2u + (product.x_batched ? 1 : 0)) {
+      return call.Invalid(call.Shapes({kX}) + and_ + call.Shapes({kY}) +
+                          " are no matrices of one floating-point type");
+    }
+    p.batch = instance ? yd[0] : 1;
+    p.m = yd[instance];
+    p.n = yd[instance + 1];
+    p.trans_x = product.trans_x != 0;
+    p.trans_w = product.trans_w != 0;
+    p.k = xd[xd.size() - (p.trans_x ? 2 : 1)];
+    p.x_batched = product.x_batched != 0;
+    p.w_batched = product.w_batched != 0;
+    p.c_batched = product.c_batched != 0;
+    p.bias_batched = product.bias_batched != 0;
+    p.addend = product.addend != 0;
+    p.alpha = product.alpha;
+    p.beta = product.beta;
+    p.dtype = *dtype;
+    p.full_float32 = product.full_float32 != 0;
+    return Status::Ok();
+  }
+};
+
+// The product's struct says how w is stored, and alpha; what it has for instances, bias and addend must be absent.
+struct DenseGradient : Dense {
+  using Dense::Dense;
+  Status Begin(const Call& call) {
+    JAXCONV_RETURN_IF_ERROR(ToEpilogue(call, std::get<1>(all), &e));
+    product.x_batched = product.w_batched = product.c_batched = product.bias_batched = 0;
+    product.beta = 1.0;
+    if (wire::ToBiasKind(product.bias) == BiasKind::kNone && !e.bias && !e.save_preactivation &&
+        !product.batched && !product.addend && !product.trans_x) {
+      return Status::Ok();
+    }
+    return call.Invalid("it takes one instance, x stored (M, K), no bias, addend or z");
+  }
+  Status Read(const Call& call) { return ReadMatrices(call, ", "); }
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Batch-norm
+
+template <typename... More>
+struct NormWith : Reader<wire::Norm, More...> {
+  static constexpr RuleOf kRules[] = {{"x", kX},
+                                      {"y dy r residual dx dresidual dr", kLikeX},
+                                      {"signs", kSignsOfX},
+                                      {"", kPerChannel}};
+  using Reader<wire::Norm, More...>::Reader;
+  const wire::Norm& norm = std::get<0>(this->all);
+  BatchNormProblem p = {};
+  auto Problems() const { return std::tie(p); }
+
+  Status Read(const Call& call) {
+    const Dims dims = call[kX].dimensions();
+    const auto dtype = wire::ToDType(call[kX].element_type());
+    const auto activation = wire::ToActivation(norm.activation);
+    const int64_t rank = static_cast<int64_t>(dims.size()), first = norm.batched ? 1 : 0;
+    if (!dtype || !activation || norm.channel_axis < first || norm.channel_axis >= rank) {
+      return call.Invalid(call.Shapes({kX}) + " with channel axis " +
+                          std::to_string(norm.channel_axis) + " and activation '" +
+                          std::string(norm.activation) + "' cannot be read");
+    }
+    p.batch = norm.batched ? dims[0] : 1;
+    p.outer = p.inner = 1;
+    for (int64_t i = first; i < norm.channel_axis; ++i) p.outer *= dims[i];
+    p.channels = dims[norm.channel_axis];
+    for (int64_t i = norm.channel_axis + 1; i < rank; ++i) p.inner *= dims[i];
+    p.momentum = norm.momentum;
+    p.epsilon = norm.epsilon;
+    p.activation = *activation;
+    p.slope = norm.slope;
+    p.residual = norm.residual != 0;
+    p.dtype = *dtype;
+    return Status::Ok();
+  }
+  Expected Expect(const Call&, Rule rule) const {
+    if (rule != kPerChannel) return {};
+    return {Wide(p.dtype), {p.channels}, norm.batched ? p.batch : -1};
+  }
+};
+
+using Norm = NormWith<>;
+using NormBackward = NormWith<wire::WantDx, wire::WantDresidual>;
+
+// By given sums, over `count` elements a channel.
+struct NormDx : NormWith<wire::Count> {
+  using NormWith::NormWith;
+  const int64_t& count = std::get<1>(all).value;
+  auto Problems() const { return std::tie(p, count); }
+  Status End(const Call& call) const {
+    if (count >= 1 && count >= p.reduced()) return Status::Ok();
+    return call.Invalid("count=" + std::to_string(count) + ", expected at least 1 and the " +
+                        std::to_string(p.reduced()) + " elements of a channel of x");
+  }
+};
+
+// A convolution of a batch-norm: of x by known statistics, as in inference.
+template <typename NormOfX, typename... More>
+struct NormalisedBy : Reader<wire::Window, wire::Norm, More...> {
+  static constexpr RuleOf kRules[] = {
+      {"x", kX}, {"w dw", kW}, {"y dy", kY}, {"dx", kLikeX}, {"", kPerChannel}};
+  NormalisedBy(const wire::Window& window, const wire::Norm& of_x, const More&... more)
+      : Reader<wire::Window, wire::Norm, More...>(window, of_x, more...),
+        conv(window),
+        norm(of_x, more...) {}
+  Conv conv;
+  NormOfX norm;
+  auto Problems() const { return std::tuple_cat(conv.Problems(), norm.Problems()); }
+
+  Status Read(const Call& call) {
+    JAXCONV_RETURN_IF_ERROR(conv.Read(call));
+    JAXCONV_RETURN_IF_ERROR(norm.Read(call));
+    const int64_t rank = static_cast<int64_t>(call[kX].dimensions().size());
+    const int64_t axis = conv.window.dims_channels_last != 0 ? rank - 1 : 1;
+    if (norm.norm.batched != 0 || norm.norm.residual != 0 || norm.norm.channel_axis != axis)
+      return call.Invalid("it takes one instance, x's own channels and no residual");
+    if (conv.p.n * conv.p.in_size() == 0 || conv.p.out_size() == 0)
+      return call.Invalid(call.Shapes({kX, kW, kY}) + ": there must be some of each");
+    return Status::Ok();
+  }
+  Expected Expect(const Call& call, Rule rule) const { return norm.Expect(call, rule); }
+  Status End(const Call& call) const { return norm.End(call); }
+};
+using Normalised = NormalisedBy<Norm>;
+using NormalisedDx = NormalisedBy<NormDx, wire::Count>;
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Max-pooling and its gradient
+
+struct Pool : Reader<wire::Pool> {
+  static constexpr RuleOf kRules[] = {{"x dx", kX}, {"y dy", kY}, {"position", kPosition}};
+  using Reader::Reader;
+  const wire::Pool& pool = std::get<0>(all);
+  PoolProblem p = {};
+  auto Problems() const { return std::tie(p); }
+
+  Status Read(const Call& call) {
+    if (call.Has(kPosition) && !pool.save) return call.Invalid("it needs the positions");
+    const AnyBuffer x = call[kX], y = call[kY];
+    const Dims xd = x.dimensions(), yd = y.dimensions();
+    const auto arrays = [&] {
+      return pool.save ? call.Shapes({kX, kY, kPosition}) : call.Shapes({kX, kY});
+    };
+    const size_t nd = pool.window.size();
+    if (!RanksAgree(pool, xd, yd) || pool.stride.size() != nd) {
+      return call.Invalid("ranks disagree: " + arrays() + ", " + std::to_string(nd) +
+                          " spatial dimensions");
+    }
+    const auto dtype = wire::ToDType(x.element_type());
+    if (!dtype || y.element_type() != x.element_type()) {
+      return call.Invalid(call.Name(kX) + " and " + call.Name(kY) +
+                          " must have one floating-point type");
+    }
+    if (pool.save) {
+      const Dims pd = call[kPosition].dimensions();
+      if (call[kPosition].element_type() != ffi::DataType::U8 ||
+          !std::equal(pd.begin(), pd.end(), yd.begin(), yd.end())) {
+        return call.Invalid("position must be uint8, of " + call.Name(kY) +
+                            "'s shape: " + arrays());
+      }
+    }
+    const size_t channel = pool.dims_channels_last != 0 ? nd + 1 : 1;
+    p.n = xd[0];
+    p.c = xd[channel];
+    p.dtype = *dtype;
+    SetAxes(pool, xd, yd, pool.window.begin(), &p, p.window);
+    bool sound = yd[0] == xd[0] && yd[channel] == xd[channel];
+    Checked taps = 1;
+    for (size_t i = 0; i < nd; ++i) {
+      taps = taps * pool.window[i];
+      sound = sound && pool.window[i] >= 1 && pool.pad_low[i] >= 0 && pool.pad_high[i] >= 0 &&
+              AxisIsSound(p, pool.window[i], p.c, 3 - nd + i, pool.pad_high[i]);
+    }
+    if (!sound) return call.Invalid("extents disagree with the window: " + arrays());
+    if (!taps.Within(1, kMaxPoolTaps)) return call.Invalid("windows have at most 255 taps");
+    return Status::Ok();
+  }
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Group-norm. Groups of 0 are layer-norm: every pixel is an image of one pixel and one group.
+
+template <typename... More>
+struct GroupWith : Reader<wire::GroupNorm, More...> {
+  static constexpr RuleOf kRules[] = {
+      {"x", kX}, {"y dy dx", kLikeX}, {"mean rstd", kPerGroup}, {"", kPerChannel}};
+  using Reader<wire::GroupNorm, More...>::Reader;
+  const wire::GroupNorm& norm = std::get<0>(this->all);
+  GroupNormProblem p = {};
+  auto Problems() const { return std::tie(p); }
+
+  Status Read(const Call& call) {
+    const Dims dims = call[kX].dimensions();
+    const auto dtype = wire::ToDType(call[kX].element_type());
+    const auto activation = wire::ToActivation(norm.activation);
+    const size_t first = norm.batched ? 1 : 0;
+    if (!dtype || !activation || dims.size() < first + 2) {
+      return call.Invalid(call.Shapes({kX}) + " with activation '" + std::string(norm.activation) +
+                          "' cannot be read");
+    }
+    p.batch = first ? dims[0] : 1;
+    p.images = dims[first];
+    p.pixels = 1;
+    for (size_t i = first + 1; i + 1 < dims.size(); ++i) p.pixels *= dims[i];
+    if (norm.groups == 0) {
+      p.images *= p.pixels;
+      p.pixels = 1;
+    }
+    p.channels = dims.back();
+    p.groups = norm.groups == 0 ? 1 : norm.groups;
+    p.epsilon = norm.epsilon;
+    p.activation = *activation;
+    p.slope = norm.slope;
+    p.dtype = *dtype;
+    if (p.pixels > 0 && p.groups > 0 && p.groups <= p.channels && p.channels % p.groups == 0)
+      return Status::Ok();
+    return call.Invalid(call.Shapes({kX}) + " and groups=" + std::to_string(norm.groups) +
+                        ": there must be pixels, and the groups must divide the channels");
+  }
+  Expected Expect(const Call& call, Rule rule) const {
+    const Dims dims = call[kX].dimensions();
+    const int64_t instances = norm.batched ? p.batch : -1;
+    if (rule == kPerChannel) return {Wide(p.dtype), {p.channels}, instances};
+    if (rule != kPerGroup) return {};
+    if (norm.groups == 0) return {Wide(p.dtype), Dims(dims.begin(), dims.size() - 1)};
+    return {Wide(p.dtype), {p.images, p.groups}, instances};
+  }
+};
+using Group = GroupWith<>;
+using GroupBackward = GroupWith<wire::WantDx>;
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Squeeze-and-excitation. w1: (channels, hidden), w2: (hidden, channels).
+
+template <typename... More>
+struct SqueezeWith : Reader<wire::SqueezeExcite, More...> {
+  static constexpr RuleOf kRules[] = {{"x", kX},
+                                      {"w1", kW},
+                                      {"w2", kW2},
+                                      {"y dy dx", kLikeX},
+                                      {"b1", kHidden},
+                                      {"b2", kChannels},
+                                      {"z1 dz1", kPerHidden},
+                                      {"", kPerChannel}};
+  using Reader<wire::SqueezeExcite, More...>::Reader;
+  const wire::SqueezeExcite& squeeze = std::get<0>(this->all);
+  SqueezeExciteProblem p = {};
+  auto Problems() const { return std::tie(p); }
+
+  Status Read(const Call& call) {
+    const Dims dims = call[kX].dimensions(), rows = call[kW].dimensions();
+    const auto dtype = wire::ToDType(call[kX].element_type());
+    const auto activation = wire::ToActivation(squeeze.activation);
+    const auto gating = wire::ToGating(squeeze.gate);
+    if (!dtype || !activation || !gating || dims.size() < 2 || rows.size() != 2) {
+      return call.Invalid(Where(call, kW) + " with activation '" + std::string(squeeze.activation) +
+                          "' and gate '" + std::string(squeeze.gate) + "' cannot be read");
+    }
+    p.images = dims[0];
+    p.pixels = 1;
+    for (size_t i = 1; i + 1 < dims.size(); ++i) p.pixels *= dims[i];
+    p.channels = dims.back();
+    p.hidden = rows[1];
+    p.activation = *activation;
+    p.slope = squeeze.slope;
+    p.gating = *gating;
+    p.dtype = *dtype;
+    if (p.pixels >= 1 && p.channels >= 1 && p.hidden >= 1) return Status::Ok();
+    return call.Invalid(Where(call, kW) + ": there must be some of each");
+  }
+  Expected Expect(const Call&, Rule rule) const {
+    const DType dtype = Wide(p.dtype);
+    if (rule == kW) return {dtype, {p.channels, p.hidden}};
+    if (rule == kW2) return {dtype, {p.hidden, p.channels}};
+    if (rule == kHidden) return {dtype, {p.hidden}};
+    if (rule == kChannels) return {dtype, {p.channels}};
+    if (rule == kPerHidden) return {dtype, {p.images, p.hidden}};
+    if (rule == kPerChannel) return {dtype, {p.images, p.channels}};
+    return {};
+  }
+  std::string Where(const Call& call, Rule rule) const {
+    if (rule == kW || rule == kW2) return call.Shapes({kX}) + " and " + call.Shapes({kW});
+    return std::to_string(p.channels) + " channels, " + std::to_string(p.hidden) +
+           " hidden numbers";
+  }
+};
+
+using Squeeze = SqueezeWith<>;
+using SqueezeBackward = SqueezeWith<wire::WantDx>;
+
+}  // namespace jaxconv::handler
