@@ -146,6 +146,13 @@ Status BatchNormDx(const Context& ctx, const BatchNormProblem& p, int64_t count,
                    const BatchNormDxArrays& a, Workspace workspace);
 
 #if JAXCONV_ON_GPUS
+// BatchNormBackward without a residual, with c, an array like x, added to dx.
+using BatchNormBackwardAddArrays =
+    Arrays<in::X, in::Dy, in::Scale, in::Bias, in::Mean, in::Rstd, in::C, out::Dscale, out::Dbias,
+           out::Dx>;
+Status BatchNormBackwardAdd(const Context& ctx, const BatchNormProblem& p, const Plan& plan,
+                            const BatchNormBackwardAddArrays& a, Workspace workspace);
+
 // The backward pass of y = f(z), z = (x - mean) * rstd * scale + bias + (r - mean_r) * rstd_r * scale_r + bias_r, by x's and r's
 // own statistics, with dz = dy * f'(z):
 //   dbias = sum dz, of both;  dscale = sum dz * xhat;  dscale_r = sum dz * rhat

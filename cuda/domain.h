@@ -73,7 +73,7 @@ int64_t ConvWorkspace(ConvOp op, const ConvProblem& p, const Plan& plan);
 std::string DenseRefusal(const DenseProblem& p, const Plan& plan, const Device& device);
 int64_t DenseWorkspace(const DenseProblem& p, const Plan& plan);
 
-enum class BatchNormOp { kTrain, kInfer, kSigns, kBackward, kDx, kMoments, kShortcutBackward };
+enum class BatchNormOp { kTrain, kInfer, kSigns, kBackward, kBackwardAdd, kDx, kMoments, kShortcutBackward };
 
 // The same of a batch-norm. The workspace of a team is for as many teams as the device runs at once.
 std::string BatchNormRefusal(BatchNormOp op, const BatchNormProblem& p, const Plan& plan,

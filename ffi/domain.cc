@@ -55,6 +55,7 @@ constexpr std::pair<string_view, cuda::BatchNormOp> kBatchNormOps[] = {
     {"batchnorm_infer", cuda::BatchNormOp::kInfer},
     {"batchnorm_signs", cuda::BatchNormOp::kSigns},
     {"batchnorm_backward", cuda::BatchNormOp::kBackward},
+    {"batchnorm_backward_add", cuda::BatchNormOp::kBackwardAdd},
     {"batchnorm_dx", cuda::BatchNormOp::kDx},
     {"batchnorm_moments", cuda::BatchNormOp::kMoments},
     {"batchnorm_shortcut_backward", cuda::BatchNormOp::kShortcutBackward}};

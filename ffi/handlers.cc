@@ -212,6 +212,8 @@ const std::vector<Row>& Rows() {
       JAXCONV_OP("conv_dgrad_sums", DgradSums, ConvDgradSums, "dy w c signs x mean rstd", "dz dscale dbias"),
       JAXCONV_OP("dense_gradient", DenseGradient, DenseGradient, "dy w kept", "dz db"),
       JAXCONV_OP("batchnorm_signs", Norm, BatchNormSigns, "x scale bias mean var residual?", "y signs"),
+      JAXCONV_OP("batchnorm_backward_add", Norm, BatchNormBackwardAdd,
+                 "x dy scale bias mean rstd c", "dscale dbias dx"),
       JAXCONV_OP("batchnorm_shortcut_backward", Norm, BatchNormShortcutBackward,
                  "x dy scale bias mean rstd r scale_r bias_r mean_r rstd_r", "dscale dbias dscale_r dx dr"),
 #endif

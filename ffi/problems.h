@@ -311,7 +311,7 @@ struct DenseGradient : Dense {
 template <typename... More>
 struct NormWith : Reader<wire::Norm, More...> {
   static constexpr RuleOf kRules[] = {{"x", kX},
-                                      {"y dy r residual dx dresidual dr", kLikeX},
+                                      {"y dy r c residual dx dresidual dr", kLikeX},
                                       {"signs", kSignsOfX},
                                       {"", kPerChannel}};
   using Reader<wire::Norm, More...>::Reader;

@@ -233,6 +233,43 @@ backward = _op.kernel(
     ),
     multiple_results=True,
 )
+
+
+def _then_added(p: BatchNormProblem, x: Array, dy: Array, *rest: Array) -> list[Array]:
+    """backward_add as two: the backward pass by a plan of its own, then an add."""
+    *norm, c = rest
+    dscale, dbias, dx = backward(p, x, dy, *norm)
+    return [dscale, dbias, dx + c]
+
+
+def _backward_add_shard(
+    whole: BatchNormProblem, p: BatchNormProblem, split: _sharding.Split, x: Array, dy: Array, *rest: Array
+) -> list[Array]:
+    if not _reduced_mesh_axes(split):
+        return backward_add(p, x, dy, *rest)
+    *norm, c = rest
+    dscale, dbias, dx = _backward_shard(whole, p, split, x, dy, *norm)
+    return [dscale, dbias, dx + c]
+
+
+def _batch_backward_add(
+    p: BatchNormProblem, args: list[Array], dims: list[int | None]
+) -> tuple[list[Array], list[int]]:
+    """Instances have sums of their own, which the kernel has not."""
+    outs = jax.vmap(functools.partial(_then_added, p), in_axes=tuple(dims))(*args)
+    return outs, [0] * len(outs)
+
+
+# (x, dy, scale, bias, mean, rstd, c) -> dscale, dbias, dx + c, without a residual
+backward_add = _op.kernel(
+    "batchnorm_backward_add",
+    reference=_then_added,
+    results=lambda p: [_param(p)] * 2 + [_x(p)],
+    wire=lambda p, plan: _wire(p, 7, 3),
+    batch=_batch_backward_add,
+    partition=lambda p: _partition(p, "xxppppx", "ppx", _backward_add_shard),
+    multiple_results=True,
+)
 # (x, dy, scale, bias, mean, rstd, dscale, dbias, residual?) -> dx, by sums over p.count elements a channel
 dx_of_sums = _op.kernel(
     "batchnorm_dx",
@@ -281,6 +318,7 @@ shortcut_backward = _op.kernel(
 _op.by_reference(infer)
 _op.by_reference(signs)
 _op.by_reference(backward)
+_op.by_reference(backward_add)
 _op.by_reference(shortcut_backward)
 _op.by_reference(dx_of_sums)
 _op.by_reference(moments)

@@ -241,8 +241,8 @@ __global__ void __launch_bounds__(kStreamBlock, 1)
                                       reinterpret_cast<float*>(stream_ring), sums, sync);
 }
 
-// The second walk, through a ring.
-template <typename T, int V, Form kForm>
+// The second walk, through a ring. kAdds: the third tensor is added to dx, and there is no residual.
+template <typename T, int V, Form kForm, bool kAdds>
 __global__ void __launch_bounds__(kStreamBlock, 1)
     GradientStreamKernel(const __grid_constant__ BackwardArgs p,
                          const __grid_constant__ StreamShape s) {
@@ -263,12 +263,22 @@ __global__ void __launch_bounds__(kStreamBlock, 1)
       to_dx[j] = GivenGradient(p, row);
     }
   }
-  const bool has_residual = p.t.residual != nullptr;
+  const bool has_residual = !kAdds && p.t.residual != nullptr;
+  const StreamInput in = kAdds ? StreamInput{{p.t.x, p.t.dy, p.t.addend}, 3} : StreamOf(p.t);
   WalkStream<true, Raw<T, V>>(
-      s, StreamOf(p.t), [&](const Raw<T, V>(&v)[kStreamTensors], int64_t at) {
+      s, in, [&](const Raw<T, V>(&v)[kStreamTensors], int64_t at) {
         float centred[V], dz[V];
         Backpropagate<T, V, kForm>(v[0], v[1], v[2], has_residual, mine, p.activation, p.slope,
                                    centred, dz);
+        if constexpr (kAdds) {
+          float dx[V], c[V];
+          InputGradientOf(centred, dz, mine, to_dx, dx);
+          Unpack<T, V>(v[2], c);
+#pragma unroll
+          for (int j = 0; j < V; ++j) dx[j] += c[j];
+          WriteOnce<T, V>(p.t.dx, at, Pack<T, V>(dx));
+          return;
+        }
         if (p.t.dresidual != nullptr) WriteOnce<T, V>(p.t.dresidual, at, Pack<T, V>(dz));
         if (p.t.dx != nullptr) {
           WriteOnce<T, V>(p.t.dx, at, InputGradient<T, V>(centred, dz, mine, to_dx));
@@ -368,13 +378,18 @@ Status LaunchGradient(const Context& ctx, const BatchNormProblem& p, BackwardArg
   if constexpr (I::kLast && I::V > 1) {
     StreamShape stream{};
     if (args.t.dx != nullptr || args.t.dresidual != nullptr) {
-      const int tensors = StreamOf(args.t).count;
+      const int tensors = StreamOf(args.t).count + (args.t.addend != nullptr);
       JAXCONV_RETURN_IF_ERROR(MakeStream<I>(p, tensors, kMaxPositions, what, args.layout, stream));
     }
+    if (stream.blocks > 0 && args.t.addend != nullptr) {
+      return LaunchStream(ctx, stream, what, GradientStreamKernel<T, I::V, kForm, true>, args);
+    }
     if (stream.blocks > 0) {
-      return LaunchStream(ctx, stream, what, GradientStreamKernel<T, I::V, kForm>, args);
+      return LaunchStream(ctx, stream, what, GradientStreamKernel<T, I::V, kForm, false>, args);
     }
   }
+  if (args.t.addend != nullptr)
+    return Status::Internal(what + ": only walks through a ring add");
   const unsigned blocks = static_cast<unsigned>(args.layout.tiles * args.pieces * p.batch);
   GradientKernel<T, I::V, I::kLast, kForm><<<blocks, kThreads, 0, ctx.stream>>>(args);
   return LaunchStatus(what);
@@ -398,7 +413,9 @@ Status TwoReadBackward(const Context& ctx, const BatchNormProblem& p, int64_t sp
     sum_args.t.dresidual = nullptr;
   }
   const bool writes = args.t.dx != nullptr || args.t.dresidual != nullptr;
-  return WithInstance<true>(p, {t.x, t.dy, t.residual, t.dx, t.dresidual}, [&](auto instance) {
+  const auto arrays = {t.x, t.dy, t.residual, t.addend, static_cast<const void*>(t.dx),
+                       static_cast<const void*>(t.dresidual)};
+  return WithInstance<true>(p, arrays, [&](auto instance) {
     using I = decltype(instance);
     using T = typename I::T;
     args.layout = sum_args.layout = BlockLayout(p, I::kLast, I::V);

@@ -138,6 +138,24 @@ Status BatchNormBackward(const Context& ctx, const BatchNormProblem& p, const Pl
   return batchnorm::TwoReadBackward(ctx, canonical, plan.splits, t, workspace, what);
 }
 
+Status BatchNormBackwardAdd(const Context& ctx, const BatchNormProblem& p, const Plan& plan,
+                            const BatchNormBackwardAddArrays& a, Workspace workspace) {
+  const std::string what = Describe("batchnorm_backward_add", p, plan);
+  JAXCONV_RETURN_IF_ERROR(Confirm(BatchNormOp::kBackwardAdd, p, plan, workspace, what));
+  batchnorm::BackwardTensors t{};
+  t.x = a.x;
+  t.dy = a.dy;
+  t.addend = a.c;
+  t.dx = a.dx;
+  t.scale = Float(a.scale);
+  t.bias = Float(a.bias);
+  t.mean = Float(a.mean);
+  t.rstd = Float(a.rstd);
+  t.dscale = Float(a.dscale);
+  t.dbias = Float(a.dbias);
+  return batchnorm::TwoReadBackward(ctx, batchnorm::Canonical(p), plan.splits, t, workspace, what);
+}
+
 // One pass.
 Status BatchNormDx(const Context& ctx, const BatchNormProblem& p, int64_t count, const Plan& plan,
                    const BatchNormDxArrays& a, Workspace) {

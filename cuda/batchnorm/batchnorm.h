@@ -52,6 +52,7 @@ struct BackwardTensors {
   const void* x;
   const void* dy;
   const void* residual;  // null where z is not needed
+  const void* addend;    // to dx; null without; walks through a ring, without a residual
   void* dx;              // null when unwanted
   void* dresidual;       // null when unwanted
   const float* scale;

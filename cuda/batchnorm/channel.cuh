@@ -280,16 +280,23 @@ __device__ __forceinline__ void Backpropagate(const Raw<T, V>& x, const Raw<T, V
   Apply<true, kForm, sizeof(T) == 2, V>(activation, slope, z, dz);
 }
 
-template <typename T, int V, int kStats>
-__device__ __forceinline__ Raw<T, V> InputGradient(const float (&centred)[V], const float (&dz)[V],
-                                                   const Affine (&c)[kStats],
-                                                   const Gradient (&g)[kStats]) {
-  float dx[V];
+template <int V, int kStats>
+__device__ __forceinline__ void InputGradientOf(const float (&centred)[V], const float (&dz)[V],
+                                                const Affine (&c)[kStats],
+                                                const Gradient (&g)[kStats], float (&dx)[V]) {
 #pragma unroll
   for (int j = 0; j < V; ++j) {
     const int k = kStats == 1 ? 0 : j;
     dx[j] = c[k].scale * fmaf(g[k].slope, centred[j], dz[j] + g[k].offset);
   }
+}
+
+template <typename T, int V, int kStats>
+__device__ __forceinline__ Raw<T, V> InputGradient(const float (&centred)[V], const float (&dz)[V],
+                                                   const Affine (&c)[kStats],
+                                                   const Gradient (&g)[kStats]) {
+  float dx[V];
+  InputGradientOf(centred, dz, c, g, dx);
   return Pack<T, V>(dx);
 }
 

@@ -123,6 +123,18 @@ inline std::string RefuseSigns(const BatchNormProblem& p, const Device& device) 
   return "";
 }
 
+// An array is added to dx in the second walk through the ring.
+inline std::string RefuseAdd(const BatchNormProblem& p, const Device& device) {
+  if (!device.sm90()) return "it needs a GPU of compute capability 9.0";
+  if (p.residual) return "it reads no residual beside what it adds";
+  if (p.inner > 1 || p.batch != 1) return "it needs channels last, and one instance";
+  if (Vector(p) == 1 || StreamVectors(p.channels / Vector(p)) == 0)
+    return "rows of " + std::to_string(p.channels) + " channels are no stages of 16-byte vectors";
+  if (Bytes(p) < kStreamBytes)
+    return "it needs arrays of at least 4 MB, got " + std::to_string(Bytes(p)) + " bytes";
+  return "";
+}
+
 inline std::string RefuseShortcut(const BatchNormProblem& p, const Device& device) {
   if (!device.sm90()) return "it needs a GPU of compute capability 9.0";
   if (p.activation != Activation::kRelu && p.activation != Activation::kSilu &&
@@ -149,6 +161,8 @@ inline std::string Refusal(BatchNormOp op, const BatchNormProblem& p, const Plan
     return "it needs fewer than 2^31 channels, of all instances";
   if (op == BatchNormOp::kShortcutBackward)
     return plan.kernel == "two_read" ? RefuseShortcut(p, device) : "there is no such kernel";
+  if (op == BatchNormOp::kBackwardAdd)
+    return plan.kernel == "two_read" ? RefuseAdd(p, device) : "there is no such kernel";
   if (op == BatchNormOp::kSigns)
     return plan.kernel == "two_read" ? RefuseSigns(p, device) : "there is no such kernel";
   if (plan.kernel == "two_read") return "";

@@ -13,7 +13,8 @@ def made(op: str, algorithm: str, p: BatchNormProblem, device: Device) -> Plan |
     """The plan by the kernel that `algorithm` names, or the sentence that says why there is none."""
     plan = Plan("native", "", algorithm)
     if device.platform == "cpu":
-        alone = algorithm == "two_read" and op not in ("batchnorm_shortcut_backward", "batchnorm_signs")
+        gpus = ("batchnorm_shortcut_backward", "batchnorm_signs", "batchnorm_backward_add")
+        alone = algorithm == "two_read" and op not in gpus
         return plan if alone else "it exists on CUDA only"
     refusal = domain.batchnorm_refusal(op, plan, p, device)
     if refusal:
@@ -50,7 +51,7 @@ def _parts(op: str, p: BatchNormProblem, device: Device) -> int:
     tiles = p.channels if p.inner > 1 else -(-p.channels * item // width)
     tile_bytes = p.reduced * item * p.channels // tiles
     parts = max(1, min(-(-8 * device.sm_count // (batch * tiles)), max(1, tile_bytes // 16384)))
-    streamed = op == "batchnorm_backward" and domain.batchnorm_streamed(p)
+    streamed = op in ("batchnorm_backward", "batchnorm_backward_add") and domain.batchnorm_streamed(p)
     return max(parts, device.sm_count) if streamed else parts
 
 

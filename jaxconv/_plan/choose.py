@@ -58,6 +58,7 @@ OPS = {
     "batchnorm_infer": "batchnorm",
     "batchnorm_signs": "batchnorm",
     "batchnorm_backward": "batchnorm",
+    "batchnorm_backward_add": "batchnorm",
     "batchnorm_dx": "batchnorm",
     "batchnorm_moments": "batchnorm",
     "batchnorm_shortcut_backward": "batchnorm",
@@ -91,6 +92,8 @@ def plan(op: str, problem: Any, device: Device) -> Plan:
         return _plan_shortcut(problem, device)
     if op == "batchnorm_signs":
         return _plan_signs(problem, device)
+    if op == "batchnorm_backward_add":
+        return _plan_backward_add(problem, device)
     if op == "conv_add":
         return _plan_conv_add(problem, device)
     if op == "conv_dgrad_add":
@@ -178,6 +181,19 @@ def _plan_signs(problem: BatchNormProblem, device: Device) -> Plan:
         return dataclasses.replace(found, reason=f"of an inference that is native: {infer.reason}")
     why = found if isinstance(found, str) else infer.reason
     return Plan("calls", f"an inference, then its signs: {why}", "two")
+
+
+def _plan_backward_add(problem: BatchNormProblem, device: Device) -> Plan:
+    """A backward pass that adds to dx: two_read's, where it is the backward pass's kernel. A block or a team, which
+    reads its tensors once, spares as much as the pass that the add is."""
+    alone = plan("batchnorm_backward", problem, device)
+    two_read = (
+        alone.implementation == "native" and alone.kernel == "two_read" and not disabled("batchnorm_backward_add")
+    )
+    found = made("batchnorm_backward_add", "two_read", problem, device) if two_read else alone.reason
+    if isinstance(found, Plan):
+        return dataclasses.replace(found, reason=f"{alone.reason}; c is added on its way", candidates=alone.candidates)
+    return Plan("calls", f"a backward pass, then an add: {found}", "two", candidates=alone.candidates)
 
 
 def _forced(op: str, algorithm: str, problem: Problem, device: Device, reason: str) -> Plan:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextvars
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -404,6 +405,25 @@ def norm_and_convolution(program: Program, node: Node, device: _plan.Device) -> 
     return True
 
 
+def norm_and_add(program: Program, node: Node, device: _plan.Device) -> bool:
+    """A batch-norm's dx + c, as where its input is a block's sum: the second walk over x adds on its way."""
+    if len(node.inputs) != 2 or split_by_type(*node.inputs):
+        return False
+    for v, c in (tuple(node.inputs), tuple(node.inputs[::-1])):
+        back = maker(v, "batchnorm_backward")
+        if back is None or v is c or not read_by(v, node) or (c.shape, c.dtype) != (v.shape, v.dtype):
+            continue
+        p: BatchNormProblem = back.params["problem"]
+        if p.residual or p.want_dresidual or not p.want_dx or not wants("batchnorm_backward_add", p, device):
+            continue
+        inputs, outputs = [*back.inputs, c], [*back.outputs[:2], *node.outputs]
+        if program.fits([back, node], inputs, outputs):
+            call = functools.partial(batchnorm.backward_add, p)
+            program.splice([back, node], inputs, outputs, call, norm_and_add, p)
+            return True
+    return False
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # A bias' gradient: what a batch-norm in training sends back sums up to zero in each channel, but for rounding
 
@@ -480,5 +500,6 @@ RULES = (
     Rule("a convolution's statistics alone", ("jaxconv_batchnorm_moments",), convolution_and_moments),
     Rule("a bias' gradient behind a batch-norm", ("reduce_sum",), sum_behind_norm),
     Rule("dgrad + c", ("add_any", "add"), dgrad_and_add),
+    Rule("a batch-norm's dx + c", ("add_any", "add"), norm_and_add),
     Rule("a product and an activation's gradient", ("jaxconv_activation_gradient",), product_and_activation),
 )
