@@ -465,33 +465,54 @@ def groupnorm(
     """[y, mean, rstd]. `anywhere`: by the same formula on every platform."""
     t = square_scale(p.reduced)
 
-    def squares(x: jax.Array, k: jax.Array) -> jax.Array:
-        """(x - k)^2 of each image and channel, in the scale of t^2."""
-        d = x.astype(p.param_dtype) * t - of_groups(p, k * t)
-        return of_images(p, d * d)
-
-    def of_sample(x: jax.Array) -> tuple[jax.Array, ...]:
-        """(x - mean, mean, var), in one pass over x: moments about a sample of the group, as `batchnorm_moments`."""
-        # of an image's first pixel the first channel of each group
-        pixel = (slice(None),) * (len(p.lead) + 1) + (0,) * (len(p.shape) - 2)
-        first = x[..., 0] if p.rows else x[pixel].reshape(*p.group_shape, p.group_channels)[..., 0]
-        k = lax.stop_gradient(first).astype(p.param_dtype)
+    def of_rows_sample(x: jax.Array) -> tuple[jax.Array, ...]:
+        """(x - mean, mean, var), in one pass over x: moments about a sample of the row, as `batchnorm_moments`."""
+        k = lax.stop_gradient(x[..., 0]).astype(p.param_dtype)
         d = centred(p, x, k)
-        shift = group_means(p, of_images(p, d))
-        var = jnp.maximum(group_means(p, squares(x, k)) - (shift * t) * (shift * t), 0) * (1 / t**2)
+        shift = group_means(p, d)
+        var = jnp.maximum(group_means(p, row_squares(x, k)) - (shift * t) * (shift * t), 0) * (1 / t**2)
         # k + shift is rounded; x - k is not, where the mean is large.
         return d - of_groups(p, shift), k + shift, var
 
-    def of_mean(x: jax.Array) -> tuple[jax.Array, ...]:
-        mean = group_means(p, of_images(p, x.astype(p.param_dtype)))
-        d = centred(p, x, mean)
-        return d, mean, group_means(p, squares(x, mean)) * (1 / t**2)
+    def of_rows_mean(x: jax.Array) -> tuple[jax.Array, ...]:
+        mean = group_means(p, x.astype(p.param_dtype))
+        return centred(p, x, mean), mean, group_means(p, row_squares(x, mean)) * (1 / t**2)
 
+    def row_squares(x: jax.Array, k: jax.Array) -> jax.Array:
+        """(x - k)^2, in the scale of t^2."""
+        d = x.astype(p.param_dtype) * t - of_groups(p, k * t)
+        return d * d
+
+    def of_samples(x: jax.Array) -> tuple[jax.Array, ...]:
+        """The same of images: moments of each channel about its first pixel, then of a group from its channels'.
+
+        A CPU broadcasts numbers of channels faster than those of groups.
+        """
+
+        def of_group(a: jax.Array) -> jax.Array:
+            return a.reshape(*p.group_shape, p.group_channels)
+
+        k = lax.stop_gradient(x[(slice(None),) * (len(p.lead) + 1) + (0,) * (len(p.shape) - 2)]).astype(p.param_dtype)
+        d = x.astype(p.param_dtype) * t - jnp.expand_dims(k * t, pixels)
+        shift = of_images(p, d) / p.pixels
+        within = of_group(jnp.maximum(of_images(p, d * d) / p.pixels - shift * shift, 0))
+        k = of_group(k)
+        first = k[..., :1]
+        shift = of_group(shift) + (k * t - first * t)  # a channel's mean, from the group's first sample
+        middle = jnp.sum(shift, -1, keepdims=True) / p.group_channels
+        between = (shift - middle) * (shift - middle)
+        var = jnp.sum(within + between, -1) / p.group_channels * (1 / t**2)
+        first, middle = first[..., 0], middle[..., 0] * (1 / t)
+        return centred(p, x, first) - of_groups(p, middle), first + middle, var
+
+    pixels = tuple(range(len(p.lead) + 1, len(p.lead) + len(p.shape) - 1))
     # On a CPU XLA makes one pass over a row that it holds; a sample would be a pass of its own.
-    if p.rows and not anywhere:
-        d, mean, var = lax.platform_dependent(x, cuda=of_sample, default=of_mean)
+    if not p.rows:
+        d, mean, var = of_samples(x)
+    elif anywhere:
+        d, mean, var = of_rows_mean(x)
     else:
-        d, mean, var = of_mean(x) if p.rows else of_sample(x)
+        d, mean, var = lax.platform_dependent(x, cuda=of_rows_sample, default=of_rows_mean)
     rstd = lax.rsqrt(var + p.epsilon)
     z = d * (of_groups(p, rstd) * of_channels(p, scale)) + of_channels(p, bias)
     return [activate(p.activation, z).astype(x.dtype), mean, rstd]
