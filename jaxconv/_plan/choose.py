@@ -843,6 +843,8 @@ def _fastest_on_cpu(op: str, problem: Problem) -> tuple[str | None, str]:
         return None, "on the CPU its statistics cost a pass over its result, inside the call or behind it"
     if isinstance(problem, PoolProblem):
         return pool.on_cpu(problem)
+    if isinstance(problem, (BatchNormProblem, GroupNormProblem)):
+        return None, "there and back XLA was 1.5 to 9 times faster than native code, which reads x more often (EPYC)"
     if not isinstance(problem, ConvProblem):
         return None, "XLA is at the processor's limit"
     if problem.depthwise and problem.groups > 1:
