@@ -68,14 +68,15 @@ def test_the_command_times_three_ways_and_says_what_was_chosen(program, capsys):
 def test_ways_are_the_functions_that_they_say(program, monkeypatch):
     """What is compiled has jaxconv's calls where it should, and the results are compared."""
     loss, *args = program().case()
-    ways = _bench._ways(loss, True, True)
+    ways = _bench.ways_of(loss, args, True)
     assert not calls(ways["plain"][0], *args)
     if PLATFORM == "cpu":  # so small a problem is XLA's on a GPU
         assert calls(ways["accelerate"][0], *args)
     found = {row.way: row for row in bench(loss, *args, gradient=True)}
     assert found["plain"].difference == 0.0
     assert all(row.difference < 1e-5 and row.timing.median_ms > 0 and row.compile_s > 0 for row in found.values())
-    monkeypatch.setattr(_bench, "accelerate", lambda f: lambda *args: jax.tree.map(lambda a: 1.5 * a, f(*args)))
+    in_tune = importlib.import_module("jaxconv.tune")
+    monkeypatch.setattr(in_tune, "accelerate", lambda f: lambda *args: jax.tree.map(lambda a: 1.5 * a, f(*args)))
     assert bench(loss, *args, ways=["plain", "accelerate"])[-1].difference == pytest.approx(0.5)
 
 
