@@ -22,7 +22,7 @@ from jaxconv import _compat, _problem
 Array = jax.Array
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class Value:
     aval: Any
     node: Node | None = None  # None for an input
@@ -42,13 +42,16 @@ class Value:
     def made_by(self) -> str:
         return "" if self.node is None else self.node.name
 
+    def __repr__(self) -> str:
+        return f"{self.made_by or type(self).__name__.lower()}:{self.dtype}{list(self.shape)}"
 
-@dataclasses.dataclass(eq=False)
+
+@dataclasses.dataclass(eq=False, repr=False)
 class Constant(Value):
     value: Any = None
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class Node:
     """An equation, or (with `call`) what takes the place of several."""
 
@@ -67,6 +70,9 @@ class Node:
     @property
     def params(self) -> dict[str, Any]:
         return self.eqn.params
+
+    def __repr__(self) -> str:
+        return f"{self.outputs} = {self.name} {self.inputs}"
 
     def evaluate(self, values: Sequence[Any], **changed: Any) -> Sequence[Any]:
         """The results, under the equation's name, place and context; `changed`: parameters."""

@@ -32,6 +32,7 @@ import jaxconv
 from jaxconv import _plan
 from jaxconv._activation import Activation, activate
 from jaxconv._problem import ConvProblem, SqueezeExciteProblem
+from jaxconv.joints import rules
 
 KERNELS = importlib.import_module("jaxconv.conv")
 Shape = tuple[int, ...]
@@ -1457,24 +1458,9 @@ class Layers:
 # accelerate on random residual networks, with the calls that a GPU's plans choose
 
 
-@contextlib.contextmanager
-def composites() -> Any:
-    """Programs as where kernels make a batch-norm's sums in a dgrad, take two joined batch-norms in one walk, and
-    normalise what a depthwise convolution reads."""
-    norms, chain = (importlib.import_module(f"jaxconv.{name}") for name in ("accelerate.norms", "batchnorm_conv"))
-
-    def chosen(p: Any) -> _plan.Plan:
-        return _plan.Plan("calls", "a test", "normalised" if p.conv.groups > 1 else "two")
-
-    with contextlib.ExitStack() as stack:
-        for module, name, choice in (
-            (norms, "takes_sums", lambda before, p, after: p.activation == Activation("relu")),
-            (norms, "takes_both", lambda p: True),
-            (norms, "chosen", chosen),
-            (chain, "chosen", chosen),
-        ):
-            stack.enter_context(mock.patch.object(module, name, choice))
-        yield
+def wants(op: str, problem: Any, device: Any) -> bool:
+    """As where kernels take everything together; but only depthwise convolutions normalise what they read."""
+    return problem.conv.groups > 1 if op.startswith("batchnorm_conv") else True
 
 
 STATISTICS = ("train", "fast", "stopped", "stopped variance", "no scale", "no bias")
@@ -1610,7 +1596,7 @@ class Residuals:
                 return self.walk(lambda *shape: next(given), x)
 
             theirs = jax.jit(MODES[self.mode](f))(params, x)
-            with composites():
+            with mock.patch.object(rules, "wants", wants):
                 ours = jax.jit(MODES[self.mode](jaxconv.accelerate(f)))(params, x)
         assert_same_numbers(ours, theirs, self.mode, 1e-6 if WIDE == "float64" else 2e-2)
 

@@ -355,7 +355,7 @@ def test_the_kernel_keeps_signs(shape, dtype, residual):
 @KINDS
 @pytest.mark.parametrize("spec", ("n", "k"))
 def test_sums_split_over_a_mesh(spec, kind):
-    p = problem(**CASES["wide"] | dict(shape=(8, 3, 4)))
+    p = problem(**SUMS["wide"] | dict(shape=(8, 3, 4)))
     mesh = jax.make_mesh((2,), ("m",), axis_types=(kind,), devices=jax.devices()[:2])
     images, one = P("m"), P()
     specs = (

@@ -338,6 +338,15 @@ def test_rules_are_applied(row, took):
     assert not [name for name in row.gone.split() if found[f"jaxconv_{name}"]]
 
 
+def test_programs_can_be_printed(took):
+    """Also with a tangent that nobody has transposed, which holds a graph."""
+    row = ROWS["sums"]
+    took(row)
+    args = arguments(row, "float32")
+    text = str(jax.make_jaxpr(lambda *args: jax.jvp(ours(row), args, args))(*args))
+    assert "jaxconv_region_tangent" in text and text.count("jaxconv_conv_fprop") >= 4 and len(text) < 100_000
+
+
 @every_row
 def test_values_and_gradients_are_the_plain_programs(row, took):
     took(row)

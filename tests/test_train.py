@@ -32,8 +32,7 @@ SHORT = ["--small", "--dtype", "f32", "--losses", "3", "--steps", "1", "--repeat
 def layers(replaced):
     kinds = collections.Counter()
     for what, n in replaced.items():  # a pair, "conv + batchnorm ...", is its batch-norm's entry
-        first = what.partition(" ")[0]  # of an mlp its second layer; the first has an entry of its own
-        kinds["batchnorm" if "batchnorm" in what else "dense" if first == "mlp" else first] += n
+        kinds["batchnorm" if "batchnorm" in what else what.partition(" ")[0]] += n
     return kinds["conv"], kinds["batchnorm"], kinds["dense"]
 
 

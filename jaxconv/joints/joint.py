@@ -18,7 +18,7 @@ from jaxconv.joints.program import Program, evaluate
 from jaxconv.joints.rules import rewrite
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class Joint:
     """The program of (primals, cotangents) -> results, gradients of the varied arguments.
 
@@ -58,6 +58,9 @@ class Joint:
         rewrite(program, device)
         early, kept, late = _cut(program, n, len(closed.out_avals))
         return cls(closed, varied, inexact, main, program, early, kept, late)
+
+    def __repr__(self) -> str:
+        return f"tangents of {self.closed}"
 
     def forward(self, primals: Sequence[Array]) -> tuple[list[Array], list[Array]]:
         """The results, and what the backward pass reads."""

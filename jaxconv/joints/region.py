@@ -32,6 +32,9 @@ class Body:
         self.closed = closed
         self._joints: dict[Any, Joint | None] = {}
 
+    def __repr__(self) -> str:
+        return str(self.closed)
+
     def plain(self, *args: Array) -> list[Array]:
         return jaxpr_as_fun(self.closed)(*args)
 
