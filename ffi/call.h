@@ -103,7 +103,7 @@ struct Expected {
 
   std::optional<DType> dtype;
   Rule whose = kX;
-  int64_t extents[3] = {};
+  int64_t extents[3];
   size_t rank = 0;
   Dims other;
 };
@@ -162,26 +162,35 @@ class Call {
     return Status::Invalid(std::string(name_) + ": " + message);
   }
 
-  // All arrays by their rules. `reader` knows what they must be that are not like others, and, for errors, by what.
+  // All arrays by their rules, those first that the problem is read off: they are what the others are confirmed by. `reader`
+  // knows what they must be that are not like others, and, for errors, by what.
   template <typename Reader>
   Status Confirm(const Reader& reader) const {
-    for (size_t i = 0; i < signature_.size; ++i) {
-      if (!buffers_[i]) continue;
-      const Array& array = signature_.arrays[i];
-      const Rule rule = array.rule;
-      if (rule == kSignsOfX) {
-        JAXCONV_RETURN_IF_ERROR(ConfirmSigns(*buffers_[i]));
-      } else if (rule == kLikeX || rule == kLikeY || (rule < kReadRules && read_[rule] != &array)) {
-        JAXCONV_RETURN_IF_ERROR(ConfirmLike(i, rule == kLikeX ? kX : rule == kLikeY ? kY : rule));
-      } else {
-        JAXCONV_RETURN_IF_ERROR(ConfirmExpected(i, reader));
+    for (const bool read : {true, false}) {
+      for (size_t i = 0; i < signature_.size; ++i) {
+        const Array& array = signature_.arrays[i];
+        if (!buffers_[i] || IsRead(array) != read) continue;
+        if (array.rule == kSignsOfX) {
+          JAXCONV_RETURN_IF_ERROR(ConfirmSigns(*buffers_[i]));
+        } else if (!read && array.rule <= kLikeY) {
+          JAXCONV_RETURN_IF_ERROR(ConfirmLike(i));
+        } else {
+          JAXCONV_RETURN_IF_ERROR(ConfirmExpected(i, reader));
+        }
       }
     }
     return Status::Ok();
   }
 
  private:
-  static bool Same(Dims a, Dims b) { return std::equal(a.begin(), a.end(), b.begin(), b.end()); }
+  bool IsRead(const Array& array) const {
+    return array.rule < kReadRules && read_[array.rule] == &array;
+  }
+  static bool Same(Dims a, Dims b) {
+    bool same = a.size() == b.size();
+    for (size_t i = 0; same && i < a.size(); ++i) same = a[i] == b[i];
+    return same;
+  }
 
   Status Take(bool result, size_t i, std::optional<AnyBuffer>* buffer) const {
     if (result) {
@@ -217,7 +226,9 @@ class Call {
     return Invalid(std::string(name) + " has shape " + wire::ShapeText(dims) + ", expected " +
                    wire::ShapeText(expected.shape()) + " by " + reader.Where(*this, array.rule));
   }
-  Status ConfirmLike(size_t i, Rule whose) const {
+  Status ConfirmLike(size_t i) const {
+    const Rule rule = signature_.arrays[i].rule;
+    const Rule whose = rule == kLikeX ? kX : rule == kLikeY ? kY : rule;
     const AnyBuffer buffer = *buffers_[i], like = (*this)[whose];
     if (Same(buffer.dimensions(), like.dimensions()) &&
         buffer.element_type() == like.element_type()) {

@@ -233,7 +233,7 @@ struct Dense : Reader<wire::Product, wire::Epilogue> {
   static constexpr RuleOf kRules[] = {{"x dy", kX},    {"w", kW},      {"y dz", kY},
                                       {"b db", kBias}, {"c", kAddend}, {"z kept", kLikeY}};
   using Reader::Reader;
-  wire::Product product = std::get<0>(all);
+  const wire::Product& product = std::get<0>(all);
   DenseProblem p = {};
   Epilogue e = {};
   auto Problems() const { return std::tie(p, e); }
@@ -246,7 +246,15 @@ struct Dense : Reader<wire::Product, wire::Epilogue> {
     p.bias = *bias;
     return Status::Ok();
   }
-  Status Read(const Call& call) { return ReadMatrices(call, " and "); }
+  Status Read(const Call& call) {
+    p.x_batched = product.x_batched != 0;
+    p.w_batched = product.w_batched != 0;
+    p.c_batched = product.c_batched != 0;
+    p.bias_batched = product.bias_batched != 0;
+    p.addend = product.addend != 0;
+    p.beta = product.beta;
+    return ReadMatrices(call, " and ");
+  }
   Expected Expect(const Call&, Rule rule) const {
     const auto matrix = [&](bool batched, bool transposed, int64_t rows, int64_t columns) {
       if (transposed) std::swap(rows, columns);
@@ -266,7 +274,7 @@ struct Dense : Reader<wire::Product, wire::Epilogue> {
     const Dims xd = call[kX].dimensions(), yd = call[kY].dimensions();
     const auto dtype = wire::ToDType(call[kX].element_type());
     const size_t instance = product.batched ? 1 : 0;
-    if (!dtype || yd.size() != 2 + instance || xd.size() != 2u + (product.x_batched ? 1 : 0)) {
+    if (!dtype || yd.size() != 2 + instance || xd.size() != 2u + (p.x_batched ? 1 : 0)) {
       return call.Invalid(call.Shapes({kX}) + and_ + call.Shapes({kY}) +
                           " are no matrices of one floating-point type");
     }
@@ -276,13 +284,7 @@ struct Dense : Reader<wire::Product, wire::Epilogue> {
     p.trans_x = product.trans_x != 0;
     p.trans_w = product.trans_w != 0;
     p.k = xd[xd.size() - (p.trans_x ? 2 : 1)];
-    p.x_batched = product.x_batched != 0;
-    p.w_batched = product.w_batched != 0;
-    p.c_batched = product.c_batched != 0;
-    p.bias_batched = product.bias_batched != 0;
-    p.addend = product.addend != 0;
     p.alpha = product.alpha;
-    p.beta = product.beta;
     p.dtype = *dtype;
     p.full_float32 = product.full_float32 != 0;
     return Status::Ok();
@@ -294,15 +296,16 @@ struct DenseGradient : Dense {
   using Dense::Dense;
   Status Begin(const Call& call) {
     JAXCONV_RETURN_IF_ERROR(ToEpilogue(call, std::get<1>(all), &e));
-    product.x_batched = product.w_batched = product.c_batched = product.bias_batched = 0;
-    product.beta = 1.0;
     if (wire::ToBiasKind(product.bias) == BiasKind::kNone && !e.bias && !e.save_preactivation &&
         !product.batched && !product.addend && !product.trans_x) {
       return Status::Ok();
     }
     return call.Invalid("it takes one instance, x stored (M, K), no bias, addend or z");
   }
-  Status Read(const Call& call) { return ReadMatrices(call, ", "); }
+  Status Read(const Call& call) {
+    p.beta = 1.0;
+    return ReadMatrices(call, ", ");
+  }
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
