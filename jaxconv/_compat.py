@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.extend
 import jax.numpy
-from jax._src import ad_checkpoint, checkify, config, core, dispatch, source_info_util
+from jax._src import ad_checkpoint, checkify, config, core, dispatch, source_info_util, util
 from jax._src.interpreters import mlir as lowerings
 from jax._src.lib import _jax, jaxlib_extension_version
 from jax.experimental import jet
@@ -48,12 +48,21 @@ def seen_by_checkify(primitive: Primitive) -> None:
 
 
 def checkified_inside(primitive: Primitive, program: Callable[..., ClosedJaxpr]) -> None:
-    """Makes checkify look at each equation of the program that `primitive` holds. (`checkify_jaxpr`: 0.10 to 0.12.)"""
+    """Makes checkify look at each equation of the program that `primitive` holds. (`checkify_jaxpr`: 0.10 to 0.12; since
+    0.11 a rule is given a context in front, which it passes on.)"""
 
-    def rule(error: Any, enabled: Any, *args: Any, **params: Any) -> Any:
-        return checkify.checkify_jaxpr(program(**params), enabled, error, *args)
+    def rule(*given: Any, **params: Any) -> Any:
+        first = next(i for i, value in enumerate(given) if isinstance(value, checkify.Error))
+        context, (error, enabled, *args) = given[:first], given[first:]
+        return checkify.checkify_jaxpr(*context, program(**params), enabled, error, *args)
 
     checkify.error_checks[primitive] = rule
+
+
+def held_weakly(kind: type) -> None:
+    """Makes JAX's caches of what primitives' parameters say hold objects of this class as they hold jaxprs: no longer
+    than others do. (`weakref_cache_key_types`: 0.7 to 0.12; without it 2,048 are held.)"""
+    getattr(util, "weakref_cache_key_types", set()).add(kind)
 
 
 def without_traced_constants(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Any]]:

@@ -25,7 +25,7 @@ from jaxconv._types import (
     ToActivation,
 )
 from jaxconv.batchnorm import infer, parameters, train
-from jaxconv.conv import _any, fprop, with_residual
+from jaxconv.conv import _any, with_residual
 from jaxconv.joints import region
 
 replace = dataclasses.replace
@@ -168,14 +168,10 @@ def conv_batchnorm(
     if arrays["bias"] is None:
         arrays["bias"] = jnp.zeros(p.norm.param_shape, p.norm.param_dtype)
     args = [x, w, *arrays.values(), *([] if residual is None else [residual])]
-    asked = p.conv.implementation or p.conv.algorithm or p.norm.implementation
-    if not p.norm.training and not (asked or folding_pays(p.conv.y_shape, p.conv.w_shape)):
-        y = infer(p.norm, fprop(p.conv, x, w), *args[2:])
-        return x, (y, arrays["running_mean"], arrays["running_var"])
     if not p.norm.training:
         asked = p.conv.implementation or p.conv.algorithm or p.norm.implementation
         folds = asked or folding_pays(p.conv.y_shape, p.conv.w_shape)
-        y = inference(p, *args) if folds else infer(p.norm, fprop(p.conv, x, w), *args[2:])
+        y = inference(p, *args) if folds else infer(p.norm, *_any(p.conv, x, w), *args[2:])
         return y, arrays["running_mean"], arrays["running_var"]
 
     def layers(x: Array, w: Array, *rest: Array) -> list[Array]:

@@ -50,9 +50,11 @@ class Program(Graph):
         users; the others are returned. The caller has asked `fits`. Calls of equal keys (the function and the problems
         that it closes over) are the same function, which is traced once."""
         like, avals = dead[-1], [v.aval for v in inputs]
-        if (*key, *avals) not in self._traced:
-            self._traced[(*key, *avals)] = jax.make_jaxpr(lambda *args: list(call(*args)))(*avals)
-        jaxpr = self._traced[(*key, *avals)]
+        jaxpr = self._traced.get((*key, *avals)) if key else None
+        if jaxpr is None:
+            jaxpr = jax.make_jaxpr(lambda *args: list(call(*args)))(*avals)
+        if key:
+            self._traced[(*key, *avals)] = jaxpr
         for node in dead:
             self._remove(node)
         first = len(self.nodes)
