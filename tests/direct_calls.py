@@ -20,13 +20,16 @@ from jaxconv import _op
 from jaxconv import conv as conv_module
 from jaxconv._activation import Activation
 from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem
-from jaxconv.batchnorm import dx_of_sums, moments, shortcut_backward, shortcut_problem, signs
+from jaxconv.batchnorm import backward_add, dx_of_sums, moments, shortcut_backward, shortcut_problem, signs
 from jaxconv.dense import dense_gradient
 from jaxconv.joints import region
 
 KERNELS = {kernel.name: kernel for kernel in _op.KERNELS.values()}
 # A GPU's alone: a CPU's targets and examples are without them.
-ON_GPUS = ("dense_gradient", "conv_dgrad_sums", "batchnorm_shortcut_backward", "batchnorm_signs")
+ON_GPUS = (
+    *("dense_gradient", "conv_dgrad_sums"),
+    *("batchnorm_backward_add", "batchnorm_shortcut_backward", "batchnorm_signs"),
+)
 Shape = tuple[int, ...]
 
 
@@ -96,6 +99,11 @@ def with_signs(x: jax.Array, v: jax.Array) -> list[jax.Array]:
     return signs(_norm(x, residual=True), x, v, v, v, v, x)
 
 
+def dx_and_addend(x: jax.Array, v: jax.Array) -> list[jax.Array]:
+    """A batch-norm's backward pass that adds to dx, by the kernel."""
+    return backward_add(_norm(x, residual=False), x, x, v, v, v, v, x)
+
+
 def dz_and_sums(dy: jax.Array, w: jax.Array, x: jax.Array, bits: jax.Array, v: jax.Array) -> list[jax.Array]:
     """conv_dgrad_sums of a 1x1, by the kernel."""
     options: dict[str, Any] = dict.fromkeys(("activation", "precision", "implementation"))
@@ -134,6 +142,7 @@ def _programs() -> dict[str, tuple[str, Any, Any]]:
         "dense_gradient": ("dense_gradient", dz_and_db, product),
         "batchnorm_shortcut_backward": ("batchnorm_shortcut_backward", both_norms, large),
         "conv_dgrad_sums": ("conv_dgrad_sums", dz_and_sums, sums_operands()),
+        "batchnorm_backward_add": ("batchnorm_backward_add", dx_and_addend, large),
         "batchnorm_signs": ("batchnorm_signs", with_signs, large),
     }
     on_gpus = on_gpus if PLATFORM == "cuda" else {}
@@ -234,6 +243,7 @@ _NAMES = {
     "batchnorm_infer": ("x scale bias mean var residual?", "y"),
     "batchnorm_signs": ("x scale bias mean var residual?", "y signs"),
     "batchnorm_backward": ("x dy scale bias mean rstd residual?", "dscale dbias dx? dresidual?"),
+    "batchnorm_backward_add": ("x dy scale bias mean rstd c", "dscale dbias dx"),
     "batchnorm_dx": ("x dy scale bias mean rstd dscale dbias residual?", "dx"),
     "batchnorm_moments": ("x", "k shift var"),
     "batchnorm_shortcut_backward": (
@@ -257,6 +267,7 @@ YOUNGER = (
         "conv_normalised_gradient",
         "conv_normalised_dx",
         "dense_gradient",
+        "batchnorm_backward_add",
         "batchnorm_dx",
         "batchnorm_moments",
         "batchnorm_shortcut_backward",
@@ -271,7 +282,7 @@ YOUNGER = (
 def _operand(p: Any, kernel: str, name: str) -> tuple[Shape, str]:
     """(shape, dtype) of an operand of `kernel`."""
     if kernel.startswith("batchnorm"):
-        return (p.x_shape, p.dtype) if name in ("x", "dy", "r", "residual") else (p.param_shape, p.param_dtype)
+        return (p.x_shape, p.dtype) if name in ("x", "dy", "r", "c", "residual") else (p.param_shape, p.param_dtype)
     if kernel.startswith("max_pool"):
         return (p.x_shape if name == "x" else p.y_shape), "uint8" if name == "position" else p.dtype
     if kernel.startswith("groupnorm"):

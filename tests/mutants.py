@@ -226,8 +226,8 @@ MUTANTS = [
     Mutant(
         "batch-norm's gradients do not look at dy",
         "ffi/problems.h",
-        '{"y dy r residual dx dresidual dr", kLikeX},',
-        '{"dy", kStatistic}, {"y r residual dx dresidual dr", kLikeX},',
+        '{"y dy r c residual dx dresidual dr", kLikeX},',
+        '{"dy", kStatistic}, {"y r c residual dx dresidual dr", kLikeX},',
         "tests/test_operand_checks.py -k off_by_one",
     ),
     Mutant(

@@ -42,7 +42,7 @@ from jaxconv._problem import (
     PoolProblem,
     SqueezeExciteProblem,
 )
-from jaxconv.batchnorm import backward, dx_of_sums, infer, moments, shortcut_backward, signs, train
+from jaxconv.batchnorm import backward, backward_add, dx_of_sums, infer, moments, shortcut_backward, signs, train
 from jaxconv.conv import conv_add, conv_kernel, dgrad, dgrad_add, dgrad_sums, fprop, statistics, wgrad
 from jaxconv.conv_normalised import normalised, normalised_dx, normalised_gradient, normalised_wgrad
 from jaxconv.dense import dense_gradient, dense_kernel, matmul
@@ -255,6 +255,7 @@ def batchnorm_calls(dtype: str, algorithm: str, shape: tuple[int, ...], axis: in
         (infer, dataclasses.replace(p, training=False), [x, *[param] * 4, *residual]),
         (signs, dataclasses.replace(p, activation=_activation.parse("", "relu")), [x, *[param] * 4, *residual]),
         (backward, q, [x, x, *[param] * 4, *residual]),
+        (backward_add, dataclasses.replace(p, residual=False), [x, x, *[param] * 4, x]),
         (backward, dataclasses.replace(q, want_dx=False), [x, x, *[param] * 4, *residual]),
         (shortcut_backward, dataclasses.replace(p, residual=False), [x, x, *[param] * 4, x, *[param] * 4]),
         (moments, p, [x]),
