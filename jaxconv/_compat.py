@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.extend
 import jax.numpy
-from jax._src import ad_checkpoint, checkify, config, core, dispatch, source_info_util
+from jax._src import ad_checkpoint, checkify, config, core, dispatch, source_info_util, util
 from jax._src.interpreters import mlir as lowerings
 from jax._src.lib import _jax
 from jax.experimental import jet
@@ -45,6 +45,12 @@ def needs_devices_to_lower(primitive: Primitive) -> None:
 def seen_by_checkify(primitive: Primitive) -> None:
     """Makes checkify's float checks look at the primitive's results, as at those of JAX's own. (The rule: 0.10 on.)"""
     checkify.error_checks[primitive] = functools.partial(checkify.nan_error_check, primitive)
+
+
+def kept_weakly(cls: type) -> type:
+    """JAX's caches do not keep parameters of this type alive. (`weakref_cache_key_types`: not in every version.)"""
+    getattr(util, "weakref_cache_key_types", set()).add(cls)
+    return cls
 
 
 def checkified_inside(primitive: Primitive, program: Callable[..., ClosedJaxpr]) -> None:
