@@ -47,6 +47,12 @@ def seen_by_checkify(primitive: Primitive) -> None:
     checkify.error_checks[primitive] = functools.partial(checkify.nan_error_check, primitive)
 
 
+def kept_weakly(cls: type) -> type:
+    """JAX's caches do not keep parameters of this type alive. (`weakref_cache_key_types`: not in every version.)"""
+    getattr(util, "weakref_cache_key_types", set()).add(cls)
+    return cls
+
+
 def checkified_inside(primitive: Primitive, program: Callable[..., ClosedJaxpr]) -> None:
     """Makes checkify look at each equation of the program that `primitive` holds. (`checkify_jaxpr`: 0.10 to 0.12; since
     0.11 a rule is given a context in front, which it passes on.)"""

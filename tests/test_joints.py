@@ -60,6 +60,13 @@ def two_blocks(x, w1, w2, w3, w4, scale, bias, wide, shift):
     return bottleneck(x, w3, w4, wide, shift, 2 * scale, -bias)
 
 
+def of_one_convolution(x, r, w1, w2, w3, scale, bias):
+    """Blocks that add what their only convolution reads: the second add of two is another reading."""
+    x = jax.nn.relu(norm(conv(x, w1), scale, bias) + r)
+    x = jax.nn.relu(norm(conv(x, w2), 2 * scale, bias) + x)
+    return x, jax.nn.relu(norm(conv(x, w3), scale, -bias) + x)
+
+
 def projection(x, w1, w2, w_r, s1, b1, s2, b2, s_r, b_r, *, act=jax.nn.relu, shown=False):
     y = act(norm(conv(x, w1, 2), s1, b1))
     r = norm(conv(x, w_r, 2), s_r, b_r)
@@ -180,6 +187,14 @@ ROWS: dict[str, Row] = {
         {SUMS: 1, STATISTICS: 3, ALONE: 1, ADD: 1},
         {"conv_dgrad_sums": 1, "batchnorm_signs": 1, "batchnorm_dx": 1, "conv_statistics": 4, "conv_dgrad_add": 1},
         "conv_fprop batchnorm_train",
+        BOTH,
+    ),
+    "sums, blocks of one convolution": Row(
+        of_one_convolution,
+        (X, X, *[(1, 1, 8, 8)] * 3, V, V),
+        {SUMS: 2, STATISTICS: 1, ALONE: 2},
+        {"conv_dgrad_sums": 2, "batchnorm_dx": 2, "conv_statistics": 3, "conv_dgrad": 1},
+        "conv_fprop batchnorm_train conv_dgrad_add add_any",
         BOTH,
     ),
     "shortcut": Row(

@@ -18,6 +18,7 @@ from jaxconv.joints.program import Program, evaluate
 from jaxconv.joints.rules import rewrite
 
 
+@_compat.kept_weakly
 @dataclasses.dataclass(eq=False, repr=False)
 class Joint:
     """The program of (primals, cotangents) -> results, gradients of the varied arguments.

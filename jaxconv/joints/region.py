@@ -25,6 +25,7 @@ from jaxconv.joints.rules import rewrite
 Array = jax.Array
 
 
+@_compat.kept_weakly
 class Body:
     """What a region holds: a flat program, and what was made of it. Equal to itself alone."""
 
