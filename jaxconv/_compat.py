@@ -48,7 +48,8 @@ def seen_by_checkify(primitive: Primitive) -> None:
 
 
 def kept_weakly(cls: type) -> type:
-    """JAX's caches do not keep parameters of this type alive. (`weakref_cache_key_types`: not in every version.)"""
+    """JAX's caches of what primitives' parameters say hold objects of this class as they hold jaxprs: no longer than others
+    do. (`weakref_cache_key_types`: 0.10 to 0.12; without it they hold 2,048.)"""
     getattr(util, "weakref_cache_key_types", set()).add(cls)
     return cls
 
@@ -63,12 +64,6 @@ def checkified_inside(primitive: Primitive, program: Callable[..., ClosedJaxpr])
         return checkify.checkify_jaxpr(*context, program(**params), enabled, error, *args)
 
     checkify.error_checks[primitive] = rule
-
-
-def held_weakly(kind: type) -> None:
-    """Makes JAX's caches of what primitives' parameters say hold objects of this class as they hold jaxprs: no longer
-    than others do. (`weakref_cache_key_types`: 0.7 to 0.12; without it 2,048 are held.)"""
-    getattr(util, "weakref_cache_key_types", set()).add(kind)
 
 
 def without_traced_constants(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Any]]:

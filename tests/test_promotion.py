@@ -141,7 +141,16 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], list[tuple
 }
 # no arrays, or no op: what is asked of functions and programs
 OTHERS = {
-    *("Accelerated", "Explanation", "Frozen", "Launches", "__version__", "accelerate", "check_exported", "checkpoint_policies"),
+    *(
+        "Accelerated",
+        "Explanation",
+        "Frozen",
+        "Launches",
+        "__version__",
+        "accelerate",
+        "check_exported",
+        "checkpoint_policies",
+    ),
     *("conv_general_dilated", "cost", "disable", "disabled", "enable", "enabled", "explain", "export_checks", "freeze"),
     *("graph_options", "info", "launches", "portable_exported", "report", "tune"),
 }

@@ -57,8 +57,6 @@ class Body:
         return self._joints[key]
 
 
-_compat.held_weakly(Body)
-_compat.held_weakly(Joint)
 region = Primitive("jaxconv_region")
 tangent = Primitive("jaxconv_region_tangent")
 region.multiple_results = tangent.multiple_results = True
