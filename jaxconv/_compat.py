@@ -48,15 +48,15 @@ def seen_by_checkify(primitive: Primitive) -> None:
 
 
 def kept_weakly(cls: type) -> type:
-    """JAX's caches of what primitives' parameters say hold objects of this class as they hold jaxprs: no longer than others
-    do. (`weakref_cache_key_types`: 0.10 to 0.12; without it they hold 2,048.)"""
+    """JAX's caches of what primitives' parameters say hold objects of this class as they hold jaxprs: no longer than
+    others do. (`weakref_cache_key_types`: 0.10 to 0.12; without it they hold 2,048.)"""
     getattr(util, "weakref_cache_key_types", set()).add(cls)
     return cls
 
 
 def checkified_inside(primitive: Primitive, program: Callable[..., ClosedJaxpr]) -> None:
-    """Makes checkify look at each equation of the program that `primitive` holds. (`checkify_jaxpr`: 0.10 to 0.12; since
-    0.11 a rule is given a context in front, which it passes on.)"""
+    """Makes checkify look at each equation of the program that `primitive` holds. (`checkify_jaxpr`: 0.10 to 0.12;
+    since 0.11 a rule is given a context in front, which it passes on.)"""
 
     def rule(*given: Any, **params: Any) -> Any:
         first = next(i for i, value in enumerate(given) if isinstance(value, checkify.Error))
