@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib.metadata
@@ -18,6 +19,7 @@ from jaxconv import _enable, _native, _op, _plan, _problem, _sharding
 from jaxconv._plan import measured, tuned
 from jaxconv._types import OfArguments, P
 from jaxconv.accelerate import Report, listening
+from jaxconv.joints import rules
 
 # What users call a platform -> what plans call it
 _PLATFORMS = {"cpu": "cpu", "cuda": "cuda", "gpu": "cuda", "rocm": "rocm", "tpu": "tpu"}
@@ -33,9 +35,23 @@ class Call:
     count: int  # equal calls
 
 
+@dataclasses.dataclass(frozen=True)
+class Fused:
+    """Kernels that took the place of others in a differentiated program (`rule` says as what), and at how many places.
+
+    Each text names an op, its problem, and where it is known the milliseconds that its plan counts with.
+    """
+
+    rule: str
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    count: int
+
+
 class Explanation(list[Call]):
     """A list of `Call`s that prints as a table.
 
+    `fused` lists what rules made of neighbouring calls, in gradients and around them: the calls are those after it.
     `accelerated` lists what `jaxconv.accelerate` found in the function: what it replaced by what, and why not the rest.
     `convolutions` lists lax's own convolutions in it, and what `jaxconv.enable` makes of them, or would, were it on.
     `gathered` says which arrays, split by their types over an Explicit mesh, are gathered for a call, and why.
@@ -48,12 +64,14 @@ class Explanation(list[Call]):
         convolutions: _enable.Convolutions,
         enabled: bool,
         gathered: Iterable[str] = (),
+        fused: Iterable[Fused] = (),
     ):
         super().__init__(calls)
         self.accelerated = accelerated
         self.convolutions = convolutions
         self.enabled = enabled  # whether enable is on
         self.gathered = list(gathered)
+        self.fused = list(fused)
 
     def __str__(self) -> str:
         anything = self.accelerated or self.accelerated.notes
@@ -61,6 +79,10 @@ class Explanation(list[Call]):
         if self.convolutions:
             title = "enable" if self.enabled else "enable, which is off, would do"
             parts.append(f"{title}:\n{self.convolutions}")
+        for one in self.fused:
+            lines = [f"{one.count} x {one.rule}"]
+            lines += [f"  {sign} {text}" for sign, texts in (("-", one.before), ("+", one.after)) for text in texts]
+            parts.append("\n".join(lines))
         if self or not parts:
             parts.append("\n".join([self._calls(), *self.gathered]))
         return "\n\n".join(parts)
@@ -114,10 +136,10 @@ def explain(f: Callable[P, Any], *, platform: str | None = None) -> OfArguments[
         device = _plan.Device.current(_PLATFORMS[platform]) if platform else _plan.Device.default()
         # JAX keeps what it traced for as long as the function lives: this one ends here.
         of_this_call = functools.wraps(f)(lambda *args, **kwargs: f(*args, **kwargs))
-        with listening() as accelerated:
+        with listening() as accelerated, _heard() as fusions:
             jaxpr = jax.make_jaxpr(of_this_call)(*args, **kwargs)
+            equations = list(_op.equations(jaxpr.jaxpr, device))
         counts: dict[tuple[str, Any], int] = {}
-        equations = list(_op.equations(jaxpr.jaxpr, device))
         for equation in equations:
             made = _op.KERNELS.get(equation.primitive)
             if made is None:
@@ -128,9 +150,39 @@ def explain(f: Callable[P, Any], *, platform: str | None = None) -> OfArguments[
                 counts[key] = counts.get(key, 0) + 1
         calls = [Call(op, problem, _plan.plan(op, problem, device), n) for (op, problem), n in counts.items()]
         gathered = dict.fromkeys(_gathered(jaxpr.jaxpr, device))
-        return Explanation(calls, accelerated, _enable.would(equations, device), _enable.is_on(), gathered)
+        would, on = _enable.would(equations, device), _enable.is_on()
+        return Explanation(calls, accelerated, would, on, gathered, _fused(fusions, device))
 
     return explained
+
+
+@contextlib.contextmanager
+def _heard() -> Iterator[list[rules.Fusion]]:
+    """What rules replace inside."""
+    heard: list[rules.Fusion] = []
+    token = rules.HEARD.set(heard)
+    try:
+        yield heard
+    finally:
+        rules.HEARD.reset(token)
+
+
+def _fused(fusions: Iterable[rules.Fusion], device: _plan.Device) -> list[Fused]:
+    """Equal ones together."""
+
+    def text(op: str, problem: Any) -> str:
+        if op not in _plan.OPS:
+            return f"{op} {problem}"
+        plan = _plan.plan(op, problem, device)
+        name = plan.kernel if plan.implementation == "native" else "xla"
+        ms = next((f", {c.ms:.3f} ms" for c in plan.candidates if c.name == name), "")
+        return f"{op} {problem}: {plan.kernel or plan.implementation}{ms}"
+
+    counts: dict[tuple[str, tuple[str, ...], tuple[str, ...]], int] = {}
+    for one in fusions:
+        key = one.rule, *(tuple(text(*op) for op in ops) for ops in (one.before, one.after))
+        counts[key] = counts.get(key, 0) + 1
+    return [Fused(*key, count) for key, count in counts.items()]
 
 
 def _gathered(jaxpr: Any, device: _plan.Device) -> Iterator[str]:

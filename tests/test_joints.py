@@ -563,3 +563,14 @@ def test_inside_shard_map(row, took):
     got = jax.jit(split)(images, *rest)
     plain = jax.shard_map(gradients(row.plain), mesh=mesh, in_specs=specs, out_specs=specs)
     close(got, jax.jit(plain)(images, *rest), 5e-5)
+
+
+def test_explain_says_what_rules_made(monkeypatch):
+    monkeypatch.setattr(rules, "wants", lambda op, problem, device: True)
+    x, w = jnp.ones((2, 6, 6, 8)), jnp.ones((1, 1, 8, 8))
+    block = jaxconv.accelerate(lambda x, w: (jax.nn.relu(conv(x, w)) + x).sum())
+    found = jaxconv.explain(jax.grad(block))(x, w)
+    (one,) = [one for one in found.fused if one.rule == "dgrad + c"]
+    assert one.count == 1 and one.before[0].startswith("conv_dgrad 2x6x6") and one.after[0].startswith("conv_dgrad_add")
+    assert "1 x dgrad + c\n  - conv_dgrad 2x6x6" in str(found)
+    assert not jaxconv.explain(block)(x, w).fused  # nothing goes back

@@ -29,6 +29,7 @@ class Program(Graph):
     def __init__(self, closed: ClosedJaxpr):
         self._successors: dict[Value, Value] = {}
         self._traced: dict[Any, ClosedJaxpr] = {}
+        self.changes: list[tuple[Sequence[Node], Sequence[Node]]] = []  # what was replaced, and by what
         super().__init__(closed, _body)
 
     def _is_alias(self, eqn: JaxprEqn) -> bool:
@@ -63,6 +64,7 @@ class Program(Graph):
             node.order = like.order
             for v in node.inputs:
                 v.users.append(node)
+        self.changes.append((dead, self.nodes[first:]))
         for old, new in zip(outputs, results, strict=False):
             self._merge(old, new)
         return results[len(outputs) :]

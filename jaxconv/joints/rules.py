@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextvars
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -33,9 +34,34 @@ class Rule:
     apply: Callable[[Program, Node, _plan.Device], bool]  # whether something was replaced
 
 
+Op = tuple[str, Any]  # an op's name and problem
+
+
+@dataclasses.dataclass(frozen=True)
+class Fusion:
+    """What a rule replaced by what, at one place."""
+
+    rule: str
+    before: tuple[Op, ...]
+    after: tuple[Op, ...]
+
+
+HEARD: contextvars.ContextVar[list[Fusion] | None] = contextvars.ContextVar("jaxconv_heard_rules", default=None)
+
+
+def _fusion(rule: Rule, program: Program) -> Fusion:
+    def ops(nodes: Iterable[Node]) -> tuple[Op, ...]:
+        ours = (node for node in nodes if "problem" in node.params and node.call is None)
+        return tuple((node.name.removeprefix("jaxconv_"), node.params["problem"]) for node in ours)
+
+    before, after = zip(*program.changes, strict=True)
+    return Fusion(rule.name, ops(itertools.chain(*before)), ops(itertools.chain(*after)))
+
+
 def rewrite(program: Program, device: _plan.Device) -> list[str]:
     """Applies the rules in their order, each at every node. Returns the names of those that were applied."""
-    applied = []
+    applied: list[str] = []
+    heard = HEARD.get()
     token = _WANTED.set({})
     try:
         for rule in RULES:
@@ -43,9 +69,12 @@ def rewrite(program: Program, device: _plan.Device) -> list[str]:
             while found:  # what a rule makes, the same rule may match again
                 found = False
                 for node in [node for node in program.nodes if node.name in rule.at]:
+                    program.changes.clear()
                     if not node.dead and rule.apply(program, node, device):
                         applied.append(rule.name)
                         found = True
+                        if heard is not None:
+                            heard.append(_fusion(rule, program))
                 if found:
                     program.settle()
     finally:
