@@ -707,6 +707,37 @@ def test_a_groupnorm_in_the_shape_of_its_groups_is_recognised(spatial):
     check(bare, args[0], groupnorm=1)
 
 
+def instances_by_hand(x, scale=1, bias=0, squares=False):
+    axes = tuple(range(1, x.ndim - 1))
+    mean = x.mean(axes, keepdims=True)
+    var = (x * x).mean(axes, keepdims=True) - mean**2 if squares else x.var(axes, keepdims=True)
+    return (x - mean) * lax.rsqrt(var + 1e-5) * scale + bias
+
+
+@pytest.mark.parametrize("squares", (False, True), ids=("centred", "squares"))
+@pytest.mark.parametrize("shape", ((2, 4, 5, 8), (1, 4, 5, 8), (2, 3, 4, 5, 8), (3, 7, 8)), ids=str)
+def test_an_instance_norm_and_its_activation_become_one_call(shape, squares):
+    """Each channel is a group of its own; of one image too, where these are the batch's statistics as well."""
+    x = array(0, shape)
+    check(lambda *a: jax.nn.leaky_relu(instances_by_hand(*a, squares=squares), 0.1), x, SCALE, BIAS, groupnorm=1)
+    (call,) = jaxconv.explain(accelerate(instances_by_hand))(x, SCALE, BIAS)
+    assert call.problem.groups == call.problem.channels == 8
+
+
+@pytest.mark.parametrize("images", (2, 1))
+def test_flax_instance_norm_behind_a_convolution(images):
+    linen = pytest.importorskip("flax.linen")
+    module = linen.Sequential([linen.Conv(8, (3, 3)), linen.InstanceNorm(), linen.leaky_relu])
+    x = array(0, (images, 4, 5, 8))
+    variables = randomised(module.init(KEY, x))
+    check(module.apply, variables, x, conv=1, groupnorm=1)
+    gradient = jax.grad(lambda v: accelerate(module.apply)(v, x).sum())
+    assert (
+        helpers.equations(gradient, variables)["reduce_sum"] == 1
+    )  # the loss; the bias' gradient is zero, and no pass
+    np.testing.assert_array_equal(gradient(variables)["params"]["layers_0"]["bias"], jnp.zeros(8))
+
+
 def other_variance(x):
     g, mean, var = grouped_statistics(x, 2, True)
     return ((g - mean) * lax.rsqrt(2 * var + 1e-5)).reshape(x.shape)
@@ -739,9 +770,19 @@ def with_its_statistics(x):
     return ((g - mean) * lax.rsqrt(var + 1e-5)).reshape(x.shape), mean, var
 
 
-@pytest.mark.parametrize("f", (other_variance, unbiased, of_rows, of_another, interleaved_groups, with_its_statistics))
+def of_columns(x):
+    mean, var = x.mean(1, keepdims=True), x.var(1, keepdims=True)
+    return (x - mean) * lax.rsqrt(var + 1e-5)
+
+
+@pytest.mark.parametrize("f", (of_columns, other_variance, unbiased, of_rows, of_another, with_its_statistics))
 def test_what_is_no_groupnorm_is_left(f):
     check(f, array(0, (2, 4, 5, 8)))
+
+
+def test_groups_that_are_interleaved_are_an_instance_norm():
+    """Of the array with another axis of pixels."""
+    check(interleaved_groups, array(0, (2, 4, 5, 8)), groupnorm=1)
 
 
 def test_a_groupnorm_whose_gradient_is_taken_inside_is_left_and_the_report_says_so():

@@ -1,8 +1,9 @@
 """Group-norms: (x - mean) / sqrt(var + epsilon) of each image's groups of channels, channels last, with the scale, bias
 and activation that follow.
 
-Two ways to write it are recognised: statistics repeated to numbers per image and channel (Flax), and all of it in the
-shape (N, ..., G, C/G), from which the result is reshaped.
+Three ways to write it are recognised: statistics repeated to numbers per image and channel (Flax); all of it in the
+shape (N, ..., G, C/G), from which the result is reshaped; and statistics of each image's pixels, an instance-norm, of
+which each channel is a group.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def find_group_normalised(v: Value) -> GroupNormalised | None:
         x = inner.node.inputs[0]
     var, epsilon, more = deviation
     mean = _unrepeated(mean, grouped)
-    groups = _mean_of(mean, lambda u: _is_grouped(u, unconverted(x)))
+    groups = _mean_of(mean, lambda u, alone: _groups_of(u, unconverted(x), alone))
     if groups is None or _variance_of(_unrepeated(var, grouped), unconverted(x), mean) != groups:
         return None
     return GroupNormalised(result, x, groups, epsilon, scales + more, bias, [mean, bare(var)], path)
@@ -158,8 +159,9 @@ def _unrepeated(v: Value, grouped: bool) -> Value:
     return bare(source) if same else v
 
 
-def _mean_of(v: Value, accept: Callable[[Value], int | None]) -> int | None:
-    """The groups of u where v is the mean of u over all but images and groups; `accept` gives them."""
+def _mean_of(v: Value, accept: Callable[[Value, bool], int | None]) -> int | None:
+    """The groups of u where v is the mean of u over all but images and groups; `accept` gives them, of u and of whether
+    channels are alone in their groups, so that u has no axis of groups."""
     v = bare(v)
     if v.made_by not in ("div", "mul"):
         return None
@@ -171,16 +173,19 @@ def _mean_of(v: Value, accept: Callable[[Value], int | None]) -> int | None:
         rank = len(u.shape)
         axes = tuple(sorted(total.node.params["axes"]))
         number = 1 / number if v.made_by == "mul" else number
-        if rank < 3 or axes != (*range(1, rank - 2), rank - 1):
+        alone = rank > 2 and axes == tuple(range(1, rank - 1))
+        if not alone and (rank < 3 or axes != (*range(1, rank - 2), rank - 1)):
             continue
         if is_count(number, [u.shape[axis] for axis in axes]):
-            return accept(u)
+            return accept(u, alone)
     return None
 
 
-def _is_grouped(u: Value | None, x: Value) -> int | None:
-    """The groups where u is x in the shape (N, ..., G, C/G)."""
+def _groups_of(u: Value | None, x: Value, alone: bool) -> int | None:
+    """The groups where u is x in the shape (N, ..., G, C/G); its channels where they are alone, and u is x."""
     u = None if u is None else unconverted(u)
+    if alone:
+        return x.shape[-1] if u is x else None
     if u is None or u.made_by != "reshape" or unconverted(u.node.inputs[0]) is not x:
         return None
     return u.shape[-2] if u.node.params["dimensions"] is None and _grouped(u.shape, x.shape) else None
@@ -192,12 +197,12 @@ def _variance_of(v: Value, x: Value, mean: Value) -> int | None:
     def is_mean(u: Value | None) -> bool:
         return u is not None and bare(u) is mean
 
-    def centred_square(u: Value) -> int | None:
+    def centred_square(u: Value, alone: bool) -> int | None:
         centred = squared(u)
         if centred is None or centred.made_by != "sub":
             return None
-        numbers = numbers_along(centred.node.inputs[1], centred.shape, (0, len(centred.shape) - 2))
-        return _is_grouped(centred.node.inputs[0], x) if is_mean(numbers) else None
+        numbers = numbers_along(centred.node.inputs[1], centred.shape, (0, len(centred.shape) - (1 if alone else 2)))
+        return _groups_of(centred.node.inputs[0], x, alone) if is_mean(numbers) else None
 
     v = bare(v)
     for low, rest in operands_of(v, "max"):
@@ -205,7 +210,7 @@ def _variance_of(v: Value, x: Value, mean: Value) -> int | None:
             v = bare(rest)
             break
     for second_moment, square in operands_of(v, "sub"):
-        groups = _mean_of(second_moment, lambda u: _is_grouped(squared(u), x))
+        groups = _mean_of(second_moment, lambda u, alone: _groups_of(squared(u), x, alone))
         return groups if is_mean(squared(bare(square))) else None
     return _mean_of(v, centred_square)
 

@@ -454,7 +454,7 @@ def norm_and_add(program: Program, node: Node, device: _plan.Device) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A bias' gradient: what a batch-norm in training sends back sums up to zero in each channel, but for rounding
+# A bias' gradient: what a norm of each channel alone sends back sums up to zero in the channel, but for rounding
 
 
 def _terms(v: Value) -> list[Value]:
@@ -465,15 +465,20 @@ def _terms(v: Value) -> list[Value]:
 
 
 def _sums_up_to_zero(v: Value, axes: Sequence[int]) -> bool:
-    back = maker(v, "batchnorm_backward")
-    if back is None or back.params["problem"].batch is not None or v not in back.outputs[2:3]:
+    """Whether v is the dx of a norm by statistics of each channel alone: of the batch, or of each image."""
+    batch, image = maker(v, "batchnorm_backward"), maker(v, "groupnorm_backward")
+    back = batch or image
+    if back is None or v not in back.outputs[2:3]:
         return False
-    p: BatchNormProblem = back.params["problem"]
-    return p.want_dx and tuple(axes) == tuple(a for a in range(len(p.shape)) if a != p.channel_axis)
+    p = back.params["problem"]
+    if not p.want_dx or p.batch is not None or (image is not None and (p.rows or p.groups != p.channels)):
+        return False
+    axis = len(v.shape) - 1 if image is not None else p.channel_axis
+    return tuple(axes) == tuple(a for a in range(len(v.shape)) if a != axis)
 
 
 def sum_behind_norm(program: Program, node: Node, device: _plan.Device) -> bool:
-    """The sum over all but the channels of what a batch-norm sends back, or of that and one array more."""
+    """The sum over all but the channels of what such a norm sends back, or of that and one array more."""
     axes, source = node.params["axes"], node.inputs[0]
     v = source.node.inputs[0] if source.made_by == "convert_element_type" else source
     if not jnp.issubdtype(v.dtype, jnp.floating) or split_by_type(v):
@@ -527,7 +532,7 @@ RULES = (
     Rule("a batch-norm's sums in a dgrad", ("jaxconv_batchnorm_train",), sums_in_dgrad),
     Rule("a convolution's statistics", ("jaxconv_batchnorm_train",), convolution_and_norm),
     Rule("a convolution's statistics alone", ("jaxconv_batchnorm_moments",), convolution_and_moments),
-    Rule("a bias' gradient behind a batch-norm", ("reduce_sum",), sum_behind_norm),
+    Rule("a bias' gradient behind a norm", ("reduce_sum",), sum_behind_norm),
     Rule("dgrad + c", ("add_any", "add"), dgrad_and_add),
     Rule("a batch-norm's dx + c", ("add_any", "add"), norm_and_add),
     Rule("a product and an activation's gradient", ("jaxconv_activation_gradient",), product_and_activation),
