@@ -867,7 +867,6 @@ NO_LAYERNORM = {
     "root_mean_square": lambda x: x * lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-5),
     "of_another": lambda x: (x - (2 * x).mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-5),
     "variance_of_another": lambda x: (x - x.mean(-1, keepdims=True)) * lax.rsqrt(jnp.tanh(x).var(-1, keepdims=True)),
-    "pixels": lambda x: (x - x.mean((1, 2), keepdims=True)) * lax.rsqrt(x.var((1, 2), keepdims=True) + 1e-5),
     "mean_of_all": lambda x: (x - x.mean((1, 2, 3), keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-5),
     "scale_a_row": lambda x: (
         (x - x.mean(-1, keepdims=True)) * (lax.rsqrt(x.var(-1, keepdims=True) + 1e-5) + x[..., :1])

@@ -186,6 +186,10 @@ def _plan_signs(problem: BatchNormProblem, device: Device) -> Plan:
 def _plan_backward_add(problem: BatchNormProblem, device: Device) -> Plan:
     """A backward pass that adds to dx: two_read's, where it is the backward pass's kernel. A block or a team, which
     reads its tensors once, spares as much as the pass that the add is."""
+    if problem.implementation == "native" and problem.algorithm is None and _refusal(problem, device) is None:
+        forced = made("batchnorm_backward_add", "two_read", problem, device)
+        if isinstance(forced, Plan):
+            return dataclasses.replace(forced, reason=f"{_asked(problem)} was asked for")
     alone = plan("batchnorm_backward", problem, device)
     two_read = (
         alone.implementation == "native" and alone.kernel == "two_read" and not disabled("batchnorm_backward_add")

@@ -379,7 +379,9 @@ _INDEPENDENT = {
     NormalisedConvProblem: (True, False, False, True),
     DenseProblem: (True, True, False, False),
     BatchNormProblem: (True, True),
-    GroupNormProblem: (True, True, False),
+    # Of larger images less stays on the chip: 2 x 64x64x64 pixels of 64 channels, by a kernel that was 2 times faster
+    # than XLA at 64x64 pixels, took 3.9 times as long as XLA (H200).
+    GroupNormProblem: (True, False, False),
     PoolProblem: (True, True),
     SqueezeExciteProblem: (True, True, False, False),
 }

@@ -216,12 +216,13 @@ def _variance_of(v: Value, x: Value, mean: Value) -> int | None:
 
 
 def _left_to_xla(n: GroupNormalised, dtype: np.dtype) -> str | None:
-    """Why a layer-norm stays as it was written: on a GPU where its plan is XLA. That jaxconv's formula is as fast there
-    as any that somebody else wrote was not measured."""
+    """Why a layer-norm or instance-norm stays as it was written: on a GPU where its plan is XLA. That jaxconv's formula is
+    as fast there as any that somebody else wrote was not measured."""
     device = _plan.Device.default()
     if device.platform != "cuda":
         return None
-    problem = _problem.GroupNormProblem("layernorm", dtype.name, n.result.shape, 1, n.epsilon, rows=True)
+    rows, groups = n.groups is None, n.groups or 1
+    problem = _problem.GroupNormProblem(n.what, dtype.name, n.result.shape, groups, n.epsilon, rows=rows)
     plan = _plan.plan("groupnorm", problem, device)
     return None if plan.implementation == "native" else f"the GPU's plan is XLA: {plan.reason}"
 
@@ -238,7 +239,7 @@ def find_groupnorm(n: GroupNormalised, activations: Activations) -> Iterator[Fus
     dtype = x0.dtype if y.dtype == x0.dtype else n.result.dtype
     if {dtype.name, y.dtype.name} - set(_problem.DTYPES):
         raise Refusal(f"its types are {x0.dtype} -> {y.dtype}")
-    if n.groups is None and (why := _left_to_xla(n, dtype)):
+    if n.groups in (None, channels) and (why := _left_to_xla(n, dtype)):
         raise Refusal(why)
     params = jnp.float64 if dtype == jnp.float64 else jnp.float32
     x = x0 if _problem.promoted(x0.dtype, dtype) == dtype else n.x

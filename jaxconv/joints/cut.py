@@ -18,7 +18,22 @@ AGAIN = frozenset(
     (
         *("abs", "add", "add_any", "and", "broadcast_in_dim", "clamp", "convert_element_type", "copy", "div", "eq"),
         *("erf", "erfc", "exp", "expand_dims", "expm1", "ge", "gt", "integer_pow", "iota", "is_finite", "le", "log"),
-        *("log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pow", "reshape", "rsqrt"),
+        *(
+            "log1p",
+            "logistic",
+            "lt",
+            "max",
+            "min",
+            "mul",
+            "ne",
+            "neg",
+            "not",
+            "one_minus_square",
+            "or",
+            "pow",
+            "reshape",
+            "rsqrt",
+        ),
         *("select_n", "sign", "sqrt", "square", "squeeze", "stop_gradient", "sub", "tanh"),
     )
 )
