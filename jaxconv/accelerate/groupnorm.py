@@ -216,8 +216,8 @@ def _variance_of(v: Value, x: Value, mean: Value) -> int | None:
 
 
 def _left_to_xla(n: GroupNormalised, dtype: np.dtype) -> str | None:
-    """Why a layer-norm or instance-norm stays as it was written: on a GPU where its plan is XLA. That jaxconv's formula is
-    as fast there as any that somebody else wrote was not measured."""
+    """Why a layer-norm or instance-norm stays as it was written: on a GPU where its plan is XLA. That jaxconv's formula
+    is as fast there as any that somebody else wrote was not measured."""
     device = _plan.Device.default()
     if device.platform != "cuda":
         return None
