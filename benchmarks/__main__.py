@@ -1,5 +1,7 @@
 """`python -m benchmarks`: measure problems. `... train`: whole training steps. `... infer`: a model's answers.
 
+`... fleet`: many models, whole training steps and answers, plain, with enable and with accelerate.
+
 `... passes`: what XLA does between the calls of a training step, compiled for a GPU that need not be here.
 
 `... report`: tables of what was recorded. `... tune`: the plan's table from it. `... fit`: the plan's model from it.
@@ -21,6 +23,10 @@ if __name__ == "__main__":
         from benchmarks import train
 
         sys.exit(train.main(sys.argv[2:]))
+    if sys.argv[1:2] == ["fleet"]:
+        from benchmarks import fleet
+
+        sys.exit(fleet.main(sys.argv[2:]))
     if sys.argv[1:2] == ["passes"]:
         from benchmarks import passes
 

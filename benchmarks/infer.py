@@ -102,11 +102,16 @@ def variables_of(model: Any, image: int) -> Tree:
     shapes = jax.eval_shape(
         functools.partial(model.init, train=False), jax.random.key(0), jnp.zeros((1, image, image, 3))
     )
+    return drawn(shapes)
+
+
+def drawn(shapes: Tree) -> Tree:
+    """Values as of a trained model for each shape in it: kernels by their inputs, deviations about 1, the rest about 0."""
     rng = np.random.default_rng(0)
 
     def values(path: Any, leaf: Any) -> np.ndarray:
-        name = path[-1].key
-        if name == "kernel":
+        name = next(entry.key for entry in reversed(path) if hasattr(entry, "key"))
+        if name in ("kernel", "w"):
             fan_in = np.prod(leaf.shape[:-1])
             made = rng.standard_normal(leaf.shape) * np.sqrt(1.5 / fan_in)
         elif name in ("scale", "var"):

@@ -142,6 +142,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 class Way:
     name: str
     loss: Callable[..., Any]  # (params, stats, images, labels) -> (loss, stats)
+    rate: float = LEARNING_RATE
 
     @classmethod
     def make(cls, name: str, args: argparse.Namespace) -> Way:
@@ -209,14 +210,14 @@ def of_shards(loss: Callable[..., Any], mesh: jax.sharding.Mesh) -> Callable[...
     return jax.shard_map(of_shard, mesh=mesh, in_specs=(whole, whole, shard, shard), out_specs=whole)
 
 
-def train_step(loss: Callable[..., Any]) -> Callable[..., Any]:
+def train_step(loss: Callable[..., Any], rate: float = LEARNING_RATE) -> Callable[..., Any]:
     """(state, images, labels) -> (state, loss), with state = (params, momenta, stats)."""
 
     def step(state: Tree, images: jax.Array, labels: jax.Array) -> tuple[Tree, jax.Array]:
         params, momenta, stats = state
         (value, stats), gradients = jax.value_and_grad(loss, has_aux=True)(params, stats, images, labels)
         momenta = jax.tree.map(lambda m, g: MOMENTUM * m + g, momenta, gradients)
-        params = jax.tree.map(lambda p, m: p - LEARNING_RATE * m, params, momenta)
+        params = jax.tree.map(lambda p, m: p - rate * m, params, momenta)
         return (params, momenta, stats), value
 
     return step
@@ -278,7 +279,7 @@ class Program:
         begin = time.perf_counter()
         own = statistics == "own" and placed.devices > 1
         loss = of_shards(way.loss, placed.everywhere.mesh) if own else way.loss
-        step = jax.jit(train_step(loss), donate_argnums=0)
+        step = jax.jit(train_step(loss, way.rate), donate_argnums=0)
         with way.lowered():
             lowered = step.lower(placed.state(params, stats), placed.images, placed.labels)
         self.trace_s = time.perf_counter() - begin
@@ -342,14 +343,19 @@ class Program:
 def rounding(args: argparse.Namespace) -> float:
     """By how much, relative to its terms, a layer's result may differ between two honest implementations.
 
-    Half a unit in the last place of what products are computed from (on a GPU that is TF32 for float32), and a float32
-    sum of T terms: 0.29 eps sqrt(T), see tests/tolerance.py. The longest are a batch statistic's of the first layer,
-    which classifiers have at half the image's height and width.
+    The longest sums are a batch statistic's of the first layer, which classifiers have at half the image's height and
+    width.
     """
-    tf32 = args.dtype == "f32" and jax.default_backend() == "gpu" and jax.config.jax_default_matmul_precision is None
-    unit = 2.0**-10 if tf32 else float(jnp.finfo(DTYPES[args.dtype]).eps)
     pixels = {"segment": args.image**3, "denoise": args.image**2}.get(TASKS.get(args.model, ""), (args.image // 2) ** 2)
-    return unit / 2 + 0.29 * 2.0**-23 * math.sqrt(args.batch * pixels)
+    return rounding_of(args.dtype, args.batch * pixels)
+
+
+def rounding_of(dtype: str, terms: int) -> float:
+    """Half a unit in the last place of what products are computed from (on a GPU that is TF32 for float32), and a
+    float32 sum of `terms`: 0.29 eps sqrt(terms), see tests/tolerance.py."""
+    tf32 = dtype == "f32" and jax.default_backend() == "gpu" and jax.config.jax_default_matmul_precision is None
+    unit = 2.0**-10 if tf32 else float(jnp.finfo(DTYPES[dtype]).eps)
+    return unit / 2 + 0.29 * 2.0**-23 * math.sqrt(terms)
 
 
 def perturbed(params: Tree, amount: float, seed: int) -> Tree:
@@ -363,6 +369,13 @@ def sensitivity(program: Program, params: Tree, stats: Tree, amount: float, loss
     draws = [program.losses(perturbed(params, amount, seed), stats, len(losses)) for seed in range(1, 1 + DRAWS)]
     moved = np.abs(np.asarray(draws) - np.asarray(losses)).max(0)
     return np.maximum.accumulate(moved).tolist()
+
+
+def verdict(losses: Sequence[float], reference: Sequence[float], allowed: Sequence[float]) -> dict[str, Any]:
+    """Of each loss how far it is from the reference's; whether none is farther than allowed, or not a number."""
+    difference = [abs(a - b) for a, b in zip(losses, reference, strict=True)]
+    agrees = all(d <= a for d, a in zip(difference, allowed, strict=True))
+    return {"difference": difference, "allowed": list(allowed), "agrees": agrees}
 
 
 def explained(program: Program, params: Tree, stats: Tree) -> dict[str, Any]:
@@ -451,8 +464,7 @@ def main(argv: list[str] | None = None) -> int:
             moved = sensitivity(program, params, stats, rounding(args), losses)
             references[count] = losses, [ALLOWED * m for m in moved]
         reference, allowed = references[count]
-        difference = [abs(a - b) for a, b in zip(losses, reference, strict=True)]
-        agrees = all(d <= a for d, a in zip(difference, allowed, strict=True))
+        compared = verdict(losses, reference, allowed)
         samples = program.times(params, stats, args.steps, args.repeat)
         ms = statistics.median(samples)
         row = {
@@ -462,9 +474,7 @@ def main(argv: list[str] | None = None) -> int:
             "samples_ms": samples,
             "images_per_s": count / ms * 1e3,
             "losses": losses,
-            "difference": difference,
-            "allowed": allowed,
-            "agrees": agrees,
+            **compared,
             "trace_s": program.trace_s,
             "compile_s": None if args.cache else program.compile_s,
             "memory_bytes": program.memory_bytes,
