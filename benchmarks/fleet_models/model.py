@@ -166,7 +166,7 @@ def of_nnx(module: Callable[..., Any]) -> Maker:
         graph, params, stats = nnx.split(model, nnx.Param, ...)
 
         def apply(params: Tree, stats: Tree, x: Tree, train: bool) -> tuple[Tree, Tree]:
-            model = nnx.merge(graph, params, stats)
+            model = nnx.merge(graph, params, stats, copy=True)  # what changes in it is its own
             model.set_attributes(use_running_average=not train, raise_if_not_found=False)
             return model(x), nnx.split(model, nnx.Param, ...)[2]
 
