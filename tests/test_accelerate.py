@@ -1631,9 +1631,7 @@ def test_a_split_nnx_model_that_is_merged_inside_has_its_gradient():
         net = nnx.merge(graph, params, stats, copy=True)
         return (net(x) ** 2).mean(), nnx.split(net, nnx.Param, ...)[2]
 
-    found, expected = (
-        jax.jit(jax.value_and_grad(f, has_aux=True))(params, stats, X) for f in (accelerate(loss), loss)
-    )
+    found, expected = (jax.jit(jax.value_and_grad(f, has_aux=True))(params, stats, X) for f in (accelerate(loss), loss))
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         if not jax.dtypes.issubdtype(b.dtype, jax.dtypes.prng_key):

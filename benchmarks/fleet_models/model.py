@@ -61,7 +61,7 @@ class Model:
     full: Size
     small: Size  # each kind of layer and little else: for a CPU
     goal: Goal | None = None  # what is trained for; None: the program answers
-    rate: float = 0.02  # of the SGD
+    rate: float = 2e-3  # of the SGD: no network without norms may diverge, all ways would agree that it does
     inputs: Callable[[np.random.Generator, tuple[int, ...]], Tree] = lambda rng, shape: noise(rng, shape)
 
     @property
