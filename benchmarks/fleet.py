@@ -85,7 +85,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--models {','.join(unknown)}: expected some of {', '.join(sorted(known))}{why}")
     if min(args.losses, args.repeat, args.jobs) < 1 or min(args.seconds, args.minutes) <= 0:
         parser.error("--losses, --repeat and --jobs are at least 1, --seconds and --minutes above 0")
-    wanted = [model for model in every.values() if args.models is None or words(model) & set(args.models)]
+    names = {word for word in args.models or () if word in every}  # a name that is a kind, too, is a name
+    others = set(args.models or ()) - names
+    wanted = [m for m in every.values() if args.models is None or m.name in names or words(m) & others]
     k, n = args.part
     args.chosen = wanted[k - 1 :: n]
     if not args.chosen:

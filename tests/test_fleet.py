@@ -98,8 +98,8 @@ def test_parts_are_the_whole_and_models_go_by_name_kind_library_type_and_use():
     parts = [fleet.parse(["--part", f"{k}/5"]).chosen for k in range(1, 6)]
     assert sorted(model.name for part in parts for model in part) == sorted(MODELS)
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
-    chosen = [model.name for model in fleet.parse(["--models", "board-19,edsr"]).chosen]
-    assert chosen == ["board_19", "board_19_search", "edsr"]
+    chosen = [model.name for model in fleet.parse(["--models", "board-19,edsr,impala"]).chosen]
+    assert chosen == ["board_19", "board_19_search", "impala", "edsr"]  # impala is a kind, too
     for words, holds in ((["f32"], lambda m: m.dtype == "f32"), (["nnx"], lambda m: m.library == "nnx")):
         assert fleet.parse(["--models", *words]).chosen == [m for m in MODELS.values() if holds(m)]
 
