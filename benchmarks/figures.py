@@ -13,7 +13,7 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks import limits
+from benchmarks import fleet_report, limits
 from benchmarks.cases import BY_OP
 from benchmarks.report import DEVICE, STEPS, WAYS, Run, problems, training_step
 from benchmarks.steps import KINDS
@@ -166,6 +166,13 @@ FIGURES: dict[str, tuple[Callable[[dict[str, Run]], Any], Callable[[Any, Any], N
     "docs/steps_by_kind.svg": (functools.partial(_kinds, DEVICE), functools.partial(_draw_kinds, DEVICE)),
     "docs/steps_by_kind_h100.svg": (functools.partial(_kinds, SECOND), functools.partial(_draw_kinds, SECOND)),
     "docs/roofline.svg": (_roofline, _draw_roofline),
+    **{
+        f"docs/{name}": (
+            functools.partial(fleet_report.bars, device),
+            functools.partial(fleet_report.draw, NAMES[device]),
+        )
+        for device, name in fleet_report.FIGURES.items()
+    },
 }
 
 

@@ -14,9 +14,9 @@ what is compiled later may find its own: --ways accelerate,enable,plain turns th
 compile at a time, and their times to compile are those of a busy machine.
 
 Then losses are compared with plain's, for as far as another order of plain's own sums may move them
-(`python -m benchmarks train` says how), and answers with float32's at the highest precision (`... infer`). Then the ways
-take turns in being timed, `--repeat` times, so that a drifting clock meets all alike. Memory is what the compiler asks
-for. The summary is printed last.
+(`python -m benchmarks train` says how), and answers with float32's at the highest precision (`... infer`). Then the
+ways take turns in being timed, `--repeat` times, so that a drifting clock meets all alike. Memory is what the compiler
+asks for. The summary is printed last.
 """
 
 from __future__ import annotations
@@ -85,7 +85,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--models {','.join(unknown)}: expected some of {', '.join(sorted(known))}{why}")
     if min(args.losses, args.repeat, args.jobs) < 1 or min(args.seconds, args.minutes) <= 0:
         parser.error("--losses, --repeat and --jobs are at least 1, --seconds and --minutes above 0")
-    wanted = [model for model in every.values() if args.models is None or words(model) & set(args.models)]
+    names = {word for word in args.models or () if word in every}  # a name that is a kind, too, is a name
+    others = set(args.models or ()) - names
+    wanted = [m for m in every.values() if args.models is None or m.name in names or words(m) & others]
     k, n = args.part
     args.chosen = wanted[k - 1 :: n]
     if not args.chosen:
@@ -186,8 +188,9 @@ class Training:
             compared = train.verdict(losses, reference, [train.ALLOWED * m for m in moved])
             pairs = zip(compared["difference"], compared["allowed"], strict=True)
             off = max(0.0 if d == 0 else d / a if a else math.inf for d, a in pairs)
-            agrees = compared["agrees"] and bool(np.isfinite(losses).all())
-            found.append({"losses": losses, "off": off, "agrees": agrees})
+            finite = bool(np.isfinite(losses).all())
+            agrees = compared["agrees"] and finite
+            found.append({"losses": losses, "off": off if finite else math.inf, "agrees": agrees})
         return found
 
 
@@ -338,8 +341,8 @@ def main(argv: list[str] | None = None) -> int:
     say = functools.partial(print, flush=True)
     if args.list:
         for model in args.chosen:
-            size = model.size(args.small)
-            say(f"{model.name:<24} {model.use:<6} {model.kind:<28} {model.library:<8} {fleet_report.size_of(model, size)}")
+            size = fleet_report.size_of(model, model.size(args.small))
+            say(f"{model.name:<24} {model.use:<6} {model.kind:<28} {model.library:<8} {size}")
         for package in fleet_models.missing():
             say(f"{package} cannot be imported: its models are left out")
         return 0

@@ -106,7 +106,7 @@ def variables_of(model: Any, image: int) -> Tree:
 
 
 def drawn(shapes: Tree) -> Tree:
-    """Values as of a trained model for each shape in it: kernels by their inputs, deviations about 1, the rest about 0."""
+    """Values as of a trained model for each shape: kernels by their inputs, deviations about 1, the rest about 0."""
     rng = np.random.default_rng(0)
 
     def values(path: Any, leaf: Any) -> np.ndarray:

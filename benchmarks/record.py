@@ -25,7 +25,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 FORMAT = 1
 PACKAGES = ("jaxconv", "jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "nvidia-cublas", "scipy", "torch")
 PACKAGES += ("onnxruntime", "onnxruntime-gpu")
-WHOLE = ("train", "infer")  # ops of which a row is a way to run a whole model
+WHOLE = ("train", "infer", "fleet")  # ops of which a row is a whole model, or a way to run it
 
 
 def slug(text: str) -> str:
@@ -115,7 +115,12 @@ def read(path: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def key(row: dict[str, Any]) -> tuple[Any, ...]:
-    """What a row is about: a case, a pass and who ran it; of a whole model the way, and the devices or the batch."""
+    """What a row is about: a case, a pass and who ran it; of a whole model the way, and the devices or the batch.
+
+    Of the fleet a row is a model with all its ways, which were timed in turns.
+    """
+    if "ways" in row:
+        return (row["model"],)
     if "way" in row:
         return row["way"], row["devices"] if "devices" in row else row["batch"]
     return row["case"], row["pass"], row["contender"]

@@ -6,10 +6,10 @@ changes nothing and says what is stale.
 
 A marked block is `<!-- benchmarks:NAME -->` ... `<!-- /benchmarks -->`. NAME is `highlights` (README's rows), `summary`
 (every recorded table of problems, a line for each pass), `summary/<device>`, `train` (whole training steps, a line for
-each way), `infer` (answers of whole models, likewise), `cpu` (a line for each kernel on processors), `kernels` (which
-kernel is the default of how many problems), `family/<name>` (the problems of which a family of kernels runs a pass by
-default), `forced/<algorithm>` (those that it was forced to run), or `<device>/<table>`, as `python -m benchmarks report
---list` prints them.
+each way), `infer` (answers of whole models, likewise), `fleet` (many models: the summary and the figure of each GPU),
+`cpu` (a line for each kernel on processors), `kernels` (which kernel is the default of how many problems),
+`family/<name>` (the problems of which a family of kernels runs a pass by default), `forced/<algorithm>` (those that it
+was forced to run), or `<device>/<table>`, as `python -m benchmarks report --list` prints them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks import record
+from benchmarks import fleet_report, record
 from benchmarks.cases import BY_OP
 from benchmarks.steps import KINDS
 
@@ -51,6 +51,8 @@ def _table(runs: list[Run]) -> Run:
         rows += [{**row, "earlier": True} if record.key(row)[:2] in newer else row for row in run["rows"]]
     if runs[0]["op"] == "train":
         rows.sort(key=lambda row: (row["devices"], list(WAYS).index(row["way"])))
+    elif runs[0]["op"] == "fleet":
+        rows.sort(key=lambda row: (row["use"] == "infer", row["model"]))
     elif runs[0]["op"] == "infer":
         rows.sort(key=lambda row: (row["batch"], list(SERVING).index(row["way"])))
     else:
@@ -103,6 +105,8 @@ def table(run: Run) -> str:
         return train_table(run)
     if run["op"] == "infer":
         return infer_table(run)
+    if run["op"] == "fleet":
+        return fleet_report.table(run)
     with_torch = any(row["contender"] == "torch" for row in run["rows"])
     with_limit = run["ceilings"] is not None
     rows = []
@@ -564,6 +568,8 @@ def block(name: str, runs: dict[str, Run]) -> str:
     if name == "infer":
         some = {k: r for k, r in runs.items() if r["op"] == "infer" and not r["small"] and r["platform"] != "cpu"}
         return infer_summary(some) if some else NOTHING
+    if name == "fleet":
+        return fleet_report.section(fleet_report.recorded(runs))
     kind, _, rest = name.partition("/")
     if kind == "family":
         return by_case(runs, rest)
@@ -599,7 +605,8 @@ def pages(runs: dict[str, Run]) -> dict[str, str]:
         text = f"# {kind}\n\n{NOTE}\n"
         if problems:
             text += summary(problems, lambda name: f"[{name}]({name}.md)") + "\n"
-        for op, title in (("train", "Whole training steps"), ("infer", "Answers of whole models")):
+        titles = ("train", "Whole training steps"), ("infer", "Answers of whole models"), ("fleet", "A fleet of models")
+        for op, title in titles:
             names = [name for name, run in tables.items() if run["op"] == op]
             if names:
                 text += f"{title}:\n\n" + "".join(f"* [{name}]({name}.md)\n" for name in names) + "\n"

@@ -1661,6 +1661,23 @@ def test_a_gradient_inside_the_function_keeps_all_of_its_terms():
     assert "accelerate the loss" in finding.why
 
 
+def test_a_split_nnx_model_that_is_merged_inside_has_its_gradient():
+    """Its statistics are nnx's variables of another trace level than the gradient's: nothing is written into them."""
+    from flax import nnx
+
+    graph, params, stats = nnx.split(nnx_net(), nnx.Param, ...)
+
+    def loss(params, stats, x):
+        net = nnx.merge(graph, params, stats, copy=True)
+        return (net(x) ** 2).mean(), nnx.split(net, nnx.Param, ...)[2]
+
+    found, expected = (jax.jit(jax.value_and_grad(f, has_aux=True))(params, stats, X) for f in (accelerate(loss), loss))
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        if not jax.dtypes.issubdtype(b.dtype, jax.dtypes.prng_key):
+            assert_same(a, b, terms=256)
+
+
 def test_static_attributes_of_nnx_objects_are_written_back():
     model = nnx_net()
 

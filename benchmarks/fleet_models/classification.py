@@ -223,7 +223,9 @@ MODELS = (
     ),
     Model(
         *("vgg16", "plain-convolutions", "linen", of_linen(VGG), "f32"),
-        Size(32, (224, 224, 3), dict(stages=((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)), hidden=512, classes=1000)),
+        Size(
+            32, (224, 224, 3), dict(stages=((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)), hidden=512, classes=1000)
+        ),
         Size(2, (16, 16, 3), dict(stages=((8, 1), (16, 2)), hidden=16, classes=10)),
         CLASSIFY,
     ),

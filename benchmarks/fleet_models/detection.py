@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import flax.linen as nn
@@ -51,7 +52,7 @@ class FeaturePyramid(nnx.Module):
         kinds = dict(dtype=dtype, rngs=rngs)
         widths = [width * 2**i for i in range(5)]
         self.stem = nnx.Conv(3, width, (3, 3), strides=2, **kinds)
-        self.stages = nnx.List([Stage(a, b, **kinds) for a, b in zip(widths, widths[1:], strict=False)])
+        self.stages = nnx.List([Stage(a, b, **kinds) for a, b in itertools.pairwise(widths)])
         self.lateral = nnx.List([nnx.Conv(w, features, (1, 1), **kinds) for w in widths[2:]])
         self.smooth = nnx.List([nnx.Conv(features, features, (3, 3), **kinds) for _ in range(3)])
         self.classes = Head(features, depth, classes, **kinds)
@@ -78,11 +79,13 @@ class ConvNormSilu(nn.Module):
     @nn.compact
     def __call__(self, x: Array, train: bool) -> Array:
         conv = nn.Conv(self.features, (self.filter,) * 2, self.stride, use_bias=False, dtype=self.dtype)
-        return nn.silu(nn.BatchNorm(use_running_average=not train, momentum=0.97, epsilon=1e-3, dtype=self.dtype)(conv(x)))
+        return nn.silu(
+            nn.BatchNorm(use_running_average=not train, momentum=0.97, epsilon=1e-3, dtype=self.dtype)(conv(x))
+        )
 
 
 class Yolo(nn.Module):
-    """One stage with silu: cross-stage partial blocks, a head of 1x1 convolutions a level, as YOLO's fifth and later."""
+    """One stage with silu: cross-stage partial blocks, a head of 1x1 convolutions a level, as in YOLOv5."""
 
     features: int
     blocks: tuple[int, ...]

@@ -13,7 +13,20 @@ import numpy as np
 from flax import nnx
 
 from benchmarks import infer
-from benchmarks.fleet_models.model import FIT, REGRESS, Array, Goal, Model, Net, Size, Tree, binary, noise, of_linen, of_nnx
+from benchmarks.fleet_models.model import (
+    FIT,
+    REGRESS,
+    Array,
+    Goal,
+    Model,
+    Net,
+    Size,
+    Tree,
+    binary,
+    noise,
+    of_linen,
+    of_nnx,
+)
 
 
 class NormSilu(nnx.Module):
@@ -111,11 +124,11 @@ class Autoencoder(nnx.Module):
 
     def __init__(self, features: tuple[int, ...], latents: int, *, dtype: Any, rngs: nnx.Rngs):
         kinds = dict(dtype=dtype, rngs=rngs)
-        self.encode = [nnx.Conv(3, features[0], (3, 3), **kinds)]
+        encode = [nnx.Conv(3, features[0], (3, 3), **kinds)]
         for a, b in zip(features, (*features[1:], features[-1]), strict=True):
-            self.encode += [TimedBlock(a, a, 0, **kinds), nnx.Conv(a, b, (3, 3), strides=2, **kinds)]
-        self.encode += [NormSilu(features[-1], **kinds), nnx.Conv(features[-1], 2 * latents, (3, 3), **kinds)]
-        self.encode = nnx.List(self.encode)
+            encode += [TimedBlock(a, a, 0, **kinds), nnx.Conv(a, b, (3, 3), strides=2, **kinds)]
+        encode += [NormSilu(features[-1], **kinds), nnx.Conv(features[-1], 2 * latents, (3, 3), **kinds)]
+        self.encode = nnx.List(encode)
         self.start = nnx.Conv(latents, features[-1], (3, 3), **kinds)
         pairs = list(zip((features[-1], *features[:0:-1]), features[::-1], strict=True))
         self.blocks = nnx.List([TimedBlock(a, b, 0, **kinds) for a, b in pairs])
@@ -177,7 +190,7 @@ class Discriminator(nn.Module):
 def _dcgan(dtype: Any, options: Mapping[str, Any], x: Tree) -> Net:
     """Both networks, each with its own loss, in one step: what the one's must not change is behind stop_gradient."""
     nets = {"generator": Generator(**options, dtype=dtype), "discriminator": Discriminator(**options, dtype=dtype)}
-    images, z = (jax.tree.map(lambda a: a[:1], x))
+    images, z = jax.tree.map(lambda a: a[:1], x)
     shapes = {
         name: jax.eval_shape(functools.partial(net.init, train=False), jax.random.key(0), one)
         for (name, net), one in zip(nets.items(), (z, images), strict=True)

@@ -61,7 +61,7 @@ class Model:
     full: Size
     small: Size  # each kind of layer and little else: for a CPU
     goal: Goal | None = None  # what is trained for; None: the program answers
-    rate: float = 0.02  # of the SGD
+    rate: float = 2e-3  # of the SGD: no network without norms may diverge, all ways would agree that it does
     inputs: Callable[[np.random.Generator, tuple[int, ...]], Tree] = lambda rng, shape: noise(rng, shape)
 
     @property
@@ -166,7 +166,7 @@ def of_nnx(module: Callable[..., Any]) -> Maker:
         graph, params, stats = nnx.split(model, nnx.Param, ...)
 
         def apply(params: Tree, stats: Tree, x: Tree, train: bool) -> tuple[Tree, Tree]:
-            model = nnx.merge(graph, params, stats)
+            model = nnx.merge(graph, params, stats, copy=True)  # what changes in it is its own
             model.set_attributes(use_running_average=not train, raise_if_not_found=False)
             return model(x), nnx.split(model, nnx.Param, ...)[2]
 

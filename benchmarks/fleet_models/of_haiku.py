@@ -80,6 +80,7 @@ MODELS = (
         Size(256, (84, 84, 4), dict(features=32, hidden=512, actions=6)),
         Size(4, (36, 36, 4), dict(features=4, hidden=8, actions=6)),
         heads(CLASSIFY, REGRESS),
+        rate=1e-4,
     ),
     Model(
         *("haiku_characters", "text", "haiku", of_haiku(characters), "bf16"),

@@ -66,6 +66,7 @@ IMPALA = Model(
     Size(1024, (84, 84, 4), dict(features=(16, 32, 32), actions=15)),
     Size(4, (12, 12, 4), dict(features=(4, 8), actions=5)),
     heads(CLASSIFY, REGRESS),
+    rate=1e-4,
 )
 MODELS = (
     IMPALA,
@@ -74,6 +75,7 @@ MODELS = (
         Size(512, (84, 84, 4), dict(features=32, flat=7 * 7 * 64, hidden=512, actions=18)),
         Size(4, (36, 36, 4), dict(features=8, flat=16, hidden=16, actions=5)),
         Q,
+        rate=1e-4,
     ),
     IMPALA.serving("impala_act", 32, (84, 84, 4)),
 )

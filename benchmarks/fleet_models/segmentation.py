@@ -99,7 +99,11 @@ MODELS = (
     UNET,
     Model(
         *("unet_instance_norm", "segmentation-instance-norm", "linen", of_linen(UNet), "bf16"),
-        Size(12, (256, 256, 1), dict(features=(32, 64, 128, 256, 512), classes=4, normalised=_instance_norm, strided=True)),
+        Size(
+            12,
+            (256, 256, 1),
+            dict(features=(32, 64, 128, 256, 512), classes=4, normalised=_instance_norm, strided=True),
+        ),
         Size(2, (16, 16, 1), dict(features=(4, 8), classes=3, normalised=_instance_norm, strided=True)),
         CLASSIFY,
     ),

@@ -49,6 +49,7 @@ MODELS = (
         Size(16, (128, 128, 2), dict(features=48, blocks=4, dilations=(1, 2, 4, 2, 1))),
         Size(2, (8, 8, 2), dict(features=4, blocks=1, dilations=(1, 2))),
         REGRESS,
+        rate=1e-4,
     ),
     Model(
         *("forecast", "forecast", "linen", of_linen(Forecast), "f32"),

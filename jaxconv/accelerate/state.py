@@ -84,6 +84,7 @@ class Arguments:
             with nnx.split_context("jaxconv.accelerate") as context:
                 self._graph, state = context.split(tuple(leaves[i] for i in self._objects))
             traced[self._objects[0]] = state
+            self._same_graph = self._graph.with_no_outer_index()
         self._places = [jax.tree.structure(subtree) for subtree in traced]
         self.args, self.kwargs = jax.tree.unflatten(self._tree, traced)
         self.arrays = jax.tree.leaves(traced)
@@ -113,7 +114,11 @@ class Arguments:
             if not self._objects:
                 return None
             with _nnx().split_context("jaxconv.accelerate") as context:
-                return context.split(objects)
+                graph, state = context.split(objects)
+            same = jax.tree.leaves(state), jax.tree.leaves(traced[self._objects[0]])
+            if list(map(id, same[0])) == list(map(id, same[1])) and graph.with_no_outer_index() == self._same_graph:
+                return None  # nothing to write into objects that may be another trace's
+            return graph, state
 
         yield args, kwargs, after
 
@@ -124,7 +129,7 @@ class Arguments:
         return self._tree, self._graph if self._objects else None, others
 
     def write_back(self, changed: Any) -> None:
-        if self._objects:
+        if changed is not None:
             graph, state = changed
             with _nnx().merge_context("jaxconv.accelerate", inner=False) as context:
                 context.merge(graph, state)
