@@ -476,7 +476,7 @@ def test_accelerate_takes_what_is_added(form):
         np.testing.assert_allclose(a, b, rtol=2e-3, atol=1e-4 * float(jnp.abs(b).max()))
 
 
-def test_gradients_still_meet_in_a_fork():
+def test_the_gradients_of_a_blocks_input_meet_in_a_dgrad():
     """x goes to the block's first convolution and to its residual: its gradient is added in the first one's."""
 
     def block(x: Any) -> Any:

@@ -218,7 +218,7 @@ def _plan_conv_batchnorm(problem: ConvBatchNormProblem, device: Device) -> Plan:
         return two("there is nothing to compute")
     refusal = _refusal(p, device)
     if refusal or device.partitioned:
-        return two(refusal or "XLA partitions the program, and cannot be told how a pair is split")
+        return two(refusal or "XLA partitions the program over devices, and cannot be told how the two are split")
     if p.algorithm is None and p.implementation != "native":
         # Without what follows a normalisation it is XLA's, and the statistics a read of their own.
         alone = problem.norm.activation.name == "none" and not problem.norm.residual
@@ -756,9 +756,9 @@ def _measured_candidates(plan: Plan, found: measured.Measurement) -> tuple[Candi
 
 def _by_measurement(plan: Plan, found: measured.Measurement) -> _Weighed:
     ratio, wins = found.ratio(plan.kernel), found.wins(plan.kernel)
-    # A pair was measured against the faster of XLA and of two calls, each by its own plan.
-    pairs = ("conv_statistics", "conv_normalised", "batchnorm_shortcut")
-    other = "two calls" if found.op in pairs else "XLA"
+    # Kernels that do the work of two calls were measured against the faster of XLA and of two calls, each by its plan.
+    of_two = ("conv_statistics", "conv_normalised", "batchnorm_shortcut")
+    other = "two calls" if found.op in of_two else "XLA"
     if wins:
         return _Weighed(plan, ratio, wins, f"{ratio:.2f} times faster than {other} {found.where}")
     speed = "the speed of two calls" if other != "XLA" else "XLA's speed"
