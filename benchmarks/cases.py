@@ -312,7 +312,7 @@ class DgradSumsCase(ConvCase):
     The sums are those of the batch-norm that made y of x and a residual. Whether y > 0 is given as bits. Channels last.
     """
 
-    op = "batchnorm_fork"
+    op = "conv_dgrad_sums"
     passes = ("dgrad",)
 
     @property
@@ -932,7 +932,7 @@ BY_OP: dict[str, tuple[Case, ...]] = {
     "batchnorm_shortcut": SHORTCUT,
     "conv_batchnorm": CONV_BATCHNORM,
     "batchnorm_conv": BATCHNORM_CONV,
-    "batchnorm_fork": DGRAD_SUMS,
+    "conv_dgrad_sums": DGRAD_SUMS,
     "pool": POOL + CPU_POOL,
     "groupnorm": GROUPNORM + CPU_GROUPNORM,
     "layernorm": LAYERNORM + CPU_LAYERNORM,

@@ -62,7 +62,7 @@ RESULTS = {
     ("batchnorm_conv", "wgrad"): ("dw",),
     ("batchnorm_conv", "pair"): ("y", "dw"),
     ("batchnorm_conv", "bwd"): ("dw", "dscale", "dbias", "dx"),
-    ("batchnorm_fork", "dgrad"): ("dz", "dscale", "dbias"),
+    ("conv_dgrad_sums", "dgrad"): ("dz", "dscale", "dbias"),
     ("batchnorm", "fwd+bwd"): ("y", "new_mean", "new_var", "dx", "dscale", "dbias"),
     ("batchnorm_shortcut", "fwd+bwd"): ("y", "dscale", "dbias", "dscale_r", "dx", "dr"),
     ("pool", "fwd"): ("y",),

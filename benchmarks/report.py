@@ -476,9 +476,9 @@ def by_case(runs: dict[str, Run], page: str) -> str:
 
 
 CELLS = """
-A figure is milliseconds / fraction of the limit / XLA's time over it, on an H200 where no other GPU is named. Where
-another family or XLA is the default, it is named. float16, channels-first arrays, versions and dates:
-[recorded tables](../results/index.md).
+A figure is milliseconds / fraction of the limit / XLA's time divided by this time, on an H200 where no other GPU is
+named. Where another family or XLA is the default, the cell names it. float16, channels-first arrays, versions and
+dates: [recorded tables](../results/index.md).
 """
 
 

@@ -31,14 +31,14 @@ ALGORITHMS = {
     "batchnorm_shortcut": ("two_read", "two"),
     "conv_batchnorm": ("sm90", "two"),
     "batchnorm_conv": ("depthwise", "two"),
-    "batchnorm_fork": ("sm90", "two"),
+    "conv_dgrad_sums": ("sm90", "two"),
     "pool": _problem.POOL_ALGORITHMS,
     "groupnorm": tuple(a for a in _problem.GROUPNORM_ALGORITHMS if a != "rows"),
     "layernorm": ("rows",),
     "squeeze_excite": _problem.SQUEEZE_EXCITE_ALGORITHMS,
 }
 # Channels last only
-LAST = ("batchnorm_shortcut", "batchnorm_conv", "batchnorm_fork", "groupnorm", "layernorm", "squeeze_excite")
+LAST = ("batchnorm_shortcut", "batchnorm_conv", "conv_dgrad_sums", "groupnorm", "layernorm", "squeeze_excite")
 ROWS = ("dense", "dense_gradient")  # of matrices, without images
 NORMS = ("batchnorm", "batchnorm_shortcut", "groupnorm", "layernorm", "squeeze_excite")  # without products of many rows
 LOSS = 0.98  # a ratio below this is one

@@ -279,9 +279,12 @@ def _work(op: str, p: Any, top: Ceilings) -> tuple[float, float, float]:
     """(operations, bytes, operations a second)."""
     item = {"float32": 4, "float64": 8}.get(p.dtype, 2)
     if isinstance(p, BatchNormProblem):
-        # x read, y written; backward x and dy read, dx written; a residual read, its gradient written. Of two joined
-        # ones x and r read, y written, which is no call of its own; backward x, r and dy read, dx and dr written
-        passes = {"batchnorm_backward": 3, "batchnorm_shortcut_backward": 8}.get(op, 2) + bool(p.residual)
+        # x read, y written; backward x and dy read, dx written, and c read where it is added; a residual read, its
+        # gradient written. With a shortcut's x and r read, y written, which is no call of its own; backward x, r and dy
+        # read, dx and dr written
+        passes = {"batchnorm_backward": 3, "batchnorm_backward_add": 4, "batchnorm_shortcut_backward": 8}.get(
+            op, 2
+        ) + bool(p.residual)
         return 0.0, item * passes * p.size, top.f32
     if isinstance(p, PoolProblem):
         # x and y, there or back, and of a step that goes back a byte for each maximum's position

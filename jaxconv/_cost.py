@@ -27,6 +27,7 @@ _NORM_FLOPS = {
     "batchnorm_infer": 4,
     "batchnorm_signs": 5,
     "batchnorm_backward": 10,
+    "batchnorm_backward_add": 11,
     "batchnorm_dx": 7,
     "batchnorm_moments": 4,
     "batchnorm_shortcut_backward": 20,

@@ -98,7 +98,17 @@ class Explanation(list[Call]):
             why = f"{call.plan.reason} [{known}]" if known else call.plan.reason
             rows.append((str(call.count), call.op, str(call.problem), str(call.plan), workspace, why))
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+        table = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([*table, *self._legend()])
+
+    def _legend(self) -> list[str]:
+        """What the table's short words mean, those that are in it."""
+        several = sorted({str(call.plan) for call in self if call.plan.implementation == "calls"})
+        products = any(isinstance(call.problem, _problem.DenseProblem) for call in self)
+        legend = [f"{', '.join(several)}: no kernel does it all, several calls take its place"] if several else []
+        if products:
+            legend.append("MxKxN NN: x is (M, K), w is (K, N); T instead of N: that operand is transposed in memory")
+        return legend
 
 
 def explain(f: Callable[P, Any], *, platform: str | None = None) -> OfArguments[P, Explanation]:

@@ -13,8 +13,8 @@ from jaxconv import _compat, _op
 def export_checks() -> list[export.DisabledSafetyCheck]:
     """What `jax.export.export` takes as `disabled_checks` to let jaxconv's custom calls through.
 
-    jax.export refuses custom calls whose stability nobody vouches for. jaxconv's are a file format: a target's operands
-    and attributes never change under one name, and a new name has a new version at its end::
+    jax.export refuses custom calls that are not declared stable. jaxconv's are: the operands and attributes of a name
+    never change, and a changed call gets a name with another version at its end::
 
         exported = jax.export.export(jax.jit(f), disabled_checks=jaxconv.export_checks())(*args)
         blob = exported.serialize(vjp_order=1)

@@ -1,4 +1,4 @@
-"""Convolution and batch-norm as a pair: the public function, and what the pair is in inference."""
+"""A convolution and its batch-norm: the public function, and the one convolution that they are in inference."""
 
 from __future__ import annotations
 

@@ -681,7 +681,11 @@ BAD = {
         TypeError,
         "the mean of statistics has dtype bfloat16, expected float32",
     ),
-    "native": (dict(mask=MASK, implementation="native"), ValueError, "cannot run: masked statistics are XLA's"),
+    "native": (
+        dict(mask=MASK, implementation="native"),
+        ValueError,
+        "cannot run: XLA computes statistics under a mask",
+    ),
 }
 
 

@@ -73,7 +73,7 @@ def test_every_gradient_of_a_batchnorm_and_its_convolution_is_measured(recorded)
 
 
 def test_sums_in_a_dgrad_are_measured(recorded):
-    case = ("--op", "batchnorm_fork", "--suite", "models", "--cases", "r50.s2*")
+    case = ("--op", "conv_dgrad_sums", "--suite", "models", "--cases", "r50.s2*")
     rows = recorded(*case, "--algorithm", "sm90,two")["rows"]
     found = {name: [r["status"] for r in rows if r["contender"] == name] for name in ("ours", "xla", "ours:two")}
     assert found == dict.fromkeys(found, ["ok"] * 2)

@@ -208,7 +208,7 @@ PLANS = {
         dataclasses.replace(H200, partitioned=True),
         dict(dtype="bfloat16", implementation="native"),
         "two",
-        "cannot be told how a pair is split",
+        "cannot be told how the two are split",
     ),
     "cpu16": (_plan.Device("cpu", "cpu"), dict(dtype="bfloat16", implementation="native"), "two", "behind the call"),
     "xla": (H200, dict(dtype="bfloat16", implementation="xla"), "two", "implementation='xla'"),

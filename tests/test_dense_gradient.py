@@ -186,7 +186,7 @@ def test_forced_it_is_the_kernel_where_that_runs(with_the_kernel):
 def test_unforced_it_is_the_kernel_where_that_was_measured_to_be_faster(with_the_kernel, monkeypatch):
     device = dataclasses.replace(H200, kind="a device")
     p = problem(802816, 96, 384, dtype="bfloat16")
-    assert "was measured near it on a device" in planned(p, device).reason
+    assert "was measured near this problem on a device" in planned(p, device).reason
     op, kind, coordinates = measured.features("dense_gradient", p)
     assert op == "dense_gradient" and "gelu" in kind
     entry = dict(op=op, kind=kind, coordinates=coordinates, case="it", xla_ms=2.0)

@@ -121,6 +121,23 @@ def test_names_in_pages_about_the_code_are_in_the_code(page):
             assert name in _words(), f"{_name(page)} names {name} (`{span}`)"
 
 
+ERRORS = ROOT / "docs" / "guide" / "errors.md"
+
+
+def test_errors_by_their_text_are_in_the_code():
+    """What a table's rows have in code marks in the column of texts, but for XLA's and JAX's."""
+    code = " ".join(path.read_text() for path in (ROOT / "jaxconv").rglob("*.py"))
+    code = re.sub(r'"\s*\n\s*f?"', "", code).replace('\\"', '"')
+    texts = []
+    for row in re.findall(r"^\| (.*) \|$", ERRORS.read_text(), re.MULTILINE):
+        cells = row.split(" | ")
+        texts += re.findall(r"`([^`]+)`", cells[len(cells) - 3])
+    assert len(texts) > 30
+    for text in texts:
+        for part in text.split("..."):
+            assert part in code, f"{text}: {part!r} is no error of jaxconv's"
+
+
 def _missing(code: str) -> list[str]:
     """Packages that `code` imports and that are not installed."""
     found = set()

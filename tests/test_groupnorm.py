@@ -322,9 +322,9 @@ def test_a_plan_is_made_of_whole_steps_and_is_native_where_that_is_asked_for(op,
     found = _plan.plan(op, large, H200)
     assert found.implementation == "native" and "faster than XLA at ddpm.64" in found.reason
     found = _plan.plan(op, dataclasses.replace(large, activation=Activation("none")), H200)
-    assert found.implementation == "xla" and "was measured near it on NVIDIA H200" in found.reason
+    assert found.implementation == "xla" and "was measured near this problem on NVIDIA H200" in found.reason
     found = _plan.plan(op, large, dataclasses.replace(H200, kind="NVIDIA H900"))
-    assert found.implementation == "xla" and "was measured near it on NVIDIA H900" in found.reason
+    assert found.implementation == "xla" and "was measured near this problem on NVIDIA H900" in found.reason
     plan = _plan.plan(op, dataclasses.replace(large, implementation="native"), H200)
     assert (plan.implementation, plan.kernel) == ("native", "resident")
     plan = _plan.plan(op, dataclasses.replace(large, algorithm="interleaved"), H200)

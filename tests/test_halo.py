@@ -555,7 +555,7 @@ def test_sixteen_bits(kind):
 @on_a_mesh
 @over_kinds
 def test_residual_block(kind):
-    """Through `accelerate`: on an Auto mesh a fork, whose other users' gradient is added in the dgrad."""
+    """Through `accelerate`: on an Auto mesh the dgrad adds what comes back from the other users of x."""
 
     def block(x: Any, w1: Any, w2: Any) -> jax.Array:
         return x + lax_conv(jax.nn.relu(lax_conv(x, w1)), w2)

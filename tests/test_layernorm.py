@@ -270,7 +270,7 @@ def test_a_gpu_takes_rows_where_they_were_measured(op, code_for_gpus, monkeypatc
     rows = _plan.supports(op, "rows", p, H200)
     assert plan.kernel == ("rows" if rows is None else "two_read")
     unmeasured = _plan.Device("cuda", "NVIDIA H900", (9, 0), 132)
-    assert "near it on NVIDIA H900" in _plan.plan(op, p, unmeasured).reason
+    assert "near this problem on NVIDIA H900" in _plan.plan(op, p, unmeasured).reason
     # Nothing but its own kernel is compared with XLA, and nobody else is given it.
     assert {plan.kernel for plan in _plan.every(op, p, H200)} <= {"rows"}
     matrix = GroupNormProblem("groupnorm", "bfloat16", (64, 192), 1, 1e-5)

@@ -219,6 +219,19 @@ def test_explain_shows_the_epilogue_and_refuses_unknown_platforms():
     assert str(jaxconv.explain(calls, platform="gpu")(x)) == str(jaxconv.explain(calls, platform="cuda")(x))
 
 
+def test_explain_says_what_its_short_words_mean():
+    """Those that are in the table."""
+    x, w = jnp.ones((2, 8, 8, 4)), jnp.ones((3, 3, 4, 4))
+    said = {
+        "several calls": str(jaxconv.explain(lambda: jaxconv.conv2d(x, w, residual=x))()),
+        "T instead of N": str(jaxconv.explain(jax.grad(lambda w: jaxconv.dense(x[0, 0], w).sum()))(w[0, 0])),
+        "": str(jaxconv.explain(jaxconv.conv2d)(x, w)),
+    }
+    assert ("calls[" in said["several calls"]) and (" TN " in said["T instead of N"])
+    for name, text in said.items():
+        assert [words in text for words in said if words] == [words == name for words in said if words]
+
+
 EXPLAINED = """
     import gc
     import jax, jax.numpy as jnp

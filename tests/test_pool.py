@@ -426,12 +426,14 @@ def test_on_a_gpu_it_is_native_where_that_is_asked_for(code_for_gpus):
     saving = dataclasses.replace(problem(), save=True)
     for op in ("max_pool", "max_pool_backward"):
         found = _plan.plan(op, saving, H200)
-        assert found.implementation == "native" and "than XLA there and back at the 5 windows that" in found.reason
+        assert (
+            found.implementation == "native" and "than XLA, forward and backward, at the 5 windows that" in found.reason
+        )
         near = _plan.plan(op, dataclasses.replace(problem((256, 112, 112, 64)), save=True), H200)
         assert near.implementation == "native" and "times faster than XLA at r50.stem" in near.reason
         for other in (dataclasses.replace(saving, channels=62), saving):
             found = _plan.plan(op, other, A100 if other is saving else H200)
-            assert found.implementation == "xla" and "was measured near it on NVIDIA" in found.reason
+            assert found.implementation == "xla" and "was measured near this problem on NVIDIA" in found.reason
         forced = dataclasses.replace(saving, implementation="native")
         assert str(_plan.plan(op, forced, H200)) == "native[gather]"
         first = dataclasses.replace(forced, channels_last=False)

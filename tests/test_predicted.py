@@ -309,7 +309,7 @@ def test_xlas_time_is_corrected_by_the_copy_that_it_makes_of_one_problem_and_not
     bytes_of_x = 2 * 256 * 56 * 56 * 128
     copy = 2 * bytes_of_x / rates.bandwidth
     learn(H200, even, 0.2, op="conv_wgrad", sm90__wgrad=0.1)
-    for p, xla, end in ((even, 0.2, ""), (same, 0.2 + copy, ", with XLA's padding of x")):
+    for p, xla, end in ((even, 0.2, ""), (same, 0.2 + copy, ", with XLA's padding of x added")):
         found = measured.nearest("conv_wgrad", p, H200, "sm90/wgrad")
         assert (found.xla_ms, found.native_ms) == (pytest.approx(xla), {"sm90/wgrad": 0.1})
         assert found.where == f"at it, the nearest case measured{end}"
@@ -336,14 +336,14 @@ def test_a_copy_is_taken_off_xlas_time_but_never_what_the_device_needs():
         found = measured.nearest("conv_dgrad", strided(1, 1), H200, "sm90/product")
         least = model.Shape.of("conv_dgrad", same).limits_ms(model.NUMBERS["H200"])
         assert found.xla_ms == pytest.approx(max(least) if expected is None else expected, rel=1e-3)
-        assert found.where == "at it, the nearest case measured, without XLA's slicing of dx"
+        assert found.where == "at it, the nearest case measured, with XLA's slicing of dx taken off"
 
 
 def test_xla_slices_dx_and_adds_in_one_pass():
     """So the choice of a dgrad that adds does not count the slice."""
     learn(H200, strided(1, 1), 0.14, op="conv_dgrad", sm90__product=0.14)
     even, same = (_plan.choose._adds_faster("sm90/product", strided(low, 1), H200) for low in (1, 0))
-    assert even[0] == same[0] and same[1] == f"{even[1]}, with XLA's slicing of dx"
+    assert even[0] == same[0] and same[1] == f"{even[1]}, XLA slicing dx in the pass of its add"
 
 
 def test_a_sisters_time_is_scaled_and_then_corrected(monkeypatch):

@@ -289,5 +289,5 @@ def test_freeze_refuses_the_statistics_of_a_symbolic_batch(extents):
     model = nn.BatchNorm(use_running_average=False)
     variables = model.init(jax.random.key(0), jnp.ones((2, 6, 6, 4)))
     frozen = jaxconv.freeze(lambda v, x: model.apply(v, x, mutable=["batch_stats"])[0], variables)
-    with pytest.raises(ValueError, match="takes the statistics of its batch"):
+    with pytest.raises(ValueError, match="is in training mode: it normalises by the statistics of its batch"):
         frozen.report(jax.ShapeDtypeStruct(export.symbolic_shape(extents), "float32"))

@@ -117,7 +117,7 @@ def plan(op: str, problem: Any, device: Device) -> Plan:
     if problem.algorithm is not None:
         return _forced(op, problem.algorithm, problem, device, f"algorithm='{problem.algorithm}' was asked for")
     if device.partitioned and not forced:
-        return Plan("xla", "XLA partitions its own operations over devices; it would gather for a custom call")
+        return Plan("xla", "XLA splits this program over devices; for a call of ours it would gather the arrays")
     own = _tuned(op, problem, device)
     if own is not None:
         return own
@@ -169,7 +169,7 @@ def _plan_one_walk(op: str, problem: BatchNormProblem, device: Device) -> Plan:
     found = plan(whole, dataclasses.replace(problem, want_dx=True, count=None, dz=False), device)
     if found.implementation != "native":
         return found
-    reason = f"of a {whole} that is native ({found.reason}) one walk, which is two_read's"
+    reason = f"one walk of a {whole}, which would be native here: {found.reason}"
     return _forced(op, "two_read", problem, device, reason)
 
 
@@ -178,9 +178,9 @@ def _plan_signs(problem: BatchNormProblem, device: Device) -> Plan:
     infer = plan("batchnorm_infer", problem, device)
     found = infer if infer.implementation != "native" else made("batchnorm_signs", "two_read", problem, device)
     if isinstance(found, Plan) and found.implementation == "native":
-        return dataclasses.replace(found, reason=f"of an inference that is native: {infer.reason}")
+        return dataclasses.replace(found, reason=f"the inference alone would be native here: {infer.reason}")
     why = found if isinstance(found, str) else infer.reason
-    return Plan("calls", f"an inference, then its signs: {why}", "two")
+    return Plan("calls", f"an inference, then a pass for its signs: {why}", "two")
 
 
 def _plan_backward_add(problem: BatchNormProblem, device: Device) -> Plan:
@@ -222,7 +222,7 @@ def _plan_conv_batchnorm(problem: ConvBatchNormProblem, device: Device) -> Plan:
         return two("there is nothing to compute")
     refusal = _refusal(p, device)
     if refusal or device.partitioned:
-        return two(refusal or "XLA partitions the program, and cannot be told how a pair is split")
+        return two(refusal or "XLA partitions the program over devices, and cannot be told how the two are split")
     if p.algorithm is None and p.implementation != "native":
         # Without what follows a normalisation it is XLA's, and the statistics a read of their own.
         alone = problem.norm.activation.name == "none" and not problem.norm.residual
@@ -271,13 +271,13 @@ def _plan_normalised(op: str, p: NormalisedConvProblem, device: Device) -> Plan:
         return two(refusal)
     if p.algorithm is None and p.implementation != "native":
         if device.partitioned:
-            return two("XLA partitions its own operations over devices; it would gather for a custom call")
+            return two("XLA splits this program over devices; for a call of ours it would gather the arrays")
         found = _fastest(op, p, device)
         return found if found.implementation == "native" else two(found.reason, found.candidates)
     algorithm = p.algorithm or _ladder(op, p, device)
     made_of = made(op, algorithm, p, device)
     if isinstance(made_of, str):
-        return two(f"{algorithm} reads no batch-norm: {made_of}")
+        return two(f"{algorithm} cannot normalise what it reads: {made_of}")
     forced = f"algorithm='{algorithm}'" if p.algorithm else "implementation='native'"
     return dataclasses.replace(made_of, reason=f"{forced} was asked for")
 
@@ -300,7 +300,7 @@ def _plan_batchnorm_conv(p: BatchNormConvProblem, device: Device) -> Plan:
             if back is not None and back.wins(found.kernel):
                 saved += back.xla_ms - back.native_ms[found.kernel]
             if saved <= math.prod(p.conv.stride) * _pass_over_y(known, p.conv, device):
-                why = f"{train.kernel} takes x's statistics and normalises it in one reading, which saves as much"
+                why = f"{train.kernel} reads x once for its statistics and its normalisation, which saves as much"
                 return Plan("calls", f"a batch-norm, then a convolution: {why}", "two", candidates=found.candidates)
     reason = f"the convolution normalises what it reads: {found.reason}"
     return Plan("calls", reason, "statistics, normalised" if before else "normalised", candidates=found.candidates)
@@ -322,7 +322,7 @@ def _plan_shortcut(p: BatchNormProblem, device: Device) -> Plan:
     op = "batchnorm_shortcut_backward"
     found = plan(op, p, device)
     if found.implementation == "native":
-        reason = f"both are normalised in one pass, and backward in two: {found.reason}"
+        reason = f"one pass forward and two backward do both batch-norms: {found.reason}"
         return Plan("calls", reason, "joined", candidates=found.candidates)
     refused = None if _refusal(p, device) else supports(op, "two_read", p, device)
     return Plan("calls", f"two batch-norms: {refused or found.reason}", "two", candidates=found.candidates)
@@ -353,7 +353,7 @@ def _plan_conv_add(p: ConvProblem, device: Device) -> Plan:
     if isinstance(adds, str):
         if (why := _xla_adds_faster(alone, p, device)) is not None:
             return Plan("xla", why, candidates=alone.candidates)
-        return two(f"{alone.kernel} is the convolution's, and {adds}: {reason}")
+        return two(f"the convolution runs on {alone.kernel}, and {adds}: {reason}")
     return dataclasses.replace(adds, reason=f"{reason}; the residual is added on its way", candidates=alone.candidates)
 
 
@@ -379,7 +379,8 @@ def _adds_instead_of_xla(p: ConvProblem, device: Device) -> Plan | None:
         margin = measured.SISTER_MARGIN if found.sister else measured.MARGIN
         if xla > margin * ours and xla - ours > measured.LEAST_CONV_MS and xla / ours > least:
             best, least = adds, xla / ours
-            reason = f"{adds.kernel} with the add {least:.2f} times as fast as XLA's convolution and add {found.where}"
+            ratio = f"{least:.2f} times as fast as XLA's convolution and add"
+            reason = f"{adds.kernel} with the add is {ratio} {found.where}"
     return best and dataclasses.replace(best, reason=f"{reason}; the residual is added on its way")
 
 
@@ -466,15 +467,17 @@ def _plan_dgrad_sums(p: ConvProblem, device: Device) -> Plan:
         return parts(adds.reason)
     size = math.prod(p.x_shape) * itemsize(p)
     if size < LEAST_OF_SUMS:
-        return parts(f"an array of {size >> 20} MiB is read again from caches")
-    return dataclasses.replace(found, reason=f"{adds.reason}; x is read once more instead of dz and x, to sum up")
+        return parts(f"an array of {size >> 20} MiB is read again from caches, so one pass less saves nothing")
+    return dataclasses.replace(
+        found, reason=f"{adds.reason}; the sums need one more read of x, instead of reads of dz and x"
+    )
 
 
 def _adds_faster(kernel: str, p: ConvProblem, device: Device) -> tuple[bool, str]:
     """Whether the kernel with an addend beats XLA's dgrad and its add, from the bare dgrads' measured times."""
     found = measured.nearest("conv_dgrad", p, device, kernel)
     if found is None:
-        return False, f"no dgrad by {kernel} near it was measured on {device.kind or 'the device'}"
+        return False, f"no dgrad by {kernel} was measured near this problem on {device.kind or 'the device'}"
     # A pass over dx of the problem that was measured, at the rate at which memory copies.
     pixels, group_c, _, groups = found.coordinates
     strides = math.prod(p.stride)
@@ -485,7 +488,8 @@ def _adds_faster(kernel: str, p: ConvProblem, device: Device) -> tuple[bool, str
     # XLA's slice of dx is no pass of its own in front of an add.
     sliced = found.copy_ms if model.copied("conv_dgrad", p) == "dx" else 0.0
     ratio = (found.xla_ms - sliced + 3 * one) / (found.native_ms[kernel] + own * one)
-    text = f"{ratio:.2f} times as fast as XLA's dgrad and add would be {found.where}"
+    where = f"{found.of_kernels}, XLA slicing dx in the pass of its add" if sliced else found.where
+    text = f"{ratio:.2f} times as fast as XLA's dgrad and add would be {where}"
     return ratio > (measured.SISTER_MARGIN if found.sister else measured.MARGIN), f"{kernel} with its addend {text}"
 
 
@@ -511,12 +515,12 @@ def _plan_dense_gradient(p: DenseProblem, device: Device) -> Plan:
             return dataclasses.replace(found, reason=f"algorithm='{p.algorithm}' was asked for")
         if named:
             raise ValueError(f"{p.name}: {_asked(p)} cannot run dense_gradient of {p}: {found}")
-        return three(f"algorithm='{p.algorithm}' was asked for, and for all in one {found}")
+        return three(f"algorithm='{p.algorithm}' was asked for, and it cannot do all in one kernel: {found}")
     if refusal:
         return three(refusal)
     forced = p.implementation == "native"
     if device.partitioned and not forced:
-        return three("XLA partitions its own operations over devices; it would gather for a custom call")
+        return three("XLA splits this program over devices; for a call of ours it would gather the arrays")
     own = _tuned("dense_gradient", p, device)
     if own is not None:
         return own if own.implementation == "native" else three(own.reason, own.candidates)
@@ -566,7 +570,7 @@ def _refusal(problem: Problem, device: Device) -> str | None:
 def _no_kernels(problem: Problem, platform: str) -> str | None:
     """Why no kernel of the platform takes the problem, on whatever device."""
     if isinstance(problem, BatchNormProblem) and problem.masked:
-        return "masked statistics are XLA's, and it fuses what follows them"
+        return "XLA computes statistics under a mask, and fuses what follows them"
     if platform == "cuda" and problem.dtype == "float64":
         return "float64 has no native CUDA kernels"
     if isinstance(problem, DenseProblem):
@@ -649,7 +653,7 @@ def _fastest(op: str, problem: Problem, device: Device) -> Plan:
         return Plan("xla", why, candidates=candidates)
     if isinstance(problem, BatchNormProblem) and problem.inner > 1:
         # Alone it may win; between convolutions it was 1.2 times slower than XLA's, bf16 and float32, by the copies.
-        why = "convolutions leave channels last in memory; native code takes arrays as they lie and would copy"
+        why = "convolutions leave channels last in memory, so native code for channels first would copy the array"
         return Plan("xla", why, candidates=candidates)
     if isinstance(problem, PoolProblem) and not problem.save:
         # Whatever was measured alone: in a model XLA may compute what is in front of it on the way.
@@ -661,7 +665,7 @@ def _fastest(op: str, problem: Problem, device: Device) -> Plan:
         ratios, gather = measured.windows(problem, device), made(op, "gather", problem, device)
         if isinstance(gather, Plan) and ratios and min(ratios) > 2:
             where = f"at the {len(ratios)} windows that were measured"
-            why = f"{min(ratios):.1f} to {max(ratios):.1f} times faster than XLA there and back {where}"
+            why = f"{min(ratios):.1f} to {max(ratios):.1f} times faster than XLA, forward and backward, {where}"
             return dataclasses.replace(gather, reason=why)
     if best is None or not best.wins:
         return Plan("xla", why + _unsafe([p.kernel for p in plans if p not in safe]), candidates=candidates)
@@ -669,7 +673,7 @@ def _fastest(op: str, problem: Problem, device: Device) -> Plan:
 
 
 def _unmeasured(device: Device) -> str:
-    return f"none of its kernels was measured near it on {device.kind or 'the device'}: jaxconv.tune can do it"
+    return f"no native kernel was measured near this problem on {device.kind or 'the device'}; jaxconv.tune can do it"
 
 
 def _safe(op: str, problem: Problem, plans: list[Plan]) -> list[Plan]:
@@ -685,7 +689,7 @@ def _unsafe(kernels: list[str]) -> str:
         return ""
     names = " and ".join(kernels)
     return (
-        f"; {names} would carry an infinity of x, which float16 has soon, into other outputs as NaN: only with "
+        f"; {names} would turn an infinity in x, which float16 reaches early, into NaN in other outputs: only with "
         "implementation='native'"
     )
 
@@ -736,7 +740,7 @@ def _weighed(
                 candidates += _measured_candidates(plan, found)
             if xla is not None and kernel is not None:
                 weighed.append(_by_prediction(plan, xla.ms, kernel, found))
-                how = f"predicted, XLA's time over it within {_percent(kernel.deviation)}"
+                how = f"predicted, its speed relative to XLA within {_percent(kernel.deviation)}"
                 candidates.append(Candidate(plan.kernel, kernel.ms, how))
             elif found is not None and xla is None:
                 weighed.append(_by_measurement(plan, found))
@@ -760,9 +764,9 @@ def _measured_candidates(plan: Plan, found: measured.Measurement) -> tuple[Candi
 
 def _by_measurement(plan: Plan, found: measured.Measurement) -> _Weighed:
     ratio, wins = found.ratio(plan.kernel), found.wins(plan.kernel)
-    # A pair was measured against the faster of XLA and of two calls, each by its own plan.
-    pairs = ("conv_statistics", "conv_normalised", "batchnorm_shortcut")
-    other = "two calls" if found.op in pairs else "XLA"
+    # Kernels that do the work of two calls were measured against the faster of XLA and of two calls, each by its plan.
+    of_two = ("conv_statistics", "conv_normalised", "batchnorm_shortcut")
+    other = "two calls" if found.op in of_two else "XLA"
     if wins:
         return _Weighed(plan, ratio, wins, f"{ratio:.2f} times faster than {other} {found.where}")
     speed = "the speed of two calls" if other != "XLA" else "XLA's speed"
@@ -842,26 +846,30 @@ def tiles(op: str, problem: Problem, device: Device) -> list[Plan]:
 
 def _fastest_on_cpu(op: str, problem: Problem) -> tuple[str | None, str]:
     if op in conv.NORMALISED:
-        return None, "on the CPU a batch-norm is a pass of its own, inside the call or before it"
+        return None, "on a CPU the batch-norm takes a pass over memory either way, inside the call or before it"
     if op == "conv_statistics":
-        return None, "on the CPU its statistics cost a pass over its result, inside the call or behind it"
+        return None, "on a CPU the statistics take a pass over the result either way, inside the call or behind it"
     if isinstance(problem, PoolProblem):
         return pool.on_cpu(problem)
     if isinstance(problem, (BatchNormProblem, GroupNormProblem)):
-        return None, "there and back XLA was 1.5 to 9 times faster than native code, which reads x more often (EPYC)"
+        why = "native code reads x more often: forward and backward, XLA was 1.5 to 9 times faster on an AMD EPYC"
+        return None, why
+    if isinstance(problem, DenseProblem):
+        return None, "XLA's matrix products are as fast as the CPU allows"
     if not isinstance(problem, ConvProblem):
-        return None, "XLA is at the processor's limit"
+        return None, "XLA's code is as fast as the CPU allows"
     if problem.depthwise and problem.groups > 1:
-        return "depthwise", "XLA's CPU depthwise convolutions are 10 times slower"
+        return "depthwise", "XLA's depthwise convolutions are 10 times slower on a CPU"
     if problem.groups > 1:
         times = "a hundred times slower" if op == "conv_wgrad" else "2 to 8 times slower"
-        return "im2col", f"XLA's CPU grouped convolutions are {times}"
+        return "im2col", f"XLA's grouped convolutions are {times} on a CPU"
     if op != "conv_wgrad":
-        return None, "XLA is at the processor's limit"
-    product = "the matrix product that a weight gradient is"
+        return None, "XLA's convolutions without groups are as fast as the CPU allows"
+    product = "native code computes a weight gradient as one matrix product"
     if problem.dtype in ("float32", "float64"):
-        return "im2col", f"{product} was 2.6 to 4.5 times faster than XLA's on a Xeon, 0.7 to 3 times on an EPYC"
+        speeds = "2.6 to 4.5 times XLA's speed on an Intel Xeon, 0.7 to 3 times on an AMD EPYC"
+        return "im2col", f"{product}, at {speeds}"
     # What two conversions leave of it, on an EPYC.
     if math.prod(problem.filter) == 1 or max(problem.in_channels, problem.out_channels) < 32:
-        return "im2col", f"{product} was 1 to 2.4 times faster than XLA's, in float32 and with the conversions"
-    return None, f"{product} was 0.7 to 1 times as fast as XLA's, in float32 and with the conversions"
+        return "im2col", f"{product} in float32, at 1 to 2.4 times XLA's speed, conversions included"
+    return None, f"{product} in float32, at 0.7 to 1 times XLA's speed, conversions included"

@@ -73,8 +73,8 @@ class Measurement:
     kind: tuple[Any, ...]  # must be equal for one problem to speak for another
     coordinates: tuple[float, ...]  # log2 of extents, as `features` says
     case: str  # its name in benchmarks/cases.py
-    # Of conv_statistics: a pair of convolution and batch-norm without it, of conv_normalised a pair of batch-norm and
-    # convolution; the fastest known
+    # Of conv_statistics: a convolution and a batch-norm, two calls. Of conv_normalised: a batch-norm and a convolution,
+    # two calls. Of the rest: XLA. The fastest that is known
     xla_ms: float
     native_ms: dict[str, float]  # by kernel
     copied: str = ""  # the array that XLA copied in its time: `model.copied`
@@ -223,9 +223,10 @@ def _as_padded(m: Measurement, op: str, problem: Any, device: Device) -> Measure
     if wanted == m.copied:
         return dataclasses.replace(m, copy_ms=min(copy, m.xla_ms))
     if wanted:
-        corrected = f"with XLA's padding of {wanted}" if wanted != "dx" else "with XLA's slicing of dx"
+        corrected = f"with XLA's padding of {wanted} added" if wanted != "dx" else "with XLA's slicing of dx added"
         return dataclasses.replace(m, xla_ms=m.xla_ms + copy, copy_ms=copy, corrected=corrected)
-    corrected = f"without XLA's padding of {m.copied}" if m.copied != "dx" else "without XLA's slicing of dx"
+    what = f"padding of {m.copied}" if m.copied != "dx" else "slicing of dx"
+    corrected = f"with XLA's {what} taken off"
     least = min(_least_ms(m, rates), m.xla_ms)
     return dataclasses.replace(m, xla_ms=max(m.xla_ms - PASS_TAKEN_OFF * copy, least), corrected=corrected)
 

@@ -203,7 +203,7 @@ def copied(op: str, p: ConvProblem | Shape) -> str:
     (xla/service/gpu/transforms: conv_rewriter.cc, conv_padding_legalization.cc).
     """
     if op not in ("conv", *OPS):
-        return ""  # of pairs, whose alternative is mostly no convolution of XLA's
+        return ""  # the alternative is mostly two calls, and no convolution of XLA's
     uneven = any(low != high for low, high in p.padding)
     if op in ("conv", "conv_fprop"):
         return "x" if uneven else ""

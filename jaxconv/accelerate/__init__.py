@@ -40,25 +40,30 @@ def accelerate(f: Callable[P, R]) -> Accelerated[P, R]:
         predict = jax.jit(jaxconv.accelerate(model.apply))
         print(jaxconv.accelerate(loss).report(params, batch))
 
-    Replaced are `lax.conv_general_dilated` with the bias, the residual add and the activation that follow; (..., K) @
-    (K, N) with a bias or an activation that follow; and batch normalisation, in training and inference, with the
-    residual add and the activation that follow. Numbers per output channel that multiply what a convolution or product
-    gives, or that and its bias, as a layer scale does, are multiplied into filter and bias, which are rounded to their
-    type once more (not in float16). Two dense layers in a row become `jaxconv.mlp`, where only the second reads what
-    the first one's activation gives. A convolution, its bias and the batch-norm of the result become
-    `jaxconv.conv_batchnorm`: in inference one convolution, with filters that are rounded to their type once more. What
-    is multiplied into a filter is multiplied in every call: only where the result has at least twice the filter's
-    numbers, so that this is little beside what it spares; elsewhere it stays behind the layer, and `report` says so
-    (`jaxconv.freeze` does it once, whatever the sizes). Two batch-norms in training whose sum an activation takes, a
-    residual block's and its shortcut's, are one call where a kernel was measured to go back through both at once. A
-    batch-norm in training, its activation and the depthwise convolution that alone reads the result are one call where
-    a kernel was measured to normalise what it reads.
-    `lax.reduce_window` with lax.max becomes `jaxconv.max_pool`; upsampling by repetition (`jax.image.resize` with
-    "nearest" and whole factors) a broadcast, whose gradient is no scatter; an array times gates that two small layers
-    make of its means `jaxconv.squeeze_excite`. Activations are those of `jaxconv.conv2d`, written as jax.nn's
-    functions, or with maximum, clip and where; their derivatives are jax.nn's (maximum(x, 0) at exactly 0: 0 instead
-    of 1/2). Inside jit, remat, scan, while, cond, custom_jvp and custom_vjp too; derivative rules
-    that somebody else wrote stay theirs.
+    What is replaced:
+
+    * `lax.conv_general_dilated`, with the bias, the residual add and the activation behind it;
+    * (..., K) @ (K, N), where a bias or an activation follows, with both;
+    * a batch-norm, in training and inference, with the residual add and the activation behind it;
+    * group-norms and layer-norms;
+    * `lax.reduce_window` with lax.max: `jaxconv.max_pool`;
+    * upsampling by repetition (`jax.image.resize` with "nearest" and whole factors): a broadcast, whose gradient is no
+      scatter;
+    * an array times gates that two small layers make of its means: `jaxconv.squeeze_excite`.
+
+    Layers that follow each other are plain calls in a region. Where the function is differentiated, the region's
+    program of results and gradients is rewritten: kernels that do the work of several calls take their place where
+    `explain` says that this is faster. Examples are a convolution that hands over the statistics of its batch-norm, and
+    a gradient that is added where another one is made.
+
+    In inference a batch-norm behind a convolution or product is multiplied into its filter; so are numbers per output
+    channel that multiply a layer's result (layer scales; not in float16), in training too. The filter is rounded to its
+    type once more. This happens in every call, so it is done only where the result has at least twice the filter's
+    numbers; `report` names the layers that were left. `jaxconv.freeze` does it once, whatever the sizes.
+
+    Activations are those of `jaxconv.conv2d`, written as jax.nn's functions, or with maximum, clip and where. Their
+    derivatives are jax.nn's: that of maximum(x, 0) at exactly 0 is 0 instead of 1/2. Layers are replaced inside jit,
+    remat, scan, while, cond, custom_jvp and custom_vjp too. Derivative rules that somebody else wrote stay theirs.
 
     Args:
       f: a pure function, of which arrays anywhere in its arguments are traced, as by `jax.jit`; everything else in its

@@ -163,7 +163,7 @@ class Before:
         return alone.outputs[0]
 
     def run(self) -> Callable[..., Array]:
-        """The pair in inference: `_fused.linear_batchnorm_inference` of x, w, ..."""
+        """The layer and its batch-norm in inference: `_fused.linear_batchnorm_inference` of x, w, ..."""
         p = self.node.params
         if self.what == "conv":
             call, axis = functools.partial(_fused.conv, **window_of(self.node)), p["dimension_numbers"].rhs_spec[0]

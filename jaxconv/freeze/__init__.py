@@ -38,7 +38,7 @@ def options_of(flops: float) -> dict[str, str | int]:
 
 
 def freeze(f: Callable[..., R], /, *args: Any, **kwargs: Any) -> Frozen[R]:
-    """f with its first arguments bound, as by `functools.partial`, and all that they determine computed once.
+    """f with its first arguments bound, as by `functools.partial`; what depends on them alone is computed once.
 
     For inference::
 
@@ -47,10 +47,10 @@ def freeze(f: Callable[..., R], /, *args: Any, **kwargs: Any) -> Frozen[R]:
         logits = predict(images)
 
     Equivalent JAX code: `jax.jit(functools.partial(jaxconv.accelerate(f), *args, **kwargs))`, with the same numbers up
-    to rounding. But a call does not fold batch-norms into filters and biases, cast weights or turn them into the order
-    in which kernels read them: the program is split into what follows from bound arrays alone, which is evaluated at
-    the first call, and the rest, which is jitted, with the results of the first part as arguments. What only repeats
-    smaller arrays (a bias over all pixels) stays in the rest.
+    to rounding. Batch-norms are folded into filters and biases, weights are cast, and turned into the order in which
+    kernels read them, at the first call and not again. For this the program is split in two. One part follows from the
+    bound arrays alone, and is evaluated at the first call. The rest is jitted, with the first part's results as
+    arguments. What only repeats smaller arrays (a bias over all pixels) stays in the rest.
 
     Args:
       f: a pure function; or an object that is called and holds its arrays: a flax.nnx module, a pytree.
@@ -58,12 +58,12 @@ def freeze(f: Callable[..., R], /, *args: Any, **kwargs: Any) -> Frozen[R]:
         them is f's as it is.
 
     Returns:
-      A `Frozen`: a function of f's other arguments, of any shapes. It can be called as it is (it is jitted), and inside
-      jit, vmap, grad, a mesh and jax.export; weights stand in such a program as constants, or, by `Frozen.apply`, as
-      arguments. Called as it is, on a GPU and for small batches, its launches are captured in CUDA graphs. Each
-      argument costs the host time in every call: `jax.jit(frozen, compiler_options=jaxconv.graph_options())` answers
-      soonest. The bound arrays are held too, for inputs of other shapes: bind NumPy's (`jax.device_get(variables)`) and
-      a device holds the folded ones alone.
+      A `Frozen`: a function of f's other arguments, of any shapes. It is jitted, and can be called inside jit, vmap,
+      grad, a mesh and jax.export. Its weights are constants of such a program, or arguments by `Frozen.apply`. Called
+      by itself, on a GPU and for small batches, its launches are captured in CUDA graphs. Each weight costs the host
+      time in every call; `jax.jit(frozen, compiler_options=jaxconv.graph_options())` has the shortest calls. The bound
+      arrays are kept, for inputs of other shapes. Bind NumPy arrays (`jax.device_get(variables)`), and the device holds
+      only the folded ones.
 
     Raises:
       TypeError: where f is no function; where a bound argument is no array but stands for one. When called, where an
@@ -195,10 +195,11 @@ class Frozen(Generic[R]):
         What this one has folded is folded for the new one at once.
 
         Args:
-          args, kwargs: as `freeze`'s after f; of `freeze(model)` the model. Those by name that are left out stay.
+          args, kwargs: the arrays to bind, in the form in which `freeze(f, *args, **kwargs)` got them. For a function
+            that `freeze(model)` returned, the new model. A keyword argument that is left out keeps its value.
 
         Raises:
-          ValueError: where they differ from those before in more than the arrays' numbers.
+          ValueError: where more than the arrays' numbers differs: a shape, a dtype, a name, or what is no array.
         """
         new: Frozen[R] = Frozen(self._function, args, {**self._kwargs, **kwargs})
         before, after = self._types(), new._types()
@@ -218,7 +219,11 @@ class Frozen(Generic[R]):
         return new
 
     def report(self, *inputs: Any, **kwargs: Any) -> Report:
-        """What became of each layer, as `accelerate`'s report, and what is computed once; of inputs or their shapes."""
+        """What became of each layer, as `accelerate`'s report says it, and what is computed once.
+
+        Args:
+          inputs, kwargs: as of a call, or `jax.ShapeDtypeStruct`s of them.
+        """
         program, _ = self._program(inputs, kwargs)
         self._weights_of(program)
         return program.report
@@ -338,24 +343,24 @@ def _refuse_changes(traced: Traced) -> None:
             paths = jax.tree_util.tree_leaves_with_path(numbered)
             name = jax.tree_util.keystr(next(path for path, i in paths if i == place)[2:], simple=True, separator="/")
             raise ValueError(
-                f"freeze: the function changes a bound object ({name}), and calls of a frozen one must not depend on "
-                "earlier ones: a module in training mode? model.eval() of flax.nnx, train=False, "
-                "use_running_average=True"
+                f"freeze: the function changes a bound object ({name}), but a call of a frozen function must not "
+                "depend on earlier calls. If a module is in training mode, pass train=False (use_running_average=True, "
+                "or model.eval() of flax.nnx)"
             )
 
 
 def _refuse_effects(jaxpr: ClosedJaxpr) -> None:
     for effect in jaxpr.effects:
         if type(effect).__name__ not in ("DebugEffect", "OrderedDebugEffect"):
-            raise ValueError(f"freeze: the function has an effect ({effect}), it must be pure; jax.debug's are allowed")
+            raise ValueError(f"freeze: the function has an effect ({effect}), expected none but jax.debug's")
 
 
 def _refuse_training(traced: Traced, over_batch: Sequence[str]) -> None:
     calls = [e for e in _op.equations(traced.jaxpr.jaxpr) if e.primitive.name == "jaxconv_batchnorm_train"]
     for place in [*over_batch, *(str(call.source_info.name_stack) for call in calls)]:
         raise ValueError(
-            f"freeze: a batch-norm ({place or 'without a name'}) takes the statistics of its batch, so that answers "
-            "depend on what else is asked: it is in training mode. train=False, use_running_average=True, model.eval()"
+            f"freeze: batch-norm {place or 'without a name'} is in training mode: it normalises by the statistics of "
+            "its batch. Pass train=False (use_running_average=True, or model.eval() of flax.nnx)"
         )
 
 
@@ -365,8 +370,8 @@ def _refuse_random(split: Split) -> None:
         name, where = found
         raise ValueError(
             f"freeze: the function draws random numbers ({where or name}) from a key that is bound or its own: they "
-            "would be the same in every call. Dropout? deterministic=True, train=False, model.eval(). Otherwise make "
-            "the key an input"
+            "would be the same in every call. If it is dropout, pass deterministic=True or train=False (model.eval() "
+            "of flax.nnx); otherwise make the key an input"
         )
 
 
