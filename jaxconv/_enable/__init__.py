@@ -62,9 +62,10 @@ def enable(*, implementation: str | None = None, auto_meshes: bool = False) -> N
     or, for programs that nobody may edit, `JAXCONV_ENABLE=1` in the environment. Each `lax.conv_general_dilated` is
     then planned as `jaxconv.conv2d`'s calls are (`implementation=None`): forward convolutions, the gradients of images
     and filters, grouped, depthwise, dilated and transposed ones, in 1 to 3 dimensions, channels last or first, under
-    every transform. Where the plan says XLA, and for everything that jaxconv has no kernel for, the program is lax's to
-    the letter; numbers are lax's up to rounding elsewhere. `jaxconv.report()` says what became of each convolution,
-    `jaxconv.explain(f)` what would.
+    every transform. Convolutions of integers, which XLA does not compile for GPUs, run there too, exactly. Where the
+    plan says XLA, and for everything that jaxconv has no kernel for, the program is lax's to the letter; numbers are
+    lax's up to rounding elsewhere. `jaxconv.report()` says what became of each convolution, `jaxconv.explain(f)` what
+    would.
 
     Left to lax are also programs that are exported, computed on a host from a device, or partitioned by XLA over the
     devices of a mesh, unless types say how each array is split (Explicit axes) and our call needs no gather for it.
@@ -255,7 +256,13 @@ def would(equations: Any, device: _plan.Device) -> Convolutions:
             avals = tuple(v.aval for v in (*equation.invars, *equation.outvars))
             choice = choose(avals, equation.params, state, device)
             found.add(describe(choice, avals, str(equation.source_info.name_stack)))
-    return found.read()
+    read = found.read()
+    if device.platform == "cuda" and not is_on() and any(one.form == "integers" for one in read.taken):
+        read.note = (
+            "XLA cannot compile convolutions of integers for a GPU (\"Can't lower one or more integer convolutions to "
+            'idioms supported by CuDNN"): jaxconv.enable(), before anything is compiled, makes them run'
+        )
+    return read
 
 
 def is_on() -> bool:
