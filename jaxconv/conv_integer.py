@@ -8,7 +8,7 @@ none.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -118,6 +118,23 @@ kernel = _op.kernel(
 def is_integer(dtype: Any) -> bool:
     """Whether lax convolves it as integers; a bool is one."""
     return jnp.issubdtype(dtype, jnp.integer) or np.dtype(dtype) == np.bool_
+
+
+def converts(lhs: Any, rhs: Any, out: Any) -> bool:
+    """Whether the convolution is of integers to floating-point numbers, which is that of the converted operands."""
+    return is_integer(lhs.dtype) and is_integer(rhs.dtype) and not is_integer(out.dtype)
+
+
+def precision_of(dtypes: Sequence[Any], given: Any) -> Any:
+    """Of the converted operands: 8 bits are exact in every type that a GPU rounds to; others are not rounded."""
+    exact = all(np.dtype(dtype).itemsize == 1 for dtype in dtypes)
+    return given if exact else (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
+
+
+def converted(lhs: Array, rhs: Array, *, dtype: Any, **params: Any) -> Array:
+    """lax's primitive of integers to `dtype`, floating-point, as one of floating-point numbers."""
+    params |= dict(precision=precision_of((lhs.dtype, rhs.dtype), params["precision"]), preferred_element_type=dtype)
+    return lax.conv_general_dilated_p.bind(lhs.astype(dtype), rhs.astype(dtype), **params)
 
 
 def _stored(dtype: Any) -> str:

@@ -320,7 +320,8 @@ def conv_general_dilated(
 
         y = lax.conv_general_dilated(lhs.astype(preferred), rhs.astype(preferred), ...)
 
-    without the converted arrays. They have no derivative.
+    without the converted arrays. A floating-point preferred_element_type makes it the convolution of the converted
+    operands. There is no derivative.
 
     Raises:
       What lax raises.
@@ -347,7 +348,21 @@ def conv_general_dilated(
     x, w = jnp.asarray(lhs), jnp.asarray(rhs)
     nd = x.ndim - 2
     if all(map(conv_integer.is_integer, (x.dtype, w.dtype))) and all(value is None for value in lax_only.values()):
-        return conv_integer.of_call(by_lax, x, w, preferred_element_type)
+        if preferred_element_type is None or conv_integer.is_integer(preferred_element_type) or x.dtype != w.dtype:
+            return conv_integer.of_call(by_lax, x, w, preferred_element_type)
+        return conv_general_dilated(
+            x.astype(preferred_element_type),
+            w.astype(preferred_element_type),
+            window_strides,
+            padding,
+            lhs_dilation,
+            rhs_dilation,
+            dimension_numbers,
+            feature_group_count,
+            batch_group_count,
+            conv_integer.precision_of((x.dtype, w.dtype), precision),
+            preferred_element_type,
+        )
     if (
         nd not in (1, 2, 3)
         or w.ndim != x.ndim
