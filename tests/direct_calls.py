@@ -19,7 +19,7 @@ import jaxconv
 from jaxconv import _op, conv_integer
 from jaxconv import conv as conv_module
 from jaxconv._activation import Activation
-from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem
+from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem, IntegerConvProblem
 from jaxconv.batchnorm import backward_add, dx_of_sums, moments, shortcut_backward, shortcut_problem, signs
 from jaxconv.dense import dense_gradient
 from jaxconv.joints import region
@@ -118,18 +118,19 @@ def sums_operands() -> tuple[jax.Array, ...]:
     return *(jnp.ones(s, "bfloat16") for s in shapes), jnp.ones((2, 5, 6, 16), "uint8"), jnp.ones(128)
 
 
+def integer_problem(lhs: Any, rhs: Any, *args: Any, **given: Any) -> IntegerConvProblem:
+    """Of lax.conv_general_dilated(lhs, rhs, *args, **given)."""
+    like = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (lhs, rhs)]
+    (equation,) = jax.make_jaxpr(lambda x, w: jax.lax.conv_general_dilated(x, w, *args, **given))(*like).eqns
+    found = conv_integer.read(*like, equation.outvars[0].aval, equation.params)
+    assert not isinstance(found, str), found
+    return found
+
+
 def of_integers(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     """An integer convolution with every parameter, by the kernel."""
-
-    def call(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        return jax.lax.conv_general_dilated(
-            *(lhs, rhs, (2, 1), ((1, 2), (0, -1)), (1, 2), (2, 1), ("NHWC", "HWIO", "NCHW")),
-            feature_group_count=2,
-            preferred_element_type="int32",
-        )
-
-    (equation,) = jax.make_jaxpr(call)(lhs, rhs).eqns
-    p = conv_integer.read(lhs, rhs, equation.outvars[0].aval, equation.params)
+    window = (2, 1), ((1, 2), (0, -1)), (1, 2), (2, 1), ("NHWC", "HWIO", "NCHW")
+    p = integer_problem(lhs, rhs, *window, feature_group_count=2, preferred_element_type="int32")
     return conv_integer.kernel(dataclasses.replace(p, implementation="native"), lhs, rhs)
 
 

@@ -6,6 +6,7 @@ On a CPU native code is one loop, whose reading of a call the CUDA kernels share
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import random
@@ -26,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 import jaxconv
 from jaxconv import _plan, conv_integer
 from jaxconv._enable import forms
-from jaxconv._problem import INTEGERS
+from jaxconv._problem import INTEGERS, IntegerConvProblem
 
 KERNELS = ("integer/output", "integer/tile") if PLATFORM == "cuda" else ("integer/output",)
 NUMBERS = {1: ("NWC", "WIO", "NWC"), 2: ("NHWC", "HWIO", "NHWC"), 3: ("NDHWC", "DHWIO", "NDHWC")}
@@ -104,11 +105,16 @@ def operands(form: Form, left: str, right: str | None = None) -> tuple[np.ndarra
     return values(1, form[0], left), values(2, form[1], right or left)
 
 
+def window_of(form: Form) -> tuple[tuple[Any, Any], dict[str, Any]]:
+    """lax's strides and padding, and its other arguments."""
+    nd = len(form[0]) - 2
+    given = dict(dimension_numbers=NUMBERS.get(nd)) | form[2]
+    return (given.pop("window_strides", (1,) * nd), given.pop("padding", ((0, 0),) * nd)), given
+
+
 def by_lax(form: Form, lhs: Any, rhs: Any, dtype: str | None = None) -> jax.Array:
-    given: dict[str, Any] = dict(dimension_numbers=NUMBERS.get(lhs.ndim - 2)) | form[2]
-    nd = lhs.ndim - 2
-    strides, padding = given.pop("window_strides", (1,) * nd), given.pop("padding", ((0, 0),) * nd)
-    return lax.conv_general_dilated(lhs, rhs, strides, padding, preferred_element_type=dtype, **given)
+    window, given = window_of(form)
+    return lax.conv_general_dilated(lhs, rhs, *window, preferred_element_type=dtype, **given)
 
 
 def of_cpu(f: Any, *args: Any) -> np.ndarray:
@@ -119,12 +125,11 @@ def of_cpu(f: Any, *args: Any) -> np.ndarray:
 
 def by_numpy(form: Form, lhs: np.ndarray, rhs: np.ndarray, dtype: Any) -> np.ndarray:
     """The sum as common/problem.h writes it, modulo 2^64 and then cut off: by another reading than XLA's."""
-    given: dict[str, Any] = dict(dimension_numbers=NUMBERS.get(lhs.ndim - 2)) | form[2]
     nd = lhs.ndim - 2
+    (s, pads), given = window_of(form)
     numbers = lax.conv_dimension_numbers(lhs.shape, rhs.shape, given["dimension_numbers"])
     ones = (1,) * nd
-    s, u, d = (given.get(name, ones) for name in ("window_strides", "lhs_dilation", "rhs_dilation"))
-    pads = given.get("padding", ((0, 0),) * nd)
+    u, d = (given.get(name, ones) for name in ("lhs_dilation", "rhs_dilation"))
     x = np.transpose(lhs.astype("uint64"), numbers.lhs_spec)  # (N, C, ...)
     w = np.transpose(rhs.astype("uint64"), numbers.rhs_spec)  # (K, C, ...)
     z = np.zeros((*x.shape[:2], *((e - 1) * step + 1 for e, step in zip(x.shape[2:], u, strict=True))), "uint64")
@@ -212,20 +217,10 @@ def test_two_types_are_both_the_results(left, right, result, kernel):
     given = dict(dimension_numbers=NUMBERS[2], preferred_element_type=result)
     got = jax.jit(lambda x, w: jaxconv.conv_general_dilated(x, w, (1, 1), "VALID", **given))(lhs, rhs)
     equal(got, want)
-    problem = conv_integer.IntegerConvProblem.of_lax(
-        (left, right, result) if left != "int16" else (result,) * 3,
-        *(lhs.shape, rhs.shape),
-        dict(
-            window_strides=(1, 1),
-            padding=((0, 0), (0, 0)),
-            lhs_dilation=(1, 1),
-            rhs_dilation=(1, 1),
-            dimension_numbers=lax.conv_dimension_numbers(lhs.shape, rhs.shape, NUMBERS[2]),
-            feature_group_count=1,
-            batch_group_count=1,
-        ),
+    types = (left, right) if left != "int16" else (result, result)
+    problem = dataclasses.replace(
+        problem_of(form, result, result), lhs_dtype=types[0], rhs_dtype=types[1], algorithm=kernel
     )
-    problem = dataclasses.replace(problem, algorithm=kernel)
     operand = [a.astype(t) for a, t in zip((lhs, rhs), (problem.lhs_dtype, problem.rhs_dtype), strict=True)]
     equal(conv_integer.kernel(problem, *operand), want)
 
@@ -353,9 +348,8 @@ def test_floating_point_sums_of_integers_are_those_of_converted_operands(name, r
         (one,) = jaxconv.explain(f)(lhs, rhs).convolutions[:1]
         assert one.form != "integers"
     assert not re.search(r"stablehlo.convolution.*tensor<[0-9x]*(i8|i1)>", text)
-    given = dict(dimension_numbers=NUMBERS[2], preferred_element_type=result) | form[2]
-    strides, padding = given.pop("window_strides", (1, 1)), given.pop("padding", "VALID")
-    equal(jaxconv.conv_general_dilated(lhs, rhs, strides, padding, **given), want)
+    window, given = window_of(form)
+    equal(jaxconv.conv_general_dilated(lhs, rhs, *window, preferred_element_type=result, **given), want)
 
 
 def test_a_differentiated_program_keeps_its_integer_convolutions():
@@ -394,15 +388,14 @@ def test_a_mapped_kernel_is_one_call(name, dims):
         a if axis is None else np.stack([a, a[::-1], a + 1], axis)
         for a, axis in zip((lhs, rhs), (min(axes[0], lhs.ndim) if axes[0] is not None else None, axes[1]), strict=True)
     ]
-    given: dict[str, Any] = dict(dimension_numbers=NUMBERS.get(lhs.ndim - 2)) | form[2]
-    strides, padding = given.pop("window_strides", (1,) * (lhs.ndim - 2)), given.pop("padding", "VALID")
+    window, given = window_of(form)
     given["preferred_element_type"] = "int32"
 
     def ours(x: jax.Array, w: jax.Array) -> jax.Array:
-        return jaxconv.conv_general_dilated(x, w, strides, padding, **given)
+        return jaxconv.conv_general_dilated(x, w, *window, **given)
 
     def laxes(x: jax.Array, w: jax.Array) -> jax.Array:
-        return lax.conv_general_dilated(x, w, strides, padding, **given)
+        return lax.conv_general_dilated(x, w, *window, **given)
 
     mapped = jax.vmap(ours, in_axes=axes)
     equations = jax.make_jaxpr(mapped)(*args).eqns
@@ -437,9 +430,7 @@ def test_on_a_mesh_sums_are_those_of_one_device(name, kind):
     lhs, rhs = operands(form, "int8")
     want = of_cpu(lambda x, w: by_lax(form, x, w, "int32"), lhs, rhs)
     mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto if kind == "auto" else AxisType.Explicit,))
-    (equation,) = jax.make_jaxpr(lambda x, w: by_lax(form, x, w, "int32"))(lhs, rhs).eqns
-    problem = conv_integer.read(*(v.aval for v in equation.invars), equation.outvars[0].aval, equation.params)
-    problem = dataclasses.replace(problem, implementation="native")
+    problem = dataclasses.replace(problem_of(form), implementation="native")
     with jax.set_mesh(mesh):
         placed = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip((lhs, rhs), specs, strict=True)]
         run = jax.jit(lambda x, w: conv_integer.kernel(problem, x, w))
@@ -454,12 +445,10 @@ def test_on_a_mesh_sums_are_those_of_one_device(name, kind):
 # The plan, and what is said
 
 
-def problem_of(form: Form, dtype: str = "int8", result: str | None = "int32") -> conv_integer.IntegerConvProblem:
+def problem_of(form: Form, dtype: str = "int8", result: str | None = "int32") -> IntegerConvProblem:
     left, right = (jax.ShapeDtypeStruct(shape, dtype) for shape in form[:2])
-    (equation,) = jax.make_jaxpr(lambda x, w: by_lax(form, x, w, result))(left, right).eqns
-    found = conv_integer.read(left, right, equation.outvars[0].aval, equation.params)
-    assert not isinstance(found, str), found
-    return found
+    window, given = window_of(form)
+    return direct_calls.integer_problem(left, right, *window, preferred_element_type=result, **given)
 
 
 @pytest.mark.usefixtures("code_for_gpus")
@@ -521,12 +510,8 @@ def test_explain_says_the_line_that_helps():
     with jaxconv.enabled():
         assert "CuDNN" not in str(jaxconv.explain(f, platform="cuda")(x, w))
     assert "CuDNN" not in str(jaxconv.explain(f, platform="cpu")(x, w))
-    (cost,) = {
-        jaxconv.cost(lambda x, w: conv_integer.kernel(problem_of(FORMS["2d"]), x, w))(*operands(FORMS["2d"], "int8"))[
-            "flops"
-        ]
-    }
-    assert cost == 2 * math.prod((2, 7, 7, 7)) * 3 * 2 * 5
+    of_kernel = jaxconv.cost(functools.partial(conv_integer.kernel, problem_of(FORMS["2d"])))
+    assert of_kernel(*operands(FORMS["2d"], "int8"))["flops"] == 2 * math.prod((2, 7, 7, 7)) * 3 * 2 * 5
 
 
 def test_conv2d_says_who_takes_integers():

@@ -618,6 +618,8 @@ def made(op: str, algorithm: str, problem: Problem, device: Device) -> Plan | st
         if op == "conv_dgrad_add" and isinstance(plan, Plan) and device.platform != "cpu":
             plan = dataclasses.replace(plan, in_place=math.prod(problem.stride) > 1)
         return plan
+    if isinstance(problem, IntegerConvProblem):
+        return conv_integer.made(algorithm, problem, device)
     if isinstance(problem, BatchNormProblem):
         return batchnorm.made(op, algorithm, problem, device)
     if isinstance(problem, PoolProblem):
