@@ -175,7 +175,10 @@ def of_call(call: Callable[[Array, Array], Array], lhs: Array, rhs: Array, prefe
     """lax's convolution `call` of integers, by the kernel. Two types, which lax refuses, are taken as `preferred`, an
     integer type: sums wrap around there."""
     mixed = lhs.dtype != rhs.dtype
-    if mixed and (preferred is None or not is_integer(preferred) or np.dtype(preferred) == np.bool_):
+    numbers = all(
+        dtype is not None and jnp.issubdtype(dtype, jnp.integer) for dtype in (lhs.dtype, rhs.dtype, preferred)
+    )
+    if mixed and not numbers:
         return call(lhs, rhs)  # to say what is wrong
     if mixed:
         preferred = jax.dtypes.canonicalize_dtype(preferred)  # without 64 bits

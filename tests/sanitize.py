@@ -355,7 +355,7 @@ GROUPNORMS = (
     ((40, 33, 17, 64), 32),
     ((3, 29, 23, 200), 10),
 )
-# lhs, rhs, parameters: words of four channels and single bytes, both kinds of walks, every edge of a tile; a filter that
+# lhs, rhs, parameters: words of four channels and single bytes, both walks, every edge of a tile; a filter that
 # reaches out of the image on all sides; groups, few and one an output; dilations of both.
 INTEGERS: tuple[tuple[direct_calls.Shape, direct_calls.Shape, dict[str, Any]], ...] = (
     ((2, 9, 8, 16), (3, 3, 16, 65), {}),
