@@ -32,4 +32,16 @@ constexpr const char* Name(DType dtype) {
   }
 }
 
+// Of integer convolutions; signs and sizes alternate.
+enum class Integer : int32_t { kS8, kU8, kS16, kU16, kS32, kU32, kS64, kU64 };
+
+constexpr size_t SizeOf(Integer type) { return size_t{1} << (static_cast<int32_t>(type) / 2); }
+constexpr bool IsSigned(Integer type) { return static_cast<int32_t>(type) % 2 == 0; }
+
+constexpr const char* Name(Integer type) {
+  constexpr const char* kNames[] = {"int8",  "uint8",  "int16", "uint16",
+                                    "int32", "uint32", "int64", "uint64"};
+  return kNames[static_cast<int32_t>(type)];
+}
+
 }  // namespace jaxconv

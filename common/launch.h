@@ -31,6 +31,11 @@ using ConvFpropArrays = Arrays<in::X, in::W, in::B, in::Residual, out::Y, out::Z
 Status ConvFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
                  const ConvFpropArrays& a, Workspace workspace);
 
+// y = conv(x, w) of integers, wrapping around. No array is empty. It needs no workspace.
+using ConvIntegerArrays = Arrays<in::X, in::W, out::Y>;
+Status ConvInteger(const Context& ctx, const IntegerConvProblem& p, const Plan& plan,
+                   const ConvIntegerArrays& a, Workspace workspace);
+
 // y = conv(x, w), and of each of its channels, as rounded to dtype, the mean and the biased variance:
 // (K), float64 for float64, else float32. n * out_size() must not be 0.
 using ConvStatisticsArrays = Arrays<in::X, in::W, out::Y, out::Mean, out::Var>;

@@ -73,6 +73,9 @@ int64_t ConvWorkspace(ConvOp op, const ConvProblem& p, const Plan& plan);
 std::string DenseRefusal(const DenseProblem& p, const Plan& plan, const Device& device);
 int64_t DenseWorkspace(const DenseProblem& p, const Plan& plan);
 
+// The same of an integer convolution, which needs no workspace.
+std::string IntegerRefusal(const IntegerConvProblem& p, const Plan& plan);
+
 enum class BatchNormOp { kTrain, kInfer, kSigns, kBackward, kBackwardAdd, kDx, kMoments, kShortcutBackward };
 
 // The same of a batch-norm. The workspace of a team is for as many teams as the device runs at once.

@@ -168,6 +168,9 @@ auto Cta(const SqueezeExciteProblem& p, const Plan& plan, const cuda::Device& de
 std::string PoolRefusal(const PoolProblem& p, string_view kernel) {
   return cuda::PoolRefusal(p, {kernel, "", 1, 0});
 }
+std::string IntegerRefusal(const IntegerConvProblem& p, string_view kernel) {
+  return cuda::IntegerRefusal(p, {kernel, "", 1, 0});
+}
 int64_t SharedMemory(int major, int minor) { return cuda::Device{major, minor}.shared_memory(); }
 
 }  // namespace
@@ -180,6 +183,10 @@ void BindDomain(nb::module_& m) {
   Function(m, "conv_normalised_refusal", cuda::NormalisedRefusal);
   Function(m, "conv_folded", Folded);
   Function(m, "conv_workspace", cuda::ConvWorkspace);
+  using I = IntegerConvProblem;
+  Class(m, "IntegerConvProblem", &I::n, &I::c, &I::k, &I::groups, &I::batch_groups, &I::in,
+        &I::filter, &I::out, &I::stride, &I::pad, &I::x_dilation, &I::w_dilation);
+  Function(m, "conv_integer_refusal", IntegerRefusal);
   using D = DenseProblem;
   Class(m, "DenseProblem", &D::batch, &D::m, &D::k, &D::n, &D::trans_x, &D::trans_w, &D::x_batched,
         &D::w_batched, &D::bias, &D::addend, &D::dtype, &D::full_float32);

@@ -179,6 +179,7 @@ const std::vector<Row>& Rows() {
       // The bare fprop and the fused conv are one, as matmul and dense are: the epilogue says what follows.
       JAXCONV_NAMED("conv", "conv_fprop", Fprop, ConvFprop, "x w b?", "y z?"),
       JAXCONV_OP("conv_fprop", Fprop, ConvFprop, "x w b?", "y z?"),
+      JAXCONV_OP("conv_integer", IntegerConv, ConvInteger, "x w", "y"),
       JAXCONV_OP("conv_add", Fprop, ConvFprop, "x w b? residual", "y z?"),
       JAXCONV_OP("conv_statistics", Statistics, ConvStatistics, "x w", "y mean var"),
       JAXCONV_OP("conv_dgrad", Conv, ConvDgrad, "dy w", "dx"),

@@ -227,6 +227,136 @@ struct DgradSums : Conv {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
+// Integer convolution
+
+struct IntegerConv : Reader<wire::IntegerWindow> {
+  static constexpr RuleOf kRules[] = {{"x", kX}, {"w", kW}, {"", kY}};
+  using Reader::Reader;
+  const wire::IntegerWindow& window = std::get<0>(all);
+  IntegerConvProblem p = {};
+  auto Problems() const { return std::tie(p); }
+
+  Status Read(const Call& call) {
+    const AnyBuffer x = call[kX], w = call[kW], y = call[kY];
+    const Dims xd = x.dimensions(), wd = w.dimensions(), yd = y.dimensions();
+    const size_t nd = window.stride.size();
+    bool ranks = nd <= 3;
+    for (const wire::Ints& values :
+         {window.pad_low, window.pad_high, window.lhs_dilation, window.rhs_dilation}) {
+      ranks = ranks && values.size() == nd;
+    }
+    for (const Dims& dims : {xd, wd, yd}) ranks = ranks && dims.size() == nd + 2;
+    for (const wire::Ints& spec : {window.lhs_spec, window.rhs_spec, window.out_spec})
+      ranks = ranks && IsOrder(spec, nd + 2);
+    if (!ranks) {
+      return call.Invalid("ranks disagree: " + Where(call, kY) + ", " + std::to_string(nd) +
+                          " spatial dimensions and an axis for each");
+    }
+    const auto x_type = wire::ToInteger(x.element_type()), w_type = wire::ToInteger(w.element_type()),
+               y_type = wire::ToInteger(y.element_type());
+    if (!x_type || !w_type || !y_type ||
+        (*x_type != *w_type && (SizeOf(*x_type) != 1 || SizeOf(*w_type) != 1))) {
+      return call.Invalid(
+          "x, w and y must be of integers of 8 to 64 bits, x and w of one type or both of 8 bits");
+    }
+    // Nothing bounds the extents of what has no elements.
+    if (x.element_count() == 0 || w.element_count() == 0 || y.element_count() == 0)
+      return call.Invalid("an array is empty: " + Where(call, kY));
+    p.x_type = *x_type;
+    p.w_type = *w_type;
+    p.y_type = *y_type;
+    p.n = yd[window.out_spec[0]];
+    p.c = wd[window.rhs_spec[1]];
+    p.k = wd[window.rhs_spec[0]];
+    p.groups = window.groups;
+    p.batch_groups = window.batch_groups;
+    const auto disagree = [&](const std::string& how) {
+      return call.Invalid("extents disagree: " + Where(call, kY) + ", groups=" +
+                          std::to_string(p.groups) + ", batch_groups=" +
+                          std::to_string(p.batch_groups) + ": " + how);
+    };
+    if (p.groups < 1 || p.batch_groups < 1 || (p.groups > 1 && p.batch_groups > 1) ||
+        p.groups > p.k || p.batch_groups > p.k || p.k % p.all_groups() != 0) {
+      return disagree("the output channels and the groups");
+    }
+    const int64_t channels = xd[window.lhs_spec[1]], images = xd[window.lhs_spec[0]];
+    if (channels % p.groups != 0 || channels / p.groups != p.c)
+      return disagree("the channels and the groups");
+    if (images % p.batch_groups != 0 || images / p.batch_groups != p.n)
+      return disagree("the batches");
+    if (yd[window.out_spec[1]] != p.k) return disagree("the output channels");
+    SetSteps(xd, window.lhs_spec, &p.x_n, &p.x_c, p.x_at, p.in);
+    SetSteps(wd, window.rhs_spec, &p.w_k, &p.w_c, p.w_at, p.filter);
+    SetSteps(yd, window.out_spec, &p.y_n, &p.y_k, p.y_at, p.out);
+    for (int d = 0; d < 3; ++d) {
+      p.stride[d] = p.x_dilation[d] = p.w_dilation[d] = 1;
+      p.pad[d] = 0;
+    }
+    for (size_t i = 0; i < nd; ++i) {
+      const size_t d = 3 - nd + i;
+      p.stride[d] = window.stride[i];
+      p.pad[d] = window.pad_low[i];
+      p.x_dilation[d] = window.lhs_dilation[i];
+      p.w_dilation[d] = window.rhs_dilation[i];
+      if (AxisFits(d, window.pad_high[i])) continue;
+      return disagree("spatial axis " + std::to_string(i) + " with stride " +
+                      std::to_string(window.stride[i]) + ", padding (" +
+                      std::to_string(window.pad_low[i]) + ", " +
+                      std::to_string(window.pad_high[i]) + ") and dilations " +
+                      std::to_string(window.lhs_dilation[i]) + " and " +
+                      std::to_string(window.rhs_dilation[i]));
+    }
+    Checked products = Checked(p.n) * p.k * p.c;
+    for (int d = 0; d < 3; ++d) products = products * p.filter[d] * p.out[d];
+    if (!products.Within(1, kMaxProducts)) return disagree("more than 2^62 products");
+    return Status::Ok();
+  }
+  std::string Where(const Call& call, Rule) const { return call.Shapes({kX, kW, kY}); }
+
+ private:
+  static bool IsOrder(const wire::Ints& spec, size_t rank) {
+    if (spec.size() != rank) return false;
+    uint32_t found = 0;
+    for (int64_t axis : spec) {
+      if (axis < 0 || axis >= static_cast<int64_t>(rank)) return false;
+      found |= 1u << axis;
+    }
+    return found == (1u << rank) - 1;
+  }
+  // Elements between neighbours along each axis of a row-major array, and its spatial extents.
+  static void SetSteps(Dims dims, const wire::Ints& spec, int64_t* first, int64_t* second,
+                       int64_t (&at)[3], int64_t (&extents)[3]) {
+    int64_t steps[5];
+    int64_t step = 1;
+    for (size_t axis = dims.size(); axis-- > 0; step *= dims[axis]) steps[axis] = step;
+    *first = steps[spec[0]];
+    *second = steps[spec[1]];
+    const size_t nd = dims.size() - 2;
+    for (int d = 0; d < 3; ++d) {
+      at[d] = 0;
+      extents[d] = 1;
+    }
+    for (size_t i = 0; i < nd; ++i) {
+      at[3 - nd + i] = steps[spec[2 + i]];
+      extents[3 - nd + i] = dims[spec[2 + i]];
+    }
+  }
+  // Whether y's extent is what the window makes of x's, dilated. All that a window steps over is then within 2^62.
+  bool AxisFits(size_t d, int64_t pad_high) const {
+    for (int64_t step : {p.stride[d], p.x_dilation[d], p.w_dilation[d]}) {
+      if (step < 1 || step > kMaxStep) return false;
+    }
+    if (std::max(p.pad[d], pad_high) > kMaxStep || std::min(p.pad[d], pad_high) < -kMaxStep)
+      return false;
+    const Checked z = Checked(p.in[d] - 1) * p.x_dilation[d] + 1;
+    const Checked window_size = Checked(p.filter[d] - 1) * p.w_dilation[d] + 1;
+    if (!z.Within(1, kMaxElements) || !window_size.Within(1, kMaxElements)) return false;
+    const Checked slack = z + p.pad[d] + pad_high - window_size;
+    return slack.Within(0, kMaxElements) && slack.value() / p.stride[d] + 1 == p.out[d];
+  }
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
 // Dense
 
 struct Dense : Reader<wire::Product, wire::Epilogue> {

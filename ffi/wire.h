@@ -31,6 +31,21 @@ struct Window {
   int64_t full_float32;
 };
 
+// Of an integer convolution: lax's parameters.
+struct IntegerWindow {
+  static constexpr char kName[] = "window";
+  Ints stride;  // one per spatial dimension, also in the next four
+  Ints pad_low;
+  Ints pad_high;
+  Ints lhs_dilation;
+  Ints rhs_dilation;
+  Ints lhs_spec;  // lax's dimension numbers: the axes of N, C and the spatial dimensions
+  Ints rhs_spec;  // of K, C/G and the spatial dimensions
+  Ints out_spec;  // of N, K and the spatial dimensions
+  int64_t groups;
+  int64_t batch_groups;
+};
+
 struct Epilogue {
   static constexpr char kName[] = "epilogue";
   int64_t bias;
@@ -130,6 +145,29 @@ inline std::optional<DType> ToDType(ffi::DataType type) {
   }
 }
 
+inline std::optional<Integer> ToInteger(ffi::DataType type) {
+  switch (type) {
+    case ffi::DataType::S8:
+      return Integer::kS8;
+    case ffi::DataType::U8:
+      return Integer::kU8;
+    case ffi::DataType::S16:
+      return Integer::kS16;
+    case ffi::DataType::U16:
+      return Integer::kU16;
+    case ffi::DataType::S32:
+      return Integer::kS32;
+    case ffi::DataType::U32:
+      return Integer::kU32;
+    case ffi::DataType::S64:
+      return Integer::kS64;
+    case ffi::DataType::U64:
+      return Integer::kU64;
+    default:
+      return std::nullopt;
+  }
+}
+
 inline std::optional<Gating> ToGating(std::string_view name) {
   for (int i = 0; i < kGatingCount; ++i) {
     if (kGatingNames[i] == name) return static_cast<Gating>(i);
@@ -179,6 +217,16 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     StructMember<::jaxconv::wire::Ints>("dilation"), StructMember<int64_t>("groups"),
     StructMember<int64_t>("dims_channels_last"), StructMember<int64_t>("memory_channels_last"),
     StructMember<int64_t>("full_float32"));
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
+    ::jaxconv::wire::IntegerWindow, StructMember<::jaxconv::wire::Ints>("stride"),
+    StructMember<::jaxconv::wire::Ints>("pad_low"), StructMember<::jaxconv::wire::Ints>("pad_high"),
+    StructMember<::jaxconv::wire::Ints>("lhs_dilation"),
+    StructMember<::jaxconv::wire::Ints>("rhs_dilation"),
+    StructMember<::jaxconv::wire::Ints>("lhs_spec"),
+    StructMember<::jaxconv::wire::Ints>("rhs_spec"),
+    StructMember<::jaxconv::wire::Ints>("out_spec"), StructMember<int64_t>("groups"),
+    StructMember<int64_t>("batch_groups"));
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jaxconv::wire::Epilogue, StructMember<int64_t>("bias"),
                                       StructMember<std::string_view>("activation"),

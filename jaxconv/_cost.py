@@ -14,6 +14,7 @@ from jaxconv._problem import (
     ConvProblem,
     DenseProblem,
     GroupNormProblem,
+    IntegerConvProblem,
     NormalisedConvProblem,
     PoolProblem,
     SqueezeExciteProblem,
@@ -103,6 +104,8 @@ def _of(jaxpr: Any) -> tuple[float, float]:
 def _flops(op: str, p: Any) -> int:
     if isinstance(p, BatchNormProblem):
         return p.size * (_NORM_FLOPS[op] + p.residual + (p.activation.name != "none"))
+    if isinstance(p, IntegerConvProblem):
+        return p.flops
     if isinstance(p, PoolProblem):
         return math.prod(p.y_shape) * p.taps
     if isinstance(p, GroupNormProblem):

@@ -332,7 +332,7 @@ def _lower(made: Kernel, platform: str | None, ctx: mlir.LoweringRuleContext, *o
         means = dataclasses.replace(problem, implementation="xla") if whole else problem
         with as_lax():
             return through(functools.partial(made.reference, means))
-    if platform == "cpu" and any(a.dtype.itemsize == 2 for a in ctx.avals_in):
+    if platform == "cpu" and any(a.dtype.itemsize == 2 and not _whole_numbers(a.dtype) for a in ctx.avals_in):
         return through(functools.partial(_through_float32, made, problem, plan.kernel))
     wire = made.wire(problem, plan)
     if wire.operands is not None:

@@ -523,6 +523,11 @@ _op.fuse(conv_add, _layer.rules(conv_add, _tangents, _cotangents))
 
 
 def _conv(name: str, nd: int, x: Any, w: Any, b: Any, residual: Any, **options: Any) -> Any:
+    if all(hasattr(a, "dtype") and jnp.issubdtype(a.dtype, jnp.integer) for a in (x, w)):
+        raise TypeError(
+            f"{name}: x and w have dtypes {x.dtype} and {w.dtype}, expected one of {', '.join(_problem.DTYPES)}. "
+            f"jaxconv.conv_general_dilated(..., preferred_element_type=jnp.int32) takes integers, as lax's does"
+        )
     x, w = _problem.as_array(name, "x", x), _problem.as_array(name, "w", w)
     b = None if b is None else _problem.as_array(name, "b", b)
     residual = None if residual is None else _problem.as_array(name, "residual", residual)

@@ -16,7 +16,7 @@ from jax import lax
 # Held, because a program may put ours in its place.
 from jax.lax import conv_general_dilated as lax_conv_general_dilated
 
-from jaxconv import _activation, _problem, conv
+from jaxconv import _activation, _problem, conv, conv_integer
 from jaxconv._problem import ConvProblem, Pair
 from jaxconv._types import (
     Array,
@@ -310,15 +310,24 @@ def conv_general_dilated(
     `flax.linen.Conv(conv_general_dilated=jaxconv.conv_general_dilated)`.
 
     One, two or three spatial dimensions, channels last or first on both sides and any filter layout run as `conv2d`
-    does, with lhs_dilation (and unit window_strides) as `conv_transpose2d` does. Everything else that lax takes
-    (batch_group_count, both strides and lhs_dilation, integers, complex numbers, mixed or preferred element types,
+    does, with lhs_dilation (and unit window_strides) as `conv_transpose2d` does. Everything else that lax takes of
+    floating-point numbers (batch_group_count, both strides and lhs_dilation, complex numbers, a preferred element type,
     empty arrays, an output sharding, other dimension orders) is lax's own call.
+
+    Integers (bool, and 2 to 64 bits) run on GPUs too, where XLA has no such convolution, in every form that lax has and
+    up to three spatial dimensions: exactly, sums wrapping around in the result's type. Operands of two types, which lax
+    refuses (uint8 images and int8 filters), are taken where preferred_element_type is an integer type::
+
+        y = lax.conv_general_dilated(lhs.astype(preferred), rhs.astype(preferred), ...)
+
+    without the converted arrays. A floating-point preferred_element_type makes it the convolution of the converted
+    operands. There is no derivative.
 
     Raises:
       What lax raises.
     """
 
-    def by_lax() -> Array:
+    def by_lax(lhs: Any = lhs, rhs: Any = rhs) -> Array:
         return lax_conv_general_dilated(
             lhs,
             rhs,
@@ -338,6 +347,22 @@ def conv_general_dilated(
         return by_lax()
     x, w = jnp.asarray(lhs), jnp.asarray(rhs)
     nd = x.ndim - 2
+    if all(map(conv_integer.is_integer, (x.dtype, w.dtype))) and all(value is None for value in lax_only.values()):
+        if preferred_element_type is None or conv_integer.is_integer(preferred_element_type) or x.dtype != w.dtype:
+            return conv_integer.of_call(by_lax, x, w, preferred_element_type)
+        return conv_general_dilated(
+            x.astype(preferred_element_type),
+            w.astype(preferred_element_type),
+            window_strides,
+            padding,
+            lhs_dilation,
+            rhs_dilation,
+            dimension_numbers,
+            feature_group_count,
+            batch_group_count,
+            conv_integer.precision_of((x.dtype, w.dtype), precision),
+            preferred_element_type,
+        )
     if (
         nd not in (1, 2, 3)
         or w.ndim != x.ndim

@@ -24,6 +24,7 @@ from jaxconv._problem import (
     ConvProblem,
     DenseProblem,
     GroupNormProblem,
+    IntegerConvProblem,
     PoolProblem,
     SqueezeExciteProblem,
     is_number,
@@ -61,6 +62,25 @@ def conv_fprop(p: ConvProblem, x: jax.Array, w: jax.Array) -> list[jax.Array]:
         dimension_numbers=p.dimension_numbers,
         feature_group_count=p.groups,
         precision=p.precision,
+    )
+    return [y]
+
+
+def conv_integer(p: IntegerConvProblem, lhs: jax.Array, rhs: jax.Array) -> list[jax.Array]:
+    """lax's convolution, whose sums wrap around. lax takes one type: where there are two, both become the result's."""
+    if p.lhs_dtype != p.rhs_dtype:
+        lhs, rhs = lhs.astype(p.dtype), rhs.astype(p.dtype)
+    y = conv_general_dilated(
+        lhs,
+        rhs,
+        window_strides=p.stride,
+        padding=p.padding,
+        lhs_dilation=p.lhs_dilation,
+        rhs_dilation=p.rhs_dilation,
+        dimension_numbers=lax.ConvDimensionNumbers(p.lhs_spec, p.rhs_spec, p.out_spec),
+        feature_group_count=p.groups,
+        batch_group_count=p.batch_groups,
+        preferred_element_type=p.dtype,
     )
     return [y]
 

@@ -16,10 +16,10 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 import jaxconv
-from jaxconv import _op
+from jaxconv import _op, conv_integer
 from jaxconv import conv as conv_module
 from jaxconv._activation import Activation
-from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem
+from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem, IntegerConvProblem
 from jaxconv.batchnorm import backward_add, dx_of_sums, moments, shortcut_backward, shortcut_problem, signs
 from jaxconv.dense import dense_gradient
 from jaxconv.joints import region
@@ -118,6 +118,22 @@ def sums_operands() -> tuple[jax.Array, ...]:
     return *(jnp.ones(s, "bfloat16") for s in shapes), jnp.ones((2, 5, 6, 16), "uint8"), jnp.ones(128)
 
 
+def integer_problem(lhs: Any, rhs: Any, *args: Any, **given: Any) -> IntegerConvProblem:
+    """Of lax.conv_general_dilated(lhs, rhs, *args, **given)."""
+    like = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (lhs, rhs)]
+    (equation,) = jax.make_jaxpr(lambda x, w: jax.lax.conv_general_dilated(x, w, *args, **given))(*like).eqns
+    found = conv_integer.read(*like, equation.outvars[0].aval, equation.params)
+    assert not isinstance(found, str), found
+    return found
+
+
+def of_integers(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    """An integer convolution with every parameter, by the kernel."""
+    window = (2, 1), ((1, 2), (0, -1)), (1, 2), (2, 1), ("NHWC", "HWIO", "NCHW")
+    p = integer_problem(lhs, rhs, *window, feature_group_count=2, preferred_element_type="int32")
+    return conv_integer.kernel(dataclasses.replace(p, implementation="native"), lhs, rhs)
+
+
 def _programs() -> dict[str, tuple[str, Any, Any]]:
     """name -> (kernel, f, arguments): f calls the kernel once, natively, with all operands and results that it has."""
     x, w, b, v = jnp.ones((2, 5, 6, 4)), jnp.ones((3, 3, 4, 6)), jnp.ones(6), jnp.ones(4)
@@ -168,6 +184,7 @@ def _programs() -> dict[str, tuple[str, Any, Any]]:
             (x, w, b, jnp.ones((2, 5, 6, 6))),
         ),
         "conv_fprop": ("conv_fprop", conv, (x, w)),
+        "conv_integer": ("conv_integer", of_integers, (x.astype("int8"), jnp.ones((3, 3, 2, 6), "int8"))),
         "conv_channels_first": (
             "conv_fprop",
             functools.partial(conv, layout="NCHW"),
@@ -227,6 +244,7 @@ _NAMES = {
     "conv": ("x w b?", "y z?"),
     "conv_add": ("x w b? residual", "y z?"),
     "conv_fprop": ("x w", "y"),
+    "conv_integer": ("x w", "y"),
     "conv_statistics": ("x w", "y mean var"),
     "conv_dgrad": ("dy w", "dx"),
     "conv_dgrad_add": ("dy w c", "dx"),
@@ -262,6 +280,7 @@ YOUNGER = (
     *(
         "conv_add",
         "conv_dgrad_sums",
+        "conv_integer",
         "conv_normalised",
         "conv_normalised_wgrad",
         "conv_normalised_gradient",
@@ -283,6 +302,8 @@ def _operand(p: Any, kernel: str, name: str) -> tuple[Shape, str]:
     """(shape, dtype) of an operand of `kernel`."""
     if kernel.startswith("batchnorm"):
         return (p.x_shape, p.dtype) if name in ("x", "dy", "r", "c", "residual") else (p.param_shape, p.param_dtype)
+    if kernel == "conv_integer":
+        return (p.lhs_shape, p.lhs_dtype) if name == "x" else (p.rhs_shape, p.rhs_dtype)
     if kernel.startswith("max_pool"):
         return (p.x_shape if name == "x" else p.y_shape), "uint8" if name == "position" else p.dtype
     if kernel.startswith("groupnorm"):

@@ -13,12 +13,14 @@ import dataclasses
 import functools
 import importlib
 import math
+import random
 import re
 from collections.abc import Callable
 from typing import Any, ClassVar
 from unittest import mock
 
 import helpers
+import integer_cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -921,6 +923,26 @@ NUMBERS = {
 
 
 @dataclasses.dataclass(frozen=True)
+class Integers:
+    """Convolutions of integers by every kernel, exactly: any order of axes, any window, any types."""
+
+    types: tuple[str, str | None]
+    seed: int  # of the form
+
+    strategy: ClassVar[Any] = lambda: st.builds(
+        Integers, st.sampled_from(integer_cases.TYPES), st.integers(0, 2**31 - 1)
+    )
+
+    def check(self) -> None:
+        form, (left, result) = integer_cases.random_form(random.Random(self.seed)), self.types
+        with jax.enable_x64(True):
+            lhs, rhs = integer_cases.operands(form, left)
+            want = integer_cases.by_numpy(form, lhs, rhs, result or left)
+            for kernel in integer_cases.KERNELS:
+                integer_cases.equal(integer_cases.natively(form, lhs, rhs, result, kernel), want)
+
+
+@dataclasses.dataclass(frozen=True)
 class Lax:
     """`jaxconv.conv_general_dilated`, and lax's own under `enable`, are lax's: values, shapes, types and refusals."""
 
@@ -1614,6 +1636,7 @@ PROPERTIES: dict[str, Any] = {
         ConvBatchNorm,
         BatchNormConv,
         SqueezeExcite,
+        Integers,
         Lax,
         Flax,
         Composed,

@@ -28,10 +28,11 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import direct_calls
 import jax
 import numpy as np
 
-from jaxconv import _activation, _op, _plan, _problem
+from jaxconv import _activation, _op, _plan, _problem, conv_integer
 from jaxconv._plan import conv, dense, depthwise, domain, sm90
 from jaxconv._problem import (
     BatchNormProblem,
@@ -354,6 +355,16 @@ GROUPNORMS = (
     ((40, 33, 17, 64), 32),
     ((3, 29, 23, 200), 10),
 )
+# lhs, rhs, parameters: words of four channels and single bytes, both walks, every edge of a tile; a filter that
+# reaches out of the image on all sides; groups, few and one an output; dilations of both.
+INTEGERS: tuple[tuple[direct_calls.Shape, direct_calls.Shape, dict[str, Any]], ...] = (
+    ((2, 9, 8, 16), (3, 3, 16, 65), {}),
+    ((1, 5, 13, 17), (3, 2, 17, 30), {}),
+    ((2, 12, 7, 7), (21, 4, 3, 3), dict(feature_group_count=3, dimension_numbers=("NCHW", "OIHW", "NCHW"))),
+    ((2, 9, 9, 16), (3, 3, 1, 16), dict(feature_group_count=16)),
+    ((4, 5, 6, 4), (3, 2, 4, 20), dict(batch_group_count=2, lhs_dilation=(2, 3), rhs_dilation=(1, 2))),
+    ((2, 6, 5, 8), (70, 3, 3, 8), dict(dimension_numbers=("NHWC", "OHWI", "NCHW"))),
+)
 BATCHNORMS = (
     ((6, 5, 5, 16), -1),
     ((6, 16, 8, 8), 1),
@@ -364,6 +375,27 @@ BATCHNORMS = (
     ((33000, 64), -1),  # and with signs
 )
 DENSES = ((128, 64, 256), (72, 64, 136), (5, 7, 3), (16, 2048, 24), (200, 72, 264), (64, 1024, 136), (1, 520, 72))
+
+
+def integer_calls(
+    dtype: str, algorithm: str, left: direct_calls.Shape, right: direct_calls.Shape, given: dict[str, Any]
+) -> list[Call]:
+    """Sums of 32 and of 64 bits."""
+    given = {"dimension_numbers": ("NHWC", "HWIO", "NHWC"), **given}
+    operands = [(left, dtype), (right, dtype)]
+    like = [jax.ShapeDtypeStruct(*operand) for operand in operands]
+    results = [name for name in ("int32", "int64") if int(name[3:]) >= jax.numpy.iinfo(dtype).bits]
+    return [
+        (
+            conv_integer.kernel,
+            dataclasses.replace(
+                direct_calls.integer_problem(*like, (2, 1), ((3, 3), (2, 4)), preferred_element_type=result, **given),
+                algorithm=algorithm,
+            ),
+            operands,
+        )
+        for result in results
+    ]
 
 
 def cases(op: str, algorithm: str, dtype: str) -> Iterator[tuple[str, list[Call]]]:
@@ -381,6 +413,9 @@ def cases(op: str, algorithm: str, dtype: str) -> Iterator[tuple[str, list[Call]
     elif op == "dense_gradient":
         for shape in (*DENSES, (40000, 64, 264)):  # more tiles than blocks
             yield f"{shape}", gradient_calls(dtype, algorithm, *shape)
+    elif op == "integers":
+        for left, right, given in INTEGERS:
+            yield f"{left} {right}", integer_calls(dtype, algorithm, left, right, given)
     elif op == "pool":
         for shape, window, options in POOLS:
             yield f"{shape} {window}", pool_calls(dtype, algorithm, shape, window, options)
@@ -430,7 +465,12 @@ KERNELS = {
     "squeeze_excite": list(_problem.SQUEEZE_EXCITE_ALGORITHMS),
 }
 PARTS = [
-    f"{op}/{kernel}/{dtype}" for op, kernels in KERNELS.items() for kernel, dtype in itertools.product(kernels, DTYPES)
+    *(f"{op}/{kernel}/{dtype}" for op, kernels in KERNELS.items() for kernel in kernels for dtype in DTYPES),
+    *(
+        f"integers/{kernel}/{dtype}"
+        for kernel in ("integer/output", "integer/tile")
+        for dtype in ("int8", "uint8", "uint16", "int32", "int64")
+    ),
 ]
 
 
@@ -483,6 +523,7 @@ def runs(call: Call, device: _plan.Device) -> bool:
 def run_part(part: str) -> int:
     """Runs the part's cases; their number."""
     op, *name, dtype = part.split("/")
+    jax.config.update("jax_enable_x64", op == "integers")
     device, rng, done = _plan.Device.current("cuda"), np.random.default_rng(0), 0
     for case, calls in cases(op, "/".join(name), dtype):
         calls = [one for call in calls if supported(call, device) for one in forced(call, device) if runs(one, device)]

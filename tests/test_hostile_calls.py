@@ -33,7 +33,19 @@ EXTREMES = (-(2**63), -(2**62), -(2**31), -2, -1, 0, 1, 2, 3, 5, 2**31 - 1, 2**3
 DTYPES = ("float32", "float64", "bfloat16", "float16", "int32", "uint8", "bool", "complex64")
 KINDS = ("text", "", True, np.int64(1), np.int32(1), np.float32(1), np.float64(1), np.ones(2, np.int64), np.ones(3))
 KINDS += (np.ones(0, np.int64), np.ones(2, np.int32), {}, {"stride": np.int64(1)})
-ALGORITHMS = ("direct", "im2col", "depthwise", "gemm", "two_read", "gather", "one_pass", "", "implicit_gemm", "\u00e9")
+ALGORITHMS = (
+    "integer/output",
+    "direct",
+    "im2col",
+    "depthwise",
+    "gemm",
+    "two_read",
+    "gather",
+    "one_pass",
+    "",
+    "implicit_gemm",
+    "\u00e9",
+)
 
 
 @pytest.fixture(autouse=True)

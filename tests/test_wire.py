@@ -20,6 +20,7 @@ from direct_calls import (
     dz_and_sums,
     norm_dx,
     norm_moments,
+    of_integers,
     sums_operands,
     used_twice,
     with_signs,
@@ -69,6 +70,7 @@ def example(name: str) -> tuple[Any, tuple[Any, ...]]:
         "conv": (functools.partial(conv, activation=("leaky_relu", 0.5)), (x, w, b)),
         "conv_add": (lambda x, w, b: conv(x, w, b, residual=jnp.ones((2, 5, 5, 6)), activation="relu"), (x, w, b)),
         "conv_fprop": (conv, (x, w)),
+        "conv_integer": (of_integers, (x.astype("int8"), jnp.ones((3, 3, 2, 6), "int8"))),
         "conv_statistics": (lambda x, w: pair(x, w, u, u, u, u, training=True, **native), aligned),
         "conv_dgrad": (jax.grad(lambda x, w: conv(x, w).sum()), (x, w)),
         "conv_dgrad_add": (jax.grad(functools.partial(used_twice, **added)), aligned),
@@ -116,6 +118,11 @@ WINDOW = {
     "memory_channels_last": "i64",
     "full_float32": "i64",
 }
+INTEGERS = {
+    **dict.fromkeys(("stride", "pad_low", "pad_high", "lhs_dilation", "rhs_dilation"), "i64 span"),
+    **dict.fromkeys(("lhs_spec", "rhs_spec", "out_spec"), "i64 span"),
+    **dict.fromkeys(("groups", "batch_groups"), "i64"),
+}
 EPILOGUE = {"bias": "i64", "activation": "string", "slope": "f64", "save_preactivation": "i64"}
 PRODUCT = {
     **dict.fromkeys(("trans_x", "trans_w", "batched", "x_batched", "w_batched", "bias_batched", "c_batched"), "i64"),
@@ -148,6 +155,7 @@ FORMAT = {
     "conv": {"window": WINDOW, "epilogue": EPILOGUE, "plan": PLAN},
     "conv_add": {"window": WINDOW, "epilogue": EPILOGUE, "plan": PLAN},
     "conv_fprop": {"window": WINDOW, "epilogue": EPILOGUE, "plan": PLAN},
+    "conv_integer": {"window": INTEGERS, "plan": PLAN},
     "conv_statistics": {"window": WINDOW, "plan": PLAN},
     "conv_dgrad": {"window": WINDOW, "plan": PLAN},
     "conv_dgrad_add": {"window": WINDOW, "plan": PLAN},
@@ -279,6 +287,24 @@ BAD_CALLS = {
     "stride_that_does_not_fit": ("conv_fprop", {"window.stride": np.array([2, 2])}, "extents disagree"),
     "stride_zero": ("conv_fprop", {"window.stride": np.array([0, 0])}, "extents disagree"),
     "groups_that_do_not_fit": ("conv_fprop", {"window.groups": np.int64(2)}, "extents disagree"),
+    "integers_with_groups_that_do_not_fit": (
+        "conv_integer",
+        {"window.groups": np.int64(3)},
+        "the channels and the groups",
+    ),
+    "integers_with_both_groups": (
+        "conv_integer",
+        {"window.batch_groups": np.int64(2)},
+        "the output channels and the groups",
+    ),
+    "integers_with_an_axis_twice": ("conv_integer", {"window.lhs_spec": np.array([0, 3, 1, 1])}, "an axis for each"),
+    "integers_with_an_axis_beyond": ("conv_integer", {"window.out_spec": np.array([0, 4, 2, 3])}, "an axis for each"),
+    "integers_dilated_by_nothing": (
+        "conv_integer",
+        {"window.lhs_dilation": np.array([1, 0])},
+        "spatial axis 1 with stride 1, padding (0, -1) and dilations 0 and 1",
+    ),
+    "integers_by_an_unknown_kernel": ("conv_integer", {"plan.kernel": "winograd"}, "there is no such kernel"),
     "too_few_dimensions": ("conv_fprop", {"window.stride": np.array([1])}, "ranks disagree"),
     "missing_preactivation": ("conv", {"epilogue.save_preactivation": np.int64(1)}, "results, expected"),
     "groups_below_none": ("groupnorm", {"norm.groups": np.int64(-1)}, "groups=-1"),

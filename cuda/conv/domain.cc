@@ -7,6 +7,7 @@
 #include "cuda/conv/grouped/domain.h"
 #include "cuda/conv/im2col/domain.h"
 #include "cuda/conv/implicit_gemm/domain.h"
+#include "cuda/conv/integer/domain.h"
 #include "cuda/conv/sm90/domain.h"
 #include "cuda/conv/stem/domain.h"
 
@@ -26,6 +27,10 @@ ConvProblem OfSm90(ConvOp op, const ConvProblem& p) {
 }
 
 }  // namespace
+
+std::string IntegerRefusal(const IntegerConvProblem& p, const Plan& plan) {
+  return conv::integer::Refusal(p, plan);
+}
 
 std::string ConvRefusal(ConvOp op, const ConvProblem& p, const Plan& plan, const Device& device) {
   const std::string_view family = FamilyOf(plan.kernel), member = MemberOf(plan.kernel);

@@ -24,7 +24,7 @@ from jax import lax
 from jax.interpreters import mlir
 from jax.sharding import AxisType
 
-from jaxconv import _compat, _op, _plan, _problem, _sharding
+from jaxconv import _compat, _op, _plan, _problem, _sharding, conv_integer
 from jaxconv._enable import forms
 from jaxconv._enable.report import Convolution, Convolutions, Record
 
@@ -62,9 +62,10 @@ def enable(*, implementation: str | None = None, auto_meshes: bool = False) -> N
     or, for programs that nobody may edit, `JAXCONV_ENABLE=1` in the environment. Each `lax.conv_general_dilated` is
     then planned as `jaxconv.conv2d`'s calls are (`implementation=None`): forward convolutions, the gradients of images
     and filters, grouped, depthwise, dilated and transposed ones, in 1 to 3 dimensions, channels last or first, under
-    every transform. Where the plan says XLA, and for everything that jaxconv has no kernel for, the program is lax's to
-    the letter; numbers are lax's up to rounding elsewhere. `jaxconv.report()` says what became of each convolution,
-    `jaxconv.explain(f)` what would.
+    every transform. Convolutions of integers, which XLA does not compile for GPUs, run there too, exactly. Where the
+    plan says XLA, and for everything that jaxconv has no kernel for, the program is lax's to the letter; numbers are
+    lax's up to rounding elsewhere. `jaxconv.report()` says what became of each convolution, `jaxconv.explain(f)` what
+    would.
 
     Left to lax are also programs that are exported, computed on a host from a device, or partitioned by XLA over the
     devices of a mesh, unless types say how each array is split (Explicit axes) and our call needs no gather for it.
@@ -253,9 +254,28 @@ def would(equations: Any, device: _plan.Device) -> Convolutions:
     for equation in equations:
         if equation.primitive is lax.conv_general_dilated_p:
             avals = tuple(v.aval for v in (*equation.invars, *equation.outvars))
+            if _converts(avals, device.platform, state):
+                inner = jax.make_jaxpr(functools.partial(_converted, avals[2], equation.params))(*avals[:2])
+                equation = next(e for e in inner.eqns if e.primitive is lax.conv_general_dilated_p)
+                avals = tuple(v.aval for v in (*equation.invars, *equation.outvars))
             choice = choose(avals, equation.params, state, device)
             found.add(describe(choice, avals, str(equation.source_info.name_stack)))
-    return found.read()
+    read = found.read()
+    if device.platform == "cuda" and not is_on() and any(one.form == "integers" for one in read.taken):
+        read.note = (
+            "XLA cannot compile convolutions of integers for a GPU (\"Can't lower one or more integer convolutions to "
+            'idioms supported by CuDNN"): jaxconv.enable(), before anything is compiled, makes them run'
+        )
+    return read
+
+
+def _converts(avals: tuple[Any, Any, Any], platform: str, state: State) -> bool:
+    """Whether a convolution of integers to floating-point numbers becomes one of the latter: XLA has none for GPUs."""
+    return (platform == "cuda" or state.implementation == "native") and conv_integer.converts(*avals)
+
+
+def _converted(out: Any, params: Mapping[str, Any], lhs: Any, rhs: Any) -> Any:
+    return conv_integer.converted(lhs, rhs, dtype=out.dtype, **params)
 
 
 def is_on() -> bool:
@@ -274,6 +294,8 @@ def _lower(
     if not isinstance(state, State) or _op.means_lax():
         return of_lax(ctx, lhs, rhs, **params)
     avals = (*ctx.avals_in, *ctx.avals_out)
+    if _converts(avals, platform, state):
+        return mlir.lower_fun(functools.partial(_converted, avals[2], params), multiple_results=False)(ctx, lhs, rhs)
     refusal = _refusal(ctx, avals, state) or _unknown(ctx, platform)
     choice = Choice(None, None, refusal) if refusal else choose(avals, params, state, _op.lowered_for(ctx, platform))
     if refusal:  # the report names its form nevertheless

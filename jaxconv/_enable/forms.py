@@ -24,8 +24,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxconv import _op, conv
-from jaxconv._problem import DTYPES, ConvProblem, Precision
+from jaxconv import _op, conv, conv_integer
+from jaxconv._problem import DTYPES, ConvProblem, IntegerConvProblem, Precision
 
 Array = jax.Array
 
@@ -78,9 +78,9 @@ READINGS = (
 class Form:
     """lax's convolution as a kernel's problem, and how lax's operands become the kernel's and its result lax's."""
 
-    form: str  # "fprop", "dgrad", "wgrad"
+    form: str  # "fprop", "dgrad", "wgrad"; "integers"
     kernel: _op.Kernel
-    problem: ConvProblem
+    problem: ConvProblem | IntegerConvProblem
     operands: Mapping[str, Callable[[Array], Array]]  # "lhs", "rhs" -> to the kernel's, in the kernel's order
     result: Callable[[Array], Array]
 
@@ -94,6 +94,8 @@ def read(lhs: Any, rhs: Any, out: Any, params: Mapping[str, Any]) -> Form | str:
     unknown = sorted(name for name, value in params.items() if name not in PARAMETERS and value is not None)
     if unknown:
         return f"lax's convolution has parameters that jaxconv does not know: {', '.join(unknown)}"
+    if conv_integer.is_integer(lhs.dtype):
+        return _integers(lhs, rhs, out, params)
     avals = {"lhs": lhs, "rhs": rhs, "out": out}
     dtypes = [a.dtype.name for a in avals.values()]
     if len(set(dtypes)) > 1 or dtypes[0] not in DTYPES:
@@ -126,6 +128,23 @@ def read(lhs: Any, rhs: Any, out: Any, params: Mapping[str, Any]) -> Form | str:
     swap = len(possible) > 1 and possible[0][0].w == "rhs" and _transposed_filter(specs["rhs"])
     reading, channels_last = possible[1 if swap else 0]
     return _form(reading, channels_last, avals, specs, strides, params, precision)
+
+
+def _integers(lhs: Any, rhs: Any, out: Any, params: Mapping[str, Any]) -> Form | str:
+    """Of integers there is one form, in lax's own parameters."""
+    problem = conv_integer.read(lhs, rhs, out, params)
+    if isinstance(problem, str):
+        return problem
+    return Form(
+        "integers",
+        conv_integer.kernel,
+        problem,
+        {
+            "lhs": lambda a: conv_integer.into(a, problem.lhs_dtype),
+            "rhs": lambda a: conv_integer.into(a, problem.rhs_dtype),
+        },
+        lambda y: conv_integer.back(y, out.dtype),
+    )
 
 
 def _precision(value: Any) -> Precision | None:

@@ -15,7 +15,20 @@ import os
 from typing import Any
 
 from jaxconv import _native
-from jaxconv._plan import batchnorm, conv, dense, domain, groupnorm, measured, model, pool, squeeze_excite, stem, tuned
+from jaxconv._plan import (
+    batchnorm,
+    conv,
+    conv_integer,
+    dense,
+    domain,
+    groupnorm,
+    measured,
+    model,
+    pool,
+    squeeze_excite,
+    stem,
+    tuned,
+)
 from jaxconv._plan.plan import Candidate, Device, Plan, Problem, itemsize, known
 from jaxconv._problem import (
     BATCHNORM_ALGORITHMS,
@@ -28,6 +41,7 @@ from jaxconv._problem import (
     ConvProblem,
     DenseProblem,
     GroupNormProblem,
+    IntegerConvProblem,
     NormalisedConvProblem,
     PoolProblem,
     SqueezeExciteProblem,
@@ -43,6 +57,7 @@ OPS = {
     "conv_add": "conv",
     "conv_statistics": "conv",
     "conv_fprop": "conv",
+    "conv_integer": "conv",
     "conv_dgrad": "conv",
     "conv_dgrad_add": "conv",
     "conv_dgrad_sums": "conv",
@@ -94,6 +109,8 @@ def plan(op: str, problem: Any, device: Device) -> Plan:
         return _plan_signs(problem, device)
     if op == "batchnorm_backward_add":
         return _plan_backward_add(problem, device)
+    if op == "conv_integer":
+        return _plan_conv_integer(problem, device)
     if op == "conv_add":
         return _plan_conv_add(problem, device)
     if op == "conv_dgrad_add":
@@ -416,6 +433,26 @@ def _xla_adds_faster(alone: Plan, p: ConvProblem, device: Device) -> str | None:
     return f"XLA's convolution adds on its way, and is {speed}"
 
 
+def _plan_conv_integer(p: IntegerConvProblem, device: Device) -> Plan:
+    """On a GPU ours: XLA has none there. Elsewhere XLA's, which is exact."""
+    forced = p.implementation == "native" or p.algorithm is not None
+    if p.implementation == "xla":
+        return Plan("xla", "implementation='xla' was asked for")
+    if disabled("conv_integer"):
+        return Plan("xla", f"JAXCONV_DISABLE={os.environ['JAXCONV_DISABLE']}")
+    if p.empty:
+        return Plan("xla", "there is nothing to compute")
+    if device.platform != "cuda" and not forced:
+        return Plan("xla", "XLA's own convolutions of integers are exact, and faster")
+    found = missing(device) or conv_integer.made(p.algorithm or conv_integer.wanted(p, device), p, device)
+    if isinstance(found, Plan):
+        reason = f"{_asked(p)} was asked for" if forced else "XLA compiles none of integers for a GPU"
+        return dataclasses.replace(found, reason=reason)
+    if forced:
+        raise ValueError(f"{p.name}: {_asked(p)} cannot run {p}: {found}")
+    return Plan("xla", found)
+
+
 def _plan_dgrad_add(p: ConvProblem, device: Device) -> Plan:
     """A dgrad that adds on its way, or two calls: the dgrad has a plan of its own then."""
 
@@ -589,6 +626,8 @@ def made(op: str, algorithm: str, problem: Problem, device: Device) -> Plan | st
         if op == "conv_dgrad_add" and isinstance(plan, Plan) and device.platform != "cpu":
             plan = dataclasses.replace(plan, in_place=math.prod(problem.stride) > 1)
         return plan
+    if isinstance(problem, IntegerConvProblem):
+        return conv_integer.made(algorithm, problem, device)
     if isinstance(problem, BatchNormProblem):
         return batchnorm.made(op, algorithm, problem, device)
     if isinstance(problem, PoolProblem):

@@ -16,6 +16,7 @@ from jaxconv._problem import (
     ConvProblem,
     DenseProblem,
     GroupNormProblem,
+    IntegerConvProblem,
     NormalisedConvProblem,
     PoolProblem,
     SqueezeExciteProblem,
@@ -91,6 +92,20 @@ def folded(p: ConvProblem, dgrad: bool) -> ConvProblem:
 def conv_workspace(op: str, plan: Plan, p: ConvProblem) -> int:
     """Bytes."""
     return _native.cpu.conv_workspace(op, _conv(p), plan.kernel, plan.tile, plan.splits, plan.chunk)
+
+
+def conv_integer_refusal(plan: Plan, p: IntegerConvProblem) -> str | None:
+    """conv_refusal of an integer convolution."""
+
+    def three(values: Any, fill: int) -> list[int]:
+        return [fill] * (3 - p.nd) + [int(v) for v in values]
+
+    extents = [three(values, 1) for values in (p.in_spatial, p.filter, p.out_spatial, p.stride)]
+    pads = three([low for low, _ in p.padding], 0)
+    dilations = three(p.lhs_dilation, 1), three(p.rhs_dilation, 1)
+    sizes = p.batch, p.group_c, p.out_channels, p.groups, p.batch_groups
+    problem = _native.cpu.IntegerConvProblem(*sizes, *extents, pads, *dilations)
+    return _native.cpu.conv_integer_refusal(problem, plan.kernel) or None
 
 
 @functools.lru_cache(maxsize=4096)

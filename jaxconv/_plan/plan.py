@@ -17,11 +17,20 @@ from jaxconv._problem import (
     ConvProblem,
     DenseProblem,
     GroupNormProblem,
+    IntegerConvProblem,
     PoolProblem,
     SqueezeExciteProblem,
 )
 
-Problem = ConvProblem | DenseProblem | BatchNormProblem | GroupNormProblem | PoolProblem | SqueezeExciteProblem
+Problem = (
+    ConvProblem
+    | IntegerConvProblem
+    | DenseProblem
+    | BatchNormProblem
+    | GroupNormProblem
+    | PoolProblem
+    | SqueezeExciteProblem
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ from jaxconv._problem.conv import (
     ConvProblem,
     NormalisedConvProblem,
 )
+from jaxconv._problem.conv_integer import INTEGERS, IntegerConvProblem
 from jaxconv._problem.dense import DENSE_ALGORITHMS, DenseAlgorithm, DenseProblem, MlpProblem
 from jaxconv._problem.groupnorm import GROUPNORM_ALGORITHMS, GroupNormAlgorithm, GroupNormProblem
 from jaxconv._problem.parse import (
@@ -60,6 +61,7 @@ __all__ = [
     "GATES",
     "GROUPNORM_ALGORITHMS",
     "IMPLEMENTATIONS",
+    "INTEGERS",
     "POOL_ALGORITHMS",
     "SQUEEZE_EXCITE_ALGORITHMS",
     "BatchNormAlgorithm",
@@ -74,6 +76,7 @@ __all__ = [
     "GroupNormAlgorithm",
     "GroupNormProblem",
     "Implementation",
+    "IntegerConvProblem",
     "MlpProblem",
     "NormalisedConvProblem",
     "Pair",
