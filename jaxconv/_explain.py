@@ -160,7 +160,12 @@ def _gathered(jaxpr: Any, device: _plan.Device) -> Iterator[str]:
 
 
 def info() -> str:
-    """What jaxconv found on this machine, what is missing and why, as text for people and for bug reports."""
+    """What jaxconv found on this machine, what is missing and why, as text for people and for bug reports.
+
+    Example::
+
+        print(jaxconv.info())  # the same as `python -m jaxconv` in a shell
+    """
     built = _native.cpu.ffi_api()
     running = _native.running_ffi_api()
     lines = [

@@ -132,12 +132,21 @@ def disabled() -> Iterator[None]:
 def report(*, clear: bool = False) -> Convolutions:
     """What became of the convolutions of the programs that were compiled with `enable` on, in this process.
 
-    A list that prints as a table: form (fprop, dgrad, wgrad), problem, what it became (a native plan, or lax), why,
-    where, and how many there were; its `taken` and `left` are the two kinds. Counted is the text of programs: a scan's
-    body once, and once more for each program. It says so where `enable` is off.
+    Example::
+
+        jaxconv.enable()
+        y = jax.jit(lambda x, w: jax.lax.conv(x, w, (1, 1), "SAME"))(jnp.ones((2, 4, 8, 8)), jnp.ones((4, 4, 3, 3)))
+        print(jaxconv.report())
+        print(len(jaxconv.report().taken), len(jaxconv.report().left))
+        jaxconv.disable()
 
     Args:
       clear: forget them after this.
+
+    Returns:
+      A list that prints as a table: form (fprop, dgrad, wgrad), problem, what it became (a native plan, or lax), why,
+      where, and how many there were. Its `taken` and `left` are the two kinds. Each program counts by its text: the
+      body of a scan once. Where `enable` is off the table says so.
     """
     found = _record.read(clear)
     if not is_on():
