@@ -79,7 +79,7 @@ def _draw_steps(figure: Any, steps: dict[str, dict[str, float]]) -> None:
     used = [way for way in WAYS if any(way in ways for ways in steps.values())]
     bars = [axes.barh(0, 0, color=colours[way]) for way in used]
     names = [WAYS[way].replace("`", "") for way in used]
-    figure.legend(bars, names, loc="outside upper center", ncols=len(used), fontsize=8, frameon=False)
+    figure.legend(bars, names, loc="outside upper center", ncols=min(len(used), 3), fontsize=8, frameon=False)
     figure.supxlabel("milliseconds a training step, one H200", fontsize=9)
 
 
@@ -192,3 +192,6 @@ def draw(numbers: Any, onto: Callable[[Any, Any], None], path: pathlib.Path) -> 
         for axes in figure.axes:
             axes.minorticks_off()
         figure.savefig(path, format="svg", metadata={"Date": None, "Description": mark(numbers)})
+        width = figure.bbox.width  # browsers have other fonts: their letters may be a tenth wider
+        cut = [legend for legend in figure.legends if legend.get_window_extent().width > width / 1.1]
+        assert not cut, f"{path}: its legend is cut off"

@@ -510,14 +510,14 @@ TABLES = (  # (table, suite, what it is)
 
 
 def highlights(runs: dict[str, Run]) -> str:
-    """Eight rows: whole training steps, and the geometric means of kinds of problems."""
+    """Whole training steps, each way in one run, and the geometric means of kinds of problems."""
     rows = []
     for name in STEPS:
         run = runs.get(f"{DEVICE}/train-{name}")
         best = next((r for r in run["rows"] if r["way"] == "accelerate"), None) if run else None
         if run and best:
             flax, ratio = _over_flax(run, best)
-            if flax:
+            if flax and best["flax_ms"]:
                 rows.append([f"training step, {training_step(run)}", f"{flax:.1f} ms", f"{best['ms']:.1f} ms", ratio])
     for name, suite, what in TABLES:
         run = runs.get(f"{DEVICE}/{name}")
@@ -530,8 +530,7 @@ def highlights(runs: dict[str, Run]) -> str:
             rows.append([f"{what} ({len(ratios)} passes)", "", "", f"{_geometric_mean(ratios):.2f}"])
     device = runs[f"{DEVICE}/{TABLES[0][0]}"]["device"] if f"{DEVICE}/{TABLES[0][0]}" in runs else DEVICE
     head = [device, "XLA", "jaxconv", "XLA / jaxconv (geometric mean)"]
-    note = f"\n{_star(rows)}" if _star(rows) else ""
-    return _markdown(head, rows, 1) + note if rows else NOTHING
+    return _markdown(head, rows, 1) if rows else NOTHING
 
 
 def beside_torch(runs: dict[str, Run]) -> str:

@@ -6,6 +6,7 @@ import importlib
 import importlib.metadata
 import inspect
 import re
+import types
 from typing import Any
 
 project = "jaxconv"
@@ -20,11 +21,13 @@ html_title = f"jaxconv {release}"
 default_role = "code"
 highlight_language = "text"
 smartquotes = False  # "NHWC" is a string
+html_static_path = ["_static"]
+html_css_files = ["wide.css"]
 
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
-autodoc_typehints = "signature"
-autodoc_typehints_format = "short"
+# A signature names arguments and defaults (`readable` below); what an argument may be, the text under it says.
+autodoc_typehints = "none"
 autodoc_default_options = {"members": True, "show-inheritance": True}
 
 # Public modules; each has a page in docs/api.
@@ -53,7 +56,70 @@ def end_of_code(app: Any, what: str, name: str, obj: Any, options: Any, lines: l
     lines[:] = [re.sub(r"(?<!`)(`[^`]+`)(?=\w)", r"\1\\ ", line) for line in lines]
 
 
+# Classes that users are given, and do not make.
+GIVEN = ("jaxconv.Accelerated", "jaxconv.Explanation", "jaxconv.Frozen", "jaxconv.Launches")
+
+
+def _default(value: Any) -> str:
+    """A default as people write it: `float32`, `zeros`, and not an object with its address."""
+    if getattr(value, "__qualname__", "").startswith("variance_scaling"):
+        return "lecun_normal()"
+    if isinstance(value, types.MappingProxyType):
+        return repr(dict(value))
+    return value.__name__ if callable(value) and hasattr(value, "__name__") else repr(value)
+
+
+def readable(
+    app: Any, what: str, name: str, obj: Any, options: Any, signature: str | None, returns: str | None
+) -> tuple[str, str | None] | None:
+    """A function's or layer's signature without types, which overloads repeat and aliases make a line each."""
+    if name in GIVEN:
+        return "", None
+    if what not in ("function", "class", "method"):
+        return None
+    own = inspect.isclass(obj) and name.startswith("jaxconv.nnx.")  # its metaclass takes anything
+    found = inspect.signature(obj.__init__ if own else obj)
+    parameters = [
+        p for p in found.parameters.values() if p.name not in ("self", "parent", "name") or what == "function"
+    ]
+    plain = [
+        p.replace(annotation=p.empty, default=p.default if p.default is p.empty else _Shown(_default(p.default)))
+        for p in parameters
+    ]
+    result = getattr(obj, "__annotations__", {}).get("return")
+    # A function that returns a function says so in its text.
+    told = isinstance(result, str) and not result.startswith("OfArguments")
+    return str(inspect.Signature(plain)), result if told else None
+
+
+class _Shown(str):
+    """A default whose repr is its text."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def without_navigation(app: Any, doctree: Any) -> None:
+    """Recorded tables are found by their index, not by 75 entries of the navigation."""
+    name = app.env.docname
+    if name.startswith("results/") and name != "results/index":
+        app.env.metadata[name]["orphan"] = True
+
+
+def check_stars(app: Any, doctree: Any) -> None:
+    """Warns of a product that has become emphasis: `o*stride + t*dilation` outside of code."""
+    from docutils import nodes
+    from sphinx.util import logging
+
+    for node in doctree.findall(nodes.emphasis):
+        if re.search(r"[-+=/] ", node.astext()):
+            logging.getLogger(__name__).warning("stars are lost around %r", node.astext(), location=node)
+
+
 def setup(app: Any) -> dict[str, Any]:
     app.connect("autodoc-process-docstring", end_of_code)
+    app.connect("autodoc-process-signature", readable)
+    app.connect("doctree-read", check_stars)
+    app.connect("doctree-read", without_navigation, priority=900)  # after Sphinx has read a page's own metadata
     app.connect("env-check-consistency", check_public_names)
     return {"parallel_read_safe": True}

@@ -44,9 +44,9 @@ def cost(f: Callable[P, Any]) -> OfArguments[P, dict[str, float]]:
     Here a jaxconv call counts, whatever implements it:
 
     * flops: 2 * N * P * Q * K * R * S * C / groups for each of a convolution's three kernels, 2 * M * N * K for a
-      product, 4 to 11 an element for a batch-norm or a group-norm, one a tap for a max-pooling, there and back, 2 an
-      element for a squeeze-and-excitation, 4 back, and its two products of each image; an epilogue one per element for
-      bias, activation and addend each. Multiplications with padding count, as is usual for convolutions.
+      product, 4 to 11 an element for a batch-norm or a group-norm, one a tap for a max-pooling, in either direction;
+      2 an element for a squeeze-and-excitation, 4 backward, and its two products of each image; an epilogue one per
+      element for bias, activation and addend each. Multiplications with padding count, as is usual for convolutions.
     * bytes: every operand read once and every result written once.
 
     Nothing is compiled or run. A scan counts as often as it is long, of a cond the costliest branch, and inside

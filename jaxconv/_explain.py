@@ -52,8 +52,8 @@ class Explanation(list[Call]):
     """A list of `Call`s that prints as a table.
 
     `fused` lists what rules made of neighbouring calls, in gradients and around them: the calls are those after it.
-    `accelerated` lists what `jaxconv.accelerate` found in the function: what it replaced by what, and why not the rest.
-    `convolutions` lists lax's own convolutions in it, and what `jaxconv.enable` makes of them, or would, were it on.
+    `accelerated` lists what `jaxconv.accelerate` replaced in the function by what, and why it left the rest.
+    `convolutions` lists lax's own convolutions in it, and what `jaxconv.enable` makes of them, or would if it were on.
     `gathered` says which arrays, split by their types over an Explicit mesh, are gathered for a call, and why.
     """
 
@@ -114,19 +114,20 @@ class Explanation(list[Call]):
 def explain(f: Callable[P, Any], *, platform: str | None = None) -> OfArguments[P, Explanation]:
     """A function that takes f's arguments and returns which implementation every jaxconv call in f gets, and why.
 
-    Where `jaxconv.accelerate` is in f, also what it replaced by what, and for what it left, why; and for each of lax's
-    own convolutions which of fprop, dgrad and wgrad it is, and what `jaxconv.enable` makes of it or would make of it.
+    Where `jaxconv.accelerate` is in f, it also says what was replaced by what, and why the rest was left. For each of
+    lax's own convolutions it says which of fprop, dgrad and wgrad it is, and what `jaxconv.enable` makes of it or would
+    make of it.
 
-    Nothing is run or compiled: f is traced; `launches` compiles f, and counts what it launches. Gradients are explained
-    too::
+    f is traced, and nothing is run or compiled. (`launches` compiles f, and counts what it launches.) Gradients are
+    explained too::
 
         print(jaxconv.explain(jax.grad(loss))(params, batch))
 
     Args:
       f: any JAX function, jitted or not. Where types say how arrays are split over an Explicit mesh, the calls are
         those of one shard; on Auto meshes, where XLA decides later, those of the whole arrays.
-      platform: "cpu", "cuda" (or "gpu"), "rocm" or "tpu"; None is the default backend's. A GPU need not be present:
-        then its kind is unknown, and what was measured on one kind speaks for none.
+      platform: "cpu", "cuda" (or "gpu"), "rocm" or "tpu"; None is the default backend's. A GPU need not be present.
+        Its kind is unknown then, so nothing that was measured is used.
 
     Returns:
       A function of f's arguments returning a list of calls (op, problem, plan, count) that prints as a table. Its
@@ -212,7 +213,12 @@ def _gathered(jaxpr: Any, device: _plan.Device) -> Iterator[str]:
 
 
 def info() -> str:
-    """What jaxconv found on this machine, what is missing and why, as text for people and for bug reports."""
+    """What jaxconv found on this machine, what is missing and why, as text for people and for bug reports.
+
+    Example::
+
+        print(jaxconv.info())  # the same as `python -m jaxconv` in a shell
+    """
     built = _native.cpu.ffi_api()
     running = _native.running_ffi_api()
     lines = [

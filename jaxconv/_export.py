@@ -20,7 +20,7 @@ def export_checks() -> list[export.DisabledSafetyCheck]:
         blob = exported.serialize(vjp_order=1)
 
     Whoever loads the program must `import jaxconv` before it is run, which is what tells XLA of the calls. Without that
-    XLA says "No FFI handler registered for jaxconv_..."::
+    XLA says "No FFI handler registered for" it::
 
         import jaxconv
 
@@ -42,6 +42,13 @@ def export_checks() -> list[export.DisabledSafetyCheck]:
 
 def check_exported(exported: export.Exported) -> export.Exported:
     """`exported` itself, if this version of jaxconv has all of jaxconv's targets that it calls.
+
+    Example::
+
+        f = jax.jit(lambda x: jaxconv.layernorm(x))
+        exported = jax.export.export(f, disabled_checks=jaxconv.export_checks())(jnp.ones((4, 8)))
+        loaded = jaxconv.check_exported(jax.export.deserialize(exported.serialize()))
+        y = loaded.call(jnp.ones((4, 8)))
 
     It need not be called: that jaxconv is imported is enough for the program to run.
 

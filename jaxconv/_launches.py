@@ -38,10 +38,11 @@ _HOLDERS = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Launches:
-    """What a compiled function launches in a call; what is in a loop or a branch counts once.
+    """What a compiled function launches in a call. What is in a loop or a branch counts once.
 
-    `by_kind`: how many of each kind, "fusion" or "custom-call jaxconv_conv_v2". One is at least one kernel: a custom
-    call may launch several. `graphs`: CUDA graphs, and `captured`: so many of the launches are replayed by these.
+    `by_kind` says how many there are of each kind, "fusion" or "custom-call jaxconv_conv_v2". Each is at least one
+    kernel; a custom call may launch several. `graphs` is the number of CUDA graphs, `captured` the number of launches
+    that they replay.
     """
 
     by_kind: Mapping[str, int]

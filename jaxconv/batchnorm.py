@@ -504,6 +504,11 @@ def batchnorm(
         z = (x - mean) / jnp.sqrt(var + epsilon) * scale + bias + residual
         y = activation(z)
 
+    Example::
+
+        x, scale, bias, mean, var = jnp.ones((8, 32, 32, 16)), *(jnp.full(16, v) for v in (1.0, 0.0, 0.0, 1.0))
+        y, mean, var = jaxconv.batchnorm(x, scale, bias, mean, var, training=True, activation="relu")
+
     Args:
       x: at least two dimensions; float32, bfloat16, float16 or float64.
       scale, bias: (C,), float32 for 16-bit x, else of x's dtype, or of a narrower one; None stands for ones and zeros.

@@ -53,10 +53,17 @@ def batchnorm_conv(
                                                          activation=activation, ...)
         y = jaxconv.conv2d(a, w, stride=stride, padding=padding, ...)     # conv1d, conv3d for other ranks of w
 
-    with a, in x's dtype, padded by zeros. Where the convolution's kernel normalises what it reads (on Hopper depthwise
-    3x3 of 16 bits before relu, relu6 and silu, where that was measured to be faster), a is never written: y and w's
-    gradient are made of x, and x is all that is kept; nor is a's gradient, of which all other gradients are made where
-    dy is read. Elsewhere these are the two calls above. `explain` says which, and why.
+    a is of x's dtype, and is padded by zeros. Where the convolution's kernel normalises what it reads, a is never
+    written, and neither is its gradient. y and the gradients are made of x, and only x is kept. These are depthwise 3x3
+    convolutions in 16 bits on Hopper, before relu, relu6 and silu, where that was measured to be faster. Elsewhere
+    these are the two calls above. `explain` says which, and why.
+
+    Example::
+
+        x, w = jnp.ones((8, 32, 32, 16)), jnp.ones((3, 3, 1, 16))
+        scale, bias, mean, var = (jnp.full(16, v) for v in (1.0, 0.0, 0.0, 1.0))
+        how = dict(training=True, groups=16, activation="relu6")
+        y, mean, var = jaxconv.batchnorm_conv(x, scale, bias, mean, var, w, **how)
 
     Args:
       x, scale, bias, running_mean, running_var, training, momentum, epsilon, activation: see `batchnorm`; its channels

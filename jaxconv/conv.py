@@ -595,7 +595,13 @@ def conv1d(
     algorithm: ConvAlgorithm | None = None,
     implementation: Implementation | None = None,
 ) -> Array | tuple[Array, Array]:
-    """1-D convolution, bias, residual and activation. See `conv2d`; `layout` is "NWC" (filters WIO) or "NCW" (OIW)."""
+    """1-D convolution, bias, residual and activation. See `conv2d`; `layout` is "NWC" (filters WIO) or "NCW" (OIW).
+
+    Example::
+
+        x, w = jnp.ones((8, 100, 16)), jnp.ones((5, 16, 32))  # (N, W, C) and (S, C, K)
+        y = jaxconv.conv1d(x, w, padding="CAUSAL", dilation=2, activation="relu")  # (8, 100, 32)
+    """
     return _conv("conv1d", 1, **locals())
 
 
@@ -658,13 +664,19 @@ def conv2d(
                                      precision=precision) + b + residual
         y = activation(z)
 
+    Example::
+
+        x, w, b = jnp.ones((8, 32, 32, 16)), jnp.ones((3, 3, 16, 32)), jnp.zeros(32)
+        y = jaxconv.conv2d(x, w, b, stride=2, activation="relu")  # (8, 16, 16, 32)
+
     Args:
       x: images, (N, H, W, C) for layout "NHWC", (N, C, H, W) for "NCHW". float32, bfloat16, float16 or float64;
         sums are accumulated in at least float32.
       w: filters of x's dtype, (R, S, C/groups, K) ("HWIO") for "NHWC", (K, C/groups, R, S) ("OIHW") for "NCHW".
       b: bias of x's dtype, (K,), or None.
-      residual: an array of x's dtype and y's shape, added before the activation, or None: in the convolution's own
-        kernel where one can (sums are then rounded once), behind it elsewhere; `explain` says which.
+      residual: an array of x's dtype and y's shape, added before the activation, or None. It is added in the
+        convolution's own kernel where there is one that can (sums are then rounded once), else behind it. `explain`
+        says which.
       stride, dilation: in pixels, an int or one per spatial dimension, at least 1.
       padding: "SAME", "SAME_LOWER", "VALID", an int, one int per dimension, or (low, high) pairs; may be asymmetric
         and, as in lax, negative. `conv1d` also takes "CAUSAL": y[i] depends on x[:i + 1] alone.
@@ -688,12 +700,12 @@ def conv2d(
       TypeError, ValueError: when the arguments do not fit together (at trace time), naming the argument, what it got
         and what was expected; ValueError when a forced implementation or algorithm cannot run, with the reason.
 
-    An infinity in x reaches the outputs whose window holds it, as in lax. But tensor-core kernels for depthwise
-    convolutions in 16 bit multiply x by zeros that stand for other columns, those for groups of no multiple of 8
-    channels by zeros that stand for other groups, and infinity times zero is NaN: up to 15 columns away (filters that
-    reach more than 9 columns: 47), or in groups that share 8 channels with its own. A float16 forward pass, where
-    overflow is part of life, gets these kernels only by implementation="native", by name, or where it was tuned;
-    bfloat16 and gradients get them by default. implementation="xla" has none of it.
+    An infinity in x reaches the outputs whose window holds it, as in lax. Some tensor-core kernels also multiply x by
+    zeros, and infinity times zero is NaN. Those for depthwise convolutions in 16 bit do so up to 15 columns away (47
+    for filters that reach more than 9 columns), those for groups of no multiple of 8 channels in groups that share 8
+    channels with the infinity's. A float16 forward pass, where overflow is common, gets these kernels only by
+    implementation="native", by name, or where it was tuned. bfloat16 and gradients get them by default.
+    implementation="xla" has none of it.
 
     Differentiable in x, w, b and residual to any order, in forward and reverse mode. The nouns are CUTLASS's
     (github.com/NVIDIA/cutlass, "implicit GEMM convolution"): images N H W C, filters K R S, outputs N P Q K.
@@ -751,5 +763,11 @@ def conv3d(
     algorithm: ConvAlgorithm | None = None,
     implementation: Implementation | None = None,
 ) -> Array | tuple[Array, Array]:
-    """3-D convolution, bias, residual and activation. See `conv2d`; `layout` is "NDHWC" (DHWIO) or "NCDHW" (OIDHW)."""
+    """3-D convolution, bias, residual and activation. See `conv2d`; `layout` is "NDHWC" (DHWIO) or "NCDHW" (OIDHW).
+
+    Example::
+
+        x, w = jnp.ones((2, 8, 16, 16, 4)), jnp.ones((3, 3, 3, 4, 8))  # (N, D, H, W, C) and (T, R, S, C, K)
+        y = jaxconv.conv3d(x, w, stride=(1, 2, 2))  # (2, 8, 8, 8, 8)
+    """
     return _conv("conv3d", 3, **locals())

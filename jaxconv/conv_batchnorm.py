@@ -112,10 +112,15 @@ def conv_batchnorm(
         y, running_mean, running_var = jaxconv.batchnorm(z, scale, bias, running_mean, running_var, training=training,
                                                          activation=activation, residual=residual, ...)
 
-    In training the statistics of z leave the convolution with it where its kernel can sum up what it writes (algorithm
-    "sm90" on Hopper, and the CPU's kernels): z, rounded to x's dtype, is then written once and read once. Elsewhere
-    these are the two calls above. `explain` says which, and why. The gradient is that of the two calls, z is what it
-    keeps of the convolution's result.
+    Example::
+
+        x, w = jnp.ones((8, 32, 32, 16)), jnp.ones((3, 3, 16, 32))
+        scale, bias, mean, var = (jnp.full(32, v) for v in (1.0, 0.0, 0.0, 1.0))
+        y, mean, var = jaxconv.conv_batchnorm(x, w, scale, bias, mean, var, training=True, activation="relu")
+
+    In training the convolution also sums up the statistics of z, where its kernel can (algorithm "sm90" on Hopper, and
+    the CPU's kernels). z, rounded to x's dtype, is then written once and read once. Elsewhere these are the two calls
+    above. `explain` says which, and why. The gradient is that of the two calls. z is kept for it.
 
     In inference the normalisation is folded into the filters and the convolution's bias, and z is never written. For
     16-bit x filters and bias are rounded to 16 bits after it: an error like that of rounding z, which two calls make.

@@ -136,7 +136,13 @@ def conv_transpose1d(
     algorithm: ConvAlgorithm | None = None,
     implementation: Implementation | None = None,
 ) -> Array | tuple[Array, Array]:
-    """1-D transposed convolution. See `conv_transpose2d`."""
+    """1-D transposed convolution. See `conv_transpose2d`.
+
+    Example::
+
+        x, w = jnp.ones((8, 50, 16)), jnp.ones((4, 16, 8))  # (N, W, C) and (S, C, K)
+        y = jaxconv.conv_transpose1d(x, w, stride=2)  # (8, 100, 8)
+    """
     return _conv_transpose("conv_transpose1d", 1, **locals())
 
 
@@ -200,6 +206,11 @@ def conv_transpose2d(
         z = lax.conv_transpose(x, w, (stride, stride), padding, rhs_dilation=(dilation, dilation),
                                dimension_numbers=("NHWC", "HWIO", "NHWC"), transpose_kernel=transpose_kernel) + b
         y = activation(z)
+
+    Example::
+
+        x, w = jnp.ones((8, 16, 16, 32)), jnp.ones((2, 2, 32, 16))
+        y = jaxconv.conv_transpose2d(x, w, stride=2, activation="relu")  # (8, 32, 32, 16)
 
     Args:
       x: (N, H, W, C) or (N, C, H, W).
@@ -271,7 +282,13 @@ def conv_transpose3d(
     algorithm: ConvAlgorithm | None = None,
     implementation: Implementation | None = None,
 ) -> Array | tuple[Array, Array]:
-    """3-D transposed convolution. See `conv_transpose2d`."""
+    """3-D transposed convolution. See `conv_transpose2d`.
+
+    Example::
+
+        x, w = jnp.ones((2, 4, 8, 8, 8)), jnp.ones((2, 2, 2, 8, 4))  # (N, D, H, W, C) and (T, R, S, C, K)
+        y = jaxconv.conv_transpose3d(x, w, stride=2)  # (2, 8, 16, 16, 4)
+    """
     return _conv_transpose("conv_transpose3d", 3, **locals())
 
 
@@ -306,8 +323,15 @@ def conv_general_dilated(
 ) -> Array:
     """`jax.lax.conv_general_dilated`: its signature, its meaning, jaxconv's kernels where they are faster.
 
-    For code that takes a convolution as an argument, as in
-    `flax.linen.Conv(conv_general_dilated=jaxconv.conv_general_dilated)`.
+    For code that takes a convolution as an argument::
+
+        layer = flax.linen.Conv(16, (3, 3), conv_general_dilated=jaxconv.conv_general_dilated)
+
+    Example::
+
+        x, w = jnp.ones((8, 32, 32, 16)), jnp.ones((3, 3, 16, 32))
+        numbers = ("NHWC", "HWIO", "NHWC")
+        y = jaxconv.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers)
 
     One, two or three spatial dimensions, channels last or first on both sides and any filter layout run as `conv2d`
     does, with lhs_dilation (and unit window_strides) as `conv_transpose2d` does. Everything else that lax takes of

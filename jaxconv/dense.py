@@ -319,6 +319,11 @@ def dense(
         z = alpha * x @ w + beta * c + b
         y = activation(z)
 
+    Example::
+
+        x, w, b = jnp.ones((8, 64)), jnp.ones((64, 10)), jnp.zeros(10)
+        y = jaxconv.dense(x, w, b, activation="gelu")  # (8, 10)
+
     Args:
       x: (..., K); the leading axes together are the M rows. float32, bfloat16, float16 or float64; sums are
         accumulated in at least float32.

@@ -181,10 +181,15 @@ def groupnorm(
         z = ((xg - mean) / jnp.sqrt(var + epsilon)).reshape(x.shape) * scale + bias
         y = activation(z)
 
+    Example::
+
+        x = jnp.ones((8, 16, 16, 64))
+        y = jaxconv.groupnorm(x, jnp.ones(64), jnp.zeros(64), groups=32, activation="silu")
+
     Args:
       x: (N, ..., C), at least two dimensions; float32, bfloat16, float16 or float64.
       scale, bias: (C,), float32 for 16-bit x, else of x's dtype, or of a narrower one; None stands for ones and zeros.
-      groups: divides C. Of one group it is layer-norm over pixels and channels, of C groups instance-norm.
+      groups: divides C. With one group this is layer-norm over pixels and channels, with C groups instance-norm.
       epsilon: added to the variance.
       activation: see `conv2d`.
       algorithm: forces one native algorithm: "two_read" (one launch sums x up, one normalises it), "interleaved" (one

@@ -28,6 +28,10 @@ def layernorm(
         mean, var = jnp.mean(x, -1, keepdims=True), jnp.var(x, -1, keepdims=True)  # biased
         y = activation((x - mean) / jnp.sqrt(var + epsilon) * scale + bias)
 
+    Example::
+
+        y = jaxconv.layernorm(jnp.ones((8, 100, 64)), jnp.ones(64), jnp.zeros(64))
+
     Args:
       x: (..., C), at least one dimension; float32, bfloat16, float16 or float64.
       scale, bias: (C,), float32 for 16-bit x, else of x's dtype, or of a narrower one; None stands for ones and zeros.

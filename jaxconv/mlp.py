@@ -41,6 +41,11 @@ def mlp(
         h = activation(x @ w1 + b1)
         y = out_activation(h @ w2 + b2)
 
+    Example::
+
+        x = jnp.ones((8, 64))
+        y = jaxconv.mlp(x, jnp.ones((64, 256)), jnp.zeros(256), jnp.ones((256, 64)), jnp.zeros(64))  # (8, 64)
+
     Forward they are two calls of `dense`. Backward, with dz2 = dy * out_activation'(z2), the gradient of the first
     layer's pre-activation and that of its bias::
 

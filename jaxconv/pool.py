@@ -151,6 +151,10 @@ def max_pool(
         y = lax.reduce_window(x, -jnp.inf, lax.max, (1, *window, 1), (1, *stride, 1), padding,
                               window_dilation=(1, *dilation, 1))
 
+    Example::
+
+        y = jaxconv.max_pool(jnp.ones((8, 32, 32, 16)), 3, stride=2, padding="SAME")  # (8, 16, 16, 16)
+
     Its gradient goes to one element of each window, the same as lax's: of equal ones to the first, row by row (-0.0 and
     0.0 are equal). Padding is -inf: where it comes first in a window that has nothing larger, the gradient is lost. A
     window with a NaN gives NaN, and its gradient goes to the maximum of what follows the last NaN in it, or to that NaN
@@ -164,8 +168,8 @@ def max_pool(
       dilation: steps between a window's taps.
       layout: "NHWC" or "NCHW" (NWC, NCW, NDHWC, NCDHW); None is channels last.
       algorithm: forces a native algorithm: "gather".
-      implementation: see `conv2d`. By default a GPU's kernels are taken where a gradient is, for they remember each
-        maximum's place, a byte: without one it is XLA's reduce_window.
+      implementation: see `conv2d`. By default a GPU's kernels are used where a gradient is taken: they remember the
+        place of each maximum in a byte. Where no gradient is taken, it is XLA's reduce_window.
 
     Returns:
       (N, P, Q, C) in x's dtype and layout.
@@ -175,7 +179,7 @@ def max_pool(
         and what was expected; ValueError when a forced implementation or algorithm cannot run, with the reason: windows
         of more than 255 taps are lax's.
 
-    Differentiable to any order, in both modes; lax has no gradient of dilated windows, this has.
+    Differentiable to any order, in both modes, also with dilated windows, of which lax has no gradient.
     """
     x = _problem.as_array("max_pool", "x", x)
     p = PoolProblem.infer(

@@ -238,6 +238,11 @@ def squeeze_excite(
         g = gate(activation(mean @ w1 + b1) @ w2 + b2)
         y = x * g[:, None, None]
 
+    Example::
+
+        x = jnp.ones((8, 16, 16, 64))
+        y = jaxconv.squeeze_excite(x, jnp.ones((64, 4)), jnp.zeros(4), jnp.ones((4, 64)), jnp.zeros(64))
+
     On a GPU it is one launch that reads x once, and one for the gradient of x, which reads x and dy once: an image's
     part of a cluster of CTAs stays in their shared memory while its gates are computed. Kept for the gradient are x,
     the mean, the gates, and what the activation was given.

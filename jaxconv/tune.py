@@ -137,16 +137,16 @@ class Tune:
 
             print(jaxconv.tune(train_step)(state, batch))
 
-        Every convolution, dense layer and batch-norm that jaxconv computes in f, as `jaxconv.explain` finds them (in
-        gradients, under vmap, through `accelerate`, and lax's own where `enable` is on), is timed as XLA computes it
-        and by each native kernel that can run it, with random inputs of its shapes and dtypes that come from memory and
-        not from a cache. Then f itself is compiled and timed with and without what would change, and only changes that
-        made f faster are kept: alone and between neighbours, with which XLA fuses, are different things.
+        First each call that jaxconv computes in f is timed: by XLA, and by each native kernel that can run it. Calls
+        are found as by `jaxconv.explain`: in gradients, under vmap, through `accelerate`, and lax's own convolutions
+        where `enable` is on. Inputs are random, of the call's shapes and dtypes, and come from memory, not from a
+        cache. Then f itself is compiled and timed, with and without the changes. Only changes that made f faster are
+        kept: a kernel that is faster alone may be slower between neighbours, with which XLA would fuse.
 
         What is kept holds for exactly these problems, on this kind of device, with these versions of jaxlib and
-        jaxconv, in this process from now on (functions under jit are compiled anew at their next call) and in later
-        ones: it is written to `jaxconv.tune.path()`, which JAXCONV_TUNING=FILE moves. `jaxconv.explain` shows "tuned on
-        this device". It is the only part of jaxconv that times anything.
+        jaxconv. It holds in this process from now on (functions under jit are compiled anew at their next call) and in
+        later ones: it is written to `jaxconv.tune.path()`, which JAXCONV_TUNING=FILE moves. `jaxconv.explain` then
+        shows "tuned on this device". Nothing else in jaxconv times anything.
 
         Args:
           f: any JAX function, jitted or not. It is traced, and with `verify` compiled and run some hundred times. Its

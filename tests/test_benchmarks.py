@@ -397,6 +397,21 @@ def test_a_figure_is_drawn_anew_when_its_numbers_change(tmp_path):
     assert figures.mark({**bars, "another": {"fprop": 1.6}}) not in first.decode()
 
 
+def test_no_legend_of_a_figure_is_cut_off(tmp_path):
+    """`draw` looks."""
+    pytest.importorskip("matplotlib", reason="figures are drawn by matplotlib")
+    from benchmarks import figures
+
+    runs = report.load(record.RESULTS)
+    for path, (numbers, onto) in figures.FIGURES.items():
+        figures.draw(numbers(runs), onto, tmp_path / path.rpartition("/")[2])
+    wide = [f"a way with a long name {i}" for i in range(9)]
+    with pytest.raises(AssertionError, match="legend is cut off"):
+        figures.draw(
+            wide, lambda figure, names: figure.legend(figure.subplots().plot([[0] * 9]), names, ncols=9), tmp_path / "w"
+        )
+
+
 def test_tune_without_algorithms_is_refused(capsys):
     with pytest.raises(SystemExit):
         run.main(["--tune"])

@@ -274,7 +274,7 @@ def test_norms_are_xlas_from_few_images_to_many(name, shape):
     gradient = jax.grad(lambda *args: jnp.sum(jnp.sin(f(*args))), range(3))
     assert not calls(f, *args) and not calls(gradient, *args)
     explained = str(jaxconv.explain(gradient)(*args))
-    assert "XLA was 1.5 to 9 times faster than native code" in explained and "limit" not in explained
+    assert "XLA was 1.5 to 9 times faster on an AMD EPYC" in explained and "as the CPU allows" not in explained
 
 
 def test_group_norms_sums_read_differences_from_numbers_of_channels():

@@ -6,12 +6,19 @@ import ast
 import fnmatch
 import functools
 import importlib.util
+import inspect
 import pathlib
 import re
 import subprocess
 import sys
+import textwrap
 
+import jax
+import jax.export
+import jax.numpy as jnp
 import pytest
+
+import jaxconv
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -38,6 +45,13 @@ def test_links_lead_to_files_and_headings_that_are_there(page):
         found = page.parent / target if target else page
         assert found.exists(), f"{_name(page)} links to {link}"
         assert not anchor or anchor in _anchors(found.read_text()), f"{_name(page)} links to {link}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_products_stand_in_code(page):
+    """A star between two words is emphasis to Markdown, and is lost with another one in the line."""
+    text = re.sub(r"^```.*?^```|^ {4,}.*?$|`[^`]*`", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    assert not re.findall(r"\w\*\w+.*", text)
 
 
 def _files() -> list[str]:
@@ -136,6 +150,31 @@ def test_errors_by_their_text_are_in_the_code():
     for text in texts:
         for part in text.split("..."):
             assert part in code, f"{text}: {part!r} is no error of jaxconv's"
+
+
+FUNCTIONS = [name for name in jaxconv.__all__ if inspect.isfunction(getattr(jaxconv, name))]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_examples_in_docstrings_run(name):
+    """Layers all have one; blocks behind other words show formulas and names that are the reader's."""
+    text = inspect.getdoc(getattr(jaxconv, name))
+    found = re.findall(r"^Example::\n\n((?:    .*\n|\n)+)", text + "\n", re.MULTILINE)
+    layer = name.startswith(("conv", "batchnorm", "dense", "groupnorm", "layernorm", "max_pool", "mlp", "squeeze"))
+    assert len(found) == 1 or not layer, name
+    try:
+        for code in found:
+            scope = {"jax": jax, "jnp": jnp, "jaxconv": jaxconv}
+            exec(textwrap.dedent(code), scope)
+            shape = re.search(r"# (\([\d, ]+\))$", code.rstrip())
+            assert shape is None or scope["y"].shape == ast.literal_eval(shape[1])
+    finally:
+        jaxconv.disable()
+
+
+def test_the_citation_has_the_packages_version():
+    version = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def _missing(code: str) -> list[str]:

@@ -682,7 +682,7 @@ def test_on_a_gpu_it_is_taken_where_the_plan_is_native(monkeypatch, code_for_gpu
             return next(f for f in accelerated.report(w1, b1, w2, b2, x) if f.what == "squeeze_excite")
 
     left = what()
-    assert not left.fused and left.why.startswith("the GPU's plan is XLA: none of its kernels was measured")
+    assert not left.fused and left.why.startswith("the GPU's plan is XLA: no native kernel was measured")
     p = problem(x.shape, 6, save=True)
     op, kind, coordinates = measured.features("squeeze_excite", p)
     entry = {"case": "here", "problem": "", "xla_ms": 0.10, "native_ms": {"one_pass": 0.05}}

@@ -60,18 +60,17 @@ def enable(*, implementation: str | None = None, auto_meshes: bool = False) -> N
         jaxconv.enable()
 
     or, for programs that nobody may edit, `JAXCONV_ENABLE=1` in the environment. Each `lax.conv_general_dilated` is
-    then planned as `jaxconv.conv2d`'s calls are (`implementation=None`): forward convolutions, the gradients of images
+    then planned like a call of `jaxconv.conv2d` (`implementation=None`): forward convolutions, the gradients of images
     and filters, grouped, depthwise, dilated and transposed ones, in 1 to 3 dimensions, channels last or first, under
     every transform. Convolutions of integers, which XLA does not compile for GPUs, run there too, exactly. Where the
-    plan says XLA, and for everything that jaxconv has no kernel for, the program is lax's to the letter; numbers are
-    lax's up to rounding elsewhere. `jaxconv.report()` says what became of each convolution, `jaxconv.explain(f)` what
-    would.
+    plan says XLA, or jaxconv has no kernel, the program is exactly lax's. Elsewhere numbers are lax's up to rounding.
+    `jaxconv.report()` says what became of each convolution, `jaxconv.explain(f)` what would become of it.
 
-    Left to lax are also programs that are exported, computed on a host from a device, or partitioned by XLA over the
-    devices of a mesh, unless types say how each array is split (Explicit axes) and our call needs no gather for it.
-    Inside shard_map and pmap programs are not partitioned.
+    Three kinds of programs are left to lax: exported ones, those that are computed on a host from a device, and those
+    that XLA partitions over a mesh. Of a mesh with Explicit axes, whose types say how arrays are split, a convolution
+    is taken where our call needs no gather for it. Programs inside shard_map and pmap are not partitioned.
 
-    A lowering sees one operation: it fuses nothing. `jaxconv.accelerate` sees the whole function, and replaces
+    A lowering sees one operation, so this fuses nothing. `jaxconv.accelerate` sees the whole function. It replaces
     convolutions together with their bias, activation and batch-norm, and dense layers. The two work together.
 
     It holds for all threads, until `disable`. What was compiled before stays as it is, and is used again when enable is
@@ -79,7 +78,7 @@ def enable(*, implementation: str | None = None, auto_meshes: bool = False) -> N
 
     Args:
       implementation: as in `conv2d`: None is the fastest known for each problem and device; "native" is jaxconv's own
-        code wherever it has any, for tests; "xla" lax's everywhere.
+        code wherever it has any, for tests; "xla" is lax's everywhere.
       auto_meshes: also take convolutions of programs that XLA partitions over a mesh with Auto axes. A lowering cannot
         see how arrays are split there. Batches, channels and pixels may be, pixels by an exchange of rows as in
         `conv2d`; it is not checked that our calls exchange no more than lax's would.
@@ -97,7 +96,7 @@ def enable(*, implementation: str | None = None, auto_meshes: bool = False) -> N
 
 
 def disable() -> None:
-    """Undoes `enable`: JAX is as it was. Programs that were compiled meanwhile are not used any more."""
+    """Undoes `enable`: JAX is as it was. Programs that were compiled while it was on are not used any more."""
     global _process
     _compat.set_global(_STATE, _off)
     with _lock:
@@ -133,12 +132,21 @@ def disabled() -> Iterator[None]:
 def report(*, clear: bool = False) -> Convolutions:
     """What became of the convolutions of the programs that were compiled with `enable` on, in this process.
 
-    A list that prints as a table: form (fprop, dgrad, wgrad), problem, what it became (a native plan, or lax), why,
-    where, and how many there were; its `taken` and `left` are the two kinds. Counted is the text of programs: a scan's
-    body once, and once more for each program. It says so where `enable` is off.
+    Example::
+
+        jaxconv.enable()
+        y = jax.jit(lambda x, w: jax.lax.conv(x, w, (1, 1), "SAME"))(jnp.ones((2, 4, 8, 8)), jnp.ones((4, 4, 3, 3)))
+        print(jaxconv.report())
+        print(len(jaxconv.report().taken), len(jaxconv.report().left))
+        jaxconv.disable()
 
     Args:
       clear: forget them after this.
+
+    Returns:
+      A list that prints as a table: form (fprop, dgrad, wgrad), problem, what it became (a native plan, or lax), why,
+      where, and how many there were. Its `taken` and `left` are the two kinds. Each program counts by its text: the
+      body of a scan once. Where `enable` is off the table says so.
     """
     found = _record.read(clear)
     if not is_on():

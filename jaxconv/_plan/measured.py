@@ -53,7 +53,7 @@ SISTER = 1.5
 # A sister's measurement counts as this much farther away than the device's own: scaled times are off by some 10 %.
 FARTHER = 0.5
 # A dense layer's product also by this much, milliseconds: XLA fuses what lies beside a product of its own. 64 rows
-# gained .001 in each gradient's product and lost .002 there and back.
+# gained .001 in each gradient's product and lost .002 forward and backward.
 LEAST_MS = 0.002
 # A convolution by this much: of one image, two measurements of XLA's own kernel, of 4 to 7 us, were up to .001 apart.
 LEAST_CONV_MS = 0.001
@@ -143,31 +143,31 @@ def features(op: str, problem: Any) -> tuple[str, tuple[Any, ...], tuple[float, 
         measured_op = "dense_gradient" if op == "dense_gradient" else "dense"
         return measured_op, kind, _log2(problem.batch or 1, problem.m, problem.k, problem.n)
     if isinstance(problem, PoolProblem):
-        # Measured there and back, chosen there and back: where the gradient is taken the positions are wanted for it.
+        # Measured and chosen forward and backward together: a gradient needs the positions.
         back = problem.save or op == "max_pool_backward"
         window = problem.window, problem.stride, problem.dilation
         kind = (problem.dtype, *window, problem.channels % _vector(problem.dtype) == 0)
         pixels = problem.batch * math.prod(problem.out_spatial)
         return "max_pool_fused" if back else "max_pool", kind, _log2(pixels, problem.channels)
     if isinstance(problem, GroupNormProblem):
-        # Measured and chosen there and back: what the backward pass reads is the forward pass's choice.
+        # Measured and chosen forward and backward: what the backward pass reads is the forward pass's choice.
         kind = (problem.dtype, problem.activation.name != "none", problem.channels % _vector(problem.dtype) == 0)
         images = (problem.batch or 1) * problem.images
         if problem.rows:
             return "layernorm", kind, _log2(images, problem.pixels, problem.channels)
         return "groupnorm_fused", kind, _log2(images, problem.pixels, problem.channels)
     if isinstance(problem, SqueezeExciteProblem):
-        # Where a gradient is taken measured and chosen there and back.
+        # Where a gradient is taken measured and chosen forward and backward.
         kind = (problem.dtype, problem.channels % _vector(problem.dtype) == 0)
         extents = _log2(problem.images, problem.pixels, problem.channels, problem.hidden)
         return "squeeze_excite_fused" if problem.save else "squeeze_excite", kind, extents
     p: BatchNormProblem = problem
     fast_axis = p.channels if p.inner == 1 else p.inner
     if op == "batchnorm_shortcut_backward":
-        op = "batchnorm_shortcut"  # measured there and back, against two batch-norms
+        op = "batchnorm_shortcut"  # measured forward and backward, against two batch-norms
     elif op != "batchnorm_infer" and (p.activation.name != "none" or p.residual):
-        # Measured there and back, chosen there and back: a native forward that won by 4 % alone lost 15 % beside an XLA
-        # backward, which then read what XLA would have fused.
+        # Measured and chosen forward and backward together: a native forward that won by 4 % alone lost 15 % beside an
+        # XLA backward, which then read what XLA would have fused.
         op = "batchnorm_residual" if p.residual else "batchnorm_fused"
     return op, (p.dtype, p.inner == 1, fast_axis % _vector(p.dtype) == 0), _log2(p.reduced, (p.batch or 1) * p.channels)
 
@@ -327,8 +327,8 @@ def nearest(op: str, problem: Any, device: Device, kernel: str) -> Measurement |
 
 
 def windows(problem: PoolProblem, device: Device) -> list[float]:
-    """XLA's time over the kernel's, there and back, at the windows that were measured in the problem's dtype (float16's
-    may be bfloat16's), on the device or else on a sister; none where 16 bytes do not divide the channels."""
+    """XLA's time over the kernel's, forward and backward, at the windows that were measured in the problem's dtype
+    (float16's may be bfloat16's), on the device or else on a sister; none where 16 bytes do not divide the channels."""
     for kind in (device.kind, *sisters(device)):
         for dtype in (problem.dtype, "bfloat16") if problem.dtype == "float16" else (problem.dtype,):
             if problem.channels % _vector(dtype) == 0:

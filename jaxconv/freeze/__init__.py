@@ -171,7 +171,7 @@ class Frozen(Generic[R]):
         return dict(self._weights)
 
     def apply(self, weights: Mapping[str, Array], /, *inputs: Any, **kwargs: Any) -> R:
-        """The same with these weights instead: a pure function, for programs that are not to hold them as constants.
+        """The same function with the weights as an argument, for programs that shall not hold them as constants.
 
         ::
 
