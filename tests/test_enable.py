@@ -422,12 +422,17 @@ def pair(x, w, numbers=LAYOUTS[0], **options):
 
 
 def typed(dtype, **options):
-    f, x, w = pair((2, 5, 5, 4), (3, 3, 4, 8), **options)
+    return of_type(dtype, pair((2, 5, 5, 4), (3, 3, 4, 8), **options))
+
+
+def of_type(dtype, one):
+    f, x, w = one
     return f, x.astype(dtype), w.astype(dtype)
 
 
 LEFT = {
-    "integers": (lambda: typed("int8"), "its types are int8"),
+    "no integers": (lambda: of_type("int8", pair((0, 5, 5, 4), (3, 3, 4, 8))), "an array is empty"),
+    "integers in four dimensions": (lambda: of_type("int8", four()), "it has 4 spatial dimensions"),
     "complex numbers": (lambda: typed("complex64"), "its types are complex64"),
     "wider results": (lambda: typed("bfloat16", preferred_element_type=jnp.float32), "bfloat16 to float32"),
     "strides on both sides": (lambda: pair((2, 5, 5, 4), (3, 3, 4, 8), stride=2, base=2, padding=(1, 1)), "both"),
