@@ -441,10 +441,17 @@ LEFT = {
         "neither channels last nor channels first (CHWN, HWIO, CHWN)",
     ),
     "two orders": (lambda: pair((2, 5, 5, 4), (3, 3, 4, 8), ("NHWC", "HWIO", "NCHW")), "neither channels last"),
+    "no dilation": (lambda: without_dilation("float32"), "its rhs_dilation has 0 entries, of 2 spatial dimensions"),
+    "no dilation of integers": (lambda: without_dilation("int8"), "its rhs_dilation has 0 entries"),
     "no images": (lambda: pair((0, 5, 5, 4), (3, 3, 4, 8)), "an array is empty"),
     "no space": (lambda: pair((2, 4), (4, 8), ("NC", "IO", "NC")), "it has 0 spatial dimensions"),
     "four dimensions": (lambda: four(), "it has 4 spatial dimensions"),
 }
+
+
+def without_dilation(dtype):
+    f = functools.partial(lax.conv_general_dilated, window_strides=(1, 1), padding="VALID", rhs_dilation=())
+    return f, jnp.ones((1, 3, 3, 3), dtype), jnp.ones((2, 3, 1, 1), dtype)
 
 
 def four():

@@ -107,6 +107,8 @@ def read(lhs: Any, rhs: Any, out: Any, params: Mapping[str, Any]) -> Form | str:
         return f"it has {nd} spatial dimensions: jaxconv has 1, 2 and 3"
     if any(0 in a.shape for a in avals.values()):
         return "an array is empty"
+    if why := conv_integer.missing_numbers(nd, params):
+        return why
     precision = _precision(params["precision"])
     if precision is None:
         return f"precision={params['precision']!r} is none that jaxconv has"
