@@ -155,6 +155,38 @@ def test_random_forms_have_the_bits_of_the_formula(part, kernel):
         equal(natively(form, lhs, rhs, result, kernel), by_numpy(form, lhs, rhs, result or left))
 
 
+FULL = PLATFORM == "cuda" and (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 0) > 50 * 2**30
+LONG = 2**31 if FULL else 2**14  # elements
+
+
+# (N, H, W, C): of images and pixels, x and y are past 2^31 elements; of channels, x is, and each output sums all up.
+PAST = {
+    "images": (LONG // 60 + 8, 3, 5, 4),
+    "pixels": (1, LONG // 160 + 8, 40, 4),
+    "channels": (1, 6, 4, LONG // 96 * 4 + 8),
+}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("axis", PAST)
+def test_past_int32_the_last_outputs_are_right(axis, kernel):
+    """On a GPU with 60 GiB; elsewhere of 2^14 elements."""
+    shape = PAST[axis]
+    w = values(2, (1, 2, shape[3], 1 if axis == "channels" else 8), "int8")
+    problem = problem_of((shape, w.shape, {}), "int8", "int8")
+    problem = dataclasses.replace(problem, algorithm=kernel)
+
+    @jax.jit
+    def wrong(w: jax.Array) -> jax.Array:
+        at = [lax.broadcasted_iota("uint32", shape, i) for i in range(4)]
+        x = (at[0] * 7 + at[1] * 11 + at[2] * 13 + at[3] * 17).astype("int8")
+        y = conv_integer.kernel(problem, x, w)
+        last = x[-1:, -1, -2:, :, None].astype("int32") * w[0].astype("int32")
+        return (last.sum((1, 2)).astype("int8") != y[-1:, -1, -1]).sum()
+
+    assert wrong(w) == 0
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Programs
 
@@ -423,15 +455,19 @@ def test_what_lax_refuses_is_lax_own_error():
 def test_what_no_kernel_reads_is_lax_own():
     empty = jnp.ones((0, 4, 8, 8), "int8"), jnp.ones((3, 4, 3, 3), "int8")
     equal(jaxconv.conv_general_dilated(*empty, (1, 1), "SAME"), np.zeros((0, 3, 8, 8), "int8"))
+    floats = jaxconv.conv_general_dilated(
+        *map(jnp.asarray, operands(FORMS["channels_first"], "int8")), (1, 1), "SAME", preferred_element_type="float32"
+    )
+    assert floats.dtype == np.float32
+
+
+@pytest.mark.skipif(PLATFORM != "cpu", reason="more than three dimensions are XLA's, which has none on GPUs")
+def test_four_dimensions_are_lax_own():
     four = values(1, (1, 2, 3, 3, 3, 3), "int8"), values(2, (2, 2, 2, 2, 2, 2), "int8")
     equal(
         jaxconv.conv_general_dilated(*four, (1,) * 4, "VALID"),
         of_cpu(lambda x, w: lax.conv(x, w, (1,) * 4, "VALID"), *four),
     )
-    floats = jaxconv.conv_general_dilated(
-        *map(jnp.asarray, operands(FORMS["channels_first"], "int8")), (1, 1), "SAME", preferred_element_type="float32"
-    )
-    assert floats.dtype == np.float32
 
 
 # ----------------------------------------------------------------------------------------------------------------------
