@@ -273,6 +273,41 @@ def test_floating_point_sums_of_integers_are_those_of_converted_operands(name, r
     equal(jaxconv.conv_general_dilated(lhs, rhs, *window, preferred_element_type=result, **given), want)
 
 
+def test_accelerate_and_freeze_leave_integers_to_enable():
+    """A quantised layer between layers of floating-point numbers."""
+    x, w = np.ones((2, 8, 8, 4), "float32"), values(2, (3, 3, 4, 8), "int8")
+
+    def f(w: jax.Array, x: jax.Array) -> jax.Array:
+        y = by_lax(FORMS["2d"], jnp.round(x).astype("int8"), w, "int32")
+        return jax.nn.relu(y.astype("float32") * 0.5)
+
+    want = of_cpu(f, w, x)
+    with jaxconv.enabled(implementation="native"):
+        equal(jax.jit(jaxconv.accelerate(f))(w, x), want)
+        assert calls(jaxconv.accelerate(f), w, x)["conv_integer"] == 1
+        equal(jaxconv.freeze(f, w)(x), want)
+
+
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="it needs two devices")
+@pytest.mark.parametrize("spec", [P("d"), P(None, "d"), P(None, None, "d")], ids=str)
+def test_split_images_stay_and_split_pixels_are_gathered_where_types_say_so(spec):
+    """Of floating-point numbers what would be gathered is left to lax, which has none of integers on a GPU."""
+    form: Form = ((2, 8, 8, 4), (1, 1, 4, 6), {})
+    lhs, rhs = operands(form, "int8")
+    f = functools.partial(by_lax, form, dtype="int32")
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        split = jax.device_put(lhs, NamedSharding(mesh, spec))
+        of_lax = jax.typeof(f(split, rhs))
+        with jaxconv.enabled(implementation="native"):
+            text = jax.jit(lambda x, w: f(x, w)).lower(split, rhs).compile().as_text()
+            got = jax.jit(lambda x, w: f(x, w))(split, rhs)
+    assert targets(text)["conv_integer"] == 1
+    assert ("all-gather" in text) == (spec != P("d"))
+    assert jax.typeof(got) == of_lax
+    equal(got, of_cpu(f, lhs, rhs))
+
+
 def test_a_differentiated_program_keeps_its_integer_convolutions():
     x, w = values(1, (2, 4, 6, 5), "int8"), values(2, (7, 4, 3, 3), "int8")
 
