@@ -76,8 +76,7 @@ JAXCONV_HD Coordinate InX(const IntegerConvProblem& p, int d, Coordinate at) {
 
 template <typename Sum, typename X, typename W, typename Coordinate>
 JAXCONV_HD Sum SumOf(const IntegerConvProblem& p, const X* x, const W* w, const Output& y) {
-  x += p.batch_groups > 1 ? (y.group * p.n + y.n) * p.x_n
-                          : y.n * p.x_n + y.group * p.c * p.x_c;
+  x += p.batch_groups > 1 ? (y.group * p.n + y.n) * p.x_n : y.n * p.x_n + y.group * p.c * p.x_c;
   w += y.k * p.w_k;
   Coordinate first[3];
   for (int d = 0; d < 3; ++d) first[d] = Coordinate(y.o[d] * p.stride[d] - p.pad[d]);

@@ -152,9 +152,8 @@ Status BatchNormDx(const Context& ctx, const BatchNormProblem& p, int64_t count,
 
 #if JAXCONV_ON_GPUS
 // BatchNormBackward without a residual, with c, an array like x, added to dx.
-using BatchNormBackwardAddArrays =
-    Arrays<in::X, in::Dy, in::Scale, in::Bias, in::Mean, in::Rstd, in::C, out::Dscale, out::Dbias,
-           out::Dx>;
+using BatchNormBackwardAddArrays = Arrays<in::X, in::Dy, in::Scale, in::Bias, in::Mean, in::Rstd,
+                                          in::C, out::Dscale, out::Dbias, out::Dx>;
 Status BatchNormBackwardAdd(const Context& ctx, const BatchNormProblem& p, const Plan& plan,
                             const BatchNormBackwardAddArrays& a, Workspace workspace);
 

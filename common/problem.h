@@ -75,28 +75,28 @@ struct ConvProblem {
 // are converted first: both are exact modulo 2^bits, so any wider sum cut off is the same. Axes are as in ConvProblem; steps
 // are in elements.
 struct IntegerConvProblem {
-  int64_t n;                   // of y; x has batch_groups times as many images
-  int64_t c;                   // channels of a group: of w
-  int64_t k;                   // output channels, all groups
-  int64_t groups;              // of channels; 1 where there are batch groups
-  int64_t batch_groups;        // of images
-  int64_t in[3];               // D H W of x
-  int64_t filter[3];           // T R S of w
-  int64_t out[3];              // O P Q of y
-  int64_t stride[3];           // >= 1
-  int64_t pad[3];              // low side; may be negative
-  int64_t x_dilation[3];       // >= 1
-  int64_t w_dilation[3];       // >= 1
-  int64_t x_n, x_c, x_at[3];   // x's steps along N, C and D H W
-  int64_t w_k, w_c, w_at[3];   // w's along K, C and T R S
-  int64_t y_n, y_k, y_at[3];   // y's along N, K and O P Q
+  int64_t n;                       // of y; x has batch_groups times as many images
+  int64_t c;                       // channels of a group: of w
+  int64_t k;                       // output channels, all groups
+  int64_t groups;                  // of channels; 1 where there are batch groups
+  int64_t batch_groups;            // of images
+  int64_t in[3];                   // D H W of x
+  int64_t filter[3];               // T R S of w
+  int64_t out[3];                  // O P Q of y
+  int64_t stride[3];               // >= 1
+  int64_t pad[3];                  // low side; may be negative
+  int64_t x_dilation[3];           // >= 1
+  int64_t w_dilation[3];           // >= 1
+  int64_t x_n, x_c, x_at[3];       // x's steps along N, C and D H W
+  int64_t w_k, w_c, w_at[3];       // w's along K, C and T R S
+  int64_t y_n, y_k, y_at[3];       // y's along N, K and O P Q
   Integer x_type, w_type, y_type;  // those of x and w are one, or both of 8 bits
 
   JAXCONV_HD int64_t all_groups() const { return groups * batch_groups; }
   JAXCONV_HD int64_t group_k() const { return k / all_groups(); }
   int64_t out_size() const { return out[0] * out[1] * out[2]; }              // O*P*Q
   int64_t filter_size() const { return filter[0] * filter[1] * filter[2]; }  // T*R*S
-  int64_t x_size(int d) const { return (in[d] - 1) * x_dilation[d] + 1; }  // of x, dilated
+  int64_t x_size(int d) const { return (in[d] - 1) * x_dilation[d] + 1; }    // of x, dilated
   int64_t w_size(int d) const { return (filter[d] - 1) * w_dilation[d] + 1; }
 };
 

@@ -76,7 +76,16 @@ int64_t DenseWorkspace(const DenseProblem& p, const Plan& plan);
 // The same of an integer convolution, which needs no workspace.
 std::string IntegerRefusal(const IntegerConvProblem& p, const Plan& plan);
 
-enum class BatchNormOp { kTrain, kInfer, kSigns, kBackward, kBackwardAdd, kDx, kMoments, kShortcutBackward };
+enum class BatchNormOp {
+  kTrain,
+  kInfer,
+  kSigns,
+  kBackward,
+  kBackwardAdd,
+  kDx,
+  kMoments,
+  kShortcutBackward
+};
 
 // The same of a batch-norm. The workspace of a team is for as many teams as the device runs at once.
 std::string BatchNormRefusal(BatchNormOp op, const BatchNormProblem& p, const Plan& plan,

@@ -252,7 +252,8 @@ struct IntegerConv : Reader<wire::IntegerWindow> {
       return call.Invalid("ranks disagree: " + Where(call, kY) + ", " + std::to_string(nd) +
                           " spatial dimensions and an axis for each");
     }
-    const auto x_type = wire::ToInteger(x.element_type()), w_type = wire::ToInteger(w.element_type()),
+    const auto x_type = wire::ToInteger(x.element_type()),
+               w_type = wire::ToInteger(w.element_type()),
                y_type = wire::ToInteger(y.element_type());
     if (!x_type || !w_type || !y_type ||
         (*x_type != *w_type && (SizeOf(*x_type) != 1 || SizeOf(*w_type) != 1))) {
@@ -271,9 +272,9 @@ struct IntegerConv : Reader<wire::IntegerWindow> {
     p.groups = window.groups;
     p.batch_groups = window.batch_groups;
     const auto disagree = [&](const std::string& how) {
-      return call.Invalid("extents disagree: " + Where(call, kY) + ", groups=" +
-                          std::to_string(p.groups) + ", batch_groups=" +
-                          std::to_string(p.batch_groups) + ": " + how);
+      return call.Invalid("extents disagree: " + Where(call, kY) +
+                          ", groups=" + std::to_string(p.groups) +
+                          ", batch_groups=" + std::to_string(p.batch_groups) + ": " + how);
     };
     if (p.groups < 1 || p.batch_groups < 1 || (p.groups > 1 && p.batch_groups > 1) ||
         p.groups > p.k || p.batch_groups > p.k || p.k % p.all_groups() != 0) {

@@ -218,15 +218,17 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     StructMember<int64_t>("dims_channels_last"), StructMember<int64_t>("memory_channels_last"),
     StructMember<int64_t>("full_float32"));
 
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
-    ::jaxconv::wire::IntegerWindow, StructMember<::jaxconv::wire::Ints>("stride"),
-    StructMember<::jaxconv::wire::Ints>("pad_low"), StructMember<::jaxconv::wire::Ints>("pad_high"),
-    StructMember<::jaxconv::wire::Ints>("lhs_dilation"),
-    StructMember<::jaxconv::wire::Ints>("rhs_dilation"),
-    StructMember<::jaxconv::wire::Ints>("lhs_spec"),
-    StructMember<::jaxconv::wire::Ints>("rhs_spec"),
-    StructMember<::jaxconv::wire::Ints>("out_spec"), StructMember<int64_t>("groups"),
-    StructMember<int64_t>("batch_groups"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jaxconv::wire::IntegerWindow,
+                                      StructMember<::jaxconv::wire::Ints>("stride"),
+                                      StructMember<::jaxconv::wire::Ints>("pad_low"),
+                                      StructMember<::jaxconv::wire::Ints>("pad_high"),
+                                      StructMember<::jaxconv::wire::Ints>("lhs_dilation"),
+                                      StructMember<::jaxconv::wire::Ints>("rhs_dilation"),
+                                      StructMember<::jaxconv::wire::Ints>("lhs_spec"),
+                                      StructMember<::jaxconv::wire::Ints>("rhs_spec"),
+                                      StructMember<::jaxconv::wire::Ints>("out_spec"),
+                                      StructMember<int64_t>("groups"),
+                                      StructMember<int64_t>("batch_groups"));
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jaxconv::wire::Epilogue, StructMember<int64_t>("bias"),
                                       StructMember<std::string_view>("activation"),

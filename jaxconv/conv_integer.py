@@ -153,6 +153,14 @@ def back(y: Array, dtype: Any) -> Array:
     return y != 0 if np.dtype(dtype) == np.bool_ else y.astype(dtype)
 
 
+def missing_numbers(nd: int, params: Mapping[str, Any]) -> str | None:
+    """A sentence where strides, pads and dilations are not one a spatial dimension; lax lets some be none, for ones."""
+    for name in ("window_strides", "padding", "lhs_dilation", "rhs_dilation"):
+        if len(params[name]) != nd:
+            return f"its {name} has {len(params[name])} entries, of {nd} spatial dimensions"
+    return None
+
+
 def read(lhs: Any, rhs: Any, out: Any, params: Mapping[str, Any]) -> IntegerConvProblem | str:
     """The kernel's problem of lax's convolution of integers to integers, or a sentence that says why there is none."""
     if not is_integer(out.dtype):
@@ -164,6 +172,8 @@ def read(lhs: Any, rhs: Any, out: Any, params: Mapping[str, Any]) -> IntegerConv
         return f"it has {nd} spatial dimensions: jaxconv has at most 3"
     if any(0 in a.shape for a in (lhs, rhs, out)):
         return "an array is empty"
+    if why := missing_numbers(nd, params):
+        return why
     left, right = _stored(lhs.dtype), _stored(rhs.dtype)
     result = "int32" if np.dtype(out.dtype) == np.bool_ else _stored(out.dtype)
     if left != right and not {left, right} <= {"int8", "uint8"}:

@@ -129,7 +129,7 @@ def integer_problem(lhs: Any, rhs: Any, *args: Any, **given: Any) -> IntegerConv
 
 def of_integers(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     """An integer convolution with every parameter, by the kernel."""
-    window = (2, 1), ((1, 2), (0, -1)), (1, 2), (2, 1), ("NHWC", "HWIO", "NCHW")
+    window = (2, 1), ((1, 2), (0, -1)), (2, 1), (2, 1), ("NHWC", "HWIO", "NCHW")
     p = integer_problem(lhs, rhs, *window, feature_group_count=2, preferred_element_type="int32")
     return conv_integer.kernel(dataclasses.replace(p, implementation="native"), lhs, rhs)
 
@@ -184,7 +184,7 @@ def _programs() -> dict[str, tuple[str, Any, Any]]:
             (x, w, b, jnp.ones((2, 5, 6, 6))),
         ),
         "conv_fprop": ("conv_fprop", conv, (x, w)),
-        "conv_integer": ("conv_integer", of_integers, (x.astype("int8"), jnp.ones((3, 3, 2, 6), "int8"))),
+        "conv_integer": ("conv_integer", of_integers, (x.astype("int16"), jnp.ones((3, 3, 2, 6), "int16"))),
         "conv_channels_first": (
             "conv_fprop",
             functools.partial(conv, layout="NCHW"),

@@ -155,6 +155,38 @@ def test_random_forms_have_the_bits_of_the_formula(part, kernel):
         equal(natively(form, lhs, rhs, result, kernel), by_numpy(form, lhs, rhs, result or left))
 
 
+FULL = PLATFORM == "cuda" and (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 0) > 50 * 2**30
+LONG = 2**31 if FULL else 2**14  # elements
+
+
+# (N, H, W, C): of images and pixels, x and y are past 2^31 elements; of channels, x is, and each output sums all up.
+PAST = {
+    "images": (LONG // 60 + 8, 3, 5, 4),
+    "pixels": (1, LONG // 160 + 8, 40, 4),
+    "channels": (1, 6, 4, LONG // 96 * 4 + 8),
+}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("axis", PAST)
+def test_past_int32_the_last_outputs_are_right(axis, kernel):
+    """On a GPU with 60 GiB; elsewhere of 2^14 elements."""
+    shape = PAST[axis]
+    w = values(2, (1, 2, shape[3], 1 if axis == "channels" else 8), "int8")
+    problem = problem_of((shape, w.shape, {}), "int8", "int8")
+    problem = dataclasses.replace(problem, algorithm=kernel)
+
+    @jax.jit
+    def wrong(w: jax.Array) -> jax.Array:
+        at = [lax.broadcasted_iota("uint32", shape, i) for i in range(4)]
+        x = (at[0] * 7 + at[1] * 11 + at[2] * 13 + at[3] * 17).astype("int8")
+        y = conv_integer.kernel(problem, x, w)
+        last = x[-1:, -1, -2:, :, None].astype("int32") * w[0].astype("int32")
+        return (last.sum((1, 2)).astype("int8") != y[-1:, -1, -1]).sum()
+
+    assert wrong(w) == 0
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Programs
 
@@ -239,6 +271,41 @@ def test_floating_point_sums_of_integers_are_those_of_converted_operands(name, r
     assert not re.search(r"stablehlo.convolution.*tensor<[0-9x]*(i8|i1)>", text)
     window, given = window_of(form)
     equal(jaxconv.conv_general_dilated(lhs, rhs, *window, preferred_element_type=result, **given), want)
+
+
+def test_accelerate_and_freeze_leave_integers_to_enable():
+    """A quantised layer between layers of floating-point numbers."""
+    x, w = np.ones((2, 8, 8, 4), "float32"), values(2, (3, 3, 4, 8), "int8")
+
+    def f(w: jax.Array, x: jax.Array) -> jax.Array:
+        y = by_lax(FORMS["2d"], jnp.round(x).astype("int8"), w, "int32")
+        return jax.nn.relu(y.astype("float32") * 0.5)
+
+    want = of_cpu(f, w, x)
+    with jaxconv.enabled(implementation="native"):
+        equal(jax.jit(jaxconv.accelerate(f))(w, x), want)
+        assert calls(jaxconv.accelerate(f), w, x)["conv_integer"] == 1
+        equal(jaxconv.freeze(f, w)(x), want)
+
+
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="it needs two devices")
+@pytest.mark.parametrize("spec", [P("d"), P(None, "d"), P(None, None, "d")], ids=str)
+def test_split_images_stay_and_split_pixels_are_gathered_where_types_say_so(spec):
+    """Of floating-point numbers what would be gathered is left to lax, which has none of integers on a GPU."""
+    form: Form = ((2, 8, 8, 4), (1, 1, 4, 6), {})
+    lhs, rhs = operands(form, "int8")
+    f = functools.partial(by_lax, form, dtype="int32")
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        split = jax.device_put(lhs, NamedSharding(mesh, spec))
+        of_lax = jax.typeof(f(split, rhs))
+        with jaxconv.enabled(implementation="native"):
+            text = jax.jit(lambda x, w: f(x, w)).lower(split, rhs).compile().as_text()
+            got = jax.jit(lambda x, w: f(x, w))(split, rhs)
+    assert targets(text)["conv_integer"] == 1
+    assert ("all-gather" in text) == (spec != P("d"))
+    assert jax.typeof(got) == of_lax
+    equal(got, of_cpu(f, lhs, rhs))
 
 
 def test_a_differentiated_program_keeps_its_integer_convolutions():
@@ -423,15 +490,19 @@ def test_what_lax_refuses_is_lax_own_error():
 def test_what_no_kernel_reads_is_lax_own():
     empty = jnp.ones((0, 4, 8, 8), "int8"), jnp.ones((3, 4, 3, 3), "int8")
     equal(jaxconv.conv_general_dilated(*empty, (1, 1), "SAME"), np.zeros((0, 3, 8, 8), "int8"))
+    floats = jaxconv.conv_general_dilated(
+        *map(jnp.asarray, operands(FORMS["channels_first"], "int8")), (1, 1), "SAME", preferred_element_type="float32"
+    )
+    assert floats.dtype == np.float32
+
+
+@pytest.mark.skipif(PLATFORM != "cpu", reason="more than three dimensions are XLA's, which has none on GPUs")
+def test_four_dimensions_are_lax_own():
     four = values(1, (1, 2, 3, 3, 3, 3), "int8"), values(2, (2, 2, 2, 2, 2, 2), "int8")
     equal(
         jaxconv.conv_general_dilated(*four, (1,) * 4, "VALID"),
         of_cpu(lambda x, w: lax.conv(x, w, (1,) * 4, "VALID"), *four),
     )
-    floats = jaxconv.conv_general_dilated(
-        *map(jnp.asarray, operands(FORMS["channels_first"], "int8")), (1, 1), "SAME", preferred_element_type="float32"
-    )
-    assert floats.dtype == np.float32
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -467,7 +538,7 @@ def test_a_call_beyond_its_bounds_is_refused(name):
 
 
 def test_arrays_of_other_types_and_empty_ones_are_refused():
-    for name, dtype in (("x", "float32"), ("w", "int16"), ("w", "bool")):
+    for name, dtype in (("x", "float32"), ("w", "int32"), ("x", "bool")):
         call = direct_calls.example("conv_integer")
         call.operands[name] = call.operands[name][0], dtype
         with pytest.raises(jax.errors.JaxRuntimeError, match="integers of 8 to 64 bits, x and w of one type"):

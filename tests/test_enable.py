@@ -422,12 +422,17 @@ def pair(x, w, numbers=LAYOUTS[0], **options):
 
 
 def typed(dtype, **options):
-    f, x, w = pair((2, 5, 5, 4), (3, 3, 4, 8), **options)
+    return of_type(dtype, pair((2, 5, 5, 4), (3, 3, 4, 8), **options))
+
+
+def of_type(dtype, one):
+    f, x, w = one
     return f, x.astype(dtype), w.astype(dtype)
 
 
 LEFT = {
-    "integers": (lambda: typed("int8"), "its types are int8"),
+    "no integers": (lambda: of_type("int8", pair((0, 5, 5, 4), (3, 3, 4, 8))), "an array is empty"),
+    "integers in four dimensions": (lambda: of_type("int8", four()), "it has 4 spatial dimensions"),
     "complex numbers": (lambda: typed("complex64"), "its types are complex64"),
     "wider results": (lambda: typed("bfloat16", preferred_element_type=jnp.float32), "bfloat16 to float32"),
     "strides on both sides": (lambda: pair((2, 5, 5, 4), (3, 3, 4, 8), stride=2, base=2, padding=(1, 1)), "both"),
@@ -436,10 +441,17 @@ LEFT = {
         "neither channels last nor channels first (CHWN, HWIO, CHWN)",
     ),
     "two orders": (lambda: pair((2, 5, 5, 4), (3, 3, 4, 8), ("NHWC", "HWIO", "NCHW")), "neither channels last"),
+    "no dilation": (lambda: without_dilation("float32"), "its rhs_dilation has 0 entries, of 2 spatial dimensions"),
+    "no dilation of integers": (lambda: without_dilation("int8"), "its rhs_dilation has 0 entries"),
     "no images": (lambda: pair((0, 5, 5, 4), (3, 3, 4, 8)), "an array is empty"),
     "no space": (lambda: pair((2, 4), (4, 8), ("NC", "IO", "NC")), "it has 0 spatial dimensions"),
     "four dimensions": (lambda: four(), "it has 4 spatial dimensions"),
 }
+
+
+def without_dilation(dtype):
+    f = functools.partial(lax.conv_general_dilated, window_strides=(1, 1), padding="VALID", rhs_dilation=())
+    return f, jnp.ones((1, 3, 3, 3), dtype), jnp.ones((2, 3, 1, 1), dtype)
 
 
 def four():

@@ -301,7 +301,7 @@ BAD_CALLS = {
     "integers_with_an_axis_beyond": ("conv_integer", {"window.out_spec": np.array([0, 4, 2, 3])}, "an axis for each"),
     "integers_dilated_by_nothing": (
         "conv_integer",
-        {"window.lhs_dilation": np.array([1, 0])},
+        {"window.lhs_dilation": np.array([2, 0])},
         "spatial axis 1 with stride 1, padding (0, -1) and dilations 0 and 1",
     ),
     "integers_by_an_unknown_kernel": ("conv_integer", {"plan.kernel": "winograd"}, "there is no such kernel"),

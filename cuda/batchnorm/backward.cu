@@ -265,25 +265,24 @@ __global__ void __launch_bounds__(kStreamBlock, 1)
   }
   const bool has_residual = !kAdds && p.t.residual != nullptr;
   const StreamInput in = kAdds ? StreamInput{{p.t.x, p.t.dy, p.t.addend}, 3} : StreamOf(p.t);
-  WalkStream<true, Raw<T, V>>(
-      s, in, [&](const Raw<T, V>(&v)[kStreamTensors], int64_t at) {
-        float centred[V], dz[V];
-        Backpropagate<T, V, kForm>(v[0], v[1], v[2], has_residual, mine, p.activation, p.slope,
-                                   centred, dz);
-        if constexpr (kAdds) {
-          float dx[V], c[V];
-          InputGradientOf(centred, dz, mine, to_dx, dx);
-          Unpack<T, V>(v[2], c);
+  WalkStream<true, Raw<T, V>>(s, in, [&](const Raw<T, V>(&v)[kStreamTensors], int64_t at) {
+    float centred[V], dz[V];
+    Backpropagate<T, V, kForm>(v[0], v[1], v[2], has_residual, mine, p.activation, p.slope, centred,
+                               dz);
+    if constexpr (kAdds) {
+      float dx[V], c[V];
+      InputGradientOf(centred, dz, mine, to_dx, dx);
+      Unpack<T, V>(v[2], c);
 #pragma unroll
-          for (int j = 0; j < V; ++j) dx[j] += c[j];
-          WriteOnce<T, V>(p.t.dx, at, Pack<T, V>(dx));
-          return;
-        }
-        if (p.t.dresidual != nullptr) WriteOnce<T, V>(p.t.dresidual, at, Pack<T, V>(dz));
-        if (p.t.dx != nullptr) {
-          WriteOnce<T, V>(p.t.dx, at, InputGradient<T, V>(centred, dz, mine, to_dx));
-        }
-      });
+      for (int j = 0; j < V; ++j) dx[j] += c[j];
+      WriteOnce<T, V>(p.t.dx, at, Pack<T, V>(dx));
+      return;
+    }
+    if (p.t.dresidual != nullptr) WriteOnce<T, V>(p.t.dresidual, at, Pack<T, V>(dz));
+    if (p.t.dx != nullptr) {
+      WriteOnce<T, V>(p.t.dx, at, InputGradient<T, V>(centred, dz, mine, to_dx));
+    }
+  });
 }
 
 // A channel a warp: dscale, dbias, and what the flat walk needs of them.
@@ -388,8 +387,7 @@ Status LaunchGradient(const Context& ctx, const BatchNormProblem& p, BackwardArg
       return LaunchStream(ctx, stream, what, GradientStreamKernel<T, I::V, kForm, false>, args);
     }
   }
-  if (args.t.addend != nullptr)
-    return Status::Internal(what + ": only walks through a ring add");
+  if (args.t.addend != nullptr) return Status::Internal(what + ": only walks through a ring add");
   const unsigned blocks = static_cast<unsigned>(args.layout.tiles * args.pieces * p.batch);
   GradientKernel<T, I::V, I::kLast, kForm><<<blocks, kThreads, 0, ctx.stream>>>(args);
   return LaunchStatus(what);
@@ -413,7 +411,11 @@ Status TwoReadBackward(const Context& ctx, const BatchNormProblem& p, int64_t sp
     sum_args.t.dresidual = nullptr;
   }
   const bool writes = args.t.dx != nullptr || args.t.dresidual != nullptr;
-  const auto arrays = {t.x, t.dy, t.residual, t.addend, static_cast<const void*>(t.dx),
+  const auto arrays = {t.x,
+                       t.dy,
+                       t.residual,
+                       t.addend,
+                       static_cast<const void*>(t.dx),
                        static_cast<const void*>(t.dresidual)};
   return WithInstance<true>(p, arrays, [&](auto instance) {
     using I = decltype(instance);

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxconv import _op, conv, conv_integer
+from jaxconv import _op, _sharding, conv, conv_integer
 from jaxconv._problem import DTYPES, ConvProblem, IntegerConvProblem, Precision
 
 Array = jax.Array
@@ -107,6 +107,8 @@ def read(lhs: Any, rhs: Any, out: Any, params: Mapping[str, Any]) -> Form | str:
         return f"it has {nd} spatial dimensions: jaxconv has 1, 2 and 3"
     if any(0 in a.shape for a in avals.values()):
         return "an array is empty"
+    if why := conv_integer.missing_numbers(nd, params):
+        return why
     precision = _precision(params["precision"])
     if precision is None:
         return f"precision={params['precision']!r} is none that jaxconv has"
@@ -135,6 +137,12 @@ def _integers(lhs: Any, rhs: Any, out: Any, params: Mapping[str, Any]) -> Form |
     problem = conv_integer.read(lhs, rhs, out, params)
     if isinstance(problem, str):
         return problem
+
+    def result(y: Array) -> Array:
+        """As lax's type says it is split."""
+        y = conv_integer.back(y, out.dtype)
+        return y if _sharding.explicit_mesh([out]) is None else jax.sharding.reshard(y, out.sharding)
+
     return Form(
         "integers",
         conv_integer.kernel,
@@ -143,7 +151,7 @@ def _integers(lhs: Any, rhs: Any, out: Any, params: Mapping[str, Any]) -> Form |
             "lhs": lambda a: conv_integer.into(a, problem.lhs_dtype),
             "rhs": lambda a: conv_integer.into(a, problem.rhs_dtype),
         },
-        lambda y: conv_integer.back(y, out.dtype),
+        result,
     )
 
 

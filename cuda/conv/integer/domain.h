@@ -18,8 +18,7 @@ constexpr int64_t kThreads = 256;
 constexpr int64_t kMaxBlocks = (int64_t{1} << 31) - 1;
 
 inline int64_t Tiles(const IntegerConvProblem& p) {
-  return CeilDivide(p.n * p.out_size(), kRows) * CeilDivide(p.group_k(), kColumns) *
-         p.all_groups();
+  return CeilDivide(p.n * p.out_size(), kRows) * CeilDivide(p.group_k(), kColumns) * p.all_groups();
 }
 
 inline std::string Refusal(const IntegerConvProblem& p, const Plan& plan) {
@@ -35,8 +34,7 @@ inline std::string Refusal(const IntegerConvProblem& p, const Plan& plan) {
   if (reduced >= kCoordLimit)
     return "it needs sums of fewer than 2^30 products, got " + std::to_string(reduced);
   const int64_t blocks = tile ? Tiles(p) : CeilDivide(p.n * p.out_size() * p.k, kThreads);
-  if (blocks > kMaxBlocks)
-    return "it needs fewer than 2^31 blocks, got " + std::to_string(blocks);
+  if (blocks > kMaxBlocks) return "it needs fewer than 2^31 blocks, got " + std::to_string(blocks);
   return "";
 }
 

@@ -16,10 +16,10 @@
 namespace jaxconv::cuda::conv::integer {
 namespace {
 
-constexpr int kWords = 16;             // of a chunk
-constexpr int kBlock = 256;            // threads
-constexpr int kSide = 4;               // outputs of a thread, along rows and columns
-constexpr int kOutside = -(1 << 30);   // a coordinate that no tap brings into x
+constexpr int kWords = 16;                      // of a chunk
+constexpr int kBlock = 256;                     // threads
+constexpr int kSide = 4;                        // outputs of a thread, along rows and columns
+constexpr int kOutside = -(1 << 30);            // a coordinate that no tap brings into x
 constexpr int kEach = kRows * kWords / kBlock;  // words of an operand that a thread loads
 static_assert(kRows == kColumns && kRows == 16 * kSide);
 
@@ -29,14 +29,15 @@ struct Args {
   const void* x;
   const void* w;
   void* y;
-  FastDiv c, r, s;     // channels of a group, R, S
+  FastDiv c, r, s;  // channels of a group, R, S
   int64_t column_tiles, row_tiles;
-  int reduced;         // T*R*S*C
-  bool x_along;        // x's channels are contiguous: threads walk along the reduction, else along pixels
-  bool w_along;        // w's input channels are contiguous: along the reduction, else along output channels
+  int reduced;   // T*R*S*C
+  bool x_along;  // x's channels are contiguous: threads walk along the reduction, else along pixels
+  bool
+      w_along;  // w's input channels are contiguous: along the reduction, else along output channels
   bool x_words, w_words;  // four neighbours of 8 bits are a word in memory, aligned
-  bool y_words;        // four neighbouring columns are 16 bytes of y, aligned
-  bool dilated;        // x is
+  bool y_words;           // four neighbouring columns are 16 bytes of y, aligned
+  bool dilated;           // x is
 };
 
 // A pixel of y.
@@ -158,7 +159,8 @@ __global__ void __launch_bounds__(kBlock, 2) TileKernel(const __grid_constant__ 
       rest /= p.out[d];
     }
     const bool there = rest < p.n;
-    pixel.x = p.batch_groups > 1 ? (group * p.n + rest) * p.x_n : rest * p.x_n + group * p.c * p.x_c;
+    pixel.x =
+        p.batch_groups > 1 ? (group * p.n + rest) * p.x_n : rest * p.x_n + group * p.c * p.x_c;
     pixel.y = there ? rest * p.y_n + first_k * p.y_k : -1;
     for (int d = 0; d < 3; ++d) {
       pixel.first[d] = there ? int(o[d] * p.stride[d] - p.pad[d]) : kOutside;
