@@ -126,7 +126,7 @@ def mlp(x, w1, b1, w2, b2, *, ours):
 ADD, STATISTICS, ALONE = "dgrad + c", "a convolution's statistics", "a convolution's statistics alone"
 SUMS, SHORTCUT = "a batch-norm's sums in a dgrad", "a batch-norm and its shortcut's"
 CHAIN, PRODUCT = "a convolution that normalises what it loads", "a product and an activation's gradient"
-NORM_ADD, BIAS = "a batch-norm's dx + c", "a bias' gradient behind a batch-norm"
+NORM_ADD, BIAS = "a batch-norm's dx + c", "a bias' gradient behind a norm"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -227,6 +227,8 @@ def choose(
         return Choice(form, None, str(error))
     if plan.implementation != "native":
         return Choice(form, None, plan.reason)
+    if form.form == "fprop" and (behind := _plan.fused_behind(form.problem, plan, device)) is not None:
+        return Choice(form, None, behind)
     refusal = gathers(form, avals)
     return Choice(form, None, refusal) if refusal else Choice(form, plan, plan.reason)
 

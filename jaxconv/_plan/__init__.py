@@ -6,7 +6,7 @@ groupnorm.py: an op's kernels. One file a family of convolutions: which of its k
 how many parts.
 """
 
-from jaxconv._plan.choose import OPS, disabled, every, made, missing, natively, plan, supports, tiles
+from jaxconv._plan.choose import OPS, disabled, every, fused_behind, made, missing, natively, plan, supports, tiles
 from jaxconv._plan.dense import GRADIENT
 from jaxconv._plan.plan import Device, Plan, Problem
 
@@ -18,6 +18,7 @@ __all__ = [
     "Problem",
     "disabled",
     "every",
+    "fused_behind",
     "made",
     "missing",
     "natively",

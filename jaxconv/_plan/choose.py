@@ -453,6 +453,25 @@ def _plan_conv_integer(p: IntegerConvProblem, device: Device) -> Plan:
     return Plan("xla", found)
 
 
+def fused_behind(p: ConvProblem, plan: Plan, device: Device) -> str | None:
+    """Why a convolution whose neighbours nobody sees stays XLA's; None where `plan`, a kernel's, is taken all the same.
+
+    XLA takes what stands behind its own convolution into it (a bias, a residual, an activation, a conversion), unless
+    it is a 1x1, which is a matrix product to XLA. Behind a kernel of ours that is a pass of its own, or joins another
+    one. So the kernel must win by a pass over y at the rate at which memory copies: that is what it costs on average
+    where every second convolution has a residual behind it. Where nothing near was measured the plan stands.
+    """
+    free = device.platform == "cuda" and p.implementation is None and math.prod(p.filter) > 1
+    found = measured.nearest("conv_fprop", p, device, plan.kernel) if free else None
+    if found is None or tuned.entry("conv_fprop", p, device) is not None:
+        return None
+    ours = found.native_ms[plan.kernel] + _pass_over_y(found, p, device)
+    if found.xla_ms > ours:
+        return None
+    speed = f"{found.ratio(plan.kernel):.2f} times as fast {found.where}"
+    return f"{plan.kernel} was {speed}, which does not pay for a pass that XLA would take into its own convolution"
+
+
 def _plan_dgrad_add(p: ConvProblem, device: Device) -> Plan:
     """A dgrad that adds on its way, or two calls: the dgrad has a plan of its own then."""
 
