@@ -403,8 +403,10 @@ def test_no_legend_of_a_figure_is_cut_off(tmp_path):
     from benchmarks import figures
 
     runs = report.load(record.RESULTS)
-    for path, (numbers, onto) in figures.FIGURES.items():
-        figures.draw(numbers(runs), onto, tmp_path / path.rpartition("/")[2])
+    measured = {path: (found, onto) for path, (of, onto) in figures.FIGURES.items() if (found := of(runs))}
+    assert len(measured) >= 5  # a figure of a device that has no record is not drawn
+    for path, (found, onto) in measured.items():
+        figures.draw(found, onto, tmp_path / path.rpartition("/")[2])
     wide = [f"a way with a long name {i}" for i in range(9)]
     with pytest.raises(AssertionError, match="legend is cut off"):
         figures.draw(
