@@ -208,7 +208,9 @@ def test_every_public_function_is_here():
     assert not OTHERS & set(FUNCTIONS) and set(jaxconv.__all__) >= OTHERS
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", [pytest.param(m, marks=[pytest.mark.slow] if m == "forward_over_reverse" else []) for m in MODES]
+)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions(name, mode):
     f, own, parameters = FUNCTIONS[name]
