@@ -23,7 +23,7 @@ class Convolution:
 
 
 class Convolutions(list[Convolution]):
-    """A list of convolutions that prints as a table. `note`: what is to be said of all of them."""
+    """A list of convolutions that prints as a table. `note`: a remark about all of them."""
 
     note: str = ""
 

@@ -142,7 +142,7 @@ class Traced:
     results: Results
 
     def rewritten(self, once: bool = False) -> tuple[Rewriting, Report]:
-        """`once`: whether what follows from weights alone is computed once, as `freeze` does it."""
+        """`once`: whether values that depend on weights alone are computed once, as `freeze` does it."""
         report = Report()
         rewriting = Rewriting(self.jaxpr, report, Activations(), once=once)
         report.finish()

@@ -47,7 +47,7 @@ class Rewriting:
     ):
         """`around`: the name scopes of the equation that carries this function, which its own start from.
 
-        `once`: whether what follows from weights alone is computed once, and not in every call.
+        `once`: whether values that depend on weights alone are computed once, and not in every call.
         """
         self.graph = Graph(closed)
         self._around, self._folding = around, Folding(once)
