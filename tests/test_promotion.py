@@ -209,7 +209,8 @@ def test_every_public_function_is_here():
 
 
 @pytest.mark.parametrize(
-    "mode", [pytest.param(m, marks=[pytest.mark.slow] if m == "forward_over_reverse" else []) for m in MODES]
+    "mode",
+    [pytest.param(m, marks=[pytest.mark.slow] if m in ("forward_each", "forward_over_reverse") else []) for m in MODES],
 )
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions(name, mode):
@@ -288,7 +289,11 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way, name, case", MODULES, ids=str)
+@pytest.mark.parametrize(
+    "way, name, case",
+    [pytest.param(*one, marks=[pytest.mark.slow] if one[0] == "nnx" else []) for one in MODULES],
+    ids=str,
+)
 def test_modules(way, name, case):
     build, ours, flax = WAYS[way]
     shape, *dtype, options = getattr(flax_cases, LINEN[name])[case]
