@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxconv import _layer, _op, _plan, _problem, _sharding, reference
-from jaxconv._activation import Activation, activate_grad
+from jaxconv._activation import activate_grad
 from jaxconv._problem import DenseProblem
 from jaxconv._types import Array, DenseAlgorithm, DenseOptions, Implementation, Operand, Precision, ToActivation
 
@@ -260,11 +260,6 @@ dense_gradient = _op.kernel(
     multiple_results=True,
 )
 _op.by_reference(dense_gradient)
-
-
-def gradient_problem(p: DenseProblem, activation: Activation) -> DenseProblem:
-    """dense_gradient of a layer with this activation, behind which p is the next."""
-    return replace(p.bare(), m=p.m, k=p.n, n=p.k, trans_w=not p.trans_w, activation=activation)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

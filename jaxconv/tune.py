@@ -642,7 +642,7 @@ def main(args: argparse.Namespace) -> int:
 
 def add_ways(parser: argparse.ArgumentParser) -> None:
     """--way and --grad, of commands that look at a function in one way."""
-    says = "f as it is, with jaxconv.enable on, or jaxconv.accelerate(f) (%(default)s)"
+    says = "f unchanged, f with jaxconv.enable on, or jaxconv.accelerate(f) (%(default)s)"
     parser.add_argument("--way", choices=WAYS, default="plain", help=says)
     says = "f is a loss: its value and its gradient in its first argument, with accelerate inside the gradient"
     parser.add_argument("--grad", action="store_true", help=f"{says}; where f returns a tuple, the rest is auxiliary")

@@ -40,7 +40,6 @@ MARGIN = 1.05
 OPS = ("conv_fprop", "conv_dgrad", "conv_wgrad")
 LEAST = 6  # measurements of a kernel in an arithmetic, of an operation and of a grouping, for a prediction
 SMS = 132  # multiprocessors that the rates are of; fewer of them are slower alike
-XLA_TILE = "128x128"  # what its libraries' kernels are made of, more or less
 
 
 @dataclasses.dataclass(frozen=True)
