@@ -8,6 +8,7 @@ from typing import Any, Literal, ParamSpec, Protocol, TypedDict, TypeVar, overlo
 import jax
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from jaxconv import _activation
 from jaxconv._problem import (
@@ -28,6 +29,7 @@ __all__ = [
     "ConvAddOptions",
     "ConvAlgorithm",
     "ConvOptions",
+    "ConvScaledOptions",
     "DenseAlgorithm",
     "DenseOptions",
     "Gate",
@@ -111,6 +113,15 @@ class ConvAddOptions(ConvOptions, total=False):
     """The same of those that take an array to add."""
 
     residual: Operand | None
+
+
+class ConvScaledOptions(ConvAddOptions, total=False):
+    """The same of those that also take 8-bit arrays."""
+
+    scale: Operand | float | None
+    residual_scale: Operand | float | None
+    out_scale: Operand | float | None
+    out_dtype: DTypeLike | None
 
 
 class DenseOptions(_Options, total=False):

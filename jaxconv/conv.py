@@ -11,15 +11,16 @@ from typing import Any, Literal, Unpack, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
-from jaxconv import _halo, _layer, _moments, _op, _plan, _problem, _sharding, reference
+from jaxconv import _halo, _layer, _moments, _op, _plan, _problem, _sharding, conv_scaled, reference
 from jaxconv._activation import activate
 from jaxconv._problem import ConvProblem
 from jaxconv._types import (
     Array,
     Conv1dPadding,
-    ConvAddOptions,
     ConvAlgorithm,
+    ConvScaledOptions,
     Implementation,
     Layout1d,
     Layout2d,
@@ -523,9 +524,13 @@ _op.fuse(conv_add, _layer.rules(conv_add, _tangents, _cotangents))
 
 
 def _conv(name: str, nd: int, x: Any, w: Any, b: Any, residual: Any, **options: Any) -> Any:
+    scales = {argument: options.pop(argument) for argument in ("scale", "residual_scale", "out_scale", "out_dtype")}
+    if conv_scaled.asked(x, tuple(scales.values())):
+        return conv_scaled.run(name, nd, x, w, b, residual, **scales, **options)
     if all(hasattr(a, "dtype") and jnp.issubdtype(a.dtype, jnp.integer) for a in (x, w)):
         raise TypeError(
-            f"{name}: x and w have dtypes {x.dtype} and {w.dtype}, expected one of {', '.join(_problem.DTYPES)}. "
+            f"{name}: x and w have dtypes {x.dtype} and {w.dtype}, expected one of "
+            f"{', '.join((*_problem.DTYPES, *_problem.EIGHT_BITS))}. "
             f"jaxconv.conv_general_dilated(..., preferred_element_type=jnp.int32) takes integers, as lax's does"
         )
     x, w = _problem.as_array(name, "x", x), _problem.as_array(name, "w", w)
@@ -554,7 +559,7 @@ def conv1d(
     padding: Conv1dPadding = "SAME",
     layout: Layout1d = "NWC",
     return_preactivation: Literal[False] = False,
-    **options: Unpack[ConvAddOptions],
+    **options: Unpack[ConvScaledOptions],
 ) -> Array: ...
 @overload
 def conv1d(
@@ -565,7 +570,7 @@ def conv1d(
     padding: Conv1dPadding = "SAME",
     layout: Layout1d = "NWC",
     return_preactivation: Literal[True],
-    **options: Unpack[ConvAddOptions],
+    **options: Unpack[ConvScaledOptions],
 ) -> tuple[Array, Array]: ...
 @overload
 def conv1d(
@@ -576,7 +581,7 @@ def conv1d(
     padding: Conv1dPadding = "SAME",
     layout: Layout1d = "NWC",
     return_preactivation: bool,
-    **options: Unpack[ConvAddOptions],
+    **options: Unpack[ConvScaledOptions],
 ) -> Array | tuple[Array, Array]: ...
 def conv1d(
     x: Operand,  # (N, W, C) or (N, C, W)
@@ -592,6 +597,10 @@ def conv1d(
     layout: Layout1d = "NWC",
     precision: Precision = None,
     return_preactivation: bool = False,
+    scale: Operand | float | None = None,  # (K,), or a number
+    residual_scale: Operand | float | None = None,  # a number
+    out_scale: Operand | float | None = None,  # a number
+    out_dtype: DTypeLike | None = None,
     algorithm: ConvAlgorithm | None = None,
     implementation: Implementation | None = None,
 ) -> Array | tuple[Array, Array]:
@@ -614,7 +623,7 @@ def conv2d(
     padding: Padding = "SAME",
     layout: Layout2d = "NHWC",
     return_preactivation: Literal[False] = False,
-    **options: Unpack[ConvAddOptions],
+    **options: Unpack[ConvScaledOptions],
 ) -> Array: ...
 @overload
 def conv2d(
@@ -625,7 +634,7 @@ def conv2d(
     padding: Padding = "SAME",
     layout: Layout2d = "NHWC",
     return_preactivation: Literal[True],
-    **options: Unpack[ConvAddOptions],
+    **options: Unpack[ConvScaledOptions],
 ) -> tuple[Array, Array]: ...
 @overload
 def conv2d(
@@ -636,7 +645,7 @@ def conv2d(
     padding: Padding = "SAME",
     layout: Layout2d = "NHWC",
     return_preactivation: bool,
-    **options: Unpack[ConvAddOptions],
+    **options: Unpack[ConvScaledOptions],
 ) -> Array | tuple[Array, Array]: ...
 def conv2d(
     x: Operand,  # (N, H, W, C) or (N, C, H, W)
@@ -652,6 +661,10 @@ def conv2d(
     layout: Layout2d = "NHWC",
     precision: Precision = None,
     return_preactivation: bool = False,
+    scale: Operand | float | None = None,  # (K,), or a number
+    residual_scale: Operand | float | None = None,  # a number
+    out_scale: Operand | float | None = None,  # a number
+    out_dtype: DTypeLike | None = None,
     algorithm: ConvAlgorithm | None = None,
     implementation: Implementation | None = None,
 ) -> Array | tuple[Array, Array]:
@@ -687,10 +700,25 @@ def conv2d(
       precision: as for `lax.conv_general_dilated`. float32 at "default" and "high" may use TF32 tensor cores on a GPU;
         "highest" has float32 accuracy. What names an algorithm (lax.DotAlgorithmPreset) goes to XLA.
       return_preactivation: also return z.
+      scale, residual_scale, out_scale, out_dtype: of 8-bit x and w, see below.
       implementation: None takes the fastest known for this problem and device; "native" is jaxconv's own custom call;
         "xla" is lax.
       algorithm: forces one native algorithm, in forward and backward: "sm90", "implicit_gemm", "direct", "depthwise",
         "grouped", "stem", "im2col"; or one kernel of it and its tile, as `explain` names them ("sm90/product 128x256").
+
+    Where x and w have 8 bits (each int8 or uint8, or each float8_e4m3fn or float8_e5m2), sums are int32 or float32, and::
+
+        v = float32(sum) * scale[k] + b[k] + float32(residual) * residual_scale
+        y = (activation(v) * out_scale).astype(out_dtype)  # 8 bits: rounded to nearest even, saturated
+
+    in float32, from the left to the right, each operation rounded by itself: of integers, with no activation or relu,
+    relu6 or leaky_relu, y is the same bits on every device. `scale` is (K,) or a number, `residual_scale` and
+    `out_scale` are numbers: float32, positive and finite. What is not given is left out. b is float32; the residual has
+    8 or 16 bits, or is float32. `out_dtype` is one of int8, uint8, float8_e4m3fn, float8_e5m2, bfloat16, float16 and
+    float32; None is x's with `out_scale`, else float32. Integers without `scale` give their sums, int32, and take none
+    of the rest. Such a call has no derivative::
+
+        q = jaxconv.conv2d(x, w, b, scale=x_scale * w_scale, activation="relu", out_scale=1 / y_scale)  # int8 of int8
 
     Returns:
       y of x's dtype, (N, P, Q, K) or (N, K, P, Q); or (y, z) with return_preactivation. As in lax, an empty array where
@@ -722,7 +750,7 @@ def conv3d(
     padding: Padding = "SAME",
     layout: Layout3d = "NDHWC",
     return_preactivation: Literal[False] = False,
-    **options: Unpack[ConvAddOptions],
+    **options: Unpack[ConvScaledOptions],
 ) -> Array: ...
 @overload
 def conv3d(
@@ -733,7 +761,7 @@ def conv3d(
     padding: Padding = "SAME",
     layout: Layout3d = "NDHWC",
     return_preactivation: Literal[True],
-    **options: Unpack[ConvAddOptions],
+    **options: Unpack[ConvScaledOptions],
 ) -> tuple[Array, Array]: ...
 @overload
 def conv3d(
@@ -744,7 +772,7 @@ def conv3d(
     padding: Padding = "SAME",
     layout: Layout3d = "NDHWC",
     return_preactivation: bool,
-    **options: Unpack[ConvAddOptions],
+    **options: Unpack[ConvScaledOptions],
 ) -> Array | tuple[Array, Array]: ...
 def conv3d(
     x: Operand,  # (N, D, H, W, C) or (N, C, D, H, W)
@@ -760,6 +788,10 @@ def conv3d(
     layout: Layout3d = "NDHWC",
     precision: Precision = None,
     return_preactivation: bool = False,
+    scale: Operand | float | None = None,  # (K,), or a number
+    residual_scale: Operand | float | None = None,  # a number
+    out_scale: Operand | float | None = None,  # a number
+    out_dtype: DTypeLike | None = None,
     algorithm: ConvAlgorithm | None = None,
     implementation: Implementation | None = None,
 ) -> Array | tuple[Array, Array]:

@@ -26,6 +26,7 @@ from jaxconv._problem import (
     GroupNormProblem,
     IntegerConvProblem,
     PoolProblem,
+    ScaledConvProblem,
     SqueezeExciteProblem,
     is_number,
     promoted,
@@ -83,6 +84,82 @@ def conv_integer(p: IntegerConvProblem, lhs: jax.Array, rhs: jax.Array) -> list[
         preferred_element_type=p.dtype,
     )
     return [y]
+
+
+def conv_scaled(p: ScaledConvProblem, x: jax.Array, w: jax.Array, *rest: jax.Array) -> list[jax.Array]:
+    """A convolution of 8-bit numbers and what follows it; `rest` is (scale?, b?, residual?, residual_scale?,
+    out_scale?), as the problem has them::
+
+        acc = conv(x, w)                                # int32; float32 of float8
+        v = float32(acc) * scale[k] + b[k]
+        v = v + float32(residual) * residual_scale
+        v = activation(v) * out_scale
+        y = v.astype(out_dtype)                         # 8 bits: rounded to nearest even, saturated
+
+    Every operation is one of float32, rounded by itself: see `_product`. So with sums of integers, and without an
+    activation or with relu, relu6 and leaky_relu, y is the same bits wherever it is computed, as long as no product
+    overflows float32. NaN becomes 0 in integers, and stays NaN in float8.
+    """
+    return conv_scaled_epilogue(p, conv_scaled_sums(p, x, w), *rest)
+
+
+def conv_scaled_sums(p: ScaledConvProblem, x: jax.Array, w: jax.Array) -> jax.Array:
+    """acc: sums of integers wrap around in int32; of float8 products are exact, and sums float32."""
+    x, padding = _within_reach(p, x)
+    if not p.of_integers or p.w_dtype != p.dtype:
+        x, w = x.astype(p.sums_dtype), w.astype(p.sums_dtype)
+    return conv_general_dilated(
+        x,
+        w,
+        window_strides=p.stride,
+        padding=padding,
+        rhs_dilation=p.dilation,
+        dimension_numbers=p.dimension_numbers,
+        feature_group_count=p.groups,
+        precision=lax.Precision.DEFAULT,  # TF32 and bfloat16 hold a number of float8 exactly
+        preferred_element_type=p.sums_dtype,
+    )
+
+
+def conv_scaled_epilogue(p: ScaledConvProblem, acc: jax.Array, *rest: jax.Array) -> list[jax.Array]:
+    """conv_scaled from its sums on."""
+    operands = list(rest)
+    v = acc if acc.dtype.name == p.out_dtype and not rest else acc.astype(jnp.float32)
+    if p.scaled:
+        v = _product(v, per_channel(p, operands.pop(0)))
+    if p.bias:
+        v = v + per_channel(p, operands.pop(0))
+    if p.residual_dtype is not None:
+        residual = operands.pop(0).astype(jnp.float32)
+        v = v + (_product(residual, operands.pop(0)) if p.residual_scaled else residual)
+    v = activate(p.activation, v)
+    if p.out_scaled:
+        v = v * operands.pop(0)
+    return [narrowed(v, p.out_dtype)]
+
+
+def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+    """a * b, rounded to float32.
+
+    XLA's CPU and GPU code lets a sum take its products in without rounding them (a fused multiply-add), or does not, as
+    the machine has it. It does not look through a clamp, which changes no finite number.
+    """
+    largest = float(np.finfo(np.float32).max)
+    return jnp.clip(a * b, -largest, largest)
+
+
+def narrowed(v: jax.Array, dtype: str) -> jax.Array:
+    """float32 in `dtype`: of 8 bits saturated, integers rounded to nearest even, NaN 0 in integers."""
+    if dtype == v.dtype.name:
+        return v
+    if jnp.issubdtype(dtype, jnp.integer):
+        info = jnp.iinfo(dtype)
+        kept = jnp.where(jnp.isnan(v), 0.0, jnp.clip(v, info.min, info.max))
+        return lax.round(kept, lax.RoundingMethod.TO_NEAREST_EVEN).astype(dtype)
+    if np.dtype(dtype).itemsize == 1:
+        largest = float(jnp.finfo(dtype).max)
+        v = jnp.clip(v, -largest, largest)
+    return v.astype(dtype)
 
 
 def _within_reach(p: ConvProblem, x: jax.Array) -> tuple[jax.Array, Any]:

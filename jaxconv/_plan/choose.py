@@ -44,6 +44,7 @@ from jaxconv._problem import (
     IntegerConvProblem,
     NormalisedConvProblem,
     PoolProblem,
+    ScaledConvProblem,
     SqueezeExciteProblem,
 )
 
@@ -58,6 +59,7 @@ OPS = {
     "conv_statistics": "conv",
     "conv_fprop": "conv",
     "conv_integer": "conv",
+    "conv_scaled": "conv",
     "conv_dgrad": "conv",
     "conv_dgrad_add": "conv",
     "conv_dgrad_sums": "conv",
@@ -111,6 +113,8 @@ def plan(op: str, problem: Any, device: Device) -> Plan:
         return _plan_backward_add(problem, device)
     if op == "conv_integer":
         return _plan_conv_integer(problem, device)
+    if op == "conv_scaled":
+        return _plan_conv_scaled(problem, device)
     if op == "conv_add":
         return _plan_conv_add(problem, device)
     if op == "conv_dgrad_add":
@@ -451,6 +455,17 @@ def _plan_conv_integer(p: IntegerConvProblem, device: Device) -> Plan:
     if forced:
         raise ValueError(f"{p.name}: {_asked(p)} cannot run {p}: {found}")
     return Plan("xla", found)
+
+
+def _plan_conv_scaled(p: ScaledConvProblem, device: Device) -> Plan:
+    """A convolution of 8-bit numbers: its sums, then a pass for what follows them; the sums have a plan of their own."""
+    if p.implementation == "xla":
+        return Plan("xla", "implementation='xla' was asked for")
+    if p.implementation == "native" or p.algorithm is not None:
+        raise ValueError(f"{p.name}: {_asked(p)} cannot run {p}: there is no kernel of 8-bit numbers")
+    if device.platform != "cuda":
+        return Plan("xla", "XLA's own convolutions of 8-bit numbers are exact here")
+    return Plan("calls", "a convolution, then its scales: there is no kernel of 8-bit numbers", "two")
 
 
 def fused_behind(p: ConvProblem, plan: Plan, device: Device) -> str | None:

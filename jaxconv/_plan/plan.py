@@ -19,6 +19,7 @@ from jaxconv._problem import (
     GroupNormProblem,
     IntegerConvProblem,
     PoolProblem,
+    ScaledConvProblem,
     SqueezeExciteProblem,
 )
 
@@ -172,7 +173,7 @@ def known(extent: Any) -> bool:
 
 
 def itemsize(p: Problem) -> int:
-    return {"float64": 8, "float32": 4}.get(p.dtype, 2)
+    return 1 if isinstance(p, ScaledConvProblem) else {"float64": 8, "float32": 4}.get(p.dtype, 2)
 
 
 PARTIALS_BYTES = 256 * 2**20  # of float32 partial sums

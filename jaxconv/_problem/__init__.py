@@ -14,6 +14,14 @@ from jaxconv._problem.conv import (
     NormalisedConvProblem,
 )
 from jaxconv._problem.conv_integer import INTEGERS, IntegerConvProblem
+from jaxconv._problem.conv_scaled import (
+    EIGHT_BIT_INTEGERS,
+    EIGHT_BITS,
+    FLOAT8,
+    SCALED_RESULTS,
+    ScaledConvProblem,
+    scale_of,
+)
 from jaxconv._problem.dense import DENSE_ALGORITHMS, DenseAlgorithm, DenseProblem, MlpProblem
 from jaxconv._problem.groupnorm import GROUPNORM_ALGORITHMS, GroupNormAlgorithm, GroupNormProblem
 from jaxconv._problem.parse import (
@@ -58,11 +66,15 @@ __all__ = [
     "CONV_ALGORITHMS",
     "DENSE_ALGORITHMS",
     "DTYPES",
+    "EIGHT_BITS",
+    "EIGHT_BIT_INTEGERS",
+    "FLOAT8",
     "GATES",
     "GROUPNORM_ALGORITHMS",
     "IMPLEMENTATIONS",
     "INTEGERS",
     "POOL_ALGORITHMS",
+    "SCALED_RESULTS",
     "SQUEEZE_EXCITE_ALGORITHMS",
     "BatchNormAlgorithm",
     "BatchNormConvProblem",
@@ -83,6 +95,7 @@ __all__ = [
     "PoolAlgorithm",
     "PoolProblem",
     "Precision",
+    "ScaledConvProblem",
     "SqueezeExciteAlgorithm",
     "SqueezeExciteProblem",
     "as_array",
@@ -102,4 +115,5 @@ __all__ = [
     "parse_transposed_padding",
     "promoted",
     "same_dtype",
+    "scale_of",
 ]

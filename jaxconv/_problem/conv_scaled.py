@@ -1,0 +1,176 @@
+"""ScaledConvProblem: a convolution of 8-bit numbers, and what makes of its sums 8-bit numbers again."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxconv._problem.conv import ConvProblem
+from jaxconv._problem.conv_integer import IntegerConvProblem
+from jaxconv._problem.parse import as_mask, shapes
+
+EIGHT_BIT_INTEGERS = ("int8", "uint8")
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+EIGHT_BITS = (*EIGHT_BIT_INTEGERS, *FLOAT8)
+SCALED_RESULTS = (*EIGHT_BITS, "bfloat16", "float16", "float32")
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaledConvProblem(ConvProblem):
+    """A convolution of 8-bit x and w; reference.conv_scaled has its meaning. `dtype` is x's."""
+
+    w_dtype: str = ""
+    out_dtype: str = ""
+    scaled: bool = True  # whether a scale a channel is given
+    residual_dtype: str | None = None
+    residual_scaled: bool = False
+    out_scaled: bool = False
+
+    @property
+    def of_integers(self) -> bool:
+        return self.dtype in EIGHT_BIT_INTEGERS
+
+    @property
+    def sums_dtype(self) -> str:
+        return "int32" if self.of_integers else "float32"
+
+    @property
+    def integer(self) -> IntegerConvProblem:
+        """The sums of integers, of extents that are numbers."""
+        nd, last = self.nd, self.channels_last
+        images = (0, nd + 1, *range(1, nd + 1)) if last else tuple(range(nd + 2))
+        filters = (nd + 1, nd, *range(nd)) if last else tuple(range(nd + 2))
+        assert not isinstance(self.padding, str)
+        ones = (1,) * nd
+        return IntegerConvProblem(
+            self.name,
+            self.dtype,
+            self.w_dtype,
+            self.sums_dtype,
+            self.x_shape,
+            self.w_shape,
+            self.stride,
+            self.padding,
+            ones,
+            self.dilation,
+            images,
+            filters,
+            images,
+            self.groups,
+            1,
+            implementation="xla" if self.implementation == "xla" else None,
+        )
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        if self.w_dtype != self.dtype:
+            text = text.replace(self.dtype, f"{self.dtype}*{self.w_dtype}", 1)
+        parts = [text, *(["scale"] if self.scaled else [])]
+        parts += [f"residual {self.residual_dtype}"] if self.residual_dtype else []
+        return " + ".join(parts) + f" -> {self.out_dtype}"
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        nd: int,
+        x: jax.Array,
+        w: jax.Array,
+        b: jax.Array | None,
+        *,
+        residual: jax.Array | None,
+        scale: jax.Array | None,
+        residual_scale: jax.Array | None,
+        out_scale: jax.Array | None,
+        out_dtype: Any,
+        **options: Any,
+    ) -> ScaledConvProblem:
+        """Of the arguments of `jaxconv.conv2d`, its arrays as `eight_bits` and `scale_of` give them."""
+        for argument, array in (("x", x), ("w", w)):
+            if array.dtype.name not in EIGHT_BITS:
+                raise TypeError(f"{name}: {argument} has dtype {array.dtype.name}, expected one of {_list(EIGHT_BITS)}")
+        integers = x.dtype.name in EIGHT_BIT_INTEGERS
+        if integers != (w.dtype.name in EIGHT_BIT_INTEGERS):
+            raise TypeError(
+                f"{name}: x and w have dtypes {x.dtype.name} and {w.dtype.name}, expected two of "
+                f"{_list(EIGHT_BIT_INTEGERS)} or two of {_list(FLOAT8)}"
+            )
+        if options["return_preactivation"]:
+            raise ValueError(f"{name}: return_preactivation=True, expected False: x has 8 bits, and no derivative")
+        others = {"b": b, "residual": residual, "out_scale": out_scale}
+        given = [argument for argument, value in others.items() if value is not None]
+        if residual_scale is not None and residual is None:
+            raise ValueError(f"{name}: residual_scale was given, expected a residual with it")
+        result = _out_dtype(name, out_dtype, integers and scale is None, out_scale is not None, x.dtype.name)
+        if integers and scale is None and (given or result != "int32"):
+            asked = f"out_dtype={result}" if not given else " and ".join(given)
+            raise ValueError(f"{name}: {asked} was given without scale=, expected scale= with it: sums are int32")
+        like = {"x": x, "w": w, "b": b, "residual": residual}
+        plain = {k: None if v is None else jax.ShapeDtypeStruct(v.shape, np.float32) for k, v in like.items()}
+        p = ConvProblem.infer(name, nd, plain["x"], plain["w"], plain["b"], residual=plain["residual"], **options)
+        if b is not None and b.dtype != np.float32:
+            raise TypeError(f"{name}: b has dtype {b.dtype.name}, expected float32: it is added to scaled sums")
+        if residual is not None and residual.dtype.name not in SCALED_RESULTS:
+            raise TypeError(
+                f"{name}: residual has dtype {residual.dtype.name}, expected one of {_list(SCALED_RESULTS)}"
+            )
+        if scale is not None and scale.shape not in ((), (p.out_channels,)):
+            raise ValueError(
+                f"{name}: scale has shape {scale.shape}, expected ({p.out_channels},), one per output channel, or a "
+                f"number. {shapes(x=x, w=w)}"
+            )
+        return cls(
+            **{**vars(p), "dtype": x.dtype.name},
+            w_dtype=w.dtype.name,
+            out_dtype=result,
+            scaled=scale is not None,
+            residual_dtype=None if residual is None else residual.dtype.name,
+            residual_scaled=residual_scale is not None,
+            out_scaled=out_scale is not None,
+        )
+
+
+def _list(names: tuple[str, ...]) -> str:
+    return ", ".join(names)
+
+
+def _out_dtype(name: str, given: Any, raw: bool, rescaled: bool, x: str) -> str:
+    """The result's type: sums of integers as they are, x's type where a scale leads to it, else float32."""
+    if given is None:
+        return "int32" if raw else x if rescaled else "float32"
+    try:
+        result = jnp.dtype(given).name
+    except TypeError:
+        result = repr(given)
+    expected = (*SCALED_RESULTS, "int32")
+    if result not in expected or (result == "int32" and not raw):
+        where = "" if raw else ", with a scale or of float8"
+        raise ValueError(
+            f"{name}: out_dtype={result} is unknown{where}, expected one of "
+            f"{_list(expected if raw else SCALED_RESULTS)}"
+        )
+    return result
+
+
+def scale_of(where: str, argument: str, value: Any, scalar: bool) -> jax.Array:
+    """A scale as a float32 array: a positive finite number, or with not `scalar` one a channel.
+
+    What has a value while the function is traced is confirmed.
+    """
+    if isinstance(value, (int, float, np.generic)) and not isinstance(value, bool):
+        value = np.float32(value)
+    array = as_mask(where, argument, value)
+    if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize > 4:
+        raise TypeError(f"{where}: {argument} has dtype {array.dtype.name}, expected float32")
+    if scalar and array.shape != ():
+        raise ValueError(f"{where}: {argument} has shape {array.shape}, expected (): a number")
+    if not isinstance(array, jax.core.Tracer):
+        seen = np.asarray(array, np.float32)
+        wrong = seen[~(np.isfinite(seen) & (seen > 0))]
+        if wrong.size:
+            raise ValueError(f"{where}: {argument} has an element {wrong.flat[0]}, expected positive finite numbers")
+    return array.astype(jnp.float32)

@@ -1,0 +1,170 @@
+"""Convolutions of 8-bit numbers with scales: the kernel, and what the public functions of conv.py call.
+
+Inference only: there is no derivative.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import ad
+
+from jaxconv import _op, _plan, _sharding, conv_integer, reference
+from jaxconv._problem import EIGHT_BITS, ScaledConvProblem, as_mask, is_number, scale_of
+
+Array = jax.Array
+replace = dataclasses.replace
+
+
+def _letters(p: ScaledConvProblem) -> str:
+    """Of the operands: x, w, the filter; k, numbers a channel; r, the residual, and s, a number."""
+    return (
+        "xw" + "k" * p.scaled + "k" * p.bias + "r" * bool(p.residual_dtype) + "s" * (p.residual_scaled + p.out_scaled)
+    )
+
+
+def _wire(p: ScaledConvProblem, plan: _plan.Plan) -> _op.Wire:
+    raise NotImplementedError("no plan has a kernel")
+
+
+def _by_parts(p: ScaledConvProblem, x: Array, w: Array, *rest: Array) -> list[Array]:
+    """The sums by a plan of their own, and what follows them in a pass of XLA's."""
+    numbers = all(map(is_number, (*p.x_shape, *p.w_shape)))
+    if p.of_integers and numbers and p.implementation != "xla" and not p.empty:
+        sums = conv_integer.kernel(p.integer, x, w)
+    else:
+        sums = reference.conv_scaled_sums(p, x, w)
+    return reference.conv_scaled_epilogue(p, sums, *rest)
+
+
+def _batch(p: ScaledConvProblem, args: list[Array], dims: list[int | None]) -> tuple[list[Array], list[int]]:
+    """Mapped images and residuals fold into N. Mapped filters and scales: the sums fold theirs into K."""
+    size, letters = _op.batch_size(args, dims), _letters(p)
+    folds = all(dim is None or letter in "xr" for dim, letter in zip(dims, letters, strict=True))
+    if not folds:
+        outs = jax.vmap(functools.partial(_by_parts, p), in_axes=tuple(dims))(*args)
+        return outs, [0]
+    folded = [
+        _op.fold(_op.to_front(a, dim, size), 0, 0) if letter in "xr" else a
+        for a, dim, letter in zip(args, dims, letters, strict=True)
+    ]
+    (y,) = kernel(replace(p, batch=size * p.batch), *folded)
+    return [_op.unfold(y, size, 0)], [0]
+
+
+def _partition(p: ScaledConvProblem) -> _sharding.Partition:
+    """Images, groups, and without groups output channels may be split: what follows a sum needs all of it."""
+    g = p.groups > 1
+    c = "c" if not g else "g" if p.in_channels == p.groups else "(g c)"
+    k = "k" if not g else "g" if p.out_channels == p.groups else "(g k)"
+    pixels, out, taps = ([f"{letter}{i}" for i in range(p.nd)] for letter in "pqt")
+
+    def activations(channels: str, spatial: Sequence[str]) -> str:
+        return " ".join(["n", *spatial, channels] if p.channels_last else ["n", channels, *spatial])
+
+    names = {
+        "x": activations(c, pixels),
+        "r": activations(k, out),
+        "w": " ".join([*taps, "c", k] if p.channels_last else [k, "c", *taps]),
+        "k": k,
+        "s": "",
+    }
+
+    def local(parts: Any) -> ScaledConvProblem:
+        groups = parts.get("g", 1)
+        return replace(
+            p,
+            batch=p.batch // parts["n"],
+            groups=p.groups // groups,
+            in_channels=p.in_channels // groups,
+            out_channels=p.out_channels // (groups * parts.get("k", 1)),
+        )
+
+    return _sharding.Partition(
+        operands=[names[letter] for letter in _letters(p)],
+        results=[names["r"]],
+        split=["n", "g" if g else "k"],
+        local=local,
+        sizes={"g": p.groups, "k": p.out_channels // p.groups},
+    )
+
+
+kernel = _op.kernel(
+    "conv_scaled",
+    reference=_by_parts,
+    results=lambda p: [(p.y_shape, p.out_dtype)],
+    wire=_wire,
+    batch=_batch,
+    partition=_partition,
+    multiple_results=True,
+)
+
+
+def _no_derivative(primals: Sequence[Array], tangents: Sequence[Any], *, problem: ScaledConvProblem) -> Any:
+    if any(type(t) is not ad.Zero for t in tangents):
+        raise TypeError(
+            f"{problem.name}: a convolution of {problem.dtype} and {problem.w_dtype} has no derivative, expected 16 or "
+            f"32 bits where something is differentiated; jax.lax.stop_gradient ends it in front"
+        )
+    outs = kernel(problem, *primals)
+    return outs, [ad.Zero(jax.typeof(out).to_tangent_aval()) for out in outs]
+
+
+ad.primitive_jvps[kernel.primitive] = _no_derivative
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# For the public functions
+
+
+def asked(x: Any, scales: Sequence[Any]) -> bool:
+    """Whether a call is one of 8-bit numbers: x is of 8 bits, or one of its own arguments was given."""
+    return np.dtype(getattr(x, "dtype", np.float32)).name in EIGHT_BITS or any(s is not None for s in scales)
+
+
+def run(
+    name: str,
+    nd: int,
+    x: Any,
+    w: Any,
+    b: Any,
+    residual: Any,
+    *,
+    scale: Any,
+    residual_scale: Any,
+    out_scale: Any,
+    out_dtype: Any,
+    **options: Any,
+) -> Array:
+    x, w = as_mask(name, "x", x), as_mask(name, "w", w)
+    b = None if b is None else as_mask(name, "b", b)
+    residual = None if residual is None else as_mask(name, "residual", residual)
+    scale = None if scale is None else scale_of(name, "scale", scale, scalar=False)
+    residual_scale = None if residual_scale is None else scale_of(name, "residual_scale", residual_scale, scalar=True)
+    out_scale = None if out_scale is None else scale_of(name, "out_scale", out_scale, scalar=True)
+    p = ScaledConvProblem.of(
+        name,
+        nd,
+        x,
+        w,
+        b,
+        residual=residual,
+        scale=scale,
+        residual_scale=residual_scale,
+        out_scale=out_scale,
+        out_dtype=out_dtype,
+        **options,
+    )
+    if scale is not None and scale.shape == ():
+        scale = jnp.broadcast_to(scale, (p.out_channels,))
+    if p.of_integers and not p.scaled and not p.empty and all(map(is_number, (*p.x_shape, *p.w_shape))):
+        return conv_integer.kernel(replace(p.integer, implementation=p.implementation, algorithm=p.algorithm), x, w)
+    args = [x, w, *(a for a in (scale, b, residual, residual_scale, out_scale) if a is not None)]
+    (y,) = reference.conv_scaled(p, *args) if p.empty else kernel(p, *args)
+    return y
