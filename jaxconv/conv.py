@@ -706,7 +706,7 @@ def conv2d(
       algorithm: forces one native algorithm, in forward and backward: "sm90", "implicit_gemm", "direct", "depthwise",
         "grouped", "stem", "im2col"; or one kernel of it and its tile, as `explain` names them ("sm90/product 128x256").
 
-    Where x and w have 8 bits (each int8 or uint8, or each float8_e4m3fn or float8_e5m2), sums are int32 or float32, and::
+    Where x and w have 8 bits (each int8 or uint8, or each float8_e4m3fn or float8_e5m2), sums are int32 or float32::
 
         v = float32(sum) * scale[k] + b[k] + float32(residual) * residual_scale
         y = (activation(v) * out_scale).astype(out_dtype)  # 8 bits: rounded to nearest even, saturated

@@ -458,7 +458,7 @@ def _plan_conv_integer(p: IntegerConvProblem, device: Device) -> Plan:
 
 
 def _plan_conv_scaled(p: ScaledConvProblem, device: Device) -> Plan:
-    """A convolution of 8-bit numbers: its sums, then a pass for what follows them; the sums have a plan of their own."""
+    """A convolution of 8-bit numbers: its sums, by a plan of their own, then a pass for what follows them."""
     if p.implementation == "xla":
         return Plan("xla", "implementation='xla' was asked for")
     if p.implementation == "native" or p.algorithm is not None:
