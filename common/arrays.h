@@ -52,6 +52,8 @@ JAXCONV_ROLE(W, w)
 JAXCONV_ROLE(B, b)                // a convolution's or dense layer's bias
 JAXCONV_ROLE(C, c)                // what is added to the products
 JAXCONV_ROLE(Residual, residual)  // what is added in front of the activation
+JAXCONV_ROLE(ResidualScale, residual_scale)
+JAXCONV_ROLE(OutScale, out_scale)
 JAXCONV_ROLE(Y, y)
 JAXCONV_ROLE(Z, z)        // y before the activation
 JAXCONV_ROLE(Kept, kept)  // what the derivative of an activation is computed from

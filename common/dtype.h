@@ -44,4 +44,19 @@ constexpr const char* Name(Integer type) {
   return kNames[static_cast<int32_t>(type)];
 }
 
+// Of convolutions of 8-bit numbers: operands are of the first four types, residuals and results of any.
+enum class Number : int32_t { kS8, kU8, kE4M3, kE5M2, kBF16, kF16, kF32, kS32 };
+
+constexpr size_t SizeOf(Number type) {
+  return type <= Number::kE5M2 ? 1 : type <= Number::kF16 ? 2 : 4;
+}
+constexpr bool IsInteger8(Number type) { return type == Number::kS8 || type == Number::kU8; }
+constexpr bool IsFloat8(Number type) { return type == Number::kE4M3 || type == Number::kE5M2; }
+
+constexpr const char* Name(Number type) {
+  constexpr const char* kNames[] = {"int8",     "uint8",   "float8_e4m3fn", "float8_e5m2",
+                                    "bfloat16", "float16", "float32",       "int32"};
+  return kNames[static_cast<int32_t>(type)];
+}
+
 }  // namespace jaxconv

@@ -49,6 +49,13 @@ Status ConvDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan,
                  const ConvDgradArrays& a, Workspace workspace);
 
 #if JAXCONV_ON_GPUS
+// y of ScaledConvProblem. `scale` and `b` (K), the numbers `residual_scale` and `out_scale`: float32, null where it has none.
+// There are elements.
+using ConvScaledArrays =
+    Arrays<in::X, in::W, in::Scale, in::B, in::Residual, in::ResidualScale, in::OutScale, out::Y>;
+Status ConvScaled(const Context& ctx, const ScaledConvProblem& p, const Plan& plan,
+                  const ConvScaledArrays& a, Workspace workspace);
+
 // dz = [y > 0] * (the transpose of conv in x, of dy, + c);  dbias = sum dz, dscale = sum dz * (x - mean) * rstd over pixels:
 // what comes back to z of y = relu(z), z = (x - mean) * rstd * scale + bias + residual, which conv and others read, and the
 // gradients of scale and bias. `c`, `x` like dz; `signs` as BatchNormSigns gives them; the others (C), float32. There are elements.

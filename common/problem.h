@@ -100,6 +100,22 @@ struct IntegerConvProblem {
   int64_t w_size(int d) const { return (filter[d] - 1) * w_dilation[d] + 1; }
 };
 
+// A convolution of 8-bit numbers, and what follows its sums, int32 of integers (which wrap around) and float32 of float8:
+//
+//   v = float32(sum) * scale[k] + bias[k] + float32(residual) * residual_scale;  y = narrow(f(v) * out_scale)
+//
+// in float32, from the left to the right, each operation rounded by itself. narrow is y's type: of 8 bits rounded to nearest
+// even and saturated, NaN 0 in integers. y of int32 is the sum. In memory x, y and the residual are channels last, w is
+// (K, T, R, S, C/G).
+struct ScaledConvProblem {
+  ConvProblem conv;  // channels_last; its dtype means nothing
+  Number x_type, w_type, y_type;
+  bool scale, bias, residual, residual_scale, out_scale;  // which are given
+  Number residual_type;
+  Activation activation;
+  double slope;
+};
+
 // What follows the sum in fprop: z = sum + bias[k]; y = f(z).
 struct Epilogue {
   bool bias;

@@ -69,6 +69,9 @@ ConvProblem ConvFolded(const ConvProblem& p, bool dgrad);
 // Bytes, for a problem and a plan that are not refused.
 int64_t ConvWorkspace(ConvOp op, const ConvProblem& p, const Plan& plan);
 
+// The same of a convolution of 8-bit numbers, which needs no workspace. The kernel is "sm90/eight".
+std::string ScaledRefusal(const ScaledConvProblem& p, const Plan& plan, const Device& device);
+
 // The same of a dense product: the kernels are "gemm" and sm90's.
 std::string DenseRefusal(const DenseProblem& p, const Plan& plan, const Device& device);
 int64_t DenseWorkspace(const DenseProblem& p, const Plan& plan);

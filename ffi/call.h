@@ -24,13 +24,13 @@ using Dims = AnyBuffer::Dimensions;
 // clang-format off
 // What an array must be. Of the first line the problem is read off one each; a second one must be like it.
 enum Rule : uint8_t {
-  kX, kW, kY, kPosition, kW2,
+  kX, kW, kY, kPosition, kW2, kResidual,
   kLikeX, kLikeY,  // of the shape and the type
   kSignsOfX,       // a bit of each element, channels last: a byte of eight channels
-  kBias, kAddend, kStatistic, kPerChannel, kPerGroup, kPerHidden, kChannels, kHidden,  // as the problem says
+  kBias, kAddend, kStatistic, kPerChannel, kPerGroup, kPerHidden, kChannels, kHidden, kNumber,  // as the problem says
 };
 // clang-format on
-inline constexpr size_t kReadRules = kW2 + 1;
+inline constexpr size_t kReadRules = kResidual + 1;
 
 // Of `words`, which spaces part, which one is `word`; -1: none.
 constexpr int IndexOf(std::string_view word, std::string_view words) {
@@ -44,11 +44,13 @@ constexpr int IndexOf(std::string_view word, std::string_view words) {
 
 // Arrays that a call may lack, "residual?", and which of them there are: bits.
 constexpr uint32_t Bit(std::string_view name) {
-  return 1u << IndexOf(name, "b c residual z dx dresidual position");
+  return 1u << IndexOf(name, "b c residual z dx dresidual position scale residual_scale out_scale");
 }
 inline constexpr uint32_t kHasB = Bit("b"), kHasC = Bit("c"), kHasResidual = Bit("residual"),
                           kHasZ = Bit("z"), kHasDx = Bit("dx"), kHasDresidual = Bit("dresidual"),
-                          kHasPosition = Bit("position");
+                          kHasPosition = Bit("position"), kHasScale = Bit("scale"),
+                          kHasResidualScale = Bit("residual_scale"),
+                          kHasOutScale = Bit("out_scale");
 
 // The rule of roles; of all others, where there are none.
 struct RuleOf {

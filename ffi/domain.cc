@@ -66,6 +66,11 @@ constexpr std::pair<string_view, DType> kDTypes[] = {{Name(DType::kF32), DType::
                                                      {Name(DType::kF64), DType::kF64},
                                                      {Name(DType::kBF16), DType::kBF16},
                                                      {Name(DType::kF16), DType::kF16}};
+constexpr std::pair<string_view, Number> kNumbers[] = {
+    {Name(Number::kS8), Number::kS8},     {Name(Number::kU8), Number::kU8},
+    {Name(Number::kE4M3), Number::kE4M3}, {Name(Number::kE5M2), Number::kE5M2},
+    {Name(Number::kBF16), Number::kBF16}, {Name(Number::kF16), Number::kF16},
+    {Name(Number::kF32), Number::kF32},   {Name(Number::kS32), Number::kS32}};
 constexpr std::pair<string_view, BiasKind> kBiases[] = {{"", BiasKind::kNone},
                                                         {"scalar", BiasKind::kScalar},
                                                         {"row", BiasKind::kRow},
@@ -78,6 +83,7 @@ void Set(const Value& from, Value& to) {
 }
 void Set(const Three& from, int64_t (&to)[3]) { std::copy(from.begin(), from.end(), to); }
 void Set(string_view name, DType& to) { to = Named("dtype", name, kDTypes); }
+void Set(string_view name, Number& to) { to = Named("type", name, kNumbers); }
 void Set(string_view name, BiasKind& to) { to = Named("bias", name, kBiases); }
 void Set(string_view name, cuda::ConvOp& to) { to = Named("convolution", name, kConvOps); }
 void Set(string_view name, cuda::BatchNormOp& to) { to = Named("batch-norm", name, kBatchNormOps); }
@@ -165,6 +171,16 @@ auto Cta(const SqueezeExciteProblem& p, const Plan& plan, const cuda::Device& de
   const cuda::SqueezeExciteSize size = cuda::SqueezeExciteCta(p, plan, device);
   return std::tuple(size.images, size.steps, size.held, size.bytes);
 }
+// `conv` with types, of x, w and y.
+std::string ScaledRefusal(const ConvProblem& conv, Number x, Number w, Number y, const Plan& plan,
+                          const cuda::Device& device) {
+  ScaledConvProblem p = {};
+  p.conv = conv;
+  p.x_type = x;
+  p.w_type = w;
+  p.y_type = y;
+  return cuda::ScaledRefusal(p, plan, device);
+}
 std::string PoolRefusal(const PoolProblem& p, string_view kernel) {
   return cuda::PoolRefusal(p, {kernel, "", 1, 0});
 }
@@ -183,6 +199,7 @@ void BindDomain(nb::module_& m) {
   Function(m, "conv_normalised_refusal", cuda::NormalisedRefusal);
   Function(m, "conv_folded", Folded);
   Function(m, "conv_workspace", cuda::ConvWorkspace);
+  Function(m, "conv_scaled_refusal", ScaledRefusal);
   using I = IntegerConvProblem;
   Class(m, "IntegerConvProblem", &I::n, &I::c, &I::k, &I::groups, &I::batch_groups, &I::in,
         &I::filter, &I::out, &I::stride, &I::pad, &I::x_dilation, &I::w_dilation);

@@ -210,6 +210,8 @@ const std::vector<Row>& Rows() {
       JAXCONV_OP("squeeze_excite_backward", SqueezeBackward, SqueezeExciteBackward,
                  "x dy w1 w2 z1 gate", "dz2 dz1 dx?"),
 #if JAXCONV_ON_GPUS
+      JAXCONV_OP("conv_scaled", ScaledConv, ConvScaled,
+                 "x w scale? b? residual? residual_scale? out_scale?", "y"),
       JAXCONV_OP("conv_dgrad_sums", DgradSums, ConvDgradSums, "dy w c signs x mean rstd", "dz dscale dbias"),
       JAXCONV_OP("dense_gradient", DenseGradient, DenseGradient, "dy w kept", "dz db"),
       JAXCONV_OP("batchnorm_signs", Norm, BatchNormSigns, "x scale bias mean var residual?", "y signs"),

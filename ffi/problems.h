@@ -27,6 +27,10 @@ uint32_t Given(const Attribute&) {
 inline uint32_t Given(const wire::Epilogue& e) {
   return (e.bias ? kHasB : 0) | (e.save_preactivation ? kHasZ : 0);
 }
+inline uint32_t Given(const wire::Scaled& s) {
+  return (s.scale ? kHasScale : 0) | (s.residual ? kHasResidual : 0) |
+         (s.residual_scale ? kHasResidualScale : 0) | (s.out_scale ? kHasOutScale : 0);
+}
 inline uint32_t Given(const wire::Product& product) { return product.addend ? kHasC : 0; }
 inline uint32_t Given(const wire::Norm& norm) { return norm.residual ? kHasResidual : 0; }
 inline uint32_t Given(const wire::Pool& pool) { return pool.save ? kHasPosition : 0; }
@@ -138,17 +142,24 @@ struct ConvWith : Reader<wire::Window, More...> {
 
   // Off three arrays, whichever of them are results.
   Status Read(const Call& call) {
+    JAXCONV_RETURN_IF_ERROR(ReadExtents(call));
+    const AnyBuffer x = call[kX], w = call[kW], y = call[kY];
+    const auto dtype = wire::ToDType(x.element_type());
+    if (!dtype || w.element_type() != x.element_type() || y.element_type() != x.element_type()) {
+      return call.Invalid(call.Name(kX) + ", " + call.Name(kW) + " and " + call.Name(kY) +
+                          " must have one floating-point type");
+    }
+    p.dtype = *dtype;
+    return Status::Ok();
+  }
+  // All but their type.
+  Status ReadExtents(const Call& call) {
     const AnyBuffer x = call[kX], w = call[kW], y = call[kY];
     const Dims xd = x.dimensions(), wd = w.dimensions(), yd = y.dimensions();
     const size_t nd = window.stride.size();
     if (!RanksAgree(window, xd, yd) || wd.size() != nd + 2) {
       return call.Invalid("ranks disagree: " + call.Shapes({kX, kW, kY}) + ", " +
                           std::to_string(nd) + " spatial dimensions");
-    }
-    const auto dtype = wire::ToDType(x.element_type());
-    if (!dtype || w.element_type() != x.element_type() || y.element_type() != x.element_type()) {
-      return call.Invalid(call.Name(kX) + ", " + call.Name(kW) + " and " + call.Name(kY) +
-                          " must have one floating-point type");
     }
     const bool last = window.dims_channels_last != 0;
     const size_t channel = last ? nd + 1 : 1;  // of x and y
@@ -158,7 +169,6 @@ struct ConvWith : Reader<wire::Window, More...> {
     p.k = wd[last ? nd + 1 : 0];
     p.groups = window.groups;
     p.channels_last = window.memory_channels_last != 0;
-    p.dtype = *dtype;
     p.full_float32 = window.full_float32 != 0;
     const auto disagree = [&](const std::string& how) {
       return call.Invalid("extents disagree: " + call.Shapes({kX, kW, kY}) +
@@ -202,6 +212,69 @@ struct Fprop : ConvWith<wire::Epilogue> {
   Epilogue e = {};
   auto Problems() const { return std::tie(p, e); }
   Status Begin(const Call& call) { return ToEpilogue(call, std::get<1>(all), &e); }
+};
+
+// Of 8-bit numbers.
+struct ScaledConv : ConvWith<wire::Epilogue, wire::Scaled> {
+  static constexpr RuleOf kRules[] = {
+      {"x", kX}, {"w", kW}, {"y", kY}, {"residual", kResidual}, {"scale b", kBias}, {"", kNumber}};
+  using ConvWith::ConvWith;
+  ScaledConvProblem scaled = {};
+  auto Problems() const { return std::tie(scaled); }
+
+  Status Begin(const Call& call) {
+    Epilogue e = {};
+    JAXCONV_RETURN_IF_ERROR(ToEpilogue(call, std::get<1>(all), &e));
+    if (e.save_preactivation) return call.Invalid("it keeps nothing for a gradient");
+    const wire::Scaled& s = std::get<2>(all);
+    scaled.activation = e.activation;
+    scaled.slope = e.slope;
+    scaled.bias = e.bias;
+    scaled.scale = s.scale != 0;
+    scaled.residual = s.residual != 0;
+    scaled.residual_scale = s.residual_scale != 0;
+    scaled.out_scale = s.out_scale != 0;
+    if (scaled.residual_scale && !scaled.residual)
+      return call.Invalid("a residual_scale without a residual");
+    return Status::Ok();
+  }
+  Status Read(const Call& call) {
+    JAXCONV_RETURN_IF_ERROR(ReadExtents(call));
+    const auto x = wire::ToNumber(call[kX].element_type()),
+               w = wire::ToNumber(call[kW].element_type()),
+               y = wire::ToNumber(call[kY].element_type());
+    if (!x || !w || !y || SizeOf(*x) != 1 || SizeOf(*w) != 1 || IsInteger8(*x) != IsInteger8(*w)) {
+      return call.Invalid(
+          "x and w must both be of integers of 8 bits or both of float8, y of 8 bits, bfloat16, "
+          "float16, "
+          "float32 or int32");
+    }
+    const bool bare = !scaled.scale && !scaled.bias && !scaled.residual && !scaled.out_scale &&
+                      scaled.activation == Activation::kNone;
+    if (*y == Number::kS32 && !(bare && IsInteger8(*x)))
+      return call.Invalid("y of int32 is a sum of integers, which nothing follows");
+    if (call.Has(kResidual)) {
+      const auto residual = wire::ToNumber(call[kResidual].element_type());
+      if (!residual || *residual == Number::kS32)
+        return call.Invalid("residual must be of 8 bits, bfloat16, float16 or float32");
+      const Dims found = call[kResidual].dimensions(), yd = call[kY].dimensions();
+      if (!std::equal(found.begin(), found.end(), yd.begin(), yd.end()))
+        return call.Invalid("extents disagree: " + call.Shapes({kResidual, kY}));
+      scaled.residual_type = *residual;
+    }
+    if (p.n * p.c * p.in_size() == 0 || p.k * p.out_size() == 0)
+      return call.Invalid("an array is empty: " + call.Shapes({kX, kW, kY}));
+    scaled.x_type = *x;
+    scaled.w_type = *w;
+    scaled.y_type = *y;
+    scaled.conv = p;
+    return Status::Ok();
+  }
+  Expected Expect(const Call&, Rule rule) const {
+    if (rule == kBias) return {DType::kF32, {p.k}, -1, kY};
+    if (rule == kNumber) return {DType::kF32, std::initializer_list<int64_t>{}, -1, kY};
+    return {};
+  }
 };
 
 struct Statistics : Conv {

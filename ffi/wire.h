@@ -54,6 +54,12 @@ struct Epilogue {
   int64_t save_preactivation;
 };
 
+// Of a convolution of 8-bit numbers, which of its operands are given.
+struct Scaled {
+  static constexpr char kName[] = "scaled";
+  int64_t scale, residual, residual_scale, out_scale;
+};
+
 struct Product {
   static constexpr char kName[] = "product";
   int64_t trans_x, trans_w;
@@ -168,6 +174,29 @@ inline std::optional<Integer> ToInteger(ffi::DataType type) {
   }
 }
 
+inline std::optional<jaxconv::Number> ToNumber(ffi::DataType type) {
+  switch (type) {
+    case ffi::DataType::S8:
+      return jaxconv::Number::kS8;
+    case ffi::DataType::U8:
+      return jaxconv::Number::kU8;
+    case ffi::DataType::F8E4M3FN:
+      return jaxconv::Number::kE4M3;
+    case ffi::DataType::F8E5M2:
+      return jaxconv::Number::kE5M2;
+    case ffi::DataType::BF16:
+      return jaxconv::Number::kBF16;
+    case ffi::DataType::F16:
+      return jaxconv::Number::kF16;
+    case ffi::DataType::F32:
+      return jaxconv::Number::kF32;
+    case ffi::DataType::S32:
+      return jaxconv::Number::kS32;
+    default:
+      return std::nullopt;
+  }
+}
+
 inline std::optional<Gating> ToGating(std::string_view name) {
   for (int i = 0; i < kGatingCount; ++i) {
     if (kGatingNames[i] == name) return static_cast<Gating>(i);
@@ -234,6 +263,11 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jaxconv::wire::Epilogue, StructMember<in
                                       StructMember<std::string_view>("activation"),
                                       StructMember<double>("slope"),
                                       StructMember<int64_t>("save_preactivation"));
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jaxconv::wire::Scaled, StructMember<int64_t>("scale"),
+                                      StructMember<int64_t>("residual"),
+                                      StructMember<int64_t>("residual_scale"),
+                                      StructMember<int64_t>("out_scale"));
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     ::jaxconv::wire::Product, StructMember<int64_t>("trans_x"), StructMember<int64_t>("trans_w"),

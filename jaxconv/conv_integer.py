@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxconv import _op, _plan, _sharding, reference
-from jaxconv._problem import INTEGERS, IntegerConvProblem, is_number
+from jaxconv import _op, _plan, _sharding, conv_scaled, reference
+from jaxconv._problem import INTEGERS, IntegerConvProblem, is_number, sums_of_integers
 
 Array = jax.Array
 replace = dataclasses.replace
@@ -101,9 +101,22 @@ def _partition(p: IntegerConvProblem) -> _sharding.Partition:
     )
 
 
+def _by_sums(p: IntegerConvProblem, lhs: Array, rhs: Array) -> list[Array]:
+    """The sums of a convolution of 8-bit numbers, where there is one; by lax what is XLA's as a whole."""
+    sums = sums_of_integers(p)
+    if isinstance(sums, str) or p.implementation == "xla":
+        return reference.conv_integer(p, lhs, rhs)
+    spatial = range(1, p.nd + 1)
+    x = lhs.transpose((p.lhs_spec[0], *p.lhs_spec[2:], p.lhs_spec[1]))
+    w = rhs.transpose((*p.rhs_spec[2:], p.rhs_spec[1], p.rhs_spec[0]))
+    (y,) = conv_scaled.kernel(sums, x, w)
+    order = dict(zip(p.out_spec, (0, p.nd + 1, *spatial), strict=True))
+    return [y.transpose([order[axis] for axis in range(p.nd + 2)])]
+
+
 kernel = _op.kernel(
     "conv_integer",
-    reference=reference.conv_integer,
+    reference=_by_sums,
     results=lambda p: [(p.out_shape, p.dtype)],
     wire=_wire,
     batch=_batch,

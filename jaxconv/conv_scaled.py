@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad
 
-from jaxconv import _op, _plan, _sharding, conv_integer, reference
-from jaxconv._problem import EIGHT_BITS, ScaledConvProblem, as_mask, is_number, scale_of
+from jaxconv import _op, _plan, _sharding, reference
+from jaxconv._problem import EIGHT_BITS, IntegerConvProblem, ScaledConvProblem, as_mask, is_number, scale_of
 
 Array = jax.Array
 replace = dataclasses.replace
@@ -30,14 +30,51 @@ def _letters(p: ScaledConvProblem) -> str:
 
 
 def _wire(p: ScaledConvProblem, plan: _plan.Plan) -> _op.Wire:
-    raise NotImplementedError("no plan has a kernel")
+    """In memory images are channels last, and filters' input channels and taps lie together."""
+    window = {
+        "stride": np.array(p.stride, np.int64),
+        "pad_low": np.array([low for low, _ in p.padding], np.int64),
+        "pad_high": np.array([high for _, high in p.padding], np.int64),
+        "dilation": np.array(p.dilation, np.int64),
+        "groups": np.int64(p.groups),
+        "dims_channels_last": np.int64(p.channels_last),
+        "memory_channels_last": np.int64(True),
+        "full_float32": np.int64(False),
+    }
+    epilogue = {
+        "bias": np.int64(p.bias),
+        "activation": p.activation.name,
+        "slope": np.float64(p.activation.slope),
+        "save_preactivation": np.int64(False),
+    }
+    given = {
+        "scale": np.int64(p.scaled),
+        "residual": np.int64(p.residual_dtype is not None),
+        "residual_scale": np.int64(p.residual_scaled),
+        "out_scale": np.int64(p.out_scaled),
+    }
+    images: _op.Layout | None = None
+    if p.channels_last:
+        filters = (p.nd + 1, *range(p.nd), p.nd)
+    else:
+        images, filters = (0, *range(2, p.nd + 2), 1), (0, *range(2, p.nd + 2), 1)
+    layouts: dict[str, _op.Layout | None] = {"x": images, "r": images, "w": filters, "k": None, "s": None}
+    attrs = {"window": window, "epilogue": epilogue, "scaled": given}
+    return _op.Wire(attrs, [layouts[letter] for letter in _letters(p)], [images])
+
+
+def _of_integers(p: IntegerConvProblem, x: Array, w: Array) -> Array:
+    from jaxconv import conv_integer  # whose sums may be ours
+
+    return conv_integer.kernel(p, x, w)
 
 
 def _by_parts(p: ScaledConvProblem, x: Array, w: Array, *rest: Array) -> list[Array]:
     """The sums by a plan of their own, and what follows them in a pass of XLA's."""
     numbers = all(map(is_number, (*p.x_shape, *p.w_shape)))
-    if p.of_integers and numbers and p.implementation != "xla" and not p.empty:
-        sums = conv_integer.kernel(p.integer, x, w)
+    # conv_integer's own plan may be a kernel of ours that leaves sums.
+    if p.of_integers and p.scaled and numbers and p.implementation != "xla" and not p.empty:
+        sums = _of_integers(p.integer, x, w)
     else:
         sums = reference.conv_scaled_sums(p, x, w)
     return reference.conv_scaled_epilogue(p, sums, *rest)
@@ -164,7 +201,7 @@ def run(
     if scale is not None and scale.shape == ():
         scale = jnp.broadcast_to(scale, (p.out_channels,))
     if p.of_integers and not p.scaled and not p.empty and all(map(is_number, (*p.x_shape, *p.w_shape))):
-        return conv_integer.kernel(replace(p.integer, implementation=p.implementation, algorithm=p.algorithm), x, w)
+        return _of_integers(replace(p.integer, implementation=p.implementation, algorithm=p.algorithm), x, w)
     args = [x, w, *(a for a in (scale, b, residual, residual_scale, out_scale) if a is not None)]
     (y,) = reference.conv_scaled(p, *args) if p.empty else kernel(p, *args)
     return y

@@ -14,6 +14,7 @@
 #include "cuda/conv/im2col/im2col.h"
 #include "cuda/conv/implicit_gemm/implicit_gemm.h"
 #include "cuda/conv/sm90/conv_sm90.h"
+#include "cuda/conv/sm90/eight/eight.h"
 #include "cuda/conv/stem/stem.h"
 #include "cuda/core/context.h"
 #include "cuda/core/describe.h"
@@ -125,6 +126,22 @@ Status ConvDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan,
     return Sm90Dgrad(ctx, conv::FoldPatches(p, true), plan, a.dy, a.w, c, a.dx, workspace);
   }
   return DirectDgrad(ctx, p, plan, a.dy, a.w, a.dx, workspace);
+}
+
+Status ConvScaled(const Context& ctx, const ScaledConvProblem& p, const Plan& plan,
+                  const ConvScaledArrays& a, Workspace) {
+  const std::string what = "conv_scaled[" + std::string(plan.kernel) + " " + Name(p.x_type) + " " +
+                           Name(p.w_type) + " to " + Name(p.y_type) + "]";
+  Device device;
+  JAXCONV_RETURN_IF_ERROR(CurrentDevice(what, &device));
+  const std::string refusal = ScaledRefusal(p, plan, device);
+  if (!refusal.empty()) return Status::Unimplemented(what + ": " + refusal);
+  for (const void* array :
+       std::initializer_list<const void*>{a.x, a.w, a.scale, a.b, a.residual, a.y}) {
+    if (reinterpret_cast<uintptr_t>(array) % 16 != 0)
+      return Status::Invalid(what + ": arrays must be 16-byte aligned");
+  }
+  return Sm90EightFprop(ctx, p, plan, a, device.multiprocessors, what);
 }
 
 Status ConvDgradSums(const Context& ctx, const ConvProblem& p, const Plan& plan,

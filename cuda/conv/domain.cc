@@ -9,6 +9,7 @@
 #include "cuda/conv/implicit_gemm/domain.h"
 #include "cuda/conv/integer/domain.h"
 #include "cuda/conv/sm90/domain.h"
+#include "cuda/conv/sm90/eight/domain.h"
 #include "cuda/conv/stem/domain.h"
 
 namespace jaxconv::cuda {
@@ -30,6 +31,11 @@ ConvProblem OfSm90(ConvOp op, const ConvProblem& p) {
 
 std::string IntegerRefusal(const IntegerConvProblem& p, const Plan& plan) {
   return conv::integer::Refusal(p, plan);
+}
+
+std::string ScaledRefusal(const ScaledConvProblem& p, const Plan& plan, const Device& device) {
+  return plan.kernel == "sm90/eight" ? conv::sm90::RefuseEight(p, plan, device)
+                                     : "there is no such kernel";
 }
 
 std::string ConvRefusal(ConvOp op, const ConvProblem& p, const Plan& plan, const Device& device) {

@@ -40,14 +40,21 @@ const Driver& TheDriver() {
   return driver;
 }
 
-CUtensorMapDataType ElementType(DType dtype, bool tf32) {
+struct Element {
+  CUtensorMapDataType type;
+  int bytes;
+};
+constexpr Element kByte = {CU_TENSOR_MAP_DATA_TYPE_UINT8, 1};
+
+Element ElementOf(DType dtype, bool tf32) {
+  const int bytes = int(SizeOf(dtype));
   switch (dtype) {
     case DType::kBF16:
-      return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+      return {CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, bytes};
     case DType::kF16:
-      return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+      return {CU_TENSOR_MAP_DATA_TYPE_FLOAT16, bytes};
     default:
-      return tf32 ? CU_TENSOR_MAP_DATA_TYPE_TFLOAT32 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+      return {tf32 ? CU_TENSOR_MAP_DATA_TYPE_TFLOAT32 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32, bytes};
   }
 }
 
@@ -59,8 +66,7 @@ struct Shape {
   int64_t span;          // bytes from the first element to past the last
 };
 
-Shape ShapeOf(DType dtype, const TmaTensor& t) {
-  const int64_t bytes = int64_t(SizeOf(dtype));
+Shape ShapeOf(int64_t bytes, const TmaTensor& t) {
   Shape s;
   s.span = bytes;
   for (int i = 0; i < t.rank; ++i) {
@@ -94,21 +100,43 @@ CUtensorMapSwizzle SwizzleOf(int row_bytes) {
                            : CU_TENSOR_MAP_SWIZZLE_32B;
 }
 
-Status EncodeBox(DType dtype, bool tf32, CUtensorMapSwizzle swizzle, const TmaTensor& tensor,
+Status EncodeBox(Element element, CUtensorMapSwizzle swizzle, const TmaTensor& tensor,
                  const int (&extent)[5], const std::string& what, CUtensorMap* map) {
   const Driver& driver = TheDriver();
   JAXCONV_RETURN_IF_ERROR(CudaStatus(driver.error, what + ": cuTensorMapEncodeTiled"));
-  const Shape s = ShapeOf(dtype, tensor);
+  const Shape s = ShapeOf(element.bytes, tensor);
   cuuint32_t box[5], step[5];
   for (int i = 0; i < tensor.rank; ++i) {
     box[i] = cuuint32_t(extent[i]);
     step[i] = 1;
   }
-  const CUresult result = driver.tiled(
-      map, ElementType(dtype, tf32), cuuint32_t(tensor.rank), const_cast<void*>(tensor.base),
-      s.extent, s.stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result =
+      driver.tiled(map, element.type, cuuint32_t(tensor.rank), const_cast<void*>(tensor.base),
+                   s.extent, s.stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) return Refused(what, "tiled", tensor, result);
+  ForgetLargeSpan(s, map);
+  return Status::Ok();
+}
+
+Status EncodeColumns(Element element, const TmaTensor& tensor, const TmaWalk& walk, int pixels,
+                     const std::string& what, CUtensorMap* map, int row_bytes) {
+  const Driver& driver = TheDriver();
+  JAXCONV_RETURN_IF_ERROR(CudaStatus(driver.error, what + ": cuTensorMapEncodeIm2col"));
+  const Shape s = ShapeOf(element.bytes, tensor);
+  int lower[3] = {}, upper[3] = {};
+  cuuint32_t step[5] = {1, 1, 1, 1, 1};
+  for (int i = 0; i < tensor.rank - 2; ++i) {
+    lower[i] = walk.first[i];
+    upper[i] = int(UpperCorner(tensor.extent[i + 1], walk, i));
+    step[i + 1] = cuuint32_t(walk.step[i]);
+  }
+  const CUresult result =
+      driver.im2col(map, element.type, cuuint32_t(tensor.rank), const_cast<void*>(tensor.base),
+                    s.extent, s.stride, lower, upper, cuuint32_t(row_bytes / element.bytes),
+                    cuuint32_t(pixels), step, CU_TENSOR_MAP_INTERLEAVE_NONE, SwizzleOf(row_bytes),
+                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) return Refused(what, "im2col", tensor, result);
   ForgetLargeSpan(s, map);
   return Status::Ok();
 }
@@ -118,39 +146,33 @@ Status EncodeBox(DType dtype, bool tf32, CUtensorMapSwizzle swizzle, const TmaTe
 Status EncodeTiled(DType dtype, const TmaTensor& tensor, const int (&rows)[5],
                    const std::string& what, CUtensorMap* map, bool tf32) {
   const int box[5] = {kRowBytes / int(SizeOf(dtype)), rows[1], rows[2], rows[3], rows[4]};
-  return EncodeBox(dtype, tf32, CU_TENSOR_MAP_SWIZZLE_128B, tensor, box, what, map);
+  return EncodeBox(ElementOf(dtype, tf32), CU_TENSOR_MAP_SWIZZLE_128B, tensor, box, what, map);
 }
 
 Status EncodePlain(DType dtype, const TmaTensor& tensor, const int (&box)[5],
                    const std::string& what, CUtensorMap* map) {
-  return EncodeBox(dtype, false, CU_TENSOR_MAP_SWIZZLE_NONE, tensor, box, what, map);
+  return EncodeBox(ElementOf(dtype, false), CU_TENSOR_MAP_SWIZZLE_NONE, tensor, box, what, map);
 }
 
 Status EncodeSwizzled(DType dtype, const TmaTensor& tensor, const int (&box)[5],
                       const std::string& what, CUtensorMap* map) {
-  return EncodeBox(dtype, false, SwizzleOf(box[0] * int(SizeOf(dtype))), tensor, box, what, map);
+  return EncodeBox(ElementOf(dtype, false), SwizzleOf(box[0] * int(SizeOf(dtype))), tensor, box,
+                   what, map);
 }
 
 Status EncodeIm2col(DType dtype, const TmaTensor& tensor, const TmaWalk& walk, int pixels,
                     const std::string& what, CUtensorMap* map, bool tf32, int row_bytes) {
-  const Driver& driver = TheDriver();
-  JAXCONV_RETURN_IF_ERROR(CudaStatus(driver.error, what + ": cuTensorMapEncodeIm2col"));
-  const Shape s = ShapeOf(dtype, tensor);
-  int lower[3] = {}, upper[3] = {};
-  cuuint32_t step[5] = {1, 1, 1, 1, 1};
-  for (int i = 0; i < tensor.rank - 2; ++i) {
-    lower[i] = walk.first[i];
-    upper[i] = int(UpperCorner(tensor.extent[i + 1], walk, i));
-    step[i + 1] = cuuint32_t(walk.step[i]);
-  }
-  const CUresult result = driver.im2col(
-      map, ElementType(dtype, tf32), cuuint32_t(tensor.rank), const_cast<void*>(tensor.base),
-      s.extent, s.stride, lower, upper, cuuint32_t(row_bytes / SizeOf(dtype)), cuuint32_t(pixels),
-      step, CU_TENSOR_MAP_INTERLEAVE_NONE, SwizzleOf(row_bytes), CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result != CUDA_SUCCESS) return Refused(what, "im2col", tensor, result);
-  ForgetLargeSpan(s, map);
-  return Status::Ok();
+  return EncodeColumns(ElementOf(dtype, tf32), tensor, walk, pixels, what, map, row_bytes);
+}
+
+Status EncodeBytes(const TmaTensor& tensor, const int (&box)[5], const std::string& what,
+                   CUtensorMap* map) {
+  return EncodeBox(kByte, SwizzleOf(box[0]), tensor, box, what, map);
+}
+
+Status EncodeBytesIm2col(const TmaTensor& tensor, const TmaWalk& walk, int pixels,
+                         const std::string& what, CUtensorMap* map) {
+  return EncodeColumns(kByte, tensor, walk, pixels, what, map, kRowBytes);
 }
 
 }  // namespace jaxconv::cuda

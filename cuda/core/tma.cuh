@@ -41,6 +41,15 @@ __device__ __forceinline__ void LoadTile(uint32_t to, const CUtensorMap& map, ui
       : "memory");
 }
 
+__device__ __forceinline__ void LoadTile(uint32_t to, const CUtensorMap& map, uint32_t barrier,
+                                         int c0, int c1, int c2, int c3, int c4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];\n" ::"r"(to),
+      "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+      : "memory");
+}
+
 // The same to both CTAs of a cluster: the same place, and the same barrier, of each.
 __device__ __forceinline__ void LoadTileForBoth(uint32_t to, const CUtensorMap& map,
                                                 uint32_t barrier, int c0, int c1, int c2) {

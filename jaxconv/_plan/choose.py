@@ -19,6 +19,7 @@ from jaxconv._plan import (
     batchnorm,
     conv,
     conv_integer,
+    conv_scaled,
     dense,
     domain,
     groupnorm,
@@ -451,6 +452,7 @@ def _plan_conv_integer(p: IntegerConvProblem, device: Device) -> Plan:
     found = missing(device) or conv_integer.made(p.algorithm or conv_integer.wanted(p, device), p, device)
     if isinstance(found, Plan):
         reason = f"{_asked(p)} was asked for" if forced else "XLA compiles none of integers for a GPU"
+        reason += "; on 8-bit tensor cores" if found.implementation == "calls" else ""
         return dataclasses.replace(found, reason=reason)
     if forced:
         raise ValueError(f"{p.name}: {_asked(p)} cannot run {p}: {found}")
@@ -458,14 +460,27 @@ def _plan_conv_integer(p: IntegerConvProblem, device: Device) -> Plan:
 
 
 def _plan_conv_scaled(p: ScaledConvProblem, device: Device) -> Plan:
-    """A convolution of 8-bit numbers: its sums, by a plan of their own, then a pass for what follows them."""
+    """A convolution of 8-bit numbers in one pass; else its sums, by a plan of their own, and a pass behind them."""
+    forced = p.implementation == "native" or p.algorithm is not None
+
+    def otherwise(why: str) -> Plan:
+        if forced:
+            raise ValueError(f"{p.name}: {_asked(p)} cannot run {p}: {why}")
+        if device.platform != "cuda":
+            return Plan("xla", f"XLA computes it: {why}")
+        return Plan("calls", f"a convolution, then its scales: {why}", "two")
+
     if p.implementation == "xla":
         return Plan("xla", "implementation='xla' was asked for")
-    if p.implementation == "native" or p.algorithm is not None:
-        raise ValueError(f"{p.name}: {_asked(p)} cannot run {p}: there is no kernel of 8-bit numbers")
-    if device.platform != "cuda":
-        return Plan("xla", "XLA's own convolutions of 8-bit numbers are exact here")
-    return Plan("calls", "a convolution, then its scales: there is no kernel of 8-bit numbers", "two")
+    if _empty(p):
+        return Plan("xla", "there is nothing to compute")
+    if disabled("conv_scaled") and p.scaled:  # sums alone are conv_integer's, which its plan has
+        return otherwise(f"JAXCONV_DISABLE={os.environ['JAXCONV_DISABLE']}")
+    found = _refusal(p, device) or conv_scaled.made(p, device)
+    if isinstance(found, str):
+        return otherwise(found)
+    reason = f"{_asked(p)} was asked for" if forced else "one pass on 8-bit tensor cores, which XLA has not"
+    return dataclasses.replace(found, reason=reason)
 
 
 def fused_behind(p: ConvProblem, plan: Plan, device: Device) -> str | None:

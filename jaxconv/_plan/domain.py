@@ -19,6 +19,7 @@ from jaxconv._problem import (
     IntegerConvProblem,
     NormalisedConvProblem,
     PoolProblem,
+    ScaledConvProblem,
     SqueezeExciteProblem,
 )
 
@@ -92,6 +93,15 @@ def folded(p: ConvProblem, dgrad: bool) -> ConvProblem:
 def conv_workspace(op: str, plan: Plan, p: ConvProblem) -> int:
     """Bytes."""
     return _native.cpu.conv_workspace(op, _conv(p), plan.kernel, plan.tile, plan.splits, plan.chunk)
+
+
+def conv_scaled_refusal(plan: Plan, p: ScaledConvProblem, device: Device) -> str | None:
+    """conv_refusal of a convolution of 8-bit numbers, channels last as its kernel reads them."""
+    bare = ConvProblem(**{field.name: getattr(p, field.name) for field in dataclasses.fields(ConvProblem)})
+    conv = _conv(dataclasses.replace(bare.bare(), name="", dtype="float32", channels_last=True))
+    types = p.dtype, p.w_dtype, p.out_dtype
+    made = plan.kernel, plan.tile, plan.splits, plan.chunk, *capability(device), device.sm_count
+    return _native.cpu.conv_scaled_refusal(conv, *types, *made) or None
 
 
 def conv_integer_refusal(plan: Plan, p: IntegerConvProblem) -> str | None:

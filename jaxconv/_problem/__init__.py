@@ -21,6 +21,7 @@ from jaxconv._problem.conv_scaled import (
     SCALED_RESULTS,
     ScaledConvProblem,
     scale_of,
+    sums_of_integers,
 )
 from jaxconv._problem.dense import DENSE_ALGORITHMS, DenseAlgorithm, DenseProblem, MlpProblem
 from jaxconv._problem.groupnorm import GROUPNORM_ALGORITHMS, GroupNormAlgorithm, GroupNormProblem
@@ -116,4 +117,5 @@ __all__ = [
     "promoted",
     "same_dtype",
     "scale_of",
+    "sums_of_integers",
 ]

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxconv._problem.conv import ConvProblem
 from jaxconv._problem.conv_integer import IntegerConvProblem
@@ -37,6 +38,11 @@ class ScaledConvProblem(ConvProblem):
     @property
     def sums_dtype(self) -> str:
         return "int32" if self.of_integers else "float32"
+
+    @property
+    def beyond(self) -> str | None:
+        """Which number native code cannot represent, or None."""
+        return self.integer.beyond
 
     @property
     def integer(self) -> IntegerConvProblem:
@@ -132,6 +138,41 @@ class ScaledConvProblem(ConvProblem):
             residual_scaled=residual_scale is not None,
             out_scaled=out_scale is not None,
         )
+
+
+def sums_of_integers(p: IntegerConvProblem) -> ScaledConvProblem | str:
+    """A convolution of integers as the sums of one of 8-bit numbers, or a sentence that says why it is none.
+
+    It is channels last: of lhs with its axes in the order of N, the spatial ones and C, and of rhs in that of the
+    spatial ones, C and K.
+    """
+    if p.lhs_dtype not in EIGHT_BIT_INTEGERS or p.dtype != "int32":
+        return f"8-bit tensor cores sum up int8 and uint8 in int32, got {p.lhs_dtype} in {p.dtype}"
+    if p.batch_groups > 1 or set(p.lhs_dilation) - {1}:
+        return "8-bit tensor cores have neither batch groups nor a dilation of x"
+    if p.nd == 0:
+        return "it has no spatial dimension"
+    return ScaledConvProblem(
+        name=p.name,
+        dtype=p.lhs_dtype,
+        w_dtype=p.rhs_dtype,
+        out_dtype=p.dtype,
+        scaled=False,
+        batch=p.batch,
+        in_channels=p.group_c * p.groups,
+        out_channels=p.out_channels,
+        groups=p.groups,
+        in_spatial=p.in_spatial,
+        filter=p.filter,
+        out_spatial=p.out_spatial,
+        stride=p.stride,
+        padding=p.padding,
+        dilation=p.rhs_dilation,
+        channels_last=True,
+        precision=(lax.Precision.DEFAULT, lax.Precision.DEFAULT),
+        implementation=p.implementation,
+        algorithm=p.algorithm,
+    )
 
 
 def _list(names: tuple[str, ...]) -> str:

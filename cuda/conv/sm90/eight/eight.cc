@@ -1,0 +1,96 @@
+#include "cuda/conv/sm90/eight/eight.h"
+
+#include "cuda/conv/sm90/geometry.h"
+#include "cuda/conv/sm90/tensors.h"
+#include "cuda/core/tma.h"
+#include "cuda/gemm/sm90_eight.h"
+#include "cuda/gemm/sm90_tiles.h"
+
+namespace jaxconv::cuda {
+namespace {
+
+// w (K, T R S, C/G) as (T R S C/G, 2, 4, 2, K / 16): a filter n = 16g + 4t + 2h + e at (e, t, h, g).
+TmaTensor SixteensOfFilters(const void* w, int64_t depth, int64_t filters) {
+  return {w, 5, {depth, 2, 4, 2, filters / 16}, {1, depth, 4 * depth, 2 * depth, 16 * depth}};
+}
+
+Status Launch(const Context& ctx, const ScaledConvProblem& s, Sm90Product& p,
+              const Sm90EightEpilogue& e, TileSize tile, int multiprocessors,
+              const std::string& what) {
+  const auto of = [&](Number x, Number w) { return s.x_type == x && s.w_type == w; };
+#define JAXCONV_EIGHT_LAUNCH(x, w)    \
+  if (of(Number::k##x, Number::k##w)) \
+    return LaunchSm90Eight##x##w(ctx, p, e, tile, multiprocessors, what);
+  JAXCONV_EIGHT_LAUNCH(S8, S8)
+  JAXCONV_EIGHT_LAUNCH(U8, S8)
+  JAXCONV_EIGHT_LAUNCH(S8, U8)
+  JAXCONV_EIGHT_LAUNCH(U8, U8)
+  JAXCONV_EIGHT_LAUNCH(E4M3, E4M3)
+  JAXCONV_EIGHT_LAUNCH(E4M3, E5M2)
+  JAXCONV_EIGHT_LAUNCH(E5M2, E4M3)
+  JAXCONV_EIGHT_LAUNCH(E5M2, E5M2)
+#undef JAXCONV_EIGHT_LAUNCH
+  return Status::Internal(what + ": no launcher");
+}
+
+}  // namespace
+
+Status Sm90EightFprop(const Context& ctx, const ScaledConvProblem& s, const Plan& plan,
+                      const ConvScaledArrays& a, int multiprocessors, const std::string& what) {
+  const ConvProblem& p = s.conv;
+  const TileSize tile = ReadTile(plan.tile);
+  const int64_t pixels = p.n * p.out_size();
+  Sm90Product g = {};
+  Sm90Phase& phase = g.phase[0];
+  const TmaWalk walk = InputWalk(p);
+  phase.m = int(pixels);
+  for (int i = 0; i < 3; ++i) {
+    phase.extent[i] = walk.count[i];
+    phase.first[i] = walk.first[i];
+    phase.step[i] = walk.step[i];
+    phase.taps[i] = int(p.filter[2 - i]);
+    phase.tap_step[i] = int(p.dilation[2 - i]);
+  }
+  g.phases = 1;
+  g.instances = int(p.groups);
+  g.n = int(p.group_k());
+  g.channels = int(p.group_c());
+  g.k_blocks = int(CeilDiv(g.channels, 128));
+  g.splits = 1;
+  if (Plain(p)) {
+    JAXCONV_RETURN_IF_ERROR(EncodeBytes(MatrixTensor(a.x, p.group_c(), p.groups, pixels),
+                                        {128, 1, tile.rows}, what + " x", &g.a[0]));
+  } else {
+    g.rank_a = Rank(p);
+    JAXCONV_RETURN_IF_ERROR(EncodeBytesIm2col(ImageTensor(a.x, g.rank_a, p.c, p.in, p.n), walk,
+                                              tile.rows, what + " x", &g.a[0]));
+  }
+  const int64_t depth = p.filter_size() * p.group_c();
+  JAXCONV_RETURN_IF_ERROR(EncodeBytes(SixteensOfFilters(a.w, depth, p.k),
+                                      {128, 2, 4, 2, tile.columns / 16}, what + " w", &g.b));
+  Sm90EightEpilogue e = {};
+  e.scale = a.scale.as<float>();
+  e.bias = a.b.as<float>();
+  e.residual = a.residual;
+  e.residual_scale = a.residual_scale.as<float>();
+  e.out_scale = a.out_scale.as<float>();
+  e.d = a.y;
+  e.row = p.k;
+  e.activation = s.activation;
+  e.slope = float(s.slope);
+  e.residual_type = s.residual_type;
+  e.type = s.y_type;
+  const int columns = tile.columns < 128 ? tile.columns : 128;
+  if (SizeOf(s.y_type) == 1) {
+    JAXCONV_RETURN_IF_ERROR(EncodeBytes(MatrixTensor(a.y, p.group_k(), p.groups, pixels),
+                                        {columns, 1, 64}, what + " y", &g.d[0]));
+    if (s.residual && SizeOf(s.residual_type) == 1) {
+      g.added = Sm90Added::kMatrix;
+      JAXCONV_RETURN_IF_ERROR(EncodeBytes(MatrixTensor(a.residual, p.group_k(), p.groups, pixels),
+                                          {columns, 1, tile.rows}, what + " residual", &g.c));
+    }
+  }
+  return Launch(ctx, s, g, e, tile, multiprocessors, what);
+}
+
+}  // namespace jaxconv::cuda

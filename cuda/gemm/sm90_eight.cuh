@@ -1,0 +1,700 @@
+// Products of 8-bit operands on the sm_90a main loop, both k-major, and what follows their sums (Sm90EightEpilogue), in one pass:
+//
+//   d[m, n] = narrow(f(scale[n] * (sum over (tap, k) of A[m, (tap, k)] * B[n, (tap, k)]) + bias[n] + ...) * out_scale)
+//
+// A is a plain matrix or columns of pixels, as in sm90_product.cuh, whose tiles these are. A stage has 128 k.
+//
+// A thread of wgmma has columns 2t, 2t + 1, 8 + 2t, 9 + 2t of each sixteen (t = lane % 4), and of 8-bit results four
+// neighbours should leave together. So the filters of a sixteen lie in shared memory in the order in which these are columns
+// 4t .. 4t + 3: n = 4t + 2h + e at 8h + 2t + e. TMA brings them so: b's map has an axis for each of e, t and h.
+//
+// Sums of float8 products: the tensor cores keep about 14 bits of a sum, so a chain is a stage, 128 products, whose sums are
+// added to others in float32.
+#pragma once
+
+#include <cuda_fp8.h>
+
+#include <cstdint>
+#include <string>
+#include <type_traits>
+
+#include "common/dtype.h"
+#include "cuda/core/copy_async.cuh"
+#include "cuda/core/tma.cuh"
+#include "cuda/core/wgmma_eight.cuh"
+#include "cuda/gemm/sm90.cuh"
+#include "cuda/gemm/sm90_eight.h"
+#include "cuda/gemm/sm90_epilogue.cuh"
+#include "cuda/gemm/sm90_product.cuh"
+
+namespace jaxconv::cuda {
+
+// kNarrow: results of 8 bits, which leave by TMA through shared memory; others are written from registers.
+template <Number kX_, Number kW_, int kBlocks_, int kTileN_, bool kPingPong_, bool kNarrow_>
+struct Sm90EightTile {
+  static constexpr Number kX = kX_, kW = kW_;
+  static constexpr bool kIntegers = IsInteger8(kX);
+  using Sum = std::conditional_t<kIntegers, int32_t, float>;
+  static constexpr int kThreads = kSm90Threads;
+  static constexpr int kBlocks = kBlocks_, kTileN = kTileN_;  // as Sm90Tile's, also below
+  static constexpr bool kPingPong = kPingPong_, kNarrow = kNarrow_, kPair = false;
+  static constexpr int kTileK = 128;
+  static constexpr int kTileM = kBlocks * 64 * (kPingPong ? 1 : 2);
+  static constexpr int kRows = kTileM, kColumns = kTileN;
+  static constexpr int kBytesA = kTileM * 128, kBytesB = kTileN * 128;
+  static constexpr int kStageBytesA = kBytesA, kStageBytes = kBytesA + kBytesB;
+  // A box is 64 rows of results of 8 bits; a warpgroup has two.
+  static constexpr int kBoxColumns = kTileN < 128 ? kTileN : 128, kBoxBytes = 64 * kBoxColumns;
+  static constexpr int kBoxes = kTileN / kBoxColumns;  // side by side
+  static constexpr int kOutboxBytes = kNarrow ? 2 * kBoxBytes : 0;
+  static constexpr int kScaleBytes = kTileN * 8;  // of a warpgroup: scales, then biases
+  static constexpr int kStages =
+      (kSm90SharedBytes - 2 * (kOutboxBytes + kScaleBytes) - 256) / kStageBytes;
+  static constexpr int kOutboxes = kStages * kStageBytes;  // offsets
+  static constexpr int kScales = kOutboxes + 2 * kOutboxBytes;
+  static constexpr int kBarriers = kScales + 2 * kScaleBytes;
+  static constexpr int kUnits = 0, kUnitBytes = 0, kUnitOffset = 0;
+  static constexpr int kSharedBytes = kBarriers + (2 * kStages + 2) * 8;
+  static constexpr int kReaders = kPingPong ? 1 : 2;
+  static_assert(kStages >= 3 && kSharedBytes <= kSm90SharedBytes);
+  static_assert(kRows * kColumns <= kStageBytes, "a residual of 8 bits is a stage");
+};
+
+// Sums of warpgroup `group` over the next `steps` stages, as Sm90MainLoop.
+template <typename Tile, typename Seen>
+__device__ __forceinline__ void Sm90EightLoop(Sm90Ring<Tile>& ring, int group, int steps,
+                                              int32_t (&acc)[Tile::kBlocks][Tile::kTileN / 2],
+                                              Seen&& seen) {
+#pragma unroll
+  for (int m = 0; m < Tile::kBlocks; ++m) {
+#pragma unroll
+    for (int i = 0; i < Tile::kTileN / 2; ++i) acc[m][i] = 0;
+  }
+  const int block0 = Tile::kPingPong ? 0 : group * Tile::kBlocks;
+  if constexpr (Tile::kPingPong) ring.AwaitTurn(group);
+  int before = -1;  // the stage whose products may still run
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    ring.Await();
+    const uint64_t a = OperandDescriptor<true>(ring.A() + block0 * kBlockBytes);
+    const uint64_t b = OperandDescriptor<true>(ring.B());
+#pragma unroll
+    for (int m = 0; m < Tile::kBlocks; ++m) Pin(acc[m]);
+    WgmmaFence();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+#pragma unroll
+      for (int m = 0; m < Tile::kBlocks; ++m) {
+        WgmmaEight<Tile::kX, Tile::kW>(acc[m], a + m * (kBlockBytes / 16) + k * kOperandStep<true>,
+                                       b + k * kOperandStep<true>, 1);
+      }
+    }
+    WgmmaCommit();
+    WgmmaWait<1>();
+    if (before >= 0) ring.Release(before);
+    before = ring.stage;
+    ring.Advance();
+  }
+  seen();
+  if constexpr (Tile::kPingPong) ring.PassTurn(group);
+#pragma unroll
+  for (int m = 0; m < Tile::kBlocks; ++m) Pin(acc[m]);
+  WgmmaWait<0>();
+#pragma unroll
+  for (int m = 0; m < Tile::kBlocks; ++m) Pin(acc[m]);
+  if (before >= 0) ring.Release(before);
+}
+
+// The same of float8: a stage's sums are a chain of the tensor cores'.
+template <typename Tile, typename Seen>
+__device__ __forceinline__ void Sm90EightLoop(Sm90Ring<Tile>& ring, int group, int steps,
+                                              float (&sum)[Tile::kBlocks][Tile::kTileN / 2],
+                                              Seen&& seen) {
+  static_assert(!Tile::kPingPong);
+  float acc[Tile::kBlocks][Tile::kTileN / 2];
+#pragma unroll
+  for (int m = 0; m < Tile::kBlocks; ++m) {
+#pragma unroll
+    for (int i = 0; i < Tile::kTileN / 2; ++i) sum[m][i] = acc[m][i] = 0.f;
+  }
+  const int block0 = group * Tile::kBlocks;
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    ring.Await();
+    const uint64_t a = OperandDescriptor<true>(ring.A() + block0 * kBlockBytes);
+    const uint64_t b = OperandDescriptor<true>(ring.B());
+#pragma unroll
+    for (int m = 0; m < Tile::kBlocks; ++m) Pin(acc[m]);
+    WgmmaFence();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+#pragma unroll
+      for (int m = 0; m < Tile::kBlocks; ++m) {
+        WgmmaEight<Tile::kX, Tile::kW>(acc[m], a + m * (kBlockBytes / 16) + k * kOperandStep<true>,
+                                       b + k * kOperandStep<true>, k > 0);
+      }
+    }
+    WgmmaCommit();
+    WgmmaWait<0>();
+#pragma unroll
+    for (int m = 0; m < Tile::kBlocks; ++m) Pin(acc[m]);
+    ring.Release(ring.stage);
+    ring.Advance();
+#pragma unroll
+    for (int m = 0; m < Tile::kBlocks; ++m) {
+#pragma unroll
+      for (int i = 0; i < Tile::kTileN / 2; ++i) sum[m][i] = __fadd_rn(sum[m][i], acc[m][i]);
+    }
+  }
+  seen();
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The producer
+
+template <typename Tile>
+__device__ __forceinline__ void ProduceEightTile(const Sm90Product& p, const Sm90Place& at,
+                                                 Sm90Ring<Tile>& ring) {
+  const Sm90Phase& phase = p.phase[0];
+  int first[3] = {}, image = 0;
+  if (p.rank_a != 0) {
+    const Digits4 pixel = PixelOf(phase, at.m);
+    image = pixel.digit[0];
+    for (int i = 0; i < 3; ++i) first[i] = pixel.digit[3 - i] * phase.step[i] + phase.first[i];
+  }
+  const int sixteen = (at.instance * p.n + at.n) / 16;
+  int tap = 0;  // its first k in b
+  for (int t = 0; t < phase.taps[2]; ++t) {
+    for (int r = 0; r < phase.taps[1]; ++r) {
+      for (int s = 0; s < phase.taps[0]; ++s, tap += p.channels) {
+        const int offset[3] = {s * phase.tap_step[0], r * phase.tap_step[1], t * phase.tap_step[2]};
+        for (int k = 0; k < p.channels; k += Tile::kTileK) {
+          const uint32_t full = ring.Claim();
+          if (p.rank_a != 0) {
+            LoadColumn(p.rank_a, ring.A(), p.a[0], full, at.instance * p.channels + k, first, image,
+                       offset);
+          } else {
+            LoadTile(ring.A(), p.a[0], full, k, at.instance, at.m);
+          }
+          // Behind the channels of a tap lie the next one's, which meet zeros of A.
+          LoadTile(ring.B(), p.b, full, tap + k, 0, 0, 0, sixteen);
+          ring.Advance();
+        }
+      }
+    }
+  }
+}
+
+// A residual of 8 bits, in boxes as d's: through the ring, behind the operands.
+template <typename Tile>
+__device__ __forceinline__ void ProduceResidual(const Sm90Product& p, const Sm90Place& at,
+                                                Sm90Ring<Tile>& ring) {
+  const uint32_t full = ring.Claim(Tile::kRows * Tile::kColumns);
+#pragma unroll
+  for (int i = 0; i < Tile::kBoxes; ++i) {
+    LoadTile(ring.A() + i * Tile::kRows * Tile::kBoxColumns, p.c, full,
+             at.n + i * Tile::kBoxColumns, at.instance, at.m);
+  }
+  ring.Advance();
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The epilogue
+
+// The place of the sixteenth chunk `chunk` of row `row` in a box of kColumns bytes a row, swizzled.
+template <int kColumns>
+__device__ __forceinline__ uint32_t ChunkOf(int row, int chunk) {
+  constexpr int kChunks = kColumns / 16;
+  return uint32_t(row * kColumns + ((chunk ^ (row * kColumns / 128 % kChunks)) * 16));
+}
+
+// The scales and biases of a tile's columns, 1 and -0 (which changes nothing that it is added to) where there are none. They
+// are on their way while the products run.
+template <int kTileN>
+struct EightScales {
+  // `shared`: this warpgroup's kTileN * 8 bytes, that nobody reads any more.
+  __device__ __forceinline__ void Load(const Sm90EightEpilogue& e, int64_t first, int left) const {
+    constexpr int kEach = kTileN / 4;  // chunks of four numbers
+    const int i = threadIdx.x % 128;
+    if (i < 2 * kEach) {
+      const int chunk = i % kEach;
+      const bool bias = i >= kEach;
+      const float* from = bias ? e.bias : e.scale;
+      const uint32_t to = shared + i * 16;
+      if (from != nullptr && chunk * 4 < left) {
+        CopyAsync(to, reinterpret_cast<const uint4*>(from + first + chunk * 4));
+      } else {
+        const float fill = bias ? -0.f : 1.f;
+        asm volatile("st.shared.v4.f32 [%0], {%1, %1, %1, %1};\n" ::"r"(to), "f"(fill) : "memory");
+      }
+    }
+    CopyCommit();
+  }
+  // Before they are read; all threads of the warpgroup.
+  __device__ __forceinline__ void Wait(int barrier) const {
+    CopyWait<0>();
+    NamedBarrier(barrier, 128);
+  }
+  __device__ __forceinline__ float4 Read(int column, bool bias) const {
+    float4 v;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];\n"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "r"(shared + (bias * kTileN + column) * 4)
+                 : "memory");
+    return v;
+  }
+  uint32_t shared;
+};
+
+__device__ __forceinline__ float SumAsFloat(int32_t sum) { return __int2float_rn(sum); }
+__device__ __forceinline__ float SumAsFloat(float sum) { return sum; }
+
+// Four neighbours in a row of d: registers of the first (h = 0, e = 0) and so on.
+__device__ __forceinline__ constexpr int RegisterOf(int sixteen, int below, int i) {
+  return sixteen * 8 + i / 2 * 4 + below * 2 + i % 2;
+}
+
+// Four neighbours of 8 bits as float32.
+struct Bytes {
+  // Of integers: a byte in the mantissa of 2^23 is 2^23 more than it is; signed ones are flipped to 128 more first.
+  __device__ __forceinline__ static void Integers(uint32_t four, bool is_signed, float (&r)[4]) {
+    const uint32_t flipped = is_signed ? four ^ 0x80808080u : four;
+    const float bias = is_signed ? 8388736.f : 8388608.f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      r[i] = __fsub_rn(__uint_as_float(__byte_perm(flipped, 0x4B000000u, 0x7440 + i)), bias);
+    }
+  }
+  template <__nv_fp8_interpretation_t kKind>
+  __device__ __forceinline__ static void Floats(uint32_t four, float (&r)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+      const __half2_raw pair =
+          __nv_cvt_fp8x2_to_halfraw2(__nv_fp8x2_storage_t(four >> (8 * i)), kKind);
+      const float2 two = __half22float2(*reinterpret_cast<const __half2*>(&pair));
+      r[i] = two.x;
+      r[i + 1] = two.y;
+    }
+  }
+};
+
+// v = v + r * scale, four neighbours.
+__device__ __forceinline__ void AddScaled(const float (&r)[4], float scale, float* v0, float* v1,
+                                          float* v2, float* v3) {
+  *v0 = __fadd_rn(*v0, __fmul_rn(r[0], scale));
+  *v1 = __fadd_rn(*v1, __fmul_rn(r[1], scale));
+  *v2 = __fadd_rn(*v2, __fmul_rn(r[2], scale));
+  *v3 = __fadd_rn(*v3, __fmul_rn(r[3], scale));
+}
+
+template <typename Tile, typename Unpack>
+__device__ __forceinline__ void AddFromBoxes(uint32_t boxes, int block0, float scale,
+                                             float (&v)[Tile::kBlocks][Tile::kTileN / 2],
+                                             const Unpack& unpack) {
+  const int lane = threadIdx.x % 32, in_block = threadIdx.x % 128 / 32 * 16 + lane % 16;
+#pragma unroll
+  for (int m = 0; m < Tile::kBlocks; ++m) {
+    const int row = (block0 + m) * 64 + in_block;
+#pragma unroll
+    for (int sixteen = 0; sixteen < Tile::kTileN / 16; sixteen += 2) {
+      constexpr int kPerBox = Tile::kBoxColumns / 16;
+      const uint32_t box = boxes + sixteen / kPerBox * (Tile::kRows * Tile::kBoxColumns);
+      uint32_t four[4];
+      asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+                   : "=r"(four[0]), "=r"(four[1]), "=r"(four[2]), "=r"(four[3])
+                   : "r"(box + ChunkOf<Tile::kBoxColumns>(row, sixteen % kPerBox + lane / 16))
+                   : "memory");
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float r[4];
+        unpack(four[i], r);
+        const int at = sixteen + i / 2, below = i % 2;
+        AddScaled(r, scale, &v[m][RegisterOf(at, below, 0)], &v[m][RegisterOf(at, below, 1)],
+                  &v[m][RegisterOf(at, below, 2)], &v[m][RegisterOf(at, below, 3)]);
+      }
+    }
+  }
+}
+
+// v += a residual in the stage.
+template <typename Tile>
+__device__ __forceinline__ void AddResidualStage(const Sm90EightEpilogue& e, uint32_t boxes,
+                                                 int block0, float scale,
+                                                 float (&v)[Tile::kBlocks][Tile::kTileN / 2]) {
+  if (e.residual_type == Number::kE4M3) {
+    AddFromBoxes<Tile>(boxes, block0, scale, v,
+                       [](uint32_t four, float (&r)[4]) { Bytes::Floats<__NV_E4M3>(four, r); });
+  } else if (e.residual_type == Number::kE5M2) {
+    AddFromBoxes<Tile>(boxes, block0, scale, v,
+                       [](uint32_t four, float (&r)[4]) { Bytes::Floats<__NV_E5M2>(four, r); });
+  } else {
+    const bool is_signed = e.residual_type == Number::kS8;
+    AddFromBoxes<Tile>(boxes, block0, scale, v,
+                       [=](uint32_t four, float (&r)[4]) { Bytes::Integers(four, is_signed, r); });
+  }
+}
+
+// Four neighbours of a residual as it lies.
+template <Number kType>
+__device__ __forceinline__ void ReadFour(const void* residual, int64_t at, float (&r)[4]) {
+  if constexpr (kType == Number::kF32) {
+    const float4 v =
+        __ldg(reinterpret_cast<const float4*>(static_cast<const float*>(residual) + at));
+    r[0] = v.x;
+    r[1] = v.y;
+    r[2] = v.z;
+    r[3] = v.w;
+  } else if constexpr (SizeOf(kType) == 2) {
+    using T = std::conditional_t<kType == Number::kBF16, __nv_bfloat16, __half>;
+    const uint2 v = __ldg(reinterpret_cast<const uint2*>(static_cast<const T*>(residual) + at));
+    const float2 low = UnpackPair(v.x, T()), high = UnpackPair(v.y, T());
+    r[0] = low.x;
+    r[1] = low.y;
+    r[2] = high.x;
+    r[3] = high.y;
+  } else {
+    const uint32_t four =
+        __ldg(reinterpret_cast<const uint32_t*>(static_cast<const uint8_t*>(residual) + at));
+    if constexpr (IsInteger8(kType)) {
+      Bytes::Integers(four, kType == Number::kS8, r);
+    } else {
+      Bytes::Floats<kType == Number::kE4M3 ? __NV_E4M3 : __NV_E5M2>(four, r);
+    }
+  }
+}
+
+// f(row below the tile's first of an instance, column, register of the first of four neighbours' block, sixteen, below) over
+// those of a thread that are d's.
+template <typename Tile, typename F>
+__device__ __forceinline__ void EachFour(const Sm90Product& p, const Sm90Place& at, int block0,
+                                         const F& f) {
+  const int m_end = p.phase[0].m, lane = threadIdx.x % 32;
+#pragma unroll
+  for (int m = 0; m < Tile::kBlocks; ++m) {
+    const int row = at.m + (block0 + m) * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;
+#pragma unroll
+    for (int sixteen = 0; sixteen < Tile::kTileN / 16; ++sixteen) {
+      const int n = at.n + sixteen * 16;  // p.n is a multiple of 16
+      if (n >= p.n) continue;
+#pragma unroll
+      for (int below = 0; below < 2; ++below) {
+        if (row + below * 8 < m_end) f(row + below * 8, n + lane % 4 * 4, m, sixteen, below);
+      }
+    }
+  }
+}
+
+// v += a residual as it lies.
+template <typename Tile>
+__device__ __forceinline__ void AddResidualAsItLies(const Sm90Product& p,
+                                                    const Sm90EightEpilogue& e, const Sm90Place& at,
+                                                    int block0, float scale,
+                                                    float (&v)[Tile::kBlocks][Tile::kTileN / 2]) {
+  const int64_t first = int64_t(at.instance) * p.n;
+#define JAXCONV_EIGHT_RESIDUAL(kind)                                                        \
+  case Number::kind:                                                                        \
+    EachFour<Tile>(p, at, block0, [&](int row, int n, int m, int sixteen, int below) {      \
+      float r[4];                                                                           \
+      ReadFour<Number::kind>(e.residual, first + row * e.row + n, r);                       \
+      AddScaled(r, scale, &v[m][RegisterOf(sixteen, below, 0)],                             \
+                &v[m][RegisterOf(sixteen, below, 1)], &v[m][RegisterOf(sixteen, below, 2)], \
+                &v[m][RegisterOf(sixteen, below, 3)]);                                      \
+    });                                                                                     \
+    return;
+  switch (e.residual_type) {
+    JAXCONV_EIGHT_RESIDUAL(kBF16)
+    JAXCONV_EIGHT_RESIDUAL(kF16)
+    JAXCONV_EIGHT_RESIDUAL(kF32)
+    default:
+      break;
+  }
+  if constexpr (!Tile::kNarrow) {
+    switch (e.residual_type) {
+      JAXCONV_EIGHT_RESIDUAL(kS8)
+      JAXCONV_EIGHT_RESIDUAL(kU8)
+      JAXCONV_EIGHT_RESIDUAL(kE4M3)
+      JAXCONV_EIGHT_RESIDUAL(kE5M2)
+      default:
+        break;
+    }
+  }
+#undef JAXCONV_EIGHT_RESIDUAL
+}
+
+// Four numbers, rounded to nearest even and saturated: a byte each, the first lowest. NaN is 0 in integers.
+template <Number kType>
+__device__ __forceinline__ uint32_t Narrowed(float a, float b, float c, float d) {
+  if constexpr (IsFloat8(kType)) {
+    uint16_t low, high;
+    if constexpr (kType == Number::kE4M3) {
+      asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;\n" : "=h"(low) : "f"(b), "f"(a));
+      asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;\n" : "=h"(high) : "f"(d), "f"(c));
+    } else {
+      asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;\n" : "=h"(low) : "f"(b), "f"(a));
+      asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;\n" : "=h"(high) : "f"(d), "f"(c));
+    }
+    return uint32_t(low) | uint32_t(high) << 16;
+  } else {
+    const int i[4] = {__float2int_rn(a), __float2int_rn(b), __float2int_rn(c), __float2int_rn(d)};
+    uint32_t high, all;
+    if constexpr (kType == Number::kS8) {
+      asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, 0;\n" : "=r"(high) : "r"(i[3]), "r"(i[2]));
+      asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, %3;\n"
+          : "=r"(all)
+          : "r"(i[1]), "r"(i[0]), "r"(high));
+    } else {
+      asm("cvt.pack.sat.u8.s32.b32 %0, %1, %2, 0;\n" : "=r"(high) : "r"(i[3]), "r"(i[2]));
+      asm("cvt.pack.sat.u8.s32.b32 %0, %1, %2, %3;\n"
+          : "=r"(all)
+          : "r"(i[1]), "r"(i[0]), "r"(high));
+    }
+    return all;
+  }
+}
+
+// A warpgroup's two boxes on their way out.
+template <typename Tile>
+struct EightOutbox {
+  __device__ __forceinline__ uint32_t Box() const { return shared + box * Tile::kBoxBytes; }
+
+  // Of the tile's block m and columns of boxes `column`, all rounded to kType.
+  template <Number kType>
+  __device__ __forceinline__ void Put(const Sm90Product& p, const Sm90Place& at, int block0,
+                                      const float (&v)[Tile::kBlocks][Tile::kTileN / 2]) {
+    constexpr int kPerBox = Tile::kBoxColumns / 16;
+    const bool leader = threadIdx.x % 128 == 0;
+    const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
+#pragma unroll
+    for (int i = 0; i < Tile::kBlocks * Tile::kBoxes; ++i) {
+      const int m = i / Tile::kBoxes, column = i % Tile::kBoxes;
+      if (leader) StoreWaitRead<1>();
+      NamedBarrier(barrier, 128);
+#pragma unroll
+      for (int j = 0; j < kPerBox; j += 2) {
+        uint32_t four[4];
+#pragma unroll
+        for (int q = 0; q < 4; ++q) {
+          const int sixteen = column * kPerBox + j + q / 2, below = q % 2;
+          four[q] = Narrowed<kType>(
+              v[m][RegisterOf(sixteen, below, 0)], v[m][RegisterOf(sixteen, below, 1)],
+              v[m][RegisterOf(sixteen, below, 2)], v[m][RegisterOf(sixteen, below, 3)]);
+        }
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(
+                         Box() + ChunkOf<Tile::kBoxColumns>(row, j + lane / 16)),
+                     "r"(four[0]), "r"(four[1]), "r"(four[2]), "r"(four[3])
+                     : "memory");
+      }
+      FenceForTma();
+      NamedBarrier(barrier, 128);
+      if (leader) {
+        const int to_m = at.m + (block0 + m) * 64, to_n = at.n + column * Tile::kBoxColumns;
+        if (to_m < p.phase[0].m && to_n < p.n) StoreTile(p.d[0], Box(), to_n, at.instance, to_m);
+        StoreCommit();
+      }
+      box ^= 1;
+    }
+  }
+
+  uint32_t shared;
+  int barrier;  // the named barrier of this warpgroup
+  int box = 0;
+};
+
+// From registers: rows of d are multiples of 16 elements.
+template <typename Tile>
+__device__ __forceinline__ void PutWide(const Sm90Product& p, const Sm90EightEpilogue& e,
+                                        const Sm90Place& at, int block0,
+                                        const float (&v)[Tile::kBlocks][Tile::kTileN / 2]) {
+  const int64_t first = int64_t(at.instance) * p.n;
+  const auto each = [&](const auto& put) {
+    EachFour<Tile>(p, at, block0, [&](int row, int n, int m, int sixteen, int below) {
+      put(first + row * e.row + n, v[m][RegisterOf(sixteen, below, 0)],
+          v[m][RegisterOf(sixteen, below, 1)], v[m][RegisterOf(sixteen, below, 2)],
+          v[m][RegisterOf(sixteen, below, 3)]);
+    });
+  };
+  if (e.type == Number::kBF16) {
+    each([&](int64_t i, float a, float b, float c, float d) {
+      using T = __nv_bfloat16;
+      *reinterpret_cast<uint2*>(static_cast<T*>(e.d) + i) =
+          uint2{PackHalves(a, b, T()), PackHalves(c, d, T())};
+    });
+  } else if (e.type == Number::kF16) {
+    each([&](int64_t i, float a, float b, float c, float d) {
+      using T = __half;
+      *reinterpret_cast<uint2*>(static_cast<T*>(e.d) + i) =
+          uint2{PackHalves(a, b, T()), PackHalves(c, d, T())};
+    });
+  } else {  // 32 bits as they are
+    each([&](int64_t i, float a, float b, float c, float d) {
+      *reinterpret_cast<float4*>(static_cast<float*>(e.d) + i) = float4{a, b, c, d};
+    });
+  }
+}
+
+// A warpgroup's sums on their way to d. Each step goes over all sums before the next begins (sm90_product.cuh).
+template <typename Tile>
+__device__ __forceinline__ void FinishEightTile(
+    const Sm90Product& p, const Sm90EightEpilogue& e, const Sm90Place& at, int group, int block0,
+    float residual_scale, float out_scale, const EightScales<Tile::kTileN>& scales,
+    Sm90Ring<Tile>& ring, EightOutbox<Tile>& outbox,
+    const typename Tile::Sum (&acc)[Tile::kBlocks][Tile::kTileN / 2]) {
+  float v[Tile::kBlocks][Tile::kTileN / 2];
+  if constexpr (!Tile::kNarrow && Tile::kIntegers) {
+    if (e.type == Number::kS32) {
+#pragma unroll
+      for (int m = 0; m < Tile::kBlocks; ++m) {
+#pragma unroll
+        for (int i = 0; i < Tile::kTileN / 2; ++i) v[m][i] = __int_as_float(acc[m][i]);
+      }
+      PutWide<Tile>(p, e, at, block0, v);
+      return;
+    }
+  }
+  scales.Wait(group + 1);
+#pragma unroll
+  for (int sixteen = 0; sixteen < Tile::kTileN / 16; ++sixteen) {
+    const int column = sixteen * 16 + threadIdx.x % 4 * 4;
+    const float4 scale = scales.Read(column, false), bias = scales.Read(column, true);
+    const float by[4] = {scale.x, scale.y, scale.z, scale.w},
+                plus[4] = {bias.x, bias.y, bias.z, bias.w};
+#pragma unroll
+    for (int m = 0; m < Tile::kBlocks; ++m) {
+#pragma unroll
+      for (int below = 0; below < 2; ++below) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int at_i = RegisterOf(sixteen, below, i);
+          v[m][at_i] = __fadd_rn(__fmul_rn(SumAsFloat(acc[m][at_i]), by[i]), plus[i]);
+        }
+      }
+    }
+  }
+  if (Tile::kNarrow && p.added == Sm90Added::kMatrix) {
+    ring.Await();
+    AddResidualStage<Tile>(e, ring.A(), block0, residual_scale, v);
+    ReadsFirst();
+    NamedBarrier(group + 1, 128);  // all have read
+    ring.Release(ring.stage);
+    ring.Advance();
+  } else if (e.residual != nullptr) {
+    AddResidualAsItLies<Tile>(p, e, at, block0, residual_scale, v);
+  }
+  auto& all = reinterpret_cast<float (&)[Tile::kBlocks * Tile::kTileN / 2]>(v[0][0]);
+  ActivateFast<__half>(e.activation, e.slope, all);
+  if (e.out_scale != nullptr) {
+#pragma unroll
+    for (float& z : all) z = __fmul_rn(z, out_scale);
+  }
+  if constexpr (Tile::kNarrow) {
+    switch (e.type) {
+      case Number::kU8:
+        outbox.template Put<Number::kU8>(p, at, block0, v);
+        break;
+      case Number::kE4M3:
+        outbox.template Put<Number::kE4M3>(p, at, block0, v);
+        break;
+      case Number::kE5M2:
+        outbox.template Put<Number::kE5M2>(p, at, block0, v);
+        break;
+      default:
+        outbox.template Put<Number::kS8>(p, at, block0, v);
+    }
+  } else {
+    PutWide<Tile>(p, e, at, block0, v);
+  }
+}
+
+template <typename Tile>
+__global__ void __launch_bounds__(kSm90Threads, 1)
+    Sm90EightKernel(const __grid_constant__ Sm90Product p,
+                    const __grid_constant__ Sm90EightEpilogue e) {
+#ifdef JAXCONV_SM90A
+  extern __shared__ __align__(1024) unsigned char shared_bytes[];
+  Sm90Ring<Tile> ring(SharedAddress(shared_bytes));
+  Sm90Start(ring);
+  const int group = __shfl_sync(0xffffffffu, int(threadIdx.x) / 128, 0) - 1;  // uniform
+  const bool added = Tile::kNarrow && p.added == Sm90Added::kMatrix;
+  if (group < 0) {
+    RegistersDown<kProducerRegisters>();
+    if (threadIdx.x == 0) {
+      PrefetchMap(p.a[0]);
+      PrefetchMap(p.b);
+      for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
+        const Sm90Place at = LocateTile<Tile>(p, tile);
+        ProduceEightTile(p, at, ring);
+        if (added) ProduceResidual(p, at, ring);
+      }
+    }
+  } else {
+    RegistersUp<kConsumerRegisters>();
+    const EightScales<Tile::kTileN> scales{ring.shared + Tile::kScales + group * Tile::kScaleBytes};
+    EightOutbox<Tile> outbox{ring.shared + Tile::kOutboxes + group * Tile::kOutboxBytes, group + 1};
+    const float residual_scale = e.residual_scale == nullptr ? 1.f : __ldg(e.residual_scale);
+    const float out_scale = e.out_scale == nullptr ? 1.f : __ldg(e.out_scale);
+    const int block0 = Tile::kPingPong ? 0 : group * Tile::kBlocks;
+    int turn = 0;
+    for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
+      if (Tile::kPingPong) {
+        turn ^= 1;
+        if (turn == group) {
+          Sm90Place other;
+          LocateSteps(p, tile, other);
+          ring.Skip(other.steps + added);
+          continue;
+        }
+      }
+      const Sm90Place at = LocateTile<Tile>(p, tile);
+      NamedBarrier(group + 1, 128);  // the last tile's scales are read
+      scales.Load(e, int64_t(at.instance) * p.n + at.n, p.n - at.n);
+      typename Tile::Sum acc[Tile::kBlocks][Tile::kTileN / 2];
+      Sm90EightLoop(ring, group, at.steps, acc, [&] {
+        if (Tile::kPingPong && added) ring.Await();
+      });
+      FinishEightTile<Tile>(p, e, at, group, block0, residual_scale, out_scale, scales, ring,
+                            outbox, acc);
+    }
+    if (threadIdx.x % 128 == 0) StoreWait();
+    CopyWait<0>();
+  }
+#endif
+}
+
+template <typename Tile>
+Status LaunchSm90Eight(const Context& ctx, Sm90Product& p, const Sm90EightEpilogue& e,
+                       int multiprocessors, const std::string& what) {
+  static_assert(sizeof(Sm90Product) + sizeof(Sm90EightEpilogue) <= 4096);
+  CountTiles<Tile>(p);
+  if (p.tiles == 0) return Status::Ok();
+  const auto kernel = Sm90EightKernel<Tile>;
+  JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
+  kernel<<<unsigned(std::min(p.tiles, multiprocessors)), Tile::kThreads, Tile::kSharedBytes,
+           ctx.stream>>>(p, e);
+  return LaunchStatus(what);
+}
+
+template <Number kX, Number kW>
+Status LaunchSm90EightByTile(const Context& ctx, Sm90Product& p, const Sm90EightEpilogue& e,
+                             TileSize tile, int multiprocessors, const std::string& what) {
+#define JAXCONV_EIGHT_TILE(rows, columns, blocks, ping_pong)                               \
+  if (tile == TileSize{rows, columns}) {                                                   \
+    using Narrow = Sm90EightTile<kX, kW, blocks, columns, ping_pong, true>;                \
+    using Wide = Sm90EightTile<kX, kW, blocks, columns, ping_pong, false>;                 \
+    return SizeOf(e.type) == 1 ? LaunchSm90Eight<Narrow>(ctx, p, e, multiprocessors, what) \
+                               : LaunchSm90Eight<Wide>(ctx, p, e, multiprocessors, what);  \
+  }
+  if constexpr (IsFloat8(kX)) {
+    JAXCONV_EIGHT_TILE(128, 128, 1, false)
+  } else {
+    JAXCONV_EIGHT_TILE(128, 128, 2, true)
+    if constexpr (kW == Number::kS8) {
+      JAXCONV_EIGHT_TILE(128, 256, 1, false)
+      JAXCONV_EIGHT_TILE(256, 128, 2, false)
+      JAXCONV_EIGHT_TILE(256, 64, 2, false)
+    }
+  }
+#undef JAXCONV_EIGHT_TILE
+  return Status::Internal(what + ": no launcher");
+}
+
+}  // namespace jaxconv::cuda

@@ -1,0 +1,45 @@
+// Products of 8-bit operands on the sm_90a main loop, as a host fills them in; sm90_eight.cuh computes them.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "common/activation.h"
+#include "common/dtype.h"
+#include "common/status.h"
+#include "cuda/core/context.h"
+#include "cuda/gemm/sm90_product.h"
+
+namespace jaxconv::cuda {
+
+// What follows a sum: v = float32(sum) * scale[n] + bias[n] + float32(residual) * residual_scale; d = f(v) * out_scale, in
+// float32, each operation rounded by itself; then in d's type, of 8 bits saturated. d of int32 is the sum.
+struct Sm90EightEpilogue {
+  const float* scale;           // (instances, n), or null: 1
+  const float* bias;            // the same, or null
+  const void* residual;         // like d, or null
+  const float* residual_scale;  // a number, or null: 1
+  const float* out_scale;       // a number, or null: 1
+  void* d;
+  int64_t row;  // elements of d from a row to the next
+  Activation activation;
+  float slope;
+  Number residual_type, type;  // type: of d
+};
+
+// Of `p` are read: a (rank_a), b, d[0] where d has 8 bits, c where that and the residual have (Sm90Added::kMatrix), the phase,
+// instances, n, channels, k_blocks. b is (k of all taps, 2, 4, 2, n / 16), a sixteen of n in the order of sm90_eight.cuh.
+#define JAXCONV_DECLARE_EIGHT(Name)                                                            \
+  Status LaunchSm90Eight##Name(const Context& ctx, Sm90Product& p, const Sm90EightEpilogue& e, \
+                               TileSize tile, int multiprocessors, const std::string& what);
+JAXCONV_DECLARE_EIGHT(S8S8)
+JAXCONV_DECLARE_EIGHT(U8S8)
+JAXCONV_DECLARE_EIGHT(S8U8)
+JAXCONV_DECLARE_EIGHT(U8U8)
+JAXCONV_DECLARE_EIGHT(E4M3E4M3)
+JAXCONV_DECLARE_EIGHT(E4M3E5M2)
+JAXCONV_DECLARE_EIGHT(E5M2E4M3)
+JAXCONV_DECLARE_EIGHT(E5M2E5M2)
+#undef JAXCONV_DECLARE_EIGHT
+
+}  // namespace jaxconv::cuda

@@ -1,0 +1,12 @@
+// The sm_90a product of 8-bit operands: float8_e4m3fn rows, float8_e5m2 columns. See sm90_eight.cuh.
+#include "cuda/gemm/sm90_eight.cuh"
+
+namespace jaxconv::cuda {
+
+Status LaunchSm90EightE4M3E5M2(const Context& ctx, Sm90Product& p, const Sm90EightEpilogue& e,
+                               TileSize tile, int multiprocessors, const std::string& what) {
+  return LaunchSm90EightByTile<Number::kE4M3, Number::kE5M2>(ctx, p, e, tile, multiprocessors,
+                                                             what);
+}
+
+}  // namespace jaxconv::cuda

@@ -1,0 +1,549 @@
+"""Convolutions of 8-bit numbers with scales: their meaning bit for bit by numpy, and by every tile of the kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import DEVICE, H200, PLATFORM, calls, poison
+from jax import lax
+
+import jaxconv
+from jaxconv import _plan, conv_scaled
+from jaxconv._plan import conv_scaled as tiles_of
+from jaxconv._problem import EIGHT_BIT_INTEGERS, FLOAT8, ScaledConvProblem
+
+ON_GPU = PLATFORM == "cuda" and DEVICE.compute_capability == (9, 0)
+Numbers = np.ndarray[Any, Any]
+
+
+def kernels(w_dtype: str = "int8") -> list[str | None]:
+    """What a call is forced to: every tile on a GPU that has them; None is what the plan says."""
+    if not ON_GPU:
+        return [None]
+    tiles = ("128x256", "256x128", "128x128", "256x64") if w_dtype == "int8" else ("128x128",)
+    return [f"sm90/eight {tile}" for tile in tiles]
+
+
+def values(seed: int, shape: Sequence[int], dtype: str) -> Numbers:
+    """Of the whole range of an integer, its ends among them; of float8 normal numbers."""
+    rng = np.random.default_rng(seed)
+    if dtype not in EIGHT_BIT_INTEGERS:
+        return rng.standard_normal(tuple(shape)).astype(jnp.dtype(dtype))
+    info = np.iinfo(dtype)
+    drawn = rng.integers(info.min, info.max, tuple(shape), endpoint=True).astype(dtype)
+    drawn.flat[:: max(1, drawn.size // 7)] = info.min
+    drawn.flat[1 :: max(2, drawn.size // 5)] = info.max
+    return drawn
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    x: tuple[int, ...]
+    w: tuple[int, ...]  # taps, C / groups, K
+    stride: int = 1
+    padding: Any = "SAME"
+    dilation: int = 1
+    groups: int = 1
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(stride=self.stride, padding=self.padding, dilation=self.dilation, groups=self.groups)
+
+
+# Rows, columns and depths that no tile divides; filters that reach out of images; several images in a tile; every rank.
+CASES = {
+    "one_by_one": Case((2, 9, 11, 64), (1, 1, 64, 48)),
+    "one_by_one_deep": Case((1, 5, 7, 528), (1, 1, 528, 272)),
+    "three_by_three": Case((3, 13, 12, 48), (3, 3, 48, 80)),
+    "more_rows_than_a_tile": Case((2, 17, 23, 32), (3, 3, 32, 304)),
+    "many_small_images": Case((150, 2, 2, 16), (3, 3, 16, 16)),
+    "stride": Case((2, 15, 13, 32), (3, 3, 32, 32), stride=2),
+    "stride_of_a_one_by_one": Case((2, 15, 14, 32), (1, 1, 32, 32), stride=2),
+    "dilated": Case((1, 19, 18, 16), (3, 3, 16, 32), dilation=3),
+    "uneven_pads": Case((2, 8, 9, 16), (3, 2, 16, 32), padding=((2, 0), (0, 3))),
+    "cropped": Case((2, 12, 11, 16), (3, 3, 16, 16), padding=((-2, 1), (0, -1))),
+    "groups": Case((2, 6, 7, 256), (3, 3, 128, 32), groups=2),
+    "wide_groups": Case((1, 8, 9, 384), (3, 3, 128, 432), groups=3),
+    "groups_of_a_one_by_one": Case((2, 6, 7, 256), (1, 1, 128, 544), groups=2),
+    "one_dimension": Case((3, 41, 48), (5, 48, 96), padding="CAUSAL"),
+    "three_dimensions": Case((2, 5, 6, 7, 16), (3, 2, 3, 16, 48)),
+    "several_waves": Case((24, 40, 40, 16), (1, 1, 16, 144)),
+}
+FUNCTIONS = {1: jaxconv.conv1d, 2: jaxconv.conv2d, 3: jaxconv.conv3d}
+
+
+def sums(case: Case, x: Numbers, w: Numbers) -> Numbers:
+    """The convolution by one product a tap, exact: float64 holds every partial sum."""
+    nd = x.ndim - 2
+    pads = case.padding
+    if isinstance(pads, str):
+        spans = [(f - 1) * case.dilation + 1 for f in w.shape[:nd]]
+        if pads == "CAUSAL":
+            pads = [(spans[0] - 1, 0)]
+        else:
+            pads = lax.padtype_to_pads(x.shape[1:-1], spans, (case.stride,) * nd, pads)
+    wide = np.pad(x.astype(np.float64), [(0, 0), *((max(lo, 0), max(hi, 0)) for lo, hi in pads), (0, 0)])
+    crop = tuple(slice(max(-lo, 0), hi if hi < 0 else None) for lo, hi in pads)
+    wide = wide[(slice(None), *crop)]
+    out = [
+        (extent - (f - 1) * case.dilation - 1) // case.stride + 1
+        for extent, f in zip(wide.shape[1:-1], w.shape[:nd], strict=True)
+    ]
+    c, k, g = w.shape[-2], w.shape[-1], case.groups
+    y = np.zeros((x.shape[0], *out, k))
+    for tap in np.ndindex(*w.shape[:nd]):
+        window = tuple(
+            slice(t * case.dilation, t * case.dilation + (o - 1) * case.stride + 1, case.stride)
+            for t, o in zip(tap, out, strict=True)
+        )
+        seen = wide[(slice(None), *window)]
+        for i in range(g):
+            mine = slice(i * k // g, (i + 1) * k // g)
+            y[..., mine] += seen[..., i * c : (i + 1) * c] @ w[tap].astype(np.float64)[:, mine]
+    return y
+
+
+def rounded(activation: Any, v: Numbers) -> Numbers:
+    if activation == "relu":
+        return np.maximum(v, np.float32(0))
+    if activation == "relu6":
+        return np.minimum(np.maximum(v, np.float32(0)), np.float32(6))
+    if isinstance(activation, tuple):
+        return np.where(v >= 0, v, np.float32(activation[1]) * v)
+    assert activation is None
+    return v
+
+
+def expected(
+    acc: Numbers,
+    out_dtype: str,
+    *,
+    scale: Numbers | None = None,
+    b: Numbers | None = None,
+    residual: Numbers | None = None,
+    residual_scale: float | None = None,
+    activation: Any = None,
+    out_scale: float | None = None,
+) -> Numbers:
+    """numpy rounds every operation by itself."""
+    v = acc.astype(np.float32)
+    if scale is not None:
+        v = v * scale
+    if b is not None:
+        v = v + b
+    if residual is not None:
+        r = residual.astype(np.float32)
+        v = v + (r if residual_scale is None else r * np.float32(residual_scale))
+    v = rounded(activation, v)
+    if out_scale is not None:
+        v = v * np.float32(out_scale)
+    assert v.dtype == np.float32
+    if out_dtype in EIGHT_BIT_INTEGERS:
+        info = np.iinfo(out_dtype)
+        return np.clip(np.rint(v), info.min, info.max).astype(out_dtype)
+    if out_dtype in FLOAT8:
+        largest = np.float32(jnp.finfo(out_dtype).max)
+        v = np.clip(v, -largest, largest)
+    return v.astype(jnp.dtype(out_dtype))
+
+
+def run(case: Case, kernel: str | None, x: Any, w: Any, b: Any = None, **options: Any) -> Numbers:
+    conv = FUNCTIONS[x.ndim - 2]
+    given = {name: value for name, value in options.items() if value is not None}
+    arrays = {n: v for n, v in given.items() if n in ("residual", "scale", "residual_scale", "out_scale")}
+    rest = {n: v for n, v in given.items() if n not in arrays} | case.options | dict(algorithm=kernel)
+
+    def f(x: Any, w: Any, b: Any, arrays: dict[str, Any]) -> Any:
+        return conv(x, w, b, **arrays, **rest)
+
+    if kernel is not None:
+        assert calls(f, x, w, b, arrays) == {"conv_scaled": 1}
+    poison()
+    return np.asarray(jax.jit(f)(x, w, b, arrays))
+
+
+def equal(got: Numbers, want: Numbers) -> None:
+    assert got.dtype == want.dtype
+    np.testing.assert_array_equal(got.astype(np.float64), want.astype(np.float64))
+
+
+def scales(case: Case, seed: int = 3) -> tuple[Numbers, Numbers]:
+    """Scales that take most sums into the range of 8 bits, some out of it; and biases."""
+    rng, k = np.random.default_rng(seed), case.w[-1]
+    depth = math.prod(case.w[:-1])
+    typical = 5000 * math.sqrt(depth)
+    scale = (60 / typical * rng.uniform(0.3, 2, k)).astype(np.float32)
+    return scale, rng.normal(0, 30, k).astype(np.float32)
+
+
+@pytest.mark.parametrize("kernel", kernels())
+@pytest.mark.parametrize("name", CASES)
+def test_every_window_is_exact(name, kernel):
+    case = CASES[name]
+    x, w = values(1, case.x, "int8"), values(2, case.w, "int8")
+    acc = sums(case, x, w)
+    scale, b = scales(case)
+    residual = values(4, acc.shape, "int8")
+    how: dict[str, Any] = dict(scale=scale, b=b, residual=residual, residual_scale=0.37, activation="relu")
+    how["out_scale"] = 0.9
+    got = run(case, kernel, x, w, out_dtype="int8", **how)
+    equal(got, expected(acc, "int8", **how))
+    assert 0 < np.mean(got == 127) < 0.5 and len(np.unique(got)) > 60
+
+
+@pytest.mark.parametrize("kernel", kernels())
+@pytest.mark.parametrize("name", ["one_by_one_deep", "more_rows_than_a_tile", "groups", "three_dimensions"])
+@pytest.mark.parametrize("out_dtype", ["int32", "float32", "bfloat16", "uint8"])
+def test_every_result_of_every_window(name, kernel, out_dtype):
+    case = CASES[name]
+    x, w = values(1, case.x, "uint8"), values(2, case.w, "int8")
+    acc = sums(case, x, w)
+    if out_dtype == "int32":
+        raw = run(case, kernel, x, w)
+        equal(raw, acc.astype(np.int32))
+        return
+    scale, b = scales(case)
+    how: dict[str, Any] = dict(scale=scale / 2, b=b)
+    equal(run(case, kernel, x, w, out_dtype=out_dtype, **how), expected(acc, out_dtype, **how))
+
+
+PAIRS = [(a, b) for a in EIGHT_BIT_INTEGERS for b in EIGHT_BIT_INTEGERS]
+
+
+@pytest.mark.parametrize(("left", "right"), PAIRS)
+def test_every_pair_of_integers(left, right):
+    case = CASES["three_by_three"]
+    x, w = values(1, case.x, left), values(2, case.w, right)
+    acc = sums(case, x, w)
+    scale, b = scales(case)
+    for kernel in kernels(right):
+        equal(run(case, kernel, x, w, scale=scale, b=b, out_dtype=left), expected(acc, left, scale=scale, b=b))
+        equal(run(case, kernel, x, w), acc.astype(np.int32))
+
+
+@pytest.mark.parametrize("residual_dtype", [None, "int8", "uint8", *FLOAT8, "bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("out_dtype", ["int8", "float32"])
+@pytest.mark.parametrize("scaled", [True, False])
+def test_every_residual(residual_dtype, out_dtype, scaled):
+    if residual_dtype is None and scaled:
+        pytest.skip("there is nothing to scale")
+    case = CASES["three_by_three"]
+    x, w = values(1, case.x, "int8"), values(2, case.w, "int8")
+    acc = sums(case, x, w)
+    scale, _ = scales(case)
+    residual = None
+    if residual_dtype is not None:
+        eight = residual_dtype in EIGHT_BIT_INTEGERS
+        residual = values(4, acc.shape, residual_dtype) if eight else (40 * values(4, acc.shape, "float32"))
+        residual = residual.astype(jnp.dtype(residual_dtype))
+    how = dict(scale=scale, residual=residual, residual_scale=0.71 if scaled else None)
+    for kernel in kernels():
+        equal(run(case, kernel, x, w, out_dtype=out_dtype, **how), expected(acc, out_dtype, **how))
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "relu6", ("leaky_relu", 0.125), ("leaky_relu", -0.3)])
+@pytest.mark.parametrize("out_dtype", ["int8", "uint8", "float16", "float32", *FLOAT8])
+def test_every_activation_that_is_exact(activation, out_dtype):
+    case = CASES["one_by_one"]
+    x, w = values(1, case.x, "int8"), values(2, case.w, "int8")
+    acc = sums(case, x, w)
+    scale, b = scales(case)
+    how: dict[str, Any] = dict(scale=scale / 10, b=b / 10, activation=activation, out_scale=7.3)
+    for kernel in kernels():
+        equal(run(case, kernel, x, w, out_dtype=out_dtype, **how), expected(acc, out_dtype, **how))
+
+
+@pytest.mark.parametrize("activation", ["elu", "tanh", "sigmoid", "silu", "gelu", "gelu_exact"])
+def test_the_other_activations_are_within_a_step(activation):
+    case = CASES["one_by_one"]
+    x, w = values(1, case.x, "int8"), values(2, case.w, "int8")
+    scale, b = scales(case)
+    v = expected(sums(case, x, w), "float32", scale=scale / 20, b=b / 20)
+    from jaxconv._activation import activate, parse
+
+    want = np.asarray(activate(parse("", activation), jnp.asarray(v)))
+    for kernel in kernels():
+        how: dict[str, Any] = dict(scale=scale / 20, b=b / 20, activation=activation)
+        got = run(case, kernel, x, w, **how, out_dtype="float32")
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
+        narrow = run(case, kernel, x, w, **how, out_scale=20.0, out_dtype="int8")
+        assert np.abs(narrow.astype(int) - np.clip(np.rint(want * np.float32(20)), -128, 127)).max() <= 1
+
+
+@pytest.mark.parametrize("kernel", kernels())
+@pytest.mark.parametrize("out_dtype", EIGHT_BIT_INTEGERS)
+def test_ties_go_to_even_and_what_is_beyond_to_the_ends(out_dtype, kernel):
+    """Sums from -1023 to 1024, halved: every tie, and both ends by far."""
+    case = Case((1, 8, 16, 16), (1, 1, 16, 16))
+    sum_of = np.arange(-1023, 1025).reshape(1, 8, 16, 16)
+    x = np.zeros(case.x, np.int8)
+    w = np.zeros(case.w, np.int8)
+    x[..., 0], x[..., 1] = np.arange(-64, 64).reshape(1, 8, 16), 1
+    w[0, 0, 0], w[0, 0, 1] = 16, np.arange(1, 17)
+    acc = sums(case, x, w)
+    equal(acc, sum_of.astype(np.float64))
+    scale = np.full(16, 0.5, np.float32)
+    got = run(case, kernel, x, w, scale=scale, out_dtype=out_dtype)
+    equal(got, expected(acc, out_dtype, scale=scale))
+    assert {*got[0].flatten()[1021:1026].tolist()} == ({-1, 0, 1} if out_dtype == "int8" else {0, 1})
+    large = np.full(16, 3e38, np.float32)
+    info = np.iinfo(out_dtype)
+    ends = np.where(acc > 0, info.max, np.where(acc < 0, info.min, 0)).astype(out_dtype)
+    equal(run(case, kernel, x, w, scale=large, out_dtype=out_dtype), ends)
+
+
+@pytest.mark.parametrize("kernel", kernels())
+def test_sums_beyond_the_range_of_float32s_integers_are_rounded_once(kernel):
+    """4608 products of ends reach 7.5e7, which float32 does not hold: int32 does, and the conversion rounds to even."""
+    case = Case((1, 5, 5, 512), (3, 3, 512, 32))
+    x = np.full(case.x, -128, np.int8)
+    w = values(2, case.w, "int8")
+    w[..., 0], w[..., 1] = -128, 127
+    x[0, 2, 2, :9] = np.arange(9)
+    acc = sums(case, x, w)
+    assert np.abs(acc).max() > 2**26 and (acc.astype(np.float32) != acc).any()
+    equal(run(case, kernel, x, w), acc.astype(np.int32))
+    equal(run(case, kernel, x, w, scale=np.ones(32, np.float32)), acc.astype(np.float32))
+
+
+def steps(x: Numbers, w: Numbers) -> tuple[Numbers, Numbers]:
+    """(x @ w exactly, a bound of what a chain of 128 products loses), x (M, K), w (K, N).
+
+    The tensor cores align 32 products and the sum before to the largest of them, and keep 13 bits behind its first:
+    each of the 33 loses less than 2^-13 of it. float32 sums of chains lose 2^-24 each.
+    """
+    products = x.astype(np.float64)[:, :, None] * w.astype(np.float64)[None]
+    lost, total = np.zeros(products[:, 0].shape), np.zeros(products[:, 0].shape)
+    for chain in range(0, products.shape[1], 128):
+        partial = np.zeros_like(total)
+        for step in range(chain, min(chain + 128, products.shape[1]), 32):
+            some = products[:, step : step + 32]
+            largest = np.maximum(np.abs(some).max(1), np.abs(partial) + lost)
+            lost += 33 * 2.0**-13 * largest
+            partial += some.sum(1)
+        total += partial
+        lost += 2.0**-23 * np.abs(total)
+    return total, lost
+
+
+@pytest.mark.parametrize(("left", "right"), [(a, b) for a in FLOAT8 for b in FLOAT8])
+def test_float8_sums_lose_what_a_chain_of_128_does(left, right):
+    x, w = values(1, (1, 7, 10, 640), left), values(2, (1, 1, 640, 48), right)
+    total, lost = steps(x.reshape(70, 640), w[0, 0])
+    for kernel in kernels(right):
+        got = run(Case(x.shape, w.shape), kernel, x, w, out_dtype="float32").reshape(total.shape)
+        off = np.abs(got - total)
+        assert (off <= lost).all()
+        assert (
+            off <= 2.0**-9 * np.abs(x.astype(np.float64).reshape(70, 640)) @ np.abs(w[0, 0].astype(np.float64))
+        ).all()
+
+
+@pytest.mark.parametrize("kernel", kernels("float8_e4m3fn"))
+def test_long_float8_sums_do_not_stand_still(kernel):
+    """A chain of the tensor cores' would not grow beyond 2^14 ones."""
+    x, w = np.ones((1, 1, 16, 32768), jnp.float8_e4m3fn), np.ones((1, 1, 32768, 16), jnp.float8_e4m3fn)
+    got = run(Case(x.shape, w.shape), kernel, x, w, out_dtype="float32")
+    np.testing.assert_array_equal(got, np.full((1, 1, 16, 16), 32768.0, np.float32))
+
+
+@pytest.mark.parametrize("name", ["three_by_three", "groups", "more_rows_than_a_tile", "stride"])
+@pytest.mark.parametrize("out_dtype", [*FLOAT8, "bfloat16", "float32"])
+def test_float8_with_everything(name, out_dtype):
+    case = CASES[name]
+    x, w = values(1, case.x, "float8_e4m3fn"), values(2, case.w, "float8_e4m3fn")
+    acc = sums(case, x, w)
+    rng = np.random.default_rng(5)
+    scale, b = rng.uniform(0.5, 2, case.w[-1]).astype(np.float32), rng.normal(0, 9, case.w[-1]).astype(np.float32)
+    residual = values(4, acc.shape, "float8_e4m3fn")
+    how: dict[str, Any] = dict(scale=scale, b=b, residual=residual, residual_scale=3.0, activation="relu")
+    want = expected(acc, "float32", **how).astype(np.float64)
+    of_sums = 2.0**-9 * sums(case, np.abs(x.astype(np.float32)), np.abs(w.astype(np.float32))) * scale
+    step = float(jnp.finfo(out_dtype).eps) / 2  # of y's own rounding
+    for kernel in kernels("float8_e4m3fn"):
+        got = run(case, kernel, x, w, out_dtype=out_dtype, **how).astype(np.float64)
+        smallest = float(jnp.finfo(out_dtype).smallest_subnormal)
+        assert (np.abs(got - want) <= of_sums * (1 + step) + step * np.abs(want) + smallest).all()
+
+
+def test_float8_saturates_and_keeps_nan():
+    case = CASES["one_by_one"]
+    x, w = values(1, case.x, "float8_e4m3fn"), values(2, case.w, "float8_e4m3fn")
+    x[0, 0, 0, 0] = np.nan
+    for kernel in kernels("float8_e4m3fn"):
+        for out_dtype in FLOAT8:
+            got = run(case, kernel, x, w, scale=np.full(48, 1e9, np.float32), out_dtype=out_dtype).astype(np.float32)
+            assert np.isnan(got[0, 0, 0]).all() and not np.isnan(got[0, 0, 1:]).any() and not np.isnan(got[1]).any()
+            assert np.nanmax(np.abs(got)) == float(jnp.finfo(out_dtype).max)
+        whole = run(case, kernel, x, w, scale=np.full(48, 1e9, np.float32), out_dtype="int8")
+        assert (whole[0, 0, 0] == 0).all() and set(np.unique(whole[1])) <= {-128, 0, 127}
+
+
+@pytest.mark.parametrize("kernel", kernels())
+def test_channels_first(kernel):
+    case = CASES["three_by_three"]
+    x, w = values(1, case.x, "int8"), values(2, case.w, "int8")
+    scale, b = scales(case)
+    first = run(case, kernel, x, w, scale=scale, b=b, out_dtype="int8")
+    options: dict[str, Any] = dict(scale=scale, out_dtype="int8", layout="NCHW", algorithm=kernel, **case.options)
+    last = jax.jit(lambda x, w: jaxconv.conv2d(x, w, b, **options))(x.transpose(0, 3, 1, 2), w.transpose(3, 2, 0, 1))
+    equal(np.asarray(last).transpose(0, 2, 3, 1), first)
+
+
+def test_constants_are_rounded_as_operands_are():
+    """XLA may join products with constants, and take a product into a sum: not these."""
+    case = CASES["one_by_one"]
+    x, w = values(1, case.x, "int8"), values(2, case.w, "int8")
+    scale, b = scales(case)
+    residual = values(4, (*case.x[:-1], case.w[-1]), "int8")
+    how: dict[str, Any] = dict(scale=scale, b=b, residual=residual, residual_scale=0.071, out_scale=1.3)
+    want = expected(sums(case, x, w), "float32", **how)
+    equal(np.asarray(jax.jit(lambda: jaxconv.conv2d(x, w, out_dtype="float32", **how))()), want)
+    eager = jaxconv.conv2d(x, w, out_dtype="float32", **how)
+    equal(np.asarray(eager), want)
+    bare: dict[str, Any] = dict(scale=scale, out_scale=1.3)
+    want = expected(sums(case, x, w), "float32", **bare)
+    equal(np.asarray(jax.jit(lambda: jaxconv.conv2d(x, w, out_dtype="float32", **bare))()), want)
+
+
+def test_mapped():
+    case = CASES["one_by_one"]
+    x, w = values(1, (3, *case.x), "int8"), values(2, (3, *case.w), "int8")
+    scale, b = scales(case)
+    options: dict[str, Any] = dict(out_dtype="int8", activation="relu")
+
+    def f(x: Any, w: Any, scale: Any) -> Any:
+        return jaxconv.conv2d(x, w, b, scale=scale, **options)
+
+    for axes in ((0, None, None), (None, 0, None), (0, 0, None), (0, None, 0), (None, 0, 0)):
+        each = np.stack([scale, scale * 2, scale * 3]) if axes[2] == 0 else scale
+        args = x if axes[0] == 0 else x[0], w if axes[1] == 0 else w[0], each
+        got = jax.jit(jax.vmap(f, axes))(*args)
+        for i in range(3):
+            one = [a[i] if axis == 0 else a for a, axis in zip(args, axes, strict=True)]
+            want = expected(sums(case, one[0], one[1]), "int8", scale=one[2], b=b, activation="relu")
+            equal(np.asarray(got[i]), want)
+
+
+def test_an_empty_batch_and_no_channels():
+    scale = np.ones(16, np.float32)
+    y = jaxconv.conv2d(np.zeros((0, 5, 5, 16), np.int8), np.zeros((3, 3, 16, 16), np.int8), scale=scale, out_scale=2.0)
+    assert (y.shape, y.dtype) == ((0, 5, 5, 16), np.int8)
+    b = np.arange(16, dtype=np.float32)
+    y = jaxconv.conv2d(np.zeros((1, 5, 5, 0), np.int8), np.zeros((3, 3, 0, 16), np.int8), b, scale=scale)
+    equal(np.asarray(y), np.broadcast_to(b, (1, 5, 5, 16)))
+
+
+def test_types_of_results():
+    x, w, scale = np.zeros((1, 4, 4, 16), np.int8), np.zeros((1, 1, 16, 16), np.int8), np.ones(16, np.float32)
+    assert jaxconv.conv2d(x, w).dtype == np.int32
+    assert jaxconv.conv2d(x, w, scale=scale).dtype == np.float32
+    assert jaxconv.conv2d(x, w, scale=0.5, out_scale=2.0).dtype == np.int8
+    assert jaxconv.conv2d(x.astype(jnp.float8_e5m2), w.astype(jnp.float8_e4m3fn)).dtype == np.float32
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "scale_of_another_length": (dict(scale=np.ones(3, np.float32)), ValueError, r"scale has shape \(3,\), expected"),
+    "scale_zero": (dict(scale=np.zeros(16, np.float32)), ValueError, "scale has an element 0.0, expected positive"),
+    "scale_negative": (dict(scale=-1.0), ValueError, "scale has an element -1.0"),
+    "scale_infinite": (dict(scale=np.full(16, np.inf, np.float32)), ValueError, "element inf"),
+    "out_scale_nan": (dict(scale=1.0, out_scale=np.nan), ValueError, "out_scale has an element nan"),
+    "out_scale_per_channel": (dict(scale=1.0, out_scale=np.ones(16, np.float32)), ValueError, "out_scale has shape"),
+    "scale_of_integers": (dict(scale=np.ones(16, np.int32)), TypeError, "scale has dtype int32, expected float32"),
+    "unknown_type": (dict(scale=1.0, out_dtype="int4"), ValueError, "out_dtype=int4 is unknown"),
+    "no_type": (dict(scale=1.0, out_dtype="nonsense"), ValueError, "out_dtype='nonsense' is unknown"),
+    "scaled_int32": (dict(scale=1.0, out_dtype="int32"), ValueError, "out_dtype=int32 is unknown"),
+    "int8_without_a_scale": (dict(out_dtype="int8"), ValueError, "out_dtype=int8 was given without scale="),
+    "bias_without_a_scale": (dict(b=np.ones(16, np.float32)), ValueError, "b was given without scale="),
+    "bias_of_integers": (dict(scale=1.0, b=np.ones(16, np.int32)), TypeError, "b has dtype int32, expected float32"),
+    "residual_scale_alone": (dict(scale=1.0, residual_scale=1.0), ValueError, "expected a residual with it"),
+    "residual_of_another_shape": (
+        dict(scale=1.0, residual=np.zeros((1, 4, 4, 8), np.int8)),
+        ValueError,
+        "residual has shape",
+    ),
+    "residual_of_another_type": (
+        dict(scale=1.0, residual=np.zeros((1, 4, 4, 16), np.int16)),
+        TypeError,
+        "residual has dtype int16, expected one of",
+    ),
+    "float8_filters": (dict(scale=1.0, w=np.zeros((1, 1, 16, 16), jnp.float8_e5m2)), TypeError, "expected two of"),
+    "wide_filters": (dict(scale=1.0, w=np.zeros((1, 1, 16, 16), np.float32)), TypeError, "w has dtype float32"),
+    "wide_images": (dict(scale=1.0, x=np.zeros((1, 4, 4, 16), np.float32)), TypeError, "x has dtype float32"),
+    "preactivation": (dict(scale=1.0, return_preactivation=True), ValueError, "return_preactivation=True"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_named(name):
+    options, error, text = MISTAKES[name]
+    x, w = np.zeros((1, 4, 4, 16), np.int8), np.zeros((1, 1, 16, 16), np.int8)
+    with pytest.raises(error, match=text):
+        jaxconv.conv2d(**{"x": x, "w": w, **options})
+
+
+def test_there_is_no_derivative():
+    x, w = np.ones((1, 4, 4, 16), np.int8), np.ones((1, 1, 16, 16), np.int8)
+    with pytest.raises(TypeError, match="has no derivative, expected 16 or 32 bits"):
+        jax.grad(lambda scale: jaxconv.conv2d(x, w, scale=scale).sum())(np.float32(1))
+    stopped = jax.grad(lambda s: jaxconv.conv2d(x, w, scale=jax.lax.stop_gradient(s)).sum() * s)(np.float32(1))
+    assert stopped == 16 * 16 * 16
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Plans
+
+
+def problem(x: tuple[int, ...], w: tuple[int, ...], **given: Any) -> ScaledConvProblem:
+    """Of int8, with a scale, to int8."""
+    options: dict[str, Any] = dict(stride=1, padding="SAME", dilation=1, groups=1, activation=None, layout="NHWC")
+    options |= dict(precision=None, return_preactivation=False, algorithm=None, implementation=None)
+    arrays: dict[str, Any] = dict(residual=None, residual_scale=None, out_scale=None, out_dtype="int8")
+    like = [jax.ShapeDtypeStruct(shape, "int8") for shape in (x, w)]
+    scale = jax.ShapeDtypeStruct((w[-1],), "float32")
+    return ScaledConvProblem.of("conv2d", 2, *like, None, scale=scale, **arrays, **{**options, **given})
+
+
+def test_plans_for_hopper(code_for_gpus):
+    plan = _plan.plan("conv_scaled", problem((256, 14, 14, 256), (3, 3, 256, 256)), H200)
+    assert (plan.implementation, plan.kernel) == ("native", "sm90/eight") and plan.tile
+    odd = _plan.plan("conv_scaled", problem((2, 7, 7, 8), (3, 3, 8, 16)), H200)
+    assert odd.implementation == "calls" and "multiples of 16 channels a group, got 8 and 16" in odd.reason
+    whole = problem((256, 14, 14, 256), (3, 3, 256, 256)).integer
+    assert str(_plan.plan("conv_integer", whole, H200)) == "calls[sm90/eight]"
+    assert _plan.plan("conv_integer", odd_integer(), H200).kernel == "integer/tile"
+    older = _plan.plan(
+        "conv_scaled", problem((2, 7, 7, 16), (3, 3, 16, 16)), dataclasses.replace(H200, compute_capability=(8, 0))
+    )
+    assert older.implementation == "calls" and "compute capability 9.0" in older.reason
+
+
+def odd_integer() -> Any:
+    return problem((2, 7, 7, 8), (3, 3, 8, 16)).integer
+
+
+@pytest.mark.parametrize(
+    ("given", "refusal"),
+    [
+        (dict(algorithm="sm90/eight 64x64"), 'it has no tile "64x64" of these types'),
+        (dict(algorithm="implicit_gemm"), "there is no such kernel"),
+        (dict(stride=9, algorithm="sm90"), "its strides must be at most 8, got 9"),
+        (dict(groups=2, algorithm="sm90"), "multiples of 128 input channels a group, got 16 and 16"),
+    ],
+)
+def test_what_the_kernel_refuses(code_for_gpus, given, refusal):
+    w = (3, 3, 16 if given.get("groups") else 32, 32)
+    with pytest.raises(ValueError, match=refusal):
+        _plan.plan("conv_scaled", problem((2, 30, 30, 32), w, **given), H200)
+
+
+def test_tiles_of_a_problem():
+    assert tiles_of.tiles(problem((256, 56, 56, 64), (1, 1, 64, 64)), H200)[0] == "256x64"
+    assert conv_scaled.kernel.name == "conv_scaled"
