@@ -27,7 +27,7 @@ from jaxconv.joints import region
 KERNELS = {kernel.name: kernel for kernel in _op.KERNELS.values()}
 # A GPU's alone: a CPU's targets and examples are without them.
 ON_GPUS = (
-    *("dense_gradient", "conv_dgrad_sums"),
+    *("dense_gradient", "conv_dgrad_sums", "conv_scaled"),
     *("batchnorm_backward_add", "batchnorm_shortcut_backward", "batchnorm_signs"),
 )
 Shape = tuple[int, ...]
@@ -118,6 +118,18 @@ def sums_operands() -> tuple[jax.Array, ...]:
     return *(jnp.ones(s, "bfloat16") for s in shapes), jnp.ones((2, 5, 6, 16), "uint8"), jnp.ones(128)
 
 
+def narrow(x: jax.Array, w: jax.Array, b: jax.Array, residual: jax.Array) -> jax.Array:
+    """conv_scaled with everything that it has."""
+    how: dict[str, Any] = dict(residual=residual, scale=b, residual_scale=0.5, out_scale=0.25, activation="relu")
+    return jaxconv.conv2d(x, w, b, out_dtype="int8", algorithm="sm90/eight 128x128", **how)
+
+
+def narrow_operands() -> tuple[jax.Array, ...]:
+    """narrow's."""
+    shapes = (2, 5, 6, 32), (3, 3, 32, 16), (16,), (2, 5, 6, 16)
+    return tuple(jnp.ones(s, "float32" if len(s) == 1 else "int8") for s in shapes)
+
+
 def integer_problem(lhs: Any, rhs: Any, *args: Any, **given: Any) -> IntegerConvProblem:
     """Of lax.conv_general_dilated(lhs, rhs, *args, **given)."""
     like = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (lhs, rhs)]
@@ -158,6 +170,7 @@ def _programs() -> dict[str, tuple[str, Any, Any]]:
         "dense_gradient": ("dense_gradient", dz_and_db, product),
         "batchnorm_shortcut_backward": ("batchnorm_shortcut_backward", both_norms, large),
         "conv_dgrad_sums": ("conv_dgrad_sums", dz_and_sums, sums_operands()),
+        "conv_scaled": ("conv_scaled", narrow, narrow_operands()),
         "batchnorm_backward_add": ("batchnorm_backward_add", dx_and_addend, large),
         "batchnorm_signs": ("batchnorm_signs", with_signs, large),
     }
@@ -245,6 +258,7 @@ _NAMES = {
     "conv_add": ("x w b? residual", "y z?"),
     "conv_fprop": ("x w", "y"),
     "conv_integer": ("x w", "y"),
+    "conv_scaled": ("x w scale? b? residual? residual_scale? out_scale?", "y"),
     "conv_statistics": ("x w", "y mean var"),
     "conv_dgrad": ("dy w", "dx"),
     "conv_dgrad_add": ("dy w c", "dx"),
@@ -281,6 +295,7 @@ YOUNGER = (
         "conv_add",
         "conv_dgrad_sums",
         "conv_integer",
+        "conv_scaled",
         "conv_normalised",
         "conv_normalised_wgrad",
         "conv_normalised_gradient",
@@ -304,6 +319,11 @@ def _operand(p: Any, kernel: str, name: str) -> tuple[Shape, str]:
         return (p.x_shape, p.dtype) if name in ("x", "dy", "r", "c", "residual") else (p.param_shape, p.param_dtype)
     if kernel == "conv_integer":
         return (p.lhs_shape, p.lhs_dtype) if name == "x" else (p.rhs_shape, p.rhs_dtype)
+    if kernel == "conv_scaled" and name not in ("x", "w"):
+        shapes = {"residual": p.y_shape, "scale": (p.out_channels,), "b": (p.out_channels,)}
+        return shapes.get(name, ()), p.residual_dtype if name == "residual" else "float32"
+    if kernel == "conv_scaled":
+        return (p.x_shape, p.dtype) if name == "x" else (p.w_shape, p.w_dtype)
     if kernel.startswith("max_pool"):
         return (p.x_shape if name == "x" else p.y_shape), "uint8" if name == "position" else p.dtype
     if kernel.startswith("groupnorm"):
@@ -330,6 +350,9 @@ def _operand(p: Any, kernel: str, name: str) -> tuple[Shape, str]:
 def _has(p: Any, kernel: str, name: str) -> bool:
     attribute = {"z": "save_preactivation", "b": "bias", "c": "addend", "dx": "want_dx", "dresidual": "want_dresidual"}
     attribute["position"] = "save"
+    attribute |= {"scale": "scaled", "residual_scale": "residual_scaled", "out_scale": "out_scaled"}
+    if kernel == "conv_scaled":
+        attribute["residual"] = "residual_dtype"
     return bool(getattr(p, attribute.get(name, name)))
 
 

@@ -18,6 +18,8 @@ from direct_calls import (
     dx_and_addend,
     dz_and_db,
     dz_and_sums,
+    narrow,
+    narrow_operands,
     norm_dx,
     norm_moments,
     of_integers,
@@ -71,6 +73,7 @@ def example(name: str) -> tuple[Any, tuple[Any, ...]]:
         "conv_add": (lambda x, w, b: conv(x, w, b, residual=jnp.ones((2, 5, 5, 6)), activation="relu"), (x, w, b)),
         "conv_fprop": (conv, (x, w)),
         "conv_integer": (of_integers, (x.astype("int8"), jnp.ones((3, 3, 2, 6), "int8"))),
+        "conv_scaled": (narrow, narrow_operands()),
         "conv_statistics": (lambda x, w: pair(x, w, u, u, u, u, training=True, **native), aligned),
         "conv_dgrad": (jax.grad(lambda x, w: conv(x, w).sum()), (x, w)),
         "conv_dgrad_add": (jax.grad(functools.partial(used_twice, **added)), aligned),
@@ -124,6 +127,7 @@ INTEGERS = {
     **dict.fromkeys(("groups", "batch_groups"), "i64"),
 }
 EPILOGUE = {"bias": "i64", "activation": "string", "slope": "f64", "save_preactivation": "i64"}
+SCALED = dict.fromkeys(("scale", "residual", "residual_scale", "out_scale"), "i64")
 PRODUCT = {
     **dict.fromkeys(("trans_x", "trans_w", "batched", "x_batched", "w_batched", "bias_batched", "c_batched"), "i64"),
     "bias": "string",
@@ -156,6 +160,7 @@ FORMAT = {
     "conv_add": {"window": WINDOW, "epilogue": EPILOGUE, "plan": PLAN},
     "conv_fprop": {"window": WINDOW, "epilogue": EPILOGUE, "plan": PLAN},
     "conv_integer": {"window": INTEGERS, "plan": PLAN},
+    "conv_scaled": {"window": WINDOW, "epilogue": EPILOGUE, "scaled": SCALED, "plan": PLAN},
     "conv_statistics": {"window": WINDOW, "plan": PLAN},
     "conv_dgrad": {"window": WINDOW, "plan": PLAN},
     "conv_dgrad_add": {"window": WINDOW, "plan": PLAN},
