@@ -171,8 +171,8 @@ Status EncodeBytes(const TmaTensor& tensor, const int (&box)[5], const std::stri
 }
 
 Status EncodeBytesIm2col(const TmaTensor& tensor, const TmaWalk& walk, int pixels,
-                         const std::string& what, CUtensorMap* map) {
-  return EncodeColumns(kByte, tensor, walk, pixels, what, map, kRowBytes);
+                         const std::string& what, CUtensorMap* map, int row_bytes) {
+  return EncodeColumns(kByte, tensor, walk, pixels, what, map, row_bytes);
 }
 
 }  // namespace jaxconv::cuda

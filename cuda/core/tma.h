@@ -47,10 +47,10 @@ Status EncodeIm2col(DType dtype, const TmaTensor& tensor, const TmaWalk& walk, i
                     const std::string& what, CUtensorMap* map, bool tf32 = false,
                     int row_bytes = 128);
 
-// The same two of 8-bit elements, whose strides are in bytes: EncodeSwizzled, and EncodeIm2col of 128 bytes a pixel.
+// The same two of 8-bit elements, whose strides are in bytes: EncodeSwizzled and EncodeIm2col.
 Status EncodeBytes(const TmaTensor& tensor, const int (&box)[5], const std::string& what,
                    CUtensorMap* map);
 Status EncodeBytesIm2col(const TmaTensor& tensor, const TmaWalk& walk, int pixels,
-                         const std::string& what, CUtensorMap* map);
+                         const std::string& what, CUtensorMap* map, int row_bytes = 128);
 
 }  // namespace jaxconv::cuda

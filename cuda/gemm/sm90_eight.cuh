@@ -29,8 +29,10 @@
 
 namespace jaxconv::cuda {
 
-// kNarrow: results of 8 bits, which leave by TMA through shared memory; others are written from registers.
-template <Number kX_, Number kW_, int kBlocks_, int kTileN_, bool kPingPong_, bool kNarrow_>
+// kNarrow: results of 8 bits, which leave by TMA through shared memory; others are written from registers. kHalves: a stage is
+// two blocks of 64 k, each of a tap of its own, for channels that 64 divides and 128 does not.
+template <Number kX_, Number kW_, int kBlocks_, int kTileN_, bool kPingPong_, bool kNarrow_,
+          bool kHalves_ = false>
 struct Sm90EightTile {
   static constexpr Number kX = kX_, kW = kW_;
   static constexpr bool kIntegers = IsInteger8(kX);
@@ -38,6 +40,7 @@ struct Sm90EightTile {
   static constexpr int kThreads = kSm90Threads;
   static constexpr int kBlocks = kBlocks_, kTileN = kTileN_;  // as Sm90Tile's, also below
   static constexpr bool kPingPong = kPingPong_, kNarrow = kNarrow_, kPair = false;
+  static constexpr bool kHalves = kHalves_;
   static constexpr int kTileK = 128;
   static constexpr int kTileM = kBlocks * 64 * (kPingPong ? 1 : 2);
   static constexpr int kRows = kTileM, kColumns = kTileN;
@@ -60,6 +63,30 @@ struct Sm90EightTile {
   static_assert(kRows * kColumns <= kStageBytes, "a residual of 8 bits is a stage");
 };
 
+// Where wgmma finds the 32 k of step `k` of four in a stage: of A's block m, of B.
+template <typename Tile>
+struct EightOperands {
+  __device__ __forceinline__ EightOperands(const Sm90Ring<Tile>& ring, int block0)
+      : a(Descriptor(ring.A() + block0 * kBlock)), b(Descriptor(ring.B())) {}
+  __device__ __forceinline__ uint64_t A(int m, int k) const {
+    return a + (m * kBlock + Step(k, Tile::kBytesA)) / 16;
+  }
+  __device__ __forceinline__ uint64_t B(int k) const { return b + Step(k, Tile::kBytesB) / 16; }
+
+  static constexpr int kBlock = Tile::kHalves ? kBlockBytes / 2 : kBlockBytes;  // of 64 rows
+  __device__ __forceinline__ static uint64_t Descriptor(uint32_t address) {
+    if constexpr (Tile::kHalves) {
+      return RowsDescriptor<64>(address);
+    } else {
+      return OperandDescriptor<true>(address);
+    }
+  }
+  __device__ __forceinline__ static constexpr int Step(int k, int bytes) {
+    return Tile::kHalves ? k / 2 * (bytes / 2) + k % 2 * 32 : k * 32;
+  }
+  uint64_t a, b;
+};
+
 // Sums of warpgroup `group` over the next `steps` stages, as Sm90MainLoop.
 template <typename Tile, typename Seen>
 __device__ __forceinline__ void Sm90EightLoop(Sm90Ring<Tile>& ring, int group, int steps,
@@ -76,8 +103,7 @@ __device__ __forceinline__ void Sm90EightLoop(Sm90Ring<Tile>& ring, int group, i
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     ring.Await();
-    const uint64_t a = OperandDescriptor<true>(ring.A() + block0 * kBlockBytes);
-    const uint64_t b = OperandDescriptor<true>(ring.B());
+    const EightOperands<Tile> operands(ring, block0);
 #pragma unroll
     for (int m = 0; m < Tile::kBlocks; ++m) Pin(acc[m]);
     WgmmaFence();
@@ -85,8 +111,7 @@ __device__ __forceinline__ void Sm90EightLoop(Sm90Ring<Tile>& ring, int group, i
     for (int k = 0; k < 4; ++k) {
 #pragma unroll
       for (int m = 0; m < Tile::kBlocks; ++m) {
-        WgmmaEight<Tile::kX, Tile::kW>(acc[m], a + m * (kBlockBytes / 16) + k * kOperandStep<true>,
-                                       b + k * kOperandStep<true>, 1);
+        WgmmaEight<Tile::kX, Tile::kW>(acc[m], operands.A(m, k), operands.B(k), 1);
       }
     }
     WgmmaCommit();
@@ -121,8 +146,7 @@ __device__ __forceinline__ void Sm90EightLoop(Sm90Ring<Tile>& ring, int group, i
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     ring.Await();
-    const uint64_t a = OperandDescriptor<true>(ring.A() + block0 * kBlockBytes);
-    const uint64_t b = OperandDescriptor<true>(ring.B());
+    const EightOperands<Tile> operands(ring, block0);
 #pragma unroll
     for (int m = 0; m < Tile::kBlocks; ++m) Pin(acc[m]);
     WgmmaFence();
@@ -130,8 +154,7 @@ __device__ __forceinline__ void Sm90EightLoop(Sm90Ring<Tile>& ring, int group, i
     for (int k = 0; k < 4; ++k) {
 #pragma unroll
       for (int m = 0; m < Tile::kBlocks; ++m) {
-        WgmmaEight<Tile::kX, Tile::kW>(acc[m], a + m * (kBlockBytes / 16) + k * kOperandStep<true>,
-                                       b + k * kOperandStep<true>, k > 0);
+        WgmmaEight<Tile::kX, Tile::kW>(acc[m], operands.A(m, k), operands.B(k), k > 0);
       }
     }
     WgmmaCommit();
@@ -153,8 +176,8 @@ __device__ __forceinline__ void Sm90EightLoop(Sm90Ring<Tile>& ring, int group, i
 // The producer
 
 template <typename Tile>
-__device__ __forceinline__ void ProduceEightTile(const Sm90Product& p, const Sm90Place& at,
-                                                 Sm90Ring<Tile>& ring) {
+__device__ __forceinline__ void ProduceEightTile(const Sm90Product& p, const Sm90EightEpilogue& e,
+                                                 const Sm90Place& at, Sm90Ring<Tile>& ring) {
   const Sm90Phase& phase = p.phase[0];
   int first[3] = {}, image = 0;
   if (p.rank_a != 0) {
@@ -163,22 +186,49 @@ __device__ __forceinline__ void ProduceEightTile(const Sm90Product& p, const Sm9
     for (int i = 0; i < 3; ++i) first[i] = pixel.digit[3 - i] * phase.step[i] + phase.first[i];
   }
   const int sixteen = (at.instance * p.n + at.n) / 16;
+  // 128 or 64 k of both operands. Behind the channels of a tap b has the next one's, which meet zeros of A.
+  const auto load = [&](uint32_t a, uint32_t b, uint32_t full, int k, int tap,
+                        const int (&offset)[3]) {
+    if (p.rank_a != 0) {
+      LoadColumn(p.rank_a, a, p.a[0], full, at.instance * p.channels + k, first, image, offset);
+    } else {
+      LoadTile(a, p.a[0], full, k, at.instance, at.m);
+    }
+    LoadTile(b, p.b, full, tap + k, 0, 0, 0, sixteen);
+  };
   int tap = 0;  // its first k in b
-  for (int t = 0; t < phase.taps[2]; ++t) {
-    for (int r = 0; r < phase.taps[1]; ++r) {
-      for (int s = 0; s < phase.taps[0]; ++s, tap += p.channels) {
+  if constexpr (Tile::kHalves) {
+    int k = 0, s = 0, r = 0, t = 0;
+    for (int step = 0; step < at.steps; ++step) {
+      const uint32_t full = ring.Claim();
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
         const int offset[3] = {s * phase.tap_step[0], r * phase.tap_step[1], t * phase.tap_step[2]};
-        for (int k = 0; k < p.channels; k += Tile::kTileK) {
-          const uint32_t full = ring.Claim();
-          if (p.rank_a != 0) {
-            LoadColumn(p.rank_a, ring.A(), p.a[0], full, at.instance * p.channels + k, first, image,
-                       offset);
-          } else {
-            LoadTile(ring.A(), p.a[0], full, k, at.instance, at.m);
+        const bool behind = t == e.taps[2];  // the last tap: zeros
+        load(ring.A() + half * (Tile::kBytesA / 2), ring.B() + half * (Tile::kBytesB / 2), full,
+             behind ? p.channels : k, tap, offset);
+        k += 64;
+        if (k < p.channels) continue;
+        k = 0;
+        tap += p.channels;
+        if (++s < e.taps[0]) continue;
+        s = 0;
+        if (++r < e.taps[1]) continue;
+        r = 0;
+        ++t;
+      }
+      ring.Advance();
+    }
+  } else {
+    for (int t = 0; t < phase.taps[2]; ++t) {
+      for (int r = 0; r < phase.taps[1]; ++r) {
+        for (int s = 0; s < phase.taps[0]; ++s, tap += p.channels) {
+          const int offset[3] = {s * phase.tap_step[0], r * phase.tap_step[1],
+                                 t * phase.tap_step[2]};
+          for (int k = 0; k < p.channels; k += Tile::kTileK) {
+            load(ring.A(), ring.B(), ring.Claim(), k, tap, offset);
+            ring.Advance();
           }
-          // Behind the channels of a tap lie the next one's, which meet zeros of A.
-          LoadTile(ring.B(), p.b, full, tap + k, 0, 0, 0, sixteen);
-          ring.Advance();
         }
       }
     }
@@ -622,7 +672,7 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
       PrefetchMap(p.b);
       for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
         const Sm90Place at = LocateTile<Tile>(p, tile);
-        ProduceEightTile(p, at, ring);
+        ProduceEightTile(p, e, at, ring);
         if (added) ProduceResidual(p, at, ring);
       }
     }
@@ -676,21 +726,23 @@ Status LaunchSm90Eight(const Context& ctx, Sm90Product& p, const Sm90EightEpilog
 template <Number kX, Number kW>
 Status LaunchSm90EightByTile(const Context& ctx, Sm90Product& p, const Sm90EightEpilogue& e,
                              TileSize tile, int multiprocessors, const std::string& what) {
-#define JAXCONV_EIGHT_TILE(rows, columns, blocks, ping_pong)                               \
-  if (tile == TileSize{rows, columns}) {                                                   \
-    using Narrow = Sm90EightTile<kX, kW, blocks, columns, ping_pong, true>;                \
-    using Wide = Sm90EightTile<kX, kW, blocks, columns, ping_pong, false>;                 \
+#define JAXCONV_EIGHT_TILE(rows, columns, blocks, ping_pong, halves)                       \
+  if (tile == TileSize{rows, columns} && EightHalves(tile, kW, p.channels) == halves) {    \
+    using Narrow = Sm90EightTile<kX, kW, blocks, columns, ping_pong, true, halves>;        \
+    using Wide = Sm90EightTile<kX, kW, blocks, columns, ping_pong, false, halves>;         \
     return SizeOf(e.type) == 1 ? LaunchSm90Eight<Narrow>(ctx, p, e, multiprocessors, what) \
                                : LaunchSm90Eight<Wide>(ctx, p, e, multiprocessors, what);  \
   }
   if constexpr (IsFloat8(kX)) {
-    JAXCONV_EIGHT_TILE(128, 128, 1, false)
+    JAXCONV_EIGHT_TILE(128, 128, 1, false, false)
   } else {
-    JAXCONV_EIGHT_TILE(128, 128, 2, true)
+    JAXCONV_EIGHT_TILE(128, 128, 2, true, false)
     if constexpr (kW == Number::kS8) {
-      JAXCONV_EIGHT_TILE(128, 256, 1, false)
-      JAXCONV_EIGHT_TILE(256, 128, 2, false)
-      JAXCONV_EIGHT_TILE(256, 64, 2, false)
+      JAXCONV_EIGHT_TILE(128, 256, 1, false, false)
+      JAXCONV_EIGHT_TILE(256, 128, 2, false, false)
+      JAXCONV_EIGHT_TILE(256, 128, 2, false, true)
+      JAXCONV_EIGHT_TILE(256, 64, 2, false, false)
+      JAXCONV_EIGHT_TILE(256, 64, 2, false, true)
     }
   }
 #undef JAXCONV_EIGHT_TILE

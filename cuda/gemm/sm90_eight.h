@@ -25,7 +25,13 @@ struct Sm90EightEpilogue {
   Activation activation;
   float slope;
   Number residual_type, type;  // type: of d
+  int taps[3];  // of blocks of 64 k: the filter's, where the phase's one tap has k_blocks stages
 };
+
+// Whether a stage is two blocks of 64 k (sm90_eight.cuh): where that many channels fill them better, on tiles of few columns.
+constexpr bool EightHalves(TileSize tile, Number w, int64_t channels) {
+  return w == Number::kS8 && tile.rows == 256 && (channels - 1) % 128 < 64;
+}
 
 // Of `p` are read: a (rank_a), b, d[0] where d has 8 bits, c where that and the residual have (Sm90Added::kMatrix), the phase,
 // instances, n, channels, k_blocks. b is (k of all taps, 2, 4, 2, n / 16), a sixteen of n in the order of sm90_eight.cuh.

@@ -56,19 +56,29 @@ Status Sm90EightFprop(const Context& ctx, const ScaledConvProblem& s, const Plan
   g.n = int(p.group_k());
   g.channels = int(p.group_c());
   g.k_blocks = int(CeilDiv(g.channels, 128));
+  Sm90EightEpilogue e = {};
+  const bool halves = EightHalves(tile, s.w_type, g.channels);
+  const int depth_of_box = halves ? 64 : 128;
+  if (halves) {  // a tap to count, of all stages
+    g.k_blocks = int(CeilDiv(p.filter_size() * CeilDiv(g.channels, 64), 2));
+    for (int i = 0; i < 3; ++i) {
+      e.taps[i] = phase.taps[i];
+      phase.taps[i] = 1;
+    }
+  }
   g.splits = 1;
   if (Plain(p)) {
     JAXCONV_RETURN_IF_ERROR(EncodeBytes(MatrixTensor(a.x, p.group_c(), p.groups, pixels),
-                                        {128, 1, tile.rows}, what + " x", &g.a[0]));
+                                        {depth_of_box, 1, tile.rows}, what + " x", &g.a[0]));
   } else {
     g.rank_a = Rank(p);
     JAXCONV_RETURN_IF_ERROR(EncodeBytesIm2col(ImageTensor(a.x, g.rank_a, p.c, p.in, p.n), walk,
-                                              tile.rows, what + " x", &g.a[0]));
+                                              tile.rows, what + " x", &g.a[0], depth_of_box));
   }
   const int64_t depth = p.filter_size() * p.group_c();
   JAXCONV_RETURN_IF_ERROR(EncodeBytes(SixteensOfFilters(a.w, depth, p.k),
-                                      {128, 2, 4, 2, tile.columns / 16}, what + " w", &g.b));
-  Sm90EightEpilogue e = {};
+                                      {depth_of_box, 2, 4, 2, tile.columns / 16}, what + " w",
+                                      &g.b));
   e.scale = a.scale.as<float>();
   e.bias = a.b.as<float>();
   e.residual = a.residual;
