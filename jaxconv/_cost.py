@@ -17,6 +17,7 @@ from jaxconv._problem import (
     IntegerConvProblem,
     NormalisedConvProblem,
     PoolProblem,
+    ScaledConvProblem,
     SqueezeExciteProblem,
 )
 from jaxconv._types import OfArguments, P
@@ -120,6 +121,8 @@ def _flops(op: str, p: Any) -> int:
     epilogue = (
         bool(p.bias) + (p.activation.name != "none") + addend + 4 * (op == "conv_statistics") + (op == "dense_gradient")
     )
+    if isinstance(p, ScaledConvProblem):
+        epilogue += p.scaled + (p.residual_dtype is not None) + p.residual_scaled + p.out_scaled
     if isinstance(p, NormalisedConvProblem):
         return p.flops + _flops("batchnorm_infer", p.norm)
     if op == "conv_dgrad_sums":  # an add, a choice, a sum, and one of products with what is centred

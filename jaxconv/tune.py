@@ -40,7 +40,7 @@ __all__ = ["Results", "Tune", "Tuned", "Tuning"]  # `tune` is `jaxconv.tune`
 # Ops whose choice is between calls of other kernels, or is made with another's: their parts are timed
 _NOT_ALONE = (
     *("conv_add", "conv_dgrad_add", "conv_dgrad_sums", "conv_statistics"),
-    *("conv_normalised", "conv_normalised_wgrad", "conv_integer"),
+    *("conv_normalised", "conv_normalised_wgrad", "conv_integer", "conv_scaled"),
 )
 # For what nothing else runs
 _SLOW = {"cuda": ("direct", "im2col"), "cpu": ("direct",)}

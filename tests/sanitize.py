@@ -32,7 +32,7 @@ import direct_calls
 import jax
 import numpy as np
 
-from jaxconv import _activation, _op, _plan, _problem, conv_integer
+from jaxconv import _activation, _op, _plan, _problem, conv_integer, conv_scaled
 from jaxconv._plan import conv, dense, depthwise, domain, sm90
 from jaxconv._problem import (
     BatchNormProblem,
@@ -41,6 +41,7 @@ from jaxconv._problem import (
     GroupNormProblem,
     NormalisedConvProblem,
     PoolProblem,
+    ScaledConvProblem,
     SqueezeExciteProblem,
 )
 from jaxconv.batchnorm import backward, backward_add, dx_of_sums, infer, moments, shortcut_backward, signs, train
@@ -398,6 +399,56 @@ def integer_calls(
     ]
 
 
+# x, w, options, types of the residual and the result: rows, columns and depths that no tile divides, blocks of 64
+# channels, groups, every way out.
+SCALED: tuple[tuple[direct_calls.Shape, direct_calls.Shape, dict[str, Any], str | None, str], ...] = (
+    ((2, 9, 11, 64), (1, 1, 64, 48), {}, "int8", "int8"),
+    ((3, 13, 12, 48), (3, 3, 48, 80), {}, "float16", "int8"),
+    ((1, 5, 7, 528), (1, 1, 528, 272), {}, None, "bfloat16"),
+    ((2, 15, 13, 32), (3, 3, 32, 32), dict(stride=2), "uint8", "float32"),
+    ((2, 6, 7, 256), (3, 3, 128, 32), dict(groups=2), "float8_e5m2", "float8_e4m3fn"),
+    ((12, 40, 40, 16), (1, 1, 16, 144), {}, "int8", "uint8"),
+    ((2, 8, 9, 144), (3, 3, 144, 144), {}, None, "int32"),
+)
+
+
+def scaled_calls(
+    dtype: str,
+    algorithm: str,
+    left: direct_calls.Shape,
+    right: direct_calls.Shape,
+    given: dict[str, Any],
+    residual: str | None,
+    result: str,
+) -> list[Call]:
+    raw = result == "int32"
+    if raw and dtype not in _problem.EIGHT_BIT_INTEGERS:
+        return []
+    options: dict[str, Any] = dict(stride=1, padding="SAME", dilation=1, groups=1, layout="NHWC", precision=None)
+    options |= dict(activation=None if raw else "relu", return_preactivation=False, implementation=None)
+    x, w = (jax.ShapeDtypeStruct(shape, dtype) for shape in (left, right))
+    scale, number = jax.ShapeDtypeStruct(right[-1:], "float32"), jax.ShapeDtypeStruct((), "float32")
+    out = *left[:1], *(-(-extent // given.get("stride", 1)) for extent in left[1:-1]), right[-1]
+    added = None if residual is None else jax.ShapeDtypeStruct(out, residual)
+    scales = dict.fromkeys(("scale", "residual", "residual_scale", "out_scale"))
+    if not raw:
+        scales |= dict(scale=scale, residual=added, residual_scale=None if added is None else number, out_scale=number)
+    p = ScaledConvProblem.of(
+        "conv2d",
+        2,
+        x,
+        w,
+        None if raw else scale,
+        out_dtype=result,
+        algorithm=algorithm,
+        **{**options, **given},
+        **scales,
+    )
+    bias = None if raw else scale
+    arrays = x, w, scales["scale"], bias, scales["residual"], scales["residual_scale"], scales["out_scale"]
+    return [(conv_scaled.kernel, p, [(a.shape, a.dtype.name) for a in arrays if a is not None])]
+
+
 def cases(op: str, algorithm: str, dtype: str) -> Iterator[tuple[str, list[Call]]]:
     family = _problem.family_of(algorithm)
     products = dtype == "float32" and family in ("implicit_gemm", "im2col", "gemm", "sm90")  # perhaps in TF32
@@ -413,6 +464,9 @@ def cases(op: str, algorithm: str, dtype: str) -> Iterator[tuple[str, list[Call]
     elif op == "dense_gradient":
         for shape in (*DENSES, (40000, 64, 264)):  # more tiles than blocks
             yield f"{shape}", gradient_calls(dtype, algorithm, *shape)
+    elif op == "scaled":
+        for case in SCALED:
+            yield f"{case[0]} {case[1]} {case[3]} {case[4]}", scaled_calls(dtype, algorithm, *case)
     elif op == "integers":
         for left, right, given in INTEGERS:
             yield f"{left} {right}", integer_calls(dtype, algorithm, left, right, given)
@@ -471,6 +525,7 @@ PARTS = [
         for kernel in ("integer/output", "integer/tile")
         for dtype in ("int8", "uint8", "uint16", "int32", "int64")
     ),
+    *(f"scaled/sm90/eight/{dtype}" for dtype in _problem.EIGHT_BITS),
 ]
 
 
@@ -481,9 +536,11 @@ PARTS = [
 def forced(call: Call, device: _plan.Device) -> Iterator[Call]:
     """The call on every kernel and tile that answers its algorithm and can run it."""
     made, p, operands = call
-    if isinstance(p, ConvProblem):
+    if isinstance(p, ScaledConvProblem):
+        wanted: Iterable[_plan.Plan] = _plan.tiles(made.name, dataclasses.replace(p, algorithm=None), device)
+    elif isinstance(p, ConvProblem):
         stored = conv.in_memory(p.algorithm, p)
-        wanted: Iterable[_plan.Plan] = conv.FAMILIES[_problem.family_of(p.algorithm)].wants(made.name, stored, device)
+        wanted = conv.FAMILIES[_problem.family_of(p.algorithm)].wants(made.name, stored, device)
     elif isinstance(p, DenseProblem):
         wanted = dense.wants(made.name, _problem.family_of(p.algorithm), p, device)
     else:
@@ -517,7 +574,9 @@ def runs(call: Call, device: _plan.Device) -> bool:
     """Whether the call, whose kernel is forced, is one launch that reads its operands as they lie."""
     made, p, _ = call
     plan = chosen(made.name, p, device)
-    return plan.implementation == "native" and all(at is None for at in made.wire(p, plan).operand_layouts)
+    as_they_lie = all(at is None for at in made.wire(p, plan).operand_layouts)
+    # Of 8 bits nothing reads filters as they lie: XLA's copy of them is watched, too.
+    return plan.implementation == "native" and (as_they_lie or isinstance(p, ScaledConvProblem))
 
 
 def run_part(part: str) -> int:

@@ -87,15 +87,21 @@ struct EightOperands {
   uint64_t a, b;
 };
 
-// Sums of warpgroup `group` over the next `steps` stages, as Sm90MainLoop.
+// The bits of 1.5 * 2^23: those of an integer in [-2^22, 2^22] more are that integer's float32 and 1.5 * 2^23. Conversions have
+// an eighth of an addition's rate.
+inline constexpr int32_t kMagicBits = 0x4B400000;
+inline constexpr float kMagic = 12582912.f;
+
+// Sums of warpgroup `group` over the next `steps` stages, as Sm90MainLoop, each `first` more.
 template <typename Tile, typename Seen>
 __device__ __forceinline__ void Sm90EightLoop(Sm90Ring<Tile>& ring, int group, int steps,
+                                              int32_t first,
                                               int32_t (&acc)[Tile::kBlocks][Tile::kTileN / 2],
                                               Seen&& seen) {
 #pragma unroll
   for (int m = 0; m < Tile::kBlocks; ++m) {
 #pragma unroll
-    for (int i = 0; i < Tile::kTileN / 2; ++i) acc[m][i] = 0;
+    for (int i = 0; i < Tile::kTileN / 2; ++i) acc[m][i] = first;
   }
   const int block0 = Tile::kPingPong ? 0 : group * Tile::kBlocks;
   if constexpr (Tile::kPingPong) ring.AwaitTurn(group);
@@ -130,44 +136,52 @@ __device__ __forceinline__ void Sm90EightLoop(Sm90Ring<Tile>& ring, int group, i
   if (before >= 0) ring.Release(before);
 }
 
-// The same of float8: a stage's sums are a chain of the tensor cores'.
+// The same of float8: a stage's sums are a chain of the tensor cores'. Two chains are under way together, and the first one's
+// are added up while the second one's products run.
 template <typename Tile, typename Seen>
-__device__ __forceinline__ void Sm90EightLoop(Sm90Ring<Tile>& ring, int group, int steps,
+__device__ __forceinline__ void Sm90EightLoop(Sm90Ring<Tile>& ring, int group, int steps, int32_t,
                                               float (&sum)[Tile::kBlocks][Tile::kTileN / 2],
                                               Seen&& seen) {
-  static_assert(!Tile::kPingPong);
-  float acc[Tile::kBlocks][Tile::kTileN / 2];
+  static_assert(!Tile::kPingPong && Tile::kBlocks == 1);
+  constexpr int kCount = Tile::kTileN / 2;
+  float even[kCount], odd[kCount];
 #pragma unroll
-  for (int m = 0; m < Tile::kBlocks; ++m) {
-#pragma unroll
-    for (int i = 0; i < Tile::kTileN / 2; ++i) sum[m][i] = acc[m][i] = 0.f;
-  }
-  const int block0 = group * Tile::kBlocks;
-#pragma unroll 1
-  for (int step = 0; step < steps; ++step) {
+  for (int i = 0; i < kCount; ++i) sum[0][i] = even[i] = odd[i] = 0.f;
+  const auto issue = [&](float (&acc)[kCount]) {
     ring.Await();
-    const EightOperands<Tile> operands(ring, block0);
-#pragma unroll
-    for (int m = 0; m < Tile::kBlocks; ++m) Pin(acc[m]);
+    const EightOperands<Tile> operands(ring, group);
+    Pin(acc);
     WgmmaFence();
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-#pragma unroll
-      for (int m = 0; m < Tile::kBlocks; ++m) {
-        WgmmaEight<Tile::kX, Tile::kW>(acc[m], operands.A(m, k), operands.B(k), k > 0);
-      }
-    }
+    for (int k = 0; k < 4; ++k)
+      WgmmaEight<Tile::kX, Tile::kW>(acc, operands.A(0, k), operands.B(k), k > 0);
     WgmmaCommit();
-    WgmmaWait<0>();
+  };
+  const auto add = [&](float (&acc)[kCount], int stage) {
+    Pin(acc);
+    ring.Release(stage);
 #pragma unroll
-    for (int m = 0; m < Tile::kBlocks; ++m) Pin(acc[m]);
-    ring.Release(ring.stage);
+    for (int i = 0; i < kCount; ++i) sum[0][i] = __fadd_rn(sum[0][i], acc[i]);
+    Pin(sum[0]);
+  };
+  int step = 0;
+#pragma unroll 1
+  for (; step + 1 < steps; step += 2) {
+    const int first = ring.stage;
+    issue(even);
     ring.Advance();
-#pragma unroll
-    for (int m = 0; m < Tile::kBlocks; ++m) {
-#pragma unroll
-      for (int i = 0; i < Tile::kTileN / 2; ++i) sum[m][i] = __fadd_rn(sum[m][i], acc[m][i]);
-    }
+    issue(odd);
+    WgmmaWait<1>();
+    add(even, first);
+    WgmmaWait<0>();
+    add(odd, ring.stage);
+    ring.Advance();
+  }
+  if (step < steps) {
+    issue(even);
+    WgmmaWait<0>();
+    add(even, ring.stage);
+    ring.Advance();
   }
   seen();
 }
@@ -296,8 +310,18 @@ struct EightScales {
   uint32_t shared;
 };
 
-__device__ __forceinline__ float SumAsFloat(int32_t sum) { return __int2float_rn(sum); }
-__device__ __forceinline__ float SumAsFloat(float sum) { return sum; }
+// kShort: the sum is kMagicBits more.
+template <bool kShort>
+__device__ __forceinline__ float SumAsFloat(int32_t sum) {
+  if constexpr (!kShort) return __int2float_rn(sum);
+  float v;
+  asm volatile("sub.rn.f32 %0, %1, 0f4B400000;\n" : "=f"(v) : "f"(__int_as_float(sum)));
+  return v;
+}
+template <bool kShort>
+__device__ __forceinline__ float SumAsFloat(float sum) {
+  return sum;
+}
 
 // Four neighbours in a row of d: registers of the first (h = 0, e = 0) and so on.
 __device__ __forceinline__ constexpr int RegisterOf(int sixteen, int below, int i) {
@@ -471,8 +495,20 @@ __device__ __forceinline__ void AddResidualAsItLies(const Sm90Product& p,
 #undef JAXCONV_EIGHT_RESIDUAL
 }
 
+// What Narrowed may know of the numbers that become integers: nothing; that none is NaN; that none is NaN or negative.
+enum class Known { kNothing, kNumber, kPositive };
+
+// The nearest integer, ties to even, saturated at the ends of int32 or nearer.
+template <Known kKnown>
+__device__ __forceinline__ int NearestInteger(float v) {
+  if constexpr (kKnown == Known::kNothing) return __float2int_rn(v);
+  if constexpr (kKnown == Known::kNumber) v = fmaxf(v, -4194304.f);  // -2^22
+  // Beyond 2^22 bits grow with the number.
+  return __float_as_int(__fadd_rn(v, kMagic)) - kMagicBits;
+}
+
 // Four numbers, rounded to nearest even and saturated: a byte each, the first lowest. NaN is 0 in integers.
-template <Number kType>
+template <Number kType, Known kKnown>
 __device__ __forceinline__ uint32_t Narrowed(float a, float b, float c, float d) {
   if constexpr (IsFloat8(kType)) {
     uint16_t low, high;
@@ -485,7 +521,8 @@ __device__ __forceinline__ uint32_t Narrowed(float a, float b, float c, float d)
     }
     return uint32_t(low) | uint32_t(high) << 16;
   } else {
-    const int i[4] = {__float2int_rn(a), __float2int_rn(b), __float2int_rn(c), __float2int_rn(d)};
+    const int i[4] = {NearestInteger<kKnown>(a), NearestInteger<kKnown>(b),
+                      NearestInteger<kKnown>(c), NearestInteger<kKnown>(d)};
     uint32_t high, all;
     if constexpr (kType == Number::kS8) {
       asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, 0;\n" : "=r"(high) : "r"(i[3]), "r"(i[2]));
@@ -508,7 +545,7 @@ struct EightOutbox {
   __device__ __forceinline__ uint32_t Box() const { return shared + box * Tile::kBoxBytes; }
 
   // Of the tile's block m and columns of boxes `column`, all rounded to kType.
-  template <Number kType>
+  template <Number kType, Known kKnown>
   __device__ __forceinline__ void Put(const Sm90Product& p, const Sm90Place& at, int block0,
                                       const float (&v)[Tile::kBlocks][Tile::kTileN / 2]) {
     constexpr int kPerBox = Tile::kBoxColumns / 16;
@@ -525,7 +562,7 @@ struct EightOutbox {
 #pragma unroll
         for (int q = 0; q < 4; ++q) {
           const int sixteen = column * kPerBox + j + q / 2, below = q % 2;
-          four[q] = Narrowed<kType>(
+          four[q] = Narrowed<kType, kKnown>(
               v[m][RegisterOf(sixteen, below, 0)], v[m][RegisterOf(sixteen, below, 1)],
               v[m][RegisterOf(sixteen, below, 2)], v[m][RegisterOf(sixteen, below, 3)]);
         }
@@ -582,6 +619,38 @@ __device__ __forceinline__ void PutWide(const Sm90Product& p, const Sm90EightEpi
   }
 }
 
+// v = sum * scale + bias. In order: the scheduler would bring all sums into other registers first.
+template <typename Tile, bool kShort>
+__device__ __forceinline__ void ScaleSums(
+    const EightScales<Tile::kTileN>& scales,
+    const typename Tile::Sum (&acc)[Tile::kBlocks][Tile::kTileN / 2],
+    float (&v)[Tile::kBlocks][Tile::kTileN / 2]) {
+  const int column = threadIdx.x % 4 * 4;
+  float4 scale = scales.Read(column, false), bias = scales.Read(column, true);
+#pragma unroll
+  for (int sixteen = 0; sixteen < Tile::kTileN / 16; ++sixteen) {
+    const float by[4] = {scale.x, scale.y, scale.z, scale.w},
+                plus[4] = {bias.x, bias.y, bias.z, bias.w};
+    if (sixteen + 1 < Tile::kTileN / 16) {
+      scale = scales.Read(column + (sixteen + 1) * 16, false);
+      bias = scales.Read(column + (sixteen + 1) * 16, true);
+    }
+#pragma unroll
+    for (int m = 0; m < Tile::kBlocks; ++m) {
+      auto& eight = reinterpret_cast<float (&)[8]>(v[m][sixteen * 8]);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) eight[i] = SumAsFloat<kShort>(acc[m][sixteen * 8 + i]);
+      Pin(eight);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int of_four = i / 4 * 2 + i % 2;  // RegisterOf
+        eight[i] = __fadd_rn(__fmul_rn(eight[i], by[of_four]), plus[of_four]);
+      }
+      Pin(eight);
+    }
+  }
+}
+
 // A warpgroup's sums on their way to d. Each step goes over all sums before the next begins (sm90_product.cuh).
 template <typename Tile>
 __device__ __forceinline__ void FinishEightTile(
@@ -602,23 +671,10 @@ __device__ __forceinline__ void FinishEightTile(
     }
   }
   scales.Wait(group + 1);
-#pragma unroll
-  for (int sixteen = 0; sixteen < Tile::kTileN / 16; ++sixteen) {
-    const int column = sixteen * 16 + threadIdx.x % 4 * 4;
-    const float4 scale = scales.Read(column, false), bias = scales.Read(column, true);
-    const float by[4] = {scale.x, scale.y, scale.z, scale.w},
-                plus[4] = {bias.x, bias.y, bias.z, bias.w};
-#pragma unroll
-    for (int m = 0; m < Tile::kBlocks; ++m) {
-#pragma unroll
-      for (int below = 0; below < 2; ++below) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int at_i = RegisterOf(sixteen, below, i);
-          v[m][at_i] = __fadd_rn(__fmul_rn(SumAsFloat(acc[m][at_i]), by[i]), plus[i]);
-        }
-      }
-    }
+  if (e.short_sums) {
+    ScaleSums<Tile, true>(scales, acc, v);
+  } else {
+    ScaleSums<Tile, false>(scales, acc, v);
   }
   if (Tile::kNarrow && p.added == Sm90Added::kMatrix) {
     ring.Await();
@@ -631,24 +687,37 @@ __device__ __forceinline__ void FinishEightTile(
     AddResidualAsItLies<Tile>(p, e, at, block0, residual_scale, v);
   }
   auto& all = reinterpret_cast<float (&)[Tile::kBlocks * Tile::kTileN / 2]>(v[0][0]);
-  ActivateFast<__half>(e.activation, e.slope, all);
+  const bool relu = e.activation == Activation::kRelu;
+  const bool integers = Tile::kNarrow && IsInteger8(e.type);
+  if (relu && integers) {  // NaN is 0, as it is in the result
+#pragma unroll
+    for (float& z : all) z = fmaxf(z, 0.f);
+  } else {
+    ActivateFast<__half>(e.activation, e.slope, all);
+  }
   if (e.out_scale != nullptr) {
 #pragma unroll
     for (float& z : all) z = __fmul_rn(z, out_scale);
   }
   if constexpr (Tile::kNarrow) {
-    switch (e.type) {
-      case Number::kU8:
-        outbox.template Put<Number::kU8>(p, at, block0, v);
-        break;
-      case Number::kE4M3:
-        outbox.template Put<Number::kE4M3>(p, at, block0, v);
-        break;
-      case Number::kE5M2:
-        outbox.template Put<Number::kE5M2>(p, at, block0, v);
-        break;
-      default:
-        outbox.template Put<Number::kS8>(p, at, block0, v);
+    // Of integers and their kind no number is NaN while scales and biases are finite.
+    const bool number = Tile::kIntegers && (e.residual == nullptr || IsInteger8(e.residual_type));
+    if (e.type == Number::kE4M3) {
+      outbox.template Put<Number::kE4M3, Known::kNothing>(p, at, block0, v);
+    } else if (e.type == Number::kE5M2) {
+      outbox.template Put<Number::kE5M2, Known::kNothing>(p, at, block0, v);
+    } else if (e.type == Number::kU8) {
+      if (relu) {
+        outbox.template Put<Number::kU8, Known::kPositive>(p, at, block0, v);
+      } else {
+        outbox.template Put<Number::kU8, Known::kNothing>(p, at, block0, v);
+      }
+    } else if (relu) {
+      outbox.template Put<Number::kS8, Known::kPositive>(p, at, block0, v);
+    } else if (number) {
+      outbox.template Put<Number::kS8, Known::kNumber>(p, at, block0, v);
+    } else {
+      outbox.template Put<Number::kS8, Known::kNothing>(p, at, block0, v);
     }
   } else {
     PutWide<Tile>(p, e, at, block0, v);
@@ -698,7 +767,7 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
       NamedBarrier(group + 1, 128);  // the last tile's scales are read
       scales.Load(e, int64_t(at.instance) * p.n + at.n, p.n - at.n);
       typename Tile::Sum acc[Tile::kBlocks][Tile::kTileN / 2];
-      Sm90EightLoop(ring, group, at.steps, acc, [&] {
+      Sm90EightLoop(ring, group, at.steps, e.short_sums ? kMagicBits : 0, acc, [&] {
         if (Tile::kPingPong && added) ring.Await();
       });
       FinishEightTile<Tile>(p, e, at, group, block0, residual_scale, out_scale, scales, ring,

@@ -670,6 +670,8 @@ def _no_kernels(problem: Problem, platform: str) -> str | None:
 
 def made(op: str, algorithm: str, problem: Problem, device: Device) -> Plan | str:
     """The plan for `op` by the family or kernel that `algorithm` names, or the sentence that says why there is none."""
+    if isinstance(problem, ScaledConvProblem):
+        return conv_scaled.made(dataclasses.replace(problem, algorithm=algorithm), device)
     if isinstance(problem, ConvProblem):
         plan = conv.made(op, algorithm, problem, device)
         if op == "conv_dgrad_add" and isinstance(plan, Plan) and device.platform != "cpu":
@@ -885,6 +887,9 @@ def every(op: str, problem: Problem, device: Device) -> list[Plan]:
     """A plan for each native kernel that can run the problem."""
     if _no_kernels(problem, device.platform):
         return []
+    if isinstance(problem, ScaledConvProblem):
+        plan = conv_scaled.made(problem, device)
+        return [plan] if isinstance(plan, Plan) else []
     if isinstance(problem, ConvProblem):
         return list(conv.every(op, problem, device))
     if isinstance(problem, DenseProblem):
@@ -926,6 +931,10 @@ def tiles(op: str, problem: Problem, device: Device) -> list[Plan]:
     if not isinstance(problem, ConvProblem) or device.platform != "cuda":
         return every(op, problem, device)
     specs: dict[str, None] = {}
+    if isinstance(problem, ScaledConvProblem):
+        specs = {f"{conv_scaled.EIGHT} {tile}": None for tile in conv_scaled.tiles(problem, device)}
+        plans = (made(op, spec, problem, device) for spec in specs)
+        return [plan for plan in plans if isinstance(plan, Plan)]
     for family, module in conv.FAMILIES.items():
         specs |= dict.fromkeys(wanted.spec for wanted in module.wants(op, conv.in_memory(family, problem), device))
     plans = (made(op, spec, problem, device) for spec in specs)
