@@ -27,7 +27,7 @@ def kernels(w_dtype: str = "int8") -> list[str | None]:
     """What a call is forced to: every tile on a GPU that has them; None is what the plan says."""
     if not ON_GPU:
         return [None]
-    tiles = ("128x256", "256x128", "128x128", "256x64") if w_dtype == "int8" else ("128x128",)
+    tiles = ("256x128", "128x128", "256x64") if w_dtype == "int8" else ("128x128",)
     return [f"sm90/eight {tile}" for tile in tiles]
 
 

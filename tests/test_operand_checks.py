@@ -57,13 +57,16 @@ def test_every_target_is_called():
 SIGNS = [pytest.param(0, id="in_turn"), pytest.param(1, id="the_other", marks=pytest.mark.slow)]
 # Sums of integers may be of any integer type.
 SUMS = ("conv_integer", "results", "y")
+# Operands of a convolution of 8-bit numbers have several types, too.
+SEVERAL = {("conv_scaled", *array): ("int8", "uint8") for array in (("operands", "x"), ("operands", "w"))}
+SEVERAL |= {("conv_scaled", *array): ("float16", "uint8") for array in (("operands", "residual"), ("results", "y"))}
 TYPES = [
     pytest.param(
         *array, dtype, marks=[] if i % 3 == j or array == SUMS else pytest.mark.slow, id="-".join((dtype, *array))
     )
     for j, dtype in enumerate(("float16", "int32", "uint8"))
     for i, array in enumerate(ARRAYS)
-    if array != SUMS or dtype == "float16"
+    if (array != SUMS or dtype == "float16") and dtype not in SEVERAL.get(array, ())
 ]
 
 
@@ -106,6 +109,8 @@ RANKS = {
 def test_another_rank_is_refused_by_name(name, side, array, turn):
     shape, _ = getattr(direct_calls.example(name), side)[array]
     other = list(RANKS.values())[(ARRAYS.index((name, side, array)) + turn) % len(RANKS)](shape)
+    if other == shape:
+        pytest.skip("a number has no other rank of this kind")
     call = direct_calls.example(name)
     arrays = getattr(call, side)
     arrays[array] = (other, arrays[array][1])

@@ -30,19 +30,23 @@
 namespace jaxconv::cuda {
 
 // kNarrow: results of 8 bits, which leave by TMA through shared memory; others are written from registers. kHalves: a stage is
-// two blocks of 64 k, each of a tap of its own, for channels that 64 divides and 128 does not.
+// two blocks of 64 k, each of a tap of its own, for channels that 64 divides and 128 does not. kGroups warpgroups multiply.
 template <Number kX_, Number kW_, int kBlocks_, int kTileN_, bool kPingPong_, bool kNarrow_,
-          bool kHalves_ = false>
+          bool kHalves_ = false, int kGroups_ = 2>
 struct Sm90EightTile {
   static constexpr Number kX = kX_, kW = kW_;
   static constexpr bool kIntegers = IsInteger8(kX);
   using Sum = std::conditional_t<kIntegers, int32_t, float>;
-  static constexpr int kThreads = kSm90Threads;
+  static constexpr int kGroups = kGroups_;  // warpgroups that multiply
+  static constexpr int kThreads = 128 * (1 + kGroups);
+  // Four have half of the sums each, and hide more of each other's epilogue.
+  static constexpr int kProducerRegisters = kGroups == 2 ? cuda::kProducerRegisters : 40;
+  static constexpr int kConsumerRegisters = kGroups == 2 ? cuda::kConsumerRegisters : 104;
   static constexpr int kBlocks = kBlocks_, kTileN = kTileN_;  // as Sm90Tile's, also below
   static constexpr bool kPingPong = kPingPong_, kNarrow = kNarrow_, kPair = false;
   static constexpr bool kHalves = kHalves_;
   static constexpr int kTileK = 128;
-  static constexpr int kTileM = kBlocks * 64 * (kPingPong ? 1 : 2);
+  static constexpr int kTileM = kBlocks * 64 * (kPingPong ? 1 : kGroups);
   static constexpr int kRows = kTileM, kColumns = kTileN;
   static constexpr int kBytesA = kTileM * 128, kBytesB = kTileN * 128;
   static constexpr int kStageBytesA = kBytesA, kStageBytes = kBytesA + kBytesB;
@@ -52,13 +56,14 @@ struct Sm90EightTile {
   static constexpr int kOutboxBytes = kNarrow ? 2 * kBoxBytes : 0;
   static constexpr int kScaleBytes = kTileN * 8;  // of a warpgroup: scales, then biases
   static constexpr int kStages =
-      (kSm90SharedBytes - 2 * (kOutboxBytes + kScaleBytes) - 256) / kStageBytes;
+      (kSm90SharedBytes - kGroups * (kOutboxBytes + kScaleBytes) - 256) / kStageBytes;
   static constexpr int kOutboxes = kStages * kStageBytes;  // offsets
-  static constexpr int kScales = kOutboxes + 2 * kOutboxBytes;
-  static constexpr int kBarriers = kScales + 2 * kScaleBytes;
+  static constexpr int kScales = kOutboxes + kGroups * kOutboxBytes;
+  static constexpr int kBarriers = kScales + kGroups * kScaleBytes;
   static constexpr int kUnits = 0, kUnitBytes = 0, kUnitOffset = 0;
   static constexpr int kSharedBytes = kBarriers + (2 * kStages + 2) * 8;
-  static constexpr int kReaders = kPingPong ? 1 : 2;
+  static constexpr int kReaders = kPingPong ? 1 : kGroups;
+  static_assert(kGroups == 2 || (kGroups == 4 && !kPingPong));
   static_assert(kStages >= 3 && kSharedBytes <= kSm90SharedBytes);
   static_assert(kRows * kColumns <= kStageBytes, "a residual of 8 bits is a stage");
 };
@@ -87,21 +92,15 @@ struct EightOperands {
   uint64_t a, b;
 };
 
-// The bits of 1.5 * 2^23: those of an integer in [-2^22, 2^22] more are that integer's float32 and 1.5 * 2^23. Conversions have
-// an eighth of an addition's rate.
-inline constexpr int32_t kMagicBits = 0x4B400000;
-inline constexpr float kMagic = 12582912.f;
-
-// Sums of warpgroup `group` over the next `steps` stages, as Sm90MainLoop, each `first` more.
+// Sums of warpgroup `group` over the next `steps` stages, as Sm90MainLoop.
 template <typename Tile, typename Seen>
 __device__ __forceinline__ void Sm90EightLoop(Sm90Ring<Tile>& ring, int group, int steps,
-                                              int32_t first,
                                               int32_t (&acc)[Tile::kBlocks][Tile::kTileN / 2],
                                               Seen&& seen) {
 #pragma unroll
   for (int m = 0; m < Tile::kBlocks; ++m) {
 #pragma unroll
-    for (int i = 0; i < Tile::kTileN / 2; ++i) acc[m][i] = first;
+    for (int i = 0; i < Tile::kTileN / 2; ++i) acc[m][i] = 0;
   }
   const int block0 = Tile::kPingPong ? 0 : group * Tile::kBlocks;
   if constexpr (Tile::kPingPong) ring.AwaitTurn(group);
@@ -139,7 +138,7 @@ __device__ __forceinline__ void Sm90EightLoop(Sm90Ring<Tile>& ring, int group, i
 // The same of float8: a stage's sums are a chain of the tensor cores'. Two chains are under way together, and the first one's
 // are added up while the second one's products run.
 template <typename Tile, typename Seen>
-__device__ __forceinline__ void Sm90EightLoop(Sm90Ring<Tile>& ring, int group, int steps, int32_t,
+__device__ __forceinline__ void Sm90EightLoop(Sm90Ring<Tile>& ring, int group, int steps,
                                               float (&sum)[Tile::kBlocks][Tile::kTileN / 2],
                                               Seen&& seen) {
   static_assert(!Tile::kPingPong && Tile::kBlocks == 1);
@@ -310,18 +309,8 @@ struct EightScales {
   uint32_t shared;
 };
 
-// kShort: the sum is kMagicBits more.
-template <bool kShort>
-__device__ __forceinline__ float SumAsFloat(int32_t sum) {
-  if constexpr (!kShort) return __int2float_rn(sum);
-  float v;
-  asm volatile("sub.rn.f32 %0, %1, 0f4B400000;\n" : "=f"(v) : "f"(__int_as_float(sum)));
-  return v;
-}
-template <bool kShort>
-__device__ __forceinline__ float SumAsFloat(float sum) {
-  return sum;
-}
+__device__ __forceinline__ float SumAsFloat(int32_t sum) { return __int2float_rn(sum); }
+__device__ __forceinline__ float SumAsFloat(float sum) { return sum; }
 
 // Four neighbours in a row of d: registers of the first (h = 0, e = 0) and so on.
 __device__ __forceinline__ constexpr int RegisterOf(int sixteen, int below, int i) {
@@ -330,7 +319,8 @@ __device__ __forceinline__ constexpr int RegisterOf(int sixteen, int below, int 
 
 // Four neighbours of 8 bits as float32.
 struct Bytes {
-  // Of integers: a byte in the mantissa of 2^23 is 2^23 more than it is; signed ones are flipped to 128 more first.
+  // Of integers: a byte in the mantissa of 2^23 is 2^23 more than it is; signed ones are flipped to 128 more first. Conversions
+  // of bytes have a quarter of the rate.
   __device__ __forceinline__ static void Integers(uint32_t four, bool is_signed, float (&r)[4]) {
     const uint32_t flipped = is_signed ? four ^ 0x80808080u : four;
     const float bias = is_signed ? 8388736.f : 8388608.f;
@@ -495,20 +485,8 @@ __device__ __forceinline__ void AddResidualAsItLies(const Sm90Product& p,
 #undef JAXCONV_EIGHT_RESIDUAL
 }
 
-// What Narrowed may know of the numbers that become integers: nothing; that none is NaN; that none is NaN or negative.
-enum class Known { kNothing, kNumber, kPositive };
-
-// The nearest integer, ties to even, saturated at the ends of int32 or nearer.
-template <Known kKnown>
-__device__ __forceinline__ int NearestInteger(float v) {
-  if constexpr (kKnown == Known::kNothing) return __float2int_rn(v);
-  if constexpr (kKnown == Known::kNumber) v = fmaxf(v, -4194304.f);  // -2^22
-  // Beyond 2^22 bits grow with the number.
-  return __float_as_int(__fadd_rn(v, kMagic)) - kMagicBits;
-}
-
 // Four numbers, rounded to nearest even and saturated: a byte each, the first lowest. NaN is 0 in integers.
-template <Number kType, Known kKnown>
+template <Number kType>
 __device__ __forceinline__ uint32_t Narrowed(float a, float b, float c, float d) {
   if constexpr (IsFloat8(kType)) {
     uint16_t low, high;
@@ -521,8 +499,7 @@ __device__ __forceinline__ uint32_t Narrowed(float a, float b, float c, float d)
     }
     return uint32_t(low) | uint32_t(high) << 16;
   } else {
-    const int i[4] = {NearestInteger<kKnown>(a), NearestInteger<kKnown>(b),
-                      NearestInteger<kKnown>(c), NearestInteger<kKnown>(d)};
+    const int i[4] = {__float2int_rn(a), __float2int_rn(b), __float2int_rn(c), __float2int_rn(d)};
     uint32_t high, all;
     if constexpr (kType == Number::kS8) {
       asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, 0;\n" : "=r"(high) : "r"(i[3]), "r"(i[2]));
@@ -545,7 +522,7 @@ struct EightOutbox {
   __device__ __forceinline__ uint32_t Box() const { return shared + box * Tile::kBoxBytes; }
 
   // Of the tile's block m and columns of boxes `column`, all rounded to kType.
-  template <Number kType, Known kKnown>
+  template <Number kType>
   __device__ __forceinline__ void Put(const Sm90Product& p, const Sm90Place& at, int block0,
                                       const float (&v)[Tile::kBlocks][Tile::kTileN / 2]) {
     constexpr int kPerBox = Tile::kBoxColumns / 16;
@@ -562,7 +539,7 @@ struct EightOutbox {
 #pragma unroll
         for (int q = 0; q < 4; ++q) {
           const int sixteen = column * kPerBox + j + q / 2, below = q % 2;
-          four[q] = Narrowed<kType, kKnown>(
+          four[q] = Narrowed<kType>(
               v[m][RegisterOf(sixteen, below, 0)], v[m][RegisterOf(sixteen, below, 1)],
               v[m][RegisterOf(sixteen, below, 2)], v[m][RegisterOf(sixteen, below, 3)]);
         }
@@ -619,38 +596,6 @@ __device__ __forceinline__ void PutWide(const Sm90Product& p, const Sm90EightEpi
   }
 }
 
-// v = sum * scale + bias. In order: the scheduler would bring all sums into other registers first.
-template <typename Tile, bool kShort>
-__device__ __forceinline__ void ScaleSums(
-    const EightScales<Tile::kTileN>& scales,
-    const typename Tile::Sum (&acc)[Tile::kBlocks][Tile::kTileN / 2],
-    float (&v)[Tile::kBlocks][Tile::kTileN / 2]) {
-  const int column = threadIdx.x % 4 * 4;
-  float4 scale = scales.Read(column, false), bias = scales.Read(column, true);
-#pragma unroll
-  for (int sixteen = 0; sixteen < Tile::kTileN / 16; ++sixteen) {
-    const float by[4] = {scale.x, scale.y, scale.z, scale.w},
-                plus[4] = {bias.x, bias.y, bias.z, bias.w};
-    if (sixteen + 1 < Tile::kTileN / 16) {
-      scale = scales.Read(column + (sixteen + 1) * 16, false);
-      bias = scales.Read(column + (sixteen + 1) * 16, true);
-    }
-#pragma unroll
-    for (int m = 0; m < Tile::kBlocks; ++m) {
-      auto& eight = reinterpret_cast<float (&)[8]>(v[m][sixteen * 8]);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) eight[i] = SumAsFloat<kShort>(acc[m][sixteen * 8 + i]);
-      Pin(eight);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const int of_four = i / 4 * 2 + i % 2;  // RegisterOf
-        eight[i] = __fadd_rn(__fmul_rn(eight[i], by[of_four]), plus[of_four]);
-      }
-      Pin(eight);
-    }
-  }
-}
-
 // A warpgroup's sums on their way to d. Each step goes over all sums before the next begins (sm90_product.cuh).
 template <typename Tile>
 __device__ __forceinline__ void FinishEightTile(
@@ -671,10 +616,23 @@ __device__ __forceinline__ void FinishEightTile(
     }
   }
   scales.Wait(group + 1);
-  if (e.short_sums) {
-    ScaleSums<Tile, true>(scales, acc, v);
-  } else {
-    ScaleSums<Tile, false>(scales, acc, v);
+#pragma unroll
+  for (int sixteen = 0; sixteen < Tile::kTileN / 16; ++sixteen) {
+    const int column = sixteen * 16 + threadIdx.x % 4 * 4;
+    const float4 scale = scales.Read(column, false), bias = scales.Read(column, true);
+    const float by[4] = {scale.x, scale.y, scale.z, scale.w},
+                plus[4] = {bias.x, bias.y, bias.z, bias.w};
+#pragma unroll
+    for (int m = 0; m < Tile::kBlocks; ++m) {
+#pragma unroll
+      for (int below = 0; below < 2; ++below) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int at_i = RegisterOf(sixteen, below, i);
+          v[m][at_i] = __fadd_rn(__fmul_rn(SumAsFloat(acc[m][at_i]), by[i]), plus[i]);
+        }
+      }
+    }
   }
   if (Tile::kNarrow && p.added == Sm90Added::kMatrix) {
     ring.Await();
@@ -687,37 +645,24 @@ __device__ __forceinline__ void FinishEightTile(
     AddResidualAsItLies<Tile>(p, e, at, block0, residual_scale, v);
   }
   auto& all = reinterpret_cast<float (&)[Tile::kBlocks * Tile::kTileN / 2]>(v[0][0]);
-  const bool relu = e.activation == Activation::kRelu;
-  const bool integers = Tile::kNarrow && IsInteger8(e.type);
-  if (relu && integers) {  // NaN is 0, as it is in the result
-#pragma unroll
-    for (float& z : all) z = fmaxf(z, 0.f);
-  } else {
-    ActivateFast<__half>(e.activation, e.slope, all);
-  }
+  ActivateFast<__half>(e.activation, e.slope, all);
   if (e.out_scale != nullptr) {
 #pragma unroll
     for (float& z : all) z = __fmul_rn(z, out_scale);
   }
   if constexpr (Tile::kNarrow) {
-    // Of integers and their kind no number is NaN while scales and biases are finite.
-    const bool number = Tile::kIntegers && (e.residual == nullptr || IsInteger8(e.residual_type));
-    if (e.type == Number::kE4M3) {
-      outbox.template Put<Number::kE4M3, Known::kNothing>(p, at, block0, v);
-    } else if (e.type == Number::kE5M2) {
-      outbox.template Put<Number::kE5M2, Known::kNothing>(p, at, block0, v);
-    } else if (e.type == Number::kU8) {
-      if (relu) {
-        outbox.template Put<Number::kU8, Known::kPositive>(p, at, block0, v);
-      } else {
-        outbox.template Put<Number::kU8, Known::kNothing>(p, at, block0, v);
-      }
-    } else if (relu) {
-      outbox.template Put<Number::kS8, Known::kPositive>(p, at, block0, v);
-    } else if (number) {
-      outbox.template Put<Number::kS8, Known::kNumber>(p, at, block0, v);
-    } else {
-      outbox.template Put<Number::kS8, Known::kNothing>(p, at, block0, v);
+    switch (e.type) {
+      case Number::kU8:
+        outbox.template Put<Number::kU8>(p, at, block0, v);
+        break;
+      case Number::kE4M3:
+        outbox.template Put<Number::kE4M3>(p, at, block0, v);
+        break;
+      case Number::kE5M2:
+        outbox.template Put<Number::kE5M2>(p, at, block0, v);
+        break;
+      default:
+        outbox.template Put<Number::kS8>(p, at, block0, v);
     }
   } else {
     PutWide<Tile>(p, e, at, block0, v);
@@ -725,7 +670,7 @@ __device__ __forceinline__ void FinishEightTile(
 }
 
 template <typename Tile>
-__global__ void __launch_bounds__(kSm90Threads, 1)
+__global__ void __launch_bounds__(Tile::kThreads, 1)
     Sm90EightKernel(const __grid_constant__ Sm90Product p,
                     const __grid_constant__ Sm90EightEpilogue e) {
 #ifdef JAXCONV_SM90A
@@ -735,7 +680,7 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
   const int group = __shfl_sync(0xffffffffu, int(threadIdx.x) / 128, 0) - 1;  // uniform
   const bool added = Tile::kNarrow && p.added == Sm90Added::kMatrix;
   if (group < 0) {
-    RegistersDown<kProducerRegisters>();
+    RegistersDown<Tile::kProducerRegisters>();
     if (threadIdx.x == 0) {
       PrefetchMap(p.a[0]);
       PrefetchMap(p.b);
@@ -746,7 +691,7 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
       }
     }
   } else {
-    RegistersUp<kConsumerRegisters>();
+    RegistersUp<Tile::kConsumerRegisters>();
     const EightScales<Tile::kTileN> scales{ring.shared + Tile::kScales + group * Tile::kScaleBytes};
     EightOutbox<Tile> outbox{ring.shared + Tile::kOutboxes + group * Tile::kOutboxBytes, group + 1};
     const float residual_scale = e.residual_scale == nullptr ? 1.f : __ldg(e.residual_scale);
@@ -767,7 +712,7 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
       NamedBarrier(group + 1, 128);  // the last tile's scales are read
       scales.Load(e, int64_t(at.instance) * p.n + at.n, p.n - at.n);
       typename Tile::Sum acc[Tile::kBlocks][Tile::kTileN / 2];
-      Sm90EightLoop(ring, group, at.steps, e.short_sums ? kMagicBits : 0, acc, [&] {
+      Sm90EightLoop(ring, group, at.steps, acc, [&] {
         if (Tile::kPingPong && added) ring.Await();
       });
       FinishEightTile<Tile>(p, e, at, group, block0, residual_scale, out_scale, scales, ring,
@@ -795,23 +740,22 @@ Status LaunchSm90Eight(const Context& ctx, Sm90Product& p, const Sm90EightEpilog
 template <Number kX, Number kW>
 Status LaunchSm90EightByTile(const Context& ctx, Sm90Product& p, const Sm90EightEpilogue& e,
                              TileSize tile, int multiprocessors, const std::string& what) {
-#define JAXCONV_EIGHT_TILE(rows, columns, blocks, ping_pong, halves)                       \
-  if (tile == TileSize{rows, columns} && EightHalves(tile, kW, p.channels) == halves) {    \
-    using Narrow = Sm90EightTile<kX, kW, blocks, columns, ping_pong, true, halves>;        \
-    using Wide = Sm90EightTile<kX, kW, blocks, columns, ping_pong, false, halves>;         \
-    return SizeOf(e.type) == 1 ? LaunchSm90Eight<Narrow>(ctx, p, e, multiprocessors, what) \
-                               : LaunchSm90Eight<Wide>(ctx, p, e, multiprocessors, what);  \
+#define JAXCONV_EIGHT_TILE(rows, columns, blocks, ping_pong, halves, groups)                \
+  if (tile == TileSize{rows, columns} && EightHalves(tile, kW, p.channels) == halves) {     \
+    using Narrow = Sm90EightTile<kX, kW, blocks, columns, ping_pong, true, halves, groups>; \
+    using Wide = Sm90EightTile<kX, kW, blocks, columns, ping_pong, false, halves, groups>;  \
+    return SizeOf(e.type) == 1 ? LaunchSm90Eight<Narrow>(ctx, p, e, multiprocessors, what)  \
+                               : LaunchSm90Eight<Wide>(ctx, p, e, multiprocessors, what);   \
   }
   if constexpr (IsFloat8(kX)) {
-    JAXCONV_EIGHT_TILE(128, 128, 1, false, false)
+    JAXCONV_EIGHT_TILE(128, 128, 1, false, false, 2)
   } else {
-    JAXCONV_EIGHT_TILE(128, 128, 2, true, false)
+    JAXCONV_EIGHT_TILE(128, 128, 2, true, false, 2)
     if constexpr (kW == Number::kS8) {
-      JAXCONV_EIGHT_TILE(128, 256, 1, false, false)
-      JAXCONV_EIGHT_TILE(256, 128, 2, false, false)
-      JAXCONV_EIGHT_TILE(256, 128, 2, false, true)
-      JAXCONV_EIGHT_TILE(256, 64, 2, false, false)
-      JAXCONV_EIGHT_TILE(256, 64, 2, false, true)
+      JAXCONV_EIGHT_TILE(256, 128, 1, false, false, 4)
+      JAXCONV_EIGHT_TILE(256, 128, 1, false, true, 4)
+      JAXCONV_EIGHT_TILE(256, 64, 1, false, false, 4)
+      JAXCONV_EIGHT_TILE(256, 64, 1, false, true, 4)
     }
   }
 #undef JAXCONV_EIGHT_TILE

@@ -25,7 +25,6 @@ struct Sm90EightEpilogue {
   Activation activation;
   float slope;
   Number residual_type, type;  // type: of d
-  bool short_sums;             // of integers: none is beyond 2^22, and d is not of int32
   int taps[3];  // of blocks of 64 k: the filter's, where the phase's one tap has k_blocks stages
 };
 

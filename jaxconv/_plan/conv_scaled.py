@@ -10,7 +10,7 @@ from jaxconv._plan.plan import Device, Plan, extent_of
 from jaxconv._problem import ScaledConvProblem, family_of
 
 EIGHT = "sm90/eight"
-_TILES = ("128x256", "256x128", "128x128", "256x64")
+_TILES = ("256x128", "128x128", "256x64")
 
 
 def tiles(p: ScaledConvProblem, device: Device) -> list[str]:

@@ -18,7 +18,7 @@
 namespace jaxconv::cuda::conv::sm90 {
 
 // By the operands' types: of int8 filters all, of uint8 filters and of float8 the last.
-inline constexpr TileSize kEightTiles[] = {{128, 256}, {256, 128}, {256, 64}, {128, 128}};
+inline constexpr TileSize kEightTiles[] = {{256, 128}, {256, 64}, {128, 128}};
 inline constexpr TileSize kOneEightTile[] = {{128, 128}};
 
 inline std::string RefuseEight(const ScaledConvProblem& s, const Plan& plan, const Device& device) {

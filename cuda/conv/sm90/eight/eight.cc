@@ -90,10 +90,6 @@ Status Sm90EightFprop(const Context& ctx, const ScaledConvProblem& s, const Plan
   e.slope = float(s.slope);
   e.residual_type = s.residual_type;
   e.type = s.y_type;
-  const int64_t left = s.x_type == Number::kU8 ? 255 : 128,
-                right = s.w_type == Number::kU8 ? 255 : 128;
-  e.short_sums =
-      IsInteger8(s.x_type) && s.y_type != Number::kS32 && depth * left * right <= int64_t{1} << 22;
   const int columns = tile.columns < 128 ? tile.columns : 128;
   if (SizeOf(s.y_type) == 1) {
     JAXCONV_RETURN_IF_ERROR(EncodeBytes(MatrixTensor(a.y, p.group_k(), p.groups, pixels),
