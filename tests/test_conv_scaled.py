@@ -15,7 +15,7 @@ from helpers import DEVICE, H200, PLATFORM, calls, poison
 from jax import lax
 
 import jaxconv
-from jaxconv import _plan, conv_scaled
+from jaxconv import _plan
 from jaxconv._plan import conv_scaled as tiles_of
 from jaxconv._problem import EIGHT_BIT_INTEGERS, FLOAT8, ScaledConvProblem
 
@@ -547,6 +547,16 @@ def test_what_the_kernel_refuses(code_for_gpus, given, refusal):
         _plan.plan("conv_scaled", problem((2, 30, 30, 32), w, **given), H200)
 
 
-def test_tiles_of_a_problem():
-    assert tiles_of.tiles(problem((256, 56, 56, 64), (1, 1, 64, 64)), H200)[0] == "256x64"
-    assert conv_scaled.kernel.name == "conv_scaled"
+@pytest.mark.parametrize(
+    ("x", "w", "tile"),
+    [
+        ((256, 56, 56, 256), (1, 1, 256, 64), "256x64"),
+        ((256, 56, 56, 64), (1, 1, 64, 256), "256x128"),
+        ((256, 28, 28, 128), (3, 3, 128, 128), "128x128"),
+        ((256, 28, 28, 64), (3, 3, 64, 128), "256x128"),
+        ((1, 14, 14, 256), (1, 1, 256, 1024), "128x128"),
+    ],
+)
+def test_tiles_of_a_problem(x, w, tile):
+    assert tiles_of.tiles(problem(x, w), H200)[0] == tile
+    assert sorted(tiles_of.tiles(problem(x, w), H200)) == ["128x128", "256x128", "256x64"]
