@@ -414,6 +414,15 @@ def test_no_legend_of_a_figure_is_cut_off(tmp_path):
         )
 
 
+@pytest.mark.parametrize("op", record.WHOLE)
+def test_records_of_whole_models_make_no_table(op, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tables, "FOLDER", tmp_path / "tables")
+    files = sorted(record.RESULTS.glob(f"*/{op}*.json"))
+    assert files and tune.main([str(files[0])]) == 0
+    assert "skipped, tables are of layers, not of models" in capsys.readouterr().out
+    assert not (tmp_path / "tables").exists()
+
+
 def test_tune_without_algorithms_is_refused(capsys):
     with pytest.raises(SystemExit):
         run.main(["--tune"])
