@@ -210,7 +210,7 @@ def convolution_and_norm(program: Program, node: Node, device: _plan.Device) -> 
 
     def call(x: Array, w: Array, *rest: Array) -> list[Array]:
         z, mean, var = conv.statistics(of_conv, x, w)
-        return [z, *batchnorm._train_with(p, z, *rest[:4], mean, var, *rest[4:])]
+        return [z, *batchnorm.train_with(p, z, *rest[:4], mean, var, *rest[4:])]
 
     inputs, outputs = [*before.inputs, *rest], [x, *node.outputs]
     if not program.fits([before, node], inputs, outputs):
