@@ -93,7 +93,7 @@ def _reduced_mesh_axes(split: _sharding.Split) -> tuple[str, ...]:
     return tuple(a for name, axes in split.items() if name not in ("v", "c") for a in axes)
 
 
-def _inner(p: BatchNormProblem) -> BatchNormProblem:
+def inner(p: BatchNormProblem) -> BatchNormProblem:
     """The problem for a kernel that is a part of what the user asked for: an algorithm is that of the whole."""
     return p if p.algorithm is None else replace(p, algorithm=None, implementation="native")
 
@@ -114,7 +114,7 @@ def train_with(p: BatchNormProblem, x, scale, bias, running_mean, running_var, m
     """train's results for known statistics."""
     m = p.momentum
     return [
-        infer(_inner(p), x, scale, bias, mean, var, *residual),
+        infer(inner(p), x, scale, bias, mean, var, *residual),
         m * running_mean + (1 - m) * mean,
         m * running_var + (1 - m) * var,
         mean,
@@ -135,7 +135,7 @@ def _merged_moments(
     whole: BatchNormProblem, p: BatchNormProblem, split: _sharding.Split, x: Array, mesh_axes: tuple[str, ...]
 ) -> tuple[Array, Array]:
     inside = _inside(whole, p, split)
-    own = moments(_inner(p), x) if inside is None else _moments.of_shard(p, x, inside)
+    own = moments(inner(p), x) if inside is None else _moments.of_shard(p, x, inside)
     return _moments.merged(own, mesh_axes, whole.reduced)
 
 
@@ -153,12 +153,12 @@ def backward_shard(
     if inside is not None:  # x and the residual too: a NaN times a dy of zero is NaN
         x, dy = jnp.where(inside, x, 0), jnp.where(inside, dy, 0)
         rest = (*rest[:4], *(jnp.where(inside, residual, 0) for residual in rest[4:]))
-    dscale, dbias, *dresidual = backward(replace(_inner(p), want_dx=False), x, dy, *rest)
+    dscale, dbias, *dresidual = backward(replace(inner(p), want_dx=False), x, dy, *rest)
     dscale, dbias = jax.lax.psum(jnp.stack([dscale, dbias]), mesh_axes)
     if not p.want_dx:
         return [dscale, dbias, *dresidual]
     passed = bool(dresidual) and _passes_dz(p)
-    q = replace(_inner(p), want_dresidual=False, count=whole.reduced, dz=passed)
+    q = replace(inner(p), want_dresidual=False, count=whole.reduced, dz=passed)
     dy, residual = (dresidual[0], ()) if passed else (dy, rest[4:])
     return [dscale, dbias, dx_of_sums(q, x, dy, *rest[:4], dscale, dbias, *residual), *dresidual]
 
