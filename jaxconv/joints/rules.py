@@ -210,7 +210,7 @@ def convolution_and_norm(program: Program, node: Node, device: _plan.Device) -> 
 
     def call(x: Array, w: Array, *rest: Array) -> list[Array]:
         z, mean, var = conv.statistics(of_conv, x, w)
-        return [z, *batchnorm._train_with(p, z, *rest[:4], mean, var, *rest[4:])]
+        return [z, *batchnorm.train_with(p, z, *rest[:4], mean, var, *rest[4:])]
 
     inputs, outputs = [*before.inputs, *rest], [x, *node.outputs]
     if not program.fits([before, node], inputs, outputs):
@@ -270,7 +270,7 @@ def norm_of_pieces(program: Program, node: Node, device: _plan.Device) -> bool:
     pieces = _pieces_of_norms(x, p)
     if not pieces or not wants("batchnorm_train", p, device):
         return False
-    parts = [replace(_bare(batchnorm._inner(p)), shape=piece.shape) for piece in pieces]
+    parts = [replace(_bare(batchnorm.inner(p)), shape=piece.shape) for piece in pieces]
     taken = [
         next((user for user in readers(v) if user.name == "jaxconv_batchnorm_moments" and user.call is None), None)
         for v in pieces
@@ -288,7 +288,7 @@ def norm_of_pieces(program: Program, node: Node, device: _plan.Device) -> bool:
         mean = jnp.concatenate([k + shift for k, shift, _ in moments])
         var = jnp.concatenate([var for _, _, var in moments])
         scale, bias, *more = args[n + len(known) :]
-        return batchnorm._train_with(by_xla, x, scale, bias, *more[:2], mean, var, *more[2:])
+        return batchnorm.train_with(by_xla, x, scale, bias, *more[:2], mean, var, *more[2:])
 
     inputs = [x, *pieces, *known, *rest]
     program.splice([node], inputs, node.outputs, call, norm_of_pieces, p, tuple(parts), flags)
@@ -334,7 +334,7 @@ def _backward_of(norm: Node) -> Node | None:
 
 
 def _moments(p: BatchNormProblem, x: Array) -> tuple[Array, Array]:
-    k, shift, var = batchnorm.moments(batchnorm._inner(p), x)
+    k, shift, var = batchnorm.moments(batchnorm.inner(p), x)
     return k + shift, var
 
 
