@@ -176,7 +176,9 @@ def _conv(r: random.Random, kind: str, nd: int, x: tuple[int, ...], act: str, dt
         return None
     normed = kind == "conv_batchnorm"
     w = (*filters, c // groups, out)
-    text = f"{list(x)} * {list(w)}" + (f" by {stride}" if stride > 1 else "") + (f" dilated {dilation}" * (dilation > 1))
+    text = (
+        f"{list(x)} * {list(w)}" + (f" by {stride}" if stride > 1 else "") + (f" dilated {dilation}" * (dilation > 1))
+    )
     options: dict[str, Any] = dict(strides=strides, dtype=dtype)
     if kind != "transposed":
         options |= dict(kernel_dilation=(dilation,) * nd, feature_group_count=groups)
@@ -224,14 +226,11 @@ def _norm(r: random.Random, kind: str, x: tuple[int, ...], act: str, dtype: Any)
 # Times
 
 
-def instructions(compiled: Any) -> str:
-    """A program's text without names, which tell where it comes from."""
+def instructions(compiled: Any) -> list[str]:
+    """A program's instructions without names, in an order that does not depend on the program's."""
     text = re.sub(r", metadata=\{[^}]*\}", "", compiled.as_text())
-    text = re.sub(r"^HloModule .*$", "", text, flags=re.M)
-    # What tables of frames there are, a JAX since 0.11 puts in front.
-    text = text[text.find("\n%") :] if "\n%" in text else text
-    names: dict[str, str] = {}
-    return re.sub(r"%[\w.\-]+", lambda m: names.setdefault(m[0], f"%{len(names)}"), text)
+    text = re.sub(r"%[\w.\-]+", "%", re.sub(r"parameter\(\d+\)", "parameter", text))
+    return sorted(line.strip().removeprefix("ROOT ") for line in text.splitlines() if " = " in line)
 
 
 def least(programs: dict[str, Any], arrays: list[jax.Array], samples: int) -> dict[str, float]:

@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
@@ -66,7 +68,7 @@ class Body:
         device = _plan.Device.default()
         key = varied, device, tuple(types)
         if key not in self._joints:
-            self._joints[key] = Joint.make(self.of(device), varied, types, device)
+            self._joints[key] = Joint.make(self.closed, varied, types, device)
         return self._joints[key]
 
 
@@ -124,6 +126,12 @@ def _batch(axis: Any, args: Sequence[Array], dims: Sequence[int | None], *, prog
 def _jvp(primals: Sequence[Array], tangents: Sequence[Any], *, program: Body) -> Any:
     varied = tuple(type(t) is not ad.Zero and t.dtype != jax.dtypes.float0 for t in tangents)
     zero = [ad.Zero(aval.to_tangent_aval()) for aval in program.closed.out_avals]
+    if program.on_cpu is not None and any(varied) and _plan.Device.default().platform == "cpu":
+        # As JAX differentiates what was written: rules that fuse gradients are of kernels that only GPUs have.
+        given = [t if v else z for t, v, z in zip(tangents, varied, map(_zero_like, primals), strict=True)]
+        outs, outs_t = _op.jvp_of_varied(program.on_cpu, primals, given)
+        floats = [jnp.issubdtype(aval.dtype, np.inexact) for aval in program.closed.out_avals]
+        return outs, [t if f else z for t, f, z in zip(outs_t, floats, zero, strict=True)]
     joint = program.joint(varied, [jax.typeof(a) for a in primals]) if any(varied) else None
     if joint is None:
         return region.bind(*primals, program=program), zero
@@ -131,6 +139,10 @@ def _jvp(primals: Sequence[Array], tangents: Sequence[Any], *, program: Body) ->
     given = [t for t, is_varied in zip(tangents, varied, strict=True) if is_varied]
     outs_t = iter(tangent.bind(*kept, *primals, *given, joint=joint, count=len(kept)))
     return outs, [next(outs_t) if floats else z for floats, z in zip(joint.inexact, zero, strict=True)]
+
+
+def _zero_like(primal: Any) -> ad.Zero:
+    return ad.Zero(jax.typeof(primal).to_tangent_aval())
 
 
 def _transpose(cts: Sequence[Any], *operands: Any, program: Body) -> list[Any]:
