@@ -1,4 +1,4 @@
-"""`python -m benchmarks cpu --minutes M --seed S`: random layers on a CPU, plain against enable, accelerate and modules.
+"""`python -m benchmarks cpu --minutes M --seed S`: random layers on a CPU, plain against enable and accelerate.
 
 A layer is drawn as somebody writes it in jnp, lax or Flax: a convolution of 1 to 3 dimensions (groups, depthwise,
 transposed), a dense layer, a batch-, group- or layer-norm, max-pooling, squeeze-and-excitation, with or without an
@@ -29,7 +29,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 import jaxconv
 import jaxconv.linen
@@ -237,7 +236,7 @@ def least(programs: dict[str, Any], arrays: list[jax.Array], samples: int) -> di
     """Seconds of each program's shortest sample, a call's share; they take turns."""
     best: dict[str, float] = dict.fromkeys(programs, math.inf)
     calls = 1
-    for name, f in programs.items():
+    for f in programs.values():
         jax.block_until_ready(f(*arrays))
     begin = time.perf_counter()
     jax.block_until_ready(next(iter(programs.values()))(*arrays))
@@ -256,14 +255,18 @@ def least(programs: dict[str, Any], arrays: list[jax.Array], samples: int) -> di
 def measure(problem: Problem, ways: tuple[str, ...], limit: float) -> dict[str, Any]:
     """ms of plain and of each way; a way whose program is plain's has none of its own."""
     arrays = problem.arrays()
-    compiled = {"plain": problem.program("plain").lower(*arrays).compile()}
+    lowered = {"plain": problem.program("plain").lower(*arrays)}
     for way in ways:
         if way == "module" and problem.module is None:
             continue
         with jaxconv.enabled() if way == "enable" else contextlib.nullcontext():
-            compiled[way] = problem.program(way).lower(*arrays).compile()
-    plain = instructions(compiled["plain"])
-    same = [way for way in compiled if way != "plain" and instructions(compiled[way]) == plain]
+            lowered[way] = problem.program(way).lower(*arrays)
+    text = lowered["plain"].as_text()
+    same = [way for way in lowered if way != "plain" and lowered[way].as_text() == text]
+    compiled = {way: one.compile() for way, one in lowered.items() if way not in same} if len(same) < len(ways) else {}
+    if compiled:
+        plain = instructions(compiled["plain"])
+        same += [way for way in compiled if way != "plain" and instructions(compiled[way]) == plain]
     programs = {way: f for way, f in compiled.items() if way not in same}
     best: dict[str, float] = {}
     again: list[str] = []

@@ -1,4 +1,4 @@
-"""What accelerate leaves as it was written on a CPU: norms, whose formulas there XLA computes as fast as ours, or faster.
+"""What accelerate leaves as it was written on a CPU: norms, whose formulas XLA computes there as fast as ours.
 
 The program of a device is chosen when it is lowered; a gradient's where programs run unless somebody says otherwise.
 """
@@ -97,28 +97,32 @@ def test_the_device_that_a_program_is_lowered_for_decides():
         assert {"batchnorm_backward", "groupnorm_backward"} <= problems(gradient, variables, X)
 
 
-def test_every_transform_of_a_program_with_two_forms():
+TWO = jnp.stack([X, X[::-1]])
+TRANSFORMS: dict[str, tuple[Any, Any]] = {  # of f(v, x), and an x for it
+    "none": (lambda f: f, X),
+    "grad": (lambda f: jax.grad(f, 1), X),
+    "checkpoint": (lambda f: jax.grad(jax.checkpoint(f), 1), X),
+    "vmap of grad": (lambda f: jax.vmap(jax.grad(f, 1), (None, 0)), TWO),
+    "grad of vmap": (lambda f: jax.grad(lambda v, x: jax.vmap(f, (None, 0))(v, x).sum(), 1), TWO),
+    "jvp": (lambda f: lambda v, x: jax.jvp(lambda u: f(v, u), (x,), (x,)), X),
+    "accelerate": (jaxconv.accelerate, X),
+    "scan": (lambda f: lambda v, x: jax.lax.scan(lambda c, u: (c + f(v, u), f(v, u)), 0.0, x), TWO),
+    "grad of scan": (lambda f: jax.grad(lambda v, x: jax.lax.scan(lambda c, u: (c + f(v, u), c), 0.0, x)[0], 1), TWO),
+    "grad of grad": (lambda f: jax.grad(lambda v, x: jnp.sum(jax.grad(f, 1)(v, x) ** 2), 1), X),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_of_a_program_with_two_forms(name):
     model = Model()
     variables = model.init(jax.random.key(1), X, True)
 
     def plain(v: Any, x: Any) -> Any:
         return jnp.sum(jnp.sin(model.apply(v, x, True, mutable=["batch_stats"])[0]))
 
-    ours = jaxconv.accelerate(plain)
-    two = jnp.stack([X, X[::-1]])
-    for made, x in (
-        (lambda f: f, X),
-        (lambda f: jax.grad(f, 1), X),
-        (lambda f: jax.grad(jax.checkpoint(f), 1), X),
-        (lambda f: jax.vmap(jax.grad(f, 1), (None, 0)), two),
-        (lambda f: jax.grad(lambda v, x: jax.vmap(f, (None, 0))(v, x).sum(), 1), two),
-        (lambda f: lambda v, x: jax.jvp(lambda x: f(v, x), (x,), (x,)), X),
-        (lambda f: jaxconv.accelerate(f), X),
-        (lambda f: lambda v, x: jax.lax.scan(lambda c, x: (c + f(v, x), f(v, x)), 0.0, x), two),
-    ):
-        a, b = jax.jit(made(ours))(variables, x), jax.jit(made(plain))(variables, x)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4), a, b)
-    np.testing.assert_allclose(ours(variables, X), plain(variables, X), rtol=2e-4)
+    made, x = TRANSFORMS[name]
+    a, b = jax.jit(made(jaxconv.accelerate(plain)))(variables, x), jax.jit(made(plain))(variables, x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=5e-4, atol=5e-4 * float(jnp.abs(b).max())), a, b)
 
 
 def test_an_accelerated_function_in_an_accelerated_one():

@@ -51,7 +51,6 @@ from jaxconv.accelerate.squeeze_excite import find_excited, find_squeeze_excite
 from jaxconv.accelerate.upsampling import find_upsampling
 from jaxconv.joints import region
 
-
 CPU = _plan.Device("cpu")
 # Norms: XLA's code for a formula that somebody wrote is as fast on a CPU as for any other, so theirs stays.
 NORMS = ("batchnorm", "groupnorm", "layernorm")

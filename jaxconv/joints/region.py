@@ -4,8 +4,8 @@ Its meaning is the program. Its derivative is JAX's own of the program, as a who
 program, which is rewritten by rules and cut in two (`joint`). What is not differentiated is rewritten when it is
 lowered, for the device that it is lowered for. A mapped region is the region of the mapped program.
 
-A region may have another program for CPUs, of the same operands and results up to rounding. Lowered for a CPU it is that
-one; so is its derivative where programs run on a CPU unless somebody says otherwise.
+A region may have another program for CPUs, of the same operands and results up to rounding. Lowered for a CPU it is
+that one. Its derivative is then JAX's of that one, where programs run on a CPU unless somebody says otherwise.
 """
 
 from __future__ import annotations
