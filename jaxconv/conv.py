@@ -100,16 +100,15 @@ _HAS = {"x": "nc", "y": "nk", "w": "ck"}
 
 
 def batch(op: _op.Kernel, p: ConvProblem, args: list[Array], dims: list[int | None]) -> _op.Batched:
-    """A mapped axis folds into the images or channels that all mapped operands of the product have and no other has;
-    where there are none, or where instances must not share statistics, into groups. What is added is repeated."""
-    size, kinds = _op.batch_size(args, dims), op.operand_kinds(p)
+    """A mapped axis folds into the images or channels that the result and all mapped operands of the product have; where
+    there are none, or where instances must not share statistics, into groups. What is added is repeated."""
+    size, kinds, results = _op.batch_size(args, dims), op.operand_kinds(p), op.result_kinds(p)
     moved = {kind for kind, dim in zip(kinds, dims, strict=True) if dim is not None}
     moved |= {"w"} if "b" in moved else set()
     moved = moved & set(kinds[:2]) or {kinds[0]}
-    still = set(kinds[:2]) - moved
     channel, in_channel, out_channel = (p.channel_axis, p.nd, p.nd + 1) if p.channels_last else (1, 1, 0)
-    fits = (n for n in "nck" if all(n in _HAS[k] for k in moved) and not any(n in _HAS[k] for k in still))
-    into = "g" if {"s", "p"} & {*kinds, *op.result_kinds(p)} else next(fits, "g")
+    common = set(_HAS[results[0]]).intersection(*(_HAS[kind] for kind in moved))
+    into = "g" if {"s", "p"} & {*kinds, *results} else next(iter(common), "g")
     axes = {
         "n": {"x": 0, "y": 0},
         "c": {"x": channel, "w": in_channel},
@@ -124,7 +123,7 @@ def batch(op: _op.Kernel, p: ConvProblem, args: list[Array], dims: list[int | No
     longer = {"n": ("batch",), "c": ("in_channels",), "k": ("out_channels",)}
     fields = longer.get(into, ("groups", "in_channels", "out_channels"))
     q = replace(p, **{name: size * getattr(p, name) for name in fields})
-    outs = zip(_op.listed(op(q, *folded)), op.result_kinds(p), strict=True)
+    outs = zip(_op.listed(op(q, *folded)), results, strict=True)
     outs = [_op.unfold(out, size, axes[kind], groups[kind]) for out, kind in outs]
     return outs, [0] * len(outs)
 
