@@ -373,8 +373,8 @@ def sensitivity(
 ) -> list[float]:
     """How far each loss, or one before it, moves when every parameter is off by up to `amount`.
 
-    In TF32 also when every one is nearer to zero by 2^-11. A kernel may round an operand to TF32 or let the tensor cores
-    cut its last bits off, by 2^-12 of it on average: then the products of two are smaller by 2^-11.
+    In TF32 also when every one is nearer to zero by 2^-11. A kernel may round an operand to TF32, or let the tensor
+    cores cut its last bits off, by 2^-12 of it on average: then the products of two are smaller by 2^-11.
     """
     off = [perturbed(params, amount, seed) for seed in range(1, 1 + DRAWS)]
     off += [jax.tree.map(lambda p: (p * (1 - 2.0**-11)).astype(p.dtype), params)] * in_tf32(dtype)

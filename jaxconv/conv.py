@@ -100,8 +100,8 @@ _HAS = {"x": "nc", "y": "nk", "w": "ck"}
 
 
 def batch(op: _op.Kernel, p: ConvProblem, args: list[Array], dims: list[int | None]) -> _op.Batched:
-    """A mapped axis folds into the images or channels that the result and all mapped operands of the product have; where
-    there are none, or where instances must not share statistics, into groups. What is added is repeated."""
+    """A mapped axis folds into the images or channels that the result and all mapped operands of the product have. It
+    folds into groups where there are none, or where instances must not share statistics. What is added is repeated."""
     size, kinds, results = _op.batch_size(args, dims), op.operand_kinds(p), op.result_kinds(p)
     moved = {kind for kind, dim in zip(kinds, dims, strict=True) if dim is not None}
     moved |= {"w"} if "b" in moved else set()
