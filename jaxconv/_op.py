@@ -504,7 +504,7 @@ def by_reference(op: Kernel | Plain) -> None:
 
     def jvp(primals: Sequence[Array], tangents: Sequence[Any], *, problem: Any) -> Any:
         of_problem = functools.partial(reference, problem)
-        outs, tangents_out = _jvp_of_varied(lambda *args: list(of_problem(*args)), primals, tangents)
+        outs, tangents_out = jvp_of_varied(lambda *args: list(of_problem(*args)), primals, tangents)
         tangents_out = [
             ad.Zero(jax.typeof(out).to_tangent_aval()) if _whole_numbers(out.dtype) else t
             for out, t in zip(outs, tangents_out, strict=True)
@@ -530,7 +530,7 @@ def by_reference(op: Kernel | Plain) -> None:
     ad.primitive_transposes[op.primitive] = transpose
 
 
-def _jvp_of_varied(
+def jvp_of_varied(
     f: Callable[..., list[Array]], primals: Sequence[Array], tangents: Sequence[Any]
 ) -> tuple[list[Array], list[Array]]:
     """f's results and their tangents, differentiated in the arguments whose tangents are not zero."""

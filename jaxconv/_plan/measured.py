@@ -31,6 +31,10 @@ REACH = 1.6
 # More of the same work on a full device changes little: 2^(REACH * MORE) times as much may be. Not less, a device that
 # is not full is another matter. Before, ConvNeXt at batch 256 learned nothing from its layer measured at batch 64.
 MORE = 4.0
+# ... where the device was full. A problem that XLA took less time for, milliseconds, is bound by launches and latencies:
+# sm90/cluster, made for few pixels and 1.17 times as fast as XLA for one image of 14x14, takes 3.2 times as long as XLA for
+# 256 of 8x8 (H100, float32).
+FULL_MS = 0.02
 # A neighbour that differs by more than this in channels speaks together with the model, where that knows the kernel. Of
 # drawn problems that neighbours alone chose a kernel for, 9 of 34 with such ones were slower than XLA, by 6 to 103 %
 # (H200), of 32 with nearer ones none was by more than 3 %.
@@ -273,7 +277,8 @@ def _nearest(
         work = sum(d for d, free in zip(more, independent, strict=True) if free)
         gaps = [abs(d) for d, free in zip(more, independent, strict=True) if not free]
         distance = sum(map(abs, more)) + UNLIKE * (m.copied != array)
-        if max([work / MORE if work > 0 else -work, *gaps]) <= REACH and distance < least:
+        more_of_it = MORE if m.xla_ms >= FULL_MS else 1.0
+        if max([work / more_of_it if work > 0 else -work, *gaps]) <= REACH and distance < least:
             best, least = m, distance
     return best, least
 
