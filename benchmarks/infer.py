@@ -174,7 +174,7 @@ def queued(one: Answers, calls: int) -> float:
 
 def kernels(one: Answers, calls: int = 8) -> tuple[float, float] | None:
     """(kernels, their milliseconds) a call, as CUPTI sees them; None without it."""
-    session = _timing._cupti()
+    session = _timing.cupti()
     if session is None:
         return None
 

@@ -418,7 +418,7 @@ def _conv_then_add(p: ConvProblem, x: Array, w: Array, *rest: Array) -> list[Arr
     convolution. A sum in float32 would be a pass of its own.
     """
     *b, residual = rest
-    z = _any(p.affine(), x, w, *b)[0]
+    z = convolution(p.affine(), x, w, *b)[0]
     if p.implementation != "xla":
         return reference.conv_added(p, z, residual)
     total = z + residual
@@ -460,7 +460,7 @@ def _tangents(p: ConvProblem, x: Array, w: Array, given: Sequence[Array | None])
     return parts + [t for t in rest[p.bias :] if t is not None]
 
 
-def _any(p: ConvProblem, x: Array, w: Array, *b: Array) -> list[Array]:
+def convolution(p: ConvProblem, x: Array, w: Array, *b: Array) -> list[Array]:
     """conv; fprop where nothing follows the sum; lax's own operations where there is nothing to compute."""
     if p.empty:
         return reference.conv(p, x, w, *b)
@@ -489,17 +489,17 @@ def _conv(name: str, nd: int, x: Any, w: Any, b: Any, residual: Any, **options: 
     x, w = _problem.as_array(name, "x", x), _problem.as_array(name, "w", w)
     b = None if b is None else _problem.as_array(name, "b", b)
     residual = None if residual is None else _problem.as_array(name, "residual", residual)
-    return _run(ConvProblem.infer(name, nd, x, w, b, residual=residual, **options), x, w, b, residual)
+    return run_public(ConvProblem.infer(name, nd, x, w, b, residual=residual, **options), x, w, b, residual)
 
 
-def _run(p: ConvProblem, x: Array, w: Array, b: Array | None, residual: Array | None = None) -> Any:
+def run_public(p: ConvProblem, x: Array, w: Array, b: Array | None, residual: Array | None = None) -> Any:
     """What the public functions return."""
     if p.activation.name == "none" and (not p.bias or residual is not None):  # z is y there
         run = replace(p, save_preactivation=False)
     else:
         run = p
     args = [x, w, *(a for a in (b, residual) if a is not None)]
-    outs = (_any if residual is None else with_residual)(run, *args)
+    outs = (convolution if residual is None else with_residual)(run, *args)
     return (outs[0], outs[-1]) if p.save_preactivation else outs[0]
 
 
