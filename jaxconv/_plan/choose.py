@@ -2,8 +2,8 @@
 
 A plan is data. It is made when a call is lowered, printed by `explain`, and carried out by native code, which confirms
 but does not choose. With `implementation=None` a problem goes to XLA unless native code was measured to be faster, or
-is predicted to be by more than the prediction's own error. Nothing is timed here: the same versions and files give the
-same plan.
+is predicted to be by more than the prediction's own error. Nothing is timed unasked: the same versions and files give
+the same plan. Where somebody asks, what is in no tier above the prediction is timed and is tuned then (in_place).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from jaxconv._plan import (
     dense,
     domain,
     groupnorm,
+    in_place,
     measured,
     model,
     pool,
@@ -146,8 +147,11 @@ def plan(op: str, problem: Any, device: Device) -> Plan:
 
 
 def _tuned(op: str, problem: Problem, device: Device) -> Plan | None:
-    """What the user tuned for exactly this problem, if anything: the choice, or the fastest kernel if one is forced."""
+    """What was tuned for exactly this problem, if anything, or is timed now because somebody asks: the choice, or the
+    fastest kernel if one is forced."""
     entry = tuned.entry(op, problem, device)
+    if entry is None:
+        entry = in_place.entry(op, problem, device, lambda: _safe(op, problem, every(op, problem, device)))
     if entry is None:
         return None
     forced = problem.implementation == "native"
@@ -156,8 +160,11 @@ def _tuned(op: str, problem: Problem, device: Device) -> Plan | None:
         return None
     times = entry.native_ms if entry.xla_ms is None else {**entry.native_ms, "xla": entry.xla_ms}
     candidates = tuple(Candidate(name, ms, "tuned on this device") for name, ms in times.items())
+    where = "tuned on this device" + (f" on {entry.when} UTC" if entry.when else "")
     if choice == "xla":
-        return Plan("xla", "tuned on this device: XLA is the fastest", candidates=candidates)
+        fastest = entry.xla_ms is not None and entry.xla_ms <= min(entry.native_ms.values(), default=math.inf)
+        why = "XLA is the fastest" if fastest else "nothing is faster than XLA by more than times differ"
+        return Plan("xla", f"{where}: {why}", candidates=candidates)
     plan = made(op, choice, problem, device)
     if isinstance(plan, str):  # a file that somebody edited
         return None
@@ -167,7 +174,7 @@ def _tuned(op: str, problem: Problem, device: Device) -> Plan | None:
         reason = f"{ratio:.2f} of XLA's speed"
     if forced:
         reason += "; implementation='native' was asked for"
-    return dataclasses.replace(plan, reason=f"tuned on this device: {reason}", candidates=candidates)
+    return dataclasses.replace(plan, reason=f"{where}: {reason}", candidates=candidates)
 
 
 def _best_native(op: str, problem: Problem, device: Device) -> Plan:
@@ -463,7 +470,10 @@ def fused_behind(p: ConvProblem, plan: Plan, device: Device) -> str | None:
     """
     free = device.platform == "cuda" and p.implementation is None and math.prod(p.filter) > 1
     found = measured.nearest("conv_fprop", p, device, plan.kernel) if free else None
-    if found is None or tuned.entry("conv_fprop", p, device) is not None:
+    own = tuned.entry("conv_fprop", p, device)
+    if own is not None and p.implementation is None and math.prod(p.filter) > 1:
+        return in_place.fused_behind(own)
+    if found is None or own is not None:
         return None
     ours = found.native_ms[plan.kernel] + _pass_over_y(found, p, device)
     if found.xla_ms > ours:

@@ -18,6 +18,7 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from jaxconv import _compat, _op, _plan, _sharding
+from jaxconv._plan import in_place
 from jaxconv.joints.joint import Joint
 from jaxconv.joints.program import Program
 from jaxconv.joints.rules import rewrite
@@ -27,10 +28,13 @@ Array = jax.Array
 
 @_compat.kept_weakly
 class Body:
-    """What a region holds: a flat program, and what was made of it. Equal to itself alone."""
+    """What a region holds: a flat program, and what was made of it. Equal to itself alone.
 
-    def __init__(self, closed: ClosedJaxpr):
-        self.closed = closed
+    It is differentiated and lowered after whoever made it has returned: if that asked for choices made in place, the
+    region remembers it."""
+
+    def __init__(self, closed: ClosedJaxpr, asked: in_place.Asked | None = None):
+        self.closed, self.asked = closed, asked
         self._joints: dict[Any, Joint | None] = {}
 
     def __repr__(self) -> str:
@@ -51,10 +55,14 @@ class Body:
         """Of the gradients of the varied arguments; None where nothing in it has one. For the device that programs run
         on where nobody says otherwise; lowered for another one its kernels are what they mean."""
         device = _plan.Device.default()
-        key = varied, device, tuple(types)
-        if key not in self._joints:
-            self._joints[key] = Joint.make(self.closed, varied, types, device)
-        return self._joints[key]
+        with in_place.asking(self.asked):
+            key = varied, device, tuple(types), in_place.current()
+            if key not in self._joints:
+                made = self._joints[key] = Joint.make(self.closed, varied, types, device)
+                if made is not None and self.asked is not None:
+                    # Its kernels become the outer program's, which is lowered where nobody may ask.
+                    _op.plan_all(made.program.run, [v.aval for v in made.program.inputs], device)
+            return self._joints[key]
 
 
 region = Primitive("jaxconv_region")
@@ -62,15 +70,15 @@ tangent = Primitive("jaxconv_region_tangent")
 region.multiple_results = tangent.multiple_results = True
 
 
-def call(f: Callable[..., Sequence[Array]], *args: Array) -> list[Array]:
-    """f of arrays as a region."""
-    return bind(jax.make_jaxpr(lambda *args: list(f(*args)))(*args), *args)
+def call(f: Callable[..., Sequence[Array]], *args: Array, asked: in_place.Asked | None = None) -> list[Array]:
+    """f of arrays as a region. `asked`: who asks for choices made in place, if not whoever does so here."""
+    return bind(jax.make_jaxpr(lambda *args: list(f(*args)))(*args), *args, asked=asked)
 
 
-def bind(closed: ClosedJaxpr, *args: Array) -> list[Array]:
+def bind(closed: ClosedJaxpr, *args: Array, asked: in_place.Asked | None = None) -> list[Array]:
     """The region of a jaxpr. Tracers among its constants become arguments."""
     closed, traced = _compat.without_traced_constants(closed)
-    return region.bind(*traced, *args, program=Body(closed))
+    return region.bind(*traced, *args, program=Body(closed, asked or in_place.asked()))
 
 
 def may_hold(effects: Any) -> bool:
@@ -92,14 +100,15 @@ def _lower(platform: str | None, ctx: mlir.LoweringRuleContext, *operands: Any, 
         device = _op.lowered_for(ctx, platform)
         if _compat.partitioning(ctx) == "opaque" and _sharding.explicit_mesh(ctx.avals_in) is None:
             device = dataclasses.replace(device, partitioned=True)
-    return mlir.lower_fun(program.rewritten(device), multiple_results=True)(ctx, *operands)
+    with _op.timing_in(ctx, program.asked):
+        return mlir.lower_fun(program.rewritten(device), multiple_results=True)(ctx, *operands)
 
 
 def _batch(axis: Any, args: Sequence[Array], dims: Sequence[int | None], *, program: Body) -> Any:
     mapped = jax.vmap(
         program.plain, in_axes=tuple(dims), axis_name=axis.name, axis_size=axis.size, spmd_axis_name=axis.spmd_name
     )
-    outs = call(mapped, *args)
+    outs = call(mapped, *args, asked=program.asked)
     return outs, [0] * len(outs)
 
 
