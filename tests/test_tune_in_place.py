@@ -21,7 +21,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import A100, H100, H200
+from helpers import A100, H200
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 

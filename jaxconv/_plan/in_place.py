@@ -204,6 +204,7 @@ def entry(op: str, problem: Any, device: Device, plans: Callable[[], Sequence[Pl
                 say(f"{text}; a later process goes on", once=True)
                 return None
             _time(one.budget, op, problem, device, plans)
+            _tried.update((of[0], name, tuned.key_of(p)) for name, p in _together(op, problem))
         _tried.add(of)
         return tuned.entry(op, problem, device)
 
