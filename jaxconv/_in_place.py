@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,12 @@ else:
     _tune = importlib.import_module("jaxconv.tune")  # whose name the function has
 
 Operands = list[tuple[tuple[int, ...], str]]  # shapes and dtypes
+
+# How far a kernel's results may be from XLA's, as a root of mean squares relative to that of XLA's. Rounding to 16 bits
+# makes 0.004, and some sums of such lose a digit more; a kernel that does not work makes 1 or NaN.
+MOST_APART = 0.05
+# The kernel reads positions, XLA x: of arrays that are not each other's
+_NOT_COMPARED = ("max_pool_backward",)
 
 
 def _conv(p: ConvProblem, *shapes: tuple[int, ...]) -> Operands:
@@ -97,11 +104,25 @@ def times(
     """XLA's time and that of each of the kernels (None: all) at the problem, on the first device of that kind."""
     job = _tune._Job(_KERNELS[op], problem, tuple(OPERANDS[op](problem)), 1)
     noise: dict[str, float] = {}
+    expected: list[jax.Array] = []  # XLA's results
 
     def clock(functions: Any, sets: Any, seconds: float) -> tuple[dict[str, float], dict[str, str]]:
         timings, failed = _tune.timings_of(functions, sets, seconds, step=lambda name: stop())
         noise.update({name: timing.spread for name, timing in timings.items()})
-        return {name: timing.median_ms for name, timing in timings.items()}, failed
+        ms = {name: timing.median_ms for name, timing in timings.items()}
+        if op in _NOT_COMPARED:
+            return ms, failed
+        if "xla" in ms:
+            expected[:] = jax.tree.leaves(functions["xla"](*sets[0]))
+        while expected and (native := [name for name in ms if name != "xla"]):
+            stop()
+            fastest = min(native, key=ms.__getitem__)
+            apart = _apart(jax.tree.leaves(functions[fastest](*sets[0]))[: len(expected)], expected)
+            if apart <= MOST_APART:
+                break
+            del ms[fastest]
+            failed[fastest] = f"its results are not XLA's (apart by {apart:.2g})"
+        return ms, failed
 
     # XLA's pooling, of which nobody reads the positions, does not make them.
     of_xla = {"save": False} if op == "max_pool" else {}
@@ -116,6 +137,19 @@ def times(
         ms, failed = _tune._measure(job, device, seconds, kernels, clock, of_xla)
         written = _write(job.problem.y_shape, problem.dtype, device) if op == "conv_fprop" and ms else 0.0
     return in_place.Times(ms, noise, failed, _timing.timer(), written)
+
+
+def _apart(found: Sequence[jax.Array], expected: Sequence[jax.Array]) -> float:
+    """The most that one of the arrays is away from what is expected; infinity where that is not a number."""
+
+    @jax.jit
+    def each(a: jax.Array, b: jax.Array) -> jax.Array:
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        scale = jnp.maximum(jnp.max(jnp.abs(b)), 1e-30)  # squares of large sums overflow
+        return jnp.sqrt(jnp.sum(((a - b) / scale) ** 2) / jnp.maximum(jnp.sum((b / scale) ** 2), 1e-30))
+
+    apart = [float(each(a, b)) for a, b in zip(found, expected, strict=True) if b.size]
+    return max((value if value == value else math.inf for value in apart), default=0.0)
 
 
 def _write(shape: tuple[int, ...], dtype: str, device: _plan.Device) -> float:

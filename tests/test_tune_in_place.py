@@ -26,8 +26,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxconv
-from jaxconv import _compat, _in_place, _op, _plan
+from jaxconv import _compat, _in_place, _op, _plan, _timing
 from jaxconv._plan import in_place, tuned
+from jaxconv._plan.planner import PLANNERS
 
 ON_CPU = pytest.mark.skipif(helpers.PLATFORM != "cpu", reason="the kernels that are named are the CPU's")
 
@@ -172,15 +173,22 @@ def test_what_was_tuned_is_known(gpu, file):
 
 def test_a_devices_own_table_knows_what_is_near(gpu):
     """On others, and where only the model knows, it is timed."""
-    of = problem_of(conv, jnp.ones((64, 56, 56, 64), "bfloat16"), jnp.ones((3, 3, 64, 64), "bfloat16"))
+    of = problem_of_shapes((256, 56, 56, 64), (3, 3, 64, 64))
     known = planned(H200, of)
     assert not gpu.timed and "measured" in known.reason
     planned(A100, of)
     planned(dataclasses.replace(H200, kind="NVIDIA GH200 480GB"), of)  # whose sisters have tables
-    odd = problem_of(conv, jnp.ones((3, 33, 35, 40), "bfloat16"), jnp.ones((4, 6, 40, 56), "bfloat16"))
     assert len(gpu.timed) == 2
-    planned(H200, odd)
-    assert len(gpu.timed) == 3
+    # A kernel was measured near, and did not win; of others the model would speak. Then nothing was measured at all.
+    for shapes in (((256, 28, 28, 128), (3, 3, 128, 128)), ((3, 33, 35, 40), (4, 6, 40, 56))):
+        planned(H200, problem_of_shapes(*shapes))
+    assert len(gpu.timed) == 4
+
+
+def problem_of_shapes(x, w):
+    """Without the arrays."""
+    jaxpr = jax.make_jaxpr(conv)(jax.ShapeDtypeStruct(x, "bfloat16"), jax.ShapeDtypeStruct(w, "bfloat16"))
+    return "conv_fprop", jaxpr.eqns[0].params["problem"]
 
 
 def test_float16_is_not_given_to_kernels_that_spread_infinities(gpu):
@@ -189,7 +197,7 @@ def test_float16_is_not_given_to_kernels_that_spread_infinities(gpu):
     )
     planned(H200, of)
     spreading = {p.kernel for p in _plan.every(*of, H200)} - {
-        p.kernel for p in _plan.choose._safe(*of, _plan.every(*of, H200))
+        p.kernel for p in _plan.choose._safe(PLANNERS[of[0]], of[1], H200)
     }
     assert spreading
     known = tuned.entry(*of, H200)
@@ -416,6 +424,35 @@ def test_whether_somebody_asks_is_part_of_the_key_of_jaxs_caches(cpu):
     jaxconv.disable()
     f(x, W)
     assert len(traced) == 2
+
+
+@pytest.mark.parametrize("wrong", [lambda y: 0 * y, lambda y: y + jnp.nan, lambda y: 1.2 * y], ids=["0", "NaN", "1.2"])
+def test_a_kernel_with_other_results_than_xlas_is_not_taken(monkeypatch, wrong):
+    """As one of which the module holds no code for the device may be: it is the fastest."""
+    times = {"xla": 2.0, "wrong": 0.1, "slow and wrong": 9.0, "right": 1.0, "tile": 0.2}
+
+    def timings_of(functions, sets, seconds, step):
+        return {name: _timing.Timing((times[name],), "wall", 1.0) for name in functions}, {}
+
+    def right(x):
+        return [x + 1, jnp.sum(x)]
+
+    def measure(job, device, seconds, kernels, clock, of_xla):
+        sets = [(jax.random.normal(jax.random.key(0), (9, 9)),)]
+
+        def broken(x):
+            return [right(x)[0], wrong(right(x)[1])]
+
+        ms, failed = clock({"xla": right, "wrong": broken, "right": right, "slow and wrong": broken}, sets, seconds)
+        more, others = clock({"right": right, "tile": broken}, sets, seconds)
+        return ms | more, failed | others
+
+    monkeypatch.setattr(_in_place._tune, "timings_of", timings_of)
+    monkeypatch.setattr(_in_place._tune, "_measure", measure)
+    cpu = _plan.Device("cpu", "cpu")
+    found = _in_place.times("conv_wgrad", OF[1], cpu, None, 1.0, lambda: None)
+    assert dict(found.ms) == {"xla": 2.0, "right": 1.0, "slow and wrong": 9.0}
+    assert set(found.failed) == {"wrong", "tile"} and "its results are not XLA's" in found.failed["wrong"]
 
 
 @ON_CPU

@@ -210,7 +210,7 @@ def entry(op: str, problem: Any, device: Device, plans: Callable[[], Sequence[Pl
 
 
 def _may_be_timed(op: str, problem: Any, device: Device) -> bool:
-    """Whether its kind of problem is worth timing alone: not where XLA's neighbours decide (see `choose._fastest`)."""
+    """Whether its kind of problem is worth timing alone: not where XLA's neighbours decide (`Planner.overruled`)."""
     if op not in _OPS or device.platform not in PLATFORMS or not device.kind or device.partitioned:
         return False
     if problem.implementation is not None or problem.algorithm is not None:
@@ -223,11 +223,17 @@ def _may_be_timed(op: str, problem: Any, device: Device) -> bool:
 
 
 def _measured_near(op: str, problem: Any, device: Device, plans: Sequence[Plan]) -> bool:
-    """Whether the device's own table answers for it, without the model."""
+    """Whether the device's own table decides: a kernel won near the problem, or, where no model would speak for other
+    kernels, one was measured there."""
     if device.kind not in measured.tables():
         return False
-    near = (measured.nearest(op, problem, device, plan.kernel) for plan in plans)
-    return any(one is not None and not one.sister and one.apart(problem) <= measured.FAR for one in near)
+    for plan in plans:
+        one = measured.nearest(op, problem, device, plan.kernel)
+        if one is None or one.sister or one.apart > measured.FAR:
+            continue
+        if one.wins(plan.kernel) or not isinstance(problem, ConvProblem):
+            return True
+    return False
 
 
 def _refusal(device: Device) -> str | None:
@@ -442,7 +448,7 @@ def _in_thread(work: Callable[[Callable[[], None]], T]) -> T:
 
 def fused_behind(one: tuned.Entry) -> str | None:
     """Why a convolution that was timed in place stays XLA's where XLA may take what stands behind it into its own: the
-    kernel does not win by a pass over the result. None where it does. (`choose.fused_behind`: of measured ones.)"""
+    kernel does not win by a pass over the result. None where it does. (`conv.fused_behind`: of measured ones.)"""
     if not one.alone or one.xla_ms is None or one.choice in (None, "xla"):
         return None
     ours = one.native_ms[one.choice] + one.pass_ms
