@@ -8,6 +8,7 @@ import functools
 import math
 import os
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -26,6 +27,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxconv
+from benchmarks import in_place as benchmark
 from jaxconv import _compat, _in_place, _op, _plan, _timing
 from jaxconv._plan import in_place, tuned
 from jaxconv._plan.planner import PLANNERS
@@ -698,6 +700,38 @@ def test_tune_knows_what_was_timed_in_place(gpu):
     assert len(tuned.active()) == 1 and jaxconv.tune.loads(jaxconv.tune.dumps()) == tuned.active()
     with jaxconv.tune.applied(None):
         assert not len(tuned.active()) and planned(asked=False).implementation == "xla"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The benchmark
+
+
+def test_kernels_are_compared_with_xla_over_what_was_timed(gpu, file):
+    planned()
+    gpu.xla = 0.5
+    planned(of=problem_of(conv, X[:1], W))
+    lines = benchmark.by_kernel(tuned.read(file).entries)
+    line = next(one for one in lines if "implicit_gemm" in one)
+    assert line.split()[:2] == ["conv_fprop", "implicit_gemm"] and "2 problems, XLA / it  1.00 (0.50 to 2.00)" in line
+    assert line.endswith("worst 1x9x9 8->16 3x3 float32 NHWC")
+
+
+@pytest.mark.slow
+def test_models_before_and_after(cpu, file, capsys):
+    arguments = ["--models", "resnet18_32", "--ways", "accelerate", "--small", "--seconds", "0.02"]
+    assert benchmark.main(arguments) == 0
+    said = capsys.readouterr().out
+    assert "resnet18_32, f32, batch 4" in said and "LOSSES DIFFER" not in said
+    (count,) = re.findall(r"(\d+) problems timed, \1 of them native", said)
+    assert int(count) == len(cpu.timed) == len(tuned.read(file))
+    assert in_place.asked() is None
+    cpu.timed.clear()
+    tuned.forget()
+    in_place.forget()
+    assert benchmark.main(arguments) == 0 and not cpu.timed
+    assert " 0 problems timed" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        benchmark.main(["--models", "no_such_model"])
 
 
 # ----------------------------------------------------------------------------------------------------------------------

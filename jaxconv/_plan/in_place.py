@@ -272,7 +272,7 @@ def _by_others(op: str, problem: Any, device: Device) -> tuned.Entry | None:
     except OSError:
         return None
     if _read is None or _read[:2] != (file, changed):
-        _read = file, changed, tuned.read(file)
+        _read = file, changed, tuned.read(file, named=False)  # results of other devices alone are no mistake
     one = _read[2].on(tuned.device_name(device)).get((op, tuned.key_of(problem)))
     if one is not None:
         tuned.found(one)

@@ -213,14 +213,15 @@ def path() -> pathlib.Path:
     return pathlib.Path(platformdirs.user_data_dir("jaxconv", appauthor=False)) / "tuning.json"
 
 
-def read(file: pathlib.Path) -> Results:
-    """What a file holds; none where there is none. A broken one is named in a warning and holds none."""
-    return _read(file)[0]
+def read(file: pathlib.Path, named: bool | None = None) -> Results:
+    """What a file holds; none where there is none. A broken one is named in a warning and holds none. `named`: whether
+    somebody chose these results; None is whether JAXCONV_TUNING names a file."""
+    return _read(file, named)[0]
 
 
-def _read(file: pathlib.Path) -> tuple[Results, bool]:
+def _read(file: pathlib.Path, named: bool | None = None) -> tuple[Results, bool]:
     """(the file's results, whether it can be read)."""
-    named = bool(os.environ.get("JAXCONV_TUNING"))
+    named = bool(os.environ.get("JAXCONV_TUNING")) if named is None else named
     try:
         text = file.read_text()
         return (loads(text, str(file), named) if text else Results((), str(file), named)), True
