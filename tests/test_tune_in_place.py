@@ -320,6 +320,8 @@ def test_operands_are_those_that_an_op_is_bound_with(name, mapped):
 
 def lowered(f, *args):
     """f lowered for the GPU that is the default by assumption."""
+    if helpers.PLATFORM != "cpu":
+        pytest.skip("what is lowered is for the GPU that is here")
     with _plan.Device.assumed(A100):
         return jax.jit(lambda *a: f(*a)).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
