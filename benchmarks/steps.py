@@ -119,7 +119,7 @@ class Text:
                 one = self.instructions[name]
                 if one.opcode in ("call", "while", "conditional"):
                     front += [inner for inner in one.called if inner in self._inside]
-                elif one.opcode not in _launches._SILENT:
+                elif one.opcode not in _launches.SILENT:
                     yield name
 
     def traffic(self, name: str) -> int:

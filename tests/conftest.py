@@ -198,7 +198,7 @@ def one_profiler(monkeypatch):
 
     monkeypatch.setattr(jax.profiler, "trace", trace)
     if profiled and helpers.PLATFORM == "cuda":
-        monkeypatch.setattr(_timing, "_cupti", lambda: None)
+        monkeypatch.setattr(_timing, "cupti", lambda: None)
 
 
 @pytest.fixture

@@ -31,9 +31,9 @@ REACH = 1.6
 # More of the same work on a full device changes little: 2^(REACH * MORE) times as much may be. Not less, a device that
 # is not full is another matter. Before, ConvNeXt at batch 256 learned nothing from its layer measured at batch 64.
 MORE = 4.0
-# ... where the device was full. A problem that XLA took less time for, milliseconds, is bound by launches and latencies:
-# sm90/cluster, made for few pixels and 1.17 times as fast as XLA for one image of 14x14, takes 3.2 times as long as XLA for
-# 256 of 8x8 (H100, float32).
+# ... where the device was full. A problem that XLA took less time for, milliseconds, is bound by launches and
+# latencies: sm90/cluster, made for few pixels and 1.17 times as fast as XLA for one image of 14x14, takes 3.2 times as
+# long as XLA for 256 of 8x8 (H100, float32).
 FULL_MS = 0.02
 # A neighbour that differs by more than this in channels speaks together with the model, where that knows the kernel. Of
 # drawn problems that neighbours alone chose a kernel for, 9 of 34 with such ones were slower than XLA, by 6 to 103 %
