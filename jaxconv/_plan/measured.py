@@ -4,7 +4,7 @@ A table holds, for problems that were run, the time of XLA and of each native ke
 answered by its nearest neighbour of the same kind, if one is near enough; where a device's own table has none, or one
 that is farther away, by the tables of its sisters, devices of the same architecture with about the same numbers, whose
 times are scaled. Where XLA copies an array because its padding is uneven and did not at the neighbour, or the other way
-round, XLA's time there is corrected by that pass. Nothing is timed in a user's program.
+round, XLA's time there is corrected by that pass. Nothing is timed in a user's program unasked.
 """
 
 from __future__ import annotations
