@@ -56,7 +56,7 @@ struct Sm90Plain : Sm90EpilogueDefaults {
                                          Ring& ring,
                                          float (&acc)[Tile::kBlocks][Tile::kTileN / 2]) {
     if constexpr (kAdds) {
-      if (behind > 0) ThroughRing<Tile, false>(ring, group, block0, Sum(), acc);
+      if (behind > 0) ThroughRing<Tile, false>(ring, group, block0, PlusAdded(), acc);
     }
     const int m_end = p.phase[at.phase].m;
 #pragma unroll

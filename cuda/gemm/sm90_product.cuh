@@ -143,7 +143,7 @@ __device__ __forceinline__ void ThroughBox(uint32_t box, F f, float (&v)[32]) {
   }
 }
 
-struct Sum {
+struct PlusAdded {
   __device__ __forceinline__ float operator()(float c, float v) const { return v + c; }
 };
 

@@ -124,17 +124,17 @@ struct ColumnMoments {
 };
 
 template <typename Tile>
-struct Sm90Statistics : Sm90EpilogueDefaults {
+struct Sm90Moments : Sm90EpilogueDefaults {
   using Args = Sm90Parts;
   using Walk = Sm90OneColumn;
   using T = typename Tile::T;
   static constexpr int kChunks = Tile::kTileN / 64;
-  static constexpr int kTogether =
-      kChunks > 1 ? 2 : 1;  // boxes of a pair that are of the same rows
+  // Boxes of a pair that are of the same rows
+  static constexpr int kTogether = kChunks > 1 ? 2 : 1;
   static_assert(Tile::kBlocks * kChunks % 2 == 0);
 
-  __device__ __forceinline__ Sm90Statistics(const Sm90Product&, const Args&, uint32_t shared,
-                                            int group, int block0)
+  __device__ __forceinline__ Sm90Moments(const Sm90Product&, const Args&, uint32_t shared,
+                                         int group, int block0)
       : outbox(shared, group + 1), block0(block0) {}
 
   template <typename Ring>
@@ -179,8 +179,8 @@ Status LaunchByTile(const Context& ctx, Sm90Product& p, TileSize tile, int multi
                     Sm90Parts* to, const std::string& what) {
   return WithTile<kStatisticsTiles>(tile, what, [&](auto rows, auto columns) {
     using Tile = Sm90TileOf<T, true, false, decltype(rows)::value, decltype(columns)::value>;
-    return LaunchSm90Columns<Tile, Sm90Statistics<Tile>>(ctx, p, *to, multiprocessors, what,
-                                                         &to->parts);
+    return LaunchSm90Columns<Tile, Sm90Moments<Tile>>(ctx, p, *to, multiprocessors, what,
+                                                      &to->parts);
   });
 }
 

@@ -110,7 +110,7 @@ struct Sm90NormSums : Sm90EpilogueDefaults {
         auto& v = reinterpret_cast<float (&)[32]>(acc[0][(i + box) * 32]);
         stage[box] = ring.stage;
         ring.Await();
-        ThroughBox<T, false, false>(ring.A(), Sum(), v);
+        ThroughBox<T, false, false>(ring.A(), PlusAdded(), v);
         signs.Choose(box, v);
         ring.Advance();
       }
