@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,15 +23,23 @@ Array = jax.Array
 replace = dataclasses.replace
 
 
-def _letters(p: ScaledConvProblem) -> str:
-    """Of the operands: x, w, the filter; k, numbers a channel; r, the residual, and s, a number."""
-    return (
-        "xw" + "k" * p.scaled + "k" * p.bias + "r" * bool(p.residual_dtype) + "s" * (p.residual_scaled + p.out_scaled)
-    )
+def _array(p: ScaledConvProblem, kind: str) -> _op.Typed:
+    arrays = {"x": (p.x_shape, p.dtype), "w": (p.w_shape, p.w_dtype), "y": (p.y_shape, p.out_dtype)}
+    arrays |= {"channel": ((p.out_channels,), "float32"), "number": ((), "float32")}
+    arrays["residual"] = p.y_shape, p.residual_dtype or ""
+    return arrays[kind]
 
 
-def _wire(p: ScaledConvProblem, plan: _plan.Plan) -> _op.Wire:
+def _layout(p: ScaledConvProblem, plan: _plan.Plan, kind: str) -> _op.Layout | None:
     """In memory images are channels last, and filters' input channels and taps lie together."""
+    if kind == "w":
+        return (p.nd + 1, *range(p.nd), p.nd) if p.channels_last else (0, *range(2, p.nd + 2), 1)
+    if kind in ("x", "y", "residual") and not p.channels_last:
+        return (0, *range(2, p.nd + 2), 1)
+    return None
+
+
+def _attrs(p: ScaledConvProblem, plan: _plan.Plan) -> dict[str, Any]:
     window = {
         "stride": np.array(p.stride, np.int64),
         "pad_low": np.array([low for low, _ in p.padding], np.int64),
@@ -49,18 +58,11 @@ def _wire(p: ScaledConvProblem, plan: _plan.Plan) -> _op.Wire:
     }
     given = {
         "scale": np.int64(p.scaled),
-        "residual": np.int64(p.residual_dtype is not None),
+        "residual": np.int64(p.residual),
         "residual_scale": np.int64(p.residual_scaled),
         "out_scale": np.int64(p.out_scaled),
     }
-    images: _op.Layout | None = None
-    if p.channels_last:
-        filters = (p.nd + 1, *range(p.nd), p.nd)
-    else:
-        images, filters = (0, *range(2, p.nd + 2), 1), (0, *range(2, p.nd + 2), 1)
-    layouts: dict[str, _op.Layout | None] = {"x": images, "r": images, "w": filters, "k": None, "s": None}
-    attrs = {"window": window, "epilogue": epilogue, "scaled": given}
-    return _op.Wire(attrs, [layouts[letter] for letter in _letters(p)], [images])
+    return {"window": window, "epilogue": epilogue, "scaled": given}
 
 
 def _of_integers(p: IntegerConvProblem, x: Array, w: Array) -> Array:
@@ -80,22 +82,21 @@ def _by_parts(p: ScaledConvProblem, x: Array, w: Array, *rest: Array) -> list[Ar
     return reference.conv_scaled_epilogue(p, sums, *rest)
 
 
-def _batch(p: ScaledConvProblem, args: list[Array], dims: list[int | None]) -> tuple[list[Array], list[int]]:
+def _batch(op: _op.Kernel, p: ScaledConvProblem, args: list[Array], dims: list[int | None]) -> _op.Batched:
     """Mapped images and residuals fold into N. Mapped filters and scales: the sums fold theirs into K."""
-    size, letters = _op.batch_size(args, dims), _letters(p)
-    folds = all(dim is None or letter in "xr" for dim, letter in zip(dims, letters, strict=True))
-    if not folds:
+    size, kinds = _op.batch_size(args, dims), op.operand_kinds(p)
+    folds = ("x", "residual")
+    if not all(dim is None or kind in folds for dim, kind in zip(dims, kinds, strict=True)):
         outs = jax.vmap(functools.partial(_by_parts, p), in_axes=tuple(dims))(*args)
         return outs, [0]
     folded = [
-        _op.fold(_op.to_front(a, dim, size), 0, 0) if letter in "xr" else a
-        for a, dim, letter in zip(args, dims, letters, strict=True)
+        _op.fold(_op.to_front(a, dim, size), 0, 0) if kind in folds else a
+        for a, dim, kind in zip(args, dims, kinds, strict=True)
     ]
-    (y,) = kernel(replace(p, batch=size * p.batch), *folded)
-    return [_op.unfold(y, size, 0)], [0]
+    return [_op.unfold(op(replace(p, batch=size * p.batch), *folded), size, 0)], [0]
 
 
-def _partition(p: ScaledConvProblem) -> _sharding.Partition:
+def _partition(p: ScaledConvProblem, operands: Sequence[str], results: Sequence[str]) -> _sharding.Partition:
     """Images, groups, and without groups output channels may be split: what follows a sum needs all of it."""
     g = p.groups > 1
     c = "c" if not g else "g" if p.in_channels == p.groups else "(g c)"
@@ -105,12 +106,14 @@ def _partition(p: ScaledConvProblem) -> _sharding.Partition:
     def activations(channels: str, spatial: Sequence[str]) -> str:
         return " ".join(["n", *spatial, channels] if p.channels_last else ["n", channels, *spatial])
 
+    y = activations(k, out)
     names = {
         "x": activations(c, pixels),
-        "r": activations(k, out),
         "w": " ".join([*taps, "c", k] if p.channels_last else [k, "c", *taps]),
-        "k": k,
-        "s": "",
+        "y": y,
+        "residual": y,
+        "channel": k,
+        "number": "",
     }
 
     def local(parts: Any) -> ScaledConvProblem:
@@ -124,22 +127,33 @@ def _partition(p: ScaledConvProblem) -> _sharding.Partition:
         )
 
     return _sharding.Partition(
-        operands=[names[letter] for letter in _letters(p)],
-        results=[names["r"]],
+        operands=[names[kind] for kind in operands],
+        results=[names[kind] for kind in results],
         split=["n", "g" if g else "k"],
         local=local,
         sizes={"g": p.groups, "k": p.out_channels // p.groups},
     )
 
 
+def _flops(p: ScaledConvProblem) -> int:
+    """The sums, and an operation of each of y's elements for everything that follows."""
+    follows = p.scaled + p.bias + p.residual + p.residual_scaled + (p.activation.name != "none") + p.out_scaled
+    return p.flops + follows * math.prod(p.y_shape)
+
+
 kernel = _op.kernel(
     "conv_scaled",
+    "x w scale? b? residual? residual_scale? out_scale? -> y",
+    _op.Family(
+        {"channel": "scale b", "number": "residual_scale out_scale"},
+        _array,
+        _attrs,
+        _partition,
+        layout=_layout,
+        batch=_batch,
+    ),
     reference=_by_parts,
-    results=lambda p: [(p.y_shape, p.out_dtype)],
-    wire=_wire,
-    batch=_batch,
-    partition=_partition,
-    multiple_results=True,
+    flops=_flops,
 )
 
 
@@ -149,8 +163,8 @@ def _no_derivative(primals: Sequence[Array], tangents: Sequence[Any], *, problem
             f"{problem.name}: a convolution of {problem.dtype} and {problem.w_dtype} has no derivative, expected 16 or "
             f"32 bits where something is differentiated; jax.lax.stop_gradient ends it in front"
         )
-    outs = kernel(problem, *primals)
-    return outs, [ad.Zero(jax.typeof(out).to_tangent_aval()) for out in outs]
+    out = kernel(problem, *primals)
+    return out, ad.Zero(jax.typeof(out).to_tangent_aval())
 
 
 ad.primitive_jvps[kernel.primitive] = _no_derivative
@@ -203,5 +217,4 @@ def run(
     if p.of_integers and not p.scaled and not p.empty and all(map(is_number, (*p.x_shape, *p.w_shape))):
         return _of_integers(replace(p.integer, implementation=p.implementation, algorithm=p.algorithm), x, w)
     args = [x, w, *(a for a in (scale, b, residual, residual_scale, out_scale) if a is not None)]
-    (y,) = reference.conv_scaled(p, *args) if p.empty else kernel(p, *args)
-    return y
+    return reference.conv_scaled(p, *args)[0] if p.empty else kernel(p, *args)

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from helpers import DEVICE, H200, PLATFORM, calls, poison
 from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxconv
 from jaxconv import _plan
@@ -435,6 +437,38 @@ def test_mapped():
             equal(np.asarray(got[i]), want)
 
 
+@pytest.mark.skipif(jax.device_count() < 2, reason="one device")
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("split", ["images", "filters"])
+def test_on_a_mesh(split, groups, kind):
+    """Images are split, or output channels with their scales; with groups those are whole groups."""
+    case = Case((2, 6, 7, 256), (3, 3, 256 // groups, 32), groups=groups)
+    x, w = values(1, case.x, "int8"), values(2, case.w, "int8")
+    scale, b = scales(case)
+    residual = values(4, (*case.x[:-1], 32), "int8")
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(kind,))
+    images = P("d") if split == "images" else P(None, None, None, "d")
+    filters = P() if split == "images" else P(None, None, None, "d")
+    channels = P() if split == "images" else P("d")
+    of_x = images if split == "images" or groups > 1 else P()
+    specs = of_x, filters, channels, channels, images
+    given = [
+        jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip((x, w, scale, b, residual), specs, strict=True)
+    ]
+
+    def f(x: Any, w: Any, scale: Any, b: Any, residual: Any) -> Any:
+        how: dict[str, Any] = dict(residual=residual, residual_scale=0.5, out_scale=0.9, out_dtype="int8")
+        return jaxconv.conv2d(x, w, b, scale=scale, activation="relu", groups=groups, **how)
+
+    with jax.set_mesh(mesh):
+        got = jax.jit(f)(*given)
+    how: dict[str, Any] = dict(
+        scale=scale, b=b, residual=residual, residual_scale=0.5, activation="relu", out_scale=0.9
+    )
+    equal(np.asarray(got), expected(sums(case, x, w), "int8", **how))
+
+
 def test_an_empty_batch_and_no_channels():
     scale = np.ones(16, np.float32)
     y = jaxconv.conv2d(np.zeros((0, 5, 5, 16), np.int8), np.zeros((3, 3, 16, 16), np.int8), scale=scale, out_scale=2.0)
@@ -560,3 +594,20 @@ def test_what_the_kernel_refuses(code_for_gpus, given, refusal):
 def test_tiles_of_a_problem(x, w, tile):
     assert tiles_of.tiles(problem(x, w), H200)[0] == tile
     assert sorted(tiles_of.tiles(problem(x, w), H200)) == ["128x128", "256x128", "256x64"]
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_layouts_that_xla_is_asked_for(code_for_gpus, scaled):
+    """Filters K-major, their channels together; channels-first arrays channels last; sums of integers the same way."""
+
+    def f(x: Any, w: Any) -> Any:
+        return jaxconv.conv2d(x, w, layout="NCHW", scale=0.5 if scaled else None)
+
+    like = jax.ShapeDtypeStruct((2, 32, 9, 9), "int8"), jax.ShapeDtypeStruct((48, 32, 3, 3), "int8")
+    with _plan.Device.assumed(H200):
+        text = jax.jit(f).trace(*like).lower(lowering_platforms=("cuda",)).as_text()
+    (call,) = [line for line in text.splitlines() if "custom_call @jaxconv_conv_scaled_v2" in line]
+    images, filters = ("[1, 3, 2, 0]", "[1, 3, 2, 0]") if scaled else ("[3, 2, 1, 0]", "[2, 1, 0, 3]")
+    assert f"operand_layouts = [dense<{images}> : tensor<4xindex>, dense<{filters}> : tensor<4xindex>" in call
+    assert f"result_layouts = [dense<{images}> : tensor<4xindex>" in call
+    assert text.count("stablehlo.transpose") == (0 if scaled else 3)

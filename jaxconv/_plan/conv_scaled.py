@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 
-from jaxconv._plan import domain
+from jaxconv._plan import choose, domain
 from jaxconv._plan.plan import Device, Plan, extent_of
+from jaxconv._plan.planner import NOTHING, XLA_ASKED, Planner, asked, calls, disabled_text, plans_of
 from jaxconv._problem import FLOAT8, ScaledConvProblem, family_of
 
 EIGHT = "sm90/eight"
@@ -30,18 +32,51 @@ def tiles(p: ScaledConvProblem, device: Device) -> list[str]:
     return sorted(_TILES, key=lambda tile: tile != (first if fills else "128x128"))
 
 
-def made(p: ScaledConvProblem, device: Device) -> Plan | str:
-    """The plan by the kernel, in the tile that the problem names, or the sentence that says why there is none."""
+def by_kernel(algorithm: str, p: ScaledConvProblem, device: Device) -> Plan | str:
+    """The plan by the kernel and tile that `algorithm` names, or the sentence that says why there is none."""
     if device.platform != "cuda":
         return "the kernel exists on CUDA only"
     if p.beyond:
         return p.beyond
-    kernel, _, tile = (p.algorithm or EIGHT).partition(" ")
-    if kernel == family_of(EIGHT):
-        kernel = EIGHT
+    kernel, _, tile = algorithm.partition(" ")
+    kernel = EIGHT if kernel == family_of(EIGHT) else kernel
     plan = Plan("native", "", kernel, tile, asks_channels_last=not p.channels_last)
     refusal = domain.conv_scaled_refusal(plan, p, device)
     if refusal is not None:
         return refusal
     wanted = plan if tile else dataclasses.replace(plan, tile=tiles(p, device)[0])
     return domain.conv_scaled_refusal(wanted, p, device) or wanted
+
+
+class ConvScaled(Planner):
+    """One pass on 8-bit tensor cores; else the sums, by a plan of their own, and a pass behind them."""
+
+    group = "conv"
+    algorithms = (EIGHT,)
+    tunable = False
+
+    def made(self, algorithm: str, p: ScaledConvProblem, device: Device) -> Plan | str:
+        return by_kernel(algorithm, p, device)
+
+    def tiles(self, p: ScaledConvProblem, device: Device) -> Iterable[Plan]:
+        return plans_of(self.made(f"{EIGHT} {tile}", p, device) for tile in tiles(p, device))
+
+    def composed(self, p: ScaledConvProblem, device: Device) -> Plan:
+        forced = p.implementation == "native" or p.algorithm is not None
+        if p.implementation == "xla":
+            return self.instead(XLA_ASKED)
+        if self.empty(p):
+            return self.instead(NOTHING)
+        kernel = p.algorithm or EIGHT
+        if self.disabled(p) and p.scaled:  # sums alone are conv_integer's, which its plan has
+            own: Plan | str = disabled_text()
+        else:
+            own = choose.missing(device) or self.no_kernels(p, device.platform) or self.made(kernel, p, device)
+        if isinstance(own, Plan):
+            reason = f"{asked(p)} was asked for" if forced else "one pass on 8-bit tensor cores, which XLA has not"
+            return dataclasses.replace(own, reason=reason)
+        if forced:
+            return self.cannot(p, own, kernel)
+        if device.platform != "cuda":
+            return self.instead(f"XLA computes it: {own}")
+        return calls("two", "a convolution, then its scales")(own)

@@ -36,6 +36,10 @@ class ScaledConvProblem(ConvProblem):
         return self.dtype in EIGHT_BIT_INTEGERS
 
     @property
+    def residual(self) -> bool:
+        return self.residual_dtype is not None
+
+    @property
     def sums_dtype(self) -> str:
         return "int32" if self.of_integers else "float32"
 
