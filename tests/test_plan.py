@@ -271,6 +271,8 @@ def test_on_a_cpu_depthwise_and_grouped_convolutions_are_native_in_every_type(dt
         assert kernel == "depthwise" and "10 times slower" in reason
         kernel, reason = cpu_choice(op, dtype, 16, 16, groups=4)
         assert kernel == "im2col" and "XLA's grouped convolutions are" in reason
+        of_two = cpu_choice(op, dtype, 16, 16, groups=2)[0]
+        assert of_two == ("xla" if dtype in ("bfloat16", "float16") and op != "conv_wgrad" else "im2col")
     assert cpu_choice("conv_fprop", dtype, 16, 16) == (
         "xla",
         "XLA's convolutions without groups are as fast as the CPU allows",
