@@ -582,6 +582,15 @@ CPU_CONV = (
 # "models": what ResNet-50, ResNeXt-50, ConvNeXt-T and MobileNetV2 (benchmarks/models.py) at batch 256 hold besides the
 # above, for the plan's table: without a neighbour a problem goes to XLA.
 MODELS_CONV = (
+    _conv("board19.3x3", 2048, 19, 128, 128, 3, padding=1, suite="models"),
+    _conv("r18.32.3x3", 256, 32, 64, 64, 3, padding=1, suite="models"),
+    _conv("r18.16.3x3", 256, 16, 128, 128, 3, padding=1, suite="models"),
+    _conv("r18.16.3x3s2", 256, 32, 64, 128, 3, stride=2, padding=(0, 1), suite="models"),
+    _conv("r18.8.3x3", 256, 8, 256, 256, 3, padding=1, suite="models"),
+    _conv("r18.4.3x3", 256, 4, 512, 512, 3, padding=1, suite="models"),
+    _conv("impala.84.3x3", 1024, 84, 4, 16, 3, padding=1, suite="models"),
+    _conv("impala.42.3x3", 1024, 42, 16, 16, 3, padding=1, suite="models"),
+    _conv("impala.21.3x3", 1024, 21, 32, 32, 3, padding=1, suite="models"),
     _conv("r50.s1.1x1c", 256, 56, 256, 64, 1, suite="models"),
     _conv("r50.s2.1x1a", 256, 56, 256, 128, 1, suite="models"),
     # As Flax's SAME pads it: XLA copies x, and dx, of this and not of r50.s2.3x3s2.
@@ -796,6 +805,11 @@ CONV_BATCHNORM = tuple(
         _conv("r50.s4.3x3s2", 256, 14, 512, 512, 3, stride=2, padding=(0, 1), suite="models"),
         _conv("r50.s4.1x1c", 256, 7, 2048, 512, 1, suite="models"),
         _conv("r50.s4.down1x1s2", 256, 14, 1024, 2048, 1, stride=2, suite="models"),
+        # Batch-norms that stay in no cache, and images of 32x32.
+        _conv("board19.3x3", 2048, 19, 128, 128, 3, padding=1, suite="models"),
+        _conv("vgg.3x3", 32, 112, 128, 128, 3, padding=1, suite="models"),
+        _conv("r18.32.3x3", 256, 32, 64, 64, 3, padding=1, suite="models"),
+        _conv("r18.16.3x3", 256, 16, 128, 128, 3, padding=1, suite="models"),
         *(case for case in MODELS_CONV if case.name.startswith("x50.") and case.groups == 1),
     )
 )

@@ -181,7 +181,7 @@ class Training:
         """Of each its losses, and how far they are from plain's in units of what is allowed."""
         plain = next(one for one in programs if one.way == "plain")
         reference = plain.program.losses(*plain.start, count)
-        moved = train.sensitivity(plain.program, *plain.start, case.rounding, reference)
+        moved = train.sensitivity(plain.program, *plain.start, case.rounding, reference, case.model.dtype)
         found = []
         for one in programs:
             losses = reference if one is plain else one.program.losses(*one.start, count)

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from benchmarks.limits import Ceilings
-from jaxconv import _cost, _launches
+from jaxconv import _launches, _op
 from jaxconv._problem import (
     BatchNormProblem,
     ConvProblem,
@@ -300,4 +300,5 @@ def _work(op: str, p: Any, top: Ceilings) -> tuple[float, float, float]:
     highest = jax.lax.Precision.HIGHEST in (p.precision if isinstance(p.precision, tuple) else (p.precision,))
     depthwise = isinstance(p, ConvProblem) and p.groups > 1 and p.in_channels == p.groups
     rate = top.lanes if depthwise else top.rate(short, "highest" if highest else None)
-    return _cost._flops(op, p), item * sum(map(math.prod, arrays)), rate
+    flops = next(kernel.flops for kernel in _op.KERNELS.values() if kernel.name == op)
+    return flops(p), item * sum(map(math.prod, arrays)), rate

@@ -173,6 +173,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{len(known) - len(kept)} measurements of {case} in {dtype} are gone from {target}")
     recorded = [(path, run) for path in args.results for run in reversed(record.read(path))]
     for path, run in recorded:
+        if run["op"] in record.WHOLE:
+            print(f"{path}: skipped, tables are of layers, not of models")
+            continue
         first = run["op"] == "conv" and run["layout"] == "NCHW"  # the channels-last measurements answer for these
         if run["small"] or run["batch"] or run["platform"] == "cpu" or first:
             print(f"{path}: skipped, tables are of full problems on GPUs, convolutions channels last")

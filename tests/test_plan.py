@@ -633,11 +633,14 @@ def test_explain_runs_and_compiles_nothing_and_raises_as_the_call_would():
     assert str(jaxconv.explain(jnp.sin)(1.0)) == "no jaxconv calls"
 
 
-def test_how_far_a_measurement_speaks(monkeypatch):
-    """For 2^REACH times fewer images, 2^(REACH * MORE) times as many, 2^REACH times the channels, either way."""
+@pytest.mark.parametrize("full", [True, False])
+def test_how_far_a_measurement_speaks(full, monkeypatch):
+    """For 2^REACH times fewer images, 2^(REACH * MORE) times as many, 2^REACH times the channels, either way. Of a
+    device that was not full for no more images than others."""
     base = dataclasses.replace(BY_NAME["aligned"].problem("bfloat16"), batch=64, in_channels=64, out_channels=64)
     op, kind, coordinates = measured.features("conv_fprop", base)
     entry = dict(case="base", op=op, kind=kind, coordinates=coordinates, xla_ms=2.0, native_ms={"sm90/product": 1.0})
+    entry["xla_ms"] *= 1.0 if full else measured.FULL_MS / 2.01
     monkeypatch.setattr(measured, "_learned", {"NVIDIA X": (measured._measurement(entry),)})
 
     def speaks(kernel="sm90/product", **other):
@@ -647,7 +650,7 @@ def test_how_far_a_measurement_speaks(monkeypatch):
         )
 
     near = 2**measured.REACH
-    fewest, most = math.ceil(64 / near), math.floor(64 * near**measured.MORE)
+    fewest, most = math.ceil(64 / near), math.floor(64 * near ** (measured.MORE if full else 1))
     assert speaks() and not speaks("stem") and not speaks(stride=(2, 2))
     assert speaks(batch=fewest) and not speaks(batch=fewest - 1)
     assert speaks(batch=most) and not speaks(batch=most + 1)

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from jaxconv import _compat, _problem
+from jaxconv import _compat, _plan, _problem
 from jaxconv._graph import Array
 from jaxconv._types import P, R
 from jaxconv.accelerate.activations import Activations
@@ -29,6 +29,11 @@ from jaxconv.accelerate.rewrite import Rewriting
 from jaxconv.accelerate.state import Arguments, KerasVariables, LinenVariables, PlainObjects, nnx_updates, unbound
 
 __all__ = ["Accelerated", "Report", "accelerate", "listening"]
+
+AS_WRITTEN = (
+    "on a CPU the norms above, and the activations behind them, are computed as they were written, unless they go into "
+    "a filter: nothing there is faster"
+)
 
 
 def accelerate(f: Callable[P, R]) -> Accelerated[P, R]:
@@ -45,7 +50,8 @@ def accelerate(f: Callable[P, R]) -> Accelerated[P, R]:
     * `lax.conv_general_dilated`, with the bias, the residual add and the activation behind it;
     * (..., K) @ (K, N), where a bias or an activation follows, with both;
     * a batch-norm, in training and inference, with the residual add and the activation behind it;
-    * group-norms and layer-norms;
+    * group-norms and layer-norms (lowered for a CPU, norms are computed as f writes them, unless they go into a
+      filter: nothing there is faster);
     * `lax.reduce_window` with lax.max: `jaxconv.max_pool`;
     * upsampling by repetition (`jax.image.resize` with "nearest" and whole factors): a broadcast, whose gradient is no
       scatter;
@@ -145,6 +151,8 @@ class Traced:
         """`once`: whether values that depend on weights alone are computed once, as `freeze` does it."""
         report = Report()
         rewriting = Rewriting(self.jaxpr, report, Activations(), once=once)
+        if rewriting.differs and _plan.Device.default().platform == "cpu":
+            report.notes.append(AS_WRITTEN)
         report.finish()
         return rewriting, report
 
