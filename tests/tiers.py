@@ -1,6 +1,6 @@
 """Which cases of the suite a command runs.
 
-    make test                     the first tier: a cover
+    make test                     the first tier
     make test-rest                the other cases; PART=2/4 takes the second quarter of them
     make test-all                 all cases, slow ones too
     ... ARGS=tests/test_conv.py   all cases of the file but slow ones
