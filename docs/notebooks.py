@@ -34,7 +34,8 @@ def rendered(path: pathlib.Path) -> str:
         with contextlib.redirect_stdout(printed):
             exec(compile(source, f"{path.name}, cell {number + 1}", "exec"), names)
         if printed.getvalue().strip():
-            parts.append(f"```text\n{printed.getvalue().rstrip()}\n```")
+            text = printed.getvalue().rstrip().replace(str(pathlib.Path.home()), "~")
+            parts.append(f"```text\n{text}\n```")
         parts += [_image(plt.figure(n)) for n in plt.get_fignums()]
         plt.close("all")
     return "\n\n".join(parts)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import random
+import types
 
 import conftest
+import helpers
 import pytest
 import tiers
 from tiers import Asked, Case
@@ -116,6 +118,64 @@ def test_a_command_gets_its_cases():
 def test_a_part_that_is_none_is_refused(part):
     with pytest.raises(ValueError, match="expected K/N"):
         tiers.parsed(part)
+
+
+class Item:
+    def __init__(self, nodeid: str, mark: str = "", **params: str):
+        self.nodeid, self.marks = nodeid, [types.SimpleNamespace(name=mark)] if mark else []
+        if params:
+            self.callspec = types.SimpleNamespace(params=params)
+
+    def iter_markers(self) -> list[types.SimpleNamespace]:
+        return self.marks
+
+
+def collected(
+    items: list[Item],
+    args: tuple[str, ...] = ("tests",),
+    rest: str = "",
+    keyword: str = "",
+    markexpr: str = "",
+    everything: bool = False,
+) -> list[str]:
+    """What is left of items that pytest found."""
+    gone, left = [], list(items)
+    hook = types.SimpleNamespace(pytest_deselected=lambda items: gone.extend(items))
+    option = types.SimpleNamespace(all=everything, rest=rest, keyword=keyword, markexpr=markexpr)
+    config = types.SimpleNamespace(args=list(args), option=option, hook=hook, stash=pytest.Stash())
+    conftest.pytest_collection_modifyitems(config, left)
+    assert sorted(i.nodeid for i in (*left, *gone)) == sorted(i.nodeid for i in items)
+    return [item.nodeid for item in left]
+
+
+ITEMS = [
+    Item("a.py::plain"),
+    Item("a.py::dear", "slow"),
+    Item("a.py::typed[float16-relu]", dtype="float16", f="relu"),
+    Item("a.py::typed[bfloat16-relu]", dtype="bfloat16", f="relu"),
+    Item("a.py::typed[float16-gelu]", dtype="float16", f="gelu"),  # no bfloat16 beside it
+    Item("b.py::typed[float16-relu]", dtype="float16", f="relu"),  # another test
+]
+ALL = [item.nodeid for item in ITEMS]
+
+
+def test_what_pytest_is_asked_for_reaches_the_choice():
+    again = {"a.py::typed[float16-relu]"} if helpers.PLATFORM == "cpu" else set()
+    usual = [nodeid for nodeid in ALL if nodeid not in {"a.py::dear"} | again]
+    # The first case of `typed` shows float16 and relu; then bfloat16 and gelu are missing.
+    first = [nodeid for nodeid in ALL if nodeid != "a.py::dear"]
+    assert collected(ITEMS) == first
+    assert collected(ITEMS, args=("tests/a.py",)) == usual
+    more = [*ITEMS, Item("a.py::typed[bfloat16-gelu]", dtype="bfloat16", f="gelu")]
+    assert [*collected(more), *collected(more, rest="1/1")] == [*first, more[-1].nodeid]
+    assert collected(ITEMS, everything=True) == ALL
+    with pytest.raises(pytest.UsageError, match="expected K/N"):
+        collected(ITEMS, rest="3/2")
+
+
+@pytest.mark.parametrize("named", [dict(args=("a.py::dear",)), dict(keyword="dear"), dict(markexpr="slow")])
+def test_who_names_tests_gets_them(named):
+    assert collected(ITEMS, **named) == ALL
 
 
 def test_no_case_of_this_suite_is_lost(request):
