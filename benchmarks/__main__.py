@@ -2,6 +2,8 @@
 
 `... fleet`: many models, whole training steps and answers, plain, with enable and with accelerate.
 
+`... in_place`: models before and after their problems are timed while they compile.
+
 `... passes`: what XLA does between the calls of a training step, compiled for a GPU that need not be here.
 
 `... report`: tables of what was recorded. `... tune`: the plan's table from it. `... fit`: the plan's model from it.
@@ -28,6 +30,10 @@ if __name__ == "__main__":
         from benchmarks import fleet
 
         sys.exit(fleet.main(sys.argv[2:]))
+    if sys.argv[1:2] == ["in_place"]:
+        from benchmarks import in_place
+
+        sys.exit(in_place.main(sys.argv[2:]))
     if sys.argv[1:2] == ["passes"]:
         from benchmarks import passes
 

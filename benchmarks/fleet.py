@@ -39,6 +39,7 @@ import jax
 import numpy as np
 
 from benchmarks import fleet_models, fleet_report, infer, record, steps, train
+from benchmarks.answers import Answers
 from benchmarks.fleet_models.model import DTYPES, Model, Net, Size
 from jaxconv.accelerate import accelerate
 
@@ -226,7 +227,7 @@ class Answering:
     def load(self, case: Case) -> None:
         given = jax.device_put((case.net.params, case.net.stats), case.placed.everywhere)
         made = self.compiled
-        self.answers = infer.Answers(
+        self.answers = Answers(
             self.way,
             lambda: made(*given, case.placed.images),
             jax.block_until_ready,

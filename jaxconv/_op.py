@@ -25,6 +25,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
 from jaxconv import _compat, _plan, _sharding
+from jaxconv._plan import in_place
 
 Array = jax.Array
 Layout = tuple[int, ...]  # axes from major to minor
@@ -404,7 +405,8 @@ def _lower(op: Kernel, platform: str | None, ctx: mlir.LoweringRuleContext, *ope
         return through(functools.partial(op.reference, problem))
     partitioning = _compat.partitioning(ctx)
     device = dataclasses.replace(lowered_for(ctx, platform), partitioned=partitioning == "opaque")
-    plan = _plan.plan(op.name, problem, device)
+    with timing_in(ctx):
+        plan = _plan.plan(op.name, problem, device)
     if partitioning == "auto" and (plan.implementation == "native" or op.partition(problem).always):
         program = _sharding.auto(op, problem, _compat.mesh_of(ctx))
         return _compat.tell_apart(through(program), f"{op.target} {problem!r}")
@@ -432,6 +434,25 @@ def _lower(op: Kernel, platform: str | None, ctx: mlir.LoweringRuleContext, *ope
         operand_output_aliases=dict(wire.in_place),
     )
     return list(rule(ctx, *operands, **wire.attrs, plan=plan.attrs()))[:-1]
+
+
+def timing_in(
+    ctx: mlir.LoweringRuleContext, asked: in_place.Asked | None = None
+) -> contextlib.AbstractContextManager[Any]:
+    """A context for plans of the program that is being lowered, in which problems may be timed if somebody asks, or
+    `asked` does. Not of an exported program, which runs anywhere, nor of whole arrays that XLA splits over a mesh."""
+    if asked is None and in_place.asked() is None:
+        return contextlib.nullcontext()
+    if _compat.exported(ctx) or _compat.partitioning(ctx) != "none":
+        return in_place.nothing_timed()
+    return in_place.asking(asked)
+
+
+def plan_all(f: Callable[..., Any], avals: Sequence[Any], device: _plan.Device) -> None:
+    """Makes the plan of each kernel that f of these types calls on the device, for what plans find out on the way."""
+    for equation in equations(jax.make_jaxpr(f)(*avals).jaxpr, device):
+        if equation.primitive in KERNELS and not split_by_type(equation):
+            _plan.plan(KERNELS[equation.primitive].name, equation.params["problem"], device)
 
 
 def lowered_for(ctx: mlir.LoweringRuleContext, platform: str) -> _plan.Device:

@@ -100,16 +100,15 @@ _HAS = {"x": "nc", "y": "nk", "w": "ck"}
 
 
 def batch(op: _op.Kernel, p: ConvProblem, args: list[Array], dims: list[int | None]) -> _op.Batched:
-    """A mapped axis folds into the images or channels that all mapped operands of the product have and no other has;
-    where there are none, or where instances must not share statistics, into groups. What is added is repeated."""
-    size, kinds = _op.batch_size(args, dims), op.operand_kinds(p)
+    """A mapped axis folds into the images or channels that the result and all mapped operands of the product have. It
+    folds into groups where there are none, or where instances must not share statistics. What is added is repeated."""
+    size, kinds, results = _op.batch_size(args, dims), op.operand_kinds(p), op.result_kinds(p)
     moved = {kind for kind, dim in zip(kinds, dims, strict=True) if dim is not None}
     moved |= {"w"} if "b" in moved else set()
     moved = moved & set(kinds[:2]) or {kinds[0]}
-    still = set(kinds[:2]) - moved
     channel, in_channel, out_channel = (p.channel_axis, p.nd, p.nd + 1) if p.channels_last else (1, 1, 0)
-    fits = (n for n in "nck" if all(n in _HAS[k] for k in moved) and not any(n in _HAS[k] for k in still))
-    into = "g" if {"s", "p"} & {*kinds, *op.result_kinds(p)} else next(fits, "g")
+    common = set(_HAS[results[0]]).intersection(*(_HAS[kind] for kind in moved))
+    into = "g" if {"s", "p"} & {*kinds, *results} else next(iter(common), "g")
     axes = {
         "n": {"x": 0, "y": 0},
         "c": {"x": channel, "w": in_channel},
@@ -124,7 +123,7 @@ def batch(op: _op.Kernel, p: ConvProblem, args: list[Array], dims: list[int | No
     longer = {"n": ("batch",), "c": ("in_channels",), "k": ("out_channels",)}
     fields = longer.get(into, ("groups", "in_channels", "out_channels"))
     q = replace(p, **{name: size * getattr(p, name) for name in fields})
-    outs = zip(_op.listed(op(q, *folded)), op.result_kinds(p), strict=True)
+    outs = zip(_op.listed(op(q, *folded)), results, strict=True)
     outs = [_op.unfold(out, size, axes[kind], groups[kind]) for out, kind in outs]
     return outs, [0] * len(outs)
 
@@ -419,7 +418,7 @@ def _conv_then_add(p: ConvProblem, x: Array, w: Array, *rest: Array) -> list[Arr
     convolution. A sum in float32 would be a pass of its own.
     """
     *b, residual = rest
-    z = _any(p.affine(), x, w, *b)[0]
+    z = convolution(p.affine(), x, w, *b)[0]
     if p.implementation != "xla":
         return reference.conv_added(p, z, residual)
     total = z + residual
@@ -461,7 +460,7 @@ def _tangents(p: ConvProblem, x: Array, w: Array, given: Sequence[Array | None])
     return parts + [t for t in rest[p.bias :] if t is not None]
 
 
-def _any(p: ConvProblem, x: Array, w: Array, *b: Array) -> list[Array]:
+def convolution(p: ConvProblem, x: Array, w: Array, *b: Array) -> list[Array]:
     """conv; fprop where nothing follows the sum; lax's own operations where there is nothing to compute."""
     if p.empty:
         return reference.conv(p, x, w, *b)
@@ -490,17 +489,17 @@ def _conv(name: str, nd: int, x: Any, w: Any, b: Any, residual: Any, **options: 
     x, w = _problem.as_array(name, "x", x), _problem.as_array(name, "w", w)
     b = None if b is None else _problem.as_array(name, "b", b)
     residual = None if residual is None else _problem.as_array(name, "residual", residual)
-    return _run(ConvProblem.infer(name, nd, x, w, b, residual=residual, **options), x, w, b, residual)
+    return run_public(ConvProblem.infer(name, nd, x, w, b, residual=residual, **options), x, w, b, residual)
 
 
-def _run(p: ConvProblem, x: Array, w: Array, b: Array | None, residual: Array | None = None) -> Any:
+def run_public(p: ConvProblem, x: Array, w: Array, b: Array | None, residual: Array | None = None) -> Any:
     """What the public functions return."""
     if p.activation.name == "none" and (not p.bias or residual is not None):  # z is y there
         run = replace(p, save_preactivation=False)
     else:
         run = p
     args = [x, w, *(a for a in (b, residual) if a is not None)]
-    outs = (_any if residual is None else with_residual)(run, *args)
+    outs = (convolution if residual is None else with_residual)(run, *args)
     return (outs[0], outs[-1]) if p.save_preactivation else outs[0]
 
 

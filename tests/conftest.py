@@ -49,7 +49,7 @@ os.environ["JAXCONV_TUNING"] = os.path.join(sys.prefix, "cache", "no_tuning.json
 
 import jaxconv
 from jaxconv import _enable, _native, _timing
-from jaxconv._plan import tuned
+from jaxconv._plan import in_place, tuned
 from jaxconv.accelerate import groupnorm as accelerated_groupnorm
 from jaxconv.accelerate import rewrite as accelerated_rewrite
 from jaxconv.accelerate import squeeze_excite as accelerated_squeeze_excite
@@ -242,7 +242,7 @@ def one_profiler(monkeypatch):
 
     monkeypatch.setattr(jax.profiler, "trace", trace)
     if profiled and helpers.PLATFORM == "cuda":
-        monkeypatch.setattr(_timing, "_cupti", lambda: None)
+        monkeypatch.setattr(_timing, "cupti", lambda: None)
 
 
 @pytest.fixture
@@ -252,7 +252,8 @@ def tuning_file(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXCONV_TUNING", str(path))
 
     def forget():
-        tuned._of_file.cache_clear()
+        tuned.forget()
+        in_place.forget()
         tuned._warned.clear()
         tuned.activate(None)
 

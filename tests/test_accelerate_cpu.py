@@ -122,7 +122,9 @@ def test_transforms_of_a_program_with_two_forms(name):
 
     made, x = TRANSFORMS[name]
     a, b = jax.jit(made(jaxconv.accelerate(plain)))(variables, x), jax.jit(made(plain))(variables, x)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=5e-4, atol=5e-4 * float(jnp.abs(b).max())), a, b)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=5e-4, atol=5e-4 * float(jnp.abs(b).max()) + 1e-5), a, b
+    )
 
 
 def test_an_accelerated_function_in_an_accelerated_one():

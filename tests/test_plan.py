@@ -9,6 +9,7 @@ import functools
 import itertools
 import math
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -718,6 +719,33 @@ def test_info_says_when_jaxlib_is_newer_than_the_recorded_times(version, newer, 
 def test_which_devices_an_architecture_has_code_for(architecture, runs, not_on):
     assert all(_native._covers(architecture, capability) for capability in runs)
     assert not any(_native._covers(architecture, capability) for capability in not_on)
+
+
+@dataclasses.dataclass(eq=False)
+class _Gpu:
+    compute_capability: str
+    device_kind: str = "NVIDIA X1"
+
+
+@pytest.mark.parametrize(
+    ("architectures", "capability", "runs_as"),
+    [
+        (["80-virtual"], (9, 0), (8, 0)),
+        (["80", "90a-real"], (9, 0), (9, 0)),
+        (["90-virtual"], (9, 0), (9, 0)),
+        (["80-virtual"], (10, 0), (10, 0)),
+        (["80-virtual"], (8, 9), (8, 9)),
+    ],
+)
+def test_hopper_runs_amperes_kernels_where_the_module_has_none_for_it(architectures, capability, runs_as, monkeypatch):
+    """Those for Hopper are empty in what is compiled from PTX for 8.0."""
+    monkeypatch.setattr(_native, "cuda", types.SimpleNamespace(architectures=lambda: architectures))
+    assert _native.code_for(capability) == runs_as
+    gpu = _Gpu(".".join(map(str, capability)))
+    device = _plan.Device.of("cuda", gpu)
+    assert device.compute_capability == runs_as
+    kernels = {p.kernel for p in _plan.every("conv_fprop", BY_NAME["depthwise_strips"].problem("bfloat16"), device)}
+    assert any(kernel.startswith("depthwise/rows") for kernel in kernels) == (runs_as == (9, 0))
 
 
 def test_a_device_without_code_gets_xla_or_a_sentence(monkeypatch):

@@ -24,6 +24,11 @@ def test_every_kernel_has_a_row_and_every_row_a_kernel():
     assert set(ROLES) == set(map(target, HERE))
 
 
+def test_every_kernel_is_planned():
+    """And all that JAXCONV_DISABLE may name is a kernel."""
+    assert set(_plan.OPS) == set(direct_calls.KERNELS)
+
+
 @pytest.mark.parametrize("name", HERE)
 def test_roles_have_the_names_and_the_order_of_the_record(name):
     kernel = direct_calls.KERNELS[name]

@@ -2,8 +2,8 @@
 
 A plan is data. It is made when a call is lowered, printed by `explain`, and carried out by native code, which confirms
 but does not choose. With `implementation=None` a problem goes to XLA unless native code was measured to be faster, or
-is predicted to be by more than the prediction's own error. Nothing is timed here: the same versions and files give the
-same plan.
+is predicted to be by more than the prediction's own error. Nothing is timed unasked: the same versions and files give
+the same plan. Where somebody asks, what is in no tier above the prediction is timed and is tuned then (in_place).
 
 What an op adds to that is its planner's (`planner.py`). One whose choice follows from other ops' asks here for theirs.
 """
@@ -15,7 +15,7 @@ import math
 from typing import Any, TypeVar
 
 from jaxconv import _native
-from jaxconv._plan import measured, model, tuned
+from jaxconv._plan import in_place, measured, model, tuned
 from jaxconv._plan.plan import Candidate, Device, Plan, Problem
 from jaxconv._plan.planner import NOTHING, PARTITIONED, PLANNERS, XLA_ASKED, Planner, asked, disabled_text
 
@@ -75,8 +75,11 @@ def _best_native(planner: Planner, problem: Problem, device: Device) -> Plan:
 
 
 def _tuned(planner: Planner, problem: Problem, device: Device) -> Plan | None:
-    """What the user tuned for exactly this problem, if anything: the choice, or the fastest kernel if one is forced."""
+    """What was tuned for exactly this problem, if anything, or is timed now because somebody asks: the choice, or the
+    fastest kernel if one is forced."""
     entry = tuned.entry(planner.op, problem, device) if planner.tunable else None
+    if entry is None and planner.tunable:
+        entry = in_place.entry(planner.op, problem, device, lambda: _safe(planner, problem, device))
     if entry is None:
         return None
     forced = problem.implementation == "native"
@@ -85,8 +88,11 @@ def _tuned(planner: Planner, problem: Problem, device: Device) -> Plan | None:
         return None
     times = entry.native_ms if entry.xla_ms is None else {**entry.native_ms, "xla": entry.xla_ms}
     candidates = tuple(Candidate(name, ms, "tuned on this device") for name, ms in times.items())
+    where = "tuned on this device" + (f" on {entry.when} UTC" if entry.when else "")
     if choice == "xla":
-        return planner.instead("tuned on this device: XLA is the fastest", candidates)
+        least = entry.xla_ms is not None and entry.xla_ms <= min(entry.native_ms.values(), default=math.inf)
+        why = "XLA is the fastest" if least else "nothing is faster than XLA by more than times differ"
+        return planner.instead(f"{where}: {why}", candidates)
     own = planner.made(choice, problem, device)
     if isinstance(own, str):  # a file that somebody edited
         return None
@@ -96,7 +102,7 @@ def _tuned(planner: Planner, problem: Problem, device: Device) -> Plan | None:
         reason = f"{ratio:.2f} of XLA's speed"
     if forced:
         reason += "; implementation='native' was asked for"
-    return dataclasses.replace(own, reason=f"tuned on this device: {reason}", candidates=candidates)
+    return dataclasses.replace(own, reason=f"{where}: {reason}", candidates=candidates)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -119,6 +125,10 @@ def fastest(op: str, problem: Problem, device: Device) -> Plan:
     if best is None or not best.wins:
         return planner.instead(why + _unsafe([own.kernel for own in plans if own not in safe]), candidates)
     return dataclasses.replace(best.plan, reason=why, candidates=candidates)
+
+
+def _safe(planner: Planner, problem: Problem, device: Device) -> list[Plan]:
+    return [own for own in every(planner.op, problem, device) if is_safe(planner, own.kernel, problem)]
 
 
 def is_safe(planner: Planner, kernel: str, problem: Problem) -> bool:

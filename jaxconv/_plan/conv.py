@@ -7,7 +7,20 @@ import math
 from collections.abc import Iterator, Sequence
 from types import ModuleType
 
-from jaxconv._plan import depthwise, direct, domain, grouped, im2col, implicit_gemm, measured, model, sm90, stem, tuned
+from jaxconv._plan import (
+    depthwise,
+    direct,
+    domain,
+    grouped,
+    im2col,
+    implicit_gemm,
+    in_place,
+    measured,
+    model,
+    sm90,
+    stem,
+    tuned,
+)
 from jaxconv._plan.plan import Device, Plan, itemsize, known
 from jaxconv._plan.planner import CUDA_ONLY, Features, Planner, log2, plans_of
 from jaxconv._problem import ConvProblem, family_of
@@ -190,8 +203,11 @@ def fused_behind(p: ConvProblem, plan: Plan, device: Device) -> str | None:
     where every second convolution has a residual behind it. Where nothing near was measured the plan stands.
     """
     free = device.platform == "cuda" and p.implementation is None and math.prod(p.filter) > 1
+    own = tuned.entry("conv_fprop", p, device) if free else None
+    if own is not None:
+        return in_place.fused_behind(own)
     m = measured.nearest("conv_fprop", p, device, plan.kernel) if free else None
-    if m is None or tuned.entry("conv_fprop", p, device) is not None:
+    if m is None:
         return None
     if m.xla_ms > m.native_ms[plan.kernel] + pass_over_y(m, p, device):
         return None

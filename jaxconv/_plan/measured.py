@@ -4,7 +4,7 @@ A table holds, for problems that were run, the time of XLA and of each native ke
 answered by its nearest neighbour of the same kind, if one is near enough; where a device's own table has none, or one
 that is farther away, by the tables of its sisters, devices of the same architecture with about the same numbers, whose
 times are scaled. Where XLA copies an array because its padding is uneven and did not at the neighbour, or the other way
-round, XLA's time there is corrected by that pass. Nothing is timed in a user's program.
+round, XLA's time there is corrected by that pass. Nothing is timed in a user's program unasked.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ REACH = 1.6
 # More of the same work on a full device changes little: 2^(REACH * MORE) times as much may be. Not less, a device that
 # is not full is another matter. Before, ConvNeXt at batch 256 learned nothing from its layer measured at batch 64.
 MORE = 4.0
-# ... where the device was full. A problem that XLA took less time for, milliseconds, is bound by launches and latencies:
-# sm90/cluster, made for few pixels and 1.17 times as fast as XLA for one image of 14x14, takes 3.2 times as long as XLA for
-# 256 of 8x8 (H100, float32).
+# ... where the device was full. A problem that XLA took less time for, milliseconds, is bound by launches and
+# latencies: sm90/cluster, made for few pixels and 1.17 times as fast as XLA for one image of 14x14, takes 3.2 times as
+# long as XLA for 256 of 8x8 (H100, float32).
 FULL_MS = 0.02
 # A neighbour that differs by more than this in channels speaks together with the model, where that knows the kernel. Of
 # drawn problems that neighbours alone chose a kernel for, 9 of 34 with such ones were slower than XLA, by 6 to 103 %

@@ -21,6 +21,7 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxconv import _compat, _plan, _problem
 from jaxconv._graph import Array
+from jaxconv._plan import in_place
 from jaxconv._types import P, R
 from jaxconv.accelerate.activations import Activations
 from jaxconv.accelerate.function import Accelerated
@@ -36,7 +37,7 @@ AS_WRITTEN = (
 )
 
 
-def accelerate(f: Callable[P, R]) -> Accelerated[P, R]:
+def accelerate(f: Callable[P, R], *, tune: bool = False) -> Accelerated[P, R]:
     """f with its convolutions, dense layers, batch-norms and max-poolings replaced by jaxconv's calls.
 
     For models that nobody wants to touch::
@@ -78,6 +79,9 @@ def accelerate(f: Callable[P, R]) -> Accelerated[P, R]:
         belongs to, is written back to them, as by `nnx.jit`; what it assigns to Keras's variables is too, or goes on to
         the `keras.StatelessScope` around. Attributes of plain objects that it can reach, dicts and lists in them and
         variables that it closes over get the values that f would have left there.
+      tune: also time, on a GPU, what nobody has measured: the first time that one of its layers is lowered or
+        differentiated its kernels and XLA's are timed on that device, and the winner is kept in `jaxconv.tune.path()`.
+        False leaves it as JAXCONV_TUNE and `enable` say.
 
     Returns:
       A function of f's arguments with f's results: the same structure, shapes and dtypes, and the same numbers up to
@@ -89,10 +93,11 @@ def accelerate(f: Callable[P, R]) -> Accelerated[P, R]:
     f is traced anew at each call: put `jax.jit` around it. With JAXCONV_DISABLE=all in the environment it is f itself.
 
     Raises:
-      TypeError: where f is no function. When called, where f puts arrays into dicts or lists among its arguments, or
-        into Keras's variables under `jax.jit`: they would be lost.
+      TypeError: where f is no function, or tune neither True nor False. When called, where f puts arrays into dicts or
+        lists among its arguments, or into Keras's variables under `jax.jit`: they would be lost.
     """
     check(f)
+    asked = in_place.new() if in_place.checked("accelerate", tune) else None
     heard_from_now_on()
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -101,7 +106,7 @@ def accelerate(f: Callable[P, R]) -> Accelerated[P, R]:
             if (listener := LISTENER.get()) is not None:
                 listener.extend(Report(notes=[reason]))
             return f(*args, **kwargs)
-        with nnx_updates():
+        with nnx_updates(), in_place.asking(asked):
             function, owner = unbound(f)
             traced = trace(function, (*owner, *args), kwargs)
             rewritten, report = traced.rewritten()
@@ -113,11 +118,11 @@ def accelerate(f: Callable[P, R]) -> Accelerated[P, R]:
         reason = untouched()
         if reason:
             return Report(notes=[reason])
-        with nnx_updates():
+        with nnx_updates(), in_place.nothing_timed():
             function, owner = unbound(f)
             return trace(function, (*owner, *args), kwargs).rewritten()[1]
 
-    return Accelerated(f, accelerate, run, report)
+    return Accelerated(f, functools.partial(accelerate, tune=tune), run, report)
 
 
 @dataclasses.dataclass(frozen=True)

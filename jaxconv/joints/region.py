@@ -23,6 +23,7 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from jaxconv import _compat, _op, _plan, _sharding
+from jaxconv._plan import in_place
 from jaxconv.joints.joint import Joint
 from jaxconv.joints.program import Program
 from jaxconv.joints.rules import rewrite
@@ -34,9 +35,15 @@ Array = jax.Array
 class Body:
     """What a region holds: a flat program, and what was made of it. Equal to itself alone."""
 
-    def __init__(self, closed: ClosedJaxpr, on_cpu: Callable[..., list[Array]] | None = None):
-        """`on_cpu`: the program for CPUs, where that is another one. It is traced when somebody asks for it."""
-        self.closed, self.on_cpu = closed, on_cpu
+    def __init__(
+        self,
+        closed: ClosedJaxpr,
+        on_cpu: Callable[..., list[Array]] | None = None,
+        asked: in_place.Asked | None = None,
+    ):
+        """`on_cpu`: the program for CPUs, where that is another one. It is traced when somebody asks for it. `asked`:
+        who asks for choices made in place. A region is differentiated and lowered after its maker has returned."""
+        self.closed, self.on_cpu, self.asked = closed, on_cpu, asked
         self._of_cpu: ClosedJaxpr | None = None
         self._joints: dict[Any, Joint | None] = {}
 
@@ -66,10 +73,14 @@ class Body:
         """Of the gradients of the varied arguments; None where nothing in it has one. For the device that programs run
         on where nobody says otherwise; lowered for another one its kernels are what they mean."""
         device = _plan.Device.default()
-        key = varied, device, tuple(types)
-        if key not in self._joints:
-            self._joints[key] = Joint.make(self.closed, varied, types, device)
-        return self._joints[key]
+        with in_place.asking(self.asked):
+            key = varied, device, tuple(types), in_place.current()
+            if key not in self._joints:
+                made = self._joints[key] = Joint.make(self.closed, varied, types, device)
+                if made is not None and in_place.asked() is not None and self.asked is not None:
+                    # Its kernels become the outer program's, which is lowered where nobody may ask.
+                    _op.plan_all(made.program.run, [v.aval for v in made.program.inputs], device)
+            return self._joints[key]
 
 
 region = Primitive("jaxconv_region")
@@ -78,19 +89,28 @@ region.multiple_results = tangent.multiple_results = True
 
 
 def call(
-    f: Callable[..., Sequence[Array]], *args: Array, on_cpu: Callable[..., list[Array]] | None = None
+    f: Callable[..., Sequence[Array]],
+    *args: Array,
+    on_cpu: Callable[..., list[Array]] | None = None,
+    asked: in_place.Asked | None = None,
 ) -> list[Array]:
-    """f of arrays as a region; `on_cpu`, which closes over no tracers, in its place on a CPU."""
-    return bind(jax.make_jaxpr(lambda *args: list(f(*args)))(*args), *args, on_cpu=on_cpu)
+    """f of arrays as a region; `on_cpu`, which closes over no tracers, in its place on a CPU. `asked`: who asks for
+    choices made in place, if not whoever does so here."""
+    return bind(jax.make_jaxpr(lambda *args: list(f(*args)))(*args), *args, on_cpu=on_cpu, asked=asked)
 
 
-def bind(closed: ClosedJaxpr, *args: Array, on_cpu: Callable[..., list[Array]] | None = None) -> list[Array]:
+def bind(
+    closed: ClosedJaxpr,
+    *args: Array,
+    on_cpu: Callable[..., list[Array]] | None = None,
+    asked: in_place.Asked | None = None,
+) -> list[Array]:
     """The region of a jaxpr. Tracers among its constants become arguments."""
     closed, traced = _compat.without_traced_constants(closed)
     if on_cpu is not None and traced:
         given, count = on_cpu, len(traced)
         on_cpu = lambda *args: given(*args[count:])  # noqa: E731
-    return region.bind(*traced, *args, program=Body(closed, on_cpu))
+    return region.bind(*traced, *args, program=Body(closed, on_cpu, asked or in_place.asked()))
 
 
 def may_hold(effects: Any) -> bool:
@@ -112,14 +132,16 @@ def _lower(platform: str | None, ctx: mlir.LoweringRuleContext, *operands: Any, 
         device = _op.lowered_for(ctx, platform)
         if _compat.partitioning(ctx) == "opaque" and _sharding.explicit_mesh(ctx.avals_in) is None:
             device = dataclasses.replace(device, partitioned=True)
-    return mlir.lower_fun(program.rewritten(device), multiple_results=True)(ctx, *operands)
+    with _op.timing_in(ctx, program.asked):
+        return mlir.lower_fun(program.rewritten(device), multiple_results=True)(ctx, *operands)
 
 
 def _batch(axis: Any, args: Sequence[Array], dims: Sequence[int | None], *, program: Body) -> Any:
     names = dict(axis_name=axis.name, axis_size=axis.size, spmd_axis_name=axis.spmd_name)
     mapped = functools.partial(jax.vmap, in_axes=tuple(dims), **names)
     on_cpu = program.on_cpu
-    outs = call(mapped(program.plain), *args, on_cpu=None if on_cpu is None else mapped(on_cpu))
+    on_cpu = None if on_cpu is None else mapped(on_cpu)
+    outs = call(mapped(program.plain), *args, on_cpu=on_cpu, asked=program.asked)
     return outs, [0] * len(outs)
 
 
