@@ -30,7 +30,7 @@ import json
 import pathlib
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
-BUDGET = 220.0  # processor seconds. Finding the tests, in two workers, and passing results on takes some 75 more.
+BUDGET = 200.0  # processor seconds. Finding the tests, in two workers, and passing results on takes some 75 more.
 FEW = 3
 FUNCTION = 4
 PROMISE = 1000  # before all others, whatever it costs: what the front page promises
