@@ -108,8 +108,11 @@ def freeze(
     for path, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs)):
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise TypeError(f"freeze: {jax.tree_util.keystr(path)} is a jax.ShapeDtypeStruct, expected an array")
-    frozen: Frozen[R] = Frozen(_Function(f), args, kwargs)
-    return frozen if quantize is None else frozen._quantized(quantize, checked(calibrate), wide)
+    if quantize is None:
+        return Frozen(_Function(f), args, kwargs)
+    batches = checked(calibrate)
+    frozen: Frozen[R] = Frozen(_Function(f, quantized=True), args, kwargs)
+    return frozen._quantized(quantize, batches, wide)
 
 
 def _call(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -139,8 +142,10 @@ class _Program:
 class _Function:
     """What all `Frozen`s of a function share: its programs, and how the weights are called."""
 
-    def __init__(self, f: Callable[..., Any], quantization: Quantization | None = None):
+    def __init__(self, f: Callable[..., Any], quantization: Quantization | None = None, quantized: bool = False):
+        """`quantized`: whether its layers are recognised whatever JAXCONV_DISABLE says: plans are then XLA's."""
         self.f, self.quantization = f, quantization
+        self.quantized = quantized or quantization is not None
         self.programs: dict[Any, _Program] = {}
         self.names: dict[str, str] = {}  # of the expression of a weight
         self.lock = threading.RLock()
@@ -317,7 +322,7 @@ class Frozen(Generic[R]):
         bound = [p[1].idx < len(self._args) if p[0].idx == 0 else p[1].key in self._kwargs for p in paths]
         _refuse_changes(traced)
         chosen = self._function.quantization
-        jaxpr, report, over_batch = _rewritten(traced, always=chosen is not None)
+        jaxpr, report, over_batch = _rewritten(traced, self._function.quantized)
         _refuse_effects(jaxpr)
         _refuse_training(traced, over_batch)
         if chosen is not None:
@@ -374,7 +379,8 @@ def _finish(program: _Program, arrays: Sequence[Array]) -> Any:
 def _rewritten(traced: Traced, always: bool) -> tuple[ClosedJaxpr, Report, list[str]]:
     """What accelerate makes of the function, with f's own results alone; its report; `Rewriting.over_batch`.
 
-    `always`: whatever JAXCONV_DISABLE says, whose plans then are XLA's."""
+    `always`: whatever JAXCONV_DISABLE says.
+    """
     own = sum(place < traced.results.own for place in traced.results.places)
     reason = "" if always else untouched()
     if reason:

@@ -190,7 +190,7 @@ def calibrated(
     plans: dict[int, tuple[Program, Plan, Callable[..., Any]]] = {}
 
     def plan_of(batch: Any) -> tuple[Plan, Callable[..., Any], list[Array]]:
-        program, arrays = program_of(batch)
+        program, arrays = _taken(program_of, batch)
         if id(program.closed) not in plans:
             reading = Reading(program.closed, program.bound, program.names)
             reading.choose(wide)
@@ -220,6 +220,17 @@ def calibrated(
     plan, _, arrays = plan_of(batches[0])
     sums = jax.device_get(jax.jit(lambda *given: noise(plan, scales, *given))(bound, arrays))
     return _records(plan, scales, sums), scales
+
+
+def _taken(program_of: Callable[[Any], tuple[Program, list[Array]]], batch: Any) -> tuple[Program, list[Array]]:
+    try:
+        return program_of(batch)
+    except Exception as error:  # whatever the function's libraries raise
+        text = str(error).strip().split("\n")[0]
+        if text.startswith("freeze: "):
+            raise
+        types = ", ".join(_types(batch).values())
+        raise ValueError(f"freeze: the function does not take the calibration batches ({types}): {text}") from error
 
 
 def _alike(layer: Layer) -> tuple[Any, ...]:

@@ -7,6 +7,7 @@ that clip the largest numbers: of few numbers that are large, the many that are 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -26,8 +27,8 @@ BINS = 1 << 15
 FINITE = 0x7F80
 # The scales that are compared, as parts of the one that clips nothing: 16 an octave, of 8 octaves.
 CLIPPING = 2.0 ** -(np.arange(129) / 16)
-# The same of a filter's channel, whose numbers are few and alike.
-FILTER_CLIPPING = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.5)
+# The same of a filter's channel, whose numbers are few and alike: 1 to 0.55.
+FILTER_CLIPPING = 1 - np.arange(10) / 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +43,8 @@ class Scale:
     step: float
 
     def __post_init__(self) -> None:
-        steps = np.float32(self.step), self.inverse
+        with np.errstate(all="ignore"):
+            steps = np.float32(self.step), self.inverse
         if not all(np.isfinite(s) and s > 0 for s in steps):
             raise ValueError(f"freeze: a scale is {self.step}, expected a positive finite number of float32")
 
@@ -52,10 +54,24 @@ class Scale:
             return np.float32(1.0) / np.float32(self.step)
 
     def narrow(self, x: Array) -> Array:
-        return reference.narrowed(x.astype(jnp.float32) * self.inverse, self.dtype)
+        return _narrow(x, self)
 
     def widen(self, q: Array, dtype: Any) -> Array:
         return (q.astype(jnp.float32) * np.float32(self.step)).astype(dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _narrow(x: Array, scale: Scale) -> Array:
+    return reference.narrowed(x.astype(jnp.float32) * scale.inverse, scale.dtype)
+
+
+@_narrow.defjvp
+def _no_derivative(scale: Scale, primals: Any, tangents: Any) -> Any:
+    """JAX's own of a conversion to integers is zero, and says nothing."""
+    raise TypeError(
+        f"freeze: a function that is quantised to {scale.dtype} has no derivative, expected the function itself, or "
+        "frozen without quantize, where something is differentiated"
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -137,11 +153,13 @@ def filter_scales(w: Array, axis: int, dtype: str) -> tuple[Array, Array]:
         scaled = jnp.clip(w / steps, -LARGEST[dtype], LARGEST[dtype])
         return reference.narrowed(scaled, dtype)
 
-    def error(part: Array) -> Array:
-        steps = full * part
+    def clipping(i: Array) -> Array:  # of FILTER_CLIPPING, without an array in the program
+        return full * (1 - i.astype(jnp.float32) / 20)
+
+    def error(i: Array) -> Array:
+        steps = clipping(i)
         return jnp.sum((narrow(steps).astype(jnp.float32) * steps - w) ** 2, others)
 
-    parts = jnp.asarray(FILTER_CLIPPING, jnp.float32)
-    best = parts[jnp.argmin(jax.lax.map(error, parts), 0)]
-    steps = full * best.reshape(full.shape)
+    errors = jax.lax.map(error, jnp.arange(len(FILTER_CLIPPING)))
+    steps = clipping(jnp.argmin(errors, 0).reshape(full.shape))
     return narrow(steps), steps.reshape(-1)
