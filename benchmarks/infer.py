@@ -6,8 +6,8 @@
 Ways: `plain`, the Flax model, its variables arguments of the jitted function; `constants`, the same with the variables
 closed over; `accelerate`, through jaxconv.accelerate; `frozen`, through jaxconv.freeze, its weights constants of the
 program, and small calls captured in CUDA graphs (jaxconv.graph_options); `frozen_arguments`, with the weights as
-arguments; `int8` and `float8_e4m3fn` (--quantize), frozen and quantised, calibrated on images of their own; `torch`, the
-same model in PyTorch, torch.compile(mode="max-autotune") with CUDA graphs, on a GPU; `onnx`, that model in ONNX
+arguments; `int8` and `float8_e4m3fn` (--quantize), frozen and quantised, calibrated on images of their own; `torch`,
+the same model in PyTorch, torch.compile(mode="max-autotune") with CUDA graphs, on a GPU; `onnx`, that model in ONNX
 Runtime. The last two take part where they can be imported.
 
 First the answers are compared with float32's at the highest precision: no way may err by more than a few times what the

@@ -23,7 +23,7 @@ from jaxconv.quantize.calibrate import (
     checked,
 )
 from jaxconv.quantize.layers import Reading
-from jaxconv.quantize.program import FILTER_SCALE, Plan
+from jaxconv.quantize.program import FILTER_SCALE, Narrowing
 from jaxconv.quantize.report import Quantization, QuantizedLayer
 
 __all__ = [
@@ -68,10 +68,10 @@ def rewritten(program: Program, chosen: Quantization) -> ClosedJaxpr:
         )
     for layer, record in zip(reading.layers, chosen, strict=True):
         layer.why = "" if record.narrow else record.why
-    plan = Plan(reading)
-    if len(plan.points) != len(chosen.scales):
+    narrowing = Narrowing(reading)
+    if len(narrowing.points) != len(chosen.scales):
         raise ValueError(
-            f"freeze: for such inputs {len(plan.points)} arrays would have 8 bits, expected {len(chosen.scales)} as on "
-            "the calibration batches: calibrate with inputs like these"
+            f"freeze: for such inputs {len(narrowing.points)} arrays would have 8 bits, expected {len(chosen.scales)} as "
+            "on the calibration batches: calibrate with inputs like these"
         )
-    return plan.program(chosen.scales, program.closed)
+    return narrowing.program(chosen.scales, program.closed)

@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxconv._graph import Array, Constant, Node, Value
 from jaxconv.quantize.layers import Layer, Reading, never_negative
-from jaxconv.quantize.program import Evaluation, Plan
+from jaxconv.quantize.program import Evaluation, Narrowing
 from jaxconv.quantize.report import QuantizedLayer
 from jaxconv.quantize.scales import Histogram, Scale, statistics
 
@@ -134,18 +134,18 @@ def shown(batches: Sequence[Any], what: str) -> Iterator[Any]:
 # What is counted
 
 
-def _merged(plan: Plan, bound: Sequence[Array], free: Sequence[Array]) -> dict[Value, Any]:
-    return dict(zip([*plan.reading.bound, *plan.reading.free], [*bound, *free], strict=True))
+def _merged(narrowing: Narrowing, bound: Sequence[Array], free: Sequence[Array]) -> dict[Value, Any]:
+    return dict(zip([*narrowing.reading.bound, *narrowing.reading.free], [*bound, *free], strict=True))
 
 
-def observed(plan: Plan, bound: Sequence[Array], free: Sequence[Array]) -> tuple[list[Any], list[Array]]:
+def observed(narrowing: Narrowing, bound: Sequence[Array], free: Sequence[Array]) -> tuple[list[Any], list[Array]]:
     """Of each point the statistics, and of each 8-bit layer whether its filter and bias are finite."""
-    values = _merged(plan, bound, free)
-    for node in plan.reading.graph.nodes:
+    values = _merged(narrowing, bound, free)
+    for node in narrowing.reading.graph.nodes:
         values.update(zip(node.outputs, node.evaluate([_read(values, v) for v in node.inputs]), strict=True))
-    points = [statistics(jnp.asarray(_read(values, v))) for v in plan.points]
+    points = [statistics(jnp.asarray(_read(values, v))) for v in narrowing.points]
     finite = []
-    for layer in plan.layers.values():
+    for layer in narrowing.layers.values():
         parts = [v for v in (layer.w, layer.bias) if v is not None]
         finite.append(jnp.stack([jnp.isfinite(_read(values, v)).all() for v in parts]).all())
     return points, finite
@@ -155,11 +155,11 @@ def _read(values: dict[Value, Any], v: Value) -> Any:
     return v.value if isinstance(v, Constant) and v not in values else values[v]
 
 
-def noise(plan: Plan, scales: Sequence[Scale], bound: Sequence[Array], free: Sequence[Array]) -> list[Array]:
+def noise(narrowing: Narrowing, scales: Sequence[Scale], bound: Sequence[Array], free: Sequence[Array]) -> list[Array]:
     """Of each layer the sums of squares of its results, and of what they are off by where 8-bit layers are before."""
-    wide, sums = _merged(plan, bound, free), []
-    evaluation = Evaluation(plan, scales, _merged(plan, bound, free))
-    layers = {layer.node for layer in plan.reading.layers}
+    wide, sums = _merged(narrowing, bound, free), []
+    evaluation = Evaluation(narrowing, scales, _merged(narrowing, bound, free))
+    layers = {layer.node for layer in narrowing.reading.layers}
 
     def seen(node: Node) -> None:
         wide.update(zip(node.outputs, node.evaluate([_read(wide, v) for v in node.inputs]), strict=True))
@@ -187,28 +187,28 @@ def calibrated(
     bound: Sequence[Array],
 ) -> tuple[list[QuantizedLayer], list[Scale]]:
     """The layers and scales. `program_of`: a batch's program and its arrays."""
-    plans: dict[int, tuple[Program, Plan, Callable[..., Any]]] = {}
+    narrowings: dict[int, tuple[Program, Narrowing, Callable[..., Any]]] = {}
 
-    def plan_of(batch: Any) -> tuple[Plan, Callable[..., Any], list[Array]]:
+    def narrowing_of(batch: Any) -> tuple[Narrowing, Callable[..., Any], list[Array]]:
         program, arrays = _taken(program_of, batch)
-        if id(program.closed) not in plans:
+        if id(program.closed) not in narrowings:
             reading = Reading(program.closed, program.bound, program.names)
             reading.choose(wide)
-            plan = Plan(reading)
-            plans[id(program.closed)] = program, plan, jax.jit(lambda *given: observed(plan, *given))
-        _, plan, observe = plans[id(program.closed)]
-        return plan, observe, arrays
+            narrowing = Narrowing(reading)
+            narrowings[id(program.closed)] = program, narrowing, jax.jit(lambda *given: observed(narrowing, *given))
+        _, narrowing, observe = narrowings[id(program.closed)]
+        return narrowing, observe, arrays
 
-    first, _, arrays = plan_of(batches[0])
+    first, _, arrays = narrowing_of(batches[0])
     if any(isinstance(a, jax.core.Tracer) for a in bound):
         raise TypeError("freeze: quantize got bound arrays that are being traced, expected arrays with numbers")
     histograms = [Histogram() for _ in first.points]
     for batch in shown(batches, "calibrate"):
-        plan, observe, arrays = plan_of(batch)
-        if [_alike(layer) for layer in plan.reading.layers] != [_alike(layer) for layer in first.reading.layers]:
+        narrowing, observe, arrays = narrowing_of(batch)
+        if [_alike(layer) for layer in narrowing.reading.layers] != [_alike(layer) for layer in first.reading.layers]:
             raise ValueError("freeze: calibration batches have different layers, expected batches of the same pixels")
         points, finite = jax.device_get(observe(bound, arrays))
-        for layer, is_finite in zip(plan.layers.values(), finite, strict=True):
+        for layer, is_finite in zip(narrowing.layers.values(), finite, strict=True):
             if not is_finite:
                 raise ValueError(f"freeze: the weights of layer {layer.name} have NaN or infinity, expected numbers")
         for histogram, point in zip(histograms, points, strict=True):
@@ -217,9 +217,9 @@ def calibrated(
         _scale(histogram, v, layer.name, dtype)
         for histogram, v, layer in zip(histograms, first.points, first.layer_at, strict=True)
     ]
-    plan, _, arrays = plan_of(batches[0])
-    sums = jax.device_get(jax.jit(lambda *given: noise(plan, scales, *given))(bound, arrays))
-    return _records(plan, scales, sums), scales
+    narrowing, _, arrays = narrowing_of(batches[0])
+    sums = jax.device_get(jax.jit(lambda *given: noise(narrowing, scales, *given))(bound, arrays))
+    return _records(narrowing, scales, sums), scales
 
 
 def _taken(program_of: Callable[[Any], tuple[Program, list[Array]]], batch: Any) -> tuple[Program, list[Array]]:
@@ -250,17 +250,17 @@ def _why(index: int | None) -> str:
     return "what it reads and makes has 8 bits" if index is not None else "its result is wide: no 8-bit layer reads it"
 
 
-def _records(plan: Plan, scales: Sequence[Scale], sums: Sequence[np.ndarray]) -> list[QuantizedLayer]:
+def _records(narrowing: Narrowing, scales: Sequence[Scale], sums: Sequence[np.ndarray]) -> list[QuantizedLayer]:
     by_node = iter(sums)
     records, seen = [], {}
-    for layer in plan.reading.layers:
+    for layer in narrowing.reading.layers:
         if layer.node not in seen:
             seen[layer.node] = next(by_node)
         signal, error = map(float, seen[layer.node])
         ratio = 10 * math.log10(signal / error) if signal > 0 and error > 0 else math.inf
         narrow = not layer.why
-        x = scales[plan.index[plan.source(layer.x)]].dtype if narrow else layer.x.dtype.name
-        index = plan.index.get(layer.y) if narrow else None
+        x = scales[narrowing.index[narrowing.source(layer.x)]].dtype if narrow else layer.x.dtype.name
+        index = narrowing.index.get(layer.y) if narrow else None
         y = layer.y.dtype.name if index is None else scales[index].dtype
         records.append(
             QuantizedLayer(

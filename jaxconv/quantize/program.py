@@ -55,7 +55,7 @@ def _is_moving(node: Node) -> bool:
     return node.name in MOVING and jnp.issubdtype(node.inputs[0].dtype, jnp.floating)
 
 
-class Plan:
+class Narrowing:
     """Which values of a program are points, where some of its layers have 8 bits."""
 
     def __init__(self, reading: Reading):
@@ -123,14 +123,14 @@ class Plan:
 class Evaluation:
     """The values of a program while it is evaluated: wide, in 8 bits, or both."""
 
-    def __init__(self, plan: Plan, scales: Sequence[Scale], known: dict[Value, Any]):
-        self._plan, self._scales, self._wide = plan, scales, known
+    def __init__(self, narrowing: Narrowing, scales: Sequence[Scale], known: dict[Value, Any]):
+        self._narrowing, self._scales, self._wide = narrowing, scales, known
         self._narrow: dict[Value, tuple[Array, Scale]] = {}
         self._widened: dict[Value, Array] = {}
 
     def run(self, seen: Callable[[Node], None] = lambda node: None) -> None:
-        for node in self._plan.reading.graph.nodes:
-            layer = self._plan.layers.get(node)
+        for node in self._narrowing.reading.graph.nodes:
+            layer = self._narrowing.layers.get(node)
             if layer is not None:  # under the layer's name, which profiles show
                 dataclasses.replace(node, call=lambda layer=layer: self._run_layer(layer)).evaluate([])
             elif node.inputs and node.inputs[0] in self._narrow and self._moves(node):
@@ -161,7 +161,7 @@ class Evaluation:
 
     def narrow(self, v: Value) -> tuple[Array, Scale]:
         if v not in self._narrow:
-            scale = self._scales[self._plan.index[v]]
+            scale = self._scales[self._narrowing.index[v]]
             self._narrow[v] = scale.narrow(self.wide(v)), scale
         return self._narrow[v]
 
@@ -177,7 +177,7 @@ class Evaluation:
         residual = None if layer.residual is None else self.narrow(layer.residual)
         if residual is not None:
             operands += [residual[0], np.float32(residual[1].step)]
-        index = self._plan.index.get(layer.y)
+        index = self._narrowing.index.get(layer.y)
         scale = None if index is None else self._scales[index]
         if scale is not None:
             operands.append(scale.inverse)
