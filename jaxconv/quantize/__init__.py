@@ -71,7 +71,7 @@ def rewritten(program: Program, chosen: Quantization) -> ClosedJaxpr:
     narrowing = Narrowing(reading)
     if len(narrowing.points) != len(chosen.scales):
         raise ValueError(
-            f"freeze: for such inputs {len(narrowing.points)} arrays would have 8 bits, expected {len(chosen.scales)} as "
-            "on the calibration batches: calibrate with inputs like these"
+            f"freeze: for such inputs {len(narrowing.points)} arrays would have 8 bits, expected {len(chosen.scales)} "
+            "as on the calibration batches: calibrate with inputs like these"
         )
     return narrowing.program(chosen.scales, program.closed)
