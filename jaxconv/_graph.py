@@ -109,8 +109,8 @@ LIGHT = frozenset(
     (
         *("abs", "add", "broadcast_in_dim", "clamp", "convert_element_type", "copy", "custom_jvp_call", "div", "eq"),
         *("erf", "erfc", "exp", "expm1", "ge", "gt", "integer_pow", "le", "log", "log1p", "logistic", "lt", "max"),
-        *("min", "mul", "ne", "neg", "pow", "reduce_sum", "reshape", "rsqrt", "select_n", "sign", "sqrt", "square"),
-        *("pvary", "squeeze", "stop_gradient", "sub", "tanh"),
+        *("min", "mul", "ne", "neg", "pow", "reduce_sum", "reshape", "round", "rsqrt", "select_n", "sign", "sqrt"),
+        *("pvary", "square", "squeeze", "stop_gradient", "sub", "tanh"),
     )
 )
 
