@@ -213,7 +213,7 @@ def test_scales_of_filters_are_a_channels_own():
     for k in (0, 1, 3, 4):
         errors = {
             part: np.sum((np.clip(np.rint(w[..., k] / s), -127, 127) * s - w[..., k]) ** 2)
-            for part in scales.FILTER_CLIPPING
+            for part in np.arange(20, 10, -1) / 20
             for s in [np.float32(full[k] * part)]
         }
         off = np.sum((np.asarray(q, float)[..., k] * float(steps[k]) - w[..., k]) ** 2)
@@ -285,8 +285,9 @@ def test_which_layers_stay_wide():
     why = {layer.name.removeprefix("Others/"): layer.why for layer in q.quantization if not layer.narrow}
     assert why == {
         "first": "the first layer: it reads the inputs",
-        "depthwise": "it is depthwise: it has no sums that tensor cores gain at",
-        "few": "it sums over 8 channels, products of 8 bits over 16",
+        "depthwise": "it is depthwise: its products are none of matrices, for tensor cores",
+        "few": "its channels, 8 and 8 a group, are no multiples of 16, which 8-bit products take at once",
+        "groups": "its groups have 16 channels, no multiple of 128, which 8-bit products take of a group",
         "gate": "it is of one pixel an image",
         "up": "it is transposed",
         "last": "the last layer: it makes the results",
@@ -361,14 +362,19 @@ def test_exported_and_loaded(symbolic):
     assert "i8>" in exported.mlir_module()  # filters are stored in 8 bits
 
 
-def test_images_split_over_a_mesh():
-    if jax.device_count() < 2:
-        pytest.skip("one device")
-    mesh = jax.sharding.Mesh(jax.devices()[:2], "n")
-    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("n"))
-    q = frozen()
-    y = jax.jit(lambda x: q(x)["logits"])(jax.device_put(X, split))
-    np.testing.assert_allclose(y, q(X)["logits"], rtol=1e-5, atol=1e-5)
+@pytest.mark.skipif(jax.device_count() < 2, reason="it takes two devices")
+@pytest.mark.parametrize("kind", ("Auto", pytest.param("Explicit", marks=pytest.mark.slow)))
+def test_images_split_over_a_mesh(kind):
+    """Calibrated on split images too."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(getattr(jax.sharding.AxisType, kind),), devices=jax.devices()[:2])
+    weights = jax.device_put(_chain_weights(), jax.NamedSharding(mesh, jax.P()))
+    x = jax.device_put(X, jax.NamedSharding(mesh, jax.P("data")))
+    q = jaxconv.freeze(_chain, weights, quantize="int8", calibrate=[x])
+    y = q(x)
+    assert y.sharding.spec[0] == "data"
+    expected = jaxconv.freeze(_chain, _chain_weights(), quantize="int8", calibrate=[X])
+    assert [s.dtype for s in q.quantization.scales] == ["uint8"]
+    np.testing.assert_allclose(jax.device_get(y), expected(X), rtol=1e-5, atol=1e-5)
 
 
 def test_disabled_it_is_xlas(monkeypatch):

@@ -16,7 +16,7 @@ from typing import Any, Generic
 import jax
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
-from jaxconv import _compat, _cost, _op, quantize
+from jaxconv import _compat, _cost, _op, _sharding, quantize
 from jaxconv._graph import Array, Value
 from jaxconv._launches import graph_options
 from jaxconv._types import R
@@ -110,9 +110,25 @@ def freeze(
             raise TypeError(f"freeze: {jax.tree_util.keystr(path)} is a jax.ShapeDtypeStruct, expected an array")
     if quantize is None:
         return Frozen(_Function(f), args, kwargs)
-    batches = checked(calibrate)
-    frozen: Frozen[R] = Frozen(_Function(f, quantized=True), args, kwargs)
-    return frozen._quantized(quantize, batches, wide)
+    return _quantized(f, args, kwargs, quantize, checked(calibrate), wide)
+
+
+def _quantized(
+    f: Callable[..., R], args: Any, kwargs: Any, dtype: str, batches: Sequence[Any], wide: Sequence[str]
+) -> Frozen[R]:
+    given = args, kwargs
+    if _sharding.explicit_mesh([jax.typeof(a) for a in jax.tree.leaves((given, batches)) if isinstance(a, jax.Array)]):
+        # Types that say how arrays are split would be those of each value that is counted: one device counts them.
+        given, batches = jax.device_get((given, batches))
+    wide_one: Frozen[R] = Frozen(_Function(f, quantized=True), *given)
+    names = [wide_one._name(i) for i in range(len(wide_one._bound))]
+
+    def program_of(batch: Any) -> tuple[quantize.Program, list[Array]]:
+        program, arrays = wide_one._program(quantize.as_inputs(batch), {})
+        return quantize.Program(program.jaxpr, program.bound, names), arrays
+
+    bound = [array for _, array in wide_one._bound]
+    return Frozen(_Function(f, quantize.quantization(dtype, wide, batches, program_of, bound)), args, kwargs)
 
 
 def _call(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -267,18 +283,6 @@ class Frozen(Generic[R]):
         return program.report
 
     # ---- its parts
-    def _quantized(self, dtype: str, batches: Sequence[Any], wide: Sequence[str]) -> Frozen[R]:
-        """The same function in 8 bits."""
-        names = [self._name(i) for i in range(len(self._bound))]
-
-        def program_of(batch: Any) -> tuple[quantize.Program, list[Array]]:
-            program, arrays = self._program(quantize.as_inputs(batch), {})
-            return quantize.Program(program.jaxpr, program.bound, names), arrays
-
-        bound = [array for _, array in self._bound]
-        chosen = quantize.quantization(dtype, wide, batches, program_of, bound)
-        return Frozen(_Function(self._function.f, chosen), self._args, self._kwargs)
-
     def _types(self) -> dict[str, str]:
         return {jax.tree_util.keystr(path[1:]): str(jax.typeof(array)) for path, array in self._bound}
 

@@ -24,8 +24,8 @@ WIDE = {
     "dot_general": ("dense", "a product alone, without a bias or an activation"),
     "jaxconv_squeeze_excite": ("squeeze_excite", "its layers are small"),
 }
-# A product of 8 bits on tensor cores takes so many channels at once.
-CHANNELS = 16
+# 8-bit products on tensor cores take channels in multiples of so many, and with groups a group's.
+CHANNELS, GROUP_CHANNELS = 16, 128
 
 
 @dataclasses.dataclass(eq=False)
@@ -199,9 +199,16 @@ class Reading:
         if q.save_preactivation:
             return "what its activation reads is read elsewhere too"
         if q.groups > 1 and q.depthwise:
-            return "it is depthwise: it has no sums that tensor cores gain at"
-        if q.in_channels // q.groups < CHANNELS:
-            return f"it sums over {q.in_channels // q.groups} channels, products of 8 bits over {CHANNELS}"
+            return "it is depthwise: its products are none of matrices, for tensor cores"
+        c, k = q.in_channels // q.groups, q.out_channels // q.groups
+        if c % CHANNELS or k % CHANNELS:
+            return (
+                f"its channels, {c} and {k} a group, are no multiples of {CHANNELS}, which 8-bit products take at once"
+            )
+        if q.groups > 1 and c % GROUP_CHANNELS:
+            return (
+                f"its groups have {c} channels, no multiple of {GROUP_CHANNELS}, which 8-bit products take of a group"
+            )
         if layer.what == "conv" and all(map(_problem.is_number, q.in_spatial)) and math.prod(q.in_spatial) == 1:
             return "it is of one pixel an image"
         if q.empty:

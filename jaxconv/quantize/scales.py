@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax import lax
 
 from jaxconv import reference
 from jaxconv._graph import Array
@@ -27,8 +28,8 @@ BINS = 1 << 15
 FINITE = 0x7F80
 # The scales that are compared, as parts of the one that clips nothing: 16 an octave, of 8 octaves.
 CLIPPING = 2.0 ** -(np.arange(129) / 16)
-# The same of a filter's channel, whose numbers are few and alike: 1 to 0.55.
-FILTER_CLIPPING = 1 - np.arange(10) / 20
+# The same of a filter's channel, whose numbers are few and alike: 20/20, 19/20 to 11/20.
+CLIPPED = 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +82,7 @@ def _no_derivative(scale: Scale, primals: Any, tangents: Any) -> Any:
 def statistics(x: Array) -> tuple[Array, Array, Array]:
     """(how many elements have each magnitude, their least, their largest) of an array, all in float32."""
     x = x.astype(jnp.float32)
-    magnitudes = (jax.lax.bitcast_convert_type(x, jnp.uint32) >> 16) & (BINS - 1)
+    magnitudes = (lax.bitcast_convert_type(x, jnp.uint32) >> 16) & (BINS - 1)
     counts = jnp.zeros(BINS, jnp.uint32).at[magnitudes.reshape(-1)].add(1)
     return counts, jnp.min(x), jnp.max(x)
 
@@ -147,19 +148,17 @@ def filter_scales(w: Array, axis: int, dtype: str) -> tuple[Array, Array]:
     w = w.astype(jnp.float32)
     others = tuple(i for i in range(w.ndim) if i != axis)
     magnitude = jnp.max(jnp.abs(w), others, keepdims=True)
-    full = jnp.where(magnitude > 0, magnitude, LARGEST[dtype]) / LARGEST[dtype]
+    full = magnitude / LARGEST[dtype] + (magnitude == 0).astype(jnp.float32)  # no constant that a mesh would split
 
     def narrow(steps: Array) -> Array:
         scaled = jnp.clip(w / steps, -LARGEST[dtype], LARGEST[dtype])
-        return reference.narrowed(scaled, dtype)
+        return (lax.round(scaled, lax.RoundingMethod.TO_NEAREST_EVEN) if dtype == "int8" else scaled).astype(dtype)
 
-    def clipping(i: Array) -> Array:  # of FILTER_CLIPPING, without an array in the program
-        return full * (1 - i.astype(jnp.float32) / 20)
+    def step(carry: tuple[Array, Array, Array], _: None) -> tuple[tuple[Array, Array, Array], None]:
+        steps, best, least = carry
+        error = jnp.sum((narrow(steps).astype(jnp.float32) * steps - w) ** 2, others, keepdims=True)
+        better = error < least
+        return (steps - full / CLIPPED, jnp.where(better, steps, best), jnp.where(better, error, least)), None
 
-    def error(i: Array) -> Array:
-        steps = clipping(i)
-        return jnp.sum((narrow(steps).astype(jnp.float32) * steps - w) ** 2, others)
-
-    errors = jax.lax.map(error, jnp.arange(len(FILTER_CLIPPING)))
-    steps = clipping(jnp.argmin(errors, 0).reshape(full.shape))
+    (_, steps, _), _ = lax.scan(step, (full, full, full * 0 + jnp.inf), None, length=CLIPPED // 2)
     return narrow(steps), steps.reshape(-1)
