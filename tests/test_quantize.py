@@ -295,6 +295,46 @@ def test_which_layers_stay_wide():
     assert LEAST["int8"] < signal_to_noise(jaxconv.freeze(model.apply, variables)(X), q(X)) < 60
 
 
+class PreActivation(nn.Module):
+    """Norms that stand in front of convolutions, and read what is added up: they cannot be folded."""
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        x = nn.Conv(16, (3, 3), name="first")(x)
+        for i in range(2):
+            y = nn.relu(nn.BatchNorm(use_running_average=True)(x))
+            x = x + nn.Conv(16, (3, 3), name=f"conv{i}")(y)
+        return nn.Conv(4, (1, 1), name="last")(x)
+
+
+def test_norms_between_8_bit_convolutions_are_plain_arithmetic():
+    """For XLA to fuse with the conversions around: no call that reads or writes wide arrays."""
+    model = PreActivation()
+    variables = randomised(jax.eval_shape(model.init, KEY, X))
+    q = jaxconv.freeze(model.apply, variables, quantize="int8", calibrate=[X])
+    assert [layer.out_dtype for layer in q.quantization] == ["float32", "int8", "float32", "float32"]
+    jaxpr = jax.make_jaxpr(q)(X)
+    assert not [e for e in _op.equations(jaxpr.jaxpr) if "batchnorm" in e.primitive.name]
+    assert LEAST["int8"] < signal_to_noise(jaxconv.freeze(model.apply, variables)(X), q(X)) < 60
+
+
+def test_layers_in_a_loop_stay_wide():
+    rng = np.random.default_rng(0)
+    weights = [0.2 * rng.standard_normal((3, 3, 3, 16)), 0.1 * rng.standard_normal((2, 3, 3, 16, 16))]
+
+    def f(weights: Any, x: Any) -> Any:
+        first, others = (jnp.asarray(w, jnp.float32) for w in weights)
+        x = jax.nn.relu(_chain([first], x))
+        return lax.scan(lambda x, w: (jax.nn.relu(_chain([w], x)), None), x, others)[0]
+
+    q = jaxconv.freeze(f, weights, quantize="int8", calibrate=[X])
+    assert [(layer.filter, layer.why) for layer in q.quantization] == [
+        ((3, 3, 3, 16), "the first layer: it reads the inputs"),
+        ((3, 3, 16, 16), "it is inside scan"),
+    ]
+    np.testing.assert_allclose(q(X), jaxconv.freeze(f, weights)(X), rtol=1e-5, atol=1e-5)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # A frozen function like any other
 
