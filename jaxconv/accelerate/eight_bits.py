@@ -317,14 +317,15 @@ def _refuse_slower(operands_of_call: Callable[..., Any], inputs: Sequence[Value]
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _with_derivative(problem: ScaledConvProblem, *operands: Array) -> Array:
     """The kernel, which has no derivative, with that of its meaning: in scale, bias and residual."""
-    (y,) = conv_scaled.kernel(problem, *operands)
+    (y,) = jax.tree.leaves(conv_scaled.kernel(problem, *operands))
     return y
 
 
 @_with_derivative.defjvp
 def _derivative(problem: ScaledConvProblem, primals: Any, tangents: Any) -> Any:
     def meaning(*operands: Array) -> Array:
-        return conv_scaled.kernel.reference(problem, *operands)[0]
+        (y,) = jax.tree.leaves(conv_scaled.kernel.reference(problem, *operands))
+        return y
 
     return jax.jvp(meaning, primals, tangents)
 

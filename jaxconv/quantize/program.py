@@ -18,10 +18,11 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr
 
-from jaxconv import conv_scaled, reference
+from jaxconv import reference
 from jaxconv._graph import Array, Constant, Node, Value, of_type
-from jaxconv._problem import ScaledConvProblem
+from jaxconv._problem import CHANNELS_FIRST, CHANNELS_LAST
 from jaxconv._problem.pool import PoolProblem
+from jaxconv.conv import conv1d, conv2d, conv3d
 from jaxconv.quantize.layers import Layer, Reading
 from jaxconv.quantize.scales import Scale, filter_scales
 
@@ -171,31 +172,33 @@ class Evaluation:
         w, axis = self.filter_of(layer)
         filters, steps = filter_scales(w, axis, filter_dtype(x_scale.dtype))
         with jax.named_scope(FILTER_SCALE):
-            operands = [x.reshape(p.x_shape), filters, steps * np.float32(x_scale.step)]
-        if layer.bias is not None:
-            operands.append(jnp.asarray(self.wide(_before_rounding(layer.bias)), jnp.float32))
-        residual = None if layer.residual is None else self.narrow(layer.residual)
-        if residual is not None:
-            operands += [residual[0], np.float32(residual[1].step)]
+            scale = steps * np.float32(x_scale.step)
+        bias = None if layer.bias is None else jnp.asarray(self.wide(_before_rounding(layer.bias)), jnp.float32)
+        residual, residual_scale = (None, None) if layer.residual is None else self.narrow(layer.residual)
         index = self._narrowing.index.get(layer.y)
-        scale = None if index is None else self._scales[index]
-        if scale is not None:
-            operands.append(scale.inverse)
-        problem = ScaledConvProblem(
-            **{**vars(p), "dtype": x.dtype.name, "precision": None, "implementation": None, "algorithm": None},
-            w_dtype=filters.dtype.name,
-            out_dtype=layer.y.dtype.name if scale is None else scale.dtype,
-            scaled=True,
-            residual_dtype=None if residual is None else residual[0].dtype.name,
-            residual_scaled=residual is not None,
-            out_scaled=scale is not None,
+        out = None if index is None else self._scales[index]
+        conv = {1: conv1d, 2: conv2d, 3: conv3d}[p.nd]
+        y = conv(
+            x.reshape(p.x_shape),
+            filters,
+            bias,
+            residual=residual,
+            stride=p.stride,
+            padding=p.padding,
+            dilation=p.dilation,
+            groups=p.groups,
+            activation=p.activation,
+            layout=(CHANNELS_LAST if p.channels_last else CHANNELS_FIRST)[p.nd],
+            scale=scale,
+            residual_scale=None if residual_scale is None else np.float32(residual_scale.step),
+            out_scale=None if out is None else out.inverse,
+            out_dtype=layer.y.dtype.name if out is None else out.dtype,
         )
-        (y,) = conv_scaled.kernel(problem, *map(jnp.asarray, operands))
         y = y.reshape(layer.y.shape)
-        if scale is None:
+        if out is None:
             self._wide[layer.y] = y
         else:
-            self._narrow[layer.y] = y, scale
+            self._narrow[layer.y] = y, out
         return [y]
 
     def filter_of(self, layer: Layer) -> tuple[Array, int]:
