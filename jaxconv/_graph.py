@@ -136,15 +136,6 @@ def body_of_jit(eqn: JaxprEqn) -> ClosedJaxpr | None:
     return eqn.params["jaxpr"] if all(type(s).__name__ == "UnspecifiedValue" for s in shardings) else None
 
 
-def body_of_call(eqn: JaxprEqn) -> ClosedJaxpr | None:
-    """What an equation that only calls something calls. What is kept for a gradient is of no interest there."""
-    if eqn.primitive.name in ("checkpoint", "remat2"):
-        return ClosedJaxpr(eqn.params["jaxpr"], ())
-    if eqn.primitive.name in ("closed_call", "core_call"):
-        return eqn.params["call_jaxpr"]
-    return body_of_jit(eqn)
-
-
 def light_body(eqn: JaxprEqn) -> ClosedJaxpr | None:
     body = body_of_jit(eqn)
     light = body is not None and (eqn.primitive.name == REGION or _is_light(body.jaxpr))
@@ -186,6 +177,15 @@ def asks_extent(eqn: JaxprEqn) -> bool:
         return not all(map(_problem.is_number, getattr(atom.aval, "shape", ())))
 
     return any(one.primitive.name == EXTENT or any(map(symbolic, one.outvars)) for one in equations_of(eqn))
+
+
+def body_of_call(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """What an equation that only calls something calls. What is kept for a gradient is of no interest there."""
+    if eqn.primitive.name in ("checkpoint", "remat2"):
+        return ClosedJaxpr(eqn.params["jaxpr"], ())
+    if eqn.primitive.name in ("closed_call", "core_call"):
+        return eqn.params["call_jaxpr"]
+    return body_of_jit(eqn)
 
 
 UNIT_AXES = ("reshape", "broadcast_in_dim", "squeeze")  # what adds and removes axes of extent 1, among other things
