@@ -29,7 +29,7 @@ import functools
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
 import jax
@@ -149,7 +149,6 @@ class Answers:
     compile_s: float
     launches: _launches.Launches | None = None
     memory_bytes: int | None = None
-    noise: float | None = None  # of a quantised way: its answers' on other images, relative to them
 
     @classmethod
     def of_jax(cls, way: str, f: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Answers:
@@ -191,11 +190,7 @@ def answers(way: str, model: Any, variables: Tree, images: np.ndarray, args: arg
         return Answers.of_jax(way, lambda x: apply(held, x), (images,), args.option)
     frozen = args.quantized[way] if way in QUANTIZED else jaxconv.freeze(apply, variables)
     options = {**options_of(jaxconv.cost(frozen)(images)["flops"]), **args.option}  # as where it is called as it is
-    if way in QUANTIZED:
-        ratio = frozen.quantization[-1].signal_to_noise
-        made = Answers.of_jax(way, frozen, (images,), options)
-        return dataclasses.replace(made, noise=10 ** (-ratio / 20))
-    if way == "frozen":
+    if way == "frozen" or way in QUANTIZED:
         return Answers.of_jax(way, frozen, (images,), options)
     frozen.report(images)  # which makes the weights
     return Answers.of_jax(way, frozen.apply, (frozen.weights, images), options)
@@ -287,8 +282,10 @@ def measured(made: Sequence[Answers], batch: int, args: argparse.Namespace) -> l
     return rows
 
 
-def compared(made: Sequence[Answers], reference: np.ndarray, dtype: str) -> list[dict[str, Any]]:
-    """The error of each, and whether it is one of rounding."""
+def compared(
+    made: Sequence[Answers], reference: np.ndarray, dtype: str, noise: Mapping[str, float]
+) -> list[dict[str, Any]]:
+    """The error of each, and whether it is one of rounding. `noise`: of quantised ways, relative to their answers."""
     scale = np.abs(reference).max()
     errors = [float(np.abs(one.take(one.call()) - reference).max() / scale) for one in made]
     # Where plain happens to be exact: a rounding of the answers (of products, in TF32), and of some sums in float32.
@@ -297,7 +294,9 @@ def compared(made: Sequence[Answers], reference: np.ndarray, dtype: str) -> list
     rows = []
     for one, error in zip(made, errors, strict=True):
         # Half of the largest answer is none of rounding, whatever the calibration images said.
-        allowed = ALLOWED * max(errors[0], rounding) if one.noise is None else min(ALLOWED * one.noise, 0.5)
+        allowed = ALLOWED * max(errors[0], rounding)
+        if one.way in noise:
+            allowed = min(ALLOWED * noise[one.way], 0.5)
         rows.append({"error": error, "allowed": allowed, "agrees": error <= allowed})
     return rows
 
@@ -341,10 +340,11 @@ def one_model(name: str, args: argparse.Namespace, environment: dict[str, Any], 
     rows: list[dict[str, Any]] = []
     skipped: dict[str, str] = {}
     ways = [*sorted(set(args.ways) - {"plain"}, key=WAYS.index), *args.quantize]
-    args.quantized = {}
+    args.quantized, noise = {}, {}
     for dtype in args.quantize:
         args.quantized[dtype] = quantized(dtype, model, variables, args)
         table = args.quantized[dtype].quantization
+        noise[dtype] = 10 ** (-table[-1].signal_to_noise / 20)
         say(f"{table.summary}; the answers' signal to noise is {table[-1].signal_to_noise:.1f} dB")
     for batch in args.batch:
         images = np.random.default_rng(batch).standard_normal((batch, args.image, args.image, 3), np.float32)
@@ -358,7 +358,7 @@ def one_model(name: str, args: argparse.Namespace, environment: dict[str, Any], 
                 if way not in ("torch", "onnx"):
                     raise
                 skipped[way] = f"{type(error).__name__}: {error}".splitlines()[0]
-        checks = compared(made, reference, args.dtype)
+        checks = compared(made, reference, args.dtype, noise)
         new = [{**row, **check} for row, check in zip(measured(made, batch, args), checks, strict=True)]
         plain = new[0]["ms"]
         rows += [{**row, "plain_ms": plain, "plain_queued_ms": new[0]["queued_ms"]} for row in new]
