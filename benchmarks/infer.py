@@ -283,7 +283,7 @@ def measured(made: Sequence[Answers], batch: int, args: argparse.Namespace) -> l
 
 
 def compared(
-    made: Sequence[Answers], reference: np.ndarray, dtype: str, noise: Mapping[str, float]
+    made: Sequence[Answers], reference: np.ndarray, dtype: str, noise: Mapping[str, float] | None = None
 ) -> list[dict[str, Any]]:
     """The error of each, and whether it is one of rounding. `noise`: of quantised ways, relative to their answers."""
     scale = np.abs(reference).max()
@@ -295,7 +295,7 @@ def compared(
     for one, error in zip(made, errors, strict=True):
         # Half of the largest answer is none of rounding, whatever the calibration images said.
         allowed = ALLOWED * max(errors[0], rounding)
-        if one.way in noise:
+        if noise and one.way in noise:
             allowed = min(ALLOWED * noise[one.way], 0.5)
         rows.append({"error": error, "allowed": allowed, "agrees": error <= allowed})
     return rows
