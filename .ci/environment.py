@@ -10,6 +10,7 @@ jaxconv. Versions are not looked at.
 
 from __future__ import annotations
 
+import csv
 import importlib.metadata
 import importlib.util
 import pathlib
@@ -61,10 +62,14 @@ def missing(requirements: list[str]) -> Iterator[str]:
 def not_this_package() -> str | None:
     """Why the jaxconv that is installed is not this folder's; None where it is."""
     try:
-        files = importlib.metadata.files("jaxconv") or []
+        package = importlib.metadata.distribution("jaxconv")
     except importlib.metadata.PackageNotFoundError:
         return "jaxconv is not installed"
-    gone = [str(file) for file in files if file.suffix != ".pyc" and not file.locate().exists()]
+    # The record itself: from Python 3.12 on `files` leaves out what is gone.
+    files = [row[0] for row in csv.reader((package.read_text("RECORD") or "").splitlines()) if row]
+    gone = [
+        file for file in files if not file.endswith(".pyc") and not pathlib.Path(package.locate_file(file)).exists()
+    ]
     if gone:
         return f"jaxconv's {gone[0]} is gone"
     spec = importlib.util.find_spec("jaxconv")

@@ -2,10 +2,13 @@
 
 `... fleet`: many models, whole training steps and answers, plain, with enable and with accelerate.
 
+`... in_place`: models before and after their problems are timed while they compile.
+
 `... passes`: what XLA does between the calls of a training step, compiled for a GPU that need not be here.
 
 `... report`: tables of what was recorded. `... tune`: the plan's table from it. `... fit`: the plan's model from it.
-`... regret`: what the default choice loses to the best over random problems.
+`... regret`: what the default choice loses to the best over random problems. `... cpu`: random layers on a CPU, plain
+against enable and accelerate.
 """
 
 import sys
@@ -27,6 +30,10 @@ if __name__ == "__main__":
         from benchmarks import fleet
 
         sys.exit(fleet.main(sys.argv[2:]))
+    if sys.argv[1:2] == ["in_place"]:
+        from benchmarks import in_place
+
+        sys.exit(in_place.main(sys.argv[2:]))
     if sys.argv[1:2] == ["passes"]:
         from benchmarks import passes
 
@@ -43,6 +50,10 @@ if __name__ == "__main__":
         from benchmarks import regret
 
         sys.exit(regret.main(sys.argv[2:]))
+    if sys.argv[1:2] == ["cpu"]:
+        from benchmarks import cpu
+
+        sys.exit(cpu.main(sys.argv[2:]))
     if sys.argv[1:2] == ["fit"]:
         from benchmarks import fit
 

@@ -108,6 +108,12 @@ class ConvCase:
             return self.batch * math.prod(self.spatial if self.transposed else self.out_spatial)
         return taps * (self.in_channels if pass_ == "fprop" else self.out_channels) // g
 
+    def work(self, pass_: str, item: int) -> tuple[float, float]:
+        """(operations, bytes, of `item` an element): each input is read once, each result written once."""
+        # Strides longer than the filter pass over pixels of x, which dgrad still has to write.
+        unread = 0 if pass_ == "dgrad" else math.prod(self.x_shape()) - self.read_elements
+        return self.flops, item * (self.elements - unread)
+
     def small(self) -> ConvCase:
         spatial = tuple(
             _small_extent(size, f, s, d, self.nd, last=axis == self.nd - 1)
@@ -162,6 +168,10 @@ class BatchNormCase:
         """Elements per channel."""
         return self.batch * math.prod(self.spatial)
 
+    def work(self, pass_: str, item: int) -> tuple[float, float]:
+        passes = {"fwd": 2, "infer": 2, "bwd": 3, "fwd+bwd": 5, "residual": 8}[pass_]
+        return 0.0, item * passes * self.elements
+
     def small(self) -> BatchNormCase:
         spatial = tuple(min(size, 7) for size in self.spatial)
         return dataclasses.replace(self, batch=2, channels=min(self.channels, 24), spatial=spatial)
@@ -175,6 +185,9 @@ class ShortcutCase(BatchNormCase):
 
     op = "batchnorm_shortcut"
     passes = ("fwd+bwd",)
+
+    def work(self, pass_: str, item: int) -> tuple[float, float]:
+        return 0.0, item * 8 * self.elements  # x, r to y; x, r, dy to dx, dr
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,6 +219,9 @@ class GroupNormCase:
     def reduced(self) -> int:
         """Elements of an image's group."""
         return math.prod(self.spatial) * self.channels // self.groups
+
+    def work(self, pass_: str, item: int) -> tuple[float, float]:
+        return 0.0, item * {"fwd": 2, "fwd+bwd": 5}[pass_] * self.elements
 
     def small(self) -> GroupNormCase:
         spatial = tuple(min(size, 7) for size in self.spatial)
@@ -264,6 +280,9 @@ class SqueezeExciteCase:
         """Of x: one pass over the tensor."""
         return self.batch * self.channels * math.prod(self.spatial)
 
+    def work(self, pass_: str, item: int) -> tuple[float, float]:
+        return 0.0, item * {"fwd": 2, "fwd+bwd": 5}[pass_] * self.elements
+
     def small(self) -> SqueezeExciteCase:
         spatial = tuple(min(size, 7) for size in self.spatial)
         channels, hidden = min(self.channels, 96), min(self.hidden, 12)
@@ -285,6 +304,11 @@ class ConvBatchNormCase(ConvCase):
         """Elements per channel of the result."""
         return self.batch * math.prod(self.out_spatial)
 
+    def work(self, pass_: str, item: int) -> tuple[float, float]:
+        # In training the result is written before its statistics are known, and read once; in inference it never is.
+        again = 2 * math.prod(self.y_shape()) if pass_ == "fwd" else 0
+        return self.flops, item * (self.elements + again)
+
 
 @dataclasses.dataclass(frozen=True)
 class BatchNormConvCase(ConvCase):
@@ -301,6 +325,14 @@ class BatchNormConvCase(ConvCase):
     @property
     def conv(self) -> ConvCase:
         return ConvCase(**{field.name: getattr(self, field.name) for field in dataclasses.fields(ConvCase)})
+
+    def work(self, pass_: str, item: int) -> tuple[float, float]:
+        if pass_ == "pair":
+            return 2 * self.flops, 2 * item * self.elements
+        if pass_ == "bwd":
+            # Sums over all of them stand between two readings of x and dy.
+            return 3 * self.flops, item * (3 * math.prod(self.x_shape()) + 2 * math.prod(self.y_shape()))
+        return super().work(pass_, item)
 
     def __str__(self) -> str:
         return f"{self.activation}, {super().__str__()}"
@@ -323,6 +355,10 @@ class DgradSumsCase(ConvCase):
     def reduced(self) -> int:
         """Elements per channel of x."""
         return self.batch * math.prod(self.spatial)
+
+    def work(self, pass_: str, item: int) -> tuple[float, float]:
+        x = math.prod(self.x_shape())  # dy, w, c, x and a bit an element of x, to dz
+        return self.flops, item * (self.elements + 2 * x) + x / 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -361,6 +397,13 @@ class DenseCase:
         """Of x, w, b and y together."""
         return self.m * self.k + self.k * self.n + self.n + self.m * self.n
 
+    def work(self, pass_: str, item: int) -> tuple[float, float]:
+        if pass_ in ("fwd", "saved"):
+            return self.flops, item * (self.elements + self.m * self.n * (pass_ == "saved"))
+        if pass_ in ("dgrad", "wgrad"):
+            return self.flops, item * (self.elements - self.n)
+        return 3 * self.flops, item * 2 * self.elements  # x, w, b, dy read; y, dx, dw, db written
+
     def small(self) -> DenseCase:
         def shrink(extent: int) -> int:  # 64, or 40 where the extent is no multiple of 64
             return min(extent, 64 if extent % 64 == 0 else 40)
@@ -397,6 +440,9 @@ class DenseGradientCase:
     def elements(self) -> int:
         """Of dy, w, z, dz and db together."""
         return self.m * self.k + self.k * self.n + 2 * self.m * self.n + self.n
+
+    def work(self, pass_: str, item: int) -> tuple[float, float]:
+        return self.flops, item * self.elements
 
     def small(self) -> DenseGradientCase:
         product = DenseCase("", self.m, self.k, self.n, self.activation).small()
@@ -443,6 +489,11 @@ class PoolCase:
     def elements(self) -> int:
         """Of x and y together."""
         return math.prod(self.x_shape()) + math.prod(self.y_shape())
+
+    def work(self, pass_: str, item: int) -> tuple[float, float]:
+        # Between the two passes a byte for each element of y.
+        back = item * self.elements + 2 * math.prod(self.y_shape()) if pass_ == "fwd+bwd" else 0
+        return 0.0, item * self.elements + back
 
     def small(self) -> PoolCase:
         spatial = tuple(min(size, 12 + size % 2) for size in self.spatial)
@@ -582,6 +633,15 @@ CPU_CONV = (
 # "models": what ResNet-50, ResNeXt-50, ConvNeXt-T and MobileNetV2 (benchmarks/models.py) at batch 256 hold besides the
 # above, for the plan's table: without a neighbour a problem goes to XLA.
 MODELS_CONV = (
+    _conv("board19.3x3", 2048, 19, 128, 128, 3, padding=1, suite="models"),
+    _conv("r18.32.3x3", 256, 32, 64, 64, 3, padding=1, suite="models"),
+    _conv("r18.16.3x3", 256, 16, 128, 128, 3, padding=1, suite="models"),
+    _conv("r18.16.3x3s2", 256, 32, 64, 128, 3, stride=2, padding=(0, 1), suite="models"),
+    _conv("r18.8.3x3", 256, 8, 256, 256, 3, padding=1, suite="models"),
+    _conv("r18.4.3x3", 256, 4, 512, 512, 3, padding=1, suite="models"),
+    _conv("impala.84.3x3", 1024, 84, 4, 16, 3, padding=1, suite="models"),
+    _conv("impala.42.3x3", 1024, 42, 16, 16, 3, padding=1, suite="models"),
+    _conv("impala.21.3x3", 1024, 21, 32, 32, 3, padding=1, suite="models"),
     _conv("r50.s1.1x1c", 256, 56, 256, 64, 1, suite="models"),
     _conv("r50.s2.1x1a", 256, 56, 256, 128, 1, suite="models"),
     # As Flax's SAME pads it: XLA copies x, and dx, of this and not of r50.s2.3x3s2.
@@ -796,6 +856,11 @@ CONV_BATCHNORM = tuple(
         _conv("r50.s4.3x3s2", 256, 14, 512, 512, 3, stride=2, padding=(0, 1), suite="models"),
         _conv("r50.s4.1x1c", 256, 7, 2048, 512, 1, suite="models"),
         _conv("r50.s4.down1x1s2", 256, 14, 1024, 2048, 1, stride=2, suite="models"),
+        # Batch-norms that stay in no cache, and images of 32x32.
+        _conv("board19.3x3", 2048, 19, 128, 128, 3, padding=1, suite="models"),
+        _conv("vgg.3x3", 32, 112, 128, 128, 3, padding=1, suite="models"),
+        _conv("r18.32.3x3", 256, 32, 64, 64, 3, padding=1, suite="models"),
+        _conv("r18.16.3x3", 256, 16, 128, 128, 3, padding=1, suite="models"),
         *(case for case in MODELS_CONV if case.name.startswith("x50.") and case.groups == 1),
     )
 )

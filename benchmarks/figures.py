@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks import fleet_report, limits
 from benchmarks.cases import BY_OP
-from benchmarks.report import DEVICE, STEPS, WAYS, Run, problems, training_step
+from benchmarks.runs import DEVICE, STEPS, WAYS, Run, problems, training_step
 from benchmarks.steps import KINDS
 
 XLA, OURS = "#b0b0b0", "#4c72b0"

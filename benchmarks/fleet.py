@@ -39,6 +39,7 @@ import jax
 import numpy as np
 
 from benchmarks import fleet_models, fleet_report, infer, record, steps, train
+from benchmarks.answers import Answers
 from benchmarks.fleet_models.model import DTYPES, Model, Net, Size
 from jaxconv.accelerate import accelerate
 
@@ -181,7 +182,7 @@ class Training:
         """Of each its losses, and how far they are from plain's in units of what is allowed."""
         plain = next(one for one in programs if one.way == "plain")
         reference = plain.program.losses(*plain.start, count)
-        moved = train.sensitivity(plain.program, *plain.start, case.rounding, reference)
+        moved = train.sensitivity(plain.program, *plain.start, case.rounding, reference, case.model.dtype)
         found = []
         for one in programs:
             losses = reference if one is plain else one.program.losses(*one.start, count)
@@ -226,7 +227,7 @@ class Answering:
     def load(self, case: Case) -> None:
         given = jax.device_put((case.net.params, case.net.stats), case.placed.everywhere)
         made = self.compiled
-        self.answers = infer.Answers(
+        self.answers = Answers(
             self.way,
             lambda: made(*given, case.placed.images),
             jax.block_until_ready,

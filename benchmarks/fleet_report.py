@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks.runs import NOTHING, markdown, provenance
+
 WAYS = ("plain", "enable", "accelerate")
 FIGURES = {"nvidia-h100-80gb-hbm3": "fleet_h100.svg", "nvidia-h200": "fleet_h200.svg"}  # a GPU's, in docs/
 SLOWER = 0.99  # of plain's speed
@@ -89,8 +91,6 @@ def summary(rows: Sequence[Row]) -> list[str]:
 
 def table(run: Row) -> str:
     """A row for each model; speeds, memory and times to compile of the other ways relative to plain's."""
-    from benchmarks.report import _markdown, provenance
-
     rows, ways = [], others(run["rows"])
 
     def relative(row: Row, figure: Any) -> list[str]:
@@ -111,13 +111,11 @@ def table(run: Row) -> str:
     head += ["plain, s to compile", *(f"compiling, {way}" for way in ways)]
     head += [f"s to trace, {' / '.join(('plain', *ways))}", "losses agree"]
     said = "".join(f"* {line}\n" for line in summary(run["rows"]))
-    return f"{said}\n{_markdown(head, rows, 5)}\nSpeed, memory and compiling: plain = 1.\n\n{provenance(run)}"
+    return f"{said}\n{markdown(head, rows, 5)}\nSpeed, memory and compiling: plain = 1.\n\n{provenance(run)}"
 
 
 def section(runs: dict[str, Row]) -> str:
     """Of each GPU the summary, the figure where it has one, and where the table is; for docs/benchmarks.md."""
-    from benchmarks.report import NOTHING
-
     text = ""
     for name, run in runs.items():
         device = name.partition("/")[0]

@@ -24,7 +24,6 @@ what it took to trace and compile; its memory (arguments, results, temporaries, 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import statistics
 import sys
@@ -38,7 +37,8 @@ import numpy as np
 
 import jaxconv
 from benchmarks import record
-from jaxconv import _launches, _timing
+from benchmarks.answers import Answers
+from jaxconv import _timing
 from jaxconv.freeze import options_of
 from jaxconv.quantize import QuantizedDType
 
@@ -137,43 +137,6 @@ def drawn(shapes: Tree) -> Tree:
 # A way: a program for a batch
 
 
-@dataclasses.dataclass
-class Answers:
-    """A program that answers one batch."""
-
-    way: str
-    call: Callable[[], Any]  # starts a call
-    wait: Callable[[Any], Any]
-    take: Callable[[Any], np.ndarray]  # its answers
-    trace_s: float
-    compile_s: float
-    launches: _launches.Launches | None = None
-    memory_bytes: int | None = None
-
-    @classmethod
-    def of_jax(cls, way: str, f: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Answers:
-        begin = time.perf_counter()
-        lowered = jax.jit(f).lower(*args)
-        traced = time.perf_counter()
-        made, launches = _launches.compiled(lowered, options)
-        compile_s = time.perf_counter() - traced
-        args = jax.device_put(args)
-        jax.block_until_ready(made(*args))
-        memory = made.memory_analysis()
-        names = ("argument", "output", "temp", "generated_code")
-        size = sum(getattr(memory, f"{name}_size_in_bytes") for name in names) if memory is not None else None
-        return cls(
-            way,
-            lambda: made(*args),
-            jax.block_until_ready,
-            lambda y: np.asarray(y, np.float64),
-            traced - begin,
-            compile_s,
-            launches,
-            size,
-        )
-
-
 def answers(way: str, model: Any, variables: Tree, images: np.ndarray, args: argparse.Namespace) -> Answers:
     """Where torch or onnx cannot take part, an exception says why."""
     apply = functools.partial(model.apply, train=False)
@@ -232,7 +195,7 @@ def queued(one: Answers, calls: int) -> float:
 
 def kernels(one: Answers, calls: int = 8) -> tuple[float, float] | None:
     """(kernels, their milliseconds) a call, as CUPTI sees them; None without it."""
-    session = _timing._cupti()
+    session = _timing.cupti()
     if session is None:
         return None
 

@@ -4,27 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks.cases import (
-    BatchNormCase,
-    BatchNormConvCase,
-    Case,
-    ConvBatchNormCase,
-    ConvCase,
-    DenseCase,
-    DenseGradientCase,
-    DgradSumsCase,
-    GroupNormCase,
-    PoolCase,
-    ShortcutCase,
-    SqueezeExciteCase,
-)
+from benchmarks.cases import Case
 from jaxconv import _timing as timing
 
 ITEM_BYTES = {"bf16": 2, "f16": 2, "f32": 4}
@@ -86,46 +72,11 @@ def _measured() -> Ceilings:
 
 def work(case: Case, pass_: str, dtype: str) -> tuple[float, float]:
     """(operations, minimal bytes): what is read of each input is read once, each result written once."""
-    item = ITEM_BYTES[dtype]
-    if isinstance(case, ConvBatchNormCase):
-        # In training the result is written before its statistics are known, and read once; in inference it never is.
-        again = 2 * math.prod(case.y_shape()) if pass_ == "fwd" else 0
-        return case.flops, item * (case.elements + again)
-    if isinstance(case, BatchNormConvCase) and pass_ == "pair":
-        return 2 * case.flops, 2 * item * case.elements
-    if isinstance(case, BatchNormConvCase) and pass_ == "bwd":
-        # Sums over all of them stand between two readings of x and dy.
-        return 3 * case.flops, item * (3 * math.prod(case.x_shape()) + 2 * math.prod(case.y_shape()))
-    if isinstance(case, DgradSumsCase):  # dy, w, c, x and a bit an element of x, to dz
-        x = math.prod(case.x_shape())
-        return case.flops, item * (case.elements + 2 * x) + x / 8
-    if isinstance(case, ConvCase):
-        # Strides longer than the filter pass over pixels of x, which dgrad still has to write.
-        unread = 0 if pass_ == "dgrad" else math.prod(case.x_shape()) - case.read_elements
-        return case.flops, item * (case.elements - unread)
-    if isinstance(case, DenseCase):
-        if pass_ in ("fwd", "saved"):
-            return case.flops, item * (case.elements + case.m * case.n * (pass_ == "saved"))
-        if pass_ in ("dgrad", "wgrad"):
-            return case.flops, item * (case.elements - case.n)
-        # x, w, b, dy read; y, dx, dw, db written
-        twice = case.m * case.k + case.k * case.n + case.n + case.m * case.n
-        return 3 * case.flops, item * 2 * twice
-    if isinstance(case, DenseGradientCase):
-        return case.flops, item * case.elements
-    if isinstance(case, PoolCase):
-        # Between the two passes a byte for each element of y.
-        back = item * case.elements + 2 * math.prod(case.y_shape()) if pass_ == "fwd+bwd" else 0
-        return 0.0, item * case.elements + back
-    assert isinstance(case, BatchNormCase | GroupNormCase | SqueezeExciteCase)
-    if isinstance(case, ShortcutCase):  # x, r to y; x, r, dy to dx, dr
-        return 0.0, item * 8 * case.elements
-    passes = {"fwd": 2, "infer": 2, "bwd": 3, "fwd+bwd": 5, "residual": 8}[pass_]
-    return 0.0, item * passes * case.elements
+    return case.work(pass_, ITEM_BYTES[dtype])
 
 
 def _rate(top: Ceilings, case: Case, dtype: str, precision: str | None) -> float:
-    return top.lanes if isinstance(case, ConvCase) and case.depthwise else top.rate(dtype, precision)
+    return top.lanes if getattr(case, "depthwise", False) else top.rate(dtype, precision)
 
 
 def limit_ms(case: Case, pass_: str, dtype: str, precision: str | None) -> float | None:

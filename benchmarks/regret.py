@@ -32,7 +32,6 @@ from benchmarks.cases import ConvCase
 from benchmarks.contenders import Setting
 from jaxconv import _native, _plan
 from jaxconv import _timing as timing
-from jaxconv._plan import conv as conv_plan
 from jaxconv._plan import model
 from jaxconv._problem import ConvProblem
 
@@ -131,7 +130,7 @@ def prepare(case: ConvCase, pass_: str, setting: Setting) -> Prepared | None:
         return None
     op, problem = found
     device = _plan.Device.current("cuda" if jax.default_backend() == "gpu" else "cpu")
-    plans = list(conv_plan.every(op, problem, device))
+    plans = _plan.every(op, problem, device)
     slow = (*SLOW, "implicit_gemm") if problem.depthwise and problem.groups > 1 else SLOW
     plans = [p for p in plans if p.algorithm not in slow] or plans[:1]
     choice = _plan.plan(op, problem, device)

@@ -20,18 +20,15 @@ import math
 import pathlib
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from benchmarks import fleet_report, record
+from benchmarks import figures, fleet_report, record
 from benchmarks.cases import BY_OP
+from benchmarks.runs import DEVICE, NOTHING, STEPS, WAYS, Run, markdown, problems, provenance, training_step
 from benchmarks.steps import KINDS
 
 BLOCK = re.compile(r"(<!-- benchmarks:(\S+) -->\n)(.*?)(<!-- /benchmarks -->)", re.DOTALL)
 PAGES = "docs/results"  # everything in it is generated
 NOTE = "<!-- Written by `python -m benchmarks report`: edit benchmarks/report.py or record anew. -->\n"
-NOTHING = "Nothing is recorded yet.\n"
-
-Run = dict[str, Any]
 
 
 def load(folder: pathlib.Path) -> dict[str, Run]:
@@ -62,41 +59,10 @@ def _table(runs: list[Run]) -> Run:
     return {**runs[0], "rows": rows, "runs": runs}
 
 
-def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
-    """A table whose first `left` columns are text."""
-    rule = ["---"] * left + ["---:"] * (len(head) - left)
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, rule, *rows)) + "\n"
-
-
-def provenance(run: Run) -> str:
-    """A sentence for each run: where, with what, when, from which command."""
-    runs = run.get("runs", [run])
-    if len(runs) > 1:
-        counts = [len({record.key(row)[:2] for row in part["rows"]}) for part in runs]
-        return "".join(f"* {n} rows: {provenance(part)}" for n, part in zip(counts, runs, strict=True))
-    (run,) = runs
-    versions = run["versions"]
-    parts = [run["device"] + (f" ({run['cores']} cores)" if "cores" in run else "")]
-    parts.append(f"jax {versions['jax']}")
-    parts += [f"driver {run['driver'].splitlines()[0]}"] if run.get("driver") else []
-    commit = (run["commit"] or "unknown")[:10] + (" with changes" if run["dirty"] else "")
-    parts += [f"commit {commit}", run["date"][:10], f"`{run['command']}`"]
-    parts += [run["note"]] if "note" in run else []
-    return ", ".join(parts) + ".\n"
-
-
 def _ms(row: Run | None) -> str:
     if row is None:
         return ""
     return f"{row['ms']:.4f} ±{row['spread'] * 100:.0f}%" if "ms" in row else row["status"]
-
-
-def problems(run: Run) -> dict[tuple[str, str], dict[str, Run]]:
-    """{(case, pass): {contender: row}}"""
-    found: dict[tuple[str, str], dict[str, Run]] = {}
-    for row in run["rows"]:
-        found.setdefault((row["case"], row["pass"]), {})[row["contender"]] = row
-    return found
 
 
 def table(run: Run) -> str:
@@ -134,18 +100,7 @@ def table(run: Run) -> str:
     head += ["of limit"] if with_limit else []
     head += ["XLA, ms", "XLA / jaxconv"]
     head += ["PyTorch, ms", "PyTorch / jaxconv"] if with_torch else []
-    return _markdown(head, rows, 4) + "\n" + provenance(run)
-
-
-# What a way of `python -m benchmarks train` is, in a table.
-WAYS = {
-    "flax": "Flax's layers, XLA",
-    "import": "`jaxconv.linen` by import",
-    "fused": "`jaxconv.linen`, fused arguments",
-    "enable": "`jaxconv.enable()`",
-    "accelerate": "`jaxconv.accelerate`",
-    "torch": "PyTorch, torch.compile",
-}
+    return markdown(head, rows, 4) + "\n" + provenance(run)
 
 
 def by_kind(run: Run) -> str:
@@ -164,7 +119,7 @@ def by_kind(run: Run) -> str:
         rows.append(cells + ([f"{run['limit_ms'] / row['ms']:.2f}" if alone else ""] if run.get("limit_ms") else []))
     head = ["ms by kind"] + (["devices"] if several else []) + kinds + ["together"]
     head += [f"of the roofline, {run['limit_ms']:.2f} ms"] if run.get("limit_ms") else []
-    return _markdown(head, rows, 1) + "\n"
+    return markdown(head, rows, 1) + "\n"
 
 
 OTHER_RUN = "\\* Flax's layers were timed in another run, on a GPU of the same kind.\n"
@@ -206,7 +161,7 @@ def train_table(run: Run) -> str:
     head += ["speed, one device = 1"] if several else []
     head += ["native calls"] + (["s to compile", "GiB a device"] if sized else [])
     head += ["first loss", f"loss {compared}", "losses agree"]
-    text = _markdown(head, rows, 1) + "\n" + by_kind(run)
+    text = markdown(head, rows, 1) + "\n" + by_kind(run)
     text += f"{_star(rows)}\n" if _star(rows) else ""
     for row in run["rows"]:
         if "replaced" in row:
@@ -250,7 +205,7 @@ def infer_table(run: Run) -> str:
     head = ["batch", "way", "ms a call", "p99", "speed, plain = 1", "images/s, queued", "speed, plain = 1"]
     head += ["launches", "of them in graphs"] + (["kernels", "their ms"] if with_kernels else [])
     head += ["s to trace and compile", "MiB", "answers agree"]
-    text = _markdown(head, rows, 2) + "\n"
+    text = markdown(head, rows, 2) + "\n"
     if run["options"]:
         text += "XLA's options: " + ", ".join(f"`{name}={value}`" for name, value in run["options"].items()) + ".\n\n"
     for way, why in run["skipped"].items():
@@ -266,12 +221,7 @@ def infer_summary(runs: dict[str, Run]) -> str:
             model = f"{run['model']}, {run['dtype']}, {row['batch']} x {run['image']}²"
             ratio = f"{row['plain_ms'] / row['ms']:.2f}"
             rows.append([model, SERVING[row["way"]], f"{row['ms']:.3f}", f"{row['images_per_s']:.0f}", ratio])
-    return _markdown(["model", "way", "ms a call", "images/s, queued", "speed of a call, plain = 1"], rows, 2)
-
-
-def training_step(run: Run) -> str:
-    power = "³" if run.get("task") == "segment" else "²"
-    return f"{run['model']}, {run['dtype']}, {run['batch']} x {run['image']}{power}"
+    return markdown(["model", "way", "ms a call", "images/s, queued", "speed of a call, plain = 1"], rows, 2)
 
 
 def train_summary(runs: dict[str, Run]) -> str:
@@ -285,8 +235,8 @@ def train_summary(runs: dict[str, Run]) -> str:
     head = ["GPU", "model", "way", "ms a step", "images/s", "speed, flax = 1"]
     note = f"\n{_star(rows)}" if _star(rows) else ""
     if len(of) == 1:
-        return _markdown(head[1:], [row[1:] for row in rows], 2) + note
-    return _markdown(head, rows, 3) + note
+        return markdown(head[1:], [row[1:] for row in rows], 2) + note
+    return markdown(head, rows, 3) + note
 
 
 def summary(runs: dict[str, Run], name: Callable[[str], str] = str) -> str:
@@ -300,7 +250,7 @@ def summary(runs: dict[str, Run], name: Callable[[str], str] = str) -> str:
         for suite, pass_, count, mean, losses in geometric_means(run["rows"])
     ]
     head = ["table", "cases", "pass", "problems", "XLA / jaxconv, geometric mean", f"below {LOSS}"]
-    return _markdown(head, rows, 3)
+    return markdown(head, rows, 3)
 
 
 def _geometric_mean(ratios: Sequence[float]) -> float:
@@ -323,7 +273,7 @@ def forced(runs: dict[str, Run]) -> str:
         cells = [f"{worst:.2f} ({at_worst})", f"{best:.2f} ({at_best})"]
         rows.append([kernel, pass_, str(len(found)), f"{mean:.2f}", *cells])
     head = ["kernel", "pass", "problems", "XLA / kernel, geometric mean", "least", "most"]
-    return _markdown(head, rows, 2)
+    return markdown(head, rows, 2)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -436,7 +386,7 @@ def kernels(runs: dict[str, Run]) -> str:
         cells = [f"[{kernel}]({_page(kernel, op)}.md)", op, dtype, device]
         rows.append([*cells, str(len(found)), f"{mean:.2f}", f"{best:.2f} ({where})"])
     head = ["kernel", "op", "dtype", "device", "default of", "XLA / jaxconv, geometric mean", "most"]
-    return _markdown(head, rows, 4) if rows else NOTHING
+    return markdown(head, rows, 4) if rows else NOTHING
 
 
 def _dtype(run: Run) -> str:
@@ -474,7 +424,7 @@ def by_case(runs: dict[str, Run], page: str) -> str:
         rows.append([*key, ", ".join(kernel.removeprefix(f"{page}/") for kernel in used), *cells])
     if not rows:
         return NOTHING
-    return _markdown(["case", "problem", "dtype", "kernel", *names], rows, 4) + CELLS
+    return markdown(["case", "problem", "dtype", "kernel", *names], rows, 4) + CELLS
 
 
 CELLS = """
@@ -495,14 +445,12 @@ def by_force(runs: dict[str, Run], algorithm: str) -> str:
     rows = [
         [*key, *(_figures(passes[p]) if p in passes else "" for p in names)] for key, passes in sorted(found.items())
     ]
-    return _markdown(["case", "problem", "dtype", *names], rows, 3) + CELLS
+    return markdown(["case", "problem", "dtype", *names], rows, 3) + CELLS
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # README
 
-DEVICE = "nvidia-h200"
-STEPS = ("resnet50-bf16-batch256", "convnext_t-bf16-batch256", "mobilenet_v2-bf16-batch256", "unet3d-bf16-batch8")
 TABLES = (  # (table, suite, what it is)
     ("conv-bf16-nhwc-models", "models", "convolutions of ResNet-50, ConvNeXt and MobileNetV2, bf16"),
     ("conv-bf16-nhwc", "core", "17 kinds of convolution, bf16"),
@@ -532,7 +480,7 @@ def highlights(runs: dict[str, Run]) -> str:
             rows.append([f"{what} ({len(ratios)} passes)", "", "", f"{_geometric_mean(ratios):.2f}"])
     device = runs[f"{DEVICE}/{TABLES[0][0]}"]["device"] if f"{DEVICE}/{TABLES[0][0]}" in runs else DEVICE
     head = [device, "XLA", "jaxconv", "XLA / jaxconv (geometric mean)"]
-    return _markdown(head, rows, 1) if rows else NOTHING
+    return markdown(head, rows, 1) if rows else NOTHING
 
 
 def beside_torch(runs: dict[str, Run]) -> str:
@@ -546,7 +494,7 @@ def beside_torch(runs: dict[str, Run]) -> str:
             times = [f"{torch:.1f} ms", f"{flax:.1f} ms" if flax else "", f"{ours:.1f} ms", f"{torch / ours:.2f}"]
             rows.append([run["device"], training_step(run), *times])
     head = ["GPU", "training step", "PyTorch, torch.compile", "XLA", "jaxconv", "PyTorch / jaxconv"]
-    return _markdown(head, rows, 2) if rows else NOTHING
+    return markdown(head, rows, 2) if rows else NOTHING
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -644,8 +592,6 @@ def wanted(root: pathlib.Path, runs: dict[str, Run]) -> dict[pathlib.Path, str |
 
 
 def main(argv: list[str] | None = None) -> int:
-    from benchmarks import figures  # which takes what it draws from here
-
     parser = argparse.ArgumentParser(prog="python -m benchmarks report", description=__doc__.splitlines()[0])
     parser.add_argument("--root", type=pathlib.Path, default=record.ROOT, help="the checkout whose pages are written")
     parser.add_argument("--list", action="store_true", help="name the tables and stop")

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from benchmarks.limits import Ceilings
-from jaxconv import _cost, _launches
+from jaxconv import _launches, _op
 from jaxconv._problem import (
     BatchNormProblem,
     ConvProblem,
@@ -36,7 +36,7 @@ KINDS = ("convolution", "product", "norm", "pool", "elementwise", "copies", "exc
 _NAMES = (
     ("norm", r"jaxconv_(batch|group)norm|jaxconv(::|\d)cuda\d*(::|\d+)(batch|group)norm"),
     ("norm", r"cudnn\$norm|bn_fw|bn_bw|(batch|group|layer)_?norm|GroupNorm|LayerNorm|RowwiseMoments"),
-    ("product", r"jaxconv_(dense|matmul)|jaxconv(::|\d)cuda\d*(::|\d+)(dense|Sm90Gradient)|__cublas|onednn\$matmul"),
+    ("product", r"jaxconv_(dense|matmul)|jaxconv(::|\d)cuda\d*((::|\d+)dense|.*Sm90Gradient)|__cublas|onednn\$matmul"),
     ("pool", r"jaxconv_max_pool|jaxconv(::|\d)cuda\d*(::|\d+)pool"),
     ("elementwise", r"jaxconv_squeeze|jaxconv(::|\d)cuda\d*(::|\d+)squeeze"),
     ("convolution", r"jaxconv_conv|jaxconv(::|\d)cuda|cudnn\$conv|onednn\$convolution|[fdw]grad|fprop|conv2d|convolve"),
@@ -119,7 +119,7 @@ class Text:
                 one = self.instructions[name]
                 if one.opcode in ("call", "while", "conditional"):
                     front += [inner for inner in one.called if inner in self._inside]
-                elif one.opcode not in _launches._SILENT:
+                elif one.opcode not in _launches.SILENT:
                     yield name
 
     def traffic(self, name: str) -> int:
@@ -300,4 +300,5 @@ def _work(op: str, p: Any, top: Ceilings) -> tuple[float, float, float]:
     highest = jax.lax.Precision.HIGHEST in (p.precision if isinstance(p.precision, tuple) else (p.precision,))
     depthwise = isinstance(p, ConvProblem) and p.groups > 1 and p.in_channels == p.groups
     rate = top.lanes if depthwise else top.rate(short, "highest" if highest else None)
-    return _cost._flops(op, p), item * sum(map(math.prod, arrays)), rate
+    flops = next(kernel.flops for kernel in _op.KERNELS.values() if kernel.name == op)
+    return flops(p), item * sum(map(math.prod, arrays)), rate

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.infer import Answers
+from benchmarks.answers import Answers
 
 Tree = Any
 

@@ -350,11 +350,15 @@ def rounding(args: argparse.Namespace) -> float:
     return rounding_of(args.dtype, args.batch * pixels)
 
 
+def in_tf32(dtype: str) -> bool:
+    """Whether products of the type are computed in TF32."""
+    return dtype == "f32" and jax.default_backend() == "gpu" and jax.config.jax_default_matmul_precision is None
+
+
 def rounding_of(dtype: str, terms: int) -> float:
     """Half a unit in the last place of what products are computed from (on a GPU that is TF32 for float32), and a
     float32 sum of `terms`: 0.29 eps sqrt(terms), see tests/tolerance.py."""
-    tf32 = dtype == "f32" and jax.default_backend() == "gpu" and jax.config.jax_default_matmul_precision is None
-    unit = 2.0**-10 if tf32 else float(jnp.finfo(DTYPES[dtype]).eps)
+    unit = 2.0**-10 if in_tf32(dtype) else float(jnp.finfo(DTYPES[dtype]).eps)
     return unit / 2 + 0.29 * 2.0**-23 * math.sqrt(terms)
 
 
@@ -364,9 +368,17 @@ def perturbed(params: Tree, amount: float, seed: int) -> Tree:
     return jax.tree.map(lambda p: (p * (1 + rng.uniform(-amount, amount, p.shape))).astype(p.dtype), params)
 
 
-def sensitivity(program: Program, params: Tree, stats: Tree, amount: float, losses: Sequence[float]) -> list[float]:
-    """How far each loss, or one before it, moves when every parameter is off by up to `amount`."""
-    draws = [program.losses(perturbed(params, amount, seed), stats, len(losses)) for seed in range(1, 1 + DRAWS)]
+def sensitivity(
+    program: Program, params: Tree, stats: Tree, amount: float, losses: Sequence[float], dtype: str
+) -> list[float]:
+    """How far each loss, or one before it, moves when every parameter is off by up to `amount`.
+
+    In TF32 also when every one is nearer to zero by 2^-11. A kernel may round an operand to TF32, or let the tensor
+    cores cut its last bits off, by 2^-12 of it on average: then the products of two are smaller by 2^-11.
+    """
+    off = [perturbed(params, amount, seed) for seed in range(1, 1 + DRAWS)]
+    off += [jax.tree.map(lambda p: (p * (1 - 2.0**-11)).astype(p.dtype), params)] * in_tf32(dtype)
+    draws = [program.losses(one, stats, len(losses)) for one in off]
     moved = np.abs(np.asarray(draws) - np.asarray(losses)).max(0)
     return np.maximum.accumulate(moved).tolist()
 
@@ -461,7 +473,7 @@ def main(argv: list[str] | None = None) -> int:
         count = program.placed.count
         losses = program.losses(params, stats, args.losses)
         if count not in references:
-            moved = sensitivity(program, params, stats, rounding(args), losses)
+            moved = sensitivity(program, params, stats, rounding(args), losses, args.dtype)
             references[count] = losses, [ALLOWED * m for m in moved]
         reference, allowed = references[count]
         compared = verdict(losses, reference, allowed)

@@ -311,15 +311,17 @@ struct Gradients {
   }
 };
 
-// dx = scale * rstd * dz + slope * (x - mean) + offset
+// dx = scale * rstd * (dz + (slope * (x - mean) + offset)). With the factor outside of the sum, no
+// number of a channel is of rstd's square: of deviations beyond 1e18 that is below float32's normal
+// numbers, of those below 1e-19 above its largest.
 template <typename T>
 struct DxOf {
   explicit DxOf(int64_t rows) : slope(rows), offset(rows) {}
 
   // By the means of dz and of dz * xhat.
-  void Set(int64_t row, double scale, double rstd, double mean_dz, double mean_dz_xhat) {
-    slope[row] = static_cast<T>(-scale * rstd * rstd * mean_dz_xhat);
-    offset[row] = static_cast<T>(-scale * rstd * mean_dz);
+  void Set(int64_t row, double rstd, double mean_dz, double mean_dz_xhat) {
+    slope[row] = static_cast<T>(-rstd * mean_dz_xhat);
+    offset[row] = static_cast<T>(-mean_dz);
   }
   std::vector<T> slope, offset;
 };
@@ -339,11 +341,11 @@ void WriteGradients(const Context& ctx, const BatchNormProblem& p, const Gradien
                   T* out = dx + at;
                   if (p.inner == 1) {
                     for (int64_t i = 0; i < count; ++i)
-                      out[i] = f[i] * dz[i] + (k[i] * (v[i] - m[i]) + o[i]);
+                      out[i] = f[i] * (dz[i] + (k[i] * (v[i] - m[i]) + o[i]));
                   } else {
                     const T m0 = *m, f0 = *f, k0 = *k, o0 = *o;
                     for (int64_t i = 0; i < count; ++i)
-                      out[i] = f0 * dz[i] + (k0 * (v[i] - m0) + o0);
+                      out[i] = f0 * (dz[i] + (k0 * (v[i] - m0) + o0));
                   }
                 });
   });
@@ -378,7 +380,7 @@ Status Backward(const Context& ctx, const BatchNormProblem& p, const Gradients<T
         const double inverse = t.rstd[r];
         dbias[r] = static_cast<T>(totals[0]);
         dscale[r] = n > 0 ? static_cast<T>(totals[1] * inverse) : T(0);
-        of.Set(r, t.scale[r], inverse, totals[0] / n, inverse * (totals[1] / n));
+        of.Set(r, inverse, totals[0] / n, inverse * (totals[1] / n));
       });
   if (dx != nullptr || dresidual != nullptr) WriteGradients(ctx, p, t, affine, of, dx, dresidual);
   return Status::Ok();
@@ -390,7 +392,7 @@ Status Dx(const Context& ctx, const BatchNormProblem& p, const Gradients<T>& t, 
           const T* dbias, double n, T* dx) {
   DxOf<T> of(p.batch * p.channels);
   for (int64_t r = 0; r < p.batch * p.channels; ++r)
-    of.Set(r, t.scale[r], t.rstd[r], dbias[r] / n, dscale[r] / n);
+    of.Set(r, t.rstd[r], dbias[r] / n, dscale[r] / n);
   WriteGradients(ctx, p, t, t.ToAffine(p), of, dx, static_cast<T*>(nullptr));
   return Status::Ok();
 }

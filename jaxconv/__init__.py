@@ -6,6 +6,7 @@ import importlib
 from importlib.metadata import version as _version
 from typing import TYPE_CHECKING, Any
 
+from jaxconv import _in_place as _in_place
 from jaxconv import checkpoint_policies
 from jaxconv._cost import cost
 from jaxconv._enable import disable, disabled, enable, enabled, report

@@ -2,39 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from jaxconv import _op, _problem
-from jaxconv._problem import (
-    BatchNormProblem,
-    ConvProblem,
-    DenseProblem,
-    GroupNormProblem,
-    IntegerConvProblem,
-    NormalisedConvProblem,
-    PoolProblem,
-    SqueezeExciteProblem,
-)
 from jaxconv._types import OfArguments, P
-
-# Per element of x, as in reference.py: train takes two sums about a sample (4), normalises (4); infer normalises;
-# backward recomputes xhat (2), takes two sums (3) and dx from them (5); dx alone recomputes xhat too.
-_NORM_FLOPS = {
-    "batchnorm_train": 8,
-    "batchnorm_infer": 4,
-    "batchnorm_signs": 5,
-    "batchnorm_backward": 10,
-    "batchnorm_backward_add": 11,
-    "batchnorm_dx": 7,
-    "batchnorm_moments": 4,
-    "batchnorm_shortcut_backward": 20,
-    "groupnorm": 8,
-    "groupnorm_backward": 11,  # each sum also of the group, each element by its channel's scale
-}
 
 
 def cost(f: Callable[P, Any]) -> OfArguments[P, dict[str, float]]:
@@ -88,41 +62,14 @@ def _of(jaxpr: Any) -> tuple[float, float]:
     """(flops, bytes) of the jaxconv calls in a jaxpr."""
     total = (0.0, 0.0)
     for equation in jaxpr.eqns:
-        made = _op.KERNELS.get(equation.primitive)
+        op = _op.KERNELS.get(equation.primitive)
         parts = [_of(inner) for inner in _op.inner_jaxprs(equation)]
-        if made is not None:
+        if op is not None:
             avals = [v.aval for v in (*equation.invars, *equation.outvars)]
-            parts = [(_flops(made.name, equation.params["problem"]), sum(a.size * a.dtype.itemsize for a in avals))]
+            parts = [(op.flops(equation.params["problem"]), sum(a.size * a.dtype.itemsize for a in avals))]
         elif equation.primitive.name == "cond":
             parts = [max(parts)]
         elif equation.primitive.name == "scan":
             parts *= equation.params["length"]
         total = tuple(map(sum, zip(total, *parts, strict=True)))
     return total
-
-
-def _flops(op: str, p: Any) -> int:
-    if isinstance(p, BatchNormProblem):
-        return p.size * (_NORM_FLOPS[op] + p.residual + (p.activation.name != "none"))
-    if isinstance(p, IntegerConvProblem):
-        return p.flops
-    if isinstance(p, PoolProblem):
-        return math.prod(p.y_shape) * p.taps
-    if isinstance(p, GroupNormProblem):
-        return p.size * (_NORM_FLOPS[op] + (p.activation.name != "none"))
-    if isinstance(p, SqueezeExciteProblem):
-        # A sum and a product of each element; back a product, its sum, a product and a sum
-        back = op == "squeeze_excite_backward"
-        products = 2 * p.images * p.channels * p.hidden * (2 if p.want_dx or not back else 1)
-        return p.size * (2 + 2 * p.want_dx if back else 2) + products
-    assert isinstance(p, ConvProblem | DenseProblem)
-    addend = isinstance(p, DenseProblem) and p.addend
-    epilogue = (
-        bool(p.bias) + (p.activation.name != "none") + addend + 4 * (op == "conv_statistics") + (op == "dense_gradient")
-    )
-    if isinstance(p, NormalisedConvProblem):
-        return p.flops + _flops("batchnorm_infer", p.norm)
-    if op == "conv_dgrad_sums":  # an add, a choice, a sum, and one of products with what is centred
-        return p.flops + 6 * math.prod(p.x_shape)
-    added = math.prod(p.x_shape) if op == "conv_dgrad_add" else math.prod(p.y_shape) * (op == "conv_add")
-    return p.flops + epilogue * math.prod(p.y_shape) + added

@@ -16,7 +16,7 @@ import jax
 import jaxlib
 
 from jaxconv import _enable, _native, _op, _plan, _problem, _sharding
-from jaxconv._plan import measured, tuned
+from jaxconv._plan import in_place, measured, tuned
 from jaxconv._types import OfArguments, P
 from jaxconv.accelerate import Report, listening
 from jaxconv.joints import rules
@@ -145,26 +145,31 @@ def explain(f: Callable[P, Any], *, platform: str | None = None) -> OfArguments[
 
     def explained(*args: Any, **kwargs: Any) -> Explanation:
         device = _plan.Device.current(_PLATFORMS[platform]) if platform else _plan.Device.default()
-        # JAX keeps what it traced for as long as the function lives: this one ends here.
-        of_this_call = functools.wraps(f)(lambda *args, **kwargs: f(*args, **kwargs))
-        with listening() as accelerated, _heard() as fusions:
-            jaxpr = jax.make_jaxpr(of_this_call)(*args, **kwargs)
-            equations = list(_op.equations(jaxpr.jaxpr, device))
-        counts: dict[tuple[str, Any], int] = {}
-        for equation in equations:
-            made = _op.KERNELS.get(equation.primitive)
-            if made is None:
-                continue
-            # A kernel of arrays that types split is followed by the kernels of a shard.
-            if not _op.split_by_type(equation):
-                key = made.name, equation.params["problem"]
-                counts[key] = counts.get(key, 0) + 1
-        calls = [Call(op, problem, _plan.plan(op, problem, device), n) for (op, problem), n in counts.items()]
-        gathered = dict.fromkeys(_gathered(jaxpr.jaxpr, device))
-        would, on = _enable.would(equations, device), _enable.is_on()
-        return Explanation(calls, accelerated, would, on, gathered, _fused(fusions, device))
+        with in_place.nothing_timed():
+            return _explained(f, args, kwargs, device)
 
     return explained
+
+
+def _explained(f: Callable[..., Any], args: Any, kwargs: Any, device: _plan.Device) -> Explanation:
+    # JAX keeps what it traced for as long as the function lives: this one ends here.
+    of_this_call = functools.wraps(f)(lambda *args, **kwargs: f(*args, **kwargs))
+    with listening() as accelerated, _heard() as fusions:
+        jaxpr = jax.make_jaxpr(of_this_call)(*args, **kwargs)
+        equations = list(_op.equations(jaxpr.jaxpr, device))
+    counts: dict[tuple[str, Any], int] = {}
+    for equation in equations:
+        made = _op.KERNELS.get(equation.primitive)
+        if made is None:
+            continue
+        # A kernel of arrays that types split is followed by the kernels of a shard.
+        if not _op.split_by_type(equation):
+            key = made.name, equation.params["problem"]
+            counts[key] = counts.get(key, 0) + 1
+    calls = [Call(op, problem, _plan.plan(op, problem, device), n) for (op, problem), n in counts.items()]
+    gathered = dict.fromkeys(_gathered(jaxpr.jaxpr, device))
+    would, on = _enable.would(equations, device), _enable.is_on()
+    return Explanation(calls, accelerated, would, on, gathered, _fused(fusions, device))
 
 
 @contextlib.contextmanager
@@ -242,6 +247,8 @@ def info() -> str:
     device = _plan.Device.default()
     here = len(tuned.active().on(tuned.device_name(device))) if device.kind else 0
     lines.append(f"tuned problems of this device: {here}, {tuned.path()}")
+    if in_place.asked() is not None:
+        lines.append("problems that nobody knows are timed while programs compile (JAXCONV_TUNE, enable(tune=True))")
     if device.platform == "cuda":
         lines.append(_tables(device))
     if os.environ.get("JAXCONV_DISABLE"):

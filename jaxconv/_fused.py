@@ -19,7 +19,7 @@ from jax.lax import dot_general
 from jaxconv import _problem
 from jaxconv._activation import Activation, activate
 from jaxconv._problem import ConvProblem, DenseProblem
-from jaxconv.conv import _run
+from jaxconv.conv import run_public
 from jaxconv.conv_batchnorm import added, folded
 from jaxconv.conv_transpose import conv_general_dilated
 from jaxconv.dense import dense as fused_dense
@@ -96,7 +96,7 @@ def conv(
         except (TypeError, ValueError):
             pass  # lax decides what is an error
         else:
-            return _run(p, x, filter, b, residual)
+            return run_public(p, x, filter, b, residual)
     z = conv_general_dilated(
         x,
         w,

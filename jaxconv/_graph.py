@@ -126,18 +126,18 @@ def _is_light(jaxpr: Jaxpr) -> bool:
     )
 
 
-def body_of_jit(eqn: JaxprEqn) -> ClosedJaxpr | None:
-    """What a jitted call that says nothing of devices calls; of a region, what it holds."""
+def body_of_jit(eqn: JaxprEqn, device: Any = None) -> ClosedJaxpr | None:
+    """What a jitted call that says nothing of devices calls; of a region, what it holds (for a `_plan.Device`)."""
     if eqn.primitive.name == REGION:
-        return eqn.params["program"].closed
+        return eqn.params["program"].of(device)
     if eqn.primitive.name not in JIT:
         return None
     shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
     return eqn.params["jaxpr"] if all(type(s).__name__ == "UnspecifiedValue" for s in shardings) else None
 
 
-def light_body(eqn: JaxprEqn) -> ClosedJaxpr | None:
-    body = body_of_jit(eqn)
+def light_body(eqn: JaxprEqn, device: Any = None) -> ClosedJaxpr | None:
+    body = body_of_jit(eqn, device)
     light = body is not None and (eqn.primitive.name == REGION or _is_light(body.jaxpr))
     return body if light else None
 

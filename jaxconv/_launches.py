@@ -23,7 +23,7 @@ from jaxconv import _compat, _problem
 from jaxconv._types import OfArguments, P
 
 # Instructions for which nothing runs.
-_SILENT = frozenset(
+SILENT = frozenset(
     (
         *("add-dependency", "after-all", "async-update", "bitcast", "call", "conditional", "constant", "domain"),
         *("get-dimension-size", "get-tuple-element", "opt-barrier", "parameter"),
@@ -188,7 +188,7 @@ def of_hlo(text: str) -> Launches:
     def walk(name: str, in_graph: bool) -> None:
         nonlocal graphs, captured
         for opcode, line in computations.get(name, ()):
-            if opcode not in _SILENT and not opcode.endswith("-done"):
+            if opcode not in SILENT and not opcode.endswith("-done"):
                 target = re.search(r'custom_call_target="([^"]*)"', line)
                 kinds[f"{opcode} {target[1]}" if target else opcode.removesuffix("-start")] += 1
                 captured += in_graph

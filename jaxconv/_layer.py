@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxconv import _op
 from jaxconv._activation import Activation, activate_grad
@@ -76,7 +77,11 @@ def rules(
     return _op.Rules(saving, forward, backward, tangent)
 
 
-def unfolded(outs: Any, unfold: Callable[[Array], Array]) -> tuple[list[Array], list[int]]:
-    """A kernel's result or results as a batching rule returns them, the batch axis first."""
-    outs = [unfold(y) for y in (outs if isinstance(outs, (list, tuple)) else [outs])]
-    return outs, [0] * len(outs)
+def epilogue(p: Any) -> dict[str, Any]:
+    """What follows the sum, for the wire."""
+    return {
+        "bias": np.int64(bool(p.bias)),
+        "activation": p.activation.name,
+        "slope": np.float64(p.activation.slope),
+        "save_preactivation": np.int64(p.save_preactivation),
+    }

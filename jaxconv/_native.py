@@ -109,6 +109,14 @@ def runs_on(capability: tuple[int, int]) -> bool:
     return any(_covers(name, capability) for name in cuda.architectures()) if cuda is not None else True
 
 
+def code_for(capability: tuple[int, int]) -> tuple[int, int]:
+    """The compute capability whose kernels run on a GPU of this one: of a Hopper GPU, where the module holds no code
+    for Hopper but PTX for an older one, that of Ampere, as `CurrentDevice` in cuda/core/device.cc has it."""
+    if cuda is None or capability[0] != 9 or any(name.startswith("90") for name in cuda.architectures()):
+        return capability
+    return (8, 0)
+
+
 def _covers(architecture: str, capability: tuple[int, int]) -> bool:
     """`architecture` as CMake writes it: "80-real", "90a-real", "120-virtual", "80" (both)."""
     name, _, kind = architecture.partition("-")

@@ -25,9 +25,12 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
 from jaxconv import _compat, _plan, _sharding
+from jaxconv._plan import in_place
 
 Array = jax.Array
 Layout = tuple[int, ...]  # axes from major to minor
+Typed = tuple[tuple[int, ...], str]  # (shape, dtype)
+Batched = tuple[list[Array], list[int]]  # results, their batch axes
 
 PLATFORMS = ("cpu", "cuda")
 
@@ -46,6 +49,40 @@ class Wire:
     operands: Sequence[int] | None = None
 
 
+# Roles that a problem may lack ("b?"), each with the problem's field that says whether it has them
+_OPTIONAL = {
+    "b": "bias",
+    "c": "addend",
+    "residual": "residual",
+    "scale": "scaled",
+    "residual_scale": "residual_scaled",
+    "out_scale": "out_scaled",
+    "z": "save_preactivation",
+    "position": "save",
+    "dx": "want_dx",
+    "dresidual": "want_dresidual",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """What is told once of ops that read a problem alike. Their arrays have roles, which are of a few kinds."""
+
+    kinds: Mapping[str, str]  # kind -> its roles: {"x": "x dx c"}; what is not named is a kind of its own
+    array: Callable[[Any, str], Typed]  # (problem, kind)
+    attrs: Callable[[Any, _plan.Plan], dict[str, Any]]  # what the wire has besides the plan
+    # (problem, kinds of operands, kinds of results, and what else the op says) -> Partition
+    partition: Callable[..., _sharding.Partition]
+    # (problem, plan, kind) -> the physical layout to ask XLA for; None is row-major
+    layout: Callable[[Any, _plan.Plan, str], Layout | None] = lambda p, plan, kind: None
+    # (op, problem, args, dims) -> results, their batch axes; None maps the reference
+    batch: Callable[[Any, Any, list[Array], list[int | None]], Batched] | None = None
+    seen: Callable[[Any], Any] = lambda p: p  # the problem as native code sees it
+
+    def kind(self, role: str) -> str:
+        return next((kind for kind, roles in self.kinds.items() if role in roles.split()), role)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Kernel:
     """A primitive: bound with arrays and a problem, lowered to a custom call or to its reference, as the plan says.
@@ -54,14 +91,57 @@ class Kernel:
     """
 
     name: str  # "conv_fprop": also the key that _plan knows, and part of the target's name
+    operand_roles: str  # in order, "x w b?"
+    result_roles: str
+    family: Family
     reference: Callable[..., list[Array]]  # (problem, *arrays) -> results
-    results: Callable[[Any], list[tuple[tuple[int, ...], str]]]  # problem -> (shape, dtype) of each result
-    wire: Callable[[Any, _plan.Plan], Wire]
-    batch: Callable[..., tuple[list[Array], list[int]]]  # (problem, args, dims) -> results, their batch axes
-    partition: Callable[[Any], _sharding.Partition]
-    multiple_results: bool
+    flops: Callable[[Any], Any]  # problem -> floating-point operations
+    unread: str  # operands that the call is not given: its reference's
+    also: str  # fields of the problem that are attributes of this op alone
+    split: Mapping[str, Any]  # what the op says to its family's `partition`
     primitive: Primitive
     version: int = 2  # of the target's operands and attributes: exported programs hold them
+
+    def present(self, problem: Any, roles: str) -> list[str]:
+        """Of roles those that the problem has."""
+        seen = self.family.seen(problem)
+        has = (role for role in roles.split() if role[-1] != "?" or getattr(seen, _OPTIONAL[role[:-1]]))
+        return [role.rstrip("?") for role in has]
+
+    def operand_kinds(self, problem: Any) -> list[str]:
+        return [self.family.kind(role) for role in self.present(problem, self.operand_roles)]
+
+    def result_kinds(self, problem: Any) -> list[str]:
+        return [self.family.kind(role) for role in self.present(problem, self.result_roles)]
+
+    def operands(self, problem: Any) -> dict[str, Typed]:
+        """(shape, dtype) of each operand that the problem has, by role."""
+        roles = self.present(problem, self.operand_roles)
+        return {role: self.family.array(problem, self.family.kind(role)) for role in roles}
+
+    def results(self, problem: Any) -> list[Typed]:
+        return [self.family.array(problem, kind) for kind in self.result_kinds(problem)]
+
+    def partition(self, problem: Any) -> _sharding.Partition:
+        """How it is split over a mesh."""
+        kinds = self.operand_kinds(problem), self.result_kinds(problem)
+        return self.family.partition(problem, *kinds, **self.split)
+
+    def wire(self, problem: Any, plan: _plan.Plan) -> Wire:
+        seen = self.family.seen(problem)
+        roles = self.present(problem, self.operand_roles)
+        read = [role for role in roles if role not in self.unread.split()]
+        return Wire(
+            self.family.attrs(seen, plan) | {name: np.int64(getattr(seen, name)) for name in self.also.split()},
+            [self.family.layout(problem, plan, self.family.kind(role)) for role in read],
+            [self.family.layout(problem, plan, kind) for kind in self.result_kinds(problem)],
+            {read.index("c"): 0} if plan.in_place else {},
+            [roles.index(role) for role in read] if self.unread else None,
+        )
+
+    @property
+    def multiple_results(self) -> bool:
+        return self.primitive.multiple_results
 
     @property
     def target(self) -> str:
@@ -83,13 +163,13 @@ def match_varying(*args: Array) -> list[Array]:
     return [jax.lax.pcast(a, axes, to="varying") if axes else a for a, axes in zip(args, missing, strict=True)]
 
 
-def _result_avals(made: Kernel, problem: Any, avals: Sequence[ShapedArray]) -> list[ShapedArray]:
+def _result_avals(op: Kernel, problem: Any, avals: Sequence[ShapedArray]) -> list[ShapedArray]:
     """Shapes, dtypes, and on a mesh also over which axes values are sharded and varying."""
-    results = [(shape, np.dtype(dtype)) for shape, dtype in made.results(problem)]
+    results = [(shape, np.dtype(dtype)) for shape, dtype in op.results(problem)]
     mesh = next((a.sharding.mesh for a in avals if not a.sharding.mesh.empty), None)
     if mesh is None:
         return [ShapedArray(shape, dtype) for shape, dtype in results]
-    shardings = _sharding.of_results(made.partition(problem), mesh, avals)
+    shardings = _sharding.of_results(op.partition(problem), mesh, avals)
     varying = avals[0].manual_axis_type  # every operand's: see `match_varying`
     return [
         ShapedArray(shape, dtype, sharding=sharding, manual_axis_type=varying)
@@ -99,44 +179,50 @@ def _result_avals(made: Kernel, problem: Any, avals: Sequence[ShapedArray]) -> l
 
 def kernel(
     name: str,
+    roles: str,
+    family: Family,
     *,
     reference: Callable[..., list[Array]],
-    results: Callable[[Any], list[tuple[tuple[int, ...], str]]],
-    wire: Callable[[Any, _plan.Plan], Wire],
-    batch: Callable[..., tuple[list[Array], list[int]]],
-    partition: Callable[[Any], _sharding.Partition],
-    multiple_results: bool = False,
+    flops: Callable[[Any], Any],
+    unread: str = "",
+    also: str = "",
+    **split: Any,
 ) -> Kernel:
-    """Makes the primitive `jaxconv_<name>` with everything but its differentiation rule."""
-    primitive = Primitive(f"jaxconv_{name}")
-    primitive.multiple_results = multiple_results
-    made = Kernel(name, reference, results, wire, batch, partition, multiple_results, primitive)
+    """Makes the primitive `jaxconv_<name>` with everything but its differentiation rule.
 
+    `roles`: of operands and results in order, "x w b? -> y z?"; those with "?" a problem may lack. The rest is as a
+    Kernel's.
+    """
+    primitive = Primitive(f"jaxconv_{name}")
+    operands, results = roles.split(" -> ")
+    primitive.multiple_results = len(results.split()) > 1
+    op = Kernel(name, operands, results, family, reference, flops, unread, also, split, primitive)
+    batch = family.batch or by_reference_mapped
     primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
 
     def abstract_eval(*avals: ShapedArray, problem: Any) -> Any:
-        outs = _result_avals(made, problem, avals)
-        return outs if multiple_results else outs[0]
+        outs = _result_avals(op, problem, avals)
+        return outs if op.multiple_results else outs[0]
 
     primitive.def_abstract_eval(abstract_eval)
 
     def batching_rule(args: Sequence[Array], dims: Sequence[int | None], *, problem: Any) -> Any:
         if batch_size(args, dims) == 0:  # folding divides by it
-            outs = [jnp.zeros((0, *shape), dtype) for shape, dtype in results(problem)]
+            outs = [jnp.zeros((0, *shape), dtype) for shape, dtype in op.results(problem)]
             out_dims = [0] * len(outs)
         else:
-            outs, out_dims = batch(problem, list(args), list(dims))
-        return (outs, out_dims) if multiple_results else (outs[0], out_dims[0])
+            outs, out_dims = batch(op, problem, list(args), list(dims))
+        return (outs, out_dims) if op.multiple_results else (outs[0], out_dims[0])
 
     batching.primitive_batchers[primitive] = batching_rule
     _compat.needs_devices_to_lower(primitive)
     _compat.seen_by_checkify(primitive)
     _compat.seen_by_jet(primitive, lambda problem: functools.partial(reference, problem))
-    mlir.register_lowering(primitive, functools.partial(_lower, made, None))
+    mlir.register_lowering(primitive, functools.partial(_lower, op, None))
     for platform in PLATFORMS:
-        mlir.register_lowering(primitive, functools.partial(_lower, made, platform), platform=platform)
-    KERNELS[primitive] = made
-    return made
+        mlir.register_lowering(primitive, functools.partial(_lower, op, platform), platform=platform)
+    KERNELS[primitive] = op
+    return op
 
 
 KERNELS: dict[Primitive, Kernel] = {}
@@ -166,11 +252,11 @@ def plain(
     meaning: Callable[..., list[Array]],
     *,
     results: Callable[[Any], list[tuple[tuple[int, ...], str]]],
-    batch: Callable[..., tuple[list[Array], list[int]]] | None = None,
+    batch: Callable[[Any, Any, list[Array], list[int | None]], Batched] | None = None,
 ) -> Plain:
     """Makes the primitive `jaxconv_<name>` with everything but its differentiation rule.
 
-    `batch` is as a Kernel's: for an op whose derivative is not that of its meaning, which must stay that op where it is
+    `batch` is as a Family's: for an op whose derivative is not that of its meaning, which must stay that op where it is
     mapped before it is differentiated. None maps the meaning.
     """
     primitive = Primitive(f"jaxconv_{name}")
@@ -183,13 +269,13 @@ def plain(
 
         def batching_rule(args: Sequence[Array], dims: Sequence[int | None], *, problem: Any) -> Any:
             if batch_size(args, dims) > 0:
-                return batch(problem, list(args), list(dims))
+                return batch(op, problem, list(args), list(dims))
             outs = jax.vmap(functools.partial(meaning, problem), in_axes=tuple(dims))(*args)
             return outs, [0] * len(outs)
 
         batching.primitive_batchers[primitive] = batching_rule
-    made = PLAIN[primitive] = Plain(name, results, meaning, primitive)
-    return made
+    op = PLAIN[primitive] = Plain(name, results, meaning, primitive)
+    return op
 
 
 # The meaning of linear twins and plain ops: a function of their operands and parameters, made of kernels and jnp
@@ -240,13 +326,13 @@ def inner_jaxprs(equation: Any, device: _plan.Device | None = None) -> Iterator[
         yield jax.make_jaxpr(meaning)(*(v.aval for v in equation.invars)).jaxpr
         return
     if equation.primitive in KERNELS and device is not None:
-        made, problem = KERNELS[equation.primitive], equation.params["problem"]
+        op, problem = KERNELS[equation.primitive], equation.params["problem"]
         avals = [v.aval for v in equation.invars]
-        sharded = _sharding.explicit(made, problem, avals)
+        sharded = _sharding.explicit(op, problem, avals)
         if sharded is not None:
             yield jax.make_jaxpr(sharded)(*avals).jaxpr
-        elif _plan.plan(made.name, problem, device).implementation == "calls":
-            reference = functools.partial(made.reference, problem)
+        elif _plan.plan(op.name, problem, device).implementation == "calls":
+            reference = functools.partial(op.reference, problem)
             yield jax.make_jaxpr(reference)(*(v.aval for v in equation.invars)).jaxpr
         return
     for value in equation.params.values():
@@ -307,34 +393,35 @@ def as_lax() -> Iterator[None]:
         _LAX.reset(token)
 
 
-def _lower(made: Kernel, platform: str | None, ctx: mlir.LoweringRuleContext, *operands: Any, problem: Any) -> Any:
+def _lower(op: Kernel, platform: str | None, ctx: mlir.LoweringRuleContext, *operands: Any, problem: Any) -> Any:
     """Lowers to what the mesh asks for, else to what the plan says. `platform` None is any without native code."""
 
     def through(program: Callable[..., list[Array]]) -> Any:
         return mlir.lower_fun(program, multiple_results=True)(ctx, *operands)
 
     if _OPAQUE.get():
-        return jax.ffi.ffi_lowering(made.target)(ctx, *operands)
-    mapped = _sharding.explicit(made, problem, ctx.avals_in)
+        return jax.ffi.ffi_lowering(op.target)(ctx, *operands)
+    mapped = _sharding.explicit(op, problem, ctx.avals_in)
     if mapped is not None:
         return through(mapped)
     if platform is None:
-        return through(functools.partial(made.reference, problem))
+        return through(functools.partial(op.reference, problem))
     partitioning = _compat.partitioning(ctx)
     device = dataclasses.replace(lowered_for(ctx, platform), partitioned=partitioning == "opaque")
-    plan = _plan.plan(made.name, problem, device)
-    if partitioning == "auto" and (plan.implementation == "native" or made.partition(problem).always):
-        program = _sharding.auto(made, problem, _compat.mesh_of(ctx))
-        return _compat.tell_apart(through(program), f"{made.target} {problem!r}")
+    with timing_in(ctx):
+        plan = _plan.plan(op.name, problem, device)
+    if partitioning == "auto" and (plan.implementation == "native" or op.partition(problem).always):
+        program = _sharding.auto(op, problem, _compat.mesh_of(ctx))
+        return _compat.tell_apart(through(program), f"{op.target} {problem!r}")
     if plan.implementation != "native":
         # A reference may call other kernels: what is XLA's is XLA's as a whole.
         whole = plan.implementation == "xla" and getattr(problem, "implementation", "") is None
         means = dataclasses.replace(problem, implementation="xla") if whole else problem
         with as_lax():
-            return through(functools.partial(made.reference, means))
+            return through(functools.partial(op.reference, means))
     if platform == "cpu" and any(a.dtype.itemsize == 2 and not _whole_numbers(a.dtype) for a in ctx.avals_in):
-        return through(functools.partial(_through_float32, made, problem, plan.kernel))
-    wire = made.wire(problem, plan)
+        return through(functools.partial(_through_float32, op, problem, plan.kernel))
+    wire = op.wire(problem, plan)
     if wire.operands is not None:
         operands = tuple(operands[i] for i in wire.operands)
         ctx = ctx.replace(avals_in=[ctx.avals_in[i] for i in wire.operands])
@@ -342,7 +429,7 @@ def _lower(made: Kernel, platform: str | None, ctx: mlir.LoweringRuleContext, *o
     workspace = ShapedArray((plan.workspace_bytes,), np.dtype(np.uint8))
     ctx = ctx.replace(avals_out=[*ctx.avals_out, workspace])
     rule = jax.ffi.ffi_lowering(
-        made.target,
+        op.target,
         operand_layouts=[_minor_to_major(a, lay) for a, lay in zip(ctx.avals_in, wire.operand_layouts, strict=True)],
         result_layouts=[
             _minor_to_major(a, lay) for a, lay in zip(ctx.avals_out, [*wire.result_layouts, None], strict=True)
@@ -350,6 +437,25 @@ def _lower(made: Kernel, platform: str | None, ctx: mlir.LoweringRuleContext, *o
         operand_output_aliases=dict(wire.in_place),
     )
     return list(rule(ctx, *operands, **wire.attrs, plan=plan.attrs()))[:-1]
+
+
+def timing_in(
+    ctx: mlir.LoweringRuleContext, asked: in_place.Asked | None = None
+) -> contextlib.AbstractContextManager[Any]:
+    """A context for plans of the program that is being lowered, in which problems may be timed if somebody asks, or
+    `asked` does. Not of an exported program, which runs anywhere, nor of whole arrays that XLA splits over a mesh."""
+    if asked is None and in_place.asked() is None:
+        return contextlib.nullcontext()
+    if _compat.exported(ctx) or _compat.partitioning(ctx) != "none":
+        return in_place.nothing_timed()
+    return in_place.asking(asked)
+
+
+def plan_all(f: Callable[..., Any], avals: Sequence[Any], device: _plan.Device) -> None:
+    """Makes the plan of each kernel that f of these types calls on the device, for what plans find out on the way."""
+    for equation in equations(jax.make_jaxpr(f)(*avals).jaxpr, device):
+        if equation.primitive in KERNELS and not split_by_type(equation):
+            _plan.plan(KERNELS[equation.primitive].name, equation.params["problem"], device)
 
 
 def lowered_for(ctx: mlir.LoweringRuleContext, platform: str) -> _plan.Device:
@@ -361,34 +467,34 @@ def _minor_to_major(aval: ShapedArray, layout: Layout | None) -> Layout:
     return tuple(reversed(range(aval.ndim) if layout is None else layout))
 
 
-def _through_float32(made: Kernel, problem: Any, algorithm: str, *args: Array) -> list[Array]:
+def _through_float32(op: Kernel, problem: Any, algorithm: str, *args: Array) -> list[Array]:
     """The CPU code has float32 and float64; 16-bit problems run as float32 ones, forced to the same plan."""
     wide = dataclasses.replace(problem, dtype="float32", implementation="native", algorithm=algorithm)
     args = tuple(a.astype(jnp.float32) if a.dtype.itemsize == 2 else a for a in args)
-    outs = made.primitive.bind(*args, problem=wide)
-    outs = outs if made.multiple_results else [outs]
-    return [out.astype(dtype) for out, (_, dtype) in zip(outs, made.results(problem), strict=True)]
+    outs = op.primitive.bind(*args, problem=wide)
+    outs = outs if op.multiple_results else [outs]
+    return [out.astype(dtype) for out, (_, dtype) in zip(outs, op.results(problem), strict=True)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Differentiation
 
 
-def bilinear(made: Kernel, left: Callable[..., Array], right: Callable[..., Array]) -> None:
+def bilinear(op: Kernel, left: Callable[..., Array], right: Callable[..., Array]) -> None:
     """The derivative rule of a kernel that is linear in each of its two operands.
 
     `left(problem, ct, y)` is the cotangent of the first operand, `right(problem, ct, x)` that of the second; both are
     built from bilinear kernels, so derivatives of any order and mode close.
     """
     ad.defbilinear(
-        made.primitive,
+        op.primitive,
         lambda ct, x, y, *, problem: left(problem, ct, y),
         lambda ct, x, y, *, problem: right(problem, ct, x),
     )
-    _compat.seen_by_jet(made.primitive, lambda problem: functools.partial(made.reference, problem), bilinear=True)
+    _compat.seen_by_jet(op.primitive, lambda problem: functools.partial(op.reference, problem), bilinear=True)
 
 
-def with_addend(made: Kernel, bare: Kernel, left: Callable[..., Array], right: Callable[..., Array]) -> None:
+def with_addend(op: Kernel, bare: Kernel, left: Callable[..., Array], right: Callable[..., Array]) -> None:
     """The derivative rule of a kernel that is `bare`, a bilinear kernel, of two operands plus its third.
 
     `left` and `right` are `bare`'s (see `bilinear`).
@@ -399,7 +505,7 @@ def with_addend(made: Kernel, bare: Kernel, left: Callable[..., Array], right: C
         parts = [] if type(tx) is ad.Zero else [bare(problem, tx, y)]
         parts += [] if type(ty) is ad.Zero else [bare(problem, x, ty)]
         parts += [] if type(tc) is ad.Zero else [tc]
-        return made(problem, *primals), sum(parts[1:], parts[0])
+        return op(problem, *primals), sum(parts[1:], parts[0])
 
     def transpose(ct: Any, x: Any, y: Any, c: Any, *, problem: Any) -> Any:
         if type(ct) is ad.Zero:
@@ -410,19 +516,19 @@ def with_addend(made: Kernel, bare: Kernel, left: Callable[..., Array], right: C
             ct if ad.is_undefined_primal(c) else None,
         ]
 
-    ad.primitive_jvps[made.primitive] = jvp
-    ad.primitive_transposes[made.primitive] = transpose
+    ad.primitive_jvps[op.primitive] = jvp
+    ad.primitive_transposes[op.primitive] = transpose
 
 
-def by_reference(made: Kernel | Plain) -> None:
+def by_reference(op: Kernel | Plain) -> None:
     """The derivative rule of what nobody trains through at full speed: a kernel's is that of its reference, a plain
     op's that of its meaning."""
-    reference = made.reference if isinstance(made, Kernel) else made.meaning
-    multiple_results = made.primitive.multiple_results
+    reference = op.reference if isinstance(op, Kernel) else op.meaning
+    multiple_results = op.primitive.multiple_results
 
     def jvp(primals: Sequence[Array], tangents: Sequence[Any], *, problem: Any) -> Any:
         of_problem = functools.partial(reference, problem)
-        outs, tangents_out = _jvp_of_varied(lambda *args: list(of_problem(*args)), primals, tangents)
+        outs, tangents_out = jvp_of_varied(lambda *args: list(of_problem(*args)), primals, tangents)
         tangents_out = [
             ad.Zero(jax.typeof(out).to_tangent_aval()) if _whole_numbers(out.dtype) else t
             for out, t in zip(outs, tangents_out, strict=True)
@@ -433,30 +539,30 @@ def by_reference(made: Kernel | Plain) -> None:
         linear = [i for i, v in enumerate(operands) if ad.is_undefined_primal(v)]
         cts = cts if multiple_results else [cts]
 
-        def of_linear(*some: Array) -> list[Array]:
+        def of_linear(*values: Array) -> list[Array]:
             args = list(operands)
-            for i, value in zip(linear, some, strict=True):
+            for i, value in zip(linear, values, strict=True):
                 args[i] = value
             return list(reference(problem, *args))
 
         like = [jax.ShapeDtypeStruct(operands[i].aval.shape, operands[i].aval.dtype) for i in linear]
         back = jax.linear_transpose(of_linear, *like)([ad.instantiate_zeros(ct) for ct in cts])
-        found = dict(zip(linear, back, strict=True))
-        return [found.get(i) for i in range(len(operands))]
+        cotangents = dict(zip(linear, back, strict=True))
+        return [cotangents.get(i) for i in range(len(operands))]
 
-    ad.primitive_jvps[made.primitive] = jvp
-    ad.primitive_transposes[made.primitive] = transpose
+    ad.primitive_jvps[op.primitive] = jvp
+    ad.primitive_transposes[op.primitive] = transpose
 
 
-def _jvp_of_varied(
+def jvp_of_varied(
     f: Callable[..., list[Array]], primals: Sequence[Array], tangents: Sequence[Any]
 ) -> tuple[list[Array], list[Array]]:
     """f's results and their tangents, differentiated in the arguments whose tangents are not zero."""
     varied = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
 
-    def of_varied(*some: Array) -> list[Array]:
+    def of_varied(*values: Array) -> list[Array]:
         args = list(primals)
-        for i, value in zip(varied, some, strict=True):
+        for i, value in zip(varied, values, strict=True):
             args[i] = value
         return f(*args)
 
@@ -487,15 +593,15 @@ class Rules:
     tangent: Callable[..., list[Array]]
 
 
-def fuse(made: Kernel | Plain, rules: Rules) -> Primitive:
-    """Gives `made` the derivative that `rules` state, in both modes and any order. Returns the linear twin."""
-    twin = Primitive(f"{made.primitive.name}_tangent")
+def fuse(op: Kernel | Plain, rules: Rules) -> Primitive:
+    """Gives `op` the derivative that `rules` state, in both modes and any order. Returns the linear twin."""
+    twin = Primitive(f"{op.primitive.name}_tangent")
 
     def with_tangents(problem: Any) -> list[tuple[tuple[int, ...], str]]:
         """Results of whole numbers have none."""
-        return [(shape, dtype) for shape, dtype in made.results(problem) if not _whole_numbers(dtype)]
+        return [(shape, dtype) for shape, dtype in op.results(problem) if not _whole_numbers(dtype)]
 
-    name = made.primitive.name
+    name = op.primitive.name
 
     def split(operands: Sequence[Any], tree: Any, nonzero: tuple[bool, ...]) -> tuple[Any, list[Any]]:
         residuals = jax.tree.unflatten(tree, operands[: tree.num_leaves])
@@ -517,7 +623,7 @@ def fuse(made: Kernel | Plain, rules: Rules) -> Primitive:
         nonzero = tuple(type(t) is not ad.Zero for t in tangents)
         operands = match_varying(*leaves, *(t for t, nz in zip(tangents, nonzero, strict=True) if nz))
         outs_t = twin.bind(*operands, problem=saving, tree=tree, nonzero=nonzero)
-        wanted, given_t = len(made.results(problem)), iter(outs_t)
+        wanted, given_t = len(op.results(problem)), iter(outs_t)
         outs_t = [
             ad.Zero(jax.typeof(out).to_tangent_aval()) if _whole_numbers(out.dtype) else next(given_t) for out in outs
         ]
@@ -539,7 +645,7 @@ def fuse(made: Kernel | Plain, rules: Rules) -> Primitive:
         return [None] * tree.num_leaves + outs
 
     _define(twin, with_tangents, evaluate)
-    ad.primitive_jvps[made.primitive] = jvp
+    ad.primitive_jvps[op.primitive] = jvp
     ad.primitive_jvps[twin] = twin_jvp
     ad.primitive_transposes[twin] = twin_transpose
     return twin
@@ -558,25 +664,31 @@ def to_front(a: Array, dim: int | None, size: int) -> Array:
     return jnp.broadcast_to(a, (size, *a.shape)) if dim is None else jnp.moveaxis(a, dim, 0)
 
 
-def batch_by_instances(call: Any) -> Any:
-    """A batching rule for problems with an instance axis, `batch`: `call()` is the kernel.
+def listed(outs: Any) -> list[Array]:
+    """A kernel's results, which may be one array."""
+    return list(outs) if isinstance(outs, (list, tuple)) else [outs]
+
+
+def by_reference_mapped(op: Kernel, p: Any, args: list[Array], dims: list[int | None]) -> Batched:
+    """The batching rule of a kernel that cannot tell instances apart, whose sums are their own: its reference's."""
+    outs = jax.vmap(functools.partial(op.reference, p), in_axes=tuple(dims))(*args)
+    return outs, [0] * len(outs)
+
+
+def by_instances(op: Kernel, p: Any, args: list[Array], dims: list[int | None]) -> Batched:
+    """The batching rule of problems with an instance axis, `batch`.
 
     Every mapped array gets a leading instance axis; arrays that are not mapped are repeated.
     """
-
-    def batch(p: Any, args: list[Array], dims: list[int | None]) -> tuple[list[Array], list[int]]:
-        size = batch_size(args, dims)
-        args = [to_front(a, d, size) for a, d in zip(args, dims, strict=True)]
-        if p.batch is None:
-            outs = call()(dataclasses.replace(p, batch=size), *args)
-        else:
-            outs = call()(dataclasses.replace(p, batch=size * p.batch), *(a.reshape(-1, *a.shape[2:]) for a in args))
-            outs = outs if isinstance(outs, (list, tuple)) else [outs]
-            outs = [out.reshape(size, p.batch, *out.shape[1:]) for out in outs]
-        outs = list(outs) if isinstance(outs, (list, tuple)) else [outs]
-        return outs, [0] * len(outs)
-
-    return batch
+    size = batch_size(args, dims)
+    args = [to_front(a, d, size) for a, d in zip(args, dims, strict=True)]
+    if p.batch is None:
+        outs = listed(op(dataclasses.replace(p, batch=size), *args))
+    else:
+        flat = (a.reshape(-1, *a.shape[2:]) for a in args)
+        outs = listed(op(dataclasses.replace(p, batch=size * p.batch), *flat))
+        outs = [out.reshape(size, p.batch, *out.shape[1:]) for out in outs]
+    return outs, [0] * len(outs)
 
 
 def fold(a: Array, dim: int, axis: int, groups: int = 1) -> Array:

@@ -99,7 +99,7 @@ class Program:
 
 
 @functools.cache
-def _cupti() -> Callable[[Callable[[], None]], list[tuple[str, float]]] | None:
+def cupti() -> Callable[[Callable[[], None]], list[tuple[str, float]]] | None:
     """A function that runs a callable and returns (name, milliseconds) of each kernel it launched, or None.
 
     It uses the bindings under `profiler.measure`, which cannot rotate inputs. CUPTI stays attached between sessions:
@@ -137,12 +137,12 @@ def _cupti() -> Callable[[Callable[[], None]], list[tuple[str, float]]] | None:
 
 def timer() -> str:
     """What times here: "cupti" or "wall"."""
-    return "wall" if _cupti() is None else "cupti"
+    return "wall" if cupti() is None else "cupti"
 
 
 def _kernel_samples(program: Program, calls: int) -> list[float] | None:
     """Milliseconds of kernels per call; None where CUPTI saw none."""
-    session = _cupti()
+    session = cupti()
     assert session is not None
     program.wait()
 
@@ -196,7 +196,7 @@ def measure(
             calls = per_round[name]
             program.start()  # the program before left its data in the cache and its code in the instruction cache
             program.wait()
-            kernels = _kernel_samples(program, calls) if _cupti() is not None else None
+            kernels = _kernel_samples(program, calls) if cupti() is not None else None
             if kernels is not None:
                 timers[name] = "cupti"
                 samples[name] += kernels

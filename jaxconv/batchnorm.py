@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxconv import _moments, _op, _problem, _sharding, reference
+from jaxconv import _moments, _op, _plan, _problem, _sharding, reference
 from jaxconv._activation import Activation, activate_tangent
 from jaxconv._problem import BatchNormProblem
 from jaxconv._types import Array, BatchNormAlgorithm, Implementation, Operand, ToActivation
@@ -19,38 +19,51 @@ from jaxconv._types import Array, BatchNormAlgorithm, Implementation, Operand, T
 replace = dataclasses.replace
 
 
-def _wire(p: BatchNormProblem, operands: int, results: int, **extra: Any) -> _op.Wire:
-    norm = {
-        "channel_axis": np.int64(len(p.lead) + p.channel_axis),
-        "batched": np.int64(p.batch is not None),
-        "momentum": np.float64(p.momentum),
-        "epsilon": np.float64(p.epsilon),
-        "activation": p.activation.name,
-        "slope": np.float64(p.activation.slope),
-        "residual": np.int64(p.residual),
+def _array(p: BatchNormProblem, kind: str) -> _op.Typed:
+    """x is an array like x, e a bit for each element of a channels-last x, all else like parameters."""
+    if kind == "e":
+        return (*p.x_shape[:-1], p.channels // 8), "uint8"
+    return (p.x_shape, p.dtype) if kind == "x" else (p.param_shape, p.param_dtype)
+
+
+def attrs(p: BatchNormProblem, plan: _plan.Plan) -> dict[str, Any]:
+    return {
+        "norm": {
+            "channel_axis": np.int64(len(p.lead) + p.channel_axis),
+            "batched": np.int64(p.batch is not None),
+            "momentum": np.float64(p.momentum),
+            "epsilon": np.float64(p.epsilon),
+            "activation": p.activation.name,
+            "slope": np.float64(p.activation.slope),
+            "residual": np.int64(p.residual),
+        }
     }
-    attrs = {"norm": norm, **{k: np.int64(v) for k, v in extra.items()}}
-    return _op.Wire(attrs, [None] * operands, [None] * results)
+
+
+def _flops(each: int) -> Any:
+    """`each` an element of x, and those of what follows."""
+    return lambda p: p.size * (each + p.residual + (p.activation.name != "none"))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Partitioning: every axis may be split. Where a reduced one is, the statistics and sums cross the mesh, once.
 
 
-def _partition(p: BatchNormProblem, operands: str, results: str, run: Any = None) -> _sharding.Partition:
-    """Letters: x is an array like x, p one of parameters."""
+def _partition(
+    p: BatchNormProblem, operands: Sequence[str], results: Sequence[str], run: Any = None
+) -> _sharding.Partition:
     lead = "v " if p.batch is not None else ""
-    pixels = _axes(p)
-    names = {"x": lead + " ".join(pixels), "p": lead + "c", "e": lead + " ".join([*pixels[:-1], "e"])}
+    pixels = axis_names(p)
+    names = {"x": lead + " ".join(pixels), "e": lead + " ".join([*pixels[:-1], "e"])}
 
     def local(parts: Any) -> BatchNormProblem:
         shape = tuple(-(-extent // parts.get(name, 1)) for name, extent in zip(pixels, p.shape, strict=True))
         return replace(p, shape=shape, batch=None if p.batch is None else p.batch // parts["v"])
 
     return _sharding.Partition(
-        [names[o] for o in operands],
-        [names[r] for r in results],
-        [*(["v"] if lead else []), *pixels],
+        [names.get(o, lead + "c") for o in operands],
+        [names.get(r, lead + "c") for r in results],
+        [*(["v"] if lead else []), *(pixels[:-1] if "e" in results else pixels)],  # of eights of channels whole ones
         local,
         run=functools.partial(run, p) if run else None,
         uneven=[name for name in pixels[1:] if name != "c"],  # not of images, nor where axis 0 is channels
@@ -58,7 +71,7 @@ def _partition(p: BatchNormProblem, operands: str, results: str, run: Any = None
     )
 
 
-def _axes(p: BatchNormProblem) -> list[str]:
+def axis_names(p: BatchNormProblem) -> list[str]:
     """The name of each axis of x."""
     names = [f"d{axis}" for axis in range(len(p.shape))]
     names[p.channel_axis] = "c"
@@ -69,7 +82,7 @@ def _inside(whole: BatchNormProblem, p: BatchNormProblem, split: _sharding.Split
     """Which elements of a shard of x (of `p`) are x's own; None where all are."""
     parts = [
         _sharding.inside(p.x_shape, len(p.lead) + axis, whole.shape[axis], split[name])
-        for axis, name in enumerate(_axes(p))
+        for axis, name in enumerate(axis_names(p))
         if name in split
     ]
     parts = [part for part in parts if part is not None]
@@ -80,7 +93,7 @@ def _reduced_mesh_axes(split: _sharding.Split) -> tuple[str, ...]:
     return tuple(a for name, axes in split.items() if name not in ("v", "c") for a in axes)
 
 
-def _inner(p: BatchNormProblem) -> BatchNormProblem:
+def inner(p: BatchNormProblem) -> BatchNormProblem:
     """The problem for a kernel that is a part of what the user asked for: an algorithm is that of the whole."""
     return p if p.algorithm is None else replace(p, algorithm=None, implementation="native")
 
@@ -94,14 +107,14 @@ def _train_shard(
         return train(p, x, *rest)
     scale, bias, running_mean, running_var, *residual = rest
     mean, var = _merged_moments(whole, p, split, x, mesh_axes)
-    return _train_with(p, x, scale, bias, running_mean, running_var, mean, var, *residual)
+    return train_with(p, x, scale, bias, running_mean, running_var, mean, var, *residual)
 
 
-def _train_with(p: BatchNormProblem, x, scale, bias, running_mean, running_var, mean, var, *residual) -> list[Array]:
+def train_with(p: BatchNormProblem, x, scale, bias, running_mean, running_var, mean, var, *residual) -> list[Array]:
     """train's results for known statistics."""
     m = p.momentum
     return [
-        infer(_inner(p), x, scale, bias, mean, var, *residual),
+        infer(inner(p), x, scale, bias, mean, var, *residual),
         m * running_mean + (1 - m) * mean,
         m * running_var + (1 - m) * var,
         mean,
@@ -122,11 +135,11 @@ def _merged_moments(
     whole: BatchNormProblem, p: BatchNormProblem, split: _sharding.Split, x: Array, mesh_axes: tuple[str, ...]
 ) -> tuple[Array, Array]:
     inside = _inside(whole, p, split)
-    own = moments(_inner(p), x) if inside is None else _moments.of_shard(p, x, inside)
+    own = moments(inner(p), x) if inside is None else _moments.of_shard(p, x, inside)
     return _moments.merged(own, mesh_axes, whole.reduced)
 
 
-def _backward_shard(
+def backward_shard(
     whole: BatchNormProblem, p: BatchNormProblem, split: _sharding.Split, x: Array, dy: Array, *rest: Array
 ) -> list[Array]:
     """Local sums, added over the mesh, then dx from them: each a walk over the shard.
@@ -140,12 +153,12 @@ def _backward_shard(
     if inside is not None:  # x and the residual too: a NaN times a dy of zero is NaN
         x, dy = jnp.where(inside, x, 0), jnp.where(inside, dy, 0)
         rest = (*rest[:4], *(jnp.where(inside, residual, 0) for residual in rest[4:]))
-    dscale, dbias, *dresidual = backward(replace(_inner(p), want_dx=False), x, dy, *rest)
+    dscale, dbias, *dresidual = backward(replace(inner(p), want_dx=False), x, dy, *rest)
     dscale, dbias = jax.lax.psum(jnp.stack([dscale, dbias]), mesh_axes)
     if not p.want_dx:
         return [dscale, dbias, *dresidual]
     passed = bool(dresidual) and _passes_dz(p)
-    q = replace(_inner(p), want_dresidual=False, count=whole.reduced, dz=passed)
+    q = replace(inner(p), want_dresidual=False, count=whole.reduced, dz=passed)
     dy, residual = (dresidual[0], ()) if passed else (dy, rest[4:])
     return [dscale, dbias, dx_of_sums(q, x, dy, *rest[:4], dscale, dbias, *residual), *dresidual]
 
@@ -159,42 +172,33 @@ def _passes_dz(p: BatchNormProblem) -> bool:
 # The kernels
 
 
-def _x(p: BatchNormProblem) -> tuple[tuple[int, ...], str]:
-    return p.x_shape, p.dtype
+FAMILY = _op.Family({"x": "x y dy dx r dr c residual dresidual", "e": "signs"}, _array, attrs, _partition)
+INSTANCES = replace(FAMILY, batch=_op.by_instances)
 
-
-def _param(p: BatchNormProblem) -> tuple[tuple[int, ...], str]:
-    return p.param_shape, p.param_dtype
-
-
-# (x, scale, bias, running_mean, running_var, residual?) -> y, new_mean, new_var, mean, rstd
+# Two sums about a sample, and the normalisation
 train = _op.kernel(
     "batchnorm_train",
+    "x scale bias running_mean running_var residual? -> y new_mean new_var mean rstd",
+    INSTANCES,
     reference=reference.batchnorm_train,
-    results=lambda p: [_x(p)] + [_param(p)] * 4,
-    wire=lambda p, plan: _wire(p, 5 + p.residual, 5),
-    batch=_op.batch_by_instances(lambda: train),
-    partition=lambda p: _partition(p, "xpppp" + "x" * p.residual, "xpppp", _train_shard),
-    multiple_results=True,
+    flops=_flops(8),
+    run=_train_shard,
 )
-# x -> k, mean - k, var: see `_moments`
+# See `_moments`
 moments = _op.kernel(
     "batchnorm_moments",
+    "x -> k shift var",
+    replace(INSTANCES, seen=lambda p: replace(p, activation=Activation(), residual=False)),
     reference=lambda p, x: list(reference.batchnorm_moments(p, x)),
-    results=lambda p: [_param(p)] * 3,
-    wire=lambda p, plan: _wire(replace(p, activation=Activation(), residual=False), 1, 3),
-    batch=_op.batch_by_instances(lambda: moments),
-    partition=lambda p: _partition(p, "x", "ppp", _moments_shard),
-    multiple_results=True,
+    flops=_flops(4),
+    run=_moments_shard,
 )
-# (x, scale, bias, mean, var, residual?) -> y
 infer = _op.kernel(
     "batchnorm_infer",
+    "x scale bias mean var residual? -> y",
+    INSTANCES,
     reference=reference.batchnorm_infer,
-    results=lambda p: [_x(p)],
-    wire=lambda p, plan: _wire(p, 5 + p.residual, 1),
-    batch=_op.batch_by_instances(lambda: infer),
-    partition=lambda p: _partition(p, "xpppp" + "x" * p.residual, "x"),
+    flops=_flops(4),
 )
 
 
@@ -204,34 +208,23 @@ def _with_signs(p: BatchNormProblem, *args: Array) -> list[Array]:
     return [y, reference.signs(y)]
 
 
-def _batch_signs(p: BatchNormProblem, args: list[Array], dims: list[int | None]) -> tuple[list[Array], list[int]]:
-    outs = jax.vmap(functools.partial(_with_signs, p), in_axes=tuple(dims))(*args)
-    return outs, [0] * len(outs)
-
-
-# (x, scale, bias, mean, var, residual?) -> y, which relu gives, and its signs: uint8, a bit an element
+# Of y, which relu gives, also the signs
 signs = _op.kernel(
     "batchnorm_signs",
+    "x scale bias mean var residual? -> y signs",
+    FAMILY,
     reference=_with_signs,
-    results=lambda p: [_x(p), ((*p.x_shape[:-1], p.channels // 8), "uint8")],
-    wire=lambda p, plan: _wire(p, 5 + p.residual, 2),
-    batch=_batch_signs,
-    partition=lambda p: dataclasses.replace(_partition(p, "xpppp" + "x" * p.residual, "xe"), split=_axes(p)[:-1]),
-    multiple_results=True,
+    flops=_flops(5),
 )
-# (x, dy, scale, bias, mean, rstd, residual?) -> dscale, dbias, dx?, dresidual?
+# xhat again, two sums, and dx from them
 backward = _op.kernel(
     "batchnorm_backward",
+    "x dy scale bias mean rstd residual? -> dscale dbias dx? dresidual?",
+    INSTANCES,
     reference=reference.batchnorm_backward,
-    results=lambda p: [_param(p)] * 2 + [_x(p)] * (p.want_dx + p.want_dresidual),
-    wire=lambda p, plan: _wire(
-        p, 6 + p.residual, 2 + p.want_dx + p.want_dresidual, want_dx=p.want_dx, want_dresidual=p.want_dresidual
-    ),
-    batch=_op.batch_by_instances(lambda: backward),
-    partition=lambda p: _partition(
-        p, "xxpppp" + "x" * p.residual, "pp" + "x" * (p.want_dx + p.want_dresidual), _backward_shard
-    ),
-    multiple_results=True,
+    flops=_flops(10),
+    also="want_dx want_dresidual",
+    run=backward_shard,
 )
 
 
@@ -248,36 +241,27 @@ def _backward_add_shard(
     if not _reduced_mesh_axes(split):
         return backward_add(p, x, dy, *rest)
     *norm, c = rest
-    dscale, dbias, dx = _backward_shard(whole, p, split, x, dy, *norm)
+    dscale, dbias, dx = backward_shard(whole, p, split, x, dy, *norm)
     return [dscale, dbias, dx + c]
 
 
-def _batch_backward_add(
-    p: BatchNormProblem, args: list[Array], dims: list[int | None]
-) -> tuple[list[Array], list[int]]:
-    """Instances have sums of their own, which the kernel has not."""
-    outs = jax.vmap(functools.partial(_then_added, p), in_axes=tuple(dims))(*args)
-    return outs, [0] * len(outs)
-
-
-# (x, dy, scale, bias, mean, rstd, c) -> dscale, dbias, dx + c, without a residual
+# dx + c, without a residual
 backward_add = _op.kernel(
     "batchnorm_backward_add",
+    "x dy scale bias mean rstd c -> dscale dbias dx",
+    FAMILY,
     reference=_then_added,
-    results=lambda p: [_param(p)] * 2 + [_x(p)],
-    wire=lambda p, plan: _wire(p, 7, 3),
-    batch=_batch_backward_add,
-    partition=lambda p: _partition(p, "xxppppx", "ppx", _backward_add_shard),
-    multiple_results=True,
+    flops=_flops(11),
+    run=_backward_add_shard,
 )
-# (x, dy, scale, bias, mean, rstd, dscale, dbias, residual?) -> dx, by sums over p.count elements a channel
+# By sums over p.count elements a channel
 dx_of_sums = _op.kernel(
     "batchnorm_dx",
+    "x dy scale bias mean rstd dscale dbias residual? -> dx",
+    replace(INSTANCES, seen=lambda p: p.of_dz),
     reference=reference.batchnorm_dx_of_sums,
-    results=lambda p: [_x(p)],
-    wire=lambda p, plan: _wire(p.of_dz, 8 + p.of_dz.residual, 1, count=p.count),
-    batch=_op.batch_by_instances(lambda: dx_of_sums),
-    partition=lambda p: _partition(p, "xxpppppp" + "x" * p.of_dz.residual, "x"),
+    flops=_flops(7),
+    also="count",
 )
 
 
@@ -298,30 +282,17 @@ def _shortcut_shard(whole: BatchNormProblem, p: BatchNormProblem, split: _shardi
     return reference.batchnorm_shortcut_backward(p, *args, total=total, count=whole.reduced)
 
 
-def _batch_shortcut(p: BatchNormProblem, args: list[Array], dims: list[int | None]) -> tuple[list[Array], list[int]]:
-    """Instances have sums of their own, which the kernel has not."""
-    outs = jax.vmap(functools.partial(reference.batchnorm_shortcut_backward, p), in_axes=tuple(dims))(*args)
-    return outs, [0] * len(outs)
-
-
-# (x, dy, scale, bias, mean, rstd, r, scale_r, bias_r, mean_r, rstd_r) -> dscale, dbias, which is dbias_r too, dscale_r,
-# dx, dr, of x and r with these statistics
+# Of x and r with these statistics; dbias is dbias_r too
 shortcut_backward = _op.kernel(
     "batchnorm_shortcut_backward",
+    "x dy scale bias mean rstd r scale_r bias_r mean_r rstd_r -> dscale dbias dscale_r dx dr",
+    FAMILY,
     reference=reference.batchnorm_shortcut_backward,
-    results=lambda p: [_param(p)] * 3 + [_x(p)] * 2,
-    wire=lambda p, plan: _wire(p, 11, 5),
-    batch=_batch_shortcut,
-    partition=lambda p: _partition(p, "xxppppxpppp", "pppxx", _shortcut_shard),
-    multiple_results=True,
+    flops=_flops(20),
+    run=_shortcut_shard,
 )
-_op.by_reference(infer)
-_op.by_reference(signs)
-_op.by_reference(backward)
-_op.by_reference(backward_add)
-_op.by_reference(shortcut_backward)
-_op.by_reference(dx_of_sums)
-_op.by_reference(moments)
+for _kernel in (infer, signs, backward, backward_add, shortcut_backward, dx_of_sums, moments):
+    _op.by_reference(_kernel)
 
 
 def train_forward(p: BatchNormProblem, *args: Array) -> tuple[list[Array], Any]:
@@ -418,9 +389,9 @@ _op.fuse(train, RULES)
 # are x's own, so that what depends on them depends on x, and nothing on the arrays they came in.
 given = _op.plain(
     "batchnorm_given",
-    _train_with,
-    results=lambda p: [_x(p)] + [_param(p)] * 4,
-    batch=_op.batch_by_instances(lambda: given),
+    train_with,
+    results=train.results,
+    batch=_op.by_instances,
 )
 
 
@@ -577,7 +548,7 @@ def batchnorm(
     if p.training:
         if p.masked:
             mean, var = reference.batchnorm_masked_moments(p, x, mask)
-            y, new_mean, new_var, _, _ = _train_with(p, *args[:5], mean, var, *args[5:])
+            y, new_mean, new_var, _, _ = train_with(p, *args[:5], mean, var, *args[5:])
         elif mean is not None:
             y, new_mean, new_var, _, _ = given(p, *args[:5], mean, var, *args[5:])
         else:

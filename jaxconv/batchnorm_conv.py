@@ -19,7 +19,7 @@ from jaxconv._types import (
     ToActivation,
 )
 from jaxconv.batchnorm import infer, parameters, train
-from jaxconv.conv import _any
+from jaxconv.conv import convolution
 from jaxconv.conv_normalised import normalised
 from jaxconv.joints import region
 
@@ -120,12 +120,12 @@ def batchnorm_conv(
 
         def layers(x: Array, w: Array, *statistics: Array) -> list[Array]:
             a, new_mean, new_var, _, _ = train(norm, x, *statistics)
-            return [*_any(c, a, w), new_mean, new_var]
+            return [*convolution(c, a, w), new_mean, new_var]
 
         y, new_mean, new_var = region.call(layers, x, w, *statistics)
         return y, new_mean, new_var
     p = NormalisedConvProblem.of(norm, c)
     if not c.empty and _plan.plan(normalised.name, p, _plan.Device.default()).implementation == "native":
         return normalised(p, x, w, *statistics), *statistics[2:]
-    (y,) = _any(c, infer(norm, x, *statistics), w)
+    (y,) = convolution(c, infer(norm, x, *statistics), w)
     return y, *statistics[2:]

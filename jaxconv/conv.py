@@ -36,87 +36,97 @@ replace = dataclasses.replace
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The wire
+# The arrays, by kind: x and y are activations, w the filter, b the bias; s numbers for y's channels, p for x's; e a bit
+# for each element of a channels-last x
+
+KINDS = {
+    "x": "x dx c dz",
+    "y": "y z dy residual",
+    "w": "w dw",
+    "p": "scale bias mean var rstd dscale dbias",
+    "e": "signs",
+}
 
 
-def _wire(p: ConvProblem, plan: _plan.Plan, operands: str, results: str) -> _op.Wire:
-    """Letters: x and y are activations (y also z), w the filter, b the bias."""
-    memory_channels_last = p.channels_last or plan.asks_channels_last
-    window = {
-        "stride": np.array(p.stride, np.int64),
-        "pad_low": np.array([low for low, _ in p.padding], np.int64),
-        "pad_high": np.array([high for _, high in p.padding], np.int64),
-        "dilation": np.array(p.dilation, np.int64),
-        "groups": np.int64(p.groups),
-        "dims_channels_last": np.int64(p.channels_last),
-        "memory_channels_last": np.int64(memory_channels_last),
-        "full_float32": np.int64(p.full_float32),
-    }
-    layouts = dict.fromkeys("xywb")
-    if plan.asks_channels_last:
-        spatial = tuple(range(2, p.nd + 2))
-        layouts["x"] = layouts["y"] = (0, *spatial, 1)
-        layouts["w"] = (*spatial, 1, 0)
-    return _op.Wire({"window": window}, [layouts[o] for o in operands], [layouts[r] for r in results])
+def _array(p: ConvProblem, kind: str) -> _op.Typed:
+    if kind in "xyw":
+        return {"x": p.x_shape, "y": p.y_shape, "w": p.w_shape}[kind], p.dtype
+    if kind == "b":
+        return (p.out_channels,), p.dtype
+    if kind == "e":
+        return (*p.x_shape[:-1], p.in_channels // 8), "uint8"
+    return (p.in_channels if kind == "p" else p.out_channels,), reference.norm_of(p).param_dtype
 
 
-def _epilogue(p: ConvProblem) -> dict[str, Any]:
+def _layout(p: ConvProblem, plan: _plan.Plan, kind: str) -> _op.Layout | None:
+    if not plan.asks_channels_last or kind not in "xyw":
+        return None
+    spatial = tuple(range(2, p.nd + 2))
+    return (*spatial, 1, 0) if kind == "w" else (0, *spatial, 1)
+
+
+def window(p: ConvProblem, plan: _plan.Plan) -> dict[str, Any]:
     return {
-        "bias": np.int64(p.bias),
-        "activation": p.activation.name,
-        "slope": np.float64(p.activation.slope),
-        "save_preactivation": np.int64(p.save_preactivation),
+        "window": {
+            "stride": np.array(p.stride, np.int64),
+            "pad_low": np.array([low for low, _ in p.padding], np.int64),
+            "pad_high": np.array([high for _, high in p.padding], np.int64),
+            "dilation": np.array(p.dilation, np.int64),
+            "groups": np.int64(p.groups),
+            "dims_channels_last": np.int64(p.channels_last),
+            "memory_channels_last": np.int64(p.channels_last or plan.asks_channels_last),
+            "full_float32": np.int64(p.full_float32),
+        }
     }
 
 
-def _wire_conv(p: ConvProblem, plan: _plan.Plan) -> _op.Wire:
-    wire = _wire(p, plan, "xw" + "b" * p.bias, "y" + "y" * p.save_preactivation)
-    return replace(wire, attrs={**wire.attrs, "epilogue": _epilogue(p)})
+def _with_epilogue(p: ConvProblem, plan: _plan.Plan) -> dict[str, Any]:
+    return window(p, plan) | {"epilogue": _layer.epilogue(p)}
 
 
-def _wire_conv_add(p: ConvProblem, plan: _plan.Plan) -> _op.Wire:
-    wire = _wire(p, plan, "xw" + "b" * p.bias + "y", "y" + "y" * p.save_preactivation)
-    return replace(wire, attrs={**wire.attrs, "epilogue": _epilogue(p)})
+def _flops(of_x: int = 0, of_y: int = 0) -> Any:
+    """Those of the products, of the epilogue, and more of each element of x or y."""
 
+    def flops(p: ConvProblem) -> int:
+        epilogue = p.bias + (p.activation.name != "none")
+        return p.flops + (epilogue + of_y) * math.prod(p.y_shape) + of_x * math.prod(p.x_shape)
 
-def _wire_dgrad_add(p: ConvProblem, plan: _plan.Plan) -> _op.Wire:
-    wire = _wire(p, plan, "ywx", "x")
-    return replace(wire, in_place={2: 0}) if plan.in_place else wire
+    return flops
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Batching: into N where only images are mapped, into channels otherwise
+# Batching: by kind, which of images, input and output channels an array has
+
+_HAS = {"x": "nc", "y": "nk", "w": "ck"}
 
 
-def _axes(p: ConvProblem) -> tuple[int, int, int]:
-    """(channel axis of x and y, input-channel axis of w, output-channel axis of w)."""
-    return (p.channel_axis, p.nd, p.nd + 1) if p.channels_last else (1, 1, 0)
-
-
-def _batch_conv(p: ConvProblem, args: list[Array], dims: list[int | None]) -> tuple[list[Array], list[int]]:
-    """conv and fprop: operands x, w, b?; conv_add: x, w, b?, residual."""
-    size = _op.batch_size(args, dims)
-    channel, _, out_channel = _axes(p)
-    x, w, *rest = args
-    dx, dw, *d_rest = dims
-    b, db = rest[: p.bias], d_rest[: p.bias]
-    r = [_op.to_front(v, d, size) for v, d in zip(rest[p.bias :], d_rest[p.bias :], strict=True)]
-    call = conv_add if r else conv_kernel if _fused(p) else fprop
-    if dw is None and db in ([], [None]):
-        x = _op.fold(_op.to_front(x, dx, size), 0, 0)
-        outs = call(replace(p, batch=size * p.batch), x, w, *b, *(_op.fold(v, 0, 0) for v in r))
-        return _layer.unfolded(outs, lambda y: _op.unfold(y, size, 0))
-    w, dw = _op.to_front(w, dw, size), 0
-    b = [_op.to_front(v, d, size) for v, d in zip(b, db, strict=True)]
-    if dx is None:
-        g = p.groups
-        folded = replace(p, out_channels=size * p.out_channels)
-        b, r = [_op.fold(v, 0, 0, g) for v in b], [_op.fold(v, 0, channel, g) for v in r]
-        outs = call(folded, x, _op.fold(w, dw, out_channel, g), *b, *r)
-        return _layer.unfolded(outs, lambda y: _op.unfold(y, size, channel, g))
-    b, r = [_op.fold(v, 0, 0) for v in b], [_op.fold(v, 0, channel) for v in r]
-    outs = call(_grouped(p, size), _op.fold(x, dx, channel), _op.fold(w, dw, out_channel), *b, *r)
-    return _layer.unfolded(outs, lambda y: _op.unfold(y, size, channel))
+def batch(op: _op.Kernel, p: ConvProblem, args: list[Array], dims: list[int | None]) -> _op.Batched:
+    """A mapped axis folds into the images or channels that the result and all mapped operands of the product have. It
+    folds into groups where there are none, or where instances must not share statistics. What is added is repeated."""
+    size, kinds, results = _op.batch_size(args, dims), op.operand_kinds(p), op.result_kinds(p)
+    moved = {kind for kind, dim in zip(kinds, dims, strict=True) if dim is not None}
+    moved |= {"w"} if "b" in moved else set()
+    moved = moved & set(kinds[:2]) or {kinds[0]}
+    channel, in_channel, out_channel = (p.channel_axis, p.nd, p.nd + 1) if p.channels_last else (1, 1, 0)
+    common = set(_HAS[results[0]]).intersection(*(_HAS[kind] for kind in moved))
+    into = "g" if {"s", "p"} & {*kinds, *results} else next(iter(common), "g")
+    axes = {
+        "n": {"x": 0, "y": 0},
+        "c": {"x": channel, "w": in_channel},
+        "k": {"y": channel, "w": out_channel, "b": 0},
+        "g": {"x": channel, "y": channel, "w": out_channel, "b": 0, "s": 0, "p": 0},
+    }[into]
+    groups = {kind: p.groups if into == "k" or (into, kind) == ("c", "x") else 1 for kind in axes}
+    folded = [
+        _op.fold(_op.to_front(a, dim, size), 0, axes[kind], groups[kind]) if kind in axes else a
+        for a, dim, kind in zip(args, dims, kinds, strict=True)
+    ]
+    longer = {"n": ("batch",), "c": ("in_channels",), "k": ("out_channels",)}
+    fields = longer.get(into, ("groups", "in_channels", "out_channels"))
+    q = replace(p, **{name: size * getattr(p, name) for name in fields})
+    outs = zip(_op.listed(op(q, *folded)), results, strict=True)
+    outs = [_op.unfold(out, size, axes[kind], groups[kind]) for out, kind in outs]
+    return outs, [0] * len(outs)
 
 
 def _fused(p: ConvProblem) -> bool:
@@ -124,68 +134,14 @@ def _fused(p: ConvProblem) -> bool:
     return p.bias or p.save_preactivation or p.activation.name != "none"
 
 
-def _batch_statistics(p: ConvProblem, args: list[Array], dims: list[int | None]) -> tuple[list[Array], list[int]]:
-    """Images of different instances must not share statistics: into channels, always."""
-    size = _op.batch_size(args, dims)
-    channel, _, out_channel = _axes(p)
-    x, w = (_op.to_front(a, d, size) for a, d in zip(args, dims, strict=True))
-    outs = statistics(_grouped(p, size), _op.fold(x, 0, channel), _op.fold(w, 0, out_channel))
-    return [_op.unfold(out, size, axis) for out, axis in zip(outs, (channel, 0, 0), strict=True)], [0] * 3
-
-
-def _grouped(p: ConvProblem, size: int) -> ConvProblem:
-    """`size` convolutions side by side in the channels."""
-    return replace(p, groups=size * p.groups, in_channels=size * p.in_channels, out_channels=size * p.out_channels)
-
-
-def _batch_dgrad(p: ConvProblem, args: list[Array], dims: list[int | None]) -> tuple[list[Array], list[int]]:
-    """dgrad and dgrad_add: operands dy, w, c?."""
-    size = _op.batch_size(args, dims)
-    channel, in_channel, out_channel = _axes(p)
-    (dy, w, *c), (ddy, dw, *dc) = args, dims
-    call = dgrad_add if c else dgrad
-    c = [_op.to_front(v, d, size) for v, d in zip(c, dc, strict=True)]
-    if dw is None:
-        dy = _op.fold(_op.to_front(dy, ddy, size), 0, 0)
-        dx = call(replace(p, batch=size * p.batch), dy, w, *(_op.fold(v, 0, 0) for v in c))
-        return [_op.unfold(dx, size, 0)], [0]
-    if ddy is None:
-        g = p.groups
-        folded = replace(p, in_channels=size * p.in_channels)
-        dx = call(folded, dy, _op.fold(w, dw, in_channel), *(_op.fold(v, 0, channel, g) for v in c))
-        return [_op.unfold(dx, size, channel, g)], [0]
-    dy, w = _op.fold(dy, ddy, channel), _op.fold(w, dw, out_channel)
-    dx = call(_grouped(p, size), dy, w, *(_op.fold(v, 0, channel) for v in c))
-    return [_op.unfold(dx, size, channel)], [0]
-
-
-def _batch_dgrad_sums(p: ConvProblem, args: list[Array], dims: list[int | None]) -> tuple[list[Array], list[int]]:
-    """Instances have sums of their own, which the kernel has not."""
-    outs = jax.vmap(functools.partial(_dgrad_then_sums, p), in_axes=tuple(dims))(*args)
-    return outs, [0] * len(outs)
-
-
-def _batch_wgrad(p: ConvProblem, args: list[Array], dims: list[int | None]) -> tuple[list[Array], list[int]]:
-    size = _op.batch_size(args, dims)
-    channel, in_channel, out_channel = _axes(p)
-    (x, dy), (dx, ddy) = args, dims
-    if dx is None:
-        assert ddy is not None
-        dw = wgrad(replace(p, out_channels=size * p.out_channels), x, _op.fold(dy, ddy, channel, p.groups))
-        return [_op.unfold(dw, size, out_channel, p.groups)], [0]
-    if ddy is None:
-        dw = wgrad(replace(p, in_channels=size * p.in_channels), _op.fold(x, dx, channel, p.groups), dy)
-        return [_op.unfold(dw, size, in_channel)], [0]
-    dw = wgrad(_grouped(p, size), _op.fold(x, dx, channel), _op.fold(dy, ddy, channel))
-    return [_op.unfold(dw, size, out_channel)], [0]
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Partitioning: images, pixels, output and input channels; with groups, whole groups. Filter taps are not split.
 
 
-def _partition(p: ConvProblem, operands: str, results: str, channels: str, run: Any) -> _sharding.Partition:
-    """Letters as for the wire. `channels`: those of "kc" that may be split without groups, the most important first."""
+def partition(
+    p: ConvProblem, operands: Sequence[str], results: Sequence[str], *, channels: str, run: Any, always: bool = True
+) -> _sharding.Partition:
+    """`channels`: those of "kc" that may be split without groups, the most important first."""
     g = p.groups > 1
     c, k = "c", "k"
     if g:
@@ -201,8 +157,9 @@ def _partition(p: ConvProblem, operands: str, results: str, channels: str, run: 
         "y": activations(k),
         "w": " ".join([*taps, "c", k] if p.channels_last else [k, "c", *taps]),
         "b": k,
-        "p": c,  # numbers for x's channels
-        "e": " ".join(["n", *pixels, "e"]),  # eights of channels-last x's channels
+        "s": k,
+        "p": c,
+        "e": " ".join(["n", *pixels, "e"]),
     }
 
     def local(parts: Any) -> ConvProblem:
@@ -226,13 +183,13 @@ def _partition(p: ConvProblem, operands: str, results: str, channels: str, run: 
         # XLA gathers the images of grouped convolutions and what filters wider than a shard reach. Where pixels and
         # channels are both split its results were wrong, and of odd strides and paddings it ended the process (lax
         # alone, jaxlib 0.10).
-        always=True,
+        always=always,
         uneven=pixels,
         neighbours=pixels,
     )
 
 
-def _summed(out: Array, split: _sharding.Split, *names: str) -> Array:
+def summed(out: Array, split: _sharding.Split, *names: str) -> Array:
     axes = tuple(a for name in names for a in split.get(name, ()))
     return jax.lax.psum(out, axes) if axes else out
 
@@ -244,25 +201,21 @@ def _of_rows(
     ends = _halo.ends_of_y(p, pixels, x)
     if ends is None:
         p, x = _halo.exchange_x(p, pixels, x)
-        return _listed(call(p, x, w, *b, *residual))
-    own = _listed(call(ends.own, x, w, *b, *residual))
-    again = _listed(call(_plan.natively(call.name, ends.slab), ends.fetch(x), w, *b, *map(ends.of, residual)))
+        return _op.listed(call(p, x, w, *b, *residual))
+    own = _op.listed(call(ends.own, x, w, *b, *residual))
+    again = _op.listed(call(_plan.natively(call.name, ends.slab), ends.fetch(x), w, *b, *map(ends.of, residual)))
     return [ends.put(y, slab) for y, slab in zip(own, again, strict=True)]
 
 
-def _listed(outs: Any) -> list[Array]:
-    return list(outs) if isinstance(outs, (list, tuple)) else [outs]
-
-
-def _fprop_shard(p: ConvProblem, split: _sharding.Split, x: Array, w: Array) -> list[Array]:
+def fprop_shard(p: ConvProblem, split: _sharding.Split, x: Array, w: Array) -> list[Array]:
     (y,) = _of_rows(fprop, p, _halo.pixels(p, split), x, w)
-    return [_summed(y, split, "c")]
+    return [summed(y, split, "c")]
 
 
 def _conv_shard(p: ConvProblem, split: _sharding.Split, x: Array, w: Array, *b: Array) -> list[Array]:
     """The epilogue needs the sum over all input channels: where they are split it comes after the sum."""
     if "c" in split:
-        return reference.conv_epilogue(p, *_fprop_shard(p.bare(), split, x, w), *b)
+        return reference.conv_epilogue(p, *fprop_shard(p.bare(), split, x, w), *b)
     return _of_rows(conv_kernel, p, _halo.pixels(p, split), x, w, *b)
 
 
@@ -270,7 +223,7 @@ def _conv_add_shard(p: ConvProblem, split: _sharding.Split, x: Array, w: Array, 
     """The residual is added once: where the input channels are split, to the sum over their parts."""
     *b, residual = rest
     if "c" in split:
-        (z,) = reference.conv_epilogue(p.affine(), *_fprop_shard(p.bare(), split, x, w), *b)
+        (z,) = reference.conv_epilogue(p.affine(), *fprop_shard(p.bare(), split, x, w), *b)
         return reference.conv_added(p, z, residual)
     return _of_rows(conv_add, p, _halo.pixels(p, split), x, w, *b, residual=[residual])
 
@@ -289,7 +242,7 @@ def _statistics_shard(p: ConvProblem, split: _sharding.Split, x: Array, w: Array
     parts = [_sharding.inside(q.y_shape, first + i, p.out_spatial[i], axes) for i, axes in pixels.items()]
     own = [part for part in parts if part is not None]
     if "c" in split or own or _halo.ends_of_y(p, pixels, x) is not None:
-        (y,) = _fprop_shard(p, split, x, w)
+        (y,) = fprop_shard(p, split, x, w)
         inside = functools.reduce(jnp.logical_and, own) if own else None
         moments = _moments.of_shard(reference.norm_of(q), y, inside)
     else:
@@ -316,15 +269,15 @@ def _dx_of_rows(p: ConvProblem, pixels: _halo.Split, dy: Array, w: Array, *c: Ar
     return [sum(c, _halo.own_dx(p, pixels, dgrad(q, wide, w)))]
 
 
-def _dgrad_shard(p: ConvProblem, split: _sharding.Split, dy: Array, w: Array) -> list[Array]:
+def dgrad_shard(p: ConvProblem, split: _sharding.Split, dy: Array, w: Array) -> list[Array]:
     (dx,) = _dx_of_rows(p, _halo.pixels(p, split), dy, w)
-    return [_summed(dx, split, "k")]
+    return [summed(dx, split, "k")]
 
 
 def _dgrad_add_shard(p: ConvProblem, split: _sharding.Split, dy: Array, w: Array, c: Array) -> list[Array]:
     """c is added once: where the output channels are split, to the sum over their parts."""
     if "k" in split:
-        return [dx + c for dx in _dgrad_shard(p, split, dy, w)]
+        return [dx + c for dx in dgrad_shard(p, split, dy, w)]
     return _dx_of_rows(p, _halo.pixels(p, split), dy, w, c)
 
 
@@ -334,7 +287,7 @@ def _dgrad_sums_shard(
     """Each shard's sums, added over the mesh; of its own pixels."""
     if set(split) <= {"n"}:
         dz, *sums = dgrad_sums(p, dy, w, c, *norm)
-        return [dz, *(_summed(s, split, "n") for s in sums)]
+        return [dz, *(summed(s, split, "n") for s in sums)]
     (dx,) = _dgrad_add_shard(p, split, dy, w, c)
     pixels = _halo.pixels(p, split)
     first = 1 if p.channels_last else 2
@@ -345,10 +298,10 @@ def _dgrad_sums_shard(
         inside = functools.reduce(jnp.logical_and, own)
         dx, norm = jnp.where(inside, dx, 0), (signs, jnp.where(inside, x, 0), *statistics)
     dz, *sums = reference.through_relu(p.channel_axis, dx, *norm)
-    return [dz, *(_summed(s, split, "n", *map(_halo.name, pixels)) for s in sums)]
+    return [dz, *(summed(s, split, "n", *map(_halo.name, pixels)) for s in sums)]
 
 
-def _wgrad_shard(p: ConvProblem, split: _sharding.Split, x: Array, dy: Array) -> list[Array]:
+def wgrad_shard(p: ConvProblem, split: _sharding.Split, x: Array, dy: Array) -> list[Array]:
     """A shard has its own pixels of x, so each product of an x and a dy is in one of the sums."""
     pixels = _halo.pixels(p, split)
     ends = _halo.ends_of_dx(p, pixels, dy)
@@ -360,35 +313,41 @@ def _wgrad_shard(p: ConvProblem, split: _sharding.Split, x: Array, dy: Array) ->
         # mesh: the products with neighbours' rows are one part more for each shard, and a small one.
         at_ends = wgrad(_plan.natively(wgrad.name, ends.slab), ends.of(x), ends.fetch(dy, own=False))
         dw = wgrad(ends.own, x, dy) + at_ends
-    return [_summed(dw, split, "n", *map(_halo.name, pixels))]
+    return [summed(dw, split, "n", *map(_halo.name, pixels))]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The kernels. fprop, dgrad and wgrad are bilinear and each other's transposes.
 
+CONV = _op.Family(KINDS, _array, window, partition, _layout, batch=batch)
+FUSED = replace(CONV, attrs=_with_epilogue)
+
 fprop = _op.kernel(
     "conv_fprop",
+    "x w -> y",
+    FUSED,
     reference=reference.conv_fprop,
-    results=lambda p: [(p.y_shape, p.dtype)],
-    wire=_wire_conv,
-    batch=_batch_conv,
-    partition=lambda p: _partition(p, "xw", "y", "kc", _fprop_shard),
+    flops=_flops(),
+    channels="kc",
+    run=fprop_shard,
 )
 dgrad = _op.kernel(
     "conv_dgrad",
+    "dy w -> dx",
+    CONV,
     reference=reference.conv_dgrad,
-    results=lambda p: [(p.x_shape, p.dtype)],
-    wire=lambda p, plan: _wire(p, plan, "yw", "x"),
-    batch=_batch_dgrad,
-    partition=lambda p: _partition(p, "yw", "x", "ck", _dgrad_shard),
+    flops=_flops(),
+    channels="ck",
+    run=dgrad_shard,
 )
 wgrad = _op.kernel(
     "conv_wgrad",
+    "x dy -> dw",
+    CONV,
     reference=reference.conv_wgrad,
-    results=lambda p: [(p.w_shape, p.dtype)],
-    wire=lambda p, plan: _wire(p, plan, "xy", "w"),
-    batch=_batch_wgrad,
-    partition=lambda p: _partition(p, "xy", "w", "kc", _wgrad_shard),
+    flops=_flops(),
+    channels="kc",
+    run=wgrad_shard,
 )
 _DGRAD_RULE = (lambda p, ct, w: fprop(p, ct, w), lambda p, ct, dy: wgrad(p, ct, dy))
 _op.bilinear(fprop, lambda p, ct, w: dgrad(p, ct, w), lambda p, ct, x: wgrad(p, x, ct))
@@ -398,11 +357,13 @@ _op.bilinear(wgrad, lambda p, ct, dy: dgrad(p, dy, ct), lambda p, ct, x: fprop(p
 # dgrad_add: dgrad(dy, w) + c, where a kernel can add on its way; elsewhere the dgrad, by a plan of its own, and an add
 dgrad_add = _op.kernel(
     "conv_dgrad_add",
+    "dy w c -> dx",
+    CONV,
     reference=lambda p, dy, w, c: [dgrad(p, dy, w) + c],
-    results=lambda p: [(p.x_shape, p.dtype)],
-    wire=_wire_dgrad_add,
-    batch=_batch_dgrad,
-    partition=lambda p: replace(_partition(p, "ywx", "x", "ck", _dgrad_add_shard), always=False),
+    flops=_flops(of_x=1),
+    channels="ck",
+    run=_dgrad_add_shard,
+    always=False,
 )
 _op.with_addend(dgrad_add, dgrad, *_DGRAD_RULE)
 
@@ -412,17 +373,17 @@ def _dgrad_then_sums(p: ConvProblem, dy: Array, w: Array, c: Array, *norm: Array
     return reference.through_relu(p.channel_axis, dgrad_add(p, dy, w, c), *norm)
 
 
-# (dy, w, c, signs, x, mean, rstd) -> dz, dscale, dbias, of channels-last arrays, where x's batch-norm by these
-# statistics gives y, by a relu, which the convolution and others read: dz = [y > 0] (dgrad(dy, w) + c), its sums with
-# xhat and alone
+# Of channels-last arrays, where x's batch-norm by these statistics gives y, by a relu, which the convolution and others
+# read: dz = [y > 0] (dgrad(dy, w) + c), an add and a choice, its sums with xhat and alone
 dgrad_sums = _op.kernel(
     "conv_dgrad_sums",
+    "dy w c signs x mean rstd -> dz dscale dbias",
+    replace(CONV, batch=None),
     reference=_dgrad_then_sums,
-    results=lambda p: [(p.x_shape, p.dtype)] + [((p.in_channels,), reference.norm_of(p).param_dtype)] * 2,
-    wire=lambda p, plan: _wire(p, plan, "ywxbxbb", "xbb"),
-    batch=_batch_dgrad_sums,
-    partition=lambda p: replace(_partition(p, "ywxexpp", "xpp", "k", _dgrad_sums_shard), always=False),
-    multiple_results=True,
+    flops=_flops(of_x=6),
+    channels="k",
+    run=_dgrad_sums_shard,
+    always=False,
 )
 _op.by_reference(dgrad_sums)
 
@@ -430,24 +391,24 @@ _op.by_reference(dgrad_sums)
 # statistics: fprop, and from its epilogue the mean and biased variance of y's channels
 statistics = _op.kernel(
     "conv_statistics",
+    "x w -> y mean var",
+    replace(CONV, kinds=KINDS | {"s": "mean var", "p": ""}),
     reference=reference.conv_statistics,
-    results=lambda p: [(p.y_shape, p.dtype)] + [((p.out_channels,), reference.norm_of(p).param_dtype)] * 2,
-    wire=lambda p, plan: _wire(p, plan, "xw", "ybb"),
-    batch=_batch_statistics,
-    partition=lambda p: _partition(p, "xw", "ybb", "kc", _statistics_shard),
-    multiple_results=True,
+    flops=_flops(of_y=4),
+    channels="kc",
+    run=_statistics_shard,
 )
 _op.by_reference(statistics)
 
 # conv: fprop with its epilogue. Results y, and z where it is saved.
 conv_kernel = _op.kernel(
     "conv",
+    "x w b? -> y z?",
+    FUSED,
     reference=reference.conv,
-    results=lambda p: [(p.y_shape, p.dtype)] * (1 + p.save_preactivation),
-    wire=_wire_conv,
-    batch=_batch_conv,
-    partition=lambda p: _partition(p, "xw" + "b" * p.bias, "y" + "y" * p.save_preactivation, "kc", _conv_shard),
-    multiple_results=True,
+    flops=_flops(),
+    channels="kc",
+    run=_conv_shard,
 )
 
 
@@ -458,7 +419,7 @@ def _conv_then_add(p: ConvProblem, x: Array, w: Array, *rest: Array) -> list[Arr
     convolution. A sum in float32 would be a pass of its own.
     """
     *b, residual = rest
-    z = _any(p.affine(), x, w, *b)[0]
+    z = convolution(p.affine(), x, w, *b)[0]
     if p.implementation != "xla":
         return reference.conv_added(p, z, residual)
     total = z + residual
@@ -466,18 +427,15 @@ def _conv_then_add(p: ConvProblem, x: Array, w: Array, *rest: Array) -> list[Arr
     return [y, total] if p.save_preactivation else [y]
 
 
-# conv_add: conv with an array like y added before the activation, (x, w, b?, residual) -> y, z?; one kernel where the
-# plan has one that adds on its way
+# conv_add: conv with an array like y added before the activation; one kernel where the plan has one that adds
 conv_add = _op.kernel(
     "conv_add",
+    "x w b? residual -> y z?",
+    FUSED,
     reference=_conv_then_add,
-    results=lambda p: [(p.y_shape, p.dtype)] * (1 + p.save_preactivation),
-    wire=_wire_conv_add,
-    batch=_batch_conv,
-    partition=lambda p: _partition(
-        p, "xw" + "b" * p.bias + "y", "y" + "y" * p.save_preactivation, "kc", _conv_add_shard
-    ),
-    multiple_results=True,
+    flops=_flops(of_y=1),
+    channels="kc",
+    run=_conv_add_shard,
 )
 
 
@@ -503,7 +461,7 @@ def _tangents(p: ConvProblem, x: Array, w: Array, given: Sequence[Array | None])
     return parts + [t for t in rest[p.bias :] if t is not None]
 
 
-def _any(p: ConvProblem, x: Array, w: Array, *b: Array) -> list[Array]:
+def convolution(p: ConvProblem, x: Array, w: Array, *b: Array) -> list[Array]:
     """conv; fprop where nothing follows the sum; lax's own operations where there is nothing to compute."""
     if p.empty:
         return reference.conv(p, x, w, *b)
@@ -536,17 +494,17 @@ def _conv(name: str, nd: int, x: Any, w: Any, b: Any, residual: Any, **options: 
     x, w = _problem.as_array(name, "x", x), _problem.as_array(name, "w", w)
     b = None if b is None else _problem.as_array(name, "b", b)
     residual = None if residual is None else _problem.as_array(name, "residual", residual)
-    return _run(ConvProblem.infer(name, nd, x, w, b, residual=residual, **options), x, w, b, residual)
+    return run_public(ConvProblem.infer(name, nd, x, w, b, residual=residual, **options), x, w, b, residual)
 
 
-def _run(p: ConvProblem, x: Array, w: Array, b: Array | None, residual: Array | None = None) -> Any:
+def run_public(p: ConvProblem, x: Array, w: Array, b: Array | None, residual: Array | None = None) -> Any:
     """What the public functions return."""
     if p.activation.name == "none" and (not p.bias or residual is not None):  # z is y there
         run = replace(p, save_preactivation=False)
     else:
         run = p
     args = [x, w, *(a for a in (b, residual) if a is not None)]
-    outs = (_any if residual is None else with_residual)(run, *args)
+    outs = (convolution if residual is None else with_residual)(run, *args)
     return (outs[0], outs[-1]) if p.save_preactivation else outs[0]
 
 

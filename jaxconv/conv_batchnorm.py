@@ -25,7 +25,7 @@ from jaxconv._types import (
     ToActivation,
 )
 from jaxconv.batchnorm import infer, parameters, train
-from jaxconv.conv import _any, with_residual
+from jaxconv.conv import convolution, with_residual
 from jaxconv.joints import region
 
 replace = dataclasses.replace
@@ -75,7 +75,7 @@ def inference(
     axis = w.ndim - 1 if p.conv.channels_last else 0
     filters, offset = folded(w, axis, scale, bias, mean, var, p.norm.epsilon, x.dtype)
     run = replace(p.conv, bias=True, activation=p.norm.activation)
-    return (with_residual if residual else _any)(run, x, filters, offset, *residual)[0]
+    return (with_residual if residual else convolution)(run, x, filters, offset, *residual)[0]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -176,11 +176,11 @@ def conv_batchnorm(
     if not p.norm.training:
         asked = p.conv.implementation or p.conv.algorithm or p.norm.implementation
         folds = asked or folding_pays(p.conv.y_shape, p.conv.w_shape)
-        y = inference(p, *args) if folds else infer(p.norm, *_any(p.conv, x, w), *args[2:])
+        y = inference(p, *args) if folds else infer(p.norm, *convolution(p.conv, x, w), *args[2:])
         return y, arrays["running_mean"], arrays["running_var"]
 
     def layers(x: Array, w: Array, *rest: Array) -> list[Array]:
-        return train(p.norm, *_any(p.conv, x, w), *rest)[:3]
+        return train(p.norm, *convolution(p.conv, x, w), *rest)[:3]
 
     y, new_mean, new_var = region.call(layers, *args)
     return y, new_mean, new_var

@@ -23,27 +23,33 @@ Array = jax.Array
 replace = dataclasses.replace
 
 
-def _wire(p: IntegerConvProblem, plan: _plan.Plan) -> _op.Wire:
-    window = {
-        "stride": np.array(p.stride, np.int64),
-        "pad_low": np.array([low for low, _ in p.padding], np.int64),
-        "pad_high": np.array([high for _, high in p.padding], np.int64),
-        "lhs_dilation": np.array(p.lhs_dilation, np.int64),
-        "rhs_dilation": np.array(p.rhs_dilation, np.int64),
-        "lhs_spec": np.array(p.lhs_spec, np.int64),
-        "rhs_spec": np.array(p.rhs_spec, np.int64),
-        "out_spec": np.array(p.out_spec, np.int64),
-        "groups": np.int64(p.groups),
-        "batch_groups": np.int64(p.batch_groups),
+def _array(p: IntegerConvProblem, kind: str) -> _op.Typed:
+    arrays = {"x": (p.lhs_shape, p.lhs_dtype), "w": (p.rhs_shape, p.rhs_dtype), "y": (p.out_shape, p.dtype)}
+    return arrays[kind]
+
+
+def _attrs(p: IntegerConvProblem, plan: _plan.Plan) -> dict[str, Any]:
+    return {
+        "window": {
+            "stride": np.array(p.stride, np.int64),
+            "pad_low": np.array([low for low, _ in p.padding], np.int64),
+            "pad_high": np.array([high for _, high in p.padding], np.int64),
+            "lhs_dilation": np.array(p.lhs_dilation, np.int64),
+            "rhs_dilation": np.array(p.rhs_dilation, np.int64),
+            "lhs_spec": np.array(p.lhs_spec, np.int64),
+            "rhs_spec": np.array(p.rhs_spec, np.int64),
+            "out_spec": np.array(p.out_spec, np.int64),
+            "groups": np.int64(p.groups),
+            "batch_groups": np.int64(p.batch_groups),
+        }
     }
-    return _op.Wire({"window": window}, [None] * 2, [None])
 
 
 def _longer(shape: tuple[int, ...], axis: int, times: int) -> tuple[int, ...]:
     return tuple(extent * (times if i == axis else 1) for i, extent in enumerate(shape))
 
 
-def _batch(p: IntegerConvProblem, args: list[Array], dims: list[int | None]) -> tuple[list[Array], list[int]]:
+def _batch(op: _op.Kernel, p: IntegerConvProblem, args: list[Array], dims: list[int | None]) -> _op.Batched:
     """Mapped images fold into N, mapped filters into K; both are groups more."""
     size, (lhs, rhs), (left, right) = _op.batch_size(args, dims), args, dims
     images, channels, filters = p.lhs_spec[0], p.lhs_spec[1], p.rhs_spec[0]
@@ -51,21 +57,21 @@ def _batch(p: IntegerConvProblem, args: list[Array], dims: list[int | None]) -> 
         assert left is not None
         lhs = _op.fold(lhs, left, images, p.batch_groups)
         q = replace(p, lhs_shape=_longer(p.lhs_shape, images, size))
-        return [_op.unfold(kernel(q, lhs, rhs), size, p.out_spec[0])], [0]
+        return [_op.unfold(op(q, lhs, rhs), size, p.out_spec[0])], [0]
     q = replace(p, rhs_shape=_longer(p.rhs_shape, filters, size))
     if left is None:
         groups = p.groups * p.batch_groups
         rhs = _op.fold(rhs, right, filters, groups)
-        return [_op.unfold(kernel(q, lhs, rhs), size, p.out_spec[1], groups)], [0]
+        return [_op.unfold(op(q, lhs, rhs), size, p.out_spec[1], groups)], [0]
     rhs = _op.fold(rhs, right, filters)
     axis = images if p.batch_groups > 1 else channels
     q = replace(q, lhs_shape=_longer(p.lhs_shape, axis, size))
     more = dict(batch_groups=p.batch_groups * size) if p.batch_groups > 1 else dict(groups=p.groups * size)
-    out = kernel(replace(q, **more), _op.fold(lhs, left, axis), rhs)
+    out = op(replace(q, **more), _op.fold(lhs, left, axis), rhs)
     return [_op.unfold(out, size, p.out_spec[1])], [0]
 
 
-def _partition(p: IntegerConvProblem) -> _sharding.Partition:
+def _partition(p: IntegerConvProblem, operands: Sequence[str], results: Sequence[str]) -> _sharding.Partition:
     """Images, groups, and of one group the channels may be split. A sum over shards wraps around as any does."""
     g, b = p.groups > 1, p.batch_groups > 1
     grouped = "g" if g else "b"
@@ -103,11 +109,10 @@ def _partition(p: IntegerConvProblem) -> _sharding.Partition:
 
 kernel = _op.kernel(
     "conv_integer",
+    "x w -> y",
+    _op.Family({}, _array, _attrs, _partition, batch=_batch),
     reference=reference.conv_integer,
-    results=lambda p: [(p.out_shape, p.dtype)],
-    wire=_wire,
-    batch=_batch,
-    partition=_partition,
+    flops=lambda p: p.flops,
 )
 
 

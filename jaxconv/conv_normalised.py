@@ -9,7 +9,6 @@ import dataclasses
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxconv import _halo, _op, _plan, _sharding, batchnorm, conv
 from jaxconv._problem import BatchNormConvProblem, BatchNormProblem, NormalisedConvProblem
@@ -25,26 +24,12 @@ replace = dataclasses.replace
 # a's gradient
 
 
-def _wire(p: NormalisedConvProblem, plan: _plan.Plan, operands: str, results: str, sums: str = "") -> _op.Wire:
-    """Letters as conv's wire has them; (C,) of the batch-norm follow."""
-    wire = conv._wire(p, plan, operands + "bbbb" + sums, results)
-    attrs = {**wire.attrs, "norm": batchnorm._wire(p.norm, 5, 1).attrs["norm"]}
-    return replace(wire, attrs=attrs | {"count": np.int64(p.count)} if sums else attrs)
+def _attrs(p: NormalisedConvProblem, plan: _plan.Plan) -> dict[str, Any]:
+    return conv.window(p, plan) | batchnorm.attrs(p.norm, plan)
 
 
-def _by_instances(made: Any, operands: str, results: str) -> Any:
-    """The batching rule: images of different instances have statistics of their own, so into channels, always."""
-
-    def batch(p: NormalisedConvProblem, args: list[Array], dims: list[int | None]) -> tuple[list[Array], list[int]]:
-        size = _op.batch_size(args, dims)
-        channel, _, out_channel = conv._axes(p)
-        axis = {"x": channel, "y": channel, "w": out_channel, "p": 0}
-        fronted = [_op.to_front(a, d, size) for a, d in zip(args, dims, strict=True)]
-        folded = [_op.fold(a, 0, axis[o]) for a, o in zip(fronted, operands, strict=True)]
-        outs = conv._listed(made()(conv._grouped(p, size), *folded))
-        return [_op.unfold(out, size, axis[r]) for out, r in zip(outs, results, strict=True)], [0] * len(outs)
-
-    return batch
+def _flops(p: NormalisedConvProblem) -> int:
+    return p.flops + batchnorm.infer.flops(p.norm)
 
 
 def _normalise(p: NormalisedConvProblem, x: Array, *v: Array) -> Array:
@@ -94,31 +79,31 @@ def _whole(split: _sharding.Split) -> bool:
 def _shard(p: NormalisedConvProblem, split: _sharding.Split, x: Array, w: Array, *v: Array) -> list[Array]:
     if _whole(split):
         return [normalised(p, x, w, *v)]
-    return conv._fprop_shard(p.conv, split, _normalise(p, x, *v), w)
+    return conv.fprop_shard(p.conv, split, _normalise(p, x, *v), w)
 
 
 def _wgrad_shard(p: NormalisedConvProblem, split: _sharding.Split, x: Array, dy: Array, *v: Array) -> list[Array]:
     if _whole(split):
-        return [conv._summed(normalised_wgrad(p, x, dy, *v), split, "n")]
-    return conv._wgrad_shard(p.conv, split, _normalise(p, x, *v), dy)
+        return [conv.summed(normalised_wgrad(p, x, dy, *v), split, "n")]
+    return conv.wgrad_shard(p.conv, split, _normalise(p, x, *v), dy)
 
 
 def _gradient_shard(
     p: NormalisedConvProblem, split: _sharding.Split, x: Array, dy: Array, w: Array, *v: Array
 ) -> list[Array]:
     if _whole(split):
-        return [conv._summed(out, split, "n") for out in normalised_gradient(p, x, dy, w, *v)]
+        return [conv.summed(out, split, "n") for out in normalised_gradient(p, x, dy, w, *v)]
     scale, bias, mean, var = v
     (dw,) = _wgrad_shard(p, split, x, dy, *v)
-    (da,) = conv._dgrad_shard(p.conv, split, dy, w)
+    (da,) = conv.dgrad_shard(p.conv, split, dy, w)
     norm = _norm(p, x, want_dx=False)
     # Sums cross the mesh where images and pixels are split, by the batch-norm's names for these axes
     pixels = ["n", *map(_halo.name, range(p.nd))]
-    of_norm = dict(zip(pixels, (name for name in batchnorm._axes(norm) if name != "c"), strict=True))
+    of_norm = dict(zip(pixels, (name for name in batchnorm.axis_names(norm) if name != "c"), strict=True))
     of_norm = {of_norm[name]: axes for name, axes in split.items() if name in of_norm}
     images = x.shape[0] * jax.lax.psum(1, split.get("n", ()))  # p has a shard's, but all of the pixels
     whole = replace(norm, shape=(images, *p.x_shape[1:]))
-    return [dw, *batchnorm._backward_shard(whole, norm, of_norm, x, da, scale, bias, mean, _rstd(p.norm, var))]
+    return [dw, *batchnorm.backward_shard(whole, norm, of_norm, x, da, scale, bias, mean, _rstd(p.norm, var))]
 
 
 def _dx_shard(
@@ -126,46 +111,49 @@ def _dx_shard(
 ) -> list[Array]:
     if _whole(split):
         return [normalised_dx(p, x, dy, w, *v)]
-    (da,) = conv._dgrad_shard(p.conv, split, dy, w)
+    (da,) = conv.dgrad_shard(p.conv, split, dy, w)
     return [_dx_of(p, x, da, *v)]
 
 
-# (x, w, scale, bias, mean, var) -> y
+FAMILY = replace(conv.CONV, attrs=_attrs)
+
 normalised = _op.kernel(
     "conv_normalised",
+    "x w scale bias mean var -> y",
+    FAMILY,
     reference=_then_convolved,
-    results=lambda p: [(p.y_shape, p.dtype)],
-    wire=lambda p, plan: _wire(p, plan, "xw", "y"),
-    batch=_by_instances(lambda: normalised, "xwpppp", "y"),
-    partition=lambda p: conv._partition(p, "xwpppp", "y", "kc", _shard),
+    flops=_flops,
+    channels="kc",
+    run=_shard,
 )
-# (x, dy, scale, bias, mean, var) -> dw
 normalised_wgrad = _op.kernel(
     "conv_normalised_wgrad",
+    "x dy scale bias mean var -> dw",
+    FAMILY,
     reference=_then_wgrad,
-    results=lambda p: [(p.w_shape, p.dtype)],
-    wire=lambda p, plan: _wire(p, plan, "xy", "w"),
-    batch=_by_instances(lambda: normalised_wgrad, "xypppp", "w"),
-    partition=lambda p: conv._partition(p, "xypppp", "w", "kc", _wgrad_shard),
+    flops=_flops,
+    channels="kc",
+    run=_wgrad_shard,
 )
-# (x, dy, w, scale, bias, mean, var) -> dw, dscale, dbias
 normalised_gradient = _op.kernel(
     "conv_normalised_gradient",
+    "x dy w scale bias mean var -> dw dscale dbias",
+    FAMILY,
     reference=_then_gradient,
-    results=lambda p: [(p.w_shape, p.dtype)] + [(p.norm.param_shape, p.norm.param_dtype)] * 2,
-    wire=lambda p, plan: _wire(p, plan, "xyw", "wbb"),
-    batch=_by_instances(lambda: normalised_gradient, "xywpppp", "wpp"),
-    partition=lambda p: conv._partition(p, "xywpppp", "wpp", "kc", _gradient_shard),
-    multiple_results=True,
+    flops=_flops,
+    channels="kc",
+    run=_gradient_shard,
 )
-# (x, dy, w, scale, bias, mean, var, dscale, dbias) -> dx, by sums over p.count elements a channel
+# By sums over p.count elements a channel
 normalised_dx = _op.kernel(
     "conv_normalised_dx",
+    "x dy w scale bias mean var dscale dbias -> dx",
+    FAMILY,
     reference=_then_dx,
-    results=lambda p: [(p.x_shape, p.dtype)],
-    wire=lambda p, plan: _wire(p, plan, "xyw", "x", "bb"),
-    batch=_by_instances(lambda: normalised_dx, "xywpppppp", "x"),
-    partition=lambda p: conv._partition(p, "xywpppppp", "x", "kc", _dx_shard),
+    flops=_flops,
+    also="count",
+    channels="kc",
+    run=_dx_shard,
 )
 for _kernel in (normalised, normalised_wgrad, normalised_gradient, normalised_dx):
     _op.by_reference(_kernel)

@@ -22,14 +22,23 @@ Array = jax.Array
 replace = dataclasses.replace
 
 
-def _letters(p: ScaledConvProblem) -> str:
-    """Of the operands: x, w, the filter; k, numbers a channel; r, the residual, and s, a number."""
-    return (
-        "xw" + "k" * p.scaled + "k" * p.bias + "r" * bool(p.residual_dtype) + "s" * (p.residual_scaled + p.out_scaled)
-    )
+# Kinds of arrays: x, y, w, the filter; k, numbers a channel; r, like y; s, a number.
+_KINDS = {"k": "scale b", "r": "residual", "s": "residual_scale out_scale"}
 
 
-def _wire(p: ScaledConvProblem, plan: _plan.Plan) -> _op.Wire:
+def _array(p: ScaledConvProblem, kind: str) -> _op.Typed:
+    arrays = {
+        "x": (p.x_shape, p.dtype),
+        "w": (p.w_shape, p.w_dtype),
+        "k": ((p.out_channels,), "float32"),
+        "r": (p.y_shape, p.residual_dtype or p.out_dtype),
+        "y": (p.y_shape, p.out_dtype),
+        "s": ((), "float32"),
+    }
+    return arrays[kind]
+
+
+def _attrs(p: ScaledConvProblem, plan: _plan.Plan) -> dict[str, Any]:
     raise NotImplementedError("no plan has a kernel")
 
 
@@ -43,22 +52,21 @@ def _by_parts(p: ScaledConvProblem, x: Array, w: Array, *rest: Array) -> list[Ar
     return reference.conv_scaled_epilogue(p, sums, *rest)
 
 
-def _batch(p: ScaledConvProblem, args: list[Array], dims: list[int | None]) -> tuple[list[Array], list[int]]:
+def _batch(op: _op.Kernel, p: ScaledConvProblem, args: list[Array], dims: list[int | None]) -> _op.Batched:
     """Mapped images and residuals fold into N. Mapped filters and scales: the sums fold theirs into K."""
-    size, letters = _op.batch_size(args, dims), _letters(p)
-    folds = all(dim is None or letter in "xr" for dim, letter in zip(dims, letters, strict=True))
+    size, kinds = _op.batch_size(args, dims), op.operand_kinds(p)
+    folds = all(dim is None or kind in "xr" for dim, kind in zip(dims, kinds, strict=True))
     if not folds:
         outs = jax.vmap(functools.partial(_by_parts, p), in_axes=tuple(dims))(*args)
         return outs, [0]
     folded = [
-        _op.fold(_op.to_front(a, dim, size), 0, 0) if letter in "xr" else a
-        for a, dim, letter in zip(args, dims, letters, strict=True)
+        _op.fold(_op.to_front(a, dim, size), 0, 0) if kind in "xr" else a
+        for a, dim, kind in zip(args, dims, kinds, strict=True)
     ]
-    (y,) = kernel(replace(p, batch=size * p.batch), *folded)
-    return [_op.unfold(y, size, 0)], [0]
+    return [_op.unfold(op(replace(p, batch=size * p.batch), *folded), size, 0)], [0]
 
 
-def _partition(p: ScaledConvProblem) -> _sharding.Partition:
+def _partition(p: ScaledConvProblem, operands: Sequence[str], results: Sequence[str]) -> _sharding.Partition:
     """Images, groups, and without groups output channels may be split: what follows a sum needs all of it."""
     g = p.groups > 1
     c = "c" if not g else "g" if p.in_channels == p.groups else "(g c)"
@@ -71,6 +79,7 @@ def _partition(p: ScaledConvProblem) -> _sharding.Partition:
     names = {
         "x": activations(c, pixels),
         "r": activations(k, out),
+        "y": activations(k, out),
         "w": " ".join([*taps, "c", k] if p.channels_last else [k, "c", *taps]),
         "k": k,
         "s": "",
@@ -87,8 +96,8 @@ def _partition(p: ScaledConvProblem) -> _sharding.Partition:
         )
 
     return _sharding.Partition(
-        operands=[names[letter] for letter in _letters(p)],
-        results=[names["r"]],
+        operands=[names[kind] for kind in operands],
+        results=[names[kind] for kind in results],
         split=["n", "g" if g else "k"],
         local=local,
         sizes={"g": p.groups, "k": p.out_channels // p.groups},
@@ -97,12 +106,10 @@ def _partition(p: ScaledConvProblem) -> _sharding.Partition:
 
 kernel = _op.kernel(
     "conv_scaled",
+    "x w scale? b? residual? residual_scale? out_scale? -> y",
+    _op.Family(_KINDS, _array, _attrs, _partition, batch=_batch),
     reference=_by_parts,
-    results=lambda p: [(p.y_shape, p.out_dtype)],
-    wire=_wire,
-    batch=_batch,
-    partition=_partition,
-    multiple_results=True,
+    flops=lambda p: p.flops,
 )
 
 
@@ -112,8 +119,8 @@ def _no_derivative(primals: Sequence[Array], tangents: Sequence[Any], *, problem
             f"{problem.name}: a convolution of {problem.dtype} and {problem.w_dtype} has no derivative, expected 16 or "
             f"32 bits where something is differentiated; jax.lax.stop_gradient ends it in front"
         )
-    outs = kernel(problem, *primals)
-    return outs, [ad.Zero(jax.typeof(out).to_tangent_aval()) for out in outs]
+    y = kernel(problem, *primals)
+    return y, ad.Zero(jax.typeof(y).to_tangent_aval())
 
 
 ad.primitive_jvps[kernel.primitive] = _no_derivative
@@ -166,5 +173,4 @@ def run(
     if p.of_integers and not p.scaled and not p.empty and all(map(is_number, (*p.x_shape, *p.w_shape))):
         return conv_integer.kernel(replace(p.integer, implementation=p.implementation, algorithm=p.algorithm), x, w)
     args = [x, w, *(a for a in (scale, b, residual, residual_scale, out_scale) if a is not None)]
-    (y,) = reference.conv_scaled(p, *args) if p.empty else kernel(p, *args)
-    return y
+    return reference.conv_scaled(p, *args)[0] if p.empty else kernel(p, *args)

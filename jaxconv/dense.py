@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Unpack, overload
 
 import jax
@@ -19,11 +19,14 @@ from jaxconv._types import Array, DenseAlgorithm, DenseOptions, Implementation, 
 replace = dataclasses.replace
 
 
-def _operands(p: DenseProblem) -> str:
-    return "xw" + "b" * (p.bias is not None) + "c" * p.addend
+def _array(p: DenseProblem, kind: str) -> _op.Typed:
+    """s is a number for each column."""
+    if kind == "s":
+        return (p.n,), p.dtype
+    return getattr(p, f"{kind}_shape"), p.dtype
 
 
-def _wire(p: DenseProblem, plan: _plan.Plan) -> _op.Wire:
+def _attrs(p: DenseProblem, plan: _plan.Plan) -> dict[str, Any]:
     product = {
         "trans_x": np.int64(p.trans_x),
         "trans_w": np.int64(p.trans_w),
@@ -38,35 +41,38 @@ def _wire(p: DenseProblem, plan: _plan.Plan) -> _op.Wire:
         "beta": np.float64(p.beta),
         "full_float32": np.int64(p.full_float32),
     }
-    epilogue = {
-        "bias": np.int64(p.bias is not None),
-        "activation": p.activation.name,
-        "slope": np.float64(p.activation.slope),
-        "save_preactivation": np.int64(p.save_preactivation),
-    }
-    return _op.Wire(
-        {"product": product, "epilogue": epilogue}, [None] * len(_operands(p)), [None] * (1 + p.save_preactivation)
-    )
+    return {"product": product, "epilogue": _layer.epilogue(p)}
 
 
-def _batch(p: DenseProblem, args: list[Array], dims: list[int | None]) -> tuple[list[Array], list[int]]:
-    size = _op.batch_size(args, dims)
-    names = _operands(p)
-    call = dense_kernel if p.bias or p.addend or p.save_preactivation or p.activation.name != "none" else matmul
+def _flops(more: int = 0) -> Any:
+    """Those of the product, of the epilogue, and more of each result."""
+
+    def flops(p: DenseProblem) -> int:
+        epilogue = bool(p.bias) + p.addend + (p.activation.name != "none")
+        return p.flops + (epilogue + more) * math.prod(p.y_shape)
+
+    return flops
+
+
+def _batch(op: _op.Kernel, p: DenseProblem, args: list[Array], dims: list[int | None]) -> _op.Batched:
+    size, names = _op.batch_size(args, dims), op.operand_kinds(p)
     dim = dict(zip(names, dims, strict=True))
+
+    def outs_of(q: DenseProblem, operands: Sequence[Array], unfold: Callable[[Array], Array]) -> _op.Batched:
+        outs = [unfold(y) for y in _op.listed(op(q, *operands))]
+        return outs, [0] * len(outs)
+
     if p.batch is None and not p.trans_x and dim["w"] is None and dim.get("b") is None and p.bias != "row":
         # x (and c) mapped: more rows
         args = [
             _op.fold(_op.to_front(a, d, size), 0, 0) if n in "xc" else a
             for n, a, d in zip(names, args, dims, strict=True)
         ]
-        outs = call(replace(p, m=size * p.m), *args)
-        return _layer.unfolded(outs, lambda y: _op.unfold(y, size, 0))
+        return outs_of(replace(p, m=size * p.m), args, lambda y: _op.unfold(y, size, 0))
     if p.batch is None:
         mapped = tuple(n for n in names if dim[n] is not None)
         args = [a if d is None else jnp.moveaxis(a, d, 0) for a, d in zip(args, dims, strict=True)]
-        outs = call(replace(p, batch=size, batched=mapped), *args)
-        return _layer.unfolded(outs, lambda y: y)
+        return outs_of(replace(p, batch=size, batched=mapped), args, lambda y: y)
     # Instances already: an operand that has both, one or neither axis gets both or neither.
     mapped = tuple(n for n in names if dim[n] is not None or n in p.batched)
     joined = []
@@ -77,26 +83,26 @@ def _batch(p: DenseProblem, args: list[Array], dims: list[int | None]) -> tuple[
                 a = jnp.broadcast_to(a[:, None], (size, p.batch, *a.shape[1:]))
             a = a.reshape(size * p.batch, *a.shape[2:])
         joined.append(a)
-    outs = call(replace(p, batch=size * p.batch, batched=mapped), *joined)
-    return _layer.unfolded(outs, lambda y: y.reshape(size, p.batch, *y.shape[1:]))
+    more = replace(p, batch=size * p.batch, batched=mapped)
+    return outs_of(more, joined, lambda y: y.reshape(size, p.batch, *y.shape[1:]))
 
 
-def _partition(p: DenseProblem) -> _sharding.Partition:
+def _partition(
+    p: DenseProblem, operands: Sequence[str], results: Sequence[str], run: Any = None
+) -> _sharding.Partition:
     """Instances, rows, columns, and the sum."""
     bias = {"row": "m", "column": "n"}.get(p.bias or "", "one")
-    names = {"x": "k m" if p.trans_x else "m k", "w": "n k" if p.trans_w else "k n", "b": bias, "c": "m n"}
-    operands = [("v " if o in p.batched else "") + names[o] for o in _operands(p)]
-    y = "m n" if p.batch is None else "v m n"
+    names = {"x": "k m" if p.trans_x else "m k", "w": "n k" if p.trans_w else "k n", "b": bias, "c": "m n", "s": "n"}
+    names = {kind: ("v " if kind in p.batched else "") + axes for kind, axes in names.items()}
+    names["y"] = "m n" if p.batch is None else "v m n"
 
     def local(parts: Any) -> DenseProblem:
         batch = None if p.batch is None else p.batch // parts["v"]
         return replace(p, batch=batch, m=p.m // parts["m"], n=p.n // parts["n"], k=p.k // parts["k"])
 
-    return _sharding.Partition(operands, [y] * (1 + p.save_preactivation), split="vmnk", local=local)
-
-
-def _partition_dense(p: DenseProblem) -> _sharding.Partition:
-    return replace(_partition(p), run=_dense_shard)
+    return _sharding.Partition(
+        [names[o] for o in operands], [names[r] for r in results], split="vmnk", local=local, run=run
+    )
 
 
 def _dense_shard(p: DenseProblem, split: _sharding.Split, x: Array, w: Array, *rest: Array) -> list[Array]:
@@ -109,13 +115,14 @@ def _dense_shard(p: DenseProblem, split: _sharding.Split, x: Array, w: Array, *r
 # ----------------------------------------------------------------------------------------------------------------------
 # The kernels
 
+FAMILY = _op.Family({"x": "x dy", "y": "y z kept dz", "s": "db"}, _array, _attrs, _partition, batch=_batch)
+
 matmul = _op.kernel(
     "matmul",
+    "x w -> y",
+    FAMILY,
     reference=reference.matmul,
-    results=lambda p: [(p.y_shape, p.dtype)],
-    wire=_wire,
-    batch=_batch,
-    partition=_partition,
+    flops=_flops(),
 )
 
 
@@ -153,19 +160,18 @@ _op.bilinear(matmul, lambda p, ct, w: grad_x(p, ct, w), lambda p, ct, x: _grad_w
 # dense: the product with addend, bias and activation. Results y, and z where it is saved.
 dense_kernel = _op.kernel(
     "dense",
+    "x w b? c? -> y z?",
+    FAMILY,
     reference=reference.dense,
-    results=lambda p: [(p.y_shape, p.dtype)] * (1 + p.save_preactivation),
-    wire=_wire,
-    batch=_batch,
-    partition=_partition_dense,
-    multiple_results=True,
+    flops=_flops(),
+    run=_dense_shard,
 )
 
 
 def cotangents(p: DenseProblem, x: Array, w: Array, dz: Array, want: Sequence[bool]) -> list[Array | None]:
     """dx = alpha dz w^T; dw = alpha x^T dz; dc = beta dz; db sums dz."""
     grads: list[Array | None] = []
-    for operand, wanted in zip(_operands(p), want, strict=True):
+    for operand, wanted in zip(dense_kernel.operand_kinds(p), want, strict=True):
         if not wanted:
             grads.append(None)
         elif operand == "x":
@@ -183,7 +189,7 @@ def cotangents(p: DenseProblem, x: Array, w: Array, dz: Array, want: Sequence[bo
 
 
 def tangents(p: DenseProblem, x: Array, w: Array, given: Sequence[Array | None]) -> list[Array]:
-    of = dict(zip(_operands(p), given, strict=True))
+    of = dict(zip(dense_kernel.operand_kinds(p), given, strict=True))
     bare = p.bare()
     parts = [] if of["x"] is None else [matmul(bare, of["x"], w)]
     parts += [] if of["w"] is None else [matmul(bare, x, of["w"])]
@@ -219,23 +225,6 @@ def _gradient_by_calls(p: DenseProblem, dy: Array, w: Array, kept: Array) -> lis
     return through_activation(p, matmul(_product_of(p), dy, w), kept)
 
 
-def _wire_gradient(p: DenseProblem, plan: _plan.Plan) -> _op.Wire:
-    return replace(_wire(p, plan), operand_layouts=[None] * 3, result_layouts=[None] * 2)
-
-
-def _batch_gradient(p: DenseProblem, args: list[Array], dims: list[int | None]) -> tuple[list[Array], list[int]]:
-    """Instances have sums of their own, which the kernel has not."""
-    return jax.vmap(functools.partial(_gradient_by_calls, p), in_axes=tuple(dims))(*args), [0, 0]
-
-
-def _partition_gradient(p: DenseProblem) -> _sharding.Partition:
-    def local(parts: Any) -> DenseProblem:
-        return replace(p, m=p.m // parts["m"], n=p.n // parts["n"], k=p.k // parts["k"])
-
-    operands = ["m k", "n k" if p.trans_w else "k n", "m n"]
-    return _sharding.Partition(operands, ["m n", "n"], split="mnk", local=local, run=_gradient_shard)
-
-
 def _gradient_shard(p: DenseProblem, split: _sharding.Split, dy: Array, w: Array, kept: Array) -> list[Array]:
     """The derivative needs the whole product: where that is split it comes after adding the parts."""
     if "k" in split:
@@ -252,12 +241,11 @@ def _gradient_shard(p: DenseProblem, split: _sharding.Split, dy: Array, w: Array
 # or the y that it gave: f's `residual`. The problem is the product's, with f for its activation.
 dense_gradient = _op.kernel(
     "dense_gradient",
+    "dy w kept -> dz db",
+    replace(FAMILY, batch=None),
     reference=_gradient_by_calls,
-    results=lambda p: [((p.m, p.n), p.dtype), ((p.n,), p.dtype)],
-    wire=_wire_gradient,
-    batch=_batch_gradient,
-    partition=_partition_gradient,
-    multiple_results=True,
+    flops=_flops(more=1),
+    run=_gradient_shard,
 )
 _op.by_reference(dense_gradient)
 

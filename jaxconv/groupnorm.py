@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxconv import _compat, _op, _problem, _sharding, reference
+from jaxconv import _compat, _op, _plan, _problem, _sharding, reference
 from jaxconv._activation import activate_tangent
 from jaxconv._problem import GroupNormProblem
 from jaxconv._types import Array, GroupNormAlgorithm, Implementation, Operand, ToActivation
@@ -19,21 +19,27 @@ from jaxconv._types import Array, GroupNormAlgorithm, Implementation, Operand, T
 replace = dataclasses.replace
 
 
-def _wire(p: GroupNormProblem, operands: int, results: int, **extra: Any) -> _op.Wire:
-    norm = {
-        "groups": np.int64(0 if p.rows else p.groups),
-        "batched": np.int64(p.batch is not None),
-        "epsilon": np.float64(p.epsilon),
-        "activation": p.activation.name,
-        "slope": np.float64(p.activation.slope),
+def _array(p: GroupNormProblem, kind: str) -> _op.Typed:
+    """x is an array like x, p one of parameters, g numbers for each group."""
+    if kind == "x":
+        return p.x_shape, p.dtype
+    return p.param_shape if kind == "p" else p.group_shape, p.param_dtype
+
+
+def _attrs(p: GroupNormProblem, plan: _plan.Plan) -> dict[str, Any]:
+    return {
+        "norm": {
+            "groups": np.int64(0 if p.rows else p.groups),
+            "batched": np.int64(p.batch is not None),
+            "epsilon": np.float64(p.epsilon),
+            "activation": p.activation.name,
+            "slope": np.float64(p.activation.slope),
+        }
     }
-    attrs = {"norm": norm, **{k: np.int64(v) for k, v in extra.items()}}
-    return _op.Wire(attrs, [None] * operands, [None] * results)
 
 
-def _partition(p: GroupNormProblem, operands: str, results: str) -> _sharding.Partition:
-    """Images and instances may be split; with `rows` all but the channels. Letters: x is an array like x, p one per
-    channel, g per group."""
+def _partition(p: GroupNormProblem, operands: Sequence[str], results: Sequence[str]) -> _sharding.Partition:
+    """Images and instances may be split; with `rows` all but the channels."""
     lead = "v " if p.batch is not None else ""
     axes = ["n", *(f"d{axis}" for axis in range(1, len(p.shape) - 1))]
     pixels = " ".join(axes)
@@ -50,51 +56,44 @@ def _partition(p: GroupNormProblem, operands: str, results: str) -> _sharding.Pa
     )
 
 
-def _batch(p: GroupNormProblem, args: list[Array], dims: list[int | None]) -> tuple[list[Array], list[int]]:
+def _batch(op: _op.Kernel, p: GroupNormProblem, args: list[Array], dims: list[int | None]) -> _op.Batched:
     """Instances; of layer-norms that share scale and bias rows more."""
-    if not p.rows or any(dim is not None for dim in dims[1:]):
-        return _op.batch_by_instances(lambda: norm)(p, args, dims)
+    if not p.rows or any(dim is not None for dim in dims[1:]) or op is backward:
+        return _op.by_instances(op, p, args, dims)
     # Behind the instances that there are, which have a scale each
     at = len(p.lead)
     x = jnp.moveaxis(args[0], dims[0], at)
-    return norm(replace(p, shape=x.shape[at:]), x, *args[1:]), [at] * 3
+    return op(replace(p, shape=x.shape[at:]), x, *args[1:]), [at] * 3
+
+
+def _flops(each: int) -> Any:
+    """`each` an element of x, and those of what follows."""
+    return lambda p: p.size * (each + (p.activation.name != "none"))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The kernels
 
 
-def _x(p: GroupNormProblem) -> tuple[tuple[int, ...], str]:
-    return p.x_shape, p.dtype
+FAMILY = _op.Family(
+    {"x": "x y dx dy", "p": "scale bias dscale dbias", "g": "mean rstd"}, _array, _attrs, _partition, batch=_batch
+)
 
-
-def _param(p: GroupNormProblem) -> tuple[tuple[int, ...], str]:
-    return p.param_shape, p.param_dtype
-
-
-def _group(p: GroupNormProblem) -> tuple[tuple[int, ...], str]:
-    return p.group_shape, p.param_dtype
-
-
-# (x, scale, bias) -> y, mean, rstd
 norm = _op.kernel(
     "groupnorm",
+    "x scale bias -> y mean rstd",
+    FAMILY,
     reference=reference.groupnorm,
-    results=lambda p: [_x(p), _group(p), _group(p)],
-    wire=lambda p, plan: _wire(p, 3, 3),
-    batch=_batch,
-    partition=lambda p: _partition(p, "xpp", "xgg"),
-    multiple_results=True,
+    flops=_flops(8),
 )
-# (x, dy, scale, bias, mean, rstd) -> dscale, dbias, dx?
+# Each sum also of the group, each element by its channel's scale
 backward = _op.kernel(
     "groupnorm_backward",
+    "x dy scale bias mean rstd -> dscale dbias dx?",
+    FAMILY,
     reference=reference.groupnorm_backward,
-    results=lambda p: [_param(p)] * 2 + [_x(p)] * p.want_dx,
-    wire=lambda p, plan: _wire(p, 6, 2 + p.want_dx, want_dx=p.want_dx),
-    batch=_op.batch_by_instances(lambda: backward),
-    partition=lambda p: _partition(p, "xxppgg", "pp" + "x" * p.want_dx),
-    multiple_results=True,
+    flops=_flops(11),
+    also="want_dx",
 )
 _op.by_reference(backward)
 # jet has no rule for a formula that waits for the platform.

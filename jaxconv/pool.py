@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,34 +18,38 @@ from jaxconv._types import Array, Implementation, Layout, Operand, Padding, PerD
 replace = dataclasses.replace
 
 
-def _wire(p: PoolProblem, plan: _plan.Plan, results: int, given: Sequence[int]) -> _op.Wire:
-    pool = {
-        "window": np.array(p.window, np.int64),
-        "stride": np.array(p.stride, np.int64),
-        "pad_low": np.array([low for low, _ in p.padding], np.int64),
-        "pad_high": np.array([high for _, high in p.padding], np.int64),
-        "dilation": np.array(p.dilation, np.int64),
-        "dims_channels_last": np.int64(p.channels_last),
-        "save": np.int64(p.save),
+def _array(p: PoolProblem, kind: str) -> _op.Typed:
+    return p.x_shape if kind == "x" else p.y_shape, "uint8" if kind == "position" else p.dtype
+
+
+def _attrs(p: PoolProblem, plan: _plan.Plan) -> dict[str, Any]:
+    return {
+        "pool": {
+            "window": np.array(p.window, np.int64),
+            "stride": np.array(p.stride, np.int64),
+            "pad_low": np.array([low for low, _ in p.padding], np.int64),
+            "pad_high": np.array([high for _, high in p.padding], np.int64),
+            "dilation": np.array(p.dilation, np.int64),
+            "dims_channels_last": np.int64(p.channels_last),
+            "save": np.int64(p.save),
+        }
     }
-    layout = (0, *range(2, p.nd + 2), 1) if plan.asks_channels_last else None
-    return _op.Wire({"pool": pool}, [layout] * len(given), [layout] * results, operands=given)
 
 
-def _batch(call: Any) -> Any:
+def _layout(p: PoolProblem, plan: _plan.Plan, kind: str) -> _op.Layout | None:
+    return (0, *range(2, p.nd + 2), 1) if plan.asks_channels_last else None
+
+
+def _batch(op: _op.Kernel, p: PoolProblem, args: list[Array], dims: list[int | None]) -> _op.Batched:
     """Mapped arrays fold into N."""
-
-    def batch(p: PoolProblem, args: list[Array], dims: list[int | None]) -> tuple[list[Array], list[int]]:
-        size = _op.batch_size(args, dims)
-        folded = [_op.fold(_op.to_front(a, d, size), 0, 0) for a, d in zip(args, dims, strict=True)]
-        outs = call()(replace(p, batch=size * p.batch), *folded)
-        return [_op.unfold(out, size, 0) for out in outs], [0] * len(outs)
-
-    return batch
+    size = _op.batch_size(args, dims)
+    folded = [_op.fold(_op.to_front(a, d, size), 0, 0) for a, d in zip(args, dims, strict=True)]
+    outs = op(replace(p, batch=size * p.batch), *folded)
+    return [_op.unfold(out, size, 0) for out in _op.listed(outs)], [0] * len(outs)
 
 
-def _partition(p: PoolProblem, operands: str, results: str, run: Any) -> _sharding.Partition:
-    """Letters: x, y (and positions). Images, pixels and channels may be split."""
+def _partition(p: PoolProblem, operands: Sequence[str], results: Sequence[str], run: Any) -> _sharding.Partition:
+    """Images, pixels and channels may be split."""
     pixels = [_halo.name(i) for i in range(p.nd)]
     axes = " ".join(["n", *pixels, "c"] if p.channels_last else ["n", "c", *pixels])
     return _sharding.Partition(
@@ -69,30 +74,36 @@ def _shard(p: PoolProblem, split: _sharding.Split, x: Array) -> list[Array]:
 def _backward_shard(p: PoolProblem, split: _sharding.Split, x: Array, position: Array, dy: Array) -> list[Array]:
     pixels = _halo.pixels(p, split)
     q, read = _halo.exchange_windows(p, pixels, x)
-    (dx,) = backward(q, read, position, _halo.own_windows(p, pixels, dy))
+    dx = backward(q, read, position, _halo.own_windows(p, pixels, dy))
     return [_halo.own_dx_of_windows(p, pixels, x, dx)]
 
 
-# x -> y, and of a problem that saves them the positions: uint8, like y
+def _flops(p: PoolProblem) -> int:
+    """One a tap, in either direction."""
+    return math.prod(p.y_shape) * p.taps
+
+
+FAMILY = _op.Family({"x": "x dx", "y": "y dy"}, _array, _attrs, _partition, _layout, _batch)
+
+# A position is a maximum's in its window.
 kernel = _op.kernel(
     "max_pool",
+    "x -> y position?",
+    FAMILY,
     reference=reference.max_pool,
-    results=lambda p: [(p.y_shape, p.dtype)] + [(p.y_shape, "uint8")] * p.save,
-    wire=lambda p, plan: _wire(p, plan, 1 + p.save, (0,)),
-    batch=_batch(lambda: kernel),
-    partition=lambda p: _partition(p, "x", "y" + "y" * p.save, _shard),
-    multiple_results=True,
+    flops=_flops,
+    run=_shard,
 )
-# (x, positions, dy) -> dx, of a problem that saves positions. The kernel reads positions, XLA's scatter x: whichever is
-# not read is dropped when a whole step is compiled.
+# Of a problem that saves positions. The kernel reads these, XLA's scatter x: whichever is not read is dropped when a
+# whole step is compiled.
 backward = _op.kernel(
     "max_pool_backward",
+    "x position dy -> dx",
+    FAMILY,
     reference=reference.max_pool_backward,
-    results=lambda p: [(p.x_shape, p.dtype)],
-    wire=lambda p, plan: _wire(p, plan, 1, (1, 2)),
-    batch=_batch(lambda: backward),
-    partition=lambda p: _partition(p, "xyy", "x", _backward_shard),
-    multiple_results=True,
+    flops=_flops,
+    unread="x",
+    run=_backward_shard,
 )
 
 
@@ -104,7 +115,7 @@ def _forward(p: PoolProblem, x: Array) -> tuple[list[Array], Any]:
 def _backward(
     p: PoolProblem, residuals: Any, cotangents: Sequence[Array | None], want: Sequence[bool]
 ) -> list[Array | None]:
-    return backward(replace(p, save=True), *residuals, cotangents[0])
+    return [backward(replace(p, save=True), *residuals, cotangents[0])]
 
 
 def _tangent(p: PoolProblem, residuals: Any, tangents: Sequence[Array | None]) -> list[Array]:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxconv import _op, _problem, _sharding, reference
+from jaxconv import _op, _plan, _problem, _sharding, reference
 from jaxconv._activation import activate, activate_tangent
 from jaxconv._problem import SqueezeExciteProblem
 from jaxconv._types import Array, Implementation, Operand, SqueezeExciteAlgorithm, ToActivation, ToGate
@@ -20,10 +20,19 @@ from jaxconv._types import Array, Implementation, Operand, SqueezeExciteAlgorith
 replace = dataclasses.replace
 
 
-def _wire(p: SqueezeExciteProblem, operands: int, results: int, **extra: Any) -> _op.Wire:
-    squeeze = {"activation": p.activation.name, "slope": np.float64(p.activation.slope), "gate": p.gate}
-    attrs = {"squeeze": squeeze, **{k: np.int64(v) for k, v in extra.items()}}
-    return _op.Wire(attrs, [None] * operands, [None] * results)
+# w1, b1, w2 and b2 are parameters, of kinds of their own.
+KINDS = {"x": "x y dx dy", "m": "mean gate dz2", "z": "z1 dz1"}
+
+
+def _array(p: SqueezeExciteProblem, kind: str) -> _op.Typed:
+    """x is an array like x; m of numbers per image and channel, z per image and hidden."""
+    shapes = {"x": p.x_shape, "m": p.mean_shape, "z": p.hidden_shape, "w1": p.w1_shape, "w2": p.w2_shape}
+    shapes |= {"b1": (p.hidden,), "b2": (p.channels,)}
+    return shapes[kind], p.dtype if kind == "x" else p.param_dtype
+
+
+def _attrs(p: SqueezeExciteProblem, plan: _plan.Plan) -> dict[str, Any]:
+    return {"squeeze": {"activation": p.activation.name, "slope": np.float64(p.activation.slope), "gate": p.gate}}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -31,19 +40,16 @@ def _wire(p: SqueezeExciteProblem, operands: int, results: int, **extra: Any) ->
 # formula, with a sum over the shards of a few numbers an image. x is never gathered.
 
 
-def _names(p: SqueezeExciteProblem) -> dict[str, str]:
-    """The axes of each array: x is an array like x; m of numbers per image and channel, z per image and hidden."""
-    pixels = " ".join(f"d{axis}" for axis in range(1, len(p.shape) - 1))
-    return {"x": f"n {pixels} c", "m": "n c", "z": "n r", "w1": "c r", "b1": "r", "w2": "r c", "b2": "c"}
-
-
-def _partition(p: SqueezeExciteProblem, run: Any, operands: Sequence[str], results: Sequence[str]) -> Any:
-    names = _names(p)
+def _partition(
+    p: SqueezeExciteProblem, operands: Sequence[str], results: Sequence[str], run: Any
+) -> _sharding.Partition:
     axes = ["n", *(f"d{axis}" for axis in range(1, len(p.shape) - 1)), "c"]
+    names = {"x": " ".join(axes), "m": "n c", "z": "n r", "w1": "c r", "b1": "r", "w2": "r c", "b2": "c"}
 
     def local(parts: Any) -> SqueezeExciteProblem:
         return replace(p, shape=tuple(e // parts[axis] for axis, e in zip(axes, p.shape, strict=True)))
 
+    run = functools.partial(run, p)
     return _sharding.Partition([names[o] for o in operands], [names[r] for r in results], axes, local, run=run)
 
 
@@ -100,63 +106,40 @@ def _backward_shard(
 # The kernels
 
 
-def _x(p: SqueezeExciteProblem) -> tuple[tuple[int, ...], str]:
-    return p.x_shape, p.dtype
-
-
-def _mean(p: SqueezeExciteProblem) -> tuple[tuple[int, ...], str]:
-    return p.mean_shape, p.param_dtype
-
-
-def _hidden(p: SqueezeExciteProblem) -> tuple[tuple[int, ...], str]:
-    return p.hidden_shape, p.param_dtype
-
-
-def _batch(call: Any, parameters: Sequence[int]) -> Any:
+def _batch(op: _op.Kernel, p: SqueezeExciteProblem, args: list[Array], dims: list[int | None]) -> _op.Batched:
     """Mapped images are more images. Where parameters are mapped the reference is, by JAX."""
-
-    def batch(p: SqueezeExciteProblem, args: list[Array], dims: list[int | None]) -> tuple[list[Array], list[int]]:
-        made = call()
-        if any(dims[i] is not None for i in parameters):
-            outs = jax.vmap(functools.partial(made.reference, p), in_axes=tuple(dims))(*args)
-            return outs, [0] * len(outs)
-        size = _op.batch_size(args, dims)
-        folded = [
-            a if i in parameters else _op.fold(_op.to_front(a, d, size), 0, 0)
-            for i, (a, d) in enumerate(zip(args, dims, strict=True))
-        ]
-        outs = made(replace(p, shape=(size * p.images, *p.shape[1:])), *folded)
-        return [_op.unfold(out, size, 0) for out in outs], [0] * len(outs)
-
-    return batch
+    shared = [kind not in KINDS for kind in op.operand_kinds(p)]
+    if any(dim is not None for dim, parameter in zip(dims, shared, strict=True) if parameter):
+        return _op.by_reference_mapped(op, p, args, dims)
+    size = _op.batch_size(args, dims)
+    folded = [
+        a if parameter else _op.fold(_op.to_front(a, dim, size), 0, 0)
+        for a, dim, parameter in zip(args, dims, shared, strict=True)
+    ]
+    outs = op(replace(p, shape=(size * p.images, *p.shape[1:])), *folded)
+    return [_op.unfold(out, size, 0) for out in outs], [0] * len(outs)
 
 
-# (x, w1, b1, w2, b2) -> y, mean, z1, gate
+FAMILY = _op.Family(KINDS, _array, _attrs, _partition, batch=_batch)
+
+# A sum and a product of each element, and two products of each image
 excite = _op.kernel(
     "squeeze_excite",
+    "x w1 b1 w2 b2 -> y mean z1 gate",
+    FAMILY,
     reference=reference.squeeze_excite,
-    results=lambda p: [_x(p), _mean(p), _hidden(p), _mean(p)],
-    wire=lambda p, plan: _wire(p, 5, 4),
-    batch=_batch(lambda: excite, (1, 2, 3, 4)),
-    partition=lambda p: _partition(
-        p, functools.partial(_forward_shard, p), ["x", "w1", "b1", "w2", "b2"], ["x", "m", "z", "m"]
-    ),
-    multiple_results=True,
+    flops=lambda p: 2 * p.size + 4 * p.images * p.channels * p.hidden,
+    run=_forward_shard,
 )
-# (x, dy, w1, w2, z1, gate) -> dz2, dz1, dx?
+# A product, its sum; for dx a product and a sum more, and the other product of each image
 backward = _op.kernel(
     "squeeze_excite_backward",
+    "x dy w1 w2 z1 gate -> dz2 dz1 dx?",
+    FAMILY,
     reference=reference.squeeze_excite_backward,
-    results=lambda p: [_mean(p), _hidden(p)] + [_x(p)] * p.want_dx,
-    wire=lambda p, plan: _wire(p, 6, 2 + p.want_dx, want_dx=p.want_dx),
-    batch=_batch(lambda: backward, (2, 3)),
-    partition=lambda p: _partition(
-        p,
-        functools.partial(_backward_shard, p),
-        ["x", "x", "w1", "w2", "z", "m"],
-        ["m", "z"] + ["x"] * p.want_dx,
-    ),
-    multiple_results=True,
+    flops=lambda p: (2 * p.size + 2 * p.images * p.channels * p.hidden) * (1 + p.want_dx),
+    also="want_dx",
+    run=_backward_shard,
 )
 _op.by_reference(backward)
 
@@ -192,18 +175,18 @@ def _tangent(p: SqueezeExciteProblem, residuals: Any, tangents: Sequence[Array |
     x, w1, _, w2, _, mean, z1, gate = residuals
     tx, tw1, tb1, tw2, tb2 = tangents
 
-    def total(like: tuple[tuple[int, ...], str], *parts: Array | None) -> Array:
-        some = [part for part in parts if part is not None]
-        return sum(some[1:], some[0]) if some else jnp.zeros(*like)
+    def total(shape: tuple[int, ...], *parts: Array | None) -> Array:
+        terms = [part for part in parts if part is not None]
+        return sum(terms[1:], terms[0]) if terms else jnp.zeros(shape, p.param_dtype)
 
     product = reference.small_product
-    tmean = total(_mean(p), None if tx is None else reference.over_pixels(p, tx.astype(p.param_dtype)) / p.pixels)
+    tmean = total(p.mean_shape, None if tx is None else reference.over_pixels(p, tx.astype(p.param_dtype)) / p.pixels)
     tz1 = product(tmean, w1)
-    tz1 = total(_hidden(p), tz1, None if tw1 is None else product(mean, tw1), None if tb1 is None else tb1[None])
+    tz1 = total(p.hidden_shape, tz1, None if tw1 is None else product(mean, tw1), None if tb1 is None else tb1[None])
     th = activate_tangent(p.activation, z1, tz1)
     tz2 = product(th, w2)
     th2 = None if tw2 is None else product(activate(p.activation, z1), tw2)
-    tz2 = total(_mean(p), tz2, th2, None if tb2 is None else tb2[None])
+    tz2 = total(p.mean_shape, tz2, th2, None if tb2 is None else tb2[None])
     tgate = reference.gated_grad(p.gate, gate, tz2)
     ty = x.astype(p.param_dtype) * reference.of_pixels(p, tgate)
     if tx is not None:

@@ -18,6 +18,7 @@ import os
 import pathlib
 import sys
 import time
+import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -28,7 +29,7 @@ from jax.sharding import AxisType
 
 from jaxconv import _enable, _op, _plan, _problem, _timing
 from jaxconv._enable import forms
-from jaxconv._plan import measured, tuned
+from jaxconv._plan import in_place, measured, tuned
 from jaxconv._plan.tuned import Results
 from jaxconv._problem import ConvProblem
 from jaxconv._types import OfArguments, P
@@ -146,7 +147,8 @@ class Tune:
         What is kept holds for exactly these problems, on this kind of device, with these versions of jaxlib and
         jaxconv. It holds in this process from now on (functions under jit are compiled anew at their next call) and in
         later ones: it is written to `jaxconv.tune.path()`, which JAXCONV_TUNING=FILE moves. `jaxconv.explain` then
-        shows "tuned on this device". Nothing else in jaxconv times anything.
+        shows "tuned on this device". Nothing else in jaxconv times anything, unless it is asked to
+        (`enable(tune=True)`, `accelerate(f, tune=True)`, JAXCONV_TUNE=1).
 
         Args:
           f: any JAX function, jitted or not. It is traced, and with `verify` compiled and run some hundred times. Its
@@ -173,7 +175,8 @@ class Tune:
 
         @functools.wraps(f, updated=())
         def tuning(*args: Any, **kwargs: Any) -> Tuning:
-            return _tune(f, args, kwargs, float(seconds), verify, again, save, progress)
+            with in_place.nothing_timed():  # but here
+                return _tune(f, args, kwargs, float(seconds), verify, again, save, progress)
 
         return tuning
 
@@ -311,6 +314,11 @@ def _in_memory(job: _Job, device: _plan.Device) -> _Job:
     return dataclasses.replace(job, problem=last, operands=(*first, *job.operands[2:]))
 
 
+Clock = Callable[
+    [Mapping[str, Callable[..., Any]], Sequence[tuple[Any, ...]], float], tuple[dict[str, float], dict[str, str]]
+]
+
+
 def _random(operands: Sequence[tuple[tuple[int, ...], str]], key: jax.Array) -> list[jax.Array]:
     """Between .5 and 1.5: good for variances too."""
 
@@ -327,6 +335,18 @@ def _time(
     functions: Mapping[str, Callable[..., Any]], sets: Sequence[tuple[Any, ...]], seconds: float
 ) -> tuple[dict[str, float], dict[str, str]]:
     """(milliseconds of each function, what could not be timed and why). Every function is compiled here."""
+    timings, failed = timings_of(functions, sets, seconds)
+    return {name: timing.median_ms for name, timing in timings.items()}, failed
+
+
+def timings_of(
+    functions: Mapping[str, Callable[..., Any]],
+    sets: Sequence[tuple[Any, ...]],
+    seconds: float,
+    step: Callable[[str], None] = lambda name: None,
+) -> tuple[dict[str, _timing.Timing], dict[str, str]]:
+    """(times of each function, what could not be timed and why). `step` is called with a function's name before it is
+    compiled, and after each of its rounds."""
     programs: dict[str, _timing.Program] = {}
     failed: dict[str, str] = {}
     deadline = time.monotonic() + seconds
@@ -335,6 +355,7 @@ def _time(
         if programs and time.monotonic() > deadline:
             failed[name] = "the time was up"
             continue
+        step(name)
         try:
             program = _timing.Program(function, sets)
             program.once()
@@ -349,14 +370,28 @@ def _time(
         programs[name] = program
     left = max(deadline - time.monotonic(), 0.1)
     each = min(_SECONDS_EACH, left / max(len(programs), 1))
-    timings = _timing.measure(programs, seconds=each) if programs else {}
+    timings = _timing.measure(programs, seconds=each, step=step) if programs else {}
     for program in programs.values():
         program.release()
-    return {name: timing.median_ms for name, timing in timings.items()}, failed
+    return timings, failed
 
 
-def _measure(job: _Job, device: _plan.Device, seconds: float) -> tuple[dict[str, float], dict[str, str]]:
-    """Milliseconds by "xla" and native kernel (with its tile) at one problem, and what failed."""
+def _measure(
+    job: _Job,
+    device: _plan.Device,
+    seconds: float,
+    kernels: Sequence[str] | None = None,
+    clock: Clock | None = None,
+    of_xla: Mapping[str, Any] = types.MappingProxyType({}),
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Milliseconds by "xla" and native kernel (with its tile) at one problem, and what failed.
+
+    Args:
+      kernels: of the candidates those that are timed; None is all.
+      clock: what times them, `_time` or like it.
+      of_xla: fields of the problem that XLA is given in place of its own.
+    """
+    clock = clock or _time
     job = _in_memory(job, device)
 
     def function(**forced: Any) -> Callable[..., Any]:
@@ -365,6 +400,7 @@ def _measure(job: _Job, device: _plan.Device, seconds: float) -> tuple[dict[str,
 
     deadline = time.monotonic() + seconds
     candidates = _candidates(job.op, job.problem, device)
+    candidates = [plan for plan in candidates if kernels is None or plan.kernel in kernels]
     functions = {plan.spec: function(algorithm=plan.spec) for plan in candidates}
     firsts = {plan.kernel: plan.spec for plan in reversed(candidates)}  # the tile that it wants most
     make = jax.jit(functools.partial(_random, job.operands))
@@ -372,7 +408,7 @@ def _measure(job: _Job, device: _plan.Device, seconds: float) -> tuple[dict[str,
     with _on_one_device():
         sets = [tuple(make(key)) for key in jax.random.split(jax.random.key(0), count)]
         some = {spec: functions[spec] for spec in functions if spec in firsts.values()}
-        ms, failed = _time({"xla": function(implementation="xla"), **some}, sets, seconds)
+        ms, failed = clock({"xla": function(implementation="xla", **of_xla), **some}, sets, seconds)
         most = _TILES_WITHIN * min(ms.values(), default=0.0)
         near = [kernel for kernel, spec in firsts.items() if ms.get(spec, math.inf) <= most]
         others = [p.spec for p in candidates if p.kernel in near and p.spec not in some]
@@ -381,7 +417,7 @@ def _measure(job: _Job, device: _plan.Device, seconds: float) -> tuple[dict[str,
             return ms, failed
         # The fastest again: times of two rounds differ by the clocks that the device had.
         again = min((firsts[k] for k in near), key=ms.__getitem__)
-        more, failed_too = _time({spec: functions[spec] for spec in (again, *others)}, sets, left)
+        more, failed_too = clock({spec: functions[spec] for spec in (again, *others)}, sets, left)
         drift = ms[again] / more.pop(again) if again in more else 1.0
         return ms | {spec: value * drift for spec, value in more.items()}, failed | failed_too
 
@@ -535,6 +571,7 @@ def _entry(job: _Job, device: _plan.Device, ms: dict[str, float]) -> tuned.Entry
         choice=None,
         driver=tuned.driver() if device.platform == "cuda" else "",
         timer=_timing.timer(),
+        when=tuned.now(),
     )
 
 

@@ -57,9 +57,9 @@ def calls_of(part: str) -> list[tuple[str, sanitize.Call, list[np.ndarray]]]:
             if sanitize.supported(call, DEVICE):
                 for one in sanitize.forced(call, DEVICE) if PLATFORM == "cuda" else [call]:
                     if sanitize.runs(one, DEVICE):
-                        made, p, operands = one
+                        made, p = one
                         title = f"{made.name} {case} {p.algorithm}"
-                        found.append((title, one, [operand(shape, t) for shape, t in operands]))
+                        found.append((title, one, [operand(shape, t) for shape, t in made.operands(p).values()]))
     return found
 
 
@@ -70,7 +70,7 @@ def of_part(part: str) -> dict[str, str]:
     for some in (calls[i : i + A_PROGRAM] for i in range(0, len(calls), A_PROGRAM)):
 
         def program(args: Any, some: Any = some) -> Any:
-            return [made(p, *given) for (_, (made, p, _), _), given in zip(some, args, strict=True)]
+            return [made(p, *given) for (_, (made, p), _), given in zip(some, args, strict=True)]
 
         seen, held = [], []
         for options in ({}, CAPTURED) if PLATFORM == "cuda" else ({},):

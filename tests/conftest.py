@@ -49,8 +49,9 @@ os.environ["JAXCONV_TUNING"] = os.path.join(sys.prefix, "cache", "no_tuning.json
 
 import jaxconv
 from jaxconv import _enable, _native, _timing
-from jaxconv._plan import tuned
+from jaxconv._plan import in_place, tuned
 from jaxconv.accelerate import groupnorm as accelerated_groupnorm
+from jaxconv.accelerate import rewrite as accelerated_rewrite
 from jaxconv.accelerate import squeeze_excite as accelerated_squeeze_excite
 
 # The cases of the benchmarks. At the end of the path: the source folder's jaxconv has no compiled modules.
@@ -177,8 +178,10 @@ def enable_is_off():
 
 
 @pytest.fixture(autouse=True)
-def layernorms_and_excitations_are_replaced(request, monkeypatch):
-    """By accelerate, on a GPU too: which it takes there is its plan's choice, what it recognises is not."""
+def norms_and_excitations_are_replaced(request, monkeypatch):
+    """By accelerate, on every device: which it takes there is the device's choice, what it recognises is not."""
+    if not request.node.get_closest_marker("as_planned"):
+        monkeypatch.setattr(accelerated_rewrite, "as_written_on_cpu", lambda: False)
     if helpers.PLATFORM == "cuda" and not request.node.get_closest_marker("as_planned"):
         monkeypatch.setattr(accelerated_groupnorm, "_left_to_xla", lambda n, dtype: None)
         monkeypatch.setattr(accelerated_squeeze_excite, "_left_to_xla", lambda e: None)
@@ -195,7 +198,7 @@ def one_profiler(monkeypatch):
 
     monkeypatch.setattr(jax.profiler, "trace", trace)
     if profiled and helpers.PLATFORM == "cuda":
-        monkeypatch.setattr(_timing, "_cupti", lambda: None)
+        monkeypatch.setattr(_timing, "cupti", lambda: None)
 
 
 @pytest.fixture
@@ -205,7 +208,8 @@ def tuning_file(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXCONV_TUNING", str(path))
 
     def forget():
-        tuned._of_file.cache_clear()
+        tuned.forget()
+        in_place.forget()
         tuned._warned.clear()
         tuned.activate(None)
 

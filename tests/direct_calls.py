@@ -27,7 +27,7 @@ from jaxconv.joints import region
 KERNELS = {kernel.name: kernel for kernel in _op.KERNELS.values()}
 # A GPU's alone: a CPU's targets and examples are without them.
 ON_GPUS = (
-    *("dense_gradient", "conv_dgrad_sums"),
+    *("dense_gradient", "conv_dgrad_sums", "conv_scaled"),
     *("batchnorm_backward_add", "batchnorm_shortcut_backward", "batchnorm_signs"),
 )
 Shape = tuple[int, ...]
@@ -239,42 +239,6 @@ def _programs() -> dict[str, tuple[str, Any, Any]]:
     }
 
 
-# What each kernel calls its operands and results; "?" marks those that a problem may lack.
-_NAMES = {
-    "conv": ("x w b?", "y z?"),
-    "conv_add": ("x w b? residual", "y z?"),
-    "conv_fprop": ("x w", "y"),
-    "conv_integer": ("x w", "y"),
-    "conv_statistics": ("x w", "y mean var"),
-    "conv_dgrad": ("dy w", "dx"),
-    "conv_dgrad_add": ("dy w c", "dx"),
-    "conv_dgrad_sums": ("dy w c signs x mean rstd", "dz dscale dbias"),
-    "conv_wgrad": ("x dy", "dw"),
-    "conv_normalised": ("x w scale bias mean var", "y"),
-    "conv_normalised_wgrad": ("x dy scale bias mean var", "dw"),
-    "conv_normalised_gradient": ("x dy w scale bias mean var", "dw dscale dbias"),
-    "conv_normalised_dx": ("x dy w scale bias mean var dscale dbias", "dx"),
-    "dense": ("x w b? c?", "y z?"),
-    "dense_gradient": ("dy w kept", "dz db"),
-    "matmul": ("x w", "y"),
-    "batchnorm_train": ("x scale bias running_mean running_var residual?", "y new_mean new_var mean rstd"),
-    "batchnorm_infer": ("x scale bias mean var residual?", "y"),
-    "batchnorm_signs": ("x scale bias mean var residual?", "y signs"),
-    "batchnorm_backward": ("x dy scale bias mean rstd residual?", "dscale dbias dx? dresidual?"),
-    "batchnorm_backward_add": ("x dy scale bias mean rstd c", "dscale dbias dx"),
-    "batchnorm_dx": ("x dy scale bias mean rstd dscale dbias residual?", "dx"),
-    "batchnorm_moments": ("x", "k shift var"),
-    "batchnorm_shortcut_backward": (
-        "x dy scale bias mean rstd r scale_r bias_r mean_r rstd_r",
-        "dscale dbias dscale_r dx dr",
-    ),
-    "max_pool": ("x", "y position?"),
-    "max_pool_backward": ("position dy", "dx"),  # of its operands those that the call is given
-    "groupnorm": ("x scale bias", "y mean rstd"),
-    "groupnorm_backward": ("x dy scale bias mean rstd", "dscale dbias dx?"),
-    "squeeze_excite": ("x w1 b1 w2 b2", "y mean z1 gate"),
-    "squeeze_excite_backward": ("x dy w1 w2 z1 gate", "dz2 dz1 dx?"),
-}
 # Ops younger than the first version of the wire
 YOUNGER = (
     *(
@@ -298,52 +262,15 @@ YOUNGER = (
 )
 
 
-def _operand(p: Any, kernel: str, name: str) -> tuple[Shape, str]:
-    """(shape, dtype) of an operand of `kernel`."""
-    if kernel.startswith("batchnorm"):
-        return (p.x_shape, p.dtype) if name in ("x", "dy", "r", "c", "residual") else (p.param_shape, p.param_dtype)
-    if kernel == "conv_integer":
-        return (p.lhs_shape, p.lhs_dtype) if name == "x" else (p.rhs_shape, p.rhs_dtype)
-    if kernel.startswith("max_pool"):
-        return (p.x_shape if name == "x" else p.y_shape), "uint8" if name == "position" else p.dtype
-    if kernel.startswith("groupnorm"):
-        shapes = {"x": p.x_shape, "dy": p.x_shape, "mean": p.group_shape, "rstd": p.group_shape}
-        return shapes.get(name, p.param_shape), p.dtype if name in ("x", "dy") else p.param_dtype
-    if kernel.startswith("squeeze_excite"):
-        shapes = {"x": p.x_shape, "dy": p.x_shape, "w1": p.w1_shape, "w2": p.w2_shape, "b1": (p.hidden,)}
-        shapes |= {"b2": (p.channels,), "z1": p.hidden_shape, "gate": p.mean_shape}
-        return shapes[name], p.dtype if name in ("x", "dy") else p.param_dtype
-    if kernel == "conv_dgrad_sums" and name in ("signs", "mean", "rstd"):
-        bits = (*p.x_shape[:-1], p.in_channels // 8), "uint8"
-        return bits if name == "signs" else ((p.in_channels,), "float32")
-    if name in ("scale", "bias", "mean", "var", "dscale", "dbias"):
-        return p.norm.param_shape, p.norm.param_dtype
-    if kernel.startswith("conv"):
-        shapes = {"x": p.x_shape, "c": p.x_shape, "w": p.w_shape, "dy": p.y_shape, "b": (p.out_channels,)}
-        shapes["residual"] = p.y_shape
-    else:
-        shapes = {"x": p.x_shape, "w": p.w_shape, "b": p.b_shape, "c": p.c_shape}
-        shapes |= {"dy": p.x_shape, "kept": p.y_shape}
-    return shapes[name], p.dtype
-
-
-def _has(p: Any, kernel: str, name: str) -> bool:
-    attribute = {"z": "save_preactivation", "b": "bias", "c": "addend", "dx": "want_dx", "dresidual": "want_dresidual"}
-    attribute["position"] = "save"
-    return bool(getattr(p, attribute.get(name, name)))
-
-
 def _call(name: str, f: Any, args: tuple[Any, ...]) -> Call:
     (call,) = [call for call in jaxconv.explain(f)(*args) if call.op == name]
     kernel, p = KERNELS[name], call.problem
-    operands, results = (
-        [n.rstrip("?") for n in names.split() if not n.endswith("?") or _has(p, name, n[:-1])] for names in _NAMES[name]
-    )
+    operands = {role: array for role, array in kernel.operands(p).items() if role not in kernel.unread.split()}
     return Call(
         kernel.target,
         {**kernel.wire(p, call.plan).attrs, "plan": call.plan.attrs()},
-        {n: _operand(p, name, n) for n in operands},
-        dict(zip(results, kernel.results(p), strict=True)),
+        operands,
+        dict(zip(kernel.present(p, kernel.result_roles), kernel.results(p), strict=True)),
         call.plan.workspace_bytes,
     )
 

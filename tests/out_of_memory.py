@@ -71,7 +71,7 @@ def calls(device: _plan.Device) -> Iterator[sanitize.Call]:
 
 def needed(call: sanitize.Call, device: _plan.Device) -> int:
     """Bytes of the results and the workspace."""
-    made, p, _ = call
+    made, p = call
     sizes = [jnp.dtype(dtype).itemsize * math.prod(shape) for shape, dtype in made.results(p)]
     return sum(sizes) + _plan.plan(made.name, p, device).workspace_bytes
 
@@ -80,7 +80,7 @@ def tried(device: _plan.Device, every: bool) -> dict[str, sanitize.Call]:
     """By name: those whose results do not fit into what is left; of each kernel one, or by each algorithm."""
     found: dict[str, sanitize.Call] = {}
     for call in calls(device):
-        made, p, _ = call
+        made, p = call
         if sanitize.supported(call, device) and needed(call, device) > 4 * LEFT:
             found.setdefault(f"{made.name} {p.algorithm}" if every else made.name, call)
     return found
@@ -108,8 +108,8 @@ def run(every: bool) -> int:
         return [float(jnp.abs(r.astype("float32")).sum()) for r in jax.tree.leaves(results)]
 
     programs, before = {}, {}
-    for name, (made, p, operands) in tried(device, every).items():
-        given = [operand(*one) for one in operands]
+    for name, (made, p) in tried(device, every).items():
+        given = [operand(*one) for one in made.operands(p).values()]
         compiled = jax.jit(lambda *args, made=made, p=p: made(p, *args)).lower(*given).compile()
         assert helpers.targets(compiled.as_text()), name
         programs[name] = compiled, given

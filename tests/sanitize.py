@@ -58,7 +58,7 @@ TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 DTYPES = ("float32", "bfloat16", "float16")
 EPILOGUE = {"activation": "gelu", "return_preactivation": True}
 
-Call = tuple[_op.Kernel, Any, list[tuple[tuple[int, ...], str]]]  # kernel, problem, its operands
+Call = tuple[_op.Kernel, Any]  # kernel, problem
 
 
 def array(shape: tuple[int, ...], dtype: str) -> Any:
@@ -191,39 +191,33 @@ def conv_calls(dtype: str, last: bool, algorithm: str, precision: str, shape: tu
         algorithm=algorithm,
         implementation=None,
     )
-    bare, y = p.bare(), (p.y_shape, dtype)
-    x, w, b = ((shape, dtype) for shape in (x, w, (k,)))
-    forward = [(conv_kernel, p, [x, w, b]), (conv_add, p, [x, w, b, y]), (fprop, bare, [x, w])]
-    forward += [(statistics, bare, [x, w])]
+    bare = p.bare()
+    calls = [(conv_kernel, p), (conv_add, p), (fprop, bare), (statistics, bare)]
     if algorithm.startswith("depthwise"):
         # Of variances above -8, which random ones are.
         of_norm = dict(vars(bare), epsilon=8.0)
-        param = [((c,), "float32")] * 4
         for activation in ("relu6", "silu"):
             q = NormalisedConvProblem(**of_norm, x_activation=_activation.parse("", activation))
-            forward += [(normalised, q, [x, w, *param]), (normalised_wgrad, q, [x, y, *param])]
-            given = dataclasses.replace(q, count=q.norm.reduced)
-            forward += [(normalised_gradient, q, [x, y, w, *param])]
-            forward += [(normalised_dx, given, [x, y, w, *param, *param[:2]])]
-    backward = [(dgrad, bare, [y, w]), (dgrad_add, bare, [y, w, x])]
+            calls += [(normalised, q), (normalised_wgrad, q), (normalised_gradient, q)]
+            calls += [(normalised_dx, dataclasses.replace(q, count=q.norm.reduced))]
+    calls += [(dgrad, bare), (dgrad_add, bare)]
     if last and c % 8 == 0:
-        bits, param = ((3, *pixels, c // 8), "uint8"), ((c,), "float32")
-        backward += [(dgrad_sums, bare, [y, w, x, bits, x, param, param])]
-    return [*forward, *backward, (wgrad, bare, [x, y])]
+        calls += [(dgrad_sums, bare)]
+    return [*calls, (wgrad, bare)]
 
 
 def dense_calls(dtype: str, algorithm: str, precision: str, m: int, k: int, n: int) -> list[Call]:
     options = {"alpha": 0.5, "beta": 0.5, "precision": precision, "algorithm": algorithm, "implementation": None}
-    x, w, b, c = ((m, k), dtype), ((k, n), dtype), ((n,), dtype), ((m, n), dtype)
+    x, w, b, c = (array(shape, dtype) for shape in ((m, k), (k, n), (n,), (m, n)))
     calls = []
     adds = algorithm in ("gemm", "sm90/cluster") or dtype != "float32"
-    for addend in (None, array(*c)) if adds else (None,):
-        p = DenseProblem.infer("dense", array(*x), array(*w), array(*b), addend, **EPILOGUE, **options)
-        calls.append((dense_kernel, p, [x, w, b] + [c] * p.addend))
+    for addend in (None, c) if adds else (None,):
+        p = DenseProblem.infer("dense", x, w, b, addend, **EPILOGUE, **options)
+        calls.append((dense_kernel, p))
     bare = p.bare()
     for trans_x, trans_w, batch in ((False, False, None), (False, True, None), (True, False, None), (False, False, 2)):
         q = dataclasses.replace(bare, trans_x=trans_x, trans_w=trans_w, batch=batch, batched=("x",) * bool(batch))
-        calls.append((matmul, q, [(q.x_shape, dtype), (q.w_shape, dtype)]))
+        calls.append((matmul, q))
     return calls
 
 
@@ -232,19 +226,18 @@ def gradient_calls(dtype: str, algorithm: str, m: int, k: int, n: int) -> list[C
     for activation in ("relu", "gelu", "elu"):
         precision, f = (jax.lax.Precision.DEFAULT,) * 2, _activation.parse("", activation)
         p = DenseProblem("mlp", dtype, m, k, n, precision, trans_w=True, activation=f, algorithm=algorithm)
-        calls.append((dense_gradient, p, [(p.x_shape, dtype), (p.w_shape, dtype), (p.y_shape, dtype)]))
+        calls.append((dense_gradient, p))
     return calls
 
 
 def batchnorm_calls(dtype: str, algorithm: str, shape: tuple[int, ...], axis: int, fused: bool) -> list[Call]:
-    x, param = (shape, dtype), ((shape[axis],), "float32")
-    residual = [x] * fused
+    x, param = array(shape, dtype), array((shape[axis],), "float32")
     options = {"training": True, "momentum": 0.9, "epsilon": 1e-5, "channel_axis": axis, "implementation": None}
     p = BatchNormProblem.infer(
         "batchnorm",
-        array(*x),
-        *[array(*param)] * 4,
-        array(*x) if fused else None,
+        x,
+        *[param] * 4,
+        x if fused else None,
         **options,
         activation="silu" if fused else None,
         algorithm=algorithm,
@@ -252,28 +245,24 @@ def batchnorm_calls(dtype: str, algorithm: str, shape: tuple[int, ...], axis: in
     q = dataclasses.replace(p, want_dresidual=fused)
     half = dataclasses.replace(p, count=2 * p.reduced)
     return [
-        (train, p, [x, *[param] * 4, *residual]),
-        (infer, dataclasses.replace(p, training=False), [x, *[param] * 4, *residual]),
-        (signs, dataclasses.replace(p, activation=_activation.parse("", "relu")), [x, *[param] * 4, *residual]),
-        (backward, q, [x, x, *[param] * 4, *residual]),
-        (backward_add, dataclasses.replace(p, residual=False), [x, x, *[param] * 4, x]),
-        (backward, dataclasses.replace(q, want_dx=False), [x, x, *[param] * 4, *residual]),
-        (shortcut_backward, dataclasses.replace(p, residual=False), [x, x, *[param] * 4, x, *[param] * 4]),
-        (moments, p, [x]),
-        (dx_of_sums, half, [x, x, *[param] * 6, *residual]),
-        (dx_of_sums, dataclasses.replace(half, dz=True), [x, x, *[param] * 6]),
+        (train, p),
+        (infer, dataclasses.replace(p, training=False)),
+        (signs, dataclasses.replace(p, activation=_activation.parse("", "relu"))),
+        (backward, q),
+        (backward_add, dataclasses.replace(p, residual=False)),
+        (backward, dataclasses.replace(q, want_dx=False)),
+        (shortcut_backward, dataclasses.replace(p, residual=False)),
+        (moments, p),
+        (dx_of_sums, half),
+        (dx_of_sums, dataclasses.replace(half, dz=True)),
     ]
 
 
 def pool_calls(dtype: str, algorithm: str, shape: tuple[int, ...], window: Any, options: dict[str, Any]) -> list[Call]:
     settled = {"stride": 1, "padding": "SAME", "dilation": 1, "layout": None, **options}
     p = PoolProblem.infer("max_pool", array(shape, dtype), window, **settled, algorithm=algorithm, implementation=None)
-    saving, x, y = dataclasses.replace(p, save=True), (p.x_shape, dtype), (p.y_shape, dtype)
-    return [
-        (pool_kernel, p, [x]),
-        (pool_kernel, saving, [x]),
-        (pool_backward, saving, [x, (p.y_shape, "uint8"), y]),
-    ]
+    saving = dataclasses.replace(p, save=True)
+    return [(pool_kernel, p), (pool_kernel, saving), (pool_backward, saving)]
 
 
 # Positions are random here, also those that no window has: a gather reads nothing by them.
@@ -288,44 +277,24 @@ POOLS = (
 
 
 def groupnorm_calls(dtype: str, algorithm: str, shape: tuple[int, ...], groups: int, activation: str) -> list[Call]:
-    x, param, statistic = (shape, dtype), (shape[-1:], "float32"), ((shape[0], groups), "float32")
     p = GroupNormProblem(
         "groupnorm", dtype, shape, groups, 1e-5, _activation.parse("", activation), algorithm=algorithm
     )
-    return [
-        (group_norm, p, [x, param, param]),
-        (group_backward, p, [x, x, param, param, statistic, statistic]),
-        (group_backward, dataclasses.replace(p, want_dx=False), [x, x, param, param, statistic, statistic]),
-    ]
+    return [(group_norm, p), (group_backward, p), (group_backward, dataclasses.replace(p, want_dx=False))]
 
 
 def layernorm_calls(dtype: str, algorithm: str, shape: tuple[int, ...]) -> list[Call]:
-    x, param, statistic = (shape, dtype), (shape[-1:], "float32"), (shape[:-1], "float32")
     p = GroupNormProblem("layernorm", dtype, shape, 1, 1e-5, rows=True, algorithm=algorithm)
-    return [
-        (group_norm, p, [x, param, param]),
-        (group_backward, p, [x, x, param, param, statistic, statistic]),
-        (group_backward, dataclasses.replace(p, want_dx=False), [x, x, param, param, statistic, statistic]),
-    ]
+    return [(group_norm, p), (group_backward, p), (group_backward, dataclasses.replace(p, want_dx=False))]
 
 
 def squeeze_calls(dtype: str, algorithm: str, shape: tuple[int, ...], hidden: int, activation: str) -> list[Call]:
-    n, c = shape[0], shape[-1]
     p = SqueezeExciteProblem(
         "squeeze_excite", dtype, shape, hidden, _activation.parse("", activation), "sigmoid", algorithm=algorithm
     )
-    wide = [(s, "float32") for s in ((c, hidden), (hidden,), (hidden, c), (c,), (n, hidden), (n, c))]
-    w1, b1, w2, b2, z1, gate = wide
-    x = shape, dtype
     hard = dataclasses.replace(p, gate="hard_sigmoid")
-    back = [x, x, w1, w2, z1, gate]
-    return [
-        (excite, p, [x, w1, b1, w2, b2]),
-        (excite, hard, [x, w1, b1, w2, b2]),
-        (squeeze_backward, p, back),
-        (squeeze_backward, hard, back),
-        (squeeze_backward, dataclasses.replace(p, want_dx=False), back),
-    ]
+    back = [(squeeze_backward, q) for q in (p, hard, dataclasses.replace(p, want_dx=False))]
+    return [(excite, p), (excite, hard), *back]
 
 
 # shape, hidden: one channel tile by itself, tiles and shares of pixels, fewer pixels than CTAs, what does not fit in
@@ -382,8 +351,7 @@ def integer_calls(
 ) -> list[Call]:
     """Sums of 32 and of 64 bits."""
     given = {"dimension_numbers": ("NHWC", "HWIO", "NHWC"), **given}
-    operands = [(left, dtype), (right, dtype)]
-    like = [jax.ShapeDtypeStruct(*operand) for operand in operands]
+    like = array(left, dtype), array(right, dtype)
     results = [name for name in ("int32", "int64") if int(name[3:]) >= jax.numpy.iinfo(dtype).bits]
     return [
         (
@@ -392,7 +360,6 @@ def integer_calls(
                 direct_calls.integer_problem(*like, (2, 1), ((3, 3), (2, 4)), preferred_element_type=result, **given),
                 algorithm=algorithm,
             ),
-            operands,
         )
         for result in results
     ]
@@ -480,7 +447,7 @@ PARTS = [
 
 def forced(call: Call, device: _plan.Device) -> Iterator[Call]:
     """The call on every kernel and tile that answers its algorithm and can run it."""
-    made, p, operands = call
+    made, p = call
     if isinstance(p, ConvProblem):
         stored = conv.in_memory(p.algorithm, p)
         wanted: Iterable[_plan.Plan] = conv.FAMILIES[_problem.family_of(p.algorithm)].wants(made.name, stored, device)
@@ -492,7 +459,7 @@ def forced(call: Call, device: _plan.Device) -> Iterator[Call]:
     for plan in wanted:
         name = f"{plan.kernel} {plan.tile}".strip()
         if plan.answers(p.algorithm) and _plan.supports(made.name, name, p, device) is None:
-            yield made, dataclasses.replace(p, algorithm=name), operands
+            yield made, dataclasses.replace(p, algorithm=name)
 
 
 def in_one_part(op: str, problem: Any, device: _plan.Device) -> _plan.Plan:
@@ -509,13 +476,13 @@ chosen = _plan.plan
 
 
 def supported(call: Call, device: _plan.Device) -> bool:
-    made, p, _ = call
+    made, p = call
     return _plan.supports(made.name, p.algorithm, p, device) is None
 
 
 def runs(call: Call, device: _plan.Device) -> bool:
     """Whether the call, whose kernel is forced, is one launch that reads its operands as they lie."""
-    made, p, _ = call
+    made, p = call
     plan = chosen(made.name, p, device)
     return plan.implementation == "native" and all(at is None for at in made.wire(p, plan).operand_layouts)
 
@@ -531,10 +498,13 @@ def run_part(part: str) -> int:
         for whole, some in ((False, calls), (True, cut)):
             if not some:
                 continue
-            args = [[rng.standard_normal(shape).astype(jax.numpy.dtype(t)) for shape, t in call[2]] for call in some]
+            args = [
+                [rng.standard_normal(shape).astype(jax.numpy.dtype(t)) for shape, t in made.operands(p).values()]
+                for made, p in some
+            ]
 
             def program(args: Any, some: list[Call] = some) -> Any:
-                return [made(p, *given) for (made, p, _), given in zip(some, args, strict=True)]
+                return [made(p, *given) for (made, p), given in zip(some, args, strict=True)]
 
             print(f"{part} {case}{' in one part' if whole else ''}: {len(some)} calls", flush=True)
             _plan.plan = in_one_part if whole else chosen

@@ -52,7 +52,7 @@ def test_a_kernel_whose_runs_differ_is_wrong(recorded, monkeypatch, capsys):
 
     monkeypatch.setattr(contenders, "ours", sometimes)
     case = ("--op", "conv", "--suite", "core", "--cases", "convnext.dw7", "--pass", "wgrad")
-    args = (*case, "--implementation", "native")
+    args = (*case, "--dtype", "f32", "--implementation", "native")  # of which 1e-6 is eight units in the last place
     with pytest.raises(AssertionError):  # such a run ends with an error
         recorded(*args)
     assert "2 of 8 runs do not have the bits of the first" in capsys.readouterr().out
@@ -67,9 +67,8 @@ def test_every_gradient_of_a_batchnorm_and_its_convolution_is_measured(recorded)
     assert {row["status"] for row in found["rows"]} == {"ok"}
     both = [f"mobilenet.14.dw3{stride}" for stride in ("", "s2")]
     made = tune.measurements(found, [c.small() for c in cases.BATCHNORM_CONV if c.name in both])
-    assert [(m["case"], m["op"], list(m["native_ms"])) for m in made] == [
-        (name, "conv_normalised_gradient", ["depthwise"]) for name in both
-    ]
+    assert [(m["case"], m["op"]) for m in made] == [(name, "conv_normalised_gradient") for name in both]
+    assert [kernel.partition("/")[0] for m in made for kernel in m["native_ms"]] == ["depthwise"] * 2
 
 
 def test_sums_in_a_dgrad_are_measured(recorded):
@@ -78,7 +77,8 @@ def test_sums_in_a_dgrad_are_measured(recorded):
     found = {name: [r["status"] for r in rows if r["contender"] == name] for name in ("ours", "xla", "ours:two")}
     assert found == dict.fromkeys(found, ["ok"] * 2)
     forced = [r for r in rows if r["contender"] == "ours:sm90"]
-    assert [r["status"] for r in forced] == ["skipped"] * 2 and "on CUDA only" in forced[0]["reason"]
+    reason = "on CUDA only" if PLATFORM == "cpu" else "it needs multiples of 128 channels of x, got 24"
+    assert [r["status"] for r in forced] == ["skipped"] * 2 and reason in forced[0]["reason"]
 
 
 def test_a_dense_layer_and_its_gradients_products_are_measured_each(recorded):
@@ -412,6 +412,15 @@ def test_no_legend_of_a_figure_is_cut_off(tmp_path):
         figures.draw(
             wide, lambda figure, names: figure.legend(figure.subplots().plot([[0] * 9]), names, ncols=9), tmp_path / "w"
         )
+
+
+@pytest.mark.parametrize("op", record.WHOLE)
+def test_records_of_whole_models_make_no_table(op, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tables, "FOLDER", tmp_path / "tables")
+    files = sorted(record.RESULTS.glob(f"*/{op}*.json"))
+    assert files and tune.main([str(files[0])]) == 0
+    assert "skipped, tables are of layers, not of models" in capsys.readouterr().out
+    assert not (tmp_path / "tables").exists()
 
 
 def test_tune_without_algorithms_is_refused(capsys):

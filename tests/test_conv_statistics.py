@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import A100, DEVICE, DTYPES, H200, PLATFORM, integers, normal, types_of
+from helpers import A100, DEVICE, DTYPES, H100, H200, PLATFORM, integers, normal, types_of
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -229,3 +229,12 @@ def test_the_plan_takes_statistics_from_the_convolution_where_that_is_asked_and_
         if device.platform == "cuda":
             assert part.algorithm == "sm90"
             assert part.workspace_bytes == 2 * -(-conv.batch * 72 // 128) * (conv.out_channels * 8 + 4)
+
+
+def test_what_a_map_over_filters_leaves_without_a_kernel_is_two_calls(code_for_gpus):
+    """Eight channels a group have no such kernel. Who asked for native code did not ask for this op."""
+    p = problem(dtype="bfloat16", implementation="native", groups=2, in_channels=16, out_channels=32)
+    plan = _plan.plan("conv_statistics", p, H100)
+    assert plan.implementation == "xla" and "needs multiples of 64 channels a group" in plan.reason
+    with pytest.raises(ValueError, match="cannot run conv_statistics"):
+        _plan.plan("conv_statistics", dataclasses.replace(p, algorithm="sm90"), H100)

@@ -342,7 +342,7 @@ def test_a_tile_is_whole_groups_that_fit_in_a_cluster(op, device):
     read = 2 if op == "groupnorm_backward" else 1
     for shape, groups in (((64, 64, 64, 128), 32), ((8, 64, 64, 320), 32), ((64, 8, 8, 512), 32), ((2, 1, 1, 16), 8)):
         for dtype, item in (("bfloat16", 2), ("float32", 4)):
-            plan = planned.made(op, "resident", problem(shape, groups, dtype), device)
+            plan = _plan.made(op, "resident", problem(shape, groups, dtype), device)
             assert isinstance(plan, _plan.Plan)
             assert plan.chunk % (shape[-1] // groups * item) == 0 and plan.chunk % 16 == 0
             assert plan.splits == 1 or device == H200

@@ -199,8 +199,8 @@ def shards_of_rows(p: ConvProblem, x: Any, w: Any, dy: Any) -> list[jax.Array]:
 
     def shard(x: Any, dy: Any) -> list[jax.Array]:
         split = {_halo.name(0): ("s",)}
-        (y,), (dx,) = conv._fprop_shard(p, split, x, w), conv._dgrad_shard(p, split, dy, w)
-        (dw,), (added,) = conv._wgrad_shard(p, split, x, dy), conv._dgrad_add_shard(p, split, dy, w, x)
+        (y,), (dx,) = conv.fprop_shard(p, split, x, w), conv.dgrad_shard(p, split, dy, w)
+        (dw,), (added,) = conv.wgrad_shard(p, split, x, dy), conv._dgrad_add_shard(p, split, dy, w, x)
         return [y, dx, dw, added]
 
     y, dx, dw, added = jax.vmap(shard, axis_name="s")(x, dy)

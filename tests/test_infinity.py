@@ -17,8 +17,8 @@ from cases import CONV_CASES, SM90_CASES, STEM_CASES, ConvCase
 from helpers import DEVICE, normal
 
 from jaxconv import _plan, conv
-from jaxconv._plan import conv as planned
 from jaxconv._plan import depthwise
+from jaxconv._plan.planner import PLANNERS
 from jaxconv._problem import CONV_ALGORITHMS
 
 ALL = (
@@ -64,7 +64,7 @@ def spread(case: ConvCase, kernel: str, dtype: str) -> tuple[int, bool]:
         return 0, False
     if name.startswith("stem"):
         return A_CHUNK, False
-    if not planned.spreads("conv_fprop", name, p):
+    if not PLANNERS["conv_fprop"].spreads(name, p):
         return 0, False
     span = (case.window[-1] - 1) * case.dilation[-1] + 1
     return (0, True) if name.startswith("grouped") else (FAR if span <= 9 else FURTHER, False)

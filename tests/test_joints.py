@@ -74,6 +74,12 @@ def projection(x, w1, w2, w_r, s1, b1, s2, b2, s_r, b_r, *, act=jax.nn.relu, sho
     return (y, r) if shown else y
 
 
+def dense_block(x, w1, w2, s1, b1, s2, b2):
+    for w, scale, bias in ((w1, s1, b1), (w2, s2, b2)):
+        x = jnp.concatenate([x, conv(jax.nn.relu(norm(x, scale, bias)), w)], -1)
+    return norm(x, jnp.tile(s1, 2)[:14], 2.0)
+
+
 def inverted(x, w1, w2, scale, bias, *, act=jax.nn.relu6, stride=1, shown=False, gate=False):
     a = act(norm(conv(x, w1), scale, bias))
     y = conv(a, w2, stride)
@@ -127,6 +133,7 @@ ADD, STATISTICS, ALONE = "dgrad + c", "a convolution's statistics", "a convoluti
 SUMS, SHORTCUT = "a batch-norm's sums in a dgrad", "a batch-norm and its shortcut's"
 CHAIN, PRODUCT = "a convolution that normalises what it loads", "a product and an activation's gradient"
 NORM_ADD, BIAS = "a batch-norm's dx + c", "a bias' gradient behind a norm"
+PIECES, AGAIN = "a concatenation's statistics", "a concatenation made again"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,6 +282,22 @@ ROWS: dict[str, Row] = {
         {"batchnorm_backward": 1},
         "batchnorm_backward_add",
         "batchnorm_backward_add",
+        ruled_out=True,
+    ),
+    "pieces": Row(  # the last norm has three, of which the norm before it has two
+        dense_block,
+        (X, (3, 3, 8, 4), (1, 1, 12, 2), V, V, (12,), (12,)),
+        {PIECES: 2, AGAIN: 2},
+        {"batchnorm_moments": 3, "batchnorm_infer": 2, "batchnorm_train": 1, "batchnorm_backward": 3},
+        wants="batchnorm_train batchnorm_backward",
+    ),
+    "pieces, read": Row(  # by a convolution, too: the concatenation is in memory
+        lambda x, r, w, *v: (norm(z := jnp.concatenate([x, jnp.sin(r)], -1), *v), conv(z, w)),
+        (X, X, (1, 1, 16, 4), (16,), (16,)),
+        {ADD: 1},
+        {"batchnorm_train": 1},
+        "batchnorm_moments",
+        "batchnorm_train batchnorm_backward",
         ruled_out=True,
     ),
     "bias": Row(  # of what a batch-norm reads and somebody else

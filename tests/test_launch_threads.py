@@ -42,10 +42,9 @@ def launches(kernel: str) -> list[list[tuple[Any, Any]]]:
     """Of each operator: the two sizes, as (compiled, operands)."""
     found: dict[str, list[tuple[Any, Any]]] = {}
     for seed, shape in enumerate(SIZES[kernel]):
-        for made, p, operands in sanitize.conv_calls("bfloat16", True, kernel, "default", shape):
-            call: sanitize.Call = (made, p, operands)
-            if made.name in ("conv_fprop", "conv_dgrad", "conv_wgrad") and sanitize.supported(call, DEVICE):
-                given = [jnp.asarray(normal(seed + i, s), t) for i, (s, t) in enumerate(operands)]
+        for made, p in sanitize.conv_calls("bfloat16", True, kernel, "default", shape):
+            if made.name in ("conv_fprop", "conv_dgrad", "conv_wgrad") and sanitize.supported((made, p), DEVICE):
+                given = [jnp.asarray(normal(seed + i, s), t) for i, (s, t) in enumerate(made.operands(p).values())]
                 run = jax.jit(functools.partial(made, p)).lower(*given).compile()
                 found.setdefault(made.name, []).append((run, given))
     return [pair for pair in found.values() if len(pair) == 2]
@@ -88,5 +87,5 @@ def test_every_kernel_has_its_two_sizes(code_for_gpus):
     for kernel, shapes in SIZES.items():
         for shape in shapes:
             calls = sanitize.conv_calls("bfloat16", True, kernel, "default", shape)
-            names = {made.name for made, p, _ in calls if _plan.supports(made.name, p.algorithm, p, H200) is None}
+            names = {made.name for made, p in calls if _plan.supports(made.name, p.algorithm, p, H200) is None}
             assert names & {"conv_fprop", "conv_dgrad", "conv_wgrad"}, (kernel, shape)

@@ -135,7 +135,7 @@ def algorithms(op: str, case: Case) -> Iterator[str]:
     settled |= dict(return_preactivation=False, algorithm=None, implementation=None)
     p = _problem.ConvProblem.infer(f"conv{case.nd}d", case.nd, *arrays, None, **settled)
     for algorithm in _problem.CONV_ALGORITHMS:
-        plan = _plan.choose.made(op, algorithm, p, DEVICE)
+        plan = _plan.made(op, algorithm, p, DEVICE)
         # im2col's columns of one image may be more than there is memory for.
         if isinstance(plan, _plan.Plan) and plan.workspace_bytes < 20 * GIB:
             yield algorithm

@@ -9,6 +9,7 @@ import functools
 import itertools
 import math
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -633,11 +634,14 @@ def test_explain_runs_and_compiles_nothing_and_raises_as_the_call_would():
     assert str(jaxconv.explain(jnp.sin)(1.0)) == "no jaxconv calls"
 
 
-def test_how_far_a_measurement_speaks(monkeypatch):
-    """For 2^REACH times fewer images, 2^(REACH * MORE) times as many, 2^REACH times the channels, either way."""
+@pytest.mark.parametrize("full", [True, False])
+def test_how_far_a_measurement_speaks(full, monkeypatch):
+    """For 2^REACH times fewer images, 2^(REACH * MORE) times as many, 2^REACH times the channels, either way. Of a
+    device that was not full for no more images than others."""
     base = dataclasses.replace(BY_NAME["aligned"].problem("bfloat16"), batch=64, in_channels=64, out_channels=64)
     op, kind, coordinates = measured.features("conv_fprop", base)
     entry = dict(case="base", op=op, kind=kind, coordinates=coordinates, xla_ms=2.0, native_ms={"sm90/product": 1.0})
+    entry["xla_ms"] *= 1.0 if full else measured.FULL_MS / 2.01
     monkeypatch.setattr(measured, "_learned", {"NVIDIA X": (measured._measurement(entry),)})
 
     def speaks(kernel="sm90/product", **other):
@@ -647,7 +651,7 @@ def test_how_far_a_measurement_speaks(monkeypatch):
         )
 
     near = 2**measured.REACH
-    fewest, most = math.ceil(64 / near), math.floor(64 * near**measured.MORE)
+    fewest, most = math.ceil(64 / near), math.floor(64 * near ** (measured.MORE if full else 1))
     assert speaks() and not speaks("stem") and not speaks(stride=(2, 2))
     assert speaks(batch=fewest) and not speaks(batch=fewest - 1)
     assert speaks(batch=most) and not speaks(batch=most + 1)
@@ -715,6 +719,33 @@ def test_info_says_when_jaxlib_is_newer_than_the_recorded_times(version, newer, 
 def test_which_devices_an_architecture_has_code_for(architecture, runs, not_on):
     assert all(_native._covers(architecture, capability) for capability in runs)
     assert not any(_native._covers(architecture, capability) for capability in not_on)
+
+
+@dataclasses.dataclass(eq=False)
+class _Gpu:
+    compute_capability: str
+    device_kind: str = "NVIDIA X1"
+
+
+@pytest.mark.parametrize(
+    ("architectures", "capability", "runs_as"),
+    [
+        (["80-virtual"], (9, 0), (8, 0)),
+        (["80", "90a-real"], (9, 0), (9, 0)),
+        (["90-virtual"], (9, 0), (9, 0)),
+        (["80-virtual"], (10, 0), (10, 0)),
+        (["80-virtual"], (8, 9), (8, 9)),
+    ],
+)
+def test_hopper_runs_amperes_kernels_where_the_module_has_none_for_it(architectures, capability, runs_as, monkeypatch):
+    """Those for Hopper are empty in what is compiled from PTX for 8.0."""
+    monkeypatch.setattr(_native, "cuda", types.SimpleNamespace(architectures=lambda: architectures))
+    assert _native.code_for(capability) == runs_as
+    gpu = _Gpu(".".join(map(str, capability)))
+    device = _plan.Device.of("cuda", gpu)
+    assert device.compute_capability == runs_as
+    kernels = {p.kernel for p in _plan.every("conv_fprop", BY_NAME["depthwise_strips"].problem("bfloat16"), device)}
+    assert any(kernel.startswith("depthwise/rows") for kernel in kernels) == (runs_as == (9, 0))
 
 
 def test_a_device_without_code_gets_xla_or_a_sentence(monkeypatch):

@@ -17,6 +17,7 @@ from benchmarks.cases import CONV, ConvCase
 from benchmarks.contenders import Setting
 from jaxconv import _plan
 from jaxconv._plan import Device, Plan, conv, measured, model
+from jaxconv._plan.planner import PLANNERS
 from jaxconv._problem import ConvProblem, DenseProblem
 
 PAIR = (lax.Precision.DEFAULT,) * 2
@@ -90,7 +91,7 @@ def test_the_packages_model_is_of_the_features_and_kernels_that_there_are():
 
 def test_predictions_are_positive_the_same_each_time_and_absent_where_nothing_is_known():
     for op in ("conv", "conv_dgrad", "conv_wgrad"):
-        plans = list(conv.every(op, problem(size=17), H200))
+        plans = _plan.every(op, problem(size=17), H200)
         first = model.predict(op, problem(size=17), H200, plans)
         assert first == model.predict(op, problem(size=17), H200, plans)
         assert {"xla", *(p.spec for p in plans if p.kernel.startswith("sm90/product"))} <= set(first)
@@ -178,7 +179,7 @@ def test_kernels_that_spread_infinities_are_no_default_of_a_float16_forward_pass
         assert (chosen["conv"] == chosen["conv_fprop"] == kernel) == (dtype == "bfloat16")
         assert chosen["conv_dgrad"] == chosen["conv_wgrad"] == kernel
     left = _plan.plan("conv", problem(dtype="float16", **base), H200)
-    assert not conv.spreads("conv", left.kernel or "direct", problem(dtype="float16", **base))
+    assert not PLANNERS["conv"].spreads(left.kernel or "direct", problem(dtype="float16", **base))
     assert left.implementation == "native" or "an infinity in x" in left.reason  # 31x31: FMAs are faster than XLA
     for asked in ({"implementation": "native"}, {"algorithm": kernel}):
         assert _plan.plan("conv", problem(dtype="float16", **base, **asked), H200).kernel == kernel
@@ -342,7 +343,7 @@ def test_a_copy_is_taken_off_xlas_time_but_never_what_the_device_needs():
 def test_xla_slices_dx_and_adds_in_one_pass():
     """So the choice of a dgrad that adds does not count the slice."""
     learn(H200, strided(1, 1), 0.14, op="conv_dgrad", sm90__product=0.14)
-    even, same = (_plan.choose._adds_faster("sm90/product", strided(low, 1), H200) for low in (1, 0))
+    even, same = (_plan.conv_dgrad_add.adds_faster("sm90/product", strided(low, 1), H200) for low in (1, 0))
     assert even[0] == same[0] and same[1] == f"{even[1]}, XLA slicing dx in the pass of its add"
 
 

@@ -24,12 +24,20 @@ def test_every_kernel_has_a_row_and_every_row_a_kernel():
     assert set(ROLES) == set(map(target, HERE))
 
 
+def test_every_kernel_is_planned():
+    """And all that JAXCONV_DISABLE may name is a kernel."""
+    assert set(_plan.OPS) == set(direct_calls.KERNELS)
+
+
 @pytest.mark.parametrize("name", HERE)
 def test_roles_have_the_names_and_the_order_of_the_record(name):
-    assert ROLES[target(name)] == direct_calls._NAMES[BARE.get(name, name)]
+    kernel = direct_calls.KERNELS[name]
+    of_wire = " ".join(role for role in kernel.operand_roles.split() if role not in kernel.unread.split())
+    whole = direct_calls.KERNELS[BARE.get(name, name)]
+    assert ROLES[target(name)] == (of_wire if whole is kernel else whole.operand_roles, whole.result_roles)
     if name in BARE:
         required = [" ".join(role for role in side.split() if not role.endswith("?")) for side in ROLES[target(name)]]
-        assert tuple(required) == direct_calls._NAMES[name]
+        assert required == [kernel.operand_roles, kernel.result_roles]
 
 
 @pytest.mark.parametrize("name", direct_calls.NAMES)

@@ -66,7 +66,7 @@ IMPALA = Model(
     Size(1024, (84, 84, 4), dict(features=(16, 32, 32), actions=15)),
     Size(4, (12, 12, 4), dict(features=(4, 8), actions=5)),
     heads(CLASSIFY, REGRESS),
-    rate=1e-4,
+    rate=2e-6,
 )
 MODELS = (
     IMPALA,

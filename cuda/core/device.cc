@@ -35,6 +35,10 @@ Status Ask(const std::string& what, Facts* facts) {
   };
   JAXCONV_RETURN_IF_ERROR(get(&facts->major, cudaDevAttrComputeCapabilityMajor));
   JAXCONV_RETURN_IF_ERROR(get(&facts->minor, cudaDevAttrComputeCapabilityMinor));
+#ifdef JAXCONV_WITHOUT_HOPPER
+  // Of kernels for Hopper this module has empty ones. What the driver makes of PTX for 8.0 runs as there.
+  if (facts->major == 9) facts->major = 8, facts->minor = 0;
+#endif
   JAXCONV_RETURN_IF_ERROR(get(&facts->multiprocessors, cudaDevAttrMultiProcessorCount));
   JAXCONV_RETURN_IF_ERROR(get(&facts->shared_memory, cudaDevAttrMaxSharedMemoryPerBlockOptin));
   int unknown = 0;

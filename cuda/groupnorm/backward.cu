@@ -128,7 +128,8 @@ __device__ __forceinline__ void WriteDx(const BackwardArgs& p, const Item& item,
   MergeParts(w, p.parts, item.image, [&](int group, float2 sum) {
     const float rstd = p.rstd[item.image * w.groups + group];
     constants[group] = -rstd * (sum.x * inv_n);
-    slopes[group] = -rstd * rstd * rstd * (sum.y * inv_n);
+    // From left to right: about 1, then rstd, then its square. Its cube may be below float32's numbers.
+    slopes[group] = -(rstd * (sum.y * inv_n)) * rstd * rstd;
   });
   __syncthreads();
   for (int tile = 0; tile < w.tiles; ++tile) {

@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(BoundOf(kActivation), 1)
     if (threadIdx.x % kWarp == 0) {
       const float r = rstd[first_group + g];
       constants[g] = -r * (sum.x * inv_n);
-      slopes[g] = -r * r * r * (sum.y * inv_n);
+      slopes[g] = -(r * (sum.y * inv_n)) * r * r;  // r's cube may be below float32's numbers
     }
   }
   __syncthreads();

@@ -27,6 +27,7 @@ from jax.sharding import AxisType
 from jaxconv import _compat, _op, _plan, _problem, _sharding, conv_integer
 from jaxconv._enable import forms
 from jaxconv._enable.report import Convolution, Convolutions, Record
+from jaxconv._plan import in_place
 
 __all__ = ["Convolution", "Convolutions", "disable", "disabled", "enable", "enabled", "report"]
 
@@ -50,7 +51,7 @@ _undo: Callable[[], None] | None = None
 _record = Record()
 
 
-def enable(*, implementation: str | None = None, auto_meshes: bool = False) -> None:
+def enable(*, implementation: str | None = None, auto_meshes: bool = False, tune: bool = False) -> None:
     """From now on the convolutions of every program that is compiled take jaxconv's kernels where these are faster.
 
     One line for programs written with any library, before anything is compiled::
@@ -82,23 +83,30 @@ def enable(*, implementation: str | None = None, auto_meshes: bool = False) -> N
       auto_meshes: also take convolutions of programs that XLA partitions over a mesh with Auto axes. A lowering cannot
         see how arrays are split there. Batches, channels and pixels may be, pixels by an exchange of rows as in
         `conv2d`; it is not checked that our calls exchange no more than lax's would.
+      tune: also time, on a GPU, what nobody has measured: the first time that a problem is lowered its kernels and
+        XLA's are timed on that device, and the winner is kept in `jaxconv.tune.path()`. It holds for all of jaxconv's
+        calls. False leaves it as JAXCONV_TUNE says.
 
     Raises:
       ValueError: where implementation is unknown.
+      TypeError: where tune is neither True nor False.
       NotImplementedError: where the installed JAX is not as jaxconv knows it.
     """
     global _process
     state = _state(implementation, auto_meshes)
+    tune = in_place.checked("enable", tune)
     with _lock:
         _install(state, counts=not _process)
         _process = True
     _compat.set_global(_STATE, state)
+    in_place.ask(tune)
 
 
 def disable() -> None:
     """Undoes `enable`: JAX is as it was. Programs that were compiled while it was on are not used any more."""
     global _process
     _compat.set_global(_STATE, _off)
+    in_place.ask(False)
     with _lock:
         if _process:
             _process = False
@@ -106,16 +114,17 @@ def disable() -> None:
 
 
 @contextlib.contextmanager
-def enabled(*, implementation: str | None = None, auto_meshes: bool = False) -> Iterator[None]:
+def enabled(*, implementation: str | None = None, auto_meshes: bool = False, tune: bool = False) -> Iterator[None]:
     """`enable` for what this thread traces and compiles in a with-block. The innermost block holds.
 
-    Args, Raises: as `enable`.
+    Args, Raises: as `enable`; without `tune` it is as around the block.
     """
     state = _state(implementation, auto_meshes)
+    asked = in_place.new() if in_place.checked("enabled", tune) else None
     with _lock:
         _install(state)
     try:
-        with _STATE(state):
+        with _STATE(state), in_place.asking(asked):
             yield
     finally:
         with _lock:
@@ -308,7 +317,9 @@ def _lower(
     if _converts(avals, platform, state):
         return mlir.lower_fun(functools.partial(_converted, avals[2], params), multiple_results=False)(ctx, lhs, rhs)
     refusal = _refusal(ctx, avals, state) or _unknown(ctx, platform)
-    choice = Choice(None, None, refusal) if refusal else choose(avals, params, state, _op.lowered_for(ctx, platform))
+    with _op.timing_in(ctx):
+        device = _op.lowered_for(ctx, platform)
+        choice = Choice(None, None, refusal) if refusal else choose(avals, params, state, device)
     if refusal:  # the report names its form nevertheless
         form = forms.read(*avals, params)
         choice = dataclasses.replace(choice, form=None if isinstance(form, str) else form)

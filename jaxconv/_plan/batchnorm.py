@@ -1,32 +1,13 @@
-"""Batch-norm: cuda/batchnorm. Which parts and teams are wanted."""
+"""Batch-norm: cuda/batchnorm. Which kernel, parts and teams are wanted."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from jaxconv._plan import domain
+from jaxconv._plan import choose, domain
 from jaxconv._plan.plan import Device, Plan, itemsize
-from jaxconv._problem import BatchNormProblem
-
-
-def made(op: str, algorithm: str, p: BatchNormProblem, device: Device) -> Plan | str:
-    """The plan by the kernel that `algorithm` names, or the sentence that says why there is none."""
-    plan = Plan("native", "", algorithm)
-    if device.platform == "cpu":
-        gpus = ("batchnorm_shortcut_backward", "batchnorm_signs", "batchnorm_backward_add")
-        alone = algorithm == "two_read" and op not in gpus
-        return plan if alone else "it exists on CUDA only"
-    refusal = domain.batchnorm_refusal(op, plan, p, device)
-    if refusal:
-        return refusal
-    if algorithm == "resident_team":
-        width, ctas = _team(op, p, device)
-        plan = dataclasses.replace(plan, tile=f"{width}B", splits=ctas)
-    elif op == "batchnorm_shortcut_backward":
-        plan = dataclasses.replace(plan, splits=device.sm_count)  # a part a multiprocessor
-    elif algorithm == "two_read" and op not in ("batchnorm_infer", "batchnorm_signs", "batchnorm_dx"):
-        plan = dataclasses.replace(plan, splits=_parts(op, p, device))
-    return dataclasses.replace(plan, workspace_bytes=domain.batchnorm_workspace(op, plan, p, device))
+from jaxconv._plan.planner import CUDA_ONLY, Features, Planner, asked, calls, log2, vector
+from jaxconv._problem import BATCHNORM_ALGORITHMS, BatchNormProblem
 
 
 def one_walk_of(op: str, p: BatchNormProblem) -> str | None:
@@ -74,3 +55,123 @@ def _team(op: str, p: BatchNormProblem, device: Device) -> tuple[int, int]:
     enough = -(-p.reduced * itemsize(p) * held * 10 // (14 * room))
     ctas = next((c for c in sorted(together // t for t in range(2, together + 1)) if c >= enough), together // 2)
     return 128, max(all_at_once(128), ctas, 1)
+
+
+class BatchNorm(Planner):
+    group = "batchnorm"
+    algorithms = BATCHNORM_ALGORITHMS
+    independent = (True, True)
+
+    def made(self, algorithm: str, p: BatchNormProblem, device: Device) -> Plan | str:
+        plan = Plan("native", "", algorithm)
+        if device.platform == "cpu":
+            gpus = ("batchnorm_shortcut_backward", "batchnorm_signs", "batchnorm_backward_add")
+            alone = algorithm == "two_read" and self.op not in gpus
+            return plan if alone else CUDA_ONLY
+        refusal = domain.batchnorm_refusal(self.op, plan, p, device)
+        if refusal:
+            return refusal
+        if algorithm == "resident_team":
+            width, ctas = _team(self.op, p, device)
+            plan = dataclasses.replace(plan, tile=f"{width}B", splits=ctas)
+        elif self.op == "batchnorm_shortcut_backward":
+            plan = dataclasses.replace(plan, splits=device.sm_count)  # a part a multiprocessor
+        elif algorithm == "two_read" and self.op not in ("batchnorm_infer", "batchnorm_signs", "batchnorm_dx"):
+            plan = dataclasses.replace(plan, splits=_parts(self.op, p, device))
+        return dataclasses.replace(plan, workspace_bytes=domain.batchnorm_workspace(self.op, plan, p, device))
+
+    def first(self, p: BatchNormProblem, device: Device) -> str:
+        # Blocks read images that 16 bytes do not divide an element at a time.
+        whole = p.inner == 1 or domain.batchnorm_vector(p) > 1
+        resident = ("resident_block", "resident_team") if whole else ("resident_team", "resident_block")
+        return next((a for a in resident if isinstance(self.made(a, p, device), Plan)), "two_read")
+
+    def no_kernels(self, p: BatchNormProblem, platform: str) -> str | None:
+        if p.masked:
+            return "XLA computes statistics under a mask, and fuses what follows them"
+        return super().no_kernels(p, platform)
+
+    def on_cpu(self, p: BatchNormProblem) -> tuple[str | None, str]:
+        return (
+            None,
+            "native code reads x more often: forward and backward, XLA was 1.5 to 9 times faster on an AMD EPYC",
+        )
+
+    def exception(self, p: BatchNormProblem, device: Device, forced: bool) -> Plan | None:
+        """Statistics, the backward pass's sums or its dx alone: native where the whole is, which was measured."""
+        whole = one_walk_of(self.op, p)
+        if whole is None:
+            return None
+        plan = choose.plan(whole, dataclasses.replace(p, want_dx=True, count=None, dz=False), device)
+        if plan.implementation != "native":
+            return plan
+        reason = f"one walk of a {whole}, which would be native here: {plan.reason}"
+        own = self.made("two_read", p, device)
+        return self.cannot(p, own, "two_read") if isinstance(own, str) else dataclasses.replace(own, reason=reason)
+
+    def overruled(self, p: BatchNormProblem, device: Device, best: Plan | None) -> Plan | None:
+        if p.activation.name == "none" and not p.residual:
+            # Alone the native kernel may win; in a model XLA joins its normalisation with the add or activation behind
+            # it and its sums with the mask before it, and a custom call would cost these a pass of their own.
+            return self.instead(
+                "XLA fuses a bare normalisation with its neighbours; native code needs activation= or residual="
+            )
+        if p.inner > 1:
+            # Alone it may win; between convolutions it was 1.2 times slower than XLA's, in both types, by the copies.
+            return self.instead(
+                "convolutions leave channels last in memory, so native code for channels first would copy the array"
+            )
+        return None
+
+    def features(self, p: BatchNormProblem) -> Features:
+        """Coordinates: elements of a channel, channels."""
+        op = self.op
+        if op == "batchnorm_shortcut_backward":
+            op = "batchnorm_shortcut"  # measured forward and backward, against two batch-norms
+        elif op != "batchnorm_infer" and (p.activation.name != "none" or p.residual):
+            # Measured and chosen forward and backward together: a native forward that won by 4 % alone lost 15 % beside
+            # an XLA backward, which then read what XLA would have fused.
+            op = "batchnorm_residual" if p.residual else "batchnorm_fused"
+        fast_axis = p.channels if p.inner == 1 else p.inner
+        kind = p.dtype, p.inner == 1, fast_axis % vector(p.dtype) == 0
+        return op, kind, log2(p.reduced, (p.batch or 1) * p.channels)
+
+
+class Signs(BatchNorm):
+    """An inference that keeps its result's signs: native where the inference is, which was measured."""
+
+    def composed(self, p: BatchNormProblem, device: Device) -> Plan:
+        infer = choose.plan("batchnorm_infer", p, device)
+        own = infer.reason if infer.implementation != "native" else self.made("two_read", p, device)
+        if isinstance(own, Plan):
+            return dataclasses.replace(own, reason=f"the inference alone would be native here: {infer.reason}")
+        return calls("two", "an inference, then a pass for its signs")(own)
+
+
+class BackwardAdd(BatchNorm):
+    """A backward pass that adds to dx: two_read's, where it is the backward pass's kernel. A block or a team, which
+    reads its tensors once, spares as much as the pass that the add is."""
+
+    def composed(self, p: BatchNormProblem, device: Device) -> Plan:
+        forced = p.implementation == "native" and p.algorithm is None and not choose.refusal(self.op, p, device)
+        if forced and isinstance(own := self.made("two_read", p, device), Plan):
+            return dataclasses.replace(own, reason=f"{asked(p)} was asked for")
+        alone = choose.plan("batchnorm_backward", p, device)
+        two_read = alone.implementation == "native" and alone.kernel == "two_read" and not self.disabled(p)
+        adds = self.made("two_read", p, device) if two_read else alone.reason
+        if isinstance(adds, str):
+            return calls("two", "a backward pass, then an add")(adds, alone.candidates)
+        return dataclasses.replace(adds, reason=f"{alone.reason}; c is added on its way", candidates=alone.candidates)
+
+
+class Shortcut(Planner):
+    """ "joined": XLA's one pass forward and a kernel's two walks back; or "two" batch-norms."""
+
+    def composed(self, p: BatchNormProblem, device: Device) -> Plan:
+        op = "batchnorm_shortcut_backward"
+        own = choose.plan(op, p, device)
+        if own.implementation == "native":
+            reason = f"one pass forward and two backward do both batch-norms: {own.reason}"
+            return Plan("calls", reason, "joined", candidates=own.candidates)
+        refused = None if choose.refusal(op, p, device) else choose.supports(op, "two_read", p, device)
+        return calls("two", "two batch-norms")(refused or own.reason, own.candidates)

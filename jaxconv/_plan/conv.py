@@ -1,13 +1,28 @@
-"""Convolutions: which of a family's kernels is taken, in the memory that it wants."""
+"""Convolutions: which of a family's kernels is taken, in the memory that it wants; which family on a CPU."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 
-from jaxconv._plan import depthwise, direct, domain, grouped, im2col, implicit_gemm, sm90, stem
-from jaxconv._plan.plan import Device, Plan
+from jaxconv._plan import (
+    depthwise,
+    direct,
+    domain,
+    grouped,
+    im2col,
+    implicit_gemm,
+    in_place,
+    measured,
+    model,
+    sm90,
+    stem,
+    tuned,
+)
+from jaxconv._plan.plan import Device, Plan, itemsize, known
+from jaxconv._plan.planner import CUDA_ONLY, Features, Planner, log2, plans_of
 from jaxconv._problem import ConvProblem, family_of
 
 FAMILIES: dict[str, ModuleType] = {
@@ -19,7 +34,6 @@ FAMILIES: dict[str, ModuleType] = {
     "stem": stem,
     "im2col": im2col,
 }
-NORMALISED = ("conv_normalised", "conv_normalised_wgrad", "conv_normalised_gradient", "conv_normalised_dx")
 CHANNELS_LAST_ONLY = ("sm90", "implicit_gemm", "grouped", "stem")
 
 
@@ -33,84 +47,169 @@ def in_memory(algorithm: str, p: ConvProblem) -> ConvProblem:
     return dataclasses.replace(p, channels_last=True) if last and not p.channels_last else p
 
 
-def made(op: str, algorithm: str, p: ConvProblem, device: Device) -> Plan | str:
-    """The plan by the family or kernel that `algorithm` names, or the sentence that says why there is none."""
-    if device.platform != "cuda":
-        return _on_cpu(op, algorithm, p)
-    stored = in_memory(algorithm, p)
-    family = FAMILIES[family_of(algorithm)]
-    refused = _refused(op, family)
-    if refused is not None:
-        return refused
-    why = "there is no such kernel"
-    for wanted in family.wants(op, stored, device):
-        if wanted.answers(algorithm):
-            plan = _planned(op, family, wanted, stored, p, device)
-            if isinstance(plan, Plan):
-                return plan
-            why = plan
-    return why
+class Conv(Planner):
+    """fprop, alone or with what follows; dgrad; wgrad."""
+
+    group = "conv"
+    independent = (True, False, False, True)
+    channels = slice(1, 3)
+    families: Sequence[str] = tuple(FAMILIES)  # that have a kernel for the op
+    of_others = "there is no such kernel"  # of the rest
+    rounded_before = ""  # what of the op needs that y is rounded before the call ends, if anything does
+
+    def made(self, algorithm: str, p: ConvProblem, device: Device) -> Plan | str:
+        if device.platform != "cuda":
+            return self._on_cpu(algorithm, p)
+        name = family_of(algorithm)
+        if name not in self.families:
+            return self.of_others
+        stored, family = in_memory(name, p), FAMILIES[name]
+        why = "there is no such kernel"
+        for wanted in family.wants(self.op, stored, device):
+            if wanted.answers(algorithm):
+                plan = self._planned(family, wanted, stored, p, device)
+                if isinstance(plan, Plan):
+                    return plan
+                why = plan
+        return why
+
+    def _planned(
+        self, family: ModuleType, wanted: Plan, stored: ConvProblem, p: ConvProblem, device: Device
+    ) -> Plan | str:
+        """What the family wants for p, which lies in memory as `stored`: the whole plan, or why the kernel refuses."""
+        refused = getattr(family, "refusal", domain.conv_refusal)(self.op, wanted, stored, device)
+        if refused is not None:
+            return refused
+        return dataclasses.replace(
+            wanted,
+            workspace_bytes=getattr(family, "workspace", domain.conv_workspace)(self.op, wanted, stored),
+            asks_channels_last=stored.channels_last and not p.channels_last,
+        )
+
+    def _on_cpu(self, algorithm: str, p: ConvProblem) -> Plan | str:
+        """The CPU code owns its scratch."""
+        if self.rounded_before and p.dtype not in ("float32", "float64"):
+            return f"the CPU rounds to 16 bits only behind the call, and {self.rounded_before}"
+        if family_of(algorithm) in CHANNELS_LAST_ONLY or "/" in algorithm:
+            return CUDA_ONLY
+        if algorithm == "depthwise" and not p.depthwise:
+            return f"it needs one input channel per group, got groups={p.groups} for {p.in_channels} channels"
+        return Plan("native", "", algorithm)
+
+    def every(self, p: ConvProblem, device: Device) -> Iterator[Plan]:
+        """With the tile that each kernel wants most."""
+        if device.platform != "cuda":
+            yield from plans_of(self._on_cpu(family, p) for family in FAMILIES)
+            return
+        for name in self.families:
+            stored, family = in_memory(name, p), FAMILIES[name]
+            seen: set[str] = set()
+            for wanted in family.wants(self.op, stored, device):
+                plan = wanted.kernel if wanted.kernel in seen else self._planned(family, wanted, stored, p, device)
+                if isinstance(plan, Plan):
+                    seen.add(plan.kernel)
+                    yield plan
+
+    def tiles(self, p: ConvProblem, device: Device) -> Iterator[Plan]:
+        if device.platform != "cuda":
+            return self.every(p, device)
+        specs: dict[str, None] = {}
+        for name, family in FAMILIES.items():
+            specs |= dict.fromkeys(wanted.spec for wanted in family.wants(self.op, in_memory(name, p), device))
+        return plans_of(self.made(spec, p, device) for spec in specs)
+
+    def first(self, p: ConvProblem, device: Device) -> str:
+        def runs(family: str) -> bool:
+            return isinstance(self.made(family, p, device), Plan)
+
+        if p.depthwise and p.groups > 1:
+            return "depthwise"
+        if device.platform == "cpu":
+            return "im2col"
+        if p.groups > 1 and runs("grouped"):
+            return "grouped"
+        # Filters that large are patches, which are long matrix products.
+        if (math.prod(p.filter) <= 64 or stem.patches(self.op, p, device)) and runs("stem"):
+            return "stem"
+        # The direct kernels take what the tensor-core loop refuses.
+        return "implicit_gemm" if runs("implicit_gemm") else "direct"
+
+    def empty(self, p: ConvProblem) -> bool:
+        return known(p.batch) and p.batch == 0
+
+    def spreads(self, kernel: str, p: ConvProblem) -> bool:
+        """Whether fprop multiplies x by zeros that stand for other channels or columns: an infinity makes NaN in
+        outputs whose windows do not hold it."""
+        rule = getattr(FAMILIES[family_of(kernel)], "spreads", None)
+        return self.op in ("conv", "conv_fprop") and rule is not None and rule(kernel, p)
+
+    def speaks(self, kernel: str, p: ConvProblem) -> bool:
+        return in_memory(kernel, p).channels_last
+
+    def on_cpu(self, p: ConvProblem) -> tuple[str | None, str]:
+        wgrad = self.op == "conv_wgrad"
+        if p.depthwise and p.groups > 1:
+            return "depthwise", "XLA's depthwise convolutions are 10 times slower on a CPU"
+        if p.groups > 1:
+            times = "a hundred times slower" if wgrad else "2 to 8 times slower"
+            return "im2col", f"XLA's grouped convolutions are {times} on a CPU"
+        if not wgrad:
+            return None, "XLA's convolutions without groups are as fast as the CPU allows"
+        product = "native code computes a weight gradient as one matrix product"
+        if p.dtype in ("float32", "float64"):
+            speeds = "2.6 to 4.5 times XLA's speed on an Intel Xeon, 0.7 to 3 times on an AMD EPYC"
+            return "im2col", f"{product}, at {speeds}"
+        # What two conversions leave of it, on an EPYC.
+        if math.prod(p.filter) == 1 or max(p.in_channels, p.out_channels) < 32:
+            return "im2col", f"{product} in float32, at 1 to 2.4 times XLA's speed, conversions included"
+        return None, f"{product} in float32, at 0.7 to 1 times XLA's speed, conversions included"
+
+    def features(self, p: ConvProblem) -> Features:
+        """Coordinates: pixels of y, C / groups, K / groups, groups."""
+        group_c, group_k = p.in_channels // p.groups, p.out_channels // p.groups
+        grouping = "none" if p.groups == 1 else "depthwise" if p.depthwise else "grouped"
+        kind = (
+            p.dtype,
+            p.dtype == "float32" and p.full_float32,
+            True,  # channels last in memory, whatever the arrays' order: XLA's convolutions and the kernels that win
+            grouping,
+            p.filter,
+            p.stride,
+            p.dilation,
+            (p.in_channels if grouping == "depthwise" else group_c) % 8 == 0,
+            (p.out_channels if grouping == "depthwise" else group_k) % 8 == 0,
+        )
+        pixels = p.batch * math.prod(p.out_spatial)
+        return "conv_fprop" if self.op == "conv" else self.op, kind, log2(pixels, group_c, group_k, p.groups)
 
 
-def _refused(op: str, family: ModuleType) -> str | None:
-    """Why none of the family's kernels runs `op`, whatever the problem; None where it is the problem that decides."""
-    if family is not sm90 and op == "conv_statistics":
-        return "only sm90's epilogue sums up what it writes"
-    if family not in (sm90, depthwise) and op == "conv_dgrad_add":
-        return "only sm90 and depthwise/rows_mma add on their way"
-    if family is not sm90 and op == "conv_dgrad_sums":
-        return "only sm90 sums up its dgrad"
-    if family is not depthwise and op in NORMALISED:
-        return "only depthwise kernels normalise what they read"
-    return None
+# ----------------------------------------------------------------------------------------------------------------------
+# What stands behind a convolution
 
 
-def _planned(
-    op: str, family: ModuleType, wanted: Plan, stored: ConvProblem, p: ConvProblem, device: Device
-) -> Plan | str:
-    """What the family wants for p, which lies in memory as `stored`: the whole plan, or why the kernel refuses it."""
-    refused = getattr(family, "refusal", domain.conv_refusal)(op, wanted, stored, device)
-    if refused is not None:
-        return refused
-    return dataclasses.replace(
-        wanted,
-        workspace_bytes=getattr(family, "workspace", domain.conv_workspace)(op, wanted, stored),
-        asks_channels_last=stored.channels_last and not p.channels_last,
-    )
+def pass_over_y(m: measured.Measurement, p: ConvProblem, device: Device) -> float:
+    """Milliseconds to read or write y of the convolution that was measured, at the rate at which memory copies."""
+    pixels, _, group_k, groups = m.coordinates
+    rates = model.numbers(device) or model.NUMBERS["H200"]
+    return 2.0 ** (pixels + group_k + groups) * itemsize(p) / rates.bandwidth
 
 
-def spreads(op: str, kernel: str, p: ConvProblem) -> bool:
-    """Whether the kernel's fprop multiplies x by zeros that stand for other channels or columns: an infinity makes NaN
-    in outputs whose windows do not hold it."""
-    rule = getattr(FAMILIES[family_of(kernel)], "spreads", None)
-    return op in ("conv", "conv_fprop") and rule is not None and rule(kernel, p)
+def fused_behind(p: ConvProblem, plan: Plan, device: Device) -> str | None:
+    """Why a convolution whose neighbours nobody sees stays XLA's; None where `plan`, a kernel's, is taken all the same.
 
-
-def every(op: str, p: ConvProblem, device: Device) -> Iterator[Plan]:
-    """A plan for each kernel that can run `op` of p, with the tile that it wants most."""
-    if device.platform != "cuda":
-        yield from (plan for plan in (_on_cpu(op, family, p) for family in FAMILIES) if isinstance(plan, Plan))
-        return
-    for name, family in FAMILIES.items():
-        if _refused(op, family) is not None:
-            continue
-        stored = in_memory(name, p)
-        seen: set[str] = set()
-        for wanted in family.wants(op, stored, device):
-            plan = wanted.kernel if wanted.kernel in seen else _planned(op, family, wanted, stored, p, device)
-            if isinstance(plan, Plan):
-                seen.add(plan.kernel)
-                yield plan
-
-
-def _on_cpu(op: str, algorithm: str, p: ConvProblem) -> Plan | str:
-    """The CPU code owns its scratch."""
-    if op in NORMALISED and p.dtype not in ("float32", "float64"):
-        return "the CPU rounds to 16 bits only behind the call, and what is convolved is rounded before"
-    if op == "conv_statistics" and p.dtype not in ("float32", "float64"):
-        return "the CPU rounds to 16 bits only behind the call, and statistics are those of what was rounded"
-    if family_of(algorithm) in CHANNELS_LAST_ONLY or "/" in algorithm:
-        return "it exists on CUDA only"
-    if algorithm == "depthwise" and not p.depthwise:
-        return f"it needs one input channel per group, got groups={p.groups} for {p.in_channels} channels"
-    return Plan("native", "", algorithm)
+    XLA takes what stands behind its own convolution into it (a bias, a residual, an activation, a conversion), unless
+    it is a 1x1, which is a matrix product to XLA. Behind a kernel of ours that is a pass of its own, or joins another
+    one. So the kernel must win by a pass over y at the rate at which memory copies: that is what it costs on average
+    where every second convolution has a residual behind it. Where nothing near was measured the plan stands.
+    """
+    free = device.platform == "cuda" and p.implementation is None and math.prod(p.filter) > 1
+    own = tuned.entry("conv_fprop", p, device) if free else None
+    if own is not None:
+        return in_place.fused_behind(own)
+    m = measured.nearest("conv_fprop", p, device, plan.kernel) if free else None
+    if m is None:
+        return None
+    if m.xla_ms > m.native_ms[plan.kernel] + pass_over_y(m, p, device):
+        return None
+    speed = f"{m.ratio(plan.kernel):.2f} times as fast {m.where}"
+    return f"{plan.kernel} was {speed}, which does not pay for a pass that XLA would take into its own convolution"

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from jaxconv._plan import domain
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from jaxconv._plan import choose, domain
 from jaxconv._plan.plan import Device, Plan
+from jaxconv._plan.planner import CUDA_ONLY, NOTHING, XLA_ASKED, Planner, asked, disabled_text
 from jaxconv._problem import IntegerConvProblem
 
 TILE, OUTPUT = "integer/tile", "integer/output"
@@ -12,15 +17,39 @@ TILE, OUTPUT = "integer/tile", "integer/output"
 LEAST_COLUMNS = 8
 
 
-def wanted(p: IntegerConvProblem, device: Device) -> str:
-    return TILE if device.platform == "cuda" and p.group_k >= LEAST_COLUMNS else OUTPUT
+class ConvInteger(Planner):
+    """On a GPU ours: XLA has none there. Elsewhere XLA's, which is exact."""
 
+    group = "conv"
+    algorithms = (TILE, OUTPUT)
 
-def made(kernel: str, p: IntegerConvProblem, device: Device) -> Plan | str:
-    """The plan by `kernel`, or the sentence that says why there is none."""
-    plan = Plan("native", "", kernel)
-    if p.beyond:
-        return p.beyond
-    if device.platform == "cpu":
-        return plan if kernel == OUTPUT else "it exists on CUDA only"
-    return domain.conv_integer_refusal(plan, p) or plan
+    def made(self, algorithm: str, p: IntegerConvProblem, device: Device) -> Plan | str:
+        plan = Plan("native", "", algorithm)
+        if p.beyond:
+            return p.beyond
+        if device.platform == "cpu":
+            return plan if algorithm == OUTPUT else CUDA_ONLY
+        return domain.conv_integer_refusal(plan, p) or plan
+
+    def first(self, p: IntegerConvProblem, device: Device) -> str:
+        return TILE if device.platform == "cuda" and p.group_k >= LEAST_COLUMNS else OUTPUT
+
+    def extents(self, p: IntegerConvProblem) -> Sequence[Any]:
+        return p.lhs_shape
+
+    def composed(self, p: IntegerConvProblem, device: Device) -> Plan:
+        forced = p.implementation == "native" or p.algorithm is not None
+        if p.implementation == "xla":
+            return self.instead(XLA_ASKED)
+        if self.disabled(p):
+            return self.instead(disabled_text())
+        if p.empty:
+            return self.instead(NOTHING)
+        if device.platform != "cuda" and not forced:
+            return self.instead("XLA's own convolutions of integers are exact, and faster")
+        kernel = p.algorithm or self.first(p, device)
+        own = choose.missing(device) or self.made(kernel, p, device)
+        if isinstance(own, Plan):
+            reason = f"{asked(p)} was asked for" if forced else "XLA compiles none of integers for a GPU"
+            return dataclasses.replace(own, reason=reason)
+        return self.cannot(p, own, kernel) if forced else self.instead(own)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from jaxconv._plan import domain
-from jaxconv._plan.plan import Device, Plan, extent_of, itemsize, product_tile, splits_of
+from jaxconv._plan.plan import Candidate, Device, Plan, extent_of, itemsize, product_tile, splits_of
+from jaxconv._plan.planner import CUDA_ONLY, Features, Planner, calls, log2, plans_of
 from jaxconv._plan.sm90 import CLUSTERS, PRODUCTS, cluster_time, product_time, resident_tile, terms_of
 from jaxconv._problem import DENSE_ALGORITHMS, DenseProblem, family_of
 
@@ -90,37 +92,79 @@ def wants(op: str, algorithm: str, p: DenseProblem, device: Device) -> Iterator[
         yield Plan("native", "", "gemm", tile, splits)
 
 
-def made(op: str, algorithm: str, p: DenseProblem, device: Device) -> Plan | str:
-    """The plan by the family or kernel that `algorithm` names, or the sentence that says why there is none."""
-    if algorithm.startswith("sm90") and device.platform == "cpu":
-        return "it exists on CUDA only"
-    if op == "dense_gradient" and p.alpha != 1.0:
-        return f"it takes alpha 1, got {p.alpha}"
-    why = "there is no such kernel"
-    for wanted in wants(op, family_of(algorithm), p, device):
-        if wanted.answers(algorithm):
-            cpu = device.platform == "cpu"  # which owns its scratch
-            refused = None if cpu else domain.dense_refusal(wanted, p, device)
-            if refused is None:
-                size = 0 if cpu else domain.dense_workspace(wanted, p)
-                return dataclasses.replace(wanted, workspace_bytes=size)
-            why = refused
-    return why
+class Dense(Planner):
+    group = "dense"
+    algorithms = DENSE_ALGORITHMS
+    independent = (True, True, False, False)
+
+    def made(self, algorithm: str, p: DenseProblem, device: Device) -> Plan | str:
+        if algorithm.startswith("sm90") and device.platform == "cpu":
+            return CUDA_ONLY
+        why = "there is no such kernel"
+        for wanted in wants(self.op, family_of(algorithm), p, device):
+            if wanted.answers(algorithm):
+                cpu = device.platform == "cpu"  # which owns its scratch
+                refused = None if cpu else domain.dense_refusal(wanted, p, device)
+                if refused is None:
+                    size = 0 if cpu else domain.dense_workspace(wanted, p)
+                    return dataclasses.replace(wanted, workspace_bytes=size)
+                why = refused
+        return why
+
+    def every(self, p: DenseProblem, device: Device) -> Iterator[Plan]:
+        """Of each family, and of sm90/cluster where it is not sm90's first."""
+        by_kernel: dict[str, Plan] = {}
+        for plan in plans_of(self.made(algorithm, p, device) for algorithm in (*DENSE_ALGORITHMS, "sm90/cluster")):
+            by_kernel.setdefault(plan.kernel, plan)
+        yield from by_kernel.values()
+
+    def tiles(self, p: DenseProblem, device: Device) -> Iterator[Plan]:
+        for family in DENSE_ALGORITHMS:
+            specs = dict.fromkeys(wanted.spec for wanted in wants(self.op, family, p, device))
+            yield from plans_of(self.made(spec, p, device) for spec in specs)
+
+    def first(self, p: DenseProblem, device: Device) -> str:
+        return "gemm"
+
+    def extents(self, p: DenseProblem) -> Sequence[Any]:
+        return p.m, p.n, p.k, 1 if p.batch is None else p.batch
+
+    def on_cpu(self, p: DenseProblem) -> tuple[str | None, str]:
+        return None, "XLA's matrix products are as fast as the CPU allows"
+
+    def features(self, p: DenseProblem) -> Features:
+        """Coordinates: instances, M, K, N."""
+        fused = p.bias is not None or p.addend or p.activation.name != "none"
+        name = p.activation.name  # gelu may win where relu, or a tanh that costs more, does not
+        epilogue = "bare" if not fused else "cheap" if name in ("none", "relu", "relu6", "leaky_relu") else name
+        full, aligned = p.dtype == "float32" and p.full_float32, p.k % 8 == 0 and p.n % 8 == 0
+        kind = p.dtype, full, p.trans_x, p.trans_w, epilogue, aligned
+        return "dense", kind, log2(p.batch or 1, p.m, p.k, p.n)
 
 
-def kernels(op: str, p: DenseProblem, device: Device) -> Iterator[Plan]:
-    """A plan for each family that can run p, and for sm90/cluster where it is not sm90's first."""
-    seen: set[str] = set()
-    for algorithm in (*DENSE_ALGORITHMS, "sm90/cluster"):
-        plan = made(op, algorithm, p, device)
-        if isinstance(plan, Plan) and plan.kernel not in seen:
-            seen.add(plan.kernel)
-            yield plan
+class DenseGradient(Dense):
+    """A product that goes back through the activation and sums up on its way, or three calls: the product has a plan of
+    its own then."""
 
+    def made(self, algorithm: str, p: DenseProblem, device: Device) -> Plan | str:
+        return super().made(algorithm, p, device) if p.alpha == 1.0 else f"it takes alpha 1, got {p.alpha}"
 
-def every(op: str, p: DenseProblem, device: Device) -> Iterator[Plan]:
-    """A plan for each kernel and tile that can run op of p, of a family those that it wants most first."""
-    for family in DENSE_ALGORITHMS:
-        specs = dict.fromkeys(wanted.spec for wanted in wants(op, family, p, device))
-        plans = (made(op, spec, p, device) for spec in specs)
-        yield from (plan for plan in plans if isinstance(plan, Plan))
+    def first(self, p: DenseProblem, device: Device) -> str:
+        return "sm90"
+
+    def no_kernels(self, p: DenseProblem, platform: str) -> str | None:
+        return super().no_kernels(p, platform) or (CUDA_ONLY if platform == "cpu" else None)
+
+    def instead(self, why: str, candidates: tuple[Candidate, ...] = ()) -> Plan:
+        return calls("three", "a product, then the activation's derivative and a sum")(why, candidates)
+
+    def cannot(self, p: DenseProblem, why: str, algorithm: str = "") -> Plan:
+        if p.algorithm is None:
+            return self.instead(why)
+        if p.algorithm.partition(" ")[0] == GRADIENT:
+            return super().cannot(p, why, p.algorithm)
+        return self.instead(f"algorithm='{p.algorithm}' was asked for, and it cannot do all in one kernel: {why}")
+
+    def features(self, p: DenseProblem) -> Features:
+        _, kind, coordinates = super().features(p)
+        return "dense_gradient", kind, coordinates

@@ -4,32 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 
 from jaxconv._plan import domain
 from jaxconv._plan.plan import Device, Plan, itemsize
-from jaxconv._problem import GroupNormProblem
+from jaxconv._plan.planner import CUDA_ONLY, Features, Planner, disabled, log2, plans_of, vector
+from jaxconv._problem import GROUPNORM_ALGORITHMS, GroupNormProblem
 
 # Bytes that are read, from which on they do not stay in the L2 cache from one launch to the next.
 CACHED = 16 * 2**20
-
-
-def made(op: str, algorithm: str, p: GroupNormProblem, device: Device) -> Plan | str:
-    """The plan by the kernel that `algorithm` names, or the sentence that says why there is none."""
-    plan = Plan("native", "", algorithm)
-    if device.platform == "cpu":
-        return plan if algorithm == "two_read" else "it exists on CUDA only"
-    if algorithm == "resident":
-        width, ctas = _tile(op, p, device)
-        plan = dataclasses.replace(plan, splits=ctas, chunk=width)
-    elif algorithm != "rows":
-        plan = dataclasses.replace(plan, splits=_splits(op, p, device))
-    if algorithm == "interleaved":
-        # Three blocks run on a multiprocessor, half of which sum up: an image's sums are there when they are asked for.
-        plan = dataclasses.replace(plan, chunk=2 * device.sm_count + plan.splits)
-    refusal = domain.groupnorm_refusal(op, plan, p, device)
-    if refusal:
-        return refusal
-    return dataclasses.replace(plan, workspace_bytes=domain.groupnorm_workspace(op, plan, p))
 
 
 def _splits(op: str, p: GroupNormProblem, device: Device) -> int:
@@ -79,14 +62,61 @@ def _tile(op: str, p: GroupNormProblem, device: Device) -> tuple[int, int]:
     return min(made, key=lambda one: cost(*one)) if unit else (0, 1)
 
 
-def wanted(op: str, p: GroupNormProblem, device: Device) -> str:
-    """The kernel for a problem that nobody has measured."""
-    if p.rows:  # as images of a pixel they are many small items, which "two_read" at least runs
-        return "rows" if isinstance(made(op, "rows", p, device), Plan) else "two_read"
-    if isinstance(plan := made(op, "resident", p, device), Plan):
-        # Shared memory holds two fifths of all.
-        slab = -(-p.pixels // plan.splits) * plan.chunk * _read(op)
-        if 2 * slab <= 5 * domain.shared_memory(device):
-            return "resident"
-    large = p.size * itemsize(p) * _read(op) > CACHED
-    return "interleaved" if large and domain.groupnorm_vector(p) > 1 else "two_read"
+class GroupNorm(Planner):
+    group = "groupnorm"
+    forced_by_times = False
+    # Of larger images less stays on the chip: 2 x 64x64x64 pixels of 64 channels, by a kernel that was 2 times faster
+    # than XLA at 64x64 pixels, took 3.9 times as long as XLA (H200).
+    independent = (True, False, False)
+
+    def made(self, algorithm: str, p: GroupNormProblem, device: Device) -> Plan | str:
+        plan = Plan("native", "", algorithm)
+        if device.platform == "cpu":
+            return plan if algorithm == "two_read" else CUDA_ONLY
+        if algorithm == "resident":
+            width, ctas = _tile(self.op, p, device)
+            plan = dataclasses.replace(plan, splits=ctas, chunk=width)
+        elif algorithm != "rows":
+            plan = dataclasses.replace(plan, splits=_splits(self.op, p, device))
+        if algorithm == "interleaved":
+            # Three blocks run on a multiprocessor, half of which sum up: an image's sums are there when asked for.
+            plan = dataclasses.replace(plan, chunk=2 * device.sm_count + plan.splits)
+        refusal = domain.groupnorm_refusal(self.op, plan, p, device)
+        if refusal:
+            return refusal
+        return dataclasses.replace(plan, workspace_bytes=domain.groupnorm_workspace(self.op, plan, p))
+
+    def every(self, p: GroupNormProblem, device: Device) -> Iterator[Plan]:
+        rows = p.rows and device.platform == "cuda"  # images of one pixel are nothing that the others were made for
+        algorithms = [a for a in GROUPNORM_ALGORITHMS if (a == "rows") == rows]
+        return plans_of(self.made(algorithm, p, device) for algorithm in algorithms)
+
+    def first(self, p: GroupNormProblem, device: Device) -> str:
+        if device.platform == "cpu":
+            return "two_read"
+        if p.rows:  # as images of a pixel they are many small items, which "two_read" at least runs
+            return "rows" if isinstance(self.made("rows", p, device), Plan) else "two_read"
+        if isinstance(plan := self.made("resident", p, device), Plan):
+            # Shared memory holds two fifths of all.
+            slab = -(-p.pixels // plan.splits) * plan.chunk * _read(self.op)
+            if 2 * slab <= 5 * domain.shared_memory(device):
+                return "resident"
+        large = p.size * itemsize(p) * _read(self.op) > CACHED
+        return "interleaved" if large and domain.groupnorm_vector(p) > 1 else "two_read"
+
+    def disabled(self, p: GroupNormProblem) -> bool:
+        return disabled(self.op, p.rows)
+
+    def on_cpu(self, p: GroupNormProblem) -> tuple[str | None, str]:
+        return (
+            None,
+            "native code reads x more often: forward and backward, XLA was 1.5 to 9 times faster on an AMD EPYC",
+        )
+
+    def features(self, p: GroupNormProblem) -> Features:
+        """Coordinates: images, pixels, channels; of a layer-norm rows, 1, channels.
+
+        Measured and chosen forward and backward: what the backward pass reads is the forward pass's choice."""
+        kind = p.dtype, p.activation.name != "none", p.channels % vector(p.dtype) == 0
+        extents = log2((p.batch or 1) * p.images, p.pixels, p.channels)
+        return "layernorm" if p.rows else "groupnorm_fused", kind, extents

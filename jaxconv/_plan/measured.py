@@ -4,7 +4,7 @@ A table holds, for problems that were run, the time of XLA and of each native ke
 answered by its nearest neighbour of the same kind, if one is near enough; where a device's own table has none, or one
 that is farther away, by the tables of its sisters, devices of the same architecture with about the same numbers, whose
 times are scaled. Where XLA copies an array because its padding is uneven and did not at the neighbour, or the other way
-round, XLA's time there is corrected by that pass. Nothing is timed in a user's program.
+round, XLA's time there is corrected by that pass. Nothing is timed in a user's program unasked.
 """
 
 from __future__ import annotations
@@ -21,15 +21,7 @@ from typing import Any
 
 from jaxconv._plan import model
 from jaxconv._plan.plan import Device
-from jaxconv._problem import (
-    BatchNormProblem,
-    ConvProblem,
-    DenseProblem,
-    GroupNormProblem,
-    NormalisedConvProblem,
-    PoolProblem,
-    SqueezeExciteProblem,
-)
+from jaxconv._plan.planner import PLANNERS, Features
 
 FOLDER = pathlib.Path(__file__).parent.parent / "tuning"
 
@@ -39,6 +31,10 @@ REACH = 1.6
 # More of the same work on a full device changes little: 2^(REACH * MORE) times as much may be. Not less, a device that
 # is not full is another matter. Before, ConvNeXt at batch 256 learned nothing from its layer measured at batch 64.
 MORE = 4.0
+# ... where the device was full. A problem that XLA took less time for, milliseconds, is bound by launches and
+# latencies: sm90/cluster, made for few pixels and 1.17 times as fast as XLA for one image of 14x14, takes 3.2 times as
+# long as XLA for 256 of 8x8 (H100, float32).
+FULL_MS = 0.02
 # A neighbour that differs by more than this in channels speaks together with the model, where that knows the kernel. Of
 # drawn problems that neighbours alone chose a kernel for, 9 of 34 with such ones were slower than XLA, by 6 to 103 %
 # (H200), of 32 with nearer ones none was by more than 3 %.
@@ -82,6 +78,8 @@ class Measurement:
     # As it speaks for a problem: how much of `xla_ms` is XLA's copy, and how that was corrected, if it was
     copy_ms: float = 0.0
     corrected: str = ""
+    # ... and how far a convolution's channels are from those that were measured, in powers of two; 0 of other ops
+    apart: float = 0.0
 
     def ratio(self, kernel: str) -> float:
         """XLA's time over the kernel's."""
@@ -90,15 +88,17 @@ class Measurement:
     def wins(self, kernel: str) -> bool:
         """Whether the kernel is worth taking instead of XLA."""
         least = LEAST_MS if self.op.startswith("dense") else LEAST_CONV_MS if self.op.startswith("conv_") else 0.0
-        margin = SISTER_MARGIN if self.sister else MARGIN
-        return self.ratio(kernel) > margin and self.xla_ms - self.native_ms[kernel] >= least
+        return self.ratio(kernel) > self.margin and self.xla_ms - self.native_ms[kernel] >= least
 
-    def apart(self, problem: Any) -> float:
-        """How far a convolution's channels are from those that were measured, in powers of two; 0 of other problems."""
-        if not isinstance(problem, ConvProblem):
-            return 0.0
-        _, _, coordinates = features(self.op, problem)
-        return max(abs(a - b) for a, b in zip(self.coordinates[1:3], coordinates[1:3], strict=True))
+    @property
+    def margin(self) -> float:
+        """How much faster than XLA a kernel must be."""
+        return SISTER_MARGIN if self.sister else MARGIN
+
+    @property
+    def against_two(self) -> bool:
+        """Whether `xla_ms` is that of two calls, each by its plan, where these are faster than XLA."""
+        return self.op in ("conv_statistics", "conv_normalised", "batchnorm_shortcut")
 
     @property
     def where(self) -> str:
@@ -118,92 +118,9 @@ def slug(device_kind: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", device_kind.lower()).strip("_")
 
 
-def features(op: str, problem: Any) -> tuple[str, tuple[Any, ...], tuple[float, ...]]:
-    """(op as measured, kind, coordinates) of a problem: what decides whether two problems run alike.
-
-    Coordinates: conv (pixels of y, C / groups, K / groups, groups); dense (instances, M, K, N); batch-norm (elements of
-    a channel, channels); group-norm (images, pixels, channels), layer-norm (rows, 1, channels); max-pooling (pixels of
-    y, channels); squeeze-and-excitation (images, pixels, channels, hidden numbers).
-    """
-    if isinstance(problem, ConvProblem):
-        return _conv_features(op, problem)
-    if isinstance(problem, DenseProblem):
-        aligned = problem.k % 8 == 0 and problem.n % 8 == 0
-        fused = problem.bias is not None or problem.addend or problem.activation.name != "none"
-        name = problem.activation.name  # gelu may win where relu, or a tanh that costs more, does not
-        epilogue = "bare" if not fused else "cheap" if name in ("none", "relu", "relu6", "leaky_relu") else name
-        kind = (
-            problem.dtype,
-            problem.dtype == "float32" and problem.full_float32,
-            problem.trans_x,
-            problem.trans_w,
-            epilogue,
-            aligned,
-        )
-        measured_op = "dense_gradient" if op == "dense_gradient" else "dense"
-        return measured_op, kind, _log2(problem.batch or 1, problem.m, problem.k, problem.n)
-    if isinstance(problem, PoolProblem):
-        # Measured and chosen forward and backward together: a gradient needs the positions.
-        back = problem.save or op == "max_pool_backward"
-        window = problem.window, problem.stride, problem.dilation
-        kind = (problem.dtype, *window, problem.channels % _vector(problem.dtype) == 0)
-        pixels = problem.batch * math.prod(problem.out_spatial)
-        return "max_pool_fused" if back else "max_pool", kind, _log2(pixels, problem.channels)
-    if isinstance(problem, GroupNormProblem):
-        # Measured and chosen forward and backward: what the backward pass reads is the forward pass's choice.
-        kind = (problem.dtype, problem.activation.name != "none", problem.channels % _vector(problem.dtype) == 0)
-        images = (problem.batch or 1) * problem.images
-        if problem.rows:
-            return "layernorm", kind, _log2(images, problem.pixels, problem.channels)
-        return "groupnorm_fused", kind, _log2(images, problem.pixels, problem.channels)
-    if isinstance(problem, SqueezeExciteProblem):
-        # Where a gradient is taken measured and chosen forward and backward.
-        kind = (problem.dtype, problem.channels % _vector(problem.dtype) == 0)
-        extents = _log2(problem.images, problem.pixels, problem.channels, problem.hidden)
-        return "squeeze_excite_fused" if problem.save else "squeeze_excite", kind, extents
-    p: BatchNormProblem = problem
-    fast_axis = p.channels if p.inner == 1 else p.inner
-    if op == "batchnorm_shortcut_backward":
-        op = "batchnorm_shortcut"  # measured forward and backward, against two batch-norms
-    elif op != "batchnorm_infer" and (p.activation.name != "none" or p.residual):
-        # Measured and chosen forward and backward together: a native forward that won by 4 % alone lost 15 % beside an
-        # XLA backward, which then read what XLA would have fused.
-        op = "batchnorm_residual" if p.residual else "batchnorm_fused"
-    return op, (p.dtype, p.inner == 1, fast_axis % _vector(p.dtype) == 0), _log2(p.reduced, (p.batch or 1) * p.channels)
-
-
-def _vector(dtype: str) -> int:
-    """Elements in 16 bytes."""
-    return 8 if dtype != "float32" else 4
-
-
-def _conv_features(op: str, p: ConvProblem) -> tuple[str, tuple[Any, ...], tuple[float, ...]]:
-    group_c, group_k = p.in_channels // p.groups, p.out_channels // p.groups
-    grouping = "none" if p.groups == 1 else "depthwise" if p.depthwise else "grouped"
-    kind = (
-        p.dtype,
-        p.dtype == "float32" and p.full_float32,
-        True,  # channels last in memory, whatever the arrays' order: XLA's convolutions and the kernels that win
-        grouping,
-        p.filter,
-        p.stride,
-        p.dilation,
-        (p.in_channels if grouping == "depthwise" else group_c) % 8 == 0,
-        (p.out_channels if grouping == "depthwise" else group_k) % 8 == 0,
-    )
-    pixels = p.batch * math.prod(p.out_spatial)
-    if isinstance(p, NormalisedConvProblem):
-        # y and dw are measured and chosen as one: who does not write a has none for its weight gradient. So are all
-        # gradients.
-        kind = (*kind, "clipped" if p.x_activation.name != "silu" else "silu")
-        back = op in ("conv_normalised_gradient", "conv_normalised_dx")
-        measured = "conv_normalised_gradient" if back else "conv_normalised"
-        return measured, kind, _log2(pixels, group_c, group_k, p.groups)
-    return "conv_fprop" if op == "conv" else op, kind, _log2(pixels, group_c, group_k, p.groups)
-
-
-def _copied(op: str, problem: Any) -> str:
-    return model.copied(op, problem) if isinstance(problem, ConvProblem) else ""
+def features(op: str, problem: Any) -> Features:
+    """(op as measured, kind, coordinates) of a problem: what decides whether two problems run alike."""
+    return PLANNERS[op].features(problem)
 
 
 def _copy_ms(m: Measurement, array: str, of: model.Numbers) -> float:
@@ -216,7 +133,7 @@ def _copy_ms(m: Measurement, array: str, of: model.Numbers) -> float:
 
 def _as_padded(m: Measurement, op: str, problem: Any, device: Device) -> Measurement:
     """The measurement as if it had been padded like the problem: a native kernel's time hardly depends on it."""
-    wanted, rates = _copied(op, problem), model.numbers(device)
+    wanted, rates = model.copied(op, problem), model.numbers(device)
     if rates is None or not (wanted or m.copied):
         return m
     copy = _copy_ms(m, wanted or m.copied, rates)
@@ -229,10 +146,6 @@ def _as_padded(m: Measurement, op: str, problem: Any, device: Device) -> Measure
     corrected = f"with XLA's {what} taken off"
     least = min(_least_ms(m, rates), m.xla_ms)
     return dataclasses.replace(m, xla_ms=max(m.xla_ms - PASS_TAKEN_OFF * copy, least), corrected=corrected)
-
-
-def _log2(*extents: int) -> tuple[float, ...]:
-    return tuple(math.log2(max(extent, 1)) for extent in extents)
 
 
 _learned: dict[str, tuple[Measurement, ...]] = {}
@@ -320,22 +233,17 @@ def nearest(op: str, problem: Any, device: Device, kernel: str) -> Measurement |
             continue
         # Scaled, and corrected for a copy: that made 1.26 of .97 (H200, an even 3x3 of stride 2, 512 channels in 32
         # groups). One of the device's own that needs no correction is nearer.
-        if found is not None and found.copied == _copied(op, problem) != other.copied:
+        if found is not None and found.copied == model.copied(op, problem) != other.copied:
             continue
         found, distance = _scaled(other, sister, device), there + FARTHER
-    return found and _as_padded(found, op, problem, device)
+    return found and dataclasses.replace(_as_padded(found, op, problem, device), apart=_apart(found, op, problem))
 
 
-def windows(problem: PoolProblem, device: Device) -> list[float]:
-    """XLA's time over the kernel's, forward and backward, at the windows that were measured in the problem's dtype
-    (float16's may be bfloat16's), on the device or else on a sister; none where 16 bytes do not divide the channels."""
-    for kind in (device.kind, *sisters(device)):
-        for dtype in (problem.dtype, "bfloat16") if problem.dtype == "float16" else (problem.dtype,):
-            if problem.channels % _vector(dtype) == 0:
-                rows = (m for m in table(kind) if m.op == "max_pool_fused" and (m.kind[0], m.kind[-1]) == (dtype, True))
-                if found := [m.ratio("gather") for m in rows if "gather" in m.native_ms]:
-                    return found
-    return []
+def _apart(m: Measurement, op: str, problem: Any) -> float:
+    channels = PLANNERS[op].channels
+    _, _, coordinates = features(op, problem)
+    pairs = zip(m.coordinates[channels], coordinates[channels], strict=True)
+    return max((abs(a - b) for a, b in pairs), default=0.0)
 
 
 def _nearest_of_kinds(op: str, problem: Any, device_kind: str, kernel: str) -> tuple[Measurement | None, float]:
@@ -344,9 +252,9 @@ def _nearest_of_kinds(op: str, problem: Any, device_kind: str, kernel: str) -> t
     ops = [measured_op, "batchnorm_fused"] if measured_op == "batchnorm_residual" else [measured_op]
     # Of 151 problems that were run in both (H200), bfloat16's choice lost to XLA in float16 for none.
     kinds = [kind, ("bfloat16", *kind[1:])] if kind[0] == "float16" else [kind]
-    array = _copied(op, problem)
+    array = model.copied(op, problem)
     for of_op, of_kind in itertools.product(ops, kinds):
-        found = _nearest(of_op, of_kind, coordinates, array, _INDEPENDENT[type(problem)], device_kind, kernel)
+        found = _nearest(of_op, of_kind, coordinates, array, PLANNERS[op].independent, device_kind, kernel)
         if found[0] is not None:
             return found
     return None, math.inf
@@ -369,23 +277,10 @@ def _nearest(
         work = sum(d for d, free in zip(more, independent, strict=True) if free)
         gaps = [abs(d) for d, free in zip(more, independent, strict=True) if not free]
         distance = sum(map(abs, more)) + UNLIKE * (m.copied != array)
-        if max([work / MORE if work > 0 else -work, *gaps]) <= REACH and distance < least:
+        more_of_it = MORE if m.xla_ms >= FULL_MS else 1.0
+        if max([work / more_of_it if work > 0 else -work, *gaps]) <= REACH and distance < least:
             best, least = m, distance
     return best, least
-
-
-# Which coordinates count independent pieces of work
-_INDEPENDENT = {
-    ConvProblem: (True, False, False, True),
-    NormalisedConvProblem: (True, False, False, True),
-    DenseProblem: (True, True, False, False),
-    BatchNormProblem: (True, True),
-    # Of larger images less stays on the chip: 2 x 64x64x64 pixels of 64 channels, by a kernel that was 2 times faster
-    # than XLA at 64x64 pixels, took 3.9 times as long as XLA (H200).
-    GroupNormProblem: (True, False, False),
-    PoolProblem: (True, True),
-    SqueezeExciteProblem: (True, True, False, False),
-}
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -192,7 +192,7 @@ class Shape:
         return flops / getattr(of, self.arithmetic), moved / of.bandwidth
 
 
-def copied(op: str, p: ConvProblem | Shape) -> str:
+def copied(op: str, p: Any) -> str:
     """Which array of a convolution XLA copies on an NVIDIA GPU because of its padding: "x", "dx", "dy" or "".
 
     cuDNN pads both ends alike. Where they differ XLA pads x in front of it, in a pass of its own, and slices dx behind
@@ -558,11 +558,13 @@ def sure(ratio: float, deviation: float) -> bool:
     return found is not None and ratio > MARGIN and worth(math.log(ratio), deviation) > found.worth
 
 
-def predict(op: str, p: ConvProblem, device: Device, plans: list[Plan]) -> dict[str, Prediction]:
-    """The times of XLA ("xla") and of plans (by `Plan.spec`), as far as known; empty for a device without numbers."""
-    found, of = model(), numbers(device)
-    shape = Shape.of(op, p)
-    if found is None or of is None or shape.op not in OPS:
+def predict(op: str, p: Any, device: Device, plans: list[Plan]) -> dict[str, Prediction]:
+    """The times of XLA ("xla") and of plans (by `Plan.spec`), as far as known; of other ops than the model's, and
+    for a device without numbers, none."""
+    if op not in ("conv", *OPS):
+        return {}
+    found, of, shape = model(), numbers(device), Shape.of(op, p)
+    if found is None or of is None:
         return {}
     keys = [(plan.kernel, plan.tile, plan.splits) for plan in plans]
     xla, native = found.predict(shape, of, keys)

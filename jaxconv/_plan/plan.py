@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxconv import _native
 from jaxconv._problem import (
     BatchNormProblem,
     ConvProblem,
@@ -79,11 +80,12 @@ class Device:
     @classmethod
     @functools.cache
     def _of(cls, platform: str, device: Any) -> Device:
-        capability = getattr(device, "compute_capability", None)
+        text = getattr(device, "compute_capability", None)
+        major, _, minor = (text or "").partition(".")
         return cls(
             platform,
             device.device_kind,
-            tuple(map(int, capability.split("."))) if capability else None,
+            _native.code_for((int(major), int(minor))) if text else None,
             getattr(device, "core_count", None) or 132,
         )
 

@@ -6,18 +6,8 @@ import dataclasses
 
 from jaxconv._plan import domain
 from jaxconv._plan.plan import Device, Plan
-from jaxconv._problem import SqueezeExciteProblem
-
-
-def made(algorithm: str, p: SqueezeExciteProblem, device: Device) -> Plan | str:
-    """The plan by the kernel that `algorithm` names, or the sentence that says why there is none."""
-    plan = Plan("native", "", algorithm)
-    if device.platform == "cpu":
-        return plan
-    width, ctas = _tile(p, device)
-    plan = dataclasses.replace(plan, splits=ctas, chunk=width)
-    return domain.squeeze_excite_refusal(plan, p, device) or plan
-
+from jaxconv._plan.planner import Features, Planner, log2, vector
+from jaxconv._problem import SQUEEZE_EXCITE_ALGORITHMS, SqueezeExciteProblem
 
 # Shared memory for a CTA's slab, bytes: three run on a multiprocessor; two; one.
 THREE, TWO, ONE = 60 * 1024, 100 * 1024, 200 * 1024
@@ -65,3 +55,25 @@ def _tile(p: SqueezeExciteProblem, device: Device) -> tuple[int, int]:
         return min(row * 16, 8192), 1
     _, width, ctas = min(found)
     return width, ctas
+
+
+class SqueezeExcite(Planner):
+    group = "squeeze_excite"
+    algorithms = SQUEEZE_EXCITE_ALGORITHMS
+    independent = (True, True, False, False)
+
+    def made(self, algorithm: str, p: SqueezeExciteProblem, device: Device) -> Plan | str:
+        plan = Plan("native", "", algorithm)
+        if device.platform == "cpu":
+            return plan
+        width, ctas = _tile(p, device)
+        plan = dataclasses.replace(plan, splits=ctas, chunk=width)
+        return domain.squeeze_excite_refusal(plan, p, device) or plan
+
+    def features(self, p: SqueezeExciteProblem) -> Features:
+        """Coordinates: images, pixels, channels, hidden numbers.
+
+        Where a gradient is taken measured and chosen forward and backward."""
+        kind = p.dtype, p.channels % vector(p.dtype) == 0
+        extents = log2(p.images, p.pixels, p.channels, p.hidden)
+        return "squeeze_excite_fused" if p.save else "squeeze_excite", kind, extents

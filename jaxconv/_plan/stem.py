@@ -6,8 +6,9 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from jaxconv._plan import dense, domain
+from jaxconv._plan import domain
 from jaxconv._plan.plan import Device, Plan, itemsize, splits_of
+from jaxconv._plan.planner import PLANNERS
 from jaxconv._problem import ConvProblem
 
 # The most wanted first.
@@ -17,7 +18,7 @@ PATCH_TILES = ("128x128", "128x256", "256x128", "256x64", "128x320", "64x128", "
 
 def wants(op: str, p: ConvProblem, device: Device) -> Iterator[Plan]:
     if patches(op, p, device):
-        product = dense.made("matmul", "sm90", p.patch_product(), device)
+        product = PLANNERS["matmul"].made("sm90", p.patch_product(), device)
         first = product.tile if isinstance(product, Plan) else PATCH_TILES[0]
         for tile in dict.fromkeys((first, *PATCH_TILES)):
             yield Plan("native", "", "stem/patches", tile)

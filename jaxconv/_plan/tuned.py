@@ -1,14 +1,16 @@
-"""What a user tuned on this device (`jaxconv.tune`): exact problems, their times, and which of them was chosen.
+"""What was tuned on this device (`jaxconv.tune`, or in place): exact problems, their times, and which was chosen.
 
 Results are a JSON file of the user's, of which JAXCONV_TUNING names another. It is read once, when the first plan is
 made, merged and replaced as a whole when something is added. Which results hold is part of the key of JAX's caches, so
-that a function compiled with some and one compiled with others are two programs.
+that a function compiled with some and one compiled with others are two programs. What was timed in place is not: a
+program that is compiled is the first to take it, and need not be compiled again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import functools
 import importlib.metadata
 import json
@@ -50,6 +52,10 @@ class Entry:
     choice: str | None  # "xla", or one of native_ms; None: the times are known, and nothing is chosen by them
     driver: str = ""  # for people
     timer: str = ""  # "cupti" or "wall"
+    when: str = ""  # UTC, "2026-11-26 10:30"
+    # The problem was timed alone, in place: no function has confirmed the choice
+    alone: bool = False
+    pass_ms: float = 0.0  # of a forward convolution timed in place: to write its result once
 
     @property
     def ratio(self) -> float | None:
@@ -148,6 +154,11 @@ def driver() -> str:
     return ""
 
 
+def now() -> str:
+    """As entries say it."""
+    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M")
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Text and files
 
@@ -180,6 +191,7 @@ def _entry(i: int, e: Any) -> Entry:
         times = [*entry.native_ms.values(), *([] if entry.xla_ms is None else [entry.xla_ms])]
         good = all(isinstance(getattr(entry, name), str) for name in _STRINGS)
         good = good and all(isinstance(ms, (int, float)) and 0 <= ms < math.inf for ms in times)
+        good = good and isinstance(entry.when, str) and isinstance(entry.pass_ms, (int, float)) and entry.pass_ms >= 0
         if good and (entry.choice in (None, "xla") or entry.choice in entry.native_ms):
             return entry
     except (AttributeError, TypeError):
@@ -201,14 +213,15 @@ def path() -> pathlib.Path:
     return pathlib.Path(platformdirs.user_data_dir("jaxconv", appauthor=False)) / "tuning.json"
 
 
-def read(file: pathlib.Path) -> Results:
-    """What a file holds; none where there is none. A broken one is named in a warning and holds none."""
-    return _read(file)[0]
+def read(file: pathlib.Path, named: bool | None = None) -> Results:
+    """What a file holds; none where there is none. A broken one is named in a warning and holds none. `named`: whether
+    somebody chose these results; None is whether JAXCONV_TUNING names a file."""
+    return _read(file, named)[0]
 
 
-def _read(file: pathlib.Path) -> tuple[Results, bool]:
+def _read(file: pathlib.Path, named: bool | None = None) -> tuple[Results, bool]:
     """(the file's results, whether it can be read)."""
-    named = bool(os.environ.get("JAXCONV_TUNING"))
+    named = bool(os.environ.get("JAXCONV_TUNING")) if named is None else named
     try:
         text = file.read_text()
         return (loads(text, str(file), named) if text else Results((), str(file), named)), True
@@ -276,33 +289,72 @@ _warned: set[str] = set()
 # None: those of the user's file as it was when the first plan was made. Part of the key of JAX's caches.
 _ACTIVE = jax.make_user_context(default_value=None)
 
+# What was timed in place in this process, or found in the file then: (device, op, key) -> entry
+_FOUND: dict[tuple[str, str, str], Entry] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Only:
+    """Results beside which nothing holds."""
+
+    results: Results
+
 
 @functools.cache
 def _of_file() -> Results:
     return read(path())
 
 
-def active() -> Results:
-    """The results that plans are made from."""
+def _given() -> Results:
+    """The results that somebody gave, or that are in the user's file."""
     value = _ACTIVE.value
+    if isinstance(value, _Only):
+        return value.results
     return value if isinstance(value, Results) else _of_file()
 
 
-def activate(results: Results) -> None:
-    """From now on these hold, in all threads, but for those inside `applied`."""
+def alone() -> bool:
+    """Whether plans are made from given results and from nothing else: inside `applied`."""
+    return isinstance(_ACTIVE.value, _Only)
+
+
+def active() -> Results:
+    """The results that plans are made from."""
+    given = _given()
+    if alone() or not _FOUND:
+        return given
+    known = {e.identity for e in given.entries}
+    return given.updated(e for e in list(_FOUND.values()) if e.identity not in known)
+
+
+def activate(results: Results | None) -> None:
+    """From now on these hold, in all threads, but for those inside `applied`; None: those of the user's file."""
     _compat.set_global(_ACTIVE, results)
 
 
 @contextlib.contextmanager
 def applied(results: Results) -> Iterator[None]:
     """These hold, and no others, for what this thread traces and compiles in a with-block."""
-    with _ACTIVE(results):
+    with _ACTIVE(_Only(results)):
         yield
+
+
+def found(one: Entry) -> None:
+    """From now on this entry, timed in place, holds in this process beside those that are given."""
+    _FOUND[one.device, one.op, one.key] = one
+
+
+def forget() -> None:
+    """What was timed in place in this process is as if it were not; the file is read again."""
+    _FOUND.clear()
+    _of_file.cache_clear()
 
 
 def entry(op: str, problem: Any, device: Device) -> Entry | None:
     """The tuned entry of exactly this problem on the device, with this process's versions; or None."""
-    results = active()
-    if not results.entries or not device.kind:
+    results = _given()
+    if not device.kind or not (results.entries or _FOUND):
         return None
-    return results.on(device_name(device)).get((op, key_of(problem)))
+    name, key = device_name(device), key_of(problem)
+    one = results.on(name).get((op, key)) if results.entries else None
+    return one if one is not None or alone() else _FOUND.get((name, op, key))

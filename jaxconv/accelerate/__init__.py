@@ -19,8 +19,9 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from jaxconv import _compat, _problem
+from jaxconv import _compat, _plan, _problem
 from jaxconv._graph import Array
+from jaxconv._plan import in_place
 from jaxconv._types import P, R
 from jaxconv.accelerate.activations import Activations
 from jaxconv.accelerate.function import Accelerated
@@ -30,8 +31,13 @@ from jaxconv.accelerate.state import Arguments, KerasVariables, LinenVariables, 
 
 __all__ = ["Accelerated", "Report", "accelerate", "listening"]
 
+AS_WRITTEN = (
+    "on a CPU the norms above, and the activations behind them, are computed as they were written, unless they go into "
+    "a filter: nothing there is faster"
+)
 
-def accelerate(f: Callable[P, R]) -> Accelerated[P, R]:
+
+def accelerate(f: Callable[P, R], *, tune: bool = False) -> Accelerated[P, R]:
     """f with its convolutions, dense layers, batch-norms and max-poolings replaced by jaxconv's calls.
 
     For models that nobody wants to touch::
@@ -47,7 +53,8 @@ def accelerate(f: Callable[P, R]) -> Accelerated[P, R]:
       activation, rounding, clipping and conversion to 8 bits behind it; of other integers the convolution alone;
     * (..., K) @ (K, N), where a bias or an activation follows, with both;
     * a batch-norm, in training and inference, with the residual add and the activation behind it;
-    * group-norms and layer-norms;
+    * group-norms and layer-norms (lowered for a CPU, norms are computed as f writes them, unless they go into a
+      filter: nothing there is faster);
     * `lax.reduce_window` with lax.max: `jaxconv.max_pool`;
     * upsampling by repetition (`jax.image.resize` with "nearest" and whole factors): a broadcast, whose gradient is no
       scatter;
@@ -74,6 +81,9 @@ def accelerate(f: Callable[P, R]) -> Accelerated[P, R]:
         belongs to, is written back to them, as by `nnx.jit`; what it assigns to Keras's variables is too, or goes on to
         the `keras.StatelessScope` around. Attributes of plain objects that it can reach, dicts and lists in them and
         variables that it closes over get the values that f would have left there.
+      tune: also time, on a GPU, what nobody has measured: the first time that one of its layers is lowered or
+        differentiated its kernels and XLA's are timed on that device, and the winner is kept in `jaxconv.tune.path()`.
+        False leaves it as JAXCONV_TUNE and `enable` say.
 
     Returns:
       A function of f's arguments with f's results: the same structure, shapes and dtypes, and the same numbers up to
@@ -85,10 +95,11 @@ def accelerate(f: Callable[P, R]) -> Accelerated[P, R]:
     f is traced anew at each call: put `jax.jit` around it. With JAXCONV_DISABLE=all in the environment it is f itself.
 
     Raises:
-      TypeError: where f is no function. When called, where f puts arrays into dicts or lists among its arguments, or
-        into Keras's variables under `jax.jit`: they would be lost.
+      TypeError: where f is no function, or tune neither True nor False. When called, where f puts arrays into dicts or
+        lists among its arguments, or into Keras's variables under `jax.jit`: they would be lost.
     """
     check(f)
+    asked = in_place.new() if in_place.checked("accelerate", tune) else None
     heard_from_now_on()
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -97,7 +108,7 @@ def accelerate(f: Callable[P, R]) -> Accelerated[P, R]:
             if (listener := LISTENER.get()) is not None:
                 listener.extend(Report(notes=[reason]))
             return f(*args, **kwargs)
-        with nnx_updates():
+        with nnx_updates(), in_place.asking(asked):
             function, owner = unbound(f)
             traced = trace(function, (*owner, *args), kwargs)
             rewritten, report = traced.rewritten()
@@ -109,11 +120,11 @@ def accelerate(f: Callable[P, R]) -> Accelerated[P, R]:
         reason = untouched()
         if reason:
             return Report(notes=[reason])
-        with nnx_updates():
+        with nnx_updates(), in_place.nothing_timed():
             function, owner = unbound(f)
             return trace(function, (*owner, *args), kwargs).rewritten()[1]
 
-    return Accelerated(f, accelerate, run, report)
+    return Accelerated(f, functools.partial(accelerate, tune=tune), run, report)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,6 +158,8 @@ class Traced:
         """`once`: whether values that depend on weights alone are computed once, as `freeze` does it."""
         report = Report()
         rewriting = Rewriting(self.jaxpr, report, Activations(), once=once)
+        if rewriting.differs and _plan.Device.default().platform == "cpu":
+            report.notes.append(AS_WRITTEN)
         report.finish()
         return rewriting, report
 

@@ -65,7 +65,7 @@ def find_pool(node: Node) -> Fused:
     def backward(dy: Array, x: Array) -> Sequence[Array]:
         x = x.reshape(problem.x_shape)
         _, position = pool.kernel(saving, x)
-        (dx,) = pool.backward(saving, x, position, dy.reshape(problem.y_shape))
+        dx = pool.backward(saving, x, position, dy.reshape(problem.y_shape))
         return [dx.reshape(node.outputs[0].shape)]
 
     part = "max_pool's gradient" if gradient else "max_pool"

@@ -15,7 +15,20 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
-from jaxconv._graph import Array, Constant, Graph, Node, Value, as_varying, channels_of, of_type
+from jaxconv import _plan
+from jaxconv._graph import (
+    REGION,
+    Array,
+    Constant,
+    Graph,
+    Node,
+    Value,
+    as_varying,
+    channels_of,
+    equations_of,
+    light_body,
+    of_type,
+)
 from jaxconv.accelerate.activations import Activations
 from jaxconv.accelerate.eight_bits import find_integer, find_scaled, reads_eight_bits
 from jaxconv.accelerate.groupnorm import GroupNormalised, find_group_normalised, find_groupnorm
@@ -39,19 +52,37 @@ from jaxconv.accelerate.squeeze_excite import find_excited, find_squeeze_excite
 from jaxconv.accelerate.upsampling import find_upsampling
 from jaxconv.joints import region
 
+CPU = _plan.Device("cpu")
+# Norms: XLA's code for a formula that somebody wrote is as fast on a CPU as for any other, so theirs stays.
+NORMS = ("batchnorm", "groupnorm", "layernorm")
+
+
+def as_written_on_cpu() -> bool:
+    """Whether norms are computed on a CPU as they were written."""
+    return True
+
 
 class Rewriting:
     """A graph with its recognised parts replaced."""
 
     def __init__(
-        self, closed: ClosedJaxpr, report: Report, activations: Activations, around: str = "", once: bool = False
+        self,
+        closed: ClosedJaxpr,
+        report: Report,
+        activations: Activations,
+        around: str = "",
+        once: bool = False,
+        of_cpu: bool = False,
     ):
         """`around`: the name scopes of the equation that carries this function, which its own start from.
 
-        `once`: whether values that depend on weights alone are computed once, and not in every call.
+        `once`: whether values that depend on weights alone are computed once, and not in every call. `of_cpu`: the
+        program for CPUs, in which norms stay as they were written, unless they go into a filter.
         """
-        self.graph = Graph(closed)
+        self._of_cpu = of_cpu
+        self.graph = Graph(closed, (lambda eqn: light_body(eqn, CPU)) if of_cpu else None)
         self._around, self._folding = around, Folding(once)
+        self.differs = False  # whether the program for CPUs is another one
         self._closed, self._report, self._activations = closed, report, activations
         self._maker: dict[Value, Node] = {}  # of the values that a fused call makes
         self._covered: set[Node] = set()  # what fused calls stand for
@@ -61,6 +92,8 @@ class Rewriting:
         self._left: dict[Node, Finding] = {}  # what a later call may still take in
         self.over_batch: list[str] = []  # where what is normalised is by statistics of all images
         self._find()
+        for eqn in (one for outer in closed.jaxpr.eqns for one in equations_of(outer)) if not of_cpu else ():
+            self.differs |= eqn.primitive.name == REGION and eqn.params["program"].on_cpu is not None
         own = any(node.name.startswith("jaxconv_") for node in self.graph.nodes)  # what rules may put together
         self.changed = bool(self._maker or self._inner) or own
 
@@ -180,6 +213,10 @@ class Rewriting:
             for fused in candidates():
                 if not self._fits(fused):
                     continue
+                if what in NORMS and fused.layer is None and as_written_on_cpu():
+                    if self._of_cpu:
+                        raise Refusal("on a CPU it is computed as it was written")
+                    self.differs = True
                 # It is named after the layer, not after the activation behind it.
                 layer, order = fused.layer or node, fused.nodes[-1].order
                 made = Node(order, fused.inputs, fused.outputs, layer.eqn, layer.name_stack, fused.call)
@@ -244,8 +281,10 @@ class Rewriting:
     def _rewritten(self, inside: ClosedJaxpr | Jaxpr, around: Node) -> ClosedJaxpr | Jaxpr:
         closed = inside if isinstance(inside, ClosedJaxpr) else ClosedJaxpr(inside, ())
         findings = Report()
-        rewriting = Rewriting(closed, findings, self._activations, self._scopes(around), self._folding.once)
+        around_it, once = self._scopes(around), self._folding.once
+        rewriting = Rewriting(closed, findings, self._activations, around_it, once, self._of_cpu)
         self.over_batch += rewriting.over_batch
+        self.differs |= rewriting.differs
         if not rewriting.changed:
             self._report.extend(findings)
             return inside
@@ -294,15 +333,39 @@ class Rewriting:
         if not self.changed:
             outs = jaxpr_as_fun(self._closed)(*args)
             return [of_type(out, v) for out, v in zip(outs, self.graph.outputs, strict=True)]
-        known: dict[Value, Any] = dict(zip(self.graph.inputs, args, strict=True))
         parts = [(apart, list(nodes)) for apart, nodes in itertools.groupby(self._schedule(), _stands_apart)]
+        traced = any(isinstance(const, jax.core.Tracer) for const in self._closed.consts)
+        on_cpu = None
+        if self.differs and len(parts) == 1 and not parts[0][0] and not traced:
+            on_cpu = self._on_cpu
+        elif self.differs and _plan.Device.default().platform == "cpu":
+            return self._other().run(*args)
+        return self._run(parts, args, on_cpu)
+
+    def _other(self) -> Rewriting:
+        """The rewriting for CPUs."""
+        return Rewriting(self._closed, Report(), self._activations, self._around, self._folding.once, of_cpu=True)
+
+    def _on_cpu(self, *args: Array) -> list[Array]:
+        return self._other()._flat(*args)
+
+    def _flat(self, *args: Array) -> list[Array]:
+        """The new program, to be part of a region."""
+        known: dict[Value, Any] = dict(zip(self.graph.inputs, args, strict=True))
+        self._evaluate(self._schedule(), known)
+        return [of_type(_read(known, v), v) for v in self.graph.outputs]
+
+    def _run(
+        self, parts: Sequence[tuple[bool, list[Node]]], args: Sequence[Array], on_cpu: Callable[..., Any] | None
+    ) -> list[Array]:
+        known: dict[Value, Any] = dict(zip(self.graph.inputs, args, strict=True))
         for i, (apart, nodes) in enumerate(parts):
             if apart:
                 self._evaluate(nodes, known)
                 continue
             later = {v for _, others in parts[i + 1 :] for node in others for v in node.inputs}
             later.update(self.graph.outputs)
-            self._evaluate_as_region(nodes, known, later)
+            self._evaluate_as_region(nodes, known, later, on_cpu)
         outs = [of_type(_read(known, v), v) for v in self.graph.outputs]
         return [as_varying(out, aval) for out, aval in zip(outs, self._closed.out_avals, strict=True)]
 
@@ -313,7 +376,14 @@ class Rewriting:
                 if self._maker.get(v, node) is node:
                     known[v] = out
 
-    def _evaluate_as_region(self, nodes: Sequence[Node], known: dict[Value, Any], later: set[Value]) -> None:
+    def _evaluate_as_region(
+        self,
+        nodes: Sequence[Node],
+        known: dict[Value, Any],
+        later: set[Value],
+        on_cpu: Callable[..., list[Array]] | None = None,
+    ) -> None:
+        """`on_cpu`: the whole function, for CPUs."""
         made = {v for node in nodes for v in node.outputs}
         reads = dict.fromkeys(v for node in nodes for v in node.inputs if v not in made and not isinstance(v, Constant))
         makers = self._maker
@@ -325,7 +395,16 @@ class Rewriting:
             self._evaluate(nodes, inside)
             return [inside[v] for v in wanted]
 
-        outs = region.call(part, *(of_type(a, v) for v, a in given.items()))
+        def part_on_cpu(*values: Array) -> list[Array]:
+            # What the region does not read, the function does not need.
+            inside = dict(zip(given, values, strict=True))
+            found = dict(zip(self.graph.outputs, on_cpu(*(inside[v] for v in self.graph.inputs)), strict=True))
+            return [found[v] for v in wanted]
+
+        if on_cpu is not None:
+            given = {v: known[v] for v in self.graph.inputs}
+        arrays = (of_type(a, v) for v, a in given.items())
+        outs = region.call(part, *arrays, on_cpu=None if on_cpu is None else part_on_cpu)
         known.update(zip(wanted, outs, strict=True))
 
 

@@ -3,6 +3,9 @@
 Its meaning is the program. Its derivative is JAX's own of the program, as a whole: results and gradients are one joint
 program, which is rewritten by rules and cut in two (`joint`). What is not differentiated is rewritten when it is
 lowered, for the device that it is lowered for. A mapped region is the region of the mapped program.
+
+A region may have another program for CPUs, of the same operands and results up to rounding. Lowered for a CPU it is
+that one. Its derivative is then JAX's of that one, where programs run on a CPU unless somebody says otherwise.
 """
 
 from __future__ import annotations
@@ -13,11 +16,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from jaxconv import _compat, _op, _plan, _sharding
+from jaxconv._plan import in_place
 from jaxconv.joints.joint import Joint
 from jaxconv.joints.program import Program
 from jaxconv.joints.rules import rewrite
@@ -29,8 +35,16 @@ Array = jax.Array
 class Body:
     """What a region holds: a flat program, and what was made of it. Equal to itself alone."""
 
-    def __init__(self, closed: ClosedJaxpr):
-        self.closed = closed
+    def __init__(
+        self,
+        closed: ClosedJaxpr,
+        on_cpu: Callable[..., list[Array]] | None = None,
+        asked: in_place.Asked | None = None,
+    ):
+        """`on_cpu`: the program for CPUs, where that is another one. It is traced when somebody asks for it. `asked`:
+        who asks for choices made in place. A region is differentiated and lowered after its maker has returned."""
+        self.closed, self.on_cpu, self.asked = closed, on_cpu, asked
+        self._of_cpu: ClosedJaxpr | None = None
         self._joints: dict[Any, Joint | None] = {}
 
     def __repr__(self) -> str:
@@ -43,18 +57,30 @@ class Body:
         """The program as it is best computed on `device`, where nobody differentiates it."""
         if device is None:
             return self.plain
-        program = Program(self.closed)
+        program = Program(self.of(device))
         rewrite(program, device)
         return program.run
+
+    def of(self, device: _plan.Device | None) -> ClosedJaxpr:
+        """The program for a device."""
+        if self.on_cpu is None or device is None or device.platform != "cpu":
+            return self.closed
+        if self._of_cpu is None:
+            self._of_cpu = jax.make_jaxpr(self.on_cpu)(*self.closed.in_avals)
+        return self._of_cpu
 
     def joint(self, varied: tuple[bool, ...], types: Sequence[Any]) -> Joint | None:
         """Of the gradients of the varied arguments; None where nothing in it has one. For the device that programs run
         on where nobody says otherwise; lowered for another one its kernels are what they mean."""
         device = _plan.Device.default()
-        key = varied, device, tuple(types)
-        if key not in self._joints:
-            self._joints[key] = Joint.make(self.closed, varied, types, device)
-        return self._joints[key]
+        with in_place.asking(self.asked):
+            key = varied, device, tuple(types), in_place.current()
+            if key not in self._joints:
+                made = self._joints[key] = Joint.make(self.closed, varied, types, device)
+                if made is not None and in_place.asked() is not None and self.asked is not None:
+                    # Its kernels become the outer program's, which is lowered where nobody may ask.
+                    _op.plan_all(made.program.run, [v.aval for v in made.program.inputs], device)
+            return self._joints[key]
 
 
 region = Primitive("jaxconv_region")
@@ -62,15 +88,29 @@ tangent = Primitive("jaxconv_region_tangent")
 region.multiple_results = tangent.multiple_results = True
 
 
-def call(f: Callable[..., Sequence[Array]], *args: Array) -> list[Array]:
-    """f of arrays as a region."""
-    return bind(jax.make_jaxpr(lambda *args: list(f(*args)))(*args), *args)
+def call(
+    f: Callable[..., Sequence[Array]],
+    *args: Array,
+    on_cpu: Callable[..., list[Array]] | None = None,
+    asked: in_place.Asked | None = None,
+) -> list[Array]:
+    """f of arrays as a region; `on_cpu`, which closes over no tracers, in its place on a CPU. `asked`: who asks for
+    choices made in place, if not whoever does so here."""
+    return bind(jax.make_jaxpr(lambda *args: list(f(*args)))(*args), *args, on_cpu=on_cpu, asked=asked)
 
 
-def bind(closed: ClosedJaxpr, *args: Array) -> list[Array]:
+def bind(
+    closed: ClosedJaxpr,
+    *args: Array,
+    on_cpu: Callable[..., list[Array]] | None = None,
+    asked: in_place.Asked | None = None,
+) -> list[Array]:
     """The region of a jaxpr. Tracers among its constants become arguments."""
     closed, traced = _compat.without_traced_constants(closed)
-    return region.bind(*traced, *args, program=Body(closed))
+    if on_cpu is not None and traced:
+        given, count = on_cpu, len(traced)
+        on_cpu = lambda *args: given(*args[count:])  # noqa: E731
+    return region.bind(*traced, *args, program=Body(closed, on_cpu, asked or in_place.asked()))
 
 
 def may_hold(effects: Any) -> bool:
@@ -92,20 +132,28 @@ def _lower(platform: str | None, ctx: mlir.LoweringRuleContext, *operands: Any, 
         device = _op.lowered_for(ctx, platform)
         if _compat.partitioning(ctx) == "opaque" and _sharding.explicit_mesh(ctx.avals_in) is None:
             device = dataclasses.replace(device, partitioned=True)
-    return mlir.lower_fun(program.rewritten(device), multiple_results=True)(ctx, *operands)
+    with _op.timing_in(ctx, program.asked):
+        return mlir.lower_fun(program.rewritten(device), multiple_results=True)(ctx, *operands)
 
 
 def _batch(axis: Any, args: Sequence[Array], dims: Sequence[int | None], *, program: Body) -> Any:
-    mapped = jax.vmap(
-        program.plain, in_axes=tuple(dims), axis_name=axis.name, axis_size=axis.size, spmd_axis_name=axis.spmd_name
-    )
-    outs = call(mapped, *args)
+    names = dict(axis_name=axis.name, axis_size=axis.size, spmd_axis_name=axis.spmd_name)
+    mapped = functools.partial(jax.vmap, in_axes=tuple(dims), **names)
+    on_cpu = program.on_cpu
+    on_cpu = None if on_cpu is None else mapped(on_cpu)
+    outs = call(mapped(program.plain), *args, on_cpu=on_cpu, asked=program.asked)
     return outs, [0] * len(outs)
 
 
 def _jvp(primals: Sequence[Array], tangents: Sequence[Any], *, program: Body) -> Any:
     varied = tuple(type(t) is not ad.Zero and t.dtype != jax.dtypes.float0 for t in tangents)
     zero = [ad.Zero(aval.to_tangent_aval()) for aval in program.closed.out_avals]
+    if program.on_cpu is not None and any(varied) and _plan.Device.default().platform == "cpu":
+        # As JAX differentiates what was written: rules that fuse gradients are of kernels that only GPUs have.
+        given = [t if v else z for t, v, z in zip(tangents, varied, map(_zero_like, primals), strict=True)]
+        outs, outs_t = _op.jvp_of_varied(program.on_cpu, primals, given)
+        floats = [jnp.issubdtype(aval.dtype, np.inexact) for aval in program.closed.out_avals]
+        return outs, [t if f else z for t, f, z in zip(outs_t, floats, zero, strict=True)]
     joint = program.joint(varied, [jax.typeof(a) for a in primals]) if any(varied) else None
     if joint is None:
         return region.bind(*primals, program=program), zero
@@ -113,6 +161,10 @@ def _jvp(primals: Sequence[Array], tangents: Sequence[Any], *, program: Body) ->
     given = [t for t, is_varied in zip(tangents, varied, strict=True) if is_varied]
     outs_t = iter(tangent.bind(*kept, *primals, *given, joint=joint, count=len(kept)))
     return outs, [next(outs_t) if floats else z for floats, z in zip(joint.inexact, zero, strict=True)]
+
+
+def _zero_like(primal: Any) -> ad.Zero:
+    return ad.Zero(jax.typeof(primal).to_tangent_aval())
 
 
 def _transpose(cts: Sequence[Any], *operands: Any, program: Body) -> list[Any]:

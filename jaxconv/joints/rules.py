@@ -210,7 +210,7 @@ def convolution_and_norm(program: Program, node: Node, device: _plan.Device) -> 
 
     def call(x: Array, w: Array, *rest: Array) -> list[Array]:
         z, mean, var = conv.statistics(of_conv, x, w)
-        return [z, *batchnorm._train_with(p, z, *rest[:4], mean, var, *rest[4:])]
+        return [z, *batchnorm.train_with(p, z, *rest[:4], mean, var, *rest[4:])]
 
     inputs, outputs = [*before.inputs, *rest], [x, *node.outputs]
     if not program.fits([before, node], inputs, outputs):
@@ -238,6 +238,84 @@ def convolution_and_moments(program: Program, node: Node, device: _plan.Device) 
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Batch-norms of concatenated channels, as in densely connected networks: each piece is part of many norms' inputs
+
+_NORMS = ("jaxconv_batchnorm_train", "jaxconv_batchnorm_infer", "jaxconv_batchnorm_backward")
+
+
+def _pieces(v: Value, axis: int) -> list[Value]:
+    """The arrays that v concatenates along the axis; v alone where it is no concatenation."""
+    if v.made_by != "concatenate" or v.node.call is not None or v.node.params["dimension"] != axis:
+        return [v]
+    return [piece for u in v.node.inputs for piece in _pieces(u, axis)]
+
+
+def _pieces_of_norms(x: Value, p: BatchNormProblem) -> list[Value]:
+    """The pieces of x, where norms and larger concatenations alone read it; else none.
+
+    Between XLA's own operations such a concatenation is in no memory: what reads it reads the pieces.
+    """
+    names = {user.name if user is not None and user.call is None else "" for user in x.users}
+    if p.batch is not None or p.masked or split_by_type(x) or not names <= {"concatenate", *_NORMS}:
+        return []
+    pieces = _pieces(x, p.channel_axis)
+    again = any(piece.made_by == "optimization_barrier" for piece in pieces)
+    return [] if len(pieces) == 1 or again else pieces
+
+
+def norm_of_pieces(program: Program, node: Node, device: _plan.Device) -> bool:
+    """The statistics of a concatenation are those of its pieces, which are taken once for all norms that read them. The
+    normalisation is XLA's, which reads the pieces."""
+    p, (x, *rest) = node.params["problem"], node.inputs
+    pieces = _pieces_of_norms(x, p)
+    if not pieces or not wants("batchnorm_train", p, device):
+        return False
+    parts = [replace(_bare(batchnorm.inner(p)), shape=piece.shape) for piece in pieces]
+    taken = [
+        next((user for user in readers(v) if user.name == "jaxconv_batchnorm_moments" and user.call is None), None)
+        for v in pieces
+    ]
+    known = [v for node in taken if node is not None for v in node.outputs]
+    flags = tuple(node is not None for node in taken)
+    by_xla = replace(p, algorithm=None, implementation=p.implementation or "xla")
+
+    def call(x: Array, *args: Array) -> list[Array]:
+        given, n = iter(args[len(parts) : len(parts) + len(known)]), len(parts)
+        moments = [
+            [next(given) for _ in range(3)] if flag else batchnorm.moments(part, piece)
+            for flag, part, piece in zip(flags, parts, args[:n], strict=True)
+        ]
+        mean = jnp.concatenate([k + shift for k, shift, _ in moments])
+        var = jnp.concatenate([var for _, _, var in moments])
+        scale, bias, *more = args[n + len(known) :]
+        return batchnorm.train_with(by_xla, x, scale, bias, *more[:2], mean, var, *more[2:])
+
+    inputs = [x, *pieces, *known, *rest]
+    program.splice([node], inputs, node.outputs, call, norm_of_pieces, p, tuple(parts), flags)
+    return True
+
+
+def pieces_again(program: Program, node: Node, device: _plan.Device) -> bool:
+    """The backward pass concatenates again what the forward pass would have to keep. The barrier keeps XLA from taking
+    both for one."""
+    p, (x, dy, *rest) = node.params["problem"], node.inputs
+    pieces = _pieces_of_norms(x, p)
+    if not pieces or not wants("batchnorm_backward", p, device):
+        return False
+
+    def call(*args: Array) -> list[Array]:
+        *late, dy = jax.lax.optimization_barrier((*args[: len(pieces)], args[len(pieces)]))
+        x = jnp.concatenate(late, p.channel_axis)
+        return batchnorm.backward(p, x, dy, *args[len(pieces) + 1 :])
+
+    inputs = [*pieces, dy, *rest]
+    if not program.fits([node], inputs, node.outputs):
+        return False
+    program.splice([node], inputs, node.outputs, call, pieces_again, p, len(pieces))
+    return True
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Batch-norms: what is around them
 
 
@@ -256,7 +334,7 @@ def _backward_of(norm: Node) -> Node | None:
 
 
 def _moments(p: BatchNormProblem, x: Array) -> tuple[Array, Array]:
-    k, shift, var = batchnorm.moments(batchnorm._inner(p), x)
+    k, shift, var = batchnorm.moments(batchnorm.inner(p), x)
     return k + shift, var
 
 
@@ -529,6 +607,8 @@ def product_and_activation(program: Program, node: Node, device: _plan.Device) -
 RULES = (
     Rule("a batch-norm and its shortcut's", ("jaxconv_batchnorm_train",), norm_and_shortcut),
     Rule("a convolution that normalises what it loads", ("jaxconv_batchnorm_train",), norm_and_convolution),
+    Rule("a concatenation's statistics", ("jaxconv_batchnorm_train",), norm_of_pieces),
+    Rule("a concatenation made again", ("jaxconv_batchnorm_backward",), pieces_again),
     Rule("a batch-norm's sums in a dgrad", ("jaxconv_batchnorm_train",), sums_in_dgrad),
     Rule("a convolution's statistics", ("jaxconv_batchnorm_train",), convolution_and_norm),
     Rule("a convolution's statistics alone", ("jaxconv_batchnorm_moments",), convolution_and_moments),

@@ -1,0 +1,104 @@
+"""A dgrad that adds on its way, or that also sums up for the batch-norm in front; or more calls."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from jaxconv._plan import choose, conv, measured, model
+from jaxconv._plan.plan import Device, Plan, itemsize
+from jaxconv._plan.planner import CUDA_ONLY, asked, calls, disabled_text
+from jaxconv._problem import ConvProblem
+
+# Bytes of an array from which on a batch-norm's backward pass reads memory: below, what dgrad's epilogue would save are
+# reads of caches. An H200's L2 cache has 50 MiB.
+LEAST_OF_SUMS = 64 << 20
+
+
+class DgradAdd(conv.Conv):
+    """A dgrad that adds on its way, or two calls: the dgrad has a plan of its own then."""
+
+    families = ("sm90", "depthwise")
+    of_others = "only sm90 and depthwise/rows_mma add on their way"
+
+    def made(self, algorithm: str, p: ConvProblem, device: Device) -> Plan | str:
+        plan = super().made(algorithm, p, device)
+        if isinstance(plan, str) or device.platform == "cpu":
+            return plan
+        return dataclasses.replace(plan, in_place=math.prod(p.stride) > 1)
+
+    def composed(self, p: ConvProblem, device: Device) -> Plan:
+        two = calls("two", "a dgrad, then an add")
+        bare = choose.plan("conv_dgrad", p, device)
+        if p.implementation == "xla" or self.disabled(p) or self.empty(p):
+            return two(bare.reason)
+        if device.platform == "cpu":
+            forced = p.algorithm is not None or p.implementation == "native"
+            return bare if forced else two("XLA's add is as fast as any")
+        # By the kernel of the dgrad, which is the one whose time is known.
+        alone: Plan | str = bare
+        if bare.implementation != "native":
+            alone = choose.refusal("conv_dgrad", p, device) or choose.made("conv_dgrad", "sm90", p, device)
+        named = "sm90" if isinstance(alone, str) else alone.spec
+        adds = alone if isinstance(alone, str) else self.made(named, p, device)
+        if isinstance(adds, str):
+            return two(f"{named} cannot add here: {adds}")
+        reason = bare.reason
+        if bare.implementation != "native":
+            if device.partitioned:
+                return two(reason)
+            faster, reason = adds_faster(adds.kernel, p, device)
+            if not faster:
+                return two(reason)
+        return dataclasses.replace(adds, reason=f"{reason}; c is added on its way")
+
+
+def adds_faster(kernel: str, p: ConvProblem, device: Device) -> tuple[bool, str]:
+    """Whether the kernel with an addend beats XLA's dgrad and its add, from the bare dgrads' measured times; why."""
+    m = measured.nearest("conv_dgrad", p, device, kernel)
+    if m is None:
+        return False, f"no dgrad by {kernel} was measured near this problem on {device.kind or 'the device'}"
+    # A pass over dx of the problem that was measured, at the rate at which memory copies.
+    pixels, group_c, _, groups = m.coordinates
+    strides = math.prod(p.stride)
+    rates = model.numbers(device) or model.NUMBERS["H200"]
+    one = 2.0 ** (pixels + group_c + groups) * strides * itemsize(p) / rates.bandwidth
+    # In place it writes only what a tap reaches, and that it also reads.
+    own = 2 * p.reached - 1 if strides > 1 else 1
+    # XLA's slice of dx is no pass of its own in front of an add.
+    sliced = m.copy_ms if model.copied("conv_dgrad", p) == "dx" else 0.0
+    ratio = (m.xla_ms - sliced + 3 * one) / (m.native_ms[kernel] + own * one)
+    where = f"{m.of_kernels}, XLA slicing dx in the pass of its add" if sliced else m.where
+    text = f"{ratio:.2f} times as fast as XLA's dgrad and add would be {where}"
+    return ratio > m.margin, f"{kernel} with its addend {text}"
+
+
+class DgradSums(conv.Conv):
+    """A dgrad that sums up for the batch-norm in front, or more calls: a dgrad that adds has a plan of its own then."""
+
+    families = ("sm90",)
+    of_others = "only sm90 sums up its dgrad"
+
+    def composed(self, p: ConvProblem, device: Device) -> Plan:
+        parts = calls("parts", "a dgrad that adds, then the relu's derivative and sums")
+        free = p if p.algorithm in (None, "sm90") else dataclasses.replace(p, algorithm=None)
+        adds = choose.plan("conv_dgrad_add", free, device)
+        if self.disabled(p):
+            return parts(disabled_text())
+        if p.implementation == "xla" or self.empty(p):
+            return parts(adds.reason)
+        refusal = choose.refusal(self.op, p, device) or (CUDA_ONLY if device.platform == "cpu" else None)
+        refusal = refusal or (None if p.channels_last else "it needs channels-last arrays")
+        own = refusal or self.made(p.algorithm or "sm90", p, device)
+        if isinstance(own, str):
+            return parts(own)
+        if p.algorithm is not None or p.implementation == "native":
+            return dataclasses.replace(own, reason=f"{asked(p)} was asked for")
+        if adds.implementation != "native":
+            return parts(adds.reason)
+        size = math.prod(p.x_shape) * itemsize(p)
+        if size < LEAST_OF_SUMS:
+            return parts(f"an array of {size >> 20} MiB is read again from caches, so one pass less saves nothing")
+        return dataclasses.replace(
+            own, reason=f"{adds.reason}; the sums need one more read of x, instead of reads of dz and x"
+        )
