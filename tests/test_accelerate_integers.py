@@ -171,6 +171,25 @@ def test_a_gradient_goes_through_scale_bias_and_residual():
     np.testing.assert_allclose(mapped[0], f(X, W, S, B, R), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", ("int8", "float8_e4m3fn"))
+def test_a_gradient_goes_past_what_becomes_8_bits(dtype):
+    """Of integers there is none, of float8 JAX's; what else reads the numbers has one."""
+
+    def loss(x: Any, s: Any) -> jax.Array:
+        if dtype == "int8":
+            q, w = jnp.clip(jnp.round(x * 20), -127, 127).astype(jnp.int8), W
+        else:
+            q, w = x.astype(dtype), f32(W).astype(dtype)
+        sums = conv(q, w, preferred_element_type=jnp.int32 if dtype == "int8" else jnp.float32)
+        return jnp.mean((f32(sums) * s + jnp.mean(x)) ** 2)
+
+    x = np.random.default_rng(5).standard_normal(X.shape).astype(np.float32)
+    plain, ours = (jax.jit(jax.grad(g, (0, 1)))(x, S) for g in (loss, jaxconv.accelerate(loss)))
+    for a, b in zip(plain, ours, strict=True):
+        assert np.abs(a).max() > 0
+        np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-4 * np.abs(a).max())
+
+
 def test_frozen_the_filters_stay_8_bits():
     f, expected = CASES["all"]
 
