@@ -72,7 +72,7 @@ class Narrowing:
             for v in (layer.x, layer.residual):
                 if v is not None:
                     self._add(self.source(v), layer)
-            if self._is_wanted(layer.y):
+            if self.is_wanted(layer.y):
                 self._add(layer.y, layer)
 
     def _add(self, v: Value, layer: Layer) -> None:
@@ -88,7 +88,7 @@ class Narrowing:
             u = u.node.inputs[0]
         return u if u.node in self.layers else v
 
-    def _is_wanted(self, v: Value) -> bool:
+    def is_wanted(self, v: Value) -> bool:
         """Whether an 8-bit layer reads v, or what XLA's fusions make of it."""
         front, seen = [v], {v}
         while front:
@@ -103,12 +103,6 @@ class Narrowing:
         return False
 
     # ---- evaluation
-    def run(self, scales: Sequence[Scale], bound: Sequence[Array], free: Sequence[Array]) -> Evaluation:
-        known = dict(zip([*self.reading.bound, *self.reading.free], [*bound, *free], strict=True))
-        evaluation = Evaluation(self, scales, known)
-        evaluation.run()
-        return evaluation
-
     def program(self, scales: Sequence[Scale], closed: ClosedJaxpr) -> ClosedJaxpr:
         """`closed`, the program that was read, in 8 bits."""
         graph = self.reading.graph
@@ -139,7 +133,7 @@ class Evaluation:
                 self._narrow[node.outputs[0]] = _moved(node, q), scale
             else:
                 values = [self.wide(v) for v in node.inputs]
-                if node.name == _NORM:  # as XLA's, which fuses it with the conversions around
+                if node.name == _NORM and self._is_among_narrow(node):
                     outs = reference.batchnorm_infer(node.params["problem"], *map(jnp.asarray, values))
                 else:
                     outs = node.evaluate(values)
@@ -149,6 +143,10 @@ class Evaluation:
     def _moves(self, node: Node) -> bool:
         """Whether the node's operand is known in 8 bits alone."""
         return node.inputs[0] not in self._wide and _is_moving(node)
+
+    def _is_among_narrow(self, node: Node) -> bool:
+        """Whether the node reads or makes what has 8 bits in memory, if XLA fuses it with the conversions around."""
+        return node.inputs[0] in self._narrow or self._narrowing.is_wanted(node.outputs[0])
 
     def wide(self, v: Value) -> Any:
         if isinstance(v, Constant) and v not in self._wide:
