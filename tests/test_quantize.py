@@ -229,6 +229,20 @@ def test_what_is_never_negative_is_unsigned():
     assert all(layer.dtype != "uint8" for layer in frozen("float8_e4m3fn").quantization)
 
 
+def test_what_is_positive_by_chance_is_signed():
+    """On the batches alone: other images may have negative numbers there."""
+    weights = [np.abs(w) for w in _chain_weights()]
+
+    def f(weights: Any, x: Any) -> Any:
+        for w in weights:
+            x = _chain([w], x)  # no relu
+        return x
+
+    q = jaxconv.freeze(f, weights, quantize="int8", calibrate=[np.abs(X)])
+    assert [layer.dtype for layer in q.quantization] == ["float32", "int8", "float32"]
+    assert np.asarray(q(-np.abs(X))).min() < 0
+
+
 @pytest.mark.parametrize("step", (0.0, -1.0, np.inf, np.nan, 1e-50, 1e39))
 def test_a_scale_is_a_positive_finite_number(step):
     with pytest.raises(ValueError, match=r"freeze: a scale is .*, expected a positive finite number of float32"):
