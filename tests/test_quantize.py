@@ -122,6 +122,11 @@ def test_int8_is_the_arithmetic_that_jnp_has_bit_for_bit():
     y = q(X)
     np.testing.assert_array_equal(y["last"], expected_last(q, y["stem"]))
     assert np.asarray(y["last"]).max() > 0
+    # Its filter and scale are those of the folded filter, read by numbers of the first point's scale.
+    frozen(None)(X)
+    name, step = "params/block0_conv1/kernel", q.quantization.scales[0].step
+    filter = np.asarray(q.weights[name], float) * np.asarray(q.weights[f"{name}_scale"]) / step
+    assert signal_to_noise(frozen(None).weights[name], filter) > 35
 
 
 def test_float8_is_the_arithmetic_that_jnp_has():
