@@ -1,9 +1,10 @@
-# make digits   train the example network        make test       run the tests
-# make lint     check style                      make test-all   the same, compiled as XLA compiles by default
-# make format   put it right                     make typecheck  mypy and pyright on a user's program
-# make bench    ours against XLA                 make wheel      build the wheels, try them in empty environments
-# make docs     the site, in build/docs          make sanitize   the native code under ASan and UBSan, called by hostile hands
-# make clean    remove builds                    make tsan       the same from several threads, under ThreadSanitizer
+# make digits   train the example network        make test       the tests' first tier: minutes
+# make lint     check style                      make test-rest  the cases that it leaves out, or PART=2/4 of them
+# make format   put it right                     make test-all   all tests, compiled as XLA compiles by default
+# make bench    ours against XLA                 make typecheck  mypy and pyright on a user's program
+# make docs     the site, in build/docs          make wheel      build the wheels, try them in empty environments
+# make clean    remove builds                    make sanitize   the native code under ASan and UBSan, called by hostile hands
+# make tsan     the same from several threads, under ThreadSanitizer
 # make mutants  48 small defects, each of which the tests must find
 # make libraries   accelerate, freeze and enable on Haiku's, Equinox's, Keras's, AQT's layers, Flax's examples
 # make fuzz     random cases of every property: MINUTES=15 SEED=7
@@ -109,7 +110,7 @@ $(tools:%=$(VENV)/%.stamp): $(VENV)/%.stamp: $(VENV)/venv.stamp pyproject.toml
 	@touch $@
 
 # --- the commands
-.PHONY: help install digits test test-all typecheck wheel bench docs sanitize tsan mutants fuzz foreign libraries \
+.PHONY: help install digits test test-rest test-all typecheck wheel bench docs sanitize tsan mutants fuzz foreign libraries \
 	test-matrix lint format clean FORCE
 
 help:
@@ -120,13 +121,15 @@ install: $(VENV)/test.stamp
 digits: $(VENV)/examples.stamp
 	$(VENV_PYTHON) examples/digits.py $(ARGS)
 
-# Three quarters of the suite's time are XLA's, compiling some 8,600 small programs for the CPU: it keeps them in $(VENV)
-# (tests/conftest.py), and need not optimise what runs once. `test-all` measures XLA as users have it, and has the tests
-# that are slow.
-test: export JAXCONV_TESTS := $(if $(filter yes,$(GPU)),,quick)
-test-all: all := --all
-test test-all: $(VENV)/test.stamp
-	$(VENV_PYTHON) -m pytest -n $(WORKERS) --dist worksteal $(all) $(ARGS)
+# Which tests each of the three runs: tests/tiers.py. Three quarters of their time are XLA's, compiling small programs for
+# the CPU: it keeps them in $(VENV) (tests/conftest.py), and need not optimise what runs once. `test-all` measures XLA as
+# users have it.
+PART ?= 1/1
+test test-rest: export JAXCONV_TESTS := $(if $(filter yes,$(GPU)),,quick)
+test-rest: tier := --rest=$(PART)
+test-all: tier := --all
+test test-rest test-all: $(VENV)/test.stamp
+	$(VENV_PYTHON) -m pytest -n $(WORKERS) --dist worksteal $(tier) $(ARGS)
 
 # Files or folders of tests in checkouts of JAX, Flax, ...: make foreign SUITES="../jax/tests/lax_test.py" ARGS="-k Conv"
 foreign: $(VENV)/test.stamp

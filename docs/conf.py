@@ -5,9 +5,14 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import inspect
+import pathlib
 import re
+import sys
 import types
 from typing import Any
+
+sys.path.append(str(pathlib.Path(__file__).parent))
+import notebooks
 
 project = "jaxconv"
 release = version = importlib.metadata.version("jaxconv")
@@ -106,6 +111,15 @@ def without_navigation(app: Any, doctree: Any) -> None:
         app.env.metadata[name]["orphan"] = True
 
 
+def notebook_cells(app: Any, name: str, source: list[str]) -> None:
+    """A page's line `<!-- cells of PATH -->` becomes the notebook's cells and their outputs."""
+
+    def cells(found: re.Match[str]) -> str:
+        return notebooks.rendered(pathlib.Path(app.srcdir, found[1]).resolve())
+
+    source[0] = re.sub(r"^<!-- cells of (\S+) -->$", cells, source[0], flags=re.MULTILINE)
+
+
 def check_stars(app: Any, doctree: Any) -> None:
     """Warns of a product that has become emphasis: `o*stride + t*dilation` outside of code."""
     from docutils import nodes
@@ -120,6 +134,7 @@ def setup(app: Any) -> dict[str, Any]:
     app.connect("autodoc-process-docstring", end_of_code)
     app.connect("autodoc-process-signature", readable)
     app.connect("doctree-read", check_stars)
+    app.connect("source-read", notebook_cells)
     app.connect("doctree-read", without_navigation, priority=900)  # after Sphinx has read a page's own metadata
     app.connect("env-check-consistency", check_public_names)
     return {"parallel_read_safe": True}

@@ -1,4 +1,4 @@
-"""How a problem is timed while a program compiles: the arrays that an op reads, and `jaxconv.tune`'s measurement.
+"""How a problem is timed while a program compiles: by `jaxconv.tune`'s measurement, of results that are XLA's.
 
 `jaxconv._plan.in_place` says when, and what becomes of the times.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -15,21 +15,11 @@ import jax.numpy as jnp
 
 from jaxconv import _op, _plan, _timing
 from jaxconv._plan import in_place
-from jaxconv._problem import (
-    BatchNormProblem,
-    ConvProblem,
-    DenseProblem,
-    GroupNormProblem,
-    PoolProblem,
-    SqueezeExciteProblem,
-)
 
 if TYPE_CHECKING:
     from jaxconv import tune as _tune
 else:
     _tune = importlib.import_module("jaxconv.tune")  # whose name the function has
-
-Operands = list[tuple[tuple[int, ...], str]]  # shapes and dtypes
 
 # How far a kernel's results may be from XLA's, as a root of mean squares relative to that of XLA's. Rounding to 16 bits
 # makes 0.004, and some sums of such lose a digit more; a kernel that does not work makes 1 or NaN.
@@ -37,58 +27,6 @@ MOST_APART = 0.05
 # The kernel reads positions, XLA x: of arrays that are not each other's
 _NOT_COMPARED = ("max_pool_backward",)
 
-
-def _conv(p: ConvProblem, *shapes: tuple[int, ...]) -> Operands:
-    return [(shape, p.dtype) for shape in shapes]
-
-
-def _dense(p: DenseProblem) -> Operands:
-    shapes = [p.x_shape, p.w_shape, *([p.b_shape] if p.bias else []), *([p.c_shape] if p.addend else [])]
-    return [(shape, p.dtype) for shape in shapes]
-
-
-def _norm(p: BatchNormProblem, arrays: int) -> Operands:
-    """`arrays` like x, four of parameters, and the residual."""
-    x = p.x_shape, p.dtype
-    return [x] * arrays + [(p.param_shape, p.param_dtype)] * 4 + [x] * p.residual
-
-
-def _groupnorm(p: GroupNormProblem, backward: bool) -> Operands:
-    x, parameter, group = ((p.x_shape, p.dtype), (p.param_shape, p.param_dtype), (p.group_shape, p.param_dtype))
-    return [x, *[x] * backward, parameter, parameter, *[group, group] * backward]
-
-
-def _pool(p: PoolProblem, backward: bool) -> Operands:
-    return [(p.x_shape, p.dtype), *[(p.y_shape, "uint8"), (p.y_shape, p.dtype)] * backward]
-
-
-def _excite(p: SqueezeExciteProblem, backward: bool) -> Operands:
-    x, of = (p.x_shape, p.dtype), p.param_dtype
-    w1, w2 = (p.w1_shape, of), (p.w2_shape, of)
-    if backward:
-        return [x, x, w1, w2, (p.hidden_shape, of), (p.mean_shape, of)]
-    return [x, w1, ((p.hidden,), of), w2, ((p.channels,), of)]
-
-
-# What each op reads, in the order in which it is bound
-OPERANDS: Mapping[str, Callable[[Any], Operands]] = {
-    "conv": lambda p: _conv(p, p.x_shape, p.w_shape, *[(p.out_channels,)] * p.bias),
-    "conv_fprop": lambda p: _conv(p, p.x_shape, p.w_shape),
-    "conv_dgrad": lambda p: _conv(p, p.y_shape, p.w_shape),
-    "conv_wgrad": lambda p: _conv(p, p.x_shape, p.y_shape),
-    "dense": _dense,
-    "matmul": _dense,
-    "dense_gradient": lambda p: [(s, p.dtype) for s in (p.x_shape, p.w_shape, (p.m, p.n))],
-    "batchnorm_train": lambda p: _norm(p, 1),
-    "batchnorm_infer": lambda p: _norm(p, 1),
-    "batchnorm_backward": lambda p: _norm(p, 2),
-    "groupnorm": lambda p: _groupnorm(p, False),
-    "groupnorm_backward": lambda p: _groupnorm(p, True),
-    "max_pool": lambda p: _pool(p, False),
-    "max_pool_backward": lambda p: _pool(p, True),
-    "squeeze_excite": lambda p: _excite(p, False),
-    "squeeze_excite_backward": lambda p: _excite(p, True),
-}
 
 _KERNELS = {kernel.name: kernel for kernel in _op.KERNELS.values()}
 
@@ -102,7 +40,8 @@ def times(
     stop: Callable[[], None],
 ) -> in_place.Times:
     """XLA's time and that of each of the kernels (None: all) at the problem, on the first device of that kind."""
-    job = _tune._Job(_KERNELS[op], problem, tuple(OPERANDS[op](problem)), 1)
+    kernel = _KERNELS[op]
+    job = _tune._Job(kernel, problem, tuple(kernel.operands(problem).values()), 1)
     noise: dict[str, float] = {}
     expected: list[jax.Array] = []  # XLA's results
 

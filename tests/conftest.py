@@ -58,13 +58,20 @@ from jaxconv.accelerate import squeeze_excite as accelerated_squeeze_excite
 sys.path.append(str(pathlib.Path(__file__).parent.parent))
 
 import helpers
+import tiers
 
 profiled, _trace = False, jax.profiler.trace
 LARGEST_CACHE = 1 << 30  # bytes
+CASES = pytest.StashKey[list[tiers.Case]]()  # all that were collected
 reporter = None  # pytest's terminal
+STARTED, TOOK = pytest.StashKey[float](), "processor seconds"  # of this process and those it started
+took = []  # (test, seconds) for each case
 
 
 def pytest_configure(config):
+    # The suite's items are millions of objects, none of them garbage: looking for garbage after every 700 new ones took
+    # a third of the time in which pytest finds the tests.
+    gc.set_threshold(50_000, 20, 20)
     if not hasattr(config, "workerinput"):
         forget_the_oldest(pathlib.Path(sys.prefix) / "cache" / "jax", LARGEST_CACHE)
     missing = _native.missing(helpers.PLATFORM)
@@ -78,41 +85,78 @@ def pytest_sessionstart(session):
 
 
 def pytest_collection_finish(session):
-    """JAX's traces are millions of objects, none of them garbage that matters here: collecting after every 700 new ones
-    took up to a tenth of the time. Who looks for what is kept alive collects for himself."""
+    """JAX's traces are millions of objects, too, and their garbage does not matter here. A test that asks what is kept
+    alive collects garbage itself."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 20)
 
 
 def pytest_runtest_logreport(report):
     """Names a failure when it happens: a run that is cut short has no summary."""
     if report.failed and reporter is not None and not hasattr(reporter.config, "workerinput"):
         reporter.write_line(f"\nfailed: {report.nodeid}")
+    took.extend((report.nodeid.partition("[")[0], value) for name, value in report.user_properties if name == TOOK)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    item.stash[STARTED] = sum(os.times()[:4])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if call.when == "teardown" and item.config.option.record_costs:
+        report.user_properties.append((TOOK, sum(os.times()[:4]) - item.stash[STARTED]))
+    return report
+
+
+def pytest_sessionfinish(session):
+    if session.config.option.record_costs and not hasattr(session.config, "workerinput"):
+        tiers.record(took)
 
 
 def pytest_addoption(parser):
-    parser.addoption("--all", action="store_true", help="run slow tests too, and on a CPU float16 beside bfloat16")
+    parser.addoption(
+        "--all", action="store_true", help="all cases, slow ones too, and on a CPU float16 beside bfloat16"
+    )
+    parser.addoption("--rest", default="", metavar="K/N", help="part K of N of the cases that `make test` leaves out")
+    parser.addoption("--record-costs", action="store_true", help="write what each test took into tests/costs.json")
 
 
 def pytest_collection_modifyitems(config, items):
-    """`make test` leaves out what costs much and finds little; whoever names tests (-k, -m, ::) gets those named."""
-    named = any("::" in argument for argument in config.args) or config.option.keyword or config.option.markexpr
-    if config.option.all or named:
-        return
+    """`make test` runs the cases that show most for their cost. Files and tests that are named are run (tiers.py)."""
     bfloat16 = {_but_for_dtype(item) for item in items if _dtype(item) == "bfloat16"}
 
-    def left(item):
+    def case(item):
+        file, _, name = item.nodeid.partition("::")
         # A CPU computes both in float32, by the same code, and rounds behind it.
         again = helpers.PLATFORM == "cpu" and _dtype(item) == "float16" and _but_for_dtype(item) in bfloat16
-        return again or item.get_closest_marker("slow") is not None
+        values = {name: repr(value) for name, value in item.callspec.params.items()} if _parametrised(item) else {}
+        marks = frozenset(mark.name for mark in item.iter_markers())
+        return tiers.Case(file, name.partition("[")[0], values, marks, again)
 
-    config.hook.pytest_deselected(items=[item for item in items if left(item)])
-    items[:] = [item for item in items if not left(item)]
+    asked = tiers.Asked(
+        everything=config.option.all,
+        rest=config.option.rest,
+        cases=bool(any("::" in name for name in config.args) or config.option.keyword or config.option.markexpr),
+        files=any(name.endswith(".py") for name in config.args),
+    )
+    config.stash[CASES] = cases = [case(item) for item in items]
+    try:
+        keep = set(tiers.chosen(cases, asked))
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from error
+    config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i not in keep])
+    items[:] = [item for i, item in enumerate(items) if i in keep]
+
+
+def _parametrised(item):
+    return hasattr(item, "callspec")
 
 
 def _dtype(item):
-    return item.callspec.params.get("dtype") if hasattr(item, "callspec") else None
+    return item.callspec.params.get("dtype") if _parametrised(item) else None
 
 
 def _but_for_dtype(item):

@@ -6,7 +6,7 @@
     make mutants ARGS="--list"
 
 Each is one replacement in one file. The runner copies the tree into build/mutants, applies one defect, compiles what
-it touches, and runs the tests that are named beside it; if these pass, the whole of `make test`. A defect that passes
+it touches, and runs the tests that are named beside it; if these pass, all tests but slow ones. A defect that passes
 that too has survived: a test is missing. tests/test_mutants.py, in `make test`, asks that each replacement still fits
 exactly once, so that the list ages with the code.
 
@@ -590,7 +590,7 @@ def _page(rows: Sequence[tuple[Mutant, str | None]]) -> str:
         "# Defects that the tests find",
         "",
         "Written by `make mutants`: small defects (tests/mutants.py), put into the code one at a time, and the first",
-        f"test of `make test` that failed. {found} of {len(rows)} were found.",
+        f"test that failed, slow ones left out. {found} of {len(rows)} were found.",
         "",
         "| file | defect | found by |",
         "| --- | --- | --- |",

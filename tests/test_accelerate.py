@@ -1547,6 +1547,7 @@ def test_every_layer_of_a_model_is_replaced(name, train):
         assert (fused["+ relu"], fused["+ residual + relu"]) == (9, 4)
 
 
+@pytest.mark.promise
 def test_a_model_trains_to_the_same_losses():
     pytest.importorskip("flax", reason="the models are Flax's")
     model = resnet(blocks=1)

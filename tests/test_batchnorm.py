@@ -490,6 +490,23 @@ def test_running_statistics_move_by_one_minus_momentum_with_the_biased_variance(
     np.testing.assert_array_equal(var, np.full(2, momentum * 2 + (1 - momentum) * 4))
 
 
+@pytest.mark.skipif(PLATFORM != "cpu", reason="of the CPU's kernel")
+@pytest.mark.parametrize("exponent", [-25, 40, 60, 62])
+@pytest.mark.parametrize("axis", [-1, 0])
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_native_gradients_on_a_cpu_are_to_the_bit_those_of_moderate_numbers_at_any_scale(activation, axis, exponent):
+    """Powers of two round nothing, unless a number on the way is no normal one, as the square of rstd was."""
+    x, factor = np.random.default_rng(3).standard_normal((40, 8)).astype(np.float32), np.float32(2.0) ** exponent
+    zero, one = jnp.zeros(x.shape[axis]), jnp.ones(x.shape[axis])
+    options = dict(training=True, epsilon=1e-35, activation=activation, channel_axis=axis, implementation="native")
+
+    def f(x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(3 * jaxconv.batchnorm(x, one, zero, zero, one, **options)[0]))
+
+    gradient = jax.jit(jax.grad(f))
+    np.testing.assert_array_equal(gradient(jnp.asarray(x * factor)) * factor, gradient(jnp.asarray(x)))
+
+
 def test_inference_returns_the_running_statistics_untouched():
     x, v = jnp.asarray(normal(0, (4, 3)), "float32"), jnp.asarray([1.0, 2.0, 3.0])
     _, mean, var = jaxconv.batchnorm(x, v, v, v + 1, v + 2, training=False)

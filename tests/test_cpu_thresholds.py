@@ -248,6 +248,7 @@ def bits(threads: int) -> dict[str, str]:
     return dict(line.rsplit(" ", 1) for line in made.stdout.splitlines())
 
 
+@pytest.mark.promise
 def test_bits_do_not_depend_on_the_number_of_threads():
     one, five = bits(1), bits(5)
     assert len(one) == 9

@@ -192,7 +192,11 @@ def _missing(code: str) -> list[str]:
 RUN = [page for page in PAGES if CODE.search(page.read_text()) and page.parent != ROOT / "docs" / "guide"]
 
 
-@pytest.mark.parametrize("page", RUN, ids=_name)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[pytest.mark.promise] if page.name == "README.md" else []) for page in RUN],
+    ids=_name,
+)
 def test_a_pages_python_runs_from_top_to_bottom(page, tmp_path):
     code = "\n".join(CODE.findall(page.read_text()))
     if missing := _missing(code):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import importlib.util
 import json
 import os
@@ -56,6 +57,37 @@ def test_a_notebook_runs_from_top_to_bottom(path, tmp_path):
     assert "batchnorm (training) + residual + relu" in done.stdout and " 0 left" in done.stdout
     assert "times Flax's speed" in done.stdout
     assert (tmp_path / "figure.png").stat().st_size > 5000
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
+def test_a_page_of_a_notebook_has_what_its_cells_print_and_draw(tmp_path):
+    rendered = runpy.run_path(str(EXAMPLES.parent / "docs" / "notebooks.py"))["rendered"]
+    cells = [
+        ("markdown", "# Title\n\nWords."),
+        ("code", "x = 6\nprint(x * 7)"),
+        ("markdown", "## More"),
+        ("code", "x += 1"),
+    ]
+    cells.append(("code", "import matplotlib.pyplot as plt\nplt.plot([x, 2])\nplt.show()"))
+    path = tmp_path / "tiny.ipynb"
+    path.write_text(json.dumps({"cells": [{"cell_type": kind, "source": [text]} for kind, text in cells]}))
+    page = rendered(path)
+    head, _, figure = page.partition('<img alt="what the cell draws" src="data:image/svg+xml;base64,')
+    assert head.strip() == "\n\n".join(
+        [
+            "Words.",
+            "```python\nx = 6\nprint(x * 7)\n```",
+            "```text\n42\n```",
+            "## More",
+            "```python\nx += 1\n```",
+            "```python\nimport matplotlib.pyplot as plt\nplt.plot([x, 2])\nplt.show()\n```",
+        ]
+    )
+    assert b"</svg>" in base64.b64decode(figure.partition('"')[0])
+    cells = [("markdown", "# Title"), ("code", "raise RuntimeError('a cell that fails')")]
+    path.write_text(json.dumps({"cells": [{"cell_type": kind, "source": [text]} for kind, text in cells]}))
+    with pytest.raises(RuntimeError, match="a cell that fails"):
+        rendered(path)
 
 
 @needs_flax

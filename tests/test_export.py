@@ -57,6 +57,7 @@ def assert_close(a: Any, b: Any) -> None:
 # Export
 
 
+@pytest.mark.promise
 def test_export_with_gradients():
     exported = export.export(jax.jit(model), disabled_checks=jaxconv.export_checks())(*ARGS)
     loaded = jaxconv.check_exported(export.deserialize(exported.serialize(vjp_order=1)))

@@ -317,6 +317,7 @@ def stepper(net: nn.Module) -> Any:
     return step
 
 
+@pytest.mark.promise
 def test_a_model_trains_to_the_same_losses_and_its_checkpoints_move_both_ways(tmp_path):
     ocp = pytest.importorskip("orbax.checkpoint", reason="checkpoints are written with orbax")
     nets = {"ours": build(jn), "flax": build(nn)}

@@ -184,6 +184,7 @@ def test_literals_are_what_is_taken():
 # The command, and what is said where something is missing
 
 
+@pytest.mark.promise
 def test_command_prints_info():
     done = python("-m", "jaxconv")
     assert done.returncode == 0, done.stderr

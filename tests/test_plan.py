@@ -257,9 +257,9 @@ def test_the_cpu_owns_its_scratch():
 
 
 def cpu_choice(
-    op: str, dtype: str, c: int, k: int, filter: tuple[int, int] = (3, 3), groups: int = 1
+    op: str, dtype: str, c: int, k: int, filter: tuple[int, int] = (3, 3), groups: int = 1, large: bool = False
 ) -> tuple[str, str]:
-    case = _case("made", 2, (6, 5), c, k, filter, "for a rule", groups=groups)
+    case = _case("made", 8 if large else 2, (56, 56) if large else (6, 5), c, k, filter, "for a rule", groups=groups)
     made = plan(op, case.problem(dtype), DEVICES["cpu"])
     return made.kernel or made.implementation, made.reason
 
@@ -271,6 +271,8 @@ def test_on_a_cpu_depthwise_and_grouped_convolutions_are_native_in_every_type(dt
         assert kernel == "depthwise" and "10 times slower" in reason
         kernel, reason = cpu_choice(op, dtype, 16, 16, groups=4)
         assert kernel == "im2col" and "XLA's grouped convolutions are" in reason
+        of_two = cpu_choice(op, dtype, 16, 16, groups=2)[0]
+        assert of_two == ("xla" if dtype in ("bfloat16", "float16") and op != "conv_wgrad" else "im2col")
     assert cpu_choice("conv_fprop", dtype, 16, 16) == (
         "xla",
         "XLA's convolutions without groups are as fast as the CPU allows",
@@ -287,9 +289,12 @@ def test_on_a_cpu_weight_gradients_are_native_where_the_product_was_faster(dtype
         (8, 32, (3, 3), False),
         (64, 64, (1, 1), True),
     ):
-        kernel, reason = cpu_choice("conv_wgrad", dtype, c, k, filter)
+        kernel, reason = cpu_choice("conv_wgrad", dtype, c, k, filter, large=True)
         assert kernel == ("im2col" if few or not narrow else "xla"), (c, k, filter)
         assert ("to 1 times XLA's speed" in reason) == (kernel == "xla") and "times XLA's speed" in reason
+        kernel, reason = cpu_choice("conv_wgrad", dtype, c, k, filter)
+        assert kernel == "xla" and "0.9 times XLA's speed" in reason, (c, k, filter)
+    assert cpu_choice("conv_wgrad", dtype, 16, 16)[0] == "im2col"  # few channels: whatever the size
 
 
 @pytest.mark.skipif(PLATFORM != "cpu", reason="a rule for CPUs")

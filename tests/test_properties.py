@@ -36,7 +36,9 @@ def test_holds(name):
 
 @pytest.mark.parametrize("name", properties.PROPERTIES)
 def test_a_case_says_how_it_is_made_again(name):
-    @hypothesis.settings(max_examples=20, derandomize=True, database=None, phases=(hypothesis.Phase.generate,))
+    @hypothesis.settings(
+        max_examples=20, derandomize=True, deadline=None, database=None, phases=(hypothesis.Phase.generate,)
+    )
     @hypothesis.given(properties.PROPERTIES[name].strategy())
     def same(case: Any) -> None:
         assert eval(repr(case), vars(properties)) == case
