@@ -6,7 +6,7 @@
 # make clean    remove builds                    make sanitize   the native code under ASan and UBSan, called by hostile hands
 # make tsan     the same from several threads, under ThreadSanitizer
 # make mutants  48 small defects, each of which the tests must find
-# make libraries   accelerate, freeze and enable on Haiku's, Equinox's, Keras's layers and Flax's examples
+# make libraries   accelerate, freeze and enable on Haiku's, Equinox's, Keras's, AQT's layers, Flax's examples
 # make fuzz     random cases of every property: MINUTES=15 SEED=7
 # make foreign  other projects' tests with jaxconv.enable on: SUITES=paths
 # make test-matrix   what depends on the versions, with each supported Python and JAX; exports across them

@@ -180,6 +180,8 @@ SERVING = {
     "accelerate": "`jaxconv.accelerate`",
     "frozen": "`jaxconv.freeze`",
     "frozen_arguments": "`jaxconv.freeze`, weights arguments",
+    "int8": "`jaxconv.freeze`, int8",
+    "float8_e4m3fn": "`jaxconv.freeze`, float8_e4m3fn",
     "torch": "PyTorch, max-autotune",
     "onnx": "ONNX Runtime",
 }

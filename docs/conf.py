@@ -62,7 +62,7 @@ def end_of_code(app: Any, what: str, name: str, obj: Any, options: Any, lines: l
 
 
 # Classes that users are given, and do not make.
-GIVEN = ("jaxconv.Accelerated", "jaxconv.Explanation", "jaxconv.Frozen", "jaxconv.Launches")
+GIVEN = ("jaxconv.Accelerated", "jaxconv.Explanation", "jaxconv.Frozen", "jaxconv.Launches", "jaxconv.Quantization")
 
 
 def _default(value: Any) -> str:

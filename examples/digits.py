@@ -158,8 +158,8 @@ def loss_fn(params: Tree, stats: Tree, images: jax.Array, labels: jax.Array, net
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels)), new_stats
 
 
-def train(net: Network, data: tuple[np.ndarray, ...], epochs: int, label: str) -> dict[str, np.ndarray]:
-    """Trains `net` from SEED. Returns the loss of each step, and after each epoch the held-out accuracy."""
+def train(net: Network, data: tuple[np.ndarray, ...], epochs: int, label: str) -> dict[str, Any]:
+    """Trains `net` from SEED. Returns losses of steps, held-out accuracies of epochs, and the last variables."""
     images, test_images, labels, test_labels = data
     steps = epochs * (len(images) // BATCH)
     optimizer = optax.adamw(optax.cosine_decay_schedule(3e-3, steps), weight_decay=1e-3)
@@ -194,6 +194,7 @@ def train(net: Network, data: tuple[np.ndarray, ...], epochs: int, label: str) -
         "losses": np.asarray(jax.device_get(losses)),
         "accuracies": np.asarray(accuracies),
         "probabilities": probabilities,
+        "variables": (params, stats),
     }
 
 
@@ -201,7 +202,7 @@ def train(net: Network, data: tuple[np.ndarray, ...], epochs: int, label: str) -
 # The plot
 
 
-def plot(runs: dict[str, dict[str, np.ndarray]], data: tuple[np.ndarray, ...], path: pathlib.Path) -> None:
+def plot(runs: dict[str, dict[str, Any]], data: tuple[np.ndarray, ...], path: pathlib.Path) -> None:
     """Learning curves on the left; on the right, held-out images with the first run's predictions."""
     _, test_images, _, test_labels = data
     figure = plt.figure(figsize=(13, 5.5), layout="constrained")

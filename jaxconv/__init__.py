@@ -26,6 +26,7 @@ from jaxconv.groupnorm import groupnorm
 from jaxconv.layernorm import layernorm
 from jaxconv.mlp import mlp
 from jaxconv.pool import max_pool
+from jaxconv.quantize import Quantization
 from jaxconv.squeeze_excite import squeeze_excite
 from jaxconv.tune import tune
 
@@ -40,6 +41,7 @@ __all__ = [
     "Explanation",
     "Frozen",
     "Launches",
+    "Quantization",
     "__version__",
     "accelerate",
     "batchnorm",

@@ -109,8 +109,8 @@ LIGHT = frozenset(
     (
         *("abs", "add", "broadcast_in_dim", "clamp", "convert_element_type", "copy", "custom_jvp_call", "div", "eq"),
         *("erf", "erfc", "exp", "expm1", "ge", "gt", "integer_pow", "le", "log", "log1p", "logistic", "lt", "max"),
-        *("min", "mul", "ne", "neg", "pow", "reduce_sum", "reshape", "rsqrt", "select_n", "sign", "sqrt", "square"),
-        *("pvary", "squeeze", "stop_gradient", "sub", "tanh"),
+        *("min", "mul", "ne", "neg", "pow", "reduce_sum", "reshape", "round", "rsqrt", "select_n", "sign", "sqrt"),
+        *("pvary", "square", "squeeze", "stop_gradient", "sub", "tanh"),
     )
 )
 
@@ -177,6 +177,15 @@ def asks_extent(eqn: JaxprEqn) -> bool:
         return not all(map(_problem.is_number, getattr(atom.aval, "shape", ())))
 
     return any(one.primitive.name == EXTENT or any(map(symbolic, one.outvars)) for one in equations_of(eqn))
+
+
+def body_of_call(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """What an equation that only calls something calls. What is kept for a gradient is of no interest there."""
+    if eqn.primitive.name in ("checkpoint", "remat2"):
+        return ClosedJaxpr(eqn.params["jaxpr"], ())
+    if eqn.primitive.name in ("closed_call", "core_call"):
+        return eqn.params["call_jaxpr"]
+    return body_of_jit(eqn)
 
 
 UNIT_AXES = ("reshape", "broadcast_in_dim", "squeeze")  # what adds and removes axes of extent 1, among other things

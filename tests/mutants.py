@@ -1,4 +1,4 @@
-"""Forty-six small defects, each of which the tests must find.
+"""Fifty-three small defects, each of which the tests must find.
 
     make mutants                         # all, one after the other
     make mutants ARGS="gemm batchnorm"   # those whose name or file has one of these words
@@ -265,6 +265,41 @@ MUTANTS = [
         "if training and _is_compared(n.var):",
         "if False:",
         "tests/test_accelerate.py -k 'gradient_inside or taken_inside'",
+    ),
+    Mutant(
+        "a quantised filter's scales leave out the scale of what it reads",
+        "jaxconv/quantize/program.py",
+        "scale = steps * np.float32(x_scale.step)",
+        "scale = steps * np.float32(1)",
+        "tests/test_quantize.py -k bit_for_bit",
+    ),
+    Mutant(
+        "an 8-bit residual is added with the scale of what the convolution reads",
+        "jaxconv/quantize/program.py",
+        "residual_scale=None if residual_scale is None else np.float32(residual_scale.step),",
+        "residual_scale=None if residual_scale is None else np.float32(x_scale.step),",
+        "tests/test_quantize.py -k bit_for_bit",
+    ),
+    Mutant(
+        "what the batches have as never negative is unsigned whatever the program says",
+        "jaxconv/quantize/calibrate.py",
+        'unsigned = dtype == "int8" and histogram.least >= 0 and never_negative(v)',
+        'unsigned = dtype == "int8" and histogram.least >= 0',
+        "tests/test_quantize.py -k by_chance",
+    ),
+    Mutant(
+        "a tensor's scale clips nothing",
+        "jaxconv/quantize/scales.py",
+        "return Scale(dtype, float(np.float32(steps[np.argmin(errors)])))",
+        "return Scale(dtype, float(np.float32(steps[0])))",
+        "tests/test_quantize.py -k least_squared_error",
+    ),
+    Mutant(
+        "accelerate takes a conversion to int8 that rounds to zero for one that rounds to even",
+        "jaxconv/accelerate/eight_bits.py",
+        "if not rounded or not whole:",
+        "if not whole:",
+        "tests/test_accelerate_integers.py -k no_saturation",
     ),
     Mutant(
         "on a mesh, groups are split by their channels: fewer groups than devices are taken apart",

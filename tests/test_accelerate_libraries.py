@@ -1,4 +1,4 @@
-"""accelerate on the layers of Haiku, Equinox and Keras, as their users write training steps."""
+"""accelerate on the layers of Haiku, Equinox and Keras, as their users write training steps; on those of AQT."""
 
 from __future__ import annotations
 
@@ -327,3 +327,27 @@ def test_assigned_variables_keep_no_tracer(monkeypatch):
     assert_same(after, 0.5 + IMAGES.mean((0, 1, 2)), terms=256)
     assert_same(y, IMAGES - after, terms=256)
     assert mean.value is before and Variable.scope is None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# AQT
+
+
+@pytest.mark.parametrize("images", (1, 2))
+def test_aqt(images):
+    """It convolves floats that hold int8. Its activations have a scale an image: of one image that is a number."""
+    aqt = pytest.importorskip("aqt.jax.v2.aqt_conv_general", reason="the convolution is AQT's: pip install aqtp")
+    nn = pytest.importorskip("flax.linen")
+    quantised = aqt.make_conv_general_dilated(aqt.conv_general_dilated_make(2, 8, 8))
+    model = nn.Sequential([nn.Conv(32, (3, 3), conv_general_dilated=quantised), nn.relu])
+    x = array(1, (images, 8, 8, 16))
+    variables = model.init(jax.random.key(0), x)
+    expected = jax.jit(model.apply)(variables, x)
+    became = ["conv of 8 bits" + (" + scale + bias + relu" if images == 1 else "")]
+    accelerated = accelerate(model.apply)
+    assert [finding.fused for finding in accelerated.report(variables, x)] == became
+    close(jax.jit(accelerated)(variables, x), expected)
+    frozen = freeze(model.apply, variables)
+    assert [finding.fused for finding in frozen.report(x)] == became
+    np.testing.assert_allclose(frozen(x), expected, rtol=1e-3, atol=1e-4)
+    assert {a.dtype.name for name, a in frozen.weights.items() if a.ndim == 4 and a.shape[0] == 3} == {"int8"}

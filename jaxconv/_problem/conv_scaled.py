@@ -32,12 +32,12 @@ class ScaledConvProblem(ConvProblem):
     out_scaled: bool = False
 
     @property
-    def of_integers(self) -> bool:
-        return self.dtype in EIGHT_BIT_INTEGERS
-
-    @property
     def residual(self) -> bool:
         return self.residual_dtype is not None
+
+    @property
+    def of_integers(self) -> bool:
+        return self.dtype in EIGHT_BIT_INTEGERS
 
     @property
     def sums_dtype(self) -> str:

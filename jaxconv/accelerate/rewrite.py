@@ -30,6 +30,7 @@ from jaxconv._graph import (
     of_type,
 )
 from jaxconv.accelerate.activations import Activations
+from jaxconv.accelerate.eight_bits import find_integer, find_scaled, reads_eight_bits
 from jaxconv.accelerate.groupnorm import GroupNormalised, find_group_normalised, find_groupnorm
 from jaxconv.accelerate.layernorm import find_layer_normalised
 from jaxconv.accelerate.linear import (
@@ -170,6 +171,11 @@ class Rewriting:
         gradient = find_gradient(node) if "transpose(" in self._scopes(node) else None
         if gradient is not None:
             yield gradient
+            return
+        if reads_eight_bits(node):
+            yield from find_scaled(node, self._activations, lambda r: not added_later(node, r), self._free)
+        if (integer := find_integer(node)) is not None:
+            yield integer
             return
         yield from find_conv(node, self._activations, lambda r: not added_later(node, r), self._free, self._folding)
 

@@ -16,7 +16,7 @@ from typing import Any, Generic
 import jax
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
-from jaxconv import _compat, _cost, _op
+from jaxconv import _compat, _cost, _op, _sharding, quantize
 from jaxconv._graph import Array, Value
 from jaxconv._launches import graph_options
 from jaxconv._types import R
@@ -24,8 +24,9 @@ from jaxconv.accelerate import Report, Results, Traced, check, trace, untouched
 from jaxconv.accelerate.report import LISTENER, heard_from_now_on, unheard
 from jaxconv.accelerate.state import Arguments, is_array, is_graph_node, nnx_updates, with_own_objects
 from jaxconv.freeze.split import Split
+from jaxconv.quantize import Quantization, QuantizedDType, check_options, checked
 
-__all__ = ["Frozen", "freeze"]
+__all__ = ["Frozen", "Quantization", "freeze"]
 
 # Floating-point operations of a call below which it waits for its launches: those of ResNet-50 for 24 images, where a
 # launch is some 15 us of an H200. Above, XLA's update of a graph before each call may cost more than it saves.
@@ -37,7 +38,15 @@ def options_of(flops: float) -> dict[str, str | int]:
     return graph_options() if 0 < flops <= SMALL_FLOPS else {}
 
 
-def freeze(f: Callable[..., R], /, *args: Any, **kwargs: Any) -> Frozen[R]:
+def freeze(
+    f: Callable[..., R],
+    /,
+    *args: Any,
+    quantize: QuantizedDType | None = None,
+    calibrate: Iterable[Any] | None = None,
+    wide: Sequence[str] = (),
+    **kwargs: Any,
+) -> Frozen[R]:
     """f with its first arguments bound, as by `functools.partial`; what depends on them alone is computed once.
 
     For inference::
@@ -56,6 +65,12 @@ def freeze(f: Callable[..., R], /, *args: Any, **kwargs: Any) -> Frozen[R]:
       f: a pure function; or an object that is called and holds its arrays: a flax.nnx module, a pytree.
       args, kwargs: f's first arguments and some by name, with arrays anywhere in them: the weights. Everything else in
         them is f's as it is.
+      quantize: "int8" or "float8_e4m3fn": convolutions and dense layers become ones of such numbers, see below. None
+        keeps f's types. An argument of f's own that is called as one of these three is bound by functools.partial.
+      calibrate: with `quantize`, some batches of inputs: a finite iterable of arrays, or of tuples of f's other
+        arguments. A few hundred images of those that the model will see. They are held until freeze returns.
+      wide: names of layers that keep their type: those in `report` or in `quantization`, or parts of them ("stage1",
+        "block2/conv1").
 
     Returns:
       A `Frozen`: a function of f's other arguments, of any shapes. It is jitted, and can be called inside jit, vmap,
@@ -71,19 +86,49 @@ def freeze(f: Callable[..., R], /, *args: Any, **kwargs: Any) -> Frozen[R]:
       ValueError: when called, for what is no inference: where f changes a bound object (running statistics, a counter),
         normalises by the statistics of its batch (a batch-norm in training mode), draws random numbers from a bound key
         or from one of its own (dropout; a key among the inputs is fine), or has effects (callbacks other than
-        jax.debug's).
+        jax.debug's). With `quantize`, at once: for these; for an unknown type; for a batch that differs from the first
+        one in more than its first extent, has no elements, or NaN or infinity; for no batches; for a name in `wide`
+        that no layer has; for weights that are not finite.
+
+    Quantised, a layer is `jaxconv.conv2d` of 8-bit x and w: filters have a scale per output channel, what is stored
+    between layers has one per array, chosen by the least mean squared error on the calibration batches. With "int8"
+    what is never negative (behind a relu) is uint8. Residual adds and max-poolings are of 8 bits too: between two 8-bit
+    convolutions nothing is wider in memory. The first and the last layer, depthwise convolutions, small ones and those
+    in loops stay wide: `quantization` says of each layer which, and why, and its signal to noise. `replace` quantises
+    other weights with the scales of this one's activations.
 
     Layers are recognised as by `accelerate`: a batch-norm is folded into the convolution, transposed or not, or the
     dense layer that makes what it normalises, where nobody else needs that. 16-bit filters are rounded once, after it.
     """
     check(f, "freeze")
+    check_options(quantize, calibrate, wide)
     heard_from_now_on()
     if is_graph_node(f) or any(map(is_array, jax.tree.leaves(f))):
         f, args = _call, (f, *args)
     for path, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs)):
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise TypeError(f"freeze: {jax.tree_util.keystr(path)} is a jax.ShapeDtypeStruct, expected an array")
-    return Frozen(_Function(f), args, kwargs)
+    if quantize is None:
+        return Frozen(_Function(f), args, kwargs)
+    return _quantized(f, args, kwargs, quantize, checked(calibrate), wide)
+
+
+def _quantized(
+    f: Callable[..., R], args: Any, kwargs: Any, dtype: str, batches: Sequence[Any], wide: Sequence[str]
+) -> Frozen[R]:
+    given = args, kwargs
+    if _sharding.explicit_mesh([jax.typeof(a) for a in jax.tree.leaves((given, batches)) if isinstance(a, jax.Array)]):
+        # Types that say how arrays are split would be those of each value that is counted: one device counts them.
+        given, batches = jax.device_get((given, batches))
+    wide_one: Frozen[R] = Frozen(_Function(f, quantized=True), *given)
+    names = [wide_one._name(i) for i in range(len(wide_one._bound))]
+
+    def program_of(batch: Any) -> tuple[quantize.Program, list[Array]]:
+        program, arrays = wide_one._program(quantize.as_inputs(batch), {})
+        return quantize.Program(program.jaxpr, program.bound, names), arrays
+
+    bound = [array for _, array in wide_one._bound]
+    return Frozen(_Function(f, quantize.quantization(dtype, wide, batches, program_of, bound)), args, kwargs)
 
 
 def _call(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -99,6 +144,7 @@ class _Program:
     closed_over: list[Any]
     late: Callable[..., list[Array]]  # jitted: the results, of the weights and the inputs
     jaxpr: ClosedJaxpr  # of both
+    bound: list[bool]  # which of its arguments are
     results: Results
     report: Report
 
@@ -112,14 +158,16 @@ class _Program:
 class _Function:
     """What all `Frozen`s of a function share: its programs, and how the weights are called."""
 
-    def __init__(self, f: Callable[..., Any]):
-        self.f = f
+    def __init__(self, f: Callable[..., Any], quantization: Quantization | None = None, quantized: bool = False):
+        """`quantized`: whether its layers are recognised whatever JAXCONV_DISABLE says: plans are then XLA's."""
+        self.f, self.quantization = f, quantization
+        self.quantized = quantized or quantization is not None
         self.programs: dict[Any, _Program] = {}
         self.names: dict[str, str] = {}  # of the expression of a weight
         self.lock = threading.RLock()
 
     def __reduce__(self) -> Any:
-        return _Function, (self.f,)
+        return _Function, (self.f, self.quantization)
 
     def name(self, digest: str, wanted: str) -> str:
         if digest not in self.names:
@@ -166,9 +214,15 @@ class Frozen(Generic[R]):
     def weights(self) -> dict[str, Array]:
         """The folded arrays by name, for all inputs that it was called with so far; none before the first call.
 
-        A weight is named after the largest of the arrays that it is made of: "params/conv1/kernel".
+        A weight is named after the largest of the arrays that it is made of: "params/conv1/kernel". Of an 8-bit filter
+        the scales are "params/conv1/kernel_scale".
         """
         return dict(self._weights)
+
+    @property
+    def quantization(self) -> Quantization | None:
+        """What `quantize` made of each layer: a list that prints as a table. None where nothing is quantised."""
+        return self._function.quantization
 
     def apply(self, weights: Mapping[str, Array], /, *inputs: Any, **kwargs: Any) -> R:
         """The same function with the weights as an argument, for programs that shall not hold them as constants.
@@ -271,9 +325,14 @@ class Frozen(Generic[R]):
         paths = [path for path, _ in jax.tree_util.tree_flatten_with_path((given.args, given.kwargs))[0]]
         bound = [p[1].idx < len(self._args) if p[0].idx == 0 else p[1].key in self._kwargs for p in paths]
         _refuse_changes(traced)
-        jaxpr, report, over_batch = _rewritten(traced)
+        chosen = self._function.quantization
+        jaxpr, report, over_batch = _rewritten(traced, self._function.quantized)
         _refuse_effects(jaxpr)
         _refuse_training(traced, over_batch)
+        if chosen is not None:
+            names = [self._name(i) for i in range(len(self._bound))]
+            jaxpr = quantize.rewritten(quantize.Program(jaxpr, bound, names), chosen)
+            report.notes.append(f"quantised to {chosen.summary}")
         split = Split(jaxpr, bound)
         _refuse_random(split)
         closed_over = [v.value for v in split.closed_over()]
@@ -287,15 +346,16 @@ class Frozen(Generic[R]):
             f"computed once: {len(names)} weights ({_mib(w.value.aval for w in split.weights)}), of {sum(bound)} bound "
             f"arrays ({_mib(jax.typeof(array) for _, array in self._bound)})"
         )
-        return _Program(names, jax.jit(split.early), closed_over, jax.jit(split.run), jaxpr, traced.results, report)
+        late = jax.jit(split.run)
+        return _Program(names, jax.jit(split.early), closed_over, late, jaxpr, bound, traced.results, report)
 
     def _name_of(self, split: Split, v: Value) -> str:
         sources = split.made_of(v)
-        return (
-            self._name(max(sources, key=lambda i: (self._bound[i][1].size, "bias" in self._name(i))))
-            if sources
-            else "constant"
-        )
+        if not sources:
+            return "constant"
+        name = self._name(max(sources, key=lambda i: (self._bound[i][1].size, "bias" in self._name(i))))
+        scales = v.node is not None and str(v.node.name_stack).endswith(quantize.FILTER_SCALE)
+        return f"{name}_scale" if scales else name
 
     def _weights_of(self, program: _Program) -> list[Array]:
         known = self._arguments.get(program)
@@ -307,6 +367,8 @@ class Frozen(Generic[R]):
         with jax.ensure_compile_time_eval(), self._function.lock:
             if any(name not in self._weights for name in program.names):
                 folded = program.early(bound, program.closed_over)
+                if self._function.quantization is not None:
+                    quantize.check_weights(dict(zip(program.names, folded, strict=True)))
                 # A new dict: another thread may be reading this one.
                 self._weights = {**dict(zip(program.names, folded, strict=True)), **self._weights}
             self._arguments[program] = [self._weights[name] for name in program.names]
@@ -318,10 +380,13 @@ def _finish(program: _Program, arrays: Sequence[Array]) -> Any:
     return results.unflatten([*arrays, *[None] * (len(results.places) - len(arrays))])[0]
 
 
-def _rewritten(traced: Traced) -> tuple[ClosedJaxpr, Report, list[str]]:
-    """What accelerate makes of the function, with f's own results alone; its report; `Rewriting.over_batch`."""
+def _rewritten(traced: Traced, always: bool) -> tuple[ClosedJaxpr, Report, list[str]]:
+    """What accelerate makes of the function, with f's own results alone; its report; `Rewriting.over_batch`.
+
+    `always`: whatever JAXCONV_DISABLE says.
+    """
     own = sum(place < traced.results.own for place in traced.results.places)
-    reason = untouched()
+    reason = "" if always else untouched()
     if reason:
         run, report, over_batch = jaxpr_as_fun(traced.jaxpr), Report(notes=[reason]), []
     else:

@@ -25,7 +25,7 @@ from jaxconv._graph import (
     Node,
     Value,
     asks_extent,
-    body_of_jit,
+    body_of_call,
     equations_of,
     of_type,
     plain,
@@ -42,15 +42,6 @@ ELEMENTWISE = frozenset(
 RANDOM = frozenset(("random_bits", "random_gamma", "rng_bit_generator", "rng_uniform", "threefry2x32"))
 
 
-def _body(eqn: JaxprEqn) -> ClosedJaxpr | None:
-    """What an equation that only calls something calls. What is kept for a gradient is no longer of interest."""
-    if eqn.primitive.name in ("checkpoint", "remat2"):
-        return ClosedJaxpr(eqn.params["jaxpr"], ())
-    if eqn.primitive.name in ("closed_call", "core_call"):
-        return eqn.params["call_jaxpr"]
-    return body_of_jit(eqn)
-
-
 @dataclasses.dataclass(frozen=True)
 class Weight:
     value: Value
@@ -61,7 +52,7 @@ class Split:
     """A program's `weights`, `early` that makes them of its bound arguments, `run` that goes on with the others."""
 
     def __init__(self, closed: ClosedJaxpr, bound: Sequence[bool]):
-        self.graph = Graph(closed, _body)
+        self.graph = Graph(closed, body_of_call)
         self.bound = [v for v, is_bound in zip(self.graph.inputs, bound, strict=True) if is_bound]
         self.free = [v for v, is_bound in zip(self.graph.inputs, bound, strict=True) if not is_bound]
         self._known = set(self.bound)

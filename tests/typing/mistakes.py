@@ -39,4 +39,5 @@ text = jaxconv.accelerate(f).report(x)  # type: ignore[assignment]  # pyright: i
 text = jaxconv.explain(f)(x)  # type: ignore[assignment]  # pyright: ignore[reportAssignmentType]
 text = jaxconv.tune(f)(x)  # type: ignore[assignment]  # pyright: ignore[reportAssignmentType]
 text = jaxconv.freeze(f)(x)  # type: ignore[assignment]  # pyright: ignore[reportAssignmentType]
+jaxconv.freeze(f, quantize="int4")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 jaxconv.winograd  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]

@@ -161,4 +161,7 @@ print(frozen.report(x))
 nnx_net.eval()
 assert_type(jaxconv.freeze(nnx_net)(x), jax.Array)
 assert_type(frozen.weights, dict[str, jax.Array])
+quantised = jaxconv.freeze(lambda w, x: jaxconv.conv2d(x, w), w, quantize="int8", calibrate=[x], wide=("weight",))
+assert_type(quantised, jaxconv.Frozen[jax.Array])
+assert_type(quantised.quantization, jaxconv.Quantization | None)
 launched: int = jaxconv.launches(frozen)(x).total

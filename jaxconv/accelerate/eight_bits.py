@@ -1,0 +1,359 @@
+"""Convolutions of 8-bit numbers, as people and quantisation libraries write them: sums, and what makes numbers of them.
+
+The operands are int8 or uint8, or such converted to floating-point numbers in front of the convolution; or float8. In
+the order in which they stand: factors a channel or of all, a bias, an array that is added (of 8 bits with a factor of
+its own), an activation, a factor, rounding and clipping, and the conversion to 8 bits. What is missing is left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxconv import _fused, _plan, conv_integer, conv_scaled
+from jaxconv._activation import Activation
+from jaxconv._graph import Array, Constant, Node, Value, channels_of, number_of, operands_of, scalar_of
+from jaxconv._problem import EIGHT_BITS, ScaledConvProblem, is_number
+from jaxconv.accelerate.activations import Activations
+from jaxconv.accelerate.linear import Fused, Refusal, window_of
+
+INTEGERS = ("int8", "uint8")
+_RESULTS = ("float32", "bfloat16", "float16")
+Free = Callable[[Value], bool]
+
+
+def source_of(v: Value) -> Value | None:
+    """The 8-bit array that v is, or is converted from; None where there is none."""
+    source = v
+    while source.made_by == "convert_element_type" and source.dtype.name not in EIGHT_BITS:
+        source = source.node.inputs[0]
+    return source if source.dtype.name in EIGHT_BITS else None
+
+
+def reads_eight_bits(node: Node) -> bool:
+    """Whether a convolution is one of 8-bit numbers whose sums are taken as they are, or become floats."""
+    sources = [source_of(v) for v in node.inputs]
+    if None in sources:
+        return False
+    of_integers = {source.dtype.name in INTEGERS for source in sources}
+    result = node.outputs[0].dtype.name
+    return len(of_integers) == 1 and (result in _RESULTS or (of_integers == {True} and result == "int32"))
+
+
+def _is_single(v: Value) -> bool:
+    return all(map(is_number, v.shape)) and math.prod(v.shape) == 1
+
+
+@dataclasses.dataclass(frozen=True)
+class _Factor:
+    """Numbers that multiply, or divide, what they stand behind."""
+
+    value: Value
+    divides: bool = False
+
+    def __call__(self, numbers: Array, size: int | None) -> Array:
+        """As float32: a number, or with `size` one a channel."""
+        numbers = numbers.astype(jnp.float32).reshape(-1 if math.prod(self.value.shape) > 1 else ())
+        numbers = 1 / numbers if self.divides else numbers
+        return numbers if size is None else jnp.broadcast_to(numbers, (size,))
+
+
+@dataclasses.dataclass
+class _Chain:
+    """What follows a convolution, as far as it was read: `z` is what it makes."""
+
+    nodes: list[Node]
+    z: Value
+    axis: int
+    free: Free
+
+    def follow(self, name: str) -> Node | None:
+        """The only reader of z, where it is of this primitive."""
+        (user, *others) = self.z.users or [None]
+        return user if user is not None and not others and user.name == name and self.free(user.outputs[0]) else None
+
+    def take(self, node: Node) -> None:
+        self.nodes.append(node)
+        self.z = node.outputs[0]
+
+    def _numbers(self, v: Value, channels: bool) -> Value | None:
+        """v as a number, or as numbers along the channels."""
+        scalar = scalar_of(v)
+        if _is_single(scalar):
+            return scalar
+        along = channels_of(v, self.z.shape) if channels else None
+        return along[0] if along is not None and along[1] == self.axis else None
+
+    def _other(self, name: str) -> Value | None:
+        node = self.follow(name)
+        if node is None:
+            return None
+        for left, right in operands_of(node.outputs[0], name):
+            if left is self.z and right is not self.z:
+                return right
+        return None
+
+    def convert(self) -> None:
+        node = self.follow("convert_element_type")
+        while node is not None and node.outputs[0].dtype.name in _RESULTS:
+            self.take(node)
+            node = self.follow("convert_element_type")
+
+    def factor(self, channels: bool) -> _Factor | None:
+        for name in ("mul", "div"):
+            other = self._other(name)
+            numbers = None if other is None else self._numbers(other, channels)
+            if numbers is not None and jnp.issubdtype(numbers.dtype, jnp.floating):
+                self.take(self.z.users[0])
+                return _Factor(numbers, name == "div")
+        return None
+
+    def bias(self) -> Value | None:
+        other = self._other("add")
+        numbers = None if other is None else self._numbers(other, True)
+        if numbers is not None:
+            self.take(self.z.users[0])
+        return numbers
+
+    def residual(self) -> Value | None:
+        other = self._other("add")
+        if other is None or other.shape != self.z.shape or isinstance(other, Constant):
+            return None
+        if other.dtype.name not in _RESULTS:
+            return None
+        self.take(self.z.users[0])
+        return other
+
+    def narrowed(self) -> tuple[str, float, float] | None:
+        """(type, least, largest) where z is rounded, clipped to whole numbers, and becomes one of 8 bits.
+
+        The nodes are taken only if all of it is there.
+        """
+        ahead = dataclasses.replace(self, nodes=list(self.nodes))
+        low, high, rounded = -math.inf, math.inf, False
+        while True:
+            if (node := ahead.follow("round")) is not None:
+                if node.params["rounding_method"] != lax.RoundingMethod.TO_NEAREST_EVEN:
+                    return None
+                rounded = True
+            elif (node := ahead.follow("clamp")) is not None and node.inputs[1] is ahead.z:
+                bounds = [number_of(scalar_of(v)) for v in (node.inputs[0], node.inputs[2])]
+                if None in bounds:
+                    return None
+                low, high = max(low, bounds[0]), min(high, bounds[1])
+            elif (other := ahead._other("max")) is not None:
+                node, number = ahead.z.users[0], number_of(scalar_of(other))
+                if number is None or number > high:
+                    return None
+                low = max(low, number)
+            elif (node := ahead.follow("min")) is not None:
+                number = next((number_of(scalar_of(v)) for v in node.inputs if v is not ahead.z), None)
+                if number is None or number < low:
+                    return None
+                high = min(high, number)
+            else:
+                break
+            ahead.take(node)
+        node = ahead.follow("convert_element_type")
+        if node is None or node.outputs[0].dtype.name not in EIGHT_BITS:
+            return None
+        dtype = node.outputs[0].dtype.name
+        if dtype in INTEGERS:
+            info = jnp.iinfo(dtype)
+            least, largest = float(info.min), float(info.max)
+            whole = low == round(low) and high == round(high) if math.isfinite(low) and math.isfinite(high) else False
+            if not rounded or not whole:
+                return None
+        else:
+            largest = float(jnp.finfo(dtype).max)
+            least = -largest
+            if rounded:
+                return None
+        if low < least or high > largest:  # the conversion of what is beyond them is not saturation
+            return None
+        ahead.take(node)
+        self.nodes, self.z = ahead.nodes, ahead.z
+        return dtype, low, high
+
+
+def _residual_source(r: Value) -> tuple[Value, Value | None]:
+    """(array, factor): r, or the 8-bit array that is converted and multiplied to it."""
+    for left, right in operands_of(r, "mul"):
+        q, scalar = source_of(left), scalar_of(right)
+        if q is not None and _is_single(scalar):
+            return q, scalar
+    q = source_of(r)
+    return (r, None) if q is None else (q, None)
+
+
+def find_scaled(node: Node, activations: Activations, adds: Callable[[Value], bool], free: Free) -> Iterator[Fused]:
+    """`adds`: whether this convolution takes an array that is added to its result. `free`: whether a value is no part
+    of a normalisation. What takes in most comes first."""
+    numbers = node.params["dimension_numbers"]
+    nd = len(node.inputs[0].shape) - 2
+    layout = _fused.conv_layout(numbers, nd)
+    if layout is None:
+        raise Refusal("jaxconv has channels-last and channels-first convolutions of 1 to 3 dimensions")
+    if node.params["batch_group_count"] != 1 or any(d != 1 for d in node.params["lhs_dilation"]):
+        raise Refusal("of 8 bits jaxconv has no batch groups and no lhs dilation with scales")
+    if node.params.get("out_sharding") is not None:
+        raise Refusal("its result has a sharding of its own")
+    if not _fused.pads_are_numbers(node.params["padding"]):
+        raise Refusal("its pads are symbolic")
+    x, w = (source_of(v) for v in node.inputs)
+    assert x is not None and w is not None
+    chain = _Chain([node], node.outputs[0], numbers.out_spec[1], free)
+    chain.convert()
+    if chain.z.dtype.name not in _RESULTS:
+        return
+    factors = []
+    while (factor := chain.factor(True)) is not None:
+        factors.append(factor)
+    bias = chain.bias()
+    ends = []  # where it may stop, the farthest first
+    total = dataclasses.replace(chain, nodes=list(chain.nodes))
+    if (r := total.residual()) is not None and adds(r):
+        ends.append((total, r))
+    ends.append((chain, None))
+    for end, r in ends:
+        yield _fused_of(node, x, w, layout, factors, bias, r, end, activations)
+
+
+def _fused_of(
+    node: Node,
+    x: Value,
+    w: Value,
+    layout: str,
+    factors: Sequence[_Factor],
+    bias: Value | None,
+    r: Value | None,
+    chain: _Chain,
+    activations: Activations,
+) -> Fused:
+    activation = Activation()
+    activated = activations.after(chain.z)
+    if activated is not None and activated.hides(chain.z):
+        activation = activated.activation
+        chain.nodes += activated.nodes
+        chain.z = activated.y
+    wide = dataclasses.replace(chain, nodes=list(chain.nodes))
+    rescale = chain.factor(False)
+    narrowed = chain.narrowed()
+    if narrowed is None:
+        chain, rescale = wide, None
+    residual, residual_factor = (None, None) if r is None else _residual_source(r)
+    told = [("scale", factors), ("bias", bias), ("residual", r), (str(activation), activation.name != "none")]
+    parts = ["conv of 8 bits", *(text for text, there in told if there)]
+    parts += [f"rounding to {narrowed[0]}"] if narrowed else []
+    optional = (bias, residual, residual_factor, rescale and rescale.value)
+    inputs = [x, w, *(f.value for f in factors), *(v for v in optional if v is not None)]
+    params, out_dtype = window_of(node), chain.z.dtype.name
+    numbers = params["dimension_numbers"]
+
+    size = node.outputs[0].shape[numbers.out_spec[1]]
+
+    def operands_of_call(*values: Array) -> tuple[ScaledConvProblem, list[Array]]:
+        given = iter(values)
+        x, w = next(given), _fused._in_layout(next(given), numbers, layout)
+        scale = jnp.ones(size, jnp.float32)
+        for i, factor in enumerate(factors):
+            one = factor(next(given), size)
+            scale = one if i == 0 else scale * one
+        b = None if bias is None else jnp.broadcast_to(next(given).astype(jnp.float32).reshape(-1), (size,))
+        added = None if residual is None else next(given)
+        added_scale = None if residual_factor is None else next(given).astype(jnp.float32).reshape(())
+        out_scale = None if rescale is None else rescale(next(given), None)
+        problem = ScaledConvProblem.of(
+            f"conv{x.ndim - 2}d",
+            x.ndim - 2,
+            x,
+            w,
+            b,
+            residual=added,
+            scale=scale,
+            residual_scale=added_scale,
+            out_scale=out_scale,
+            out_dtype=out_dtype,
+            stride=params["window_strides"],
+            padding=params["padding"],
+            dilation=params["rhs_dilation"],
+            groups=params["feature_group_count"],
+            activation=activation,
+            layout=layout,
+            precision=None,
+            return_preactivation=False,
+            algorithm=None,
+            implementation=None,
+        )
+        return problem, [a for a in (scale, b, added, added_scale, out_scale) if a is not None]
+
+    def call(*values: Array) -> Sequence[Array]:
+        problem, rest = operands_of_call(*values)
+        w = _fused._in_layout(values[1], numbers, layout)
+        return [_within(_with_derivative(problem, values[0], w, *rest), narrowed, activation)]
+
+    if jnp.issubdtype(node.inputs[0].dtype, jnp.floating) and x is not node.inputs[0]:
+        _refuse_slower(operands_of_call, inputs)
+    return Fused(chain.nodes, inputs, [chain.z], call, parts, activation=activation)
+
+
+def _refuse_slower(operands_of_call: Callable[..., Any], inputs: Sequence[Value]) -> None:
+    """Refuses a convolution of floats that hold 8-bit numbers where a GPU has no kernel for these: XLA has its own."""
+    device = _plan.Device.default()
+    problems: list[ScaledConvProblem] = []
+    jax.eval_shape(lambda *values: problems.append(operands_of_call(*values)[0]), *(v.aval for v in inputs))
+    plan = _plan.plan("conv_scaled", problems[0], device)
+    if device.platform != "cpu" and plan.implementation != "native":
+        raise Refusal(f"its operands are converted from 8 bits: {plan.reason}")
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _with_derivative(problem: ScaledConvProblem, *operands: Array) -> Array:
+    """The kernel, which has no derivative, with that of its meaning: in scale, bias and residual."""
+    (y,) = jax.tree.leaves(conv_scaled.kernel(problem, *operands))
+    return y
+
+
+@_with_derivative.defjvp
+def _derivative(problem: ScaledConvProblem, primals: Any, tangents: Any) -> Any:
+    def meaning(*operands: Array) -> Array:
+        (y,) = jax.tree.leaves(conv_scaled.kernel.reference(problem, *operands))
+        return y
+
+    return jax.jvp(meaning, primals, tangents)
+
+
+def _within(y: Array, narrowed: tuple[str, float, float] | None, activation: Activation) -> Array:
+    """y clipped, where the bounds are narrower than its type's: -127 to 127."""
+    if narrowed is None or narrowed[0] not in INTEGERS:
+        return y
+    dtype, low, high = narrowed
+    info = jnp.iinfo(dtype)
+    if activation.name in ("relu", "relu6", "sigmoid") and low <= 0:
+        low = info.min
+    if low > info.min:
+        y = jnp.maximum(y, jnp.asarray(low, dtype))
+    return jnp.minimum(y, jnp.asarray(high, dtype)) if high < info.max else y
+
+
+def find_integer(node: Node) -> Fused | None:
+    """A convolution of integers to integers alone: the kernel; None where there is none."""
+    avals = [v.aval for v in (*node.inputs, node.outputs[0])]
+    if not all(conv_integer.is_integer(aval.dtype) for aval in avals) or avals[0].dtype != avals[1].dtype:
+        return None
+    problem = conv_integer.read(*avals, node.params)
+    if isinstance(problem, str):
+        raise Refusal(problem)
+
+    def call(lhs: Array, rhs: Array) -> Sequence[Array]:
+        operands = (conv_integer.into(lhs, problem.lhs_dtype), conv_integer.into(rhs, problem.rhs_dtype))
+        return [conv_integer.back(conv_integer.kernel(problem, *operands), avals[2].dtype)]
+
+    return Fused([node], node.inputs, node.outputs, call, ["conv of integers"])

@@ -1,0 +1,243 @@
+"""A frozen program in 8 bits: which values have them, and the program of it.
+
+A *point* is a value that is stored in 8 bits, with one scale. Each 8-bit layer reads points and, where an 8-bit layer
+is ahead, makes one. What moves or compares elements (a max-pooling, a reshape) has the scale of what it reads. Any
+other operation reads a point as the numbers that it stands for, and what it makes is a point of its own where a layer
+reads it: XLA fuses these conversions into the operation, so that memory holds 8 bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import ClosedJaxpr
+
+from jaxconv import reference
+from jaxconv._graph import Array, Constant, Node, Value, of_type
+from jaxconv._problem import CHANNELS_FIRST, CHANNELS_LAST
+from jaxconv._problem.pool import PoolProblem
+from jaxconv.conv import conv1d, conv2d, conv3d
+from jaxconv.quantize.layers import Layer, Reading
+from jaxconv.quantize.scales import Scale, filter_scales
+
+# The name scope of a layer's scales, one a channel.
+FILTER_SCALE = "filter_scale"
+# Operations whose results are elements of their first operand, chosen by their order or place.
+MOVING = frozenset(
+    (
+        *("reshape", "transpose", "squeeze", "broadcast_in_dim", "slice", "rev", "copy", "stop_gradient", "name"),
+        *("reduce_max", "reduce_window_max", "jaxconv_max_pool"),
+    )
+)
+_NORM = "jaxconv_batchnorm_infer"
+# Operations that XLA fuses: in front of an 8-bit layer what they read may have 8 bits.
+_LIGHT = frozenset(
+    (
+        *("abs", "add", "and", "clamp", "concatenate", "convert_element_type", "custom_jvp_call", "div", "eq", "erf"),
+        *("exp", "expm1", "ge", "gt", "integer_pow", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne"),
+        *("neg", "or", "pad", "pow", "rsqrt", "select_n", "sign", "sqrt", "square", "sub", "tanh", _NORM),
+    )
+)
+
+
+def _is_moving(node: Node) -> bool:
+    if node.name == "convert_element_type":
+        return all(jnp.issubdtype(v.dtype, jnp.floating) for v in (node.inputs[0], node.outputs[0]))
+    if node.name == "jaxconv_max_pool":
+        p: PoolProblem = node.params["problem"]
+        # A window of padding alone has no element to be the maximum.
+        return not p.save and p.plain and all(max(pads) < f for pads, f in zip(p.padding, p.window, strict=True))
+    return node.name in MOVING and jnp.issubdtype(node.inputs[0].dtype, jnp.floating)
+
+
+class Narrowing:
+    """Which values of a program are points, where some of its layers have 8 bits."""
+
+    def __init__(self, reading: Reading):
+        self.reading = reading
+        self.layers: dict[Node, Layer] = {layer.node: layer for layer in reading.layers if not layer.why}
+        self.points: list[Value] = []  # in the order in which they are read or made
+        self.layer_at: list[Layer] = []  # that reads or makes each of them first
+        self.index: dict[Value, int] = {}
+        for node in reading.graph.nodes:
+            layer = self.layers.get(node)
+            if layer is None:
+                continue
+            for v in (layer.x, layer.residual):
+                if v is not None:
+                    self._add(self.source(v), layer)
+            if self.is_wanted(layer.y):
+                self._add(layer.y, layer)
+
+    def _add(self, v: Value, layer: Layer) -> None:
+        if v not in self.index:
+            self.index[v] = len(self.points)
+            self.points.append(v)
+            self.layer_at.append(layer)
+
+    def source(self, v: Value) -> Value:
+        """The point that v has the elements of: an 8-bit layer's result, or v itself."""
+        u = v
+        while u.node is not None and u.node not in self.layers and _is_moving(u.node):
+            u = u.node.inputs[0]
+        return u if u.node in self.layers else v
+
+    def is_wanted(self, v: Value) -> bool:
+        """Whether an 8-bit layer reads v, or what XLA's fusions make of it."""
+        front, seen = [v], {v}
+        while front:
+            for node in front.pop().users:
+                if node is None:
+                    continue
+                if node in self.layers:
+                    return True
+                if node.name in _LIGHT or _is_moving(node):
+                    front += [out for out in node.outputs if out not in seen]
+                    seen.update(node.outputs)
+        return False
+
+    # ---- evaluation
+    def program(self, scales: Sequence[Scale], closed: ClosedJaxpr) -> ClosedJaxpr:
+        """`closed`, the program that was read, in 8 bits."""
+        graph = self.reading.graph
+
+        def run(*args: Array) -> list[Array]:
+            evaluation = Evaluation(self, scales, dict(zip(graph.inputs, args, strict=True)))
+            evaluation.run()
+            return [of_type(evaluation.wide(v), v) for v in graph.outputs]
+
+        return jax.make_jaxpr(run)(*closed.in_avals)
+
+
+class Evaluation:
+    """The values of a program while it is evaluated: wide, in 8 bits, or both."""
+
+    def __init__(self, narrowing: Narrowing, scales: Sequence[Scale], known: dict[Value, Any]):
+        self._narrowing, self._scales, self._wide = narrowing, scales, known
+        self._narrow: dict[Value, tuple[Array, Scale]] = {}
+        self._widened: dict[Value, Array] = {}
+
+    def run(self, seen: Callable[[Node], None] = lambda node: None) -> None:
+        for node in self._narrowing.reading.graph.nodes:
+            layer = self._narrowing.layers.get(node)
+            if layer is not None:  # under the layer's name, which profiles show
+                dataclasses.replace(node, call=lambda layer=layer: self._run_layer(layer)).evaluate([])
+            elif node.inputs and node.inputs[0] in self._narrow and self._moves(node):
+                q, scale = self._narrow[node.inputs[0]]
+                self._narrow[node.outputs[0]] = _moved(node, q), scale
+            else:
+                values = [self.wide(v) for v in node.inputs]
+                if node.name == _NORM and self._is_among_narrow(node):
+                    outs = reference.batchnorm_infer(node.params["problem"], *map(jnp.asarray, values))
+                else:
+                    outs = node.evaluate(values)
+                self._wide.update(zip(node.outputs, outs, strict=True))
+            seen(node)
+
+    def _moves(self, node: Node) -> bool:
+        """Whether the node's operand is known in 8 bits alone."""
+        return node.inputs[0] not in self._wide and _is_moving(node)
+
+    def _is_among_narrow(self, node: Node) -> bool:
+        """Whether the node reads or makes what has 8 bits in memory, if XLA fuses it with the conversions around."""
+        return node.inputs[0] in self._narrow or self._narrowing.is_wanted(node.outputs[0])
+
+    def wide(self, v: Value) -> Any:
+        if isinstance(v, Constant) and v not in self._wide:
+            return v.value
+        if v in self._wide:
+            return self._wide[v]
+        if v not in self._widened:
+            q, scale = self._narrow[v]
+            self._widened[v] = scale.widen(q, v.dtype)
+        return self._widened[v]
+
+    def narrow(self, v: Value) -> tuple[Array, Scale]:
+        if v not in self._narrow:
+            scale = self._scales[self._narrowing.index[v]]
+            self._narrow[v] = scale.narrow(self.wide(v)), scale
+        return self._narrow[v]
+
+    def _run_layer(self, layer: Layer) -> list[Array]:
+        p = layer.problem
+        x, x_scale = self.narrow(layer.x)
+        w, axis = self.filter_of(layer)
+        filters, steps = filter_scales(w, axis, filter_dtype(x_scale.dtype))
+        with jax.named_scope(FILTER_SCALE):
+            scale = steps * np.float32(x_scale.step)
+        bias = None if layer.bias is None else jnp.asarray(self.wide(_before_rounding(layer.bias)), jnp.float32)
+        residual, residual_scale = (None, None) if layer.residual is None else self.narrow(layer.residual)
+        index = self._narrowing.index.get(layer.y)
+        out = None if index is None else self._scales[index]
+        conv = {1: conv1d, 2: conv2d, 3: conv3d}[p.nd]
+        y = conv(
+            x.reshape(p.x_shape),
+            filters,
+            bias,
+            residual=residual,
+            stride=p.stride,
+            padding=p.padding,
+            dilation=p.dilation,
+            groups=p.groups,
+            activation=p.activation,
+            layout=(CHANNELS_LAST if p.channels_last else CHANNELS_FIRST)[p.nd],
+            scale=scale,
+            residual_scale=None if residual_scale is None else np.float32(residual_scale.step),
+            out_scale=None if out is None else out.inverse,
+            out_dtype=layer.y.dtype.name if out is None else out.dtype,
+        )
+        y = y.reshape(layer.y.shape)
+        if out is None:
+            self._wide[layer.y] = y
+        else:
+            self._narrow[layer.y] = y, out
+        return [y]
+
+    def filter_of(self, layer: Layer) -> tuple[Array, int]:
+        """The filter before it was rounded to 16 bits, in the order of `layer.problem`, and its channels' axis."""
+        w = jnp.asarray(self.wide(_before_rounding(layer.w)))
+        if layer.what == "dense":
+            w = w.T if layer.node.params["problem"].trans_w else w
+            return w[None], 2
+        return w, w.ndim - 1 if layer.problem.channels_last else 0
+
+
+def filter_dtype(x: str) -> str:
+    return "int8" if x in ("int8", "uint8") else x
+
+
+def _before_rounding(v: Value) -> Value:
+    """What v, a float, was rounded from, if it was."""
+    while v.made_by == "convert_element_type":
+        source = v.node.inputs[0]
+        wider = jnp.issubdtype(source.dtype, jnp.floating) and source.dtype.itemsize > v.dtype.itemsize
+        if not wider or isinstance(source, Constant):
+            break
+        v = source
+    return v
+
+
+def _moved(node: Node, q: Array) -> Array:
+    """The node of 8-bit elements."""
+    if node.name == "convert_element_type":
+        return q
+    if node.name == "jaxconv_max_pool":
+        p: PoolProblem = node.params["problem"]
+        least = jnp.iinfo(q.dtype).min if jnp.issubdtype(q.dtype, jnp.integer) else -float(jnp.finfo(q.dtype).max)
+        return lax.reduce_window(
+            q,
+            np.asarray(least, q.dtype),
+            lax.max,
+            p.per_axis(p.window, 1),
+            p.per_axis(p.stride, 1),
+            p.per_axis(p.padding, (0, 0)),
+            window_dilation=p.per_axis(p.dilation, 1),
+        )
+    (out,) = node.evaluate([q])
+    return out

@@ -1,0 +1,164 @@
+"""How numbers become 8-bit ones: the types, a tensor's scale from a histogram, a filter's scales from its elements.
+
+A number x of scale s is stored as narrowed(x / s). The scale is the one of the least mean squared error among some
+that clip the largest numbers: of few numbers that are large, the many that are small pay with a coarser step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax import lax
+
+from jaxconv import reference
+from jaxconv._graph import Array
+
+# The largest number of each type; those of int8 are -127 to 127 in filters.
+LARGEST = {"int8": 127.0, "uint8": 255.0, "float8_e4m3fn": 448.0}
+
+# A histogram has a bin for each magnitude in bfloat16: 128 bins an octave, of which the last are infinity and NaN.
+BINS = 1 << 15
+FINITE = 0x7F80
+# The scales that are compared, as parts of the one that clips nothing: 16 an octave, of 8 octaves.
+CLIPPING = 2.0 ** -(np.arange(129) / 16)
+# The same of a filter's channel, whose numbers are few and alike: 20/20, 19/20 to 11/20.
+CLIPPED = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    """An 8-bit type and the number that its unit stands for.
+
+    Raises:
+      ValueError: where the number, or the one that divides by it, is none that float32 has, or is not positive.
+    """
+
+    dtype: str
+    step: float
+
+    def __post_init__(self) -> None:
+        with np.errstate(all="ignore"):
+            steps = np.float32(self.step), self.inverse
+        if not all(np.isfinite(s) and s > 0 for s in steps):
+            raise ValueError(f"freeze: a scale is {self.step}, expected a positive finite number of float32")
+
+    @property
+    def inverse(self) -> np.float32:
+        with np.errstate(all="ignore"):
+            return np.float32(1.0) / np.float32(self.step)
+
+    def narrow(self, x: Array) -> Array:
+        return _narrow(x, self)
+
+    def widen(self, q: Array, dtype: Any) -> Array:
+        return (q.astype(jnp.float32) * np.float32(self.step)).astype(dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _narrow(x: Array, scale: Scale) -> Array:
+    return reference.narrowed(x.astype(jnp.float32) * scale.inverse, scale.dtype)
+
+
+@_narrow.defjvp
+def _no_derivative(scale: Scale, primals: Any, tangents: Any) -> Any:
+    """JAX's own of a conversion to integers is zero, and says nothing."""
+    raise TypeError(
+        f"freeze: a function that is quantised to {scale.dtype} has no derivative, expected the function itself, or "
+        "frozen without quantize, where something is differentiated"
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Tensors
+
+
+def statistics(x: Array) -> tuple[Array, Array, Array]:
+    """(how many elements have each magnitude, their least, their largest) of an array, all in float32."""
+    x = x.astype(jnp.float32)
+    magnitudes = (lax.bitcast_convert_type(x, jnp.uint32) >> 16) & (BINS - 1)
+    counts = jnp.zeros(BINS, jnp.uint32).at[magnitudes.reshape(-1)].add(1)
+    return counts, jnp.min(x), jnp.max(x)
+
+
+@dataclasses.dataclass
+class Histogram:
+    """What is known of a tensor's numbers, over batches."""
+
+    counts: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(BINS))
+    least: float = math.inf
+    largest: float = -math.inf
+
+    def add(self, counts: np.ndarray, least: np.ndarray, largest: np.ndarray) -> None:
+        self.counts += counts
+        self.least = min(self.least, float(least))
+        self.largest = max(self.largest, float(largest))
+
+    @property
+    def finite(self) -> bool:
+        return not self.counts[FINITE:].any()
+
+    def scale(self, dtype: str) -> Scale:
+        """The one of the least mean squared error."""
+        magnitude = max(abs(self.least), abs(self.largest))
+        steps = magnitude / LARGEST[dtype] * CLIPPING
+        steps = steps[(steps > 2.0**-120) & (steps < 2.0**120)]  # both it and its inverse are numbers of float32
+        if not len(steps):
+            return Scale(dtype, 1.0)
+        errors = squared_errors(self.counts, steps, dtype)
+        return Scale(dtype, float(np.float32(steps[np.argmin(errors)])))
+
+
+def squared_errors(counts: np.ndarray, steps: np.ndarray, dtype: str) -> np.ndarray:
+    """The sum of squared errors of a tensor's elements for each step. Inside a bin they lie everywhere alike."""
+    (bins,) = np.nonzero(counts[:FINITE])
+    low, high = ((b.astype(np.uint32) << 16).view(np.float32).astype(np.float64) for b in (bins, bins + 1))
+    high = np.where(bins == FINITE - 1, low * (1 + 2.0**-8), high)  # the next bin's edge is infinity
+    if dtype.startswith("float8"):
+        middle = ((low + high) / 2)[None] / steps[:, None]
+        kept = np.minimum(middle, LARGEST[dtype]).astype(np.float32).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
+        each = (kept - middle) ** 2
+    else:
+        a, b = low[None] / steps[:, None], high[None] / steps[:, None]
+        each = (_integral(b, LARGEST[dtype]) - _integral(a, LARGEST[dtype])) / (b - a)
+    return (each * counts[bins]).sum(1) * steps**2
+
+
+def _integral(u: np.ndarray, largest: float) -> np.ndarray:
+    """Of the squared error of rounding and clipping, from 0 to u: 1/12 for each whole step, and a cube's part."""
+    k = np.minimum(np.rint(u), largest)
+    return k / 12 + (u - k) ** 3 / 3
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Filters
+
+
+def filter_scales(w: Array, axis: int, dtype: str) -> tuple[Array, Array]:
+    """(w in 8 bits, a scale for each channel along `axis`, float32): each channel's of the least squared error.
+
+    A channel of zeros has the scale 1.
+    """
+    w = w.astype(jnp.float32)
+    others = tuple(i for i in range(w.ndim) if i != axis)
+    magnitude = jnp.max(jnp.abs(w), others, keepdims=True)
+    full = magnitude / LARGEST[dtype] + (magnitude == 0).astype(jnp.float32)  # no constant that a mesh would split
+
+    def narrow(steps: Array) -> Array:
+        scaled = jnp.clip(w / steps, -LARGEST[dtype], LARGEST[dtype])
+        return (lax.round(scaled, lax.RoundingMethod.TO_NEAREST_EVEN) if dtype == "int8" else scaled).astype(dtype)
+
+    def step(carry: tuple[Array, Array, Array], _: None) -> tuple[tuple[Array, Array, Array], None]:
+        steps, best, least = carry
+        error = jnp.sum((narrow(steps).astype(jnp.float32) * steps - w) ** 2, others, keepdims=True)
+        better = error < least
+        return (steps - full / CLIPPED, jnp.where(better, steps, best), jnp.where(better, error, least)), None
+
+    (_, steps, _), _ = lax.scan(step, (full, full, full * 0 + jnp.inf), None, length=CLIPPED // 2)
+    return narrow(steps), steps.reshape(-1)

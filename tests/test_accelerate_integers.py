@@ -1,0 +1,210 @@
+"""Convolutions of 8-bit numbers as people write them in lax and jnp: one call each through accelerate and freeze."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxconv
+from jaxconv._plan import Device
+
+X = helpers.integers(0, (2, 8, 6, 16), 127).astype(np.int8)
+W = helpers.integers(1, (3, 3, 16, 32), 127).astype(np.int8)
+R = helpers.integers(2, (2, 8, 6, 32), 127).astype(np.int8)
+S = np.random.default_rng(3).uniform(1e-4, 1e-3, 32).astype(np.float32) * np.where(np.arange(32) % 5, 1, -1)
+S = S.astype(np.float32)
+B = np.random.default_rng(4).standard_normal(32).astype(np.float32)
+
+
+def conv(x: Any, w: Any, **options: Any) -> jax.Array:
+    options = dict(dimension_numbers=("NHWC", "HWIO", "NHWC"), preferred_element_type=jnp.int32) | options
+    return lax.conv_general_dilated(x, w, (1, 1), "SAME", **options)
+
+
+def f32(a: Any) -> jax.Array:
+    return a.astype(jnp.float32)
+
+
+def as_floats(x: Any, w: Any, dtype: Any = jnp.float32) -> jax.Array:
+    return conv(x.astype(dtype), w.astype(dtype), preferred_element_type=None, precision="highest")
+
+
+def first(x: Any, w: Any, **options: Any) -> jax.Array:
+    """Channels first."""
+    x, w = jnp.transpose(x, (0, 3, 1, 2)), jnp.transpose(w, (3, 2, 0, 1))
+    return conv(x, w, dimension_numbers=("NCHW", "OIHW", "NCHW"), **options)
+
+
+# id: (function of x, w, s, b, r; what became of it)
+WHOLE = "conv of 8 bits + scale + bias + residual + relu + rounding to int8"
+CASES: dict[str, tuple[Callable[..., Any], str]] = {
+    "all": (
+        lambda x, w, s, b, r: jnp.clip(
+            jnp.round(jax.nn.relu(f32(conv(x, w)) * s + b + f32(r) * 0.125) * 16), -128, 127
+        ).astype(jnp.int8),
+        WHOLE,
+    ),
+    "clipped before it is rounded, divided": (
+        lambda x, w, s, b, r: lax.round(
+            jnp.clip(jax.nn.relu(f32(conv(x, w)) * s + b + f32(r) * 0.125) / 0.0625, -127, 127),
+            lax.RoundingMethod.TO_NEAREST_EVEN,
+        ).astype(jnp.int8),
+        WHOLE,
+    ),
+    "bounds of its own": (
+        lambda x, w, s, b, r: jnp.clip(jnp.round(f32(conv(x, w)) * s * 8), -100, 90).astype(jnp.int8),
+        "conv of 8 bits + scale + rounding to int8",
+    ),
+    "lax.clamp, uint8": (
+        lambda x, w, s, b, r: lax.clamp(0.0, jnp.round((f32(conv(x, w)) * s + b) * 8), 255.0).astype(jnp.uint8),
+        "conv of 8 bits + scale + bias + rounding to uint8",
+    ),
+    "two scales": (
+        lambda x, w, s, b, r: jax.nn.relu6(f32(conv(x, w)) * 0.5 * s[None, None, None] / 2 + b),
+        "conv of 8 bits + scale + bias + relu6",
+    ),
+    "a number's bias": (lambda x, w, s, b, r: f32(conv(x, w)) * s + 1.5, "conv of 8 bits + scale + bias"),
+    "a residual of floats": (
+        lambda x, w, s, b, r: jnp.tanh(f32(conv(x, w)) * s + jnp.sin(f32(r))),
+        "conv of 8 bits + scale + residual + tanh",
+    ),
+    "channels first": (
+        lambda x, w, s, b, r: jax.nn.relu(f32(first(x, w)) * s[:, None, None] + b[:, None, None]),
+        "conv of 8 bits + scale + bias + relu",
+    ),
+    "floats that hold int8": (
+        lambda x, w, s, b, r: jax.nn.relu(as_floats(x, w) * s + b),
+        "conv of 8 bits + scale + bias + relu",
+    ),
+    "groups": (
+        lambda x, w, s, b, r: f32(conv(x, w[:, :, :8], feature_group_count=2)) * s,
+        "conv of 8 bits + scale",
+    ),
+    "sums alone": (lambda x, w, s, b, r: conv(x, w), "conv of integers"),
+    "sums that somebody else reads": (
+        lambda x, w, s, b, r: (f32(z := conv(x, w)) * s, z),
+        "conv of integers",
+    ),
+}
+
+
+def traced(f: Callable[..., Any]) -> str:
+    (finding,) = jaxconv.accelerate(f).report(X, W, S, B, R)
+    return finding.fused
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_follows_an_8_bit_convolution_is_part_of_its_call(case):
+    """With the numbers of the program as it stands, rounded at other places: 8-bit results differ by none or one."""
+    f, expected = CASES[case]
+    assert traced(f) == expected
+    plain, ours = (jax.tree.leaves(jax.jit(g)(X, W, S, B, R)) for g in (f, jaxconv.accelerate(f)))
+    for a, b in zip(plain, ours, strict=True):
+        assert a.dtype == b.dtype
+        off = np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64))
+        if jnp.issubdtype(a.dtype, jnp.integer):
+            assert off.max() <= 1 and np.mean(off > 0) <= 1e-3
+            assert len(np.unique(a)) > 50
+        else:
+            assert off.max() <= 2e-6 * np.abs(a).max()
+
+
+# id: (function, why not all of it is taken)
+LEFT = {
+    "rounded away from zero": lambda x, w, s, b, r: jnp.clip(
+        lax.round(f32(conv(x, w)) * s, lax.RoundingMethod.AWAY_FROM_ZERO), -127, 127
+    ).astype(jnp.int8),
+    "not rounded": lambda x, w, s, b, r: jnp.clip(f32(conv(x, w)) * s, -127, 127).astype(jnp.int8),
+    "not clipped": lambda x, w, s, b, r: jnp.round(f32(conv(x, w)) * s).astype(jnp.int8),
+    "clipped to half a number": lambda x, w, s, b, r: jnp.clip(jnp.round(f32(conv(x, w)) * s), -3.5, 3.5).astype(
+        jnp.int8
+    ),
+    "clipped beyond the type": lambda x, w, s, b, r: jnp.clip(jnp.round(f32(conv(x, w)) * s), -200, 200).astype(
+        jnp.int8
+    ),
+    "an empty interval": lambda x, w, s, b, r: jnp.minimum(jnp.maximum(jnp.round(f32(conv(x, w)) * s), 5), 2).astype(
+        jnp.int8
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_what_is_no_saturation_stays_the_programs(case):
+    f = LEFT[case]
+    assert traced(f) == "conv of 8 bits + scale"
+    plain, ours = (np.asarray(jax.jit(g)(X, W, S, B, R), int) for g in (f, jaxconv.accelerate(f)))
+    assert np.mean(plain != ours) <= 1e-3
+
+
+def test_float8():
+    x, w = (a.astype(ml_dtypes.float8_e4m3fn) for a in (X * 0.1, W * 0.01))
+
+    def f(x: Any, w: Any, s: Any, b: Any, r: Any) -> Any:
+        z = conv(x, w, preferred_element_type=jnp.float32) * s + b
+        return jnp.clip(jax.nn.relu(z) * 8, -448, 448).astype(jnp.float8_e4m3fn)
+
+    (finding,) = jaxconv.accelerate(f).report(x, w, S, B, R)
+    assert finding.fused == "conv of 8 bits + scale + bias + relu + rounding to float8_e4m3fn"
+    plain, ours = (np.asarray(jax.jit(g)(x, w, S, B, R), np.float32) for g in (f, jaxconv.accelerate(f)))
+    assert np.mean(plain != ours) <= 1e-2 and np.abs(plain - ours).max() <= 2**-3 * np.abs(plain).max()
+
+
+def test_a_gradient_goes_through_scale_bias_and_residual():
+    f, _ = CASES["a residual of floats"]
+
+    def loss(f: Callable[..., Any], s: Any, b: Any) -> jax.Array:
+        return jnp.sum(f(X, W, s, b, R) * (1 + b))
+
+    plain, ours = (jax.grad(functools.partial(loss, g), (0, 1))(S, B) for g in (f, jaxconv.accelerate(f)))
+    for a, b in zip(plain, ours, strict=True):
+        np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-4 * np.abs(a).max())
+    mapped = jax.vmap(jaxconv.accelerate(f), (0, None, 0, None, None))(X[None], W, S[None], B, R)
+    np.testing.assert_allclose(mapped[0], f(X, W, S, B, R), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ("int8", "float8_e4m3fn"))
+def test_a_gradient_goes_past_what_becomes_8_bits(dtype):
+    """Of integers there is none, of float8 JAX's; what else reads the numbers has one."""
+
+    def loss(x: Any, s: Any) -> jax.Array:
+        if dtype == "int8":
+            q, w = jnp.clip(jnp.round(x * 20), -127, 127).astype(jnp.int8), W
+        else:
+            q, w = x.astype(dtype), f32(W).astype(dtype)
+        sums = conv(q, w, preferred_element_type=jnp.int32 if dtype == "int8" else jnp.float32)
+        return jnp.mean((f32(sums) * s + jnp.mean(x)) ** 2)
+
+    x = np.random.default_rng(5).standard_normal(X.shape).astype(np.float32)
+    plain, ours = (jax.jit(jax.grad(g, (0, 1)))(x, S) for g in (loss, jaxconv.accelerate(loss)))
+    for a, b in zip(plain, ours, strict=True):
+        assert np.abs(a).max() > 0
+        np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-4 * np.abs(a).max())
+
+
+def test_frozen_the_filters_stay_8_bits():
+    f, expected = CASES["all"]
+
+    def model(weights: Any, x: Any, r: Any) -> Any:
+        w, s, b = weights
+        return f(x, w, s, b, r)
+
+    frozen = jaxconv.freeze(model, (W, S, B))
+    assert [finding.fused for finding in frozen.report(X, R)] == [expected]
+    assert np.mean(np.asarray(frozen(X, R)) != np.asarray(f(X, W, S, B, R))) <= 1e-3
+    assert sorted(a.dtype.name for a in frozen.weights.values()) == ["float32", "float32", "int8"]
+
+
+def test_floats_that_hold_int8_stay_xlas_where_a_gpu_has_no_kernel():
+    f, _ = CASES["floats that hold int8"]
+    with Device.assumed(Device("cuda", "a GPU of 2016", (6, 0))):
+        (finding,) = jaxconv.accelerate(f).report(X, W, S, B, R)
+    assert "its operands are converted from 8 bits: " in finding.why and not finding.fused

@@ -1,0 +1,551 @@
+"""freeze(quantize=): the arithmetic, scales, which layers have 8 bits, what a quantised function can do, bad input."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import pickle
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax_cases import KEY, randomised
+from jax import export, lax
+
+import jaxconv
+from jaxconv import _op
+from jaxconv.quantize import calibrate, scales
+
+PIXELS = 8
+
+
+def images(seed: int, n: int = 4) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((n, PIXELS, PIXELS, 3)).astype(np.float32)
+
+
+BATCHES = [images(1), images(2)]
+X = images(3)
+
+
+class Net(nn.Module):
+    """A stem, a max-pooling, two residual blocks, of which one has a shortcut of its own, a hidden layer, a head."""
+
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x: Any, train: bool = False) -> Any:
+        norm = functools.partial(nn.BatchNorm, use_running_average=not train, dtype=self.dtype)
+        conv = functools.partial(nn.Conv, use_bias=False, dtype=self.dtype)
+        x = stem = nn.relu(norm(name="norm_init")(conv(16, (3, 3), name="conv_init")(x)))
+        x = nn.max_pool(x, (2, 2), (2, 2))
+        for i, stride in enumerate((1, 2)):
+            y = nn.relu(norm()(conv(16, (3, 3), strides=stride, name=f"block{i}_conv1")(x)))
+            y = norm()(conv(32, (1, 1), name=f"block{i}_conv2")(y))
+            if x.shape != y.shape:
+                x = norm()(conv(32, (1, 1), strides=stride, name=f"block{i}_shortcut")(x))
+            x = nn.relu(x + y)
+        last = x
+        x = nn.relu(nn.Dense(32, dtype=self.dtype, name="hidden")(x.mean((1, 2))))
+        return {"logits": nn.Dense(10, dtype=self.dtype, name="head")(x), "stem": stem, "last": last}
+
+
+@functools.cache
+def net(dtype: str | None = None) -> tuple[nn.Module, Any]:
+    model = Net(None if dtype is None else jnp.dtype(dtype))
+    return model, randomised(jax.eval_shape(model.init, KEY, X))
+
+
+@functools.cache
+def frozen(quantize: str | None = "int8", dtype: str | None = None, wide: tuple[str, ...] = ()) -> jaxconv.Frozen:
+    model, variables = net(dtype)
+    options: dict[str, Any] = {} if quantize is None else dict(quantize=quantize, calibrate=BATCHES, wide=wide)
+    return jaxconv.freeze(model.apply, variables, **options)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Arithmetic
+
+
+def narrowed(v: Any, scale: scales.Scale) -> jax.Array:
+    if scale.dtype.startswith("float8"):
+        return jnp.clip(v, -448, 448).astype(scale.dtype)
+    info = jnp.iinfo(scale.dtype)
+    return jnp.clip(jnp.round(v), info.min, info.max).astype(scale.dtype)
+
+
+def expected_last(q: jaxconv.Frozen, stem: jax.Array) -> jax.Array:
+    """Net's `last` from its stem on, in lax and jnp, with the function's weights and scales."""
+    w, points = q.weights, iter(q.quantization.scales)
+    exact = q.quantization.dtype == "int8"
+
+    def conv(name: str, norm: int, x: Any, stride: int, residual: Any = None, relu: bool = True) -> jax.Array:
+        filter = w[f"params/{name}/kernel"]
+        wide = jnp.int32 if exact else jnp.float32
+        total = lax.conv_general_dilated(
+            x.astype(wide),
+            filter.astype(wide),
+            (stride, stride),
+            "SAME",
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            precision="highest",
+        )
+        z = np.asarray(total, np.float32) * np.asarray(w[f"params/{name}/kernel_scale"])
+        z = z + np.asarray(w[f"params/BatchNorm_{norm}/bias"])
+        if residual is not None:
+            array, scale = residual
+            z = z + np.asarray(array, np.float32) * np.float32(scale.step)
+        return np.maximum(z, 0) if relu else z
+
+    def stored(v: Any, scale: scales.Scale) -> jax.Array:
+        return narrowed(jnp.asarray(v) * scale.inverse, scale)
+
+    in0, mid0, out0 = next(points), next(points), next(points)
+    x = stored(lax.reduce_window(stem, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID"), in0)
+    a = stored(conv("block0_conv1", 0, x, 1), mid0)
+    y = stored(conv("block0_conv2", 1, a, 1, relu=False), out0)
+    shortcut = next(points)
+    x = stored(conv("block0_shortcut", 2, x, 1, residual=(y, out0)), shortcut)
+    mid1 = next(points)
+    a = stored(conv("block1_conv1", 3, x, 2), mid1)
+    out1 = next(points)
+    y = stored(conv("block1_conv2", 4, a, 1, relu=False), out1)
+    return conv("block1_shortcut", 5, x, 2, residual=(y, out1))
+
+
+def test_int8_is_the_arithmetic_that_jnp_has_bit_for_bit():
+    """Sums of integers, scales, biases, residuals and rounding, one NumPy or jnp operation after another."""
+    q = frozen()
+    y = q(X)
+    np.testing.assert_array_equal(y["last"], expected_last(q, y["stem"]))
+    assert np.asarray(y["last"]).max() > 0
+    # Its filter and scale are those of the folded filter, read by numbers of the first point's scale.
+    frozen(None)(X)
+    name, step = "params/block0_conv1/kernel", q.quantization.scales[0].step
+    filter = np.asarray(q.weights[name], float) * np.asarray(q.weights[f"{name}_scale"]) / step
+    assert signal_to_noise(frozen(None).weights[name], filter) > 35
+
+
+def test_float8_is_the_arithmetic_that_jnp_has():
+    """Sums of float32 in another order round differently, and that may move a number by a unit of float8."""
+    q = frozen("float8_e4m3fn")
+    y = q(X)
+    expected = expected_last(q, y["stem"])
+    off = np.abs(np.asarray(y["last"]) - expected)
+    assert np.quantile(off, 0.95) <= 1e-5 * expected.max() and off.max() <= 2**-3 * expected.max()
+
+
+def signal_to_noise(wide: Any, q: Any) -> float:
+    wide, q = np.asarray(wide, np.float64), np.asarray(q, np.float64)
+    return 10 * np.log10(np.sum(wide**2) / np.sum((wide - q) ** 2))
+
+
+# In dB. A tensor of normal numbers has about 40 in int8 and 31 in float8, and some 16 filters and activations add their
+# noises: 12 less, of which another 3 are for what few images and random weights make of it.
+LEAST = {"int8": 25.0, "float8_e4m3fn": 16.0}
+
+
+@pytest.mark.parametrize("dtype", (None, pytest.param("bfloat16", marks=pytest.mark.slow)))
+@pytest.mark.parametrize("quantize", LEAST)
+def test_answers_are_near_the_wide_ones(quantize, dtype):
+    wide, q = (f(X)["logits"] for f in (frozen(None, dtype), frozen(quantize, dtype)))
+    assert LEAST[quantize] < signal_to_noise(wide, q) < 60
+    assert frozen(quantize, dtype)(X)["logits"].dtype == jnp.dtype(dtype or "float32")
+
+
+def test_nothing_between_two_8_bit_convolutions_is_wider():
+    """In memory: what convolutions read and write. The max-pooling's result is stored in 8 bits too."""
+    jaxpr = jax.make_jaxpr(frozen())(X)
+    called = [e for e in _op.equations(jaxpr.jaxpr) if e.primitive.name == "jaxconv_conv_scaled"]
+    assert len(called) == 7
+    for eqn in called:
+        x, w, *_ = (v.aval for v in eqn.invars)
+        assert x.dtype.itemsize == w.dtype.itemsize == 1
+        if eqn.params["problem"].residual_dtype:
+            assert np.dtype(eqn.params["problem"].residual_dtype).itemsize == 1
+    wide = [e.params["problem"] for e in called if np.dtype(e.params["problem"].out_dtype).itemsize > 1]
+    assert [p.out_dtype for p in wide] == ["float32"] * 2  # in front of the mean, and of the head
+    assert {a.dtype.name for name, a in frozen().weights.items() if "block" in name and name.endswith("kernel")} == {
+        "int8"
+    }
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Scales
+
+
+@pytest.mark.parametrize("dtype", ("int8", "uint8", "float8_e4m3fn"))
+@pytest.mark.parametrize("tails", ("normal", "outliers", "uniform"))
+def test_a_scale_is_the_one_of_the_least_squared_error(dtype, tails):
+    """Against the error of the elements themselves, at all steps that are compared."""
+    rng = np.random.default_rng(0)
+    x = rng.uniform(-1, 1, 20000) if tails == "uniform" else rng.standard_normal(20000)
+    x[:3] *= 40 if tails == "outliers" else 1
+    x = np.abs(x) if dtype == "uint8" else x
+    histogram = scales.Histogram()
+    for part in np.split(x.astype(np.float32), 4):
+        histogram.add(*jax.device_get(scales.statistics(jnp.asarray(part))))
+    chosen = histogram.scale(dtype)
+
+    def error(step: float) -> float:
+        u = x / step
+        if dtype.startswith("float8"):
+            kept = np.clip(u, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(float)
+        else:
+            kept = np.clip(np.rint(u), np.iinfo(dtype).min, np.iinfo(dtype).max)
+        return float(np.mean((kept - u) ** 2) * step**2)
+
+    steps = np.abs(x).max() / scales.LARGEST[dtype] * scales.CLIPPING
+    least = min(map(error, steps))
+    assert chosen.dtype == dtype and error(chosen.step) <= 1.03 * least
+    if dtype != "float8_e4m3fn" and tails != "normal":
+        clips = chosen.step * scales.LARGEST[dtype] < 0.99 * np.abs(x).max()
+        assert clips == (tails == "outliers")
+
+
+def test_scales_of_filters_are_a_channels_own():
+    rng = np.random.default_rng(0)
+    w = rng.standard_normal((3, 3, 16, 5)).astype(np.float32) * 10.0 ** np.arange(-2, 3)
+    w[..., 2] = 0
+    w[0, 0, 0, 4] *= 30
+    q, steps = scales.filter_scales(jnp.asarray(w), 3, "int8")
+    assert q.dtype == jnp.int8 and np.abs(np.asarray(q, int)).max() == 127
+    assert steps[2] == 1 and not np.asarray(q)[..., 2].any()
+    full = np.abs(w).max((0, 1, 2)) / 127
+    for k in (0, 1, 3, 4):
+        errors = {
+            part: np.sum((np.clip(np.rint(w[..., k] / s), -127, 127) * s - w[..., k]) ** 2)
+            for part in np.arange(20, 10, -1) / 20
+            for s in [np.float32(full[k] * part)]
+        }
+        off = np.sum((np.asarray(q, float)[..., k] * float(steps[k]) - w[..., k]) ** 2)
+        assert off <= 1.001 * min(errors.values())
+    first = scales.filter_scales(jnp.asarray(np.moveaxis(w, 3, 0)), 0, "int8")
+    np.testing.assert_array_equal(first[1], steps)
+
+
+def test_what_is_never_negative_is_unsigned():
+    layers = {layer.name.rpartition("/")[2]: layer for layer in frozen().quantization}
+    assert layers["block0_conv1"].dtype == "uint8" and layers["block0_conv2"].out_dtype == "int8"
+    assert layers["hidden"].dtype == "uint8"  # the mean of a relu's result
+    assert all(layer.dtype != "uint8" for layer in frozen("float8_e4m3fn").quantization)
+
+
+def test_what_is_positive_by_chance_is_signed():
+    """On the batches alone: other images may have negative numbers there."""
+    weights = [np.abs(w) for w in _chain_weights()]
+
+    def f(weights: Any, x: Any) -> Any:
+        for w in weights:
+            x = _chain([w], x)  # no relu
+        return x
+
+    q = jaxconv.freeze(f, weights, quantize="int8", calibrate=[np.abs(X)])
+    assert [layer.dtype for layer in q.quantization] == ["float32", "int8", "float32"]
+    assert np.asarray(q(-np.abs(X))).min() < 0
+
+
+@pytest.mark.parametrize("step", (0.0, -1.0, np.inf, np.nan, 1e-50, 1e39))
+def test_a_scale_is_a_positive_finite_number(step):
+    with pytest.raises(ValueError, match=r"freeze: a scale is .*, expected a positive finite number of float32"):
+        scales.Scale("int8", step)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Which layers
+
+
+def test_the_table_says_of_each_layer_what_it_is_and_why():
+    table = frozen().quantization
+    layers = {layer.name: layer for layer in table}
+    assert table[0].name == "Net/conv_init" and table[0].why == "the first layer: it reads the inputs"
+    assert layers["Net/head"].why == "the last layer: it makes the results"
+    assert layers["Net/head"].weight == "params/head/kernel"
+    assert [layer.narrow for layer in table] == [False, *[True] * 7, False]
+    assert layers["Net/conv_init"].signal_to_noise == np.inf
+    assert all(25 < layer.signal_to_noise < 60 for layer in table[1:])
+    assert len(str(table).splitlines()) == len(table) + 2
+    assert "int8: 7 of 9 layers have 8 bits" in str(table)
+    assert "quantised to int8: 7 of 9 layers have 8 bits" in str(frozen().report(X))
+    assert frozen(None).quantization is None
+
+
+@pytest.mark.parametrize(
+    "name, wide",
+    (("block0_conv1", 1), pytest.param("params/block1_shortcut/kernel", 1, marks=pytest.mark.slow), ("Net", 9)),
+)
+def test_layers_that_are_named_stay_wide(name, wide):
+    table = frozen(wide=(name,)).quantization
+    assert sum(layer.why == "wide= names it" for layer in table) == wide
+
+
+class Others(nn.Module):
+    """Layers that stay wide, one a name."""
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        x = nn.relu(nn.Conv(32, (3, 3), name="first")(x))
+        x = nn.relu(nn.Conv(32, (3, 3), feature_group_count=32, name="depthwise")(x))
+        x = nn.relu(nn.Conv(32, (1, 1), feature_group_count=4, name="few")(x))
+        x = nn.relu(nn.Conv(32, (1, 1), feature_group_count=2, name="groups")(x))
+        gates = nn.sigmoid(nn.Conv(32, (1, 1), name="gate")(x.mean((1, 2), keepdims=True)))
+        x = nn.relu(nn.ConvTranspose(32, (2, 2), strides=(2, 2), name="up")(x * gates))
+        x = jnp.concatenate([x, nn.silu(nn.Conv(16, (3, 3), name="branch")(x))], -1)
+        return nn.Conv(8, (3, 3), name="last")(nn.relu(nn.Conv(16, (1, 1), name="joined")(x)))
+
+
+def test_which_layers_stay_wide():
+    model = Others()
+    variables = randomised(jax.eval_shape(model.init, KEY, X))
+    q = jaxconv.freeze(model.apply, variables, quantize="int8", calibrate=[X])
+    why = {layer.name.removeprefix("Others/"): layer.why for layer in q.quantization if not layer.narrow}
+    assert why == {
+        "first": "the first layer: it reads the inputs",
+        "depthwise": "it is depthwise: its products are none of matrices, for tensor cores",
+        "few": "its channels, 8 and 8 a group, are no multiples of 16, which 8-bit products take at once",
+        "groups": "its groups have 16 channels, no multiple of 128, which 8-bit products take of a group",
+        "gate": "it is of one pixel an image",
+        "up": "it is transposed",
+        "last": "the last layer: it makes the results",
+    }
+    assert LEAST["int8"] < signal_to_noise(jaxconv.freeze(model.apply, variables)(X), q(X)) < 60
+
+
+class PreActivation(nn.Module):
+    """Norms that stand in front of convolutions, and read what is added up: they cannot be folded."""
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        x = nn.Conv(16, (3, 3), name="first")(x)
+        for i in range(2):
+            y = nn.relu(nn.BatchNorm(use_running_average=True)(x))
+            x = x + nn.Conv(16, (3, 3), name=f"conv{i}")(y)
+        return nn.Conv(4, (1, 1), name="last")(x)
+
+
+def test_norms_between_8_bit_convolutions_are_plain_arithmetic():
+    """For XLA to fuse with the conversions around: no call that reads or writes wide arrays."""
+    model = PreActivation()
+    variables = randomised(jax.eval_shape(model.init, KEY, X))
+    q = jaxconv.freeze(model.apply, variables, quantize="int8", calibrate=[X])
+    assert [layer.out_dtype for layer in q.quantization] == ["float32", "int8", "float32", "float32"]
+    jaxpr = jax.make_jaxpr(q)(X)
+    assert not [e for e in _op.equations(jaxpr.jaxpr) if "batchnorm" in e.primitive.name]
+    assert LEAST["int8"] < signal_to_noise(jaxconv.freeze(model.apply, variables)(X), q(X)) < 60
+
+
+def test_layers_in_a_loop_stay_wide():
+    rng = np.random.default_rng(0)
+    weights = [0.2 * rng.standard_normal((3, 3, 3, 16)), 0.1 * rng.standard_normal((2, 3, 3, 16, 16))]
+
+    def f(weights: Any, x: Any) -> Any:
+        first, others = (jnp.asarray(w, jnp.float32) for w in weights)
+        x = jax.nn.relu(_chain([first], x))
+        return lax.scan(lambda x, w: (jax.nn.relu(_chain([w], x)), None), x, others)[0]
+
+    q = jaxconv.freeze(f, weights, quantize="int8", calibrate=[X])
+    assert [(layer.filter, layer.why) for layer in q.quantization] == [
+        ((3, 3, 3, 16), "the first layer: it reads the inputs"),
+        ((3, 3, 16, 16), "it is inside scan"),
+    ]
+    np.testing.assert_allclose(q(X), jaxconv.freeze(f, weights)(X), rtol=1e-5, atol=1e-5)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A frozen function like any other
+
+
+def test_other_shapes_have_the_same_scales():
+    q, other = frozen(), images(5, 2)
+    np.testing.assert_array_equal(q(other)["logits"], q(np.concatenate([other, X]))["logits"][:2])
+    assert len(q.weights) == 25  # the same ones
+    larger = np.concatenate([other, other], 1)
+    assert q(larger)["stem"].shape == (2, 16, 8, 16)
+
+
+def test_replace_quantises_filters_anew():
+    _, variables = net()
+    newer = jax.tree.map(lambda a: 1.25 * a, variables)
+    q = frozen().replace(newer)
+    assert q.quantization is frozen().quantization
+    y = q(X)
+    np.testing.assert_array_equal(y["last"], expected_last(q, y["stem"]))
+    name = "params/block0_conv1/kernel_scale"
+    assert not np.array_equal(q.weights[name], frozen().weights[name])
+    broken = jax.tree.map(lambda a: a * np.nan, variables)
+    with pytest.raises(ValueError, match=r"freeze: weight params/\S+ has NaN or infinity, expected finite numbers"):
+        frozen().replace(broken)(X)
+
+
+def test_pickled_and_copied_with_its_scales():
+    q = jaxconv.freeze(_chain, _chain_weights(), quantize="int8", calibrate=[X])
+    again = pickle.loads(pickle.dumps(q))
+    np.testing.assert_array_equal(again(X), q(X))
+    assert again.quantization.scales == q.quantization.scales and list(again.quantization) == list(q.quantization)
+
+
+def _chain(weights: Any, x: Any) -> Any:
+    for i, w in enumerate(weights):
+        x = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        x = jax.nn.relu(x) if i < len(weights) - 1 else x
+    return x
+
+
+def _chain_weights() -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    sizes = (3, 16, 16, 4)
+    return [0.2 * rng.standard_normal((3, 3, c, k)).astype(np.float32) for c, k in itertools.pairwise(sizes)]
+
+
+def test_transforms_and_apply():
+    q = frozen()
+    y = q(X)["logits"]
+    np.testing.assert_array_equal(jax.jit(lambda x: q(x)["logits"])(X), y)
+    np.testing.assert_array_equal(q.apply(q.weights, X)["logits"], y)
+    stacked = np.stack([X, images(6)])
+    mapped = jax.vmap(lambda x: q(x)["logits"])(stacked)
+    np.testing.assert_allclose(mapped[0], y, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("symbolic", (False, True), ids=("numbers", "symbolic"))
+def test_exported_and_loaded(symbolic):
+    q = frozen()
+    n = export.symbolic_shape("n")[0] if symbolic else 4
+    shape = jax.ShapeDtypeStruct((n, PIXELS, PIXELS, 3), jnp.float32)
+    exported = export.export(jax.jit(lambda x: q(x)["logits"]), disabled_checks=jaxconv.export_checks())(shape)
+    loaded = export.deserialize(exported.serialize())
+    np.testing.assert_allclose(loaded.call(X), q(X)["logits"], rtol=1e-5, atol=1e-5)
+    assert "i8>" in exported.mlir_module()  # filters are stored in 8 bits
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="it takes two devices")
+@pytest.mark.parametrize("kind", ("Auto", pytest.param("Explicit", marks=pytest.mark.slow)))
+def test_images_split_over_a_mesh(kind):
+    """Calibrated on split images too."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(getattr(jax.sharding.AxisType, kind),), devices=jax.devices()[:2])
+    weights = jax.device_put(_chain_weights(), jax.NamedSharding(mesh, jax.P()))
+    x = jax.device_put(X, jax.NamedSharding(mesh, jax.P("data")))
+    q = jaxconv.freeze(_chain, weights, quantize="int8", calibrate=[x])
+    y = q(x)
+    assert y.sharding.spec[0] == "data"
+    expected = jaxconv.freeze(_chain, _chain_weights(), quantize="int8", calibrate=[X])
+    assert [s.dtype for s in q.quantization.scales] == ["uint8"]
+    np.testing.assert_allclose(jax.device_get(y), expected(X), rtol=1e-5, atol=1e-5)
+
+
+def test_disabled_it_is_xlas(monkeypatch):
+    monkeypatch.setenv("JAXCONV_DISABLE", "all")
+    q = jaxconv.freeze(_chain, _chain_weights(), quantize="int8", calibrate=[X])
+    assert len(q.quantization.narrow) == 1
+    text = jax.jit(q).lower(X).as_text()
+    assert "jaxconv" not in text.replace("jit_jaxconv", "") and "xi32>" in text
+
+
+def test_no_gradient_goes_through_8_bits():
+    with pytest.raises(TypeError, match="freeze: a function that is quantised to uint8 has no derivative, expected"):
+        jax.grad(lambda x: frozen()(x)["logits"].sum())(jnp.asarray(X))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Bad input: one sentence each, before anything is computed
+
+NAN = np.where(np.arange(X.size).reshape(X.shape) == 5, np.nan, X)
+INFINITE = np.where(np.arange(X.size).reshape(X.shape) == 5, np.inf, X)
+BAD = {
+    "unknown type": (dict(quantize="int4", calibrate=[X]), "quantize='int4' is unknown, expected one of int8, float8"),
+    "a type": (dict(quantize=jnp.int8, calibrate=[X]), "is unknown, expected one of int8, float8_e4m3fn"),
+    "nothing to calibrate": (dict(quantize="int8"), "was given without calibrate, expected batches of inputs"),
+    "nothing to quantise": (dict(calibrate=[X]), "calibrate was given without quantize, expected quantize= with it"),
+    "wide alone": (dict(wide=("a",)), "wide was given without quantize, expected quantize= with it"),
+    "wide as text": (dict(quantize="int8", calibrate=[X], wide="a"), "wide='a', expected a sequence of layers' names"),
+    "no batches": (dict(quantize="int8", calibrate=[]), "calibrate has no batches, expected at least one"),
+    "an array": (dict(quantize="int8", calibrate=X), r"calibrate is an array \[4, 8, 8, 3\], expected an iterable of"),
+    "a dict": (dict(quantize="int8", calibrate={"x": X}), "calibrate is a dict, expected an iterable of batches"),
+    "a number": (dict(quantize="int8", calibrate=3), "calibrate is a int, expected an iterable of batches"),
+    "NaN": (dict(quantize="int8", calibrate=[X, NAN]), "calibration batch 1 has NaN or infinity, expected finite"),
+    "infinity": (dict(quantize="int8", calibrate=[INFINITE]), "calibration batch 0 has NaN or infinity, expected"),
+    "no images": (
+        dict(quantize="int8", calibrate=[X[:0]]),
+        r"batch 0 has the shape \(0, 8, 8, 3\), expected no extent",
+    ),
+    "other pixels": (
+        dict(quantize="int8", calibrate=[X, X[:, :4]]),
+        r"batch 1 differs from the first one: it is float32\[N, 4, 8, 3\], expected float32\[N, 8, 8, 3\]",
+    ),
+    "another type": (
+        dict(quantize="int8", calibrate=[X, X.astype(np.float16)]),
+        r"batch 1 differs from the first one: it is float16\[N, 8, 8, 3\], expected float32\[N, 8, 8, 3\]",
+    ),
+    "another structure": (
+        dict(quantize="int8", calibrate=[X, (X, X)]),
+        r"batch 1 differs from the first one: \[0\] is float32\[N, 8, 8, 3\], expected nothing there",
+    ),
+    "no numbers": (
+        dict(quantize="int8", calibrate=[jax.ShapeDtypeStruct(X.shape, X.dtype)]),
+        "calibration batch 0 is a ShapeDtypeStruct, expected an array with numbers",
+    ),
+    "what the function does not take": (
+        dict(quantize="int8", calibrate=[X[..., :2]]),
+        r"freeze: the function does not take the calibration batches \(.*float32\[N, 8, 8, 2\].*\): ",
+    ),
+    "a name": (
+        dict(quantize="int8", calibrate=[X], wide=("conv9",)),
+        "wide got 'conv9', which no layer is named, expected some of ",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_a_sentence_before_anything_is_computed(case, monkeypatch):
+    options, message = BAD[case]
+    monkeypatch.setattr(calibrate, "observed", lambda *given: pytest.fail("something was computed"))
+    with pytest.raises((TypeError, ValueError), match=rf"^freeze: .*{message.removeprefix('freeze: ')}"):
+        jaxconv.freeze(_chain, _chain_weights(), **options)
+
+
+def test_what_is_no_inference_is_refused_as_freeze_does():
+    model, variables = net()
+    apply = functools.partial(model.apply, mutable=["batch_stats"])
+    with pytest.raises(ValueError, match="is in training mode"):
+        jaxconv.freeze(apply, variables, train=True, quantize="int8", calibrate=[X])
+
+
+@pytest.mark.parametrize("value", (np.nan, np.inf))
+def test_weights_that_are_no_numbers(value):
+    weights = _chain_weights()
+    weights[1][0, 0, 0, 0] = value
+    with pytest.raises(ValueError, match=r"freeze: the weights of layer .* have NaN or infinity, expected"):
+        jaxconv.freeze(_chain, weights, quantize="int8", calibrate=[X])
+
+
+def test_activations_that_overflow_are_named():
+    weights = [w * s for w, s in zip(_chain_weights(), (1e38, 1, 1), strict=True)]
+    with pytest.raises(ValueError, match=r"freeze: layer .* reads or makes NaN or infinity on the calibration batches"):
+        jaxconv.freeze(_chain, weights, quantize="int8", calibrate=[X * 10])
+
+
+def test_inputs_with_other_layers_than_those_that_were_calibrated():
+    def f(weights: Any, x: Any) -> Any:
+        return _chain(weights[: len(weights) - (x.shape[1] == 4)], x)
+
+    weights = _chain_weights()
+    q = jaxconv.freeze(f, weights, quantize="int8", calibrate=[X])
+    with pytest.raises(ValueError, match=r"has other layers \(2\) than for the calibration batches \(3\), expected"):
+        q(X[:, :4])
+
+
+def test_bound_tracers_have_no_numbers():
+    with pytest.raises(TypeError, match="quantize got bound arrays that are being traced, expected arrays with"):
+        jax.jit(lambda w: jaxconv.freeze(_chain, w, quantize="int8", calibrate=[X])(X))(_chain_weights())
+
+
+def test_pixels_of_zeros_and_channels_of_zeros():
+    """Nothing to see in the batches, and filters that give nothing: scales stay numbers."""
+    weights = _chain_weights()
+    weights[0][...] = 0
+    weights[1][..., :3] = 0
+    q = jaxconv.freeze(_chain, weights, quantize="int8", calibrate=[0 * X])
+    assert not np.asarray(q(X)).any()
