@@ -176,7 +176,8 @@ ad.primitive_jvps[kernel.primitive] = _no_derivative
 
 def asked(x: Any, scales: Sequence[Any]) -> bool:
     """Whether a call is one of 8-bit numbers: x is of 8 bits, or one of its own arguments was given."""
-    return np.dtype(getattr(x, "dtype", np.float32)).name in EIGHT_BITS or any(s is not None for s in scales)
+    name = getattr(getattr(x, "dtype", None), "name", "")  # of what may be no array
+    return name in EIGHT_BITS or any(s is not None for s in scales)
 
 
 def run(
