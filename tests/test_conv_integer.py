@@ -273,8 +273,8 @@ def test_floating_point_sums_of_integers_are_those_of_converted_operands(name, r
     equal(jaxconv.conv_general_dilated(lhs, rhs, *window, preferred_element_type=result, **given), want)
 
 
-def test_accelerate_and_freeze_leave_integers_to_enable():
-    """A quantised layer between layers of floating-point numbers."""
+def test_accelerate_and_freeze_take_a_quantised_layer_as_one_call():
+    """Between layers of floating-point numbers."""
     x, w = np.ones((2, 8, 8, 4), "float32"), values(2, (3, 3, 4, 8), "int8")
 
     def f(w: jax.Array, x: jax.Array) -> jax.Array:
@@ -282,10 +282,12 @@ def test_accelerate_and_freeze_leave_integers_to_enable():
         return jax.nn.relu(y.astype("float32") * 0.5)
 
     want = of_cpu(f, w, x)
-    with jaxconv.enabled(implementation="native"):
-        equal(jax.jit(jaxconv.accelerate(f))(w, x), want)
-        assert calls(jaxconv.accelerate(f), w, x)["conv_integer"] == 1
-        equal(jaxconv.freeze(f, w)(x), want)
+    (layer,) = jaxconv.accelerate(f).report(w, x).replaced
+    assert layer.fused == "conv of 8 bits + scale + relu"
+    for given in ({}, {"implementation": "native"}):
+        with jaxconv.enabled(**given):
+            equal(jax.jit(jaxconv.accelerate(f))(w, x), want)
+            equal(jaxconv.freeze(f, w)(x), want)
 
 
 @pytest.mark.skipif(len(jax.devices()) < 2, reason="it needs two devices")
