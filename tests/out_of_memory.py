@@ -67,6 +67,7 @@ def calls(device: _plan.Device) -> Iterator[sanitize.Call]:
     yield from sanitize.pool_calls(DTYPE, "gather", (3, *PIXELS, 64), 3, {})
     for algorithm in ("integer/output", "integer/tile"):
         yield from sanitize.integer_calls("int8", algorithm, (1, 2048, 2048, 4), (3, 3, 4, 64), {})
+    yield from sanitize.scaled_calls("int8", "sm90", (1, 2048, 2048, 16), (3, 3, 16, 64), {}, None, "float32")
 
 
 def needed(call: sanitize.Call, device: _plan.Device) -> int:

@@ -27,6 +27,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jaxconv
 from jaxconv import _compat, _enable, _plan
 from jaxconv._enable import forms
+from jaxconv._plan import measured
 
 P = PartitionSpec
 CONV = lax.conv_general_dilated_p
@@ -1040,14 +1041,19 @@ def test_the_examples_run(page, process_wide, monkeypatch, tmp_path):
         exec(compile(block, page, "exec"), namespace)
 
 
-@pytest.mark.parametrize(("channels", "pixels", "taken"), [(128, 19, False), (64, 56, True)], ids=("boards", "resnet"))
-def test_a_convolution_pays_for_what_xla_would_take_into_its_own(channels, pixels, taken, code_for_gpus):
-    """Nobody sees what stands behind it. A kernel that is 6 % faster, and no more, made a board's network slower."""
-    n = 2048 if pixels == 19 else 256
-    x = jax.ShapeDtypeStruct((n, pixels, pixels, channels), jnp.bfloat16)
-    w = jax.ShapeDtypeStruct((3, 3, channels, channels), jnp.bfloat16)
+@pytest.mark.parametrize(("ms", "taken"), [(0.290, False), (0.200, True)], ids=("by_6_percent", "by_a_pass"))
+def test_a_convolution_pays_for_what_xla_would_take_into_its_own(ms, taken, code_for_gpus, monkeypatch):
+    """Nobody sees what stands behind it. A kernel that is 6 % faster, and no more, made a board's network slower: a
+    pass over its result, 189 MB, takes 0.05 ms."""
+    x = jax.ShapeDtypeStruct((2048, 19, 19, 128), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((3, 3, 128, 128), jnp.bfloat16)
     f = lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=LAYOUTS[0])  # noqa: E731
-    device = _plan.Device("cuda", "NVIDIA H100 80GB HBM3", (9, 0), 132)
+    device = _plan.Device("cuda", "a GPU of its own", (9, 0), 132)
+    (known,) = jaxconv.explain(lambda x, w: jaxconv.conv2d(x, w))(x, w)
+    op, kind, coordinates = measured.features("conv_fprop", known.problem)
+    row = {"op": op, "kind": kind, "coordinates": coordinates, "case": "board"}
+    monkeypatch.setattr(measured, "_learned", {})
+    measured.learn(device.kind, [{**row, "xla_ms": 0.307, "native_ms": {"sm90/product": ms}}])
     with _plan.Device.assumed(device):
         (one,) = jaxconv.explain(f)(x, w).convolutions
         (call,) = jaxconv.explain(lambda x, w: jaxconv.conv2d(x, w))(x, w)

@@ -146,6 +146,7 @@ OTHERS = {
         "Explanation",
         "Frozen",
         "Launches",
+        "Quantization",
         "__version__",
         "accelerate",
         "check_exported",
