@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxconv import _launches
+from jaxconv._tools import launches as _launches
 
 
 @dataclasses.dataclass

@@ -33,8 +33,13 @@ from benchmarks.cases import (
 )
 from benchmarks.check import EPSILON, MOMENTUM
 from jaxconv import _plan
-from jaxconv import reference as formulas
-from jaxconv._activation import Activation
+from jaxconv._core.activations import Activation
+from jaxconv._ops import reference as formulas
+from jaxconv._ops.batchnorm import shortcut_backward
+from jaxconv._ops.batchnorm import shortcut_problem as problem_of_shortcut
+from jaxconv._ops.conv import dgrad_add, dgrad_sums, fprop, wgrad
+from jaxconv._ops.conv_normalised import gradients_by_kernels, gradients_by_parts, normalised, normalised_wgrad
+from jaxconv._ops.dense import dense_gradient
 from jaxconv._problem import (
     BatchNormConvProblem,
     BatchNormProblem,
@@ -43,11 +48,6 @@ from jaxconv._problem import (
     NormalisedConvProblem,
     parse_precision,
 )
-from jaxconv.batchnorm import shortcut_backward
-from jaxconv.batchnorm import shortcut_problem as problem_of_shortcut
-from jaxconv.conv import dgrad_add, dgrad_sums, fprop, wgrad
-from jaxconv.conv_normalised import gradients_by_kernels, gradients_by_parts, normalised, normalised_wgrad
-from jaxconv.dense import dense_gradient
 
 Array = jax.Array
 Arrays = dict[str, Array]

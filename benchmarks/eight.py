@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxconv
-from jaxconv import _timing
+from jaxconv._tools import timing as _timing
 
 # Pixels of a side of x, C, K, filter, stride, whether there is a residual
 CASES = (

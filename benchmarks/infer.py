@@ -38,7 +38,7 @@ import numpy as np
 import jaxconv
 from benchmarks import record
 from benchmarks.answers import Answers
-from jaxconv import _timing
+from jaxconv._tools import timing
 from jaxconv.freeze import options_of
 from jaxconv.quantize import QuantizedDType
 
@@ -195,7 +195,7 @@ def queued(one: Answers, calls: int) -> float:
 
 def kernels(one: Answers, calls: int = 8) -> tuple[float, float] | None:
     """(kernels, their milliseconds) a call, as CUPTI sees them; None without it."""
-    session = _timing.cupti()
+    session = timing.cupti()
     if session is None:
         return None
 

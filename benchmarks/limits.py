@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.cases import Case
-from jaxconv import _timing as timing
+from jaxconv._tools import timing
 
 ITEM_BYTES = {"bf16": 2, "f16": 2, "f32": 4}
 

@@ -28,7 +28,8 @@ from typing import Any
 import jax
 
 from benchmarks import limits, steps, train
-from jaxconv import _native, _plan
+from jaxconv import _plan
+from jaxconv._core import native
 
 Tree = Any
 
@@ -87,7 +88,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     asked = train.parse([*given, "--small" if args.small else "--no-small"])
     if "torch" in asked.ways:
         parser.error("--ways torch: it is no program of XLA's")
-    if why := _native.missing("cuda"):
+    if why := native.missing("cuda"):
         parser.error(f"it takes jaxconv's CUDA module, to know its kernels: {why}")
     return argparse.Namespace(**{**vars(asked), **vars(args), "batch": asked.batch})
 

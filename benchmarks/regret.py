@@ -30,10 +30,11 @@ from jax import lax
 from benchmarks import contenders, limits, record, tune
 from benchmarks.cases import ConvCase
 from benchmarks.contenders import Setting
-from jaxconv import _native, _plan
-from jaxconv import _timing as timing
+from jaxconv import _plan
+from jaxconv._core import native
 from jaxconv._plan import model
 from jaxconv._problem import ConvProblem
+from jaxconv._tools import timing
 
 BYTES = 3e9  # of x, w and y together
 FLOPS = 4e12
@@ -261,7 +262,7 @@ def problems(run: dict[str, Any]) -> Iterator[tuple[dict[str, Any], ConvProblem]
 
 def plan_without_a_gpu() -> None:
     """Plans are data: those for a GPU are made here where there is neither a GPU nor CUDA code."""
-    _native.cuda_missing = ""
+    native.cuda_missing = ""
 
 
 @dataclasses.dataclass(frozen=True)

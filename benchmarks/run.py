@@ -20,8 +20,8 @@ from benchmarks import cases, check, contenders, limits, record, torch_contender
 from benchmarks.cases import BatchNormCase, Case, GroupNormCase, SqueezeExciteCase
 from benchmarks.contenders import Job, Setting
 from jaxconv import _problem
-from jaxconv import _timing as timing
 from jaxconv._plan import measured as tables
+from jaxconv._tools import timing
 
 ALGORITHMS = {
     "conv": _problem.CONV_ALGORITHMS,

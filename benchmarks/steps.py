@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from benchmarks.limits import Ceilings
-from jaxconv import _launches, _op
+from jaxconv._core import primitives
 from jaxconv._problem import (
     BatchNormProblem,
     ConvProblem,
@@ -27,6 +27,7 @@ from jaxconv._problem import (
     PoolProblem,
     SqueezeExciteProblem,
 )
+from jaxconv._tools import launches
 
 # In the order of the tables and figures. exchange: between devices. elementwise: sums over elements too, and
 # squeeze-and-excitation, which XLA makes of such.
@@ -119,7 +120,7 @@ class Text:
                 one = self.instructions[name]
                 if one.opcode in ("call", "while", "conditional"):
                     front += [inner for inner in one.called if inner in self._inside]
-                elif one.opcode not in _launches.SILENT:
+                elif one.opcode not in launches.SILENT:
                     yield name
 
     def traffic(self, name: str) -> int:
@@ -300,5 +301,5 @@ def _work(op: str, p: Any, top: Ceilings) -> tuple[float, float, float]:
     highest = jax.lax.Precision.HIGHEST in (p.precision if isinstance(p.precision, tuple) else (p.precision,))
     depthwise = isinstance(p, ConvProblem) and p.groups > 1 and p.in_channels == p.groups
     rate = top.lanes if depthwise else top.rate(short, "highest" if highest else None)
-    flops = next(kernel.flops for kernel in _op.KERNELS.values() if kernel.name == op)
+    flops = next(kernel.flops for kernel in primitives.KERNELS.values() if kernel.name == op)
     return flops(p), item * sum(map(math.prod, arrays)), rate

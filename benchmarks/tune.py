@@ -19,7 +19,7 @@ import jax
 
 from benchmarks import cases, contenders, record
 from benchmarks.contenders import Setting
-from jaxconv import _op
+from jaxconv._core import primitives
 from jaxconv._plan import measured as tables
 from jaxconv._plan import model
 from jaxconv._problem import ConvProblem
@@ -69,9 +69,9 @@ def kernel_of(case: cases.Case, pass_: str, setting: Setting) -> tuple[str, Any]
     else:
         jaxpr = jax.make_jaxpr(job.explained)(*job.arguments(arrays))
     found = {
-        (_op.KERNELS[e.primitive].name, e.params["problem"])
-        for e in _op.equations(jaxpr.jaxpr)
-        if e.primitive in _op.KERNELS and _op.KERNELS[e.primitive].name in KERNELS[pass_]
+        (primitives.KERNELS[e.primitive].name, e.params["problem"])
+        for e in primitives.equations(jaxpr.jaxpr)
+        if e.primitive in primitives.KERNELS and primitives.KERNELS[e.primitive].name in KERNELS[pass_]
     }
     return next(iter(found)) if len(found) == 1 else None
 

@@ -6,28 +6,28 @@ import importlib
 from importlib.metadata import version as _version
 from typing import TYPE_CHECKING, Any
 
-from jaxconv import _in_place as _in_place
 from jaxconv import checkpoint_policies
-from jaxconv._cost import cost
 from jaxconv._enable import disable, disabled, enable, enabled, report
-from jaxconv._explain import Explanation, explain, info
-from jaxconv._explain import warn_of_environment as _warn_of_environment
-from jaxconv._export import check_exported, export_checks, portable_exported
-from jaxconv._launches import Launches, graph_options, launches
+from jaxconv._ops.batchnorm import batchnorm
+from jaxconv._ops.batchnorm_conv import batchnorm_conv
+from jaxconv._ops.conv import conv1d, conv2d, conv3d
+from jaxconv._ops.conv_batchnorm import conv_batchnorm
+from jaxconv._ops.conv_transpose import conv_general_dilated, conv_transpose1d, conv_transpose2d, conv_transpose3d
+from jaxconv._ops.dense import dense
+from jaxconv._ops.groupnorm import groupnorm
+from jaxconv._ops.layernorm import layernorm
+from jaxconv._ops.mlp import mlp
+from jaxconv._ops.pool import max_pool
+from jaxconv._ops.squeeze_excite import squeeze_excite
+from jaxconv._tools import in_place as _in_place  # noqa: F401, it says how a problem is timed in place
+from jaxconv._tools.cost import cost
+from jaxconv._tools.explain import Explanation, explain, info
+from jaxconv._tools.explain import warn_of_environment as _warn_of_environment
+from jaxconv._tools.export import check_exported, export_checks, portable_exported
+from jaxconv._tools.launches import Launches, graph_options, launches
 from jaxconv.accelerate import Accelerated, accelerate
-from jaxconv.batchnorm import batchnorm
-from jaxconv.batchnorm_conv import batchnorm_conv
-from jaxconv.conv import conv1d, conv2d, conv3d
-from jaxconv.conv_batchnorm import conv_batchnorm
-from jaxconv.conv_transpose import conv_general_dilated, conv_transpose1d, conv_transpose2d, conv_transpose3d
-from jaxconv.dense import dense
 from jaxconv.freeze import Frozen, freeze
-from jaxconv.groupnorm import groupnorm
-from jaxconv.layernorm import layernorm
-from jaxconv.mlp import mlp
-from jaxconv.pool import max_pool
 from jaxconv.quantize import Quantization
-from jaxconv.squeeze_excite import squeeze_excite
 from jaxconv.tune import tune
 
 if TYPE_CHECKING:
@@ -91,6 +91,7 @@ _NEAR = {
     "Linear": "the layers jaxconv.nnx.Linear and jaxconv.linen.Dense, and the function dense",
     "BatchNorm": "the layers jaxconv.linen.BatchNorm and jaxconv.nnx.BatchNorm, and the function batchnorm",
     "batch_norm": "batchnorm",
+    "pool": "max_pool",
     "MLP": "mlp",
     "GroupNorm": "the layers jaxconv.linen.GroupNorm and jaxconv.nnx.GroupNorm, and the function groupnorm",
     "group_norm": "groupnorm",
@@ -101,13 +102,6 @@ _NEAR = {
     "squeeze_excitation": "squeeze_excite",
     "matmul": "dense",
 }
-
-# The import of a submodule leaves it here under its own name. These two are no functions, and look like some;
-# `from jaxconv import conv` still finds the module.
-for _name in ("conv", "conv_transpose"):
-    globals().pop(_name, None)
-del _name
-
 
 if not TYPE_CHECKING:  # whose errors are better without it
 

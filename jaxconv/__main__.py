@@ -11,7 +11,7 @@ import contextlib
 import sys
 
 import jaxconv
-from jaxconv import _bench
+from jaxconv._tools import bench
 from jaxconv.tune import Refused, add_arguments, add_ways, target_of, ways
 from jaxconv.tune import main as tune
 
@@ -28,14 +28,14 @@ def main(arguments: list[str] | None = None) -> int:
     says = "times XLA and the native kernels at a function's problems on this device, and remembers the fastest"
     add_arguments(commands.add_parser("tune", help=says, description=says))
     says = "times a function of yours as it is, with jaxconv.enable, and with jaxconv.accelerate"
-    _bench.add_arguments(commands.add_parser("bench", help=says, description=says))
+    bench.add_arguments(commands.add_parser("bench", help=says, description=says))
     args = parser.parse_args(arguments)
     if args.command == "tune":
         return tune(args)
     if args.command == "explain":
         return _explain(args)
     if args.command == "bench":
-        return _bench.main(args)
+        return bench.main(args)
     print(jaxconv.info())
     return 0
 

@@ -13,14 +13,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jaxconv._op import Kernel, Plain
-from jaxconv.batchnorm import given, infer, signs, train
-from jaxconv.conv import conv_add, conv_kernel, dgrad, dgrad_add, dgrad_sums, fprop, statistics, wgrad
-from jaxconv.conv_normalised import normalised, normalised_wgrad
-from jaxconv.dense import dense_gradient, dense_kernel, matmul
-from jaxconv.groupnorm import norm
-from jaxconv.pool import kernel as max_pool
-from jaxconv.squeeze_excite import excite
+from jaxconv._core.primitives import Kernel, Plain
+from jaxconv._ops.batchnorm import given, infer, signs, train
+from jaxconv._ops.conv import conv_add, conv_kernel, dgrad, dgrad_add, dgrad_sums, fprop, statistics, wgrad
+from jaxconv._ops.conv_normalised import normalised, normalised_wgrad
+from jaxconv._ops.dense import dense_gradient, dense_kernel, matmul
+from jaxconv._ops.groupnorm import norm
+from jaxconv._ops.pool import kernel as max_pool
+from jaxconv._ops.squeeze_excite import excite
 
 _CONVS = (
     *(fprop, dgrad, dgrad_add, dgrad_sums, wgrad, conv_kernel, conv_add, statistics),

@@ -25,13 +25,13 @@ except ImportError as error:
 from flax.linen.dtypes import canonicalize_dtype
 from flax.linen.module import merge_param
 
-from jaxconv import _flax
-from jaxconv._activation import activate
-from jaxconv._types import Array, ToActivation
+from jaxconv._core.activations import activate
+from jaxconv._core.types import Array, ToActivation
+from jaxconv._flax import layers
 
 __all__ = ["BatchNorm", "Conv", "ConvTranspose", "Dense", "GroupNorm", "LayerNorm", "max_pool"]
 
-max_pool = _flax.max_pool
+max_pool = layers.max_pool
 
 
 # Held, because a program may put ours in their place (nn.Conv = jaxconv.linen.Conv). One a line, for type checkers.
@@ -48,7 +48,7 @@ def _flax_call(base: type[nn.Module], module: nn.Module, *args: Any, **kwargs: A
     return inspect.unwrap(base.__call__)(module, *args, **kwargs)
 
 
-def _promote(module: Any) -> _flax.Promote:
+def _promote(module: Any) -> layers.Promote:
     return lambda x, kernel, bias: module.promote_dtype(x, kernel, bias, dtype=module.dtype)
 
 
@@ -82,14 +82,14 @@ class Conv(_Conv):
     def __call__(self, inputs: Array) -> Array:  # (*batch, *spatial, C) -> (*batch, *spatial, features)
         """Convolves the inputs and applies the activation."""
         if self.conv_general_dilated is not None or self.conv_general_dilated_cls is not None:
-            return activate(_flax.activation_of(self), _flax_call(_Conv, self, inputs))
+            return activate(layers.activation_of(self), _flax_call(_Conv, self, inputs))
         in_features = jnp.shape(inputs)[-1]
         assert in_features % self.feature_group_count == 0  # as in Flax
-        kernel_shape = (*_flax.sizes(self.kernel_size), in_features // self.feature_group_count, self.features)
-        _flax.check_mask(self, kernel_shape)
+        kernel_shape = (*layers.sizes(self.kernel_size), in_features // self.feature_group_count, self.features)
+        layers.check_mask(self, kernel_shape)
         kernel = self.param("kernel", self.kernel_init, kernel_shape, self.param_dtype)
         bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype) if self.use_bias else None
-        return _flax.conv(self, inputs, kernel, bias, _promote(self))
+        return layers.conv(self, inputs, kernel, bias, _promote(self))
 
 
 class ConvTranspose(_ConvTranspose):
@@ -121,15 +121,15 @@ class ConvTranspose(_ConvTranspose):
     @nn.compact
     def __call__(self, inputs: Array) -> Array:  # (*batch, *spatial, C) -> (*batch, *spatial, features)
         """Applies the transposed convolution and the activation."""
-        if not _flax.native_conv_transpose(self):
-            return activate(_flax.activation_of(self), _flax_call(_ConvTranspose, self, inputs))
+        if not layers.native_conv_transpose(self):
+            return activate(layers.activation_of(self), _flax_call(_ConvTranspose, self, inputs))
         in_features = jnp.shape(inputs)[-1]
         channels = (self.features, in_features) if self.transpose_kernel else (in_features, self.features)
-        kernel_shape = (*_flax.sizes(self.kernel_size), *channels)
-        _flax.check_mask(self, kernel_shape)
+        kernel_shape = (*layers.sizes(self.kernel_size), *channels)
+        layers.check_mask(self, kernel_shape)
         kernel = self.param("kernel", self.kernel_init, kernel_shape, self.param_dtype)
         bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype) if self.use_bias else None
-        return _flax.conv_transpose(self, inputs, kernel, bias, _promote(self))
+        return layers.conv_transpose(self, inputs, kernel, bias, _promote(self))
 
 
 class Dense(_Dense):
@@ -154,11 +154,11 @@ class Dense(_Dense):
     def __call__(self, inputs: Array) -> Array:  # (..., K) -> (..., features)
         """Multiplies by the kernel, adds the bias and applies the activation."""
         if self.dot_general is not None or self.dot_general_cls is not None:
-            return activate(_flax.activation_of(self), _flax_call(_Dense, self, inputs))
+            return activate(layers.activation_of(self), _flax_call(_Dense, self, inputs))
         kernel_shape = (jnp.shape(inputs)[-1], self.features)
         kernel = self.param("kernel", self.kernel_init, kernel_shape, self.param_dtype)
         bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype) if self.use_bias else None
-        return _flax.dense(self, inputs, kernel, bias, _promote(self))
+        return layers.dense(self, inputs, kernel, bias, _promote(self))
 
 
 class BatchNorm(_BatchNorm):
@@ -197,12 +197,12 @@ class BatchNorm(_BatchNorm):
         """activation(normalised x + residual). Other arguments, and what happens to the statistics, are Flax's."""
         use_average = merge_param("use_running_average", self.use_running_average, use_running_average)
         training = not use_average
-        _flax.check_residual(self, x, residual)
+        layers.check_residual(self, x, residual)
         axis_name = None if self.is_initializing() else self.axis_name
         x = jnp.asarray(x)
-        if not (self.force_float32_reductions and _flax.native_batchnorm(self, x, training, axis_name, mask)):
+        if not (self.force_float32_reductions and layers.native_batchnorm(self, x, training, axis_name, mask)):
             y = _flax_call(_BatchNorm, self, x, use_running_average, mask=mask)
-            return _flax.after_batchnorm(self, y, residual)
+            return layers.after_batchnorm(self, y, residual)
         shape = [x.shape[self.axis]]
         mean = self.variable("batch_stats", "mean", lambda s: jnp.zeros(s, jnp.float32), shape)
         var = self.variable("batch_stats", "var", lambda s: jnp.ones(s, jnp.float32), shape)
@@ -210,7 +210,7 @@ class BatchNorm(_BatchNorm):
         bias = self.param("bias", self.bias_init, shape, self.param_dtype) if self.use_bias else None
         given = [a for a in (x, scale, bias) if a is not None]
         dtype = canonicalize_dtype(*given, dtype=self.dtype)
-        y, new_mean, new_var = _flax.batchnorm(
+        y, new_mean, new_var = layers.batchnorm(
             self, x, scale, bias, mean.value, var.value, residual, training=training, dtype=dtype, mask=mask
         )
         if training and not self.is_initializing():
@@ -245,14 +245,14 @@ class GroupNorm(_GroupNorm):
     def __call__(self, x: Array, *, mask: Array | None = None) -> Array:  # (N, ..., C) -> (N, ..., C)
         """activation(normalised x). A mask is Flax's own computation."""
         x = jnp.asarray(x)
-        groups = _flax.groups_of(self, x.shape[-1]) if x.ndim else None
-        if groups is None or not (self.force_float32_reductions and _flax.native_groupnorm(self, x, mask)):
-            return activate(_flax.activation_of(self), _flax_call(_GroupNorm, self, x, mask=mask))
+        groups = layers.groups_of(self, x.shape[-1]) if x.ndim else None
+        if groups is None or not (self.force_float32_reductions and layers.native_groupnorm(self, x, mask)):
+            return activate(layers.activation_of(self), _flax_call(_GroupNorm, self, x, mask=mask))
         shape = [x.shape[-1]]
         scale = self.param("scale", self.scale_init, shape, self.param_dtype) if self.use_scale else None
         bias = self.param("bias", self.bias_init, shape, self.param_dtype) if self.use_bias else None
         dtype = canonicalize_dtype(*(a for a in (x, scale, bias) if a is not None), dtype=self.dtype)
-        return _flax.groupnorm(self, x, scale, bias, groups=groups, dtype=dtype)
+        return layers.groupnorm(self, x, scale, bias, groups=groups, dtype=dtype)
 
 
 class LayerNorm(_LayerNorm):
@@ -279,11 +279,11 @@ class LayerNorm(_LayerNorm):
     @nn.compact
     def __call__(self, x: Array, *, mask: Array | None = None) -> Array:  # (..., C) -> (..., C)
         """activation(normalised x). A mask is Flax's own computation."""
-        if not (self.force_float32_reductions and _flax.native_layernorm(self, jnp.asarray(x), mask)):
-            return activate(_flax.activation_of(self), _flax_call(_LayerNorm, self, x, mask=mask))
+        if not (self.force_float32_reductions and layers.native_layernorm(self, jnp.asarray(x), mask)):
+            return activate(layers.activation_of(self), _flax_call(_LayerNorm, self, x, mask=mask))
         x = jnp.asarray(x)
         shape = [x.shape[-1]]
         scale = self.param("scale", self.scale_init, shape, self.param_dtype) if self.use_scale else None
         bias = self.param("bias", self.bias_init, shape, self.param_dtype) if self.use_bias else None
         dtype = canonicalize_dtype(*(a for a in (x, scale, bias) if a is not None), dtype=self.dtype)
-        return _flax.layernorm(self, x, scale, bias, dtype=dtype)
+        return layers.layernorm(self, x, scale, bias, dtype=dtype)

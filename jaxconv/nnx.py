@@ -29,13 +29,14 @@ except ImportError as error:
     raise ImportError("jaxconv.nnx needs Flax: pip install 'jaxconv[flax]'") from error
 from flax.nnx.nn.dtypes import canonicalize_dtype
 
-from jaxconv import _activation, _flax
-from jaxconv._activation import activate
-from jaxconv._types import Array, ToActivation
+from jaxconv._core import activations
+from jaxconv._core.activations import activate
+from jaxconv._core.types import Array, ToActivation
+from jaxconv._flax import layers
 
 __all__ = ["BatchNorm", "Conv", "ConvTranspose", "GroupNorm", "LayerNorm", "Linear", "max_pool"]
 
-max_pool = _flax.max_pool
+max_pool = layers.max_pool
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -131,7 +132,7 @@ def _signature_of_flax(module: type[nnx.Module]) -> None:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def _promote(module: Any) -> _flax.Promote:
+def _promote(module: Any) -> layers.Promote:
     return lambda x, kernel, bias: module.promote_dtype((x, kernel, bias), dtype=module.dtype)
 
 
@@ -178,7 +179,7 @@ class Conv(nnx.Conv):
         **options: Unpack[_ConvOptions],
     ):
         super().__init__(in_features, out_features, kernel_size, strides, **options)
-        self.activation = _activation.parse("Conv", activation)
+        self.activation = activations.parse("Conv", activation)
 
     def __call__(self, inputs: Array, out_sharding: Any = None) -> Array:
         """Convolves the inputs (*batch, *spatial, in_features) and applies the activation."""
@@ -186,8 +187,8 @@ class Conv(nnx.Conv):
         if injected or self.preferred_element_type is not None or out_sharding is not None:
             return activate(self.activation, super().__call__(inputs, out_sharding))
         assert self.in_features % self.feature_group_count == 0  # as in Flax
-        _flax.check_mask(self, self.kernel_shape)
-        return _flax.conv(self, inputs, self.kernel[...], _value(self.bias), _promote(self))
+        layers.check_mask(self, self.kernel_shape)
+        return layers.conv(self, inputs, self.kernel[...], _value(self.bias), _promote(self))
 
 
 class ConvTranspose(nnx.ConvTranspose):
@@ -228,14 +229,14 @@ class ConvTranspose(nnx.ConvTranspose):
         **options: Unpack[_ConvTransposeOptions],
     ):
         super().__init__(in_features, out_features, kernel_size, strides, **options)
-        self.activation = _activation.parse("ConvTranspose", activation)
+        self.activation = activations.parse("ConvTranspose", activation)
 
     def __call__(self, inputs: Array) -> Array:
         """Applies the transposed convolution to the inputs (*batch, *spatial, in_features), and the activation."""
-        if not _flax.native_conv_transpose(self):
+        if not layers.native_conv_transpose(self):
             return activate(self.activation, super().__call__(inputs))
-        _flax.check_mask(self, self.kernel_shape)
-        return _flax.conv_transpose(self, inputs, self.kernel[...], _value(self.bias), _promote(self))
+        layers.check_mask(self, self.kernel_shape)
+        return layers.conv_transpose(self, inputs, self.kernel[...], _value(self.bias), _promote(self))
 
 
 class Linear(nnx.Linear):
@@ -267,14 +268,14 @@ class Linear(nnx.Linear):
         **options: Unpack[_DotOptions],
     ):
         super().__init__(in_features, out_features, **options)
-        self.activation = _activation.parse("Linear", activation)
+        self.activation = activations.parse("Linear", activation)
 
     def __call__(self, inputs: Array, out_sharding: Any = None) -> Array:
         """Multiplies the inputs (..., in_features) by the kernel, adds the bias and applies the activation."""
         injected = self.dot_general is not dot_general
         if injected or self.preferred_element_type is not None or out_sharding is not None:
             return activate(self.activation, super().__call__(inputs, out_sharding))
-        return _flax.dense(self, inputs, self.kernel[...], _value(self.bias), _promote(self))
+        return layers.dense(self, inputs, self.kernel[...], _value(self.bias), _promote(self))
 
 
 class BatchNorm(nnx.BatchNorm):
@@ -311,7 +312,7 @@ class BatchNorm(nnx.BatchNorm):
         **options: Unpack[_BatchNormOptions],
     ):
         super().__init__(num_features, **options)
-        self.activation = _activation.parse("BatchNorm", activation)
+        self.activation = activations.parse("BatchNorm", activation)
 
     def __call__(
         self,
@@ -324,19 +325,19 @@ class BatchNorm(nnx.BatchNorm):
         """activation(normalised x + residual). Other arguments, and what happens to the statistics, are Flax's."""
         use_average = self.use_running_average if use_running_average is None else use_running_average
         training = not use_average
-        _flax.check_residual(self, x, residual)
-        native = _flax.native_batchnorm(self, jnp.asarray(x), training, self.axis_name, mask)
+        layers.check_residual(self, x, residual)
+        native = layers.native_batchnorm(self, jnp.asarray(x), training, self.axis_name, mask)
         # What is wrong is Flax's to say.
         if use_average is None or not native or jnp.shape(x)[self.axis] != self.num_features:
-            return _flax.after_batchnorm(self, super().__call__(x, use_running_average, mask=mask), residual)
+            return layers.after_batchnorm(self, super().__call__(x, use_running_average, mask=mask), residual)
         x, mean, var, scale, bias = self.promote_dtype(
             (x, self.mean[...], self.var[...], _value(self.scale), _value(self.bias)), dtype=self.dtype
         )
         dtype = canonicalize_dtype(*(a for a in (x, scale, bias) if a is not None), dtype=self.dtype)
         if not training:
-            y, _, _ = _flax.batchnorm(self, x, scale, bias, mean, var, residual, training=False, dtype=dtype)
+            y, _, _ = layers.batchnorm(self, x, scale, bias, mean, var, residual, training=False, dtype=dtype)
             return y
-        y, mean, var = _flax.batchnorm(
+        y, mean, var = layers.batchnorm(
             self, x, scale, bias, self.mean[...], self.var[...], residual, training=True, dtype=dtype, mask=mask
         )
         if self.mean._can_update or self.var._can_update:  # variables that are references, as in Flax
@@ -379,17 +380,17 @@ class GroupNorm(nnx.GroupNorm):
         **options: Unpack[_GroupNormOptions],
     ):
         super().__init__(num_features, num_groups, group_size, **options)
-        self.activation = _activation.parse("GroupNorm", activation)
+        self.activation = activations.parse("GroupNorm", activation)
 
     def __call__(self, x: Array, *, mask: Array | None = None) -> Array:  # (N, ..., num_features), likewise
         """activation(normalised x). A mask is Flax's own computation."""
         channels = self.num_groups * self.group_size
         # What is wrong is Flax's to say.
-        if not _flax.native_groupnorm(self, jnp.asarray(x), mask) or jnp.shape(x)[-1] != channels:
+        if not layers.native_groupnorm(self, jnp.asarray(x), mask) or jnp.shape(x)[-1] != channels:
             return activate(self.activation, super().__call__(x, mask=mask))
         x, scale, bias = self.promote_dtype((x, _value(self.scale), _value(self.bias)), dtype=self.dtype)
         dtype = canonicalize_dtype(*(a for a in (x, scale, bias) if a is not None), dtype=self.dtype)
-        return _flax.groupnorm(self, x, scale, bias, groups=self.num_groups, dtype=dtype)
+        return layers.groupnorm(self, x, scale, bias, groups=self.num_groups, dtype=dtype)
 
 
 class LayerNorm(nnx.LayerNorm):
@@ -416,16 +417,16 @@ class LayerNorm(nnx.LayerNorm):
 
     def __init__(self, num_features: int, *, activation: ToActivation = None, **options: Unpack[_LayerNormOptions]):
         super().__init__(num_features, **options)
-        self.activation = _activation.parse("LayerNorm", activation)
+        self.activation = activations.parse("LayerNorm", activation)
 
     def __call__(self, x: Array, *, mask: Array | None = None) -> Array:  # (..., num_features), likewise
         """activation(normalised x). A mask is Flax's own computation."""
         # What is wrong is Flax's to say.
-        if not _flax.native_layernorm(self, jnp.asarray(x), mask) or jnp.shape(x)[-1] != self.num_features:
+        if not layers.native_layernorm(self, jnp.asarray(x), mask) or jnp.shape(x)[-1] != self.num_features:
             return activate(self.activation, super().__call__(x, mask=mask))
         x, scale, bias = self.promote_dtype((x, _value(self.scale), _value(self.bias)), dtype=self.dtype)
         dtype = canonicalize_dtype(*(a for a in (x, scale, bias) if a is not None), dtype=self.dtype)
-        return _flax.layernorm(self, x, scale, bias, dtype=dtype)
+        return layers.layernorm(self, x, scale, bias, dtype=dtype)
 
 
 for _module in (Conv, ConvTranspose, Linear, BatchNorm, GroupNorm, LayerNorm):

@@ -27,14 +27,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
-from jaxconv import _enable, _op, _plan, _problem, _timing
+from jaxconv import _enable, _plan, _problem
+from jaxconv._core import primitives
+from jaxconv._core.types import OfArguments, P
 from jaxconv._enable import forms
+from jaxconv._ops.conv import conv_add, conv_kernel, fprop
 from jaxconv._plan import in_place, measured, tuned
 from jaxconv._plan.tuned import Results
 from jaxconv._problem import ConvProblem
-from jaxconv._types import OfArguments, P
+from jaxconv._tools import timing as _timing
 from jaxconv.accelerate import accelerate
-from jaxconv.conv import conv_add, conv_kernel, fprop
 
 __all__ = ["Results", "Tune", "Tuned", "Tuning"]  # `tune` is `jaxconv.tune`
 
@@ -221,7 +223,7 @@ tune = Tune()
 class _Job:
     """A problem in f: what is timed."""
 
-    kernel: _op.Kernel
+    kernel: primitives.Kernel
     problem: Any  # with nothing forced
     operands: tuple[tuple[tuple[int, ...], str], ...]  # shapes and dtypes
     count: int
@@ -241,7 +243,7 @@ def _jobs(f: Callable[..., Any], args: Any, kwargs: Any, device: _plan.Device) -
     jaxpr = jax.make_jaxpr(f)(*args, **kwargs)
     found: dict[tuple[str, str], _Job] = {}
 
-    def add(kernel: _op.Kernel, problem: Any, avals: Sequence[Any]) -> None:
+    def add(kernel: primitives.Kernel, problem: Any, avals: Sequence[Any]) -> None:
         if kernel.name in _NOT_ALONE or problem.algorithm is not None or problem.implementation is not None:
             return
         if any(not isinstance(extent, int) or extent == 0 for a in avals for extent in a.shape):
@@ -252,11 +254,11 @@ def _jobs(f: Callable[..., Any], args: Any, kwargs: Any, device: _plan.Device) -
         count = found[key].count + 1 if key in found else 1
         found[key] = _Job(kernel, problem, tuple((a.shape, a.dtype.name) for a in avals), count)
 
-    for equation in _op.equations(jaxpr.jaxpr, device):
+    for equation in primitives.equations(jaxpr.jaxpr, device):
         avals = [v.aval for v in equation.invars]
-        if equation.primitive in _op.KERNELS:
-            kernel, problem = _op.KERNELS[equation.primitive], equation.params["problem"]
-            if _op.split_by_type(equation):
+        if equation.primitive in primitives.KERNELS:
+            kernel, problem = primitives.KERNELS[equation.primitive], equation.params["problem"]
+            if primitives.split_by_type(equation):
                 continue
             if kernel is conv_add and _plan.plan("conv_add", problem, device).implementation == "native":
                 # Planned with the convolution that else would be an equation of its own.
@@ -265,7 +267,7 @@ def _jobs(f: Callable[..., Any], args: Any, kwargs: Any, device: _plan.Device) -
         elif equation.primitive is jax.lax.conv_general_dilated_p and _enable.is_on():
             lhs, rhs = avals
             form = forms.read(lhs, rhs, equation.outvars[0].aval, equation.params)
-            if not isinstance(form, str) and not _op.split_by_type(equation):
+            if not isinstance(form, str) and not primitives.split_by_type(equation):
                 given = {"lhs": lhs, "rhs": rhs}
                 operands = [jax.eval_shape(into, given[name]) for name, into in form.operands.items()]
                 add(form.kernel, form.problem, operands)
@@ -445,7 +447,7 @@ def _tune(
     progress: bool,
 ) -> Tuning:
     device = _plan.Device.default()
-    if device.platform not in _op.PLATFORMS:
+    if device.platform not in primitives.PLATFORMS:
         raise ValueError(f"tune: jaxconv has no native code for {device.platform}: there is nothing to choose from")
     missing = _plan.missing(device)
     if missing:

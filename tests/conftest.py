@@ -48,8 +48,10 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 os.environ["JAXCONV_TUNING"] = os.path.join(sys.prefix, "cache", "no_tuning.json")
 
 import jaxconv
-from jaxconv import _enable, _native, _timing
+from jaxconv import _enable
+from jaxconv._core import native
 from jaxconv._plan import in_place, tuned
+from jaxconv._tools import timing
 from jaxconv.accelerate import groupnorm as accelerated_groupnorm
 from jaxconv.accelerate import rewrite as accelerated_rewrite
 from jaxconv.accelerate import squeeze_excite as accelerated_squeeze_excite
@@ -74,7 +76,7 @@ def pytest_configure(config):
     gc.set_threshold(50_000, 20, 20)
     if not hasattr(config, "workerinput"):
         forget_the_oldest(pathlib.Path(sys.prefix) / "cache" / "jax", LARGEST_CACHE)
-    missing = _native.missing(helpers.PLATFORM)
+    missing = native.missing(helpers.PLATFORM)
     if missing:
         raise pytest.UsageError(f"{missing}. JAX_PLATFORMS=cpu runs the suite on the CPU.")
 
@@ -185,8 +187,8 @@ def device() -> str:
 @pytest.fixture
 def code_for_gpus(monkeypatch):
     """Plans as where native code for every GPU is there, and nobody turned it off."""
-    monkeypatch.setattr(_native, "cuda_missing", "")
-    monkeypatch.setattr(_native, "runs_on", lambda capability: True)
+    monkeypatch.setattr(native, "cuda_missing", "")
+    monkeypatch.setattr(native, "runs_on", lambda capability: True)
     monkeypatch.delenv("JAXCONV_DISABLE", raising=False)
 
 
@@ -242,7 +244,7 @@ def one_profiler(monkeypatch):
 
     monkeypatch.setattr(jax.profiler, "trace", trace)
     if profiled and helpers.PLATFORM == "cuda":
-        monkeypatch.setattr(_timing, "cupti", lambda: None)
+        monkeypatch.setattr(timing, "cupti", lambda: None)
 
 
 @pytest.fixture

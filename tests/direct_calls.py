@@ -16,15 +16,16 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 import jaxconv
-from jaxconv import _op, conv_integer
-from jaxconv import conv as conv_module
-from jaxconv._activation import Activation
+from jaxconv._core import primitives
+from jaxconv._core.activations import Activation
+from jaxconv._ops import conv as conv_module
+from jaxconv._ops import conv_integer
+from jaxconv._ops.batchnorm import backward_add, dx_of_sums, moments, shortcut_backward, shortcut_problem, signs
+from jaxconv._ops.dense import dense_gradient
 from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem, IntegerConvProblem
-from jaxconv.batchnorm import backward_add, dx_of_sums, moments, shortcut_backward, shortcut_problem, signs
-from jaxconv.dense import dense_gradient
 from jaxconv.joints import region
 
-KERNELS = {kernel.name: kernel for kernel in _op.KERNELS.values()}
+KERNELS = {kernel.name: kernel for kernel in primitives.KERNELS.values()}
 # A GPU's alone: a CPU's targets and examples are without them.
 ON_GPUS = (
     *("dense_gradient", "conv_dgrad_sums", "conv_scaled"),

@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxconv import _op, _plan
-from jaxconv._activation import Activation
+from jaxconv import _plan
+from jaxconv._core import primitives
+from jaxconv._core.activations import Activation
 from jaxconv._plan import Device
 
 PLATFORM = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
@@ -102,8 +103,8 @@ def equations(f: Callable[..., Any], *args: Any) -> collections.Counter[str]:
 
     def walk(jaxpr: Any) -> Iterator[str]:
         for equation in jaxpr.eqns:
-            if equation.primitive in _op.REGIONS or equation.primitive.name == "jaxconv_activation_gradient":
-                for inner in _op.inner_jaxprs(equation, Device.default()):
+            if equation.primitive in primitives.REGIONS or equation.primitive.name == "jaxconv_activation_gradient":
+                for inner in primitives.inner_jaxprs(equation, Device.default()):
                     yield from walk(inner)
                 continue
             yield equation.primitive.name

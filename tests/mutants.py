@@ -247,7 +247,7 @@ MUTANTS = [
     # ---- jaxconv/
     Mutant(
         "accelerate takes mean - x for x - mean",
-        "jaxconv/_graph.py",
+        "jaxconv/_core/graph.py",
         'if name in ("add", "mul", "max"):',
         'if name in ("add", "mul", "max", "sub"):',
         "tests/test_accelerate.py -k mean_minus",
@@ -303,35 +303,35 @@ MUTANTS = [
     ),
     Mutant(
         "on a mesh, groups are split by their channels: fewer groups than devices are taken apart",
-        "jaxconv/_sharding.py",
+        "jaxconv/_core/sharding.py",
         "extent = 0 if name in uneven else rule.sizes.get(name, shape[axis])",
         "extent = 0 if name in uneven else shape[axis]",
         "tests/test_sharding.py -k fewer_groups",
     ),
     Mutant(
         "the variance of several devices leaves out the spread of their means",
-        "jaxconv/_moments.py",
+        "jaxconv/_ops/sharded_moments.py",
         "variances * t**2 + ((shift - middle) * t) ** 2",
         "variances * t**2",
         "tests/test_sharding.py -k test_batchnorm",
     ),
     Mutant(
         "the cotangent of a batch-norm's new running variance has the momentum of the old one",
-        "jaxconv/batchnorm.py",
+        "jaxconv/_ops/batchnorm.py",
         "ct_var = _total((1 - p.momentum, d_new_var), (-0.5 * rstd * rstd * rstd, d_rstd))",
         "ct_var = _total((p.momentum, d_new_var), (-0.5 * rstd * rstd * rstd, d_rstd))",
         "tests/test_gradients.py -k batchnorm_training",
     ),
     Mutant(
         "a shard asks one row too few of the neighbour behind it",
-        "jaxconv/_halo.py",
+        "jaxconv/_core/halo.py",
         "return Rows(p.in_spatial[axis], size, _of_busy(first, busy), (out - 1) * s + (f - 1) * d + 1, busy)",
         "return Rows(p.in_spatial[axis], size, _of_busy(first, busy), (out - 1) * s + (f - 1) * d, busy)",
         "tests/test_halo.py -k 'every_shard or test_forward'",
     ),
     Mutant(
         "a batch of no examples is folded",
-        "jaxconv/_op.py",
+        "jaxconv/_core/primitives.py",
         "if batch_size(args, dims) == 0:  # folding divides by it",
         "if False:",
         "tests/test_transforms.py -k empty_batch",
@@ -366,7 +366,7 @@ MUTANTS = [
     ),
     Mutant(
         "a scan's convolutions are counted once, however long it is",
-        "jaxconv/_cost.py",
+        "jaxconv/_tools/cost.py",
         'parts *= equation.params["length"]',
         'parts *= min(equation.params["length"], 1)',
         "tests/test_export.py -k cost",

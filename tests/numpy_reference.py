@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import scipy.special
 
-from jaxconv import _activation
+from jaxconv._core import activations
 
 
 def activate(activation: Any, z: np.ndarray) -> np.ndarray:
     """f(z), also for complex z; comparisons look at the real part."""
     positive = z.real > 0
-    a = _activation.parse("test", activation)
+    a = activations.parse("test", activation)
     return {
         "none": lambda: z,
         "relu": lambda: np.where(positive, z, 0),

@@ -26,7 +26,8 @@ import jax
 import jax.numpy as jnp
 import sanitize
 
-from jaxconv import _op, _plan, _problem
+from jaxconv import _plan, _problem
+from jaxconv._core import primitives
 
 MIB = 2**20
 LEFT = 8 * MIB  # at most, once memory is filled
@@ -116,7 +117,7 @@ def run(every: bool) -> int:
         programs[name] = compiled, given
         before[name] = summary(compiled(*given))
         assert all(map(math.isfinite, before[name])), name
-    missing = {kernel.name for kernel in _op.KERNELS.values()} - {name.split()[0] for name in programs}
+    missing = {kernel.name for kernel in primitives.KERNELS.values()} - {name.split()[0] for name in programs}
     print(f"{len(programs)} programs; never so large: {sorted(missing) or 'none'}", flush=True)
 
     held = filled()

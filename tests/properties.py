@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib
 import math
 import random
 import re
@@ -32,11 +31,11 @@ from tolerance import assert_close, assert_exact, eps, integers_for, largest_int
 
 import jaxconv
 from jaxconv import _plan
-from jaxconv._activation import Activation, activate
+from jaxconv._core.activations import Activation, activate
+from jaxconv._ops import conv as KERNELS
 from jaxconv._problem import ConvProblem, SqueezeExciteProblem
 from jaxconv.joints import rules
 
-KERNELS = importlib.import_module("jaxconv.conv")
 Shape = tuple[int, ...]
 Pair = tuple[int, int]
 

@@ -32,7 +32,19 @@ import direct_calls
 import jax
 import numpy as np
 
-from jaxconv import _activation, _op, _plan, _problem, conv_integer, conv_scaled
+from jaxconv import _plan, _problem
+from jaxconv._core import activations, primitives
+from jaxconv._ops import conv_integer, conv_scaled
+from jaxconv._ops.batchnorm import backward, backward_add, dx_of_sums, infer, moments, shortcut_backward, signs, train
+from jaxconv._ops.conv import conv_add, conv_kernel, dgrad, dgrad_add, dgrad_sums, fprop, statistics, wgrad
+from jaxconv._ops.conv_normalised import normalised, normalised_dx, normalised_gradient, normalised_wgrad
+from jaxconv._ops.dense import dense_gradient, dense_kernel, matmul
+from jaxconv._ops.groupnorm import backward as group_backward
+from jaxconv._ops.groupnorm import norm as group_norm
+from jaxconv._ops.pool import backward as pool_backward
+from jaxconv._ops.pool import kernel as pool_kernel
+from jaxconv._ops.squeeze_excite import backward as squeeze_backward
+from jaxconv._ops.squeeze_excite import excite
 from jaxconv._plan import conv, dense, depthwise, domain, sm90
 from jaxconv._problem import (
     BatchNormProblem,
@@ -44,22 +56,12 @@ from jaxconv._problem import (
     ScaledConvProblem,
     SqueezeExciteProblem,
 )
-from jaxconv.batchnorm import backward, backward_add, dx_of_sums, infer, moments, shortcut_backward, signs, train
-from jaxconv.conv import conv_add, conv_kernel, dgrad, dgrad_add, dgrad_sums, fprop, statistics, wgrad
-from jaxconv.conv_normalised import normalised, normalised_dx, normalised_gradient, normalised_wgrad
-from jaxconv.dense import dense_gradient, dense_kernel, matmul
-from jaxconv.groupnorm import backward as group_backward
-from jaxconv.groupnorm import norm as group_norm
-from jaxconv.pool import backward as pool_backward
-from jaxconv.pool import kernel as pool_kernel
-from jaxconv.squeeze_excite import backward as squeeze_backward
-from jaxconv.squeeze_excite import excite
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 DTYPES = ("float32", "bfloat16", "float16")
 EPILOGUE = {"activation": "gelu", "return_preactivation": True}
 
-Call = tuple[_op.Kernel, Any]  # kernel, problem
+Call = tuple[primitives.Kernel, Any]  # kernel, problem
 
 
 def array(shape: tuple[int, ...], dtype: str) -> Any:
@@ -198,7 +200,7 @@ def conv_calls(dtype: str, last: bool, algorithm: str, precision: str, shape: tu
         # Of variances above -8, which random ones are.
         of_norm = dict(vars(bare), epsilon=8.0)
         for activation in ("relu6", "silu"):
-            q = NormalisedConvProblem(**of_norm, x_activation=_activation.parse("", activation))
+            q = NormalisedConvProblem(**of_norm, x_activation=activations.parse("", activation))
             calls += [(normalised, q), (normalised_wgrad, q), (normalised_gradient, q)]
             calls += [(normalised_dx, dataclasses.replace(q, count=q.norm.reduced))]
     calls += [(dgrad, bare), (dgrad_add, bare)]
@@ -225,7 +227,7 @@ def dense_calls(dtype: str, algorithm: str, precision: str, m: int, k: int, n: i
 def gradient_calls(dtype: str, algorithm: str, m: int, k: int, n: int) -> list[Call]:
     calls = []
     for activation in ("relu", "gelu", "elu"):
-        precision, f = (jax.lax.Precision.DEFAULT,) * 2, _activation.parse("", activation)
+        precision, f = (jax.lax.Precision.DEFAULT,) * 2, activations.parse("", activation)
         p = DenseProblem("mlp", dtype, m, k, n, precision, trans_w=True, activation=f, algorithm=algorithm)
         calls.append((dense_gradient, p))
     return calls
@@ -248,7 +250,7 @@ def batchnorm_calls(dtype: str, algorithm: str, shape: tuple[int, ...], axis: in
     return [
         (train, p),
         (infer, dataclasses.replace(p, training=False)),
-        (signs, dataclasses.replace(p, activation=_activation.parse("", "relu"))),
+        (signs, dataclasses.replace(p, activation=activations.parse("", "relu"))),
         (backward, q),
         (backward_add, dataclasses.replace(p, residual=False)),
         (backward, dataclasses.replace(q, want_dx=False)),
@@ -279,7 +281,7 @@ POOLS = (
 
 def groupnorm_calls(dtype: str, algorithm: str, shape: tuple[int, ...], groups: int, activation: str) -> list[Call]:
     p = GroupNormProblem(
-        "groupnorm", dtype, shape, groups, 1e-5, _activation.parse("", activation), algorithm=algorithm
+        "groupnorm", dtype, shape, groups, 1e-5, activations.parse("", activation), algorithm=algorithm
     )
     return [(group_norm, p), (group_backward, p), (group_backward, dataclasses.replace(p, want_dx=False))]
 
@@ -291,7 +293,7 @@ def layernorm_calls(dtype: str, algorithm: str, shape: tuple[int, ...]) -> list[
 
 def squeeze_calls(dtype: str, algorithm: str, shape: tuple[int, ...], hidden: int, activation: str) -> list[Call]:
     p = SqueezeExciteProblem(
-        "squeeze_excite", dtype, shape, hidden, _activation.parse("", activation), "sigmoid", algorithm=algorithm
+        "squeeze_excite", dtype, shape, hidden, activations.parse("", activation), "sigmoid", algorithm=algorithm
     )
     hard = dataclasses.replace(p, gate="hard_sigmoid")
     back = [(squeeze_backward, q) for q in (p, hard, dataclasses.replace(p, want_dx=False))]

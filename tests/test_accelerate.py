@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxconv
-from jaxconv import _op
+from jaxconv._core import primitives
 from jaxconv.accelerate import accelerate
 from jaxconv.joints import rules
 
@@ -190,7 +190,7 @@ def test_numbers_per_channel_are_multiplied_into_the_filter(name):
     found = accelerate(f).report(*args)
     assert fused in [finding.fused for finding in found.replaced]
     check(f, *args, **kernels(accelerate(f), *args))
-    program = _op.equations(jax.make_jaxpr(accelerate(f))(*args).jaxpr)
+    program = primitives.equations(jax.make_jaxpr(accelerate(f))(*args).jaxpr)
     largest = max(eqn.outvars[0].aval.size for eqn in program if str(eqn.primitive) == "mul")
     assert largest <= W.size, "nothing of the result's size is multiplied"
 
@@ -295,7 +295,7 @@ def test_a_call_folds_into_filters_that_are_small_beside_its_result(name):
         """Elements of the largest filter that a call multiplies."""
         found = jax.make_jaxpr(f)(x, W, SCALE, BIAS)
         return max(
-            (eqn.outvars[0].aval.size for eqn in _op.equations(found.jaxpr) if str(eqn.primitive) == "mul"
+            (eqn.outvars[0].aval.size for eqn in primitives.equations(found.jaxpr) if str(eqn.primitive) == "mul"
              and eqn.outvars[0].aval.shape in ((3, 3, 4, 8), (4, 8))),
             default=0,
         )  # fmt: skip
@@ -2055,7 +2055,7 @@ def test_profiler_scopes_keep_the_layers_names():
 
     def scopes(f):  # of what the region holds
         jaxpr = jax.make_jaxpr(f)(X, W, B, W2)
-        found = [(e.primitive.name, str(e.source_info.name_stack)) for e in _op.equations(jaxpr.jaxpr)]
+        found = [(e.primitive.name, str(e.source_info.name_stack)) for e in primitives.equations(jaxpr.jaxpr)]
         return [(name.removeprefix("jaxconv_"), stack) for name, stack in found if "jaxconv" in name][1:]
 
     expected = [("conv", "C/c1"), ("conv_fprop", "C/c2"), ("batchnorm_train", "C/norm"), ("dense", "C/head")]

@@ -17,7 +17,7 @@ import scipy.special as sp
 from helpers import DTYPES, NAMED_ACTIVATIONS, PLATFORM, label, types_of
 
 import jaxconv
-from jaxconv import _activation
+from jaxconv._core import activations
 from jaxconv._plan.plan import Plan
 
 # The dtypes that native code computes in: on a CPU Python calls it in float32 for 16 bits.
@@ -31,7 +31,7 @@ def exact(activation: Any, z: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]
     JAX makes f'' of f' by sigmoid's own derivative s (1 - s), which is right absolutely where s is near 1: hence the
     terms s and s v' in the sizes of f''.
     """
-    a = _activation.parse("test", activation)
+    a = activations.parse("test", activation)
     s, rest = sp.expit(z), sp.expit(-z)
     positive, one, zero = z > 0, np.ones_like(z), np.zeros_like(z)
     end = np.clip(z, -1e3, 1e3)  # beyond, what decays is 0
@@ -75,7 +75,7 @@ def exact(activation: Any, z: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]
 
 def steepness(activation: Any, z: np.ndarray) -> np.ndarray:
     """|z g'(z) / g(z)| of the factor g that decays: by how much rounding inside g's argument is amplified."""
-    name, z = _activation.parse("test", activation).name, np.clip(z, -1e3, 1e3)
+    name, z = activations.parse("test", activation).name, np.clip(z, -1e3, 1e3)
     return {"gelu": np.abs(A * z + 3 * B * z**3), "gelu_exact": z**2, "silu": np.abs(z), "sigmoid": np.abs(z)}.get(
         name, np.zeros_like(z)
     )
@@ -106,10 +106,10 @@ def assert_right(
 
 def orders(activation: Any, z: jax.Array) -> list[jax.Array]:
     """f, f' and f'' of each element, by jax.grad of the one formula that Python has."""
-    a = _activation.parse("test", activation)
+    a = activations.parse("test", activation)
 
     def f(v: jax.Array) -> jax.Array:
-        return _activation.activate(a, v)
+        return activations.activate(a, v)
 
     def elementwise(g: Any) -> Any:
         return lambda v: jax.vjp(g, v)[1](jnp.ones_like(v))[0]
@@ -142,7 +142,7 @@ def rows(z: np.ndarray, channels: int) -> np.ndarray:
 
 def norm_call(name: str, shape: tuple[int, int], dtype: str, activation: Any) -> direct_calls.Call:
     """A batch-norm that changes nothing (mean 0, deviation 1): its z is x."""
-    call, a = direct_calls.example(name), _activation.parse("test", activation)
+    call, a = direct_calls.example(name), activations.parse("test", activation)
     call.attrs["norm"] |= dict(channel_axis=np.int64(1), epsilon=np.float64(0), residual=np.int64(0))
     call.attrs["norm"] |= dict(activation=a.name, slope=np.float64(a.slope))
     del call.operands["residual"]
@@ -221,7 +221,7 @@ def end_slopes(name: str) -> tuple[float, float]:
 
 
 def test_limits_name_every_activation():
-    assert tuple(LIMITS) == _activation.NAMES
+    assert tuple(LIMITS) == activations.NAMES
 
 
 @pytest.mark.parametrize("name", LIMITS)

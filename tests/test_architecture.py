@@ -62,9 +62,9 @@ def test_every_direction_says_what_it_prints():
         ("cuda/a.cu\n", "nothing: why"),
         ("", "cuda/ only: why"),
         ("cuda/a.cu\ncpu/b.cc\n", "cuda/ only: why"),
-        ("", "_op.py: why"),
-        ("jaxconv/_op.py\njaxconv/conv.py\n", "_op.py: why"),
-        ("jaxconv/other_op.py\n", "_op.py: why"),
+        ("", "primitives.py: why"),
+        ("jaxconv/_core/primitives.py\njaxconv/_ops/conv.py\n", "primitives.py: why"),
+        ("jaxconv/_core/other_primitives.py\n", "primitives.py: why"),
     ],
 )
 def test_a_wrong_answer_is_noticed(printed, comment):

@@ -29,10 +29,10 @@ from tolerance import assert_close, assert_within, eps
 
 import jaxconv
 from jaxconv import _plan
-from jaxconv._activation import parse
+from jaxconv._core.activations import parse
+from jaxconv._ops.batchnorm import backward, dx_of_sums, moments
 from jaxconv._plan import batchnorm as team
 from jaxconv._problem import BATCHNORM_ALGORITHMS, BatchNormProblem
-from jaxconv.batchnorm import backward, dx_of_sums, moments
 
 # (shape, channel_axis)
 SHAPES = {

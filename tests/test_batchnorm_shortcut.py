@@ -10,9 +10,10 @@ from helpers import DEVICE, H200, poison
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxconv import _plan, reference
-from jaxconv._activation import Activation
-from jaxconv.batchnorm import shortcut_backward, shortcut_problem
+from jaxconv import _plan
+from jaxconv._core.activations import Activation
+from jaxconv._ops import reference
+from jaxconv._ops.batchnorm import shortcut_backward, shortcut_problem
 
 EPSILON = 1e-3
 NAMES = ("dscale", "dbias", "dscale_r", "dx", "dr")

@@ -15,7 +15,8 @@ from helpers import PLATFORM, calls, normal
 
 import jaxconv
 from jaxconv import __main__ as command
-from jaxconv import _bench, _timing
+from jaxconv._tools import bench as _bench
+from jaxconv._tools import timing
 
 PROGRAM = """
 import jax, jax.numpy as jnp
@@ -128,8 +129,8 @@ def test_an_interrupt_keeps_what_was_timed(after, timed, program, monkeypatch, c
             raise KeyboardInterrupt
         return original(programs, step=counting, timings=timings, **options)
 
-    original = _timing.measure
-    monkeypatch.setattr(_timing, "measure", measure)
+    original = timing.measure
+    monkeypatch.setattr(timing, "measure", measure)
     assert command.main(["bench", "program_to_time:case", "--repeat", "5", "--seconds", "1"]) == 130
     out = capsys.readouterr().out
     rows = [

@@ -15,7 +15,7 @@ from helpers import PLATFORM
 from jax import lax
 
 from benchmarks import cases, contenders, infer, record, report, run, tune
-from jaxconv._activation import Activation
+from jaxconv._core.activations import Activation
 from jaxconv._plan import Device
 from jaxconv._plan import measured as tables
 from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem

@@ -29,7 +29,8 @@ from helpers import (
 from tolerance import assert_close, assert_exact, assert_within, eps, integers_for
 
 import jaxconv
-from jaxconv import _plan, conv, reference
+from jaxconv import _plan
+from jaxconv._ops import conv, reference
 from jaxconv._plan import domain
 
 GPU = PLATFORM == "cuda"

@@ -18,11 +18,12 @@ from jax.test_util import check_grads
 from tolerance import assert_exact
 
 import jaxconv
-from jaxconv import _plan, conv, reference
-from jaxconv._activation import Activation
+from jaxconv import _plan
+from jaxconv._core.activations import Activation
+from jaxconv._ops import conv, reference
+from jaxconv._ops.batchnorm import infer, signs
 from jaxconv._plan import sm90
 from jaxconv._problem import BatchNormProblem, ConvProblem
-from jaxconv.batchnorm import infer, signs
 
 HOPPER = PLATFORM == "cuda" and DEVICE.compute_capability == (9, 0)
 on_hopper = pytest.mark.skipif(not HOPPER, reason="these kernels need compute capability 9.0")

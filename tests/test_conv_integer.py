@@ -38,7 +38,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxconv
-from jaxconv import _plan, conv_integer
+from jaxconv import _plan
+from jaxconv._ops import conv_integer
 from jaxconv._problem import IntegerConvProblem
 
 FORMS: dict[str, Form] = {

@@ -17,7 +17,7 @@ from test_fused_functions import C, of_chain
 
 import jaxconv
 from jaxconv import _plan
-from jaxconv._activation import Activation
+from jaxconv._core.activations import Activation
 from jaxconv._plan import measured
 from jaxconv._problem import BatchNormConvProblem, BatchNormProblem, ConvProblem, NormalisedConvProblem
 

@@ -271,7 +271,7 @@ def test_the_other_activations_are_within_a_step(activation):
     x, w = values(1, case.x, "int8"), values(2, case.w, "int8")
     scale, b = scales(case)
     v = expected(sums(case, x, w), "float32", scale=scale / 20, b=b / 20)
-    from jaxconv._activation import activate, parse
+    from jaxconv._core.activations import activate, parse
 
     want = np.asarray(activate(parse("", activation), jnp.asarray(v)))
     for kernel in kernels():

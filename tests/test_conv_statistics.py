@@ -18,9 +18,10 @@ from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 from tolerance import assert_exact, assert_within, eps
 
-from jaxconv import _halo, _plan, _problem
+from jaxconv import _plan, _problem
+from jaxconv._core import halo
+from jaxconv._ops.conv import fprop, statistics
 from jaxconv._problem import CONV_ALGORITHMS, ConvProblem
-from jaxconv.conv import fprop, statistics
 
 
 def problem(dtype: str = "float32", **changed: Any) -> ConvProblem:
@@ -141,7 +142,7 @@ SPLITS = {
 def test_statistics_of_shards_are_merged(case, kind, monkeypatch):
     """Far from zero, and not alike in every shard; nothing is gathered."""
     if "again" in case:
-        monkeypatch.setattr(_halo, "LEAST_COPY", 0)
+        monkeypatch.setattr(halo, "LEAST_COPY", 0)
     x_shape, w_shape, x_spec, w_spec, exchanges = SPLITS[case]
     if kind == AxisType.Explicit and "uneven" in case:
         pytest.skip("types have no words for shards of unequal sizes")

@@ -15,7 +15,7 @@ from jax import lax
 from tolerance import assert_close, assert_exact, integers_for
 
 import jaxconv
-from jaxconv import _activation
+from jaxconv._core import activations
 from jaxconv._problem import CONV_ALGORITHMS
 
 TRANSPOSED = {1: jaxconv.conv_transpose1d, 2: jaxconv.conv_transpose2d, 3: jaxconv.conv_transpose3d}
@@ -148,7 +148,7 @@ def test_bias_activation_and_gradients_agree_with_lax(layout, activation):
         z = lax.conv_transpose(
             x, w, (2, 2), "SAME", dimension_numbers=NUMBERS[layout], precision="highest"
         ) + b.reshape(per_channel)
-        return _activation.activate(_activation.parse("test", activation), z), z
+        return activations.activate(activations.parse("test", activation), z), z
 
     def outputs(f, x, w, b, dy, dz):
         (y, z), back = jax.vjp(f, x, w, b)

@@ -16,11 +16,11 @@ from helpers import PLATFORM, calls, integers, normal
 from tolerance import assert_exact
 
 import jaxconv
-from jaxconv import _native
+from jaxconv._core import native
 
 pytestmark = pytest.mark.skipif(PLATFORM != "cpu", reason="these are the CPU's thresholds")
 
-T = _native.cpu.thresholds()
+T = native.cpu.thresholds()
 NATIVE = dict(implementation="native")
 
 

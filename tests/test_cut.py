@@ -15,7 +15,7 @@ from jax.core import ShapedArray
 from jax.extend.core import jaxpr_as_fun
 
 from jaxconv import _plan
-from jaxconv._graph import Node, Value
+from jaxconv._core.graph import Node, Value
 from jaxconv.joints.cut import fewest_bytes, size_of
 from jaxconv.joints.joint import Joint
 from jaxconv.joints.program import Program

@@ -19,10 +19,11 @@ from jax.test_util import check_grads
 from tolerance import assert_close, assert_exact
 
 import jaxconv
-from jaxconv import _activation, _plan, _sharding
+from jaxconv import _plan
+from jaxconv._core import activations, sharding
+from jaxconv._ops.dense import dense_gradient
 from jaxconv._plan import domain, measured, tuned
 from jaxconv._problem import DenseProblem
-from jaxconv.dense import dense_gradient
 
 M, K, H = 33, 24, 40
 HOPPER = PLATFORM == "cuda" and DEVICE.compute_capability == (9, 0)
@@ -37,7 +38,7 @@ def exact_products():
 
 def problem(m: int = M, k: int = K, n: int = H, activation: Any = "gelu", **fields: Any) -> DenseProblem:
     options: dict[str, Any] = dict(dtype="float32", precision=(lax.Precision.HIGHEST,) * 2, trans_w=True)
-    f = _activation.parse("", activation)
+    f = activations.parse("", activation)
     return DenseProblem("mlp", m=m, k=k, n=n, activation=f, **{**options, **fields})
 
 
@@ -134,7 +135,7 @@ def test_the_gradient_split_over_a_mesh(kind, spec):
         ]
         outs = jax.jit(functools.partial(dense_gradient, p))(*placed)
         if kind == "Auto":  # as where a kernel is planned: the rule, not XLA, says what a shard runs
-            ruled = jax.jit(_sharding.auto(dense_gradient, p, mesh))
+            ruled = jax.jit(sharding.auto(dense_gradient, p, mesh))
             found = opcodes(ruled.lower(*placed).compile().as_text())
             assert "all-gather" not in found and ("all-reduce" in found) == (spec != "--a")
             outs = [*outs, *ruled(*placed)]
@@ -197,7 +198,7 @@ def test_unforced_it_is_the_kernel_where_that_was_measured_to_be_faster(with_the
     made = planned(p, device)
     assert made.kernel == _plan.GRADIENT and "2.00 times faster than XLA at it" in made.reason
     assert planned(dataclasses.replace(p, m=2 * p.m), device).kernel == _plan.GRADIENT
-    for other in (dict(activation=_activation.Activation("silu")), dict(k=8 * p.k), dict(trans_w=False)):
+    for other in (dict(activation=activations.Activation("silu")), dict(k=8 * p.k), dict(trans_w=False)):
         assert str(planned(dataclasses.replace(p, **other), device)) == "calls[three]"
     assert str(planned(p, dataclasses.replace(device, partitioned=True))) == "calls[three]"
     monkeypatch.setenv("JAXCONV_DISABLE", "dense")

@@ -14,9 +14,9 @@ import pytest
 from helpers import A100, DEVICE, H200, PLATFORM, integers
 
 from jaxconv import _plan
+from jaxconv._ops.conv import conv_kernel, dgrad, fprop
 from jaxconv._plan import Device, measured
 from jaxconv._problem import ConvProblem
-from jaxconv.conv import conv_kernel, dgrad, fprop
 
 SAME = "SAME"
 

@@ -10,7 +10,7 @@ import random
 import pytest
 from helpers import A100, H200
 
-from jaxconv._activation import Activation
+from jaxconv._core.activations import Activation
 from jaxconv._plan import Device, Plan, made
 from jaxconv._plan.domain import batchnorm_refusal, batchnorm_teams, batchnorm_workspace
 from jaxconv._problem import BATCHNORM_ALGORITHMS, BatchNormProblem

@@ -21,7 +21,7 @@ import pytest
 from helpers import A100
 from test_domain_sm90 import H200, conv, dense
 
-from jaxconv._activation import Activation
+from jaxconv._core.activations import Activation
 from jaxconv._plan import Device, Plan, domain
 from jaxconv._problem import (
     ConvProblem,
@@ -621,15 +621,15 @@ def sentences() -> Iterator[str]:
 
 RECORDER = """
 import atexit, json, os
-from jaxconv import _native
+from jaxconv._core import native
 
 said = set()
 for name in ("conv", "conv_normalised", "dense", "batchnorm", "groupnorm", "pool", "squeeze_excite"):
-    def ask(*args, _of=getattr(_native.cpu, name + "_refusal")):
+    def ask(*args, _of=getattr(native.cpu, name + "_refusal")):
         why = _of(*args)
         said.add(why)
         return why
-    setattr(_native.cpu, name + "_refusal", ask)
+    setattr(native.cpu, name + "_refusal", ask)
 atexit.register(lambda: open(os.environ["SAID"], "w").write(json.dumps(sorted(said))))
 """
 

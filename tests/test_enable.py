@@ -25,7 +25,8 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxconv
-from jaxconv import _compat, _enable, _plan
+from jaxconv import _enable, _plan
+from jaxconv._core import compat
 from jaxconv._enable import forms
 from jaxconv._plan import measured
 
@@ -952,10 +953,10 @@ def test_a_rule_that_somebody_registered_meanwhile_stays(platform):
     primitive = jax.extend.core.Primitive("jaxconv_test_of_enable")
     table = mlir._lowerings if platform is None else mlir._platform_specific_lowerings[platform]
     mlir.register_lowering(primitive, lambda ctx, x: ["first"], platform=platform)
-    undo = _compat.replace_lowering(primitive, {"cpu": lambda own, ctx, x: own(ctx, x)})
+    undo = compat.replace_lowering(primitive, {"cpu": lambda own, ctx, x: own(ctx, x)})
     undo()
     assert table[primitive].rule(None, None) == ["first"]
-    undo = _compat.replace_lowering(primitive, {"cpu": lambda own, ctx, x: own(ctx, x)})
+    undo = compat.replace_lowering(primitive, {"cpu": lambda own, ctx, x: own(ctx, x)})
     mlir.register_lowering(primitive, lambda ctx, x: ["second"], platform=platform)
     undo()
     assert table.pop(primitive).rule(None, None) == ["second"]

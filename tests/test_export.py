@@ -20,7 +20,8 @@ from jax import export
 from jax.experimental import checkify
 
 import jaxconv
-from jaxconv import _export, _op
+from jaxconv._core import primitives
+from jaxconv._tools import export as _export
 
 
 def normal(seed: int, *shape: int) -> jax.Array:
@@ -93,7 +94,7 @@ def test_a_program_that_older_words_cannot_say_is_refused(monkeypatch):
 def test_export_needs_the_checks_and_they_are_complete():
     with pytest.raises(ValueError, match="jaxconv_conv_v2"):
         export.export(jax.jit(model))(*ARGS)
-    assert len(jaxconv.export_checks()) == len(_op.KERNELS)
+    assert len(jaxconv.export_checks()) == len(primitives.KERNELS)
 
 
 def test_export_with_symbolic_batch():
@@ -344,7 +345,7 @@ def test_named_scopes_and_the_callers_line():
     text = jax.jit(f).lower(X, W).compile().as_text()
     (line,) = [line for line in text.splitlines() if 'custom_call_target="jaxconv_conv_fprop' in line]
     assert "stem/jaxconv_conv_fprop" in line
-    assert os.path.dirname(jaxconv.__file__) + os.sep + "_op.py" not in text
+    assert os.path.dirname(jaxconv.__file__) + os.sep + "primitives.py" not in text
 
 
 def test_a_program_of_the_first_wire_version_is_refused_with_what_to_do():

@@ -196,7 +196,7 @@ def test_nothing_is_left_between_the_convolutions_of_a_residual_network():
 
 def test_a_folding_that_is_wrong_is_seen(monkeypatch):
     """The comparison above is worth something: another epsilon is found."""
-    from jaxconv import _fused
+    from jaxconv._flax import fused as _fused
 
     right = _fused.folded
     monkeypatch.setattr(_fused, "folded", lambda *args: right(*args[:-2], 10 * args[-2], args[-1]))

@@ -7,7 +7,6 @@ through XLA's path, and `test_second_derivatives_of_the_kernels_are_those_of_xla
 from __future__ import annotations
 
 import functools
-import importlib
 from typing import Any
 
 import jax
@@ -20,11 +19,8 @@ from jax.test_util import check_grads
 from tolerance import assert_close
 
 import jaxconv
-from jaxconv import _layer
+from jaxconv._ops import batchnorm, conv, dense, layer
 from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem
-
-# The modules: the functions of the same names hide them as attributes of the package.
-conv, dense, batchnorm = (importlib.import_module(f"jaxconv.{name}") for name in ("conv", "dense", "batchnorm"))
 
 # One implementation is enough where every activation is gone through: the rules are the same, the kernels differ.
 FIRST = (*NATIVE_IN_FLOAT64, None)[0]
@@ -336,7 +332,7 @@ def rule_cases(activation: str) -> dict[str, tuple[Any, Any, Any, list[jax.Array
     return {
         "conv": (
             conv.conv_kernel,
-            _layer.rules(conv.conv_kernel, conv._tangents, conv._cotangents),
+            layer.rules(conv.conv_kernel, conv._tangents, conv._cotangents),
             convolution,
             [x, w, b],
         ),

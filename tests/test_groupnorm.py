@@ -34,7 +34,7 @@ from tolerance import assert_close, assert_within, eps
 
 import jaxconv
 from jaxconv import _plan
-from jaxconv._activation import Activation
+from jaxconv._core.activations import Activation
 from jaxconv._plan import groupnorm as planned
 from jaxconv._problem import GROUPNORM_ALGORITHMS, GroupNormProblem
 

@@ -27,7 +27,9 @@ from test_sharding import DEVICES, collectives, entered, ints, native_calls, ove
 from tolerance import floor
 
 import jaxconv
-from jaxconv import _halo, _plan, conv, reference
+from jaxconv import _plan
+from jaxconv._core import halo
+from jaxconv._ops import conv, reference
 from jaxconv._problem import ConvProblem
 
 on_a_mesh = pytest.mark.skipif(DEVICES < 2 or DEVICES % 2 == 1, reason="a mesh takes an even number of devices")
@@ -46,7 +48,7 @@ H = 8 * SHARDS
 @pytest.fixture(autouse=True)
 def small_shards_too(monkeypatch):
     """Those here are far below what is not copied for its size."""
-    monkeypatch.setattr(_halo, "LEAST_COPY", 0)
+    monkeypatch.setattr(halo, "LEAST_COPY", 0)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -93,7 +95,7 @@ def dealt(a: np.ndarray, shards: int) -> jax.Array:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_every_shard_makes_its_part_of_any_convolution(seed, monkeypatch):
-    monkeypatch.setattr(_halo.lax, "ppermute", permute)
+    monkeypatch.setattr(halo.lax, "ppermute", permute)
     for p, shards in random_axes(seed, 5):
         x, w, dy = (ints(*shape, seed=i) for i, shape in enumerate((p.x_shape, p.w_shape, p.y_shape)))
         together = jax.jit(functools.partial(in_shards, p, shards))(dealt(x, shards), w, dealt(dy, shards))
@@ -111,11 +113,11 @@ def in_shards(p: ConvProblem, shards: int, x: Any, w: Any, dy: Any) -> list[jax.
 
     def shard(x: Any, dy: Any) -> list[jax.Array]:
         split = {0: ("s",)}
-        q, wide = _halo.exchange_x(p, split, x)
+        q, wide = halo.exchange_x(p, split, x)
         (y,) = reference.conv_fprop(q, wide, w)
-        q, wide = _halo.exchange_dy(p, split, dy)
-        (dx,), (dw,) = reference.conv_dgrad(q, wide, w), reference.conv_wgrad(q, _halo.place_x(p, split, x), wide)
-        return [y, _halo.own_dx(p, split, dx), lax.psum(dw, "s")]
+        q, wide = halo.exchange_dy(p, split, dy)
+        (dx,), (dw,) = reference.conv_dgrad(q, wide, w), reference.conv_wgrad(q, halo.place_x(p, split, x), wide)
+        return [y, halo.own_dx(p, split, dx), lax.psum(dw, "s")]
 
     y, dx, dw = jax.vmap(shard, axis_name="s")(x, dy)
     return [y.reshape(1, -1, 1), dx.reshape(1, -1, 1), dw[0]]
@@ -145,7 +147,7 @@ def kinds_of_ends(p: ConvProblem, shards: int, x: Any, dy: Any) -> list[bool]:
     found: list[bool] = []
 
     def shard(x: Any, dy: Any) -> Any:
-        ends = _halo.ends_of_y(p, {0: ("s",)}, x), _halo.ends_of_dx(p, {0: ("s",)}, dy)
+        ends = halo.ends_of_y(p, {0: ("s",)}, x), halo.ends_of_dx(p, {0: ("s",)}, dy)
         found.extend(end is not None for end in ends)
         found.append(any(end is not None and len(end.made) == 1 for end in ends))
         return x
@@ -168,7 +170,7 @@ def check_rows(p: ConvProblem, shards: int) -> list[bool]:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_every_shard_makes_its_ends_again(seed, monkeypatch):
-    monkeypatch.setattr(_halo.lax, "ppermute", permute)
+    monkeypatch.setattr(halo.lax, "ppermute", permute)
     seen = np.sum([check_rows(p, shards) for p, shards in even_axes(seed, 8)], 0)
     assert np.all(seen > 0), seen
 
@@ -188,7 +190,7 @@ def test_every_shard_makes_its_ends_again(seed, monkeypatch):
     ids=str,
 )
 def test_ends_of_rare_windows(axis, monkeypatch):
-    monkeypatch.setattr(_halo.lax, "ppermute", permute)
+    monkeypatch.setattr(halo.lax, "ppermute", permute)
     for shards in (2, 3):
         y, dx, _ = check_rows(even_axis(shards, 24, **axis), shards)
         assert y and dx
@@ -198,7 +200,7 @@ def shards_of_rows(p: ConvProblem, x: Any, w: Any, dy: Any) -> list[jax.Array]:
     """The programs of shards of x and dy as `dealt`: `whole`, and dx + x."""
 
     def shard(x: Any, dy: Any) -> list[jax.Array]:
-        split = {_halo.name(0): ("s",)}
+        split = {halo.name(0): ("s",)}
         (y,), (dx,) = conv.fprop_shard(p, split, x, w), conv.dgrad_shard(p, split, dy, w)
         (dw,), (added,) = conv.wgrad_shard(p, split, x, dy), conv._dgrad_add_shard(p, split, dy, w, x)
         return [y, dx, dw, added]
@@ -391,11 +393,11 @@ UNCOPIED: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[P, ...]]] =
 
 @on_a_mesh
 @over_kinds
-@pytest.mark.parametrize("least_copy", [0, _halo.LEAST_COPY], ids=["ends", "copy"])
+@pytest.mark.parametrize("least_copy", [0, halo.LEAST_COPY], ids=["ends", "copy"])
 @pytest.mark.parametrize("case", UNCOPIED)
 def test_what_a_shard_holds_is_not_copied(case, least_copy, kind, monkeypatch):
     """Or, below the size from which on it is not, by pads alone, into which the neighbours' rows are put in place."""
-    monkeypatch.setattr(_halo, "LEAST_COPY", least_copy)
+    monkeypatch.setattr(halo, "LEAST_COPY", least_copy)
     f, args, specs = UNCOPIED[case]
     args = *args, np.asarray(f(*map(jnp.asarray, args)))  # a cotangent
 
@@ -802,10 +804,10 @@ def test_explain_shows_a_shard():
 
 
 @on_a_mesh
-@pytest.mark.parametrize("least_copy", [0, _halo.LEAST_COPY], ids=["ends", "copy"])
+@pytest.mark.parametrize("least_copy", [0, halo.LEAST_COPY], ids=["ends", "copy"])
 def test_explain_shows_a_pairs_statistics_on_a_mesh(least_copy, monkeypatch):
     """They leave the convolution that writes all of a shard's rows."""
-    monkeypatch.setattr(_halo, "LEAST_COPY", least_copy)
+    monkeypatch.setattr(halo, "LEAST_COPY", least_copy)
     mesh, parameters = make_mesh(AxisType.Explicit), [np.ones(4, np.float32)] * 4
     f = functools.partial(jaxconv.conv_batchnorm, training=True, implementation="native")
     with entered(mesh):

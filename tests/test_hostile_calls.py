@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 from helpers import PLATFORM
 
-from jaxconv import _native
+from jaxconv._core import native
 
 pytestmark = pytest.mark.skipif(PLATFORM != "cpu", reason="hostile calls are for the CPU; GPUs have tests/sanitize.py")
 
@@ -270,7 +270,7 @@ def spoil(rng: random.Random, call: direct_calls.Call) -> None:
 def test_every_target_is_called():
     """By the examples, or by the next test."""
     called = {direct_calls.example(name).target for name in direct_calls.NAMES}
-    assert {name for name in _native.cpu.registrations() if not name.endswith("_v1")} == called
+    assert {name for name in native.cpu.registrations() if not name.endswith("_v1")} == called
 
 
 @pytest.mark.parametrize("name", [n for n in direct_calls.NAMES if not n.startswith(direct_calls.YOUNGER)])

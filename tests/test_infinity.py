@@ -16,7 +16,8 @@ import pytest
 from cases import CONV_CASES, SM90_CASES, STEM_CASES, ConvCase
 from helpers import DEVICE, normal
 
-from jaxconv import _plan, conv
+from jaxconv import _plan
+from jaxconv._ops import conv
 from jaxconv._plan import depthwise
 from jaxconv._plan.planner import PLANNERS
 from jaxconv._problem import CONV_ALGORITHMS

@@ -23,7 +23,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxconv
-from jaxconv import _op
+from jaxconv._core import primitives
 from jaxconv.joints import joint, region, rules
 
 
@@ -569,7 +569,9 @@ def test_kernels_have_the_scopes_of_their_layers(row, took, full_locations):
             return row.plain(*args)
 
     jaxpr = jax.make_jaxpr(gradients(jaxconv.accelerate(named)))(*arguments(row, "float32")).jaxpr
-    stacks = {str(e.source_info.name_stack) for e in _op.equations(jaxpr) if e.primitive.name.startswith("jaxconv_")}
+    stacks = {
+        str(e.source_info.name_stack) for e in primitives.equations(jaxpr) if e.primitive.name.startswith("jaxconv_")
+    }
     assert stacks and all("a_layer" in stack for stack in stacks), stacks
     assert any("transpose" in stack for stack in stacks)
 

@@ -8,7 +8,7 @@ import pytest
 from helpers import PLATFORM
 
 import jaxconv
-from jaxconv import _launches
+from jaxconv._tools import launches
 
 # Compiled HLO as XLA prints it for a GPU, where graphs are computations: one graph of three, and a loop outside of it.
 HLO = """\
@@ -74,7 +74,7 @@ THUNKS = """\
 
 
 def test_launches_and_graphs_of_compiled_hlo():
-    found = _launches.of_hlo(HLO)
+    found = launches.of_hlo(HLO)
     assert found.by_kind == {
         "fusion": 4,
         "custom-call jaxconv_dense_v2": 1,
@@ -82,7 +82,7 @@ def test_launches_and_graphs_of_compiled_hlo():
         "copy": 1,
     }
     assert (found.total, found.graphs, found.captured, found.by_host) == (7, 1, 3, 5)
-    without = _launches.of_hlo(HLO.replace("command_buffer", "another_computation"))
+    without = launches.of_hlo(HLO.replace("command_buffer", "another_computation"))
     assert without.by_kind == found.by_kind and (without.graphs, without.captured, without.by_host) == (0, 0, 7)
 
 
@@ -98,7 +98,7 @@ def test_xla_knows_the_options_for_graphs():
 
 
 def test_launches_and_graphs_of_thunks():
-    found = _launches.of_thunks(THUNKS)
+    found = launches.of_thunks(THUNKS)
     assert found.by_kind == {
         "Kernel": 2,
         "CustomCall jaxconv_dense": 1,
@@ -114,7 +114,7 @@ def test_custom_calls_without_a_name_get_those_of_the_program():
     """What jaxlib 0.11.2 writes, of two calls and a third that is not ours."""
     thunks = "".join(f"00{i}: kCustomCall [prev=00{i - 1} (1) | sink        ] kCustomCall\n" for i in (1, 2, 3))
     hlo = 'custom-call(%x), custom_call_target="jaxconv_conv_v2"\n' * 2 + 'custom_call_target="other"\n'
-    found = _launches._with_targets(_launches.of_thunks(thunks), hlo)
+    found = launches._with_targets(launches.of_thunks(thunks), hlo)
     assert found.by_kind == {"CustomCall jaxconv_conv_v2": 2, "CustomCall": 1} and found.total == 3
 
 

@@ -14,7 +14,7 @@ from helpers import H200, PLATFORM
 
 import jaxconv
 from jaxconv import _plan
-from jaxconv._activation import Activation
+from jaxconv._core.activations import Activation
 from jaxconv._problem import BatchNormProblem
 
 # algorithm -> groups of 64 channels, dtype, whether its kernel reads channels last

@@ -17,7 +17,7 @@ from flax_cases import KEY, array, assert_same, assert_same_description, randomi
 
 import jaxconv
 import jaxconv.linen as jn
-from jaxconv._activation import activate, parse
+from jaxconv._core.activations import activate, parse
 
 FEATURES = 8
 

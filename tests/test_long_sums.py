@@ -17,7 +17,8 @@ import pytest
 from cases import ConvCase, _case
 from helpers import DEVICE, DTYPES, PLATFORM
 
-from jaxconv import _plan, conv
+from jaxconv import _plan
+from jaxconv._ops import conv
 from jaxconv._plan import sm90
 from jaxconv._problem import CONV_ALGORITHMS
 

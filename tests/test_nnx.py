@@ -15,7 +15,7 @@ from flax_cases import KEY, array, assert_same, assert_same_description, randomi
 
 import jaxconv
 import jaxconv.nnx as jn
-from jaxconv._activation import activate, parse
+from jaxconv._core.activations import activate, parse
 
 FEATURES = 8
 

@@ -10,7 +10,7 @@ import out_of_memory
 import pytest
 from helpers import H200
 
-from jaxconv import _op
+from jaxconv._core import primitives
 
 
 @pytest.mark.skipif(helpers.PLATFORM != "cuda", reason="a GPU's memory")
@@ -24,7 +24,7 @@ def test_every_call_raises_and_the_process_goes_on():
 def test_every_kernel_is_tried(code_for_gpus):
     """On a Hopper GPU: plans are data."""
     found = out_of_memory.tried(H200, every=False)
-    assert set(found) == {kernel.name for kernel in _op.KERNELS.values()}
+    assert set(found) == {kernel.name for kernel in primitives.KERNELS.values()}
     by_algorithm = {name.split()[1] for name in out_of_memory.tried(H200, every=True)}
     assert by_algorithm >= {"sm90", "implicit_gemm", "im2col", "direct", "depthwise", "grouped", "stem", "gemm"}
     assert by_algorithm >= {"two_read", "resident_team", "interleaved", "gather"}

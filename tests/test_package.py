@@ -24,7 +24,8 @@ import matrix
 import pytest
 
 import jaxconv
-from jaxconv import _problem, _types
+from jaxconv import _problem
+from jaxconv._core import types as _types
 
 LAZY = {"linen", "nnx"}
 
@@ -80,7 +81,7 @@ def test_near_names_say_what_there_is(name, says):
 
 
 def test_the_modules_are_still_found():
-    from jaxconv import conv, conv_transpose
+    from jaxconv._ops import conv, conv_transpose
 
     assert conv.conv2d is jaxconv.conv2d
     assert conv_transpose.conv_transpose2d is jaxconv.conv_transpose2d

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("flax", reason="the models are Flax's")
 
 from benchmarks import passes, steps
-from jaxconv import _native
+from jaxconv._core import native
 
 # As XLA writes a GPU's program. 1 MB is 2^20 bytes of bf16[512,1024].
 PROGRAM = """
@@ -106,14 +106,14 @@ def test_the_lines_are_sums_and_the_largest():
     ],
 )
 def test_bad_options_are_refused(missing, options, message, capsys, monkeypatch):
-    monkeypatch.setattr(_native, "cuda_missing", missing)
+    monkeypatch.setattr(native, "cuda_missing", missing)
     with pytest.raises(SystemExit):
         passes.main(options)
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.skipif(importlib.util.find_spec("jax_cuda13_plugin") is None, reason="it takes JAX's CUDA plugin")
-@pytest.mark.skipif(_native.cuda is None, reason="it takes jaxconv's CUDA module")
+@pytest.mark.skipif(native.cuda is None, reason="it takes jaxconv's CUDA module")
 def test_a_step_is_compiled_for_a_gpu_that_need_not_be_here(capsys):
     assert passes.main(["--small", "--model", "resnet50", "--batch", "64"]) == 0
     flax, accelerated = (line for line in capsys.readouterr().out.splitlines() if " passes, " in line)

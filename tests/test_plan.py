@@ -21,8 +21,9 @@ from jax import lax
 
 import jaxconv
 from benchmarks.cases import BATCHNORM, CONV, DENSE
-from jaxconv import _explain, _native, _plan
-from jaxconv._activation import Activation
+from jaxconv import _plan
+from jaxconv._core import native as _native
+from jaxconv._core.activations import Activation
 from jaxconv._plan import Device, implicit_gemm, measured, plan, supports
 from jaxconv._plan.plan import product_tile
 from jaxconv._problem import (
@@ -37,6 +38,7 @@ from jaxconv._problem import (
     GroupNormProblem,
     SqueezeExciteProblem,
 )
+from jaxconv._tools import explain
 
 DEVICES = {
     "cpu": Device("cpu", "cpu"),
@@ -704,11 +706,11 @@ def test_info_says_what_was_found_and_what_is_missing(monkeypatch):
     ("version", "newer"), [("0.11.2", False), ("0.11.9", False), ("0.10.9", False), ("0.12.0", True), ("1.0", True)]
 )
 def test_info_says_when_jaxlib_is_newer_than_the_recorded_times(version, newer, monkeypatch):
-    monkeypatch.setattr(_explain.jaxlib, "__version__", version)
-    line = _explain._tables(H200)
+    monkeypatch.setattr(explain.jaxlib, "__version__", version)
+    line = explain._tables(H200)
     assert line.startswith("recorded times: of NVIDIA H200, with jaxlib 0.11.2, driver 580")
     assert (f"jaxlib {version} is newer" in line) == newer
-    assert "none of NVIDIA A100" in _explain._tables(DEVICES["a100"])
+    assert "none of NVIDIA A100" in explain._tables(DEVICES["a100"])
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,8 @@ from jax.test_util import check_grads
 import jaxconv
 import jaxconv.linen as jn
 import jaxconv.nnx as jx
-from jaxconv import _plan, _problem, reference
+from jaxconv import _plan, _problem
+from jaxconv._ops import pool, reference
 from jaxconv._plan import Device, measured
 from jaxconv._plan.domain import pool_refusal, pool_vector
 
@@ -493,7 +494,7 @@ def test_either_kernel_may_be_xlas_beside_the_other(native, monkeypatch):
 def test_positions_of_the_reference_are_those_of_the_kernel():
     x = jnp.asarray(np.random.default_rng(0).choice(np.array(SPECIAL, np.float32), (2, 9, 8, 8)))
     p = problem(x.shape, (3, 2), "float32", implementation="native")
-    y, position = jaxconv.pool.kernel(dataclasses.replace(p, save=True), x)
+    y, position = pool.kernel(dataclasses.replace(p, save=True), x)
     expected_y, expected = reference.max_pool(dataclasses.replace(p, save=True), x)
     np.testing.assert_array_equal(y, expected_y)
     np.testing.assert_array_equal(position, expected)

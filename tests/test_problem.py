@@ -16,7 +16,7 @@ import pytest
 from jax import lax
 
 import jaxconv
-from jaxconv import _activation
+from jaxconv._core import activations
 from jaxconv._problem import parse_padding
 
 # Sums of the same numbers in another order.
@@ -243,16 +243,16 @@ FUNCTIONS = {
 def test_functions_of_jax_are_taken_as_activations(name):
     z = jnp.linspace(-7.0, 7.0, 15)
     for function in FUNCTIONS[name]:
-        activation = _activation.parse("test", function)
-        assert activation == _activation.parse("test", name)
+        activation = activations.parse("test", function)
+        assert activation == activations.parse("test", name)
         if callable(function):  # and it is what the function computes
-            np.testing.assert_allclose(_activation.activate(activation, z), function(z), rtol=2e-6, atol=1e-6)
+            np.testing.assert_allclose(activations.activate(activation, z), function(z), rtol=2e-6, atol=1e-6)
 
 
 def test_every_activation_has_a_function_and_a_type():
     names = {"none" if name is None else name for name in FUNCTIONS if not isinstance(name, tuple)}
-    assert names == set(_activation.NAMES)
-    assert set(typing.get_args(_activation.Name)) == {*_activation.NAMES, "swish"}
+    assert names == set(activations.NAMES)
+    assert set(typing.get_args(activations.Name)) == {*activations.NAMES, "swish"}
 
 
 @pytest.mark.parametrize("dilation", [1, 3])

@@ -17,7 +17,7 @@ from flax_cases import KEY, randomised
 from jax import export, lax
 
 import jaxconv
-from jaxconv import _op
+from jaxconv._core import primitives
 from jaxconv.quantize import calibrate, scales
 
 PIXELS = 8
@@ -159,7 +159,7 @@ def test_answers_are_near_the_wide_ones(quantize, dtype):
 def test_nothing_between_two_8_bit_convolutions_is_wider():
     """In memory: what convolutions read and write. The max-pooling's result is stored in 8 bits too."""
     jaxpr = jax.make_jaxpr(frozen())(X)
-    called = [e for e in _op.equations(jaxpr.jaxpr) if e.primitive.name == "jaxconv_conv_scaled"]
+    called = [e for e in primitives.equations(jaxpr.jaxpr) if e.primitive.name == "jaxconv_conv_scaled"]
     assert len(called) == 7
     for eqn in called:
         x, w, *_ = (v.aval for v in eqn.invars)
@@ -333,7 +333,7 @@ def test_norms_between_8_bit_convolutions_are_plain_arithmetic():
     q = jaxconv.freeze(model.apply, variables, quantize="int8", calibrate=[X])
     assert [layer.out_dtype for layer in q.quantization] == ["float32", "int8", "float32", "float32"]
     jaxpr = jax.make_jaxpr(q)(X)
-    assert not [e for e in _op.equations(jaxpr.jaxpr) if "batchnorm" in e.primitive.name]
+    assert not [e for e in primitives.equations(jaxpr.jaxpr) if "batchnorm" in e.primitive.name]
     assert LEAST["int8"] < signal_to_noise(jaxconv.freeze(model.apply, variables)(X), q(X)) < 60
 
 

@@ -8,9 +8,10 @@ import jax
 import pytest
 from helpers import DEVICE, PLATFORM
 
-from jaxconv import _native, _op, _plan
+from jaxconv import _plan
+from jaxconv._core import native, primitives
 
-ROLES = (_native.cpu if PLATFORM == "cpu" else _native.cuda).roles()
+ROLES = (native.cpu if PLATFORM == "cpu" else native.cuda).roles()
 HERE = [name for name in direct_calls.KERNELS if PLATFORM == "cuda" or name not in direct_calls.ON_GPUS]
 # Without bias, addend and activation: in Python kernels of their own, in native code the fused ones.
 BARE = {"conv_fprop": "conv", "matmul": "dense"}
@@ -46,7 +47,9 @@ def test_a_call_has_the_operands_and_results_of_its_row(name):
     kernel_name, f, args = direct_calls._programs()[name]
     kernel = direct_calls.KERNELS[kernel_name]
     with jax.enable_x64(False):
-        bound = [e for e in _op.equations(jax.make_jaxpr(f)(*args).jaxpr, DEVICE) if e.primitive is kernel.primitive]
+        bound = [
+            e for e in primitives.equations(jax.make_jaxpr(f)(*args).jaxpr, DEVICE) if e.primitive is kernel.primitive
+        ]
     (equation,) = bound
     problem = equation.params["problem"]
     call = direct_calls.example(name)

@@ -29,8 +29,8 @@ from jax.sharding import PartitionSpec as P
 from tolerance import floor
 
 import jaxconv
+from jaxconv._ops.batchnorm import moments
 from jaxconv._problem import BatchNormProblem
-from jaxconv.batchnorm import moments
 
 DEVICES = jax.device_count()
 pytestmark = pytest.mark.skipif(DEVICES < 2 or DEVICES % 2 == 1, reason="a mesh takes an even number of devices")

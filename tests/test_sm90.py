@@ -15,7 +15,8 @@ from helpers import DEVICE, integers, normal
 from tolerance import assert_exact
 
 import jaxconv
-from jaxconv import _plan, conv
+from jaxconv import _plan
+from jaxconv._ops import conv
 from jaxconv._plan import sm90
 
 if DEVICE.compute_capability != (9, 0):  # not collected: there are some thousand

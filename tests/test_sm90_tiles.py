@@ -19,12 +19,14 @@ from jax import lax
 from tolerance import assert_close, assert_exact
 
 import jaxconv
-from jaxconv import _native, _plan, conv
+from jaxconv import _plan
+from jaxconv._core import native
+from jaxconv._ops import conv
+from jaxconv._ops.dense import matmul
 from jaxconv._plan import sm90
 from jaxconv._problem import ConvProblem, DenseProblem
-from jaxconv.dense import matmul
 
-if DEVICE.compute_capability != (9, 0) or _native.missing(DEVICE.platform) is not None:
+if DEVICE.compute_capability != (9, 0) or native.missing(DEVICE.platform) is not None:
     pytest.skip("needs a GPU of compute capability 9.0 and its kernels", allow_module_level=True)
 
 FORCED = [

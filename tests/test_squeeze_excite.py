@@ -37,7 +37,7 @@ from tolerance import assert_close, error, floor
 
 import jaxconv
 from jaxconv import _plan
-from jaxconv._activation import Activation
+from jaxconv._core.activations import Activation
 from jaxconv._plan import squeeze_excite as planned
 from jaxconv._plan.plan import Plan
 from jaxconv._problem import SqueezeExciteProblem

@@ -19,7 +19,7 @@ import pytest
 from helpers import calls, normal, same_bits
 
 import jaxconv
-from jaxconv import conv as kernels
+from jaxconv._ops import conv as kernels
 from jaxconv._problem import ConvProblem
 
 THREADS = 6

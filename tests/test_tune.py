@@ -25,7 +25,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxconv
 from jaxconv import __main__ as command
-from jaxconv import _op, _plan
+from jaxconv import _plan
+from jaxconv._core import primitives
 from jaxconv._plan import measured, tuned
 from jaxconv._plan.plan import Candidate
 
@@ -436,7 +437,7 @@ def test_programs_of_the_function_differ_in_what_would_change(monkeypatch):
 
     lowered = []
     plan = _plan.plan
-    monkeypatch.setattr(_op._plan, "plan", lambda *a: lowered.append(str(plan(*a))) or plan(*a))
+    monkeypatch.setattr(primitives._plan, "plan", lambda *a: lowered.append(str(plan(*a))) or plan(*a))
     monkeypatch.setattr(module, "_compare", compare)
     f = jax.jit(lambda x, w: conv(x, w).sum(), donate_argnums=0)
     tune(f)(jax.ShapeDtypeStruct(X.shape, X.dtype), jnp.copy(W))

@@ -28,9 +28,12 @@ from jax.sharding import PartitionSpec as P
 
 import jaxconv
 from benchmarks import in_place as benchmark
-from jaxconv import _compat, _in_place, _op, _plan, _timing
+from jaxconv import _plan
+from jaxconv._core import compat, primitives
 from jaxconv._plan import in_place, tuned
 from jaxconv._plan.planner import PLANNERS
+from jaxconv._tools import in_place as _in_place
+from jaxconv._tools import timing
 
 ON_CPU = pytest.mark.skipif(helpers.PLATFORM != "cpu", reason="the kernels that are named are the CPU's")
 
@@ -85,8 +88,8 @@ def conv(x, w, **options):
 
 
 def problem_of(f, *args):
-    (equation,) = (e for e in _op.equations(jax.make_jaxpr(f)(*args).jaxpr) if e.primitive in _op.KERNELS)
-    return _op.KERNELS[equation.primitive].name, equation.params["problem"]
+    (equation,) = (e for e in primitives.equations(jax.make_jaxpr(f)(*args).jaxpr) if e.primitive in primitives.KERNELS)
+    return primitives.KERNELS[equation.primitive].name, equation.params["problem"]
 
 
 X, W = jnp.ones((2, 9, 9, 8)), jnp.ones((3, 3, 8, 16))
@@ -241,9 +244,9 @@ def test_norms_are_chosen_forward_and_backward_by_the_sum_of_both(gpu):
 def problem_of_backward(f, x):
     jaxpr = jax.make_jaxpr(jax.grad(lambda x: f(x).astype(jnp.float32).sum()))(x).jaxpr
     return next(
-        (_op.KERNELS[e.primitive].name, e.params["problem"])
-        for e in _op.equations(jaxpr)
-        if e.primitive in _op.KERNELS and _op.KERNELS[e.primitive].name.endswith("_backward")
+        (primitives.KERNELS[e.primitive].name, e.params["problem"])
+        for e in primitives.equations(jaxpr)
+        if e.primitive in primitives.KERNELS and primitives.KERNELS[e.primitive].name.endswith("_backward")
     )
 
 
@@ -303,8 +306,8 @@ def test_operands_are_those_that_an_op_is_bound_with(name, mapped):
     if mapped:
         f, x = jax.vmap(f), jnp.stack([x, x])
     seen = 0
-    for equation in _op.equations(jax.make_jaxpr(f)(x).jaxpr, A100):
-        kernel = _op.KERNELS.get(equation.primitive)
+    for equation in primitives.equations(jax.make_jaxpr(f)(x).jaxpr, A100):
+        kernel = primitives.KERNELS.get(equation.primitive)
         if kernel is None or kernel.name not in in_place._OPS:
             continue
         seen += 1
@@ -437,7 +440,7 @@ def test_a_kernel_with_other_results_than_xlas_is_not_taken(monkeypatch, wrong):
     times = {"xla": 2.0, "wrong": 0.1, "slow and wrong": 9.0, "right": 1.0, "tile": 0.2}
 
     def timings_of(functions, sets, seconds, step):
-        return {name: _timing.Timing((times[name],), "wall", 1.0) for name in functions}, {}
+        return {name: timing.Timing((times[name],), "wall", 1.0) for name in functions}, {}
 
     def right(x):
         return [x + 1, jnp.sum(x)]
@@ -581,22 +584,22 @@ def test_processes_of_one_program_must_choose_alike(gpu, capsys, file, monkeypat
 
 
 def test_a_profile_beside_which_kernels_cannot_be_timed(gpu, capsys, file, monkeypatch):
-    monkeypatch.setattr(_compat, "_profiles", [None])
+    monkeypatch.setattr(compat, "_profiles", [None])
     stays_as_it_was(gpu, capsys, "jax.profiler takes or took a trace in this process", file, times=0)
 
 
 def test_profiles_are_noted(monkeypatch):
     state = type("State", (), {"profile_session": None})()
-    monkeypatch.setattr(_compat.profiler, "_profile_state", state)
-    monkeypatch.setattr(_compat, "_profiles", [])
-    _compat.note_profiles()
-    _compat.note_profiles()
-    assert not _compat.profiled()
+    monkeypatch.setattr(compat.profiler, "_profile_state", state)
+    monkeypatch.setattr(compat, "_profiles", [])
+    compat.note_profiles()
+    compat.note_profiles()
+    assert not compat.profiled()
     state.profile_session = None
-    assert not _compat.profiled()
+    assert not compat.profiled()
     state.profile_session = object()
     state.profile_session = None
-    assert _compat.profiled() and state.profile_session is None
+    assert compat.profiled() and state.profile_session is None
 
 
 def test_the_budget_ends(gpu, capsys, monkeypatch, file):

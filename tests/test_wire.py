@@ -33,7 +33,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 import jaxconv
-from jaxconv import _activation, _native, _op, _plan
+from jaxconv import _plan
+from jaxconv._core import activations, primitives
+from jaxconv._core import native as _native
 
 MODULE = _native.cpu if PLATFORM == "cpu" else _native.cuda
 
@@ -103,12 +105,12 @@ def example(name: str) -> tuple[Any, tuple[Any, ...]]:
     }[name]
 
 
-def wire(name: str) -> _op.Wire:
+def wire(name: str) -> primitives.Wire:
     """The attributes with which `example(name)` calls its kernel, before XLA sees them."""
     f, args = example(name)
     (call,) = [call for call in jaxconv.explain(f)(*args) if call.op == name]
     made = KERNELS[name].wire(call.problem, call.plan)
-    return _op.Wire({**made.attrs, "plan": call.plan.attrs()}, made.operand_layouts, made.result_layouts)
+    return primitives.Wire({**made.attrs, "plan": call.plan.attrs()}, made.operand_layouts, made.result_layouts)
 
 
 WINDOW = {
@@ -237,7 +239,7 @@ def test_native_code_has_no_target_that_python_does_not_know():
 
 
 def test_both_languages_name_the_same_activations_in_the_same_order():
-    assert tuple(MODULE.activations()) == _activation.NAMES
+    assert tuple(MODULE.activations()) == activations.NAMES
 
 
 @pytest.mark.parametrize("first", [2, 2.0], ids=["int_first", "float_first"])

@@ -24,9 +24,11 @@ from jax import lax
 from jax.interpreters import mlir
 from jax.sharding import AxisType
 
-from jaxconv import _compat, _op, _plan, _problem, _sharding, conv_integer
+from jaxconv import _plan, _problem
+from jaxconv._core import compat, primitives, sharding
 from jaxconv._enable import forms
 from jaxconv._enable.report import Convolution, Convolutions, Record
+from jaxconv._ops import conv_integer
 from jaxconv._plan import in_place
 
 __all__ = ["Convolution", "Convolutions", "disable", "disabled", "enable", "enabled", "report"]
@@ -98,14 +100,14 @@ def enable(*, implementation: str | None = None, auto_meshes: bool = False, tune
     with _lock:
         _install(state, counts=not _process)
         _process = True
-    _compat.set_global(_STATE, state)
+    compat.set_global(_STATE, state)
     in_place.ask(tune)
 
 
 def disable() -> None:
     """Undoes `enable`: JAX is as it was. Programs that were compiled while it was on are not used any more."""
     global _process
-    _compat.set_global(_STATE, _off)
+    compat.set_global(_STATE, _off)
     in_place.ask(False)
     with _lock:
         if _process:
@@ -172,11 +174,11 @@ def _install(state: State, counts: bool = True) -> None:
     """Under the lock."""
     global _users, _undo
     if _users == 0:
-        rules = {platform: functools.partial(_lower, platform) for platform in _op.PLATFORMS}
-        _undo = _compat.replace_lowering(lax.conv_general_dilated_p, rules)
+        rules = {platform: functools.partial(_lower, platform) for platform in primitives.PLATFORMS}
+        _undo = compat.replace_lowering(lax.conv_general_dilated_p, rules)
     _users += counts
     if state.auto_meshes:  # splitting a call on a mesh takes its devices
-        _compat.needs_devices_to_lower(lax.conv_general_dilated_p)
+        compat.needs_devices_to_lower(lax.conv_general_dilated_p)
 
 
 def _uninstall() -> None:
@@ -244,12 +246,12 @@ def choose(
 
 def gathers(form: forms.Form, avals: tuple[Any, Any, Any]) -> str | None:
     """On a mesh with Explicit axes: why our call would move arrays between devices that lax's leaves where they are."""
-    if _sharding.explicit_mesh(avals) is None:
+    if sharding.explicit_mesh(avals) is None:
         return None
     lhs, rhs, out = avals
     try:
         jaxpr = jax.make_jaxpr(form.run)(lhs, rhs)
-    except _compat.ShardingTypeError as error:
+    except compat.ShardingTypeError as error:
         return f"jaxconv cannot say how its result is split over the mesh: {error}"
     # Of integers lax's call may have no other way to run.
     for equation in jaxpr.eqns if form.form != "integers" else ():
@@ -311,33 +313,33 @@ def _lower(
 ) -> Any:
     """The lowering rule of lax's convolution on `platform`; `of_lax` is JAX's own."""
     state = _STATE.value
-    if not isinstance(state, State) or _op.means_lax():
+    if not isinstance(state, State) or primitives.means_lax():
         return of_lax(ctx, lhs, rhs, **params)
     avals = (*ctx.avals_in, *ctx.avals_out)
     if _converts(avals, platform, state):
         return mlir.lower_fun(functools.partial(_converted, avals[2], params), multiple_results=False)(ctx, lhs, rhs)
     refusal = _refusal(ctx, avals, state) or _unknown(ctx, platform)
-    with _op.timing_in(ctx):
-        device = _op.lowered_for(ctx, platform)
+    with primitives.timing_in(ctx):
+        device = primitives.lowered_for(ctx, platform)
         choice = Choice(None, None, refusal) if refusal else choose(avals, params, state, device)
     if refusal:  # the report names its form nevertheless
         form = forms.read(*avals, params)
         choice = dataclasses.replace(choice, form=None if isinstance(form, str) else form)
     _record.add(describe(choice, avals, str(ctx.name_stack)))
     if choice.plan is None:
-        with _op.as_lax():  # complex numbers are real convolutions there
+        with primitives.as_lax():  # complex numbers are real convolutions there
             return of_lax(ctx, lhs, rhs, **params)
     return mlir.lower_fun(choice.form.run, multiple_results=False)(ctx, lhs, rhs)
 
 
 def _refusal(ctx: mlir.LoweringRuleContext, avals: Any, state: State) -> str | None:
     """Why the program that is being lowered keeps lax's convolutions, whatever they are."""
-    if _compat.exported(ctx):
+    if compat.exported(ctx):
         return "the program is exported: whoever loads it would need jaxconv"
-    if _compat.computed_elsewhere(ctx):
+    if compat.computed_elsewhere(ctx):
         return "compute_on sends it elsewhere than the program"
-    partitioning = _compat.partitioning(ctx)
-    mesh = _sharding.explicit_mesh(avals)
+    partitioning = compat.partitioning(ctx)
+    mesh = sharding.explicit_mesh(avals)
     known = mesh is not None and all(kind != AxisType.Auto or mesh.shape[a] == 1 for a, kind in _kinds(mesh))
     if partitioning == "none" or known or (partitioning == "auto" and state.auto_meshes):
         return None
@@ -346,7 +348,7 @@ def _refusal(ctx: mlir.LoweringRuleContext, avals: Any, state: State) -> str | N
 
 def _unknown(ctx: mlir.LoweringRuleContext, platform: str) -> str | None:
     """Why there is no plan: JAX tells a lowering its device where splitting a call takes it."""
-    if _compat.device_of(ctx, platform) is not None or len(kinds := _plan.Device.kinds(platform)) < 2:
+    if compat.device_of(ctx, platform) is not None or len(kinds := _plan.Device.kinds(platform)) < 2:
         return None
     return (
         f"there are devices of several kinds ({', '.join(kinds)}), and a lowering is told for which it is only with "

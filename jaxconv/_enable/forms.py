@@ -24,7 +24,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxconv import _op, _sharding, conv, conv_integer
+from jaxconv._core import primitives, sharding
+from jaxconv._ops import conv, conv_integer
 from jaxconv._problem import DTYPES, ConvProblem, IntegerConvProblem, Precision
 
 Array = jax.Array
@@ -47,7 +48,7 @@ BATCH_GROUPS = {"lhs": "p", "rhs": "r", "out": "r"}
 @dataclasses.dataclass(frozen=True)
 class Reading:
     form: str
-    kernel: _op.Kernel
+    kernel: primitives.Kernel
     x: str  # "lhs", "rhs" or "out"
     y: str
     w: str
@@ -79,7 +80,7 @@ class Form:
     """lax's convolution as a kernel's problem, and how lax's operands become the kernel's and its result lax's."""
 
     form: str  # "fprop", "dgrad", "wgrad"; "integers"
-    kernel: _op.Kernel
+    kernel: primitives.Kernel
     problem: ConvProblem | IntegerConvProblem
     operands: Mapping[str, Callable[[Array], Array]]  # "lhs", "rhs" -> to the kernel's, in the kernel's order
     result: Callable[[Array], Array]
@@ -141,7 +142,7 @@ def _integers(lhs: Any, rhs: Any, out: Any, params: Mapping[str, Any]) -> Form |
     def result(y: Array) -> Array:
         """As lax's type says it is split."""
         y = conv_integer.back(y, out.dtype)
-        return y if _sharding.explicit_mesh([out]) is None else jax.sharding.reshard(y, out.sharding)
+        return y if sharding.explicit_mesh([out]) is None else jax.sharding.reshard(y, out.sharding)
 
     return Form(
         "integers",

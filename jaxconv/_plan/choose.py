@@ -14,7 +14,7 @@ import dataclasses
 import math
 from typing import Any, TypeVar
 
-from jaxconv import _native
+from jaxconv._core import native
 from jaxconv._plan import in_place, measured, model, tuned
 from jaxconv._plan.plan import Candidate, Device, Plan, Problem
 from jaxconv._plan.planner import NOTHING, PARTITIONED, PLANNERS, XLA_ASKED, Planner, asked, disabled_text
@@ -252,13 +252,13 @@ def _percent(deviation: float) -> str:
 
 def missing(device: Device) -> str | None:
     """Why no native code runs on the device, or None."""
-    why = _native.missing(device.platform)
+    why = native.missing(device.platform)
     capability = device.compute_capability
     if why or device.platform != "cuda" or capability is None:
         return why
     if capability < (8, 0):
         return f"the CUDA kernels need compute capability 8.0, {device.kind} has {capability}"
-    if not _native.runs_on(capability):
+    if not native.runs_on(capability):
         return f"the CUDA module holds no code for {device.kind}: it was built for other architectures (see info())"
     return None
 

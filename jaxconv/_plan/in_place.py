@@ -3,7 +3,7 @@
 JAXCONV_TUNE=1, `jaxconv.enable(tune=True)` and `jaxconv.accelerate(f, tune=True)` ask for it. `choose` comes here for a
 problem that is not forced and not tuned. Where the device's own table has nothing near it, its kernels and XLA are
 timed there and then, as XLA's autotuner times its own; what wins is an entry like those of `jaxconv.tune`, in the
-user's file. What is timed and how is `jaxconv._in_place`'s: plans know no operations of JAX's.
+user's file. What is timed and how is `jaxconv._tools.in_place`'s: plans know no operations of JAX's.
 
 Whether it is asked for is part of the key of JAX's caches. What was found is not: see `tuned`. Whatever goes wrong is a
 line on stderr, and the choice is the one that would have been made without.
@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from jaxconv import _compat
+from jaxconv._core import compat
 from jaxconv._plan import measured, tuned
 from jaxconv._plan.plan import Device, Plan
 from jaxconv._problem import BatchNormProblem, ConvProblem, PoolProblem
@@ -72,7 +72,7 @@ class Asked:
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """What `jaxconv._in_place` measured of one problem."""
+    """What `jaxconv._tools.in_place` measured of one problem."""
 
     ms: Mapping[str, float]  # by "xla" and `Plan.spec`
     noise: Mapping[str, float]  # of those: half the distance between the quartiles, relative to the median
@@ -115,7 +115,7 @@ _default = _of_environment()
 # An Asked, _KNOWN, or None: nobody asked
 _STATE = jax.make_user_context(default_value=_default)
 if _default is not None:
-    _compat.note_profiles()
+    compat.note_profiles()
 
 
 def checked(name: str, tune: Any) -> bool:
@@ -126,7 +126,7 @@ def checked(name: str, tune: Any) -> bool:
 
 def new() -> Asked:
     """An asking with a budget of its own."""
-    _compat.note_profiles()
+    compat.note_profiles()
     return Asked()
 
 
@@ -142,7 +142,7 @@ def asked() -> Asked | None:
 
 def ask(tune: bool) -> None:
     """From now on, in all threads; without `tune` as the environment says."""
-    _compat.set_global(_STATE, new() if tune else _default)
+    compat.set_global(_STATE, new() if tune else _default)
 
 
 def asking(one: Asked | None) -> contextlib.AbstractContextManager[Any]:
@@ -170,7 +170,7 @@ def forget() -> None:
     _tried.clear()
     _said.clear()
     _read = None
-    _compat.set_global(_STATE, _default)
+    compat.set_global(_STATE, _default)
 
 
 def say(text: str, once: bool = False) -> None:
@@ -249,7 +249,7 @@ def _refusal(device: Device) -> str | None:
         )
     if here(device) is None:
         return f"programs are made for {device.kind}, which is not here"
-    if _compat.profiled():
+    if compat.profiled():
         return "jax.profiler takes or took a trace in this process, beside which kernels cannot be timed"
     return None
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxconv import _native
+from jaxconv._core import native
 from jaxconv._problem import (
     BatchNormProblem,
     ConvProblem,
@@ -85,7 +85,7 @@ class Device:
         return cls(
             platform,
             device.device_kind,
-            _native.code_for((int(major), int(minor))) if text else None,
+            native.code_for((int(major), int(minor))) if text else None,
             getattr(device, "core_count", None) or 132,
         )
 

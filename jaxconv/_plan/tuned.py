@@ -26,7 +26,7 @@ from typing import Any
 import jax
 import jaxlib
 
-from jaxconv import _compat
+from jaxconv._core import compat
 from jaxconv._plan.plan import Device
 
 try:
@@ -329,7 +329,7 @@ def active() -> Results:
 
 def activate(results: Results | None) -> None:
     """From now on these hold, in all threads, but for those inside `applied`; None: those of the user's file."""
-    _compat.set_global(_ACTIVE, results)
+    compat.set_global(_ACTIVE, results)
 
 
 @contextlib.contextmanager

@@ -9,8 +9,8 @@ from typing import Any, Literal, get_args
 import jax
 import numpy as np
 
-from jaxconv import _activation
-from jaxconv._activation import Activation
+from jaxconv._core import activations
+from jaxconv._core.activations import Activation
 from jaxconv._problem.parse import NO_ACTIVATION, broadcasts, check_choice, integer, number, same_dtype, shapes
 
 BatchNormAlgorithm = Literal["two_read", "resident_block", "resident_team"]
@@ -143,7 +143,7 @@ class BatchNormProblem:
             training=bool(training),
             momentum=number(name, "momentum", momentum),
             epsilon=number(name, "epsilon", epsilon),
-            activation=_activation.parse(name, activation),
+            activation=activations.parse(name, activation),
             residual=residual is not None,
             masked=mask is not None and bool(training),
             implementation=implementation,

@@ -11,8 +11,8 @@ import jax
 import numpy as np
 from jax import lax
 
-from jaxconv import _activation
-from jaxconv._activation import Activation
+from jaxconv._core import activations
+from jaxconv._core.activations import Activation
 from jaxconv._problem.batchnorm import BatchNormProblem
 from jaxconv._problem.dense import DenseProblem
 from jaxconv._problem.parse import (
@@ -278,7 +278,7 @@ class ConvProblem:
             channels_last=channels_last,
             precision=precision,
             bias=b is not None,
-            activation=_activation.parse(name, activation),
+            activation=activations.parse(name, activation),
             save_preactivation=bool(return_preactivation),
             implementation=implementation,
             algorithm=algorithm,
@@ -367,7 +367,7 @@ class ConvProblem:
             channels_last=channels_last,
             precision=precision,
             bias=b is not None,
-            activation=_activation.parse(name, activation),
+            activation=activations.parse(name, activation),
             save_preactivation=bool(return_preactivation),
             implementation=implementation,
             algorithm=algorithm,

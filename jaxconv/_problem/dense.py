@@ -8,8 +8,8 @@ from typing import Any, Literal, get_args
 import jax
 from jax import lax
 
-from jaxconv import _activation
-from jaxconv._activation import Activation
+from jaxconv._core import activations
+from jaxconv._core.activations import Activation
 from jaxconv._problem.parse import (
     NO_ACTIVATION,
     Precision,
@@ -156,7 +156,7 @@ class DenseProblem:
             beta=number(name, "beta", beta),
             bias=bias,
             addend=c is not None,
-            activation=_activation.parse(name, activation),
+            activation=activations.parse(name, activation),
             save_preactivation=bool(return_preactivation),
             implementation=implementation,
             algorithm=algorithm,

@@ -8,8 +8,8 @@ from typing import Any, Literal, get_args
 
 import jax
 
-from jaxconv import _activation
-from jaxconv._activation import Activation
+from jaxconv._core import activations
+from jaxconv._core.activations import Activation
 from jaxconv._problem.parse import NO_ACTIVATION, check_choice, integer, is_number, number, same_dtype, shapes
 
 GroupNormAlgorithm = Literal["two_read", "interleaved", "resident", "rows"]
@@ -126,7 +126,7 @@ class GroupNormProblem:
             shape=tuple(x.shape),
             groups=groups,
             epsilon=number(name, "epsilon", epsilon),
-            activation=_activation.parse(name, activation),
+            activation=activations.parse(name, activation),
             rows=rows,
             implementation=implementation,
             algorithm=algorithm,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import core, lax
 
-from jaxconv._activation import Activation
+from jaxconv._core.activations import Activation
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 

@@ -8,8 +8,8 @@ from typing import Any, Literal, get_args
 
 import jax
 
-from jaxconv import _activation
-from jaxconv._activation import Activation
+from jaxconv._core import activations
+from jaxconv._core.activations import Activation
 from jaxconv._problem.parse import check_choice, is_number, same_dtype, shapes
 
 SqueezeExciteAlgorithm = Literal["one_pass"]
@@ -113,7 +113,7 @@ class SqueezeExciteProblem:
             dtype=same_dtype(name, x=x),
             shape=tuple(x.shape),
             hidden=w1.shape[1],
-            activation=_activation.parse(name, activation),
+            activation=activations.parse(name, activation),
             gate=_parse_gate(name, gate),
             implementation=implementation,
             algorithm=algorithm,

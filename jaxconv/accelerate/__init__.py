@@ -19,10 +19,11 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from jaxconv import _compat, _plan, _problem
-from jaxconv._graph import Array
+from jaxconv import _plan, _problem
+from jaxconv._core import compat
+from jaxconv._core.graph import Array
+from jaxconv._core.types import P, R
 from jaxconv._plan import in_place
-from jaxconv._types import P, R
 from jaxconv.accelerate.activations import Activations
 from jaxconv.accelerate.function import Accelerated
 from jaxconv.accelerate.report import LISTENER, Report, heard_from_now_on, listening
@@ -182,7 +183,7 @@ def trace(f: Callable[..., Any], args: Any, kwargs: Any, name: str = "accelerate
         nonlocal tree, leaves, places, own
         with given.of(jax.tree.leaves((args, kwargs))) as (args, kwargs, after):
             out = f(*args, **kwargs)
-            attributes = plain.take(_compat.current_trace())
+            attributes = plain.take(compat.current_trace())
             leaves, tree = jax.tree.flatten((out, after(), keras.take(), (attributes,)))
         own = len(jax.tree.leaves(out))
         # Everything else is returned as it is: a Python number, an array that f closes over.

@@ -19,8 +19,8 @@ import numpy as np
 from jax import lax
 
 from jaxconv import _problem
-from jaxconv._activation import NAMES, Activation
-from jaxconv._graph import Constant, Graph, Node, Value, meant, number_of, scalar_of
+from jaxconv._core.activations import NAMES, Activation
+from jaxconv._core.graph import Constant, Graph, Node, Value, meant, number_of, scalar_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

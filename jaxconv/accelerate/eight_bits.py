@@ -17,9 +17,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxconv import _fused, _plan, conv_integer, conv_scaled
-from jaxconv._activation import Activation
-from jaxconv._graph import Array, Constant, Node, Value, channels_of, number_of, operands_of, scalar_of
+from jaxconv import _plan
+from jaxconv._core.activations import Activation
+from jaxconv._core.graph import Array, Constant, Node, Value, channels_of, number_of, operands_of, scalar_of
+from jaxconv._flax import fused
+from jaxconv._ops import conv_integer, conv_scaled
 from jaxconv._problem import EIGHT_BITS, ScaledConvProblem, is_number
 from jaxconv.accelerate.activations import Activations
 from jaxconv.accelerate.linear import Fused, Refusal, window_of
@@ -198,14 +200,14 @@ def find_scaled(node: Node, activations: Activations, adds: Callable[[Value], bo
     of a normalisation. What takes in most comes first."""
     numbers = node.params["dimension_numbers"]
     nd = len(node.inputs[0].shape) - 2
-    layout = _fused.conv_layout(numbers, nd)
+    layout = fused.conv_layout(numbers, nd)
     if layout is None:
         raise Refusal("jaxconv has channels-last and channels-first convolutions of 1 to 3 dimensions")
     if node.params["batch_group_count"] != 1 or any(d != 1 for d in node.params["lhs_dilation"]):
         raise Refusal("of 8 bits jaxconv has no batch groups and no lhs dilation with scales")
     if node.params.get("out_sharding") is not None:
         raise Refusal("its result has a sharding of its own")
-    if not _fused.pads_are_numbers(node.params["padding"]):
+    if not fused.pads_are_numbers(node.params["padding"]):
         raise Refusal("its pads are symbolic")
     x, w = (source_of(v) for v in node.inputs)
     assert x is not None and w is not None
@@ -261,7 +263,7 @@ def _fused_of(
 
     def operands_of_call(*values: Array) -> tuple[ScaledConvProblem, list[Array]]:
         given = iter(values)
-        x, w = next(given), _fused._in_layout(next(given), numbers, layout)
+        x, w = next(given), fused._in_layout(next(given), numbers, layout)
         scale = jnp.ones(size, jnp.float32)
         for i, factor in enumerate(factors):
             one = factor(next(given), size)
@@ -296,7 +298,7 @@ def _fused_of(
 
     def call(*values: Array) -> Sequence[Array]:
         problem, rest = operands_of_call(*values)
-        w = _fused._in_layout(values[1], numbers, layout)
+        w = fused._in_layout(values[1], numbers, layout)
         return [_within(_with_derivative(problem, values[0], w, *rest), narrowed, activation)]
 
     if jnp.issubdtype(node.inputs[0].dtype, jnp.floating) and x is not node.inputs[0]:

@@ -8,7 +8,7 @@ import types
 from collections.abc import Callable
 from typing import Any, Generic, overload
 
-from jaxconv._types import OfArguments, P, R
+from jaxconv._core.types import OfArguments, P, R
 from jaxconv.accelerate.report import Report
 
 

@@ -17,14 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxconv import _plan, _problem
-from jaxconv._activation import Activation
-from jaxconv._graph import Array, Value, bare, channels_of, is_count, number_of, operands_of, unconverted
+from jaxconv._core.activations import Activation
+from jaxconv._core.graph import Array, Value, bare, channels_of, is_count, number_of, operands_of, unconverted
+from jaxconv._ops.groupnorm import groupnorm
+from jaxconv._ops.layernorm import layernorm
 from jaxconv.accelerate.activations import Activated, Activations
 from jaxconv.accelerate.linear import Fused, Refusal
 from jaxconv.accelerate.norms import leads_only_to, squared
 from jaxconv.accelerate.report import GRADIENT
-from jaxconv.groupnorm import groupnorm
-from jaxconv.layernorm import layernorm
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 
-from jaxconv._graph import Value, bare, channels_of, is_count, number_of, operands_of, unconverted
+from jaxconv._core.graph import Value, bare, channels_of, is_count, number_of, operands_of, unconverted
 from jaxconv.accelerate.groupnorm import GroupNormalised, affine, numbers_along
 from jaxconv.accelerate.norms import squared
 

@@ -15,12 +15,13 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxconv import _enable, _fused, _problem
-from jaxconv._activation import Activation
+from jaxconv import _enable, _problem
+from jaxconv._core.activations import Activation
+from jaxconv._core.graph import Array, Constant, Node, Value, channels_of, operands_of
 from jaxconv._enable import forms
-from jaxconv._graph import Array, Constant, Node, Value, channels_of, operands_of
+from jaxconv._flax import fused as _fused
+from jaxconv._ops.conv_batchnorm import folding_pays
 from jaxconv.accelerate.activations import Activations
-from jaxconv.conv_batchnorm import folding_pays
 
 NO_ACTIVATION = Activation()
 
@@ -163,7 +164,7 @@ class Before:
         return alone.outputs[0]
 
     def run(self) -> Callable[..., Array]:
-        """The layer and its batch-norm in inference: `_fused.linear_batchnorm_inference` of x, w, ..."""
+        """The layer and its batch-norm in inference: `fused.linear_batchnorm_inference` of x, w, ..."""
         p = self.node.params
         if self.what == "conv":
             call, axis = functools.partial(_fused.conv, **window_of(self.node)), p["dimension_numbers"].rhs_spec[0]

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxconv import _problem
-from jaxconv._activation import Activation
-from jaxconv._graph import (
+from jaxconv._core.activations import Activation
+from jaxconv._core.graph import (
     Array,
     Node,
     Value,
@@ -29,11 +29,11 @@ from jaxconv._graph import (
     operands_of,
     unconverted,
 )
+from jaxconv._ops.batchnorm import batchnorm
+from jaxconv._ops.conv_batchnorm import inference
 from jaxconv.accelerate.activations import Activated, Activations
 from jaxconv.accelerate.linear import Before, Folding, Fused, Refusal, linear_before
 from jaxconv.accelerate.report import GRADIENT
-from jaxconv.batchnorm import batchnorm
-from jaxconv.conv_batchnorm import inference
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,9 +9,10 @@ from typing import Any
 
 from jax import lax
 
-from jaxconv import _problem, pool
-from jaxconv._fused import pads_are_numbers
-from jaxconv._graph import Array, Node
+from jaxconv import _problem
+from jaxconv._core.graph import Array, Node
+from jaxconv._flax.fused import pads_are_numbers
+from jaxconv._ops import pool
 from jaxconv.accelerate.linear import Fused, Refusal
 
 NAMES = ("reduce_window_max", "select_and_scatter_add")

@@ -16,7 +16,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
 from jaxconv import _plan
-from jaxconv._graph import (
+from jaxconv._core.graph import (
     REGION,
     Array,
     Constant,

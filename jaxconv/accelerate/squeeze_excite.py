@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxconv import _plan, _problem
-from jaxconv._activation import Activation
-from jaxconv._graph import (
+from jaxconv._core.activations import Activation
+from jaxconv._core.graph import (
     UNIT_AXES,
     Array,
     Constant,
@@ -26,12 +26,12 @@ from jaxconv._graph import (
     number_of,
     operands_of,
 )
-from jaxconv._graph import unconverted as unwidened
+from jaxconv._core.graph import unconverted as unwidened
+from jaxconv._ops.squeeze_excite import squeeze_excite
 from jaxconv.accelerate.activations import Activations
 from jaxconv.accelerate.groupnorm import numbers_along
 from jaxconv.accelerate.linear import Fused, Refusal
 from jaxconv.accelerate.report import GRADIENT
-from jaxconv.squeeze_excite import squeeze_excite
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxconv import _compat
-from jaxconv._graph import Array
+from jaxconv._core import compat
+from jaxconv._core.graph import Array
 from jaxconv.accelerate.function import Accelerated
 
 
@@ -204,7 +204,7 @@ class PlainObjects:
         def traced(value: Any) -> bool:
             # Leaves: what is in a tuple counts as its value, other containers are places of their own.
             leaves = jax.tree.leaves(value, is_leaf=lambda v: not isinstance(v, tuple))
-            return any(isinstance(leaf, jax.core.Tracer) and _compat.made_by(leaf, trace) for leaf in leaves)
+            return any(isinstance(leaf, jax.core.Tracer) and compat.made_by(leaf, trace) for leaf in leaves)
 
         self._changed, values = {}, {}
         for place in _places(self._roots):

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxconv._graph import Array, Constant, Node, Value, asks_extent
+from jaxconv._core.graph import Array, Constant, Node, Value, asks_extent
 from jaxconv.accelerate.linear import Fused
 
 # Indices are computed when the function is traced: elements of a step, steps.

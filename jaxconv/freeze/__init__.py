@@ -16,10 +16,12 @@ from typing import Any, Generic
 import jax
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
-from jaxconv import _compat, _cost, _op, _sharding, quantize
-from jaxconv._graph import Array, Value
-from jaxconv._launches import graph_options
-from jaxconv._types import R
+from jaxconv import quantize
+from jaxconv._core import compat, primitives, sharding
+from jaxconv._core.graph import Array, Value
+from jaxconv._core.types import R
+from jaxconv._tools import cost
+from jaxconv._tools.launches import graph_options
 from jaxconv.accelerate import Report, Results, Traced, check, trace, untouched
 from jaxconv.accelerate.report import LISTENER, heard_from_now_on, unheard
 from jaxconv.accelerate.state import Arguments, is_array, is_graph_node, nnx_updates, with_own_objects
@@ -117,7 +119,7 @@ def _quantized(
     f: Callable[..., R], args: Any, kwargs: Any, dtype: str, batches: Sequence[Any], wide: Sequence[str]
 ) -> Frozen[R]:
     given = args, kwargs
-    if _sharding.explicit_mesh([jax.typeof(a) for a in jax.tree.leaves((given, batches)) if isinstance(a, jax.Array)]):
+    if sharding.explicit_mesh([jax.typeof(a) for a in jax.tree.leaves((given, batches)) if isinstance(a, jax.Array)]):
         # Types that say how arrays are split would be those of each value that is counted: one device counts them.
         given, batches = jax.device_get((given, batches))
     wide_one: Frozen[R] = Frozen(_Function(f, quantized=True), *given)
@@ -151,7 +153,7 @@ class _Program:
     @functools.cached_property
     def alone(self) -> Callable[..., list[Array]]:
         """`late` where it is a program of its own: a small one for a GPU is captured in CUDA graphs."""
-        options = options_of(_cost.flops(self.jaxpr)) if jax.default_backend() == "gpu" else {}
+        options = options_of(cost.flops(self.jaxpr)) if jax.default_backend() == "gpu" else {}
         return jax.jit(self.late, compiler_options=options) if options else self.late
 
 
@@ -203,7 +205,7 @@ class Frozen(Generic[R]):
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> R:
         program, arrays = self._program(inputs, kwargs)
-        run = program.late if _compat.traces() else program.alone
+        run = program.late if compat.traces() else program.alone
         return _finish(program, run(self._weights_of(program), arrays))
 
     def __reduce__(self) -> Any:
@@ -299,7 +301,7 @@ class Frozen(Generic[R]):
         kinds = tuple(jax.typeof(leaf) if is_array(leaf) else (type(leaf), leaf) for leaf in leaves)
         function = self._function
         with unheard():  # whether somebody listens is no other program
-            key = tree, kinds, _compat.trace_context()
+            key = tree, kinds, compat.trace_context()
             try:
                 program = function.programs.get(key)
             except TypeError as error:
@@ -421,7 +423,7 @@ def _refuse_effects(jaxpr: ClosedJaxpr) -> None:
 
 
 def _refuse_training(traced: Traced, over_batch: Sequence[str]) -> None:
-    calls = [e for e in _op.equations(traced.jaxpr.jaxpr) if e.primitive.name == "jaxconv_batchnorm_train"]
+    calls = [e for e in primitives.equations(traced.jaxpr.jaxpr) if e.primitive.name == "jaxconv_batchnorm_train"]
     for place in [*over_batch, *(str(call.source_info.name_stack) for call in calls)]:
         raise ValueError(
             f"freeze: batch-norm {place or 'without a name'} is in training mode: it normalises by the statistics of "

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from jaxconv import _compat
-from jaxconv._graph import (
+from jaxconv._core import compat
+from jaxconv._core.graph import (
     UNIT_AXES,
     Array,
     Constant,
@@ -85,7 +85,7 @@ class Split:
     def _scan(self, node: Node) -> list[Node]:
         """A loop, and before it what makes its body's weights: of constants once, of slices in loops of their own."""
         p, known = node.params, [self._is_known(v) for v in node.inputs]
-        num_consts, num_carry = _compat.scan_counts(p)
+        num_consts, num_carry = compat.scan_counts(p)
         first = num_consts + num_carry  # of the slices
         if all(known) or not any(known) or node.eqn.effects:
             return [node]
@@ -264,7 +264,7 @@ def _is_key(v: Value) -> bool:
 
 def _can_be_kept(v: Value) -> bool:
     """Whether v is an array outside of the program too: no extent is symbolic, no device of a shard_map has its own."""
-    return all(isinstance(n, int) for n in getattr(v.aval, "shape", ())) and not _compat.is_varying(v.aval)
+    return all(isinstance(n, int) for n in getattr(v.aval, "shape", ())) and not compat.is_varying(v.aval)
 
 
 def _primitives(eqn: JaxprEqn) -> Iterable[str]:

@@ -11,7 +11,7 @@ import collections
 import math
 from collections.abc import Sequence
 
-from jaxconv._graph import Constant, Node, Value
+from jaxconv._core.graph import Constant, Node, Value
 
 # Operations that are as well done again where their result is read: they cost no pass of their own.
 AGAIN = frozenset(

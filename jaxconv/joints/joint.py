@@ -11,14 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
-from jaxconv import _compat, _plan
-from jaxconv._graph import Array, Constant, Node, Value
+from jaxconv import _plan
+from jaxconv._core import compat
+from jaxconv._core.graph import Array, Constant, Node, Value
 from jaxconv.joints.cut import fewest_bytes
 from jaxconv.joints.program import Program, evaluate
 from jaxconv.joints.rules import rewrite
 
 
-@_compat.kept_weakly
+@compat.kept_weakly
 @dataclasses.dataclass(eq=False, repr=False)
 class Joint:
     """The program of (primals, cotangents) -> results, gradients of the varied arguments.
@@ -52,10 +53,10 @@ class Joint:
             outs, pull = _vjp(closed, varied, main, args[:n])
             return [*outs, *pull(list(args[n:]))]
 
-        cts = [_compat.cotangent_type(closed.out_avals[i]) for i in main]
+        cts = [compat.cotangent_type(closed.out_avals[i]) for i in main]
         program = Program(jax.make_jaxpr(joint)(*types, *cts))
         for node in program.nodes:  # whoever evaluates them says that they are a derivative
-            node.name_stack = _compat.scopes_alone(node.name_stack)
+            node.name_stack = compat.scopes_alone(node.name_stack)
         rewrite(program, device)
         early, kept, late = _cut(program, n, len(closed.out_avals))
         return cls(closed, varied, inexact, main, program, early, kept, late)
@@ -143,7 +144,7 @@ def _vjp(closed: ClosedJaxpr, varied: Sequence[bool], main: Sequence[int], prima
 
 
 def _zeros(v: Value) -> Array:
-    return _compat.zeros_of_type(v.aval)
+    return compat.zeros_of_type(v.aval)
 
 
 def _constant(v: Value) -> Any:
@@ -180,7 +181,7 @@ def _called(eqn: Any) -> Any:
     """Roles of an equation's results from those of its operands, where it calls or repeats a program."""
     name, params = eqn.primitive.name, eqn.params
     if name == "scan":
-        consts, carry = _compat.scan_counts(params)
+        consts, carry = compat.scan_counts(params)
         body = params["jaxpr"].jaxpr
 
         def repeated(given: list[int]) -> list[int]:

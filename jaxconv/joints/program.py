@@ -10,7 +10,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from jaxconv._graph import Array, Constant, Graph, Node, Value, as_varying, body_of_jit, of_type
+from jaxconv._core.graph import Array, Constant, Graph, Node, Value, as_varying, body_of_jit, of_type
 
 Call = Callable[..., Sequence[Array]]
 

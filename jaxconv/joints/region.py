@@ -22,7 +22,8 @@ from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
-from jaxconv import _compat, _op, _plan, _sharding
+from jaxconv import _plan
+from jaxconv._core import compat, primitives, sharding
 from jaxconv._plan import in_place
 from jaxconv.joints.joint import Joint
 from jaxconv.joints.program import Program
@@ -31,7 +32,7 @@ from jaxconv.joints.rules import rewrite
 Array = jax.Array
 
 
-@_compat.kept_weakly
+@compat.kept_weakly
 class Body:
     """What a region holds: a flat program, and what was made of it. Equal to itself alone."""
 
@@ -79,7 +80,7 @@ class Body:
                 made = self._joints[key] = Joint.make(self.closed, varied, types, device)
                 if made is not None and in_place.asked() is not None and self.asked is not None:
                     # Its kernels become the outer program's, which is lowered where nobody may ask.
-                    _op.plan_all(made.program.run, [v.aval for v in made.program.inputs], device)
+                    primitives.plan_all(made.program.run, [v.aval for v in made.program.inputs], device)
             return self._joints[key]
 
 
@@ -106,7 +107,7 @@ def bind(
     asked: in_place.Asked | None = None,
 ) -> list[Array]:
     """The region of a jaxpr. Tracers among its constants become arguments."""
-    closed, traced = _compat.without_traced_constants(closed)
+    closed, traced = compat.without_traced_constants(closed)
     if on_cpu is not None and traced:
         given, count = on_cpu, len(traced)
         on_cpu = lambda *args: given(*args[count:])  # noqa: E731
@@ -129,10 +130,10 @@ def _run(*args: Array, program: Body) -> list[Array]:
 def _lower(platform: str | None, ctx: mlir.LoweringRuleContext, *operands: Any, program: Body) -> Any:
     device = None
     if platform is not None:
-        device = _op.lowered_for(ctx, platform)
-        if _compat.partitioning(ctx) == "opaque" and _sharding.explicit_mesh(ctx.avals_in) is None:
+        device = primitives.lowered_for(ctx, platform)
+        if compat.partitioning(ctx) == "opaque" and sharding.explicit_mesh(ctx.avals_in) is None:
             device = dataclasses.replace(device, partitioned=True)
-    with _op.timing_in(ctx, program.asked):
+    with primitives.timing_in(ctx, program.asked):
         return mlir.lower_fun(program.rewritten(device), multiple_results=True)(ctx, *operands)
 
 
@@ -151,7 +152,7 @@ def _jvp(primals: Sequence[Array], tangents: Sequence[Any], *, program: Body) ->
     if program.on_cpu is not None and any(varied) and _plan.Device.default().platform == "cpu":
         # As JAX differentiates what was written: rules that fuse gradients are of kernels that only GPUs have.
         given = [t if v else z for t, v, z in zip(tangents, varied, map(_zero_like, primals), strict=True)]
-        outs, outs_t = _op.jvp_of_varied(program.on_cpu, primals, given)
+        outs, outs_t = primitives.jvp_of_varied(program.on_cpu, primals, given)
         floats = [jnp.issubdtype(aval.dtype, np.inexact) for aval in program.closed.out_avals]
         return outs, [t if f else z for t, f, z in zip(outs_t, floats, zero, strict=True)]
     joint = program.joint(varied, [jax.typeof(a) for a in primals]) if any(varied) else None
@@ -189,11 +190,11 @@ region.def_impl(_run)
 ad.primitive_jvps[region] = _jvp
 ad.primitive_transposes[region] = _transpose
 batching.fancy_primitive_batchers[region] = _batch
-_compat.needs_devices_to_lower(region)
-_compat.checkified_inside(region, lambda program: program.closed)
-_compat.seen_by_jet(region, lambda program: program.plain)
+compat.needs_devices_to_lower(region)
+compat.checkified_inside(region, lambda program: program.closed)
+compat.seen_by_jet(region, lambda program: program.plain)
 mlir.register_lowering(region, functools.partial(_lower, None))
-for _platform in _op.PLATFORMS:
+for _platform in primitives.PLATFORMS:
     mlir.register_lowering(region, functools.partial(_lower, _platform), platform=_platform)
 
 
@@ -243,9 +244,9 @@ tangent.def_impl(_forward_mode)
 ad.primitive_jvps[tangent] = _jvp_of_tangent
 ad.primitive_transposes[tangent] = _transpose_of_tangent
 batching.fancy_primitive_batchers[tangent] = _batch_tangent
-_compat.needs_devices_to_lower(tangent)
-_compat.seen_by_checkify(tangent)
-_compat.seen_by_jet(tangent, lambda **params: functools.partial(_forward_mode, **params))
+compat.needs_devices_to_lower(tangent)
+compat.seen_by_checkify(tangent)
+compat.seen_by_jet(tangent, lambda **params: functools.partial(_forward_mode, **params))
 mlir.register_lowering(tangent, mlir.lower_fun(_forward_mode, multiple_results=True))
 
 
@@ -263,4 +264,4 @@ def inside(equation: Any, device: _plan.Device | None) -> Any:
     return jax.make_jaxpr(f)(*avals).jaxpr
 
 
-_op.REGIONS.update({region: inside, tangent: inside})
+primitives.REGIONS.update({region: inside, tangent: inside})

@@ -18,9 +18,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxconv import _plan, _sharding, batchnorm, conv, conv_normalised, dense, reference
-from jaxconv._activation import Activation
-from jaxconv._graph import Array, Node, Value
+from jaxconv import _plan
+from jaxconv._core import sharding
+from jaxconv._core.activations import Activation
+from jaxconv._core.graph import Array, Node, Value
+from jaxconv._ops import batchnorm, conv, conv_normalised, dense, reference
 from jaxconv._problem import BatchNormConvProblem, BatchNormProblem, ConvBatchNormProblem, ConvProblem
 from jaxconv.joints.program import Program
 
@@ -135,7 +137,7 @@ def _sums_of(v: Value, axis: int) -> Iterator[list[Node]]:
 
 def split_by_type(*values: Value) -> bool:
     """Whether types say how arrays are split over a mesh."""
-    return _sharding.explicit_mesh([v.aval for v in values]) is not None
+    return sharding.explicit_mesh([v.aval for v in values]) is not None
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr
 
-from jaxconv._graph import Array
+from jaxconv._core.graph import Array
 from jaxconv.quantize.calibrate import (
     Program,
     QuantizedDType,

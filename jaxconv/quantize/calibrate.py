@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from jaxconv._graph import Array, Constant, Node, Value
+from jaxconv._core.graph import Array, Constant, Node, Value
 from jaxconv.quantize.layers import Layer, Reading, never_negative
 from jaxconv.quantize.program import Evaluation, Narrowing
 from jaxconv.quantize.report import QuantizedLayer

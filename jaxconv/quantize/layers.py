@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 
 from jax.extend.core import ClosedJaxpr
 
-from jaxconv import _op, _problem
-from jaxconv._graph import Constant, Graph, Node, Value, body_of_call, number_of
+from jaxconv import _problem
+from jaxconv._core import primitives
+from jaxconv._core.graph import Constant, Graph, Node, Value, body_of_call, number_of
 from jaxconv._problem import ConvProblem, DenseProblem
 
 CONVOLUTIONS = ("jaxconv_conv", "jaxconv_conv_add", "jaxconv_conv_fprop")
@@ -144,7 +145,7 @@ class Reading:
     def _inside(self, node: Node) -> list[Layer]:
         """The layers in the functions that an equation carries: they stay what they are."""
         layers = []
-        for eqn in (eqn for inner in _op.inner_jaxprs(node.eqn, None) for eqn in _op.equations(inner)):
+        for eqn in (eqn for inner in primitives.inner_jaxprs(node.eqn, None) for eqn in primitives.equations(inner)):
             if (name := eqn.primitive.name) in (*CONVOLUTIONS, *PRODUCTS, "jaxconv_conv_dgrad"):
                 what, shape = "conv" if "conv" in name else "dense", tuple(eqn.invars[1].aval.shape)
                 layers.append(Layer(node, what, str(node.name_stack), "", shape, f"it is inside {node.name}"))

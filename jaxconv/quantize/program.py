@@ -18,11 +18,11 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr
 
-from jaxconv import reference
-from jaxconv._graph import Array, Constant, Node, Value, of_type
+from jaxconv._core.graph import Array, Constant, Node, Value, of_type
+from jaxconv._ops import reference
+from jaxconv._ops.conv import conv1d, conv2d, conv3d
 from jaxconv._problem import CHANNELS_FIRST, CHANNELS_LAST
 from jaxconv._problem.pool import PoolProblem
-from jaxconv.conv import conv1d, conv2d, conv3d
 from jaxconv.quantize.layers import Layer, Reading
 from jaxconv.quantize.scales import Scale, filter_scales
 

@@ -17,8 +17,8 @@ import ml_dtypes
 import numpy as np
 from jax import lax
 
-from jaxconv import reference
-from jaxconv._graph import Array
+from jaxconv._core.graph import Array
+from jaxconv._ops import reference
 
 # The largest number of each type; those of int8 are -127 to 127 in filters.
 LARGEST = {"int8": 127.0, "uint8": 255.0, "float8_e4m3fn": 448.0}

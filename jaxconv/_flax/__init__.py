@@ -1,0 +1,1 @@
+"""What Flax's two APIs share: linen.py and nnx.py have a module for each."""

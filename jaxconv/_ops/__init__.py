@@ -1,0 +1,1 @@
+"""The ops, one a file: kernels, rule pair, public function. `reference` has the meaning of each."""

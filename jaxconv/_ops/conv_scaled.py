@@ -1,0 +1,225 @@
+"""Convolutions of 8-bit numbers with scales: the kernel, and what the public functions of conv.py call.
+
+Inference only: there is no derivative.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import ad
+
+from jaxconv import _plan
+from jaxconv._core import primitives, sharding
+from jaxconv._ops import reference
+from jaxconv._problem import EIGHT_BITS, IntegerConvProblem, ScaledConvProblem, as_mask, is_number, scale_of
+
+Array = jax.Array
+replace = dataclasses.replace
+
+
+def _array(p: ScaledConvProblem, kind: str) -> primitives.Typed:
+    arrays = {"x": (p.x_shape, p.dtype), "w": (p.w_shape, p.w_dtype), "y": (p.y_shape, p.out_dtype)}
+    arrays |= {"channel": ((p.out_channels,), "float32"), "number": ((), "float32")}
+    arrays["residual"] = p.y_shape, p.residual_dtype or ""
+    return arrays[kind]
+
+
+def _layout(p: ScaledConvProblem, plan: _plan.Plan, kind: str) -> primitives.Layout | None:
+    """In memory images are channels last, and filters' input channels and taps lie together."""
+    if kind == "w":
+        return (p.nd + 1, *range(p.nd), p.nd) if p.channels_last else (0, *range(2, p.nd + 2), 1)
+    if kind in ("x", "y", "residual") and not p.channels_last:
+        return (0, *range(2, p.nd + 2), 1)
+    return None
+
+
+def _attrs(p: ScaledConvProblem, plan: _plan.Plan) -> dict[str, Any]:
+    window = {
+        "stride": np.array(p.stride, np.int64),
+        "pad_low": np.array([low for low, _ in p.padding], np.int64),
+        "pad_high": np.array([high for _, high in p.padding], np.int64),
+        "dilation": np.array(p.dilation, np.int64),
+        "groups": np.int64(p.groups),
+        "dims_channels_last": np.int64(p.channels_last),
+        "memory_channels_last": np.int64(True),
+        "full_float32": np.int64(False),
+    }
+    epilogue = {
+        "bias": np.int64(p.bias),
+        "activation": p.activation.name,
+        "slope": np.float64(p.activation.slope),
+        "save_preactivation": np.int64(False),
+    }
+    given = {
+        "scale": np.int64(p.scaled),
+        "residual": np.int64(p.residual),
+        "residual_scale": np.int64(p.residual_scaled),
+        "out_scale": np.int64(p.out_scaled),
+    }
+    return {"window": window, "epilogue": epilogue, "scaled": given}
+
+
+def _of_integers(p: IntegerConvProblem, x: Array, w: Array) -> Array:
+    from jaxconv._ops import conv_integer  # whose sums may be ours
+
+    return conv_integer.kernel(p, x, w)
+
+
+def _by_parts(p: ScaledConvProblem, x: Array, w: Array, *rest: Array) -> list[Array]:
+    """The sums by a plan of their own, and what follows them in a pass of XLA's."""
+    numbers = all(map(is_number, (*p.x_shape, *p.w_shape)))
+    # conv_integer's own plan may be a kernel of ours that leaves sums.
+    if p.of_integers and p.scaled and numbers and p.implementation != "xla" and not p.empty:
+        sums = _of_integers(p.integer, x, w)
+    else:
+        sums = reference.conv_scaled_sums(p, x, w)
+    return reference.conv_scaled_epilogue(p, sums, *rest)
+
+
+def _batch(
+    op: primitives.Kernel, p: ScaledConvProblem, args: list[Array], dims: list[int | None]
+) -> primitives.Batched:
+    """Mapped images and residuals fold into N. Mapped filters and scales: the sums fold theirs into K."""
+    size, kinds = primitives.batch_size(args, dims), op.operand_kinds(p)
+    folds = ("x", "residual")
+    if not all(dim is None or kind in folds for dim, kind in zip(dims, kinds, strict=True)):
+        outs = jax.vmap(functools.partial(_by_parts, p), in_axes=tuple(dims))(*args)
+        return outs, [0]
+    folded = [
+        primitives.fold(primitives.to_front(a, dim, size), 0, 0) if kind in folds else a
+        for a, dim, kind in zip(args, dims, kinds, strict=True)
+    ]
+    return [primitives.unfold(op(replace(p, batch=size * p.batch), *folded), size, 0)], [0]
+
+
+def _partition(p: ScaledConvProblem, operands: Sequence[str], results: Sequence[str]) -> sharding.Partition:
+    """Images, groups, and without groups output channels may be split: what follows a sum needs all of it."""
+    g = p.groups > 1
+    c = "c" if not g else "g" if p.in_channels == p.groups else "(g c)"
+    k = "k" if not g else "g" if p.out_channels == p.groups else "(g k)"
+    pixels, out, taps = ([f"{letter}{i}" for i in range(p.nd)] for letter in "pqt")
+
+    def activations(channels: str, spatial: Sequence[str]) -> str:
+        return " ".join(["n", *spatial, channels] if p.channels_last else ["n", channels, *spatial])
+
+    y = activations(k, out)
+    names = {
+        "x": activations(c, pixels),
+        "w": " ".join([*taps, "c", k] if p.channels_last else [k, "c", *taps]),
+        "y": y,
+        "residual": y,
+        "channel": k,
+        "number": "",
+    }
+
+    def local(parts: Any) -> ScaledConvProblem:
+        groups = parts.get("g", 1)
+        return replace(
+            p,
+            batch=p.batch // parts["n"],
+            groups=p.groups // groups,
+            in_channels=p.in_channels // groups,
+            out_channels=p.out_channels // (groups * parts.get("k", 1)),
+        )
+
+    return sharding.Partition(
+        operands=[names[kind] for kind in operands],
+        results=[names[kind] for kind in results],
+        split=["n", "g" if g else "k"],
+        local=local,
+        sizes={"g": p.groups, "k": p.out_channels // p.groups},
+    )
+
+
+def _flops(p: ScaledConvProblem) -> int:
+    """The sums, and an operation of each of y's elements for everything that follows."""
+    follows = p.scaled + p.bias + p.residual + p.residual_scaled + (p.activation.name != "none") + p.out_scaled
+    return p.flops + follows * math.prod(p.y_shape)
+
+
+kernel = primitives.kernel(
+    "conv_scaled",
+    "x w scale? b? residual? residual_scale? out_scale? -> y",
+    primitives.Family(
+        {"channel": "scale b", "number": "residual_scale out_scale"},
+        _array,
+        _attrs,
+        _partition,
+        layout=_layout,
+        batch=_batch,
+    ),
+    reference=_by_parts,
+    flops=_flops,
+)
+
+
+def _no_derivative(primals: Sequence[Array], tangents: Sequence[Any], *, problem: ScaledConvProblem) -> Any:
+    if any(type(t) is not ad.Zero for t in tangents):
+        raise TypeError(
+            f"{problem.name}: a convolution of {problem.dtype} and {problem.w_dtype} has no derivative, expected 16 or "
+            f"32 bits where something is differentiated; jax.lax.stop_gradient ends it in front"
+        )
+    out = kernel(problem, *primals)
+    return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+
+
+ad.primitive_jvps[kernel.primitive] = _no_derivative
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# For the public functions
+
+
+def asked(x: Any, scales: Sequence[Any]) -> bool:
+    """Whether a call is one of 8-bit numbers: x is of 8 bits, or one of its own arguments was given."""
+    name = getattr(getattr(x, "dtype", None), "name", "")  # of what may be no array
+    return name in EIGHT_BITS or any(s is not None for s in scales)
+
+
+def run(
+    name: str,
+    nd: int,
+    x: Any,
+    w: Any,
+    b: Any,
+    residual: Any,
+    *,
+    scale: Any,
+    residual_scale: Any,
+    out_scale: Any,
+    out_dtype: Any,
+    **options: Any,
+) -> Array:
+    x, w = as_mask(name, "x", x), as_mask(name, "w", w)
+    b = None if b is None else as_mask(name, "b", b)
+    residual = None if residual is None else as_mask(name, "residual", residual)
+    scale = None if scale is None else scale_of(name, "scale", scale, scalar=False)
+    residual_scale = None if residual_scale is None else scale_of(name, "residual_scale", residual_scale, scalar=True)
+    out_scale = None if out_scale is None else scale_of(name, "out_scale", out_scale, scalar=True)
+    p = ScaledConvProblem.of(
+        name,
+        nd,
+        x,
+        w,
+        b,
+        residual=residual,
+        scale=scale,
+        residual_scale=residual_scale,
+        out_scale=out_scale,
+        out_dtype=out_dtype,
+        **options,
+    )
+    if scale is not None and scale.shape == ():
+        scale = jnp.broadcast_to(scale, (p.out_channels,))
+    if p.of_integers and not p.scaled and not p.empty and all(map(is_number, (*p.x_shape, *p.w_shape))):
+        return _of_integers(replace(p.integer, implementation=p.implementation, algorithm=p.algorithm), x, w)
+    args = [x, w, *(a for a in (scale, b, residual, residual_scale, out_scale) if a is not None)]
+    return reference.conv_scaled(p, *args)[0] if p.empty else kernel(p, *args)

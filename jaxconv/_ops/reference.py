@@ -1,0 +1,703 @@
+"""Every op in jnp and lax: what it means, what implementation="xla" runs, and what the tests compare with.
+
+Each function takes a problem and arrays of exactly the problem's shapes, and returns a list of arrays.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+# Held, because a program may put ours in their place.
+from jax.lax import conv_general_dilated, dot_general, reduce_window
+
+from jaxconv._core.activations import activate, activate_tangent
+from jaxconv._problem import (
+    BatchNormProblem,
+    ConvProblem,
+    DenseProblem,
+    GroupNormProblem,
+    IntegerConvProblem,
+    PoolProblem,
+    ScaledConvProblem,
+    SqueezeExciteProblem,
+    is_number,
+    promoted,
+)
+
+
+def _like(shape: tuple[int, ...], operand: jax.Array, batch: bool) -> Any:
+    """A stand-in for an array of `shape` on `operand`'s mesh; with `batch` its first axis is sharded as operand's."""
+    aval = jax.typeof(operand)
+    if aval.sharding.mesh.empty:
+        return jax.ShapeDtypeStruct(shape, operand.dtype)
+    spec = [aval.sharding.spec[0] if batch else None] + [None] * (len(shape) - 1)
+    return jax.ShapeDtypeStruct(
+        shape,
+        operand.dtype,
+        sharding=jax.sharding.NamedSharding(aval.sharding.mesh, jax.sharding.PartitionSpec(*spec)),
+        manual_axis_type=aval.manual_axis_type,
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Convolution
+
+
+def conv_fprop(p: ConvProblem, x: jax.Array, w: jax.Array) -> list[jax.Array]:
+    """y = conv(x, w)."""
+    x, padding = _within_reach(p, x)
+    y = conv_general_dilated(
+        x,
+        w,
+        window_strides=p.stride,
+        padding=padding,
+        rhs_dilation=p.dilation,
+        dimension_numbers=p.dimension_numbers,
+        feature_group_count=p.groups,
+        precision=p.precision,
+    )
+    return [y]
+
+
+def conv_integer(p: IntegerConvProblem, lhs: jax.Array, rhs: jax.Array) -> list[jax.Array]:
+    """lax's convolution, whose sums wrap around. lax takes one type: where there are two, both become the result's."""
+    if p.lhs_dtype != p.rhs_dtype:
+        lhs, rhs = lhs.astype(p.dtype), rhs.astype(p.dtype)
+    y = conv_general_dilated(
+        lhs,
+        rhs,
+        window_strides=p.stride,
+        padding=p.padding,
+        lhs_dilation=p.lhs_dilation,
+        rhs_dilation=p.rhs_dilation,
+        dimension_numbers=lax.ConvDimensionNumbers(p.lhs_spec, p.rhs_spec, p.out_spec),
+        feature_group_count=p.groups,
+        batch_group_count=p.batch_groups,
+        preferred_element_type=p.dtype,
+    )
+    return [y]
+
+
+def conv_scaled(p: ScaledConvProblem, x: jax.Array, w: jax.Array, *rest: jax.Array) -> list[jax.Array]:
+    """A convolution of 8-bit numbers and what follows it; `rest` is (scale?, b?, residual?, residual_scale?,
+    out_scale?), as the problem has them::
+
+        acc = conv(x, w)                                # int32; float32 of float8
+        v = float32(acc) * scale[k] + b[k]
+        v = v + float32(residual) * residual_scale
+        v = activation(v) * out_scale
+        y = v.astype(out_dtype)                         # 8 bits: rounded to nearest even, saturated
+
+    Every operation is one of float32, rounded by itself: see `_product`. So with sums of integers, and without an
+    activation or with relu, relu6 and leaky_relu, y is the same bits wherever it is computed, as long as no product
+    overflows float32. NaN becomes 0 in integers, and stays NaN in float8.
+    """
+    return conv_scaled_epilogue(p, conv_scaled_sums(p, x, w), *rest)
+
+
+def conv_scaled_sums(p: ScaledConvProblem, x: jax.Array, w: jax.Array) -> jax.Array:
+    """acc: sums of integers wrap around in int32; of float8 products are exact, and sums float32."""
+    if not p.of_integers or p.w_dtype != p.dtype:
+        x, w = x.astype(p.sums_dtype), w.astype(p.sums_dtype)
+    # XLA's CPU code of int8 reads beside a pad in front of its convolution (jaxlib 0.10). It has these pads itself.
+    x, padding = (x, p.padding) if p.of_integers else _within_reach(p, x)
+    return conv_general_dilated(
+        x,
+        w,
+        window_strides=p.stride,
+        padding=padding,
+        rhs_dilation=p.dilation,
+        dimension_numbers=p.dimension_numbers,
+        feature_group_count=p.groups,
+        precision=lax.Precision.DEFAULT,  # TF32 and bfloat16 hold a number of float8 exactly
+        preferred_element_type=p.sums_dtype,
+    )
+
+
+def conv_scaled_epilogue(p: ScaledConvProblem, acc: jax.Array, *rest: jax.Array) -> list[jax.Array]:
+    """conv_scaled from its sums on."""
+    operands = list(rest)
+    v = acc if acc.dtype.name == p.out_dtype and not rest else acc.astype(jnp.float32)
+    if p.scaled:
+        v = _product(v, per_channel(p, operands.pop(0)))
+    if p.bias:
+        v = v + per_channel(p, operands.pop(0))
+    if p.residual_dtype is not None:
+        residual = operands.pop(0).astype(jnp.float32)
+        v = v + (_product(residual, operands.pop(0)) if p.residual_scaled else residual)
+    v = activate(p.activation, v)
+    if p.out_scaled:
+        v = v * operands.pop(0)
+    return [narrowed(v, p.out_dtype)]
+
+
+def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+    """a * b, rounded to float32.
+
+    XLA's CPU and GPU code lets a sum take its products in without rounding them (a fused multiply-add), or does not, as
+    the machine has it. It does not look through a clamp, which changes no finite number.
+    """
+    largest = float(np.finfo(np.float32).max)
+    return jnp.clip(a * b, -largest, largest)
+
+
+def narrowed(v: jax.Array, dtype: str) -> jax.Array:
+    """float32 in `dtype`: of 8 bits saturated, integers rounded to nearest even, NaN 0 in integers."""
+    if dtype == v.dtype.name:
+        return v
+    if jnp.issubdtype(dtype, jnp.integer):
+        info = jnp.iinfo(dtype)
+        kept = jnp.where(jnp.isnan(v), 0.0, jnp.clip(v, info.min, info.max))
+        return lax.round(kept, lax.RoundingMethod.TO_NEAREST_EVEN).astype(dtype)
+    if np.dtype(dtype).itemsize == 1:
+        largest = float(jnp.finfo(dtype).max)
+        v = jnp.clip(v, -largest, largest)
+    return v.astype(dtype)
+
+
+def _within_reach(p: ConvProblem, x: jax.Array) -> tuple[jax.Array, Any]:
+    """x and the padding with pads of 0 to a filter's reach: what is cropped, or beyond it, x loses or gets before.
+
+    Of negative pads, which those beyond the reach are in dgrad, XLA's CPU convolutions up to jaxlib 0.11 read next to
+    the array (lax alone; padding (-1, 1) of one tap).
+    """
+    if isinstance(p.padding, str):
+        return x, p.padding
+    reach = [(taps - 1) * d for taps, d in zip(p.filter, p.dilation, strict=True)]
+    kept = tuple((min(max(low, 0), r), min(max(high, 0), r)) for (low, high), r in zip(p.padding, reach, strict=True))
+    rest = [(low - a, high - b, 0) for (low, high), (a, b) in zip(p.padding, kept, strict=True)]
+    if not any(low or high for low, high, _ in rest):
+        return x, p.padding
+    if any(size + low + high < 0 for size, (low, high, _) in zip(p.in_spatial, rest, strict=True)):
+        return x, p.padding
+    whole = [(0, 0, 0)]
+    config = [*whole, *rest, *whole] if p.channels_last else [*whole, *whole, *rest]
+    return lax.pad(x, jnp.zeros((), x.dtype), config), kept
+
+
+def conv_dgrad(p: ConvProblem, dy: jax.Array, w: jax.Array) -> list[jax.Array]:
+    """dx: the transpose of conv_fprop in x, as lax derives it."""
+    return list(jax.linear_transpose(lambda x: conv_fprop(p, x, w)[0], _like(p.x_shape, dy, batch=True))(dy))
+
+
+def conv_wgrad(p: ConvProblem, x: jax.Array, dy: jax.Array) -> list[jax.Array]:
+    """dw: the transpose of conv_fprop in w, as lax derives it."""
+    return list(jax.linear_transpose(lambda w: conv_fprop(p, x, w)[0], _like(p.w_shape, x, batch=False))(dy))
+
+
+def conv_statistics(p: ConvProblem, x: jax.Array, w: jax.Array) -> list[jax.Array]:
+    """y = conv(x, w), and the mean and biased variance of each of its channels."""
+    (y,) = conv_fprop(p, x, w)
+    k, shift, var = batchnorm_moments(norm_of(p), y)
+    return [y, k + shift, var]
+
+
+def norm_of(p: ConvProblem) -> BatchNormProblem:
+    """A batch-norm of y."""
+    return BatchNormProblem(p.name, p.dtype, p.y_shape, p.channel_axis, True, 0.0, 0.0)
+
+
+def per_channel(p: ConvProblem, b: jax.Array) -> jax.Array:
+    """b (K,) shaped to broadcast against y."""
+    return lax.expand_dims(b, [axis for axis in range(p.nd + 2) if axis != p.channel_axis])
+
+
+def conv(p: ConvProblem, x: jax.Array, w: jax.Array, *b: jax.Array) -> list[jax.Array]:
+    """z = conv(x, w) + b; y = f(z); [y] or [y, z]."""
+    return conv_epilogue(p, *conv_fprop(p, x, w), *b)
+
+
+def conv_epilogue(p: ConvProblem, z: jax.Array, *b: jax.Array) -> list[jax.Array]:
+    """conv from conv(x, w) on."""
+    if p.bias:
+        z = z + per_channel(p, b[0])
+    y = activate(p.activation, z)
+    return [y, z] if p.save_preactivation else [y]
+
+
+def conv_added(p: ConvProblem, z: jax.Array, residual: jax.Array) -> list[jax.Array]:
+    """z + residual, then conv's activation; [y] or [y, z]. Of 16 bits the sum is rounded once, to y."""
+    wide = promoted(z.dtype, jnp.float32)
+    total = z.astype(wide) + residual.astype(wide)
+    y = activate(p.activation, total).astype(z.dtype)
+    return [y, total.astype(z.dtype)] if p.save_preactivation else [y]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Dense
+
+
+def matmul(p: DenseProblem, x: jax.Array, w: jax.Array) -> list[jax.Array]:
+    """alpha * op(x) @ op(w) for each instance; an operand without an instance axis is shared."""
+    x_batched, w_batched = "x" in p.batched, "w" in p.batched
+    contract = ((int(x_batched) + (0 if p.trans_x else 1),), (int(w_batched) + (1 if p.trans_w else 0),))
+    batch = ((0,), (0,)) if x_batched and w_batched else ((), ())
+    z = dot_general(x, w, (contract, batch), precision=p.precision)
+    if p.batch is not None and not x_batched:
+        # (m, batch, n) where only w has instances; (m, n) where neither has
+        z = jnp.moveaxis(z, 1, 0) if w_batched else jnp.broadcast_to(z, p.y_shape)
+    return [z if p.alpha == 1.0 else (p.alpha * z).astype(z.dtype)]
+
+
+def dense(p: DenseProblem, x: jax.Array, w: jax.Array, *rest: jax.Array) -> list[jax.Array]:
+    """z = alpha * op(x) @ op(w) + beta * c + b; y = f(z); [y] or [y, z]. `rest` is (b?, c?)."""
+    return dense_epilogue(p, *matmul(p, x, w), *rest)
+
+
+def dense_epilogue(p: DenseProblem, z: jax.Array, *rest: jax.Array) -> list[jax.Array]:
+    """dense from alpha * op(x) @ op(w) on."""
+    operands = list(rest)
+    if p.bias is not None:
+        z = z + spread_bias(p, operands.pop(0))
+    if p.addend:
+        c = operands.pop(0)
+        z = z + (c if p.beta == 1.0 else (p.beta * c).astype(c.dtype))
+    y = activate(p.activation, z)
+    return [y, z] if p.save_preactivation else [y]
+
+
+def spread_bias(p: DenseProblem, b: jax.Array) -> jax.Array:
+    """b, shaped to broadcast against y."""
+    b = b[..., :, None] if p.bias == "row" else b[..., None, :]
+    return b if p.batch is None or "b" in p.batched else b[None]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Batch-norm. Statistics and arithmetic in float32 for 16-bit x.
+
+
+def channel_shape(p: BatchNormProblem) -> tuple[int, ...]:
+    """The shape in which a per-channel array broadcasts against x."""
+    return (*p.lead, *(extent if axis == p.channel_axis else 1 for axis, extent in enumerate(p.shape)))
+
+
+def reduced_axes(p: BatchNormProblem) -> tuple[int, ...]:
+    first = len(p.lead)
+    return tuple(first + axis for axis in range(len(p.shape)) if axis != p.channel_axis)
+
+
+def _affine(p: BatchNormProblem, x, scale, bias, mean, rstd, residual) -> jax.Array:
+    """z, in the parameters' dtype."""
+    s = channel_shape(p)
+    z = (x.astype(p.param_dtype) - mean.reshape(s)) * (rstd * scale).reshape(s) + bias.reshape(s)
+    return z if residual is None else z + residual.astype(p.param_dtype)
+
+
+def square_scale(n: Any) -> float:
+    """What n deviations are multiplied by before they are squared and summed up: a power of two, at most 1 / n.
+
+    Of deviations from one of n numbers (or from their mean) the squares' sum is at most n^2 times the variance, so that
+    it is finite in this scale where the variance is. Powers of two round nothing. What is lost are deviations below
+    2^-63 n, whose squares are 0 in float32. As x * t - k * t the scale costs a CPU nothing: the difference is an FMA.
+    """
+    return 2.0 ** -((n - 1).bit_length() if is_number(n) else 24)
+
+
+def batchnorm_moments(p: BatchNormProblem, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(k, mean - k, biased variance) per channel, in one pass over x, with k a sample of the channel.
+
+    With k near the mean, E[(x-k)^2] - E[x-k]^2 has none of the cancellation of E[x^2] - E[x]^2.
+    """
+    axes = reduced_axes(p)
+    first = tuple(slice(None) if axis not in axes else slice(0, 1) for axis in range(x.ndim))
+    k = lax.stop_gradient(x[first]).astype(p.param_dtype)
+    n, t = p.reduced, square_scale(p.reduced)
+    d = x.astype(p.param_dtype) * t - k * t
+    shift = jnp.sum(d, axes) / n
+    square = jnp.sum(d * d, axes) / n
+    return k.reshape(p.param_shape), shift * (1 / t), jnp.maximum(square - shift * shift, 0) * (1 / t**2)
+
+
+def batchnorm_masked_moments(p: BatchNormProblem, x: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(mean, biased variance) per channel of the elements that `mask` (broadcast to x's shape) keeps; NaN of none."""
+    axes, s, t = reduced_axes(p), channel_shape(p), square_scale(p.reduced)
+    mask = jnp.broadcast_to(mask, x.shape)
+    n = jnp.sum(mask, axes, dtype=p.param_dtype)
+    scaled = x.astype(p.param_dtype) * t
+    # Two passes: the first need not be exact, since the second corrects it.
+    k = lax.stop_gradient(jnp.sum(scaled, axes, where=mask) / n)
+    d = jnp.where(mask, scaled - k.reshape(s), 0)
+    shift = jnp.sum(d, axes) / n
+    return (k + shift) * (1 / t), jnp.maximum(jnp.sum(d * d, axes) / n - shift * shift, 0) * (1 / t**2)
+
+
+def batchnorm_train(
+    p: BatchNormProblem, x, scale, bias, running_mean, running_var, *residual: jax.Array
+) -> list[jax.Array]:
+    """[y, new_running_mean, new_running_var, mean, rstd]."""
+    k, shift, var = batchnorm_moments(p, x)
+    mean = k + shift
+    rstd = lax.rsqrt(var + p.epsilon)
+    z = _affine(p, x, scale, bias, mean, rstd, residual[0] if p.residual else None)
+    m = p.momentum
+    return [
+        activate(p.activation, z).astype(x.dtype),
+        m * running_mean + (1 - m) * mean,
+        m * running_var + (1 - m) * var,
+        mean,
+        rstd,
+    ]
+
+
+def batchnorm_infer(p: BatchNormProblem, x, scale, bias, mean, var, *residual: jax.Array) -> list[jax.Array]:
+    """[y]."""
+    z = _affine(p, x, scale, bias, mean, lax.rsqrt(var + p.epsilon), residual[0] if p.residual else None)
+    return [activate(p.activation, z).astype(x.dtype)]
+
+
+def batchnorm_backward(p: BatchNormProblem, x, dy, scale, bias, mean, rstd, *residual: jax.Array) -> list[jax.Array]:
+    """[dscale, dbias, dx?, dresidual?]: the derivative of batchnorm_train's y, with z recomputed from x."""
+    axes = reduced_axes(p)
+    xhat, dz = batchnorm_dz(p, x, dy, scale, bias, mean, rstd, *residual)
+    dbias = jnp.sum(dz, axes)
+    dscale = jnp.sum(dz * xhat, axes)
+    outs = [dscale, dbias]
+    if p.want_dx:
+        outs.append(batchnorm_dx(p, xhat, dz, scale, rstd, dscale, dbias, p.reduced).astype(x.dtype))
+    if p.want_dresidual:
+        outs.append(dz.astype(x.dtype))
+    return outs
+
+
+def batchnorm_dx_of_sums(
+    p: BatchNormProblem, x, dy, scale, bias, mean, rstd, dscale, dbias, *residual: jax.Array
+) -> list[jax.Array]:
+    """[dx] from the sums dscale and dbias over `p.count` elements a channel; dy is dz where p.dz."""
+    xhat, dz = batchnorm_dz(p.of_dz, x, dy, scale, bias, mean, rstd, *residual)
+    return [batchnorm_dx(p, xhat, dz, scale, rstd, dscale, dbias, p.count).astype(x.dtype)]
+
+
+def batchnorm_dz(p: BatchNormProblem, x, dy, scale, bias, mean, rstd, *residual: jax.Array) -> tuple[Any, Any]:
+    """(xhat, dz), in the parameters' dtype."""
+    s = channel_shape(p)
+    xhat = (x.astype(p.param_dtype) - mean.reshape(s)) * rstd.reshape(s)
+    dz = dy.astype(p.param_dtype)
+    if p.activation.residual:
+        z = _affine(p, x, scale, bias, mean, rstd, residual[0] if p.residual else None)
+        dz = activate_tangent(p.activation, z, dz)
+    return xhat, dz
+
+
+def batchnorm_dx(p: BatchNormProblem, xhat, dz, scale, rstd, dscale, dbias, n: int) -> jax.Array:
+    """dx from the sums dscale and dbias over `n` elements a channel."""
+    s = channel_shape(p)
+    return (scale * rstd).reshape(s) * (dz - (dbias / n).reshape(s) - xhat * (dscale / n).reshape(s))
+
+
+def signs(y: jax.Array) -> jax.Array:
+    """Whether elements of y are above 0, uint8 (..., C / 8): bit j of [..., i] is that of y[..., 8i + j]."""
+    bits = (y > 0).reshape(*y.shape[:-1], -1, 8).astype(jnp.uint8)
+    return jnp.sum(bits << _places(bits.ndim), -1, dtype=jnp.uint8)
+
+
+def above(bits: jax.Array) -> jax.Array:
+    """What `signs` was given: whether elements are above 0."""
+    each = (bits[..., None] >> _places(bits.ndim + 1)) & 1
+    return each.reshape(*bits.shape[:-1], -1) > 0
+
+
+def _places(ndim: int) -> jax.Array:
+    """0 to 7 along the last of so many axes."""
+    return lax.expand_dims(jnp.arange(8, dtype=jnp.uint8), range(ndim - 1))
+
+
+def along(axis: int, x, mean) -> Callable[[jax.Array], jax.Array]:
+    """Shapes numbers of channels like `mean`, (C,) or instances of it, to broadcast against x or its instances."""
+    lead = mean.ndim - 1
+    others = [a for a in range(lead, x.ndim) if a != axis + lead]
+    return lambda numbers: lax.expand_dims(numbers, others)
+
+
+def through_relu(axis: int, dy, bits, x, mean, rstd) -> list[jax.Array]:
+    """[dz, dscale, dbias] of y = relu(z), z = xhat * scale + bias + residual, xhat = (x - mean) * rstd along `axis`.
+
+    `bits` are y's `signs`. Arrays may be of several instances, as `along` has them.
+    """
+    each, lead = along(axis, x, mean), mean.ndim - 1
+    dz = jnp.where(above(bits), dy, 0).astype(dy.dtype)
+    wide, pixels = dz.astype(mean.dtype), [a for a in range(lead, x.ndim) if a != axis + lead]
+    xhat = (x.astype(mean.dtype) - each(mean)) * each(rstd)
+    return [dz, jnp.sum(wide * xhat, pixels), jnp.sum(wide, pixels)]
+
+
+def batchnorm_shortcut(p: BatchNormProblem, x, scale, bias, mean, rstd, r, *norm_r: jax.Array) -> list[jax.Array]:
+    """[y, mean, rstd, mean_r, rstd_r]: the sum of x and r, each normalised; `norm_r` is r's scale, bias, mean, rstd."""
+    z = _affine(p, x, scale, bias, mean, rstd, _affine(p, r, *norm_r, None))
+    return [activate(p.activation, z).astype(x.dtype), mean, rstd, *norm_r[2:]]
+
+
+def batchnorm_shortcut_backward(
+    p: BatchNormProblem, x, dy, scale, bias, mean, rstd, r, *norm_r: jax.Array, total: Any = None, count: Any = None
+) -> list[jax.Array]:
+    """[dscale, dbias, dscale_r, dx, dr]. `total` makes of the sums of a part those of all, over `count` elements."""
+    scale_r, _, mean_r, rstd_r = norm_r
+    s, axes, n = channel_shape(p), reduced_axes(p), p.reduced if count is None else count
+    added = _affine(p, r, *norm_r, None)
+    xhat, dz = batchnorm_dz(dataclasses.replace(p, residual=True), x, dy, scale, bias, mean, rstd, added)
+    rhat = (r.astype(p.param_dtype) - mean_r.reshape(s)) * rstd_r.reshape(s)
+    sums = jnp.stack([jnp.sum(dz * xhat, axes), jnp.sum(dz, axes), jnp.sum(dz * rhat, axes)])
+    dscale, dbias, dscale_r = sums if total is None else total(sums)
+    dx = batchnorm_dx(p, xhat, dz, scale, rstd, dscale, dbias, n)
+    dr = batchnorm_dx(p, rhat, dz, scale_r, rstd_r, dscale_r, dbias, n)
+    return [dscale, dbias, dscale_r, dx.astype(x.dtype), dr.astype(x.dtype)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Max-pooling
+
+
+def max_pool(p: PoolProblem, x: jax.Array) -> list[jax.Array]:
+    """[y] or [y, positions]."""
+    y = reduce_window(
+        x,
+        -jnp.inf,
+        lax.max,
+        window_dimensions=p.per_axis(p.window, 1),
+        window_strides=p.per_axis(p.stride, 1),
+        padding=p.per_axis(p.padding, (0, 0)),
+        window_dilation=p.per_axis(p.dilation, 1),
+    )
+    return [y, max_pool_positions(p, x)] if p.save else [y]
+
+
+def max_pool_positions(p: PoolProblem, x: jax.Array) -> jax.Array:
+    """The tap that each maximum is taken from, counted row by row, uint8: that which lax's gradient selects.
+
+    A tap takes the place of those before it unless (ge) one of them is at least as large; padding is -inf.
+    """
+    x = lax.stop_gradient(x)
+    best, position = None, None
+    padded = lax.pad(x, jnp.array(-jnp.inf, x.dtype), p.per_axis(tuple((*pad, 0) for pad in p.padding), (0, 0, 0)))
+    for tap, at in enumerate(np.ndindex(p.window)):
+        v = _tap(p, padded, at)
+        if best is None:
+            best, position = v, jnp.zeros_like(v, np.uint8)
+        else:
+            stays = best >= v
+            best, position = jnp.where(stays, best, v), jnp.where(stays, position, np.uint8(tap))
+    return position
+
+
+def _tap(p: PoolProblem, padded: jax.Array, at: tuple[int, ...]) -> jax.Array:
+    """Of the padded x that tap of every window: like y."""
+    start = tuple(i * d for i, d in zip(at, p.dilation, strict=True))
+    stop = tuple(low + (out - 1) * s + 1 for low, out, s in zip(start, p.out_spatial, p.stride, strict=True))
+    outer = (p.batch, p.channels) if not p.channels_last else (p.batch,)
+    last = (p.channels,) if p.channels_last else ()
+    return lax.slice(padded, p.per_axis(start, 0), (*outer, *stop, *last), p.per_axis(p.stride, 1))
+
+
+def max_pool_backward(p: PoolProblem, x: jax.Array, position: jax.Array, dy: jax.Array) -> list[jax.Array]:
+    """[dx]: each dy at the maximum of its window. Without dilation lax derives it from x, else it is the positions'."""
+    if p.plain:
+        _, transpose = jax.vjp(lambda x: max_pool(dataclasses.replace(p, save=False), x)[0], x)
+        return list(transpose(dy))
+
+    def taken(x: jax.Array) -> jax.Array:
+        return max_pool_taken(p, x, position)
+
+    return list(jax.linear_transpose(taken, _like(p.x_shape, dy, batch=True))(dy))
+
+
+def max_pool_taken(p: PoolProblem, x: jax.Array, position: jax.Array) -> jax.Array:
+    """The elements of x at these positions in each window: of their own x the maxima. Linear in x."""
+    pads = p.per_axis(tuple((*pad, 0) for pad in p.padding), (0, 0, 0))
+    padded = lax.pad(x, jnp.zeros((), x.dtype), pads)
+    y = jnp.zeros_like(position, x.dtype)
+    for tap, at in enumerate(np.ndindex(p.window)):
+        y = y + jnp.where(position == tap, _tap(p, padded, at), jnp.zeros((), x.dtype))
+    return y
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Group-norm and layer-norm (`rows`). Statistics and arithmetic in float32 for 16-bit x. Sums are taken of each channel
+# first, so that arrays keep their shape: a group's few channels as an axis of their own are slow on a CPU. Images of a
+# layer-norm are pixels: such sums are the arrays themselves, and mean and rstd have x's shape without the channels.
+
+
+def of_groups(p: GroupNormProblem, a: jax.Array) -> jax.Array:
+    """a, (N, G), for each channel, shaped to broadcast against x."""
+    if p.rows:
+        return a[..., None]
+    repeated = jnp.broadcast_to(a[..., None], (*p.group_shape, p.group_channels))
+    first = len(p.lead) + 1
+    return jnp.expand_dims(
+        repeated.reshape(*p.lead, p.images, p.channels), tuple(range(first, first + len(p.shape) - 2))
+    )
+
+
+def of_channels(p: GroupNormProblem, a: jax.Array) -> jax.Array:
+    """a, (C,), shaped to broadcast against x."""
+    return a.reshape(*p.lead, *(1,) * (len(p.shape) - 1), p.channels)
+
+
+def centred(p: GroupNormProblem, x: jax.Array, mean: jax.Array) -> jax.Array:
+    """x - mean, in the parameters' dtype."""
+    return x.astype(p.param_dtype) - of_groups(p, mean)
+
+
+def of_images(p: GroupNormProblem, a: jax.Array) -> jax.Array:
+    """Sums of a, of x's shape, over an image's pixels: (N, C)."""
+    if p.rows:
+        return a
+    first = len(p.lead) + 1
+    return jnp.sum(a, tuple(range(first, first + len(p.shape) - 2)))
+
+
+def group_means(p: GroupNormProblem, sums: jax.Array) -> jax.Array:
+    """The means of each image's groups, (N, G), from `of_images`."""
+    return jnp.sum(sums.reshape(*p.group_shape, p.group_channels), -1) / p.reduced
+
+
+def groupnorm(
+    p: GroupNormProblem, x: jax.Array, scale: jax.Array, bias: jax.Array, *, anywhere: bool = False
+) -> list[jax.Array]:
+    """[y, mean, rstd]. `anywhere`: by the same formula on every platform."""
+    t = square_scale(p.reduced)
+
+    def of_rows_sample(x: jax.Array) -> tuple[jax.Array, ...]:
+        """(x - mean, mean, var), in one pass over x: moments about a sample of the row, as `batchnorm_moments`."""
+        k = lax.stop_gradient(x[..., 0]).astype(p.param_dtype)
+        d = centred(p, x, k)
+        shift = group_means(p, d)
+        var = jnp.maximum(group_means(p, row_squares(x, k)) - (shift * t) * (shift * t), 0) * (1 / t**2)
+        # k + shift is rounded; x - k is not, where the mean is large.
+        return d - of_groups(p, shift), k + shift, var
+
+    def of_rows_mean(x: jax.Array) -> tuple[jax.Array, ...]:
+        mean = group_means(p, x.astype(p.param_dtype))
+        return centred(p, x, mean), mean, group_means(p, row_squares(x, mean)) * (1 / t**2)
+
+    def row_squares(x: jax.Array, k: jax.Array) -> jax.Array:
+        """(x - k)^2, in the scale of t^2."""
+        d = x.astype(p.param_dtype) * t - of_groups(p, k * t)
+        return d * d
+
+    def of_samples(x: jax.Array) -> tuple[jax.Array, ...]:
+        """The same of images: moments of each channel about its first pixel, then of a group from its channels'.
+
+        A CPU broadcasts numbers of channels faster than those of groups.
+        """
+
+        def of_group(a: jax.Array) -> jax.Array:
+            return a.reshape(*p.group_shape, p.group_channels)
+
+        k = lax.stop_gradient(x[(slice(None),) * (len(p.lead) + 1) + (0,) * (len(p.shape) - 2)]).astype(p.param_dtype)
+        d = x.astype(p.param_dtype) * t - jnp.expand_dims(k * t, pixels)
+        shift = of_images(p, d) / p.pixels
+        within = of_group(jnp.maximum(of_images(p, d * d) / p.pixels - shift * shift, 0))
+        k = of_group(k)
+        first = k[..., :1]
+        shift = of_group(shift) + (k * t - first * t)  # a channel's mean, from the group's first sample
+        middle = jnp.sum(shift, -1, keepdims=True) / p.group_channels
+        between = (shift - middle) * (shift - middle)
+        var = jnp.sum(within + between, -1) / p.group_channels * (1 / t**2)
+        first, middle = first[..., 0], middle[..., 0] * (1 / t)
+        return centred(p, x, first) - of_groups(p, middle), first + middle, var
+
+    pixels = tuple(range(len(p.lead) + 1, len(p.lead) + len(p.shape) - 1))
+    # On a CPU XLA makes one pass over a row that it holds; a sample would be a pass of its own.
+    if not p.rows:
+        d, mean, var = of_samples(x)
+    elif anywhere:
+        d, mean, var = of_rows_mean(x)
+    else:
+        d, mean, var = lax.platform_dependent(x, cuda=of_rows_sample, default=of_rows_mean)
+    rstd = lax.rsqrt(var + p.epsilon)
+    z = d * (of_groups(p, rstd) * of_channels(p, scale)) + of_channels(p, bias)
+    return [activate(p.activation, z).astype(x.dtype), mean, rstd]
+
+
+def groupnorm_backward(p: GroupNormProblem, x, dy, scale, bias, mean, rstd) -> list[jax.Array]:
+    """[dscale, dbias, dx?]: the derivative of groupnorm's y, with z recomputed from x."""
+    d = centred(p, x, mean)
+    xhat = d * of_groups(p, rstd)
+    dz = dy.astype(p.param_dtype)
+    if p.activation.residual:
+        z = xhat * of_channels(p, scale) + of_channels(p, bias)
+        dz = activate_tangent(p.activation, z, dz)
+    lead = len(p.lead)
+    if p.rows:
+        # In this form XLA makes few passes: a row's rstd is a factor of its sums, not of what is summed.
+        rows = tuple(range(lead, x.ndim - 1))
+        outs = [jnp.sum(dz * d * of_groups(p, rstd), rows), jnp.sum(dz, rows)]
+        g = dz * of_channels(p, scale)
+        mean_g, mean_gx = group_means(p, g), group_means(p, g * d) * rstd * rstd
+        dx = of_groups(p, rstd) * (g - of_groups(p, mean_g) - d * of_groups(p, mean_gx))
+        return [*outs, *[dx.astype(x.dtype)] * p.want_dx]
+    sums, products = of_images(p, dz), of_images(p, dz * xhat)  # (N, C)
+    outs = [jnp.sum(products, lead), jnp.sum(sums, lead)]
+    if p.want_dx:
+        factor = jnp.expand_dims(scale, lead)
+        mean_g, mean_gx = (of_groups(p, group_means(p, factor * a)) for a in (sums, products))
+        dx = of_groups(p, rstd) * (of_channels(p, scale) * dz - mean_g - xhat * mean_gx)
+        outs.append(dx.astype(x.dtype))
+    return outs
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Squeeze-and-excitation. Everything between x and y is float32 for 16-bit x, the small products in full.
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def gated(gate: str, z: jax.Array) -> jax.Array:
+    return jax.nn.sigmoid(z) if gate == "sigmoid" else jnp.minimum(jnp.maximum(z + 3, 0), 6) / 6
+
+
+@gated.defjvp
+def _(gate, primals, tangents):
+    g = gated(gate, primals[0])
+    return g, gated_grad(gate, g, tangents[0])
+
+
+def gated_grad(gate: str, g: jax.Array, t: jax.Array) -> jax.Array:
+    """t * gate'(z), by the gate g itself; 0 at hard_sigmoid's kinks, as jax.nn's."""
+    return t * (g * (1 - g)) if gate == "sigmoid" else jnp.where((g > 0) & (g < 1), t / 6, jnp.zeros_like(t))
+
+
+def small_product(a: jax.Array, b: jax.Array) -> jax.Array:
+    """a @ b. Where types say how arrays are split, what is summed up may be."""
+    mesh = jax.typeof(a).sharding.mesh
+    sharding = None
+    if jax.sharding.AxisType.Explicit in mesh.axis_types:
+        spec = jax.sharding.PartitionSpec(jax.typeof(a).sharding.spec[0], jax.typeof(b).sharding.spec[1])
+        sharding = jax.sharding.NamedSharding(mesh, spec)
+    return jnp.dot(a, b, precision=lax.Precision.HIGHEST, out_sharding=sharding)
+
+
+def of_pixels(p: SqueezeExciteProblem, a: jax.Array) -> jax.Array:
+    """a, (N, C), shaped to broadcast against x."""
+    return a.reshape(a.shape[0], *(1,) * (len(p.shape) - 2), a.shape[1])
+
+
+def over_pixels(p: SqueezeExciteProblem, a: jax.Array) -> jax.Array:
+    """Sums of a, of x's shape, over an image's pixels: (N, C)."""
+    return jnp.sum(a, tuple(range(1, len(p.shape) - 1)))
+
+
+def squeeze_excite(p: SqueezeExciteProblem, x, w1, b1, w2, b2) -> list[jax.Array]:
+    """[y, mean, z1, gate]."""
+    wide = x.astype(p.param_dtype)
+    mean = over_pixels(p, wide) / p.pixels
+    z1 = small_product(mean, w1) + b1[None]
+    gate = gated(p.gate, small_product(activate(p.activation, z1), w2) + b2[None])
+    return [(wide * of_pixels(p, gate)).astype(x.dtype), mean, z1, gate]
+
+
+def squeeze_excite_backward(p: SqueezeExciteProblem, x, dy, w1, w2, z1, gate) -> list[jax.Array]:
+    """[dz2, dz1, dx?]: the gradients of the gates' and the hidden numbers' arguments, and of x."""
+    wide = dy.astype(p.param_dtype)
+    dz2 = gated_grad(p.gate, gate, over_pixels(p, wide * x.astype(p.param_dtype)))
+    dz1 = activate_tangent(p.activation, z1, small_product(dz2, w2.T))
+    if not p.want_dx:
+        return [dz2, dz1]
+    constant = small_product(dz1, w1.T) / p.pixels
+    return [dz2, dz1, (wide * of_pixels(p, gate) + of_pixels(p, constant)).astype(x.dtype)]

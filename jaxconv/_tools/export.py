@@ -1,0 +1,113 @@
+"""jax.export: what jaxconv's custom calls need to be exported, and to be loaded again."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from jax import export
+
+from jaxconv._core import compat, primitives
+
+
+def export_checks() -> list[export.DisabledSafetyCheck]:
+    """What `jax.export.export` takes as `disabled_checks` to let jaxconv's custom calls through.
+
+    jax.export refuses custom calls that are not declared stable. jaxconv's are: the operands and attributes of a name
+    never change, and a changed call gets a name with another version at its end::
+
+        exported = jax.export.export(jax.jit(f), disabled_checks=jaxconv.export_checks())(*args)
+        blob = exported.serialize(vjp_order=1)
+
+    Whoever loads the program must `import jaxconv` before it is run, which is what tells XLA of the calls. Without that
+    XLA says "No FFI handler registered for" it::
+
+        import jaxconv
+
+        f = jaxconv.check_exported(jax.export.deserialize(blob)).call
+
+    Returns:
+      One check per target.
+
+    Exporting fixes each call's plan. Platforms need not be present: a program exported with platforms=("cpu", "cuda")
+    on a laptop holds CUDA calls where its jaxconv was built with CUDA, and XLA's own operations otherwise. What has
+    symbolic extents (a batch, or the space of a convolution), and a program over an Auto mesh of several devices, goes
+    to XLA.
+
+    A program with custom calls that jax 0.11 or newer exported is not read by jax 0.10: `portable_exported` makes one
+    that is.
+    """
+    return [export.DisabledSafetyCheck.custom_call(target) for target in _targets()]
+
+
+def check_exported(exported: export.Exported) -> export.Exported:
+    """`exported` itself, if this version of jaxconv has all of jaxconv's targets that it calls.
+
+    Example::
+
+        f = jax.jit(lambda x: jaxconv.layernorm(x))
+        exported = jax.export.export(f, disabled_checks=jaxconv.export_checks())(jnp.ones((4, 8)))
+        loaded = jaxconv.check_exported(jax.export.deserialize(exported.serialize()))
+        y = loaded.call(jnp.ones((4, 8)))
+
+    It need not be called: that jaxconv is imported is enough for the program to run.
+
+    Raises:
+      ValueError: naming the missing ones. XLA would find that out only when the program is compiled.
+      TypeError: for something else than a `jax.export.Exported`.
+    """
+    _expect_exported("check_exported", exported)
+    # After "custom_call" alone: the module's text also names files and functions, which may be called anything.
+    called = set(re.findall(r"\bcustom_call @(jaxconv_\w+_v\d+)\b", str(exported.mlir_module())))
+    unknown = sorted(called - set(_targets()))
+    if unknown:
+        raise ValueError(
+            f"the exported program {exported.fun_name!r} calls {', '.join(unknown)}, which this jaxconv does not have: "
+            f"another version exported it. Export it again with this one, or load it with that one. "
+            f"Known: {', '.join(_targets())}"
+        )
+    return exported
+
+
+def portable_exported(exported: export.Exported) -> export.Exported:
+    """`exported`, and its gradients, in the StableHLO of the oldest JAX that this jaxconv supports.
+
+    jax.export writes the StableHLO of about a month before its own JAX, which JAX of that age and newer reads. In it a
+    custom call has a form that jax 0.10 does not know ("Failed to deserialize StableHLO"): with jax 0.11 and newer,
+    what jax 0.10 is to load goes through here::
+
+        exported = jax.export.export(jax.jit(f), disabled_checks=jaxconv.export_checks())(*args)
+        blob = jaxconv.portable_exported(exported).serialize(vjp_order=1)
+
+    The program is the same, and newer versions of JAX load it too.
+
+    Raises:
+      ValueError: where the program has something that the older StableHLO cannot say, with its sentence.
+      TypeError: for something else than a `jax.export.Exported`.
+    """
+    _expect_exported("portable_exported", exported)
+    gradient = exported._get_vjp
+    try:
+        serialized = compat.in_stablehlo(exported.mlir_module_serialized, OLDEST_STABLEHLO)
+    except Exception as error:  # MLIRError, and whatever another version calls it
+        raise ValueError(
+            f"portable_exported: {exported.fun_name!r} cannot be written in StableHLO {OLDEST_STABLEHLO}: {error}"
+        ) from error
+    return dataclasses.replace(
+        exported,
+        mlir_module_serialized=serialized,
+        _get_vjp=gradient and (lambda _: portable_exported(gradient(exported))),
+    )
+
+
+OLDEST_STABLEHLO = "1.16.0"  # that of jaxlib 0.10.0
+
+
+def _expect_exported(name: str, exported: object) -> None:
+    if not isinstance(exported, export.Exported):
+        hint = "; jax.export.deserialize makes one of bytes" if isinstance(exported, (bytes, bytearray)) else ""
+        raise TypeError(f"{name}: expected a jax.export.Exported, got {type(exported).__name__}{hint}")
+
+
+def _targets() -> list[str]:
+    return sorted(made.target for made in primitives.KERNELS.values())
