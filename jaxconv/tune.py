@@ -96,8 +96,8 @@ class Tuning(list[Tuned]):
     def __str__(self) -> str:
         if not self:
             return (
-                "nothing to tune: the function has no jaxconv calls (jaxconv.explain(f) says what it has). "
-                "jaxconv.accelerate(f) has, and f with jaxconv.enable on: --way accelerate, --way enable in a shell"
+                "nothing to tune: the function has no jaxconv calls (jaxconv.explain(f) lists them). Tune "
+                "jaxconv.accelerate(f), or f with jaxconv.enable on (in a shell: --way accelerate, --way enable)"
             )
         rows = [("calls", "op", "problem", "before", "ms", "best", "ms", "XLA's ms", "")]
         for r in self:

@@ -346,7 +346,7 @@ def test_the_convolutions_own_kernel_adds(code_for_gpus):
     plan = planned((256, 14, 14, 256), 1, 1024)
     alone = dataclasses.replace(plan, reason="")
     assert (plan.implementation, plan.algorithm) == ("native", "sm90")
-    assert plan.reason.endswith("; the residual is added on its way")
+    assert plan.reason.endswith("; the residual is added in the same pass")
     forced = planned((256, 14, 14, 256), 1, 1024, algorithm=alone.spec)
     assert (forced.kernel, forced.tile) == (alone.kernel, alone.tile)
 

@@ -304,10 +304,10 @@ def test_which_layers_stay_wide():
     why = {layer.name.removeprefix("Others/"): layer.why for layer in q.quantization if not layer.narrow}
     assert why == {
         "first": "the first layer: it reads the inputs",
-        "depthwise": "it is depthwise: its products are none of matrices, for tensor cores",
-        "few": "its channels, 8 and 8 a group, are no multiples of 16, which 8-bit products take at once",
-        "groups": "its groups have 16 channels, no multiple of 128, which 8-bit products take of a group",
-        "gate": "it is of one pixel an image",
+        "depthwise": "it is depthwise: it has no matrix products, which tensor cores need",
+        "few": "8-bit products need multiples of 16 channels a group, and it has 8 and 8",
+        "groups": "8-bit products need groups of a multiple of 128 channels, and its groups have 16",
+        "gate": "its images have one pixel",
         "up": "it is transposed",
         "last": "the last layer: it makes the results",
     }
@@ -445,7 +445,9 @@ def test_disabled_it_is_xlas(monkeypatch):
 
 
 def test_no_gradient_goes_through_8_bits():
-    with pytest.raises(TypeError, match="freeze: a function that is quantised to uint8 has no derivative, expected"):
+    with pytest.raises(
+        TypeError, match="freeze: a function that is quantised to uint8 has no derivative: differentiate"
+    ):
         jax.grad(lambda x: frozen()(x)["logits"].sum())(jnp.asarray(X))
 
 
@@ -493,7 +495,7 @@ BAD = {
     ),
     "a name": (
         dict(quantize="int8", calibrate=[X], wide=("conv9",)),
-        "wide got 'conv9', which no layer is named, expected some of ",
+        "wide got 'conv9', but no layer has that name, expected some of ",
     ),
 }
 
@@ -517,7 +519,7 @@ def test_what_is_no_inference_is_refused_as_freeze_does():
 def test_weights_that_are_no_numbers(value):
     weights = _chain_weights()
     weights[1][0, 0, 0, 0] = value
-    with pytest.raises(ValueError, match=r"freeze: the weights of layer .* have NaN or infinity, expected"):
+    with pytest.raises(ValueError, match=r"freeze: the weights of layer .* are not finite, expected"):
         jaxconv.freeze(_chain, weights, quantize="int8", calibrate=[X])
 
 

@@ -256,9 +256,9 @@ def gathers(form: forms.Form, avals: tuple[Any, Any, Any]) -> str | None:
     # Of integers lax's call may have no other way to run.
     for equation in jaxpr.eqns if form.form != "integers" else ():
         if equation.primitive.name == "reshard" and equation.invars[0].aval != equation.outvars[0].aval:
-            return f"our call would gather {equation.invars[0].aval.str_short()} over the mesh"
+            return f"jaxconv's call would gather {equation.invars[0].aval.str_short()} over the mesh"
     (made,) = jaxpr.out_avals
-    return None if made == out else f"its result is {out.str_short()}, our call's {made.str_short()}"
+    return None if made == out else f"its result is {out.str_short()}, and that of jaxconv's call {made.str_short()}"
 
 
 def describe(choice: Choice, avals: tuple[Any, Any, Any], where: str = "") -> Convolution:
@@ -337,7 +337,7 @@ def _refusal(ctx: mlir.LoweringRuleContext, avals: Any, state: State) -> str | N
     if compat.exported(ctx):
         return "the program is exported: whoever loads it would need jaxconv"
     if compat.computed_elsewhere(ctx):
-        return "compute_on sends it elsewhere than the program"
+        return "compute_on sends it to another device than the program"
     partitioning = compat.partitioning(ctx)
     mesh = sharding.explicit_mesh(avals)
     known = mesh is not None and all(kind != AxisType.Auto or mesh.shape[a] == 1 for a, kind in _kinds(mesh))
@@ -351,8 +351,8 @@ def _unknown(ctx: mlir.LoweringRuleContext, platform: str) -> str | None:
     if compat.device_of(ctx, platform) is not None or len(kinds := _plan.Device.kinds(platform)) < 2:
         return None
     return (
-        f"there are devices of several kinds ({', '.join(kinds)}), and a lowering is told for which it is only with "
-        "jaxconv.enable(auto_meshes=True)"
+        f"there are devices of several kinds ({', '.join(kinds)}), and JAX tells a lowering for which one it is only "
+        "with jaxconv.enable(auto_meshes=True)"
     )
 
 

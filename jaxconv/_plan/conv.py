@@ -89,7 +89,7 @@ class Conv(Planner):
     def _on_cpu(self, algorithm: str, p: ConvProblem) -> Plan | str:
         """The CPU code owns its scratch."""
         if self.rounded_before and p.dtype not in ("float32", "float64"):
-            return f"the CPU rounds to 16 bits only behind the call, and {self.rounded_before}"
+            return f"on a CPU a call rounds to 16 bits only at its end, and {self.rounded_before}"
         if family_of(algorithm) in CHANNELS_LAST_ONLY or "/" in algorithm:
             return CUDA_ONLY
         if algorithm == "depthwise" and not p.depthwise:
@@ -152,7 +152,7 @@ class Conv(Planner):
             return "depthwise", "XLA's depthwise convolutions are 10 times slower on a CPU"
         if p.groups > 1:
             if p.groups == 2 and not wgrad and p.dtype in ("bfloat16", "float16"):
-                return None, "of 2 groups in 16 bits XLA is as fast: native code converts to float32 and back"
+                return None, "with 2 groups in 16 bits XLA is as fast: native code converts to float32 and back"
             times = "a hundred times slower" if wgrad else "2 to 8 times slower"
             return "im2col", f"XLA's grouped convolutions are {times} on a CPU"
         if not wgrad:
@@ -233,4 +233,4 @@ def fused_behind(p: ConvProblem, plan: Plan, device: Device) -> str | None:
     if m.xla_ms > m.native_ms[plan.kernel] + pass_over_y(m, p, device):
         return None
     speed = f"{m.ratio(plan.kernel):.2f} times as fast {m.where}"
-    return f"{plan.kernel} was {speed}, which does not pay for a pass that XLA would take into its own convolution"
+    return f"{plan.kernel} was {speed}, too little to pay for a pass that XLA would fuse into its convolution"

@@ -73,7 +73,8 @@ class ConvScaled(Planner):
         else:
             own = choose.missing(device) or self.no_kernels(p, device.platform) or self.made(kernel, p, device)
         if isinstance(own, Plan):
-            reason = f"{asked(p)} was asked for" if forced else "one pass on 8-bit tensor cores, which XLA has not"
+            why = "one pass on 8-bit tensor cores, for which XLA has no convolution"
+            reason = f"{asked(p)} was asked for" if forced else why
             return dataclasses.replace(own, reason=reason)
         if forced:
             return self.cannot(p, own, kernel)

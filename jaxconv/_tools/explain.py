@@ -106,7 +106,9 @@ class Explanation(list[Call]):
         """What the table's short words mean, those that are in it."""
         several = sorted({str(call.plan) for call in self if call.plan.implementation == "calls"})
         products = any(isinstance(call.problem, _problem.DenseProblem) for call in self)
-        legend = [f"{', '.join(several)}: no kernel does it all, several calls take its place"] if several else []
+        legend = []
+        if several:
+            legend.append(f"{', '.join(several)}: no kernel does all of it here, so several calls take its place")
         if products:
             legend.append("MxKxN NN: x is (M, K), w is (K, N); T instead of N: that operand is transposed in memory")
         return legend
@@ -249,7 +251,7 @@ def info() -> str:
     here = len(tuned.active().on(tuned.device_name(device))) if device.kind else 0
     lines.append(f"tuned problems of this device: {here}, {tuned.path()}")
     if in_place.asked() is not None:
-        lines.append("problems that nobody knows are timed while programs compile (JAXCONV_TUNE, enable(tune=True))")
+        lines.append("unmeasured problems are timed while programs compile (JAXCONV_TUNE, enable(tune=True))")
     if device.platform == "cuda":
         lines.append(_tables(device))
     if os.environ.get("JAXCONV_DISABLE"):

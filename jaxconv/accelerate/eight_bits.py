@@ -204,7 +204,7 @@ def find_scaled(node: Node, activations: Activations, adds: Callable[[Value], bo
     if layout is None:
         raise Refusal("jaxconv has channels-last and channels-first convolutions of 1 to 3 dimensions")
     if node.params["batch_group_count"] != 1 or any(d != 1 for d in node.params["lhs_dilation"]):
-        raise Refusal("of 8 bits jaxconv has no batch groups and no lhs dilation with scales")
+        raise Refusal("jaxconv's 8-bit convolutions with scales have no batch groups and no lhs dilation")
     if node.params.get("out_sharding") is not None:
         raise Refusal("its result has a sharding of its own")
     if not fused.pads_are_numbers(node.params["padding"]):

@@ -266,7 +266,7 @@ class Frozen(Generic[R]):
                     f"expected {before.get(name, 'nothing there')}"
                 )
         if self._static != new._static:
-            raise ValueError("freeze: replace got other arguments than freeze: they differ in what is no array")
+            raise ValueError("freeze: replace got other arguments than freeze: one that is not an array differs")
         with self._function.lock:
             programs = list(self._function.programs.values())
         for program in programs:
@@ -345,8 +345,8 @@ class Frozen(Generic[R]):
             )
         names = [self._function.name(weight.digest, self._name_of(split, weight.value)) for weight in split.weights]
         report.notes.append(
-            f"computed once: {len(names)} weights ({_mib(w.value.aval for w in split.weights)}), of {sum(bound)} bound "
-            f"arrays ({_mib(jax.typeof(array) for _, array in self._bound)})"
+            f"computed once: {len(names)} weights ({_mib(w.value.aval for w in split.weights)}) from {sum(bound)} "
+            f"bound arrays ({_mib(jax.typeof(array) for _, array in self._bound)})"
         )
         late = jax.jit(split.run)
         return _Program(names, jax.jit(split.early), closed_over, late, jaxpr, bound, traced.results, report)
@@ -436,9 +436,9 @@ def _refuse_random(split: Split) -> None:
     if found is not None:
         name, where = found
         raise ValueError(
-            f"freeze: the function draws random numbers ({where or name}) from a key that is bound or its own: they "
-            "would be the same in every call. If it is dropout, pass deterministic=True or train=False (model.eval() "
-            "of flax.nnx); otherwise make the key an input"
+            f"freeze: the function draws random numbers ({where or name}) from a key that is bound, or that it makes "
+            "itself: they would be the same in every call. If it is dropout, pass deterministic=True or train=False "
+            "(model.eval() of flax.nnx); otherwise make the key an input"
         )
 
 

@@ -607,15 +607,15 @@ def product_and_activation(program: Program, node: Node, device: _plan.Device) -
 
 # A rule that takes in more stands before one that takes in less.
 RULES = (
-    Rule("a batch-norm and its shortcut's", ("jaxconv_batchnorm_train",), norm_and_shortcut),
-    Rule("a convolution that normalises what it loads", ("jaxconv_batchnorm_train",), norm_and_convolution),
+    Rule("two batch-norms of a residual block", ("jaxconv_batchnorm_train",), norm_and_shortcut),
+    Rule("a convolution that normalises its input", ("jaxconv_batchnorm_train",), norm_and_convolution),
     Rule("a concatenation's statistics", ("jaxconv_batchnorm_train",), norm_of_pieces),
-    Rule("a concatenation made again", ("jaxconv_batchnorm_backward",), pieces_again),
-    Rule("a batch-norm's sums in a dgrad", ("jaxconv_batchnorm_train",), sums_in_dgrad),
-    Rule("a convolution's statistics", ("jaxconv_batchnorm_train",), convolution_and_norm),
-    Rule("a convolution's statistics alone", ("jaxconv_batchnorm_moments",), convolution_and_moments),
-    Rule("a bias' gradient behind a norm", ("reduce_sum",), sum_behind_norm),
-    Rule("dgrad + c", ("add_any", "add"), dgrad_and_add),
-    Rule("a batch-norm's dx + c", ("add_any", "add"), norm_and_add),
-    Rule("a product and an activation's gradient", ("jaxconv_activation_gradient",), product_and_activation),
+    Rule("a concatenation that is made again", ("jaxconv_batchnorm_backward",), pieces_again),
+    Rule("a dgrad that takes a batch-norm's sums", ("jaxconv_batchnorm_train",), sums_in_dgrad),
+    Rule("a convolution that takes its batch-norm's statistics", ("jaxconv_batchnorm_train",), convolution_and_norm),
+    Rule("a convolution that takes its result's statistics", ("jaxconv_batchnorm_moments",), convolution_and_moments),
+    Rule("a bias' gradient from a norm's sums", ("reduce_sum",), sum_behind_norm),
+    Rule("a dgrad that adds another gradient", ("add_any", "add"), dgrad_and_add),
+    Rule("a batch-norm that adds another gradient", ("add_any", "add"), norm_and_add),
+    Rule("a product that applies an activation's derivative", ("jaxconv_activation_gradient",), product_and_activation),
 )
