@@ -1,8 +1,8 @@
-"""`jaxconv.tune`: times XLA and every native kernel at one function's problems, on this device, and keeps the best.
+"""`jaxconv.tune`: times XLA and every native kernel for one function's problems on this device, and keeps the best.
 
     jaxconv.tune(train_step)(state, batch)
 
-Plans then consult what was found before jaxconv's own tables, for exactly these problems. `python -m jaxconv tune
+For exactly these problems, plans then use these times, and not jaxconv's own tables. `python -m jaxconv tune
 module:function` does the same from a shell.
 """
 
@@ -71,7 +71,7 @@ class Tuned:
 
 
 class Tuning(list[Tuned]):
-    """What `tune` found: a list of problems, each a `Tuned`, that prints as a table.
+    """The result of `tune`: a list of problems, each a `Tuned`, that prints as a table.
 
     Attributes:
       before_ms, after_ms: the function's own times; None where it was not timed.
@@ -142,34 +142,35 @@ class Tune:
 
         First each call that jaxconv computes in f is timed: by XLA, and by each native kernel that can run it. Calls
         are found as by `jaxconv.explain`: in gradients, under vmap, through `accelerate`, and lax's own convolutions
-        where `enable` is on. Inputs are random, of the call's shapes and dtypes, and come from memory, not from a
-        cache. Then f itself is compiled and timed, with and without the changes. Only changes that made f faster are
-        kept: a kernel that is faster alone may be slower between neighbours, with which XLA would fuse.
+        where `enable` is on. Inputs are random arrays of the call's shapes and dtypes, and are read from memory, not
+        from a cache. Then f itself is compiled and timed, with and without the changes. Only changes that made f faster
+        are kept: a kernel that is faster alone may be slower between neighbours, with which XLA would fuse.
 
-        What is kept holds for exactly these problems, on this kind of device, with these versions of jaxlib and
-        jaxconv. It holds in this process from now on (functions under jit are compiled anew at their next call) and in
-        later ones: it is written to `jaxconv.tune.path()`, which JAXCONV_TUNING=FILE moves. `jaxconv.explain` then
+        The choices that are kept hold for exactly these problems, on this kind of device, with these versions of jaxlib
+        and jaxconv. They hold in this process from now on, in which functions under jit are compiled anew at their next
+        call. They also hold in later processes, because they are written to `jaxconv.tune.path()`.
+        JAXCONV_TUNING=FILE names another file. `jaxconv.explain` then
         shows "tuned on this device". Nothing else in jaxconv times anything, unless it is asked to
         (`enable(tune=True)`, `accelerate(f, tune=True)`, JAXCONV_TUNE=1).
 
         Args:
           f: any JAX function, jitted or not. It is traced, and with `verify` compiled and run some hundred times. Its
-            arguments are traced as by `jax.jit`: bind what is static. Nothing is donated.
-          seconds: roughly the most that timing the problems, and then that timing f, may take; one compilation of f
-            more may be under way. The problems that cost most come first; a later call goes on where this one stopped.
-          verify: whether to time f itself. If not, whatever was fastest alone is kept.
-          again: time what was timed before with these versions, too.
+            arguments are traced as by `jax.jit`, so bind static ones. Nothing is donated.
+          seconds: roughly the most time for the problems, and then again for f. A compilation of f that is under way is
+            finished. The problems that cost most come first; a later call goes on where this one stopped.
+          verify: whether to time f itself. If not, the kernels that are fastest alone are kept.
+          again: also time problems that were timed before with these versions.
           save: whether to write the results to the user's file; if not, they hold in this process.
           progress: whether to say on stderr what is timed, with a bar where tqdm is installed.
 
         Returns:
           A function of f's arguments (arrays, or `jax.ShapeDtypeStruct`s, which stand for arrays of ones) that returns
-          a `Tuning`: a list of problems with their times that prints as a table. KeyboardInterrupt ends it early: what
-          was measured is kept, the next call uses it; choices that f has not confirmed do not hold then.
+          a `Tuning`: a list of problems with their times that prints as a table. KeyboardInterrupt ends it early: times
+          are kept for the next call, and choices that f has not confirmed do not hold.
 
         Raises:
-          TypeError: where f is no function, or compiled already.
-          ValueError: where seconds is not positive, or the default device has no native code; and as f itself would.
+          TypeError: if f is no function, or compiled already.
+          ValueError: if seconds is not positive, or the default device has no native code; and any error of f itself.
         """
         _problem.check_function("tune", f)
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
@@ -183,9 +184,9 @@ class Tune:
         return tuning
 
     def applied(self, results: Results | None) -> contextlib.AbstractContextManager[None]:
-        """A context in which plans are made from `results`, and not from the user's file; None is from neither.
+        """A context in which plans are made from `results` instead of the user's file; None stands for no results.
 
-        It holds for what this thread traces and compiles inside::
+        It holds for all that this thread traces and compiles inside::
 
             with jaxconv.tune.applied(jaxconv.tune.loads(text)):
                 step = jax.jit(train_step).lower(state, batch).compile()
@@ -201,7 +202,7 @@ class Tune:
         return tuned.dumps(tuned.active() if results is None else results)
 
     def loads(self, text: str) -> Results:
-        """The results in a text that `dumps` or a file holds, for `applied`. ValueError where it is something else."""
+        """The results in a text that `dumps` or a file holds, for `applied`. ValueError if it is something else."""
         try:
             return tuned.loads(text)
         except ValueError as error:

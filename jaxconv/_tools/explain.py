@@ -52,10 +52,10 @@ class Fused:
 class Explanation(list[Call]):
     """A list of `Call`s that prints as a table.
 
-    `fused` lists what rules made of neighbouring calls, in gradients and around them: the calls are those after it.
-    `accelerated` lists what `jaxconv.accelerate` replaced in the function by what, and why it left the rest.
-    `convolutions` lists lax's own convolutions in it, and what `jaxconv.enable` makes of them, or would if it were on.
-    `gathered` says which arrays, split by their types over an Explicit mesh, are gathered for a call, and why.
+    The list holds the calls after all rules. `fused` lists which calls the rules replaced, in gradients and around
+    them, and by which kernels. `accelerated` lists the layers that `jaxconv.accelerate` replaced or left, and why.
+    `convolutions` lists lax's own convolutions, and what `jaxconv.enable` does with them, or would do if it were on.
+    `gathered` lists the arrays that are split over an Explicit mesh and are gathered for a call, and why.
     """
 
     def __init__(
@@ -115,11 +115,11 @@ class Explanation(list[Call]):
 
 
 def explain(f: Callable[P, Any], *, platform: str | None = None) -> OfArguments[P, Explanation]:
-    """A function that takes f's arguments and returns which implementation every jaxconv call in f gets, and why.
+    """A function that takes f's arguments and tells which implementation every jaxconv call in f gets, and why.
 
-    Where `jaxconv.accelerate` is in f, it also says what was replaced by what, and why the rest was left. For each of
-    lax's own convolutions it says which of fprop, dgrad and wgrad it is, and what `jaxconv.enable` makes of it or would
-    make of it.
+    For functions inside f that `jaxconv.accelerate` made, it also lists which layers were replaced, and why the others
+    were left. For each of lax's own convolutions it tells whether it is an fprop, a dgrad or a wgrad, and what
+    `jaxconv.enable` does with it, or would do if it were on.
 
     f is traced, and nothing is run or compiled. (`launches` compiles f, and counts what it launches.) Gradients are
     explained too::
@@ -127,20 +127,20 @@ def explain(f: Callable[P, Any], *, platform: str | None = None) -> OfArguments[
         print(jaxconv.explain(jax.grad(loss))(params, batch))
 
     Args:
-      f: any JAX function, jitted or not. Where types say how arrays are split over an Explicit mesh, the calls are
-        those of one shard; on Auto meshes, where XLA decides later, those of the whole arrays.
-      platform: "cpu", "cuda" (or "gpu"), "rocm" or "tpu"; None is the default backend's. A GPU need not be present.
-        Its kind is unknown then, so nothing that was measured is used.
+      f: any JAX function, jitted or not. On an Explicit mesh, whose types say how arrays are split, the calls are those
+        of one shard. On an Auto mesh, where XLA decides later, they are those of the whole arrays.
+      platform: "cpu", "cuda" (or "gpu"), "rocm" or "tpu"; None is the default backend. A GPU need not be present. But
+        then its kind is unknown, so no measured times are used.
 
     Returns:
-      A function of f's arguments returning a list of calls (op, problem, plan, count) that prints as a table. Its
-      attribute `accelerated` is the list of what accelerate found (what, shapes, fused, why, where), `convolutions`
-      that of lax's convolutions (form, problem, became, why, where, count), as `jaxconv.report` returns it. f does not
-      show whether XLA will partition the program: there enable leaves them to lax.
+      A function of f's arguments that returns a list of calls (op, problem, plan, count), which prints as a table. Its
+      attribute `accelerated` lists what accelerate did (what, shapes, fused, why, where). `convolutions` lists lax's
+      convolutions (form, problem, became, why, where, count), as `jaxconv.report` does. f does not show whether XLA
+      will partition the program, and in a partitioned program enable leaves convolutions to lax.
 
     Raises:
-      TypeError: where f is no function, or compiled already.
-      ValueError: for an unknown platform; and as the call itself would, where a forced choice cannot run.
+      TypeError: if f is no function, or compiled already.
+      ValueError: for an unknown platform, and if a forced choice cannot run, as the call itself would raise.
     """
     _problem.check_function("explain", f)
     if platform is not None and platform not in _PLATFORMS:
