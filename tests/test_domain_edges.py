@@ -334,12 +334,12 @@ YES_AND_NO: dict[str, tuple[Callable[[], Refusal], Callable[[], Refusal], str]] 
     "direct adds to no dgrad": (
         lambda: of_conv("direct", conv(), "conv_dgrad_add"),
         lambda: of_conv("sm90/product", conv(), "conv_dgrad_add", "128x128"),
-        "only sm90 and depthwise/rows_mma add in the same pass",
+        "only sm90 and depthwise/rows_mma add on their way",
     ),
     "depthwise/rows adds to no dgrad": (
         lambda: of_conv("depthwise/rows", depthwise(filter=3), "conv_dgrad_add"),
         lambda: of_conv("depthwise/rows_mma", depthwise(filter=5), "conv_dgrad_add"),
-        "only sm90 and depthwise/rows_mma add in the same pass",
+        "only sm90 and depthwise/rows_mma add on their way",
     ),
     "grouped adds no residual": (
         lambda: of_conv("grouped/mma", grouped(), "conv_add"),

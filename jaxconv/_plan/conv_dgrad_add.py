@@ -19,7 +19,7 @@ class DgradAdd(conv.Conv):
     """A dgrad that adds on its way, or two calls: the dgrad has a plan of its own then."""
 
     families = ("sm90", "depthwise")
-    of_others = "only sm90 and depthwise/rows_mma add in the same pass"
+    of_others = "only sm90 and depthwise/rows_mma add on their way"
 
     def made(self, algorithm: str, p: ConvProblem, device: Device) -> Plan | str:
         plan = super().made(algorithm, p, device)
