@@ -124,7 +124,12 @@ def _ms(ms: float | None) -> str:
 
 
 class Tune:
-    """The function `tune`, with `applied`, `dumps`, `loads` and `path` as attributes."""
+    """The function `tune`, with `applied`, `dumps`, `loads` and `path` as attributes.
+
+    ::
+
+        print(jaxconv.tune(train_step)(state, batch))
+    """
 
     def __call__(
         self,
