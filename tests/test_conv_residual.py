@@ -170,7 +170,7 @@ def test_sixteen_bits_are_rounded_once(algorithm):
     """Where the kernel adds: a convolution that is rounded before the add would lose the small residual."""
     x, w = jnp.full((1, 4, 4, 8), 16, "bfloat16"), jnp.full((1, 1, 8, 8), 2, "bfloat16")
     r = jnp.full((1, 4, 4, 8), 0.75, "bfloat16")
-    b = jnp.full(8, 0.5, "bfloat16")  # 256 + .5 + .75 is 258 in steps of 2, and 256 + .5 is 256
+    b = jnp.full(8, 0.5, "bfloat16")  # 256 + 0.5 + 0.75 is 258 in steps of 2, and 256 + 0.5 is 256
     refusal = _plan.supports("conv_add", algorithm, problem_of((1, 4, 4, 8), 1, 8), DEVICE)
     if refusal:
         pytest.skip(refusal)
@@ -361,7 +361,7 @@ def test_what_adds_nothing_is_followed_by_an_add(code_for_gpus):
 def test_a_kernel_that_alone_is_no_faster_than_xla_adds_where_xla_would_pass_once_more(code_for_gpus, monkeypatch):
     monkeypatch.setattr(measured, "_recorded", lambda kind: ())
     monkeypatch.setattr(model, "predict", lambda *_: {})
-    one = 256 * 14 * 14 * 1024 * 2 / 4.3e9  # ms, over y: .024
+    one = 256 * 14 * 14 * 1024 * 2 / 4.3e9  # ms, over y: 0.024
     for filter_, alone, native in ((1, 1.0, True), (1, 1.0 + 3 * one, False), (3, 0.9, True), (3, 1.0, False)):
         p = (256, 14, 14, 256), filter_, 1024
         op, kind, coordinates = measured.features("conv_fprop", problem_of(*p))
