@@ -22,7 +22,7 @@ from jaxconv._plan import (
     tuned,
 )
 from jaxconv._plan.plan import Device, Plan, itemsize, known
-from jaxconv._plan.planner import CUDA_ONLY, Features, Planner, log2, plans_of
+from jaxconv._plan.planner import CUDA_ONLY, Features, Planner, calls, log2, plans_of
 from jaxconv._problem import ConvProblem, family_of
 
 FAMILIES: dict[str, ModuleType] = {
@@ -34,6 +34,7 @@ FAMILIES: dict[str, ModuleType] = {
     "stem": stem,
     "im2col": im2col,
 }
+COMPARISONS = ("none", "relu", "relu6", "leaky_relu")  # activations that cost nothing where y is written
 CHANNELS_LAST_ONLY = ("sm90", "implicit_gemm", "grouped", "stem")
 
 
@@ -148,6 +149,8 @@ class Conv(Planner):
 
     def on_cpu(self, p: ConvProblem) -> tuple[str | None, str]:
         wgrad = self.op == "conv_wgrad"
+        if p.depthwise and p.groups > 1 and math.prod(p.filter) == 1:
+            return None, "of one tap it is a product an element, which XLA computes with what stands around it"
         if p.depthwise and p.groups > 1:
             return "depthwise", "XLA's depthwise convolutions are 10 times slower on a CPU"
         if p.groups > 1:
@@ -168,6 +171,14 @@ class Conv(Planner):
             return "im2col", f"{product} in float32, at 1 to 2.4 times XLA's speed, conversions included"
         return None, f"{product} in float32, at 0.7 to 1 times XLA's speed, conversions included"
 
+    def exception(self, p: ConvProblem, device: Device, forced: bool) -> Plan | None:
+        """On a CPU a convolution by native code, and behind it an activation that is more than a comparison by XLA."""
+        if self.op != "conv" or forced or device.platform != "cpu" or p.activation.name in COMPARISONS:
+            return None
+        algorithm, reason = self.on_cpu(p)
+        two = calls("two", "a convolution, then its activation")
+        return two(f"{reason}; {slow_activation(p)}") if algorithm else None
+
     def features(self, p: ConvProblem) -> Features:
         """Coordinates: pixels of y, C / groups, K / groups, groups."""
         group_c, group_k = p.in_channels // p.groups, p.out_channels // p.groups
@@ -185,6 +196,11 @@ class Conv(Planner):
         )
         pixels = p.batch * math.prod(p.out_spatial)
         return "conv_fprop" if self.op == "conv" else self.op, kind, log2(pixels, group_c, group_k, p.groups)
+
+
+def slow_activation(p: ConvProblem) -> str:
+    """Why native code leaves an activation to XLA on a CPU, as a part of a sentence."""
+    return f"XLA's {p.activation.name} is 3 to 20 times faster than native code's"
 
 
 # Of a weight gradient on a CPU: channels on both sides up to which any product beats XLA's; multiply-adds from which it

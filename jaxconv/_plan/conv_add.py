@@ -33,6 +33,9 @@ class ConvAdd(conv.Conv):
             free = free and tuned.entry(op, p.affine(), device) is None
             return (_adds_instead_of_xla(p, device) if free else None) or two(alone.reason)
         adds, reason = self.made(alone.spec, p, device), alone.reason
+        free = p.implementation is None and p.algorithm is None
+        if free and device.platform == "cpu" and p.activation.name not in conv.COMPARISONS:
+            return two(f"{reason}; {conv.slow_activation(p)}")
         if isinstance(adds, str) and p.algorithm is not None:
             adds = self.made(p.algorithm, p, device)
         elif isinstance(adds, str):
