@@ -33,8 +33,8 @@ from jaxconv.accelerate.state import Arguments, KerasVariables, LinenVariables, 
 __all__ = ["Accelerated", "Report", "accelerate", "listening"]
 
 AS_WRITTEN = (
-    "on a CPU the norms above, and the activations behind them, are computed as they were written, unless they go into "
-    "a filter: nothing there is faster"
+    "on a CPU dense layers, norms that do not go into a filter, and most operations behind convolutions are computed as "
+    "they were written, because no kernel is faster there"
 )
 
 
@@ -55,12 +55,15 @@ def accelerate(f: Callable[P, R], *, tune: bool = False) -> Accelerated[P, R]:
     * convolutions of other integers, alone;
     * (..., K) @ (K, N) with the bias or activation that follows, where one follows;
     * a batch-norm, in training and inference, with the residual add and the activation behind it;
-    * group-norms and layer-norms (on a CPU, norms are computed as f writes them, unless they go into a filter: no
-      kernel is faster there);
+    * group-norms and layer-norms;
     * `lax.reduce_window` with lax.max: `jaxconv.max_pool`;
     * upsampling by repetition (`jax.image.resize` with "nearest" and whole factors): a broadcast, whose gradient
       needs no scatter;
     * an array times gates that two small layers compute from its means: `jaxconv.squeeze_excite`.
+
+    On a CPU three things are computed as f writes them, because no kernel is faster there: dense layers, norms that do
+    not go into a filter, and operations behind a convolution. Only the native code of a convolution with groups takes a
+    bias, a residual, and a relu, relu6 or leaky_relu into its call.
 
     Layers that follow each other are plain calls in a region. Where the function is differentiated, the region's
     program of results and gradients is rewritten: a kernel that does the work of several calls takes their place if
