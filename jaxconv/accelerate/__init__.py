@@ -33,8 +33,8 @@ from jaxconv.accelerate.state import Arguments, KerasVariables, LinenVariables, 
 __all__ = ["Accelerated", "Report", "accelerate", "listening"]
 
 AS_WRITTEN = (
-    "on a CPU dense layers, norms that do not go into a filter, and most operations behind convolutions are computed as "
-    "they were written, because no kernel is faster there"
+    "on a CPU dense layers, norms that do not go into a filter, and most operations behind convolutions are computed "
+    "as they were written, because no kernel is faster there"
 )
 
 
