@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 MOST_WORDS = 40
 # Pixels: `.content` of _static/wide.css on a page with and without contents beside it, the size of a table's letters,
 # and the padding of a cell.
-WITH_CONTENTS, WITHOUT_CONTENTS, LETTER, PADDING = 928, 1216, 12.8, 13
+WITH_CONTENTS, WITHOUT_CONTENTS, LETTER, PADDING = 928, 1216, 12.2, 12
 # A letter's width in its size, on average: of DejaVu Sans, in which figures are drawn, and of the theme's letters.
 DRAWN, WRITTEN = 0.52, 0.5
 
