@@ -1300,7 +1300,7 @@ def test_activations_that_are_left_behind_a_call_are_named(name):
     def normalised(x, w, b):
         return OTHER_ACTIVATIONS[name](normalise(conv(x, w), b, b))
 
-    assert f"has no {name}: it is computed after the batchnorm" in accelerate(normalised).report(X, W, B)[-1].why
+    assert f"has no {name}, so it is computed after the batchnorm" in accelerate(normalised).report(X, W, B)[-1].why
 
 
 @jax.custom_jvp

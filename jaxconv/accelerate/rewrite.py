@@ -253,7 +253,7 @@ class Rewriting:
         found = self._activations.other_after(y)
         if found is not None:
             name, node = found
-            why = f"jaxconv has no {name}: it is computed after the {what}"
+            why = f"jaxconv has no {name}, so it is computed after the {what}"
             self._report.append(Finding("activation", _text(y), "", why, str(node.name_stack)))
 
     def _fits(self, fused: Fused) -> bool:
