@@ -481,12 +481,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "target",
         metavar="module:function",
-        help="a function of no arguments that returns what to tune: a tuple (f, *arguments of f)",
+        help="a function without arguments that returns a tuple: the function f to tune, and its arguments",
     )
     add_ways(parser)
-    parser.add_argument("--seconds", type=float, default=120.0, help="time budget (%(default)g)")
-    parser.add_argument("--no-verify", action="store_true", help="keep what is fastest alone, without timing f itself")
-    parser.add_argument("--again", action="store_true", help="time what was timed before, too")
+    parser.add_argument(
+        "--seconds", type=float, default=120.0, help="at most, for the problems and again for f (%(default)g)"
+    )
+    parser.add_argument("--no-verify", action="store_true", help="keep the fastest kernels without timing f")
+    parser.add_argument("--again", action="store_true", help="also time problems that were timed before")
     parser.add_argument("--output", metavar="FILE", help="write to FILE (JAXCONV_TUNING=FILE reads it)")
 
 
@@ -511,8 +513,10 @@ def add_ways(parser: argparse.ArgumentParser) -> None:
     """--way and --grad, of commands that look at a function in one way."""
     says = "f unchanged, f with jaxconv.enable on, or jaxconv.accelerate(f) (%(default)s)"
     parser.add_argument("--way", choices=WAYS, default="plain", help=says)
-    says = "f is a loss: its value and its gradient in its first argument, with accelerate inside the gradient"
-    parser.add_argument("--grad", action="store_true", help=f"{says}; where f returns a tuple, the rest is auxiliary")
+    says = "f is a loss: take its value and gradient in its first argument, accelerate inside"
+    parser.add_argument(
+        "--grad", action="store_true", help=f"{says}; of a tuple, all but the first element is auxiliary"
+    )
 
 
 WAYS = ("plain", "enable", "accelerate")
