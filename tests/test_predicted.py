@@ -248,7 +248,7 @@ def test_a_far_neighbour_does_not_speak_alone_where_the_model_hardly_knows_its_k
     made = _plan.plan("conv_fprop", problem(c=128), device)
     assert (
         made.implementation == "xla"
-        and "1.30 times as fast as XLA at it, the nearest case measured, too far" in made.reason
+        and "1.30 times as fast as XLA at it, the nearest case measured, too different" in made.reason
     )
 
 

@@ -19,7 +19,7 @@ class DgradAdd(conv.Conv):
     """A dgrad that adds on its way, or two calls: the dgrad has a plan of its own then."""
 
     families = ("sm90", "depthwise")
-    of_others = "only sm90 and depthwise/rows_mma add on their way"
+    of_others = "only sm90 and depthwise/rows_mma can add to a dgrad"
 
     def made(self, algorithm: str, p: ConvProblem, device: Device) -> Plan | str:
         plan = super().made(algorithm, p, device)
@@ -77,7 +77,7 @@ class DgradSums(conv.Conv):
     """A dgrad that sums up for the batch-norm in front, or more calls: a dgrad that adds has a plan of its own then."""
 
     families = ("sm90",)
-    of_others = "only sm90 sums up its dgrad"
+    of_others = "only sm90 takes sums of its dgrad"
 
     def composed(self, p: ConvProblem, device: Device) -> Plan:
         parts = calls("parts", "a dgrad that adds, then the relu's derivative and sums")

@@ -515,7 +515,7 @@ def norm_and_convolution(program: Program, node: Node, device: _plan.Device) -> 
 
 
 def norm_and_add(program: Program, node: Node, device: _plan.Device) -> bool:
-    """A batch-norm's dx + c, as where its input is a block's sum: the second walk over x adds on its way."""
+    """A batch-norm's dx and another gradient, as when its input is a block's sum: the second walk over x adds it."""
     if len(node.inputs) != 2 or split_by_type(*node.inputs):
         return False
     for v, c in (tuple(node.inputs), tuple(node.inputs[::-1])):
