@@ -113,21 +113,10 @@ def shape_of(m: dict[str, Any]) -> model.Shape:
     assert problem, m["problem"]
     groups = re.search(r" g(\d+) ", m["problem"])
     dtype, full, _, _, window, stride, dilation, *_ = measured.tuples(m["kind"])
-    return model.Shape(
-        m["op"],
-        dtype,
-        full,
-        int(problem[1]),
-        tuple(map(int, problem[2].split("x"))),
-        int(problem[3]),
-        int(problem[4]),
-        int(groups[1]) if groups else 1,
-        window,
-        stride,
-        dilation,
-        round(2 ** m["coordinates"][0]),
-        _padding_of(m["case"], window, stride, dilation),
-    )
+    channels = int(problem[3]), int(problem[4]), int(groups[1]) if groups else 1
+    extents = int(problem[1]), tuple(map(int, problem[2].split("x"))), *channels
+    pixels, padding = round(2 ** m["coordinates"][0]), _padding_of(m["case"], window, stride, dilation)
+    return model.Shape(m["op"], dtype, full, *extents, window, stride, dilation, pixels, padding)
 
 
 _CASES = {case.name: case for case in conv_cases.CASES}

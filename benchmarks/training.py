@@ -35,9 +35,8 @@ def batch(args: argparse.Namespace, n: int) -> tuple[Tree, np.ndarray]:
     if task == "segment":  # halves of a volume, each of a class
         where = rng.integers(size // 4, 3 * size // 4, (n, 1, 1, 1))
         labels = np.broadcast_to(np.arange(size) < where, (n, size, size, size)).astype(np.int64)
-        return rng.standard_normal((n, size, size, size, 1), np.float32) + 2 * labels[..., None].astype(
-            np.float32
-        ), labels
+        images = rng.standard_normal((n, size, size, size, 1), np.float32)
+        return images + 2 * labels[..., None].astype(np.float32), labels
     if task == "denoise":
         times = rng.integers(0, 1000, n).astype(np.float32)
         kept = np.cos(0.5 * np.pi * times / 1000)[:, None, None, None]

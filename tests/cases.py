@@ -29,14 +29,8 @@ class ConvCase(conv.ConvCase):
         return self.batch * math.prod(self.spatial) if pass_ == "wgrad" else super().terms(pass_)
 
     def problem(self, dtype: str = "float32", **options: Any) -> ConvProblem:
-        given: dict[str, Any] = dict(
-            activation=None,
-            layout=self.layout(),
-            precision=None,
-            return_preactivation=False,
-            algorithm=None,
-            implementation=None,
-        )
+        given: dict[str, Any] = dict(layout=self.layout(), precision=None, activation=None, return_preactivation=False)
+        given |= dict(algorithm=None, implementation=None)
         x, w = (jax.ShapeDtypeStruct(s, dtype) for s in (self.x_shape(), self.w_shape()))
         return ConvProblem.infer("conv", self.nd, x, w, None, **{**self.options, **given, **options})
 

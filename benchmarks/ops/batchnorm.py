@@ -89,22 +89,14 @@ class BatchNormCase(base.ImagesCase):
             mean = jnp.mean(x_f32, axes)
             return mean, jnp.maximum(0.0, jnp.mean(lax.square(x_f32), axes) - lax.square(mean))
 
-        def norm(
-            x: Array,
-            scale: Array,
-            bias: Array,
-            *running: Array,
-            training: bool,
-            activation: str | None = None,
-            residual: Array | None = None,
-        ) -> tuple[Array, ...]:
+        def norm(x: Array, scale: Array, bias: Array, *running: Array, training: bool, **joins: Any) -> tuple[Any, ...]:
             mean, var = new = statistics(x) if training else running
             if training:
                 new = tuple(base.MOMENTUM * old + (1 - base.MOMENTUM) * v for old, v in zip(running, new, strict=True))
             # Flax's _normalize
             y = (x - spread(mean)) * (lax.rsqrt(spread(var) + base.EPSILON) * spread(scale)) + spread(bias)
-            y = y.astype(x.dtype) if residual is None else y.astype(x.dtype) + residual
-            return jax.nn.relu(y) if activation == "relu" else y, *new
+            y = y.astype(x.dtype) + joins["residual"] if "residual" in joins else y.astype(x.dtype)
+            return jax.nn.relu(y) if "activation" in joins else y, *new
 
         # Autodiff alone would save float32 copies of x for a backward pass that is a program of its own; in a training
         # step XLA recomputes them. So here it is the formula.
@@ -249,12 +241,10 @@ def _job(pass_: str, norm: Callable[..., tuple[Array, ...]], kernels: tuple[str,
 
     def forward(x: Array, scale: Array, bias: Array, *rest: Array) -> tuple[Array, ...]:
         *residual, mean, var = rest
-        options: dict[str, Any] = dict(training=pass_ != "infer")
-        if pass_ in ("fwd+bwd", "residual"):
-            options["activation"] = "relu"
+        options: dict[str, Any] = {"activation": "relu"} if pass_ in ("fwd+bwd", "residual") else {}
         if residual:
-            (options["residual"],) = residual
-        outs = norm(x, scale, bias, mean, var, **options)
+            options["residual"] = residual[0]
+        outs = norm(x, scale, bias, mean, var, training=pass_ != "infer", **options)
         return outs[:1] if pass_ == "infer" else outs
 
     count = {"fwd+bwd": 3, "residual": 4}.get(pass_, 0)

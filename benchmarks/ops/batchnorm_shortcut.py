@@ -21,7 +21,7 @@ from jaxconv._problem import BatchNormProblem
 
 
 class ShortcutCase(BatchNormCase):
-    """relu(batch-norm of x + batch-norm of r), r like x, there and back, by the statistics of both, which are known."""
+    """r is like x, and the statistics of both are known."""
 
     op = "batchnorm_shortcut"
     without_torch = "PyTorch takes no statistics of training"

@@ -154,9 +154,9 @@ class DenseCase(MatricesCase):
         n = {"y": self.k, "z": self.k, "dx": self.n, "dw": self.m, "db": self.m}[result]
         if pass_ in ("dgrad", "wgrad"):
             return 2 * (rounding.u + rounding.product(n))
+        chain = rounding.u * math.sqrt(base.CHAIN[self.activation])
         # Backward sums sum what forward sums produced.
-        sums = rounding.product(n) + (rounding.product(self.k) if result not in ("y", "z") else 0)
-        return 2 * (rounding.u * math.sqrt(base.CHAIN[self.activation]) + sums)
+        return 2 * (chain + rounding.product(n) + (rounding.product(self.k) if result not in ("y", "z") else 0))
 
     @classmethod
     def call_bytes(cls, op: str, problem: Any, item: int) -> float:
