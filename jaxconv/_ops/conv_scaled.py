@@ -235,6 +235,16 @@ def run(
     return _call(p, x, w, b, **rest)
 
 
+def pixels(p: ScaledConvProblem, a: Array) -> Array:
+    """Rows (..., C) as the images of one pixel that a dense layer's kernel takes."""
+    return jnp.expand_dims(a.reshape(p.batch, a.shape[-1]), 1)
+
+
+def rows(y: Array, lead: Sequence[int]) -> Array:
+    """Such images as rows (*lead, C)."""
+    return jnp.squeeze(y, 1).reshape(*lead, y.shape[-1])
+
+
 def run_dense(
     x: Any,
     w: Any,
@@ -253,5 +263,5 @@ def run_dense(
     p = ScaledConvProblem.of_dense(x, w, b, out_dtype=out_dtype, **rest, **options)
     b = None if b is None else jnp.broadcast_to(b.reshape(-1), (p.out_channels,))
     if rest["residual"] is not None:
-        rest["residual"] = rest["residual"].reshape(p.y_shape)
-    return _call(p, x.reshape(p.x_shape), w[None], b, **rest).reshape(*x.shape[:-1], p.out_channels)
+        rest["residual"] = pixels(p, rest["residual"])
+    return rows(_call(p, pixels(p, x), jnp.expand_dims(w, 0), b, **rest), x.shape[:-1])

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
 from jaxconv import _plan
@@ -187,6 +188,12 @@ class Rewriting:
         yield pair
 
     def _denses(self, node: Node) -> Iterator[Fused]:
+        if reads_eight_bits(node):
+            try:
+                yield from find_scaled(node, self._activations, lambda r: not added_later(node, r), self._free)
+            except Refusal:
+                if not jnp.issubdtype(node.inputs[0].dtype, jnp.floating) or node.inputs[0].dtype.itemsize == 1:
+                    raise
         layer = find_dense(node, self._activations, self._free, self._folding)
         before = self._layers.get(source_of(layer))
         # A product whose x comes from a layer's activation takes part in that one's gradient.
