@@ -265,10 +265,9 @@ XLAS: dict[str, tuple[Callable[..., Any], str]] = {
         "nothing along its columns follows its sums",
     ),
     "w from the other side": (
-        lambda x, w, s, b, r: f32(
-            lax.dot_general(x, w.T, (((2,), (1,)), ((), ())), preferred_element_type=jnp.int32)
-        )
-        * s,
+        lambda x, w, s, b, r: (
+            f32(lax.dot_general(x, w.T, (((2,), (1,)), ((), ())), preferred_element_type=jnp.int32)) * s
+        ),
         r"jaxconv's products are (..., K) @ (K, N)",
     ),
 }

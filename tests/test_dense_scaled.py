@@ -231,7 +231,11 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "integer_scale": (dict(scale=np.ones(16, np.int32)), TypeError, "scale has dtype int32, expected float32"),
     "rows_scale": (dict(scale=np.ones(6, np.float32)), ValueError, r"scale has shape \(6,\), expected \(16,\)"),
     "out_scale_a_column": (dict(scale=1.0, out_scale=np.ones(16, np.float32)), ValueError, r"\(16,\), expected \(\)"),
-    "no_type": (dict(scale=1.0, out_dtype="int16"), ValueError, "out_dtype=int16 is unknown, with a scale or of float8"),
+    "no_type": (
+        dict(scale=1.0, out_dtype="int16"),
+        ValueError,
+        "out_dtype=int16 is unknown, with a scale or of float8",
+    ),
     "scaled_int32": (dict(scale=1.0, out_dtype="int32"), ValueError, "out_dtype=int32 is unknown"),
     "int8_without_a_scale": (dict(out_dtype="int8"), ValueError, "out_dtype=int8 was given without scale="),
     "bias_without_a_scale": (dict(b=np.ones(16, np.float32)), ValueError, "b was given without scale="),
@@ -268,9 +272,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "alpha": (dict(scale=1.0, alpha=2.0), ValueError, "alpha was given with 8-bit x or a scale, expected scale="),
     "beta": (dict(scale=1.0, beta=2), ValueError, "beta was given with 8-bit x or a scale, expected residual_scale="),
     "residual_of_floats": (
-        dict(
-            x=np.zeros((4, 32), np.float32), w=np.zeros((32, 16), np.float32), residual=np.zeros((4, 16), np.float32)
-        ),
+        dict(x=np.zeros((4, 32), np.float32), w=np.zeros((32, 16), np.float32), residual=np.zeros((4, 16), np.float32)),
         ValueError,
         "residual was given, expected 8-bit x and w with it, or c= in its place",
     ),

@@ -58,7 +58,9 @@ def xla_has(p: ScaledConvProblem, device: Device) -> str | None:
         return "XLA has products of integers alone"
     tiles = -(-p.batch // 128) * -(-p.out_channels // 128)
     if tiles < device.sm_count:
-        return f"{tiles} tiles of 128x128 for {device.sm_count} multiprocessors were not measured, and XLA has a product"
+        return (
+            f"{tiles} tiles of 128x128 for {device.sm_count} multiprocessors were not measured, and XLA has a product"
+        )
     return None
 
 

@@ -210,6 +210,7 @@ class ConvProblem:
             precision=p.precision,
             bias=p.bias is not None,
             activation=p.activation,
+            save_preactivation=p.save_preactivation,
             implementation=p.implementation,
             algorithm=p.algorithm,
         )

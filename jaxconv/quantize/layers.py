@@ -230,7 +230,14 @@ def _at_the_ends(first: bool, last: bool) -> str:
 
 
 def _no_plain_product(p: DenseProblem | None) -> str:
-    plain = p is not None and not p.trans_x and p.batch is None and p.alpha == 1.0 and not p.addend and p.bias in (None, "column")
+    plain = (
+        p is not None
+        and not p.trans_x
+        and p.batch is None
+        and p.alpha == 1.0
+        and not p.addend
+        and p.bias in (None, "column")
+    )
     return "" if plain else "its product is not x @ w + bias"
 
 
