@@ -1,4 +1,5 @@
-"""Dense layers of 8-bit numbers with scales: their meaning bit for bit by numpy, what a call can do, plans, mistakes."""
+"""Dense layers of 8-bit numbers with scales: their meaning bit for bit by numpy, what a call can do, plans,
+mistakes."""
 
 from __future__ import annotations
 
@@ -320,14 +321,17 @@ def problem(m: Any, k: int, n: int, *, scaled: bool = True, dtype: str = "int8",
         (1, 768, 3072, {}, "xla", "24 tiles of 128x128"),
         (1, 768, 3072, dict(implementation="native"), "native", "implementation='native' was asked for"),
         (1, 768, 3072, dict(algorithm="sm90/eight 256x64"), "native", "was asked for"),
-        (50176, 768, 3072, dict(scaled=False), "xla", "XLA has products of integers alone"),
+        (50176, 768, 3072, dict(scaled=False), "xla", "XLA has products of int8 alone"),
+        (1, 768, 3072, dict(dtype="float8_e5m2"), "xla", "24 tiles of 128x128"),
+        (1, 768, 3072, dict(dtype="uint8"), "native", "one pass on 8-bit tensor cores, which XLA has not"),
+        (50176, 768, 3072, dict(dtype="uint8", scaled=False), "native", "one pass"),
         (50176, 768, 3072, dict(scaled=False, implementation="native"), "native", "was asked for"),
         (50176, 768, 3072, dict(implementation="xla"), "xla", "implementation='xla' was asked for"),
         (50176, 760, 3072, {}, "xla", "multiples of 16 channels a group, got 760 and 3072"),
     ],
 )
 def test_plans_for_hopper(code_for_gpus, m, k, n, options, implementation, why):
-    """As long as a GPU's products of few rows, and of sums alone, were not measured."""
+    """As long as a GPU's products of few rows, and of sums alone, were not measured. uint8 XLA has none of."""
     plan = _plan.plan("conv_scaled", problem(m, k, n, **options), H200)
     assert plan.implementation == implementation and why in plan.reason
     assert plan.kernel == ("sm90/eight" if implementation == "native" else "")
@@ -338,9 +342,9 @@ def test_plans_elsewhere(code_for_gpus, monkeypatch):
     for device in (A100, _plan.Device("cpu")):
         assert _plan.plan("conv_scaled", p, device).implementation == "xla"
     native = dataclasses.replace(p, implementation="native")
-    with pytest.raises(ValueError, match="dense: implementation='native' cannot run conv_scaled .* capability 9.0"):
+    with pytest.raises(ValueError, match=r"dense: implementation='native' cannot run conv_scaled .* capability 9\.0"):
         _plan.plan("conv_scaled", native, A100)
-    with pytest.raises(ValueError, match="dense: implementation='native' cannot run conv_scaled .* on CUDA only"):
+    with pytest.raises(ValueError, match=r"dense: implementation='native' cannot run conv_scaled .* on CUDA only"):
         _plan.plan("conv_scaled", native, _plan.Device("cpu"))
     for name, implementation in (("conv", "native"), ("dense", "xla"), ("all", "xla")):
         monkeypatch.setenv("JAXCONV_DISABLE", name)
@@ -356,7 +360,7 @@ def test_lowered_for_hopper_it_is_one_call(code_for_gpus):
     like = jax.ShapeDtypeStruct((64, 512, 256), "int8"), jax.ShapeDtypeStruct((256, 1024), "int8")
     with _plan.Device.assumed(H200):
         text = jax.jit(f).trace(*like).lower(lowering_platforms=("cuda",)).as_text()
-        few = jax.jit(f).trace(jax.ShapeDtypeStruct((8, 256), "uint8"), like[1]).lower(lowering_platforms=("cuda",))
+        few = jax.jit(f).trace(jax.ShapeDtypeStruct((8, 256), "int8"), like[1]).lower(lowering_platforms=("cuda",))
     assert targets(text) == {"conv_scaled": 1} and "dot_general" not in text
     (call,) = [line for line in text.splitlines() if "custom_call @jaxconv_conv_scaled_v2" in line]
     assert "operand_layouts = [dense<[2, 1, 0]> : tensor<3xindex>, dense<[1, 0, 2]> : tensor<3xindex>" in call

@@ -163,8 +163,9 @@ kernel = primitives.kernel(
 
 def _no_derivative(primals: Sequence[Array], tangents: Sequence[Any], *, problem: ScaledConvProblem) -> Any:
     if any(type(t) is not ad.Zero for t in tangents):
+        what = "product" if problem.product else "convolution"
         raise TypeError(
-            f"{problem.name}: a {'product' if problem.product else 'convolution'} of {problem.dtype} and {problem.w_dtype} has no derivative, expected 16 or "
+            f"{problem.name}: a {what} of {problem.dtype} and {problem.w_dtype} has no derivative, expected 16 or "
             f"32 bits where something is differentiated; jax.lax.stop_gradient ends it in front"
         )
     out = kernel(problem, *primals)

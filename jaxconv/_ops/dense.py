@@ -332,9 +332,9 @@ def dense(
 
     `scale` is (N,) or a number, the residual has the result's shape. b is float32, one per column or a scalar. There
     are no c, alpha and beta, and integers without `scale` give their sums, int32. Such a call has no derivative. On
-    Hopper it is one pass (`sm90/eight`), but by default XLA has products without `scale`, and those with fewer tiles of
-    128 x 128 results than the GPU has multiprocessors, which were not measured; implementation="native" takes all that
-    the kernel can run::
+    Hopper it is one pass (`sm90/eight`) of uint8, and where its tiles of 128 x 128 results are as many as the GPU's
+    multiprocessors. XLA has products of int8 and float8 too: sums of int8 alone, and fewer tiles, were not measured
+    and are its by default. implementation="native" takes whatever the kernel can run::
 
         q = jaxconv.dense(x, w, b, scale=x_scale * w_scale, activation="relu", out_scale=1 / y_scale)  # int8 of int8
 

@@ -51,11 +51,14 @@ def by_kernel(algorithm: str, p: ScaledConvProblem, device: Device) -> Plan | st
 def xla_has(p: ScaledConvProblem, device: Device) -> str | None:
     """Why XLA's product is taken for a dense layer that the kernel could run; None where the kernel is taken.
 
-    The kernel was measured (docs/kernels/eight.md) with what follows the sum in it, and where its tiles fill the
-    device; what was not measured is XLA's, which calls cuBLASLt.
+    XLA gives int8 by int8 and float8 to cuBLASLt, which does not take uint8. The kernel was measured against cuBLASLt
+    (docs/kernels/eight.md) with what follows the sum in it, and where its tiles fill the device. Other problems are
+    XLA's until they are measured.
     """
+    if p.of_integers and (p.dtype, p.w_dtype) != ("int8", "int8"):
+        return None
     if not p.scaled and p.of_integers:
-        return "XLA has products of integers alone"
+        return "XLA has products of int8 alone"
     tiles = -(-p.batch // 128) * -(-p.out_channels // 128)
     if tiles < device.sm_count:
         return (

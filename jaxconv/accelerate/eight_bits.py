@@ -1,6 +1,7 @@
-"""Convolutions of 8-bit numbers, as people and quantisation libraries write them: sums, and what makes numbers of them.
+"""Convolutions and dense layers of 8-bit numbers, as people and quantisation libraries write them: sums, and what makes
+numbers of them.
 
-The operands are int8 or uint8, or such converted to floating-point numbers in front of the convolution; or float8. In
+The operands are int8 or uint8, or such converted to floating-point numbers in front of the operation; or float8. In
 the order in which they stand: factors a channel or of all, a bias, an array that is added (of 8 bits with a factor of
 its own), an activation, a factor, rounding and clipping, and the conversion to 8 bits. What is missing is left out.
 """
@@ -258,8 +259,8 @@ def find_scaled(node: Node, activations: Activations, adds: Callable[[Value], bo
     chain = _Chain([node], node.outputs[0], form.axis, free)
     chain.convert()
     if chain.z.dtype.name not in _RESULTS:
-        if form.what == "dense":
-            raise Refusal("XLA has products of integers alone")
+        if isinstance(form, _Dense):
+            yield _sums_of_product(form, x, w)
         return
     factors = []
     while (factor := chain.factor(True)) is not None:
@@ -272,6 +273,21 @@ def find_scaled(node: Node, activations: Activations, adds: Callable[[Value], bo
     ends.append((chain, None))
     for end, r in ends:
         yield _fused_of(form, x, w, factors, bias, r, end, activations)
+
+
+def _sums_of_product(form: _Dense, x: Value, w: Value) -> Fused:
+    """The int32 sums of x @ w alone. Of int8 by int8 XLA has them; of others it multiplies numbers of 32 bits."""
+    if [v.dtype.name for v in form.node.inputs] == ["int8", "int8"]:
+        raise Refusal("XLA has products of int8 alone")
+    options = dict.fromkeys(("activation", "precision", "algorithm", "implementation", "out_dtype"))
+    options |= dict.fromkeys(("residual", "scale", "residual_scale", "out_scale"))
+
+    def call(x: Array, w: Array) -> Sequence[Array]:
+        problem = form.problem(x, w, None, return_preactivation=False, **options)
+        y = _with_derivative(problem, conv_scaled.pixels(problem, x), jnp.expand_dims(w, 0))
+        return [conv_scaled.rows(y, x.shape[:-1])]
+
+    return Fused([form.node], [x, w], form.node.outputs, call, ["dense of integers"])
 
 
 def _fused_of(

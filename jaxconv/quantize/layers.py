@@ -87,7 +87,7 @@ class Layer:
 
 
 def _plain_product(node: Node) -> DenseProblem | None:
-    """lax's product of x's last axes and w's first ones, of one type, as x @ w of matrices; None where it is another."""
+    """lax's product of x's last axes and w's first ones, of one type, as one of matrices; None where it is another."""
     x, w = (v.aval for v in node.inputs)
     (of_x, of_w), batch = node.params["dimension_numbers"]
     n = len(of_w)
