@@ -52,7 +52,8 @@ def accelerate(f: Callable[P, R], *, tune: bool = False) -> Accelerated[P, R]:
     * `lax.conv_general_dilated`, with the bias, the residual add and the activation behind it;
     * the same of int8, uint8 or float8 (or of floats converted from such), with the factors, bias, residual,
       activation, rounding, clipping and conversion to 8 bits behind it; of other integers the convolution alone;
-    * (..., K) @ (K, N), where a bias or an activation follows, with both;
+    * (..., K) @ (K, N), where a bias or an activation follows, with both; of 8 bits like such convolutions, where
+      factors, a bias or an activation follow the sums;
     * a batch-norm, in training and inference, with the residual add and the activation behind it;
     * group-norms and layer-norms;
     * `lax.reduce_window` with lax.max: `jaxconv.max_pool`;
