@@ -221,10 +221,12 @@ def _cut(program: Program, n: int, results: int) -> tuple[list[Node], list[Value
     for v in [*(v for node in late for v in node.inputs), *program.outputs[results:]]:
         if v not in behind and not isinstance(v, Constant):
             read[v] = None
-    early = [node for node in program.nodes if node not in set(late)]
+    after = set(late)
+    early = [node for node in program.nodes if node not in after]
     kept, again = fewest_bytes(early, program.inputs[:n], list(read))
     wanted = [*program.outputs[:results], *kept]
-    return _needed(early, wanted), kept, sorted([*again, *late], key=program.nodes.index)
+    rank = {node: i for i, node in enumerate(program.nodes)}
+    return _needed(early, wanted), kept, sorted([*again, *late], key=rank.__getitem__)
 
 
 def _needed(nodes: Sequence[Node], wanted: Sequence[Value]) -> list[Node]:
