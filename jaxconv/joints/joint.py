@@ -57,7 +57,7 @@ class Joint:
         program = Program(jax.make_jaxpr(joint)(*types, *cts))
         for node in program.nodes:  # whoever evaluates them says that they are a derivative
             node.name_stack = compat.scopes_alone(node.name_stack)
-        rewrite(program, device)
+        rewrite(program, device, differentiated=True)
         early, kept, late = _cut(program, n, len(closed.out_avals))
         return cls(closed, varied, inexact, main, program, early, kept, late)
 
