@@ -54,10 +54,10 @@ class Joint:
             return [*outs, *pull(list(args[n:]))]
 
         cts = [compat.cotangent_type(closed.out_avals[i]) for i in main]
-        program = Program(jax.make_jaxpr(joint)(*types, *cts))
+        program = Program(jax.make_jaxpr(joint)(*types, *cts), differentiated=True)
         for node in program.nodes:  # whoever evaluates them says that they are a derivative
             node.name_stack = compat.scopes_alone(node.name_stack)
-        rewrite(program, device, differentiated=True)
+        rewrite(program, device)
         early, kept, late = _cut(program, n, len(closed.out_avals))
         return cls(closed, varied, inexact, main, program, early, kept, late)
 

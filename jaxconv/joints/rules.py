@@ -71,10 +71,8 @@ def _fusion(rule: Rule, program: Program) -> Fusion:
     return Fusion(rule.name, _ops(itertools.chain(*before)), _ops(itertools.chain(*after)))
 
 
-def rewrite(program: Program, device: _plan.Device, differentiated: bool = False) -> list[str]:
-    """Applies the rules in their order, each at every node. Returns the names of those that were applied.
-
-    `differentiated`: whether the program is one of results and gradients, for whoever listens."""
+def rewrite(program: Program, device: _plan.Device) -> list[str]:
+    """Applies the rules in their order, each at every node. Returns the names of those that were applied."""
     applied: list[str] = []
     heard = HEARD.get()
     before = () if heard is None else _ops(program.nodes)
@@ -97,7 +95,7 @@ def rewrite(program: Program, device: _plan.Device, differentiated: bool = False
     finally:
         _WANTED.reset(token)
     if heard is not None:
-        heard.append(Rewritten(differentiated, before, _ops(program.nodes), tuple(fusions)))
+        heard.append(Rewritten(program.differentiated, before, _ops(program.nodes), tuple(fusions)))
     return applied
 
 
