@@ -72,6 +72,7 @@ NUMBERS = {
 }
 
 
+@functools.lru_cache(maxsize=256)
 def named(kind: str) -> Numbers | None:
     """Of a device by its name ("NVIDIA H100 80GB HBM3"), the longest that is in it: H20 is no H200."""
     return max(((len(name), n) for name, n in NUMBERS.items() if name in kind), default=(0, None), key=_length)[1]
@@ -192,6 +193,7 @@ class Shape:
         return flops / getattr(of, self.arithmetic), moved / of.bandwidth
 
 
+@functools.lru_cache(maxsize=4096)
 def copied(op: str, p: Any) -> str:
     """Which array of a convolution XLA copies on an NVIDIA GPU because of its padding: "x", "dx", "dy" or "".
 
@@ -446,26 +448,47 @@ def matern(squares: np.ndarray) -> np.ndarray:
     return (1 + d + d * d / 3) * np.exp(-d)
 
 
-def squares(a: np.ndarray, b: np.ndarray, of_b: np.ndarray | None = None) -> np.ndarray:
-    """The squares of the distances between rows; `of_b`: (b * b).sum(1), where that is known."""
-    of_b = (b * b).sum(1) if of_b is None else of_b
-    return np.maximum((a * a).sum(1)[:, None] + of_b[None] - 2 * a @ b.T, 0.0)
+def squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The squares of the distances between rows."""
+    return np.maximum((a * a).sum(1)[:, None] + (b * b).sum(1)[None] - 2 * a @ b.T, 0.0)
+
+
+class _Points:
+    """Known points, to which the distances of a few others are asked."""
+
+    def __init__(self, x: np.ndarray):
+        self._columns, self._squares = np.ascontiguousarray(x.T), (x * x).sum(1)
+
+    def squares(self, x: np.ndarray) -> np.ndarray:
+        """`squares` of x and the points. Not by BLAS: its threads cost more than they do of a few rows."""
+        products = np.einsum("jk,ij->ik", self._columns, x)
+        return np.maximum((x * x).sum(1)[:, None] + self._squares[None] - 2 * products, 0.0)
 
 
 class Process:
     """The mean of a Gaussian process: known points' weights, by how alike a point is to each."""
 
-    def __init__(self, data: dict[str, Any], x: np.ndarray):
+    def __init__(self, data: dict[str, Any], x: np.ndarray, shared: int = 0):
+        """`shared`: so many columns in front are the same in rows that are ways to compute one problem, in `x`, where
+        such rows follow each other, and in all rows of what is asked: their part of the distances is computed once."""
         self.mean, self.low, self.high = (float(data[name]) for name in ("mean", "low", "high"))
         self.scale = np.array(data["scale"])
         self.weights = np.array(data["weights"])
         self.center = np.mean(x, 0, dtype=np.float64)  # for the rounding of `squares` alone
-        self.x = (x - self.center) * self.scale
-        self.squares = (self.x * self.x).sum(1)
+        self.shared = shared
+        x = (x - self.center) * self.scale
+        begins = np.ones(len(x), bool)
+        begins[1:] = (x[1:, :shared] != x[:-1, :shared]).any(1)
+        self.problem = np.cumsum(begins) - 1  # of each row, its place among the problems
+        self.problems, self.ways = _Points(x[begins, :shared]), _Points(x[:, shared:])
 
     def __call__(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(the mean, no further than what is known goes; how alike the most alike known point is, 0 to 1)."""
-        alike = matern(squares((x - self.center) * self.scale, self.x, self.squares))
+        x, n = (x - self.center) * self.scale, self.shared
+        apart = self.ways.squares(x[:, n:])
+        if n:
+            apart += self.problems.squares(x[:1, :n])[:, self.problem]
+        alike = matern(apart)
         return np.clip(self.mean + alike @ self.weights, self.low, self.high), alike.max(1, initial=0.0)
 
 
@@ -503,7 +526,7 @@ class Model:
             x.append(see.x)
             ways.append(see.ways)
         self.xla_process = Process(data["xla_process"], np.array(x))
-        self.native_process = Process(data["native_process"], np.concatenate(ways))
+        self.native_process = Process(data["native_process"], np.concatenate(ways), len(x[0]))
         self.xla, self.error = Forest(data["xla"]), Forest(data["error"])
 
     def predict(

@@ -29,6 +29,7 @@ from jaxconv.accelerate.function import Accelerated
 from jaxconv.accelerate.report import LISTENER, Report, heard_from_now_on, listening
 from jaxconv.accelerate.rewrite import Rewriting
 from jaxconv.accelerate.state import Arguments, KerasVariables, LinenVariables, PlainObjects, nnx_updates, unbound
+from jaxconv.joints import told
 
 __all__ = ["Accelerated", "Report", "accelerate", "listening"]
 
@@ -95,7 +96,8 @@ def accelerate(f: Callable[P, R], *, tune: bool = False) -> Accelerated[P, R]:
       rounding. It is differentiable, and can be jitted, mapped and sharded, as f is. Take the gradient of the
       accelerated function, not the accelerated gradient: in a gradient the layers are no longer recognisable.
       Its attribute `report` takes f's arguments too (or `jax.ShapeDtypeStruct`s) and returns what was replaced by
-      what, and for what was not, why. `jaxconv.explain` of any function around it says the same, and more.
+      what, and for what was not, why; and what a call then runs, before and after neighbours are put together, with the
+      times that are known. `jaxconv.explain` of any function around it says the same, and more.
 
     f is traced anew at each call: put `jax.jit` around it. With JAXCONV_DISABLE=all in the environment it is f itself.
 
@@ -127,7 +129,13 @@ def accelerate(f: Callable[P, R], *, tune: bool = False) -> Accelerated[P, R]:
             return Report(notes=[reason])
         with nnx_updates(), in_place.nothing_timed():
             function, owner = unbound(f)
-            return trace(function, (*owner, *args), kwargs).rewritten()[1]
+            traced = trace(function, (*owner, *args), kwargs)
+            rewriting, found = traced.rewritten()
+            try:
+                found.regions = told.told_of(rewriting.run, traced.jaxpr.in_avals, _plan.Device.default())
+            except ValueError as error:  # where a choice that somebody forced cannot run
+                found.notes.append(f"the new program cannot be planned: {error}")
+            return found
 
     return Accelerated(f, functools.partial(accelerate, tune=tune), run, report)
 
