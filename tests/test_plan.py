@@ -303,7 +303,7 @@ def test_on_a_cpu_weight_gradients_are_native_where_the_product_was_faster(dtype
 def test_on_a_cpu_weight_gradients_of_volumes_are_native(dtype):
     """Small or large: XLA's code for three axes is a plain loop."""
     for size, filter in ((4, (3, 3, 3)), (12, (1, 1, 1))):
-        case = _case("made", 1, (size,) * 3, 4, 8, filter, "for a rule")
+        case = edge("made", 1, (size,) * 3, 4, 8, filter, "for a rule")
         made = plan("conv_wgrad", case.problem(dtype), DEVICES["cpu"])
         assert made.kernel == "im2col" and "XLA's speed" in made.reason
 
@@ -319,7 +319,7 @@ def test_on_a_cpu_a_depthwise_filter_of_one_tap_is_xlas(dtype):
 def test_on_a_cpu_only_comparisons_are_computed_behind_a_convolution(dtype):
     """Exponentials are XLA's, behind native code and behind its own convolutions."""
     for groups in (16, 4, 1):
-        problem = _case("made", 2, (6, 5), 16, 16, (3, 3), "for a rule", groups=groups).problem(dtype)
+        problem = edge("made", 2, (6, 5), 16, 16, (3, 3), "for a rule", groups=groups).problem(dtype)
         for name in ("relu", "relu6", "leaky_relu", "elu", "tanh", "sigmoid", "silu", "gelu", "gelu_exact"):
             slope = {"slope": 0.1} if name == "leaky_relu" else {}
             behind = dataclasses.replace(problem, bias=True, activation=Activation(name, **slope))
