@@ -272,6 +272,7 @@ def test_a_case_is_forgotten_in_one_dtype(monkeypatch, tmp_path):
 def test_a_measured_product_does_not_speak_for_other_columns(monkeypatch):
     monkeypatch.setattr(tables, "_learned", {})
     m, k, n = 4096.0, 1024.0, 1024.0
+    problem = DenseProblem("dense", "bfloat16", int(m), int(k), int(n), (lax.Precision.DEFAULT,) * 2)
 
     def coordinates(*extents: float) -> list[float]:
         return [math.log2(extent) for extent in extents]
@@ -280,7 +281,7 @@ def test_a_measured_product_does_not_speak_for_other_columns(monkeypatch):
     tables.learn("a device", [{**entry, "coordinates": coordinates(1, m, k, n)}])
     for wanted, answered in (((1, 16 * m, k, n), True), ((1, m, 8 * k, n), False), ((1, m, k, 8 * n), False)):
         monkeypatch.setattr(tables, "features", lambda op, p, at=wanted: (op, ("a kind",), tuple(coordinates(*at))))
-        found = tables.nearest("dense", DenseProblem.__new__(DenseProblem), Device("cuda", "a device"), "sm90/product")
+        found = tables.nearest("dense", problem, Device("cuda", "a device"), "sm90/product")
         assert (found is not None) == answered
 
 
