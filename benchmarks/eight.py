@@ -58,7 +58,7 @@ def programs(
     side, c, k, f, stride, add = case
     out = -(-side // stride)
     m, depth = batch * out * out, f * f * c
-    made: dict[str, _timing.Program] = {}
+    by_name: dict[str, _timing.Program] = {}
     count = 1
     for dtype in ("int8", "float8_e4m3fn", "bfloat16"):
         size = np.dtype(dtype).itemsize * (batch * side * side * c + m * k * (1 + add))
@@ -77,7 +77,7 @@ def programs(
         def run(x: jax.Array, r: Any = None, w: Any = w, b: Any = b, options: Any = options) -> jax.Array:
             return jaxconv.conv2d(x, w, b, residual=r, stride=stride, activation="relu", **options)
 
-        made[dtype] = _timing.Program(jax.jit(run), sets)
+        by_name[dtype] = _timing.Program(jax.jit(run), sets)
     if torch is not None:
 
         def wait(_: Any) -> None:
@@ -90,20 +90,20 @@ def programs(
 
             w = matrix(k).t()
             sets = [(matrix(m),) for _ in range(max(1, count // (f * f)))]
-            made[name] = _timing.Program(lambda x: multiply(x, w), sets, block=wait)
+            by_name[name] = _timing.Program(lambda x: multiply(x, w), sets, block=wait)
 
         one = torch.ones((), device="cuda")
         products("cuBLASLt int8", torch._int_mm, torch.int8)
         scaled = dict(scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=False)
         products("cuBLASLt float8", lambda x, w: torch._scaled_mm(x, w, **scaled), torch.float8_e4m3fn)
-    for program in made.values():
+    for program in by_name.values():
         program.once()
-    return made, 2.0 * m * k * depth
+    return by_name, 2.0 * m * k * depth
 
 
 def dense_programs(m: int, k: int, n: int) -> dict[str, _timing.Program]:
     """By type and way, with a scale, a bias and relu, to x's type."""
-    made: dict[str, _timing.Program] = {}
+    by_name: dict[str, _timing.Program] = {}
     native = ("native",) if jax.default_backend() == "gpu" else ()
     for dtype in ("int8", "uint8", "float8_e4m3fn", "bfloat16"):
         wide = dtype == "bfloat16"
@@ -117,9 +117,10 @@ def dense_programs(m: int, k: int, n: int) -> dict[str, _timing.Program]:
             def run(x: jax.Array, w: Any = w, b: Any = b, options: Any = options, way: Any = way) -> jax.Array:
                 return jaxconv.dense(x, w, b, activation="relu", implementation=way, **options)
 
-            made[f"{dtype} {way}" if way else dtype] = _timing.Program(jax.jit(run), xs)
-            made[f"{dtype} {way}" if way else dtype].once()
-    return made
+            program = _timing.Program(jax.jit(run), xs)
+            program.once()
+            by_name[f"{dtype} {way}" if way else dtype] = program
+    return by_name
 
 
 def pytorch() -> Any:
@@ -150,8 +151,8 @@ def main(arguments: list[str]) -> int:
         if options.json:
             options.json.write_text(json.dumps(rows, indent=1) + "\n")
     for case in () if options.dense else CASES[: options.cases]:
-        made, operations = programs(options.batch, case, torch)
-        times = _timing.measure(made, repeat=options.repeat, seconds=1.0)
+        by_name, operations = programs(options.batch, case, torch)
+        times = _timing.measure(by_name, repeat=options.repeat, seconds=1.0)
         side, c, k, f, stride, add = case
         text = f"{f}x{f} s{stride} {c}->{k} {side}x{side}" + " + residual" * add
         row = {name: timing.median_ms for name, timing in times.items()}

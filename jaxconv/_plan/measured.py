@@ -68,7 +68,7 @@ class Measurement:
     op: str
     kind: tuple[Any, ...]  # must be equal for one problem to speak for another
     coordinates: tuple[float, ...]  # log2 of extents, as `features` says
-    case: str  # its name in benchmarks/cases.py
+    case: str  # its name in benchmarks/ops/
     # Of conv_statistics: a convolution and a batch-norm, two calls. Of conv_normalised: a batch-norm and a convolution,
     # two calls. Of the rest: XLA. The fastest that is known
     xla_ms: float
