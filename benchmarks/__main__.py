@@ -6,7 +6,7 @@
 
 `... passes`: what XLA does between the calls of a training step, compiled for a GPU that need not be here.
 
-`... eight`: ResNet-50's convolutions in 8 bits, beside bfloat16 and PyTorch's products.
+`... eight`: ResNet-50's convolutions in 8 bits, beside bfloat16 and PyTorch's products; `--dense`: dense layers.
 
 `... report`: tables of what was recorded. `... tune`: the plan's table from it. `... fit`: the plan's model from it.
 `... regret`: what the default choice loses to the best over random problems. `... cpu`: random layers on a CPU, plain

@@ -1,4 +1,4 @@
-// Activations y = f(z), for host and device. jaxconv/_activation.py holds the same formulas (and
+// Activations y = f(z), for host and device. jaxconv/_core/activations.py holds the same formulas (and
 // the derivatives) in jnp; a test compares the two.
 #pragma once
 

@@ -1,4 +1,4 @@
-// The gates of squeeze-and-excitation, for host and device. jaxconv/reference.py holds the same formulas.
+// The gates of squeeze-and-excitation, for host and device. jaxconv/_ops/reference.py holds the same formulas.
 #pragma once
 
 #include "common/activation.h"

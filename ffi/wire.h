@@ -1,5 +1,5 @@
-// The attributes of the custom calls (each with its name), as jaxconv/_op.py and its neighbours write them, and the
-// small conversions between XLA's types and ours. Member names are the wire format: a change needs
+// The attributes of the custom calls (each with its name), as jaxconv/_core/primitives.py and its neighbours write them,
+// and the small conversions between XLA's types and ours. Member names are the wire format: a change needs
 // a new version in the target's name.
 #pragma once
 

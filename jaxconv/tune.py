@@ -13,19 +13,16 @@ import contextlib
 import dataclasses
 import functools
 import importlib
-import math
 import os
 import pathlib
 import sys
 import time
-import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
 
 from jaxconv import _enable, _plan, _problem
 from jaxconv._core import primitives
@@ -34,7 +31,7 @@ from jaxconv._enable import forms
 from jaxconv._ops.conv import conv_add, conv_kernel, fprop
 from jaxconv._plan import in_place, measured, tuned
 from jaxconv._plan.tuned import Results
-from jaxconv._problem import ConvProblem
+from jaxconv._tools import candidates
 from jaxconv._tools import timing as _timing
 from jaxconv.accelerate import accelerate
 
@@ -45,13 +42,8 @@ _NOT_ALONE = (
     *("conv_add", "conv_dgrad_add", "conv_dgrad_sums", "conv_statistics"),
     *("conv_normalised", "conv_normalised_wgrad", "conv_integer", "conv_scaled"),
 )
-# For what nothing else runs
-_SLOW = {"cuda": ("direct", "im2col"), "cpu": ("direct",)}
 _LEAST_GAIN = 1.01  # of f's time: less is noise
-_SECONDS_EACH = 0.3  # of a candidate's samples
 _PROGRAMS = 7  # of f, at most, besides f as it is
-# Other tiles are timed of kernels that, with the tile that they want most, take at most this much more than the fastest
-_TILES_WITHIN = 1.25
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,40 +211,21 @@ tune = Tune()
 # What is in a function
 
 
-@dataclasses.dataclass(frozen=True)
-class _Job:
-    """A problem in f: what is timed."""
-
-    kernel: primitives.Kernel
-    problem: Any  # with nothing forced
-    operands: tuple[tuple[tuple[int, ...], str], ...]  # shapes and dtypes
-    count: int
-
-    @property
-    def op(self) -> str:
-        return self.kernel.name
-
-    @property
-    def bytes(self) -> int:
-        arrays = [*self.operands, *self.kernel.results(self.problem)]
-        return sum(math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in arrays)
-
-
-def _jobs(f: Callable[..., Any], args: Any, kwargs: Any, device: _plan.Device) -> list[_Job]:
+def _jobs(f: Callable[..., Any], args: Any, kwargs: Any, device: _plan.Device) -> list[candidates.Job]:
     """Every distinct (op, problem) that may be chosen for, as `explain` finds them."""
     jaxpr = jax.make_jaxpr(f)(*args, **kwargs)
-    found: dict[tuple[str, str], _Job] = {}
+    found: dict[tuple[str, str], candidates.Job] = {}
 
     def add(kernel: primitives.Kernel, problem: Any, avals: Sequence[Any]) -> None:
         if kernel.name in _NOT_ALONE or problem.algorithm is not None or problem.implementation is not None:
             return
         if any(not isinstance(extent, int) or extent == 0 for a in avals for extent in a.shape):
             return
-        if _plan.disabled(kernel.name) or not _candidates(kernel.name, problem, device):
+        if _plan.disabled(kernel.name) or not candidates.worth_timing(kernel.name, problem, device):
             return
         key = kernel.name, tuned.key_of(problem)
         count = found[key].count + 1 if key in found else 1
-        found[key] = _Job(kernel, problem, tuple((a.shape, a.dtype.name) for a in avals), count)
+        found[key] = candidates.Job(kernel, problem, tuple((a.shape, a.dtype.name) for a in avals), count)
 
     for equation in primitives.equations(jaxpr.jaxpr, device):
         avals = [v.aval for v in equation.invars]
@@ -274,162 +247,11 @@ def _jobs(f: Callable[..., Any], args: Any, kwargs: Any, device: _plan.Device) -
     return list(found.values())
 
 
-def _candidates(op: str, problem: Any, device: _plan.Device) -> list[_plan.Plan]:
-    """A plan for each native kernel that is worth timing, with the tile that it wants most, then one for each of their
-    other tiles; those first that are known or predicted to be the fastest."""
-    slow = _SLOW[device.platform]
-    if device.platform == "cuda" and isinstance(problem, ConvProblem) and problem.depthwise and problem.groups > 1:
-        slow = (*slow, "implicit_gemm")
-    plans = _plan.tiles(op, problem, device)
-    plans = [plan for plan in plans if plan.algorithm not in slow] or plans[:1]
-    times: dict[str, float] = {}
-    for c in _plan.plan(op, problem, device).candidates:
-        times[c.name] = min(c.ms, times.get(c.name, math.inf))
-
-    def key(plan: _plan.Plan) -> tuple[bool, float]:
-        return plan not in firsts, times.get(plan.spec, times.get(plan.kernel, math.inf))
-
-    firsts = list({plan.kernel: plan for plan in reversed(plans)}.values())
-    return sorted(plans, key=key)
-
-
-def _saving(job: _Job, plan: _plan.Plan) -> float | None:
+def _saving(job: candidates.Job, plan: _plan.Plan) -> float | None:
     """Milliseconds that the best candidate is known or predicted to save f; None where nothing is known."""
     times = {c.name: c.ms for c in plan.candidates}
     now = times.get("xla" if plan.implementation == "xla" else plan.kernel)
     return None if now is None else job.count * max(0.0, now - min(times.values()))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Timing
-
-
-def _in_memory(job: _Job, device: _plan.Device) -> _Job:
-    """The problem as its neighbours leave it: on a GPU convolutions are channels last, whatever the arrays' order."""
-    p = job.problem
-    if device.platform != "cuda" or not isinstance(p, ConvProblem) or p.channels_last:
-        return job
-    last = dataclasses.replace(p, channels_last=True)
-    roles = {"conv_dgrad": (last.y_shape, last.w_shape), "conv_wgrad": (last.x_shape, last.y_shape)}
-    shapes = roles.get(job.op, (last.x_shape, last.w_shape))
-    first = tuple((shape, dtype) for shape, (_, dtype) in zip(shapes, job.operands, strict=False))
-    return dataclasses.replace(job, problem=last, operands=(*first, *job.operands[2:]))
-
-
-Clock = Callable[
-    [Mapping[str, Callable[..., Any]], Sequence[tuple[Any, ...]], float], tuple[dict[str, float], dict[str, str]]
-]
-
-
-def _random(operands: Sequence[tuple[tuple[int, ...], str]], key: jax.Array) -> list[jax.Array]:
-    """Between .5 and 1.5: good for variances too."""
-
-    def one(k: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
-        if not jnp.issubdtype(dtype, jnp.floating):
-            return jnp.ones(shape, dtype)
-        return jax.random.uniform(k, shape, jnp.float32, 0.5, 1.5).astype(dtype)
-
-    keys = jax.random.split(key, len(operands))
-    return [one(k, shape, dtype) for k, (shape, dtype) in zip(keys, operands, strict=True)]
-
-
-def _time(
-    functions: Mapping[str, Callable[..., Any]], sets: Sequence[tuple[Any, ...]], seconds: float
-) -> tuple[dict[str, float], dict[str, str]]:
-    """(milliseconds of each function, what could not be timed and why). Every function is compiled here."""
-    timings, failed = timings_of(functions, sets, seconds)
-    return {name: timing.median_ms for name, timing in timings.items()}, failed
-
-
-def timings_of(
-    functions: Mapping[str, Callable[..., Any]],
-    sets: Sequence[tuple[Any, ...]],
-    seconds: float,
-    step: Callable[[str], None] = lambda name: None,
-) -> tuple[dict[str, _timing.Timing], dict[str, str]]:
-    """(times of each function, what could not be timed and why). `step` is called with a function's name before it is
-    compiled, and after each of its rounds."""
-    programs: dict[str, _timing.Program] = {}
-    failed: dict[str, str] = {}
-    deadline = time.monotonic() + seconds
-    fastest = math.inf
-    for name, function in functions.items():
-        if programs and time.monotonic() > deadline:
-            failed[name] = "the time was up"
-            continue
-        step(name)
-        try:
-            program = _timing.Program(function, sets)
-            program.once()
-            once = program.once()
-        except Exception as error:  # cuDNN without an algorithm, out of memory: the others still count
-            failed[name] = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
-            continue
-        if once > 20 * fastest + 0.01:
-            failed[name] = f"took {once * 1e3:.1f} ms"
-            continue
-        fastest = min(fastest, once)
-        programs[name] = program
-    left = max(deadline - time.monotonic(), 0.1)
-    each = min(_SECONDS_EACH, left / max(len(programs), 1))
-    timings = _timing.measure(programs, seconds=each, step=step) if programs else {}
-    for program in programs.values():
-        program.release()
-    return timings, failed
-
-
-def _measure(
-    job: _Job,
-    device: _plan.Device,
-    seconds: float,
-    kernels: Sequence[str] | None = None,
-    clock: Clock | None = None,
-    of_xla: Mapping[str, Any] = types.MappingProxyType({}),
-) -> tuple[dict[str, float], dict[str, str]]:
-    """Milliseconds by "xla" and native kernel (with its tile) at one problem, and what failed.
-
-    Args:
-      kernels: of the candidates those that are timed; None is all.
-      clock: what times them, `_time` or like it.
-      of_xla: fields of the problem that XLA is given in place of its own.
-    """
-    clock = clock or _time
-    job = _in_memory(job, device)
-
-    def function(**forced: Any) -> Callable[..., Any]:
-        problem = dataclasses.replace(job.problem, **forced)
-        return jax.jit(lambda *arrays: job.kernel.primitive.bind(*arrays, problem=problem))
-
-    deadline = time.monotonic() + seconds
-    candidates = _candidates(job.op, job.problem, device)
-    candidates = [plan for plan in candidates if kernels is None or plan.kernel in kernels]
-    functions = {plan.spec: function(algorithm=plan.spec) for plan in candidates}
-    firsts = {plan.kernel: plan.spec for plan in reversed(candidates)}  # the tile that it wants most
-    make = jax.jit(functools.partial(_random, job.operands))
-    count = _timing.set_count(job.bytes, jax.devices()[0])
-    with _on_one_device():
-        sets = [tuple(make(key)) for key in jax.random.split(jax.random.key(0), count)]
-        some = {spec: functions[spec] for spec in functions if spec in firsts.values()}
-        ms, failed = clock({"xla": function(implementation="xla", **of_xla), **some}, sets, seconds)
-        most = _TILES_WITHIN * min(ms.values(), default=0.0)
-        near = [kernel for kernel, spec in firsts.items() if ms.get(spec, math.inf) <= most]
-        others = [p.spec for p in candidates if p.kernel in near and p.spec not in some]
-        left = deadline - time.monotonic()
-        if not others or left <= 0:
-            return ms, failed
-        # The fastest again: times of two rounds differ by the clocks that the device had.
-        again = min((firsts[k] for k in near), key=ms.__getitem__)
-        more, failed_too = clock({spec: functions[spec] for spec in (again, *others)}, sets, left)
-        drift = ms[again] / more.pop(again) if again in more else 1.0
-        return ms | {spec: value * drift for spec, value in more.items()}, failed | failed_too
-
-
-def _on_one_device() -> contextlib.AbstractContextManager[Any]:
-    """Where a mesh is set, every array would lie on all of its devices."""
-    if jax.sharding.get_mesh().empty:
-        return contextlib.nullcontext()
-    one = jax.make_mesh((1,), ("tune",), devices=jax.devices()[:1], axis_types=(AxisType.Auto,))
-    return jax.set_mesh(one)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -466,7 +288,7 @@ def _tune(
         say(f"tune: predicted saving {sum(known):.3f} ms a call of the function ({len(known)} of {len(todo)} problems)")
     elif todo:
         say("tune: nothing is predicted for this device")
-    failures: dict[_Job, dict[str, str]] = {}
+    failures: dict[candidates.Job, dict[str, str]] = {}
     interrupted = False
     deadline = time.monotonic() + seconds
     try:
@@ -475,7 +297,7 @@ def _tune(
             if left <= 0:
                 say(f"tune: the time is up, {len(todo) - i} problems were not timed; tune again to go on")
                 break
-            ms, failures[job] = _measure(job, device, left)
+            ms, failures[job] = candidates.measure(job, device, left)
             if ms:
                 entries[job] = _entry(job, device, ms)
     except KeyboardInterrupt:
@@ -495,7 +317,7 @@ def _tune(
         if choice != _named(plans[job])
     }
     before_ms = after_ms = None
-    kept: Sequence[_Job] = []
+    kept: Sequence[candidates.Job] = []
     if not verify and not interrupted:
         kept = list(changes)
     elif changes and not interrupted:
@@ -539,7 +361,7 @@ def _saved(entries: Iterable[tuned.Entry], otherwise: Results | None = None) -> 
         return otherwise, None
 
 
-def _shown(jobs: Sequence[_Job], progress: bool) -> Iterator[_Job]:
+def _shown(jobs: Sequence[candidates.Job], progress: bool) -> Iterator[candidates.Job]:
     """The jobs, with a bar where tqdm is installed, else a line each."""
     if not progress:
         yield from jobs
@@ -557,7 +379,7 @@ def _shown(jobs: Sequence[_Job], progress: bool) -> Iterator[_Job]:
             yield job
 
 
-def _entry(job: _Job, device: _plan.Device, ms: dict[str, float]) -> tuned.Entry:
+def _entry(job: candidates.Job, device: _plan.Device, ms: dict[str, float]) -> tuned.Entry:
     native = {name: round(value, 6) for name, value in ms.items() if name != "xla"}
     xla = round(ms["xla"], 6) if "xla" in ms else None
     jaxlib, version = tuned.versions()
@@ -598,10 +420,10 @@ def _confirmed(
     args: Any,
     kwargs: Any,
     base: Results,
-    changes: Mapping[_Job, tuned.Entry],
+    changes: Mapping[candidates.Job, tuned.Entry],
     seconds: float,
     say: Callable[[str], None],
-) -> tuple[list[_Job], float | None, float | None]:
+) -> tuple[list[candidates.Job], float | None, float | None]:
     """(the changes that make f faster, f's ms before, after): all of them, else halves of those that do not."""
     args, kwargs = jax.tree.map(filled, (args, kwargs))
     deadline = time.monotonic() + seconds
@@ -612,7 +434,7 @@ def _confirmed(
             compiled = jax.jit(lambda *a, **k: f(*a, **k)).lower(*args, **kwargs).compile()
         return _timing.Program(lambda: compiled(*args, **kwargs), [()])
 
-    kept: list[_Job] = []
+    kept: list[candidates.Job] = []
     before = after = None
     now = program([])
     now.once()

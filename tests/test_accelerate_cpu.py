@@ -147,14 +147,45 @@ def test_what_goes_into_a_filter_still_does():
     variables = model.init(jax.random.key(1), X, True)
     f = jaxconv.accelerate(lambda v, x: model.apply(v, x, False))
     assert "conv + bias + batchnorm (inference) + relu" in {finding.fused for finding in f.report(variables, X)}
-    assert problems(f, variables, X) == {"conv"}
+    assert problems(f, variables, X) == {"conv", "conv_fprop"}  # a group-norm goes into none
     np.testing.assert_allclose(f(variables, X), model.apply(variables, X, False), rtol=1e-4, atol=1e-4)
 
 
 def test_the_report_says_so():
     notes = jaxconv.accelerate(loss_of(batchnorm)).report(*ARGS).notes
     assert any("on a CPU" in note and "as they were written" in note for note in notes)
-    dense = jaxconv.accelerate(lambda x, w, b: nn.relu(x @ w + b)).report(
-        jnp.ones((4, 8)), jnp.ones((8, 8)), jnp.ones(8)
-    )
-    assert dense.replaced and not dense.notes
+    conv = jaxconv.accelerate(lambda x, w: jax.lax.conv(x, w, (1, 1), "SAME"))
+    report = conv.report(jnp.ones((1, 3, 8, 8)), jnp.ones((4, 3, 3, 3)))
+    assert report.replaced and not report.notes
+
+
+ACTIVATIONS = {"relu": nn.relu, "gelu": nn.gelu, "silu": nn.silu, "tanh": jnp.tanh}
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_dense_layers_run_the_program_that_was_written(activation):
+    def loss(x: Any, w: Any, b: Any) -> Any:
+        return jnp.sum(jnp.sin(ACTIVATIONS[activation](x @ w + b)))
+
+    args = jax.random.normal(jax.random.key(0), (24, 8)), jnp.ones((8, 16)), jnp.arange(16.0)
+    assert jaxconv.accelerate(loss).report(*args).replaced  # elsewhere it is
+    for made in (lambda f: f, lambda f: jax.grad(f, (0, 1, 2))):
+        plain, ours = (jax.jit(made(f)).lower(*args).compile() for f in (loss, jaxconv.accelerate(loss)))
+        assert instructions(ours) == instructions(plain)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("groups", [1, C])
+def test_what_is_behind_a_convolution_stays_but_for_comparisons_behind_native_code(groups, activation):
+    def loss(x: Any, w: Any, b: Any) -> Any:
+        y = nn.Conv(C, (3, 3), feature_group_count=groups).apply({"params": {"kernel": w, "bias": b}}, x)
+        return jnp.sum(jnp.sin(ACTIVATIONS[activation](y)))
+
+    args = X, jnp.ones((3, 3, C // groups, C)) / 9, jnp.arange(0.0, C) / C
+    f = jaxconv.accelerate(loss)
+    (call,) = jaxconv.explain(f)(*args)
+    behind = f" + {activation}" if activation == "relu" else ""
+    assert call.op == ("conv" if groups > 1 else "conv_fprop")
+    assert str(call.problem).endswith(f"NHWC + bias{behind}" if groups > 1 else "NHWC")
+    ours, plain = (jax.jit(jax.value_and_grad(g, (0, 1, 2)))(*args) for g in (f, loss))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-4), ours, plain)

@@ -29,6 +29,7 @@ from jaxconv import _plan
 from jaxconv._core import primitives
 from jaxconv._plan import measured, tuned
 from jaxconv._plan.plan import Candidate
+from jaxconv._tools import candidates
 
 module = importlib.import_module("jaxconv.tune")  # whose name the function has
 
@@ -45,12 +46,12 @@ def timer(monkeypatch, ms, compared=()):
     timed = []
 
     def measure(job, device, seconds):
-        names = ["xla", *(plan.spec for plan in module._candidates(job.op, job.problem, device))]
+        names = ["xla", *(plan.spec for plan in candidates.worth_timing(job.op, job.problem, device))]
         timed.append((job.op, str(job.problem)))
         return {name: ms(job.op, job.problem, name) for name in names}, {}
 
     programs = iter(compared)
-    monkeypatch.setattr(module, "_measure", measure)
+    monkeypatch.setattr(candidates, "measure", measure)
     monkeypatch.setattr(module, "_compare", lambda now, other, seconds: next(programs))
     return timed
 
@@ -236,13 +237,13 @@ def test_channels_first_arrays_are_timed_channels_last_on_a_gpu(op):
 
     g = f if op in ("conv", "conv_fprop") else jax.grad(lambda x, w: f(x, w).sum(), op == "conv_wgrad")
     job = next(j for j in module._jobs(g, (x, w), {}, _plan.Device.current("cpu")) if j.op == op)
-    last = module._in_memory(job, H200)
+    last = candidates.in_memory(job, H200)
     assert last.problem.channels_last
     reference = functools.partial(last.kernel.reference, dataclasses.replace(last.problem, implementation="xla"))
     arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in last.operands]
     results = [(r.shape, r.dtype.name) for r in jax.eval_shape(reference, *arrays)]
     assert results == last.kernel.results(last.problem)
-    names = [plan.spec for plan in module._candidates(op, job.problem, H200)]
+    names = [plan.spec for plan in candidates.worth_timing(op, job.problem, H200)]
     assert any(name.startswith("sm90") or name.startswith("implicit_gemm") for name in names)
     assert len(names) == len(set(names)) and "direct" not in names
 
@@ -252,7 +253,7 @@ def test_channels_first_arrays_are_timed_channels_last_on_a_gpu(op):
 def test_every_kernel_that_is_timed_on_a_gpu_can_be_chosen(op, dtype, code_for_gpus):
     x, w = jnp.ones((2, 16, 16, 32), dtype), jnp.ones((3, 3, 32, 64), dtype)
     problem = jax.make_jaxpr(conv)(x, w).eqns[0].params["problem"]
-    plans = module._candidates(op, problem, H200)
+    plans = candidates.worth_timing(op, problem, H200)
     assert len(plans) >= 2
     for plan in plans:
         times = {p.spec: 2.0 for p in plans} | {plan.spec: 0.5}
@@ -280,7 +281,7 @@ def test_every_tile_is_a_candidate_behind_the_one_that_its_kernel_wants(code_for
         ("conv_fprop", conv_problem, "sm90/product", 4),
         ("matmul", dense_problem, "gemm", 3),
     ):
-        plans = module._candidates(op, problem, H200)
+        plans = candidates.worth_timing(op, problem, H200)
         wanted = [plan.kernel for plan in plans[: len({plan.kernel for plan in plans})]]
         assert len(set(wanted)) == len(wanted), "the first of each kernel come first"
         tiles = [plan.tile for plan in plans if plan.kernel == kernel]
@@ -291,16 +292,16 @@ def test_every_tile_is_a_candidate_behind_the_one_that_its_kernel_wants(code_for
             plan.spec for plan in _plan.tiles(op, problem, H200)
         }
     known = {"sm90/product": 1.0, "implicit_gemm": 3.0, "sm90/product_swapped": 2.0, "sm90/halo_stream": 4.0}
-    candidates = tuple(Candidate(name, ms, "") for name, ms in known.items())
-    monkeypatch.setattr(_plan, "plan", lambda *_: _plan.Plan("xla", "", candidates=candidates))
-    kernels = [plan.kernel for plan in module._candidates("conv_fprop", conv_problem, H200)]
+    times = tuple(Candidate(name, ms, "") for name, ms in known.items())
+    monkeypatch.setattr(_plan, "plan", lambda *_: _plan.Plan("xla", "", candidates=times))
+    kernels = [plan.kernel for plan in candidates.worth_timing("conv_fprop", conv_problem, H200)]
     order = list(dict.fromkeys(k for k in kernels if k in known))
     assert order == sorted(known, key=known.__getitem__), "what is predicted to be the fastest is timed first"
 
 
 def test_tiles_are_timed_of_kernels_that_are_nearly_the_fastest_while_there_is_time(monkeypatch):
     plans = [_plan.Plan("native", "", k, tile) for k, tile in (("a", "1x1"), ("b", "1x1"), ("a", "2x2"), ("b", "2x2"))]
-    monkeypatch.setattr(module, "_candidates", lambda *_: plans)
+    monkeypatch.setattr(candidates, "worth_timing", lambda *_: plans)
     times = {"xla": 3.0, "a 1x1": 1.0, "b 1x1": 2.0, "a 2x2": 0.9, "b 2x2": 0.5}
     rounds = []
 
@@ -310,28 +311,28 @@ def test_tiles_are_timed_of_kernels_that_are_nearly_the_fastest_while_there_is_t
         slower = 2.0 if len(rounds) == 2 else 1.0  # the second round at half of the clock
         return {name: times[name] * slower for name in functions}, {}
 
-    monkeypatch.setattr(module, "_time", timed)
+    monkeypatch.setattr(candidates, "times_of", timed)
     (job,) = module._jobs(conv, (X, W), {}, _plan.Device("cpu", "cpu"))
     pause = 0.0
-    ms, failed = module._measure(job, _plan.Device("cpu", "cpu"), 5.0)
+    ms, failed = candidates.measure(job, _plan.Device("cpu", "cpu"), 5.0)
     assert rounds == [["xla", "a 1x1", "b 1x1"], ["a 1x1", "a 2x2"]]
     assert ms == pytest.approx({"xla": 3.0, "a 1x1": 1.0, "b 1x1": 2.0, "a 2x2": 0.9}) and not failed
     rounds.clear()
     pause = 0.02
-    ms, _ = module._measure(job, _plan.Device("cpu", "cpu"), 0.01)
+    ms, _ = candidates.measure(job, _plan.Device("cpu", "cpu"), 0.01)
     assert len(rounds) == 1 and "a 2x2" not in ms, "the time was up"
 
 
 def test_the_predicted_saving_is_that_of_the_best_candidate():
-    candidates = tuple(Candidate(*c, "") for c in (("xla", 3.0), ("sm90/product", 1.0), ("stem", 2.0)))
+    times = tuple(Candidate(*c, "") for c in (("xla", 3.0), ("sm90/product", 1.0), ("stem", 2.0)))
     job = types.SimpleNamespace(count=4)
-    assert module._saving(job, _plan.Plan("xla", "", candidates=candidates)) == 8.0
-    assert module._saving(job, _plan.Plan("native", "", "sm90/product", candidates=candidates)) == 0.0
+    assert module._saving(job, _plan.Plan("xla", "", candidates=times)) == 8.0
+    assert module._saving(job, _plan.Plan("native", "", "sm90/product", candidates=times)) == 0.0
     assert module._saving(job, _plan.Plan("xla", "")) is None
 
 
 def test_inputs_are_of_the_operands_types_and_positive():
-    arrays = module._random([((3, 4), "bfloat16"), ((5,), "float32"), ((2,), "int32")], jax.random.key(1))
+    arrays = candidates.random_arrays([((3, 4), "bfloat16"), ((5,), "float32"), ((2,), "int32")], jax.random.key(1))
     assert [(a.shape, a.dtype.name) for a in arrays] == [((3, 4), "bfloat16"), ((5,), "float32"), ((2,), "int32")]
     assert all((np.asarray(a, np.float32) > 0).all() for a in arrays)
 
@@ -345,7 +346,7 @@ def test_what_fails_is_named_and_the_others_count():
         return x
 
     functions = {"broken": broken, "fine": jax.jit(lambda x: x + 1), "slow": slow}
-    ms, failed = module._time(functions, [(jnp.ones((256, 256)),)], 5.0)
+    ms, failed = candidates.times_of(functions, [(jnp.ones((256, 256)),)], 5.0)
     assert list(ms) == ["fine"] and ms["fine"] > 0
     assert failed["broken"] == "no algorithm worked"
     assert failed["slow"].startswith("took ")
@@ -361,7 +362,7 @@ def test_a_shards_problem_is_timed_on_one_device(monkeypatch):
             seen.append((name, function.lower(*sets[0]).as_text(), [a.devices() for a in sets[0]], sets[0][0].shape))
         return dict.fromkeys(functions, 1.0), {}
 
-    monkeypatch.setattr(module, "_time", timed)
+    monkeypatch.setattr(candidates, "times_of", timed)
     mesh = jax.make_mesh((2,), ("b",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
     with jax.set_mesh(mesh):
         x, w = jax.device_put(X, NamedSharding(mesh, P("b"))), jax.device_put(W, NamedSharding(mesh, P()))
@@ -474,7 +475,7 @@ def test_no_time_is_said_and_the_next_call_goes_on(monkeypatch, file, capsys):
     assert not timed and {r.note for r in found} == {"not timed"} and not file.exists()
     said = capsys.readouterr().err
     assert "2 problems" in said and "the time is up, 2 problems were not timed" in said
-    monkeypatch.setattr(module, "_time", lambda *a: pytest.fail("nothing is timed by itself"))
+    monkeypatch.setattr(candidates, "times_of", lambda *a: pytest.fail("nothing is timed by itself"))
     clock = iter(range(0, 1000, 6))
     monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
     found = tune(two, seconds=10, verify=False)(*TWO)
@@ -486,20 +487,20 @@ def test_no_time_is_said_and_the_next_call_goes_on(monkeypatch, file, capsys):
 
 def test_an_interrupt_keeps_what_was_measured(monkeypatch, file):
     timed = timer(monkeypatch, native_wins)
-    measure = module._measure
+    measure = candidates.measure
 
     def interrupted(job, device, seconds):
         if timed:
             raise KeyboardInterrupt
         return measure(job, device, seconds)
 
-    monkeypatch.setattr(module, "_measure", interrupted)
+    monkeypatch.setattr(candidates, "measure", interrupted)
     found = tune(two)(*TWO)
     assert found.interrupted and "interrupted" in str(found)
     (entry,) = tuned.read(file).entries
     assert entry.xla_ms == 2.0 and entry.choice is None
     assert not any(c.plan.reason.startswith("tuned") for c in jaxconv.explain(two)(*TWO))
-    monkeypatch.setattr(module, "_measure", measure)
+    monkeypatch.setattr(candidates, "measure", measure)
     tune(two, verify=False)(*TWO)
     assert len(timed) == len(set(timed)) == 2
 

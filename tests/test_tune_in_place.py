@@ -455,8 +455,8 @@ def test_a_kernel_with_other_results_than_xlas_is_not_taken(monkeypatch, wrong):
         more, others = clock({"right": right, "tile": broken}, sets, seconds)
         return ms | more, failed | others
 
-    monkeypatch.setattr(_in_place._tune, "timings_of", timings_of)
-    monkeypatch.setattr(_in_place._tune, "_measure", measure)
+    monkeypatch.setattr(_in_place.candidates, "timings_of", timings_of)
+    monkeypatch.setattr(_in_place.candidates, "measure", measure)
     cpu = _plan.Device("cpu", "cpu")
     found = _in_place.times("conv_wgrad", OF[1], cpu, None, 1.0, lambda: None)
     assert dict(found.ms) == {"xla": 2.0, "right": 1.0, "slow and wrong": 9.0}

@@ -26,6 +26,7 @@ RESIDUALS = {
     "gelu_exact": "z",
 }
 NAMES = tuple(RESIDUALS)
+COMPARISONS = ("none", "relu", "relu6", "leaky_relu")  # what costs nothing where y is written, on a CPU too
 
 Name = Literal["none", "relu", "relu6", "leaky_relu", "elu", "tanh", "sigmoid", "silu", "swish", "gelu", "gelu_exact"]
 

@@ -405,8 +405,15 @@ def _lower(op: Kernel, platform: str | None, ctx: mlir.LoweringRuleContext, *ope
     mapped = sharding.explicit(op, problem, ctx.avals_in)
     if mapped is not None:
         return through(mapped)
+
+    def by_xla() -> Any:
+        """A reference may call other kernels: what is XLA's is XLA's as a whole."""
+        whole = getattr(problem, "implementation", "") is None
+        means = dataclasses.replace(problem, implementation="xla") if whole else problem
+        return through(functools.partial(op.reference, means))
+
     if platform is None:
-        return through(functools.partial(op.reference, problem))
+        return by_xla()
     partitioning = compat.partitioning(ctx)
     device = dataclasses.replace(lowered_for(ctx, platform), partitioned=partitioning == "opaque")
     with timing_in(ctx):
@@ -415,11 +422,8 @@ def _lower(op: Kernel, platform: str | None, ctx: mlir.LoweringRuleContext, *ope
         program = sharding.auto(op, problem, compat.mesh_of(ctx))
         return compat.tell_apart(through(program), f"{op.target} {problem!r}")
     if plan.implementation != "native":
-        # A reference may call other kernels: what is XLA's is XLA's as a whole.
-        whole = plan.implementation == "xla" and getattr(problem, "implementation", "") is None
-        means = dataclasses.replace(problem, implementation="xla") if whole else problem
         with as_lax():
-            return through(functools.partial(op.reference, means))
+            return by_xla() if plan.implementation == "xla" else through(functools.partial(op.reference, problem))
     if platform == "cpu" and any(a.dtype.itemsize == 2 and not _whole_numbers(a.dtype) for a in ctx.avals_in):
         return through(functools.partial(_through_float32, op, problem, plan.kernel))
     wire = op.wire(problem, plan)

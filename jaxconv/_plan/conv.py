@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from types import ModuleType
 
+from jaxconv._core.activations import COMPARISONS
 from jaxconv._plan import (
     depthwise,
     direct,
@@ -22,7 +23,7 @@ from jaxconv._plan import (
     tuned,
 )
 from jaxconv._plan.plan import Device, Plan, itemsize, known
-from jaxconv._plan.planner import CUDA_ONLY, Features, Planner, log2, plans_of
+from jaxconv._plan.planner import CUDA_ONLY, Features, Planner, calls, log2, plans_of
 from jaxconv._problem import ConvProblem, family_of
 
 FAMILIES: dict[str, ModuleType] = {
@@ -148,6 +149,8 @@ class Conv(Planner):
 
     def on_cpu(self, p: ConvProblem) -> tuple[str | None, str]:
         wgrad = self.op == "conv_wgrad"
+        if p.depthwise and p.groups > 1 and math.prod(p.filter) == 1:
+            return None, "of one tap it is a product an element, which XLA computes with what stands around it"
         if p.depthwise and p.groups > 1:
             return "depthwise", "XLA's depthwise convolutions are 10 times slower on a CPU"
         if p.groups > 1:
@@ -158,15 +161,17 @@ class Conv(Planner):
         if not wgrad:
             return None, "XLA's convolutions without groups are as fast as the CPU allows"
         product = "native code computes a weight gradient as one matrix product"
-        if (small := _small_product(p)) is not None:
-            return None, f"{product}, at 0.4 to 0.9 times XLA's speed on a Xeon {small}"
-        if p.dtype in ("float32", "float64"):
-            speeds = "2.6 to 4.5 times XLA's speed on an Intel Xeon, 0.7 to 3 times on an AMD EPYC"
-            return "im2col", f"{product}, at {speeds}"
-        # What two conversions leave of it, on an EPYC.
-        if math.prod(p.filter) == 1 or max(p.in_channels, p.out_channels) < 32:
-            return "im2col", f"{product} in float32, at 1 to 2.4 times XLA's speed, conversions included"
-        return None, f"{product} in float32, at 0.7 to 1 times XLA's speed, conversions included"
+        if (times := _faster_product(p)) is not None:
+            return "im2col", f"{product}, at {times} XLA's speed on a Xeon"
+        return None, f"{product}, at 0.2 to 3 times XLA's speed on a Xeon: which, nobody can say before"
+
+    def exception(self, p: ConvProblem, device: Device, forced: bool) -> Plan | None:
+        """On a CPU a convolution by native code, and behind it an activation that is more than a comparison by XLA."""
+        if self.op != "conv" or forced or device.platform != "cpu" or p.activation.name in COMPARISONS:
+            return None
+        algorithm, reason = self.on_cpu(p)
+        two = calls("two", "a convolution, then its activation")
+        return two(f"{reason}; {slow_activation(p)}") if algorithm else None
 
     def features(self, p: ConvProblem) -> Features:
         """Coordinates: pixels of y, C / groups, K / groups, groups."""
@@ -187,21 +192,29 @@ class Conv(Planner):
         return "conv_fprop" if self.op == "conv" else self.op, kind, log2(pixels, group_c, group_k, p.groups)
 
 
-# Of a weight gradient on a CPU: channels on both sides up to which any product beats XLA's; multiply-adds from which it
-# does of a filter of one tap; pixels of an image, and of all results, from which any other does.
-FEW_CHANNELS, ONE_TAP, LARGE_IMAGE, LARGE_BATCH = 16, 1 << 23, 2048, 6000
+def slow_activation(p: ConvProblem) -> str:
+    """Why native code leaves an activation to XLA on a CPU, as a part of a sentence."""
+    return f"XLA's {p.activation.name} is 3 to 20 times faster than native code's"
 
 
-def _small_product(p: ConvProblem) -> str | None:
-    """Where native weight gradients without groups lose to XLA's on a CPU, as a part of a sentence; None elsewhere."""
-    pixels = p.batch * math.prod(p.out_spatial)
-    if math.prod(p.filter) == 1:
-        return "below 2^23 multiply-adds" if pixels * p.in_channels * p.out_channels < ONE_TAP else None
-    if max(p.in_channels, p.out_channels) <= FEW_CHANNELS:
-        return None
-    if math.prod(p.in_spatial) < LARGE_IMAGE or pixels < LARGE_BATCH:
-        return f"where images have fewer than {LARGE_IMAGE} pixels or all results fewer than {LARGE_BATCH}"
-    return None
+# Of a weight gradient on a CPU without groups, the products that beat XLA's. Of a filter of one tap from so many
+# multiply-adds and pixels of all results; of at most so many taps from so many pixels of an image and of all results.
+ONE_TAP, ONE_TAP_PIXELS = 1 << 23, 1024
+FEW_TAPS, LARGE_IMAGE, LARGE_BATCH = 9, 2048, 6000
+
+
+def _faster_product(p: ConvProblem) -> str | None:
+    """How much faster than XLA's a native weight gradient without groups is on a CPU; None where it may be slower."""
+    taps, pixels = math.prod(p.filter), p.batch * math.prod(p.out_spatial)
+    if p.nd == 3:
+        return "1.5 to 10 times"  # XLA's code for three axes is a plain loop
+    if taps == 1:
+        large = pixels >= ONE_TAP_PIXELS and pixels * p.in_channels * p.out_channels >= ONE_TAP
+        return "1.2 to 4 times" if large else None
+    large = taps <= FEW_TAPS and math.prod(p.in_spatial) >= LARGE_IMAGE and pixels >= LARGE_BATCH
+    if p.dtype in ("bfloat16", "float16") and max(p.in_channels, p.out_channels) >= 32:
+        large = False  # on an EPYC 0.7 to 1 times, conversions included
+    return "1.1 to 4 times" if large else None
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from jaxconv._core.activations import COMPARISONS
 from jaxconv._plan import choose, conv, measured, tuned
 from jaxconv._plan.plan import Device, Plan
 from jaxconv._plan.planner import PLANNERS, calls, disabled, disabled_text
@@ -33,6 +34,9 @@ class ConvAdd(conv.Conv):
             free = free and tuned.entry(op, p.affine(), device) is None
             return (_adds_instead_of_xla(p, device) if free else None) or two(alone.reason)
         adds, reason = self.made(alone.spec, p, device), alone.reason
+        free = p.implementation is None and p.algorithm is None
+        if free and device.platform == "cpu" and p.activation.name not in COMPARISONS:
+            return two(f"{reason}; {conv.slow_activation(p)}")
         if isinstance(adds, str) and p.algorithm is not None:
             adds = self.made(p.algorithm, p, device)
         elif isinstance(adds, str):

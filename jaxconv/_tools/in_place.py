@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +15,8 @@ import jax.numpy as jnp
 from jaxconv import _plan
 from jaxconv._core import primitives
 from jaxconv._plan import in_place
+from jaxconv._tools import candidates
 from jaxconv._tools import timing as _timing
-
-if TYPE_CHECKING:
-    from jaxconv import tune as _tune
-else:
-    _tune = importlib.import_module("jaxconv.tune")  # whose name the function has
 
 # How far a kernel's results may be from XLA's, as a root of mean squares relative to that of XLA's. Rounding to 16 bits
 # makes 0.004, and some sums of such lose a digit more; a kernel that does not work makes 1 or NaN.
@@ -43,12 +38,12 @@ def times(
 ) -> in_place.Times:
     """XLA's time and that of each of the kernels (None: all) at the problem, on the first device of that kind."""
     kernel = _KERNELS[op]
-    job = _tune._Job(kernel, problem, tuple(kernel.operands(problem).values()), 1)
+    job = candidates.Job(kernel, problem, tuple(kernel.operands(problem).values()), 1)
     noise: dict[str, float] = {}
     expected: list[jax.Array] = []  # XLA's results
 
     def clock(functions: Any, sets: Any, seconds: float) -> tuple[dict[str, float], dict[str, str]]:
-        timings, failed = _tune.timings_of(functions, sets, seconds, step=lambda name: stop())
+        timings, failed = candidates.timings_of(functions, sets, seconds, step=lambda name: stop())
         noise.update({name: timing.spread for name, timing in timings.items()})
         ms = {name: timing.median_ms for name, timing in timings.items()}
         if op in _NOT_COMPARED:
@@ -75,7 +70,7 @@ def times(
         jax.debug_nans(False),
         jax.debug_infs(False),
     ):
-        ms, failed = _tune._measure(job, device, seconds, kernels, clock, of_xla)
+        ms, failed = candidates.measure(job, device, seconds, kernels, clock, of_xla)
         written = _write(job.problem.y_shape, problem.dtype, device) if op == "conv_fprop" and ms else 0.0
     return in_place.Times(ms, noise, failed, _timing.timer(), written)
 
@@ -98,7 +93,7 @@ def _write(shape: tuple[int, ...], dtype: str, device: _plan.Device) -> float:
     fill = jax.jit(lambda value: jnp.broadcast_to(value, shape))
     size = jnp.dtype(dtype).itemsize * float(jnp.prod(jnp.array(shape, jnp.float32)))
     sets = [(jnp.full((), i, dtype),) for i in range(_timing.set_count(size, in_place.here(device)))]
-    timings, _ = _tune.timings_of({"write": fill}, sets, 1.0)
+    timings, _ = candidates.timings_of({"write": fill}, sets, 1.0)
     return timings["write"].median_ms if timings else 0.0
 
 

@@ -34,8 +34,8 @@ from jaxconv.joints import told
 __all__ = ["Accelerated", "Report", "accelerate", "listening"]
 
 AS_WRITTEN = (
-    "on a CPU the norms above, and the activations behind them, are computed as they were written, unless they go into "
-    "a filter: nothing there is faster"
+    "on a CPU norms that go into no filter, dense layers, and most of what is behind convolutions are computed as they "
+    "were written: nothing there is faster"
 )
 
 
@@ -53,14 +53,18 @@ def accelerate(f: Callable[P, R], *, tune: bool = False) -> Accelerated[P, R]:
     * `lax.conv_general_dilated`, with the bias, the residual add and the activation behind it;
     * the same of int8, uint8 or float8 (or of floats converted from such), with the factors, bias, residual,
       activation, rounding, clipping and conversion to 8 bits behind it; of other integers the convolution alone;
-    * (..., K) @ (K, N), where a bias or an activation follows, with both;
+    * (..., K) @ (K, N), where a bias or an activation follows, with both; of 8 bits like such convolutions, where
+      factors, a bias or an activation follow the sums;
     * a batch-norm, in training and inference, with the residual add and the activation behind it;
-    * group-norms and layer-norms (lowered for a CPU, norms are computed as f writes them, unless they go into a
-      filter: nothing there is faster);
+    * group-norms and layer-norms;
     * `lax.reduce_window` with lax.max: `jaxconv.max_pool`;
     * upsampling by repetition (`jax.image.resize` with "nearest" and whole factors): a broadcast, whose gradient is no
       scatter;
     * an array times gates that two small layers make of its means: `jaxconv.squeeze_excite`.
+
+    Lowered for a CPU, norms that go into no filter, dense layers, and what is behind a convolution are computed as f
+    writes them: nothing there is faster. Only native code, of a convolution with groups, takes in a bias, a residual
+    and a relu, relu6 or leaky_relu.
 
     Layers that follow each other are plain calls in a region. Where the function is differentiated, the region's
     program of results and gradients is rewritten: kernels that do the work of several calls take their place where

@@ -20,7 +20,7 @@ from jax import lax
 
 from jaxconv import _problem
 from jaxconv._core import compat
-from jaxconv._core.activations import NAMES, Activation
+from jaxconv._core.activations import COMPARISONS, NAMES, Activation
 from jaxconv._core.graph import Constant, Graph, Node, Value, meant, number_of, scalar_of
 
 
@@ -279,3 +279,11 @@ class Activations:
             front = [v for n in nodes for v in n.outputs if v not in reached and v.shape == z.shape]
             reached.update((v, v.node.order) for v in front)
         return sorted(reached, key=reached.__getitem__)
+
+
+class Comparisons(Activations):
+    """Those alone that are comparisons."""
+
+    def after(self, z: Value) -> Activated | None:
+        activated = super().after(z)
+        return activated if activated is not None and activated.activation.name in COMPARISONS else None

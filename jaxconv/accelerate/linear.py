@@ -305,6 +305,13 @@ def find_conv(
     return _fuse_epilogue(node, numbers.out_spec[1], activations, "conv", run, filter, **how)
 
 
+def bare_conv(node: Node) -> Fused:
+    """The convolution alone: its weight gradient may have a kernel where it has none itself."""
+    check_conv(node)
+    run = functools.partial(_fused.conv, **window_of(node))
+    return Fused([node], list(node.inputs), list(node.outputs), lambda x, w: [run(x, w, None, NO_ACTIVATION)], ["conv"])
+
+
 def find_gradient(node: Node) -> Fused | None:
     """The kernel of a convolution in a gradient, as `enable` takes it; None where it is a layer's like any other."""
     avals = (*(v.aval for v in node.inputs), node.outputs[0].aval)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
 from jaxconv import _plan
@@ -29,7 +30,7 @@ from jaxconv._core.graph import (
     light_body,
     of_type,
 )
-from jaxconv.accelerate.activations import Activations
+from jaxconv.accelerate.activations import Activations, Comparisons
 from jaxconv.accelerate.eight_bits import find_integer, find_scaled, reads_eight_bits
 from jaxconv.accelerate.groupnorm import GroupNormalised, find_group_normalised, find_groupnorm
 from jaxconv.accelerate.layernorm import find_layer_normalised
@@ -38,6 +39,7 @@ from jaxconv.accelerate.linear import (
     Folding,
     Fused,
     Refusal,
+    bare_conv,
     find_conv,
     find_dense,
     find_gradient,
@@ -53,13 +55,21 @@ from jaxconv.accelerate.upsampling import find_upsampling
 from jaxconv.joints import region
 
 CPU = _plan.Device("cpu")
-# Norms: XLA's code for a formula that somebody wrote is as fast on a CPU as for any other, so theirs stays.
 NORMS = ("batchnorm", "groupnorm", "layernorm")
 
 
 def as_written_on_cpu() -> bool:
-    """Whether norms are computed on a CPU as they were written."""
+    """Whether norms, dense layers and most of what is behind a convolution are computed on a CPU as they were written.
+
+    No kernel is faster there, and XLA's code for a formula that somebody wrote is as fast as for any other. A gradient
+    by our rules makes an activation's exponential twice, where the user's program keeps it.
+    """
     return True
+
+
+def _no_faster_on_cpu(what: str, fused: Fused) -> bool:
+    """Whether the CPU has no code for it, nor a filter that takes it in. Of 8 bits the formula makes XLA fast."""
+    return (what in NORMS and fused.layer is None) or (fused.parts[0] == "dense" and "scale" not in fused.parts)
 
 
 class Rewriting:
@@ -77,13 +87,15 @@ class Rewriting:
         """`around`: the name scopes of the equation that carries this function, which its own start from.
 
         `once`: whether values that depend on weights alone are computed once, and not in every call. `of_cpu`: the
-        program for CPUs, in which norms stay as they were written, unless they go into a filter.
+        program for CPUs, in which norms that go into no filter, dense layers, and what is behind a convolution stay as
+        they were written; but for bias, residual and comparison behind one with groups, which native code computes.
         """
         self._of_cpu = of_cpu
         self.graph = Graph(closed, (lambda eqn: light_body(eqn, CPU)) if of_cpu else None)
         self._around, self._folding = around, Folding(once)
         self.differs = False  # whether the program for CPUs is another one
         self._closed, self._report, self._activations = closed, report, activations
+        self._behind_convs = Comparisons() if of_cpu and as_written_on_cpu() else activations
         self._maker: dict[Value, Node] = {}  # of the values that a fused call makes
         self._covered: set[Node] = set()  # what fused calls stand for
         self._inner: dict[Node, dict[str, Any]] = {}  # changed parameters of nodes with functions inside
@@ -177,7 +189,10 @@ class Rewriting:
         if (integer := find_integer(node)) is not None:
             yield integer
             return
-        yield from find_conv(node, self._activations, lambda r: not added_later(node, r), self._free, self._folding)
+        if self._of_cpu and as_written_on_cpu() and node.params["feature_group_count"] == 1:
+            yield bare_conv(node)
+            return
+        yield from find_conv(node, self._behind_convs, lambda r: not added_later(node, r), self._free, self._folding)
 
     def _own_pair(self, pair: Fused) -> Iterator[Fused]:
         (node,) = pair.nodes
@@ -187,6 +202,12 @@ class Rewriting:
         yield pair
 
     def _denses(self, node: Node) -> Iterator[Fused]:
+        if reads_eight_bits(node):
+            try:
+                yield from find_scaled(node, self._activations, lambda r: not added_later(node, r), self._free)
+            except Refusal:
+                if not jnp.issubdtype(node.inputs[0].dtype, jnp.floating) or node.inputs[0].dtype.itemsize == 1:
+                    raise
         layer = find_dense(node, self._activations, self._free, self._folding)
         before = self._layers.get(source_of(layer))
         # A product whose x comes from a layer's activation takes part in that one's gradient.
@@ -213,10 +234,11 @@ class Rewriting:
             for fused in candidates():
                 if not self._fits(fused):
                     continue
-                if what in NORMS and fused.layer is None and as_written_on_cpu():
+                if as_written_on_cpu() and _no_faster_on_cpu(what, fused):
                     if self._of_cpu:
                         raise Refusal("on a CPU it is computed as it was written")
                     self.differs = True
+                self.differs |= what == "conv" and len(fused.parts) > 1 and as_written_on_cpu()
                 # It is named after the layer, not after the activation behind it.
                 layer, order = fused.layer or node, fused.nodes[-1].order
                 made = Node(order, fused.inputs, fused.outputs, layer.eqn, layer.name_stack, fused.call)

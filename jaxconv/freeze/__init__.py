@@ -92,12 +92,12 @@ def freeze(
         one in more than its first extent, has no elements, or NaN or infinity; for no batches; for a name in `wide`
         that no layer has; for weights that are not finite.
 
-    Quantised, a layer is `jaxconv.conv2d` of 8-bit x and w: filters have a scale per output channel, what is stored
-    between layers has one per array, chosen by the least mean squared error on the calibration batches. With "int8"
-    what is never negative (behind a relu) is uint8. Residual adds and max-poolings are of 8 bits too: between two 8-bit
-    convolutions nothing is wider in memory. The first and the last layer, depthwise convolutions, small ones and those
-    in loops stay wide: `quantization` says of each layer which, and why, and its signal to noise. `replace` quantises
-    other weights with the scales of this one's activations.
+    Quantised, a layer is `jaxconv.conv2d` or `jaxconv.dense` of 8-bit x and w: filters have a scale per output channel,
+    what is stored between layers has one per array, chosen by the least mean squared error on the calibration batches.
+    With "int8" what is never negative (behind a relu) is uint8. Residual adds of convolutions, max-poolings and means
+    are of 8 bits too: between two 8-bit layers nothing is wider in memory. The first and the last layer, depthwise
+    convolutions, small ones and those in loops stay wide: `quantization` says of each layer which, and why, and its
+    signal to noise. `replace` quantises other weights with the scales of this one's activations.
 
     Layers are recognised as by `accelerate`: a batch-norm is folded into the convolution, transposed or not, or the
     dense layer that makes what it normalises, where nobody else needs that. 16-bit filters are rounded once, after it.
