@@ -133,29 +133,29 @@ class Shape:
             p.padding,
         )
 
-    @property
+    @functools.cached_property
     def arithmetic(self) -> str:
         """ "half", "tf32" or "highest"."""
         return "half" if self.dtype != "float32" else "highest" if self.full_float32 else "tf32"
 
-    @property
+    @functools.cached_property
     def grouping(self) -> str:
         """ "none", "grouped" or "depthwise"."""
         return "none" if self.groups == 1 else "depthwise" if self.group_c == 1 else "grouped"
 
-    @property
+    @functools.cached_property
     def classes(self) -> tuple[str, str, str]:
         return self.arithmetic, self.op, self.grouping
 
-    @property
+    @functools.cached_property
     def taps(self) -> int:
         return math.prod(self.filter)
 
-    @property
+    @functools.cached_property
     def steps(self) -> int:
         return math.prod(self.stride)
 
-    @property
+    @functools.cached_property
     def out_spatial(self) -> tuple[int, ...]:
         return tuple(
             max((size + low + high - (f - 1) * d - 1) // step + 1, 1)
@@ -164,15 +164,15 @@ class Shape:
             )
         )
 
-    @property
+    @functools.cached_property
     def itemsize(self) -> int:
         return 4 if self.dtype == "float32" else 2
 
-    @property
+    @functools.cached_property
     def group_c(self) -> int:
         return self.in_channels // self.groups
 
-    @property
+    @functools.cached_property
     def group_k(self) -> int:
         return self.out_channels // self.groups
 
@@ -220,7 +220,7 @@ def copied(op: str, p: Any) -> str:
 
 
 def _log(value: float) -> float:
-    return math.log2(max(value, 1e-9))
+    return math.log2(value if value > 1e-9 else 1e-9)
 
 
 def features(s: Shape, of: Numbers) -> dict[str, float]:
@@ -368,9 +368,9 @@ def _of_libraries(s: Shape, of: Numbers, memory_ms: float) -> dict[str, float]:
     }
 
 
-def _tiled(s: Shape, of: Numbers, tile: str, splits: int) -> tuple[float, dict[str, float]]:
-    """(base, features) of a kernel: a product with tiles has these rounded up, to whole tiles and whole waves."""
-    limit = max(s.limits_ms(of))
+def _tiled(s: Shape, of: Numbers, limit: float, tile: str, splits: int) -> tuple[float, dict[str, float]]:
+    """(base, features) of a kernel: a product with tiles has these rounded up, to whole tiles and whole waves; `limit`
+    is the problem's."""
     if not tile:
         return limit, {"kernel's tiles": 0.0, "kernel's waves": 0.0, "kernel's sum": 0.0, "kernel's waste": 0.0}
     rows, columns = extent_of(tile)
@@ -402,13 +402,13 @@ def seen(s: Shape, of: Numbers, plans: Sequence[tuple[str, str, int]], kernels: 
     x = np.array([*features(s, of).values()], np.float32)
     ways = np.zeros((len(plans), len(x) + 7 + len(kernels)), np.float32)
     ways[:, : len(x)] = x
-    bases = np.zeros(len(plans))
+    bases, limit = np.zeros(len(plans)), max(s.limits_ms(of))
     for row, (kernel, tile, splits) in enumerate(plans):
-        bases[row], tiled = _tiled(s, of, tile, splits)
+        bases[row], tiled = _tiled(s, of, limit, tile, splits)
         own = [_log(bases[row] + OVERHEAD_MS), *tiled.values(), _log(splits), float(tile.startswith("256"))]
         ways[row, len(x) : len(x) + 7] = own
         ways[row, len(x) + 7 + kernels.index(kernel)] = 1.0
-    return Seen(x, max(s.limits_ms(of)), ways, bases)
+    return Seen(x, limit, ways, bases)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -59,6 +59,8 @@ class Region:
     replaced: tuple[Replaced, ...]
 
     def __str__(self) -> str:
+        if not self.replaced:
+            return "\n".join([f"no rule changes it: {_sum(self.before)}", *_table(self.before)])
         sums = [f"before: {_sum(self.before)}", f"after:  {_sum(self.after)}"]
         return "\n".join([*sums, *_table(self.before, self.after), *_by_rule(self.replaced)])
 
@@ -168,7 +170,7 @@ def _sum(ops: Sequence[Timed]) -> str:
     """ "480 calls, 40.123 ms (300 measured, 150 predicted, 30 unknown)"."""
     counts = collections.Counter(one.source for one in ops)
     sources = ", ".join(f"{counts[source]} {source}" for source in SOURCES if counts[source])
-    return f"{len(ops)} calls, {_ms(ops)}" + (f" ({sources})" if ops else "")
+    return f"{len(ops)} call{'s' * (len(ops) != 1)}, {_ms(ops)}" + (f" ({sources})" if ops else "")
 
 
 def _ms(ops: Sequence[Timed]) -> str:
@@ -180,13 +182,13 @@ def _ms(ops: Sequence[Timed]) -> str:
     return f"{sum(known):.3f} ms" + (f" and {unknown} unknown" if unknown else "")
 
 
-def _table(before: Sequence[Timed], after: Sequence[Timed]) -> list[str]:
-    """A line for each op: how many calls of it there are, and their time."""
-    rows = [("op", "before", "", "after", "")]
-    for op in dict.fromkeys(one.op for one in (*before, *after)):
-        was, now = ([one for one in ops if one.op == op] for ops in (before, after))
-        rows.append((op, str(len(was)), _ms(was) if was else "", str(len(now)), _ms(now) if now else ""))
-    widths = [max(len(row[i]) for row in rows) for i in range(5)]
+def _table(*programs: Sequence[Timed]) -> list[str]:
+    """A line for each op: how many calls of it there are, and their time; in the program before, and that after."""
+    rows = [["op", "before", "", "after", ""]] if len(programs) > 1 else [["op", "calls", ""]]
+    for op in dict.fromkeys(one.op for ops in programs for one in ops):
+        of_op = [[one for one in ops if one.op == op] for ops in programs]
+        rows.append([op, *(text for ops in of_op for text in (str(len(ops)), _ms(ops) if ops else ""))])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return ["  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
