@@ -31,16 +31,16 @@ class Answers:
         begin = time.perf_counter()
         lowered = jax.jit(f).lower(*args)
         traced = time.perf_counter()
-        made, launches = _launches.compiled(lowered, options)
+        compiled, launches = _launches.compiled(lowered, options)
         compile_s = time.perf_counter() - traced
         args = jax.device_put(args)
-        jax.block_until_ready(made(*args))
-        memory = made.memory_analysis()
+        jax.block_until_ready(compiled(*args))
+        memory = compiled.memory_analysis()
         names = ("argument", "output", "temp", "generated_code")
         size = sum(getattr(memory, f"{name}_size_in_bytes") for name in names) if memory is not None else None
         return cls(
             way,
-            lambda: made(*args),
+            lambda: compiled(*args),
             jax.block_until_ready,
             lambda y: np.asarray(y, np.float64),
             traced - begin,

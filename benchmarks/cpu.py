@@ -90,10 +90,10 @@ def draw(seed: int, kinds: tuple[str, ...] = KINDS) -> Iterator[Problem]:
     n = 0
     while True:
         kind = r.choice(kinds)
-        found = _drawn(r, kind, f"s{seed}.{n}")
-        if found is not None:
+        problem = _drawn(r, kind, f"s{seed}.{n}")
+        if problem is not None:
             n += 1
-            yield found
+            yield problem
 
 
 def _drawn(r: random.Random, kind: str, name: str) -> Problem | None:
@@ -111,10 +111,10 @@ def _drawn(r: random.Random, kind: str, name: str) -> Problem | None:
     shapes: list[tuple[int, ...]]
     module = None
     if kind in ("conv", "grouped", "depthwise", "transposed", "conv_batchnorm"):
-        made = _conv(r, kind, nd, x, act, dtype)
-        if made is None:
+        layer = _conv(r, kind, nd, x, act, dtype)
+        if layer is None:
             return None
-        plain, module, shapes, text = made
+        plain, module, shapes, text = layer
     elif kind == "dense":
         out = r.choice((10, 32, 64, 128, 256, 512, 1000, 1024))
         x = r.choice(((batch, channels), (batch, extent, channels), (batch * extent, channels)))
@@ -287,8 +287,8 @@ def measure(problem: Problem, ways: tuple[str, ...], limit: float) -> dict[str, 
         best = least(programs, arrays, SAMPLES)
         again = [way for way, ratio in ratios(best).items() if ratio > limit]
         if again:
-            some = {way: programs[way] for way in ("plain", *again)}
-            best |= least(some, arrays, SAMPLES * AGAIN)  # the longer measurement stands
+            slow = {way: programs[way] for way in ("plain", *again)}
+            best |= least(slow, arrays, SAMPLES * AGAIN)  # the longer measurement stands
     return {
         "case": problem.name,
         "kind": problem.kind,

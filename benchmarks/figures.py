@@ -25,14 +25,14 @@ NAMES = {DEVICE: "one H200", SECOND: "one H100"}
 
 def _bars(runs: dict[str, Run]) -> dict[str, dict[str, float]]:
     """{case: {pass: XLA's time over ours}} of the core convolutions in bfloat16."""
-    found: dict[str, dict[str, float]] = {}
+    bars: dict[str, dict[str, float]] = {}
     for row in runs.get(f"{DEVICE}/conv-bf16-nhwc", {"rows": ()})["rows"]:
         if row["contender"] == "ours" and row["suite"] == "core" and row.get("xla_over_this"):
-            found.setdefault(f"{row['case']}: {row['problem']}", {})[row["pass"]] = round(row["xla_over_this"], 3)
-    return found
+            bars.setdefault(f"{row['case']}: {row['problem']}", {})[row["pass"]] = round(row["xla_over_this"], 3)
+    return bars
 
 
-def _draw_bars(figure: Any, bars: dict[str, dict[str, float]]) -> None:
+def draw_bars(figure: Any, bars: dict[str, dict[str, float]]) -> None:
     """Bars of the speed relative to XLA; the order of the cases is that of their best pass."""
     names = sorted(bars, key=lambda case: max(bars[case].values()))
     passes = [p for p in ("fprop", "dgrad", "wgrad") if any(p in bars[name] for name in names)]
@@ -44,7 +44,7 @@ def _draw_bars(figure: Any, bars: dict[str, dict[str, float]]) -> None:
     axes.set_yticks(range(len(names)), names)
     axes.set_xscale("log")
     axes.set_xticks(ticks := [1, 2, 4, 8, 16, 32, 64], [f"{t}x" for t in ticks])
-    axes.set_xlim(0.8, 1.15 * max(max(found.values()) for found in bars.values()))
+    axes.set_xlim(0.8, 1.15 * max(max(case.values()) for case in bars.values()))
     axes.axvline(1, color="black", linewidth=0.8)
     axes.legend(loc="lower right")
     label = "XLA's time / jaxconv's, bfloat16, one H200; 1x: XLA is at least as fast, so it runs"
@@ -53,12 +53,12 @@ def _draw_bars(figure: Any, bars: dict[str, dict[str, float]]) -> None:
 
 def _steps(runs: dict[str, Run]) -> dict[str, dict[str, float]]:
     """{training step: {way: milliseconds}} on one device."""
-    found: dict[str, dict[str, float]] = {}
+    steps: dict[str, dict[str, float]] = {}
     for name in STEPS:
         run = runs.get(f"{DEVICE}/train-{name}")
         if run:
-            found[training_step(run)] = {row["way"]: round(row["ms"], 2) for row in run["rows"] if row["devices"] == 1}
-    return found
+            steps[training_step(run)] = {row["way"]: round(row["ms"], 2) for row in run["rows"] if row["devices"] == 1}
+    return steps
 
 
 def _draw_steps(figure: Any, steps: dict[str, dict[str, float]]) -> None:
@@ -85,7 +85,7 @@ def _draw_steps(figure: Any, steps: dict[str, dict[str, float]]) -> None:
 
 def _kinds(device: str, runs: dict[str, Run]) -> dict[str, dict[str, Any]]:
     """{training step: {way: {kind of work: milliseconds}}} on one device, of the runs that a profile was taken of."""
-    found: dict[str, dict[str, Any]] = {}
+    kinds: dict[str, dict[str, Any]] = {}
     for name, run in runs.items():
         if not name.startswith(f"{device}/") or run["op"] != "train" or run["small"] or run["most_devices"] > 1:
             continue
@@ -95,19 +95,19 @@ def _kinds(device: str, runs: dict[str, Run]) -> dict[str, dict[str, Any]]:
             if row.get("kinds")
         }
         if ways:
-            found[training_step(run)] = ways
-    return found
+            kinds[training_step(run)] = ways
+    return kinds
 
 
-def _draw_kinds(device: str, figure: Any, found: dict[str, dict[str, Any]]) -> None:
+def _draw_kinds(device: str, figure: Any, steps: dict[str, dict[str, Any]]) -> None:
     """A bar for each way, of a piece for each kind of work."""
-    count = sum(map(len, found.values()))
-    figure.set_size_inches(8, 0.3 * count + 0.25 * len(found) + 1.2)
+    count = sum(map(len, steps.values()))
+    figure.set_size_inches(8, 0.3 * count + 0.25 * len(steps) + 1.2)
     axes = figure.subplots()
     shades = ("#4c72b0", "#64b5cd", "#dd8452", "#8172b3", "#55a868", "#c44e52", "#937860", "#b0b0b0")
     colours = dict(zip(KINDS, shades, strict=True))
     place, ticks = 0.0, []
-    for step, ways in reversed(found.items()):
+    for step, ways in reversed(steps.items()):
         for way in reversed(WAYS):
             if way not in ways:
                 continue
@@ -120,7 +120,7 @@ def _draw_kinds(device: str, figure: Any, found: dict[str, dict[str, Any]]) -> N
             place += 1
         place += 0.7
     axes.set_yticks(*zip(*ticks, strict=True))
-    used = [kind for kind in KINDS if any(kind in kinds for ways in found.values() for kinds in ways.values())]
+    used = [kind for kind in KINDS if any(kind in kinds for ways in steps.values() for kinds in ways.values())]
     bars = [axes.barh(0, 0, color=colours[kind]) for kind in used]
     figure.legend(bars, used, loc="outside upper center", ncols=len(used), fontsize=8, frameon=False)
     figure.supxlabel(f"milliseconds of kernels a training step, {NAMES[device]}", fontsize=9)
@@ -135,7 +135,7 @@ def _roofline(runs: dict[str, Run]) -> dict[str, Any]:
         for (name, pass_), contenders in problems(run).items():
             xla, ours, case = contenders.get("xla", {}), contenders.get("ours", {}), cases.get(name)
             if case and "ms" in xla and "ms" in ours:
-                flops, size = limits.work(case, pass_, run["dtype"])
+                flops, size = case.work(pass_, limits.ITEM_BYTES[run["dtype"]])
                 points.append([round(x, 3) for x in (flops / size, flops / xla["ms"] / 1e9, flops / ours["ms"] / 1e9)])
     if not points:
         return {}
@@ -161,7 +161,7 @@ def _draw_roofline(figure: Any, numbers: dict[str, Any]) -> None:
 
 # path: (the numbers of recorded runs, what draws them)
 FIGURES: dict[str, tuple[Callable[[dict[str, Run]], Any], Callable[[Any, Any], None]]] = {
-    "docs/speed.svg": (_bars, _draw_bars),
+    "docs/speed.svg": (_bars, draw_bars),
     "docs/steps.svg": (_steps, _draw_steps),
     "docs/steps_by_kind.svg": (functools.partial(_kinds, DEVICE), functools.partial(_draw_kinds, DEVICE)),
     "docs/steps_by_kind_h100.svg": (functools.partial(_kinds, SECOND), functools.partial(_draw_kinds, SECOND)),

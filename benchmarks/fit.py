@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 import scipy.linalg
 
-from benchmarks import cases, record, regret
+from benchmarks import record, regret_runs
+from benchmarks.ops import conv_cases
 from jaxconv import _plan
 from jaxconv._plan import measured, model
 
@@ -53,9 +54,9 @@ class Sample:
 
     @property
     def numbers(self) -> model.Numbers:
-        found = model.named(self.device)
-        assert found is not None, f"{self.device} is no Hopper"
-        return found
+        numbers = model.named(self.device)
+        assert numbers is not None, f"{self.device} is no Hopper"
+        return numbers
 
     @property
     def kernels(self) -> list[str]:
@@ -67,25 +68,25 @@ class Sample:
 
 
 def samples(hold_out: Sequence[int] = ()) -> list[Sample]:
-    found: list[Sample] = []
+    every: list[Sample] = []
     for path in sorted(measured.FOLDER.glob("*.json")):
         table = json.loads(path.read_text())
         for m in table.get("measurements", ()):
             if m["op"] in model.OPS:
                 ms = {"xla": m["xla_ms"], **m["native_ms"]}
                 plans = {kernel: _plan_of(text) for kernel, text in m["plans"].items()}
-                found.append(Sample(table["device"], _shape_of(m), ms, plans))
+                every.append(Sample(table["device"], shape_of(m), ms, plans))
     for path in sorted(record.RESULTS.glob("*/regret/*.json")):
         run = json.loads(path.read_text())
-        if regret.seed_of(run) not in hold_out:
-            found += from_regret(run)
-    return found
+        if regret_runs.seed_of(run) not in hold_out:
+            every += from_regret(run)
+    return every
 
 
 def from_regret(run: dict[str, Any]) -> list[Sample]:
-    found = []
+    every = []
     device = _plan.Device("cuda", run["device"], (9, 0), 132)
-    for row, problem in regret.problems(run):
+    for row, problem in regret_runs.problems(run):
         ms: dict[str, float] = {}
         plans: dict[str, tuple[str, int]] = {}
         for spec, value in row["ms"].items():
@@ -96,8 +97,8 @@ def from_regret(run: dict[str, Any]) -> list[Sample]:
             ms[kernel] = value
             if kernel != "xla":
                 plans[kernel] = tile, plan.splits if isinstance(plan, _plan.Plan) else 1
-        found.append(Sample(run["device"], model.Shape.of(row["op"], problem), ms, plans, regret.seed_of(run)))
-    return found
+        every.append(Sample(run["device"], model.Shape.of(row["op"], problem), ms, plans, regret_runs.seed_of(run)))
+    return every
 
 
 def _plan_of(text: str) -> tuple[str, int]:
@@ -106,44 +107,30 @@ def _plan_of(text: str) -> tuple[str, int]:
     return (tile[1] if tile else ""), (int(splits[1]) if splits else 1)
 
 
-def _shape_of(m: dict[str, Any]) -> model.Shape:
+def shape_of(m: dict[str, Any]) -> model.Shape:
     """Of a table's row: "128x28x28 256->256 3x3 g64 float32 NHWC", its kind and its pixels."""
-    found = re.match(r"(\d+)x([\dx]+) (\d+)->(\d+) ", m["problem"])
-    assert found, m["problem"]
+    problem = re.match(r"(\d+)x([\dx]+) (\d+)->(\d+) ", m["problem"])
+    assert problem, m["problem"]
     groups = re.search(r" g(\d+) ", m["problem"])
     dtype, full, _, _, window, stride, dilation, *_ = measured.tuples(m["kind"])
-    return model.Shape(
-        m["op"],
-        dtype,
-        full,
-        int(found[1]),
-        tuple(map(int, found[2].split("x"))),
-        int(found[3]),
-        int(found[4]),
-        int(groups[1]) if groups else 1,
-        window,
-        stride,
-        dilation,
-        round(2 ** m["coordinates"][0]),
-        _padding_of(m["case"], window, stride, dilation),
-    )
+    channels = int(problem[3]), int(problem[4]), int(groups[1]) if groups else 1
+    extents = int(problem[1]), tuple(map(int, problem[2].split("x"))), *channels
+    pixels, padding = round(2 ** m["coordinates"][0]), _padding_of(m["case"], window, stride, dilation)
+    return model.Shape(m["op"], dtype, full, *extents, window, stride, dilation, pixels, padding)
 
 
-@functools.cache
-def _cases() -> dict[str, cases.ConvCase]:
-    found = cases.select("conv", suites=cases.SUITES)
-    return {case.name: case for case in found if isinstance(case, cases.ConvCase)}
+_CASES = {case.name: case for case in conv_cases.CASES}
 
 
 def _padding_of(
     case: str, window: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
 ) -> tuple[tuple[int, int], ...]:
     """A row of a table has its case's; a case that is no more, half of its filter on both sides."""
-    found = _cases().get(case)
-    if found is None:
+    known = _CASES.get(case)
+    if known is None:
         return tuple(((f - 1) * d // 2,) * 2 for f, d in zip(window, dilation, strict=True))
-    if not found.transposed:
-        return found.padding
+    if not known.transposed:
+        return known.padding
     pads = []  # lax.conv_transpose's "SAME", as the convolution's whose gradient it is
     for f, step in zip(window, stride, strict=True):
         low = f - 1 - (f - 1 if step > f - 1 else -(-(f + step - 2) // 2))
@@ -204,10 +191,10 @@ class Rows:
         """The same, from r of both."""
         return self.true + (r - self.r)[self.of] - (way_r - self.way_r)
 
-    def known(self, some: np.ndarray) -> dict[str, int]:
-        """How often a kernel was measured in each class (model.Shape.classes), in some of the problems."""
+    def known(self, chosen: np.ndarray) -> dict[str, int]:
+        """How often a kernel was measured in each class (model.Shape.classes), in the chosen problems."""
         count: dict[str, int] = {}
-        for s in (s for s, one in zip(self.samples, some, strict=True) if one):
+        for s in (s for s, one in zip(self.samples, chosen, strict=True) if one):
             for name in (f"{kernel} {of}" for kernel in s.kernels for of in s.shape.classes):
                 count[name] = count.get(name, 0) + 1
         return dict(sorted(count.items()))
@@ -223,10 +210,10 @@ def forest(about: Mapping[str, Any], x: np.ndarray, y: np.ndarray) -> dict[str, 
         from sklearn.ensemble import GradientBoostingRegressor
     except ImportError:
         raise SystemExit("python -m benchmarks fit needs scikit-learn: pip install 'jaxconv[bench]'") from None
-    found = GradientBoostingRegressor(**about).fit(x, y)
-    data: dict[str, Any] = {"initial": float(np.ravel(found.init_.constant_)[0]), "depth": about["max_depth"]}
+    fitted = GradientBoostingRegressor(**about).fit(x, y)
+    data: dict[str, Any] = {"initial": float(np.ravel(fitted.init_.constant_)[0]), "depth": about["max_depth"]}
     roots, features, values, rights = [], [], [], []
-    for (each,) in found.estimators_:
+    for (each,) in fitted.estimators_:
         tree = each.tree_
         roots.append(len(features))
         for node in range(tree.node_count):  # depth first, left before right
@@ -275,8 +262,8 @@ def scales(x: np.ndarray, y: np.ndarray, noise: float, sparse: float) -> Scales:
         slope /= count
         first, second = 0.9 * first + 0.1 * slope, 0.98 * second + 0.02 * slope**2
         logs -= 0.15 * (first / (1 - 0.9**step)) / (np.sqrt(second / (1 - 0.98**step)) + 1e-8)
-    found = np.array([float(f"{v:.4g}") for v in np.exp(logs[:-1]) / spread])
-    return Scales(found, noise / math.exp(logs[-1]))
+    rounded = np.array([float(f"{v:.4g}") for v in np.exp(logs[:-1]) / spread])
+    return Scales(rounded, noise / math.exp(logs[-1]))
 
 
 def _inverse(a: np.ndarray) -> np.ndarray:
@@ -333,18 +320,18 @@ class Fit:
         """XLA's, without these seeds."""
         key = frozenset(out) - {None}
         if key not in self._forests:
-            some = ~np.isin(self.rows.seed, list(key))
-            self._forests[key] = forest(XLA, self.rows.x[some], self.rows.r[some])
+            kept = ~np.isin(self.rows.seed, list(key))
+            self._forests[key] = forest(XLA, self.rows.x[kept], self.rows.r[kept])
         return self._forests[key]
 
     def _scales_of(self, out: int | None) -> tuple[Scales, Scales]:
         """XLA's and the kernels', without the seed."""
         if out not in self._scales:
             rows = self.rows
-            some = rows.seed != out if out is not None else np.ones(len(rows.r), bool)
-            ways = some[rows.of]
+            kept = rows.seed != out if out is not None else np.ones(len(rows.r), bool)
+            ways = kept[rows.of]
             self._scales[out] = (
-                scales(rows.x[some], rows.r[some], XLA_NOISE, XLA_SPARSE),
+                scales(rows.x[kept], rows.r[kept], XLA_NOISE, XLA_SPARSE),
                 scales(rows.ways[ways], rows.way_r[ways], NATIVE_NOISE, NATIVE_SPARSE),
             )
         return self._scales[out]
@@ -353,18 +340,18 @@ class Fit:
         """The file's contents, and the choices that what they must be worth was found on. No time of the seed `out` is
         in either."""
         rows, left = self.rows, [seed for seed in self.rows.seeds if seed != out]
-        some = rows.seed != out if out is not None else np.ones(len(rows.r), bool)
-        ways = some[rows.of]
-        of = np.cumsum(some)[rows.of[ways]] - 1
-        seed, x, known = rows.seed[some], rows.x[some], rows.known(some)
+        kept = rows.seed != out if out is not None else np.ones(len(rows.r), bool)
+        ways = kept[rows.of]
+        of = np.cumsum(kept)[rows.of[ways]] - 1
+        seed, x, known = rows.seed[kept], rows.x[kept], rows.known(kept)
         by_x, by_way = self._scales_of(out)
-        xla, native = process(x, rows.r[some], seed, by_x), process(rows.ways[ways], rows.way_r[ways], seed[of], by_way)
+        xla, native = process(x, rows.r[kept], seed, by_x), process(rows.ways[ways], rows.way_r[ways], seed[of], by_way)
         trees = np.full(len(seed), np.nan)
         for each in left:
             trees[seed == each] = model.Forest(self._forest(out, each))(x[seed == each])
         r = (trees + xla.crossed) / 2
         true = rows.true[ways]
-        gains = true + (r - rows.r[some])[of] - (native.crossed - rows.way_r[ways])
+        gains = true + (r - rows.r[kept])[of] - (native.crossed - rows.way_r[ways])
         seen = model.with_gain(
             rows.ways[ways], gains, r[of], native.crossed, (trees - xla.crossed)[of], xla.alike[of], native.alike
         )
@@ -377,14 +364,14 @@ class Fit:
                 deviation[these] = np.exp(model.Forest(forest(ERROR, seen[others], off[others]))(seen[these]))
         able = [
             model.measured_enough(known, kernel, s.shape)
-            for s, one in zip(rows.samples, some, strict=True)
+            for s, one in zip(rows.samples, kept, strict=True)
             if one
             for kernel in s.kernels
         ]
         choices = weighed(of, able, gains, deviation, true, np.flatnonzero(seed >= 0))
         problems = [
             [s.device, model.stored(s.shape), [[rows.kernels.index(k), tile, splits] for k, tile, splits in s.ways]]
-            for s, one in zip(rows.samples, some, strict=True)
+            for s, one in zip(rows.samples, kept, strict=True)
             if one
         ]
         data = {
@@ -427,15 +414,15 @@ def weighed(
     problems: np.ndarray,
 ) -> list[Choice]:
     """Of each of `problems`; the arrays are of ways."""
-    found: dict[int, list[tuple[float, float, float]]] = {p: [] for p in problems.tolist()}
-    best = dict.fromkeys(found, 0.0)
+    options: dict[int, list[tuple[float, float, float]]] = {p: [] for p in problems.tolist()}
+    best = dict.fromkeys(options, 0.0)
     worth = model.worth(gains, deviation)
     for way in np.flatnonzero(np.isin(of, problems)).tolist():
         problem = int(of[way])
         best[problem] = max(best[problem], float(true[way]))
         if able[way] and gains[way] > math.log(model.MARGIN):
-            found[problem].append((-float(gains[way]), float(worth[way]), float(true[way])))
-    return [Choice(tuple(option[1:] for option in sorted(found[p])), best[p]) for p in found]
+            options[problem].append((-float(gains[way]), float(worth[way]), float(true[way])))
+    return [Choice(tuple(option[1:] for option in sorted(options[p])), best[p]) for p in options]
 
 
 def judged(choices: Sequence[Choice], worth: float) -> tuple[float, float, tuple[float, ...]]:
@@ -464,7 +451,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--hold-out", type=int, nargs="*", default=[], metavar="SEED", help="regret runs to leave out")
     parser.add_argument("--out", type=pathlib.Path, default=model.FILE)
     args = parser.parse_args(argv)
-    regret.plan_without_a_gpu()
+    regret_runs.plan_without_a_gpu()
     rows = Rows.make(samples(args.hold_out))
     print(f"{len(rows.r)} problems, {len(rows.of)} times of kernels; drawn with the seeds {rows.seeds}", flush=True)
     data, choices = Fit(rows).model()
@@ -472,8 +459,8 @@ def main(argv: list[str] | None = None) -> int:
     print(f"each seed by what was fitted without it; possible {possible:.2f} times XLA's speed")
     least_worth(choices, print)
     speed, behind, lost = judged(choices, data["worth"])
-    found = {"speed": speed, "possible": possible, "regret": behind, "lost": lost}
-    about = {"seeds": rows.seeds, "left_out": json.loads(json.dumps(found), parse_float=lambda v: round(float(v), 4))}
+    quality = {"speed": speed, "possible": possible, "regret": behind, "lost": lost}
+    about = {"seeds": rows.seeds, "left_out": json.loads(json.dumps(quality), parse_float=lambda v: round(float(v), 4))}
     args.out.write_text(_text(about | data))
     print(f"written: {args.out}, {args.out.stat().st_size / 1e3:.0f} KB")
     return 0

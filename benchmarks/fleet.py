@@ -38,7 +38,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks import fleet_models, fleet_report, infer, record, steps, train
+from benchmarks import fleet_models, fleet_report, infer, record, steps, train, training
 from benchmarks.answers import Answers
 from benchmarks.fleet_models.model import DTYPES, Model, Net, Size
 from jaxconv.accelerate import accelerate
@@ -97,10 +97,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _part(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"(\d+)/(\d+)", text)
-    if not found or not 1 <= int(found[1]) <= int(found[2]):
+    fraction = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not fraction or not 1 <= int(fraction[1]) <= int(fraction[2]):
         raise argparse.ArgumentTypeError(f"{text}: expected K/N, with K from 1 to N")
-    return int(found[1]), int(found[2])
+    return int(fraction[1]), int(fraction[2])
 
 
 def words(model: Model) -> set[str]:
@@ -117,7 +117,7 @@ class Case:
     model: Model
     size: Size
     net: Net
-    placed: train.Placed  # its arrays are NumPy's, but within `on_device`
+    placed: training.Placed  # its arrays are NumPy's, but within `on_device`
 
     @classmethod
     def make(cls, model: Model, small: bool) -> Case:
@@ -128,7 +128,7 @@ class Case:
         if model.goal is not None:
             shapes, _ = jax.eval_shape(functools.partial(net.apply, train=True), net.params, net.stats, x)
             wanted = model.goal.wanted(rng, shapes)
-        return cls(model, size, net, train.Placed(1, jax.devices()[0], x, wanted))
+        return cls(model, size, net, training.Placed(1, jax.devices()[0], x, wanted))
 
     @property
     def rounding(self) -> float:
@@ -138,7 +138,7 @@ class Case:
     def on_device(self) -> Case:
         where = self.placed.everywhere
         arrays = jax.device_put((self.placed.images, self.placed.labels), where)
-        return dataclasses.replace(self, placed=train.Placed(1, where, *arrays))
+        return dataclasses.replace(self, placed=training.Placed(1, where, *arrays))
 
 
 class Training:
@@ -148,8 +148,8 @@ class Training:
         model, net = case.model, case.net
 
         def loss(params: Tree, stats: Tree, x: Tree, wanted: Tree) -> tuple[jax.Array, Tree]:
-            found, stats = net.apply(params, stats, x, True)
-            return model.goal.loss(found, wanted), stats
+            y, stats = net.apply(params, stats, x, True)
+            return model.goal.loss(y, wanted), stats
 
         self.way, self.start = way, (net.params, net.stats)
         way_ = train.Way(way, accelerate(loss) if way == "accelerate" else loss, model.rate)
@@ -183,7 +183,7 @@ class Training:
         plain = next(one for one in programs if one.way == "plain")
         reference = plain.program.losses(*plain.start, count)
         moved = train.sensitivity(plain.program, *plain.start, case.rounding, reference, case.model.dtype)
-        found = []
+        checks = []
         for one in programs:
             losses = reference if one is plain else one.program.losses(*one.start, count)
             compared = train.verdict(losses, reference, [train.ALLOWED * m for m in moved])
@@ -191,8 +191,8 @@ class Training:
             off = max(0.0 if d == 0 else d / a if a else math.inf for d, a in pairs)
             finite = bool(np.isfinite(losses).all())
             agrees = compared["agrees"] and finite
-            found.append({"losses": losses, "off": off if finite else math.inf, "agrees": agrees})
-        return found
+            checks.append({"losses": losses, "off": off if finite else math.inf, "agrees": agrees})
+        return checks
 
 
 class Answering:
@@ -212,9 +212,9 @@ class Answering:
         self.trace_s = time.perf_counter() - begin
         self.compiling: concurrent.futures.Future[tuple[Any, float]] = concurrent.futures.Future()
         if pool is None:
-            self.compiling.set_result(train.Program._compile(lowered))
+            self.compiling.set_result(train.Program.compile(lowered))
         else:
-            self.compiling = pool.submit(train.Program._compile, lowered)
+            self.compiling = pool.submit(train.Program.compile, lowered)
 
     @property
     def compiled(self) -> Any:
@@ -226,10 +226,10 @@ class Answering:
 
     def load(self, case: Case) -> None:
         given = jax.device_put((case.net.params, case.net.stats), case.placed.everywhere)
-        made = self.compiled
+        compiled = self.compiled
         self.answers = Answers(
             self.way,
-            lambda: made(*given, case.placed.images),
+            lambda: compiled(*given, case.placed.images),
             jax.block_until_ready,
             _flat,
             self.trace_s,
@@ -242,8 +242,9 @@ class Answering:
         return infer.queued(self.answers, steps)
 
     def kinds(self) -> dict[str, float] | None:
-        found = steps.profiled(lambda: infer.queued(self.answers, train.PROFILED) and None, self.compiled.as_text())
-        return found and {kind: ms / train.PROFILED for kind, ms in found.items()}
+        calls = training.PROFILED
+        by_kind = steps.profiled(lambda: infer.queued(self.answers, calls) and None, self.compiled.as_text())
+        return by_kind and {kind: ms / calls for kind, ms in by_kind.items()}
 
     @classmethod
     def checked(cls, programs: Sequence[Answering], case: Case, count: int) -> list[dict[str, Any]]:
@@ -255,8 +256,8 @@ class Answering:
         ordered = sorted(programs, key=lambda one: one.way != "plain")  # the first's error is the yardstick
         rows = infer.compared([one.answers for one in ordered], reference, case.model.dtype)
         by_way = {one.way: row for one, row in zip(ordered, rows, strict=True)}
-        found = [by_way[one.way] for one in programs]
-        return [{"off": row["error"] / row["allowed"], "agrees": row["agrees"]} for row in found]
+        checks = [by_way[one.way] for one in programs]
+        return [{"off": row["error"] / row["allowed"], "agrees": row["agrees"]} for row in checks]
 
 
 def _flat(answers: Tree) -> np.ndarray:
@@ -321,19 +322,19 @@ def cases(args: argparse.Namespace, failed: Callable[[Model, Exception], None]) 
         yield from filter(None, map(make, args.chosen))
         return
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        made = [make(model, pool) for model in args.chosen]
-    made.reverse()
-    while made:  # what was measured goes
-        if (one := made.pop()) is not None:
+        cases = [make(model, pool) for model in args.chosen]
+    cases.reverse()
+    while cases:  # what was measured goes
+        if (one := cases.pop()) is not None:
             yield one
 
 
 def part_of(args: argparse.Namespace) -> str | None:
     """What tells a record's file from those of other models: they are one table."""
     k, n = args.part
-    some = record.slug(" ".join(args.models or ()))
-    some = some if len(some) <= 40 else f"{len(args.models)}-{zlib.crc32(some.encode()):08x}"
-    return "-".join(filter(None, [some, f"{k}of{n}" if n > 1 else ""])) or None
+    names = record.slug(" ".join(args.models or ()))
+    names = names if len(names) <= 40 else f"{len(args.models)}-{zlib.crc32(names.encode()):08x}"
+    return "-".join(filter(None, [names, f"{k}of{n}" if n > 1 else ""])) or None
 
 
 def main(argv: list[str] | None = None) -> int:

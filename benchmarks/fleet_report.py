@@ -32,7 +32,7 @@ def share(row: Row, way: str, of: str) -> float:
 
 
 def agree(rows: Sequence[Row]) -> bool:
-    return all(found["agrees"] for row in rows for found in row["ways"].values())
+    return all(result["agrees"] for row in rows for result in row["ways"].values())
 
 
 def others(rows: Sequence[Row]) -> list[str]:
@@ -69,18 +69,18 @@ def summary(rows: Sequence[Row]) -> list[str]:
     """A line for each way but plain: the worst programs, the geometric means."""
     out = []
     for way in others(rows):
-        some = [row for row in rows if way in row["ways"]]
-        slowest = min(some, key=lambda row: speed(row, way))
-        single = [speed(row, way) for row in some if row["dtype"] == "f32"]
-        below = sum(speed(row, way) < SLOWER for row in some)
-        text = f"{way}: worst {speed(slowest, way):.3f} ({slowest['model']}), {below} of {len(some)} below {SLOWER}; "
-        text += f"geometric mean {mean([speed(row, way) for row in some]):.3f}"
+        timed = [row for row in rows if way in row["ways"]]
+        slowest = min(timed, key=lambda row: speed(row, way))
+        single = [speed(row, way) for row in timed if row["dtype"] == "f32"]
+        below = sum(speed(row, way) < SLOWER for row in timed)
+        text = f"{way}: worst {speed(slowest, way):.3f} ({slowest['model']}), {below} of {len(timed)} below {SLOWER}; "
+        text += f"geometric mean {mean([speed(row, way) for row in timed]):.3f}"
         text += f", of float32 {mean(single):.3f} ({len(single)} programs)" if single else ""
         for of, name in (("memory_bytes", "memory"), ("compile_s", "time to compile")):
-            most = max(some, key=lambda row, of=of: share(row, way, of))
-            above = sum(share(row, way, of) > MORE for row in some)
+            most = max(timed, key=lambda row, of=of: share(row, way, of))
+            above = sum(share(row, way, of) > MORE for row in timed)
             text += f"; {name} at most {share(most, way, of):.3f} of plain's ({most['model']}), {above} above {MORE}"
-        wrong = [row["model"] for row in some if not row["ways"][way]["agrees"]]
+        wrong = [row["model"] for row in timed if not row["ways"][way]["agrees"]]
         out.append(text + (f"; DISAGREES: {', '.join(wrong)}" if wrong else ""))
     return out
 
@@ -141,18 +141,18 @@ def bars(device: str, runs: dict[str, Row]) -> dict[str, dict[str, float]]:
     }
 
 
-def draw(device: str, figure: Any, found: dict[str, dict[str, float]]) -> None:
+def draw(device: str, figure: Any, bars: dict[str, dict[str, float]]) -> None:
     """Bars of the speed relative to plain's, the fastest on top."""
-    names = sorted(found, key=lambda name: max(found[name].values()))
+    names = sorted(bars, key=lambda name: max(bars[name].values()))
     figure.set_size_inches(8, 0.26 * len(names) + 1.2)
     axes = figure.subplots()
     for i, (way, colour) in enumerate(zip(WAYS[1:], ("#a6bddb", "#4c72b0"), strict=True)):
         places = [j + 0.2 * (1 - 2 * i) for j in range(len(names))]
-        widths = [found[name].get(way, 1.0) - 1.0 for name in names]
+        widths = [bars[name].get(way, 1.0) - 1.0 for name in names]
         axes.barh(places, widths, 0.38, left=1.0, label=f"jaxconv.{way}", color=colour)
     axes.set_yticks(range(len(names)), names)
     axes.set_xscale("log")
-    every = [ratio for ways in found.values() for ratio in ways.values()]
+    every = [ratio for ways in bars.values() for ratio in ways.values()]
     ends = min(0.9, 0.95 * min(every)), max(2.0, 1.1 * max(every))
     ticks = [t for t in (0.5, 0.7, 0.9, 1, 1.5, 2, 4, 8, 16, 32) if ends[0] <= t <= ends[1]]
     axes.set_xticks(ticks, [f"{t:g}x" for t in ticks])

@@ -57,8 +57,8 @@ def forget_tables() -> None:
     unknown = Device("cuda", here.device_kind, (8, 0), getattr(here, "core_count", None) or 132)
     measured.FOLDER = pathlib.Path("no such folder")
     Device._of = classmethod(lambda cls, platform, device: unknown)  # type: ignore[method-assign, assignment]
-    found = {"cpu": Device("cpu", "cpu"), "cuda": unknown}
-    Device._current = classmethod(lambda cls, platform: found[platform])  # type: ignore[method-assign, assignment]
+    devices = {"cpu": Device("cpu", "cpu"), "cuda": unknown}
+    Device._current = classmethod(lambda cls, platform: devices[platform])  # type: ignore[method-assign, assignment]
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -123,12 +123,12 @@ def drawn(shapes: Tree) -> Tree:
         name = next(entry.key for entry in reversed(path) if hasattr(entry, "key"))
         if name in ("kernel", "w"):
             fan_in = np.prod(leaf.shape[:-1])
-            made = rng.standard_normal(leaf.shape) * np.sqrt(1.5 / fan_in)
+            array = rng.standard_normal(leaf.shape) * np.sqrt(1.5 / fan_in)
         elif name in ("scale", "var"):
-            made = rng.uniform(0.6, 1.2, leaf.shape)
+            array = rng.uniform(0.6, 1.2, leaf.shape)
         else:
-            made = 0.1 * rng.standard_normal(leaf.shape)
-        return made.astype(leaf.dtype)
+            array = 0.1 * rng.standard_normal(leaf.shape)
+        return array.astype(leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(values, shapes)
 
@@ -207,18 +207,18 @@ def kernels(one: Answers, calls: int = 8) -> tuple[float, float] | None:
     return len(records) / calls, sum(ms for _, ms in records) / calls
 
 
-def measured(made: Sequence[Answers], batch: int, args: argparse.Namespace) -> list[dict[str, Any]]:
+def measured(programs: Sequence[Answers], batch: int, args: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each way, in rounds that take turns, so that a drifting clock meets all alike."""
-    samples: dict[str, list[float]] = {one.way: [] for one in made}
-    rates: dict[str, list[float]] = {one.way: [] for one in made}
+    samples: dict[str, list[float]] = {one.way: [] for one in programs}
+    rates: dict[str, list[float]] = {one.way: [] for one in programs}
     for _ in range(ROUNDS):
-        for one in made:
+        for one in programs:
             latency(one, 3)
             samples[one.way] += latency(one, -(-args.calls // ROUNDS))
             many = max(2, int(args.seconds / ROUNDS / statistics.median(samples[one.way]) * 1e3))
             rates[one.way].append(queued(one, many))
     rows = []
-    for one in made:
+    for one in programs:
         ms = statistics.median(samples[one.way])
         seen = kernels(one)
         rows.append(
@@ -246,16 +246,16 @@ def measured(made: Sequence[Answers], batch: int, args: argparse.Namespace) -> l
 
 
 def compared(
-    made: Sequence[Answers], reference: np.ndarray, dtype: str, noise: Mapping[str, float] | None = None
+    programs: Sequence[Answers], reference: np.ndarray, dtype: str, noise: Mapping[str, float] | None = None
 ) -> list[dict[str, Any]]:
     """The error of each, and whether it is one of rounding. `noise`: of quantised ways, relative to their answers."""
     scale = np.abs(reference).max()
-    errors = [float(np.abs(one.take(one.call()) - reference).max() / scale) for one in made]
+    errors = [float(np.abs(one.take(one.call()) - reference).max() / scale) for one in programs]
     # Where plain happens to be exact: a rounding of the answers (of products, in TF32), and of some sums in float32.
     tf32 = dtype == "f32" and jax.default_backend() == "gpu"
     rounding = (2.0**-10 if tf32 else float(jnp.finfo(DTYPES[dtype]).eps)) / 2 + 16 * 2.0**-23
     rows = []
-    for one, error in zip(made, errors, strict=True):
+    for one, error in zip(programs, errors, strict=True):
         # Half of the largest answer is none of rounding, whatever the calibration images said.
         allowed = ALLOWED * max(errors[0], rounding)
         if noise and one.way in noise:
@@ -313,16 +313,16 @@ def one_model(name: str, args: argparse.Namespace, environment: dict[str, Any], 
         images = np.random.default_rng(batch).standard_normal((batch, args.image, args.image, 3), np.float32)
         with jax.default_matmul_precision("highest"):
             reference = np.asarray(jax.jit(functools.partial(exact.apply, train=False))(variables, images), np.float64)
-        made = []
+        programs = []
         for way in ("plain", *ways):
             try:
-                made.append(answers(way, model, variables, images, args))
+                programs.append(answers(way, model, variables, images, args))
             except Exception as error:  # the others' compilers raise whatever they like
                 if way not in ("torch", "onnx"):
                     raise
                 skipped[way] = f"{type(error).__name__}: {error}".splitlines()[0]
-        checks = compared(made, reference, args.dtype, noise)
-        new = [{**row, **check} for row, check in zip(measured(made, batch, args), checks, strict=True)]
+        checks = compared(programs, reference, args.dtype, noise)
+        new = [{**row, **check} for row, check in zip(measured(programs, batch, args), checks, strict=True)]
         plain = new[0]["ms"]
         rows += [{**row, "plain_ms": plain, "plain_queued_ms": new[0]["queued_ms"]} for row in new]
         for row in new:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.cases import Case
+from benchmarks.ops.base import Case
 from jaxconv._tools import timing
 
 ITEM_BYTES = {"bf16": 2, "f16": 2, "f32": 4}
@@ -70,27 +70,22 @@ def _measured() -> Ceilings:
     return Ceilings(half, tf32, full, full, bandwidth, "measured in this run: 8192^3 products and a scaling of 1 GiB")
 
 
-def work(case: Case, pass_: str, dtype: str) -> tuple[float, float]:
-    """(operations, minimal bytes): what is read of each input is read once, each result written once."""
-    return case.work(pass_, ITEM_BYTES[dtype])
-
-
 def _rate(top: Ceilings, case: Case, dtype: str, precision: str | None) -> float:
-    return top.lanes if getattr(case, "depthwise", False) else top.rate(dtype, precision)
+    return top.lanes if case.depthwise else top.rate(dtype, precision)
 
 
 def limit_ms(case: Case, pass_: str, dtype: str, precision: str | None) -> float | None:
     top = ceilings()
     if top is None:
         return None
-    flops, size = work(case, pass_, dtype)
+    flops, size = case.work(pass_, ITEM_BYTES[dtype])
     return max(flops / _rate(top, case, dtype, precision), size / top.bandwidth) * 1e3
 
 
 def achieved(case: Case, pass_: str, dtype: str, precision: str | None, ms: float) -> tuple[float, str]:
     """The rate in the unit that limits the problem, "TFLOP/s" or "GB/s"; on a CPU "GFLOP/s" of products."""
     top = ceilings()
-    flops, size = work(case, pass_, dtype)
+    flops, size = case.work(pass_, ITEM_BYTES[dtype])
     if top is None and flops:
         return flops / ms / 1e6, "GFLOP/s"
     if top is None or flops / _rate(top, case, dtype, precision) < size / top.bandwidth:

@@ -27,7 +27,7 @@ from typing import Any
 
 import jax
 
-from benchmarks import limits, steps, train
+from benchmarks import limits, steps, train, training
 from jaxconv import _plan
 from jaxconv._core import native
 
@@ -75,11 +75,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks passes", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="resnet50", choices=train.models())
+    parser.add_argument("--model", default="resnet50", choices=training.models())
     parser.add_argument("--ways", default=["flax", "accelerate"], type=lambda text: text.split(","))
     parser.add_argument("--gpu", default="NVIDIA H200", choices=TARGETS)
     parser.add_argument("--batch", type=int, metavar="N", help="images a step (256, unet3d 8, ddpm 64)")
-    parser.add_argument("--dtype", choices=train.DTYPES, default="bf16")
+    parser.add_argument("--dtype", choices=training.DTYPES, default="bf16")
     parser.add_argument("--least", type=float, default=50.0, metavar="MB", help="of the passes that are listed (50)")
     parser.add_argument("--small", action="store_true", help="a shrunk model")
     args = parser.parse_args(argv)
@@ -143,25 +143,25 @@ def passes(text: steps.Text) -> list[Pass]:
             continue
         read = (text.instructions[operand].type for operand in one.operands if operand in text.instructions)
         large = [_without_layout(of) for of in read if steps.size_of(of) >= 2**16]
-        what = kind, text.traffic(name), f"{_without_layout(one.type)} <- {', '.join(large) or '...'}"
-        counts[what] += 1
-        scopes.setdefault(what, one.scope)
-    found = [Pass(*what, scopes[what], count) for what, count in counts.items()]
-    return sorted(found, key=lambda one: -one.bytes * one.count)
+        key = kind, text.traffic(name), f"{_without_layout(one.type)} <- {', '.join(large) or '...'}"
+        counts[key] += 1
+        scopes.setdefault(key, one.scope)
+    every = [Pass(*key, scopes[key], count) for key, count in counts.items()]
+    return sorted(every, key=lambda one: -one.bytes * one.count)
 
 
 def lines(way: str, text: steps.Text, target: Target, least: float) -> Iterator[str]:
-    found = passes(text)
+    every = passes(text)
     of_kind: collections.Counter[str] = collections.Counter()
-    for one in found:
+    for one in every:
         of_kind[one.kind] += one.bytes * one.count
     total = sum(of_kind.values())
     calls = [name for name in text.launched() if text.instructions[name].target]
-    count, of_calls = sum(one.count for one in found), sum(map(text.traffic, calls))
+    count, of_calls = sum(one.count for one in every), sum(map(text.traffic, calls))
     rate = f"{total / target.copies * 1e3:.2f} ms at {target.copies / 1e12:.1f} TB/s"
     yield f"{way}: {count} passes, {total / 1e9:.2f} GB, {rate}; beside {len(calls)} calls of {of_calls / 1e9:.1f} GB"
     yield "  " + ", ".join(f"{kind} {of_kind[kind] / 1e9:.2f} GB" for kind in steps.KINDS if of_kind[kind])
-    for one in found:
+    for one in every:
         if one.bytes * one.count >= least * 1e6:
             each = f"{one.count} x {one.bytes / 1e6:.1f} MB"
             yield f"  {each:>15}  {one.kind:<11} {one.text[:130]}  {one.scope[-60:]}"
@@ -174,17 +174,17 @@ def lines(way: str, text: steps.Text, target: Target, least: float) -> Iterator[
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     say = functools.partial(print, flush=True)
-    what = f"{args.model}, {args.batch} images of {args.image}, {args.dtype}"
-    say(f"{what}; compiled for one {args.gpu} by jax {jax.__version__}")
-    params, stats = jax.eval_shape(functools.partial(train.initial, args), train.batch(args, 1)[0])
+    title = f"{args.model}, {args.batch} images of {args.image}, {args.dtype}"
+    say(f"{title}; compiled for one {args.gpu} by jax {jax.__version__}")
+    params, stats = jax.eval_shape(functools.partial(train.initial, args), training.batch(args, 1)[0])
     shapes = train.shapes(args, params, stats)
     for name in args.ways:
         way = train.Way.make(name, args)
         with compiling_for(args.gpu) as compiled, way.lowered():
-            made = compiled(train.train_step(way.loss), shapes)
-        for line in lines(name, steps.Text(made.as_text()), TARGETS[args.gpu], args.least):
+            program = compiled(train.train_step(way.loss), shapes)
+        for line in lines(name, steps.Text(program.as_text()), TARGETS[args.gpu], args.least):
             say(line)
-        say(f"  {train.memory_bytes(made) / 2**30:.2f} GiB")
+        say(f"  {train.memory_bytes(program) / 2**30:.2f} GiB")
     return 0
 
 

@@ -46,8 +46,8 @@ def _processor() -> str:
         text = pathlib.Path("/proc/cpuinfo").read_text()
     except OSError:
         text = ""
-    found = re.search(r"model name\s*:\s*(.+)", text)
-    return found[1] if found else platform.processor() or platform.machine()
+    model = re.search(r"model name\s*:\s*(.+)", text)
+    return model[1] if model else platform.processor() or platform.machine()
 
 
 def environment() -> dict[str, Any]:
@@ -59,7 +59,7 @@ def environment() -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             continue
     status = _output("git", "status", "--porcelain", "--untracked-files=no")
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "format": FORMAT,
         "device": _processor() if device.platform == "cpu" else device.device_kind,
         "platform": device.platform,
@@ -72,14 +72,14 @@ def environment() -> dict[str, Any]:
         "command": re.sub(r"--(json|cache)[ =][^- ]\S*", r"--\1", "python -m benchmarks " + " ".join(sys.argv[1:])),
     }
     if device.platform == "cpu":
-        found["cores"] = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        facts["cores"] = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     else:
-        found["runtime"] = getattr(device.client, "platform_version", None)
-        found["driver"] = _output("nvidia-smi", "-i", "0", "--query-gpu=driver_version", "--format=csv,noheader")
-        found["clocks"] = _output(
+        facts["runtime"] = getattr(device.client, "platform_version", None)
+        facts["driver"] = _output("nvidia-smi", "-i", "0", "--query-gpu=driver_version", "--format=csv,noheader")
+        facts["clocks"] = _output(
             "nvidia-smi", "--query-gpu=clocks.sm,clocks.max.sm,clocks.mem", "--format=csv,noheader"
         )
-    return found
+    return facts
 
 
 def write(where: str, run: dict[str, Any]) -> pathlib.Path:
@@ -129,18 +129,18 @@ def key(row: dict[str, Any]) -> tuple[Any, ...]:
 def joined(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The runs of one table, the newest first, each with the rows that no newer one has; those without are left out."""
     known: set[tuple[Any, ...]] = set()
-    found = []
+    parts = []
     for run in sorted(runs, key=lambda r: r["date"], reverse=True):
         # What an older run refused to run says nothing.
-        skipped = "skipped" if found else None
+        skipped = "skipped" if parts else None
         rows = [row for row in run["rows"] if key(row) not in known and row.get("status", "ok") != skipped]
         if run["op"] == "train":  # a way's speed is relative to Flax's layers in its own run
             flax = {row["devices"]: row["ms"] for row in run["rows"] if row["way"] == "flax"}
             rows = [{**row, "flax_ms": row.get("flax_ms") or flax.get(row["devices"])} for row in rows]
         if rows:
             known.update(map(key, rows))
-            found.append({**run, "rows": rows})
-    return found
+            parts.append({**run, "rows": rows})
+    return parts
 
 
 def fold(folder: pathlib.Path) -> list[pathlib.Path]:

@@ -25,13 +25,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-from jax import lax
 
-from benchmarks import contenders, limits, record, tune
-from benchmarks.cases import ConvCase
-from benchmarks.contenders import Setting
+from benchmarks import fit, limits, record, regret_runs
+from benchmarks.ops.base import Job, Setting
+from benchmarks.ops.conv import ConvCase
+from benchmarks.run import make_sets
 from jaxconv import _plan
-from jaxconv._core import native
 from jaxconv._plan import model
 from jaxconv._problem import ConvProblem
 from jaxconv._tools import timing
@@ -46,16 +45,16 @@ BATCH = 4  # problems a thread compiles before they are timed
 def draw(seed: int, n: int) -> list[tuple[ConvCase, str, Setting]]:
     """n problems: (case, pass, setting)."""
     r = random.Random(seed)
-    found: list[tuple[ConvCase, str, Setting]] = []
-    while len(found) < n:
-        case = _case(r, f"s{seed}.{len(found)}")
+    problems: list[tuple[ConvCase, str, Setting]] = []
+    while len(problems) < n:
+        case = _case(r, f"s{seed}.{len(problems)}")
         dtype, precision = r.choice((("bf16", None), ("bf16", None), ("f16", None), ("f32", None), ("f32", "highest")))
         pass_ = r.choice(("fprop", "dgrad", "wgrad"))
         if case is None or case.flops > FLOPS * (1 if dtype != "f32" else 0.25):
             continue
         if case.elements * limits.ITEM_BYTES[dtype] <= BYTES:
-            found.append((case, pass_, Setting(dtype, True, precision)))
-    return found
+            problems.append((case, pass_, Setting(dtype, True, precision)))
+    return problems
 
 
 def _case(r: random.Random, name: str) -> ConvCase | None:
@@ -118,7 +117,7 @@ class Prepared:
     op: str
     problem: ConvProblem
     choice: _plan.Plan
-    jobs: dict[str, contenders.Job]  # "xla", and kernels by `Plan.spec`
+    jobs: dict[str, Job]  # "xla", and kernels by `Plan.spec`
     compiled: dict[str, Any]  # what ran through
     failed: dict[str, str]  # cuDNN without an algorithm, a kernel that refuses: the others still count
 
@@ -126,21 +125,21 @@ class Prepared:
 def prepare(case: ConvCase, pass_: str, setting: Setting) -> Prepared | None:
     """Traces and compiles, XLA's search for its algorithm included; None where nothing of ours is in the pass. No array
     is made: what other threads have XLA search runs alone on the GPU, since XLA locks it."""
-    found = tune.kernel_of(case, pass_, setting)
-    if found is None:
+    kernel = case.kernel(pass_, setting)
+    if kernel is None:
         return None
-    op, problem = found
+    op, problem = kernel
     device = _plan.Device.current("cuda" if jax.default_backend() == "gpu" else "cpu")
     plans = _plan.every(op, problem, device)
     slow = (*SLOW, "implicit_gemm") if problem.depthwise and problem.groups > 1 else SLOW
     plans = [p for p in plans if p.algorithm not in slow] or plans[:1]
     choice = _plan.plan(op, problem, device)
-    jobs = {"xla": contenders.xla(case, pass_, setting)}
+    jobs = {"xla": case.xla(pass_, setting)}
     for plan in plans:
-        jobs[plan.spec] = contenders.ours(case, pass_, setting, algorithm=plan.spec)
+        jobs[plan.spec] = case.ours(pass_, setting, algorithm=plan.spec)
     if choice.implementation == "native" and choice.spec not in jobs:
-        jobs[choice.spec] = contenders.ours(case, pass_, setting, algorithm=choice.spec)
-    arrays = jax.eval_shape(lambda key: contenders.make_arrays(case, setting, key), jax.random.key(0))
+        jobs[choice.spec] = case.ours(pass_, setting, algorithm=choice.spec)
+    arrays = jax.eval_shape(lambda key: case.arrays(setting, key), jax.random.key(0))
     compiled: dict[str, Any] = {}
     failed: dict[str, str] = {}
     for name, job in jobs.items():
@@ -167,16 +166,14 @@ def prepared(
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         for first in range(0, len(draws), size):
             batch = draws[first : first + size]
-            for (case, _, _), found in zip(batch, list(pool.map(attempt, batch)), strict=True):
-                yield case, found
+            for (case, _, _), problem in zip(batch, list(pool.map(attempt, batch)), strict=True):
+                yield case, problem
 
 
 def measure(by: Prepared, args: argparse.Namespace) -> dict[str, Any]:
     """Milliseconds by kernel and of XLA, and the plan's choice."""
     case, setting, failed = by.case, by.setting, dict(by.failed)
-    size = case.elements * limits.ITEM_BYTES[setting.dtype]
-    make = jax.jit(lambda key: contenders.make_arrays(case, setting, key))
-    sets = [make(k) for k in jax.random.split(jax.random.key(0), timing.set_count(size, jax.devices()[0]))]
+    sets = make_sets(case, setting)
     programs = {}
     for name, compiled in by.compiled.items():
         job = by.jobs[name]
@@ -209,60 +206,6 @@ def measure(by: Prepared, args: argparse.Namespace) -> dict[str, Any]:
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [""])[0][:160]
-
-
-def seed_of(run: dict[str, Any]) -> int:
-    return int(run["part"].removeprefix("seed"))
-
-
-def problem_of(row: dict[str, Any]) -> ConvProblem:
-    """The problem that a recorded row measured, as `tune.kernel_of` finds it by tracing."""
-    case = ConvCase(**{k: tuple(map(_tuple, v)) if isinstance(v, list) else v for k, v in row["shape"].items()})
-    dtype = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}[row["dtype"]]
-    precision = lax.Precision.HIGHEST if row["precision"] == "highest" else lax.Precision.DEFAULT
-    return ConvProblem(
-        f"conv{case.nd}d",
-        dtype,
-        case.batch,
-        case.in_channels,
-        case.out_channels,
-        case.groups,
-        case.spatial,
-        case.filter,
-        case.out_spatial,
-        case.stride,
-        case.padding,
-        case.dilation,
-        True,
-        (precision, precision),
-    )
-
-
-def _tuple(v: Any) -> Any:
-    return tuple(v) if isinstance(v, list) else v
-
-
-def problems(run: dict[str, Any]) -> Iterator[tuple[dict[str, Any], ConvProblem]]:
-    """The rows of a recorded run in which XLA ran, each with its problem; times by `Plan.spec`."""
-    device = _plan.Device("cuda", run["device"], (9, 0), 132)
-    for row in run["rows"]:
-        if "xla" not in row["ms"]:
-            continue
-        problem = problem_of(row)
-        # Runs until ad93beae56 know the kernels between few channels and many by one name: what their launcher took was
-        # the Hopper kernel where that can run.
-        if "stem/mma" in row["ms"] and not any(name.startswith("stem/sm90") for name in row["ms"]):
-            for kernel in ("stem/sm90_narrow_in", "stem/sm90_narrow_out"):
-                if _plan.supports(row["op"], kernel, problem, device) is None:
-                    ms = {kernel if name == "stem/mma" else name: t for name, t in row["ms"].items()}
-                    row = row | {"ms": ms}
-                    break
-        yield row, problem
-
-
-def plan_without_a_gpu() -> None:
-    """Plans are data: those for a GPU are made here where there is neither a GPU nor CUDA code."""
-    native.cuda_missing = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -331,21 +274,19 @@ def chosen(op: str, problem: ConvProblem, ms: dict[str, float], device: _plan.De
 
 def recorded_rows(seeds: Sequence[int], shipped: bool) -> list[dict[str, Any]]:
     """The recorded rows with today's choices, by models that have not seen them (or, `shipped`, by the package's)."""
-    from benchmarks import fit
-
     by = None if shipped else fit.Fit(fit.Rows.make(fit.samples()))
-    found = []
+    rows = []
     for path in sorted(record.RESULTS.glob("*/regret/*.json")):
         run = json.loads(path.read_text())
-        seed, device = seed_of(run), _plan.Device("cuda", run["device"], (9, 0), 132)
+        seed, device = regret_runs.seed_of(run), _plan.Device("cuda", run["device"], (9, 0), 132)
         if seeds and seed not in seeds:
             continue
         judge = None if by is None else model.Model(by.model(seed)[0])
-        for row, problem in problems(run):
+        for row, problem in regret_runs.problems(run):
             with _model(judge, _kernels(row)):
                 choice, tier = chosen(row["op"], problem, row["ms"], device)
-            found.append(row | {"choice": choice, "tier": tier, "seed": str(seed)})
-    return found
+            rows.append(row | {"choice": choice, "tier": tier, "seed": str(seed)})
+    return rows
 
 
 def _kernels(row: dict[str, Any]) -> set[str]:
@@ -397,8 +338,8 @@ def report(rows: list[dict[str, Any]], worst: int) -> Iterator[str]:
     yield ""
     yield f"{'':26} problems  regret  share  speed  possible  >1.05  >1.20  worst"
     total = max(sum(lost(row) for row in able), 1e-9)
-    for (kind, value), some in sorted(by.items(), key=lambda kv: kv[0]):
-        s, share = summary(some), sum(map(lost, some)) / total
+    for (kind, value), chosen in sorted(by.items(), key=lambda kv: kv[0]):
+        s, share = summary(chosen), sum(map(lost, chosen)) / total
         yield (
             f"{kind + ' ' + value:30.30} {s.problems:>4}  {s.regret:6.3f}  {share:5.0%}  {s.speed:5.2f}"
             f"  {s.possible:8.2f}  {s.worse[0] / s.problems:5.1%}  {s.worse[1] / s.problems:5.1%}  {s.worst:5.2f}"
@@ -436,7 +377,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--worst", type=int, default=20, help="problems to list (%(default)s)")
     args = parser.parse_args(argv)
     if args.recorded is not None:
-        plan_without_a_gpu()
+        regret_runs.plan_without_a_gpu()
         for line in report(recorded_rows(args.recorded, args.shipped), args.worst):
             print(line)
         return 0
@@ -451,15 +392,15 @@ def main(argv: list[str] | None = None) -> int:
     where = where if where.suffix == ".json" else where / f"seed{args.seed}.json"
     print(f"{environment['device']}, seed {args.seed}", flush=True)
     with contextlib.suppress(KeyboardInterrupt):
-        for case, found in prepared(draw(args.seed, args.n), args.jobs):
+        for case, problem in prepared(draw(args.seed, args.n), args.jobs):
             if time.perf_counter() - started > args.device_time:
                 break
-            if found is None:
+            if problem is None:
                 continue
             try:
-                if isinstance(found, Exception):
-                    raise found
-                row = measure(found, args)
+                if isinstance(problem, Exception):
+                    raise problem
+                row = measure(problem, args)
             except Exception as error:
                 print(f"{case}: {type(error).__name__}: {error}", file=sys.stderr)
                 continue

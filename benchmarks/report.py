@@ -33,11 +33,11 @@ NOTE = "<!-- Written by `python -m benchmarks report`: edit benchmarks/report.py
 
 def load(folder: pathlib.Path) -> dict[str, Run]:
     """{"<device>/<table>": run}: the newest, and the rows that only older ones have; "runs": those with rows."""
-    found: dict[str, list[Run]] = {}
+    by_table: dict[str, list[Run]] = {}
     for path in sorted(folder.glob("*/*.json")):
         for run in record.read(path):
-            found.setdefault(f"{record.slug(run['device'])}/{record.config_name(run)}", []).append(run)
-    return {name: _table(record.joined(runs)) for name, runs in sorted(found.items())}
+            by_table.setdefault(f"{record.slug(run['device'])}/{record.config_name(run)}", []).append(run)
+    return {name: _table(record.joined(runs)) for name, runs in sorted(by_table.items())}
 
 
 def _table(runs: list[Run]) -> Run:
@@ -82,8 +82,8 @@ def table(run: Run) -> str:
             if not name.startswith("ours") or same or row["status"] == "skipped":
                 continue
             plan = row["plan"] or name.partition(":")[2]
-            how = " (forced, an earlier run)" if "earlier" in row else " (forced)" if ":" in name else ""
-            cells = [case, row["problem"], pass_, plan + how]
+            suffix = " (forced, an earlier run)" if "earlier" in row else " (forced)" if ":" in name else ""
+            cells = [case, row["problem"], pass_, plan + suffix]
             cells += [f"{row['limit_ms']:.4f}"] if with_limit else []
             cells += [_ms(row), f"{row['rate']:.3g} {row['unit']}" if "ms" in row else ""]
             cells += [f"{row['of_limit']:.2f}" if "ms" in row else ""] if with_limit else []
@@ -166,9 +166,9 @@ def train_table(run: Run) -> str:
     for row in run["rows"]:
         if "replaced" in row:
             left = sum(row["left"].values())
-            replaced = ", ".join(f"{count} {what}" for what, count in row["replaced"].items())
+            replaced = ", ".join(f"{count} {layer}" for layer, count in row["replaced"].items())
             text += f"`accelerate` replaced {replaced}; it left {left or 'nothing'}"
-            text += "".join(f", {count} {what}" for what, count in row["left"].items()) + ".\n\n"
+            text += "".join(f", {count} {reason}" for reason, count in row["left"].items()) + ".\n\n"
             break
     return text + provenance(run)
 
@@ -267,11 +267,11 @@ def forced(runs: dict[str, Run]) -> str:
                 kernel = f"{run['op']} `{algorithm}` {run['dtype']}"
                 ratios.setdefault((kernel, row["pass"], run["device"]), []).append((row["xla_over_this"], row["case"]))
     rows = []
-    for (kernel, pass_, _), found in ratios.items():
-        (worst, at_worst), (best, at_best) = min(found), max(found)
-        mean = _geometric_mean([ratio for ratio, _ in found])
+    for (kernel, pass_, _), pairs in ratios.items():
+        (worst, at_worst), (best, at_best) = min(pairs), max(pairs)
+        mean = _geometric_mean([ratio for ratio, _ in pairs])
         cells = [f"{worst:.2f} ({at_worst})", f"{best:.2f} ({at_best})"]
-        rows.append([kernel, pass_, str(len(found)), f"{mean:.2f}", *cells])
+        rows.append([kernel, pass_, str(len(pairs)), f"{mean:.2f}", *cells])
     head = ["kernel", "pass", "problems", "XLA / kernel, geometric mean", "least", "most"]
     return markdown(head, rows, 2)
 
@@ -285,12 +285,12 @@ FAMILIES = ("depthwise", "direct", "grouped", "im2col", "implicit_gemm", "sm90",
 
 def kernels_of(row: Run, op: str, dtype: str) -> list[str]:
     """The kernels of a row's plan: "sm90/halo", "depthwise/rows", "two_read", ...; "xla" for XLA's."""
-    found = []
+    names = []
     for part in row.get("plan", "").split(" + "):
         name, *rest = part.removeprefix("native[").rstrip("]").split(" ")
         tile = next((word for word in rest if "=" not in word and word != "channels-last"), "")
-        found.append(_renamed(name, tile, row, op, dtype))
-    return found
+        names.append(_renamed(name, tile, row, op, dtype))
+    return names
 
 
 def _renamed(name: str, tile: str, row: Run, op: str, dtype: str) -> str:
@@ -323,7 +323,7 @@ def _renamed(name: str, tile: str, row: Run, op: str, dtype: str) -> str:
     return f"sm90/{kernel}_swapped" if tile[-1] == "s" else f"sm90/{kernel}"
 
 
-def _page(kernel: str, op: str) -> str:
+def page_of(kernel: str, op: str) -> str:
     """Whose page in docs/kernels a kernel is on: a family's, or an op's that has one."""
     family = kernel.partition("/")[0]
     if kernel == "xla":
@@ -334,7 +334,7 @@ def _page(kernel: str, op: str) -> str:
     return family if op == "conv" else rooms.get(op, op)
 
 
-def _defaults(runs: dict[str, Run]) -> list[tuple[Run, Run]]:
+def defaults(runs: dict[str, Run]) -> list[tuple[Run, Run]]:
     """(run, row) of every default choice, of problems in full size on accelerators."""
     return _rows(runs, "ours")
 
@@ -350,23 +350,23 @@ def _rows(runs: dict[str, Run], contender: str) -> list[tuple[Run, Run]]:
     ]
 
 
-def _of_one_device(found: Sequence[tuple[Run, Run]]) -> list[tuple[Run, Run, str]]:
+def of_one_device(rows: Sequence[tuple[Run, Run]]) -> list[tuple[Run, Run, str]]:
     """(run, row, what the case is called): of DEVICE, and of another what DEVICE has not, with its name."""
 
     def key(run: Run, row: Run) -> tuple[str, ...]:
-        return run["op"], row["case"], row["problem"], _dtype(run)
+        return run["op"], row["case"], row["problem"], dtype_of(run)
 
     def is_first(run: Run) -> bool:
         return record.slug(run["device"]) == DEVICE
 
-    known = {key(run, row) for run, row in found if is_first(run)}
+    known = {key(run, row) for run, row in rows if is_first(run)}
     return [
         (
             run,
             row,
             row["case"] if is_first(run) else f"{row['case']}, {run['device'].removeprefix('NVIDIA ').split()[0]}",
         )
-        for run, row in found
+        for run, row in rows
         if is_first(run) or key(run, row) not in known
     ]
 
@@ -374,22 +374,22 @@ def _of_one_device(found: Sequence[tuple[Run, Run]]) -> list[tuple[Run, Run, str
 def kernels(runs: dict[str, Run]) -> str:
     """Of each kernel: how many recorded problems it is the default of, and how it does against XLA there."""
     ratios: dict[tuple[str, str, str, str], list[tuple[float, str]]] = {}
-    for run, row in _defaults(runs):
-        for kernel in dict.fromkeys(kernels_of(row, run["op"], _dtype(run))):
+    for run, row in defaults(runs):
+        for kernel in dict.fromkeys(kernels_of(row, run["op"], dtype_of(run))):
             if kernel != "xla" and row.get("xla_over_this"):
-                key = kernel, run["op"], _dtype(run), run["device"]
+                key = kernel, run["op"], dtype_of(run), run["device"]
                 ratios.setdefault(key, []).append((row["xla_over_this"], f"{row['case']} {row['pass']}"))
     rows = []
-    for (kernel, op, dtype, device), found in sorted(ratios.items()):
-        best, where = max(found)
-        mean = _geometric_mean([ratio for ratio, _ in found])
-        cells = [f"[{kernel}]({_page(kernel, op)}.md)", op, dtype, device]
-        rows.append([*cells, str(len(found)), f"{mean:.2f}", f"{best:.2f} ({where})"])
+    for (kernel, op, dtype, device), pairs in sorted(ratios.items()):
+        best, where = max(pairs)
+        mean = _geometric_mean([ratio for ratio, _ in pairs])
+        cells = [f"[{kernel}]({page_of(kernel, op)}.md)", op, dtype, device]
+        rows.append([*cells, str(len(pairs)), f"{mean:.2f}", f"{best:.2f} ({where})"])
     head = ["kernel", "op", "dtype", "device", "default of", "XLA / jaxconv, geometric mean", "most"]
     return markdown(head, rows, 4) if rows else NOTHING
 
 
-def _dtype(run: Run) -> str:
+def dtype_of(run: Run) -> str:
     precision = run["precision"] if run["precision"] not in (None, "default") else ""
     return f"{run['dtype']} {precision}".strip()
 
@@ -402,24 +402,24 @@ def _figures(row: Run) -> str:
 def by_case(runs: dict[str, Run], page: str) -> str:
     """A row for each problem of which a page's kernels run a pass by default; channels last, without float16."""
     op = page if page in BY_OP else "conv"
-    found: dict[tuple[str, str, str], dict[str, tuple[Run, list[str]]]] = {}
-    for run, row, case in _of_one_device(_defaults(runs)):
+    by_problem: dict[tuple[str, str, str], dict[str, tuple[Run, list[str]]]] = {}
+    for run, row, case in of_one_device(defaults(runs)):
         if run["op"] == op and run["layout"] != "NCHW" and run["dtype"] != "f16":
-            passes = found.setdefault((case, row["problem"], _dtype(run)), {})
-            passes[row["pass"]] = row, kernels_of(row, op, _dtype(run))
+            passes = by_problem.setdefault((case, row["problem"], dtype_of(run)), {})
+            passes[row["pass"]] = row, kernels_of(row, op, dtype_of(run))
     used_by = {
-        key: {kernel: None for _, kernels in passes.values() for kernel in kernels if _page(kernel, op) == page}
-        for key, passes in found.items()
+        key: {kernel: None for _, kernels in passes.values() for kernel in kernels if page_of(kernel, op) == page}
+        for key, passes in by_problem.items()
     }
-    known = {name for key, used in used_by.items() if used for name in found[key]}
+    known = {name for key, used in used_by.items() if used for name in by_problem[key]}
     names = [name for name in dict.fromkeys(p for case in BY_OP[op] for p in case.passes) if name in known]
     rows = []
     for key, used in used_by.items():
         if not used:
             continue
-        passes, cells = found[key], []
+        passes, cells = by_problem[key], []
         for row, kernels in (passes.get(name, (None, [])) for name in names):
-            others = dict.fromkeys(_page(kernel, op) for kernel in kernels)
+            others = dict.fromkeys(page_of(kernel, op) for kernel in kernels)
             cells.append("" if row is None else _figures(row) if page in others else ", ".join(others))
         rows.append([*key, ", ".join(kernel.removeprefix(f"{page}/") for kernel in used), *cells])
     if not rows:
@@ -436,14 +436,14 @@ channels-first arrays, versions and dates.
 
 def by_force(runs: dict[str, Run], algorithm: str) -> str:
     """A row for each problem that an algorithm was forced to run on an accelerator."""
-    found: dict[tuple[str, str, str], dict[str, Run]] = {}
-    for run, row, case in _of_one_device(_rows(runs, f"ours:{algorithm}")):
-        found.setdefault((case, row["problem"], _dtype(run)), {})[row["pass"]] = row
-    if not found:
+    timed: dict[tuple[str, str, str], dict[str, Run]] = {}
+    for run, row, case in of_one_device(_rows(runs, f"ours:{algorithm}")):
+        timed.setdefault((case, row["problem"], dtype_of(run)), {})[row["pass"]] = row
+    if not timed:
         return NOTHING
-    names = list(dict.fromkeys(p for passes in found.values() for p in passes))
+    names = list(dict.fromkeys(p for passes in timed.values() for p in passes))
     rows = [
-        [*key, *(_figures(passes[p]) if p in passes else "" for p in names)] for key, passes in sorted(found.items())
+        [*key, *(_figures(passes[p]) if p in passes else "" for p in names)] for key, passes in sorted(timed.items())
     ]
     return markdown(["case", "problem", "dtype", *names], rows, 3) + CELLS
 
@@ -469,7 +469,7 @@ def highlights(runs: dict[str, Run]) -> str:
             flax, ratio = _over_flax(run, best)
             if flax and best["flax_ms"]:
                 rows.append([f"training step, {training_step(run)}", f"{flax:.1f} ms", f"{best['ms']:.1f} ms", ratio])
-    for name, suite, what in TABLES:
+    for name, suite, title in TABLES:
         run = runs.get(f"{DEVICE}/{name}")
         ratios = [
             row["xla_over_this"]
@@ -477,7 +477,7 @@ def highlights(runs: dict[str, Run]) -> str:
             if row["contender"] == "ours" and row["suite"] == suite and row.get("xla_over_this")
         ]
         if ratios:
-            rows.append([f"{what} ({len(ratios)} passes)", "", "", f"{_geometric_mean(ratios):.2f}"])
+            rows.append([f"{title} ({len(ratios)} passes)", "", "", f"{_geometric_mean(ratios):.2f}"])
     device = runs[f"{DEVICE}/{TABLES[0][0]}"]["device"] if f"{DEVICE}/{TABLES[0][0]}" in runs else DEVICE
     head = [device, "XLA", "jaxconv", "XLA / jaxconv (geometric mean)"]
     return markdown(head, rows, 1) if rows else NOTHING
@@ -505,8 +505,8 @@ def block(name: str, runs: dict[str, Run]) -> str:
     if name == "summary":
         return summary(runs)
     if name == "cpu":
-        some = {k: r for k, r in runs.items() if r["platform"] == "cpu" and r["op"] in BY_OP and not r["small"]}
-        return forced(some) if some else NOTHING
+        of_kind = {k: r for k, r in runs.items() if r["platform"] == "cpu" and r["op"] in BY_OP and not r["small"]}
+        return forced(of_kind) if of_kind else NOTHING
     if name == "kernels":
         return kernels(runs)
     if name == "highlights":
@@ -515,8 +515,8 @@ def block(name: str, runs: dict[str, Run]) -> str:
         alone = {k: r for k, r in runs.items() if r["op"] == "train" and not r["small"] and r["most_devices"] == 1}
         return NOTHING if not alone else train_summary(alone) if name == "train" else beside_torch(alone)
     if name == "infer":
-        some = {k: r for k, r in runs.items() if r["op"] == "infer" and not r["small"] and r["platform"] != "cpu"}
-        return infer_summary(some) if some else NOTHING
+        of_kind = {k: r for k, r in runs.items() if r["op"] == "infer" and not r["small"] and r["platform"] != "cpu"}
+        return infer_summary(of_kind) if of_kind else NOTHING
     if name == "fleet":
         return fleet_report.section(fleet_report.recorded(runs))
     kind, _, rest = name.partition("/")
@@ -525,9 +525,9 @@ def block(name: str, runs: dict[str, Run]) -> str:
     if kind == "forced":
         return by_force(runs, rest)
     if kind == "summary":
-        some = {k.removeprefix(rest + "/"): r for k, r in runs.items() if k.startswith(rest + "/")}
-        if some:
-            return summary(some)
+        on_device = {k.removeprefix(rest + "/"): r for k, r in runs.items() if k.startswith(rest + "/")}
+        if on_device:
+            return summary(on_device)
     if name in runs:
         return table(runs[name])
     raise SystemExit(f"nothing recorded is named {name}; see python -m benchmarks report --list")
@@ -535,12 +535,12 @@ def block(name: str, runs: dict[str, Run]) -> str:
 
 def fill(text: str, runs: dict[str, Run]) -> str:
     """`text` with each marked block made anew."""
-    return BLOCK.sub(lambda found: f"{found[1]}{block(found[2], runs)}{found[4]}", text)
+    return BLOCK.sub(lambda mark: f"{mark[1]}{block(mark[2], runs)}{mark[4]}", text)
 
 
 def pages(runs: dict[str, Run]) -> dict[str, str]:
     """{path from the root: text} of every generated page."""
-    made: dict[str, str] = {}
+    texts: dict[str, str] = {}
     devices: dict[str, dict[str, Run]] = {}
     for name, run in runs.items():
         device, _, short = name.partition("/")
@@ -559,11 +559,11 @@ def pages(runs: dict[str, Run]) -> dict[str, str]:
             names = [name for name, run in tables.items() if run["op"] == op]
             if names:
                 text += f"{title}:\n\n" + "".join(f"* [{name}]({name}.md)\n" for name in names) + "\n"
-        made[f"{PAGES}/{device}/index.md"] = text.rstrip("\n") + "\n"
+        texts[f"{PAGES}/{device}/index.md"] = text.rstrip("\n") + "\n"
         for name, run in tables.items():
-            made[f"{PAGES}/{device}/{name}.md"] = f"# {name}, {kind}\n\n{NOTE}\n{table(run)}"
-    made[f"{PAGES}/index.md"] = f"# Recorded tables\n\n{NOTE}\n{''.join(index)}\n{LEGEND}"
-    return made
+            texts[f"{PAGES}/{device}/{name}.md"] = f"# {name}, {kind}\n\n{NOTE}\n{table(run)}"
+    texts[f"{PAGES}/index.md"] = f"# Recorded tables\n\n{NOTE}\n{''.join(index)}\n{LEGEND}"
+    return texts
 
 
 LEGEND = """\
@@ -593,16 +593,16 @@ kernel:
 
 def documents(root: pathlib.Path) -> list[pathlib.Path]:
     """Those with marked blocks: README.md and docs/, but for what is generated whole."""
-    found = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
+    paths = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
     generated = root / PAGES
-    return [p for p in found if p.exists() and generated not in p.parents and BLOCK.search(p.read_text())]
+    return [p for p in paths if p.exists() and generated not in p.parents and BLOCK.search(p.read_text())]
 
 
 def wanted(root: pathlib.Path, runs: dict[str, Run]) -> dict[pathlib.Path, str | None]:
     """{path: what it ought to hold, or None where it ought not to be there}"""
-    made = {root / path: text for path, text in pages(runs).items()}
-    more = {path: None for path in sorted((root / PAGES).rglob("*")) if path.is_file() and path not in made}
-    return made | more | {path: fill(path.read_text(), runs) for path in documents(root)}
+    texts = {root / path: text for path, text in pages(runs).items()}
+    more = {path: None for path in sorted((root / PAGES).rglob("*")) if path.is_file() and path not in texts}
+    return texts | more | {path: fill(path.read_text(), runs) for path in documents(root)}
 
 
 def main(argv: list[str] | None = None) -> int:

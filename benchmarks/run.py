@@ -16,31 +16,12 @@ import jax
 import jax.numpy as jnp
 
 import jaxconv
-from benchmarks import cases, check, contenders, limits, record, torch_contender, tune
-from benchmarks.cases import BatchNormCase, Case, GroupNormCase, SqueezeExciteCase
-from benchmarks.contenders import Job, Setting
-from jaxconv import _problem
+from benchmarks import cases, check, limits, record, torch_contender, tune
+from benchmarks.cases import OPS
+from benchmarks.ops.base import DTYPES, Arrays, Case, Job, Setting
 from jaxconv._plan import measured as tables
 from jaxconv._tools import timing
 
-ALGORITHMS = {
-    "conv": _problem.CONV_ALGORITHMS,
-    "dense": _problem.DENSE_ALGORITHMS,
-    "dense_gradient": ("sm90",),
-    "batchnorm": _problem.BATCHNORM_ALGORITHMS,
-    "batchnorm_shortcut": ("two_read", "two"),
-    "conv_batchnorm": ("sm90", "two"),
-    "batchnorm_conv": ("depthwise", "two"),
-    "conv_dgrad_sums": ("sm90", "two"),
-    "pool": _problem.POOL_ALGORITHMS,
-    "groupnorm": tuple(a for a in _problem.GROUPNORM_ALGORITHMS if a != "rows"),
-    "layernorm": ("rows",),
-    "squeeze_excite": _problem.SQUEEZE_EXCITE_ALGORITHMS,
-}
-# Channels last only
-LAST = ("batchnorm_shortcut", "batchnorm_conv", "conv_dgrad_sums", "groupnorm", "layernorm", "squeeze_excite")
-ROWS = ("dense", "dense_gradient")  # of matrices, without images
-NORMS = ("batchnorm", "batchnorm_shortcut", "groupnorm", "layernorm", "squeeze_excite")  # without products of many rows
 LOSS = 0.98  # a ratio below this is one
 SLOW = ("direct", "im2col")  # may need minutes for a large problem
 
@@ -73,7 +54,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     several = lambda text: text.split(",")  # noqa: E731
-    parser.add_argument("--op", default="all", choices=(*ALGORITHMS, "all"))
+    parser.add_argument("--op", default="all", choices=(*OPS, "all"))
     parser.add_argument("--cases", default="*", metavar="GLOB", help="names to run; several with commas")
     parser.add_argument("--suite", default="core" if gpu else "cpu", choices=(*cases.SUITES, "all"))
     parser.add_argument("--dtype", default=["bf16" if gpu else "f32"], type=several, help="of bf16, f16, f32")
@@ -109,11 +90,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         args.small = not gpu and args.suite != "cpu"
     known_passes = {p for op in args.ops for case in cases.BY_OP[op] for p in case.passes}
     for option, values, known in (
-        ("--dtype", args.dtype, contenders.DTYPES),
+        ("--dtype", args.dtype, DTYPES),
         ("--precision", args.precision, ("default", "highest")),
         ("--layout", args.layout, ("NHWC", "NCHW")),
         ("--pass", args.passes or [], sorted(known_passes)),
-        ("--algorithm", args.algorithm, ("all", *(a for op in args.ops for a in ALGORITHMS[op]))),
+        ("--algorithm", args.algorithm, ("all", *(a for op in args.ops for a in OPS[op].algorithms))),
     ):
         for value in values:
             family, _, kernel = value.partition("/")
@@ -130,33 +111,28 @@ def configs(args: argparse.Namespace) -> Iterator[tuple[str, Setting]]:
     """Each makes one table."""
     for op in args.ops:
         for dtype in args.dtype:
-            for precision in args.precision if dtype == "f32" and op not in (*NORMS, "pool") else ["default"]:
-                for layout in args.layout if op not in (*ROWS, *LAST) else ["NHWC"]:
+            for precision in args.precision if dtype == "f32" and OPS[op].products else ["default"]:
+                for layout in args.layout if len(OPS[op].layouts) > 1 else ["NHWC"]:
                     yield op, Setting(dtype, layout == "NHWC", None if precision == "default" else precision)
 
 
 def chosen_cases(args: argparse.Namespace, op: str) -> list[Case]:
-    found = cases.select(op, args.cases, args.suites)
+    chosen = cases.select(op, args.cases, args.suites)
     if args.small:
-        found = [case.small() for case in found]
-    if args.batch and op not in ROWS:
-        found = [dataclasses.replace(case, batch=args.batch) for case in found]
-    return found
+        chosen = [case.small() for case in chosen]
+    if args.batch and OPS[op].layouts:
+        chosen = [dataclasses.replace(case, batch=args.batch) for case in chosen]
+    return chosen
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # One problem
 
 
-def make_sets(case: Case, setting: Setting) -> list[contenders.Arrays]:
+def make_sets(case: Case, setting: Setting) -> list[Arrays]:
     """As many random input sets as keep every call's inputs out of cache."""
-    size = (
-        case.elements
-        * limits.ITEM_BYTES[setting.dtype]
-        * (2 if isinstance(case, BatchNormCase | GroupNormCase | SqueezeExciteCase) else 1)
-    )
-    make = jax.jit(lambda key: contenders.make_arrays(case, setting, key))
-    count = timing.set_count(size, jax.devices()[0])
+    make = jax.jit(lambda key: case.arrays(setting, key))
+    count = timing.set_count(case.set_elements * limits.ITEM_BYTES[setting.dtype], jax.devices()[0])
     return [make(key) for key in jax.random.split(jax.random.key(0), count)]
 
 
@@ -169,9 +145,7 @@ def plan_text(job: Job, arguments: tuple[Any, ...]) -> str:
     return " + ".join(dict.fromkeys(str(call.plan) for call in calls if call.op in job.kernels))
 
 
-def start(
-    entry: Entry, case: Case, pass_: str, setting: Setting, sets: list[contenders.Arrays], seconds: float
-) -> None:
+def start(entry: Entry, case: Case, pass_: str, setting: Setting, sets: list[Arrays], seconds: float) -> None:
     """Compiles, runs once, checks the result: fills in the entry's program, or why there is none."""
     try:
         job = entry.job
@@ -213,8 +187,8 @@ def _runs_that_differ(job: Job, arguments: tuple[Any, ...], outs: Sequence[Any])
 
 
 @jax.jit
-def _same(some: list[jax.Array], others: list[jax.Array]) -> jax.Array:
-    pairs = zip(jax.tree.leaves(some), jax.tree.leaves(others), strict=True)
+def _same(results: list[jax.Array], others: list[jax.Array]) -> jax.Array:
+    pairs = zip(jax.tree.leaves(results), jax.tree.leaves(others), strict=True)
     return jnp.stack([jnp.all((a == b) | ((a != a) & (b != b))) for a, b in pairs]).all()
 
 
@@ -224,34 +198,31 @@ def _line(error: Exception) -> str:
 
 def too_slow(case: Case, pass_: str, setting: Setting, choice: dict[str, Any], seconds: float) -> str | None:
     """A forced algorithm may take minutes for a call that nothing can stop: it first runs a 32nd of the batch."""
-    if isinstance(case, cases.DenseCase | cases.DenseGradientCase) or case.batch < 64:
+    if not case.layouts or case.batch < 64:
         return None
     part = dataclasses.replace(case, batch=case.batch // 32)
-    job = contenders.ours(part, pass_, setting, **choice)
-    program = timing.Program(
-        job.f, [job.arguments(contenders.make_arrays(part, setting, jax.random.key(0)))], job.block
-    )
+    job = part.ours(pass_, setting, **choice)
+    program = timing.Program(job.f, [job.arguments(part.arrays(setting, jax.random.key(0)))], job.block)
     program.once()
     estimate = program.once() * 32
     return f"a call would take about {estimate:.1f} s, --seconds {seconds:g}" if estimate > seconds else None
 
 
 def algorithms(case: Case, names: list[str]) -> list[str]:
-    families = ALGORITHMS[case.op]
-    kernels = (name for name in names if "/" in name and name.partition("/")[0] in families)
-    return [*(a for a in families if a in names or "all" in names), *kernels]
+    kernels = (name for name in names if "/" in name and name.partition("/")[0] in case.algorithms)
+    return [*(a for a in case.algorithms if a in names or "all" in names), *kernels]
 
 
 def measure_problem(
-    case: Case, pass_: str, setting: Setting, sets: list[contenders.Arrays], args: argparse.Namespace
+    case: Case, pass_: str, setting: Setting, sets: list[Arrays], args: argparse.Namespace
 ) -> list[Entry]:
     choice = {"implementation": args.implementation} if args.implementation else {}
-    ours = Entry("ours", contenders.ours(case, pass_, setting, **choice))
-    entries = [Entry("xla", contenders.xla(case, pass_, setting))]
+    ours = Entry("ours", case.ours(pass_, setting, **choice))
+    entries = [Entry("xla", case.xla(pass_, setting))]
     if not args.tune:
         entries.append(ours)
     for algorithm in algorithms(case, args.algorithm):
-        entry = Entry(f"ours:{algorithm}", contenders.ours(case, pass_, setting, algorithm=algorithm))
+        entry = Entry(f"ours:{algorithm}", case.ours(pass_, setting, algorithm=algorithm))
         try:
             slow = _refused(entry, sets[0]) or (
                 too_slow(case, pass_, setting, {"algorithm": algorithm}, args.seconds) if algorithm in SLOW else None
@@ -282,7 +253,7 @@ def measure_problem(
     return entries
 
 
-def _refused(entry: Entry, arrays: contenders.Arrays) -> str | None:
+def _refused(entry: Entry, arrays: Arrays) -> str | None:
     assert entry.job is not None
     try:
         plan_text(entry.job, entry.job.arguments(arrays))
@@ -309,7 +280,7 @@ def _measure(
     case: Case,
     pass_: str,
     setting: Setting,
-    sets: list[contenders.Arrays],
+    sets: list[Arrays],
     args: argparse.Namespace,
 ) -> None:
     """Checks and times those that have a job, taking turns."""
@@ -445,9 +416,9 @@ class Progress:
         else:
             self._bar.write(text)
 
-    def at(self, what: str) -> None:
+    def at(self, problem: str) -> None:
         if self._bar is not None:
-            self._bar.set_postfix_str(what)
+            self._bar.set_postfix_str(problem)
 
     def step(self) -> None:
         if self._bar is not None:
@@ -474,7 +445,7 @@ def main(argv: list[str] | None = None) -> int:
     def passes(case: Case) -> list[str]:
         return [p for p in case.passes if not args.passes or p in args.passes]
 
-    bar = Progress(sum(len(passes(case)) for _, _, found in plan_of_work for case in found))
+    bar = Progress(sum(len(passes(case)) for _, _, chosen in plan_of_work for case in chosen))
     say = bar.say
     say(f"{environment['device']}, jax {jax.__version__}, timer: {timing.timer()}")
     if top is not None:
@@ -486,10 +457,10 @@ def main(argv: list[str] | None = None) -> int:
         say(f"no PyTorch column: {why}")
     with_torch = args.torch and torch_contender.available() is None
     bad, interrupted = 0, False
-    for op, setting, found in plan_of_work:
-        if not any(map(passes, found)) or interrupted:
+    for op, setting, chosen in plan_of_work:
+        if not any(map(passes, chosen)) or interrupted:
             continue
-        layout = None if op in ROWS else "NHWC" if setting.channels_last else "NCHW"
+        layout = None if not OPS[op].layouts else "NHWC" if setting.channels_last else "NCHW"
         title = " ".join(filter(None, (op, setting.dtype, setting.precision, layout, "small" if args.small else "")))
         say(f"\n{title}\n{HEAD}{'  torch ms torch/ours' if with_torch else ''}  plan")
         config = {
@@ -508,7 +479,7 @@ def main(argv: list[str] | None = None) -> int:
         rows: list[dict[str, Any]] = []
         written: pathlib.Path | None = None
         try:
-            for case in filter(passes, found):
+            for case in filter(passes, chosen):
                 sets = make_sets(case, setting)
                 for pass_ in passes(case):
                     bar.at(f"{case.name} {pass_}")

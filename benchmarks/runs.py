@@ -49,10 +49,10 @@ def provenance(run: Run) -> str:
 
 def problems(run: Run) -> dict[tuple[str, str], dict[str, Run]]:
     """{(case, pass): {contender: row}}"""
-    found: dict[tuple[str, str], dict[str, Run]] = {}
+    by_problem: dict[tuple[str, str], dict[str, Run]] = {}
     for row in run["rows"]:
-        found.setdefault((row["case"], row["pass"]), {})[row["contender"]] = row
-    return found
+        by_problem.setdefault((row["case"], row["pass"]), {})[row["contender"]] = row
+    return by_problem
 
 
 def training_step(run: Run) -> str:

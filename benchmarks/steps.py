@@ -17,16 +17,9 @@ from typing import Any
 
 import jax
 
+from benchmarks.cases import OPS
 from benchmarks.limits import Ceilings
 from jaxconv._core import primitives
-from jaxconv._problem import (
-    BatchNormProblem,
-    ConvProblem,
-    DenseProblem,
-    GroupNormProblem,
-    PoolProblem,
-    SqueezeExciteProblem,
-)
 from jaxconv._tools import launches
 
 # In the order of the tables and figures. exchange: between devices. elementwise: sums over elements too, and
@@ -89,21 +82,21 @@ class Text:
         self._entry = ""
         inside: list[str] = []
         for line in text.splitlines():
-            if found := _COMPUTATION.match(line):
-                inside = self._inside.setdefault(found[1], [])
-                self._entry = found[1] if line.startswith("ENTRY") else self._entry
-            elif (found := _INSTRUCTION.match(line)) and (opcode := _OPCODE.search(found[2])):
+            if match := _COMPUTATION.match(line):
+                inside = self._inside.setdefault(match[1], [])
+                self._entry = match[1] if line.startswith("ENTRY") else self._entry
+            elif (match := _INSTRUCTION.match(line)) and (opcode := _OPCODE.search(match[2])):
                 target = re.search(r'custom_call_target="([^"]*)"', line)
                 scope = re.search(r'op_name="([^"]*)"', line)
                 called = re.findall(r"(?:calls|to_apply|body|condition)=%?([\w.\-]+)", line)
                 texts = (target[1] if target else "", scope[1] if scope else "")
-                type_, rest = found[2][: opcode.start()], found[2][opcode.end() :]
+                type_, rest = match[2][: opcode.start()], match[2][opcode.end() :]
                 operands = re.findall(r"%([\w.\-]+)", rest[: _closing(rest)])
                 if opcode[1] == "parameter":
                     operands = [rest[: _closing(rest)]]
                 more = type_, tuple(operands), "ROOT " in line[: line.index("=")]
-                self.instructions[found[1]] = Instruction(opcode[1], *texts, tuple(called), *more)
-                inside.append(found[1])
+                self.instructions[match[1]] = Instruction(opcode[1], *texts, tuple(called), *more)
+                inside.append(match[1])
 
     def inside(self, name: str) -> Iterator[str]:
         """The instructions of what an instruction calls, at any depth."""
@@ -209,22 +202,22 @@ def by_kind(events: Iterable[tuple[str, str, float]], text: Text) -> dict[str, f
     """{kind: the sum} of events (instruction or "", kernel's name, duration)."""
     total: collections.Counter[str] = collections.Counter()
     events = list(events)
-    named = {found for instruction, _, _ in events if (found := text.find(instruction))}
+    named = {name for instruction, _, _ in events if (name := text.find(instruction))}
     for instruction, kernel, duration in events:
-        found = text.find(instruction) or text.find(kernel)
-        if found is None or text.instructions[found].opcode in ("call", "while", "conditional"):
-            if found is not None and named.intersection(text.inside(found)):
+        name = text.find(instruction) or text.find(kernel)
+        if name is None or text.instructions[name].opcode in ("call", "while", "conditional"):
+            if name is not None and named.intersection(text.inside(name)):
                 continue  # what it calls has events of its own
-            if found is None:
+            if name is None:
                 total[kind_of_kernel(kernel)] += duration
                 continue
-        total[text.kind(found)] += duration
+        total[text.kind(name)] += duration
     return {kind: total[kind] for kind in KINDS if total[kind]}
 
 
 def events_of(folder: str) -> tuple[list[tuple[str, str, float]], int]:
     """(instruction or "", name, milliseconds) of what ran on devices while a profile was taken; how many devices."""
-    found, devices = [], set()
+    events, devices = [], set()
     for path in glob.glob(f"{folder}/**/*.xplane.pb", recursive=True):
         for plane in jax.profiler.ProfileData.from_file(path).planes:
             on_gpu = plane.name.startswith("/device:")
@@ -235,9 +228,9 @@ def events_of(folder: str) -> tuple[list[tuple[str, str, float]], int]:
                     stats = {name: value for name, value in event.stats if name in ("hlo_op", "device_ordinal")}
                     instruction = str(stats.get("hlo_op", ""))
                     if on_gpu or instruction:
-                        found.append((instruction, event.name, event.duration_ns * 1e-6))
+                        events.append((instruction, event.name, event.duration_ns * 1e-6))
                         devices.add(plane.name if on_gpu else stats.get("device_ordinal", 0))
-    return found, max(1, len(devices))
+    return events, max(1, len(devices))
 
 
 def profiled(run: Callable[[], None], text: str) -> dict[str, float] | None:
@@ -251,8 +244,8 @@ def profiled(run: Callable[[], None], text: str) -> dict[str, float] | None:
         with jax.profiler.trace(folder, profiler_options=options):
             run()
         events, devices = events_of(folder)
-    found = by_kind(events, Text(text))
-    return {kind: ms / devices for kind, ms in found.items()} or None
+    kinds = by_kind(events, Text(text))
+    return {kind: ms / devices for kind, ms in kinds.items()} or None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -278,28 +271,13 @@ def least_ms(calls: Iterable[Any], parameters: int, top: Ceilings) -> float:
 
 def _work(op: str, p: Any, top: Ceilings) -> tuple[float, float, float]:
     """(operations, bytes, operations a second)."""
-    item = {"float32": 4, "float64": 8}.get(p.dtype, 2)
-    if isinstance(p, BatchNormProblem):
-        # x read, y written; backward x and dy read, dx written, and c read where it is added; a residual read, its
-        # gradient written. With a shortcut's x and r read, y written, which is no call of its own; backward x, r and dy
-        # read, dx and dr written
-        passes = {"batchnorm_backward": 3, "batchnorm_backward_add": 4, "batchnorm_shortcut_backward": 8}.get(
-            op, 2
-        ) + bool(p.residual)
-        return 0.0, item * passes * p.size, top.f32
-    if isinstance(p, PoolProblem):
-        # x and y, there or back, and of a step that goes back a byte for each maximum's position
-        return 0.0, item * (math.prod(p.x_shape) + math.prod(p.y_shape)) + p.save * math.prod(p.y_shape), top.f32
-    if isinstance(p, GroupNormProblem):
-        return 0.0, item * (3 if op == "groupnorm_backward" else 2) * p.size, top.f32
-    if isinstance(p, SqueezeExciteProblem):
-        return 0.0, item * (3 if op == "squeeze_excite_backward" else 2) * p.size, top.f32
-    assert isinstance(p, ConvProblem | DenseProblem)
-    added = {"conv_dgrad_add": [p.x_shape], "conv_add": [p.y_shape], "dense_gradient": [p.y_shape]}.get(op, [])
-    arrays = [p.x_shape, p.w_shape, p.y_shape, *added]
+    case = next(case for case in OPS.values() if case.call_problem and isinstance(p, case.call_problem))
+    size = case.call_bytes(op, p, {"float32": 4, "float64": 8}.get(p.dtype, 2))
+    if not case.products:
+        return 0.0, size, top.f32
     short = {"float32": "f32", "float64": "f32"}.get(p.dtype, "bf16")
     highest = jax.lax.Precision.HIGHEST in (p.precision if isinstance(p.precision, tuple) else (p.precision,))
-    depthwise = isinstance(p, ConvProblem) and p.groups > 1 and p.in_channels == p.groups
+    depthwise = getattr(p, "groups", 1) > 1 and p.in_channels == p.groups
     rate = top.lanes if depthwise else top.rate(short, "highest" if highest else None)
     flops = next(kernel.flops for kernel in primitives.KERNELS.values() if kernel.name == op)
-    return flops(p), item * sum(map(math.prod, arrays)), rate
+    return flops(p), size, rate

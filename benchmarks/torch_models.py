@@ -373,12 +373,12 @@ def _onnx_answers(module: Any, x: Any, dtype: Any) -> Answers:
 
     exact = session(True).run(["y"], {"x": x.numpy()})[0]
     begin = time.perf_counter()
-    made = session(False)
-    binding = made.io_binding()
+    inference = session(False)
+    binding = inference.io_binding()
     place = "cuda" if provider.startswith("CUDA") else "cpu"
     binding.bind_ortvalue_input("x", onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(x.numpy()), place))
     binding.bind_output("y", place)
-    run = functools.partial(made.run_with_iobinding, binding)
+    run = functools.partial(inference.run_with_iobinding, binding)
     run()
     compile_s = time.perf_counter() - begin
     return Answers(

@@ -16,9 +16,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks import steps, torch_models, train
-
-Tree = Any
+from benchmarks import steps, torch_models, training
+from benchmarks.training import Tree
 
 
 class Program:
@@ -28,19 +27,19 @@ class Program:
     name = "torch"
     trace_s = 0.0  # torch.compile traces
 
-    def __init__(self, args: argparse.Namespace, placed: train.Placed):
+    def __init__(self, args: argparse.Namespace, placed: training.Placed):
         import torch
 
         self.args, self.placed = args, placed
         self.device = "cuda" if jax.default_backend() == "gpu" else "cpu"
         full = jax.config.jax_default_matmul_precision == "highest"
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = not full
-        images, wanted = train.batch(args, placed.count)
+        images, wanted = training.batch(args, placed.count)
         self.images = jax.tree.map(self._tensor, images)
         self.wanted = self._tensor(wanted)
         self.compile_s: float | None = None
         self.memory_bytes: int | None = None
-        self.made: Trained | None = None
+        self.trained: Trained | None = None
 
     def _tensor(self, array: np.ndarray) -> Any:
         """On the device; images channels first, in channels-last memory."""
@@ -55,20 +54,20 @@ class Program:
         import torch
 
         dtype = {"bf16": torch.bfloat16, "f32": torch.float32}[self.args.dtype]
-        model = train.models()[self.args.model](flax.linen, train.DTYPES[self.args.dtype], small=self.args.small)
+        model = training.models()[self.args.model](flax.linen, training.DTYPES[self.args.dtype], small=self.args.small)
         variables = jax.tree.map(np.asarray, {"params": params, "batch_stats": stats})
         module = torch_models.module_of(model, variables, dtype, train=True).to(self.device)
         module.exact = exact
         torch.backends.cudnn.benchmark = not exact  # what is timed is worth trying each convolution's kernels for
         optimizer = torch.optim.SGD(
-            module.parameters(), train.LEARNING_RATE, train.MOMENTUM, fused=self.device == "cuda" or None
+            module.parameters(), training.LEARNING_RATE, training.MOMENTUM, fused=self.device == "cuda" or None
         )
-        loss = functools.partial(_loss, module, train.TASKS.get(self.args.model) == "denoise")
+        loss = functools.partial(_loss, module, training.TASKS.get(self.args.model) == "denoise")
         return Trained(loss if exact else torch.compile(loss), optimizer, self.images, self.wanted)
 
     def losses(self, params: Tree, stats: Tree, steps: int) -> list[float]:
-        made = self._trained(params, stats, exact=True)
-        return [float(made.step()) for _ in range(steps)]
+        trained = self._trained(params, stats, exact=True)
+        return [float(trained.step()) for _ in range(steps)]
 
     def times(self, params: Tree, stats: Tree, steps: int, repeat: int) -> list[float]:
         """Milliseconds a step, `repeat` samples."""
@@ -77,15 +76,15 @@ class Program:
         on_gpu = self.device == "cuda"
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        self.made = self._trained(params, stats, exact=False)
+        self.trained = self._trained(params, stats, exact=False)
         begin = time.perf_counter()
-        self.made.run(1)
+        self.trained.run(1)
         self.compile_s = time.perf_counter() - begin
-        self.made.run(3)
+        self.trained.run(3)
         samples = []
         for _ in range(repeat):
             begin = time.perf_counter()
-            self.made.run(steps)
+            self.trained.run(steps)
             samples.append((time.perf_counter() - begin) / steps * 1e3)
         if on_gpu:
             self.memory_bytes = torch.cuda.max_memory_allocated()
@@ -93,17 +92,17 @@ class Program:
 
     def kinds(self, params: Tree, stats: Tree) -> dict[str, float] | None:
         """Milliseconds a step of each kind of work, of what was timed: JAX's profiler sees the process's kernels."""
-        if self.device != "cuda" or self.made is None:
+        if self.device != "cuda" or self.trained is None:
             return None
-        found = steps.profiled(functools.partial(self.made.run, train.PROFILED), text="")
-        return found and {kind: ms / train.PROFILED for kind, ms in found.items()}
+        by_kind = steps.profiled(functools.partial(self.trained.run, training.PROFILED), text="")
+        return by_kind and {kind: ms / training.PROFILED for kind, ms in by_kind.items()}
 
 
 def _loss(module: Any, denoise: bool, images: Any, wanted: Any) -> Any:
     import torch
 
-    found = module(images).float()
-    return torch.mean((found - wanted) ** 2) if denoise else torch.nn.functional.cross_entropy(found, wanted)
+    y = module(images).float()
+    return torch.mean((y - wanted) ** 2) if denoise else torch.nn.functional.cross_entropy(y, wanted)
 
 
 @dataclasses.dataclass(frozen=True)

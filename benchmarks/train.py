@@ -45,35 +45,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 import jaxconv
-from benchmarks import limits, record, steps, torch_contender
+from benchmarks import limits, record, steps, torch_contender, torch_train
+from benchmarks.training import DTYPES, LEARNING_RATE, MOMENTUM, PROFILED, TASKS, Placed, Tree, batch, models
 from jaxconv.accelerate import accelerate
-
-Tree = Any
 
 WAYS = ("flax", "import", "fused", "enable", "accelerate")  # JAX's
 OTHERS = ("torch",)  # who wants them names them
-DTYPES = {"bf16": jnp.bfloat16, "f32": jnp.float32}
-LEARNING_RATE, MOMENTUM = 0.02, 0.9
 DRAWS = 3  # of perturbed parameters
 # A way may differ from the first by this many times the largest of the draws. They round each parameter once; another
 # order of fusion also rounds, or spares, every activation and every gradient: three times as many places.
 ALLOWED = 4.0
 
 
-PROFILED = 3  # steps
-# What a model is trained to do, where that is not to classify images; and its batch and image, where not 256 and 224
-TASKS = {"unet3d": "segment", "ddpm": "denoise"}
+# Batch and image of a model, where not 256 and 224
 SIZES = {"unet3d": (8, 64), "ddpm": (64, 64)}
-
-
-def models() -> dict[str, Callable[..., Any]]:
-    from benchmarks.models import MODELS, ddpm, efficientnet_b0, resnext50, unet3d
-
-    more = {"resnext50": resnext50, "efficientnet_b0": efficientnet_b0, "unet3d": unet3d, "ddpm": ddpm}
-    return {**MODELS, **more}
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -155,11 +143,11 @@ class Way:
         denoise = TASKS.get(args.model) == "denoise"
 
         def loss(params: Tree, stats: Tree, images: Tree, wanted: jax.Array) -> tuple[jax.Array, Tree]:
-            found, updates = model.apply({"params": params, "batch_stats": stats}, images, mutable=["batch_stats"])
-            found, stats = found.astype(jnp.float32), updates.get("batch_stats", {})
+            y, updates = model.apply({"params": params, "batch_stats": stats}, images, mutable=["batch_stats"])
+            y, stats = y.astype(jnp.float32), updates.get("batch_stats", {})
             if denoise:
-                return jnp.mean((found - wanted) ** 2), stats
-            return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(found), wanted[..., None], -1)), stats
+                return jnp.mean((y - wanted) ** 2), stats
+            return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(y), wanted[..., None], -1)), stats
 
         return cls(name, accelerate(loss) if name == "accelerate" else loss)
 
@@ -177,27 +165,6 @@ def initial(args: argparse.Namespace, images: Tree) -> tuple[Tree, Tree]:
     key = jax.random.key(0, impl="unsafe_rbg")
     variables = jax.jit(model.init)(key, jax.tree.map(lambda a: a[:1], images))
     return variables["params"], variables.get("batch_stats", {})
-
-
-def batch(args: argparse.Namespace, n: int) -> tuple[Tree, np.ndarray]:
-    """n images and what the model should find: noise around a mean per class, so that there is something to learn."""
-    rng, size = np.random.default_rng(0), args.image
-    task = TASKS.get(args.model)
-    if task == "segment":  # halves of a volume, each of a class
-        where = rng.integers(size // 4, 3 * size // 4, (n, 1, 1, 1))
-        labels = np.broadcast_to(np.arange(size) < where, (n, size, size, size)).astype(np.int64)
-        return rng.standard_normal((n, size, size, size, 1), np.float32) + 2 * labels[..., None].astype(
-            np.float32
-        ), labels
-    if task == "denoise":
-        times = rng.integers(0, 1000, n).astype(np.float32)
-        kept = np.cos(0.5 * np.pi * times / 1000)[:, None, None, None]
-        noise = rng.standard_normal((n, size, size, 3), np.float32)
-        clean = rng.standard_normal((n, 1, 1, 3), np.float32)
-        return ((kept * clean + np.sqrt(1 - kept**2) * noise).astype(np.float32), times), noise
-    labels = rng.integers(0, 10, n)
-    means = rng.standard_normal((10, 1, 1, 3), np.float32)
-    return rng.standard_normal((n, size, size, 3), np.float32) + means[labels], labels
 
 
 def of_shards(loss: Callable[..., Any], mesh: jax.sharding.Mesh) -> Callable[..., Any]:
@@ -227,40 +194,11 @@ def train_step(loss: Callable[..., Any], rate: float = LEARNING_RATE) -> Callabl
 # On devices
 
 
-@dataclasses.dataclass
-class Placed:
-    """Data on n devices: the state on each, the images, or the depth of each, split among them."""
-
-    devices: int
-    everywhere: Any
-    images: Tree
-    labels: jax.Array
-
-    @classmethod
-    def make(cls, devices: int, images: Tree, labels: np.ndarray, split: str | None = None) -> Placed:
-        mesh = jax.make_mesh(
-            (devices,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:devices]
-        )
-        among = NamedSharding(mesh, PartitionSpec(None, "data") if split == "depth" else PartitionSpec("data"))
-        everywhere = NamedSharding(mesh, PartitionSpec())
-        return cls(devices, everywhere, jax.device_put(images, among), jax.device_put(labels, among))
-
-    @property
-    def count(self) -> int:
-        """Images a step."""
-        return len(self.labels)
-
-    def state(self, params: Tree, stats: Tree) -> Tree:
-        """A fresh one, which a step may use up."""
-        state = params, jax.tree.map(np.zeros_like, params), stats
-        return jax.device_put(jax.tree.map(np.asarray, state), self.everywhere)
-
-
 def memory_bytes(compiled: Any) -> int:
     """Of a device, as the compiler lays it out: state, images and what lives in between."""
-    found = compiled.memory_analysis()
-    kept = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
-    return int(kept + found.temp_size_in_bytes)
+    memory = compiled.memory_analysis()
+    kept = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return int(kept + memory.temp_size_in_bytes)
 
 
 class Program:
@@ -285,12 +223,12 @@ class Program:
         self.trace_s = time.perf_counter() - begin
         self.compiling: concurrent.futures.Future[tuple[Any, float]] = concurrent.futures.Future()
         if pool is None:
-            self.compiling.set_result(self._compile(lowered))
+            self.compiling.set_result(self.compile(lowered))
         else:
-            self.compiling = pool.submit(self._compile, lowered)
+            self.compiling = pool.submit(self.compile, lowered)
 
     @staticmethod
-    def _compile(lowered: Any) -> tuple[Any, float]:
+    def compile(lowered: Any) -> tuple[Any, float]:
         begin = time.perf_counter()
         return lowered.compile(), time.perf_counter() - begin
 
@@ -318,11 +256,11 @@ class Program:
         state, _ = self.run(self.placed.state(params, stats), 1)
         jax.block_until_ready(state)
 
-        def some() -> None:
+        def run() -> None:
             jax.block_until_ready(self.run(state, PROFILED))
 
-        found = steps.profiled(some, self.compiled.as_text())
-        return found and {kind: ms / PROFILED for kind, ms in found.items()}
+        by_kind = steps.profiled(run, self.compiled.as_text())
+        return by_kind and {kind: ms / PROFILED for kind, ms in by_kind.items()}
 
     def losses(self, params: Tree, stats: Tree, steps: int) -> list[float]:
         return [float(v) for v in jax.device_get(self.run(self.placed.state(params, stats), steps)[1])]
@@ -394,21 +332,21 @@ def explained(program: Program, params: Tree, stats: Tree) -> dict[str, Any]:
     """jaxconv's calls in the step, by the plan of one device; and what `accelerate` replaced, and left and why."""
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (params, params, stats))
     with program.way.lowered():
-        found = jaxconv.explain(train_step(program.way.loss))(shapes, program.placed.images, program.placed.labels)
+        step = jaxconv.explain(train_step(program.way.loss))(shapes, program.placed.images, program.placed.labels)
     by_plan: collections.Counter[str] = collections.Counter()
     counts = {"native": 0, "xla": 0, "calls": 0}  # calls: of several of the others
-    for call in found:
+    for call in step:
         counts[call.plan.implementation] += call.count
         if call.plan.implementation == "native":
             by_plan[f"{call.op} {call.plan.algorithm}"] += call.count
-    for one in found.convolutions if program.way.name == "enable" else ():
+    for one in step.convolutions if program.way.name == "enable" else ():
         counts["native" if one.taken else "xla"] += one.count
         if one.taken:
             by_plan[f"{one.form} {re.split(r'[][ /]', one.became)[1]}"] += one.count
     row: dict[str, Any] = {"calls": {**counts, "native_by_algorithm": dict(by_plan.most_common())}}
     if program.way.name == "accelerate":
-        replaced = collections.Counter(finding.fused for finding in found.accelerated.replaced)
-        left = collections.Counter(f"{finding.what}: {finding.why}" for finding in found.accelerated.left)
+        replaced = collections.Counter(finding.fused for finding in step.accelerated.replaced)
+        left = collections.Counter(f"{finding.what}: {finding.why}" for finding in step.accelerated.left)
         row |= {"replaced": dict(replaced.most_common()), "left": dict(left.most_common())}
     return row
 
@@ -423,16 +361,14 @@ def programs(args: argparse.Namespace, params: Tree, stats: Tree) -> Iterator[An
     def make(name: str, where: Placed, pool: concurrent.futures.Executor | None = None) -> Any:
         if name in WAYS:
             return Program(ways[name], where, params, stats, args.statistics, pool)
-        from benchmarks import torch_train
-
         return torch_train.Program(args, where)
 
     if args.jobs == 1:
         yield from (make(name, where) for name, where in pairs)
         return
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        made = [make(name, where, pool) for name, where in pairs]
-    yield from made  # what compiles disturbs what is timed: the pool is done
+        compiled = [make(name, where, pool) for name, where in pairs]
+    yield from compiled  # what compiles disturbs what is timed: the pool is done
 
 
 # ----------------------------------------------------------------------------------------------------------------------

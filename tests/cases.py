@@ -1,5 +1,5 @@
 """Convolutions at the boundaries of the algorithms, small enough for a reference in Python loops. Each says why it is
-here. NETWORK_CASES are those that people train, from benchmarks/cases.py.
+here. NETWORK_CASES are those that people train, from benchmarks/ops/.
 
 The tiles that matter: threads and CTAs own 16 to 128 rows and columns, vectors hold 4 or 8 elements, matrix
 instructions take 8, 16 or 32 steps of the reduction.
@@ -8,115 +8,57 @@ instructions take 8, 16 or 32 steps of the reduction.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
 import numpy as np
 from helpers import DEVICE
 
-import jaxconv
-from benchmarks.cases import CONV
+from benchmarks.ops import conv, conv_cases
 from jaxconv import _plan
 from jaxconv._problem import CONV_ALGORITHMS, ConvProblem
 
-Pair = tuple[int, int]
-
 
 @dataclasses.dataclass(frozen=True)
-class ConvCase:
-    name: str
-    batch: int
-    spatial: tuple[int, ...]
-    channels: int
-    filters: int
-    window: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: tuple[Pair, ...]
-    dilation: tuple[int, ...]
-    groups: int
-    why: str
+class ConvCase(conv.ConvCase):
+    why: str = ""
 
-    @property
-    def nd(self) -> int:
-        return len(self.spatial)
-
-    @property
-    def layouts(self) -> tuple[str, str]:
-        return {1: ("NWC", "NCW"), 2: ("NHWC", "NCHW"), 3: ("NDHWC", "NCDHW")}[self.nd]
-
-    # Shapes of the channels-last arrays
-    @property
-    def x_shape(self) -> tuple[int, ...]:
-        return (self.batch, *self.spatial, self.channels)
-
-    @property
-    def w_shape(self) -> tuple[int, ...]:
-        return (*self.window, self.channels // self.groups, self.filters)
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return dict(stride=self.stride, padding=self.padding, dilation=self.dilation, groups=self.groups)
-
-    @property
-    def function(self) -> Any:
-        return {1: jaxconv.conv1d, 2: jaxconv.conv2d, 3: jaxconv.conv3d}[self.nd]
-
-    @property
-    def terms(self) -> dict[str, int]:
-        """Terms in the longest sum of each operator."""
-        window, out = int(np.prod(self.window)), self.batch * int(np.prod(self.spatial))
-        return {
-            "fprop": window * self.channels // self.groups,
-            "dgrad": window * self.filters // self.groups,
-            "wgrad": out,
-        }
+    def terms(self, pass_: str) -> int:
+        """As the benchmarks' cases, but wgrad's sums are of all pixels of x."""
+        return self.batch * math.prod(self.spatial) if pass_ == "wgrad" else super().terms(pass_)
 
     def problem(self, dtype: str = "float32", **options: Any) -> ConvProblem:
-        given: dict[str, Any] = dict(
-            activation=None,
-            layout=self.layouts[0],
-            precision=None,
-            return_preactivation=False,
-            algorithm=None,
-            implementation=None,
-        )
-        x, w = (jax.ShapeDtypeStruct(s, dtype) for s in (self.x_shape, self.w_shape))
+        given: dict[str, Any] = dict(layout=self.layout(), precision=None, activation=None, return_preactivation=False)
+        given |= dict(algorithm=None, implementation=None)
+        x, w = (jax.ShapeDtypeStruct(s, dtype) for s in (self.x_shape(), self.w_shape()))
         return ConvProblem.infer("conv", self.nd, x, w, None, **{**self.options, **given, **options})
 
-    def algorithms(self, dtype: str = "float32", **options: Any) -> list[str]:
-        """What can run this case, forward and backward, on the device under test."""
+    def able(self, dtype: str = "float32", **options: Any) -> list[str]:
+        """The algorithms that can run this case, forward and backward, on the device under test."""
         problem, ops = self.problem(dtype, **options), ("conv_fprop", "conv_dgrad", "conv_wgrad")
         return [a for a in CONV_ALGORITHMS if not any(_plan.supports(op, a, problem, DEVICE) for op in ops)]
 
 
-def _case(
-    name: str, batch: int, spatial: Any, channels: int, filters: int, window: Any, why: str, **options: Any
+def edge(
+    name: str, batch: int, spatial: Any, in_channels: int, out_channels: int, filter: Any, why: str, **options: Any
 ) -> ConvCase:
+    """A case at a boundary; numbers of `options` are of every axis."""
     nd = len(spatial)
 
     def each(value: Any) -> tuple[Any, ...]:
         return value if isinstance(value, tuple) else (value,) * nd
 
-    padding = tuple(p if isinstance(p, tuple) else (p, p) for p in each(options.get("padding", 0)))
-    return ConvCase(
-        name,
-        batch,
-        spatial,
-        channels,
-        filters,
-        window,
-        each(options.get("stride", 1)),
-        padding,
-        each(options.get("dilation", 1)),
-        options.get("groups", 1),
-        why,
-    )
+    window = {"stride": each(options.get("stride", 1)), "dilation": each(options.get("dilation", 1))}
+    window["padding"] = tuple(p if isinstance(p, tuple) else (p, p) for p in each(options.get("padding", 0)))
+    shape = (name, batch, spatial, in_channels, out_channels, filter)
+    return ConvCase(*shape, **window, groups=options.get("groups", 1), why=why)
 
 
 CONV_CASES = (
-    _case("one", 1, (1, 1), 1, 1, (1, 1), "every extent is 1: no loop may assume two steps"),
-    _case("three_channels", 2, (7, 5), 3, 5, (3, 3), "C=3 is below one 16-byte vector; odd extents", padding=1),
-    _case(
+    edge("one", 1, (1, 1), 1, 1, (1, 1), "every extent is 1: no loop may assume two steps"),
+    edge("three_channels", 2, (7, 5), 3, 5, (3, 3), "C=3 is below one 16-byte vector; odd extents", padding=1),
+    edge(
         "prime",
         1,
         (13, 11),
@@ -127,11 +69,9 @@ CONV_CASES = (
         stride=(2, 3),
         padding=((1, 2), (0, 3)),
     ),
-    _case("pixels_257", 1, (1, 257), 4, 8, (1, 1), "P*Q=257: one past two tiles of 128 pixels; a plain matrix product"),
-    _case(
-        "filters_129", 1, (5, 5), 16, 129, (1, 1), "K=129: one past a tile of 128 filters; unaligned rows of w and y"
-    ),
-    _case(
+    edge("pixels_257", 1, (1, 257), 4, 8, (1, 1), "P*Q=257: one past two tiles of 128 pixels; a plain matrix product"),
+    edge("filters_129", 1, (5, 5), 16, 129, (1, 1), "K=129: one past a tile of 128 filters; unaligned rows of w and y"),
+    edge(
         "reduction_297",
         1,
         (6, 6),
@@ -141,7 +81,7 @@ CONV_CASES = (
         "C=33: the reduction crosses a filter tap inside a vector; K=65 is one past a tile of 64",
         padding=1,
     ),
-    _case(
+    edge(
         "aligned",
         2,
         (10, 8),
@@ -151,7 +91,7 @@ CONV_CASES = (
         "64 channels on both sides: the vectorised path, N*P*Q=160 between tiles",
         padding=1,
     ),
-    _case(
+    edge(
         "dilated",
         2,
         (9, 9),
@@ -162,7 +102,7 @@ CONV_CASES = (
         dilation=2,
         padding=((0, 3), (4, 0)),
     ),
-    _case(
+    edge(
         "cropped",
         2,
         (9, 8),
@@ -173,10 +113,8 @@ CONV_CASES = (
         stride=2,
         padding=((-1, 2), (1, -2)),
     ),
-    _case(
-        "holes", 2, (10, 11), 4, 3, (2, 2), "stride 3 over a 2x2 window: some pixels are read by no output", stride=3
-    ),
-    _case(
+    edge("holes", 2, (10, 11), 4, 3, (2, 2), "stride 3 over a 2x2 window: some pixels are read by no output", stride=3),
+    edge(
         "over_padded",
         1,
         (3, 4),
@@ -187,10 +125,8 @@ CONV_CASES = (
         padding=((3, 3), (2, 4)),
         stride=(1, 2),
     ),
-    _case(
-        "grouped", 2, (6, 7), 12, 18, (3, 3), "3 groups of 4 -> 6 channels, K/G no power of two", groups=3, padding=1
-    ),
-    _case(
+    edge("grouped", 2, (6, 7), 12, 18, (3, 3), "3 groups of 4 -> 6 channels, K/G no power of two", groups=3, padding=1),
+    edge(
         "depthwise",
         2,
         (9, 10),
@@ -201,7 +137,7 @@ CONV_CASES = (
         groups=19,
         padding=1,
     ),
-    _case(
+    edge(
         "depthwise_x2",
         2,
         (9, 7),
@@ -214,7 +150,7 @@ CONV_CASES = (
         stride=(2, 1),
         dilation=(1, 2),
     ),
-    _case(
+    edge(
         "depthwise_strips",
         2,
         (5, 65),
@@ -225,7 +161,7 @@ CONV_CASES = (
         groups=72,
         padding=((0, 2), (2, 0)),
     ),
-    _case(
+    edge(
         "depthwise_x2_strips",
         2,
         (5, 65),
@@ -236,7 +172,7 @@ CONV_CASES = (
         groups=48,
         padding=((0, 2), (2, 0)),
     ),
-    _case(
+    edge(
         "depthwise_x4",
         5,
         (7, 6),
@@ -247,7 +183,7 @@ CONV_CASES = (
         groups=8,
         padding=1,
     ),
-    _case(
+    edge(
         "depthwise_causal",
         2,
         (301,),
@@ -258,7 +194,7 @@ CONV_CASES = (
         groups=24,
         padding=((3, 0),),
     ),
-    _case(
+    edge(
         "depthwise_causal_d3",
         1,
         (50,),
@@ -270,7 +206,7 @@ CONV_CASES = (
         padding=((7, -2),),
         dilation=3,
     ),
-    _case(
+    edge(
         "depthwise_column",
         2,
         (9, 5, 3),
@@ -281,7 +217,7 @@ CONV_CASES = (
         groups=16,
         padding=((1, 0), (0, 0), (0, 0)),
     ),
-    _case(
+    edge(
         "depthwise_d2",
         2,
         (7, 13),
@@ -293,7 +229,7 @@ CONV_CASES = (
         padding=((2, 1), (1, 2)),
         dilation=2,
     ),
-    _case(
+    edge(
         "depthwise_d2_rows",
         3,
         (9, 29),
@@ -305,7 +241,7 @@ CONV_CASES = (
         padding=((4, 0), (1, 3)),
         dilation=2,
     ),
-    _case(
+    edge(
         "depthwise_d3",
         1,
         (2, 260),
@@ -317,7 +253,7 @@ CONV_CASES = (
         padding=((4, 2), (2, 4)),
         dilation=3,
     ),
-    _case(
+    edge(
         "depthwise_d2x5",
         2,
         (5, 12),
@@ -329,7 +265,7 @@ CONV_CASES = (
         padding=((0, 1), (7, 5)),
         dilation=(2, 5),
     ),
-    _case(
+    edge(
         "depthwise_7x7_d3",
         2,
         (7, 10),
@@ -341,7 +277,7 @@ CONV_CASES = (
         padding=((9, 9), (10, 7)),
         dilation=3,
     ),
-    _case(
+    edge(
         "depthwise_5x5_d2",
         2,
         (9, 17),
@@ -353,7 +289,7 @@ CONV_CASES = (
         padding=((2, 4), (8, 1)),
         dilation=(1, 2),
     ),
-    _case(
+    edge(
         "depthwise_s2",
         3,
         (9, 18),
@@ -365,7 +301,7 @@ CONV_CASES = (
         stride=2,
         padding=((1, 1), (0, 1)),
     ),
-    _case(
+    edge(
         "depthwise_5x5_s2",
         3,
         (11, 18),
@@ -377,7 +313,7 @@ CONV_CASES = (
         stride=2,
         padding=((2, 2), (1, 2)),
     ),
-    _case(
+    edge(
         "depthwise_5x5_s2_images",
         9,
         (7, 6),
@@ -389,7 +325,7 @@ CONV_CASES = (
         stride=2,
         padding=((4, 0), (0, 3)),
     ),
-    _case(
+    edge(
         "depthwise_7x7_s2",
         2,
         (16, 13),
@@ -401,7 +337,7 @@ CONV_CASES = (
         stride=2,
         padding=((2, 3), (3, 3)),
     ),
-    _case(
+    edge(
         "depthwise_7x7_s2_wide",
         1,
         (9, 300),
@@ -413,7 +349,7 @@ CONV_CASES = (
         stride=2,
         padding=((5, 1), (6, 0)),
     ),
-    _case(
+    edge(
         "depthwise_wide",
         1,
         (3, 260),
@@ -424,7 +360,7 @@ CONV_CASES = (
         groups=8,
         padding=1,
     ),
-    _case(
+    edge(
         "depthwise_images",
         9,
         (7, 6),
@@ -435,7 +371,7 @@ CONV_CASES = (
         groups=16,
         padding=2,
     ),
-    _case(
+    edge(
         "depthwise_bands",
         5,
         (9, 21),
@@ -446,7 +382,7 @@ CONV_CASES = (
         groups=40,
         padding=((0, 5), (6, 1)),
     ),
-    _case(
+    edge(
         "depthwise_bands_wide",
         2,
         (4, 141),
@@ -457,10 +393,8 @@ CONV_CASES = (
         groups=16,
         padding=((4, 0), (1, 3)),
     ),
-    _case(
-        "depthwise_32", 1, (12, 9), 32, 32, (7, 7), "7x7 over aligned channels, as in ConvNeXt", groups=32, padding=3
-    ),
-    _case(
+    edge("depthwise_32", 1, (12, 9), 32, 32, (7, 7), "7x7 over aligned channels, as in ConvNeXt", groups=32, padding=3),
+    edge(
         "grouped_4",
         3,
         (6, 66),
@@ -471,7 +405,7 @@ CONV_CASES = (
         groups=18,
         padding=1,
     ),
-    _case(
+    edge(
         "grouped_4_wide",
         2,
         (3, 190),
@@ -482,8 +416,8 @@ CONV_CASES = (
         groups=9,
         padding=((0, 1), (1, 2)),
     ),
-    _case("grouped_8", 5, (9, 7), 16, 16, (3, 3), "8 channels a group, 7 columns: four images share a strip", groups=2),
-    _case(
+    edge("grouped_8", 5, (9, 7), 16, 16, (3, 3), "8 channels a group, 7 columns: four images share a strip", groups=2),
+    edge(
         "grouped_16",
         3,
         (5, 18),
@@ -494,7 +428,7 @@ CONV_CASES = (
         groups=2,
         padding=((2, 0), (0, 2)),
     ),
-    _case(
+    edge(
         "grouped_16_s2",
         3,
         (9, 32),
@@ -506,7 +440,7 @@ CONV_CASES = (
         groups=3,
         padding=((1, 0), (0, 0)),
     ),
-    _case(
+    edge(
         "grouped_4_s2",
         3,
         (8, 132),
@@ -518,7 +452,7 @@ CONV_CASES = (
         groups=18,
         padding=((1, 2), (0, 1)),
     ),
-    _case(
+    edge(
         "grouped_8_s2",
         5,
         (11, 9),
@@ -530,7 +464,7 @@ CONV_CASES = (
         groups=3,
         padding=((0, 1), (2, 0)),
     ),
-    _case(
+    edge(
         "grouped_8_s2_column",
         2,
         (5, 1),
@@ -542,9 +476,9 @@ CONV_CASES = (
         groups=2,
         padding=1,
     ),
-    _case("grouped_32", 2, (6, 17), 64, 64, (3, 3), "32 channels a group: four octets", groups=2, padding=1),
-    _case("one_d", 3, (19,), 3, 4, (5,), "1-D; strided and dilated", stride=2, dilation=2, padding=((3, 4),)),
-    _case(
+    edge("grouped_32", 2, (6, 17), 64, 64, (3, 3), "32 channels a group: four octets", groups=2, padding=1),
+    edge("one_d", 3, (19,), 3, 4, (5,), "1-D; strided and dilated", stride=2, dilation=2, padding=((3, 4),)),
+    edge(
         "three_d",
         2,
         (4, 5, 6),
@@ -556,28 +490,28 @@ CONV_CASES = (
         dilation=(1, 1, 2),
         padding=((1, 1), (0, 1), (2, 2)),
     ),
-    _case("no_images", 0, (5, 5), 3, 4, (3, 3), "an empty batch is a batch", padding=1),
+    edge("no_images", 0, (5, 5), 3, 4, (3, 3), "an empty batch is a batch", padding=1),
 )
 BY_NAME = {case.name: case for case in CONV_CASES}
 
 # Few channels on one side, and patches. Tiles are up to 128 columns and whole rows; a step of the tensor cores takes 4
 # taps, a block of them 64 pixels and 64 channels of the other side.
 STEM_CASES = (
-    _case("stem7", 2, (37, 45), 3, 64, (7, 7), "49 taps: one past 12 steps; odd extents", stride=2, padding=3),
-    _case("stem3", 3, (32, 32), 3, 32, (3, 3), "K=32: half a block", stride=2, padding=((0, 1), (0, 1))),
-    _case("stem_wide", 1, (9, 300), 1, 16, (3, 3), "300 columns: three tiles; one channel", padding=1),
-    _case("stem_k264", 1, (21, 22), 3, 264, (7, 7), "the filter does not fit a block: K is cut", stride=2, padding=3),
-    _case("stem_k7", 2, (20, 23), 2, 7, (3, 3), "K=7: no vector; few on both sides", padding=1),
-    _case("stem_c5", 1, (20, 23), 5, 72, (3, 3), "5 channels: two units of 4 a pixel", dilation=(1, 2)),
-    _case("stem_c8", 2, (20, 23), 8, 136, (3, 3), "8 channels; unequal strides", stride=(3, 2), padding=1),
-    _case("stem_cropped", 2, (20, 23), 3, 24, (3, 3), "negative padding", padding=((-1, -1), (2, 2))),
-    _case("stem_113", 1, (12, 226), 3, 72, (7, 7), "113 columns: two strips of a row", stride=2, padding=3),
-    _case("stem_7x7s1", 1, (20, 70), 4, 64, (7, 7), "7 chunks a row; odd rows", padding=3),
-    _case("stem_1d", 2, (67,), 2, 16, (9,), "1-D", stride=4, padding=4),
-    _case("rgb", 2, (18, 20), 64, 3, (3, 3), "K=3: few output channels", padding=1),
-    _case("rgb_wide", 1, (17, 230), 24, 3, (3, 3), "three strips of a row", padding=1),
-    _case("head_k1", 2, (18, 20), 24, 1, (1, 1), "one output channel of 24 inputs, less than a block of 64"),
-    _case(
+    edge("stem7", 2, (37, 45), 3, 64, (7, 7), "49 taps: one past 12 steps; odd extents", stride=2, padding=3),
+    edge("stem3", 3, (32, 32), 3, 32, (3, 3), "K=32: half a block", stride=2, padding=((0, 1), (0, 1))),
+    edge("stem_wide", 1, (9, 300), 1, 16, (3, 3), "300 columns: three tiles; one channel", padding=1),
+    edge("stem_k264", 1, (21, 22), 3, 264, (7, 7), "the filter does not fit a block: K is cut", stride=2, padding=3),
+    edge("stem_k7", 2, (20, 23), 2, 7, (3, 3), "K=7: no vector; few on both sides", padding=1),
+    edge("stem_c5", 1, (20, 23), 5, 72, (3, 3), "5 channels: two units of 4 a pixel", dilation=(1, 2)),
+    edge("stem_c8", 2, (20, 23), 8, 136, (3, 3), "8 channels; unequal strides", stride=(3, 2), padding=1),
+    edge("stem_cropped", 2, (20, 23), 3, 24, (3, 3), "negative padding", padding=((-1, -1), (2, 2))),
+    edge("stem_113", 1, (12, 226), 3, 72, (7, 7), "113 columns: two strips of a row", stride=2, padding=3),
+    edge("stem_7x7s1", 1, (20, 70), 4, 64, (7, 7), "7 chunks a row; odd rows", padding=3),
+    edge("stem_1d", 2, (67,), 2, 16, (9,), "1-D", stride=4, padding=4),
+    edge("rgb", 2, (18, 20), 64, 3, (3, 3), "K=3: few output channels", padding=1),
+    edge("rgb_wide", 1, (17, 230), 24, 3, (3, 3), "three strips of a row", padding=1),
+    edge("head_k1", 2, (18, 20), 24, 1, (1, 1), "one output channel of 24 inputs, less than a block of 64"),
+    edge(
         "head_k8",
         2,
         (18, 21),
@@ -588,14 +522,14 @@ STEM_CASES = (
         padding=((0, 0), (2, 2)),
         dilation=(1, 2),
     ),
-    _case("patch4", 2, (32, 32), 3, 96, (4, 4), "patches: 12 elements a filter row, 24 bytes", stride=4),
-    _case("patch16", 2, (48, 32), 3, 72, (16, 16), "patches: 48 elements a filter row, on sm90", stride=16),
-    _case("patch14", 1, (28, 42), 3, 64, (14, 14), "patches: 42 elements a filter row, 84 bytes", stride=14),
-    _case("patch_w", 2, (17, 32), 4, 64, (3, 4), "patches along W alone", stride=(2, 4), padding=((1, 1), (0, 0))),
-    _case("patch_3d", 2, (3, 8, 12), 4, 16, (1, 4, 2), "patches in 3-D, the first axis stays", stride=(1, 4, 2)),
-    _case("patch_row", 2, (5, 48), 8, 40, (1, 16), "a single tap is not dilated", stride=(1, 16), dilation=(2, 1)),
-    _case("volume_c1", 2, (5, 9, 70), 1, 32, (3, 3, 3), "3-D, one channel: three planes are channels", padding=1),
-    _case(
+    edge("patch4", 2, (32, 32), 3, 96, (4, 4), "patches: 12 elements a filter row, 24 bytes", stride=4),
+    edge("patch16", 2, (48, 32), 3, 72, (16, 16), "patches: 48 elements a filter row, on sm90", stride=16),
+    edge("patch14", 1, (28, 42), 3, 64, (14, 14), "patches: 42 elements a filter row, 84 bytes", stride=14),
+    edge("patch_w", 2, (17, 32), 4, 64, (3, 4), "patches along W alone", stride=(2, 4), padding=((1, 1), (0, 0))),
+    edge("patch_3d", 2, (3, 8, 12), 4, 16, (1, 4, 2), "patches in 3-D, the first axis stays", stride=(1, 4, 2)),
+    edge("patch_row", 2, (5, 48), 8, 40, (1, 16), "a single tap is not dilated", stride=(1, 16), dilation=(2, 1)),
+    edge("volume_c1", 2, (5, 9, 70), 1, 32, (3, 3, 3), "3-D, one channel: three planes are channels", padding=1),
+    edge(
         "volume_c2",
         1,
         (4, 10, 33),
@@ -605,7 +539,7 @@ STEM_CASES = (
         "3-D: four planes of two channels, more of them made",
         padding=((3, 2), (1, 1), (0, 1)),
     ),
-    _case(
+    edge(
         "volume_strided",
         2,
         (9, 9, 21),
@@ -617,35 +551,35 @@ STEM_CASES = (
         padding=((2, 1), (1, 1), (1, 1)),
         dilation=(3, 1, 1),
     ),
-    _case("patch_ragged", 1, (33, 33), 3, 16, (4, 4), "the last row and column belong to no patch", stride=4),
+    edge("patch_ragged", 1, (33, 33), 3, 16, (4, 4), "the last row and column belong to no patch", stride=4),
 )
 
 # For the sm_90a loop: blocks of 64 channels, tiles of 128 and 256 pixels, 64 to 320 columns, vectors of 8.
 SM90_CASES = (
-    _case("c8", 2, (9, 7), 8, 8, (3, 3), "C=K=8: one vector, an eighth of the 128 bytes that TMA fetches", padding=1),
-    _case("c72", 1, (13, 11), 72, 136, (3, 3), "C=72, K=136: one vector past a block and past a tile", padding=1),
-    _case("c136", 2, (8, 9), 136, 72, (3, 3), "three blocks of channels, the last of one vector", padding=1),
-    _case("pixels_257", 1, (1, 257), 64, 264, (1, 1), "one past a tile of 256 pixels, K one vector past 256"),
-    _case("pairs", 2, (15, 17), 264, 328, (1, 1), "past pairs of tiles of 128 and 256 in both directions"),
-    _case("shares", 2, (24, 25), 64, 256, (1, 1), "one tile of a pair in 19 parts, which several threads add up"),
-    _case("filters_328", 1, (12, 11), 16, 328, (1, 1), "K one vector past the widest tile"),
-    _case("images", 5, (7, 7), 64, 64, (3, 3), "images of 49 pixels: a tile spans several", padding=1),
-    _case("no_padding", 2, (17, 13), 64, 64, (3, 3), "nothing padded: gaps only where places have no output"),
-    _case("over_padded", 2, (6, 9), 64, 72, (3, 3), "more outputs than inputs", padding=2),
-    _case("uneven_pads", 2, (9, 8), 32, 64, (2, 4), "an even filter: pads differ", padding=((0, 1), (2, 1))),
-    _case("cropped", 2, (9, 8), 24, 40, (3, 3), "negative pads crop the input", padding=((-1, 1), (1, -2))),
-    _case("strided", 2, (13, 10), 64, 72, (3, 3), "four phases in dgrad, with 1 to 4 taps", stride=2, padding=1),
-    _case("strided_holes", 2, (11, 13), 72, 64, (2, 2), "stride 3, 2x2 window: phases without taps", stride=(2, 3)),
-    _case("pointwise_s2", 2, (13, 10), 72, 136, (1, 1), "three of four pixels of dx are zero", stride=2),
-    _case("dilated", 2, (11, 12), 64, 64, (3, 3), "dilation 2", dilation=2, padding=2),
-    _case("dilated_strided", 1, (14, 13), 16, 24, (3, 3), "stride and dilation share a factor", dilation=2, stride=2),
-    _case("one_d", 2, (300,), 64, 72, (3,), "1-D, past a tile", padding=1),
-    _case("one_d_causal", 2, (150,), 24, 16, (4,), "1-D, dilated, padded on one side", dilation=3, padding=((9, 0),)),
-    _case("three_d", 2, (4, 5, 6), 16, 24, (3, 2, 3), "3-D", padding=((1, 1), (0, 1), (2, 2)), dilation=(1, 1, 2)),
-    _case("three_d_s2", 1, (6, 5, 7), 64, 16, (3, 3, 3), "3-D, eight phases", stride=2, padding=1),
-    _case("planes", 2, (4, 6, 50), 40, 24, (3, 3, 3), "3-D: past 32 channels, tiles past rows and planes", padding=1),
-    _case("planes_of_one", 3, (1, 9, 61), 16, 72, (3, 3, 3), "3-D: two of three planes are padding", padding=1),
-    _case(
+    edge("c8", 2, (9, 7), 8, 8, (3, 3), "C=K=8: one vector, an eighth of the 128 bytes that TMA fetches", padding=1),
+    edge("c72", 1, (13, 11), 72, 136, (3, 3), "C=72, K=136: one vector past a block and past a tile", padding=1),
+    edge("c136", 2, (8, 9), 136, 72, (3, 3), "three blocks of channels, the last of one vector", padding=1),
+    edge("pixels_257", 1, (1, 257), 64, 264, (1, 1), "one past a tile of 256 pixels, K one vector past 256"),
+    edge("pairs", 2, (15, 17), 264, 328, (1, 1), "past pairs of tiles of 128 and 256 in both directions"),
+    edge("shares", 2, (24, 25), 64, 256, (1, 1), "one tile of a pair in 19 parts, which several threads add up"),
+    edge("filters_328", 1, (12, 11), 16, 328, (1, 1), "K one vector past the widest tile"),
+    edge("images", 5, (7, 7), 64, 64, (3, 3), "images of 49 pixels: a tile spans several", padding=1),
+    edge("no_padding", 2, (17, 13), 64, 64, (3, 3), "nothing padded: gaps only where places have no output"),
+    edge("over_padded", 2, (6, 9), 64, 72, (3, 3), "more outputs than inputs", padding=2),
+    edge("uneven_pads", 2, (9, 8), 32, 64, (2, 4), "an even filter: pads differ", padding=((0, 1), (2, 1))),
+    edge("cropped", 2, (9, 8), 24, 40, (3, 3), "negative pads crop the input", padding=((-1, 1), (1, -2))),
+    edge("strided", 2, (13, 10), 64, 72, (3, 3), "four phases in dgrad, with 1 to 4 taps", stride=2, padding=1),
+    edge("strided_holes", 2, (11, 13), 72, 64, (2, 2), "stride 3, 2x2 window: phases without taps", stride=(2, 3)),
+    edge("pointwise_s2", 2, (13, 10), 72, 136, (1, 1), "three of four pixels of dx are zero", stride=2),
+    edge("dilated", 2, (11, 12), 64, 64, (3, 3), "dilation 2", dilation=2, padding=2),
+    edge("dilated_strided", 1, (14, 13), 16, 24, (3, 3), "stride and dilation share a factor", dilation=2, stride=2),
+    edge("one_d", 2, (300,), 64, 72, (3,), "1-D, past a tile", padding=1),
+    edge("one_d_causal", 2, (150,), 24, 16, (4,), "1-D, dilated, padded on one side", dilation=3, padding=((9, 0),)),
+    edge("three_d", 2, (4, 5, 6), 16, 24, (3, 2, 3), "3-D", padding=((1, 1), (0, 1), (2, 2)), dilation=(1, 1, 2)),
+    edge("three_d_s2", 1, (6, 5, 7), 64, 16, (3, 3, 3), "3-D, eight phases", stride=2, padding=1),
+    edge("planes", 2, (4, 6, 50), 40, 24, (3, 3, 3), "3-D: past 32 channels, tiles past rows and planes", padding=1),
+    edge("planes_of_one", 3, (1, 9, 61), 16, 72, (3, 3, 3), "3-D: two of three planes are padding", padding=1),
+    edge(
         "planes_cut",
         1,
         (7, 5, 40),
@@ -655,7 +589,7 @@ SM90_CASES = (
         "3-D: 6 taps a plane, fewer planes made",
         padding=((0, 0), (1, 0), (2, 2)),
     ),
-    _case(
+    edge(
         "planes_over",
         1,
         (3, 12, 45),
@@ -666,8 +600,8 @@ SM90_CASES = (
         padding=((2, 2), (3, 2), (2, 3)),
         dilation=(1, 2, 2),
     ),
-    _case("planes_wide", 1, (3, 4, 257), 40, 24, (3, 3, 3), "3-D: strips of 85 and 86 columns", padding=1),
-    _case(
+    edge("planes_wide", 1, (3, 4, 257), 40, 24, (3, 3, 3), "3-D: strips of 85 and 86 columns", padding=1),
+    edge(
         "planes_wide_uneven",
         2,
         (2, 6, 200),
@@ -677,7 +611,7 @@ SM90_CASES = (
         "3-D: strips, fewer rows and more columns made",
         padding=((1, 1), (0, 1), (2, 1)),
     ),
-    _case(
+    edge(
         "planes_wide_dilated",
         1,
         (2, 9, 250),
@@ -688,27 +622,15 @@ SM90_CASES = (
         padding=((1, 1), (1, 2), (4, 5)),
         dilation=(1, 2, 3),
     ),
-    _case("groups_of_64", 2, (9, 8), 128, 128, (3, 3), "two groups of 64", groups=2, padding=1),
-    _case("wide", 1, (3, 260), 64, 64, (3, 3), "rows too long for the halo tile's shared memory", padding=1),
+    edge("groups_of_64", 2, (9, 8), 128, 128, (3, 3), "two groups of 64", groups=2, padding=1),
+    edge("wide", 1, (3, 260), 64, 64, (3, 3), "rows too long for the halo tile's shared memory", padding=1),
 )
 
 # The convolutions that the benchmarks measure, shrunk. Without the 31x31 filter: its taps take the reference seconds.
 NETWORK_CASES = tuple(
-    ConvCase(
-        case.name,
-        case.batch,
-        case.spatial,
-        case.in_channels,
-        case.out_channels,
-        case.filter,
-        case.stride,
-        case.padding,
-        case.dilation,
-        case.groups,
-        "a network has it",
-    )
-    for case in (large.small() for large in CONV if not large.transposed)
-    if max(case.filter) < 31
+    ConvCase.of(case.small(), why="a network has it")
+    for case in conv_cases.CORE + conv_cases.SPECIAL
+    if not case.transposed and max(case.filter) < 31
 )
 
 

@@ -44,7 +44,7 @@ def out_extents(case: Any) -> tuple[int, ...]:
     return tuple(
         (size + low + high - ((k - 1) * d + 1)) // s + 1
         for size, k, s, (low, high), d in zip(
-            case.spatial, case.window, case.stride, case.padding, case.dilation, strict=True
+            case.spatial, case.filter, case.stride, case.padding, case.dilation, strict=True
         )
     )
 
@@ -52,7 +52,7 @@ def out_extents(case: Any) -> tuple[int, ...]:
 def taps(case: Any) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
     """(output position, tap, input position) for every tap that falls inside the input."""
     for o in itertools.product(*map(range, out_extents(case))):
-        for t in itertools.product(*map(range, case.window)):
+        for t in itertools.product(*map(range, case.filter)):
             i = tuple(
                 o_ * s - low + t_ * d
                 for o_, t_, s, (low, _), d in zip(o, t, case.stride, case.padding, case.dilation, strict=True)
@@ -80,7 +80,7 @@ def fprop(case: Any, x: np.ndarray, w: np.ndarray) -> np.ndarray:
 
 
 def dgrad(case: Any, dy: np.ndarray, w: np.ndarray) -> np.ndarray:
-    dx = np.zeros((dy.shape[0], *case.spatial, case.channels))
+    dx = np.zeros((dy.shape[0], *case.spatial, case.in_channels))
     xg, wg, yg = _grouped(case, dx, w, dy)
     for o, t, i in taps(case):
         xg[:, *i] += np.einsum("ngk,cgk->ngc", yg[:, *o], wg[t])
@@ -88,7 +88,7 @@ def dgrad(case: Any, dy: np.ndarray, w: np.ndarray) -> np.ndarray:
 
 
 def wgrad(case: Any, x: np.ndarray, dy: np.ndarray) -> np.ndarray:
-    dw = np.zeros((*case.window, case.channels // case.groups, case.filters))
+    dw = np.zeros((*case.filter, case.in_channels // case.groups, case.out_channels))
     xg, wg, yg = _grouped(case, x, dw, dy)
     for o, t, i in taps(case):
         wg[t] += np.einsum("ngc,ngk->cgk", xg[:, *i], yg[:, *o])

@@ -91,7 +91,7 @@ class Window:
     """A convolution's geometry; the names are those that numpy_reference reads."""
 
     spatial: Shape
-    window: Shape
+    filter: Shape
     stride: Shape
     padding: tuple[Pair, ...]
     dilation: Shape
@@ -105,24 +105,24 @@ class Window:
         return len(self.spatial)
 
     @property
-    def channels(self) -> int:
+    def in_channels(self) -> int:
         return self.groups * self.group_c
 
     @property
-    def filters(self) -> int:
+    def out_channels(self) -> int:
         return self.groups * self.group_k
 
     @property
     def x_shape(self) -> Shape:
-        return (self.batch, *self.spatial, self.channels)
+        return (self.batch, *self.spatial, self.in_channels)
 
     @property
     def w_shape(self) -> Shape:
-        return (*self.window, self.group_c, self.filters)
+        return (*self.filter, self.group_c, self.out_channels)
 
     @property
     def y_shape(self) -> Shape:
-        return (self.batch, *ref.out_extents(self), self.filters)
+        return (self.batch, *ref.out_extents(self), self.out_channels)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -235,7 +235,7 @@ class ConvLayer:
         case, dtype, last = self.window, self.dtype, self.last
         if case.batch == 0:
             return
-        shapes = [case.x_shape, case.w_shape] + [(case.filters,)] * self.bias
+        shapes = [case.x_shape, case.w_shape] + [(case.out_channels,)] * self.bias
         x, w, *b = (normal(self.seed + i, shape, dtype) for i, shape in enumerate(shapes))
         dy = normal(self.seed + 7, case.y_shape, dtype)
         r = normal(self.seed + 8, case.y_shape, dtype) if self.residual else None
@@ -247,7 +247,7 @@ class ConvLayer:
         references |= {"dx": images(ref.dgrad(case, dz, w), last), "dw": filters(ref.wgrad(case, x, dz), last)}
         references |= {"dresidual": images(dz, last)} if self.residual else {}
         references |= {"db": dz.sum(tuple(range(dz.ndim - 1)))} if b else {}
-        taps, pixels = math.prod(case.window), math.prod(case.y_shape[:-1])
+        taps, pixels = math.prod(case.filter), math.prod(case.y_shape[:-1])
         terms = {"y": taps * case.group_c, "dx": taps * case.group_k, "dw": pixels, "db": pixels}
         terms["dresidual"] = terms["y"]  # z decides the slope
 
@@ -333,7 +333,7 @@ class ConvTranspose:
             self.group_k,
         )
         at = (slice(None), *(slice(None, None, s) for s in self.stride))
-        x = integers(self.seed, (self.batch, *self.spatial, case.channels), dtype)
+        x = integers(self.seed, (self.batch, *self.spatial, case.in_channels), dtype)
         w, dy = integers(self.seed + 1, case.w_shape, dtype), integers(self.seed + 2, case.y_shape, dtype)
         wide = np.zeros(case.x_shape)
         wide[at] = x
@@ -729,7 +729,7 @@ class ConvBatchNorm:
         n = math.prod(case.y_shape[:-1])
         if case.batch == 0 or n < 4:
             return
-        k, layout = case.filters, LAYOUTS[case.nd][not last]
+        k, layout = case.out_channels, LAYOUTS[case.nd][not last]
         given = {"x": images(normal(self.seed, case.x_shape, dtype), last)}
         given["w"] = filters(normal(self.seed + 1, case.w_shape, dtype), last)
         given |= {
@@ -790,7 +790,7 @@ class BatchNormConv:
         case, last, dtype = self.window, self.last, WIDE
         if math.prod(case.x_shape[:-1]) < 4:  # the variance of a few numbers may be next to nothing
             return
-        c, layout = case.channels, LAYOUTS[case.nd][not last]
+        c, layout = case.in_channels, LAYOUTS[case.nd][not last]
         x = normal(self.seed, case.x_shape, dtype)
         given = {"x": images(x, last), "w": filters(normal(self.seed + 1, case.w_shape, dtype), last)}
         given |= {

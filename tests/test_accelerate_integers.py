@@ -1,4 +1,5 @@
-"""Convolutions of 8-bit numbers as people write them in lax and jnp: one call each through accelerate and freeze."""
+"""Convolutions and dense layers of 8-bit numbers as people write them in lax and jnp: one call each through accelerate
+and freeze."""
 
 from __future__ import annotations
 
@@ -188,6 +189,172 @@ def test_a_gradient_goes_past_what_becomes_8_bits(dtype):
     for a, b in zip(plain, ours, strict=True):
         assert np.abs(a).max() > 0
         np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-4 * np.abs(a).max())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Dense layers
+
+XD = helpers.integers(0, (3, 7, 48), 127).astype(np.int8)
+WD = helpers.integers(1, (48, 32), 127).astype(np.int8)
+RD = helpers.integers(2, (3, 7, 32), 127).astype(np.int8)
+NORMAL = (((2,), (0,)), ((), ()))
+
+
+def dot(x: Any, w: Any, **options: Any) -> jax.Array:
+    return lax.dot_general(x, w, NORMAL, **(dict(preferred_element_type=jnp.int32) | options))
+
+
+# id: (function of x, w, s, b, r; what became of it)
+DENSE: dict[str, tuple[Callable[..., Any], str]] = {
+    "all": (
+        lambda x, w, s, b, r: jnp.clip(
+            jnp.round(jax.nn.relu(f32(dot(x, w)) * s + b + f32(r) * 0.125) * 16), -128, 127
+        ).astype(jnp.int8),
+        "dense of 8 bits + scale + bias + residual + relu + rounding to int8",
+    ),
+    "uint8": (
+        lambda x, w, s, b, r: jnp.clip(
+            jnp.round(jax.nn.relu(f32(dot(lax.bitcast_convert_type(x, jnp.uint8), w)) * s) * 8), 0, 255
+        ).astype(jnp.uint8),
+        "dense of 8 bits + scale + relu + rounding to uint8",
+    ),
+    "two scales, gelu": (
+        lambda x, w, s, b, r: jax.nn.gelu(f32(dot(x, w)) * 0.5 * s[None, None] / 2 + b),
+        "dense of 8 bits + scale + bias + gelu",
+    ),
+    "jnp.matmul, a bias alone": (
+        lambda x, w, s, b, r: f32(jnp.matmul(x, w, preferred_element_type=jnp.int32)) + b,
+        "dense of 8 bits + bias",
+    ),
+    "floats that hold int8": (
+        lambda x, w, s, b, r: jax.nn.relu(
+            dot(f32(x), f32(w), preferred_element_type=None, precision="highest") * s + b
+        ),
+        "dense of 8 bits + scale + bias + relu",
+    ),
+    "a matrix": (
+        lambda x, w, s, b, r: f32(lax.dot(x[0], w, preferred_element_type=jnp.int32)) / s,
+        "dense of 8 bits + scale",
+    ),
+    "sums of uint8 alone": (
+        lambda x, w, s, b, r: dot(lax.bitcast_convert_type(x, jnp.uint8), w),
+        "dense of integers",
+    ),
+    "sums of int32 that hold int8": (
+        lambda x, w, s, b, r: x.astype(jnp.int32) @ w.astype(jnp.int32),
+        "dense of integers",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DENSE)
+def test_what_follows_an_8_bit_product_is_part_of_its_call(case):
+    f, expected = DENSE[case]
+    (finding,) = jaxconv.accelerate(f).report(XD, WD, S, B, RD)
+    assert finding.fused == expected
+    plain, ours = (np.asarray(jax.jit(g)(XD, WD, S, B, RD)) for g in (f, jaxconv.accelerate(f)))
+    assert plain.dtype == ours.dtype and plain.shape == ours.shape
+    off = np.abs(plain.astype(np.float64) - ours)
+    if plain.dtype == np.int32:
+        np.testing.assert_array_equal(plain, ours)
+    elif jnp.issubdtype(plain.dtype, jnp.integer):
+        assert off.max() <= 1 and np.mean(off > 0) <= 1e-2 and len(np.unique(plain)) > 50
+    else:
+        assert off.max() <= 2e-6 * np.abs(plain).max()
+
+
+# id: (function, why it stays what it is)
+XLAS: dict[str, tuple[Callable[..., Any], str]] = {
+    "sums alone": (lambda x, w, s, b, r: dot(x, w), "XLA has products of int8 alone"),
+    "sums that somebody else reads": (
+        lambda x, w, s, b, r: (f32(z := dot(x, w)) * s, z),
+        "XLA has products of int8 alone",
+    ),
+    "a scale a row": (
+        lambda x, w, s, b, r: f32(dot(x, w)) * f32(r[..., :1]) * s,
+        "nothing along its columns follows its sums",
+    ),
+    "w from the other side": (
+        lambda x, w, s, b, r: (
+            f32(lax.dot_general(x, w.T, (((2,), (1,)), ((), ())), preferred_element_type=jnp.int32)) * s
+        ),
+        r"jaxconv's products are (..., K) @ (K, N)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", XLAS)
+def test_products_that_stay_xlas(case):
+    f, why = XLAS[case]
+    (finding,) = jaxconv.accelerate(f).report(XD, WD, S, B, RD)
+    assert not finding.fused and why in finding.why
+    plain, ours = (jax.tree.leaves(jax.jit(g)(XD, WD, S, B, RD)) for g in (f, jaxconv.accelerate(f)))
+    for a, b in zip(plain, ours, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_product_of_floats_that_hold_int8_is_one_of_floats_where_a_gpu_has_no_kernel():
+    """With what is fused of any dense layer."""
+
+    def f(x: Any, w: Any, b: Any) -> jax.Array:
+        return jax.nn.relu(dot(f32(x), f32(w), preferred_element_type=None) + b)
+
+    (finding,) = jaxconv.accelerate(f).report(XD, WD, B)
+    assert finding.fused == "dense of 8 bits + bias + relu"
+    with Device.assumed(Device("cuda", "a GPU of 2016", (6, 0))):
+        (finding,) = jaxconv.accelerate(f).report(XD, WD, B)
+    assert finding.fused == "dense + bias + relu"
+
+
+def test_frozen_a_dense_layers_filter_stays_8_bits():
+    def model(weights: Any, x: Any, r: Any) -> Any:
+        w, s, b = weights
+        return DENSE["all"][0](x, w, s, b, r)
+
+    frozen = jaxconv.freeze(model, (WD, S, B))
+    assert [finding.fused for finding in frozen.report(XD, RD)] == [DENSE["all"][1]]
+    assert np.mean(np.asarray(frozen(XD, RD)) != np.asarray(DENSE["all"][0](XD, WD, S, B, RD))) <= 1e-2
+    assert sorted(a.dtype.name for a in frozen.weights.values()) == ["float32", "float32", "int8"]
+
+
+def test_a_gradient_goes_through_a_dense_layers_scale_and_bias():
+    def loss(f: Callable[..., Any], s: Any, b: Any) -> jax.Array:
+        return jnp.sum(f(XD, WD, s, b, RD) * (1 + b))
+
+    f, _ = DENSE["two scales, gelu"]
+    plain, ours = (jax.grad(functools.partial(loss, g), (0, 1))(S, B) for g in (f, jaxconv.accelerate(f)))
+    for a, b in zip(plain, ours, strict=True):
+        np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-4 * np.abs(a).max())
+    mapped = jax.vmap(jaxconv.accelerate(f), (0, None, 0, None, None))(XD[None], WD, S[None], B, RD)
+    np.testing.assert_allclose(mapped[0], f(XD, WD, S, B, RD), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shared", (None, "per_tensor"))
+def test_aqt_flax_dense(shared):
+    """By default AQT's activations have a scale a row, which XLA multiplies behind its own product; with one of the
+    tensor it is part of the call. Bias and activation stand outside the function whose derivative is AQT's own."""
+    aqt = pytest.importorskip("aqt.jax.v2.flax.aqt_flax", reason="the product is AQT's: pip install aqtp")
+    nn = pytest.importorskip("flax.linen")
+    from aqt.jax.v2 import config
+
+    chosen = config.fully_quantized(fwd_bits=8, bwd_bits=None)
+    chosen.fwd.dg_quantizer.lhs.calib_shared_axes = shared
+    modes = dict(rhs_freeze_mode=aqt.FreezerMode.CALIBRATION_AND_VALUE)
+
+    def model(mode: Any) -> Any:
+        product = functools.partial(aqt.AqtDotGeneral, chosen, rhs_quant_mode=mode, **modes)
+        return nn.Sequential([nn.Dense(64, dot_general_cls=product), nn.relu, nn.Dense(32, dot_general_cls=product)])
+
+    x = np.random.default_rng(0).standard_normal((4, 10, 48)).astype(np.float32)
+    rngs = {"params": jax.random.key(0)}
+    variables = model(aqt.QuantMode.TRAIN).init(jax.random.key(1), x)
+    _, stored = model(aqt.QuantMode.CONVERT).apply(variables, x, rngs=rngs, mutable=True)
+    serve = functools.partial(model(aqt.QuantMode.SERVE).apply, rngs=rngs)
+    expected = jax.jit(serve)(stored, x)
+    became = ["" if shared is None else "dense of 8 bits + scale"] * 2
+    for f, given in ((jaxconv.accelerate(serve), (stored, x)), (jaxconv.freeze(serve, stored), (x,))):
+        assert [finding.fused for finding in f.report(*given)] == became
+        np.testing.assert_allclose(f(*given), expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
 
 
 def test_frozen_the_filters_stay_8_bits():

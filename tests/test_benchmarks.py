@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import graphlib
+import importlib
 import itertools
 import json
 import math
+import pathlib
 from typing import Any
 
 import jax
@@ -14,7 +18,9 @@ import pytest
 from helpers import PLATFORM
 from jax import lax
 
-from benchmarks import cases, contenders, infer, record, report, run, tune
+from benchmarks import cases, infer, record, report, run, tune
+from benchmarks.ops.base import Job
+from benchmarks.ops.conv import ConvCase
 from jaxconv._core.activations import Activation
 from jaxconv._plan import Device
 from jaxconv._plan import measured as tables
@@ -33,6 +39,43 @@ def recorded(tmp_path, monkeypatch):
     return record
 
 
+ROOT = pathlib.Path(cases.__file__).parent
+
+
+def imports(path: pathlib.Path, modules: set[str]) -> set[str]:
+    """Those of `modules` that a file imports anywhere in it: where it is loaded, in a function, for types."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert not node.level, f"{path}: imports are absolute"
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names & modules
+
+
+def test_no_module_imports_itself_through_others():
+    """Not inside functions either: that hides a circle."""
+    paths = ((".".join(path.relative_to(ROOT.parent).with_suffix("").parts), path) for path in ROOT.rglob("*.py"))
+    files = {name.removesuffix(".__init__"): path for name, path in paths}
+    graph = {name: imports(path, set(files)) for name, path in files.items()}
+    assert "benchmarks.check" in graph["benchmarks.run"] and "benchmarks.models" in graph["benchmarks.infer"]
+    graphlib.TopologicalSorter(graph).prepare()
+    graph["benchmarks.ops.base"] |= {"benchmarks.run"}
+    with pytest.raises(graphlib.CycleError):
+        graphlib.TopologicalSorter(graph).prepare()
+
+
+def test_every_module_of_an_op_is_a_row_of_the_table():
+    names = {path.stem for path in (ROOT / "ops").glob("*.py")} - {"__init__"}
+    modules = [importlib.import_module(f"benchmarks.ops.{name}") for name in sorted(names)]
+    listed = {id(module.CASES): module.CASES for module in modules if hasattr(module, "CASES")}
+    assert {id(row) for row in cases.BY_OP.values()} == set(listed)
+    for op, row in cases.BY_OP.items():
+        assert {case.op for case in row} == {op} and len({case.name for case in row}) == len(row)
+        assert all(case.suite in cases.SUITES and set(case.passes) <= set(case.results) for case in row)
+
+
 def test_every_row_of_a_table_is_checked_and_timed(recorded):
     found = recorded("--op", "conv", "--suite", "core", "--cases", "convnext.dw7", "--algorithm", "depthwise")
     rows = {(row["pass"], row["contender"]): row for row in found["rows"]}
@@ -44,19 +87,19 @@ def test_every_row_of_a_table_is_checked_and_timed(recorded):
 
 def test_a_kernel_whose_runs_differ_is_wrong(recorded, monkeypatch, capsys):
     """By less than any tolerance, in one run of four."""
-    real, calls = contenders.ours, itertools.count(1)
+    real, calls = ConvCase.ours, itertools.count(1)
 
-    def sometimes(*args: Any, **choice: Any) -> contenders.Job:
+    def sometimes(*args: Any, **choice: Any) -> Job:
         job = real(*args, **choice)
         return dataclasses.replace(job, f=lambda *a: job.f(*a) * (1 + 1e-6 * (next(calls) % 4 == 0)))
 
-    monkeypatch.setattr(contenders, "ours", sometimes)
+    monkeypatch.setattr(ConvCase, "ours", sometimes)
     case = ("--op", "conv", "--suite", "core", "--cases", "convnext.dw7", "--pass", "wgrad")
     args = (*case, "--dtype", "f32", "--implementation", "native")  # of which 1e-6 is eight units in the last place
     with pytest.raises(AssertionError):  # such a run ends with an error
         recorded(*args)
     assert "2 of 8 runs do not have the bits of the first" in capsys.readouterr().out
-    monkeypatch.setattr(contenders, "ours", real)
+    monkeypatch.setattr(ConvCase, "ours", real)
     (row,) = (row for row in recorded(*args)["rows"] if row["contender"] == "ours")
     assert row["status"] == "ok"
 
@@ -66,7 +109,7 @@ def test_every_gradient_of_a_batchnorm_and_its_convolution_is_measured(recorded)
     found = recorded(*case, "--algorithm", "depthwise,two")
     assert {row["status"] for row in found["rows"]} == {"ok"}
     both = [f"mobilenet.14.dw3{stride}" for stride in ("", "s2")]
-    made = tune.measurements(found, [c.small() for c in cases.BATCHNORM_CONV if c.name in both])
+    made = tune.measurements(found, [c.small() for c in cases.BY_OP["batchnorm_conv"] if c.name in both])
     assert [(m["case"], m["op"]) for m in made] == [(name, "conv_normalised_gradient") for name in both]
     assert [kernel.partition("/")[0] for m in made for kernel in m["native_ms"]] == ["depthwise"] * 2
 
@@ -87,7 +130,7 @@ def test_a_dense_layer_and_its_gradients_products_are_measured_each(recorded):
     passes = {"head.relu": ["fwd", "dgrad", "wgrad", "fwd+bwd"], "head.gelu": ["fwd", "fwd+bwd"]}
     for name, expected in (passes | {"head.tanh": passes["head.gelu"]}).items():
         assert [r["pass"] for r in found["rows"] if (r["case"], r["contender"]) == (name, "ours:gemm")] == expected
-    (ran,) = (case.small() for case in cases.DENSE if case.name == "head.relu")
+    (ran,) = (case.small() for case in cases.select("dense") if case.name == "head.relu")
     products = {tuple(m["kind"]): m["coordinates"] for m in tune.measurements(found, [ran])}
     aligned = ran.k % 8 == ran.n % 8 == 0
     for trans_x, trans_w, extents in (False, True, (ran.m, ran.n, ran.k)), (True, False, (ran.k, ran.m, ran.n)):
@@ -141,7 +184,7 @@ def test_a_tuned_choice_is_the_fastest_that_was_measured(recorded):
     assert entry["native_ms"] == {a: ms[f"ours:{a}"] for a in algorithms}
     *_, learned = tables.table(jax.devices()[0].device_kind)
     assert (learned.case, learned.op, learned.native_ms) == ("seed", entry["op"], entry["native_ms"])
-    (ran,) = (case.small() for case in cases.BATCHNORM if case.name == "seed")
+    (ran,) = (case.small() for case in cases.select("batchnorm") if case.name == "seed")
     assert 2 ** learned.coordinates[0] == pytest.approx(ran.reduced, rel=1e-3)  # not the case as it is listed
 
 
@@ -220,7 +263,7 @@ def test_a_case_is_forgotten_in_one_dtype(monkeypatch, tmp_path):
     monkeypatch.setattr(tables, "FOLDER", tmp_path)
     entries = [{"case": case, "kind": [dtype]} for case in ("a", "b") for dtype in ("float16", "bfloat16")]
     versions = {"jaxlib": "0.11.2"}
-    tune._write(tmp_path / "a_gpu.json", "A GPU", versions, entries)
+    tune.write(tmp_path / "a_gpu.json", "A GPU", versions, entries)
     assert tune.main(["--forget", "A GPU", "a", "float16"]) == 0
     left = json.loads((tmp_path / "a_gpu.json").read_text())
     assert left == {"device": "A GPU", "versions": versions, "measurements": entries[1:]}
@@ -229,6 +272,7 @@ def test_a_case_is_forgotten_in_one_dtype(monkeypatch, tmp_path):
 def test_a_measured_product_does_not_speak_for_other_columns(monkeypatch):
     monkeypatch.setattr(tables, "_learned", {})
     m, k, n = 4096.0, 1024.0, 1024.0
+    problem = DenseProblem("dense", "bfloat16", int(m), int(k), int(n), (lax.Precision.DEFAULT,) * 2)
 
     def coordinates(*extents: float) -> list[float]:
         return [math.log2(extent) for extent in extents]
@@ -237,7 +281,7 @@ def test_a_measured_product_does_not_speak_for_other_columns(monkeypatch):
     tables.learn("a device", [{**entry, "coordinates": coordinates(1, m, k, n)}])
     for wanted, answered in (((1, 16 * m, k, n), True), ((1, m, 8 * k, n), False), ((1, m, k, 8 * n), False)):
         monkeypatch.setattr(tables, "features", lambda op, p, at=wanted: (op, ("a kind",), tuple(coordinates(*at))))
-        found = tables.nearest("dense", DenseProblem.__new__(DenseProblem), Device("cuda", "a device"), "sm90/product")
+        found = tables.nearest("dense", problem, Device("cuda", "a device"), "sm90/product")
         assert (found is not None) == answered
 
 
@@ -376,9 +420,9 @@ def test_every_kernel_of_a_recorded_default_has_a_page():
     pages = {path.stem for path in (record.ROOT / "docs" / "kernels").glob("*.md")}
     runs = report.load(record.RESULTS)
     used = {
-        report._page(kernel, run["op"])
-        for run, row in report._defaults(runs)
-        for kernel in report.kernels_of(row, run["op"], report._dtype(run))
+        report.page_of(kernel, run["op"])
+        for run, row in report.defaults(runs)
+        for kernel in report.kernels_of(row, run["op"], report.dtype_of(run))
     }
     assert used - {"XLA"} and used - {"XLA"} <= pages
 
@@ -389,10 +433,10 @@ def test_a_figure_is_drawn_anew_when_its_numbers_change(tmp_path):
 
     bars = {"a case: 8x8 3x3": {"fprop": 2.0, "dgrad": 1.0, "wgrad": 4.0}, "another": {"fprop": 1.5}}
     path = tmp_path / "figure.svg"
-    figures.draw(bars, figures._draw_bars, path)
+    figures.draw(bars, figures.draw_bars, path)
     first = path.read_bytes()
     assert figures.mark(bars) in first.decode() and "another" in first.decode()
-    figures.draw(bars, figures._draw_bars, path)
+    figures.draw(bars, figures.draw_bars, path)
     assert path.read_bytes() == first
     assert figures.mark({**bars, "another": {"fprop": 1.6}}) not in first.decode()
 
@@ -542,7 +586,7 @@ def test_a_page_of_a_family_has_one_gpus_figures_and_names_another_where_that_al
         } | {"rows": rows}
 
     runs = {"a": run("NVIDIA H100 80GB HBM3", "both", "one"), "b": run("NVIDIA H200", "both", "other")}
-    found = report._of_one_device(report._defaults(runs))
+    found = report.of_one_device(report.defaults(runs))
     assert [(r["device"][7:11], name) for r, _, name in found] == [
         ("H100", "one, H100"),
         ("H200", "both"),

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy_reference as ref
 import pytest
-from cases import BY_NAME, CONV_CASES, NETWORK_CASES, STEM_CASES, ConvCase, _case, filters, images
+from cases import BY_NAME, CONV_CASES, NETWORK_CASES, STEM_CASES, ConvCase, edge, filters, images
 from helpers import (
     DEVICE,
     DTYPES,
@@ -35,20 +35,20 @@ from jaxconv._plan import domain
 
 GPU = PLATFORM == "cuda"
 # (case, algorithm) for everything the device can run; "default" is what users get.
-FORCED = [(case, algorithm) for case in CONV_CASES for algorithm in case.algorithms()]
+FORCED = [(case, algorithm) for case in CONV_CASES for algorithm in case.able()]
 ALL = FORCED + [(case, "default") for case in CONV_CASES]
 # Where sums are long, strided, grouped and depthwise. Numerics differ there; the rest is indexing.
 LONG = [
     (BY_NAME[name], algorithm)
     for name in ("reduction_297", "prime", "grouped", "depthwise_32")
-    for algorithm in BY_NAME[name].algorithms()
+    for algorithm in BY_NAME[name].able()
 ]
 # One small case for each algorithm to be forced on, for tests that are about something else and ask for full precision.
 ONE_EACH = list(
     {
         algorithm: (case, algorithm)
         for case, algorithm in FORCED
-        if case.batch and algorithm in case.algorithms(precision="highest")
+        if case.batch and algorithm in case.able(precision="highest")
     }.values()
 )
 OPERANDS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("x", "dy")}
@@ -63,7 +63,7 @@ def typed(pairs: list[tuple[ConvCase, str]]) -> Any:
     others = [pair for pair in pairs if pair[1] not in ("default", "grouped")] if GPU else ONE_EACH
     if GPU:  # an algorithm whose domain is another in float32
         cases = dict.fromkeys(case for case, _ in pairs)
-        others += [(case, "grouped") for case in cases if "grouped" in case.algorithms(dtype="bfloat16")]
+        others += [(case, "grouped") for case in cases if "grouped" in case.able(dtype="bfloat16")]
     triples = [(*pair, dtype) for dtype in DTYPES for pair in (pairs if dtype == "float32" else others)]
     return pytest.mark.parametrize(
         ("case", "algorithm", "dtype"), triples, ids=[f"{c.name}-{a}-{t}" for c, a, t in triples]
@@ -78,7 +78,7 @@ def over(pairs: list[tuple[ConvCase, str]]) -> Any:
 
 
 def layout_of(case: ConvCase, side: str) -> str:
-    return case.layouts[side == "channels_first"]
+    return case.layout(side != "channels_first")
 
 
 def choice(algorithm: str) -> dict[str, Any]:
@@ -89,10 +89,10 @@ def choice(algorithm: str) -> dict[str, Any]:
 def data(case: ConvCase, values: int | str) -> dict[str, np.ndarray]:
     """x, w, dy, b, channels last: integers up to `values`, or normal numbers of the dtype `values`."""
     shapes = {
-        "x": case.x_shape,
-        "w": case.w_shape,
-        "dy": (case.batch, *ref.out_extents(case), case.filters),
-        "b": (case.filters,),
+        "x": case.x_shape(),
+        "w": case.w_shape(),
+        "dy": (case.batch, *ref.out_extents(case), case.out_channels),
+        "b": (case.out_channels,),
     }
     make = integers if isinstance(values, int) else normal
     return {name: make(seed, shape, values) for seed, (name, shape) in enumerate(shapes.items())}
@@ -145,7 +145,7 @@ def test_integers_give_exactly_what_numpy_gives(case, algorithm, dtype, side):
 @pytest.mark.parametrize("case", NETWORK_CASES, ids=lambda case: case.name)
 def test_convolutions_of_networks_are_exact(case, implementation):
     """What the benchmarks measure, small: channels last, and the grouped ones channels first."""
-    layout = case.layouts[case.groups > 1]
+    layout = case.layout(case.groups == 1)
     actual = trio(case, layout, implementation=implementation)(*arrays(case, 2, "x w dy", layout, "float32"))
     for op, result in actual.items():
         assert_exact(result, place(op, expected(op, case, 2), layout), f"{op} of {case.name}")
@@ -196,7 +196,7 @@ def test_a_folded_problem_is_the_same_convolution_of_the_same_memory(case):
         if q is p:
             continue
         shapes = {"x": q.x_shape, "w": q.w_shape, "dy": q.y_shape}
-        a, b = arrays(case, 2, f"{first} {second}", case.layouts[0], "float32")
+        a, b = arrays(case, 2, f"{first} {second}", case.layout(), "float32")
         (actual,) = getattr(reference, f"conv_{op}")(q, a.reshape(shapes[first]), b.reshape(shapes[second]))
         assert_exact(actual.reshape(expected(op, case, 2).shape), expected(op, case, 2), op)
 
@@ -232,9 +232,12 @@ def test_bias_gradient_sums_the_cotangent(case, algorithm, side):
 @pytest.mark.parametrize("activation", NAMED_ACTIVATIONS, ids=label)
 @over(ONE_EACH)
 def test_zero_filter_leaves_the_activated_bias(case, algorithm, activation):
-    x, b = jnp.asarray(normal(6, case.x_shape), "float32"), jnp.asarray(4 * normal(5, (case.filters,)), "float32")
+    x, b = (
+        jnp.asarray(normal(6, case.x_shape()), "float32"),
+        jnp.asarray(4 * normal(5, (case.out_channels,)), "float32"),
+    )
     f = functools.partial(case.function, activation=activation, **case.options, algorithm=algorithm)
-    y = jax.jit(f)(x, jnp.zeros(case.w_shape, "float32"), b)
+    y = jax.jit(f)(x, jnp.zeros(case.w_shape(), "float32"), b)
     b64 = np.asarray(b, np.float64)  # standard deviation 4, so both kinks of relu6 are within
     # tanh, exp, erf and expm1 in float32 err by a few ulp each, of at most max(|b|, 1).
     bound = 8 * eps("float32") * np.maximum(np.abs(b64), 1)
@@ -242,15 +245,15 @@ def test_zero_filter_leaves_the_activated_bias(case, algorithm, activation):
 
 
 @over_layouts
-@pytest.mark.parametrize("algorithm", BY_NAME["three_channels"].algorithms())
+@pytest.mark.parametrize("algorithm", BY_NAME["three_channels"].able())
 def test_one_hot_filter_shifts_the_image(algorithm, side):
     """A single one at tap (r, s) of channel c copies that channel, moved by the tap; not a bit may change."""
     case = BY_NAME["three_channels"]
     layout = layout_of(case, side)
-    x = normal(7, case.x_shape, "float32")
+    x = normal(7, case.x_shape(), "float32")
     n, h, width, _ = x.shape
     padded = np.pad(x, [(0, 0), *case.padding, (0, 0)])
-    w, y = np.zeros(case.w_shape), np.zeros((n, h, width, case.filters))
+    w, y = np.zeros(case.w_shape()), np.zeros((n, h, width, case.out_channels))
     for k, (r, s, c) in enumerate([(0, 0, 0), (1, 1, 1), (2, 0, 2), (0, 2, 1), (2, 2, 0)]):
         w[r, s, c, k] = 1
         y[..., k] = padded[:, r : r + h, s : s + width, c]
@@ -264,14 +267,14 @@ def test_one_hot_filter_shifts_the_image(algorithm, side):
 
 
 @over_layouts
-@pytest.mark.parametrize("algorithm", BY_NAME["depthwise"].algorithms())
+@pytest.mark.parametrize("algorithm", BY_NAME["depthwise"].able())
 def test_one_hot_depthwise_filter_shifts_each_channel_by_itself(algorithm, side):
     case = BY_NAME["depthwise"]
     layout = layout_of(case, side)
-    x = normal(8, case.x_shape, "float32")
+    x = normal(8, case.x_shape(), "float32")
     padded = np.pad(x, [(0, 0), *case.padding, (0, 0)])
-    w, y = np.zeros(case.w_shape), np.zeros(case.x_shape)
-    for c in range(case.channels):
+    w, y = np.zeros(case.w_shape()), np.zeros(case.x_shape())
+    for c in range(case.in_channels):
         r, s = c % 3, c // 3 % 3
         w[r, s, 0, c] = 1
         y[..., c] = padded[:, r : r + case.spatial[0], s : s + case.spatial[1], c]
@@ -284,15 +287,15 @@ def test_one_hot_depthwise_filter_shifts_each_channel_by_itself(algorithm, side)
     np.testing.assert_array_equal(np.asarray(actual, np.float64), images(y, layout))
 
 
-@pytest.mark.parametrize("algorithm", BY_NAME["holes"].algorithms())
+@pytest.mark.parametrize("algorithm", BY_NAME["holes"].able())
 def test_dgrad_of_strided_conv_is_zero_where_no_output_looked(algorithm):
     case = BY_NAME["holes"]
     seen = np.zeros(case.spatial, bool)
     for _, _, i in ref.taps(case):
         seen[i] = True
     assert not seen.all()
-    dy = jnp.ones((case.batch, *ref.out_extents(case), case.filters))
-    dx = trio(case, "NHWC", algorithm=algorithm)(jnp.ones(case.x_shape), jnp.ones(case.w_shape), dy)["dgrad"]
+    dy = jnp.ones((case.batch, *ref.out_extents(case), case.out_channels))
+    dx = trio(case, "NHWC", algorithm=algorithm)(jnp.ones(case.x_shape()), jnp.ones(case.w_shape()), dy)["dgrad"]
     np.testing.assert_array_equal(np.asarray(dx) != 0, np.broadcast_to(seen[None, ..., None], dx.shape))
 
 
@@ -310,7 +313,7 @@ def test_random_filters_err_no_more_than_twice_xla(case, algorithm, dtype, side)
         xla = trio(case, layout, implementation="xla", precision="highest")(*args)
     for op, result in actual.items():
         reference64 = place(op, expected(op, case, dtype), layout)
-        assert_close(result, xla[op], reference64, case.terms[op], f"{op} of {case.name}")
+        assert_close(result, xla[op], reference64, case.terms(op), f"{op} of {case.name}")
 
 
 @pytest.mark.parametrize("precision", [None, "high", ("default", "highest")], ids=label)
@@ -318,14 +321,14 @@ def test_random_filters_err_no_more_than_twice_xla(case, algorithm, dtype, side)
 def test_float32_may_round_products_to_tf32_and_no_further(case, algorithm, precision):
     """TF32 keeps 10 bits after the leading one: rounding two factors changes a product by 2^-10 of itself at most
     (2^-9 where the hardware truncates instead), and n float32 additions by n 2^-24 of the sum of magnitudes."""
-    actual = trio(case, case.layouts[0], algorithm=algorithm, precision=precision)(
-        *arrays(case, "float32", "x w dy", case.layouts[0], "float32")
+    actual = trio(case, case.layout(), algorithm=algorithm, precision=precision)(
+        *arrays(case, "float32", "x w dy", case.layout(), "float32")
     )
     given = data(case, "float32")
     product = 2.0**-9 if GPU else 0.0
     for op, result in actual.items():
         magnitudes = getattr(ref, op)(case, *(np.abs(given[name]) for name in OPERANDS[op]))
-        bound = (product + case.terms[op] * 2.0**-24) * magnitudes
+        bound = (product + case.terms(op) * 2.0**-24) * magnitudes
         assert_within(result, expected(op, case, "float32"), bound, f"{op} of {case.name}")
 
 
@@ -342,7 +345,7 @@ DTYPED_ACTIVATIONS = [
 @over(ONE_EACH)
 def test_every_activation_forward_and_backward(case, algorithm, activation, dtype):
     """The fused forward, z, and the three gradients through the activation, against numpy and against the reference."""
-    layout = case.layouts[0]
+    layout = case.layout()
 
     def outputs(f, x, w, b, dy, dz):
         (y, z), back = jax.vjp(f, x, w, b)
@@ -369,7 +372,7 @@ def test_every_activation_forward_and_backward(case, algorithm, activation, dtyp
         ref.wgrad(case, given["x"], total),
         total.sum(tuple(range(case.nd + 1))),
     )
-    terms = (case.terms["fprop"],) * 2 + (case.terms["dgrad"],) + (case.terms["wgrad"],) * 2
+    terms = (case.terms("fprop"),) * 2 + (case.terms("dgrad"),) + (case.terms("wgrad"),) * 2
     for what, a, t, r, n in zip(("y", "z", "dx", "dw", "db"), actual, xla, references, terms, strict=True):
         # dz is rounded to the dtype before the sums: their magnitude, not the result's, sets the floor.
         scale = np.abs(total).max() * np.sqrt(n) if what in ("dw", "db", "dx") else np.abs(z).max()
@@ -438,17 +441,17 @@ def test_bias_and_activation_run_inside_the_custom_call(case, algorithm, side):
 
 @pytest.mark.parametrize("case", [case for case in CONV_CASES if case.batch], ids=lambda case: case.name)
 def test_native_runs_its_own_code_for_every_case(case):
-    args = arrays(case, 1, "x w dy", case.layouts[0], "float32")
+    args = arrays(case, 1, "x w dy", case.layout(), "float32")
     native = {"conv_fprop": 1, "conv_dgrad": 1, "conv_wgrad": 1}
-    assert calls(trio(case, case.layouts[0], implementation="native"), *args) == native
-    assert calls(trio(case, case.layouts[0], implementation="xla"), *args) == {}
+    assert calls(trio(case, case.layout(), implementation="native"), *args) == native
+    assert calls(trio(case, case.layout(), implementation="xla"), *args) == {}
 
 
 @pytest.mark.parametrize("case", [case for case in CONV_CASES if case.batch], ids=lambda case: case.name)
 def test_kernels_agree_with_the_reference_that_ships(case):
     """The primitives themselves, bound with a problem, against reference.py: integers, so to the last bit."""
     p = case.problem(implementation="native")
-    x, w, dy = arrays(case, 2, "x w dy", case.layouts[0], "float32")
+    x, w, dy = arrays(case, 2, "x w dy", case.layout(), "float32")
     for kernel, meaning, args in (
         (conv.fprop, reference.conv_fprop, (x, w)),
         (conv.dgrad, reference.conv_dgrad, (dy, w)),
@@ -461,8 +464,8 @@ def test_kernels_agree_with_the_reference_that_ships(case):
 @over(ONE_EACH)
 def test_the_same_call_gives_the_same_bits_every_time(case, algorithm, dtype):
     with types_of(dtype):
-        args = arrays(case, dtype, "x w dy", case.layouts[0], dtype)
-        f = trio(case, case.layouts[0], algorithm=algorithm)
+        args = arrays(case, dtype, "x w dy", case.layout(), dtype)
+        f = trio(case, case.layout(), algorithm=algorithm)
         first = f(*args)
         assert all(same_bits(first, f(*args)) for _ in range(3))
 
@@ -476,7 +479,7 @@ def test_no_activation_saves_y_as_its_preactivation():
 # A GPU's memory holds this; offsets past 2^31 elements must not wrap.
 if PLATFORM == "cuda":
 
-    @pytest.mark.parametrize("algorithm", BY_NAME["aligned"].algorithms())
+    @pytest.mark.parametrize("algorithm", BY_NAME["aligned"].able())
     def test_tensors_past_2_to_the_31_elements_are_addressed(algorithm):
         """x and y have 2^31 + 2^20 elements (4.3 GB each); the last rows must equal those of the rows alone."""
         rows, width, c = 2**14 + 8, 2**14, 8
@@ -494,8 +497,8 @@ if PLATFORM == "cuda":
 @pytest.mark.parametrize("pads", [((-1, 1), (0, 0)), ((-2, 2), (-1, 1)), ((3, -1), (2, 1)), ((2, 0), (0, 4))], ids=str)
 def test_pads_that_xla_reads_beside_the_array(pads, taps, layout, implementation):
     """Cropped on one side and filled on the other; and pads longer than the filter's reach, which dgrad crops."""
-    case = _case("pads", 2, (4, 5), 8, 3, (taps, taps), "for XLA's path", padding=pads)
-    x, w = (integers(i, shape, 2) for i, shape in enumerate((case.x_shape, case.w_shape)))
+    case = edge("pads", 2, (4, 5), 8, 3, (taps, taps), "for XLA's path", padding=pads)
+    x, w = (integers(i, shape, 2) for i, shape in enumerate((case.x_shape(), case.w_shape())))
     dy = integers(2, (2, *ref.out_extents(case), 3), 2)
     f = functools.partial(jaxconv.conv2d, layout=layout, implementation=implementation, **case.options)
     arrays = [jnp.asarray(a, "float32") for a in (images(x, layout), filters(w, layout), images(dy, layout))]

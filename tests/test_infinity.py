@@ -40,17 +40,17 @@ def reads(case: ConvCase, x: np.ndarray) -> np.ndarray:
     """Which outputs' windows hold a pixel and channel that x has."""
     p = case.problem("float32", implementation="xla")
     with jax.default_device(jax.devices("cpu")[0]):  # which chooses no algorithms
-        seen = jax.jit(functools.partial(conv.fprop, p))(jnp.asarray(x, "float32"), jnp.ones(case.w_shape))
+        seen = jax.jit(functools.partial(conv.fprop, p))(jnp.asarray(x, "float32"), jnp.ones(case.w_shape()))
     return np.asarray(seen) > 0
 
 
 @functools.cache
 def allowed(case: ConvCase, at: tuple[int, ...], columns: int, octets: bool) -> np.ndarray:
     """Which outputs may see an infinity at `at`: so many columns further, or in all groups that share 8 channels."""
-    x = np.zeros(case.x_shape)
+    x = np.zeros(case.x_shape())
     x[at] = 1
     if octets:
-        each, first = case.channels // case.groups, at[-1] // 8 * 8
+        each, first = case.in_channels // case.groups, at[-1] // 8 * 8
         x[(*at[:-1], slice(first // each * each, -(-(first + 8) // each) * each))] = 1
     found = reads(case, x)
     q = np.arange(found.shape[-2])
@@ -67,7 +67,7 @@ def spread(case: ConvCase, kernel: str, dtype: str) -> tuple[int, bool]:
         return A_CHUNK, False
     if not PLANNERS["conv_fprop"].spreads(name, p):
         return 0, False
-    span = (case.window[-1] - 1) * case.dilation[-1] + 1
+    span = (case.filter[-1] - 1) * case.dilation[-1] + 1
     return (0, True) if name.startswith("grouped") else (FAR if span <= 9 else FURTHER, False)
 
 
@@ -75,8 +75,8 @@ def spread(case: ConvCase, kernel: str, dtype: str) -> tuple[int, bool]:
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_that_see_it(name, dtype):
     case = CASES[name]
-    x, w = normal(0, case.x_shape, dtype), normal(1, case.w_shape, dtype)
-    at = (case.batch - 1, *(extent // 2 for extent in case.spatial), case.channels // 2)
+    x, w = normal(0, case.x_shape(), dtype), normal(1, case.w_shape(), dtype)
+    at = (case.batch - 1, *(extent // 2 for extent in case.spatial), case.in_channels // 2)
     x[at] = np.inf
     w = np.where(w == 0, 1, w)  # not the kernel's own zeros
     x, w = jnp.asarray(x, dtype), jnp.asarray(w, dtype)

@@ -654,6 +654,6 @@ def test_explain_says_what_rules_made(monkeypatch):
     block = jaxconv.accelerate(lambda x, w: (jax.nn.relu(conv(x, w)) + x).sum())
     found = jaxconv.explain(jax.grad(block))(x, w)
     (one,) = [one for one in found.fused if one.rule == "a dgrad that adds another gradient"]
-    assert one.count == 1 and one.before[0].startswith("conv_dgrad 2x6x6") and one.after[0].startswith("conv_dgrad_add")
-    assert "1 x a dgrad that adds another gradient\n  - conv_dgrad 2x6x6" in str(found)
+    assert one.count == 1 and (one.before[0].op, one.after[0].op) == ("conv_dgrad", "conv_dgrad_add")
+    assert "1 x a dgrad that adds another gradient\n  - 1 conv_dgrad 2x6x6" in str(found)
     assert not jaxconv.explain(block)(x, w).fused  # nothing goes back

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import ConvCase, _case
+from cases import ConvCase, edge
 from helpers import DEVICE, DTYPES, PLATFORM
 
 from jaxconv import _plan
@@ -26,11 +26,11 @@ IMAGES = 32 if PLATFORM == "cuda" else 4
 CASES = {
     case.name: case
     for case in (
-        _case("3x3", IMAGES, (56, 56), 64, 64, (3, 3), "a block of ResNet-50's", padding=1),
-        _case("1x1", IMAGES, (56, 56), 64, 256, (1, 1), "another one: a product of 100,352 rows"),
-        _case("depthwise", IMAGES, (56, 56), 64, 64, (5, 5), "ConvNeXt's kind", padding=2, groups=64),
-        _case("grouped", IMAGES, (56, 56), 64, 64, (3, 3), "ResNeXt's kind", padding=1, groups=8),
-        _case("stem", IMAGES, (56, 56), 3, 64, (3, 3), "few channels", padding=1),
+        edge("3x3", IMAGES, (56, 56), 64, 64, (3, 3), "a block of ResNet-50's", padding=1),
+        edge("1x1", IMAGES, (56, 56), 64, 256, (1, 1), "another one: a product of 100,352 rows"),
+        edge("depthwise", IMAGES, (56, 56), 64, 64, (5, 5), "ConvNeXt's kind", padding=2, groups=64),
+        edge("grouped", IMAGES, (56, 56), 64, 64, (3, 3), "ResNeXt's kind", padding=1, groups=8),
+        edge("stem", IMAGES, (56, 56), 3, 64, (3, 3), "few channels", padding=1),
     )
 }
 
@@ -39,7 +39,7 @@ CASES = {
 def operands(name: str, dtype: str) -> tuple[np.ndarray, np.ndarray]:
     """Numbers of `dtype` in [0, 1)."""
     case, draw = CASES[name], np.random.default_rng(0)
-    shapes = case.x_shape, (*case.x_shape[:-1], case.filters)
+    shapes = case.x_shape(), (*case.x_shape()[:-1], case.out_channels)
     x, dy = (draw.random(shape, "float32").astype(jnp.dtype(dtype)) for shape in shapes)
     return x, dy
 
@@ -51,12 +51,12 @@ def exact(name: str, dtype: str) -> np.ndarray:
     (low, high), *_ = case.padding
     x = np.pad(x, ((0, 0), (low, high), (low, high), (0, 0)))
     h, w = case.spatial
-    c, k = case.channels // case.groups, case.filters // case.groups
+    c, k = case.in_channels // case.groups, case.out_channels // case.groups
     rows = dy.reshape(-1, case.groups, k).transpose(1, 2, 0)  # (G, K/G, pixels)
-    dw = np.empty(case.w_shape)
-    for r, s in np.ndindex(*case.window):
+    dw = np.empty(case.w_shape())
+    for r, s in np.ndindex(*case.filter):
         part = x[:, r : r + h, s : s + w].reshape(-1, case.groups, c).transpose(1, 0, 2)
-        dw[r, s] = (rows @ part).transpose(2, 0, 1).reshape(c, case.filters)
+        dw[r, s] = (rows @ part).transpose(2, 0, 1).reshape(c, case.out_channels)
     return dw
 
 

@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import BY_NAME, CONV_CASES, _case
+from cases import BY_NAME, CONV_CASES, edge
 from helpers import DEVICE, H200, PLATFORM, calls, label
 from jax import lax
 
 import jaxconv
-from benchmarks.cases import BATCHNORM, CONV, DENSE
+from benchmarks.cases import select
 from jaxconv import _plan
 from jaxconv._core import native as _native
 from jaxconv._core.activations import Activation
@@ -67,7 +67,7 @@ pytestmark = pytest.mark.usefixtures("code_for_gpus")
 def conv_problems(dtype: str, channels_last: bool) -> list[ConvProblem]:
     """Every case of the benchmarks in full size, and every boundary case of the tests."""
     made = []
-    for case in CONV:
+    for case in select("conv"):
         if not case.transposed:
             out, window = case.out_spatial, case.filter
             made.append(
@@ -84,7 +84,7 @@ def problems() -> list[tuple[str, object]]:
     for dtype in DTYPES:
         for last in (True, False):
             made += itertools.product(CONV_OPS, conv_problems(dtype, last))
-            for case in BATCHNORM:
+            for case in select("batchnorm"):
                 axis = 3 if last else 1
                 shape = case.x_shape(last)
                 norm = BatchNormProblem("batchnorm", dtype, shape, axis, True, 0.9, 1e-5, Activation("relu"))
@@ -96,7 +96,7 @@ def problems() -> list[tuple[str, object]]:
         for shape, hidden in (((256, 56, 56, 96), 4), ((1, 7, 7, 1152), 48), ((3, 5, 7), 2), ((8, 28, 28, 512), 3000)):
             squeeze = SqueezeExciteProblem("squeeze_excite", dtype, shape, hidden, Activation("silu"), "sigmoid")
             made += itertools.product(SQUEEZE_OPS, [squeeze, dataclasses.replace(squeeze, save=True, want_dx=False)])
-        for case in DENSE:
+        for case in select("dense"):
             product = DenseProblem("dense", dtype, case.m, case.k, case.n, PAIR, bias="column")
             many = dataclasses.replace(product, batch=4, batched=("x",), trans_w=True)
             made += itertools.product(DENSE_OPS, [product, many, dataclasses.replace(product, m=1)])
@@ -261,7 +261,7 @@ def test_the_cpu_owns_its_scratch():
 def cpu_choice(
     op: str, dtype: str, c: int, k: int, filter: tuple[int, int] = (3, 3), groups: int = 1, large: bool = False
 ) -> tuple[str, str]:
-    case = _case("made", 8 if large else 2, (56, 56) if large else (6, 5), c, k, filter, "for a rule", groups=groups)
+    case = edge("made", 8 if large else 2, (56, 56) if large else (6, 5), c, k, filter, "for a rule", groups=groups)
     made = plan(op, case.problem(dtype), DEVICES["cpu"])
     return made.kernel or made.implementation, made.reason
 
@@ -303,7 +303,7 @@ def test_on_a_cpu_weight_gradients_are_native_where_the_product_was_faster(dtype
 def test_on_a_cpu_weight_gradients_of_volumes_are_native(dtype):
     """Small or large: XLA's code for three axes is a plain loop."""
     for size, filter in ((4, (3, 3, 3)), (12, (1, 1, 1))):
-        case = _case("made", 1, (size,) * 3, 4, 8, filter, "for a rule")
+        case = edge("made", 1, (size,) * 3, 4, 8, filter, "for a rule")
         made = plan("conv_wgrad", case.problem(dtype), DEVICES["cpu"])
         assert made.kernel == "im2col" and "XLA's speed" in made.reason
 
@@ -319,7 +319,7 @@ def test_on_a_cpu_a_depthwise_filter_of_one_tap_is_xlas(dtype):
 def test_on_a_cpu_only_comparisons_are_computed_behind_a_convolution(dtype):
     """Exponentials are XLA's, behind native code and behind its own convolutions."""
     for groups in (16, 4, 1):
-        problem = _case("made", 2, (6, 5), 16, 16, (3, 3), "for a rule", groups=groups).problem(dtype)
+        problem = edge("made", 2, (6, 5), 16, 16, (3, 3), "for a rule", groups=groups).problem(dtype)
         for name in ("relu", "relu6", "leaky_relu", "elu", "tanh", "sigmoid", "silu", "gelu", "gelu_exact"):
             slope = {"slope": 0.1} if name == "leaky_relu" else {}
             behind = dataclasses.replace(problem, bias=True, activation=Activation(name, **slope))
@@ -628,7 +628,7 @@ def test_which_tile_a_weight_gradient_on_hopper_gets(extent, c, k, filter, strid
 def test_weight_gradients_at_highest_make_terms_in_memory_where_operations_are_many(
     size, channels, filters, window, kernel, copied
 ):
-    case = _case("highest", 256, (size, size), channels, filters, (window, window), "", padding=window // 2)
+    case = edge("highest", 256, (size, size), channels, filters, (window, window), "", padding=window // 2)
     problem = dataclasses.replace(case.problem("float32"), precision=(lax.Precision.HIGHEST,) * 2)
     problem = dataclasses.replace(problem, algorithm="sm90")
     made = plan("conv_wgrad", problem, H200)

@@ -12,9 +12,10 @@ import pytest
 from helpers import H100, H200
 from jax import lax
 
-from benchmarks import fit, record, regret, tune
-from benchmarks.cases import CONV, ConvCase
-from benchmarks.contenders import Setting
+from benchmarks import fit, record, regret, regret_runs, tune
+from benchmarks.cases import select
+from benchmarks.ops.base import Setting
+from benchmarks.ops.conv import ConvCase
 from jaxconv import _plan
 from jaxconv._plan import Device, Plan, conv, measured, model
 from jaxconv._plan.planner import PLANNERS
@@ -358,10 +359,10 @@ def test_a_sisters_time_is_scaled_and_then_corrected(monkeypatch):
 
 @pytest.mark.parametrize("device", [H200, H100], ids=lambda d: d.kind)
 def test_every_row_of_a_table_says_what_xla_copied(device):
-    """By the padding of its case in benchmarks/cases.py, as `python -m benchmarks tune` writes it."""
+    """By the padding of its case in benchmarks/ops/, as `python -m benchmarks tune` writes it."""
     rows = json.loads((measured.FOLDER / f"{measured.slug(device.kind)}.json").read_text())["measurements"]
     for row in rows:
-        expected = model.copied(row["op"], fit._shape_of(row)) if row["op"] in model.OPS else ""
+        expected = model.copied(row["op"], fit.shape_of(row)) if row["op"] in model.OPS else ""
         assert row.get("copied", "") == expected, row["case"]
     assert {row["copied"] for row in rows if "copied" in row} >= {"x", "dx"}
 
@@ -378,7 +379,7 @@ def test_a_table_is_given_both_paddings_of_the_same_extents(pass_, array):
     run = dict(op="conv", dtype="bf16", layout="NHWC", precision="default", commit="0", rows=rows)
     even, same = tune.measurements(run)
     assert (even["case"], same["case"]) == names and even["coordinates"] == same["coordinates"]
-    assert "copied" not in even and same["copied"] == array and tune._key(even) != tune._key(same)
+    assert "copied" not in even and same["copied"] == array and tune.key(even) != tune.key(same)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -469,10 +470,10 @@ def test_a_sisters_measurement_is_taken_beyond_a_larger_margin_and_says_whose_it
 def test_an_h100_has_most_of_what_was_measured_on_an_h200():
     """By the table of the package: a case is native on both, or was hardly faster."""
     both = one = 0
-    for case in CONV:
+    for case in select("conv"):
         if case.transposed or case.suite == "random":
             continue
-        p = regret.problem_of({"shape": dataclasses.asdict(case), "dtype": "bf16", "precision": None})
+        p = regret_runs.problem_of({"shape": dataclasses.asdict(case), "dtype": "bf16", "precision": None})
         for op in model.OPS:
             here, there = _plan.plan(op, p, H200), _plan.plan(op, p, H100)
             if here.implementation == "native":
@@ -492,15 +493,14 @@ def runs() -> list[dict]:
 def test_a_recorded_rows_problem_is_the_one_that_was_traced():
     for run in runs():
         row = run["rows"][-1]
-        shape = {k: tuple(map(regret._tuple, v)) if isinstance(v, list) else v for k, v in row["shape"].items()}
-        traced = tune.kernel_of(ConvCase(**shape), row["pass"], Setting(row["dtype"], True, row["precision"]))
-        assert traced == (row["op"], regret.problem_of(row))
+        traced = regret_runs.case_of(row).kernel(row["pass"], Setting(row["dtype"], True, row["precision"]))
+        assert traced == (row["op"], regret_runs.problem_of(row))
 
 
 def test_times_of_hoppers_stem_kernels_have_their_names_whenever_they_were_recorded():
     """Before the plan knew them by name, what ran was what can run."""
     for run in runs():
-        for row, p in regret.problems(run):
+        for row, p in regret_runs.problems(run):
             narrow = [k for k in ("stem/sm90_narrow_in", "stem/sm90_narrow_out") if k in row["ms"]]
             able = [
                 k for k in ("stem/sm90_narrow_in", "stem/sm90_narrow_out") if not _plan.supports(row["op"], k, p, H200)

@@ -113,7 +113,8 @@ def expected_last(q: jaxconv.Frozen, stem: jax.Array) -> jax.Array:
     a = stored(conv("block1_conv1", 3, x, 2), mid1)
     out1 = next(points)
     y = stored(conv("block1_conv2", 4, a, 1, relu=False), out1)
-    return conv("block1_shortcut", 5, x, 2, residual=(y, out1))
+    last = next(points)
+    return np.asarray(stored(conv("block1_shortcut", 5, x, 2, residual=(y, out1)), last), np.float32) * last.step
 
 
 def test_int8_is_the_arithmetic_that_jnp_has_bit_for_bit():
@@ -157,7 +158,8 @@ def test_answers_are_near_the_wide_ones(quantize, dtype):
 
 
 def test_nothing_between_two_8_bit_convolutions_is_wider():
-    """In memory: what convolutions read and write. The max-pooling's result is stored in 8 bits too."""
+    """In memory: what convolutions read and write. The max-pooling's result is stored in 8 bits too, and what the mean
+    in front of the hidden layer reads."""
     jaxpr = jax.make_jaxpr(frozen())(X)
     called = [e for e in primitives.equations(jaxpr.jaxpr) if e.primitive.name == "jaxconv_conv_scaled"]
     assert len(called) == 7
@@ -167,7 +169,7 @@ def test_nothing_between_two_8_bit_convolutions_is_wider():
         if eqn.params["problem"].residual_dtype:
             assert np.dtype(eqn.params["problem"].residual_dtype).itemsize == 1
     wide = [e.params["problem"] for e in called if np.dtype(e.params["problem"].out_dtype).itemsize > 1]
-    assert [p.out_dtype for p in wide] == ["float32"] * 2  # in front of the mean, and of the head
+    assert [p.out_dtype for p in wide] == ["float32"]  # in front of the head
     assert {a.dtype.name for name, a in frozen().weights.items() if "block" in name and name.endswith("kernel")} == {
         "int8"
     }
@@ -352,6 +354,172 @@ def test_layers_in_a_loop_stay_wide():
         ((3, 3, 16, 16), "it is inside scan"),
     ]
     np.testing.assert_allclose(q(X), jaxconv.freeze(f, weights)(X), rtol=1e-5, atol=1e-5)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Dense layers
+
+
+def _mlp(weights: Any, x: Any) -> Any:
+    """Between a first and a last layer: two with a bias and a relu, and a product alone. And what the first makes."""
+    (w0, b0), (w1, b1), (w2, b2), w3, (w4, b4) = weights
+    first = jax.nn.relu(x.reshape(x.shape[0], -1) @ w0 + b0)
+    x = jax.nn.relu(first @ w1 + b1)
+    product = jax.nn.relu(x @ w2 + b2) @ w3
+    return {"first": first, "product": product, "logits": jnp.sin(product) @ w4 + b4}
+
+
+def _mlp_weights() -> Any:
+    rng = np.random.default_rng(0)
+    sizes = (PIXELS * PIXELS * 3, 64, 48, 96, 32, 10)
+    layers: list[Any] = [
+        (rng.standard_normal((k, n)) / np.sqrt(k), 0.1 * rng.standard_normal(n)) for k, n in itertools.pairwise(sizes)
+    ]
+    layers[3] = layers[3][0]
+    return jax.tree.map(np.float32, layers)
+
+
+def expected_product(q: jaxconv.Frozen, biases: list[np.ndarray], first: Any) -> np.ndarray:
+    """_mlp's `product` from its `first` on, with the function's weights and scales."""
+    narrow = [layer for layer in q.quantization if layer.narrow]
+    assert [layer.what for layer in narrow] == ["dense"] * 3
+    y = np.asarray(first)
+    for layer, scale, bias in zip(narrow, q.quantization.scales, biases, strict=True):
+        x = np.asarray(narrowed(jnp.asarray(y) * scale.inverse, scale), np.int64)
+        w, steps = (np.asarray(q.weights[layer.weight + end]) for end in ("", "_scale"))
+        assert w.dtype == np.int8 and scale.dtype == "uint8"
+        y = (x @ w.astype(np.int64)).astype(np.float32) * steps
+        y = np.maximum(y + bias, 0) if bias is not None else y
+    return y
+
+
+def test_dense_layers_are_the_arithmetic_that_jnp_has_bit_for_bit():
+    """And after replace, exported, and mapped."""
+    weights = _mlp_weights()
+    q = jaxconv.freeze(_mlp, weights, quantize="int8", calibrate=BATCHES)
+    assert [layer.narrow for layer in q.quantization] == [False, True, True, True, False]
+    y = q(X)
+    biases = [weights[1][1], weights[2][1], None]
+    np.testing.assert_array_equal(y["product"], expected_product(q, biases, y["first"]))
+    assert LEAST["int8"] < signal_to_noise(jaxconv.freeze(_mlp, weights)(X)["logits"], y["logits"]) < 60
+
+    newer = q.replace(jax.tree.map(lambda a: 1.25 * a, weights))
+    again = newer(X)
+    biases = [1.25 * weights[1][1], 1.25 * weights[2][1], None]
+    np.testing.assert_array_equal(again["product"], expected_product(newer, biases, again["first"]))
+
+    n = export.symbolic_shape("n")[0]
+    shape = jax.ShapeDtypeStruct((n, PIXELS, PIXELS, 3), jnp.float32)
+    exported = export.export(jax.jit(lambda x: q(x)["product"]), disabled_checks=jaxconv.export_checks())(shape)
+    np.testing.assert_array_equal(export.deserialize(exported.serialize()).call(X), y["product"])
+    mapped = jax.vmap(lambda x: q(x)["product"])(X[:, None])
+    np.testing.assert_array_equal(mapped[:, 0], y["product"])
+
+
+def test_a_dense_layer_whose_preactivation_is_read_stays_wide():
+    def f(weights: Any, x: Any) -> Any:
+        (w0, b0), (w1, b1), (w2, b2), *_ = weights
+        z = jax.nn.relu(x.reshape(x.shape[0], -1) @ w0 + b0) @ w1 + b1
+        return (jax.nn.gelu(z) @ w2 + b2).sum() + z.sum()
+
+    weights = _mlp_weights()
+    q = jaxconv.freeze(f, weights, quantize="int8", calibrate=BATCHES)
+    assert [layer.why for layer in q.quantization][1] == "what its activation reads is read elsewhere too"
+    np.testing.assert_allclose(q(X), f(weights, X), rtol=1e-5)
+
+
+class Blocks(nn.Module):
+    """A ConvNeXt's block, a mixer's, and an attention."""
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        x = nn.Conv(32, (2, 2), strides=2, name="stem")(x)
+        y = nn.LayerNorm()(nn.Conv(32, (3, 3), feature_group_count=32, name="depthwise")(x))
+        y = nn.Dense(32, name="down")(nn.gelu(nn.Dense(128, name="up")(y)))
+        x = (x + y * self.param("layer_scale", nn.initializers.constant(0.5), (32,))).reshape(x.shape[0], 16, 32)
+        y = nn.gelu(nn.Dense(48, name="pixels1")(nn.LayerNorm()(x).swapaxes(1, 2)))
+        x = x + nn.Dense(16, name="pixels2", use_bias=False)(y).swapaxes(1, 2)
+        x = x + nn.MultiHeadDotProductAttention(2, name="attention")(nn.LayerNorm()(x))
+        return nn.Dense(10, name="head", use_bias=False)(nn.LayerNorm()(x).mean(1))
+
+
+@pytest.mark.parametrize("dtype", ("int8", "float8_e4m3fn"))
+def test_dense_layers_of_blocks(dtype):
+    """They read 8 bits and, where an 8-bit layer follows, make them. What is added up along the blocks stays wide."""
+    model = Blocks()
+    variables = randomised(jax.eval_shape(model.init, KEY, X))
+    q = jaxconv.freeze(model.apply, variables, quantize=dtype, calibrate=[X])
+    layers = {layer.name.removeprefix("Blocks/"): layer for layer in q.quantization}
+    types = {name: (layer.dtype, layer.out_dtype) for name, layer in layers.items() if layer.narrow}
+    assert types == {
+        **{"up": (dtype, dtype), "down": (dtype, "float32"), "pixels1": (dtype, dtype), "pixels2": (dtype, "float32")},
+        **{f"attention/{name}": (dtype, "float32") for name in ("query", "key", "value", "out")},
+    }
+    why = {name.removeprefix("attention/"): layer.why for name, layer in layers.items() if not layer.narrow}
+    assert why == {
+        "stem": "the first layer: it reads the inputs",
+        "depthwise": "it is depthwise: it has no matrix products, which tensor cores need",
+        "...qhd,...khd->...hqk": "its filter follows from the inputs",
+        "...hqk,...khd->...qhd": "its filter follows from the inputs",
+        "head": "the last layer: it makes the results",
+    }
+    assert LEAST[dtype] < signal_to_noise(jaxconv.freeze(model.apply, variables)(X), q(X)) < 60
+    wide = jaxconv.freeze(model.apply, variables, quantize=dtype, calibrate=[X], wide=("up", "attention"))
+    named = [layer.name for layer in wide.quantization if layer.why == "wide= names it"]
+    assert len(named) == 7 and len(wide.quantization.narrow) == 3
+
+
+class Averages(nn.Module):
+    """Averages of windows, and of all pixels, between layers."""
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        x = nn.relu(nn.Conv(16, (3, 3), name="first")(x))
+        x = nn.relu(nn.Conv(32, (1, 1), name="before")(x))
+        x = nn.relu(nn.Conv(32, (3, 3), name="between")(nn.avg_pool(x, (2, 2), (2, 2))))
+        x = nn.relu(nn.Dense(32, name="hidden")(x.mean((1, 2))))
+        return nn.Dense(10, name="last")(x)
+
+
+def test_averages_read_and_make_8_bits():
+    model = Averages()
+    variables = randomised(jax.eval_shape(model.init, KEY, X))
+    q = jaxconv.freeze(model.apply, variables, quantize="int8", calibrate=[X])
+    types = [(layer.dtype, layer.out_dtype) for layer in q.quantization if layer.narrow]
+    assert types == [("uint8", "uint8"), ("uint8", "uint8"), ("uint8", "float32")]
+    assert LEAST["int8"] < signal_to_noise(jaxconv.freeze(model.apply, variables)(X), q(X)) < 60
+
+
+class Inverted(nn.Module):
+    """A MobileNetV2's blocks."""
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        norm = functools.partial(nn.BatchNorm, use_running_average=True)
+        x = nn.relu6(norm()(nn.Conv(16, (3, 3), name="first")(x)))
+        for i in range(2):
+            y = nn.relu6(norm()(nn.Conv(48, (1, 1), use_bias=False, name=f"expand{i}")(x)))
+            y = nn.relu6(norm()(nn.Conv(48, (3, 3), use_bias=False, feature_group_count=48, name=f"depth{i}")(y)))
+            x = x + norm()(nn.Conv(16, (1, 1), use_bias=False, name=f"project{i}")(y))
+        return nn.Dense(10, name="last")(x.mean((1, 2)))
+
+
+def test_what_leaves_8_bits_in_a_mobilenet():
+    """Depthwise convolutions, and what they read and make; shortcuts do not."""
+    model = Inverted()
+    variables = randomised(jax.eval_shape(model.init, KEY, X))
+    q = jaxconv.freeze(model.apply, variables, quantize="int8", calibrate=[X])
+    types = {layer.name.removeprefix("Inverted/"): (layer.dtype, layer.out_dtype) for layer in q.quantization}
+    assert types == {
+        "first": ("float32", "float32"),
+        **{"expand0": ("uint8", "float32"), "depth0": ("float32", "float32"), "project0": ("uint8", "int8")},
+        **{"expand1": ("int8", "float32"), "depth1": ("float32", "float32"), "project1": ("uint8", "float32")},
+        "last": ("float32", "float32"),
+    }
+    jaxpr = jax.make_jaxpr(q)(X)
+    called = [e for e in primitives.equations(jaxpr.jaxpr) if e.primitive.name == "jaxconv_conv_scaled"]
+    assert [e.params["problem"].residual_dtype for e in called] == [None, "uint8", None, "int8"]
+    assert LEAST["int8"] < signal_to_noise(jaxconv.freeze(model.apply, variables)(X), q(X)) < 60
 
 
 # ----------------------------------------------------------------------------------------------------------------------

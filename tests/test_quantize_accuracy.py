@@ -67,6 +67,72 @@ def test_digits():
     check(jaxconv.freeze(network, *variables), quantised, test_images, test_labels, 0.95)
 
 
+class Mlp(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x.reshape(x.shape[0], -1)
+        for _ in range(3):
+            x = nn.relu(nn.Dense(128)(x))
+        return nn.Dense(10)(x)
+
+
+class ConvNeXt(nn.Module):
+    """Its blocks: a depthwise convolution, a norm, two dense layers, a scale a channel, the residual."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.LayerNorm()(nn.Conv(64, (2, 2), strides=2)(x))
+        for i in range(2):
+            y = nn.LayerNorm()(nn.Conv(64, (3, 3), feature_group_count=64)(x))
+            y = nn.Dense(64)(nn.gelu(nn.Dense(256)(y)))
+            x = x + y * self.param(f"scale{i}", nn.initializers.constant(0.5), (64,))
+        return nn.Dense(10)(nn.LayerNorm()(x.mean((1, 2))))
+
+
+class Mixer(nn.Module):
+    """Its blocks: dense layers over the pixels, and over the channels, here without biases."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.Conv(64, (2, 2), strides=2)(x)
+        x = x.reshape(x.shape[0], 16, 64)
+        for _ in range(2):
+            y = nn.LayerNorm()(x).swapaxes(1, 2)
+            x = x + nn.Dense(16)(nn.gelu(nn.Dense(64)(y))).swapaxes(1, 2)
+            y = nn.Dense(128, use_bias=False)(nn.LayerNorm()(x))
+            x = x + nn.Dense(64, use_bias=False)(nn.gelu(y))
+        return nn.Dense(10)(nn.LayerNorm()(x).mean(1))
+
+
+@pytest.mark.parametrize(
+    ("model", "narrow"), ((Mlp(), 2), (ConvNeXt(), 4), (Mixer(), 8)), ids=("mlp", "convnext", "mixer")
+)
+def test_dense_layers_on_digits(model, narrow):
+    digits = example("digits")
+    images, test_images, labels, test_labels = digits.load()
+    optax = pytest.importorskip("optax")
+    optimizer = optax.adamw(optax.cosine_decay_schedule(3e-3, 400), weight_decay=1e-3)
+    params = jax.jit(model.init)(jax.random.key(0), images[:1])
+
+    def loss(params: Any, x: Any, y: Any) -> jax.Array:
+        return optax.softmax_cross_entropy_with_integer_labels(model.apply(params, x), y).mean()
+
+    @jax.jit
+    def step(params: Any, state: Any, x: Any, y: Any) -> tuple[Any, Any]:
+        updates, state = optimizer.update(jax.grad(loss)(params, x, y), state, params)
+        return optax.apply_updates(params, updates), state
+
+    state, rng = optimizer.init(params), np.random.default_rng(0)
+    for _ in range(20):
+        for x, y in digits.batches(images, labels, rng):
+            params, state = step(params, state, x, y)
+    quantised = {
+        t: jaxconv.freeze(model.apply, params, quantize=t, calibrate=[images[:256], images[256:512]]) for t in TYPES
+    }
+    assert len(quantised["int8"].quantization.narrow) == narrow
+    check(jaxconv.freeze(model.apply, params), quantised, test_images, test_labels, 0.95)
+
+
 class Block(nn.Module):
     features: int
     stride: int

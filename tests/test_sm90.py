@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy_reference as ref
 import pytest
-from cases import SM90_CASES, ConvCase, _case
+from cases import SM90_CASES, ConvCase, edge
 from helpers import DEVICE, integers, normal
 from tolerance import assert_exact
 
@@ -25,17 +25,17 @@ if DEVICE.compute_capability != (9, 0):  # not collected: there are some thousan
 CASES = {
     case.name: case
     for case in (
-        _case("columns", 2, (9, 7), 64, 128, (3, 3), "126 pixels: columns of 32 and 128 end in the middle", padding=1),
-        _case("ragged", 3, (7, 5), 24, 40, (3, 3), "24 and 40 channels: a stage is partly zeros", padding=1),
-        _case("strided", 2, (9, 11), 64, 72, (3, 3), "phases in dgrad", padding=1, stride=2),
-        _case("dilated", 1, (12, 12), 64, 64, (3, 3), "dilation 2", padding=2, dilation=2),
-        _case("pointwise", 3, (10, 9), 72, 136, (1, 1), "a matrix product"),
-        _case("widening", 3, (10, 9), 40, 328, (1, 1), "to many channels: wgrad's rows are those of dy"),
-        _case("groups", 2, (8, 8), 128, 128, (3, 3), "two groups of 64", padding=1, groups=2),
-        _case("volume", 1, (5, 6, 7), 32, 32, (3, 3, 3), "3-D", padding=1),
+        edge("columns", 2, (9, 7), 64, 128, (3, 3), "126 pixels: columns of 32 and 128 end in the middle", padding=1),
+        edge("ragged", 3, (7, 5), 24, 40, (3, 3), "24 and 40 channels: a stage is partly zeros", padding=1),
+        edge("strided", 2, (9, 11), 64, 72, (3, 3), "phases in dgrad", padding=1, stride=2),
+        edge("dilated", 1, (12, 12), 64, 64, (3, 3), "dilation 2", padding=2, dilation=2),
+        edge("pointwise", 3, (10, 9), 72, 136, (1, 1), "a matrix product"),
+        edge("widening", 3, (10, 9), 40, 328, (1, 1), "to many channels: wgrad's rows are those of dy"),
+        edge("groups", 2, (8, 8), 128, 128, (3, 3), "two groups of 64", padding=1, groups=2),
+        edge("volume", 1, (5, 6, 7), 32, 32, (3, 3, 3), "3-D", padding=1),
     )
 }
-LONG = _case("long", 4, (7, 7), 512, 512, (3, 3), "K = 4,608 in fprop and dgrad", padding=1)
+LONG = edge("long", 4, (7, 7), 512, 512, (3, 3), "K = 4,608 in fprop and dgrad", padding=1)
 OPERANDS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("x", "dy")}
 
 
@@ -50,7 +50,7 @@ def trio(case: ConvCase, x: Any, w: Any, dy: Any, **options: Any) -> dict[str, A
 
 
 def shapes(case: ConvCase) -> dict[str, tuple[int, ...]]:
-    return {"x": case.x_shape, "w": case.w_shape, "dy": (case.batch, *ref.out_extents(case), case.filters)}
+    return {"x": case.x_shape(), "w": case.w_shape(), "dy": (case.batch, *ref.out_extents(case), case.out_channels)}
 
 
 @pytest.mark.parametrize("precision", ["default", "highest"])

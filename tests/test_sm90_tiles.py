@@ -44,10 +44,10 @@ over_dtypes = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def data(case: ConvCase, values: int | str) -> dict[str, np.ndarray]:
     """x, w, dy, b: -1, 0 and 1, or normal numbers of the dtype `values`."""
     shapes = {
-        "x": case.x_shape,
-        "w": case.w_shape,
-        "dy": (case.batch, *ref.out_extents(case), case.filters),
-        "b": (case.filters,),
+        "x": case.x_shape(),
+        "w": case.w_shape(),
+        "dy": (case.batch, *ref.out_extents(case), case.out_channels),
+        "b": (case.out_channels,),
     }
     make = integers if isinstance(values, int) else normal
     return {name: make(seed, shape, values) for seed, (name, shape) in enumerate(shapes.items())}
@@ -151,7 +151,7 @@ def test_random_filters_err_no_more_than_twice_xla(name, dtype):
     for op, result in actual.items():
         short = op.removeprefix("conv_")
         reference = getattr(ref, short)(case, *(data(case, dtype)[n] for n in OPERANDS[op]))
-        assert_close(result, xla[op], reference, case.terms[short], f"{op} of {name}")
+        assert_close(result, xla[op], reference, case.terms(short), f"{op} of {name}")
 
 
 @over_dtypes
@@ -165,7 +165,7 @@ def test_every_activation_errs_no_more_than_twice_xla(name, activation, dtype):
     xla = jax.jit(functools.partial(f, implementation="xla"))(x, w, b)
     z = ref.fprop(case, *(data(case, dtype)[n] for n in "xw")) + data(case, dtype)["b"]
     for a, t, r in zip(actual, xla, (ref.activate(activation, z), z), strict=True):
-        assert_close(a, t, r, case.terms["fprop"], f"{activation}", scale=np.abs(z).max())
+        assert_close(a, t, r, case.terms("fprop"), f"{activation}", scale=np.abs(z).max())
 
 
 @over_cases

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("flax", reason="the models are Flax's")
 
-from benchmarks import figures, limits, report, steps, torch_contender, train
+from benchmarks import figures, limits, report, steps, torch_contender, train, training
 
 # convolutions, batch-norms, dense layers; a squeeze-and-excitation is none of them
 LAYERS = {
@@ -86,12 +86,12 @@ def test_a_step_that_was_timed_in_pytorch_stands_beside_ours():
     "model",
     [
         pytest.param(m, marks=pytest.mark.slow if m in ("ddpm", "resnext50") else [])
-        for m in sorted(set(train.models()) - set(RUN))
+        for m in sorted(set(training.models()) - set(RUN))
     ],
 )
 def test_every_way_of_the_other_models_has_flaxs_parameters_and_accelerate_replaces_every_layer(model):
     args = train.parse(["--small", "--model", model])
-    images, wanted = train.batch(args, 2)
+    images, wanted = training.batch(args, 2)
     params, stats = train.initial(args, images)
     for name in train.WAYS:
         step = train.train_step(train.Way.make(name, args).loss)
@@ -105,7 +105,7 @@ def test_every_way_of_the_other_models_has_flaxs_parameters_and_accelerate_repla
 @pytest.mark.parametrize("model", ["convnext_t", "efficientnet_b0", "unet3d"])
 def test_accelerate_replaces_as_much_inside_a_shard_map(model):
     args = train.parse(["--small", "--model", model, "--image", "16"])
-    images, wanted = train.batch(args, 2)
+    images, wanted = training.batch(args, 2)
     params, stats = train.initial(args, images)
     loss = train.Way.make("accelerate", args).loss
     reports = [loss.report(params, stats, images, wanted)]
@@ -229,7 +229,7 @@ def test_pytorch_is_asked_for_one_device(capsys, monkeypatch):
     assert "--ways torch: it takes one device" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("model", sorted(train.models()))
+@pytest.mark.parametrize("model", sorted(training.models()))
 def test_pytorchs_losses_are_flaxs(model, monkeypatch, tmp_path):
     torch = pytest.importorskip("torch", reason="it compares with PyTorch, which is not installed")
     monkeypatch.setattr(torch, "compile", lambda f: f)  # a minute each on a CPU

@@ -20,7 +20,7 @@ def _group_norm(module: UNet, train: bool) -> Callable[[Array], Array]:
     return apply
 
 
-def _instance_norm(module: UNet, train: bool) -> Callable[[Array], Array]:
+def instance_norm(module: UNet, train: bool) -> Callable[[Array], Array]:
     return lambda x: nn.leaky_relu(nn.InstanceNorm(dtype=module.dtype)(x), 0.01)
 
 
@@ -102,9 +102,9 @@ MODELS = (
         Size(
             12,
             (256, 256, 1),
-            dict(features=(32, 64, 128, 256, 512), classes=4, normalised=_instance_norm, strided=True),
+            dict(features=(32, 64, 128, 256, 512), classes=4, normalised=instance_norm, strided=True),
         ),
-        Size(2, (16, 16, 1), dict(features=(4, 8), classes=3, normalised=_instance_norm, strided=True)),
+        Size(2, (16, 16, 1), dict(features=(4, 8), classes=3, normalised=instance_norm, strided=True)),
         CLASSIFY,
     ),
     Model(

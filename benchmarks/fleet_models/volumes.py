@@ -8,7 +8,7 @@ from typing import Any
 import flax.linen as nn
 
 from benchmarks.fleet_models.model import CLASSIFY, Array, Model, Size, of_linen
-from benchmarks.fleet_models.segmentation import UNet, _instance_norm
+from benchmarks.fleet_models.segmentation import UNet, instance_norm
 
 
 class SplitConv(nn.Module):
@@ -53,8 +53,8 @@ class SplitResNet(nn.Module):
 MODELS = (
     Model(
         *("unet3d_instance_norm", "volumes", "linen", of_linen(UNet), "f32"),
-        Size(2, (64, 64, 64, 1), dict(features=(32, 64, 128, 256), classes=3, normalised=_instance_norm, strided=True)),
-        Size(2, (8, 8, 8, 1), dict(features=(4, 8), classes=3, normalised=_instance_norm, strided=True)),
+        Size(2, (64, 64, 64, 1), dict(features=(32, 64, 128, 256), classes=3, normalised=instance_norm, strided=True)),
+        Size(2, (8, 8, 8, 1), dict(features=(4, 8), classes=3, normalised=instance_norm, strided=True)),
         CLASSIFY,
     ),
     Model(

@@ -68,6 +68,18 @@ def profiled() -> bool:
     return bool(_profiles)
 
 
+_JAX = str(pathlib.Path(jax.__file__).parent) + os.sep
+
+
+def written_in_jax(jaxpr: Any) -> str:
+    """Which function of JAX's own a jaxpr was traced from, "relu at <file>:<line>"; empty of anybody else's.
+
+    (`debug_info.func_src_info`: 0.10 to 0.12. Elsewhere nothing is known.)
+    """
+    source = getattr(getattr(jaxpr, "debug_info", None), "func_src_info", None) or ""
+    return source if source.partition(" at ")[2].startswith(_JAX) else ""
+
+
 def needs_devices_to_lower(primitive: Primitive) -> None:
     """Makes jit tell the primitive's lowering which devices the program is for. (The set's name: 0.4 to 0.12.)"""
     dispatch.prim_requires_devices_during_lowering.add(primitive)
@@ -184,6 +196,12 @@ def varying(a: Any) -> frozenset[str]:
 def is_varying(aval: Any) -> bool:
     """Whether a type says that a value inside shard_map differs between devices."""
     return bool(getattr(getattr(aval, "manual_axis_type", None), "varying", ()))
+
+
+def on_no_mesh(aval: Any) -> bool:
+    """Whether a value's type names no mesh. (`sharding`: since 0.5; what has none is taken for one on a mesh.)"""
+    mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
+    return mesh is not None and mesh.empty
 
 
 def scopes_alone(name_stack: Any) -> Any:

@@ -129,3 +129,8 @@ class DenseOptions(_Options, total=False):
     alpha: float
     beta: float
     algorithm: DenseAlgorithm | None
+    scale: Operand | float | None
+    residual: Operand | None
+    residual_scale: Operand | float | None
+    out_scale: Operand | float | None
+    out_dtype: DTypeLike | None

@@ -1,4 +1,4 @@
-"""Convolutions of 8-bit numbers with scales: the kernel, and what the public functions of conv.py call.
+"""Convolutions of 8-bit numbers with scales: the kernel, and what the public functions of conv.py and dense.py call.
 
 Inference only: there is no derivative.
 """
@@ -76,8 +76,8 @@ def _of_integers(p: IntegerConvProblem, x: Array, w: Array) -> Array:
 def _by_parts(p: ScaledConvProblem, x: Array, w: Array, *rest: Array) -> list[Array]:
     """The sums by a plan of their own, and what follows them in a pass of XLA's."""
     numbers = all(map(is_number, (*p.x_shape, *p.w_shape)))
-    # conv_integer's own plan may be a kernel of ours that leaves sums.
-    if p.of_integers and p.scaled and numbers and p.implementation != "xla" and not p.empty:
+    # conv_integer's own plan may be a kernel of ours that leaves sums; XLA has a dense layer's.
+    if p.of_integers and p.scaled and not p.product and numbers and p.implementation != "xla" and not p.empty:
         sums = _of_integers(p.integer, x, w)
     else:
         sums = reference.conv_scaled_sums(p, x, w)
@@ -163,9 +163,10 @@ kernel = primitives.kernel(
 
 def _no_derivative(primals: Sequence[Array], tangents: Sequence[Any], *, problem: ScaledConvProblem) -> Any:
     if any(type(t) is not ad.Zero for t in tangents):
+        what = "product" if problem.product else "convolution"
         raise TypeError(
-            f"{problem.name}: a convolution of {problem.dtype} and {problem.w_dtype} has no derivative: differentiate "
-            f"one of 16 or 32 bits, or put jax.lax.stop_gradient around its operands"
+            f"{problem.name}: a {what} of {problem.dtype} and {problem.w_dtype} has no derivative: differentiate one "
+            f"of 16 or 32 bits, or put jax.lax.stop_gradient around its operands"
         )
     out = kernel(problem, *primals)
     return out, ad.Zero(jax.typeof(out).to_tangent_aval())
@@ -184,6 +185,34 @@ def asked(x: Any, scales: Sequence[Any]) -> bool:
     return name in EIGHT_BITS or any(s is not None for s in scales)
 
 
+def _arrays(
+    name: str, x: Any, w: Any, b: Any, residual: Any, *, scale: Any, residual_scale: Any, out_scale: Any
+) -> tuple[list[Any], dict[str, Any]]:
+    """([x, w, b], the rest by name) as arrays, or None."""
+    given = {"x": x, "w": w, "b": b, "residual": residual}
+    arrays = {k: v if v is None else as_mask(name, k, v) for k, v in given.items()}
+    scales = {"scale": scale, "residual_scale": residual_scale, "out_scale": out_scale}
+    numbers = {k: v if v is None else scale_of(name, k, v, scalar=k != "scale") for k, v in scales.items()}
+    return [arrays[k] for k in "xwb"], {"residual": arrays["residual"], **numbers}
+
+
+def _call(
+    p: ScaledConvProblem,
+    x: Array,
+    w: Array,
+    b: Array | None,
+    *,
+    scale: Array | None,
+    residual: Array | None,
+    residual_scale: Array | None,
+    out_scale: Array | None,
+) -> Array:
+    if scale is not None and scale.shape == ():
+        scale = jnp.broadcast_to(scale, (p.out_channels,))
+    args = [x, w, *(a for a in (scale, b, residual, residual_scale, out_scale) if a is not None)]
+    return reference.conv_scaled(p, *args)[0] if p.empty else kernel(p, *args)
+
+
 def run(
     name: str,
     nd: int,
@@ -198,28 +227,42 @@ def run(
     out_dtype: Any,
     **options: Any,
 ) -> Array:
-    x, w = as_mask(name, "x", x), as_mask(name, "w", w)
-    b = None if b is None else as_mask(name, "b", b)
-    residual = None if residual is None else as_mask(name, "residual", residual)
-    scale = None if scale is None else scale_of(name, "scale", scale, scalar=False)
-    residual_scale = None if residual_scale is None else scale_of(name, "residual_scale", residual_scale, scalar=True)
-    out_scale = None if out_scale is None else scale_of(name, "out_scale", out_scale, scalar=True)
-    p = ScaledConvProblem.of(
-        name,
-        nd,
-        x,
-        w,
-        b,
-        residual=residual,
-        scale=scale,
-        residual_scale=residual_scale,
-        out_scale=out_scale,
-        out_dtype=out_dtype,
-        **options,
-    )
-    if scale is not None and scale.shape == ():
-        scale = jnp.broadcast_to(scale, (p.out_channels,))
+    """What `conv1d`, `conv2d` and `conv3d` return."""
+    scales = dict(scale=scale, residual_scale=residual_scale, out_scale=out_scale)
+    (x, w, b), rest = _arrays(name, x, w, b, residual, **scales)
+    p = ScaledConvProblem.of(name, nd, x, w, b, out_dtype=out_dtype, **rest, **options)
     if p.of_integers and not p.scaled and not p.empty and all(map(is_number, (*p.x_shape, *p.w_shape))):
         return _of_integers(replace(p.integer, implementation=p.implementation, algorithm=p.algorithm), x, w)
-    args = [x, w, *(a for a in (scale, b, residual, residual_scale, out_scale) if a is not None)]
-    return reference.conv_scaled(p, *args)[0] if p.empty else kernel(p, *args)
+    return _call(p, x, w, b, **rest)
+
+
+def pixels(p: ScaledConvProblem, a: Array) -> Array:
+    """Rows (..., C) as the images of one pixel that a dense layer's kernel takes."""
+    return jnp.expand_dims(a.reshape(p.batch, a.shape[-1]), 1)
+
+
+def rows(y: Array, lead: Sequence[int]) -> Array:
+    """Such images as rows (*lead, C)."""
+    return jnp.squeeze(y, 1).reshape(*lead, y.shape[-1])
+
+
+def run_dense(
+    x: Any,
+    w: Any,
+    b: Any,
+    residual: Any,
+    *,
+    scale: Any,
+    residual_scale: Any,
+    out_scale: Any,
+    out_dtype: Any,
+    **options: Any,
+) -> Array:
+    """What `dense` returns: a convolution of one tap, in which each row is an image of one pixel."""
+    scales = dict(scale=scale, residual_scale=residual_scale, out_scale=out_scale)
+    (x, w, b), rest = _arrays("dense", x, w, b, residual, **scales)
+    p = ScaledConvProblem.of_dense(x, w, b, out_dtype=out_dtype, **rest, **options)
+    b = None if b is None else jnp.broadcast_to(b.reshape(-1), (p.out_channels,))
+    if rest["residual"] is not None:
+        rest["residual"] = pixels(p, rest["residual"])
+    return rows(_call(p, pixels(p, x), jnp.expand_dims(w, 0), b, **rest), x.shape[:-1])

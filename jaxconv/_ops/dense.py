@@ -10,12 +10,13 @@ from typing import Any, Literal, Unpack, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxconv import _plan, _problem
 from jaxconv._core import primitives, sharding
 from jaxconv._core.activations import activate_grad
 from jaxconv._core.types import Array, DenseAlgorithm, DenseOptions, Implementation, Operand, Precision, ToActivation
-from jaxconv._ops import layer, reference
+from jaxconv._ops import conv_scaled, layer, reference
 from jaxconv._problem import DenseProblem
 
 replace = dataclasses.replace
@@ -292,6 +293,11 @@ def dense(
     activation: ToActivation = None,
     return_preactivation: bool = False,
     precision: Precision = None,
+    scale: Operand | float | None = None,  # (N,), or a number
+    residual: Operand | None = None,  # (..., N)
+    residual_scale: Operand | float | None = None,  # a number
+    out_scale: Operand | float | None = None,  # a number
+    out_dtype: DTypeLike | None = None,
     algorithm: DenseAlgorithm | None = None,
     implementation: Implementation | None = None,
 ) -> Array | tuple[Array, Array]:
@@ -316,7 +322,21 @@ def dense(
       c: an addend of the result's shape (..., N), or None.
       alpha, beta: Python numbers, fixed when the function is traced.
       activation, precision, return_preactivation, implementation: see `conv2d`.
+      scale, residual, residual_scale, out_scale, out_dtype: of 8-bit x and w, see below.
       algorithm: forces one native algorithm, in forward and backward: "gemm", "sm90" (Hopper).
+
+    Where x and w have 8 bits, it is `conv2d`'s arithmetic of those, with the same types and bits::
+
+        v = float32(x @ w) * scale[n] + b[n] + float32(residual) * residual_scale
+        y = (activation(v) * out_scale).astype(out_dtype)  # 8 bits: rounded to nearest even, saturated
+
+    `scale` is (N,) or a number, the residual has the result's shape. b is float32, one per column or a scalar. There
+    are no c, alpha and beta, and integers without `scale` give their sums, int32. Such a call has no derivative. On
+    Hopper it is one pass (`sm90/eight`) of uint8, and where its tiles of 128 x 128 results are as many as the GPU's
+    multiprocessors. XLA has products of int8 and float8 too: sums of int8 alone, and fewer tiles, were not measured
+    and are its by default. implementation="native" takes whatever the kernel can run::
+
+        q = jaxconv.dense(x, w, b, scale=x_scale * w_scale, activation="relu", out_scale=1 / y_scale)  # int8 of int8
 
     Returns:
       y of x's dtype, (..., N); or (y, z) with return_preactivation.
@@ -327,6 +347,20 @@ def dense(
 
     Differentiable in x, w, b and c to any order, in forward and reverse mode.
     """
+    scales = dict(scale=scale, residual_scale=residual_scale, out_scale=out_scale, out_dtype=out_dtype)
+    how = dict(activation=activation, return_preactivation=return_preactivation, precision=precision)
+    how |= dict(algorithm=algorithm, implementation=implementation)
+    if conv_scaled.asked(x, tuple(scales.values())):
+        for name, given, expected in (
+            ("c", c is not None, "residual= and residual_scale="),
+            ("alpha", alpha != 1.0, "scale="),
+            ("beta", beta != 1.0, "residual_scale="),
+        ):
+            if given:
+                raise ValueError(f"dense: {name} was given with 8-bit x or a scale, expected {expected} in its place")
+        return conv_scaled.run_dense(x, w, b, residual, **scales, **how)
+    if residual is not None:
+        raise ValueError("dense: residual was given, expected 8-bit x and w with it, or c= in its place")
     x, w = _problem.as_array("dense", "x", x), _problem.as_array("dense", "w", w)
     b = None if b is None else _problem.as_array("dense", "b", b)
     c = None if c is None else _problem.as_array("dense", "c", c)
@@ -338,11 +372,7 @@ def dense(
         c,
         alpha=alpha,
         beta=beta,
-        activation=activation,
-        return_preactivation=return_preactivation,
-        precision=precision,
-        algorithm=algorithm,
-        implementation=implementation,
+        **how,
     )
     y_shape = (*x.shape[:-1], p.n)
     rows = x.reshape(p.m, p.k)

@@ -105,6 +105,9 @@ def conv_scaled(p: ScaledConvProblem, x: jax.Array, w: jax.Array, *rest: jax.Arr
 
 def conv_scaled_sums(p: ScaledConvProblem, x: jax.Array, w: jax.Array) -> jax.Array:
     """acc: sums of integers wrap around in int32; of float8 products are exact, and sums float32."""
+    if p.product:
+        y = _product_of_integers(x[:, 0], w[0]) if p.of_integers else _product_of_float8(x[:, 0], w[0])
+        return y[:, None]
     if not p.of_integers or p.w_dtype != p.dtype:
         x, w = x.astype(p.sums_dtype), w.astype(p.sums_dtype)
     # XLA's CPU code of int8 reads beside a pad in front of its convolution (jaxlib 0.10). It has these pads itself.
@@ -120,6 +123,27 @@ def conv_scaled_sums(p: ScaledConvProblem, x: jax.Array, w: jax.Array) -> jax.Ar
         precision=lax.Precision.DEFAULT,  # TF32 and bfloat16 hold a number of float8 exactly
         preferred_element_type=p.sums_dtype,
     )
+
+
+def _product_of_float8(x: jax.Array, w: jax.Array) -> jax.Array:
+    """x @ w in float32. At a lower precision XLA lets a GPU's tensor cores add up all products with 14 bits."""
+    how = dict(precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    return lax.dot_general(x, w, (((1,), (0,)), ((), ())), **how)
+
+
+def _product_of_integers(x: jax.Array, w: jax.Array) -> jax.Array:
+    """x @ w in int32, each int8 or uint8, of which XLA has fast products of int8 alone.
+
+    A uint8 is an int8 and 128, and what the 128s give follows from the other operand's sums.
+    """
+    moved = [a.dtype == jnp.uint8 for a in (x, w)]
+    a, b = (lax.bitcast_convert_type(v ^ 128, jnp.int8) if by else v for v, by in zip((x, w), moved, strict=True))
+    y = lax.dot_general(a, b, (((1,), (0,)), ((), ())), preferred_element_type=jnp.int32)
+    if moved[0]:
+        y = y + 128 * jnp.sum(w, 0, keepdims=True, dtype=jnp.int32)
+    if moved[1]:
+        y = y + 128 * jnp.sum(a, 1, keepdims=True, dtype=jnp.int32)
+    return y
 
 
 def conv_scaled_epilogue(p: ScaledConvProblem, acc: jax.Array, *rest: jax.Array) -> list[jax.Array]:

@@ -81,11 +81,11 @@ class Conv(Planner):
         refused = getattr(family, "refusal", domain.conv_refusal)(self.op, wanted, stored, device)
         if refused is not None:
             return refused
-        return dataclasses.replace(
-            wanted,
-            workspace_bytes=getattr(family, "workspace", domain.conv_workspace)(self.op, wanted, stored),
-            asks_channels_last=stored.channels_last and not p.channels_last,
-        )
+        workspace = getattr(family, "workspace", domain.conv_workspace)(self.op, wanted, stored)
+        asks = stored.channels_last and not p.channels_last
+        if (workspace, asks) == (wanted.workspace_bytes, wanted.asks_channels_last):
+            return wanted
+        return dataclasses.replace(wanted, workspace_bytes=workspace, asks_channels_last=asks)
 
     def _on_cpu(self, algorithm: str, p: ConvProblem) -> Plan | str:
         """The CPU code owns its scratch."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from jaxconv._plan import choose, domain
 from jaxconv._plan.plan import Device, Plan, extent_of
-from jaxconv._plan.planner import NOTHING, XLA_ASKED, Planner, asked, calls, disabled_text, plans_of
+from jaxconv._plan.planner import NOTHING, XLA_ASKED, Planner, asked, calls, disabled, disabled_text, plans_of
 from jaxconv._problem import FLOAT8, ScaledConvProblem, family_of
 
 EIGHT = "sm90/eight"
@@ -48,8 +48,30 @@ def by_kernel(algorithm: str, p: ScaledConvProblem, device: Device) -> Plan | st
     return domain.conv_scaled_refusal(wanted, p, device) or wanted
 
 
+def xla_has(p: ScaledConvProblem, device: Device) -> str | None:
+    """Why XLA's product is taken for a dense layer that the kernel could run; None where the kernel is taken.
+
+    XLA gives int8 by int8 and float8 to cuBLASLt, which does not take uint8. The kernel was measured against cuBLASLt
+    (docs/kernels/eight.md) with what follows the sum in it, and where its tiles fill the device. Other problems are
+    XLA's until they are measured.
+    """
+    if p.of_integers and (p.dtype, p.w_dtype) != ("int8", "int8"):
+        return None
+    if not p.scaled and p.of_integers:
+        return "XLA has products of int8 alone"
+    tiles = -(-p.batch // 128) * -(-p.out_channels // 128)
+    if tiles < device.sm_count:
+        return (
+            f"{tiles} tiles of 128x128 for {device.sm_count} multiprocessors were not measured, and XLA has a product"
+        )
+    return None
+
+
 class ConvScaled(Planner):
-    """One pass on 8-bit tensor cores; else the sums, by a plan of their own, and a pass behind them."""
+    """One pass on 8-bit tensor cores; else the sums, by a plan of their own, and a pass behind them.
+
+    Of a dense layer XLA has the sums, and often all of it.
+    """
 
     group = "conv"
     algorithms = (EIGHT,)
@@ -61,6 +83,9 @@ class ConvScaled(Planner):
     def tiles(self, p: ScaledConvProblem, device: Device) -> Iterable[Plan]:
         return plans_of(self.made(f"{EIGHT} {tile}", p, device) for tile in tiles(p, device))
 
+    def disabled(self, p: ScaledConvProblem) -> bool:
+        return disabled("dense") if p.product else super().disabled(p)
+
     def composed(self, p: ScaledConvProblem, device: Device) -> Plan:
         forced = p.implementation == "native" or p.algorithm is not None
         if p.implementation == "xla":
@@ -68,16 +93,18 @@ class ConvScaled(Planner):
         if self.empty(p):
             return self.instead(NOTHING)
         kernel = p.algorithm or EIGHT
-        if self.disabled(p) and p.scaled:  # sums alone are conv_integer's, which its plan has
+        if self.disabled(p) and (p.scaled or p.product):  # sums alone are conv_integer's, which its plan has
             own: Plan | str = disabled_text()
         else:
             own = choose.missing(device) or self.no_kernels(p, device.platform) or self.made(kernel, p, device)
+        if isinstance(own, Plan) and p.product and not forced and (why := xla_has(p, device)) is not None:
+            return self.instead(why)
         if isinstance(own, Plan):
             why = "one pass on 8-bit tensor cores, for which XLA has no convolution"
             reason = f"{asked(p)} was asked for" if forced else why
             return dataclasses.replace(own, reason=reason)
         if forced:
             return self.cannot(p, own, kernel)
-        if device.platform != "cuda":
+        if device.platform != "cuda" or p.product:
             return self.instead(f"XLA computes it: {own}")
         return calls("two", "a convolution, then its scales")(own)

@@ -68,7 +68,7 @@ class Measurement:
     op: str
     kind: tuple[Any, ...]  # must be equal for one problem to speak for another
     coordinates: tuple[float, ...]  # log2 of extents, as `features` says
-    case: str  # its name in benchmarks/cases.py
+    case: str  # its name in benchmarks/ops/
     # Of conv_statistics: a convolution and a batch-norm, two calls. Of conv_normalised: a batch-norm and a convolution,
     # two calls. Of the rest: XLA. The fastest that is known
     xla_ms: float
@@ -118,6 +118,7 @@ def slug(device_kind: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", device_kind.lower()).strip("_")
 
 
+@functools.lru_cache(maxsize=4096)
 def features(op: str, problem: Any) -> Features:
     """(op as measured, kind, coordinates) of a problem: what decides whether two problems run alike."""
     return PLANNERS[op].features(problem)
@@ -164,20 +165,22 @@ def learn(device_kind: str, entries: list[dict[str, Any]]) -> None:
     _learned[device_kind] = kept + new
 
 
-# By device: a table, and its rows by (op, kind). Without it, each kernel's neighbour was looked for in the whole table.
+# By device: a table, and its rows by (op, kernel, kind). Without it, each kernel's neighbour was looked for in the
+# whole table.
 _by_kind: dict[str, tuple[tuple[Measurement, ...], dict[tuple[Any, ...], list[Measurement]]]] = {}
 
 
-def _rows(device_kind: str, op: str, kind: tuple[Any, ...]) -> list[Measurement]:
-    """The table's rows of that op and kind, in its order."""
+def _rows(device_kind: str, op: str, kernel: str, kind: tuple[Any, ...]) -> list[Measurement]:
+    """The table's rows of that op and kind in which the kernel was run, in its order."""
     rows = table(device_kind)
     known, by_kind = _by_kind.get(device_kind, (None, {}))
     if known is not rows:  # `learn` made another table
         by_kind = {}
         for m in rows:
-            by_kind.setdefault((m.op, m.kind), []).append(m)
+            for own in m.native_ms:
+                by_kind.setdefault((m.op, own, m.kind), []).append(m)
         _by_kind[device_kind] = rows, by_kind
-    return by_kind.get((op, kind), [])
+    return by_kind.get((op, kernel, kind), [])
 
 
 @functools.cache
@@ -236,7 +239,11 @@ def nearest(op: str, problem: Any, device: Device, kernel: str) -> Measurement |
         if found is not None and found.copied == model.copied(op, problem) != other.copied:
             continue
         found, distance = _scaled(other, sister, device), there + FARTHER
-    return found and dataclasses.replace(_as_padded(found, op, problem, device), apart=_apart(found, op, problem))
+    if found is None:
+        return None
+    apart = _apart(found, op, problem)
+    padded = _as_padded(found, op, problem, device)
+    return padded if apart == padded.apart else dataclasses.replace(padded, apart=apart)
 
 
 def _apart(m: Measurement, op: str, problem: Any) -> float:
@@ -270,15 +277,20 @@ def _nearest(
     kernel: str,
 ) -> tuple[Measurement | None, float]:
     best, least = None, math.inf
-    for m in _rows(device_kind, op, kind):
-        if len(m.coordinates) != len(coordinates) or kernel not in m.native_ms:
+    for m in _rows(device_kind, op, kernel, kind):
+        if len(m.coordinates) != len(coordinates):
             continue
-        more = [b - a for a, b in zip(m.coordinates, coordinates, strict=True)]
-        work = sum(d for d, free in zip(more, independent, strict=True) if free)
-        gaps = [abs(d) for d, free in zip(more, independent, strict=True) if not free]
-        distance = sum(map(abs, more)) + UNLIKE * (m.copied != array)
+        work = gap = distance = 0.0
+        for a, b, free in zip(m.coordinates, coordinates, independent, strict=True):
+            more = b - a
+            distance += abs(more)
+            if free:
+                work += more
+            elif abs(more) > gap:
+                gap = abs(more)
+        distance += UNLIKE * (m.copied != array)
         more_of_it = MORE if m.xla_ms >= FULL_MS else 1.0
-        if max([work / more_of_it if work > 0 else -work, *gaps]) <= REACH and distance < least:
+        if max(work / more_of_it if work > 0 else -work, gap) <= REACH and distance < least:
             best, least = m, distance
     return best, least
 
@@ -304,13 +316,19 @@ def tables() -> tuple[str, ...]:
 def sisters(device: Device) -> list[str]:
     """Devices with a table whose times can be scaled to this one: of its architecture, and about as fast; those that
     are nearest first. Only what is known by name has any."""
-    own = model.named(device.kind) if device.compute_capability == (9, 0) else None
+    return _sisters(device.kind, tables()) if device.compute_capability == (9, 0) else []
+
+
+@functools.lru_cache(maxsize=256)
+def _sisters(device_kind: str, measured: tuple[str, ...]) -> list[str]:
+    """Of those that were measured."""
+    own = model.named(device_kind)
     if own is None:
         return []
     found = []
-    for kind in tables():
+    for kind in measured:
         other = model.named(kind)  # all of these are of compute capability 9.0
-        if other is None or kind == device.kind:
+        if other is None or kind == device_kind:
             continue
         apart = max(max(a / b, b / a) for a, b in zip(other.rates, own.rates, strict=True))
         if apart <= SISTER:

@@ -72,6 +72,7 @@ NUMBERS = {
 }
 
 
+@functools.lru_cache(maxsize=256)
 def named(kind: str) -> Numbers | None:
     """Of a device by its name ("NVIDIA H100 80GB HBM3"), the longest that is in it: H20 is no H200."""
     return max(((len(name), n) for name, n in NUMBERS.items() if name in kind), default=(0, None), key=_length)[1]
@@ -132,29 +133,29 @@ class Shape:
             p.padding,
         )
 
-    @property
+    @functools.cached_property
     def arithmetic(self) -> str:
         """ "half", "tf32" or "highest"."""
         return "half" if self.dtype != "float32" else "highest" if self.full_float32 else "tf32"
 
-    @property
+    @functools.cached_property
     def grouping(self) -> str:
         """ "none", "grouped" or "depthwise"."""
         return "none" if self.groups == 1 else "depthwise" if self.group_c == 1 else "grouped"
 
-    @property
+    @functools.cached_property
     def classes(self) -> tuple[str, str, str]:
         return self.arithmetic, self.op, self.grouping
 
-    @property
+    @functools.cached_property
     def taps(self) -> int:
         return math.prod(self.filter)
 
-    @property
+    @functools.cached_property
     def steps(self) -> int:
         return math.prod(self.stride)
 
-    @property
+    @functools.cached_property
     def out_spatial(self) -> tuple[int, ...]:
         return tuple(
             max((size + low + high - (f - 1) * d - 1) // step + 1, 1)
@@ -163,15 +164,15 @@ class Shape:
             )
         )
 
-    @property
+    @functools.cached_property
     def itemsize(self) -> int:
         return 4 if self.dtype == "float32" else 2
 
-    @property
+    @functools.cached_property
     def group_c(self) -> int:
         return self.in_channels // self.groups
 
-    @property
+    @functools.cached_property
     def group_k(self) -> int:
         return self.out_channels // self.groups
 
@@ -192,6 +193,7 @@ class Shape:
         return flops / getattr(of, self.arithmetic), moved / of.bandwidth
 
 
+@functools.lru_cache(maxsize=4096)
 def copied(op: str, p: Any) -> str:
     """Which array of a convolution XLA copies on an NVIDIA GPU because of its padding: "x", "dx", "dy" or "".
 
@@ -218,7 +220,7 @@ def copied(op: str, p: Any) -> str:
 
 
 def _log(value: float) -> float:
-    return math.log2(max(value, 1e-9))
+    return math.log2(value if value > 1e-9 else 1e-9)
 
 
 def features(s: Shape, of: Numbers) -> dict[str, float]:
@@ -366,9 +368,9 @@ def _of_libraries(s: Shape, of: Numbers, memory_ms: float) -> dict[str, float]:
     }
 
 
-def _tiled(s: Shape, of: Numbers, tile: str, splits: int) -> tuple[float, dict[str, float]]:
-    """(base, features) of a kernel: a product with tiles has these rounded up, to whole tiles and whole waves."""
-    limit = max(s.limits_ms(of))
+def _tiled(s: Shape, of: Numbers, limit: float, tile: str, splits: int) -> tuple[float, dict[str, float]]:
+    """(base, features) of a kernel: a product with tiles has these rounded up, to whole tiles and whole waves; `limit`
+    is the problem's."""
     if not tile:
         return limit, {"kernel's tiles": 0.0, "kernel's waves": 0.0, "kernel's sum": 0.0, "kernel's waste": 0.0}
     rows, columns = extent_of(tile)
@@ -400,13 +402,13 @@ def seen(s: Shape, of: Numbers, plans: Sequence[tuple[str, str, int]], kernels: 
     x = np.array([*features(s, of).values()], np.float32)
     ways = np.zeros((len(plans), len(x) + 7 + len(kernels)), np.float32)
     ways[:, : len(x)] = x
-    bases = np.zeros(len(plans))
+    bases, limit = np.zeros(len(plans)), max(s.limits_ms(of))
     for row, (kernel, tile, splits) in enumerate(plans):
-        bases[row], tiled = _tiled(s, of, tile, splits)
+        bases[row], tiled = _tiled(s, of, limit, tile, splits)
         own = [_log(bases[row] + OVERHEAD_MS), *tiled.values(), _log(splits), float(tile.startswith("256"))]
         ways[row, len(x) : len(x) + 7] = own
         ways[row, len(x) + 7 + kernels.index(kernel)] = 1.0
-    return Seen(x, max(s.limits_ms(of)), ways, bases)
+    return Seen(x, limit, ways, bases)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -446,26 +448,47 @@ def matern(squares: np.ndarray) -> np.ndarray:
     return (1 + d + d * d / 3) * np.exp(-d)
 
 
-def squares(a: np.ndarray, b: np.ndarray, of_b: np.ndarray | None = None) -> np.ndarray:
-    """The squares of the distances between rows; `of_b`: (b * b).sum(1), where that is known."""
-    of_b = (b * b).sum(1) if of_b is None else of_b
-    return np.maximum((a * a).sum(1)[:, None] + of_b[None] - 2 * a @ b.T, 0.0)
+def squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The squares of the distances between rows."""
+    return np.maximum((a * a).sum(1)[:, None] + (b * b).sum(1)[None] - 2 * a @ b.T, 0.0)
+
+
+class _Points:
+    """Known points, to which the distances of a few others are asked."""
+
+    def __init__(self, x: np.ndarray):
+        self._columns, self._squares = np.ascontiguousarray(x.T), (x * x).sum(1)
+
+    def squares(self, x: np.ndarray) -> np.ndarray:
+        """`squares` of x and the points. Not by BLAS: its threads cost more than they do of a few rows."""
+        products = np.einsum("jk,ij->ik", self._columns, x)
+        return np.maximum((x * x).sum(1)[:, None] + self._squares[None] - 2 * products, 0.0)
 
 
 class Process:
     """The mean of a Gaussian process: known points' weights, by how alike a point is to each."""
 
-    def __init__(self, data: dict[str, Any], x: np.ndarray):
+    def __init__(self, data: dict[str, Any], x: np.ndarray, shared: int = 0):
+        """`shared`: so many columns in front are the same in rows that are ways to compute one problem, in `x`, where
+        such rows follow each other, and in all rows of what is asked: their part of the distances is computed once."""
         self.mean, self.low, self.high = (float(data[name]) for name in ("mean", "low", "high"))
         self.scale = np.array(data["scale"])
         self.weights = np.array(data["weights"])
         self.center = np.mean(x, 0, dtype=np.float64)  # for the rounding of `squares` alone
-        self.x = (x - self.center) * self.scale
-        self.squares = (self.x * self.x).sum(1)
+        self.shared = shared
+        x = (x - self.center) * self.scale
+        begins = np.ones(len(x), bool)
+        begins[1:] = (x[1:, :shared] != x[:-1, :shared]).any(1)
+        self.problem = np.cumsum(begins) - 1  # of each row, its place among the problems
+        self.problems, self.ways = _Points(x[begins, :shared]), _Points(x[:, shared:])
 
     def __call__(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(the mean, no further than what is known goes; how alike the most alike known point is, 0 to 1)."""
-        alike = matern(squares((x - self.center) * self.scale, self.x, self.squares))
+        x, n = (x - self.center) * self.scale, self.shared
+        apart = self.ways.squares(x[:, n:])
+        if n:
+            apart += self.problems.squares(x[:1, :n])[:, self.problem]
+        alike = matern(apart)
         return np.clip(self.mean + alike @ self.weights, self.low, self.high), alike.max(1, initial=0.0)
 
 
@@ -503,7 +526,7 @@ class Model:
             x.append(see.x)
             ways.append(see.ways)
         self.xla_process = Process(data["xla_process"], np.array(x))
-        self.native_process = Process(data["native_process"], np.concatenate(ways))
+        self.native_process = Process(data["native_process"], np.concatenate(ways), len(x[0]))
         self.xla, self.error = Forest(data["xla"]), Forest(data["error"])
 
     def predict(

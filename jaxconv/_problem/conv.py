@@ -189,6 +189,32 @@ class ConvProblem:
         pixels, columns = self.batch * math.prod(self.out_spatial), math.prod(self.filter) * self.in_channels
         return DenseProblem(self.name, self.dtype, pixels, self.out_channels, columns, self.precision, trans_w=True)
 
+    @classmethod
+    def of_product(cls, p: DenseProblem) -> ConvProblem:
+        """x @ w + bias per column as a convolution of one tap: each row is an image of one pixel."""
+        ones = (1,)
+        return cls(
+            name=p.name,
+            dtype=p.dtype,
+            batch=p.m,
+            in_channels=p.k,
+            out_channels=p.n,
+            groups=1,
+            in_spatial=ones,
+            filter=ones,
+            out_spatial=ones,
+            stride=ones,
+            padding=((0, 0),),
+            dilation=ones,
+            channels_last=True,
+            precision=p.precision,
+            bias=p.bias is not None,
+            activation=p.activation,
+            save_preactivation=p.save_preactivation,
+            implementation=p.implementation,
+            algorithm=p.algorithm,
+        )
+
     def __str__(self) -> str:
         x, k = "x".join(map(str, self.in_spatial)), "x".join(map(str, self.filter))
         text = f"{self.batch}x{x} {self.in_channels}->{self.out_channels} {k}"

@@ -12,7 +12,8 @@ from jax import lax
 
 from jaxconv._problem.conv import ConvProblem
 from jaxconv._problem.conv_integer import IntegerConvProblem
-from jaxconv._problem.parse import as_mask, shapes
+from jaxconv._problem.dense import DenseProblem
+from jaxconv._problem.parse import as_mask, epilogue, shapes
 
 EIGHT_BIT_INTEGERS = ("int8", "uint8")
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
@@ -30,6 +31,7 @@ class ScaledConvProblem(ConvProblem):
     residual_dtype: str | None = None
     residual_scaled: bool = False
     out_scaled: bool = False
+    product: bool = False  # a dense layer, of images of one pixel: XLA has a product for it
 
     @property
     def residual(self) -> bool:
@@ -76,7 +78,10 @@ class ScaledConvProblem(ConvProblem):
         )
 
     def __str__(self) -> str:
-        text = super().__str__()
+        if self.product:
+            text = " + ".join([f"{self.batch}x{self.in_channels}x{self.out_channels} {self.dtype}", *epilogue(self)])
+        else:
+            text = super().__str__()
         if self.w_dtype != self.dtype:
             text = text.replace(self.dtype, f"{self.dtype}*{self.w_dtype}", 1)
         parts = [text, *(["scale"] if self.scaled else [])]
@@ -99,49 +104,138 @@ class ScaledConvProblem(ConvProblem):
         out_dtype: Any,
         **options: Any,
     ) -> ScaledConvProblem:
-        """Of the arguments of `jaxconv.conv2d`, its arrays as `eight_bits` and `scale_of` give them."""
+        """Of the arguments of `jaxconv.conv2d`, its arrays as `as_mask` and `scale_of` give them."""
+        arrays = _Arrays(name, x, w, b, residual, scale, residual_scale, out_scale, out_dtype)
+        arrays.check_types(options["return_preactivation"])
+        x, w, b, residual = arrays.floats()
+        p = ConvProblem.infer(name, nd, x, w, b, residual=residual, **options)
+        return cls._with(p, arrays)
+
+    @classmethod
+    def of_dense(
+        cls,
+        x: jax.Array,
+        w: jax.Array,
+        b: jax.Array | None,
+        *,
+        residual: jax.Array | None,
+        scale: jax.Array | None,
+        residual_scale: jax.Array | None,
+        out_scale: jax.Array | None,
+        out_dtype: Any,
+        activation: Any,
+        return_preactivation: bool,
+        precision: Any,
+        algorithm: Any,
+        implementation: Any,
+    ) -> ScaledConvProblem:
+        """The same of those of `jaxconv.dense`: rows are images of one pixel."""
+        arrays = _Arrays("dense", x, w, b, residual, scale, residual_scale, out_scale, out_dtype)
+        arrays.check_types(return_preactivation)
+        seen = shapes(x=x, w=w, b=b, residual=residual)
+        like_x, like_w, like_b, _ = arrays.floats()
+        p = DenseProblem.infer(
+            "dense",
+            like_x,
+            like_w,
+            like_b,
+            None,
+            alpha=1.0,
+            beta=1.0,
+            activation=activation,
+            return_preactivation=False,
+            precision=precision,
+            algorithm=algorithm,
+            implementation=implementation,
+        )
+        if p.bias == "row":
+            raise ValueError(
+                f"dense: b has shape {like_b.shape}, expected ({p.n},), one per column, or a number, of 8-bit x and w. "
+                f"{seen}"
+            )
+        y_shape = (*x.shape[:-1], p.n)
+        if residual is not None and residual.shape != y_shape:
+            raise ValueError(
+                f"dense: residual has shape {residual.shape}, expected {y_shape}, that of the result. {seen}"
+            )
+        return dataclasses.replace(cls._with(ConvProblem.of_product(p), arrays), product=True)
+
+    @classmethod
+    def _with(cls, p: ConvProblem, given: _Arrays) -> ScaledConvProblem:
+        """The sums of p, and what follows them."""
+        given.check_rest(p.out_channels)
+        return cls(
+            **{**vars(p), "dtype": given.x.dtype.name},
+            w_dtype=given.w.dtype.name,
+            out_dtype=given.result,
+            scaled=given.scale is not None,
+            residual_dtype=None if given.residual is None else given.residual.dtype.name,
+            residual_scaled=given.residual_scale is not None,
+            out_scaled=given.out_scale is not None,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Arrays:
+    """The arguments that convolutions and dense layers of 8-bit numbers share, and the errors about them."""
+
+    name: str
+    x: jax.Array
+    w: jax.Array
+    b: jax.Array | None
+    residual: jax.Array | None
+    scale: jax.Array | None
+    residual_scale: jax.Array | None
+    out_scale: jax.Array | None
+    out_dtype: Any
+
+    @property
+    def _raw(self) -> bool:
+        """Whether the sums of integers are asked for, and no more."""
+        return self.x.dtype.name in EIGHT_BIT_INTEGERS and self.scale is None
+
+    @property
+    def result(self) -> str:
+        return _out_dtype(self.name, self.out_dtype, self._raw, self.out_scale is not None, self.x.dtype.name)
+
+    def check_types(self, return_preactivation: bool) -> None:
+        name, x, w = self.name, self.x, self.w
         for argument, array in (("x", x), ("w", w)):
             if array.dtype.name not in EIGHT_BITS:
                 raise TypeError(f"{name}: {argument} has dtype {array.dtype.name}, expected one of {_list(EIGHT_BITS)}")
-        integers = x.dtype.name in EIGHT_BIT_INTEGERS
-        if integers != (w.dtype.name in EIGHT_BIT_INTEGERS):
+        if (x.dtype.name in EIGHT_BIT_INTEGERS) != (w.dtype.name in EIGHT_BIT_INTEGERS):
             raise TypeError(
                 f"{name}: x and w have dtypes {x.dtype.name} and {w.dtype.name}, expected two of "
                 f"{_list(EIGHT_BIT_INTEGERS)} or two of {_list(FLOAT8)}"
             )
-        if options["return_preactivation"]:
+        if return_preactivation:
             raise ValueError(f"{name}: return_preactivation=True, expected False: x has 8 bits, and no derivative")
-        others = {"b": b, "residual": residual, "out_scale": out_scale}
+        others = {"b": self.b, "residual": self.residual, "out_scale": self.out_scale}
         given = [argument for argument, value in others.items() if value is not None]
-        if residual_scale is not None and residual is None:
+        if self.residual_scale is not None and self.residual is None:
             raise ValueError(f"{name}: residual_scale was given, expected a residual with it")
-        result = _out_dtype(name, out_dtype, integers and scale is None, out_scale is not None, x.dtype.name)
-        if integers and scale is None and (given or result != "int32"):
-            asked = f"out_dtype={result}" if not given else " and ".join(given)
+        if self._raw and (given or self.result != "int32"):
+            asked = f"out_dtype={self.result}" if not given else " and ".join(given)
             raise ValueError(f"{name}: {asked} was given without scale=, expected scale= with it: sums are int32")
-        like = {"x": x, "w": w, "b": b, "residual": residual}
-        plain = {k: None if v is None else jax.ShapeDtypeStruct(v.shape, np.float32) for k, v in like.items()}
-        p = ConvProblem.infer(name, nd, plain["x"], plain["w"], plain["b"], residual=plain["residual"], **options)
+
+    def floats(self) -> list[Any]:
+        """x, w, b and residual as what a problem of float32 arrays would be given."""
+        arrays = self.x, self.w, self.b, self.residual
+        return [None if v is None else jax.ShapeDtypeStruct(v.shape, np.float32) for v in arrays]
+
+    def check_rest(self, out_channels: int) -> None:
+        name, b, residual, scale = self.name, self.b, self.residual, self.scale
         if b is not None and b.dtype != np.float32:
             raise TypeError(f"{name}: b has dtype {b.dtype.name}, expected float32: it is added to scaled sums")
         if residual is not None and residual.dtype.name not in SCALED_RESULTS:
             raise TypeError(
                 f"{name}: residual has dtype {residual.dtype.name}, expected one of {_list(SCALED_RESULTS)}"
             )
-        if scale is not None and scale.shape not in ((), (p.out_channels,)):
+        if scale is not None and scale.shape not in ((), (out_channels,)):
             raise ValueError(
-                f"{name}: scale has shape {scale.shape}, expected ({p.out_channels},), one per output channel, or a "
-                f"number. {shapes(x=x, w=w)}"
+                f"{name}: scale has shape {scale.shape}, expected ({out_channels},), one per output channel, or a "
+                f"number. {shapes(x=self.x, w=self.w)}"
             )
-        return cls(
-            **{**vars(p), "dtype": x.dtype.name},
-            w_dtype=w.dtype.name,
-            out_dtype=result,
-            scaled=scale is not None,
-            residual_dtype=None if residual is None else residual.dtype.name,
-            residual_scaled=residual_scale is not None,
-            out_scaled=out_scale is not None,
-        )
 
 
 def sums_of_integers(p: IntegerConvProblem) -> ScaledConvProblem | str:

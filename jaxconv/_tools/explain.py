@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import importlib.metadata
@@ -20,7 +19,7 @@ from jaxconv._core import native, primitives, sharding
 from jaxconv._core.types import OfArguments, P
 from jaxconv._plan import in_place, measured, tuned
 from jaxconv.accelerate import Report, listening
-from jaxconv.joints import rules
+from jaxconv.joints import told
 
 # What users call a platform -> what plans call it
 _PLATFORMS = {"cpu": "cpu", "cuda": "cuda", "gpu": "cuda", "rocm": "rocm", "tpu": "tpu"}
@@ -36,24 +35,12 @@ class Call:
     count: int  # equal calls
 
 
-@dataclasses.dataclass(frozen=True)
-class Fused:
-    """Kernels that took the place of others in a differentiated program (`rule` says as what), and at how many places.
-
-    Each text names an op, its problem, and where it is known the milliseconds that its plan counts with.
-    """
-
-    rule: str
-    before: tuple[str, ...]
-    after: tuple[str, ...]
-    count: int
-
-
 class Explanation(list[Call]):
     """A list of `Call`s that prints as a table.
 
-    The list holds the calls after all rules. `fused` lists which calls the rules replaced, in gradients and around
-    them, and by which kernels. `accelerated` lists the layers that `jaxconv.accelerate` replaced or left, and why.
+    The list holds the calls after all rules. `regions` lists the programs that rules rewrite: their ops before and
+    after, which calls were replaced by which kernels, and the milliseconds that plans know. `fused` lists the
+    replacements of all regions. `accelerated` lists the layers that `jaxconv.accelerate` replaced or left, and why.
     `convolutions` lists lax's own convolutions, and what `jaxconv.enable` does with them, or would do if it were on.
     `gathered` lists the arrays that are split over an Explicit mesh and are gathered for a call, and why.
     """
@@ -65,14 +52,18 @@ class Explanation(list[Call]):
         convolutions: _enable.Convolutions,
         enabled: bool,
         gathered: Iterable[str] = (),
-        fused: Iterable[Fused] = (),
+        regions: Iterable[told.Region] = (),
     ):
         super().__init__(calls)
         self.accelerated = accelerated
         self.convolutions = convolutions
         self.enabled = enabled  # whether enable is on
         self.gathered = list(gathered)
-        self.fused = list(fused)
+        self.regions = list(regions)
+
+    @property
+    def fused(self) -> list[told.Replaced]:
+        return [one for region in self.regions for one in region.replaced]
 
     def __str__(self) -> str:
         anything = self.accelerated or self.accelerated.notes
@@ -80,10 +71,7 @@ class Explanation(list[Call]):
         if self.convolutions:
             title = "enable" if self.enabled else "enable, which is off, would do"
             parts.append(f"{title}:\n{self.convolutions}")
-        for one in self.fused:
-            lines = [f"{one.count} x {one.rule}"]
-            lines += [f"  {sign} {text}" for sign, texts in (("-", one.before), ("+", one.after)) for text in texts]
-            parts.append("\n".join(lines))
+        parts += told.texts(self.regions)
         if self or not parts:
             parts.append("\n".join([self._calls(), *self.gathered]))
         return "\n\n".join(parts)
@@ -136,7 +124,10 @@ def explain(f: Callable[P, Any], *, platform: str | None = None) -> OfArguments[
       A function of f's arguments that returns a list of calls (op, problem, plan, count), which prints as a table. Its
       attribute `accelerated` lists what accelerate did (what, shapes, fused, why, where). `convolutions` lists lax's
       convolutions (form, problem, became, why, where, count), as `jaxconv.report` does. f does not show whether XLA
-      will partition the program, and in a partitioned program enable leaves convolutions to lax.
+      will partition the program, and in a partitioned program enable leaves convolutions to lax. `regions` lists the
+      programs that were rewritten as a whole: before, after, replaced, differentiated. A time there is "measured" (for
+      this problem on this device), "predicted", "by the nearest measurement" (scaled by the amount of work), or
+      "unknown", and unknown times are in no sum.
 
     Raises:
       TypeError: if f is no function, or compiled already.
@@ -157,7 +148,7 @@ def explain(f: Callable[P, Any], *, platform: str | None = None) -> OfArguments[
 def _explained(f: Callable[..., Any], args: Any, kwargs: Any, device: _plan.Device) -> Explanation:
     # JAX keeps what it traced for as long as the function lives: this one ends here.
     of_this_call = functools.wraps(f)(lambda *args, **kwargs: f(*args, **kwargs))
-    with listening() as accelerated, _heard() as fusions:
+    with listening() as accelerated, told.hearing() as heard:
         jaxpr = jax.make_jaxpr(of_this_call)(*args, **kwargs)
         equations = list(primitives.equations(jaxpr.jaxpr, device))
     counts: dict[tuple[str, Any], int] = {}
@@ -172,36 +163,7 @@ def _explained(f: Callable[..., Any], args: Any, kwargs: Any, device: _plan.Devi
     calls = [Call(op, problem, _plan.plan(op, problem, device), n) for (op, problem), n in counts.items()]
     gathered = dict.fromkeys(_gathered(jaxpr.jaxpr, device))
     would, on = _enable.would(equations, device), _enable.is_on()
-    return Explanation(calls, accelerated, would, on, gathered, _fused(fusions, device))
-
-
-@contextlib.contextmanager
-def _heard() -> Iterator[list[rules.Fusion]]:
-    """What rules replace inside."""
-    heard: list[rules.Fusion] = []
-    token = rules.HEARD.set(heard)
-    try:
-        yield heard
-    finally:
-        rules.HEARD.reset(token)
-
-
-def _fused(fusions: Iterable[rules.Fusion], device: _plan.Device) -> list[Fused]:
-    """Equal ones together."""
-
-    def text(op: str, problem: Any) -> str:
-        if op not in _plan.OPS:
-            return f"{op} {problem}"
-        plan = _plan.plan(op, problem, device)
-        name = plan.kernel if plan.implementation == "native" else "xla"
-        ms = next((f", {c.ms:.3f} ms" for c in plan.candidates if c.name == name), "")
-        return f"{op} {problem}: {plan.kernel or plan.implementation}{ms}"
-
-    counts: dict[tuple[str, tuple[str, ...], tuple[str, ...]], int] = {}
-    for one in fusions:
-        key = one.rule, *(tuple(text(*op) for op in ops) for ops in (one.before, one.after))
-        counts[key] = counts.get(key, 0) + 1
-    return [Fused(*key, count) for key, count in counts.items()]
+    return Explanation(calls, accelerated, would, on, gathered, told.told(heard, device))
 
 
 def _gathered(jaxpr: Any, device: _plan.Device) -> Iterator[str]:

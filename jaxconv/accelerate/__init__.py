@@ -29,6 +29,7 @@ from jaxconv.accelerate.function import Accelerated
 from jaxconv.accelerate.report import LISTENER, Report, heard_from_now_on, listening
 from jaxconv.accelerate.rewrite import Rewriting
 from jaxconv.accelerate.state import Arguments, KerasVariables, LinenVariables, PlainObjects, nnx_updates, unbound
+from jaxconv.joints import told
 
 __all__ = ["Accelerated", "Report", "accelerate", "listening"]
 
@@ -53,7 +54,8 @@ def accelerate(f: Callable[P, R], *, tune: bool = False) -> Accelerated[P, R]:
     * the same for int8, uint8 or float8 arrays, or floats converted from them, with the factors, bias, residual,
       activation, rounding, clipping and conversion to 8 bits behind it;
     * convolutions of other integers, alone;
-    * (..., K) @ (K, N) with the bias or activation that follows, where one follows;
+    * (..., K) @ (K, N) with the bias or activation that follows, where one follows; for 8-bit arrays as for such
+      convolutions, where factors, a bias or an activation follow the sums;
     * a batch-norm, in training and inference, with the residual add and the activation behind it;
     * group-norms and layer-norms;
     * `lax.reduce_window` with lax.max: `jaxconv.max_pool`;
@@ -96,7 +98,8 @@ def accelerate(f: Callable[P, R], *, tune: bool = False) -> Accelerated[P, R]:
       rounding. It is differentiable, and can be jitted, mapped and sharded, as f is. Take the gradient of the
       accelerated function, not the accelerated gradient: in a gradient the layers are no longer recognisable.
       Its attribute `report` takes f's arguments too (or `jax.ShapeDtypeStruct`s). It returns a list of all layers:
-      what replaced each one, or why it was left. `jaxconv.explain` of any function around it says the same, and more.
+      what replaced each one, or why it was left; and the calls that run before and after rules join neighbours, with
+      the known times. `jaxconv.explain` of any function around it says the same, and more.
 
     f is traced anew at each call: put `jax.jit` around it. With JAXCONV_DISABLE=all in the environment it is f itself.
 
@@ -128,7 +131,13 @@ def accelerate(f: Callable[P, R], *, tune: bool = False) -> Accelerated[P, R]:
             return Report(notes=[reason])
         with nnx_updates(), in_place.nothing_timed():
             function, owner = unbound(f)
-            return trace(function, (*owner, *args), kwargs).rewritten()[1]
+            traced = trace(function, (*owner, *args), kwargs)
+            rewriting, found = traced.rewritten()
+            try:
+                found.regions = told.told_of(rewriting.run, traced.jaxpr.in_avals, _plan.Device.default())
+            except ValueError as error:  # where a choice that somebody forced cannot run
+                found.notes.append(f"the new program cannot be planned: {error}")
+            return found
 
     return Accelerated(f, functools.partial(accelerate, tune=tune), run, report)
 

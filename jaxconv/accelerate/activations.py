@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 
 from jaxconv import _problem
+from jaxconv._core import compat
 from jaxconv._core.activations import COMPARISONS, NAMES, Activation
 from jaxconv._core.graph import Constant, Graph, Node, Value, meant, number_of, scalar_of
 
@@ -135,10 +136,26 @@ def _same_operation(p: Node, node: Node, pattern: Pattern, z: Value) -> bool:
     if p.name != "custom_jvp_call":
         return meant(p.params) == meant(node.params)
 
-    def text(node: Node, shape: tuple[int, ...], derivative: bool) -> str:
-        return (node.derivative if derivative else node.body).replace(str(shape), "like z")
+    bodies = (one.body.replace(str(v.shape), "like z") for one, v in ((p, pattern.z), (node, z)))
+    return next(bodies) == next(bodies) and _derivative(p, pattern.z) == _derivative(node, z)
 
-    return all(text(p, pattern.z.shape, d) == text(node, z.shape, d) for d in (False, True))
+
+# Texts of derivatives, by what they follow from. Of a function of JAX's own that is the function: its derivative is
+# traced once for all shapes of a rank.
+_DERIVATIVES: dict[tuple[Any, ...], str] = {}
+
+
+def _derivative(node: Node, z: Value) -> str:
+    """The text of the derivative of a function of values like z, the same for all shapes of z's rank."""
+    source = compat.written_in_jax(node.params["call_jaxpr"].jaxpr)
+    alone = all(compat.on_no_mesh(v.aval) and v.shape == z.shape for v in node.inputs)
+    if not source or not alone:
+        return node.derivative.replace(str(z.shape), "like z")
+    body = node.body.replace(str(z.shape), "like z")
+    key = source, body, len(z.shape), tuple((v.dtype.name, v.aval.weak_type) for v in node.inputs), _context()
+    if key not in _DERIVATIVES:
+        _DERIVATIVES[key] = node.derivative.replace(str(z.shape), "like z")
+    return _DERIVATIVES[key]
 
 
 def _unify(pattern: Pattern, p: Value, v: Value, z: Value, found: dict[str, Any]) -> bool:

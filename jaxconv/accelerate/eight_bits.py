@@ -1,6 +1,7 @@
-"""Convolutions of 8-bit numbers, as people and quantisation libraries write them: sums, and what makes numbers of them.
+"""Convolutions and dense layers of 8-bit numbers, as people and quantisation libraries write them: sums, and what makes
+numbers of them.
 
-The operands are int8 or uint8, or such converted to floating-point numbers in front of the convolution; or float8. In
+The operands are int8 or uint8, or such converted to floating-point numbers in front of the operation; or float8. In
 the order in which they stand: factors a channel or of all, a bias, an array that is added (of 8 bits with a factor of
 its own), an activation, a factor, rounding and clipping, and the conversion to 8 bits. What is missing is left out.
 """
@@ -40,7 +41,7 @@ def source_of(v: Value) -> Value | None:
 
 
 def reads_eight_bits(node: Node) -> bool:
-    """Whether a convolution is one of 8-bit numbers whose sums are taken as they are, or become floats."""
+    """Whether a convolution or a product is one of 8-bit numbers whose sums are taken as they are, or become floats."""
     sources = [source_of(v) for v in node.inputs]
     if None in sources:
         return False
@@ -195,25 +196,71 @@ def _residual_source(r: Value) -> tuple[Value, Value | None]:
     return (r, None) if q is None else (q, None)
 
 
+class _Conv:
+    """A convolution as one of 8-bit numbers with scales.
+
+    Raises:
+      Refusal: where jaxconv has none like it.
+    """
+
+    what = "conv"
+
+    def __init__(self, node: Node):
+        self.node, self._numbers = node, node.params["dimension_numbers"]
+        layout = fused.conv_layout(self._numbers, len(node.inputs[0].shape) - 2)
+        if layout is None:
+            raise Refusal("jaxconv has channels-last and channels-first convolutions of 1 to 3 dimensions")
+        if node.params["batch_group_count"] != 1 or any(d != 1 for d in node.params["lhs_dilation"]):
+            raise Refusal("jaxconv's 8-bit convolutions with scales have no batch groups and no lhs dilation")
+        if not fused.pads_are_numbers(node.params["padding"]):
+            raise Refusal("its pads are symbolic")
+        self.axis, self._layout = self._numbers.out_spec[1], layout
+
+    def filter(self, w: Array) -> Array:
+        return fused._in_layout(w, self._numbers, self._layout)
+
+    def problem(self, x: Array, w: Array, b: Array | None, **given: Any) -> ScaledConvProblem:
+        params, nd = window_of(self.node), x.ndim - 2
+        window = dict(stride=params["window_strides"], padding=params["padding"], dilation=params["rhs_dilation"])
+        window |= dict(groups=params["feature_group_count"], layout=self._layout)
+        return ScaledConvProblem.of(f"conv{nd}d", nd, x, w, b, **window, **given)
+
+
+class _Dense:
+    """The same of a product (..., K) @ (K, N)."""
+
+    what = "dense"
+
+    def __init__(self, node: Node):
+        self.node = node
+        x, w = node.inputs
+        last = len(x.shape) - 1
+        if node.params["dimension_numbers"] != (((last,), (0,)), ((), ())) or len(w.shape) != 2:
+            raise Refusal("jaxconv's products are (..., K) @ (K, N)")
+        if 0 in (*x.shape, *w.shape):
+            raise Refusal("there is nothing to compute")
+        self.axis = last
+
+    def filter(self, w: Array) -> Array:
+        return w
+
+    def problem(self, x: Array, w: Array, b: Array | None, **given: Any) -> ScaledConvProblem:
+        return ScaledConvProblem.of_dense(x, w, b, **given)
+
+
 def find_scaled(node: Node, activations: Activations, adds: Callable[[Value], bool], free: Free) -> Iterator[Fused]:
     """`adds`: whether this convolution takes an array that is added to its result. `free`: whether a value is no part
     of a normalisation. What takes in most comes first."""
-    numbers = node.params["dimension_numbers"]
-    nd = len(node.inputs[0].shape) - 2
-    layout = fused.conv_layout(numbers, nd)
-    if layout is None:
-        raise Refusal("jaxconv has channels-last and channels-first convolutions of 1 to 3 dimensions")
-    if node.params["batch_group_count"] != 1 or any(d != 1 for d in node.params["lhs_dilation"]):
-        raise Refusal("jaxconv's 8-bit convolutions with scales have no batch groups and no lhs dilation")
+    form = (_Conv if node.name == "conv_general_dilated" else _Dense)(node)
     if node.params.get("out_sharding") is not None:
         raise Refusal("its result has a sharding of its own")
-    if not fused.pads_are_numbers(node.params["padding"]):
-        raise Refusal("its pads are symbolic")
     x, w = (source_of(v) for v in node.inputs)
     assert x is not None and w is not None
-    chain = _Chain([node], node.outputs[0], numbers.out_spec[1], free)
+    chain = _Chain([node], node.outputs[0], form.axis, free)
     chain.convert()
     if chain.z.dtype.name not in _RESULTS:
+        if isinstance(form, _Dense):
+            yield _sums_of_product(form, x, w)
         return
     factors = []
     while (factor := chain.factor(True)) is not None:
@@ -225,20 +272,35 @@ def find_scaled(node: Node, activations: Activations, adds: Callable[[Value], bo
         ends.append((total, r))
     ends.append((chain, None))
     for end, r in ends:
-        yield _fused_of(node, x, w, layout, factors, bias, r, end, activations)
+        yield _fused_of(form, x, w, factors, bias, r, end, activations)
+
+
+def _sums_of_product(form: _Dense, x: Value, w: Value) -> Fused:
+    """The int32 sums of x @ w alone. Of int8 by int8 XLA has them; of others it multiplies numbers of 32 bits."""
+    if [v.dtype.name for v in form.node.inputs] == ["int8", "int8"]:
+        raise Refusal("XLA has products of int8 alone")
+    options = dict.fromkeys(("activation", "precision", "algorithm", "implementation", "out_dtype"))
+    options |= dict.fromkeys(("residual", "scale", "residual_scale", "out_scale"))
+
+    def call(x: Array, w: Array) -> Sequence[Array]:
+        problem = form.problem(x, w, None, return_preactivation=False, **options)
+        y = _with_derivative(problem, conv_scaled.pixels(problem, x), jnp.expand_dims(w, 0))
+        return [conv_scaled.rows(y, x.shape[:-1])]
+
+    return Fused([form.node], [x, w], form.node.outputs, call, ["dense of integers"])
 
 
 def _fused_of(
-    node: Node,
+    form: _Conv | _Dense,
     x: Value,
     w: Value,
-    layout: str,
     factors: Sequence[_Factor],
     bias: Value | None,
     r: Value | None,
     chain: _Chain,
     activations: Activations,
 ) -> Fused:
+    node = form.node
     activation = Activation()
     activated = activations.after(chain.z)
     if activated is not None and activated.hides(chain.z):
@@ -252,18 +314,17 @@ def _fused_of(
         chain, rescale = wide, None
     residual, residual_factor = (None, None) if r is None else _residual_source(r)
     told = [("scale", factors), ("bias", bias), ("residual", r), (str(activation), activation.name != "none")]
-    parts = ["conv of 8 bits", *(text for text, there in told if there)]
-    parts += [f"rounding to {narrowed[0]}"] if narrowed else []
+    follows = [text for text, there in told if there]
+    follows += [f"rounding to {narrowed[0]}"] if narrowed else []
+    if form.what == "dense" and not follows:
+        raise Refusal("no factor or bias along its columns follows, and XLA has such products")
     optional = (bias, residual, residual_factor, rescale and rescale.value)
     inputs = [x, w, *(f.value for f in factors), *(v for v in optional if v is not None)]
-    params, out_dtype = window_of(node), chain.z.dtype.name
-    numbers = params["dimension_numbers"]
-
-    size = node.outputs[0].shape[numbers.out_spec[1]]
+    size, out_dtype = node.outputs[0].shape[form.axis], chain.z.dtype.name
 
     def operands_of_call(*values: Array) -> tuple[ScaledConvProblem, list[Array]]:
         given = iter(values)
-        x, w = next(given), fused._in_layout(next(given), numbers, layout)
+        x, w = next(given), form.filter(next(given))
         scale = jnp.ones(size, jnp.float32)
         for i, factor in enumerate(factors):
             one = factor(next(given), size)
@@ -272,9 +333,7 @@ def _fused_of(
         added = None if residual is None else next(given)
         added_scale = None if residual_factor is None else next(given).astype(jnp.float32).reshape(())
         out_scale = None if rescale is None else rescale(next(given), None)
-        problem = ScaledConvProblem.of(
-            f"conv{x.ndim - 2}d",
-            x.ndim - 2,
+        problem = form.problem(
             x,
             w,
             b,
@@ -283,31 +342,30 @@ def _fused_of(
             residual_scale=added_scale,
             out_scale=out_scale,
             out_dtype=out_dtype,
-            stride=params["window_strides"],
-            padding=params["padding"],
-            dilation=params["rhs_dilation"],
-            groups=params["feature_group_count"],
             activation=activation,
-            layout=layout,
             precision=None,
             return_preactivation=False,
             algorithm=None,
             implementation=None,
         )
-        return problem, [a for a in (scale, b, added, added_scale, out_scale) if a is not None]
+        if form.what == "dense":
+            x, w = conv_scaled.pixels(problem, x), jnp.expand_dims(w, 0)
+            added = None if added is None else conv_scaled.pixels(problem, added)
+        rest = [a for a in (scale, b, added, added_scale, out_scale) if a is not None]
+        return problem, [x, w, *rest]
 
     def call(*values: Array) -> Sequence[Array]:
-        problem, rest = operands_of_call(*values)
-        w = fused._in_layout(values[1], numbers, layout)
-        return [_within(_with_derivative(problem, values[0], w, *rest), narrowed, activation)]
+        problem, operands = operands_of_call(*values)
+        y = _within(_with_derivative(problem, *operands), narrowed, activation)
+        return [conv_scaled.rows(y, values[0].shape[:-1]) if form.what == "dense" else y]
 
     if jnp.issubdtype(node.inputs[0].dtype, jnp.floating) and x is not node.inputs[0]:
         _refuse_slower(operands_of_call, inputs)
-    return Fused(chain.nodes, inputs, [chain.z], call, parts, activation=activation)
+    return Fused(chain.nodes, inputs, [chain.z], call, [f"{form.what} of 8 bits", *follows], activation=activation)
 
 
 def _refuse_slower(operands_of_call: Callable[..., Any], inputs: Sequence[Value]) -> None:
-    """Refuses a convolution of floats that hold 8-bit numbers where a GPU has no kernel for these: XLA has its own."""
+    """Refuses what is of floats that hold 8-bit numbers where a GPU has no kernel for these: XLA has its own."""
     device = _plan.Device.default()
     problems: list[ScaledConvProblem] = []
     jax.eval_shape(lambda *values: problems.append(operands_of_call(*values)[0]), *(v.aval for v in inputs))

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator
 
 import jax
 
+from jaxconv.joints import told
+
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
@@ -32,13 +34,21 @@ GRADIENTS = {
 }
 
 
+OF_A_CALL = "That is what a call runs. jaxconv.explain(jax.grad(f)) tells the program with its gradients."
+
+
 class Report(list[Finding]):
-    """A list of findings that prints as a table, and `notes`: sentences about the function as a whole."""
+    """A list of findings that prints as a table, and `notes`: sentences about the function as a whole.
+
+    `regions` lists the programs of the new calls, before and after rules rewrite them for the default device, with the
+    milliseconds that plans know of (as `jaxconv.explain` does for gradients).
+    """
 
     def __init__(self, findings: Iterable[Finding] = (), notes: Iterable[str] = (), already: int = 0):
         super().__init__(findings)
         self.notes = list(notes)
         self.already = already  # calls of jaxconv's that f makes itself
+        self.regions: list[told.Region] = []
 
     @property
     def replaced(self) -> list[Finding]:
@@ -71,7 +81,8 @@ class Report(list[Finding]):
             rows.append((finding.where or "-", f"{finding.what} {finding.shapes}", became))
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([*(lines if self else []), *self.notes])
+        text = "\n".join([*(lines if self else []), *self.notes])
+        return "\n\n".join([text, *told.texts(self.regions), *[OF_A_CALL] * bool(self.regions)])
 
 
 LISTENER: contextvars.ContextVar[Report | None] = contextvars.ContextVar("jaxconv_listener", default=None)

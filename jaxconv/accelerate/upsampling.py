@@ -6,6 +6,8 @@ A gather's gradient is a scatter that adds, one element after the other; a broad
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -81,9 +83,40 @@ def _known(v: Value, seen: dict[Value, np.ndarray | None]) -> np.ndarray | None:
         if plain and not asks_extent(v.node.eqn) and _is_short(v):
             inputs = [_known(u, seen) for u in v.node.inputs]
             if all(u is not None for u in inputs):
-                with jax.ensure_compile_time_eval():
-                    seen[v] = np.asarray(v.node.evaluate(inputs)[v.index])
+                seen[v] = _folded(v, inputs)
     return seen[v]
+
+
+# What NumPy computes to the same bits as XLA, without compiling a program for each operation
+_BY_NUMPY: dict[str, Callable[..., Any]] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "floor": np.floor,
+    "lt": np.less,
+    "select_n": lambda which, *cases: np.where(which, cases[1], cases[0]),
+}
+
+
+def _folded(v: Value, inputs: Sequence[Any]) -> np.ndarray:
+    """What v's node makes of numbers."""
+    name, params, arrays = v.made_by, v.node.params, [np.asarray(u) for u in inputs]
+    wide = all(u.dtype.name in ("float32", "float64", "int32", "int64", "bool") for u in (v, *v.node.inputs))
+    floats = jnp.issubdtype(v.dtype, jnp.floating)
+    if wide and (name in _BY_NUMPY and (name != "select_n" or len(arrays) == 3)):
+        return _BY_NUMPY[name](*arrays).astype(v.dtype)
+    if wide and name == "div" and floats and np.all(arrays[1]):
+        return np.divide(*arrays).astype(v.dtype)
+    if wide and name == "convert_element_type" and np.all(np.abs(arrays[0]) < 2**31):  # beyond it XLA saturates
+        return arrays[0].astype(v.dtype)
+    if wide and name == "iota":
+        along = [-1 if a == params["dimension"] else 1 for a in range(len(v.shape))]
+        return np.broadcast_to(np.arange(v.shape[params["dimension"]], dtype=v.dtype).reshape(along), v.shape)
+    if name == "broadcast_in_dim":
+        extents = dict(zip(params["broadcast_dimensions"], arrays[0].shape, strict=True))
+        return np.broadcast_to(arrays[0].reshape([extents.get(a, 1) for a in range(len(v.shape))]), v.shape)
+    with jax.ensure_compile_time_eval():
+        return np.asarray(v.node.evaluate(inputs)[v.index])
 
 
 def _is_short(v: Value) -> bool:

@@ -92,12 +92,12 @@ def freeze(
         differs from the first one in more than its first extent, for arrays without elements, for NaN and infinity in
         batches or weights, and for a name in `wide` that no layer has.
 
-    A quantised layer is `jaxconv.conv2d` of 8-bit x and w. A filter has a scale per output channel. An array between
-    layers has one scale, with the least mean squared error on the calibration batches. With "int8" an array that is
-    never negative (behind a relu) is uint8. Residual adds and max-poolings work on 8 bits too, so no wider array is
-    stored between two 8-bit convolutions. The first and the last layer, depthwise convolutions, small layers and layers
-    in loops keep their types; `quantization` lists each layer's type, the reason, and its signal to noise. `replace`
-    quantises other weights, and keeps the scales between layers.
+    A quantised layer is `jaxconv.conv2d` or `jaxconv.dense` of 8-bit x and w. A filter has a scale per output channel.
+    An array between layers has one scale, with the least mean squared error on the calibration batches. With "int8" an
+    array that is never negative (behind a relu) is uint8. Residual adds of convolutions, max-poolings and means work on
+    8 bits too, so no wider array is stored between two 8-bit layers. The first and the last layer, depthwise
+    convolutions, small layers and layers in loops keep their types; `quantization` lists each layer's type, the reason,
+    and its signal to noise. `replace` quantises other weights, and keeps the scales between layers.
 
     Layers are recognised as by `accelerate`. A batch-norm is folded into the (transposed) convolution or dense layer
     whose result it normalises, if nothing else reads that result. 16-bit filters are rounded once, after folding.

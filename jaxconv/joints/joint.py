@@ -54,7 +54,7 @@ class Joint:
             return [*outs, *pull(list(args[n:]))]
 
         cts = [compat.cotangent_type(closed.out_avals[i]) for i in main]
-        program = Program(jax.make_jaxpr(joint)(*types, *cts))
+        program = Program(jax.make_jaxpr(joint)(*types, *cts), differentiated=True)
         for node in program.nodes:  # whoever evaluates them says that they are a derivative
             node.name_stack = compat.scopes_alone(node.name_stack)
         rewrite(program, device)
@@ -221,10 +221,12 @@ def _cut(program: Program, n: int, results: int) -> tuple[list[Node], list[Value
     for v in [*(v for node in late for v in node.inputs), *program.outputs[results:]]:
         if v not in behind and not isinstance(v, Constant):
             read[v] = None
-    early = [node for node in program.nodes if node not in set(late)]
+    after = set(late)
+    early = [node for node in program.nodes if node not in after]
     kept, again = fewest_bytes(early, program.inputs[:n], list(read))
     wanted = [*program.outputs[:results], *kept]
-    return _needed(early, wanted), kept, sorted([*again, *late], key=program.nodes.index)
+    rank = {node: i for i, node in enumerate(program.nodes)}
+    return _needed(early, wanted), kept, sorted([*again, *late], key=rank.__getitem__)
 
 
 def _needed(nodes: Sequence[Node], wanted: Sequence[Value]) -> list[Node]:

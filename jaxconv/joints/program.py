@@ -26,7 +26,9 @@ class Program(Graph):
     """A flat program. `splice` puts a function of arrays in the place of nodes; its own equations become nodes, which
     other rules may match in turn."""
 
-    def __init__(self, closed: ClosedJaxpr):
+    def __init__(self, closed: ClosedJaxpr, differentiated: bool = False):
+        """`differentiated`: whether it is one of results and gradients, which is told to whoever listens."""
+        self.differentiated = differentiated
         self._successors: dict[Value, Value] = {}
         self._traced: dict[Any, ClosedJaxpr] = {}
         self.changes: list[tuple[Sequence[Node], Sequence[Node]]] = []  # what was replaced, and by what

@@ -48,22 +48,35 @@ class Fusion:
     after: tuple[Op, ...]
 
 
-HEARD: contextvars.ContextVar[list[Fusion] | None] = contextvars.ContextVar("jaxconv_heard_rules", default=None)
+@dataclasses.dataclass(frozen=True)
+class Rewritten:
+    """A program's ops before and after the rules, and what these replaced."""
+
+    differentiated: bool  # whether it is a program of results and gradients
+    before: tuple[Op, ...]
+    after: tuple[Op, ...]
+    fusions: tuple[Fusion, ...]
+
+
+HEARD: contextvars.ContextVar[list[Rewritten] | None] = contextvars.ContextVar("jaxconv_heard_rules", default=None)
+
+
+def _ops(nodes: Iterable[Node]) -> tuple[Op, ...]:
+    ours = (node for node in nodes if "problem" in node.params and node.call is None)
+    return tuple((node.name.removeprefix("jaxconv_"), node.params["problem"]) for node in ours)
 
 
 def _fusion(rule: Rule, program: Program) -> Fusion:
-    def ops(nodes: Iterable[Node]) -> tuple[Op, ...]:
-        ours = (node for node in nodes if "problem" in node.params and node.call is None)
-        return tuple((node.name.removeprefix("jaxconv_"), node.params["problem"]) for node in ours)
-
     before, after = zip(*program.changes, strict=True)
-    return Fusion(rule.name, ops(itertools.chain(*before)), ops(itertools.chain(*after)))
+    return Fusion(rule.name, _ops(itertools.chain(*before)), _ops(itertools.chain(*after)))
 
 
 def rewrite(program: Program, device: _plan.Device) -> list[str]:
     """Applies the rules in their order, each at every node. Returns the names of those that were applied."""
     applied: list[str] = []
     heard = HEARD.get()
+    before = () if heard is None else _ops(program.nodes)
+    fusions: list[Fusion] = []
     token = _WANTED.set({})
     try:
         for rule in RULES:
@@ -76,11 +89,13 @@ def rewrite(program: Program, device: _plan.Device) -> list[str]:
                         applied.append(rule.name)
                         found = True
                         if heard is not None:
-                            heard.append(_fusion(rule, program))
+                            fusions.append(_fusion(rule, program))
                 if found:
                     program.settle()
     finally:
         _WANTED.reset(token)
+    if heard is not None:
+        heard.append(Rewritten(program.differentiated, before, _ops(program.nodes), tuple(fusions)))
     return applied
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
+from jax import lax
 from jax.extend.core import ClosedJaxpr
 
 from jaxconv import _problem
@@ -14,14 +15,13 @@ from jaxconv._core.graph import Constant, Graph, Node, Value, body_of_call, numb
 from jaxconv._problem import ConvProblem, DenseProblem
 
 CONVOLUTIONS = ("jaxconv_conv", "jaxconv_conv_add", "jaxconv_conv_fprop")
-PRODUCTS = ("jaxconv_dense", "jaxconv_matmul")
+PRODUCTS = ("jaxconv_dense", "jaxconv_matmul", "dot_general")
 # Layers that stay wide: (what, why)
 WIDE = {
     "jaxconv_conv_dgrad": ("conv", "it is transposed"),
     "conv_general_dilated": ("conv", "jaxconv has no such convolution of floating-point numbers"),
     "jaxconv_conv_integer": ("conv", "its operands are integers"),
     "jaxconv_conv_scaled": ("conv", "it has 8 bits already"),
-    "dot_general": ("dense", "a product alone, without a bias or an activation"),
     "jaxconv_squeeze_excite": ("squeeze_excite", "its two dense layers are small"),
 }
 # 8-bit products on tensor cores take channels in multiples of so many, and with groups a group's.
@@ -52,10 +52,17 @@ class Layer:
         return self.node.outputs[0]
 
     @property
+    def product(self) -> DenseProblem | None:
+        """That of a dense layer; None where it is none of two matrices."""
+        return _plain_product(self.node) if self.node.name == "dot_general" else self.node.params["problem"]
+
+    @property
     def problem(self) -> ConvProblem:
         """The layer as a convolution: a dense one is of one pixel."""
-        p = self.node.params["problem"]
-        return p if isinstance(p, ConvProblem) else _as_conv(p)
+        if self.what == "conv":
+            return self.node.params["problem"]
+        assert self.product is not None
+        return ConvProblem.of_product(self.product)
 
     @property
     def bias(self) -> Value | None:
@@ -79,24 +86,23 @@ class Layer:
         return False
 
 
-def _as_conv(p: DenseProblem) -> ConvProblem:
-    return ConvProblem(
-        name=p.name,
-        dtype=p.dtype,
-        batch=p.m,
-        in_channels=p.k,
-        out_channels=p.n,
-        groups=1,
-        in_spatial=(1,),
-        filter=(1,),
-        out_spatial=(1,),
-        stride=(1,),
-        padding=((0, 0),),
-        dilation=(1,),
-        channels_last=True,
-        precision=p.precision,
-        bias=p.bias is not None,
-        activation=p.activation,
+def _plain_product(node: Node) -> DenseProblem | None:
+    """lax's product of x's last axes and w's first ones, of one type, as one of matrices; None where it is another."""
+    x, w = (v.aval for v in node.inputs)
+    (of_x, of_w), batch = node.params["dimension_numbers"]
+    n = len(of_w)
+    last = tuple(range(x.ndim - n, x.ndim)), tuple(range(n))
+    types = {v.dtype for v in (x, w, node.outputs[0])}
+    if any(batch) or (tuple(of_x), tuple(of_w)) != last or not 0 < n < w.ndim or len(types) > 1:
+        return None
+    default = lax.Precision.DEFAULT
+    return DenseProblem(
+        name="dense",
+        dtype=x.dtype.name,
+        m=math.prod(x.shape[: x.ndim - n]),
+        k=math.prod(w.shape[:n]),
+        n=math.prod(w.shape[n:]),
+        precision=(default, default),
     )
 
 
@@ -188,11 +194,12 @@ class Reading:
         return before
 
     def _why(self, layer: Layer) -> str:
-        if not self.is_known(layer.w) or not (layer.bias is None or self.is_known(layer.bias)):
-            return "its filter or bias follows from the inputs"
-        p = layer.node.params["problem"]
-        if layer.what == "dense" and (why := _no_plain_product(p)):
+        if not self.is_known(layer.w):
+            return "its filter follows from the inputs"
+        if layer.what == "dense" and (why := _no_plain_product(layer.product)):
             return why
+        if not (layer.bias is None or self.is_known(layer.bias)):
+            return "its bias follows from the inputs"
         q = layer.problem
         if q.dtype not in ("float32", "bfloat16", "float16"):
             return f"its type is {q.dtype}"
@@ -218,8 +225,15 @@ def _at_the_ends(first: bool, last: bool) -> str:
     return "the last layer: it makes the results" if last else ""
 
 
-def _no_plain_product(p: DenseProblem) -> str:
-    plain = not p.trans_x and p.batch is None and p.alpha == 1.0 and not p.addend and p.bias in (None, "column")
+def _no_plain_product(p: DenseProblem | None) -> str:
+    plain = (
+        p is not None
+        and not p.trans_x
+        and p.batch is None
+        and p.alpha == 1.0
+        and not p.addend
+        and p.bias in (None, "column")
+    )
     return "" if plain else "its product is not x @ w + bias"
 
 
@@ -255,7 +269,7 @@ def _never_negative(v: Value, of: Callable[[Value], bool]) -> bool:
     if node is None:
         return False
     name = node.name
-    if name in (*CONVOLUTIONS, *PRODUCTS):
+    if name in (*CONVOLUTIONS, "jaxconv_dense"):
         return node.params["problem"].activation.name in _NOT_NEGATIVE and v.index == 0
     if name in _ALWAYS:
         return True

@@ -21,6 +21,7 @@ from jax.extend.core import ClosedJaxpr
 from jaxconv._core.graph import Array, Constant, Node, Value, of_type
 from jaxconv._ops import reference
 from jaxconv._ops.conv import conv1d, conv2d, conv3d
+from jaxconv._ops.dense import dense
 from jaxconv._problem import CHANNELS_FIRST, CHANNELS_LAST
 from jaxconv._problem.pool import PoolProblem
 from jaxconv.quantize.layers import Layer, Reading
@@ -41,7 +42,8 @@ _LIGHT = frozenset(
     (
         *("abs", "add", "and", "clamp", "concatenate", "convert_element_type", "custom_jvp_call", "div", "eq", "erf"),
         *("exp", "expm1", "ge", "gt", "integer_pow", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne"),
-        *("neg", "or", "pad", "pow", "rsqrt", "select_n", "sign", "sqrt", "square", "sub", "tanh", _NORM),
+        *("neg", "or", "pad", "pow", "reduce_sum", "reduce_window_sum", "rsqrt", "select_n", "sign", "sqrt", "square"),
+        *("sub", "tanh", _NORM),
     )
 )
 
@@ -175,23 +177,28 @@ class Evaluation:
         residual, residual_scale = (None, None) if layer.residual is None else self.narrow(layer.residual)
         index = self._narrowing.index.get(layer.y)
         out = None if index is None else self._scales[index]
-        conv = {1: conv1d, 2: conv2d, 3: conv3d}[p.nd]
-        y = conv(
-            x.reshape(p.x_shape),
-            filters,
-            bias,
-            residual=residual,
-            stride=p.stride,
-            padding=p.padding,
-            dilation=p.dilation,
-            groups=p.groups,
-            activation=p.activation,
-            layout=(CHANNELS_LAST if p.channels_last else CHANNELS_FIRST)[p.nd],
+        numbers: dict[str, Any] = dict(
             scale=scale,
+            residual=residual,
             residual_scale=None if residual_scale is None else np.float32(residual_scale.step),
             out_scale=None if out is None else out.inverse,
             out_dtype=layer.y.dtype.name if out is None else out.dtype,
+            activation=p.activation,
         )
+        if layer.what == "dense":
+            y = dense(x.reshape(p.batch, p.in_channels), filters, bias, **numbers)
+        else:
+            y = {1: conv1d, 2: conv2d, 3: conv3d}[p.nd](
+                x,
+                filters,
+                bias,
+                stride=p.stride,
+                padding=p.padding,
+                dilation=p.dilation,
+                groups=p.groups,
+                layout=(CHANNELS_LAST if p.channels_last else CHANNELS_FIRST)[p.nd],
+                **numbers,
+            )
         y = y.reshape(layer.y.shape)
         if out is None:
             self._wide[layer.y] = y
@@ -203,8 +210,8 @@ class Evaluation:
         """The filter before it was rounded to 16 bits, in the order of `layer.problem`, and its channels' axis."""
         w = jnp.asarray(self.wide(_before_rounding(layer.w)))
         if layer.what == "dense":
-            w = w.T if layer.node.params["problem"].trans_w else w
-            return w[None], 2
+            assert layer.product is not None
+            return w.T if layer.product.trans_w else w.reshape(layer.product.k, layer.product.n), 1
         return w, w.ndim - 1 if layer.problem.channels_last else 0
 
 

@@ -20,6 +20,7 @@ jaxconv.conv2d(x, w, algorithm="winograd")  # type: ignore[call-overload]  # pyr
 jaxconv.conv2d(x, w, strides=2)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue]
 jaxconv.conv_transpose1d(x, w, padding="SAME_LOWER")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 jaxconv.dense(x, w, algorithm="im2col")  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
+jaxconv.dense(x, w, scale="1")  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
 jaxconv.batchnorm(x, None, None, x, x)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 pair: jax.Array = jaxconv.conv2d(x, w, return_preactivation=True)  # type: ignore[assignment]  # pyright: ignore[reportAssignmentType]
 jaxconv.nnx.Conv(4, 8, 3, kernel=3, rngs=rngs)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
