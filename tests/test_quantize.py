@@ -424,7 +424,9 @@ def test_a_dense_layer_whose_preactivation_is_read_stays_wide():
 
     weights = _mlp_weights()
     q = jaxconv.freeze(f, weights, quantize="int8", calibrate=BATCHES)
-    assert [layer.why for layer in q.quantization][1] == "what its activation reads is read elsewhere too"
+    assert [layer.why for layer in q.quantization][
+        1
+    ] == "another operation also reads its result in front of the activation"
     np.testing.assert_allclose(q(X), f(weights, X), rtol=1e-5)
 
 

@@ -108,8 +108,8 @@ def test_a_gradients_region_before_and_after(problem, learned, monkeypatch):
     text = str(found)
     assert "a region of results and gradients, times by the plans\nbefore: " in text
     assert (
-        "2 x a dgrad that adds another gradient\n  - 2 conv_dgrad 2x6x6 8->8 1x1 float32 NHWC: unknown, by 2 xla\n  + 2 conv_dgrad_add"
-        in text
+        "2 x a dgrad that adds another gradient\n"
+        "  - 2 conv_dgrad 2x6x6 8->8 1x1 float32 NHWC: unknown, by 2 xla\n  + 2 conv_dgrad_add" in text
     )
 
 
