@@ -100,7 +100,7 @@ class ConvScaled(Planner):
         if isinstance(own, Plan) and p.product and not forced and (why := xla_has(p, device)) is not None:
             return self.instead(why)
         if isinstance(own, Plan):
-            why = "one pass on 8-bit tensor cores, for which XLA has no convolution"
+            why = "one pass on 8-bit tensor cores, which XLA does not have"
             reason = f"{asked(p)} was asked for" if forced else why
             return dataclasses.replace(own, reason=reason)
         if forced:
