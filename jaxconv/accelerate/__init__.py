@@ -133,6 +133,8 @@ def accelerate(f: Callable[P, R], *, tune: bool = False) -> Accelerated[P, R]:
             function, owner = unbound(f)
             traced = trace(function, (*owner, *args), kwargs)
             rewriting, found = traced.rewritten()
+            if not found.replaced:  # the function is left as it is
+                return found
             try:
                 found.regions = told.told_of(rewriting.run, traced.jaxpr.in_avals, _plan.Device.default())
             except ValueError as error:  # where a choice that somebody forced cannot run
