@@ -428,9 +428,9 @@ def by_case(runs: dict[str, Run], page: str) -> str:
 
 
 CELLS = """
-A figure is milliseconds / fraction of the limit / XLA's time divided by this time, on an H200 where no other GPU is
-named. Where another family or XLA is the default, the cell names it. float16, channels-first arrays, versions and
-dates: [recorded tables](../results/index.md).
+A cell is milliseconds / fraction of the limit / XLA's time divided by this time, on an H200 unless another GPU is
+named. If another family or XLA is the default, the cell names it. [Recorded tables](../results/index.md) have float16,
+channels-first arrays, versions and dates.
 """
 
 
@@ -567,13 +567,27 @@ def pages(runs: dict[str, Run]) -> dict[str, str]:
 
 
 LEGEND = """\
-A table is a kind of problem: op, dtype, precision, layout, cases. `python -m benchmarks --help` is the command behind
-each; XLA and jaxconv are measured in one run, after their results were compared. Times are medians of device time.
-**limit**: the larger of operations over the rate of the unit that does them and minimal traffic over the rate at which
-memory copies ([how](../kernels/limits.md)). **forced**: what `algorithm=` asked for; the other rows are the default
-choice. Losses are printed like wins. Plans stand as they were recorded: before kernels had names, `wgmma` was the
-family sm90, and a tile could name a kernel (128x128h: `sm90/halo_stream`, planes: `sm90/halo_3d`, r: `sm90/resident`,
-p: `sm90/wgrad_pair`, s: swapped, raw: a version that is gone; bands: `depthwise/rows_mma`, lines: `depthwise/conv1d`).
+A table holds one kind of problem: op, dtype, precision, layout, cases. `python -m benchmarks --help` describes the
+command behind each. XLA and jaxconv were measured in one run, after their results were compared. Times are medians of
+device time. Losses are printed as well as wins.
+
+* **limit**: the larger of two times: operations over the rate of the unit that does them, and minimal traffic over the
+  rate at which memory copies ([how](../kernels/limits.md)).
+* **forced**: rows for which `algorithm=` was given. All other rows are the default choice.
+
+Plans are printed as they were recorded. Before kernels had names, `wgmma` was the family sm90, and a tile could name a
+kernel:
+
+| tile | kernel |
+| --- | --- |
+| 128x128h | `sm90/halo_stream` |
+| planes | `sm90/halo_3d` |
+| r | `sm90/resident` |
+| p | `sm90/wgrad_pair` |
+| s | a swapped kernel |
+| raw | a kernel that was removed |
+| bands | `depthwise/rows_mma` |
+| lines | `depthwise/conv1d` |
 """
 
 

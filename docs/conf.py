@@ -12,6 +12,7 @@ import types
 from typing import Any
 
 sys.path.append(str(pathlib.Path(__file__).parent))
+import checks
 import notebooks
 
 project = "jaxconv"
@@ -39,6 +40,19 @@ autodoc_default_options = {"members": True, "show-inheritance": True}
 MODULES = ("jaxconv", "jaxconv.linen", "jaxconv.nnx", "jaxconv.tune", "jaxconv.checkpoint_policies")
 
 
+# Classes that users are given, and do not make.
+GIVEN = (
+    "jaxconv.Accelerated",
+    "jaxconv.Explanation",
+    "jaxconv.Frozen",
+    "jaxconv.Launches",
+    "jaxconv.Quantization",
+    "jaxconv.tune.Results",
+    "jaxconv.tune.Tuned",
+    "jaxconv.tune.Tuning",
+)
+
+
 def check_public_names(app: Any, env: Any) -> list[str]:
     """Warns of public names without an entry in the API reference."""
     from sphinx.util import logging
@@ -53,16 +67,23 @@ def check_public_names(app: Any, env: Any) -> list[str]:
             found = where in MODULES if inspect.ismodule(value) else where in documented or not callable(value)
             if not found:
                 logging.getLogger(__name__).warning("%s is public and not in docs/api", where)
+            told = (inspect.isfunction(value) or inspect.isclass(value)) and where not in GIVEN
+            if told and not checks.has_example(inspect.getdoc(value) or ""):
+                logging.getLogger(__name__).warning("%s has no example", where)
     return []
+
+
+def check_texts(app: Any) -> None:
+    """Warns of what `checks` finds in pages, figures and docstrings."""
+    from sphinx.util import logging
+
+    for path, (line, what) in checks.found():
+        logging.getLogger(__name__).warning("%s", what, location=f"{path}:{line}")
 
 
 def end_of_code(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     """Docstrings say `Call`s; reStructuredText wants a break behind the second backtick."""
     lines[:] = [re.sub(r"(?<!`)(`[^`]+`)(?=\w)", r"\1\\ ", line) for line in lines]
-
-
-# Classes that users are given, and do not make.
-GIVEN = ("jaxconv.Accelerated", "jaxconv.Explanation", "jaxconv.Frozen", "jaxconv.Launches", "jaxconv.Quantization")
 
 
 def _default(value: Any) -> str:
@@ -126,11 +147,12 @@ def check_stars(app: Any, doctree: Any) -> None:
     from sphinx.util import logging
 
     for node in doctree.findall(nodes.emphasis):
-        if re.search(r"[-+=/] ", node.astext()):
+        if checks.lost_stars(node.astext()):
             logging.getLogger(__name__).warning("stars are lost around %r", node.astext(), location=node)
 
 
 def setup(app: Any) -> dict[str, Any]:
+    app.connect("builder-inited", check_texts)
     app.connect("autodoc-process-docstring", end_of_code)
     app.connect("autodoc-process-signature", readable)
     app.connect("doctree-read", check_stars)

@@ -83,7 +83,7 @@ _LAZY = ("linen", "nnx")
 
 # Names that are near, and what is there: op families that have a function for each number of dimensions.
 _NEAR = {
-    "conv": "conv1d, conv2d and conv3d, whichever the number of spatial dimensions says",
+    "conv": "conv1d, conv2d and conv3d, by the number of spatial dimensions",
     "conv_transpose": "conv_transpose1d, conv_transpose2d and conv_transpose3d",
     "Conv": "the layers jaxconv.linen.Conv and jaxconv.nnx.Conv, and the functions conv1d, conv2d and conv3d",
     "ConvTranspose": "the layers jaxconv.linen.ConvTranspose and jaxconv.nnx.ConvTranspose",

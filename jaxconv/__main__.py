@@ -23,11 +23,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"jaxconv {jaxconv.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="info | explain | tune | bench")
     commands.add_parser("info", help="the same (the default)")
-    says = "says which implementation each jaxconv call in a function of yours gets, and why; what enable would do"
+    says = "prints which implementation each jaxconv call in your function gets, and why, and what enable would do"
     _add_arguments(commands.add_parser("explain", help=says, description=says))
-    says = "times XLA and the native kernels at a function's problems on this device, and remembers the fastest"
+    says = "times XLA and the native kernels for your function's problems on this device, and remembers the fastest"
     add_arguments(commands.add_parser("tune", help=says, description=says))
-    says = "times a function of yours as it is, with jaxconv.enable, and with jaxconv.accelerate"
+    says = "times your function as it is, with jaxconv.enable, and with jaxconv.accelerate"
     bench.add_arguments(commands.add_parser("bench", help=says, description=says))
     args = parser.parse_args(arguments)
     if args.command == "tune":
@@ -41,10 +41,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    says = "a function of no arguments that returns what to explain: a tuple (f, *arguments of f), as for tune"
+    says = "a function without arguments that returns a tuple: the function f to explain, and its arguments"
     parser.add_argument("target", metavar="module:function", help=says)
     add_ways(parser)
-    says = "which need not be here (the default backend's)"
+    says = "the platform to explain; its device need not be present (default: the default backend)"
     parser.add_argument("--platform", choices=("cpu", "cuda", "gpu", "rocm", "tpu"), help=says)
 
 

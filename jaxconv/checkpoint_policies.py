@@ -2,9 +2,9 @@
 
     block = jax.checkpoint(block, policy=jaxconv.checkpoint_policies.save_convs)
 
-jax's own policies that speak of dots do not know jaxconv's kernels. These do, and they compose with any of jax's
-through `jax.checkpoint_policies.save_from_both_policies`. Under differentiation the results of fused ops also carry
-names, for `jax.checkpoint_policies.save_only_these_names`: "jaxconv_conv", "jaxconv_dense", "jaxconv_batchnorm_train",
+jax's own policies for dots do not know jaxconv's kernels. These do, and they combine with any of jax's through
+`jax.checkpoint_policies.save_from_both_policies`. Under differentiation the results of fused ops also carry names, for
+`jax.checkpoint_policies.save_only_these_names`: "jaxconv_conv", "jaxconv_dense", "jaxconv_batchnorm_train",
 "jaxconv_batchnorm_given", "jaxconv_groupnorm", "jaxconv_max_pool", "jaxconv_squeeze_excite".
 """
 
@@ -38,25 +38,50 @@ def _of(kernels: Sequence[Kernel | Plain], primitive: Any, params: dict[str, Any
 
 
 def save_convs(primitive: Any, *_: Any, **params: Any) -> bool:
-    """Keeps the results of convolutions (y, and z where the activation's derivative needs it); recomputes the rest."""
+    """Keeps the results of convolutions (y, and z where the activation's derivative needs it); recomputes the rest.
+
+    Example::
+
+        block = jax.checkpoint(block, policy=jaxconv.checkpoint_policies.save_convs)
+    """
     return _of(_CONVS, primitive, params)
 
 
 def save_products(primitive: Any, *_: Any, **params: Any) -> bool:
-    """Keeps the results of convolutions and dense layers, as jax's `dots_saveable` those of dots; not the rest."""
+    """Keeps the results of convolutions and dense layers, as jax's `dots_saveable` keeps those of dots.
+
+    Example::
+
+        block = jax.checkpoint(block, policy=jaxconv.checkpoint_policies.save_products)
+    """
     return _of(_CONVS + _DENSES, primitive, params)
 
 
 def save_all(primitive: Any, *_: Any, **params: Any) -> bool:
-    """Keeps the results of every jaxconv op; recomputes the rest."""
+    """Keeps the results of every jaxconv op; recomputes the rest.
+
+    Example::
+
+        block = jax.checkpoint(block, policy=jaxconv.checkpoint_policies.save_all)
+    """
     return _of(_CONVS + _DENSES + _NORMS + _POOLS + _EXCITES, primitive, params)
 
 
 def save_all_but_batchnorms(primitive: Any, *_: Any, **params: Any) -> bool:
-    """Keeps whatever is no batch-norm's or group-norm's result: those are cheap to recompute from a convolution's."""
+    """Keeps all results but those of norms, which are cheap to recompute from a convolution's result.
+
+    Example::
+
+        block = jax.checkpoint(block, policy=jaxconv.checkpoint_policies.save_all_but_batchnorms)
+    """
     return not _of(_NORMS, primitive, params)
 
 
 def save_nothing_of_jaxconv(primitive: Any, *_: Any, **params: Any) -> bool:
-    """Keeps whatever is no jaxconv result: every jaxconv op is run again."""
+    """Keeps all results but jaxconv's: every jaxconv op is run again.
+
+    Example::
+
+        block = jax.checkpoint(block, policy=jaxconv.checkpoint_policies.save_nothing_of_jaxconv)
+    """
     return not _of(_CONVS + _DENSES + _NORMS + _POOLS + _EXCITES, primitive, params)

@@ -7,8 +7,8 @@ dtypes and defaults are Flax's, because the classes are subclasses of Flax's. Wh
   `jaxconv.conv2d`;
 * `BatchNorm.__call__(..., residual=)`, an array added before the activation.
 
-What jaxconv has no kernel for (a dot_general or conv_general_dilated of the user's, cross-device batch statistics,
-several feature axes, CIRCULAR transposed convolutions, ...) is Flax's own computation.
+Flax's own code runs where jaxconv has no kernel: with a dot_general or conv_general_dilated of the user's, cross-device
+batch statistics, several feature axes, CIRCULAR transposed convolutions, and the like.
 """
 
 from __future__ import annotations
@@ -55,15 +55,21 @@ def _promote(module: Any) -> layers.Promote:
 class Conv(_Conv):
     """`flax.linen.Conv` with an `activation`: y = f(conv(x, kernel) + bias).
 
+    Example::
+
+        x = jnp.ones((8, 32, 32, 16))
+        layer = jaxconv.linen.Conv(32, (3, 3), activation="relu")
+        y, variables = layer.init_with_output(jax.random.key(0), x)
+
     Attributes:
       features: number of filters.
-      kernel_size: shape of the window, an integer per spatial dimension; a single integer is a tuple of one.
+      kernel_size: shape of the window, an integer per spatial dimension; a single integer means one spatial dimension.
       strides: steps of the window, an integer or one per spatial dimension (default: 1).
       padding: "SAME", "VALID", "CIRCULAR" (periodic), "REFLECT", "CAUSAL" (one spatial dimension), an integer, or per
         dimension an integer or a (low, high) pair.
-      input_dilation: spreads the inputs by so many pixels, an integer or one per spatial dimension (default: 1).
-      kernel_dilation: spreads the kernel's taps likewise (default: 1).
-      feature_group_count: channels are split into so many groups convolved separately (default: 1).
+      input_dilation: by how much the inputs are spread, an integer or one per spatial dimension (default: 1).
+      kernel_dilation: by how much the kernel's taps are spread, an integer or one per spatial dimension (default: 1).
+      feature_group_count: the number of groups of channels, which are convolved separately (default: 1).
       use_bias: whether a bias is added (default: True).
       mask: multiplied with the kernel, an array of its shape.
       dtype: of the computation (default: what inputs and parameters promote to).
@@ -95,9 +101,15 @@ class Conv(_Conv):
 class ConvTranspose(_ConvTranspose):
     """`flax.linen.ConvTranspose` with an `activation`: y = f(conv_transpose(x, kernel) + bias).
 
+    Example::
+
+        x = jnp.ones((8, 32, 32, 16))
+        layer = jaxconv.linen.ConvTranspose(8, (2, 2), strides=(2, 2), activation="relu")
+        y, variables = layer.init_with_output(jax.random.key(0), x)
+
     Attributes:
       features: number of filters.
-      kernel_size: shape of the window, an integer per spatial dimension; a single integer is a tuple of one.
+      kernel_size: shape of the window, an integer per spatial dimension; a single integer means one spatial dimension.
       strides: by how much the inputs are spread, one integer per spatial dimension (default: 1).
       padding: "SAME", "VALID", "CIRCULAR" (periodic), an integer, or per dimension an integer or a (low, high) pair,
         which pad the spread inputs.
@@ -111,7 +123,7 @@ class ConvTranspose(_ConvTranspose):
       transpose_kernel: the kernel is that of the convolution that this one transposes: (window..., features, C), not
         reversed.
       promote_dtype: a function that promotes (inputs, kernel, bias) to the computation's dtype.
-      preferred_element_type: of the sums and the result; anything but None is Flax's own computation.
+      preferred_element_type: of the sums and the result; with anything but None Flax's own code runs.
       activation: applied to the result, in the same call: None, a name or ("leaky_relu", slope) as for
         `jaxconv.conv2d`, or JAX's function of that name (jax.nn.relu, ...).
     """
@@ -134,6 +146,12 @@ class ConvTranspose(_ConvTranspose):
 
 class Dense(_Dense):
     """`flax.linen.Dense` with an `activation`: y = f(x @ kernel + bias).
+
+    Example::
+
+        x = jnp.ones((8, 32, 32, 16))
+        layer = jaxconv.linen.Dense(10, activation="gelu")
+        y, variables = layer.init_with_output(jax.random.key(0), x)
 
     Attributes:
       features: number of outputs.
@@ -166,9 +184,15 @@ class BatchNorm(_BatchNorm):
 
     y = f(normalised x * scale + bias + residual)
 
+    Example::
+
+        x = jnp.ones((8, 32, 32, 16))
+        layer = jaxconv.linen.BatchNorm(use_running_average=False, activation="relu")
+        y, variables = layer.init_with_output(jax.random.key(0), x, residual=x)
+
     Attributes:
       use_running_average: normalise with the running statistics instead of the batch's; here or in the call.
-      axis: the feature axis (default: -1). Several are Flax's own computation.
+      axis: the feature axis (default: -1). With several, Flax's own code runs.
       momentum: the weight of the old running statistics (default: 0.99).
       epsilon: added to the variance (default: 1e-5).
       dtype: of the result (default: what inputs and parameters promote to).
@@ -176,9 +200,10 @@ class BatchNorm(_BatchNorm):
       use_bias, use_scale: whether a bias is added, and the normalised inputs multiplied by a scale (default: True).
       bias_init, scale_init: their initialisers.
       axis_name, axis_index_groups: the axis of pmap or shard_map over whose devices statistics are combined, and the
-        groups within it. In training that is Flax's own computation.
-      use_fast_variance: of no effect in jaxconv's computation, whose variance is without cancellation either way.
-      force_float32_reductions: statistics in float32 for 16-bit inputs (default: True); False is Flax's computation.
+        groups within it. With these Flax's own code runs in training.
+      use_fast_variance: has no effect on jaxconv's kernels, whose variance never suffers from cancellation.
+      force_float32_reductions: statistics in float32 for 16-bit inputs (default: True); with False Flax's own code
+        runs.
       activation: applied to the result, in the same call: None, a name or ("leaky_relu", slope) as for
         `jaxconv.conv2d`, or JAX's function of that name (jax.nn.relu, ...).
     """
@@ -194,7 +219,7 @@ class BatchNorm(_BatchNorm):
         mask: Array | None = None,
         residual: Array | None = None,  # like x
     ) -> Array:
-        """activation(normalised x + residual). Other arguments, and what happens to the statistics, are Flax's."""
+        """activation(normalised x + residual). Other arguments and the update of the statistics are Flax's."""
         use_average = merge_param("use_running_average", self.use_running_average, use_running_average)
         training = not use_average
         layers.check_residual(self, x, residual)
@@ -221,20 +246,27 @@ class BatchNorm(_BatchNorm):
 class GroupNorm(_GroupNorm):
     """`flax.linen.GroupNorm` with an `activation`: y = f(normalised x * scale + bias).
 
+    Example::
+
+        x = jnp.ones((8, 32, 32, 16))
+        layer = jaxconv.linen.GroupNorm(num_groups=4, activation="silu")
+        y, variables = layer.init_with_output(jax.random.key(0), x)
+
     Attributes:
       num_groups: into how many groups the channels are cut (default: 32).
-      group_size: channels of a group, instead of num_groups, which is None then.
+      group_size: channels of a group; num_groups must then be None.
       epsilon: added to the variance (default: 1e-6).
       dtype: of the result (default: what inputs and parameters promote to).
       param_dtype: of the parameters (default: float32).
       use_bias, use_scale: whether a bias is added, and the normalised inputs multiplied by a scale (default: True).
       bias_init, scale_init: their initialisers.
-      reduction_axes: the axes over which statistics are taken (default: all but the first). Anything but None is Flax's
-        own computation.
+      reduction_axes: the axes over which statistics are taken (default: all but the first). With anything but None
+        Flax's own code runs.
       axis_name, axis_index_groups: the axis of pmap or shard_map over whose devices statistics are combined, and the
-        groups within it. They are Flax's own computation.
-      use_fast_variance: of no effect in jaxconv's computation, whose variance is without cancellation either way.
-      force_float32_reductions: statistics in float32 for 16-bit inputs (default: True); False is Flax's computation.
+        groups within it. With these Flax's own code runs.
+      use_fast_variance: has no effect on jaxconv's kernels, whose variance never suffers from cancellation.
+      force_float32_reductions: statistics in float32 for 16-bit inputs (default: True); with False Flax's own code
+        runs.
       activation: applied to the result, in the same call: None, a name or ("leaky_relu", slope) as for
         `jaxconv.conv2d`, or JAX's function of that name (jax.nn.relu, ...).
     """
@@ -243,7 +275,7 @@ class GroupNorm(_GroupNorm):
 
     @nn.compact
     def __call__(self, x: Array, *, mask: Array | None = None) -> Array:  # (N, ..., C) -> (N, ..., C)
-        """activation(normalised x). A mask is Flax's own computation."""
+        """activation(normalised x). With a mask Flax's own code runs."""
         x = jnp.asarray(x)
         groups = layers.groups_of(self, x.shape[-1]) if x.ndim else None
         if groups is None or not (self.force_float32_reductions and layers.native_groupnorm(self, x, mask)):
@@ -258,6 +290,12 @@ class GroupNorm(_GroupNorm):
 class LayerNorm(_LayerNorm):
     """`flax.linen.LayerNorm` with an `activation`: y = f(normalised x * scale + bias).
 
+    Example::
+
+        x = jnp.ones((8, 32, 32, 16))
+        layer = jaxconv.linen.LayerNorm()
+        y, variables = layer.init_with_output(jax.random.key(0), x)
+
     Attributes:
       epsilon: added to the variance (default: 1e-6).
       dtype: of the result (default: what inputs and parameters promote to).
@@ -265,11 +303,12 @@ class LayerNorm(_LayerNorm):
       use_bias, use_scale: whether a bias is added, and the normalised inputs multiplied by a scale (default: True).
       bias_init, scale_init: their initialisers.
       reduction_axes, feature_axes: the axes over which statistics are taken, and those of the parameters (default: -1,
-        the last). Any others are Flax's own computation.
+        the last). With any others Flax's own code runs.
       axis_name, axis_index_groups: the axis of pmap or shard_map over whose devices statistics are combined, and the
-        groups within it. They are Flax's own computation.
-      use_fast_variance: of no effect in jaxconv's computation, whose variance is without cancellation either way.
-      force_float32_reductions: statistics in float32 for 16-bit inputs (default: True); False is Flax's computation.
+        groups within it. With these Flax's own code runs.
+      use_fast_variance: has no effect on jaxconv's kernels, whose variance never suffers from cancellation.
+      force_float32_reductions: statistics in float32 for 16-bit inputs (default: True); with False Flax's own code
+        runs.
       activation: applied to the result: None, a name or ("leaky_relu", slope) as for `jaxconv.conv2d`, or JAX's
         function of that name (jax.nn.relu, ...).
     """
@@ -278,7 +317,7 @@ class LayerNorm(_LayerNorm):
 
     @nn.compact
     def __call__(self, x: Array, *, mask: Array | None = None) -> Array:  # (..., C) -> (..., C)
-        """activation(normalised x). A mask is Flax's own computation."""
+        """activation(normalised x). With a mask Flax's own code runs."""
         if not (self.force_float32_reductions and layers.native_layernorm(self, jnp.asarray(x), mask)):
             return activate(layers.activation_of(self), _flax_call(_LayerNorm, self, x, mask=mask))
         x = jnp.asarray(x)

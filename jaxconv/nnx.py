@@ -7,8 +7,8 @@ defaults and the handling of state are Flax's, because the classes are subclasse
   `jaxconv.conv2d`;
 * `BatchNorm.__call__(..., residual=)`, an array added before the activation.
 
-What jaxconv has no kernel for (a dot_general or conv_general_dilated of the user's, cross-device batch statistics,
-several feature axes, CIRCULAR transposed convolutions, ...) is Flax's own computation.
+Flax's own code runs where jaxconv has no kernel: with a dot_general or conv_general_dilated of the user's, cross-device
+batch statistics, several feature axes, CIRCULAR transposed convolutions, and the like.
 """
 
 from __future__ import annotations
@@ -143,16 +143,22 @@ def _value(variable: nnx.Variable | None) -> Array | None:
 class Conv(nnx.Conv):
     """`flax.nnx.Conv` with an `activation`: y = f(conv(x, kernel) + bias).
 
+    Example::
+
+        x = jnp.ones((8, 32, 32, 16))
+        layer = jaxconv.nnx.Conv(16, 32, (3, 3), activation="relu", rngs=nnx.Rngs(0))
+        y = layer(x)
+
     Args:
       in_features: number of input channels.
       out_features: number of filters.
-      kernel_size: shape of the window, an integer per spatial dimension; a single integer is a tuple of one.
+      kernel_size: shape of the window, an integer per spatial dimension; a single integer means one spatial dimension.
       strides: steps of the window, an integer or one per spatial dimension (default: 1).
       padding: "SAME", "VALID", "CIRCULAR" (periodic), "REFLECT", "CAUSAL" (one spatial dimension), an integer, or per
         dimension an integer or a (low, high) pair.
-      input_dilation: spreads the inputs by so many pixels, an integer or one per spatial dimension (default: 1).
-      kernel_dilation: spreads the kernel's taps likewise (default: 1).
-      feature_group_count: channels are split into so many groups convolved separately (default: 1).
+      input_dilation: by how much the inputs are spread, an integer or one per spatial dimension (default: 1).
+      kernel_dilation: by how much the kernel's taps are spread, an integer or one per spatial dimension (default: 1).
+      feature_group_count: the number of groups of channels, which are convolved separately (default: 1).
       use_bias: whether a bias is added (default: True).
       mask: multiplied with the kernel, an array of its shape.
       dtype: of the computation (default: what inputs and parameters promote to).
@@ -161,7 +167,7 @@ class Conv(nnx.Conv):
       kernel_init, bias_init: initialisers of the parameters.
       promote_dtype: a function that promotes (inputs, kernel, bias) to the computation's dtype.
       conv_general_dilated: a convolution of the user's instead of jaxconv's.
-      preferred_element_type: of the sums and the result; anything but None is Flax's own computation.
+      preferred_element_type: of the sums and the result; with anything but None Flax's own code runs.
       rngs: random number generators.
       kernel_metadata, bias_metadata: of the variables.
       activation: applied to the result, in the same call: None, a name or ("leaky_relu", slope) as for
@@ -194,10 +200,16 @@ class Conv(nnx.Conv):
 class ConvTranspose(nnx.ConvTranspose):
     """`flax.nnx.ConvTranspose` with an `activation`: y = f(conv_transpose(x, kernel) + bias).
 
+    Example::
+
+        x = jnp.ones((8, 32, 32, 16))
+        layer = jaxconv.nnx.ConvTranspose(16, 8, (2, 2), strides=2, activation="relu", rngs=nnx.Rngs(0))
+        y = layer(x)
+
     Args:
       in_features: number of input channels.
       out_features: number of filters.
-      kernel_size: shape of the window, an integer per spatial dimension; a single integer is a tuple of one.
+      kernel_size: shape of the window, an integer per spatial dimension; a single integer means one spatial dimension.
       strides: by how much the inputs are spread, an integer or one per spatial dimension (default: 1).
       padding: "SAME", "VALID", "CIRCULAR" (periodic), an integer, or per dimension an integer or a (low, high) pair,
         which pad the spread inputs.
@@ -211,7 +223,7 @@ class ConvTranspose(nnx.ConvTranspose):
       transpose_kernel: the kernel is that of the convolution that this one transposes: (window..., out_features,
         in_features), not reversed.
       promote_dtype: a function that promotes (inputs, kernel, bias) to the computation's dtype.
-      preferred_element_type: of the sums and the result; anything but None is Flax's own computation.
+      preferred_element_type: of the sums and the result; with anything but None Flax's own code runs.
       rngs: random number generators.
       kernel_metadata, bias_metadata: of the variables.
       activation: applied to the result, in the same call: None, a name or ("leaky_relu", slope) as for
@@ -242,6 +254,12 @@ class ConvTranspose(nnx.ConvTranspose):
 class Linear(nnx.Linear):
     """`flax.nnx.Linear` with an `activation`: y = f(x @ kernel + bias).
 
+    Example::
+
+        x = jnp.ones((8, 32, 32, 16))
+        layer = jaxconv.nnx.Linear(16, 10, activation="gelu", rngs=nnx.Rngs(0))
+        y = layer(x)
+
     Args:
       in_features: number of inputs.
       out_features: number of outputs.
@@ -252,7 +270,7 @@ class Linear(nnx.Linear):
       kernel_init, bias_init: initialisers of the parameters.
       promote_dtype: a function that promotes (inputs, kernel, bias) to the computation's dtype.
       dot_general: a product of the user's instead of jaxconv's.
-      preferred_element_type: of the sums and the result; anything but None is Flax's own computation.
+      preferred_element_type: of the sums and the result; with anything but None Flax's own code runs.
       rngs: random number generators.
       kernel_metadata, bias_metadata: of the variables.
       activation: applied to the result, in the same call: None, a name or ("leaky_relu", slope) as for
@@ -283,11 +301,17 @@ class BatchNorm(nnx.BatchNorm):
 
     y = f(normalised x * scale + bias + residual)
 
+    Example::
+
+        x = jnp.ones((8, 32, 32, 16))
+        layer = jaxconv.nnx.BatchNorm(16, activation="relu", rngs=nnx.Rngs(0))
+        y = layer(x, residual=x)
+
     Args:
       num_features: number of channels.
       use_running_average: normalise with the running statistics instead of the batch's (default: False); here or in
         the call.
-      axis: the feature axis (default: -1). Several are Flax's own computation.
+      axis: the feature axis (default: -1). With several, Flax's own code runs.
       momentum: the weight of the old running statistics (default: 0.99).
       epsilon: added to the variance (default: 1e-5).
       dtype: of the result (default: what inputs and parameters promote to).
@@ -295,8 +319,8 @@ class BatchNorm(nnx.BatchNorm):
       use_bias, use_scale: whether a bias is added, and the normalised inputs multiplied by a scale (default: True).
       bias_init, scale_init: their initialisers.
       axis_name, axis_index_groups: the axis of pmap or shard_map over whose devices statistics are combined, and the
-        groups within it. In training that is Flax's own computation.
-      use_fast_variance: of no effect in jaxconv's computation, whose variance is without cancellation either way.
+        groups within it. With these Flax's own code runs in training.
+      use_fast_variance: has no effect on jaxconv's kernels, whose variance never suffers from cancellation.
       promote_dtype: a function that promotes (inputs, mean, var, scale, bias) to the computation's dtype.
       rngs: random number generators.
       bias_metadata, scale_metadata: of the variables.
@@ -322,7 +346,7 @@ class BatchNorm(nnx.BatchNorm):
         mask: Array | None = None,
         residual: Array | None = None,  # like x
     ) -> Array:
-        """activation(normalised x + residual). Other arguments, and what happens to the statistics, are Flax's."""
+        """activation(normalised x + residual). Other arguments and the update of the statistics are Flax's."""
         use_average = self.use_running_average if use_running_average is None else use_running_average
         training = not use_average
         layers.check_residual(self, x, residual)
@@ -349,20 +373,26 @@ class BatchNorm(nnx.BatchNorm):
 class GroupNorm(nnx.GroupNorm):
     """`flax.nnx.GroupNorm` with an `activation`: y = f(normalised x * scale + bias).
 
+    Example::
+
+        x = jnp.ones((8, 32, 32, 16))
+        layer = jaxconv.nnx.GroupNorm(16, num_groups=4, activation="silu", rngs=nnx.Rngs(0))
+        y = layer(x)
+
     Args:
       num_features: number of channels.
       num_groups: into how many groups the channels are cut (default: 32).
-      group_size: channels of a group, instead of num_groups, which is None then.
+      group_size: channels of a group; num_groups must then be None.
       epsilon: added to the variance (default: 1e-6).
       dtype: of the result (default: what inputs and parameters promote to).
       param_dtype: of the parameters (default: float32).
       use_bias, use_scale: whether a bias is added, and the normalised inputs multiplied by a scale (default: True).
       bias_init, scale_init: their initialisers.
-      reduction_axes: the axes over which statistics are taken (default: all but the first). Anything but None is Flax's
-        own computation.
+      reduction_axes: the axes over which statistics are taken (default: all but the first). With anything but None
+        Flax's own code runs.
       axis_name, axis_index_groups: the axis of pmap or shard_map over whose devices statistics are combined, and the
-        groups within it. They are Flax's own computation.
-      use_fast_variance: of no effect in jaxconv's computation, whose variance is without cancellation either way.
+        groups within it. With these Flax's own code runs.
+      use_fast_variance: has no effect on jaxconv's kernels, whose variance never suffers from cancellation.
       promote_dtype: a function that promotes (inputs, scale, bias) to the computation's dtype.
       rngs: random number generators.
       bias_metadata, scale_metadata: of the variables.
@@ -383,7 +413,7 @@ class GroupNorm(nnx.GroupNorm):
         self.activation = activations.parse("GroupNorm", activation)
 
     def __call__(self, x: Array, *, mask: Array | None = None) -> Array:  # (N, ..., num_features), likewise
-        """activation(normalised x). A mask is Flax's own computation."""
+        """activation(normalised x). With a mask Flax's own code runs."""
         channels = self.num_groups * self.group_size
         # What is wrong is Flax's to say.
         if not layers.native_groupnorm(self, jnp.asarray(x), mask) or jnp.shape(x)[-1] != channels:
@@ -396,6 +426,12 @@ class GroupNorm(nnx.GroupNorm):
 class LayerNorm(nnx.LayerNorm):
     """`flax.nnx.LayerNorm` with an `activation`: y = f(normalised x * scale + bias).
 
+    Example::
+
+        x = jnp.ones((8, 32, 32, 16))
+        layer = jaxconv.nnx.LayerNorm(16, rngs=nnx.Rngs(0))
+        y = layer(x)
+
     Args:
       num_features: number of channels.
       epsilon: added to the variance (default: 1e-6).
@@ -404,10 +440,10 @@ class LayerNorm(nnx.LayerNorm):
       use_bias, use_scale: whether a bias is added, and the normalised inputs multiplied by a scale (default: True).
       bias_init, scale_init: their initialisers.
       reduction_axes, feature_axes: the axes over which statistics are taken, and those of the parameters (default: -1,
-        the last). Any others are Flax's own computation.
+        the last). With any others Flax's own code runs.
       axis_name, axis_index_groups: the axis of pmap or shard_map over whose devices statistics are combined, and the
-        groups within it. They are Flax's own computation.
-      use_fast_variance: of no effect in jaxconv's computation, whose variance is without cancellation either way.
+        groups within it. With these Flax's own code runs.
+      use_fast_variance: has no effect on jaxconv's kernels, whose variance never suffers from cancellation.
       promote_dtype: a function that promotes (inputs, scale, bias) to the computation's dtype.
       rngs: random number generators.
       bias_metadata, scale_metadata: of the variables.
@@ -420,7 +456,7 @@ class LayerNorm(nnx.LayerNorm):
         self.activation = activations.parse("LayerNorm", activation)
 
     def __call__(self, x: Array, *, mask: Array | None = None) -> Array:  # (..., num_features), likewise
-        """activation(normalised x). A mask is Flax's own computation."""
+        """activation(normalised x). With a mask Flax's own code runs."""
         # What is wrong is Flax's to say.
         if not layers.native_layernorm(self, jnp.asarray(x), mask) or jnp.shape(x)[-1] != self.num_features:
             return activate(self.activation, super().__call__(x, mask=mask))

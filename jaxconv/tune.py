@@ -1,8 +1,8 @@
-"""`jaxconv.tune`: times XLA and every native kernel at one function's problems, on this device, and keeps the best.
+"""`jaxconv.tune`: times XLA and every native kernel for one function's problems on this device, and keeps the best.
 
     jaxconv.tune(train_step)(state, batch)
 
-Plans then consult what was found before jaxconv's own tables, for exactly these problems. `python -m jaxconv tune
+For exactly these problems, plans then use these times, and not jaxconv's own tables. `python -m jaxconv tune
 module:function` does the same from a shell.
 """
 
@@ -63,7 +63,7 @@ class Tuned:
 
 
 class Tuning(list[Tuned]):
-    """What `tune` found: a list of problems, each a `Tuned`, that prints as a table.
+    """The result of `tune`: a list of problems, each a `Tuned`, that prints as a table.
 
     Attributes:
       before_ms, after_ms: the function's own times; None where it was not timed.
@@ -88,8 +88,8 @@ class Tuning(list[Tuned]):
     def __str__(self) -> str:
         if not self:
             return (
-                "nothing to tune: the function has no jaxconv calls (jaxconv.explain(f) says what it has). "
-                "jaxconv.accelerate(f) has, and f with jaxconv.enable on: --way accelerate, --way enable in a shell"
+                "nothing to tune: the function has no jaxconv calls (jaxconv.explain(f) lists them). Tune "
+                "jaxconv.accelerate(f), or f with jaxconv.enable on (in a shell: --way accelerate, --way enable)"
             )
         rows = [("calls", "op", "problem", "before", "ms", "best", "ms", "XLA's ms", "")]
         for r in self:
@@ -116,7 +116,12 @@ def _ms(ms: float | None) -> str:
 
 
 class Tune:
-    """The function `tune`, with `applied`, `dumps`, `loads` and `path` as attributes."""
+    """The function `tune`, with `applied`, `dumps`, `loads` and `path` as attributes.
+
+    ::
+
+        print(jaxconv.tune(train_step)(state, batch))
+    """
 
     def __call__(
         self,
@@ -134,34 +139,35 @@ class Tune:
 
         First each call that jaxconv computes in f is timed: by XLA, and by each native kernel that can run it. Calls
         are found as by `jaxconv.explain`: in gradients, under vmap, through `accelerate`, and lax's own convolutions
-        where `enable` is on. Inputs are random, of the call's shapes and dtypes, and come from memory, not from a
-        cache. Then f itself is compiled and timed, with and without the changes. Only changes that made f faster are
-        kept: a kernel that is faster alone may be slower between neighbours, with which XLA would fuse.
+        where `enable` is on. Inputs are random arrays of the call's shapes and dtypes, and are read from memory, not
+        from a cache. Then f itself is compiled and timed, with and without the changes. Only changes that made f faster
+        are kept: a kernel that is faster alone may be slower between neighbours, with which XLA would fuse.
 
-        What is kept holds for exactly these problems, on this kind of device, with these versions of jaxlib and
-        jaxconv. It holds in this process from now on (functions under jit are compiled anew at their next call) and in
-        later ones: it is written to `jaxconv.tune.path()`, which JAXCONV_TUNING=FILE moves. `jaxconv.explain` then
+        The choices that are kept hold for exactly these problems, on this kind of device, with these versions of jaxlib
+        and jaxconv. They hold in this process from now on, in which functions under jit are compiled anew at their next
+        call. They also hold in later processes, because they are written to `jaxconv.tune.path()`.
+        JAXCONV_TUNING=FILE names another file. `jaxconv.explain` then
         shows "tuned on this device". Nothing else in jaxconv times anything, unless it is asked to
         (`enable(tune=True)`, `accelerate(f, tune=True)`, JAXCONV_TUNE=1).
 
         Args:
           f: any JAX function, jitted or not. It is traced, and with `verify` compiled and run some hundred times. Its
-            arguments are traced as by `jax.jit`: bind what is static. Nothing is donated.
-          seconds: roughly the most that timing the problems, and then that timing f, may take; one compilation of f
-            more may be under way. The problems that cost most come first; a later call goes on where this one stopped.
-          verify: whether to time f itself. If not, whatever was fastest alone is kept.
-          again: time what was timed before with these versions, too.
+            arguments are traced as by `jax.jit`, so bind static ones. Nothing is donated.
+          seconds: roughly the most time for the problems, and then again for f. A compilation of f that is under way is
+            finished. The problems that cost most come first; a later call goes on where this one stopped.
+          verify: whether to time f itself. If not, the kernels that are fastest alone are kept.
+          again: also time problems that were timed before with these versions.
           save: whether to write the results to the user's file; if not, they hold in this process.
           progress: whether to say on stderr what is timed, with a bar where tqdm is installed.
 
         Returns:
           A function of f's arguments (arrays, or `jax.ShapeDtypeStruct`s, which stand for arrays of ones) that returns
-          a `Tuning`: a list of problems with their times that prints as a table. KeyboardInterrupt ends it early: what
-          was measured is kept, the next call uses it; choices that f has not confirmed do not hold then.
+          a `Tuning`: a list of problems with their times that prints as a table. KeyboardInterrupt ends it early: times
+          are kept for the next call, and choices that f has not confirmed do not hold.
 
         Raises:
-          TypeError: where f is no function, or compiled already.
-          ValueError: where seconds is not positive, or the default device has no native code; and as f itself would.
+          TypeError: if f is no function, or compiled already.
+          ValueError: if seconds is not positive, or the default device has no native code; and any error of f itself.
         """
         _problem.check_function("tune", f)
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
@@ -175,9 +181,9 @@ class Tune:
         return tuning
 
     def applied(self, results: Results | None) -> contextlib.AbstractContextManager[None]:
-        """A context in which plans are made from `results`, and not from the user's file; None is from neither.
+        """A context in which plans are made from `results` instead of the user's file; None stands for no results.
 
-        It holds for what this thread traces and compiles inside::
+        It holds for all that this thread traces and compiles inside::
 
             with jaxconv.tune.applied(jaxconv.tune.loads(text)):
                 step = jax.jit(train_step).lower(state, batch).compile()
@@ -193,7 +199,7 @@ class Tune:
         return tuned.dumps(tuned.active() if results is None else results)
 
     def loads(self, text: str) -> Results:
-        """The results in a text that `dumps` or a file holds, for `applied`. ValueError where it is something else."""
+        """The results in a text that `dumps` or a file holds, for `applied`. ValueError if it is something else."""
         try:
             return tuned.loads(text)
         except ValueError as error:
@@ -475,12 +481,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "target",
         metavar="module:function",
-        help="a function of no arguments that returns what to tune: a tuple (f, *arguments of f)",
+        help="a function without arguments that returns a tuple: the function f to tune, and its arguments",
     )
     add_ways(parser)
-    parser.add_argument("--seconds", type=float, default=120.0, help="time budget (%(default)g)")
-    parser.add_argument("--no-verify", action="store_true", help="keep what is fastest alone, without timing f itself")
-    parser.add_argument("--again", action="store_true", help="time what was timed before, too")
+    parser.add_argument(
+        "--seconds", type=float, default=120.0, help="at most, for the problems and again for f (%(default)g)"
+    )
+    parser.add_argument("--no-verify", action="store_true", help="keep the fastest kernels without timing f")
+    parser.add_argument("--again", action="store_true", help="also time problems that were timed before")
     parser.add_argument("--output", metavar="FILE", help="write to FILE (JAXCONV_TUNING=FILE reads it)")
 
 
@@ -505,8 +513,10 @@ def add_ways(parser: argparse.ArgumentParser) -> None:
     """--way and --grad, of commands that look at a function in one way."""
     says = "f unchanged, f with jaxconv.enable on, or jaxconv.accelerate(f) (%(default)s)"
     parser.add_argument("--way", choices=WAYS, default="plain", help=says)
-    says = "f is a loss: its value and its gradient in its first argument, with accelerate inside the gradient"
-    parser.add_argument("--grad", action="store_true", help=f"{says}; where f returns a tuple, the rest is auxiliary")
+    says = "f is a loss: take its value and gradient in its first argument, accelerate inside"
+    parser.add_argument(
+        "--grad", action="store_true", help=f"{says}; of a tuple, all but the first element is auxiliary"
+    )
 
 
 WAYS = ("plain", "enable", "accelerate")

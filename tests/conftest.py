@@ -15,7 +15,7 @@ import pathlib
 import sys
 
 # Before NumPy starts, here and in what inherits the environment: OpenBLAS's threads spin for each other where several
-# workers share the cores. The products that choosing a plan takes cost .3 ms of processor time with one, 8 with two.
+# workers share the cores. The products that choosing a plan takes cost 0.3 ms of processor time with one, 8 with two.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 if os.environ.get("JAXCONV_TESTS") == "quick":  # set by make test: a tenth of the time
     os.environ.setdefault("JAX_INCLUDE_FULL_TRACEBACKS_IN_LOCATIONS", "0")

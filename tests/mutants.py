@@ -589,8 +589,8 @@ def _page(rows: Sequence[tuple[Mutant, str | None]]) -> str:
     lines = [
         "# Defects that the tests find",
         "",
-        "Written by `make mutants`: small defects (tests/mutants.py), put into the code one at a time, and the first",
-        f"test that failed, slow ones left out. {found} of {len(rows)} were found.",
+        "`make mutants` writes this page. It puts small defects (tests/mutants.py) into the code, one at a time, and",
+        f"lists the first test that failed. Slow tests do not run. At the last run {found} of {len(rows)} were found.",
         "",
         "| file | defect | found by |",
         "| --- | --- | --- |",

@@ -70,13 +70,14 @@ def table(head: list[str], rows: list[list[Any]], numbers: int) -> str:
 
 
 def fuzz_block() -> str:
+    """A row for each property, a column for each run: there are more properties than a page is wide."""
     records = [json.loads(path.read_text()) for path in sorted(RECORDS.glob("fuzz-*.json"))]
     names = list(dict.fromkeys(name for record in records for name in record["cases"]))
-    rows = [[record["device"], record["date"], *(record["cases"].get(n, 0) for n in names)] for record in records]
-    for row, record in zip(rows, records, strict=True):
-        row += [sum(record["cases"].values()), record["minutes"], record["failures"]]
-        row[0] += f", jax {record['jax']}, seed {record['seed']}"
-    return table(["device", "date", *names, "cases", "minutes", "failures"], rows, len(names) + 3)
+    rows = [[name, *(record["cases"].get(name, 0) for record in records)] for name in names]
+    rows.append(["all cases", *(sum(record["cases"].values()) for record in records)])
+    rows += [[what, *(record[what] for record in records)] for what in ("minutes", "failures")]
+    head = [f"{r['device']}, jax {r['jax']}, {r['date']}, seed {r['seed']}" for r in records]
+    return table(["property", *head], rows, len(records))
 
 
 def watched_block() -> str:

@@ -1084,7 +1084,7 @@ def test_a_batchnorm_whose_scale_or_bias_is_its_own_mean_or_variance_is_left(how
 
     assert not kernels(accelerate(f), X)
     np.testing.assert_array_equal(accelerate(f)(X), f(X))
-    assert "need one another" in str(accelerate(f).report(X))
+    assert "depend on one another" in str(accelerate(f).report(X))
 
 
 def test_inference_and_other_statistics_become_an_inference_call():
@@ -1282,7 +1282,7 @@ OTHER_ACTIVATIONS = {
     "hard_tanh": jax.nn.hard_tanh,
     "soft_sign": jax.nn.soft_sign,
     "squareplus": jax.nn.squareplus,
-    "elu with another alpha": functools.partial(jax.nn.elu, alpha=0.5),
+    "elu with an alpha other than 1": functools.partial(jax.nn.elu, alpha=0.5),
     "swish with a beta": lambda z: z * jax.nn.sigmoid(1.5 * z),
 }
 
@@ -1300,7 +1300,7 @@ def test_activations_that_are_left_behind_a_call_are_named(name):
     def normalised(x, w, b):
         return OTHER_ACTIVATIONS[name](normalise(conv(x, w), b, b))
 
-    assert f"has no {name}, which is computed behind the batchnorm" in accelerate(normalised).report(X, W, B)[-1].why
+    assert f"has no {name}, so it is computed after the batchnorm" in accelerate(normalised).report(X, W, B)[-1].why
 
 
 @jax.custom_jvp

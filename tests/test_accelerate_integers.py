@@ -272,7 +272,7 @@ XLAS: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "a scale a row": (
         lambda x, w, s, b, r: f32(dot(x, w)) * f32(r[..., :1]) * s,
-        "nothing along its columns follows its sums",
+        "no factor or bias along its columns follows",
     ),
     "w from the other side": (
         lambda x, w, s, b, r: (

@@ -689,7 +689,7 @@ BAD = {
     "mask_shape": (dict(mask=jnp.ones((2, 1), bool)), ValueError, r"mask has shape \(2, 1\), which does not broadcast"),
     "mask_rank": (dict(mask=jnp.ones((1, 4, 3), bool)), ValueError, r"mask has shape \(1, 4, 3\)"),
     "mask_type": (dict(mask=[True]), TypeError, "mask must be an array, got list"),
-    "both": (dict(mask=MASK, statistics=STATISTICS), ValueError, "mask and statistics exclude each other"),
+    "both": (dict(mask=MASK, statistics=STATISTICS), ValueError, "mask and statistics were both given"),
     "no_pair": (dict(statistics=jnp.ones(3)), TypeError, r"statistics must be a pair \(mean, variance\)"),
     "one_statistic": (dict(statistics=(jnp.ones(3), None)), TypeError, "statistics must be an array, got NoneType"),
     "statistics_shape": (dict(statistics=(jnp.ones(3), jnp.ones(4))), ValueError, "the variance of statistics has"),
@@ -701,7 +701,7 @@ BAD = {
     "native": (
         dict(mask=MASK, implementation="native"),
         ValueError,
-        "cannot run: XLA computes statistics under a mask",
+        "cannot run: XLA computes the statistics of a batch-norm with a mask",
     ),
 }
 

@@ -416,7 +416,7 @@ def test_a_gpu_takes_every_form_and_a_cpu_none(device):
     for name, form in FORMS.items():
         p = problem_of(form)
         plan = _plan.plan("conv_integer", p, device)
-        reason = "XLA compiles none of integers for a GPU"
+        reason = "XLA compiles no convolutions of integers for a GPU"
         if device == H200 and p.group_c % 16 == p.group_k % 16 == 0 and p.groups == p.batch_groups == 1:
             reason += "; on 8-bit tensor cores"
             assert (plan.implementation, plan.kernel) == ("calls", "sm90/eight"), name

@@ -170,7 +170,7 @@ def test_sixteen_bits_are_rounded_once(algorithm):
     """Where the kernel adds: a convolution that is rounded before the add would lose the small residual."""
     x, w = jnp.full((1, 4, 4, 8), 16, "bfloat16"), jnp.full((1, 1, 8, 8), 2, "bfloat16")
     r = jnp.full((1, 4, 4, 8), 0.75, "bfloat16")
-    b = jnp.full(8, 0.5, "bfloat16")  # 256 + .5 + .75 is 258 in steps of 2, and 256 + .5 is 256
+    b = jnp.full(8, 0.5, "bfloat16")  # 256 + 0.5 + 0.75 is 258 in steps of 2, and 256 + 0.5 is 256
     refusal = _plan.supports("conv_add", algorithm, problem_of((1, 4, 4, 8), 1, 8), DEVICE)
     if refusal:
         pytest.skip(refusal)
@@ -346,7 +346,7 @@ def test_the_convolutions_own_kernel_adds(code_for_gpus):
     plan = planned((256, 14, 14, 256), 1, 1024)
     alone = dataclasses.replace(plan, reason="")
     assert (plan.implementation, plan.algorithm) == ("native", "sm90")
-    assert plan.reason.endswith("; the residual is added on its way")
+    assert plan.reason.endswith("; the residual is added in the same pass")
     forced = planned((256, 14, 14, 256), 1, 1024, algorithm=alone.spec)
     assert (forced.kernel, forced.tile) == (alone.kernel, alone.tile)
 
@@ -355,13 +355,13 @@ def test_what_adds_nothing_is_followed_by_an_add(code_for_gpus):
     plan = planned((256, 56, 56, 64), 3, 64, groups=64, algorithm="depthwise")
     assert str(plan) == "calls[two]"
     said = "a convolution, then an add: the convolution runs on depthwise"
-    assert plan.reason.startswith(said) and "adds no residual on its way" in plan.reason
+    assert plan.reason.startswith(said) and "cannot add a residual" in plan.reason
 
 
 def test_a_kernel_that_alone_is_no_faster_than_xla_adds_where_xla_would_pass_once_more(code_for_gpus, monkeypatch):
     monkeypatch.setattr(measured, "_recorded", lambda kind: ())
     monkeypatch.setattr(model, "predict", lambda *_: {})
-    one = 256 * 14 * 14 * 1024 * 2 / 4.3e9  # ms, over y: .024
+    one = 256 * 14 * 14 * 1024 * 2 / 4.3e9  # ms, over y: 0.024
     for filter_, alone, native in ((1, 1.0, True), (1, 1.0 + 3 * one, False), (3, 0.9, True), (3, 1.0, False)):
         p = (256, 14, 14, 256), filter_, 1024
         op, kind, coordinates = measured.features("conv_fprop", problem_of(*p))
@@ -425,13 +425,13 @@ KERNELS = {
 def test_the_domain_says_which_kernels_add(kernel):
     p = dataclasses.replace(problem("1x1", "bfloat16"), in_channels=64, out_channels=64)
     refusal = domain.conv_refusal("conv_add", _plan.Plan("native", "", kernel, "", 1, 1), p, H200)
-    assert (refusal == "it adds no residual on its way") is not KERNELS[kernel]
+    assert (refusal == "it cannot add a residual") is not KERNELS[kernel]
 
 
 def test_in_float32_halo_adds_nothing():
     p = dataclasses.replace(problem("3x3", "float32", precision="default"), in_channels=64, out_channels=64)
     plan = _plan.Plan("native", "", "sm90/halo")
-    assert domain.conv_refusal("conv_add", plan, p, H200) == "it adds no residual on its way"
+    assert domain.conv_refusal("conv_add", plan, p, H200) == "it cannot add a residual"
     assert domain.conv_refusal("conv_fprop", plan, p, H200) is None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import fnmatch
 import functools
+import importlib
 import importlib.util
 import inspect
 import pathlib
@@ -152,6 +153,7 @@ def test_errors_by_their_text_are_in_the_code():
             assert part in code, f"{text}: {part!r} is no error of jaxconv's"
 
 
+EXAMPLE = re.compile(r"^Example::\n\n((?:    .*\n|\n)+)", re.MULTILINE)
 FUNCTIONS = [name for name in jaxconv.__all__ if inspect.isfunction(getattr(jaxconv, name))]
 
 
@@ -159,7 +161,7 @@ FUNCTIONS = [name for name in jaxconv.__all__ if inspect.isfunction(getattr(jaxc
 def test_examples_in_docstrings_run(name):
     """Layers all have one; blocks behind other words show formulas and names that are the reader's."""
     text = inspect.getdoc(getattr(jaxconv, name))
-    found = re.findall(r"^Example::\n\n((?:    .*\n|\n)+)", text + "\n", re.MULTILINE)
+    found = EXAMPLE.findall(text + "\n")
     layer = name.startswith(("conv", "batchnorm", "dense", "groupnorm", "layernorm", "max_pool", "mlp", "squeeze"))
     assert len(found) == 1 or not layer, name
     try:
@@ -170,6 +172,24 @@ def test_examples_in_docstrings_run(name):
             assert shape is None or scope["y"].shape == ast.literal_eval(shape[1])
     finally:
         jaxconv.disable()
+
+
+MODULES = ("linen", "nnx")
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_of_layers_run(name):
+    """Every class and function of jaxconv.linen and jaxconv.nnx has one."""
+    pytest.importorskip("flax")
+    import flax.nnx
+
+    module = importlib.import_module(f"jaxconv.{name}")
+    for public in module.__all__:
+        (code,) = EXAMPLE.findall(inspect.getdoc(getattr(module, public)) + "\n")
+        scope = {"jax": jax, "jnp": jnp, "jaxconv": jaxconv, "nnx": flax.nnx}
+        importlib.import_module("jaxconv.linen")
+        exec(textwrap.dedent(code), scope)
+        assert scope["y"].shape[0] == 8, public
 
 
 def test_the_citation_has_the_packages_version():

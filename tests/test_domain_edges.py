@@ -334,17 +334,17 @@ YES_AND_NO: dict[str, tuple[Callable[[], Refusal], Callable[[], Refusal], str]] 
     "direct adds to no dgrad": (
         lambda: of_conv("direct", conv(), "conv_dgrad_add"),
         lambda: of_conv("sm90/product", conv(), "conv_dgrad_add", "128x128"),
-        "only sm90 and depthwise/rows_mma add on their way",
+        "only sm90 and depthwise/rows_mma can add to a dgrad",
     ),
     "depthwise/rows adds to no dgrad": (
         lambda: of_conv("depthwise/rows", depthwise(filter=3), "conv_dgrad_add"),
         lambda: of_conv("depthwise/rows_mma", depthwise(filter=5), "conv_dgrad_add"),
-        "only sm90 and depthwise/rows_mma add on their way",
+        "only sm90 and depthwise/rows_mma can add to a dgrad",
     ),
     "grouped adds no residual": (
         lambda: of_conv("grouped/mma", grouped(), "conv_add"),
         lambda: of_conv("direct", grouped(), "conv_add"),
-        "adds no residual",
+        "cannot add a residual",
     ),
     "direct sums nothing up": (
         lambda: of_conv("direct", conv(), "conv_statistics"),
@@ -364,7 +364,7 @@ YES_AND_NO: dict[str, tuple[Callable[[], Refusal], Callable[[], Refusal], str]] 
     "normalised before gelu": (
         lambda: of_conv("depthwise/rows", normalised("gelu"), "conv_normalised"),
         lambda: of_conv("depthwise/rows", normalised("silu"), "conv_normalised"),
-        "before relu, relu6 or silu",
+        "and relu, relu6 or silu",
     ),
     "normalised in float32": (
         lambda: of_conv("depthwise/rows", normalised(dtype="float32"), "conv_normalised"),
@@ -414,12 +414,12 @@ YES_AND_NO: dict[str, tuple[Callable[[], Refusal], Callable[[], Refusal], str]] 
     "grouped, of volumes": (
         lambda: of_conv("grouped/mma", grouped((4, 8, 8))),
         lambda: of_conv("grouped/mma", grouped((4, 8, 8), filter=(1, 3, 3))),
-        "a first axis (of three) that the filter leaves alone",
+        "one tap, stride 1 and no padding on the first axis",
     ),
     "stem, of volumes": (
         lambda: of_conv("stem/mma", few(size=(4, 8, 8))),
         lambda: of_conv("stem/mma", few(size=(4, 8, 8), filter=(1, 3, 3))),
-        "a first axis (of three) that the filter leaves alone",
+        "one tap, stride 1 and no padding on the first axis",
     ),
     "stem/mma's tile": (
         lambda: of_conv("stem/mma", few(), tile="64x64"),

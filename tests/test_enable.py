@@ -443,7 +443,10 @@ LEFT = {
         "neither channels last nor channels first (CHWN, HWIO, CHWN)",
     ),
     "two orders": (lambda: pair((2, 5, 5, 4), (3, 3, 4, 8), ("NHWC", "HWIO", "NCHW")), "neither channels last"),
-    "no dilation": (lambda: without_dilation("float32"), "its rhs_dilation has 0 entries, of 2 spatial dimensions"),
+    "no dilation": (
+        lambda: without_dilation("float32"),
+        "its rhs_dilation has 0 entries, expected one for each of 2 spatial dimensions",
+    ),
     "no dilation of integers": (lambda: without_dilation("int8"), "its rhs_dilation has 0 entries"),
     "no images": (lambda: pair((0, 5, 5, 4), (3, 3, 4, 8)), "an array is empty"),
     "no space": (lambda: pair((2, 4), (4, 8), ("NC", "IO", "NC")), "it has 0 spatial dimensions"),
@@ -610,7 +613,7 @@ def test_what_the_host_computes_for_a_device():
     with native():
         jax.jit(g).lower(x, w)
     (one,) = jaxconv.report(clear=True)
-    assert not one.taken and "compute_on sends it elsewhere" in one.why
+    assert not one.taken and "compute_on sends it to another device" in one.why
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1059,4 +1062,4 @@ def test_a_convolution_pays_for_what_xla_would_take_into_its_own(ms, taken, code
         (one,) = jaxconv.explain(f)(x, w).convolutions
         (call,) = jaxconv.explain(lambda x, w: jaxconv.conv2d(x, w))(x, w)
     assert call.plan.implementation == "native" and bool(one.taken) == taken
-    assert taken or "which does not pay for a pass that XLA would take into its own convolution" in one.why
+    assert taken or "too little to pay for a pass that XLA would fuse into its convolution" in one.why

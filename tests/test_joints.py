@@ -129,11 +129,15 @@ def mlp(x, w1, b1, w2, b2, *, ours):
 # ----------------------------------------------------------------------------------------------------------------------
 # The table
 
-ADD, STATISTICS, ALONE = "dgrad + c", "a convolution's statistics", "a convolution's statistics alone"
-SUMS, SHORTCUT = "a batch-norm's sums in a dgrad", "a batch-norm and its shortcut's"
-CHAIN, PRODUCT = "a convolution that normalises what it loads", "a product and an activation's gradient"
-NORM_ADD, BIAS = "a batch-norm's dx + c", "a bias' gradient behind a norm"
-PIECES, AGAIN = "a concatenation's statistics", "a concatenation made again"
+ADD, STATISTICS, ALONE = (
+    "a dgrad that adds another gradient",
+    "a convolution that takes its batch-norm's statistics",
+    "a convolution that takes its result's statistics",
+)
+SUMS, SHORTCUT = "a dgrad that takes a batch-norm's sums", "two batch-norms of a residual block"
+CHAIN, PRODUCT = "a convolution that normalises its input", "a product that applies an activation's derivative"
+NORM_ADD, BIAS = "a batch-norm that adds another gradient", "a bias' gradient from a norm's sums"
+PIECES, AGAIN = "a concatenation's statistics", "a concatenation that is made again"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -649,7 +653,7 @@ def test_explain_says_what_rules_made(monkeypatch):
     x, w = jnp.ones((2, 6, 6, 8)), jnp.ones((1, 1, 8, 8))
     block = jaxconv.accelerate(lambda x, w: (jax.nn.relu(conv(x, w)) + x).sum())
     found = jaxconv.explain(jax.grad(block))(x, w)
-    (one,) = [one for one in found.fused if one.rule == "dgrad + c"]
+    (one,) = [one for one in found.fused if one.rule == "a dgrad that adds another gradient"]
     assert one.count == 1 and (one.before[0].op, one.after[0].op) == ("conv_dgrad", "conv_dgrad_add")
-    assert "1 x dgrad + c\n  - 1 conv_dgrad 2x6x6" in str(found)
+    assert "1 x a dgrad that adds another gradient\n  - 1 conv_dgrad 2x6x6" in str(found)
     assert not jaxconv.explain(block)(x, w).fused  # nothing goes back

@@ -294,9 +294,9 @@ def test_on_a_cpu_weight_gradients_are_native_where_the_product_was_faster(dtype
     ):
         kernel, reason = cpu_choice("conv_wgrad", dtype, c, k, filter, large=True)
         assert kernel == ("im2col" if native else "xla"), (c, k, filter)
-        assert ("nobody can say" in reason) == (kernel == "xla") and "times XLA's speed" in reason
+        assert ("so it may lose" in reason) == (kernel == "xla") and "times XLA's speed" in reason
         kernel, reason = cpu_choice("conv_wgrad", dtype, c, k, filter)
-        assert kernel == "xla" and "nobody can say" in reason, (c, k, filter)
+        assert kernel == "xla" and "so it may lose" in reason, (c, k, filter)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -312,7 +312,7 @@ def test_on_a_cpu_weight_gradients_of_volumes_are_native(dtype):
 def test_on_a_cpu_a_depthwise_filter_of_one_tap_is_xlas(dtype):
     for op in CONV_OPS:
         kernel, reason = cpu_choice(op, dtype, 16, 16, (1, 1), groups=16)
-        assert kernel == "xla" and "a product an element" in reason
+        assert kernel == "xla" and "an elementwise product" in reason
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -573,7 +573,10 @@ def test_accelerate_reads_the_axes_off_the_window(window, stride, padding, shape
 @pytest.mark.parametrize(
     ("f", "why"),
     [
-        (lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 2), (1,) * 4, "SAME"), "no axis of channels"),
+        (
+            lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 2), (1,) * 4, "SAME"),
+            "its window spans the channels too",
+        ),
         (lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (2, 2, 1, 1), (1,) * 4, "SAME"), "1 to 3 dimensions"),
         (lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1,) * 4, (1,) * 4, "SAME"), "one element"),
         (lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 16, 16, 1), (1,) * 4, "SAME"), "at most 255 taps"),

@@ -306,10 +306,10 @@ def test_which_layers_stay_wide():
     why = {layer.name.removeprefix("Others/"): layer.why for layer in q.quantization if not layer.narrow}
     assert why == {
         "first": "the first layer: it reads the inputs",
-        "depthwise": "it is depthwise: its products are none of matrices, for tensor cores",
-        "few": "its channels, 8 and 8 a group, are no multiples of 16, which 8-bit products take at once",
-        "groups": "its groups have 16 channels, no multiple of 128, which 8-bit products take of a group",
-        "gate": "it is of one pixel an image",
+        "depthwise": "it is depthwise: it has no matrix products, which tensor cores need",
+        "few": "8-bit products need multiples of 16 channels a group, and it has 8 and 8",
+        "groups": "8-bit products need groups of a multiple of 128 channels, and its groups have 16",
+        "gate": "its images have one pixel",
         "up": "it is transposed",
         "last": "the last layer: it makes the results",
     }
@@ -424,7 +424,9 @@ def test_a_dense_layer_whose_preactivation_is_read_stays_wide():
 
     weights = _mlp_weights()
     q = jaxconv.freeze(f, weights, quantize="int8", calibrate=BATCHES)
-    assert [layer.why for layer in q.quantization][1] == "what its activation reads is read elsewhere too"
+    assert [layer.why for layer in q.quantization][
+        1
+    ] == "another operation also reads its result in front of the activation"
     np.testing.assert_allclose(q(X), f(weights, X), rtol=1e-5)
 
 
@@ -458,7 +460,7 @@ def test_dense_layers_of_blocks(dtype):
     why = {name.removeprefix("attention/"): layer.why for name, layer in layers.items() if not layer.narrow}
     assert why == {
         "stem": "the first layer: it reads the inputs",
-        "depthwise": "it is depthwise: its products are none of matrices, for tensor cores",
+        "depthwise": "it is depthwise: it has no matrix products, which tensor cores need",
         "...qhd,...khd->...hqk": "its filter follows from the inputs",
         "...hqk,...khd->...qhd": "its filter follows from the inputs",
         "head": "the last layer: it makes the results",
@@ -613,7 +615,9 @@ def test_disabled_it_is_xlas(monkeypatch):
 
 
 def test_no_gradient_goes_through_8_bits():
-    with pytest.raises(TypeError, match="freeze: a function that is quantised to uint8 has no derivative, expected"):
+    with pytest.raises(
+        TypeError, match="freeze: a function that is quantised to uint8 has no derivative: differentiate"
+    ):
         jax.grad(lambda x: frozen()(x)["logits"].sum())(jnp.asarray(X))
 
 
@@ -661,7 +665,7 @@ BAD = {
     ),
     "a name": (
         dict(quantize="int8", calibrate=[X], wide=("conv9",)),
-        "wide got 'conv9', which no layer is named, expected some of ",
+        "wide got 'conv9', but no layer has that name, expected some of ",
     ),
 }
 
@@ -685,7 +689,7 @@ def test_what_is_no_inference_is_refused_as_freeze_does():
 def test_weights_that_are_no_numbers(value):
     weights = _chain_weights()
     weights[1][0, 0, 0, 0] = value
-    with pytest.raises(ValueError, match=r"freeze: the weights of layer .* have NaN or infinity, expected"):
+    with pytest.raises(ValueError, match=r"freeze: the weights of layer .* are not finite, expected"):
         jaxconv.freeze(_chain, weights, quantize="int8", calibrate=[X])
 
 

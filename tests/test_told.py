@@ -100,11 +100,16 @@ def test_a_gradients_region_before_and_after(problem, learned, monkeypatch):
     assert (count(region.before, "conv_dgrad"), count(region.after, "conv_dgrad")) == (2, 0)
     assert (count(region.before, "conv_dgrad_add"), count(region.after, "conv_dgrad_add")) == (0, 2)
     (one,) = region.replaced
-    assert (one.rule, one.count, [op.op for op in one.before]) == ("dgrad + c", 2, ["conv_dgrad"])
+    assert (one.rule, one.count, [op.op for op in one.before]) == (
+        "a dgrad that adds another gradient",
+        2,
+        ["conv_dgrad"],
+    )
     text = str(found)
     assert "a region of results and gradients, times by the plans\nbefore: " in text
     assert (
-        "2 x dgrad + c\n  - 2 conv_dgrad 2x6x6 8->8 1x1 float32 NHWC: unknown, by 2 xla\n  + 2 conv_dgrad_add" in text
+        "2 x a dgrad that adds another gradient\n"
+        "  - 2 conv_dgrad 2x6x6 8->8 1x1 float32 NHWC: unknown, by 2 xla\n  + 2 conv_dgrad_add" in text
     )
 
 

@@ -264,7 +264,7 @@ def test_every_kernel_that_is_timed_on_a_gpu_can_be_chosen(op, dtype, code_for_g
             assert chosen.reason == "tuned on this device: 4.00 times faster than XLA"
             forced = _plan.plan(op, dataclasses.replace(problem, implementation="native"), H200)
             assert forced.spec == plan.spec
-            with pytest.warns(UserWarning, match="tuned on NVIDIA H200, ignored on NVIDIA X1"):
+            with pytest.warns(UserWarning, match="tuned on NVIDIA H200, and are ignored on NVIDIA X1"):
                 elsewhere = _plan.plan(op, problem, dataclasses.replace(H200, kind="NVIDIA X1"))
             assert not elsewhere.reason.startswith("tuned")
             tuned._warned.clear()
@@ -679,7 +679,7 @@ def test_other_devices_are_ignored(file, monkeypatch):
     """With a warning where somebody named the file; the user's own may hold results of every machine."""
     tuned.save([entry_of(X, W, device="NVIDIA X1")], file)
     fresh_process()
-    with pytest.warns(UserWarning, match="tuned on NVIDIA X1, ignored on") as warned:
+    with pytest.warns(UserWarning, match="tuned on NVIDIA X1, and are ignored on") as warned:
         assert not only_plan(conv, X, W).reason.startswith("tuned")
     assert len(warned) == 1
     tuned._warned.clear()

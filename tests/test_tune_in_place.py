@@ -264,7 +264,7 @@ def test_norms_and_poolings_that_xla_fuses_are_not_timed(gpu):
 
 def test_enables_convolutions_must_win_by_a_pass_that_xla_would_take_in(gpu):
     """A forward convolution's neighbours are unknown to its lowering."""
-    for xla, behind in ((2.0, None), (1.2, "does not pay for a pass")):
+    for xla, behind in ((2.0, None), (1.2, "too little to pay for a pass")):
         tuned.forget()
         in_place.forget()
         tuned.path().unlink(missing_ok=True)
@@ -460,7 +460,7 @@ def test_a_kernel_with_other_results_than_xlas_is_not_taken(monkeypatch, wrong):
     cpu = _plan.Device("cpu", "cpu")
     found = _in_place.times("conv_wgrad", OF[1], cpu, None, 1.0, lambda: None)
     assert dict(found.ms) == {"xla": 2.0, "right": 1.0, "slow and wrong": 9.0}
-    assert set(found.failed) == {"wrong", "tile"} and "its results are not XLA's" in found.failed["wrong"]
+    assert set(found.failed) == {"wrong", "tile"} and "its results differ from XLA's" in found.failed["wrong"]
 
 
 @ON_CPU
@@ -569,7 +569,13 @@ def test_no_kernel_that_runs_and_no_time_for_xla(gpu, capsys, file):
 
 
 def test_a_device_that_is_not_here(clock, code_for_gpus, capsys, file):
-    stays_as_it_was(clock, capsys, "programs are made for NVIDIA A100-SXM4-80GB, which is not here", file, times=0)
+    stays_as_it_was(
+        clock,
+        capsys,
+        "programs are compiled for NVIDIA A100-SXM4-80GB, which this machine does not have",
+        file,
+        times=0,
+    )
 
 
 def test_processes_of_one_program_must_choose_alike(gpu, capsys, file, monkeypatch):
@@ -677,7 +683,7 @@ def test_a_file_that_cannot_be_written_is_said_and_the_choice_holds(gpu, capsys,
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the folder cannot be read
         assert planned().implementation == "native"
-    assert "cannot be written and holds in this process" in capsys.readouterr().err
+    assert "cannot be written to the file, and hold in this process only" in capsys.readouterr().err
 
 
 def test_a_write_that_fails_leaves_the_old_file(gpu, file, monkeypatch):

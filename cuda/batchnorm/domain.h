@@ -114,10 +114,11 @@ inline bool Streamed(const BatchNormProblem& p) {
 
 inline std::string RefuseSigns(const BatchNormProblem& p, const Device& device) {
   if (!device.sm90()) return "it needs a GPU of compute capability 9.0";
-  if (p.activation != Activation::kRelu) return "it keeps relu's signs";
+  if (p.activation != Activation::kRelu) return "it needs relu as activation";
   if (p.inner > 1 || p.batch != 1) return "it needs channels last, and one instance";
   if (Vector(p) != 8 || StreamVectors(p.channels / 8) == 0)
-    return "rows of " + std::to_string(p.channels) + " channels are no stages of 8 16-bit elements";
+    return "it cannot cut rows of " + std::to_string(p.channels) +
+           " channels into vectors of 8 16-bit elements";
   if (Bytes(p) < kStreamBytes)
     return "it needs arrays of at least 4 MB, got " + std::to_string(Bytes(p)) + " bytes";
   return "";
@@ -126,10 +127,10 @@ inline std::string RefuseSigns(const BatchNormProblem& p, const Device& device) 
 // An array is added to dx in the second walk through the ring.
 inline std::string RefuseAdd(const BatchNormProblem& p, const Device& device) {
   if (!device.sm90()) return "it needs a GPU of compute capability 9.0";
-  if (p.residual) return "it reads no residual beside what it adds";
+  if (p.residual) return "it cannot read a residual and add too";
   if (p.inner > 1 || p.batch != 1) return "it needs channels last, and one instance";
   if (Vector(p) == 1 || StreamVectors(p.channels / Vector(p)) == 0)
-    return "rows of " + std::to_string(p.channels) + " channels are no stages of 16-byte vectors";
+    return "it cannot cut rows of " + std::to_string(p.channels) + " channels into 16-byte vectors";
   if (Bytes(p) < kStreamBytes)
     return "it needs arrays of at least 4 MB, got " + std::to_string(Bytes(p)) + " bytes";
   return "";
@@ -139,10 +140,10 @@ inline std::string RefuseShortcut(const BatchNormProblem& p, const Device& devic
   if (!device.sm90()) return "it needs a GPU of compute capability 9.0";
   if (p.activation != Activation::kRelu && p.activation != Activation::kSilu &&
       p.activation != Activation::kGelu)
-    return "it knows relu, silu and gelu";
+    return "it takes relu, silu and gelu only";
   if (p.inner > 1 || p.batch != 1) return "it needs channels last, and one instance";
   if (Vector(p) == 1 || StreamVectors(p.channels / Vector(p)) == 0)
-    return "rows of " + std::to_string(p.channels) + " channels are no stages of 16-byte vectors";
+    return "it cannot cut rows of " + std::to_string(p.channels) + " channels into 16-byte vectors";
   if (Bytes(p) < kStreamBytes)
     return "it needs arrays of at least 4 MB, got " + std::to_string(Bytes(p)) + " bytes";
   return "";

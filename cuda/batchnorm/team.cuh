@@ -1,16 +1,17 @@
-// What the two kernels of resident_team share: who holds which positions of which group, copies into shared memory, and
-// sums over a team.
+// Code that the two kernels of resident_team share: the positions of a group that a thread holds, copies into shared
+// memory, and sums over a team.
 //
-// A team of CTAs takes groups of channels in turn, `teams` of them at once. Every thread takes U positions of its CTA's
-// share of a group a step, in `steps` steps, twice: a walk onwards adds them up, and a walk backwards, once the team's
-// sums have met, writes what becomes of them. The positions pass through `slots` steps of shared memory that only the
-// thread that copied them reads: no barrier guards them. The first slots - in_flight steps stay there, the others pass
-// through a ring of in_flight slots and are copied again for the walk backwards, last things first: these are what the L2
-// cache has. (Were the last steps to stay, it would be full of what shared memory has as well.) Where slots >= steps
-// everything is read once.
+// A team is several CTAs. It takes groups of channels in turn, and `teams` teams run at once. A thread takes U
+// positions of its CTA's share of a group in each of `steps` steps. It walks over them twice. The walk forwards adds
+// them up. When the team has its sums, the walk backwards writes the results.
 //
-// Two CTAs share a multiprocessor: while one waits for its team, the other, which is of another team, keeps the memory
-// busy.
+// The positions pass through `slots` steps of shared memory. Only the thread that copied a position reads it, so there
+// is no barrier. The first slots - in_flight steps stay in shared memory. The others pass through a ring of in_flight
+// slots, and are copied again for the walk backwards, which begins with the last ones, because the L2 cache has these.
+// (If the last steps stayed in shared memory, the L2 cache would hold the same data as shared memory.) If slots >=
+// steps, everything is read once.
+//
+// Two CTAs of different teams share a multiprocessor: while one waits for its team, the other keeps the memory busy.
 #pragma once
 
 #include <cooperative_groups.h>
@@ -86,8 +87,8 @@ __device__ __forceinline__ void CopyWaitFor(int in_flight) {
   }
 }
 
-// A CTA's place in its team. In step i a team takes ctas * U * stride neighbouring positions, its CTAs one stretch each
-// of them: all of them read in one moving window, as DRAM likes it.
+// A CTA's place in its team. In step i a team takes ctas * U * stride neighbouring positions, and each of its CTAs
+// takes one stretch of these. So the team reads in one moving window, which suits DRAM.
 struct Share {
   int team, rank, lane;
   uint32_t first;        // the thread's position in step 0
@@ -167,8 +168,8 @@ __device__ __forceinline__ void CopyPiece(const Layout& a, uint32_t to, const vo
   }
 }
 
-// z = x * scale + offset for 16-bit x, whose few bits leave nothing of the mean in the deviation's place that this could
-// lose; (x - mean) * scale + offset for float32.
+// z = x * scale + offset for 16-bit x, which has too few bits for this form to lose any; (x - mean) * scale + offset
+// for float32.
 template <typename T>
 __device__ __forceinline__ Affine Fold(Affine k) {
   if (sizeof(T) == 2)
@@ -180,7 +181,7 @@ __device__ __forceinline__ float Preactivation(float x, const Affine& k) {
   return sizeof(T) == 2 ? fmaf(x, k.scale, k.offset) : fmaf(x - k.mean, k.scale, k.offset);
 }
 
-// A sum and its round are one word, which is there or not: no fence waits for the writes of the tensor.
+// A sum and its round are one word, so a reader sees both or neither. No fence has to wait for the tensor's writes.
 __device__ __forceinline__ void StoreSum(uint64_t* to, uint32_t round, float sum) {
   const uint64_t word = uint64_t{round + 1} << 32 | __float_as_uint(sum);
   asm volatile("st.relaxed.gpu.global.b64 [%0], %1;\n" ::"l"(to), "l"(word) : "memory");
@@ -198,8 +199,8 @@ class Meeting {
     token_ = cooperative_groups::this_grid().barrier_arrive();
   }
 
-  // scratch[0, columns) = the team's sums of them in this round, in an order that the shape alone decides. Begins after
-  // a barrier and ends with one. In the first round the CTA waits for all to have said so.
+  // scratch[0, columns) = the team's sums of these columns in this round, in an order that depends on the shape alone.
+  // Begins after a barrier and ends with one. In the first round the CTA waits until all CTAs have said so.
   __device__ __forceinline__ void Sum(uint32_t round, float* scratch) {
     if (q_.meet == Meet::kAlone) return;
     Publish(round, scratch);

@@ -44,15 +44,15 @@ std::string ConvRefusal(ConvOp op, const ConvProblem& p, const Plan& plan, const
   if (op == ConvOp::kDgradAdd && family == "depthwise" && conv::depthwise::AddsToDgrad(member)) {
     op = ConvOp::kDgrad;  // that is all the difference
   } else if (op == ConvOp::kDgradAdd && family != "sm90") {
-    return "only sm90 and depthwise/rows_mma add on their way";
+    return "only sm90 and depthwise/rows_mma can add to a dgrad";
   }
-  if (op == ConvOp::kDgradSums && family != "sm90") return "only sm90 sums up its dgrad";
+  if (op == ConvOp::kDgradSums && family != "sm90") return "only sm90 takes sums of its dgrad";
   if (op == ConvOp::kFpropAdd) {
-    if (!AddsResidual(family, member, p)) return "it adds no residual on its way";
+    if (!AddsResidual(family, member, p)) return "it cannot add a residual";
     op = ConvOp::kFprop;  // that is all the difference
   }
   if (op == ConvOp::kStatistics && family != "sm90")
-    return "only sm90's epilogue sums up what it writes";
+    return "only sm90's epilogue takes statistics of its result";
   if (p.dtype == DType::kF64) return "it needs float32, bfloat16 or float16, got float64";
   if (family == "depthwise") return conv::depthwise::Refusal(member, op, p, device);
   if (family == "direct") return conv::direct::Refusal(p);
@@ -68,8 +68,7 @@ std::string ConvRefusal(ConvOp op, const ConvProblem& p, const Plan& plan, const
 
 std::string NormalisedRefusal(ConvOp op, const ConvProblem& p, Activation activation,
                               const Plan& plan, const Device& device) {
-  if (FamilyOf(plan.kernel) != "depthwise")
-    return "only depthwise kernels normalise what they read";
+  if (FamilyOf(plan.kernel) != "depthwise") return "only depthwise kernels normalise their input";
   std::string why = conv::depthwise::RefuseNormalised(MemberOf(plan.kernel), p, activation);
   if (!why.empty()) return why;
   return ConvRefusal(op == ConvOp::kSums ? ConvOp::kWgrad : op, p, plan, device);

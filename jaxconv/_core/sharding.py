@@ -261,7 +261,7 @@ def gathered(rule: Partition, operand: int, given: Any, matched: Any) -> str | N
         elif extent % parts:
             why = f"{parts} do not divide {extent}"
         else:
-            why = "another axis is split over them"
+            why = "another axis is already split over them"
         reasons.append(f"axis {axis} from {parts} devices ({', '.join(axes)}): {why}")
     return f"operand {operand} {given.shape} is gathered along {'; along '.join(reasons)}" if reasons else None
 

@@ -54,7 +54,7 @@ _record = Record()
 
 
 def enable(*, implementation: str | None = None, auto_meshes: bool = False, tune: bool = False) -> None:
-    """From now on the convolutions of every program that is compiled take jaxconv's kernels where these are faster.
+    """Runs the convolutions of all programs compiled from now on by jaxconv's kernels, where these are faster.
 
     One line for programs written with any library, before anything is compiled::
 
@@ -65,34 +65,35 @@ def enable(*, implementation: str | None = None, auto_meshes: bool = False, tune
     or, for programs that nobody may edit, `JAXCONV_ENABLE=1` in the environment. Each `lax.conv_general_dilated` is
     then planned like a call of `jaxconv.conv2d` (`implementation=None`): forward convolutions, the gradients of images
     and filters, grouped, depthwise, dilated and transposed ones, in 1 to 3 dimensions, channels last or first, under
-    every transform. Convolutions of integers, which XLA does not compile for GPUs, run there too, exactly. Where the
-    plan says XLA, or jaxconv has no kernel, the program is exactly lax's. Elsewhere numbers are lax's up to rounding.
+    every transform. Convolutions of integers, which XLA does not compile for GPUs, run there too, and are
+    exact. Where the plan says XLA, or jaxconv has no kernel, the program is exactly lax's. Elsewhere numbers are lax's
+    up to rounding.
     `jaxconv.report()` says what became of each convolution, `jaxconv.explain(f)` what would become of it.
 
-    Three kinds of programs are left to lax: exported ones, those that are computed on a host from a device, and those
-    that XLA partitions over a mesh. Of a mesh with Explicit axes, whose types say how arrays are split, a convolution
-    is taken where our call needs no gather for it. Programs inside shard_map and pmap are not partitioned.
+    Three kinds of programs are left to lax: exported programs, parts that `compute_on` sends to the host, and programs
+    that XLA partitions over a mesh. On a mesh with Explicit axes, whose types say how arrays are split, a convolution
+    is taken if jaxconv's call needs no gather for it. Programs inside shard_map and pmap are not partitioned.
 
     A lowering sees one operation, so this fuses nothing. `jaxconv.accelerate` sees the whole function. It replaces
     convolutions together with their bias, activation and batch-norm, and dense layers. The two work together.
 
-    It holds for all threads, until `disable`. What was compiled before stays as it is, and is used again when enable is
-    off. `with jaxconv.enabled():` is the same for a block of one thread.
+    It holds for all threads, until `disable`. Programs that were compiled before stay as they are, and are used again
+    after `disable`. `with jaxconv.enabled():` is the same for a block of one thread.
 
     Args:
       implementation: as in `conv2d`: None is the fastest known for each problem and device; "native" is jaxconv's own
         code wherever it has any, for tests; "xla" is lax's everywhere.
       auto_meshes: also take convolutions of programs that XLA partitions over a mesh with Auto axes. A lowering cannot
-        see how arrays are split there. Batches, channels and pixels may be, pixels by an exchange of rows as in
-        `conv2d`; it is not checked that our calls exchange no more than lax's would.
-      tune: also time, on a GPU, what nobody has measured: the first time that a problem is lowered its kernels and
-        XLA's are timed on that device, and the winner is kept in `jaxconv.tune.path()`. It holds for all of jaxconv's
-        calls. False leaves it as JAXCONV_TUNE says.
+        see how arrays are split there. Batches, channels and pixels may be split; split pixels exchange rows, as in
+        `conv2d`. Nothing checks that jaxconv's calls exchange no more than lax's would.
+      tune: on a GPU, also time problems that nobody has measured. The first time that such a problem is lowered,
+        jaxconv's kernels and XLA's are timed on that device, and the fastest is kept in `jaxconv.tune.path()`. This
+        holds for all of jaxconv's calls. With False, JAXCONV_TUNE decides.
 
     Raises:
-      ValueError: where implementation is unknown.
-      TypeError: where tune is neither True nor False.
-      NotImplementedError: where the installed JAX is not as jaxconv knows it.
+      ValueError: if implementation is unknown.
+      TypeError: if tune is neither True nor False.
+      NotImplementedError: if the installed JAX is one that jaxconv does not know.
     """
     global _process
     state = _state(implementation, auto_meshes)
@@ -105,7 +106,13 @@ def enable(*, implementation: str | None = None, auto_meshes: bool = False, tune
 
 
 def disable() -> None:
-    """Undoes `enable`: JAX is as it was. Programs that were compiled while it was on are not used any more."""
+    """Undoes `enable`: JAX is as it was. Programs that were compiled while it was on are not used any more.
+
+    Example::
+
+        jaxconv.enable()
+        jaxconv.disable()
+    """
     global _process
     compat.set_global(_STATE, _off)
     in_place.ask(False)
@@ -117,9 +124,14 @@ def disable() -> None:
 
 @contextlib.contextmanager
 def enabled(*, implementation: str | None = None, auto_meshes: bool = False, tune: bool = False) -> Iterator[None]:
-    """`enable` for what this thread traces and compiles in a with-block. The innermost block holds.
+    """`enable` for a with-block: for all that this thread traces and compiles in it. The innermost block decides.
 
-    Args, Raises: as `enable`; without `tune` it is as around the block.
+    Example::
+
+        with jaxconv.enabled():
+            y = jax.jit(lambda x, w: jax.lax.conv(x, w, (1, 1), "SAME"))(jnp.ones((2, 4, 8, 8)), jnp.ones((4, 4, 3, 3)))
+
+    Args and Raises are those of `enable`. With tune=False the block keeps the setting of the code around it.
     """
     state = _state(implementation, auto_meshes)
     asked = in_place.new() if in_place.checked("enabled", tune) else None
@@ -135,7 +147,13 @@ def enabled(*, implementation: str | None = None, auto_meshes: bool = False, tun
 
 @contextlib.contextmanager
 def disabled() -> Iterator[None]:
-    """Lax's own convolutions for what this thread traces and compiles in a with-block, whatever was enabled."""
+    """A with-block whose convolutions are lax's own, for all that this thread traces and compiles in it.
+
+    Example::
+
+        with jaxconv.disabled():
+            y = jax.jit(lambda x, w: jax.lax.conv(x, w, (1, 1), "SAME"))(jnp.ones((2, 4, 8, 8)), jnp.ones((4, 4, 3, 3)))
+    """
     with _STATE(_off):
         yield
 
@@ -152,12 +170,12 @@ def report(*, clear: bool = False) -> Convolutions:
         jaxconv.disable()
 
     Args:
-      clear: forget them after this.
+      clear: forget all programs after this call.
 
     Returns:
       A list that prints as a table: form (fprop, dgrad, wgrad), problem, what it became (a native plan, or lax), why,
-      where, and how many there were. Its `taken` and `left` are the two kinds. Each program counts by its text: the
-      body of a scan once. Where `enable` is off the table says so.
+      where, and the count. `taken` and `left` are the convolutions that run on jaxconv's kernels and on lax. Counts are
+      those in a program's text, so the body of a scan counts once. If `enable` is off, the table says so.
     """
     found = _record.read(clear)
     if not is_on():
@@ -256,9 +274,9 @@ def gathers(form: forms.Form, avals: tuple[Any, Any, Any]) -> str | None:
     # Of integers lax's call may have no other way to run.
     for equation in jaxpr.eqns if form.form != "integers" else ():
         if equation.primitive.name == "reshard" and equation.invars[0].aval != equation.outvars[0].aval:
-            return f"our call would gather {equation.invars[0].aval.str_short()} over the mesh"
+            return f"jaxconv's call would gather {equation.invars[0].aval.str_short()} over the mesh"
     (made,) = jaxpr.out_avals
-    return None if made == out else f"its result is {out.str_short()}, our call's {made.str_short()}"
+    return None if made == out else f"its result is {out.str_short()}, and that of jaxconv's call {made.str_short()}"
 
 
 def describe(choice: Choice, avals: tuple[Any, Any, Any], where: str = "") -> Convolution:
@@ -337,7 +355,7 @@ def _refusal(ctx: mlir.LoweringRuleContext, avals: Any, state: State) -> str | N
     if compat.exported(ctx):
         return "the program is exported: whoever loads it would need jaxconv"
     if compat.computed_elsewhere(ctx):
-        return "compute_on sends it elsewhere than the program"
+        return "compute_on sends it to another device than the program"
     partitioning = compat.partitioning(ctx)
     mesh = sharding.explicit_mesh(avals)
     known = mesh is not None and all(kind != AxisType.Auto or mesh.shape[a] == 1 for a, kind in _kinds(mesh))
@@ -351,8 +369,8 @@ def _unknown(ctx: mlir.LoweringRuleContext, platform: str) -> str | None:
     if compat.device_of(ctx, platform) is not None or len(kinds := _plan.Device.kinds(platform)) < 2:
         return None
     return (
-        f"there are devices of several kinds ({', '.join(kinds)}), and a lowering is told for which it is only with "
-        "jaxconv.enable(auto_meshes=True)"
+        f"there are devices of several kinds ({', '.join(kinds)}), and JAX tells a lowering for which one it is only "
+        "with jaxconv.enable(auto_meshes=True)"
     )
 
 

@@ -100,7 +100,7 @@ def read(lhs: Any, rhs: Any, out: Any, params: Mapping[str, Any]) -> Form | str:
     avals = {"lhs": lhs, "rhs": rhs, "out": out}
     dtypes = [a.dtype.name for a in avals.values()]
     if len(set(dtypes)) > 1 or dtypes[0] not in DTYPES:
-        return f"its types are {dtypes[0]} and {dtypes[1]} to {dtypes[2]}: jaxconv has one of {', '.join(DTYPES)}"
+        return f"its types are {dtypes[0]} and {dtypes[1]} to {dtypes[2]}, expected one type: {', '.join(DTYPES)}"
     if not all(isinstance(extent, int) for a in avals.values() for extent in a.shape):
         return "an extent is symbolic"
     nd = lhs.ndim - 2
@@ -112,7 +112,7 @@ def read(lhs: Any, rhs: Any, out: Any, params: Mapping[str, Any]) -> Form | str:
         return why
     precision = _precision(params["precision"])
     if precision is None:
-        return f"precision={params['precision']!r} is none that jaxconv has"
+        return f"jaxconv has no precision={params['precision']!r}"
     numbers = params["dimension_numbers"]
     specs = dict(zip(("lhs", "rhs", "out"), map(tuple, numbers), strict=True))
     strides = {"lhs": params["lhs_dilation"], "rhs": params["rhs_dilation"], "out": params["window_strides"]}
@@ -127,7 +127,7 @@ def read(lhs: Any, rhs: Any, out: Any, params: Mapping[str, Any]) -> Form | str:
         return f"its arrays are neither channels last nor channels first ({orders})"
     possible = [(r, last) for r, last in fitting if all(s == 1 for s in strides[r.x])]
     if not possible:
-        return "it has window strides and a dilation of its left side, both"
+        return "it has both window strides and a dilation of its left side"
     swap = len(possible) > 1 and possible[0][0].w == "rhs" and _transposed_filter(specs["rhs"])
     reading, channels_last = possible[1 if swap else 0]
     return _form(reading, channels_last, avals, specs, strides, params, precision)

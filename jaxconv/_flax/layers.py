@@ -246,13 +246,17 @@ def max_pool(
 ) -> Array:
     """`flax.linen.max_pool` by `jaxconv.max_pool`: (batch axes, spatial axes, features), a window per spatial axis.
 
+    Example::
+
+        y = jaxconv.linen.max_pool(jnp.ones((8, 32, 32, 16)), (2, 2), strides=(2, 2))
+
     Args:
       inputs: (batch axes, spatial axes, features), with no, one or several batch axes.
       window_shape: the window, an integer per spatial axis.
       strides: its steps (default: 1).
       padding: "SAME", "VALID", or a (low, high) pair per spatial axis.
 
-    What jaxconv has no kernel for (integers, more than three spatial axes) is Flax's own computation.
+    Flax's own code runs for integers and for more than three spatial axes.
     """
     nd = len(window_shape)
     ours = hasattr(inputs, "dtype") and inputs.dtype.name in _problem.DTYPES and 0 not in inputs.shape

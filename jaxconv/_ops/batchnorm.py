@@ -494,16 +494,16 @@ def batchnorm(
       activation: see `conv2d`.
       residual: an array of x's shape and dtype added before the activation, or None.
       channel_axis: the axis of x that holds the channels.
-      mask: True where an element of x counts in the statistics, as in Flax: mean and variance are those of the
-        elements kept (NaN for a channel that keeps none), and all of x is normalised with them. It is read in training
-        only. Masked batch-norms run through XLA.
-      statistics: x's own mean and biased variance per channel, from whoever wrote x, like running_mean: x is then
-        read once, to be normalised. They are read in training only. The gradient is the one of a call without them:
-        they are taken for functions of x, so x's gradient is complete and that of the two arrays is zero. Statistics
-        that are not those of x make it wrong.
-      algorithm: forces one native algorithm: "two_read" (any size), "resident_block" (one launch; a channel's elements
-        must fit in a block's shared memory; CUDA only), "resident_team" (one launch; blocks share a channel's elements
-        and keep what fits; CUDA only, channels last where 16 bytes divide the channels).
+      mask: True where an element of x counts in the statistics, as in Flax. Mean and variance are taken over these
+        elements only (NaN for a channel without any), and all of x is normalised with them. The mask is read in
+        training only. Batch-norms with a mask run on XLA.
+      statistics: (mean, biased variance) of x per channel, if you know them already, with the shape of running_mean. x
+        is then read once, to be normalised. They are read in training only. The gradient is that of a call without
+        them: they count as functions of x, so the gradient of x is complete, and that of the two arrays is zero. It is
+        wrong if they are not the statistics of x.
+      algorithm: forces one native algorithm. "two_read" takes any size. "resident_block" is one launch on CUDA, for
+        channels whose elements fit in a block's shared memory. "resident_team" is one launch on CUDA in which blocks
+        share a channel's elements and keep as many as fit; it needs channels last in whole vectors of 16 bytes.
       implementation: see `conv2d`.
 
     Returns:
@@ -513,10 +513,10 @@ def batchnorm(
       TypeError, ValueError: when the arguments do not fit together (at trace time), naming the argument, what it got
         and what was expected; ValueError when a forced implementation or algorithm cannot run, with the reason.
 
-    The variance is computed about the mean (or about a sample of the channel), never as E[x^2] - E[x]^2: it is right to
-    float32 accuracy where the mean is 10,000 times the deviation. Differentiable in every array, to any order, in both
-    modes; the backward pass recomputes the activation's mask from x. Source: Ioffe and Szegedy 2015
-    (arXiv:1502.03167); Chan, Golub and LeVeque 1983 for the merging of variances.
+    The variance is computed about the mean (or about a sample of the channel), never as E[x^2] - E[x]^2: it has float32
+    accuracy even if the mean is 10,000 times the deviation. Differentiable in every array, to any order, in both modes;
+    the backward pass recomputes the activation's mask from x. Source: Ioffe and Szegedy 2015 (arXiv:1502.03167); Chan,
+    Golub and LeVeque 1983 for the merging of variances.
     """
     name = "batchnorm"
     x = _problem.as_array(name, "x", x)

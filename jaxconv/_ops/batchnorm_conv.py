@@ -45,7 +45,7 @@ def batchnorm_conv(
     algorithm: ConvAlgorithm | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Array, Array, Array]:
-    """Batch normalisation, its activation, and a convolution of the result, which no one else needs.
+    """Batch normalisation, its activation, and a convolution that alone reads the result.
 
     Equivalent JAX code::
 
@@ -53,10 +53,10 @@ def batchnorm_conv(
                                                          activation=activation, ...)
         y = jaxconv.conv2d(a, w, stride=stride, padding=padding, ...)     # conv1d, conv3d for other ranks of w
 
-    a is of x's dtype, and is padded by zeros. Where the convolution's kernel normalises what it reads, a is never
-    written, and neither is its gradient. y and the gradients are made of x, and only x is kept. These are depthwise 3x3
-    convolutions in 16 bits on Hopper, before relu, relu6 and silu, where that was measured to be faster. Elsewhere
-    these are the two calls above. `explain` says which, and why.
+    a has x's dtype, and is padded with zeros. Some kernels normalise x while they read it. Then a and its gradient are
+    never written, y and the gradients are computed from x, and only x is kept. Such kernels exist for depthwise 3x3
+    convolutions in 16 bits on Hopper, with relu, relu6 or silu, and are used where they were measured to be faster.
+    Elsewhere the function is the two calls above. `explain` says which, and why.
 
     Example::
 
@@ -70,7 +70,7 @@ def batchnorm_conv(
         are the convolution's.
       w, stride, padding, dilation, groups, layout, precision: see `conv2d` and `conv_batchnorm`.
       algorithm: forces one native algorithm of the convolution.
-      implementation: see `conv2d`, for both; "native" also makes the convolution normalise what it reads where it can.
+      implementation: see `conv2d`, for both; "native" also makes the convolution normalise its input where it can.
 
     Returns:
       (y, running mean, running variance); the statistics are unchanged when not training.

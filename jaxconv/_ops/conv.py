@@ -658,9 +658,9 @@ def conv2d(
         sums are accumulated in at least float32.
       w: filters of x's dtype, (R, S, C/groups, K) ("HWIO") for "NHWC", (K, C/groups, R, S) ("OIHW") for "NCHW".
       b: bias of x's dtype, (K,), or None.
-      residual: an array of x's dtype and y's shape, added before the activation, or None. It is added in the
-        convolution's own kernel where there is one that can (sums are then rounded once), else behind it. `explain`
-        says which.
+      residual: an array of x's dtype and y's shape, added before the activation, or None. A kernel that
+        can do so adds it in the same pass, so that sums are rounded once. Otherwise it is added after the call.
+        `explain` says which.
       stride, dilation: in pixels, an int or one per spatial dimension, at least 1.
       padding: "SAME", "SAME_LOWER", "VALID", an int, one int per dimension, or (low, high) pairs; may be asymmetric
         and, as in lax, negative. `conv1d` also takes "CAUSAL": y[i] depends on x[:i + 1] alone.
@@ -669,9 +669,9 @@ def conv2d(
         "silu" (or "swish"), "gelu" (tanh form) or "gelu_exact"; or JAX's function of that name: jax.nn.relu, jnp.tanh,
         functools.partial(jax.nn.gelu, approximate=False), ...
       precision: as for `lax.conv_general_dilated`. float32 at "default" and "high" may use TF32 tensor cores on a GPU;
-        "highest" has float32 accuracy. What names an algorithm (lax.DotAlgorithmPreset) goes to XLA.
+        "highest" has float32 accuracy. A lax.DotAlgorithmPreset names an algorithm of XLA's, which XLA then runs.
       return_preactivation: also return z.
-      scale, residual_scale, out_scale, out_dtype: of 8-bit x and w, see below.
+      scale, residual_scale, out_scale, out_dtype: for 8-bit x and w only, see below.
       implementation: None takes the fastest known for this problem and device; "native" is jaxconv's own custom call;
         "xla" is lax.
       algorithm: forces one native algorithm, in forward and backward: "sm90", "implicit_gemm", "direct", "depthwise",
@@ -682,12 +682,13 @@ def conv2d(
         v = float32(sum) * scale[k] + b[k] + float32(residual) * residual_scale
         y = (activation(v) * out_scale).astype(out_dtype)  # 8 bits: rounded to nearest even, saturated
 
-    in float32, from the left to the right, each operation rounded by itself: of integers, with no activation or relu,
-    relu6 or leaky_relu, y is the same bits on every device. `scale` is (K,) or a number, `residual_scale` and
-    `out_scale` are numbers: float32, positive and finite. What is not given is left out. b is float32; the residual has
-    8 or 16 bits, or is float32. `out_dtype` is one of int8, uint8, float8_e4m3fn, float8_e5m2, bfloat16, float16 and
-    float32; None is x's with `out_scale`, else float32. Integers without `scale` give their sums, int32, and take none
-    of the rest. Such a call has no derivative::
+    This is computed in float32, from left to right, and each operation is rounded by itself. So for integers y has the
+    same bits on every device, if the activation is None, relu, relu6 or leaky_relu. `scale` is (K,) or a number,
+    `residual_scale` and `out_scale` are numbers; all are float32, positive and finite. A factor or array that is None
+    is left out of the formula. b is float32; the residual has 8 or 16 bits, or is float32. `out_dtype` is one of int8,
+    uint8, float8_e4m3fn, float8_e5m2, bfloat16, float16 and float32; None means x's dtype if `out_scale` is given, else
+    float32. Integers without `scale` return their int32 sums, and take no b, residual or `out_scale`. A call with
+    8-bit arrays has no derivative::
 
         q = jaxconv.conv2d(x, w, b, scale=x_scale * w_scale, activation="relu", out_scale=1 / y_scale)  # int8 of int8
 
@@ -700,13 +701,13 @@ def conv2d(
         and what was expected; ValueError when a forced implementation or algorithm cannot run, with the reason.
 
     An infinity in x reaches the outputs whose window holds it, as in lax. Some tensor-core kernels also multiply x by
-    zeros, and infinity times zero is NaN. Those for depthwise convolutions in 16 bit do so up to 15 columns away (47
-    for filters that reach more than 9 columns), those for groups of no multiple of 8 channels in groups that share 8
-    channels with the infinity's. A float16 forward pass, where overflow is common, gets these kernels only by
-    implementation="native", by name, or where it was tuned. bfloat16 and gradients get them by default.
-    implementation="xla" has none of it.
+    zeros, and infinity times zero is NaN. The kernels for 16-bit depthwise convolutions do so up to 15 columns away, or
+    47 for filters that reach more than 9 columns. The kernels for groups whose channels are no multiple of 8 do so in
+    the neighbouring groups within the same 8 channels. In float16, where overflow is common, a forward pass runs on
+    these kernels only with implementation="native", by name, or after tuning. Gradients and bfloat16 run on them by
+    default. implementation="xla" never does this.
 
-    Differentiable in x, w, b and residual to any order, in forward and reverse mode. The nouns are CUTLASS's
+    Differentiable in x, w, b and residual to any order, in forward and reverse mode. Letters are named as in CUTLASS
     (github.com/NVIDIA/cutlass, "implicit GEMM convolution"): images N H W C, filters K R S, outputs N P Q K.
     """
     return _conv("conv2d", 2, **locals())

@@ -118,21 +118,21 @@ def conv_batchnorm(
         scale, bias, mean, var = (jnp.full(32, v) for v in (1.0, 0.0, 0.0, 1.0))
         y, mean, var = jaxconv.conv_batchnorm(x, w, scale, bias, mean, var, training=True, activation="relu")
 
-    In training the convolution also sums up the statistics of z, where its kernel can (algorithm "sm90" on Hopper, and
-    the CPU's kernels). z, rounded to x's dtype, is then written once and read once. Elsewhere these are the two calls
-    above. `explain` says which, and why. The gradient is that of the two calls. z is kept for it.
+    In training the convolution's kernel also takes the statistics of z, if it can (algorithm "sm90" on Hopper, and the
+    CPU's kernels). z, rounded to x's dtype, is then written once and read once. Elsewhere the function is the two calls
+    above. `explain` says which, and why. The gradient is that of the two calls, and z is kept for it.
 
     In inference the normalisation is folded into the filters and the convolution's bias, and z is never written. For
-    16-bit x filters and bias are rounded to 16 bits after it: an error like that of rounding z, which two calls make.
-    Each call folds, so where z has less than twice the filter's numbers it is the two calls above, unless an
-    implementation or algorithm is asked for. `freeze` folds once, whatever the sizes.
+    16-bit x the folded filters and bias are rounded to 16 bits. The error is like that of rounding z, which the two
+    calls do. Each call folds anew, so if z has fewer than twice the filter's numbers, the function is the two calls
+    above, unless an implementation or algorithm is asked for. `freeze` folds once, whatever the sizes.
 
     Args:
       x, w, stride, padding, dilation, groups, precision: see `conv2d`.
       scale, bias, running_mean, running_var, momentum, epsilon, activation, residual: see `batchnorm`; (K,) each,
         and residual of the result's shape.
       training: a Python bool, see `batchnorm`.
-      layout: that of `conv1d`, `conv2d` or `conv3d`, whichever w's rank says; None is channels last.
+      layout: that of `conv1d`, `conv2d` or `conv3d`, by the rank of w; None is channels last.
       algorithm: forces one native algorithm of the convolution, forward and backward.
       implementation: see `conv2d`, for both.
 

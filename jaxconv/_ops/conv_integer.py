@@ -179,14 +179,14 @@ def missing_numbers(nd: int, params: Mapping[str, Any]) -> str | None:
     """A sentence where strides, pads and dilations are not one a spatial dimension; lax lets some be none, for ones."""
     for name in ("window_strides", "padding", "lhs_dilation", "rhs_dilation"):
         if len(params[name]) != nd:
-            return f"its {name} has {len(params[name])} entries, of {nd} spatial dimensions"
+            return f"its {name} has {len(params[name])} entries, expected one for each of {nd} spatial dimensions"
     return None
 
 
 def read(lhs: Any, rhs: Any, out: Any, params: Mapping[str, Any]) -> IntegerConvProblem | str:
     """The kernel's problem of lax's convolution of integers to integers, or a sentence that says why there is none."""
     if not is_integer(out.dtype):
-        return f"its result is {np.dtype(out.dtype).name}, of integers: jaxconv has sums that are integers"
+        return f"its operands are integers and its result is {np.dtype(out.dtype).name}, expected integers too"
     if not all(is_number(extent) for a in (lhs, rhs, out) for extent in a.shape):
         return "an extent is symbolic"
     nd = lhs.ndim - 2
@@ -216,7 +216,7 @@ def of_call(call: Callable[[Array, Array], Array], lhs: Array, rhs: Array, prefe
         preferred = jax.dtypes.canonicalize_dtype(preferred)  # without 64 bits
     like = [jax.ShapeDtypeStruct(a.shape, preferred if mixed else a.dtype) for a in (lhs, rhs)]
     found = [e for e in jax.make_jaxpr(call)(*like).eqns if e.primitive is lax.conv_general_dilated_p]
-    problem: Any = "lax's convolution is several"
+    problem: Any = "lax makes several convolutions of it"
     if len(found) == 1:
         (out,) = (v.aval for v in found[0].outvars)
         problem = read(lhs, rhs, out, found[0].params)

@@ -165,8 +165,8 @@ def _no_derivative(primals: Sequence[Array], tangents: Sequence[Any], *, problem
     if any(type(t) is not ad.Zero for t in tangents):
         what = "product" if problem.product else "convolution"
         raise TypeError(
-            f"{problem.name}: a {what} of {problem.dtype} and {problem.w_dtype} has no derivative, expected 16 or "
-            f"32 bits where something is differentiated; jax.lax.stop_gradient ends it in front"
+            f"{problem.name}: a {what} of {problem.dtype} and {problem.w_dtype} has no derivative: differentiate one "
+            f"of 16 or 32 bits, or put jax.lax.stop_gradient around its operands"
         )
     out = kernel(problem, *primals)
     return out, ad.Zero(jax.typeof(out).to_tangent_aval())

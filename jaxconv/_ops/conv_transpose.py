@@ -216,8 +216,8 @@ def conv_transpose2d(
 
     Args:
       x: (N, H, W, C) or (N, C, H, W).
-      w: (R, S, C/groups, K) or (K, C/groups, R, S); with transpose_kernel the filter of the convolution that this one
-        transposes, (R, S, K/groups, C) or (C, K/groups, R, S), not reversed.
+      w: (R, S, C/groups, K) or (K, C/groups, R, S); with transpose_kernel=True the filter of the convolution that this
+        one transposes, (R, S, K/groups, C) or (C, K/groups, R, S), not reversed.
       padding: "SAME" (output extents H * stride), "VALID", or as in lax the padding of the stride-dilated input: an
         int, one int per dimension, or (low, high) pairs.
       b, stride, dilation, groups, activation, precision, return_preactivation, algorithm, implementation: see `conv2d`.
@@ -323,7 +323,7 @@ def conv_general_dilated(
     preferred_element_type: Any = None,
     **lax_only: Any,
 ) -> Array:
-    """`jax.lax.conv_general_dilated`: its signature, its meaning, jaxconv's kernels where they are faster.
+    """`jax.lax.conv_general_dilated` with the same signature and meaning, on jaxconv's kernels where these are faster.
 
     For code that takes a convolution as an argument::
 
@@ -335,19 +335,20 @@ def conv_general_dilated(
         numbers = ("NHWC", "HWIO", "NHWC")
         y = jaxconv.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers)
 
-    One, two or three spatial dimensions, channels last or first on both sides and any filter layout run as `conv2d`
-    does, with lhs_dilation (and unit window_strides) as `conv_transpose2d` does. Everything else that lax takes of
-    floating-point numbers (batch_group_count, both strides and lhs_dilation, complex numbers, a preferred element type,
-    empty arrays, an output sharding, other dimension orders) is lax's own call.
+    It runs as `conv2d` does for one to three spatial dimensions, channels last or first in x and the result, and any
+    filter layout. With lhs_dilation, and window_strides of 1, it runs as `conv_transpose2d` does. For other
+    floating-point convolutions it calls lax: with batch_group_count, both strides and lhs_dilation, complex numbers, a
+    preferred element type, empty arrays, an output sharding, or other dimension orders.
 
-    Integers (bool, and 2 to 64 bits) run on GPUs too, where XLA has no such convolution, in every form that lax has and
-    up to three spatial dimensions: exactly, sums wrapping around in the result's type. Operands of two types, which lax
-    refuses (uint8 images and int8 filters), are taken where preferred_element_type is an integer type::
+    Integers (bool, and 2 to 64 bits) run on GPUs too, where XLA has no convolution for them: in every form that lax
+    has, in up to three spatial dimensions. They are exact; sums wrap around in the result's type. lax refuses operands
+    of two types, such as uint8 images and int8 filters. Here they are taken if preferred_element_type is an integer
+    type. The result is that of ::
 
         y = lax.conv_general_dilated(lhs.astype(preferred), rhs.astype(preferred), ...)
 
-    without the converted arrays. A floating-point preferred_element_type makes it the convolution of the converted
-    operands. There is no derivative.
+    but no converted array is stored. With a floating-point preferred_element_type it is the convolution of the
+    converted operands. Convolutions of integers have no derivative.
 
     Raises:
       What lax raises.

@@ -193,10 +193,11 @@ def groupnorm(
       groups: divides C. With one group this is layer-norm over pixels and channels, with C groups instance-norm.
       epsilon: added to the variance.
       activation: see `conv2d`.
-      algorithm: forces one native algorithm: "two_read" (one launch sums x up, one normalises it), "interleaved" (one
-        launch does both, so that x's second reading is from the L2 cache; CUDA only, where 16 bytes divide the
-        channels), "resident" (one launch that reads x once: whole groups of an image stay in the shared memory of a
-        block, or of a cluster on Hopper; likewise, and where 512 bytes of channels hold whole groups).
+      algorithm: forces one native algorithm. "two_read": one launch sums x up, another normalises it. "interleaved":
+        one launch does both, so that x comes from the L2 cache the second time. "resident": one launch reads x once,
+        and keeps whole groups of an image in the shared memory of a block, or on Hopper of a cluster. The last two are
+        for CUDA and channels in whole vectors of 16 bytes; "resident" also needs 512 bytes of channels to hold whole
+        groups.
       implementation: see `conv2d`.
 
     Returns:
@@ -206,10 +207,10 @@ def groupnorm(
       TypeError, ValueError: when the arguments do not fit together (at trace time), naming the argument, what it got
         and what was expected; ValueError when a forced implementation or algorithm cannot run, with the reason.
 
-    The variance is computed about a sample of the group, never as E[x^2] - E[x]^2: it is right to float32 accuracy
-    where the mean is 10,000 times the deviation. Differentiable in every array, to any order, in both modes; the
-    backward pass keeps x, mean and rstd, and recomputes the rest. Sums over images are in a fixed order. Source: Wu
-    and He 2018 (arXiv:1803.08494).
+    The variance is computed about a sample of the group, never as E[x^2] - E[x]^2: it has float32 accuracy even if the
+    mean is 10,000 times the deviation. Differentiable in every array, to any order, in both modes; the backward pass
+    keeps x, mean and rstd, and recomputes the rest. Sums over images are in a fixed order. Source: Wu and He 2018
+    (arXiv:1803.08494).
     """
     name = "groupnorm"
     x = _problem.as_array(name, "x", x)

@@ -34,7 +34,7 @@ def mlp(
     algorithm: DenseAlgorithm | None = None,
     implementation: Implementation | None = None,
 ) -> Array:
-    """Two dense layers, of which the second reads what the first gives: the block of a transformer or of ConvNeXt.
+    """Two dense layers in a row, as in the block of a transformer or of ConvNeXt.
 
     Equivalent JAX code::
 
@@ -46,22 +46,23 @@ def mlp(
         x = jnp.ones((8, 64))
         y = jaxconv.mlp(x, jnp.ones((64, 256)), jnp.zeros(256), jnp.ones((256, 64)), jnp.zeros(64))  # (8, 64)
 
-    Forward they are two calls of `dense`. Backward, with dz2 = dy * out_activation'(z2), the gradient of the first
-    layer's pre-activation and that of its bias::
+    Forward, this is two calls of `dense`. Backward, with dz2 = dy * out_activation'(z2), one kernel computes the
+    gradients of the first layer's pre-activation and of its bias, where it was measured to be faster (16 bits,
+    Hopper)::
 
         dz1 = (dz2 @ w2.T) * activation'(z1)
         db1 = sum of dz1 over the rows
 
-    leave one kernel where one was measured to be faster (16 bits, Hopper): the gradient of h is never written, and dz1
-    is not read again for its sum. Elsewhere these are a product, and what XLA makes of the rest. `explain` says which,
-    and why. Kept for the gradient are x, h, and z1 where the activation's derivative is no function of h.
+    Then the gradient of h is never written, and dz1 is not read again for its sum. Elsewhere a product is one call, and
+    XLA computes the rest. `explain` says which, and why. x and h are kept for the gradient, and z1 too if the
+    activation's derivative is no function of h.
 
     Args:
       x: (..., K); the leading axes together are the M rows. float32, bfloat16, float16 or float64; sums are accumulated
         in at least float32.
       w1, w2: (K, H) and (H, N), of x's dtype.
       b1, b2: (H,) and (N,), of x's dtype, or None.
-      activation: of the first layer; out_activation: of the second, as a rule none. See `conv2d`.
+      activation: of the first layer; out_activation: of the second, usually none. See `conv2d`.
       precision, implementation: see `conv2d`.
       algorithm: forces one native algorithm of the products, forward and backward: "gemm", "sm90" (Hopper).
 

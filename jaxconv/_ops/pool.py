@@ -168,10 +168,11 @@ def max_pool(
 
         y = jaxconv.max_pool(jnp.ones((8, 32, 32, 16)), 3, stride=2, padding="SAME")  # (8, 16, 16, 16)
 
-    Its gradient goes to one element of each window, the same as lax's: of equal ones to the first, row by row (-0.0 and
-    0.0 are equal). Padding is -inf: where it comes first in a window that has nothing larger, the gradient is lost. A
-    window with a NaN gives NaN, and its gradient goes to the maximum of what follows the last NaN in it, or to that NaN
-    where nothing does. What several windows give to an element is added up in float32 (float64 for float64).
+    The gradient of a window goes to one of its elements, the same as lax's: to the maximum, and among equal elements to
+    the first, row by row (-0.0 and 0.0 are equal). Padding is -inf. If it comes first in a window that has nothing
+    larger, the gradient is lost. A window with a NaN gives NaN. Its gradient goes to the maximum of the elements behind
+    its last NaN, or to that NaN if it is the last element. The gradients that several windows send to one element are
+    added up in float32 (float64 for float64).
 
     Args:
       x: 3 to 5 dimensions; float32, bfloat16, float16 or float64.
@@ -181,18 +182,18 @@ def max_pool(
       dilation: steps between a window's taps.
       layout: "NHWC" or "NCHW" (NWC, NCW, NDHWC, NCDHW); None is channels last.
       algorithm: forces a native algorithm: "gather".
-      implementation: see `conv2d`. By default a GPU's kernels are used where a gradient is taken: they remember the
-        place of each maximum in a byte. Where no gradient is taken, it is XLA's reduce_window.
+      implementation: see `conv2d`. By default kernels run on a GPU where a gradient is taken, and remember the place of
+        each maximum in a byte. Where no gradient is taken, XLA's reduce_window runs.
 
     Returns:
       (N, P, Q, C) in x's dtype and layout.
 
     Raises:
       TypeError, ValueError: when the arguments do not fit together (at trace time), naming the argument, what it got
-        and what was expected; ValueError when a forced implementation or algorithm cannot run, with the reason: windows
-        of more than 255 taps are lax's.
+        and what was expected; ValueError when a forced implementation or algorithm cannot run, with the reason. Windows
+        of more than 255 taps run on XLA.
 
-    Differentiable to any order, in both modes, also with dilated windows, of which lax has no gradient.
+    Differentiable to any order, in both modes, also with dilated windows, whose gradient lax does not have.
     """
     x = _problem.as_array("max_pool", "x", x)
     p = PoolProblem.infer(

@@ -217,7 +217,7 @@ def squeeze_excite(
     algorithm: SqueezeExciteAlgorithm | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """Squeeze-and-excitation, channels last: each image's channels, scaled by what their means over the pixels say.
+    """Squeeze-and-excitation, channels last: scales each image's channels by gates computed from their means.
 
     Equivalent JAX code, in float32 (float64 for float64 x)::
 
@@ -230,24 +230,24 @@ def squeeze_excite(
         x = jnp.ones((8, 16, 16, 64))
         y = jaxconv.squeeze_excite(x, jnp.ones((64, 4)), jnp.zeros(4), jnp.ones((4, 64)), jnp.zeros(64))
 
-    On a GPU it is one launch that reads x once, and one for the gradient of x, which reads x and dy once: an image's
-    part of a cluster of CTAs stays in their shared memory while its gates are computed. Kept for the gradient are x,
-    the mean, the gates, and what the activation was given.
+    On a GPU one launch reads x once; the gradient of x is another launch, which reads x and dy once. A cluster of CTAs
+    keeps an image in shared memory while its gates are computed. x, the mean, the gates and the input of the activation
+    are kept for the gradient.
 
     Args:
       x: (N, ..., C), at least two dimensions; float32, bfloat16, float16 or float64.
-      w1, w2: (C, R) and (R, C), float32 for 16-bit x, else of x's dtype, or of a narrower one. The kernels of a 1x1
-        convolution are such without their first axes.
+      w1, w2: (C, R) and (R, C), float32 for 16-bit x, else of x's dtype, or of a narrower one. The kernel of a 1x1
+        convolution fits if you drop its first two axes.
       b1, b2: (R,) and (C,), of the same dtypes, or None.
       activation: of the hidden numbers; see `conv2d`.
       gate: "sigmoid" or "hard_sigmoid", relu6(z + 3) / 6, or jax.nn's function of that name.
       algorithm: forces a native algorithm: "one_pass" (16 bytes divide the channels; R up to 2048; on a GPU of compute
         capability 9.0 an image is shared by up to 8 CTAs, elsewhere one has all of it).
-      implementation: see `conv2d`. Where parameters are mapped (vmap), and where an image is split over devices, it is
-        XLA's whatever is asked for.
+      implementation: see `conv2d`. XLA runs it, whatever is asked for, where parameters are mapped (vmap) and where an
+        image is split over devices.
 
     Returns:
-      y of x's shape and dtype, rounded once: the mean, the hidden numbers and the gates are not.
+      y of x's shape and dtype, rounded once. The mean, the hidden numbers and the gates are not rounded.
 
     Raises:
       TypeError, ValueError: when the arguments do not fit together (at trace time), naming the argument, what it got

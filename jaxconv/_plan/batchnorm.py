@@ -88,7 +88,7 @@ class BatchNorm(Planner):
 
     def no_kernels(self, p: BatchNormProblem, platform: str) -> str | None:
         if p.masked:
-            return "XLA computes statistics under a mask, and fuses what follows them"
+            return "XLA computes the statistics of a batch-norm with a mask, and fuses it with what follows"
         return super().no_kernels(p, platform)
 
     def on_cpu(self, p: BatchNormProblem) -> tuple[str | None, str]:
@@ -105,7 +105,7 @@ class BatchNorm(Planner):
         plan = choose.plan(whole, dataclasses.replace(p, want_dx=True, count=None, dz=False), device)
         if plan.implementation != "native":
             return plan
-        reason = f"one walk of a {whole}, which would be native here: {plan.reason}"
+        reason = f"a part of {whole}, which as a whole would be native here: {plan.reason}"
         own = self.made("two_read", p, device)
         return self.cannot(p, own, "two_read") if isinstance(own, str) else dataclasses.replace(own, reason=reason)
 
@@ -145,7 +145,7 @@ class Signs(BatchNorm):
         own = infer.reason if infer.implementation != "native" else self.made("two_read", p, device)
         if isinstance(own, Plan):
             return dataclasses.replace(own, reason=f"the inference alone would be native here: {infer.reason}")
-        return calls("two", "an inference, then a pass for its signs")(own)
+        return calls("two", "an inference, then a pass that keeps its signs")(own)
 
 
 class BackwardAdd(BatchNorm):
@@ -161,7 +161,8 @@ class BackwardAdd(BatchNorm):
         adds = self.made("two_read", p, device) if two_read else alone.reason
         if isinstance(adds, str):
             return calls("two", "a backward pass, then an add")(adds, alone.candidates)
-        return dataclasses.replace(adds, reason=f"{alone.reason}; c is added on its way", candidates=alone.candidates)
+        reason = f"{alone.reason}; c is added in the same pass"
+        return dataclasses.replace(adds, reason=reason, candidates=alone.candidates)
 
 
 class Shortcut(Planner):

@@ -91,7 +91,7 @@ def _tuned(planner: Planner, problem: Problem, device: Device) -> Plan | None:
     where = "tuned on this device" + (f" on {entry.when} UTC" if entry.when else "")
     if choice == "xla":
         least = entry.xla_ms is not None and entry.xla_ms <= min(entry.native_ms.values(), default=math.inf)
-        why = "XLA is the fastest" if least else "nothing is faster than XLA by more than times differ"
+        why = "XLA is the fastest" if least else "no kernel is faster than XLA by more than the noise"
         return planner.instead(f"{where}: {why}", candidates)
     own = planner.made(choice, problem, device)
     if isinstance(own, str):  # a file that somebody edited
@@ -202,7 +202,7 @@ def _weighed(
             elif m is not None:
                 # The model knows XLA but hardly this kernel: what is far does not speak alone.
                 ratio = m.ratio(own.kernel)
-                why = f"{own.kernel} was {ratio:.2f} times as fast as XLA {m.where}, too far away"
+                why = f"{own.kernel} was {ratio:.2f} times as fast as XLA {m.where}, too different to decide"
                 weighed.append(_Weighed(own, ratio, False, why))
         if xla is not None:
             candidates.append(Candidate("xla", xla.ms, "predicted"))

@@ -90,7 +90,7 @@ class Conv(Planner):
     def _on_cpu(self, algorithm: str, p: ConvProblem) -> Plan | str:
         """The CPU code owns its scratch."""
         if self.rounded_before and p.dtype not in ("float32", "float64"):
-            return f"the CPU rounds to 16 bits only behind the call, and {self.rounded_before}"
+            return f"on a CPU a call rounds to 16 bits only at its end, and {self.rounded_before}"
         if family_of(algorithm) in CHANNELS_LAST_ONLY or "/" in algorithm:
             return CUDA_ONLY
         if algorithm == "depthwise" and not p.depthwise:
@@ -150,12 +150,12 @@ class Conv(Planner):
     def on_cpu(self, p: ConvProblem) -> tuple[str | None, str]:
         wgrad = self.op == "conv_wgrad"
         if p.depthwise and p.groups > 1 and math.prod(p.filter) == 1:
-            return None, "of one tap it is a product an element, which XLA computes with what stands around it"
+            return None, "with one tap it is an elementwise product, which XLA fuses with its neighbours"
         if p.depthwise and p.groups > 1:
             return "depthwise", "XLA's depthwise convolutions are 10 times slower on a CPU"
         if p.groups > 1:
             if p.groups == 2 and not wgrad and p.dtype in ("bfloat16", "float16"):
-                return None, "of 2 groups in 16 bits XLA is as fast: native code converts to float32 and back"
+                return None, "with 2 groups in 16 bits XLA is as fast: native code converts to float32 and back"
             times = "a hundred times slower" if wgrad else "2 to 8 times slower"
             return "im2col", f"XLA's grouped convolutions are {times} on a CPU"
         if not wgrad:
@@ -163,7 +163,7 @@ class Conv(Planner):
         product = "native code computes a weight gradient as one matrix product"
         if (times := _faster_product(p)) is not None:
             return "im2col", f"{product}, at {times} XLA's speed on a Xeon"
-        return None, f"{product}, at 0.2 to 3 times XLA's speed on a Xeon: which, nobody can say before"
+        return None, f"{product}, at 0.2 to 3 times XLA's speed on a Xeon, so it may lose"
 
     def exception(self, p: ConvProblem, device: Device, forced: bool) -> Plan | None:
         """On a CPU a convolution by native code, and behind it an activation that is more than a comparison by XLA."""
@@ -246,4 +246,4 @@ def fused_behind(p: ConvProblem, plan: Plan, device: Device) -> str | None:
     if m.xla_ms > m.native_ms[plan.kernel] + pass_over_y(m, p, device):
         return None
     speed = f"{m.ratio(plan.kernel):.2f} times as fast {m.where}"
-    return f"{plan.kernel} was {speed}, which does not pay for a pass that XLA would take into its own convolution"
+    return f"{plan.kernel} was {speed}, too little to pay for a pass that XLA would fuse into its convolution"

@@ -46,7 +46,7 @@ class ConvAdd(conv.Conv):
                 return Plan("xla", why, candidates=alone.candidates)
             return two(f"the convolution runs on {alone.kernel}, and {adds}: {reason}")
         return dataclasses.replace(
-            adds, reason=f"{reason}; the residual is added on its way", candidates=alone.candidates
+            adds, reason=f"{reason}; the residual is added in the same pass", candidates=alone.candidates
         )
 
 
@@ -67,7 +67,7 @@ def _adds_instead_of_xla(p: ConvProblem, device: Device) -> Plan | None:
             best, least = adds, xla / ours
             ratio = f"{least:.2f} times as fast as XLA's convolution and add"
             reason = f"{adds.kernel} with the add is {ratio} {m.where}"
-    return best and dataclasses.replace(best, reason=f"{reason}; the residual is added on its way")
+    return best and dataclasses.replace(best, reason=f"{reason}; the residual is added in the same pass")
 
 
 def _other_that_adds(alone: Plan, refusal: str, p: ConvProblem, device: Device) -> tuple[Plan | str, str]:
@@ -84,7 +84,8 @@ def _other_that_adds(alone: Plan, refusal: str, p: ConvProblem, device: Device) 
     if best is None:
         return refusal, alone.reason
     ratio = (m.native_ms[alone.kernel] + 3 * one) / least
-    return best, f"{alone.reason}; with the add {best.kernel} would be {ratio:.2f} times as fast as it {m.where}"
+    speed = f"{ratio:.2f} times as fast {m.where}"
+    return best, f"{alone.reason}; {best.kernel} adds the residual too, and would be {speed}"
 
 
 def _xla_adds_faster(alone: Plan, p: ConvProblem, device: Device) -> str | None:
@@ -99,4 +100,4 @@ def _xla_adds_faster(alone: Plan, p: ConvProblem, device: Device) -> str | None:
     if ratio < 1:
         return None
     speed = f"{ratio:.2f} times as fast as {alone.kernel} and an add {m.where}"
-    return f"XLA's convolution adds on its way, and is {speed}"
+    return f"XLA's convolution adds the residual in the same pass, and is {speed}"

@@ -19,7 +19,7 @@ class DgradAdd(conv.Conv):
     """A dgrad that adds on its way, or two calls: the dgrad has a plan of its own then."""
 
     families = ("sm90", "depthwise")
-    of_others = "only sm90 and depthwise/rows_mma add on their way"
+    of_others = "only sm90 and depthwise/rows_mma can add to a dgrad"
 
     def made(self, algorithm: str, p: ConvProblem, device: Device) -> Plan | str:
         plan = super().made(algorithm, p, device)
@@ -34,7 +34,7 @@ class DgradAdd(conv.Conv):
             return two(bare.reason)
         if device.platform == "cpu":
             forced = p.algorithm is not None or p.implementation == "native"
-            return bare if forced else two("XLA's add is as fast as any")
+            return bare if forced else two("on a CPU XLA's add is as fast as any")
         # By the kernel of the dgrad, which is the one whose time is known.
         alone: Plan | str = bare
         if bare.implementation != "native":
@@ -50,7 +50,7 @@ class DgradAdd(conv.Conv):
             faster, reason = adds_faster(adds.kernel, p, device)
             if not faster:
                 return two(reason)
-        return dataclasses.replace(adds, reason=f"{reason}; c is added on its way")
+        return dataclasses.replace(adds, reason=f"{reason}; c is added in the same pass")
 
 
 def adds_faster(kernel: str, p: ConvProblem, device: Device) -> tuple[bool, str]:
@@ -68,7 +68,7 @@ def adds_faster(kernel: str, p: ConvProblem, device: Device) -> tuple[bool, str]
     # XLA's slice of dx is no pass of its own in front of an add.
     sliced = m.copy_ms if model.copied("conv_dgrad", p) == "dx" else 0.0
     ratio = (m.xla_ms - sliced + 3 * one) / (m.native_ms[kernel] + own * one)
-    where = f"{m.of_kernels}, XLA slicing dx in the pass of its add" if sliced else m.where
+    where = f"{m.of_kernels}, where XLA slices dx in the pass that adds" if sliced else m.where
     text = f"{ratio:.2f} times as fast as XLA's dgrad and add would be {where}"
     return ratio > m.margin, f"{kernel} with its addend {text}"
 
@@ -77,7 +77,7 @@ class DgradSums(conv.Conv):
     """A dgrad that sums up for the batch-norm in front, or more calls: a dgrad that adds has a plan of its own then."""
 
     families = ("sm90",)
-    of_others = "only sm90 sums up its dgrad"
+    of_others = "only sm90 takes sums of its dgrad"
 
     def composed(self, p: ConvProblem, device: Device) -> Plan:
         parts = calls("parts", "a dgrad that adds, then the relu's derivative and sums")
@@ -98,7 +98,7 @@ class DgradSums(conv.Conv):
             return parts(adds.reason)
         size = math.prod(p.x_shape) * itemsize(p)
         if size < LEAST_OF_SUMS:
-            return parts(f"an array of {size >> 20} MiB is read again from caches, so one pass less saves nothing")
+            return parts(f"an array of {size >> 20} MiB is read again from the caches, so one pass less saves nothing")
         return dataclasses.replace(
             own, reason=f"{adds.reason}; the sums need one more read of x, instead of reads of dz and x"
         )

@@ -59,7 +59,7 @@ class ConvInteger(Planner):
         kernel = p.algorithm or self.first(p, device)
         own = choose.missing(device) or self.made(kernel, p, device)
         if isinstance(own, Plan):
-            reason = f"{asked(p)} was asked for" if forced else "XLA compiles none of integers for a GPU"
+            reason = f"{asked(p)} was asked for" if forced else "XLA compiles no convolutions of integers for a GPU"
             reason += "; on 8-bit tensor cores" if own.implementation == "calls" else ""
             return dataclasses.replace(own, reason=reason)
         return self.cannot(p, own, kernel) if forced else self.instead(own)

@@ -17,8 +17,8 @@ class ConvNormalised(conv.Conv):
     convolution, each with a plan of its own."""
 
     families = ("depthwise",)
-    of_others = "only depthwise kernels normalise what they read"
-    rounded_before = "what is convolved is rounded before"
+    of_others = "only depthwise kernels normalise their input"
+    rounded_before = "the convolution's input is rounded before that"
     tunable = False
     forced_by_times = False
 
@@ -29,7 +29,7 @@ class ConvNormalised(conv.Conv):
         return _two(why, candidates)
 
     def cannot(self, p: NormalisedConvProblem, why: str, algorithm: str = "") -> Plan:
-        return _two(f"{algorithm} cannot normalise what it reads: {why}" if algorithm else why)
+        return _two(f"{algorithm} cannot normalise its input: {why}" if algorithm else why)
 
     def on_cpu(self, p: NormalisedConvProblem) -> tuple[str | None, str]:
         return None, "on a CPU the batch-norm takes a pass over memory either way, inside the call or before it"
@@ -58,7 +58,7 @@ class BatchNormConv(Planner):
             if train.kernel.startswith("resident") and _saves_no_read(p, own.kernel, device):
                 why = f"{train.kernel} reads x once for its statistics and its normalisation, which saves as much"
                 return _two(why, own.candidates)
-        reason = f"the convolution normalises what it reads: {own.reason}"
+        reason = f"the convolution normalises its input: {own.reason}"
         return Plan("calls", reason, "statistics, normalised" if before else "normalised", candidates=own.candidates)
 
 

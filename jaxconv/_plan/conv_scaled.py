@@ -100,7 +100,8 @@ class ConvScaled(Planner):
         if isinstance(own, Plan) and p.product and not forced and (why := xla_has(p, device)) is not None:
             return self.instead(why)
         if isinstance(own, Plan):
-            reason = f"{asked(p)} was asked for" if forced else "one pass on 8-bit tensor cores, which XLA has not"
+            why = "one pass on 8-bit tensor cores, which XLA does not have"
+            reason = f"{asked(p)} was asked for" if forced else why
             return dataclasses.replace(own, reason=reason)
         if forced:
             return self.cannot(p, own, kernel)

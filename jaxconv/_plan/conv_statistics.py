@@ -32,8 +32,8 @@ def or_a_read(p: ConvProblem, device: Device) -> Plan:
 
 class ConvStatistics(conv.Conv):
     families = ("sm90",)
-    of_others = "only sm90's epilogue sums up what it writes"
-    rounded_before = "statistics are those of what was rounded"
+    of_others = "only sm90's epilogue takes statistics of its result"
+    rounded_before = "statistics are taken of the rounded result"
 
     def first(self, p: ConvProblem, device: Device) -> str:
         return "sm90" if device.platform == "cuda" else super().first(p, device)

@@ -9,7 +9,7 @@ from jaxconv._plan.plan import Device, Plan, itemsize, splits_of
 from jaxconv._problem import ConvProblem
 
 # The most wanted first. 25 or 49 FMAs an output are more than a tensor core's products with bands: 64x56x56x96 7x7 in
-# bf16 takes .036 ms in rows_mma and .074 in rows, 1x56x56x96 .011 and .015 (H200); rows has these in float32 only.
+# bf16 takes 0.036 ms in rows_mma and 0.074 in rows, 1x56x56x96 0.011 and 0.015 (H200); rows has these in float32 only.
 # "few" is for few images, and taken where it was measured or by its name.
 KERNELS = ("conv1d", "rows_strided", "rows", "rows_mma", "mma", "fma", "few")
 

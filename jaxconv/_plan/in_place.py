@@ -248,9 +248,9 @@ def _refusal(device: Device) -> str | None:
             "its file to all (JAXCONV_TUNING)"
         )
     if here(device) is None:
-        return f"programs are made for {device.kind}, which is not here"
+        return f"programs are compiled for {device.kind}, which this machine does not have"
     if compat.profiled():
-        return "jax.profiler takes or took a trace in this process, beside which kernels cannot be timed"
+        return "jax.profiler takes or took a trace in this process, and kernels cannot be timed beside it"
     return None
 
 
@@ -399,7 +399,7 @@ def _keep(entries: Sequence[tuned.Entry]) -> None:
     try:
         tuned.save(entries, tuned.path())
     except OSError as error:
-        say(f"what is timed cannot be written and holds in this process: {error}", once=True)
+        say(f"times cannot be written to the file, and hold in this process only: {error}", once=True)
 
 
 def _line(one: tuned.Entry) -> str:
@@ -455,4 +455,4 @@ def fused_behind(one: tuned.Entry) -> str | None:
     if one.xla_ms > ours:
         return None
     speed = f"{one.ratio:.2f} times as fast as XLA when it was timed on this device"
-    return f"{one.choice} was {speed}, which does not pay for a pass that XLA would take into its own convolution"
+    return f"{one.choice} was {speed}, too little to pay for a pass that XLA would fuse into its convolution"

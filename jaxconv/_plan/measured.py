@@ -49,13 +49,13 @@ SISTER = 1.5
 # A sister's measurement counts as this much farther away than the device's own: scaled times are off by some 10 %.
 FARTHER = 0.5
 # A dense layer's product also by this much, milliseconds: XLA fuses what lies beside a product of its own. 64 rows
-# gained .001 in each gradient's product and lost .002 forward and backward.
+# gained 0.001 in each gradient's product and lost 0.002 forward and backward.
 LEAST_MS = 0.002
-# A convolution by this much: of one image, two measurements of XLA's own kernel, of 4 to 7 us, were up to .001 apart.
+# A convolution by this much: of one image, two measurements of XLA's own kernel, of 4 to 7 us, were up to 0.001 apart.
 LEAST_CONV_MS = 0.001
 # XLA's copy of an array whose padding is uneven takes 1.0 to 1.3 times as long as a large copy of as many bytes (H200;
-# 256x56x56 of 128 channels in bfloat16: 418 MB, .128 ms). The least of that is added to XLA's time, the most taken off:
-# an error in favour of XLA.
+# 256x56x56 of 128 channels in bfloat16: 418 MB, 0.128 ms). The least is added to XLA's time, or the most is taken off,
+# so that an error favours XLA.
 PASS_TAKEN_OFF = 1.3
 # A measurement in which XLA did not copy alike counts as this much farther away: both may be of the same extents.
 UNLIKE = 0.1
@@ -234,7 +234,7 @@ def nearest(op: str, problem: Any, device: Device, kernel: str) -> Measurement |
         other, there = _nearest_of_kinds(op, problem, sister, kernel)
         if other is None or there + FARTHER >= distance:
             continue
-        # Scaled, and corrected for a copy: that made 1.26 of .97 (H200, an even 3x3 of stride 2, 512 channels in 32
+        # Scaled, and corrected for a copy: that made 1.26 of 0.97 (H200, an even 3x3 of stride 2, 512 channels in 32
         # groups). One of the device's own that needs no correction is nearer.
         if found is not None and found.copied == model.copied(op, problem) != other.copied:
             continue

@@ -125,7 +125,7 @@ def disabled_text() -> str:
 
 XLA_ASKED = "implementation='xla' was asked for"
 NOTHING = "there is nothing to compute"
-PARTITIONED = "XLA splits this program over devices; for a call of ours it would gather the arrays"
+PARTITIONED = "XLA splits this program over devices, and would gather the arrays for a call of jaxconv's"
 CUDA_ONLY = "it exists on CUDA only"
 
 

@@ -49,7 +49,7 @@ class MaxPool(Planner):
         if not p.save:
             # Whatever was measured alone: in a model XLA may compute what is in front of it on the way.
             return self.instead(
-                "no gradient is taken: XLA's own pooling is one pass as well, and may join its neighbours"
+                "no gradient is taken: XLA's own pooling is one pass too, and may be fused with its neighbours"
             )
         if best is not None:
             return None

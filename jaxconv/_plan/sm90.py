@@ -159,7 +159,7 @@ def resident_tile(rows: int, n: int, k: int, instances: int, device: Device) -> 
     height, width = extent_of(tile)
     tiles = -(-rows // height) * -(-n // width) * instances
     # Columns that the last tile computes for nothing matter less than the epilogues of other tiles where k is short:
-    # 24 to 144 channels 56x56 at batch 256 take .087 ms (128x128: .177), 96 to 576 at 14x14 .0227 (.0248).
+    # 24 to 144 channels 56x56 at batch 256 take 0.087 ms (128x128: 0.177), 96 to 576 at 14x14 0.0227 (0.0248).
     waste = -(-n // width) * width / n
     pays = n <= 64 or waste <= (1.8 if k <= 96 else 1.25)
     return tile if pays and tiles >= 8 * device.sm_count else None

@@ -111,7 +111,7 @@ class Results:
                 )
             elif self.entries and not here and self._named:
                 others = ", ".join(sorted({e.device for e in self.entries}))
-                _warn(f"{what}tuned on {others}, ignored on {device}")
+                _warn(f"{what}its problems were tuned on {others}, and are ignored on {device}")
         return self._by_device[device]
 
 
@@ -228,7 +228,7 @@ def _read(file: pathlib.Path, named: bool | None = None) -> tuple[Results, bool]
     except FileNotFoundError:
         return Results((), str(file), named), True
     except (OSError, ValueError) as error:  # UnicodeDecodeError is a ValueError
-        _warn(f"{file} cannot be read and is ignored, jaxconv's own tables hold: {error}")
+        _warn(f"{file} cannot be read and is ignored, jaxconv's own tables are used: {error}")
         return Results((), str(file), named), False
 
 

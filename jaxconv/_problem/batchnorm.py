@@ -169,7 +169,7 @@ class BatchNormProblem:
             raise ValueError(f"{name}: residual has shape {residual.shape}, expected {x.shape}, that of {of}. {seen}")
         if mask is not None:
             if mean is not None:
-                raise ValueError(f"{name}: mask and statistics exclude each other: statistics are those of all of x")
+                raise ValueError(f"{name}: mask and statistics were both given, expected at most one of them")
             if mask.dtype != np.bool_:
                 raise TypeError(f"{name}: mask has dtype {mask.dtype.name}, expected bool")
             if not broadcasts(mask.shape, x.shape):

@@ -61,7 +61,7 @@ def as_mask(where: str, argument: str, value: Any) -> jax.Array:
     if getattr(value, "requires_grad", False) is True:  # PyTorch's, which then refuses to be read
         raise TypeError(
             f"{where}: {argument} is a {type(value).__module__}.{type(value).__name__} that requires a gradient, which "
-            f"would end here: {argument}.detach() is an array"
+            f"JAX cannot give to it: pass {argument}.detach()"
         )
     return jnp.asarray(value)
 
@@ -70,7 +70,7 @@ def check_function(where: str, f: Any) -> None:
     """TypeError where f is none that can be traced."""
     if isinstance(f, jax.stages.Compiled):
         raise TypeError(
-            f"{where}: f is compiled already (a jax.stages.Compiled), and what it does is settled: give it the function"
+            f"{where}: f is compiled already (a jax.stages.Compiled), expected the function that was compiled"
         )
     if not callable(f):
         raise TypeError(f"{where}: f must be a function, got {type(f).__name__}")

@@ -32,7 +32,7 @@ class SqueezeExciteProblem:
     hidden: int
     activation: Activation  # f
     gate: str  # g
-    save: bool = False  # a gradient is taken: chosen by what was measured there and back
+    save: bool = False  # a gradient is taken: chosen by times of forward and backward together
     want_dx: bool = True  # the backward pass: whether dx is wanted besides what the parameters' gradients are made of
     implementation: str | None = None
     algorithm: str | None = None

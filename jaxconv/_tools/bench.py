@@ -162,13 +162,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "target",
         metavar="module:function",
-        help="a function of no arguments that returns what to time: a tuple (f, *arguments of f), as for tune",
+        help="a function without arguments that returns a tuple: the function f to time, and its arguments",
     )
     parser.add_argument(
         "--grad",
         action="store_true",
-        help="f is a loss: time its value and its gradient in its first argument, with accelerate where it belongs, "
-        "inside the gradient; where f returns a tuple, what follows the loss in it is auxiliary",
+        help="f is a loss: time its value and gradient in its first argument, with accelerate inside the gradient; "
+        "if f returns a tuple, all but the first element is auxiliary",
     )
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, metavar="WAY", help=", ".join(WAYS))
     parser.add_argument("--repeat", type=int, default=15, help="samples of each way (%(default)d)")

@@ -86,7 +86,7 @@ Clock = Callable[
 
 
 def random_arrays(operands: Sequence[tuple[tuple[int, ...], str]], key: jax.Array) -> list[jax.Array]:
-    """Between .5 and 1.5: good for variances too."""
+    """Between 0.5 and 1.5: good for variances too."""
 
     def one(k: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
         if not jnp.issubdtype(dtype, jnp.floating):

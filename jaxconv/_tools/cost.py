@@ -16,17 +16,19 @@ def cost(f: Callable[P, Any]) -> OfArguments[P, dict[str, float]]:
     """A function that takes f's arguments and returns {"flops": ..., "bytes accessed": ...} of one call of f.
 
     The keys and the meaning are those of `jax.jit(f).lower(*args).cost_analysis()`, which says -1 for a custom call.
-    Here a jaxconv call counts, whatever implements it:
+    Here every jaxconv call counts, whatever implements it:
 
-    * flops: 2 * N * P * Q * K * R * S * C / groups for each of a convolution's three kernels, 2 * M * N * K for a
-      product, 4 to 11 an element for a batch-norm or a group-norm, one a tap for a max-pooling, in either direction;
-      2 an element for a squeeze-and-excitation, 4 backward, and its two products of each image; an epilogue one per
-      element for bias, activation and addend each. Multiplications with padding count, as is usual for convolutions.
+    * flops of a convolution's fprop, dgrad or wgrad: 2 * N * P * Q * K * R * S * C / groups. Multiplications with
+      padding count, as is usual;
+    * flops of a product: 2 * M * N * K;
+    * flops of a batch-norm or group-norm: 4 to 11 an element; of a max-pooling: one a tap, in either direction;
+    * flops of a squeeze-and-excitation: 2 an element, 4 backward, and its two products of each image;
+    * flops of an epilogue: one an element for each of bias, activation and addend;
     * bytes: every operand read once and every result written once.
 
-    Nothing is compiled or run. A scan counts as often as it is long, of a cond the costliest branch, and inside
-    shard_map one shard. The rest of the program is XLA's own count before optimisation: no fusion, and of every loop
-    one iteration::
+    Nothing is compiled or run. The body of a scan counts once for each step, a cond counts as its costliest branch, and
+    a shard_map as one shard. The rest of the program is XLA's own count before optimisation: it knows no fusion, and
+    counts one iteration of every loop::
 
         utilisation = jaxconv.cost(train_step)(state, batch)["flops"] / seconds / peak
 

@@ -38,12 +38,11 @@ class Call:
 class Explanation(list[Call]):
     """A list of `Call`s that prints as a table.
 
-    `regions` lists the programs in it that rules rewrite: the ops before and after, what was put in whose place, and
-    the milliseconds that plans know of them; `fused` is what was put in whose place, of all. The calls are those after
-    it.
-    `accelerated` lists what `jaxconv.accelerate` replaced in the function by what, and why it left the rest.
-    `convolutions` lists lax's own convolutions in it, and what `jaxconv.enable` makes of them, or would if it were on.
-    `gathered` says which arrays, split by their types over an Explicit mesh, are gathered for a call, and why.
+    The list holds the calls after all rules. `regions` lists the programs that rules rewrite: their ops before and
+    after, which calls were replaced by which kernels, and the milliseconds that plans know. `fused` lists the
+    replacements of all regions. `accelerated` lists the layers that `jaxconv.accelerate` replaced or left, and why.
+    `convolutions` lists lax's own convolutions, and what `jaxconv.enable` does with them, or would do if it were on.
+    `gathered` lists the arrays that are split over an Explicit mesh and are gathered for a call, and why.
     """
 
     def __init__(
@@ -95,18 +94,20 @@ class Explanation(list[Call]):
         """What the table's short words mean, those that are in it."""
         several = sorted({str(call.plan) for call in self if call.plan.implementation == "calls"})
         products = any(isinstance(call.problem, _problem.DenseProblem) for call in self)
-        legend = [f"{', '.join(several)}: no kernel does it all, several calls take its place"] if several else []
+        legend = []
+        if several:
+            legend.append(f"{', '.join(several)}: no kernel does all of it here, so several calls take its place")
         if products:
             legend.append("MxKxN NN: x is (M, K), w is (K, N); T instead of N: that operand is transposed in memory")
         return legend
 
 
 def explain(f: Callable[P, Any], *, platform: str | None = None) -> OfArguments[P, Explanation]:
-    """A function that takes f's arguments and returns which implementation every jaxconv call in f gets, and why.
+    """A function that takes f's arguments and tells which implementation every jaxconv call in f gets, and why.
 
-    Where `jaxconv.accelerate` is in f, it also says what was replaced by what, and why the rest was left. For each of
-    lax's own convolutions it says which of fprop, dgrad and wgrad it is, and what `jaxconv.enable` makes of it or would
-    make of it.
+    For functions inside f that `jaxconv.accelerate` made, it also lists which layers were replaced, and why the others
+    were left. For each of lax's own convolutions it tells whether it is an fprop, a dgrad or a wgrad, and what
+    `jaxconv.enable` does with it, or would do if it were on.
 
     f is traced, and nothing is run or compiled. (`launches` compiles f, and counts what it launches.) Gradients are
     explained too::
@@ -114,23 +115,23 @@ def explain(f: Callable[P, Any], *, platform: str | None = None) -> OfArguments[
         print(jaxconv.explain(jax.grad(loss))(params, batch))
 
     Args:
-      f: any JAX function, jitted or not. Where types say how arrays are split over an Explicit mesh, the calls are
-        those of one shard; on Auto meshes, where XLA decides later, those of the whole arrays.
-      platform: "cpu", "cuda" (or "gpu"), "rocm" or "tpu"; None is the default backend's. A GPU need not be present.
-        Its kind is unknown then, so nothing that was measured is used.
+      f: any JAX function, jitted or not. On an Explicit mesh, whose types say how arrays are split, the calls are those
+        of one shard. On an Auto mesh, where XLA decides later, they are those of the whole arrays.
+      platform: "cpu", "cuda" (or "gpu"), "rocm" or "tpu"; None is the default backend. A GPU need not be present. But
+        then its kind is unknown, so no measured times are used.
 
     Returns:
-      A function of f's arguments returning a list of calls (op, problem, plan, count) that prints as a table. Its
-      attribute `accelerated` is the list of what accelerate found (what, shapes, fused, why, where), `convolutions`
-      that of lax's convolutions (form, problem, became, why, where, count), as `jaxconv.report` returns it. f does not
-      show whether XLA will partition the program: there enable leaves them to lax. `regions` is the list of programs
-      that were rewritten as a whole: before, after, replaced, differentiated. A time in them is of this very problem on
-      this device ("measured"), "predicted", "by the nearest measurement" (scaled by how much more work there is), or
-      "unknown", and then in no sum.
+      A function of f's arguments that returns a list of calls (op, problem, plan, count), which prints as a table. Its
+      attribute `accelerated` lists what accelerate did (what, shapes, fused, why, where). `convolutions` lists lax's
+      convolutions (form, problem, became, why, where, count), as `jaxconv.report` does. f does not show whether XLA
+      will partition the program, and in a partitioned program enable leaves convolutions to lax. `regions` lists the
+      programs that were rewritten as a whole: before, after, replaced, differentiated. A time there is "measured" (for
+      this problem on this device), "predicted", "by the nearest measurement" (scaled by the amount of work), or
+      "unknown", and unknown times are in no sum.
 
     Raises:
-      TypeError: where f is no function, or compiled already.
-      ValueError: for an unknown platform; and as the call itself would, where a forced choice cannot run.
+      TypeError: if f is no function, or compiled already.
+      ValueError: for an unknown platform, and if a forced choice cannot run, as the call itself would raise.
     """
     _problem.check_function("explain", f)
     if platform is not None and platform not in _PLATFORMS:
@@ -212,7 +213,7 @@ def info() -> str:
     here = len(tuned.active().on(tuned.device_name(device))) if device.kind else 0
     lines.append(f"tuned problems of this device: {here}, {tuned.path()}")
     if in_place.asked() is not None:
-        lines.append("problems that nobody knows are timed while programs compile (JAXCONV_TUNE, enable(tune=True))")
+        lines.append("unmeasured problems are timed while programs compile (JAXCONV_TUNE, enable(tune=True))")
     if device.platform == "cuda":
         lines.append(_tables(device))
     if os.environ.get("JAXCONV_DISABLE"):

@@ -11,16 +11,16 @@ from jaxconv._core import compat, primitives
 
 
 def export_checks() -> list[export.DisabledSafetyCheck]:
-    """What `jax.export.export` takes as `disabled_checks` to let jaxconv's custom calls through.
+    """The value of `disabled_checks` with which `jax.export.export` accepts jaxconv's custom calls.
 
-    jax.export refuses custom calls that are not declared stable. jaxconv's are: the operands and attributes of a name
-    never change, and a changed call gets a name with another version at its end::
+    jax.export refuses custom calls that are not declared stable. jaxconv's are stable: the operands and attributes of a
+    name never change, and a changed call gets a name with another version at its end::
 
         exported = jax.export.export(jax.jit(f), disabled_checks=jaxconv.export_checks())(*args)
         blob = exported.serialize(vjp_order=1)
 
-    Whoever loads the program must `import jaxconv` before it is run, which is what tells XLA of the calls. Without that
-    XLA says "No FFI handler registered for" it::
+    A process that loads the program must `import jaxconv` before it runs it, because the import registers the calls
+    with XLA. Otherwise XLA says "No FFI handler registered for jaxconv_conv_v2"::
 
         import jaxconv
 
@@ -29,19 +29,19 @@ def export_checks() -> list[export.DisabledSafetyCheck]:
     Returns:
       One check per target.
 
-    Exporting fixes each call's plan. Platforms need not be present: a program exported with platforms=("cpu", "cuda")
-    on a laptop holds CUDA calls where its jaxconv was built with CUDA, and XLA's own operations otherwise. What has
-    symbolic extents (a batch, or the space of a convolution), and a program over an Auto mesh of several devices, goes
-    to XLA.
+    Exporting fixes each call's plan. Platforms need not be present: a program that a laptop exports with
+    platforms=("cpu", "cuda") holds CUDA calls if its jaxconv was built with CUDA, and XLA's own operations otherwise.
+    XLA runs calls with symbolic extents (a batch, or the space of a convolution), and programs over an Auto mesh of
+    several devices.
 
-    A program with custom calls that jax 0.11 or newer exported is not read by jax 0.10: `portable_exported` makes one
-    that is.
+    jax 0.10 cannot read a program with custom calls that jax 0.11 or newer exported. `portable_exported` makes one that
+    it can read.
     """
     return [export.DisabledSafetyCheck.custom_call(target) for target in _targets()]
 
 
 def check_exported(exported: export.Exported) -> export.Exported:
-    """`exported` itself, if this version of jaxconv has all of jaxconv's targets that it calls.
+    """Returns `exported` itself, if this version of jaxconv has all of jaxconv's targets that it calls.
 
     Example::
 
@@ -50,11 +50,11 @@ def check_exported(exported: export.Exported) -> export.Exported:
         loaded = jaxconv.check_exported(jax.export.deserialize(exported.serialize()))
         y = loaded.call(jnp.ones((4, 8)))
 
-    It need not be called: that jaxconv is imported is enough for the program to run.
+    The check is optional: importing jaxconv is enough to run the program.
 
     Raises:
-      ValueError: naming the missing ones. XLA would find that out only when the program is compiled.
-      TypeError: for something else than a `jax.export.Exported`.
+      ValueError: with the names of missing targets. XLA would find them only when it compiles the program.
+      TypeError: if `exported` is no `jax.export.Exported`.
     """
     _expect_exported("check_exported", exported)
     # After "custom_call" alone: the module's text also names files and functions, which may be called anything.
@@ -70,11 +70,11 @@ def check_exported(exported: export.Exported) -> export.Exported:
 
 
 def portable_exported(exported: export.Exported) -> export.Exported:
-    """`exported`, and its gradients, in the StableHLO of the oldest JAX that this jaxconv supports.
+    """Returns `exported` and its gradients in the StableHLO of the oldest JAX that this jaxconv supports.
 
-    jax.export writes the StableHLO of about a month before its own JAX, which JAX of that age and newer reads. In it a
-    custom call has a form that jax 0.10 does not know ("Failed to deserialize StableHLO"): with jax 0.11 and newer,
-    what jax 0.10 is to load goes through here::
+    jax.export writes the version of StableHLO of about a month before. JAX of that age and newer can read it. jax 0.10
+    cannot read the custom calls that jax 0.11 and newer write ("Failed to deserialize StableHLO"). For jax 0.10,
+    convert the program with this function::
 
         exported = jax.export.export(jax.jit(f), disabled_checks=jaxconv.export_checks())(*args)
         blob = jaxconv.portable_exported(exported).serialize(vjp_order=1)
@@ -82,8 +82,8 @@ def portable_exported(exported: export.Exported) -> export.Exported:
     The program is the same, and newer versions of JAX load it too.
 
     Raises:
-      ValueError: where the program has something that the older StableHLO cannot say, with its sentence.
-      TypeError: for something else than a `jax.export.Exported`.
+      ValueError: if the older StableHLO cannot express the program, with StableHLO's reason.
+      TypeError: if `exported` is no `jax.export.Exported`.
     """
     _expect_exported("portable_exported", exported)
     gradient = exported._get_vjp

@@ -57,7 +57,7 @@ def times(
             if apart <= MOST_APART:
                 break
             del ms[fastest]
-            failed[fastest] = f"its results are not XLA's (apart by {apart:.2g})"
+            failed[fastest] = f"its results differ from XLA's by {apart:.2g}"
         return ms, failed
 
     # XLA's pooling, of which nobody reads the positions, does not make them.

@@ -39,9 +39,9 @@ _HOLDERS = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Launches:
-    """What a compiled function launches in a call. What is in a loop or a branch counts once.
+    """The launches of a compiled function in one call. A launch in a loop or a branch counts once.
 
-    `by_kind` says how many there are of each kind, "fusion" or "custom-call jaxconv_conv_v2". Each is at least one
+    `by_kind` is the number of launches of each kind, "fusion" or "custom-call jaxconv_conv_v2". Each is at least one
     kernel; a custom call may launch several. `graphs` is the number of CUDA graphs, `captured` the number of launches
     that they replay.
     """
@@ -56,7 +56,7 @@ class Launches:
 
     @property
     def by_host(self) -> int:
-        """What the host launches in a call: the graphs, and what is in none."""
+        """The launches that the host makes in a call: the graphs, and the launches that are in no graph."""
         return self.total - self.captured + self.graphs
 
     def __str__(self) -> str:
@@ -68,16 +68,16 @@ class Launches:
 
 
 def graph_options() -> dict[str, str | int]:
-    """XLA's compiler options with which a call replays its launches as CUDA graphs, one where nothing is in the way.
+    """XLA's compiler options that make a call replay its launches as CUDA graphs: as one graph, if all can be captured.
 
     ::
 
         predict = jax.jit(predict, compiler_options=jaxconv.graph_options())
 
-    By default XLA leaves cuDNN's convolutions out, and graphs of fewer than five launches: a network is cut in as many
-    pieces as it has convolutions. jaxconv's calls can all be captured. It pays where a call waits for launches, that
-    is at small batches; `jaxconv.freeze` asks for it by itself there. On other platforms the options do nothing.
-    jaxlib 0.10.0 cannot capture cuDNN's convolutions.
+    By default XLA captures neither cuDNN's convolutions nor sequences of fewer than five launches, so a network is cut
+    into as many pieces as it has convolutions. All of jaxconv's calls can be captured. The options help where a call
+    waits for launches, that is at small batches. `jaxconv.freeze` sets them by itself there. On other platforms they do
+    nothing. jaxlib 0.10.0 cannot capture cuDNN's convolutions.
     """
     kinds = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL" + ",CONVOLUTION" * compat.CAPTURES_CONVOLUTIONS
     return {"xla_gpu_enable_command_buffer": kinds, "xla_gpu_graph_min_graph_size": 1}
@@ -90,9 +90,9 @@ def launches(f: Callable[P, Any]) -> OfArguments[P, Launches]:
 
         print(jaxconv.launches(predict)(images))  # how many, of which kinds, and how many in CUDA graphs
 
-    f is compiled, once more than it may be already: on a GPU without JAX's persistent cache, because what XLA will run
-    is in a dump that it writes on the way. XLA's flags (`XLA_FLAGS`, compiler options of a jitted f) are those that
-    f runs with.
+    f is compiled for this, even if it is compiled already. On a GPU JAX's persistent cache is not used, because the
+    launches are read from a dump that XLA writes while it compiles. XLA's flags (`XLA_FLAGS`, compiler options of a
+    jitted f) are the same as when f runs.
 
     Args:
       f: any JAX function, jitted or not.

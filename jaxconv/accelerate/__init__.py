@@ -34,15 +34,15 @@ from jaxconv.joints import told
 __all__ = ["Accelerated", "Report", "accelerate", "listening"]
 
 AS_WRITTEN = (
-    "on a CPU norms that go into no filter, dense layers, and most of what is behind convolutions are computed as they "
-    "were written: nothing there is faster"
+    "on a CPU dense layers, norms that do not go into a filter, and most operations behind convolutions are computed "
+    "as they were written, because no kernel is faster there"
 )
 
 
 def accelerate(f: Callable[P, R], *, tune: bool = False) -> Accelerated[P, R]:
     """f with its convolutions, dense layers, batch-norms and max-poolings replaced by jaxconv's calls.
 
-    For models that nobody wants to touch::
+    For models whose code stays as it is::
 
         step = jax.jit(jax.grad(jaxconv.accelerate(loss)))
         predict = jax.jit(jaxconv.accelerate(model.apply))
@@ -51,58 +51,60 @@ def accelerate(f: Callable[P, R], *, tune: bool = False) -> Accelerated[P, R]:
     What is replaced:
 
     * `lax.conv_general_dilated`, with the bias, the residual add and the activation behind it;
-    * the same of int8, uint8 or float8 (or of floats converted from such), with the factors, bias, residual,
-      activation, rounding, clipping and conversion to 8 bits behind it; of other integers the convolution alone;
-    * (..., K) @ (K, N), where a bias or an activation follows, with both; of 8 bits like such convolutions, where
-      factors, a bias or an activation follow the sums;
+    * the same for int8, uint8 or float8 arrays, or floats converted from them, with the factors, bias, residual,
+      activation, rounding, clipping and conversion to 8 bits behind it;
+    * convolutions of other integers, alone;
+    * (..., K) @ (K, N) with the bias or activation that follows, where one follows; for 8-bit arrays as for such
+      convolutions, where factors, a bias or an activation follow the sums;
     * a batch-norm, in training and inference, with the residual add and the activation behind it;
     * group-norms and layer-norms;
     * `lax.reduce_window` with lax.max: `jaxconv.max_pool`;
-    * upsampling by repetition (`jax.image.resize` with "nearest" and whole factors): a broadcast, whose gradient is no
-      scatter;
-    * an array times gates that two small layers make of its means: `jaxconv.squeeze_excite`.
+    * upsampling by repetition (`jax.image.resize` with "nearest" and whole factors): a broadcast, whose gradient
+      needs no scatter;
+    * an array times gates that two small layers compute from its means: `jaxconv.squeeze_excite`.
 
-    Lowered for a CPU, norms that go into no filter, dense layers, and what is behind a convolution are computed as f
-    writes them: nothing there is faster. Only native code, of a convolution with groups, takes in a bias, a residual
-    and a relu, relu6 or leaky_relu.
+    On a CPU three things are computed as f writes them, because no kernel is faster there: dense layers, norms that do
+    not go into a filter, and operations behind a convolution. Only the native code of a convolution with groups takes a
+    bias, a residual, and a relu, relu6 or leaky_relu into its call.
 
     Layers that follow each other are plain calls in a region. Where the function is differentiated, the region's
-    program of results and gradients is rewritten: kernels that do the work of several calls take their place where
-    `explain` says that this is faster. Examples are a convolution that hands over the statistics of its batch-norm, and
-    a gradient that is added where another one is made.
+    program of results and gradients is rewritten: a kernel that does the work of several calls takes their place if
+    that is predicted to be faster; `explain` shows where. Examples are a convolution that also computes the statistics
+    for its batch-norm, and a kernel that adds another gradient to the one that it computes.
 
-    In inference a batch-norm behind a convolution or product is multiplied into its filter; so are numbers per output
-    channel that multiply a layer's result (layer scales; not in float16), in training too. The filter is rounded to its
-    type once more. This happens in every call, so it is done only where the result has at least twice the filter's
-    numbers; `report` names the layers that were left. `jaxconv.freeze` does it once, whatever the sizes.
+    In inference a batch-norm behind a convolution or product is multiplied into its filter. Layer scales (numbers per
+    output channel that multiply a layer's result) are too, in training as well, but not in float16. The filter is then
+    rounded to its type once more. Every call does this anew, so it is done only if the result has at least twice as
+    many numbers as the filter; `report` names the layers that were left. `jaxconv.freeze` does it once, whatever the
+    sizes.
 
     Activations are those of `jaxconv.conv2d`, written as jax.nn's functions, or with maximum, clip and where. Their
     derivatives are jax.nn's: that of maximum(x, 0) at exactly 0 is 0 instead of 1/2. Layers are replaced inside jit,
     remat, scan, while, cond, custom_jvp and custom_vjp too. Derivative rules that somebody else wrote stay theirs.
 
     Args:
-      f: a pure function, of which arrays anywhere in its arguments are traced, as by `jax.jit`; everything else in its
-        arguments (Python numbers, strings, functions) is given to it as it is. What it changes in flax.nnx's objects
-        among its arguments (running statistics, random counters, an optimizer's state), or in the one that it is or
-        belongs to, is written back to them, as by `nnx.jit`; what it assigns to Keras's variables is too, or goes on to
-        the `keras.StatelessScope` around. Attributes of plain objects that it can reach, dicts and lists in them and
-        variables that it closes over get the values that f would have left there.
-      tune: also time, on a GPU, what nobody has measured: the first time that one of its layers is lowered or
-        differentiated its kernels and XLA's are timed on that device, and the winner is kept in `jaxconv.tune.path()`.
-        False leaves it as JAXCONV_TUNE and `enable` say.
+      f: a pure function. Arrays anywhere in its arguments are traced, as by `jax.jit`; everything else in them (Python
+        numbers, strings, functions) is passed on unchanged. Changes of flax.nnx objects (running statistics, random
+        counters, an optimizer's state) are written back, as by `nnx.jit`: of objects among the arguments, and of the
+        object that f is or belongs to. Assignments to Keras's variables are written back too, or go to the
+        `keras.StatelessScope` around the call. Plain objects that f can reach, dicts and lists in them, and variables
+        that it closes over get the values that f would have left there.
+      tune: on a GPU, also time problems that nobody has measured. The first time that such a layer is lowered or
+        differentiated, jaxconv's kernels and XLA's are timed on that device, and the fastest is kept in
+        `jaxconv.tune.path()`. With False, JAXCONV_TUNE and `enable` decide.
 
     Returns:
       A function of f's arguments with f's results: the same structure, shapes and dtypes, and the same numbers up to
       rounding. It is differentiable, and can be jitted, mapped and sharded, as f is. Take the gradient of the
       accelerated function, not the accelerated gradient: in a gradient the layers are no longer recognisable.
-      Its attribute `report` takes f's arguments too (or `jax.ShapeDtypeStruct`s) and returns what was replaced by
-      what, and for what was not, why; and what a call then runs, before and after neighbours are put together, with the
-      times that are known. `jaxconv.explain` of any function around it says the same, and more.
+      Its attribute `report` takes f's arguments too (or `jax.ShapeDtypeStruct`s). It returns a list of all layers:
+      what replaced each one, or why it was left; and the calls that run before and after rules join neighbours, with
+      the known times. `jaxconv.explain` of any function around it says the same, and more.
 
     f is traced anew at each call: put `jax.jit` around it. With JAXCONV_DISABLE=all in the environment it is f itself.
 
     Raises:
-      TypeError: where f is no function, or tune neither True nor False. When called, where f puts arrays into dicts or
+      TypeError: if f is no function, or tune is neither True nor False. When called, if f puts arrays into dicts or
         lists among its arguments, or into Keras's variables under `jax.jit`: they would be lost.
     """
     check(f)

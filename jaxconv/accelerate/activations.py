@@ -78,7 +78,7 @@ def _others() -> Iterator[tuple[str, Callable[..., Any]]]:
     yield "mish", lambda z: z * jnp.tanh(jnp.log(1 + jnp.exp(z)))
     yield "selu", jax.nn.selu
     yield "celu", jax.nn.celu
-    yield "elu with another alpha", jax.nn.elu
+    yield "elu with an alpha other than 1", jax.nn.elu
     yield "log_sigmoid", jax.nn.log_sigmoid
     yield "softplus", jax.nn.softplus
     yield "hard_sigmoid", jax.nn.hard_sigmoid

@@ -211,7 +211,7 @@ class _Conv:
         if layout is None:
             raise Refusal("jaxconv has channels-last and channels-first convolutions of 1 to 3 dimensions")
         if node.params["batch_group_count"] != 1 or any(d != 1 for d in node.params["lhs_dilation"]):
-            raise Refusal("of 8 bits jaxconv has no batch groups and no lhs dilation with scales")
+            raise Refusal("jaxconv's 8-bit convolutions with scales have no batch groups and no lhs dilation")
         if not fused.pads_are_numbers(node.params["padding"]):
             raise Refusal("its pads are symbolic")
         self.axis, self._layout = self._numbers.out_spec[1], layout
@@ -317,7 +317,7 @@ def _fused_of(
     follows = [text for text, there in told if there]
     follows += [f"rounding to {narrowed[0]}"] if narrowed else []
     if form.what == "dense" and not follows:
-        raise Refusal("nothing along its columns follows its sums, and XLA has these")
+        raise Refusal("no factor or bias along its columns follows, and XLA has such products")
     optional = (bias, residual, residual_factor, rescale and rescale.value)
     inputs = [x, w, *(f.value for f in factors), *(v for v in optional if v is not None)]
     size, out_dtype = node.outputs[0].shape[form.axis], chain.z.dtype.name

@@ -13,7 +13,8 @@ from jaxconv.accelerate.report import Report
 
 
 class Accelerated(Generic[P, R]):
-    """f, accelerated: it has f's name and signature, is bound as a method where f would be, and has `report`."""
+    """f, accelerated: a function with f's name and signature, which is bound as a method where f would be, and its
+    `report`."""
 
     report: OfArguments[P, Report]
 

@@ -98,8 +98,8 @@ class Folding:
     @staticmethod
     def refused(z: Value, filter: Value) -> str:
         return (
-            f"not folded into the filter {list(filter.shape)}: every call would fold it, much work beside the "
-            f"result {list(z.shape)}; jaxconv.freeze folds once"
+            f"not folded into the filter {list(filter.shape)}: each call would fold it again, which is much work for "
+            f"a result of {list(z.shape)}; jaxconv.freeze folds once"
         )
 
 

@@ -79,11 +79,11 @@ def _axes(node: Node, shape: tuple[int, ...]) -> tuple[int, ...]:
     values = zip(p["window_dimensions"], p["window_strides"], p["padding"], strict=True)
     moved = [axis for axis, (size, step, pad) in enumerate(values) if (size, step, tuple(pad)) != (1, 1, (0, 0))]
     if not moved:
-        raise Refusal("its window is one element")
+        raise Refusal("its window has one element")
     first, last = moved[0], moved[-1]
     if last == rank - 1:  # the channels are in front
         if first < 2:
-            raise Refusal("no axis of channels is left out of its window")
+            raise Refusal("its window spans the channels too")
         axes = tuple(range(2 if rank <= 5 else first, rank))
     else:
         # All but the images and the channels, at most three.

@@ -229,7 +229,7 @@ class Rewriting:
         else:
             shapes = f"{_text(node.inputs[0])}, {_text(node.inputs[1])}"
         where = str(node.name_stack)
-        why = "its parts need one another"
+        why = "its parts depend on one another"
         try:
             for fused in candidates():
                 if not self._fits(fused):
@@ -260,7 +260,7 @@ class Rewriting:
         found = self._activations.other_after(y)
         if found is not None:
             name, node = found
-            why = f"jaxconv has no {name}, which is computed behind the {what}"
+            why = f"jaxconv has no {name}, so it is computed after the {what}"
             self._report.append(Finding("activation", _text(y), "", why, str(node.name_stack)))
 
     def _fits(self, fused: Fused) -> bool:
@@ -283,7 +283,7 @@ class Rewriting:
         names = INSIDE.get(node.name, ())
         if not names:
             for _ in _hidden(node):
-                reason = f"inside {node.name}, which is not looked into"
+                reason = f"it is inside {node.name}, and accelerate does not look inside that"
                 self._report.append(Finding("conv, dense or batchnorm", "", "", reason, str(node.name_stack)))
             return
         changed = {}
@@ -315,7 +315,7 @@ class Rewriting:
             (a.shape, a.dtype, a.weak_type) for a in closed.out_avals
         ]
         if not same or new.consts or new.effects != closed.effects:
-            why = "the function around it would change its type"
+            why = "replacing it would change the types of the function that contains it"
             self._report.extend(dataclasses.replace(f, fused="", why=f.why or why) for f in findings)
             self._report.already += findings.already
             return inside

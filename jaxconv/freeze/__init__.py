@@ -49,7 +49,7 @@ def freeze(
     wide: Sequence[str] = (),
     **kwargs: Any,
 ) -> Frozen[R]:
-    """f with its first arguments bound, as by `functools.partial`; what depends on them alone is computed once.
+    """f with its first arguments bound, as by `functools.partial`. All that depends on these alone is computed once.
 
     For inference::
 
@@ -58,49 +58,49 @@ def freeze(
         logits = predict(images)
 
     Equivalent JAX code: `jax.jit(functools.partial(jaxconv.accelerate(f), *args, **kwargs))`, with the same numbers up
-    to rounding. Batch-norms are folded into filters and biases, weights are cast, and turned into the order in which
-    kernels read them, at the first call and not again. For this the program is split in two. One part follows from the
+    to rounding. At the first call, and only then, batch-norms are folded into filters and biases, and weights are cast
+    and put into the order in which kernels read them. For this the program is split in two. One part depends on the
     bound arrays alone, and is evaluated at the first call. The rest is jitted, with the first part's results as
-    arguments. What only repeats smaller arrays (a bias over all pixels) stays in the rest.
+    arguments. Operations that only repeat smaller arrays (a bias over all pixels) stay in the rest.
 
     Args:
-      f: a pure function; or an object that is called and holds its arrays: a flax.nnx module, a pytree.
-      args, kwargs: f's first arguments and some by name, with arrays anywhere in them: the weights. Everything else in
-        them is f's as it is.
-      quantize: "int8" or "float8_e4m3fn": convolutions and dense layers become ones of such numbers, see below. None
-        keeps f's types. An argument of f's own that is called as one of these three is bound by functools.partial.
+      f: a pure function, or a callable object that holds its arrays: a flax.nnx module, a pytree.
+      args, kwargs: the weights: f's first arguments, and arguments by name, with arrays anywhere in them. Everything
+        else in them is passed to f unchanged.
+      quantize: "int8" or "float8_e4m3fn": convolutions and dense layers compute with such numbers, see below. None
+        keeps f's types. If f has an argument named quantize, calibrate or wide, bind it with functools.partial.
       calibrate: with `quantize`, some batches of inputs: a finite iterable of arrays, or of tuples of f's other
-        arguments. A few hundred images of those that the model will see. They are held until freeze returns.
-      wide: names of layers that keep their type: those in `report` or in `quantization`, or parts of them ("stage1",
-        "block2/conv1").
+        arguments. A few hundred images like those that the model will see. They are held until freeze returns.
+      wide: names of layers that keep their type: names in `report` or in `quantization`, or parts of such a name
+        ("stage1", "block2/conv1").
 
     Returns:
       A `Frozen`: a function of f's other arguments, of any shapes. It is jitted, and can be called inside jit, vmap,
-      grad, a mesh and jax.export. Its weights are constants of such a program, or arguments by `Frozen.apply`. Called
-      by itself, on a GPU and for small batches, its launches are captured in CUDA graphs. Each weight costs the host
+      grad, a mesh and jax.export. Its weights are constants of such a program, or arguments with `Frozen.apply`.
+      Called by itself on a GPU with a small batch, its launches are captured in CUDA graphs. Each weight costs the host
       time in every call; `jax.jit(frozen, compiler_options=jaxconv.graph_options())` has the shortest calls. The bound
-      arrays are kept, for inputs of other shapes. Bind NumPy arrays (`jax.device_get(variables)`), and the device holds
-      only the folded ones.
+      arrays are kept, for inputs of other shapes. If you bind NumPy arrays (`jax.device_get(variables)`), the device
+      holds only the folded ones.
 
     Raises:
-      TypeError: where f is no function; where a bound argument is no array but stands for one. When called, where an
-        argument is an nnx object, or neither an array nor hashable.
-      ValueError: when called, for what is no inference: where f changes a bound object (running statistics, a counter),
+      TypeError: if f is no function, or a bound argument is a jax.ShapeDtypeStruct. When called, if an argument is an
+        nnx object, or neither an array nor hashable.
+      ValueError: when called, if f is not an inference: it changes a bound object (running statistics, a counter),
         normalises by the statistics of its batch (a batch-norm in training mode), draws random numbers from a bound key
-        or from one of its own (dropout; a key among the inputs is fine), or has effects (callbacks other than
-        jax.debug's). With `quantize`, at once: for these; for an unknown type; for a batch that differs from the first
-        one in more than its first extent, has no elements, or NaN or infinity; for no batches; for a name in `wide`
-        that no layer has; for weights that are not finite.
+        or from a key that it makes (dropout; a key among the inputs is fine), or has effects other than jax.debug's.
+        With `quantize` this is raised at once. It is also raised for an unknown type, for no batches, for a batch that
+        differs from the first one in more than its first extent, for arrays without elements, for NaN and infinity in
+        batches or weights, and for a name in `wide` that no layer has.
 
-    Quantised, a layer is `jaxconv.conv2d` or `jaxconv.dense` of 8-bit x and w: filters have a scale per output channel,
-    what is stored between layers has one per array, chosen by the least mean squared error on the calibration batches.
-    With "int8" what is never negative (behind a relu) is uint8. Residual adds of convolutions, max-poolings and means
-    are of 8 bits too: between two 8-bit layers nothing is wider in memory. The first and the last layer, depthwise
-    convolutions, small ones and those in loops stay wide: `quantization` says of each layer which, and why, and its
-    signal to noise. `replace` quantises other weights with the scales of this one's activations.
+    A quantised layer is `jaxconv.conv2d` or `jaxconv.dense` of 8-bit x and w. A filter has a scale per output channel.
+    An array between layers has one scale, with the least mean squared error on the calibration batches. With "int8" an
+    array that is never negative (behind a relu) is uint8. Residual adds of convolutions, max-poolings and means work on
+    8 bits too, so no wider array is stored between two 8-bit layers. The first and the last layer, depthwise
+    convolutions, small layers and layers in loops keep their types; `quantization` lists each layer's type, the reason,
+    and its signal to noise. `replace` quantises other weights, and keeps the scales between layers.
 
-    Layers are recognised as by `accelerate`: a batch-norm is folded into the convolution, transposed or not, or the
-    dense layer that makes what it normalises, where nobody else needs that. 16-bit filters are rounded once, after it.
+    Layers are recognised as by `accelerate`. A batch-norm is folded into the (transposed) convolution or dense layer
+    whose result it normalises, if nothing else reads that result. 16-bit filters are rounded once, after folding.
     """
     check(f, "freeze")
     check_options(quantize, calibrate, wide)
@@ -214,27 +214,27 @@ class Frozen(Generic[R]):
 
     @property
     def weights(self) -> dict[str, Array]:
-        """The folded arrays by name, for all inputs that it was called with so far; none before the first call.
+        """The folded arrays by name, for all shapes of inputs so far; empty before the first call.
 
-        A weight is named after the largest of the arrays that it is made of: "params/conv1/kernel". Of an 8-bit filter
-        the scales are "params/conv1/kernel_scale".
+        A weight has the name of the largest array that it is computed from: "params/conv1/kernel". The scales of an
+        8-bit filter are "params/conv1/kernel_scale".
         """
         return dict(self._weights)
 
     @property
     def quantization(self) -> Quantization | None:
-        """What `quantize` made of each layer: a list that prints as a table. None where nothing is quantised."""
+        """The type of each layer after `quantize`, and why: a list that prints as a table. None without `quantize`."""
         return self._function.quantization
 
     def apply(self, weights: Mapping[str, Array], /, *inputs: Any, **kwargs: Any) -> R:
-        """The same function with the weights as an argument, for programs that shall not hold them as constants.
+        """The same function with the weights as an argument, for programs that should not hold them as constants.
 
         ::
 
             exported = jax.export.export(jax.jit(frozen.apply), ...)(frozen.weights, images)
 
         Raises:
-          ValueError: where a weight is missing. They are those of inputs that it was called with, or its report.
+          ValueError: if a weight is missing. `weights` has them for inputs that were given to a call or to `report`.
         """
         program, arrays = self._program(inputs, kwargs)
         missing = [name for name in program.names if name not in weights]
@@ -246,16 +246,16 @@ class Frozen(Generic[R]):
         return _finish(program, program.late([weights[name] for name in program.names], arrays))
 
     def replace(self, *args: Any, **kwargs: Any) -> Frozen[R]:
-        """The same function with other arrays bound: nothing is traced or compiled again, and this one stays as it is.
+        """The same function with other arrays bound. Nothing is traced or compiled again, and this one stays as it is.
 
-        What this one has folded is folded for the new one at once.
+        All weights that this function has folded are folded for the new one at once.
 
         Args:
           args, kwargs: the arrays to bind, in the form in which `freeze(f, *args, **kwargs)` got them. For a function
             that `freeze(model)` returned, the new model. A keyword argument that is left out keeps its value.
 
         Raises:
-          ValueError: where more than the arrays' numbers differs: a shape, a dtype, a name, or what is no array.
+          ValueError: if more than the arrays' numbers differs: a shape, a dtype, a name, or an argument without arrays.
         """
         new: Frozen[R] = Frozen(self._function, args, {**self._kwargs, **kwargs})
         before, after = self._types(), new._types()
@@ -266,7 +266,7 @@ class Frozen(Generic[R]):
                     f"expected {before.get(name, 'nothing there')}"
                 )
         if self._static != new._static:
-            raise ValueError("freeze: replace got other arguments than freeze: they differ in what is no array")
+            raise ValueError("freeze: replace got other arguments than freeze: one that is not an array differs")
         with self._function.lock:
             programs = list(self._function.programs.values())
         for program in programs:
@@ -275,10 +275,10 @@ class Frozen(Generic[R]):
         return new
 
     def report(self, *inputs: Any, **kwargs: Any) -> Report:
-        """What became of each layer, as `accelerate`'s report says it, and what is computed once.
+        """What became of each layer, as in `accelerate`'s report, and which weights are computed once.
 
         Args:
-          inputs, kwargs: as of a call, or `jax.ShapeDtypeStruct`s of them.
+          inputs, kwargs: those of a call, or `jax.ShapeDtypeStruct`s of them.
         """
         program, _ = self._program(inputs, kwargs)
         self._weights_of(program)
@@ -345,8 +345,8 @@ class Frozen(Generic[R]):
             )
         names = [self._function.name(weight.digest, self._name_of(split, weight.value)) for weight in split.weights]
         report.notes.append(
-            f"computed once: {len(names)} weights ({_mib(w.value.aval for w in split.weights)}), of {sum(bound)} bound "
-            f"arrays ({_mib(jax.typeof(array) for _, array in self._bound)})"
+            f"computed once: {len(names)} weights ({_mib(w.value.aval for w in split.weights)}) from {sum(bound)} "
+            f"bound arrays ({_mib(jax.typeof(array) for _, array in self._bound)})"
         )
         late = jax.jit(split.run)
         return _Program(names, jax.jit(split.early), closed_over, late, jaxpr, bound, traced.results, report)
@@ -436,9 +436,9 @@ def _refuse_random(split: Split) -> None:
     if found is not None:
         name, where = found
         raise ValueError(
-            f"freeze: the function draws random numbers ({where or name}) from a key that is bound or its own: they "
-            "would be the same in every call. If it is dropout, pass deterministic=True or train=False (model.eval() "
-            "of flax.nnx); otherwise make the key an input"
+            f"freeze: the function draws random numbers ({where or name}) from a key that is bound, or that it makes "
+            "itself: they would be the same in every call. If it is dropout, pass deterministic=True or train=False "
+            "(model.eval() of flax.nnx); otherwise make the key an input"
         )
 
 

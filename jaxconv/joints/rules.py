@@ -530,7 +530,7 @@ def norm_and_convolution(program: Program, node: Node, device: _plan.Device) -> 
 
 
 def norm_and_add(program: Program, node: Node, device: _plan.Device) -> bool:
-    """A batch-norm's dx + c, as where its input is a block's sum: the second walk over x adds on its way."""
+    """A batch-norm's dx and another gradient, as when its input is a block's sum: the second walk over x adds it."""
     if len(node.inputs) != 2 or split_by_type(*node.inputs):
         return False
     for v, c in (tuple(node.inputs), tuple(node.inputs[::-1])):
@@ -622,15 +622,15 @@ def product_and_activation(program: Program, node: Node, device: _plan.Device) -
 
 # A rule that takes in more stands before one that takes in less.
 RULES = (
-    Rule("a batch-norm and its shortcut's", ("jaxconv_batchnorm_train",), norm_and_shortcut),
-    Rule("a convolution that normalises what it loads", ("jaxconv_batchnorm_train",), norm_and_convolution),
+    Rule("two batch-norms of a residual block", ("jaxconv_batchnorm_train",), norm_and_shortcut),
+    Rule("a convolution that normalises its input", ("jaxconv_batchnorm_train",), norm_and_convolution),
     Rule("a concatenation's statistics", ("jaxconv_batchnorm_train",), norm_of_pieces),
-    Rule("a concatenation made again", ("jaxconv_batchnorm_backward",), pieces_again),
-    Rule("a batch-norm's sums in a dgrad", ("jaxconv_batchnorm_train",), sums_in_dgrad),
-    Rule("a convolution's statistics", ("jaxconv_batchnorm_train",), convolution_and_norm),
-    Rule("a convolution's statistics alone", ("jaxconv_batchnorm_moments",), convolution_and_moments),
-    Rule("a bias' gradient behind a norm", ("reduce_sum",), sum_behind_norm),
-    Rule("dgrad + c", ("add_any", "add"), dgrad_and_add),
-    Rule("a batch-norm's dx + c", ("add_any", "add"), norm_and_add),
-    Rule("a product and an activation's gradient", ("jaxconv_activation_gradient",), product_and_activation),
+    Rule("a concatenation that is made again", ("jaxconv_batchnorm_backward",), pieces_again),
+    Rule("a dgrad that takes a batch-norm's sums", ("jaxconv_batchnorm_train",), sums_in_dgrad),
+    Rule("a convolution that takes its batch-norm's statistics", ("jaxconv_batchnorm_train",), convolution_and_norm),
+    Rule("a convolution that takes its result's statistics", ("jaxconv_batchnorm_moments",), convolution_and_moments),
+    Rule("a bias' gradient from a norm's sums", ("reduce_sum",), sum_behind_norm),
+    Rule("a dgrad that adds another gradient", ("add_any", "add"), dgrad_and_add),
+    Rule("a batch-norm that adds another gradient", ("add_any", "add"), norm_and_add),
+    Rule("a product that applies an activation's derivative", ("jaxconv_activation_gradient",), product_and_activation),
 )

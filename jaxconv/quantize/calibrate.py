@@ -210,7 +210,7 @@ def calibrated(
         points, finite = jax.device_get(observe(bound, arrays))
         for layer, is_finite in zip(narrowing.layers.values(), finite, strict=True):
             if not is_finite:
-                raise ValueError(f"freeze: the weights of layer {layer.name} have NaN or infinity, expected numbers")
+                raise ValueError(f"freeze: the weights of layer {layer.name} are not finite, expected finite numbers")
         for histogram, point in zip(histograms, points, strict=True):
             histogram.add(*point)
     scales = [
@@ -247,7 +247,9 @@ def _scale(histogram: Histogram, v: Value, layer: str, dtype: str) -> Scale:
 
 
 def _why(index: int | None) -> str:
-    return "what it reads and makes has 8 bits" if index is not None else "its result is wide: no 8-bit layer reads it"
+    if index is None:
+        return "its result is wide: no 8-bit layer reads it"
+    return "its input and its result have 8 bits"
 
 
 def _records(narrowing: Narrowing, scales: Sequence[Scale], sums: Sequence[np.ndarray]) -> list[QuantizedLayer]:

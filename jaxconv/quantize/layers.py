@@ -20,9 +20,9 @@ PRODUCTS = ("jaxconv_dense", "jaxconv_matmul", "dot_general")
 WIDE = {
     "jaxconv_conv_dgrad": ("conv", "it is transposed"),
     "conv_general_dilated": ("conv", "jaxconv has no such convolution of floating-point numbers"),
-    "jaxconv_conv_integer": ("conv", "it is of integers"),
-    "jaxconv_conv_scaled": ("conv", "it is of 8 bits already"),
-    "jaxconv_squeeze_excite": ("squeeze_excite", "its layers are small"),
+    "jaxconv_conv_integer": ("conv", "its operands are integers"),
+    "jaxconv_conv_scaled": ("conv", "it has 8 bits already"),
+    "jaxconv_squeeze_excite": ("squeeze_excite", "its two dense layers are small"),
 }
 # 8-bit products on tensor cores take channels in multiples of so many, and with groups a group's.
 CHANNELS, GROUP_CHANNELS = 16, 128
@@ -167,7 +167,7 @@ class Reading:
         for name in wide:
             if not any(layer.is_named(name) for layer in self.layers):
                 names = ", ".join(dict.fromkeys(layer.name for layer in self.layers))
-                raise ValueError(f"freeze: wide got {name!r}, which no layer is named, expected some of {names}")
+                raise ValueError(f"freeze: wide got {name!r}, but no layer has that name, expected some of {names}")
         behind = self._behind_layers()
         before = self._before_layers()
         for layer in self.layers:
@@ -204,20 +204,16 @@ class Reading:
         if q.dtype not in ("float32", "bfloat16", "float16"):
             return f"its type is {q.dtype}"
         if q.save_preactivation:
-            return "what its activation reads is read elsewhere too"
+            return "another operation also reads its result in front of the activation"
         if q.groups > 1 and q.depthwise:
-            return "it is depthwise: its products are none of matrices, for tensor cores"
+            return "it is depthwise: it has no matrix products, which tensor cores need"
         c, k = q.in_channels // q.groups, q.out_channels // q.groups
         if c % CHANNELS or k % CHANNELS:
-            return (
-                f"its channels, {c} and {k} a group, are no multiples of {CHANNELS}, which 8-bit products take at once"
-            )
+            return f"8-bit products need multiples of {CHANNELS} channels a group, and it has {c} and {k}"
         if q.groups > 1 and c % GROUP_CHANNELS:
-            return (
-                f"its groups have {c} channels, no multiple of {GROUP_CHANNELS}, which 8-bit products take of a group"
-            )
+            return f"8-bit products need groups of a multiple of {GROUP_CHANNELS} channels, and its groups have {c}"
         if layer.what == "conv" and all(map(_problem.is_number, q.in_spatial)) and math.prod(q.in_spatial) == 1:
-            return "it is of one pixel an image"
+            return "its images have one pixel"
         if q.empty:
             return "there is nothing to compute"
         return ""

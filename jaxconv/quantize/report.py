@@ -27,7 +27,7 @@ class QuantizedLayer:
 
 
 class Quantization(list[QuantizedLayer]):
-    """The layers of a quantised program in order, a list that prints as a table; `dtype`, and the `scales`."""
+    """The layers of a quantised program in order: a list that prints as a table, with `dtype` and `scales`."""
 
     def __init__(self, dtype: str, layers: Iterable[QuantizedLayer], scales: Sequence[Scale]):
         super().__init__(layers)

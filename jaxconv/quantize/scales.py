@@ -70,8 +70,8 @@ def _narrow(x: Array, scale: Scale) -> Array:
 def _no_derivative(scale: Scale, primals: Any, tangents: Any) -> Any:
     """JAX's own of a conversion to integers is zero, and says nothing."""
     raise TypeError(
-        f"freeze: a function that is quantised to {scale.dtype} has no derivative, expected the function itself, or "
-        "frozen without quantize, where something is differentiated"
+        f"freeze: a function that is quantised to {scale.dtype} has no derivative: differentiate the function "
+        "itself, or freeze it without quantize="
     )
 
 

@@ -178,9 +178,8 @@ inline std::string RefuseNormalised(std::string_view kernel, const ConvProblem& 
   const bool known = activation == Activation::kRelu || activation == Activation::kRelu6 ||
                      activation == Activation::kSilu;
   if ((kernel == "rows" || kernel == "rows_strided") && Half(p.dtype) && plain && known) return "";
-  return "only rows and rows_strided normalise what they read, 16-bit arrays with K = C under a "
-         "3x3 filter that is not "
-         "dilated, before relu, relu6 or silu";
+  return "only rows and rows_strided normalise their input: 16-bit arrays with K = C, a 3x3 filter "
+         "that is not dilated, and relu, relu6 or silu";
 }
 
 // What a part of kSums leaves of a channel: dw of 3x3, dbias, dscale.

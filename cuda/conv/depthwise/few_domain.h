@@ -44,7 +44,7 @@ inline std::string RefuseFew(ConvOp op, const ConvProblem& p) {
   const bool dgrad = op == ConvOp::kDgrad;
   const bool few = AtMost(dgrad ? kMostFewOutputs : kMostFewInputs, p.n, p.in_size(), p.c) &&
                    AtMost(dgrad ? kMostFewInputs : kMostFewOutputs, p.n, p.out_size(), p.c);
-  return few ? "" : "it is for at most 2^22 elements of its result, from at most 2^24";
+  return few ? "" : "it takes at most 2^22 elements of its result, and at most 2^24 of x";
 }
 
 // A thread owns a run of adjacent pixels along W for 4 channels; a block is (vectors) x (runs) x (rows) of threads.

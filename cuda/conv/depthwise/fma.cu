@@ -28,7 +28,7 @@ JAXCONV_HD constexpr int BlockThreads(int filter_w, int vector) {
 
 // Whether threads of 4 channels of 16 bits take a problem, of those that threads of 8 or 1 also take:
 // kUnit only, where channels do not divide into eights or a dilation leaves those of 8 without a map
-// (bf16 3x3 of dilation 2: .077 ms instead of .133, H200). Their filter fits shared memory.
+// (bf16 3x3 of dilation 2: 0.077 ms instead of 0.133, H200). Their filter fits shared memory.
 bool Fours(const ConvProblem& p, bool dgrad) {
   const bool unit = p.stride[2] == 1 && p.dilation[2] <= MostDilation(dgrad ? p.in[2] : p.out[2]) &&
                     (p.filter[2] == 3 || p.filter[2] == 5 || p.filter[2] == 7);

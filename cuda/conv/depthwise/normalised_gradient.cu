@@ -410,8 +410,8 @@ Status Launch(const Context& ctx, const ConvProblem& p, GradientArgs<T> g, int64
   g.t = ChooseThreads(u, walked, walked.channels, V, kItem, S, kThreads - 32, sms, slabs,
                       kStride == 1 ? 2 : 3, kStride);
   if constexpr (kPass == Pass::kSums && kStride == 1 && kThreads == kFew) {
-    // Runs do not divide the threads well: 56x56x144 takes .239 ms with 288 threads at work and .206 with 576 (H200),
-    // 14x14x384 .043 with 384 and .049 with 576. Of stride 2 more threads spill.
+    // Runs do not divide the threads well: 56x56x144 takes 0.239 ms with 288 threads at work and 0.206 with 576 (H200),
+    // 14x14x384 0.043 with 384 and 0.049 with 576. Of stride 2 more threads spill.
     if (g.t.threads < 2 * kThreads / 3) {
       return Launch<T, kInput, kStride, kPass, kMany>(ctx, p, g, splits, x, dy, what);
     }

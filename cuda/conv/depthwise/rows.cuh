@@ -182,8 +182,8 @@ inline RowThreads ChooseThreads(RowUnits& u, const RowArray& to, int from, int v
     const double useful = double(to.channels) / (slab * slabs) * to.w / (strips * width);
     const double held = slabs <= sms ? double(sms / slabs * slabs) / sms : 1;
     const double alone = double(width) / (width + 0.25 * reach);
-    // Pieces of a pixel that are not whole lines: 65x65x256, dilation 2, in bf16 takes .0326 ms in
-    // slabs of 176 bytes and .0279 in 128 (H200).
+    // Pieces of a pixel that are not whole lines: 65x65x256, dilation 2, in bf16 takes 0.0326 ms in
+    // slabs of 176 bytes and 0.0279 in 128 (H200).
     const int piece = slab * item;
     const double whole = dilation == 1 || slabs == 1 || piece % 128 == 0 ? 1
                          : piece % 64 == 0                               ? 0.9

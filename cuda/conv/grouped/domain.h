@@ -52,7 +52,8 @@ inline std::string Refusal(std::string_view kernel, const ConvProblem& p, const 
   if (p.groups < 1) return "it needs groups of at least 1";
   if (std::string why = RefuseCoordinates(p); !why.empty()) return why;
   if (!p.channels_last) return "it needs channels-last arrays";
-  if (!PlanesAreImages(p)) return "it needs a first axis (of three) that the filter leaves alone";
+  if (!PlanesAreImages(p))
+    return "in 3-D it needs one tap, stride 1 and no padding on the first axis";
   if (p.n * p.in[0] >= kCoordLimit) return "it needs fewer than 2^30 planes";
   if (kernel == "mma") return RefuseMma(p);
   if (kernel == "rows") {

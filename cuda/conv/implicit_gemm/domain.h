@@ -21,7 +21,7 @@ inline std::string RefuseTile(const ConvProblem& p, std::string_view tile) {
   if (std::find(std::begin(kTiles), std::end(kTiles), tile) == std::end(kTiles))
     return "it has tiles 128x128, 128x64 and 64x64, not \"" + std::string(tile) + "\"";
   if (tile != "64x64" && !WholeVectors(p, p.group_k())) {
-    return "where output channels of a group are not whole 16 bytes it has tile 64x64 only";
+    return "if output channels of a group are not whole 16 bytes, it has only tile 64x64";
   }
   return "";
 }

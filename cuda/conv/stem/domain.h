@@ -35,13 +35,14 @@ inline std::string RefuseProblem(const ConvProblem& p, const Device& device) {
   }
   if (std::string why = RefuseCoordinates(p); !why.empty()) return why;
   if (!p.channels_last) return "it needs channels-last arrays";
-  if (p.dtype == DType::kF32 && p.full_float32) return "float32 it takes as TF32 only";
-  if (!PlanesAreImages(p)) return "it needs a first axis (of three) that the filter leaves alone";
+  if (p.dtype == DType::kF32 && p.full_float32) return "it takes float32 only as TF32";
+  if (!PlanesAreImages(p))
+    return "in 3-D it needs one tap, stride 1 and no padding on the first axis";
   if (p.n * p.in[0] >= kCoordLimit) return "it needs fewer than 2^30 planes";
   const int64_t most_stride = FewInputs(p) ? 16 : 1;
   for (int d = 1; d < 3; ++d) {
     if (!FewInputs(p) && p.stride[d] > most_stride)
-      return "few output channels it takes with stride 1 only";
+      return "with few output channels it needs stride 1";
     if (p.stride[d] > most_stride || (p.filter[d] - 1) * p.dilation[d] > 32)
       return "it needs strides up to 16 and dilated filters up to 33";
   }
@@ -102,7 +103,7 @@ inline std::string RefuseMma(ConvOp op, const ConvProblem& p, const Device& devi
 inline std::string RefuseNarrowIn(ConvOp op, const ConvProblem& p, const Device& device) {
   if (!device.sm90()) return "it needs a GPU of compute capability 9.0";
   const bool to_wide = ToWide(op, p);
-  if (!to_wide && op != ConvOp::kWgrad) return "it reads the array of few channels";
+  if (!to_wide && op != ConvOp::kWgrad) return "it needs few channels in the array that it reads";
   if (std::string why = to_wide ? RefuseUnits(p) : RefuseWideChannels(p); !why.empty()) return why;
   const int item = int(SizeOf(p.dtype));
   const StemGeometry g = MakeGeometry(p);
@@ -126,7 +127,7 @@ inline std::string RefuseNarrowIn(ConvOp op, const ConvProblem& p, const Device&
     const bool fits = 2 * windows.SlotBytes(g, 1) <= NarrowInRoom(g, steps, columns, 1);
     return fits ? "" : "its filter and windows are too large for shared memory";
   }
-  if (item != 2) return "float32's operands of wgrad would have to be k-major";
+  if (item != 2) return "it takes wgrad in 16 bit only";
   if (windows.row_chunks > kWgradParts || filter_rows > kWgradRows) {
     return "it needs at most 7 filter rows, of at most 4 chunks of 16 bytes";
   }
@@ -138,7 +139,8 @@ inline std::string RefuseNarrowIn(ConvOp op, const ConvProblem& p, const Device&
 
 inline std::string RefuseNarrowOut(ConvOp op, const ConvProblem& p, const Device& device) {
   if (!device.sm90()) return "it needs a GPU of compute capability 9.0";
-  if (op == ConvOp::kWgrad || ToWide(op, p)) return "it writes the array of few channels";
+  if (op == ConvOp::kWgrad || ToWide(op, p))
+    return "it needs few channels in the array that it writes";
   const StemGeometry g = MakeGeometry(p);
   NarrowOffsets o{};
   if (std::string why = RefuseToNarrow(p, g, &o); !why.empty()) return why;

@@ -3,20 +3,20 @@
 //   to wide  wide[i, k]  = sum over taps t, channels c of narrow[i * stride + shift(t), c] * w[t, c, k]
 //   wgrad    dw[t, c, k] = sum over i of narrow[i * stride + shift(t), c] * wide[i, k]
 //
-// Nobody gathers the windows. Narrow pixels lie in shared memory as chunks of 16 bytes (two pixels of four 16-bit
-// channels, or one of more), so that the next wide pixel's window starts a whole number `planes` of chunks later. With
-// the chunks of a row dealt to `planes` planes, chunk k of the windows of eight neighbouring wide pixels is eight chunks
-// one after another, which is what wgmma takes for an operand that is not swizzled, eight columns of 16 bytes of k (to
-// wide) or eight k of 16 bytes of columns (wgrad); and any two chunks, or any at one distance, follow each other, since
-// distances are fields of the operand's descriptor.
+// The windows are not gathered. Narrow pixels lie in shared memory as chunks of 16 bytes: two pixels of four 16-bit
+// channels, or one pixel of more. The window of the next wide pixel starts `planes` chunks later, a whole number. The
+// chunks of a row are dealt to `planes` planes. So chunk k of the windows of eight neighbouring wide pixels is eight
+// chunks one after another. wgmma takes these as an operand without swizzle: eight columns of 16 bytes of k (to wide),
+// or eight k of 16 bytes of columns (wgrad). The distance from one chunk to the next is a field of the operand's
+// descriptor, so the chunks of a window may lie at any distance.
 //
 //   to wide  rows are 64 wide channels, columns the pixels of a row of wide, k the chunks
 //   wgrad    rows are 64 wide channels, columns the chunks of a column of taps, k the pixels of a row of wide, as it lies
 //
-// A tile is some rows of up to 112 wide pixels of an image; blocks are persistent (wgrad: for each slice of wide channels)
-// and walk over them. One warpgroup brings narrow tiles into the two slots of a ring, two multiply. Wide rows come and go
-// by TMA. Reads the narrow image about once (its halo again), and w or the wide image once; writes the wide image, or
-// partial sums of dw, once: bound by the wide image's traffic.
+// A tile is some rows of up to 112 wide pixels of an image. Blocks are persistent (in wgrad, for each slice of wide
+// channels) and walk over the tiles. One warpgroup fetches narrow tiles into the two slots of a ring, and two multiply.
+// TMA reads and writes wide rows. The narrow image is read about once (its halo again), and w or the wide image once.
+// The wide image, or partial sums of dw, are written once. The wide image's traffic is the limit.
 #include <algorithm>
 
 #include "cuda/conv/common/reduce.h"
@@ -31,7 +31,7 @@ namespace jaxconv::cuda::conv {
 namespace {
 
 constexpr int kWindowThreads = (1 + kConsumers) * 128;
-// Blocks of a multiprocessor: where two fit, one's barriers hide behind the other's work.
+// Blocks a multiprocessor. If two fit, one block works while the other waits at its barriers.
 template <typename T, int kRegisters>
 constexpr int kResident = sizeof(T) == 2 && kRegisters <= 32 ? 2 : 1;
 
@@ -44,7 +44,7 @@ struct NarrowSlots {
   int plane_bytes, row_bytes, slot_bytes;
   int rows, cols;  // a tile of wide pixels
   int narrow_rows, narrow_cols,
-      lead;  // its narrow pixels; lead: what lies left of the first window
+      lead;  // its narrow pixels; lead: narrow pixels to the left of the first window
   int first, row_chunks,
       skip;    // a window's first chunk, chunks of a row; the first `skip` pixels are padding
   bool fours;  // narrow is read in fours of pixels of three channels
@@ -52,7 +52,7 @@ struct NarrowSlots {
   FastDiv by_tiles_h, by_tiles_w, by_items, by_planes;  // items of a row: fours, or pixels
   uint32_t narrow_at;
 
-  // What `byte` of chunk s of row r of a window is: the tap and the channel, or -1.
+  // The tap and channel of `byte` of chunk s of row r of a window, or -1.
   JAXCONV_HD StemElement Element(int r, int s, int byte) const {
     const int pixel = byte / chunk_pixel, c = (byte - pixel * chunk_pixel) / int(sizeof(T));
     const int tap = chunk_pixel == 8 ? s * 2 + pixel - skip : s;
@@ -409,7 +409,7 @@ __global__ void __launch_bounds__(kWindowThreads, kResident<T, kRows * 4 * kPart
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const int group = __shfl_sync(~0u, int(threadIdx.x / 128), 0) - 1;  // uniform
   const uint32_t barriers = shared + a.barriers_at;
-  // Whatever is no pixel must be a zero: the pixels past a row's last, and what those windows reach.
+  // Places that are no pixel must be zeros: the pixels past a row's last, and the places that their windows reach.
   for (uint32_t at = threadIdx.x * 16; at < a.barriers_at; at += kWindowThreads * 16) {
     StoreShared16(shared + at, make_uint4(0, 0, 0, 0));
   }
@@ -548,7 +548,7 @@ __global__ void __launch_bounds__(kWindowThreads, kResident<T, kRows * 4 * kPart
 // ---------------------------------------------------------------------------------------------------------------------
 // Host
 
-// Everything but the rows of a tile.
+// All fields but the rows of a tile.
 template <typename T>
 NarrowWindows SetSlots(NarrowSlots<T>& a, const StemGeometry& g, const void* narrow) {
   const NarrowWindows windows(g, sizeof(T));
@@ -661,7 +661,7 @@ Status RunToWide(const Context& ctx, const ConvProblem& p, const Epilogue& e, co
   a.steps = int(CeilDiv(chunks, 2));
   for (int step = 0; step < a.steps; ++step) {
     int chunk[2] = {step * 2, step * 2 + 1}, at[2];
-    const bool odd = chunk[1] == chunks;  // the second half: of which the filter has zeros
+    const bool odd = chunk[1] == chunks;  // the second half, for which the filter has zeros
     if (odd) chunk[1] = chunk[0];
     for (int i = 0; i < 2; ++i) {
       at[i] = windows.ChunkAt(g, chunk[i] / a.row_chunks, chunk[i] % a.row_chunks);
@@ -697,7 +697,7 @@ Status LaunchWgrad(const Context& ctx, NarrowInWgradArgs<T> a, const NarrowWindo
   const int past = WindowsPast(g, windows, kRows);
   const double row_cost = std::max(a.steps * kParts * (kRows * 4 + 16.0) * (1 + a.by_channel),
                                    a.cols * 128.0 * (1 + a.by_channel) / 19);
-  // Two blocks only with four stages each: MobileNet's wgrad took .068 ms with three, .064 alone.
+  // Two blocks only with four stages each: MobileNet's wgrad took 0.068 ms with three stages, and 0.064 with one block.
   int resident = kResident<T, kRows * 4 * kParts>;
   const auto fits = [&](int stages) {
     a.parts = int(std::clamp<int64_t>(device.multiprocessors * resident / slices, 1, splits));

@@ -29,9 +29,9 @@ inline std::string RefuseEight(const ScaledConvProblem& s, const Plan& plan, con
   const int64_t c = p.group_c(), k = p.group_k();
   const std::string channels = std::to_string(c) + " and " + std::to_string(k);
   if (c % 16 != 0 || k % 16 != 0)
-    return "of 8 bits it needs multiples of 16 channels a group, got " + channels;
+    return "in 8 bits it needs multiples of 16 channels a group, got " + channels;
   if (p.groups > 1 && c % 128 != 0)
-    return "of 8 bits with groups it needs multiples of 128 input channels a group, got " +
+    return "in 8 bits with groups it needs multiples of 128 input channels a group, got " +
            channels;
   for (int i = 0; i < 3; ++i) {
     // Room for sums of coordinates in an int.
