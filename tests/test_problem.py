@@ -304,12 +304,15 @@ def test_every_precision_of_lax_is_taken(precision):
     numbers = NUMBERS["NHWC"]
 
     def ours(x: Any, w: Any) -> Any:
-        y = jaxconv.conv2d(x, w, activation="relu", precision=precision)
+        y = jaxconv.conv2d(x, w[:, :, :2], groups=2, activation="relu", precision=precision)
         y = jaxconv.conv_general_dilated(y[..., :4], w, (1, 1), "SAME", dimension_numbers=numbers, precision=precision)
         return jnp.sum(jaxconv.dense(y, w[0, 0].T, activation="relu", precision=precision))
 
     def theirs(x: Any, w: Any) -> Any:
-        y = jax.nn.relu(lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers, precision=precision))
+        y = lax.conv_general_dilated(
+            x, w[:, :, :2], (1, 1), "SAME", dimension_numbers=numbers, feature_group_count=2, precision=precision
+        )
+        y = jax.nn.relu(y)
         y = lax.conv_general_dilated(y[..., :4], w, (1, 1), "SAME", dimension_numbers=numbers, precision=precision)
         y = y.reshape(-1, 8)
         y = lax.dot_general(y, w[0, 0].T, (((1,), (0,)), ((), ())), precision=precision)
@@ -317,7 +320,7 @@ def test_every_precision_of_lax_is_taken(precision):
 
     actual, expected = (jax.jit(jax.value_and_grad(f, (0, 1)))(x, w) for f in (ours, theirs))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-3), actual, expected)
-    # On a CPU weight gradients are native by default.
+    # On a CPU convolutions with groups are native by default.
     plans = {call.plan.implementation for call in jaxconv.explain(jax.grad(ours, (0, 1)), platform="cpu")(x, w)}
     assert plans == ({"xla"} if "_F32" in str(precision) else {"xla", "native"})
 

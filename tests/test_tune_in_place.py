@@ -41,6 +41,7 @@ ON_CPU = pytest.mark.skipif(helpers.PLATFORM != "cpu", reason="the kernels that 
 @pytest.fixture(autouse=True)
 def file(tuning_file, monkeypatch):
     monkeypatch.delenv("JAXCONV_DISABLE", raising=False)
+    monkeypatch.setattr(compat, "_profiles", [])  # another test of this process may have taken a profile
     return tuning_file
 
 
