@@ -1,4 +1,4 @@
-"""Each supported Python with each supported JAX: the tests that depend on them, and programs exported across them.
+"""Each supported Python with each supported JAX: the first tier of the suite, and programs exported across them.
 
     python tests/matrix.py [--pythons 3.11 3.12 3.13] [--jax 0.10.0 0.10 ...] [--tests test_export.py ...]
 
@@ -6,10 +6,10 @@
    the oldest supported jaxlib's headers.
 2. An environment for each pair that exists (JAX 0.11 and newer need Python 3.12), with that JAX's newest patch, and one
    with its oldest patch, for the oldest Python that has it.
-3. In each: tests/exported.py writes programs, then loads everybody's; then the tests.
+3. In each: tests/exported.py writes programs, then loads everybody's; then the first tier (tests/tiers.py), or --tests.
 
 Environments stay in build/matrix and are used again; the wheels are built anew. `--record FILE` writes what came of it,
-for docs/reliability.md. On the CPU.
+for docs/reliability.md; rows of environments that did not run stay. On the CPU.
 """
 
 from __future__ import annotations
@@ -32,23 +32,6 @@ FOLDER = ROOT / "build" / "matrix"
 # A minor version is its newest patch. pyproject.toml allows each from its first patch on, and test_package compares.
 JAX = ("0.10.0", "0.10", "0.11.0", "0.11", "0.12.0", "0.12")
 PYTHONS = ("3.11", "3.12", "3.13")
-
-# What meets JAX's inner workings, or Python's: transforms, lowering, export, meshes, Flax. The first are quick.
-TESTS = (
-    "test_wire.py",
-    "test_package.py",
-    "test_threads.py",
-    "test_symbolic.py",
-    "test_export.py",
-    "test_properties.py",
-    "test_remat.py",
-    "test_transforms.py",
-    "test_enable.py",
-    "test_linen.py",
-    "test_nnx.py",
-    "test_sharding.py",
-    "test_freeze.py",
-)
 
 
 def exists(python: str, jax: str) -> bool:
@@ -123,8 +106,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pythons", nargs="+", default=PYTHONS)
     parser.add_argument("--jax", nargs="+", default=JAX)
-    parser.add_argument("--tests", nargs="*", default=TESTS, help="files in tests/")
-    parser.add_argument("--no-tests", dest="tests", action="store_const", const=())
+    parser.add_argument("--tests", nargs="+", default=(), help="files in tests/, in place of the first tier")
+    parser.add_argument("--no-tests", action="store_true")
     parser.add_argument("-n", "--workers", default="auto", help="pytest's (default: auto)")
     parser.add_argument("--made", action="store_true", help="take the wheels that lie there")
     parser.add_argument("--record", help="a file for what came of it, as JSON")
@@ -148,7 +131,8 @@ def main() -> int:
     for (python, asked), inside in insides.items():
         must(run(inside, "-P", ROOT / "tests" / "exported.py", "export", exports, env=env))
         patch = run(inside, "-c", "import jax; print(jax.__version__)", env=env).stdout.strip()
-        rows.append({"python": python, "jax": patch, "environment": f"py{python}-jax{asked}"})
+        today = datetime.date.today().isoformat()
+        rows.append({"python": python, "jax": patch, "date": today, "environment": f"py{python}-jax{asked}"})
     good = True
     for row, inside in zip(rows, insides.values(), strict=True):
         done = run(inside, "-P", ROOT / "tests" / "exported.py", "load", exports, env=env)
@@ -166,10 +150,11 @@ def main() -> int:
                 what = "FAILED" if one in wrong else "not loaded, as documented"
                 print(f"    {one['file']}: {what}: {one['error']}", flush=True)
     for row, inside in zip(rows, insides.values(), strict=True):
-        good &= not options.tests or suite(row, inside, options, env)
+        good &= options.no_tests or suite(row, inside, options, env)
+        if options.record:
+            write(pathlib.Path(options.record), [row])
     if options.record:
-        record = {"date": datetime.date.today().isoformat(), "tests": list(options.tests), "environments": rows}
-        pathlib.Path(options.record).write_text(json.dumps(record, indent=1) + "\n")
+        write(pathlib.Path(options.record), rows)
     return 0 if good and all(found.values()) else 1
 
 
@@ -177,7 +162,10 @@ def suite(row: dict[str, Any], inside: pathlib.Path, options: argparse.Namespace
     """Runs the tests in an environment; what came of them goes into its row."""
     started = time.monotonic()
     command = [inside, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", options.workers, "--tb=short"]
-    done = run(*command, *(ROOT / "tests" / name for name in options.tests), cwd=FOLDER, env=env)
+    files = [ROOT / "tests" / name for name in options.tests] or [ROOT / "tests"]
+    env = env if options.tests else {**env, "JAXCONV_TESTS": "quick"}  # as `make test` runs it
+    row["tests"] = list(options.tests) or "first tier"
+    done = run(*command, "--dist", "worksteal", *files, cwd=FOLDER, env=env)
     (FOLDER / f"{row['environment']}.log").write_text(done.stdout + done.stderr)
     last = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr[-500:]
     for word in ("passed", "failed", "skipped", "error"):
@@ -190,16 +178,25 @@ def suite(row: dict[str, Any], inside: pathlib.Path, options: argparse.Namespace
 
 
 def again(options: argparse.Namespace) -> int:
-    """The record's environments whose tests failed, once more; with the tests that the record names."""
-    record = json.loads(pathlib.Path(options.record).read_text())
-    options.tests = record["tests"]
+    """The record's environments whose tests failed, once more; each with the tests that its row names."""
+    file = pathlib.Path(options.record)
     env = {**os.environ, "JAX_PLATFORMS": "cpu"}
     good = True
-    for row in record["environments"]:
+    for row in json.loads(file.read_text())["environments"]:
         if row.get("failed") or row.get("error"):
+            options.tests = () if row["tests"] == "first tier" else row["tests"]
             good &= suite(row, FOLDER / row["environment"] / "bin" / "python", options, env)
-    pathlib.Path(options.record).write_text(json.dumps(record, indent=1) + "\n")
+            write(file, [row])
     return 0 if good else 1
+
+
+def write(file: pathlib.Path, rows: list[dict[str, Any]]) -> None:
+    """Into the record, in the place of rows of the same Python and JAX."""
+    known = json.loads(file.read_text())["environments"] if file.exists() else []
+    both = {(row["python"], row["jax"]): row for row in (*known, *rows)}
+    ordered = sorted(both.values(), key=lambda row: (row["python"], [int(n) for n in row["jax"].split(".")]))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({"environments": ordered}, indent=1) + "\n")
 
 
 def newer(file: str, jax: str) -> bool:

@@ -624,7 +624,7 @@ import atexit, json, os
 from jaxconv._core import native
 
 said = set()
-for name in ("conv", "conv_normalised", "dense", "batchnorm", "groupnorm", "pool", "squeeze_excite"):
+for name in [name.removesuffix("_refusal") for name in dir(native.cpu) if name.endswith("_refusal")]:
     def ask(*args, _of=getattr(native.cpu, name + "_refusal")):
         why = _of(*args)
         said.add(why)
@@ -640,7 +640,10 @@ def test_every_sentence_is_tried(tmp_path):
     """By the tests that look at limits: a new one without a test is found here."""
     (tmp_path / "what_is_said.py").write_text(RECORDER)
     here = pathlib.Path(__file__).parent
-    files = [*sorted(here.glob("test_domain_*.py")), here / "test_groupnorm.py", here / "test_pool.py"]
+    files = [
+        *sorted(here.glob("test_domain_*.py")),
+        *(here / f"test_{n}.py" for n in ("conv_integer", "conv_scaled", "groupnorm", "pool")),
+    ]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "what_is_said", "-p", "no:cacheprovider", "-k"]
     command += ["not every_sentence and (domain or refuse or resident or planned or plan or many_channels)", *files]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "SAID": str(tmp_path / "said.json")}
