@@ -360,8 +360,8 @@ MUTANTS = [
     Mutant(
         "a measurement of much more work speaks for a device that is not full",
         "jaxconv/_plan/measured.py",
-        "if max([work / more_of_it if work > 0 else -work, *gaps]) <= REACH and distance < least:",
-        "if max([abs(work) / more_of_it, *gaps]) <= REACH and distance < least:",
+        "if max(work / more_of_it if work > 0 else -work, gap) <= REACH and distance < least:",
+        "if max(abs(work) / more_of_it, gap) <= REACH and distance < least:",
         "tests/test_plan.py -k speaks",
     ),
     Mutant(

@@ -211,7 +211,7 @@ PLANS = {
         "two",
         "cannot be told how the two are split",
     ),
-    "cpu16": (_plan.Device("cpu", "cpu"), dict(dtype="bfloat16", implementation="native"), "two", "behind the call"),
+    "cpu16": (_plan.Device("cpu", "cpu"), dict(dtype="bfloat16", implementation="native"), "two", "only at its end"),
     "xla": (H200, dict(dtype="bfloat16", implementation="xla"), "two", "implementation='xla'"),
     "empty": (H200, dict(dtype="bfloat16", implementation="native", batch=0), "two", "nothing to compute"),
 }
