@@ -343,11 +343,24 @@ def _lower(
     if refusal:  # the report names its form nevertheless
         form = forms.read(*avals, params)
         choice = dataclasses.replace(choice, form=None if isinstance(form, str) else form)
+    by_shard = choice.plan is None and not refusal and _split_wrongly(ctx, choice.form)
+    if by_shard:
+        choice = dataclasses.replace(choice, why=f"{choice.why}; each shard runs lax's: {SPLIT_WRONGLY}")
     _record.add(describe(choice, avals, str(ctx.name_stack)))
-    if choice.plan is None:
+    if choice.plan is None and not by_shard:
         with primitives.as_lax():  # complex numbers are real convolutions there
             return of_lax(ctx, lhs, rhs, **params)
     return mlir.lower_fun(choice.form.run, multiple_results=False)(ctx, lhs, rhs)
+
+
+SPLIT_WRONGLY = "XLA's own split of a weight gradient with groups is as many times too large as an axis has devices"
+
+
+def _split_wrongly(ctx: mlir.LoweringRuleContext, form: forms.Form | None) -> bool:
+    """Whether XLA's partition of lax's own convolution would be wrong: our call says how it is split, whoever runs a
+    shard. (JAX 0.10 to 0.12: a batch that one axis of an Auto mesh splits, where another axis splits nothing.)"""
+    grouped = form is not None and form.form == "wgrad" and form.problem.groups > 1
+    return grouped and compat.partitioning(ctx) == "auto"
 
 
 def _refusal(ctx: mlir.LoweringRuleContext, avals: Any, state: State) -> str | None:
