@@ -585,7 +585,7 @@ def pool(x: jax.Array, which: str, size: int, padding: str) -> jax.Array:
 @over_kinds
 @pytest.mark.parametrize(("way", "which"), [("accelerate", "max"), ("enable", "average")])
 def test_pooling_between_convolutions_keeps_the_split(way, which, kind):
-    """Rows are exchanged for a pooling as for a convolution, there and back: by `max_pool` where accelerate takes it,
+    """Rows are exchanged for a pooling as for a convolution, in both passes: by `max_pool` where accelerate takes it,
     else by XLA."""
 
     def pooled(x: jax.Array) -> jax.Array:

@@ -36,7 +36,7 @@ IMAGES, CHANNELS, PIXELS = 4, 64, (9, 9)
 
 
 def chain(algorithm: str) -> tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]:
-    """Three NCHW convolutions with an activation; the same there and back; shapes of its arguments."""
+    """Three NCHW convolutions with an activation; the same forward and backward; shapes of its arguments."""
     groups, dtype, _ = KERNELS[algorithm]
 
     def layers(x: jax.Array, ws: list[jax.Array]) -> jax.Array:

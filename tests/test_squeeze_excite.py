@@ -386,7 +386,10 @@ def test_a_gpu_gets_xlas_until_times_are_known(code_for_gpus, monkeypatch):
     device = _plan.Device("cuda", "a GPU", (9, 0), 132)
     assert gpu_plan(trained, device).implementation == "xla"
     measured.learn(device.kind, [{**entry, "op": op, "kind": kind, "coordinates": coordinates}])
-    for found, known in ((trained, True), (p, False)):  # what was measured there and back says nothing of there alone
+    for found, known in (
+        (trained, True),
+        (p, False),
+    ):  # what was measured forward and backward says nothing of forward alone
         assert (gpu_plan(found, device).implementation == "native") is known
     back = gpu_plan(trained, device, "squeeze_excite_backward")
     assert back.implementation == "native" and "2.00 times faster" in back.reason

@@ -6,6 +6,7 @@ of them return the same results in the same order (`Case.results`).
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 import math
@@ -80,7 +81,7 @@ class Rounding:
         return self.u32 * (16 + math.sqrt(terms))
 
 
-class Case:
+class Case(abc.ABC):
     """A problem of an op, by its name: a frozen dataclass whose extents are written channels last.
 
     A row's layout is chosen when it is run.
@@ -106,46 +107,46 @@ class Case:
         return tuple(self.results)
 
     @property
+    @abc.abstractmethod
     def elements(self) -> int:
         """Of the arrays that a pass reads and writes once."""
-        raise NotImplementedError
 
     @property
     def set_elements(self) -> int:
         """Of one set of inputs, for the number of sets that no cache holds."""
         return self.elements
 
+    @abc.abstractmethod
     def work(self, pass_: str, item: int) -> tuple[float, float]:
         """(operations, bytes, of `item` an element): each input is read once, each result written once."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def small(self) -> Self:
         """The same problem shrunk for CPUs and tests."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def arrays(self, setting: Setting, key: Array) -> Arrays:
         """One set of random arrays, made on the device. Filters are scaled so that results are of order one."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def ours(self, pass_: str, setting: Setting, **choice: Any) -> Job:
         """`choice` is `implementation` or `algorithm`, as the public functions take them."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def xla(self, pass_: str, setting: Setting) -> Job:
         """lax and jnp as Flax's layers write them."""
-        raise NotImplementedError
 
     def torch(self, pass_: str, setting: Setting) -> Job:
         """PyTorch, imported when this is called; raises ValueError where it has no such pass."""
-        raise NotImplementedError
+        raise ValueError(self.without_torch)
 
+    @abc.abstractmethod
     def reference(self, pass_: str, channels_last: bool, a: Arrays, y: Array) -> Reference:
         """In float64, by no code that is measured. Signs that rounding decides are taken from `y`, the first result."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def tolerance(self, pass_: str, result: str, rounding: Rounding) -> float:
         """The relative error (in the norm) that correct code may have in this result."""
-        raise NotImplementedError
 
     def kernel(self, pass_: str, setting: Setting) -> tuple[str, Any] | None:
         """(op, problem) that a row measured, or None where it measured several."""
@@ -287,7 +288,7 @@ def product(a: Array, b: Array) -> Array:
     return jnp.dot(a, b, precision="highest")
 
 
-# Roundings of random sign in a layer: product, bias, and each operation of the activation, there and back.
+# Roundings of random sign in a layer: product, bias, and each operation of the activation, forward and backward.
 CHAIN = {"none": 2, "relu": 3, "tanh": 5, "silu": 10, "gelu": 14}
 
 

@@ -1,4 +1,4 @@
-"""relu(batch-norm of x + batch-norm of r), there and back: a projection block's last batch-norm and its shortcut's."""
+"""relu(batch-norm of x + batch-norm of r), forward and backward: the two batch-norms that end a projection block."""
 
 from __future__ import annotations
 
