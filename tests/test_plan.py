@@ -462,7 +462,8 @@ def test_a_plan_is_made_for_the_device_that_the_program_is_lowered_for(way, monk
         assert seen and set(seen) == {device}
 
 
-def test_devices_of_several_kinds():
+def test_devices_of_several_kinds(monkeypatch):
+    monkeypatch.setattr(_native, "cuda", types.SimpleNamespace(architectures=lambda: ["80-virtual", "90a-real"]))
     Gpu = collections.namedtuple("Gpu", "device_kind compute_capability core_count")
     found = [Device.of("cuda", Gpu(*one)) for one in (("NVIDIA H200", "9.0", 132), ("NVIDIA A10", "8.6", 72))]
     assert found[0] == Device("cuda", "NVIDIA H200", (9, 0), 132) and found[1] == Device(
