@@ -85,7 +85,8 @@ def enable(*, implementation: str | None = None, auto_meshes: bool = False, tune
         code wherever it has any, for tests; "xla" is lax's everywhere.
       auto_meshes: also take convolutions of programs that XLA partitions over a mesh with Auto axes. A lowering cannot
         see how arrays are split there. Batches, channels and pixels may be split; split pixels exchange rows, as in
-        `conv2d`. Nothing checks that jaxconv's calls exchange no more than lax's would.
+        `conv2d`. Nothing checks that jaxconv's calls exchange no more than lax's would. Weight gradients with groups
+        run a shard at a time also where the plan says XLA, whose own split of them is wrong.
       tune: on a GPU, also time problems that nobody has measured. The first time that such a problem is lowered,
         jaxconv's kernels and XLA's are timed on that device, and the fastest is kept in `jaxconv.tune.path()`. This
         holds for all of jaxconv's calls. With False, JAXCONV_TUNE decides.
