@@ -167,9 +167,8 @@ Status Sm90DenseGradient(const Context& ctx, const DenseProblem& p, const Epilog
   filter.stride[3] = filter.stride[1] * filter.extent[1];
   JAXCONV_RETURN_IF_ERROR(
       EncodeTiled(p.dtype, filter, {64, 1, FilterBoxRows(tile), 1}, what + " w", &g.b));
-  const auto launch = p.dtype == DType::kBF16 ? LaunchSm90GradientBf16 : LaunchSm90GradientF16;
-  return launch(ctx, g, tile, device.multiprocessors, static_cast<float*>(workspace.data), sums,
-                what);
+  return LaunchSm90Gradient(ctx, p.dtype, g, tile, device.multiprocessors,
+                            static_cast<float*>(workspace.data), sums, what);
 }
 
 }  // namespace jaxconv::cuda

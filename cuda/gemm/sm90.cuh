@@ -45,6 +45,7 @@ template <typename T_, bool kMajorA_, bool kMajorB_, int kBlocks_, int kTileN_, 
 struct Sm90Tile {
   using T = T_;
   static constexpr bool kSwapped = kSwapped_;
+  static constexpr bool kMatrices = false;                 // A and d may also be columns of pixels
   static constexpr int kTerms = kTerms_;                   // of T in an element of A or B
   using Out = std::conditional_t<(kTerms > 1), float, T>;  // type of the results
   // A comes as float32, in units of 128 rows x 32 k, half of a stage, and who multiplies splits it, in
@@ -257,9 +258,9 @@ __device__ __forceinline__ void Sm90TermsLoop(Sm90Ring<Tile>& ring, int group, i
 
 // Sums of warpgroup `group` (0 or 1) over the next `steps` stages. At most one stage's products are
 // in flight while the next stage's are issued. `seen` is called when all stages are there: what it
-// waits for in ping-pong the other group's next tile comes behind.
-template <typename Tile, typename Seen>
-__device__ __forceinline__ void Sm90MainLoop(Sm90Ring<Tile>& ring, int group, int steps,
+// waits for in ping-pong the other group's next tile comes behind. Ring: Sm90Ring, or another with its interface.
+template <template <typename> class Ring, typename Tile, typename Seen>
+__device__ __forceinline__ void Sm90MainLoop(Ring<Tile>& ring, int group, int steps,
                                              float (&acc)[Tile::kBlocks][Tile::kTileN / 2],
                                              Seen&& seen) {
   static_assert(Tile::kTerms == 1);
@@ -304,8 +305,8 @@ __device__ __forceinline__ void Sm90MainLoop(Sm90Ring<Tile>& ring, int group, in
   if (before >= 0) ring.Release(before);
 }
 
-template <typename Tile>
-__device__ __forceinline__ void Sm90MainLoop(Sm90Ring<Tile>& ring, int group, int steps,
+template <template <typename> class Ring, typename Tile>
+__device__ __forceinline__ void Sm90MainLoop(Ring<Tile>& ring, int group, int steps,
                                              float (&acc)[Tile::kBlocks][Tile::kTileN / 2]) {
   Sm90MainLoop(ring, group, steps, acc, [] {});
 }
@@ -396,25 +397,32 @@ __device__ __forceinline__ void Sm90Start(const Sm90Ring<Tile>& ring) {
   if constexpr (Tile::kPair) ClusterSync();
 }
 
-// A term of the tile of the columns' operand for a stage. `map` is (k, instance, n, tap) for a k-major
-// operand, (n, instance, k, tap) otherwise; the taps of one term follow those of another.
-template <typename Tile>
-__device__ __forceinline__ void LoadB(const Sm90Ring<Tile>& ring, const CUtensorMap& map,
-                                      uint32_t full, int k, int n, int instance, int tap,
-                                      int term = 0) {
-  const uint32_t to = Tile::kSwapped ? ring.A(term) : ring.B(term);
-  if constexpr (Tile::kSwapped ? Tile::kMajorA : Tile::kMajorB) {
-    constexpr int kBox = Tile::kColumns > 256 ? 64 : Tile::kColumns;  // FilterBoxRows
+// The tile of the columns' operand for 128 bytes of k. `map` is (k, instance, n, tap) for a k-major
+// operand, (n, instance, k, tap) otherwise.
+template <bool kMajor, int kColumns>
+__device__ __forceinline__ void LoadColumns(uint32_t to, const CUtensorMap& map, uint32_t full,
+                                            int k, int n, int instance, int tap) {
+  if constexpr (kMajor) {
+    constexpr int kBox = kColumns > 256 ? 64 : kColumns;  // FilterBoxRows
 #pragma unroll
-    for (int i = 0; i < Tile::kColumns; i += kBox) {
+    for (int i = 0; i < kColumns; i += kBox) {
       LoadTile(to + i * 128, map, full, k, instance, n + i, tap);
     }
   } else {
 #pragma unroll
-    for (int i = 0; i < Tile::kColumns; i += 64) {
+    for (int i = 0; i < kColumns; i += 64) {
       LoadTile(to + i * 128, map, full, n + i, instance, k, tap);
     }
   }
+}
+
+// A term of it for a stage; the taps of one term follow those of another.
+template <typename Tile>
+__device__ __forceinline__ void LoadB(const Sm90Ring<Tile>& ring, const CUtensorMap& map,
+                                      uint32_t full, int k, int n, int instance, int tap,
+                                      int term = 0) {
+  LoadColumns<Tile::kSwapped ? Tile::kMajorA : Tile::kMajorB, Tile::kColumns>(
+      Tile::kSwapped ? ring.A(term) : ring.B(term), map, full, k, n, instance, tap);
 }
 
 }  // namespace jaxconv::cuda

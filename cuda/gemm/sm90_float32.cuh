@@ -14,7 +14,6 @@
 #include "cuda/core/activate.cuh"
 #include "cuda/core/divmod.h"
 #include "cuda/gemm/sm90_product.cuh"
-#include "cuda/gemm/sm90_split.cuh"
 
 namespace jaxconv::cuda {
 
@@ -63,100 +62,69 @@ __device__ __forceinline__ void AddFloats(const float* upper, const float* lower
 }
 
 template <typename Tile>
-__device__ __forceinline__ void FinishFloatTile(
-    const Sm90Product& p, const Sm90Place& at, int block0,
-    const float (&acc)[Tile::kBlocks][Tile::kTileN / 2]) {
-  const Sm90Phase& phase = p.phase[at.phase];
-  const Sm90Epilogue& e = p.epilogue;
-  const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
-  const float* bias = static_cast<const float*>(e.bias) + at.instance * e.stride_bias;
-#pragma unroll
-  for (int block = 0; block < Tile::kBlocks; ++block) {
-    const int upper = at.m + (block0 + block) * 64 + warp * 16 +
-                      (Tile::kRowTerms ? TermRow<Tile::kMajorA>(lane) : lane / 4),
-              lower = upper + (Tile::kRowTerms ? kTermRowBetween<Tile::kMajorA> : 8);
-    const bool has_upper = upper < phase.m, has_lower = lower < phase.m;
-    const int64_t to_upper = has_upper ? RowOffset(p, at, upper) : 0;
-    const int64_t to_lower = has_lower ? RowOffset(p, at, lower) : 0;
-    float row_bias[2] = {};
-    if (e.bias_kind == BiasKind::kScalar) {
-      row_bias[0] = row_bias[1] = __ldg(bias);
-    } else if (e.bias_kind == BiasKind::kRow) {
-      row_bias[0] = __ldg(bias + (has_upper ? upper : 0));
-      row_bias[1] = __ldg(bias + (has_lower ? lower : 0));
-    }
-#pragma unroll
-    for (int chunk = 0; chunk < Tile::kTileN / 64; ++chunk) {
-      const int n = at.n + chunk * 64 + lane % 4 * 2;
-      const int columns = p.n - at.n - chunk * 64;  // of the chunk's 64 that are there
-      float v[32];
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        float2 b = make_float2(0.f, 0.f);
-        if (e.bias_kind == BiasKind::kColumn && j * 8 < columns) {
-          b = __ldg(reinterpret_cast<const float2*>(bias + n + j * 8));
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          v[j * 4 + i] = acc[block][chunk * 32 + j * 4 + i] * e.alpha + (i % 2 == 0 ? b.x : b.y) +
-                         row_bias[i / 2];
-        }
-      }
-      if (p.out.c != nullptr) {
-        AddFloats(has_upper ? p.out.c + to_upper + n : nullptr,
-                  has_lower ? p.out.c + to_lower + n : nullptr, columns, v);
-      }
-      if (e.save_z) {
-        if (has_upper) StoreFloats(p.out.z + to_upper + n, v, 0, columns);
-        if (has_lower) StoreFloats(p.out.z + to_lower + n, v, 1, columns);
-      }
-      ActivateAll(e.activation, e.slope, v);
-      if (has_upper) StoreFloats(p.out.d + to_upper + n, v, 0, columns);
-      if (has_lower) StoreFloats(p.out.d + to_lower + n, v, 1, columns);
-    }
-  }
-}
+struct Sm90Floats : Sm90EpilogueDefaults {
+  __device__ __forceinline__ Sm90Floats(const Sm90Product&, const Args&, uint32_t, int, int block0)
+      : block0(block0) {}
 
-template <typename Tile>
-__global__ void __launch_bounds__(Tile::kThreads, 1)
-    Sm90FloatKernel(const __grid_constant__ Sm90Product p) {
-#ifdef JAXCONV_SM90A
-  extern __shared__ __align__(1024) unsigned char shared_bytes[];
-  Sm90Ring<Tile> ring(SharedAddress(shared_bytes));
-  Sm90Start(ring);
-  const int group = __shfl_sync(0xffffffffu, int(threadIdx.x) / 128, 0) - 1;  // uniform
-  if (group < 0) {
-    RegistersDown<kProducerRegisters>();
-    if (threadIdx.x == 0) {
-      for (int i = 0; i < p.phases; ++i) PrefetchMap(p.a[i]);
-      PrefetchMap(p.b);
-      for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
-        ProduceTile(p, LocateTile<Tile>(p, tile), ring);
+  template <typename Ring>
+  __device__ __forceinline__ void Finish(const Sm90Product& p, const Args&, const Sm90Place& at,
+                                         Ring&,
+                                         const float (&acc)[Tile::kBlocks][Tile::kTileN / 2]) {
+    const Sm90Phase& phase = p.phase[at.phase];
+    const Sm90Epilogue& e = p.epilogue;
+    const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+    const float* bias = static_cast<const float*>(e.bias) + at.instance * e.stride_bias;
+#pragma unroll
+    for (int block = 0; block < Tile::kBlocks; ++block) {
+      const int upper = at.m + (block0 + block) * 64 + warp * 16 +
+                        (Tile::kRowTerms ? TermRow<Tile::kMajorA>(lane) : lane / 4),
+                lower = upper + (Tile::kRowTerms ? kTermRowBetween<Tile::kMajorA> : 8);
+      const bool has_upper = upper < phase.m, has_lower = lower < phase.m;
+      const int64_t to_upper = has_upper ? RowOffset(p, at, upper) : 0;
+      const int64_t to_lower = has_lower ? RowOffset(p, at, lower) : 0;
+      float row_bias[2] = {};
+      if (e.bias_kind == BiasKind::kScalar) {
+        row_bias[0] = row_bias[1] = __ldg(bias);
+      } else if (e.bias_kind == BiasKind::kRow) {
+        row_bias[0] = __ldg(bias + (has_upper ? upper : 0));
+        row_bias[1] = __ldg(bias + (has_lower ? lower : 0));
       }
-    }
-  } else {
-    RegistersUp<kConsumerRegisters>();
-    int turn = 0;
-    for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
-      const Sm90Place at = LocateTile<Tile>(p, tile);
-      if (Tile::kPingPong) {
-        turn ^= 1;
-        if (turn == group) {
-          ring.Skip(at.steps);
-          continue;
+#pragma unroll
+      for (int chunk = 0; chunk < Tile::kTileN / 64; ++chunk) {
+        const int n = at.n + chunk * 64 + lane % 4 * 2;
+        const int columns = p.n - at.n - chunk * 64;  // of the chunk's 64 that are there
+        float v[32];
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          float2 b = make_float2(0.f, 0.f);
+          if (e.bias_kind == BiasKind::kColumn && j * 8 < columns) {
+            b = __ldg(reinterpret_cast<const float2*>(bias + n + j * 8));
+          }
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            v[j * 4 + i] = acc[block][chunk * 32 + j * 4 + i] * e.alpha + (i % 2 == 0 ? b.x : b.y) +
+                           row_bias[i / 2];
+          }
         }
+        if (p.out.c != nullptr) {
+          AddFloats(has_upper ? p.out.c + to_upper + n : nullptr,
+                    has_lower ? p.out.c + to_lower + n : nullptr, columns, v);
+        }
+        if (e.save_z) {
+          if (has_upper) StoreFloats(p.out.z + to_upper + n, v, 0, columns);
+          if (has_lower) StoreFloats(p.out.z + to_lower + n, v, 1, columns);
+        }
+        ActivateAll(e.activation, e.slope, v);
+        if (has_upper) StoreFloats(p.out.d + to_upper + n, v, 0, columns);
+        if (has_lower) StoreFloats(p.out.d + to_lower + n, v, 1, columns);
       }
-      float acc[Tile::kBlocks][Tile::kTileN / 2];
-      if constexpr (Tile::kRowTerms) {
-        Sm90TermRowsLoop(ring, group, at.steps, acc);
-      } else {
-        Sm90MainLoop(ring, group, at.steps, acc);
-      }
-      FinishFloatTile<Tile>(p, at, Tile::kPingPong ? 0 : group * Tile::kBlocks, acc);
     }
   }
-#endif
-}
+
+  __device__ __forceinline__ void End(const Sm90Product&, const Args&, const Sm90Place&, int) {}
+
+  int block0;
+};
 
 template <bool kMajorA, bool kMajorB>
 Status LaunchSm90TermsByTile(const Context& ctx, Sm90Product& p, Sm90Choice choice,
@@ -164,7 +132,7 @@ Status LaunchSm90TermsByTile(const Context& ctx, Sm90Product& p, Sm90Choice choi
 #define JAXCONV_SM90_CASE(rows, columns)                                                       \
   if (choice.tile == TileSize{rows, columns}) {                                                \
     using Tile = Sm90Tile<__nv_bfloat16, kMajorA, kMajorB, 1, columns, false, false, 3, true>; \
-    return LaunchSm90Product<Tile>(ctx, Sm90FloatKernel<Tile>, p, multiprocessors, what);      \
+    return LaunchSm90Streamed<Tile, Sm90Floats<Tile>>(ctx, p, multiprocessors, what);          \
   }
   JAXCONV_SM90_CASE(128, 128)
   JAXCONV_SM90_CASE(128, 64)
@@ -174,10 +142,10 @@ Status LaunchSm90TermsByTile(const Context& ctx, Sm90Product& p, Sm90Choice choi
 
 inline Status LaunchSm90Tf32ByTile(const Context& ctx, Sm90Product& p, Sm90Choice choice,
                                    int multiprocessors, const std::string& what) {
-#define JAXCONV_SM90_CASE(rows, columns, blocks, ping_pong)                               \
-  if (choice.tile == TileSize{rows, columns}) {                                           \
-    using Tile = Sm90Tile<float, true, true, blocks, columns, ping_pong, false>;          \
-    return LaunchSm90Product<Tile>(ctx, Sm90FloatKernel<Tile>, p, multiprocessors, what); \
+#define JAXCONV_SM90_CASE(rows, columns, blocks, ping_pong)                           \
+  if (choice.tile == TileSize{rows, columns}) {                                       \
+    using Tile = Sm90Tile<float, true, true, blocks, columns, ping_pong, false>;      \
+    return LaunchSm90Streamed<Tile, Sm90Floats<Tile>>(ctx, p, multiprocessors, what); \
   }
   JAXCONV_SM90_CASE(128, 256, 1, false)
   JAXCONV_SM90_CASE(128, 128, 2, true)

@@ -1,7 +1,7 @@
 // The product whose epilogue is the way back through an activation: d = sum * f', computed
 // from c, and the sum of each column of d, as rounded. c is what f was given; of elu, tanh and sigmoid what it gave, of relu,
 // relu6 and a leaky_relu of positive slope either.
-// For KK products of one phase and one instance. sm90_gradient.cuh says how.
+// For KK products of one phase and one instance. sm90_gradient.cu says how.
 #pragma once
 
 #include <string>
@@ -12,10 +12,7 @@ namespace jaxconv::cuda {
 
 // p.c: like d, boxes of 64 columns x a tile's rows. `parts`: (MostColumnParts(m), n), room for
 // sums in float32; `sums`: (n), of d's type.
-Status LaunchSm90GradientBf16(const Context& ctx, Sm90Product& p, TileSize tile,
-                              int multiprocessors, float* parts, void* sums,
-                              const std::string& what);
-Status LaunchSm90GradientF16(const Context& ctx, Sm90Product& p, TileSize tile, int multiprocessors,
-                             float* parts, void* sums, const std::string& what);
+Status LaunchSm90Gradient(const Context& ctx, DType dtype, Sm90Product& p, TileSize tile,
+                          int multiprocessors, float* parts, void* sums, const std::string& what);
 
 }  // namespace jaxconv::cuda

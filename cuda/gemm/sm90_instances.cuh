@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cuda/gemm/sm90_cluster.cuh"
-#include "cuda/gemm/sm90_product.cuh"
+#include "cuda/gemm/sm90_plain.cuh"
 #include "cuda/gemm/sm90_resident.cuh"
 #include "cuda/gemm/sm90_rows.cuh"
 
@@ -12,22 +12,15 @@ template <typename T, bool kMajorA, bool kMajorB>
 Status LaunchSm90ByTile(const Context& ctx, Sm90Product& p, Sm90Choice choice, int multiprocessors,
                         const std::string& what) {
   const TileSize tile = choice.tile;
-#define JAXCONV_SM90_CASE(rows, columns, blocks, tile_n, ping_pong)                         \
-  if (tile == TileSize{rows, columns}) {                                                    \
-    using Tile = Sm90Tile<T, kMajorA, kMajorB, blocks, tile_n, ping_pong, true>;            \
-    return LaunchSm90Product<Tile>(ctx, Sm90ProductKernel<Tile>, p, multiprocessors, what); \
-  }
   if (choice.kernel == Sm90Kernel::kProduct) {
-    JAXCONV_SM90_CASE(128, 256, 1, 256, false)
-    JAXCONV_SM90_CASE(256, 128, 2, 128, false)
-    JAXCONV_SM90_CASE(128, 128, 2, 128, true)
-    JAXCONV_SM90_CASE(256, 64, 2, 64, false)
-    JAXCONV_SM90_CASE(128, 320, 1, 320, false)
+    return WithTile<kProductTiles>(tile, what, [&](auto rows, auto columns) {
+      using Tile = Sm90TileOf<T, kMajorA, kMajorB, decltype(rows)::value, decltype(columns)::value>;
+      return LaunchSm90Streamed<Tile, Sm90Plain<Tile>>(ctx, p, multiprocessors, what);
+    });
   }
-#undef JAXCONV_SM90_CASE
   if (choice.kernel == Sm90Kernel::kProductSwapped && tile == TileSize{256, 128}) {
     using Tile = Sm90Tile<T, kMajorB, kMajorA, 1, 256, false, true, 1, false, true>;
-    return LaunchSm90Product<Tile>(ctx, Sm90ProductKernel<Tile>, p, multiprocessors, what);
+    return LaunchSm90Streamed<Tile, Sm90Plain<Tile>>(ctx, p, multiprocessors, what);
   }
   if constexpr (kMajorA) {
     if (choice.kernel == Sm90Kernel::kCluster)
@@ -36,10 +29,12 @@ Status LaunchSm90ByTile(const Context& ctx, Sm90Product& p, Sm90Choice choice, i
       return LaunchSm90Rows<Sm90Alternate<T, kMajorA, kMajorB, 128>>(ctx, p, multiprocessors, what);
     }
     if (choice.kernel == Sm90Kernel::kResident && tile == TileSize{128, 64}) {
-      return LaunchSm90Resident<Sm90Resident<T, kMajorB, 4, 2, 64>>(ctx, p, multiprocessors, what);
+      using Tile = Sm90Resident<T, kMajorB, 4, 2, 64>;
+      return LaunchSm90Resident<Tile, Sm90Plain<Tile>>(ctx, p, {}, multiprocessors, what);
     }
     if (choice.kernel == Sm90Kernel::kResident && tile == TileSize{64, 256}) {
-      return LaunchSm90Resident<Sm90Resident<T, kMajorB, 2, 1, 256>>(ctx, p, multiprocessors, what);
+      using Tile = Sm90Resident<T, kMajorB, 2, 1, 256>;
+      return LaunchSm90Resident<Tile, Sm90Plain<Tile>>(ctx, p, {}, multiprocessors, what);
     }
   }
   return Status::Internal(what + ": no launcher");

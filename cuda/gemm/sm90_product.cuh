@@ -9,7 +9,23 @@
 //
 // The grid is persistent: tiles are numbered phase by phase, instance by instance, and inside an
 // instance in bands of 16 rows of tiles, down each column of a band, so that the tiles that run
-// together share both operands in L2. CTA c makes tiles c, c + gridDim.x, ...
+// together share both operands in L2.
+//
+// There are two loops, Sm90StreamedKernel (here) and Sm90ResidentKernel (sm90_resident.cuh). What
+// becomes of a tile's sums is their Epilogue<Tile>, an object of a consumer warpgroup:
+//
+//   Args                            what it needs besides Sm90Product: the kernel's second parameter
+//   Walk                            streamed: Sm90EveryTile, or Sm90OneColumn for sums of columns
+//   Behind(p)                       stages of the ring that it takes behind a tile's products, or 0
+//   Produce(p, args, at, ring)      the producer's thread fills them
+//   Epilogue(p, args, outbox, group, block0)   outbox: the warpgroup's Tile::kOutboxBytes of shared
+//                                   memory; block0: the first of the tile's blocks of 64 rows that it has
+//   Begin(p, args, at)              before the products of a tile: what is to be on its way meanwhile
+//   Finish(p, args, at, ring, acc)  behind them
+//   End(p, args, at, part)          behind the last tile. Of a walk down a column, at: the column's first
+//                                   place; part: this warpgroup's number among those that share it
+//
+// Sm90EpilogueDefaults has what an epilogue need not say.
 #pragma once
 
 #include <algorithm>
@@ -23,6 +39,7 @@
 #include "cuda/gemm/sm90.cuh"
 #include "cuda/gemm/sm90_epilogue.cuh"
 #include "cuda/gemm/sm90_product.h"
+#include "cuda/gemm/sm90_split.cuh"
 
 namespace jaxconv::cuda {
 
@@ -91,53 +108,50 @@ struct Sm90AddendStages {
   static_assert(!Tile::kPingPong || kStages == 1, "a turn passes when all stages are there");
 };
 
-// v += a box of 64 x 64 16-bit elements in shared memory, swizzled; v in the order of wgmma's
-// registers.
-template <typename T>
-__device__ __forceinline__ void AddBox(uint32_t box, float (&v)[32]) {
-  const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
+// v = f(box, v), element by element of a box of 64 x 64 16-bit elements in shared memory, swizzled;
+// v in the order of wgmma's registers. kTransposed: rows of the sums are columns of the box
+// (PutTransposed). kPinned: a long f, with which the scheduler would run out of registers.
+template <typename T, bool kTransposed, bool kPinned, typename F>
+__device__ __forceinline__ void ThroughBox(uint32_t box, F f, float (&v)[32]) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
 #pragma unroll
-  for (int j = 0; j < 4; ++j) {  // 16 columns
+  for (int j = 0; j < 4; ++j) {  // 16 columns; transposed: 16 of the box's rows
     uint32_t pair[4];
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
-                 : "=r"(pair[0]), "=r"(pair[1]), "=r"(pair[2]), "=r"(pair[3])
-                 : "r"(box + row * 128 + (((j * 2 + lane / 16) ^ (row % 8)) * 16))
-                 : "memory");
+    if constexpr (kTransposed) {
+      const int row = (j * 2 + lane / 16) * 8 + lane % 8, chunk = warp * 2 + lane / 8 % 2;
+      asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+                   : "=r"(pair[0]), "=r"(pair[1]), "=r"(pair[2]), "=r"(pair[3])
+                   : "r"(box + row * 128 + ((chunk ^ (row % 8)) * 16))
+                   : "memory");
+    } else {
+      const int row = warp * 16 + lane % 16;
+      asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+                   : "=r"(pair[0]), "=r"(pair[1]), "=r"(pair[2]), "=r"(pair[3])
+                   : "r"(box + row * 128 + (((j * 2 + lane / 16) ^ (row % 8)) * 16))
+                   : "memory");
+    }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 two = UnpackPair(pair[i], T());
-      v[j * 8 + i * 2] += two.x;
-      v[j * 8 + i * 2 + 1] += two.y;
+    for (int i = 0; i < 4; i += 2) {
+      auto& four = reinterpret_cast<float (&)[4]>(v[j * 8 + i * 2]);
+      const float2 left = UnpackPair(pair[i], T()), right = UnpackPair(pair[i + 1], T());
+      four[0] = f(left.x, four[0]);
+      four[1] = f(left.y, four[1]);
+      four[2] = f(right.x, four[2]);
+      four[3] = f(right.y, four[3]);
+      if constexpr (kPinned) Pin(four);
     }
   }
 }
 
-// The same where rows of the sums are columns of the box (PutTransposed).
-template <typename T>
-__device__ __forceinline__ void AddBoxTransposed(uint32_t box, float (&v)[32]) {
-  const int lane = threadIdx.x % 32;
-  const int chunk = threadIdx.x % 128 / 32 * 2 + lane / 8 % 2;  // of 8 of the box's columns
-#pragma unroll
-  for (int j = 0; j < 8; j += 2) {  // 8 of the box's rows
-    const int row = (j + lane / 16) * 8 + lane % 8;
-    uint32_t pair[4];
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
-                 : "=r"(pair[0]), "=r"(pair[1]), "=r"(pair[2]), "=r"(pair[3])
-                 : "r"(box + row * 128 + ((chunk ^ (row % 8)) * 16))
-                 : "memory");
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 two = UnpackPair(pair[i], T());
-      v[j * 4 + i * 2] += two.x;
-      v[j * 4 + i * 2 + 1] += two.y;
-    }
-  }
-}
+struct PlusAdded {
+  __device__ __forceinline__ float operator()(float c, float v) const { return v + c; }
+};
 
-// acc += a warpgroup's part of the boxes in the next stages.
-template <typename Tile>
-__device__ __forceinline__ void AddFromRing(Sm90Ring<Tile>& ring, int group, int block0,
+// acc = f(box, acc) with a warpgroup's part of the boxes in the next stages.
+template <typename Tile, bool kPinned, typename Ring, typename F>
+__device__ __forceinline__ void ThroughRing(Ring& ring, int group, int block0, F f,
                                             float (&acc)[Tile::kBlocks][Tile::kTileN / 2]) {
+  using T = typename Tile::T;
   using Stages = Sm90AddendStages<Tile>;
 #pragma unroll
   for (int s = 0; s < Stages::kStages; ++s) {
@@ -146,19 +160,20 @@ __device__ __forceinline__ void AddFromRing(Sm90Ring<Tile>& ring, int group, int
     for (int i = 0; i < Stages::kEach; ++i) {
       const int chunk = s * Stages::kEach + i;
       if (chunk >= Stages::kChunks) continue;
+      const uint32_t boxes = ring.A() + i * Stages::kChunkBytes;
       if constexpr (Tile::kSwapped) {  // a group's rows are columns of d
         static_assert(Tile::kBlocks == 1);
         if (chunk != block0) continue;
 #pragma unroll
         for (int m = 0; m < Stages::kRowBoxes; ++m) {
-          AddBoxTransposed<typename Tile::T>(ring.A() + (i * Stages::kRowBoxes + m) * kBlockBytes,
-                                             reinterpret_cast<float (&)[32]>(acc[0][m * 32]));
+          ThroughBox<T, true, kPinned>(boxes + m * kBlockBytes, f,
+                                       reinterpret_cast<float (&)[32]>(acc[0][m * 32]));
         }
       } else {
 #pragma unroll
         for (int m = 0; m < Tile::kBlocks; ++m) {
-          AddBox<typename Tile::T>(ring.A() + (i * Stages::kRowBoxes + block0 + m) * kBlockBytes,
-                                   reinterpret_cast<float (&)[32]>(acc[m][chunk * 32]));
+          ThroughBox<T, false, kPinned>(boxes + (block0 + m) * kBlockBytes, f,
+                                        reinterpret_cast<float (&)[32]>(acc[m][chunk * 32]));
         }
       }
     }
@@ -169,29 +184,16 @@ __device__ __forceinline__ void AddFromRing(Sm90Ring<Tile>& ring, int group, int
   }
 }
 
-// What is added to the tile's sums.
-template <typename Tile>
-__device__ __forceinline__ void ProduceAddend(const Sm90Product& p, const Sm90Place& at,
-                                              Sm90Ring<Tile>& ring) {
+// The producer's side of it: load(shared memory, barrier, chunk) loads a chunk's boxes.
+template <typename Tile, typename Ring, typename Load>
+__device__ __forceinline__ void ProduceBoxes(Ring& ring, Load&& load) {
   using Stages = Sm90AddendStages<Tile>;
 #pragma unroll 1
   for (int s = 0; s < Stages::kStages; ++s) {
     const int chunk = s * Stages::kEach, left = Stages::kChunks - chunk;
     const int chunks = left < Stages::kEach ? left : Stages::kEach;
     const uint32_t full = ring.Claim(chunks * Stages::kChunkBytes), to = ring.A();
-    for (int i = 0; i < chunks; ++i) {
-      const int n = at.n + (chunk + i) * 64;
-      if (p.added == Sm90Added::kMatrix) {
-        LoadTile(to + i * Stages::kChunkBytes, p.c, full, n, at.instance, at.m);
-        continue;
-      }
-      for (int box = 0; box < Stages::kRowBoxes; ++box) {
-        const Digits4 pixel = PixelOf(p.phase[at.phase], at.m + box * 64);
-        const int from[3] = {pixel.digit[3], pixel.digit[2], pixel.digit[1]}, none[3] = {};
-        LoadColumn(p.rank_d, to + (i * Stages::kRowBoxes + box) * kBlockBytes, p.d[at.phase], full,
-                   at.instance * p.n + n, from, pixel.digit[0], none);
-      }
-    }
+    for (int i = 0; i < chunks; ++i) load(to + i * Stages::kChunkBytes, full, chunk + i);
     ring.Advance();
   }
 }
@@ -251,12 +253,14 @@ __device__ __forceinline__ void ProduceTile(const Sm90Product& p, const Sm90Plac
   }
 }
 
-// A group's boxes of 64 x 64 outputs, `acc` rounded, to d or z.
-template <typename Tile>
+// A group's boxes of 64 x 64 outputs, `acc` rounded, to d or z, two at a time. then(i, pair): boxes i
+// and i + 1 lie at `pair` while TMA stores them.
+template <typename Tile, typename Then>
 __device__ __forceinline__ void PutTile(const Sm90Product& p, const Sm90Place& at, int block0,
                                         const CUtensorMap& map, int rank,
                                         Sm90Outbox<typename Tile::T, Tile::kPairs>& outbox,
-                                        float (&acc)[Tile::kBlocks][Tile::kTileN / 2]) {
+                                        float (&acc)[Tile::kBlocks][Tile::kTileN / 2],
+                                        Then&& then) {
   constexpr int kChunks = Tile::kTileN / 64, kBoxes = Tile::kBlocks * kChunks;
   const int m_end = p.phase[at.phase].m;
   const auto store = [&](int i, uint32_t box) {
@@ -281,95 +285,116 @@ __device__ __forceinline__ void PutTile(const Sm90Product& p, const Sm90Place& a
       outbox.Put(i % 2, v);
     }
     if (i % 2 == 1 || i + 1 == kBoxes) {
+      const uint32_t pair = outbox.Pair();
       outbox.Close([&](uint32_t boxes) {
         store(i / 2 * 2, boxes);
         if (i % 2 == 1) store(i, boxes + kBlockBytes);
       });
+      then(i / 2 * 2, pair);
     }
   }
 }
 
-// Each step goes over all sums before the next begins, so that what a problem does not ask for is
-// skipped once, and the code that runs lies together: box by box, jumping over formulas that were
-// not wanted cost more than half of the epilogue in instruction cache misses.
-template <typename Tile>
-__device__ __forceinline__ void FinishProductTile(
-    const Sm90Product& p, const Sm90Place& at, int block0,
-    Sm90Outbox<typename Tile::T, Tile::kPairs>& outbox,
-    const ColumnBias<typename Tile::T, Tile::kTileN>& bias,
-    float (&acc)[Tile::kBlocks][Tile::kTileN / 2]) {
-  const int m_end = p.phase[at.phase].m;
-#pragma unroll
-  for (int block = 0; block < Tile::kBlocks; ++block) {
-    const int first = (Tile::kSwapped ? at.n : at.m) + (block0 + block) * 64 +
-                      threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;  // row of the sums
-    ScaleAndBias(p.epilogue, at.instance, first, Tile::kSwapped ? p.n : m_end, bias, acc[block]);
-    if constexpr (!Tile::kSwapped) {
-      AddAddend<typename Tile::T>(p.epilogue, at.instance, first, m_end, at.n, p.n, acc[block]);
-    }
+// CTA c makes tiles c, c + gridDim.x, ... A count of rounds tells whose turn it is too: of these
+// kernels a register more may be one too many.
+struct Sm90EveryTile {
+  __device__ __forceinline__ int Number() const { return int(blockIdx.x + round * gridDim.x); }
+  __device__ __forceinline__ bool More(const Sm90Product& p) const { return Number() < p.tiles; }
+  template <typename Tile>
+  __device__ __forceinline__ Sm90Place Locate(const Sm90Product& p) const {
+    return LocateTile<Tile>(p, Number());
   }
-  if (p.epilogue.save_z) PutTile<Tile>(p, at, block0, p.z, 0, outbox, acc);
-  ActivateFast<typename Tile::T>(
-      p.epilogue.activation, p.epilogue.slope,
-      reinterpret_cast<float (&)[Tile::kBlocks * Tile::kTileN / 2]>(acc[0][0]));
-  PutTile<Tile>(p, at, block0, p.d[at.phase], p.rank_d, outbox, acc);
-}
+  __device__ __forceinline__ int Steps(const Sm90Product& p) const {
+    Sm90Place at;
+    LocateSteps(p, Number(), at);
+    return at.steps;
+  }
+  int round = 0;
+};
 
-// Convolutions have addends; their rows' operand is k-major.
-template <typename Tile>
-inline constexpr bool kAdds = Tile::kSwapped ? Tile::kMajorB : Tile::kMajorA;
+// All tiles of a CTA have the same columns, so that its threads keep what they know of them: tiles are
+// numbered along the rows, through all instances, and gridDim.x is a multiple of those of a row. One
+// phase, no splits.
+struct Sm90OneColumn : Sm90EveryTile {
+  template <typename Tile>
+  __device__ __forceinline__ Sm90Place Locate(const Sm90Product& p) const {
+    const unsigned row = p.by_columns.Div(unsigned(Number()));
+    const unsigned column = unsigned(Number()) - row * p.by_columns.d;
+    const unsigned instance = p.by_tiles_n.Div(column);
+    Sm90Place at = {};
+    at.instance = int(instance);
+    at.m = int(row) * Tile::kRows;
+    at.n = int(column - instance * p.by_tiles_n.d) * Tile::kColumns;
+    at.k_end = p.k_blocks;
+    at.steps = Steps(p);
+    return at;
+  }
+  __device__ __forceinline__ int Steps(const Sm90Product& p) const {
+    const Sm90Phase& phase = p.phase[0];
+    return phase.taps[0] * phase.taps[1] * phase.taps[2] * p.k_blocks;
+  }
+};
 
-template <typename Tile>
+struct Sm90EpilogueDefaults {
+  struct Args {};
+  using Walk = Sm90EveryTile;
+  // Registers of a thread in the streamed loop: one warpgroup's and two's are 504 together.
+  static constexpr int kProducer = kProducerRegisters, kConsumer = kConsumerRegisters;
+  static __device__ __forceinline__ int Behind(const Sm90Product&) { return 0; }
+  template <typename Args, typename Ring>
+  static __device__ __forceinline__ void Produce(const Sm90Product&, const Args&, const Sm90Place&,
+                                                 Ring&) {}
+  template <typename Args>
+  __device__ __forceinline__ void Begin(const Sm90Product&, const Args&, const Sm90Place&) {}
+};
+
+// The streamed loop: both operands of every tile come through the ring.
+template <typename Tile, typename Epilogue>
 __global__ void __launch_bounds__(kSm90Threads, 1)
-    Sm90ProductKernel(const __grid_constant__ Sm90Product p) {
+    Sm90StreamedKernel(const __grid_constant__ Sm90Product p,
+                       const __grid_constant__ typename Epilogue::Args args) {
 #ifdef JAXCONV_SM90A
+  using Walk = typename Epilogue::Walk;
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   Sm90Ring<Tile> ring(SharedAddress(shared_bytes));
   Sm90Start(ring);
   const int group = __shfl_sync(0xffffffffu, int(threadIdx.x) / 128, 0) - 1;  // uniform
+  const int behind = Epilogue::Behind(p);
   if (group < 0) {
-    RegistersDown<kProducerRegisters>();
+    RegistersDown<Epilogue::kProducer>();
     if (threadIdx.x == 0) {
       for (int i = 0; i < p.phases; ++i) PrefetchMap(p.a[i]);
       PrefetchMap(p.b);
-      for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
-        const Sm90Place at = LocateTile<Tile>(p, tile);
+      for (Walk walk; walk.More(p); ++walk.round) {
+        const Sm90Place at = walk.template Locate<Tile>(p);
         ProduceTile(p, at, ring);
-        if constexpr (kAdds<Tile>) {
-          if (p.added != Sm90Added::kNothing) ProduceAddend(p, at, ring);
-        }
+        if (behind > 0) Epilogue::Produce(p, args, at, ring);
       }
     }
   } else {
-    RegistersUp<kConsumerRegisters>();
-    Sm90Outbox<typename Tile::T, Tile::kPairs> outbox(
-        ring.shared + Tile::kStages * Tile::kStageBytes + group * Tile::kOutboxBytes, group + 1);
-    const int block0 = Tile::kPingPong ? 0 : group * Tile::kBlocks;
-    const bool added = kAdds<Tile> && p.added != Sm90Added::kNothing;
-    int turn = 0;
-    for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
-      if (Tile::kPingPong) {
-        turn ^= 1;
-        if (turn == group) {
-          Sm90Place other;
-          LocateSteps(p, tile, other);
-          ring.Skip(other.steps + (added ? Sm90AddendStages<Tile>::kStages : 0));
-          continue;
-        }
+    RegistersUp<Epilogue::kConsumer>();
+    Epilogue epilogue(p, args,
+                      ring.shared + Tile::kStages * Tile::kStageBytes + group * Tile::kOutboxBytes,
+                      group, Tile::kPingPong ? 0 : group * Tile::kBlocks);
+    for (Walk walk; walk.More(p); ++walk.round) {
+      if (Tile::kPingPong && walk.round % 2 != group) {
+        ring.Skip(walk.Steps(p) + behind);
+        continue;
       }
-      const Sm90Place at = LocateTile<Tile>(p, tile);
-      ColumnBias<typename Tile::T, Tile::kTileN> bias;
-      bias.Load(p.epilogue, at.instance, at.n, p.n);
+      const Sm90Place at = walk.template Locate<Tile>(p);
+      epilogue.Begin(p, args, at);
       float acc[Tile::kBlocks][Tile::kTileN / 2];
-      Sm90MainLoop(ring, group, at.steps, acc, [&] {
-        if (Tile::kPingPong && added) ring.Await();
-      });
-      if constexpr (kAdds<Tile>) {
-        if (added) AddFromRing(ring, group, block0, acc);
+      if constexpr (Tile::kRowTerms) {
+        Sm90TermRowsLoop(ring, group, at.steps, acc);
+      } else {
+        Sm90MainLoop(ring, group, at.steps, acc, [&] {
+          if (Tile::kPingPong && behind > 0) ring.Await();
+        });
       }
-      FinishProductTile<Tile>(p, at, block0, outbox, bias, acc);
+      epilogue.Finish(p, args, at, ring, acc);
     }
-    outbox.Drain();
+    epilogue.End(p, args, Walk().template Locate<Tile>(p),
+                 int(p.by_columns.Div(blockIdx.x)) * 2 + group);
   }
 #endif
 }
@@ -381,6 +406,8 @@ void CountTiles(Sm90Product& p) {
   p.tiles_n = (p.n + Tile::kColumns - 1) / Tile::kColumns;
   p.by_band = FastDiv(int64_t(kBand) * p.tiles_n);
   p.by_splits = FastDiv(p.splits);
+  p.by_tiles_n = FastDiv(std::max(p.tiles_n, 1));
+  p.by_columns = FastDiv(std::max(int64_t(p.tiles_n) * p.instances, int64_t(1)));
   p.tiles = 0;
   for (int i = 0; i < p.phases; ++i) {
     Sm90Phase& phase = p.phase[i];
@@ -396,10 +423,10 @@ void CountTiles(Sm90Product& p) {
   }
 }
 
-// A CTA per multiprocessor, fewer where there are fewer tiles.
-template <typename Tile>
-Status LaunchSm90Product(const Context& ctx, void (*kernel)(Sm90Product), Sm90Product& p,
-                         int multiprocessors, const std::string& what) {
+// A kernel over `p`, a CTA per multiprocessor, fewer where there are fewer tiles.
+template <typename Tile, typename... Args>
+Status LaunchSm90Product(const Context& ctx, void (*kernel)(Sm90Product, Args...), Sm90Product& p,
+                         int multiprocessors, const std::string& what, const Args&... args) {
   // Bias by column of d is bias by row of the sums.
   if (Tile::kSwapped && p.epilogue.bias_kind == BiasKind::kColumn) {
     p.epilogue.bias_kind = BiasKind::kRow;
@@ -408,8 +435,56 @@ Status LaunchSm90Product(const Context& ctx, void (*kernel)(Sm90Product), Sm90Pr
   if (p.tiles == 0) return Status::Ok();
   JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
   kernel<<<unsigned(std::min(p.tiles, multiprocessors)), Tile::kThreads, Tile::kSharedBytes,
-           ctx.stream>>>(p);
+           ctx.stream>>>(p, args...);
   return LaunchStatus(what);
 }
+
+template <typename Tile, typename Epilogue>
+Status LaunchSm90Streamed(const Context& ctx, Sm90Product& p, int multiprocessors,
+                          const std::string& what) {
+  return LaunchSm90Product<Tile>(ctx, Sm90StreamedKernel<Tile, Epilogue>, p, multiprocessors, what,
+                                 typename Epilogue::Args());
+}
+
+// CTAs that share a column of tiles, at most `most`, each `groups` tiles of it at a time. There are at
+// least as many multiprocessors as columns.
+inline int CtasOfColumn(const Sm90Product& p, int groups, int64_t most, int multiprocessors) {
+  const int64_t columns = int64_t(p.tiles_n) * p.instances;
+  return int(
+      std::min<int64_t>({CeilDiv(p.phase[0].tiles_m, groups), multiprocessors / columns, most}));
+}
+
+// A streamed loop down columns (Sm90OneColumn); *parts: of a column's sums, two of each CTA.
+template <typename Tile, typename Epilogue>
+Status LaunchSm90Columns(const Context& ctx, Sm90Product& p, const typename Epilogue::Args& args,
+                         int multiprocessors, const std::string& what, int* parts) {
+  CountTiles<Tile>(p);
+  const int ctas = CtasOfColumn(p, 1, MostColumnParts(p.phase[0].m) / 2, multiprocessors);
+  *parts = 2 * ctas;
+  const auto kernel = Sm90StreamedKernel<Tile, Epilogue>;
+  JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
+  kernel<<<unsigned(ctas * p.tiles_n * p.instances), kSm90Threads, Tile::kSharedBytes,
+           ctx.stream>>>(p, args);
+  return LaunchStatus(what);
+}
+
+// f(rows, columns), integral constants, of the one of kTiles that is `tile`.
+template <const auto& kTiles, size_t i = 0, typename F>
+Status WithTile(TileSize tile, const std::string& what, F&& f) {
+  if constexpr (i < sizeof(kTiles) / sizeof(TileSize)) {
+    if (tile == kTiles[i]) {
+      return f(std::integral_constant<int, kTiles[i].rows>(),
+               std::integral_constant<int, kTiles[i].columns>());
+    }
+    return WithTile<kTiles, i + 1>(tile, what, f);
+  } else {
+    return Status::Internal(what + ": no launcher");
+  }
+}
+
+// 16 bit: 128x128 in turns, the others by both warpgroups.
+template <typename T, bool kMajorA, bool kMajorB, int kRows, int kColumns>
+using Sm90TileOf = Sm90Tile<T, kMajorA, kMajorB, kRows == kColumns ? 2 : kRows / 128, kColumns,
+                            kRows == kColumns, true>;
 
 }  // namespace jaxconv::cuda

@@ -83,6 +83,8 @@ struct Sm90Product {
   // Filled in by the launch.
   int tiles, tiles_n;
   FastDiv by_band, by_splits;
+  FastDiv by_tiles_n, by_columns;  // columns of tiles: of an instance, of all
+  int resident_step;               // resident: rows of tiles from one of a warpgroup to its next
 };
 
 // Rows of a's boxes for clusters: the tile's, or the eights that hold all m.

@@ -1,8 +1,8 @@
 // Products of many rows whose reduction is so short that B's columns stay in shared memory:
 //
-//   d[m, n] = f(sum over k of A[m, k] * B[k, n] + added + bias)    A a matrix, k at most a few hundred
+//   sum over k of A[m, k] * B[k, n]    A a matrix, k at most a few hundred
 //
-// 16 bit, sm_90a; the fields of Sm90Product as in sm90_product.cuh, one phase, one tap, a plain A.
+// 16 bit, sm_90a; the fields of Sm90Product and the Epilogue as in sm90_product.cuh, one phase, one tap, a plain A.
 // Such a product moves bytes: A once, d once. A CTA keeps to one column of tiles and fetches B's
 // part once; each of its consumer warpgroups makes tiles of its own, fed by a producer warp and a
 // ring of its own, so nothing but memory couples them and one's epilogue hides behind the others'
@@ -20,7 +20,9 @@ namespace jaxconv::cuda {
 template <typename T_, bool kMajorB_, int kGroups_, int kBlocks_, int kTileN_>
 struct Sm90Resident {
   using T = T_;
-  static constexpr bool kMajorB = kMajorB_, kSwapped = false;
+  static constexpr bool kMajorA = true, kMajorB = kMajorB_, kSwapped = false, kPingPong = false;
+  static constexpr bool kMatrices = true;
+  static constexpr int kTerms = 1;
   static constexpr int kGroups = kGroups_, kBlocks = kBlocks_, kTileN = kTileN_;
   static constexpr int kThreads = 128 * (kGroups + 1);
   static constexpr int kTileK = 64;
@@ -40,20 +42,33 @@ struct Sm90Resident {
   }
 };
 
-// A group's ring of stages of A.
+// A group's ring of stages of A, with the interface of Sm90Ring; B stays where it is.
 template <typename Tile>
 struct ResidentRing {
   __device__ __forceinline__ uint32_t Full() const { return barriers + stage * 8; }
-  __device__ __forceinline__ uint32_t Empty() const { return Full() + Tile::kMostStages * 8; }
+  __device__ __forceinline__ uint32_t Empty(int s) const {
+    return barriers + (Tile::kMostStages + s) * 8;
+  }
   __device__ __forceinline__ uint32_t A() const { return shared + stage * Tile::kStageBytes; }
+  __device__ __forceinline__ uint32_t B() const { return resident + k * Tile::kTileN * 128; }
+  __device__ __forceinline__ uint32_t Claim(uint32_t bytes = Tile::kStageBytes) const {
+    BarrierWait(Empty(stage), parity ^ 1);
+    BarrierExpect(Full(), bytes);
+    return Full();
+  }
+  __device__ __forceinline__ void Await() const { BarrierWait(Full(), parity); }
+  __device__ __forceinline__ void Release(int s) const {
+    if (threadIdx.x % 128 == 0) BarrierArrive(Empty(s));
+  }
   __device__ __forceinline__ void Advance() {
+    ++k;
     if (++stage == stages) {
       stage = 0;
       parity ^= 1;
     }
   }
-  uint32_t shared, barriers;
-  int stages, stage = 0;
+  uint32_t resident, shared, barriers;
+  int stages, stage = 0, k = 0;  // k: stages since the tile's first
   uint32_t parity = 0;
 };
 
@@ -61,7 +76,8 @@ struct ResidentRing {
 template <typename Tile>
 struct ResidentParts {
   __device__ __forceinline__ ResidentParts(uint32_t shared, int k_blocks, int stages)
-      : outboxes(shared + k_blocks * Tile::kTileN * 128),
+      : resident(shared),
+        outboxes(shared + k_blocks * Tile::kTileN * 128),
         rings(outboxes + Tile::kOutboxes),
         barriers(rings + Tile::kGroups * stages * Tile::kStageBytes),
         b_full(barriers + 2 * Tile::kGroups * Tile::kMostStages * 8),
@@ -76,6 +92,7 @@ struct ResidentParts {
   }
   __device__ __forceinline__ ResidentRing<Tile> Ring(int group) const {
     ResidentRing<Tile> ring;
+    ring.resident = resident;
     ring.shared = rings + group * stages * Tile::kStageBytes;
     ring.barriers = barriers + group * 2 * Tile::kMostStages * 8;
     ring.stages = stages;
@@ -84,7 +101,7 @@ struct ResidentParts {
   __device__ __forceinline__ uint32_t Outbox(int group) const {
     return outboxes + group * Tile::kPairs * Tile::kPairBytes;
   }
-  uint32_t outboxes, rings, barriers, b_full;
+  uint32_t resident, outboxes, rings, barriers, b_full;
   int stages;
 };
 
@@ -95,175 +112,76 @@ int ResidentBytes(int k_blocks) {
          Tile::kGroups * Tile::Stages(k_blocks) * Tile::kStageBytes + Tile::kBarrierBytes;
 }
 
-// acc = the products of a warpgroup's tile, whose A comes next in its ring; B lies at `shared`.
-template <typename Tile>
-__device__ __forceinline__ void ResidentProducts(const Sm90Product& p, uint32_t shared,
-                                                 ResidentRing<Tile>& ring,
-                                                 float (&acc)[Tile::kBlocks][Tile::kTileN / 2]) {
-  uint32_t before = 0;  // frees the stage whose products may still run
-#pragma unroll 1
-  for (int k = 0; k < p.k_blocks; ++k) {
-    BarrierWait(ring.Full(), ring.parity);
-    const uint64_t a = OperandDescriptor<true>(ring.A());
-    const uint64_t b = OperandDescriptor<Tile::kMajorB>(shared + k * Tile::kTileN * 128);
-#pragma unroll
-    for (int block = 0; block < Tile::kBlocks; ++block) Pin(acc[block]);
-    WgmmaFence();
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-#pragma unroll
-      for (int block = 0; block < Tile::kBlocks; ++block) {
-        Wgmma<typename Tile::T, true, Tile::kMajorB>(
-            acc[block], a + block * (kBlockBytes / 16) + i * kOperandStep<true>,
-            b + i * kOperandStep<Tile::kMajorB>, k + i > 0);
-      }
-    }
-    WgmmaCommit();
-    WgmmaWait<1>();
-    if (k > 0 && threadIdx.x % 128 == 0) BarrierArrive(before);
-    before = ring.Empty();
-    ring.Advance();
-  }
-#pragma unroll
-  for (int block = 0; block < Tile::kBlocks; ++block) Pin(acc[block]);
-  WgmmaWait<0>();
-#pragma unroll
-  for (int block = 0; block < Tile::kBlocks; ++block) Pin(acc[block]);
-  if (threadIdx.x % 128 == 0) BarrierArrive(before);
-}
-
-// Boxes of 64 x 64 outputs of a warpgroup's tile at row m.
-template <typename Tile>
-__device__ __forceinline__ void PutResident(const Sm90Product& p, const CUtensorMap& map,
-                                            int instance, int m, int n0,
-                                            Sm90Outbox<typename Tile::T, Tile::kPairs>& outbox,
-                                            float (&acc)[Tile::kBlocks][Tile::kTileN / 2]) {
-  constexpr int kChunks = Tile::kTileN / 64, kBoxes = Tile::kBlocks * kChunks;
-  const int m_end = p.phase[0].m;
-  const auto store = [&](int i, uint32_t box) {
-    const int row = m + i / kChunks * 64, n = n0 + i % kChunks * 64;
-    if (row < m_end && n < p.n) StoreTile(map, box, n, instance, row);
-  };
-#pragma unroll
-  for (int i = 0; i < kBoxes; ++i) {
-    if (i % 2 == 0) outbox.Open();
-    outbox.Put(i % 2, reinterpret_cast<float (&)[32]>(acc[i / kChunks][i % kChunks * 32]));
-    if (i % 2 == 1) {
-      outbox.Close([&](uint32_t boxes) {
-        store(i - 1, boxes);
-        store(i, boxes + kBlockBytes);
-      });
-    }
-  }
-}
-
-template <typename Tile>
+template <typename Tile, typename Epilogue>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
-    Sm90ResidentKernel(const __grid_constant__ Sm90Product p, const int stages) {
+    Sm90ResidentKernel(const __grid_constant__ Sm90Product p,
+                       const __grid_constant__ typename Epilogue::Args args, const int stages) {
 #ifdef JAXCONV_SM90A
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   const uint32_t shared = SharedAddress(shared_bytes);
-  const ResidentParts<Tile> at(shared, p.k_blocks, stages);
-  const int columns = p.tiles_n * p.instances, column = int(blockIdx.x) % columns;
-  const int instance = column / p.tiles_n, n = column % p.tiles_n * Tile::kTileN;
-  const int first = int(blockIdx.x) / columns * Tile::kGroups;
-  const int step = int(gridDim.x) / columns * Tile::kGroups;
+  const ResidentParts<Tile> parts(shared, p.k_blocks, stages);
+  Sm90Place at = Sm90OneColumn().template Locate<Tile>(p);
+  const int first = int(p.by_columns.Div(blockIdx.x)) * Tile::kGroups;
   const int warp = __shfl_sync(0xffffffffu, int(threadIdx.x) / 32, 0);
-  const bool added = p.added != Sm90Added::kNothing;
+  const int behind = Epilogue::Behind(p);
   if (warp < 4) {
     RegistersDown<Tile::kProducerRegisters>();
     if (warp < Tile::kGroups && threadIdx.x % 32 == 0) {
-      ResidentRing<Tile> ring = at.Ring(warp);
+      ResidentRing<Tile> ring = parts.Ring(warp);
       if (warp == 0) {
         PrefetchMap(p.a[0]);
-        BarrierExpect(at.b_full, p.k_blocks * Tile::kTileN * 128);
+        BarrierExpect(parts.b_full, p.k_blocks * Tile::kTileN * 128);
         for (int k = 0; k < p.k_blocks; ++k) {
-          const uint32_t to = shared + k * Tile::kTileN * 128;
-          if constexpr (Tile::kMajorB) {
-            LoadTile(to, p.b, at.b_full, k * 64, p.shared_b ? 0 : instance, n, 0);
-          } else {
-#pragma unroll
-            for (int i = 0; i < Tile::kTileN; i += 64) {
-              LoadTile(to + i * 128, p.b, at.b_full, n + i, p.shared_b ? 0 : instance, k * 64, 0);
-            }
-          }
+          LoadColumns<Tile::kMajorB, Tile::kTileN>(shared + k * Tile::kTileN * 128, p.b,
+                                                   parts.b_full, k * 64, at.n,
+                                                   p.shared_b ? 0 : at.instance, 0);
         }
       }
-      for (int tile = first + warp; tile < p.phase[0].tiles_m; tile += step) {
+      for (int tile = first + warp; tile < p.phase[0].tiles_m; tile += p.resident_step) {
+        at.m = tile * Tile::kRows;
         for (int k = 0; k < p.k_blocks; ++k) {
-          BarrierWait(ring.Empty(), ring.parity ^ 1);
-          BarrierExpect(ring.Full(), Tile::kStageBytes);
-          LoadTile(ring.A(), p.a[0], ring.Full(), k * 64, p.shared_a ? 0 : instance,
-                   tile * Tile::kRows);
+          const uint32_t full = ring.Claim();
+          LoadTile(ring.A(), p.a[0], full, k * 64, p.shared_a ? 0 : at.instance, at.m);
           ring.Advance();
         }
-        if (added) {
-          for (int i = 0; i < Tile::kTileN; i += 64) {
-            BarrierWait(ring.Empty(), ring.parity ^ 1);
-            BarrierExpect(ring.Full(), Tile::kStageBytes);
-            LoadTile(ring.A(), p.c, ring.Full(), n + i, instance, tile * Tile::kRows);
-            ring.Advance();
-          }
-        }
+        if (behind > 0) Epilogue::Produce(p, args, at, ring);
       }
     }
   } else {
     RegistersUp<Tile::kConsumerRegisters>();
     const int group = warp / 4 - 1;
-    ResidentRing<Tile> ring = at.Ring(group);
-    Sm90Outbox<typename Tile::T, Tile::kPairs> outbox(at.Outbox(group), group + 1);
-    ColumnBias<typename Tile::T, Tile::kTileN, false> bias;
-    bias.Load(p.epilogue, instance, n, p.n);
-    BarrierWait(at.b_full, 0);
-    for (int tile = first + group; tile < p.phase[0].tiles_m; tile += step) {
+    ResidentRing<Tile> ring = parts.Ring(group);
+    Epilogue epilogue(p, args, parts.Outbox(group), group, 0);
+    BarrierWait(parts.b_full, 0);
+    for (int tile = first + group; tile < p.phase[0].tiles_m; tile += p.resident_step) {
+      at.m = tile * Tile::kRows;
+      epilogue.Begin(p, args, at);
       float acc[Tile::kBlocks][Tile::kTileN / 2];
-      ResidentProducts<Tile>(p, shared, ring, acc);
-      if (added) {
-#pragma unroll
-        for (int i = 0; i < Tile::kTileN / 64; ++i) {
-          BarrierWait(ring.Full(), ring.parity);
-#pragma unroll
-          for (int block = 0; block < Tile::kBlocks; ++block) {
-            AddBox<typename Tile::T>(ring.A() + block * kBlockBytes,
-                                     reinterpret_cast<float (&)[32]>(acc[block][i * 32]));
-          }
-          ReadsFirst();
-          NamedBarrier(group + 1, 128);  // all have read
-          if (threadIdx.x % 128 == 0) BarrierArrive(ring.Empty());
-          ring.Advance();
-        }
-      }
-      const int m = tile * Tile::kRows, m_end = p.phase[0].m;
-#pragma unroll
-      for (int block = 0; block < Tile::kBlocks; ++block) {
-        const int row = m + block * 64 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
-        ScaleAndBias(p.epilogue, instance, row, m_end, bias, acc[block]);
-        AddAddend<typename Tile::T>(p.epilogue, instance, row, m_end, n, p.n, acc[block]);
-      }
-      if (p.epilogue.save_z) PutResident<Tile>(p, p.z, instance, m, n, outbox, acc);
-      ActivateFast<typename Tile::T>(
-          p.epilogue.activation, p.epilogue.slope,
-          reinterpret_cast<float (&)[Tile::kBlocks * Tile::kTileN / 2]>(acc[0][0]));
-      PutResident<Tile>(p, p.d[0], instance, m, n, outbox, acc);
+      ring.k = 0;
+      Sm90MainLoop(ring, 0, p.k_blocks, acc);
+      epilogue.Finish(p, args, at, ring, acc);
     }
-    outbox.Drain();
+    epilogue.End(p, args, at, first + group);
   }
 #endif
 }
 
-template <typename Tile>
-Status LaunchSm90Resident(const Context& ctx, Sm90Product& p, int multiprocessors,
-                          const std::string& what) {
+// *parts: of a column's sums, one of each warpgroup, at most `most`.
+template <typename Tile, typename Epilogue>
+Status LaunchSm90Resident(const Context& ctx, Sm90Product& p, const typename Epilogue::Args& args,
+                          int multiprocessors, const std::string& what, int64_t most = INT32_MAX,
+                          int* parts = nullptr) {
   CountTiles<Tile>(p);
   if (p.tiles == 0) return Status::Ok();
-  const int64_t columns = int64_t(p.tiles_n) * p.instances;  // at most the multiprocessors
+  const int ctas = CtasOfColumn(p, Tile::kGroups, most / Tile::kGroups, multiprocessors);
+  p.resident_step = ctas * Tile::kGroups;
+  if (parts != nullptr) *parts = p.resident_step;
   const int stages = Tile::Stages(p.k_blocks);
-  const auto kernel = Sm90ResidentKernel<Tile>;
+  const auto kernel = Sm90ResidentKernel<Tile, Epilogue>;
   const int bytes = ResidentBytes<Tile>(p.k_blocks);
   JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
-  const int64_t rows =
-      std::min<int64_t>(CeilDiv(p.phase[0].tiles_m, Tile::kGroups), multiprocessors / columns);
-  kernel<<<unsigned(rows * columns), Tile::kThreads, bytes, ctx.stream>>>(p, stages);
+  kernel<<<unsigned(ctas * p.tiles_n * p.instances), Tile::kThreads, bytes, ctx.stream>>>(p, args,
+                                                                                          stages);
   return LaunchStatus(what);
 }
 

@@ -1,9 +1,8 @@
 // The product whose epilogue also sums up what it writes: the mean and the sum of squares about it
 // of each column of d, in parts that a second kernel combines. For KN products of one phase, without
-// bias, activation and z. sm90_statistics.cuh says how.
+// bias, activation and z. sm90_statistics.cu says how.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <string>
 
@@ -16,19 +15,10 @@ struct Sm90Parts {
   // (parts) numbers of rows, which may be 0, but not the first.
   float2* moments;
   float* counts;
-  // The launch says: CTAs that share a column of tiles, and two parts of each.
-  int rows;
-  int parts;
+  int parts;  // the launch says: two of each CTA that shares a column of tiles, at most MostColumnParts
 };
 
-// No more parts are made, whatever the tile.
-inline int64_t MostStatisticsParts(int64_t rows) {
-  return std::min<int64_t>(2 * ((rows + 127) / 128), 512);
-}
-
-Status LaunchSm90StatisticsBf16(const Context& ctx, Sm90Product& p, TileSize tile,
-                                int multiprocessors, Sm90Parts* to, const std::string& what);
-Status LaunchSm90StatisticsF16(const Context& ctx, Sm90Product& p, TileSize tile,
-                               int multiprocessors, Sm90Parts* to, const std::string& what);
+Status LaunchSm90Statistics(const Context& ctx, DType dtype, Sm90Product& p, TileSize tile,
+                            int multiprocessors, Sm90Parts* to, const std::string& what);
 
 }  // namespace jaxconv::cuda

@@ -3,7 +3,7 @@
 //
 //   d = [y > 0] * (sum + c);  dbias = sum of d's rows;  dscale = sum of d's rows * xhat
 //
-// of d as rounded, in float32. For KK products of one phase and one instance. sm90_sums.cuh says how.
+// of d as rounded, in float32. For KK products of one phase and one instance. sm90_sums.cu says how.
 #pragma once
 
 #include <cuda.h>
@@ -23,9 +23,7 @@ struct Sm90Sums {
   float *dscale, *dbias;     // (n)
 };
 
-Status LaunchSm90SumsBf16(const Context& ctx, Sm90Product& p, const Sm90Sums& to, TileSize tile,
-                          int multiprocessors, const std::string& what);
-Status LaunchSm90SumsF16(const Context& ctx, Sm90Product& p, const Sm90Sums& to, TileSize tile,
-                         int multiprocessors, const std::string& what);
+Status LaunchSm90Sums(const Context& ctx, DType dtype, Sm90Product& p, const Sm90Sums& to,
+                      TileSize tile, int multiprocessors, const std::string& what);
 
 }  // namespace jaxconv::cuda

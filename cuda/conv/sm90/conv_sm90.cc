@@ -111,11 +111,8 @@ Status Product(const Context& ctx, const ConvProblem& p, const Epilogue& e, Sm90
   }
   if (statistics == nullptr)
     return LaunchProduct(ctx, in, false, g, choice, device.multiprocessors, what);
-  return p.dtype == DType::kBF16
-             ? LaunchSm90StatisticsBf16(ctx, g, choice.tile, device.multiprocessors, statistics,
-                                        what)
-             : LaunchSm90StatisticsF16(ctx, g, choice.tile, device.multiprocessors, statistics,
-                                       what);
+  return LaunchSm90Statistics(ctx, p.dtype, g, choice.tile, device.multiprocessors, statistics,
+                              what);
 }
 
 }  // namespace
@@ -135,7 +132,7 @@ Status Sm90Fprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, co
 Status Sm90Statistics(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
                       const void* w, void* y, void* mean, void* var, Workspace workspace) {
   const std::string what = Describe("conv_statistics", p, plan);
-  const int64_t rows = p.n * p.out_size(), most = MostStatisticsParts(rows);
+  const int64_t rows = p.n * p.out_size(), most = MostColumnParts(rows);
   Sm90Parts parts = {};
   parts.moments = static_cast<float2*>(workspace.data);
   parts.counts = reinterpret_cast<float*>(parts.moments + most * p.k);

@@ -43,8 +43,7 @@ Status Sm90DgradSums(const Context& ctx, const ConvProblem& p, const Plan& plan,
   JAXCONV_RETURN_IF_ERROR(boxes(c, " c", &g.c));
   JAXCONV_RETURN_IF_ERROR(boxes(x, " x", &s.x));
   JAXCONV_RETURN_IF_ERROR(boxes(dz, " dz", &g.d[0]));
-  return p.dtype == DType::kBF16 ? LaunchSm90SumsBf16(ctx, g, s, tile, device.multiprocessors, what)
-                                 : LaunchSm90SumsF16(ctx, g, s, tile, device.multiprocessors, what);
+  return LaunchSm90Sums(ctx, p.dtype, g, s, tile, device.multiprocessors, what);
 }
 
 }  // namespace jaxconv::cuda

@@ -374,22 +374,18 @@ __global__ void __launch_bounds__(kHaloWgradThreads, 1)
 #endif
 }
 
-// A block adds 32 fours of sums: warp g the parts of the g-th eighth, in order, and then the eight
-// in order.
+// A block adds 32 fours of sums, a warp an eighth of the parts.
 template <typename T>
 __global__ void __launch_bounds__(256) HaloWgradSumKernel(const __grid_constant__ HaloWgrad p) {
   constexpr int kFours = 3 * 24 * 128;
-  __shared__ float4 shares[256];
-  const int lane = threadIdx.x % 32, eighth = threadIdx.x / 32;
-  const int index = blockIdx.x * 32 + lane;
+  const int index = blockIdx.x * 32 + threadIdx.x % 32;
   const int block = blockIdx.y;
-  const int begin = p.parts * eighth / 8, end = p.parts * (eighth + 1) / 8;
   const float4* from =
       reinterpret_cast<const float4*>(p.partials) + int64_t(block) * p.parts * kFours + index;
-  float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 8
-  for (int part = begin; part < end; ++part) AddFour(sum, __ldcg(from + int64_t(part) * kFours));
-  if (!AddShares<8>(shares, sum)) return;
+  float4 sum;
+  if (!SumParts<8>(0, p.parts, [&](int part) { return from + int64_t(part) * kFours; }, &sum)) {
+    return;
+  }
   const int thread = index % 128, j = index / 128 % 24, row = index / 128 / 24;
   const int k = block % p.blocks * 64 + thread / 32 * 16 + thread % 32 / 4;
   const int c = j % 8 * 8 + thread % 4 * 2, tap = row * 3 + j / 8;

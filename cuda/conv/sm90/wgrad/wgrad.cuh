@@ -301,30 +301,21 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 #endif
 }
 
-// The shared tiles. A block adds the sums of 1024 / kShares of a tile's outputs, a thread four of them
-// over one of kShares shares of the parts, in order; then the shares are added in order. Many parts
-// of few tiles want many shares. grid.x counts the blocks of a tile, grid.y the tiles (strided).
+// The shared tiles. A block makes 1024 / kShares of a tile's outputs (SumParts). Many parts of few tiles want
+// many shares. grid.x counts the blocks of a tile, grid.y the tiles (strided).
 template <typename Tile, int kShares>
 __global__ void __launch_bounds__(256) Sm90WgradSumKernel(const __grid_constant__ WgradLaunch p) {
   constexpr int64_t kFours = int64_t(Tile::kTileM) * Tile::kTileN / 4;
   constexpr int kWidth = 256 / kShares;
-  __shared__ float4 shares[kShares > 1 ? 256 : 1];
   const int index = int(blockIdx.x) * kWidth + int(threadIdx.x) % kWidth;  // [0, kFours)
-  const int share = threadIdx.x / kWidth;
+  const float4* from = reinterpret_cast<const float4*>(p.partials) + index;
   for (int64_t tile = blockIdx.y; tile < p.tiles; tile += gridDim.y) {
     const int begin = PartOf(p, tile * p.steps), end = PartOf(p, (tile + 1) * p.steps - 1) + 1;
     if (begin + 1 == end) continue;
-    const int first = begin + (end - begin) * share / kShares;
-    const int last = begin + (end - begin) * (share + 1) / kShares;
-    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 8
-    for (int part = first; part < last; ++part) {
-      AddFour(sum, __ldcg(reinterpret_cast<const float4*>(p.partials) +
-                          Slot(part, part > begin) * kFours + index));
-    }
-    if constexpr (kShares > 1) {
-      __syncthreads();  // the last tile's shares are read
-      if (!AddShares<kShares>(shares, sum)) continue;
+    float4 sum;
+    if (!SumParts<kShares>(
+            begin, end, [&](int part) { return from + Slot(part, part > begin) * kFours; }, &sum)) {
+      continue;
     }
     StoreWgrad<Tile>(p, LocateWgradTile<Tile>(p, tile), index / 128 / (Tile::kTileN / 8),
                      index / 128 % (Tile::kTileN / 8), index % 128, sum);

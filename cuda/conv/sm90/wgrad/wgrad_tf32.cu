@@ -689,26 +689,18 @@ __global__ void __launch_bounds__(256)
     Tf32WgradSumKernel(const __grid_constant__ Tf32Wgrad p, int tile_blocks, int columns) {
   const int64_t fours = int64_t(tile_blocks) * 64 * columns / 4;
   constexpr int kWidth = 256 / kShares;
-  __shared__ float4 shares[kShares > 1 ? 256 : 1];
   const int index = int(blockIdx.x) * kWidth + int(threadIdx.x) % kWidth;
-  const int share = threadIdx.x / kWidth;
+  const float4* from = reinterpret_cast<const float4*>(p.partials) + index;
   for (int64_t tile = blockIdx.y; tile < p.tiles; tile += gridDim.y) {
     const int begin = PartOf(p, tile * p.steps), end = PartOf(p, (tile + 1) * p.steps - 1) + 1;
     if (begin + 1 == end) continue;
     const Tf32Place at = Locate(p, tile, columns);
     const int block = index / 128 / (columns / 8);  // the same of all threads
     if (!Exists(p, LocateBlock(p, at.m, block, tile_blocks))) continue;
-    const int first = begin + (end - begin) * share / kShares;
-    const int last = begin + (end - begin) * (share + 1) / kShares;
-    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 8
-    for (int part = first; part < last; ++part) {
-      AddFour(sum, __ldcg(reinterpret_cast<const float4*>(p.partials) +
-                          Slot(part, part > begin) * fours + index));
-    }
-    if constexpr (kShares > 1) {
-      __syncthreads();  // the last tile's shares are read
-      if (!AddShares<kShares>(shares, sum)) continue;
+    float4 sum;
+    if (!SumParts<kShares>(
+            begin, end, [&](int part) { return from + Slot(part, part > begin) * fours; }, &sum)) {
+      continue;
     }
     StoreTf32<kTerms>(p, at, block, tile_blocks, index / 128 % (columns / 8), index % 128, sum);
   }
