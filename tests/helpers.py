@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import jaxconv
 from jaxconv import _plan
 from jaxconv._core import primitives
 from jaxconv._core.activations import Activation
@@ -73,6 +74,12 @@ def integers(seed: int, shape: tuple[int, ...], largest: int = 2) -> np.ndarray:
 def normal(seed: int, shape: tuple[int, ...], dtype: str = "float64") -> np.ndarray:
     """Normal numbers that `dtype` holds exactly, as float64."""
     return np.random.default_rng(seed).standard_normal(shape).astype(jnp.dtype(dtype)).astype(np.float64)
+
+
+def of_cpu(f: Callable[..., Any], *args: Any) -> Any:
+    """f's results by XLA on the CPU, as NumPy arrays: for programs that XLA compiles for no GPU."""
+    with jaxconv.disabled(), jax.default_device(jax.devices("cpu")[0]):
+        return jax.tree.map(np.asarray, jax.jit(f)(*args))
 
 
 def calls(f: Callable[..., Any], *args: Any) -> collections.Counter[str]:

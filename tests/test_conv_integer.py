@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import random
 import re
@@ -18,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import A100, H200, PLATFORM, calls, targets
+from helpers import A100, H200, PLATFORM, calls, of_cpu, opcodes, targets
 from integer_cases import (
     KERNELS,
     NUMBERS,
@@ -85,12 +86,6 @@ def wide() -> Iterator[None]:
         yield
 
 
-def of_cpu(f: Any, *args: Any) -> np.ndarray:
-    """f by XLA on the CPU."""
-    with jaxconv.disabled(), jax.default_device(jax.devices("cpu")[0]):
-        return np.asarray(jax.jit(f)(*args))
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Values
 
@@ -154,6 +149,73 @@ def test_random_forms_have_the_bits_of_the_formula(part, kernel):
         form, (left, result) = random_form(rng), rng.choice(TYPES)
         lhs, rhs = operands(form, left)
         equal(natively(form, lhs, rhs, result, kernel), by_numpy(form, lhs, rhs, result or left))
+
+
+def by_products(form: Form, lhs: Any, rhs: Any, result: str | None) -> jax.Array:
+    def f(x: Any, w: Any) -> jax.Array:
+        return by_lax(form, x, w, result)
+
+    (equation,) = (e for e in jax.make_jaxpr(f)(lhs, rhs).eqns if e.primitive is lax.conv_general_dilated_p)
+    (out,) = equation.outvars
+    program = jax.jit(functools.partial(conv_integer.by_products, out.aval, equation.params))
+    assert not opcodes(program.lower(lhs, rhs).as_text("hlo"))["convolution"]
+    return program(lhs, rhs)
+
+
+def test_as_matrix_products_every_form_and_type_has_the_bits_of_the_formula():
+    """What a GPU runs where no kernel can; it needs none here."""
+    types = itertools.cycle((("int8", "int32"), ("uint8", "uint8"), ("uint16", None), ("uint8", "int64")))
+    small = (name for name, form in FORMS.items() if math.prod(form[1]) < 4000)
+    for name, (left, result) in zip(small, types, strict=False):
+        lhs, rhs = operands(FORMS[name], left)
+        equal(by_products(FORMS[name], lhs, rhs, result), by_numpy(FORMS[name], lhs, rhs, result or left))
+    for left, result in (("bool", "int8"), ("int4", None), ("uint4", "int4"), ("bool", None), ("int32", "int64")):
+        lhs, rhs = operands(FORMS["1d"], left)
+        want = of_cpu(lambda x, w: by_lax(FORMS["1d"], x, w, result), lhs, rhs)  # noqa: B023
+        equal(by_products(FORMS["1d"], lhs, rhs, result), want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(4))
+def test_as_matrix_products_random_forms_have_the_bits_of_the_formula(part):
+    rng = random.Random(f"integers as products {part}")
+    for _ in range(12):
+        form, (left, result) = random_form(rng), rng.choice(TYPES)
+        lhs, rhs = operands(form, left)
+        equal(by_products(form, lhs, rhs, result), by_numpy(form, lhs, rhs, result or left))
+
+
+def test_where_no_kernel_can_run_a_gpu_has_products(monkeypatch):
+    """With symbolic extents, exported, and where native code is disabled: a CPU's program keeps its convolution."""
+    lhs, rhs = operands(FORMS["2d"], "int8")
+    given = dict(dimension_numbers=NUMBERS[2], preferred_element_type=jnp.int32)
+
+    def ours(x: Any, w: Any) -> jax.Array:
+        return jaxconv.conv_general_dilated(x, w, (1, 1), "SAME", **given)
+
+    def laxes(x: Any, w: Any) -> jax.Array:
+        return lax.conv_general_dilated(x, w, (1, 1), "SAME", **given)
+
+    def scaled(x: Any, w: Any) -> jax.Array:
+        return jaxconv.conv2d(x, w, padding="SAME", scale=0.01)
+
+    want = of_cpu(laxes, lhs, rhs)
+    n = jax.export.symbolic_shape("n")[0]
+    with jaxconv.enabled():
+        for f, shape in ((ours, (n, *lhs.shape[1:])), (scaled, (n, *lhs.shape[1:])), (laxes, lhs.shape)):
+            exported = jax.export.export(
+                jax.jit(f), platforms=("cuda", "cpu"), disabled_checks=jaxconv.export_checks()
+            )(jax.ShapeDtypeStruct(shape, "int8"), jax.ShapeDtypeStruct(rhs.shape, "int8"))
+            text = exported.mlir_module()
+            assert "dot_general" in text and "stablehlo.convolution" in text
+            got = exported.call(lhs, rhs)
+            np.testing.assert_allclose(got, want * (0.01 if f is scaled else 1), rtol=1e-6)
+    monkeypatch.setenv("JAXCONV_DISABLE", "all")
+    for f, scale in ((ours, 1), (scaled, 0.01)):
+        for platform, op in (("cuda", "dot"), ("cpu", "convolution")):
+            lowered = jax.jit(f).trace(lhs, rhs).lower(lowering_platforms=(platform,))
+            assert opcodes(lowered.as_text("hlo"))[op] == 1, (f, platform)
+        np.testing.assert_allclose(jax.jit(f)(lhs, rhs), want * scale, rtol=1e-6)
 
 
 FULL = PLATFORM == "cuda" and (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 0) > 50 * 2**30
@@ -505,8 +567,7 @@ def test_what_no_kernel_reads_is_lax_own():
     assert floats.dtype == np.float32
 
 
-@pytest.mark.skipif(PLATFORM != "cpu", reason="more than three dimensions are XLA's, which has none on GPUs")
-def test_four_dimensions_are_lax_own():
+def test_four_dimensions_are_xlas():
     four = values(1, (1, 2, 3, 3, 3, 3), "int8"), values(2, (2, 2, 2, 2, 2, 2), "int8")
     equal(
         jaxconv.conv_general_dilated(*four, (1,) * 4, "VALID"),

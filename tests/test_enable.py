@@ -573,7 +573,10 @@ def test_a_program_exported_for_several_platforms_is_laxs(case, platforms):
     for how in ({}, {"implementation": "native"}, {"implementation": "xla"}):
         with jaxconv.enabled(**how):
             exported = jax.export.export(jax.jit(fresh(f)), platforms=platforms)(*args)
-        assert text(exported) == text(want), how
+        if case == "integers" and "cuda" in platforms:  # XLA has no convolution of integers for it, but products
+            assert "dot_general" in text(exported) and not helpers.targets(exported.mlir_module())
+        else:
+            assert text(exported) == text(want), how
     if jax.default_backend() in platforms:
         for a, b in zip(jax.tree.leaves(exported.call(*args)), jax.tree.leaves(f(*args)), strict=True):
             np.testing.assert_array_equal(a, b)

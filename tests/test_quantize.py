@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax_cases import KEY, randomised
+from helpers import of_cpu, targets
 from jax import export, lax
 
 import jaxconv
@@ -85,13 +86,16 @@ def expected_last(q: jaxconv.Frozen, stem: jax.Array) -> jax.Array:
     def conv(name: str, norm: int, x: Any, stride: int, residual: Any = None, relu: bool = True) -> jax.Array:
         filter = w[f"params/{name}/kernel"]
         wide = jnp.int32 if exact else jnp.float32
-        total = lax.conv_general_dilated(
-            x.astype(wide),
-            filter.astype(wide),
-            (stride, stride),
-            "SAME",
-            dimension_numbers=("NHWC", "HWIO", "NHWC"),
-            precision="highest",
+        total = of_cpu(
+            lambda x, w: lax.conv_general_dilated(
+                x.astype(wide),
+                w.astype(wide),
+                (stride, stride),
+                "SAME",
+                dimension_numbers=("NHWC", "HWIO", "NHWC"),
+                precision="highest",
+            ),
+            *(np.asarray(a) for a in (x, filter)),
         )
         z = np.asarray(total, np.float32) * np.asarray(w[f"params/{name}/kernel_scale"])
         z = z + np.asarray(w[f"params/BatchNorm_{norm}/bias"])
@@ -573,8 +577,10 @@ def _chain_weights() -> list[np.ndarray]:
 def test_transforms_and_apply():
     q = frozen()
     y = q(X)["logits"]
-    np.testing.assert_array_equal(jax.jit(lambda x: q(x)["logits"])(X), y)
-    np.testing.assert_array_equal(q.apply(q.weights, X)["logits"], y)
+    # The head is a product of float32, for which XLA may choose another kernel of a GPU.
+    np.testing.assert_allclose(jax.jit(lambda x: q(x)["logits"])(X), y, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(jax.jit(lambda x: q(x)["last"])(X), q(X)["last"])
+    np.testing.assert_allclose(q.apply(q.weights, X)["logits"], y, rtol=1e-5, atol=1e-5)
     stacked = np.stack([X, images(6)])
     mapped = jax.vmap(lambda x: q(x)["logits"])(stacked)
     np.testing.assert_allclose(mapped[0], y, rtol=1e-5, atol=1e-5)
@@ -611,7 +617,7 @@ def test_disabled_it_is_xlas(monkeypatch):
     q = jaxconv.freeze(_chain, _chain_weights(), quantize="int8", calibrate=[X])
     assert len(q.quantization.narrow) == 1
     text = jax.jit(q).lower(X).as_text()
-    assert "jaxconv" not in text.replace("jit_jaxconv", "") and "xi32>" in text
+    assert not targets(text) and "xi32>" in text
 
 
 def test_no_gradient_goes_through_8_bits():

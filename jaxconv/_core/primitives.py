@@ -394,11 +394,29 @@ def as_lax() -> Iterator[None]:
         _LAX.reset(token)
 
 
+_LOWERS_FOR: contextvars.ContextVar[str | None] = contextvars.ContextVar("jaxconv_lowers_for", default=None)
+
+
+def lowers_for() -> str | None:
+    """The platform that a kernel's meaning is being lowered for; None where none is, or where none of it is native."""
+    return _LOWERS_FOR.get()
+
+
+@contextlib.contextmanager
+def lowering_for(platform: str | None) -> Iterator[None]:
+    token = _LOWERS_FOR.set(platform)
+    try:
+        yield
+    finally:
+        _LOWERS_FOR.reset(token)
+
+
 def _lower(op: Kernel, platform: str | None, ctx: mlir.LoweringRuleContext, *operands: Any, problem: Any) -> Any:
     """Lowers to what the mesh asks for, else to what the plan says. `platform` None is any without native code."""
 
     def through(program: Callable[..., list[Array]]) -> Any:
-        return mlir.lower_fun(program, multiple_results=True)(ctx, *operands)
+        with lowering_for(platform):
+            return mlir.lower_fun(program, multiple_results=True)(ctx, *operands)
 
     if _OPAQUE.get():
         return jax.ffi.ffi_lowering(op.target)(ctx, *operands)

@@ -347,13 +347,20 @@ def _lower(
     by_shard = choice.plan is None and not refusal and _split_wrongly(ctx, choice.form)
     if by_shard:
         choice = dataclasses.replace(choice, why=f"{choice.why}; each shard runs lax's: {SPLIT_WRONGLY}")
+    products = platform == "cuda" and choice.plan is None and conv_integer.has_products(*avals, params)
+    if products:
+        choice = dataclasses.replace(choice, why=f"{choice.why}; {BY_PRODUCTS}")
     _record.add(describe(choice, avals, str(ctx.name_stack)))
+    if products:
+        program = functools.partial(conv_integer.by_products, avals[2], params)
+        return mlir.lower_fun(program, multiple_results=False)(ctx, lhs, rhs)
     if choice.plan is None and not by_shard:
         with primitives.as_lax():  # complex numbers are real convolutions there
             return of_lax(ctx, lhs, rhs, **params)
     return mlir.lower_fun(choice.form.run, multiple_results=False)(ctx, lhs, rhs)
 
 
+BY_PRODUCTS = "XLA computes its sums as matrix products, since it has no convolutions of integers for a GPU"
 SPLIT_WRONGLY = "XLA's own split of a weight gradient with groups is as many times too large as an axis has devices"
 
 

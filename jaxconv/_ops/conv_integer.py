@@ -8,6 +8,7 @@ none.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -183,6 +184,19 @@ def missing_numbers(nd: int, params: Mapping[str, Any]) -> str | None:
     return None
 
 
+def by_products(out: Any, params: Mapping[str, Any], lhs: Array, rhs: Array) -> Array:
+    """lax's convolution of integers to integers as matrix products, which XLA compiles for a GPU."""
+    bits = jnp.int32 if np.dtype(out.dtype) == np.bool_ else _stored(out.dtype)
+    operands = (into(a, _stored(a.dtype)) for a in (lhs, rhs))
+    return back(reference.conv_by_products(*operands, **{**params, "preferred_element_type": bits}), out.dtype)
+
+
+def has_products(lhs: Any, rhs: Any, out: Any, params: Mapping[str, Any]) -> bool:
+    """Whether `by_products` computes lax's convolution of arrays of these types."""
+    whole = all(is_integer(a.dtype) for a in (lhs, rhs, out))
+    return whole and not any(0 in a.shape for a in (lhs, rhs, out)) and not missing_numbers(lhs.ndim - 2, params)
+
+
 def read(lhs: Any, rhs: Any, out: Any, params: Mapping[str, Any]) -> IntegerConvProblem | str:
     """The kernel's problem of lax's convolution of integers to integers, or a sentence that says why there is none."""
     if not is_integer(out.dtype):
@@ -221,5 +235,9 @@ def of_call(call: Callable[[Array, Array], Array], lhs: Array, rhs: Array, prefe
         (out,) = (v.aval for v in found[0].outvars)
         problem = read(lhs, rhs, out, found[0].params)
     if isinstance(problem, str):
-        return call(*(a.astype(preferred) for a in (lhs, rhs))) if mixed else call(lhs, rhs)
+        lhs, rhs = (a.astype(preferred) for a in (lhs, rhs)) if mixed else (lhs, rhs)
+        if len(found) == 1 and has_products(lhs, rhs, out, found[0].params):
+            products = functools.partial(by_products, out, found[0].params)
+            return lax.platform_dependent(lhs, rhs, cuda=products, default=call)
+        return call(lhs, rhs)
     return back(kernel(problem, into(lhs, problem.lhs_dtype), into(rhs, problem.rhs_dtype)), out.dtype)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from jax import lax
 # Held, because a program may put ours in their place.
 from jax.lax import conv_general_dilated, dot_general, reduce_window
 
+from jaxconv._core import primitives
 from jaxconv._core.activations import activate, activate_tangent
 from jaxconv._problem import (
     BatchNormProblem,
@@ -69,11 +71,7 @@ def conv_fprop(p: ConvProblem, x: jax.Array, w: jax.Array) -> list[jax.Array]:
 
 def conv_integer(p: IntegerConvProblem, lhs: jax.Array, rhs: jax.Array) -> list[jax.Array]:
     """lax's convolution, whose sums wrap around. lax takes one type: where there are two, both become the result's."""
-    if p.lhs_dtype != p.rhs_dtype:
-        lhs, rhs = lhs.astype(p.dtype), rhs.astype(p.dtype)
-    y = conv_general_dilated(
-        lhs,
-        rhs,
+    params = dict(
         window_strides=p.stride,
         padding=p.padding,
         lhs_dilation=p.lhs_dilation,
@@ -83,7 +81,71 @@ def conv_integer(p: IntegerConvProblem, lhs: jax.Array, rhs: jax.Array) -> list[
         batch_group_count=p.batch_groups,
         preferred_element_type=p.dtype,
     )
-    return [y]
+    if primitives.lowers_for() == "cuda":
+        return [conv_by_products(lhs, rhs, **params)]
+    if p.lhs_dtype != p.rhs_dtype:
+        lhs, rhs = lhs.astype(p.dtype), rhs.astype(p.dtype)
+    return [conv_general_dilated(lhs, rhs, **params)]
+
+
+def conv_by_products(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    *,
+    window_strides: Sequence[int],
+    padding: str | Sequence[tuple[int, int]],
+    lhs_dilation: Sequence[int],
+    rhs_dilation: Sequence[int],
+    dimension_numbers: lax.ConvDimensionNumbers,
+    feature_group_count: int,
+    batch_group_count: int,
+    preferred_element_type: Any,
+    **_: Any,
+) -> jax.Array:
+    """lax's convolution of integers as one matrix product for each group, over taps and channels. Sums wrap around.
+
+    XLA compiles products of integers for a GPU, but no convolutions. So a GPU runs this where no kernel can: with
+    symbolic extents, in programs that are exported or partitioned, with JAXCONV_DISABLE. The windows are written to
+    memory: taps times the size of x.
+    """
+    numbers, nd, b = dimension_numbers, lhs.ndim - 2, batch_group_count
+    g = max(feature_group_count, b)
+    dtype = jnp.dtype(preferred_element_type)
+    # Of 8 bits a sum in int32 holds all the bits of a narrower one, and XLA has products for it on tensor cores.
+    narrow = g == 1 and dtype.itemsize <= 4 and {lhs.dtype.name, rhs.dtype.name} <= {"int8", "uint8"}
+    if not narrow:
+        lhs, rhs = lhs.astype(dtype), rhs.astype(dtype)
+    n_axis, c_axis, *pixels = numbers.lhs_spec
+    x = lhs.transpose((n_axis, *pixels, c_axis))
+    k_axis, c_axis, *taps = numbers.rhs_spec
+    w = rhs.transpose((*taps, c_axis, k_axis))
+    if isinstance(padding, str):
+        reach = [(f - 1) * d + 1 for f, d in zip(w.shape[:nd], rhs_dilation, strict=True)]
+        padding = lax.padtype_to_pads(x.shape[1:-1], reach, window_strides, padding)
+    config = [(low, high, d - 1) for (low, high), d in zip(padding, lhs_dilation, strict=True)]
+    x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *config, (0, 0, 0)])
+    n, *extents, c = x.shape
+    *filter, group_c, k = w.shape
+    sizes = zip(extents, filter, window_strides, rhs_dilation, strict=True)
+    out = [(size - (f - 1) * d - 1) // s + 1 for size, f, s, d in sizes]
+    windows = []
+    for tap in itertools.product(*map(range, filter)):
+        first = [t * d for t, d in zip(tap, rhs_dilation, strict=True)]
+        last = [t + (o - 1) * s + 1 for t, o, s in zip(first, out, window_strides, strict=True)]
+        windows.append(lax.slice(x, (0, *first, 0), (n, *last, c), (1, *window_strides, 1)))
+    if narrow:
+        rows = jnp.concatenate(windows, -1).reshape(-1, len(windows) * c)
+        y = _product_of_integers(rows, w.reshape(-1, k)).reshape(n, *out, k).astype(dtype)
+    else:
+        # (images, pixels, taps, groups, channels of a group) or, with batch groups, those as the first axis of images
+        split = (b, n // b, *out, len(windows), c) if b > 1 else (n, *out, len(windows), g, group_c)
+        x = jnp.stack(windows, -2).reshape(split)
+        w = w.reshape(len(windows), group_c, g, k // g)
+        group, terms = (0, (nd + 2, nd + 3)) if b > 1 else (nd + 2, (nd + 1, nd + 3))
+        y = dot_general(x, w, ((terms, (0, 1)), ((group,), (2,))), preferred_element_type=dtype)
+        y = jnp.moveaxis(y, 0, -2).reshape(n // b, *out, k)  # groups came first
+    order = dict(zip(numbers.out_spec, (0, nd + 1, *range(1, nd + 1)), strict=True))
+    return y.transpose([order[axis] for axis in range(nd + 2)])
 
 
 def conv_scaled(p: ScaledConvProblem, x: jax.Array, w: jax.Array, *rest: jax.Array) -> list[jax.Array]:
@@ -108,6 +170,20 @@ def conv_scaled_sums(p: ScaledConvProblem, x: jax.Array, w: jax.Array) -> jax.Ar
     if p.product:
         y = _product_of_integers(x[:, 0], w[0]) if p.of_integers else _product_of_float8(x[:, 0], w[0])
         return y[:, None]
+    if p.of_integers and primitives.lowers_for() == "cuda":
+        numbers = lax.conv_dimension_numbers(x.shape, w.shape, p.dimension_numbers)
+        return conv_by_products(
+            x,
+            w,
+            window_strides=p.stride,
+            padding=p.padding,
+            lhs_dilation=(1,) * p.nd,
+            rhs_dilation=p.dilation,
+            dimension_numbers=numbers,
+            feature_group_count=p.groups,
+            batch_group_count=1,
+            preferred_element_type=p.sums_dtype,
+        )
     if not p.of_integers or p.w_dtype != p.dtype:
         x, w = x.astype(p.sums_dtype), w.astype(p.sums_dtype)
     # XLA's CPU code of int8 reads beside a pad in front of its convolution (jaxlib 0.10). It has these pads itself.
