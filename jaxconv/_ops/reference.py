@@ -703,10 +703,20 @@ def groupnorm(
         first, middle = first[..., 0], middle[..., 0] * (1 / t)
         return centred(p, x, first) - of_groups(p, middle), first + middle, var
 
+    def of_one_group(x: jax.Array) -> tuple[jax.Array, ...]:
+        """The same of images with one group: about the image's first number, of what then lies in one row."""
+        row = x.reshape(*x.shape[: len(p.lead) + 1], -1)
+        k = lax.stop_gradient(row[..., :1]).astype(p.param_dtype)
+        d = row.astype(p.param_dtype) * t - k * t
+        shift = jnp.sum(d, -1, keepdims=True) / p.reduced
+        var = jnp.maximum(jnp.sum(d * d, -1, keepdims=True) / p.reduced - shift * shift, 0) * (1 / t**2)
+        shift = shift * (1 / t)
+        return centred(p, x, k) - of_groups(p, shift), k + shift, var
+
     pixels = tuple(range(len(p.lead) + 1, len(p.lead) + len(p.shape) - 1))
     # On a CPU XLA makes one pass over a row that it holds; a sample would be a pass of its own.
     if not p.rows:
-        d, mean, var = of_samples(x)
+        d, mean, var = (of_one_group if p.group_channels == p.channels else of_samples)(x)
     elif anywhere:
         d, mean, var = of_rows_mean(x)
     else:
