@@ -163,7 +163,7 @@ class Conv(Planner):
         product = "native code computes a weight gradient as one matrix product"
         if (times := _faster_product(p)) is not None:
             return "im2col", f"{product}, at {times} XLA's speed on a Xeon"
-        return None, f"{product}, at 0.2 to 3 times XLA's speed on a Xeon, so it may lose"
+        return None, f"{product}, at 0.1 to 8 times XLA's speed on a Xeon, so it may lose"
 
     def exception(self, p: ConvProblem, device: Device, forced: bool) -> Plan | None:
         """On a CPU a convolution by native code, and behind it an activation that is more than a comparison by XLA."""
