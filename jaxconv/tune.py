@@ -146,9 +146,9 @@ class Tune:
         The choices that are kept hold for exactly these problems, on this kind of device, with these versions of jaxlib
         and jaxconv. They hold in this process from now on, in which functions under jit are compiled anew at their next
         call. They also hold in later processes, because they are written to `jaxconv.tune.path()`.
-        JAXCONV_TUNING=FILE names another file. `jaxconv.explain` then
-        shows "tuned on this device". Nothing else in jaxconv times anything, unless it is asked to
-        (`enable(tune=True)`, `accelerate(f, tune=True)`, JAXCONV_TUNE=1).
+        JAXCONV_TUNING=FILE names another file. For each choice that changed `jaxconv.explain` then shows "tuned on
+        this device". Nothing else in jaxconv times anything, unless it is asked to (`enable(tune=True)`,
+        `accelerate(f, tune=True)`, JAXCONV_TUNE=1).
 
         Args:
           f: any JAX function, jitted or not. It is traced, and with `verify` compiled and run some hundred times. Its

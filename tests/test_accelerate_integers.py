@@ -267,10 +267,10 @@ def test_what_follows_an_8_bit_product_is_part_of_its_call(case):
 
 # id: (function, why it stays what it is)
 XLAS: dict[str, tuple[Callable[..., Any], str]] = {
-    "sums alone": (lambda x, w, s, b, r: dot(x, w), "XLA has products of int8 alone"),
+    "sums alone": (lambda x, w, s, b, r: dot(x, w), "XLA has a product for sums of int8 without scales"),
     "sums that somebody else reads": (
         lambda x, w, s, b, r: (f32(z := dot(x, w)) * s, z),
-        "XLA has products of int8 alone",
+        "XLA has a product for sums of int8 without scales",
     ),
     "a scale a row": (
         lambda x, w, s, b, r: f32(dot(x, w)) * f32(r[..., :1]) * s,

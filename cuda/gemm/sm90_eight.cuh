@@ -2,7 +2,7 @@
 //
 //   d[m, n] = narrow(f(scale[n] * (sum over (tap, k) of A[m, (tap, k)] * B[n, (tap, k)]) + bias[n] + ...) * out_scale)
 //
-// A is a plain matrix or columns of pixels, as in sm90_product.cuh, whose tiles these are. A stage has 128 k.
+// A is a plain matrix or columns of pixels, and tiles are numbered, as in sm90_product.cuh. A stage has 128 k.
 //
 // A thread of wgmma has columns 2t, 2t + 1, 8 + 2t, 9 + 2t of each sixteen (t = lane % 4), and of 8-bit results four
 // neighbours should leave together. So the filters of a sixteen lie in shared memory in the order in which these are columns
@@ -596,7 +596,7 @@ __device__ __forceinline__ void PutWide(const Sm90Product& p, const Sm90EightEpi
   }
 }
 
-// A warpgroup's sums on their way to d. Each step goes over all sums before the next begins (sm90_product.cuh).
+// A warpgroup's sums on their way to d. Each step goes over all sums before the next begins (sm90_plain.cuh).
 template <typename Tile>
 __device__ __forceinline__ void FinishEightTile(
     const Sm90Product& p, const Sm90EightEpilogue& e, const Sm90Place& at, int group, int block0,

@@ -3,9 +3,9 @@
 //
 //   z = alpha * sum + bias + c;  d = f(z)
 //
-// that stores from the registers: four neighbouring lanes write 32 bytes of a row. The tile walk is
-// sm90_product.cuh's. The main loops are two to six times as long as 16-bit ones, so that the stages
-// are worth more than an outbox.
+// that stores from the registers: four neighbouring lanes write 32 bytes of a row. The loop over tiles
+// is sm90_product.cuh's streamed one. The main loops are two to six times as long as 16-bit ones, so
+// that the stages are worth more than an outbox.
 #pragma once
 
 #include <cstdint>

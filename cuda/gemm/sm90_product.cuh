@@ -1,18 +1,19 @@
-// Products on the sm_90a main loop whose output is 16-bit and written once:
+// Products on the sm_90a main loop whose output is written once:
 //
 //   d[m, n] = f(alpha * (sum over (tap, k) of A[m, (tap, k)] * B[(tap, k), n] + added) + beta * c + bias)
 //
-// for each of `instances` (groups, batch entries) and `phases`. A is a plain matrix (dense, and one
-// tap) or columns of pixels (convolutions): pixel i of an axis reads first + i * step + tap *
-// tap_step. B is (tap, k, n) in any order of memory that has k or n fastest. A tile reads its
-// operands once, a stage of (rows + columns) * 128 bytes for every 64 k; d and z are written once.
+// with the plain epilogue (sm90_plain.cuh), for each of `instances` (groups, batch entries) and
+// `phases`. A is a plain matrix (dense, and one tap) or columns of pixels (convolutions): pixel i
+// of an axis reads first + i * step + tap * tap_step. B is (tap, k, n) in any order of memory that
+// has k or n fastest. A tile reads its operands once, a stage of (rows + columns) * 128 bytes for
+// every 64 k; d and z are written once.
 //
 // The grid is persistent: tiles are numbered phase by phase, instance by instance, and inside an
 // instance in bands of 16 rows of tiles, down each column of a band, so that the tiles that run
 // together share both operands in L2.
 //
-// There are two loops, Sm90StreamedKernel (here) and Sm90ResidentKernel (sm90_resident.cuh). What
-// becomes of a tile's sums is their Epilogue<Tile>, an object of a consumer warpgroup:
+// There are two loops, Sm90StreamedKernel (here) and Sm90ResidentKernel (sm90_resident.cuh). A tile's
+// sums go through their Epilogue<Tile>, an object of a consumer warpgroup:
 //
 //   Args                            what it needs besides Sm90Product: the kernel's second parameter
 //   Walk                            streamed: Sm90EveryTile, or Sm90OneColumn for sums of columns

@@ -1,5 +1,5 @@
-// A product on the sm_90a main loop, as a host fills it in; sm90_product.cuh (16-bit) and
-// sm90_float32.cuh (float32) compute it, and the former says what the fields mean together.
+// A product on the sm_90a main loop, as a host fills it in. sm90_product.cuh says what the fields mean
+// together, and has the loop of most kernels that compute it.
 #pragma once
 
 #include <cuda.h>

@@ -7,6 +7,8 @@
 //   rows              few rows: parts of K, added up by a second kernel
 //   cluster           few rows, 16 bit and TF32: parts of K in the CTAs of a cluster, which add them up
 //   gradient          d times an activation's derivative, and the sums of its columns
+//
+// statistics (a convolution's) and sums (a dgrad's) are named by their ops, so that only their tiles stand here.
 #pragma once
 
 #include <cstdint>
@@ -85,7 +87,7 @@ inline constexpr TileSize kTf32Tiles[] = {{128, 256}, {128, 128}, {256, 64}};
 inline constexpr TileSize kTermsTiles[] = {{128, 128}, {128, 64}};
 inline constexpr TileSize kStatisticsTiles[] = {{256, 64}, {128, 128}, {256, 128}, {128, 256}};
 
-// Of a column's sums by `gradient`, or by a dgrad's `sums`: no more parts are made, whatever the tile.
+// The most parts of a column's sums in `gradient`, statistics and sums, whatever the tile.
 constexpr int64_t MostColumnParts(int64_t rows) {
   const int64_t parts = 2 * CeilDivide(rows, 128);
   return parts < 512 ? parts : 512;

@@ -65,10 +65,9 @@ def enable(*, implementation: str | None = None, auto_meshes: bool = False, tune
     or, for programs that nobody may edit, `JAXCONV_ENABLE=1` in the environment. Each `lax.conv_general_dilated` is
     then planned like a call of `jaxconv.conv2d` (`implementation=None`): forward convolutions, the gradients of images
     and filters, grouped, depthwise, dilated and transposed ones, in 1 to 3 dimensions, channels last or first, under
-    every transform. Convolutions of integers, which XLA does not compile for GPUs, run there too, and are
-    exact. Where the plan says XLA, or jaxconv has no kernel, the program is exactly lax's. Elsewhere numbers are lax's
-    up to rounding.
-    `jaxconv.report()` says what became of each convolution, `jaxconv.explain(f)` what would become of it.
+    every transform. Convolutions of integers, which XLA does not compile for GPUs, run there too, and are exact. Where
+    the plan says XLA, or jaxconv has no kernel, the program is exactly lax's. Elsewhere numbers are lax's up to
+    rounding. `jaxconv.report()` says what became of each convolution, `jaxconv.explain(f)` what would become of it.
 
     Three kinds of programs are left to lax: exported programs, parts that `compute_on` sends to the host, and programs
     that XLA partitions over a mesh. On a mesh with Explicit axes, whose types say how arrays are split, a convolution
@@ -86,7 +85,7 @@ def enable(*, implementation: str | None = None, auto_meshes: bool = False, tune
       auto_meshes: also take convolutions of programs that XLA partitions over a mesh with Auto axes. A lowering cannot
         see how arrays are split there. Batches, channels and pixels may be split; split pixels exchange rows, as in
         `conv2d`. Nothing checks that jaxconv's calls exchange no more than lax's would. Weight gradients with groups
-        run a shard at a time also where the plan says XLA, whose own split of them is wrong.
+        run a shard at a time, even if XLA computes them, because XLA's own split of them is wrong.
       tune: on a GPU, also time problems that nobody has measured. The first time that such a problem is lowered,
         jaxconv's kernels and XLA's are timed on that device, and the fastest is kept in `jaxconv.tune.path()`. This
         holds for all of jaxconv's calls. With False, JAXCONV_TUNE decides.

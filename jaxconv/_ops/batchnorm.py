@@ -484,7 +484,8 @@ def batchnorm(
 
     Args:
       x: at least two dimensions; float32, bfloat16, float16 or float64.
-      scale, bias: (C,), float32 for 16-bit x, else of x's dtype, or of a narrower one; None stands for ones and zeros.
+      scale, bias: (C,), float32 for 16-bit x, else of x's dtype. A narrower dtype is cast. None stands for ones or
+        zeros.
       running_mean, running_var: (C,), float32 for 16-bit x, else of x's dtype. The running variance is the biased one,
         as in Flax.
       training: a Python bool. True normalises with the batch's statistics and updates the running ones; False uses the

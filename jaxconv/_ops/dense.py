@@ -325,16 +325,16 @@ def dense(
       scale, residual, residual_scale, out_scale, out_dtype: of 8-bit x and w, see below.
       algorithm: forces one native algorithm, in forward and backward: "gemm", "sm90" (Hopper).
 
-    Where x and w have 8 bits, it is `conv2d`'s arithmetic of those, with the same types and bits::
+    Where x and w have 8 bits, the arithmetic and the types are those of `conv2d`'s 8-bit numbers::
 
         v = float32(x @ w) * scale[n] + b[n] + float32(residual) * residual_scale
         y = (activation(v) * out_scale).astype(out_dtype)  # 8 bits: rounded to nearest even, saturated
 
     `scale` is (N,) or a number, the residual has the result's shape. b is float32, one per column or a scalar. There
     are no c, alpha and beta, and integers without `scale` give their sums, int32. Such a call has no derivative. On
-    Hopper it is one pass (`sm90/eight`) of uint8, and where its tiles of 128 x 128 results are as many as the GPU's
-    multiprocessors. XLA has products of int8 and float8 too: sums of int8 alone, and fewer tiles, were not measured
-    and are its by default. implementation="native" takes whatever the kernel can run::
+    Hopper a kernel (`sm90/eight`) runs it in one pass if x or w is uint8, or if the kernel has at least as many tiles
+    of 128 x 128 results as the GPU has multiprocessors. XLA runs sums of int8 alone and calls of fewer tiles, which
+    were not measured yet. implementation="native" takes the kernel wherever it can run::
 
         q = jaxconv.dense(x, w, b, scale=x_scale * w_scale, activation="relu", out_scale=1 / y_scale)  # int8 of int8
 

@@ -189,7 +189,8 @@ def groupnorm(
 
     Args:
       x: (N, ..., C), at least two dimensions; float32, bfloat16, float16 or float64.
-      scale, bias: (C,), float32 for 16-bit x, else of x's dtype, or of a narrower one; None stands for ones and zeros.
+      scale, bias: (C,), float32 for 16-bit x, else of x's dtype. A narrower dtype is cast. None stands for ones or
+        zeros.
       groups: divides C. With one group this is layer-norm over pixels and channels, with C groups instance-norm.
       epsilon: added to the variance.
       activation: see `conv2d`.

@@ -34,7 +34,8 @@ def layernorm(
 
     Args:
       x: (..., C), at least one dimension; float32, bfloat16, float16 or float64.
-      scale, bias: (C,), float32 for 16-bit x, else of x's dtype, or of a narrower one; None stands for ones and zeros.
+      scale, bias: (C,), float32 for 16-bit x, else of x's dtype. A narrower dtype is cast. None stands for ones or
+        zeros.
       epsilon: added to the variance.
       activation: see `conv2d`.
       algorithm: forces one native algorithm: "rows", in which a warp reads a row once (CUDA only, at most 1024 channels
@@ -48,10 +49,10 @@ def layernorm(
       TypeError, ValueError: when the arguments do not fit together (at trace time), naming the argument, what it got
         and what was expected; ValueError when a forced implementation or algorithm cannot run, with the reason.
 
-    The variance is computed about a sample of the row, never as E[x^2] - E[x]^2: it has float32 accuracy even if the
-    mean is 10,000 times the deviation. Differentiable in every array, to any order, in both modes; the backward pass
-    keeps x, mean and rstd, and recomputes the rest. Sums over rows are in a fixed order. On meshes all axes but the
-    last may be split. Source: Ba et al. 2016 (arXiv:1607.06450).
+    The variance is computed about a sample of the row or about its mean, never as E[x^2] - E[x]^2: it has float32
+    accuracy even if the mean is 10,000 times the deviation. Differentiable in every array, to any order, in both
+    modes; the backward pass keeps x, mean and rstd, and recomputes the rest. Sums over rows are in a fixed order. On
+    meshes all axes but the last may be split. Source: Ba et al. 2016 (arXiv:1607.06450).
     """
     name = "layernorm"
     x = _problem.as_array(name, "x", x)

@@ -236,13 +236,13 @@ def squeeze_excite(
 
     Args:
       x: (N, ..., C), at least two dimensions; float32, bfloat16, float16 or float64.
-      w1, w2: (C, R) and (R, C), float32 for 16-bit x, else of x's dtype, or of a narrower one. The kernel of a 1x1
+      w1, w2: (C, R) and (R, C), float32 for 16-bit x, else of x's dtype. A narrower dtype is cast. The kernel of a 1x1
         convolution fits if you drop its first two axes.
       b1, b2: (R,) and (C,), of the same dtypes, or None.
       activation: of the hidden numbers; see `conv2d`.
       gate: "sigmoid" or "hard_sigmoid", relu6(z + 3) / 6, or jax.nn's function of that name.
-      algorithm: forces a native algorithm: "one_pass" (16 bytes divide the channels; R up to 2048; on a GPU of compute
-        capability 9.0 an image is shared by up to 8 CTAs, elsewhere one has all of it).
+      algorithm: forces a native algorithm: "one_pass" (channels in whole vectors of 16 bytes; R up to 2048; on a GPU
+        of compute capability 9.0 an image is shared by up to 8 CTAs, elsewhere one CTA has all of it).
       implementation: see `conv2d`. XLA runs it, whatever is asked for, where parameters are mapped (vmap) and where an
         image is split over devices.
 

@@ -77,7 +77,7 @@ class DgradSums(conv.Conv):
     """A dgrad that sums up for the batch-norm in front, or more calls: a dgrad that adds has a plan of its own then."""
 
     families = ("sm90",)
-    of_others = "only sm90 takes sums of its dgrad"
+    of_others = "only sm90 computes sums in its dgrad"
 
     def composed(self, p: ConvProblem, device: Device) -> Plan:
         parts = calls("parts", "a dgrad that adds, then the relu's derivative and sums")

@@ -84,5 +84,5 @@ class BatchNormConvBackward(Planner):
             return own
         if disabled("batchnorm_backward"):
             return Plan("calls", disabled_text(), "two")
-        reason = f"the gradient between the two is made where it is read: {own.reason}"
+        reason = f"the gradient between the two is computed where it is read: {own.reason}"
         return Plan("calls", reason, "normalised", candidates=own.candidates)

@@ -58,7 +58,7 @@ def xla_has(p: ScaledConvProblem, device: Device) -> str | None:
     if p.of_integers and (p.dtype, p.w_dtype) != ("int8", "int8"):
         return None
     if not p.scaled and p.of_integers:
-        return "XLA has products of int8 alone"
+        return "XLA has a product for sums of int8 without scales"
     tiles = -(-p.batch // 128) * -(-p.out_channels // 128)
     if tiles < device.sm_count:
         return (

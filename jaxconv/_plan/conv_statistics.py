@@ -32,7 +32,7 @@ def or_a_read(p: ConvProblem, device: Device) -> Plan:
 
 class ConvStatistics(conv.Conv):
     families = ("sm90",)
-    of_others = "only sm90's epilogue takes statistics of its result"
+    of_others = "only sm90's epilogue computes statistics of its result"
     rounded_before = "statistics are taken of the rounded result"
 
     def first(self, p: ConvProblem, device: Device) -> str:

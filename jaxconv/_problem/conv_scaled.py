@@ -150,8 +150,8 @@ class ScaledConvProblem(ConvProblem):
         )
         if p.bias == "row":
             raise ValueError(
-                f"dense: b has shape {like_b.shape}, expected ({p.n},), one per column, or a number, of 8-bit x and w. "
-                f"{seen}"
+                f"dense: b has shape {like_b.shape}, expected ({p.n},), one per column, or a number, for 8-bit x and "
+                f"w. {seen}"
             )
         y_shape = (*x.shape[:-1], p.n)
         if residual is not None and residual.shape != y_shape:

@@ -54,8 +54,9 @@ def accelerate(f: Callable[P, R], *, tune: bool = False) -> Accelerated[P, R]:
     * the same for int8, uint8 or float8 arrays, or floats converted from them, with the factors, bias, residual,
       activation, rounding, clipping and conversion to 8 bits behind it;
     * convolutions of other integers, alone;
-    * (..., K) @ (K, N) with the bias or activation that follows, where one follows; for 8-bit arrays as for such
-      convolutions, where factors, a bias or an activation follow the sums;
+    * (..., K) @ (K, N), if a bias or an activation follows, together with these;
+    * the same for 8-bit arrays, if factors, a bias or an activation follow the sums, with all that 8-bit convolutions
+      take in;
     * a batch-norm, in training and inference, with the residual add and the activation behind it;
     * group-norms and layer-norms;
     * `lax.reduce_window` with lax.max: `jaxconv.max_pool`;
@@ -101,7 +102,8 @@ def accelerate(f: Callable[P, R], *, tune: bool = False) -> Accelerated[P, R]:
       what replaced each one, or why it was left; and the calls that run before and after rules join neighbours, with
       the known times. `jaxconv.explain` of any function around it says the same, and more.
 
-    f is traced anew at each call: put `jax.jit` around it. With JAXCONV_DISABLE=all in the environment it is f itself.
+    f is traced anew at each call: put `jax.jit` around it. With JAXCONV_DISABLE=all in the
+    environment it only calls f.
 
     Raises:
       TypeError: if f is no function, or tune is neither True nor False. When called, if f puts arrays into dicts or

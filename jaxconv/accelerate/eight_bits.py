@@ -278,7 +278,7 @@ def find_scaled(node: Node, activations: Activations, adds: Callable[[Value], bo
 def _sums_of_product(form: _Dense, x: Value, w: Value) -> Fused:
     """The int32 sums of x @ w alone. Of int8 by int8 XLA has them; of others it multiplies numbers of 32 bits."""
     if [v.dtype.name for v in form.node.inputs] == ["int8", "int8"]:
-        raise Refusal("XLA has products of int8 alone")
+        raise Refusal("XLA has a product for sums of int8 without scales")
     options = dict.fromkeys(("activation", "precision", "algorithm", "implementation", "out_dtype"))
     options |= dict.fromkeys(("residual", "scale", "residual_scale", "out_scale"))
 

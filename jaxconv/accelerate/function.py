@@ -13,8 +13,9 @@ from jaxconv.accelerate.report import Report
 
 
 class Accelerated(Generic[P, R]):
-    """f, accelerated: a function with f's name and signature, which is bound as a method where f would be, and its
-    `report`."""
+    """What `accelerate` returns: a function with f's name and signature, and with the method `report`.
+
+    As an attribute of a class it is bound as a method, as f would be."""
 
     report: OfArguments[P, Report]
 
