@@ -253,7 +253,8 @@ DENSE: dict[str, tuple[Callable[..., Any], str]] = {
 def test_what_follows_an_8_bit_product_is_part_of_its_call(case):
     f, expected = DENSE[case]
     (finding,) = jaxconv.accelerate(f).report(XD, WD, S, B, RD)
-    assert finding.fused == expected
+    # Of so few rows the plan leaves a product to XLA on a GPU, and then floats stay floats.
+    assert finding.fused == ("" if helpers.PLATFORM == "cuda" and case == "floats that hold int8" else expected)
     plain, ours = (np.asarray(jax.jit(g)(XD, WD, S, B, RD)) for g in (f, jaxconv.accelerate(f)))
     assert plain.dtype == ours.dtype and plain.shape == ours.shape
     off = np.abs(plain.astype(np.float64) - ours)
@@ -301,7 +302,8 @@ def test_a_product_of_floats_that_hold_int8_is_one_of_floats_where_a_gpu_has_no_
     def f(x: Any, w: Any, b: Any) -> jax.Array:
         return jax.nn.relu(dot(f32(x), f32(w), preferred_element_type=None) + b)
 
-    (finding,) = jaxconv.accelerate(f).report(XD, WD, B)
+    with Device.assumed(Device("cpu", "cpu")):
+        (finding,) = jaxconv.accelerate(f).report(XD, WD, B)
     assert finding.fused == "dense of 8 bits + bias + relu"
     with Device.assumed(Device("cuda", "a GPU of 2016", (6, 0))):
         (finding,) = jaxconv.accelerate(f).report(XD, WD, B)

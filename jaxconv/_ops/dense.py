@@ -333,8 +333,8 @@ def dense(
     `scale` is (N,) or a number, the residual has the result's shape. b is float32, one per column or a scalar. There
     are no c, alpha and beta, and integers without `scale` give their sums, int32. Such a call has no derivative. On
     Hopper a kernel (`sm90/eight`) runs it in one pass if x or w is uint8, or if the kernel has at least as many tiles
-    of 128 x 128 results as the GPU has multiprocessors. XLA runs sums of int8 alone and calls of fewer tiles, which
-    were not measured yet. implementation="native" takes the kernel wherever it can run::
+    of 128 x 128 results as the GPU has multiprocessors. XLA runs sums of int8 alone and calls of fewer tiles, where
+    it is as fast or faster at most sizes. implementation="native" takes the kernel wherever it can run::
 
         q = jaxconv.dense(x, w, b, scale=x_scale * w_scale, activation="relu", out_scale=1 / y_scale)  # int8 of int8
 
