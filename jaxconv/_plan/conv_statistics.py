@@ -18,37 +18,32 @@ def op_of(p: ConvProblem) -> str:
 
 
 def or_more(p: ConvProblem, device: Device, read: bool) -> Plan:
-    """fprop with the statistics of its result, or what else takes passes over that: a read for its statistics, if
-    `read`, and an add.
+    """fprop with the statistics of its result, or a convolution and more passes: an add, and where `read` says that the
+    statistics are wanted alone, a read of the result.
 
-    What was measured beside it are two calls of which the batch-norm may read its input once, where it stays on the
-    device's multiprocessors; statistics alone take a pass more than what such a batch-norm takes without them. An array
-    that is added costs the kernel a read, and a convolution that does not add on its way a pass of its own.
+    What was measured beside it are two calls, of which the batch-norm may read its input once, where it stays on the
+    device's multiprocessors; statistics alone take a pass more. An array that is added costs the kernel a read, and a
+    convolution that adds on its way, too. To others the add is a pass of its own: two reads and a write.
     """
     op = op_of(p)
     fastest = choose.fastest(op, p, device)
-    near = measured.nearest(op, p, device, KERNEL)
-    adds = isinstance(p, AddedConvProblem) and p.residual
-    wins = fastest.implementation == "native"
-    if near is None or near.apart > measured.FAR or not (read or adds) or (wins and not adds):
-        return fastest
-    own = choose.made(op, KERNEL, p, device)
-    if isinstance(own, str):
+    near, own = measured.nearest(op, p, device, KERNEL), choose.made(op, KERNEL, p, device)
+    wins, adds = fastest.implementation == "native", isinstance(p, AddedConvProblem) and p.residual
+    read = read and not wins  # what was measured to be faster needs no more reasons
+    if near is None or near.apart > measured.FAR or isinstance(own, str) or not (read or adds):
         return fastest
     one, ours, others = conv.pass_over_y(near, p, device), near.native_ms[KERNEL], near.xla_ms
+    calls = "a convolution, an add" if adds else "a convolution"
+    calls += " and a read of its result" if read else " and a batch-norm"
     if adds:
         alone = choose.plan("conv_add", p.conv, device).implementation == "calls"
         ours, others = ours + one, others + (3 * one if alone else one)
-    # What was measured as faster needs no read to be so.
-    ratio = (others + one * (read and not wins)) / ours
-    calls = "a convolution, an add" if adds else "a convolution"
-    calls += " and a batch-norm" if wins or not read else " and a read of its result"
+    ratio = (others + one * read) / ours
     if ratio > near.margin:
         reason = f"{ratio:.2f} times faster than {calls} {near.where}"
         return dataclasses.replace(own, reason=reason, candidates=fastest.candidates)
-    if not wins:
-        return fastest
-    return PLANNERS[op].instead(f"{KERNEL} would have {ratio:.2f} of the speed of {calls} {near.where}")
+    reached = f"{KERNEL} would have {ratio:.2f} of the speed of {calls} {near.where}"
+    return PLANNERS[op].instead(reached, fastest.candidates) if wins else fastest
 
 
 class ConvStatistics(conv.Conv):
