@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 from tolerance import assert_exact, assert_within, eps
 
+import jaxconv
 from jaxconv import _plan, _problem
 from jaxconv._core import halo
 from jaxconv._ops import reference
@@ -41,6 +42,13 @@ def kernels(p: ConvProblem) -> list[ConvProblem]:
 
 # What is added, as AddedConvProblem has it: (bias, residual)
 ADDED = {"bias": (True, False), "residual": (False, True), "both": (True, True)}
+
+
+WIDTHS = {
+    "64 channels": dict(batch=3, out_channels=64),
+    "256 channels": dict(batch=3, out_channels=256),
+    "patches": dict(filter=(3, 2), stride=(3, 2), padding=((0, 0),) * 2, out_spatial=(3, 4)),  # rows are images
+}
 
 
 def adding(p: ConvProblem, added: str) -> AddedConvProblem:
@@ -99,11 +107,10 @@ def test_statistics_are_those_of_what_was_rounded(dtype):
 
 @pytest.mark.parametrize("added", ADDED)
 @pytest.mark.parametrize("dtype", [d for d in KERNEL_DTYPES if d != "float64"])
-@pytest.mark.parametrize("case", [*CASES, "64 channels", "256 channels"])
+@pytest.mark.parametrize("case", [*CASES, *WIDTHS])
 def test_statistics_of_sums_of_integers(case, dtype, added):
     """With a bias, a residual, or both: y is exact, and the statistics are those of the sum."""
-    channels = dict(out_channels=int(case.split()[0]), batch=3) if "64" in case or "256" in case else {}
-    p = adding(problem(dtype, **CASES.get(case, channels)), added)
+    p = adding(problem(dtype, **(CASES | WIDTHS)[case]), added)
     with types_of(dtype):
         sparse = integers(1, p.w_shape, 1) * (integers(2, p.w_shape, 3) > 1)
         x, w = jnp.asarray(integers(0, p.x_shape, 1), dtype), jnp.asarray(sparse, dtype)
@@ -202,6 +209,35 @@ def test_statistics_of_a_sum_have_derivatives_and_batch(x64):
             )
             for t, a in zip(together, alone, strict=True):
                 np.testing.assert_allclose(t[i], a, rtol=0, atol=1e-12)
+
+
+def test_a_block_and_its_norm_take_the_statistics_of_the_sum():
+    """As layers write it, forced as for a measurement: one convolution, and a batch-norm that reads it once. Others
+    read the sum too, and gradients are those of the two calls."""
+    dtype = "bfloat16" if PLATFORM == "cuda" else "float32"
+    forced: dict[str, Any] = dict(algorithm="sm90") if PLATFORM == "cuda" else dict(implementation="native")
+    p = problem(dtype)
+    shapes = p.x_shape, p.w_shape, (24,), p.y_shape
+    if not kernels(adding(p, "both")):
+        pytest.skip("no kernel of this device takes statistics in these types")
+    args = [jnp.asarray(normal(i, s, dtype), dtype) for i, s in enumerate(shapes)]
+    args[1] = 0.1 * args[1]
+    v = jnp.ones(24)
+
+    def block(x, w, b, residual, *, how):
+        z = jaxconv.conv2d(x, w, b, residual=residual, **how)
+        return z, jaxconv.batchnorm(z, v, v, v, v, training=True, activation="relu")[0]
+
+    def run(how):
+        f = jaxconv.accelerate(functools.partial(block, how=how))
+        return lambda *a: (f(*a), jax.grad(lambda *a: sum(jnp.sin(y).sum() for y in f(*a)), (0, 1, 2, 3))(*a))
+
+    ops = {call.op: call.count for call in jaxconv.explain(run(forced))(*args)}
+    assert ops["conv_add_statistics"] == 2 and not ops.keys() & {"conv_add", "conv", "conv_fprop", "batchnorm_train"}
+    got, want = jax.jit(run(forced))(*args), jax.jit(run(dict(implementation="xla")))(*args)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        a, b = (np.asarray(one, np.float64) for one in (a, b))
+        assert_within(a, b, 32 * eps(dtype) * max(1.0, np.abs(b).max()), "block")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
