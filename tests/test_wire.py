@@ -298,6 +298,17 @@ def test_the_direct_call_itself_is_right():
 
 BAD_CALLS = {
     "unknown_activation": ("conv", {"epilogue.activation": "swish"}, "unknown activation 'swish'"),
+    "statistics_of_an_activation": (
+        "conv_add_statistics",
+        {"epilogue.activation": "relu"},
+        "which no activation follows",
+    ),
+    "statistics_and_z": (
+        "conv_add_statistics",
+        {"epilogue.save_preactivation": np.int64(1)},
+        "which no activation follows",
+    ),
+    "statistics_without_their_bias": ("conv_add_statistics", {"epilogue.bias": np.int64(0)}, "operands"),
     "unknown_kernel": ("conv_fprop", {"plan.kernel": "winograd"}, "winograd"),
     "unknown_bias": ("dense", {"product.bias": "diagonal"}, "unknown bias kind 'diagonal'"),
     "stride_that_does_not_fit": ("conv_fprop", {"window.stride": np.array([2, 2])}, "extents disagree"),
