@@ -212,18 +212,17 @@ def _statistics_leave(p: ConvProblem, norm: BatchNormProblem, device: _plan.Devi
     return wants("conv_batchnorm", ConvBatchNormProblem(p, norm), device)
 
 
-def _convolution(v: Value) -> tuple[Node | None, ConvProblem | None]:
-    """The convolution whose result is v, with what it adds to its sums and nothing behind them, and its problem as one
-    that takes statistics."""
-    node = maker(v, "conv_fprop") or maker(v, "conv") or maker(v, "conv_add")
-    if node is None:
-        return None, None
-    p: ConvProblem = node.params["problem"]
-    if node.name == "jaxconv_conv_fprop":
-        return node, p
-    if p.activation.name != "none" or p.save_preactivation:
-        return None, None
-    return node, AddedConvProblem.of(p, node.name == "jaxconv_conv_add")
+def _convolution(v: Value) -> ConvProblem | None:
+    """The convolution that makes v, with what it adds to its sums and nothing behind them, as one that takes
+    statistics; None where v is made otherwise."""
+    node = maker(v, "conv_fprop")
+    if node is not None:
+        return node.params["problem"]
+    node = maker(v, "conv") or maker(v, "conv_add")
+    p: ConvProblem | None = node.params["problem"] if node is not None else None
+    if p is None or p.activation.name != "none" or p.save_preactivation:
+        return None
+    return AddedConvProblem.of(p, node.name == "jaxconv_conv_add")
 
 
 def _bare(p: BatchNormProblem) -> BatchNormProblem:
@@ -232,7 +231,7 @@ def _bare(p: BatchNormProblem) -> BatchNormProblem:
 
 def convolution_and_norm(program: Program, node: Node, device: _plan.Device) -> bool:
     p, (x, *rest) = node.params["problem"], node.inputs
-    before, of_conv = _convolution(x)
+    before, of_conv = x.node, _convolution(x)
     if of_conv is None or p.masked or not _statistics_leave(of_conv, p, device):
         return False
     count = len(before.inputs)
@@ -251,7 +250,7 @@ def convolution_and_norm(program: Program, node: Node, device: _plan.Device) -> 
 
 def convolution_and_moments(program: Program, node: Node, device: _plan.Device) -> bool:
     p, x = node.params["problem"], node.inputs[0]
-    before, of_conv = _convolution(x)
+    before, of_conv = x.node, _convolution(x)
     if of_conv is None or not _statistics_leave(of_conv, _bare(p), device):
         return False
 
