@@ -36,9 +36,9 @@ using ConvIntegerArrays = Arrays<in::X, in::W, out::Y>;
 Status ConvInteger(const Context& ctx, const IntegerConvProblem& p, const Plan& plan,
                    const ConvIntegerArrays& a, Workspace workspace);
 
-// y = conv(x, w), and of each of its channels, as rounded to dtype, the mean and the biased variance:
-// (K), float64 for float64, else float32. n * out_size() must not be 0.
-using ConvStatisticsArrays = Arrays<in::X, in::W, out::Y, out::Mean, out::Var>;
+// y = conv(x, w) + b + residual, both of which may be null, and of each of its channels, as rounded to dtype, the mean and
+// the biased variance: (K), float64 for float64, else float32. n * out_size() must not be 0.
+using ConvStatisticsArrays = Arrays<in::X, in::W, in::B, in::Residual, out::Y, out::Mean, out::Var>;
 Status ConvStatistics(const Context& ctx, const ConvProblem& p, const Plan& plan,
                       const ConvStatisticsArrays& a, Workspace workspace);
 

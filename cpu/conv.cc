@@ -97,8 +97,11 @@ Status ConvFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, co
 
 Status ConvStatistics(const Context& ctx, const ConvProblem& p, const Plan& plan,
                       const ConvStatisticsArrays& a, Workspace workspace) {
+  const Epilogue e = {a.b != nullptr, Activation::kNone, 0.0, false};
   JAXCONV_RETURN_IF_ERROR(ConvFprop(
-      ctx, p, kBare, plan, ConvFpropArrays(in::X(a.x), in::W(a.w), out::Y(a.y)), workspace));
+      ctx, p, e, plan,
+      ConvFpropArrays(in::X(a.x), in::W(a.w), in::B(a.b), in::Residual(a.residual), out::Y(a.y)),
+      workspace));
   BatchNormProblem norm = {};
   norm.batch = 1;
   norm.outer = p.channels_last ? p.n * p.out_size() : p.n;

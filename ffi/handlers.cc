@@ -182,6 +182,7 @@ const std::vector<Row>& Rows() {
       JAXCONV_OP("conv_integer", IntegerConv, ConvInteger, "x w", "y"),
       JAXCONV_OP("conv_add", Fprop, ConvFprop, "x w b? residual", "y z?"),
       JAXCONV_OP("conv_statistics", Statistics, ConvStatistics, "x w", "y mean var"),
+      JAXCONV_OP("conv_add_statistics", AddStatistics, ConvStatistics, "x w b? residual?", "y mean var"),
       JAXCONV_OP("conv_dgrad", Conv, ConvDgrad, "dy w", "dx"),
       JAXCONV_OP("conv_dgrad_add", Conv, ConvDgrad, "dy w c", "dx"),
       JAXCONV_OP("conv_wgrad", Conv, ConvWgrad, "x dy", "dw"),

@@ -36,6 +36,7 @@ inline uint32_t Given(const wire::Norm& norm) { return norm.residual ? kHasResid
 inline uint32_t Given(const wire::Pool& pool) { return pool.save ? kHasPosition : 0; }
 inline uint32_t Given(wire::WantDx want) { return want.value ? kHasDx : 0; }
 inline uint32_t Given(wire::WantDresidual want) { return want.value ? kHasDresidual : 0; }
+inline uint32_t Given(wire::Residual residual) { return residual.value ? kHasResidual : 0; }
 
 // All attributes but the plan, which every op has.
 template <typename... Attributes>
@@ -277,11 +278,26 @@ struct ScaledConv : ConvWith<wire::Epilogue, wire::Scaled> {
   }
 };
 
-struct Statistics : Conv {
-  using ConvWith::ConvWith;
+template <typename... More>
+struct StatisticsWith : ConvWith<More...> {
+  using ConvWith<More...>::ConvWith;
   Status End(const Call& call) const {
-    if (p.n * p.out_size() != 0) return Status::Ok();
+    if (this->p.n * this->p.out_size() != 0) return Status::Ok();
     return call.Invalid("y has no elements: there are no statistics of nothing");
+  }
+};
+
+using Statistics = StatisticsWith<>;
+
+// Of a convolution to which a bias and an array like y may be added.
+struct AddStatistics : StatisticsWith<wire::Epilogue, wire::Residual> {
+  using StatisticsWith::StatisticsWith;
+  Status Begin(const Call& call) {
+    Epilogue e = {};
+    JAXCONV_RETURN_IF_ERROR(ToEpilogue(call, std::get<1>(all), &e));
+    if (e.activation != Activation::kNone || e.save_preactivation)
+      return call.Invalid("statistics are of the sum, which no activation follows");
+    return Status::Ok();
   }
 };
 

@@ -15,7 +15,17 @@ from typing import Any
 
 from jaxconv._core.primitives import Kernel, Plain
 from jaxconv._ops.batchnorm import given, infer, signs, train
-from jaxconv._ops.conv import conv_add, conv_kernel, dgrad, dgrad_add, dgrad_sums, fprop, statistics, wgrad
+from jaxconv._ops.conv import (
+    add_statistics,
+    conv_add,
+    conv_kernel,
+    dgrad,
+    dgrad_add,
+    dgrad_sums,
+    fprop,
+    statistics,
+    wgrad,
+)
 from jaxconv._ops.conv_normalised import normalised, normalised_wgrad
 from jaxconv._ops.dense import dense_gradient, dense_kernel, matmul
 from jaxconv._ops.groupnorm import norm
@@ -23,7 +33,7 @@ from jaxconv._ops.pool import kernel as max_pool
 from jaxconv._ops.squeeze_excite import excite
 
 _CONVS = (
-    *(fprop, dgrad, dgrad_add, dgrad_sums, wgrad, conv_kernel, conv_add, statistics),
+    *(fprop, dgrad, dgrad_add, dgrad_sums, wgrad, conv_kernel, conv_add, statistics, add_statistics),
     *(normalised, normalised_wgrad),
 )
 _DENSES = (matmul, dense_kernel, dense_gradient)

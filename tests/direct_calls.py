@@ -22,7 +22,7 @@ from jaxconv._ops import conv as conv_module
 from jaxconv._ops import conv_integer
 from jaxconv._ops.batchnorm import backward_add, dx_of_sums, moments, shortcut_backward, shortcut_problem, signs
 from jaxconv._ops.dense import dense_gradient
-from jaxconv._problem import BatchNormProblem, ConvProblem, DenseProblem, IntegerConvProblem
+from jaxconv._problem import AddedConvProblem, BatchNormProblem, ConvProblem, DenseProblem, IntegerConvProblem
 from jaxconv.joints import region
 
 KERNELS = {kernel.name: kernel for kernel in primitives.KERNELS.values()}
@@ -131,6 +131,14 @@ def narrow_operands() -> tuple[jax.Array, ...]:
     return tuple(jnp.ones(s, "float32" if len(s) == 1 else "int8") for s in shapes)
 
 
+def statistics_of_sum(x: jax.Array, w: jax.Array, b: jax.Array, residual: jax.Array, **how: Any) -> list[jax.Array]:
+    """A convolution, its bias and a residual with the statistics of their sum, by the kernel."""
+    options: dict[str, Any] = dict.fromkeys(("activation", "precision", "implementation", "algorithm")) | how
+    options |= dict(stride=1, padding="SAME", dilation=1, groups=1, layout="NHWC", return_preactivation=False)
+    p = ConvProblem.infer("conv2d", 2, x, w, b, **options)
+    return conv_module.with_statistics(AddedConvProblem.of(p, True), x, w, b, residual)
+
+
 def integer_problem(lhs: Any, rhs: Any, *args: Any, **given: Any) -> IntegerConvProblem:
     """Of lax.conv_general_dilated(lhs, rhs, *args, **given)."""
     like = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (lhs, rhs)]
@@ -209,6 +217,11 @@ def _programs() -> dict[str, tuple[str, Any, Any]]:
             lambda x, w: jaxconv.conv_batchnorm(x, w, u, u, u, u, training=True, **native),
             aligned,
         ),
+        "conv_add_statistics": (
+            "conv_add_statistics",
+            functools.partial(statistics_of_sum, **forced),
+            (*aligned, jnp.ones(16, wide), jnp.ones((2, 5, 6, 16), wide)),
+        ),
         "conv_dgrad": ("conv_dgrad", jax.grad(lambda x, w: conv(x, w).sum()), (x, w)),
         "conv_dgrad_add": ("conv_dgrad_add", jax.grad(functools.partial(used_twice, **forced)), aligned),
         "conv_wgrad": ("conv_wgrad", jax.grad(lambda x, w: conv(x, w).sum(), 1), (x, w)),
@@ -257,6 +270,7 @@ def _programs() -> dict[str, tuple[str, Any, Any]]:
 YOUNGER = (
     *(
         "conv_add",
+        "conv_add_statistics",
         "conv_dgrad_sums",
         "conv_integer",
         "conv_scaled",

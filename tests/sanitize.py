@@ -36,7 +36,17 @@ from jaxconv import _plan, _problem
 from jaxconv._core import activations, primitives
 from jaxconv._ops import conv_integer, conv_scaled
 from jaxconv._ops.batchnorm import backward, backward_add, dx_of_sums, infer, moments, shortcut_backward, signs, train
-from jaxconv._ops.conv import conv_add, conv_kernel, dgrad, dgrad_add, dgrad_sums, fprop, statistics, wgrad
+from jaxconv._ops.conv import (
+    add_statistics,
+    conv_add,
+    conv_kernel,
+    dgrad,
+    dgrad_add,
+    dgrad_sums,
+    fprop,
+    statistics,
+    wgrad,
+)
 from jaxconv._ops.conv_normalised import normalised, normalised_dx, normalised_gradient, normalised_wgrad
 from jaxconv._ops.dense import dense_gradient, dense_kernel, matmul
 from jaxconv._ops.groupnorm import backward as group_backward
@@ -47,6 +57,7 @@ from jaxconv._ops.squeeze_excite import backward as squeeze_backward
 from jaxconv._ops.squeeze_excite import excite
 from jaxconv._plan import conv, dense, depthwise, domain, sm90
 from jaxconv._problem import (
+    AddedConvProblem,
     BatchNormProblem,
     ConvProblem,
     DenseProblem,
@@ -196,6 +207,8 @@ def conv_calls(dtype: str, last: bool, algorithm: str, precision: str, shape: tu
     )
     bare = p.bare()
     calls = [(conv_kernel, p), (conv_add, p), (fprop, bare), (statistics, bare)]
+    sums = (p.affine(), False), (bare, True), (p.affine(), True)
+    calls += [(add_statistics, AddedConvProblem.of(*added)) for added in sums]
     if algorithm.startswith("depthwise"):
         # Of variances above -8, which random ones are.
         of_norm = dict(vars(bare), epsilon=8.0)

@@ -18,10 +18,12 @@ from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 from tolerance import assert_exact, assert_within, eps
 
+import jaxconv
 from jaxconv import _plan, _problem
 from jaxconv._core import halo
-from jaxconv._ops.conv import fprop, statistics
-from jaxconv._problem import CONV_ALGORITHMS, ConvProblem
+from jaxconv._ops import reference
+from jaxconv._ops.conv import fprop, statistics, with_statistics
+from jaxconv._problem import CONV_ALGORITHMS, AddedConvProblem, ConvProblem
 
 
 def problem(dtype: str = "float32", **changed: Any) -> ConvProblem:
@@ -34,7 +36,24 @@ def problem(dtype: str = "float32", **changed: Any) -> ConvProblem:
 def kernels(p: ConvProblem) -> list[ConvProblem]:
     """p with every algorithm that gives statistics on this device."""
     forced = [dataclasses.replace(p, algorithm=a) for a in CONV_ALGORITHMS]
-    return [f for f in forced if _plan.supports("conv_statistics", f.algorithm, f, DEVICE) is None]
+    op = "conv_add_statistics" if isinstance(p, AddedConvProblem) else "conv_statistics"
+    return [f for f in forced if _plan.supports(op, f.algorithm, f, DEVICE) is None]
+
+
+# What is added, as AddedConvProblem has it: (bias, residual)
+ADDED = {"bias": (True, False), "residual": (False, True), "both": (True, True)}
+
+
+WIDTHS = {
+    "64 channels": dict(batch=3, out_channels=64),
+    "256 channels": dict(batch=3, out_channels=256),
+    "patches": dict(filter=(3, 2), stride=(3, 2), padding=((0, 0),) * 2, out_spatial=(3, 4)),  # rows are images
+}
+
+
+def adding(p: ConvProblem, added: str) -> AddedConvProblem:
+    bias, residual = ADDED[added]
+    return AddedConvProblem.of(dataclasses.replace(p, bias=bias), residual)
 
 
 # A GPU has statistics from sm90 alone, which takes 16 bits and channels last.
@@ -86,6 +105,59 @@ def test_statistics_are_those_of_what_was_rounded(dtype):
             assert_within(var, expected, 64 * eps(mean.dtype.name) * (1 + expected), forced.algorithm)
 
 
+@pytest.mark.parametrize("added", ADDED)
+@pytest.mark.parametrize("dtype", [d for d in KERNEL_DTYPES if d != "float64"])
+@pytest.mark.parametrize("case", [*CASES, *WIDTHS])
+def test_statistics_of_sums_of_integers(case, dtype, added):
+    """With a bias, a residual, or both: y is exact, and the statistics are those of the sum."""
+    p = adding(problem(dtype, **(CASES | WIDTHS)[case]), added)
+    with types_of(dtype):
+        sparse = integers(1, p.w_shape, 1) * (integers(2, p.w_shape, 3) > 1)
+        x, w = jnp.asarray(integers(0, p.x_shape, 1), dtype), jnp.asarray(sparse, dtype)
+        b, residual = integers(3, (p.out_channels,), 9), integers(4, p.y_shape, 5)
+        more = [a for a, given in zip((b, residual), ADDED[added], strict=True) if given]
+        expected = np.asarray(fprop(dataclasses.replace(p.conv.bare(), implementation="xla"), x, w), np.float64)
+        expected = expected + sum(more)
+        forced_kernels = kernels(p)
+        assert forced_kernels
+        for forced in forced_kernels:
+            y, mean, var = jax.jit(functools.partial(with_statistics, forced))(
+                x, w, *(jnp.asarray(a, dtype) for a in more)
+            )
+            assert_exact(y, expected, forced.algorithm)
+            few = 8 * eps(mean.dtype.name)
+            assert_within(mean, expected.mean((0, 1, 2)), few * np.abs(expected).max(), f"mean, {forced.algorithm}")
+            assert_within(var, expected.var((0, 1, 2)), few * (expected**2).max(), f"variance, {forced.algorithm}")
+
+
+@pytest.mark.parametrize("added", ADDED)
+@pytest.mark.parametrize("dtype", [d for d in KERNEL_DTYPES if d != "float64"])
+def test_what_is_added_is_rounded_once(dtype, added):
+    """y is within half an ulp of the sum, but for the products' own rounding; the statistics are those of y."""
+    p = adding(problem(dtype, batch=9), added)
+    x, w = normal(0, p.x_shape, dtype), 0.1 * normal(1, p.w_shape, dtype)
+    more = [
+        a
+        for a, given in zip((normal(2, (24,), dtype), normal(3, p.y_shape, dtype)), ADDED[added], strict=True)
+        if given
+    ]
+    args = [jnp.asarray(a, dtype) for a in (x, w, *more)]
+    wide = [np.asarray(a, np.float64) for a in args]
+    with jax.enable_x64(True):
+        q = dataclasses.replace(p.conv.bare(), dtype="float64", implementation="xla")
+        exact = np.asarray(fprop(q, *map(jnp.asarray, wide[:2]))) + sum(wide[2:])
+    with types_of(dtype):
+        for forced in kernels(p):
+            y, mean, var = jax.jit(functools.partial(with_statistics, forced))(*args)
+            written = np.asarray(y, np.float64)
+            # Half an ulp, and of the products, which are summed in float32 where y has 16 bits
+            products = 64 * eps("float32")
+            assert_within(y, exact, 0.5 * eps(dtype) * np.abs(exact) + products, forced.algorithm)
+            assert_within(mean, written.mean((0, 1, 2)), 64 * eps(mean.dtype.name), forced.algorithm)
+            expected = written.var((0, 1, 2))
+            assert_within(var, expected, 64 * eps(mean.dtype.name) * (1 + expected), forced.algorithm)
+
+
 @pytest.mark.parametrize("dtype", [d for d in KERNEL_DTYPES if d in ("float32", "float16")])
 def test_variance_is_right_where_the_mean_is_far_from_zero(dtype):
     """1e4 deviations in float32; in float16, whose integers end at 2048, 1000 ones of 1."""
@@ -120,6 +192,54 @@ def test_statistics_have_derivatives_and_batch(x64):
             np.testing.assert_allclose(t, a, rtol=0, atol=1e-12)
 
 
+def test_statistics_of_a_sum_have_derivatives_and_batch(x64):
+    if PLATFORM != "cpu":
+        pytest.skip("float64 has no native CUDA kernels")
+    small = dict(in_spatial=(3, 2), out_spatial=(3, 2), in_channels=2, out_channels=3, implementation="native")
+    p = adding(problem("float64", **small), "both")
+    f = functools.partial(with_statistics, p)
+    args = [jnp.asarray(normal(i, s)) for i, s in enumerate((p.x_shape, p.w_shape, (3,), p.y_shape))]
+    check_grads(f, args, order=1)
+    for axes in ((0, None, None, None), (None, 0, 0, None), (None, None, None, 0), (None, None, 0, None)):
+        mapped = [jnp.stack([a, 2 * a]) if axis == 0 else a for a, axis in zip(args, axes, strict=True)]
+        together = jax.vmap(f, axes)(*mapped)
+        for i in range(2):
+            alone = reference.conv_statistics(
+                p, *(a[i] if axis == 0 else a for a, axis in zip(mapped, axes, strict=True))
+            )
+            for t, a in zip(together, alone, strict=True):
+                np.testing.assert_allclose(t[i], a, rtol=0, atol=1e-12)
+
+
+def test_a_block_and_its_norm_take_the_statistics_of_the_sum():
+    """As layers write it, forced as for a measurement: one convolution, and a batch-norm that reads it once. Others
+    read the sum too, and gradients are those of the two calls."""
+    dtype = "bfloat16" if PLATFORM == "cuda" else "float32"
+    forced: dict[str, Any] = dict(algorithm="sm90") if PLATFORM == "cuda" else dict(implementation="native")
+    p = problem(dtype)
+    shapes = p.x_shape, p.w_shape, (24,), p.y_shape
+    if not kernels(adding(p, "both")):
+        pytest.skip("no kernel of this device takes statistics in these types")
+    args = [jnp.asarray(normal(i, s, dtype), dtype) for i, s in enumerate(shapes)]
+    args[1] = 0.1 * args[1]
+    v = jnp.ones(24)
+
+    def block(x, w, b, residual, *, how):
+        z = jaxconv.conv2d(x, w, b, residual=residual, **how)
+        return z, jaxconv.batchnorm(z, v, v, v, v, training=True, activation="relu")[0]
+
+    def run(how):
+        f = jaxconv.accelerate(functools.partial(block, how=how))
+        return lambda *a: (f(*a), jax.grad(lambda *a: sum(jnp.sin(y).sum() for y in f(*a)), (0, 1, 2, 3))(*a))
+
+    ops = {call.op: call.count for call in jaxconv.explain(run(forced))(*args)}
+    assert ops["conv_add_statistics"] == 2 and not ops.keys() & {"conv_add", "conv", "conv_fprop", "batchnorm_train"}
+    got, want = jax.jit(run(forced))(*args), jax.jit(run(dict(implementation="xla")))(*args)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        a, b = (np.asarray(one, np.float64) for one in (a, b))
+        assert_within(a, b, 32 * eps(dtype) * max(1.0, np.abs(b).max()), "block")
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Meshes
 
@@ -136,10 +256,15 @@ SPLITS = {
 }
 
 
+SPLITS_OF_SUMS = ("images, filters", "images, rows", "rows, their ends again", "inputs", "groups")
+
+
 @pytest.mark.skipif(jax.device_count() < 4, reason="it takes four devices")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
-@pytest.mark.parametrize("case", SPLITS)
-def test_statistics_of_shards_are_merged(case, kind, monkeypatch):
+@pytest.mark.parametrize(
+    "case, added", [*((case, "") for case in SPLITS), *((case, "both") for case in SPLITS_OF_SUMS)]
+)
+def test_statistics_of_shards_are_merged(case, added, kind, monkeypatch):
     """Far from zero, and not alike in every shard; nothing is gathered."""
     if "again" in case:
         monkeypatch.setattr(halo, "LEAST_COPY", 0)
@@ -165,16 +290,23 @@ def test_statistics_of_shards_are_merged(case, kind, monkeypatch):
         jnp.asarray(x, "float32"), jnp.asarray(w, "float32"), (1, 1), padding, feature_group_count=groups,
         dimension_numbers=("NHWC", "HWIO", "NHWC"), precision="highest",
     )  # fmt: skip
+    more = []  # b as w's last axis is split; the residual as y is, all but its channels
+    if added:
+        p, more = adding(p, added), [(normal(2, y.shape[3:]), P(w_spec[-1] if len(w_spec) == 4 else None))]
+        split = [*x_spec, *[None] * (4 - len(x_spec))][:3]
+        more.append((normal(3, y.shape), P(*split, more[0][1][0])))
+        y = y + sum(jnp.asarray(a, "float32") for a, _ in more)
     wide = np.asarray(y, np.float64)
 
-    def run(x, w):
-        got, *moments = statistics(p, x, w)
+    def run(*args):
+        got, *moments = with_statistics(p, *args)
         # A program does not give away shards of unequal sizes.
         return [got.max() if "uneven" in case else got, *moments]
 
     with jax.set_mesh(mesh):
         placed = [
-            jax.device_put(jnp.asarray(a, "float32"), NamedSharding(mesh, s)) for a, s in ((x, x_spec), (w, w_spec))
+            jax.device_put(jnp.asarray(a, "float32"), NamedSharding(mesh, s))
+            for a, s in ((x, x_spec), (w, w_spec), *more)
         ]
         compiled = jax.jit(run).lower(*placed).compile()
         got, mean, var = compiled(*placed)
@@ -186,7 +318,8 @@ def test_statistics_of_shards_are_merged(case, kind, monkeypatch):
     }
     merged = set() if case in ("inputs", "groups") else {"all-reduce"}
     assert found == set(exchanges) | merged
-    assert ('custom_call_target="jaxconv_conv_statistics' in text) == (
+    target = "jaxconv_conv_add_statistics" if added else "jaxconv_conv_statistics"
+    assert (f'custom_call_target="{target}' in text) == (
         case not in ("inputs", "uneven rows", "rows, their ends again")
     )
     np.testing.assert_allclose(got, y.max() if "uneven" in case else y, rtol=1e-6)
@@ -239,3 +372,43 @@ def test_what_a_map_over_filters_leaves_without_a_kernel_is_two_calls(code_for_g
     assert plan.implementation == "xla" and "needs multiples of 64 channels a group" in plan.reason
     with pytest.raises(ValueError, match="cannot run conv_statistics"):
         _plan.plan("conv_statistics", dataclasses.replace(p, algorithm="sm90"), H100)
+
+
+def of_boards(**changed: Any) -> ConvProblem:
+    """A tower's convolution: 2048 boards of 19x19, 128 channels."""
+    boards = dict(batch=2048, in_channels=128, out_channels=128, in_spatial=(19, 19), out_spatial=(19, 19))
+    precision = _problem.parse_precision("conv2d", None)
+    return problem("bfloat16", **boards, precision=precision, **changed)
+
+
+@pytest.mark.parametrize("added", ADDED)
+def test_the_plan_of_a_block_of_boards(added, code_for_gpus):
+    """739,328 rows fit on no chip: what is saved is a read of them, and an add of its own where no kernel adds."""
+    p = adding(of_boards(), added)
+    norm = _problem.BatchNormProblem("batchnorm", p.dtype, p.y_shape, 3, True, 0.9, 1e-5)
+    pair = _problem.ConvBatchNormProblem(p, norm)
+    bare = _problem.ConvBatchNormProblem(of_boards(), norm)
+    plans = [_plan.plan(*asked, H100) for asked in (("conv_batchnorm", pair), ("conv_batchnorm", bare))]
+    plans.append(_plan.plan("conv_add_statistics", p, H100))
+    assert [plan.kernel for plan in plans] == ["statistics", "statistics", "sm90/statistics"]
+    gains = [float(re.match(r"([0-9.]+) times faster", plan.reason)[1]) for plan in plans]
+    _, residual = ADDED[added]
+    assert ("an add" in plans[0].reason) == residual
+    assert gains[0] > gains[1] if residual else gains[0] == gains[1]
+
+
+def test_statistics_of_a_sum_can_be_forced_and_refused(code_for_gpus):
+    p = adding(problem("bfloat16"), "both")
+    pair = _problem.ConvBatchNormProblem(dataclasses.replace(p, algorithm="sm90"), None)
+    assert _plan.plan("conv_batchnorm", pair, A100).kernel == "two"
+    assert _plan.plan("conv_batchnorm", pair, H100).kernel == "statistics"
+    plan = _plan.plan("conv_add_statistics", pair.conv, H100)
+    assert (plan.kernel, plan.reason) == ("sm90/statistics", "algorithm='sm90' was asked for")
+    xla = dataclasses.replace(p, implementation="xla")
+    assert _plan.plan("conv_add_statistics", xla, H100).implementation == "xla"
+    assert (
+        "jaxconv"
+        not in jax.jit(functools.partial(with_statistics, xla))
+        .lower(*(jnp.ones(s, "bfloat16") for s in (p.x_shape, p.w_shape, (24,), p.y_shape)))
+        .as_text()
+    )

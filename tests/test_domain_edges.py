@@ -351,6 +351,11 @@ YES_AND_NO: dict[str, tuple[Callable[[], Refusal], Callable[[], Refusal], str]] 
         lambda: of_conv("sm90/statistics", conv(), "conv_statistics", "128x128"),
         "only sm90's epilogue",
     ),
+    "direct sums nothing up that it adds to": (
+        lambda: of_conv("direct", conv(), "conv_add_statistics"),
+        lambda: of_conv("sm90/statistics", conv(), "conv_add_statistics", "128x128"),
+        "only sm90's epilogue",
+    ),
     "normalised by sm90": (
         lambda: of_conv("sm90/product", normalised(), "conv_normalised", "128x128"),
         lambda: of_conv("depthwise/rows", normalised(), "conv_normalised"),

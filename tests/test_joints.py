@@ -90,6 +90,14 @@ def preactivation(x, w, scale, bias):
     return x + conv(jax.nn.relu(norm(x, scale, bias)), w)
 
 
+def tower(x, w1, c1, w2, c2, w3, c3, w4, c4, scale, bias):
+    """Two blocks that add before their activations, with biases in the convolutions."""
+    for w, c, v, d in ((w1, c1, w2, c2), (w3, c3, w4, c4)):
+        y = conv(jax.nn.relu(norm(x, scale, bias)), w) + c
+        x = x + (conv(jax.nn.relu(norm(y, scale, bias)), v) + d)
+    return norm(x, scale, bias)
+
+
 def layers(x, w1, b1, w2, b2, *, act=jax.nn.gelu, out=lambda y: y):
     return out(act(x @ w1 + b1) @ w2 + b2)
 
@@ -196,6 +204,48 @@ ROWS: dict[str, Row] = {
         "conv_fprop batchnorm_train",
         "conv_batchnorm",
         functools.partial(pair, ours=True),
+    ),
+    "statistics, bias": Row(  # in front of which somebody else reads the result: else the norm has the bias
+        lambda x, w, b, *v: (norm(z := conv(x, w) + b, *v), jnp.sin(z)),
+        (X, (3, 3, 8, 8), V, V, V),
+        {STATISTICS: 1, BIAS: 1},
+        {"conv_add_statistics": 1, "batchnorm_backward": 1},
+        "conv batchnorm_train",
+        "conv_batchnorm",
+    ),
+    "statistics, residual": Row(
+        lambda x, r, w, *v: (norm(z := r + conv(x, w), *v), jnp.sin(z)),
+        (X, X, (3, 3, 8, 8), V, V),
+        {STATISTICS: 1},
+        {"conv_add_statistics": 1},
+        "conv_add conv_fprop batchnorm_train",
+        "conv_batchnorm",
+    ),
+    "statistics, blocks": Row(  # before activations: of a block's sum, and of what is between its convolutions
+        tower,
+        (X, *[(3, 3, 8, 8), V] * 4, V, V),
+        {STATISTICS: 4, BIAS: 2},
+        {"conv_add_statistics": 2, "conv_statistics": 2},
+        "conv conv_add conv_fprop",
+        "conv_batchnorm",
+    ),
+    "statistics, shortcut": Row(  # alone: a batch-norm's two walks are with another's
+        lambda x, r, w, b, v, s1, b1, s2, b2: (
+            jax.nn.silu(norm(z := r + (conv(x, w) + b), s1, b1) + norm(conv(x, v), s2, b2)) + z
+        ),
+        (X, X, (3, 3, 8, 8), V, (1, 1, 8, 8), V, V, V, V),
+        {SHORTCUT: 1, ALONE: 2, ADD: 1},
+        {"conv_add_statistics": 1, "conv_statistics": 1},
+        wants="batchnorm_shortcut conv_batchnorm",
+    ),
+    "statistics, activation": Row(
+        lambda x, w, b, *v: norm(jax.nn.relu(conv(x, w) + b), *v),
+        (X, (3, 3, 8, 8), V, V, V),
+        {},
+        {"conv": 1, "batchnorm_train": 1},
+        "conv_add_statistics",
+        "conv_batchnorm",
+        ruled_out=True,
     ),
     "sums": Row(
         two_blocks,
@@ -553,7 +603,7 @@ def test_policies_keep_what_they_name(row, took):
     def products(policy: Any) -> dict[str, int]:
         f = total(ours(row)) if policy is None else jax.checkpoint(total(ours(row)), policy=policy)
         found = equations(gradients(f), *args)
-        kinds = re.compile(r"jaxconv_(conv|conv_(fprop|add|statistics|normalised)|dense|matmul)$")
+        kinds = re.compile(r"jaxconv_(conv|conv_(fprop|add|statistics|add_statistics|normalised)|dense|matmul)$")
         return {name: n for name, n in found.items() if kinds.match(name)}
 
     once, policies = products(None), jaxconv.checkpoint_policies

@@ -23,6 +23,7 @@ from direct_calls import (
     norm_dx,
     norm_moments,
     of_integers,
+    statistics_of_sum,
     sums_operands,
     used_twice,
     with_signs,
@@ -50,7 +51,10 @@ def example(name: str) -> tuple[Any, tuple[Any, ...]]:
     if name in ON_GPUS and PLATFORM == "cpu":
         pytest.skip(f"{name} has no native kernel on a CPU")
     if (
-        (name in ("conv_statistics", "conv_dgrad_add", *ON_GPUS) or name.startswith("conv_normalised"))
+        (
+            name in ("conv_statistics", "conv_add_statistics", "conv_dgrad_add", *ON_GPUS)
+            or name.startswith("conv_normalised")
+        )
         and PLATFORM == "cuda"
         and DEVICE.compute_capability != (9, 0)
     ):
@@ -77,6 +81,10 @@ def example(name: str) -> tuple[Any, tuple[Any, ...]]:
         "conv_integer": (of_integers, (x.astype("int8"), jnp.ones((3, 3, 2, 6), "int8"))),
         "conv_scaled": (narrow, narrow_operands()),
         "conv_statistics": (lambda x, w: pair(x, w, u, u, u, u, training=True, **native), aligned),
+        "conv_add_statistics": (
+            functools.partial(statistics_of_sum, **added),
+            (*aligned, u.astype(aligned[0].dtype), jnp.ones((2, 5, 5, 16), aligned[0].dtype)),
+        ),
         "conv_dgrad": (jax.grad(lambda x, w: conv(x, w).sum()), (x, w)),
         "conv_dgrad_add": (jax.grad(functools.partial(used_twice, **added)), aligned),
         "conv_dgrad_sums": (dz_and_sums, sums_operands()),
@@ -164,6 +172,7 @@ FORMAT = {
     "conv_integer": {"window": INTEGERS, "plan": PLAN},
     "conv_scaled": {"window": WINDOW, "epilogue": EPILOGUE, "scaled": SCALED, "plan": PLAN},
     "conv_statistics": {"window": WINDOW, "plan": PLAN},
+    "conv_add_statistics": {"window": WINDOW, "epilogue": EPILOGUE, "residual": "i64", "plan": PLAN},
     "conv_dgrad": {"window": WINDOW, "plan": PLAN},
     "conv_dgrad_add": {"window": WINDOW, "plan": PLAN},
     "conv_dgrad_sums": {"window": WINDOW, "plan": PLAN},
@@ -289,6 +298,17 @@ def test_the_direct_call_itself_is_right():
 
 BAD_CALLS = {
     "unknown_activation": ("conv", {"epilogue.activation": "swish"}, "unknown activation 'swish'"),
+    "statistics_of_an_activation": (
+        "conv_add_statistics",
+        {"epilogue.activation": "relu"},
+        "which no activation follows",
+    ),
+    "statistics_and_z": (
+        "conv_add_statistics",
+        {"epilogue.save_preactivation": np.int64(1)},
+        "which no activation follows",
+    ),
+    "statistics_without_their_bias": ("conv_add_statistics", {"epilogue.bias": np.int64(0)}, "operands"),
     "unknown_kernel": ("conv_fprop", {"plan.kernel": "winograd"}, "winograd"),
     "unknown_bias": ("dense", {"product.bias": "diagonal"}, "unknown bias kind 'diagonal'"),
     "stride_that_does_not_fit": ("conv_fprop", {"window.stride": np.array([2, 2])}, "extents disagree"),

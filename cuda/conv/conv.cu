@@ -95,10 +95,10 @@ Status ConvFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, co
 
 Status ConvStatistics(const Context& ctx, const ConvProblem& p, const Plan& plan,
                       const ConvStatisticsArrays& a, Workspace workspace) {
-  JAXCONV_RETURN_IF_ERROR(
-      Confirm(ConvOp::kStatistics, "conv_statistics", p, plan, workspace, {a.x, a.w, a.y}));
-  return Sm90Statistics(ctx, conv::FoldPatches(p, false), plan, a.x, a.w, a.y, a.mean, a.var,
-                        workspace);
+  JAXCONV_RETURN_IF_ERROR(Confirm(ConvOp::kStatistics, "conv_statistics", p, plan, workspace,
+                                  {a.x, a.w, a.b, a.residual, a.y}));
+  return Sm90Statistics(ctx, conv::FoldPatches(p, false), plan, a.x, a.w, a.b, a.residual, a.y,
+                        a.mean, a.var, workspace);
 }
 
 Status ConvDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan,

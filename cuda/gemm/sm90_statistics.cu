@@ -6,14 +6,19 @@
 // merging with what it has of these columns; so what is exact in the sums stays exact, whatever the
 // mean is. A warpgroup makes one part of all its rows.
 //
+// Products to which a matrix or a bias is added have a kernel of their own: as a branch in one kernel, its code and its
+// registers would be the bare product's too.
+//
 // What it costs is shared memory, not issue slots: each output is read once more, half of what the
 // epilogue moves without. (Exchanging accumulators by shuffles instead moves as much.) On an H200 3x3
 // products take 2 to 7 % longer with it, the combining included. A part of each box with its own
 // exchange of lanes took 13 to 120 %, a part of each tile up to 25 %.
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/gemm/moments.cuh"
 #include "cuda/gemm/sm90_columns.cuh"
+#include "cuda/gemm/sm90_plain.cuh"
 #include "cuda/gemm/sm90_statistics.h"
 
 namespace jaxconv::cuda {
@@ -123,23 +128,53 @@ struct ColumnMoments {
   float mean[kChunks][2], m2[kChunks][2];
 };
 
-template <typename Tile>
+// What a bare product has in the place of Sm90Affine: nothing.
+struct Sm90Bare {
+  __device__ __forceinline__ Sm90Bare(const Sm90Product&, int, int) {}
+};
+
+// kAffine: d = sum + added + bias, as Sm90Plain's.
+template <typename Tile, bool kAffine>
 struct Sm90Moments : Sm90EpilogueDefaults {
   using Args = Sm90Parts;
   using Walk = Sm90OneColumn;
+  using Affine = std::conditional_t<kAffine, Sm90Affine<Tile>, Sm90Bare>;
   using T = typename Tile::T;
   static constexpr int kChunks = Tile::kTileN / 64;
   // Boxes of a pair that are of the same rows
   static constexpr int kTogether = kChunks > 1 ? 2 : 1;
   static_assert(Tile::kBlocks * kChunks % 2 == 0);
 
-  __device__ __forceinline__ Sm90Moments(const Sm90Product&, const Args&, uint32_t shared,
+  static __device__ __forceinline__ int Behind(const Sm90Product& p) {
+    if constexpr (kAffine) return Affine::Behind(p);
+    return 0;
+  }
+
+  template <typename Ring>
+  static __device__ __forceinline__ void Produce(const Sm90Product& p, const Args&,
+                                                 const Sm90Place& at, Ring& ring) {
+    if constexpr (kAffine) Affine::template Produce<false>(p, at, ring);
+  }
+
+  __device__ __forceinline__ Sm90Moments(const Sm90Product& p, const Args&, uint32_t shared,
                                          int group, int block0)
-      : outbox(shared, group + 1), block0(block0) {}
+      : outbox(shared, group + 1), affine(p, group, block0), block0(block0) {}
+
+  __device__ __forceinline__ void Begin(const Sm90Product& p, const Args&, const Sm90Place& at) {
+    if constexpr (kAffine) affine.Begin(p, at);
+  }
 
   template <typename Ring>
   __device__ __forceinline__ void Finish(const Sm90Product& p, const Args&, const Sm90Place& at,
-                                         Ring&, float (&acc)[Tile::kBlocks][Tile::kTileN / 2]) {
+                                         Ring& ring,
+                                         float (&acc)[Tile::kBlocks][Tile::kTileN / 2]) {
+    if constexpr (kAffine) {
+      affine.Add(ring, acc);
+#pragma unroll
+      for (int block = 0; block < Tile::kBlocks; ++block) {
+        affine.Scale(p, at, p.phase[0].m, block, acc[block]);
+      }
+    }
     PutTile<Tile>(p, at, block0, p.d[0], 0, outbox, acc, [&](int i, uint32_t pair) {
 #pragma unroll
       for (int first = 0; first < 2; first += kTogether) {
@@ -171,6 +206,7 @@ struct Sm90Moments : Sm90EpilogueDefaults {
 
   Sm90Outbox<T, Tile::kPairs> outbox;
   ColumnMoments<T, kChunks> columns;
+  Affine affine;
   int block0;
 };
 
@@ -179,8 +215,12 @@ Status LaunchByTile(const Context& ctx, Sm90Product& p, TileSize tile, int multi
                     Sm90Parts* to, const std::string& what) {
   return WithTile<kStatisticsTiles>(tile, what, [&](auto rows, auto columns) {
     using Tile = Sm90TileOf<T, true, false, decltype(rows)::value, decltype(columns)::value>;
-    return LaunchSm90Columns<Tile, Sm90Moments<Tile>>(ctx, p, *to, multiprocessors, what,
-                                                      &to->parts);
+    const auto launch = [&](auto affine) {
+      return LaunchSm90Columns<Tile, Sm90Moments<Tile, decltype(affine)::value>>(
+          ctx, p, *to, multiprocessors, what, &to->parts);
+    };
+    const bool bare = p.added == Sm90Added::kNothing && p.epilogue.bias_kind == BiasKind::kNone;
+    return bare ? launch(std::false_type()) : launch(std::true_type());
   });
 }
 

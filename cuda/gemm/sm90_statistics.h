@@ -1,6 +1,6 @@
 // The product whose epilogue also sums up what it writes: the mean and the sum of squares about it
 // of each column of d, in parts that a second kernel combines. For KN products of one phase, without
-// bias, activation and z. sm90_statistics.cu says how.
+// activation and z; what is added is a matrix, and a bias of the columns. sm90_statistics.cu says how.
 #pragma once
 
 #include <cstdint>

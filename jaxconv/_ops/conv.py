@@ -32,7 +32,7 @@ from jaxconv._core.types import (
     ToActivation,
 )
 from jaxconv._ops import conv_scaled, layer, reference, sharded_moments
-from jaxconv._problem import ConvProblem
+from jaxconv._problem import AddedConvProblem, ConvProblem
 
 replace = dataclasses.replace
 
@@ -230,7 +230,7 @@ def _conv_add_shard(p: ConvProblem, split: sharding.Split, x: Array, w: Array, *
     return _of_rows(conv_add, p, halo.pixels(p, split), x, w, *b, residual=[residual])
 
 
-def _statistics_shard(p: ConvProblem, split: sharding.Split, x: Array, w: Array) -> list[Array]:
+def _statistics_shard(p: ConvProblem, split: sharding.Split, x: Array, w: Array, *rest: Array) -> list[Array]:
     """Each shard's moments, merged. They leave the convolution with y but where y is a sum over shards, or not all of
     it is the array's own, or its ends are computed again.
 
@@ -244,16 +244,24 @@ def _statistics_shard(p: ConvProblem, split: sharding.Split, x: Array, w: Array)
     parts = [sharding.inside(q.y_shape, first + i, p.out_spatial[i], axes) for i, axes in pixels.items()]
     own = [part for part in parts if part is not None]
     if "c" in split or own or halo.ends_of_y(p, pixels, x) is not None:
-        (y,) = fprop_shard(p, split, x, w)
+        (y,) = _added_shard(p, split, x, w, *rest)
         inside = functools.reduce(jnp.logical_and, own) if own else None
         moments = sharded_moments.of_shard(reference.norm_of(q), y, inside)
     else:
-        y, mean, var = statistics(*halo.exchange_x(p, pixels, x), w)
+        y, mean, var = with_statistics(*halo.exchange_x(p, pixels, x), w, *rest)
         moments = [mean, jnp.zeros_like(mean), var]
     mesh_axes = tuple(a for name in ("n", *map(halo.name, pixels)) for a in split.get(name, ()))
     if not mesh_axes:
         return [y, moments[0] + moments[1], moments[2]]
     return [y, *sharded_moments.merged(moments, mesh_axes, p.batch * math.prod(p.out_spatial))]
+
+
+def _added_shard(p: ConvProblem, split: sharding.Split, x: Array, w: Array, *rest: Array) -> list[Array]:
+    """The convolution with what is added to it, by its kernels of no statistics."""
+    if not rest:
+        return fprop_shard(p, split, x, w)
+    assert isinstance(p, AddedConvProblem)
+    return (_conv_add_shard if p.residual else _conv_shard)(p.conv, split, x, w, *rest)
 
 
 def _dx_of_rows(p: ConvProblem, pixels: halo.Split, dy: Array, w: Array, *c: Array) -> list[Array]:
@@ -401,6 +409,24 @@ statistics = primitives.kernel(
     run=_statistics_shard,
 )
 primitives.by_reference(statistics)
+
+# add_statistics: the same of a convolution to which a bias, an array like y, or both are added
+add_statistics = primitives.kernel(
+    "conv_add_statistics",
+    "x w b? residual? -> y mean var",
+    replace(FUSED, kinds=KINDS | {"s": "mean var", "p": ""}),
+    reference=reference.conv_statistics,
+    flops=_flops(of_y=5),
+    also="residual",
+    channels="kc",
+    run=_statistics_shard,
+)
+primitives.by_reference(add_statistics)
+
+
+def with_statistics(p: ConvProblem, x: Array, w: Array, *rest: Array) -> list[Array]:
+    """add_statistics; statistics where nothing is added."""
+    return (add_statistics if isinstance(p, AddedConvProblem) else statistics)(p, x, w, *rest)
 
 
 def _conv_then_epilogue(p: ConvProblem, x: Array, w: Array, *b: Array) -> list[Array]:

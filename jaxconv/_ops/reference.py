@@ -293,9 +293,11 @@ def conv_wgrad(p: ConvProblem, x: jax.Array, dy: jax.Array) -> list[jax.Array]:
     return list(jax.linear_transpose(lambda w: conv_fprop(p, x, w)[0], _like(p.w_shape, x, batch=False))(dy))
 
 
-def conv_statistics(p: ConvProblem, x: jax.Array, w: jax.Array) -> list[jax.Array]:
-    """y = conv(x, w), and the mean and biased variance of each of its channels."""
-    (y,) = conv_fprop(p, x, w)
+def conv_statistics(p: ConvProblem, x: jax.Array, w: jax.Array, *rest: jax.Array) -> list[jax.Array]:
+    """y = conv(x, w) + b + residual, where they are given, and the mean and biased variance of each of its channels."""
+    (y,) = conv(p, x, w, *rest[: p.bias])
+    for residual in rest[p.bias :]:
+        (y,) = conv_added(p, y, residual)
     k, shift, var = batchnorm_moments(norm_of(p), y)
     return [y, k + shift, var]
 

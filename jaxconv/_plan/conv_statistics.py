@@ -6,28 +6,44 @@ import dataclasses
 
 from jaxconv._plan import choose, conv, measured
 from jaxconv._plan.plan import Device, Plan
-from jaxconv._plan.planner import NOTHING, PLANNERS, XLA_ASKED, Planner, calls, disabled, disabled_text
-from jaxconv._problem import ConvBatchNormProblem, ConvProblem
+from jaxconv._plan.planner import NOTHING, PLANNERS, XLA_ASKED, Features, Planner, calls, disabled, disabled_text
+from jaxconv._problem import AddedConvProblem, ConvBatchNormProblem, ConvProblem
 
 KERNEL = "sm90/statistics"
 
 
-def or_a_read(p: ConvProblem, device: Device) -> Plan:
-    """fprop with the statistics of its result, or fprop and a read of that.
+def op_of(p: ConvProblem) -> str:
+    """The op of a convolution, and of what is added to it, that takes statistics."""
+    return "conv_add_statistics" if isinstance(p, AddedConvProblem) else "conv_statistics"
 
-    What was measured beside it are two calls of which the batch-norm may read its input once, where it stays on the
-    device's multiprocessors; statistics alone take a pass more than what such a batch-norm takes without them.
+
+def or_more(p: ConvProblem, device: Device, read: bool) -> Plan:
+    """fprop with the statistics of its result, or a convolution and more passes: an add, and where `read` says that the
+    statistics are wanted alone, a read of the result.
+
+    What was measured beside it are two calls, of which the batch-norm may read its input once, where it stays on the
+    device's multiprocessors; statistics alone take a pass more. An array that is added costs the kernel a read, and a
+    convolution that adds on its way, too. To others the add is a pass of its own: two reads and a write.
     """
-    fastest = choose.fastest("conv_statistics", p, device)
-    near = measured.nearest("conv_statistics", p, device, KERNEL)
-    if fastest.implementation == "native" or near is None or near.apart > measured.FAR:
+    op = op_of(p)
+    fastest = choose.fastest(op, p, device)
+    near, own = measured.nearest(op, p, device, KERNEL), choose.made(op, KERNEL, p, device)
+    wins, adds = fastest.implementation == "native", isinstance(p, AddedConvProblem) and p.residual
+    read = read and not wins  # what was measured to be faster needs no more reasons
+    if near is None or near.apart > measured.FAR or isinstance(own, str) or not (read or adds):
         return fastest
-    own = choose.made("conv_statistics", KERNEL, p, device)
-    ratio = (near.xla_ms + conv.pass_over_y(near, p, device)) / near.native_ms[KERNEL]
-    if isinstance(own, str) or ratio <= near.margin:
-        return fastest
-    reason = f"{ratio:.2f} times faster than a convolution and a read of its result {near.where}"
-    return dataclasses.replace(own, reason=reason, candidates=fastest.candidates)
+    one, ours, others = conv.pass_over_y(near, p, device), near.native_ms[KERNEL], near.xla_ms
+    calls = "a convolution, an add" if adds else "a convolution"
+    calls += " and a read of its result" if read else " and a batch-norm"
+    if adds:
+        alone = choose.plan("conv_add", p.conv, device).implementation == "calls"
+        ours, others = ours + one, others + (3 * one if alone else one)
+    ratio = (others + one * read) / ours
+    if ratio > near.margin:
+        reason = f"{ratio:.2f} times faster than {calls} {near.where}"
+        return dataclasses.replace(own, reason=reason, candidates=fastest.candidates)
+    reached = f"{KERNEL} would have {ratio:.2f} of the speed of {calls} {near.where}"
+    return PLANNERS[op].instead(reached, fastest.candidates) if wins else fastest
 
 
 class ConvStatistics(conv.Conv):
@@ -41,9 +57,14 @@ class ConvStatistics(conv.Conv):
     def on_cpu(self, p: ConvProblem) -> tuple[str | None, str]:
         return None, "on a CPU the statistics take a pass over the result either way, inside the call or behind it"
 
+    def features(self, p: ConvProblem) -> Features:
+        """Those of the bare convolution, which was measured."""
+        _, *rest = super().features(p)
+        return "conv_statistics", *rest
+
     def exception(self, p: ConvProblem, device: Device, forced: bool) -> Plan | None:
         if not forced:
-            return or_a_read(p, device)
+            return or_more(p, device, True)
         own = self.made(self.first(p, device), p, device)
         # Nobody asks for this op by its name: it stands for two, and a map over filters may have changed its problem.
         return self.instead(f"a convolution, then a read of its result: {own}") if isinstance(own, str) else None
@@ -54,7 +75,7 @@ class ConvBatchNorm(Planner):
 
     def composed(self, problem: ConvBatchNormProblem, device: Device) -> Plan:
         two = calls("two", "a convolution, then a batch-norm")
-        p, op = problem.conv, "conv_statistics"
+        p, op = problem.conv, op_of(problem.conv)
         own = PLANNERS[op]
         if p.implementation == "xla":
             return two(XLA_ASKED)
@@ -68,7 +89,7 @@ class ConvBatchNorm(Planner):
         if p.algorithm is None and p.implementation != "native":
             # Without what follows a normalisation it is XLA's, and the statistics a read of their own.
             alone = problem.norm.activation.name == "none" and not problem.norm.residual
-            plan = or_a_read(p, device) if alone else choose.fastest(op, p, device)
+            plan = or_more(p, device, alone)
             return Plan("calls", plan.reason, "statistics") if plan.implementation == "native" else two(plan.reason)
         algorithm = p.algorithm or own.first(p, device)
         unsupported = choose.supports(op, algorithm, p, device)

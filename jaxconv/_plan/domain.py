@@ -97,8 +97,7 @@ def conv_workspace(op: str, plan: Plan, p: ConvProblem) -> int:
 
 def conv_scaled_refusal(plan: Plan, p: ScaledConvProblem, device: Device) -> str | None:
     """conv_refusal of a convolution of 8-bit numbers, channels last as its kernel reads them."""
-    bare = ConvProblem(**{field.name: getattr(p, field.name) for field in dataclasses.fields(ConvProblem)})
-    conv = _conv(dataclasses.replace(bare.bare(), name="", dtype="float32", channels_last=True))
+    conv = _conv(dataclasses.replace(ConvProblem(**p.fields()).bare(), name="", dtype="float32", channels_last=True))
     types = p.dtype, p.w_dtype, p.out_dtype
     made = plan.kernel, plan.tile, plan.splits, plan.chunk, *capability(device), device.sm_count
     return native.cpu.conv_scaled_refusal(conv, *types, *made) or None

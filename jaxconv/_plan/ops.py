@@ -21,7 +21,7 @@ from jaxconv._plan.planner import PLANNERS, Planner
 _TABLE: dict[type[Planner], str] = {
     conv.Conv: "conv conv_fprop conv_dgrad conv_wgrad",
     conv_add.ConvAdd: "conv_add",
-    conv_statistics.ConvStatistics: "conv_statistics",
+    conv_statistics.ConvStatistics: "conv_statistics conv_add_statistics",
     conv_dgrad_add.DgradAdd: "conv_dgrad_add",
     conv_dgrad_add.DgradSums: "conv_dgrad_sums",
     conv_integer.ConvInteger: "conv_integer",

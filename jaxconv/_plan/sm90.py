@@ -41,7 +41,7 @@ TF32_HALO = (9 * 64, 64)  # rows and columns of a weight gradient's tile in sm90
 def wants(op: str, p: ConvProblem, device: Device) -> Iterator[Plan]:
     if op != "conv_dgrad_sums":  # whose sums are of x's own channels
         p = domain.folded(p, op in ("conv_dgrad", "conv_dgrad_add"))
-    if op == "conv_statistics":
+    if op in ("conv_statistics", "conv_add_statistics"):
         wanted, every = iter([("statistics", _statistics_tile(p, device))]), STATISTICS
     elif op == "conv_dgrad_sums":
         # All of its filter's columns in one tile read dy once; fewer fit where there are more channels of dy.

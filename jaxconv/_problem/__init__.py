@@ -7,6 +7,7 @@ settled; nothing below re-derives them. Problems are frozen and hashable: they a
 from jaxconv._problem.batchnorm import BATCHNORM_ALGORITHMS, BatchNormAlgorithm, BatchNormProblem
 from jaxconv._problem.conv import (
     CONV_ALGORITHMS,
+    AddedConvProblem,
     BatchNormConvProblem,
     ConvAlgorithm,
     ConvBatchNormProblem,
@@ -77,6 +78,7 @@ __all__ = [
     "POOL_ALGORITHMS",
     "SCALED_RESULTS",
     "SQUEEZE_EXCITE_ALGORITHMS",
+    "AddedConvProblem",
     "BatchNormAlgorithm",
     "BatchNormConvProblem",
     "BatchNormProblem",

@@ -184,6 +184,10 @@ class ConvProblem:
         """The same convolution with its bias and nothing behind it."""
         return dataclasses.replace(self.bare(), bias=self.bias)
 
+    def fields(self) -> dict[str, Any]:
+        """A convolution's own, of problems that are more."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(ConvProblem)}
+
     def patch_product(self) -> DenseProblem:
         """dgrad where windows do not overlap: dy's pixels (M, K) times w (R*S*C, K), transposed; rows are windows."""
         pixels, columns = self.batch * math.prod(self.out_spatial), math.prod(self.filter) * self.in_channels
@@ -414,6 +418,26 @@ def _layout_hint(
 
 
 @dataclasses.dataclass(frozen=True)
+class AddedConvProblem(ConvProblem):
+    """A convolution with its bias, and with an array like the result that is added: one whose sum's statistics are
+    taken. Where nothing is added, a ConvProblem says it all."""
+
+    residual: bool = False
+
+    @classmethod
+    def of(cls, conv: ConvProblem, residual: bool) -> AddedConvProblem:
+        return cls(**conv.fields(), residual=residual)
+
+    @property
+    def conv(self) -> ConvProblem:
+        """The convolution with its bias."""
+        return ConvProblem(**self.fields())
+
+    def __str__(self) -> str:
+        return super().__str__() + " + residual" * self.residual
+
+
+@dataclasses.dataclass(frozen=True)
 class NormalisedConvProblem(ConvProblem):
     """A bare convolution of a batch-norm of x by known statistics, which is in no memory: see `norm`."""
 
@@ -433,7 +457,7 @@ class NormalisedConvProblem(ConvProblem):
     @property
     def conv(self) -> ConvProblem:
         """The convolution."""
-        return ConvProblem(**{field.name: getattr(self, field.name) for field in dataclasses.fields(ConvProblem)})
+        return ConvProblem(**self.fields())
 
     def __str__(self) -> str:
         name = self.x_activation.name
@@ -474,9 +498,9 @@ class BatchNormConvProblem:
 
 @dataclasses.dataclass(frozen=True)
 class ConvBatchNormProblem:
-    """A bare convolution and the batch-norm, in training, of its result."""
+    """A convolution and the batch-norm, in training, of its result."""
 
-    conv: ConvProblem
+    conv: ConvProblem  # a bare one, or an AddedConvProblem
     norm: BatchNormProblem
     save: bool = False  # also return what the backward pass keeps
 

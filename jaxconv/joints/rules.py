@@ -23,7 +23,7 @@ from jaxconv._core import sharding
 from jaxconv._core.activations import Activation
 from jaxconv._core.graph import Array, Node, Value
 from jaxconv._ops import batchnorm, conv, conv_normalised, dense, reference
-from jaxconv._problem import BatchNormConvProblem, BatchNormProblem, ConvBatchNormProblem, ConvProblem
+from jaxconv._problem import AddedConvProblem, BatchNormConvProblem, BatchNormProblem, ConvBatchNormProblem, ConvProblem
 from jaxconv.joints.program import Program
 
 replace = dataclasses.replace
@@ -205,13 +205,24 @@ def dgrad_and_add(program: Program, node: Node, device: _plan.Device) -> bool:
 # A convolution's statistics leave it with its result, and the batch-norm behind it reads that once
 
 
-def _statistics_leave(before: Node | None, norm: BatchNormProblem, device: _plan.Device) -> bool:
-    if before is None or norm.batch is not None:
-        return False
-    p: ConvProblem = before.params["problem"]
-    if p.y_shape != norm.shape or p.channel_axis != norm.channel_axis:
+def _statistics_leave(p: ConvProblem, norm: BatchNormProblem, device: _plan.Device) -> bool:
+    """Those of p's result, which the norm reads."""
+    if norm.batch is not None or p.y_shape != norm.shape or p.channel_axis != norm.channel_axis:
         return False
     return wants("conv_batchnorm", ConvBatchNormProblem(p, norm), device)
+
+
+def _convolution(v: Value) -> ConvProblem | None:
+    """The convolution that makes v, with what it adds to its sums and nothing behind them, as one that takes
+    statistics; None where v is made otherwise."""
+    node = maker(v, "conv_fprop")
+    if node is not None:
+        return node.params["problem"]
+    node = maker(v, "conv") or maker(v, "conv_add")
+    p: ConvProblem | None = node.params["problem"] if node is not None else None
+    if p is None or p.activation.name != "none" or p.save_preactivation:
+        return None
+    return AddedConvProblem.of(p, node.name == "jaxconv_conv_add")
 
 
 def _bare(p: BatchNormProblem) -> BatchNormProblem:
@@ -220,13 +231,14 @@ def _bare(p: BatchNormProblem) -> BatchNormProblem:
 
 def convolution_and_norm(program: Program, node: Node, device: _plan.Device) -> bool:
     p, (x, *rest) = node.params["problem"], node.inputs
-    before = maker(x, "conv_fprop")
-    if p.masked or not _statistics_leave(before, p, device):
+    before, of_conv = x.node, _convolution(x)
+    if of_conv is None or p.masked or not _statistics_leave(of_conv, p, device):
         return False
-    of_conv = before.params["problem"]
+    count = len(before.inputs)
 
-    def call(x: Array, w: Array, *rest: Array) -> list[Array]:
-        z, mean, var = conv.statistics(of_conv, x, w)
+    def call(*args: Array) -> list[Array]:
+        rest = args[count:]
+        z, mean, var = conv.with_statistics(of_conv, *args[:count])
         return [z, *batchnorm.train_with(p, z, *rest[:4], mean, var, *rest[4:])]
 
     inputs, outputs = [*before.inputs, *rest], [x, *node.outputs]
@@ -238,13 +250,12 @@ def convolution_and_norm(program: Program, node: Node, device: _plan.Device) -> 
 
 def convolution_and_moments(program: Program, node: Node, device: _plan.Device) -> bool:
     p, x = node.params["problem"], node.inputs[0]
-    before = maker(x, "conv_fprop")
-    if not _statistics_leave(before, _bare(p), device):
+    before, of_conv = x.node, _convolution(x)
+    if of_conv is None or not _statistics_leave(of_conv, _bare(p), device):
         return False
-    of_conv = before.params["problem"]
 
-    def call(x: Array, w: Array) -> list[Array]:
-        z, mean, var = conv.statistics(of_conv, x, w)
+    def call(*args: Array) -> list[Array]:
+        z, mean, var = conv.with_statistics(of_conv, *args)
         return [z, mean, jnp.zeros_like(mean), var]
 
     outputs = [x, *node.outputs]
@@ -426,10 +437,10 @@ def sums_in_dgrad(program: Program, node: Node, device: _plan.Device) -> bool:
     p: BatchNormProblem = node.params["problem"]
     back = _backward_of(node) if p.residual and p.activation.name == "relu" and p.batch is None else None
     before = maker(node.inputs[0], "conv_fprop")
-    if back is None or p.implementation or p.algorithm or p.masked or split_by_type(*node.inputs):
+    if back is None or before is None or p.implementation or p.algorithm or p.masked or split_by_type(*node.inputs):
         return False
-    q: BatchNormProblem = back.params["problem"]
-    if not (q.want_dx and q.want_dresidual and q.residual) or not _statistics_leave(before, _bare(p), device):
+    q, of_conv = back.params["problem"], before.params["problem"]
+    if not (q.want_dx and q.want_dresidual and q.residual) or not _statistics_leave(of_conv, _bare(p), device):
         return False
     dy = back.inputs[1]
     added = dy.node if dy.made_by in ("add_any", "add") and read_by(dy, back) else None

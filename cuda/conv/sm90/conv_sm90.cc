@@ -18,8 +18,8 @@
 namespace jaxconv::cuda {
 namespace {
 
-// y = f(z), z = sum over taps and c of x * w + bias + residual, which may be null. `statistics`: null unless they are wanted, which 16-bit results without
-// an epilogue have.
+// y = f(z), z = sum over taps and c of x * w + bias + residual, which may be null. `statistics`: null unless they are
+// wanted, which 16-bit results without an activation have.
 Status Product(const Context& ctx, const ConvProblem& p, const Epilogue& e, Sm90Choice choice,
                int splits, const void* x, const void* w, const void* bias, const void* residual,
                void* y, void* z, Workspace workspace, Sm90Parts* statistics,
@@ -130,16 +130,17 @@ Status Sm90Fprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, co
 }
 
 Status Sm90Statistics(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
-                      const void* w, void* y, void* mean, void* var, Workspace workspace) {
+                      const void* w, const void* bias, const void* residual, void* y, void* mean,
+                      void* var, Workspace workspace) {
   const std::string what = Describe("conv_statistics", p, plan);
   const int64_t rows = p.n * p.out_size(), most = MostColumnParts(rows);
   Sm90Parts parts = {};
   parts.moments = static_cast<float2*>(workspace.data);
   parts.counts = reinterpret_cast<float*>(parts.moments + most * p.k);
-  const Epilogue bare = {false, Activation::kNone, 0.0, false};
+  const Epilogue e = {bias != nullptr, Activation::kNone, 0.0, false};
   const Sm90Choice choice = {Sm90Kernel::kProduct, ReadTile(plan.tile)};
-  JAXCONV_RETURN_IF_ERROR(Product(ctx, p, bare, choice, 1, x, w, nullptr, nullptr, y, nullptr,
-                                  Workspace{}, &parts, what));
+  JAXCONV_RETURN_IF_ERROR(
+      Product(ctx, p, e, choice, 1, x, w, bias, residual, y, nullptr, Workspace{}, &parts, what));
   return CombineStatistics(ctx, parts, rows, p.k, mean, var, what);
 }
 

@@ -28,10 +28,11 @@ namespace jaxconv::cuda {
 Status Sm90Fprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
                  const void* x, const void* w, const void* bias, const void* residual, void* y,
                  void* z, Workspace workspace);
-// fprop, and the mean and biased variance of each of y's channels, (K), float32. n * out_size() must
-// not be 0.
+// fprop, plus bias and residual, which may be null, and the mean and biased variance of each of y's channels, (K), float32.
+// n * out_size() must not be 0.
 Status Sm90Statistics(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
-                      const void* w, void* y, void* mean, void* var, Workspace workspace);
+                      const void* w, const void* bias, const void* residual, void* y, void* mean,
+                      void* var, Workspace workspace);
 // c is null, or like dx and added to it; where a stride is above 1, c must be dx itself.
 Status Sm90Dgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,
                  const void* w, const void* c, void* dx, Workspace workspace);

@@ -2,7 +2,8 @@
 //
 //   product, product_swapped, resident    fprop, dgrad: implicit matrix products (gemm/sm90_tiles.h)
 //   cluster                               fprop of few pixels in 16 bit and TF32: the same, its sums in parts
-//   statistics                            fprop in 16 bit with the mean and variance of its results
+//   statistics                            fprop in 16 bit with the mean and variance of its results; a bias and a residual
+//                                         may be added to these
 //   sums                                  dgrad of a 1x1 in 16 bit with an addend, a relu's derivative and the sums of the
 //                                         batch-norm that the relu follows (gemm/sm90_sums.h)
 //   halo, halo_stream, halo_3d            pixels fetched once for all taps (halo/domain.h and so on)
