@@ -210,8 +210,12 @@ def _product_of_float8(x: jax.Array, w: jax.Array) -> jax.Array:
 def _product_of_integers(x: jax.Array, w: jax.Array) -> jax.Array:
     """x @ w in int32, each int8 or uint8, of which XLA has fast products of int8 alone.
 
-    A uint8 is an int8 and 128, and what the 128s give follows from the other operand's sums.
+    A uint8 is an int8 and 128, and what the 128s give follows from the other operand's sums. On a GPU sums have zeros up
+    to a multiple of 16 products: XLA makes twice the sum of 5 or 15 products of int8 (jaxlib 0.11.2, H100).
     """
+    rest = -x.shape[-1] % 16 if is_number(x.shape[-1]) and primitives.lowers_for() != "cpu" else 0
+    if rest:
+        x, w = jnp.pad(x, ((0, 0), (0, rest))), jnp.pad(w, ((0, rest), (0, 0)))
     moved = [a.dtype == jnp.uint8 for a in (x, w)]
     a, b = (lax.bitcast_convert_type(v ^ 128, jnp.int8) if by else v for v, by in zip((x, w), moved, strict=True))
     y = lax.dot_general(a, b, (((1,), (0,)), ((), ())), preferred_element_type=jnp.int32)
