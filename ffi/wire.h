@@ -121,10 +121,11 @@ struct Number {
   int64_t value;
 };
 inline constexpr char kWantDx[] = "want_dx", kWantDresidual[] = "want_dresidual",
-                      kCount[] = "count";
+                      kCount[] = "count", kCountIncludePad[] = "count_include_pad";
 using WantDx = Number<kWantDx>;
 using WantDresidual = Number<kWantDresidual>;
 using Count = Number<kCount>;
+using CountIncludePad = Number<kCountIncludePad>;
 
 // `binding` with these attributes, by their names.
 template <typename First, typename... Rest, typename Binding>
