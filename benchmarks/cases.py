@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 
 from benchmarks.ops import (
+    avg_pool,
     batchnorm,
     batchnorm_conv,
     batchnorm_shortcut,
@@ -30,6 +31,7 @@ _OPS: tuple[tuple[Case, ...], ...] = (
     batchnorm_conv.CASES,
     conv_dgrad_sums.CASES,
     pool.CASES,
+    avg_pool.CASES,
     groupnorm.CASES,
     layernorm.CASES,
     squeeze_excite.CASES,

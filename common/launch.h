@@ -185,6 +185,16 @@ using MaxPoolBackwardArrays = Arrays<in::Position, in::Dy, out::Dx>;
 Status MaxPoolBackward(const Context& ctx, const PoolProblem& p, const Plan& plan,
                        const MaxPoolBackwardArrays& a, Workspace workspace);
 
+// Sums are of float32 (float64 for float64), rounded once.
+using AvgPoolArrays = Arrays<in::X, out::Y>;
+Status AvgPool(const Context& ctx, const AvgPoolProblem& p, const Plan& plan,
+               const AvgPoolArrays& a, Workspace workspace);
+
+// dx[i] = the sum of dy / count over the windows that have a tap at i.
+using AvgPoolBackwardArrays = Arrays<in::Dy, out::Dx>;
+Status AvgPoolBackward(const Context& ctx, const AvgPoolProblem& p, const Plan& plan,
+                       const AvgPoolBackwardArrays& a, Workspace workspace);
+
 // scale, bias: (batch, channels). mean, rstd: (batch, images, groups). There are pixels and groups.
 using GroupNormArrays = Arrays<in::X, in::Scale, in::Bias, out::Y, out::Mean, out::Rstd>;
 Status GroupNorm(const Context& ctx, const GroupNormProblem& p, const Plan& plan,

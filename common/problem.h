@@ -188,6 +188,17 @@ struct PoolProblem {
 
 inline constexpr int64_t kMaxPoolTaps = 255;  // of a window: positions are bytes
 
+// Average-pooling, of the same axes:
+//
+//   y[n, o, c] = (sum over taps t of  x[n, o*stride - pad + t, c]) / count[o],  0 where that is padding
+//
+// The count is that of all taps, or of those that are no padding: none of these, and y is NaN. No window is dilated.
+struct AvgPoolProblem : PoolProblem {
+  bool count_include_pad;
+};
+
+inline constexpr int64_t kMaxAvgPoolTaps = int64_t{1} << 24;  // float32 counts them exactly
+
 // Group-norm over a contiguous array seen as (batch, images, pixels, channels): statistics per (batch, image, group), a
 // group being channels / groups neighbouring channels, over the pixels and the group's channels. Layer-norm is that of
 // images of one pixel and one group.

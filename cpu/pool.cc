@@ -1,4 +1,4 @@
-// Max-pooling on the host: of each row of y its pixels' windows, tap by tap over runs of channels; of each row of dx the
+// Poolings on the host: of each row of y its pixels' windows, tap by tap over runs of channels; of each row of dx the
 // windows that have a tap there, in their order, so that the sums do not depend on the number of threads.
 #include <algorithm>
 #include <cstdint>
@@ -141,6 +141,67 @@ void Backward(const Context& ctx, const PoolProblem& p, const uint8_t* position,
   });
 }
 
+template <typename T>
+JAXCONV_INLINE void AddScaledTo(const T* v, T factor, int64_t count, T* sum) {
+  for (int64_t c = 0; c < count; ++c) sum[c] += v[c] * factor;
+}
+JAXCONV_MULTIVERSION void AddScaled(const float* v, float factor, int64_t count, float* sum) {
+  AddScaledTo(v, factor, count, sum);
+}
+JAXCONV_MULTIVERSION void AddScaled(const double* v, double factor, int64_t count, double* sum) {
+  AddScaledTo(v, factor, count, sum);
+}
+
+// What a window's sum is divided by, of its taps in the array along each axis.
+int64_t Count(const AvgPoolProblem& p, const Taps& depth, const Taps& rows, const Taps& columns) {
+  if (p.count_include_pad) return p.taps();
+  return (depth.high - depth.low) * (rows.high - rows.low) * (columns.high - columns.low);
+}
+
+template <typename T>
+void Average(const Context& ctx, const AvgPoolProblem& p, const T* x, T* y) {
+  ParallelFor(ctx, p.n * p.out[0] * p.out[1], [&](int64_t row) {
+    const Taps rows(p, 1, row % p.out[1]), depth(p, 0, row / p.out[1] % p.out[0]);
+    const T* image = x + row / (p.out[0] * p.out[1]) * p.in_size() * p.c;
+    for (int64_t q = 0; q < p.out[2]; ++q) {
+      const Taps columns(p, 2, q);
+      T* to = y + (row * p.out[2] + q) * p.c;
+      std::fill_n(to, p.c, T{0});
+      for (int64_t t = depth.low; t < depth.high; ++t) {
+        for (int64_t r = rows.low; r < rows.high; ++r) {
+          const T* from = image + ((depth.first + t) * p.in[1] + rows.first + r) * p.in[2] * p.c;
+          for (int64_t s = columns.low; s < columns.high; ++s)
+            AddScaled(from + (columns.first + s) * p.c, T{1}, p.c, to);
+        }
+      }
+      const T count = static_cast<T>(Count(p, depth, rows, columns));
+      for (int64_t c = 0; c < p.c; ++c) to[c] /= count;
+    }
+  });
+}
+
+template <typename T>
+void AverageBackward(const Context& ctx, const AvgPoolProblem& p, const T* dy, T* dx) {
+  ParallelFor(ctx, p.n * p.in[0] * p.in[1], [&](int64_t row) {
+    const Windows rows(p, 1, row % p.in[1]), depth(p, 0, row / p.in[1] % p.in[0]);
+    const int64_t image = row / (p.in[0] * p.in[1]) * p.out_size();
+    for (int64_t w = 0; w < p.in[2]; ++w) {
+      const Windows columns(p, 2, w);
+      T* to = dx + (row * p.in[2] + w) * p.c;
+      std::fill_n(to, p.c, T{0});
+      for (int64_t o0 = depth.low; o0 < depth.high; ++o0) {
+        for (int64_t o1 = rows.low; o1 < rows.high; ++o1) {
+          for (int64_t o2 = columns.low; o2 < columns.high; ++o2) {
+            const int64_t count = Count(p, Taps(p, 0, o0), Taps(p, 1, o1), Taps(p, 2, o2));
+            const int64_t from = ((image + (o0 * p.out[1] + o1) * p.out[2]) + o2) * p.c;
+            AddScaled(dy + from, T{1} / static_cast<T>(count), p.c, to);
+          }
+        }
+      }
+    }
+  });
+}
+
 Status Confirm(const char* op, const PoolProblem& p, const Plan& plan) {
   const std::string what = std::string(op) + "[" + std::string(plan.kernel) + "]";
   if (plan.kernel != "gather") return Status::Unimplemented(what + ": there is no such kernel");
@@ -171,6 +232,30 @@ Status MaxPoolBackward(const Context& ctx, const PoolProblem& p, const Plan& pla
     Backward(ctx, p, a.position.as<uint8_t>(), a.dy.as<double>(), a.dx.as<double>());
   } else {
     Backward(ctx, p, a.position.as<uint8_t>(), a.dy.as<float>(), a.dx.as<float>());
+  }
+  return Status::Ok();
+}
+
+Status AvgPool(const Context& ctx, const AvgPoolProblem& p, const Plan& plan,
+               const AvgPoolArrays& a, Workspace) {
+  JAXCONV_RETURN_IF_ERROR(Confirm("avg_pool", p, plan));
+  if (p.n * p.c * p.out_size() == 0) return Status::Ok();
+  if (p.dtype == DType::kF64) {
+    Average(ctx, p, a.x.as<double>(), a.y.as<double>());
+  } else {
+    Average(ctx, p, a.x.as<float>(), a.y.as<float>());
+  }
+  return Status::Ok();
+}
+
+Status AvgPoolBackward(const Context& ctx, const AvgPoolProblem& p, const Plan& plan,
+                       const AvgPoolBackwardArrays& a, Workspace) {
+  JAXCONV_RETURN_IF_ERROR(Confirm("avg_pool_backward", p, plan));
+  if (p.n * p.c * p.in_size() == 0) return Status::Ok();
+  if (p.dtype == DType::kF64) {
+    AverageBackward(ctx, p, a.dy.as<double>(), a.dx.as<double>());
+  } else {
+    AverageBackward(ctx, p, a.dy.as<float>(), a.dx.as<float>());
   }
   return Status::Ok();
 }

@@ -103,7 +103,9 @@ bool BatchNormStreamed(const BatchNormProblem& p);
 
 // The same of a max-pooling and its gradient, which need no workspace.
 std::string PoolRefusal(const PoolProblem& p, const Plan& plan);
-// Elements in an access of its kernels.
+// The same of an average-pooling and its gradient.
+std::string AvgPoolRefusal(const PoolProblem& p, const Plan& plan);
+// Elements in an access of the kernels of both.
 int64_t PoolVector(const PoolProblem& p);
 
 // resident_team with tiles of `width` bytes, of a problem that it takes: CTAs that the device runs at once, and groups of

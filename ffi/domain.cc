@@ -185,6 +185,9 @@ std::string ScaledRefusal(const ConvProblem& conv, Number x, Number w, Number y,
 std::string PoolRefusal(const PoolProblem& p, string_view kernel) {
   return cuda::PoolRefusal(p, {kernel, "", 1, 0});
 }
+std::string AvgPoolRefusal(const PoolProblem& p, string_view kernel) {
+  return cuda::AvgPoolRefusal(p, {kernel, "", 1, 0});
+}
 std::string IntegerRefusal(const IntegerConvProblem& p, string_view kernel) {
   return cuda::IntegerRefusal(p, {kernel, "", 1, 0});
 }
@@ -222,6 +225,7 @@ void BindDomain(nb::module_& m) {
   Class(m, "PoolProblem", &P::n, &P::c, &P::in, &P::window, &P::out, &P::stride, &P::pad,
         &P::dilation, &P::dtype);
   Function(m, "pool_refusal", PoolRefusal);
+  Function(m, "avg_pool_refusal", AvgPoolRefusal);
   Function(m, "pool_vector", cuda::PoolVector);
   using G = GroupNormProblem;
   Class(m, "GroupNormProblem", &G::batch, &G::images, &G::pixels, &G::channels, &G::groups,

@@ -204,6 +204,8 @@ const std::vector<Row>& Rows() {
                  "x dy scale bias mean rstd dscale dbias residual?", "dx"),
       JAXCONV_OP("max_pool", Pool, MaxPool, "x", "y position?"),
       JAXCONV_OP("max_pool_backward", Pool, MaxPoolBackward, "position dy", "dx"),
+      JAXCONV_OP("avg_pool", AvgPool, AvgPool, "x", "y"),
+      JAXCONV_OP("avg_pool_backward", AvgPool, AvgPoolBackward, "dy", "dx"),
       JAXCONV_OP("groupnorm", Group, GroupNorm, "x scale bias", "y mean rstd"),
       JAXCONV_OP("groupnorm_backward", GroupBackward, GroupNormBackward,
                  "x dy scale bias mean rstd", "dscale dbias dx?"),

@@ -617,13 +617,14 @@ using Normalised = NormalisedBy<Norm>;
 using NormalisedDx = NormalisedBy<NormDx, wire::Count>;
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Max-pooling and its gradient
+// Poolings and their gradients
 
-struct Pool : Reader<wire::Pool> {
+template <typename Problem, int64_t kMaxTaps, typename... More>
+struct PoolWith : Reader<wire::Pool, More...> {
   static constexpr RuleOf kRules[] = {{"x dx", kX}, {"y dy", kY}, {"position", kPosition}};
-  using Reader::Reader;
-  const wire::Pool& pool = std::get<0>(all);
-  PoolProblem p = {};
+  using Reader<wire::Pool, More...>::Reader;
+  const wire::Pool& pool = std::get<0>(this->all);
+  Problem p = {};
   auto Problems() const { return std::tie(p); }
 
   Status Read(const Call& call) {
@@ -664,7 +665,22 @@ struct Pool : Reader<wire::Pool> {
               AxisIsSound(p, pool.window[i], p.c, 3 - nd + i, pool.pad_high[i]);
     }
     if (!sound) return call.Invalid("extents disagree with the window: " + arrays());
-    if (!taps.Within(1, kMaxPoolTaps)) return call.Invalid("windows have at most 255 taps");
+    if (!taps.Within(1, kMaxTaps))
+      return call.Invalid("windows have at most " + std::to_string(kMaxTaps) + " taps");
+    return Status::Ok();
+  }
+};
+using Pool = PoolWith<PoolProblem, kMaxPoolTaps>;
+
+struct AvgPool : PoolWith<AvgPoolProblem, kMaxAvgPoolTaps, wire::CountIncludePad> {
+  using PoolWith::PoolWith;
+
+  Status Read(const Call& call) {
+    if (pool.save) return call.Invalid("averages have no positions");
+    JAXCONV_RETURN_IF_ERROR(PoolWith::Read(call));
+    if (p.dilation[0] * p.dilation[1] * p.dilation[2] != 1)
+      return call.Invalid("no window is dilated");
+    p.count_include_pad = std::get<1>(all).value != 0;
     return Status::Ok();
   }
 };

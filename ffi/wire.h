@@ -121,11 +121,13 @@ struct Number {
   int64_t value;
 };
 inline constexpr char kWantDx[] = "want_dx", kWantDresidual[] = "want_dresidual",
-                      kCount[] = "count", kResidual[] = "residual";
+                      kCount[] = "count", kResidual[] = "residual",
+                      kCountIncludePad[] = "count_include_pad";
 using WantDx = Number<kWantDx>;
 using WantDresidual = Number<kWantDresidual>;
 using Count = Number<kCount>;
 using Residual = Number<kResidual>;
+using CountIncludePad = Number<kCountIncludePad>;
 
 // `binding` with these attributes, by their names.
 template <typename First, typename... Rest, typename Binding>

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxconv import checkpoint_policies
 from jaxconv._enable import disable, disabled, enable, enabled, report
+from jaxconv._ops.avg_pool import avg_pool
 from jaxconv._ops.batchnorm import batchnorm
 from jaxconv._ops.batchnorm_conv import batchnorm_conv
 from jaxconv._ops.conv import conv1d, conv2d, conv3d
@@ -44,6 +45,7 @@ __all__ = [
     "Quantization",
     "__version__",
     "accelerate",
+    "avg_pool",
     "batchnorm",
     "batchnorm_conv",
     "check_exported",
@@ -91,7 +93,7 @@ _NEAR = {
     "Linear": "the layers jaxconv.nnx.Linear and jaxconv.linen.Dense, and the function dense",
     "BatchNorm": "the layers jaxconv.linen.BatchNorm and jaxconv.nnx.BatchNorm, and the function batchnorm",
     "batch_norm": "batchnorm",
-    "pool": "max_pool",
+    "pool": "max_pool and avg_pool",
     "MLP": "mlp",
     "GroupNorm": "the layers jaxconv.linen.GroupNorm and jaxconv.nnx.GroupNorm, and the function groupnorm",
     "group_norm": "groupnorm",

@@ -5,7 +5,7 @@
 jax's own policies for dots do not know jaxconv's kernels. These do, and they combine with any of jax's through
 `jax.checkpoint_policies.save_from_both_policies`. Under differentiation the results of fused ops also carry names, for
 `jax.checkpoint_policies.save_only_these_names`: "jaxconv_conv", "jaxconv_dense", "jaxconv_batchnorm_train",
-"jaxconv_batchnorm_given", "jaxconv_groupnorm", "jaxconv_max_pool", "jaxconv_squeeze_excite".
+"jaxconv_batchnorm_given", "jaxconv_groupnorm", "jaxconv_max_pool", "jaxconv_avg_pool", "jaxconv_squeeze_excite".
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxconv._core.primitives import Kernel, Plain
+from jaxconv._ops.avg_pool import kernel as avg_pool
 from jaxconv._ops.batchnorm import given, infer, signs, train
 from jaxconv._ops.conv import (
     add_statistics,
@@ -38,7 +39,7 @@ _CONVS = (
 )
 _DENSES = (matmul, dense_kernel, dense_gradient)
 _NORMS = (train, infer, given, signs, norm)
-_POOLS = (max_pool,)
+_POOLS = (max_pool, avg_pool)
 _EXCITES = (excite,)
 
 

@@ -162,6 +162,7 @@ def _programs() -> dict[str, tuple[str, Any, Any]]:
     conv, dense = functools.partial(jaxconv.conv2d, **native), functools.partial(jaxconv.dense, **native)
     norm = functools.partial(jaxconv.batchnorm, activation="relu", **native)
     pool = functools.partial(jaxconv.max_pool, window=(3, 2), padding="SAME", **native)
+    average = functools.partial(jaxconv.avg_pool, window=(3, 2), padding="SAME", count_include_pad=False, **native)
     group = functools.partial(jaxconv.groupnorm, groups=2, activation="silu", **native)
     rows = functools.partial(jaxconv.layernorm, **native)
     excite = functools.partial(jaxconv.squeeze_excite, activation="silu", **native)
@@ -255,6 +256,8 @@ def _programs() -> dict[str, tuple[str, Any, Any]]:
         "max_pool": ("max_pool", pool, (x,)),
         "max_pool_positions": ("max_pool", jax.grad(lambda x: pool(x).sum()), (x,)),
         "max_pool_backward": ("max_pool_backward", jax.grad(lambda x: pool(x).sum()), (x,)),
+        "avg_pool": ("avg_pool", average, (x,)),
+        "avg_pool_backward": ("avg_pool_backward", jax.grad(lambda x: average(x).sum()), (x,)),
         "groupnorm": ("groupnorm", group, (x, v, v)),
         "groupnorm_instances": ("groupnorm", jax.vmap(group), (jnp.stack([x] * 3), *[jnp.ones((3, 4))] * 2)),
         "groupnorm_backward": ("groupnorm_backward", jax.grad(lambda x: group(x, v, v).sum()), (x,)),
@@ -286,6 +289,8 @@ YOUNGER = (
         "batchnorm_signs",
         "max_pool",
         "max_pool_backward",
+        "avg_pool",
+        "avg_pool_backward",
     ),
     *("groupnorm", "groupnorm_backward", "squeeze_excite", "squeeze_excite_backward"),
 )

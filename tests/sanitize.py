@@ -35,6 +35,8 @@ import numpy as np
 from jaxconv import _plan, _problem
 from jaxconv._core import activations, primitives
 from jaxconv._ops import conv_integer, conv_scaled
+from jaxconv._ops.avg_pool import backward as average_backward
+from jaxconv._ops.avg_pool import kernel as average_kernel
 from jaxconv._ops.batchnorm import backward, backward_add, dx_of_sums, infer, moments, shortcut_backward, signs, train
 from jaxconv._ops.conv import (
     add_statistics,
@@ -58,6 +60,7 @@ from jaxconv._ops.squeeze_excite import excite
 from jaxconv._plan import conv, dense, depthwise, domain, sm90
 from jaxconv._problem import (
     AddedConvProblem,
+    AvgPoolProblem,
     BatchNormProblem,
     ConvProblem,
     DenseProblem,
@@ -292,6 +295,28 @@ POOLS = (
 )
 
 
+def average_calls(
+    dtype: str, algorithm: str, shape: tuple[int, ...], window: Any, options: dict[str, Any]
+) -> list[Call]:
+    settled = {"stride": 1, "padding": "SAME", "layout": None, **options}
+    settled |= {"algorithm": algorithm, "implementation": None}
+    problems = (
+        AvgPoolProblem.of("avg_pool", array(shape, dtype), window, **settled, count_include_pad=count)
+        for count in (True, False)
+    )
+    return [(kernel, p) for p in problems for kernel in (average_kernel, average_backward)]
+
+
+AVERAGES = (
+    ((3, 16, 16, 64), 2, {"stride": 2}),
+    ((3, 11, 9, 24), 3, {}),
+    ((3, 11, 9, 24), 3, {"stride": 2, "padding": 1}),
+    ((3, 11, 9, 5), (3, 2), {}),
+    ((2, 65, 8), 5, {"stride": 3}),
+    ((2, 5, 6, 7, 8), (2, 3, 4), {"stride": (1, 2, 3)}),
+)
+
+
 def groupnorm_calls(dtype: str, algorithm: str, shape: tuple[int, ...], groups: int, activation: str) -> list[Call]:
     p = GroupNormProblem(
         "groupnorm", dtype, shape, groups, 1e-5, activations.parse("", activation), algorithm=algorithm
@@ -453,6 +478,9 @@ def cases(op: str, algorithm: str, dtype: str) -> Iterator[tuple[str, list[Call]
     elif op == "pool":
         for shape, window, options in POOLS:
             yield f"{shape} {window}", pool_calls(dtype, algorithm, shape, window, options)
+    elif op == "avg_pool":
+        for shape, window, options in AVERAGES:
+            yield f"{shape} {window} {options}", average_calls(dtype, algorithm, shape, window, options)
     elif op == "squeeze_excite":
         for (shape, hidden), activation in itertools.product(SQUEEZES, ("silu", "relu")):
             yield f"{shape} {hidden} {activation}", squeeze_calls(dtype, algorithm, shape, hidden, activation)
@@ -495,6 +523,7 @@ KERNELS = {
     "dense_gradient": [_plan.GRADIENT],
     "batchnorm": list(_problem.BATCHNORM_ALGORITHMS),
     "pool": list(_problem.POOL_ALGORITHMS),
+    "avg_pool": list(_problem.POOL_ALGORITHMS),
     "groupnorm": list(_problem.GROUPNORM_ALGORITHMS),
     "squeeze_excite": list(_problem.SQUEEZE_EXCITE_ALGORITHMS),
 }

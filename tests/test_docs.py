@@ -162,7 +162,8 @@ def test_examples_in_docstrings_run(name):
     """Layers all have one; blocks behind other words show formulas and names that are the reader's."""
     text = inspect.getdoc(getattr(jaxconv, name))
     found = EXAMPLE.findall(text + "\n")
-    layer = name.startswith(("conv", "batchnorm", "dense", "groupnorm", "layernorm", "max_pool", "mlp", "squeeze"))
+    ops = ("conv", "batchnorm", "dense", "groupnorm", "layernorm", "max_pool", "avg_pool", "mlp", "squeeze")
+    layer = name.startswith(ops)
     assert len(found) == 1 or not layer, name
     try:
         for code in found:

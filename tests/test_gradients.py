@@ -485,6 +485,7 @@ JETS = {
     "batchnorm_inference": lambda x, w, v, **o: jaxconv.batchnorm(x, v, v, v, v * v, training=False, **o)[0],
     "groupnorm": lambda x, w, v, **o: jaxconv.groupnorm(x, v, v * v, groups=1, **o),
     "layernorm": lambda x, w, v, **o: jaxconv.layernorm(x, v, v * v, **o),
+    "avg_pool": lambda x, w, v, activation, **o: jaxconv.avg_pool(x * x, 2, **o),
     "squeeze_excite": lambda x, w, v, **o: jaxconv.squeeze_excite(x, w[0, 0], v, w[1, 1], v * v, **o),
     "conv_batchnorm": lambda x, w, v, **o: jaxconv.conv_batchnorm(x, w, v, v, v, v * v, training=True, **o)[0],
 }

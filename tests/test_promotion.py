@@ -130,6 +130,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], list[tuple
     "layernorm_bare": (jaxconv.layernorm, [(5, 8)], []),
     "max_pool": (part(jaxconv.max_pool, window=(3, 2), stride=2, padding="SAME"), [IMAGES], []),
     "max_pool_dilated": (part(jaxconv.max_pool, window=2, dilation=2), [IMAGES], []),
+    "avg_pool": (part(jaxconv.avg_pool, window=(3, 2), stride=2, padding="SAME"), [IMAGES], []),
     "squeeze_excite": (jaxconv.squeeze_excite, [IMAGES], [(8, 4), (4,), (4, 8), C]),
     "squeeze_excite_bare": (
         lambda x, w1, w2, **options: jaxconv.squeeze_excite(

@@ -16,19 +16,6 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kNoTap = -1;
 
-// Windows that reach the padded coordinates c and c + more: [low, high).
-struct Range {
-  int low, high;
-};
-__device__ __forceinline__ Range Windows(const Geometry& g, int axis, int c, int more) {
-  const int reach = (g.window[axis] - 1) * g.dilation[axis];
-  const int last = c + more;
-  Range r;
-  r.low = c <= reach ? 0 : int(g.per_stride[axis].Div(unsigned(c - reach + g.stride[axis] - 1)));
-  r.high = last < 0 ? 0 : min(g.out[axis], int(g.per_stride[axis].Div(unsigned(last))) + 1);
-  return r;
-}
-
 // The tap of window o at the padded coordinate c.
 __device__ __forceinline__ int TapAt(const Geometry& g, int axis, int c, int o) {
   const int offset = c - o * g.stride[axis];

@@ -1,4 +1,4 @@
-// What the max-pooling kernels can run. Host C++17 without CUDA headers (cuda/domain.h).
+// What the pooling kernels can run. Host C++17 without CUDA headers (cuda/domain.h).
 #pragma once
 
 #include <algorithm>
@@ -39,12 +39,10 @@ inline int64_t BackwardThreads(const PoolProblem& p, int vector) {
   return p.n * p.in[0] * Blocks(p, 1) * Blocks(p, 2) * (p.c / vector);
 }
 
-inline std::string Refusal(const PoolProblem& p, const Plan& plan) {
+// Of averages, and what both have in common.
+inline std::string RefusalOfAverages(const PoolProblem& p, const Plan& plan) {
   if (plan.kernel != "gather") return "there is no such kernel";
   if (p.dtype == DType::kF64) return "it needs float32, bfloat16 or float16, got float64";
-  if (p.taps() > kMaxPoolTaps)
-    return "positions are bytes: it needs windows of at most " + std::to_string(kMaxPoolTaps) +
-           " taps, got " + std::to_string(p.taps());
   for (int i = 0; i < 3; ++i) {
     const int64_t span = p.window[i] * p.dilation[i];
     const int64_t reach = (p.out[i] - 1) * p.stride[i] + span;
@@ -57,6 +55,13 @@ inline std::string Refusal(const PoolProblem& p, const Plan& plan) {
   if (threads > kMaxThreads)
     return "it needs fewer than 2^31 threads, got " + std::to_string(threads);
   return "";
+}
+
+inline std::string Refusal(const PoolProblem& p, const Plan& plan) {
+  if (p.taps() > kMaxPoolTaps)
+    return "positions are bytes: it needs windows of at most " + std::to_string(kMaxPoolTaps) +
+           " taps, got " + std::to_string(p.taps());
+  return RefusalOfAverages(p, plan);
 }
 
 }  // namespace jaxconv::cuda::pool

@@ -1,4 +1,4 @@
-// A max-pooling's numbers as its kernels take them: 32 bits, with divisors made ready. domain.h refuses what they do not
+// A pooling's numbers as its kernels take them: 32 bits, with divisors made ready. domain.h refuses what they do not
 // hold.
 #pragma once
 
@@ -30,5 +30,18 @@ struct Geometry {
     }
   }
 };
+
+// Windows that reach the padded coordinates c and c + more: [low, high).
+struct Range {
+  int low, high;
+};
+__device__ __forceinline__ Range Windows(const Geometry& g, int axis, int c, int more) {
+  const int reach = (g.window[axis] - 1) * g.dilation[axis];
+  const int last = c + more;
+  Range r;
+  r.low = c <= reach ? 0 : int(g.per_stride[axis].Div(unsigned(c - reach + g.stride[axis] - 1)));
+  r.high = last < 0 ? 0 : min(g.out[axis], int(g.per_stride[axis].Div(unsigned(last))) + 1);
+  return r;
+}
 
 }  // namespace jaxconv::cuda::pool

@@ -19,6 +19,11 @@ Status Forward(const Context& ctx, const PoolProblem& p, const void* x, void* y,
 Status Backward(const Context& ctx, const PoolProblem& p, const uint8_t* position, const void* dy,
                 void* dx, const std::string& what);
 
+Status Average(const Context& ctx, const AvgPoolProblem& p, const void* x, void* y,
+               const std::string& what);
+Status AverageBackward(const Context& ctx, const AvgPoolProblem& p, const void* dy, void* dx,
+                       const std::string& what);
+
 // An element type and elements in an access.
 template <typename Element, int kVec>
 struct Instance {

@@ -42,7 +42,8 @@ from jaxconv._core import sharding
 from jaxconv._problem import ConvProblem, PoolProblem, is_number
 
 Array = jax.Array
-P = TypeVar("P", ConvProblem, PoolProblem)
+P = TypeVar("P", bound=ConvProblem | PoolProblem)
+Q = TypeVar("Q", bound=PoolProblem)
 
 
 def name(axis: int) -> str:
@@ -428,15 +429,29 @@ def _own(p: ConvProblem, split: Split, a: Array) -> tuple[ConvProblem, int, int,
 # Pooling
 
 
-def exchange_windows(p: PoolProblem, split: Split, x: Array) -> tuple[PoolProblem, Array]:
-    """The pooling that a shard computes, without padding, and its x: -inf beyond the array's ends. Of `p` the spatial
-    extents are those of all shards."""
-    return _windows(p, split, x, -math.inf)
+def of_shard(p: Q, split: Split) -> Q:
+    """The pooling that a shard computes, without padding. Of `p` the spatial extents are those of all shards."""
+    for axis, mesh_axes in split.items():
+        shards = lax.axis_size(mesh_axes)
+        out = _shard(p.out_spatial[axis], shards)
+        p = _with(p, axis, of_x(p, axis, shards).count, out, (0, 0))
+    return p
+
+
+def exchange_windows(p: Q, split: Split, x: Array, fill: float) -> tuple[Q, Array]:
+    """`of_shard`, and its x: `fill` beyond the array's ends."""
+    return of_shard(p, split), _windows(p, split, x, fill)
+
+
+def own_x(p: PoolProblem, split: Split) -> tuple[int, ...]:
+    """The shape of a shard's x. Of `p` the spatial extents are those of all shards."""
+    parts = (lax.axis_size(split[i]) if i in split else 1 for i in range(p.nd))
+    return dataclasses.replace(p, in_spatial=tuple(map(_shard, p.in_spatial, parts))).x_shape
 
 
 def own_dx_of_windows(p: PoolProblem, split: Split, x: Array, dx: Array) -> Array:
     """The shard's own rows of dx: what the shards computed, of the rows that each read, is sent back and added up."""
-    return jax.linear_transpose(lambda x: _windows(p, split, x, join=_in_a_row)[1], x)(dx)[0]
+    return jax.linear_transpose(lambda x: _windows(p, split, x, join=_in_a_row), x)(dx)[0]
 
 
 def own_windows(p: PoolProblem, split: Split, dy: Array) -> Array:
@@ -446,18 +461,14 @@ def own_windows(p: PoolProblem, split: Split, dy: Array) -> Array:
     return dy
 
 
-def _windows(
-    p: PoolProblem, split: Split, x: Array, fill: float = 0, join: Callable[..., Array] = _beside
-) -> tuple[PoolProblem, Array]:
-    """With `fill` beyond the array's ends; with 0 linear in x."""
-    q = p
+def _windows(p: PoolProblem, split: Split, x: Array, fill: float = 0, join: Callable[..., Array] = _beside) -> Array:
+    """The x that a shard's pooling reads, with `fill` beyond the array's ends; with 0 linear in x."""
     for axis, mesh_axes in split.items():
         shards = lax.axis_size(mesh_axes)
         rows = of_x(p, axis, shards)
         x, skip = _fetch(x, _axis(p, axis), rows, mesh_axes, fill, join)
         x = _slice(x, skip, rows.count, _axis(p, axis), fill)
-        q = _with(q, axis, rows.count, _shard(p.out_spatial[axis], shards), (0, 0))
-    return q, x
+    return x
 
 
 def _slice(x: Array, start: int, count: int, axis: int, fill: float = 0) -> Array:

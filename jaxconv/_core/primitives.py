@@ -503,6 +503,24 @@ def _through_float32(op: Kernel, problem: Any, algorithm: str, *args: Array) -> 
 # Differentiation
 
 
+def linear(op: Kernel, transpose: Callable[..., Array]) -> None:
+    """The derivative rule of a kernel that is linear in its one operand.
+
+    `transpose(problem, ct)` is the cotangent, by a kernel of which `op` is the transpose: so derivatives of any order
+    and mode close. Under differentiation the result carries the primitive's name, as that of a fused op does.
+    """
+
+    def jvp(primals: Sequence[Array], tangents: Sequence[Any], *, problem: Any) -> Any:
+        (x,), (t,) = primals, tangents
+        return checkpoint_name(op(problem, x), op.primitive.name), op(problem, t)
+
+    def back(ct: Any, x: Any, *, problem: Any) -> Any:
+        return [ad.Zero(x.aval) if type(ct) is ad.Zero else transpose(problem, ct)]
+
+    ad.primitive_jvps[op.primitive] = jvp
+    ad.primitive_transposes[op.primitive] = back
+
+
 def bilinear(op: Kernel, left: Callable[..., Array], right: Callable[..., Array]) -> None:
     """The derivative rule of a kernel that is linear in each of its two operands.
 

@@ -70,17 +70,17 @@ def _partition(p: PoolProblem, operands: Sequence[str], results: Sequence[str], 
 
 
 def _shard(p: PoolProblem, split: sharding.Split, x: Array) -> list[Array]:
-    return kernel(*halo.exchange_windows(p, halo.pixels(p, split), x))
+    return kernel(*halo.exchange_windows(p, halo.pixels(p, split), x, -math.inf))
 
 
 def _backward_shard(p: PoolProblem, split: sharding.Split, x: Array, position: Array, dy: Array) -> list[Array]:
     pixels = halo.pixels(p, split)
-    q, read = halo.exchange_windows(p, pixels, x)
+    q, read = halo.exchange_windows(p, pixels, x, -math.inf)
     dx = backward(q, read, position, halo.own_windows(p, pixels, dy))
     return [halo.own_dx_of_windows(p, pixels, x, dx)]
 
 
-def _flops(p: PoolProblem) -> int:
+def flops(p: PoolProblem) -> int:
     """One a tap, in either direction."""
     return math.prod(p.y_shape) * p.taps
 
@@ -93,7 +93,7 @@ kernel = primitives.kernel(
     "x -> y position?",
     FAMILY,
     reference=reference.max_pool,
-    flops=_flops,
+    flops=flops,
     run=_shard,
 )
 # Of a problem that saves positions. The kernel reads these, XLA's scatter x: whichever is not read is dropped when a
@@ -103,7 +103,7 @@ backward = primitives.kernel(
     "x position dy -> dx",
     FAMILY,
     reference=reference.max_pool_backward,
-    flops=_flops,
+    flops=flops,
     unread="x",
     run=_backward_shard,
 )

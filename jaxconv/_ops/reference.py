@@ -22,6 +22,7 @@ from jax.lax import conv_general_dilated, dot_general, reduce_window
 from jaxconv._core import primitives
 from jaxconv._core.activations import activate, activate_tangent
 from jaxconv._problem import (
+    AvgPoolProblem,
     BatchNormProblem,
     ConvProblem,
     DenseProblem,
@@ -621,6 +622,55 @@ def max_pool_taken(p: PoolProblem, x: jax.Array, position: jax.Array) -> jax.Arr
     for tap, at in enumerate(np.ndindex(p.window)):
         y = y + jnp.where(position == tap, _tap(p, padded, at), jnp.zeros((), x.dtype))
     return y
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Average-pooling. Sums are of float32 for 16-bit x.
+
+
+def avg_pool(p: AvgPoolProblem, x: jax.Array) -> list[jax.Array]:
+    """[y]."""
+    wide = _summed_in(x)
+    return [(_window_sums(p, wide) / _window_counts(p, wide.dtype)).astype(x.dtype)]
+
+
+def _summed_in(x: jax.Array) -> jax.Array:
+    return x.astype("float32") if x.dtype.itemsize == 2 else x
+
+
+def _window_sums(p: AvgPoolProblem, x: jax.Array) -> jax.Array:
+    return reduce_window(
+        x,
+        0.0,
+        lax.add,
+        window_dimensions=p.per_axis(p.window, 1),
+        window_strides=p.per_axis(p.stride, 1),
+        padding=p.per_axis(p.padding, (0, 0)),
+    )
+
+
+def _window_counts(p: AvgPoolProblem, dtype: Any) -> Any:
+    """What sums are divided by: a number, or like y with extents of 1 for images and channels."""
+    if p.count_include_pad:
+        return p.taps
+    count = jnp.ones((1,) * (p.nd + 2), dtype)
+    for axis, (size, window, out, stride, (low, _)) in enumerate(
+        zip(p.in_spatial, p.window, p.out_spatial, p.stride, p.padding, strict=True)
+    ):
+        xp = np if is_number(size) and is_number(out) else jnp
+        first = xp.arange(out) * stride - low
+        taps = xp.maximum(xp.minimum(first + window, size) - xp.maximum(first, 0), 0)
+        place = axis + (1 if p.channels_last else 2)
+        count = count * jnp.expand_dims(taps.astype(dtype), [i for i in range(p.nd + 2) if i != place])
+    return count
+
+
+def avg_pool_backward(p: AvgPoolProblem, dy: jax.Array) -> list[jax.Array]:
+    """[dx]."""
+    wide = _summed_in(dy)
+    share = wide / _window_counts(p, wide.dtype)
+    sums = functools.partial(_window_sums, p)
+    return [dx.astype(dy.dtype) for dx in jax.linear_transpose(sums, _like(p.x_shape, share, batch=True))(share)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

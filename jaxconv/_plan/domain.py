@@ -194,6 +194,11 @@ def pool_refusal(plan: Plan, p: PoolProblem) -> str | None:
     return native.cpu.pool_refusal(_pool(p), plan.kernel) or None
 
 
+def avg_pool_refusal(plan: Plan, p: PoolProblem) -> str | None:
+    """conv_refusal of an average-pooling and its gradient."""
+    return native.cpu.avg_pool_refusal(_pool(p), plan.kernel) or None
+
+
 def pool_vector(p: PoolProblem) -> int:
     """Elements in an access of its kernels."""
     return native.cpu.pool_vector(_pool(p))

@@ -350,7 +350,7 @@ def _scaled(m: Measurement, sister: str, device: Device) -> Measurement:
 
     def scaled(ms: float) -> float:
         # Nothing but memory, over which XLA passes more often.
-        if m.op.startswith(("batchnorm", "groupnorm", "layernorm", "max_pool", "squeeze")):
+        if m.op.startswith(("batchnorm", "groupnorm", "layernorm", "max_pool", "avg_pool", "squeeze")):
             return ms * there.bandwidth / here.bandwidth
         before, after = (_least_ms(m, of) for of in (there, here))
         share = min(1.0, before / ms)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jaxconv._plan import (
+    avg_pool,
     batchnorm,
     conv,
     conv_add,
@@ -37,6 +38,7 @@ _TABLE: dict[type[Planner], str] = {
     batchnorm.Signs: "batchnorm_signs",
     batchnorm.BackwardAdd: "batchnorm_backward_add",
     pool.MaxPool: "max_pool max_pool_backward",
+    avg_pool.AvgPool: "avg_pool avg_pool_backward",
     groupnorm.GroupNorm: "groupnorm groupnorm_backward",
     squeeze_excite.SqueezeExcite: "squeeze_excite squeeze_excite_backward",
     # Several calls, each with a plan of its own: whether a kernel joins them

@@ -4,6 +4,7 @@ A problem is inferred once from the user's arguments. "SAME" becomes pairs, defa
 settled; nothing below re-derives them. Problems are frozen and hashable: they are the only parameter of the primitives.
 """
 
+from jaxconv._problem.avg_pool import AvgPoolProblem
 from jaxconv._problem.batchnorm import BATCHNORM_ALGORITHMS, BatchNormAlgorithm, BatchNormProblem
 from jaxconv._problem.conv import (
     CONV_ALGORITHMS,
@@ -79,6 +80,7 @@ __all__ = [
     "SCALED_RESULTS",
     "SQUEEZE_EXCITE_ALGORITHMS",
     "AddedConvProblem",
+    "AvgPoolProblem",
     "BatchNormAlgorithm",
     "BatchNormConvProblem",
     "BatchNormProblem",

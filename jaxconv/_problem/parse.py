@@ -206,6 +206,12 @@ def number(where: str, argument: str, value: Any) -> float:
     )
 
 
+def flag(where: str, argument: str, value: Any) -> bool:
+    if isinstance(value, (bool, np.bool_)):
+        return bool(value)
+    raise TypeError(f"{where}: {argument} must be True or False, got {value!r}")
+
+
 def epilogue(p: Any) -> list[str]:
     """What a problem adds to its sum and applies to it, in words: ["bias", "relu"]."""
     return [*(["bias"] if p.bias else []), *([] if p.activation.name == "none" else [str(p.activation)])]

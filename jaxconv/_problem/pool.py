@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 import jax
 
@@ -100,7 +100,7 @@ class PoolProblem:
         layout: Any,
         algorithm: Any,
         implementation: Any,
-    ) -> PoolProblem:
+    ) -> Self:
         nd = x.ndim - 2
         if nd not in CHANNELS_LAST:
             raise ValueError(f"{name}: x has {x.ndim} dimensions, expected 3, 4 or 5. {shapes(x=x)}")
@@ -141,9 +141,14 @@ class PoolProblem:
             return "a spatial extent is symbolic: native plans need a number"
         if 0 in (self.channels, *self.in_spatial, *self.out_spatial):
             return "there is nothing to compute"
-        if self.taps > MAX_TAPS:
-            return f"positions are bytes: windows have at most {MAX_TAPS} taps, got {self.taps}"
+        if many := self.too_many_taps():
+            return many
         steps = (*self.stride, *self.dilation, *sum(self.padding, ()))
         if max(steps) > _MAX_STEP:
             return f"stride, padding and dilation are at most {_MAX_STEP}, got {max(steps)}"
         return None
+
+    def too_many_taps(self) -> str | None:
+        if self.taps <= MAX_TAPS:
+            return None
+        return f"positions are bytes: windows have at most {MAX_TAPS} taps, got {self.taps}"

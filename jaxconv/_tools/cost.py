@@ -21,7 +21,7 @@ def cost(f: Callable[P, Any]) -> OfArguments[P, dict[str, float]]:
     * flops of a convolution's fprop, dgrad or wgrad: 2 * N * P * Q * K * R * S * C / groups. Multiplications with
       padding count, as is usual;
     * flops of a product: 2 * M * N * K;
-    * flops of a batch-norm or group-norm: 4 to 11 an element; of a max-pooling: one a tap, in either direction;
+    * flops of a batch-norm or group-norm: 4 to 11 an element; of a pooling: one a tap, in either direction;
     * flops of a squeeze-and-excitation: 2 an element, 4 backward, and its two products of each image;
     * flops of an epilogue: one an element for each of bias, activation and addend;
     * bytes: every operand read once and every result written once.
