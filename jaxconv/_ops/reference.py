@@ -211,8 +211,8 @@ def _product_of_float8(x: jax.Array, w: jax.Array) -> jax.Array:
 def _product_of_integers(x: jax.Array, w: jax.Array) -> jax.Array:
     """x @ w in int32, each int8 or uint8, of which XLA has fast products of int8 alone.
 
-    A uint8 is an int8 and 128, and what the 128s give follows from the other operand's sums. On a GPU sums have zeros up
-    to a multiple of 16 products: XLA makes twice the sum of 5 or 15 products of int8 (jaxlib 0.11.2, H100).
+    A uint8 is an int8 and 128, and what the 128s give follows from the other operand's sums. On a GPU zeros fill a sum
+    up to a multiple of 16 products: XLA makes twice the sum of 5 or 15 products of int8 (jaxlib 0.11.2, H100).
     """
     rest = -x.shape[-1] % 16 if is_number(x.shape[-1]) and primitives.lowers_for() != "cpu" else 0
     if rest:
