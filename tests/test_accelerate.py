@@ -1083,7 +1083,8 @@ def test_a_batchnorm_whose_scale_or_bias_is_its_own_mean_or_variance_is_left(how
         return eval(how, {"z": z, "mean": mean, "var": var, "x": x})
 
     assert not kernels(accelerate(f), X)
-    np.testing.assert_array_equal(accelerate(f)(X), f(X))
+    # Compiled as a whole, with products in sums that were not rounded.
+    np.testing.assert_allclose(accelerate(f)(X), f(X), rtol=1e-6, atol=1e-6)
     assert "depend on one another" in str(accelerate(f).report(X))
 
 

@@ -441,8 +441,10 @@ def test_what_a_shard_pools_is_copied_where_windows_overlap(size, padding, kind)
     jax.tree.map(np.testing.assert_array_equal, results, step(*map(jnp.asarray, args)))
     text = compiled.as_text()
     found = large(text, placed[0].addressable_shards[0].data.size)
-    # What the neighbours are sent back is added to a part of dx, at most padded to the whole of it.
-    assert not found if size == 2 else found["concatenate"] == found["select"] == 0 and found["pad"] > 0, text
+    # x gets the neighbours' rows by an update, which newer XLA writes as a concatenation. What the neighbours are sent
+    # back is added to a part of dx, at most padded to the whole of it.
+    once = found["select"] == 0 and found["concatenate"] <= (jax.__version_info__ >= (0, 11)) and found["pad"] > 0
+    assert not found if size == 2 else once, text
 
 
 # ----------------------------------------------------------------------------------------------------------------------

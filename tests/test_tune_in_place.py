@@ -595,18 +595,27 @@ def test_a_profile_beside_which_kernels_cannot_be_timed(gpu, capsys, file, monke
     stays_as_it_was(gpu, capsys, "jax.profiler takes or took a trace in this process", file, times=0)
 
 
-def test_profiles_are_noted(monkeypatch):
-    state = type("State", (), {"profile_session": None})()
+@pytest.mark.parametrize("name", ("profile_session", "session"))
+def test_profiles_are_noted(name, monkeypatch):
+    state = type("State", (), {name: None})()
     monkeypatch.setattr(compat.profiler, "_profile_state", state)
     monkeypatch.setattr(compat, "_profiles", [])
     compat.note_profiles()
     compat.note_profiles()
     assert not compat.profiled()
-    state.profile_session = None
+    setattr(state, name, None)
     assert not compat.profiled()
-    state.profile_session = object()
-    state.profile_session = None
-    assert compat.profiled() and state.profile_session is None
+    setattr(state, name, object())
+    setattr(state, name, None)
+    assert compat.profiled() and getattr(state, name) is None
+
+
+def test_a_trace_of_this_jax_is_noted(monkeypatch, tmp_path):
+    monkeypatch.setattr(compat, "_profiles", [])
+    compat.note_profiles()
+    assert not compat.profiled()
+    with jax.profiler.trace(tmp_path):
+        assert compat.profiled()
 
 
 def test_the_budget_ends(gpu, capsys, monkeypatch, file):

@@ -44,21 +44,23 @@ _profiles: list[None] = []
 def note_profiles() -> None:
     """From now on `profiled` knows whether jax.profiler has taken a trace.
 
-    (`_profile_state`, whose `profile_session` is set while one is taken: 0.10 to 0.12. Elsewhere nothing is known.)
+    (`_profile_state`, whose `profile_session`, from 0.12 on `session`, is set while one is taken. Elsewhere nothing is
+    known.)
     """
     state = getattr(profiler, "_profile_state", None)
-    if state is None or getattr(type(state), "notes", False):
+    session = next((name for name in ("profile_session", "session") if hasattr(state, name)), None)
+    if state is None or session is None or getattr(type(state), "notes", False):
         return
 
     class Noting(type(state)):  # type: ignore[misc]
         notes = True
 
         def __setattr__(self, name: str, value: Any) -> None:
-            if name == "profile_session" and value is not None:
+            if name == session and value is not None:
                 _profiles.append(None)
             super().__setattr__(name, value)
 
-    if state.profile_session is not None:
+    if getattr(state, session) is not None:
         _profiles.append(None)
     state.__class__ = Noting
 

@@ -189,6 +189,16 @@ def body_of_call(eqn: JaxprEqn) -> ClosedJaxpr | None:
     return body_of_jit(eqn)
 
 
+def _converted(eqn: JaxprEqn, inputs: Sequence[Value]) -> Constant | None:
+    """The number of a program's text that an equation gives another type, as jnp does inside shard_map (JAX 0.12)."""
+    if eqn.primitive.name != "convert_element_type" or not isinstance(inputs[0], Constant) or inputs[0].shape != ():
+        return None
+    value = inputs[0].value
+    if not isinstance(value, (bool, int, float, np.generic)) or eqn.params.get("sharding") is not None:
+        return None
+    return Constant(eqn.outvars[0].aval, value=np.asarray(value).astype(eqn.params["new_dtype"])[()])
+
+
 UNIT_AXES = ("reshape", "broadcast_in_dim", "squeeze")  # what adds and removes axes of extent 1, among other things
 
 
@@ -254,6 +264,9 @@ class Graph:
                 continue
             if (named := self._labelled(eqn, inputs)) is not None:
                 values[eqn.outvars[0]] = named
+                continue
+            if (number := _converted(eqn, inputs)) is not None:
+                values[eqn.outvars[0]] = number
                 continue
             inner = self._body_of(eqn)
             if inner is not None:
