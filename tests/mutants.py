@@ -401,10 +401,10 @@ MUTANTS = [
     ),
     Mutant(
         "a rule takes away what somebody else reads",
-        "jaxconv/joints/rules.py",
-        "return set(v.users) == {node for node in nodes if node is not None}",
-        "return True",
-        "tests/test_joints.py -k read",
+        "jaxconv/joints/program.py",
+        "if v not in kept and any(user not in gone for user in v.users):",
+        "if v not in kept and False:",
+        "tests/test_cut.py -k does_not_fit",
     ),
     Mutant(
         "what a rewritten program dropped is found again",

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import A100, DTYPES, H200, PLATFORM, types_of
+from helpers import A100, DTYPES, H100, H200, PLATFORM, types_of
 from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -361,6 +361,23 @@ def test_it_is_native_where_that_is_asked_for_or_was_measured(op, code_for_gpus,
     for names in ("pool", op, "all"):
         monkeypatch.setenv("JAXCONV_DISABLE", names)
         assert _plan.plan(op, problem(implementation="native"), H200).implementation == "xla"
+
+
+@pytest.mark.parametrize("op", ["avg_pool", "avg_pool_backward"])
+def test_on_hopper_it_is_native_where_the_kernel_was_faster(op, code_for_gpus):
+    large, back = (64, 35, 35, 288), op == "avg_pool_backward"
+    assert str(_plan.plan(op, problem(large, stride=1), H100)) == "native[gather]"
+    assert ("native" in str(_plan.plan(op, problem(large, 2), H100))) == back  # windows that do not overlap
+    others = (
+        problem((1, 35, 35, 288), stride=1),
+        problem((64, 35, 35, 289), stride=1),
+        problem(large, 4, stride=1),
+        problem(large, dtype="float32", stride=1),
+        problem((64, 288, 35, 35), layout="NCHW", stride=1),
+    )
+    for p in others:
+        assert _plan.plan(op, p, H100).implementation == "xla", p
+    assert _plan.plan(op, problem(large, stride=1), A100).implementation == "xla"
 
 
 def test_cost_counts_taps():
