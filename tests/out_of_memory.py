@@ -66,6 +66,7 @@ def calls(device: _plan.Device) -> Iterator[sanitize.Call]:
         yield from sanitize.groupnorm_calls(DTYPE, algorithm, (12, 256, 256, 64), 8, "silu")
     yield from sanitize.squeeze_calls(DTYPE, "one_pass", (12, 256, 256, 64), 16, "silu")
     yield from sanitize.pool_calls(DTYPE, "gather", (3, *PIXELS, 64), 3, {})
+    yield from sanitize.average_calls(DTYPE, "gather", (3, *PIXELS, 64), 3, {})
     for algorithm in ("integer/output", "integer/tile"):
         yield from sanitize.integer_calls("int8", algorithm, (1, 2048, 2048, 4), (3, 3, 4, 64), {})
     yield from sanitize.scaled_calls("int8", "sm90", (1, 2048, 2048, 16), (3, 3, 16, 64), {}, None, "float32")
