@@ -1,4 +1,4 @@
-"""`flax.linen`'s Conv, ConvTranspose, Dense, BatchNorm, GroupNorm, LayerNorm and max_pool on jaxconv's kernels.
+"""`flax.linen`'s Conv, ConvTranspose, Dense, BatchNorm, GroupNorm, LayerNorm and poolings on jaxconv's kernels.
 
 A model changes by its import alone, and a checkpoint moves both ways: arguments, parameters, collections, initialisers,
 dtypes and defaults are Flax's, because the classes are subclasses of Flax's. What they add:
@@ -29,8 +29,9 @@ from jaxconv._core.activations import activate
 from jaxconv._core.types import Array, ToActivation
 from jaxconv._flax import layers
 
-__all__ = ["BatchNorm", "Conv", "ConvTranspose", "Dense", "GroupNorm", "LayerNorm", "max_pool"]
+__all__ = ["BatchNorm", "Conv", "ConvTranspose", "Dense", "GroupNorm", "LayerNorm", "avg_pool", "max_pool"]
 
+avg_pool = layers.avg_pool
 max_pool = layers.max_pool
 
 

@@ -1,4 +1,4 @@
-"""`flax.nnx`'s Conv, ConvTranspose, Linear, BatchNorm, GroupNorm, LayerNorm and max_pool on jaxconv's kernels.
+"""`flax.nnx`'s Conv, ConvTranspose, Linear, BatchNorm, GroupNorm, LayerNorm and poolings on jaxconv's kernels.
 
 A model changes by its import alone, and a checkpoint moves both ways: arguments, variables, initialisers, dtypes,
 defaults and the handling of state are Flax's, because the classes are subclasses of Flax's. What they add:
@@ -34,8 +34,9 @@ from jaxconv._core.activations import activate
 from jaxconv._core.types import Array, ToActivation
 from jaxconv._flax import layers
 
-__all__ = ["BatchNorm", "Conv", "ConvTranspose", "GroupNorm", "LayerNorm", "Linear", "max_pool"]
+__all__ = ["BatchNorm", "Conv", "ConvTranspose", "GroupNorm", "LayerNorm", "Linear", "avg_pool", "max_pool"]
 
+avg_pool = layers.avg_pool
 max_pool = layers.max_pool
 
 

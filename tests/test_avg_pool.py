@@ -13,12 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from helpers import A100, DTYPES, H100, H200, PLATFORM, types_of
 from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxconv
+import jaxconv.linen as jn
+import jaxconv.nnx as jx
 from jaxconv import _plan, _problem
 from jaxconv._plan import Device, measured
 from jaxconv._plan.domain import avg_pool_refusal
@@ -386,3 +389,31 @@ def test_cost_counts_taps():
     # XLA's own count of what is around the call is one on some platforms.
     assert 0 <= found["flops"] - 2 * 4 * 4 * 4 * 4 <= 1
     assert 0 <= found["bytes accessed"] - 4.0 * (x.size + x.size // 4) <= 1
+
+
+def test_flaxs_avg_pool_is_ours_by_its_import():
+    assert jx.avg_pool is jn.avg_pool and nnx.avg_pool is nn.avg_pool
+    for shape, args in (
+        ((2, 9, 8, 4), ((3, 2), (2, 1), "SAME")),
+        ((2, 9, 8, 4), ((3, 2), (2, 1), "SAME", False)),
+        ((2, 9, 8, 4), ((3, 2),)),
+        ((9, 8, 4), ((2, 2), (2, 2), ((0, 1), (1, 0)))),  # no axis of images
+        ((2, 3, 9, 4), ((2,), (2,), "VALID")),  # two of them
+        ((2, 5, 6, 7, 4), ((2, 2, 2), (2, 1, 2), "SAME")),
+        ((0, 9, 8, 4), ((2, 2),)),
+    ):
+        x = jnp.asarray(helpers.normal(0, shape), jnp.float32)
+        (y, back), (want, expected) = (
+            jax.vjp(lambda x, pool=pool, args=args: pool(x, *args), x) for pool in (jn.avg_pool, nn.avg_pool)
+        )
+        np.testing.assert_allclose(y, want, rtol=1e-6, atol=1e-6)
+        dy = jnp.asarray(helpers.normal(1, y.shape), jnp.float32)
+        np.testing.assert_allclose(back(dy)[0], expected(dy)[0], rtol=1e-6, atol=1e-6)
+    for dtype, count in itertools.product(("bfloat16", "float32"), (True, False)):
+        x = jnp.ones((2, 5, 5, 4), dtype)
+        y = jn.avg_pool(x, (2, 2), (1, 1), "SAME", count)
+        assert y.dtype == nn.avg_pool(x, (2, 2), (1, 1), "SAME", count).dtype
+        counted = helpers.equations(lambda x, count=count: jn.avg_pool(x, (2, 2), (1, 1), "SAME", count), x)
+        assert counted["jaxconv_avg_pool"] == (count or dtype == "float32")
+    whole = jnp.arange(32).reshape(1, 4, 4, 2)
+    np.testing.assert_array_equal(jn.avg_pool(whole, (2, 2)), nn.avg_pool(whole, (2, 2)))

@@ -15,6 +15,7 @@ import numpy as np
 from flax.linen.linear import canonicalize_padding
 
 # Held, because a program may put ours in its place.
+from flax.linen.pooling import avg_pool as flax_avg_pool
 from flax.linen.pooling import max_pool as flax_max_pool
 from jax import lax
 
@@ -22,6 +23,7 @@ from jaxconv import _problem
 from jaxconv._core import activations
 from jaxconv._core.activations import Activation, activate
 from jaxconv._flax import fused
+from jaxconv._ops.avg_pool import avg_pool as native_avg_pool
 from jaxconv._ops.batchnorm import batchnorm as fused_batchnorm
 from jaxconv._ops.conv_transpose import conv_transpose1d, conv_transpose2d, conv_transpose3d
 from jaxconv._ops.groupnorm import groupnorm as fused_groupnorm
@@ -264,6 +266,39 @@ def max_pool(
         return flax_max_pool(inputs, window_shape, strides, padding)
     x, restore = _one_batch(inputs, nd)
     return restore(native_max_pool(x, tuple(window_shape), stride=per_dimension(strides, nd), padding=padding))
+
+
+def avg_pool(
+    inputs: Array,
+    window_shape: Sequence[int],
+    strides: Sequence[int] | None = None,
+    padding: str | Sequence[tuple[int, int]] = "VALID",
+    count_include_pad: bool = True,
+) -> Array:
+    """`flax.linen.avg_pool` by `jaxconv.avg_pool`: (batch axes, spatial axes, features), a window per spatial axis.
+
+    Example::
+
+        y = jaxconv.linen.avg_pool(jnp.ones((8, 32, 32, 16)), (2, 2), strides=(2, 2))
+
+    Args:
+      inputs: (batch axes, spatial axes, features), with no, one or several batch axes.
+      window_shape: the window, an integer per spatial axis.
+      strides: its steps (default: 1).
+      padding: "SAME", "VALID", or a (low, high) pair per spatial axis.
+      count_include_pad: whether a window's mean counts its padding, as zeros.
+
+    Flax's own code runs for integers, for more than three spatial axes, and for 16 bits where padding is not counted:
+    its result is float32 there.
+    """
+    nd = len(window_shape)
+    ours = hasattr(inputs, "dtype") and inputs.dtype.name in _problem.DTYPES and 0 not in inputs.shape
+    ours = ours and (count_include_pad or inputs.dtype.itemsize > 2)
+    if not ours or not 1 <= nd <= 3 or inputs.ndim <= nd:
+        return flax_avg_pool(inputs, window_shape, strides, padding, count_include_pad)
+    x, restore = _one_batch(inputs, nd)
+    options = dict(stride=per_dimension(strides, nd), padding=padding, count_include_pad=bool(count_include_pad))
+    return restore(native_avg_pool(x, tuple(window_shape), **options))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

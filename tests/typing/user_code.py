@@ -54,6 +54,7 @@ assert_type(
 assert_type(jaxconv.max_pool(y, 3, stride=2, padding="SAME"), jax.Array)
 assert_type(jaxconv.avg_pool(y, 3, stride=2, padding="SAME", count_include_pad=False), jax.Array)
 assert_type(jaxconv.linen.max_pool(y, (2, 2), strides=(2, 2)), jax.Array)
+assert_type(jaxconv.linen.avg_pool(y, (2, 2), strides=(2, 2)), jax.Array)
 
 # Every form of an activation
 for activation in (jax.nn.relu, jnp.tanh, functools.partial(jax.nn.gelu, approximate=False)):
