@@ -192,7 +192,7 @@ inline constexpr int64_t kMaxPoolTaps = 255;  // of a window: positions are byte
 //
 //   y[n, o, c] = (sum over taps t of  x[n, o*stride - pad + t, c]) / count[o],  0 where that is padding
 //
-// The count is that of all taps, or of those that are no padding: none of these, and y is NaN. No window is dilated.
+// The count is that of all taps, or of the taps that are no padding; y is NaN where there are none. No window is dilated.
 struct AvgPoolProblem : PoolProblem {
   bool count_include_pad;
 };

@@ -21,7 +21,7 @@
 //   Produce(p, args, at, ring)      the producer's thread fills them
 //   Epilogue(p, args, outbox, group, block0)   outbox: the warpgroup's Tile::kOutboxBytes of shared
 //                                   memory; block0: the first of the tile's blocks of 64 rows that it has
-//   Begin(p, args, at)              before the products of a tile: what is to be on its way meanwhile
+//   Begin(p, args, at)              before the products of a tile: starts loads that run meanwhile
 //   Finish(p, args, at, ring, acc)  behind them
 //   End(p, args, at, part)          behind the last tile. Of a walk down a column, at: the column's first
 //                                   place; part: this warpgroup's number among those that share it
