@@ -240,6 +240,12 @@ def after_batchnorm(m: Any, y: Array, residual: Array | None) -> Array:
     return activate(activation_of(m), y if residual is None else (y + residual).astype(y.dtype))
 
 
+def _pools(inputs: Any, nd: int) -> bool:
+    """Whether jaxconv pools such inputs over their last `nd` axes but one."""
+    ours = hasattr(inputs, "dtype") and inputs.dtype.name in _problem.DTYPES and 0 not in inputs.shape
+    return ours and 1 <= nd <= 3 and inputs.ndim > nd
+
+
 def max_pool(
     inputs: Array,
     window_shape: Sequence[int],
@@ -261,8 +267,7 @@ def max_pool(
     Flax's own code runs for integers and for more than three spatial axes.
     """
     nd = len(window_shape)
-    ours = hasattr(inputs, "dtype") and inputs.dtype.name in _problem.DTYPES and 0 not in inputs.shape
-    if not ours or not 1 <= nd <= 3 or inputs.ndim <= nd:
+    if not _pools(inputs, nd):
         return flax_max_pool(inputs, window_shape, strides, padding)
     x, restore = _one_batch(inputs, nd)
     return restore(native_max_pool(x, tuple(window_shape), stride=per_dimension(strides, nd), padding=padding))
@@ -292,9 +297,7 @@ def avg_pool(
     its result is float32 there.
     """
     nd = len(window_shape)
-    ours = hasattr(inputs, "dtype") and inputs.dtype.name in _problem.DTYPES and 0 not in inputs.shape
-    ours = ours and (count_include_pad or inputs.dtype.itemsize > 2)
-    if not ours or not 1 <= nd <= 3 or inputs.ndim <= nd:
+    if not _pools(inputs, nd) or (not count_include_pad and inputs.dtype.itemsize <= 2):
         return flax_avg_pool(inputs, window_shape, strides, padding, count_include_pad)
     x, restore = _one_batch(inputs, nd)
     options = dict(stride=per_dimension(strides, nd), padding=padding, count_include_pad=bool(count_include_pad))

@@ -34,7 +34,7 @@ class AvgPool(Planner):
             return None
         overlaps = any(f > s for f, s in zip(p.window, p.stride, strict=True))
         known = p.dtype in ("bfloat16", "float16") and p.channels_last and p.channels % vector(p.dtype) == 0
-        known = known and p.batch * math.prod(p.in_spatial) * p.channels >= LEAST
+        known = known and len(p.window) == 2 and p.batch * math.prod(p.in_spatial) * p.channels >= LEAST
         gather = self.made("gather", p, device)
         if not known or p.taps > 9 or isinstance(gather, str) or not (overlaps or self.op == "avg_pool_backward"):
             return None
