@@ -699,14 +699,17 @@ def test_explain_runs_and_compiles_nothing_and_raises_as_the_call_would():
     assert str(jaxconv.explain(jnp.sin)(1.0)) == "no jaxconv calls"
 
 
-@pytest.mark.parametrize("full", [True, False])
-def test_how_far_a_measurement_speaks(full, monkeypatch):
+@pytest.mark.parametrize("short", ["", "xla", "kernel"])
+def test_how_far_a_measurement_speaks(short, monkeypatch):
     """For 2^REACH times fewer images, 2^(REACH * MORE) times as many, 2^REACH times the channels, either way. Of a
-    device that was not full for no more images than others."""
+    device that XLA or the kernel did not fill for no more images than others."""
     base = dataclasses.replace(BY_NAME["aligned"].problem("bfloat16"), batch=64, in_channels=64, out_channels=64)
     op, kind, coordinates = measured.features("conv_fprop", base)
     entry = dict(case="base", op=op, kind=kind, coordinates=coordinates, xla_ms=2.0, native_ms={"sm90/product": 1.0})
-    entry["xla_ms"] *= 1.0 if full else measured.FULL_MS / 2.01
+    if short == "xla":
+        entry["xla_ms"] = measured.FULL_MS / 1.01
+    if short == "kernel":
+        entry["native_ms"] = {"sm90/product": measured.FULL_MS / 1.01}
     monkeypatch.setattr(measured, "_learned", {"NVIDIA X": (measured._measurement(entry),)})
 
     def speaks(kernel="sm90/product", **other):
@@ -716,7 +719,7 @@ def test_how_far_a_measurement_speaks(full, monkeypatch):
         )
 
     near = 2**measured.REACH
-    fewest, most = math.ceil(64 / near), math.floor(64 * near ** (measured.MORE if full else 1))
+    fewest, most = math.ceil(64 / near), math.floor(64 * near ** (1 if short else measured.MORE))
     assert speaks() and not speaks("stem") and not speaks(stride=(2, 2))
     assert speaks(batch=fewest) and not speaks(batch=fewest - 1)
     assert speaks(batch=most) and not speaks(batch=most + 1)

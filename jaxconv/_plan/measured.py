@@ -31,9 +31,10 @@ REACH = 1.6
 # More of the same work on a full device changes little: 2^(REACH * MORE) times as much may be. Not less, a device that
 # is not full is another matter. Before, ConvNeXt at batch 256 learned nothing from its layer measured at batch 64.
 MORE = 4.0
-# ... where the device was full. A problem that XLA took less time for, milliseconds, is bound by launches and
-# latencies: sm90/cluster, made for few pixels and 1.17 times as fast as XLA for one image of 14x14, takes 3.2 times as
-# long as XLA for 256 of 8x8 (H100, float32).
+# ... where the device was full. A problem that XLA or the kernel took less time for, milliseconds, is bound by launches
+# and latencies: sm90/cluster, made for few pixels, is 1.17 times as fast as XLA for one image of 14x14 (0.011 ms), and
+# for one of 7x7 with 512 channels twice as fast (0.011; XLA 0.022). For 256 images of 8x8 it takes 3.2 times as long as
+# XLA (H100, float32).
 FULL_MS = 0.02
 # A neighbour that differs by more than this in channels speaks together with the model, where that knows the kernel. Of
 # drawn problems that neighbours alone chose a kernel for, 9 of 34 with such ones were slower than XLA, by 6 to 103 %
@@ -289,7 +290,7 @@ def _nearest(
             elif abs(more) > gap:
                 gap = abs(more)
         distance += UNLIKE * (m.copied != array)
-        more_of_it = MORE if m.xla_ms >= FULL_MS else 1.0
+        more_of_it = MORE if min(m.xla_ms, m.native_ms[kernel]) >= FULL_MS else 1.0
         if max(work / more_of_it if work > 0 else -work, gap) <= REACH and distance < least:
             best, least = m, distance
     return best, least
