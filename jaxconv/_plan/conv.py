@@ -150,7 +150,7 @@ class Conv(Planner):
     def on_cpu(self, p: ConvProblem) -> tuple[str | None, str]:
         wgrad = self.op == "conv_wgrad"
         if p.depthwise and p.groups > 1 and math.prod(p.filter) == 1:
-            return None, "with one tap it is an elementwise product, which XLA fuses with its neighbours"
+            return None, ELEMENTWISE
         if p.depthwise and p.groups > 1:
             return "depthwise", "XLA's depthwise convolutions are 10 times slower on a CPU"
         if p.groups > 1:
@@ -166,7 +166,10 @@ class Conv(Planner):
         return None, f"{product}, at 0.1 to 8 times XLA's speed on a Xeon, so it may lose"
 
     def exception(self, p: ConvProblem, device: Device, forced: bool) -> Plan | None:
-        """On a CPU a convolution by native code, and behind it an activation that is more than a comparison by XLA."""
+        """On a GPU a product of elements by XLA. On a CPU a convolution by native code, and an activation behind it that
+        is more than a comparison by XLA."""
+        if device.platform == "cuda" and not forced and self.op != "conv_wgrad" and elementwise(p):
+            return self.instead(ELEMENTWISE)
         if self.op != "conv" or forced or device.platform != "cpu" or p.activation.name in COMPARISONS:
             return None
         algorithm, reason = self.on_cpu(p)
@@ -190,6 +193,15 @@ class Conv(Planner):
         )
         pixels = p.batch * math.prod(p.out_spatial)
         return "conv_fprop" if self.op == "conv" else self.op, kind, log2(pixels, group_c, group_k, p.groups)
+
+
+ELEMENTWISE = "with one tap it is an elementwise product, which XLA fuses with its neighbours"
+
+
+def elementwise(p: ConvProblem) -> bool:
+    """Whether an element of y is one of x times a number, a channel's own, at the same pixel."""
+    one = (1,) * p.nd
+    return p.depthwise and p.groups > 1 and p.out_channels == p.in_channels and p.filter == p.stride == one
 
 
 def slow_activation(p: ConvProblem) -> str:
