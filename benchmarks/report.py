@@ -280,7 +280,7 @@ def forced(runs: dict[str, Run]) -> str:
 # Kernels. A plan is recorded as "native[<kernel> <tile> splits=...]", several as "xla + native[...]".
 
 # The families of convolution kernels; each has a page, as every other op has one.
-FAMILIES = ("depthwise", "direct", "grouped", "im2col", "implicit_gemm", "sm90", "stem")
+FAMILIES = ("depthwise", "direct", "grouped", "im2col", "implicit_gemm", "narrow", "sm90", "stem")
 
 
 def kernels_of(row: Run, op: str, dtype: str) -> list[str]:

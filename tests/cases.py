@@ -494,6 +494,39 @@ CONV_CASES = (
 )
 BY_NAME = {case.name: case for case in CONV_CASES}
 
+# Few channels on both sides: lines of 16 pixels, of several images and with two more pixels a row.
+NARROW_CASES = (
+    edge(
+        "narrow_16",
+        9,
+        (7, 42),
+        16,
+        16,
+        (3, 3),
+        "42 columns: eight images share a line, the ninth has its own",
+        padding=1,
+    ),
+    edge("narrow_4", 3, (6, 84), 4, 16, (3, 3), "4 channels of float32: two taps a product", padding=1),
+    edge("narrow_8", 2, (5, 13), 8, 8, (3, 3), "8 channels: an octet a warp, half a product of dw", padding=1),
+    edge("narrow_32", 5, (11, 21), 32, 32, (3, 3), "32 channels: two warps share pixels, four those of dw", padding=1),
+    edge(
+        "narrow_24",
+        2,
+        (9, 10),
+        24,
+        72,
+        (3, 3),
+        "zeros beside 24 channels; 72 are three slabs",
+        padding=((2, 0), (0, 2)),
+    ),
+    edge("narrow_20", 2, (9, 10), 20, 12, (3, 3), "no multiple of 8 channels", padding=((0, 1), (1, 2))),
+    edge("narrow_wide", 1, (4, 600), 8, 16, (3, 3), "600 columns: several strips", padding=1),
+    edge("narrow_one", 2, (1, 1), 16, 16, (3, 3), "a pixel, whose rows and columns are mostly outside", padding=1),
+    edge("narrow_tall", 1, (301, 3), 32, 16, (3, 3), "a strip's rows go to many blocks", padding=((0, 1), (2, 2))),
+    edge("narrow_images", 301, (5, 5), 16, 32, (3, 3), "more images than a line; no padding"),
+    edge("narrow_3d", 2, (3, 6, 7), 16, 16, (1, 3, 3), "planes are images", padding=((0, 0), (1, 1), (1, 1))),
+)
+
 # Few channels on one side, and patches. Tiles are up to 128 columns and whole rows; a step of the tensor cores takes 4
 # taps, a block of them 64 pixels and 64 channels of the other side.
 STEM_CASES = (

@@ -169,6 +169,14 @@ STEM_CONVS = {
     "planes": ((4, 6, 40), 1, 24, 1, (3, 3, 3), {}),
     "many-tiles": ((222, 224), 3, 40, 1, (3, 3), {"stride": 2}),  # more tiles than blocks
 }
+NARROW_CONVS = {
+    "exact": ((8, 8), 16, 16, 1, (3, 3), {}),
+    "4": ((11, 9), 4, 16, 1, (3, 3), {}),
+    "8": ((5, 300), 8, 8, 1, (3, 3), {}),
+    "32": ((37, 21), 32, 32, 1, (3, 3), {}),
+    "24": ((11, 9), 24, 40, 1, (3, 3), {"padding": ((2, 0), (0, 2))}),
+    "pixel": ((1, 1), 16, 8, 1, (3, 3), {}),
+}
 # Enough threads for runs of 2 and 4 pixels, in rows that these do not divide; in those above they are of one.
 FEW_CONVS = {
     **DEPTHWISE_CONVS,
@@ -184,6 +192,7 @@ CONVS_BY_FAMILY = {
     "depthwise": DEPTHWISE_CONVS,
     "grouped": GROUPED_CONVS,
     "stem": STEM_CONVS,
+    "narrow": NARROW_CONVS,
 }
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy_reference as ref
 import pytest
-from cases import BY_NAME, CONV_CASES, NETWORK_CASES, STEM_CASES, ConvCase, edge, filters, images
+from cases import BY_NAME, CONV_CASES, NARROW_CASES, NETWORK_CASES, STEM_CASES, ConvCase, edge, filters, images
 from helpers import (
     DEVICE,
     DTYPES,
@@ -161,8 +161,8 @@ def _few(case: ConvCase, algorithm: str, dtype: str, last: bool) -> tuple[Any, l
     ("case", "algorithm", "dtype", "side"),
     [
         pytest.param(case, algorithm, dtype, side, id=f"{case.name}-{algorithm}-{dtype}-{side}")
-        for case in STEM_CASES
-        for algorithm in ("stem", "sm90", "implicit_gemm")
+        for case in (*STEM_CASES, *NARROW_CASES)
+        for algorithm in ("stem", "narrow", "sm90", "implicit_gemm")
         for dtype in ("float32", "bfloat16", "float16")
         for side in ("channels_last", "channels_first")
         if _few(case, algorithm, dtype, side == "channels_last")[1]

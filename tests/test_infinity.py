@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CONV_CASES, SM90_CASES, STEM_CASES, ConvCase
+from cases import CONV_CASES, NARROW_CASES, SM90_CASES, STEM_CASES, ConvCase
 from helpers import DEVICE, normal
 
 from jaxconv import _plan
@@ -23,13 +23,14 @@ from jaxconv._plan.planner import PLANNERS
 from jaxconv._problem import CONV_ALGORITHMS
 
 ALL = (
-    (*CONV_CASES, *STEM_CASES, *SM90_CASES) if DEVICE.platform == "cuda" else CONV_CASES[1::4]
+    (*CONV_CASES, *STEM_CASES, *SM90_CASES, *NARROW_CASES) if DEVICE.platform == "cuda" else CONV_CASES[1::4]
 )  # a CPU has few kernels
 CASES = {case.name: case for case in ALL if case.batch and case.name != "one"}
 KERNELS = (
     *CONV_ALGORITHMS,
     *(f"depthwise/{kernel}" for kernel in depthwise.KERNELS),
     *("grouped/rows", "grouped/rows_float32", "grouped/mma", "stem/mma", "stem/sm90_narrow_in", "stem/sm90_narrow_out"),
+    "narrow/rows",
     *("sm90/product", "sm90/halo", "sm90/halo_stream", "sm90/halo_3d", "sm90/resident", "sm90/product_swapped"),
 )
 FAR, FURTHER = 15, 47  # columns, of depthwise filters that reach 9 of them, and more

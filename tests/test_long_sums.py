@@ -30,7 +30,8 @@ CASES = {
         edge("1x1", IMAGES, (56, 56), 64, 256, (1, 1), "another one: a product of 100,352 rows"),
         edge("depthwise", IMAGES, (56, 56), 64, 64, (5, 5), "ConvNeXt's kind", padding=2, groups=64),
         edge("grouped", IMAGES, (56, 56), 64, 64, (3, 3), "ResNeXt's kind", padding=1, groups=8),
-        edge("stem", IMAGES, (56, 56), 3, 64, (3, 3), "few channels", padding=1),
+        edge("narrow", IMAGES, (56, 56), 16, 32, (3, 3), "few channels on both sides", padding=1),
+        edge("stem", IMAGES, (56, 56), 3, 64, (3, 3), "few channels on one side", padding=1),
     )
 }
 

@@ -13,6 +13,7 @@
 #include "cuda/conv/grouped/grouped.h"
 #include "cuda/conv/im2col/im2col.h"
 #include "cuda/conv/implicit_gemm/implicit_gemm.h"
+#include "cuda/conv/narrow/narrow.h"
 #include "cuda/conv/sm90/conv_sm90.h"
 #include "cuda/conv/sm90/eight/eight.h"
 #include "cuda/conv/stem/stem.h"
@@ -78,6 +79,7 @@ Status ConvFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, co
   if (family == "depthwise")
     return DepthwiseFprop(ctx, p, e, plan, a.x, a.w, a.b, a.y, a.z, workspace);
   if (family == "grouped") return GroupedFprop(ctx, p, e, plan, a.x, a.w, a.b, a.y, a.z, workspace);
+  if (family == "narrow") return NarrowFprop(ctx, p, e, plan, a.x, a.w, a.b, a.y, a.z, workspace);
   if (family == "stem") return StemFprop(ctx, p, e, plan, a.x, a.w, a.b, a.y, a.z, workspace);
   // The others may add a residual.
   if (family == "im2col")
@@ -113,6 +115,7 @@ Status ConvDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan,
   const std::string_view family = FamilyOf(plan.kernel);
   if (family == "depthwise") return DepthwiseDgrad(ctx, p, plan, a.dy, a.w, a.c, a.dx, workspace);
   if (family == "grouped") return GroupedDgrad(ctx, p, plan, a.dy, a.w, a.dx, workspace);
+  if (family == "narrow") return NarrowDgrad(ctx, p, plan, a.dy, a.w, a.dx, workspace);
   if (family == "im2col") return Im2colDgrad(ctx, p, plan, a.dy, a.w, a.dx, workspace);
   if (family == "implicit_gemm")
     return ImplicitGemmDgrad(ctx, conv::FoldPatches(p, true), plan, a.dy, a.w, a.dx, workspace);
@@ -162,6 +165,7 @@ Status ConvWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan,
   const std::string_view family = FamilyOf(plan.kernel);
   if (family == "depthwise") return DepthwiseWgrad(ctx, p, plan, a.x, a.dy, a.dw, workspace);
   if (family == "grouped") return GroupedWgrad(ctx, p, plan, a.x, a.dy, a.dw, workspace);
+  if (family == "narrow") return NarrowWgrad(ctx, p, plan, a.x, a.dy, a.dw, workspace);
   if (family == "im2col") return Im2colWgrad(ctx, p, plan, a.x, a.dy, a.dw, workspace);
   if (family == "implicit_gemm")
     return ImplicitGemmWgrad(ctx, conv::FoldPatches(p, false), plan, a.x, a.dy, a.dw, workspace);

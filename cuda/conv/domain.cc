@@ -8,6 +8,7 @@
 #include "cuda/conv/im2col/domain.h"
 #include "cuda/conv/implicit_gemm/domain.h"
 #include "cuda/conv/integer/domain.h"
+#include "cuda/conv/narrow/domain.h"
 #include "cuda/conv/sm90/domain.h"
 #include "cuda/conv/sm90/eight/domain.h"
 #include "cuda/conv/stem/domain.h"
@@ -62,6 +63,7 @@ std::string ConvRefusal(ConvOp op, const ConvProblem& p, const Plan& plan, const
   }
   if (family == "stem") return conv::stem::Refusal(member, op, p, plan, device);
   if (family == "grouped") return conv::grouped::Refusal(member, p, device);
+  if (family == "narrow") return conv::narrow::Refusal(member, op, p, device);
   if (family == "sm90") return conv::sm90::Refusal(op, OfSm90(op, p), plan, device);
   return "there is no such kernel";
 }
@@ -84,6 +86,7 @@ int64_t ConvWorkspace(ConvOp op, const ConvProblem& p, const Plan& plan) {
   if (family == "im2col") return conv::im2col::Workspace(op, p, plan);
   if (family == "implicit_gemm") return conv::implicit_gemm::Workspace(op, p, plan);
   if (family == "grouped") return conv::grouped::Workspace(op, p, plan);
+  if (family == "narrow") return conv::narrow::Workspace(op, p, plan);
   if (family == "stem") return conv::stem::Workspace(op, p, plan);
   if (family == "sm90") return conv::sm90::Workspace(op, OfSm90(op, p), plan);
   return 0;

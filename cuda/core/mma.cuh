@@ -11,6 +11,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/core/copy_async.cuh"
 
@@ -92,6 +93,27 @@ __device__ __forceinline__ void Mma<float>(float (&c)[4], const uint32_t (&a)[4]
       "{%8, %9}, {%0, %1, %2, %3};\n"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// d = a * b + c: Mma above with registers of its own for the result, where c is what other registers hold.
+template <typename T>
+__device__ __forceinline__ void MmaTo(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
+                                      uint32_t b1, const float (&c)[4]) {
+#define JAXCONV_MMA(SHAPE, TYPE)                                                            \
+  asm("mma.sync.aligned." SHAPE ".row.col.f32." TYPE "." TYPE                               \
+      ".f32 {%0, %1, %2, %3}, {%4, %5, "                                                    \
+      "%6, %7}, {%8, %9}, {%10, %11, %12, %13};\n"                                          \
+      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])                                      \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), \
+        "f"(c[2]), "f"(c[3]))
+  if constexpr (std::is_same_v<T, float>) {
+    JAXCONV_MMA("m16n8k8", "tf32");
+  } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    JAXCONV_MMA("m16n8k16", "bf16");
+  } else {
+    JAXCONV_MMA("m16n8k16", "f16");
+  }
+#undef JAXCONV_MMA
 }
 
 }  // namespace jaxconv::cuda

@@ -150,13 +150,13 @@ Status EncodeTiled(DType dtype, const TmaTensor& tensor, const int (&rows)[5],
 }
 
 Status EncodePlain(DType dtype, const TmaTensor& tensor, const int (&box)[5],
-                   const std::string& what, CUtensorMap* map) {
-  return EncodeBox(ElementOf(dtype, false), CU_TENSOR_MAP_SWIZZLE_NONE, tensor, box, what, map);
+                   const std::string& what, CUtensorMap* map, bool tf32) {
+  return EncodeBox(ElementOf(dtype, tf32), CU_TENSOR_MAP_SWIZZLE_NONE, tensor, box, what, map);
 }
 
 Status EncodeSwizzled(DType dtype, const TmaTensor& tensor, const int (&box)[5],
-                      const std::string& what, CUtensorMap* map) {
-  return EncodeBox(ElementOf(dtype, false), SwizzleOf(box[0] * int(SizeOf(dtype))), tensor, box,
+                      const std::string& what, CUtensorMap* map, bool tf32) {
+  return EncodeBox(ElementOf(dtype, tf32), SwizzleOf(box[0] * int(SizeOf(dtype))), tensor, box,
                    what, map);
 }
 

@@ -33,12 +33,12 @@ Status EncodeTiled(DType dtype, const TmaTensor& tensor, const int (&rows)[5],
 
 // Boxes of any extents up to 256, not swizzled; a row of a box is a multiple of 16 bytes.
 Status EncodePlain(DType dtype, const TmaTensor& tensor, const int (&box)[5],
-                   const std::string& what, CUtensorMap* map);
+                   const std::string& what, CUtensorMap* map, bool tf32 = false);
 
 // The same in the swizzle of a row's bytes, 32, 64 or 128: of each 128 bytes k of shared memory, 16-byte
 // chunk j of a row lies at j ^ (k % chunks of a row).
 Status EncodeSwizzled(DType dtype, const TmaTensor& tensor, const int (&box)[5],
-                      const std::string& what, CUtensorMap* map);
+                      const std::string& what, CUtensorMap* map, bool tf32 = false);
 
 // Columns of `pixels` pixels x 128 bytes of channels; the tensor's dimensions are (channels, W, [H, [D,]] N), RefuseWalk has
 // nothing against the walk.

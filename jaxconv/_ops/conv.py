@@ -701,7 +701,8 @@ def conv2d(
       implementation: None takes the fastest known for this problem and device; "native" is jaxconv's own custom call;
         "xla" is lax.
       algorithm: forces one native algorithm, in forward and backward: "sm90", "implicit_gemm", "direct", "depthwise",
-        "grouped", "stem", "im2col"; or one kernel of it and its tile, as `explain` names them ("sm90/product 128x256").
+        "grouped", "stem", "narrow", "im2col"; or one kernel of it and its tile, as `explain` names them
+        ("sm90/product 128x256").
 
     Where x and w have 8 bits (each int8 or uint8, or each float8_e4m3fn or float8_e5m2), sums are int32 or float32::
 

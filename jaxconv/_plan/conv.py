@@ -18,6 +18,7 @@ from jaxconv._plan import (
     in_place,
     measured,
     model,
+    narrow,
     sm90,
     stem,
     tuned,
@@ -33,9 +34,10 @@ FAMILIES: dict[str, ModuleType] = {
     "depthwise": depthwise,
     "grouped": grouped,
     "stem": stem,
+    "narrow": narrow,
     "im2col": im2col,
 }
-CHANNELS_LAST_ONLY = ("sm90", "implicit_gemm", "grouped", "stem")
+CHANNELS_LAST_ONLY = ("sm90", "implicit_gemm", "grouped", "stem", "narrow")
 
 
 def in_memory(algorithm: str, p: ConvProblem) -> ConvProblem:

@@ -44,7 +44,7 @@ MAX_STEP = 2**31 - 1
 # From here on steps that mean nothing are cut: CUDA kernels take less than MAX_STEP (kCoordLimit in common/domain.h).
 _LARGE_STEP = 2**28
 
-ConvAlgorithm = Literal["sm90", "implicit_gemm", "direct", "depthwise", "grouped", "stem", "im2col"]
+ConvAlgorithm = Literal["sm90", "implicit_gemm", "direct", "depthwise", "grouped", "stem", "narrow", "im2col"]
 CONV_ALGORITHMS = get_args(ConvAlgorithm)
 
 

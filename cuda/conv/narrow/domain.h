@@ -1,0 +1,63 @@
+// What the kernels for convolutions of few channels on both sides can run. Host C++17 without CUDA headers (cuda/domain.h).
+//
+//   narrow/rows   sm_90: 3x3 of stride 1, every pass, by mma.sync; float32 as TF32
+#pragma once
+
+#include <algorithm>
+#include <string>
+#include <string_view>
+
+#include "cuda/conv/common/domain.h"
+#include "cuda/domain.h"
+
+namespace jaxconv::cuda::conv::narrow {
+
+constexpr int64_t kMostSummed = 32;  // channels; of both sides of a weight gradient
+constexpr int64_t kMostMade = 128;   // channels that fprop and dgrad make
+constexpr int kBlockChannels = 16;   // of a warp's block of dw, a side
+constexpr int64_t kMostRow =
+    int64_t(1) << 23;  // rows of an image times channels, of dst: places in a strip are 32 bits
+
+// Bytes of a pixel of so many channels in shared memory: a power of two.
+constexpr int PixelBytes(int64_t channels, DType dtype) {
+  int bytes = 16;
+  while (bytes < channels * int64_t(SizeOf(dtype))) bytes *= 2;
+  return bytes;
+}
+
+inline std::string Refusal(std::string_view kernel, ConvOp op, const ConvProblem& p,
+                           const Device& device) {
+  if (kernel != "rows") return "there is no such kernel";
+  if (!device.sm90()) return "it needs compute capability 9.0";
+  if (op != ConvOp::kFprop && op != ConvOp::kDgrad && op != ConvOp::kWgrad)
+    return "it takes no addend and makes no statistics";
+  if (std::string why = RefuseCoordinates(p); !why.empty()) return why;
+  if (!p.channels_last) return "it needs channels-last arrays";
+  if (p.dtype == DType::kF32 && p.full_float32) return "it takes float32 only as TF32";
+  if (!PlanesAreImages(p))
+    return "in 3-D it needs one tap, stride 1 and no padding on the first axis";
+  if (p.n * p.in[0] >= kCoordLimit) return "it needs fewer than 2^30 planes";
+  for (int d = 1; d < 3; ++d) {
+    if (p.filter[d] != 3 || p.stride[d] != 1 || p.dilation[d] != 1 || !p.padded_below_filter(d))
+      return "it needs a 3x3 filter of stride 1, not dilated, with padding of 0 to 2";
+  }
+  const int64_t summed = op == ConvOp::kDgrad ? p.k : p.c;
+  const int64_t made = op == ConvOp::kDgrad ? p.c : p.k;
+  const int64_t most = op == ConvOp::kWgrad ? kMostSummed : kMostMade;
+  if (p.groups != 1 || summed > kMostSummed || made > most || !WholeVectors(p, summed) ||
+      !WholeVectors(p, made)) {
+    return "it needs one group of whole 16 bytes of channels on both sides, up to 32 summed ones "
+           "and " +
+           std::to_string(most) + " others, got " + std::to_string(summed) + " and " +
+           std::to_string(made);
+  }
+  if ((op == ConvOp::kDgrad ? p.in[1] : p.out[1]) * made >= kMostRow)
+    return "it needs fewer than 2^23 rows times channels of an image";
+  return "";
+}
+
+inline int64_t Workspace(ConvOp op, const ConvProblem& p, const Plan& plan) {
+  return op == ConvOp::kWgrad ? PartialsBytes(p, plan.splits) : 0;
+}
+
+}  // namespace jaxconv::cuda::conv::narrow

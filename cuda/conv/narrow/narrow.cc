@@ -1,0 +1,46 @@
+// The narrow family's face: its kernel by the name of the plan, and the element type.
+#include "cuda/conv/narrow/narrow.h"
+
+#include "cuda/conv/common/launchers.h"
+#include "cuda/conv/narrow/kernels.h"
+
+namespace jaxconv::cuda {
+namespace {
+
+Status Forward(const Context& ctx, const ConvProblem& p, bool dgrad, const Epilogue& e,
+               const void* src, const void* w, const void* bias, void* dst, void* z,
+               const std::string& what) {
+  const auto launch = p.dtype == DType::kF32    ? conv::NarrowRowsF32
+                      : p.dtype == DType::kBF16 ? conv::NarrowRowsBf16
+                                                : conv::NarrowRowsF16;
+  return launch(ctx, p, dgrad, e, src, w, bias, dst, z, what);
+}
+
+Status Gradient(const Context& ctx, const ConvProblem& p, int64_t splits, const void* x,
+                const void* dy, void* dw, float* partials, const std::string& what) {
+  const auto launch = p.dtype == DType::kF32    ? conv::NarrowRowsWgradF32
+                      : p.dtype == DType::kBF16 ? conv::NarrowRowsWgradBf16
+                                                : conv::NarrowRowsWgradF16;
+  return launch(ctx, p, splits, x, dy, dw, partials, what);
+}
+
+constexpr conv::Launchers kKernels[] = {{"narrow/rows", Forward, Gradient}};
+
+}  // namespace
+
+Status NarrowFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
+                   const void* x, const void* w, const void* bias, void* y, void* z, Workspace) {
+  return conv::Fprop(kKernels, ctx, p, e, plan, x, w, bias, y, z);
+}
+
+Status NarrowDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,
+                   const void* w, void* dx, Workspace) {
+  return conv::Dgrad(kKernels, ctx, p, plan, dy, w, dx);
+}
+
+Status NarrowWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
+                   const void* dy, void* dw, Workspace workspace) {
+  return conv::Wgrad(kKernels, ctx, p, plan, x, dy, dw, workspace);
+}
+
+}  // namespace jaxconv::cuda

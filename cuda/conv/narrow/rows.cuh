@@ -1,0 +1,325 @@
+// fprop and dgrad for 3x3 filters of stride 1 and few channels on both sides, channels-last:
+//
+//   dst[n, p, q, k] = sum over r, s, c of  src[n, p - pad + r, q - pad + s, c] * w[r, s, c, k]
+//
+// (dgrad is that of dy with the filter reversed and transposed) on mma.m16n8: 16 pixels of a line (strips.cuh), 32 bytes of
+// a pixel's channels, and 8 output channels. A warp owns two runs of 16 pixels and 8 kOctets channels of dst, and goes down
+// the rows (common/row_stream.cuh). It reads an input row from shared memory once for each column of the filter and adds it
+// to the three output rows that it contributes to; the filter of all nine taps stays in registers for as long as the block
+// lives. Pixels of 16 bytes: a product takes two taps of a filter's row, then the third and zeros.
+//
+// Reads src about once from DRAM (once for every 32 output channels), writes dst once.
+#pragma once
+
+#include "cuda/conv/narrow/strips.cuh"
+
+namespace jaxconv::cuda::conv {
+namespace {
+
+template <typename T>
+struct NarrowRowsArgs {
+  CUtensorMap map;  // of src
+  const T* w;
+  T* dst;
+  EpilogueArgs<T> epilogue;
+  RowUnits u;
+  RowArray from, to;
+  int pad_h, pad_w;
+  int columns;  // warps that share a run of pixels; the block's channels are 8 kOctets times as many
+  int filter_at;  // in shared memory
+  bool dgrad;
+};
+
+constexpr int kNarrowRuns = 2;  // of 16 pixels, of a warp
+constexpr uint32_t kNowhere = ~0u;
+
+template <int kPixel, int kOctets>
+constexpr int kNarrowWarps = kOctets == 2 && kPixel >= 64 ? (kPixel == 64 ? 11 : 8) : 12;
+
+template <typename T, int kPixel, int kOctets>
+__global__ void __launch_bounds__(kNarrowWarps<kPixel, kOctets> * 32, 1)
+    NarrowRowsKernel(const __grid_constant__ NarrowRowsArgs<T> g) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  constexpr int R = kNarrowTaps, S = kNarrowTaps, kItem = int(sizeof(T));
+  constexpr int kParts = std::max(kPixel / 32, 1);       // products of a tap
+  constexpr int kSteps = kPixel == 16 ? 2 : S * kParts;  // of a row of the filter
+  constexpr int kHalf = 16 / kItem;                      // channels of 16 bytes
+  constexpr int kWord = 4 / kItem;                       // of a register
+  extern __shared__ __align__(1024) unsigned char cells[];
+  __shared__ __align__(16) uint4 zero;
+  const RowUnits& u = g.u;
+  const uint32_t ring_at = SharedAddress(cells);
+  const int size = 8 * kOctets * g.columns;  // channels of the block
+  RowRing ring(ring_at, ring_at + uint32_t(u.ring_bytes), u);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+  if (threadIdx.x == 0) {
+    ring.Init(warps);
+    zero = make_uint4(0, 0, 0, 0);
+  }
+  __syncthreads();
+
+  const int slab = int(blockIdx.x % unsigned(u.slabs));
+  const int64_t begin = blockIdx.x / unsigned(u.slabs) * u.share;
+  const int64_t end = min(begin + u.share, u.rows);
+  const int slab0 = slab * size, pitch = u.width + S - 1;
+  const auto first_row = [&](const RowUnit& at) { return max(at.p - g.pad_h, 0); };
+  const auto last_row = [&](const RowUnit& at) {  // past it
+    return min(at.end - g.pad_h + R - 1, g.from.h);
+  };
+
+  // The first thread is also the producer, a ring but one stage ahead of its warp.
+  const uint32_t bytes = uint32_t(u.images * pitch * kPixel);
+  RowRing ahead = ring;
+  int64_t next_row = begin;
+  int next_image = 0, next_w = 0, next_h = 0, next_end = 0;
+  const auto feed = [&] {
+    if (next_h == next_end) {
+      if (next_row >= end) return;
+      const RowUnit next = UnitOf(u, next_row, end);
+      next_row += next.end - next.p;
+      next_image = next.image;
+      next_w = next.q - g.pad_w;
+      next_h = first_row(next);
+      next_end = last_row(next);
+    }
+    const uint32_t full = ahead.Claim(bytes);
+    LoadTile(ahead.At(), g.map, full, 0, next_w, next_h, next_image);
+    ahead.Advance();
+    ++next_h;
+  };
+  if (threadIdx.x == 0) {
+    for (int s = 2; s < u.stages; ++s) feed();
+  }
+
+  // The block's part of the filter, in the order of w: rows of a tap and a channel, the block's channels of dst along them;
+  // dgrad: rows of a tap and one of the block's channels of dst, all channels of src along them.
+  T* const staged = reinterpret_cast<T*>(cells + g.filter_at);
+  {
+    const int summed = g.from.channels, made = g.to.channels;
+    const int along = g.dgrad ? summed : size, rows = g.dgrad ? size : summed;
+    const int chunks = along / kHalf;
+    for (int e = threadIdx.x; e < R * S * rows * chunks; e += blockDim.x) {
+      const int chunk = e % chunks * kHalf, row = e / chunks;
+      const int tap = row / rows, of = row % rows;
+      uint4 v = make_uint4(0, 0, 0, 0);
+      if (g.dgrad ? slab0 + of < made : slab0 + chunk < made) {
+        v = *reinterpret_cast<const uint4*>(
+            g.w + (g.dgrad ? int64_t(tap * made + slab0 + of) * summed + chunk
+                           : int64_t(row) * made + slab0 + chunk));
+      }
+      *reinterpret_cast<uint4*>(staged + int64_t(row) * along + chunk) = v;
+    }
+  }
+  __syncthreads();
+
+  // Fragments: column lane / 4. With two octets the columns 2 t and 2 t + 1 of both stand for neighbouring channels, which
+  // a lane stores together.
+  const int column = warp % g.columns, group = lane / 4, in_group = lane % 4;
+  const int channel0 = column * 8 * kOctets;  // in the slab
+  uint32_t filter[R][kSteps][kOctets][2];
+#pragma unroll
+  for (int r = 0; r < R; ++r) {
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+#pragma unroll
+      for (int o = 0; o < kOctets; ++o) {
+        const int out = channel0 + (kOctets == 2 ? group / 2 * 4 + o * 2 + group % 2 : group);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int s = kPixel == 16 ? i * 2 + half : i / kParts;
+          const int in0 = (kPixel == 16 ? 0 : (i % kParts * 2 + half) * kHalf) + in_group * kWord;
+          T v[kWord];
+#pragma unroll
+          for (int e = 0; e < kWord; ++e) {
+            const int in = in0 + e, tap = r * S + s;
+            v[e] = FromFloat<T>(0.f);
+            if (s < S && in < g.from.channels) {
+              v[e] = g.dgrad ? staged[((R * S - 1 - tap) * size + out) * g.from.channels + in]
+                             : staged[(tap * g.from.channels + in) * size + out];
+            }
+          }
+          uint32_t& word = filter[r][i][o][half];
+          if constexpr (kItem == 4) {
+            word = RoundToTf32(__float_as_uint(v[0]));
+          } else {
+            word = PackPair(ToFloat(v[0]), ToFloat(v[1]), T());
+          }
+        }
+      }
+    }
+  }
+
+  // Where a lane's row of ldmatrix lies in a stage, tap by tap, of the first run; that of the second is so many bytes behind.
+  const int pixel0 = warp / g.columns * kNarrowRuns * kNarrowPixels;
+  constexpr uint32_t kRunBytes = kNarrowPixels * kPixel;
+  uint32_t at_tap[S];
+#pragma unroll
+  for (int s = 0; s < S; ++s) {
+    const int shift = kPixel == 16 && s == 0 ? lane / 16 : s;
+    at_tap[s] = ChunkAt<kPixel>(pixel0 + lane % 16 + shift, kPixel == 16 ? 0 : lane / 16);
+  }
+  const bool upper = lane >= 16;  // whose rows of the last step of 16-byte pixels are zeros
+  const uint32_t zero_at = SharedAddress(&zero);
+
+  constexpr int kEach = 2 * kOctets;  // channels of a lane
+  const int channel = slab0 + channel0 + in_group * kEach;
+  const int64_t row_elements = int64_t(g.to.w) * g.to.channels;
+
+  for (int64_t row = begin; row < end;) {
+    const RowUnit at = UnitOf(u, row, end);
+    row += at.end - at.p;
+    const int h0 = first_row(at), h1 = last_row(at);
+    int p = h0 + g.pad_h - (R - 1);  // of dst: the row that is done with row h of src
+    // Of that row: where the strip's begins, and each pixel's place from there on.
+    T* to = g.dst + ((int64_t(at.image) * g.to.h + p) * g.to.w + at.q) * g.to.channels + channel;
+    uint32_t place[kNarrowRuns][2];
+#pragma unroll
+    for (int m = 0; m < kNarrowRuns; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int pixel = pixel0 + m * kNarrowPixels + group + half * 8;
+        const int image = pixel / pitch, col = pixel - image * pitch;
+        const bool live = image < u.images && at.image + image < g.to.images && col < u.width &&
+                          at.q + col < g.to.w && channel < g.to.channels;
+        place[m][half] =
+            live ? uint32_t((image * g.to.h * g.to.w + col) * g.to.channels) : kNowhere;
+      }
+    }
+    const auto store = [&](float (&done)[kNarrowRuns][kOctets][4]) {
+      const bool inside = p >= at.p && p < at.end;
+#pragma unroll
+      for (int m = 0; m < kNarrowRuns; ++m) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          if (inside && place[m][half] != kNowhere) {
+            float v[kEach];
+#pragma unroll
+            for (int e = 0; e < kEach; ++e) v[e] = done[m][e / 2][half * 2 + e % 2];
+            if (g.epilogue.bias != nullptr) {  // read again for each pixel: registers are dearer
+              float bias[kEach];
+              LoadVec<T, kEach>(g.epilogue.bias + channel, bias);
+#pragma unroll
+              for (int e = 0; e < kEach; ++e) v[e] += bias[e];
+            }
+            T* const where = to + place[m][half];
+            const auto put = [&](T* p) {
+              if constexpr (kEach * kItem == 4) {
+                *reinterpret_cast<uint32_t*>(p) = PackPair(v[0], v[1], T());
+              } else if constexpr (kItem == 4 && kEach == 2) {
+                __stwb(reinterpret_cast<float2*>(p), make_float2(v[0], v[1]));
+              } else {
+                StorePacked<T, kEach>(p, v);
+              }
+            };
+            if (g.epilogue.z != nullptr) put(g.epilogue.z + (where - g.dst));
+            ApplyActivation(g.epilogue.activation, v, g.epilogue.slope);
+            put(where);
+          }
+        }
+      }
+      to += row_elements;
+      ++p;
+    };
+
+    float sum[R - 1][kNarrowRuns][kOctets][4] = {};  // of rows p and p + 1
+    for (int h = h0; h < h1; ++h) {
+      if (threadIdx.x == 0) feed();
+      __syncwarp();
+      ring.Await();
+      float done[kNarrowRuns][kOctets][4];
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        uint32_t a[kNarrowRuns][4];
+#pragma unroll
+        for (int m = 0; m < kNarrowRuns; ++m) {
+          uint32_t from;
+          if constexpr (kPixel == 16) {
+            from = ring.At() + at_tap[i * 2] + m * kRunBytes;
+            if (i == 1 && upper) from = zero_at;
+          } else {
+            from = ring.At() + (at_tap[i / kParts] ^ uint32_t(i % kParts << 5)) + m * kRunBytes;
+          }
+          LoadMatrix(a[m], from);
+        }
+#pragma unroll
+        for (int m = 0; m < kNarrowRuns; ++m) {
+#pragma unroll
+          for (int o = 0; o < kOctets; ++o) {
+            const auto& f0 = filter[2][i][o];
+            const auto& f1 = filter[1][i][o];
+            const auto& f2 = filter[0][i][o];
+            if (i == 0) {
+              const float none[4] = {};
+              MmaTo<T>(done[m][o], a[m], f0[0], f0[1], sum[0][m][o]);
+              MmaTo<T>(sum[0][m][o], a[m], f1[0], f1[1], sum[1][m][o]);
+              MmaTo<T>(sum[1][m][o], a[m], f2[0], f2[1], none);
+            } else {
+              Mma<T>(done[m][o], a[m], f0[0], f0[1]);
+              Mma<T>(sum[0][m][o], a[m], f1[0], f1[1]);
+              Mma<T>(sum[1][m][o], a[m], f2[0], f2[1]);
+            }
+          }
+        }
+      }
+      ring.GiveBack();
+      store(done);
+    }
+    // Below the image: rows that wait for no more input.
+    store(sum[0]);
+    store(sum[1]);
+  }
+#endif
+}
+
+template <typename T, int kPixel, int kOctets>
+Status LaunchRows(const Context& ctx, NarrowRowsArgs<T> g, DType dtype, const void* src,
+                  const std::string& what) {
+  RowUnits& u = g.u;
+  constexpr int kWarps = kNarrowWarps<kPixel, kOctets>;
+  g.columns = g.to.channels > 8 * kOctets ? 2 : 1;
+  const int size = 8 * kOctets * g.columns;
+  ChooseStrips(u, g.to, kWarps / g.columns * kNarrowRuns);
+  u.slabs = int(CeilDiv(g.to.channels, size));
+  ShareRows(u, g.to.images, g.to.h, g.to.w, std::max(1, Multiprocessors() / u.slabs));
+  // Products reach past the line's end.
+  const int pixels = int(CeilDiv(ProductsOf(u), kNarrowRuns)) * kNarrowRuns * kNarrowPixels;
+  u.stage_bytes = int(CeilDiv((pixels + kNarrowTaps) * kPixel, 1024) * 1024);
+  const int filter = kNarrowTaps * kNarrowTaps * g.from.channels * size * int(sizeof(T));
+  const int room = kNarrowShared - 1024 - filter - kNarrowMostStages * 16;
+  u.stages = std::clamp(room / u.stage_bytes, 3, kNarrowMostStages);
+  u.ring_bytes = u.stages * u.stage_bytes;
+  g.filter_at = u.ring_bytes + u.stages * 16;
+  JAXCONV_RETURN_IF_ERROR(EncodeRows(dtype, src, g.from, kPixel, u, what, &g.map));
+  const int64_t blocks = CeilDiv(u.rows, u.share) * u.slabs;
+  JAXCONV_RETURN_IF_ERROR(CheckBlocks(blocks, what));
+  const int warps = int(CeilDiv(ProductsOf(u), kNarrowRuns)) * g.columns;
+  const auto kernel = NarrowRowsKernel<T, kPixel, kOctets>;
+  JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
+  kernel<<<unsigned(blocks), warps * 32, g.filter_at + filter, ctx.stream>>>(g);
+  return LaunchStatus(what);
+}
+
+template <typename T>
+Status NarrowRows(const Context& ctx, const ConvProblem& p, bool dgrad, const Epilogue& e,
+                  const void* src, const void* w, const void* bias, void* dst, void* z,
+                  const std::string& what) {
+  NarrowRowsArgs<T> g{};
+  g.w = static_cast<const T*>(w);
+  g.dst = static_cast<T*>(dst);
+  g.epilogue = MakeEpilogue<T>(e, bias, z);
+  SetRows(g, p, dgrad, dgrad);
+  g.dgrad = dgrad;
+  const auto launch = [&](auto one, auto two) {  // octets of a warp
+    return (g.to.channels <= 8 ? one : two)(ctx, g, p.dtype, src, what);
+  };
+  const int bytes = narrow::PixelBytes(g.from.channels, p.dtype);
+  if (bytes == 16) return launch(LaunchRows<T, 16, 1>, LaunchRows<T, 16, 2>);
+  if (bytes == 32) return launch(LaunchRows<T, 32, 1>, LaunchRows<T, 32, 2>);
+  if constexpr (sizeof(T) == 4) {
+    if (bytes == 128) return launch(LaunchRows<T, 128, 1>, LaunchRows<T, 128, 2>);
+  }
+  return launch(LaunchRows<T, 64, 1>, LaunchRows<T, 64, 2>);
+}
+
+}  // namespace
+}  // namespace jaxconv::cuda::conv

@@ -1,0 +1,11 @@
+// narrow/rows of __nv_bfloat16: wgrad.
+#include "cuda/conv/narrow/rows_wgrad.cuh"
+
+namespace jaxconv::cuda::conv {
+
+Status NarrowRowsWgradBf16(const Context& ctx, const ConvProblem& p, int64_t splits, const void* x,
+                           const void* dy, void* dw, float* partials, const std::string& what) {
+  return NarrowWgrad<__nv_bfloat16>(ctx, p, splits, x, dy, dw, partials, what);
+}
+
+}  // namespace jaxconv::cuda::conv
