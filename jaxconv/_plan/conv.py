@@ -168,8 +168,8 @@ class Conv(Planner):
         return None, f"{product}, at 0.1 to 8 times XLA's speed on a Xeon, so it may lose"
 
     def exception(self, p: ConvProblem, device: Device, forced: bool) -> Plan | None:
-        """On a GPU a product of elements by XLA. On a CPU a convolution by native code, and an activation behind it that
-        is more than a comparison by XLA."""
+        """On a GPU products of elements by XLA. On a CPU a convolution by native code, and its activation by XLA where
+        that is more than a comparison."""
         if device.platform == "cuda" and not forced and self.op != "conv_wgrad" and elementwise(p):
             return self.instead(ELEMENTWISE)
         if self.op != "conv" or forced or device.platform != "cpu" or p.activation.name in COMPARISONS:

@@ -181,8 +181,8 @@ __global__ void __launch_bounds__(kNarrowWarps<kPixel, kOctets> * 32, 1)
         const int image = pixel / pitch, col = pixel - image * pitch;
         const bool live = image < u.images && at.image + image < g.to.images && col < u.width &&
                           at.q + col < g.to.w && channel < g.to.channels;
-        place[m][half] =
-            live ? uint32_t((image * g.to.h * g.to.w + col) * g.to.channels) : kNowhere;
+        const uint32_t pixels = uint32_t(image) * uint32_t(g.to.h) * uint32_t(g.to.w);
+        place[m][half] = live ? (pixels + uint32_t(col)) * uint32_t(g.to.channels) : kNowhere;
       }
     }
     const auto store = [&](float (&done)[kNarrowRuns][kOctets][4]) {
