@@ -91,62 +91,51 @@ __global__ void __launch_bounds__(kNarrowWarps<kPixel, kOctets> * 32, 1)
     for (int s = 2; s < u.stages; ++s) feed();
   }
 
-  // The block's part of the filter, in the order of w: rows of a tap and a channel, the block's channels of dst along them;
-  // dgrad: rows of a tap and one of the block's channels of dst, all channels of src along them.
-  T* const staged = reinterpret_cast<T*>(cells + g.filter_at);
+  // The block's part of the filter as the lanes of a warp want it, [column][row, step and octet][lane][half]. Fragments have
+  // column lane / 4. With two octets the columns 2 t and 2 t + 1 of both stand for neighbouring channels, which a lane stores
+  // together.
+  const int group = lane / 4, in_group = lane % 4;
+  constexpr int kFragments = R * kSteps * kOctets;
+  uint32_t* const staged = reinterpret_cast<uint32_t*>(cells + g.filter_at);
   {
     const int summed = g.from.channels, made = g.to.channels;
-    const int along = g.dgrad ? summed : size, rows = g.dgrad ? size : summed;
-    const int chunks = along / kHalf;
-    for (int e = threadIdx.x; e < R * S * rows * chunks; e += blockDim.x) {
-      const int chunk = e % chunks * kHalf, row = e / chunks;
-      const int tap = row / rows, of = row % rows;
-      uint4 v = make_uint4(0, 0, 0, 0);
-      if (g.dgrad ? slab0 + of < made : slab0 + chunk < made) {
-        v = *reinterpret_cast<const uint4*>(
-            g.w + (g.dgrad ? int64_t(tap * made + slab0 + of) * summed + chunk
-                           : int64_t(row) * made + slab0 + chunk));
+    const int by_in = g.dgrad ? 1 : made, by_out = g.dgrad ? summed : 1;
+    const int words = g.columns * kFragments * 64;
+#pragma unroll 8
+    for (int e = threadIdx.x; e < words; e += int(blockDim.x)) {
+      const int half = e % 2, of = e / 2 % 32, fragment = e / 64 % kFragments,
+                column = e / (64 * kFragments);
+      const int o = fragment % kOctets, i = fragment / kOctets % kSteps,
+                r = fragment / (kOctets * kSteps);
+      const int s = kPixel == 16 ? i * 2 + half : i / kParts;
+      const int in0 = (kPixel == 16 ? 0 : (i % kParts * 2 + half) * kHalf) + of % 4 * kWord;
+      const int n = of / 4, in_block = kOctets == 2 ? n / 2 * 4 + o * 2 + n % 2 : n;
+      const int out = slab0 + column * 8 * kOctets + in_block;
+      const int tap = g.dgrad ? R * S - 1 - (r * S + s) : r * S + s;
+      const T* const from = g.w + int64_t(tap) * summed * made + int64_t(out) * by_out;
+      const bool real = s < S && out < made;
+      T v[kWord];
+#pragma unroll
+      for (int at = 0; at < kWord; ++at) {
+        v[at] = real && in0 + at < summed ? from[(in0 + at) * by_in] : FromFloat<T>(0.f);
       }
-      *reinterpret_cast<uint4*>(staged + int64_t(row) * along + chunk) = v;
+      if constexpr (kItem == 4) {
+        staged[e] = RoundToTf32(__float_as_uint(v[0]));
+      } else {
+        staged[e] = PackPair(ToFloat(v[0]), ToFloat(v[1]), T());
+      }
     }
   }
   __syncthreads();
-
-  // Fragments: column lane / 4. With two octets the columns 2 t and 2 t + 1 of both stand for neighbouring channels, which
-  // a lane stores together.
-  const int column = warp % g.columns, group = lane / 4, in_group = lane % 4;
-  const int channel0 = column * 8 * kOctets;  // in the slab
+  const int column = warp % g.columns, channel0 = column * 8 * kOctets;  // in the slab
   uint32_t filter[R][kSteps][kOctets][2];
 #pragma unroll
-  for (int r = 0; r < R; ++r) {
-#pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-#pragma unroll
-      for (int o = 0; o < kOctets; ++o) {
-        const int out = channel0 + (kOctets == 2 ? group / 2 * 4 + o * 2 + group % 2 : group);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int s = kPixel == 16 ? i * 2 + half : i / kParts;
-          const int in0 = (kPixel == 16 ? 0 : (i % kParts * 2 + half) * kHalf) + in_group * kWord;
-          T v[kWord];
-#pragma unroll
-          for (int e = 0; e < kWord; ++e) {
-            const int in = in0 + e, tap = r * S + s;
-            v[e] = FromFloat<T>(0.f);
-            if (s < S && in < g.from.channels) {
-              v[e] = g.dgrad ? staged[((R * S - 1 - tap) * size + out) * g.from.channels + in]
-                             : staged[(tap * g.from.channels + in) * size + out];
-            }
-          }
-          uint32_t& word = filter[r][i][o][half];
-          if constexpr (kItem == 4) {
-            word = RoundToTf32(__float_as_uint(v[0]));
-          } else {
-            word = PackPair(ToFloat(v[0]), ToFloat(v[1]), T());
-          }
-        }
-      }
-    }
+  for (int e = 0; e < kFragments; ++e) {
+    const uint2 v =
+        *reinterpret_cast<const uint2*>(staged + ((column * kFragments + e) * 32 + lane) * 2);
+    uint32_t (&to)[2] = filter[e / (kOctets * kSteps)][e / kOctets % kSteps][e % kOctets];
+    to[0] = v.x;
+    to[1] = v.y;
   }
 
   // Where a lane's row of ldmatrix lies in a stage, tap by tap, of the first run; that of the second is so many bytes behind.
@@ -271,20 +260,39 @@ __global__ void __launch_bounds__(kNarrowWarps<kPixel, kOctets> * 32, 1)
 #endif
 }
 
+// About how long the blocks take, in any unit: stages of the busiest, each as long as its products or its bytes.
+template <typename T, int kPixel, int kOctets>
+double RowsTime(const RowUnits& u, int columns) {
+  constexpr int kSteps = kPixel == 16 ? 2 : std::max(kNarrowTaps * kPixel / 32, kNarrowTaps);
+  const int runs = int(CeilDiv(ProductsOf(u), kNarrowRuns)) * kNarrowRuns;
+  const double products = 1.6 * runs * columns * kOctets * kSteps * kNarrowTaps;
+  const double bytes = u.stage_bytes / 12.0;
+  return double(u.share + kNarrowTaps - 1) * (std::max(products, bytes) + 400);
+}
+
 template <typename T, int kPixel, int kOctets>
 Status LaunchRows(const Context& ctx, NarrowRowsArgs<T> g, DType dtype, const void* src,
                   const std::string& what) {
+  constexpr int kWarps = kNarrowWarps<kPixel, kOctets>, kFragment = 8 * kOctets;
+  constexpr int kSteps = kPixel == 16 ? 2 : kNarrowTaps * kPixel / 32;
   RowUnits& u = g.u;
-  constexpr int kWarps = kNarrowWarps<kPixel, kOctets>;
-  g.columns = g.to.channels > 8 * kOctets ? 2 : 1;
-  const int size = 8 * kOctets * g.columns;
-  ChooseStrips(u, g.to, kWarps / g.columns * kNarrowRuns);
-  u.slabs = int(CeilDiv(g.to.channels, size));
-  ShareRows(u, g.to.images, g.to.h, g.to.w, std::max(1, Multiprocessors() / u.slabs));
-  // Products reach past the line's end.
-  const int pixels = int(CeilDiv(ProductsOf(u), kNarrowRuns)) * kNarrowRuns * kNarrowPixels;
-  u.stage_bytes = int(CeilDiv((pixels + kNarrowTaps) * kPixel, 1024) * 1024);
-  const int filter = kNarrowTaps * kNarrowTaps * g.from.channels * size * int(sizeof(T));
+  double best = -1;
+  for (int columns = 1; columns <= 4 / kOctets; columns *= 2) {
+    if (columns > 1 && g.to.channels <= kFragment * columns / 2) break;
+    RowUnits tried{};
+    ChooseStrips(tried, g.to, kWarps / columns * kNarrowRuns);
+    tried.slabs = int(CeilDiv(g.to.channels, kFragment * columns));
+    ShareRows(tried, g.to.images, g.to.h, g.to.w, std::max(1, Multiprocessors() / tried.slabs));
+    // Products reach past the line's end.
+    const int pixels = int(CeilDiv(ProductsOf(tried), kNarrowRuns)) * kNarrowRuns * kNarrowPixels;
+    tried.stage_bytes = int(CeilDiv((pixels + kNarrowTaps) * kPixel, 1024) * 1024);
+    const double time = RowsTime<T, kPixel, kOctets>(tried, columns);
+    if (best >= 0 && time >= best) continue;
+    best = time;
+    u = tried;
+    g.columns = columns;
+  }
+  const int filter = g.columns * kNarrowTaps * kSteps * kOctets * 64 * 4;
   const int room = kNarrowShared - 1024 - filter - kNarrowMostStages * 16;
   u.stages = std::clamp(room / u.stage_bytes, 3, kNarrowMostStages);
   u.ring_bytes = u.stages * u.stage_bytes;
@@ -309,8 +317,10 @@ Status NarrowRows(const Context& ctx, const ConvProblem& p, bool dgrad, const Ep
   g.epilogue = MakeEpilogue<T>(e, bias, z);
   SetRows(g, p, dgrad, dgrad);
   g.dgrad = dgrad;
+  const char* octets = getenv("NARROW_OCTETS");
+  const bool single = g.to.channels <= 8 || (octets != nullptr && octets[0] == '1');
   const auto launch = [&](auto one, auto two) {  // octets of a warp
-    return (g.to.channels <= 8 ? one : two)(ctx, g, p.dtype, src, what);
+    return (single ? one : two)(ctx, g, p.dtype, src, what);
   };
   const int bytes = narrow::PixelBytes(g.from.channels, p.dtype);
   if (bytes == 16) return launch(LaunchRows<T, 16, 1>, LaunchRows<T, 16, 2>);

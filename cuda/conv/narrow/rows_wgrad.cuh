@@ -249,11 +249,11 @@ __global__ void __launch_bounds__(kNarrowWgradWarps * 32, 1)
   __syncthreads();
   const int channels = g.in.channels, filters = g.out.channels, runs = warps / g.blocks;
   const int64_t count = int64_t(R * S) * channels * filters;
-  for (int e = threadIdx.x; e < g.blocks * kSums * 32; e += int(blockDim.x)) {
-    const int of = e / (kSums * 32), at = e - of * (kSums * 32);
+  for (int e = warp; e < g.blocks * kSums; e += warps) {  // a warp's registers, one after another
+    const int of = e / kSums, index = e - of * kSums;
     float sum = 0.f;
-    for (int run = 0; run < runs; ++run) sum += shared[(run * g.blocks + of) * kSums * 32 + at];
-    const int group = at % 32 / 4, in_group = at % 4, index = at / 32;
+    for (int run = 0; run < runs; ++run)
+      sum += shared[((run * g.blocks + of) * kSums + index) * 32 + lane];
     const int r = index / (kRows * 8), i = index / 8 % kRows, o = index / 4 % 2, part = index % 4;
     const int high = part / 2, odd = part % 2;  // row group + 8 high, column 2 in_group + odd
     const int flat = group + 8 * high;
