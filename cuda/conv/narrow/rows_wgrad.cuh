@@ -68,7 +68,11 @@ __global__ void __launch_bounds__(kNarrowWgradWarps * 32, 1)
   RowRing ring(ring_at, ring_at + uint32_t(u.ring_bytes), u);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
   const int pitch = u.width + S - 1, pixels = u.images * pitch;
-  if (threadIdx.x == 0) ring.Init(warps);
+  if (threadIdx.x == 0) {
+    PrefetchMap(g.x);
+    PrefetchMap(g.dy);
+    ring.Init(warps);
+  }
   // Behind the line's end dy counts as zero, and x must be finite.
   for (int s = 0; s < u.stages; ++s) {
     for (int at = pixels * kPixel + int(threadIdx.x) * 16; at < g.dy_at;
