@@ -66,9 +66,11 @@ def test_what_a_plan_says_native_code_runs_and_gives_as_much_memory_as_it_asks_f
     ("op", "least", "most", "word"),
     [
         ("conv_fprop", {"c": 36}, {"c": 32}, "32 summed"),
-        ("conv_fprop", {"k": 132}, {"k": 128}, "128 others"),
+        ("conv_fprop", {"c": 4, "k": 132}, {"c": 4, "k": 128}, "128 others"),
+        ("conv_fprop", {"k": 68}, {"k": 64}, "1024 products"),
         ("conv_dgrad", {"k": 36}, {"k": 32}, "32 summed"),
-        ("conv_dgrad", {"c": 132}, {"c": 128}, "128 others"),
+        ("conv_dgrad", {"c": 132, "k": 4}, {"c": 128, "k": 4}, "128 others"),
+        ("conv_dgrad", {"c": 36, "k": 32}, {"c": 32, "k": 32}, "1024 products"),
         ("conv_wgrad", {"c": 36}, {"c": 32}, "32 summed"),
         ("conv_wgrad", {"k": 36}, {"k": 32}, "32 others"),
         ("conv_fprop", {"c": 6}, {"c": 4}, "16 bytes"),
@@ -82,8 +84,8 @@ def test_what_a_plan_says_native_code_runs_and_gives_as_much_memory_as_it_asks_f
         ("conv_fprop", {"pad": (-1, 1)}, {"pad": (0, 1)}, "padding of 0 to 2"),
         ("conv_fprop", {"precision": lax.Precision.HIGHEST}, {}, "TF32"),
         ("conv_fprop", {"last": False}, {}, "channels-last"),
-        ("conv_fprop", {"k": 128, "rows": 65536}, {"k": 128, "rows": 65535}, "2^23"),
-        ("conv_dgrad", {"c": 128, "rows": 65536}, {"c": 128, "rows": 65535}, "2^23"),
+        ("conv_fprop", {"c": 8, "k": 128, "rows": 65536}, {"c": 8, "k": 128, "rows": 65535}, "2^23"),
+        ("conv_dgrad", {"c": 128, "k": 8, "rows": 65536}, {"c": 128, "k": 8, "rows": 65535}, "2^23"),
     ],
 )
 def test_limits(op, least, most, word):

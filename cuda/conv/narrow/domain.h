@@ -14,6 +14,8 @@ namespace jaxconv::cuda::conv::narrow {
 
 constexpr int64_t kMostSummed = 32;  // channels; of both sides of a weight gradient
 constexpr int64_t kMostMade = 128;   // channels that fprop and dgrad make
+// Of a pixel at a tap: with more, mma.sync is slower than the loops of wgmma (32 to 64 channels: 0.7 of XLA's speed).
+constexpr int64_t kMostProducts = 1024;
 constexpr int kBlockChannels = 16;   // of a warp's block of dw, a side
 constexpr int64_t kMostRow =
     int64_t(1) << 23;  // rows of an image times channels, of dst: places in a strip are 32 bits
@@ -49,6 +51,10 @@ inline std::string Refusal(std::string_view kernel, ConvOp op, const ConvProblem
     return "it needs one group of whole 16 bytes of channels on both sides, up to 32 summed ones "
            "and " +
            std::to_string(most) + " others, got " + std::to_string(summed) + " and " +
+           std::to_string(made);
+  }
+  if (summed * made > kMostProducts) {
+    return "it takes up to 1024 products of channels, got " + std::to_string(summed) + " x " +
            std::to_string(made);
   }
   if ((op == ConvOp::kDgrad ? p.in[1] : p.out[1]) * made >= kMostRow)
