@@ -16,9 +16,7 @@ constexpr int64_t kMostSummed = 32;  // channels; of both sides of a weight grad
 constexpr int64_t kMostMade = 128;   // channels that fprop and dgrad make
 // Of a pixel at a tap: with more, mma.sync is slower than the loops of wgmma (32 to 64 channels: 0.7 of XLA's speed).
 constexpr int64_t kMostProducts = 1024;
-constexpr int kBlockChannels = 16;   // of a warp's block of dw, a side
-constexpr int64_t kMostRow =
-    int64_t(1) << 23;  // rows of an image times channels, of dst: places in a strip are 32 bits
+constexpr int kBlockChannels = 16;  // of a warp's block of dw, a side
 
 // Bytes of a pixel of so many channels in shared memory: a power of two.
 constexpr int PixelBytes(int64_t channels, DType dtype) {
@@ -57,8 +55,6 @@ inline std::string Refusal(std::string_view kernel, ConvOp op, const ConvProblem
     return "it takes up to 1024 products of channels, got " + std::to_string(summed) + " x " +
            std::to_string(made);
   }
-  if ((op == ConvOp::kDgrad ? p.in[1] : p.out[1]) * made >= kMostRow)
-    return "it needs fewer than 2^23 rows times channels of an image";
   return "";
 }
 

@@ -33,6 +33,10 @@ struct NarrowRowsArgs {
 constexpr int kNarrowRuns = 2;  // of 16 pixels, of a warp
 constexpr uint32_t kNowhere = ~0u;
 
+// Products of 16 pixels and 8 channels of dst with a row of the filter, for pixels of kPixel bytes.
+template <int kPixel>
+constexpr int kNarrowSteps = kPixel == 16 ? 2 : kNarrowTaps * kPixel / 32;
+
 template <int kPixel, int kOctets>
 constexpr int kNarrowWarps = kPixel == 64 && kOctets == 2 ? 11 : 12;
 
@@ -41,10 +45,10 @@ __global__ void __launch_bounds__(kNarrowWarps<kPixel, kOctets> * 32, 1)
     NarrowRowsKernel(const __grid_constant__ NarrowRowsArgs<T> g) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   constexpr int R = kNarrowTaps, S = kNarrowTaps, kItem = int(sizeof(T));
-  constexpr int kParts = std::max(kPixel / 32, 1);       // products of a tap
-  constexpr int kSteps = kPixel == 16 ? 2 : S * kParts;  // of a row of the filter
-  constexpr int kHalf = 16 / kItem;                      // channels of 16 bytes
-  constexpr int kWord = 4 / kItem;                       // of a register
+  constexpr int kSteps = kNarrowSteps<kPixel>;
+  constexpr int kParts = std::max(kPixel / 32, 1);  // products of a tap
+  constexpr int kHalf = 16 / kItem;                 // channels of 16 bytes
+  constexpr int kWord = 4 / kItem;                  // of a register
   extern __shared__ __align__(1024) unsigned char cells[];
   __shared__ __align__(16) uint4 zero;
   const RowUnits& u = g.u;
@@ -277,12 +281,12 @@ __global__ void __launch_bounds__(kNarrowWarps<kPixel, kOctets> * 32, 1)
 #endif
 }
 
-// About how long the blocks take, in any unit: stages of the busiest, each as long as its products or its bytes.
-template <typename T, int kPixel, int kOctets>
+// About how many cycles the blocks take: stages of the busiest, each as long as its products (1.6 cycles of a multiprocessor
+// each) or its bytes (12 a cycle), and 400 of its own.
+template <int kPixel, int kOctets>
 double RowsTime(const RowUnits& u, int columns) {
-  constexpr int kSteps = kPixel == 16 ? 2 : std::max(kNarrowTaps * kPixel / 32, kNarrowTaps);
   const int runs = int(CeilDiv(ProductsOf(u), kNarrowRuns)) * kNarrowRuns;
-  const double products = 1.6 * runs * columns * kOctets * kSteps * kNarrowTaps;
+  const double products = 1.6 * runs * columns * kOctets * kNarrowSteps<kPixel> * kNarrowTaps;
   const double bytes = u.stage_bytes / 12.0;
   return double(u.share + kNarrowTaps - 1) * (std::max(products, bytes) + 400);
 }
@@ -291,25 +295,27 @@ template <typename T, int kPixel, int kOctets>
 Status LaunchRows(const Context& ctx, NarrowRowsArgs<T> g, DType dtype, const void* src,
                   const std::string& what) {
   constexpr int kWarps = kNarrowWarps<kPixel, kOctets>, kFragment = 8 * kOctets;
-  constexpr int kSteps = kPixel == 16 ? 2 : kNarrowTaps * kPixel / 32;
   RowUnits& u = g.u;
+  // Places in a strip are 32 bits.
+  const int64_t image = int64_t(g.to.h) * g.to.w * g.to.channels;
+  const int64_t most_images = kNowhere / std::max<int64_t>(image, 1);
   double best = -1;
   for (int columns = 1; columns <= 4 / kOctets; columns *= 2) {
     if (columns > 1 && g.to.channels <= kFragment * columns / 2) break;
     RowUnits tried{};
-    ChooseStrips(tried, g.to, kWarps / columns * kNarrowRuns);
+    ChooseStrips(tried, g.to, kWarps / columns * kNarrowRuns, most_images);
     tried.slabs = int(CeilDiv(g.to.channels, kFragment * columns));
     ShareRows(tried, g.to.images, g.to.h, g.to.w, std::max(1, Multiprocessors() / tried.slabs));
     // Products reach past the line's end.
     const int pixels = int(CeilDiv(ProductsOf(tried), kNarrowRuns)) * kNarrowRuns * kNarrowPixels;
     tried.stage_bytes = int(CeilDiv((pixels + kNarrowTaps) * kPixel, 1024) * 1024);
-    const double time = RowsTime<T, kPixel, kOctets>(tried, columns);
+    const double time = RowsTime<kPixel, kOctets>(tried, columns);
     if (best >= 0 && time >= best) continue;
     best = time;
     u = tried;
     g.columns = columns;
   }
-  const int filter = g.columns * kNarrowTaps * kSteps * kOctets * 64 * 4;
+  const int filter = g.columns * kNarrowTaps * kNarrowSteps<kPixel> * kOctets * 64 * 4;
   const int room = kNarrowShared - 1024 - filter - kNarrowMostStages * 16;
   u.stages = std::clamp(room / u.stage_bytes, 3, kNarrowMostStages);
   u.ring_bytes = u.stages * u.stage_bytes;

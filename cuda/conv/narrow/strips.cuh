@@ -32,16 +32,17 @@ __device__ __forceinline__ uint32_t ChunkAt(int bytes, int pixel, int chunk) {
   return uint32_t(pixel * bytes + ((chunk ^ turn) << 4));
 }
 
-// Columns of a strip, and images, that keep the most of `most` products of 16 pixels busy. A strip that shares its outer
-// columns with others reads them twice.
-inline void ChooseStrips(RowUnits& u, const RowArray& to, int most) {
+// Columns of a strip, and images (of `most_images`), that keep the most of `most` products of 16 pixels busy. A strip that
+// shares its outer columns with others reads them twice.
+inline void ChooseStrips(RowUnits& u, const RowArray& to, int most, int64_t most_images = 256) {
   constexpr int kHalo = kNarrowTaps - 1;
   const int widest = std::min(256, most * kNarrowPixels + kHalo) - kHalo;
   const int fewest = int(CeilDiv(to.w, widest));
   double best = -1;
   for (int strips = fewest; strips <= std::min(fewest + 3, to.w); ++strips) {
     const int width = int(CeilDiv(to.w, strips)), pitch = width + kHalo;
-    const int fit = std::min({(most * kNarrowPixels + kHalo) / pitch, to.images, 256});
+    const int allowed = int(std::clamp<int64_t>(most_images, 1, 256));
+    const int fit = std::min({(most * kNarrowPixels + kHalo) / pitch, to.images, allowed});
     for (int images = std::max(1, fit - 8); images <= fit; ++images) {
       const int products = int(CeilDiv(images * pitch - kHalo, kNarrowPixels));
       const double useful = double(images) * to.w / strips / (products * kNarrowPixels);
