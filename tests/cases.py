@@ -508,7 +508,9 @@ NARROW_CASES = (
     ),
     edge("narrow_4", 3, (6, 84), 4, 16, (3, 3), "4 channels of float32: two taps a product", padding=1),
     edge("narrow_8", 2, (5, 13), 8, 8, (3, 3), "8 channels: an octet a warp, half a product of dw", padding=1),
-    edge("narrow_32", 5, (11, 21), 32, 32, (3, 3), "32 channels: two warps share pixels, four those of dw", padding=1),
+    edge(
+        "narrow_32", 5, (11, 21), 32, 32, (3, 3), "32 channels: several warps share pixels, four those of dw", padding=1
+    ),
     edge(
         "narrow_24",
         2,
@@ -516,14 +518,25 @@ NARROW_CASES = (
         24,
         40,
         (3, 3),
-        "zeros beside 24 channels; 40 are two slabs",
+        "zeros beside 24 channels; 40 are several slabs",
         padding=((2, 0), (0, 2)),
     ),
-    edge("narrow_72", 2, (9, 10), 8, 72, (3, 3), "72 channels are three slabs", padding=1),
+    edge("narrow_72", 2, (9, 10), 8, 72, (3, 3), "72 channels are several slabs", padding=1),
     edge("narrow_20", 2, (9, 10), 20, 12, (3, 3), "no multiple of 8 channels", padding=((0, 1), (1, 2))),
     edge("narrow_wide", 1, (4, 600), 8, 16, (3, 3), "600 columns: several strips", padding=1),
     edge("narrow_one", 2, (1, 1), 16, 16, (3, 3), "a pixel, whose rows and columns are mostly outside", padding=1),
     edge("narrow_tall", 1, (301, 3), 32, 16, (3, 3), "a strip's rows go to many blocks", padding=((0, 1), (2, 2))),
+    edge(
+        "narrow_long",
+        1,
+        (2601, 3),
+        24,
+        32,
+        (3, 3),
+        "a block has more rows than its ring has stages; 24 channels in 64 bytes or 128",
+        padding=((2, 0), (0, 2)),
+    ),
+    edge("narrow_strips", 1, (801, 510), 8, 8, (3, 3), "a block goes from strip to strip", padding=1),
     edge("narrow_images", 301, (5, 5), 16, 32, (3, 3), "more images than a line; no padding"),
     edge("narrow_3d", 2, (3, 6, 7), 16, 16, (1, 3, 3), "planes are images", padding=((0, 0), (1, 1), (1, 1))),
 )

@@ -176,6 +176,7 @@ NARROW_CONVS = {
     "32": ((37, 21), 32, 32, 1, (3, 3), {}),
     "24": ((11, 9), 24, 40, 1, (3, 3), {"padding": ((2, 0), (0, 2))}),
     "pixel": ((1, 1), 16, 8, 1, (3, 3), {}),
+    "long": ((867, 3), 24, 32, 1, (3, 3), {}),  # three images: more rows than stages
 }
 # Enough threads for runs of 2 and 4 pixels, in rows that these do not divide; in those above they are of one.
 FEW_CONVS = {

@@ -218,6 +218,9 @@ EDGES = {
     ),
     # ---- grouped, stem, sm90
     "grouped planes": Edge(lambda v: of_conv("grouped/mma", grouped(**planes(v))), 2**15 - 1, "fewer than 2^30 planes"),
+    "narrow planes": Edge(
+        lambda v: of_conv("narrow/rows", few(16, 16, **planes(v))), 2**15 - 1, "fewer than 2^30 planes"
+    ),
     "stem planes": Edge(lambda v: of_conv("stem/mma", few(**planes(v))), 2**15 - 1, "fewer than 2^30 planes"),
     "stem pixels of an image": Edge(
         lambda v: of_conv("stem/sm90_narrow_in", few(3, 8, (v, 2**14), (1, 1), batch=1)),

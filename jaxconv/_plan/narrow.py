@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from jaxconv._plan.plan import Device, Plan
 from jaxconv._problem import ConvProblem
 
-LEAST_ROWS = 4  # of a part of a weight gradient: a part reads two rows of dy more
+LEAST_ROWS = 4  # of images, several of which share a strip, in a part of a weight gradient
 
 
 def wants(op: str, p: ConvProblem, device: Device) -> Iterator[Plan]:

@@ -50,22 +50,12 @@ struct GroupedRowsArgs {
   StridedColumns strided;  // of src, Meet::kGather
 };
 
-// d = a * b + c.
+// d = a * b + c, of K 16-bit numbers.
 template <typename T, int K>
 __device__ __forceinline__ void MmaTo(float (&d)[4], const uint32_t* a, const uint32_t* b,
                                       const float (&c)[4]) {
-  if constexpr (K == 16 && std::is_same_v<T, __nv_bfloat16>) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-        "{%8, %9}, {%10, %11, %12, %13};\n"
-        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(c[0]), "f"(c[1]),
-          "f"(c[2]), "f"(c[3]));
-  } else if constexpr (K == 16) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-        "{%8, %9}, {%10, %11, %12, %13};\n"
-        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(c[0]), "f"(c[1]),
-          "f"(c[2]), "f"(c[3]));
+  if constexpr (K == 16) {
+    cuda::MmaTo<T>(d, *reinterpret_cast<const uint32_t (*)[4]>(a), b[0], b[1], c);
   } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
     asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
         "{%7, %8, %9, %10};\n"

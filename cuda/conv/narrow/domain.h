@@ -14,7 +14,7 @@ namespace jaxconv::cuda::conv::narrow {
 
 constexpr int64_t kMostSummed = 32;  // channels; of both sides of a weight gradient
 constexpr int64_t kMostMade = 128;   // channels that fprop and dgrad make
-// Of a pixel at a tap: with more, mma.sync is slower than the loops of wgmma (32 to 64 channels: 0.7 of XLA's speed).
+// C times K: with more, mma.sync is slower than the loops of wgmma (32 to 64 channels: 0.7 of XLA's speed).
 constexpr int64_t kMostProducts = 1024;
 constexpr int kBlockChannels = 16;  // of a warp's block of dw, a side
 
@@ -29,8 +29,6 @@ inline std::string Refusal(std::string_view kernel, ConvOp op, const ConvProblem
                            const Device& device) {
   if (kernel != "rows") return "there is no such kernel";
   if (!device.sm90()) return "it needs compute capability 9.0";
-  if (op != ConvOp::kFprop && op != ConvOp::kDgrad && op != ConvOp::kWgrad)
-    return "it takes no addend and makes no statistics";
   if (std::string why = RefuseCoordinates(p); !why.empty()) return why;
   if (!p.channels_last) return "it needs channels-last arrays";
   if (p.dtype == DType::kF32 && p.full_float32) return "it takes float32 only as TF32";
@@ -46,10 +44,10 @@ inline std::string Refusal(std::string_view kernel, ConvOp op, const ConvProblem
   const int64_t most = op == ConvOp::kWgrad ? kMostSummed : kMostMade;
   if (p.groups != 1 || summed > kMostSummed || made > most || !WholeVectors(p, summed) ||
       !WholeVectors(p, made)) {
-    return "it needs one group of whole 16 bytes of channels on both sides, up to 32 summed ones "
-           "and " +
-           std::to_string(most) + " others, got " + std::to_string(summed) + " and " +
-           std::to_string(made);
+    const std::string limits =
+        op == ConvOp::kWgrad ? "32" : "32 summed ones and " + std::to_string(kMostMade) + " others";
+    return "it needs one group of whole 16 bytes of channels on both sides, up to " + limits +
+           ", got " + std::to_string(summed) + " and " + std::to_string(made);
   }
   if (summed * made > kMostProducts) {
     return "it takes up to 1024 products of channels, got " + std::to_string(summed) + " x " +

@@ -8,7 +8,7 @@
 // to the three output rows that it contributes to; the filter of all nine taps stays in registers for as long as the block
 // lives. Pixels of 16 bytes: a product takes two taps of a filter's row, then the third and zeros.
 //
-// Reads src about once from DRAM (once for every 32 output channels), writes dst once.
+// Reads src about once from DRAM (once a slab of up to 32 output channels), writes dst once.
 #pragma once
 
 #include "cuda/conv/narrow/strips.cuh"
@@ -25,7 +25,7 @@ struct NarrowRowsArgs {
   RowUnits u;
   RowArray from, to;
   int pad_h, pad_w;
-  int columns;  // warps that share a run of pixels; the block's channels are 8 kOctets times as many
+  int columns;  // warps that share two runs of pixels; a block has 8 kOctets channels of dst for each
   int filter_at;  // in shared memory
   bool dgrad;
 };
@@ -33,10 +33,11 @@ struct NarrowRowsArgs {
 constexpr int kNarrowRuns = 2;  // of 16 pixels, of a warp
 constexpr uint32_t kNowhere = ~0u;
 
-// Products of 16 pixels and 8 channels of dst with a row of the filter, for pixels of kPixel bytes.
+// How many products 16 pixels of kPixel bytes and 8 channels of dst take for a row of the filter.
 template <int kPixel>
 constexpr int kNarrowSteps = kPixel == 16 ? 2 : kNarrowTaps * kPixel / 32;
 
+// As many as the registers of a filter leave: 168 a thread for twelve warps, 184 for eleven.
 template <int kPixel, int kOctets>
 constexpr int kNarrowWarps = kPixel == 64 && kOctets == 2 ? 11 : 12;
 
@@ -50,7 +51,7 @@ __global__ void __launch_bounds__(kNarrowWarps<kPixel, kOctets> * 32, 1)
   constexpr int kHalf = 16 / kItem;                 // channels of 16 bytes
   constexpr int kWord = 4 / kItem;                  // of a register
   extern __shared__ __align__(1024) unsigned char cells[];
-  __shared__ __align__(16) uint4 zero;
+  __shared__ __align__(16) uint4 zero;  // which ldmatrix reads in place of a fourth tap
   const RowUnits& u = g.u;
   const uint32_t ring_at = SharedAddress(cells);
   const int size = 8 * kOctets * g.columns;  // channels of the block

@@ -8,7 +8,8 @@
 //
 // 16-bit operands are transposed by ldmatrix. Of float32 a lane loads two neighbouring channels of a pixel: rows g and g + 8
 // of a product are channels 2 g and 2 g + 1, and columns alike. Which 4 of 8 pixels are the first half of a product is free as
-// long as both operands agree: those whose channels lie in different banks.
+// long as both operands agree: those of which the channels of x lie in different banks. (Those of dy then may not: a fifth of
+// the loads.)
 //
 // The sums of a block's warps are added in shared memory in a fixed order at the end. Reads x and dy about once; writes dw or,
 // with several splits, a partial sum each.
@@ -28,8 +29,8 @@ struct NarrowWgradArgs {
   RowArray in, out;
   int pad_h, pad_w;
   int dy_at, dy_bytes;  // in a stage; of a pixel
-  int blocks,
-      columns;  // warps that share a run of pixels: blocks of 16 x 16 channels, in rows of so many
+  int blocks;           // of 16 x 16 channels, a warp each, that share a run of pixels
+  int columns;          // blocks of a row of them
 };
 
 constexpr int kNarrowWgradWarps = 12;
@@ -73,7 +74,7 @@ __global__ void __launch_bounds__(kNarrowWgradWarps * 32, 1)
     PrefetchMap(g.dy);
     ring.Init(warps);
   }
-  // Behind the line's end dy counts as zero, and x must be finite.
+  // Behind the line's end dy counts as zero. Zero times what lies there must be zero: x is made so.
   for (int s = 0; s < u.stages; ++s) {
     for (int at = pixels * kPixel + int(threadIdx.x) * 16; at < g.dy_at;
          at += int(blockDim.x) * 16) {

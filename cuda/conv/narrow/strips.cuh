@@ -5,7 +5,6 @@
 #pragma once
 
 #include <algorithm>
-#include <type_traits>
 
 #include "cuda/conv/common/matrix.cuh"
 #include "cuda/conv/common/row_stream.cuh"
@@ -27,6 +26,7 @@ __device__ __forceinline__ uint32_t ChunkAt(int pixel, int chunk) {
   const int turn = kPixel == 16 ? 0 : pixel * kPixel / 128 % kChunks;
   return uint32_t(pixel * kPixel + ((chunk ^ turn) << 4));
 }
+// The same for `bytes` a pixel.
 __device__ __forceinline__ uint32_t ChunkAt(int bytes, int pixel, int chunk) {
   const int turn = bytes == 16 ? 0 : pixel * bytes / 128 % (bytes / 16);
   return uint32_t(pixel * bytes + ((chunk ^ turn) << 4));
