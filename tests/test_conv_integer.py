@@ -647,3 +647,19 @@ def test_the_longest_steps_that_a_call_may_have():
     x, w = np.arange(9, dtype="int32").reshape(1, 1, 9), np.array([[[1, 10, 100]]], "int32")
     (y,) = call.run(x, w)
     equal(y, np.array([[[210 + 111 * i for i in range(7)]]], "int32"))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "uint8", "bool"])
+def test_types_of_results_are_laxs_and_so_are_its_errors(dtype):
+    x, w = jnp.ones((1, 3, 3, 1), dtype), jnp.ones((1, 1, 1, 1), dtype)
+    given = dict(window_strides=(1, 1), padding="SAME", dimension_numbers=NUMBERS[2])
+    results = ("bfloat16", "float16", "float32", "float8_e4m3fn", "complex64", "int8", "uint8", "int32", "bool")
+    for result in results:
+        outcomes = []
+        for f in (lax.conv_general_dilated, jaxconv.conv_general_dilated):
+            try:
+                of = functools.partial(f, **given, preferred_element_type=result)
+                outcomes.append(jax.eval_shape(of, x, w).dtype)
+            except (TypeError, ValueError) as error:
+                outcomes.append((type(error), str(error)))
+        assert outcomes[0] == outcomes[1], result

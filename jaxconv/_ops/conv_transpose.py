@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal, Unpack, overload
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -377,6 +378,7 @@ def conv_general_dilated(
     if all(map(conv_integer.is_integer, (x.dtype, w.dtype))) and all(value is None for value in lax_only.values()):
         if preferred_element_type is None or conv_integer.is_integer(preferred_element_type) or x.dtype != w.dtype:
             return conv_integer.of_call(by_lax, x, w, preferred_element_type)
+        jax.eval_shape(by_lax)  # which refuses a type that is narrower than the integers', and complex ones
         return conv_general_dilated(
             x.astype(preferred_element_type),
             w.astype(preferred_element_type),
