@@ -15,8 +15,8 @@ compile at a time, and their times to compile are those of a busy machine.
 
 Then losses are compared with plain's, for as far as another order of plain's own sums may move them
 (`python -m benchmarks train` says how), and answers with float32's at the highest precision (`... infer`). Then the
-ways take turns in being timed, `--repeat` times, there and back, so that a drifting clock meets all alike. Memory is
-what the compiler asks for. The summary is printed last.
+ways are timed in turns, in one order and then in the other, `--repeat` times: a drifting clock meets all alike. Memory
+is what the compiler asks for. The summary is printed last.
 """
 
 from __future__ import annotations
@@ -285,7 +285,7 @@ def measured(case: Case, programs: Sequence[Any], args: argparse.Namespace) -> d
         count[one.way] = max(2, min(MOST, int(args.seconds / args.repeat / about * 1e3)))
     samples: dict[str, list[float]] = {one.way: [] for one in programs}
     for turn in range(args.repeat):
-        # There and back: of two equal programs of 0.5 ms the one that always came last was 5 to 9 % slower (H100).
+        # In both orders: of two equal programs of 0.5 ms the one that always came last was 5 to 9 % slower (H100).
         for one in programs[:: -1 if turn % 2 else 1]:
             samples[one.way].append(one.sample(count[one.way]))
     row: dict[str, Any] = {"model": model.name, "kind": model.kind, "library": model.library, "use": model.use}
