@@ -66,7 +66,8 @@ def enable(*, implementation: str | None = None, auto_meshes: bool = False, tune
     then planned like a call of `jaxconv.conv2d` (`implementation=None`): forward convolutions, the gradients of images
     and filters, grouped, depthwise, dilated and transposed ones, in 1 to 3 dimensions, channels last or first, under
     every transform. Convolutions of integers, which XLA does not compile for GPUs, run there too, and are exact. Where
-    the plan says XLA, or jaxconv has no kernel, the program is exactly lax's. Elsewhere numbers are lax's up to
+    the plan says XLA, or jaxconv has no kernel, the program is exactly lax's, but for convolutions of integers: without
+    a kernel they are matrix products on a GPU. Elsewhere numbers are lax's up to
     rounding. `jaxconv.report()` says what became of each convolution, `jaxconv.explain(f)` what would become of it.
 
     Three kinds of programs are left to lax: exported programs, parts that `compute_on` sends to the host, and programs

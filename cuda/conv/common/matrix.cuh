@@ -1,5 +1,5 @@
 // What ldmatrix's counterparts look like here: 8 x 8 matrices of 16-bit elements to shared memory,
-// and 16 bytes from it by address.
+// and 4, 8 and 16 bytes from it by address.
 #pragma once
 
 #include <cstdint>
@@ -54,6 +54,18 @@ __device__ __forceinline__ uint4 LoadShared16(uint32_t address) {
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "r"(address)
                : "memory");
+  return v;
+}
+
+__device__ __forceinline__ uint2 LoadShared8(uint32_t address) {
+  uint2 v;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];\n" : "=r"(v.x), "=r"(v.y) : "r"(address));
+  return v;
+}
+
+__device__ __forceinline__ uint32_t LoadShared4(uint32_t address) {
+  uint32_t v;
+  asm volatile("ld.shared.b32 %0, [%1];\n" : "=r"(v) : "r"(address));
   return v;
 }
 

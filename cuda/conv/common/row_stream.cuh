@@ -6,8 +6,7 @@
 // predicate or an address being computed), the warps use it and hand the stage back. The ring runs
 // on across the block's units, so that loads never wait for an image to end.
 //
-// A strip is `images` images x all rows x `width` columns of one slab of channels, 128 bytes of
-// them. A block keeps to one slab, so that its filter stays in registers, and takes an equal share of
+// A strip is `images` images x all rows x `width` columns of one slab of channels. A block keeps to one slab, so that its filter stays in registers, and takes an equal share of
 // the rows of all its strips: a part of a strip, then whole ones, then a part.
 #pragma once
 

@@ -3,7 +3,6 @@
 //   narrow/rows   sm_90: 3x3 of stride 1, every pass, by mma.sync; float32 as TF32
 #pragma once
 
-#include <algorithm>
 #include <string>
 #include <string_view>
 
@@ -16,14 +15,6 @@ constexpr int64_t kMostSummed = 32;  // channels; of both sides of a weight grad
 constexpr int64_t kMostMade = 128;   // channels that fprop and dgrad make
 // C times K: with more, mma.sync is slower than the loops of wgmma (32 to 64 channels: 0.7 of XLA's speed).
 constexpr int64_t kMostProducts = 1024;
-constexpr int kBlockChannels = 16;  // of a warp's block of dw, a side
-
-// Bytes of a pixel of so many channels in shared memory: a power of two.
-constexpr int PixelBytes(int64_t channels, DType dtype) {
-  int bytes = 16;
-  while (bytes < channels * int64_t(SizeOf(dtype))) bytes *= 2;
-  return bytes;
-}
 
 inline std::string Refusal(std::string_view kernel, ConvOp op, const ConvProblem& p,
                            const Device& device) {

@@ -1,7 +1,7 @@
 // Convolutions of few channels on both sides, channels last. domain.h says what the kernels can run,
 // jaxconv/_plan/narrow.py into how many parts a weight gradient's reduction is cut.
 //
-// float32 is rounded to TF32, both operands to the nearest.
+// float32 is rounded to TF32.
 #pragma once
 
 #include "common/plan.h"

@@ -344,7 +344,7 @@ Status NarrowRows(const Context& ctx, const ConvProblem& p, bool dgrad, const Ep
   const auto launch = [&](auto one, auto two) {  // octets of a warp
     return (g.to.channels <= 8 ? one : two)(ctx, g, p.dtype, src, what);
   };
-  const int bytes = narrow::PixelBytes(g.from.channels, p.dtype);
+  const int bytes = PixelBytes(g.from.channels, p.dtype);
   if (bytes == 16) return launch(LaunchRows<T, 16, 1>, LaunchRows<T, 16, 2>);
   if (bytes == 32) return launch(LaunchRows<T, 32, 1>, LaunchRows<T, 32, 2>);
   if constexpr (sizeof(T) == 4) {

@@ -34,6 +34,7 @@ struct NarrowWgradArgs {
 };
 
 constexpr int kNarrowWgradWarps = 12;
+constexpr int kBlockChannels = 16;  // of a warp's block of dw, a side
 
 // Pixel of 8 that is the k-th, k = half * 4 + lane % 4, of float32.
 template <int kPixel>
@@ -41,17 +42,6 @@ __device__ __forceinline__ int PixelOfStep(int in_group, int half) {
   if constexpr (kPixel == 128) return in_group * 2 + half;
   if constexpr (kPixel == 32) return in_group + half * 4;
   return in_group + (in_group & 2) + half * 2;
-}
-
-__device__ __forceinline__ uint2 LoadTwo(uint32_t at) {
-  uint2 v;
-  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];\n" : "=r"(v.x), "=r"(v.y) : "r"(at) : "memory");
-  return v;
-}
-__device__ __forceinline__ uint32_t LoadOne(uint32_t at) {
-  uint32_t v;
-  asm volatile("ld.shared.b32 %0, [%1];\n" : "=r"(v) : "r"(at) : "memory");
-  return v;
 }
 
 template <typename T, int kPixel>
@@ -193,7 +183,7 @@ __global__ void __launch_bounds__(kNarrowWgradWarps * 32, 1)
         if constexpr (kSingle) {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            const uint2 v = LoadTwo(ring.At() + dy_at[half] + uint32_t(step * 8 * g.dy_bytes));
+            const uint2 v = LoadShared8(ring.At() + dy_at[half] + uint32_t(step * 8 * g.dy_bytes));
             grad[0][step][0][half] = v.x & real[step][half];
             grad[0][step][1][half] = v.y & real[step][half];
           }
@@ -217,13 +207,13 @@ __global__ void __launch_bounds__(kNarrowWgradWarps * 32, 1)
 #pragma unroll
               for (int half = 0; half < 2; ++half) {
                 if constexpr (kChannels == 4) {
-                  a[half * 2] = LoadOne(from + x_at[0][half]);
-                  a[half * 2 + 1] = LoadOne(from + x_at[0][half] + 2 * kPixel);
+                  a[half * 2] = LoadShared4(from + x_at[0][half]);
+                  a[half * 2 + 1] = LoadShared4(from + x_at[0][half] + 2 * kPixel);
                 } else if constexpr (kChannels == 8) {
-                  a[half * 2] = LoadOne(from + x_at[i * 2][half]);
-                  a[half * 2 + 1] = i == 0 ? LoadOne(from + x_at[1][half]) : 0u;
+                  a[half * 2] = LoadShared4(from + x_at[i * 2][half]);
+                  a[half * 2 + 1] = i == 0 ? LoadShared4(from + x_at[1][half]) : 0u;
                 } else {
-                  const uint2 v = LoadTwo(from + x_at[i][half]);
+                  const uint2 v = LoadShared8(from + x_at[i][half]);
                   a[half * 2] = v.x;
                   a[half * 2 + 1] = v.y;
                 }
@@ -283,7 +273,7 @@ template <typename T, int kPixel>
 Status LaunchWgrad(const Context& ctx, NarrowWgradArgs<T> g, DType dtype, int64_t splits,
                    const void* x, const void* dy, const std::string& what) {
   RowUnits& u = g.u;
-  constexpr int kChannels = kPixel / int(sizeof(T)), kBlock = narrow::kBlockChannels;
+  constexpr int kChannels = kPixel / int(sizeof(T)), kBlock = kBlockChannels;
   constexpr int kRows = kChannels >= 16 ? kNarrowTaps : kChannels == 8 ? 2 : 1;
   g.columns = int(CeilDiv(g.out.channels, kBlock));
   g.blocks = std::max(kChannels / kBlock, 1) * g.columns;
@@ -316,7 +306,7 @@ Status NarrowWgrad(const Context& ctx, const ConvProblem& p, int64_t splits, con
   g.pad_h = int(p.pad[1]);
   g.pad_w = int(p.pad[2]);
   const auto run = [&](auto launch) { return launch(ctx, g, p.dtype, splits, x, dy, what); };
-  const int bytes = narrow::PixelBytes(p.c, p.dtype);
+  const int bytes = PixelBytes(p.c, p.dtype);
   if (bytes == 16) return run(LaunchWgrad<T, 16>);
   if (bytes == 32) return run(LaunchWgrad<T, 32>);
   if constexpr (sizeof(T) == 4) {

@@ -8,7 +8,6 @@
 
 #include "cuda/conv/common/matrix.cuh"
 #include "cuda/conv/common/row_stream.cuh"
-#include "cuda/conv/narrow/domain.h"
 #include "cuda/conv/narrow/kernels.h"
 #include "cuda/core/device.h"
 
@@ -18,6 +17,13 @@ constexpr int kNarrowTaps = 3;             // an axis
 constexpr int kNarrowShared = 227 * 1024;  // bytes of a block
 constexpr int kNarrowMostStages = 16;
 constexpr int kNarrowPixels = 16;  // of a product
+
+// Bytes of a pixel of so many channels in shared memory: a power of two.
+constexpr int PixelBytes(int64_t channels, DType dtype) {
+  int bytes = 16;
+  while (bytes < channels * int64_t(SizeOf(dtype))) bytes *= 2;
+  return bytes;
+}
 
 // 16-byte chunk `chunk` of pixel `pixel` of a line with kPixel bytes each, in TMA's swizzle of as many bytes.
 template <int kPixel>

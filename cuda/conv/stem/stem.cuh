@@ -93,17 +93,6 @@ __device__ __forceinline__ uint32_t NarrowBits(const __half* p) {
 __device__ __forceinline__ void StoreShared8(uint32_t address, uint2 v) {
   asm volatile("st.shared.v2.b32 [%0], {%1, %2};\n" ::"r"(address), "r"(v.x), "r"(v.y) : "memory");
 }
-__device__ __forceinline__ uint2 LoadShared8(uint32_t address) {
-  uint2 v;
-  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];\n" : "=r"(v.x), "=r"(v.y) : "r"(address));
-  return v;
-}
-
-__device__ __forceinline__ uint32_t LoadShared4(uint32_t address) {
-  uint32_t v;
-  asm volatile("ld.shared.b32 %0, [%1];\n" : "=r"(v) : "r"(address));
-  return v;
-}
 
 // The narrow pixels of a tile, from (h0, w0) on, zero outside the array. A warp takes a row; kBatch
 // pixels of a lane have their loads in flight together.
