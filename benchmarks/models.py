@@ -3,7 +3,8 @@
 `layers` is `flax.linen` or `jaxconv.linen`, and the parameters are the same either way. With `fused` the activations
 and residual adds are arguments of jaxconv's layers; without it the models hold nothing but Flax's own arguments.
 
-They classify images, unless they say otherwise. float32 parameters, computed in `dtype`; images are (N, H, W, 3).
+They classify images, unless they say otherwise. float32 parameters, computed in `dtype`; images are (N, H, W, 3),
+unless they say otherwise.
 `small` keeps each kind of layer and little else.
 """
 
@@ -80,6 +81,55 @@ class ResNet(nn.Module):
             for block in range(blocks):
                 stride = 2 if stage and not block else 1
                 x = Bottleneck(layers, self.features * 2**stage, stride, self.dtype, self.fused, self.groups)(x, train)
+        return layers.Dense(self.classes, dtype=self.dtype)(x.mean((1, 2)))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# ResNet-18, of small images: a 3x3 convolution in front, no pooling. `stem` 7: of large ones.
+
+
+class BasicBlock(nn.Module):
+    layers: Any
+    features: int
+    stride: int
+    dtype: Any
+    fused: bool
+
+    @nn.compact
+    def __call__(self, x: Array, train: bool) -> Array:
+        conv = functools.partial(self.layers.Conv, use_bias=False, dtype=self.dtype)
+        norm = functools.partial(self.layers.BatchNorm, use_running_average=not train, momentum=0.9, dtype=self.dtype)
+        y = conv(self.features, (3, 3), strides=self.stride)(x)
+        y = _normalised(self, norm, y, "relu")
+        y = conv(self.features, (3, 3))(y)
+        last = norm(activation="relu") if self.fused else norm()  # here, because Flax numbers what is made
+        y = y if self.fused else last(y)
+        if x.shape != y.shape:
+            x = norm()(conv(self.features, (1, 1), strides=self.stride)(x))
+        return last(y, residual=x) if self.fused else nn.relu(x + y)
+
+
+class ResNet18(nn.Module):
+    layers: Any
+    blocks: tuple[int, ...]  # in each stage
+    features: int
+    classes: int
+    dtype: Any
+    fused: bool
+    stem: int = 3
+
+    @nn.compact
+    def __call__(self, x: Array, train: bool = True) -> Array:
+        layers, large = self.layers, self.stem == 7
+        norm = functools.partial(layers.BatchNorm, use_running_average=not train, momentum=0.9, dtype=self.dtype)
+        stride = 2 if large else 1
+        x = layers.Conv(self.features, (self.stem,) * 2, stride, use_bias=False, dtype=self.dtype)(x)
+        x = _normalised(self, norm, x, "relu")
+        x = nn.max_pool(x, (3, 3), (2, 2), "SAME") if large else x
+        for stage, blocks in enumerate(self.blocks):
+            for block in range(blocks):
+                stride = 2 if stage and not block else 1
+                x = BasicBlock(layers, self.features * 2**stage, stride, self.dtype, self.fused)(x, train)
         return layers.Dense(self.classes, dtype=self.dtype)(x.mean((1, 2)))
 
 
@@ -332,11 +382,46 @@ class EfficientNet(nn.Module):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# IMPALA's deep network (Espeholt et al. 2018, "IMPALA: Scalable Distributed Deep-RL"). It takes the last four pictures
+# of a game, (N, H, W, 4), and gives scores for each action, and a value.
+
+
+class Impala(nn.Module):
+    layers: Any
+    features: tuple[int, ...]  # of each level
+    actions: int
+    dtype: Any
+    fused: bool
+
+    @nn.compact
+    def __call__(self, x: Array, train: bool = True) -> tuple[Array, Array]:
+        conv = functools.partial(self.layers.Conv, dtype=self.dtype)
+        dense = functools.partial(self.layers.Dense, dtype=self.dtype)
+
+        def activated(layer: Any, x: Array) -> Array:
+            return layer(activation="relu")(x) if self.fused else nn.relu(layer()(x))
+
+        for features in self.features:
+            x = nn.max_pool(conv(features, (3, 3))(x), (3, 3), (2, 2), "SAME")
+            for _ in range(2):
+                y = activated(functools.partial(conv, features, (3, 3)), nn.relu(x))
+                x = x + conv(features, (3, 3))(y)
+        x = nn.relu(x).reshape(len(x), -1)
+        x = activated(functools.partial(dense, 256), x)
+        return dense(self.actions)(x), dense(1)(x)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def resnet50(layers: Any, dtype: Any = jnp.bfloat16, *, fused: bool = False, small: bool = False) -> nn.Module:
     blocks, features, classes = ((1, 2), 8, 10) if small else ((3, 4, 6, 3), 64, 1000)
     return ResNet(layers, blocks, features, classes, dtype, fused)
+
+
+def resnet18_32(layers: Any, dtype: Any = jnp.float32, *, fused: bool = False, small: bool = False) -> nn.Module:
+    blocks, features = ((1, 1), 8) if small else ((2, 2, 2, 2), 64)
+    return ResNet18(layers, blocks, features, 10, dtype, fused)
 
 
 def convnext_t(layers: Any, dtype: Any = jnp.bfloat16, *, fused: bool = False, small: bool = False) -> nn.Module:
@@ -372,6 +457,11 @@ def efficientnet_b0(layers: Any, dtype: Any = jnp.bfloat16, *, fused: bool = Fal
         stages = ((1, 16, 1, 1, 3), (6, 24, 2, 2, 3), (6, 40, 2, 2, 5), (6, 80, 3, 2, 3), (6, 112, 3, 1, 5))
         stages += ((6, 192, 4, 2, 5), (6, 320, 1, 1, 3))
     return EfficientNet(layers, stages, *((64, 10) if small else (1280, 1000)), dtype, fused)
+
+
+def impala(layers: Any, dtype: Any = jnp.float32, *, fused: bool = False, small: bool = False) -> nn.Module:
+    features, actions = ((4, 8), 5) if small else ((16, 32, 32), 15)
+    return Impala(layers, features, actions, dtype, fused)
 
 
 MODELS: dict[str, Callable[..., nn.Module]] = {

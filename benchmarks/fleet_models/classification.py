@@ -11,44 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from benchmarks import models
-from benchmarks.fleet_models.model import CLASSIFY, Array, Model, Size, of_linen, of_nnx
-
-
-class BasicBlock(nn.Module):
-    features: int
-    stride: int
-    dtype: Any
-
-    @nn.compact
-    def __call__(self, x: Array, train: bool) -> Array:
-        conv = functools.partial(nn.Conv, use_bias=False, dtype=self.dtype)
-        norm = functools.partial(nn.BatchNorm, use_running_average=not train, momentum=0.9, dtype=self.dtype)
-        y = nn.relu(norm()(conv(self.features, (3, 3), strides=self.stride)(x)))
-        y = norm()(conv(self.features, (3, 3))(y))
-        if x.shape != y.shape:
-            x = norm()(conv(self.features, (1, 1), strides=self.stride)(x))
-        return nn.relu(x + y)
-
-
-class ResNet18(nn.Module):
-    """Of small images: a 3x3 convolution in front, no pooling. `stem` 7: of large ones."""
-
-    features: int
-    blocks: tuple[int, ...]
-    dtype: Any
-    stem: int = 3
-    classes: int = 10
-
-    @nn.compact
-    def __call__(self, x: Array, train: bool) -> Array:
-        large = self.stem == 7
-        x = nn.Conv(self.features, (self.stem,) * 2, 2 if large else 1, use_bias=False, dtype=self.dtype)(x)
-        x = nn.relu(nn.BatchNorm(use_running_average=not train, momentum=0.9, dtype=self.dtype)(x))
-        x = nn.max_pool(x, (3, 3), (2, 2), "SAME") if large else x
-        for stage, blocks in enumerate(self.blocks):
-            for block in range(blocks):
-                x = BasicBlock(self.features * 2**stage, 2 if stage and not block else 1, self.dtype)(x, train)
-        return nn.Dense(self.classes, dtype=self.dtype)(x.mean((1, 2)))
+from benchmarks.fleet_models.model import CLASSIFY, Array, Model, Size, of_layers, of_linen, of_nnx
 
 
 class DenseNet(nn.Module):
@@ -173,45 +136,34 @@ class ConvNeXt(nnx.Module):
         return self.head(x.mean((1, 2)))
 
 
-def _of_models(make: Any, dtype: Any, small: bool = False) -> Any:
-    return make(nn, dtype, small=small)
-
-
-def _shared(name: str) -> Any:
-    """A model of `python -m benchmarks train`."""
-    return of_linen(functools.partial(_of_models, getattr(models, name)))
-
-
 SMALL = dict(small=True)
 # expanded, out, filter, stride
 MOBILE = ((64, 24, 3, 2), (72, 24, 3, 1), (72, 40, 5, 2), (120, 40, 5, 1), (240, 80, 3, 2), (200, 80, 3, 1))
 MOBILE += ((480, 112, 3, 1), (672, 112, 3, 1), (672, 160, 5, 2), (960, 160, 5, 1))
 
 RESNET18 = Model(
-    *("resnet18_32", "classification-32", "linen", of_linen(ResNet18), "f32"),
-    Size(256, (32, 32, 3), dict(features=64, blocks=(2, 2, 2, 2))),
-    Size(4, (8, 8, 3), dict(features=8, blocks=(1, 1))),
-    CLASSIFY,
+    *("resnet18_32", "classification-32", "linen", of_layers(models.resnet18_32), "f32"),
+    *(Size(256, (32, 32, 3)), Size(4, (8, 8, 3), SMALL), CLASSIFY),
 )
 RESNET18_224 = Model(
-    *("resnet18_224", "classification-224", "linen", of_linen(ResNet18), "bf16"),
-    Size(64, (224, 224, 3), dict(features=64, blocks=(2, 2, 2, 2), stem=7, classes=1000)),
-    Size(2, (32, 32, 3), dict(features=8, blocks=(1, 1), stem=7)),
+    *("resnet18_224", "classification-224", "linen", of_layers(models.ResNet18), "bf16"),
+    Size(64, (224, 224, 3), dict(features=64, blocks=(2, 2, 2, 2), stem=7, classes=1000, fused=False)),
+    Size(2, (32, 32, 3), dict(features=8, blocks=(1, 1), stem=7, classes=10, fused=False)),
     CLASSIFY,
 )
 RESNET50 = Model(
-    *("resnet50_224", "classification-224", "linen", _shared("resnet50"), "f32"),
+    *("resnet50_224", "classification-224", "linen", of_layers(models.resnet50), "f32"),
     *(Size(32, (224, 224, 3)), Size(2, (32, 32, 3), SMALL), CLASSIFY),
 )
 MOBILENET_V2 = Model(
-    *("mobilenet_v2", "mobile", "linen", _shared("mobilenet_v2"), "bf16"),
+    *("mobilenet_v2", "mobile", "linen", of_layers(models.mobilenet_v2), "bf16"),
     *(Size(64, (224, 224, 3)), Size(2, (32, 32, 3), SMALL), CLASSIFY),
 )
 MODELS = (
     RESNET18,
     Model(
-        *("resnet18_32_small_batch", "classification-32-small-batch", "linen", of_linen(ResNet18), "f32"),
-        *(Size(16, (32, 32, 3), RESNET18.full.options), RESNET18.small, CLASSIFY),
+        *("resnet18_32_small_batch", "classification-32-small-batch", "linen", of_layers(models.resnet18_32), "f32"),
+        *(Size(16, (32, 32, 3)), RESNET18.small, CLASSIFY),
     ),
     RESNET18_224,
     RESNET50,

@@ -1,7 +1,7 @@
 """What the fleet's programs are made of: a network of any library as functions of arrays, its data, and its loss.
 
-A `Model` is a line of the fleet: a name, a kind, who makes the network, its type and its two sizes. `of_linen` and
-`of_nnx` make networks of Flax's modules; the modules of the other libraries hold their own makers.
+A `Model` is a line of the fleet: a name, a kind, who makes the network, its type and its two sizes. `of_linen`,
+`of_layers` and `of_nnx` make networks of Flax's modules; the modules of the other libraries hold their own makers.
 
 Weights are drawn by NumPy from the shapes alone (`infer.drawn`), where a library says them without computing.
 """
@@ -154,6 +154,13 @@ def of_linen(module: Callable[..., Any]) -> Maker:
         return Net(variables.pop("params"), variables, apply)
 
     return make
+
+
+def of_layers(module: Callable[..., Any]) -> Maker:
+    """Of a model of benchmarks/models.py, with Flax's layers."""
+    import flax.linen
+
+    return of_linen(functools.partial(module, flax.linen))
 
 
 def of_nnx(module: Callable[..., Any]) -> Maker:

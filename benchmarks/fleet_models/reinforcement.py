@@ -4,32 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from benchmarks.fleet_models.model import CLASSIFY, REGRESS, Array, Goal, Model, Size, heads, noise, of_linen, of_nnx
-
-
-class Impala(nn.Module):
-    """Espeholt et al. 2018, "IMPALA", the deep network."""
-
-    features: tuple[int, ...]
-    actions: int
-    dtype: Any
-
-    @nn.compact
-    def __call__(self, x: Array, train: bool) -> tuple[Array, Array]:
-        for features in self.features:
-            x = nn.max_pool(nn.Conv(features, (3, 3), dtype=self.dtype)(x), (3, 3), (2, 2), "SAME")
-            for _ in range(2):
-                y = nn.Conv(features, (3, 3), dtype=self.dtype)(nn.relu(x))
-                x = x + nn.Conv(features, (3, 3), dtype=self.dtype)(nn.relu(y))
-        x = nn.relu(x).reshape(len(x), -1)
-        x = nn.relu(nn.Dense(256, dtype=self.dtype)(x))
-        return nn.Dense(self.actions, dtype=self.dtype)(x), nn.Dense(1, dtype=self.dtype)(x)
+from benchmarks import models
+from benchmarks.fleet_models.model import CLASSIFY, REGRESS, Array, Goal, Model, Size, heads, noise, of_layers, of_nnx
 
 
 class NatureDQN(nnx.Module):
@@ -62,10 +43,8 @@ def _q_wanted(rng: np.random.Generator, found: jax.ShapeDtypeStruct) -> tuple[np
 
 Q = Goal(_q_loss, _q_wanted)
 IMPALA = Model(
-    *("impala", "impala", "linen", of_linen(Impala), "f32"),
-    Size(1024, (84, 84, 4), dict(features=(16, 32, 32), actions=15)),
-    Size(4, (12, 12, 4), dict(features=(4, 8), actions=5)),
-    heads(CLASSIFY, REGRESS),
+    *("impala", "impala", "linen", of_layers(models.impala), "f32"),
+    *(Size(1024, (84, 84, 4)), Size(4, (12, 12, 4), dict(small=True)), heads(CLASSIFY, REGRESS)),
     rate=2e-6,
 )
 MODELS = (
