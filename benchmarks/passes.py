@@ -78,11 +78,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default="resnet50", choices=training.models())
     parser.add_argument("--ways", default=["flax", "accelerate"], type=lambda text: text.split(","))
     parser.add_argument("--gpu", default="NVIDIA H200", choices=TARGETS)
-    parser.add_argument("--batch", type=int, metavar="N", help="images a step (256, unet3d 8, ddpm 64)")
-    parser.add_argument("--dtype", choices=training.DTYPES, default="bf16")
+    parser.add_argument("--batch", type=int, metavar="N", help="images a step (as train's)")
+    parser.add_argument("--dtype", choices=training.DTYPES, help="of the computation (bf16, of the fleet's models f32)")
     parser.add_argument("--least", type=float, default=50.0, metavar="MB", help="of the passes that are listed (50)")
     parser.add_argument("--small", action="store_true", help="a shrunk model")
     args = parser.parse_args(argv)
+    found = training.of_fleet(args.model)
+    args.dtype = args.dtype or (found.dtype if found else "bf16")
     given = ["--model", args.model, "--ways", ",".join(args.ways), "--dtype", args.dtype]
     given += ["--batch", str(args.batch)] if args.batch else []
     asked = train.parse([*given, "--small" if args.small else "--no-small"])

@@ -155,6 +155,22 @@ def resnet(model: Any, layers: Layers, x: Any) -> Any:
     return layers.dense(x.mean((2, 3)))
 
 
+def resnet18(model: Any, layers: Layers, x: Any) -> Any:
+    relu, large = layers.torch.nn.functional.relu, model.stem == 7
+    x = relu(layers.norm(layers.conv(x, 2 if large else 1)))
+    x = layers.max_pool(x, 3, 2) if large else x
+    for stage, blocks in enumerate(model.blocks):
+        for i in range(blocks):
+            stride = 2 if stage and not i else 1
+            block = layers.inner("BasicBlock")
+            y = relu(block.norm(block.conv(x, stride)))
+            y = block.norm(block.conv(y))
+            if x.shape != y.shape:
+                x = block.norm(block.conv(x, stride))
+            x = relu(x + y)
+    return layers.dense(x.mean((2, 3)))
+
+
 def mobilenet(model: Any, layers: Layers, x: Any) -> Any:
     relu6 = layers.torch.nn.functional.relu6
     x = relu6(layers.norm(layers.conv(x, 2)))
@@ -206,6 +222,17 @@ def convnext(model: Any, layers: Layers, x: Any) -> Any:
             y = block.dense(gelu(block.dense(y), approximate="tanh"))
             x = x + (block.module.gamma.to(y.dtype) * y).permute(0, 3, 1, 2)
     return layers.dense(layers.layer_norm(x.mean((2, 3))))
+
+
+def impala(model: Any, layers: Layers, x: Any) -> tuple[Any, Any]:
+    relu = layers.torch.nn.functional.relu
+    for _ in model.features:
+        x = layers.max_pool(layers.conv(x), 3, 2)
+        for _ in range(2):
+            x = x + layers.conv(relu(layers.conv(relu(x))))
+    x = relu(x).permute(0, 2, 3, 1).flatten(1)  # in the order of Flax, and of channels-last memory
+    x = relu(layers.dense(x))
+    return layers.dense(x), layers.dense(x)
 
 
 def unet3d(model: Any, layers: Layers, x: Any) -> Any:
@@ -266,11 +293,13 @@ def ddpm(model: Any, layers: Layers, x: tuple[Any, Any]) -> Any:
 
 MODELS: dict[str, Callable[..., Any]] = {
     "ResNet": resnet,
+    "ResNet18": resnet18,
     "MobileNetV2": mobilenet,
     "EfficientNet": efficientnet,
     "ConvNeXt": convnext,
     "UNet3D": unet3d,
     "DDPM": ddpm,
+    "Impala": impala,
 }
 
 

@@ -36,7 +36,7 @@ class Program:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = not full
         images, wanted = training.batch(args, placed.count)
         self.images = jax.tree.map(self._tensor, images)
-        self.wanted = self._tensor(wanted)
+        self.wanted = jax.tree.map(self._tensor, wanted)
         self.compile_s: float | None = None
         self.memory_bytes: int | None = None
         self.trained: Trained | None = None
@@ -59,10 +59,9 @@ class Program:
         module = torch_models.module_of(model, variables, dtype, train=True).to(self.device)
         module.exact = exact
         torch.backends.cudnn.benchmark = not exact  # what is timed is worth trying each convolution's kernels for
-        optimizer = torch.optim.SGD(
-            module.parameters(), training.LEARNING_RATE, training.MOMENTUM, fused=self.device == "cuda" or None
-        )
-        loss = functools.partial(_loss, module, training.TASKS.get(self.args.model) == "denoise")
+        rate, fused = training.rate(self.args.model), self.device == "cuda" or None
+        optimizer = torch.optim.SGD(module.parameters(), rate, training.MOMENTUM, fused=fused)
+        loss = functools.partial(_loss, module, training.TASKS.get(self.args.model))
         return Trained(loss if exact else torch.compile(loss), optimizer, self.images, self.wanted)
 
     def losses(self, params: Tree, stats: Tree, steps: int) -> list[float]:
@@ -98,11 +97,15 @@ class Program:
         return by_kind and {kind: ms / training.PROFILED for kind, ms in by_kind.items()}
 
 
-def _loss(module: Any, denoise: bool, images: Any, wanted: Any) -> Any:
+def _loss(module: Any, task: str | None, images: Any, wanted: Any) -> Any:
     import torch
 
-    y = module(images).float()
-    return torch.mean((y - wanted) ** 2) if denoise else torch.nn.functional.cross_entropy(y, wanted)
+    found, cross_entropy = module(images), torch.nn.functional.cross_entropy
+    if task == "play":
+        (scores, value), (actions, earned) = found, wanted
+        return cross_entropy(scores.float(), actions) + torch.mean((value.float() - earned) ** 2)
+    found = found.float()
+    return torch.mean((found - wanted) ** 2) if task == "denoise" else cross_entropy(found, wanted)
 
 
 @dataclasses.dataclass(frozen=True)

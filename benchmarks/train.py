@@ -12,7 +12,7 @@ activations and residual adds as arguments of these; `enable`, the untouched Fla
 `accelerate`, through jaxconv.accelerate; and where it is named `torch`, the same model in PyTorch, on one device, with
 torch.compile.
 The same initial parameters, the same images, SGD with momentum. `unet3d` segments volumes, `ddpm` finds the noise in
-images, the others classify images.
+images, `impala` plays games, the others classify images. `resnet18_32` and `impala` are the fleet's, at its sizes.
 
 Several devices share the images of a step (--batch is of all together), have --batch each (--split batch, weak
 scaling), or share each volume along its depth (--split depth, strong scaling: one volume by default). Batch-norms in
@@ -48,8 +48,8 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 import jaxconv
-from benchmarks import limits, record, steps, torch_contender, torch_train
-from benchmarks.training import DTYPES, LEARNING_RATE, MOMENTUM, PROFILED, TASKS, Placed, Tree, batch, models
+from benchmarks import limits, record, steps, torch_contender, torch_train, training
+from benchmarks.training import DTYPES, LEARNING_RATE, MOMENTUM, PROFILED, TASKS, Placed, Tree, batch, models, of_fleet
 from jaxconv.accelerate import accelerate
 
 WAYS = ("flax", "import", "fused", "enable", "accelerate")  # JAX's
@@ -60,8 +60,19 @@ DRAWS = 3  # of perturbed parameters
 ALLOWED = 4.0
 
 
-# Batch and image of a model, where not 256 and 224
+# Batch and image of a model that is not the fleet's, where not 256 and 224
 SIZES = {"unet3d": (8, 64), "ddpm": (64, 64)}
+
+
+def defaults(model: str, small: bool) -> tuple[int, int, str]:
+    """Batch, image and type of the computation."""
+    if found := of_fleet(model):
+        size = found.size(small)
+        return size.batch, size.shape[0], found.dtype
+    images, image = SIZES.get(model, (256, 224))
+    if small:
+        images, image = 8, 16 if model in TASKS else 32
+    return images, image, "bf16" if jax.default_backend() == "gpu" else "f32"
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -71,9 +82,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--model", default="resnet50", choices=models())
     parser.add_argument("--ways", default=list(WAYS), type=lambda text: text.split(","), help=", ".join(WAYS + OTHERS))
-    parser.add_argument("--batch", type=int, metavar="N", help="images a step (256, unet3d 8, ddpm 64; small: 8)")
-    parser.add_argument("--image", type=int, metavar="N", help="height and width, and a volume's depth (224, 64)")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the computation (bf16 on a GPU, else f32)")
+    parser.add_argument("--batch", type=int, metavar="N", help="images a step (the model's; resnet50: 256, small 8)")
+    parser.add_argument("--image", type=int, metavar="N", help="height and width, and a volume's depth (224)")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the computation (bf16 on a GPU, of the fleet's models f32)")
     parser.add_argument(
         "--devices", default=[1], type=lambda text: [int(n) for n in text.split(",")], help="one or several numbers"
     )
@@ -90,13 +101,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--small", action=argparse.BooleanOptionalAction, default=not gpu, help="a shrunk model")
     parser.add_argument("--json", nargs="?", const="auto", metavar="PATH", help="record; alone: in benchmarks/results/")
     args = parser.parse_args(argv)
-    sizes = SIZES.get(args.model, (256, 224))
+    images, image, dtype = defaults(args.model, args.small)
     if args.split == "depth":
-        sizes = 1, 256
-    args.batch = args.batch or (min(8, sizes[0]) if args.small else sizes[0])
-    args.image = args.image or ((16 if args.model in TASKS else 32) if args.small else sizes[1])
+        images, image = 1, image if args.small else 256
+    args.batch, args.image, args.dtype = args.batch or images, args.image or image, args.dtype or dtype
     args.steps = args.steps or (2 if args.small else 20)
-    args.dtype = args.dtype or ("bf16" if gpu else "f32")
     unknown = [way for way in args.ways if way not in WAYS + OTHERS]
     if unknown or not args.ways:
         parser.error(f"--ways {','.join(unknown)}: expected some of {','.join(WAYS + OTHERS)}")
@@ -140,16 +149,13 @@ class Way:
 
         layers = jaxconv.linen if name in ("import", "fused") else flax.linen
         model = models()[args.model](layers, DTYPES[args.dtype], fused=name == "fused", small=args.small)
-        denoise = TASKS.get(args.model) == "denoise"
+        goal = training.goal(args.model)
 
-        def loss(params: Tree, stats: Tree, images: Tree, wanted: jax.Array) -> tuple[jax.Array, Tree]:
+        def loss(params: Tree, stats: Tree, images: Tree, wanted: Tree) -> tuple[jax.Array, Tree]:
             y, updates = model.apply({"params": params, "batch_stats": stats}, images, mutable=["batch_stats"])
-            y, stats = y.astype(jnp.float32), updates.get("batch_stats", {})
-            if denoise:
-                return jnp.mean((y - wanted) ** 2), stats
-            return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(y), wanted[..., None], -1)), stats
+            return goal.loss(y, wanted), updates.get("batch_stats", {})
 
-        return cls(name, accelerate(loss) if name == "accelerate" else loss)
+        return cls(name, accelerate(loss) if name == "accelerate" else loss, training.rate(args.model))
 
     def lowered(self) -> contextlib.AbstractContextManager[None]:
         """For what is traced and lowered inside."""
@@ -180,7 +186,7 @@ def of_shards(loss: Callable[..., Any], mesh: jax.sharding.Mesh) -> Callable[...
 def train_step(loss: Callable[..., Any], rate: float = LEARNING_RATE) -> Callable[..., Any]:
     """(state, images, labels) -> (state, loss), with state = (params, momenta, stats)."""
 
-    def step(state: Tree, images: jax.Array, labels: jax.Array) -> tuple[Tree, jax.Array]:
+    def step(state: Tree, images: Tree, labels: Tree) -> tuple[Tree, jax.Array]:
         params, momenta, stats = state
         (value, stats), gradients = jax.value_and_grad(loss, has_aux=True)(params, stats, images, labels)
         momenta = jax.tree.map(lambda m, g: MOMENTUM * m + g, momenta, gradients)
@@ -281,10 +287,11 @@ class Program:
 def rounding(args: argparse.Namespace) -> float:
     """By how much, relative to its terms, a layer's result may differ between two honest implementations.
 
-    The longest sums are a batch statistic's of the first layer, which classifiers have at half the image's height and
-    width.
+    The longest sums are a batch statistic's, or a filter's gradient's, of the first layer. Classifiers of large images
+    have it at half their height and width.
     """
-    pixels = {"segment": args.image**3, "denoise": args.image**2}.get(TASKS.get(args.model, ""), (args.image // 2) ** 2)
+    large = args.model not in TASKS and of_fleet(args.model) is None
+    pixels = (args.image // 2) ** 2 if large else args.image ** (3 if TASKS.get(args.model) == "segment" else 2)
     return rounding_of(args.dtype, args.batch * pixels)
 
 

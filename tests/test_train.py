@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("flax", reason="the models are Flax's")
 
-from benchmarks import figures, limits, report, steps, torch_contender, train, training
+from benchmarks import figures, fleet_models, limits, report, steps, torch_contender, train, training
 
 # convolutions, batch-norms, dense layers; a squeeze-and-excitation is none of them
 LAYERS = {
@@ -24,6 +24,8 @@ LAYERS = {
     "efficientnet_b0": (10, 10, 1),
     "unet3d": (8, 6, 0),
     "ddpm": (25, 0, 10),
+    "resnet18_32": (6, 6, 1),
+    "impala": (10, 0, 3),
 }
 RUN = ("resnet50", "convnext_t", "mobilenet_v2", "unet3d")  # the others are of the same layers, and traced only
 SHORT = ["--small", "--dtype", "f32", "--losses", "3", "--steps", "1", "--repeat", "1"]
@@ -100,6 +102,21 @@ def test_every_way_of_the_other_models_has_flaxs_parameters_and_accelerate_repla
     report = train.Way.make("accelerate", args).loss.report(params, stats, images, wanted)
     assert not report.left
     assert layers(collections.Counter(finding.fused for finding in report)) == LAYERS[model]
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "shape"), [("resnet18_32", 256, (32, 32, 3)), ("impala", 1024, (84, 84, 4))]
+)
+def test_a_model_of_the_fleet_has_its_sizes_its_type_and_a_roofline(model, batch, shape, monkeypatch):
+    args = train.parse(["--no-small", "--model", model])
+    assert (args.batch, args.dtype, training.batch(args, 2)[0].shape) == (batch, "f32", (2, *shape))
+    args = train.parse(["--small", "--model", model])
+    assert args.batch == 4 and training.batch(args, 1)[0].shape[1:] == fleet_models.models()[model].small.shape
+    assert training.rate(model) == fleet_models.models()[model].rate
+    params, stats = jax.eval_shape(lambda: train.initial(args, training.batch(args, 1)[0]))
+    monkeypatch.setattr(limits, "ceilings", lambda: limits.Ceilings(1e12, 1e12, 1e12, 1e12, 1e9, "a device"))
+    update = 5 * 4 * sum(p.size for p in jax.tree.leaves(params)) / 1e9 * 1e3
+    assert train.limit(args, params, stats) > 1.5 * update
 
 
 @pytest.mark.parametrize("model", ["convnext_t", "efficientnet_b0", "unet3d"])
