@@ -71,8 +71,10 @@ class Program:
     def times(self, params: Tree, stats: Tree, steps: int, repeat: int) -> list[float]:
         """Milliseconds a step, `repeat` samples."""
         import torch
+        import torch._dynamo
 
         on_gpu = self.device == "cuda"
+        torch._dynamo.reset()  # it compiles a function for eight modules at most, and runs it eagerly for further ones
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         self.trained = self._trained(params, stats, exact=False)

@@ -5,12 +5,14 @@
     python -m benchmarks train --model resnet50 --devices 1,2,4 --ways flax,accelerate --split batch
     python -m benchmarks train --model resnet50 --devices 1,2,4 --split batch --statistics own
     python -m benchmarks train --model resnet50 --ways flax,accelerate,torch
+    python -m benchmarks train --model resnet18_32,impala --ways flax,accelerate,torch --json
     python -m benchmarks train --model unet3d --devices 1,2,4 --ways flax,accelerate --split depth
 
 Ways: `flax`, its own layers, which XLA compiles; `import`, the same model with jaxconv.linen's layers; `fused`, with
 activations and residual adds as arguments of these; `enable`, the untouched Flax model under jaxconv.enable;
 `accelerate`, through jaxconv.accelerate; and where it is named `torch`, the same model in PyTorch, on one device, with
 torch.compile.
+Several models run one after the other, and each is recorded in a file of its own.
 The same initial parameters, the same images, SGD with momentum. `unet3d` segments volumes, `ddpm` finds the noise in
 images, `impala` plays games, the others classify images. `resnet18_32` and `impala` are the fleet's, at its sizes.
 
@@ -80,7 +82,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="resnet50", choices=models())
+    parser.add_argument("--model", default="resnet50", choices=models(), help="one, or several with commas")
     parser.add_argument("--ways", default=list(WAYS), type=lambda text: text.split(","), help=", ".join(WAYS + OTHERS))
     parser.add_argument("--batch", type=int, metavar="N", help="images a step (the model's; resnet50: 256, small 8)")
     parser.add_argument("--image", type=int, metavar="N", help="height and width, and a volume's depth (224)")
@@ -129,6 +131,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if min(args.losses, args.repeat, args.steps, args.jobs) < 1:
         parser.error("--losses, --steps, --repeat and --jobs are at least 1")
     return args
+
+
+def parse_each(argv: list[str] | None) -> list[argparse.Namespace]:
+    """The options for each model that --model names."""
+    names = argparse.ArgumentParser(prog="python -m benchmarks train", add_help=False, allow_abbrev=False)
+    names.add_argument("--model", default="resnet50")
+    given, others = names.parse_known_args(argv)
+    each = [parse([*others, "--model", name]) for name in given.model.split(",")]
+    if len(each) > 1 and (each[0].json or "").endswith(".json"):
+        names.error(f"--json {each[0].json}: it is one file, and each of several models has one: name a folder")
+    return each
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -383,8 +396,12 @@ def programs(args: argparse.Namespace, params: Tree, stats: Tree) -> Iterator[An
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit status: 1 where losses disagree."""
-    args = parse(argv)
+    """Returns the exit status: 1 where losses of a model disagree."""
+    return max([measured(args) for args in parse_each(argv)])
+
+
+def measured(args: argparse.Namespace) -> int:
+    """Measures one model. Returns 1 where losses disagree."""
     if args.cache:
         jax.config.update("jax_compilation_cache_dir", args.cache)
     environment = record.environment()

@@ -238,6 +238,20 @@ def test_bad_options_are_refused(options, message, capsys, monkeypatch):
     assert message in capsys.readouterr().err
 
 
+def test_several_models_run_one_after_the_other(monkeypatch, capsys):
+    ran = []
+    monkeypatch.setattr(train, "measured", lambda args: ran.append(args) or args.model == "unet3d")
+    given = ["--model", "ddpm,unet3d,impala", "--no-small", "--ways", "flax"]
+    assert train.main([*given, "--json"]) == 1 and train.main(["--small"]) == 0
+    expected = [("ddpm", 64), ("unet3d", 8), ("impala", 1024), ("resnet50", 8)]
+    assert [(args.model, args.batch) for args in ran] == expected
+    for wrong, message in ((["--model", "ddpm,x"], "invalid choice: 'x'"), ([*given, "--json", "a.json"], "one file")):
+        with pytest.raises(SystemExit):
+            train.main(wrong)
+        assert message in capsys.readouterr().err
+    assert len(ran) == 4
+
+
 @pytest.mark.skipif(jax.device_count() < 2, reason="it takes two devices")
 def test_pytorch_is_asked_for_one_device(capsys, monkeypatch):
     monkeypatch.setattr(torch_contender, "available", lambda: None)
