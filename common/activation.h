@@ -26,11 +26,13 @@ enum class Activation : int32_t {
   kSilu,
   kGelu,  // tanh form
   kGeluExact,
+  kHardSwish,
 };
 
 // Names on the wire, in the order of the enum.
 inline constexpr std::string_view kActivationNames[] = {
-    "none", "relu", "relu6", "leaky_relu", "elu", "tanh", "sigmoid", "silu", "gelu", "gelu_exact"};
+    "none",    "relu", "relu6", "leaky_relu", "elu",       "tanh",
+    "sigmoid", "silu", "gelu",  "gelu_exact", "hard_swish"};
 
 inline constexpr int kActivationCount = static_cast<int>(std::size(kActivationNames));
 
@@ -88,6 +90,14 @@ JAXCONV_HD F AtLeast(F z, F limit) {
   if constexpr (sizeof(F) == 4) return MaxNaN(z, limit);
 #endif
   return z < limit ? limit : z;
+}
+
+template <typename F>
+JAXCONV_HD F Relu6(F z) {
+#ifdef __CUDA_ARCH__
+  if constexpr (sizeof(F) == 4) return MinNaN(MaxNaN(z, 0.f), 6.f);
+#endif
+  return z != z ? z : (z > F(0) ? (z < F(6) ? z : F(6)) : F(0));
 }
 
 template <typename F>
@@ -208,7 +218,7 @@ JAXCONV_HD GatePair<F> GateAndRest(F& z) {
 // relatively: the half ulp of a float16 is 2.4e-4 at least.
 template <typename F, bool kShort = false>
 JAXCONV_HD F Activate(Activation activation, F z, F slope) {
-  // Below, silu, gelu and gelu_exact are 0, also at minus infinity.
+  // Below, silu, gelu, gelu_exact and hard_swish are 0, also at minus infinity.
   constexpr F kLowest = F(-1e30);
   switch (activation) {
     case Activation::kNone:
@@ -219,10 +229,7 @@ JAXCONV_HD F Activate(Activation activation, F z, F slope) {
 #endif
       return z > F(0) || z != z ? z : F(0);
     case Activation::kRelu6:
-#ifdef __CUDA_ARCH__
-      if constexpr (sizeof(F) == 4) return MinNaN(MaxNaN(z, 0.f), 6.f);
-#endif
-      return z != z ? z : (z > F(0) ? (z < F(6) ? z : F(6)) : F(0));
+      return Relu6(z);
     case Activation::kLeakyRelu:
       return z < F(0) ? slope * z : z;
     case Activation::kElu:
@@ -240,13 +247,16 @@ JAXCONV_HD F Activate(Activation activation, F z, F slope) {
     case Activation::kGeluExact:
       z = AtLeast(z, kLowest);
       return z * NormalCdf<F, kShort>(z);
+    case Activation::kHardSwish:  // z + 3 is exact where it is small
+      z = AtLeast(z, kLowest);
+      return z * F(1.0 / 6) * Relu6(z + F(3));
   }
   return z;
 }
 
 // f'(z), given z itself. At a kink the derivative is that of jax.nn's: relu'(0) = 0, leaky_relu'(0)
-// = 1; relu6 is 0 at both of its kinks. Used where the pre-activation is at hand (batch-norm
-// recomputes it).
+// = 1; relu6 is 0 at both of its kinks; hard_swish is 0 at -3 and 1 at 3. Used where the
+// pre-activation is at hand (batch-norm recomputes it).
 template <typename F, bool kShort = false>
 JAXCONV_HD F ActivateGrad(Activation activation, F z, F slope) {
   constexpr F kSqrt8OverPi = F(1.5957691216057308);
@@ -281,6 +291,10 @@ JAXCONV_HD F ActivateGrad(Activation activation, F z, F slope) {
     case Activation::kGeluExact: {  // 0 and 1 beyond 40
       z = Clamp(z, F(40));
       return NormalCdf<F, kShort>(z) + z * kInvSqrt2Pi * ExpOfNegative<F, kShort>(F(-0.5) * z * z);
+    }
+    case Activation::kHardSwish: {
+      const F between = (F(2) * z + F(3)) * F(1.0 / 6);
+      return z <= F(-3) ? F(0) : z >= F(3) ? F(1) : between;
     }
   }
   return F(1);

@@ -16,7 +16,7 @@ inline constexpr int kGatingCount = static_cast<int>(std::size(kGatingNames));
 template <typename F>
 JAXCONV_HD F Gated(Gating gating, F z) {
   if (gating == Gating::kSigmoid) return Activate<F>(Activation::kSigmoid, z, F(0));
-  return Activate<F>(Activation::kRelu6, z + F(3), F(0)) / F(6);
+  return Relu6(z + F(3)) / F(6);
 }
 
 // The derivative, by the gate itself.

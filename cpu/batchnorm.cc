@@ -156,6 +156,7 @@ void WithActivation(Activation activation, F&& f) {
     JAXCONV_CASE(kSilu);
     JAXCONV_CASE(kGelu);
     JAXCONV_CASE(kGeluExact);
+    JAXCONV_CASE(kHardSwish);
   }
 #undef JAXCONV_CASE
 }

@@ -28,6 +28,8 @@ JAXCONV_MULTIVERSION void FinishInPlace(const Epilogue& e, int64_t count, T* y, 
       return Apply<Activation::kRelu6>(count, slope, y);
     case Activation::kLeakyRelu:
       return Apply<Activation::kLeakyRelu>(count, slope, y);
+    case Activation::kHardSwish:
+      return Apply<Activation::kHardSwish>(count, slope, y);
     default:
       for (int64_t i = 0; i < count; ++i) y[i] = Activate(e.activation, y[i], slope);
   }

@@ -45,6 +45,7 @@ ACTIVATIONS = (
     "silu",
     "gelu",
     "gelu_exact",
+    "hard_swish",
     Activation("tanh"),
 )
 NAMED_ACTIVATIONS = tuple(a for a in ACTIVATIONS if a is None or isinstance(a, (str, tuple)))

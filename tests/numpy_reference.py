@@ -31,6 +31,7 @@ def activate(activation: Any, z: np.ndarray) -> np.ndarray:
         "silu": lambda: z / (1 + np.exp(-z)),
         "gelu": lambda: 0.5 * z * (1 + np.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))),
         "gelu_exact": lambda: 0.5 * z * (1 + scipy.special.erf(z / math.sqrt(2))),
+        "hard_swish": lambda: z * activate("relu6", z + 3) / 6,
     }[a.name]()
 
 

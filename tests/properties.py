@@ -44,7 +44,7 @@ FILTERS = {1: ("WIO", "OIW"), 2: ("HWIO", "OIHW"), 3: ("DHWIO", "OIDHW")}
 CONV = {1: jaxconv.conv1d, 2: jaxconv.conv2d, 3: jaxconv.conv3d}
 CONV_TRANSPOSE = {1: jaxconv.conv_transpose1d, 2: jaxconv.conv_transpose2d, 3: jaxconv.conv_transpose3d}
 SMOOTH = ("none", "tanh", "sigmoid", "silu", "gelu", "gelu_exact")
-KINKS = {"relu": (0.0,), "leaky_relu": (0.0,), "relu6": (0.0, 6.0), "elu": (0.0,)}
+KINKS = {"relu": (0.0,), "leaky_relu": (0.0,), "relu6": (0.0, 6.0), "elu": (0.0,), "hard_swish": (-3.0, 3.0)}
 ACTIVATIONS = (*SMOOTH, *KINKS)
 
 # The dtype in which differences are mistakes and not rounding
@@ -1304,6 +1304,7 @@ RECOGNISED: dict[str, Any] = {
     "leaky_relu": jax.nn.leaky_relu,
     "elu": jax.nn.elu,
     "sigmoid": jax.nn.sigmoid,
+    "hard_swish": jax.nn.hard_swish,
     "maximum": lambda z: jnp.maximum(z, 0),
     "sin": jnp.sin,  # no activation of ours
 }

@@ -94,6 +94,7 @@ ACTIVATIONS = {
     "silu_by_hand": lambda z: jax.nn.sigmoid(z) * z,
     "gelu": jax.nn.gelu,
     "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
+    "hard_swish": jax.nn.hard_swish,
 }
 
 
@@ -1245,6 +1246,12 @@ WRITTEN_OUT = {
     "leaky_or_equal": (lambda z: jnp.where(z >= 0, z, z * 0.25), "leaky_relu(0.25)"),
     "leaky_below": (lambda z: jnp.where(z < 0, 0.25 * z, z), "leaky_relu(0.25)"),
     "leaky_maximum": (lambda z: jnp.maximum(z, 0.25 * z), "leaky_relu(0.25)"),
+    "hard_swish_of_a_gate": (lambda z: z * jax.nn.hard_sigmoid(z), "hard_swish"),
+    "hard_swish_divided": (lambda z: z * jax.nn.relu6(z + 3) / 6, "hard_swish"),
+    "hard_swish_clip": (lambda z: z * jnp.clip(z + 3, 0, 6) / 6, "hard_swish"),
+    "hard_swish_maximum": (lambda z: z * (jnp.minimum(jnp.maximum(z + 3, 0), 6) / 6), "hard_swish"),
+    "hard_swish_sixth": (lambda z: jax.nn.relu6(z + 3.0) * (1.0 / 6.0) * z, "hard_swish"),
+    "hard_swish_half": (lambda z: z * jnp.clip(z / 6 + 0.5, 0, 1), "hard_swish"),
 }
 
 
@@ -1273,7 +1280,6 @@ def test_a_maximum_with_a_slope_below_0_or_above_1_is_no_leaky_relu(slope):
 
 
 OTHER_ACTIVATIONS = {
-    "hard_swish": jax.nn.hard_swish,
     "mish": jax.nn.mish,
     "selu": jax.nn.selu,
     "celu": jax.nn.celu,

@@ -64,6 +64,10 @@ def exact(activation: Any, z: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]
             (e, one),
             (np.where(positive, 0, e), one),
         ]
+    if a.name == "hard_swish":
+        inside = (z > -3) & (z < 3)
+        y, slope = z * np.clip(z + 3, 0, 6) / 6, np.where(inside, (2 * z + 3) / 6, z >= 3)
+        return [(y, y), (slope, np.where(inside, np.abs(z) / 3 + 0.5, 1)), (np.where(inside, 1 / 3, 0), one)]
     f = {
         "none": (z, one),
         "relu": (np.where(positive, z, 0), positive),
@@ -212,6 +216,7 @@ LIMITS = {  # at minus infinity, infinity
     "silu": (0, np.inf),
     "gelu": (0, np.inf),
     "gelu_exact": (0, np.inf),
+    "hard_swish": (0, np.inf),
 }
 
 
@@ -246,11 +251,12 @@ def test_infinities_and_nan(dtype, name):
                 np.testing.assert_array_equal(slope[:2], ends)
 
 
-KINKS = {  # (z, f'(z)) as jax.nn has them; relu6 is 0 at both
+KINKS = {  # (z, f'(z)) as jax.nn has them; relu6 is 0 at both, hard_swish's gate has no slope there
     "relu": [(0, 0)],
     "relu6": [(0, 0), (6, 0)],
     "leaky_relu": [(0, 1)],
     "elu": [(0, 1)],
+    "hard_swish": [(-3, 0), (3, 1)],
 }
 
 

@@ -265,7 +265,7 @@ def test_every_activation_that_is_exact(activation, out_dtype):
         equal(run(case, kernel, x, w, out_dtype=out_dtype, **how), expected(acc, out_dtype, **how))
 
 
-@pytest.mark.parametrize("activation", ["elu", "tanh", "sigmoid", "silu", "gelu", "gelu_exact"])
+@pytest.mark.parametrize("activation", ["elu", "tanh", "sigmoid", "silu", "gelu", "gelu_exact", "hard_swish"])
 def test_the_other_activations_are_within_a_step(activation):
     case = CASES["one_by_one"]
     x, w = values(1, case.x, "int8"), values(2, case.w, "int8")

@@ -108,6 +108,7 @@ ACTIVATIONS = {
     "silu": jax.nn.silu,
     "gelu": jax.nn.gelu,
     "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
+    "hard_swish": jax.nn.hard_swish,
 }
 
 

@@ -428,7 +428,7 @@ def residuals(f: Any, *args: Any) -> tuple[Any, list[jax.Array]]:
 
 
 KEEPS_Y = ("relu", "relu6", "leaky_relu", ("leaky_relu", 0.5), "elu", "tanh", "sigmoid")
-KEEPS_Z = ("silu", "gelu", "gelu_exact", ("leaky_relu", -0.5))
+KEEPS_Z = ("silu", "gelu", "gelu_exact", "hard_swish", ("leaky_relu", -0.5))
 
 
 @pytest.mark.parametrize("activation", [None, *KEEPS_Y, *KEEPS_Z], ids=label)

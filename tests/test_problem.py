@@ -235,6 +235,7 @@ FUNCTIONS = {
     "silu": (jax.nn.silu, jax.nn.swish, "swish"),
     "gelu": (jax.nn.gelu, functools.partial(jax.nn.gelu, approximate=True)),
     "gelu_exact": (functools.partial(jax.nn.gelu, approximate=False),),
+    "hard_swish": (jax.nn.hard_swish, jax.nn.hard_silu, "hard_silu"),
     None: (jax.nn.identity,),
 }
 

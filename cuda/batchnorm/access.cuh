@@ -54,7 +54,7 @@ __device__ __forceinline__ Raw<T, V> PackRelu(const float (&v)[V]) {
 // unrolled: several vectors on their way. kAny has one copy of all formulas, through which the vectors pass in turn.
 enum class Form {
   kRelu,
-  kPiecewise,  // none, relu, relu6, leaky_relu
+  kPiecewise,  // none, relu, relu6, leaky_relu, hard_swish: few instructions
   kSilu,
   kGelu,  // tanh form
   kAny,
@@ -64,7 +64,7 @@ constexpr Form FormOf(Activation a) {
   if (a == Activation::kSilu) return Form::kSilu;
   if (a == Activation::kGelu) return Form::kGelu;
   return a == Activation::kNone || a == Activation::kRelu || a == Activation::kRelu6 ||
-                 a == Activation::kLeakyRelu
+                 a == Activation::kLeakyRelu || a == Activation::kHardSwish
              ? Form::kPiecewise
              : Form::kAny;
 }

@@ -19,7 +19,7 @@ __device__ __forceinline__ void ActivateGroup(Activation activation, float slope
 #define JAXCONV_ACTIVATE(kind) \
   case Activation::kind:       \
     return ActivateEach<Activation::kind>(slope, v);
-  static_assert(kActivationCount == 10, "a new activation needs its case below");
+  static_assert(kActivationCount == 11, "a new activation needs its case below");
   switch (activation) {
     case Activation::kNone:
       return;
@@ -32,6 +32,7 @@ __device__ __forceinline__ void ActivateGroup(Activation activation, float slope
       JAXCONV_ACTIVATE(kSilu)
       JAXCONV_ACTIVATE(kGelu)
       JAXCONV_ACTIVATE(kGeluExact)
+      JAXCONV_ACTIVATE(kHardSwish)
   }
 #undef JAXCONV_ACTIVATE
 }

@@ -102,7 +102,7 @@ __device__ __forceinline__ void ActivateFast(Activation activation, float slope,
       Pin(some);                                              \
     }                                                         \
     return;
-  static_assert(kActivationCount == 10, "a new activation needs its case below");
+  static_assert(kActivationCount == 11, "a new activation needs its case below");
   switch (activation) {
     case Activation::kNone:
       return;
@@ -113,6 +113,7 @@ __device__ __forceinline__ void ActivateFast(Activation activation, float slope,
       JAXCONV_ACTIVATE(kSigmoid, FastSigmoid(z))
       JAXCONV_ACTIVATE(kSilu, z * FastSigmoid(z))
       JAXCONV_ACTIVATE(kGelu, FastGelu(z, T()))
+      JAXCONV_ACTIVATE(kHardSwish, Activate(Activation::kHardSwish, z, 0.f))
     case Activation::kElu:
     case Activation::kGeluExact:
 #pragma unroll

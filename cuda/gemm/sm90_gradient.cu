@@ -58,7 +58,7 @@ struct Sm90Gradient : Sm90EpilogueDefaults {
   case Activation::kind:                                          \
     through([](float c, float dy) { return dy * (expression); }); \
     return;
-    static_assert(kActivationCount == 10, "a new activation needs its case below");
+    static_assert(kActivationCount == 11, "a new activation needs its case below");
     switch (e.activation) {
       case Activation::kNone:
       case Activation::kRelu:
@@ -72,6 +72,7 @@ struct Sm90Gradient : Sm90EpilogueDefaults {
         JAXCONV_BACK(kSilu, (ActivateGrad<float, true>(Activation::kSilu, c, 0.f)))
         JAXCONV_BACK(kGelu, (ActivateGrad<float, true>(Activation::kGelu, c, 0.f)))
         JAXCONV_BACK(kGeluExact, (ActivateGrad<float, true>(Activation::kGeluExact, c, 0.f)))
+        JAXCONV_BACK(kHardSwish, (ActivateGrad<float, true>(Activation::kHardSwish, c, 0.f)))
     }
 #undef JAXCONV_BACK
   }

@@ -24,11 +24,27 @@ RESIDUALS = {
     "silu": "z",
     "gelu": "z",
     "gelu_exact": "z",
+    "hard_swish": "z",
 }
 NAMES = tuple(RESIDUALS)
-COMPARISONS = ("none", "relu", "relu6", "leaky_relu")  # what costs nothing where y is written, on a CPU too
+# What costs nothing where y is written, on a CPU too
+CHEAP = ("none", "relu", "relu6", "leaky_relu", "hard_swish")
 
-Name = Literal["none", "relu", "relu6", "leaky_relu", "elu", "tanh", "sigmoid", "silu", "swish", "gelu", "gelu_exact"]
+Name = Literal[
+    "none",
+    "relu",
+    "relu6",
+    "leaky_relu",
+    "elu",
+    "tanh",
+    "sigmoid",
+    "silu",
+    "swish",
+    "gelu",
+    "gelu_exact",
+    "hard_swish",
+    "hard_silu",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +81,8 @@ _FUNCTIONS: dict[Any, Activation] = {
     jax.nn.silu: Activation("silu"),
     jax.nn.swish: Activation("silu"),
     jax.nn.gelu: Activation("gelu"),
+    jax.nn.hard_swish: Activation("hard_swish"),
+    jax.nn.hard_silu: Activation("hard_swish"),
 }
 
 
@@ -100,8 +118,8 @@ def parse(where: str, activation: Any) -> Activation:
         if known is None:
             raise TypeError(
                 f"{where}: activation={activation!r} is a function that no kernel applies, expected jax.nn's relu, "
-                f"relu6, leaky_relu, elu, sigmoid, silu or gelu, jnp.tanh, one of the names {', '.join(NAMES)}, or "
-                f"('leaky_relu', slope). Any other function can be applied to the result"
+                f"relu6, leaky_relu, elu, sigmoid, silu, gelu or hard_swish, jnp.tanh, one of the names "
+                f"{', '.join(NAMES)}, or ('leaky_relu', slope). Any other function can be applied to the result"
             )
         return known
     if (
@@ -112,7 +130,8 @@ def parse(where: str, activation: Any) -> Activation:
     ):
         return Activation("leaky_relu", float(activation[1]))
     if isinstance(activation, str):
-        activation = {"swish": "silu"}.get(activation, activation)  # JAX and Flax have both names
+        # JAX and Flax have both names
+        activation = {"swish": "silu", "hard_silu": "hard_swish"}.get(activation, activation)
         if activation not in RESIDUALS:
             raise ValueError(
                 f"{where}: activation={activation!r} is unknown, expected None or one of {', '.join(NAMES)}"
@@ -129,7 +148,7 @@ def activate(activation: Activation, z: jax.Array) -> jax.Array:
     """y = f(z), in z's dtype. Its derivative is `activate_grad`, at any order.
 
     As jax.nn, but right to a relative error in the tails too (gelu(-5) is -2.3e-7), and 0 at minus infinity where f
-    tends to it; sigmoid, silu, gelu and gelu_exact of 16 bits are computed in float32.
+    tends to it; sigmoid and what follows it in `NAMES` are computed in float32 of 16 bits.
     """
     name = activation.name
     if name == "none":
@@ -153,6 +172,8 @@ def activate(activation: Activation, z: jax.Array) -> jax.Array:
         y = x * jax.nn.sigmoid(x)
     elif name == "gelu":
         y = x * jax.nn.sigmoid(_gelu_argument(x))
+    elif name == "hard_swish":
+        y = x * (1 / 6) * jnp.minimum(jnp.maximum(x + 3, 0), jnp.full_like(x, 6))
     else:
         assert name == "gelu_exact", name
         y = 0.5 * x * lax.erfc(-x * math.sqrt(0.5))
@@ -183,7 +204,8 @@ def activate_tangent(activation: Activation, z: jax.Array, t: jax.Array) -> jax.
 def activate_grad(activation: Activation, residual: jax.Array | None, t: jax.Array) -> jax.Array:
     """t * f'(z), with `residual` the y or z that `activation.residual` names (None for no activation).
 
-    At a kink the derivative is jax.nn's: relu'(0) = 0, leaky_relu'(0) = 1; relu6 is 0 at both of its kinks.
+    At a kink the derivative is jax.nn's: relu'(0) = 0, leaky_relu'(0) = 1; relu6 is 0 at both of its kinks;
+    hard_swish is 0 at -3 and 1 at 3.
     """
     name = activation.name
     if name == "none":
@@ -202,6 +224,10 @@ def activate_grad(activation: Activation, residual: jax.Array | None, t: jax.Arr
         return t * (1 - r * r)
     if name == "sigmoid":
         return t * (r * (1 - r))
+    if name == "hard_swish":
+        x = _wide(r)
+        slope = jnp.where(x >= 3, jnp.ones_like(x), (2 * x + 3) * (1 / 6))
+        return t * jnp.where(x <= -3, jnp.zeros_like(x), slope).astype(r.dtype)
     # Beyond the limit the derivative is 0 or 1, in float64 too; at infinity it would be a product of 0 and infinity.
     x = _wide(r)
     limit = {"silu": float(jnp.finfo(x.dtype).max), "gelu": 30.0, "gelu_exact": 40.0}[name]

@@ -692,8 +692,8 @@ def conv2d(
         and, as in lax, negative. `conv1d` also takes "CAUSAL": y[i] depends on x[:i + 1] alone.
       groups: channels are split into this many groups convolved separately; groups == C is a depthwise convolution.
       activation: None, "relu", "relu6", "leaky_relu" (slope 0.01; or ("leaky_relu", slope)), "elu", "tanh", "sigmoid",
-        "silu" (or "swish"), "gelu" (tanh form) or "gelu_exact"; or JAX's function of that name: jax.nn.relu, jnp.tanh,
-        functools.partial(jax.nn.gelu, approximate=False), ...
+        "silu" (or "swish"), "gelu" (tanh form), "gelu_exact" or "hard_swish" (z * relu6(z + 3) / 6); or JAX's function
+        of that name: jax.nn.relu, jnp.tanh, functools.partial(jax.nn.gelu, approximate=False), ...
       precision: as for `lax.conv_general_dilated`. float32 at "default" and "high" may use TF32 tensor cores on a GPU;
         "highest" has float32 accuracy. A lax.DotAlgorithmPreset names an algorithm of XLA's, which XLA then runs.
       return_preactivation: also return z.

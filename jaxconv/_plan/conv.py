@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from types import ModuleType
 
-from jaxconv._core.activations import COMPARISONS
+from jaxconv._core.activations import CHEAP
 from jaxconv._plan import (
     depthwise,
     direct,
@@ -172,7 +172,7 @@ class Conv(Planner):
         that is more than a comparison."""
         if device.platform == "cuda" and not forced and self.op != "conv_wgrad" and elementwise(p):
             return self.instead(ELEMENTWISE)
-        if self.op != "conv" or forced or device.platform != "cpu" or p.activation.name in COMPARISONS:
+        if self.op != "conv" or forced or device.platform != "cpu" or p.activation.name in CHEAP:
             return None
         algorithm, reason = self.on_cpu(p)
         two = calls("two", "a convolution, then its activation")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from jaxconv._core.activations import COMPARISONS
+from jaxconv._core.activations import CHEAP
 from jaxconv._plan import choose, conv, measured, tuned
 from jaxconv._plan.plan import Device, Plan
 from jaxconv._plan.planner import PLANNERS, calls, disabled, disabled_text
@@ -35,7 +35,7 @@ class ConvAdd(conv.Conv):
             return (_adds_instead_of_xla(p, device) if free else None) or two(alone.reason)
         adds, reason = self.made(alone.spec, p, device), alone.reason
         free = p.implementation is None and p.algorithm is None
-        if free and device.platform == "cpu" and p.activation.name not in COMPARISONS:
+        if free and device.platform == "cpu" and p.activation.name not in CHEAP:
             return two(f"{reason}; {conv.slow_activation(p)}")
         if isinstance(adds, str) and p.algorithm is not None:
             adds = self.made(p.algorithm, p, device)

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from jaxconv._core.activations import CHEAP
 from jaxconv._plan import domain
 from jaxconv._plan.plan import Candidate, Device, Plan, extent_of, itemsize, product_tile, splits_of
 from jaxconv._plan.planner import CUDA_ONLY, Features, Planner, calls, log2, plans_of
@@ -136,7 +137,7 @@ class Dense(Planner):
         """Coordinates: instances, M, K, N."""
         fused = p.bias is not None or p.addend or p.activation.name != "none"
         name = p.activation.name  # gelu may win where relu, or a tanh that costs more, does not
-        epilogue = "bare" if not fused else "cheap" if name in ("none", "relu", "relu6", "leaky_relu") else name
+        epilogue = "bare" if not fused else "cheap" if name in CHEAP else name
         full, aligned = p.dtype == "float32" and p.full_float32, p.k % 8 == 0 and p.n % 8 == 0
         kind = p.dtype, full, p.trans_x, p.trans_w, epilogue, aligned
         return "dense", kind, log2(p.batch or 1, p.m, p.k, p.n)

@@ -20,7 +20,7 @@ from jax import lax
 
 from jaxconv import _problem
 from jaxconv._core import compat
-from jaxconv._core.activations import COMPARISONS, NAMES, Activation
+from jaxconv._core.activations import CHEAP, NAMES, Activation
 from jaxconv._core.graph import Constant, Graph, Node, Value, meant, number_of, scalar_of
 
 
@@ -49,12 +49,23 @@ def _jax_nn() -> Iterator[tuple[str, float | None, Callable[..., Any]]]:
         "silu": jax.nn.silu,
         "gelu": functools.partial(jax.nn.gelu, approximate=True),
         "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
+        "hard_swish": jax.nn.hard_swish,
     }
     assert {*named, "none", "leaky_relu"} == set(NAMES)
     for name, f in named.items():
         yield name, 0.0, f
     yield "leaky_relu", 0.01, jax.nn.leaky_relu
     yield "leaky_relu", None, jax.nn.leaky_relu
+
+
+# Without jax.nn.hard_sigmoid
+_HARD_SIGMOIDS: tuple[Callable[[Any], Any], ...] = (
+    lambda z: jnp.minimum(jnp.maximum(z + 3, 0), 6) / 6,
+    lambda z: jnp.clip(z + 3, 0, 6) / 6,
+    lambda z: jax.nn.relu6(z + 3) * (1 / 6),
+    lambda z: jnp.clip(z / 6 + 0.5, 0, 1),
+    lambda z: jnp.clip(z * (1 / 6) + 0.5, 0, 1),
+)
 
 
 def _written_out() -> Iterator[tuple[str, float | None, Callable[..., Any]]]:
@@ -67,13 +78,14 @@ def _written_out() -> Iterator[tuple[str, float | None, Callable[..., Any]]]:
     yield "leaky_relu", None, lambda z, slope: jnp.where(z > 0, z, slope * z)
     yield "leaky_relu", None, lambda z, slope: jnp.where(z < 0, slope * z, z)
     yield "leaky_relu", None, lambda z, slope: jnp.maximum(z, slope * z)
+    for gate in _HARD_SIGMOIDS:
+        yield "hard_swish", 0.0, lambda z, gate=gate: z * gate(z)
+    yield "hard_swish", 0.0, lambda z: z * jnp.clip(z + 3, 0, 6) / 6
+    yield "hard_swish", 0.0, lambda z: z * jax.nn.relu6(z + 3) / 6
 
 
 def _others() -> Iterator[tuple[str, Callable[..., Any]]]:
     """Activations that jaxconv does not have, for reports. A second argument is any number."""
-    yield "hard_swish", jax.nn.hard_swish
-    yield "hard_swish", lambda z: z * (jnp.minimum(jnp.maximum(z + 3, 0), 6) / 6)
-    yield "hard_swish", lambda z: z * jnp.clip(z + 3, 0, 6) / 6
     yield "mish", jax.nn.mish
     yield "mish", lambda z: z * jnp.tanh(jnp.log(1 + jnp.exp(z)))
     yield "selu", jax.nn.selu
@@ -81,12 +93,8 @@ def _others() -> Iterator[tuple[str, Callable[..., Any]]]:
     yield "elu with an alpha other than 1", jax.nn.elu
     yield "log_sigmoid", jax.nn.log_sigmoid
     yield "softplus", jax.nn.softplus
-    yield "hard_sigmoid", jax.nn.hard_sigmoid
-    yield "hard_sigmoid", lambda z: jnp.minimum(jnp.maximum(z + 3, 0), 6) / 6
-    yield "hard_sigmoid", lambda z: jnp.clip(z + 3, 0, 6) / 6
-    yield "hard_sigmoid", lambda z: jax.nn.relu6(z + 3) * (1 / 6)
-    yield "hard_sigmoid", lambda z: jnp.clip(z / 6 + 0.5, 0, 1)
-    yield "hard_sigmoid", lambda z: jnp.clip(z * (1 / 6) + 0.5, 0, 1)
+    for gate in (jax.nn.hard_sigmoid, *_HARD_SIGMOIDS):
+        yield "hard_sigmoid", gate
     yield "hard_tanh", jax.nn.hard_tanh
     yield "soft_sign", jax.nn.soft_sign
     yield "squareplus", jax.nn.squareplus
@@ -281,9 +289,9 @@ class Activations:
         return sorted(reached, key=reached.__getitem__)
 
 
-class Comparisons(Activations):
-    """Those alone that are comparisons."""
+class Cheap(Activations):
+    """Those alone that cost nothing behind another operation."""
 
     def after(self, z: Value) -> Activated | None:
         activated = super().after(z)
-        return activated if activated is not None and activated.activation.name in COMPARISONS else None
+        return activated if activated is not None and activated.activation.name in CHEAP else None

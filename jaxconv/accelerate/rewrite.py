@@ -30,7 +30,7 @@ from jaxconv._core.graph import (
     light_body,
     of_type,
 )
-from jaxconv.accelerate.activations import Activations, Comparisons
+from jaxconv.accelerate.activations import Activations, Cheap
 from jaxconv.accelerate.eight_bits import find_integer, find_scaled, reads_eight_bits
 from jaxconv.accelerate.groupnorm import GroupNormalised, find_group_normalised, find_groupnorm
 from jaxconv.accelerate.layernorm import find_layer_normalised
@@ -95,7 +95,7 @@ class Rewriting:
         self._around, self._folding = around, Folding(once)
         self.differs = False  # whether the program for CPUs is another one
         self._closed, self._report, self._activations = closed, report, activations
-        self._behind_convs = Comparisons() if of_cpu and as_written_on_cpu() else activations
+        self._behind_convs = Cheap() if of_cpu and as_written_on_cpu() else activations
         self._maker: dict[Value, Node] = {}  # of the values that a fused call makes
         self._covered: set[Node] = set()  # what fused calls stand for
         self._inner: dict[Node, dict[str, Any]] = {}  # changed parameters of nodes with functions inside
