@@ -739,6 +739,48 @@ def test_flax_instance_norm_behind_a_convolution(images):
     np.testing.assert_array_equal(gradient(variables)["params"]["layers_0"]["bias"], jnp.zeros(8))
 
 
+def of_channels_first(shape, squares=False, lead=1):
+    """(x, scale, bias) -> y with statistics over all axes behind that of groups, of each image in the shape."""
+
+    def normalised(x, scale=1, bias=0):
+        g = x.reshape(*x.shape[:lead], *shape)
+        axes = tuple(range(lead + 1, g.ndim))
+        mean = g.mean(axes, keepdims=True)
+        var = (g * g).mean(axes, keepdims=True) - mean**2 if squares else g.var(axes, keepdims=True)
+        y = ((g - mean) * lax.rsqrt(var + 1e-5)).reshape(x.shape)
+        of_channels = (slice(None), *(None,) * (x.ndim - lead - 1))
+        return y * jnp.asarray(scale).reshape(-1)[of_channels] + jnp.asarray(bias).reshape(-1)[of_channels]
+
+    return normalised
+
+
+CHANNELS_FIRST = {  # a shape that x, (2, 8, 4, 5), is seen in: its groups
+    "groups": ((2, 4, 4, 5), 2),
+    "pixels_in_one": ((4, 2, 20), 4),
+    "all_in_one": ((2, 80), 2),
+    "one_group": ((1, 8, 4, 5), 1),
+    "instances": ((8, 4, 5), 8),
+}
+
+
+@pytest.mark.parametrize("squares", (False, True), ids=("centred", "squares"))
+@pytest.mark.parametrize("case", CHANNELS_FIRST)
+def test_a_groupnorm_with_channels_first_is_recognised(case, squares):
+    shape, groups = CHANNELS_FIRST[case]
+    x, f = array(0, (2, 8, 4, 5)), of_channels_first(shape, squares)
+    check(lambda *a: jax.nn.silu(f(*a)), x, SCALE, BIAS, groupnorm=1)
+    (call,) = jaxconv.explain(accelerate(f))(x, SCALE, BIAS)
+    assert (call.problem.shape, call.problem.groups) == ((2, 4, 5, 8), groups)
+    of_one = of_channels_first(shape, squares, lead=0)  # as Equinox's
+    check(lambda x, *a: jax.vmap(lambda x: of_one(x, *a))(x), x, SCALE, BIAS, groupnorm=1)
+
+
+def test_rows_with_two_axes_of_images_are_a_layer_norm():
+    """Without a scale they are an instance-norm with channels first, too."""
+    (found,) = accelerate(of_channels_first((4, 8))).report(array(0, (3, 4, 8)), 1, 0)
+    assert found.what == "layernorm"
+
+
 def other_variance(x):
     g, mean, var = grouped_statistics(x, 2, True)
     return ((g - mean) * lax.rsqrt(2 * var + 1e-5)).reshape(x.shape)

@@ -420,14 +420,16 @@ def bare(v: Value) -> Value:
 
 def channels_of(v: Value, shape: tuple[int, ...]) -> tuple[Value, int] | None:
     """(numbers, axis) where v, beside an array of `shape`, varies along one axis only and has all of its extents."""
-    if v.shape == shape and v.made_by == "broadcast_in_dim":
-        source = v.node.inputs[0]
-        axes = [(i, a) for i, a in enumerate(v.node.params["broadcast_dimensions"]) if source.shape[i] != 1]
-        if len(axes) != 1 or source.shape[axes[0][0]] != shape[axes[0][1]]:
-            return None
-        return bare(source), axes[0][1]
-    if len(v.shape) != len(shape):
+    if len(v.shape) != len(shape) or any(a not in (1, b) for a, b in zip(v.shape, shape, strict=True)):
         return None
+    source, place = v, list(range(len(shape)))  # an axis of v for each of the source's
+    while source.made_by == "broadcast_in_dim" or _widened(source):
+        if source.made_by == "broadcast_in_dim":
+            place = [place[a] for a in source.node.params["broadcast_dimensions"]]
+        source = source.node.inputs[0]
+        axes = [(i, a) for i, a in enumerate(place) if source.shape[i] != 1]
+        if len(axes) == 1 and source.shape != v.shape and source.shape[axes[0][0]] == shape[axes[0][1]]:
+            return bare(source), axes[0][1]
     axes = [a for a, extent in enumerate(v.shape) if extent != 1]
     if len(axes) != 1 or v.shape[axes[0]] != shape[axes[0]]:
         return None

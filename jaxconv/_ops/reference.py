@@ -800,6 +800,8 @@ def groupnorm_backward(p: GroupNormProblem, x, dy, scale, bias, mean, rstd) -> l
         dx = of_groups(p, rstd) * (g - of_groups(p, mean_g) - d * of_groups(p, mean_gx))
         return [*outs, *[dx.astype(x.dtype)] * p.want_dx]
     sums, products = of_images(p, dz), of_images(p, dz * xhat)  # (N, C)
+    if p.want_dx:  # or XLA makes sums over all images from x and dy, in a pass of their own
+        sums, products = lax.optimization_barrier((sums, products))
     outs = [jnp.sum(products, lead), jnp.sum(sums, lead)]
     if p.want_dx:
         factor = jnp.expand_dims(scale, lead)

@@ -1,9 +1,9 @@
-"""Group-norms: (x - mean) / sqrt(var + epsilon) of each image's groups of channels, channels last, with the scale, bias
-and activation that follow.
+"""Group-norms: (x - mean) / sqrt(var + epsilon) of each image's groups of channels, with the scale, bias and activation
+that follow. Channels are last, or first: then the call's arrays are transposed, which is free beside convolutions.
 
-Three ways to write it are recognised: statistics repeated to numbers per image and channel (Flax); all of it in the
-shape (N, ..., G, C/G), from which the result is reshaped; and statistics of each image's pixels, an instance-norm, of
-which each channel is a group.
+Three ways to write it are recognised: statistics repeated to numbers per image and channel (Flax, channels last); all
+of it in the shape (N, ..., G, C/G), or (N, G, ...), from which the result is reshaped; and statistics of each image's
+pixels, an instance-norm, of which each channel is a group.
 """
 
 from __future__ import annotations
@@ -40,27 +40,62 @@ class GroupNormalised:
     bias: Value | None
     statistics: list[Value]  # mean and variance
     path: list[Value]  # from the result down, x left out
+    axis: int = -1  # of the channels: the last, or 1
+
+    @property
+    def channels(self) -> int:
+        return self.result.shape[self.axis]
 
     @property
     def what(self) -> str:
         return "layernorm" if self.groups is None else "groupnorm"
 
 
-def find_group_normalised(v: Value) -> GroupNormalised | None:
+class Last:
+    """Where images, groups and channels are with channels last."""
+
+    axis = -1
+
+    def grouped(self, shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+        """Whether `shape` is (N, ..., G, C/G), of whole's (N, ..., C)."""
+        return len(shape) >= 3 and shape[0] == whole[0] and shape[-2] * shape[-1] == whole[-1]
+
+    def kept(self, rank: int, alone: bool) -> tuple[int, int]:
+        """The axes of images and groups of an array in groups; those of images and channels where these are alone."""
+        return 0, rank - (1 if alone else 2)
+
+
+class First:
+    """The same with channels first."""
+
+    axis = 1
+
+    def grouped(self, shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+        """Whether `shape` is (N, G, ...), of whole's (N, C, ...): what is behind G is a group's channels and pixels."""
+        return len(shape) >= 3 and shape[:1] == whole[:1] and shape[1] > 0 and whole[1] % shape[1] == 0
+
+    def kept(self, rank: int, alone: bool) -> tuple[int, int]:
+        return 0, 1
+
+
+Order = Last | First
+
+
+def find_group_normalised(v: Value, order: Order) -> GroupNormalised | None:
     if not jnp.issubdtype(v.dtype, jnp.floating) or len(v.shape) < 2 or 0 in v.shape:
         return None
-    result, path = v, [v]
+    result, path, channels = v, [v], v.shape[order.axis]
     # Of one image the deviation is numbers per channel too.
-    v, bias, scales = affine(v, path, lambda numbers: _deviation(numbers, False, result.shape[-1]) is not None)
-    grouped = v.made_by == "reshape" and _grouped(v.node.inputs[0].shape, result.shape)
+    v, bias, scales = affine(v, path, lambda numbers: _deviation(numbers, False, channels) is not None, order.axis)
+    grouped = v.made_by == "reshape" and order.grouped(v.node.inputs[0].shape, result.shape)
     if grouped:
         v = _inside(v, path)
-    kept = (0, len(v.shape) - (2 if grouped else 1))
+    kept = order.kept(len(v.shape), not grouped)
     deviation = None
     for name in ("mul", "div"):
         for rest, other in operands_of(v, name):
             numbers = numbers_along(other, v.shape, kept) if rest.shape == v.shape else None
-            found = None if numbers is None else _deviation(numbers, name == "div", result.shape[-1])
+            found = None if numbers is None else _deviation(numbers, name == "div", channels)
             if found is not None:
                 deviation, v = found, rest
                 path.append(rest)
@@ -81,26 +116,28 @@ def find_group_normalised(v: Value) -> GroupNormalised | None:
         x = inner.node.inputs[0]
     var, epsilon, more = deviation
     mean = _unrepeated(mean, grouped)
-    groups = _mean_of(mean, lambda u, alone: _groups_of(u, unconverted(x), alone))
-    if groups is None or _variance_of(_unrepeated(var, grouped), unconverted(x), mean) != groups:
+    groups = _mean_of(mean, lambda u, alone: _groups_of(u, unconverted(x), alone, order), order)
+    if groups is None or _variance_of(_unrepeated(var, grouped), unconverted(x), mean, order) != groups:
         return None
-    return GroupNormalised(result, x, groups, epsilon, scales + more, bias, [mean, bare(var)], path)
+    return GroupNormalised(result, x, groups, epsilon, scales + more, bias, [mean, bare(var)], path, order.axis)
 
 
-def affine(v: Value, path: list[Value], deviates: Callable[[Value], bool]) -> tuple[Value, Value | None, list[Value]]:
-    """(z, bias, scales): the result as z * scales + bias, per channel of the last axis. `deviates`: is no scale."""
-    bias, scales = None, []
+def affine(
+    v: Value, path: list[Value], deviates: Callable[[Value], bool], axis: int = -1
+) -> tuple[Value, Value | None, list[Value]]:
+    """(z, bias, scales): the result as z * scales + bias, per channel of the axis. `deviates`: is no scale."""
+    bias, scales, axis = None, [], axis % len(v.shape)
     for rest, other in operands_of(v, "add"):
         found = channels_of(other, v.shape)
-        if found is not None and found[1] == len(v.shape) - 1 and rest.shape == v.shape:
+        if found is not None and found[1] == axis and rest.shape == v.shape:
             v, bias = rest, found[0]
             path.append(v)
             break
     while True:
         for rest, other in operands_of(v, "mul"):
             found = channels_of(other, v.shape)
-            last = found is not None and found[1] == len(v.shape) - 1 and rest.shape == v.shape
-            if last and not deviates(found[0]):
+            of_channels = found is not None and found[1] == axis and rest.shape == v.shape
+            if of_channels and not deviates(found[0]):
                 v = rest
                 scales.append(found[0])
                 path.append(v)
@@ -114,11 +151,6 @@ def _inside(v: Value, path: list[Value]) -> Value:
     v = v.node.inputs[0]
     path.append(v)
     return v
-
-
-def _grouped(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
-    """Whether `shape` is (N, ..., G, C/G), of whole's (N, ..., C)."""
-    return len(shape) >= 3 and shape[0] == whole[0] and shape[-2] * shape[-1] == whole[-1]
 
 
 def numbers_along(v: Value, shape: tuple[int, ...], kept: tuple[int, ...]) -> Value | None:
@@ -159,7 +191,7 @@ def _unrepeated(v: Value, grouped: bool) -> Value:
     return bare(source) if same else v
 
 
-def _mean_of(v: Value, accept: Callable[[Value, bool], int | None]) -> int | None:
+def _mean_of(v: Value, accept: Callable[[Value, bool], int | None], order: Order) -> int | None:
     """The groups of u where v is the mean of u over all but images and groups; `accept` gives them, of u and of whether
     channels are alone in their groups, so that u has no axis of groups."""
     v = bare(v)
@@ -173,25 +205,27 @@ def _mean_of(v: Value, accept: Callable[[Value, bool], int | None]) -> int | Non
         rank = len(u.shape)
         axes = tuple(sorted(total.node.params["axes"]))
         number = 1 / number if v.made_by == "mul" else number
-        alone = rank > 2 and axes == tuple(range(1, rank - 1))
-        if not alone and (rank < 3 or axes != (*range(1, rank - 2), rank - 1)):
+        if rank < 3 or not is_count(number, [u.shape[axis] for axis in axes]):
             continue
-        if is_count(number, [u.shape[axis] for axis in axes]):
-            return accept(u, alone)
+        for alone in (True, False):
+            summed = set(range(rank)) - set(order.kept(rank, alone))
+            if axes == tuple(sorted(summed)) and (groups := accept(u, alone)) is not None:
+                return groups
     return None
 
 
-def _groups_of(u: Value | None, x: Value, alone: bool) -> int | None:
-    """The groups where u is x in the shape (N, ..., G, C/G); its channels where they are alone, and u is x."""
+def _groups_of(u: Value | None, x: Value, alone: bool, order: Order) -> int | None:
+    """The groups where u is x in groups; its channels where they are alone, and u is x."""
     u = None if u is None else unconverted(u)
     if alone:
-        return x.shape[-1] if u is x else None
+        return x.shape[order.axis] if u is x else None
     if u is None or u.made_by != "reshape" or unconverted(u.node.inputs[0]) is not x:
         return None
-    return u.shape[-2] if u.node.params["dimensions"] is None and _grouped(u.shape, x.shape) else None
+    inside = u.node.params["dimensions"] is None and order.grouped(u.shape, x.shape)
+    return u.shape[order.kept(len(u.shape), False)[1]] if inside else None
 
 
-def _variance_of(v: Value, x: Value, mean: Value) -> int | None:
+def _variance_of(v: Value, x: Value, mean: Value, order: Order) -> int | None:
     """The groups where v is the biased variance of x in groups, whose mean is `mean`, in any of the usual ways."""
 
     def is_mean(u: Value | None) -> bool:
@@ -201,8 +235,8 @@ def _variance_of(v: Value, x: Value, mean: Value) -> int | None:
         centred = squared(u)
         if centred is None or centred.made_by != "sub":
             return None
-        numbers = numbers_along(centred.node.inputs[1], centred.shape, (0, len(centred.shape) - (1 if alone else 2)))
-        return _groups_of(centred.node.inputs[0], x, alone) if is_mean(numbers) else None
+        numbers = numbers_along(centred.node.inputs[1], centred.shape, order.kept(len(centred.shape), alone))
+        return _groups_of(centred.node.inputs[0], x, alone, order) if is_mean(numbers) else None
 
     v = bare(v)
     for low, rest in operands_of(v, "max"):
@@ -210,19 +244,18 @@ def _variance_of(v: Value, x: Value, mean: Value) -> int | None:
             v = bare(rest)
             break
     for second_moment, square in operands_of(v, "sub"):
-        groups = _mean_of(second_moment, lambda u, alone: _groups_of(squared(u), x, alone))
+        groups = _mean_of(second_moment, lambda u, alone: _groups_of(squared(u), x, alone, order), order)
         return groups if is_mean(squared(bare(square))) else None
-    return _mean_of(v, centred_square)
+    return _mean_of(v, centred_square, order)
 
 
 def _left_to_xla(n: GroupNormalised, dtype: np.dtype) -> str | None:
-    """Why a layer-norm or instance-norm stays as it was written: on a GPU where its plan is XLA. That jaxconv's formula
-    is as fast there as any that somebody else wrote was not measured."""
+    """Why a layer-norm stays as it was written: on a GPU where its plan is XLA. That jaxconv's formula is as fast there
+    as any that somebody else wrote was not measured."""
     device = _plan.Device.default()
     if device.platform != "cuda":
         return None
-    rows, groups = n.groups is None, n.groups or 1
-    problem = _problem.GroupNormProblem(n.what, dtype.name, n.result.shape, groups, n.epsilon, rows=rows)
+    problem = _problem.GroupNormProblem(n.what, dtype.name, n.result.shape, 1, n.epsilon, rows=True)
     plan = _plan.plan("groupnorm", problem, device)
     return None if plan.implementation == "native" else f"the GPU's plan is XLA: {plan.reason}"
 
@@ -231,7 +264,7 @@ def find_groupnorm(n: GroupNormalised, activations: Activations) -> Iterator[Fus
     """The replacements, those that take in most first; a layer-norm takes in no activation."""
     if not all(leads_only_to(v, [n.result]) for v in n.statistics):
         raise Refusal(f"something else needs its mean or variance, perhaps a gradient {GRADIENT}")
-    x0, y, channels = unconverted(n.x), n.result, n.result.shape[-1]
+    x0, y, channels = unconverted(n.x), n.result, n.channels
     if len(y.users) == 1 and y.users[0] is not None and y.users[0].name == "convert_element_type":
         narrowed = y.users[0].outputs[0]
         y = narrowed if jnp.issubdtype(narrowed.dtype, jnp.floating) else y
@@ -239,7 +272,7 @@ def find_groupnorm(n: GroupNormalised, activations: Activations) -> Iterator[Fus
     dtype = x0.dtype if y.dtype == x0.dtype else n.result.dtype
     if {dtype.name, y.dtype.name} - set(_problem.DTYPES):
         raise Refusal(f"its types are {x0.dtype} -> {y.dtype}")
-    if n.groups in (None, channels) and (why := _left_to_xla(n, dtype)):
+    if n.groups is None and (why := _left_to_xla(n, dtype)):
         raise Refusal(why)
     params = jnp.float64 if dtype == jnp.float64 else jnp.float32
     x = x0 if _problem.promoted(x0.dtype, dtype) == dtype else n.x
@@ -252,8 +285,9 @@ def find_groupnorm(n: GroupNormalised, activations: Activations) -> Iterator[Fus
             bias = rows.pop() if n.bias is not None else None
             scale = functools.reduce(jnp.multiply, rows) if rows else None
             norm = layernorm if n.groups is None else functools.partial(groupnorm, groups=n.groups)
-            y = norm(x.astype(dtype), scale, bias, epsilon=n.epsilon, activation=activation)
-            return [y.astype(out.dtype)]
+            x = jnp.moveaxis(x.astype(dtype), n.axis, -1)
+            y = norm(x, scale, bias, epsilon=n.epsilon, activation=activation)
+            return [jnp.moveaxis(y, -1, n.axis).astype(out.dtype)]
 
         inputs = [x, *n.scales, *([n.bias] if n.bias is not None else [])]
         nodes = [n.result.node, *(activated.nodes if activated else [])]

@@ -32,7 +32,7 @@ from jaxconv._core.graph import (
 )
 from jaxconv.accelerate.activations import Activations, Cheap
 from jaxconv.accelerate.eight_bits import find_integer, find_scaled, reads_eight_bits
-from jaxconv.accelerate.groupnorm import GroupNormalised, find_group_normalised, find_groupnorm
+from jaxconv.accelerate.groupnorm import First, GroupNormalised, Last, find_group_normalised, find_groupnorm
 from jaxconv.accelerate.layernorm import find_layer_normalised
 from jaxconv.accelerate.linear import (
     Dense,
@@ -118,7 +118,10 @@ class Rewriting:
         groups: dict[Node, GroupNormalised] = {}
         for node in reversed(self.graph.nodes):
             if node.name in ("add", "mul", "div", "reshape") and node.outputs[0] not in taken:
-                grouped = find_group_normalised(node.outputs[0]) or find_layer_normalised(node.outputs[0])
+                y = node.outputs[0]
+                # Of images with one line and no scale a layer-norm is an instance-norm with channels first, too.
+                grouped = find_group_normalised(y, Last()) or find_layer_normalised(y)
+                grouped = grouped or find_group_normalised(y, First())
                 if grouped is not None:
                     groups[node] = grouped
                     taken.update(grouped.path)
