@@ -66,7 +66,7 @@ def exact(activation: Any, z: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]
         ]
     if a.name == "hard_swish":
         inside = (z > -3) & (z < 3)
-        y, slope = z * np.clip(z + 3, 0, 6) / 6, np.where(inside, (2 * z + 3) / 6, z >= 3)
+        y, slope = z * (np.clip(z + 3, 0, 6) / 6), np.where(inside, (2 * z + 3) / 6, z >= 3)
         return [(y, y), (slope, np.where(inside, np.abs(z) / 3 + 0.5, 1)), (np.where(inside, 1 / 3, 0), one)]
     f = {
         "none": (z, one),
