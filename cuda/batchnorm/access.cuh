@@ -54,17 +54,19 @@ __device__ __forceinline__ Raw<T, V> PackRelu(const float (&v)[V]) {
 // unrolled: several vectors on their way. kAny has one copy of all formulas, through which the vectors pass in turn.
 enum class Form {
   kRelu,
-  kPiecewise,  // none, relu, relu6, leaky_relu, hard_swish: few instructions
+  kPiecewise,  // none, relu, relu6, leaky_relu
   kSilu,
   kGelu,  // tanh form
+  kHardSwish,
   kAny,
 };
 
 constexpr Form FormOf(Activation a) {
   if (a == Activation::kSilu) return Form::kSilu;
   if (a == Activation::kGelu) return Form::kGelu;
+  if (a == Activation::kHardSwish) return Form::kHardSwish;
   return a == Activation::kNone || a == Activation::kRelu || a == Activation::kRelu6 ||
-                 a == Activation::kLeakyRelu || a == Activation::kHardSwish
+                 a == Activation::kLeakyRelu
              ? Form::kPiecewise
              : Form::kAny;
 }
@@ -95,6 +97,8 @@ __device__ __forceinline__ void Apply(Activation a, float slope, const float (&z
     ApplyOne<kGrad, Activation::kSilu, kShort>(z, slope, v);
   } else if constexpr (kForm == Form::kGelu) {
     ApplyOne<kGrad, Activation::kGelu, kShort>(z, slope, v);
+  } else if constexpr (kForm == Form::kHardSwish) {
+    ApplyOne<kGrad, Activation::kHardSwish, kShort>(z, slope, v);
   } else if constexpr (kFrom == kActivationCount) {
     ApplyOne<kGrad, Activation::kNone, kShort>(z, slope, v);
   } else {

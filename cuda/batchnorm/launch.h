@@ -73,6 +73,7 @@ Status WithForm(Activation activation, F&& f) {
     if constexpr (kMany) {
       if (form == Form::kSilu) return f(FormConstant<Form::kSilu>{});
       if (form == Form::kGelu) return f(FormConstant<Form::kGelu>{});
+      if (form == Form::kHardSwish) return f(FormConstant<Form::kHardSwish>{});
     }
   }
   return f(FormConstant<Form::kAny>{});

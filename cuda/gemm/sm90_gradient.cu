@@ -72,7 +72,8 @@ struct Sm90Gradient : Sm90EpilogueDefaults {
         JAXCONV_BACK(kSilu, (ActivateGrad<float, true>(Activation::kSilu, c, 0.f)))
         JAXCONV_BACK(kGelu, (ActivateGrad<float, true>(Activation::kGelu, c, 0.f)))
         JAXCONV_BACK(kGeluExact, (ActivateGrad<float, true>(Activation::kGeluExact, c, 0.f)))
-        JAXCONV_BACK(kHardSwish, (ActivateGrad<float, true>(Activation::kHardSwish, c, 0.f)))
+        // ActivateGrad's form spills.
+        JAXCONV_BACK(kHardSwish, c >= 3.f ? 1.f : c <= -3.f ? 0.f : fmaf(c, 1.f / 3, 0.5f))
     }
 #undef JAXCONV_BACK
   }
