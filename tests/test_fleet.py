@@ -160,7 +160,9 @@ def test_parts_fold_into_one_table_and_one_figure_a_gpu(tmp_path):
     _recorded(
         folder / "fleet-1of2-1111.json", "NVIDIA H200", "2026-01-01", _row("a", 8.0, 8.0, 4.0), _row("b", 8, 8, 8)
     )
-    _recorded(folder / "fleet-2of2-1111.json", "NVIDIA H200", "2026-01-02", _row("b", 8.0, 4.0, 2.0))
+    newer = _row("b", 8.0, 4.0, 2.0)
+    newer["ways"]["plain"]["kinds"] = {"convolution": 5.0, "norm": 2.5}
+    _recorded(folder / "fleet-2of2-1111.json", "NVIDIA H200", "2026-01-02", newer)
     document = tmp_path / "docs" / "benchmarks.md"
     document.parent.mkdir()
     document.write_text("<!-- benchmarks:fleet -->\n<!-- /benchmarks -->\n")
@@ -168,7 +170,8 @@ def test_parts_fold_into_one_table_and_one_figure_a_gpu(tmp_path):
     assert [path.name for path in folder.iterdir()] == ["fleet.json"]
     page = (tmp_path / "docs" / "results" / "nvidia-h200" / "fleet.md").read_text()
     # plain, ms; speeds of enable and accelerate: b's newer run alone
-    assert "| 8.000 | 1.00 | 2.00 |" in page and "| 8.000 | 2.00 | 4.00 |" in page and page.count("| train |") == 2
+    assert "| 8.000 |  | 1.00 | 2.00 |" in page and "| 8.000 | 7.500 | 2.00 | 4.00 |" in page
+    assert page.count("| train |") == 2
     assert "fleet.md" in (tmp_path / "docs" / "results" / "nvidia-h200" / "index.md").read_text()
     text = document.read_text()
     assert (

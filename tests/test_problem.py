@@ -253,7 +253,7 @@ def test_functions_of_jax_are_taken_as_activations(name):
 def test_every_activation_has_a_function_and_a_type():
     names = {"none" if name is None else name for name in FUNCTIONS if not isinstance(name, tuple)}
     assert names == set(activations.NAMES)
-    assert set(typing.get_args(activations.Name)) == {*activations.NAMES, "swish"}
+    assert set(typing.get_args(activations.Name)) == {*activations.NAMES, "swish", "hard_silu"}
 
 
 @pytest.mark.parametrize("dilation", [1, 3])

@@ -466,7 +466,9 @@ def test_timing_again_keeps_what_was_chosen(monkeypatch):
     assert len(timed) == 1  # known
     tune(conv, again=True)(X, W)
     assert len(timed) == 2
-    assert only_plan(conv, X, W) == chosen
+    again = only_plan(conv, X, W)
+    assert set(again.candidates) == set(chosen.candidates)  # those that take the same time may change places
+    assert dataclasses.replace(again, candidates=chosen.candidates) == chosen
 
 
 def test_no_time_is_said_and_the_next_call_goes_on(monkeypatch, file, capsys):
