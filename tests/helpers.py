@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import jaxconv
 from jaxconv import _plan
@@ -20,6 +21,11 @@ from jaxconv._plan import Device
 
 PLATFORM = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
 DEVICE = _plan.Device.current(PLATFORM)
+HOPPER = PLATFORM == "cuda" and DEVICE.compute_capability == (9, 0)  # the GPU, and the module's code
+# Of programs for an H200: on a GPU they are lowered for that one.
+with_hoppers_code = pytest.mark.skipif(
+    PLATFORM == "cuda" and not HOPPER, reason="the GPU, or the module, has no code for compute capability 9.0"
+)
 
 # Plans are data: those for these are made where there is no GPU, with the fixture code_for_gpus.
 H200 = _plan.Device("cuda", "NVIDIA H200", (9, 0), 132)

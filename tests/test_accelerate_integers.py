@@ -107,7 +107,8 @@ def traced(f: Callable[..., Any]) -> str:
 def test_what_follows_an_8_bit_convolution_is_part_of_its_call(case):
     """With the numbers of the program as it stands, rounded at other places: 8-bit results differ by none or one."""
     f, expected = CASES[case]
-    assert traced(f) == expected
+    of_floats = case == "floats that hold int8" and helpers.PLATFORM == "cuda" and not helpers.HOPPER
+    assert traced(f) == ("" if of_floats else expected)  # a GPU without a kernel for it does not gain
     plain = jax.tree.leaves(helpers.of_cpu(f, X, W, S, B, R))
     ours = jax.tree.leaves(jax.jit(jaxconv.accelerate(f))(X, W, S, B, R))
     for a, b in zip(plain, ours, strict=True):

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from helpers import PLATFORM
+from helpers import PLATFORM, with_hoppers_code
 from jax import lax
 
 from benchmarks import cases, infer, record, report, run, tune
@@ -104,6 +104,7 @@ def test_a_kernel_whose_runs_differ_is_wrong(recorded, monkeypatch, capsys):
     assert row["status"] == "ok"
 
 
+@with_hoppers_code
 def test_every_gradient_of_a_batchnorm_and_its_convolution_is_measured(recorded):
     case = ("--op", "batchnorm_conv", "--suite", "models", "--cases", "mobilenet.14.dw3*", "--pass", "bwd")
     found = recorded(*case, "--algorithm", "depthwise,two")
@@ -114,6 +115,7 @@ def test_every_gradient_of_a_batchnorm_and_its_convolution_is_measured(recorded)
     assert [kernel.partition("/")[0] for m in made for kernel in m["native_ms"]] == ["depthwise"] * 2
 
 
+@with_hoppers_code
 def test_sums_in_a_dgrad_are_measured(recorded):
     case = ("--op", "conv_dgrad_sums", "--suite", "models", "--cases", "r50.s2*")
     rows = recorded(*case, "--algorithm", "sm90,two")["rows"]

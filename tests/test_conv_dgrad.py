@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import DEVICE, H200, NATIVE_IN_FLOAT64, PLATFORM, calls, equations, integers, normal
+from helpers import DEVICE, H200, HOPPER, NATIVE_IN_FLOAT64, PLATFORM, calls, equations, integers, normal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
@@ -25,7 +25,6 @@ from jaxconv._ops.batchnorm import infer, signs
 from jaxconv._plan import sm90
 from jaxconv._problem import BatchNormProblem, ConvProblem
 
-HOPPER = PLATFORM == "cuda" and DEVICE.compute_capability == (9, 0)
 on_hopper = pytest.mark.skipif(not HOPPER, reason="these kernels need compute capability 9.0")
 two_devices = pytest.mark.skipif(jax.device_count() < 2, reason="a mesh takes two devices")
 KINDS = pytest.mark.parametrize("kind", (AxisType.Auto, AxisType.Explicit), ids=str)

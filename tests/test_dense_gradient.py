@@ -11,7 +11,21 @@ import jax.numpy as jnp
 import numpy as np
 import numpy_reference as ref
 import pytest
-from helpers import DEVICE, DTYPES, H200, NAMED_ACTIVATIONS, PLATFORM, calls, integers, label, normal, opcodes, types_of
+from helpers import (
+    DEVICE,
+    DTYPES,
+    H200,
+    HOPPER,
+    NAMED_ACTIVATIONS,
+    PLATFORM,
+    calls,
+    integers,
+    label,
+    normal,
+    opcodes,
+    types_of,
+    with_hoppers_code,
+)
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -26,7 +40,6 @@ from jaxconv._plan import domain, measured, tuned
 from jaxconv._problem import DenseProblem
 
 M, K, H = 33, 24, 40
-HOPPER = PLATFORM == "cuda" and DEVICE.compute_capability == (9, 0)
 
 
 @pytest.fixture(autouse=True)
@@ -209,6 +222,7 @@ def test_unforced_it_is_the_kernel_where_that_was_measured_to_be_faster(with_the
     assert str(made) == "calls[three]" and [c.name for c in made.candidates] == [_plan.GRADIENT, "xla"]
 
 
+@with_hoppers_code
 @pytest.mark.parametrize("activation", ("gelu", "relu", ("leaky_relu", -0.5)), ids=label)
 def test_the_gradient_of_a_layer_is_one_call_on_a_gpu(with_the_kernel, activation):
     """As lowered: of z, or of y where it decides the derivative."""

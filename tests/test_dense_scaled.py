@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import A100, H200, calls, poison, targets
+from helpers import A100, H200, calls, poison, targets, with_hoppers_code
 from jax import export, lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -365,6 +365,7 @@ def test_plans_elsewhere(code_for_gpus, monkeypatch):
         assert _plan.plan("conv_scaled", p, H200).implementation == implementation
 
 
+@with_hoppers_code
 def test_lowered_for_hopper_it_is_one_call(code_for_gpus):
     """Filters k-major, as the kernel reads them."""
 

@@ -408,3 +408,23 @@ def test_on_a_gpu_accelerate_takes_those_whose_plan_is_native(code_for_gpus):
             (found,) = jaxconv.accelerate(f).report(jax.ShapeDtypeStruct(shape, dtype))
         assert found.what == "layernorm" and bool(found.fused) == native, found
         assert native or "the GPU's plan is XLA" in found.why
+
+
+@pytest.mark.as_planned
+@pytest.mark.parametrize("first", (False, True), ids=("channels_last", "channels_first"))
+def test_on_a_gpu_instance_norms_of_float32_stay_where_their_plan_is_xla(code_for_gpus, first):
+    def normalised(x, groups):
+        pixels = (2, 3) if first else (1, 2)
+        g, axes = x.astype(jnp.float32), pixels
+        if groups < 256:
+            shape = (groups, 256 // groups)
+            g = g.reshape((2, *shape, 64, 64) if first else (2, 64, 64, *shape))
+            axes = (2, 3, 4) if first else (1, 2, 4)
+        mean, var = g.mean(axes, keepdims=True), g.var(axes, keepdims=True)
+        return ((g - mean) * jax.lax.rsqrt(var + 1e-5)).reshape(x.shape).astype(x.dtype)
+
+    for dtype, groups, taken in (("float32", 256, False), ("bfloat16", 256, True), ("float32", 32, True)):
+        x = jax.ShapeDtypeStruct((2, 256, 64, 64) if first else (2, 64, 64, 256), dtype)
+        with _plan.Device.assumed(H200):
+            (found,) = jaxconv.accelerate(functools.partial(normalised, groups=groups)).report(x)
+        assert found.what == "groupnorm" and bool(found.fused) == taken, (dtype, groups, found)

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import pytest
-from helpers import H200, PLATFORM
+from helpers import H200, PLATFORM, with_hoppers_code
 
 import jaxconv
 from jaxconv import _plan
@@ -53,6 +53,7 @@ def chain(algorithm: str) -> tuple[Callable[..., Any], Callable[..., Any], tuple
     return layers, there_and_back, (x, ws, x)
 
 
+@with_hoppers_code
 @over_kernels
 def test_kernels_that_read_channels_last_ask_for_that_layout(algorithm, code_for_gpus):
     _, f, args = chain(algorithm)
