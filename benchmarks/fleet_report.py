@@ -26,6 +26,18 @@ def speed(row: Row, way: str) -> float:
     return row["ways"]["plain"]["ms"] / row["ways"][way]["ms"]
 
 
+def kernels_ms(row: Row, way: str) -> float | None:
+    """Of a step or answer, where a profile was taken."""
+    kinds = row["ways"].get(way, {}).get("kinds")
+    return sum(kinds.values()) if kinds else None
+
+
+def speed_of_kernels(row: Row, way: str) -> float | None:
+    """The time of plain's kernels over that of a way's: what a host that is fast enough would see."""
+    plain, ours = kernels_ms(row, "plain"), kernels_ms(row, way)
+    return plain / ours if plain and ours else None
+
+
 def share(row: Row, way: str, of: str) -> float:
     """A way's memory_bytes or compile_s over plain's."""
     return row["ways"][way][of] / row["ways"]["plain"][of]
@@ -76,6 +88,12 @@ def summary(rows: Sequence[Row]) -> list[str]:
         text = f"{way}: worst {speed(slowest, way):.3f} ({slowest['model']}), {below} of {len(timed)} below {SLOWER}; "
         text += f"geometric mean {mean([speed(row, way) for row in timed]):.3f}"
         text += f", of float32 {mean(single):.3f} ({len(single)} programs)" if single else ""
+        profiled = [(ratio, row["model"]) for row in timed if (ratio := speed_of_kernels(row, way))]
+        if profiled:
+            ratios = [ratio for ratio, _ in profiled]
+            text += f"; by the time of kernels worst {min(profiled)[0]:.3f} ({min(profiled)[1]}), "
+            text += f"{sum(ratio < SLOWER for ratio in ratios)} of {len(profiled)} below {SLOWER}, "
+            text += f"geometric mean {mean(ratios):.3f}"
         for of, name in (("memory_bytes", "memory"), ("compile_s", "time to compile")):
             most = max(timed, key=lambda row, of=of: share(row, way, of))
             above = sum(share(row, way, of) > MORE for row in timed)
@@ -100,15 +118,18 @@ def table(run: Row) -> str:
         plain = row["ways"]["plain"]
         what = f"{row['dtype']}, {row['batch']} x {'x'.join(map(str, row['shape']))}"
         cells = [row["model"], row["use"], row["kind"], row["library"], what]
-        kernels = f"{sum(plain['kinds'].values()):.3f}" if plain.get("kinds") else ""
-        cells += [f"{plain['ms']:.3f}", kernels, *relative(row, speed)]
+        cells += [f"{plain['ms']:.3f}", *relative(row, speed)]
+        kernels = kernels_ms(row, "plain")
+        cells += ["" if kernels is None else f"{kernels:.3f}"]
+        cells += [f"{ratio:.2f}" if (ratio := speed_of_kernels(row, way)) else "" for way in ways]
         cells += [f"{plain['memory_bytes'] / 2**30:.2f}", *relative(row, lambda r, w: share(r, w, "memory_bytes"))]
         cells += [f"{plain['compile_s']:.1f}", *relative(row, lambda r, w: share(r, w, "compile_s"))]
         cells += [" / ".join(f"{row['ways'][way]['trace_s']:.1f}" for way in ("plain", *ways) if way in row["ways"])]
         cells += ["yes" if agree([row]) else "**no**"]
         rows.append(cells)
-    head = ["program", "use", "kind", "library", "size", "plain, ms", "its kernels, ms"]
-    head += [f"speed, {way}" for way in ways]
+    head = ["program", "use", "kind", "library", "size"]
+    head += ["plain, ms", *(f"speed, {way}" for way in ways)]
+    head += ["plain's kernels, ms", *(f"speed of kernels, {way}" for way in ways)]
     head += ["plain, GiB", *(f"memory, {way}" for way in ways)]
     head += ["plain, s to compile", *(f"compiling, {way}" for way in ways)]
     head += [f"s to trace, {' / '.join(('plain', *ways))}", "losses agree"]

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 
 from benchmarks import figures, fleet_report, record
 from benchmarks.cases import BY_OP
-from benchmarks.runs import DEVICE, NOTHING, STEPS, WAYS, Run, markdown, problems, provenance, training_step
+from benchmarks.runs import DEVICE, NOTHING, WAYS, Run, markdown, problems, provenance, training_step
 from benchmarks.steps import KINDS
 
 BLOCK = re.compile(r"(<!-- benchmarks:(\S+) -->\n)(.*?)(<!-- /benchmarks -->)", re.DOTALL)
@@ -459,16 +459,25 @@ TABLES = (  # (table, suite, what it is)
 )
 
 
+def _together(run: Run) -> list[float] | None:
+    """[PyTorch's, Flax's, our] time of a training step on one device, where all three are of one run."""
+    of = {row["way"]: row for row in run["rows"] if row["devices"] == 1 and not row.get("earlier")}
+    ways = [of.get(way) for way in ("torch", "flax", "accelerate")]
+    same = all(row is not None for row in ways) and len({row["flax_ms"] for row in ways}) == 1
+    return [row["ms"] for row in ways] if same else None
+
+
 def highlights(runs: dict[str, Run]) -> str:
-    """Whole training steps, each way in one run, and the geometric means of kinds of problems."""
+    """Whole training steps beside PyTorch's, each of one run, and the geometric means of kinds of problems."""
+    steps: dict[str, list[list[str]]] = {}
+    for run in runs.values():
+        if run["op"] == "train" and not run["small"] and run["most_devices"] == 1 and (found := _together(run)):
+            torch, flax, ours = found
+            row = [training_step(run), *(f"{ms:.1f} ms" for ms in found), f"{flax / ours:.2f}", f"{torch / ours:.2f}"]
+            steps.setdefault(run["device"], []).append(row)
+    head = ["PyTorch, torch.compile", "Flax's layers, XLA", "jaxconv", "XLA / jaxconv", "PyTorch / jaxconv"]
+    tables = [markdown([f"training step, {device}", *head], rows, 1) for device, rows in steps.items()]
     rows = []
-    for name in STEPS:
-        run = runs.get(f"{DEVICE}/train-{name}")
-        best = next((r for r in run["rows"] if r["way"] == "accelerate"), None) if run else None
-        if run and best:
-            flax, ratio = _over_flax(run, best)
-            if flax and best["flax_ms"]:
-                rows.append([f"training step, {training_step(run)}", f"{flax:.1f} ms", f"{best['ms']:.1f} ms", ratio])
     for name, suite, title in TABLES:
         run = runs.get(f"{DEVICE}/{name}")
         ratios = [
@@ -477,10 +486,10 @@ def highlights(runs: dict[str, Run]) -> str:
             if row["contender"] == "ours" and row["suite"] == suite and row.get("xla_over_this")
         ]
         if ratios:
-            rows.append([f"{title} ({len(ratios)} passes)", "", "", f"{_geometric_mean(ratios):.2f}"])
+            rows.append([f"{title} ({len(ratios)} passes)", f"{_geometric_mean(ratios):.2f}"])
     device = runs[f"{DEVICE}/{TABLES[0][0]}"]["device"] if f"{DEVICE}/{TABLES[0][0]}" in runs else DEVICE
-    head = [device, "XLA", "jaxconv", "XLA / jaxconv (geometric mean)"]
-    return markdown(head, rows, 1) if rows else NOTHING
+    tables += [markdown([device, "XLA / jaxconv (geometric mean)"], rows, 1)] if rows else []
+    return "\n".join(tables) or NOTHING
 
 
 def beside_torch(runs: dict[str, Run]) -> str:
