@@ -231,8 +231,12 @@ def train_summary(runs: dict[str, Run]) -> str:
     for run in sorted(runs.values(), key=lambda run: (-of[run["device"]], run["device"])):
         for row in run["rows"]:
             figures = [f"{row['ms']:.1f}", f"{row['images_per_s']:.0f}", _over_flax(run, row)[1]]
+            figures += [f"{run['limit_ms'] / row['ms']:.2f}" if run.get("limit_ms") else ""]
+            figures += [f"{row['memory_bytes'] / 2**30:.1f}" if row.get("memory_bytes") else ""]
+            figures += [f"{row['compile_s']:.0f}" if row.get("compile_s") else ""]
             rows.append([run["device"], training_step(run), WAYS[row["way"]], *figures])
     head = ["GPU", "model", "way", "ms a step", "images/s", "speed, flax = 1"]
+    head += ["part of the roofline", "GiB", "s to compile"]
     note = f"\n{_star(rows)}" if _star(rows) else ""
     if len(of) == 1:
         return markdown(head[1:], [row[1:] for row in rows], 2) + note
