@@ -78,7 +78,8 @@ def lines(row: Row) -> list[str]:
 
 
 def summary(rows: Sequence[Row]) -> list[str]:
-    """A line for each way but plain: the worst programs, the geometric means."""
+    """Of each way but plain the worst programs and the geometric means: of steps, and where profiles were taken of
+    kernels."""
     out = []
     for way in others(rows):
         timed = [row for row in rows if way in row["ways"]]
@@ -88,18 +89,18 @@ def summary(rows: Sequence[Row]) -> list[str]:
         text = f"{way}: worst {speed(slowest, way):.3f} ({slowest['model']}), {below} of {len(timed)} below {SLOWER}; "
         text += f"geometric mean {mean([speed(row, way) for row in timed]):.3f}"
         text += f", of float32 {mean(single):.3f} ({len(single)} programs)" if single else ""
-        profiled = [(ratio, row["model"]) for row in timed if (ratio := speed_of_kernels(row, way))]
-        if profiled:
-            ratios = [ratio for ratio, _ in profiled]
-            text += f"; by the time of kernels worst {min(profiled)[0]:.3f} ({min(profiled)[1]}), "
-            text += f"{sum(ratio < SLOWER for ratio in ratios)} of {len(profiled)} below {SLOWER}, "
-            text += f"geometric mean {mean(ratios):.3f}"
         for of, name in (("memory_bytes", "memory"), ("compile_s", "time to compile")):
             most = max(timed, key=lambda row, of=of: share(row, way, of))
             above = sum(share(row, way, of) > MORE for row in timed)
             text += f"; {name} at most {share(most, way, of):.3f} of plain's ({most['model']}), {above} above {MORE}"
         wrong = [row["model"] for row in timed if not row["ways"][way]["agrees"]]
         out.append(text + (f"; DISAGREES: {', '.join(wrong)}" if wrong else ""))
+        profiled = [(ratio, row["model"]) for row in timed if (ratio := speed_of_kernels(row, way))]
+        if profiled:
+            ratios = [ratio for ratio, _ in profiled]
+            below = sum(ratio < SLOWER for ratio in ratios)
+            text = f"{way}, by the time of kernels: worst {min(profiled)[0]:.3f} ({min(profiled)[1]}), "
+            out.append(f"{text}{below} of {len(profiled)} below {SLOWER}; geometric mean {mean(ratios):.3f}")
     return out
 
 
@@ -114,14 +115,20 @@ def table(run: Row) -> str:
     def relative(row: Row, figure: Any) -> list[str]:
         return [f"{figure(row, way):.2f}" if way in row["ways"] else "" for way in ways]
 
+    def both(row: Row, way: str) -> str:
+        """Speed of a step, and of its kernels."""
+        if way not in row["ways"]:
+            return ""
+        of_kernels = speed_of_kernels(row, way)
+        return f"{speed(row, way):.2f}" + (f" / {of_kernels:.2f}" if of_kernels else "")
+
     for row in run["rows"]:
         plain = row["ways"]["plain"]
         what = f"{row['dtype']}, {row['batch']} x {'x'.join(map(str, row['shape']))}"
         cells = [row["model"], row["use"], row["kind"], row["library"], what]
-        cells += [f"{plain['ms']:.3f}", *relative(row, speed)]
         kernels = kernels_ms(row, "plain")
-        cells += ["" if kernels is None else f"{kernels:.3f}"]
-        cells += [f"{ratio:.2f}" if (ratio := speed_of_kernels(row, way)) else "" for way in ways]
+        cells += [f"{plain['ms']:.3f}" + ("" if kernels is None else f" / {kernels:.3f}")]
+        cells += [both(row, way) for way in ways]
         cells += [f"{plain['memory_bytes'] / 2**30:.2f}", *relative(row, lambda r, w: share(r, w, "memory_bytes"))]
         cells += [f"{plain['compile_s']:.1f}", *relative(row, lambda r, w: share(r, w, "compile_s"))]
         cells += [" / ".join(f"{row['ways'][way]['trace_s']:.1f}" for way in ("plain", *ways) if way in row["ways"])]
@@ -129,14 +136,13 @@ def table(run: Row) -> str:
         rows.append(cells)
     head = ["program", "use", "kind", "library", "size"]
     head += ["plain, ms", *(f"speed, {way}" for way in ways)]
-    head += ["plain's kernels, ms", *(f"speed of kernels, {way}" for way in ways)]
     head += ["plain, GiB", *(f"memory, {way}" for way in ways)]
     head += ["plain, s to compile", *(f"compiling, {way}" for way in ways)]
     head += [f"s to trace, {' / '.join(('plain', *ways))}", "losses agree"]
     said = "".join(f"* {line}\n" for line in summary(run["rows"]))
     told = (
-        "Speed, memory and compiling: plain = 1. A program whose kernels take much less time than its step waits for "
-        "the host, and its times scatter."
+        "Speed, memory and compiling: plain = 1. After a slash: the same of the kernels alone. A program whose kernels "
+        "take much less time than its step waits for the host, and its times scatter."
     )
     return f"{said}\n{markdown(head, rows, 5)}\n{told}\n\n{provenance(run)}"
 

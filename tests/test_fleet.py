@@ -171,13 +171,13 @@ def test_parts_fold_into_one_table_and_one_figure_a_gpu(tmp_path):
     assert [path.name for path in folder.iterdir()] == ["fleet.json"]
     page = (tmp_path / "docs" / "results" / "nvidia-h200" / "fleet.md").read_text()
     # plain, ms; speeds of enable and accelerate: b's newer run alone
-    assert "| 8.000 | 1.00 | 2.00 |  |  |  |" in page and "| 8.000 | 2.00 | 4.00 | 7.500 |  | 3.00 |" in page
+    assert "| 8.000 | 1.00 | 2.00 |" in page and "| 8.000 / 7.500 | 2.00 | 4.00 / 3.00 |" in page
     assert page.count("| train |") == 2
     assert "fleet.md" in (tmp_path / "docs" / "results" / "nvidia-h200" / "index.md").read_text()
     text = document.read_text()
     assert (
         "accelerate: worst 2.000 (a)" in text
-        and "by the time of kernels worst 3.000 (b), 0 of 1 below 0.99, geometric mean 3.000" in text
+        and "accelerate, by the time of kernels: worst 3.000 (b), 0 of 1 below 0.99; geometric mean 3.000" in text
         and "(fleet_h200.svg)" in text
         and "(results/nvidia-h200/fleet.md)" in text
     )
