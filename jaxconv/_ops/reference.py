@@ -20,7 +20,7 @@ from jax import lax
 from jax.lax import conv_general_dilated, dot_general, reduce_window
 
 from jaxconv._core import primitives
-from jaxconv._core.activations import activate, activate_tangent
+from jaxconv._core.activations import CHEAP, activate, activate_tangent
 from jaxconv._problem import (
     AvgPoolProblem,
     BatchNormProblem,
@@ -793,6 +793,9 @@ def groupnorm_backward(p: GroupNormProblem, x, dy, scale, bias, mean, rstd) -> l
     if p.activation.residual:
         z = xhat * of_channels(p, scale) + of_channels(p, bias)
         dz = activate_tangent(p.activation, z, dz)
+        # Three passes read dz. XLA keeps it where an exponential is in it: in 16 bits, if it is told so.
+        if x.dtype.itemsize == 2 and p.activation.name not in CHEAP:
+            dz = lax.optimization_barrier(dz.astype(x.dtype)).astype(p.param_dtype)
     lead = len(p.lead)
     if p.rows:
         # In this form XLA makes few passes: a row's rstd is a factor of its sums, not of what is summed.
