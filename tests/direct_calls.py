@@ -159,7 +159,11 @@ def of_integers(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
 def _programs() -> dict[str, tuple[str, Any, Any]]:
     """Those that have their kernel here: a GPU, or a module, without Hopper's code lacks several."""
     every = _all_programs()
-    return every if HOPPER or PLATFORM != "cuda" else {name: one for name, one in every.items() if _is_native(*one)}
+    if HOPPER or PLATFORM != "cuda":
+        return every
+    here = {name: one for name, one in every.items() if _is_native(*one)}
+    assert len(here) > 25, f"native calls are missing: {sorted(every.keys() - here.keys())}"
+    return here
 
 
 def _is_native(name: str, f: Any, args: tuple[Any, ...]) -> bool:

@@ -775,6 +775,48 @@ def test_a_groupnorm_with_channels_first_is_recognised(case, squares):
     check(lambda x, *a: jax.vmap(lambda x: of_one(x, *a))(x), x, SCALE, BIAS, groupnorm=1)
 
 
+def strided_groups(x):
+    """A group is every fourth channel."""
+    g = x.reshape(2, 2, 4, 4, 5)
+    mean, var = g.mean((1, 3, 4), keepdims=True), g.var((1, 3, 4), keepdims=True)
+    return ((g - mean) * lax.rsqrt(var + 1e-5)).reshape(x.shape)
+
+
+def permuted_groups(x):
+    """The array is in another order where it is in groups."""
+    h = lax.reshape(x, (2, 2, 80), dimensions=(0, 2, 1, 3))
+    mean, var = x.reshape(2, 2, 80).mean(2, keepdims=True), x.reshape(2, 2, 80).var(2, keepdims=True)
+    return ((h - mean) * lax.rsqrt(var + 1e-5)).reshape(x.shape)
+
+
+@pytest.mark.parametrize("f", (strided_groups, permuted_groups))
+def test_what_is_no_groupnorm_with_channels_first_is_left(f):
+    check(f, array(0, (2, 8, 4, 5)))
+
+
+def test_a_scale_in_a_deviation_with_channels_first_is_taken_in():
+    def f(x, scale):
+        mean, var = x.mean((2, 3), keepdims=True), x.var((2, 3), keepdims=True)
+        return (x - mean) * (lax.rsqrt(var + 1e-5) * scale[None, :, None, None])
+
+    check(f, array(0, (2, 8, 4, 5)), SCALE, groupnorm=1)
+
+
+def test_a_reshape_of_an_extent_that_may_be_zero_is_exported():
+    """It is no group-norm, whatever the extent is."""
+
+    def f(x, w):
+        y = lax.conv_general_dilated(x, w, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        return y.reshape(y.shape[0], -1, 8) * 2.0
+
+    x = jax.ShapeDtypeStruct(jax.export.symbolic_shape("n, h, w, 8"), "float32")
+    exported = jax.export.export(jax.jit(accelerate(f)), disabled_checks=jaxconv.export_checks())(
+        x, jax.ShapeDtypeStruct((3, 3, 8, 8), "float32")
+    )
+    given, w = array(0, (2, 5, 6, 8)), array(1, (3, 3, 8, 8))
+    np.testing.assert_allclose(exported.call(given, w), f(given, w), rtol=1e-4, atol=1e-4)
+
+
 def test_rows_with_two_axes_of_images_are_a_layer_norm():
     """Without a scale they are an instance-norm with channels first, too."""
     (found,) = accelerate(of_channels_first((4, 8))).report(array(0, (3, 4, 8)), 1, 0)

@@ -30,6 +30,7 @@ from tolerance import assert_close, assert_exact, assert_within, eps, integers_f
 
 import jaxconv
 from jaxconv import _plan
+from jaxconv._core.activations import Activation, activate
 from jaxconv._ops import conv, reference
 from jaxconv._plan import domain
 
@@ -508,3 +509,15 @@ def test_pads_that_xla_reads_beside_the_array(pads, taps, layout, implementation
     assert_exact(y, images(ref.fprop(case, x, w), layout), "y")
     assert_exact(pull[0], images(ref.dgrad(case, dy, w), layout), "dx")
     assert_exact(pull[1], filters(ref.wgrad(case, x, dy), layout), "dw")
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+@pytest.mark.parametrize("name", ("none", "relu", "relu6", "silu"))
+def test_a_residual_that_is_only_clipped_is_added_in_16_bits(name, dtype):
+    """With the bits of a sum in float32, which XLA might keep in memory."""
+    z, residual = (4 * normal(seed, (64, 64)).astype(dtype) for seed in (0, 1))
+    add = functools.partial(reference.activated_sum, Activation(name))
+    wide = z.astype(jnp.float32) + residual.astype(jnp.float32)
+    for ours, expected in zip(add(z, residual), (activate(Activation(name), wide), wide), strict=True):
+        np.testing.assert_array_equal(ours, expected.astype(dtype))
+    assert ("f32" in str(jax.make_jaxpr(add)(z, residual))) == (name == "silu")

@@ -510,6 +510,22 @@ def test_jet_gives_the_first_two_derivatives(name, activation, x64):
         np.testing.assert_allclose(ours, expected, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("activation", (None, "relu", "hard_swish", "tanh"), ids=label)
+def test_jet_of_a_group_norms_gradient(activation, x64):
+    """Its backward pass has a barrier, for which jet has no rule of its own."""
+    x, v = floats((2, 3, 2, 4), (4,))
+
+    def f(t):
+        def loss(x):
+            return (jaxconv.groupnorm(x, v, v * v, groups=2, activation=activation, implementation=FIRST) ** 3).sum()
+
+        return jax.grad(loss)(jnp.sin(t * x) + x)
+
+    y, terms = jax.jit(lambda t: jet.jet(f, (t,), ((jnp.ones_like(t),),)))(jnp.asarray(1.3))
+    for ours, expected in zip((y, *terms), (f(1.3), jax.jacfwd(f)(1.3)), strict=True):
+        np.testing.assert_allclose(ours, expected, rtol=1e-9, atol=1e-9)
+
+
 def test_jet_of_a_bare_convolution_stays_native():
     x, w = floats((1, 4, 4, 2), (3, 3, 2, 3), dtype="float32")
     conv2d = functools.partial(jaxconv.conv2d, implementation="native")

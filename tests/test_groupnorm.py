@@ -441,3 +441,18 @@ def test_parameters_may_be_narrower_than_float32_but_not_wider(x64):
     assert same_bits(narrow, jaxconv.groupnorm(x, v.astype("float32"), groups=2))
     with pytest.raises(TypeError, match="scale has dtype float64, expected float32 for x of bfloat16"):
         jaxconv.groupnorm(x, v.astype("float64"), groups=2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "activation", "barriers"), [("float32", "silu", 1), ("bfloat16", "silu", 2), ("bfloat16", "relu", 1)]
+)
+def test_xla_sums_up_what_it_has_summed_up(dtype, activation, barriers):
+    """Without a barrier it reads x and dy once more for dscale and dbias; dz of 16 bits with an exponential is kept."""
+    x = jnp.ones((2, 4, 4, 8), dtype)
+
+    def loss(x, scale, bias):
+        y = jaxconv.groupnorm(x, scale, bias, groups=2, activation=activation, implementation="xla")
+        return (y.astype(jnp.float32) ** 2).sum()
+
+    text = jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, jnp.ones(8), jnp.ones(8)).as_text()
+    assert text.count("stablehlo.optimization_barrier") == barriers

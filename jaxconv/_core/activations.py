@@ -27,7 +27,7 @@ RESIDUALS = {
     "hard_swish": "z",
 }
 NAMES = tuple(RESIDUALS)
-# What costs nothing where y is written, on a CPU too
+# What costs nothing where y is written, on a CPU too.
 CHEAP = ("none", "relu", "relu6", "leaky_relu", "hard_swish")
 
 Name = Literal[

@@ -17,6 +17,7 @@ import jax.extend
 import jax.numpy
 from jax._src import ad_checkpoint, checkify, config, core, dispatch, profiler, source_info_util, util
 from jax._src.interpreters import mlir as lowerings
+from jax._src.lax.lax import optimization_barrier_p
 from jax._src.lib import _jax, jaxlib_extension_version
 from jax.experimental import jet
 from jax.extend.core import ClosedJaxpr, Literal, Primitive
@@ -164,6 +165,11 @@ def seen_by_jet(primitive: Primitive, meaning: Callable[..., Any], bilinear: boo
     # checkpoint_name, which our derivative rules give to what remat may keep, and for which jet has none
     jet.jet_rules.setdefault(
         ad_checkpoint.name_p, lambda primals, series, **params: (ad_checkpoint.name_p.bind(*primals, **params), *series)
+    )
+    # The barrier in a group-norm's backward pass, of several values
+    jet.jet_rules.setdefault(
+        optimization_barrier_p,
+        lambda primals, series, **params: (optimization_barrier_p.bind(*primals, **params), [*series]),
     )
 
 

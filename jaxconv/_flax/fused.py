@@ -18,8 +18,9 @@ from jax.lax import dot_general
 
 from jaxconv import _problem
 from jaxconv._core.activations import Activation, activate
+from jaxconv._ops import reference
 from jaxconv._ops.conv import run_public
-from jaxconv._ops.conv_batchnorm import added, folded
+from jaxconv._ops.conv_batchnorm import folded
 from jaxconv._ops.conv_transpose import conv_general_dilated
 from jaxconv._ops.dense import dense as fused_dense
 from jaxconv._problem import ConvProblem, DenseProblem
@@ -140,7 +141,7 @@ def linear_batchnorm_inference(
         return run(x, filters, offset, activation)
     if w.ndim > 2:
         return run(x, filters, offset, activation, residual=residual)
-    return added(activation, run(x, filters, offset, Activation()), residual)
+    return reference.activated_sum(activation, run(x, filters, offset, Activation()), residual)[0]
 
 
 def dense(

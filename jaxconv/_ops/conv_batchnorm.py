@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxconv import _problem
-from jaxconv._core.activations import Activation, activate
 from jaxconv._core.types import (
     Array,
     Conv1dPadding,
@@ -60,12 +59,6 @@ def folded(
     s = scale * jax.lax.rsqrt(var + epsilon)
     each = s.reshape([-1 if a == axis else 1 for a in range(w.ndim)])
     return (w.astype(s.dtype) * each).astype(dtype), (bias - mean * s).astype(dtype)
-
-
-def added(activation: Activation, z: Array, residual: Array) -> Array:
-    """activation(z + residual), rounded to z's dtype once."""
-    wide = _problem.promoted(z.dtype, jnp.float32)
-    return activate(activation, z.astype(wide) + residual.astype(wide)).astype(z.dtype)
 
 
 def inference(

@@ -20,7 +20,7 @@ from jax import lax
 from jax.lax import conv_general_dilated, dot_general, reduce_window
 
 from jaxconv._core import primitives
-from jaxconv._core.activations import CHEAP, activate, activate_tangent
+from jaxconv._core.activations import CHEAP, Activation, activate, activate_tangent
 from jaxconv._problem import (
     AvgPoolProblem,
     BatchNormProblem,
@@ -332,13 +332,18 @@ def conv_epilogue(p: ConvProblem, z: jax.Array, *b: jax.Array) -> list[jax.Array
 
 def conv_added(p: ConvProblem, z: jax.Array, residual: jax.Array) -> list[jax.Array]:
     """z + residual, then conv's activation; [y] or [y, z]. Of 16 bits the sum is rounded once, to y."""
+    y, total = activated_sum(p.activation, z, residual)
+    return [y, total] if p.save_preactivation else [y]
+
+
+def activated_sum(activation: Activation, z: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(f(z + residual), z + residual), each rounded to z's dtype once."""
     # What only clips has the same bits in 16 bits. A sum in float32 XLA might keep in memory, for whoever reads y in
     # float32: the passes of a network with layer-norms in its residual blocks read and wrote 1.34 times as much.
-    clips = p.activation.name in ("none", "relu", "relu6")
+    clips = activation.name in ("none", "relu", "relu6")
     wide = z.dtype if clips else promoted(z.dtype, jnp.float32)
     total = z.astype(wide) + residual.astype(wide)
-    y = activate(p.activation, total).astype(z.dtype)
-    return [y, total.astype(z.dtype)] if p.save_preactivation else [y]
+    return activate(activation, total).astype(z.dtype), total.astype(z.dtype)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -794,7 +799,7 @@ def groupnorm_backward(p: GroupNormProblem, x, dy, scale, bias, mean, rstd) -> l
         z = xhat * of_channels(p, scale) + of_channels(p, bias)
         dz = activate_tangent(p.activation, z, dz)
         # Three passes read dz. XLA keeps it where an exponential is in it: in 16 bits, if it is told so.
-        if x.dtype.itemsize == 2 and p.activation.name not in CHEAP:
+        if not p.rows and x.dtype.itemsize == 2 and p.activation.name not in CHEAP:
             dz = lax.optimization_barrier(dz.astype(x.dtype)).astype(p.param_dtype)
     lead = len(p.lead)
     if p.rows:

@@ -169,7 +169,7 @@ class Conv(Planner):
 
     def exception(self, p: ConvProblem, device: Device, forced: bool) -> Plan | None:
         """On a GPU products of elements by XLA. On a CPU a convolution by native code, and its activation by XLA where
-        that is more than a comparison."""
+        that costs more than a comparison or a clip."""
         if device.platform == "cuda" and not forced and self.op != "conv_wgrad" and elementwise(p):
             return self.instead(ELEMENTWISE)
         if self.op != "conv" or forced or device.platform != "cpu" or p.activation.name in CHEAP:

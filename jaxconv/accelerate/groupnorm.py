@@ -72,7 +72,8 @@ class First:
 
     def grouped(self, shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
         """Whether `shape` is (N, G, ...), of whole's (N, C, ...): what is behind G is a group's channels and pixels."""
-        return len(shape) >= 3 and shape[:1] == whole[:1] and shape[1] > 0 and whole[1] % shape[1] == 0
+        numbers = len(shape) >= 3 and _problem.is_number(shape[1]) and _problem.is_number(whole[1])
+        return numbers and shape[0] == whole[0] and shape[1] > 0 and whole[1] % shape[1] == 0
 
     def kept(self, rank: int, alone: bool) -> tuple[int, int]:
         return 0, 1
@@ -86,8 +87,10 @@ def find_group_normalised(v: Value, order: Order) -> GroupNormalised | None:
         return None
     result, path, channels = v, [v], v.shape[order.axis]
     # Of one image the deviation is numbers per channel too.
-    v, bias, scales = affine(v, path, lambda numbers: _deviation(numbers, False, channels) is not None, order.axis)
-    grouped = v.made_by == "reshape" and order.grouped(v.node.inputs[0].shape, result.shape)
+    v, bias, scales = affine(
+        v, path, lambda numbers: _deviation(numbers, False, channels, order) is not None, order.axis
+    )
+    grouped = _reshaped(v) and order.grouped(v.node.inputs[0].shape, result.shape)
     if grouped:
         v = _inside(v, path)
     kept = order.kept(len(v.shape), not grouped)
@@ -95,7 +98,7 @@ def find_group_normalised(v: Value, order: Order) -> GroupNormalised | None:
     for name in ("mul", "div"):
         for rest, other in operands_of(v, name):
             numbers = numbers_along(other, v.shape, kept) if rest.shape == v.shape else None
-            found = None if numbers is None else _deviation(numbers, name == "div", channels)
+            found = None if numbers is None else _deviation(numbers, name == "div", channels, order)
             if found is not None:
                 deviation, v = found, rest
                 path.append(rest)
@@ -110,7 +113,7 @@ def find_group_normalised(v: Value, order: Order) -> GroupNormalised | None:
         return None
     if grouped:
         inner = unconverted(x)
-        if inner.made_by != "reshape" or inner.node.inputs[0].shape != result.shape:
+        if not _reshaped(inner) or inner.node.inputs[0].shape != result.shape:
             return None
         path.append(x)
         x = inner.node.inputs[0]
@@ -146,6 +149,11 @@ def affine(
             return v, bias, scales
 
 
+def _reshaped(v: Value) -> bool:
+    """Whether it is another array in a row, in the same order."""
+    return v.made_by == "reshape" and v.node.params["dimensions"] is None
+
+
 def _inside(v: Value, path: list[Value]) -> Value:
     """What the result was reshaped, and perhaps narrowed, from."""
     v = v.node.inputs[0]
@@ -164,14 +172,14 @@ def numbers_along(v: Value, shape: tuple[int, ...], kept: tuple[int, ...]) -> Va
     return None
 
 
-def _deviation(v: Value, divides: bool, channels: int) -> tuple[Value, float, list[Value]] | None:
+def _deviation(v: Value, divides: bool, channels: int, order: Order) -> tuple[Value, float, list[Value]] | None:
     """(var, epsilon, scales) where v is scales / sqrt(var + epsilon); with `divides` sqrt(var + epsilon)."""
     v = bare(v)
     for left, right in operands_of(v, "mul") if not divides else ():
-        found = _deviation(left, False, channels)
+        found = _deviation(left, False, channels, order)
         row = channels_of(right, v.shape)
-        if found is not None and row is not None and row[1] == len(v.shape) - 1 and v.shape[-1] == channels:
-            return found[0], found[1], [*found[2], row[0]]
+        if found is not None and row is not None and row[1] == order.axis % len(v.shape):
+            return (found[0], found[1], [*found[2], row[0]]) if v.shape[row[1]] == channels else None
     if v.made_by != ("sqrt" if divides else "rsqrt"):
         return None
     for var, epsilon in operands_of(v.node.inputs[0], "add"):
@@ -219,10 +227,9 @@ def _groups_of(u: Value | None, x: Value, alone: bool, order: Order) -> int | No
     u = None if u is None else unconverted(u)
     if alone:
         return x.shape[order.axis] if u is x else None
-    if u is None or u.made_by != "reshape" or unconverted(u.node.inputs[0]) is not x:
+    if u is None or not _reshaped(u) or unconverted(u.node.inputs[0]) is not x:
         return None
-    inside = u.node.params["dimensions"] is None and order.grouped(u.shape, x.shape)
-    return u.shape[order.kept(len(u.shape), False)[1]] if inside else None
+    return u.shape[order.kept(len(u.shape), False)[1]] if order.grouped(u.shape, x.shape) else None
 
 
 def _variance_of(v: Value, x: Value, mean: Value, order: Order) -> int | None:
@@ -250,9 +257,10 @@ def _variance_of(v: Value, x: Value, mean: Value, order: Order) -> int | None:
 
 
 def _left_to_xla(n: GroupNormalised, dtype: np.dtype) -> str | None:
-    """Why a norm stays as it was written: on a GPU a layer-norm, or an instance-norm of float32, whose plan is XLA. By
-    jaxconv's formula a CycleGAN's step took 1.09 times as long (H100): beside its padding XLA keeps x - mean. That the
-    formula is as fast for rows as any that somebody else wrote was not measured."""
+    """Why a norm stays as it was written: on a GPU a layer-norm, or an instance-norm of float32 or with channels first,
+    whose plan is XLA. By jaxconv's formula a CycleGAN's step took 1.09 times as long (H100): beside its padding XLA
+    keeps x - mean. That the formula is as fast for rows as any that somebody else wrote was not measured; statistics
+    over the last axes alone may be a layer-norm's over several, which no transposed array helps."""
     device = _plan.Device.default()
     if device.platform != "cuda":
         return None
@@ -275,7 +283,8 @@ def find_groupnorm(n: GroupNormalised, activations: Activations) -> Iterator[Fus
     dtype = x0.dtype if y.dtype == x0.dtype else n.result.dtype
     if {dtype.name, y.dtype.name} - set(_problem.DTYPES):
         raise Refusal(f"its types are {x0.dtype} -> {y.dtype}")
-    kept = n.groups is None or (n.groups == channels and dtype == jnp.float32)
+    alone = n.groups == channels and (dtype == jnp.float32 or n.axis == 1)
+    kept = n.groups is None or alone
     if kept and (why := _left_to_xla(n, dtype)):
         raise Refusal(why)
     params = jnp.float64 if dtype == jnp.float64 else jnp.float32

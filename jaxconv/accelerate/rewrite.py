@@ -88,7 +88,8 @@ class Rewriting:
 
         `once`: whether values that depend on weights alone are computed once, and not in every call. `of_cpu`: the
         program for CPUs, in which norms that go into no filter, dense layers, and what is behind a convolution stay as
-        they were written; but for bias, residual and comparison behind one with groups, which native code computes.
+        they were written; but for bias, residual and a cheap activation behind one with groups, which native code
+        computes.
         """
         self._of_cpu = of_cpu
         self.graph = Graph(closed, (lambda eqn: light_body(eqn, CPU)) if of_cpu else None)
