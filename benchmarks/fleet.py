@@ -141,19 +141,32 @@ class Case:
         return dataclasses.replace(self, placed=training.Placed(1, where, *arrays))
 
 
+def learning(way: str, case: Case) -> train.Way:
+    """The loss of a case that trains."""
+    model, net = case.model, case.net
+
+    def loss(params: Tree, stats: Tree, x: Tree, wanted: Tree) -> tuple[jax.Array, Tree]:
+        y, stats = net.apply(params, stats, x, True)
+        return model.goal.loss(y, wanted), stats
+
+    return train.Way(way, accelerate(loss) if way == "accelerate" else loss, model.rate)
+
+
+def answering(way: str, case: Case) -> Callable[..., Tree]:
+    """The answers of a case that answers."""
+
+    def answer(params: Tree, stats: Tree, x: Tree) -> Tree:
+        return case.net.apply(params, stats, x, False)[0]
+
+    return accelerate(answer) if way == "accelerate" else answer
+
+
 class Training:
     """A training step."""
 
     def __init__(self, way: str, case: Case, pool: concurrent.futures.Executor | None = None):
-        model, net = case.model, case.net
-
-        def loss(params: Tree, stats: Tree, x: Tree, wanted: Tree) -> tuple[jax.Array, Tree]:
-            y, stats = net.apply(params, stats, x, True)
-            return model.goal.loss(y, wanted), stats
-
-        self.way, self.start = way, (net.params, net.stats)
-        way_ = train.Way(way, accelerate(loss) if way == "accelerate" else loss, model.rate)
-        self.program = train.Program(way_, case.placed, *self.start, pool=pool)
+        self.way, self.start = way, (case.net.params, case.net.stats)
+        self.program = train.Program(learning(way, case), case.placed, *self.start, pool=pool)
 
     @property
     def trace_s(self) -> float:
@@ -199,16 +212,11 @@ class Answering:
     """A model's answers, queued."""
 
     def __init__(self, way: str, case: Case, pool: concurrent.futures.Executor | None = None):
-        net = case.net
-
-        def answer(params: Tree, stats: Tree, x: Tree) -> Tree:
-            return net.apply(params, stats, x, False)[0]
-
+        net, answer = case.net, answering(way, case)
         self.way = way
         begin = time.perf_counter()
         with train.Way(way, answer).lowered():
-            step = jax.jit(accelerate(answer) if way == "accelerate" else answer)
-            lowered = step.lower(net.params, net.stats, case.placed.images)
+            lowered = jax.jit(answer).lower(net.params, net.stats, case.placed.images)
         self.trace_s = time.perf_counter() - begin
         self.compiling: concurrent.futures.Future[tuple[Any, float]] = concurrent.futures.Future()
         if pool is None:

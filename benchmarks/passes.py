@@ -1,11 +1,12 @@
-"""`python -m benchmarks passes`: what XLA does between the calls of a training step, in bytes.
+"""`python -m benchmarks passes`: what XLA does between the calls of a program, in bytes.
 
     python -m benchmarks passes --model ddpm --ways flax,accelerate
     python -m benchmarks passes --model resnext50 --gpu "NVIDIA H100 80GB HBM3" --least 50
+    python -m benchmarks passes --fleet --model vae --ways plain,accelerate
 
-The step of `python -m benchmarks train` is compiled for a GPU, which need not be here: JAX's CUDA plugin compiles
-without one (`jax[cuda13]` installed, JAX_PLATFORMS=cpu), and jaxconv's CUDA module (JAXCONV_CUDA=ON) says what its
-kernels are. XLA then times nothing, and chooses its libraries' kernels blindly; what it fuses, copies and pads is what
+The step of `python -m benchmarks train`, or a program of `... fleet`, is compiled for a GPU, which need not be here:
+JAX's CUDA plugin compiles without one (`jax[cuda13]` installed, JAX_PLATFORMS=cpu), and jaxconv's CUDA module
+(JAXCONV_CUDA=ON) says what its kernels are. XLA then times nothing, and chooses its libraries' kernels blindly; what it fuses, copies and pads is what
 it does on the GPU.
 
 Each pass (an instruction of the program that is neither a convolution, a product nor a call) is listed with what it
@@ -27,7 +28,8 @@ from typing import Any
 
 import jax
 
-from benchmarks import limits, steps, train, training
+from benchmarks import fleet, fleet_models, fleet_report, limits, steps, train, training
+from benchmarks.fleet_models.model import Model
 from jaxconv import _plan
 from jaxconv._core import native
 
@@ -75,14 +77,28 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks passes", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="resnet50", choices=training.models())
-    parser.add_argument("--ways", default=["flax", "accelerate"], type=lambda text: text.split(","))
+    parser.add_argument("--model", default="resnet50", metavar="NAME", help="of train's, with --fleet of the fleet's")
+    parser.add_argument("--fleet", action="store_true", help="a program of the fleet")
+    parser.add_argument(
+        "--ways", type=lambda text: text.split(","), help="(flax,accelerate; --fleet: plain,accelerate)"
+    )
     parser.add_argument("--gpu", default="NVIDIA H200", choices=TARGETS)
-    parser.add_argument("--batch", type=int, metavar="N", help="images a step (as train's)")
-    parser.add_argument("--dtype", choices=training.DTYPES, help="of the computation (bf16, of the fleet's models f32)")
+    parser.add_argument("--batch", type=int, metavar="N", help="images a step (as train's, or the fleet's)")
+    parser.add_argument("--dtype", choices=training.DTYPES, help="of the computation (bf16; the fleet's own)")
     parser.add_argument("--least", type=float, default=50.0, metavar="MB", help="of the passes that are listed (50)")
     parser.add_argument("--small", action="store_true", help="a shrunk model")
     args = parser.parse_args(argv)
+    names = list(fleet_models.models() if args.fleet else training.models())
+    if args.model not in names:
+        parser.error(f"--model {args.model}: expected one of {', '.join(names)}")
+    if why := native.missing("cuda"):
+        parser.error(f"it takes jaxconv's CUDA module, to know its kernels: {why}")
+    if args.fleet:
+        args.ways = args.ways or ["plain", "accelerate"]
+        if unknown := set(args.ways) - set(fleet.WAYS):
+            parser.error(f"--ways {','.join(sorted(unknown))}: the fleet has {', '.join(fleet.WAYS)}")
+        return args
+    args.ways = args.ways or ["flax", "accelerate"]
     found = training.of_fleet(args.model)
     args.dtype = args.dtype or (found.dtype if found else "bf16")
     given = ["--model", args.model, "--ways", ",".join(args.ways), "--dtype", args.dtype]
@@ -90,14 +106,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     asked = train.parse([*given, "--small" if args.small else "--no-small"])
     if "torch" in asked.ways:
         parser.error("--ways torch: it is no program of XLA's")
-    if why := native.missing("cuda"):
-        parser.error(f"it takes jaxconv's CUDA module, to know its kernels: {why}")
     return argparse.Namespace(**{**vars(asked), **vars(args), "batch": asked.batch})
 
 
 @contextlib.contextmanager
-def compiling_for(kind: str) -> Iterator[Callable[[Callable[..., Any], Sequence[Any]], Any]]:
-    """A function that compiles one (of arguments' shapes) for a GPU of `kind`, as jaxconv plans for it."""
+def compiling_for(kind: str) -> Iterator[Callable[[Asked], Any]]:
+    """A function that compiles a program for a GPU of `kind`, as jaxconv plans for it."""
     from jax.experimental import topologies
 
     target = TARGETS[kind]
@@ -109,8 +123,9 @@ def compiling_for(kind: str) -> Iterator[Callable[[Callable[..., Any], Sequence[
     def placed(a: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(a.shape, jax.dtypes.canonicalize_dtype(a.dtype), sharding=there)
 
-    def compiled(f: Callable[..., Any], shapes: Sequence[Any]) -> Any:
-        return jax.jit(f, donate_argnums=0).lower(*jax.tree.map(placed, shapes)).compile()
+    def compiled(asked: Asked) -> Any:
+        step = jax.jit(asked.function, donate_argnums=0 if asked.has_state else None)
+        return step.lower(*jax.tree.map(placed, asked.arguments)).compile()
 
     with _plan.Device.assumed(_plan.Device("cuda", kind, target.capability, target.multiprocessors)):
         yield compiled
@@ -173,18 +188,57 @@ def lines(way: str, text: steps.Text, target: Target, least: float) -> Iterator[
 # The command
 
 
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """A program that is to be compiled."""
+
+    way: train.Way
+    function: Callable[..., Any]
+    arguments: Sequence[Any]  # arrays, or their shapes
+    has_state: bool  # the first argument, which a step uses up
+
+
+def of_train(args: argparse.Namespace) -> Iterator[Asked]:
+    params, stats = jax.eval_shape(functools.partial(train.initial, args), training.batch(args, 1)[0])
+    for name in args.ways:
+        way = train.Way.make(name, args)
+        yield Asked(way, train.train_step(way.loss), train.shapes(args, params, stats), True)
+
+
+def model_of(args: argparse.Namespace) -> Model:
+    """The fleet's, as --batch and --dtype ask for it."""
+    model = fleet_models.models()[args.model]
+    size = model.size(args.small)
+    size = dataclasses.replace(size, batch=args.batch or size.batch)
+    return dataclasses.replace(model, full=size, dtype=args.dtype or model.dtype)
+
+
+def of_fleet(model: Model, ways: Sequence[str]) -> Iterator[Asked]:
+    case = fleet.Case.make(model, small=False)
+    params, stats, data = case.net.params, case.net.stats, case.placed
+    for name in ways:
+        if model.use == "train":
+            way = fleet.learning(name, case)
+            state = params, params, stats
+            yield Asked(way, train.train_step(way.loss, way.rate), (state, data.images, data.labels), True)
+        else:
+            answer = fleet.answering(name, case)
+            yield Asked(train.Way(name, answer), answer, (params, stats, data.images), False)
+
+
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     say = functools.partial(print, flush=True)
-    title = f"{args.model}, {args.batch} images of {args.image}, {args.dtype}"
+    if args.fleet:
+        model = model_of(args)
+        title, every = f"{args.model}, {fleet_report.size_of(model, model.full)}", of_fleet(model, args.ways)
+    else:
+        title, every = f"{args.model}, {args.batch} images of {args.image}, {args.dtype}", of_train(args)
     say(f"{title}; compiled for one {args.gpu} by jax {jax.__version__}")
-    params, stats = jax.eval_shape(functools.partial(train.initial, args), training.batch(args, 1)[0])
-    shapes = train.shapes(args, params, stats)
-    for name in args.ways:
-        way = train.Way.make(name, args)
-        with compiling_for(args.gpu) as compiled, way.lowered():
-            program = compiled(train.train_step(way.loss), shapes)
-        for line in lines(name, steps.Text(program.as_text()), TARGETS[args.gpu], args.least):
+    for asked in every:
+        with compiling_for(args.gpu) as compiled, asked.way.lowered():
+            program = compiled(asked)
+        for line in lines(asked.way.name, steps.Text(program.as_text()), TARGETS[args.gpu], args.least):
             say(line)
         say(f"  {train.memory_bytes(program) / 2**30:.2f} GiB")
     return 0

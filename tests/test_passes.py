@@ -102,6 +102,9 @@ def test_the_lines_are_sums_and_the_largest():
     [
         ("", ["--ways", "flax,tensorflow"], "expected some of flax"),
         ("", ["--gpu", "a GPU"], "invalid choice"),
+        ("", ["--model", "nobody"], "expected one of resnet50"),
+        ("", ["--fleet", "--model", "nobody"], "expected one of resnet18_32"),
+        ("", ["--fleet", "--model", "vgg16", "--ways", "flax"], "the fleet has plain, enable, accelerate"),
         ("built without CUDA", [], "it takes jaxconv's CUDA module, to know its kernels: built without CUDA"),
     ],
 )
@@ -112,7 +115,12 @@ def test_bad_options_are_refused(missing, options, message, capsys, monkeypatch)
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.skipif(importlib.util.find_spec("jax_cuda13_plugin") is None, reason="it takes JAX's CUDA plugin")
+needs_the_plugin = pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is None, reason="it takes JAX's CUDA plugin"
+)
+
+
+@needs_the_plugin
 @pytest.mark.skipif(native.cuda is None, reason="it takes jaxconv's CUDA module")
 def test_a_step_is_compiled_for_a_gpu_that_need_not_be_here(capsys):
     assert passes.main(["--small", "--model", "resnet50", "--batch", "64"]) == 0
@@ -123,3 +131,13 @@ def test_a_step_is_compiled_for_a_gpu_that_need_not_be_here(capsys):
         return int(line.partition(f" {what}")[0].rpartition(" ")[2])
 
     assert count(accelerated, "passes") < count(flax, "passes")
+
+
+@needs_the_plugin
+@pytest.mark.skipif(native.cuda is None, reason="it takes jaxconv's CUDA module")
+@pytest.mark.parametrize("model", ["vgg16", "unet_serve"])
+def test_programs_of_the_fleet_are_compiled_too(model, capsys):
+    assert passes.main(["--small", "--fleet", "--model", model, "--batch", "3"]) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"{model}, f32, 3 x ")
+    assert [line.partition(":")[0] for line in lines if " passes, " in line] == ["plain", "accelerate"]
