@@ -9,12 +9,16 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from helpers import H200, PLATFORM, with_hoppers_code
 
 import jaxconv
 from jaxconv import _plan
+from jaxconv._core import primitives
 from jaxconv._core.activations import Activation
+from jaxconv._ops import batchnorm
 from jaxconv._problem import BatchNormProblem
 
 # algorithm -> groups of 64 channels, dtype, whether its kernel reads channels last
@@ -96,10 +100,60 @@ def test_a_chain_is_transposed_at_its_ends_only(algorithm):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_channels_first_batch_norm_stays_with_xla_which_keeps_its_neighbours_layout(dtype, code_for_gpus):
-    shape, relu = (256, 64, 56, 56), Activation("relu")
-    problem = BatchNormProblem("batchnorm", dtype, shape, 1, True, 0.9, 1e-5, relu)
-    for op in ("batchnorm_train", "batchnorm_backward"):
-        made = _plan.plan(op, problem, H200)
-        assert made.implementation == "xla" and "copy" in made.reason
-        assert _plan.plan(op, dataclasses.replace(problem, implementation="native"), H200).implementation == "native"
+def test_a_channels_first_batch_norm_is_planned_as_its_channels_last_one(dtype, code_for_gpus):
+    relu = Activation("relu")
+    problem = BatchNormProblem("batchnorm", dtype, (256, 64, 56, 56), 1, True, 0.9, 1e-5, relu)
+    last = dataclasses.replace(problem, shape=(256, 56, 56, 64), channel_axis=3)
+    assert problem.channels_last == last
+    for op in ("batchnorm_train", "batchnorm_backward", "batchnorm_moments"):
+        made, expected = _plan.plan(op, problem, H200), _plan.plan(op, last, H200)
+        assert made.implementation == "native" and made.asks_channels_last
+        assert made == dataclasses.replace(expected, asks_channels_last=True)
+        forced = _plan.plan(op, dataclasses.replace(problem, implementation="native"), H200)
+        assert forced.implementation == "native" and not forced.asks_channels_last
+    bare = dataclasses.replace(problem, activation=Activation())
+    assert _plan.plan("batchnorm_train", bare, H200).implementation == "xla"
+    between = dataclasses.replace(problem, shape=(256, 56, 64, 56), channel_axis=2)
+    assert "other axes" in _plan.plan("batchnorm_train", between, H200).reason
+
+
+@with_hoppers_code
+@pytest.mark.parametrize("instances", [None, 2])
+def test_a_channels_first_batch_norm_calls_a_kernel_for_channels_last(instances, code_for_gpus):
+    def there_and_back(x, residual, dy, *v):
+        def norm(x, scale, bias, mean, var, residual):
+            options = dict(training=True, channel_axis=1, activation="relu", residual=residual)
+            return jaxconv.batchnorm(x, scale, bias, mean, var, **options)[0]
+
+        y, back = jax.vjp(norm, x, *v, residual)
+        return y, back(dy)
+
+    lead = () if instances is None else (instances,)
+    x, v = jax.ShapeDtypeStruct((*lead, 256, 64, 28, 28), "bfloat16"), jax.ShapeDtypeStruct((*lead, 64), "float32")
+    f = there_and_back if instances is None else jax.vmap(there_and_back)
+    with _plan.Device.assumed(H200):
+        text = jax.jit(f).trace(x, x, x, *[v] * 4).lower(lowering_platforms=("cuda",)).as_text()
+    calls = re.findall(r"stablehlo.custom_call @jaxconv_batchnorm_(\w+)_v2.* : \((.*?)\) -> (.*)", text)
+    assert sorted(name for name, _, _ in calls) == ["backward", "train"]
+    moved = "x".join(map(str, (*lead, 256, 28, 28, 64)))
+    for _, operands, results in calls:
+        large = [of for of in re.findall(r"tensor<(\w+)xbf16>", operands + results)]
+        assert len(large) >= 3 and set(large) == {moved}
+
+
+@pytest.mark.parametrize("instances", [None, 2])
+@pytest.mark.parametrize("residual", [False, True])
+def test_a_batch_norm_of_moved_channels_is_the_same(residual, instances):
+    problem = BatchNormProblem(
+        *("batchnorm", "float32", (3, 5, 4, 2), 1, True, 0.9, 1e-5, Activation("silu"), residual),
+        batch=instances,
+        want_dresidual=residual,
+    )
+    for op in (batchnorm.train, batchnorm.infer, batchnorm.moments, batchnorm.backward, batchnorm.dx_of_sums):
+        p = dataclasses.replace(problem, count=60) if op is batchnorm.dx_of_sums else problem
+        rng = np.random.default_rng(0)
+        args = [jnp.asarray(rng.random(shape) + 0.5, dtype) for shape, dtype in op.operands(p).values()]
+        moved = batchnorm.FAMILY.moved(op, p, *args)
+        for out, expected in zip(moved, primitives.listed(op(p, *args)), strict=True):
+            assert out.shape == expected.shape
+            np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)

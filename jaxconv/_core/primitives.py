@@ -79,6 +79,9 @@ class Family:
     # (op, problem, args, dims) -> results, their batch axes; None maps the reference
     batch: Callable[[Any, Any, list[Array], list[int | None]], Batched] | None = None
     seen: Callable[[Any], Any] = lambda p: p  # the problem as native code sees it
+    # (op, problem, *arrays) -> results: the op of channels-last arrays, for a plan that asks for them where `layout`
+    # cannot
+    moved: Callable[..., list[Array]] | None = None
 
     def kind(self, role: str) -> str:
         return next((kind for kind, roles in self.kinds.items() if role in roles.split()), role)
@@ -442,6 +445,8 @@ def _lower(op: Kernel, platform: str | None, ctx: mlir.LoweringRuleContext, *ope
     if plan.implementation != "native":
         with as_lax():
             return by_xla() if plan.implementation == "xla" else through(functools.partial(op.reference, problem))
+    if plan.asks_channels_last and op.family.moved is not None:
+        return through(functools.partial(op.family.moved, op, problem))
     if platform == "cpu" and any(a.dtype.itemsize == 2 and not _whole_numbers(a.dtype) for a in ctx.avals_in):
         return through(functools.partial(_through_float32, op, problem, plan.kernel))
     wire = op.wire(problem, plan)

@@ -174,7 +174,18 @@ def _passes_dz(p: BatchNormProblem) -> bool:
 # The kernels
 
 
-FAMILY = primitives.Family({"x": "x y dy dx r dr c residual dresidual", "e": "signs"}, _array, attrs, _partition)
+def _channels_last(op: primitives.Kernel, p: BatchNormProblem, *args: Array) -> list[Array]:
+    """The op with the channels of images moved to the end, and back. In memory they lie so already between
+    convolutions, where XLA moves nothing."""
+    kinds, axis = (op.operand_kinds(p), op.result_kinds(p)), len(p.lead) + p.channel_axis
+    args = [jnp.moveaxis(a, axis, -1) if kind == "x" else a for a, kind in zip(args, kinds[0], strict=True)]
+    outs = primitives.listed(op(p.channels_last, *args))
+    return [jnp.moveaxis(a, -1, axis) if kind == "x" else a for a, kind in zip(outs, kinds[1], strict=True)]
+
+
+FAMILY = primitives.Family(
+    {"x": "x y dy dx r dr c residual dresidual", "e": "signs"}, _array, attrs, _partition, moved=_channels_last
+)
 INSTANCES = replace(FAMILY, batch=primitives.by_instances)
 
 # Two sums about a sample, and the normalisation

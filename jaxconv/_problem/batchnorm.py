@@ -87,6 +87,12 @@ class BatchNormProblem:
         return (self.batch or 1) * self.reduced * self.channels
 
     @property
+    def channels_last(self) -> BatchNormProblem:
+        """The same of x with the channels moved behind the other axes."""
+        others = [extent for axis, extent in enumerate(self.shape) if axis != self.channel_axis]
+        return dataclasses.replace(self, shape=(*others, self.channels), channel_axis=len(others))
+
+    @property
     def of_dz(self) -> BatchNormProblem:
         """dx of given sums, as native code sees it: of dz it is that of a bare normalisation."""
         return dataclasses.replace(self, activation=NO_ACTIVATION, residual=False) if self.dz else self
