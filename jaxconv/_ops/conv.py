@@ -463,7 +463,7 @@ def _conv_then_add(p: ConvProblem, x: Array, w: Array, *rest: Array) -> list[Arr
         return reference.conv_added(p, z, residual)
     total = z + residual
     y = activate(p.activation, total)
-    return [y, total] if p.save_preactivation else [y]
+    return [y, total] if p.save_preactivation else [reference.hidden(p, y)]
 
 
 # conv_add: conv with an array like y added before the activation; one kernel where the plan has one that adds
