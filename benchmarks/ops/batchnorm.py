@@ -267,6 +267,11 @@ CASES = (
     BatchNormCase("r50.s3", 256, 1024, (14, 14)),
     BatchNormCase("r50.s4", 256, 2048, (7, 7)),
     BatchNormCase("small", 32, 64, (28, 28)),
+    BatchNormCase("few.16", 8, 256, (16, 16)),
+    BatchNormCase("few.8", 8, 512, (8, 8)),
+    BatchNormCase("wide.64", 64, 64, (64, 64)),
+    BatchNormCase("wide.90", 64, 256, (90, 90)),
+    BatchNormCase("wide.45", 64, 512, (45, 45)),
     *_MODELS,
     BatchNormCase("cpu.bn", 8, 64, (56, 56), suite="cpu"),
 )

@@ -126,5 +126,12 @@ CASES = (
     GroupNormCase("sd.64", 8, 320, (64, 64)),
     GroupNormCase("sd.32", 8, 640, (32, 32)),
     GroupNormCase("vae.256", 2, 256, (256, 256)),
+    GroupNormCase("vae.128", 16, 128, (128, 128)),
+    GroupNormCase("vae.16", 16, 512, (16, 16)),
+    GroupNormCase("unet.256", 8, 32, (256, 256), groups=8),
+    GroupNormCase("unet.128", 8, 64, (128, 128), groups=8),
+    GroupNormCase("tower.128", 64, 32, (128, 128), groups=8),
+    GroupNormCase("instance.256", 12, 32, (256, 256), groups=32),
+    GroupNormCase("instance.16", 12, 512, (16, 16), groups=512),
     GroupNormCase("cpu.gn", 4, 128, (32, 32), suite="cpu"),
 )
