@@ -17,12 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import equations, normal, same_bits
+from helpers import H100, equations, normal, same_bits
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxconv
+from jaxconv import _plan
 from jaxconv._core import primitives
 from jaxconv.joints import joint, region, rules
 
@@ -145,6 +146,7 @@ ADD, STATISTICS, ALONE = (
 SUMS, SHORTCUT = "a dgrad that takes a batch-norm's sums", "two batch-norms of a residual block"
 CHAIN, PRODUCT = "a convolution that normalises its input", "a product that applies an activation's derivative"
 NORM_ADD, BIAS = "a batch-norm that adds another gradient", "a bias' gradient from a norm's sums"
+BETWEEN = "a batch-norm between calls"
 PIECES, AGAIN = "a concatenation's statistics", "a concatenation that is made again"
 
 
@@ -338,6 +340,21 @@ ROWS: dict[str, Row] = {
         "batchnorm_backward_add",
         ruled_out=True,
     ),
+    "between": Row(
+        lambda x, w1, w2, *v: conv(norm(conv(x, w1), *v), w2, 2),
+        (X, (3, 3, 8, 8), DEEP, V, V),
+        {BETWEEN: 1},
+        {"batchnorm_train": 1, "batchnorm_backward": 1},
+        wants="batchnorm_train",
+    ),
+    "between, read": Row(  # by what XLA could fuse with the normalisation
+        lambda x, w1, w2, *v: (conv(z := norm(conv(x, w1), *v), w2), jnp.sin(z)),
+        (X, (3, 3, 8, 8), DEEP, V, V),
+        {ADD: 1},
+        {"batchnorm_train": 1},
+        wants="batchnorm_train",
+        ruled_out=True,
+    ),
     "pieces": Row(  # the last norm has three, of which the norm before it has two
         dense_block,
         (X, (3, 3, 8, 4), (1, 1, 12, 2), V, V, (12,), (12,)),
@@ -456,6 +473,23 @@ def test_rules_are_applied(row, took):
     assert collections.Counter(applied) == row.applied
     assert {name: found[f"jaxconv_{name}"] for name in row.has} == row.has
     assert not [name for name in row.gone.split() if found[f"jaxconv_{name}"]]
+
+
+@pytest.mark.parametrize("backward", ["conv", "add"])
+def test_a_batch_norm_between_calls_is_planned_as_one_with_an_activation(backward, code_for_gpus):
+    """If its result and the gradient of it are made and read by calls alone."""
+
+    def f(x, w1, w2, scale, bias):
+        y = norm(conv(x, w1), scale, bias)
+        return conv(y, w2) if backward == "conv" else jnp.sin(conv(y, w2)) + jnp.cos(y)
+
+    shapes = ((64, 64, 64, 64), (3, 3, 64, 64), (1, 1, 64, 64), (64,), (64,))
+    args = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
+    with _plan.Device.assumed(H100):
+        traced = jax.jit(jax.grad(lambda *a: jaxconv.accelerate(f)(*a).sum(), (0, 1, 2))).trace(*args)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    native = backward == "conv"
+    assert text.count("@jaxconv_batchnorm_train_v2") == text.count("@jaxconv_batchnorm_backward_v2") == native
 
 
 def test_each_rule_has_a_row():

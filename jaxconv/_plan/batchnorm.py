@@ -121,7 +121,7 @@ class BatchNorm(Planner):
         return self.cannot(p, own, "two_read") if isinstance(own, str) else dataclasses.replace(own, reason=reason)
 
     def overruled(self, p: BatchNormProblem, device: Device, best: Plan | None) -> Plan | None:
-        if p.activation.name == "none" and not p.residual:
+        if p.activation.name == "none" and not p.residual and not p.apart:
             # Alone the native kernel may win; in a model XLA joins its normalisation with the add or activation behind
             # it and its sums with the mask before it, and a custom call would cost these a pass of their own.
             return self.instead(
@@ -136,7 +136,7 @@ class BatchNorm(Planner):
         op = self.op
         if op == "batchnorm_shortcut_backward":
             op = "batchnorm_shortcut"  # measured forward and backward, against two batch-norms
-        elif op != "batchnorm_infer" and (p.activation.name != "none" or p.residual):
+        elif op != "batchnorm_infer" and (p.activation.name != "none" or p.residual or p.apart):
             # Measured and chosen forward and backward together: a native forward that won by 4 % alone lost 15 % beside
             # an XLA backward, which then read what XLA would have fused.
             op = "batchnorm_residual" if p.residual else "batchnorm_fused"

@@ -31,6 +31,7 @@ class BatchNormProblem:
     activation: Activation = NO_ACTIVATION
     residual: bool = False
     masked: bool = False  # the statistics are those of a part of x
+    apart: bool = False  # its neighbours are calls, so that XLA can fuse it with nothing
     batch: int | None = None  # instances made by vmap, the leading axis of every array
     # The backward pass: what is wanted besides the sums
     want_dx: bool = True

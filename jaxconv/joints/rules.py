@@ -540,6 +540,40 @@ def norm_and_convolution(program: Program, node: Node, device: _plan.Device) -> 
     return True
 
 
+def _is_call(node: Node | None, device: _plan.Device) -> bool:
+    """Whether the node is a kernel, or a convolution of XLA's, which takes no operation in front of it or behind it."""
+    if node is None or node.call is not None or "problem" not in node.params:
+        return False
+    op = node.name.removeprefix("jaxconv_")
+    convolves = op in ("conv_fprop", "conv_dgrad", "conv_wgrad")
+    return op in _plan.OPS and (convolves or wants(op, node.params["problem"], device))
+
+
+def norm_between_calls(program: Program, node: Node, device: _plan.Device) -> bool:
+    """A batch-norm without activation or residual, whose neighbours are calls. XLA, which would fuse it with others,
+    reads and writes as much for it alone as for one with an activation."""
+    p: BatchNormProblem = node.params["problem"]
+    bare = p.activation == Activation() and not p.residual and not p.masked and not p.apart
+    if not bare or p.implementation or p.algorithm:
+        return False
+    apart = replace(p, apart=True)
+    if not all(_is_call(user, device) for user in readers(node.outputs[0])):
+        return False
+    back = _backward_of(node)
+    if back is not None:
+        dy = back.inputs[1]
+        if not _is_call(dy.node, device) or not read_by(dy, back):
+            return False
+    if not wants("batchnorm_train", apart, device):
+        return False
+    if back is not None:
+        q = replace(back.params["problem"], apart=True)
+        call = functools.partial(batchnorm.backward, q)
+        program.splice([back], back.inputs, back.outputs, call, norm_between_calls, q)
+    program.splice([node], node.inputs, node.outputs, functools.partial(batchnorm.train, apart), norm_between_calls, p)
+    return True
+
+
 def norm_and_add(program: Program, node: Node, device: _plan.Device) -> bool:
     """A batch-norm's dx and another gradient, as when its input is a block's sum: the second walk over x adds it."""
     if len(node.inputs) != 2 or split_by_type(*node.inputs):
@@ -635,6 +669,7 @@ def product_and_activation(program: Program, node: Node, device: _plan.Device) -
 RULES = (
     Rule("two batch-norms of a residual block", ("jaxconv_batchnorm_train",), norm_and_shortcut),
     Rule("a convolution that normalises its input", ("jaxconv_batchnorm_train",), norm_and_convolution),
+    Rule("a batch-norm between calls", ("jaxconv_batchnorm_train",), norm_between_calls),
     Rule("a concatenation's statistics", ("jaxconv_batchnorm_train",), norm_of_pieces),
     Rule("a concatenation that is made again", ("jaxconv_batchnorm_backward",), pieces_again),
     Rule("a dgrad that takes a batch-norm's sums", ("jaxconv_batchnorm_train",), sums_in_dgrad),
