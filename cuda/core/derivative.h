@@ -31,10 +31,10 @@ constexpr bool HasPieces(Activation f) {
 // t * f', where kept is what f was given; of elu, tanh and sigmoid what it gave, of relu, relu6 and a leaky_relu of positive
 // slope either.
 struct DerivativePieces {
-  float from = 0.f, to = 0.f;                   // f' is 1 in [from, to]
+  float from = 0.f, to = 0.f;                        // f' is 1 in [from, to]
   float constant = 1.f, linear = 0.f, square = 0.f;  // elsewhere this polynomial of kept
-  bool curved = false;                          // it is more than its constant, and kept is finite
-  bool drops = false;                           // elsewhere t is dropped, whatever it is
+  bool curved = false;  // it is more than its constant, and kept is finite
+  bool drops = false;   // elsewhere t is dropped, whatever it is
 
   DerivativePieces() = default;
   DerivativePieces(Activation f, double slope) {

@@ -43,12 +43,17 @@ class DgradAdd(conv.Conv):
         if bare.implementation != "native":
             if device.partitioned:
                 return two(reason)
-            # In place it writes only what a tap reaches, and that it also reads.
-            own = 2 * p.reached - 1 if math.prod(p.stride) > 1 else 1
-            faster, reason = _faster(adds.kernel, p, device, own, "with its addend", "add")
+            faster, reason = adds_faster(adds.kernel, p, device)
             if not faster:
                 return two(reason)
         return dataclasses.replace(adds, reason=f"{reason}; c is added in the same pass")
+
+
+def adds_faster(kernel: str, p: ConvProblem, device: Device) -> tuple[bool, str]:
+    """Whether the kernel with an addend beats XLA's dgrad and its add; why."""
+    # In place it writes only what a tap reaches, and that it also reads.
+    own = 2 * p.reached - 1 if math.prod(p.stride) > 1 else 1
+    return _faster(kernel, p, device, own, "with its addend", "add")
 
 
 def _by_the_dgrads(planner: conv.Conv, bare: Plan, p: ConvProblem, device: Device) -> tuple[str, Plan | str]:

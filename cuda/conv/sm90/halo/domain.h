@@ -125,8 +125,7 @@ inline std::string RefuseHaloWgradTf32(const ConvProblem& p, const HaloWalk& wal
 
 inline std::string RefuseHalo(ConvOp op, const ConvProblem& p) {
   const bool wgrad = op == ConvOp::kWgrad;
-  const bool dgrad =
-      op == ConvOp::kDgrad || op == ConvOp::kDgradAdd || op == ConvOp::kGradient;
+  const bool dgrad = op == ConvOp::kDgrad || op == ConvOp::kDgradAdd || op == ConvOp::kGradient;
   const bool tf32 = p.dtype == DType::kF32;
   if (op == ConvOp::kStatistics || op == ConvOp::kDgradSums)
     return "sm90/halo makes no statistics and no sums for a batch-norm";

@@ -38,8 +38,7 @@ struct HaloTotals {
 
 // Behind a launch whose p.ctas are filled in.
 template <typename T>
-Status AddHaloSums(const Context& ctx, const HaloProduct& p, void* dbias,
-                   const std::string& what) {
+Status AddHaloSums(const Context& ctx, const HaloProduct& p, void* dbias, const std::string& what) {
   return LaunchColumnTotals<8, 1>(ctx, p.parts, 2 * p.ctas, p.instances * p.n,
                                   HaloTotals<T>{static_cast<T*>(dbias)}, what);
 }

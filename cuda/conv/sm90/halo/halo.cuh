@@ -109,17 +109,18 @@ struct HaloOutbox {
   }
 
   // acc *= f' of the tile's part of `kept`, rounded; sum += its sums of the thread's upper and lower channel.
-  __device__ __forceinline__ void GoBack(const HaloProduct& p, const T* kept, int tile,
-                                         int channel, float (&acc)[128], float (&sum)[2]) const {
+  __device__ __forceinline__ void GoBack(const HaloProduct& p, const T* kept, int tile, int channel,
+                                         float (&acc)[128], float (&sum)[2]) const {
     float part[2] = {};
-    ReadTile<true>(p, kept, tile, channel, [&](int i, int row, float2 two, bool first, bool second) {
-      const uint32_t pair = PackHalves(p.derivative(two.x, acc[i]), p.derivative(two.y, acc[i + 1]),
-                                       T());
-      const float2 d = UnpackPair(pair, T());
-      acc[i] = d.x;
-      acc[i + 1] = d.y;
-      part[row] += (first ? d.x : 0.f) + (second ? d.y : 0.f);
-    });
+    ReadTile<true>(
+        p, kept, tile, channel, [&](int i, int row, float2 two, bool first, bool second) {
+          const uint32_t pair =
+              PackHalves(p.derivative(two.x, acc[i]), p.derivative(two.y, acc[i + 1]), T());
+          const float2 d = UnpackPair(pair, T());
+          acc[i] = d.x;
+          acc[i + 1] = d.y;
+          part[row] += (first ? d.x : 0.f) + (second ? d.y : 0.f);
+        });
     sum[0] += part[0];
     sum[1] += part[1];
   }
@@ -141,8 +142,7 @@ struct HaloOutbox {
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const bool exists = at.digit[3] < p.made[0] && at.digit[2] < p.made[1] &&
-                            at.digit[1] < p.made[2] &&
-                            first + part * 32 + i * 16 < p.line.places;
+                            at.digit[1] < p.made[2] && first + part * 32 + i * 16 < p.line.places;
         const bool made = exists && wanted;
         if constexpr (kWhere) where[i] = __ballot_sync(0xffffffffu, exists);
         const int64_t pixel = int64_t(at.digit[0]) * p.image + at.digit[1] * p.plane +

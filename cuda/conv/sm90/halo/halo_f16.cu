@@ -9,7 +9,7 @@ Status LaunchHaloProductF16(const Context& ctx, HaloProduct& p, bool dgrad, int 
 }
 
 Status LaunchHaloGradientF16(const Context& ctx, HaloProduct& p, void* dbias, int multiprocessors,
-                              const std::string& what) {
+                             const std::string& what) {
   return LaunchHaloGradient<__half>(ctx, p, dbias, multiprocessors, what);
 }
 

@@ -37,8 +37,8 @@ __device__ __forceinline__ void FinishBeside(const HaloProduct& p, int tile, int
   const auto load = [&](int eight) {
 #pragma unroll
     for (int i = 0; i < kEight; ++i) {
-      const int place = tile * kHaloTf32Places + (eight * kEight + i) / 2 * 8 +
-                        threadIdx.x % 4 * 2 + i % 2;
+      const int place =
+          tile * kHaloTf32Places + (eight * kEight + i) / 2 * 8 + threadIdx.x % 4 * 2 + i % 2;
       const Digits4 at = SplitDigits(place, p.by_extent[2], p.by_extent[1], p.by_extent[0]);
       const bool made = at.digit[3] < p.made[0] && at.digit[2] < p.made[1] &&
                         at.digit[1] < p.made[2] && place < p.line.places;
