@@ -38,8 +38,8 @@ replace = dataclasses.replace
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The arrays, by kind: x and y are activations, w the filter, b the bias; s numbers for y's channels, p for x's, d of x's
-# type; e a bit for each element of a channels-last x
+# The arrays, by kind: x and y are activations, w the filter, b the bias; s numbers for y's channels, p for x's, d for
+# x's in x's type; e a bit for each element of a channels-last x
 
 KINDS = {
     "x": "x dx c dz",
