@@ -320,17 +320,58 @@ def test_halo_goes_back_exactly(case, activation, dtype):
             assert_exact(got, want)
 
 
+# narrow/rows: one octet of channels and several, no whole slab, images that share a strip, strips of an image
+NARROW: dict[str, dict[str, Any]] = {
+    "one_pixel": dict(shape=(1, 1, 1), c=8, k=8, filter=(3, 3)),
+    "8_of_8": dict(shape=(2, 5, 6), c=8, k=8, filter=(3, 3)),
+    "16_of_32": dict(shape=(3, 7, 5), c=16, k=32, filter=(3, 3)),
+    "32_of_32": dict(shape=(5, 13, 11), c=32, k=32, filter=(3, 3)),
+    "56_of_16": dict(shape=(3, 9, 8), c=56, k=16, filter=(3, 3)),
+    "128_of_8": dict(shape=(3, 9, 8), c=128, k=8, filter=(3, 3)),
+    "valid": dict(shape=(3, 9, 8), c=24, k=16, filter=(3, 3), padding="VALID"),
+    "uneven": dict(shape=(2, 9, 40), c=8, k=24, filter=(3, 3), padding=((0, 2), (2, 1))),
+    "strips": dict(shape=(2, 5, 700), c=16, k=16, filter=(3, 3)),
+    "many": dict(shape=(300, 21, 21), c=32, k=16, filter=(3, 3)),
+    "first": dict(shape=(2, 5, 6), c=16, k=24, filter=(3, 3), layout="NCHW"),
+}
+
+
 @on_hopper
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16", "float16"))
-@pytest.mark.parametrize("n, h, c, k", [(64, 56, 64, 64), (32, 112, 128, 64), (16, 224, 64, 8)])
-def test_halo_of_large_arrays(n, h, c, k, dtype):
-    """Many tiles a CTA, and sums that are the same each time."""
+@pytest.mark.parametrize("activation", BY_PIECES, ids=helpers.label)
+@pytest.mark.parametrize("case", NARROW)
+def test_narrow_goes_back_exactly(case, activation, dtype):
+    p = gradient_problem(NARROW[case], activation, dtype=dtype, algorithm="narrow/rows", precision="default")
+    f = jax.jit(functools.partial(conv.gradient, p))
+    for seed in (0, 10):
+        args = gradient_args(p, seed)
+        assert calls(f, *args) == {"conv_gradient": 1}
+        for got, want in zip(f(*args), gradient_wanted(p, *args), strict=True):
+            assert_exact(got, want)
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16", "float16"))
+@pytest.mark.parametrize(
+    "kernel, n, h, c, k",
+    [
+        ("sm90/halo", 64, 56, 64, 64),
+        ("sm90/halo", 32, 112, 128, 64),
+        ("sm90/halo", 16, 224, 64, 8),
+        ("narrow/rows", 1024, 42, 16, 16),
+        ("narrow/rows", 1024, 21, 32, 32),
+        ("narrow/rows", 16, 256, 32, 8),
+    ],
+)
+def test_back_in_large_arrays(kernel, n, h, c, k, dtype):
+    """Many tiles or rows a CTA, and sums that are the same each time."""
     p = gradient_problem(dict(shape=(n, h, h), c=c, k=k, filter=(3, 3)), "relu", dtype=dtype, precision="default")
-    p = dataclasses.replace(p, algorithm="sm90/halo")
+    p = dataclasses.replace(p, algorithm=kernel)
     keys = jax.random.split(jax.random.key(1), 3)
     args = [jax.random.normal(key, s, dtype) for key, s in zip(keys, (p.y_shape, p.w_shape, p.x_shape), strict=True)]
     f = jax.jit(functools.partial(conv.gradient, p))
     dz, dbias = f(*args)
+    # The same products in the same order as the dgrad's
     np.testing.assert_array_equal(dz, jnp.where(args[2] > 0, conv.dgrad(p.bare(), *args[:2]), 0))
     exact = np.asarray(dz, np.float64).sum((0, 1, 2))
     # Of a sum of n terms in float32, its parts' errors are those of independent roundings.
@@ -425,6 +466,12 @@ def test_plans_of_the_gradient(code_for_gpus):
         q = gradient_problem(case, f, dtype="bfloat16")
         assert _plan.supports("conv_gradient", "sm90/halo", q, H200) is None
     assert str(_plan.plan("conv_gradient", p, dataclasses.replace(H200, kind="none"))) == "calls[three]"
+    few = gradient_problem(dict(shape=(1024, 21, 21), c=32, k=32, filter=(3, 3)), "relu", precision="default")
+    made = _plan.plan("conv_gradient", few, H200)
+    assert (made.implementation, made.kernel, made.workspace_bytes) == ("native", "narrow/rows", 256 * 32 * 4)
+    assert "no derivative of gelu" in _plan.supports(
+        "conv_gradient", "narrow", dataclasses.replace(few, activation=Activation("gelu")), H200
+    )
     cpu = _plan.plan("conv_gradient", p, _plan.Device("cpu"))
     assert str(cpu) == "calls[three]" and "CUDA only" in cpu.reason
 

@@ -161,6 +161,8 @@ Status ConvGradient(const Context& ctx, const ConvProblem& p, const Epilogue& e,
                     const ConvGradientArrays& a, Workspace workspace) {
   JAXCONV_RETURN_IF_ERROR(Confirm(ConvOp::kGradient, "conv_gradient", p, plan, workspace,
                                   {a.dy, a.w, a.kept, a.dz, a.dbias}, nullptr, &e));
+  if (FamilyOf(plan.kernel) == "narrow")
+    return NarrowGradient(ctx, p, e, plan, a.dy, a.w, a.kept, a.dz, a.dbias, workspace);
   return Sm90Gradient(ctx, p, e, plan, a.dy, a.w, a.kept, a.dz, a.dbias, workspace);
 }
 

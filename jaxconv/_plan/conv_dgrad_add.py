@@ -92,8 +92,8 @@ class ConvGradient(conv.Conv):
     """A dgrad that goes back through an activation and sums up on its way, or three calls: the dgrad has a plan of its
     own then."""
 
-    families = ("sm90",)
-    of_others = "only sm90 goes back through an activation in its dgrad"
+    families = ("sm90", "narrow")
+    of_others = "only sm90 and narrow go back through an activation in their dgrads"
 
     def composed(self, p: ConvProblem, device: Device) -> Plan:
         three = calls("three", "a dgrad, then the activation's derivative and a sum")

@@ -29,7 +29,6 @@
 #include "cuda/conv/sm90/halo_3d/domain.h"
 #include "cuda/conv/sm90/halo_stream/domain.h"
 #include "cuda/conv/sm90/wgrad/domain.h"
-#include "cuda/core/derivative.h"
 #include "cuda/domain.h"
 #include "cuda/gemm/sm90_tiles.h"
 
@@ -171,11 +170,8 @@ inline std::string RefuseSums(const ConvProblem& p, std::string_view tile, const
   return why.empty() ? RefuseResident(size, p.c, p.k, 1, device) : why;
 }
 
-// kGradient's activation.
-inline std::string RefuseDerivative(std::string_view member, Activation f) {
-  if (member != "halo" || HasPieces(f)) return "";
-  return "sm90/halo has no derivative of " + std::string(kActivationNames[int(f)]);
-}
+// Whether kGradient takes activations whose derivative has no pieces (core/derivative.h).
+inline bool HasEveryDerivative(std::string_view member) { return member != "halo"; }
 
 // `p` is folded (FoldPatches), but for kDgradSums and kGradient.
 inline std::string Refusal(ConvOp op, const ConvProblem& p, const Plan& plan,
