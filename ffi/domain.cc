@@ -46,6 +46,7 @@ constexpr std::pair<string_view, cuda::ConvOp> kConvOps[] = {
     {"conv_dgrad", cuda::ConvOp::kDgrad},
     {"conv_dgrad_add", cuda::ConvOp::kDgradAdd},
     {"conv_dgrad_sums", cuda::ConvOp::kDgradSums},
+    {"conv_gradient", cuda::ConvOp::kGradient},
     {"conv_wgrad", cuda::ConvOp::kWgrad},
     {"conv_normalised", cuda::ConvOp::kFprop},
     {"conv_normalised_wgrad", cuda::ConvOp::kWgrad},
@@ -201,6 +202,7 @@ void BindDomain(nb::module_& m) {
         &C::pad, &C::dilation, &C::channels_last, &C::dtype, &C::full_float32);
   Function(m, "conv_refusal", cuda::ConvRefusal);
   Function(m, "conv_normalised_refusal", cuda::NormalisedRefusal);
+  Function(m, "conv_gradient_refusal", cuda::GradientRefusal);
   Function(m, "conv_folded", Folded);
   Function(m, "conv_workspace", cuda::ConvWorkspace);
   Function(m, "conv_scaled_refusal", ScaledRefusal);

@@ -315,6 +315,26 @@ struct DgradSums : Conv {
   }
 };
 
+// A dgrad, and the way back through the epilogue's activation, whose result x is.
+struct ConvGradient : Fprop {
+  static constexpr RuleOf kRules[] = {
+      {"dz", kX}, {"w", kW}, {"dy", kY}, {"kept", kLikeX}, {"", kPerChannel}};
+  using Fprop::Fprop;
+  Status Begin(const Call& call) {
+    JAXCONV_RETURN_IF_ERROR(Fprop::Begin(call));
+    if (!e.bias && !e.save_preactivation) return Status::Ok();
+    return call.Invalid("it takes no bias and makes no z");
+  }
+  Expected Expect(const Call&, Rule rule) const {
+    return rule == kPerChannel ? Expected(p.dtype, {p.c}) : Expected();
+  }
+  std::string Where(const Call& call, Rule) const { return call.Shapes({kX}); }
+  Status End(const Call& call) const {
+    if (p.n * p.c * p.in_size() != 0 && p.k * p.out_size() != 0) return Status::Ok();
+    return call.Invalid("it has no elements: there are no sums of nothing");
+  }
+};
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Integer convolution
 

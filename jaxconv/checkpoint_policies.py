@@ -24,6 +24,7 @@ from jaxconv._ops.conv import (
     dgrad_add,
     dgrad_sums,
     fprop,
+    gradient,
     statistics,
     wgrad,
 )
@@ -34,7 +35,7 @@ from jaxconv._ops.pool import kernel as max_pool
 from jaxconv._ops.squeeze_excite import excite
 
 _CONVS = (
-    *(fprop, dgrad, dgrad_add, dgrad_sums, wgrad, conv_kernel, conv_add, statistics, add_statistics),
+    *(fprop, dgrad, dgrad_add, dgrad_sums, gradient, wgrad, conv_kernel, conv_add, statistics, add_statistics),
     *(normalised, normalised_wgrad),
 )
 _DENSES = (matmul, dense_kernel, dense_gradient)

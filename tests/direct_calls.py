@@ -28,7 +28,7 @@ from jaxconv.joints import region
 KERNELS = {kernel.name: kernel for kernel in primitives.KERNELS.values()}
 # A GPU's alone: a CPU's targets and examples are without them.
 ON_GPUS = (
-    *("dense_gradient", "conv_dgrad_sums", "conv_scaled"),
+    *("dense_gradient", "conv_dgrad_sums", "conv_gradient", "conv_scaled"),
     *("batchnorm_backward_add", "batchnorm_shortcut_backward", "batchnorm_signs"),
 )
 Shape = tuple[int, ...]
@@ -119,6 +119,19 @@ def sums_operands() -> tuple[jax.Array, ...]:
     return *(jnp.ones(s, "bfloat16") for s in shapes), jnp.ones((2, 5, 6, 16), "uint8"), jnp.ones(128)
 
 
+def dz_and_dbias(dy: jax.Array, w: jax.Array, y: jax.Array) -> list[jax.Array]:
+    """conv_gradient of a 3x3 behind a tanh, by the kernel."""
+    options: dict[str, Any] = dict.fromkeys(("precision", "implementation"))
+    options |= dict(stride=1, padding="SAME", dilation=1, groups=1, layout="NHWC", return_preactivation=False)
+    p = ConvProblem.infer("conv2d", 2, y, w, None, algorithm="sm90/halo", activation="tanh", **options)
+    return conv_module.gradient(p, dy, w, y)
+
+
+def gradient_operands() -> tuple[jax.Array, ...]:
+    """dz_and_dbias's."""
+    return tuple(jnp.ones(s, "bfloat16") for s in ((2, 5, 6, 24), (3, 3, 16, 24), (2, 5, 6, 16)))
+
+
 def narrow(x: jax.Array, w: jax.Array, b: jax.Array, residual: jax.Array) -> jax.Array:
     """conv_scaled with everything that it has."""
     how: dict[str, Any] = dict(residual=residual, scale=b, residual_scale=0.5, out_scale=0.25, activation="relu")
@@ -199,6 +212,7 @@ def _all_programs() -> dict[str, tuple[str, Any, Any]]:
         "dense_gradient": ("dense_gradient", dz_and_db, product),
         "batchnorm_shortcut_backward": ("batchnorm_shortcut_backward", both_norms, large),
         "conv_dgrad_sums": ("conv_dgrad_sums", dz_and_sums, sums_operands()),
+        "conv_gradient": ("conv_gradient", dz_and_dbias, gradient_operands()),
         "conv_scaled": ("conv_scaled", narrow, narrow_operands()),
         "batchnorm_backward_add": ("batchnorm_backward_add", dx_and_addend, large),
         "batchnorm_signs": ("batchnorm_signs", with_signs, large),
@@ -294,6 +308,7 @@ YOUNGER = (
         "conv_add",
         "conv_add_statistics",
         "conv_dgrad_sums",
+        "conv_gradient",
         "conv_integer",
         "conv_scaled",
         "conv_normalised",

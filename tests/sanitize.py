@@ -46,6 +46,7 @@ from jaxconv._ops.conv import (
     dgrad_add,
     dgrad_sums,
     fprop,
+    gradient,
     statistics,
     wgrad,
 )
@@ -230,6 +231,7 @@ def conv_calls(dtype: str, last: bool, algorithm: str, precision: str, shape: tu
             calls += [(normalised, q), (normalised_wgrad, q), (normalised_gradient, q)]
             calls += [(normalised_dx, dataclasses.replace(q, count=q.norm.reduced))]
     calls += [(dgrad, bare), (dgrad_add, bare)]
+    calls += [(gradient, dataclasses.replace(bare, activation=activations.parse("", f))) for f in ("relu6", "tanh")]
     if last and c % 8 == 0:
         calls += [(dgrad_sums, bare)]
     return [*calls, (wgrad, bare)]

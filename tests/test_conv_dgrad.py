@@ -1,4 +1,5 @@
-"""dgrads with more in their kernel: an addend, a relu's gradient and a batch-norm's sums; the signs that these read."""
+"""dgrads with more in their kernel: an addend; an activation's derivative and a sum; a relu's and a batch-norm's sums,
+and the signs that these read."""
 
 from __future__ import annotations
 
@@ -19,10 +20,11 @@ from tolerance import assert_exact
 
 import jaxconv
 from jaxconv import _plan
+from jaxconv._core import activations, sharding
 from jaxconv._core.activations import Activation
 from jaxconv._ops import conv, reference
 from jaxconv._ops.batchnorm import infer, signs
-from jaxconv._plan import sm90
+from jaxconv._plan import domain, sm90
 from jaxconv._problem import BatchNormProblem, ConvProblem
 
 on_hopper = pytest.mark.skipif(not HOPPER, reason="these kernels need compute capability 9.0")
@@ -104,6 +106,22 @@ def test_every_tile_adds_exactly(case, kernel, dtype):
     assert_exact(args[2], np.asarray(arrays(p, 1)[2], np.float64))  # in place is not for what others need
 
 
+# sm90/halo: gaps behind rows, images and planes, a second block of channels that is no whole one, more tiles than CTAs
+HALO: dict[str, dict[str, Any]] = {
+    "one_pixel": dict(shape=(1, 1, 1), c=8, k=8, filter=(3, 3)),
+    "3x3": dict(shape=(2, 5, 6), c=16, k=24, filter=(3, 3)),
+    "odd": dict(shape=(3, 7, 5), c=72, k=40, filter=(3, 3)),
+    "wide": dict(shape=(5, 13, 11), c=200, k=64, filter=(3, 3)),
+    "valid": dict(shape=(3, 9, 8), c=24, k=16, filter=(3, 3), padding="VALID"),
+    "uneven": dict(shape=(3, 9, 8), c=24, k=8, filter=(2, 4), padding=((0, 1), (2, 1))),
+    "dilated": dict(shape=(2, 17, 12), c=16, k=8, filter=(3, 3), dilation=2),
+    "groups": dict(shape=(2, 9, 10), c=128, k=128, filter=(3, 3), groups=2),
+    "1d": dict(shape=(3, 301), c=40, k=64, filter=(3,), layout="NWC"),
+    "3d": dict(shape=(2, 3, 4, 5), c=8, k=16, filter=(2, 2, 2), layout="NDHWC"),
+    "many": dict(shape=(80, 33, 31), c=64, k=16, filter=(3, 3)),
+    "first": dict(shape=(2, 5, 6), c=16, k=24, filter=(3, 3), layout="NCHW"),
+}
+
 DEPTHWISE: dict[str, dict[str, Any]] = {
     "5x5": dict(shape=(2, 5, 6), c=8, filter=(5, 5)),
     "7x7": dict(shape=(3, 23, 31), c=24, filter=(7, 7)),
@@ -171,6 +189,17 @@ def test_dgrad_add_maps(case, mapped):
     assert equations(f, *args)["jaxconv_conv_dgrad_add"] == 1
 
 
+@on_hopper
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16", "float16"))
+@pytest.mark.parametrize("case", HALO)
+def test_halo_adds_exactly(case, dtype):
+    p = problem(**HALO[case], dtype=dtype, algorithm="sm90/halo", precision="default")
+    args = arrays(p, 1)
+    f = jax.jit(functools.partial(conv.dgrad_add, p))
+    assert calls(f, *args) == {"conv_dgrad_add": 1}
+    assert_exact(f(*args), sums(p, *args))
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The plan
 
@@ -181,7 +210,8 @@ def test_dgrad_add_maps(case, mapped):
         (256, 64, 56, 1, 1, "sm90/resident 64x256"),
         (2048, 512, 7, 1, 1, "sm90/product 128x128"),
         (256, 512, 56, 1, 2, "sm90/product 128x128"),
-        (64, 64, 56, 3, 1, None),  # sm90/halo, which is the dgrad's, adds nothing
+        (64, 64, 56, 3, 1, "sm90/halo"),
+        (128, 128, 56, 3, 1, None),  # sm90/halo_stream, which is the dgrad's, adds nothing
     ],
 )
 def test_what_the_plan_is_on_hopper(c, k, size, filter, stride, kernel, code_for_gpus):
@@ -192,10 +222,10 @@ def test_what_the_plan_is_on_hopper(c, k, size, filter, stride, kernel, code_for
         assert made.implementation == "calls" and "takes no addend" in made.reason
     else:
         # Where XLA's bare dgrad is faster too: it adds in a pass of its own.
-        assert (made.implementation, f"{made.kernel} {made.tile}") == ("native", kernel)
+        assert (made.implementation, made.spec) == ("native", kernel)
         assert made.in_place == (stride > 1) and "nearest case measured" in made.reason
         single = _plan.plan("conv_dgrad_add", problem(**options, dtype="float32"), H200)
-        assert (single.implementation, single.kernel) == ("native", "sm90/product")
+        assert (single.implementation, single.kernel) == ("native", "sm90/product") or filter == 3
     assert _plan.plan("conv_dgrad_add", p, dataclasses.replace(H200, kind="none")).implementation == "calls"
     forced = _plan.plan("conv_dgrad_add", dataclasses.replace(p, algorithm="implicit_gemm"), H200)
     assert forced.implementation == "calls" and "implicit_gemm" in forced.reason
@@ -232,6 +262,226 @@ def test_dgrad_add_split_over_a_mesh(kind, spec):
     args = arrays(p, 1)
     placed = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(args, specs, strict=True)]
     assert_exact(jax.jit(functools.partial(conv.dgrad_add, p))(*placed), sums(p, *args))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# gradient
+
+BY_PIECES = ("none", "relu", "relu6", ("leaky_relu", 0.5), ("leaky_relu", -0.5), "elu", "tanh", "sigmoid")
+OTHERS = ("silu", "gelu", "gelu_exact", "hard_swish")
+
+
+def gradient_problem(case: dict[str, Any], activation: Any, **options: Any) -> ConvProblem:
+    p = problem(**case, **options)
+    f = activations.parse("", None if activation == "none" else activation)
+    return dataclasses.replace(p, activation=f)
+
+
+def gradient_args(p: ConvProblem, seed: int = 0) -> list[jax.Array]:
+    """dy, w, kept, of which the derivative is exact: none is at a kink."""
+    curved = p.activation.name in ("elu", "tanh", "sigmoid")
+    kept = integers(seed + 2, p.x_shape, 1) / 2 if curved else integers(seed + 2, p.x_shape, 7) + 0.5
+    return [jnp.asarray(a, p.dtype) for a in (integers(seed, p.y_shape, 1), integers(seed + 1, p.w_shape, 1), kept)]
+
+
+def gradient_wanted(p: ConvProblem, dy: Any, w: Any, kept: Any) -> list[np.ndarray]:
+    """dz, and its sum as rounded once."""
+    with helpers.types_of("float64"):
+        wide = dataclasses.replace(p.bare(), dtype="float64", implementation=None, algorithm=None)
+        dy, w, kept = (jnp.asarray(np.asarray(a, np.float64)) for a in (dy, w, kept))
+        dz = np.asarray(activations.activate_grad(p.activation, kept, reference.conv_dgrad(wide, dy, w)[0]))
+    dbias = dz.sum(tuple(axis for axis in range(dz.ndim) if axis != p.channel_axis))
+    return [dz, np.asarray(jnp.asarray(dbias, p.dtype), np.float64)]
+
+
+@pytest.mark.parametrize("implementation", ("xla", None), ids=helpers.label)
+@pytest.mark.parametrize("activation", BY_PIECES, ids=helpers.label)
+@pytest.mark.parametrize("case", ("3x3", "3x3_s2", "first", "groups", "3d"))
+def test_the_gradient_is_exact(case, activation, implementation):
+    p = gradient_problem(CASES[case], activation, implementation=implementation)
+    args = gradient_args(p)
+    outs = jax.jit(functools.partial(conv.gradient, p))(*args)
+    assert [out.dtype.name for out in outs] == [p.dtype] * 2
+    for got, want in zip(outs, gradient_wanted(p, *args), strict=True):
+        assert_exact(got, want)
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16", "float16"))
+@pytest.mark.parametrize("activation", BY_PIECES, ids=helpers.label)
+@pytest.mark.parametrize("case", HALO)
+def test_halo_goes_back_exactly(case, activation, dtype):
+    p = gradient_problem(HALO[case], activation, dtype=dtype, algorithm="sm90/halo", precision="default")
+    f = jax.jit(functools.partial(conv.gradient, p))
+    for seed in (0, 10):
+        args = gradient_args(p, seed)
+        assert calls(f, *args) == {"conv_gradient": 1}
+        for got, want in zip(f(*args), gradient_wanted(p, *args), strict=True):
+            assert_exact(got, want)
+
+
+# narrow/rows: one octet of channels and several, no whole slab, images that share a strip, strips of an image
+NARROW: dict[str, dict[str, Any]] = {
+    "one_pixel": dict(shape=(1, 1, 1), c=8, k=8, filter=(3, 3)),
+    "8_of_8": dict(shape=(2, 5, 6), c=8, k=8, filter=(3, 3)),
+    "16_of_32": dict(shape=(3, 7, 5), c=16, k=32, filter=(3, 3)),
+    "32_of_32": dict(shape=(5, 13, 11), c=32, k=32, filter=(3, 3)),
+    "56_of_16": dict(shape=(3, 9, 8), c=56, k=16, filter=(3, 3)),
+    "128_of_8": dict(shape=(3, 9, 8), c=128, k=8, filter=(3, 3)),
+    "valid": dict(shape=(3, 9, 8), c=24, k=16, filter=(3, 3), padding="VALID"),
+    "uneven": dict(shape=(2, 9, 40), c=8, k=24, filter=(3, 3), padding=((0, 2), (2, 1))),
+    "strips": dict(shape=(2, 5, 700), c=16, k=16, filter=(3, 3)),
+    "many": dict(shape=(300, 21, 21), c=32, k=16, filter=(3, 3)),
+    "first": dict(shape=(2, 5, 6), c=16, k=24, filter=(3, 3), layout="NCHW"),
+}
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16", "float16"))
+@pytest.mark.parametrize("activation", BY_PIECES, ids=helpers.label)
+@pytest.mark.parametrize("case", NARROW)
+def test_narrow_goes_back_exactly(case, activation, dtype):
+    p = gradient_problem(NARROW[case], activation, dtype=dtype, algorithm="narrow/rows", precision="default")
+    f = jax.jit(functools.partial(conv.gradient, p))
+    for seed in (0, 10):
+        args = gradient_args(p, seed)
+        assert calls(f, *args) == {"conv_gradient": 1}
+        for got, want in zip(f(*args), gradient_wanted(p, *args), strict=True):
+            assert_exact(got, want)
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16", "float16"))
+@pytest.mark.parametrize(
+    "kernel, n, h, c, k",
+    [
+        ("sm90/halo", 64, 56, 64, 64),
+        ("sm90/halo", 32, 112, 128, 64),
+        ("sm90/halo", 16, 224, 64, 8),
+        ("narrow/rows", 1024, 42, 16, 16),
+        ("narrow/rows", 1024, 21, 32, 32),
+        ("narrow/rows", 16, 256, 32, 8),
+    ],
+)
+def test_back_in_large_arrays(kernel, n, h, c, k, dtype):
+    """Many tiles or rows a CTA, and sums that are the same each time."""
+    p = gradient_problem(dict(shape=(n, h, h), c=c, k=k, filter=(3, 3)), "relu", dtype=dtype, precision="default")
+    p = dataclasses.replace(p, algorithm=kernel)
+    keys = jax.random.split(jax.random.key(1), 3)
+    args = [jax.random.normal(key, s, dtype) for key, s in zip(keys, (p.y_shape, p.w_shape, p.x_shape), strict=True)]
+    f = jax.jit(functools.partial(conv.gradient, p))
+    dz, dbias = f(*args)
+    # The same products in the same order as the dgrad's
+    np.testing.assert_array_equal(dz, jnp.where(args[2] > 0, conv.dgrad(p.bare(), *args[:2]), 0))
+    exact = np.asarray(dz, np.float64).sum((0, 1, 2))
+    # Of a sum of n terms in float32, its parts' errors are those of independent roundings.
+    size = np.sqrt(n * h * h) * float(jnp.abs(dz).max())
+    np.testing.assert_allclose(np.asarray(dbias, np.float64), exact, rtol=float(jnp.finfo(dtype).eps), atol=1e-6 * size)
+    for _ in range(3):
+        for again, got in zip(f(*args), (dz, dbias), strict=True):
+            np.testing.assert_array_equal(again, got)
+
+
+@on_hopper
+def test_halo_drops_what_a_relu_dropped():
+    """As a choice, not a product: an infinity in dy comes through only where kept is positive."""
+    p = gradient_problem(HALO["3x3"], "relu", dtype="bfloat16", algorithm="sm90/halo")
+    dy, w, kept = gradient_args(p)
+    dy = dy.at[0, 2, 2].set(jnp.inf)
+    kept = jnp.where(jnp.arange(16) % 2 == 0, -1, jnp.abs(kept))
+    dz, dbias = conv.gradient(p, dy, w, kept)
+    assert not np.any(dz[..., ::2]) and not np.any(dbias[::2])
+    assert not np.all(np.isfinite(np.asarray(dbias[1::2], np.float32)))
+
+
+@pytest.mark.parametrize("activation", ("relu", "tanh", "silu"))
+def test_the_gradient_has_derivatives_and_a_transpose(activation, x64):
+    p = gradient_problem(CASES["3x3_s2"], activation, dtype="float64")
+    dy, w, kept = (jnp.asarray(normal(i, s)) for i, s in enumerate((p.y_shape, p.w_shape, p.x_shape)))
+    f = functools.partial(conv.gradient, p)
+    check_grads(f, (dy, w, kept), order=2, modes=("fwd", "rev"), atol=1e-4, rtol=1e-4)
+    cts = [jnp.asarray(normal(7, p.x_shape)), jnp.asarray(normal(8, (p.in_channels,)))]
+    by_dy = jax.linear_transpose(lambda v: f(v, w, kept), dy)(cts)[0]
+    np.testing.assert_allclose(by_dy, jax.vjp(f, dy, w, kept)[1](cts)[0], rtol=1e-12)
+
+
+@pytest.mark.parametrize("mapped", ["100", "010", "001", "111"])
+def test_the_gradient_maps(mapped):
+    p = gradient_problem(CASES["3x3"], "relu")
+    one, other = gradient_args(p), gradient_args(p, 10)
+    axes = tuple(0 if m == "1" else None for m in mapped)
+    args = [jnp.stack([a, b]) if axis == 0 else a for a, b, axis in zip(one, other, axes, strict=True)]
+    outs = jax.vmap(functools.partial(conv.gradient, p), in_axes=axes)(*args)
+    for i in range(2):
+        wanted = gradient_wanted(p, *(a[i] if axis == 0 else a for a, axis in zip(args, axes, strict=True)))
+        for got, want in zip(outs, wanted, strict=True):
+            assert_exact(got[i], want)
+
+
+@two_devices
+@KINDS
+@pytest.mark.parametrize("spec", ("n", "c", "k", "h"))
+def test_the_gradient_split_over_a_mesh(spec, kind):
+    p = gradient_problem(CASES["3x3"] | dict(shape=(4, 6, 5)), ("leaky_relu", 0.5))
+    mesh = jax.make_mesh((2,), ("m",), axis_types=(kind,), devices=jax.devices()[:2])
+    last = P(None, None, None, "m")
+    specs = {
+        "n": (P("m"), P(), P("m")),
+        "c": (P(), P(None, None, "m"), last),
+        "k": (last, last, P()),
+        "h": (P(None, "m"), P(), P(None, "m")),
+    }[spec]
+    args = gradient_args(p)
+    placed = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(args, specs, strict=True)]
+    with jax.set_mesh(mesh):
+        outs = list(jax.jit(functools.partial(conv.gradient, p))(*placed))
+        if kind == AxisType.Auto:  # as where a kernel is planned: the rule, not XLA, says what a shard runs
+            outs += jax.jit(sharding.auto(conv.gradient, p, mesh))(*placed)
+    for got, want in zip(outs, gradient_wanted(p, *args) * (len(outs) // 2), strict=True):
+        assert_exact(got, want)
+
+
+def test_plans_of_the_gradient(code_for_gpus):
+    case = dict(shape=(256, 56, 56), c=64, k=64, filter=(3, 3))
+    p = gradient_problem(case, "relu", dtype="bfloat16")
+    made = _plan.plan("conv_gradient", p, H200)
+    assert (made.implementation, made.kernel) == ("native", "sm90/halo"), made.reason
+    # A part of 64 channels for each warpgroup of at most 256 CTAs
+    assert made.workspace_bytes == 2 * 256 * 64 * 4 and "in the same pass" in made.reason
+    small = dataclasses.replace(p, batch=1)
+    assert domain.conv_workspace("conv_gradient", made, small) == 2 * (57 * 57 // 256 + 1) * 64 * 4
+    first = gradient_problem({**case, "layout": "NCHW"}, "relu", dtype="bfloat16")
+    assert _plan.plan("conv_gradient", first, H200).asks_channels_last
+    single = gradient_problem(case, "relu", precision="default", implementation="native", algorithm="sm90/halo")
+    assert _plan.plan("conv_gradient", single, H200).kernel == "sm90/halo"
+    for other, why in (
+        (dataclasses.replace(p, in_channels=128, out_channels=128), "activation"),
+        (dataclasses.replace(single, precision=(jax.lax.Precision.HIGHEST,) * 2, algorithm=None), ""),
+        (gradient_problem({**case, "groups": 64}, "relu", dtype="bfloat16"), ""),
+        *((dataclasses.replace(p, activation=Activation(f)), f"no derivative of {f}") for f in OTHERS),
+    ):
+        left = _plan.plan("conv_gradient", other, H200)
+        assert str(left) == "calls[three]" and why in left.reason, left.reason
+    for f in BY_PIECES:
+        q = gradient_problem(case, f, dtype="bfloat16")
+        assert _plan.supports("conv_gradient", "sm90/halo", q, H200) is None
+    assert str(_plan.plan("conv_gradient", p, dataclasses.replace(H200, kind="none"))) == "calls[three]"
+    few = gradient_problem(dict(shape=(1024, 21, 21), c=32, k=32, filter=(3, 3)), "relu", precision="default")
+    made = _plan.plan("conv_gradient", few, H200)
+    assert (made.implementation, made.kernel, made.workspace_bytes) == ("native", "narrow/rows", 256 * 32 * 4)
+    assert "no derivative of gelu" in _plan.supports(
+        "conv_gradient", "narrow", dataclasses.replace(few, activation=Activation("gelu")), H200
+    )
+    cpu = _plan.plan("conv_gradient", p, _plan.Device("cpu"))
+    assert str(cpu) == "calls[three]" and "CUDA only" in cpu.reason
+
+
+def test_the_gradient_turned_off(code_for_gpus, monkeypatch):
+    p = gradient_problem(dict(shape=(256, 56, 56), c=64, k=64, filter=(3, 3)), "relu", dtype="bfloat16")
+    monkeypatch.setenv("JAXCONV_DISABLE", "conv_gradient")
+    left = _plan.plan("conv_gradient", p, H200)
+    assert str(left) == "calls[three]" and "JAXCONV_DISABLE" in left.reason
+    assert _plan.plan("conv_dgrad", p.bare(), H200).implementation == "native"
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from jaxconv._plan import Plan, made
 from jaxconv._plan.domain import conv_refusal, conv_workspace
 from jaxconv._problem import ConvProblem
 
-OPS = ("conv_fprop", "conv_dgrad", "conv_wgrad")
+OPS = ("conv_fprop", "conv_dgrad", "conv_gradient", "conv_wgrad")
 
 
 pytestmark = pytest.mark.usefixtures("code_for_gpus")
@@ -70,6 +70,8 @@ def test_what_a_plan_says_native_code_runs_and_gives_as_much_memory_as_it_asks_f
         ("conv_fprop", {"k": 68}, {"k": 64}, "1024 products"),
         ("conv_dgrad", {"k": 36}, {"k": 32}, "32 summed"),
         ("conv_dgrad", {"c": 132, "k": 4}, {"c": 128, "k": 4}, "128 others"),
+        ("conv_gradient", {"k": 36}, {"k": 32}, "32 summed"),
+        ("conv_gradient", {"c": 132, "k": 4}, {"c": 128, "k": 4}, "128 others"),
         ("conv_dgrad", {"c": 36, "k": 32}, {"c": 32, "k": 32}, "1024 products"),
         ("conv_wgrad", {"c": 36}, {"c": 32}, "up to 32, got 36"),
         ("conv_wgrad", {"k": 36}, {"k": 32}, "up to 32, got 16 and 36"),

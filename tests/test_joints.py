@@ -99,6 +99,11 @@ def tower(x, w1, c1, w2, c2, w3, c3, w4, c4, scale, bias):
     return norm(x, scale, bias)
 
 
+def biased(x, w1, b1, w2, b2, *, act=jax.nn.relu):
+    """Convolutions with biases and without norms."""
+    return act(conv(act(conv(x, w1) + b1), w2) + b2)
+
+
 def layers(x, w1, b1, w2, b2, *, act=jax.nn.gelu, out=lambda y: y):
     return out(act(x @ w1 + b1) @ w2 + b2)
 
@@ -148,6 +153,7 @@ CHAIN, PRODUCT = "a convolution that normalises its input", "a product that appl
 NORM_ADD, BIAS = "a batch-norm that adds another gradient", "a bias' gradient from a norm's sums"
 BETWEEN = "a batch-norm between calls"
 PIECES, AGAIN = "a concatenation's statistics", "a concatenation that is made again"
+BACK = "a dgrad that applies an activation's derivative"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,6 +170,7 @@ class Row:
 
 X, V = (4, 8, 4, 8), (8,)
 DEEP, FLAT = (1, 1, 8, 16), (1, 1, 16, 8)
+BIASED = (X, (3, 3, 8, 8), V, (3, 3, 8, 8), V)
 PROJECTED = (X, (3, 3, 8, 16), (1, 1, 16, 16), (1, 1, 8, 16), *[(16,)] * 6)
 INVERTED = (X, DEEP, (3, 3, 1, 16), (16,), (16,))
 LAYERS = ((12, 8), (8, 16), (16,), (16, 8), (8,))
@@ -396,6 +403,26 @@ ROWS: dict[str, Row] = {
         {"dense_gradient": 1, "matmul": 3},
         wants="dense_gradient",
         ours=functools.partial(mlp, ours=True),
+    ),
+    "back": Row(biased, BIASED, {BACK: 1}, {"conv_gradient": 1, "conv_dgrad": 1}, wants="conv_gradient"),
+    "back, of z": Row(
+        functools.partial(biased, act=jax.nn.silu), BIASED, {BACK: 1}, {"conv_gradient": 1}, wants="conv_gradient"
+    ),
+    "back, no bias": Row(  # so there is no sum
+        lambda x, w1, w2: conv(jax.nn.relu(conv(x, w1)), w2, 2),
+        (X, (3, 3, 8, 8), (3, 3, 8, 16)),
+        {BACK: 1},
+        {"conv_gradient": 1, "conv_dgrad": 1},
+        wants="conv_gradient",
+    ),
+    "back, read": Row(  # what the derivative is of is a sum of two gradients
+        lambda x, w1, b1, w2: (conv(h := jax.nn.relu(conv(x, w1) + b1), w2), jnp.sin(h)),
+        (X, (3, 3, 8, 8), V, (3, 3, 8, 8)),
+        {ADD: 1},
+        {"conv_dgrad_add": 1},
+        "conv_gradient",
+        "conv_gradient",
+        ruled_out=True,
     ),
 }
 

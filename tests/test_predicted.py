@@ -345,7 +345,7 @@ def test_xla_slices_dx_and_adds_in_one_pass():
     """So the choice of a dgrad that adds does not count the slice."""
     learn(H200, strided(1, 1), 0.14, op="conv_dgrad", sm90__product=0.14)
     even, same = (_plan.conv_dgrad_add.adds_faster("sm90/product", strided(low, 1), H200) for low in (1, 0))
-    assert even[0] == same[0] and same[1] == f"{even[1]}, where XLA slices dx in the pass that adds"
+    assert even[0] == same[0] and same[1] == f"{even[1]}, where XLA slices dx in the pass behind it"
 
 
 def test_a_sisters_time_is_scaled_and_then_corrected(monkeypatch):

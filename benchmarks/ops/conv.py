@@ -260,7 +260,11 @@ class ConvCase(base.Case):
     @classmethod
     def call_bytes(cls, op: str, problem: Any, item: int) -> float:
         arrays = [problem.x_shape, problem.w_shape, problem.y_shape]
-        arrays += {"conv_dgrad_add": [problem.x_shape], "conv_add": [problem.y_shape]}.get(op, [])
+        arrays += {
+            "conv_dgrad_add": [problem.x_shape],
+            "conv_add": [problem.y_shape],
+            "conv_gradient": [problem.x_shape],
+        }.get(op, [])
         return item * sum(map(math.prod, arrays))
 
 

@@ -27,15 +27,16 @@ namespace {
 
 // The kernel as the plan names it, and nothing else: a plan that does not fit the problem, the device or the buffers is
 // refused here, once.
-// `n`: the batch-norm of x that the kernel is to read, or null.
+// `n`: the batch-norm of x that the kernel is to read, or null; `e`: the epilogue of kGradient.
 Status Confirm(ConvOp op, const char* name, const ConvProblem& p, const Plan& plan,
                Workspace workspace, std::initializer_list<const void*> arrays,
-               const BatchNormProblem* n = nullptr) {
+               const BatchNormProblem* n = nullptr, const Epilogue* e = nullptr) {
   const std::string what = Describe(name, p, plan);
   Device device;
   JAXCONV_RETURN_IF_ERROR(CurrentDevice(what, &device));
-  const std::string refusal = n == nullptr ? ConvRefusal(op, p, plan, device)
-                                           : NormalisedRefusal(op, p, n->activation, plan, device);
+  const std::string refusal = n != nullptr   ? NormalisedRefusal(op, p, n->activation, plan, device)
+                              : e != nullptr ? GradientRefusal(p, e->activation, plan, device)
+                                             : ConvRefusal(op, p, plan, device);
   if (!refusal.empty()) return Status::Unimplemented(what + ": " + refusal);
   for (const void* array : arrays) {
     if (reinterpret_cast<uintptr_t>(array) % 16 != 0)
@@ -154,6 +155,15 @@ Status ConvDgradSums(const Context& ctx, const ConvProblem& p, const Plan& plan,
               {a.dy, a.w, a.c, a.signs, a.x, a.mean, a.rstd, a.dz, a.dscale, a.dbias}));
   return Sm90DgradSums(ctx, p, plan, a.dy, a.w, a.c, a.signs, a.x, a.mean, a.rstd, a.dz, a.dscale,
                        a.dbias, workspace);
+}
+
+Status ConvGradient(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
+                    const ConvGradientArrays& a, Workspace workspace) {
+  JAXCONV_RETURN_IF_ERROR(Confirm(ConvOp::kGradient, "conv_gradient", p, plan, workspace,
+                                  {a.dy, a.w, a.kept, a.dz, a.dbias}, nullptr, &e));
+  if (FamilyOf(plan.kernel) == "narrow")
+    return NarrowGradient(ctx, p, e, plan, a.dy, a.w, a.kept, a.dz, a.dbias, workspace);
+  return Sm90Gradient(ctx, p, e, plan, a.dy, a.w, a.kept, a.dz, a.dbias, workspace);
 }
 
 Status ConvWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan,

@@ -12,6 +12,7 @@
 #include "cuda/conv/sm90/domain.h"
 #include "cuda/conv/sm90/eight/domain.h"
 #include "cuda/conv/stem/domain.h"
+#include "cuda/core/derivative.h"
 
 namespace jaxconv::cuda {
 namespace {
@@ -24,7 +25,7 @@ bool AddsResidual(std::string_view family, std::string_view member, const ConvPr
 
 // As sm90 runs it. Not folded where it sums up: the sums are of x's own channels.
 ConvProblem OfSm90(ConvOp op, const ConvProblem& p) {
-  if (op == ConvOp::kDgradSums) return p;
+  if (op == ConvOp::kDgradSums || op == ConvOp::kGradient) return p;
   return conv::FoldPatches(p, op == ConvOp::kDgrad || op == ConvOp::kDgradAdd);
 }
 
@@ -48,6 +49,8 @@ std::string ConvRefusal(ConvOp op, const ConvProblem& p, const Plan& plan, const
     return "only sm90 and depthwise/rows_mma can add to a dgrad";
   }
   if (op == ConvOp::kDgradSums && family != "sm90") return "only sm90 takes sums of its dgrad";
+  if (op == ConvOp::kGradient && family != "sm90" && family != "narrow")
+    return "only sm90 and narrow go back through an activation in their dgrads";
   if (op == ConvOp::kFpropAdd) {
     if (!AddsResidual(family, member, p)) return "it cannot add a residual";
     op = ConvOp::kFprop;  // that is all the difference
@@ -74,6 +77,16 @@ std::string NormalisedRefusal(ConvOp op, const ConvProblem& p, Activation activa
   std::string why = conv::depthwise::RefuseNormalised(MemberOf(plan.kernel), p, activation);
   if (!why.empty()) return why;
   return ConvRefusal(op == ConvOp::kSums ? ConvOp::kWgrad : op, p, plan, device);
+}
+
+std::string GradientRefusal(const ConvProblem& p, Activation activation, const Plan& plan,
+                            const Device& device) {
+  std::string why = ConvRefusal(ConvOp::kGradient, p, plan, device);
+  if (!why.empty() || HasPieces(activation)) return why;
+  if (FamilyOf(plan.kernel) == "sm90" && conv::sm90::HasEveryDerivative(MemberOf(plan.kernel)))
+    return "";
+  return std::string(plan.kernel) + " has no derivative of " +
+         std::string(kActivationNames[int(activation)]);
 }
 
 ConvProblem ConvFolded(const ConvProblem& p, bool dgrad) { return conv::FoldPatches(p, dgrad); }

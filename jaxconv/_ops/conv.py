@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from jaxconv import _plan, _problem
 from jaxconv._core import halo, primitives, sharding
-from jaxconv._core.activations import activate
+from jaxconv._core.activations import activate, activate_grad
 from jaxconv._core.types import (
     Array,
     Conv1dPadding,
@@ -38,8 +38,8 @@ replace = dataclasses.replace
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The arrays, by kind: x and y are activations, w the filter, b the bias; s numbers for y's channels, p for x's; e a bit
-# for each element of a channels-last x
+# The arrays, by kind: x and y are activations, w the filter, b the bias; s numbers for y's channels, p for x's, d for
+# x's in x's type; e a bit for each element of a channels-last x
 
 KINDS = {
     "x": "x dx c dz",
@@ -53,8 +53,8 @@ KINDS = {
 def _array(p: ConvProblem, kind: str) -> primitives.Typed:
     if kind in "xyw":
         return {"x": p.x_shape, "y": p.y_shape, "w": p.w_shape}[kind], p.dtype
-    if kind == "b":
-        return (p.out_channels,), p.dtype
+    if kind in "bd":
+        return (p.out_channels if kind == "b" else p.in_channels,), p.dtype
     if kind == "e":
         return (*p.x_shape[:-1], p.in_channels // 8), "uint8"
     return (p.in_channels if kind == "p" else p.out_channels,), reference.norm_of(p).param_dtype
@@ -161,6 +161,7 @@ def partition(
         "b": k,
         "s": k,
         "p": c,
+        "d": c,
         "e": " ".join(["n", *pixels, "e"]),
     }
 
@@ -311,6 +312,23 @@ def _dgrad_sums_shard(
     return [dz, *(summed(s, split, "n", *map(halo.name, pixels)) for s in sums)]
 
 
+def _gradient_shard(p: ConvProblem, split: sharding.Split, dy: Array, w: Array, kept: Array) -> list[Array]:
+    """Each shard's sums, added over the mesh; of its own pixels. The derivative needs the sum over the output channels:
+    where these are split it comes after adding the parts."""
+    pixels = halo.pixels(p, split)
+    if "k" in split or pixels:
+        (dx,) = dgrad_shard(p.bare(), split, dy, w)
+        dz = activate_grad(p.activation, kept, dx)
+        first = 1 if p.channels_last else 2
+        parts = [sharding.inside(dz.shape, first + i, p.in_spatial[i], axes) for i, axes in pixels.items()]
+        own = [part for part in parts if part is not None]
+        dbias = _sum_of_channels(p, jnp.where(functools.reduce(jnp.logical_and, own), dz, 0) if own else dz)
+    else:
+        dz, dbias = gradient(p, dy, w, kept)
+    wide = dbias.astype(_problem.promoted(dbias.dtype, jnp.float32))
+    return [dz, summed(wide, split, "n", *map(halo.name, pixels)).astype(dbias.dtype)]
+
+
 def wgrad_shard(p: ConvProblem, split: sharding.Split, x: Array, dy: Array) -> list[Array]:
     """A shard has its own pixels of x, so each product of an x and a dy is in one of the sums."""
     pixels = halo.pixels(p, split)
@@ -396,6 +414,33 @@ dgrad_sums = primitives.kernel(
     always=False,
 )
 primitives.by_reference(dgrad_sums)
+
+
+def _sum_of_channels(p: ConvProblem, dz: Array) -> Array:
+    """Over all axes but the channels, in at least float32."""
+    return jnp.sum(dz, tuple(axis for axis in range(dz.ndim) if axis != p.channel_axis))
+
+
+def _dgrad_then_back(p: ConvProblem, dy: Array, w: Array, kept: Array) -> list[Array]:
+    """gradient as a dgrad by a plan of its own, and what follows in passes of XLA's."""
+    dz = activate_grad(p.activation, kept, dgrad(p.bare(), dy, w))
+    return [dz, _sum_of_channels(p, dz)]
+
+
+# gradient: dz = dgrad(dy, w) * f'(kept), and its sum over images and pixels, where a kernel makes both; elsewhere the
+# dgrad, by a plan of its own, and what XLA makes of the rest. `kept`, like x: the z that f was given, or the y that it
+# gave, f's `residual`. The problem is the dgrad's, with f for its activation.
+gradient = primitives.kernel(
+    "conv_gradient",
+    "dy w kept -> dz dbias",
+    replace(FUSED, kinds=KINDS | {"x": f"{KINDS['x']} kept", "p": "", "d": "dbias"}, batch=None),
+    reference=_dgrad_then_back,
+    flops=lambda p: p.flops + 2 * math.prod(p.x_shape),
+    channels="ck",
+    run=_gradient_shard,
+    always=False,
+)
+primitives.by_reference(gradient)
 
 
 # statistics: fprop, and from its epilogue the mean and biased variance of y's channels
@@ -486,8 +531,7 @@ def _cotangents(p: ConvProblem, x: Array, w: Array, dz: Array, want: Sequence[bo
         wgrad(bare, x, dz) if want[1] else None,
     ]
     if p.bias:
-        axes = tuple(axis for axis in range(dz.ndim) if axis != p.channel_axis)
-        grads.append(jnp.sum(dz, axes) if want[2] else None)
+        grads.append(_sum_of_channels(p, dz) if want[2] else None)
     return grads + [dz if wanted else None for wanted in want[len(grads) :]]
 
 

@@ -1,4 +1,5 @@
-"""A dgrad that adds on its way, or that also sums up for the batch-norm in front; or more calls."""
+"""A dgrad that adds on its way, or goes back through an activation, or sums up for the batch-norm in front; or more
+calls."""
 
 from __future__ import annotations
 
@@ -35,12 +36,7 @@ class DgradAdd(conv.Conv):
         if device.platform == "cpu":
             forced = p.algorithm is not None or p.implementation == "native"
             return bare if forced else two("on a CPU XLA's add is as fast as any")
-        # By the kernel of the dgrad, which is the one whose time is known.
-        alone: Plan | str = bare
-        if bare.implementation != "native":
-            alone = choose.refusal("conv_dgrad", p, device) or choose.made("conv_dgrad", "sm90", p, device)
-        named = "sm90" if isinstance(alone, str) else alone.spec
-        adds = alone if isinstance(alone, str) else self.made(named, p, device)
+        named, adds = _by_the_dgrads(self, bare, p, device)
         if isinstance(adds, str):
             return two(f"{named} cannot add here: {adds}")
         reason = bare.reason
@@ -54,8 +50,29 @@ class DgradAdd(conv.Conv):
 
 
 def adds_faster(kernel: str, p: ConvProblem, device: Device) -> tuple[bool, str]:
-    """Whether the kernel with an addend beats XLA's dgrad and its add, from the bare dgrads' measured times; why."""
-    m = measured.nearest("conv_dgrad", p, device, kernel)
+    """Whether the kernel with an addend beats XLA's dgrad and its add; why."""
+    # In place it writes only what a tap reaches, and that it also reads.
+    own = 2 * p.reached - 1 if math.prod(p.stride) > 1 else 1
+    return _faster(kernel, p, device, own, "with its addend", "add")
+
+
+def _by_the_dgrads(planner: conv.Conv, bare: Plan, p: ConvProblem, device: Device) -> tuple[str, Plan | str]:
+    """(the kernel of the dgrad, which is the one whose time is known; the planner's plan by it, or why there is none).
+
+    `bare` is the dgrad's plan. Where that is XLA's, it is Hopper's kernel.
+    """
+    alone: Plan | str = bare
+    if bare.implementation != "native":
+        alone = choose.refusal("conv_dgrad", p.bare(), device) or choose.made("conv_dgrad", "sm90", p.bare(), device)
+    if isinstance(alone, str):
+        return "sm90", alone
+    return alone.spec, planner.made(alone.spec, p, device)
+
+
+def _faster(kernel: str, p: ConvProblem, device: Device, own: float, what: str, then: str) -> tuple[bool, str]:
+    """Whether the kernel beats XLA's dgrad and three passes over dx, from the bare dgrads' measured times; why. `own`:
+    passes over dx that the kernel makes beside the dgrad."""
+    m = measured.nearest("conv_dgrad", p.bare(), device, kernel)
     if m is None:
         return False, f"no dgrad by {kernel} was measured near this problem on {device.kind or 'the device'}"
     # A pass over dx of the problem that was measured, at the rate at which memory copies.
@@ -63,14 +80,41 @@ def adds_faster(kernel: str, p: ConvProblem, device: Device) -> tuple[bool, str]
     strides = math.prod(p.stride)
     rates = model.numbers(device) or model.NUMBERS["H200"]
     one = 2.0 ** (pixels + group_c + groups) * strides * itemsize(p) / rates.bandwidth
-    # In place it writes only what a tap reaches, and that it also reads.
-    own = 2 * p.reached - 1 if strides > 1 else 1
     # XLA's slice of dx is no pass of its own in front of an add.
-    sliced = m.copy_ms if model.copied("conv_dgrad", p) == "dx" else 0.0
+    sliced = m.copy_ms if model.copied("conv_dgrad", p.bare()) == "dx" else 0.0
     ratio = (m.xla_ms - sliced + 3 * one) / (m.native_ms[kernel] + own * one)
-    where = f"{m.of_kernels}, where XLA slices dx in the pass that adds" if sliced else m.where
-    text = f"{ratio:.2f} times as fast as XLA's dgrad and add would be {where}"
-    return ratio > m.margin, f"{kernel} with its addend {text}"
+    where = f"{m.of_kernels}, where XLA slices dx in the pass behind it" if sliced else m.where
+    text = f"{ratio:.2f} times as fast as XLA's dgrad and {then} would be {where}"
+    return ratio > m.margin, f"{kernel} {what} {text}"
+
+
+class ConvGradient(conv.Conv):
+    """A dgrad that goes back through an activation and sums up on its way, or three calls: the dgrad has a plan of its
+    own then."""
+
+    families = ("sm90", "narrow")
+    of_others = "only sm90 and narrow go back through an activation in their dgrads"
+
+    def composed(self, p: ConvProblem, device: Device) -> Plan:
+        three = calls("three", "a dgrad, then the activation's derivative and a sum")
+        bare = choose.plan("conv_dgrad", p.bare(), device)
+        if p.implementation == "xla" or self.empty(p):
+            return three(bare.reason)
+        if self.disabled(p):
+            return three(disabled_text())
+        if device.platform == "cpu":
+            return three(CUDA_ONLY)
+        named, own = _by_the_dgrads(self, bare, p, device)
+        if isinstance(own, str):
+            return three(f"{named} cannot go back through {p.activation} here: {own}")
+        reason = bare.reason
+        if bare.implementation != "native":
+            if device.partitioned:
+                return three(reason)
+            faster, reason = _faster(own.kernel, p, device, 1, "with the derivative", "derivative")
+            if not faster:
+                return three(reason)
+        return dataclasses.replace(own, reason=f"{reason}; the derivative and the sum are in the same pass")
 
 
 class DgradSums(conv.Conv):

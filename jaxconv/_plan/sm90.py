@@ -39,7 +39,7 @@ TF32_HALO = (9 * 64, 64)  # rows and columns of a weight gradient's tile in sm90
 
 
 def wants(op: str, p: ConvProblem, device: Device) -> Iterator[Plan]:
-    if op != "conv_dgrad_sums":  # whose sums are of x's own channels
+    if op not in ("conv_dgrad_sums", "conv_gradient"):  # whose sums are of x's own channels
         p = domain.folded(p, op in ("conv_dgrad", "conv_dgrad_add"))
     if op in ("conv_statistics", "conv_add_statistics"):
         wanted, every = iter([("statistics", _statistics_tile(p, device))]), STATISTICS
@@ -76,7 +76,7 @@ def _plain(p: ConvProblem) -> bool:
 
 def _products(op: str, p: ConvProblem, device: Device) -> Iterator[Choice]:
     taps, group_c, group_k = math.prod(p.filter), p.in_channels // p.groups, p.out_channels // p.groups
-    dgrad = op in ("conv_dgrad", "conv_dgrad_add")
+    dgrad = op in ("conv_dgrad", "conv_dgrad_add", "conv_gradient")
     n, summed = (group_c, group_k) if dgrad else (group_k, group_c)
     if terms_of(p) > 1:
         yield "product", "128x64" if n <= 64 else "128x128"

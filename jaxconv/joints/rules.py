@@ -132,14 +132,14 @@ def read_by(v: Value, *nodes: Node | None) -> bool:
     return set(v.users) == {node for node in nodes if node is not None}
 
 
-def _sums_of(v: Value, axis: int) -> Iterator[list[Node]]:
-    """The nodes that make the sum of v over an axis, in v's dtype: of 16 bits the sum is taken of float32."""
+def _sums_of(v: Value, *axes: int) -> Iterator[list[Node]]:
+    """The nodes that make the sum of v over axes, in v's dtype: of 16 bits the sum is taken of float32."""
     for first in readers(v):
         steps, total = [first], first.outputs[0]
         if first.name == "convert_element_type" and total.dtype == jnp.float32 and len(total.users) == 1:
             steps += readers(total)
             total = steps[-1].outputs[0]
-        if steps[-1].name != "reduce_sum" or tuple(steps[-1].params["axes"]) != (axis,):
+        if steps[-1].name != "reduce_sum" or tuple(steps[-1].params["axes"]) != axes:
             continue
         if len(steps) > 1:
             narrowed = [user for user in readers(total) if user.name == "convert_element_type"]
@@ -665,6 +665,34 @@ def product_and_activation(program: Program, node: Node, device: _plan.Device) -
     return True
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Convolutions: dz = dgrad(dy, w) * f'(kept) and its sum over images and pixels, the bias' gradient, are one kernel
+
+
+def dgrad_and_activation(program: Program, node: Node, device: _plan.Device) -> bool:
+    kept, dh = node.inputs
+    d = maker(dh, "conv_dgrad")
+    f: Activation = node.params["problem"].activation
+    if d is None or not read_by(dh, node) or f.residual is None or split_by_type(*node.inputs):
+        return False
+    both = replace(d.params["problem"], activation=f)
+    if not wants("conv_gradient", both, device):
+        return False
+    (dz,) = node.outputs
+    sums = next(_sums_of(dz, *(axis for axis in range(len(dz.shape)) if axis != both.channel_axis)), [])
+    inputs, outputs = [*d.inputs, kept], [dz, *(sums[-1].outputs if sums else ())]
+    dead = [d, node, *sums]
+    if not program.fits(dead, inputs, outputs):
+        return False
+    count = len(outputs)
+
+    def call(*args: Array) -> list[Array]:
+        return conv.gradient(both, *args)[:count]
+
+    program.splice(dead, inputs, outputs, call, dgrad_and_activation, both, count)
+    return True
+
+
 # A rule that takes in more stands before one that takes in less.
 RULES = (
     Rule("two batch-norms of a residual block", ("jaxconv_batchnorm_train",), norm_and_shortcut),
@@ -679,4 +707,5 @@ RULES = (
     Rule("a dgrad that adds another gradient", ("add_any", "add"), dgrad_and_add),
     Rule("a batch-norm that adds another gradient", ("add_any", "add"), norm_and_add),
     Rule("a product that applies an activation's derivative", ("jaxconv_activation_gradient",), product_and_activation),
+    Rule("a dgrad that applies an activation's derivative", ("jaxconv_activation_gradient",), dgrad_and_activation),
 )

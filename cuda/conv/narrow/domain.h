@@ -15,6 +15,7 @@ constexpr int64_t kMostSummed = 32;  // channels; of both sides of a weight grad
 constexpr int64_t kMostMade = 128;   // channels that fprop and dgrad make
 // C times K: with more, mma.sync is slower than the loops of wgmma (32 to 64 channels: 0.7 of XLA's speed).
 constexpr int64_t kMostProducts = 1024;
+constexpr int64_t kMostParts = 256;  // of kGradient's sums, whatever the device
 
 inline std::string Refusal(std::string_view kernel, ConvOp op, const ConvProblem& p,
                            const Device& device) {
@@ -30,8 +31,9 @@ inline std::string Refusal(std::string_view kernel, ConvOp op, const ConvProblem
     if (p.filter[d] != 3 || p.stride[d] != 1 || p.dilation[d] != 1 || !p.padded_below_filter(d))
       return "it needs a 3x3 filter of stride 1, not dilated, with padding of 0 to 2";
   }
-  const int64_t summed = op == ConvOp::kDgrad ? p.k : p.c;
-  const int64_t made = op == ConvOp::kDgrad ? p.c : p.k;
+  const bool dgrad = op == ConvOp::kDgrad || op == ConvOp::kGradient;
+  const int64_t summed = dgrad ? p.k : p.c;
+  const int64_t made = dgrad ? p.c : p.k;
   const int64_t most = op == ConvOp::kWgrad ? kMostSummed : kMostMade;
   if (p.groups != 1 || summed > kMostSummed || made > most || !WholeVectors(p, summed) ||
       !WholeVectors(p, made)) {
@@ -48,6 +50,7 @@ inline std::string Refusal(std::string_view kernel, ConvOp op, const ConvProblem
 }
 
 inline int64_t Workspace(ConvOp op, const ConvProblem& p, const Plan& plan) {
+  if (op == ConvOp::kGradient) return kMostParts * p.c * 4;
   return op == ConvOp::kWgrad ? PartialsBytes(p, plan.splits) : 0;
 }
 

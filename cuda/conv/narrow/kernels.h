@@ -6,7 +6,13 @@
 
 namespace jaxconv::cuda::conv {
 
+// dgrad through e's activation: kept like dz; *parts parts of its sums (at most narrow::kMostParts, p.c each).
+using BackLauncher = Status(const Context& ctx, const ConvProblem& p, const Epilogue& e,
+                            const void* dy, const void* w, const void* kept, void* dz, float* sums,
+                            int64_t* parts, const std::string& what);
+
 ForwardLauncher NarrowRowsF32, NarrowRowsBf16, NarrowRowsF16;
+BackLauncher NarrowRowsBackF32, NarrowRowsBackBf16, NarrowRowsBackF16;
 WgradLauncher NarrowRowsWgradF32, NarrowRowsWgradBf16, NarrowRowsWgradF16;
 
 }  // namespace jaxconv::cuda::conv

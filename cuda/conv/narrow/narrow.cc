@@ -38,6 +38,19 @@ Status NarrowDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, c
   return conv::Dgrad(kKernels, ctx, p, plan, dy, w, dx);
 }
 
+Status NarrowGradient(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
+                      const void* dy, const void* w, const void* kept, void* dz, void* dbias,
+                      Workspace workspace) {
+  const std::string what = Describe("conv_gradient", p, plan);
+  const auto launch = p.dtype == DType::kF32    ? conv::NarrowRowsBackF32
+                      : p.dtype == DType::kBF16 ? conv::NarrowRowsBackBf16
+                                                : conv::NarrowRowsBackF16;
+  float* const sums = static_cast<float*>(workspace.data);
+  int64_t parts = 0;
+  JAXCONV_RETURN_IF_ERROR(launch(ctx, p, e, dy, w, kept, dz, sums, &parts, what));
+  return conv::SumPartials(ctx, p.dtype, sums, parts, p.c, {}, dbias, what.c_str());
+}
+
 Status NarrowWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
                    const void* dy, void* dw, Workspace workspace) {
   return conv::Wgrad(kKernels, ctx, p, plan, x, dy, dw, workspace);

@@ -16,6 +16,10 @@ Status NarrowFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, 
                    Workspace workspace);
 Status NarrowDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,
                    const void* w, void* dx, Workspace workspace);
+// ConvGradient.
+Status NarrowGradient(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
+                      const void* dy, const void* w, const void* kept, void* dz, void* dbias,
+                      Workspace workspace);
 Status NarrowWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
                    const void* dy, void* dw, Workspace workspace);
 

@@ -8,10 +8,13 @@
 // to the three output rows that it contributes to; the filter of all nine taps stays in registers for as long as the block
 // lives. Pixels of 16 bytes: a product takes two taps of a filter's row, then the third and zeros.
 //
-// Reads src about once from DRAM (once a slab of up to 32 output channels), writes dst once.
+// Reads src about once from DRAM (once a slab of up to 32 output channels), writes dst once. A dgrad may go back through an
+// activation: dst = sum * f'(kept), whose sums over images and pixels a thread keeps for its channels; a block leaves a part
+// of them. The order of every addition is fixed by the problem and the number of multiprocessors.
 #pragma once
 
 #include "cuda/conv/narrow/strips.cuh"
+#include "cuda/core/derivative.h"
 
 namespace jaxconv::cuda::conv {
 namespace {
@@ -28,6 +31,10 @@ struct NarrowRowsArgs {
   int columns;  // warps that share two runs of pixels; a block has 8 kOctets channels of dst for each
   int filter_at;  // in shared memory
   bool dgrad;
+  // Of a dgrad that goes back through an activation.
+  const T* kept;  // like dst
+  DerivativePieces derivative;
+  float* parts;  // (blocks of a slab, channels of dst)
 };
 
 constexpr int kNarrowRuns = 2;  // of 16 pixels, of a warp
@@ -41,7 +48,7 @@ constexpr int kNarrowSteps = kPixel == 16 ? 2 : kNarrowTaps * kPixel / 32;
 template <int kPixel, int kOctets>
 constexpr int kNarrowWarps = kPixel == 64 && kOctets == 2 ? 11 : 12;
 
-template <typename T, int kPixel, int kOctets>
+template <typename T, int kPixel, int kOctets, bool kBack>
 __global__ void __launch_bounds__(kNarrowWarps<kPixel, kOctets> * 32, 1)
     NarrowRowsKernel(const __grid_constant__ NarrowRowsArgs<T> g) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -173,6 +180,7 @@ __global__ void __launch_bounds__(kNarrowWarps<kPixel, kOctets> * 32, 1)
   const uint32_t zero_at = SharedAddress(&zero);
 
   constexpr int kEach = 2 * kOctets;  // channels of a lane
+  float total[kEach] = {};            // of a lane's channels
   const int channel = slab0 + channel0 + in_group * kEach;
   const int64_t row_elements = int64_t(g.to.w) * g.to.channels;
 
@@ -196,6 +204,20 @@ __global__ void __launch_bounds__(kNarrowWarps<kPixel, kOctets> * 32, 1)
         place[m][half] = live ? (pixels + uint32_t(col)) * uint32_t(g.to.channels) : kNowhere;
       }
     }
+    // What row p's derivative is computed from: on its way while the row's last products run.
+    Vec<T, kEach> kept[kNarrowRuns][2] = {};
+    const auto load = [&] {
+      if (p < at.p || p >= at.end) return;
+#pragma unroll
+      for (int m = 0; m < kNarrowRuns; ++m) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          if (place[m][half] == kNowhere) continue;
+          const T* const from = g.kept + (to + place[m][half] - g.dst);
+          kept[m][half] = *reinterpret_cast<const Vec<T, kEach>*>(from);
+        }
+      }
+    };
     const auto store = [&](float (&done)[kNarrowRuns][kOctets][4]) {
       const bool inside = p >= at.p && p < at.end;
 #pragma unroll
@@ -206,7 +228,8 @@ __global__ void __launch_bounds__(kNarrowWarps<kPixel, kOctets> * 32, 1)
             float v[kEach];
 #pragma unroll
             for (int e = 0; e < kEach; ++e) v[e] = done[m][e / 2][half * 2 + e % 2];
-            if (g.epilogue.bias != nullptr) {  // read again for each pixel: registers are dearer
+            if (!kBack &&
+                g.epilogue.bias != nullptr) {  // read again for each pixel: registers are dearer
               float bias[kEach];
               LoadVec<T, kEach>(g.epilogue.bias + channel, bias);
 #pragma unroll
@@ -222,8 +245,16 @@ __global__ void __launch_bounds__(kNarrowWarps<kPixel, kOctets> * 32, 1)
                 StorePacked<T, kEach>(p, v);
               }
             };
-            if (g.epilogue.z != nullptr) put(g.epilogue.z + (where - g.dst));
-            ApplyActivation(g.epilogue.activation, v, g.epilogue.slope);
+            if constexpr (kBack) {
+#pragma unroll
+              for (int e = 0; e < kEach; ++e) {
+                v[e] = ToFloat(FromFloat<T>(g.derivative(ToFloat(kept[m][half].v[e]), v[e])));
+                total[e] += v[e];
+              }
+            } else {
+              if (g.epilogue.z != nullptr) put(g.epilogue.z + (where - g.dst));
+              ApplyActivation(g.epilogue.activation, v, g.epilogue.slope);
+            }
             put(where);
           }
         }
@@ -236,6 +267,7 @@ __global__ void __launch_bounds__(kNarrowWarps<kPixel, kOctets> * 32, 1)
     for (int h = h0; h < h1; ++h) {
       if (threadIdx.x == 0) feed();
       __syncwarp();
+      if constexpr (kBack) load();
       ring.Await();
       float done[kNarrowRuns][kOctets][4];
 #pragma unroll
@@ -276,8 +308,30 @@ __global__ void __launch_bounds__(kNarrowWarps<kPixel, kOctets> * 32, 1)
       store(done);
     }
     // Below the image: rows that wait for no more input.
+    if constexpr (kBack) load();
     store(sum[0]);
+    if constexpr (kBack) load();
     store(sum[1]);
+  }
+  if constexpr (kBack) {
+#pragma unroll
+    for (float& v : total) {  // lanes 4 apart have other pixels of the same channels
+      for (int apart = 4; apart < 32; apart *= 2) v += __shfl_xor_sync(0xffffffffu, v, apart);
+    }
+    __syncthreads();
+    float* const totals = reinterpret_cast<float*>(cells + g.filter_at);  // (warps, 8 kOctets)
+    if (lane < 4) {
+#pragma unroll
+      for (int e = 0; e < kEach; ++e) totals[(warp * 4 + lane) * kEach + e] = total[e];
+    }
+    __syncthreads();
+    if (int(threadIdx.x) < size && slab0 + int(threadIdx.x) < g.to.channels) {
+      const int of_column = threadIdx.x % (8 * kOctets);
+      float sum = 0.f;
+      for (int w = threadIdx.x / (8 * kOctets); w < warps; w += g.columns)
+        sum += totals[w * 8 * kOctets + of_column];
+      g.parts[int64_t(blockIdx.x / unsigned(u.slabs)) * g.to.channels + slab0 + threadIdx.x] = sum;
+    }
   }
 #endif
 }
@@ -292,9 +346,10 @@ double RowsTime(const RowUnits& u, int columns) {
   return double(u.share + kNarrowTaps - 1) * (std::max(products, bytes) + 400);
 }
 
-template <typename T, int kPixel, int kOctets>
+// *parts: how many blocks leave a part of the sums.
+template <typename T, int kPixel, int kOctets, bool kBack>
 Status LaunchRows(const Context& ctx, NarrowRowsArgs<T> g, DType dtype, const void* src,
-                  const std::string& what) {
+                  int64_t* parts, const std::string& what) {
   constexpr int kWarps = kNarrowWarps<kPixel, kOctets>, kFragment = 8 * kOctets;
   RowUnits& u = g.u;
   // Places in a strip are 32 bits.
@@ -306,7 +361,9 @@ Status LaunchRows(const Context& ctx, NarrowRowsArgs<T> g, DType dtype, const vo
     RowUnits tried{};
     ChooseStrips(tried, g.to, kWarps / columns * kNarrowRuns, most_images);
     tried.slabs = int(CeilDiv(g.to.channels, kFragment * columns));
-    ShareRows(tried, g.to.images, g.to.h, g.to.w, std::max(1, Multiprocessors() / tried.slabs));
+    const int sms =
+        kBack ? std::min(Multiprocessors(), int(narrow::kMostParts)) : Multiprocessors();
+    ShareRows(tried, g.to.images, g.to.h, g.to.w, std::max(1, sms / tried.slabs));
     // Products reach past the line's end.
     const int pixels = int(CeilDiv(ProductsOf(tried), kNarrowRuns)) * kNarrowRuns * kNarrowPixels;
     tried.stage_bytes = int(CeilDiv((pixels + kNarrowTaps) * kPixel, 1024) * 1024);
@@ -322,13 +379,32 @@ Status LaunchRows(const Context& ctx, NarrowRowsArgs<T> g, DType dtype, const vo
   u.ring_bytes = u.stages * u.stage_bytes;
   g.filter_at = u.ring_bytes + u.stages * 16;
   JAXCONV_RETURN_IF_ERROR(EncodeRows(dtype, src, g.from, kPixel, u, what, &g.map));
-  const int64_t blocks = CeilDiv(u.rows, u.share) * u.slabs;
+  *parts = CeilDiv(u.rows, u.share);
+  const int64_t blocks = *parts * u.slabs;
   JAXCONV_RETURN_IF_ERROR(CheckBlocks(blocks, what));
   const int warps = int(CeilDiv(ProductsOf(u), kNarrowRuns)) * g.columns;
-  const auto kernel = NarrowRowsKernel<T, kPixel, kOctets>;
+  const auto kernel = NarrowRowsKernel<T, kPixel, kOctets, kBack>;
   JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
   kernel<<<unsigned(blocks), warps * 32, g.filter_at + filter, ctx.stream>>>(g);
   return LaunchStatus(what);
+}
+
+template <bool kBack, typename T>
+Status LaunchRowsOf(const Context& ctx, const NarrowRowsArgs<T>& g, DType dtype, const void* src,
+                    int64_t* parts, const std::string& what) {
+  const auto launch = [&](auto one, auto two) {  // octets of a warp
+    return (g.to.channels <= 8 ? one : two)(ctx, g, dtype, src, parts, what);
+  };
+  const int bytes = PixelBytes(g.from.channels, dtype);
+  if (bytes == 16) return launch(LaunchRows<T, 16, 1, kBack>, LaunchRows<T, 16, 2, kBack>);
+  if (bytes == 32) return launch(LaunchRows<T, 32, 1, kBack>, LaunchRows<T, 32, 2, kBack>);
+  if constexpr (sizeof(T) == 4) {
+    // Two octets' filter leaves registers for eight warps: 1.3 times as long.
+    if (bytes == 128) return LaunchRows<T, 128, 1, kBack>(ctx, g, dtype, src, parts, what);
+  }
+  // Two octets' filter leaves none for a derivative and sums.
+  if constexpr (kBack) return LaunchRows<T, 64, 1, true>(ctx, g, dtype, src, parts, what);
+  return launch(LaunchRows<T, 64, 1, false>, LaunchRows<T, 64, 2, false>);
 }
 
 template <typename T>
@@ -341,17 +417,23 @@ Status NarrowRows(const Context& ctx, const ConvProblem& p, bool dgrad, const Ep
   g.epilogue = MakeEpilogue<T>(e, bias, z);
   SetRows(g, p, dgrad, dgrad);
   g.dgrad = dgrad;
-  const auto launch = [&](auto one, auto two) {  // octets of a warp
-    return (g.to.channels <= 8 ? one : two)(ctx, g, p.dtype, src, what);
-  };
-  const int bytes = PixelBytes(g.from.channels, p.dtype);
-  if (bytes == 16) return launch(LaunchRows<T, 16, 1>, LaunchRows<T, 16, 2>);
-  if (bytes == 32) return launch(LaunchRows<T, 32, 1>, LaunchRows<T, 32, 2>);
-  if constexpr (sizeof(T) == 4) {
-    // Two octets' filter leaves registers for eight warps: 1.3 times as long.
-    if (bytes == 128) return LaunchRows<T, 128, 1>(ctx, g, p.dtype, src, what);
-  }
-  return launch(LaunchRows<T, 64, 1>, LaunchRows<T, 64, 2>);
+  int64_t parts;
+  return LaunchRowsOf<false>(ctx, g, p.dtype, src, &parts, what);
+}
+
+template <typename T>
+Status NarrowRowsBack(const Context& ctx, const ConvProblem& p, const Epilogue& e, const void* dy,
+                      const void* w, const void* kept, void* dz, float* sums, int64_t* parts,
+                      const std::string& what) {
+  NarrowRowsArgs<T> g{};
+  g.w = static_cast<const T*>(w);
+  g.dst = static_cast<T*>(dz);
+  SetRows(g, p, true, true);
+  g.dgrad = true;
+  g.kept = static_cast<const T*>(kept);
+  g.derivative = DerivativePieces(e.activation, e.slope);
+  g.parts = sums;
+  return LaunchRowsOf<true>(ctx, g, p.dtype, dy, parts, what);
 }
 
 }  // namespace

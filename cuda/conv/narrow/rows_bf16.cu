@@ -1,4 +1,4 @@
-// narrow/rows of __nv_bfloat16: fprop and dgrad.
+// narrow/rows of __nv_bfloat16: fprop and dgrad, also through an activation.
 #include "cuda/conv/narrow/rows.cuh"
 
 namespace jaxconv::cuda::conv {
@@ -7,6 +7,12 @@ Status NarrowRowsBf16(const Context& ctx, const ConvProblem& p, bool dgrad, cons
                       const void* src, const void* w, const void* bias, void* dst, void* z,
                       const std::string& what) {
   return NarrowRows<__nv_bfloat16>(ctx, p, dgrad, e, src, w, bias, dst, z, what);
+}
+
+Status NarrowRowsBackBf16(const Context& ctx, const ConvProblem& p, const Epilogue& e,
+                          const void* dy, const void* w, const void* kept, void* dz, float* sums,
+                          int64_t* parts, const std::string& what) {
+  return NarrowRowsBack<__nv_bfloat16>(ctx, p, e, dy, w, kept, dz, sums, parts, what);
 }
 
 }  // namespace jaxconv::cuda::conv

@@ -8,6 +8,7 @@
 
 #include "cuda/conv/common/matrix.cuh"
 #include "cuda/conv/common/row_stream.cuh"
+#include "cuda/conv/narrow/domain.h"
 #include "cuda/conv/narrow/kernels.h"
 #include "cuda/core/device.h"
 

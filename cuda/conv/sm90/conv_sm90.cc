@@ -148,10 +148,17 @@ Status Sm90Dgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, con
                  const void* w, const void* c, void* dx, Workspace workspace) {
   const std::string what = Describe("conv_dgrad", p, plan);
   const std::string_view member = MemberOf(plan.kernel);
-  if (member == "halo") return HaloDgrad(ctx, p, dy, w, dx, what);
+  if (member == "halo") return HaloDgrad(ctx, p, dy, w, c, dx, what);
   if (member == "halo_stream") return HaloStreamDgrad(ctx, p, dy, w, dx, what);
   if (member == "halo_3d") return Halo3dDgrad(ctx, p, dy, w, dx, what);
   return Sm90ProductDgrad(ctx, p, ReadSm90Choice(member, plan.tile), dy, w, c, dx, workspace, what);
+}
+
+Status Sm90Gradient(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
+                    const void* dy, const void* w, const void* kept, void* dz, void* dbias,
+                    Workspace workspace) {
+  return HaloGradient(ctx, p, e, dy, w, kept, dz, dbias, workspace,
+                      Describe("conv_gradient", p, plan));
 }
 
 Status Sm90Wgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,

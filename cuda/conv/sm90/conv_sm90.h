@@ -41,6 +41,10 @@ Status Sm90DgradSums(const Context& ctx, const ConvProblem& p, const Plan& plan,
                      const void* w, const void* c, const void* signs, const void* x,
                      const void* mean, const void* rstd, void* dz, void* dscale, void* dbias,
                      Workspace workspace);
+// ConvGradient.
+Status Sm90Gradient(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
+                    const void* dy, const void* w, const void* kept, void* dz, void* dbias,
+                    Workspace workspace);
 Status Sm90Wgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
                  const void* dy, void* dw, Workspace workspace);
 

@@ -35,7 +35,8 @@
 namespace jaxconv::cuda::conv::sm90 {
 
 inline bool IsDgrad(ConvOp op) {
-  return op == ConvOp::kDgrad || op == ConvOp::kDgradAdd || op == ConvOp::kDgradSums;
+  return op == ConvOp::kDgrad || op == ConvOp::kDgradAdd || op == ConvOp::kDgradSums ||
+         op == ConvOp::kGradient;
 }
 
 // Of dgrad, where p's strides are at most kSm90Phases together.
@@ -138,6 +139,7 @@ inline std::string RefuseProduct(ConvOp op, const ConvProblem& p, const Plan& pl
   if (op == ConvOp::kWgrad) return "it makes no weight gradients";
   if (op == ConvOp::kStatistics) return "it makes no statistics";
   if (op == ConvOp::kDgradSums) return "it makes no sums";
+  if (op == ConvOp::kGradient) return "it does not go back through an activation";
   if (op == ConvOp::kDgradAdd && choice.kernel == Sm90Kernel::kProductSwapped)
     return std::string(plan.kernel) + " takes no addend";
   const bool cluster = choice.kernel == Sm90Kernel::kCluster;
@@ -168,7 +170,10 @@ inline std::string RefuseSums(const ConvProblem& p, std::string_view tile, const
   return why.empty() ? RefuseResident(size, p.c, p.k, 1, device) : why;
 }
 
-// `p` is folded (FoldPatches), but for kDgradSums.
+// Whether kGradient takes activations whose derivative has no pieces (core/derivative.h).
+inline bool HasEveryDerivative(std::string_view member) { return member != "halo"; }
+
+// `p` is folded (FoldPatches), but for kDgradSums and kGradient.
 inline std::string Refusal(ConvOp op, const ConvProblem& p, const Plan& plan,
                            const Device& device) {
   const std::string_view member = MemberOf(plan.kernel);
@@ -213,6 +218,7 @@ inline int64_t Workspace(ConvOp op, const ConvProblem& p, const Plan& plan) {
     return parts * (p.k * 8 + 4);
   }
   if (op == ConvOp::kDgradSums) return MostColumnParts(p.n * p.in_size()) * 2 * p.c * 4;
+  if (op == ConvOp::kGradient) return HaloGradientParts(p) * p.c * 4;
   if (op != ConvOp::kWgrad) {
     if (!single) return 0;
     if (p.full_float32) return Align256(6 * FilterCount(p));

@@ -45,6 +45,14 @@ constexpr int64_t HaloWgradShared(int64_t reach, int64_t stages) {
 }
 constexpr int64_t kHaloPartialBytes = 9 * 64 * 64 * 4;
 
+// CTAs that share the tiles of a block of 64 channels made: of kGradient at most this many in all, whatever the device, as
+// each of their warpgroups leaves a part of the sums.
+inline constexpr int64_t kHaloMostCtas = 256;
+constexpr int64_t HaloCtas(int64_t multiprocessors, int64_t blocks, int64_t tiles) {
+  const int64_t share = std::max<int64_t>(multiprocessors / blocks, 1);
+  return std::min(share, tiles);
+}
+
 // wgrad in TF32 (wgrad/wgrad_tf32.cu): shared memory beside the ring of x, whose slots are 32 or 64 places of 256 bytes.
 inline constexpr int kTf32Step = 32;  // places
 inline constexpr int kTf32MaxRing = 32;
@@ -94,6 +102,13 @@ struct HaloWalk {
   }
 };
 
+// The most parts of kGradient's sums.
+inline int64_t HaloGradientParts(const ConvProblem& p) {
+  const int64_t places = p.dtype == DType::kF32 ? kHaloTf32Places : kHaloPlaces;
+  const int64_t blocks = CeilDivide(p.group_c(), 64) * p.groups;
+  return 2 * HaloCtas(kHaloMostCtas, blocks, CeilDivide(HaloWalk(p, true).line.places, places));
+}
+
 namespace conv::sm90 {
 
 inline std::string RefuseHaloWgradTf32(const ConvProblem& p, const HaloWalk& walk) {
@@ -109,10 +124,11 @@ inline std::string RefuseHaloWgradTf32(const ConvProblem& p, const HaloWalk& wal
 }
 
 inline std::string RefuseHalo(ConvOp op, const ConvProblem& p) {
-  const bool dgrad = op == ConvOp::kDgrad, wgrad = op == ConvOp::kWgrad;
+  const bool wgrad = op == ConvOp::kWgrad;
+  const bool dgrad = op == ConvOp::kDgrad || op == ConvOp::kDgradAdd || op == ConvOp::kGradient;
   const bool tf32 = p.dtype == DType::kF32;
-  if (op == ConvOp::kStatistics || op == ConvOp::kDgradAdd)
-    return "sm90/halo takes no addend and makes no statistics";
+  if (op == ConvOp::kStatistics || op == ConvOp::kDgradSums)
+    return "sm90/halo makes no statistics and no sums for a batch-norm";
   if (tf32 && p.full_float32) return "it rounds float32 to TF32";
   if (p.stride[0] * p.stride[1] * p.stride[2] != 1) return "it needs stride 1";
   const HaloWalk walk(p, dgrad);

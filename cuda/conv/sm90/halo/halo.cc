@@ -10,10 +10,11 @@
 namespace jaxconv::cuda {
 namespace {
 
-// d (of `made` channels) from x (of `summed`), fprop or dgrad of stride 1.
+// d (of `made` channels) from x (of `summed`), fprop or dgrad of stride 1. `dbias`: not null where c is what e's derivative is
+// computed from, else c is added, or null.
 Status HaloForward(const Context& ctx, const ConvProblem& p, bool dgrad, const Epilogue& e,
-                   const void* x, const void* w, const void* bias, const void* residual, void* d,
-                   void* z, Workspace workspace, const std::string& what) {
+                   const void* x, const void* w, const void* bias, const void* c, void* d, void* z,
+                   void* dbias, Workspace workspace, const std::string& what) {
   const bool tf32 = p.dtype == DType::kF32;
   const int places = tf32 ? kHaloTf32Places : kHaloPlaces;
   const HaloWalk walk(p, dgrad);
@@ -35,8 +36,13 @@ Status HaloForward(const Context& ctx, const ConvProblem& p, bool dgrad, const E
   g.flip = dgrad;
   g.instances = int(p.groups);
   g.tiles = int((g.line.places + places - 1) / places);
-  g.epilogue.activation = e.activation;
-  g.epilogue.slope = float(e.slope);
+  if (dbias == nullptr) {
+    g.epilogue.activation = e.activation;
+    g.epilogue.slope = float(e.slope);
+  } else {
+    g.derivative = DerivativePieces(e.activation, e.slope);
+    g.parts = static_cast<float*>(workspace.data);
+  }
   if (e.bias) {
     g.epilogue.bias = bias;
     g.epilogue.bias_kind = BiasKind::kRow;
@@ -47,7 +53,7 @@ Status HaloForward(const Context& ctx, const ConvProblem& p, bool dgrad, const E
   const int rank = g.line.rank;
   const TmaTensor source = ImageTensor(x, rank, g.channels * p.groups, from, p.n);
   g.d = d;
-  g.c = residual;
+  g.c = c;
   g.z = e.save_preactivation ? z : nullptr;
   for (int i = 0; i < 3; ++i) g.made[i] = int(to[2 - i]);
   JAXCONV_RETURN_IF_ERROR(EncodeIm2col(p.dtype, source, walk.read,
@@ -59,6 +65,12 @@ Status HaloForward(const Context& ctx, const ConvProblem& p, bool dgrad, const E
   JAXCONV_RETURN_IF_ERROR(
       EncodeTiled(p.dtype, tf32 && !dgrad ? TransposedFilterTensor(p, w) : FilterTensor(p, w, 1),
                   {0, 1, 64, 1}, what + " w", &g.w, tf32));
+  if (dbias != nullptr) {
+    const auto launch = tf32                      ? LaunchHaloGradientTf32
+                        : p.dtype == DType::kBF16 ? LaunchHaloGradientBf16
+                                                  : LaunchHaloGradientF16;
+    return launch(ctx, g, dbias, device.multiprocessors, what);
+  }
   if (tf32) return LaunchHaloProductTf32(ctx, g, device.multiprocessors, what);
   return p.dtype == DType::kBF16
              ? LaunchHaloProductBf16(ctx, g, dgrad, device.multiprocessors, what)
@@ -70,14 +82,21 @@ Status HaloForward(const Context& ctx, const ConvProblem& p, bool dgrad, const E
 Status HaloFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const void* x,
                  const void* w, const void* bias, const void* residual, void* y, void* z,
                  Workspace workspace, const std::string& what) {
-  return HaloForward(ctx, p, false, e, x, w, bias, residual, y, z, workspace, what);
+  return HaloForward(ctx, p, false, e, x, w, bias, residual, y, z, nullptr, workspace, what);
 }
 
 // dx[h] sums dy[h + pad - t * dilation]: taps backwards, from h + pad - (taps - 1) * dilation on.
-Status HaloDgrad(const Context& ctx, const ConvProblem& p, const void* dy, const void* w, void* dx,
-                 const std::string& what) {
+Status HaloDgrad(const Context& ctx, const ConvProblem& p, const void* dy, const void* w,
+                 const void* c, void* dx, const std::string& what) {
   const Epilogue none = {false, Activation::kNone, 0., false};
-  return HaloForward(ctx, p, true, none, dy, w, nullptr, nullptr, dx, nullptr, {}, what);
+  return HaloForward(ctx, p, true, none, dy, w, nullptr, c, dx, nullptr, nullptr, {}, what);
+}
+
+Status HaloGradient(const Context& ctx, const ConvProblem& p, const Epilogue& e, const void* dy,
+                    const void* w, const void* kept, void* dz, void* dbias, Workspace workspace,
+                    const std::string& what) {
+  const Epilogue back = {false, e.activation, e.slope, false};
+  return HaloForward(ctx, p, true, back, dy, w, nullptr, kept, dz, nullptr, dbias, workspace, what);
 }
 
 Status HaloWgradOf(const Context& ctx, const ConvProblem& p, int64_t parts, const void* x,

@@ -29,6 +29,7 @@
 #include <string>
 
 #include "common/status.h"
+#include "cuda/conv/sm90/halo/gradient.cuh"
 #include "cuda/conv/sm90/halo/halo.h"
 #include "cuda/conv/sm90/wgrad/sums.cuh"
 #include "cuda/core/context.h"
@@ -98,9 +99,37 @@ struct HaloOutbox {
     }
   }
 
-  // acc += the tile's part of `from`, which lies as PutTile's `to`: the same way backwards, eight loads at a time.
+  // acc += the tile's part of `from`, which lies as PutTile's `to`.
   __device__ __forceinline__ void AddTile(const HaloProduct& p, const T* from, int tile,
                                           int channel, float (&acc)[128]) const {
+    ReadTile<false>(p, from, tile, channel, [&](int i, int, float2 two, bool, bool) {
+      acc[i] += two.x;
+      acc[i + 1] += two.y;
+    });
+  }
+
+  // acc *= f' of the tile's part of `kept`, rounded; sum += its sums of the thread's upper and lower channel.
+  __device__ __forceinline__ void GoBack(const HaloProduct& p, const T* kept, int tile, int channel,
+                                         float (&acc)[128], float (&sum)[2]) const {
+    float part[2] = {};
+    ReadTile<true>(
+        p, kept, tile, channel, [&](int i, int row, float2 two, bool first, bool second) {
+          const uint32_t pair =
+              PackHalves(p.derivative(two.x, acc[i]), p.derivative(two.y, acc[i + 1]), T());
+          const float2 d = UnpackPair(pair, T());
+          acc[i] = d.x;
+          acc[i + 1] = d.y;
+          part[row] += (first ? d.x : 0.f) + (second ? d.y : 0.f);
+        });
+    sum[0] += part[0];
+    sum[1] += part[1];
+  }
+
+  // use(i, row, two, first, second) of the tile's part of `from`, PutTile's way backwards, eight loads at a time: `two` belongs
+  // to acc[i] and acc[i + 1], of the upper or the lower row; kWhere: whether these places exist.
+  template <bool kWhere, typename Use>
+  __device__ __forceinline__ void ReadTile(const HaloProduct& p, const T* from, int tile,
+                                           int channel, const Use& use) const {
     const int lane = threadIdx.x % 32;
     const int first = tile * kHaloPlaces + lane / 2;
     Digits4 at = SplitDigits(first, p.by_extent[2], p.by_extent[1], p.by_extent[0]);
@@ -109,11 +138,13 @@ struct HaloOutbox {
 #pragma unroll
     for (int part = 0; part < 8; part += 4) {
       uint4 u[8];
+      uint32_t where[8];  // bits 2k and 2k + 1: place k
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        const bool made = at.digit[3] < p.made[0] && at.digit[2] < p.made[1] &&
-                          at.digit[1] < p.made[2] && first + part * 32 + i * 16 < p.line.places &&
-                          wanted;
+        const bool exists = at.digit[3] < p.made[0] && at.digit[2] < p.made[1] &&
+                            at.digit[1] < p.made[2] && first + part * 32 + i * 16 < p.line.places;
+        const bool made = exists && wanted;
+        if constexpr (kWhere) where[i] = __ballot_sync(0xffffffffu, exists);
         const int64_t pixel = int64_t(at.digit[0]) * p.image + at.digit[1] * p.plane +
                               at.digit[2] * p.made[0] + at.digit[3];
         // Volatile: the compiler would work out all addresses first, and run out of registers.
@@ -147,13 +178,20 @@ struct HaloOutbox {
                        : "memory");
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            const float2 two = UnpackPair(pair[i], T());
-            acc[((part + chunk) * 4 + j) * 4 + i * 2] += two.x;
-            acc[((part + chunk) * 4 + j) * 4 + i * 2 + 1] += two.y;
+            bool exist[2] = {true, true};
+            if constexpr (kWhere) {
+              const uint32_t mine = where[chunk * 2 + j / 2] >> lane % 4 * 4;
+              exist[0] = mine >> i / 2 * 16 & 1;
+              exist[1] = mine >> i / 2 * 16 & 4;
+            }
+            use(((part + chunk) * 4 + j) * 4 + i * 2, i % 2, UnpackPair(pair[i], T()), exist[0],
+                exist[1]);
           }
         }
         __syncwarp();
       }
+      // Never: a branch keeps the compiler from beginning with what follows, for which it has no registers.
+      if (kWhere && p.taps == 0) return;
     }
   }
 
@@ -161,8 +199,8 @@ struct HaloOutbox {
   bool wanted;  // this lane's channels exist
 };
 
-// kDgrad: the filter is k-major for its product (it sums over the axis that is fastest in w).
-template <typename T, bool kDgrad>
+// kDgrad: the filter is k-major for its product (it sums over the axis that is fastest in w). kAddend: p.c may be null.
+template <typename T, bool kDgrad, HaloBeside kBeside>
 __global__ void __launch_bounds__(kSm90Threads, 1)
     HaloProductKernel(const __grid_constant__ HaloProduct p) {
 #ifdef JAXCONV_SM90A
@@ -215,6 +253,7 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
     const int channel = instance * p.n + in_block;
     outbox.wanted = in_block < p.n;
     const ColumnBias<T, 64> no_columns = {};
+    float sum[2] = {};  // of d's upper and lower channel
     BarrierWait(loaded, 0);
     uint32_t turns = group == 0 ? 1 : 0, parity = 0;
     int slot = group;  // group 1 begins with the second tile
@@ -251,23 +290,33 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
       }
 
       ScaleAndBias(p.epilogue, instance, n + warp * 16 + lane / 4, p.n, no_columns, acc);
-      if constexpr (!kDgrad) {
+      if constexpr (kBeside == HaloBeside::kAddend) {
         if (p.c != nullptr) outbox.AddTile(p, static_cast<const T*>(p.c), tile, channel, acc);
       }
-      if (p.z != nullptr) outbox.PutTile(p, static_cast<T*>(p.z), tile, channel, acc);
-      ActivateFast<T>(p.epilogue.activation, p.epilogue.slope, acc);
+      if constexpr (kBeside == HaloBeside::kKept) {
+        // Always: a branch, as in ReadTile.
+        if (p.c != nullptr) outbox.GoBack(p, static_cast<const T*>(p.c), tile, channel, acc, sum);
+      } else {
+        if (p.z != nullptr) outbox.PutTile(p, static_cast<T*>(p.z), tile, channel, acc);
+        ActivateFast<T>(p.epilogue.activation, p.epilogue.slope, acc);
+      }
       outbox.PutTile(p, static_cast<T*>(p.d), tile, channel, acc);
+    }
+    if constexpr (kBeside == HaloBeside::kKept) {
+      const int upper = n + warp * 16 + lane / 4;
+      WriteHaloSums(p, first * 2 + group, int64_t(instance) * p.n + upper, upper < p.n,
+                    upper + 8 < p.n, sum);
     }
   }
 #endif
 }
 
-template <typename T, bool kDgrad>
+template <typename T, bool kDgrad, HaloBeside kBeside>
 Status LaunchHaloProduct(const Context& ctx, HaloProduct& p, int multiprocessors,
                          const std::string& what) {
   p.blocks = (p.n + 63) / 64;
   const int blocks = p.blocks * p.instances;
-  p.ctas = std::min(std::max(multiprocessors / blocks, 1), p.tiles);
+  p.ctas = int(HaloCtas(multiprocessors, blocks, p.tiles));
   const int reach = p.shift[p.taps - 1];
   p.buffers = HaloProductShared(p.taps, reach, 3) <= kHaloShared ? 3 : 2;
   p.buffer_bytes = int(HaloBufferBytes(kHaloPlaces, reach));
@@ -276,10 +325,29 @@ Status LaunchHaloProduct(const Context& ctx, HaloProduct& p, int multiprocessors
   p.plane = p.made[0] * p.made[1];
   p.image = int64_t(p.plane) * p.made[2];
   const int shared = int(HaloProductShared(p.taps, reach, p.buffers));
-  auto kernel = HaloProductKernel<T, kDgrad>;
+  auto kernel = HaloProductKernel<T, kDgrad, kBeside>;
   JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
   kernel<<<unsigned(blocks * p.ctas), kSm90Threads, shared, ctx.stream>>>(p);
   return LaunchStatus(what);
+}
+
+// fprop, or dgrad, which adds where there is a c.
+template <typename T>
+Status LaunchHaloForward(const Context& ctx, HaloProduct& p, bool dgrad, int multiprocessors,
+                         const std::string& what) {
+  const auto launch = !dgrad           ? LaunchHaloProduct<T, false, HaloBeside::kAddend>
+                      : p.c == nullptr ? LaunchHaloProduct<T, true, HaloBeside::kNothing>
+                                       : LaunchHaloProduct<T, true, HaloBeside::kAddend>;
+  return launch(ctx, p, multiprocessors, what);
+}
+
+template <typename T>
+Status LaunchHaloGradient(const Context& ctx, HaloProduct& p, void* dbias, int multiprocessors,
+                          const std::string& what) {
+  multiprocessors = std::min<int>(multiprocessors, kHaloMostCtas);
+  JAXCONV_RETURN_IF_ERROR(
+      (LaunchHaloProduct<T, true, HaloBeside::kKept>(ctx, p, multiprocessors, what)));
+  return AddHaloSums<T>(ctx, p, dbias, what);
 }
 
 inline constexpr int kHaloWgradThreads = 512;

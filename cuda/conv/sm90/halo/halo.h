@@ -12,6 +12,7 @@
 #include "common/status.h"
 #include "cuda/conv/sm90/halo/domain.h"
 #include "cuda/core/context.h"
+#include "cuda/core/derivative.h"
 #include "cuda/core/divmod.h"
 #include "cuda/gemm/sm90_product.h"
 
@@ -21,7 +22,7 @@ namespace jaxconv::cuda {
 struct HaloProduct {
   CUtensorMap x, w;
   void *d, *z;    // z: null unless saved
-  const void* c;  // 16 bit: like d, added to the sums; null without
+  const void* c;  // like d: added to the sums, or what derivative is computed from; null without
   Sm90Epilogue epilogue;
   HaloLine line;
   int made[3];           // extents of the images that are made
@@ -41,7 +42,13 @@ struct HaloProduct {
   int plane;        // pixels that are made
   int64_t image;
   int buffer_bytes;
+  // Of kKept.
+  DerivativePieces derivative;
+  float* parts;  // (2 * ctas, groups * n)
 };
+
+// What a dgrad reads beside its operands.
+enum class HaloBeside { kNothing, kAddend, kKept };
 
 // wgrad of 3 x 3 filters.
 struct HaloWgrad {
@@ -65,8 +72,13 @@ struct HaloWgrad {
 Status HaloFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const void* x,
                  const void* w, const void* bias, const void* residual, void* y, void* z,
                  Workspace workspace, const std::string& what);
-Status HaloDgrad(const Context& ctx, const ConvProblem& p, const void* dy, const void* w, void* dx,
-                 const std::string& what);
+// c: like dx and added to it, or null.
+Status HaloDgrad(const Context& ctx, const ConvProblem& p, const void* dy, const void* w,
+                 const void* c, void* dx, const std::string& what);
+// dgrad through e's activation, and the sums of its result.
+Status HaloGradient(const Context& ctx, const ConvProblem& p, const Epilogue& e, const void* dy,
+                    const void* w, const void* kept, void* dz, void* dbias, Workspace workspace,
+                    const std::string& what);
 // 16 bit; TF32's is Sm90WgradTf32 (sm90/wgrad/wgrad_tf32.h).
 Status HaloWgradOf(const Context& ctx, const ConvProblem& p, int64_t parts, const void* x,
                    const void* dy, void* dw, Workspace workspace, const std::string& what);
@@ -77,6 +89,13 @@ Status LaunchHaloProductF16(const Context& ctx, HaloProduct& p, bool dgrad, int 
                             const std::string& what);
 Status LaunchHaloProductTf32(const Context& ctx, HaloProduct& p, int multiprocessors,
                              const std::string& what);
+// dbias: (groups * n), of d's type.
+Status LaunchHaloGradientBf16(const Context& ctx, HaloProduct& p, void* dbias, int multiprocessors,
+                              const std::string& what);
+Status LaunchHaloGradientF16(const Context& ctx, HaloProduct& p, void* dbias, int multiprocessors,
+                             const std::string& what);
+Status LaunchHaloGradientTf32(const Context& ctx, HaloProduct& p, void* dbias, int multiprocessors,
+                              const std::string& what);
 Status LaunchHaloWgradBf16(const Context& ctx, HaloWgrad& p, const std::string& what);
 Status LaunchHaloWgradF16(const Context& ctx, HaloWgrad& p, const std::string& what);
 

@@ -5,8 +5,12 @@ namespace jaxconv::cuda {
 
 Status LaunchHaloProductBf16(const Context& ctx, HaloProduct& p, bool dgrad, int multiprocessors,
                              const std::string& what) {
-  return dgrad ? LaunchHaloProduct<__nv_bfloat16, true>(ctx, p, multiprocessors, what)
-               : LaunchHaloProduct<__nv_bfloat16, false>(ctx, p, multiprocessors, what);
+  return LaunchHaloForward<__nv_bfloat16>(ctx, p, dgrad, multiprocessors, what);
+}
+
+Status LaunchHaloGradientBf16(const Context& ctx, HaloProduct& p, void* dbias, int multiprocessors,
+                              const std::string& what) {
+  return LaunchHaloGradient<__nv_bfloat16>(ctx, p, dbias, multiprocessors, what);
 }
 
 Status LaunchHaloWgradBf16(const Context& ctx, HaloWgrad& p, const std::string& what) {

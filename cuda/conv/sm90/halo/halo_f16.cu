@@ -5,8 +5,12 @@ namespace jaxconv::cuda {
 
 Status LaunchHaloProductF16(const Context& ctx, HaloProduct& p, bool dgrad, int multiprocessors,
                             const std::string& what) {
-  return dgrad ? LaunchHaloProduct<__half, true>(ctx, p, multiprocessors, what)
-               : LaunchHaloProduct<__half, false>(ctx, p, multiprocessors, what);
+  return LaunchHaloForward<__half>(ctx, p, dgrad, multiprocessors, what);
+}
+
+Status LaunchHaloGradientF16(const Context& ctx, HaloProduct& p, void* dbias, int multiprocessors,
+                             const std::string& what) {
+  return LaunchHaloGradient<__half>(ctx, p, dbias, multiprocessors, what);
 }
 
 Status LaunchHaloWgradF16(const Context& ctx, HaloWgrad& p, const std::string& what) {

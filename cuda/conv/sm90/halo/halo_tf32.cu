@@ -4,6 +4,7 @@
 // the others: two buffers hold one half each, and one is filled while the other is multiplied.
 #include <algorithm>
 
+#include "cuda/conv/sm90/halo/gradient.cuh"
 #include "cuda/conv/sm90/halo/halo.h"
 #include "cuda/core/activate.cuh"
 #include "cuda/core/device.h"
@@ -12,6 +13,73 @@
 namespace jaxconv::cuda {
 namespace {
 
+// Volatile: the compiler would work out all addresses first, and run out of registers.
+__device__ __forceinline__ float LoadIf(bool there, const float* from) {
+  float v = 0.f;
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p ld.global.nc.f32 %0, [%1];\n}\n"
+               : "+f"(v)
+               : "l"(from), "r"(int(there)));
+  return v;
+}
+
+// d = acc + c, or acc * f'(c) and its sums: a thread's accumulators are two channels of 32 places, eight at a time. What it
+// reads of c for the next eight is on its way meanwhile.
+template <HaloBeside kBeside>
+__device__ __forceinline__ void FinishBeside(const HaloProduct& p, int tile, int64_t channel,
+                                             bool has_upper, bool has_lower, float (&acc)[64],
+                                             float (&sum)[2]) {
+  constexpr int kEight = 8;
+  const int64_t pitch = int64_t(p.instances) * p.n;
+  const float* from = static_cast<const float*>(p.c) + channel;
+  float* to = static_cast<float*>(p.d) + channel;
+  int pixel[2][kEight];  // -1 in a gap
+  float c[2][kEight][2], part[2] = {};
+  const auto load = [&](int eight) {
+#pragma unroll
+    for (int i = 0; i < kEight; ++i) {
+      const int place =
+          tile * kHaloTf32Places + (eight * kEight + i) / 2 * 8 + threadIdx.x % 4 * 2 + i % 2;
+      const Digits4 at = SplitDigits(place, p.by_extent[2], p.by_extent[1], p.by_extent[0]);
+      const bool made = at.digit[3] < p.made[0] && at.digit[2] < p.made[1] &&
+                        at.digit[1] < p.made[2] && place < p.line.places;
+      const int pixel_of = int(at.digit[0] * p.image) + at.digit[1] * p.plane +
+                           at.digit[2] * p.made[0] + at.digit[3];
+      const float* at_pixel = from + pixel_of * pitch;
+      c[eight % 2][i][0] = LoadIf(made && has_upper, at_pixel);
+      c[eight % 2][i][1] = LoadIf(made && has_lower, at_pixel + 8);
+      pixel[eight % 2][i] = made ? pixel_of : -1;
+    }
+  };
+  load(0);
+#pragma unroll
+  for (int eight = 0; eight < 4; ++eight) {
+    if (eight < 3) load(eight + 1);
+#pragma unroll
+    for (int i = 0; i < kEight; ++i) {
+      const int place = pixel[eight % 2][i];
+      float v[2];
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        v[row] = acc[(eight * kEight + i) / 2 * 4 + row * 2 + i % 2];
+        if constexpr (kBeside == HaloBeside::kAddend) {
+          v[row] += c[eight % 2][i][row];
+        } else {
+          v[row] = p.derivative(c[eight % 2][i][row], v[row]);
+          part[row] += place >= 0 ? v[row] : 0.f;
+        }
+      }
+      if (place >= 0) {
+        float* at_pixel = to + place * pitch;
+        if (has_upper) at_pixel[0] = v[0];
+        if (has_lower) at_pixel[8] = v[1];
+      }
+    }
+  }
+  sum[0] += part[0];
+  sum[1] += part[1];
+}
+
+template <HaloBeside kBeside>
 __global__ void __launch_bounds__(kSm90Threads, 1)
     HaloProductTf32Kernel(const __grid_constant__ HaloProduct p) {
 #ifdef JAXCONV_SM90A
@@ -74,6 +142,7 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
       if (has_upper) bias[0] = __ldg(from);
       if (has_lower) bias[1] = __ldg(from + 8);
     }
+    float sum[2] = {};  // of d's upper and lower channel
     BarrierWait(loaded, 0);
     uint32_t turns = group == 0 ? 1 : 0;
     int64_t buffer = group * halves;  // buffers before this tile's, of all tiles
@@ -113,52 +182,71 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
       if (threadIdx.x % 128 == 0) BarrierArrive(empty(int(buffer + halves - 1) % 2));
       buffer += 2 * halves;
 
+      if constexpr (kBeside == HaloBeside::kNothing) {
 #pragma unroll
-      for (int i = 0; i < 64; ++i) acc[i] += bias[i / 2 % 2];
-      const auto store = [&](void* to) {
-        float* const out = static_cast<float*>(to) + channel;
+        for (int i = 0; i < 64; ++i) acc[i] += bias[i / 2 % 2];
+        const auto store = [&](void* to) {
+          float* const out = static_cast<float*>(to) + channel;
 #pragma unroll
-        for (int j = 0; j < 16; ++j) {
+          for (int j = 0; j < 16; ++j) {
 #pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const int place = tile * kHaloTf32Places + j * 8 + lane % 4 * 2 + e;
-            const Digits4 at = SplitDigits(place, p.by_extent[2], p.by_extent[1], p.by_extent[0]);
-            if (at.digit[3] >= p.made[0] || at.digit[2] >= p.made[1] || at.digit[1] >= p.made[2] ||
-                place >= p.line.places) {
-              continue;
+            for (int e = 0; e < 2; ++e) {
+              const int place = tile * kHaloTf32Places + j * 8 + lane % 4 * 2 + e;
+              const Digits4 at = SplitDigits(place, p.by_extent[2], p.by_extent[1], p.by_extent[0]);
+              if (at.digit[3] >= p.made[0] || at.digit[2] >= p.made[1] ||
+                  at.digit[1] >= p.made[2] || place >= p.line.places) {
+                continue;
+              }
+              const int64_t pixel = at.digit[0] * p.image + at.digit[1] * p.plane +
+                                    at.digit[2] * p.made[0] + at.digit[3];
+              if (has_upper) out[pixel * pitch] = acc[j * 4 + e];
+              if (has_lower) out[pixel * pitch + 8] = acc[j * 4 + 2 + e];
             }
-            const int64_t pixel = at.digit[0] * p.image + at.digit[1] * p.plane +
-                                  at.digit[2] * p.made[0] + at.digit[3];
-            if (has_upper) out[pixel * pitch] = acc[j * 4 + e];
-            if (has_lower) out[pixel * pitch + 8] = acc[j * 4 + 2 + e];
           }
-        }
-      };
-      if (p.z != nullptr) store(p.z);
-      ActivateAll(p.epilogue.activation, p.epilogue.slope, acc);
-      store(p.d);
+        };
+        if (p.z != nullptr) store(p.z);
+        ActivateAll(p.epilogue.activation, p.epilogue.slope, acc);
+        store(p.d);
+      } else {
+        FinishBeside<kBeside>(p, tile, channel, has_upper, has_lower, acc, sum);
+      }
     }
+    if constexpr (kBeside == HaloBeside::kKept)
+      WriteHaloSums(p, first * 2 + group, channel, has_upper, has_lower, sum);
   }
 #endif
 }
 
-}  // namespace
-
-Status LaunchHaloProductTf32(const Context& ctx, HaloProduct& p, int multiprocessors,
-                             const std::string& what) {
+template <HaloBeside kBeside>
+Status Launch(const Context& ctx, HaloProduct& p, int multiprocessors, const std::string& what) {
   p.blocks = (p.n + 63) / 64;
   const int blocks = p.blocks * p.instances;
-  p.ctas = std::min(std::max(multiprocessors / blocks, 1), p.tiles);
+  p.ctas = int(HaloCtas(multiprocessors, blocks, p.tiles));
   const int reach = p.shift[p.taps - 1];
   p.buffer_bytes = int(HaloBufferBytes(kHaloTf32Places, reach));
   for (int i = 0; i < 3; ++i) p.by_extent[i] = FastDiv(p.line.extent[i]);
   p.plane = p.made[0] * p.made[1];
   p.image = int64_t(p.plane) * p.made[2];
   const int shared = int(HaloTf32Shared(p.taps, p.channels, reach));
-  auto kernel = HaloProductTf32Kernel;
+  auto kernel = HaloProductTf32Kernel<kBeside>;
   JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
   kernel<<<unsigned(blocks * p.ctas), kSm90Threads, shared, ctx.stream>>>(p);
   return LaunchStatus(what);
+}
+
+}  // namespace
+
+Status LaunchHaloProductTf32(const Context& ctx, HaloProduct& p, int multiprocessors,
+                             const std::string& what) {
+  return p.c == nullptr ? Launch<HaloBeside::kNothing>(ctx, p, multiprocessors, what)
+                        : Launch<HaloBeside::kAddend>(ctx, p, multiprocessors, what);
+}
+
+Status LaunchHaloGradientTf32(const Context& ctx, HaloProduct& p, void* dbias, int multiprocessors,
+                              const std::string& what) {
+  multiprocessors = std::min<int>(multiprocessors, kHaloMostCtas);
+  JAXCONV_RETURN_IF_ERROR(Launch<HaloBeside::kKept>(ctx, p, multiprocessors, what));
+  return AddHaloSums<float>(ctx, p, dbias, what);
 }
 
 }  // namespace jaxconv::cuda

@@ -182,7 +182,7 @@ namespace conv::sm90 {
 
 inline std::string RefuseHalo3d(ConvOp op, const ConvProblem& p) {
   const bool dgrad = op == ConvOp::kDgrad, wgrad = op == ConvOp::kWgrad;
-  if (op == ConvOp::kStatistics || op == ConvOp::kDgradAdd)
+  if (op != ConvOp::kFprop && !dgrad && !wgrad)
     return "sm90/halo_3d takes no addend and makes no statistics";
   if (!Half(p.dtype)) return "it takes 16-bit arrays only";
   if (p.stride[0] * p.stride[1] * p.stride[2] != 1 || p.groups != 1 || p.filter[0] != 3 ||

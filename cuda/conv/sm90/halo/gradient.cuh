@@ -1,0 +1,46 @@
+// What the dgrads share that go back through an activation and sum up (HaloBeside::kKept). A thread's accumulators are of two
+// channels, upper and lower, so it has two sums over all tiles of its warpgroup; the four lanes that share the channels
+// add theirs up, a warpgroup leaves a part, and a second kernel adds the parts up. The order of every addition is fixed
+// by the problem and the number of CTAs.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+
+#include "cuda/conv/sm90/halo/halo.h"
+#include "cuda/core/convert.cuh"
+#include "cuda/gemm/sm90_columns.cuh"
+
+namespace jaxconv::cuda {
+
+// upper, lower: channels of an instance; channel: upper's of all.
+__device__ __forceinline__ void WriteHaloSums(const HaloProduct& p, int part, int64_t channel,
+                                              bool has_upper, bool has_lower, float (&sum)[2]) {
+#pragma unroll
+  for (float& v : sum) {
+    v += __shfl_xor_sync(0xffffffffu, v, 1);
+    v += __shfl_xor_sync(0xffffffffu, v, 2);
+  }
+  if (threadIdx.x % 4 != 0) return;
+  float* to = p.parts + int64_t(part) * p.instances * p.n + channel;
+  if (has_upper) to[0] = sum[0];
+  if (has_lower) to[8] = sum[1];
+}
+
+template <typename T>
+struct HaloTotals {
+  __device__ __forceinline__ void operator()(int channel, const float (&sum)[1]) const {
+    to[channel] = FromFloat<T>(sum[0]);
+  }
+  T* to;
+};
+
+// Behind a launch whose p.ctas are filled in.
+template <typename T>
+Status AddHaloSums(const Context& ctx, const HaloProduct& p, void* dbias, const std::string& what) {
+  return LaunchColumnTotals<8, 1>(ctx, p.parts, 2 * p.ctas, p.instances * p.n,
+                                  HaloTotals<T>{static_cast<T*>(dbias)}, what);
+}
+
+}  // namespace jaxconv::cuda
