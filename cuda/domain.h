@@ -52,7 +52,18 @@ inline std::string_view MemberOf(std::string_view kernel) {
 
 // kSums: a weight gradient, and the sums of the batch-norm in front; NormalisedRefusal's alone.
 // kDgradSums: a dgrad with an addend and the sums of the batch-norm whose result the convolution reads.
-enum class ConvOp { kFprop, kFpropAdd, kStatistics, kDgrad, kDgradAdd, kDgradSums, kWgrad, kSums };
+// kGradient: a dgrad through the activation whose result the convolution reads, and the sums of that; GradientRefusal's.
+enum class ConvOp {
+  kFprop,
+  kFpropAdd,
+  kStatistics,
+  kDgrad,
+  kDgradAdd,
+  kDgradSums,
+  kGradient,
+  kWgrad,
+  kSums
+};
 
 // Nothing where plan.kernel can run `op` of `p` on the device with the plan's tile, splits and chunk, else a sentence. An
 // empty tile asks for some tile. `p` is the problem as it lies in memory.

@@ -39,20 +39,18 @@ __device__ __forceinline__ void StoreFloats(float* to, const float (&v)[32], int
   }
 }
 
-// What lies where StoreFloats would store v, of a row each: 0 where that row, null, or column is not there. All loads are on
+// What lies where StoreFloats would store, of a row each: 0 where that row, null, or column is not there. All loads are on
 // their way before the first is waited for.
 __device__ __forceinline__ void LoadFloats(const float* upper, const float* lower, int columns,
-                                           float (&v)[32]) {
+                                           float2 (&two)[2][8]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const float* from = half == 0 ? upper : lower;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       const bool inside = from != nullptr && j * 8 < columns;
-      const float2 two =
+      two[half][j] =
           inside ? *reinterpret_cast<const float2*>(from + j * 8) : make_float2(0.f, 0.f);
-      v[j * 4 + half * 2] = two.x;
-      v[j * 4 + half * 2 + 1] = two.y;
     }
   }
 }
@@ -60,10 +58,13 @@ __device__ __forceinline__ void LoadFloats(const float* upper, const float* lowe
 // v += what lies there. d may be there: each element is read by the thread that writes it afterwards.
 __device__ __forceinline__ void AddFloats(const float* upper, const float* lower, int columns,
                                           float (&v)[32]) {
-  float added[32];
-  LoadFloats(upper, lower, columns, added);
+  float2 two[2][8];
+  LoadFloats(upper, lower, columns, two);
 #pragma unroll
-  for (int i = 0; i < 32; ++i) v[i] += added[i];
+  for (int i = 0; i < 32; ++i) {
+    const float2 pair = two[i / 2 % 2][i / 4];
+    v[i] += i % 2 == 0 ? pair.x : pair.y;
+  }
 }
 
 template <typename Tile>

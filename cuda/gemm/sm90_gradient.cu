@@ -41,9 +41,9 @@ struct Sm90Gradient : Sm90EpilogueDefaults {
   __device__ __forceinline__ void Back(const Sm90Epilogue& e, Ring& ring,
                                        float (&acc)[Tile::kBlocks][Tile::kTileN / 2]) {
     const auto through = [&](auto f) { ThroughRing<Tile, true>(ring, group, block0, f, acc); };
-#define JAXCONV_BACK(kind)                                                                       \
-  case Activation::kind:                                                                         \
-    through([](float c, float dy) { return dy * SlopeFrom<Activation::kind, true>(c); });        \
+#define JAXCONV_BACK(kind)                                                                \
+  case Activation::kind:                                                                  \
+    through([](float c, float dy) { return dy * SlopeFrom<Activation::kind, true>(c); }); \
     return;
     static_assert(kActivationCount == 11, "a new activation needs its case below");
     switch (e.activation) {
@@ -92,7 +92,7 @@ template <typename T>
 Status LaunchByTile(const Context& ctx, Sm90Product& p, TileSize tile, int multiprocessors,
                     float* parts, void* sums, const std::string& what) {
   int count = 0;
-  JAXCONV_RETURN_IF_ERROR(WithTile<kGradientTiles>(tile, what, [&](auto rows, auto columns) {
+  JAXCONV_RETURN_IF_ERROR(WithTile<kDgradGradientTiles>(tile, what, [&](auto rows, auto columns) {
     using Tile = Sm90TileOf<T, true, true, decltype(rows)::value, decltype(columns)::value>;
     return LaunchSm90Columns<Tile, Sm90Gradient<Tile>>(ctx, p, {parts}, multiprocessors, what,
                                                        &count);

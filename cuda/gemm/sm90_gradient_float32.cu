@@ -12,19 +12,26 @@
 
 namespace jaxconv::cuda {
 
-// dy = dy * f', the other activations' through one copy of their code.
-__device__ __forceinline__ void BackFloats(const Sm90Epilogue& e, float (&c)[32], float (&dy)[32]) {
+// dy *= f', from `kept` as LoadFloats leaves it. What is not piecewise linear goes through one copy of its code.
+__device__ __forceinline__ void BackFloats(const Sm90Epilogue& e, const float2 (&kept)[2][8],
+                                           float (&dy)[32]) {
   static_assert(kActivationCount == 11, "a new activation needs its case below");
-  if (e.activation <= Activation::kLeakyRelu) {  // none, relu, relu6
+  float c[32];
+#pragma unroll
+  for (int i = 0; i < 32; ++i) {
+    const float2 pair = kept[i / 2 % 2][i / 4];
+    c[i] = i % 2 == 0 ? pair.x : pair.y;
+  }
+  if (e.activation <= Activation::kLeakyRelu) {  // the first four
     const LinearPieces f(e);
 #pragma unroll
     for (int i = 0; i < 32; ++i) dy[i] = f(c[i], dy[i]);
     return;
   }
   Wheel(c, [&](float (&some)[4]) {
-#define JAXCONV_SLOPE(kind)                                                                   \
-  case Activation::kind:                                                                      \
-    _Pragma("unroll") for (float& z : some) z = SlopeFrom<Activation::kind, false>(z);        \
+#define JAXCONV_SLOPE(kind)                                                            \
+  case Activation::kind:                                                               \
+    _Pragma("unroll") for (float& z : some) z = SlopeFrom<Activation::kind, false>(z); \
     break;
     switch (e.activation) {
       case Activation::kNone:
@@ -82,7 +89,8 @@ struct Sm90FloatGradient : Sm90EpilogueDefaults {
 
   // A thread's part of a box: two rows, 8 apart.
   struct Part {
-    __device__ __forceinline__ Part(const Sm90Product& p, const Sm90Place& at, int block0, int box) {
+    __device__ __forceinline__ Part(const Sm90Product& p, const Sm90Place& at, int block0,
+                                    int box) {
       const int lane = threadIdx.x % 32, n = at.n + box % kChunks * 64;
       const int m = at.m + (block0 + box / kChunks) * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;
       upper = m < p.phase[0].m;
@@ -143,7 +151,7 @@ struct Sm90FloatGradient : Sm90EpilogueDefaults {
   }
 
   int block0;
-  float c[32];  // of the next box
+  float2 c[2][8];  // of the next box
   float2 sum[kChunks];
 };
 
