@@ -126,6 +126,13 @@ def test_sums_in_a_dgrad_are_measured(recorded):
     assert [r["status"] for r in forced] == ["skipped"] * 2 and reason in forced[0]["reason"]
 
 
+def test_the_gradient_between_two_convolutions_is_measured(recorded):
+    case = ("--op", "conv_gradient", "--suite", "models", "--cases", "vgg.1,impala.21", "--algorithm", "three")
+    rows = recorded(*case)["rows"]
+    found = {name: [r["status"] for r in rows if r["contender"] == name] for name in ("ours", "xla", "ours:three")}
+    assert found == dict.fromkeys(found, ["ok"] * 2)
+
+
 def test_a_dense_layer_and_its_gradients_products_are_measured_each(recorded):
     dense = ("--op", "dense", "--suite", "core", "--cases", "head.*", "--dtype", "f32")
     found = recorded(*dense, "--algorithm", "gemm", "--tune")

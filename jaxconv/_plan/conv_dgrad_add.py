@@ -69,9 +69,13 @@ def _by_the_dgrads(planner: conv.Conv, bare: Plan, p: ConvProblem, device: Devic
     return alone.spec, planner.made(alone.spec, p, device)
 
 
-def _faster(kernel: str, p: ConvProblem, device: Device, own: float, what: str, then: str) -> tuple[bool, str]:
-    """Whether the kernel beats XLA's dgrad and three passes over dx, from the bare dgrads' measured times; why. `own`:
-    passes over dx that the kernel makes beside the dgrad."""
+def _faster(
+    kernel: str, p: ConvProblem, device: Device, own: float, what: str, then: str, other: str = ""
+) -> tuple[bool, str]:
+    """Whether the kernel beats XLA's dgrad and three passes over dx, from the bare dgrads' measured times; why.
+
+    `own`: passes over dx that the kernel makes beside the dgrad; `other`: the kernel whose dgrad it is, if not XLA's.
+    """
     m = measured.nearest("conv_dgrad", p.bare(), device, kernel)
     if m is None:
         return False, f"no dgrad by {kernel} was measured near this problem on {device.kind or 'the device'}"
@@ -82,9 +86,10 @@ def _faster(kernel: str, p: ConvProblem, device: Device, own: float, what: str, 
     one = 2.0 ** (pixels + group_c + groups) * strides * itemsize(p) / rates.bandwidth
     # XLA's slice of dx is no pass of its own in front of an add.
     sliced = m.copy_ms if model.copied("conv_dgrad", p.bare()) == "dx" else 0.0
-    ratio = (m.xla_ms - sliced + 3 * one) / (m.native_ms[kernel] + own * one)
-    where = f"{m.of_kernels}, where XLA slices dx in the pass behind it" if sliced else m.where
-    text = f"{ratio:.2f} times as fast as XLA's dgrad and {then} would be {where}"
+    before = m.native_ms.get(other, m.native_ms[kernel]) if other else m.xla_ms - sliced
+    ratio = (before + 3 * one) / (m.native_ms[kernel] + own * one)
+    where = f"{m.of_kernels}, where XLA slices dx in the pass behind it" if sliced and not other else m.where
+    text = f"{ratio:.2f} times as fast as {other or 'XLA'}'s dgrad and {then} would be {where}"
     return ratio > m.margin, f"{kernel} {what} {text}"
 
 
@@ -106,12 +111,16 @@ class ConvGradient(conv.Conv):
             return three(CUDA_ONLY)
         named, own = _by_the_dgrads(self, bare, p, device)
         if isinstance(own, str):
-            return three(f"{named} cannot go back through {p.activation} here: {own}")
+            why = f"{named} cannot go back through {p.activation} here: {own}"
+            # Another kernel of Hopper's may, in less time than its dgrad and the passes behind it.
+            own = own if p.algorithm is not None else self.made("sm90", p, device)
+            if isinstance(own, str):
+                return three(why)
         reason = bare.reason
-        if bare.implementation != "native":
+        if own.kernel != bare.kernel and p.implementation != "native":
             if device.partitioned:
                 return three(reason)
-            faster, reason = _faster(own.kernel, p, device, 1, "with the derivative", "derivative")
+            faster, reason = _faster(own.kernel, p, device, 1, "with the derivative", "derivative", bare.kernel)
             if not faster:
                 return three(reason)
         return dataclasses.replace(own, reason=f"{reason}; the derivative and the sum are in the same pass")
