@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import helpers
@@ -294,6 +295,15 @@ def gradient_wanted(p: ConvProblem, dy: Any, w: Any, kept: Any) -> list[np.ndarr
     return [dz, np.asarray(jnp.asarray(dbias, p.dtype), np.float64)]
 
 
+def assert_goes_back(p: ConvProblem, outs: Sequence[jax.Array], args: Sequence[jax.Array]) -> None:
+    """dz is exact; of 16 bits its sum may be rounded, or infinite."""
+    dz, dbias = outs
+    wanted, total = gradient_wanted(p, *args)
+    assert_exact(dz, wanted)
+    assert dbias.dtype == p.dtype
+    np.testing.assert_array_equal(np.asarray(dbias, np.float64), total)
+
+
 @pytest.mark.parametrize("implementation", ("xla", None), ids=helpers.label)
 @pytest.mark.parametrize("activation", BY_PIECES, ids=helpers.label)
 @pytest.mark.parametrize("case", ("3x3", "3x3_s2", "first", "groups", "3d"))
@@ -316,8 +326,40 @@ def test_halo_goes_back_exactly(case, activation, dtype):
     for seed in (0, 10):
         args = gradient_args(p, seed)
         assert calls(f, *args) == {"conv_gradient": 1}
-        for got, want in zip(f(*args), gradient_wanted(p, *args), strict=True):
-            assert_exact(got, want)
+        assert_goes_back(p, f(*args), args)
+
+
+# sm90/product: no whole tile, several of them, columns of pixels that end inside a tile, a 1x1, which is a plain product
+PRODUCT: dict[str, dict[str, Any]] = {
+    "one_pixel": dict(shape=(1, 1, 1), c=8, k=8, filter=(3, 3)),
+    "1x1": dict(shape=(3, 9, 7), c=72, k=40, filter=(1, 1)),
+    "1x1_wide": dict(shape=(9, 33, 32), c=328, k=72, filter=(1, 1)),
+    "3x3": dict(shape=(3, 7, 5), c=72, k=40, filter=(3, 3)),
+    "3x3_wide": dict(shape=(5, 13, 11), c=264, k=136, filter=(3, 3)),
+    "valid": dict(shape=(3, 9, 8), c=24, k=72, filter=(3, 3), padding="VALID"),
+    "uneven": dict(shape=(3, 9, 8), c=24, k=8, filter=(2, 4), padding=((0, 1), (2, 1))),
+    "dilated": dict(shape=(2, 17, 12), c=16, k=136, filter=(3, 3), dilation=2),
+    "1d": dict(shape=(3, 301), c=40, k=64, filter=(3,), layout="NWC"),
+    "3d": dict(shape=(2, 3, 4, 5), c=8, k=16, filter=(2, 2, 2), layout="NDHWC"),
+    "many": dict(shape=(80, 33, 31), c=64, k=72, filter=(3, 3)),
+    "first": dict(shape=(2, 5, 6), c=16, k=24, filter=(3, 3), layout="NCHW"),
+}
+PRODUCT_TILES = {"float32": ("128x256", "128x128", "256x64"), "16": ("128x128", "128x256", "256x128", "256x64")}
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16", "float16"))
+@pytest.mark.parametrize("activation", BY_PIECES, ids=helpers.label)
+@pytest.mark.parametrize("case", PRODUCT)
+def test_a_product_goes_back_exactly(case, activation, dtype):
+    """By each tile."""
+    for tile in PRODUCT_TILES[dtype if dtype == "float32" else "16"]:
+        named = f"sm90/product {tile}"
+        p = gradient_problem(PRODUCT[case], activation, dtype=dtype, algorithm=named, precision="default")
+        f = jax.jit(functools.partial(conv.gradient, p))
+        args = gradient_args(p)
+        assert calls(f, *args) == {"conv_gradient": 1}
+        assert_goes_back(p, f(*args), args)
 
 
 # narrow/rows: one octet of channels and several, no whole slab, images that share a strip, strips of an image
@@ -346,8 +388,7 @@ def test_narrow_goes_back_exactly(case, activation, dtype):
     for seed in (0, 10):
         args = gradient_args(p, seed)
         assert calls(f, *args) == {"conv_gradient": 1}
-        for got, want in zip(f(*args), gradient_wanted(p, *args), strict=True):
-            assert_exact(got, want)
+        assert_goes_back(p, f(*args), args)
 
 
 @on_hopper
@@ -358,6 +399,8 @@ def test_narrow_goes_back_exactly(case, activation, dtype):
         ("sm90/halo", 64, 56, 64, 64),
         ("sm90/halo", 32, 112, 128, 64),
         ("sm90/halo", 16, 224, 64, 8),
+        ("sm90/product", 32, 112, 64, 128),
+        ("sm90/product", 32, 56, 256, 256),
         ("narrow/rows", 1024, 42, 16, 16),
         ("narrow/rows", 1024, 21, 32, 32),
         ("narrow/rows", 16, 256, 32, 8),
@@ -380,6 +423,24 @@ def test_back_in_large_arrays(kernel, n, h, c, k, dtype):
     for _ in range(3):
         for again, got in zip(f(*args), (dz, dbias), strict=True):
             np.testing.assert_array_equal(again, got)
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16", "float16"))
+@pytest.mark.parametrize("activation", ("silu", "gelu", "gelu_exact", "hard_swish"))
+def test_a_product_goes_back_through_every_activation(activation, dtype):
+    """As rounded: the derivative in float32 of exact sums."""
+    for tile in PRODUCT_TILES[dtype if dtype == "float32" else "16"]:
+        options = dict(dtype=dtype, algorithm=f"sm90/product {tile}", precision="default")
+        p = gradient_problem(PRODUCT["3x3_wide"], activation, **options)
+        dy, w, _ = gradient_args(p)
+        kept = jnp.asarray(normal(3, p.x_shape, "float32"), dtype)
+        dz, dbias = jax.jit(functools.partial(conv.gradient, p))(dy, w, kept)
+        wanted, _ = gradient_wanted(p, dy, w, kept)
+        rounding = float(jnp.finfo(dtype).eps)
+        np.testing.assert_allclose(np.asarray(dz, np.float64), wanted, rtol=rounding + 1e-5, atol=rounding + 1e-4)
+        total = np.asarray(dz, np.float64).sum((0, 1, 2))
+        np.testing.assert_allclose(np.asarray(dbias, np.float64), total, rtol=rounding, atol=2e-3)
 
 
 @on_hopper
