@@ -6,8 +6,8 @@
 
 The step of `python -m benchmarks train`, or a program of `... fleet`, is compiled for a GPU, which need not be here:
 JAX's CUDA plugin compiles without one (`jax[cuda13]` installed, JAX_PLATFORMS=cpu), and jaxconv's CUDA module
-(JAXCONV_CUDA=ON) says what its kernels are. XLA then times nothing, and chooses its libraries' kernels blindly; what it fuses, copies and pads is what
-it does on the GPU.
+(JAXCONV_CUDA=ON) says what its kernels are. XLA then times nothing, and chooses its libraries' kernels blindly; what it
+fuses, copies and pads is what it does on the GPU.
 
 Each pass (an instruction of the program that is neither a convolution, a product nor a call) is listed with what it
 reads and writes, equal ones together, and the least time of all: bytes over the rate at which the GPU copies. Of an

@@ -136,7 +136,7 @@ class BatchNorm(Planner):
         op = self.op
         if op == "batchnorm_shortcut_backward":
             op = "batchnorm_shortcut"  # measured forward and backward, against two batch-norms
-        elif op != "batchnorm_infer" and (p.activation.name != "none" or p.residual or p.apart):
+        elif op != "batchnorm_infer" and (p.activation.name != "none" or p.residual):
             # Measured and chosen forward and backward together: a native forward that won by 4 % alone lost 15 % beside
             # an XLA backward, which then read what XLA would have fused.
             op = "batchnorm_residual" if p.residual else "batchnorm_fused"

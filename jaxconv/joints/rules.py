@@ -550,28 +550,26 @@ def _is_call(node: Node | None, device: _plan.Device) -> bool:
 
 
 def norm_between_calls(program: Program, node: Node, device: _plan.Device) -> bool:
-    """A batch-norm without activation or residual, whose neighbours are calls. XLA, which would fuse it with others,
-    reads and writes as much for it alone as for one with an activation."""
+    """A batch-norm without activation or residual, whose neighbours are calls: XLA can fuse it with nothing. So each of
+    its passes is what was measured alone."""
     p: BatchNormProblem = node.params["problem"]
     bare = p.activation == Activation() and not p.residual and not p.masked and not p.apart
-    if not bare or p.implementation or p.algorithm:
-        return False
-    apart = replace(p, apart=True)
-    if not all(_is_call(user, device) for user in readers(node.outputs[0])):
+    if (
+        not bare
+        or p.implementation
+        or p.algorithm
+        or not all(_is_call(user, device) for user in readers(node.outputs[0]))
+    ):
         return False
     back = _backward_of(node)
-    if back is not None:
-        dy = back.inputs[1]
-        if not _is_call(dy.node, device) or not read_by(dy, back):
-            return False
-    if not wants("batchnorm_train", apart, device):
+    if back is not None and not (_is_call(back.inputs[1].node, device) and read_by(back.inputs[1], back)):
         return False
-    if back is not None:
-        q = replace(back.params["problem"], apart=True)
-        call = functools.partial(batchnorm.backward, q)
-        program.splice([back], back.inputs, back.outputs, call, norm_between_calls, q)
-    program.splice([node], node.inputs, node.outputs, functools.partial(batchnorm.train, apart), norm_between_calls, p)
-    return True
+    passes = [(node, batchnorm.train), *([(back, batchnorm.backward)] if back is not None else [])]
+    made = [(one, op, replace(one.params["problem"], apart=True)) for one, op in passes]
+    made = [(one, op, q) for one, op, q in made if not one.params["problem"].apart and wants(op.name, q, device)]
+    for one, op, q in reversed(made):
+        program.splice([one], one.inputs, one.outputs, functools.partial(op, q), norm_between_calls, op.name, q)
+    return bool(made)
 
 
 def norm_and_add(program: Program, node: Node, device: _plan.Device) -> bool:
