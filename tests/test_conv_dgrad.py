@@ -12,7 +12,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import DEVICE, H200, HOPPER, NATIVE_IN_FLOAT64, PLATFORM, calls, equations, integers, normal
+from helpers import (
+    DEVICE,
+    H200,
+    HOPPER,
+    NATIVE_IN_FLOAT64,
+    PLATFORM,
+    calls,
+    equations,
+    integers,
+    normal,
+    with_hoppers_code,
+)
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
@@ -474,6 +485,32 @@ def test_plans_of_the_gradient(code_for_gpus):
     )
     cpu = _plan.plan("conv_gradient", p, _plan.Device("cpu"))
     assert str(cpu) == "calls[three]" and "CUDA only" in cpu.reason
+
+
+@with_hoppers_code
+@pytest.mark.parametrize("dtype, short", [("float32", "f32"), ("bfloat16", "bf16")])
+@pytest.mark.parametrize("activation, name", [(jax.nn.relu, "relu"), (jnp.tanh, "tanh")])
+def test_the_gradient_between_convolutions_is_one_call_on_a_gpu(activation, name, dtype, short, code_for_gpus):
+    """As lowered, of y, with the bias' sum; the second convolution's own gradient has no convolution behind it."""
+    shapes = (1024, 21, 21, 32), (3, 3, 32, 32), (32,), (3, 3, 32, 32), (32,)
+    args = [jax.ShapeDtypeStruct(s, dtype) for s in shapes]
+
+    @jaxconv.accelerate
+    def f(x, w1, b1, w2, b2):
+        for w, b in ((w1, b1), (w2, b2)):
+            x = jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")) + b
+            x = activation(x)
+        return x.sum()
+
+    with _plan.Device.assumed(H200), jax.default_matmul_precision("default"):
+        traced = jax.jit(jax.value_and_grad(f, tuple(range(5)))).trace(*args)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    (call,) = (line for line in text.splitlines() if "@jaxconv_conv_gradient_v2" in line)
+    image, workspace = f"tensor<1024x21x21x32x{short}>", f"tensor<{256 * 32 * 4}xui8>"
+    types = call.rpartition(" : ")[2]
+    assert types == f"({image}, tensor<3x3x32x32x{short}>, {image}) -> ({image}, tensor<32x{short}>, {workspace})"
+    for attribute in (f'activation = "{name}"', "bias = 0", "save_preactivation = 0", 'kernel = "narrow/rows"'):
+        assert attribute in call, attribute
 
 
 def test_the_gradient_turned_off(code_for_gpus, monkeypatch):
