@@ -20,7 +20,10 @@ Status LaunchSm90MNFloat(const Context& ctx, Sm90Product& p, Sm90Choice choice, 
 
 Status LaunchSm90KKTf32(const Context& ctx, Sm90Product& p, Sm90Choice choice, int multiprocessors,
                         const std::string& what) {
-  return LaunchSm90Tf32ByTile(ctx, p, choice, multiprocessors, what);
+  return WithTile<kTf32Tiles>(choice.tile, what, [&](auto rows, auto columns) {
+    using Tile = Sm90Tf32Tile<decltype(rows)::value, decltype(columns)::value>;
+    return LaunchSm90Streamed<Tile, Sm90Floats<Tile>>(ctx, p, multiprocessors, what);
+  });
 }
 
 }  // namespace jaxconv::cuda

@@ -39,11 +39,10 @@ __device__ __forceinline__ void StoreFloats(float* to, const float (&v)[32], int
   }
 }
 
-// v += what lies where StoreFloats would store it, of a row each; null where that row is not there. All loads are on their
-// way before the first sum. d may be there: each element is read by the thread that writes it afterwards.
-__device__ __forceinline__ void AddFloats(const float* upper, const float* lower, int columns,
-                                          float (&v)[32]) {
-  float2 two[2][8];
+// What lies where StoreFloats would store, of a row each: 0 where that row, null, or column is not there. All loads are on
+// their way before the first is waited for.
+__device__ __forceinline__ void LoadFloats(const float* upper, const float* lower, int columns,
+                                           float2 (&two)[2][8]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const float* from = half == 0 ? upper : lower;
@@ -54,6 +53,13 @@ __device__ __forceinline__ void AddFloats(const float* upper, const float* lower
           inside ? *reinterpret_cast<const float2*>(from + j * 8) : make_float2(0.f, 0.f);
     }
   }
+}
+
+// v += what lies there. d may be there: each element is read by the thread that writes it afterwards.
+__device__ __forceinline__ void AddFloats(const float* upper, const float* lower, int columns,
+                                          float (&v)[32]) {
+  float2 two[2][8];
+  LoadFloats(upper, lower, columns, two);
 #pragma unroll
   for (int i = 0; i < 32; ++i) {
     const float2 pair = two[i / 2 % 2][i / 4];
@@ -126,6 +132,11 @@ struct Sm90Floats : Sm90EpilogueDefaults {
   int block0;
 };
 
+// TF32: as Sm90TileOf, without an outbox.
+template <int kRows, int kColumns>
+using Sm90Tf32Tile = Sm90Tile<float, true, true, kRows == kColumns ? 2 : kRows / 128, kColumns,
+                              kRows == kColumns, false>;
+
 template <bool kMajorA, bool kMajorB>
 Status LaunchSm90TermsByTile(const Context& ctx, Sm90Product& p, Sm90Choice choice,
                              int multiprocessors, const std::string& what) {
@@ -136,20 +147,6 @@ Status LaunchSm90TermsByTile(const Context& ctx, Sm90Product& p, Sm90Choice choi
   }
   JAXCONV_SM90_CASE(128, 128)
   JAXCONV_SM90_CASE(128, 64)
-#undef JAXCONV_SM90_CASE
-  return Status::Internal(what + ": no launcher");
-}
-
-inline Status LaunchSm90Tf32ByTile(const Context& ctx, Sm90Product& p, Sm90Choice choice,
-                                   int multiprocessors, const std::string& what) {
-#define JAXCONV_SM90_CASE(rows, columns, blocks, ping_pong)                           \
-  if (choice.tile == TileSize{rows, columns}) {                                       \
-    using Tile = Sm90Tile<float, true, true, blocks, columns, ping_pong, false>;      \
-    return LaunchSm90Streamed<Tile, Sm90Floats<Tile>>(ctx, p, multiprocessors, what); \
-  }
-  JAXCONV_SM90_CASE(128, 256, 1, false)
-  JAXCONV_SM90_CASE(128, 128, 2, true)
-  JAXCONV_SM90_CASE(256, 64, 2, false)
 #undef JAXCONV_SM90_CASE
   return Status::Internal(what + ": no launcher");
 }

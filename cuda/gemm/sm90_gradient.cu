@@ -5,23 +5,10 @@
 #include <cstdint>
 
 #include "cuda/gemm/sm90_columns.cuh"
+#include "cuda/gemm/sm90_gradient.cuh"
 #include "cuda/gemm/sm90_gradient.h"
 
 namespace jaxconv::cuda {
-
-// The piecewise linear activations: f' is 1 in [from, to]; outside it is `below`, or dy is dropped.
-struct LinearPieces {
-  float from, to, below;
-  bool drops;
-  __device__ __forceinline__ explicit LinearPieces(const Sm90Epilogue& e)
-      : from(e.activation == Activation::kLeakyRelu ? 0.f : 1.4e-45f),   // relu and relu6: z > 0
-        to(e.activation == Activation::kRelu6 ? 5.9999995f : INFINITY),  // the last below 6
-        below(e.activation == Activation::kLeakyRelu ? e.slope : 1.f),
-        drops(e.activation == Activation::kRelu || e.activation == Activation::kRelu6) {}
-  __device__ __forceinline__ float operator()(float z, float dy) const {
-    return z >= from && z <= to ? dy : drops ? 0.f : dy * below;
-  }
-};
 
 template <typename Tile>
 struct Sm90Gradient : Sm90EpilogueDefaults {
@@ -54,9 +41,9 @@ struct Sm90Gradient : Sm90EpilogueDefaults {
   __device__ __forceinline__ void Back(const Sm90Epilogue& e, Ring& ring,
                                        float (&acc)[Tile::kBlocks][Tile::kTileN / 2]) {
     const auto through = [&](auto f) { ThroughRing<Tile, true>(ring, group, block0, f, acc); };
-#define JAXCONV_BACK(kind, expression)                            \
-  case Activation::kind:                                          \
-    through([](float c, float dy) { return dy * (expression); }); \
+#define JAXCONV_BACK(kind)                                                                \
+  case Activation::kind:                                                                  \
+    through([](float c, float dy) { return dy * SlopeFrom<Activation::kind, true>(c); }); \
     return;
     static_assert(kActivationCount == 11, "a new activation needs its case below");
     switch (e.activation) {
@@ -66,14 +53,13 @@ struct Sm90Gradient : Sm90EpilogueDefaults {
       case Activation::kLeakyRelu:
         through(LinearPieces(e));
         return;
-        JAXCONV_BACK(kElu, c > 0.f ? 1.f : 1.f + c)
-        JAXCONV_BACK(kTanh, fmaf(-c, c, 1.f))
-        JAXCONV_BACK(kSigmoid, fmaf(-c, c, c))
-        JAXCONV_BACK(kSilu, (ActivateGrad<float, true>(Activation::kSilu, c, 0.f)))
-        JAXCONV_BACK(kGelu, (ActivateGrad<float, true>(Activation::kGelu, c, 0.f)))
-        JAXCONV_BACK(kGeluExact, (ActivateGrad<float, true>(Activation::kGeluExact, c, 0.f)))
-        // ActivateGrad's form spills.
-        JAXCONV_BACK(kHardSwish, c >= 3.f ? 1.f : c <= -3.f ? 0.f : fmaf(c, 1.f / 3, 0.5f))
+        JAXCONV_BACK(kElu)
+        JAXCONV_BACK(kTanh)
+        JAXCONV_BACK(kSigmoid)
+        JAXCONV_BACK(kSilu)
+        JAXCONV_BACK(kGelu)
+        JAXCONV_BACK(kGeluExact)
+        JAXCONV_BACK(kHardSwish)
     }
 #undef JAXCONV_BACK
   }
@@ -103,18 +89,10 @@ struct Sm90Gradient : Sm90EpilogueDefaults {
 };
 
 template <typename T>
-struct Sm90GradientTotals {
-  __device__ __forceinline__ void operator()(int column, const float (&sum)[1]) const {
-    to[column] = FromFloat<T>(sum[0]);
-  }
-  T* to;
-};
-
-template <typename T>
 Status LaunchByTile(const Context& ctx, Sm90Product& p, TileSize tile, int multiprocessors,
                     float* parts, void* sums, const std::string& what) {
   int count = 0;
-  JAXCONV_RETURN_IF_ERROR(WithTile<kGradientTiles>(tile, what, [&](auto rows, auto columns) {
+  JAXCONV_RETURN_IF_ERROR(WithTile<kDgradGradientTiles>(tile, what, [&](auto rows, auto columns) {
     using Tile = Sm90TileOf<T, true, true, decltype(rows)::value, decltype(columns)::value>;
     return LaunchSm90Columns<Tile, Sm90Gradient<Tile>>(ctx, p, {parts}, multiprocessors, what,
                                                        &count);

@@ -81,6 +81,8 @@ inline constexpr TileSize kSumsTiles[] = {{64, 256}, {64, 128}};  // sm90_sums.h
 inline constexpr TileSize kRowsTiles[] = {{64, 128}};
 inline constexpr TileSize kClusterTiles[] = {{64, 64}, {64, 128}, {128, 128}};
 inline constexpr TileSize kGradientTiles[] = {{128, 128}, {128, 256}, {256, 128}};
+// The same of a dgrad, by `product`: also for few channels. In TF32 kTf32Tiles.
+inline constexpr TileSize kDgradGradientTiles[] = {{128, 128}, {128, 256}, {256, 128}, {256, 64}};
 inline constexpr int kMostClusterParts = 8;      // CTAs of a cluster
 inline constexpr int kMostClusterTiles = 65535;  // of a grid's second axis
 inline constexpr TileSize kTf32Tiles[] = {{128, 256}, {128, 128}, {256, 64}};
@@ -91,6 +93,11 @@ inline constexpr TileSize kStatisticsTiles[] = {{256, 64}, {128, 128}, {256, 128
 constexpr int64_t MostColumnParts(int64_t rows) {
   const int64_t parts = 2 * CeilDivide(rows, 128);
   return parts < 512 ? parts : 512;
+}
+
+// Of a warpgroup each; in TF32's gradient of a warp.
+constexpr int64_t MostGradientParts(DType dtype, int64_t rows) {
+  return MostColumnParts(rows) * (dtype == DType::kF32 ? 4 : 1);
 }
 
 inline std::string NoSuchTile(std::string_view tile) {

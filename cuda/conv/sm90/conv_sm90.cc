@@ -157,8 +157,11 @@ Status Sm90Dgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, con
 Status Sm90Gradient(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
                     const void* dy, const void* w, const void* kept, void* dz, void* dbias,
                     Workspace workspace) {
-  return HaloGradient(ctx, p, e, dy, w, kept, dz, dbias, workspace,
-                      Describe("conv_gradient", p, plan));
+  const std::string what = Describe("conv_gradient", p, plan);
+  const std::string_view member = MemberOf(plan.kernel);
+  if (member == "halo") return HaloGradient(ctx, p, e, dy, w, kept, dz, dbias, workspace, what);
+  return Sm90ProductGradient(ctx, p, e, ReadSm90Choice(member, plan.tile), dy, w, kept, dz, dbias,
+                             workspace, what);
 }
 
 Status Sm90Wgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,

@@ -48,6 +48,13 @@ Status Sm90Gradient(const Context& ctx, const ConvProblem& p, const Epilogue& e,
 Status Sm90Wgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
                  const void* dy, void* dw, Workspace workspace);
 
+// gradient.cc: product's ConvGradient, strides of 1. `p` is not folded; there are elements of dy and dz.
+// dz = dgrad * f', from `kept`, which lies like dz (gemm/sm90_gradient.h); dbias (C), of dz's type: dz's sums over images and
+// pixels.
+Status Sm90ProductGradient(const Context& ctx, const ConvProblem& p, const Epilogue& e,
+                           Sm90Choice choice, const void* dy, const void* w, const void* kept,
+                           void* dz, void* dbias, Workspace workspace, const std::string& what);
+
 // dgrad.cc: product, product_swapped and resident.
 Status Sm90ProductDgrad(const Context& ctx, const ConvProblem& p, Sm90Choice choice, const void* dy,
                         const void* w, const void* c, void* dx, Workspace workspace,

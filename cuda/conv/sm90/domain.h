@@ -4,6 +4,8 @@
 //   cluster                               fprop of few pixels in 16 bit and TF32: the same, its sums in parts
 //   statistics                            fprop in 16 bit with the mean and variance of its results; a bias and a residual
 //                                         may be added to these
+//   product                               also dgrad of stride 1 in 16 bit and TF32, one group, times an activation's derivative,
+//                                         with the sums of its channels (gemm/sm90_gradient.h)
 //   sums                                  dgrad of a 1x1 in 16 bit with an addend, a relu's derivative and the sums of the
 //                                         batch-norm that the relu follows (gemm/sm90_sums.h)
 //   halo, halo_stream, halo_3d            pixels fetched once for all taps (halo/domain.h and so on)
@@ -130,16 +132,41 @@ inline std::string RefuseProductTiles(ConvOp op, const ConvProblem& p, TileSize 
   return RefuseSm90Tiles(tiles, CeilDivide(dgrad ? p.group_k() : p.group_c(), depth));
 }
 
+// dgrad that goes back through an activation and sums up.
+inline std::string RefuseGradient(const ConvProblem& p, const Plan& plan, const Device& device) {
+  const Sm90Choice choice = ReadSm90Choice(MemberOf(plan.kernel), plan.tile);
+  const bool single = p.dtype == DType::kF32;
+  if (choice.kernel != Sm90Kernel::kProduct)
+    return std::string(plan.kernel) + " does not go back through an activation";
+  if (single && p.full_float32) return "through an activation it takes float32 in TF32 only";
+  if (p.groups > 1) return "through an activation it takes one group";
+  for (int i = 0; i < 3; ++i) {
+    if (p.stride[i] != 1) return "through an activation it takes strides of 1";
+  }
+  if (plan.tile.empty()) return "";
+  if (!(single ? Among(choice.tile, kTf32Tiles) : Among(choice.tile, kDgradGradientTiles)))
+    return NoSuchTile(plan.tile);
+  if (CeilDivide(p.c, choice.tile.columns) > device.multiprocessors)
+    return "it has at most " + std::to_string(device.multiprocessors) + " columns of tiles";
+  return RefuseProductTiles(ConvOp::kGradient, p, choice.tile);
+}
+
+// Bytes: float32 sums of each part's rows.
+inline int64_t GradientWorkspace(const ConvProblem& p) {
+  return MostGradientParts(p.dtype, p.n * p.in_size()) * p.c * 4;
+}
+
 inline std::string RefuseProduct(ConvOp op, const ConvProblem& p, const Plan& plan,
                                  const Device& device) {
   const std::string_view member = MemberOf(plan.kernel);
   const Sm90Choice choice = ReadSm90Choice(member, plan.tile);
-  if (choice.kernel == Sm90Kernel::kNone || choice.kernel == Sm90Kernel::kRows)
+  if (choice.kernel == Sm90Kernel::kNone || choice.kernel == Sm90Kernel::kRows ||
+      choice.kernel == Sm90Kernel::kGradient)
     return "there is no such kernel";
   if (op == ConvOp::kWgrad) return "it makes no weight gradients";
   if (op == ConvOp::kStatistics) return "it makes no statistics";
   if (op == ConvOp::kDgradSums) return "it makes no sums";
-  if (op == ConvOp::kGradient) return "it does not go back through an activation";
+  if (op == ConvOp::kGradient) return RefuseGradient(p, plan, device);
   if (op == ConvOp::kDgradAdd && choice.kernel == Sm90Kernel::kProductSwapped)
     return std::string(plan.kernel) + " takes no addend";
   const bool cluster = choice.kernel == Sm90Kernel::kCluster;
@@ -218,7 +245,8 @@ inline int64_t Workspace(ConvOp op, const ConvProblem& p, const Plan& plan) {
     return parts * (p.k * 8 + 4);
   }
   if (op == ConvOp::kDgradSums) return MostColumnParts(p.n * p.in_size()) * 2 * p.c * 4;
-  if (op == ConvOp::kGradient) return HaloGradientParts(p) * p.c * 4;
+  if (op == ConvOp::kGradient)
+    return member == "halo" ? HaloGradientParts(p) * p.c * 4 : GradientWorkspace(p);
   if (op != ConvOp::kWgrad) {
     if (!single) return 0;
     if (p.full_float32) return Align256(6 * FilterCount(p));
