@@ -525,6 +525,9 @@ def test_plans_of_the_gradient(code_for_gpus):
         q = gradient_problem(case, f, dtype="bfloat16")
         assert (_plan.supports("conv_gradient", "sm90/halo", q, H200) is None) == (f in BY_PIECES)
         assert _plan.supports("conv_gradient", "sm90/product", q, H200) is None
+    for forced in (dict(algorithm="sm90"), dict(implementation="native"), dict(algorithm="sm90/product 256x64")):
+        wide = dataclasses.replace(p, in_channels=256, out_channels=256, **forced)
+        assert _plan.plan("conv_gradient", wide, H200).kernel == "sm90/product"
     # XLA's dgrad is faster, but not with the passes behind it; a kernel that cannot leaves it to another.
     large = dataclasses.replace(p, in_channels=128, out_channels=128)
     assert _plan.plan("conv_dgrad", large.bare(), H200).implementation == "xla"
