@@ -53,6 +53,10 @@ def normalised(activation: str = "relu6", **options: Any) -> ConvProblem:
     return NormalisedConvProblem(**vars(depthwise(**options)), x_activation=Activation(activation))
 
 
+def behind(activation: str) -> ConvProblem:
+    return dataclasses.replace(conv(filter=3), activation=Activation(activation))
+
+
 def grouped(size: Any = (16, 16), **options: Any) -> ConvProblem:
     return conv(size, c=32, k=32, groups=4, **options)
 
@@ -343,6 +347,26 @@ YES_AND_NO: dict[str, tuple[Callable[[], Refusal], Callable[[], Refusal], str]] 
         lambda: of_conv("depthwise/rows", depthwise(filter=3), "conv_dgrad_add"),
         lambda: of_conv("depthwise/rows_mma", depthwise(filter=5), "conv_dgrad_add"),
         "only sm90 and depthwise/rows_mma can add to a dgrad",
+    ),
+    "halo_3d adds to no dgrad": (
+        lambda: of_conv("sm90/halo_3d", conv(filter=3), "conv_dgrad_add"),
+        lambda: of_conv("sm90/halo", conv(filter=3), "conv_dgrad_add"),
+        "sm90/halo_3d takes no addend",
+    ),
+    "halo sums up for no batch-norm": (
+        lambda: of_conv("sm90/halo", conv(filter=3), "conv_dgrad_sums"),
+        lambda: of_conv("sm90/halo", conv(filter=3), "conv_gradient"),
+        "no sums for a batch-norm",
+    ),
+    "direct goes back through nothing": (
+        lambda: of_conv("direct", conv(filter=3), "conv_gradient"),
+        lambda: of_conv("sm90/halo", conv(filter=3), "conv_gradient"),
+        "only sm90 and narrow go back through an activation in their dgrads",
+    ),
+    "halo has some derivatives": (
+        lambda: of_conv("sm90/halo", behind("silu"), "conv_gradient"),
+        lambda: of_conv("sm90/halo", behind("sigmoid"), "conv_gradient"),
+        "sm90/halo has no derivative of silu",
     ),
     "grouped adds no residual": (
         lambda: of_conv("grouped/mma", grouped(), "conv_add"),

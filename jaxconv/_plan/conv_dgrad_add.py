@@ -113,11 +113,11 @@ class ConvGradient(conv.Conv):
         if isinstance(own, str):
             why = f"{named} cannot go back through {p.activation} here: {own}"
             # Another kernel of Hopper's may, in less time than its dgrad and the passes behind it.
-            own = own if p.algorithm is not None else self.made("sm90", p, device)
+            own = self.made(p.algorithm or "sm90", p, device)
             if isinstance(own, str):
                 return three(why)
         reason = bare.reason
-        if own.kernel != bare.kernel and p.implementation != "native":
+        if own.kernel != bare.kernel and p.implementation != "native" and p.algorithm is None:
             if device.partitioned:
                 return three(reason)
             faster, reason = _faster(own.kernel, p, device, 1, "with the derivative", "derivative", bare.kernel)
