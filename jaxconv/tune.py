@@ -227,6 +227,9 @@ def _jobs(f: Callable[..., Any], args: Any, kwargs: Any, device: _plan.Device) -
             return
         if any(not isinstance(extent, int) or extent == 0 for a in avals for extent in a.shape):
             return
+        if (other := _plan.timed_as(kernel.name, problem, device)) is not problem:
+            problem = other
+            avals = [jax.ShapeDtypeStruct(*array) for array in kernel.operands(problem).values()]
         if _plan.disabled(kernel.name) or not candidates.worth_timing(kernel.name, problem, device):
             return
         key = kernel.name, tuned.key_of(problem)

@@ -146,7 +146,7 @@ PLANS = {
     "measured": (dict(), H200, "joined", "faster than"),
     "small": (dict(shape=(2, 7, 7, 64)), H200, "two", "at least 4 MB"),
     "elu": (dict(activation=Activation("elu")), H200, "two", "relu, silu and gelu"),
-    "channels_first": (dict(channel_axis=1, shape=(256, 256, 56, 56)), H200, "two", "channels last"),
+    "channels_first": (dict(channel_axis=1, shape=(256, 256, 56, 56)), H200, "joined", "one pass forward"),
     "odd": (dict(shape=(256, 56, 56, 250)), H200, "two", "16-byte vectors"),
     "ampere": (dict(), dataclasses.replace(H200, kind="", compute_capability=(8, 0)), "two", "capability 9.0"),
     "cpu": (dict(), _plan.Device("cpu", "cpu"), "two", "CUDA only"),

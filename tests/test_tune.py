@@ -273,6 +273,25 @@ def test_every_kernel_that_is_timed_on_a_gpu_can_be_chosen(op, dtype, code_for_g
             assert split.implementation == "xla"
 
 
+def test_a_batch_norm_of_channels_first_is_timed_as_it_lies_between_convolutions(code_for_gpus):
+    x, v = jax.ShapeDtypeStruct((8, 16, 9, 9), "bfloat16"), jax.ShapeDtypeStruct((16,), "float32")
+
+    def f(x, scale, residual):
+        options = dict(training=True, channel_axis=1, activation="relu", residual=residual)
+        return jaxconv.batchnorm(x, scale, scale, scale, scale, **options)[0]
+
+    (job,) = module._jobs(f, (x, v, x), {}, H200)
+    assert job.problem.shape == (8, 9, 9, 16) and job.problem.channel_axis == 3
+    shapes = [shape for shape, _ in job.operands]
+    assert shapes == [(8, 9, 9, 16), *[(16,)] * 4, (8, 9, 9, 16)]
+    times = {plan.spec: 0.5 for plan in candidates.worth_timing(job.op, job.problem, H200)}
+    e = entry(tuned.key_of(job.problem), op=job.op, device=H200.kind, native_ms=times, choice="two_read")
+    first = dataclasses.replace(job.problem, shape=(8, 16, 9, 9), channel_axis=1)
+    with jaxconv.tune.applied(tuned.Results([e])):
+        made = _plan.plan(job.op, first, H200)
+    assert (made.kernel, made.asks_channels_last) == ("two_read", True) and "tuned" in made.reason
+
+
 def test_every_tile_is_a_candidate_behind_the_one_that_its_kernel_wants(code_for_gpus, monkeypatch):
     x, w = jnp.ones((32, 28, 28, 128), "bfloat16"), jnp.ones((3, 3, 128, 256), "bfloat16")
     conv_problem = jax.make_jaxpr(conv)(x, w).eqns[0].params["problem"]

@@ -97,15 +97,20 @@ class BatchNorm(Planner):
             "native code reads x more often: forward and backward, XLA was 1.5 to 9 times faster on an AMD EPYC",
         )
 
-    def composed(self, p: BatchNormProblem, device: Device) -> Plan | None:
-        """Of channels-first images what is planned of channels-last ones: convolutions leave them so in memory.
+    def timed_as(self, p: BatchNormProblem, device: Device) -> BatchNormProblem:
+        """Channels-first images as channels-last ones: convolutions leave them so in memory.
 
         A kernel for channels first would copy them: between convolutions it was 1.2 times slower than XLA's, in both
         types, though it may win alone.
         """
-        if device.platform != "cuda" or p.channel_axis != 1 or p.inner == 1 or p.implementation or p.algorithm:
+        free = p.implementation is None and p.algorithm is None
+        return p.channels_last if device.platform == "cuda" and p.channel_axis == 1 and p.inner != 1 and free else p
+
+    def composed(self, p: BatchNormProblem, device: Device) -> Plan | None:
+        other = self.timed_as(p, device)
+        if other is p:
             return None
-        plan = choose.plan(self.op, p.channels_last, device)
+        plan = choose.plan(self.op, other, device)
         return dataclasses.replace(plan, asks_channels_last=True) if plan.implementation == "native" else plan
 
     def exception(self, p: BatchNormProblem, device: Device, forced: bool) -> Plan | None:

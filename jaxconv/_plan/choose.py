@@ -28,6 +28,11 @@ def plan(op: str, problem: Any, device: Device) -> Plan:
     return planner.composed(problem, device) or _by_tiers(planner, problem, device)
 
 
+def timed_as(op: str, problem: P, device: Device) -> P:
+    """The problem whose times decide for this one."""
+    return PLANNERS[op].timed_as(problem, device)
+
+
 def _by_tiers(planner: Planner, problem: Problem, device: Device) -> Plan:
     forced = problem.algorithm is not None or problem.implementation == "native"
     if problem.implementation == "xla":

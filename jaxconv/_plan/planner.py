@@ -74,6 +74,10 @@ class Planner:
         return None, "XLA's code is as fast as the CPU allows"
 
     # ---- exceptions
+    def timed_as(self, p: Any, device: Device) -> Any:
+        """The problem whose times decide for p."""
+        return p
+
     def composed(self, p: Any, device: Device) -> Plan | None:
         """The plan of an op whose choice follows from other ops' plans; None where the tiers decide."""
         return None
