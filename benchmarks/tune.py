@@ -66,7 +66,23 @@ def measurements(run: dict[str, Any], measured: Sequence[Case] = ()) -> list[dic
                 "commit": run["commit"],
             }
         )
+    if run["op"] == "batchnorm" and run["dtype"] == "f32":
+        _by_bare_passes(entries)
     return entries
+
+
+def _by_bare_passes(entries: list[dict[str, Any]]) -> None:
+    """Of a batch-norm with an activation XLA's time is at most that of both passes without.
+
+    In a program XLA goes back through jaxconv's meaning, which reads no more than a bare batch-norm does; the recorded
+    time is that of a function that JAX differentiates. In Keras' Xception, in float32, kernels that were 1.08 to 1.13
+    times as fast as that took as long as the bare passes, and the step 2 % longer (H100). In 16 bits no step has told.
+    """
+    bare = {(one["case"], one["op"]): one["xla_ms"] for one in entries}
+    for one in entries:
+        passes = [bare.get((one["case"], op)) for op in ("batchnorm_train", "batchnorm_backward")]
+        if one["op"] == "batchnorm_fused" and None not in passes:
+            one["xla_ms"] = min(one["xla_ms"], round(sum(passes), 6))
 
 
 def _copied(op: str, problem: Any) -> dict[str, str]:

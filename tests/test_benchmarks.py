@@ -174,6 +174,19 @@ def test_a_layer_that_saves_z_is_measured(recorded):
     assert sorted(kinds) == sorted([("dense", "gelu"), ("dense", "cheap"), *[("dense", "bare")] * 4])
 
 
+def test_an_activation_costs_xla_no_pass_behind_a_float32_batch_norm(recorded):
+    """As in a program, where it goes back through jaxconv's meaning."""
+    found = recorded("--op", "batchnorm", "--suite", "core", "--cases", "seed", "--algorithm", "two_read")
+    for row in found["rows"]:
+        if row["contender"] == "xla":
+            row["ms"] = {"fwd": 1.0, "bwd": 2.0}.get(row["pass"], 5.0)
+    xla_ms = {entry["op"]: entry["xla_ms"] for entry in tune.measurements(found)}
+    assert xla_ms["batchnorm_fused"] == 3.0 and xla_ms["batchnorm_residual"] == 5.0
+    found["rows"] = [row for row in found["rows"] if row["pass"] != "fwd"]
+    xla_ms = {entry["op"]: entry["xla_ms"] for entry in tune.measurements(found)}
+    assert xla_ms["batchnorm_fused"] == 5.0
+
+
 def test_a_tuned_choice_is_the_fastest_that_was_measured(recorded):
     algorithms = ["two_read"] if PLATFORM == "cpu" else ["two_read", "resident_block"]
     found = recorded(
