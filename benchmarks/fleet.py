@@ -32,7 +32,7 @@ import statistics
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -41,9 +41,11 @@ import numpy as np
 from benchmarks import fleet_models, fleet_report, infer, record, steps, train, training
 from benchmarks.answers import Answers
 from benchmarks.fleet_models.model import DTYPES, Model, Net, Size
+from jaxconv import graph_options
 from jaxconv.accelerate import accelerate
 
 Tree = Any
+Options = Mapping[str, Any]
 
 WAYS = fleet_report.WAYS
 MOST = 2000  # steps in a sample. With 200, samples of 0.1 s of a step that waits for the host were 30 % apart
@@ -69,6 +71,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="programs compiled at a time (1)")
     parser.add_argument("--profile", action="store_true", help="time by kind of work, too")
+    parser.add_argument("--graphs", action="store_true", help="compile with jaxconv.graph_options()")
     parser.add_argument("--small", action=argparse.BooleanOptionalAction, default=jax.default_backend() != "gpu")
     parser.add_argument("--json", nargs="?", const="auto", metavar="PATH", help="record; alone: in benchmarks/results/")
     args = parser.parse_args(argv)
@@ -164,9 +167,11 @@ def answering(way: str, case: Case) -> Callable[..., Tree]:
 class Training:
     """A training step."""
 
-    def __init__(self, way: str, case: Case, pool: concurrent.futures.Executor | None = None):
+    def __init__(
+        self, way: str, case: Case, pool: concurrent.futures.Executor | None = None, options: Options | None = None
+    ):
         self.way, self.start = way, (case.net.params, case.net.stats)
-        self.program = train.Program(learning(way, case), case.placed, *self.start, pool=pool)
+        self.program = train.Program(learning(way, case), case.placed, *self.start, pool=pool, options=options)
 
     @property
     def trace_s(self) -> float:
@@ -211,7 +216,9 @@ class Training:
 class Answering:
     """A model's answers, queued."""
 
-    def __init__(self, way: str, case: Case, pool: concurrent.futures.Executor | None = None):
+    def __init__(
+        self, way: str, case: Case, pool: concurrent.futures.Executor | None = None, options: Options | None = None
+    ):
         net, answer = case.net, answering(way, case)
         self.way = way
         begin = time.perf_counter()
@@ -220,9 +227,9 @@ class Answering:
         self.trace_s = time.perf_counter() - begin
         self.compiling: concurrent.futures.Future[tuple[Any, float]] = concurrent.futures.Future()
         if pool is None:
-            self.compiling.set_result(train.Program.compile(lowered))
+            self.compiling.set_result(train.Program.compile(lowered, options))
         else:
-            self.compiling = pool.submit(train.Program.compile, lowered)
+            self.compiling = pool.submit(train.Program.compile, lowered, options)
 
     @property
     def compiled(self) -> Any:
@@ -320,10 +327,12 @@ def measured(case: Case, programs: Sequence[Any], args: argparse.Namespace) -> d
 def cases(args: argparse.Namespace, failed: Callable[[Model, Exception], None]) -> Iterator[tuple[Case, list[Any]]]:
     """Each model and its programs: one model after the other, or with --jobs all compiled before the first is timed."""
 
+    options = graph_options() if args.graphs else None
+
     def make(model: Model, pool: concurrent.futures.Executor | None = None) -> tuple[Case, list[Any]] | None:
         try:
             case = Case.make(model, args.small)
-            return case, [USES[model.use](way, case, pool) for way in args.ways]
+            return case, [USES[model.use](way, case, pool, options) for way in args.ways]
         except jax.errors.JaxRuntimeError as error:
             return failed(model, error)
 
@@ -363,6 +372,7 @@ def main(argv: list[str] | None = None) -> int:
         say(f"{package} cannot be imported: its models are left out")
     config = {"op": "fleet", "dtype": None, "precision": None, "layout": None, "small": args.small, "batch": None}
     config |= {"part": part_of(args), "jobs": args.jobs, "order": args.ways, "compared": args.losses}
+    config |= {"options": {"graphs": "all"}} if args.graphs else {}
     rows: list[dict[str, Any]] = []
     failures: list[str] = []
     path = None

@@ -41,7 +41,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -231,6 +231,7 @@ class Program:
         stats: Tree,
         statistics: str = "all",
         pool: concurrent.futures.Executor | None = None,
+        options: Mapping[str, Any] | None = None,
     ):
         self.way, self.name, self.placed = way, way.name, placed
         begin = time.perf_counter()
@@ -242,14 +243,15 @@ class Program:
         self.trace_s = time.perf_counter() - begin
         self.compiling: concurrent.futures.Future[tuple[Any, float]] = concurrent.futures.Future()
         if pool is None:
-            self.compiling.set_result(self.compile(lowered))
+            self.compiling.set_result(self.compile(lowered, options))
         else:
-            self.compiling = pool.submit(self.compile, lowered)
+            self.compiling = pool.submit(self.compile, lowered, options)
 
     @staticmethod
-    def compile(lowered: Any) -> tuple[Any, float]:
+    def compile(lowered: Any, options: Mapping[str, Any] | None = None) -> tuple[Any, float]:
+        """The program, and the seconds that XLA took; `options`: the compiler's."""
         begin = time.perf_counter()
-        return lowered.compile(), time.perf_counter() - begin
+        return lowered.compile(compiler_options=options), time.perf_counter() - begin
 
     @property
     def compiled(self) -> Any:

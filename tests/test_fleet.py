@@ -12,7 +12,8 @@ import pytest
 
 pytest.importorskip("flax", reason="most of the models are Flax's")
 
-from benchmarks import figures, fleet, fleet_models, fleet_report, record, report
+import jaxconv
+from benchmarks import figures, fleet, fleet_models, fleet_report, record, report, train
 from benchmarks.fleet_models.model import DTYPES
 
 MODELS = fleet_models.models()
@@ -55,6 +56,16 @@ def test_a_step_and_an_answer_are_compared_timed_recorded_and_summed_up(tmp_path
     assert (
         "| unet_group_norm | train | segmentation | linen | f32, 2 x 16x16x3 |" in text and text.count("| yes |") == 2
     )
+
+
+def test_programs_compiled_with_graphs_are_a_table_of_their_own(tmp_path, monkeypatch):
+    given, compile_ = [], train.Program.compile
+    monkeypatch.setattr(
+        train.Program, "compile", staticmethod(lambda lowered, options=None: given.append(options) or compile_(lowered))
+    )
+    run = ran(tmp_path, "--models", "nature_dqn,impala_act", "--ways", "plain", "--graphs")
+    assert given == [jaxconv.graph_options()] * 2 and run["options"] == {"graphs": "all"}
+    assert [name.rpartition("/")[2] for name in report.load(tmp_path / "results")] == ["fleet-small-graphs_all"]
 
 
 def test_a_step_whose_losses_differ_is_found(monkeypatch, tmp_path, capsys):
