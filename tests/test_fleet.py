@@ -65,7 +65,7 @@ def test_programs_compiled_with_graphs_are_a_table_of_their_own(tmp_path, monkey
     )
     run = ran(tmp_path, "--models", "nature_dqn,impala_act", "--ways", "plain", "--graphs")
     assert given == [jaxconv.graph_options()] * 2 and run["options"] == {"graphs": "all"}
-    assert [name.rpartition("/")[2] for name in report.load(tmp_path / "results")] == ["fleet-small-graphs_all"]
+    assert [name.rpartition("/")[2] for name in report.load(tmp_path / "results")] == ["fleet-small-graphs-all"]
 
 
 def test_a_step_whose_losses_differ_is_found(monkeypatch, tmp_path, capsys):
