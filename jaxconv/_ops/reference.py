@@ -335,9 +335,10 @@ def hidden(p: ConvProblem, y: jax.Array) -> jax.Array:
 
     cuDNN's convolutions apply a relu if z is not read otherwise. XLA would make z > 0 of the derivative's y > 0, and
     so read z: the relu was a pass of its own over each layer of a VGG's training step. The barrier costs no fusion,
-    because what cuDNN makes is in memory.
+    because what cuDNN makes is in memory. Of depthwise convolutions cuDNN applies nothing.
     """
-    clipped = p.activation.name == "relu" and not p.save_preactivation
+    depthwise = p.groups == p.in_channels and p.groups > 1
+    clipped = p.activation.name == "relu" and not p.save_preactivation and not depthwise
     return lax.optimization_barrier(y) if clipped and primitives.lowers_for() == "cuda" else y
 
 
