@@ -32,11 +32,11 @@ from tolerance import assert_close, assert_exact
 
 import jaxconv
 from jaxconv import _plan
-from jaxconv._core import activations, sharding
+from jaxconv._core import activations, native, sharding
 from jaxconv._core.activations import Activation
 from jaxconv._ops import conv, reference
 from jaxconv._ops.batchnorm import infer, signs
-from jaxconv._plan import domain, sm90
+from jaxconv._plan import domain, sm90, tuned
 from jaxconv._problem import BatchNormProblem, ConvProblem
 
 on_hopper = pytest.mark.skipif(not HOPPER, reason="these kernels need compute capability 9.0")
@@ -588,6 +588,34 @@ def test_the_gradient_between_convolutions_is_one_call_on_a_gpu(activation, name
     assert types == f"({image}, tensor<3x3x32x32x{short}>, {image}) -> ({image}, tensor<32x{short}>, {workspace})"
     for attribute in (f'activation = "{name}"', "bias = 0", "save_preactivation = 0", 'kernel = "narrow/rows"'):
         assert attribute in call, attribute
+
+
+def test_a_chosen_dgrad_is_not_overruled(code_for_gpus, monkeypatch):
+    """By tuning or JAXCONV_DISABLE, XLA's is left with what follows; so is any without native code."""
+    p = gradient_problem(dict(shape=(256, 56, 56), c=64, k=64, filter=(3, 3)), "relu", precision="default")
+    both = {"conv_gradient": p, "conv_dgrad_add": p.bare()}
+    for op, problem in both.items():
+        assert _plan.plan(op, problem, H200).implementation == "native"
+    e = tuned.Entry(
+        "conv_dgrad", tuned.key_of(p.bare()), "", H200.kind, *tuned.versions(), 0.1, {"sm90/halo": 1.0}, "xla"
+    )
+    with jaxconv.tune.applied(tuned.Results([e])):
+        for op, problem in both.items():
+            made = _plan.plan(op, problem, H200)
+            assert made.implementation == "calls" and "tuned on this device" in made.reason
+    symbolic = dataclasses.replace(p, batch=jax.export.symbolic_shape("b")[0])
+    assert "symbolic" in _plan.plan("conv_gradient", symbolic, H200).reason
+    monkeypatch.setenv("JAXCONV_DISABLE", "conv_dgrad")
+    for op, problem in both.items():
+        made = _plan.plan(op, problem, H200)
+        assert made.implementation == "calls" and "JAXCONV_DISABLE" in made.reason
+
+
+def test_the_gradient_without_native_code(monkeypatch):
+    monkeypatch.setattr(native, "cuda_missing", "built without CUDA")
+    p = gradient_problem(dict(shape=(256, 56, 56), c=64, k=64, filter=(3, 3)), "relu", dtype="bfloat16")
+    made = _plan.plan("conv_gradient", p, H200)
+    assert str(made) == "calls[three]" and "built without CUDA" in made.reason
 
 
 def test_the_gradient_turned_off(code_for_gpus, monkeypatch):

@@ -362,6 +362,22 @@ ROWS: dict[str, Row] = {
         wants="batchnorm_train",
         ruled_out=True,
     ),
+    "between, shown": Row(  # to who reads the result
+        lambda x, w1, w2, *v: (conv(z := norm(conv(x, w1), *v), w2), z),
+        (X, (3, 3, 8, 8), DEEP, V, V),
+        {ADD: 1},
+        {"batchnorm_train": 1},
+        wants="batchnorm_train",
+        ruled_out=True,
+    ),
+    "between, of a sum": Row(
+        lambda x, w1, w2, *v: conv(norm(jnp.sin(conv(x, w1)), *v), w2),
+        (X, (3, 3, 8, 8), DEEP, V, V),
+        {},
+        {"batchnorm_train": 1},
+        wants="batchnorm_train",
+        ruled_out=True,
+    ),
     "pieces": Row(  # the last norm has three, of which the norm before it has two
         dense_block,
         (X, (3, 3, 8, 4), (1, 1, 12, 2), V, V, (12,), (12,)),

@@ -149,7 +149,8 @@ def test_a_batch_norm_of_moved_channels_is_the_same(residual, instances):
         batch=instances,
         want_dresidual=residual,
     )
-    for op in (batchnorm.train, batchnorm.infer, batchnorm.moments, batchnorm.backward, batchnorm.dx_of_sums):
+    ops = [batchnorm.train, batchnorm.infer, batchnorm.moments, batchnorm.backward, batchnorm.dx_of_sums]
+    for op in [*ops, *([] if residual else [batchnorm.backward_add])]:
         p = dataclasses.replace(problem, count=60) if op is batchnorm.dx_of_sums else problem
         rng = np.random.default_rng(0)
         args = [jnp.asarray(rng.random(shape) + 0.5, dtype) for shape, dtype in op.operands(p).values()]

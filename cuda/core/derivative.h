@@ -8,6 +8,9 @@
 
 namespace jaxconv::cuda {
 
+// Bounds of where a derivative is 1: the least z above 0, and the last below 6.
+inline constexpr float kLeastAboveZero = 1.4e-45f, kLastBelowSix = 5.9999995f;
+
 // Not of silu, gelu, gelu_exact and hard_swish.
 constexpr bool HasPieces(Activation f) {
   switch (f) {
@@ -38,15 +41,15 @@ struct DerivativePieces {
 
   DerivativePieces() = default;
   DerivativePieces(Activation f, double slope) {
-    const float least = 1.4e-45f, never = HUGE_VALF;
-    from = least;  // z > 0
+    const float never = HUGE_VALF;
+    from = kLeastAboveZero;
     to = HUGE_VALF;
     switch (f) {
       case Activation::kRelu:
         drops = true;
         break;
       case Activation::kRelu6:
-        to = 5.9999995f;  // the last below 6
+        to = kLastBelowSix;
         drops = true;
         break;
       case Activation::kLeakyRelu:

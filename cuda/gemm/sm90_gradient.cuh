@@ -3,6 +3,7 @@
 
 #include "common/activation.h"
 #include "cuda/core/convert.cuh"
+#include "cuda/core/derivative.h"
 #include "cuda/gemm/sm90_product.h"
 
 namespace jaxconv::cuda {
@@ -12,8 +13,8 @@ struct LinearPieces {
   float from, to, below;
   bool drops;
   __device__ __forceinline__ explicit LinearPieces(const Sm90Epilogue& e)
-      : from(e.activation == Activation::kLeakyRelu ? 0.f : 1.4e-45f),   // relu and relu6: z > 0
-        to(e.activation == Activation::kRelu6 ? 5.9999995f : INFINITY),  // the last below 6
+      : from(e.activation == Activation::kLeakyRelu ? 0.f : kLeastAboveZero),
+        to(e.activation == Activation::kRelu6 ? kLastBelowSix : INFINITY),
         below(e.activation == Activation::kLeakyRelu ? e.slope : 1.f),
         drops(e.activation == Activation::kRelu || e.activation == Activation::kRelu6) {}
   __device__ __forceinline__ float operator()(float z, float dy) const {

@@ -474,11 +474,24 @@ def with_statistics(p: ConvProblem, x: Array, w: Array, *rest: Array) -> list[Ar
     return (add_statistics if isinstance(p, AddedConvProblem) else statistics)(p, x, w, *rest)
 
 
+def _hidden(p: ConvProblem, y: Array) -> Array:
+    """y of a convolution that XLA computes, of which XLA on a GPU does not see that it is a relu's.
+
+    cuDNN's convolutions apply a relu if z is not read otherwise. XLA would make z > 0 of the derivative's y > 0, and
+    so read z: the relu was a pass of its own over each layer of a VGG's training step. The barrier costs no fusion,
+    because what cuDNN makes is in memory. Of depthwise convolutions cuDNN applies nothing.
+    """
+    depthwise = p.groups == p.in_channels and p.groups > 1
+    applied = p.implementation == "xla" and p.activation.name == "relu" and not p.save_preactivation and not depthwise
+    return jax.lax.optimization_barrier(y) if applied and primitives.lowers_for() == "cuda" else y
+
+
 def _conv_then_epilogue(p: ConvProblem, x: Array, w: Array, *b: Array) -> list[Array]:
     """conv as two: a convolution by a plan of its own, then bias and activation; in 16 bits both in float32, as the
     CPU's code computes them. All of it by XLA is what the user's own program would be."""
     if p.implementation is not None:
-        return reference.conv(p, x, w, *b)
+        y, *z = reference.conv(p, x, w, *b)
+        return [_hidden(p, y), *z]
     wide = _problem.promoted(p.dtype, jnp.float32)
     z = fprop(replace(p.bare(), dtype=wide.name), x.astype(wide), w.astype(wide))
     return [a.astype(p.dtype) for a in reference.conv_epilogue(p, z, *(a.astype(wide) for a in b))]
@@ -508,7 +521,7 @@ def _conv_then_add(p: ConvProblem, x: Array, w: Array, *rest: Array) -> list[Arr
         return reference.conv_added(p, z, residual)
     total = z + residual
     y = activate(p.activation, total)
-    return [y, total] if p.save_preactivation else [reference.hidden(p, y)]
+    return [y, total] if p.save_preactivation else [_hidden(p, y)]
 
 
 # conv_add: conv with an array like y added before the activation; one kernel where the plan has one that adds

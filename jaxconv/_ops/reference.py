@@ -326,26 +326,14 @@ def conv_epilogue(p: ConvProblem, z: jax.Array, *b: jax.Array) -> list[jax.Array
     """conv from conv(x, w) on."""
     if p.bias:
         z = z + per_channel(p, b[0])
-    y = hidden(p, activate(p.activation, z))
+    y = activate(p.activation, z)
     return [y, z] if p.save_preactivation else [y]
-
-
-def hidden(p: ConvProblem, y: jax.Array) -> jax.Array:
-    """y, of which XLA on a GPU does not see that it is a relu's.
-
-    cuDNN's convolutions apply a relu if z is not read otherwise. XLA would make z > 0 of the derivative's y > 0, and
-    so read z: the relu was a pass of its own over each layer of a VGG's training step. The barrier costs no fusion,
-    because what cuDNN makes is in memory. Of depthwise convolutions cuDNN applies nothing.
-    """
-    depthwise = p.groups == p.in_channels and p.groups > 1
-    clipped = p.activation.name == "relu" and not p.save_preactivation and not depthwise
-    return lax.optimization_barrier(y) if clipped and primitives.lowers_for() == "cuda" else y
 
 
 def conv_added(p: ConvProblem, z: jax.Array, residual: jax.Array) -> list[jax.Array]:
     """z + residual, then conv's activation; [y] or [y, z]. Of 16 bits the sum is rounded once, to y."""
     y, total = activated_sum(p.activation, z, residual)
-    return [y, total] if p.save_preactivation else [hidden(p, y)]
+    return [y, total] if p.save_preactivation else [y]
 
 
 def activated_sum(activation: Activation, z: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -6,9 +6,9 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from jaxconv._plan import choose, conv, measured, model
+from jaxconv._plan import choose, conv, measured, model, tuned
 from jaxconv._plan.plan import Device, Plan, itemsize
-from jaxconv._plan.planner import CUDA_ONLY, asked, calls, disabled_text
+from jaxconv._plan.planner import CUDA_ONLY, asked, calls, disabled, disabled_text
 from jaxconv._problem import ConvProblem
 
 # Bytes of an array from which on a batch-norm's backward pass reads memory: below, what dgrad's epilogue would save are
@@ -41,12 +41,17 @@ class DgradAdd(conv.Conv):
             return two(f"{named} cannot add here: {adds}")
         reason = bare.reason
         if bare.implementation != "native":
-            if device.partitioned:
+            if device.partitioned or _decided("conv_dgrad", p, device):
                 return two(reason)
             faster, reason = adds_faster(adds.kernel, p, device)
             if not faster:
                 return two(reason)
         return dataclasses.replace(adds, reason=f"{reason}; c is added in the same pass")
+
+
+def _decided(op: str, p: ConvProblem, device: Device) -> bool:
+    """Whether somebody chose for exactly this dgrad: by tuning it, or by JAXCONV_DISABLE."""
+    return disabled(op) or tuned.entry(op, p.bare(), device) is not None
 
 
 def adds_faster(kernel: str, p: ConvProblem, device: Device) -> tuple[bool, str]:
@@ -109,6 +114,8 @@ class ConvGradient(conv.Conv):
             return three(disabled_text())
         if device.platform == "cpu":
             return three(CUDA_ONLY)
+        if (why := choose.refusal(self.op, p, device)) is not None:
+            return three(why)
         named, own = _by_the_dgrads(self, bare, p, device)
         if isinstance(own, str):
             why = f"{named} cannot go back through {p.activation} here: {own}"
@@ -118,7 +125,7 @@ class ConvGradient(conv.Conv):
                 return three(why)
         reason = bare.reason
         if own.kernel != bare.kernel and p.implementation != "native" and p.algorithm is None:
-            if device.partitioned:
+            if device.partitioned or _decided("conv_dgrad", p, device):
                 return three(reason)
             faster, reason = _faster(own.kernel, p, device, 1, "with the derivative", "derivative", bare.kernel)
             if not faster:

@@ -540,13 +540,16 @@ def norm_and_convolution(program: Program, node: Node, device: _plan.Device) -> 
     return True
 
 
+FUSED = ("none", "relu")  # activations that cuDNN applies
+
+
 def _is_call(node: Node | None, device: _plan.Device) -> bool:
     """Whether the node is a kernel, or a convolution of XLA's, which takes no operation in front of it or behind it."""
     if node is None or node.call is not None or "problem" not in node.params:
         return False
-    op = node.name.removeprefix("jaxconv_")
-    convolves = op in ("conv_fprop", "conv_dgrad", "conv_wgrad")
-    return op in _plan.OPS and (convolves or wants(op, node.params["problem"], device))
+    op, p = node.name.removeprefix("jaxconv_"), node.params["problem"]
+    convolves = op in ("conv_fprop", "conv_dgrad", "conv_wgrad") or (op == "conv" and p.activation.name in FUSED)
+    return op in _plan.OPS and (convolves or wants(op, p, device))
 
 
 def norm_between_calls(program: Program, node: Node, device: _plan.Device) -> bool:
@@ -554,12 +557,11 @@ def norm_between_calls(program: Program, node: Node, device: _plan.Device) -> bo
     its passes is what was measured alone."""
     p: BatchNormProblem = node.params["problem"]
     bare = p.activation == Activation() and not p.residual and not p.masked and not p.apart
-    if (
-        not bare
-        or p.implementation
-        or p.algorithm
-        or not all(_is_call(user, device) for user in readers(node.outputs[0]))
-    ):
+    if not bare or p.implementation or p.algorithm:
+        return False
+    x, y = node.inputs[0], node.outputs[0]
+    after = readers(y)
+    if not after or not read_by(y, *after) or not all(_is_call(one, device) for one in (x.node, *after)):
         return False
     back = _backward_of(node)
     if back is not None and not (_is_call(back.inputs[1].node, device) and read_by(back.inputs[1], back)):
