@@ -474,6 +474,9 @@ def with_statistics(p: ConvProblem, x: Array, w: Array, *rest: Array) -> list[Ar
     return (add_statistics if isinstance(p, AddedConvProblem) else statistics)(p, x, w, *rest)
 
 
+BY_CUDNN = ("none", "relu")  # the activations that XLA has cuDNN's convolutions apply
+
+
 def _hidden(p: ConvProblem, y: Array) -> Array:
     """y of a convolution that XLA computes, of which XLA on a GPU does not see that it is a relu's.
 

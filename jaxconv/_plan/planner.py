@@ -74,10 +74,6 @@ class Planner:
         return None, "XLA's code is as fast as the CPU allows"
 
     # ---- exceptions
-    def timed_as(self, p: Any, device: Device) -> Any:
-        """The problem whose times decide for p."""
-        return p
-
     def composed(self, p: Any, device: Device) -> Plan | None:
         """The plan of an op whose choice follows from other ops' plans; None where the tiers decide."""
         return None
@@ -108,6 +104,10 @@ class Planner:
         return True
 
     # ---- neighbours
+    def timed_as(self, p: Any, device: Device) -> Any:
+        """The problem whose times decide for p."""
+        return p
+
     def features(self, p: Any) -> Features:
         """What decides whether two problems run alike: one of the same kind speaks for another, near by coordinates."""
         raise NotImplementedError

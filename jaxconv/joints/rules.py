@@ -540,15 +540,14 @@ def norm_and_convolution(program: Program, node: Node, device: _plan.Device) -> 
     return True
 
 
-FUSED = ("none", "relu")  # activations that cuDNN applies
-
-
 def _is_call(node: Node | None, device: _plan.Device) -> bool:
     """Whether the node is a kernel, or a convolution of XLA's, which takes no operation in front of it or behind it."""
     if node is None or node.call is not None or "problem" not in node.params:
         return False
     op, p = node.name.removeprefix("jaxconv_"), node.params["problem"]
-    convolves = op in ("conv_fprop", "conv_dgrad", "conv_wgrad") or (op == "conv" and p.activation.name in FUSED)
+    convolves = op in ("conv_fprop", "conv_dgrad", "conv_wgrad") or (
+        op == "conv" and p.activation.name in conv.BY_CUDNN
+    )
     return op in _plan.OPS and (convolves or wants(op, p, device))
 
 
@@ -637,59 +636,54 @@ def sum_behind_norm(program: Program, node: Node, device: _plan.Device) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Dense layers: dz = (dy @ w) * f'(kept) and its sum over the rows, the bias' gradient, are one kernel
+# dz = (dy @ w) * f'(kept) and its sum over the rows, a dense layer's bias' gradient, are one kernel; of convolutions
+# dz = dgrad(dy, w) * f'(kept) and its sum over images and pixels
 
 
 def product_and_activation(program: Program, node: Node, device: _plan.Device) -> bool:
-    kept, dh = node.inputs
-    product = maker(dh, "matmul")
-    f: Activation = node.params["problem"].activation
-    p = product.params["problem"] if product is not None and read_by(dh, node) else None
-    if p is None or p.batch is not None or p.trans_x or f.residual is None:
+    product = maker(node.inputs[1], "matmul")
+    p = product.params["problem"] if product is not None else None
+    if p is None or p.batch is not None or p.trans_x:
         return False
-    both = replace(p, activation=f)
-    if not wants("dense_gradient", both, device):
-        return False
-    (dz,) = node.outputs
-    sums = next(_sums_of(dz, 0), [])
-    inputs, outputs = [*product.inputs, kept], [dz, *(sums[-1].outputs if sums else ())]
-    dead = [product, node, *sums]
-    if not program.fits(dead, inputs, outputs):
-        return False
-    count = len(outputs)
-
-    def call(*args: Array) -> list[Array]:
-        return dense.dense_gradient(both, *args)[:count]
-
-    program.splice(dead, inputs, outputs, call, product_and_activation, both, count)
-    return True
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Convolutions: dz = dgrad(dy, w) * f'(kept) and its sum over images and pixels, the bias' gradient, are one kernel
+    return _with_derivative(program, product, node, (0,), "dense_gradient", dense.dense_gradient, device)
 
 
 def dgrad_and_activation(program: Program, node: Node, device: _plan.Device) -> bool:
-    kept, dh = node.inputs
-    d = maker(dh, "conv_dgrad")
-    f: Activation = node.params["problem"].activation
-    if d is None or not read_by(dh, node) or f.residual is None or split_by_type(*node.inputs):
+    d = maker(node.inputs[1], "conv_dgrad")
+    if d is None or split_by_type(*node.inputs):
         return False
-    both = replace(d.params["problem"], activation=f)
-    if not wants("conv_gradient", both, device):
+    p: ConvProblem = d.params["problem"]
+    axes = tuple(axis for axis in range(p.nd + 2) if axis != p.channel_axis)
+    return _with_derivative(program, d, node, axes, "conv_gradient", conv.gradient, device)
+
+
+def _with_derivative(
+    program: Program,
+    linear: Node,  # makes what the activation's gradient is given
+    node: Node,  # the activation's gradient
+    axes: tuple[int, ...],  # that a bias' gradient is summed over
+    op: str,
+    kernel: Callable[..., Sequence[Array]],
+    device: _plan.Device,
+) -> bool:
+    """`op`, of linear's problem with the activation, in the place of both nodes, and of the sum where there is one."""
+    kept, dh = node.inputs
+    f: Activation = node.params["problem"].activation
+    both = replace(linear.params["problem"], activation=f)
+    if not read_by(dh, node) or f.residual is None or not wants(op, both, device):
         return False
     (dz,) = node.outputs
-    sums = next(_sums_of(dz, *(axis for axis in range(len(dz.shape)) if axis != both.channel_axis)), [])
-    inputs, outputs = [*d.inputs, kept], [dz, *(sums[-1].outputs if sums else ())]
-    dead = [d, node, *sums]
+    sums = next(_sums_of(dz, *axes), [])
+    inputs, outputs = [*linear.inputs, kept], [dz, *(sums[-1].outputs if sums else ())]
+    dead = [linear, node, *sums]
     if not program.fits(dead, inputs, outputs):
         return False
     count = len(outputs)
 
     def call(*args: Array) -> list[Array]:
-        return conv.gradient(both, *args)[:count]
+        return list(kernel(both, *args))[:count]
 
-    program.splice(dead, inputs, outputs, call, dgrad_and_activation, both, count)
+    program.splice(dead, inputs, outputs, call, op, both, count)
     return True
 
 

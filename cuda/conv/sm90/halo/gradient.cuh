@@ -9,8 +9,8 @@
 #include <string>
 
 #include "cuda/conv/sm90/halo/halo.h"
-#include "cuda/core/convert.cuh"
 #include "cuda/gemm/sm90_columns.cuh"
+#include "cuda/gemm/sm90_gradient.cuh"
 
 namespace jaxconv::cuda {
 
@@ -28,19 +28,11 @@ __device__ __forceinline__ void WriteHaloSums(const HaloProduct& p, int part, in
   if (has_lower) to[8] = sum[1];
 }
 
-template <typename T>
-struct HaloTotals {
-  __device__ __forceinline__ void operator()(int channel, const float (&sum)[1]) const {
-    to[channel] = FromFloat<T>(sum[0]);
-  }
-  T* to;
-};
-
 // Behind a launch whose p.ctas are filled in.
 template <typename T>
 Status AddHaloSums(const Context& ctx, const HaloProduct& p, void* dbias, const std::string& what) {
   return LaunchColumnTotals<8, 1>(ctx, p.parts, 2 * p.ctas, p.instances * p.n,
-                                  HaloTotals<T>{static_cast<T*>(dbias)}, what);
+                                  Sm90GradientTotals<T>{static_cast<T*>(dbias)}, what);
 }
 
 }  // namespace jaxconv::cuda
