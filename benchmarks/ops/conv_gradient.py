@@ -45,11 +45,10 @@ class ConvGradientCase(ConvCase):
         three = choice.get("algorithm") == "three"
         p = problem_of(self, setting, **({} if three else choice))
         p = dataclasses.replace(p, activation=Activation("relu"))
-        axes = tuple(axis for axis in range(self.nd + 2) if axis != p.channel_axis)
 
         def f(dy: Array, w: Array, kept: Array) -> tuple[Array, ...]:
             if three:
-                return _back(dgrad(p.bare(), dy, w), kept, axes)
+                return _back(dgrad(p.bare(), dy, w), kept, setting.channels_last)
             plan = _plan.plan("conv_gradient", p, _plan.Device.default())
             if any(choice.values()) and plan.implementation != "native":
                 raise ValueError(plan.reason)
@@ -59,15 +58,15 @@ class ConvGradientCase(ConvCase):
 
     def xla(self, pass_: str, setting: base.Setting) -> base.Job:
         conv = jax.jit(self.lax_conv(setting))
-        axes = tuple(axis for axis in range(self.nd + 2) if axis != (self.nd + 1 if setting.channels_last else 1))
 
         def back(dy: Array, w: Array, kept: Array) -> tuple[Array, ...]:
-            return _back(jax.linear_transpose(lambda x: conv(x, w), kept)(dy)[0], kept, axes)
+            return _back(jax.linear_transpose(lambda x: conv(x, w), kept)(dy)[0], kept, setting.channels_last)
 
         return _job(back).plain
 
     def reference(self, pass_: str, channels_last: bool, a: base.Arrays, y: Array) -> base.Reference:
-        return _of_exact(a["kept"], self.exact("dgrad", channels_last, a), channels_last)
+        dz, dbias = _back(self.exact("dgrad", channels_last, a), a["kept"], channels_last)
+        return {"dz": (dz, None), "dbias": (dbias, None)}
 
     def tolerance(self, pass_: str, result: str, rounding: base.Rounding) -> float:
         sums = 0.0 if result == "dz" else rounding.sums(self.reduced)
@@ -77,19 +76,13 @@ class ConvGradientCase(ConvCase):
         return None  # plans weigh it by the dgrad's times and its bytes
 
 
-def _back(dx: Array, kept: Array, axes: tuple[int, ...]) -> tuple[Array, Array]:
+def _back(dx: Array, kept: Array, channels_last: bool) -> tuple[Array, Array]:
     dz = jnp.where(kept > 0, dx, jnp.zeros_like(dx))
-    return dz, jnp.sum(dz, axes)
+    return dz, jnp.sum(dz, tuple(range(dx.ndim - 1)) if channels_last else (0, *range(2, dx.ndim)))
 
 
 def _job(f: Callable[..., tuple[Array, ...]], kernels: tuple[str, ...] = ()) -> base.Job:
     return base.Job.of(f, ("dy", "w", "kept"), kernels)
-
-
-def _of_exact(kept: Array, dx: Array, channels_last: bool) -> base.Reference:
-    dz = jnp.where(kept > 0, dx, 0)
-    axes = (*range(dx.ndim - 1),) if channels_last else (0, *range(2, dx.ndim))
-    return {"dz": (dz, None), "dbias": (jnp.sum(dz, axes), None)}
 
 
 # Convolutions behind another one and its relu: VGG-16's at batch 64, EDSR's, IMPALA's, U-Nets' of few channels.
