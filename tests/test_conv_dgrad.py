@@ -657,11 +657,14 @@ def test_sums_are_exact(case):
 
 
 @on_hopper
-@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
-@pytest.mark.parametrize("tile", ("64x256", "64x128"))
+@pytest.mark.parametrize(
+    "dtype, tile",
+    [(d, t) for d in ("bfloat16", "float16") for t in ("64x256", "64x128")]
+    + [("float32", t) for t in ("128x128", "256x64")],
+)
 @pytest.mark.parametrize("case", [case for case in SUMS if case not in ("3x3", "1x1_s2", "3d", "patches")])
 def test_the_kernel_is_exact(case, tile, dtype):
-    p = problem(**SUMS[case], dtype=dtype, algorithm=f"sm90/sums {tile}")
+    p = problem(**SUMS[case], dtype=dtype, algorithm=f"sm90/sums {tile}", precision="default")
     refusal = _plan.supports("conv_dgrad_sums", f"sm90/sums {tile}", p, DEVICE)
     if refusal:
         pytest.skip(refusal)
@@ -674,19 +677,21 @@ def test_the_kernel_is_exact(case, tile, dtype):
 
 
 @on_hopper
+@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
 @pytest.mark.parametrize("n, h, c, k", [(256, 56, 256, 64), (256, 28, 512, 256), (256, 14, 1024, 256)])
-def test_sums_of_large_arrays(n, h, c, k):
+def test_sums_of_large_arrays(n, h, c, k, dtype):
     """Rings that are full and empty many times: what small cases are too short for."""
-    p = problem((n, h, h), c, k, (1, 1), dtype="bfloat16", algorithm="sm90/sums")
+    p = problem((n, h, h), c, k, (1, 1), dtype=dtype, algorithm="sm90/sums", precision="default")
     keys = jax.random.split(jax.random.key(1), 6)
     shapes = (p.y_shape, p.w_shape, p.x_shape, p.x_shape)
-    dy, w, added, x = (jax.random.normal(key, s, jnp.bfloat16) for key, s in zip(keys, shapes, strict=False))
+    dy, w, added, x = (jax.random.normal(key, s, dtype) for key, s in zip(keys, shapes, strict=False))
     bits = jax.random.bits(keys[4], (*p.x_shape[:-1], c // 8), jnp.uint8)
     mean, rstd = jax.random.normal(keys[5], (c,)), jnp.full(c, 0.7)
     args = dy, w, added, bits, x, mean, rstd
     f = jax.jit(functools.partial(conv.dgrad_sums, p))
     first = f(*args)
-    dx = conv.dgrad_add(dataclasses.replace(p, algorithm="sm90/resident"), dy, w, added)
+    loop = "sm90/resident" if dtype == "bfloat16" else "sm90/product"
+    dx = conv.dgrad_add(dataclasses.replace(p, algorithm=loop), dy, w, added)
     dz, dscale, dbias = reference.through_relu(3, dx, bits, x, mean, rstd)
     np.testing.assert_array_equal(first[0], dz)  # the same products in the same order
     for got, want in zip(first[1:], (dscale, dbias), strict=True):
@@ -713,7 +718,7 @@ def test_signs_and_back():
 
 @on_hopper
 @pytest.mark.parametrize("residual", (False, True))
-@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16", "float32"))
 @pytest.mark.parametrize("shape", [(33, 50, 31, 64), (9, 64, 64, 128), (5, 29, 37, 512)])
 def test_the_kernel_keeps_signs(shape, dtype, residual):
     p = norm_problem(shape, dtype, residual=residual, implementation="native")
@@ -750,13 +755,15 @@ def test_plans_of_sums(code_for_gpus):
     assert (made.kernel, made.tile) == ("sm90/sums", "64x256") and made.workspace_bytes == 512 * 2 * 256 * 4
     deep = _plan.plan("conv_dgrad_sums", problem((256, 14, 14), 1024, 512, (1, 1), dtype="bfloat16"), H200)
     assert deep.tile == "64x128"  # of 256 columns its filter has no room
+    single = _plan.plan("conv_dgrad_sums", problem((256, 56, 56), 256, 64, (1, 1), precision="default"), H200)
+    assert (single.kernel, single.tile, single.workspace_bytes) == ("sm90/sums", "128x128", 4 * 512 * 2 * 256 * 4)
     small = dataclasses.replace(p, batch=32)
     assert "read again from the caches" in _plan.plan("conv_dgrad_sums", small, H200).reason
     assert (
         _plan.plan("conv_dgrad_sums", dataclasses.replace(small, implementation="native"), H200).kernel == "sm90/sums"
     )
     for other, why in (
-        (dataclasses.replace(p, dtype="float32"), "16-bit"),
+        (problem((256, 56, 56), 256, 64, (1, 1), precision="highest"), "in TF32 only"),
         (problem((256, 56, 56), 256, 64, (3, 3), dtype="bfloat16"), "1x1"),
         (problem((256, 56, 56), 256, 64, (1, 1), dtype="bfloat16", layout="NCHW"), "channels-last"),
         (problem((256, 56, 56), 192, 64, (1, 1), dtype="bfloat16"), "multiples of 128"),
@@ -789,5 +796,7 @@ def test_sums_turned_off(code_for_gpus, monkeypatch):
 def test_plan_of_signs(code_for_gpus):
     p = norm_problem((256, 56, 56, 256), "bfloat16")
     assert _plan.plan("batchnorm_signs", p, H200).kernel == "two_read"
-    narrow = dataclasses.replace(p, dtype="float32", implementation="native")
-    assert "16-bit" in _plan.plan("batchnorm_signs", narrow, H200).reason
+    single = dataclasses.replace(p, dtype="float32", implementation="native")
+    assert _plan.plan("batchnorm_signs", single, H200).kernel == "two_read"
+    uneven = norm_problem((256, 56, 56, 36), "float32", implementation="native")
+    assert "whole bytes of signs" in _plan.plan("batchnorm_signs", uneven, H200).reason

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 from typing import Any
 
@@ -27,9 +28,11 @@ from jaxconv._problem import CONV_ALGORITHMS, AddedConvProblem, ConvProblem
 
 
 def problem(dtype: str = "float32", **changed: Any) -> ConvProblem:
-    """2x9x8 16->24: 144 pixels, no multiple of 64, in whole vectors of 16-bit channels."""
-    shape = ("conv2d", dtype, 2, 16, 24, 1, (9, 8), (3, 3), (9, 8), (1, 1), ((1, 1), (1, 1)), (1, 1), True)
-    made = ConvProblem(*shape, _problem.parse_precision("conv2d", "highest"))
+    """2x9x8 16->24: 144 pixels, no multiple of 64, in whole vectors of 16-bit channels. "tf32" is float32 at the default
+    precision."""
+    of, precision = ("float32", "default") if dtype == "tf32" else (dtype, "highest")
+    shape = ("conv2d", of, 2, 16, 24, 1, (9, 8), (3, 3), (9, 8), (1, 1), ((1, 1), (1, 1)), (1, 1), True)
+    made = ConvProblem(*shape, _problem.parse_precision("conv2d", precision))
     return dataclasses.replace(made, **changed)
 
 
@@ -56,8 +59,8 @@ def adding(p: ConvProblem, added: str) -> AddedConvProblem:
     return AddedConvProblem.of(dataclasses.replace(p, bias=bias), residual)
 
 
-# A GPU has statistics from sm90 alone, which takes 16 bits and channels last.
-KERNEL_DTYPES = [d for d in DTYPES if any(kernels(problem(d)))]
+# A GPU has statistics from sm90 alone, which takes 16 bits and TF32, and channels last.
+KERNEL_DTYPES = [d for d in (*DTYPES, *["tf32"] * (PLATFORM == "cuda")) if any(kernels(problem(d)))]
 CASES = {
     "plain": {},
     "pointwise": dict(filter=(1, 1), padding=((0, 0),) * 2),
@@ -78,7 +81,7 @@ def test_statistics_of_integers(case, dtype):
     with types_of(dtype):
         # Every fourth filter element: sums stay integers that 16 bits hold.
         sparse = integers(1, filters, 1) * (integers(2, filters, 3) > 1)
-        x, w = jnp.asarray(integers(0, p.x_shape, 1), dtype), jnp.asarray(sparse, dtype)
+        x, w = jnp.asarray(integers(0, p.x_shape, 1), p.dtype), jnp.asarray(sparse, p.dtype)
         expected = np.asarray(fprop(dataclasses.replace(p, implementation="xla"), x, w), np.float64)
         for forced in kernels(p):
             y, mean, var = jax.jit(functools.partial(statistics, forced))(x, w)
@@ -92,13 +95,13 @@ def test_statistics_of_integers(case, dtype):
 def test_statistics_are_those_of_what_was_rounded(dtype):
     """Results near 300 have an ulp of 2 in bfloat16: the variance is then mostly that of rounding."""
     p = problem(dtype, batch=9)
-    x, w = normal(0, p.x_shape, dtype), 0.05 * normal(1, p.w_shape, dtype)
-    x[..., 0], w[...] = 1, w.astype(jnp.dtype(dtype))
+    x, w = normal(0, p.x_shape, p.dtype), 0.05 * normal(1, p.w_shape, p.dtype)
+    x[..., 0], w[...] = 1, w.astype(jnp.dtype(p.dtype))
     w[1, 1, 0] += 300
-    w = w.astype(jnp.dtype(dtype)).astype(np.float64)
+    w = w.astype(jnp.dtype(p.dtype)).astype(np.float64)
     with types_of(dtype):
         for forced in kernels(p):
-            y, mean, var = jax.jit(functools.partial(statistics, forced))(jnp.asarray(x, dtype), jnp.asarray(w, dtype))
+            y, mean, var = jax.jit(functools.partial(statistics, forced))(*(jnp.asarray(a, p.dtype) for a in (x, w)))
             written = np.asarray(y, np.float64)
             assert_within(mean, written.mean((0, 1, 2)), 600 * eps(mean.dtype.name), forced.algorithm)
             expected = written.var((0, 1, 2))
@@ -113,7 +116,7 @@ def test_statistics_of_sums_of_integers(case, dtype, added):
     p = adding(problem(dtype, **(CASES | WIDTHS)[case]), added)
     with types_of(dtype):
         sparse = integers(1, p.w_shape, 1) * (integers(2, p.w_shape, 3) > 1)
-        x, w = jnp.asarray(integers(0, p.x_shape, 1), dtype), jnp.asarray(sparse, dtype)
+        x, w = jnp.asarray(integers(0, p.x_shape, 1), p.dtype), jnp.asarray(sparse, p.dtype)
         b, residual = integers(3, (p.out_channels,), 9), integers(4, p.y_shape, 5)
         more = [a for a, given in zip((b, residual), ADDED[added], strict=True) if given]
         expected = np.asarray(fprop(dataclasses.replace(p.conv.bare(), implementation="xla"), x, w), np.float64)
@@ -122,7 +125,7 @@ def test_statistics_of_sums_of_integers(case, dtype, added):
         assert forced_kernels
         for forced in forced_kernels:
             y, mean, var = jax.jit(functools.partial(with_statistics, forced))(
-                x, w, *(jnp.asarray(a, dtype) for a in more)
+                x, w, *(jnp.asarray(a, p.dtype) for a in more)
             )
             assert_exact(y, expected, forced.algorithm)
             few = 8 * eps(mean.dtype.name)
@@ -135,13 +138,11 @@ def test_statistics_of_sums_of_integers(case, dtype, added):
 def test_what_is_added_is_rounded_once(dtype, added):
     """y is within half an ulp of the sum, but for the products' own rounding; the statistics are those of y."""
     p = adding(problem(dtype, batch=9), added)
-    x, w = normal(0, p.x_shape, dtype), 0.1 * normal(1, p.w_shape, dtype)
-    more = [
-        a
-        for a, given in zip((normal(2, (24,), dtype), normal(3, p.y_shape, dtype)), ADDED[added], strict=True)
-        if given
-    ]
-    args = [jnp.asarray(a, dtype) for a in (x, w, *more)]
+    multiplied = "bfloat16" if dtype == "tf32" else dtype  # whose numbers TF32 has too
+    x, w = normal(0, p.x_shape, multiplied), normal(1, p.w_shape, multiplied) / 8
+    summands = normal(2, (24,), p.dtype), normal(3, p.y_shape, p.dtype)
+    more = [a for a, given in zip(summands, ADDED[added], strict=True) if given]
+    args = [jnp.asarray(a, p.dtype) for a in (x, w, *more)]
     wide = [np.asarray(a, np.float64) for a in args]
     with jax.enable_x64(True):
         q = dataclasses.replace(p.conv.bare(), dtype="float64", implementation="xla")
@@ -152,23 +153,23 @@ def test_what_is_added_is_rounded_once(dtype, added):
             written = np.asarray(y, np.float64)
             # Half an ulp, and of the products, which are summed in float32 where y has 16 bits
             products = 64 * eps("float32")
-            assert_within(y, exact, 0.5 * eps(dtype) * np.abs(exact) + products, forced.algorithm)
+            assert_within(y, exact, 0.5 * eps(p.dtype) * np.abs(exact) + products, forced.algorithm)
             assert_within(mean, written.mean((0, 1, 2)), 64 * eps(mean.dtype.name), forced.algorithm)
             expected = written.var((0, 1, 2))
             assert_within(var, expected, 64 * eps(mean.dtype.name) * (1 + expected), forced.algorithm)
 
 
-@pytest.mark.parametrize("dtype", [d for d in KERNEL_DTYPES if d in ("float32", "float16")])
+@pytest.mark.parametrize("dtype", [d for d in KERNEL_DTYPES if d in ("float32", "tf32", "float16")])
 def test_variance_is_right_where_the_mean_is_far_from_zero(dtype):
     """1e4 deviations in float32; in float16, whose integers end at 2048, 1000 ones of 1."""
-    large = {"float32": 1e4, "float16": 1000.0}[dtype]
+    large = 1000.0 if dtype == "float16" else 1e4  # which TF32 has too
     p = problem(dtype, batch=9, filter=(1, 1), padding=((0, 0),) * 2)
     x = integers(0, p.x_shape, 1)
     x[..., 0] = 1
     w = np.zeros(p.w_shape)
     w[0, 0, 0], w[0, 0, 1 + np.arange(24) % 15, np.arange(24)] = large, 1
     for forced in kernels(p):
-        y, mean, var = jax.jit(functools.partial(statistics, forced))(jnp.asarray(x, dtype), jnp.asarray(w, dtype))
+        y, mean, var = jax.jit(functools.partial(statistics, forced))(*(jnp.asarray(a, p.dtype) for a in (x, w)))
         expected = np.asarray(y, np.float64)
         ulp = eps("float32") * large
         assert_within(mean, expected.mean((0, 1, 2)), 2 * ulp, forced.algorithm)
@@ -334,7 +335,8 @@ PLANS = {
     "cpu": (_plan.Device("cpu", "cpu"), dict(implementation="native"), "statistics", "implementation='native'"),
     "sm90": (H200, dict(dtype="bfloat16", algorithm="sm90"), "statistics", "algorithm='sm90' was asked for"),
     "native": (H200, dict(dtype="bfloat16", implementation="native"), "statistics", "implementation='native'"),
-    "float32": (H200, dict(dtype="float32", implementation="native"), "two", "bfloat16 and float16 results only"),
+    "float32": (H200, dict(dtype="float32", implementation="native"), "two", "takes float32 in TF32 only"),
+    "tf32": (H200, dict(dtype="tf32", implementation="native"), "statistics", "implementation='native'"),
     "wide": (H200, dict(dtype="bfloat16", algorithm="sm90", out_channels=8512), "two", "a column of tiles of its own"),
     "other": (H200, dict(dtype="bfloat16", algorithm="implicit_gemm"), "two", "only sm90's epilogue"),
     "old": (A100, dict(dtype="bfloat16", implementation="native"), "two", "compute capability 9.0"),
@@ -362,7 +364,10 @@ def test_the_plan_takes_statistics_from_the_convolution_where_that_is_asked_and_
         assert part.implementation == "native"
         if device.platform == "cuda":
             assert part.algorithm == "sm90"
-            assert part.workspace_bytes == 2 * -(-conv.batch * 72 // 128) * (conv.out_channels * 8 + 4)
+            parts = 2 * -(-conv.batch * 72 // 128)
+            single = conv.dtype == "float32"  # each warp makes a part, and the filter is transposed
+            filter = -(-4 * math.prod(conv.w_shape) // 256) * 256 if single else 0
+            assert part.workspace_bytes == filter + parts * (4 if single else 1) * (conv.out_channels * 8 + 4)
 
 
 def test_what_a_map_over_filters_leaves_without_a_kernel_is_two_calls(code_for_gpus):

@@ -116,9 +116,10 @@ inline std::string RefuseSigns(const BatchNormProblem& p, const Device& device) 
   if (!device.sm90()) return "it needs a GPU of compute capability 9.0";
   if (p.activation != Activation::kRelu) return "it needs relu as activation";
   if (p.inner > 1 || p.batch != 1) return "it needs channels last, and one instance";
-  if (Vector(p) != 8 || StreamVectors(p.channels / 8) == 0)
+  const int vector = Vector(p);
+  if (p.channels % 8 != 0 || vector == 1 || StreamVectors(p.channels / vector) == 0)
     return "it cannot cut rows of " + std::to_string(p.channels) +
-           " channels into vectors of 8 16-bit elements";
+           " channels into 16-byte vectors and whole bytes of signs";
   if (Bytes(p) < kStreamBytes)
     return "it needs arrays of at least 4 MB, got " + std::to_string(Bytes(p)) + " bytes";
   return "";

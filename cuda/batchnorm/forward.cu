@@ -169,6 +169,24 @@ JAXCONV_HD StreamInput StreamOf(const ForwardTensors& t) {
   return {{t.x, t.residual, nullptr}, t.residual != nullptr ? 2 : 1};
 }
 
+// The signs of y, vector `at`, a bit an element. Of vectors of four, two neighbours of a warp have a byte: stages and rows are
+// of even numbers of these.
+template <typename T, int V>
+__device__ __forceinline__ void WriteSigns(uint8_t* signs, int64_t at, const Raw<T, V>& y) {
+  float z[V];
+  Unpack<T, V>(y, z);
+  unsigned bits = 0;
+#pragma unroll
+  for (int j = 0; j < V; ++j) bits |= unsigned{z[j] > 0.f} << j;
+  if constexpr (V == 4) {
+    const unsigned pair = 3u << (threadIdx.x % 32 & ~1u);
+    bits |= __shfl_xor_sync(pair, bits, 1) << 4;
+    if (at % 2 != 0) return;
+    at /= 2;
+  }
+  signs[at] = static_cast<uint8_t>(bits);
+}
+
 // The second walk, through a ring (stream.cuh).
 template <typename T, int V, Form kForm>
 __global__ void __launch_bounds__(kStreamBlock, 1)
@@ -196,15 +214,8 @@ __global__ void __launch_bounds__(kStreamBlock, 1)
         const Raw<T, V> y =
             Normalise<T, V, kForm>(v[0], v[1], has_residual, mine, p.activation, p.slope);
         WriteOnce<T, V>(p.t.y, at, y);
-        if constexpr (V == 8) {
-          if (p.t.signs != nullptr) {
-            float z[V];
-            Unpack<T, V>(y, z);
-            unsigned bits = 0;
-#pragma unroll
-            for (int j = 0; j < V; ++j) bits |= unsigned{z[j] > 0.f} << j;
-            p.t.signs[at] = static_cast<uint8_t>(bits);
-          }
+        if constexpr (V >= 4) {
+          if (p.t.signs != nullptr) WriteSigns<T, V>(p.t.signs, at, y);
         }
       });
 }

@@ -1,6 +1,7 @@
 // The product whose epilogue also sums up what it writes: the mean and the sum of squares about it
 // of each column of d, in parts that a second kernel combines. For KN products of one phase, without
-// activation and z; what is added is a matrix, and a bias of the columns. sm90_statistics.cu says how.
+// activation and z; what is added is a matrix, and a bias of the columns. sm90_statistics.cu says how. In TF32
+// (sm90_statistics_float32.cu) of KK products.
 #pragma once
 
 #include <cstdint>
@@ -15,10 +16,13 @@ struct Sm90Parts {
   // (parts) numbers of rows, which may be 0, but not the first.
   float2* moments;
   float* counts;
-  int parts;  // the launch says: two of each CTA that shares a column of tiles, at most MostColumnParts
+  int parts;  // the launch says, at most MostGradientParts
 };
 
 Status LaunchSm90Statistics(const Context& ctx, DType dtype, Sm90Product& p, TileSize tile,
                             int multiprocessors, Sm90Parts* to, const std::string& what);
+// p.out: c, and d, rows of all instances' columns.
+Status LaunchSm90StatisticsTf32(const Context& ctx, Sm90Product& p, TileSize tile,
+                                int multiprocessors, Sm90Parts* to, const std::string& what);
 
 }  // namespace jaxconv::cuda

@@ -8,6 +8,7 @@
 
 #include "cuda/gemm/sm90_columns.cuh"
 #include "cuda/gemm/sm90_resident.cuh"
+#include "cuda/gemm/sm90_sums.cuh"
 #include "cuda/gemm/sm90_sums.h"
 
 namespace jaxconv::cuda {
@@ -158,15 +159,6 @@ struct Sm90NormSums : Sm90EpilogueDefaults {
   Sm90Outbox<T, Tile::kPairs> outbox;
   ColumnSums<T, kChunks, 2> columns;
   int group;
-};
-
-struct Sm90NormTotals {
-  __device__ __forceinline__ void operator()(int column, const float (&sum)[2]) const {
-    dbias[column] = sum[0];
-    dscale[column] = sum[1] * rstd[column];
-  }
-  const float* rstd;
-  float *dscale, *dbias;
 };
 
 template <typename T>

@@ -78,6 +78,7 @@ inline constexpr TileSize kProductTiles[] = {
 inline constexpr TileSize kSwappedTiles[] = {{256, 128}};
 inline constexpr TileSize kResidentTiles[] = {{128, 64}, {64, 256}};
 inline constexpr TileSize kSumsTiles[] = {{64, 256}, {64, 128}};  // sm90_sums.h
+inline constexpr TileSize kSumsTf32Tiles[] = {{128, 128}, {256, 64}};
 inline constexpr TileSize kRowsTiles[] = {{64, 128}};
 inline constexpr TileSize kClusterTiles[] = {{64, 64}, {64, 128}, {128, 128}};
 inline constexpr TileSize kGradientTiles[] = {{128, 128}, {128, 256}, {256, 128}};
@@ -95,7 +96,7 @@ constexpr int64_t MostColumnParts(int64_t rows) {
   return parts < 512 ? parts : 512;
 }
 
-// Of a warpgroup each; in TF32's gradient of a warp.
+// Of a warpgroup each; in TF32 of a warp.
 constexpr int64_t MostGradientParts(DType dtype, int64_t rows) {
   return MostColumnParts(rows) * (dtype == DType::kF32 ? 4 : 1);
 }

@@ -26,6 +26,7 @@ PRODUCTS: tuple[Choice, ...] = (
 FEW_ROWS: tuple[Choice, ...] = tuple(("cluster", tile) for tile in CLUSTERS)
 HALOS: tuple[Choice, ...] = (("halo", ""), ("halo_3d", ""), ("halo_stream", ""))
 SUMS: tuple[Choice, ...] = (("sums", "64x256"), ("sums", "64x128"))
+TF32_SUMS: tuple[Choice, ...] = (("sums", "128x128"), ("sums", "256x64"))
 STATISTICS: tuple[Choice, ...] = tuple(("statistics", tile) for tile in ("256x64", "128x128", "256x128", "128x256"))
 WGRADS: tuple[Choice, ...] = (
     *(("wgrad", tile) for tile in ("128x256", "256x64", "128x320", "64x256", "128x128", "128x64")),
@@ -45,7 +46,9 @@ def wants(op: str, p: ConvProblem, device: Device) -> Iterator[Plan]:
         wanted, every = iter([("statistics", _statistics_tile(p, device))]), STATISTICS
     elif op == "conv_dgrad_sums":
         # All of its filter's columns in one tile read dy once; fewer fit where there are more channels of dy.
-        wanted, every = iter(SUMS if p.in_channels % 256 == 0 else SUMS[::-1]), SUMS
+        wide = SUMS if p.in_channels % 256 == 0 else SUMS[::-1]
+        own, other = (TF32_SUMS, wide) if p.dtype == "float32" else (wide, TF32_SUMS)
+        wanted, every = iter(other), own  # the other dtype's are refused first, so that the reason is its own tiles'
     elif op == "conv_wgrad":
         wanted, every = _wgrads(p, device), (*WGRADS, *HALOS)
     else:
@@ -179,7 +182,7 @@ def product_time(
 
 def _statistics_tile(p: ConvProblem, device: Device) -> str:
     """Every multiprocessor has one column of tiles, which it shares with others."""
-    steps = math.prod(p.filter) * -(-p.in_channels // p.groups // 64)
+    steps = math.prod(p.filter) * -(-p.in_channels // p.groups * itemsize(p) // 128)
     group_k, rows = p.out_channels // p.groups, -(-p.batch * math.prod(p.out_spatial) // 128)
     if group_k <= 64:
         return "256x64"

@@ -19,7 +19,7 @@ namespace jaxconv::cuda {
 namespace {
 
 // y = f(z), z = sum over taps and c of x * w + bias + residual, which may be null. `statistics`: null unless they are
-// wanted, which 16-bit results without an activation have.
+// wanted, which results without an activation have in 16 bit and TF32.
 Status Product(const Context& ctx, const ConvProblem& p, const Epilogue& e, Sm90Choice choice,
                int splits, const void* x, const void* w, const void* bias, const void* residual,
                void* y, void* z, Workspace workspace, Sm90Parts* statistics,
@@ -94,6 +94,8 @@ Status Product(const Context& ctx, const ConvProblem& p, const Epilogue& e, Sm90
   JAXCONV_RETURN_IF_ERROR(EncodeTiled(
       in.element, transposed ? TransposedFilterTensor(p, w) : FilterTensor(p, w, in.terms),
       {0, 1, transposed ? choice.tile.columns : in.depth, 1}, what + " w", &g.b, in.tf32));
+  if (statistics != nullptr && in.tf32)
+    return LaunchSm90StatisticsTf32(ctx, g, choice.tile, device.multiprocessors, statistics, what);
   if (p.dtype == DType::kF32)
     return LaunchProduct(ctx, in, transposed, g, choice, device.multiprocessors, what);
   const TmaTensor out = MatrixTensor(y, p.group_k(), p.groups, pixels);
@@ -133,14 +135,16 @@ Status Sm90Statistics(const Context& ctx, const ConvProblem& p, const Plan& plan
                       const void* w, const void* bias, const void* residual, void* y, void* mean,
                       void* var, Workspace workspace) {
   const std::string what = Describe("conv_statistics", p, plan);
-  const int64_t rows = p.n * p.out_size(), most = MostColumnParts(rows);
+  const int64_t rows = p.n * p.out_size(), most = MostGradientParts(p.dtype, rows);
+  // The transposed filter lies in front of the parts.
+  const int64_t filter = p.dtype == DType::kF32 ? Align256(4 * CountW(p)) : 0;
   Sm90Parts parts = {};
-  parts.moments = static_cast<float2*>(workspace.data);
+  parts.moments = reinterpret_cast<float2*>(static_cast<char*>(workspace.data) + filter);
   parts.counts = reinterpret_cast<float*>(parts.moments + most * p.k);
   const Epilogue e = {bias != nullptr, Activation::kNone, 0.0, false};
   const Sm90Choice choice = {Sm90Kernel::kProduct, ReadTile(plan.tile)};
   JAXCONV_RETURN_IF_ERROR(
-      Product(ctx, p, e, choice, 1, x, w, bias, residual, y, nullptr, Workspace{}, &parts, what));
+      Product(ctx, p, e, choice, 1, x, w, bias, residual, y, nullptr, workspace, &parts, what));
   return CombineStatistics(ctx, parts, rows, p.k, mean, var, what);
 }
 

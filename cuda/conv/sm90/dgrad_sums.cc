@@ -16,6 +16,7 @@ Status Sm90DgradSums(const Context& ctx, const ConvProblem& p, const Plan& plan,
   const std::string what = Describe("conv_dgrad_sums", p, plan);
   Device device;
   JAXCONV_RETURN_IF_ERROR(CurrentDevice(what, &device));
+  const Sm90Arithmetic in = ArithmeticOf(p.dtype, p.full_float32);
   const TileSize tile = ReadTile(plan.tile);
   const int64_t rows = p.n * p.in_size();
   Sm90Product g = {};
@@ -25,18 +26,28 @@ Status Sm90DgradSums(const Context& ctx, const ConvProblem& p, const Plan& plan,
   g.instances = g.splits = 1;
   g.n = int(p.c);
   g.channels = int(p.k);
-  g.k_blocks = int(CeilDiv(p.k, 64));
-  Sm90Sums s = {};
-  s.signs = static_cast<const uint8_t*>(signs);
-  s.mean = static_cast<const float*>(mean);
-  s.rstd = static_cast<const float*>(rstd);
-  s.dscale = static_cast<float*>(dscale);
-  s.dbias = static_cast<float*>(dbias);
-  s.parts = static_cast<float*>(workspace.data);
+  g.k_blocks = int(CeilDiv(p.k, in.depth));
   JAXCONV_RETURN_IF_ERROR(EncodeTiled(p.dtype, MatrixTensor(dy, p.k, 1, rows), {0, 1, tile.rows},
-                                      what + " dy", &g.a[0]));
+                                      what + " dy", &g.a[0], in.tf32));
   JAXCONV_RETURN_IF_ERROR(
-      EncodeTiled(p.dtype, FilterTensor(p, w, 1), {0, 1, tile.columns, 1}, what + " w", &g.b));
+      EncodeTiled(p.dtype, FilterTensor(p, w, 1), {0, 1, tile.columns, 1}, what + " w", &g.b, in.tf32));
+  const auto sums = [&](auto s) {
+    s.signs = static_cast<const uint8_t*>(signs);
+    s.mean = static_cast<const float*>(mean);
+    s.rstd = static_cast<const float*>(rstd);
+    s.parts = static_cast<float*>(workspace.data);
+    s.dscale = static_cast<float*>(dscale);
+    s.dbias = static_cast<float*>(dbias);
+    return s;
+  };
+  if (in.tf32) {
+    Sm90FloatSums s = sums(Sm90FloatSums());
+    s.x = static_cast<const float*>(x);
+    g.out.c = static_cast<const float*>(c);
+    g.out.d = static_cast<float*>(dz);
+    return LaunchSm90SumsTf32(ctx, g, s, tile, device.multiprocessors, what);
+  }
+  Sm90Sums s = sums(Sm90Sums());
   const auto boxes = [&](const void* of, const char* name, CUtensorMap* map) {
     return EncodeTiled(p.dtype, MatrixTensor(of, p.c, 1, rows), {64, 1, 64}, what + name, map);
   };

@@ -2,12 +2,12 @@
 //
 //   product, product_swapped, resident    fprop, dgrad: implicit matrix products (gemm/sm90_tiles.h)
 //   cluster                               fprop of few pixels in 16 bit and TF32: the same, its sums in parts
-//   statistics                            fprop in 16 bit with the mean and variance of its results; a bias and a residual
-//                                         may be added to these
+//   statistics                            fprop in 16 bit and TF32 with the mean and variance of its results; a bias and a
+//                                         residual may be added to these
 //   product                               also dgrad of stride 1 in 16 bit and TF32, one group, times an activation's derivative,
 //                                         with the sums of its channels (gemm/sm90_gradient.h)
-//   sums                                  dgrad of a 1x1 in 16 bit with an addend, a relu's derivative and the sums of the
-//                                         batch-norm that the relu follows (gemm/sm90_sums.h)
+//   sums                                  dgrad of a 1x1 in 16 bit and TF32 with an addend, a relu's derivative and the sums
+//                                         of the batch-norm that the relu follows (gemm/sm90_sums.h)
 //   halo, halo_stream, halo_3d            pixels fetched once for all taps (halo/domain.h and so on)
 //   wgrad, ...                            wgrad/domain.h
 //
@@ -102,7 +102,7 @@ inline std::string RefuseAll(ConvOp op, const ConvProblem& p, const Device& devi
            "that";
   }
   if (op == ConvOp::kStatistics) {
-    if (p.dtype == DType::kF32) return "its epilogue sums up bfloat16 and float16 results only";
+    if (p.dtype == DType::kF32 && p.full_float32) return "with statistics it takes float32 in TF32 only";
     if (CeilDivide(k, 64) * p.groups > device.multiprocessors) {
       return "with statistics a multiprocessor must have a column of tiles of its own, got " +
              std::to_string(p.k) + " channels";
@@ -187,14 +187,17 @@ inline std::string RefuseProduct(ConvOp op, const ConvProblem& p, const Plan& pl
 
 // dgrad with a batch-norm's sums.
 inline std::string RefuseSums(const ConvProblem& p, std::string_view tile, const Device& device) {
-  if (p.dtype == DType::kF32) return "it takes 16-bit arrays only";
+  const bool single = p.dtype == DType::kF32;
+  if (single && p.full_float32) return "with sums it takes float32 in TF32 only";
   if (!Plain(p) || p.groups > 1) return "it needs a 1x1 convolution of stride 1 without groups";
   if (p.c % 128 != 0) return "it needs multiples of 128 channels of x, got " + std::to_string(p.c);
   if (tile.empty()) return "";
   const TileSize size = ReadTile(tile);
-  if (!Among(size, kSumsTiles)) return NoSuchTile(tile);
+  if (!(single ? Among(size, kSumsTf32Tiles) : Among(size, kSumsTiles))) return NoSuchTile(tile);
   std::string why = RefuseProductTiles(ConvOp::kDgradSums, p, size);
-  return why.empty() ? RefuseResident(size, p.c, p.k, 1, device) : why;
+  if (single && CeilDivide(p.c, size.columns) > device.multiprocessors)
+    return "it has at most " + std::to_string(device.multiprocessors) + " columns of tiles";
+  return why.empty() && !single ? RefuseResident(size, p.c, p.k, 1, device) : why;
 }
 
 // Whether kGradient takes activations whose derivative has no pieces (core/derivative.h).
@@ -224,7 +227,9 @@ inline std::string Refusal(ConvOp op, const ConvProblem& p, const Plan& plan,
     if (op != ConvOp::kStatistics) return "it makes statistics only";
     if (plan.tile.empty()) return "";
     const TileSize tile = ReadTile(plan.tile);
-    return Among(tile, kStatisticsTiles) ? RefuseProductTiles(op, p, tile) : NoSuchTile(plan.tile);
+    const bool has =
+        p.dtype == DType::kF32 ? Among(tile, kTf32Tiles) : Among(tile, kStatisticsTiles);
+    return has ? RefuseProductTiles(op, p, tile) : NoSuchTile(plan.tile);
   }
   if (member == "sums") {
     return op == ConvOp::kDgradSums ? RefuseSums(p, plan.tile, device)
@@ -241,10 +246,11 @@ inline int64_t Workspace(ConvOp op, const ConvProblem& p, const Plan& plan) {
   const bool single = p.dtype == DType::kF32;
   const int64_t x = p.n * p.in_size() * p.c, y = p.n * p.out_size() * p.k;
   if (op == ConvOp::kStatistics) {
-    const int64_t parts = std::min<int64_t>(2 * CeilDivide(p.n * p.out_size(), 128), 512);
-    return parts * (p.k * 8 + 4);
+    const int64_t filter = single ? Align256(4 * FilterCount(p)) : 0;
+    return filter + MostGradientParts(p.dtype, p.n * p.out_size()) * (p.k * 8 + 4);
   }
-  if (op == ConvOp::kDgradSums) return MostColumnParts(p.n * p.in_size()) * 2 * p.c * 4;
+  if (op == ConvOp::kDgradSums)
+    return MostGradientParts(p.dtype, p.n * p.in_size()) * 2 * p.c * 4;
   if (op == ConvOp::kGradient)
     return member == "halo" ? HaloGradientParts(p) * p.c * 4 : GradientWorkspace(p);
   if (op != ConvOp::kWgrad) {
