@@ -28,8 +28,7 @@ from jaxconv._problem import CONV_ALGORITHMS, AddedConvProblem, ConvProblem
 
 
 def problem(dtype: str = "float32", **changed: Any) -> ConvProblem:
-    """2x9x8 16->24: 144 pixels, no multiple of 64, in whole vectors of 16-bit channels. "tf32" is float32 at the default
-    precision."""
+    """2x9x8 16->24: 144 pixels, no multiple of 64, in whole vectors of 16-bit channels. "tf32": float32 by default."""
     of, precision = ("float32", "default") if dtype == "tf32" else (dtype, "highest")
     shape = ("conv2d", of, 2, 16, 24, 1, (9, 8), (3, 3), (9, 8), (1, 1), ((1, 1), (1, 1)), (1, 1), True)
     made = ConvProblem(*shape, _problem.parse_precision("conv2d", precision))

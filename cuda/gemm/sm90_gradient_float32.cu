@@ -112,8 +112,8 @@ Status LaunchSm90GradientTf32(const Context& ctx, Sm90Product& p, TileSize tile,
     return LaunchSm90Columns<Tile, Sm90FloatGradient<Tile>>(ctx, p, {parts}, multiprocessors, what,
                                                             &count);
   }));
-  return LaunchColumnTotals<32, 1>(ctx, parts, kFloatParts * count, p.n, Sm90GradientTotals<float>{sums},
-                                   what);
+  return LaunchColumnTotals<32, 1>(ctx, parts, kFloatParts * count, p.n,
+                                   Sm90GradientTotals<float>{sums}, what);
 }
 
 }  // namespace jaxconv::cuda

@@ -46,7 +46,8 @@ struct Sm90FloatMoments : Sm90EpilogueDefaults {
                                       int columns, float (&v)[32]) const {
     const float* bias = static_cast<const float*>(p.epilogue.bias);
     if (bias != nullptr) {
-      bias += at.instance * p.epilogue.stride_bias + at.n + box % kChunks * 64 + threadIdx.x % 4 * 2;
+      bias +=
+          at.instance * p.epilogue.stride_bias + at.n + box % kChunks * 64 + threadIdx.x % 4 * 2;
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         if (j * 8 >= columns) continue;
@@ -123,7 +124,7 @@ struct Sm90FloatMoments : Sm90EpilogueDefaults {
   }
 
   int block0;
-  float count;              // of rows, the same for all columns
+  float count;  // of rows, the same for all columns
   float2 mean[kChunks], m2[kChunks];
   float2 c[2][8];  // of the next box
 };

@@ -16,7 +16,7 @@ struct Sm90FloatNormSums : Sm90EpilogueDefaults {
   static constexpr int kChunks = Part::kChunks, kBoxes = Tile::kBlocks * kChunks;
 
   __device__ __forceinline__ Sm90FloatNormSums(const Sm90Product&, const Args&, uint32_t, int,
-                                           int block0)
+                                               int block0)
       : block0(block0) {
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) sum[0][i] = sum[1][i] = make_float2(0.f, 0.f);
@@ -113,7 +113,8 @@ Status LaunchSm90SumsTf32(const Context& ctx, Sm90Product& p, const Sm90FloatSum
   int count = 0;
   JAXCONV_RETURN_IF_ERROR(WithTile<kSumsTf32Tiles>(tile, what, [&](auto rows, auto columns) {
     using Tile = Sm90SumsTile<decltype(rows)::value, decltype(columns)::value>;
-    return LaunchSm90Columns<Tile, Sm90FloatNormSums<Tile>>(ctx, p, to, multiprocessors, what, &count);
+    return LaunchSm90Columns<Tile, Sm90FloatNormSums<Tile>>(ctx, p, to, multiprocessors, what,
+                                                            &count);
   }));
   return LaunchColumnTotals<32, 2>(ctx, to.parts, kFloatParts * count, p.n,
                                    Sm90NormTotals{to.rstd, to.dscale, to.dbias}, what);

@@ -29,8 +29,8 @@ Status Sm90DgradSums(const Context& ctx, const ConvProblem& p, const Plan& plan,
   g.k_blocks = int(CeilDiv(p.k, in.depth));
   JAXCONV_RETURN_IF_ERROR(EncodeTiled(p.dtype, MatrixTensor(dy, p.k, 1, rows), {0, 1, tile.rows},
                                       what + " dy", &g.a[0], in.tf32));
-  JAXCONV_RETURN_IF_ERROR(
-      EncodeTiled(p.dtype, FilterTensor(p, w, 1), {0, 1, tile.columns, 1}, what + " w", &g.b, in.tf32));
+  JAXCONV_RETURN_IF_ERROR(EncodeTiled(p.dtype, FilterTensor(p, w, 1), {0, 1, tile.columns, 1},
+                                      what + " w", &g.b, in.tf32));
   const auto sums = [&](auto s) {
     s.signs = static_cast<const uint8_t*>(signs);
     s.mean = static_cast<const float*>(mean);

@@ -102,7 +102,8 @@ inline std::string RefuseAll(ConvOp op, const ConvProblem& p, const Device& devi
            "that";
   }
   if (op == ConvOp::kStatistics) {
-    if (p.dtype == DType::kF32 && p.full_float32) return "with statistics it takes float32 in TF32 only";
+    if (p.dtype == DType::kF32 && p.full_float32)
+      return "with statistics it takes float32 in TF32 only";
     if (CeilDivide(k, 64) * p.groups > device.multiprocessors) {
       return "with statistics a multiprocessor must have a column of tiles of its own, got " +
              std::to_string(p.k) + " channels";
@@ -249,8 +250,7 @@ inline int64_t Workspace(ConvOp op, const ConvProblem& p, const Plan& plan) {
     const int64_t filter = single ? Align256(4 * FilterCount(p)) : 0;
     return filter + MostGradientParts(p.dtype, p.n * p.out_size()) * (p.k * 8 + 4);
   }
-  if (op == ConvOp::kDgradSums)
-    return MostGradientParts(p.dtype, p.n * p.in_size()) * 2 * p.c * 4;
+  if (op == ConvOp::kDgradSums) return MostGradientParts(p.dtype, p.n * p.in_size()) * 2 * p.c * 4;
   if (op == ConvOp::kGradient)
     return member == "halo" ? HaloGradientParts(p) * p.c * 4 : GradientWorkspace(p);
   if (op != ConvOp::kWgrad) {
