@@ -131,7 +131,7 @@ struct Sm90FloatMoments : Sm90EpilogueDefaults {
 
 Status LaunchSm90StatisticsTf32(const Context& ctx, Sm90Product& p, TileSize tile,
                                 int multiprocessors, Sm90Parts* to, const std::string& what) {
-  JAXCONV_RETURN_IF_ERROR(WithTile<kTf32Tiles>(tile, what, [&](auto rows, auto columns) {
+  JAXCONV_RETURN_IF_ERROR(WithTile<kTf32StatisticsTiles>(tile, what, [&](auto rows, auto columns) {
     using Tile = Sm90Tf32Tile<decltype(rows)::value, decltype(columns)::value>;
     const auto launch = [&](auto affine) {
       return LaunchSm90Columns<Tile, Sm90FloatMoments<Tile, decltype(affine)::value>>(

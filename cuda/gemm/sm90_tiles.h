@@ -86,7 +86,9 @@ inline constexpr TileSize kGradientTiles[] = {{128, 128}, {128, 256}, {256, 128}
 inline constexpr TileSize kDgradGradientTiles[] = {{128, 128}, {128, 256}, {256, 128}, {256, 64}};
 inline constexpr int kMostClusterParts = 8;      // CTAs of a cluster
 inline constexpr int kMostClusterTiles = 65535;  // of a grid's second axis
-inline constexpr TileSize kTf32Tiles[] = {{128, 256}, {128, 128}, {256, 64}};
+inline constexpr TileSize kTf32Tiles[] = {
+    {128, 256}, {256, 128}, {128, 128}, {256, 64}, {128, 320}};
+inline constexpr TileSize kTf32StatisticsTiles[] = {{128, 256}, {256, 128}, {128, 128}, {256, 64}};
 inline constexpr TileSize kTermsTiles[] = {{128, 128}, {128, 64}};
 inline constexpr TileSize kStatisticsTiles[] = {{256, 64}, {128, 128}, {256, 128}, {128, 256}};
 

@@ -229,7 +229,7 @@ inline std::string Refusal(ConvOp op, const ConvProblem& p, const Plan& plan,
     if (plan.tile.empty()) return "";
     const TileSize tile = ReadTile(plan.tile);
     const bool has =
-        p.dtype == DType::kF32 ? Among(tile, kTf32Tiles) : Among(tile, kStatisticsTiles);
+        p.dtype == DType::kF32 ? Among(tile, kTf32StatisticsTiles) : Among(tile, kStatisticsTiles);
     return has ? RefuseProductTiles(op, p, tile) : NoSuchTile(plan.tile);
   }
   if (member == "sums") {
