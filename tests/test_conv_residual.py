@@ -17,13 +17,16 @@ from helpers import (
     DEVICE,
     DTYPES,
     H200,
+    HOPPER,
     NAMED_ACTIVATIONS,
     NATIVE_IN_FLOAT64,
+    calls,
     equations,
     integers,
     label,
     normal,
     opcodes,
+    same_bits,
     types_of,
 )
 from jax import lax
@@ -165,17 +168,84 @@ def test_every_activation(dtype, activation):
     assert_close(f(implementation="native"), by_lax, expected, 72, scale=scale)
 
 
-@pytest.mark.parametrize("algorithm", ("sm90/product", "implicit_gemm", "im2col", "direct"))
+@pytest.mark.parametrize("algorithm", ("sm90/product", "narrow/rows", "implicit_gemm", "im2col", "direct"))
 def test_sixteen_bits_are_rounded_once(algorithm):
     """Where the kernel adds: a convolution that is rounded before the add would lose the small residual."""
-    x, w = jnp.full((1, 4, 4, 8), 16, "bfloat16"), jnp.full((1, 1, 8, 8), 2, "bfloat16")
+    filter = 3 if algorithm == "narrow/rows" else 1
+    x, w = jnp.full((1, 4, 4, 8), 16, "bfloat16"), jnp.zeros((filter, filter, 8, 8), "bfloat16")
+    w = w.at[filter // 2, filter // 2].set(2)
     r = jnp.full((1, 4, 4, 8), 0.75, "bfloat16")
     b = jnp.full(8, 0.5, "bfloat16")  # 256 + 0.5 + 0.75 is 258 in steps of 2, and 256 + 0.5 is 256
-    refusal = _plan.supports("conv_add", algorithm, problem_of((1, 4, 4, 8), 1, 8), DEVICE)
+    refusal = _plan.supports("conv_add", algorithm, problem_of((1, 4, 4, 8), filter, 8), DEVICE)
     if refusal:
         pytest.skip(refusal)
     y = jaxconv.conv2d(x, w, b, residual=r, algorithm=algorithm)
     assert (y == 258).all()
+
+
+# narrow/rows: an octet of channels and several, slabs, no whole one, images that share a strip, strips of an image
+NARROW: dict[str, tuple[tuple[int, ...], int, dict[str, Any]]] = {  # x, channels of y, options
+    "one_pixel": ((1, 1, 1, 8), 8, {}),
+    "8_to_8": ((2, 5, 6, 8), 8, {}),
+    "16_to_16": ((3, 7, 5, 16), 16, {}),
+    "32_to_32": ((5, 13, 11, 32), 32, {}),
+    "16_to_56": ((3, 9, 8, 16), 56, {}),
+    "8_to_128": ((3, 9, 8, 8), 128, {}),
+    "valid": ((3, 9, 8, 16), 24, dict(padding="VALID")),
+    "uneven": ((2, 9, 40, 24), 8, dict(padding=((0, 2), (2, 1)))),
+    "strips": ((2, 5, 700, 16), 16, {}),
+    "many": ((300, 21, 21, 16), 32, {}),
+    "first": ((2, 16, 5, 6), 24, dict(layout="NCHW")),
+}
+
+
+@pytest.mark.skipif(not HOPPER, reason="narrow/rows needs compute capability 9.0")
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16", "float16"))
+@pytest.mark.parametrize("bias", (True, False))
+@pytest.mark.parametrize("case", [*NARROW, "4_to_16", "20_to_12"])
+def test_narrow_adds_exactly(case, bias, dtype):
+    """y alone, and with z."""
+    four = {"4_to_16": ((2, 6, 84, 4), 16, {}), "20_to_12": ((2, 9, 10, 20), 12, {})}
+    if case in four and dtype != "float32":
+        pytest.skip("4 channels of 16 bits are no whole 16 bytes")
+    shape, k, options = (NARROW | four)[case]
+    last = "layout" not in options
+    c = shape[-1 if last else 1]
+    x, w = integers(0, shape, 1), integers(1, (3, 3, c, k) if last else (k, c, 3, 3), 1)
+    exact = functools.partial(jaxconv.conv2d, implementation="xla", **options)
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+        total = np.asarray(exact(x.astype("float64"), w.astype("float64")))
+    r, b = integers(2, total.shape, 8), integers(3, (k,), 8)
+    total = total + r + ((b if last else b[:, None, None]) if bias else 0)
+    x, w, r, b = (jnp.asarray(a, dtype) for a in (x, w, r, b))
+    named: dict[str, Any] = dict(precision="default", algorithm="narrow/rows", activation="relu", **options)
+    for saved in (False, True):
+
+        def f(x: Any, w: Any, r: Any, *b: Any, saved: bool = saved) -> Any:
+            return jaxconv.conv2d(x, w, *b, residual=r, return_preactivation=saved, **named)
+
+        args = (x, w, r, *([b] if bias else []))
+        assert calls(jax.jit(f), *args) == {"conv_add": 1}
+        outs = jax.jit(f)(*args)
+        y, z = outs if saved else (outs, total)
+        assert_exact(y, np.maximum(total, 0), "y")
+        assert_exact(z, total, "z")
+
+
+@pytest.mark.skipif(not HOPPER, reason="narrow/rows needs compute capability 9.0")
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+@pytest.mark.parametrize(("n", "h", "c", "k"), [(1024, 42, 16, 16), (1024, 21, 32, 32), (16, 256, 8, 32)])
+def test_narrow_adds_in_large_arrays(n, h, c, k, dtype):
+    """Many rows a block: what is added is that pixel's, each time."""
+    x, w, r = (
+        jax.random.normal(jax.random.key(i), s, dtype) for i, s in enumerate(((n, h, h, c), (3, 3, c, k), (n, h, h, k)))
+    )
+    named: dict[str, Any] = dict(precision="default", algorithm="narrow/rows")
+    f = jax.jit(lambda x, w, r: (jaxconv.conv2d(x, w, residual=r, **named) != r).sum())
+    assert [int(f(x, jnp.zeros_like(w), r)) for _ in range(4)] == [0] * 4
+    if dtype == "float32":  # the same products in the same order as without
+        added = jax.jit(lambda *args: jaxconv.conv2d(*args[:2], residual=args[2], **named))(x, w, r)
+        assert same_bits(added, jax.jit(lambda *args: jaxconv.conv2d(*args, **named))(x, w) + r)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -400,6 +470,18 @@ def test_another_kernel_adds_where_it_is_faster_than_a_pass_behind(code_for_gpus
         assert (plan.kernel if plan.implementation == "native" else "") == kernel, plan.reason
 
 
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+@pytest.mark.parametrize(("size", "channels"), [(42, 16), (21, 32)])
+def test_narrow_adds_where_the_convolution_is_its(size, channels, dtype, code_for_gpus):
+    """A residual block's second convolution, also where the sum is saved."""
+    for options in ({}, dict(activation=None), dict(return_preactivation=True)):
+        p = problem_of((1024, size, size, channels), 3, channels, **{"precision": "default", **options})
+        p = dataclasses.replace(p, dtype=dtype)
+        plan = _plan.plan("conv_add", p, H200)
+        assert (plan.implementation, plan.kernel, plan.workspace_bytes) == ("native", "narrow/rows", 0), plan.reason
+        assert plan.reason.endswith("; the residual is added in the same pass")
+
+
 def test_disabled_by_name(code_for_gpus, monkeypatch):
     monkeypatch.setenv("JAXCONV_DISABLE", "conv_add")
     plan = planned((256, 14, 14, 256), 1, 1024)
@@ -415,6 +497,7 @@ KERNELS = {
     "implicit_gemm": True,
     "im2col": True,
     "direct": True,
+    "narrow/rows": True,
     "stem": False,
     "depthwise/rows": False,
     "grouped/mma": False,

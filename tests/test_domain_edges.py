@@ -373,6 +373,11 @@ YES_AND_NO: dict[str, tuple[Callable[[], Refusal], Callable[[], Refusal], str]] 
         lambda: of_conv("direct", grouped(), "conv_add"),
         "cannot add a residual",
     ),
+    "stem adds no residual": (
+        lambda: of_conv("stem/sm90_narrow_in", few(8), "conv_add"),
+        lambda: of_conv("narrow/rows", few(8), "conv_add"),
+        "cannot add a residual",
+    ),
     "direct sums nothing up": (
         lambda: of_conv("direct", conv(), "conv_statistics"),
         lambda: of_conv("sm90/statistics", conv(), "conv_statistics", "128x128"),

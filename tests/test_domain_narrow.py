@@ -16,7 +16,7 @@ from jaxconv._plan import Plan, made
 from jaxconv._plan.domain import conv_refusal, conv_workspace
 from jaxconv._problem import ConvProblem
 
-OPS = ("conv_fprop", "conv_dgrad", "conv_gradient", "conv_wgrad")
+OPS = ("conv_fprop", "conv_add", "conv_dgrad", "conv_gradient", "conv_wgrad")
 
 
 pytestmark = pytest.mark.usefixtures("code_for_gpus")
@@ -68,6 +68,8 @@ def test_what_a_plan_says_native_code_runs_and_gives_as_much_memory_as_it_asks_f
         ("conv_fprop", {"c": 36}, {"c": 32}, "32 summed"),
         ("conv_fprop", {"c": 4, "k": 132}, {"c": 4, "k": 128}, "128 others"),
         ("conv_fprop", {"k": 68}, {"k": 64}, "1024 products"),
+        ("conv_add", {"c": 36}, {"c": 32}, "32 summed"),
+        ("conv_add", {"c": 4, "k": 132}, {"c": 4, "k": 128}, "128 others"),
         ("conv_dgrad", {"k": 36}, {"k": 32}, "32 summed"),
         ("conv_dgrad", {"c": 132, "k": 4}, {"c": 128, "k": 4}, "128 others"),
         ("conv_gradient", {"k": 36}, {"k": 32}, "32 summed"),

@@ -80,7 +80,8 @@ Status ConvFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, co
   if (family == "depthwise")
     return DepthwiseFprop(ctx, p, e, plan, a.x, a.w, a.b, a.y, a.z, workspace);
   if (family == "grouped") return GroupedFprop(ctx, p, e, plan, a.x, a.w, a.b, a.y, a.z, workspace);
-  if (family == "narrow") return NarrowFprop(ctx, p, e, plan, a.x, a.w, a.b, a.y, a.z, workspace);
+  if (family == "narrow")
+    return NarrowFprop(ctx, p, e, plan, a.x, a.w, a.b, a.residual, a.y, a.z, workspace);
   if (family == "stem") return StemFprop(ctx, p, e, plan, a.x, a.w, a.b, a.y, a.z, workspace);
   // The others may add a residual.
   if (family == "im2col")
@@ -116,7 +117,7 @@ Status ConvDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan,
   const std::string_view family = FamilyOf(plan.kernel);
   if (family == "depthwise") return DepthwiseDgrad(ctx, p, plan, a.dy, a.w, a.c, a.dx, workspace);
   if (family == "grouped") return GroupedDgrad(ctx, p, plan, a.dy, a.w, a.dx, workspace);
-  if (family == "narrow") return NarrowDgrad(ctx, p, plan, a.dy, a.w, a.dx, workspace);
+  if (family == "narrow") return NarrowDgrad(ctx, p, plan, a.dy, a.w, a.c, a.dx, workspace);
   if (family == "im2col") return Im2colDgrad(ctx, p, plan, a.dy, a.w, a.dx, workspace);
   if (family == "implicit_gemm")
     return ImplicitGemmDgrad(ctx, conv::FoldPatches(p, true), plan, a.dy, a.w, a.dx, workspace);

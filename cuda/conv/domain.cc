@@ -20,7 +20,8 @@ namespace {
 // Whether a family's kernel adds a residual to its sums.
 bool AddsResidual(std::string_view family, std::string_view member, const ConvProblem& p) {
   if (family == "sm90") return conv::sm90::AddsResidual(member, p);
-  return family == "direct" || family == "im2col" || family == "implicit_gemm";
+  return family == "direct" || family == "im2col" || family == "implicit_gemm" ||
+         family == "narrow";
 }
 
 // As sm90 runs it. Not folded where it sums up: the sums are of x's own channels.

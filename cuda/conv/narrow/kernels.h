@@ -6,12 +6,17 @@
 
 namespace jaxconv::cuda::conv {
 
-// dgrad through e's activation: kept like dz; *parts parts of its sums (at most narrow::kMostParts, p.c each).
+// A ForwardLauncher whose sums an array like dst may be added to: before z, behind the bias. It may be null.
+using AddLauncher = Status(const Context& ctx, const ConvProblem& p, bool dgrad, const Epilogue& e,
+                           const void* src, const void* w, const void* bias, const void* addend,
+                           void* dst, void* z, const std::string& what);
+// dgrad through e's activation: kept like dz; *parts parts of its sums (at most narrow::kMostParts, p.c each). `addend`, like
+// dz, is added behind the derivative. It may be null.
 using BackLauncher = Status(const Context& ctx, const ConvProblem& p, const Epilogue& e,
-                            const void* dy, const void* w, const void* kept, void* dz, float* sums,
-                            int64_t* parts, const std::string& what);
+                            const void* dy, const void* w, const void* kept, const void* addend,
+                            void* dz, float* sums, int64_t* parts, const std::string& what);
 
-ForwardLauncher NarrowRowsF32, NarrowRowsBf16, NarrowRowsF16;
+AddLauncher NarrowRowsF32, NarrowRowsBf16, NarrowRowsF16;
 BackLauncher NarrowRowsBackF32, NarrowRowsBackBf16, NarrowRowsBackF16;
 WgradLauncher NarrowRowsWgradF32, NarrowRowsWgradBf16, NarrowRowsWgradF16;
 

@@ -8,34 +8,38 @@ namespace jaxconv::cuda {
 namespace {
 
 Status Forward(const Context& ctx, const ConvProblem& p, bool dgrad, const Epilogue& e,
-               const void* src, const void* w, const void* bias, void* dst, void* z,
-               const std::string& what) {
+               const void* src, const void* w, const void* bias, const void* addend, void* dst,
+               void* z, const std::string& what) {
   const auto launch = p.dtype == DType::kF32    ? conv::NarrowRowsF32
                       : p.dtype == DType::kBF16 ? conv::NarrowRowsBf16
                                                 : conv::NarrowRowsF16;
-  return launch(ctx, p, dgrad, e, src, w, bias, dst, z, what);
+  return launch(ctx, p, dgrad, e, src, w, bias, addend, dst, z, what);
 }
 
-Status Gradient(const Context& ctx, const ConvProblem& p, int64_t splits, const void* x,
-                const void* dy, void* dw, float* partials, const std::string& what) {
+Status Wgrad(const Context& ctx, const ConvProblem& p, int64_t splits, const void* x,
+             const void* dy, void* dw, float* partials, const std::string& what) {
   const auto launch = p.dtype == DType::kF32    ? conv::NarrowRowsWgradF32
                       : p.dtype == DType::kBF16 ? conv::NarrowRowsWgradBf16
                                                 : conv::NarrowRowsWgradF16;
   return launch(ctx, p, splits, x, dy, dw, partials, what);
 }
 
-constexpr conv::Launchers kKernels[] = {{"narrow/rows", Forward, Gradient}};
+// Forward has an operand more than others' launchers, and stands alone.
+constexpr conv::Launchers kKernels[] = {{"narrow/rows", nullptr, Wgrad}};
 
 }  // namespace
 
 Status NarrowFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
-                   const void* x, const void* w, const void* bias, void* y, void* z, Workspace) {
-  return conv::Fprop(kKernels, ctx, p, e, plan, x, w, bias, y, z);
+                   const void* x, const void* w, const void* bias, const void* residual, void* y,
+                   void* z, Workspace) {
+  return Forward(ctx, p, false, e, x, w, bias, residual, y, z, Describe("conv_fprop", p, plan));
 }
 
 Status NarrowDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,
-                   const void* w, void* dx, Workspace) {
-  return conv::Dgrad(kKernels, ctx, p, plan, dy, w, dx);
+                   const void* w, const void* c, void* dx, Workspace) {
+  const Epilogue bare = {false, Activation::kNone, 0.0, false};
+  const std::string what = Describe("conv_dgrad", p, plan);
+  return Forward(ctx, p, true, bare, dy, w, nullptr, c, dx, nullptr, what);
 }
 
 Status NarrowGradient(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
@@ -47,7 +51,7 @@ Status NarrowGradient(const Context& ctx, const ConvProblem& p, const Epilogue& 
                                                 : conv::NarrowRowsBackF16;
   float* const sums = static_cast<float*>(workspace.data);
   int64_t parts = 0;
-  JAXCONV_RETURN_IF_ERROR(launch(ctx, p, e, dy, w, kept, dz, sums, &parts, what));
+  JAXCONV_RETURN_IF_ERROR(launch(ctx, p, e, dy, w, kept, nullptr, dz, sums, &parts, what));
   return conv::SumPartials(ctx, p.dtype, sums, parts, p.c, {}, dbias, what.c_str());
 }
 

@@ -8,9 +8,10 @@
 // to the three output rows that it contributes to; the filter of all nine taps stays in registers for as long as the block
 // lives. Pixels of 16 bytes: a product takes two taps of a filter's row, then the third and zeros.
 //
-// Reads src about once from DRAM (once a slab of up to 32 output channels), writes dst once. A dgrad may go back through an
-// activation: dst = sum * f'(kept), whose sums over images and pixels a thread keeps for its channels; a block leaves a part
-// of them. The order of every addition is fixed by the problem and the number of multiprocessors.
+// Reads src about once from DRAM (once a slab of up to 32 output channels), writes dst once. Both may add an array like dst:
+// a residual, or another gradient. A dgrad may go back through an activation: dst = sum * f'(kept) [+ addend], whose sums over
+// images and pixels a thread keeps for its channels; a block leaves a part of them. The order of every addition is fixed by the
+// problem and the number of multiprocessors.
 #pragma once
 
 #include "cuda/conv/narrow/strips.cuh"
@@ -35,7 +36,12 @@ struct NarrowRowsArgs {
   const T* kept;  // like dst
   DerivativePieces derivative;
   float* parts;  // (blocks of a slab, channels of dst)
+  // Where something is added.
+  const T* addend;  // like dst
 };
+
+// What a kernel does with its sums besides the epilogue: it adds an array, goes back through an activation, or both.
+enum class NarrowThen { kNothing, kAdd, kBack, kBackAdd };
 
 constexpr int kNarrowRuns = 2;  // of 16 pixels, of a warp
 constexpr uint32_t kNowhere = ~0u;
@@ -48,10 +54,12 @@ constexpr int kNarrowSteps = kPixel == 16 ? 2 : kNarrowTaps * kPixel / 32;
 template <int kPixel, int kOctets>
 constexpr int kNarrowWarps = kPixel == 64 && kOctets == 2 ? 11 : 12;
 
-template <typename T, int kPixel, int kOctets, bool kBack>
+template <typename T, int kPixel, int kOctets, NarrowThen kThen>
 __global__ void __launch_bounds__(kNarrowWarps<kPixel, kOctets> * 32, 1)
     NarrowRowsKernel(const __grid_constant__ NarrowRowsArgs<T> g) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  constexpr bool kAdd = kThen == NarrowThen::kAdd || kThen == NarrowThen::kBackAdd;
+  constexpr bool kBack = kThen == NarrowThen::kBack || kThen == NarrowThen::kBackAdd;
   constexpr int R = kNarrowTaps, S = kNarrowTaps, kItem = int(sizeof(T));
   constexpr int kSteps = kNarrowSteps<kPixel>;
   constexpr int kParts = std::max(kPixel / 32, 1);  // products of a tap
@@ -204,8 +212,8 @@ __global__ void __launch_bounds__(kNarrowWarps<kPixel, kOctets> * 32, 1)
         place[m][half] = live ? (pixels + uint32_t(col)) * uint32_t(g.to.channels) : kNowhere;
       }
     }
-    // What row p's derivative is computed from: on its way while the row's last products run.
-    Vec<T, kEach> kept[kNarrowRuns][2] = {};
+    // What row p's derivative is computed from, and what is added: on their way while the row's last products run.
+    Vec<T, kEach> kept[kNarrowRuns][2] = {}, added[kNarrowRuns][2] = {};
     const auto load = [&] {
       if (p < at.p || p >= at.end) return;
 #pragma unroll
@@ -213,8 +221,14 @@ __global__ void __launch_bounds__(kNarrowWarps<kPixel, kOctets> * 32, 1)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           if (place[m][half] == kNowhere) continue;
-          const T* const from = g.kept + (to + place[m][half] - g.dst);
-          kept[m][half] = *reinterpret_cast<const Vec<T, kEach>*>(from);
+          if constexpr (kBack) {
+            const T* const from = g.kept + (to + place[m][half] - g.dst);
+            kept[m][half] = *reinterpret_cast<const Vec<T, kEach>*>(from);
+          }
+          if constexpr (kAdd) {
+            const T* const from = g.addend + (to + place[m][half] - g.dst);
+            added[m][half] = *reinterpret_cast<const Vec<T, kEach>*>(from);
+          }
         }
       }
     };
@@ -248,10 +262,16 @@ __global__ void __launch_bounds__(kNarrowWarps<kPixel, kOctets> * 32, 1)
             if constexpr (kBack) {
 #pragma unroll
               for (int e = 0; e < kEach; ++e) {
-                v[e] = ToFloat(FromFloat<T>(g.derivative(ToFloat(kept[m][half].v[e]), v[e])));
+                float t = g.derivative(ToFloat(kept[m][half].v[e]), v[e]);
+                if constexpr (kAdd) t += ToFloat(added[m][half].v[e]);
+                v[e] = ToFloat(FromFloat<T>(t));
                 total[e] += v[e];
               }
             } else {
+              if constexpr (kAdd) {
+#pragma unroll
+                for (int e = 0; e < kEach; ++e) v[e] += ToFloat(added[m][half].v[e]);
+              }
               if (g.epilogue.z != nullptr) put(g.epilogue.z + (where - g.dst));
               ApplyActivation(g.epilogue.activation, v, g.epilogue.slope);
             }
@@ -267,7 +287,7 @@ __global__ void __launch_bounds__(kNarrowWarps<kPixel, kOctets> * 32, 1)
     for (int h = h0; h < h1; ++h) {
       if (threadIdx.x == 0) feed();
       __syncwarp();
-      if constexpr (kBack) load();
+      if constexpr (kBack || kAdd) load();
       ring.Await();
       float done[kNarrowRuns][kOctets][4];
 #pragma unroll
@@ -308,9 +328,9 @@ __global__ void __launch_bounds__(kNarrowWarps<kPixel, kOctets> * 32, 1)
       store(done);
     }
     // Below the image: rows that wait for no more input.
-    if constexpr (kBack) load();
+    if constexpr (kBack || kAdd) load();
     store(sum[0]);
-    if constexpr (kBack) load();
+    if constexpr (kBack || kAdd) load();
     store(sum[1]);
   }
   if constexpr (kBack) {
@@ -347,9 +367,10 @@ double RowsTime(const RowUnits& u, int columns) {
 }
 
 // *parts: how many blocks leave a part of the sums.
-template <typename T, int kPixel, int kOctets, bool kBack>
+template <typename T, int kPixel, int kOctets, NarrowThen kThen>
 Status LaunchRows(const Context& ctx, NarrowRowsArgs<T> g, DType dtype, const void* src,
                   int64_t* parts, const std::string& what) {
+  constexpr bool kBack = kThen == NarrowThen::kBack || kThen == NarrowThen::kBackAdd;
   constexpr int kWarps = kNarrowWarps<kPixel, kOctets>, kFragment = 8 * kOctets;
   RowUnits& u = g.u;
   // Places in a strip are 32 bits.
@@ -383,57 +404,67 @@ Status LaunchRows(const Context& ctx, NarrowRowsArgs<T> g, DType dtype, const vo
   const int64_t blocks = *parts * u.slabs;
   JAXCONV_RETURN_IF_ERROR(CheckBlocks(blocks, what));
   const int warps = int(CeilDiv(ProductsOf(u), kNarrowRuns)) * g.columns;
-  const auto kernel = NarrowRowsKernel<T, kPixel, kOctets, kBack>;
+  const auto kernel = NarrowRowsKernel<T, kPixel, kOctets, kThen>;
   JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
   kernel<<<unsigned(blocks), warps * 32, g.filter_at + filter, ctx.stream>>>(g);
   return LaunchStatus(what);
 }
 
-template <bool kBack, typename T>
+template <NarrowThen kThen, typename T>
 Status LaunchRowsOf(const Context& ctx, const NarrowRowsArgs<T>& g, DType dtype, const void* src,
                     int64_t* parts, const std::string& what) {
   const auto launch = [&](auto one, auto two) {  // octets of a warp
     return (g.to.channels <= 8 ? one : two)(ctx, g, dtype, src, parts, what);
   };
   const int bytes = PixelBytes(g.from.channels, dtype);
-  if (bytes == 16) return launch(LaunchRows<T, 16, 1, kBack>, LaunchRows<T, 16, 2, kBack>);
-  if (bytes == 32) return launch(LaunchRows<T, 32, 1, kBack>, LaunchRows<T, 32, 2, kBack>);
+  if (bytes == 16) return launch(LaunchRows<T, 16, 1, kThen>, LaunchRows<T, 16, 2, kThen>);
+  if (bytes == 32) return launch(LaunchRows<T, 32, 1, kThen>, LaunchRows<T, 32, 2, kThen>);
   if constexpr (sizeof(T) == 4) {
     // Two octets' filter leaves registers for eight warps: 1.3 times as long.
-    if (bytes == 128) return LaunchRows<T, 128, 1, kBack>(ctx, g, dtype, src, parts, what);
+    if (bytes == 128) return LaunchRows<T, 128, 1, kThen>(ctx, g, dtype, src, parts, what);
   }
-  // Two octets' filter leaves none for a derivative and sums.
-  if constexpr (kBack) return LaunchRows<T, 64, 1, true>(ctx, g, dtype, src, parts, what);
-  return launch(LaunchRows<T, 64, 1, false>, LaunchRows<T, 64, 2, false>);
+  if constexpr (kThen == NarrowThen::kNothing)
+    return launch(LaunchRows<T, 64, 1, kThen>, LaunchRows<T, 64, 2, kThen>);
+  // Two octets' filter leaves no registers for another array.
+  return LaunchRows<T, 64, 1, kThen>(ctx, g, dtype, src, parts, what);
+}
+
+// The arguments that every call has.
+template <typename T>
+NarrowRowsArgs<T> RowsArgs(const ConvProblem& p, bool dgrad, const void* w, void* dst) {
+  NarrowRowsArgs<T> g{};
+  g.w = static_cast<const T*>(w);
+  g.dst = static_cast<T*>(dst);
+  SetRows(g, p, dgrad, dgrad);
+  g.dgrad = dgrad;
+  return g;
 }
 
 template <typename T>
 Status NarrowRows(const Context& ctx, const ConvProblem& p, bool dgrad, const Epilogue& e,
-                  const void* src, const void* w, const void* bias, void* dst, void* z,
-                  const std::string& what) {
-  NarrowRowsArgs<T> g{};
-  g.w = static_cast<const T*>(w);
-  g.dst = static_cast<T*>(dst);
+                  const void* src, const void* w, const void* bias, const void* addend, void* dst,
+                  void* z, const std::string& what) {
+  NarrowRowsArgs<T> g = RowsArgs<T>(p, dgrad, w, dst);
   g.epilogue = MakeEpilogue<T>(e, bias, z);
-  SetRows(g, p, dgrad, dgrad);
-  g.dgrad = dgrad;
+  g.addend = static_cast<const T*>(addend);
+  const auto launch =
+      addend == nullptr ? LaunchRowsOf<NarrowThen::kNothing, T> : LaunchRowsOf<NarrowThen::kAdd, T>;
   int64_t parts;
-  return LaunchRowsOf<false>(ctx, g, p.dtype, src, &parts, what);
+  return launch(ctx, g, p.dtype, src, &parts, what);
 }
 
 template <typename T>
 Status NarrowRowsBack(const Context& ctx, const ConvProblem& p, const Epilogue& e, const void* dy,
-                      const void* w, const void* kept, void* dz, float* sums, int64_t* parts,
-                      const std::string& what) {
-  NarrowRowsArgs<T> g{};
-  g.w = static_cast<const T*>(w);
-  g.dst = static_cast<T*>(dz);
-  SetRows(g, p, true, true);
-  g.dgrad = true;
+                      const void* w, const void* kept, const void* addend, void* dz, float* sums,
+                      int64_t* parts, const std::string& what) {
+  NarrowRowsArgs<T> g = RowsArgs<T>(p, true, w, dz);
   g.kept = static_cast<const T*>(kept);
   g.derivative = DerivativePieces(e.activation, e.slope);
   g.parts = sums;
-  return LaunchRowsOf<true>(ctx, g, p.dtype, dy, parts, what);
+  g.addend = static_cast<const T*>(addend);
+  const auto launch = addend == nullptr ? LaunchRowsOf<NarrowThen::kBack, T>
+                                        : LaunchRowsOf<NarrowThen::kBackAdd, T>;
+  return launch(ctx, g, p.dtype, dy, parts, what);
 }
 
 }  // namespace

@@ -4,15 +4,15 @@
 namespace jaxconv::cuda::conv {
 
 Status NarrowRowsF32(const Context& ctx, const ConvProblem& p, bool dgrad, const Epilogue& e,
-                     const void* src, const void* w, const void* bias, void* dst, void* z,
-                     const std::string& what) {
-  return NarrowRows<float>(ctx, p, dgrad, e, src, w, bias, dst, z, what);
+                     const void* src, const void* w, const void* bias, const void* addend,
+                     void* dst, void* z, const std::string& what) {
+  return NarrowRows<float>(ctx, p, dgrad, e, src, w, bias, addend, dst, z, what);
 }
 
 Status NarrowRowsBackF32(const Context& ctx, const ConvProblem& p, const Epilogue& e,
-                         const void* dy, const void* w, const void* kept, void* dz, float* sums,
-                         int64_t* parts, const std::string& what) {
-  return NarrowRowsBack<float>(ctx, p, e, dy, w, kept, dz, sums, parts, what);
+                         const void* dy, const void* w, const void* kept, const void* addend,
+                         void* dz, float* sums, int64_t* parts, const std::string& what) {
+  return NarrowRowsBack<float>(ctx, p, e, dy, w, kept, addend, dz, sums, parts, what);
 }
 
 }  // namespace jaxconv::cuda::conv
