@@ -213,6 +213,57 @@ def test_halo_adds_exactly(case, dtype):
     assert_exact(f(*args), sums(p, *args))
 
 
+# narrow/rows: one octet of channels and several, no whole slab, images that share a strip, strips of an image
+NARROW: dict[str, dict[str, Any]] = {
+    "one_pixel": dict(shape=(1, 1, 1), c=8, k=8, filter=(3, 3)),
+    "8_of_8": dict(shape=(2, 5, 6), c=8, k=8, filter=(3, 3)),
+    "16_of_32": dict(shape=(3, 7, 5), c=16, k=32, filter=(3, 3)),
+    "32_of_32": dict(shape=(5, 13, 11), c=32, k=32, filter=(3, 3)),
+    "56_of_16": dict(shape=(3, 9, 8), c=56, k=16, filter=(3, 3)),
+    "128_of_8": dict(shape=(3, 9, 8), c=128, k=8, filter=(3, 3)),
+    "valid": dict(shape=(3, 9, 8), c=24, k=16, filter=(3, 3), padding="VALID"),
+    "uneven": dict(shape=(2, 9, 40), c=8, k=24, filter=(3, 3), padding=((0, 2), (2, 1))),
+    "strips": dict(shape=(2, 5, 700), c=16, k=16, filter=(3, 3)),
+    "many": dict(shape=(300, 21, 21), c=32, k=16, filter=(3, 3)),
+    "first": dict(shape=(2, 5, 6), c=16, k=24, filter=(3, 3), layout="NCHW"),
+}
+# Pixels of 16 bytes, and channels that are no whole octet
+NARROW_32 = {
+    "16_of_4": dict(shape=(2, 6, 84), c=16, k=4, filter=(3, 3)),
+    "12_of_20": dict(shape=(2, 9, 10), c=12, k=20, filter=(3, 3)),
+}
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16", "float16"))
+@pytest.mark.parametrize("case", [*NARROW, *NARROW_32])
+def test_narrow_adds_exactly(case, dtype):
+    if case in NARROW_32 and dtype != "float32":
+        pytest.skip("4 channels of 16 bits are no whole 16 bytes")
+    p = problem(**(NARROW | NARROW_32)[case], dtype=dtype, algorithm="narrow/rows", precision="default")
+    args = arrays(p, 1)
+    f = jax.jit(functools.partial(conv.dgrad_add, p))
+    assert calls(f, *args) == {"conv_dgrad_add": 1}
+    assert_exact(f(*args), sums(p, *args))
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+@pytest.mark.parametrize("n, h, c, k", [(1024, 42, 16, 16), (1024, 21, 32, 32), (16, 256, 32, 8)])
+def test_narrow_adds_in_large_arrays(n, h, c, k, dtype):
+    """Many rows a block: what is added is that pixel's, each time."""
+    p = problem((n, h, h), c, k, (3, 3), dtype=dtype, algorithm="narrow/rows", precision="default")
+    keys = jax.random.split(jax.random.key(1), 3)
+    dy, w, addend = (
+        jax.random.normal(k, s, dtype) for k, s in zip(keys, (p.y_shape, p.w_shape, p.x_shape), strict=True)
+    )
+    f = jax.jit(functools.partial(conv.dgrad_add, p))
+    for _ in range(4):
+        assert helpers.same_bits(f(dy, jnp.zeros_like(w), addend), addend)
+    if dtype == "float32":  # the same products in the same order as without
+        assert helpers.same_bits(f(dy, w, addend), jax.jit(functools.partial(conv.dgrad, p))(dy, w) + addend)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The plan
 
@@ -250,7 +301,19 @@ def test_a_depthwise_dgrad_adds_on_hopper_where_its_kernel_is_the_dgrads(code_fo
     assert (made.implementation, made.kernel, made.in_place) == ("native", "depthwise/rows_mma", False)
     for options in (dict(filter=(3, 3)), dict(dtype="float32"), dict(stride=2)):
         made = _plan.plan("conv_dgrad_add", problem((256, 56, 56), **{**large, **options}), H200)
-        assert made.implementation == "calls" and "only sm90 and depthwise/rows_mma can add to a dgrad" in made.reason
+        assert (
+            made.implementation == "calls"
+            and "only sm90, narrow and depthwise/rows_mma can add to a dgrad" in made.reason
+        )
+
+
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+@pytest.mark.parametrize(("size", "channels"), [(42, 16), (21, 32)])
+def test_a_narrow_dgrad_adds_on_hopper_where_its_kernel_is_the_dgrads(size, channels, dtype, code_for_gpus):
+    p = problem((1024, size, size), channels, channels, (3, 3), dtype=dtype, precision="default")
+    made = _plan.plan("conv_dgrad_add", p, H200)
+    assert (made.implementation, made.kernel, made.workspace_bytes) == ("native", "narrow/rows", 0), made.reason
+    assert made.reason.endswith("; c is added in the same pass") and not made.in_place
 
 
 def test_calls_have_the_dgrads_own_plan_which_explain_shows():
@@ -343,22 +406,6 @@ PRODUCT: dict[str, dict[str, Any]] = {
     "first": dict(shape=(2, 5, 6), c=16, k=24, filter=(3, 3), layout="NCHW"),
 }
 PRODUCT_TILES = {"float32": ("128x256", "128x128", "256x64"), "16": ("128x128", "128x256", "256x128", "256x64")}
-
-
-# narrow/rows: one octet of channels and several, no whole slab, images that share a strip, strips of an image
-NARROW: dict[str, dict[str, Any]] = {
-    "one_pixel": dict(shape=(1, 1, 1), c=8, k=8, filter=(3, 3)),
-    "8_of_8": dict(shape=(2, 5, 6), c=8, k=8, filter=(3, 3)),
-    "16_of_32": dict(shape=(3, 7, 5), c=16, k=32, filter=(3, 3)),
-    "32_of_32": dict(shape=(5, 13, 11), c=32, k=32, filter=(3, 3)),
-    "56_of_16": dict(shape=(3, 9, 8), c=56, k=16, filter=(3, 3)),
-    "128_of_8": dict(shape=(3, 9, 8), c=128, k=8, filter=(3, 3)),
-    "valid": dict(shape=(3, 9, 8), c=24, k=16, filter=(3, 3), padding="VALID"),
-    "uneven": dict(shape=(2, 9, 40), c=8, k=24, filter=(3, 3), padding=((0, 2), (2, 1))),
-    "strips": dict(shape=(2, 5, 700), c=16, k=16, filter=(3, 3)),
-    "many": dict(shape=(300, 21, 21), c=32, k=16, filter=(3, 3)),
-    "first": dict(shape=(2, 5, 6), c=16, k=24, filter=(3, 3), layout="NCHW"),
-}
 
 
 BACK = {"sm90/halo": HALO, "sm90/product": PRODUCT, "narrow/rows": NARROW}

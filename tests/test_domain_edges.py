@@ -341,12 +341,17 @@ YES_AND_NO: dict[str, tuple[Callable[[], Refusal], Callable[[], Refusal], str]] 
     "direct adds to no dgrad": (
         lambda: of_conv("direct", conv(), "conv_dgrad_add"),
         lambda: of_conv("sm90/product", conv(), "conv_dgrad_add", "128x128"),
-        "only sm90 and depthwise/rows_mma can add to a dgrad",
+        "only sm90, narrow and depthwise/rows_mma can add to a dgrad",
     ),
     "depthwise/rows adds to no dgrad": (
         lambda: of_conv("depthwise/rows", depthwise(filter=3), "conv_dgrad_add"),
         lambda: of_conv("depthwise/rows_mma", depthwise(filter=5), "conv_dgrad_add"),
-        "only sm90 and depthwise/rows_mma can add to a dgrad",
+        "only sm90, narrow and depthwise/rows_mma can add to a dgrad",
+    ),
+    "implicit_gemm adds to no dgrad": (
+        lambda: of_conv("implicit_gemm", few(8, 16), "conv_dgrad_add"),
+        lambda: of_conv("narrow/rows", few(8, 16), "conv_dgrad_add"),
+        "only sm90, narrow and depthwise/rows_mma can add to a dgrad",
     ),
     "halo_3d adds to no dgrad": (
         lambda: of_conv("sm90/halo_3d", conv(filter=3), "conv_dgrad_add"),

@@ -16,7 +16,7 @@ from jaxconv._plan import Plan, made
 from jaxconv._plan.domain import conv_refusal, conv_workspace
 from jaxconv._problem import ConvProblem
 
-OPS = ("conv_fprop", "conv_add", "conv_dgrad", "conv_gradient", "conv_wgrad")
+OPS = ("conv_fprop", "conv_add", "conv_dgrad", "conv_dgrad_add", "conv_gradient", "conv_wgrad")
 
 
 pytestmark = pytest.mark.usefixtures("code_for_gpus")
@@ -72,6 +72,8 @@ def test_what_a_plan_says_native_code_runs_and_gives_as_much_memory_as_it_asks_f
         ("conv_add", {"c": 4, "k": 132}, {"c": 4, "k": 128}, "128 others"),
         ("conv_dgrad", {"k": 36}, {"k": 32}, "32 summed"),
         ("conv_dgrad", {"c": 132, "k": 4}, {"c": 128, "k": 4}, "128 others"),
+        ("conv_dgrad_add", {"k": 36}, {"k": 32}, "32 summed"),
+        ("conv_dgrad_add", {"c": 132, "k": 4}, {"c": 128, "k": 4}, "128 others"),
         ("conv_gradient", {"k": 36}, {"k": 32}, "32 summed"),
         ("conv_gradient", {"c": 132, "k": 4}, {"c": 128, "k": 4}, "128 others"),
         ("conv_dgrad", {"c": 36, "k": 32}, {"c": 32, "k": 32}, "1024 products"),
@@ -95,6 +97,6 @@ def test_limits(op, least, most, word):
     assert refusal(op, problem(**most)) is None
 
 
-def test_it_takes_no_addend_and_makes_no_statistics():
-    for op in ("conv_dgrad_add", "conv_statistics"):
-        assert refusal(op, problem())
+def test_it_makes_no_statistics():
+    for op in ("conv_dgrad_sums", "conv_statistics"):
+        assert "sm90" in (refusal(op, problem()) or "")

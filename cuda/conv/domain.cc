@@ -24,6 +24,11 @@ bool AddsResidual(std::string_view family, std::string_view member, const ConvPr
          family == "narrow";
 }
 
+// Whether a family's kernel adds to its dgrads; sm90 says so itself.
+bool AddsToDgrad(std::string_view family, std::string_view member) {
+  return family == "narrow" || (family == "depthwise" && conv::depthwise::AddsToDgrad(member));
+}
+
 // As sm90 runs it. Not folded where it sums up: the sums are of x's own channels.
 ConvProblem OfSm90(ConvOp op, const ConvProblem& p) {
   if (op == ConvOp::kDgradSums || op == ConvOp::kGradient) return p;
@@ -44,10 +49,10 @@ std::string ScaledRefusal(const ScaledConvProblem& p, const Plan& plan, const De
 std::string ConvRefusal(ConvOp op, const ConvProblem& p, const Plan& plan, const Device& device) {
   const std::string_view family = FamilyOf(plan.kernel), member = MemberOf(plan.kernel);
   if (plan.splits < 1) return "it needs splits of at least 1, got " + std::to_string(plan.splits);
-  if (op == ConvOp::kDgradAdd && family == "depthwise" && conv::depthwise::AddsToDgrad(member)) {
+  if (op == ConvOp::kDgradAdd && family != "sm90") {
+    if (!AddsToDgrad(family, member))
+      return "only sm90, narrow and depthwise/rows_mma can add to a dgrad";
     op = ConvOp::kDgrad;  // that is all the difference
-  } else if (op == ConvOp::kDgradAdd && family != "sm90") {
-    return "only sm90 and depthwise/rows_mma can add to a dgrad";
   }
   if (op == ConvOp::kDgradSums && family != "sm90") return "only sm90 takes sums of its dgrad";
   if (op == ConvOp::kGradient && family != "sm90" && family != "narrow")

@@ -19,8 +19,8 @@ LEAST_OF_SUMS = 64 << 20
 class DgradAdd(conv.Conv):
     """A dgrad that adds on its way, or two calls: the dgrad has a plan of its own then."""
 
-    families = ("sm90", "depthwise")
-    of_others = "only sm90 and depthwise/rows_mma can add to a dgrad"
+    families = ("sm90", "narrow", "depthwise")
+    of_others = "only sm90, narrow and depthwise/rows_mma can add to a dgrad"
 
     def made(self, algorithm: str, p: ConvProblem, device: Device) -> Plan | str:
         plan = super().made(algorithm, p, device)
