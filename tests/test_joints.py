@@ -104,6 +104,12 @@ def biased(x, w1, b1, w2, b2, *, act=jax.nn.relu):
     return act(conv(act(conv(x, w1) + b1), w2) + b2)
 
 
+def pooled(x, w, b, *, low=0, size=3):
+    """A pooling's padding: `low` in front, as much behind as "SAME" has."""
+    pads = ((0, 0), (low, 1), (low, 1), (0, 0))
+    return lax.reduce_window(conv(x, w) + b, -jnp.inf, lax.max, (1, size, size, 1), (1, 2, 2, 1), pads)
+
+
 def layers(x, w1, b1, w2, b2, *, act=jax.nn.gelu, out=lambda y: y):
     return out(act(x @ w1 + b1) @ w2 + b2)
 
@@ -154,6 +160,7 @@ NORM_ADD, BIAS = "a batch-norm that adds another gradient", "a bias' gradient fr
 BETWEEN = "a batch-norm between calls"
 PIECES, AGAIN = "a concatenation's statistics", "a concatenation that is made again"
 BACK = "a dgrad that applies an activation's derivative"
+POOLED = "a bias' gradient from a pooling's"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -400,6 +407,10 @@ ROWS: dict[str, Row] = {
         {BIAS: 1},
         {"batchnorm_backward": 1},
     ),
+    "bias, pooling": Row(pooled, (X, (3, 3, 8, 8), V), {POOLED: 1}, {"max_pool_backward": 1}),
+    "bias, pooling, padded": Row(  # a window of minus infinities that begins in the padding sends nothing back
+        functools.partial(pooled, low=1), (X, (3, 3, 8, 8), V), {}, {"max_pool_backward": 1}, ruled_out=True
+    ),
     "product": Row(layers, LAYERS, {PRODUCT: 1}, {"dense_gradient": 1, "matmul": 3}, wants="dense_gradient"),
     "product, of y": Row(
         functools.partial(layers, act=jnp.tanh), LAYERS, {PRODUCT: 1}, {"dense_gradient": 1}, wants="dense_gradient"
@@ -573,8 +584,8 @@ def test_where_the_plan_takes_nothing_bits_are_those_without_rules(row, took, mo
     took(dataclasses.replace(row, wants=""))
     args = arguments(row, "float32")
     got = jax.jit(gradients(ours(row)))(*args)
-    # The rule for biases asks no plan, and leaves out a sum that is zero but for rounding.
-    monkeypatch.setattr(rules, "RULES", tuple(rule for rule in rules.RULES if rule.name == BIAS))
+    # The rules for biases ask no plan; their sums are the same but for rounding.
+    monkeypatch.setattr(rules, "RULES", tuple(rule for rule in rules.RULES if rule.name in (BIAS, POOLED)))
     assert same_bits(got, jax.jit(gradients(ours(row)))(*args))
 
 

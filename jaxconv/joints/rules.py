@@ -23,7 +23,14 @@ from jaxconv._core import sharding
 from jaxconv._core.activations import Activation
 from jaxconv._core.graph import Array, Node, Value
 from jaxconv._ops import batchnorm, conv, conv_normalised, dense, reference
-from jaxconv._problem import AddedConvProblem, BatchNormConvProblem, BatchNormProblem, ConvBatchNormProblem, ConvProblem
+from jaxconv._problem import (
+    AddedConvProblem,
+    BatchNormConvProblem,
+    BatchNormProblem,
+    ConvBatchNormProblem,
+    ConvProblem,
+    PoolProblem,
+)
 from jaxconv.joints.program import Program
 
 replace = dataclasses.replace
@@ -593,7 +600,8 @@ def norm_and_add(program: Program, node: Node, device: _plan.Device) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A bias' gradient: what a norm of each channel alone sends back sums up to zero in the channel, but for rounding
+# A bias' gradient: what a norm of each channel alone sends back sums up to zero in the channel, but for rounding; what
+# a max-pooling sends back sums up to what it was given
 
 
 def _terms(v: Value) -> list[Value]:
@@ -616,10 +624,15 @@ def _sums_up_to_zero(v: Value, axes: Sequence[int]) -> bool:
     return tuple(axes) == tuple(a for a in range(len(v.shape)) if a != axis)
 
 
+def _summed(node: Node) -> Value:
+    """What a sum is taken of, before it is of float32."""
+    (source,) = node.inputs
+    return source.node.inputs[0] if source.made_by == "convert_element_type" else source
+
+
 def sum_behind_norm(program: Program, node: Node, device: _plan.Device) -> bool:
     """The sum over all but the channels of what such a norm sends back, or of that and one array more."""
-    axes, source = node.params["axes"], node.inputs[0]
-    v = source.node.inputs[0] if source.made_by == "convert_element_type" else source
+    axes, v = node.params["axes"], _summed(node)
     if not jnp.issubdtype(v.dtype, jnp.floating) or split_by_type(v):
         return False
     terms = _terms(v)
@@ -632,6 +645,34 @@ def sum_behind_norm(program: Program, node: Node, device: _plan.Device) -> bool:
         return [jnp.sum(rest[0], axes, dtype) if rest else jnp.zeros(shape, dtype)]
 
     program.splice([node], rest, node.outputs, call, sum_behind_norm, tuple(axes), dtype, shape)
+    return True
+
+
+def _sends_all_back(p: PoolProblem) -> bool:
+    """Whether each element of dy goes to one of dx, of any x without NaN: the first tap of each window is in the image.
+
+    A window of minus infinities that begins in the padding sends its element there.
+    """
+    axes = zip(p.padding, p.out_spatial, p.stride, p.in_spatial, strict=True)
+    return all(low == 0 and (out - 1) * stride < extent for (low, _), out, stride, extent in axes)
+
+
+def sum_behind_pooling(program: Program, node: Node, device: _plan.Device) -> bool:
+    """The sum over all but the channels of a max-pooling's dx is that of dy, which has fewer elements."""
+    axes, v = node.params["axes"], _summed(node)
+    back = maker(v, "max_pool_backward")
+    if back is None or split_by_type(v):
+        return False
+    p: PoolProblem = back.params["problem"]
+    channel = p.nd + 1 if p.channels_last else 1
+    if tuple(axes) != tuple(a for a in range(p.nd + 2) if a != channel) or not _sends_all_back(p):
+        return False
+    dtype = node.outputs[0].dtype
+
+    def call(dy: Array) -> list[Array]:
+        return [jnp.sum(dy, axes, dtype)]
+
+    program.splice([node], [back.inputs[2]], node.outputs, call, sum_behind_pooling, tuple(axes), dtype)
     return True
 
 
@@ -698,6 +739,7 @@ RULES = (
     Rule("a convolution that takes its batch-norm's statistics", ("jaxconv_batchnorm_train",), convolution_and_norm),
     Rule("a convolution that takes its result's statistics", ("jaxconv_batchnorm_moments",), convolution_and_moments),
     Rule("a bias' gradient from a norm's sums", ("reduce_sum",), sum_behind_norm),
+    Rule("a bias' gradient from a pooling's", ("reduce_sum",), sum_behind_pooling),
     Rule("a dgrad that adds another gradient", ("add_any", "add"), dgrad_and_add),
     Rule("a batch-norm that adds another gradient", ("add_any", "add"), norm_and_add),
     Rule("a product that applies an activation's derivative", ("jaxconv_activation_gradient",), product_and_activation),
