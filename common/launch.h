@@ -116,6 +116,12 @@ Status Dense(const Context& ctx, const DenseProblem& p, const Epilogue& e, const
 using DenseGradientArrays = Arrays<in::Dy, in::W, in::Kept, out::Dz, out::Db>;
 Status DenseGradient(const Context& ctx, const DenseProblem& p, const Epilogue& e, const Plan& plan,
                      const DenseGradientArrays& a, Workspace workspace);
+
+// y (M, N / 2) = a * f(g), f of the epilogue, where a and g are the halves of the columns of z = x op(w) + bias (M, N), which is
+// written too where the epilogue saves it. `first`: a is the second half and g the first. There are elements.
+using DenseGatedArrays = Arrays<in::X, in::W, in::B, out::Y, out::Z>;
+Status DenseGated(const Context& ctx, const DenseProblem& p, const Epilogue& e, bool first,
+                  const Plan& plan, const DenseGatedArrays& a, Workspace workspace);
 #endif
 
 // scale, bias, running_mean, running_var, new_mean, new_var, mean, rstd: (batch, channels).

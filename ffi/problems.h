@@ -469,17 +469,18 @@ struct IntegerConv : Reader<wire::IntegerWindow> {
 // ---------------------------------------------------------------------------------------------------------------------
 // Dense
 
-struct Dense : Reader<wire::Product, wire::Epilogue> {
+template <typename... More>
+struct DenseWith : Reader<wire::Product, wire::Epilogue, More...> {
   static constexpr RuleOf kRules[] = {{"x dy", kX},    {"w", kW},      {"y dz", kY},
                                       {"b db", kBias}, {"c", kAddend}, {"z kept", kLikeY}};
-  using Reader::Reader;
-  const wire::Product& product = std::get<0>(all);
+  using Reader<wire::Product, wire::Epilogue, More...>::Reader;
+  const wire::Product& product = std::get<0>(this->all);
   DenseProblem p = {};
   Epilogue e = {};
   auto Problems() const { return std::tie(p, e); }
 
   Status Begin(const Call& call) {
-    JAXCONV_RETURN_IF_ERROR(ToEpilogue(call, std::get<1>(all), &e));
+    JAXCONV_RETURN_IF_ERROR(ToEpilogue(call, std::get<1>(this->all), &e));
     const auto bias = wire::ToBiasKind(product.bias);
     if (!bias || (*bias != BiasKind::kNone) != e.bias)
       return call.Invalid("unknown bias kind '" + std::string(product.bias) + "'");
@@ -531,6 +532,8 @@ struct Dense : Reader<wire::Product, wire::Epilogue> {
   }
 };
 
+using Dense = DenseWith<>;
+
 // The product's struct says how w is stored, and alpha; what it has for instances, bias and addend must be absent.
 struct DenseGradient : Dense {
   using Dense::Dense;
@@ -545,6 +548,32 @@ struct DenseGradient : Dense {
   Status Read(const Call& call) {
     p.beta = 1.0;
     return ReadMatrices(call, ", ");
+  }
+};
+
+// z has w's columns, y half of them.
+struct DenseGated : DenseWith<wire::First> {
+  static constexpr RuleOf kRules[] = {
+      {"x", kX}, {"w", kW}, {"y", kY}, {"b", kBias}, {"z", kHidden}};
+  using DenseWith::DenseWith;
+  bool first = std::get<2>(all).value != 0;
+  auto Problems() const { return std::tie(p, e, first); }
+
+  Status Begin(const Call& call) {
+    JAXCONV_RETURN_IF_ERROR(DenseWith::Begin(call));
+    if (!product.batched && !product.addend && !product.trans_x) return Status::Ok();
+    return call.Invalid("it takes one instance, x stored (M, K), and no addend");
+  }
+  Status Read(const Call& call) {
+    JAXCONV_RETURN_IF_ERROR(DenseWith::Read(call));
+    const Dims wd = call[kW].dimensions();
+    if (wd.size() != 2) return call.Invalid(call.Shapes({kW}) + " is no matrix");
+    p.n = wd[p.trans_w ? 0 : 1];
+    return p.n % 2 == 0 ? Status::Ok() : call.Invalid(call.Shapes({kW}) + " has no halves");
+  }
+  Expected Expect(const Call& call, Rule rule) const {
+    if (rule == kHidden) return DenseWith::Expect(call, kY);
+    return rule == kY ? Expected(p.dtype, {p.m, p.n / 2}) : DenseWith::Expect(call, rule);
   }
 };
 

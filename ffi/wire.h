@@ -122,12 +122,13 @@ struct Number {
 };
 inline constexpr char kWantDx[] = "want_dx", kWantDresidual[] = "want_dresidual",
                       kCount[] = "count", kResidual[] = "residual",
-                      kCountIncludePad[] = "count_include_pad";
+                      kCountIncludePad[] = "count_include_pad", kFirst[] = "first";
 using WantDx = Number<kWantDx>;
 using WantDresidual = Number<kWantDresidual>;
 using Count = Number<kCount>;
 using Residual = Number<kResidual>;
 using CountIncludePad = Number<kCountIncludePad>;
+using First = Number<kFirst>;
 
 // `binding` with these attributes, by their names.
 template <typename First, typename... Rest, typename Binding>

@@ -4,7 +4,7 @@
 // The plan is confirmed here, once (domain.h). Kernel "gemm": one product over cuda/gemm. Several
 // instances that share w, x stored (M, K) and the epilogue not telling them apart, are one product of
 // batch * M rows. Kernels of sm90: sm90.h.
-// DenseGradient: of sm90 only.
+// DenseGradient, DenseGated: of sm90 only.
 #include <cstdint>
 #include <initializer_list>
 #include <string>
@@ -21,7 +21,7 @@ namespace jaxconv::cuda {
 
 namespace {
 
-constexpr std::string_view kGradientKernel = "sm90/gradient";
+constexpr std::string_view kGradientKernel = "sm90/gradient", kGatedKernel = "sm90/gated";
 
 // Whether the plan can be carried out, with this workspace and these arrays.
 Status Confirm(const std::string& what, const DenseProblem& p, const Plan& plan,
@@ -56,6 +56,17 @@ Status DenseGradient(const Context& ctx, const DenseProblem& p, const Epilogue& 
   return Sm90DenseGradient(ctx, p, e, plan, a.dy, a.w, a.kept, a.dz, a.db, workspace);
 }
 
+Status DenseGated(const Context& ctx, const DenseProblem& p, const Epilogue& e, bool first,
+                  const Plan& plan, const DenseGatedArrays& a, Workspace workspace) {
+  const std::string what = Describe("dense_gated", p, plan);
+  if (p.m == 0 || p.n == 0) return Status::Unimplemented(what + ": it has no elements");
+  JAXCONV_RETURN_IF_ERROR(
+      Confirm(what, p, plan, {a.x, a.w, a.y, a.z, workspace.data}, workspace));
+  if (plan.kernel != kGatedKernel || p.alpha != 1.0)
+    return Status::Unimplemented(what + ": only sm90/gated, with alpha 1, has a gate");
+  return Sm90DenseGated(ctx, p, e, first, plan, a.x, a.w, a.b, a.y, a.z);
+}
+
 Status Dense(const Context& ctx, const DenseProblem& p, const Epilogue& e, const Plan& plan,
              const DenseArrays& a, Workspace workspace) {
   if (p.m == 0 || p.n == 0 || p.batch == 0) return Status::Ok();
@@ -67,6 +78,8 @@ Status Dense(const Context& ctx, const DenseProblem& p, const Epilogue& e, const
       Confirm(what, p, plan, {a.x, a.w, vectors, a.c, a.y, a.z, workspace.data}, workspace));
   if (plan.kernel == kGradientKernel)
     return Status::Unimplemented(what + ": sm90/gradient makes gradients only");
+  if (plan.kernel == kGatedKernel)
+    return Status::Unimplemented(what + ": sm90/gated makes gated products only");
   if (FamilyOf(plan.kernel) == "sm90")
     return Sm90Dense(ctx, p, e, plan, a.x, a.w, a.b, a.c, a.y, a.z, workspace);
   GemmArgs g;

@@ -8,6 +8,8 @@
 //   sm90/cluster          16 bit and TF32, x not transposed: few rows, splits are the parts of K, the CTAs of a cluster
 //   sm90/gradient         the way back through an activation (DenseGradient, which has no other): 16 bit, one instance, w
 //                         stored (N, K), neither bias nor addend, alpha 1
+//   sm90/gated            a gate behind the product (DenseGated, which has no other): 16 bit, one instance, x stored (M, K), w
+//                         (K, N), halves of N of multiples of 8 elements, a bias by column or none, no addend, alpha 1
 #pragma once
 
 #include <algorithm>
@@ -61,6 +63,14 @@ inline std::string RefuseSm90(const DenseProblem& p, const Plan& plan, const Dev
     const int64_t columns = plan.tile.empty() ? 1 : CeilDivide(p.n, choice.tile.columns);
     if (columns > device.multiprocessors)
       return "it has at most " + std::to_string(device.multiprocessors) + " columns of tiles";
+  }
+  if (choice.kernel == Sm90Kernel::kGated) {
+    if (p.trans_x || p.trans_w) return "it takes x stored (M, K) and w stored (K, N)";
+    if (p.batch != 1) return "it takes one instance";
+    if ((p.bias != BiasKind::kNone && p.bias != BiasKind::kColumn) || p.addend)
+      return "it takes a bias by column or none, and no addend";
+    if (p.n % 16 != 0)
+      return "it needs halves of N of a multiple of 8 columns, got N = " + std::to_string(p.n);
   }
   const bool resident = choice.kernel == Sm90Kernel::kResident;
   if ((rows || resident || cluster) && p.trans_x) return "it does not take x transposed";

@@ -8,6 +8,7 @@
 #include "cuda/core/device.h"
 #include "cuda/core/divmod.h"
 #include "cuda/core/tma.h"
+#include "cuda/gemm/sm90_gated.h"
 #include "cuda/gemm/sm90_gradient.h"
 #include "cuda/gemm/sm90_operands.h"
 #include "cuda/gemm/sm90_product.h"
@@ -169,6 +170,45 @@ Status Sm90DenseGradient(const Context& ctx, const DenseProblem& p, const Epilog
       EncodeTiled(p.dtype, filter, {64, 1, FilterBoxRows(tile), 1}, what + " w", &g.b));
   return LaunchSm90Gradient(ctx, p.dtype, g, tile, device.multiprocessors,
                             static_cast<float*>(workspace.data), sums, what);
+}
+
+Status Sm90DenseGated(const Context& ctx, const DenseProblem& p, const Epilogue& e, bool first,
+                      const Plan& plan, const void* x, const void* w, const void* bias, void* y,
+                      void* z) {
+  const std::string what = Describe("dense_gated", p, plan);
+  const TileSize tile = ReadSm90Choice(MemberOf(plan.kernel), plan.tile).tile;
+  Device device;
+  JAXCONV_RETURN_IF_ERROR(CurrentDevice(what, &device));
+  const int64_t half = p.n / 2;
+  Sm90Product g = {};
+  Sm90Phase& phase = g.phase[0];
+  phase.m = int(p.m);
+  for (int i = 0; i < 3; ++i) phase.extent[i] = phase.taps[i] = 1;
+  phase.filter_first = first ? 1 : 0;
+  g.phases = g.instances = g.splits = 1;
+  g.n = int(half);
+  g.k_blocks = int(CeilDiv(p.k, 64));
+  g.epilogue.activation = e.activation;
+  g.epilogue.slope = float(e.slope);
+  g.epilogue.alpha = 1.f;
+  g.epilogue.save_z = e.save_preactivation;
+  if (p.bias == BiasKind::kColumn) {
+    g.epilogue.bias = bias;
+    g.epilogue.bias_kind = BiasKind::kColumn;
+    g.epilogue.stride_bias = half;
+  }
+  JAXCONV_RETURN_IF_ERROR(EncodeTiled(p.dtype, Matrices(x, p.m, p.k, false, 1), {64, 1, tile.rows},
+                                      what + " x", &g.a[0]));
+  JAXCONV_RETURN_IF_ERROR(EncodeTiled(p.dtype, Matrices(y, p.m, half, false, 1), {64, 1, 64},
+                                      what + " y", &g.d[0]));
+  // (columns, instance, k, half), and (columns, half, rows).
+  const TmaTensor filter = {w, 4, {half, 1, p.k, 2}, {1, p.n, p.n, half}};
+  JAXCONV_RETURN_IF_ERROR(EncodeTiled(p.dtype, filter, {64, 1, 64, 1}, what + " w", &g.b));
+  if (e.save_preactivation) {
+    const TmaTensor both = {z, 3, {half, 2, p.m}, {1, half, p.n}};
+    JAXCONV_RETURN_IF_ERROR(EncodeTiled(p.dtype, both, {64, 1, 64}, what + " z", &g.z));
+  }
+  return LaunchSm90Gated(ctx, p.dtype, g, tile, device.multiprocessors, what);
 }
 
 }  // namespace jaxconv::cuda

@@ -57,6 +57,7 @@ struct Sm90Tile {
   static constexpr bool kPingPong = kPingPong_;
   static constexpr bool kAlternate = kAlternate_;
   static constexpr bool kPair = false;       // Sm90Pair
+  static constexpr bool kHalves = false;     // Sm90Halves
   static constexpr bool kStaged = kStaged_;  // the epilogue goes through shared memory
 
   static constexpr int kTileK = 128 / int(sizeof(T));  // of a stage
@@ -98,6 +99,15 @@ template <typename Base, bool kSharesB_>
 struct Sm90Pair : Base {
   static constexpr bool kPair = true;
   static constexpr bool kSharesB = kSharesB_;
+};
+
+// Of d's columns half as many as the sums have: B comes as two boxes of columns, those of a tap in the first half of the
+// sums' columns, and the same columns of the tap beside it in the other half.
+template <typename Base>
+struct Sm90Halves : Base {
+  static_assert(!Base::kSwapped && Base::kTerms == 1 && Base::kTileN % 128 == 0);
+  static constexpr bool kHalves = true;
+  static constexpr int kColumns = Base::kTileN / 2;
 };
 
 // The ring of stages: a stage's place in shared memory and its two barriers.
@@ -423,6 +433,10 @@ __device__ __forceinline__ void LoadB(const Sm90Ring<Tile>& ring, const CUtensor
                                       int term = 0) {
   LoadColumns<Tile::kSwapped ? Tile::kMajorA : Tile::kMajorB, Tile::kColumns>(
       Tile::kSwapped ? ring.A(term) : ring.B(term), map, full, k, n, instance, tap);
+  if constexpr (Tile::kHalves) {
+    LoadColumns<Tile::kMajorB, Tile::kColumns>(ring.B() + Tile::kColumns * 128, map, full, k, n,
+                                               instance, tap ^ 1);
+  }
 }
 
 }  // namespace jaxconv::cuda

@@ -7,6 +7,7 @@
 //   rows              few rows: parts of K, added up by a second kernel
 //   cluster           few rows, 16 bit and TF32: parts of K in the CTAs of a cluster, which add them up
 //   gradient          d times an activation's derivative, and the sums of its columns
+//   gated             half of the sums' columns times an activation of the other half
 //
 // statistics (a convolution's) and sums (a dgrad's) are named by their ops, so that only their tiles stand here.
 #pragma once
@@ -55,7 +56,7 @@ constexpr bool Among(TileSize tile, const TileSize (&tiles)[kCount]) {
 // Rows of the boxes in which a k-major B comes.
 constexpr int FilterBoxRows(TileSize tile) { return tile.columns > 256 ? 64 : tile.columns; }
 
-enum class Sm90Kernel { kNone, kProduct, kProductSwapped, kResident, kRows, kCluster, kGradient };
+enum class Sm90Kernel { kNone, kProduct, kProductSwapped, kResident, kRows, kCluster, kGradient, kGated };
 
 struct Sm90Choice {
   Sm90Kernel kernel = Sm90Kernel::kNone;
@@ -69,6 +70,7 @@ constexpr Sm90Choice ReadSm90Choice(std::string_view member, std::string_view ti
                             : member == "rows"            ? Sm90Kernel::kRows
                             : member == "cluster"         ? Sm90Kernel::kCluster
                             : member == "gradient"        ? Sm90Kernel::kGradient
+                            : member == "gated"           ? Sm90Kernel::kGated
                                                           : Sm90Kernel::kNone;
   return {kernel, ReadTile(tile)};
 }
@@ -82,6 +84,7 @@ inline constexpr TileSize kSumsTf32Tiles[] = {{128, 128}, {256, 64}};
 inline constexpr TileSize kRowsTiles[] = {{64, 128}};
 inline constexpr TileSize kClusterTiles[] = {{64, 64}, {64, 128}, {128, 128}};
 inline constexpr TileSize kGradientTiles[] = {{128, 128}, {128, 256}, {256, 128}};
+inline constexpr TileSize kGatedTiles[] = {{128, 128}, {128, 256}, {256, 128}};  // of the sums
 // The same of a dgrad, by `product`: also for few channels. In TF32 kTf32Tiles.
 inline constexpr TileSize kDgradGradientTiles[] = {{128, 128}, {128, 256}, {256, 128}, {256, 64}};
 inline constexpr int kMostClusterParts = 8;      // CTAs of a cluster
@@ -138,6 +141,9 @@ inline std::string RefuseSm90Tile(Sm90Kernel kernel, std::string_view tile, DTyp
       break;
     case Sm90Kernel::kGradient:
       has = Among(size, kGradientTiles);
+      break;
+    case Sm90Kernel::kGated:
+      has = Among(size, kGatedTiles);
       break;
     case Sm90Kernel::kNone:
       break;
