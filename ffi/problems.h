@@ -551,7 +551,7 @@ struct DenseGradient : Dense {
   }
 };
 
-// z has w's columns, y half of them.
+// Rows of x may have several axes, as images have. z has w's columns, y half of them.
 struct DenseGated : DenseWith<wire::First> {
   static constexpr RuleOf kRules[] = {
       {"x", kX}, {"w", kW}, {"y", kY}, {"b", kBias}, {"z", kHidden}};
@@ -561,20 +561,43 @@ struct DenseGated : DenseWith<wire::First> {
 
   Status Begin(const Call& call) {
     JAXCONV_RETURN_IF_ERROR(DenseWith::Begin(call));
-    if (!product.batched && !product.addend && !product.trans_x) return Status::Ok();
-    return call.Invalid("it takes one instance, x stored (M, K), and no addend");
+    if (!product.batched && !product.addend && !product.trans_x && !product.trans_w)
+      return Status::Ok();
+    return call.Invalid("it takes one instance, x stored (M, K), w stored (K, N), no addend");
   }
   Status Read(const Call& call) {
-    JAXCONV_RETURN_IF_ERROR(DenseWith::Read(call));
-    const Dims wd = call[kW].dimensions();
-    if (wd.size() != 2) return call.Invalid(call.Shapes({kW}) + " is no matrix");
-    p.n = wd[p.trans_w ? 0 : 1];
-    return p.n % 2 == 0 ? Status::Ok() : call.Invalid(call.Shapes({kW}) + " has no halves");
+    const Dims xd = call[kX].dimensions(), wd = call[kW].dimensions();
+    const auto dtype = wire::ToDType(call[kX].element_type());
+    rank = xd.size();
+    if (!dtype || rank < 2 || rank > kMostAxes || wd.size() != 2 || wd[1] % 2 != 0) {
+      return call.Invalid(call.Shapes({kX, kW}) +
+                          " are no rows of one floating-point type and no columns in halves");
+    }
+    p.batch = p.m = 1;
+    for (size_t axis = 0; axis + 1 < rank; ++axis) {
+      p.m *= xd[axis];
+      y_shape[axis] = z_shape[axis] = xd[axis];
+    }
+    p.k = xd.back();
+    p.n = z_shape[rank - 1] = wd[1];
+    y_shape[rank - 1] = p.n / 2;
+    p.alpha = product.alpha;
+    p.beta = 1.0;
+    p.dtype = *dtype;
+    p.full_float32 = product.full_float32 != 0;
+    return Status::Ok();
   }
   Expected Expect(const Call& call, Rule rule) const {
-    if (rule == kHidden) return DenseWith::Expect(call, kY);
-    return rule == kY ? Expected(p.dtype, {p.m, p.n / 2}) : DenseWith::Expect(call, rule);
+    if (rule == kX) return {p.dtype, call[kX].dimensions()};
+    if (rule == kY) return {p.dtype, Dims(y_shape, rank)};
+    if (rule == kHidden) return {p.dtype, Dims(z_shape, rank)};
+    return DenseWith::Expect(call, rule);
   }
+  std::string Where(const Call& call, Rule) const { return call.Shapes({kX, kW}); }
+
+  static constexpr size_t kMostAxes = 5;
+  size_t rank = 0;
+  int64_t y_shape[kMostAxes] = {}, z_shape[kMostAxes] = {};
 };
 
 // ---------------------------------------------------------------------------------------------------------------------

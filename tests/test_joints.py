@@ -114,6 +114,23 @@ def layers(x, w1, b1, w2, b2, *, act=jax.nn.gelu, out=lambda y: y):
     return out(act(x @ w1 + b1) @ w2 + b2)
 
 
+def geglu(x, w1, b1, w2, *, gate=jax.nn.gelu):
+    """Two layers, the first one gated."""
+    a, g = jnp.split(x @ w1 + b1, 2, -1)
+    return a * gate(g) @ w2
+
+
+def swiglu(x, w):
+    """The activation is of the first half, there is no bias, and axes stand in front of rows."""
+    z = x.reshape(2, -1, x.shape[-1]) @ w
+    n = w.shape[-1] // 2
+    return jax.nn.silu(z[..., :n]) * z[..., n:]
+
+
+def of_pixels(x, w, b):
+    return jax.nn.glu(conv(x, w) + b)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Our own functions
 
@@ -161,6 +178,7 @@ BETWEEN = "a batch-norm between calls"
 PIECES, AGAIN = "a concatenation's statistics", "a concatenation that is made again"
 BACK = "a dgrad that applies an activation's derivative"
 POOLED = "a bias' gradient from a pooling's"
+GATED = "a dense layer that multiplies its halves"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,6 +199,7 @@ BIASED = (X, (3, 3, 8, 8), V, (3, 3, 8, 8), V)
 PROJECTED = (X, (3, 3, 8, 16), (1, 1, 16, 16), (1, 1, 8, 16), *[(16,)] * 6)
 INVERTED = (X, DEEP, (3, 3, 1, 16), (16,), (16,))
 LAYERS = ((12, 8), (8, 16), (16,), (16, 8), (8,))
+GLU = ((12, 8), (8, 16), (16,), (8, 8))
 BOTH = "conv_batchnorm conv_dgrad_sums"
 CHAINED = "batchnorm_conv batchnorm_conv_backward"
 
@@ -430,6 +449,54 @@ ROWS: dict[str, Row] = {
         {"dense_gradient": 1, "matmul": 3},
         wants="dense_gradient",
         ours=functools.partial(mlp, ours=True),
+    ),
+    "gated": Row(
+        geglu,
+        GLU,
+        {GATED: 1},
+        {"dense_gated": 1, "gate_gradient": 1, "matmul": 2},
+        "dense gate",
+        "dense_gated",
+    ),
+    "gated, first half": Row(
+        swiglu, ((12, 8), (8, 16)), {GATED: 1}, {"dense_gated": 1, "matmul": 2}, "dense gate", "dense_gated"
+    ),
+    "gated, read": Row(  # what the gate is of is a result
+        lambda x, w, b: (jax.nn.glu(z := x @ w + b), jnp.sin(z)),
+        ((12, 8), (8, 16), (16,)),
+        {GATED: 1},
+        {"dense_gated": 1},
+        "dense gate",
+        "dense_gated",
+    ),
+    "gated, pixels": Row(
+        of_pixels,
+        (X, (1, 1, 8, 16), (16,)),
+        {GATED: 1},
+        {"dense_gated": 1, "conv_dgrad": 1, "conv_wgrad": 1},
+        "conv gate",
+        "dense_gated",
+    ),
+    "gated, activation": Row(  # in front of the halves
+        lambda x, w, b: jax.nn.glu(jax.nn.relu(x @ w + b)),
+        ((12, 8), (8, 16), (16,)),
+        {},
+        {"dense": 1},
+        "dense_gated gate",
+        "dense_gated",
+        ruled_out=True,
+    ),
+    "gated, other halves": Row(
+        lambda x, w, b: (z := x @ w + b)[:, :6] * jax.nn.silu(z[:, 6:12]),
+        ((12, 8), (8, 16), (16,)),
+        {},
+        {"dense": 1},
+        "dense_gated gate",
+        "dense_gated",
+        ruled_out=True,
+    ),
+    "gated, window": Row(  # of more pixels than one
+        of_pixels, (X, (3, 3, 8, 16), (16,)), {}, {"conv": 1}, "dense_gated", "dense_gated", ruled_out=True
     ),
     "back": Row(biased, BIASED, {BACK: 1}, {"conv_gradient": 1, "conv_dgrad": 1}, wants="conv_gradient"),
     "back, of z": Row(
@@ -691,7 +758,7 @@ def test_policies_keep_what_they_name(row, took):
     def products(policy: Any) -> dict[str, int]:
         f = total(ours(row)) if policy is None else jax.checkpoint(total(ours(row)), policy=policy)
         found = equations(gradients(f), *args)
-        kinds = re.compile(r"jaxconv_(conv|conv_(fprop|add|statistics|add_statistics|normalised)|dense|matmul)$")
+        kinds = re.compile(r"jaxconv_(conv|conv_(fprop|add|statistics|add_statistics|normalised)|dense|dense_gated|matmul)$")
         return {name: n for name, n in found.items() if kinds.match(name)}
 
     once, policies = products(None), jaxconv.checkpoint_policies

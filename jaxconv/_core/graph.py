@@ -116,15 +116,18 @@ LIGHT = frozenset(
 )
 
 
+# What such a function may do besides: jax.nn.glu takes halves.
+PARTS = frozenset(("slice", "split"))
 JIT = ("jit", "pjit")
 REGION = "jaxconv_region"
 
 
 def _is_light(jaxpr: Jaxpr) -> bool:
-    return len(jaxpr.eqns) <= 40 and all(
-        not eqn.effects and (light_body(eqn) is not None if eqn.primitive.name in JIT else eqn.primitive.name in LIGHT)
-        for eqn in jaxpr.eqns
-    )
+    def light(eqn: JaxprEqn) -> bool:
+        name = eqn.primitive.name
+        return light_body(eqn) is not None if name in JIT else name in LIGHT or name in PARTS
+
+    return len(jaxpr.eqns) <= 40 and all(not eqn.effects and light(eqn) for eqn in jaxpr.eqns)
 
 
 def body_of_jit(eqn: JaxprEqn, device: Any = None) -> ClosedJaxpr | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxconv._core.activations import CHEAP
@@ -16,6 +16,7 @@ from jaxconv._problem import DENSE_ALGORITHMS, DenseProblem, family_of
 GEMM_TILES = ("128x128", "128x64", "64x64")
 GRADIENT = "sm90/gradient"  # the one kernel of dense_gradient
 GRADIENT_TILES = ("128x256", "256x128", "128x128")
+GATED = "sm90/gated"  # the one kernel of dense_gated
 # Rows up to which "sm90" is sm90/cluster: of more, sm90/rows was measured.
 FEW = 16
 
@@ -64,7 +65,19 @@ def _gradient_tiles(p: DenseProblem) -> list[str]:
     return sorted(GRADIENT_TILES, key=lambda tile: tile != first)
 
 
+def _gated_tiles(p: DenseProblem, device: Device) -> list[str]:
+    """Those of sm90/gated, the fastest first as a product's are."""
+    steps, z = -(-p.k // 64), p.save_preactivation
+    shows = (1.7 if p.activation.name in ("none", "relu") else 4) + (1.5 if z else 0)
+    known = ("128x128", "128x256")
+    return [*sorted(known, key=lambda t: product_time(t, p.m, p.n, steps, 1, z, device, shows)), "256x128"]
+
+
 def wants(op: str, algorithm: str, p: DenseProblem, device: Device) -> Iterator[Plan]:
+    if op == "dense_gated":
+        if algorithm == "sm90":
+            yield from (Plan("native", "", GATED, tile) for tile in _gated_tiles(p, device))
+        return
     if op == "dense_gradient":
         if algorithm == "sm90":
             yield from (Plan("native", "", GRADIENT, tile) for tile in _gradient_tiles(p))
@@ -143,9 +156,12 @@ class Dense(Planner):
         return "dense", kind, log2(p.batch or 1, p.m, p.k, p.n)
 
 
-class DenseGradient(Dense):
-    """A product that goes back through the activation and sums up on its way, or three calls: the product has a plan of
-    its own then."""
+class OneKernel(Dense):
+    """An op of one kernel, on GPUs alone, that does what else are several calls: the dense layer has a plan of its own
+    then."""
+
+    kernel: str
+    several: Callable[..., Plan]  # the plan of several calls
 
     def made(self, algorithm: str, p: DenseProblem, device: Device) -> Plan | str:
         return super().made(algorithm, p, device) if p.alpha == 1.0 else f"it takes alpha 1, got {p.alpha}"
@@ -157,15 +173,35 @@ class DenseGradient(Dense):
         return super().no_kernels(p, platform) or (CUDA_ONLY if platform == "cpu" else None)
 
     def instead(self, why: str, candidates: tuple[Candidate, ...] = ()) -> Plan:
-        return calls("three", "a product, then the activation's derivative and a sum")(why, candidates)
+        return self.several(why, candidates)
 
     def cannot(self, p: DenseProblem, why: str, algorithm: str = "") -> Plan:
         if p.algorithm is None:
             return self.instead(why)
-        if p.algorithm.partition(" ")[0] == GRADIENT:
+        if p.algorithm.partition(" ")[0] == self.kernel:
             return super().cannot(p, why, p.algorithm)
         return self.instead(f"algorithm='{p.algorithm}' was asked for, and it cannot do all in one kernel: {why}")
+
+
+class DenseGradient(OneKernel):
+    """A product that goes back through the activation and sums up on its way."""
+
+    kernel = GRADIENT
+    several = staticmethod(calls("three", "a product, then the activation's derivative and a sum"))
 
     def features(self, p: DenseProblem) -> Features:
         _, kind, coordinates = super().features(p)
         return "dense_gradient", kind, coordinates
+
+
+class DenseGated(OneKernel):
+    """A dense layer whose gate is behind its sums. A bias costs nothing there."""
+
+    kernel = GATED
+    several = staticmethod(calls("two", "a dense layer, then its gate"))
+
+    def features(self, p: DenseProblem) -> Features:
+        """Whether z is written counts: XLA writes it in any case."""
+        _, (dtype, full, *stored, _, aligned), coordinates = super().features(p)
+        f = "cheap" if p.activation.name in CHEAP else p.activation.name
+        return "dense_gated", (dtype, full, *stored, f, aligned, p.save_preactivation), coordinates

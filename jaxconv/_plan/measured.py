@@ -370,9 +370,9 @@ def _least_ms(m: Measurement, of: model.Numbers) -> float:
     if m.op.startswith("dense"):
         instances, rows, summed, columns = extents
         flops = 2 * instances * rows * summed * columns
-        moved = (
-            item * instances * (rows * summed + summed * columns + rows * columns * (1 + (m.op == "dense_gradient")))
-        )
+        # Of rows * columns elements: z is read too; half of them are written, and all where z is.
+        arrays = 2 if m.op == "dense_gradient" else 0.5 + m.kind[-1] if m.op == "dense_gated" else 1
+        moved = item * instances * (rows * summed + summed * columns + rows * columns * arrays)
     else:
         pixels, c, k, groups = extents
         taps, steps = math.prod(m.kind[4]), math.prod(m.kind[5])

@@ -25,7 +25,14 @@ from jaxconv._problem.conv_scaled import (
     scale_of,
     sums_of_integers,
 )
-from jaxconv._problem.dense import DENSE_ALGORITHMS, DenseAlgorithm, DenseProblem, MlpProblem
+from jaxconv._problem.dense import (
+    DENSE_ALGORITHMS,
+    DenseAlgorithm,
+    DenseProblem,
+    GatedProblem,
+    GateProblem,
+    MlpProblem,
+)
 from jaxconv._problem.groupnorm import GROUPNORM_ALGORITHMS, GroupNormAlgorithm, GroupNormProblem
 from jaxconv._problem.parse import (
     CHANNELS_FIRST,
@@ -90,6 +97,8 @@ __all__ = [
     "DenseAlgorithm",
     "DenseProblem",
     "Gate",
+    "GateProblem",
+    "GatedProblem",
     "GroupNormAlgorithm",
     "GroupNormProblem",
     "Implementation",

@@ -164,6 +164,64 @@ class DenseProblem:
 
 
 @dataclasses.dataclass(frozen=True)
+class GatedProblem(DenseProblem):
+    """A dense layer and a gate: y = a * f(g), (M, N / 2), where a and g are the halves of z's columns."""
+
+    first: bool = False  # f is of the first half: g is that, and a the other one
+    pixels: tuple[int, ...] | None = None  # axes of the rows, as images have them, whose product is M; None: (M,)
+
+    def _rows(self, columns: int) -> tuple[int, ...]:
+        return (*((self.m,) if self.pixels is None else self.pixels), columns)
+
+    @property
+    def x_shape(self) -> tuple[int, ...]:
+        return self._rows(self.k)
+
+    @property
+    def y_shape(self) -> tuple[int, ...]:
+        return self._rows(self.n // 2)
+
+    @property
+    def z_shape(self) -> tuple[int, ...]:
+        return self._rows(self.n)
+
+    def layer(self) -> DenseProblem:
+        """The dense layer in front of the gate."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(DenseProblem)}
+        return dataclasses.replace(DenseProblem(**fields), activation=NO_ACTIVATION, save_preactivation=False)
+
+    @classmethod
+    def of(
+        cls, p: DenseProblem, activation: Activation, first: bool, save: bool, pixels: tuple[int, ...] | None = None
+    ) -> GatedProblem:
+        """Of a dense layer without activation. `save`: z is a result too."""
+        fields = {f.name: getattr(p, f.name) for f in dataclasses.fields(DenseProblem)}
+        return cls(**{**fields, "activation": activation, "save_preactivation": save}, first=first, pixels=pixels)
+
+    def __str__(self) -> str:
+        return f"{super().__str__()} + gate" + (" of the first half" if self.first else "")
+
+
+@dataclasses.dataclass(frozen=True)
+class GateProblem:
+    """y = a * f(g), where a and g are the halves of z's last axis."""
+
+    shape: tuple[int, ...]  # of z
+    dtype: str
+    activation: Activation
+    first: bool = False  # as GatedProblem's
+
+    @property
+    def y_shape(self) -> tuple[int, ...]:
+        return (*self.shape[:-1], self.shape[-1] // 2)
+
+    def __str__(self) -> str:
+        name = str(self.activation) if self.activation.name != "none" else ""
+        half = "first half" if self.first else ""
+        return " ".join(filter(None, ["x".join(map(str, self.shape)), self.dtype, name, half]))
+
+
+@dataclasses.dataclass(frozen=True)
 class MlpProblem:
     """Two dense layers, of which the second reads what the first gives."""
 

@@ -3,6 +3,7 @@
 * lax's convolutions, with a bias per output channel, an array that is added and an activation that follow;
 * the gradients of images and filters in a derivative that the function takes itself, which lax writes as convolutions;
 * products (..., K) @ (K, N) that a bias per column or an activation follows;
+* a gate behind a product or a 1x1 convolution: half of the columns times an activation of the other half;
 * numbers per output channel that multiply the result of either, as a layer scale does: they go into filter and bias.
 """
 
@@ -21,7 +22,9 @@ from jaxconv._core.graph import Array, Constant, Node, Value, channels_of, opera
 from jaxconv._enable import forms
 from jaxconv._flax import fused as _fused
 from jaxconv._ops.conv_batchnorm import folding_pays
+from jaxconv._ops.gated import gate_of
 from jaxconv.accelerate.activations import Activations
+from jaxconv.accelerate.gates import gate_after
 
 NO_ACTIVATION = Activation()
 
@@ -213,12 +216,13 @@ def _fuse_epilogue(
     adds: Callable[[Value], bool],
     free: Callable[[Value], bool],
     folding: Folding,
+    gates: bool = False,
 ) -> Iterator[Fused]:
     """`run(x, w, b, activation, return_preactivation=)` in place of the node, its bias and its activation.
 
     And of the node that transposes its result, where run does that too. `filter`: which input that is, and the axis of
     its output channels. `adds`: whether run takes a value that is added behind the bias, as `residual=`; with it comes
-    first, then without. `free`: whether a value is no part of a normalisation.
+    first, then without. `free`: whether a value is no part of a normalisation. `gates`: whether a gate is looked for.
     """
     nodes = [node, *([transposed] if transposed else [])]
     c = nodes[-1].outputs[0]
@@ -257,6 +261,28 @@ def _fuse_epilogue(
             activation=activation,
             why=why,
         )
+
+    gated = gate_after(z, activations) if gates else None
+    if gated is not None:
+        given, gate, shown = operands(), gated, not gated.hides(z)
+
+        def layer(*values: Array) -> Sequence[Array]:
+            x, w, bias, _ = given(values)
+            h = run(x, w, bias, NO_ACTIVATION)
+            y = gate_of(h, gate.activation, gate.first)
+            return [y, h] if shown else [y]
+
+        told = [("bias", b), ("scale", g), (f"gate({gate.activation})", True)]
+        yield Fused(
+            [*nodes, *gate.nodes],
+            [*node.inputs, *(v for v in (b, g) if v)],
+            [gate.y, z] if shown else [gate.y],
+            layer,
+            [what, *(text for text, there in told if there)],
+            given=given,
+            why=why,
+        )
+        return
 
     total, r = residual_after(z) or (z, None)
     # An array that the convolution reads is left: its gradient is added up in the convolution's.
@@ -301,8 +327,17 @@ def find_conv(
     numbers = node.params["dimension_numbers"]
     run = functools.partial(_fused.conv, **window_of(node))
     filter = 1, numbers.rhs_spec[0]
-    how: dict[str, Any] = dict(adds=adds, free=free, folding=folding)
+    how: dict[str, Any] = dict(adds=adds, free=free, folding=folding, gates=_of_pixels(node))
     return _fuse_epilogue(node, numbers.out_spec[1], activations, "conv", run, filter, **how)
+
+
+def _of_pixels(node: Node) -> bool:
+    """Whether a convolution is a product of each pixel by itself, its channels last."""
+    numbers, p = node.params["dimension_numbers"], node.params
+    last = len(node.outputs[0].shape) - 1
+    one = all(node.inputs[1].shape[axis] == 1 for axis in numbers.rhs_spec[2:]) and p["feature_group_count"] == 1
+    steps = all(step == 1 for step in (*p["window_strides"], *p["lhs_dilation"]))
+    return one and steps and numbers.out_spec[1] == last and all(tuple(pads) == (0, 0) for pads in p["padding"])
 
 
 def bare_conv(node: Node) -> Fused:
@@ -394,7 +429,7 @@ def find_dense(node: Node, activations: Activations, free: Callable[[Value], boo
         return _fused.dense(x, w, *rest, precision=precision, **options)
 
     filter = _dense_filter(swapped is not None)
-    how: dict[str, Any] = dict(adds=lambda r: False, free=free, folding=folding)
+    how: dict[str, Any] = dict(adds=lambda r: False, free=free, folding=folding, gates=True)
     (fused,) = _fuse_epilogue(node, len(x.shape) - 1, activations, "dense", run, filter, swapped, **how)
     return Dense(node, swapped is not None, fused, precision)
 

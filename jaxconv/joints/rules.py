@@ -22,13 +22,15 @@ from jaxconv import _plan
 from jaxconv._core import sharding
 from jaxconv._core.activations import Activation
 from jaxconv._core.graph import Array, Node, Value
-from jaxconv._ops import batchnorm, conv, conv_normalised, dense, reference
+from jaxconv._ops import batchnorm, conv, conv_normalised, dense, gated, reference
 from jaxconv._problem import (
     AddedConvProblem,
     BatchNormConvProblem,
     BatchNormProblem,
     ConvBatchNormProblem,
     ConvProblem,
+    DenseProblem,
+    GatedProblem,
     PoolProblem,
 )
 from jaxconv.joints.program import Program
@@ -728,6 +730,60 @@ def _with_derivative(
     return True
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# y = a * f(g), of the halves of a dense layer's result: one kernel, which writes that result too if somebody reads it
+
+
+def _layer(v: Value) -> tuple[Node, DenseProblem] | None:
+    """What makes v as a dense layer without activation, rows of x by w: that or a convolution of each pixel."""
+    node = maker(v, "matmul") or maker(v, "dense")
+    if node is not None:
+        p: DenseProblem = node.params["problem"]
+        plain = p.activation.name == "none" and not (p.save_preactivation or p.addend or p.trans_x)
+        return (node, p) if plain and p.batch is None and p.bias in (None, "column") else None
+    node = maker(v, "conv_fprop") or maker(v, "conv")
+    if node is None:
+        return None
+    q: ConvProblem = node.params["problem"]
+    plain = q.activation.name == "none" and not q.save_preactivation and q.algorithm is None and q.groups == 1
+    if not plain or not q.pointwise or not q.channels_last:
+        return None
+    rows, bias = math.prod(q.x_shape[:-1]), "column" if q.bias else None
+    how = dict(bias=bias, implementation=q.implementation)
+    return node, DenseProblem(q.name, q.dtype, rows, q.in_channels, q.out_channels, q.precision, **how)
+
+
+def layer_and_gate(program: Program, node: Node, device: _plan.Device) -> bool:
+    gate, v = node.params["problem"], node.inputs[0]
+    seen = [v]  # the layer's result as rows, images, ..., from the gate back to the layer
+    while v.made_by == "reshape" and v.node.call is None and v.node.params["dimensions"] is None:
+        v = v.node.inputs[0]
+        if not v.shape or v.shape[-1] != gate.shape[-1]:
+            return False
+        seen.append(v)
+    found = _layer(v)
+    if found is None or (split_by_type(v) and len(seen[0].shape) != 2):
+        return False
+    layer, p = found
+    pixels = v.shape[:-1] if len(v.shape) != 2 else None
+    dead = [layer, *(u.node for u in seen[-2::-1]), node]
+    read = any(user not in dead for u in seen for user in u.users)
+    both = GatedProblem.of(p, gate.activation, gate.first, read, pixels)
+    if not wants("dense_gated", both, device):
+        return False
+    shapes = tuple(u.shape for u in seen) if read else ()
+    inputs, outputs = list(layer.inputs), [*node.outputs, *(seen if read else ())]
+    if not program.fits(dead, inputs, outputs):
+        return False
+
+    def call(x: Array, w: Array, *b: Array) -> list[Array]:
+        y, *z = gated.dense_gated(both, x, w.reshape(p.w_shape), *b)
+        return [y.reshape(gate.y_shape), *(z[0].reshape(shape) for shape in shapes)]
+
+    program.splice(dead, inputs, outputs, call, layer_and_gate, both, gate, shapes)
+    return True
+
+
 # A rule that takes in more stands before one that takes in less.
 RULES = (
     Rule("two batch-norms of a residual block", ("jaxconv_batchnorm_train",), norm_and_shortcut),
@@ -744,4 +800,5 @@ RULES = (
     Rule("a batch-norm that adds another gradient", ("add_any", "add"), norm_and_add),
     Rule("a product that applies an activation's derivative", ("jaxconv_activation_gradient",), product_and_activation),
     Rule("a dgrad that applies an activation's derivative", ("jaxconv_activation_gradient",), dgrad_and_activation),
+    Rule("a dense layer that multiplies its halves", ("jaxconv_gate",), layer_and_gate),
 )

@@ -1,0 +1,161 @@
+"""Gated products: a dense layer whose result's halves are multiplied, one of them through an activation.
+
+    z = x @ w + b,  a, g = the halves of z's columns,  y = a * f(g)
+
+The gate is an op without a kernel, so that rules find it behind its layer; both together have a kernel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxconv import _plan
+from jaxconv._core import primitives, sharding
+from jaxconv._core.activations import Activation, activate, activate_tangent
+from jaxconv._core.types import Array
+from jaxconv._ops import dense, reference
+from jaxconv._problem import DenseProblem, GatedProblem, GateProblem
+
+replace = dataclasses.replace
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The gate
+
+
+def _halves(p: GateProblem, z: Array) -> tuple[Array, Array]:
+    """a and g."""
+    left, right = jnp.split(z, 2, -1)
+    return (right, left) if p.first else (left, right)
+
+
+def _joined(p: GateProblem, a: Array, g: Array) -> Array:
+    return jnp.concatenate([g, a] if p.first else [a, g], -1)
+
+
+def _gate(p: GateProblem, z: Array) -> list[Array]:
+    a, g = _halves(p, z)
+    return [a * activate(p.activation, g)]
+
+
+def _gate_gradient(p: GateProblem, z: Array, dy: Array) -> list[Array]:
+    """dz: da = dy * f(g), dg = dy * a * f'(g)."""
+    a, g = _halves(p, z)
+    return [_joined(p, dy * activate(p.activation, g), activate_tangent(p.activation, g, dy * a))]
+
+
+def _gate_tangent(p: GateProblem, z: Array, dz: Array) -> list[Array]:
+    (a, g), (da, dg) = _halves(p, z), _halves(p, dz)
+    return [da * activate(p.activation, g) + a * activate_tangent(p.activation, g, dg)]
+
+
+def _mapped(op: Any, p: GateProblem, args: list[Array], dims: list[int | None]) -> primitives.Batched:
+    """More rows."""
+    size = primitives.batch_size(args, dims)
+    args = [primitives.to_front(a, d, size) for a, d in zip(args, dims, strict=True)]
+    return op(replace(p, shape=(size, *p.shape)), *args), [0]
+
+
+gate = primitives.plain("gate", _gate, results=lambda p: [(p.y_shape, p.dtype)], batch=_mapped)
+gate_gradient = primitives.plain(
+    "gate_gradient", _gate_gradient, results=lambda p: [(p.shape, p.dtype)], batch=_mapped
+)
+primitives.by_reference(gate_gradient)
+
+
+def _forward(p: GateProblem, z: Array) -> tuple[list[Array], Any]:
+    return gate(p, z), z
+
+
+def _backward(p: GateProblem, z: Array, given: Sequence[Array | None], want: Sequence[bool]) -> list[Array | None]:
+    return [gate_gradient(p, z, dy)[0] if wanted else None for dy, wanted in zip(given, want, strict=True)]
+
+
+def _tangent(p: GateProblem, z: Array, given: Sequence[Array | None]) -> list[Array]:
+    return _gate_tangent(p, z, *given)
+
+
+primitives.fuse(gate, primitives.Rules(lambda p: p, _forward, _backward, _tangent))
+
+
+def gate_of(z: Array, activation: Activation, first: bool = False) -> Array:
+    """a * f(g) of the halves of z's last axis, f of the second half, or of the first."""
+    return gate(GateProblem(tuple(z.shape), z.dtype.name, activation, first), z)[0]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The kernel
+
+
+def _layer_of(p: GatedProblem) -> DenseProblem:
+    """The dense layer alone."""
+    named = p.algorithm is not None and p.algorithm.partition(" ")[0] == _plan.GATED
+    return replace(p.layer(), algorithm=None if named else p.algorithm)
+
+
+def _behind(p: GatedProblem, z: Array) -> list[Array]:
+    y = gate_of(z, p.activation, p.first)
+    return [y, z] if p.save_preactivation else [y]
+
+
+def _product(p: GatedProblem, x: Array, w: Array) -> Array:
+    return jax.lax.dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())), precision=p.precision)
+
+
+def _by_calls(p: GatedProblem, x: Array, w: Array, *b: Array) -> list[Array]:
+    layer = _layer_of(p)
+    if p.pixels is not None:  # as they are: an axis that a mesh splits joins no other
+        z = reference.dense_epilogue(layer, _product(p, x, w), *b)[0]
+    else:
+        z = dense.dense_kernel(layer, x, w, *b)[0] if b else dense.matmul(layer.bare(), x, w)
+    return _behind(p, z)
+
+
+def _shard(p: GatedProblem, split: sharding.Split, x: Array, w: Array, *b: Array) -> list[Array]:
+    """The gate needs the whole sum: where it is split it comes after adding the parts."""
+    if "k" not in split:
+        return dense_gated(p, x, w, *b)
+    layer = _layer_of(p)
+    z = dense.matmul(layer.bare(), x, w) if p.pixels is None else _product(p, x, w)
+    z = jax.lax.psum(z, split["k"])
+    return _behind(p, reference.dense_epilogue(layer, z, *b)[0])
+
+
+def _partition(p: GatedProblem, operands: Sequence[str], results: Sequence[str], run: Any) -> sharding.Partition:
+    """Rows, and the sum. A part of z's columns has no halves."""
+    rows = "m" if p.pixels is None else "pqrs"[: len(p.pixels)]
+    m = " ".join(rows)
+    names = {"x": f"{m} k", "w": "k h", "b": "h", "y": f"{m} n", "z": f"{m} h"}
+
+    def local(parts: Any) -> GatedProblem:
+        pixels = None
+        if p.pixels is not None:
+            pixels = tuple(extent // parts[axis] for axis, extent in zip(rows, p.pixels, strict=True))
+        return replace(p, m=p.m // math.prod(parts[axis] for axis in rows), k=p.k // parts["k"], pixels=pixels)
+
+    return sharding.Partition([names[o] for o in operands], [names[r] for r in results], rows + "k", local, run=run)
+
+
+def _flops(p: GatedProblem) -> int:
+    """Those of the product, of a bias, of the activation and of the gate."""
+    each = (p.activation.name != "none") + 1
+    return p.flops + bool(p.bias) * p.m * p.n + each * p.m * (p.n // 2)
+
+
+# dense_gated: y = a * f(g), (m, n / 2), and z = x @ w + b, (m, n), where it is saved. x is (m, k), w (k, n), b (n,) or
+# none; the rows may be pixels of images. The problem is the layer's, with f for its activation.
+dense_gated = primitives.kernel(
+    "dense_gated",
+    "x w b? -> y z?",
+    replace(dense.FAMILY, kinds={}, partition=_partition, batch=None),
+    reference=_by_calls,
+    flops=_flops,
+    also="first",
+    run=_shard,
+)
+primitives.by_reference(dense_gated)
