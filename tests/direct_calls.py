@@ -22,13 +22,21 @@ from jaxconv._ops import conv as conv_module
 from jaxconv._ops import conv_integer
 from jaxconv._ops.batchnorm import backward_add, dx_of_sums, moments, shortcut_backward, shortcut_problem, signs
 from jaxconv._ops.dense import dense_gradient
-from jaxconv._problem import AddedConvProblem, BatchNormProblem, ConvProblem, DenseProblem, IntegerConvProblem
+from jaxconv._ops.gated import dense_gated
+from jaxconv._problem import (
+    AddedConvProblem,
+    BatchNormProblem,
+    ConvProblem,
+    DenseProblem,
+    GatedProblem,
+    IntegerConvProblem,
+)
 from jaxconv.joints import region
 
 KERNELS = {kernel.name: kernel for kernel in primitives.KERNELS.values()}
 # A GPU's alone: a CPU's targets and examples are without them.
 ON_GPUS = (
-    *("dense_gradient", "conv_dgrad_sums", "conv_gradient", "conv_scaled"),
+    *("dense_gated", "dense_gradient", "conv_dgrad_sums", "conv_gradient", "conv_scaled"),
     *("batchnorm_backward_add", "batchnorm_shortcut_backward", "batchnorm_signs"),
 )
 Shape = tuple[int, ...]
@@ -72,6 +80,14 @@ def dz_and_db(dy: jax.Array, w: jax.Array, z: jax.Array) -> list[jax.Array]:
     precision = (jax.lax.Precision.DEFAULT,) * 2
     p = DenseProblem("mlp", dtype, m, k, n, precision, trans_w=True, activation=Activation("gelu"), algorithm="sm90")
     return dense_gradient(p, dy, w, z)
+
+
+def y_and_z(x: jax.Array, w: jax.Array, b: jax.Array) -> list[jax.Array]:
+    """dense_gated of rows with two axes, by the kernel."""
+    (*pixels, k), n, f = x.shape, w.shape[1], Activation("gelu")
+    p = DenseProblem("dense", x.dtype.name, x.size // k, k, n, (jax.lax.Precision.DEFAULT,) * 2, bias="column")
+    p = dataclasses.replace(p, algorithm="sm90")
+    return dense_gated(GatedProblem.of(p, f, first=True, save=True, pixels=tuple(pixels)), x, w, b)
 
 
 def _norm(x: jax.Array, **more: Any) -> BatchNormProblem:
@@ -210,6 +226,7 @@ def _all_programs() -> dict[str, tuple[str, Any, Any]]:
     large = jnp.ones((16, 64, 64, 64), wide), jnp.ones(64)
     on_gpus = {
         "dense_gradient": ("dense_gradient", dz_and_db, product),
+        "dense_gated": ("dense_gated", y_and_z, [jnp.ones(s, wide) for s in ((2, 32, 64), (64, 128), (128,))]),
         "batchnorm_shortcut_backward": ("batchnorm_shortcut_backward", both_norms, large),
         "conv_dgrad_sums": ("conv_dgrad_sums", dz_and_sums, sums_operands()),
         "conv_gradient": ("conv_gradient", dz_and_dbias, gradient_operands()),
@@ -315,6 +332,7 @@ YOUNGER = (
         "conv_normalised_wgrad",
         "conv_normalised_gradient",
         "conv_normalised_dx",
+        "dense_gated",
         "dense_gradient",
         "batchnorm_backward_add",
         "batchnorm_dx",

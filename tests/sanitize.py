@@ -52,6 +52,7 @@ from jaxconv._ops.conv import (
 )
 from jaxconv._ops.conv_normalised import normalised, normalised_dx, normalised_gradient, normalised_wgrad
 from jaxconv._ops.dense import dense_gradient, dense_kernel, matmul
+from jaxconv._ops.gated import dense_gated
 from jaxconv._ops.groupnorm import backward as group_backward
 from jaxconv._ops.groupnorm import norm as group_norm
 from jaxconv._ops.pool import backward as pool_backward
@@ -65,6 +66,7 @@ from jaxconv._problem import (
     BatchNormProblem,
     ConvProblem,
     DenseProblem,
+    GatedProblem,
     GroupNormProblem,
     NormalisedConvProblem,
     PoolProblem,
@@ -258,6 +260,16 @@ def gradient_calls(dtype: str, algorithm: str, m: int, k: int, n: int) -> list[C
         precision, f = (jax.lax.Precision.DEFAULT,) * 2, activations.parse("", activation)
         p = DenseProblem("mlp", dtype, m, k, n, precision, trans_w=True, activation=f, algorithm=algorithm)
         calls.append((dense_gradient, p))
+    return calls
+
+
+def gated_calls(dtype: str, algorithm: str, m: int, k: int, n: int) -> list[Call]:
+    """With z and without, f of either half."""
+    calls = []
+    for activation, first, bias in (("none", False, None), ("sigmoid", True, "column"), ("gelu_exact", False, "column")):
+        precision, f = (jax.lax.Precision.DEFAULT,) * 2, activations.parse("", activation)
+        p = DenseProblem("dense", dtype, m, k, 2 * n, precision, bias=bias, algorithm=algorithm)
+        calls += [(dense_gated, GatedProblem.of(p, f, first, save)) for save in (False, True)]
     return calls
 
 
@@ -481,6 +493,9 @@ def cases(op: str, algorithm: str, dtype: str) -> Iterator[tuple[str, list[Call]
     elif op == "dense_gradient":
         for shape in (*DENSES, (40000, 64, 264)):  # more tiles than blocks
             yield f"{shape}", gradient_calls(dtype, algorithm, *shape)
+    elif op == "dense_gated":
+        for shape in (*DENSES, (40000, 64, 264)):
+            yield f"{shape}", gated_calls(dtype, algorithm, *shape)
     elif op == "scaled":
         for case in SCALED:
             yield f"{case[0]} {case[1]} {case[3]} {case[4]}", scaled_calls(dtype, algorithm, *case)
@@ -533,6 +548,7 @@ KERNELS = {
     ],
     "dense": [*members("sm90", (*(kernel for kernel, _ in (*sm90.PRODUCTS, *sm90.FEW_ROWS)), "rows")), "gemm"],
     "dense_gradient": [_plan.GRADIENT],
+    "dense_gated": [_plan.GATED],
     "batchnorm": list(_problem.BATCHNORM_ALGORITHMS),
     "pool": list(_problem.POOL_ALGORITHMS),
     "avg_pool": list(_problem.POOL_ALGORITHMS),

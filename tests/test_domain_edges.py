@@ -540,6 +540,41 @@ YES_AND_NO: dict[str, tuple[Callable[[], Refusal], Callable[[], Refusal], str]] 
         lambda: of_dense("sm90/gradient", "128x256", trans_w=True, n=132 * 256),
         "132 columns of tiles",
     ),
+    "a gated product of w stored (N, K)": (
+        lambda: of_dense("sm90/gated", "128x256", trans_w=True),
+        lambda: of_dense("sm90/gated", "128x256"),
+        "x stored (M, K) and w stored (K, N)",
+    ),
+    "a gated product of instances": (
+        lambda: of_dense("sm90/gated", "128x256", batch=2, batched=("x",)),
+        lambda: of_dense("sm90/gated", "128x256"),
+        "one instance",
+    ),
+    "a gated product with a bias by row": (
+        lambda: of_dense("sm90/gated", "128x256", bias="row"),
+        lambda: of_dense("sm90/gated", "128x256", bias="column"),
+        "a bias by column or none, and no addend",
+    ),
+    "a gated product with an addend": (
+        lambda: of_dense("sm90/gated", "128x256", addend=True),
+        lambda: of_dense("sm90/gated", "128x256"),
+        "a bias by column or none, and no addend",
+    ),
+    "a gated product of odd halves": (
+        lambda: of_dense("sm90/gated", "128x256", n=264),
+        lambda: of_dense("sm90/gated", "128x256", n=272),
+        "halves of N of a multiple of 8 columns, got N = 264",
+    ),
+    "a gated product in float32": (
+        lambda: of_dense("sm90/gated", "128x256", dtype="float32"),
+        lambda: of_dense("sm90/gated", "128x256", dtype="float16"),
+        "it takes 16-bit arrays only",
+    ),
+    "a gated product's tile": (
+        lambda: of_dense("sm90/gated", "256x64"),
+        lambda: of_dense("sm90/gated", "256x128"),
+        'no tile "256x64"',
+    ),
     "layer-norms of more pixels": (
         lambda: of_groupnorm("rows", (2, 2, 64), 1),
         lambda: of_groupnorm("rows", (2, 1, 64), 1),

@@ -29,6 +29,7 @@ from direct_calls import (
     sums_operands,
     used_twice,
     with_signs,
+    y_and_z,
 )
 from helpers import DEVICE, PLATFORM
 from jax.core import ShapedArray
@@ -101,6 +102,7 @@ def example(name: str) -> tuple[Any, tuple[Any, ...]]:
         "dense": (functools.partial(dense, activation="gelu", alpha=2, beta=3.0), (jnp.ones((5, 4)), w[0, 0], b)),
         "matmul": (dense, (jnp.ones((5, 4)), w[0, 0])),
         "dense_gradient": (dz_and_db, tuple(jnp.ones(s, "bfloat16") for s in ((64, 64), (128, 64), (64, 128)))),
+        "dense_gated": (y_and_z, tuple(jnp.ones(s, "bfloat16") for s in ((2, 32, 64), (64, 128), (128,)))),
         "batchnorm_train": (functools.partial(norm, training=True), (x, v, v, v, v)),
         "batchnorm_infer": (functools.partial(norm, training=False), (x, v, v, v, v)),
         "batchnorm_backward": (jax.grad(lambda x: norm(x, v, v, v, v, training=True)[0].sum()), (x,)),
@@ -190,6 +192,7 @@ FORMAT = {
     "conv_normalised_gradient": {"window": WINDOW, "norm": NORM, "plan": PLAN},
     "conv_normalised_dx": {"window": WINDOW, "norm": NORM, "count": "i64", "plan": PLAN},
     "dense": {"product": PRODUCT, "epilogue": EPILOGUE, "plan": PLAN},
+    "dense_gated": {"product": PRODUCT, "epilogue": EPILOGUE, "first": "i64", "plan": PLAN},
     "dense_gradient": {"product": PRODUCT, "epilogue": EPILOGUE, "plan": PLAN},
     "matmul": {"product": PRODUCT, "epilogue": EPILOGUE, "plan": PLAN},
     "batchnorm_train": {"norm": NORM, "plan": PLAN},
