@@ -14,6 +14,7 @@ from benchmarks.ops import (
     conv_dgrad_sums,
     conv_gradient,
     dense,
+    dense_gated,
     dense_gradient,
     groupnorm,
     layernorm,
@@ -25,6 +26,7 @@ from benchmarks.ops.base import Case
 _OPS: tuple[tuple[Case, ...], ...] = (
     conv_cases.CASES,
     dense.CASES,
+    dense_gated.CASES,
     dense_gradient.CASES,
     batchnorm.CASES,
     batchnorm_shortcut.CASES,

@@ -334,7 +334,7 @@ def page_of(kernel: str, op: str) -> str:
         return "XLA"
     if op == "conv_batchnorm" and family not in FAMILIES:
         return "batchnorm"
-    rooms = {"dense_gradient": "dense", "layernorm": "groupnorm"}
+    rooms = {"dense_gated": "dense", "dense_gradient": "dense", "layernorm": "groupnorm"}
     return family if op == "conv" else rooms.get(op, op)
 
 

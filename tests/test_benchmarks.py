@@ -164,6 +164,20 @@ def test_the_gradient_between_two_dense_layers_is_measured(recorded):
         assert entry["coordinates"] == pytest.approx([0, *map(math.log2, (50176, 384, 1536))], abs=1e-3)
 
 
+def test_a_gated_layer_is_measured(recorded):
+    """Alone and with z: each by itself."""
+    found = recorded("--op", "dense_gated", "--suite", "models", "--cases", "unet.l2.*", "--dtype", "f32")
+    rows = [(row["pass"], row["contender"], row["status"]) for row in found["rows"]]
+    assert rows == [(pass_, contender, "ok") for pass_ in ("fwd", "saved") for contender in ("xla", "ours")]
+    assert all(row["plan"].startswith("calls[two]") for row in found["rows"] if row["contender"] == "ours")
+    xla = [row for row in found["rows"] if row["contender"] == "xla"]
+    ran = {"contender": "ours:sm90", "plan": "native[sm90/gated 128x256]", "status": "ok", "ms": 1.0}
+    entries = tune.measurements({**found, "rows": [*xla, *(row | ran for row in xla)]})
+    assert [(entry["op"], entry["native_ms"]) for entry in entries] == [("dense_gated", {"sm90/gated": 1.0})] * 2
+    assert [entry["kind"][-1] for entry in entries] == [False, True]
+    assert entries[0]["coordinates"] == pytest.approx([0, *map(math.log2, (16384, 640, 5120))], abs=1e-3)
+
+
 def test_a_layer_that_saves_z_is_measured(recorded):
     found = recorded("--op", "dense", "--suite", "models", "--cases", "ffn.*", "--dtype", "f32", "--algorithm", "gemm")
     passes = {(row["case"], row["pass"]) for row in found["rows"]}

@@ -34,6 +34,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "relu6": jax.nn.relu6,
     "gelu": jax.nn.gelu,
     "tanh": jnp.tanh,
+    "sigmoid": jax.nn.sigmoid,
     "silu": jax.nn.silu,
 }
 
@@ -289,7 +290,7 @@ def product(a: Array, b: Array) -> Array:
 
 
 # Roundings of random sign in a layer: product, bias, and each operation of the activation, forward and backward.
-CHAIN = {"none": 2, "relu": 3, "tanh": 5, "silu": 10, "gelu": 14}
+CHAIN = {"none": 2, "relu": 3, "tanh": 5, "sigmoid": 6, "silu": 10, "gelu": 14}
 
 
 def activated(activation: str, z: Array) -> tuple[Array, Array]:
@@ -301,6 +302,7 @@ def activated(activation: str, z: Array) -> tuple[Array, Array]:
         "none": (z, jnp.ones_like(z)),
         "relu": (jnp.maximum(z, 0), (z > 0).astype(z.dtype)),
         "tanh": (tanh, 1 - tanh**2),
+        "sigmoid": (sigmoid, sigmoid * (1 - sigmoid)),
         "silu": (z * sigmoid, sigmoid * (1 + z * (1 - sigmoid))),
         "gelu": (0.5 * z * (1 + tanh), 0.5 * (1 + tanh) + 0.5 * z * (1 - tanh**2) * c * (1 + 3 * 0.044715 * z**2)),
     }[activation]
