@@ -405,7 +405,10 @@ PRODUCT: dict[str, dict[str, Any]] = {
     "many": dict(shape=(80, 33, 31), c=64, k=72, filter=(3, 3)),
     "first": dict(shape=(2, 5, 6), c=16, k=24, filter=(3, 3), layout="NCHW"),
 }
-PRODUCT_TILES = {"float32": ("128x256", "128x128", "256x64"), "16": ("128x128", "128x256", "256x128", "256x64")}
+PRODUCT_TILES = {
+    "float32": ("128x256", "256x128", "128x128", "256x64", "128x320"),
+    "16": ("128x128", "128x256", "256x128", "256x64"),
+}
 
 
 BACK = {"sm90/halo": HALO, "sm90/product": PRODUCT, "narrow/rows": NARROW}

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import H100, equations, normal, same_bits
+from helpers import H100, PLATFORM, equations, normal, same_bits
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -742,7 +742,9 @@ def test_transforms(name, transform, took, x64):
     row = ROWS[name]
     took(row)
     got = jax.jit(TRANSFORMS[transform](ours(row)))(*arguments(row, "float64"))
-    close(got, plain_results(name, transform), 1e-9)
+    # On a GPU JAX packs a value and its tangent into 64 bits where it differentiates a max-pooling twice.
+    packed = PLATFORM == "cuda" and "max_pool_backward" in row.has and " over " in transform
+    close(got, plain_results(name, transform), 1e-6 if packed else 1e-9)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -758,7 +760,9 @@ def test_policies_keep_what_they_name(row, took):
     def products(policy: Any) -> dict[str, int]:
         f = total(ours(row)) if policy is None else jax.checkpoint(total(ours(row)), policy=policy)
         found = equations(gradients(f), *args)
-        kinds = re.compile(r"jaxconv_(conv|conv_(fprop|add|statistics|add_statistics|normalised)|dense|dense_gated|matmul)$")
+        kinds = re.compile(
+            r"jaxconv_(conv|conv_(fprop|add|statistics|add_statistics|normalised)|dense|dense_gated|matmul)$"
+        )
         return {name: n for name, n in found.items() if kinds.match(name)}
 
     once, policies = products(None), jaxconv.checkpoint_policies

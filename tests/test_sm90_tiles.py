@@ -1,4 +1,4 @@
-"""The sm_90a kernels, forced, on each of their tiles: they take 16-bit channels-last problems only, which the tests of
+"""The sm_90a kernels, forced, on each of their tiles: they take channels-last problems only, which the tests of
 every algorithm leave out, and the plan would choose one tile a problem.
 """
 
@@ -81,17 +81,18 @@ def test_the_planned_tiles_are_exact(case, dtype):
         assert_exact(result, expected(op, case), f"{op} of {case.name} ({case.why})")
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("kernel", FORCED)
 @over_cases
-def test_every_tile_is_exact(case, kernel):
-    """Of fprop, dgrad and wgrad those that have it: a tile runs what it claims to."""
-    p = case.problem("bfloat16", algorithm=kernel)
+def test_every_tile_is_exact(case, kernel, dtype):
+    """Of fprop, dgrad and wgrad those that have it, in TF32 too: a tile runs what it claims to."""
+    p = case.problem(dtype, algorithm=kernel, precision="default")
     has = [op for op in OPERANDS if _plan.supports(op, kernel, p, DEVICE) is None]
     if not has:
         pytest.skip("outside its domain")
     for op in has:
         f = jax.jit(functools.partial(getattr(conv, op.removeprefix("conv_")), p))
-        args = arrays(case, 1, " ".join(OPERANDS[op]), "bfloat16")
+        args = arrays(case, 1, " ".join(OPERANDS[op]), dtype)
         assert calls(f, *args) == {op: 1}
         assert_exact(f(*args), expected(op, case), f"{op} of {case.name}, {kernel}")
 
@@ -220,17 +221,20 @@ def test_dense_is_exact(size, c, dtype):
         assert_exact(dw, x.T @ dy, "dw")
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("kernel", FORCED_DENSE)
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_every_tile_of_dense_is_exact(size, kernel):
+def test_every_tile_of_dense_is_exact(size, kernel, dtype):
     m, k, n = size
     x, w = integers(0, (m, k), 1), integers(1, (k, n), 1)
     x[:, np.arange(k) % max(1, k // 64) != 0] = 0
-    p = DenseProblem("dense", "bfloat16", m, k, n, (lax.Precision.DEFAULT,) * 2)
+    p = DenseProblem("dense", dtype, m, k, n, (lax.Precision.DEFAULT,) * 2)
     refusal = _plan.supports("dense", kernel, p, DEVICE)
     if refusal:
         pytest.skip(f"{kernel} does not have it: {refusal}")
-    y = jax.jit(functools.partial(jaxconv.dense, algorithm=kernel))(*(jnp.asarray(a, "bfloat16") for a in (x, w)))
+    y = jax.jit(functools.partial(jaxconv.dense, algorithm=kernel, precision="default"))(
+        *(jnp.asarray(a, dtype) for a in (x, w))
+    )
     assert_exact(y, x @ w, kernel)
 
 

@@ -62,9 +62,7 @@ def _mapped(op: Any, p: GateProblem, args: list[Array], dims: list[int | None]) 
 
 
 gate = primitives.plain("gate", _gate, results=lambda p: [(p.y_shape, p.dtype)], batch=_mapped)
-gate_gradient = primitives.plain(
-    "gate_gradient", _gate_gradient, results=lambda p: [(p.shape, p.dtype)], batch=_mapped
-)
+gate_gradient = primitives.plain("gate_gradient", _gate_gradient, results=lambda p: [(p.shape, p.dtype)], batch=_mapped)
 primitives.by_reference(gate_gradient)
 
 

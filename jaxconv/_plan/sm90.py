@@ -106,11 +106,14 @@ def _products(op: str, p: ConvProblem, device: Device) -> Iterator[Choice]:
         tiles = -(-rows // 128) * -(-n // 128) * p.groups
         if tiles < device.sm_count and _cluster(cluster, p, device)[1] > 1:
             yield "cluster", cluster
+    if single:
+        apart = set(p.stride) != {1}
+        own = ["128x128"] if strided and taps > 1 else tf32_tiles(n, rows, steps, p.groups, apart, device)
+        yield from (("product", tile) for tile in own)
+        return
     wide: list[Choice] = []
     if steps > 9 and not strided:
-        if single:
-            wide = [("product", "128x256")] * (n > 128)
-        elif n <= 128:
+        if n <= 128:
             wide = [("product_swapped", "256x128")]
         else:
             wide = [("product", "128x256"), ("product_swapped", "256x128")]
@@ -180,12 +183,60 @@ def product_time(
     return waves * m * n * (0.98 * steps + shows)
 
 
+# Of a multiply-add in TF32, how much longer than in 128x256. On an H100 the bytes of a tile's operands decide, which
+# come from the L2 cache: a 3x3 of 256x14x14, 256 -> 256, takes 0.226 ms in 128x128, 0.176 in 256x128, 0.1625 in 128x256.
+# 16x64x64, 320 -> 320, takes 0.615, 0.441, 0.623, and 0.315 in 128x320. An H200's L2 cache brings them faster: 256x28x28,
+# 128 -> 128, takes 0.166 in 128x128, on an H100 0.222.
+_TF32_FACTORS = {"128x320": 0.82, "128x256": 1.0, "256x128": 1.08, "128x128": 1.4}
+_TF32_FACTORS_H200 = {"128x320": 1.0, "128x256": 1.0, "256x128": 1.06, "128x128": 1.05}
+
+
+def _tf32_time(tile: str, steps: int, device: Device) -> float:
+    """How long a tile of TF32 products takes, in product_time's unit."""
+    factors = _TF32_FACTORS_H200 if "H200" in device.kind else _TF32_FACTORS
+    shows = max(9 - steps, 0) if tile == "128x128" else 0.5
+    return math.prod(extent_of(tile)) * (factors[tile] * steps + shows)
+
+
+def tf32_tiles(n: int, rows: int, steps: int, instances: int, apart: bool, device: Device) -> list[str]:
+    """The tiles of TF32 products, the fastest first.
+
+    apart: the pixels are several steps apart, and 256 rows of such take too long.
+    """
+
+    def time(tile: str) -> float:
+        m, columns = extent_of(tile)
+        tiles = -(-rows // m) * -(-n // columns) * instances
+        return -(-tiles // device.sm_count) * _tf32_time(tile, steps, device)
+
+    return sorted(_tf32_candidates(n, steps, apart), key=time)
+
+
+def _tf32_candidates(n: int, steps: int, apart: bool) -> Iterator[str]:
+    if n > 256:
+        yield "128x320"
+    if n > 128:
+        yield "128x256"
+    if steps > 9 and not apart:
+        yield "256x128"
+    yield "128x128"
+
+
 def _statistics_tile(p: ConvProblem, device: Device) -> str:
     """Every multiprocessor has one column of tiles, which it shares with others."""
     steps = math.prod(p.filter) * -(-p.in_channels // p.groups * itemsize(p) // 128)
     group_k, rows = p.out_channels // p.groups, -(-p.batch * math.prod(p.out_spatial) // 128)
     if group_k <= 64:
         return "256x64"
+    if p.dtype == "float32":
+
+        def time(tile: str) -> float:
+            m, n = extent_of(tile)
+            shared_by = max(device.sm_count // (-(-group_k // n) * p.groups), 1)
+            return math.ceil(-(-rows // (m // 128)) / shared_by) * _tf32_time(tile, steps, device)
+
+        candidates = _tf32_candidates(group_k, steps, set(p.stride) != {1})
+        return min((tile for tile in candidates if tile != "128x320"), key=time)
 
     def tiles(columns: int) -> int:  # of the busiest multiprocessor
         return -(-rows // max(device.sm_count // (-(-group_k // columns) * p.groups), 1))

@@ -93,7 +93,7 @@ Status Product(const Context& ctx, const ConvProblem& p, const Epilogue& e, Sm90
   }
   JAXCONV_RETURN_IF_ERROR(EncodeTiled(
       in.element, transposed ? TransposedFilterTensor(p, w) : FilterTensor(p, w, in.terms),
-      {0, 1, transposed ? choice.tile.columns : in.depth, 1}, what + " w", &g.b, in.tf32));
+      {0, 1, transposed ? FilterBoxRows(choice.tile) : in.depth, 1}, what + " w", &g.b, in.tf32));
   if (statistics != nullptr && in.tf32)
     return LaunchSm90StatisticsTf32(ctx, g, choice.tile, device.multiprocessors, statistics, what);
   if (p.dtype == DType::kF32)
