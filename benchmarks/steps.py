@@ -30,7 +30,8 @@ KINDS = ("convolution", "product", "norm", "pool", "elementwise", "copies", "exc
 _NAMES = (
     ("norm", r"jaxconv_(batch|group)norm|jaxconv(::|\d)cuda\d*(::|\d+)(batch|group)norm"),
     ("norm", r"cudnn\$norm|bn_fw|bn_bw|(batch|group|layer)_?norm|GroupNorm|LayerNorm|RowwiseMoments"),
-    ("product", r"jaxconv_(dense|matmul)|jaxconv(::|\d)cuda\d*((::|\d+)dense|.*Sm90(Gradient|Gated))|__cublas|onednn\$matmul"),
+    ("product", r"jaxconv_(dense|matmul)|jaxconv(::|\d)cuda\d*((::|\d+)dense|.*Sm90(Gradient|Gated))"),
+    ("product", r"__cublas|onednn\$matmul"),
     ("pool", r"jaxconv_(max|avg)_pool|jaxconv(::|\d)cuda\d*(::|\d+)pool"),
     ("elementwise", r"jaxconv_squeeze|jaxconv(::|\d)cuda\d*(::|\d+)squeeze"),
     ("convolution", r"jaxconv_conv|jaxconv(::|\d)cuda|cudnn\$conv|onednn\$convolution|[fdw]grad|fprop|conv2d|convolve"),

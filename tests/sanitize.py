@@ -266,9 +266,10 @@ def gradient_calls(dtype: str, algorithm: str, m: int, k: int, n: int) -> list[C
 def gated_calls(dtype: str, algorithm: str, m: int, k: int, n: int) -> list[Call]:
     """With z and without, f of either half."""
     calls = []
-    for activation, first, bias in (("none", False, None), ("sigmoid", True, "column"), ("gelu_exact", False, "column")):
+    for activation, bias in (("none", None), ("sigmoid", "column"), ("gelu_exact", "column")):
         precision, f = (jax.lax.Precision.DEFAULT,) * 2, activations.parse("", activation)
         p = DenseProblem("dense", dtype, m, k, 2 * n, precision, bias=bias, algorithm=algorithm)
+        first = activation == "sigmoid"
         calls += [(dense_gated, GatedProblem.of(p, f, first, save)) for save in (False, True)]
     return calls
 

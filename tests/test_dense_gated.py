@@ -38,7 +38,7 @@ import jaxconv
 from jaxconv import _plan
 from jaxconv._core import activations, sharding
 from jaxconv._ops.gated import dense_gated, gate_of
-from jaxconv._plan import domain, measured
+from jaxconv._plan import measured
 from jaxconv._problem import DenseProblem, GatedProblem
 
 M, K, N = 33, 24, 40  # columns of y

@@ -60,8 +60,7 @@ Status DenseGated(const Context& ctx, const DenseProblem& p, const Epilogue& e, 
                   const Plan& plan, const DenseGatedArrays& a, Workspace workspace) {
   const std::string what = Describe("dense_gated", p, plan);
   if (p.m == 0 || p.n == 0) return Status::Unimplemented(what + ": it has no elements");
-  JAXCONV_RETURN_IF_ERROR(
-      Confirm(what, p, plan, {a.x, a.w, a.y, a.z, workspace.data}, workspace));
+  JAXCONV_RETURN_IF_ERROR(Confirm(what, p, plan, {a.x, a.w, a.y, a.z, workspace.data}, workspace));
   if (plan.kernel != kGatedKernel || p.alpha != 1.0)
     return Status::Unimplemented(what + ": only sm90/gated, with alpha 1, has a gate");
   return Sm90DenseGated(ctx, p, e, first, plan, a.x, a.w, a.b, a.y, a.z);

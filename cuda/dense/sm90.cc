@@ -199,8 +199,8 @@ Status Sm90DenseGated(const Context& ctx, const DenseProblem& p, const Epilogue&
   }
   JAXCONV_RETURN_IF_ERROR(EncodeTiled(p.dtype, Matrices(x, p.m, p.k, false, 1), {64, 1, tile.rows},
                                       what + " x", &g.a[0]));
-  JAXCONV_RETURN_IF_ERROR(EncodeTiled(p.dtype, Matrices(y, p.m, half, false, 1), {64, 1, 64},
-                                      what + " y", &g.d[0]));
+  JAXCONV_RETURN_IF_ERROR(
+      EncodeTiled(p.dtype, Matrices(y, p.m, half, false, 1), {64, 1, 64}, what + " y", &g.d[0]));
   // (columns, instance, k, half), and (columns, half, rows).
   const TmaTensor filter = {w, 4, {half, 1, p.k, 2}, {1, p.n, p.n, half}};
   JAXCONV_RETURN_IF_ERROR(EncodeTiled(p.dtype, filter, {64, 1, 64, 1}, what + " w", &g.b));

@@ -27,9 +27,8 @@ struct Sm90Gated : Sm90EpilogueDefaults {
     bias[1].Load(p.epilogue, a ^ 1, at.n, p.n);
   }
 
-  static __device__ __forceinline__ float (&Part(Sums& acc, int block, int half))[kHalf] {
-    return reinterpret_cast<float (&)[kHalf]>(acc[block][half * kHalf]);
-  }
+  static __device__ __forceinline__ float (&Part(Sums& acc, int block, int half))
+      [kHalf] { return reinterpret_cast<float (&)[kHalf]>(acc[block][half * kHalf]); }
 
   // a *= f(g), a few at a time, or the scheduler runs out of registers.
   template <typename F>
@@ -52,8 +51,8 @@ struct Sm90Gated : Sm90EpilogueDefaults {
   // One activation's code runs in a launch: each has its own, without branches inside.
   static __device__ __forceinline__ void Gate(const Sm90Epilogue& e, Sums& acc) {
     const float slope = e.slope;
-#define JAXCONV_GATE(kind, expression)                \
-  case Activation::kind:                              \
+#define JAXCONV_GATE(kind, expression)                 \
+  case Activation::kind:                               \
     Multiply(acc, [](float z) { return expression; }); \
     return;
     static_assert(kActivationCount == 11, "a new activation needs its case below");
@@ -90,8 +89,7 @@ struct Sm90Gated : Sm90EpilogueDefaults {
       outbox.Open();
 #pragma unroll
       for (int j = i; j < i + 2; ++j) {
-        outbox.Put(j - i,
-                   reinterpret_cast<float (&)[32]>(acc[j / kChunks][j % kChunks * 32]));
+        outbox.Put(j - i, reinterpret_cast<float (&)[32]>(acc[j / kChunks][j % kChunks * 32]));
       }
       outbox.Close([&](uint32_t pair) {
         store(i / kChunks, i % kChunks, pair);
@@ -126,9 +124,8 @@ struct Sm90Gated : Sm90EpilogueDefaults {
       });
     }
     Gate(p.epilogue, acc);
-    Put<kChunks>(acc, [&](int block, int chunk, uint32_t box) {
-      put(p.d[0], 0, block, chunk, box);
-    });
+    Put<kChunks>(acc,
+                 [&](int block, int chunk, uint32_t box) { put(p.d[0], 0, block, chunk, box); });
   }
 
   __device__ __forceinline__ void End(const Sm90Product&, const Args&, const Sm90Place&, int) {
@@ -144,17 +141,16 @@ template <typename T>
 Status LaunchByTile(const Context& ctx, Sm90Product& p, TileSize tile, int multiprocessors,
                     const std::string& what) {
   return WithTile<kGatedTiles>(tile, what, [&](auto rows, auto columns) {
-    using Tile = Sm90Halves<
-        Sm90TileOf<T, true, false, decltype(rows)::value, decltype(columns)::value>>;
+    using Tile =
+        Sm90Halves<Sm90TileOf<T, true, false, decltype(rows)::value, decltype(columns)::value>>;
     return LaunchSm90Streamed<Tile, Sm90Gated<Tile>>(ctx, p, multiprocessors, what);
   });
 }
 
 Status LaunchSm90Gated(const Context& ctx, DType dtype, Sm90Product& p, TileSize tile,
                        int multiprocessors, const std::string& what) {
-  return dtype == DType::kBF16
-             ? LaunchByTile<__nv_bfloat16>(ctx, p, tile, multiprocessors, what)
-             : LaunchByTile<__half>(ctx, p, tile, multiprocessors, what);
+  return dtype == DType::kBF16 ? LaunchByTile<__nv_bfloat16>(ctx, p, tile, multiprocessors, what)
+                               : LaunchByTile<__half>(ctx, p, tile, multiprocessors, what);
 }
 
 }  // namespace jaxconv::cuda

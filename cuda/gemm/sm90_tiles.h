@@ -56,7 +56,16 @@ constexpr bool Among(TileSize tile, const TileSize (&tiles)[kCount]) {
 // Rows of the boxes in which a k-major B comes.
 constexpr int FilterBoxRows(TileSize tile) { return tile.columns > 256 ? 64 : tile.columns; }
 
-enum class Sm90Kernel { kNone, kProduct, kProductSwapped, kResident, kRows, kCluster, kGradient, kGated };
+enum class Sm90Kernel {
+  kNone,
+  kProduct,
+  kProductSwapped,
+  kResident,
+  kRows,
+  kCluster,
+  kGradient,
+  kGated
+};
 
 struct Sm90Choice {
   Sm90Kernel kernel = Sm90Kernel::kNone;

@@ -55,6 +55,7 @@ def accelerate(f: Callable[P, R], *, tune: bool = False) -> Accelerated[P, R]:
       activation, rounding, clipping and conversion to 8 bits behind it;
     * convolutions of other integers, alone;
     * (..., K) @ (K, N), if a bias or an activation follows, together with these;
+    * a gate behind a product or a 1x1 convolution: half of its columns times an activation of the other half;
     * the same for 8-bit arrays, if factors, a bias or an activation follow the sums, with all that 8-bit convolutions
       take in;
     * a batch-norm, in training and inference, with the residual add and the activation behind it;
