@@ -64,9 +64,9 @@ using ConvDgradSumsArrays = Arrays<in::Dy, in::W, in::C, in::Signs, in::X, in::M
 Status ConvDgradSums(const Context& ctx, const ConvProblem& p, const Plan& plan,
                      const ConvDgradSumsArrays& a, Workspace workspace);
 
-// dz = (the transpose of conv in x, of dy) * f'(z), f of the epilogue;  dbias = sum dz over images and pixels, of dz as rounded,
-// of dz's type (C). `kept`, like dz: as DenseGradient's. There are elements.
-using ConvGradientArrays = Arrays<in::Dy, in::W, in::Kept, out::Dz, out::Dbias>;
+// dz = (the transpose of conv in x, of dy) * f'(z) + c, f of the epilogue;  dbias = sum dz over images and pixels, of dz as
+// rounded, of dz's type (C). `kept`, like dz: as DenseGradient's. `c`, like dz, may be null. There are elements.
+using ConvGradientArrays = Arrays<in::Dy, in::W, in::Kept, in::C, out::Dz, out::Dbias>;
 Status ConvGradient(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
                     const ConvGradientArrays& a, Workspace workspace);
 #endif

@@ -52,7 +52,8 @@ inline std::string_view MemberOf(std::string_view kernel) {
 
 // kSums: a weight gradient, and the sums of the batch-norm in front; NormalisedRefusal's alone.
 // kDgradSums: a dgrad with an addend and the sums of the batch-norm whose result the convolution reads.
-// kGradient: a dgrad through the activation whose result the convolution reads, and the sums of that; GradientRefusal's.
+// kGradient: a dgrad through the activation whose result the convolution reads, and the sums of that; kGradientAdd: with an
+// addend behind the derivative. GradientRefusal's.
 enum class ConvOp {
   kFprop,
   kFpropAdd,
@@ -61,6 +62,7 @@ enum class ConvOp {
   kDgradAdd,
   kDgradSums,
   kGradient,
+  kGradientAdd,
   kWgrad,
   kSums
 };
@@ -74,9 +76,9 @@ std::string ConvRefusal(ConvOp op, const ConvProblem& p, const Plan& plan, const
 std::string NormalisedRefusal(ConvOp op, const ConvProblem& p, Activation activation,
                               const Plan& plan, const Device& device);
 
-// ConvRefusal of kGradient, by the activation too.
-std::string GradientRefusal(const ConvProblem& p, Activation activation, const Plan& plan,
-                            const Device& device);
+// ConvRefusal of kGradient or kGradientAdd, by the activation too.
+std::string GradientRefusal(ConvOp op, const ConvProblem& p, Activation activation,
+                            const Plan& plan, const Device& device);
 
 // `p`, channels last, as sm90 and implicit_gemm run it (FoldPatches).
 ConvProblem ConvFolded(const ConvProblem& p, bool dgrad);

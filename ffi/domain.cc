@@ -47,6 +47,7 @@ constexpr std::pair<string_view, cuda::ConvOp> kConvOps[] = {
     {"conv_dgrad_add", cuda::ConvOp::kDgradAdd},
     {"conv_dgrad_sums", cuda::ConvOp::kDgradSums},
     {"conv_gradient", cuda::ConvOp::kGradient},
+    {"conv_gradient_add", cuda::ConvOp::kGradientAdd},
     {"conv_wgrad", cuda::ConvOp::kWgrad},
     {"conv_normalised", cuda::ConvOp::kFprop},
     {"conv_normalised_wgrad", cuda::ConvOp::kWgrad},

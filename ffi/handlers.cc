@@ -217,6 +217,7 @@ const std::vector<Row>& Rows() {
                  "x w scale? b? residual? residual_scale? out_scale?", "y"),
       JAXCONV_OP("conv_dgrad_sums", DgradSums, ConvDgradSums, "dy w c signs x mean rstd", "dz dscale dbias"),
       JAXCONV_OP("conv_gradient", ConvGradient, ConvGradient, "dy w kept", "dz dbias"),
+      JAXCONV_OP("conv_gradient_add", ConvGradient, ConvGradient, "dy w kept c", "dz dbias"),
       JAXCONV_OP("dense_gradient", DenseGradient, DenseGradient, "dy w kept", "dz db"),
       JAXCONV_OP("dense_gated", DenseGated, DenseGated, "x w b?", "y z?"),
       JAXCONV_OP("batchnorm_signs", Norm, BatchNormSigns, "x scale bias mean var residual?", "y signs"),

@@ -315,10 +315,10 @@ struct DgradSums : Conv {
   }
 };
 
-// A dgrad, and the way back through the epilogue's activation, whose result x is.
+// A dgrad, and the way back through the epilogue's activation, whose result x is; c is added behind it.
 struct ConvGradient : Fprop {
   static constexpr RuleOf kRules[] = {
-      {"dz", kX}, {"w", kW}, {"dy", kY}, {"kept", kLikeX}, {"", kPerChannel}};
+      {"dz", kX}, {"w", kW}, {"dy", kY}, {"kept c", kLikeX}, {"", kPerChannel}};
   using Fprop::Fprop;
   Status Begin(const Call& call) {
     JAXCONV_RETURN_IF_ERROR(Fprop::Begin(call));

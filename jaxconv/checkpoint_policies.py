@@ -25,6 +25,7 @@ from jaxconv._ops.conv import (
     dgrad_sums,
     fprop,
     gradient,
+    gradient_add,
     statistics,
     wgrad,
 )
@@ -36,8 +37,8 @@ from jaxconv._ops.pool import kernel as max_pool
 from jaxconv._ops.squeeze_excite import excite
 
 _CONVS = (
-    *(fprop, dgrad, dgrad_add, dgrad_sums, gradient, wgrad, conv_kernel, conv_add, statistics, add_statistics),
-    *(normalised, normalised_wgrad),
+    *(fprop, dgrad, dgrad_add, dgrad_sums, gradient, gradient_add, wgrad, conv_kernel, conv_add),
+    *(statistics, add_statistics, normalised, normalised_wgrad),
 )
 _DENSES = (matmul, dense_kernel, dense_gated, dense_gradient)
 _NORMS = (train, infer, given, signs, norm)

@@ -36,7 +36,7 @@ from jaxconv.joints import region
 KERNELS = {kernel.name: kernel for kernel in primitives.KERNELS.values()}
 # A GPU's alone: a CPU's targets and examples are without them.
 ON_GPUS = (
-    *("dense_gated", "dense_gradient", "conv_dgrad_sums", "conv_gradient", "conv_scaled"),
+    *("dense_gated", "dense_gradient", "conv_dgrad_sums", "conv_gradient", "conv_gradient_add", "conv_scaled"),
     *("batchnorm_backward_add", "batchnorm_shortcut_backward", "batchnorm_signs"),
 )
 Shape = tuple[int, ...]
@@ -143,6 +143,14 @@ def dz_and_dbias(dy: jax.Array, w: jax.Array, y: jax.Array) -> list[jax.Array]:
     return conv_module.gradient(p, dy, w, y)
 
 
+def dz_with_addend(dy: jax.Array, w: jax.Array, y: jax.Array, c: jax.Array) -> list[jax.Array]:
+    """conv_gradient_add of a 3x3 behind a tanh, by the kernel."""
+    options: dict[str, Any] = dict.fromkeys(("precision", "implementation"))
+    options |= dict(stride=1, padding="SAME", dilation=1, groups=1, layout="NHWC", return_preactivation=False)
+    p = ConvProblem.infer("conv2d", 2, y, w, None, algorithm="narrow/rows", activation="tanh", **options)
+    return conv_module.gradient_add(p, dy, w, y, c)
+
+
 def gradient_operands() -> tuple[jax.Array, ...]:
     """dz_and_dbias's."""
     return tuple(jnp.ones(s, "bfloat16") for s in ((2, 5, 6, 24), (3, 3, 16, 24), (2, 5, 6, 16)))
@@ -230,6 +238,11 @@ def _all_programs() -> dict[str, tuple[str, Any, Any]]:
         "batchnorm_shortcut_backward": ("batchnorm_shortcut_backward", both_norms, large),
         "conv_dgrad_sums": ("conv_dgrad_sums", dz_and_sums, sums_operands()),
         "conv_gradient": ("conv_gradient", dz_and_dbias, gradient_operands()),
+        "conv_gradient_add": (
+            "conv_gradient_add",
+            dz_with_addend,
+            (*gradient_operands(), jnp.ones((2, 5, 6, 16), "bfloat16")),
+        ),
         "conv_scaled": ("conv_scaled", narrow, narrow_operands()),
         "batchnorm_backward_add": ("batchnorm_backward_add", dx_and_addend, large),
         "batchnorm_signs": ("batchnorm_signs", with_signs, large),
@@ -326,6 +339,7 @@ YOUNGER = (
         "conv_add_statistics",
         "conv_dgrad_sums",
         "conv_gradient",
+        "conv_gradient_add",
         "conv_integer",
         "conv_scaled",
         "conv_normalised",

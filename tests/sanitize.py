@@ -47,6 +47,7 @@ from jaxconv._ops.conv import (
     dgrad_sums,
     fprop,
     gradient,
+    gradient_add,
     statistics,
     wgrad,
 )
@@ -233,7 +234,9 @@ def conv_calls(dtype: str, last: bool, algorithm: str, precision: str, shape: tu
             calls += [(normalised, q), (normalised_wgrad, q), (normalised_gradient, q)]
             calls += [(normalised_dx, dataclasses.replace(q, count=q.norm.reduced))]
     calls += [(dgrad, bare), (dgrad_add, bare)]
-    calls += [(gradient, dataclasses.replace(bare, activation=activations.parse("", f))) for f in ("relu6", "tanh")]
+    for f in ("relu6", "tanh"):
+        behind = dataclasses.replace(bare, activation=activations.parse("", f))
+        calls += [(gradient, behind), (gradient_add, behind)]
     if last and c % 8 == 0:
         calls += [(dgrad_sums, bare)]
     return [*calls, (wgrad, bare)]

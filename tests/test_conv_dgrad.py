@@ -360,12 +360,12 @@ def gradient_args(p: ConvProblem, seed: int = 0) -> list[jax.Array]:
     return [jnp.asarray(a, p.dtype) for a in (integers(seed, p.y_shape, 1), integers(seed + 1, p.w_shape, 1), kept)]
 
 
-def gradient_wanted(p: ConvProblem, dy: Any, w: Any, kept: Any) -> list[np.ndarray]:
+def gradient_wanted(p: ConvProblem, dy: Any, w: Any, kept: Any, c: Any = 0) -> list[np.ndarray]:
     """dz and its sum, each rounded once."""
     with helpers.types_of("float64"):
         wide = dataclasses.replace(p.bare(), dtype="float64", implementation=None, algorithm=None)
-        dy, w, kept = (jnp.asarray(np.asarray(a, np.float64)) for a in (dy, w, kept))
-        dz = np.asarray(activations.activate_grad(p.activation, kept, reference.conv_dgrad(wide, dy, w)[0]))
+        dy, w, kept, c = (jnp.asarray(np.asarray(a, np.float64)) for a in (dy, w, kept, c))
+        dz = np.asarray(activations.activate_grad(p.activation, kept, reference.conv_dgrad(wide, dy, w)[0]) + c)
     dz = np.asarray(jnp.asarray(dz, p.dtype), np.float64)
     dbias = dz.sum(tuple(axis for axis in range(dz.ndim) if axis != p.channel_axis))
     return [dz, np.asarray(jnp.asarray(dbias, p.dtype), np.float64)]
@@ -657,6 +657,160 @@ def test_the_gradient_turned_off(code_for_gpus, monkeypatch):
     left = _plan.plan("conv_gradient", p, H200)
     assert str(left) == "calls[three]" and "JAXCONV_DISABLE" in left.reason
     assert _plan.plan("conv_dgrad", p.bare(), H200).implementation == "native"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# gradient_add
+
+
+def added_args(p: ConvProblem, seed: int = 0) -> list[jax.Array]:
+    """gradient's and c."""
+    return [*gradient_args(p, seed), jnp.asarray(integers(seed + 3, p.x_shape, 8), p.dtype)]
+
+
+@pytest.mark.parametrize("implementation", ("xla", None), ids=helpers.label)
+@pytest.mark.parametrize("activation", BY_PIECES, ids=helpers.label)
+@pytest.mark.parametrize("case", ("3x3", "3x3_s2", "first", "groups", "3d"))
+def test_the_gradient_with_an_addend_is_exact(case, activation, implementation):
+    p = gradient_problem(CASES[case], activation, implementation=implementation)
+    args = added_args(p)
+    outs = jax.jit(functools.partial(conv.gradient_add, p))(*args)
+    assert [out.dtype.name for out in outs] == [p.dtype] * 2
+    for got, want in zip(outs, gradient_wanted(p, *args), strict=True):
+        assert_exact(got, want)
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16", "float16"))
+@pytest.mark.parametrize("activation", BY_PIECES, ids=helpers.label)
+@pytest.mark.parametrize("case", [*NARROW, *NARROW_32])
+def test_narrow_goes_back_and_adds_exactly(case, activation, dtype):
+    if case in NARROW_32 and dtype != "float32":
+        pytest.skip("4 channels of 16 bits are no whole 16 bytes")
+    named = dict(dtype=dtype, algorithm="narrow/rows", precision="default")
+    p = gradient_problem((NARROW | NARROW_32)[case], activation, **named)
+    f = jax.jit(functools.partial(conv.gradient_add, p))
+    for seed in (0, 10):
+        args = added_args(p, seed)
+        assert calls(f, *args) == {"conv_gradient_add": 1}
+        assert_goes_back(p, f(*args), args)
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16", "float16"))
+@pytest.mark.parametrize("n, h, c, k", [(1024, 42, 16, 16), (1024, 21, 32, 32), (16, 256, 32, 8)])
+def test_narrow_goes_back_and_adds_in_large_arrays(n, h, c, k, dtype):
+    """Many rows a block: what is added is that pixel's; sums are the same each time."""
+    p = gradient_problem(dict(shape=(n, h, h), c=c, k=k, filter=(3, 3)), "relu", dtype=dtype, precision="default")
+    p = dataclasses.replace(p, algorithm="narrow/rows")
+    keys, shapes = jax.random.split(jax.random.key(1), 4), (p.y_shape, p.w_shape, p.x_shape, p.x_shape)
+    args = [jax.random.normal(key, s, dtype) for key, s in zip(keys, shapes, strict=True)]
+    f = jax.jit(functools.partial(conv.gradient_add, p))
+    assert helpers.same_bits(f(args[0], jnp.zeros_like(args[1]), *args[2:])[0], args[3])
+    dz, dbias = f(*args)
+    if dtype == "float32":  # the same products in the same order as without
+        bare = jax.jit(functools.partial(conv.dgrad, p.bare()))(*args[:2])
+        assert helpers.same_bits(dz, jnp.where(args[2] > 0, bare, 0) + args[3])
+    exact = np.asarray(dz, np.float64).sum((0, 1, 2))
+    # Of a sum of n terms in float32, its parts' errors are those of independent roundings.
+    size = np.sqrt(n * h * h) * float(jnp.abs(dz).max())
+    np.testing.assert_allclose(np.asarray(dbias, np.float64), exact, rtol=float(jnp.finfo(dtype).eps), atol=1e-6 * size)
+    for _ in range(3):
+        assert helpers.same_bits(f(*args), [dz, dbias])
+
+
+@pytest.mark.parametrize("activation", ("relu", "tanh", "silu"))
+def test_the_gradient_with_an_addend_has_derivatives(activation, x64):
+    p = gradient_problem(CASES["3x3_s2"], activation, dtype="float64")
+    shapes = p.y_shape, p.w_shape, p.x_shape, p.x_shape
+    args = [jnp.asarray(normal(i, s)) for i, s in enumerate(shapes)]
+    check_grads(functools.partial(conv.gradient_add, p), args, order=2, modes=("fwd", "rev"), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("mapped", ["1000", "0001", "1111"])
+def test_the_gradient_with_an_addend_maps(mapped):
+    p = gradient_problem(CASES["3x3"], "relu")
+    one, other = added_args(p), added_args(p, 10)
+    axes = tuple(0 if m == "1" else None for m in mapped)
+    args = [jnp.stack([a, b]) if axis == 0 else a for a, b, axis in zip(one, other, axes, strict=True)]
+    outs = jax.vmap(functools.partial(conv.gradient_add, p), in_axes=axes)(*args)
+    for i in range(2):
+        wanted = gradient_wanted(p, *(a[i] if axis == 0 else a for a, axis in zip(args, axes, strict=True)))
+        for got, want in zip(outs, wanted, strict=True):
+            assert_exact(got[i], want)
+
+
+@two_devices
+@KINDS
+@pytest.mark.parametrize("spec", ("n", "c", "k", "h"))
+def test_the_gradient_with_an_addend_split_over_a_mesh(spec, kind):
+    """c is added once."""
+    p = gradient_problem(CASES["3x3"] | dict(shape=(4, 6, 5)), ("leaky_relu", 0.5))
+    mesh = jax.make_mesh((2,), ("m",), axis_types=(kind,), devices=jax.devices()[:2])
+    last = P(None, None, None, "m")
+    specs = {
+        "n": (P("m"), P(), P("m"), P("m")),
+        "c": (P(), P(None, None, "m"), last, last),
+        "k": (last, last, P(), P()),
+        "h": (P(None, "m"), P(), P(None, "m"), P(None, "m")),
+    }[spec]
+    args = added_args(p)
+    placed = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(args, specs, strict=True)]
+    with jax.set_mesh(mesh):
+        outs = list(jax.jit(functools.partial(conv.gradient_add, p))(*placed))
+        if kind == AxisType.Auto:  # as where a kernel is planned: the rule, not XLA, says what a shard runs
+            outs += jax.jit(sharding.auto(conv.gradient_add, p, mesh))(*placed)
+    for got, want in zip(outs, gradient_wanted(p, *args) * (len(outs) // 2), strict=True):
+        assert_exact(got, want)
+
+
+def test_plans_of_the_gradient_with_an_addend(code_for_gpus, monkeypatch):
+    few = gradient_problem(dict(shape=(1024, 21, 21), c=32, k=32, filter=(3, 3)), "relu", precision="default")
+    made = _plan.plan("conv_gradient_add", few, H200)
+    assert (made.implementation, made.kernel, made.workspace_bytes) == ("native", "narrow/rows", 256 * 32 * 4)
+    assert made.reason.endswith("; c is added in the same pass")
+    wide = gradient_problem(dict(shape=(256, 56, 56), c=64, k=64, filter=(3, 3)), "relu", dtype="bfloat16")
+    assert _plan.plan("conv_gradient", wide, H200).kernel == "sm90/halo"
+    forced = dict(algorithm="narrow/rows")
+    for p, device, why in (
+        (wide, H200, "sm90/halo cannot add here: only narrow adds"),
+        (dataclasses.replace(few, activation=Activation("gelu"), **forced), H200, "no derivative of gelu"),
+        (dataclasses.replace(few, implementation="xla"), H200, "asked for"),
+        (few, _plan.Device("cpu"), "CUDA only"),
+    ):
+        left = _plan.plan("conv_gradient_add", p, device)
+        assert str(left) == "calls[two]" and why in left.reason, left.reason
+    assert _plan.plan("conv_gradient_add", dataclasses.replace(few, **forced), H200).kernel == "narrow/rows"
+    monkeypatch.setenv("JAXCONV_DISABLE", "conv_gradient_add")
+    left = _plan.plan("conv_gradient_add", few, H200)
+    assert str(left) == "calls[two]" and "JAXCONV_DISABLE" in left.reason
+    assert _plan.plan("conv_gradient", few, H200).implementation == "native"
+
+
+@with_hoppers_code
+@pytest.mark.parametrize("dtype, short", [("float32", "f32"), ("bfloat16", "bf16")])
+def test_a_blocks_gradient_is_one_call_a_convolution_on_a_gpu(dtype, short, code_for_gpus):
+    """Of x + conv(relu(conv(relu(x)))), as lowered: no dgrad is left alone but that of the first convolution."""
+    images, filters = (1024, 21, 21, 32), (3, 3, 32, 32)
+    args = [jax.ShapeDtypeStruct(s, dtype) for s in (images, *[filters, (32,)] * 3)]
+
+    @jaxconv.accelerate
+    def f(x, *weights):
+        def layer(x, w, b):
+            return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")) + b
+
+        x = layer(x, *weights[:2])
+        return (x + layer(jax.nn.relu(layer(jax.nn.relu(x), *weights[2:4])), *weights[4:])).sum()
+
+    with _plan.Device.assumed(H200), jax.default_matmul_precision("default"):
+        text = jax.jit(jax.grad(f, tuple(range(7)))).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    (call,) = (line for line in text.splitlines() if "@jaxconv_conv_gradient_add_v2" in line)
+    image, workspace = f"tensor<1024x21x21x32x{short}>", f"tensor<{256 * 32 * 4}xui8>"
+    types = call.rpartition(" : ")[2]
+    filter = f"tensor<3x3x32x32x{short}>"
+    assert types == f"({image}, {filter}, {image}, {image}) -> ({image}, tensor<32x{short}>, {workspace})"
+    found = {name: text.count(f"@jaxconv_conv_{name}_v2") for name in ("gradient", "gradient_add", "dgrad")}
+    assert found == {"gradient": 1, "gradient_add": 1, "dgrad": 1}
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -368,6 +368,22 @@ YES_AND_NO: dict[str, tuple[Callable[[], Refusal], Callable[[], Refusal], str]] 
         lambda: of_conv("sm90/halo", conv(filter=3), "conv_gradient"),
         "only sm90 and narrow go back through an activation in their dgrads",
     ),
+    "halo adds nothing behind a derivative": (
+        lambda: of_conv("sm90/halo", behind("relu"), "conv_gradient_add"),
+        lambda: of_conv(
+            "narrow/rows", dataclasses.replace(few(8, 16), activation=Activation("relu")), "conv_gradient_add"
+        ),
+        "only narrow adds to a dgrad behind an activation's derivative",
+    ),
+    "narrow has some derivatives": (
+        lambda: of_conv(
+            "narrow/rows", dataclasses.replace(few(8, 16), activation=Activation("gelu")), "conv_gradient_add"
+        ),
+        lambda: of_conv(
+            "narrow/rows", dataclasses.replace(few(8, 16), activation=Activation("tanh")), "conv_gradient_add"
+        ),
+        "narrow/rows has no derivative of gelu",
+    ),
     "halo has some derivatives": (
         lambda: of_conv("sm90/halo", behind("silu"), "conv_gradient"),
         lambda: of_conv("sm90/halo", behind("sigmoid"), "conv_gradient"),

@@ -16,7 +16,7 @@ from jaxconv._plan import Plan, made
 from jaxconv._plan.domain import conv_refusal, conv_workspace
 from jaxconv._problem import ConvProblem
 
-OPS = ("conv_fprop", "conv_add", "conv_dgrad", "conv_dgrad_add", "conv_gradient", "conv_wgrad")
+OPS = ("conv_fprop", "conv_add", "conv_dgrad", "conv_dgrad_add", "conv_gradient", "conv_gradient_add", "conv_wgrad")
 
 
 pytestmark = pytest.mark.usefixtures("code_for_gpus")
@@ -76,6 +76,8 @@ def test_what_a_plan_says_native_code_runs_and_gives_as_much_memory_as_it_asks_f
         ("conv_dgrad_add", {"c": 132, "k": 4}, {"c": 128, "k": 4}, "128 others"),
         ("conv_gradient", {"k": 36}, {"k": 32}, "32 summed"),
         ("conv_gradient", {"c": 132, "k": 4}, {"c": 128, "k": 4}, "128 others"),
+        ("conv_gradient_add", {"k": 36}, {"k": 32}, "32 summed"),
+        ("conv_gradient_add", {"c": 132, "k": 4}, {"c": 128, "k": 4}, "128 others"),
         ("conv_dgrad", {"c": 36, "k": 32}, {"c": 32, "k": 32}, "1024 products"),
         ("conv_wgrad", {"c": 36}, {"c": 32}, "up to 32, got 36"),
         ("conv_wgrad", {"k": 36}, {"k": 32}, "up to 32, got 16 and 36"),

@@ -104,6 +104,17 @@ def biased(x, w1, b1, w2, b2, *, act=jax.nn.relu):
     return act(conv(act(conv(x, w1) + b1), w2) + b2)
 
 
+def before_relu(x, w1, b1, w2, b2):
+    """A residual block that begins with a relu."""
+    return x + (conv(jax.nn.relu(conv(jax.nn.relu(x), w1) + b1), w2) + b2)
+
+
+def two_before_relu(x, w, b, w1, b1, w2, b2):
+    """Such blocks behind a convolution: what they send back sums up to biases' gradients."""
+    x = conv(x, w) + b
+    return before_relu(before_relu(x, w1, b1, w2, b2), w2, b1, w1, b2)
+
+
 def pooled(x, w, b, *, low=0, size=3):
     """A pooling's padding: `low` in front, as much behind as "SAME" has."""
     pads = ((0, 0), (low, 1), (low, 1), (0, 0))
@@ -176,7 +187,8 @@ CHAIN, PRODUCT = "a convolution that normalises its input", "a product that appl
 NORM_ADD, BIAS = "a batch-norm that adds another gradient", "a bias' gradient from a norm's sums"
 BETWEEN = "a batch-norm between calls"
 PIECES, AGAIN = "a concatenation's statistics", "a concatenation that is made again"
-BACK = "a dgrad that applies an activation's derivative"
+BACK, CHOICE = "a dgrad that applies an activation's derivative", "a relu's derivative behind a dgrad"
+BACK_ADD = "a dgrad through an activation that adds another gradient"
 POOLED = "a bias' gradient from a pooling's"
 GATED = "a dense layer that multiplies its halves"
 
@@ -514,6 +526,51 @@ ROWS: dict[str, Row] = {
         (X, (3, 3, 8, 8), V, (3, 3, 8, 8)),
         {ADD: 1},
         {"conv_dgrad_add": 1},
+        "conv_gradient",
+        "conv_gradient",
+        ruled_out=True,
+    ),
+    "back, add": Row(
+        before_relu,
+        BIASED,
+        {CHOICE: 1, BACK: 2, BACK_ADD: 1},
+        {"conv_gradient": 1, "conv_gradient_add": 1},
+        "conv_dgrad",
+        "conv_gradient conv_gradient_add",
+    ),
+    "back, add, sums": Row(
+        two_before_relu,
+        (X, *[(3, 3, 8, 8), V] * 3),
+        {BACK: 4, BACK_ADD: 2},
+        {"conv_gradient": 2, "conv_gradient_add": 2, "conv_dgrad": 1},
+        "activation_gradient",
+        "conv_gradient conv_gradient_add",
+    ),
+    "back, added elsewhere": Row(  # its own gradient has a reader besides the sum
+        lambda x, w1, b1, w2, v: (
+            conv(h := jax.nn.relu(z := conv(x, w1) + b1), w2) + conv(z, v),
+            jnp.sin(h),
+        ),
+        (X, (3, 3, 8, 8), V, (3, 3, 8, 8), (3, 3, 8, 8)),
+        {ADD: 2},
+        {"conv_dgrad_add": 2},
+        "conv_gradient conv_gradient_add",
+        "conv_gradient conv_gradient_add",
+        ruled_out=True,
+    ),
+    "back, relu alone": Row(
+        lambda x, w: conv(jax.nn.relu(x), w),
+        (X, (3, 3, 8, 8)),
+        {CHOICE: 1, BACK: 1},
+        {"conv_gradient": 1},
+        "conv_dgrad",
+        "conv_gradient",
+    ),
+    "back, relu alone, in a pass": Row(  # of XLA's, which would stay
+        lambda x, w: conv(jax.nn.relu(jnp.sin(x)), w),
+        (X, (3, 3, 8, 8)),
+        {},
+        {"conv_dgrad": 1},
         "conv_gradient",
         "conv_gradient",
         ruled_out=True,

@@ -264,6 +264,7 @@ class ConvCase(base.Case):
             "conv_dgrad_add": [problem.x_shape],
             "conv_add": [problem.y_shape],
             "conv_gradient": [problem.x_shape],
+            "conv_gradient_add": [problem.x_shape] * 2,
         }.get(op, [])
         return item * sum(map(math.prod, arrays))
 

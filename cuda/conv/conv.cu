@@ -27,7 +27,8 @@ namespace {
 
 // The kernel as the plan names it, and nothing else: a plan that does not fit the problem, the device or the buffers is
 // refused here, once.
-// `n`: the batch-norm of x that the kernel is to read, or null; `e`: the epilogue of kGradient.
+// `n`: the batch-norm of x that the kernel is to read, or null; `e`: the epilogue of kGradient
+// and kGradientAdd.
 Status Confirm(ConvOp op, const char* name, const ConvProblem& p, const Plan& plan,
                Workspace workspace, std::initializer_list<const void*> arrays,
                const BatchNormProblem* n = nullptr, const Epilogue* e = nullptr) {
@@ -35,7 +36,7 @@ Status Confirm(ConvOp op, const char* name, const ConvProblem& p, const Plan& pl
   Device device;
   JAXCONV_RETURN_IF_ERROR(CurrentDevice(what, &device));
   const std::string refusal = n != nullptr   ? NormalisedRefusal(op, p, n->activation, plan, device)
-                              : e != nullptr ? GradientRefusal(p, e->activation, plan, device)
+                              : e != nullptr ? GradientRefusal(op, p, e->activation, plan, device)
                                              : ConvRefusal(op, p, plan, device);
   if (!refusal.empty()) return Status::Unimplemented(what + ": " + refusal);
   for (const void* array : arrays) {
@@ -160,10 +161,11 @@ Status ConvDgradSums(const Context& ctx, const ConvProblem& p, const Plan& plan,
 
 Status ConvGradient(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
                     const ConvGradientArrays& a, Workspace workspace) {
-  JAXCONV_RETURN_IF_ERROR(Confirm(ConvOp::kGradient, "conv_gradient", p, plan, workspace,
-                                  {a.dy, a.w, a.kept, a.dz, a.dbias}, nullptr, &e));
+  const ConvOp op = a.c == nullptr ? ConvOp::kGradient : ConvOp::kGradientAdd;
+  JAXCONV_RETURN_IF_ERROR(Confirm(op, "conv_gradient", p, plan, workspace,
+                                  {a.dy, a.w, a.kept, a.c, a.dz, a.dbias}, nullptr, &e));
   if (FamilyOf(plan.kernel) == "narrow")
-    return NarrowGradient(ctx, p, e, plan, a.dy, a.w, a.kept, a.dz, a.dbias, workspace);
+    return NarrowGradient(ctx, p, e, plan, a.dy, a.w, a.kept, a.c, a.dz, a.dbias, workspace);
   return Sm90Gradient(ctx, p, e, plan, a.dy, a.w, a.kept, a.dz, a.dbias, workspace);
 }
 

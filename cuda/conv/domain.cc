@@ -55,6 +55,10 @@ std::string ConvRefusal(ConvOp op, const ConvProblem& p, const Plan& plan, const
     op = ConvOp::kDgrad;  // that is all the difference
   }
   if (op == ConvOp::kDgradSums && family != "sm90") return "only sm90 takes sums of its dgrad";
+  if (op == ConvOp::kGradientAdd) {
+    if (family != "narrow") return "only narrow adds to a dgrad behind an activation's derivative";
+    op = ConvOp::kGradient;  // that is all the difference
+  }
   if (op == ConvOp::kGradient && family != "sm90" && family != "narrow")
     return "only sm90 and narrow go back through an activation in their dgrads";
   if (op == ConvOp::kFpropAdd) {
@@ -85,9 +89,9 @@ std::string NormalisedRefusal(ConvOp op, const ConvProblem& p, Activation activa
   return ConvRefusal(op == ConvOp::kSums ? ConvOp::kWgrad : op, p, plan, device);
 }
 
-std::string GradientRefusal(const ConvProblem& p, Activation activation, const Plan& plan,
-                            const Device& device) {
-  std::string why = ConvRefusal(ConvOp::kGradient, p, plan, device);
+std::string GradientRefusal(ConvOp op, const ConvProblem& p, Activation activation,
+                            const Plan& plan, const Device& device) {
+  std::string why = ConvRefusal(op, p, plan, device);
   if (!why.empty() || HasPieces(activation)) return why;
   if (FamilyOf(plan.kernel) == "sm90" && conv::sm90::HasEveryDerivative(MemberOf(plan.kernel)))
     return "";
@@ -100,6 +104,7 @@ ConvProblem ConvFolded(const ConvProblem& p, bool dgrad) { return conv::FoldPatc
 int64_t ConvWorkspace(ConvOp op, const ConvProblem& p, const Plan& plan) {
   const std::string_view family = FamilyOf(plan.kernel);
   if (op == ConvOp::kFpropAdd) op = ConvOp::kFprop;
+  if (op == ConvOp::kGradientAdd) op = ConvOp::kGradient;
   if (family == "depthwise") return conv::depthwise::Workspace(op, p, plan);
   if (family == "direct") return conv::direct::Workspace(op, p, plan);
   if (family == "im2col") return conv::im2col::Workspace(op, p, plan);

@@ -312,19 +312,19 @@ def _dgrad_sums_shard(
     return [dz, *(summed(s, split, "n", *map(halo.name, pixels)) for s in sums)]
 
 
-def _gradient_shard(p: ConvProblem, split: sharding.Split, dy: Array, w: Array, kept: Array) -> list[Array]:
-    """Each shard's sums, added over the mesh; of its own pixels. The derivative needs the sum over the output channels:
-    where these are split it comes after adding the parts."""
+def _gradient_shard(p: ConvProblem, split: sharding.Split, dy: Array, w: Array, kept: Array, *c: Array) -> list[Array]:
+    """gradient, or with c gradient_add. Each shard's sums, added over the mesh; of its own pixels. The derivative needs
+    the sum over the output channels: where these are split it comes after adding the parts."""
     pixels = halo.pixels(p, split)
     if "k" in split or pixels:
         (dx,) = dgrad_shard(p.bare(), split, dy, w)
-        dz = activate_grad(p.activation, kept, dx)
+        dz = sum(c, activate_grad(p.activation, kept, dx))
         first = 1 if p.channels_last else 2
         parts = [sharding.inside(dz.shape, first + i, p.in_spatial[i], axes) for i, axes in pixels.items()]
         own = [part for part in parts if part is not None]
         dbias = _sum_of_channels(p, jnp.where(functools.reduce(jnp.logical_and, own), dz, 0) if own else dz)
     else:
-        dz, dbias = gradient(p, dy, w, kept)
+        dz, dbias = (gradient_add if c else gradient)(p, dy, w, kept, *c)
     wide = dbias.astype(_problem.promoted(dbias.dtype, jnp.float32))
     return [dz, summed(wide, split, "n", *map(halo.name, pixels)).astype(dbias.dtype)]
 
@@ -441,6 +441,26 @@ gradient = primitives.kernel(
     always=False,
 )
 primitives.by_reference(gradient)
+
+
+def _back_then_add(p: ConvProblem, dy: Array, w: Array, kept: Array, c: Array) -> list[Array]:
+    """gradient_add as a gradient by a plan of its own, and what follows in passes of XLA's."""
+    dz = gradient(p, dy, w, kept)[0] + c
+    return [dz, _sum_of_channels(p, dz)]
+
+
+# gradient_add: the same with an addend, dz = dgrad(dy, w) * f'(kept) + c, and the sum of that
+gradient_add = primitives.kernel(
+    "conv_gradient_add",
+    "dy w kept c -> dz dbias",
+    gradient.family,
+    reference=_back_then_add,
+    flops=lambda p: p.flops + 3 * math.prod(p.x_shape),
+    channels="ck",
+    run=_gradient_shard,
+    always=False,
+)
+primitives.by_reference(gradient_add)
 
 
 # statistics: fprop, and from its epilogue the mean and biased variance of y's channels

@@ -133,6 +133,26 @@ class ConvGradient(conv.Conv):
         return dataclasses.replace(own, reason=f"{reason}; the derivative and the sum are in the same pass")
 
 
+class GradientAdd(conv.Conv):
+    """A dgrad that goes back through an activation and adds on its way, or two calls: the first has a plan of its own
+    then."""
+
+    families = ("narrow",)
+    of_others = "only narrow adds to a dgrad behind an activation's derivative"
+
+    def composed(self, p: ConvProblem, device: Device) -> Plan:
+        two = calls("two", "a dgrad through an activation, then an add")
+        alone = choose.plan("conv_gradient", p, device)
+        if self.disabled(p):
+            return two(disabled_text())
+        if alone.implementation != "native":
+            return two(alone.reason)
+        own = self.made(alone.spec, p, device)
+        if isinstance(own, str):
+            return two(f"{alone.kernel} cannot add here: {own}")
+        return dataclasses.replace(own, reason=f"{alone.reason}; c is added in the same pass")
+
+
 class DgradSums(conv.Conv):
     """A dgrad that sums up for the batch-norm in front, or more calls: a dgrad that adds has a plan of its own then."""
 

@@ -184,9 +184,9 @@ def product_time(
 
 
 # Of a multiply-add in TF32, how much longer than in 128x256. On an H100 the bytes of a tile's operands decide, which
-# come from the L2 cache: a 3x3 of 256x14x14, 256 -> 256, takes 0.226 ms in 128x128, 0.176 in 256x128, 0.1625 in 128x256.
-# 16x64x64, 320 -> 320, takes 0.615, 0.441, 0.623, and 0.315 in 128x320. An H200's L2 cache brings them faster: 256x28x28,
-# 128 -> 128, takes 0.166 in 128x128, on an H100 0.222.
+# come from the L2 cache: a 3x3 of 256x14x14, 256 -> 256, takes 0.226 ms in 128x128, 0.176 in 256x128 and 0.1625 in
+# 128x256. 16x64x64, 320 -> 320, takes 0.615, 0.441, 0.623, and 0.315 in 128x320. An H200's L2 cache brings them faster:
+# 256x28x28, 128 -> 128, takes 0.166 in 128x128, on an H100 0.222.
 _TF32_FACTORS = {"128x320": 0.82, "128x256": 1.0, "256x128": 1.08, "128x128": 1.4}
 _TF32_FACTORS_H200 = {"128x320": 1.0, "128x256": 1.0, "256x128": 1.06, "128x128": 1.05}
 

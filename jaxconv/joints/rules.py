@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from jaxconv import _plan
 from jaxconv._core import sharding
 from jaxconv._core.activations import Activation
-from jaxconv._core.graph import Array, Node, Value
-from jaxconv._ops import batchnorm, conv, conv_normalised, dense, gated, reference
+from jaxconv._core.graph import Array, Node, Value, number_of, scalar_of
+from jaxconv._ops import batchnorm, conv, conv_normalised, dense, gated, layer, reference
 from jaxconv._problem import (
     AddedConvProblem,
     BatchNormConvProblem,
@@ -680,7 +680,7 @@ def sum_behind_pooling(program: Program, node: Node, device: _plan.Device) -> bo
 
 # ----------------------------------------------------------------------------------------------------------------------
 # dz = (dy @ w) * f'(kept) and its sum over the rows, a dense layer's bias' gradient, are one kernel; of convolutions
-# dz = dgrad(dy, w) * f'(kept) and its sum over images and pixels
+# dz = dgrad(dy, w) * f'(kept) [+ c] and its sum over images and pixels
 
 
 def product_and_activation(program: Program, node: Node, device: _plan.Device) -> bool:
@@ -691,13 +691,70 @@ def product_and_activation(program: Program, node: Node, device: _plan.Device) -
     return _with_derivative(program, product, node, (0,), "dense_gradient", dense.dense_gradient, device)
 
 
+def _pixels(p: ConvProblem) -> tuple[int, ...]:
+    """All axes but the channels."""
+    return tuple(axis for axis in range(p.nd + 2) if axis != p.channel_axis)
+
+
 def dgrad_and_activation(program: Program, node: Node, device: _plan.Device) -> bool:
     d = maker(node.inputs[1], "conv_dgrad")
     if d is None or split_by_type(*node.inputs):
         return False
-    p: ConvProblem = d.params["problem"]
-    axes = tuple(axis for axis in range(p.nd + 2) if axis != p.channel_axis)
-    return _with_derivative(program, d, node, axes, "conv_gradient", conv.gradient, device)
+    return _with_derivative(program, d, node, _pixels(d.params["problem"]), "conv_gradient", conv.gradient, device)
+
+
+def dgrad_and_relu(program: Program, node: Node, device: _plan.Device) -> bool:
+    """The gradient of a relu that is behind no layer: [x > 0] * dgrad, a choice. Where XLA would make it in a pass with
+    other operations, that pass would stay."""
+    which, zero, dh = node.inputs if len(node.inputs) == 3 else (None, None, None)
+    d = maker(dh, "conv_dgrad") if dh is not None else None
+    if d is None or which.made_by != "gt" or number_of(scalar_of(zero)) != 0 or split_by_type(*node.inputs):
+        return False
+    x, bound = which.node.inputs
+    if number_of(scalar_of(bound)) != 0 or (x.shape, x.dtype) != (dh.shape, dh.dtype):
+        return False
+    (dz,) = node.outputs
+    p: ConvProblem = replace(d.params["problem"], activation=Activation("relu"))
+    after = readers(dz)
+    adds = len(after) == 1 and after[0].name in ("add_any", "add") and wants("conv_gradient_add", p, device)
+    sums = [steps[0] for steps in _sums_of(dz, *_pixels(p))]
+    if not adds and not all(user in sums or user.name.removeprefix("jaxconv_") in _plan.OPS for user in after):
+        return False
+
+    def call(x: Array, dh: Array) -> list[Array]:
+        return [layer.activation_gradient(p.activation, x, dh)]
+
+    if not read_by(dh, node) or not wants("conv_gradient", p, device):
+        return False
+    program.splice([node], [x, dh], [dz], call, dgrad_and_relu, p)
+    return True
+
+
+def gradient_and_add(program: Program, node: Node, device: _plan.Device) -> bool:
+    """A dgrad through an activation and another gradient, as when a block adds its input to what it makes of its
+    activation."""
+    if len(node.inputs) != 2 or split_by_type(*node.inputs):
+        return False
+    for v, c in (tuple(node.inputs), tuple(node.inputs[::-1])):
+        back = maker(v, "conv_gradient")
+        if back is None or v is not back.outputs[0] or back.outputs[1].users or not read_by(v, node):
+            continue
+        p: ConvProblem = back.params["problem"]
+        if (c.shape, c.dtype) != (v.shape, v.dtype) or v is c or not wants("conv_gradient_add", p, device):
+            continue
+        (total,) = node.outputs
+        sums = next(_sums_of(total, *_pixels(p)), [])
+        dead, inputs = [back, node, *sums], [*back.inputs, c]
+        outputs = [total, *(sums[-1].outputs if sums else ())]
+        count = len(outputs)
+
+        def call(*args: Array, p: ConvProblem = p, count: int = count) -> list[Array]:
+            return list(conv.gradient_add(p, *args))[:count]
+
+        if program.fits(dead, inputs, outputs):
+            program.splice(dead, inputs, outputs, call, gradient_and_add, p, count)
+            return True
+    return False
 
 
 def _with_derivative(
@@ -799,6 +856,8 @@ RULES = (
     Rule("a dgrad that adds another gradient", ("add_any", "add"), dgrad_and_add),
     Rule("a batch-norm that adds another gradient", ("add_any", "add"), norm_and_add),
     Rule("a product that applies an activation's derivative", ("jaxconv_activation_gradient",), product_and_activation),
+    Rule("a relu's derivative behind a dgrad", ("select_n",), dgrad_and_relu),
     Rule("a dgrad that applies an activation's derivative", ("jaxconv_activation_gradient",), dgrad_and_activation),
     Rule("a dense layer that multiplies its halves", ("jaxconv_gate",), layer_and_gate),
+    Rule("a dgrad through an activation that adds another gradient", ("add_any", "add"), gradient_and_add),
 )

@@ -43,15 +43,15 @@ Status NarrowDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, c
 }
 
 Status NarrowGradient(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
-                      const void* dy, const void* w, const void* kept, void* dz, void* dbias,
-                      Workspace workspace) {
+                      const void* dy, const void* w, const void* kept, const void* c, void* dz,
+                      void* dbias, Workspace workspace) {
   const std::string what = Describe("conv_gradient", p, plan);
   const auto launch = p.dtype == DType::kF32    ? conv::NarrowRowsBackF32
                       : p.dtype == DType::kBF16 ? conv::NarrowRowsBackBf16
                                                 : conv::NarrowRowsBackF16;
   float* const sums = static_cast<float*>(workspace.data);
   int64_t parts = 0;
-  JAXCONV_RETURN_IF_ERROR(launch(ctx, p, e, dy, w, kept, nullptr, dz, sums, &parts, what));
+  JAXCONV_RETURN_IF_ERROR(launch(ctx, p, e, dy, w, kept, c, dz, sums, &parts, what));
   return conv::SumPartials(ctx, p.dtype, sums, parts, p.c, {}, dbias, what.c_str());
 }
 

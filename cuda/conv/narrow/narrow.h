@@ -16,10 +16,10 @@ Status NarrowFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, 
                    void* z, Workspace workspace);
 Status NarrowDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,
                    const void* w, const void* c, void* dx, Workspace workspace);
-// ConvGradient.
+// ConvGradient; `c` may be null.
 Status NarrowGradient(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
-                      const void* dy, const void* w, const void* kept, void* dz, void* dbias,
-                      Workspace workspace);
+                      const void* dy, const void* w, const void* kept, const void* c, void* dz,
+                      void* dbias, Workspace workspace);
 Status NarrowWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
                    const void* dy, void* dw, Workspace workspace);
 
