@@ -49,8 +49,8 @@ Status Sm90ProductGradient(const Context& ctx, const ConvProblem& p, const Epilo
     JAXCONV_RETURN_IF_ERROR(EncodeIm2col(p.dtype, ImageTensor(dy, g.rank_a, p.k, p.out, p.n), walk,
                                          tile.rows, what + " dy", &g.a[0], in.tf32));
   }
-  JAXCONV_RETURN_IF_ERROR(EncodeTiled(p.dtype, FilterTensor(p, w, 1), {0, 1, FilterBoxRows(tile), 1},
-                                      what + " w", &g.b, in.tf32));
+  JAXCONV_RETURN_IF_ERROR(EncodeTiled(p.dtype, FilterTensor(p, w, 1),
+                                      {0, 1, FilterBoxRows(tile), 1}, what + " w", &g.b, in.tf32));
   float* parts = static_cast<float*>(workspace.data);
   if (in.tf32) {
     g.out.c = static_cast<const float*>(kept);
