@@ -234,6 +234,7 @@ def conv_calls(dtype: str, last: bool, algorithm: str, precision: str, shape: tu
             calls += [(normalised, q), (normalised_wgrad, q), (normalised_gradient, q)]
             calls += [(normalised_dx, dataclasses.replace(q, count=q.norm.reduced))]
     calls += [(dgrad, bare), (dgrad_add, bare)]
+    calls += [(gradient, bare)]
     for f in ("relu6", "tanh"):
         behind = dataclasses.replace(bare, activation=activations.parse("", f))
         calls += [(gradient, behind), (gradient_add, behind)]

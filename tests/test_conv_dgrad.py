@@ -590,6 +590,10 @@ def test_plans_of_the_gradient(code_for_gpus):
     few = gradient_problem(dict(shape=(1024, 21, 21), c=32, k=32, filter=(3, 3)), "relu", precision="default")
     made = _plan.plan("conv_gradient", few, H200)
     assert (made.implementation, made.kernel, made.workspace_bytes) == ("native", "narrow/rows", 256 * 32 * 4)
+    # Without an activation narrow reads nothing for it, as others do.
+    assert _plan.plan("conv_gradient", few.bare(), H200).kernel == "narrow/rows"
+    left = _plan.plan("conv_gradient", p.bare(), H200)
+    assert str(left) == "calls[three]" and "sm90/halo reads as much as a pass that sums up" in left.reason
     assert "no derivative of gelu" in _plan.supports(
         "conv_gradient", "narrow", dataclasses.replace(few, activation=Activation("gelu")), H200
     )

@@ -189,6 +189,7 @@ BETWEEN = "a batch-norm between calls"
 PIECES, AGAIN = "a concatenation's statistics", "a concatenation that is made again"
 BACK, CHOICE = "a dgrad that applies an activation's derivative", "a relu's derivative behind a dgrad"
 BACK_ADD = "a dgrad through an activation that adds another gradient"
+WITH_BIAS = "a dgrad that takes a bias' gradient"
 POOLED = "a bias' gradient from a pooling's"
 GATED = "a dense layer that multiplies its halves"
 
@@ -556,6 +557,22 @@ ROWS: dict[str, Row] = {
         {"conv_dgrad_add": 2},
         "conv_gradient conv_gradient_add",
         "conv_gradient conv_gradient_add",
+        ruled_out=True,
+    ),
+    "back, sum": Row(  # of what no activation is behind
+        lambda x, w1, b1, w2: conv(conv(x, w1) + b1, w2),
+        (X, (3, 3, 8, 8), V, (3, 3, 8, 8)),
+        {WITH_BIAS: 1},
+        {"conv_gradient": 1, "conv_dgrad": 1},
+        wants="conv_gradient",
+    ),
+    "back, no sum": Row(
+        lambda x, w1, w2: conv(conv(x, w1), w2),
+        (X, (3, 3, 8, 8), (3, 3, 8, 8)),
+        {},
+        {"conv_dgrad": 2},
+        "conv_gradient",
+        "conv_gradient",
         ruled_out=True,
     ),
     "back, relu alone": Row(

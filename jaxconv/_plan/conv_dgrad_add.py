@@ -11,6 +11,8 @@ from jaxconv._plan.plan import Device, Plan, itemsize
 from jaxconv._plan.planner import CUDA_ONLY, asked, calls, disabled, disabled_text
 from jaxconv._problem import ConvProblem
 
+# The kernels that go back through no activation without reading `kept`
+SUMS_ALONE = ("narrow/rows",)
 # Bytes of an array from which on a batch-norm's backward pass reads memory: below, what dgrad's epilogue would save are
 # reads of caches. An H200's L2 cache has 50 MiB.
 LEAST_OF_SUMS = 64 << 20
@@ -130,6 +132,9 @@ class ConvGradient(conv.Conv):
             faster, reason = _faster(own.kernel, p, device, 1, "with the derivative", "derivative", bare.kernel)
             if not faster:
                 return three(reason)
+        free = p.algorithm is None and p.implementation is None
+        if free and p.activation.name == "none" and own.kernel not in SUMS_ALONE:
+            return three(f"without an activation {own.kernel} reads as much as a pass that sums up")
         return dataclasses.replace(own, reason=f"{reason}; the derivative and the sum are in the same pass")
 
 

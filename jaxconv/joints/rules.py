@@ -838,6 +838,22 @@ def layer_and_gate(program: Program, node: Node, device: _plan.Device) -> bool:
         return [y.reshape(gate.y_shape), *(z[0].reshape(shape) for shape in shapes)]
 
     program.splice(dead, inputs, outputs, call, layer_and_gate, both, gate, shapes)
+def dgrad_and_sum(program: Program, node: Node, device: _plan.Device) -> bool:
+    """A dgrad whose result is also summed up, as where the convolution in front has a bias and no activation. What the
+    weight gradient reads stands for what an activation's derivative would be of."""
+    dy, w = node.inputs
+    (dx,) = node.outputs
+    p: ConvProblem = node.params["problem"]
+    sums = next(_sums_of(dx, *_pixels(p)), None)
+    if sums is None or split_by_type(dx, *node.inputs) or not wants("conv_gradient", p, device):
+        return False
+    wgrads = (user for user in readers(dy) if user.name == "jaxconv_conv_wgrad" and user.inputs[1] is dy)
+    x = next((user.inputs[0] for user in wgrads if user.inputs[0].aval == dx.aval), None)
+    dead = [node, *sums]
+    if x is None or not program.fits(dead, [dy, w, x], [dx, *sums[-1].outputs]):
+        return False
+    call = functools.partial(conv.gradient, p)
+    program.splice(dead, [dy, w, x], [dx, *sums[-1].outputs], call, dgrad_and_sum, p)
     return True
 
 
@@ -860,4 +876,5 @@ RULES = (
     Rule("a dgrad that applies an activation's derivative", ("jaxconv_activation_gradient",), dgrad_and_activation),
     Rule("a dense layer that multiplies its halves", ("jaxconv_gate",), layer_and_gate),
     Rule("a dgrad through an activation that adds another gradient", ("add_any", "add"), gradient_and_add),
+    Rule("a dgrad that takes a bias' gradient", ("jaxconv_conv_dgrad",), dgrad_and_sum),
 )

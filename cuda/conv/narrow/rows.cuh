@@ -10,7 +10,7 @@
 //
 // Reads src about once from DRAM (once a slab of up to 32 output channels), writes dst once. Both may add an array like dst:
 // a residual, or another gradient. A dgrad may go back through an activation: dst = sum * f'(kept) [+ addend], whose sums over
-// images and pixels a thread keeps for its channels; a block leaves a part of them. The order of every addition is fixed by the
+// images and pixels a thread keeps for its channels; a block leaves a part of them; those of a bare dgrad it may keep too. The order of every addition is fixed by the
 // problem and the number of multiprocessors.
 #pragma once
 
@@ -40,8 +40,17 @@ struct NarrowRowsArgs {
   const T* addend;  // like dst
 };
 
-// What a kernel does with its sums besides the epilogue: it adds an array, goes back through an activation, or both.
-enum class NarrowThen { kNothing, kAdd, kBack, kBackAdd };
+// What a kernel does with its sums besides the epilogue: it adds an array, goes back through an activation, or both; it keeps
+// the sums of dst's channels where it goes back, and kSum does nothing else.
+enum class NarrowThen { kNothing, kAdd, kBack, kBackAdd, kSum };
+
+constexpr bool Adds(NarrowThen then) {
+  return then == NarrowThen::kAdd || then == NarrowThen::kBackAdd;
+}
+constexpr bool GoesBack(NarrowThen then) {
+  return then == NarrowThen::kBack || then == NarrowThen::kBackAdd;
+}
+constexpr bool SumsUp(NarrowThen then) { return GoesBack(then) || then == NarrowThen::kSum; }
 
 constexpr int kNarrowRuns = 2;  // of 16 pixels, of a warp
 constexpr uint32_t kNowhere = ~0u;
@@ -58,8 +67,7 @@ template <typename T, int kPixel, int kOctets, NarrowThen kThen>
 __global__ void __launch_bounds__(kNarrowWarps<kPixel, kOctets> * 32, 1)
     NarrowRowsKernel(const __grid_constant__ NarrowRowsArgs<T> g) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  constexpr bool kAdd = kThen == NarrowThen::kAdd || kThen == NarrowThen::kBackAdd;
-  constexpr bool kBack = kThen == NarrowThen::kBack || kThen == NarrowThen::kBackAdd;
+  constexpr bool kAdd = Adds(kThen), kBack = GoesBack(kThen), kSum = SumsUp(kThen);
   constexpr int R = kNarrowTaps, S = kNarrowTaps, kItem = int(sizeof(T));
   constexpr int kSteps = kNarrowSteps<kPixel>;
   constexpr int kParts = std::max(kPixel / 32, 1);  // products of a tap
@@ -242,7 +250,7 @@ __global__ void __launch_bounds__(kNarrowWarps<kPixel, kOctets> * 32, 1)
             float v[kEach];
 #pragma unroll
             for (int e = 0; e < kEach; ++e) v[e] = done[m][e / 2][half * 2 + e % 2];
-            if (!kBack &&
+            if (!kSum &&
                 g.epilogue.bias != nullptr) {  // read again for each pixel: registers are dearer
               float bias[kEach];
               LoadVec<T, kEach>(g.epilogue.bias + channel, bias);
@@ -259,10 +267,11 @@ __global__ void __launch_bounds__(kNarrowWarps<kPixel, kOctets> * 32, 1)
                 StorePacked<T, kEach>(p, v);
               }
             };
-            if constexpr (kBack) {
+            if constexpr (kSum) {
 #pragma unroll
               for (int e = 0; e < kEach; ++e) {
-                float t = g.derivative(ToFloat(kept[m][half].v[e]), v[e]);
+                float t = v[e];
+                if constexpr (kBack) t = g.derivative(ToFloat(kept[m][half].v[e]), t);
                 if constexpr (kAdd) t += ToFloat(added[m][half].v[e]);
                 v[e] = ToFloat(FromFloat<T>(t));
                 total[e] += v[e];
@@ -333,7 +342,7 @@ __global__ void __launch_bounds__(kNarrowWarps<kPixel, kOctets> * 32, 1)
     if constexpr (kBack || kAdd) load();
     store(sum[1]);
   }
-  if constexpr (kBack) {
+  if constexpr (kSum) {
 #pragma unroll
     for (float& v : total) {  // lanes 4 apart have other pixels of the same channels
       for (int apart = 4; apart < 32; apart *= 2) v += __shfl_xor_sync(0xffffffffu, v, apart);
@@ -370,7 +379,6 @@ double RowsTime(const RowUnits& u, int columns) {
 template <typename T, int kPixel, int kOctets, NarrowThen kThen>
 Status LaunchRows(const Context& ctx, NarrowRowsArgs<T> g, DType dtype, const void* src,
                   int64_t* parts, const std::string& what) {
-  constexpr bool kBack = kThen == NarrowThen::kBack || kThen == NarrowThen::kBackAdd;
   constexpr int kWarps = kNarrowWarps<kPixel, kOctets>, kFragment = 8 * kOctets;
   RowUnits& u = g.u;
   // Places in a strip are 32 bits.
@@ -383,7 +391,7 @@ Status LaunchRows(const Context& ctx, NarrowRowsArgs<T> g, DType dtype, const vo
     ChooseStrips(tried, g.to, kWarps / columns * kNarrowRuns, most_images);
     tried.slabs = int(CeilDiv(g.to.channels, kFragment * columns));
     const int sms =
-        kBack ? std::min(Multiprocessors(), int(narrow::kMostParts)) : Multiprocessors();
+        SumsUp(kThen) ? std::min(Multiprocessors(), int(narrow::kMostParts)) : Multiprocessors();
     ShareRows(tried, g.to.images, g.to.h, g.to.w, std::max(1, sms / tried.slabs));
     // Products reach past the line's end.
     const int pixels = int(CeilDiv(ProductsOf(tried), kNarrowRuns)) * kNarrowRuns * kNarrowPixels;
@@ -462,8 +470,9 @@ Status NarrowRowsBack(const Context& ctx, const ConvProblem& p, const Epilogue& 
   g.derivative = DerivativePieces(e.activation, e.slope);
   g.parts = sums;
   g.addend = static_cast<const T*>(addend);
-  const auto launch = addend == nullptr ? LaunchRowsOf<NarrowThen::kBack, T>
-                                        : LaunchRowsOf<NarrowThen::kBackAdd, T>;
+  const auto launch = addend != nullptr                   ? LaunchRowsOf<NarrowThen::kBackAdd, T>
+                      : e.activation == Activation::kNone ? LaunchRowsOf<NarrowThen::kSum, T>
+                                                          : LaunchRowsOf<NarrowThen::kBack, T>;
   return launch(ctx, g, p.dtype, dy, parts, what);
 }
 
