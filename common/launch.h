@@ -122,6 +122,13 @@ Status DenseGradient(const Context& ctx, const DenseProblem& p, const Epilogue& 
 using DenseGatedArrays = Arrays<in::X, in::W, in::B, out::Y, out::Z>;
 Status DenseGated(const Context& ctx, const DenseProblem& p, const Epilogue& e, bool first,
                   const Plan& plan, const DenseGatedArrays& a, Workspace workspace);
+
+// The way back through such a gate: dy (M, N) = dz2 op(w), of which p is the problem, dz2 its x; da = dy * f(g) and
+// dg = dy * a * f'(g) where a and g lie in `kept` (M, 2 N), z, are dz, and the sums of its columns (2 N), as rounded. There are
+// elements.
+using DenseGatedGradientArrays = Arrays<in::Dy, in::W, in::Kept, out::Dz, out::Db>;
+Status DenseGatedGradient(const Context& ctx, const DenseProblem& p, const Epilogue& e, bool first,
+                          const Plan& plan, const DenseGatedGradientArrays& a, Workspace workspace);
 #endif
 
 // scale, bias, running_mean, running_var, new_mean, new_var, mean, rstd: (batch, channels).

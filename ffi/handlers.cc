@@ -220,6 +220,7 @@ const std::vector<Row>& Rows() {
       JAXCONV_OP("conv_gradient_add", ConvGradient, ConvGradient, "dy w kept c", "dz dbias"),
       JAXCONV_OP("dense_gradient", DenseGradient, DenseGradient, "dy w kept", "dz db"),
       JAXCONV_OP("dense_gated", DenseGated, DenseGated, "x w b?", "y z?"),
+      JAXCONV_OP("dense_gated_gradient", DenseGatedGradient, DenseGatedGradient, "dy w kept", "dz db"),
       JAXCONV_OP("batchnorm_signs", Norm, BatchNormSigns, "x scale bias mean var residual?", "y signs"),
       JAXCONV_OP("batchnorm_backward_add", Norm, BatchNormBackwardAdd,
                  "x dy scale bias mean rstd c", "dscale dbias dx"),

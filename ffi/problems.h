@@ -535,10 +535,14 @@ struct DenseWith : Reader<wire::Product, wire::Epilogue, More...> {
 using Dense = DenseWith<>;
 
 // The product's struct says how w is stored, and alpha; what it has for instances, bias and addend must be absent.
-struct DenseGradient : Dense {
-  using Dense::Dense;
+template <typename... More>
+struct DenseGradientWith : DenseWith<More...> {
+  using Base = DenseWith<More...>;
+  using Base::Base;
   Status Begin(const Call& call) {
-    JAXCONV_RETURN_IF_ERROR(ToEpilogue(call, std::get<1>(all), &e));
+    const wire::Product& product = this->product;
+    Epilogue& e = this->e;
+    JAXCONV_RETURN_IF_ERROR(ToEpilogue(call, std::get<1>(this->all), &e));
     if (wire::ToBiasKind(product.bias) == BiasKind::kNone && !e.bias && !e.save_preactivation &&
         !product.batched && !product.addend && !product.trans_x) {
       return Status::Ok();
@@ -546,9 +550,31 @@ struct DenseGradient : Dense {
     return call.Invalid("it takes one instance, x stored (M, K), no bias, addend or z");
   }
   Status Read(const Call& call) {
-    p.beta = 1.0;
-    return ReadMatrices(call, ", ");
+    this->p.beta = 1.0;
+    return this->ReadMatrices(call, ", ");
   }
+};
+using DenseGradient = DenseGradientWith<>;
+
+// dz has two halves, each of them as wide as the product.
+struct DenseGatedGradient : DenseGradientWith<wire::First> {
+  static constexpr RuleOf kRules[] = {{"dy", kX}, {"w", kW}, {"dz", kY}, {"db", kBias}, {"kept", kLikeY}};
+  using DenseGradientWith::DenseGradientWith;
+  bool first = std::get<2>(all).value != 0;
+  auto Problems() const { return std::tie(p, e, first); }
+
+  Status Read(const Call& call) {
+    JAXCONV_RETURN_IF_ERROR(DenseGradientWith::Read(call));
+    columns = p.n;
+    p.n /= 2;
+    return columns % 2 == 0 ? Status::Ok() : call.Invalid(call.Shapes({kY}) + " has no halves");
+  }
+  Expected Expect(const Call& call, Rule rule) const {
+    if (rule == kY) return {p.dtype, {p.m, columns}};
+    return rule == kBias ? Expected(p.dtype, {columns}) : DenseGradientWith::Expect(call, rule);
+  }
+
+  int64_t columns = 0;
 };
 
 // Rows of x may have several axes, as images have. z has w's columns, y half of them.

@@ -31,7 +31,7 @@ from jaxconv._ops.conv import (
 )
 from jaxconv._ops.conv_normalised import normalised, normalised_wgrad
 from jaxconv._ops.dense import dense_gradient, dense_kernel, matmul
-from jaxconv._ops.gated import dense_gated
+from jaxconv._ops.gated import dense_gated, dense_gated_gradient
 from jaxconv._ops.groupnorm import norm
 from jaxconv._ops.pool import kernel as max_pool
 from jaxconv._ops.squeeze_excite import excite
@@ -40,7 +40,7 @@ _CONVS = (
     *(fprop, dgrad, dgrad_add, dgrad_sums, gradient, gradient_add, wgrad, conv_kernel, conv_add),
     *(statistics, add_statistics, normalised, normalised_wgrad),
 )
-_DENSES = (matmul, dense_kernel, dense_gated, dense_gradient)
+_DENSES = (matmul, dense_kernel, dense_gated, dense_gradient, dense_gated_gradient)
 _NORMS = (train, infer, given, signs, norm)
 _POOLS = (max_pool, avg_pool)
 _EXCITES = (excite,)

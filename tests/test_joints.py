@@ -191,7 +191,7 @@ BACK, CHOICE = "a dgrad that applies an activation's derivative", "a relu's deri
 BACK_ADD = "a dgrad through an activation that adds another gradient"
 WITH_BIAS = "a dgrad that takes a bias' gradient"
 POOLED = "a bias' gradient from a pooling's"
-GATED = "a dense layer that multiplies its halves"
+GATED, GATED_BACK = "a dense layer that multiplies its halves", "a product that applies a gate's derivative"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -467,9 +467,34 @@ ROWS: dict[str, Row] = {
         geglu,
         GLU,
         {GATED: 1},
-        {"dense_gated": 1, "gate_gradient": 1, "matmul": 2},
+        {"dense_gated": 1, "gate_gradient": 1, "matmul": 5},
         "dense gate",
         "dense_gated",
+    ),
+    "gated, back": Row(
+        geglu,
+        GLU,
+        {GATED_BACK: 1},
+        {"dense_gated_gradient": 1, "dense": 1, "gate": 1, "matmul": 4},
+        "gate_gradient",
+        "dense_gated_gradient",
+    ),
+    "gated, both": Row(
+        lambda x, w, v: swiglu(x, w).reshape(-1, 8) @ v,
+        ((12, 8), (8, 16), (8, 8)),
+        {GATED: 1, GATED_BACK: 1},
+        {"dense_gated": 1, "dense_gated_gradient": 1, "matmul": 4},
+        "gate gate_gradient",
+        "dense_gated dense_gated_gradient",
+    ),
+    "gated, back, read": Row(  # what the gate gives, too: the gradient is a sum
+        lambda x, w, b, v: ((y := jax.nn.glu(x @ w + b)) @ v, jnp.sin(y)),
+        GLU,
+        {},
+        {"gate_gradient": 1},
+        "dense_gated_gradient",
+        "dense_gated_gradient",
+        ruled_out=True,
     ),
     "gated, first half": Row(
         swiglu, ((12, 8), (8, 16)), {GATED: 1}, {"dense_gated": 1, "matmul": 2}, "dense gate", "dense_gated"

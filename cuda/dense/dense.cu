@@ -4,7 +4,7 @@
 // The plan is confirmed here, once (domain.h). Kernel "gemm": one product over cuda/gemm. Several
 // instances that share w, x stored (M, K) and the epilogue not telling them apart, are one product of
 // batch * M rows. Kernels of sm90: sm90.h.
-// DenseGradient, DenseGated: of sm90 only.
+// DenseGradient, DenseGated, DenseGatedGradient: of sm90 only.
 #include <cstdint>
 #include <initializer_list>
 #include <string>
@@ -21,7 +21,8 @@ namespace jaxconv::cuda {
 
 namespace {
 
-constexpr std::string_view kGradientKernel = "sm90/gradient", kGatedKernel = "sm90/gated";
+constexpr std::string_view kGradientKernel = "sm90/gradient", kGatedKernel = "sm90/gated",
+                           kGatedGradientKernel = "sm90/gated_gradient";
 
 // Whether the plan can be carried out, with this workspace and these arrays.
 Status Confirm(const std::string& what, const DenseProblem& p, const Plan& plan,
@@ -66,6 +67,20 @@ Status DenseGated(const Context& ctx, const DenseProblem& p, const Epilogue& e, 
   return Sm90DenseGated(ctx, p, e, first, plan, a.x, a.w, a.b, a.y, a.z);
 }
 
+Status DenseGatedGradient(const Context& ctx, const DenseProblem& p, const Epilogue& e, bool first,
+                          const Plan& plan, const DenseGatedGradientArrays& a,
+                          Workspace workspace) {
+  const std::string what = Describe("dense_gated_gradient", p, plan);
+  if (p.m == 0 || p.n == 0) return Status::Unimplemented(what + ": it has no elements");
+  JAXCONV_RETURN_IF_ERROR(
+      Confirm(what, p, plan, {a.dy, a.w, a.kept, a.dz, a.db, workspace.data}, workspace));
+  if (plan.kernel != kGatedGradientKernel || p.alpha != 1.0) {
+    return Status::Unimplemented(what +
+                                 ": only sm90/gated_gradient, with alpha 1, makes gradients");
+  }
+  return Sm90DenseGatedGradient(ctx, p, e, first, plan, a.dy, a.w, a.kept, a.dz, a.db, workspace);
+}
+
 Status Dense(const Context& ctx, const DenseProblem& p, const Epilogue& e, const Plan& plan,
              const DenseArrays& a, Workspace workspace) {
   if (p.m == 0 || p.n == 0 || p.batch == 0) return Status::Ok();
@@ -79,6 +94,8 @@ Status Dense(const Context& ctx, const DenseProblem& p, const Epilogue& e, const
     return Status::Unimplemented(what + ": sm90/gradient makes gradients only");
   if (plan.kernel == kGatedKernel)
     return Status::Unimplemented(what + ": sm90/gated makes gated products only");
+  if (plan.kernel == kGatedGradientKernel)
+    return Status::Unimplemented(what + ": sm90/gated_gradient makes gradients only");
   if (FamilyOf(plan.kernel) == "sm90")
     return Sm90Dense(ctx, p, e, plan, a.x, a.w, a.b, a.c, a.y, a.z, workspace);
   GemmArgs g;

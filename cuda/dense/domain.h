@@ -10,6 +10,7 @@
 //                         stored (N, K), neither bias nor addend, alpha 1
 //   sm90/gated            a gate behind the product (DenseGated, which has no other): 16 bit, one instance, x stored (M, K), w
 //                         (K, N), halves of N of multiples of 8 elements, a bias by column or none, no addend, alpha 1
+//   sm90/gated_gradient   the way back through a gate (DenseGatedGradient): as sm90/gradient
 #pragma once
 
 #include <algorithm>
@@ -56,7 +57,7 @@ inline std::string RefuseSm90(const DenseProblem& p, const Plan& plan, const Dev
     return "sm90/rows cuts K, into at most ceil(K / 64) parts, and sm90/cluster, into at most 8";
   if (choice.kernel == Sm90Kernel::kProductSwapped && (p.addend || p.bias == BiasKind::kRow))
     return "it takes neither an addend nor a bias by row";
-  if (choice.kernel == Sm90Kernel::kGradient) {
+  if (choice.kernel == Sm90Kernel::kGradient || choice.kernel == Sm90Kernel::kGatedGradient) {
     if (p.trans_x || !p.trans_w) return "it takes x stored (M, K) and w stored (N, K)";
     if (p.batch != 1) return "it takes one instance";
     if (p.bias != BiasKind::kNone || p.addend) return "it takes neither a bias nor an addend";
@@ -93,6 +94,7 @@ inline int64_t WorkspaceOf(const DenseProblem& p, const Plan& plan) {
   if (plan.kernel == "gemm") return plan.splits > 1 ? sums : 0;
   if (plan.kernel == "sm90/rows") return sums;
   if (plan.kernel == "sm90/gradient") return MostColumnParts(p.m) * p.n * 4;
+  if (plan.kernel == "sm90/gated_gradient") return MostColumnParts(p.m) * 2 * p.n * 4;
   if (p.dtype != DType::kF32 || plan.kernel == "sm90/cluster") return 0;
   const int64_t x = (p.x_batched ? p.batch : 1) * p.m * p.k;
   const int64_t w = (p.w_batched ? p.batch : 1) * p.k * p.n;

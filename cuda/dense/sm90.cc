@@ -21,6 +21,37 @@ TmaTensor Matrices(const void* base, int64_t rows, int64_t columns, bool batched
   return {base, 3, {columns, batched ? batch : 1, rows}, {1, rows * columns, columns}};
 }
 
+// (columns, half, rows) of a row-major matrix of two halves.
+TmaTensor Halves(const void* base, int64_t rows, int64_t columns) {
+  return {base, 3, {columns, 2, rows}, {1, columns, 2 * columns}};
+}
+
+// A product of one instance into `columns` columns, but for its arrays.
+Sm90Product OneProduct(const DenseProblem& p, const Epilogue& e, int64_t columns) {
+  Sm90Product g = {};
+  Sm90Phase& phase = g.phase[0];
+  phase.m = int(p.m);
+  for (int i = 0; i < 3; ++i) phase.extent[i] = phase.taps[i] = 1;
+  g.phases = g.instances = g.splits = 1;
+  g.n = int(columns);
+  g.k_blocks = int(CeilDiv(p.k, 64));
+  g.epilogue.activation = e.activation;
+  g.epilogue.slope = float(e.slope);
+  return g;
+}
+
+// The operands of a gradient's product, w stored (N, K).
+Status EncodeDyAndW(const DenseProblem& p, TileSize tile, const void* dy, const void* w,
+                    const std::string& what, Sm90Product* g) {
+  JAXCONV_RETURN_IF_ERROR(EncodeTiled(p.dtype, Matrices(dy, p.m, p.k, false, 1),
+                                      {64, 1, tile.rows}, what + " dy", &g->a[0]));
+  TmaTensor filter = Matrices(w, p.n, p.k, false, 1);
+  filter.rank = 4;
+  filter.extent[3] = 1;
+  filter.stride[3] = filter.stride[1] * filter.extent[1];
+  return EncodeTiled(p.dtype, filter, {64, 1, FilterBoxRows(tile), 1}, what + " w", &g->b);
+}
+
 }  // namespace
 
 Status Sm90Dense(const Context& ctx, const DenseProblem& p, const Epilogue& e, const Plan& plan,
@@ -145,31 +176,33 @@ Status Sm90DenseGradient(const Context& ctx, const DenseProblem& p, const Epilog
   const TileSize tile = ReadSm90Choice(MemberOf(plan.kernel), plan.tile).tile;
   Device device;
   JAXCONV_RETURN_IF_ERROR(CurrentDevice(what, &device));
-  Sm90Product g = {};
-  Sm90Phase& phase = g.phase[0];
-  phase.m = int(p.m);
-  for (int i = 0; i < 3; ++i) phase.extent[i] = phase.taps[i] = 1;
-  g.phases = g.instances = g.splits = 1;
-  g.n = int(p.n);
-  g.k_blocks = int(CeilDiv(p.k, 64));
-  g.epilogue.activation = e.activation;
-  g.epilogue.slope = float(e.slope);
-  const auto encode = [&](const char* name, const void* base, int64_t rows, int64_t columns,
-                          int box_rows, CUtensorMap* map) {
-    return EncodeTiled(p.dtype, Matrices(base, rows, columns, false, 1), {64, 1, box_rows},
-                       what + name, map);
+  Sm90Product g = OneProduct(p, e, p.n);
+  const auto encode = [&](const char* name, const void* base, int box_rows, CUtensorMap* map) {
+    return EncodeTiled(p.dtype, Matrices(base, p.m, p.n, false, 1), {64, 1, box_rows}, what + name,
+                       map);
   };
-  JAXCONV_RETURN_IF_ERROR(encode(" dy", dy, p.m, p.k, tile.rows, &g.a[0]));
-  JAXCONV_RETURN_IF_ERROR(encode(" kept", kept, p.m, p.n, tile.rows, &g.c));
-  JAXCONV_RETURN_IF_ERROR(encode(" dz", dz, p.m, p.n, 64, &g.d[0]));
-  TmaTensor filter = Matrices(w, p.n, p.k, false, 1);
-  filter.rank = 4;
-  filter.extent[3] = 1;
-  filter.stride[3] = filter.stride[1] * filter.extent[1];
-  JAXCONV_RETURN_IF_ERROR(
-      EncodeTiled(p.dtype, filter, {64, 1, FilterBoxRows(tile), 1}, what + " w", &g.b));
+  JAXCONV_RETURN_IF_ERROR(EncodeDyAndW(p, tile, dy, w, what, &g));
+  JAXCONV_RETURN_IF_ERROR(encode(" kept", kept, tile.rows, &g.c));
+  JAXCONV_RETURN_IF_ERROR(encode(" dz", dz, 64, &g.d[0]));
   return LaunchSm90Gradient(ctx, p.dtype, g, tile, device.multiprocessors,
                             static_cast<float*>(workspace.data), sums, what);
+}
+
+Status Sm90DenseGatedGradient(const Context& ctx, const DenseProblem& p, const Epilogue& e,
+                              bool first, const Plan& plan, const void* dy, const void* w,
+                              const void* kept, void* dz, void* sums, Workspace workspace) {
+  const std::string what = Describe("dense_gated_gradient", p, plan);
+  const TileSize tile = ReadSm90Choice(MemberOf(plan.kernel), plan.tile).tile;
+  Device device;
+  JAXCONV_RETURN_IF_ERROR(CurrentDevice(what, &device));
+  Sm90Product g = OneProduct(p, e, p.n);
+  JAXCONV_RETURN_IF_ERROR(EncodeDyAndW(p, tile, dy, w, what, &g));
+  JAXCONV_RETURN_IF_ERROR(
+      EncodeTiled(p.dtype, Halves(kept, p.m, p.n), {64, 1, 64}, what + " kept", &g.c));
+  JAXCONV_RETURN_IF_ERROR(
+      EncodeTiled(p.dtype, Halves(dz, p.m, p.n), {64, 1, 64}, what + " dz", &g.z));
+  return LaunchSm90GatedGradient(ctx, p.dtype, g, tile, first, device.multiprocessors,
+                                 static_cast<float*>(workspace.data), sums, what);
 }
 
 Status Sm90DenseGated(const Context& ctx, const DenseProblem& p, const Epilogue& e, bool first,
@@ -180,16 +213,8 @@ Status Sm90DenseGated(const Context& ctx, const DenseProblem& p, const Epilogue&
   Device device;
   JAXCONV_RETURN_IF_ERROR(CurrentDevice(what, &device));
   const int64_t half = p.n / 2;
-  Sm90Product g = {};
-  Sm90Phase& phase = g.phase[0];
-  phase.m = int(p.m);
-  for (int i = 0; i < 3; ++i) phase.extent[i] = phase.taps[i] = 1;
-  phase.filter_first = first ? 1 : 0;
-  g.phases = g.instances = g.splits = 1;
-  g.n = int(half);
-  g.k_blocks = int(CeilDiv(p.k, 64));
-  g.epilogue.activation = e.activation;
-  g.epilogue.slope = float(e.slope);
+  Sm90Product g = OneProduct(p, e, half);
+  g.phase[0].filter_first = first ? 1 : 0;
   g.epilogue.alpha = 1.f;
   g.epilogue.save_z = e.save_preactivation;
   if (p.bias == BiasKind::kColumn) {
@@ -199,14 +224,14 @@ Status Sm90DenseGated(const Context& ctx, const DenseProblem& p, const Epilogue&
   }
   JAXCONV_RETURN_IF_ERROR(EncodeTiled(p.dtype, Matrices(x, p.m, p.k, false, 1), {64, 1, tile.rows},
                                       what + " x", &g.a[0]));
-  JAXCONV_RETURN_IF_ERROR(
-      EncodeTiled(p.dtype, Matrices(y, p.m, half, false, 1), {64, 1, 64}, what + " y", &g.d[0]));
-  // (columns, instance, k, half), and (columns, half, rows).
+  JAXCONV_RETURN_IF_ERROR(EncodeTiled(p.dtype, Matrices(y, p.m, half, false, 1), {64, 1, 64},
+                                      what + " y", &g.d[0]));
+  // (columns, instance, k, half)
   const TmaTensor filter = {w, 4, {half, 1, p.k, 2}, {1, p.n, p.n, half}};
   JAXCONV_RETURN_IF_ERROR(EncodeTiled(p.dtype, filter, {64, 1, 64, 1}, what + " w", &g.b));
   if (e.save_preactivation) {
-    const TmaTensor both = {z, 3, {half, 2, p.m}, {1, half, p.n}};
-    JAXCONV_RETURN_IF_ERROR(EncodeTiled(p.dtype, both, {64, 1, 64}, what + " z", &g.z));
+    JAXCONV_RETURN_IF_ERROR(
+        EncodeTiled(p.dtype, Halves(z, p.m, half), {64, 1, 64}, what + " z", &g.z));
   }
   return LaunchSm90Gated(ctx, p.dtype, g, tile, device.multiprocessors, what);
 }

@@ -21,6 +21,11 @@ Status Sm90DenseGradient(const Context& ctx, const DenseProblem& p, const Epilog
                          const Plan& plan, const void* dy, const void* w, const void* kept,
                          void* dz, void* sums, Workspace workspace);
 
+// The same for DenseGatedGradient.
+Status Sm90DenseGatedGradient(const Context& ctx, const DenseProblem& p, const Epilogue& e,
+                              bool first, const Plan& plan, const void* dy, const void* w,
+                              const void* kept, void* dz, void* sums, Workspace workspace);
+
 // The same for DenseGated.
 Status Sm90DenseGated(const Context& ctx, const DenseProblem& p, const Epilogue& e, bool first,
                       const Plan& plan, const void* x, const void* w, const void* bias, void* y,

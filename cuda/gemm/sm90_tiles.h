@@ -8,6 +8,7 @@
 //   cluster           few rows, 16 bit and TF32: parts of K in the CTAs of a cluster, which add them up
 //   gradient          d times an activation's derivative, and the sums of its columns
 //   gated             half of the sums' columns times an activation of the other half
+//   gated_gradient    d times both derivatives of such a product, and the sums of these columns
 //
 // statistics (a convolution's) and sums (a dgrad's) are named by their ops, so that only their tiles stand here.
 #pragma once
@@ -64,7 +65,8 @@ enum class Sm90Kernel {
   kRows,
   kCluster,
   kGradient,
-  kGated
+  kGated,
+  kGatedGradient
 };
 
 struct Sm90Choice {
@@ -80,6 +82,7 @@ constexpr Sm90Choice ReadSm90Choice(std::string_view member, std::string_view ti
                             : member == "cluster"         ? Sm90Kernel::kCluster
                             : member == "gradient"        ? Sm90Kernel::kGradient
                             : member == "gated"           ? Sm90Kernel::kGated
+                            : member == "gated_gradient"  ? Sm90Kernel::kGatedGradient
                                                           : Sm90Kernel::kNone;
   return {kernel, ReadTile(tile)};
 }
@@ -94,6 +97,7 @@ inline constexpr TileSize kRowsTiles[] = {{64, 128}};
 inline constexpr TileSize kClusterTiles[] = {{64, 64}, {64, 128}, {128, 128}};
 inline constexpr TileSize kGradientTiles[] = {{128, 128}, {128, 256}, {256, 128}};
 inline constexpr TileSize kGatedTiles[] = {{128, 128}, {128, 256}, {256, 128}};  // of the sums
+inline constexpr TileSize kGatedGradientTiles[] = {{128, 256}, {256, 128}};
 // The same of a dgrad, by `product`: also for few channels. In TF32 kTf32Tiles.
 inline constexpr TileSize kDgradGradientTiles[] = {{128, 128}, {128, 256}, {256, 128}, {256, 64}};
 inline constexpr int kMostClusterParts = 8;      // CTAs of a cluster
@@ -153,6 +157,9 @@ inline std::string RefuseSm90Tile(Sm90Kernel kernel, std::string_view tile, DTyp
       break;
     case Sm90Kernel::kGated:
       has = Among(size, kGatedTiles);
+      break;
+    case Sm90Kernel::kGatedGradient:
+      has = Among(size, kGatedGradientTiles);
       break;
     case Sm90Kernel::kNone:
       break;

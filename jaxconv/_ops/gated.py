@@ -15,12 +15,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxconv import _plan
+from jaxconv import _plan, _problem
 from jaxconv._core import primitives, sharding
 from jaxconv._core.activations import Activation, activate, activate_tangent
 from jaxconv._core.types import Array
 from jaxconv._ops import dense, reference
-from jaxconv._problem import DenseProblem, GatedProblem, GateProblem
+from jaxconv._problem import DenseProblem, GatedGradientProblem, GatedProblem, GateProblem
 
 replace = dataclasses.replace
 
@@ -157,3 +157,75 @@ dense_gated = primitives.kernel(
     run=_shard,
 )
 primitives.by_reference(dense_gated)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The way back, from the layer behind the gate
+
+
+def _array(p: GatedGradientProblem, kind: str) -> primitives.Typed:
+    """s is a number for each column of z."""
+    return (p.z_shape[1:] if kind == "s" else getattr(p, f"{kind}_shape")), p.dtype
+
+
+def _back(p: GatedGradientProblem, dy: Array, kept: Array) -> list[Array]:
+    """dz, and its sum over the rows."""
+    (dz,) = gate_gradient(GateProblem(tuple(kept.shape), p.dtype, p.activation, p.first), kept, dy)
+    return [dz, jnp.sum(dz, 0)]
+
+
+def _product_of(p: GatedGradientProblem) -> DenseProblem:
+    named = p.algorithm is not None and p.algorithm.partition(" ")[0] == _plan.GATED_GRADIENT
+    return replace(p.product(), algorithm=None if named else p.algorithm)
+
+
+def _back_by_calls(p: GatedGradientProblem, dy: Array, w: Array, kept: Array) -> list[Array]:
+    return _back(p, dense.matmul(_product_of(p), dy, w), kept)
+
+
+def _back_shard(p: GatedGradientProblem, split: sharding.Split, dy: Array, w: Array, kept: Array) -> list[Array]:
+    """The derivative needs the whole product: where that is split it comes after adding the parts."""
+    if "k" in split:
+        dz, db = _back(p, jax.lax.psum(dense.matmul(_product_of(p), dy, w), split["k"]), kept)
+    else:
+        dz, db = dense_gated_gradient(p, dy, w, kept)
+    if "m" in split:
+        db = jax.lax.psum(db.astype(_problem.promoted(db.dtype, "float32")), split["m"]).astype(db.dtype)
+    return [dz, db]
+
+
+def _back_partition(
+    p: GatedGradientProblem, operands: Sequence[str], results: Sequence[str], run: Any
+) -> sharding.Partition:
+    """Rows, and the sum. A part of z's columns has no halves."""
+    names = {"x": "m k", "w": "n k" if p.trans_w else "k n", "z": "m h", "s": "h"}
+
+    def local(parts: Any) -> GatedGradientProblem:
+        return replace(p, m=p.m // parts["m"], k=p.k // parts["k"])
+
+    return sharding.Partition([names[o] for o in operands], [names[r] for r in results], "mk", local, run=run)
+
+
+def _back_flops(p: GatedGradientProblem) -> int:
+    """Those of the product, of f and f', of three products with them, and of the sum."""
+    return p.flops + (2 * (p.activation.name != "none") + 5) * p.m * p.n
+
+
+# dense_gated_gradient: of dy = x @ op(w), (m, n), and z, `kept`, (m, 2 n), dz and its sum over the rows, (2 n,), where a
+# kernel makes both. The problem is the product's, with f for its activation.
+dense_gated_gradient = primitives.kernel(
+    "dense_gated_gradient",
+    "dy w kept -> dz db",
+    replace(
+        dense.FAMILY,
+        kinds={"x": "dy", "z": "kept dz", "s": "db"},
+        array=_array,
+        partition=_back_partition,
+        batch=None,
+    ),
+    reference=_back_by_calls,
+    flops=_back_flops,
+    also="first",
+    run=_back_shard,
+)
+primitives.by_reference(dense_gated_gradient)

@@ -8,13 +8,14 @@ which of its kernels is wanted, with which tile and how many parts.
 
 from jaxconv._plan.choose import every, made, missing, natively, plan, supports, tiles, timed_as
 from jaxconv._plan.conv import fused_behind
-from jaxconv._plan.dense import GATED, GRADIENT
+from jaxconv._plan.dense import GATED, GATED_GRADIENT, GRADIENT
 from jaxconv._plan.ops import OPS
 from jaxconv._plan.plan import Device, Plan, Problem
 from jaxconv._plan.planner import disabled
 
 __all__ = [
     "GATED",
+    "GATED_GRADIENT",
     "GRADIENT",
     "OPS",
     "Device",

@@ -17,6 +17,8 @@ GEMM_TILES = ("128x128", "128x64", "64x64")
 GRADIENT = "sm90/gradient"  # the one kernel of dense_gradient
 GRADIENT_TILES = ("128x256", "256x128", "128x128")
 GATED = "sm90/gated"  # the one kernel of dense_gated
+GATED_GRADIENT = "sm90/gated_gradient"  # the one kernel of dense_gated_gradient
+GATED_GRADIENT_TILES = ("128x256", "256x128")
 GATED_TILES = ("128x256", "128x128", "256x128")
 # Rows up to which "sm90" is sm90/cluster: of more, sm90/rows was measured.
 FEW = 16
@@ -84,6 +86,11 @@ def wants(op: str, algorithm: str, p: DenseProblem, device: Device) -> Iterator[
     if op == "dense_gated":
         if algorithm == "sm90":
             yield from (Plan("native", "", GATED, tile) for tile in _gated_tiles(p, device))
+        return
+    if op == "dense_gated_gradient":
+        if algorithm == "sm90":
+            tiles = GATED_GRADIENT_TILES[:: -1 if p.k <= 256 else 1]  # as dense_gradient's
+            yield from (Plan("native", "", GATED_GRADIENT, tile) for tile in tiles)
         return
     if op == "dense_gradient":
         if algorithm == "sm90":
@@ -212,3 +219,14 @@ class DenseGated(OneKernel):
         _, (dtype, full, *stored, _, aligned), coordinates = super().features(p)
         f = "cheap" if p.activation.name in CHEAP else p.activation.name
         return "dense_gated", (dtype, full, *stored, f, aligned, p.save_preactivation), coordinates
+
+
+class DenseGatedGradient(OneKernel):
+    """A product that goes back through a gate and sums up on its way."""
+
+    kernel = GATED_GRADIENT
+    several = staticmethod(calls("three", "a product, then the gate's derivative and a sum"))
+
+    def features(self, p: DenseProblem) -> Features:
+        _, kind, coordinates = super().features(p)
+        return "dense_gated_gradient", kind, coordinates

@@ -44,7 +44,8 @@ PLATFORMS = ("cuda",)  # on a CPU the choice is a few rules
 
 # A problem of these ops may be timed. What is not here is made of others' choices, or was measured against two calls.
 _OPS = (
-    *("conv", "conv_fprop", "conv_dgrad", "conv_wgrad", "dense", "matmul", "dense_gradient", "dense_gated"),
+    *("conv", "conv_fprop", "conv_dgrad", "conv_wgrad"),
+    *("dense", "matmul", "dense_gradient", "dense_gated", "dense_gated_gradient"),
     *("batchnorm_train", "batchnorm_infer", "batchnorm_backward", "groupnorm", "groupnorm_backward"),
     *("max_pool", "max_pool_backward", "squeeze_excite", "squeeze_excite_backward"),
 )

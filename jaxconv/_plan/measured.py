@@ -370,8 +370,8 @@ def _least_ms(m: Measurement, of: model.Numbers) -> float:
     if m.op.startswith("dense"):
         instances, rows, summed, columns = extents
         flops = 2 * instances * rows * summed * columns
-        # Of rows * columns elements: z is read too; half of them are written, and all where z is.
-        arrays = 2 if m.op == "dense_gradient" else 0.5 + m.kind[-1] if m.op == "dense_gated" else 1
+        # Arrays of rows * columns elements: with z; half of them, and all of z where it is written; z and dz of two halves.
+        arrays = {"dense_gradient": 2, "dense_gated": 0.5 + bool(m.kind[-1]), "dense_gated_gradient": 4}.get(m.op, 1)
         moved = item * instances * (rows * summed + summed * columns + rows * columns * arrays)
     else:
         pixels, c, k, groups = extents

@@ -35,6 +35,7 @@ _TABLE: dict[type[Planner], str] = {
     dense.Dense: "dense matmul",
     dense.DenseGradient: "dense_gradient",
     dense.DenseGated: "dense_gated",
+    dense.DenseGatedGradient: "dense_gated_gradient",
     batchnorm.BatchNorm: (
         "batchnorm_train batchnorm_infer batchnorm_backward batchnorm_dx batchnorm_moments batchnorm_shortcut_backward"
     ),

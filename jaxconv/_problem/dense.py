@@ -203,6 +203,30 @@ class GatedProblem(DenseProblem):
 
 
 @dataclasses.dataclass(frozen=True)
+class GatedGradientProblem(DenseProblem):
+    """The way back through a gate: dy = x @ w, da = dy * f(g), dg = dy * a * f'(g), the halves of dz, (M, 2 N)."""
+
+    first: bool = False  # as GatedProblem's
+
+    @property
+    def z_shape(self) -> tuple[int, ...]:
+        return self.m, 2 * self.n
+
+    def product(self) -> DenseProblem:
+        """That of dy."""
+        return DenseProblem(**{f.name: getattr(self, f.name) for f in dataclasses.fields(DenseProblem)}).bare()
+
+    @classmethod
+    def of(cls, p: DenseProblem, activation: Activation, first: bool) -> GatedGradientProblem:
+        """Of dy's product."""
+        fields = {f.name: getattr(p, f.name) for f in dataclasses.fields(DenseProblem)}
+        return cls(**{**fields, "activation": activation}, first=first)
+
+    def __str__(self) -> str:
+        return f"{super().__str__()} + gate" + (" of the first half" if self.first else "")
+
+
+@dataclasses.dataclass(frozen=True)
 class GateProblem:
     """y = a * f(g), where a and g are the halves of z's last axis."""
 

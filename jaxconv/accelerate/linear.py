@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -78,6 +79,7 @@ class Fused:
     layer: Node | None = None  # whose name it gets in profiles, where it is not the operation's own
     given: Operands | None = None  # of one operation: how its call reads what it takes
     activation: Activation = NO_ACTIVATION
+    gated: bool = False  # whether a gate makes its first result
     why: str = ""  # what is not part of the call could be
 
 
@@ -269,7 +271,8 @@ def _fuse_epilogue(
         def layer(*values: Array) -> Sequence[Array]:
             x, w, bias, _ = given(values)
             h = run(x, w, bias, NO_ACTIVATION)
-            y = gate_of(h, gate.activation, gate.first)
+            rows = h if what == "conv" else h.reshape(math.prod(h.shape[:-1]), h.shape[-1])
+            y = gate_of(rows, gate.activation, gate.first).reshape(gate.y.shape)
             return [y, h] if shown else [y]
 
         told = [("bias", b), ("scale", g), (f"gate({gate.activation})", True)]
@@ -280,6 +283,7 @@ def _fuse_epilogue(
             layer,
             [what, *(text for text, there in told if there)],
             given=given,
+            gated=True,
             why=why,
         )
         return
@@ -402,8 +406,8 @@ class Dense:
 
     @property
     def activates(self) -> bool:
-        """Whether its only result is an activation's."""
-        return self.fused.activation != NO_ACTIVATION and len(self.fused.outputs) == 1
+        """Whether its only result is an activation's, or a gate's."""
+        return (self.fused.activation != NO_ACTIVATION or self.fused.gated) and len(self.fused.outputs) == 1
 
     def refuse_bare(self) -> None:
         if len(self.fused.parts) == 1:

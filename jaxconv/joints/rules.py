@@ -30,6 +30,7 @@ from jaxconv._problem import (
     ConvBatchNormProblem,
     ConvProblem,
     DenseProblem,
+    GatedGradientProblem,
     GatedProblem,
     PoolProblem,
 )
@@ -686,9 +687,22 @@ def sum_behind_pooling(program: Program, node: Node, device: _plan.Device) -> bo
 def product_and_activation(program: Program, node: Node, device: _plan.Device) -> bool:
     product = maker(node.inputs[1], "matmul")
     p = product.params["problem"] if product is not None else None
-    if p is None or p.batch is not None or p.trans_x:
+    f: Activation = node.params["problem"].activation
+    if p is None or p.batch is not None or p.trans_x or f.residual is None:
         return False
-    return _with_derivative(program, product, node, (0,), "dense_gradient", dense.dense_gradient, device)
+    both = replace(p, activation=f)
+    return _with_derivative(program, product, node, (0,), "dense_gradient", dense.dense_gradient, both, device)
+
+
+def product_and_gate(program: Program, node: Node, device: _plan.Device) -> bool:
+    """The same of a gate: dz has both halves."""
+    product, gate = maker(node.inputs[1], "matmul"), node.params["problem"]
+    p = product.params["problem"] if product is not None else None
+    if p is None or p.batch is not None or p.trans_x or len(gate.shape) != 2:
+        return False
+    both = GatedGradientProblem.of(p, gate.activation, gate.first)
+    kernel = gated.dense_gated_gradient
+    return _with_derivative(program, product, node, (0,), "dense_gated_gradient", kernel, both, device)
 
 
 def _pixels(p: ConvProblem) -> tuple[int, ...]:
@@ -700,7 +714,12 @@ def dgrad_and_activation(program: Program, node: Node, device: _plan.Device) -> 
     d = maker(node.inputs[1], "conv_dgrad")
     if d is None or split_by_type(*node.inputs):
         return False
-    return _with_derivative(program, d, node, _pixels(d.params["problem"]), "conv_gradient", conv.gradient, device)
+    p: ConvProblem = d.params["problem"]
+    f: Activation = node.params["problem"].activation
+    if f.residual is None:
+        return False
+    both = replace(p, activation=f)
+    return _with_derivative(program, d, node, _pixels(p), "conv_gradient", conv.gradient, both, device)
 
 
 def dgrad_and_relu(program: Program, node: Node, device: _plan.Device) -> bool:
@@ -760,17 +779,16 @@ def gradient_and_add(program: Program, node: Node, device: _plan.Device) -> bool
 def _with_derivative(
     program: Program,
     linear: Node,  # makes what the activation's gradient is given
-    node: Node,  # the activation's gradient
+    node: Node,  # the activation's gradient, or the gate's
     axes: tuple[int, ...],  # that a bias' gradient is summed over
     op: str,
     kernel: Callable[..., Sequence[Array]],
+    both: Any,  # linear's problem, with the activation
     device: _plan.Device,
 ) -> bool:
-    """`op`, of linear's problem with the activation, in the place of both nodes, and of the sum where there is one."""
+    """`op` in the place of both nodes, and of the sum where there is one."""
     kept, dh = node.inputs
-    f: Activation = node.params["problem"].activation
-    both = replace(linear.params["problem"], activation=f)
-    if not read_by(dh, node) or f.residual is None or not wants(op, both, device):
+    if not read_by(dh, node) or not wants(op, both, device):
         return False
     (dz,) = node.outputs
     sums = next(_sums_of(dz, *axes), [])
@@ -838,6 +856,9 @@ def layer_and_gate(program: Program, node: Node, device: _plan.Device) -> bool:
         return [y.reshape(gate.y_shape), *(z[0].reshape(shape) for shape in shapes)]
 
     program.splice(dead, inputs, outputs, call, layer_and_gate, both, gate, shapes)
+    return True
+
+
 def dgrad_and_sum(program: Program, node: Node, device: _plan.Device) -> bool:
     """A dgrad whose result is also summed up, as where the convolution in front has a bias and no activation. What the
     weight gradient reads stands for what an activation's derivative would be of."""
@@ -874,6 +895,7 @@ RULES = (
     Rule("a product that applies an activation's derivative", ("jaxconv_activation_gradient",), product_and_activation),
     Rule("a relu's derivative behind a dgrad", ("select_n",), dgrad_and_relu),
     Rule("a dgrad that applies an activation's derivative", ("jaxconv_activation_gradient",), dgrad_and_activation),
+    Rule("a product that applies a gate's derivative", ("jaxconv_gate_gradient",), product_and_gate),
     Rule("a dense layer that multiplies its halves", ("jaxconv_gate",), layer_and_gate),
     Rule("a dgrad through an activation that adds another gradient", ("add_any", "add"), gradient_and_add),
     Rule("a dgrad that takes a bias' gradient", ("jaxconv_conv_dgrad",), dgrad_and_sum),
