@@ -334,7 +334,8 @@ def page_of(kernel: str, op: str) -> str:
         return "XLA"
     if op == "conv_batchnorm" and family not in FAMILIES:
         return "batchnorm"
-    rooms = {"dense_gated": "dense", "dense_gradient": "dense", "layernorm": "groupnorm"}
+    rooms = dict.fromkeys(("dense_gated", "dense_gated_gradient", "dense_gradient"), "dense")
+    rooms["layernorm"] = "groupnorm"
     return family if op == "conv" else rooms.get(op, op)
 
 

@@ -22,12 +22,13 @@ from jaxconv._ops import conv as conv_module
 from jaxconv._ops import conv_integer
 from jaxconv._ops.batchnorm import backward_add, dx_of_sums, moments, shortcut_backward, shortcut_problem, signs
 from jaxconv._ops.dense import dense_gradient
-from jaxconv._ops.gated import dense_gated
+from jaxconv._ops.gated import dense_gated, dense_gated_gradient
 from jaxconv._problem import (
     AddedConvProblem,
     BatchNormProblem,
     ConvProblem,
     DenseProblem,
+    GatedGradientProblem,
     GatedProblem,
     IntegerConvProblem,
 )
@@ -36,7 +37,8 @@ from jaxconv.joints import region
 KERNELS = {kernel.name: kernel for kernel in primitives.KERNELS.values()}
 # A GPU's alone: a CPU's targets and examples are without them.
 ON_GPUS = (
-    *("dense_gated", "dense_gradient", "conv_dgrad_sums", "conv_gradient", "conv_gradient_add", "conv_scaled"),
+    *("dense_gated", "dense_gated_gradient", "dense_gradient", "conv_dgrad_sums", "conv_gradient", "conv_gradient_add"),
+    "conv_scaled",
     *("batchnorm_backward_add", "batchnorm_shortcut_backward", "batchnorm_signs"),
 )
 Shape = tuple[int, ...]
@@ -88,6 +90,13 @@ def y_and_z(x: jax.Array, w: jax.Array, b: jax.Array) -> list[jax.Array]:
     p = DenseProblem("dense", x.dtype.name, x.size // k, k, n, (jax.lax.Precision.DEFAULT,) * 2, bias="column")
     p = dataclasses.replace(p, algorithm="sm90")
     return dense_gated(GatedProblem.of(p, f, first=True, save=True, pixels=tuple(pixels)), x, w, b)
+
+
+def halves_and_db(dy: jax.Array, w: jax.Array, z: jax.Array) -> list[jax.Array]:
+    """dense_gated_gradient of a layer with silu, by the kernel."""
+    (m, k), n, precision = dy.shape, w.shape[0], (jax.lax.Precision.DEFAULT,) * 2
+    p = DenseProblem("dense", dy.dtype.name, m, k, n, precision, trans_w=True, algorithm="sm90")
+    return dense_gated_gradient(GatedGradientProblem.of(p, Activation("silu"), first=True), dy, w, z)
 
 
 def _norm(x: jax.Array, **more: Any) -> BatchNormProblem:
@@ -234,6 +243,11 @@ def _all_programs() -> dict[str, tuple[str, Any, Any]]:
     large = jnp.ones((16, 64, 64, 64), wide), jnp.ones(64)
     on_gpus = {
         "dense_gradient": ("dense_gradient", dz_and_db, product),
+        "dense_gated_gradient": (
+            "dense_gated_gradient",
+            halves_and_db,
+            [jnp.ones(s, wide) for s in ((64, 64), (128, 64), (64, 256))],
+        ),
         "dense_gated": ("dense_gated", y_and_z, [jnp.ones(s, wide) for s in ((2, 32, 64), (64, 128), (128,))]),
         "batchnorm_shortcut_backward": ("batchnorm_shortcut_backward", both_norms, large),
         "conv_dgrad_sums": ("conv_dgrad_sums", dz_and_sums, sums_operands()),
@@ -347,6 +361,7 @@ YOUNGER = (
         "conv_normalised_gradient",
         "conv_normalised_dx",
         "dense_gated",
+        "dense_gated_gradient",
         "dense_gradient",
         "batchnorm_backward_add",
         "batchnorm_dx",

@@ -53,7 +53,7 @@ from jaxconv._ops.conv import (
 )
 from jaxconv._ops.conv_normalised import normalised, normalised_dx, normalised_gradient, normalised_wgrad
 from jaxconv._ops.dense import dense_gradient, dense_kernel, matmul
-from jaxconv._ops.gated import dense_gated
+from jaxconv._ops.gated import dense_gated, dense_gated_gradient
 from jaxconv._ops.groupnorm import backward as group_backward
 from jaxconv._ops.groupnorm import norm as group_norm
 from jaxconv._ops.pool import backward as pool_backward
@@ -67,6 +67,7 @@ from jaxconv._problem import (
     BatchNormProblem,
     ConvProblem,
     DenseProblem,
+    GatedGradientProblem,
     GatedProblem,
     GroupNormProblem,
     NormalisedConvProblem,
@@ -275,6 +276,15 @@ def gated_calls(dtype: str, algorithm: str, m: int, k: int, n: int) -> list[Call
         p = DenseProblem("dense", dtype, m, k, 2 * n, precision, bias=bias, algorithm=algorithm)
         first = activation == "sigmoid"
         calls += [(dense_gated, GatedProblem.of(p, f, first, save)) for save in (False, True)]
+    return calls
+
+
+def gated_gradient_calls(dtype: str, algorithm: str, m: int, k: int, n: int) -> list[Call]:
+    calls = []
+    for activation in ("none", "gelu", "elu"):
+        precision, f = (jax.lax.Precision.DEFAULT,) * 2, activations.parse("", activation)
+        p = DenseProblem("dense", dtype, m, k, n, precision, trans_w=True, algorithm=algorithm)
+        calls.append((dense_gated_gradient, GatedGradientProblem.of(p, f, activation == "gelu")))
     return calls
 
 
@@ -498,6 +508,9 @@ def cases(op: str, algorithm: str, dtype: str) -> Iterator[tuple[str, list[Call]
     elif op == "dense_gradient":
         for shape in (*DENSES, (40000, 64, 264)):  # more tiles than blocks
             yield f"{shape}", gradient_calls(dtype, algorithm, *shape)
+    elif op == "dense_gated_gradient":
+        for shape in (*DENSES, (40000, 64, 264)):
+            yield f"{shape}", gated_gradient_calls(dtype, algorithm, *shape)
     elif op == "dense_gated":
         for shape in (*DENSES, (40000, 64, 264)):
             yield f"{shape}", gated_calls(dtype, algorithm, *shape)
@@ -554,6 +567,7 @@ KERNELS = {
     "dense": [*members("sm90", (*(kernel for kernel, _ in (*sm90.PRODUCTS, *sm90.FEW_ROWS)), "rows")), "gemm"],
     "dense_gradient": [_plan.GRADIENT],
     "dense_gated": [_plan.GATED],
+    "dense_gated_gradient": [_plan.GATED_GRADIENT],
     "batchnorm": list(_problem.BATCHNORM_ALGORITHMS),
     "pool": list(_problem.POOL_ALGORITHMS),
     "avg_pool": list(_problem.POOL_ALGORITHMS),

@@ -178,6 +178,11 @@ def test_a_gated_layer_is_measured(recorded):
     assert entries[0]["coordinates"] == pytest.approx([0, *map(math.log2, (16384, 640, 5120))], abs=1e-3)
 
 
+def test_the_gradient_behind_a_gate_is_measured(recorded):
+    found = recorded("--op", "dense_gated_gradient", "--suite", "models", "--cases", "ffn.*", "--dtype", "f32")
+    assert {row["status"] for row in found["rows"]} == {"ok"} and len(found["rows"]) == 8
+
+
 def test_a_layer_that_saves_z_is_measured(recorded):
     found = recorded("--op", "dense", "--suite", "models", "--cases", "ffn.*", "--dtype", "f32", "--algorithm", "gemm")
     passes = {(row["case"], row["pass"]) for row in found["rows"]}

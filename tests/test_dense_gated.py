@@ -37,12 +37,12 @@ from tolerance import assert_close, assert_exact
 import jaxconv
 from jaxconv import _plan
 from jaxconv._core import activations, sharding
-from jaxconv._ops.gated import dense_gated, gate_of
+from jaxconv._ops.gated import dense_gated, dense_gated_gradient, gate_of
 from jaxconv._plan import measured
-from jaxconv._problem import DenseProblem, GatedProblem
+from jaxconv._problem import DenseProblem, GatedGradientProblem, GatedProblem
 
 M, K, N = 33, 24, 40  # columns of y
-TILES = ("128x128", "128x256", "256x128")
+TILES, BACK_TILES = ("128x128", "128x256", "256x128"), ("128x256", "256x128")
 
 
 @pytest.fixture(autouse=True)
@@ -185,6 +185,116 @@ def test_gated_over_a_mesh(kind, spec):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# The way back, from the layer behind the gate
+
+
+def back(m: int = M, k: int = K, n: int = N, activation: Any = "gelu", first: bool = False, **fields: Any) -> Any:
+    options: dict[str, Any] = dict(dtype="float32", precision=(lax.Precision.HIGHEST,) * 2, trans_w=True)
+    p = DenseProblem("dense", m=m, k=k, n=n, **{**options, **fields})
+    return GatedGradientProblem.of(p, activations.parse("", activation), first)
+
+
+def of_back(p: GatedGradientProblem, draw: Any) -> list[np.ndarray]:
+    return [draw(i, s) for i, s in enumerate((p.x_shape, p.w_shape, p.z_shape))]
+
+
+def back_of_numpy(p: GatedGradientProblem, dy: np.ndarray, w: np.ndarray, z: np.ndarray) -> list[np.ndarray]:
+    dy = p.alpha * dy @ (w.T if p.trans_w else w)
+    halves = np.split(z, 2, -1)
+    a, g = halves[::-1] if p.first else halves
+    name = p.activation.name if p.activation.name != "leaky_relu" else ("leaky_relu", p.activation.slope)
+    value, slope = (g, np.ones_like(g)) if name == "none" else (ref.activate(name, g), ref.slope(name, g))
+    both = [dy * value, dy * a * slope]
+    dz = np.concatenate(both[::-1] if p.first else both, -1)
+    return [dz, dz.sum(0)]
+
+
+@pytest.mark.parametrize("trans_w", (False, True), ids=("w", "w_transposed"))
+@pytest.mark.parametrize("first", (False, True), ids=("second", "first"))
+@pytest.mark.parametrize("activation", (None, "relu", ("leaky_relu", 0.5)), ids=label)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_gradient_of_integers_is_exact(dtype, activation, first, trans_w):
+    p = back(activation=activation, first=first, dtype=dtype, trans_w=trans_w)
+    args = of_back(p, lambda i, s: integers(i, s, 1 if i < 2 else 2) + (0.5 if i == 2 else 0))
+    args[0] *= np.arange(K) % 4 == 0  # sums of a few
+    expected = back_of_numpy(p, *args)
+    with types_of(dtype):
+        outs = jax.jit(functools.partial(dense_gated_gradient, p))(*(jnp.asarray(a, dtype) for a in args))
+        assert [out.dtype.name for out in outs] == [dtype] * 2
+        assert_exact(outs[0], expected[0], "dz")
+        assert_exact(outs[1], np.asarray(jnp.asarray(expected[1], dtype), np.float64), "db")
+
+
+@on_hopper
+@pytest.mark.parametrize("tile", BACK_TILES)
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("first", (False, True), ids=("second", "first"))
+@pytest.mark.parametrize("activation", [a for a in NAMED_ACTIVATIONS if a is not None], ids=label)
+def test_every_tile_of_the_gradient_is_as_exact_as_three_calls(activation, first, shape, dtype, tile):
+    p = back(*shape, activation, first, dtype=dtype, algorithm=f"{_plan.GATED_GRADIENT} {tile}")
+    m, k, _ = shape
+    dy, w, z = of_back(p, functools.partial(normal, dtype=dtype))
+    z = np.copysign(np.maximum(np.abs(z), 2.0**-6), z)  # not so near a kink
+    typed = [jnp.asarray(a, dtype) for a in (dy, w / np.sqrt(k), z)]
+    f = jax.jit(functools.partial(dense_gated_gradient, p))
+    assert calls(f, *typed) == {"dense_gated_gradient": 1}
+    ours = f(*typed)
+    xla = functools.partial(dense_gated_gradient, dataclasses.replace(p, algorithm=None, implementation="xla"))
+    theirs = jax.jit(xla)(*typed)
+    dz, db = back_of_numpy(p, *(np.asarray(a, np.float64) for a in typed))
+    assert_close(ours[0], theirs[0], dz, k, "dz", scale=np.abs(dz).max())
+    assert_close(ours[1], theirs[1], db, k + m, "db", scale=np.abs(dz).max() * np.sqrt(m))
+    # db is the sum of what was written.
+    exact = np.asarray(ours[0], np.float64).sum(0)
+    np.testing.assert_allclose(ours[1].astype("float32"), exact, rtol=2.0**-8, atol=1e-3 * np.abs(exact).max())
+    assert all(np.array_equal(a, b) for a, b in zip(ours, f(*typed), strict=True))
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+@pytest.mark.parametrize("activation", ("silu", "gelu"))
+def test_large_numbers_go_back_through_a_gate(activation, dtype):
+    """f is g itself there, and f' is 1; or both are 0."""
+    p = back(64, 64, 64, activation, dtype=dtype, algorithm=_plan.GATED_GRADIENT)
+    dy, w = np.eye(64), np.eye(64)
+    z = np.concatenate([np.full((64, 64), 3.0), np.where(np.arange(64) % 2 == 0, 200.0, -200.0) * np.ones((64, 1))], -1)
+    dz, _ = dense_gated_gradient(p, *(jnp.asarray(a, dtype) for a in (dy, w, z)))
+    np.testing.assert_allclose(dz.astype("float32"), back_of_numpy(p, dy, w, z)[0], rtol=2.0**-8, atol=1e-30)
+
+
+@pytest.mark.parametrize("activation", (None, "gelu", "tanh", "relu"), ids=label)
+def test_the_gradient_has_derivatives(activation, x64):
+    p = back(5, 4, 6, activation, dtype="float64")
+    args = [jnp.asarray(a) for a in of_back(p, normal)]
+    check_grads(functools.partial(dense_gated_gradient, p), args, order=2, modes=("fwd", "rev"), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ("Auto", "Explicit"))
+@pytest.mark.parametrize("spec", ("a-", "-a", "ab", "ba"))
+def test_the_gradient_over_a_mesh(kind, spec):
+    """Rows, and the reduction: db is summed over the rows' shards."""
+    if len(jax.devices()) < 4:
+        pytest.skip("needs four devices")
+    mesh = jax.make_mesh((2, 2), ("a", "b"), devices=jax.devices()[:4], axis_types=(getattr(AxisType, kind),) * 2)
+    p = back(32, 16, 24, "relu")
+    m, k = (None if axis == "-" else axis for axis in spec)
+    args = of_back(p, lambda i, s: integers(i, s, 2))
+    with jax.set_mesh(mesh):
+        placed = [
+            jax.device_put(jnp.asarray(a, "float32"), NamedSharding(mesh, P(*s)))
+            for a, s in zip(args, ((m, k), (None, k), (m, None)), strict=True)
+        ]
+        outs = jax.jit(functools.partial(dense_gated_gradient, p))(*placed)
+        if kind == "Auto":
+            ruled = jax.jit(sharding.auto(dense_gated_gradient, p, mesh))
+            assert "all-gather" not in opcodes(ruled.lower(*placed).compile().as_text())
+            outs = [*outs, *ruled(*placed)]
+    for out, expected in zip(outs, back_of_numpy(p, *args) * (len(outs) // 2), strict=True):
+        assert_exact(out, expected)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # The plan
 
 
@@ -235,6 +345,28 @@ def test_unforced_it_is_the_kernel_where_that_was_measured_to_be_faster(with_the
         assert str(planned(dataclasses.replace(p, **other), device)) == "calls[two]"
     monkeypatch.setenv("JAXCONV_DISABLE", "dense_gated")
     assert str(planned(p, device)) == "calls[two]"
+
+
+def test_the_gradient_is_the_kernel_where_that_runs_or_was_measured(with_the_kernel):
+    p = back(16384, 640, 2560, dtype="bfloat16")
+
+    def planned(p: Any, device: Any = H200) -> Any:
+        return _plan.plan("dense_gated_gradient", p, device)
+
+    for tile in BACK_TILES:
+        made = planned(dataclasses.replace(p, algorithm=f"{_plan.GATED_GRADIENT} {tile}"))
+        assert (made.kernel, made.tile, made.workspace_bytes) == (_plan.GATED_GRADIENT, tile, 256 * 2 * 2560 * 4)
+    assert planned(dataclasses.replace(p, implementation="native")).kernel == _plan.GATED_GRADIENT
+    for other in (dict(dtype="float32"), dict(trans_w=False), dict(k=97), dict(alpha=0.5)):
+        assert str(planned(dataclasses.replace(p, implementation="native", **other))) == "calls[three]"
+    with pytest.raises(ValueError, match=r"cannot run dense_gated_gradient of .*16-bit arrays"):
+        planned(dataclasses.replace(p, algorithm=_plan.GATED_GRADIENT, dtype="float32"))
+    device = dataclasses.replace(H200, kind="a device")
+    assert str(planned(p, device)) == "calls[three]"
+    op, kind, coordinates = measured.features("dense_gated_gradient", p)
+    entry = dict(op=op, kind=kind, coordinates=coordinates, case="it", xla_ms=2.0)
+    measured.learn("a device", [{**entry, "native_ms": {_plan.GATED_GRADIENT: 1.0}}])
+    assert planned(p, device).kernel == _plan.GATED_GRADIENT
 
 
 def test_on_a_cpu_it_is_two_calls():

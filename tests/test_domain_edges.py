@@ -556,6 +556,21 @@ YES_AND_NO: dict[str, tuple[Callable[[], Refusal], Callable[[], Refusal], str]] 
         lambda: of_dense("sm90/gradient", "128x256", trans_w=True, n=132 * 256),
         "132 columns of tiles",
     ),
+    "a product back through a gate, of w stored (K, N)": (
+        lambda: of_dense("sm90/gated_gradient", "128x256"),
+        lambda: of_dense("sm90/gated_gradient", "128x256", trans_w=True),
+        "w stored (N, K)",
+    ),
+    "its columns of tiles": (
+        lambda: of_dense("sm90/gated_gradient", "256x128", trans_w=True, n=132 * 128 + 8),
+        lambda: of_dense("sm90/gated_gradient", "256x128", trans_w=True, n=132 * 128),
+        "132 columns of tiles",
+    ),
+    "its tile": (
+        lambda: of_dense("sm90/gated_gradient", "128x128", trans_w=True),
+        lambda: of_dense("sm90/gated_gradient", "256x128", trans_w=True),
+        'no tile "128x128"',
+    ),
     "a gated product of w stored (N, K)": (
         lambda: of_dense("sm90/gated", "128x256", trans_w=True),
         lambda: of_dense("sm90/gated", "128x256"),

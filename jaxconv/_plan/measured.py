@@ -370,7 +370,7 @@ def _least_ms(m: Measurement, of: model.Numbers) -> float:
     if m.op.startswith("dense"):
         instances, rows, summed, columns = extents
         flops = 2 * instances * rows * summed * columns
-        # Arrays of rows * columns elements: with z; half of them, and all of z where it is written; z and dz of two halves.
+        # Arrays of rows * columns elements: with z; a half, and z where it is written; z and dz of two halves each.
         arrays = {"dense_gradient": 2, "dense_gated": 0.5 + bool(m.kind[-1]), "dense_gated_gradient": 4}.get(m.op, 1)
         moved = item * instances * (rows * summed + summed * columns + rows * columns * arrays)
     else:
