@@ -558,7 +558,8 @@ using DenseGradient = DenseGradientWith<>;
 
 // dz has two halves, each of them as wide as the product.
 struct DenseGatedGradient : DenseGradientWith<wire::First> {
-  static constexpr RuleOf kRules[] = {{"dy", kX}, {"w", kW}, {"dz", kY}, {"db", kBias}, {"kept", kLikeY}};
+  static constexpr RuleOf kRules[] = {
+      {"dy", kX}, {"w", kW}, {"dz", kY}, {"db", kBias}, {"kept", kLikeY}};
   using DenseGradientWith::DenseGradientWith;
   bool first = std::get<2>(all).value != 0;
   auto Problems() const { return std::tie(p, e, first); }

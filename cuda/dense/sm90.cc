@@ -43,8 +43,8 @@ Sm90Product OneProduct(const DenseProblem& p, const Epilogue& e, int64_t columns
 // The operands of a gradient's product, w stored (N, K).
 Status EncodeDyAndW(const DenseProblem& p, TileSize tile, const void* dy, const void* w,
                     const std::string& what, Sm90Product* g) {
-  JAXCONV_RETURN_IF_ERROR(EncodeTiled(p.dtype, Matrices(dy, p.m, p.k, false, 1),
-                                      {64, 1, tile.rows}, what + " dy", &g->a[0]));
+  JAXCONV_RETURN_IF_ERROR(EncodeTiled(p.dtype, Matrices(dy, p.m, p.k, false, 1), {64, 1, tile.rows},
+                                      what + " dy", &g->a[0]));
   TmaTensor filter = Matrices(w, p.n, p.k, false, 1);
   filter.rank = 4;
   filter.extent[3] = 1;
@@ -224,8 +224,8 @@ Status Sm90DenseGated(const Context& ctx, const DenseProblem& p, const Epilogue&
   }
   JAXCONV_RETURN_IF_ERROR(EncodeTiled(p.dtype, Matrices(x, p.m, p.k, false, 1), {64, 1, tile.rows},
                                       what + " x", &g.a[0]));
-  JAXCONV_RETURN_IF_ERROR(EncodeTiled(p.dtype, Matrices(y, p.m, half, false, 1), {64, 1, 64},
-                                      what + " y", &g.d[0]));
+  JAXCONV_RETURN_IF_ERROR(
+      EncodeTiled(p.dtype, Matrices(y, p.m, half, false, 1), {64, 1, 64}, what + " y", &g.d[0]));
   // (columns, instance, k, half)
   const TmaTensor filter = {w, 4, {half, 1, p.k, 2}, {1, p.n, p.n, half}};
   JAXCONV_RETURN_IF_ERROR(EncodeTiled(p.dtype, filter, {64, 1, 64, 1}, what + " w", &g.b));

@@ -28,11 +28,11 @@ struct ColumnsOfBox {
   }
   template <typename T>
   __device__ __forceinline__ void Store(uint32_t box, const float (&v)[8], T) const {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(
-                     box + offset),
-                 "r"(PackHalves(v[0], v[1], T())), "r"(PackHalves(v[2], v[3], T())),
-                 "r"(PackHalves(v[4], v[5], T())), "r"(PackHalves(v[6], v[7], T()))
-                 : "memory");
+    asm volatile(
+        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(box + offset),
+        "r"(PackHalves(v[0], v[1], T())), "r"(PackHalves(v[2], v[3], T())),
+        "r"(PackHalves(v[4], v[5], T())), "r"(PackHalves(v[6], v[7], T()))
+        : "memory");
   }
   uint32_t offset;
 };
@@ -164,10 +164,10 @@ struct Sm90GatedGradient : Sm90EpilogueDefaults {
   __device__ __forceinline__ void Finish(const Sm90Product& p, const Args& args,
                                          const Sm90Place& at, Ring& ring, Sums& acc) {
     const float slope = p.epilogue.slope;
-#define JAXCONV_BOTH(kind)                                                                   \
-  case Activation::kind:                                                                     \
-    Through(p, args, at, ring, acc,                                                          \
-            [slope](float z) { return BothOf<T, Activation::kind>(z, slope); });             \
+#define JAXCONV_BOTH(kind)                                                       \
+  case Activation::kind:                                                         \
+    Through(p, args, at, ring, acc,                                              \
+            [slope](float z) { return BothOf<T, Activation::kind>(z, slope); }); \
     return;
     static_assert(kActivationCount == 11, "a new activation needs its case below");
     switch (p.epilogue.activation) {
@@ -216,8 +216,7 @@ Status LaunchByTile(const Context& ctx, Sm90Product& p, TileSize tile, bool firs
 Status LaunchSm90GatedGradient(const Context& ctx, DType dtype, Sm90Product& p, TileSize tile,
                                bool first, int multiprocessors, float* parts, void* sums,
                                const std::string& what) {
-  const auto launch =
-      dtype == DType::kBF16 ? LaunchByTile<__nv_bfloat16> : LaunchByTile<__half>;
+  const auto launch = dtype == DType::kBF16 ? LaunchByTile<__nv_bfloat16> : LaunchByTile<__half>;
   return launch(ctx, p, tile, first, multiprocessors, parts, sums, what);
 }
 

@@ -211,8 +211,8 @@ def _back_flops(p: GatedGradientProblem) -> int:
     return p.flops + (2 * (p.activation.name != "none") + 5) * p.m * p.n
 
 
-# dense_gated_gradient: of dy = x @ op(w), (m, n), and z, `kept`, (m, 2 n), dz and its sum over the rows, (2 n,), where a
-# kernel makes both. The problem is the product's, with f for its activation.
+# dense_gated_gradient: of dy = x @ op(w), (m, n), and z, `kept`, (m, 2 n): dz and its sum over the rows, (2 n,), where
+# a kernel makes both. The problem is the product's, with f for its activation.
 dense_gated_gradient = primitives.kernel(
     "dense_gated_gradient",
     "dy w kept -> dz db",
