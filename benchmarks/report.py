@@ -287,10 +287,16 @@ def forced(runs: dict[str, Run]) -> str:
 FAMILIES = ("depthwise", "direct", "grouped", "im2col", "implicit_gemm", "narrow", "sm90", "stem")
 
 
+SEVERAL = "several calls"
+
+
 def kernels_of(row: Run, op: str, dtype: str) -> list[str]:
     """The kernels of a row's plan: "sm90/halo", "depthwise/rows", "two_read", ...; "xla" for XLA's."""
     names = []
     for part in row.get("plan", "").split(" + "):
+        if part.startswith("calls["):  # each has a plan of its own
+            names.append(SEVERAL)
+            continue
         name, *rest = part.removeprefix("native[").rstrip("]").split(" ")
         tile = next((word for word in rest if "=" not in word and word != "channels-last"), "")
         names.append(_renamed(name, tile, row, op, dtype))
@@ -381,7 +387,7 @@ def kernels(runs: dict[str, Run]) -> str:
     ratios: dict[tuple[str, str, str, str], list[tuple[float, str]]] = {}
     for run, row in defaults(runs):
         for kernel in dict.fromkeys(kernels_of(row, run["op"], dtype_of(run))):
-            if kernel != "xla" and row.get("xla_over_this"):
+            if kernel not in ("xla", SEVERAL) and row.get("xla_over_this"):
                 key = kernel, run["op"], dtype_of(run), run["device"]
                 ratios.setdefault(key, []).append((row["xla_over_this"], f"{row['case']} {row['pass']}"))
     rows = []
