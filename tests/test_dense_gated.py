@@ -165,19 +165,20 @@ def test_the_gate_and_its_kernel_have_derivatives(activation, first, x64):
 
 
 @pytest.mark.parametrize("kind", ("Auto", "Explicit"))
-@pytest.mark.parametrize("spec", ("a-", "-a", "ab", "ba"))
+@pytest.mark.parametrize("spec", ("a--", "-a-", "ab-", "--a", "a-b", "-ab", "--ab"))
 def test_gated_over_a_mesh(kind, spec):
-    """Rows, and the reduction: the gate is behind the whole sum."""
+    """Rows, the reduction, columns: the gate is behind the whole sum, of halves that lie with other shards."""
     if len(jax.devices()) < 4:
         pytest.skip("needs four devices")
     mesh = jax.make_mesh((2, 2), ("a", "b"), devices=jax.devices()[:4], axis_types=(getattr(AxisType, kind),) * 2)
     p = problem(32, 16, 24, "relu")
-    m, k = (None if axis == "-" else axis for axis in spec)
+    m, k, *n = (None if axis == "-" else axis for axis in spec)
+    n = tuple(filter(None, n))
     args = operands(p, lambda i, s: integers(i, s, 2))
     with jax.set_mesh(mesh):
         placed = [
             jax.device_put(jnp.asarray(a, "float32"), NamedSharding(mesh, P(*s)))
-            for a, s in zip(args, ((m, k), (k, None), (None,)), strict=True)
+            for a, s in zip(args, ((m, k), (k, n), (n,)), strict=True)
         ]
         outs = jax.jit(functools.partial(dense_gated, p))(*placed)
         if kind == "Auto":  # as where a kernel is planned: the rule, not XLA, says what a shard runs
@@ -275,19 +276,20 @@ def test_the_gradient_has_derivatives(activation, x64):
 
 
 @pytest.mark.parametrize("kind", ("Auto", "Explicit"))
-@pytest.mark.parametrize("spec", ("a-", "-a", "ab", "ba"))
+@pytest.mark.parametrize("spec", ("a--", "-a-", "ab-", "--a", "a-b", "-ab", "--ab"))
 def test_the_gradient_over_a_mesh(kind, spec):
-    """Rows, and the reduction: db is summed over the rows' shards."""
+    """Rows, the reduction, columns: db is summed over the rows' shards."""
     if len(jax.devices()) < 4:
         pytest.skip("needs four devices")
     mesh = jax.make_mesh((2, 2), ("a", "b"), devices=jax.devices()[:4], axis_types=(getattr(AxisType, kind),) * 2)
     p = back(32, 16, 24, "relu")
-    m, k = (None if axis == "-" else axis for axis in spec)
+    m, k, *n = (None if axis == "-" else axis for axis in spec)
+    n = tuple(filter(None, n))
     args = of_back(p, lambda i, s: integers(i, s, 2))
     with jax.set_mesh(mesh):
         placed = [
             jax.device_put(jnp.asarray(a, "float32"), NamedSharding(mesh, P(*s)))
-            for a, s in zip(args, ((m, k), (None, k), (m, None)), strict=True)
+            for a, s in zip(args, ((m, k), (n, k), (m, n)), strict=True)
         ]
         outs = jax.jit(functools.partial(dense_gated_gradient, p))(*placed)
         if kind == "Auto":
@@ -296,6 +298,27 @@ def test_the_gradient_over_a_mesh(kind, spec):
             outs = [*outs, *ruled(*placed)]
     for out, expected in zip(outs, back_of_numpy(p, *args) * (len(outs) // 2), strict=True):
         assert_exact(out, expected)
+
+
+def test_columns_over_an_odd_number_of_shards():
+    """A shard has columns of both halves."""
+    if len(jax.devices()) < 3:
+        pytest.skip("needs three devices")
+    mesh = jax.make_mesh((3,), ("a",), devices=jax.devices()[:3], axis_types=(AxisType.Explicit,))
+    for p, op, of_numpy_, specs in (
+        (problem(8, 16, 24, "relu", first=True), dense_gated, of_numpy, (P(), P(None, "a"), P("a"))),
+        (back(8, 16, 24, "relu"), dense_gated_gradient, back_of_numpy, (P(), P("a"), P(None, "a"))),
+    ):
+        draw = functools.partial(integers, largest=2)
+        args = operands(p, draw) if op is dense_gated else of_back(p, draw)
+        with jax.set_mesh(mesh):
+            placed = [
+                jax.device_put(jnp.asarray(a, "float32"), NamedSharding(mesh, s))
+                for a, s in zip(args, specs, strict=True)
+            ]
+            outs = jax.jit(functools.partial(op, p))(*placed)
+        for out, expected in zip(outs, of_numpy_(p, *args), strict=True):
+            assert_exact(out, expected)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -96,6 +96,51 @@ def _layer_of(p: GatedProblem) -> DenseProblem:
     return replace(p.layer(), algorithm=None if named else p.algorithm)
 
 
+def _gate_problem(p: GatedProblem | GatedGradientProblem, z: Array) -> GateProblem:
+    return GateProblem(tuple(z.shape), p.dtype, p.activation, p.first)
+
+
+def _sends(axes: tuple[str, ...]) -> tuple[int, Array, list[list[tuple[int, int]]]]:
+    """How z's columns reach the shards that have the same columns of y: the number of shards, whether this one is in the
+    first half, and who sends whom one of the two blocks that it has, first and then."""
+    size = jax.lax.axis_size(axes)
+    left = range(size // 2)
+    first = [*((s, 2 * s) for s in left), *((s + size // 2, 2 * s + 1) for s in left)]
+    then = [*((s, 2 * s + 1) for s in left), *((s + size // 2, 2 * s) for s in left)]
+    return size, jax.lax.axis_index(axes) < size // 2, [first, then]
+
+
+def _columns_of_halves(z: Array, axes: tuple[str, ...]) -> Array:
+    """Of z's columns, split over axes of a mesh, those of both halves that belong to this shard's part of a half."""
+    size, in_left, sends = _sends(axes)
+    if size % 2:
+        left, right = jnp.split(jax.lax.all_gather(z, axes, axis=z.ndim - 1, tiled=True), 2, -1)
+        width, at = z.shape[-1] // 2, jax.lax.axis_index(axes)
+        mine = [jax.lax.dynamic_slice_in_dim(half, at * width, width, z.ndim - 1) for half in (left, right)]
+        return jnp.concatenate(mine, -1)
+    one, other = jnp.split(z, 2, -1)
+    got = [jnp.where(in_left, one, other), jnp.where(in_left, other, one)]
+    one, other = (jax.lax.ppermute(block, axes, to) for block, to in zip(got, sends, strict=True))
+    even = jax.lax.axis_index(axes) % 2 == 0
+    return jnp.concatenate([jnp.where(even, one, other), jnp.where(even, other, one)], -1)
+
+
+def _columns_of_all(halves: Array, axes: tuple[str, ...]) -> Array:
+    """The inverse: the columns that this shard has of an array like z."""
+    size, in_left, sends = _sends(axes)
+    left, right = jnp.split(halves, 2, -1)
+    if size % 2:
+        both = [jax.lax.all_gather(half, axes, axis=half.ndim - 1, tiled=True) for half in (left, right)]
+        width, at = halves.shape[-1], jax.lax.axis_index(axes)
+        return jax.lax.dynamic_slice_in_dim(jnp.concatenate(both, -1), at * width, width, halves.ndim - 1)
+    even = jax.lax.axis_index(axes) % 2 == 0
+    got = [jnp.where(even, left, right), jnp.where(even, right, left)]
+    one, other = (
+        jax.lax.ppermute(block, axes, [(b, a) for a, b in to]) for block, to in zip(got, sends, strict=True)
+    )
+    return jnp.concatenate([jnp.where(in_left, one, other), jnp.where(in_left, other, one)], -1)
+
+
 def _behind(p: GatedProblem, z: Array) -> list[Array]:
     y = gate_of(z, p.activation, p.first)
     return [y, z] if p.save_preactivation else [y]
@@ -115,28 +160,34 @@ def _by_calls(p: GatedProblem, x: Array, w: Array, *b: Array) -> list[Array]:
 
 
 def _shard(p: GatedProblem, split: sharding.Split, x: Array, w: Array, *b: Array) -> list[Array]:
-    """The gate needs the whole sum: where it is split it comes after adding the parts."""
-    if "k" not in split:
+    """The gate needs the whole sum: where it is split it comes after adding the parts. Split columns come from others."""
+    if "k" not in split and "h" not in split:
         return dense_gated(p, x, w, *b)
     layer = _layer_of(p)
     z = dense.matmul(layer.bare(), x, w) if p.pixels is None else _product(p, x, w)
-    z = jax.lax.psum(z, split["k"])
-    return _behind(p, reference.dense_epilogue(layer, z, *b)[0])
+    z = jax.lax.psum(z, split["k"]) if "k" in split else z
+    z = reference.dense_epilogue(layer, z, *b)[0]
+    if "h" not in split:
+        return _behind(p, z)
+    (y,) = _gate(_gate_problem(p, z), _columns_of_halves(z, split["h"]))
+    return [y, z] if p.save_preactivation else [y]
 
 
 def _partition(p: GatedProblem, operands: Sequence[str], results: Sequence[str], run: Any) -> sharding.Partition:
-    """Rows, and the sum. A part of z's columns has no halves."""
+    """Rows, the sum, columns."""
     rows = "m" if p.pixels is None else "pqrs"[: len(p.pixels)]
     m = " ".join(rows)
-    names = {"x": f"{m} k", "w": "k h", "b": "h", "y": f"{m} n", "z": f"{m} h"}
+    names = {"x": f"{m} k", "w": "k h", "b": "h", "y": f"{m} h", "z": f"{m} h"}
 
     def local(parts: Any) -> GatedProblem:
         pixels = None
         if p.pixels is not None:
             pixels = tuple(extent // parts[axis] for axis, extent in zip(rows, p.pixels, strict=True))
-        return replace(p, m=p.m // math.prod(parts[axis] for axis in rows), k=p.k // parts["k"], pixels=pixels)
+        m = p.m // math.prod(parts[axis] for axis in rows)
+        return replace(p, m=m, k=p.k // parts["k"], n=p.n // parts["h"], pixels=pixels)
 
-    return sharding.Partition([names[o] for o in operands], [names[r] for r in results], rows + "k", local, run=run)
+    arrays = [names[o] for o in operands], [names[r] for r in results]
+    return sharding.Partition(*arrays, rows + "kh", local, sizes={"h": p.n // 2}, run=run)
 
 
 def _flops(p: GatedProblem) -> int:
@@ -170,7 +221,7 @@ def _array(p: GatedGradientProblem, kind: str) -> primitives.Typed:
 
 def _back(p: GatedGradientProblem, dy: Array, kept: Array) -> list[Array]:
     """dz, and its sum over the rows."""
-    (dz,) = gate_gradient(GateProblem(tuple(kept.shape), p.dtype, p.activation, p.first), kept, dy)
+    (dz,) = gate_gradient(_gate_problem(p, kept), kept, dy)
     return [dz, jnp.sum(dz, 0)]
 
 
@@ -185,8 +236,15 @@ def _back_by_calls(p: GatedGradientProblem, dy: Array, w: Array, kept: Array) ->
 
 def _back_shard(p: GatedGradientProblem, split: sharding.Split, dy: Array, w: Array, kept: Array) -> list[Array]:
     """The derivative needs the whole product: where that is split it comes after adding the parts."""
-    if "k" in split:
-        dz, db = _back(p, jax.lax.psum(dense.matmul(_product_of(p), dy, w), split["k"]), kept)
+    if "k" in split or "n" in split:
+        product = dense.matmul(_product_of(p), dy, w)
+        product = jax.lax.psum(product, split["k"]) if "k" in split else product
+        if "n" in split:
+            z = _columns_of_halves(kept, split["n"])
+            dz = _columns_of_all(_gate_gradient(_gate_problem(p, z), z, product)[0], split["n"])
+            db = jnp.sum(dz, 0)
+        else:
+            dz, db = _back(p, product, kept)
     else:
         dz, db = dense_gated_gradient(p, dy, w, kept)
     if "m" in split:
@@ -197,13 +255,14 @@ def _back_shard(p: GatedGradientProblem, split: sharding.Split, dy: Array, w: Ar
 def _back_partition(
     p: GatedGradientProblem, operands: Sequence[str], results: Sequence[str], run: Any
 ) -> sharding.Partition:
-    """Rows, and the sum. A part of z's columns has no halves."""
-    names = {"x": "m k", "w": "n k" if p.trans_w else "k n", "z": "m h", "s": "h"}
+    """Rows, columns, the sum."""
+    names = {"x": "m k", "w": "n k" if p.trans_w else "k n", "z": "m n", "s": "n"}
 
     def local(parts: Any) -> GatedGradientProblem:
-        return replace(p, m=p.m // parts["m"], k=p.k // parts["k"])
+        return replace(p, m=p.m // parts["m"], k=p.k // parts["k"], n=p.n // parts["n"])
 
-    return sharding.Partition([names[o] for o in operands], [names[r] for r in results], "mk", local, run=run)
+    arrays = [names[o] for o in operands], [names[r] for r in results]
+    return sharding.Partition(*arrays, "mnk", local, sizes={"n": p.n}, run=run)
 
 
 def _back_flops(p: GatedGradientProblem) -> int:
