@@ -101,8 +101,8 @@ def _gate_problem(p: GatedProblem | GatedGradientProblem, z: Array) -> GateProbl
 
 
 def _sends(axes: tuple[str, ...]) -> tuple[int, Array, list[list[tuple[int, int]]]]:
-    """How z's columns reach the shards that have the same columns of y: the number of shards, whether this one is in the
-    first half, and who sends whom one of the two blocks that it has, first and then."""
+    """How z's columns reach the shards that have the same columns of y: the number of shards, whether this one is in
+    the first half, and who sends whom one of the two blocks that it has, first and then."""
     size = jax.lax.axis_size(axes)
     left = range(size // 2)
     first = [*((s, 2 * s) for s in left), *((s + size // 2, 2 * s + 1) for s in left)]
@@ -135,9 +135,7 @@ def _columns_of_all(halves: Array, axes: tuple[str, ...]) -> Array:
         return jax.lax.dynamic_slice_in_dim(jnp.concatenate(both, -1), at * width, width, halves.ndim - 1)
     even = jax.lax.axis_index(axes) % 2 == 0
     got = [jnp.where(even, left, right), jnp.where(even, right, left)]
-    one, other = (
-        jax.lax.ppermute(block, axes, [(b, a) for a, b in to]) for block, to in zip(got, sends, strict=True)
-    )
+    one, other = (jax.lax.ppermute(block, axes, [(b, a) for a, b in to]) for block, to in zip(got, sends, strict=True))
     return jnp.concatenate([jnp.where(in_left, one, other), jnp.where(in_left, other, one)], -1)
 
 
@@ -160,7 +158,7 @@ def _by_calls(p: GatedProblem, x: Array, w: Array, *b: Array) -> list[Array]:
 
 
 def _shard(p: GatedProblem, split: sharding.Split, x: Array, w: Array, *b: Array) -> list[Array]:
-    """The gate needs the whole sum: where it is split it comes after adding the parts. Split columns come from others."""
+    """The gate needs the whole sum: where it is split it comes after adding the parts. Columns come from others."""
     if "k" not in split and "h" not in split:
         return dense_gated(p, x, w, *b)
     layer = _layer_of(p)
