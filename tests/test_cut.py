@@ -15,7 +15,9 @@ from jax.core import ShapedArray
 from jax.extend.core import jaxpr_as_fun
 
 from jaxconv import _plan
+from jaxconv._core.activations import Activation
 from jaxconv._core.graph import Node, Value
+from jaxconv._ops.gated import gate_of
 from jaxconv.joints.cut import fewest_bytes, size_of
 from jaxconv.joints.joint import Joint
 from jaxconv.joints.program import Program
@@ -100,6 +102,9 @@ def test_elementwise_chains_are_made_again_of_the_smallest():
     # Of 16 bits, which hold less than the product that they are rounded from
     rounded = kept(lambda x, w: [jnp.tanh((x @ w).astype("bfloat16"))])
     assert sum(map(size_of, rounded)) == 64 * 32 * 2
+    # A gate is elementwise too: its halves alone
+    gated = kept(lambda x, w: [gate_of(x @ w, Activation("silu")) @ jnp.ones((16, 8))])
+    assert sum(map(size_of, gated)) == 64 * 32 * 4
 
 
 def test_the_forward_pass_makes_nothing_that_is_not_read():

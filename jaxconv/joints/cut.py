@@ -35,6 +35,7 @@ AGAIN = frozenset(
             "rsqrt",
         ),
         *("select_n", "sign", "sqrt", "square", "squeeze", "stop_gradient", "sub", "tanh"),
+        "jaxconv_gate",
     )
 )
 
