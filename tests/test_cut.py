@@ -14,6 +14,7 @@ from helpers import H200, normal
 from jax.core import ShapedArray
 from jax.extend.core import jaxpr_as_fun
 
+import jaxconv
 from jaxconv import _plan
 from jaxconv._core.activations import Activation
 from jaxconv._core.graph import Node, Value
@@ -102,9 +103,12 @@ def test_elementwise_chains_are_made_again_of_the_smallest():
     # Of 16 bits, which hold less than the product that they are rounded from
     rounded = kept(lambda x, w: [jnp.tanh((x @ w).astype("bfloat16"))])
     assert sum(map(size_of, rounded)) == 64 * 32 * 2
-    # A gate is elementwise too: its halves alone
+    # A gate is elementwise too: its halves alone, also in an accelerated program, whose gate has a name.
     gated = kept(lambda x, w: [gate_of(x @ w, Activation("silu")) @ jnp.ones((16, 8))])
     assert sum(map(size_of, gated)) == 64 * 32 * 4
+    f = jaxconv.accelerate(lambda x, w: jax.nn.glu(x @ w) @ jnp.ones((16, 8)))
+    backward = jax.tree.leaves(jax.vjp(f, x, w)[1])
+    assert sorted(a.shape for a in backward if a.shape[0] == 64) == [(64, 4), (64, 32)]
 
 
 def test_the_forward_pass_makes_nothing_that_is_not_read():

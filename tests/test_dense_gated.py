@@ -268,6 +268,21 @@ def test_large_numbers_go_back_through_a_gate(activation, dtype):
     np.testing.assert_allclose(dz.astype("float32"), back_of_numpy(p, dy, w, z)[0], rtol=2.0**-8, atol=1e-30)
 
 
+@on_hopper
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+@pytest.mark.parametrize("activation", ("relu", "relu6", "leaky_relu", "gelu"))
+def test_an_infinity_goes_back_as_in_three_calls(activation, dtype):
+    """Where f' is 0 it is dropped."""
+    p = back(64, 64, 64, activation, dtype=dtype, algorithm=_plan.GATED_GRADIENT)
+    dy, w, z = np.zeros((64, 64)), np.ones((64, 64)), np.full((64, 128), 3.0)
+    dy[3, 5], z[:, 64:] = np.inf, 7.0
+    args = [jnp.asarray(a, dtype) for a in (dy, w, z)]
+    xla = functools.partial(dense_gated_gradient, dataclasses.replace(p, algorithm=None, implementation="xla"))
+    for ours, theirs in zip(dense_gated_gradient(p, *args), jax.jit(xla)(*args), strict=True):
+        np.testing.assert_array_equal(np.isfinite(ours), np.isfinite(theirs))
+        np.testing.assert_array_equal(np.isnan(ours), np.isnan(theirs))
+
+
 @pytest.mark.parametrize("activation", (None, "gelu", "tanh", "relu"), ids=label)
 def test_the_gradient_has_derivatives(activation, x64):
     p = back(5, 4, 6, activation, dtype="float64")
@@ -477,13 +492,15 @@ def test_gates_are_found(name, biased):
     "gate",
     [
         lambda z: z[..., :6] * jax.nn.silu(z[..., 6:12]),
+        # |g|, whose derivative at 0 is 0; a relu's is written out in it, and at 0 that is 1/2.
+        lambda z: z[..., :8] * jnp.maximum(z[..., 8:], 0) - z[..., :8] * jnp.minimum(z[..., 8:], 0),
         lambda z: z[..., ::2] * jax.nn.silu(z[..., 1::2]),
         lambda z: jnp.tanh(z[..., :8]) * jax.nn.sigmoid(z[..., 8:]),  # of both halves
         lambda z: z[..., :8] + jax.nn.silu(z[..., 8:]),
         lambda z: z[..., :8] * jax.nn.silu(z[..., :8]),  # of one half
         lambda z: z[:1] * jax.nn.silu(z[1:]),
     ],
-    ids=("other halves", "every other", "both", "sum", "one half", "rows"),
+    ids=("other halves", "part of an absolute value", "every other", "both", "sum", "one half", "rows"),
 )
 def test_what_is_no_gate_is_left(gate):
     x, w, b = (jnp.asarray(normal(i, s), "float32") for i, s in enumerate(((2, 12), (12, 16), (16,))))

@@ -695,6 +695,19 @@ def test_rules_are_applied(row, took):
     assert not [name for name in row.gone.split() if found[f"jaxconv_{name}"]]
 
 
+def test_a_sum_of_a_pooling_s_gradient_in_integers_is_left():
+    """Windows overlap: two of 0.3 and more become an integer that none of them is alone."""
+
+    def f(y):
+        pooled = lambda y: jnp.sum(0.3 * jaxconv.max_pool(y, 3, stride=2, padding=((0, 1), (0, 1))))  # noqa: E731
+        return jnp.sum(jax.grad(pooled)(y).astype("int32"), (0, 1, 2))
+
+    y = jnp.asarray(normal(0, (2, 7, 7, 4)), "float32")
+    want = jax.jit(f)(y)
+    assert want.any()
+    np.testing.assert_array_equal(jax.jit(jaxconv.accelerate(f))(y), want)
+
+
 @pytest.mark.parametrize("backward", ["conv", "add"])
 def test_a_batch_norm_between_calls_is_planned_as_one_with_an_activation(backward, code_for_gpus):
     """If its result and the gradient of it are made and read by calls alone."""

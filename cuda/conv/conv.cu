@@ -161,8 +161,9 @@ Status ConvDgradSums(const Context& ctx, const ConvProblem& p, const Plan& plan,
 
 Status ConvGradient(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
                     const ConvGradientArrays& a, Workspace workspace) {
-  const ConvOp op = a.c == nullptr ? ConvOp::kGradient : ConvOp::kGradientAdd;
-  JAXCONV_RETURN_IF_ERROR(Confirm(op, "conv_gradient", p, plan, workspace,
+  const bool adds = a.c != nullptr;
+  JAXCONV_RETURN_IF_ERROR(Confirm(adds ? ConvOp::kGradientAdd : ConvOp::kGradient,
+                                  adds ? "conv_gradient_add" : "conv_gradient", p, plan, workspace,
                                   {a.dy, a.w, a.kept, a.c, a.dz, a.dbias}, nullptr, &e));
   if (FamilyOf(plan.kernel) == "narrow")
     return NarrowGradient(ctx, p, e, plan, a.dy, a.w, a.kept, a.c, a.dz, a.dbias, workspace);

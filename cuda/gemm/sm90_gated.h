@@ -1,5 +1,6 @@
-// Products beside a gate. The first one's epilogue is the gate: of h = x op(w) + bias, (m, 2 n), the two halves of the columns are a and g, and
-// d[m, n] = a[m, n] * f(g[m, n]). h is written too where the epilogue saves z. sm90_gated.cu and sm90_gated_gradient.cu say how.
+// Products beside a gate. The first one's epilogue is the gate: of h = x op(w) + bias, (m, 2 n), the two halves of the columns
+// are a and g, and d[m, n] = a[m, n] * f(g[m, n]). h is written too where the epilogue saves z. sm90_gated.cu and
+// sm90_gated_gradient.cu say how.
 #pragma once
 
 #include <string>

@@ -105,8 +105,9 @@ struct Sm90GatedGradient : Sm90EpilogueDefaults {
                                                int group, int block0)
       : outbox(shared, group + 1), group(group), block0(block0) {}
 
-  // Of dy da and dg, into the outbox; `boxes`: a's, and g's behind those of both warpgroups.
-  template <typename F>
+  // Of dy da and dg, into the outbox; `boxes`: a's, and g's behind those of both warpgroups. kDrops: where f' is 0 dg is, also of
+  // an infinity.
+  template <bool kDrops, typename F>
   __device__ __forceinline__ void Back(uint32_t boxes, F both, float (&dy)[32]) const {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -121,8 +122,8 @@ struct Sm90GatedGradient : Sm90EpilogueDefaults {
       for (int i = 0; i < 4; ++i) {
         const float2 of_a = UnpackPair(a[i], T()), of_g = UnpackPair(g[i], T());
         const ValueAndSlope left = both(of_g.x), right = both(of_g.y);
-        dg[2 * i] = da[2 * i] * of_a.x * left.slope;
-        dg[2 * i + 1] = da[2 * i + 1] * of_a.y * right.slope;
+        dg[2 * i] = kDrops && left.slope == 0.f ? 0.f : da[2 * i] * of_a.x * left.slope;
+        dg[2 * i + 1] = kDrops && right.slope == 0.f ? 0.f : da[2 * i + 1] * of_a.y * right.slope;
         da[2 * i] *= left.value;
         da[2 * i + 1] *= right.value;
       }
@@ -133,7 +134,7 @@ struct Sm90GatedGradient : Sm90EpilogueDefaults {
     }
   }
 
-  template <typename Ring, typename F>
+  template <bool kDrops, typename Ring, typename F>
   __device__ __forceinline__ void Through(const Sm90Product& p, const Args& args,
                                           const Sm90Place& at, Ring& ring, Sums& acc, F both) {
     const int m_end = p.phase[0].m;
@@ -142,8 +143,8 @@ struct Sm90GatedGradient : Sm90EpilogueDefaults {
       const int block = i / kChunks, chunk = i % kChunks;
       outbox.Open();
       ring.Await();
-      Back(ring.A() + group * kBlockBytes, both,
-           reinterpret_cast<float (&)[32]>(acc[block][chunk * 32]));
+      Back<kDrops>(ring.A() + group * kBlockBytes, both,
+                   reinterpret_cast<float (&)[32]>(acc[block][chunk * 32]));
       const uint32_t pair = outbox.Pair();
       ReadsFirst();
       outbox.Close([&](uint32_t boxes) {  // all have read
@@ -164,10 +165,11 @@ struct Sm90GatedGradient : Sm90EpilogueDefaults {
   __device__ __forceinline__ void Finish(const Sm90Product& p, const Args& args,
                                          const Sm90Place& at, Ring& ring, Sums& acc) {
     const float slope = p.epilogue.slope;
-#define JAXCONV_BOTH(kind)                                                       \
-  case Activation::kind:                                                         \
-    Through(p, args, at, ring, acc,                                              \
-            [slope](float z) { return BothOf<T, Activation::kind>(z, slope); }); \
+#define JAXCONV_BOTH(kind)                                                                    \
+  case Activation::kind:                                                                      \
+    Through<Activation::kind == Activation::kRelu || Activation::kind == Activation::kRelu6>( \
+        p, args, at, ring, acc,                                                               \
+        [slope](float z) { return BothOf<T, Activation::kind>(z, slope); });                  \
     return;
     static_assert(kActivationCount == 11, "a new activation needs its case below");
     switch (p.epilogue.activation) {

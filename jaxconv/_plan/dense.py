@@ -10,7 +10,16 @@ from jaxconv._core.activations import CHEAP
 from jaxconv._plan import domain
 from jaxconv._plan.plan import Candidate, Device, Plan, extent_of, itemsize, product_tile, splits_of
 from jaxconv._plan.planner import CUDA_ONLY, Features, Planner, calls, log2, plans_of
-from jaxconv._plan.sm90 import CLUSTERS, PRODUCTS, cluster_time, product_time, resident_tile, terms_of, tf32_tiles
+from jaxconv._plan.sm90 import (
+    CLUSTERS,
+    PRODUCTS,
+    by_l2,
+    cluster_time,
+    product_time,
+    resident_tile,
+    terms_of,
+    tf32_tiles,
+)
 from jaxconv._problem import DENSE_ALGORITHMS, DenseProblem, family_of
 
 GEMM_TILES = ("128x128", "128x64", "64x64")
@@ -49,10 +58,11 @@ def _sm90(p: DenseProblem, device: Device) -> Iterator[tuple[str, str, int]]:
             yield "resident", resident, 1
     if p.n <= 64:
         yield "product", "256x64", 1
-    if p.dtype == "float32":
+    single = p.dtype == "float32"
+    if single and by_l2(device):
         yield from (("product", tile, 1) for tile in tf32_tiles(p.n, p.m, steps, instances, False, device))
         return
-    shows = 1.7 if p.activation.name in ("none", "relu") else 4
+    shows = 0.5 if single else 1.7 if p.activation.name in ("none", "relu") else 4
 
     def time(tile: str) -> float:
         z = p.save_preactivation

@@ -46,9 +46,8 @@ def wants(op: str, p: ConvProblem, device: Device) -> Iterator[Plan]:
         wanted, every = iter([("statistics", _statistics_tile(p, device))]), STATISTICS
     elif op == "conv_dgrad_sums":
         # All of its filter's columns in one tile read dy once; fewer fit where there are more channels of dy.
-        wide = SUMS if p.in_channels % 256 == 0 else SUMS[::-1]
-        own, other = (TF32_SUMS, wide) if p.dtype == "float32" else (wide, TF32_SUMS)
-        wanted, every = iter(other), own  # the other dtype's are refused first, so that the reason is its own tiles'
+        own, first = (TF32_SUMS, p.out_channels > 128) if p.dtype == "float32" else (SUMS, p.in_channels % 256 == 0)
+        wanted, every = iter(own if first else own[::-1]), own
     elif op == "conv_wgrad":
         wanted, every = _wgrads(p, device), (*WGRADS, *HALOS)
     else:
@@ -106,14 +105,16 @@ def _products(op: str, p: ConvProblem, device: Device) -> Iterator[Choice]:
         tiles = -(-rows // 128) * -(-n // 128) * p.groups
         if tiles < device.sm_count and _cluster(cluster, p, device)[1] > 1:
             yield "cluster", cluster
-    if single:
+    if single and by_l2(device):
         apart = set(p.stride) != {1}
         own = ["128x128"] if strided and taps > 1 else tf32_tiles(n, rows, steps, p.groups, apart, device)
         yield from (("product", tile) for tile in own)
         return
     wide: list[Choice] = []
     if steps > 9 and not strided:
-        if n <= 128:
+        if single:
+            wide = [("product", "128x256")] * (n > 128)
+        elif n <= 128:
             wide = [("product_swapped", "256x128")]
         else:
             wide = [("product", "128x256"), ("product_swapped", "256x128")]
@@ -183,19 +184,23 @@ def product_time(
     return waves * m * n * (0.98 * steps + shows)
 
 
-# Of a multiply-add in TF32, how much longer than in 128x256. On an H100 the bytes of a tile's operands decide, which
-# come from the L2 cache: a 3x3 of 256x14x14, 256 -> 256, takes 0.226 ms in 128x128, 0.176 in 256x128 and 0.1625 in
-# 128x256. 16x64x64, 320 -> 320, takes 0.615, 0.441, 0.623, and 0.315 in 128x320. An H200's L2 cache brings them faster:
-# 256x28x28, 128 -> 128, takes 0.166 in 128x128, on an H100 0.222.
+# Of a multiply-add in TF32, how much longer an H100 takes than in 128x256. Bytes of a tile's operands decide, which
+# come from the L2 cache (docs/kernels/sm90.md).
 _TF32_FACTORS = {"128x320": 0.82, "128x256": 1.0, "256x128": 1.08, "128x128": 1.4}
-_TF32_FACTORS_H200 = {"128x320": 1.0, "128x256": 1.0, "256x128": 1.06, "128x128": 1.05}
 
 
-def _tf32_time(tile: str, steps: int, device: Device) -> float:
+def by_l2(device: Device) -> bool:
+    """Whether the bytes that TF32's tiles fetch decide which is the fastest.
+
+    Not on an H200, whose 128x128 is as fast as 128x256.
+    """
+    return "H200" not in device.kind
+
+
+def _tf32_time(tile: str, steps: int) -> float:
     """How long a tile of TF32 products takes, in product_time's unit."""
-    factors = _TF32_FACTORS_H200 if "H200" in device.kind else _TF32_FACTORS
     shows = max(9 - steps, 0) if tile == "128x128" else 0.5
-    return math.prod(extent_of(tile)) * (factors[tile] * steps + shows)
+    return math.prod(extent_of(tile)) * (_TF32_FACTORS[tile] * steps + shows)
 
 
 def tf32_tiles(n: int, rows: int, steps: int, instances: int, apart: bool, device: Device) -> list[str]:
@@ -207,7 +212,7 @@ def tf32_tiles(n: int, rows: int, steps: int, instances: int, apart: bool, devic
     def time(tile: str) -> float:
         m, columns = extent_of(tile)
         tiles = -(-rows // m) * -(-n // columns) * instances
-        return -(-tiles // device.sm_count) * _tf32_time(tile, steps, device)
+        return -(-tiles // device.sm_count) * _tf32_time(tile, steps)
 
     return sorted(_tf32_candidates(n, steps, apart), key=time)
 
@@ -233,7 +238,7 @@ def _statistics_tile(p: ConvProblem, device: Device) -> str:
         def time(tile: str) -> float:
             m, n = extent_of(tile)
             shared_by = max(device.sm_count // (-(-group_k // n) * p.groups), 1)
-            return math.ceil(-(-rows // (m // 128)) / shared_by) * _tf32_time(tile, steps, device)
+            return math.ceil(-(-rows // (m // 128)) / shared_by) * _tf32_time(tile, steps)
 
         candidates = _tf32_candidates(group_k, steps, set(p.stride) != {1})
         return min((tile for tile in candidates if tile != "128x320"), key=time)

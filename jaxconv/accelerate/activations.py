@@ -260,10 +260,12 @@ class Activations:
         for pattern, y, found in self._matches(z, "known"):
             yield Activation(pattern.activation, found.get("slope", pattern.slope)), y
 
-    def all_after(self, z: Value) -> Iterator[tuple[Activation, Value, Sequence[Node]]]:
-        """(activation, y, the nodes from z to y) for each y that is an activation of z, whoever else uses z."""
+    def all_after(self, z: Value) -> Iterator[tuple[Activation, Value, Sequence[Node], bool]]:
+        """(activation, y, the nodes from z to y, whether it is written out) for each y that is an activation of z,
+        whoever else uses z."""
         for pattern, y, found in self._matches(z, "known"):
-            yield Activation(pattern.activation, found.get("slope", pattern.slope)), y, _dependent(found["nodes"], z)
+            activation = Activation(pattern.activation, found.get("slope", pattern.slope))
+            yield activation, y, _dependent(found["nodes"], z), pattern.written_out
 
     def others_after(self, z: Value, name: str) -> Iterator[Value]:
         """Each y that is the activation of z that has the name, which jaxconv's epilogues do not have."""

@@ -39,15 +39,17 @@ def gate_after(z: Value, activations: Activations) -> Gated | None:
         for a, a_first in halves:
             if a_first == g_first:
                 continue
-            for activation, f, nodes in _activated(g, activations):
+            for activation, f, nodes, written_out in _activated(g, activations):
                 y = _product(a, f)
                 if y is None:
                     continue
                 between = sorted({a.node, g.node, *nodes, y.node}, key=lambda node: node.order)
                 gated = Gated(activation, g_first, y, between)
+                # An activation that is written out, and a product of both halves, may be part of something larger.
+                if written_out and not gated.hides(z):
+                    continue
                 if activation.name != "none":
                     return gated
-                # A product of both that is all there is: it may be part of something larger.
                 bare = bare or (gated if not g_first and gated.hides(z) else None)
     return bare
 
@@ -66,10 +68,10 @@ def _halves(z: Value) -> Iterator[tuple[Value, bool]]:
                 yield node.outputs[0], start[-1] == 0
 
 
-def _activated(g: Value, activations: Activations) -> Iterator[tuple[Activation, Value, Sequence[Node]]]:
-    """(f, f(g), the nodes between) for each activation of g, and g itself."""
+def _activated(g: Value, activations: Activations) -> Iterator[tuple[Activation, Value, Sequence[Node], bool]]:
+    """(f, f(g), the nodes between, whether f is written out) for each activation of g, and g itself."""
     yield from activations.all_after(g)
-    yield Activation(), g, []
+    yield Activation(), g, [], False
 
 
 def _product(a: Value, f: Value) -> Value | None:

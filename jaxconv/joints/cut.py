@@ -46,6 +46,11 @@ def size_of(v: Value) -> int:
     return math.prod(extents) * getattr(v.dtype, "itemsize", 4)
 
 
+def _again(v: Value, node: Node) -> bool:
+    """Whether the node may make v again. What somebody gave a name is kept; an op's own name is no such name."""
+    return node.name in AGAIN and node.call is None and set(v.labels) <= {node.name}
+
+
 def fewest_bytes(
     nodes: Sequence[Node], inputs: Sequence[Value], read: Sequence[Value]
 ) -> tuple[list[Value], list[Node]]:
@@ -57,7 +62,7 @@ def fewest_bytes(
         v = front.pop()
         if v in cone or isinstance(v, Constant):
             continue
-        cone[v] = again = v.node is not None and v.node.name in AGAIN and v.node.call is None and not v.labels
+        cone[v] = again = v.node is not None and _again(v, v.node)
         front += v.node.inputs if again else ()
     flow = _Flow()
     source, sink = flow.vertex(), flow.vertex()

@@ -628,9 +628,12 @@ def _sums_up_to_zero(v: Value, axes: Sequence[int]) -> bool:
 
 
 def _summed(node: Node) -> Value:
-    """What a sum is taken of, before it is of float32."""
+    """What a sum is taken of, before it is of more digits."""
     (source,) = node.inputs
-    return source.node.inputs[0] if source.made_by == "convert_element_type" else source
+    if source.made_by != "convert_element_type":
+        return source
+    before = source.node.inputs[0]
+    return before if jnp.promote_types(before.dtype, source.dtype) == source.dtype else source
 
 
 def sum_behind_norm(program: Program, node: Node, device: _plan.Device) -> bool:

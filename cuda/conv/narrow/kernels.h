@@ -10,8 +10,8 @@ namespace jaxconv::cuda::conv {
 using AddLauncher = Status(const Context& ctx, const ConvProblem& p, bool dgrad, const Epilogue& e,
                            const void* src, const void* w, const void* bias, const void* addend,
                            void* dst, void* z, const std::string& what);
-// dgrad through e's activation: kept like dz, not read where there is none; *parts parts of its sums (at most narrow::kMostParts, p.c each). `addend`, like
-// dz, is added behind the derivative. It may be null.
+// dgrad through e's activation: kept like dz, not read where there is none; *parts parts of its sums (at most
+// narrow::kMostParts, p.c each). `addend`, like dz, is added behind the derivative. It may be null.
 using BackLauncher = Status(const Context& ctx, const ConvProblem& p, const Epilogue& e,
                             const void* dy, const void* w, const void* kept, const void* addend,
                             void* dz, float* sums, int64_t* parts, const std::string& what);

@@ -32,20 +32,21 @@ constexpr conv::Launchers kKernels[] = {{"narrow/rows", nullptr, Wgrad}};
 Status NarrowFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
                    const void* x, const void* w, const void* bias, const void* residual, void* y,
                    void* z, Workspace) {
-  return Forward(ctx, p, false, e, x, w, bias, residual, y, z, Describe("conv_fprop", p, plan));
+  const std::string what = Describe(residual == nullptr ? "conv_fprop" : "conv_add", p, plan);
+  return Forward(ctx, p, false, e, x, w, bias, residual, y, z, what);
 }
 
 Status NarrowDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,
                    const void* w, const void* c, void* dx, Workspace) {
   const Epilogue bare = {false, Activation::kNone, 0.0, false};
-  const std::string what = Describe("conv_dgrad", p, plan);
+  const std::string what = Describe(c == nullptr ? "conv_dgrad" : "conv_dgrad_add", p, plan);
   return Forward(ctx, p, true, bare, dy, w, nullptr, c, dx, nullptr, what);
 }
 
 Status NarrowGradient(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
                       const void* dy, const void* w, const void* kept, const void* c, void* dz,
                       void* dbias, Workspace workspace) {
-  const std::string what = Describe("conv_gradient", p, plan);
+  const std::string what = Describe(c == nullptr ? "conv_gradient" : "conv_gradient_add", p, plan);
   const auto launch = p.dtype == DType::kF32    ? conv::NarrowRowsBackF32
                       : p.dtype == DType::kBF16 ? conv::NarrowRowsBackBf16
                                                 : conv::NarrowRowsBackF16;

@@ -9,9 +9,9 @@
 // lives. Pixels of 16 bytes: a product takes two taps of a filter's row, then the third and zeros.
 //
 // Reads src about once from DRAM (once a slab of up to 32 output channels), writes dst once. Both may add an array like dst:
-// a residual, or another gradient. A dgrad may go back through an activation: dst = sum * f'(kept) [+ addend], whose sums over
-// images and pixels a thread keeps for its channels; a block leaves a part of them; those of a bare dgrad it may keep too. The order of every addition is fixed by the
-// problem and the number of multiprocessors.
+// a residual, or another gradient. A dgrad may go back through an activation: dst = sum * f'(kept) [+ addend]. Of that, or of a
+// bare dgrad, it may take the sums over images and pixels: a thread keeps those of its channels, a block leaves a part. The order
+// of every addition is fixed by the problem and the number of multiprocessors.
 #pragma once
 
 #include "cuda/conv/narrow/strips.cuh"

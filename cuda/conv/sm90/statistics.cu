@@ -16,7 +16,8 @@ constexpr int kThreads = 256;
 constexpr int kLanes = kThreads / kChannels;
 constexpr int kWarps = kThreads / 32;
 static_assert(kWarps / 2 * kChannels == 32);
-constexpr int kFlight = 9;  // loads of a thread on their way: all, of two parts a multiprocessor
+constexpr int kFlight =
+    9;  // loads of a thread on their way: all, of two parts a multiprocessor (16 bit)
 
 __device__ __forceinline__ Moments Across(const Moments& a, int lanes) {
   return {__shfl_xor_sync(0xffffffffu, a.count, lanes), __shfl_xor_sync(0xffffffffu, a.mean, lanes),
