@@ -82,6 +82,14 @@ Status ConvWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan,
 using ConvNormalisedArrays = Arrays<in::X, in::W, in::Scale, in::Bias, in::Mean, in::Var, out::Y>;
 Status ConvNormalised(const Context& ctx, const ConvProblem& p, const BatchNormProblem& n,
                       const Plan& plan, const ConvNormalisedArrays& a, Workspace workspace);
+#if JAXCONV_ON_GPUS
+// The same y, and the mean and biased variance of its channels, (K), float32.
+using ConvNormalisedStatisticsArrays =
+    Arrays<in::X, in::W, in::Scale, in::Bias, in::Mean, in::Var, out::Y, out::NewMean, out::NewVar>;
+Status ConvNormalisedStatistics(const Context& ctx, const ConvProblem& p, const BatchNormProblem& n,
+                                const Plan& plan, const ConvNormalisedStatisticsArrays& a,
+                                Workspace workspace);
+#endif
 using ConvNormalisedWgradArrays =
     Arrays<in::X, in::Dy, in::Scale, in::Bias, in::Mean, in::Var, out::Dw>;
 Status ConvNormalisedWgrad(const Context& ctx, const ConvProblem& p, const BatchNormProblem& n,

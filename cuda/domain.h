@@ -71,8 +71,8 @@ enum class ConvOp {
 // empty tile asks for some tile. `p` is the problem as it lies in memory.
 std::string ConvRefusal(ConvOp op, const ConvProblem& p, const Plan& plan, const Device& device);
 
-// The same of a convolution whose kernel normalises x where it reads it and puts it through `activation`: kFprop, kWgrad, and
-// of the backward pass of both kSums and, for dx, kDgrad. The workspace is that of op.
+// The same of a convolution whose kernel normalises x where it reads it and puts it through `activation`: kFprop, kStatistics,
+// kWgrad, and of the backward pass of both kSums and, for dx, kDgrad. The workspace is that of op.
 std::string NormalisedRefusal(ConvOp op, const ConvProblem& p, Activation activation,
                               const Plan& plan, const Device& device);
 

@@ -50,6 +50,7 @@ constexpr std::pair<string_view, cuda::ConvOp> kConvOps[] = {
     {"conv_gradient_add", cuda::ConvOp::kGradientAdd},
     {"conv_wgrad", cuda::ConvOp::kWgrad},
     {"conv_normalised", cuda::ConvOp::kFprop},
+    {"conv_normalised_statistics", cuda::ConvOp::kStatistics},
     {"conv_normalised_wgrad", cuda::ConvOp::kWgrad},
     {"conv_normalised_gradient", cuda::ConvOp::kSums},
     {"conv_normalised_dx", cuda::ConvOp::kDgrad}};

@@ -713,6 +713,15 @@ struct NormalisedBy : Reader<wire::Window, wire::Norm, More...> {
   Status End(const Call& call) const { return norm.End(call); }
 };
 using Normalised = NormalisedBy<Norm>;
+// With the statistics of y.
+struct NormalisedStatistics : Normalised {
+  static constexpr RuleOf kRules[] = {
+      {"x", kX}, {"w", kW}, {"y", kY}, {"new_mean new_var", kStatistic}, {"", kPerChannel}};
+  using Normalised::Normalised;
+  Expected Expect(const Call& call, Rule rule) const {
+    return rule == kStatistic ? conv.Expect(call, rule) : Normalised::Expect(call, rule);
+  }
+};
 using NormalisedDx = NormalisedBy<NormDx, wire::Count>;
 
 // ---------------------------------------------------------------------------------------------------------------------

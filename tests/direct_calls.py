@@ -21,6 +21,7 @@ from jaxconv._core.activations import Activation
 from jaxconv._ops import conv as conv_module
 from jaxconv._ops import conv_integer
 from jaxconv._ops.batchnorm import backward_add, dx_of_sums, moments, shortcut_backward, shortcut_problem, signs
+from jaxconv._ops.conv_normalised import normalised_statistics
 from jaxconv._ops.dense import dense_gradient
 from jaxconv._ops.gated import dense_gated, dense_gated_gradient
 from jaxconv._problem import (
@@ -31,6 +32,7 @@ from jaxconv._problem import (
     GatedGradientProblem,
     GatedProblem,
     IntegerConvProblem,
+    NormalisedConvProblem,
 )
 from jaxconv.joints import region
 
@@ -38,7 +40,7 @@ KERNELS = {kernel.name: kernel for kernel in primitives.KERNELS.values()}
 # A GPU's alone: a CPU's targets and examples are without them.
 ON_GPUS = (
     *("dense_gated", "dense_gated_gradient", "dense_gradient", "conv_dgrad_sums", "conv_gradient", "conv_gradient_add"),
-    "conv_scaled",
+    *("conv_scaled", "conv_normalised_statistics"),
     *("batchnorm_backward_add", "batchnorm_shortcut_backward", "batchnorm_signs"),
 )
 Shape = tuple[int, ...]
@@ -185,6 +187,19 @@ def statistics_of_sum(x: jax.Array, w: jax.Array, b: jax.Array, residual: jax.Ar
     return conv_module.with_statistics(AddedConvProblem.of(p, True), x, w, b, residual)
 
 
+def normalised_with_statistics(x: jax.Array, w: jax.Array, v: jax.Array) -> list[jax.Array]:
+    """conv_normalised_statistics of a 1x1, by the kernel."""
+    options: dict[str, Any] = dict.fromkeys(("activation", "precision", "implementation"))
+    options |= dict(stride=1, padding="SAME", dilation=1, groups=1, layout="NHWC", return_preactivation=False)
+    p = ConvProblem.infer("conv2d", 2, x, w, None, algorithm="sm90/normalised", **options)
+    return normalised_statistics(NormalisedConvProblem.of(_norm(x, residual=False), p), x, w, v, v, v, v)
+
+
+def normalised_operands() -> tuple[jax.Array, ...]:
+    """normalised_with_statistics's."""
+    return jnp.ones((2, 5, 6, 16), "bfloat16"), jnp.ones((1, 1, 16, 24), "bfloat16"), jnp.ones(16)
+
+
 def integer_problem(lhs: Any, rhs: Any, *args: Any, **given: Any) -> IntegerConvProblem:
     """Of lax.conv_general_dilated(lhs, rhs, *args, **given)."""
     like = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (lhs, rhs)]
@@ -250,6 +265,11 @@ def _all_programs() -> dict[str, tuple[str, Any, Any]]:
         ),
         "dense_gated": ("dense_gated", y_and_z, [jnp.ones(s, wide) for s in ((2, 32, 64), (64, 128), (128,))]),
         "batchnorm_shortcut_backward": ("batchnorm_shortcut_backward", both_norms, large),
+        "conv_normalised_statistics": (
+            "conv_normalised_statistics",
+            normalised_with_statistics,
+            normalised_operands(),
+        ),
         "conv_dgrad_sums": ("conv_dgrad_sums", dz_and_sums, sums_operands()),
         "conv_gradient": ("conv_gradient", dz_and_dbias, gradient_operands()),
         "conv_gradient_add": (
@@ -357,6 +377,7 @@ YOUNGER = (
         "conv_integer",
         "conv_scaled",
         "conv_normalised",
+        "conv_normalised_statistics",
         "conv_normalised_wgrad",
         "conv_normalised_gradient",
         "conv_normalised_dx",

@@ -51,7 +51,13 @@ from jaxconv._ops.conv import (
     statistics,
     wgrad,
 )
-from jaxconv._ops.conv_normalised import normalised, normalised_dx, normalised_gradient, normalised_wgrad
+from jaxconv._ops.conv_normalised import (
+    normalised,
+    normalised_dx,
+    normalised_gradient,
+    normalised_statistics,
+    normalised_wgrad,
+)
 from jaxconv._ops.dense import dense_gradient, dense_kernel, matmul
 from jaxconv._ops.gated import dense_gated, dense_gated_gradient
 from jaxconv._ops.groupnorm import backward as group_backward
@@ -192,8 +198,16 @@ FEW_CONVS = {
     "5x5-s2-runs": ((57, 59), 96, 96, 96, (5, 5), {"stride": 2, "padding": ((0, 3), (3, 1))}),
     "7x7-runs": ((29, 27), 96, 96, 96, (7, 7), {}),
 }
+# Each tile, ragged rows and channels, more tiles than blocks
+NORMALISED_CONVS = {
+    "narrow": ((9, 10), 72, 40, 1, (1, 1), {}),
+    "128 columns": ((9, 10), 64, 104, 1, (1, 1), {}),
+    "256 columns": ((17, 19), 200, 264, 1, (1, 1), {}),
+    "many tiles": ((100, 101), 24, 104, 1, (1, 1), {}),
+}
 CONVS_BY_FAMILY = {
     "depthwise/few": FEW_CONVS,
+    "sm90/normalised": NORMALISED_CONVS,
     "sm90": SM90_CONVS,
     "depthwise": DEPTHWISE_CONVS,
     "grouped": GROUPED_CONVS,
@@ -234,6 +248,11 @@ def conv_calls(dtype: str, last: bool, algorithm: str, precision: str, shape: tu
             q = NormalisedConvProblem(**of_norm, x_activation=activations.parse("", activation))
             calls += [(normalised, q), (normalised_wgrad, q), (normalised_gradient, q)]
             calls += [(normalised_dx, dataclasses.replace(q, count=q.norm.reduced))]
+    if algorithm == "sm90/normalised":
+        of_norm = dict(vars(bare), epsilon=8.0)
+        for activation in ("none", "relu6", "silu"):
+            q = NormalisedConvProblem(**of_norm, x_activation=activations.parse("", activation))
+            calls += [(normalised, q), (normalised_statistics, q), (normalised_wgrad, q)]
     calls += [(dgrad, bare), (dgrad_add, bare)]
     calls += [(gradient, bare)]
     for f in ("relu6", "tanh"):
@@ -557,6 +576,7 @@ KERNELS = {
                     *sm90.HALOS,
                     *sm90.STATISTICS,
                     *sm90.SUMS,
+                    *sm90.NORMALISED,
                     *sm90.WGRADS,
                 )
             ),

@@ -10,17 +10,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import H200, PLATFORM
+from helpers import H200, HOPPER, PLATFORM, integers, normal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_fused_functions import C, of_chain
+from tolerance import assert_exact, assert_within, eps
 
 import jaxconv
 from jaxconv import _plan
 from jaxconv._core.activations import Activation
-from jaxconv._plan import measured
+from jaxconv._ops.conv_normalised import normalised, normalised_statistics, normalised_wgrad
+from jaxconv._plan import measured, sm90
 from jaxconv._problem import BatchNormConvProblem, BatchNormProblem, ConvProblem, NormalisedConvProblem
 
+OPS = ("conv_normalised", "conv_normalised_wgrad", "conv_normalised_gradient", "conv_normalised_dx")
+
+on_hopper = pytest.mark.skipif(not HOPPER, reason="the kernel needs compute capability 9.0, and a module with its code")
 on_cpus = pytest.mark.skipif(PLATFORM != "cpu", reason="a GPU has these kernels in 16 bits")
 
 
@@ -79,6 +84,130 @@ def test_on_a_mesh_it_is_the_unsharded_one(kind, spec, implementation):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# sm90/normalised: 1x1 convolutions of stride 1 on Hopper
+
+TILES = {
+    "y": [tile for _, tile in sm90.NORMALISED],
+    "statistics": [tile for _, tile in sm90.NORMALISED],
+    "dw": [tile for _, tile in sm90.NORMALISED_WGRADS],
+}
+# (pixels of y, C, K): both sides of a tile's rows, of 64 channels and of a tile's columns; ragged ends
+POINTS = [
+    *[((1, 1, 1), 8, 8), ((2, 5, 7), 72, 72), ((1, 16, 8), 64, 64), ((1, 3, 43), 136, 264), ((1, 15, 17), 64, 256)],
+    *[((3, 31, 33), 192, 136), ((1, 2, 65), 2048, 8), ((2, 8, 8), 1000, 520), ((2, 150, 151), 24, 24)],
+    *[((4, 100, 101), 128, 264), ((1, 257, 1), 320, 128)],
+]
+
+
+def pointwise(shape: Any, c: int, k: int, dtype: str, activation: str, algorithm: str | None) -> NormalisedConvProblem:
+    x, w = jax.ShapeDtypeStruct((*shape, c), dtype), jax.ShapeDtypeStruct((1, 1, c, k), dtype)
+    settled = dict(stride=1, padding=0, dilation=1, groups=1, layout="NHWC", precision=None, implementation=None)
+    conv = ConvProblem.infer(
+        "conv2d", 2, x, w, None, activation=None, return_preactivation=False, algorithm=algorithm, **settled
+    )
+    return NormalisedConvProblem(**vars(conv), epsilon=0.0, x_activation=Activation(activation))
+
+
+def of_integers(p: NormalisedConvProblem) -> tuple[list[Any], Any]:
+    """(x, w, dy, scale, bias, mean, var), of which a is a multiple of 1/2 in few bits; and a in float64."""
+    c = p.in_channels
+    x, w = integers(0, p.x_shape, 3), integers(1, p.w_shape, 1) * (integers(2, p.w_shape, 3) > 1)
+    scale = np.exp2(integers(3, (c,), 1)) * np.where(integers(4, (c,), 1) > 0, -1, 1)
+    bias, mean, var = integers(5, (c,), 4), integers(6, (c,), 2), np.exp2(2 * integers(7, (c,), 1))
+    scale = np.where(var < 1, np.sign(scale), scale)  # scale / sqrt(var) is at least 1/2 and at most 2
+    scale = np.where(var > 1, np.sign(scale) * 2, scale)
+    z = (x - mean) * scale / np.sqrt(var) + bias
+    a = {"none": z, "relu": np.maximum(z, 0), "relu6": np.clip(z, 0, 6)}[p.x_activation.name]
+    dy = integers(8, p.y_shape, 1) * (integers(9, p.y_shape, 3) > 1)
+    return [x, w, dy, scale, bias, mean, var], a
+
+
+@on_hopper
+@pytest.mark.parametrize("activation", ["relu", "relu6", "none"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("shape", "c", "k"), POINTS)
+def test_a_1x1_of_what_it_normalises_is_exact(shape, c, k, dtype, activation):
+    """Every tile. What is written is the exact sum, rounded once; its statistics err by a few ulp."""
+    p = pointwise(shape, c, k, dtype, activation, None)
+    (x, w, dy, *v), a = of_integers(p)
+    v = [jnp.asarray(one, "float32") for one in v]
+    given = [jnp.asarray(one, dtype) for one in (x, w, dy)]
+    y = np.asarray(jnp.asarray(a.reshape(-1, c) @ w[0, 0], dtype), np.float64).reshape(p.y_shape)
+    dw = np.asarray(jnp.asarray(a.reshape(-1, c).T @ dy.reshape(-1, k), dtype), np.float64).reshape(p.w_shape)
+    for tile in TILES["y"]:
+        forced = dataclasses.replace(p, algorithm=f"sm90/normalised {tile}")
+        assert_exact(jax.jit(functools.partial(normalised, forced))(given[0], given[1], *v), y, tile)
+        found, mean, var = jax.jit(functools.partial(normalised_statistics, forced))(given[0], given[1], *v)
+        assert_exact(found, y, f"with statistics, {tile}")
+        few = 8 * eps("float32")
+        assert_within(mean, y.mean((0, 1, 2)), few * max(np.abs(y).max(), 1), f"mean, {tile}")
+        assert_within(var, y.var((0, 1, 2)), few * max((y**2).max(), 1), f"variance, {tile}")
+    for tile in TILES["dw"]:
+        forced = dataclasses.replace(p, algorithm=f"sm90/normalised {tile}")
+        assert_exact(jax.jit(functools.partial(normalised_wgrad, forced))(given[0], given[2], *v), dw, tile)
+
+
+@on_hopper
+@pytest.mark.parametrize("activation", ["relu", "relu6", "silu", "none"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_1x1_of_what_it_normalises_is_two_calls(activation, dtype):
+    """Of numbers of any kind: a may be rounded to its neighbour, where x * s + t and (x - mean) * s + bias differ."""
+    p = pointwise((3, 29, 31), 328, 200, dtype, activation, None)
+    x, w, dy = (jnp.asarray(normal(i, s, dtype), dtype) for i, s in enumerate((p.x_shape, p.w_shape, p.y_shape)))
+    scale, bias, mean = (jnp.asarray(normal(i, (328,), "float32"), "float32") for i in (3, 4, 5))
+    v = scale, bias, mean, 1 + jnp.abs(mean)
+    p = dataclasses.replace(p, epsilon=1e-5)
+    two = dataclasses.replace(p, implementation="xla")
+    for op, given in ((normalised, (x, w)), (normalised_statistics, (x, w)), (normalised_wgrad, (x, dy))):
+        forced = dataclasses.replace(p, algorithm="sm90/normalised")
+        assert _plan.plan(op.name, forced, _plan.Device.current(PLATFORM)).kernel == "sm90/normalised"
+        got = jax.tree.leaves(jax.jit(functools.partial(op, forced))(*given, *v))
+        want = jax.tree.leaves(jax.jit(functools.partial(op, two))(*given, *v))
+        for one, other in zip(got, want, strict=True):
+            other = np.asarray(other, np.float64)
+            assert_within(one, other, 8 * eps(dtype) * np.abs(other).max(), op.name)
+
+
+@on_hopper
+@pytest.mark.parametrize("activation", ["relu6", "silu"])
+def test_nan_stays_in_its_pixel_and_its_channel(activation):
+    p = pointwise((1, 10, 20), 72, 40, "bfloat16", activation, "sm90/normalised")
+    x, w, dy = (normal(i, s, "float32") for i, s in enumerate((p.x_shape, p.w_shape, p.y_shape)))
+    x[0, 3, 4, 71] = np.nan
+    x, w, dy = (jnp.asarray(a, "bfloat16") for a in (x, w, dy))
+    v = jnp.ones(72), jnp.full(72, 3.0), jnp.zeros(72), jnp.ones(72)
+    bad = np.isnan(np.asarray(jax.jit(functools.partial(normalised, p))(x, w, *v), np.float32))
+    assert bad[0, 3, 4].all() and bad.sum() == 40
+    bad = np.isnan(np.asarray(jax.jit(functools.partial(normalised_wgrad, p))(x, dy, *v), np.float32))
+    assert bad[0, 0, 71].all() and bad.sum() == 40
+
+
+@pytest.mark.parametrize("activation", ["relu", "relu6", "silu", "none"])
+def test_plans_of_a_1x1(activation, code_for_gpus):
+    p = dataclasses.replace(pointwise((256, 28, 28), 128, 512, "bfloat16", activation, None), implementation="native")
+    plans = {op: _plan.plan(op, p, H200) for op in (*OPS, "conv_normalised_statistics")}
+    forward = plans["conv_normalised"]
+    assert (forward.kernel, forward.tile, forward.workspace_bytes) == ("sm90/normalised", "128x256", 0)
+    taken = plans["conv_normalised_statistics"]
+    assert (taken.kernel, taken.tile, taken.workspace_bytes) == ("sm90/normalised", "128x256", 512 * (512 * 8 + 4))
+    back = plans["conv_normalised_wgrad"]
+    assert (back.kernel, back.tile) == ("sm90/normalised", "128x256") and back.splits == 132
+    assert back.workspace_bytes == 2 * 132 * 128 * 256 * 4
+    for op in ("conv_normalised_gradient", "conv_normalised_dx"):
+        assert plans[op].kernel == "two" and "no dgrads of what it normalises" in plans[op].reason
+    for k, tile in ((64, "256x64"), (72, "128x128"), (128, "128x128"), (136, "128x256")):
+        q = dataclasses.replace(p, out_channels=k)
+        assert _plan.plan("conv_normalised", q, H200).tile == tile
+        assert _plan.plan("conv_normalised_wgrad", q, H200).tile == ("256x64" if k == 64 else "128x256")
+    free = dataclasses.replace(p, implementation=None)
+    nowhere = _plan.Device("cuda", "a GPU", (9, 0), 132)
+    for op in ("conv_normalised", "conv_normalised_statistics", "conv_normalised_wgrad"):
+        assert _plan.plan(op, free, nowhere).kernel == "two"  # until it is measured
+    for changed in (dict(dtype="float32"), dict(in_channels=2056), dict(x_activation=Activation("gelu"))):
+        assert _plan.plan("conv_normalised", dataclasses.replace(p, **changed), H200).kernel == "two"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Plans
 
 
@@ -96,9 +225,6 @@ def problem(
         "batchnorm_conv", dtype, x.shape, 3, True, 0.9, 1e-5, Activation(activation), implementation=implementation
     )
     return NormalisedConvProblem.of(norm, conv)
-
-
-OPS = ("conv_normalised", "conv_normalised_wgrad", "conv_normalised_gradient", "conv_normalised_dx")
 
 
 @pytest.mark.parametrize("op", OPS)

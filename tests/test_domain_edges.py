@@ -53,6 +53,10 @@ def normalised(activation: str = "relu6", **options: Any) -> ConvProblem:
     return NormalisedConvProblem(**vars(depthwise(**options)), x_activation=Activation(activation))
 
 
+def pointwise(activation: str = "relu", **options: Any) -> ConvProblem:
+    return NormalisedConvProblem(**vars(conv(filter=1, **options)), x_activation=Activation(activation))
+
+
 def behind(activation: str) -> ConvProblem:
     return dataclasses.replace(conv(filter=3), activation=Activation(activation))
 
@@ -248,6 +252,31 @@ EDGES = {
         "at most 2^30 tiles times blocks",
         8,
     ),
+    "sm90/normalised channels": Edge(
+        lambda v: of_conv("sm90/normalised", pointwise(c=v), "conv_normalised", "128x256"),
+        2048,
+        "at most 2048 channels",
+        8,
+    ),
+    "sm90/normalised channels of statistics": Edge(
+        lambda v: of_conv("sm90/normalised", pointwise(k=v), "conv_normalised_statistics", "128x256"),
+        64 * 132,
+        "a column of tiles of its own",
+        8,
+    ),
+    "sm90/normalised tiles": Edge(
+        lambda v: of_conv(
+            "sm90/normalised", pointwise(size=(1, 1), c=64, k=v, batch=2**27 - 128), "conv_normalised", "128x256"
+        ),
+        2**10 * 256,
+        "at most 2^30 tiles times blocks",
+        8,
+    ),
+    "sm90/normalised parts": Edge(
+        lambda v: of_conv("sm90/normalised", pointwise(), "conv_normalised_wgrad", "256x64", splits=v),
+        4096,
+        "at most 4096 parts",
+    ),
     "sm90/halo_3d pixels and gaps": Edge(
         lambda v: of_conv("sm90/halo_3d", conv((8, 8, 8), 16, 16, 3, batch=v)), 2**30 // (8 * 9 * 9), "2^30 pixels"
     ),
@@ -412,7 +441,57 @@ YES_AND_NO: dict[str, tuple[Callable[[], Refusal], Callable[[], Refusal], str]] 
     "normalised by sm90": (
         lambda: of_conv("sm90/product", normalised(), "conv_normalised", "128x128"),
         lambda: of_conv("depthwise/rows", normalised(), "conv_normalised"),
-        "only depthwise kernels normalise",
+        "only normalised normalises",
+    ),
+    "normalised by implicit_gemm": (
+        lambda: of_conv("implicit_gemm", pointwise(), "conv_normalised"),
+        lambda: of_conv("sm90/normalised", pointwise(), "conv_normalised", "128x256"),
+        "only depthwise kernels and sm90/normalised normalise",
+    ),
+    "sm90/normalised of what is not normalised": (
+        lambda: of_conv("sm90/normalised", conv(), "conv_fprop", "128x256"),
+        lambda: of_conv("sm90/normalised", pointwise(), "conv_normalised", "128x256"),
+        "of what it normalises only",
+    ),
+    "sm90/normalised of stride 2": (
+        lambda: of_conv("sm90/normalised", pointwise(stride=2), "conv_normalised_wgrad", "128x256"),
+        lambda: of_conv("sm90/normalised", pointwise(), "conv_normalised_wgrad", "128x256"),
+        "1x1 convolution of stride 1",
+    ),
+    "sm90/normalised before gelu": (
+        lambda: of_conv("sm90/normalised", pointwise("gelu"), "conv_normalised_statistics", "128x128"),
+        lambda: of_conv("sm90/normalised", pointwise("none"), "conv_normalised_statistics", "128x128"),
+        "relu, relu6, silu or no activation",
+    ),
+    "sm90/normalised in float32": (
+        lambda: of_conv("sm90/normalised", pointwise(dtype="float32"), "conv_normalised", "256x64"),
+        lambda: of_conv("sm90/normalised", pointwise(dtype="float16"), "conv_normalised", "256x64"),
+        "16-bit arrays only",
+    ),
+    "sm90/normalised of a dgrad": (
+        lambda: of_conv("sm90/normalised", pointwise(), "conv_normalised_dx", "128x256"),
+        lambda: of_conv("sm90/normalised", pointwise(), "conv_normalised_wgrad", "128x256"),
+        "no dgrads of what it normalises",
+    ),
+    "sm90/normalised in a wgrad's missing tile": (
+        lambda: of_conv("sm90/normalised", pointwise(), "conv_normalised_wgrad", "128x128"),
+        lambda: of_conv("sm90/normalised", pointwise(), "conv_normalised", "128x128"),
+        'no tile "128x128"',
+    ),
+    "sm90/normalised in parts": (
+        lambda: of_conv("sm90/normalised", pointwise(), "conv_normalised", "128x256", splits=2),
+        lambda: of_conv("sm90/normalised", pointwise(), "conv_normalised_wgrad", "128x256", splits=4096),
+        "at most 4096 parts",
+    ),
+    "sm90/normalised in no parts": (
+        lambda: of_conv("sm90/normalised", pointwise(), "conv_normalised_wgrad", "128x256", splits=0),
+        lambda: of_conv("sm90/normalised", pointwise(), "conv_normalised_wgrad", "128x256", splits=1),
+        "splits of at least 1",
+    ),
+    "sm90/normalised on an A10": (
+        lambda: of_conv("sm90/normalised", pointwise(), "conv_normalised", "128x256", device=A10),
+        lambda: of_conv("sm90/normalised", pointwise(), "conv_normalised", "128x256"),
+        "compute capability 9.0",
     ),
     "normalised under 5x5": (
         lambda: of_conv("depthwise/rows_strided", normalised(stride=2, filter=5), "conv_normalised_wgrad"),

@@ -87,6 +87,12 @@ def inverted(x, w1, w2, scale, bias, *, act=jax.nn.relu6, stride=1, shown=False,
     return (y, a) if shown else y
 
 
+def three_blocks(x, w1, w2, s1, b1, s2, b2):
+    for _ in range(3):
+        x = bottleneck(x, w1, w2, s1, b1, s2, b2)
+    return x
+
+
 def preactivation(x, w, scale, bias):
     return x + conv(jax.nn.relu(norm(x, scale, bias)), w)
 
@@ -168,6 +174,14 @@ def chain(x, scale, bias, mean, var, w, *, ours):
     return jaxconv.conv2d(a, w, groups=8, padding=((2, 0), (0, 1))), *new
 
 
+def projected(x, scale, bias, mean, var, w, *, ours):
+    how = dict(training=True, momentum=0.75, activation="silu")
+    if ours:
+        return jaxconv.batchnorm_conv(x, scale, bias, mean, var, w, **how)
+    a, *new = jaxconv.batchnorm(x, scale, bias, mean, var, **how)
+    return jaxconv.conv2d(a, w), *new
+
+
 def mlp(x, w1, b1, w2, b2, *, ours):
     if ours:
         return jaxconv.mlp(x, w1, b1, w2, b2, activation="silu", out_activation="tanh")
@@ -184,6 +198,7 @@ ADD, STATISTICS, ALONE = (
 )
 SUMS, SHORTCUT = "a dgrad that takes a batch-norm's sums", "two batch-norms of a residual block"
 CHAIN, PRODUCT = "a convolution that normalises its input", "a product that applies an activation's derivative"
+POINT = "a 1x1 that normalises its input"
 NORM_ADD, BIAS = "a batch-norm that adds another gradient", "a bias' gradient from a norm's sums"
 BETWEEN = "a batch-norm between calls"
 PIECES, AGAIN = "a concatenation's statistics", "a concatenation that is made again"
@@ -215,6 +230,8 @@ LAYERS = ((12, 8), (8, 16), (16,), (16, 8), (8,))
 GLU = ((12, 8), (8, 16), (16,), (8, 8))
 BOTH = "conv_batchnorm conv_dgrad_sums"
 CHAINED = "batchnorm_conv batchnorm_conv_backward"
+POINTWISE = "conv_normalised conv_normalised_statistics conv_normalised_wgrad"
+NARROWED = (X, (3, 3, 8, 16), (1, 1, 16, 8), (16,), (16,), V, V)
 
 ROWS: dict[str, Row] = {
     "add": Row(lambda x, w: jnp.sin(x) * conv(x, w), (X, (3, 3, 8, 8)), {ADD: 1}, {"conv_dgrad_add": 1}, "conv_dgrad"),
@@ -358,6 +375,66 @@ ROWS: dict[str, Row] = {
         {"batchnorm_train": 1},
         "conv_normalised",
         CHAINED,
+        ruled_out=True,
+    ),
+    "pointwise": Row(  # the statistics of what is normalised, and those of the result, leave the convolutions
+        bottleneck,
+        NARROWED,
+        {STATISTICS: 2, POINT: 1, ADD: 1},
+        {"conv_statistics": 1, "conv_normalised_statistics": 1, "conv_normalised_wgrad": 1, "batchnorm_infer": 1},
+        "conv_fprop batchnorm_train conv_normalised",
+        f"conv_batchnorm {POINTWISE}",
+    ),
+    "pointwise, sums": Row(  # around dgrads that take sums
+        three_blocks,
+        NARROWED,
+        {STATISTICS: 4, ALONE: 2, SUMS: 2, POINT: 3, ADD: 1},
+        {"conv_normalised_statistics": 3, "conv_normalised_wgrad": 3, "conv_dgrad_sums": 2, "conv_dgrad": 3},
+        "conv_fprop batchnorm_train conv_normalised",
+        f"{BOTH} {POINTWISE}",
+    ),
+    "pointwise, alone": Row(  # the batch-norm reads x for its statistics, and nobody wants those of the result
+        inverted,
+        (X, (3, 3, 8, 16), (1, 1, 16, 8), (16,), (16,)),
+        {POINT: 1},
+        {"batchnorm_moments": 1, "conv_normalised": 1, "conv_normalised_wgrad": 1, "batchnorm_backward": 1},
+        "batchnorm_train batchnorm_infer",
+        f"batchnorm_conv {POINTWISE}",
+    ),
+    "pointwise, public": Row(
+        functools.partial(projected, ours=False),
+        (X, V, V, V, V, (1, 1, 8, 16)),
+        {POINT: 1},
+        {"batchnorm_moments": 1, "conv_normalised": 1, "conv_normalised_wgrad": 1},
+        "batchnorm_train batchnorm_infer",
+        f"batchnorm_conv {POINTWISE}",
+        functools.partial(projected, ours=True),
+    ),
+    "pointwise, read": Row(
+        functools.partial(inverted, shown=True),
+        (X, (3, 3, 8, 16), (1, 1, 16, 8), (16,), (16,)),
+        {STATISTICS: 1, ADD: 1},
+        {"conv_statistics": 1, "batchnorm_infer": 1},
+        "conv_normalised",
+        f"conv_batchnorm {POINTWISE}",
+        ruled_out=True,
+    ),
+    "pointwise, strided": Row(
+        functools.partial(inverted, stride=2),
+        (X, (3, 3, 8, 16), (1, 1, 16, 8), (16,), (16,)),
+        {STATISTICS: 1},
+        {"conv_statistics": 1, "batchnorm_infer": 1},
+        "conv_normalised",
+        f"conv_batchnorm {POINTWISE}",
+        ruled_out=True,
+    ),
+    "pointwise, without a weight gradient": Row(  # for which a must be written
+        inverted,
+        (X, (3, 3, 8, 16), (1, 1, 16, 8), (16,), (16,)),
+        {STATISTICS: 1},
+        {"conv_statistics": 1, "batchnorm_infer": 1, "conv_wgrad": 2},
+        "conv_normalised",
+        "conv_batchnorm conv_normalised",
         ruled_out=True,
     ),
     "chain, public": Row(

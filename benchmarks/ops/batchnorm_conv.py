@@ -38,7 +38,7 @@ class BatchNormConvCase(ConvCase):
     op = "batchnorm_conv"
     without_torch = "PyTorch writes what is normalised"
     results: ClassVar = {"fprop": ("y",), "wgrad": ("dw",), "pair": ("y", "dw"), "bwd": ("dw", "dscale", "dbias", "dx")}
-    algorithms = ("depthwise", "two")
+    algorithms = ("depthwise", "sm90", "two")
     layouts = ("NHWC",)
 
     def work(self, pass_: str, item: int) -> tuple[float, float]:
@@ -215,13 +215,35 @@ _MODELS = {
 }
 
 
+# The 1x1s behind a batch-norm and its activation: the last of a block of ResNet-50 and ResNeXt-50, MobileNetV2's projections.
+_PRODUCTS = {
+    ("r50", "relu"): ((56, 64, 256), (28, 128, 512), (14, 256, 1024), (7, 512, 2048)),
+    ("x50", "relu"): ((56, 128, 256), (28, 256, 512), (14, 512, 1024), (7, 1024, 2048)),
+    ("mobilenet", "relu6"): (
+        *((112, 32, 16), (56, 96, 24), (56, 144, 24), (28, 144, 32), (28, 192, 32), (14, 192, 64), (14, 384, 64)),
+        *((14, 384, 96), (14, 576, 96), (7, 576, 160), (7, 960, 160), (7, 960, 320)),
+    ),
+}
+
+
 def _layer(model: str, size: int, c: int, stride: int) -> ConvCase:
     window: dict[str, Any] = dict(stride=stride, padding=(0, 1) if stride == 2 else 1, groups=c)
     return conv(f"{model}.{size}.dw3{'s2' if stride == 2 else ''}", 256, size, c, c, 3, **window, suite="models")
 
 
-CASES = tuple(
-    BatchNormConvCase.of(_layer(model, *layer), activation=activation)
-    for (model, activation), layers in _MODELS.items()
-    for layer in layers
+def _product(model: str, size: int, c: int, k: int) -> ConvCase:
+    return conv(f"{model}.{size}.{c}to{k}.1x1", 256, size, c, k, 1, suite="models")
+
+
+CASES = (
+    *(
+        BatchNormConvCase.of(_layer(model, *layer), activation=activation)
+        for (model, activation), layers in _MODELS.items()
+        for layer in layers
+    ),
+    *(
+        BatchNormConvCase.of(_product(model, *layer), activation=activation)
+        for (model, activation), layers in _PRODUCTS.items()
+        for layer in layers
+    ),
 )

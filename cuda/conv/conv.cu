@@ -193,7 +193,19 @@ Status ConvNormalised(const Context& ctx, const ConvProblem& p, const BatchNormP
                       const Plan& plan, const ConvNormalisedArrays& a, Workspace workspace) {
   JAXCONV_RETURN_IF_ERROR(
       Confirm(ConvOp::kFprop, "conv_normalised", p, plan, workspace, {a.x, a.w, a.y}, &n));
+  if (FamilyOf(plan.kernel) == "sm90")
+    return Sm90Normalised(ctx, p, n, plan, a.x, a.w, a.scale, a.bias, a.mean, a.var, a.y, nullptr,
+                          nullptr, workspace);
   return DepthwiseNormalised(ctx, p, n, plan, a.x, a.w, a.scale, a.bias, a.mean, a.var, a.y);
+}
+
+Status ConvNormalisedStatistics(const Context& ctx, const ConvProblem& p, const BatchNormProblem& n,
+                                const Plan& plan, const ConvNormalisedStatisticsArrays& a,
+                                Workspace workspace) {
+  JAXCONV_RETURN_IF_ERROR(Confirm(ConvOp::kStatistics, "conv_normalised_statistics", p, plan,
+                                  workspace, {a.x, a.w, a.y, a.new_mean, a.new_var}, &n));
+  return Sm90Normalised(ctx, p, n, plan, a.x, a.w, a.scale, a.bias, a.mean, a.var, a.y, a.new_mean,
+                        a.new_var, workspace);
 }
 
 Status ConvNormalisedWgrad(const Context& ctx, const ConvProblem& p, const BatchNormProblem& n,
@@ -201,6 +213,9 @@ Status ConvNormalisedWgrad(const Context& ctx, const ConvProblem& p, const Batch
                            Workspace workspace) {
   JAXCONV_RETURN_IF_ERROR(
       Confirm(ConvOp::kWgrad, "conv_normalised_wgrad", p, plan, workspace, {a.x, a.dy, a.dw}, &n));
+  if (FamilyOf(plan.kernel) == "sm90")
+    return Sm90NormalisedWgrad(ctx, p, n, plan, a.x, a.dy, a.scale, a.bias, a.mean, a.var, a.dw,
+                               workspace);
   return DepthwiseNormalisedWgrad(ctx, p, n, plan, a.x, a.dy, a.scale, a.bias, a.mean, a.var, a.dw,
                                   workspace);
 }

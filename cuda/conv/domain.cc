@@ -83,7 +83,11 @@ std::string ConvRefusal(ConvOp op, const ConvProblem& p, const Plan& plan, const
 
 std::string NormalisedRefusal(ConvOp op, const ConvProblem& p, Activation activation,
                               const Plan& plan, const Device& device) {
-  if (FamilyOf(plan.kernel) != "depthwise") return "only depthwise kernels normalise their input";
+  const std::string_view family = FamilyOf(plan.kernel);
+  if (plan.splits < 1) return "it needs splits of at least 1, got " + std::to_string(plan.splits);
+  if (family == "sm90") return conv::sm90::RefuseNormalised(op, p, activation, plan, device);
+  if (family != "depthwise")
+    return "only depthwise kernels and sm90/normalised normalise their input";
   std::string why = conv::depthwise::RefuseNormalised(MemberOf(plan.kernel), p, activation);
   if (!why.empty()) return why;
   return ConvRefusal(op == ConvOp::kSums ? ConvOp::kWgrad : op, p, plan, device);

@@ -144,6 +144,23 @@ __device__ __forceinline__ void Pin(float (&d)[kCount]) {
                : OUTPUTS                                                                            \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate),               \
                  "n"(kMajorB ? 0 : 1))
+#define JAXCONV_WGMMA_HALF_ROWS(N, TYPE, REGISTERS, OUTPUTS, A0, A1, A2, A3, B, TB)                 \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" N "k16.f32." TYPE "." TYPE " {" REGISTERS "}, "  \
+               "{%" A0 ", %" A1 ", %" A2 ", %" A3 "}, %" B ", 1, 1, 1, %" TB ";\n"                 \
+               : OUTPUTS                                                                            \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kMajorB ? 0 : 1))
+#define JAXCONV_WGMMA_HALF_ROWS_N(TYPE)                                                            \
+  if constexpr (kRegisters == 32) {                                                                \
+    JAXCONV_WGMMA_HALF_ROWS("64", TYPE, JAXCONV_WGMMA_D0, JAXCONV_WGMMA_F32(0), "32", "33", "34",  \
+                            "35", "36", "37");                                                     \
+  } else if constexpr (kRegisters == 64) {                                                         \
+    JAXCONV_WGMMA_HALF_ROWS("128", TYPE, JAXCONV_WGMMA_D0 ", " JAXCONV_WGMMA_D1,                   \
+                            JAXCONV_WGMMA_F64(0), "64", "65", "66", "67", "68", "69");             \
+  } else {                                                                                         \
+    JAXCONV_WGMMA_HALF_ROWS("256", TYPE, JAXCONV_WGMMA_D0 ", " JAXCONV_WGMMA_D1 ", "               \
+                            JAXCONV_WGMMA_D2 ", " JAXCONV_WGMMA_D3, JAXCONV_WGMMA_F128(0), "128",  \
+                            "129", "130", "131", "132", "133");                                    \
+  }
 // clang-format on
 
 // D (+)= A * B in bfloat16, A in registers, two numbers each: warp w of the group, lane l: a[0] is row
@@ -168,6 +185,19 @@ __device__ __forceinline__ void WgmmaTermRowsNew(float (&d)[32], const uint32_t 
   const int accumulate = 0;
   JAXCONV_WGMMA_TERM_ROWS("64", JAXCONV_WGMMA_D0, JAXCONV_WGMMA_NEW32(0), "32", "33", "34", "35",
                           "36", "37", "38");
+}
+
+// D += A * B in 16 bits, A in registers as WgmmaTermRows has it.
+template <typename T, bool kMajorB, int kRegisters>
+__device__ __forceinline__ void WgmmaHalfRows(float (&d)[kRegisters], const uint32_t (&a)[4],
+                                              uint64_t b) {
+  static_assert(kRegisters == 32 || kRegisters == 64 || kRegisters == 128);
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    JAXCONV_WGMMA_HALF_ROWS_N("bf16")
+  } else {
+    static_assert(std::is_same_v<T, __half>);
+    JAXCONV_WGMMA_HALF_ROWS_N("f16")
+  }
 }
 
 // D += A * B in TF32, A in registers: warp w of the group, lane l: a[0] is row 16w + l/4, k l % 4;
@@ -223,6 +253,8 @@ __device__ __forceinline__ void Wgmma(float (&d)[kRegisters], uint64_t a, uint64
 #undef JAXCONV_WGMMA_TF32
 #undef JAXCONV_WGMMA_TF32_ROWS
 #undef JAXCONV_WGMMA_TERM_ROWS
+#undef JAXCONV_WGMMA_HALF_ROWS
+#undef JAXCONV_WGMMA_HALF_ROWS_N
 #undef JAXCONV_WGMMA
 #undef JAXCONV_WGMMA_F128
 #undef JAXCONV_WGMMA_F96

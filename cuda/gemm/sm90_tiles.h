@@ -107,6 +107,10 @@ inline constexpr TileSize kTf32Tiles[] = {
 inline constexpr TileSize kTf32StatisticsTiles[] = {{128, 256}, {256, 128}, {128, 128}, {256, 64}};
 inline constexpr TileSize kTermsTiles[] = {{128, 128}, {128, 64}};
 inline constexpr TileSize kStatisticsTiles[] = {{256, 64}, {128, 128}, {256, 128}, {128, 256}};
+inline constexpr TileSize kNormalisedTiles[] = {
+    {256, 64}, {128, 128}, {128, 256}};  // sm90_normalised.h
+inline constexpr int kMostNormalised =
+    2048;  // channels, whose scales and offsets are in shared memory
 
 // The most parts of a column's sums in `gradient`, statistics and sums, whatever the tile.
 constexpr int64_t MostColumnParts(int64_t rows) {

@@ -231,7 +231,7 @@ def _conv_add_shard(p: ConvProblem, split: sharding.Split, x: Array, w: Array, *
     return _of_rows(conv_add, p, halo.pixels(p, split), x, w, *b, residual=[residual])
 
 
-def _statistics_shard(p: ConvProblem, split: sharding.Split, x: Array, w: Array, *rest: Array) -> list[Array]:
+def statistics_shard(p: ConvProblem, split: sharding.Split, x: Array, w: Array, *rest: Array) -> list[Array]:
     """Each shard's moments, merged. They leave the convolution with y but where y is a sum over shards, or not all of
     it is the array's own, or its ends are computed again.
 
@@ -471,7 +471,7 @@ statistics = primitives.kernel(
     reference=reference.conv_statistics,
     flops=_flops(of_y=4),
     channels="kc",
-    run=_statistics_shard,
+    run=statistics_shard,
 )
 primitives.by_reference(statistics)
 
@@ -484,7 +484,7 @@ add_statistics = primitives.kernel(
     flops=_flops(of_y=5),
     also="residual",
     channels="kc",
-    run=_statistics_shard,
+    run=statistics_shard,
 )
 primitives.by_reference(add_statistics)
 

@@ -1,4 +1,4 @@
-"""Convolutions that normalise what they read: four kernels, and the backward pass that two of them are.
+"""Convolutions that normalise what they read: five kernels, and the backward pass that two of them are.
 
 The batch-norm's result is in no memory then, forward or backward, and neither is its gradient.
 """
@@ -6,24 +6,26 @@ The batch-norm's result is in no memory then, forward or backward, and neither i
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxconv import _plan
 from jaxconv._core import halo, primitives, sharding
 from jaxconv._core.types import (
     Array,
 )
-from jaxconv._ops import batchnorm, conv
+from jaxconv._ops import batchnorm, conv, sharded_moments
 from jaxconv._problem import BatchNormConvProblem, BatchNormProblem, NormalisedConvProblem
 
 replace = dataclasses.replace
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The kernels: y, and dw, of a = activation(batch-norm of x by known statistics); and the backward pass of both, without
-# a's gradient
+# The kernels: y, alone or with its statistics, and dw, of a = activation(batch-norm of x by known statistics); and the
+# backward pass of both, without a's gradient
 
 
 def _attrs(p: NormalisedConvProblem, plan: _plan.Plan) -> dict[str, Any]:
@@ -42,6 +44,10 @@ def _normalise(p: NormalisedConvProblem, x: Array, *v: Array) -> Array:
 def _then_convolved(p: NormalisedConvProblem, x: Array, w: Array, *v: Array) -> list[Array]:
     """normalised as two, each by a plan of its own."""
     return [conv.fprop(p.conv, _normalise(p, x, *v), w)]
+
+
+def _then_statistics(p: NormalisedConvProblem, x: Array, w: Array, *v: Array) -> list[Array]:
+    return list(conv.statistics(p.conv, _normalise(p, x, *v), w))
 
 
 def _then_wgrad(p: NormalisedConvProblem, x: Array, dy: Array, *v: Array) -> list[Array]:
@@ -82,6 +88,18 @@ def _shard(p: NormalisedConvProblem, split: sharding.Split, x: Array, w: Array, 
     if _whole(split):
         return [normalised(p, x, w, *v)]
     return conv.fprop_shard(p.conv, split, _normalise(p, x, *v), w)
+
+
+def _statistics_shard(p: NormalisedConvProblem, split: sharding.Split, x: Array, w: Array, *v: Array) -> list[Array]:
+    """Each shard's moments, merged, where images alone are split."""
+    if not set(split) <= {"n"}:
+        return conv.statistics_shard(p.conv, split, _normalise(p, x, *v), w)
+    y, mean, var = normalised_statistics(p, x, w, *v)
+    mesh_axes = split.get("n", ())
+    if not mesh_axes:
+        return [y, mean, var]
+    moments = [mean, jnp.zeros_like(mean), var]
+    return [y, *sharded_moments.merged(moments, mesh_axes, p.batch * math.prod(p.out_spatial))]
 
 
 def _wgrad_shard(p: NormalisedConvProblem, split: sharding.Split, x: Array, dy: Array, *v: Array) -> list[Array]:
@@ -126,6 +144,16 @@ normalised = primitives.kernel(
     channels="kc",
     run=_shard,
 )
+# new_mean, new_var: the mean and biased variance of y's channels
+normalised_statistics = primitives.kernel(
+    "conv_normalised_statistics",
+    "x w scale bias mean var -> y new_mean new_var",
+    replace(FAMILY, kinds=conv.KINDS | {"s": "new_mean new_var"}),
+    reference=_then_statistics,
+    flops=lambda p: _flops(p) + 4 * math.prod(p.y_shape),
+    channels="kc",
+    run=_statistics_shard,
+)
 normalised_wgrad = primitives.kernel(
     "conv_normalised_wgrad",
     "x dy scale bias mean var -> dw",
@@ -155,7 +183,7 @@ normalised_dx = primitives.kernel(
     channels="kc",
     run=_dx_shard,
 )
-for _kernel in (normalised, normalised_wgrad, normalised_gradient, normalised_dx):
+for _kernel in (normalised, normalised_statistics, normalised_wgrad, normalised_gradient, normalised_dx):
     primitives.by_reference(_kernel)
 
 

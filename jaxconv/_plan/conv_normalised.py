@@ -6,7 +6,7 @@ import math
 
 from jaxconv._plan import choose, conv, measured
 from jaxconv._plan.plan import Candidate, Device, Plan
-from jaxconv._plan.planner import Features, Planner, calls, disabled, disabled_text
+from jaxconv._plan.planner import CUDA_ONLY, Features, Planner, calls, disabled, disabled_text
 from jaxconv._problem import BatchNormConvProblem, NormalisedConvProblem
 
 _two = calls("two", "a batch-norm, then a convolution")
@@ -16,11 +16,14 @@ class ConvNormalised(conv.Conv):
     """A convolution (its gradients) that normalises x where it reads it, or two calls: the batch-norm and the
     convolution, each with a plan of its own."""
 
-    families = ("depthwise",)
-    of_others = "only depthwise kernels normalise their input"
+    families = ("depthwise", "sm90")
+    of_others = "only depthwise kernels and sm90/normalised normalise their input"
     rounded_before = "the convolution's input is rounded before that"
     tunable = False
     forced_by_times = False
+
+    def first(self, p: NormalisedConvProblem, device: Device) -> str:
+        return "sm90" if device.platform == "cuda" and p.groups == 1 else super().first(p, device)
 
     def disabled(self, p: NormalisedConvProblem) -> bool:
         return super().disabled(p) or disabled("batchnorm_infer")
@@ -41,6 +44,16 @@ class ConvNormalised(conv.Conv):
         kind = (*kind, "clipped" if p.x_activation.name != "silu" else "silu")
         back = self.op in ("conv_normalised_gradient", "conv_normalised_dx")
         return "conv_normalised_gradient" if back else "conv_normalised", kind, coordinates
+
+
+class NormalisedStatistics(ConvNormalised):
+    """The same with the statistics of the result, or two calls: the batch-norm, and a convolution with them."""
+
+    families = ("sm90",)
+    of_others = "only sm90/normalised also takes statistics of its result"
+
+    def made(self, algorithm: str, p: NormalisedConvProblem, device: Device) -> Plan | str:
+        return super().made(algorithm, p, device) if device.platform == "cuda" else CUDA_ONLY
 
 
 class BatchNormConv(Planner):

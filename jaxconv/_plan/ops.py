@@ -32,6 +32,7 @@ _TABLE: dict[type[Planner], str] = {
     conv_normalised.ConvNormalised: (
         "conv_normalised conv_normalised_wgrad conv_normalised_gradient conv_normalised_dx"
     ),
+    conv_normalised.NormalisedStatistics: "conv_normalised_statistics",
     dense.Dense: "dense matmul",
     dense.DenseGradient: "dense_gradient",
     dense.DenseGated: "dense_gated",

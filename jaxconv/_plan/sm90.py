@@ -28,6 +28,8 @@ HALOS: tuple[Choice, ...] = (("halo", ""), ("halo_3d", ""), ("halo_stream", ""))
 SUMS: tuple[Choice, ...] = (("sums", "64x256"), ("sums", "64x128"))
 TF32_SUMS: tuple[Choice, ...] = (("sums", "128x128"), ("sums", "256x64"))
 STATISTICS: tuple[Choice, ...] = tuple(("statistics", tile) for tile in ("256x64", "128x128", "256x128", "128x256"))
+NORMALISED: tuple[Choice, ...] = tuple(("normalised", tile) for tile in ("256x64", "128x128", "128x256"))
+NORMALISED_WGRADS: tuple[Choice, ...] = (("normalised", "128x256"), ("normalised", "256x64"))
 WGRADS: tuple[Choice, ...] = (
     *(("wgrad", tile) for tile in ("128x256", "256x64", "128x320", "64x256", "128x128", "128x64")),
     ("wgrad_swapped", "256x128"),
@@ -48,6 +50,11 @@ def wants(op: str, p: ConvProblem, device: Device) -> Iterator[Plan]:
         # All of its filter's columns in one tile read dy once; fewer fit where there are more channels of dy.
         own, first = (TF32_SUMS, p.out_channels > 128) if p.dtype == "float32" else (SUMS, p.in_channels % 256 == 0)
         wanted, every = iter(own if first else own[::-1]), own
+    elif op.startswith("conv_normalised"):
+        # Columns that a tile computes for nothing cost less than reading and normalising x once more.
+        narrow, wgrad = p.out_channels <= 64, op == "conv_normalised_wgrad"
+        tile = "256x64" if narrow else "128x128" if p.out_channels <= 128 and not wgrad else "128x256"
+        wanted, every = iter([("normalised", tile)]), NORMALISED_WGRADS if wgrad else NORMALISED
     elif op == "conv_wgrad":
         wanted, every = _wgrads(p, device), (*WGRADS, *HALOS)
     else:
@@ -57,7 +64,7 @@ def wants(op: str, p: ConvProblem, device: Device) -> Iterator[Plan]:
         for kernel, tile in choices:
             if (kernel, tile) not in seen:
                 seen.add((kernel, tile))
-                splits = _splits(kernel, tile, p, device) if op == "conv_wgrad" else 1
+                splits = _splits(kernel, tile, p, device) if op in ("conv_wgrad", "conv_normalised_wgrad") else 1
                 if kernel == "cluster":
                     splits = _cluster(tile, p, device)[1]
                 yield Plan("native", "", f"sm90/{kernel}", tile, splits)

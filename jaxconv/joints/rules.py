@@ -32,6 +32,7 @@ from jaxconv._problem import (
     DenseProblem,
     GatedGradientProblem,
     GatedProblem,
+    NormalisedConvProblem,
     PoolProblem,
 )
 from jaxconv.joints.program import Program
@@ -486,6 +487,11 @@ def sums_in_dgrad(program: Program, node: Node, device: _plan.Device) -> bool:
     return False
 
 
+def _is_product(p: ConvProblem) -> bool:
+    """A 1x1 of stride 1 without groups."""
+    return p.pointwise and p.groups == 1 and set(p.stride) == {1}
+
+
 def norm_and_convolution(program: Program, node: Node, device: _plan.Device) -> bool:
     """A batch-norm that only a convolution reads, which normalises what it loads."""
     p: BatchNormProblem = node.params["problem"]
@@ -500,7 +506,7 @@ def norm_and_convolution(program: Program, node: Node, device: _plan.Device) -> 
     of_conv: ConvProblem = after.params["problem"]
     before = maker(node.inputs[0], "conv_fprop")
     of_before = before.params["problem"] if before is not None else None
-    if of_conv.x_shape != p.shape or of_conv.channel_axis != p.channel_axis:
+    if of_conv.x_shape != p.shape or of_conv.channel_axis != p.channel_axis or _is_product(of_conv):
         return False
     if of_before is not None and (of_before.y_shape, of_before.channel_axis) != (p.shape, p.channel_axis):
         return False
@@ -547,6 +553,63 @@ def norm_and_convolution(program: Program, node: Node, device: _plan.Device) -> 
 
     late_inputs = [x, dy, w, scale, bias, program.successor(node.outputs[3]), var]
     program.splice(late, late_inputs, late_outputs, backward, norm_and_convolution, both, whole, by_kernels)
+    return True
+
+
+def norm_and_product(program: Program, node: Node, device: _plan.Device) -> bool:
+    """A batch-norm that only a 1x1 convolution reads, which normalises what it loads; it comes behind the rules that
+    take statistics, which those of x and of the result may be. What comes back to x stays as it is."""
+    p: BatchNormProblem = node.params["problem"]
+    a, train = node.outputs[0], node.name == "jaxconv_batchnorm_train"
+    if p.residual or p.masked or p.batch is not None or p.implementation == "xla":
+        return False
+    names = "jaxconv_conv_fprop", "jaxconv_conv_statistics"
+    made = [user for user in readers(a) if user.name in names and user.inputs[0] is a]
+    wgrads = [user for user in readers(a) if user.name == "jaxconv_conv_wgrad" and user.inputs[0] is a]
+    if len(made) != 1 or len(wgrads) > 1 or not read_by(a, *made, *wgrads):
+        return False
+    (after,), wgrad = made, next(iter(wgrads), None)
+    of_conv: ConvProblem = after.params["problem"]
+    if of_conv.x_shape != p.shape or of_conv.channel_axis != p.channel_axis or not _is_product(of_conv):
+        return False
+    if wgrad is not None and wgrad.params["problem"] != of_conv:
+        return False
+    normalised, both = NormalisedConvProblem.of(p, of_conv), BatchNormConvProblem(p, of_conv)
+    statistics = after.name == "jaxconv_conv_statistics"
+    kernel = conv_normalised.normalised_statistics if statistics else conv_normalised.normalised
+    ops = kernel.name, *((conv_normalised.normalised_wgrad.name,) if wgrad is not None else ())
+    if not all(wants(op, normalised, device) for op in ops) or (train and not wants("batchnorm_conv", both, device)):
+        return False
+
+    def convolved(x: Array, w: Array, *v: Array) -> list[Array]:
+        outs = kernel(normalised, x, w, *v)
+        return list(outs) if statistics else [outs]
+
+    def forward(x: Array, scale: Array, bias: Array, *rest: Array) -> list[Array]:
+        *given, w = rest
+        if not train:
+            return convolved(x, w, scale, bias, *given)
+        mean, var = _moments(p, x)
+        return [*convolved(x, w, scale, bias, mean, var), *_running(p, *given, mean, var), var]
+
+    dead = [node, after]
+    inputs, outputs = [*node.inputs, after.inputs[1]], [*after.outputs, *node.outputs[1:]]
+    fits = _fits_without(dead, a, wgrad, inputs, outputs, program) if wgrad else program.fits(dead, inputs, outputs)
+    x, scale, bias = node.inputs[:3]
+    if wgrad is not None:
+        known = node.outputs[3:4] if train else node.inputs[3:]
+        fits = fits and program.fits([wgrad], [x, wgrad.inputs[1], scale, bias, *known], wgrad.outputs)
+    if not fits:
+        return False
+    var = program.splice(dead, inputs, outputs, forward, norm_and_product, p, of_conv, train, statistics)
+    if wgrad is None:
+        return True
+
+    def backward(x: Array, dy: Array, *v: Array) -> list[Array]:
+        return [conv_normalised.normalised_wgrad(normalised, x, dy, *v)]
+
+    late_inputs = [x, wgrad.inputs[1], scale, bias, *(program.successor(v) for v in known), *var]
+    program.splice([wgrad], late_inputs, wgrad.outputs, backward, norm_and_product, "backward", normalised)
     return True
 
 
@@ -891,6 +954,7 @@ RULES = (
     Rule("a dgrad that takes a batch-norm's sums", ("jaxconv_batchnorm_train",), sums_in_dgrad),
     Rule("a convolution that takes its batch-norm's statistics", ("jaxconv_batchnorm_train",), convolution_and_norm),
     Rule("a convolution that takes its result's statistics", ("jaxconv_batchnorm_moments",), convolution_and_moments),
+    Rule("a 1x1 that normalises its input", ("jaxconv_batchnorm_train", "jaxconv_batchnorm_infer"), norm_and_product),
     Rule("a bias' gradient from a norm's sums", ("reduce_sum",), sum_behind_norm),
     Rule("a bias' gradient from a pooling's", ("reduce_sum",), sum_behind_pooling),
     Rule("a dgrad that adds another gradient", ("add_any", "add"), dgrad_and_add),

@@ -48,6 +48,17 @@ Status Sm90Gradient(const Context& ctx, const ConvProblem& p, const Epilogue& e,
 Status Sm90Wgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
                  const void* dy, void* dw, Workspace workspace);
 
+// fprop and wgrad of a batch-norm of x and its activation, `n`, which are in no memory: "normalised". y's statistics as
+// Sm90Statistics has them, null where they are not wanted. (C), float32.
+Status Sm90Normalised(const Context& ctx, const ConvProblem& p, const BatchNormProblem& n,
+                      const Plan& plan, const void* x, const void* w, const void* scale,
+                      const void* bias, const void* mean, const void* var, void* y, void* y_mean,
+                      void* y_var, Workspace workspace);
+Status Sm90NormalisedWgrad(const Context& ctx, const ConvProblem& p, const BatchNormProblem& n,
+                           const Plan& plan, const void* x, const void* dy, const void* scale,
+                           const void* bias, const void* mean, const void* var, void* dw,
+                           Workspace workspace);
+
 // gradient.cc: product's ConvGradient, strides of 1. `p` is not folded; there are elements of dy and dz.
 // dz = dgrad * f', from `kept`, which lies like dz (gemm/sm90_gradient.h); dbias (C), of dz's type: dz's sums over images and
 // pixels.

@@ -10,6 +10,8 @@
 //                                         of the batch-norm that the relu follows (gemm/sm90_sums.h)
 //   halo, halo_stream, halo_3d            pixels fetched once for all taps (halo/domain.h and so on)
 //   wgrad, ...                            wgrad/domain.h
+//   normalised                            fprop, with statistics or without, and wgrad of a 1x1 in 16 bit, one group, at most
+//                                         2048 channels, of x normalised on its way (gemm/sm90_normalised.h, wgrad/normalised.cu)
 //
 // All need compute capability 9.0; channels_last; float32, bfloat16, float16; C/G and K/G multiples of 8, with more than
 // one group the channels summed over multiples of 64; and walks that TMA can say (core/tma_walk.h): on each axis from the
@@ -25,6 +27,7 @@
 #include <string>
 #include <string_view>
 
+#include "common/activation.h"
 #include "cuda/conv/common/domain.h"
 #include "cuda/conv/sm90/geometry.h"
 #include "cuda/conv/sm90/halo/domain.h"
@@ -201,6 +204,31 @@ inline std::string RefuseSums(const ConvProblem& p, std::string_view tile, const
   return why.empty() && !single ? RefuseResident(size, p.c, p.k, 1, device) : why;
 }
 
+// Of x normalised where it is read, and put through `activation`.
+inline std::string RefuseNormalised(ConvOp op, const ConvProblem& p, Activation activation,
+                                    const Plan& plan, const Device& device) {
+  if (MemberOf(plan.kernel) != "normalised") return "only normalised normalises its input";
+  if (op != ConvOp::kFprop && op != ConvOp::kStatistics && op != ConvOp::kWgrad)
+    return "it makes no dgrads of what it normalises";
+  if (std::string why = RefuseAll(op, p, device); !why.empty()) return why;
+  if (p.dtype == DType::kF32) return "it normalises 16-bit arrays only";
+  if (!Plain(p) || p.groups > 1) return "it needs a 1x1 convolution of stride 1 without groups";
+  if (activation != Activation::kNone && activation != Activation::kRelu &&
+      activation != Activation::kRelu6 && activation != Activation::kSilu)
+    return "it normalises with relu, relu6, silu or no activation";
+  if (p.c > kMostNormalised)
+    return "it normalises at most 2048 channels, got " + std::to_string(p.c);
+  const bool wgrad = op == ConvOp::kWgrad;
+  const int64_t most = wgrad ? kWgradSplits : 1;
+  if (plan.splits > most) return "it cuts weight gradients into at most 4096 parts";
+  if (plan.tile.empty()) return "";
+  const TileSize tile = ReadTile(plan.tile);
+  if (!(wgrad ? Among(tile, kNormalisedWgradTiles) : Among(tile, kNormalisedTiles)))
+    return NoSuchTile(plan.tile);
+  return wgrad ? RefuseWgradCount(p, WgradTileCount(p, tile, false), plan.splits, 64)
+               : RefuseProductTiles(op, p, tile);
+}
+
 // Whether kGradient takes activations whose derivative has no pieces (core/derivative.h).
 inline bool HasEveryDerivative(std::string_view member) { return member != "halo"; }
 
@@ -217,6 +245,7 @@ inline std::string Refusal(ConvOp op, const ConvProblem& p, const Plan& plan,
   if (plan.splits > most)
     return "it cuts weight gradients into at most 4096 parts, sm90/cluster fprops into at most 8";
   if (halo && !plan.tile.empty()) return NoSuchTile(plan.tile);
+  if (member == "normalised") return "it makes convolutions of what it normalises only";
   if (member == "halo") return RefuseHalo(op, p);
   if (member == "halo_stream") return RefuseHaloStream(op, p);
   if (member == "halo_3d") return RefuseHalo3d(op, p);

@@ -83,10 +83,10 @@ Status Sm90WgradTf32(const Context& ctx, const ConvProblem& p, WgradKernel kerne
   return LaunchTf32Wgrad(ctx, g, tile, device.multiprocessors, what);
 }
 
-// wgrad, wgrad_swapped and wgrad_pair.
+// wgrad, wgrad_swapped, wgrad_pair and normalised.
 Status Sm90WgradOf(const Context& ctx, const ConvProblem& p, WgradKernel kernel, const Plan& plan,
                    const void* x, const void* dy, void* dw, Workspace workspace,
-                   const std::string& what) {
+                   const std::string& what, const Sm90Normalisation* n) {
   Device device;
   JAXCONV_RETURN_IF_ERROR(CurrentDevice(what, &device));
 
@@ -129,6 +129,9 @@ Status Sm90WgradOf(const Context& ctx, const ConvProblem& p, WgradKernel kernel,
       dy, 4, {p.group_k(), p.groups, pixels, terms}, {1, p.group_k(), p.k, p.k * pixels}};
   JAXCONV_RETURN_IF_ERROR(EncodeTiled(dtype, out, {0, 1, 64, 1}, what + " dy", &g.dy));
   const TileSize tile = ReadTile(plan.tile);
+  if (n != nullptr) {
+    return LaunchSm90NormalisedWgrad(ctx, p.dtype, g, *n, tile, device.multiprocessors, what);
+  }
   if (terms > 1) {
     return LaunchSm90WgradFloat(ctx, g, kernel, tile, device.multiprocessors, what);
   }

@@ -373,10 +373,9 @@ __global__ void __launch_bounds__(256)
 template <typename T, int kBlocks, int kTileN, bool kSwapped = false>
 using WgradTile = Sm90Tile<T, false, false, kBlocks, kTileN, false, false, 1, false, kSwapped>;
 
-// Fills in the tile counts and launches both passes.
+// Fills in the tile counts and the parts.
 template <typename Tile>
-Status LaunchSm90WgradTile(const Context& ctx, WgradLaunch& p, int multiprocessors,
-                           const std::string& what) {
+void CountWgradTiles(WgradLaunch& p, int multiprocessors) {
   using Unit = WgradUnit<Tile>;
   const int64_t rows = int64_t(p.taps[0]) * p.taps[1] * p.taps[2] * p.channel_blocks * 64;
   p.tiles_m = int((rows + Unit::kRows - 1) / Unit::kRows);
@@ -388,7 +387,14 @@ Status LaunchSm90WgradTile(const Context& ctx, WgradLaunch& p, int multiprocesso
   } else {
     p.parts = int(std::min(int64_t(p.parts), p.tiles * p.steps));  // no run is empty
   }
-  auto kernel = Sm90WgradKernel<Tile>;
+}
+
+// Both passes, the first by `kernel`, whose arguments behind p are `args`.
+template <typename Tile, typename... Args>
+Status LaunchWgradPasses(const Context& ctx, void (*kernel)(WgradLaunch, Args...), WgradLaunch& p,
+                         int multiprocessors, const std::string& what, const Args&... args) {
+  using Unit = WgradUnit<Tile>;
+  CountWgradTiles<Tile>(p, multiprocessors);
   JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
   const bool shared = !p.whole_tiles && p.tiles % p.parts != 0;
   const int blocks = Tile::kTileM * Tile::kTileN / 1024;
@@ -404,7 +410,7 @@ Status LaunchSm90WgradTile(const Context& ctx, WgradLaunch& p, int multiprocesso
     config.numAttrs = 1;
     attribute.id = cudaLaunchAttributeClusterDimension;
     attribute.val.clusterDim = {2, 1, 1};
-    JAXCONV_RETURN_IF_ERROR(CudaStatus(cudaLaunchKernelEx(&config, kernel, p), what));
+    JAXCONV_RETURN_IF_ERROR(CudaStatus(cudaLaunchKernelEx(&config, kernel, p, args...), what));
     if (!shared) return Status::Ok();
     p.shares = 1;
     while (p.shares < 8 && 8 * p.shares * p.tiles < p.parts) p.shares *= 2;
@@ -416,7 +422,7 @@ Status LaunchSm90WgradTile(const Context& ctx, WgradLaunch& p, int multiprocesso
     return CudaStatus(cudaLaunchKernelEx(&config, Sm90WgradPairSumKernel<Tile>, p),
                       what + " (sum of parts)");
   } else {
-    kernel<<<p.parts, Tile::kThreads, Tile::kSharedBytes, ctx.stream>>>(p);
+    kernel<<<p.parts, Tile::kThreads, Tile::kSharedBytes, ctx.stream>>>(p, args...);
     JAXCONV_RETURN_IF_ERROR(LaunchStatus(what));
     if (!shared) return Status::Ok();
     if (p.parts > 8 * p.tiles) {
@@ -426,6 +432,12 @@ Status LaunchSm90WgradTile(const Context& ctx, WgradLaunch& p, int multiprocesso
     }
     return LaunchStatus(what + " (sum of parts)");
   }
+}
+
+template <typename Tile>
+Status LaunchSm90WgradTile(const Context& ctx, WgradLaunch& p, int multiprocessors,
+                           const std::string& what) {
+  return LaunchWgradPasses<Tile>(ctx, Sm90WgradKernel<Tile>, p, multiprocessors, what);
 }
 
 template <typename T>

@@ -11,6 +11,7 @@
 #include "common/status.h"
 #include "cuda/conv/sm90/wgrad/domain.h"
 #include "cuda/core/context.h"
+#include "cuda/gemm/sm90_normalised.h"
 #include "cuda/gemm/sm90_product.h"
 
 namespace jaxconv::cuda {
@@ -49,9 +50,14 @@ Status LaunchSm90WgradF16(const Context& ctx, WgradLaunch& p, WgradKernel kernel
 Status LaunchSm90WgradFloat(const Context& ctx, WgradLaunch& p, WgradKernel kernel, TileSize tile,
                             int multiprocessors, const std::string& what);
 
-// wgrad, wgrad_swapped and wgrad_pair, for a plan that was confirmed.
+// Of x normalised on its way: a 1x1 convolution of stride 1, one group, 16 bit (normalised.cu).
+Status LaunchSm90NormalisedWgrad(const Context& ctx, DType dtype, WgradLaunch& p,
+                                 Sm90Normalisation n, TileSize tile, int multiprocessors,
+                                 const std::string& what);
+
+// wgrad, wgrad_swapped and wgrad_pair, for a plan that was confirmed; with `n`, what is normalised.
 Status Sm90WgradOf(const Context& ctx, const ConvProblem& p, WgradKernel kernel, const Plan& plan,
                    const void* x, const void* dy, void* dw, Workspace workspace,
-                   const std::string& what);
+                   const std::string& what, const Sm90Normalisation* n = nullptr);
 
 }  // namespace jaxconv::cuda
