@@ -215,7 +215,8 @@ _MODELS = {
 }
 
 
-# The 1x1s behind a batch-norm and its activation: the last of a block of ResNet-50 and ResNeXt-50, MobileNetV2's projections.
+# The 1x1s behind a batch-norm and its activation: the last of a block of ResNet-50 and ResNeXt-50, and MobileNetV2's
+# projections.
 _PRODUCTS = {
     ("r50", "relu"): ((56, 64, 256), (28, 128, 512), (14, 256, 1024), (7, 512, 2048)),
     ("x50", "relu"): ((56, 128, 256), (28, 256, 512), (14, 512, 1024), (7, 1024, 2048)),

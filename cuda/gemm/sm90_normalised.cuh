@@ -112,7 +112,12 @@ __device__ __forceinline__ void Sm90RowsLoop(Sm90Ring<Tile>& ring, int steps, co
       if (step + half >= steps) break;
       const uint64_t b = OperandDescriptor<Tile::kMajorB>(ring.B());
 #pragma unroll
-      for (int m = 0; m < Tile::kBlocks; ++m) Pin(acc[m]);
+      for (int m = 0; m < Tile::kBlocks; ++m) {
+        Pin(acc[m]);
+        for (auto& four : a[half][m]) {
+          for (uint32_t& pair : four) asm volatile("" : "+r"(pair)::"memory");
+        }
+      }
       WgmmaFence();
 #pragma unroll
       for (int k = 0; k < 4; ++k) {

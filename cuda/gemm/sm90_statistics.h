@@ -1,6 +1,6 @@
 // The product whose epilogue also sums up what it writes: the mean and the sum of squares about it
 // of each column of d, in parts that a second kernel combines. For KN products of one phase, without
-// activation and z; what is added is a matrix, and a bias of the columns. sm90_statistics.cu says how. In TF32
+// activation and z; what is added is a matrix, and a bias of the columns. sm90_moments.cuh says how. In TF32
 // (sm90_statistics_float32.cu) of KK products.
 #pragma once
 

@@ -55,7 +55,8 @@ def batchnorm_conv(
 
     a has x's dtype, and is padded with zeros. Some kernels normalise x while they read it. Then a and its gradient are
     never written, y and the gradients are computed from x, and only x is kept. Such kernels exist for depthwise 3x3
-    convolutions in 16 bits on Hopper, with relu, relu6 or silu, and are used where they were measured to be faster.
+    convolutions in 16 bits on Hopper, with relu, relu6 or silu, and are used where they were measured to be faster. Of
+    1x1 convolutions of stride 1 a is not written either, but its gradient is.
     Elsewhere the function is the two calls above. `explain` says which, and why.
 
     Example::

@@ -52,6 +52,9 @@ class NormalisedStatistics(ConvNormalised):
     families = ("sm90",)
     of_others = "only sm90/normalised also takes statistics of its result"
 
+    def disabled(self, p: NormalisedConvProblem) -> bool:
+        return super().disabled(p) or disabled("conv_normalised")
+
     def made(self, algorithm: str, p: NormalisedConvProblem, device: Device) -> Plan | str:
         return super().made(algorithm, p, device) if device.platform == "cuda" else CUDA_ONLY
 
