@@ -207,6 +207,23 @@ def test_plans_of_a_1x1(activation, code_for_gpus):
         assert _plan.plan("conv_normalised", dataclasses.replace(p, **changed), H200).kernel == "two"
 
 
+@pytest.mark.parametrize("saved", [0.04, 0.2])
+def test_a_1x1_pays_for_a_read_of_its_input(saved, code_for_gpus, monkeypatch):
+    """Not of its result, which has four times as many channels: 51 MB take 0.02 to 0.03 ms."""
+    monkeypatch.setattr(measured, "_learned", {})
+    p, device = pointwise((256, 28, 28), 128, 512, "bfloat16", "relu", None), _plan.Device("cuda", "a GPU", (9, 0), 132)
+    op, kind, coordinates = measured.features("conv_normalised", p)
+    entry = {"case": "a", "problem": "", "xla_ms": 0.2 + saved, "native_ms": {"sm90/normalised": 0.2}}
+    measured.learn(device.kind, [{**entry, "op": op, "kind": kind, "coordinates": coordinates}])
+    resident, real = _plan.Plan("native", "", "resident_team"), _plan.choose.plan
+    monkeypatch.setattr(_plan.choose, "plan", lambda op, *a: resident if op == "batchnorm_train" else real(op, *a))
+    whole = BatchNormConvProblem(dataclasses.replace(p.norm, training=True), p.conv)
+    assert _plan.plan("batchnorm_conv", whole, device).kernel == "normalised"
+    for name in ("conv_normalised", "batchnorm_infer"):
+        monkeypatch.setenv("JAXCONV_DISABLE", name)
+        assert _plan.plan("conv_normalised_statistics", p, device).kernel == "two"
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Plans
 

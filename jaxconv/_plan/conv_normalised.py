@@ -88,7 +88,8 @@ def _saves_no_read(p: BatchNormConvProblem, kernel: str, device: Device) -> bool
     back = measured.nearest("conv_normalised_gradient", p.normalised, device, kernel)
     if back is not None and back.wins(kernel):
         saved += back.xla_ms - back.native_ms[kernel]
-    return saved <= math.prod(p.conv.stride) * conv.pass_over_y(m, p.conv, device)
+    of_x = math.prod(p.conv.stride) * p.conv.in_channels / p.conv.out_channels  # a pass over x is of one over y
+    return saved <= of_x * conv.pass_over_y(m, p.conv, device)
 
 
 class BatchNormConvBackward(Planner):
