@@ -1481,8 +1481,10 @@ class Layers:
 
 
 def wants(op: str, problem: Any, device: Any) -> bool:
-    """As where kernels take everything together; but only depthwise convolutions normalise what they read."""
-    return problem.conv.groups > 1 if op.startswith("batchnorm_conv") else True
+    """As where kernels take everything together; but only depthwise convolutions and 1x1s normalise what they read."""
+    if op.startswith("batchnorm_conv"):
+        return problem.conv.groups > 1 or problem.conv.pointwise
+    return True
 
 
 STATISTICS = ("train", "fast", "stopped", "stopped variance", "no scale", "no bias")
