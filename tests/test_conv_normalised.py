@@ -193,6 +193,8 @@ def test_plans_of_a_1x1(activation, code_for_gpus):
     back = plans["conv_normalised_wgrad"]
     assert (back.kernel, back.tile) == ("sm90/normalised", "128x256") and back.splits == 132
     assert back.workspace_bytes == 2 * 132 * 128 * 256 * 4
+    pair = _plan.plan("conv_normalised_wgrad", dataclasses.replace(p, algorithm="sm90/normalised 128x128"), H200)
+    assert (pair.splits, pair.workspace_bytes) == (66, 2 * 66 * 128 * 256 * 4)  # pairs
     for op in ("conv_normalised_gradient", "conv_normalised_dx"):
         assert plans[op].kernel == "two" and "no dgrads of what it normalises" in plans[op].reason
     for k, tile in ((64, "256x64"), (72, "128x128"), (128, "128x128"), (136, "128x256")):

@@ -473,10 +473,10 @@ YES_AND_NO: dict[str, tuple[Callable[[], Refusal], Callable[[], Refusal], str]] 
         lambda: of_conv("sm90/normalised", pointwise(), "conv_normalised_wgrad", "128x256"),
         "no dgrads of what it normalises",
     ),
-    "sm90/normalised in a wgrad's missing tile": (
-        lambda: of_conv("sm90/normalised", pointwise(), "conv_normalised_wgrad", "128x128"),
+    "sm90/normalised in another tile": (
+        lambda: of_conv("sm90/normalised", pointwise(), "conv_normalised", "256x128"),
         lambda: of_conv("sm90/normalised", pointwise(), "conv_normalised", "128x128"),
-        'no tile "128x128"',
+        'no tile "256x128"',
     ),
     "sm90/normalised in parts": (
         lambda: of_conv("sm90/normalised", pointwise(), "conv_normalised", "128x256", splits=2),

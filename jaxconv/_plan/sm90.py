@@ -29,7 +29,8 @@ SUMS: tuple[Choice, ...] = (("sums", "64x256"), ("sums", "64x128"))
 TF32_SUMS: tuple[Choice, ...] = (("sums", "128x128"), ("sums", "256x64"))
 STATISTICS: tuple[Choice, ...] = tuple(("statistics", tile) for tile in ("256x64", "128x128", "256x128", "128x256"))
 NORMALISED: tuple[Choice, ...] = tuple(("normalised", tile) for tile in ("256x64", "128x128", "128x256"))
-NORMALISED_WGRADS: tuple[Choice, ...] = (("normalised", "128x256"), ("normalised", "256x64"))
+# 128x128 is that of a CTA: a pair makes 128x256
+NORMALISED_WGRADS: tuple[Choice, ...] = tuple(("normalised", tile) for tile in ("128x256", "256x64", "128x128"))
 WGRADS: tuple[Choice, ...] = (
     *(("wgrad", tile) for tile in ("128x256", "256x64", "128x320", "64x256", "128x128", "128x64")),
     ("wgrad_swapped", "256x128"),
@@ -345,6 +346,8 @@ def _splits(kernel: str, tile: str, p: ConvProblem, device: Device) -> int:
     """Parts of a weight gradient's pixels."""
     if kernel == "halo_stream":
         return 1
+    if (kernel, tile) == ("normalised", "128x128"):
+        kernel, tile = "wgrad_pair", "128x256"
     sms = device.sm_count // (2 if kernel == "wgrad_pair" else 1)  # or pairs of them
     if kernel == "halo" and p.dtype != "float32":
         return max(sms // (-(-p.out_channels // p.groups // 64) * p.groups), 1)  # CTAs a block

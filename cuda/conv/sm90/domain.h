@@ -292,8 +292,9 @@ inline int64_t Workspace(ConvOp op, const ConvProblem& p, const Plan& plan) {
   if (member == "halo_3d")
     return CeilDivide(p.c, 32) * CeilDivide(p.k, 32) * plan.splits * kHalo3dPartialBytes;
   const TileSize tile = member == "halo" ? kTf32HaloTile : ReadTile(plan.tile);
+  const int64_t tiles = member == "normalised" && tile == kNormalisedPair ? 2 : 1;  // of a part
   const int64_t sums =
-      plan.splits > 1 ? 2 * plan.splits * int64_t(tile.rows) * tile.columns * 4 : 0;
+      plan.splits > 1 ? 2 * plan.splits * tiles * int64_t(tile.rows) * tile.columns * 4 : 0;
   const bool copies = single && member == "wgrad";
   return sums + (copies ? Align256(6 * x) + Align256(6 * y) : 0);
 }

@@ -34,7 +34,9 @@ constexpr WgradKernel ReadWgradKernel(std::string_view member) {
 inline constexpr TileSize kWgradTiles[] = {{128, 256}, {256, 64}, {128, 320}, {64, 256}};
 inline constexpr TileSize kWgradPairTiles[] = {
     {256, 256}, {256, 128}, {128, 256}, {256, 64}, {64, 256}};
-inline constexpr TileSize kNormalisedWgradTiles[] = {{128, 256}, {256, 64}};  // normalised.cu
+inline constexpr TileSize kNormalisedPair = {128, 128};  // of a CTA of a pair; splits count pairs
+inline constexpr TileSize kNormalisedWgradTiles[] = {
+    {128, 256}, {256, 64}, kNormalisedPair};  // normalised.cu
 // Of these both CTAs of a pair share x, which TMA gives to both of a plain product only.
 inline constexpr TileSize kWgradSharedX[] = {{128, 256}, {64, 256}};
 inline constexpr TileSize kWgradTf32Tiles[] = {{256, 128}, {128, 256}, {256, 64}};

@@ -5,6 +5,8 @@
 // As wgrad.cuh, with A, the transpose of x, from registers (gemm/sm90_normalised.cuh): ldmatrix turns x on its way. A thread has
 // two channels of each block of 64, and keeps their s and t as long as it makes a tile. Pixels beyond the last are f(t), and
 // meet zeros of dy.
+//
+// 128x128 is made in pairs, which share x: half of the sums of 128x256, but each CTA normalises what both read.
 #include <cstdint>
 #include <type_traits>
 
@@ -21,7 +23,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   Sm90Ring<Tile> ring(SharedAddress(shared_bytes));
   Sm90Start(ring);
-  const int part = int(blockIdx.x);
+  const int rank = Tile::kPair ? int(blockIdx.x) % 2 : 0;
+  const int part = int(blockIdx.x) / WgradUnit<Tile>::kTiles;
   const int group = __shfl_sync(0xffffffffu, int(threadIdx.x) / 128, 0) - 1;  // uniform
   if (group < 0) {
     RegistersDown<kProducerRegisters>();
@@ -29,7 +32,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
       PrefetchMap(p.x);
       PrefetchMap(p.dy);
       ForRun(p, part, [&](int64_t tile, int first, int steps) {
-        ProduceWgrad(p, LocateWgradTile<Tile>(p, tile), first, steps, ring);
+        ProduceWgrad(p, LocateWgradTile<Tile>(p, tile, rank), first, steps, ring);
       });
     }
   } else {
@@ -37,7 +40,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     const int block0 = group * Tile::kBlocks;
     const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
     ForRun(p, part, [&](int64_t tile, int first, int steps) {
-      const WgradPlace at = LocateWgradTile<Tile>(p, tile);
+      const WgradPlace at = LocateWgradTile<Tile>(p, tile, rank);
       float4 affine[Tile::kBlocks][2];  // of rows `row` and `row + 8` of each block
 #pragma unroll
       for (int m = 0; m < Tile::kBlocks; ++m) {
@@ -69,8 +72,13 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
       };
       float acc[Tile::kBlocks][Tile::kTileN / 2];
       Sm90RowsLoop(ring, steps, take, acc);
-      PutWgrad<Tile>(p, at, part, 0, first, steps, block0, 0, acc);
+      PutWgrad<Tile>(p, at, part, rank, first, steps, block0, 0, acc);
     });
+    if constexpr (Tile::kPair) AllowLaunchAfter();
+  }
+  if constexpr (Tile::kPair) {  // nobody leaves before the other's last arrival
+    __syncwarp();
+    ClusterSync();
   }
 #endif
 }
@@ -79,13 +87,15 @@ template <typename T>
 Status LaunchByTile(const Context& ctx, WgradLaunch& p, Sm90Normalisation& n, TileSize tile,
                     int multiprocessors, const std::string& what) {
   return ForNormalisation<T>(n, [&](auto silu) {
-    const auto launch = [&](auto base) {
-      using Tile = Sm90NormalisedTile<decltype(base), 0>;
+    const auto launch = [&](auto made) {
+      using Tile = decltype(made);
       return LaunchWgradPasses<Tile>(ctx, Sm90NormalisedWgradKernel<Tile, decltype(silu)::value>, p,
                                      multiprocessors, what, n);
     };
-    if (tile == TileSize{128, 256}) return launch(WgradTile<T, 1, 256>());
-    if (tile == TileSize{256, 64}) return launch(WgradTile<T, 2, 64>());
+    if (tile == TileSize{128, 256}) return launch(Sm90NormalisedTile<WgradTile<T, 1, 256>, 0>());
+    if (tile == TileSize{256, 64}) return launch(Sm90NormalisedTile<WgradTile<T, 2, 64>, 0>());
+    if (tile == kNormalisedPair)
+      return launch(Sm90Pair<Sm90NormalisedTile<WgradTile<T, 1, 128>, 0>, false>());
     return Status::Internal(what + ": no launcher");
   });
 }
