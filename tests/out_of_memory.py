@@ -41,6 +41,7 @@ CONVS = {
         (CHANNELS, 2048, 2048, 1, (3, 3), {}),
         ((256, 256), 128, 64, 1, (1, 1), {}),  # whose dgrad sums up
     ],
+    "sm90/normalised": [(PIXELS, 64, 64, 1, (1, 1), {})],
     "implicit_gemm": [(PIXELS, 64, 64, 1, (1, 1), {}), (CHANNELS, 2048, 2048, 1, (3, 3), {})],
     "im2col": [(PIXELS, 64, 64, 1, (1, 1), {}), (CHANNELS, 2048, 2048, 1, (3, 3), {})],
     "direct": [(PIXELS, 64, 64, 1, (1, 1), {}), (CHANNELS, 2048, 2048, 1, (3, 3), {})],
@@ -59,6 +60,7 @@ def calls(device: _plan.Device) -> Iterator[sanitize.Call]:
     for algorithm in _problem.DENSE_ALGORITHMS:
         yield from sanitize.dense_calls(DTYPE, algorithm, "default", 3 * 512 * 512, 64, 64)
         yield from sanitize.gradient_calls("bfloat16", algorithm, 3 * 512 * 512, 64, 64)
+        yield from sanitize.gated_calls("bfloat16", algorithm, 3 * 512 * 512, 64, 64)
     for algorithm in _problem.BATCHNORM_ALGORITHMS:
         yield from sanitize.batchnorm_calls(DTYPE, algorithm, (3, *PIXELS, 64), -1, True)
         # of statistics, which are few numbers elsewhere

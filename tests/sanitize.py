@@ -253,6 +253,7 @@ def conv_calls(dtype: str, last: bool, algorithm: str, precision: str, shape: tu
         for activation in ("none", "relu6", "silu"):
             q = NormalisedConvProblem(**of_norm, x_activation=activations.parse("", activation))
             calls += [(normalised, q), (normalised_statistics, q), (normalised_wgrad, q)]
+            calls += [(normalised_wgrad, dataclasses.replace(q, algorithm=f"{algorithm} 128x128"))]  # pairs
     calls += [(dgrad, bare), (dgrad_add, bare)]
     calls += [(gradient, bare)]
     for f in ("relu6", "tanh"):
