@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import (
+    HOPPER,
     NAMED_ACTIVATIONS,
     NATIVE_IN_FLOAT64,
     PLATFORM,
@@ -272,6 +273,25 @@ def test_a_chain_in_sixteen_bits(activation, window, dtype):
     how = dict(training=True, groups=C, activation=activation, **WINDOWS[window])
     f = functools.partial(jaxconv.batchnorm_conv, **how, **NATIVE)
     within(f, functools.partial(chain_of_two, implementation="xla", **how), of_chain, dtype, 3)
+
+
+def of_point(dtype: str = "float64") -> list[jax.Array]:
+    *rest, w = of_chain(dtype, groups=1)
+    return [*rest, jnp.concatenate([w[1, 1], -w[0, 2], w[2, 1]], 1)[None, None]]
+
+
+@pytest.mark.parametrize("activation", ["relu", "relu6", "silu", None], ids=label)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_chain_of_one_tap_in_sixteen_bits(activation, dtype):
+    """As test_a_chain_in_sixteen_bits, of a 1x1; the gradient of what is normalised is made by the convolution."""
+    how = dict(training=True, activation=activation)
+    f = functools.partial(jaxconv.batchnorm_conv, **how, **NATIVE)
+    within(f, functools.partial(chain_of_two, implementation="xla", **how), of_point, dtype, 3)
+    if HOPPER or PLATFORM == "cpu":
+        step = jax.value_and_grad(lambda *a: (f(*a)[0].astype("float32") ** 2).sum(), (0, 1, 2, 5))
+        made = {"batchnorm_moments": 1, "conv_normalised": 1, "conv_normalised_wgrad": 1}
+        back = {"conv_dgrad": 1, "batchnorm_backward": 1}
+        assert calls(step, *of_point(dtype if HOPPER else "float32")) == made | back
 
 
 @on_cpus
