@@ -61,6 +61,7 @@ def calls(device: _plan.Device) -> Iterator[sanitize.Call]:
         yield from sanitize.dense_calls(DTYPE, algorithm, "default", 3 * 512 * 512, 64, 64)
         yield from sanitize.gradient_calls("bfloat16", algorithm, 3 * 512 * 512, 64, 64)
         yield from sanitize.gated_calls("bfloat16", algorithm, 3 * 512 * 512, 64, 64)
+        yield from sanitize.gated_gradient_calls("bfloat16", algorithm, 3 * 512 * 512, 64, 64)
     for algorithm in _problem.BATCHNORM_ALGORITHMS:
         yield from sanitize.batchnorm_calls(DTYPE, algorithm, (3, *PIXELS, 64), -1, True)
         # of statistics, which are few numbers elsewhere

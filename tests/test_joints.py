@@ -552,7 +552,7 @@ ROWS: dict[str, Row] = {
         geglu,
         GLU,
         {GATED_BACK: 1},
-        {"dense_gated_gradient": 1, "dense": 1, "gate": 1, "matmul": 4},
+        {"dense_gated_gradient": 1, "dense": 1, "gate": 2, "matmul": 4},  # a gate is made again
         "gate_gradient",
         "dense_gated_gradient",
     ),
