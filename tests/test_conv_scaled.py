@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 import jaxconv
 from jaxconv import _plan
 from jaxconv._plan import conv_scaled as tiles_of
+from jaxconv._plan import domain
 from jaxconv._problem import EIGHT_BIT_INTEGERS, FLOAT8, ScaledConvProblem
 
 ON_GPU = PLATFORM == "cuda" and DEVICE.compute_capability == (9, 0)
@@ -580,6 +581,13 @@ def test_what_the_kernel_refuses(code_for_gpus, given, refusal):
     w = (3, 3, 16 if given.get("groups") else 32, 32)
     with pytest.raises(ValueError, match=refusal):
         _plan.plan("conv_scaled", problem((2, 30, 30, 32), w, **given), H200)
+
+
+def test_the_domain_refuses_parts(code_for_gpus):
+    p = problem((2, 30, 30, 32), (3, 3, 32, 32))
+    for splits, why in ((1, None), (2, "it has no splits, got 2")):
+        plan = _plan.Plan("native", "", "sm90/eight", "128x128", splits)
+        assert domain.conv_scaled_refusal(plan, p, H200) == why
 
 
 @pytest.mark.parametrize(

@@ -19,11 +19,12 @@ from typing import Any
 import jax
 import pytest
 from helpers import A100
-from test_domain_sm90 import H200, conv, dense
+from test_domain_sm90 import DEFAULT, H200, conv, dense
 
 from jaxconv._core.activations import Activation
 from jaxconv._plan import Device, Plan, domain
 from jaxconv._problem import (
+    BatchNormProblem,
     ConvProblem,
     GroupNormProblem,
     NormalisedConvProblem,
@@ -59,6 +60,18 @@ def pointwise(activation: str = "relu", **options: Any) -> ConvProblem:
 
 def behind(activation: str) -> ConvProblem:
     return dataclasses.replace(conv(filter=3), activation=Activation(activation))
+
+
+def in_float32(highest: bool = False, **options: Any) -> ConvProblem:
+    precision = (jax.lax.Precision.HIGHEST,) * 2 if highest else DEFAULT
+    return dataclasses.replace(conv(dtype="float32", **options), precision=precision, activation=Activation("relu"))
+
+
+def of_norm(op: str, shape: Any = (64, 32, 32, 64), axis: int = 3, activation: str = "relu", residual=False) -> Refusal:
+    p = BatchNormProblem(
+        "batchnorm", "bfloat16", shape, axis, True, 0.9, 1e-5, Activation(activation, 0.0), residual, batch=None
+    )
+    return domain.batchnorm_refusal(op, Plan("native", "", "two_read"), p, H200)
 
 
 def grouped(size: Any = (16, 16), **options: Any) -> ConvProblem:
@@ -367,6 +380,76 @@ def test_a_limit_is_where_it_says(name):
 
 # What is refused whatever the extents, and the nearest that is not.
 YES_AND_NO: dict[str, tuple[Callable[[], Refusal], Callable[[], Refusal], str]] = {
+    "a product goes back in TF32": (
+        lambda: of_conv("sm90/product", in_float32(highest=True), "conv_gradient", "128x128"),
+        lambda: of_conv("sm90/product", in_float32(), "conv_gradient", "128x128"),
+        "through an activation it takes float32 in TF32 only",
+    ),
+    "a product goes back without groups": (
+        lambda: of_conv("sm90/product", in_float32(c=128, k=128, groups=2), "conv_gradient", "128x128"),
+        lambda: of_conv("sm90/product", in_float32(c=128, k=128), "conv_gradient", "128x128"),
+        "through an activation it takes one group",
+    ),
+    "a product goes back without strides": (
+        lambda: of_conv("sm90/product", in_float32(stride=2), "conv_gradient", "128x128"),
+        lambda: of_conv("sm90/product", in_float32(), "conv_gradient", "128x128"),
+        "through an activation it takes strides of 1",
+    ),
+    "sums in TF32": (
+        lambda: of_conv("sm90/sums", in_float32(True, c=128, filter=1), "conv_dgrad_sums", "256x64"),
+        lambda: of_conv("sm90/sums", in_float32(c=128, filter=1), "conv_dgrad_sums", "256x64"),
+        "with sums it takes float32 in TF32 only",
+    ),
+    "sums of whole columns": (
+        lambda: of_conv("sm90/sums", conv(c=192, filter=1), "conv_dgrad_sums", "64x128"),
+        lambda: of_conv("sm90/sums", conv(c=128, filter=1), "conv_dgrad_sums", "64x128"),
+        "it needs multiples of 128 channels of x, got 192",
+    ),
+    "a product sums up for no batch-norm": (
+        lambda: of_conv("sm90/product", conv(c=128, filter=1), "conv_dgrad_sums", "128x128"),
+        lambda: of_conv("sm90/sums", conv(c=128, filter=1), "conv_dgrad_sums", "64x128"),
+        "it makes no sums",
+    ),
+    "sums alone": (
+        lambda: of_conv("sm90/sums", conv(c=128, filter=1), "conv_dgrad", "64x128"),
+        lambda: of_conv("sm90/sums", conv(c=128, filter=1), "conv_dgrad_sums", "64x128"),
+        "it makes dgrads with a batch-norm's sums only",
+    ),
+    "a product adds nothing in float32": (
+        lambda: of_dense("sm90/product", "128x128", dtype="float32", addend=True),
+        lambda: of_dense("sm90/product", "128x128", dtype="bfloat16", addend=True),
+        "in float32 it takes no addend",
+    ),
+    "signs of a relu": (
+        lambda: of_norm("batchnorm_signs", activation="silu"),
+        lambda: of_norm("batchnorm_signs"),
+        "it needs relu as activation",
+    ),
+    "signs of channels last": (
+        lambda: of_norm("batchnorm_signs", axis=1),
+        lambda: of_norm("batchnorm_signs"),
+        "it needs channels last, and one instance",
+    ),
+    "signs of rows in whole bytes": (
+        lambda: of_norm("batchnorm_signs", (64, 32, 32, 68)),
+        lambda: of_norm("batchnorm_signs", (64, 32, 32, 72)),
+        "it cannot cut rows of 68 channels into 16-byte vectors and whole bytes of signs",
+    ),
+    "signs of what is read through a ring": (
+        lambda: of_norm("batchnorm_signs", (2, 32, 32, 64)),
+        lambda: of_norm("batchnorm_signs"),
+        "it needs arrays of at least 4 MB, got 262144 bytes",
+    ),
+    "a residual or an addend": (
+        lambda: of_norm("batchnorm_backward_add", residual=True),
+        lambda: of_norm("batchnorm_backward_add"),
+        "it cannot read a residual and add too",
+    ),
+    "two norms of an activation that both have": (
+        lambda: of_norm("batchnorm_shortcut_backward", activation="elu"),
+        lambda: of_norm("batchnorm_shortcut_backward"),
+        "it takes relu, silu and gelu only",
+    ),
     "direct adds to no dgrad": (
         lambda: of_conv("direct", conv(), "conv_dgrad_add"),
         lambda: of_conv("sm90/product", conv(), "conv_dgrad_add", "128x128"),
@@ -832,7 +915,10 @@ def test_every_sentence_is_tried(tmp_path):
         *(here / f"test_{n}.py" for n in ("conv_integer", "conv_scaled", "groupnorm", "pool")),
     ]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "what_is_said", "-p", "no:cacheprovider", "-k"]
-    command += ["not every_sentence and (domain or refuse or resident or planned or plan or many_channels)", *files]
+    command += [
+        "not every_sentence and (domain or refuse or resident or planned or plan or many_channels or is_said)",
+        *files,
+    ]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "SAID": str(tmp_path / "said.json")}
     done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:]

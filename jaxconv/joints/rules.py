@@ -696,7 +696,9 @@ def _summed(node: Node) -> Value:
     if source.made_by != "convert_element_type":
         return source
     before = source.node.inputs[0]
-    return before if jnp.promote_types(before.dtype, source.dtype) == source.dtype else source
+    if not all(jnp.issubdtype(v.dtype, jnp.floating) for v in (before, source)):
+        return source
+    return before if jnp.finfo(before.dtype).bits < jnp.finfo(source.dtype).bits else source
 
 
 def sum_behind_norm(program: Program, node: Node, device: _plan.Device) -> bool:
