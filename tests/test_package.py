@@ -223,9 +223,13 @@ def test_explain_shows_the_epilogue_and_refuses_unknown_platforms():
 
 def test_explain_says_what_its_short_words_mean():
     """Those that are in the table."""
-    x, w = jnp.ones((2, 8, 8, 4)), jnp.ones((3, 3, 4, 4))
+    x, w, large = (
+        jnp.ones((2, 8, 8, 4)),
+        jnp.ones((3, 3, 4, 4)),
+        jnp.ones((7, 7, 4, 4)),
+    )  # no kernel adds behind `large`
     said = {
-        "several calls": str(jaxconv.explain(lambda: jaxconv.conv2d(x, w, residual=x))()),
+        "several calls": str(jaxconv.explain(lambda: jaxconv.conv2d(x, large, residual=x))()),
         "T instead of N": str(jaxconv.explain(jax.grad(lambda w: jaxconv.dense(x[0, 0], w).sum()))(w[0, 0])),
         "": str(jaxconv.explain(jaxconv.conv2d)(x, w)),
     }
