@@ -34,6 +34,7 @@ from jaxconv import _plan
 from jaxconv._core.activations import Activation, activate
 from jaxconv._ops import conv as KERNELS
 from jaxconv._problem import ConvProblem, SqueezeExciteProblem
+from jaxconv.accelerate import rewrite
 from jaxconv.joints import rules
 
 Shape = tuple[int, ...]
@@ -1489,7 +1490,7 @@ def wants(op: str, problem: Any, device: Any) -> bool:
 
 STATISTICS = ("train", "fast", "stopped", "stopped variance", "no scale", "no bias")
 BLOCKS = ("bottleneck", "bottleneck", "projection", "single", "twice", "depthwise", "head", "joined", "held")
-BLOCKS += ("scaled",)
+BLOCKS += ("scaled", "gated", "pooled", "biased")
 MODES: dict[str, Callable[[Any], Any]] = {
     "gradient": lambda f: jax.value_and_grad(lambda *a: total(f(*a)), (0, 1)),
     "of images": lambda f: jax.grad(lambda *a: total(f(*a)), 1),
@@ -1592,6 +1593,19 @@ class Residuals:
                 y, b, g = conv(x, w=parameter(5, 5, 1, 8)), parameter(8), 1 + parameter(8)
                 y = act(y) @ parameter(8, 8) if how == "fast" else conv(act(y))
                 x = x + ((y + b) * g if first else y * g + b)
+            elif kind == "gated":  # half of the channels times an activation of the other half
+                z = x @ parameter(8, 16) if how == "fast" else conv(x, 16)
+                a, g = jnp.split(z if how == "no bias" else z + parameter(16), 2, -1)
+                y = a * act(g) if first else act(a) * g
+                x = x + (y @ parameter(8, 8) if how == "fast" else conv(y))
+            elif kind == "pooled":
+                y = conv(x, taps=3) if how == "no bias" else conv(x, taps=3) + parameter(8)
+                step, padding = (1, "SAME") if first else (2, "VALID")
+                y = lax.reduce_window(y, -jnp.inf, lax.max, (1, 3, 3, 1), (1, step, step, 1), padding)
+                x = y if first else x + act(y)
+            elif kind == "biased":  # no norm, and an activation in front of each convolution
+                y = conv(act(x), taps=3) + parameter(8)
+                x = joined(conv(act(y), taps=3) + parameter(8), x, act=lambda v: v)
             elif kind == "held":  # the shortcut has no gradient
                 x = joined(norm(conv(x), how), lax.stop_gradient(x))
             if read:
@@ -1620,7 +1634,9 @@ class Residuals:
                 return self.walk(lambda *shape: next(given), x)
 
             theirs = jax.jit(MODES[self.mode](f))(params, x)
-            with mock.patch.object(rules, "wants", wants):
+            # Rules are of what GPUs compute, on a CPU too.
+            as_gpus = mock.patch.object(rewrite, "as_written_on_cpu", lambda: False)
+            with as_gpus, mock.patch.object(rules, "wants", wants):
                 ours = jax.jit(MODES[self.mode](jaxconv.accelerate(f)))(params, x)
         assert_same_numbers(ours, theirs, self.mode, 1e-6 if WIDE == "float64" else 2e-2)
 
