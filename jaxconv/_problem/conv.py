@@ -188,6 +188,12 @@ class ConvProblem:
         """A convolution's own, of problems that are more."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(ConvProblem)}
 
+    def pixel_product(self) -> DenseProblem:
+        """A pointwise convolution, channels last: x's pixels (M, C) times w (C, K), with the bias."""
+        pixels, bias = self.batch * math.prod(self.in_spatial), "column" if self.bias else None
+        how: dict[str, Any] = dict(bias=bias, implementation=self.implementation)
+        return DenseProblem(self.name, self.dtype, pixels, self.in_channels, self.out_channels, self.precision, **how)
+
     def patch_product(self) -> DenseProblem:
         """dgrad where windows do not overlap: dy's pixels (M, K) times w (R*S*C, K), transposed; rows are windows."""
         pixels, columns = self.batch * math.prod(self.out_spatial), math.prod(self.filter) * self.in_channels

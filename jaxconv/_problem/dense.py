@@ -92,6 +92,10 @@ class DenseProblem:
             batched=tuple(o for o in self.batched if o in "xw"),
         )
 
+    def fields(self) -> dict[str, Any]:
+        """A dense layer's own, of problems that are more."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(DenseProblem)}
+
     def __str__(self) -> str:
         x, w = "T" * self.trans_x or "N", "T" * self.trans_w or "N"
         batch = "" if self.batch is None else f"{self.batch}x "
@@ -187,16 +191,14 @@ class GatedProblem(DenseProblem):
 
     def layer(self) -> DenseProblem:
         """The dense layer in front of the gate."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(DenseProblem)}
-        return dataclasses.replace(DenseProblem(**fields), activation=NO_ACTIVATION, save_preactivation=False)
+        return dataclasses.replace(DenseProblem(**self.fields()), activation=NO_ACTIVATION, save_preactivation=False)
 
     @classmethod
     def of(
         cls, p: DenseProblem, activation: Activation, first: bool, save: bool, pixels: tuple[int, ...] | None = None
     ) -> GatedProblem:
         """Of a dense layer without activation. `save`: z is a result too."""
-        fields = {f.name: getattr(p, f.name) for f in dataclasses.fields(DenseProblem)}
-        return cls(**{**fields, "activation": activation, "save_preactivation": save}, first=first, pixels=pixels)
+        return cls(**{**p.fields(), "activation": activation, "save_preactivation": save}, first=first, pixels=pixels)
 
     def __str__(self) -> str:
         return f"{super().__str__()} + gate" + (" of the first half" if self.first else "")
@@ -214,13 +216,12 @@ class GatedGradientProblem(DenseProblem):
 
     def product(self) -> DenseProblem:
         """That of dy."""
-        return DenseProblem(**{f.name: getattr(self, f.name) for f in dataclasses.fields(DenseProblem)}).bare()
+        return DenseProblem(**self.fields()).bare()
 
     @classmethod
     def of(cls, p: DenseProblem, activation: Activation, first: bool) -> GatedGradientProblem:
         """Of dy's product."""
-        fields = {f.name: getattr(p, f.name) for f in dataclasses.fields(DenseProblem)}
-        return cls(**{**fields, "activation": activation}, first=first)
+        return cls(**{**p.fields(), "activation": activation}, first=first)
 
     def __str__(self) -> str:
         return f"{super().__str__()} + gate" + (" of the first half" if self.first else "")

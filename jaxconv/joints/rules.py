@@ -889,11 +889,7 @@ def _layer(v: Value) -> tuple[Node, DenseProblem] | None:
         return None
     q: ConvProblem = node.params["problem"]
     plain = q.activation.name == "none" and not q.save_preactivation and q.algorithm is None and q.groups == 1
-    if not plain or not q.pointwise or not q.channels_last:
-        return None
-    rows, bias = math.prod(q.x_shape[:-1]), "column" if q.bias else None
-    how = dict(bias=bias, implementation=q.implementation)
-    return node, DenseProblem(q.name, q.dtype, rows, q.in_channels, q.out_channels, q.precision, **how)
+    return (node, q.pixel_product()) if plain and q.pointwise and q.channels_last else None
 
 
 def layer_and_gate(program: Program, node: Node, device: _plan.Device) -> bool:
