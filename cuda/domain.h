@@ -86,7 +86,7 @@ ConvProblem ConvFolded(const ConvProblem& p, bool dgrad);
 // Bytes, for a problem and a plan that are not refused.
 int64_t ConvWorkspace(ConvOp op, const ConvProblem& p, const Plan& plan);
 
-// The same of a convolution of 8-bit numbers, which needs no workspace. The kernel is "sm90/eight".
+// The same of a convolution of 8-bit numbers, which needs no workspace. The kernels are "sm90/eight" and "sm90/eight_halo".
 std::string ScaledRefusal(const ScaledConvProblem& p, const Plan& plan, const Device& device);
 
 // The same of a dense product: the kernels are "gemm" and sm90's.

@@ -67,6 +67,7 @@ from jaxconv._ops.pool import kernel as pool_kernel
 from jaxconv._ops.squeeze_excite import backward as squeeze_backward
 from jaxconv._ops.squeeze_excite import excite
 from jaxconv._plan import conv, dense, depthwise, domain, sm90
+from jaxconv._plan import conv_scaled as eight
 from jaxconv._problem import (
     AddedConvProblem,
     AvgPoolProblem,
@@ -602,7 +603,7 @@ PARTS = [
         for kernel in ("integer/output", "integer/tile")
         for dtype in ("int8", "uint8", "uint16", "int32", "int64")
     ),
-    *(f"scaled/sm90/eight/{dtype}" for dtype in _problem.EIGHT_BITS),
+    *(f"scaled/{kernel}/{dtype}" for kernel in (eight.EIGHT, eight.HALO) for dtype in _problem.EIGHT_BITS),
 ]
 
 

@@ -26,12 +26,12 @@ ON_GPU = PLATFORM == "cuda" and DEVICE.compute_capability == (9, 0)
 Numbers = np.ndarray[Any, Any]
 
 
-def kernels(w_dtype: str = "int8") -> list[str | None]:
-    """What a call is forced to: every tile on a GPU that has them; None is what the plan says."""
+def kernels(w_dtype: str = "int8", halo: bool = False) -> list[str | None]:
+    """What a call is forced to: every tile on a GPU that has them; None is what the plan says. halo: it is a 3x3."""
     if not ON_GPU:
         return [None]
-    tiles = ("256x128", "128x128", "256x64") if w_dtype == "int8" else ("128x128",)
-    return [f"sm90/eight {tile}" for tile in tiles]
+    tiles = {"int8": ("256x128", "128x128", "256x64"), "uint8": ("128x128",)}.get(w_dtype, ("128x128", "256x64"))
+    return [*(f"sm90/eight {tile}" for tile in tiles), *["sm90/eight_halo"] * halo]
 
 
 def values(seed: int, shape: Sequence[int], dtype: str) -> Numbers:
@@ -229,7 +229,7 @@ def test_every_pair_of_integers(left, right):
     x, w = values(1, case.x, left), values(2, case.w, right)
     acc = sums(case, x, w)
     scale, b = scales(case)
-    for kernel in kernels(right):
+    for kernel in kernels(right, halo=True):
         equal(run(case, kernel, x, w, scale=scale, b=b, out_dtype=left), expected(acc, left, scale=scale, b=b))
         equal(run(case, kernel, x, w), acc.astype(np.int32))
 
@@ -250,7 +250,7 @@ def test_every_residual(residual_dtype, out_dtype, scaled):
         residual = values(4, acc.shape, residual_dtype) if eight else (40 * values(4, acc.shape, "float32"))
         residual = residual.astype(jnp.dtype(residual_dtype))
     how = dict(scale=scale, residual=residual, residual_scale=0.71 if scaled else None)
-    for kernel in kernels():
+    for kernel in kernels(halo=True):
         equal(run(case, kernel, x, w, out_dtype=out_dtype, **how), expected(acc, out_dtype, **how))
 
 
@@ -374,7 +374,7 @@ def test_float8_with_everything(name, out_dtype):
     want = expected(acc, "float32", **how).astype(np.float64)
     of_sums = 2.0**-9 * sums(case, np.abs(x.astype(np.float32)), np.abs(w.astype(np.float32))) * scale
     step = float(jnp.finfo(out_dtype).eps) / 2  # of y's own rounding
-    for kernel in kernels("float8_e4m3fn"):
+    for kernel in kernels("float8_e4m3fn", halo=name == "three_by_three"):
         got = run(case, kernel, x, w, out_dtype=out_dtype, **how).astype(np.float64)
         smallest = float(jnp.finfo(out_dtype).smallest_subnormal)
         assert (np.abs(got - want) <= of_sums * (1 + step) + step * np.abs(want) + smallest).all()
@@ -393,7 +393,96 @@ def test_float8_saturates_and_keeps_nan():
         assert (whole[0, 0, 0] == 0).all() and set(np.unique(whole[1])) <= {-128, 0, 127}
 
 
-@pytest.mark.parametrize("kernel", kernels())
+# sm90/eight_halo: images, rows and channels that end inside a tile, a block of 64 filters, or a row of 64 or 128
+# channels; every padding; several tiles for each CTA, so that buffers come again.
+HALO_CASES = {
+    "one_pixel": Case((5, 1, 1, 64), (3, 3, 64, 32)),
+    "one_image": Case((1, 14, 17, 64), (3, 3, 64, 64)),
+    "sixteen_filters": Case((2, 9, 11, 64), (3, 3, 64, 16)),
+    "most_of_a_block": Case((3, 13, 12, 48), (3, 3, 48, 48)),
+    "two_blocks": Case((2, 10, 21, 64), (3, 3, 64, 128)),
+    "part_of_a_second_block": Case((3, 13, 12, 32), (3, 3, 32, 80)),
+    "wide_rows": Case((2, 15, 13, 128), (3, 3, 128, 64)),
+    "wide_rows_in_part": Case((2, 7, 31, 112), (3, 3, 112, 144)),
+    "no_padding": Case((2, 12, 13, 64), (3, 3, 64, 64), padding="VALID"),
+    "wide_pads": Case((2, 8, 9, 64), (3, 3, 64, 64), padding=((2, 2), (2, 2))),
+    "uneven_pads": Case((2, 8, 9, 64), (3, 3, 64, 64), padding=((2, 0), (0, 1))),
+    "dilated": Case((1, 19, 18, 16), (3, 3, 16, 32), dilation=3),
+    "long_rows": Case((1, 3, 375, 64), (3, 3, 64, 16)),
+    "planes": Case((2, 3, 6, 7, 32), (1, 3, 3, 32, 48)),
+    "several_tiles_each": Case((100, 40, 56, 16), (3, 3, 16, 16)),
+    "several_tiles_each_in_wide_rows": Case((100, 28, 28, 128), (3, 3, 128, 80)),
+}
+HALO = "sm90/eight_halo"
+on_hopper = pytest.mark.skipif(not ON_GPU, reason="sm90/eight_halo is Hopper's: elsewhere other tests say the same")
+
+
+@on_hopper
+@pytest.mark.parametrize("name", HALO_CASES)
+def test_pixels_that_come_once(name):
+    case = HALO_CASES[name]
+    x, w = values(1, case.x, "int8"), values(2, case.w, "int8")
+    acc = sums(case, x, w)
+    scale, b = scales(case)
+    how: dict[str, Any] = dict(scale=scale, b=b, residual_scale=0.37, activation="relu", out_scale=0.9)
+    for residual_dtype, out_dtype in (("int8", "int8"), ("uint8", "bfloat16"), ("float16", "uint8"), (None, "float32")):
+        residual = None
+        if residual_dtype is not None:
+            residual = (30 * values(4, acc.shape, "float32")).clip(0, 127).astype(residual_dtype)
+        given = how | (dict(residual=residual) if residual_dtype is not None else dict(residual_scale=None))
+        equal(run(case, HALO, x, w, out_dtype=out_dtype, **given), expected(acc, out_dtype, **given))
+    equal(run(case, HALO, x, w), acc.astype(np.int32))
+
+
+@on_hopper
+@pytest.mark.parametrize("activation", ["relu6", ("leaky_relu", -0.3), "elu", "gelu", "silu", "gelu_exact", "tanh"])
+def test_activations_of_pixels_that_come_once(activation):
+    from jaxconv._core.activations import activate, parse
+
+    case = HALO_CASES["one_image"]
+    scale, b = scales(case)
+    for dtype in ("int8", "float8_e5m2"):
+        x, w = values(1, case.x, dtype), values(2, case.w, dtype)
+        by = scale if dtype == "int8" else np.full(64, 1 / 16, np.float32)
+        how: dict[str, Any] = dict(scale=by / 20, b=b / 20, out_dtype="float32")
+        v = run(case, HALO, x, w, **how)
+        want = np.asarray(activate(parse("", activation), jnp.asarray(v)))
+        got = run(case, HALO, x, w, activation=activation, **how)
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
+
+
+@on_hopper
+@pytest.mark.parametrize(("left", "right"), [(a, b) for a in FLOAT8 for b in FLOAT8])
+@pytest.mark.parametrize("c", [64, 128])
+def test_float8_chains_of_pixels_that_come_once(left, right, c):
+    """A chain is two taps of 64 channels, or one of 128: 128 products in the order of the filter's elements."""
+    x, w = values(1, (2, 7, 10, c), left), values(2, (3, 3, c, 80), right)
+    wide = np.pad(x, [(0, 0), (1, 1), (1, 1), (0, 0)])
+    taps = [wide[:, r : r + 7, s : s + 10] for r in range(3) for s in range(3)]
+    rows, columns = np.concatenate(taps, -1).reshape(140, 9 * c), w.reshape(9 * c, 80)
+    total, lost = steps(rows, columns)
+    got = run(Case(x.shape, w.shape), HALO, x, w, out_dtype="float32").reshape(total.shape)
+    off = np.abs(got - total)
+    assert (off <= lost).all()
+    assert (off <= 2.0**-9 * np.abs(rows.astype(np.float64)) @ np.abs(columns.astype(np.float64))).all()
+
+
+@on_hopper
+@pytest.mark.parametrize("name", HALO_CASES)
+def test_float8_of_pixels_that_come_once(name):
+    """Small integers: every chain is exact."""
+    case, rng = HALO_CASES[name], np.random.default_rng(6)
+    x, w = (rng.integers(-2, 3, shape).astype(jnp.float8_e4m3fn) for shape in (case.x, case.w))
+    acc = sums(case, x, w)
+    scale = rng.choice([0.25, 0.5, 1], case.w[-1]).astype(np.float32)
+    residual = values(4, acc.shape, "float8_e5m2")
+    how: dict[str, Any] = dict(scale=scale, residual=residual, residual_scale=2.0, activation="relu")
+    for out_dtype in ("float8_e4m3fn", "float8_e5m2", "float16"):
+        equal(run(case, HALO, x, w, out_dtype=out_dtype, **how), expected(acc, out_dtype, **how))
+    equal(run(case, HALO, x, w, out_dtype="float32"), acc.astype(np.float32))
+
+
+@pytest.mark.parametrize("kernel", kernels(halo=True))
 def test_channels_first(kernel):
     case = CASES["three_by_three"]
     x, w = values(1, case.x, "int8"), values(2, case.w, "int8")
@@ -564,6 +653,24 @@ def test_plans_for_hopper(code_for_gpus):
     assert older.implementation == "calls" and "compute capability 9.0" in older.reason
 
 
+def test_which_3x3_fetches_pixels_once(code_for_gpus):
+    """Few channels, and tiles for all multiprocessors."""
+
+    def kernel(n: int, c: int, k: int = 64, **given: Any) -> str:
+        plan = _plan.plan("conv_scaled", problem((n, 56, 56, c), (3, 3, c, k), **given), H200)
+        assert bool(plan.tile) == (plan.kernel == "sm90/eight") and plan.implementation == "native"
+        return plan.kernel
+
+    assert kernel(256, 64) == kernel(11, 48, 16) == HALO
+    assert kernel(256, 64, algorithm="sm90") == kernel(1, 128, algorithm=HALO) == HALO
+    for others in (kernel(10, 64), kernel(256, 32), kernel(256, 128), kernel(256, 64, algorithm="sm90/eight")):
+        assert others == "sm90/eight"
+    assert kernel(256, 64, stride=2) == kernel(256, 64, padding=((-1, 1), (1, 1))) == "sm90/eight"
+    assert kernel(6, 64, k=128) == HALO
+    whole = problem((256, 56, 56, 64), (3, 3, 64, 64)).integer
+    assert str(_plan.plan("conv_integer", whole, H200)) == f"calls[{HALO}]"
+
+
 def odd_integer() -> Any:
     return problem((2, 7, 7, 8), (3, 3, 8, 16)).integer
 
@@ -575,12 +682,36 @@ def odd_integer() -> Any:
         (dict(algorithm="implicit_gemm"), "there is no such kernel"),
         (dict(stride=9, algorithm="sm90"), "its strides must be at most 8, got 9"),
         (dict(groups=2, algorithm="sm90"), "multiples of 128 input channels a group, got 16 and 16"),
+        (dict(algorithm="sm90/eight_halo 256x64"), 'it has no tile "256x64" of these types'),
+        (dict(stride=2, algorithm="sm90/eight_halo"), "it needs stride 1"),
+        (dict(groups=2, algorithm="sm90/eight_halo"), "one group of at most 128 input channels, got 2 of 16"),
+        (dict(padding=((-1, 1), (1, 1)), algorithm="sm90/eight_halo"), "it takes no negative padding"),
+        (dict(padding=129, algorithm="sm90/eight_halo"), "its padding may reach 128 pixels past"),
     ],
 )
 def test_what_the_kernel_refuses(code_for_gpus, given, refusal):
     w = (3, 3, 16 if given.get("groups") else 32, 32)
     with pytest.raises(ValueError, match=refusal):
         _plan.plan("conv_scaled", problem((2, 30, 30, 32), w, **given), H200)
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "refusal"),
+    [
+        ((2, 30, 30, 64), (1, 1, 64, 64), "it needs a 3x3 filter"),
+        ((2, 30, 30, 144), (3, 3, 144, 64), "one group of at most 128 input channels, got 1 of 144"),
+        ((2, 30, 382, 64), (3, 3, 64, 64), None),  # two rows of 383, two columns and 256 places: 1,024 pixels
+        ((2, 30, 383, 64), (3, 3, 64, 64), "its pixels do not fit shared memory"),
+        ((2, 30, 106, 128), (3, 3, 128, 64), None),
+        ((2, 30, 107, 128), (3, 3, 128, 64), "its pixels do not fit shared memory"),
+        ((2047, 1023, 1023, 16), (3, 3, 16, 16), "its pixels do not fit shared memory"),
+        ((300, 1000000, 7, 16), (3, 3, 16, 16), "it needs fewer than 2^31 pixels and gaps"),
+    ],
+)
+def test_what_does_not_come_once_is_refused(code_for_gpus, x, w, refusal):
+    plan = _plan.Plan("native", "", HALO)
+    why = domain.conv_scaled_refusal(plan, problem(x, w), H200)
+    assert why is None if refusal is None else refusal in why
 
 
 def test_the_domain_refuses_parts(code_for_gpus):
@@ -603,6 +734,9 @@ def test_the_domain_refuses_parts(code_for_gpus):
 def test_tiles_of_a_problem(x, w, tile):
     assert tiles_of.tiles(problem(x, w), H200)[0] == tile
     assert sorted(tiles_of.tiles(problem(x, w), H200)) == ["128x128", "256x128", "256x64"]
+    of_float8 = dataclasses.replace(problem(x, w), dtype="float8_e5m2", w_dtype="float8_e5m2")
+    assert tiles_of.tiles(of_float8, H200)[0] == ("256x64" if tile == "256x64" else "128x128")
+    assert sorted(tiles_of.tiles(of_float8, H200)) == ["128x128", "256x64"]
 
 
 @with_hoppers_code

@@ -42,8 +42,9 @@ std::string IntegerRefusal(const IntegerConvProblem& p, const Plan& plan) {
 }
 
 std::string ScaledRefusal(const ScaledConvProblem& p, const Plan& plan, const Device& device) {
-  return plan.kernel == "sm90/eight" ? conv::sm90::RefuseEight(p, plan, device)
-                                     : "there is no such kernel";
+  if (plan.kernel == "sm90/eight") return conv::sm90::RefuseEight(p, plan, device);
+  if (plan.kernel == "sm90/eight_halo") return conv::sm90::RefuseEightHalo(p, plan, device);
+  return "there is no such kernel";
 }
 
 std::string ConvRefusal(ConvOp op, const ConvProblem& p, const Plan& plan, const Device& device) {

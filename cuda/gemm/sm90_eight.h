@@ -10,6 +10,11 @@
 #include "cuda/core/context.h"
 #include "cuda/gemm/sm90_product.h"
 
+// macro(X, W) of each pair of types, of a's and of b's elements.
+#define JAXCONV_EIGHT_PAIRS(macro)                                                            \
+  macro(S8, S8) macro(U8, S8) macro(S8, U8) macro(U8, U8) macro(E4M3, E4M3) macro(E4M3, E5M2) \
+      macro(E5M2, E4M3) macro(E5M2, E5M2)
+
 namespace jaxconv::cuda {
 
 // What follows a sum: v = float32(sum) * scale[n] + bias[n] + float32(residual) * residual_scale; d = f(v) * out_scale, in
@@ -30,22 +35,15 @@ struct Sm90EightEpilogue {
 
 // Whether a stage is two blocks of 64 k (sm90_eight.cuh): where that many channels fill them better, on tiles of few columns.
 constexpr bool EightHalves(TileSize tile, Number w, int64_t channels) {
-  return w == Number::kS8 && tile.rows == 256 && (channels - 1) % 128 < 64;
+  return w != Number::kU8 && tile.rows == 256 && (channels - 1) % 128 < 64;
 }
 
 // Of `p` are read: a (rank_a), b, d[0] where d has 8 bits, c where that and the residual have (Sm90Added::kMatrix), the phase,
 // instances, n, channels, k_blocks. b is (k of all taps, 2, 4, 2, n / 16), a sixteen of n in the order of sm90_eight.cuh.
-#define JAXCONV_DECLARE_EIGHT(Name)                                                            \
-  Status LaunchSm90Eight##Name(const Context& ctx, Sm90Product& p, const Sm90EightEpilogue& e, \
+#define JAXCONV_DECLARE_EIGHT(X, W)                                                            \
+  Status LaunchSm90Eight##X##W(const Context& ctx, Sm90Product& p, const Sm90EightEpilogue& e, \
                                TileSize tile, int multiprocessors, const std::string& what);
-JAXCONV_DECLARE_EIGHT(S8S8)
-JAXCONV_DECLARE_EIGHT(U8S8)
-JAXCONV_DECLARE_EIGHT(S8U8)
-JAXCONV_DECLARE_EIGHT(U8U8)
-JAXCONV_DECLARE_EIGHT(E4M3E4M3)
-JAXCONV_DECLARE_EIGHT(E4M3E5M2)
-JAXCONV_DECLARE_EIGHT(E5M2E4M3)
-JAXCONV_DECLARE_EIGHT(E5M2E5M2)
+JAXCONV_EIGHT_PAIRS(JAXCONV_DECLARE_EIGHT)
 #undef JAXCONV_DECLARE_EIGHT
 
 }  // namespace jaxconv::cuda

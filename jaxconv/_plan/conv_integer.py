@@ -39,8 +39,9 @@ class ConvInteger(Planner):
         return domain.conv_integer_refusal(plan, p) or plan
 
     def first(self, p: IntegerConvProblem, device: Device) -> str:
-        if device.platform == "cuda" and isinstance(self.made(conv_scaled.EIGHT, p, device), Plan):
-            return conv_scaled.EIGHT
+        eight = family_of(conv_scaled.EIGHT)
+        if device.platform == "cuda" and isinstance(self.made(eight, p, device), Plan):
+            return eight
         return TILE if device.platform == "cuda" and p.group_k >= LEAST_COLUMNS else OUTPUT
 
     def extents(self, p: IntegerConvProblem) -> Sequence[Any]:

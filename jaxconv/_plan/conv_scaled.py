@@ -1,4 +1,4 @@
-"""Convolutions of 8-bit numbers: cuda/conv/sm90/eight."""
+"""Convolutions of 8-bit numbers: the kernels of cuda/conv/sm90/eight."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxconv._plan.plan import Device, Plan, extent_of
 from jaxconv._plan.planner import NOTHING, XLA_ASKED, Planner, asked, calls, disabled, disabled_text, plans_of
 from jaxconv._problem import FLOAT8, ScaledConvProblem, family_of
 
-EIGHT = "sm90/eight"
+EIGHT, HALO = "sm90/eight", "sm90/eight_halo"
 _TILES = ("256x128", "128x128", "256x64")
 
 
@@ -19,17 +19,32 @@ def tiles(p: ScaledConvProblem, device: Device) -> list[str]:
     """Those that the problem can have, those first that it wants most.
 
     As they were measured at ResNet-50's convolutions (H100): where a sum is short, what follows it takes most of the
-    time, and four warpgroups on 256 rows hide it best; else two that take turns at 128 rows.
+    time, and four warpgroups on 256 rows hide it best; else two that take turns at 128 rows. Of float8 256x64 is for
+    few output channels, of which 128 columns would be idle for the most part.
     """
-    if p.w_dtype != "int8" or p.dtype in FLOAT8:
+    if p.w_dtype == "uint8":
         return ["128x128"]
+    has = [tile for tile in _TILES if p.of_integers or tile != "256x128"]
     group_c, group_k = p.in_channels // p.groups, p.out_channels // p.groups
     halves = (group_c - 1) % 128 < 64  # fewer zeros in the stages of tiles of 256 rows
     short = group_c * math.prod(p.filter) <= 256 or halves
-    first = "256x64" if group_k <= 64 else "256x128" if short else "128x128"
-    m, n = extent_of(first)
+    wanted = "256x64" if group_k <= 64 else "256x128" if short and p.of_integers else "128x128"
+    m, n = extent_of(wanted)
     fills = -(-p.batch * math.prod(p.out_spatial) // m) * -(-group_k // n) * p.groups >= device.sm_count
-    return sorted(_TILES, key=lambda tile: tile != (first if fills else "128x128"))
+    return sorted(has, key=lambda tile: tile != (wanted if fills else "128x128"))
+
+
+def first(p: ScaledConvProblem, device: Device) -> str:
+    """The kernel that the problem wants, which may refuse it.
+
+    EIGHT fetches a pixel nine times for 3x3 filters, and 64 channels are too few products to hide that: on an H100 its
+    int8 took 1.3 times as long as bfloat16 in sm90/halo, its float8 4.2 times. HALO fetches it once. It was not
+    timed yet: of 33 to 64 channels the tensor cores should bound it where its tiles fill the device.
+    """
+    places = 128 if p.dtype in FLOAT8 else 256
+    tiles = -(-p.batch * math.prod(p.out_spatial) // places) * -(-p.out_channels // 64)
+    few = p.groups == 1 and 32 < p.in_channels <= 64
+    return HALO if few and p.filter[-2:] == (3, 3) and tiles >= device.sm_count else EIGHT
 
 
 def by_kernel(algorithm: str, p: ScaledConvProblem, device: Device) -> Plan | str:
@@ -39,12 +54,14 @@ def by_kernel(algorithm: str, p: ScaledConvProblem, device: Device) -> Plan | st
     if p.beyond:
         return p.beyond
     kernel, _, tile = algorithm.partition(" ")
-    kernel = EIGHT if kernel == family_of(EIGHT) else kernel
+    if kernel == family_of(EIGHT):  # whichever
+        halo = by_kernel(HALO, p, device) if not tile and first(p, device) == HALO else ""
+        return by_kernel(f"{EIGHT} {tile}".strip(), p, device) if isinstance(halo, str) else halo
     plan = Plan("native", "", kernel, tile, asks_channels_last=not p.channels_last)
     refusal = domain.conv_scaled_refusal(plan, p, device)
     if refusal is not None:
         return refusal
-    wanted = plan if tile else dataclasses.replace(plan, tile=tiles(p, device)[0])
+    wanted = plan if tile or kernel != EIGHT else dataclasses.replace(plan, tile=tiles(p, device)[0])
     return domain.conv_scaled_refusal(wanted, p, device) or wanted
 
 
@@ -72,14 +89,18 @@ class ConvScaled(Planner):
     """
 
     group = "conv"
-    algorithms = (EIGHT,)
+    algorithms = (EIGHT, HALO)
     tunable = False
 
     def made(self, algorithm: str, p: ScaledConvProblem, device: Device) -> Plan | str:
         return by_kernel(algorithm, p, device)
 
     def tiles(self, p: ScaledConvProblem, device: Device) -> Iterable[Plan]:
-        return plans_of(self.made(f"{EIGHT} {tile}", p, device) for tile in tiles(p, device))
+        every = [*(f"{EIGHT} {tile}" for tile in tiles(p, device)), HALO]
+        return plans_of(self.made(algorithm, p, device) for algorithm in every)
+
+    def first(self, p: ScaledConvProblem, device: Device) -> str:
+        return first(p, device)
 
     def disabled(self, p: ScaledConvProblem) -> bool:
         return disabled("dense") if p.product else super().disabled(p)
@@ -90,7 +111,7 @@ class ConvScaled(Planner):
             return self.instead(XLA_ASKED)
         if self.empty(p):
             return self.instead(NOTHING)
-        kernel = p.algorithm or EIGHT
+        kernel = p.algorithm or family_of(EIGHT)
         if self.disabled(p) and (p.scaled or p.product):  # sums alone are conv_integer's, which its plan has
             own: Plan | str = disabled_text()
         else:

@@ -3,6 +3,7 @@
 #include "cuda/conv/sm90/geometry.h"
 #include "cuda/conv/sm90/tensors.h"
 #include "cuda/core/tma.h"
+#include "cuda/domain.h"
 #include "cuda/gemm/sm90_eight.h"
 #include "cuda/gemm/sm90_tiles.h"
 
@@ -17,26 +18,36 @@ TmaTensor SixteensOfFilters(const void* w, int64_t depth, int64_t filters) {
 Status Launch(const Context& ctx, const ScaledConvProblem& s, Sm90Product& p,
               const Sm90EightEpilogue& e, TileSize tile, int multiprocessors,
               const std::string& what) {
-  const auto of = [&](Number x, Number w) { return s.x_type == x && s.w_type == w; };
-#define JAXCONV_EIGHT_LAUNCH(x, w)    \
-  if (of(Number::k##x, Number::k##w)) \
+#define JAXCONV_EIGHT_LAUNCH(x, w)                          \
+  if (s.x_type == Number::k##x && s.w_type == Number::k##w) \
     return LaunchSm90Eight##x##w(ctx, p, e, tile, multiprocessors, what);
-  JAXCONV_EIGHT_LAUNCH(S8, S8)
-  JAXCONV_EIGHT_LAUNCH(U8, S8)
-  JAXCONV_EIGHT_LAUNCH(S8, U8)
-  JAXCONV_EIGHT_LAUNCH(U8, U8)
-  JAXCONV_EIGHT_LAUNCH(E4M3, E4M3)
-  JAXCONV_EIGHT_LAUNCH(E4M3, E5M2)
-  JAXCONV_EIGHT_LAUNCH(E5M2, E4M3)
-  JAXCONV_EIGHT_LAUNCH(E5M2, E5M2)
+  JAXCONV_EIGHT_PAIRS(JAXCONV_EIGHT_LAUNCH)
 #undef JAXCONV_EIGHT_LAUNCH
   return Status::Internal(what + ": no launcher");
 }
 
 }  // namespace
 
+Sm90EightEpilogue EightEpilogue(const ScaledConvProblem& s, const ConvScaledArrays& a) {
+  Sm90EightEpilogue e = {};
+  e.scale = a.scale.as<float>();
+  e.bias = a.b.as<float>();
+  e.residual = a.residual;
+  e.residual_scale = a.residual_scale.as<float>();
+  e.out_scale = a.out_scale.as<float>();
+  e.d = a.y;
+  e.row = s.conv.k;
+  e.activation = s.activation;
+  e.slope = float(s.slope);
+  e.residual_type = s.residual_type;
+  e.type = s.y_type;
+  return e;
+}
+
 Status Sm90EightFprop(const Context& ctx, const ScaledConvProblem& s, const Plan& plan,
                       const ConvScaledArrays& a, int multiprocessors, const std::string& what) {
+  if (MemberOf(plan.kernel) == "eight_halo")
+    return EightHaloFprop(ctx, s, a, multiprocessors, what);
   const ConvProblem& p = s.conv;
   const TileSize tile = ReadTile(plan.tile);
   const int64_t pixels = p.n * p.out_size();
@@ -56,7 +67,7 @@ Status Sm90EightFprop(const Context& ctx, const ScaledConvProblem& s, const Plan
   g.n = int(p.group_k());
   g.channels = int(p.group_c());
   g.k_blocks = int(CeilDiv(g.channels, 128));
-  Sm90EightEpilogue e = {};
+  Sm90EightEpilogue e = EightEpilogue(s, a);
   const bool halves = EightHalves(tile, s.w_type, g.channels);
   const int depth_of_box = halves ? 64 : 128;
   if (halves) {  // a tap to count, of all stages
@@ -79,17 +90,6 @@ Status Sm90EightFprop(const Context& ctx, const ScaledConvProblem& s, const Plan
   JAXCONV_RETURN_IF_ERROR(EncodeBytes(SixteensOfFilters(a.w, depth, p.k),
                                       {depth_of_box, 2, 4, 2, tile.columns / 16}, what + " w",
                                       &g.b));
-  e.scale = a.scale.as<float>();
-  e.bias = a.b.as<float>();
-  e.residual = a.residual;
-  e.residual_scale = a.residual_scale.as<float>();
-  e.out_scale = a.out_scale.as<float>();
-  e.d = a.y;
-  e.row = p.k;
-  e.activation = s.activation;
-  e.slope = float(s.slope);
-  e.residual_type = s.residual_type;
-  e.type = s.y_type;
   const int columns = tile.columns < 128 ? tile.columns : 128;
   if (SizeOf(s.y_type) == 1) {
     JAXCONV_RETURN_IF_ERROR(EncodeBytes(MatrixTensor(a.y, p.group_k(), p.groups, pixels),

@@ -31,6 +31,7 @@
 #include "common/status.h"
 #include "cuda/conv/sm90/halo/gradient.cuh"
 #include "cuda/conv/sm90/halo/halo.h"
+#include "cuda/conv/sm90/halo/places.cuh"
 #include "cuda/conv/sm90/wgrad/sums.cuh"
 #include "cuda/core/context.h"
 #include "cuda/core/convert.cuh"
@@ -40,16 +41,6 @@
 #include "cuda/gemm/sm90_epilogue.cuh"
 
 namespace jaxconv::cuda {
-
-__device__ __forceinline__ void LoadPlaces(const HaloLine& line, uint32_t to,
-                                           const CUtensorMap& map, uint32_t full, int channel,
-                                           int place, bool from_first) {
-  const Digits4 at = SplitDigits(place, line.extent[2], line.extent[1], line.extent[0]);
-  int from[3];
-  for (int i = 0; i < 3; ++i) from[i] = at.digit[3 - i] + (from_first ? line.first[i] : 0);
-  const int none[3] = {};
-  LoadColumn(line.rank, to, map, full, channel, from, at.digit[0], none);
-}
 
 // Outputs of a warp on their way to memory: 16 rows of channels of 32 places (columns) at a time,
 // through 1 KiB of shared memory that no other warp touches. (TMA stops the kernel with
