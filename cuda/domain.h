@@ -50,6 +50,7 @@ inline std::string_view MemberOf(std::string_view kernel) {
   return slash == std::string_view::npos ? std::string_view() : kernel.substr(slash + 1);
 }
 
+// kAddStatistics: kStatistics of a sum, with a bias or a residual.
 // kSums: a weight gradient, and the sums of the batch-norm in front; NormalisedRefusal's alone.
 // kDgradSums: a dgrad with an addend and the sums of the batch-norm whose result the convolution reads.
 // kGradient: a dgrad through the activation whose result the convolution reads, and the sums of that; kGradientAdd: with an
@@ -58,6 +59,7 @@ enum class ConvOp {
   kFprop,
   kFpropAdd,
   kStatistics,
+  kAddStatistics,
   kDgrad,
   kDgradAdd,
   kDgradSums,

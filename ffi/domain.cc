@@ -42,7 +42,7 @@ constexpr std::pair<string_view, cuda::ConvOp> kConvOps[] = {
     {"conv_fprop", cuda::ConvOp::kFprop},
     {"conv_add", cuda::ConvOp::kFpropAdd},
     {"conv_statistics", cuda::ConvOp::kStatistics},
-    {"conv_add_statistics", cuda::ConvOp::kStatistics},
+    {"conv_add_statistics", cuda::ConvOp::kAddStatistics},
     {"conv_dgrad", cuda::ConvOp::kDgrad},
     {"conv_dgrad_add", cuda::ConvOp::kDgradAdd},
     {"conv_dgrad_sums", cuda::ConvOp::kDgradSums},

@@ -315,6 +315,11 @@ def _all_programs() -> dict[str, tuple[str, Any, Any]]:
             lambda x, w: jaxconv.conv_batchnorm(x, w, u, u, u, u, training=True, **native),
             aligned,
         ),
+        "conv_statistics_groups": (
+            "conv_statistics",
+            lambda x, w: jaxconv.conv_batchnorm(x, w, *[jnp.ones(8)] * 4, groups=2, training=True, **native),
+            (aligned[0], jnp.ones((3, 3, 4, 8), wide)),
+        ),
         "conv_add_statistics": (
             "conv_add_statistics",
             functools.partial(statistics_of_sum, **forced),

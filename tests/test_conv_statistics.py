@@ -22,8 +22,10 @@ from tolerance import assert_exact, assert_within, eps
 import jaxconv
 from jaxconv import _plan, _problem
 from jaxconv._core import halo
+from jaxconv._core.activations import Activation
 from jaxconv._ops import reference
 from jaxconv._ops.conv import fprop, statistics, with_statistics
+from jaxconv._plan import measured
 from jaxconv._problem import CONV_ALGORITHMS, AddedConvProblem, ConvProblem
 
 
@@ -58,7 +60,8 @@ def adding(p: ConvProblem, added: str) -> AddedConvProblem:
     return AddedConvProblem.of(dataclasses.replace(p, bias=bias), residual)
 
 
-# A GPU has statistics from sm90 alone, which takes 16 bits and TF32, and channels last.
+# A GPU has statistics from sm90, which takes 16 bits and TF32, and channels last; of few channels a group from grouped,
+# in 16 bits.
 KERNEL_DTYPES = [d for d in (*DTYPES, *["tf32"] * (PLATFORM == "cuda")) if any(kernels(problem(d)))]
 CASES = {
     "plain": {},
@@ -71,31 +74,61 @@ CASES = {
 }
 
 
+def few_a_group(channels: int, groups: int, **changed: Any) -> dict[str, Any]:
+    return dict(groups=groups, in_channels=channels * groups, out_channels=channels * groups) | changed
+
+
+_PLANES = dict(in_spatial=(3, 9, 8), out_spatial=(3, 9, 8), filter=(1, 3, 3), stride=(1, 1, 1), dilation=(1, 1, 1))
+GROUPED = {
+    "4 a group": few_a_group(4, 4),
+    "8 a group": few_a_group(8, 9, batch=37),  # two slabs of 64 channels, the last with eight; many images
+    "16 a group": few_a_group(16, 5, batch=37),
+    "few a group, strided": few_a_group(8, 3, stride=(2, 2), out_spatial=(5, 4)),
+    "16 a group, strided": few_a_group(16, 2, batch=9, stride=(2, 2), padding=((0, 1), (0, 1)), out_spatial=(4, 4)),
+    # Strips, and tiles without a pixel
+    "few a group, wide": few_a_group(4, 2, in_spatial=(5, 70), out_spatial=(5, 70)),
+    "few a group, wide, strided": few_a_group(16, 1, in_spatial=(5, 70), stride=(2, 2), out_spatial=(3, 35)),
+    "16 a group, blocks of several strips": few_a_group(16, 64, batch=40, in_spatial=(3, 9), out_spatial=(3, 9)),
+    "few a group, padded": few_a_group(8, 1, padding=((2, 0), (0, 2))),
+    "few a group, one_pixel": few_a_group(8, 1, batch=1, in_spatial=(1, 1), out_spatial=(1, 1)),
+    "few a group, planes": few_a_group(8, 2, padding=((0, 0), (1, 1), (1, 1)), **_PLANES),
+}
+
+
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *GROUPED])
 def test_statistics_of_integers(case, dtype):
     """y is exact; its statistics err by their own rounding and by that of combining parts, a few ulp."""
-    p = problem(dtype, **CASES[case])
-    filters = p.w_shape
+    if case in GROUPED and dtype == "tf32":
+        pytest.skip("of few channels a group a GPU has statistics in 16 bits")
+    p = problem(dtype, **(CASES | GROUPED)[case])
+    filters, rows = p.w_shape, tuple(range(p.nd + 1))
     with types_of(dtype):
         # Every fourth filter element: sums stay integers that 16 bits hold.
         sparse = integers(1, filters, 1) * (integers(2, filters, 3) > 1)
         x, w = jnp.asarray(integers(0, p.x_shape, 1), p.dtype), jnp.asarray(sparse, p.dtype)
         expected = np.asarray(fprop(dataclasses.replace(p, implementation="xla"), x, w), np.float64)
-        for forced in kernels(p):
+        forced_kernels = kernels(p)
+        assert forced_kernels
+        for forced in forced_kernels:
             y, mean, var = jax.jit(functools.partial(statistics, forced))(x, w)
             assert_exact(y, expected, forced.algorithm)
             few = 8 * eps(mean.dtype.name)
-            assert_within(mean, expected.mean((0, 1, 2)), few * np.abs(expected).max(), f"mean, {forced.algorithm}")
-            assert_within(var, expected.var((0, 1, 2)), few * (expected**2).max(), f"variance, {forced.algorithm}")
+            assert_within(mean, expected.mean(rows), few * np.abs(expected).max(), f"mean, {forced.algorithm}")
+            assert_within(var, expected.var(rows), few * (expected**2).max(), f"variance, {forced.algorithm}")
 
 
+# A kernel of each family
+FAMILIES = {"one group": {}, "two groups": few_a_group(8, 2)}
+
+
+@pytest.mark.parametrize("groups", FAMILIES)
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES)
-def test_statistics_are_those_of_what_was_rounded(dtype):
+def test_statistics_are_those_of_what_was_rounded(dtype, groups):
     """Results near 300 have an ulp of 2 in bfloat16: the variance is then mostly that of rounding."""
-    p = problem(dtype, batch=9)
+    p = problem(dtype, batch=9, **FAMILIES[groups])
     x, w = normal(0, p.x_shape, p.dtype), 0.05 * normal(1, p.w_shape, p.dtype)
-    x[..., 0], w[...] = 1, w.astype(jnp.dtype(p.dtype))
+    x[..., :: p.in_channels // p.groups], w[...] = 1, w.astype(jnp.dtype(p.dtype))
     w[1, 1, 0] += 300
     w = w.astype(jnp.dtype(p.dtype)).astype(np.float64)
     with types_of(dtype):
@@ -158,15 +191,19 @@ def test_what_is_added_is_rounded_once(dtype, added):
             assert_within(var, expected, 64 * eps(mean.dtype.name) * (1 + expected), forced.algorithm)
 
 
+@pytest.mark.parametrize("groups", FAMILIES)
 @pytest.mark.parametrize("dtype", [d for d in KERNEL_DTYPES if d in ("float32", "tf32", "float16")])
-def test_variance_is_right_where_the_mean_is_far_from_zero(dtype):
+def test_variance_is_right_where_the_mean_is_far_from_zero(dtype, groups):
     """1e4 deviations in float32; in float16, whose integers end at 2048, 1000 ones of 1."""
     large = 1000.0 if dtype == "float16" else 1e4  # which TF32 has too
-    p = problem(dtype, batch=9, filter=(1, 1), padding=((0, 0),) * 2)
+    one = dict(filter=(1, 1), padding=((0, 0),) * 2) if groups == "one group" else {}
+    p = problem(dtype, batch=9, **one, **FAMILIES[groups])
+    each, k = p.in_channels // p.groups, np.arange(p.out_channels)
     x = integers(0, p.x_shape, 1)
-    x[..., 0] = 1
+    x[..., ::each] = 1
     w = np.zeros(p.w_shape)
-    w[0, 0, 0], w[0, 0, 1 + np.arange(24) % 15, np.arange(24)] = large, 1
+    centre = w[p.filter[0] // 2, p.filter[1] // 2]
+    centre[0], centre[1 + k % (each - 1), k] = large, 1
     for forced in kernels(p):
         y, mean, var = jax.jit(functools.partial(statistics, forced))(*(jnp.asarray(a, p.dtype) for a in (x, w)))
         expected = np.asarray(y, np.float64)
@@ -337,7 +374,22 @@ PLANS = {
     "float32": (H200, dict(dtype="float32", implementation="native"), "two", "takes float32 in TF32 only"),
     "tf32": (H200, dict(dtype="tf32", implementation="native"), "statistics", "implementation='native'"),
     "wide": (H200, dict(dtype="bfloat16", algorithm="sm90", out_channels=8512), "two", "a column of tiles of its own"),
-    "other": (H200, dict(dtype="bfloat16", algorithm="implicit_gemm"), "two", "only sm90's epilogue"),
+    "other": (H200, dict(dtype="bfloat16", algorithm="implicit_gemm"), "two", "only sm90 and grouped take statistics"),
+    "grouped": (
+        H200,
+        few_a_group(8, 2, dtype="bfloat16", algorithm="grouped"),
+        "statistics",
+        "algorithm='grouped' was asked for",
+    ),
+    "grouped native": (
+        H100,
+        few_a_group(16, 40, dtype="float16", implementation="native"),
+        "statistics",
+        "implementation='native'",
+    ),
+    "grouped float32": (H200, few_a_group(8, 2, algorithm="grouped"), "two", "bfloat16 or float16, got float32"),
+    "grouped wide": (H200, few_a_group(32, 2, dtype="bfloat16", algorithm="grouped"), "two", "4, 8 or 16 channels"),
+    "grouped mma": (H200, few_a_group(8, 2, dtype="bfloat16", algorithm="grouped/mma"), "two", "no such kernel"),
     "old": (A100, dict(dtype="bfloat16", implementation="native"), "two", "compute capability 9.0"),
     "mesh": (
         dataclasses.replace(H200, partitioned=True),
@@ -361,7 +413,11 @@ def test_the_plan_takes_statistics_from_the_convolution_where_that_is_asked_and_
     if choice == "statistics":
         part = _plan.plan("conv_statistics", conv, device)
         assert part.implementation == "native"
-        if device.platform == "cuda":
+        if device.platform == "cuda" and conv.groups > 1:
+            assert part.kernel == "grouped/statistics"
+            blocks = min(288 // -(-conv.out_channels // 64), conv.batch * 9)
+            assert part.workspace_bytes == 2 * blocks * (conv.out_channels * 8 + 4)
+        elif device.platform == "cuda":
             assert part.algorithm == "sm90"
             parts = 2 * -(-conv.batch * 72 // 128)
             single = conv.dtype == "float32"  # each warp makes a part, and the filter is transposed
@@ -370,12 +426,35 @@ def test_the_plan_takes_statistics_from_the_convolution_where_that_is_asked_and_
 
 
 def test_what_a_map_over_filters_leaves_without_a_kernel_is_two_calls(code_for_gpus):
-    """Eight channels a group have no such kernel. Who asked for native code did not ask for this op."""
+    """16 filters of 8 channels a group have no such kernel. Who asked for native code did not ask for this op."""
     p = problem(dtype="bfloat16", implementation="native", groups=2, in_channels=16, out_channels=32)
     plan = _plan.plan("conv_statistics", p, H100)
     assert plan.implementation == "xla" and "needs multiples of 64 channels a group" in plan.reason
     with pytest.raises(ValueError, match="cannot run conv_statistics"):
         _plan.plan("conv_statistics", dataclasses.replace(p, algorithm="sm90"), H100)
+
+
+@pytest.mark.parametrize("channels", [4, 8])
+@pytest.mark.parametrize(("ms", "choice"), [(0.5, "statistics"), (1.5, "two")])
+def test_the_plan_of_few_channels_a_group_follows_its_measurement(ms, choice, channels, code_for_gpus, monkeypatch):
+    """Nothing without one. In float16 a kernel that spreads infinities is not taken: that of 4 channels a group."""
+    device = dataclasses.replace(H200, kind="NVIDIA H900")
+    p = problem(batch=256, **few_a_group(channels, 32, dtype="bfloat16"))
+    op, kind, coordinates = measured.features("conv_statistics", p)
+    monkeypatch.setattr(measured, "_learned", {})
+    assert _plan.plan("conv_statistics", p, device).reason.startswith("no native kernel was measured near")
+    entry = dict(op=op, kind=kind, coordinates=coordinates, case="it", xla_ms=1.0)
+    measured.learn(device.kind, [{**entry, "native_ms": {"grouped/statistics": ms}}])
+    for dtype in ("bfloat16", "float16"):
+        half = dataclasses.replace(p, dtype=dtype)
+        norm = _problem.BatchNormProblem("batchnorm", dtype, p.y_shape, 3, True, 0.9, 1e-5, Activation("relu"))
+        made = _plan.plan("conv_batchnorm", _problem.ConvBatchNormProblem(half, norm), device)
+        alone = _plan.plan("conv_statistics", half, device)
+        if dtype == "float16" and channels == 4:
+            assert made.kernel == "two" and alone.implementation == "xla"
+        else:
+            assert made.kernel == choice and "at it, the nearest case measured" in made.reason
+            assert (alone.kernel == "grouped/statistics") == (choice == "statistics")
 
 
 def of_boards(**changed: Any) -> ConvProblem:

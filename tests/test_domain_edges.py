@@ -514,12 +514,17 @@ YES_AND_NO: dict[str, tuple[Callable[[], Refusal], Callable[[], Refusal], str]] 
     "direct sums nothing up": (
         lambda: of_conv("direct", conv(), "conv_statistics"),
         lambda: of_conv("sm90/statistics", conv(), "conv_statistics", "128x128"),
-        "only sm90's epilogue",
+        "only sm90 and grouped take statistics",
     ),
     "direct sums nothing up that it adds to": (
         lambda: of_conv("direct", conv(), "conv_add_statistics"),
         lambda: of_conv("sm90/statistics", conv(), "conv_add_statistics", "128x128"),
-        "only sm90's epilogue",
+        "only sm90 takes statistics of a sum",
+    ),
+    "grouped takes no statistics of a sum": (
+        lambda: of_conv("grouped/statistics", grouped(), "conv_add_statistics"),
+        lambda: of_conv("grouped/statistics", grouped(), "conv_statistics"),
+        "only sm90 takes statistics of a sum",
     ),
     "normalised by sm90": (
         lambda: of_conv("sm90/product", normalised(), "conv_normalised", "128x128"),

@@ -17,8 +17,8 @@ from jaxconv._plan.domain import conv_refusal, conv_workspace
 from jaxconv._problem import ConvProblem
 
 RTX4090 = Device("cuda", "NVIDIA GeForce RTX 4090", (8, 9), 128)
-OPS = ("conv_fprop", "conv_dgrad", "conv_wgrad")
-KERNELS = ("rows", "rows_float32", "mma")
+OPS = ("conv_fprop", "conv_dgrad", "conv_wgrad", "conv_statistics")
+KERNELS = ("rows", "rows_float32", "mma", "statistics")
 
 
 pytestmark = pytest.mark.usefixtures("code_for_gpus")
@@ -32,8 +32,9 @@ def problem(c=32, k=32, groups=4, filter=3, dtype="bfloat16", stride=1, dilation
     )  # fmt: skip
 
 
-def refusal(kernel: str, p: ConvProblem, device: Device = H200) -> str | None:
-    return conv_refusal("conv_fprop", Plan("native", "", f"grouped/{kernel}"), p, device)
+def refusal(kernel: str, p: ConvProblem, device: Device = H200, op: str = "") -> str | None:
+    op = op or ("conv_statistics" if kernel == "statistics" else "conv_fprop")
+    return conv_refusal(op, Plan("native", "", f"grouped/{kernel}"), p, device)
 
 
 def test_what_a_plan_says_native_code_runs_and_gives_as_much_memory_as_it_asks_for():
@@ -50,7 +51,7 @@ def test_what_a_plan_says_native_code_runs_and_gives_as_much_memory_as_it_asks_f
             for device in (H200, A100, RTX4090):
                 plan = made(op, "grouped", p, device)
                 if isinstance(plan, str):
-                    assert all(refusal(kernel, stored, device) for kernel in KERNELS)
+                    assert all(refusal(kernel, stored, device, op) for kernel in KERNELS)
                     continue
                 assert conv_refusal(op, plan, stored, device) is None
                 assert plan.workspace_bytes == conv_workspace(op, plan, stored)
@@ -78,6 +79,9 @@ def test_what_a_plan_says_native_code_runs_and_gives_as_much_memory_as_it_asks_f
         ("rows", {"filter": 5}, {}, "3x3"),
         ("rows", {"pad": 3}, {"pad": 2}, "padding of 0 to 2"),
         ("rows", {"dtype": "float32"}, {}, "bfloat16 or float16"),
+        ("statistics", {"c": 128, "k": 128}, {"c": 64, "k": 64}, "4, 8 or 16"),
+        ("statistics", {"stride": 3}, {"stride": 2}, "stride 1 or 2"),
+        ("statistics", {"dtype": "float32"}, {"dtype": "float16"}, "bfloat16 or float16"),
         ("rows_float32", {}, {"dtype": "float32"}, "float32"),
         ("rows_float32", {"dtype": "float32", "pad": 3}, {"dtype": "float32", "pad": 0}, "in float32 it needs"),
         ("rows_float32", {"dtype": "float32", "c": 128, "k": 128}, {"dtype": "float32", "c": 12, "k": 12, "groups": 3},
@@ -100,8 +104,30 @@ def test_rows_are_padded_by_less_than_the_filter_reaches_on_either_side(pads):
 
 def test_the_kernels_of_hopper_run_on_nothing_else():
     assert refusal("rows", problem(), A100) and refusal("rows_float32", problem(dtype="float32"), A100)
-    assert refusal("mma", problem(), A100) is None
+    assert refusal("statistics", problem(), A100) and refusal("mma", problem(), A100) is None
     assert "shared memory" in refusal("mma", problem(), RTX4090)
+
+
+def test_one_kernel_makes_statistics_and_nothing_else():
+    for op in ("conv_fprop", "conv_dgrad", "conv_wgrad"):
+        assert refusal("statistics", problem(), op=op) == "it makes statistics only"
+    for kernel in ("rows", "mma"):
+        assert refusal(kernel, problem(), op="conv_statistics") == "it makes no statistics"
+
+
+@pytest.mark.parametrize(
+    ("p", "parts"),
+    [
+        (problem(c=64, k=64, groups=8), 2 * 2 * 24),  # as many as rows of two images
+        (dataclasses.replace(problem(c=64, k=64, groups=8), batch=256), 2 * 288),
+        (dataclasses.replace(problem(c=72, k=72, groups=9), batch=256), 2 * 144),
+        (dataclasses.replace(problem(c=64 * 200, k=64 * 200, groups=800), batch=256), 2 * 1),
+        (problem(c=64, k=64, groups=8, extent=33), 2 * 2 * 33 * 2),
+    ],
+)
+def test_parts_of_statistics(p, parts):
+    plan = made("conv_statistics", "grouped", p, H200)
+    assert plan.workspace_bytes == parts * (8 * p.out_channels + 4)
 
 
 def test_a_kernel_can_be_forced():

@@ -100,8 +100,12 @@ Status ConvFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, co
 
 Status ConvStatistics(const Context& ctx, const ConvProblem& p, const Plan& plan,
                       const ConvStatisticsArrays& a, Workspace workspace) {
-  JAXCONV_RETURN_IF_ERROR(Confirm(ConvOp::kStatistics, "conv_statistics", p, plan, workspace,
+  const bool adds = a.b != nullptr || a.residual != nullptr;
+  JAXCONV_RETURN_IF_ERROR(Confirm(adds ? ConvOp::kAddStatistics : ConvOp::kStatistics,
+                                  "conv_statistics", p, plan, workspace,
                                   {a.x, a.w, a.b, a.residual, a.y}));
+  if (FamilyOf(plan.kernel) == "grouped")
+    return GroupedStatistics(ctx, p, plan, a.x, a.w, a.y, a.mean, a.var, workspace);
   return Sm90Statistics(ctx, conv::FoldPatches(p, false), plan, a.x, a.w, a.b, a.residual, a.y,
                         a.mean, a.var, workspace);
 }

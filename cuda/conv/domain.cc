@@ -66,8 +66,12 @@ std::string ConvRefusal(ConvOp op, const ConvProblem& p, const Plan& plan, const
     if (!AddsResidual(family, member, p)) return "it cannot add a residual";
     op = ConvOp::kFprop;  // that is all the difference
   }
-  if (op == ConvOp::kStatistics && family != "sm90")
-    return "only sm90's epilogue takes statistics of its result";
+  if (op == ConvOp::kAddStatistics) {
+    if (family != "sm90") return "only sm90 takes statistics of a sum";
+    op = ConvOp::kStatistics;  // that is all the difference
+  }
+  if (op == ConvOp::kStatistics && family != "sm90" && family != "grouped")
+    return "only sm90 and grouped take statistics of their results";
   if (p.dtype == DType::kF64) return "it needs float32, bfloat16 or float16, got float64";
   if (family == "depthwise") return conv::depthwise::Refusal(member, op, p, device);
   if (family == "direct") return conv::direct::Refusal(p);
@@ -76,7 +80,7 @@ std::string ConvRefusal(ConvOp op, const ConvProblem& p, const Plan& plan, const
     return conv::implicit_gemm::Refusal(op, conv::FoldPatches(p, op == ConvOp::kDgrad), plan);
   }
   if (family == "stem") return conv::stem::Refusal(member, op, p, plan, device);
-  if (family == "grouped") return conv::grouped::Refusal(member, p, device);
+  if (family == "grouped") return conv::grouped::Refusal(member, op, p, device);
   if (family == "narrow") return conv::narrow::Refusal(member, op, p, device);
   if (family == "sm90") return conv::sm90::Refusal(op, OfSm90(op, p), plan, device);
   return "there is no such kernel";
@@ -109,6 +113,7 @@ ConvProblem ConvFolded(const ConvProblem& p, bool dgrad) { return conv::FoldPatc
 int64_t ConvWorkspace(ConvOp op, const ConvProblem& p, const Plan& plan) {
   const std::string_view family = FamilyOf(plan.kernel);
   if (op == ConvOp::kFpropAdd) op = ConvOp::kFprop;
+  if (op == ConvOp::kAddStatistics) op = ConvOp::kStatistics;
   if (op == ConvOp::kGradientAdd) op = ConvOp::kGradient;
   if (family == "depthwise") return conv::depthwise::Workspace(op, p, plan);
   if (family == "direct") return conv::direct::Workspace(op, p, plan);

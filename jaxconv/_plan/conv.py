@@ -144,7 +144,7 @@ class Conv(Planner):
         """Whether fprop multiplies x by zeros that stand for other channels or columns: an infinity makes NaN in
         outputs whose windows do not hold it."""
         rule = getattr(FAMILIES[family_of(kernel)], "spreads", None)
-        return self.op in ("conv", "conv_fprop") and rule is not None and rule(kernel, p)
+        return self.op in ("conv", "conv_fprop", "conv_statistics") and rule is not None and rule(kernel, p)
 
     def speaks(self, kernel: str, p: ConvProblem) -> bool:
         return in_memory(kernel, p).channels_last

@@ -9,8 +9,6 @@ from jaxconv._plan.plan import Device, Plan
 from jaxconv._plan.planner import NOTHING, PLANNERS, XLA_ASKED, Features, Planner, calls, disabled, disabled_text
 from jaxconv._problem import AddedConvProblem, ConvBatchNormProblem, ConvProblem
 
-KERNEL = "sm90/statistics"
-
 
 def op_of(p: ConvProblem) -> str:
     """The op of a convolution, and of what is added to it, that takes statistics."""
@@ -27,12 +25,16 @@ def or_more(p: ConvProblem, device: Device, read: bool) -> Plan:
     """
     op = op_of(p)
     fastest = choose.fastest(op, p, device)
-    near, own = measured.nearest(op, p, device, KERNEL), choose.made(op, KERNEL, p, device)
+    # No problem has two: groups are of few channels, which are grouped's, or of 64 and more.
+    own = next((plan for plan in choose.every(op, p, device) if choose.is_safe(PLANNERS[op], plan.kernel, p)), None)
+    if own is None:
+        return fastest
+    near = measured.nearest(op, p, device, own.kernel)
     wins, adds = fastest.implementation == "native", isinstance(p, AddedConvProblem) and p.residual
     read = read and not wins  # what was measured to be faster needs no more reasons
-    if near is None or near.apart > measured.FAR or isinstance(own, str) or not (read or adds):
+    if near is None or near.apart > measured.FAR or not (read or adds):
         return fastest
-    one, ours, others = conv.pass_over_y(near, p, device), near.native_ms[KERNEL], near.xla_ms
+    one, ours, others = conv.pass_over_y(near, p, device), near.native_ms[own.kernel], near.xla_ms
     calls = "a convolution, an add" if adds else "a convolution"
     calls += " and a read of its result" if read else " and a batch-norm"
     if adds:
@@ -42,17 +44,19 @@ def or_more(p: ConvProblem, device: Device, read: bool) -> Plan:
     if ratio > near.margin:
         reason = f"{ratio:.2f} times faster than {calls} {near.where}"
         return dataclasses.replace(own, reason=reason, candidates=fastest.candidates)
-    reached = f"{KERNEL} would have {ratio:.2f} of the speed of {calls} {near.where}"
+    reached = f"{own.kernel} would have {ratio:.2f} of the speed of {calls} {near.where}"
     return PLANNERS[op].instead(reached, fastest.candidates) if wins else fastest
 
 
 class ConvStatistics(conv.Conv):
-    families = ("sm90",)
-    of_others = "only sm90's epilogue computes statistics of its result"
+    families = ("sm90", "grouped")
+    of_others = "only sm90 and grouped take statistics of their results"
     rounded_before = "statistics are taken of the rounded result"
 
     def first(self, p: ConvProblem, device: Device) -> str:
-        return "sm90" if device.platform == "cuda" else super().first(p, device)
+        if device.platform != "cuda":
+            return super().first(p, device)
+        return "grouped" if p.groups > 1 and isinstance(self.made("grouped", p, device), Plan) else "sm90"
 
     def on_cpu(self, p: ConvProblem) -> tuple[str | None, str]:
         return None, "on a CPU the statistics take a pass over the result either way, inside the call or behind it"

@@ -17,6 +17,9 @@ def spreads(kernel: str, p: ConvProblem) -> bool:
 
 
 def wants(op: str, p: ConvProblem, device: Device) -> Iterator[Plan]:
+    if op in ("conv_statistics", "conv_add_statistics"):
+        yield Plan("native", "", "grouped/statistics")
+        return
     for kernel in reversed(KERNELS) if p.dtype == "float32" else KERNELS:
         splits = _wgrad_splits(kernel, p, device) if op == "conv_wgrad" else 1
         yield Plan("native", "", f"grouped/{kernel}", splits=splits)

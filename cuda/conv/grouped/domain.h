@@ -2,9 +2,11 @@
 //
 //   grouped/mma           16 bit, 4 to 32 channels a group, filters up to 7x7, by mma.sync
 //   grouped/rows          sm_90: 16 bit, 3x3 of 4, 8 or 16 channels a group, rows streamed through shared memory by TMA
-//   grouped/rows_float32  sm_90: the same in float32, by FMAs
+//   grouped/statistics    rows' fprop with the mean and variance of its results
+//   grouped/rows_float32  sm_90: the same as rows in float32, by FMAs
 #pragma once
 
+#include <algorithm>
 #include <string>
 #include <string_view>
 
@@ -46,7 +48,8 @@ inline std::string RefuseRows(const ConvProblem& p, const Device& device) {
          "of 0 to 2, and 4, 8 or 16 channels a group on both sides, whole 16 bytes in all";
 }
 
-inline std::string Refusal(std::string_view kernel, const ConvProblem& p, const Device& device) {
+inline std::string Refusal(std::string_view kernel, ConvOp op, const ConvProblem& p,
+                           const Device& device) {
   if (device.shared_memory() < 163 * 1024)
     return "its largest tiles need the shared memory of compute capability 8.0 or 9.0";
   if (p.groups < 1) return "it needs groups of at least 1";
@@ -55,8 +58,11 @@ inline std::string Refusal(std::string_view kernel, const ConvProblem& p, const 
   if (!PlanesAreImages(p))
     return "in 3-D it needs one tap, stride 1 and no padding on the first axis";
   if (p.n * p.in[0] >= kCoordLimit) return "it needs fewer than 2^30 planes";
+  const bool statistics = kernel == "statistics";
+  if (statistics && op != ConvOp::kStatistics) return "it makes statistics only";
+  if (!statistics && op == ConvOp::kStatistics) return "it makes no statistics";
   if (kernel == "mma") return RefuseMma(p);
-  if (kernel == "rows") {
+  if (kernel == "rows" || statistics) {
     if (!Half(p.dtype)) return std::string("it needs bfloat16 or float16, got ") + Name(p.dtype);
     return RefuseRows(p, device);
   }
@@ -67,7 +73,18 @@ inline std::string Refusal(std::string_view kernel, const ConvProblem& p, const 
   return "there is no such kernel";
 }
 
+// Blocks among which statistics share the rows of 64 channels: at most two of each of a chip's 144 multiprocessors.
+inline int64_t MostBlocks(int64_t channels) {
+  return std::max<int64_t>(2 * 144 / CeilDivide(channels, 64), 1);
+}
+// Parts that these make: two each. A row may be several, of 32 columns and more.
+inline int64_t MostParts(const ConvProblem& p) {
+  const int64_t rows = p.n * p.out[0] * p.out[1] * CeilDivide(p.out[2], 32);
+  return 2 * std::min(MostBlocks(p.k), rows);
+}
+
 inline int64_t Workspace(ConvOp op, const ConvProblem& p, const Plan& plan) {
+  if (op == ConvOp::kStatistics) return MostParts(p) * (p.k * 8 + 4);
   return op == ConvOp::kWgrad ? PartialsBytes(p, plan.splits) : 0;
 }
 

@@ -2,6 +2,8 @@
 #include "cuda/conv/grouped/grouped.h"
 
 #include "cuda/conv/common/launchers.h"
+#include "cuda/conv/common/statistics.h"
+#include "cuda/conv/grouped/domain.h"
 #include "cuda/conv/grouped/kernels.h"
 
 namespace jaxconv::cuda {
@@ -18,6 +20,16 @@ constexpr conv::Launchers kKernels[] = {
 Status GroupedFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
                     const void* x, const void* w, const void* bias, void* y, void* z, Workspace) {
   return conv::Fprop(kKernels, ctx, p, e, plan, x, w, bias, y, z);
+}
+
+Status GroupedStatistics(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
+                         const void* w, void* y, void* mean, void* var, Workspace workspace) {
+  const std::string what = Describe("conv_statistics", p, plan);
+  Sm90Parts parts = {};
+  parts.moments = static_cast<float2*>(workspace.data);
+  parts.counts = reinterpret_cast<float*>(parts.moments + conv::grouped::MostParts(p) * p.k);
+  JAXCONV_RETURN_IF_ERROR(conv::GroupedRowsStatistics(ctx, p, x, w, y, &parts, what));
+  return CombineStatistics(ctx, parts, p.n * p.out_size(), p.k, mean, var, what);
 }
 
 Status GroupedDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,

@@ -15,6 +15,9 @@ namespace jaxconv::cuda {
 Status GroupedFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
                     const void* x, const void* w, const void* bias, void* y, void* z,
                     Workspace workspace);
+// fprop, and the mean and biased variance of each of y's channels, (K), float32. n * out_size() must not be 0.
+Status GroupedStatistics(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
+                         const void* w, void* y, void* mean, void* var, Workspace workspace);
 Status GroupedDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,
                     const void* w, void* dx, Workspace workspace);
 Status GroupedWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,

@@ -3,10 +3,15 @@
 #pragma once
 
 #include "cuda/conv/common/launchers.h"
+#include "cuda/gemm/sm90_statistics.h"
 
 namespace jaxconv::cuda::conv {
 
 ForwardLauncher GroupedMma, GroupedRows, GroupedRowsFloat32;
 WgradLauncher GroupedMmaWgrad, GroupedRowsWgrad, GroupedRowsFloat32Wgrad;
+
+// fprop, and the statistics of y in parts, for which `parts` has room.
+Status GroupedRowsStatistics(const Context& ctx, const ConvProblem& p, const void* x, const void* w,
+                             void* y, Sm90Parts* parts, const std::string& what);
 
 }  // namespace jaxconv::cuda::conv

@@ -17,13 +17,17 @@
 // end a row of dst, and the second begins the next. Its dgrad: a stage has a row of dy, which meets
 // three rows of dx: it ends the first, is all that the second has, and begins the third. Columns alike:
 // 16 of dy make 16 even ones of dx, of two taps, and 16 odd ones, of the tap between.
+//
+// With statistics (fprop, conv_statistics): rows_moments.cuh.
 
 #include <type_traits>
 
 #include "cuda/conv/common/matrix.cuh"
 #include "cuda/conv/common/row_stream.cuh"
+#include "cuda/conv/grouped/domain.h"
 #include "cuda/conv/grouped/kernels.h"
 #include "cuda/conv/grouped/rows.cuh"
+#include "cuda/conv/grouped/rows_moments.cuh"
 #include "cuda/core/device.h"
 
 namespace jaxconv::cuda::conv {
@@ -48,6 +52,7 @@ struct GroupedRowsArgs {
   int group_shift;  // log2 of its channels
   bool dgrad;
   StridedColumns strided;  // of src, Meet::kGather
+  Sm90Parts parts;         // kMoments; two of a block
 };
 
 // d = a * b + c, of K 16-bit numbers.
@@ -96,8 +101,8 @@ __device__ __forceinline__ void StageFilter(const GroupedRowsArgs<T>& g, uint32_
 }
 
 // kOctets: octets of a group (1: groups of 4 or 8). kTiles: of 16 pixels, of a warp; a strip's
-// row has two warps' for each pair of octets.
-template <typename T, Meet kMeet, int kOctets, int kTiles, int kBlocks>
+// row has two warps' for each pair of octets. kMoments: fprop with statistics, and without an epilogue.
+template <typename T, Meet kMeet, int kOctets, int kTiles, int kBlocks, bool kMoments>
 __global__ void __launch_bounds__(kWarps * 32, kBlocks)
     GroupedRowsKernel(const __grid_constant__ GroupedRowsArgs<T> g) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -242,7 +247,7 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks)
   }
 
   float bias[2][2] = {};
-  if (g.epilogue.bias != nullptr) {
+  if (!kMoments && g.epilogue.bias != nullptr) {
 #pragma unroll
     for (int o = 0; o < 2; ++o) {
       const int channel = channel0 + o * 8 + lane % 4 * 2;
@@ -258,6 +263,12 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks)
   const int out_pixel = lane / 2, out_octet = lane % 2;
   const uint32_t get = mine + uint32_t((out_pixel * 2 + (out_octet ^ (out_pixel >> 2 & 1))) << 4);
   const int64_t row_elements = int64_t(g.to.w) * g.to.channels;
+  [[maybe_unused]] RowMoments<T> moments;
+  // Of dst's pixels in a tile of a unit, those that exist.
+  [[maybe_unused]] const auto columns_of = [&](const RowUnit& at, int m) {
+    const bool image = image_of[m] < u.images && at.image + image_of[m] < g.to.images;
+    return image ? min(max(min(u.width, g.to.w - at.q) - col_of[m], 0), 16) : 0;
+  };
 
   for (int64_t row = begin; row < end;) {
     const RowUnit at = UnitOf(u, row, end);
@@ -273,6 +284,7 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks)
     constexpr int kSpread = kMeet == Meet::kSpread ? 2 : 1;
     bool live[kTiles][kSpread];
     T* to[kTiles];
+    [[maybe_unused]] int columns[kTiles];  // of the tile that exist
 #pragma unroll
     for (int m = 0; m < kTiles; ++m) {
       const int col = col_of[m] + out_pixel;
@@ -284,11 +296,12 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks)
       }
       to[m] = g.dst + out + image_of[m] * (g.to.h * row_elements) +
               int64_t(col) * kSpread * g.to.channels;
+      if constexpr (kMoments) columns[m] = columns_of(at, m);
     }
     // 16 pixels of a finished row: [octet][fragment].
-    const auto finish = [&](float (&row)[2][4], T* where, bool real) {
+    const auto finish = [&](float (&row)[2][4], T* where, bool real, int exist) {
 #pragma unroll
-      for (int o = 0; o < 2; ++o) {
+      for (int o = 0; o < 2 && !kMoments; ++o) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) row[o][e] += bias[o][e % 2];
       }
@@ -298,11 +311,12 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks)
             PackPair(row[1][0], row[1][1], T()), PackPair(row[1][2], row[1][3], T())};
         __syncwarp();
         StoreMatrix4(put, word);
+        if constexpr (kMoments) moments.Add(word, exist);
         __syncwarp();
         const uint4 v = LoadShared16(get);
         if (real) __stwb(reinterpret_cast<uint4*>(where), v);
       };
-      if constexpr (kMeet != Meet::kSpread) {
+      if constexpr (kMeet != Meet::kSpread && !kMoments) {
         if (g.epilogue.z != nullptr) keep(g.epilogue.z + (where - g.dst));
         if (g.epilogue.activation != Activation::kNone) {
           ApplyActivation(g.epilogue.activation, row[0], g.epilogue.slope);
@@ -312,7 +326,11 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks)
       keep(where);
     };
     const auto store = [&](int m, float (&row)[2][4]) {
-      if (p >= at.p && p < at.end) finish(row, to[m], live[m][0]);
+      if constexpr (kMoments) {
+        if (p >= at.p && p < at.end && columns[m] > 0) finish(row, to[m], live[m][0], columns[m]);
+      } else {
+        if (p >= at.p && p < at.end) finish(row, to[m], live[m][0], 16);
+      }
       to[m] += row_elements;
     };
     const auto await = [&] {
@@ -442,9 +460,9 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks)
               product(a[m], o, 1, lower[o], zero);
               product(a[m], o, 2, next[o], zero);
             }
-            if (h > h0 && unsigned(p) < unsigned(g.to.h)) finish(upper, where, live[m][e]);
+            if (h > h0 && unsigned(p) < unsigned(g.to.h)) finish(upper, where, live[m][e], 16);
             if (h > h0 && unsigned(p + 1) < unsigned(g.to.h)) {
-              finish(lower, where + row_elements, live[m][e]);
+              finish(lower, where + row_elements, live[m][e], 16);
             }
           };
           column(even, 0);
@@ -455,12 +473,24 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks)
       }
     }
   }
+  if constexpr (kMoments) {
+    int count = 0;  // once more, which costs the loop above no register
+    for (int64_t row = begin; row < end;) {
+      const RowUnit at = UnitOf(u, row, end);
+      row += at.end - at.p;
+#pragma unroll
+      for (int m = 0; m < kTiles; ++m) count += columns_of(at, m) * (at.end - at.p);
+    }
+    moments.Write(g.parts, int(blockIdx.x / unsigned(u.slabs)) * 2 + warp / 4, channel0,
+                  g.to.channels, count);
+  }
 #endif
 }
 
-template <typename T, Meet kMeet, int kOctets, int kTiles, int kBlocks>
+// `written`: how many parts kMoments makes.
+template <typename T, Meet kMeet, int kOctets, int kTiles, int kBlocks, bool kMoments>
 Status Launch(const Context& ctx, GroupedRowsArgs<T> g, const void* src, DType dtype,
-              const std::string& what) {
+              const std::string& what, int* written) {
   RowUnits& u = g.u;
   RowArray runs = g.to;  // what blocks share; kSpread: pairs of rows and of columns
   if (kMeet == Meet::kSpread) {
@@ -472,7 +502,8 @@ Status Launch(const Context& ctx, GroupedRowsArgs<T> g, const void* src, DType d
   g.row_tiles = int(CeilDiv(u.width, 16));
   u.images = std::min(2 * kTiles / g.row_tiles, runs.images);
   u.slabs = int(CeilDiv(g.to.channels, kSlab));
-  const int64_t parts = std::max<int64_t>(1, int64_t(Multiprocessors()) * kBlocks / u.slabs);
+  int64_t parts = std::max<int64_t>(1, int64_t(Multiprocessors()) * kBlocks / u.slabs);
+  if (kMoments) parts = std::min(parts, grouped::MostBlocks(g.to.channels));
   ShareRows(u, runs.images, runs.h, runs.w, parts);
   constexpr int kElse = kWarps * kStaging + FilterBytes(kOctets) + kMostStages * 16;
   int ring = 160 * 1024 / kBlocks;
@@ -494,17 +525,17 @@ Status Launch(const Context& ctx, GroupedRowsArgs<T> g, const void* src, DType d
   const int64_t blocks = CeilDiv(u.rows, u.share) * u.slabs;
   JAXCONV_RETURN_IF_ERROR(CheckBlocks(blocks, what));
   const int bytes = u.stages * u.stage_bytes + kElse;
-  const auto kernel = GroupedRowsKernel<T, kMeet, kOctets, kTiles, kBlocks>;
+  if (kMoments) *written = 2 * int(CeilDiv(u.rows, u.share));
+  const auto kernel = GroupedRowsKernel<T, kMeet, kOctets, kTiles, kBlocks, kMoments>;
   JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
   kernel<<<unsigned(blocks), kWarps * 32, bytes, ctx.stream>>>(g);
   return LaunchStatus(what);
 }
 
-}  // namespace
-
-Status GroupedRows(const Context& ctx, const ConvProblem& p, bool dgrad, const Epilogue& e,
-                   const void* src, const void* w, const void* bias, void* dst, void* z,
-                   const std::string& what) {
+// The problem's arrays and the kernel that runs it; `parts` is null where no statistics are wanted.
+Status Run(const Context& ctx, const ConvProblem& p, bool dgrad, const Epilogue& e, const void* src,
+           const void* w, const void* bias, void* dst, void* z, Sm90Parts* parts,
+           const std::string& what) {
   const auto run = [&](auto tag) {
     using T = typename decltype(tag)::type;
     GroupedRowsArgs<T> g{};
@@ -515,14 +546,38 @@ Status GroupedRows(const Context& ctx, const ConvProblem& p, bool dgrad, const E
     SetRows(g, p, dgrad, dgrad && !strided);
     while (1 << g.group_shift < p.group_c()) ++g.group_shift;
     g.dgrad = dgrad;
+    int* written = nullptr;
+    if (parts != nullptr) {
+      g.parts = *parts;
+      written = &parts->parts;
+    }
     const auto launch = [&](auto one, auto two) {  // octets of a group
-      return (g.group_shift <= 3 ? one : two)(ctx, g, src, p.dtype, what);
+      return (g.group_shift <= 3 ? one : two)(ctx, g, src, p.dtype, what, written);
     };
-    if (!strided) return launch(Launch<T, Meet::kOne, 1, 2, 2>, Launch<T, Meet::kOne, 2, 1, 2>);
-    return dgrad ? launch(Launch<T, Meet::kSpread, 1, 2, 2>, Launch<T, Meet::kSpread, 2, 1, 2>)
-                 : launch(Launch<T, Meet::kGather, 1, 2, 2>, Launch<T, Meet::kGather, 2, 1, 2>);
+    constexpr Meet kOne = Meet::kOne, kGather = Meet::kGather, kSpread = Meet::kSpread;
+    if (parts != nullptr) {
+      return strided ? launch(Launch<T, kGather, 1, 2, 2, true>, Launch<T, kGather, 2, 1, 2, true>)
+                     : launch(Launch<T, kOne, 1, 2, 2, true>, Launch<T, kOne, 2, 1, 2, true>);
+    }
+    if (!strided) return launch(Launch<T, kOne, 1, 2, 2, false>, Launch<T, kOne, 2, 1, 2, false>);
+    return dgrad ? launch(Launch<T, kSpread, 1, 2, 2, false>, Launch<T, kSpread, 2, 1, 2, false>)
+                 : launch(Launch<T, kGather, 1, 2, 2, false>, Launch<T, kGather, 2, 1, 2, false>);
   };
   return p.dtype == DType::kBF16 ? run(TypeTag<__nv_bfloat16>{}) : run(TypeTag<__half>{});
+}
+
+}  // namespace
+
+Status GroupedRows(const Context& ctx, const ConvProblem& p, bool dgrad, const Epilogue& e,
+                   const void* src, const void* w, const void* bias, void* dst, void* z,
+                   const std::string& what) {
+  return Run(ctx, p, dgrad, e, src, w, bias, dst, z, nullptr, what);
+}
+
+Status GroupedRowsStatistics(const Context& ctx, const ConvProblem& p, const void* x, const void* w,
+                             void* y, Sm90Parts* parts, const std::string& what) {
+  const Epilogue bare = {false, Activation::kNone, 0.0, false};
+  return Run(ctx, p, false, bare, x, w, nullptr, y, nullptr, parts, what);
 }
 
 }  // namespace jaxconv::cuda::conv

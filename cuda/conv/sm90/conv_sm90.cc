@@ -5,10 +5,10 @@
 #include <string>
 #include <string_view>
 
+#include "cuda/conv/common/statistics.h"
 #include "cuda/conv/sm90/halo/halo.h"
 #include "cuda/conv/sm90/halo_3d/halo_3d.h"
 #include "cuda/conv/sm90/halo_stream/halo_stream.h"
-#include "cuda/conv/sm90/statistics.h"
 #include "cuda/conv/sm90/tensors.h"
 #include "cuda/conv/sm90/wgrad/wgrad.h"
 #include "cuda/conv/sm90/wgrad/wgrad_tf32.h"

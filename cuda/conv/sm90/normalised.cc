@@ -1,8 +1,8 @@
 // fprop and wgrad of a 1x1 convolution that normalises x on its way: matrix products (gemm/sm90_normalised.h, wgrad/normalised.cu).
 #include <string>
 
+#include "cuda/conv/common/statistics.h"
 #include "cuda/conv/sm90/conv_sm90.h"
-#include "cuda/conv/sm90/statistics.h"
 #include "cuda/conv/sm90/tensors.h"
 #include "cuda/conv/sm90/wgrad/wgrad.h"
 #include "cuda/core/describe.h"

@@ -2,7 +2,7 @@
 // part; then shuffles and shared memory, in an order that the number of parts fixes. Means are held
 // as differences from the first part's, which are of the size of the deviations: merging rounds
 // those and not the mean. Reads every part once: latency is all that this costs.
-#include "cuda/conv/sm90/statistics.h"
+#include "cuda/conv/common/statistics.h"
 
 #include <cuda_runtime.h>
 
