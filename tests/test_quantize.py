@@ -535,7 +535,10 @@ def test_what_leaves_8_bits_in_a_mobilenet():
 
 def test_other_shapes_have_the_same_scales():
     q, other = frozen(), images(5, 2)
-    np.testing.assert_array_equal(q(other)["logits"], q(np.concatenate([other, X]))["logits"][:2])
+    few, more = (q(images)["logits"] for images in (other, np.concatenate([other, X])))
+    # With other scales numbers of 8 bits would be others. A GPU may add up the last layer's float32 products in another
+    # order for more rows: an ulp of a sum, where a step of 8 bits is 2^-8 of its terms.
+    np.testing.assert_allclose(few, more[:2], rtol=0, atol=2.0**-20 * np.abs(few).max())
     assert len(q.weights) == 25  # the same ones
     larger = np.concatenate([other, other], 1)
     assert q(larger)["stem"].shape == (2, 16, 8, 16)
