@@ -69,6 +69,14 @@ Status ConvDgradSums(const Context& ctx, const ConvProblem& p, const Plan& plan,
 using ConvGradientArrays = Arrays<in::Dy, in::W, in::Kept, in::C, out::Dz, out::Dbias>;
 Status ConvGradient(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
                     const ConvGradientArrays& a, Workspace workspace);
+
+// dz = (the transpose of conv in x, of dy) * f'(z);  dbias = sum dz, dscale = sum dz * (x - mean) * rstd over images and pixels,
+// of dz as rounded: what comes back to z = (x - mean) * rstd * scale + bias of y = f(z), which only conv reads, f of the
+// epilogue, and the gradients of scale and bias. `x` like dz; the others (C), float32. There are elements.
+using ConvNormGradientArrays = Arrays<in::Dy, in::W, in::X, in::Scale, in::Bias, in::Mean, in::Rstd,
+                                      out::Dz, out::Dscale, out::Dbias>;
+Status ConvNormGradient(const Context& ctx, const ConvProblem& p, const Epilogue& e,
+                        const Plan& plan, const ConvNormGradientArrays& a, Workspace workspace);
 #endif
 
 // dw = the transpose of conv in w.

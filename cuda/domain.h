@@ -54,7 +54,8 @@ inline std::string_view MemberOf(std::string_view kernel) {
 // kSums: a weight gradient, and the sums of the batch-norm in front; NormalisedRefusal's alone.
 // kDgradSums: a dgrad with an addend and the sums of the batch-norm whose result the convolution reads.
 // kGradient: a dgrad through the activation whose result the convolution reads, and the sums of that; kGradientAdd: with an
-// addend behind the derivative. GradientRefusal's.
+// addend behind the derivative; kNormGradient: through the batch-norm in front of the activation too, whose result nobody else
+// reads, and the sums that are its gradients. GradientRefusal's.
 enum class ConvOp {
   kFprop,
   kFpropAdd,
@@ -65,6 +66,7 @@ enum class ConvOp {
   kDgradSums,
   kGradient,
   kGradientAdd,
+  kNormGradient,
   kWgrad,
   kSums
 };
@@ -78,7 +80,7 @@ std::string ConvRefusal(ConvOp op, const ConvProblem& p, const Plan& plan, const
 std::string NormalisedRefusal(ConvOp op, const ConvProblem& p, Activation activation,
                               const Plan& plan, const Device& device);
 
-// ConvRefusal of kGradient or kGradientAdd, by the activation too.
+// ConvRefusal of kGradient, kGradientAdd or kNormGradient, by the activation too.
 std::string GradientRefusal(ConvOp op, const ConvProblem& p, Activation activation,
                             const Plan& plan, const Device& device);
 

@@ -48,6 +48,7 @@ constexpr std::pair<string_view, cuda::ConvOp> kConvOps[] = {
     {"conv_dgrad_sums", cuda::ConvOp::kDgradSums},
     {"conv_gradient", cuda::ConvOp::kGradient},
     {"conv_gradient_add", cuda::ConvOp::kGradientAdd},
+    {"conv_norm_gradient", cuda::ConvOp::kNormGradient},
     {"conv_wgrad", cuda::ConvOp::kWgrad},
     {"conv_normalised", cuda::ConvOp::kFprop},
     {"conv_normalised_statistics", cuda::ConvOp::kStatistics},

@@ -220,6 +220,8 @@ const std::vector<Row>& Rows() {
       JAXCONV_OP("conv_dgrad_sums", DgradSums, ConvDgradSums, "dy w c signs x mean rstd", "dz dscale dbias"),
       JAXCONV_OP("conv_gradient", ConvGradient, ConvGradient, "dy w kept", "dz dbias"),
       JAXCONV_OP("conv_gradient_add", ConvGradient, ConvGradient, "dy w kept c", "dz dbias"),
+      JAXCONV_OP("conv_norm_gradient", ConvNormGradient, ConvNormGradient,
+                 "dy w x scale bias mean rstd", "dz dscale dbias"),
       JAXCONV_OP("dense_gradient", DenseGradient, DenseGradient, "dy w kept", "dz db"),
       JAXCONV_OP("dense_gated", DenseGated, DenseGated, "x w b?", "y z?"),
       JAXCONV_OP("dense_gated_gradient", DenseGatedGradient, DenseGatedGradient, "dy w kept", "dz db"),

@@ -335,6 +335,16 @@ struct ConvGradient : Fprop {
   }
 };
 
+// The same, and the way back through the batch-norm in front of the activation, which was given x.
+struct ConvNormGradient : ConvGradient {
+  static constexpr RuleOf kRules[] = {
+      {"dz", kX}, {"w", kW}, {"dy", kY}, {"x", kLikeX}, {"", kPerChannel}};
+  using ConvGradient::ConvGradient;
+  Expected Expect(const Call&, Rule rule) const {
+    return rule == kPerChannel ? Expected(DType::kF32, {p.c}) : Expected();
+  }
+};
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Integer convolution
 

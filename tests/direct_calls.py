@@ -40,6 +40,7 @@ KERNELS = {kernel.name: kernel for kernel in primitives.KERNELS.values()}
 # A GPU's alone: a CPU's targets and examples are without them.
 ON_GPUS = (
     *("dense_gated", "dense_gated_gradient", "dense_gradient", "conv_dgrad_sums", "conv_gradient", "conv_gradient_add"),
+    "conv_norm_gradient",
     *("conv_scaled", "conv_normalised_statistics"),
     *("batchnorm_backward_add", "batchnorm_shortcut_backward", "batchnorm_signs"),
 )
@@ -162,6 +163,14 @@ def dz_with_addend(dy: jax.Array, w: jax.Array, y: jax.Array, c: jax.Array) -> l
     return conv_module.gradient_add(p, dy, w, y, c)
 
 
+def dz_through_norm(dy: jax.Array, w: jax.Array, x: jax.Array, v: jax.Array) -> list[jax.Array]:
+    """conv_norm_gradient of a 3x3 behind a batch-norm and a relu6, by the kernel."""
+    options: dict[str, Any] = dict.fromkeys(("precision", "implementation"))
+    options |= dict(stride=1, padding="SAME", dilation=1, groups=1, layout="NHWC", return_preactivation=False)
+    p = ConvProblem.infer("conv2d", 2, x, w, None, algorithm="sm90/product", activation="relu6", **options)
+    return conv_module.norm_gradient(p, dy, w, x, v, v, v, v)
+
+
 def gradient_operands() -> tuple[jax.Array, ...]:
     """dz_and_dbias's."""
     return tuple(jnp.ones(s, "bfloat16") for s in ((2, 5, 6, 24), (3, 3, 16, 24), (2, 5, 6, 16)))
@@ -277,6 +286,7 @@ def _all_programs() -> dict[str, tuple[str, Any, Any]]:
             dz_with_addend,
             (*gradient_operands(), jnp.ones((2, 5, 6, 16), "bfloat16")),
         ),
+        "conv_norm_gradient": ("conv_norm_gradient", dz_through_norm, (*gradient_operands(), jnp.ones(16))),
         "conv_scaled": ("conv_scaled", narrow, narrow_operands()),
         "batchnorm_backward_add": ("batchnorm_backward_add", dx_and_addend, large),
         "batchnorm_signs": ("batchnorm_signs", with_signs, large),
@@ -380,6 +390,7 @@ YOUNGER = (
         "conv_gradient",
         "conv_gradient_add",
         "conv_integer",
+        "conv_norm_gradient",
         "conv_scaled",
         "conv_normalised",
         "conv_normalised_statistics",

@@ -48,6 +48,7 @@ from jaxconv._ops.conv import (
     fprop,
     gradient,
     gradient_add,
+    norm_gradient,
     statistics,
     wgrad,
 )
@@ -261,6 +262,9 @@ def conv_calls(dtype: str, last: bool, algorithm: str, precision: str, shape: tu
     for f in ("relu6", "tanh"):
         behind = dataclasses.replace(bare, activation=activations.parse("", f))
         calls += [(gradient, behind), (gradient_add, behind)]
+    for f in ("none", "relu6", ("leaky_relu", 0.5)):
+        behind = dataclasses.replace(bare, activation=activations.parse("", None if f == "none" else f))
+        calls += [(norm_gradient, behind)]
     if last and c % 8 == 0:
         calls += [(dgrad_sums, bare)]
     return [*calls, (wgrad, bare)]
@@ -477,6 +481,10 @@ SCALED: tuple[tuple[direct_calls.Shape, direct_calls.Shape, dict[str, Any], str 
     ((2, 6, 7, 256), (3, 3, 128, 32), dict(groups=2), "float8_e5m2", "float8_e4m3fn"),
     ((12, 40, 40, 16), (1, 1, 16, 144), {}, "int8", "uint8"),
     ((2, 8, 9, 144), (3, 3, 144, 144), {}, None, "int32"),
+    ((2, 13, 12, 64), (3, 3, 64, 48), {}, "int8", "int8"),
+    ((2, 9, 20, 112), (3, 3, 112, 144), {}, "float8_e4m3fn", "bfloat16"),
+    ((80, 40, 40, 16), (3, 3, 16, 16), {}, "uint8", "uint8"),  # several tiles a CTA
+    ((2, 8, 9, 64), (3, 3, 64, 80), {}, None, "int32"),
 )
 
 

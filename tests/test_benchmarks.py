@@ -133,6 +133,13 @@ def test_the_gradient_between_two_convolutions_is_measured(recorded):
     assert found == dict.fromkeys(found, ["ok"] * 2)
 
 
+def test_the_gradient_through_a_norm_is_measured(recorded):
+    case = ("--op", "conv_norm_gradient", "--suite", "models", "--cases", "board19*,x50.s2*", "--algorithm", "two")
+    rows = recorded(*case)["rows"]
+    found = {name: [r["status"] for r in rows if r["contender"] == name] for name in ("ours", "xla", "ours:two")}
+    assert found == dict.fromkeys(found, ["ok"] * 2)
+
+
 def test_a_dense_layer_and_its_gradients_products_are_measured_each(recorded):
     dense = ("--op", "dense", "--suite", "core", "--cases", "head.*", "--dtype", "f32")
     found = recorded(*dense, "--algorithm", "gemm", "--tune")

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from helpers import (
     DEVICE,
+    H100,
     H200,
     HOPPER,
     NATIVE_IN_FLOAT64,
@@ -1008,3 +1009,195 @@ def test_plan_of_signs(code_for_gpus):
     assert _plan.plan("batchnorm_signs", single, H200).kernel == "two_read"
     uneven = norm_problem((256, 56, 56, 36), "float32", implementation="native")
     assert "whole bytes of signs" in _plan.plan("batchnorm_signs", uneven, H200).reason
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# norm_gradient
+
+# The 1x1s have ragged rows, half a column of tiles, a block of k that is no whole one, one row
+NORMED: dict[str, dict[str, dict[str, Any]]] = {
+    "sm90/halo": HALO,
+    "sm90/product": PRODUCT,
+    "sm90/sums": {
+        name: case for name, case in SUMS.items() if name not in ("3x3", "1x1_s2", "patches") and case["shape"][1:]
+    }
+    | {
+        "narrow": dict(shape=(5, 13, 11), c=24, k=72, filter=(1, 1)),
+        "two_columns": dict(shape=(5, 13, 11), c=328, k=72, filter=(1, 1)),
+        "many_rows": dict(shape=(40, 33, 32), c=136, k=64, filter=(1, 1)),
+        "first": dict(shape=(2, 5, 6), c=64, k=24, filter=(1, 1), layout="NCHW"),
+    },
+}
+LINEAR = ("none", "relu", "relu6", ("leaky_relu", 0.5), ("leaky_relu", -0.5))
+
+
+def norm_args(p: ConvProblem, seed: int = 0) -> list[jax.Array]:
+    """dy, w, x, scale, bias, mean, rstd: whole numbers, but for rstd and scale: powers of two, a scale negative or zero
+    too. No z is at a kink."""
+    arrays = [integers(seed + i, s, n) for i, (s, n) in enumerate(((p.y_shape, 1), (p.w_shape, 1), (p.x_shape, 4)))]
+    c = (p.in_channels,)
+    rstd, mean = np.exp2(integers(seed + 3, c, 1)), integers(seed + 4, c, 3)
+    scale = np.exp2(integers(seed + 5, c, 1)) * integers(seed + 6, c, 1)
+    norm = scale, integers(seed + 7, c, 3) + 0.125, mean, rstd
+    return [*(jnp.asarray(a, p.dtype) for a in arrays), *(jnp.asarray(a, jnp.float32) for a in norm)]
+
+
+def norm_wanted(p: ConvProblem, dy: Any, w: Any, x: Any, *norm: Any) -> list[np.ndarray]:
+    """dz, rounded once, dscale, dbias."""
+    with helpers.types_of("float64"):
+        wide = dataclasses.replace(p.bare(), dtype="float64", implementation=None, algorithm=None)
+        dy, w, x, *norm = (jnp.asarray(np.asarray(a, np.float64)) for a in (dy, w, x, *norm))
+        ends = [slice(None) if axis == p.channel_axis else None for axis in range(x.ndim)]
+        scale, bias, mean, rstd = (v[tuple(ends)] for v in norm)
+        xhat = np.asarray((x - mean) * rstd)
+        z = jnp.asarray(xhat) * scale + bias
+        dz = activations.activate_grad(p.activation, z, reference.conv_dgrad(wide, dy, w)[0])
+    dz = np.asarray(jnp.asarray(dz, p.dtype), np.float64)
+    axes = tuple(axis for axis in range(dz.ndim) if axis != p.channel_axis)
+    return [dz, (dz * xhat).sum(axes), dz.sum(axes)]
+
+
+@pytest.mark.parametrize("implementation", ("xla", None), ids=helpers.label)
+@pytest.mark.parametrize("activation", LINEAR, ids=helpers.label)
+@pytest.mark.parametrize("case", ("3x3", "3x3_s2", "first", "groups", "3d"))
+def test_the_gradient_through_a_norm_is_exact(case, activation, implementation):
+    p = gradient_problem(CASES[case], activation, implementation=implementation)
+    args = norm_args(p)
+    outs = jax.jit(functools.partial(conv.norm_gradient, p))(*args)
+    assert [out.dtype.name for out in outs] == [p.dtype, "float32", "float32"]
+    for got, want in zip(outs, norm_wanted(p, *args), strict=True):
+        assert_exact(got, want)
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16", "float16"))
+@pytest.mark.parametrize("activation", LINEAR, ids=helpers.label)
+@pytest.mark.parametrize("kernel, case", [(kernel, case) for kernel, cases in NORMED.items() for case in cases])
+def test_a_kernel_goes_back_through_a_norm_exactly(kernel, case, activation, dtype):
+    """By each tile."""
+    tiles = {"sm90/halo": [""], "sm90/product": ["128x128", "256x64"], "sm90/sums": ["64x256", "64x128"]}[kernel]
+    for tile in tiles:
+        name = f"{kernel} {tile}".rstrip()
+        p = gradient_problem(NORMED[kernel][case], activation, dtype=dtype, algorithm=name, precision="default")
+        refusal = _plan.supports("conv_norm_gradient", name, p, DEVICE)
+        if refusal:
+            pytest.skip(refusal)
+        f = jax.jit(functools.partial(conv.norm_gradient, p))
+        for seed in (0, 10):
+            args = norm_args(p, seed)
+            assert calls(f, *args) == {"conv_norm_gradient": 1}
+            for got, want in zip(f(*args), norm_wanted(p, *args), strict=True):
+                np.testing.assert_array_equal(np.asarray(got, np.float64), want)
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
+@pytest.mark.parametrize(
+    "kernel, n, h, c, k, filter",
+    [
+        ("sm90/sums", 256, 56, 128, 256, (1, 1)),
+        ("sm90/sums", 256, 28, 256, 512, (1, 1)),
+        ("sm90/product", 256, 56, 128, 256, (1, 1)),
+        ("sm90/product", 256, 28, 192, 192, (3, 3)),
+        ("sm90/product", 256, 56, 64, 128, (3, 3)),
+        ("sm90/halo", 256, 56, 64, 64, (3, 3)),
+    ],
+)
+def test_norms_of_large_arrays(kernel, n, h, c, k, filter, dtype):
+    """Rings that are full and empty many times, and a mean far from zero: the sums are of x less its mean."""
+    p = gradient_problem(dict(shape=(n, h, h), c=c, k=k, filter=filter), "relu", dtype=dtype, precision="default")
+    p = dataclasses.replace(p, algorithm=kernel)
+    if refusal := _plan.supports("conv_norm_gradient", kernel, p, DEVICE):
+        pytest.skip(refusal)
+    keys = jax.random.split(jax.random.key(1), 6)
+    dy, w, x = (
+        jax.random.normal(key, s, dtype) for key, s in zip(keys, (p.y_shape, p.w_shape, p.x_shape), strict=False)
+    )
+    x = (x + 8).astype(dtype)
+    scale, bias, mean = (jax.random.normal(key, (c,)) for key in keys[3:])
+    norm = scale, bias, mean + 8, jnp.full(c, 0.7)
+    f = jax.jit(functools.partial(conv.norm_gradient, p))
+    first = f(dy, w, x, *norm)
+    bare = dataclasses.replace(p.bare(), algorithm="sm90/product" if kernel == "sm90/sums" else kernel)
+    dx = conv.dgrad(bare, dy, w)
+    dz, dscale, dbias = jax.jit(functools.partial(reference.through_norm, p))(dx, x, *norm)
+    apart = np.asarray(first[0] != dz)  # where z is so near 0 that it rounds to either side
+    assert apart.mean() < 1e-6
+    for got, want in zip(first[1:], (dscale, dbias), strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=2e-5 * float(jnp.abs(want).max()))
+    for _ in range(3):
+        for again, got in zip(f(dy, w, x, *norm), first, strict=True):
+            np.testing.assert_array_equal(again, got)
+
+
+@two_devices
+@KINDS
+@pytest.mark.parametrize("spec", ("n", "c", "k", "h"))
+def test_the_gradient_through_a_norm_split_over_a_mesh(spec, kind):
+    p = gradient_problem(dict(shape=(4, 6, 5), c=8, k=16, filter=(3, 3)), "relu")
+    mesh = jax.make_mesh((2,), ("m",), axis_types=(kind,), devices=jax.devices()[:2])
+    last = P(None, None, None, "m")
+    specs = {
+        "n": (P("m"), P(), P("m"), *[P()] * 4),
+        "c": (P(), P(None, None, "m"), last, *[P("m")] * 4),
+        "k": (last, last, *[P()] * 5),
+        "h": (P(None, "m"), P(), P(None, "m"), *[P()] * 4),
+    }[spec]
+    args = norm_args(p)
+    placed = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(args, specs, strict=True)]
+    with jax.set_mesh(mesh):
+        outs = list(jax.jit(functools.partial(conv.norm_gradient, p))(*placed))
+        if kind == AxisType.Auto:  # as where a kernel is planned: the rule, not XLA, says what a shard runs
+            outs += jax.jit(sharding.auto(conv.norm_gradient, p, mesh))(*placed)
+    for got, want in zip(outs, norm_wanted(p, *args) * (len(outs) // 3), strict=True):
+        assert_exact(got, want)
+
+
+def test_plans_of_the_gradient_through_a_norm(code_for_gpus, monkeypatch):
+    def of(c: int, k: int, filter: tuple[int, ...], size: int = 56, f: Any = "relu", **options: Any) -> ConvProblem:
+        case = dict(shape=(256, size, size), c=c, k=k, filter=filter)
+        return gradient_problem(case, f, **{"dtype": "bfloat16", **options})
+
+    for p, kernel, tile in (
+        (of(128, 256, (1, 1)), "sm90/sums", "64x128"),
+        (of(256, 512, (1, 1), 28), "sm90/sums", "64x128"),  # of 256 columns its filter has no room
+        (of(256, 64, (1, 1)), "sm90/sums", "64x256"),
+        (of(64, 64, (3, 3)), "sm90/halo", ""),
+        (of(64, 128, (3, 3)), "sm90/product", "256x64"),
+        (of(128, 128, (3, 3)), "sm90/product", "128x128"),
+        (of(128, 256, (1, 1), dtype="float32", precision="default"), "sm90/product", "128x128"),
+    ):
+        native_p = dataclasses.replace(p, implementation="native")
+        made = _plan.plan("conv_norm_gradient", native_p, H200)
+        assert (made.kernel, made.tile) == (kernel, tile), made.reason
+        # Two sums of each part: of warpgroups, in TF32 of warps
+        parts = 2 * 256 if kernel == "sm90/halo" else 512 * (4 if p.dtype == "float32" else 1)
+        assert made.workspace_bytes == parts * 2 * p.in_channels * 4
+    p = of(128, 256, (1, 1))
+    for free, kernel in (
+        (p, "sm90/sums"),
+        (of(128, 512, (1, 1), 28), "sm90/sums"),  # 49 MiB
+        (of(64, 64, (3, 3), dtype="float32", precision="default"), "sm90/halo"),
+        (of(128, 128, (1, 1), dtype="float32", precision="default"), "sm90/product"),
+    ):
+        made = _plan.plan("conv_norm_gradient", free, H100)
+        assert made.kernel == kernel and "one read of x" in made.reason, made.reason
+    for other, why in (
+        (of(64, 64, (3, 3)), "takes as long as the reads that it saves"),
+        (of(32, 16, (1, 1), 112), "75% of its tiles' columns would be empty"),
+        (of(144, 24, (1, 1), dtype="float32", precision="default"), "44% of its tiles' columns would be empty"),
+        (of(128, 512, (1, 1), dtype="float32", precision="default"), "sums of 512 products"),
+        (of(128, 512, (1, 1), 14), "read again from the caches"),
+        (of(128, 256, (1, 1), dtype="float32", precision="highest"), "in TF32 only"),
+        (of(128, 256, (3, 3), stride=2), "strides of 1"),
+        (of(128, 256, (1, 1), f="silu"), "no derivative of silu"),
+        (of(128, 256, (1, 1), size=14), "read again from the caches"),
+        (dataclasses.replace(p, implementation="xla"), ""),
+        (dataclasses.replace(p, algorithm="direct"), "only sm90 goes back through a batch-norm"),
+    ):
+        left = _plan.plan("conv_norm_gradient", other, H200)
+        assert str(left) == "calls[two]" and why in left.reason, left.reason
+    assert str(_plan.plan("conv_norm_gradient", p, _plan.Device("cpu"))) == "calls[two]"
+    monkeypatch.setenv("JAXCONV_DISABLE", "conv_norm_gradient")
+    left = _plan.plan("conv_norm_gradient", p, H200)
+    assert str(left) == "calls[two]" and "JAXCONV_DISABLE" in left.reason

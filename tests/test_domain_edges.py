@@ -496,6 +496,31 @@ YES_AND_NO: dict[str, tuple[Callable[[], Refusal], Callable[[], Refusal], str]] 
         ),
         "narrow/rows has no derivative of gelu",
     ),
+    "direct goes back through no norm": (
+        lambda: of_conv("direct", conv(filter=3), "conv_norm_gradient"),
+        lambda: of_conv("sm90/halo", conv(filter=3), "conv_norm_gradient"),
+        "only sm90 goes back through a batch-norm in its dgrads",
+    ),
+    "behind a norm are some derivatives": (
+        lambda: of_conv("sm90/halo", behind("tanh"), "conv_norm_gradient"),
+        lambda: of_conv("sm90/halo", behind("relu6"), "conv_norm_gradient"),
+        "behind a batch-norm it has no derivative of tanh",
+    ),
+    "a norm's tiles": (
+        lambda: of_conv("sm90/product", conv(c=128, filter=3), "conv_norm_gradient", "256x128"),
+        lambda: of_conv("sm90/product", conv(c=128, filter=3), "conv_norm_gradient", "128x128"),
+        "no tile",
+    ),
+    "a norm's sums of 3x3": (
+        lambda: of_conv("sm90/sums", conv(c=128, filter=3), "conv_norm_gradient", "64x128"),
+        lambda: of_conv("sm90/sums", conv(c=128, filter=1), "conv_norm_gradient", "64x128"),
+        "1x1",
+    ),
+    "a norm's sums of float32": (
+        lambda: of_conv("sm90/sums", in_float32(c=128, filter=1), "conv_norm_gradient", "64x128"),
+        lambda: of_conv("sm90/product", in_float32(c=128, filter=1), "conv_norm_gradient", "128x128"),
+        "16-bit arrays only",
+    ),
     "halo has some derivatives": (
         lambda: of_conv("sm90/halo", behind("silu"), "conv_gradient"),
         lambda: of_conv("sm90/halo", behind("sigmoid"), "conv_gradient"),

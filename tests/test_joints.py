@@ -105,6 +105,12 @@ def tower(x, w1, c1, w2, c2, w3, c3, w4, c4, scale, bias):
     return norm(x, scale, bias)
 
 
+def between(x, w, v, scale, bias, *, act=jax.nn.relu, shown=False):
+    """A norm between two convolutions."""
+    a = act(norm(conv(x, w), scale, bias))
+    return conv(a, v) * (jnp.sin(a[..., :8]) if shown else 1)
+
+
 def biased(x, w1, b1, w2, b2, *, act=jax.nn.relu):
     """Convolutions with biases and without norms."""
     return act(conv(act(conv(x, w1) + b1), w2) + b2)
@@ -199,6 +205,7 @@ ADD, STATISTICS, ALONE = (
 SUMS, SHORTCUT = "a dgrad that takes a batch-norm's sums", "two batch-norms of a residual block"
 CHAIN, PRODUCT = "a convolution that normalises its input", "a product that applies an activation's derivative"
 POINT = "a 1x1 that normalises its input"
+NORM_BACK = "a dgrad that goes back through a batch-norm"
 NORM_ADD, BIAS = "a batch-norm that adds another gradient", "a bias' gradient from a norm's sums"
 BETWEEN = "a batch-norm between calls"
 PIECES, AGAIN = "a concatenation's statistics", "a concatenation that is made again"
@@ -612,6 +619,30 @@ ROWS: dict[str, Row] = {
     ),
     "gated, window": Row(  # of more pixels than one
         of_pixels, (X, (3, 3, 8, 16), (16,)), {}, {"conv": 1}, "dense_gated", "dense_gated", ruled_out=True
+    ),
+    "norm, dgrad": Row(
+        between,
+        (X, (3, 3, 8, 16), (3, 3, 16, 8), (16,), (16,)),
+        {NORM_BACK: 1},
+        {"conv_norm_gradient": 1, "batchnorm_dx": 1},
+        "batchnorm_backward",
+        "conv_norm_gradient",
+    ),
+    "norm, dgrad, pooled": Row(  # the second norm's result is read by no convolution
+        lambda x, w, v, *norms: jnp.cos(norm(between(x, w, v, *norms[:2], act=lambda z: z), *norms[2:])),
+        (X, (3, 3, 8, 16), (1, 1, 16, 8), (16,), (16,), V, V),
+        {NORM_BACK: 1},
+        {"conv_norm_gradient": 1, "batchnorm_dx": 1, "batchnorm_backward": 1},
+        wants="conv_norm_gradient",
+    ),
+    "norm, dgrad, read": Row(  # the norm's result, by others too
+        functools.partial(between, shown=True),
+        (X, (3, 3, 8, 16), (3, 3, 16, 8), (16,), (16,)),
+        {ADD: 1},
+        {"conv_dgrad_add": 1, "batchnorm_backward": 1},
+        "conv_norm_gradient",
+        "conv_norm_gradient",
+        ruled_out=True,
     ),
     "back": Row(biased, BIASED, {BACK: 1}, {"conv_gradient": 1, "conv_dgrad": 1}, wants="conv_gradient"),
     "back, of z": Row(

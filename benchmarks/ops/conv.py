@@ -265,6 +265,7 @@ class ConvCase(base.Case):
             "conv_add": [problem.y_shape],
             "conv_gradient": [problem.x_shape],
             "conv_gradient_add": [problem.x_shape] * 2,
+            "conv_norm_gradient": [problem.x_shape],
         }.get(op, [])
         return item * sum(map(math.prod, arrays))
 

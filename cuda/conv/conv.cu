@@ -174,6 +174,14 @@ Status ConvGradient(const Context& ctx, const ConvProblem& p, const Epilogue& e,
   return Sm90Gradient(ctx, p, e, plan, a.dy, a.w, a.kept, a.dz, a.dbias, workspace);
 }
 
+Status ConvNormGradient(const Context& ctx, const ConvProblem& p, const Epilogue& e,
+                        const Plan& plan, const ConvNormGradientArrays& a, Workspace workspace) {
+  JAXCONV_RETURN_IF_ERROR(Confirm(
+      ConvOp::kNormGradient, "conv_norm_gradient", p, plan, workspace,
+      {a.dy, a.w, a.x, a.scale, a.bias, a.mean, a.rstd, a.dz, a.dscale, a.dbias}, nullptr, &e));
+  return Sm90NormGradient(ctx, p, e, plan, a, workspace);
+}
+
 Status ConvWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan,
                  const ConvWgradArrays& a, Workspace workspace) {
   if (SizeW(p) == 0) return Status::Ok();

@@ -31,7 +31,7 @@ bool AddsToDgrad(std::string_view family, std::string_view member) {
 
 // As sm90 runs it. Not folded where it sums up: the sums are of x's own channels.
 ConvProblem OfSm90(ConvOp op, const ConvProblem& p) {
-  if (op == ConvOp::kDgradSums || op == ConvOp::kGradient) return p;
+  if (op == ConvOp::kDgradSums || op == ConvOp::kGradient || op == ConvOp::kNormGradient) return p;
   return conv::FoldPatches(p, op == ConvOp::kDgrad || op == ConvOp::kDgradAdd);
 }
 
@@ -56,6 +56,8 @@ std::string ConvRefusal(ConvOp op, const ConvProblem& p, const Plan& plan, const
     op = ConvOp::kDgrad;  // that is all the difference
   }
   if (op == ConvOp::kDgradSums && family != "sm90") return "only sm90 takes sums of its dgrad";
+  if (op == ConvOp::kNormGradient && family != "sm90")
+    return "only sm90 goes back through a batch-norm in its dgrads";
   if (op == ConvOp::kGradientAdd) {
     if (family != "narrow") return "only narrow adds to a dgrad behind an activation's derivative";
     op = ConvOp::kGradient;  // that is all the difference
@@ -101,7 +103,13 @@ std::string NormalisedRefusal(ConvOp op, const ConvProblem& p, Activation activa
 std::string GradientRefusal(ConvOp op, const ConvProblem& p, Activation activation,
                             const Plan& plan, const Device& device) {
   std::string why = ConvRefusal(op, p, plan, device);
-  if (!why.empty() || HasPieces(activation)) return why;
+  if (!why.empty()) return why;
+  if (op == ConvOp::kNormGradient) {
+    return IsLinear(activation) ? ""
+                                : "behind a batch-norm it has no derivative of " +
+                                      std::string(kActivationNames[int(activation)]);
+  }
+  if (HasPieces(activation)) return "";
   if (FamilyOf(plan.kernel) == "sm90" && conv::sm90::HasEveryDerivative(MemberOf(plan.kernel)))
     return "";
   return std::string(plan.kernel) + " has no derivative of " +

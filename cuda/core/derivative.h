@@ -11,6 +11,12 @@ namespace jaxconv::cuda {
 // Bounds of where a derivative is 1: the least z above 0, and the last below 6.
 inline constexpr float kLeastAboveZero = 1.4e-45f, kLastBelowSix = 5.9999995f;
 
+// Whether the derivative is a constant on each side of two bounds, of what f was given.
+constexpr bool IsLinear(Activation f) {
+  return f == Activation::kNone || f == Activation::kRelu || f == Activation::kRelu6 ||
+         f == Activation::kLeakyRelu;
+}
+
 // Not of silu, gelu, gelu_exact and hard_swish.
 constexpr bool HasPieces(Activation f) {
   switch (f) {
@@ -81,6 +87,11 @@ struct DerivativePieces {
     const float y = curved ? kept : 0.f;  // minus infinity times 0 is NaN
     const float outside = fmaf(y, fmaf(y, square, linear), constant);
     return kept >= from && kept <= to ? t : drops ? 0.f : t * outside;
+  }
+
+  // The same where IsLinear, of what f was given.
+  JAXCONV_HD float Linear(float z, float t) const {
+    return z >= from && z <= to ? t : drops ? 0.f : t * constant;
   }
 };
 

@@ -14,6 +14,10 @@ namespace jaxconv::cuda {
 
 inline constexpr int kFloatParts = 4;  // of a warpgroup
 
+// Both warpgroups make a tile: in turns neither two sums nor what lies ahead would have registers.
+template <int kRows, int kColumns>
+using Sm90SumsTile = Sm90Tile<float, true, true, kRows / 128, kColumns, false, false>;
+
 // A thread's part of box `box` of a tile's block rows and chunks of columns. d: rows of `pitch` elements, one after the other.
 template <typename Tile>
 struct FloatPart {

@@ -103,10 +103,6 @@ struct Sm90FloatNormSums : Sm90EpilogueDefaults {
   float2 sum[2][kChunks];
 };
 
-// Both warpgroups make a tile: in turns neither the sums nor what lies ahead would have registers.
-template <int kRows, int kColumns>
-using Sm90SumsTile = Sm90Tile<float, true, true, kRows / 128, kColumns, false, false>;
-
 Status LaunchSm90SumsTf32(const Context& ctx, Sm90Product& p, const Sm90FloatSums& to,
                           TileSize tile, int multiprocessors, const std::string& what) {
   if (p.phase[0].m == 0) return Status::Invalid(what + ": there are no rows to sum up");

@@ -93,6 +93,7 @@ inline constexpr TileSize kSwappedTiles[] = {{256, 128}};
 inline constexpr TileSize kResidentTiles[] = {{128, 64}, {64, 256}};
 inline constexpr TileSize kSumsTiles[] = {{64, 256}, {64, 128}};  // sm90_sums.h
 inline constexpr TileSize kSumsTf32Tiles[] = {{128, 128}, {256, 64}};
+inline constexpr TileSize kNormGradientTiles[] = {{128, 128}, {256, 64}};  // sm90_norm_gradient.h
 inline constexpr TileSize kRowsTiles[] = {{64, 128}};
 inline constexpr TileSize kClusterTiles[] = {{64, 64}, {64, 128}, {128, 128}};
 inline constexpr TileSize kGradientTiles[] = {{128, 128}, {128, 256}, {256, 128}};
@@ -179,12 +180,12 @@ inline std::string RefuseSm90Tiles(double tiles, int64_t blocks) {
 }
 
 // Shared memory for all of k, 16 KiB a warpgroup on their way out and two stages each, and a KiB for barriers; columns of
-// tiles, of which a CTA keeps one.
+// tiles, of which a CTA keeps one. `more`: bytes of an epilogue's own.
 inline std::string RefuseResident(TileSize tile, int64_t n, int64_t k, int64_t instances,
-                                  const Device& device) {
+                                  const Device& device, int64_t more = 0) {
   const int64_t groups = tile.columns == 64 ? 4 : 2;
   const int64_t needed =
-      (k + 63) / 64 * tile.columns * 128 + groups * (16384 + 2 * tile.rows * 128);
+      (k + 63) / 64 * tile.columns * 128 + groups * (16384 + 2 * tile.rows * 128) + more;
   if (needed > 226 * 1024)
     return "its columns need " + std::to_string(needed) + " bytes of shared memory";
   const int64_t columns = (n + tile.columns - 1) / tile.columns * instances;

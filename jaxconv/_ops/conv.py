@@ -300,15 +300,35 @@ def _dgrad_sums_shard(
         dz, *sums = dgrad_sums(p, dy, w, c, *norm)
         return [dz, *(summed(s, split, "n") for s in sums)]
     (dx,) = _dgrad_add_shard(p, split, dy, w, c)
-    pixels = halo.pixels(p, split)
+    signs, x, *statistics = norm
+    dx, x = _own_pixels(p, split, dx, x)
+    dz, *sums = reference.through_relu(p.channel_axis, dx, signs, x, *statistics)
+    return [dz, *(summed(s, split, "n", *map(halo.name, halo.pixels(p, split))) for s in sums)]
+
+
+def _own_pixels(p: ConvProblem, split: sharding.Split, dx: Array, x: Array) -> tuple[Array, Array]:
+    """Both, with zeros where a shard has no pixels of its own. x too: a NaN times a zero is NaN."""
     first = 1 if p.channels_last else 2
-    parts = [sharding.inside(dx.shape, first + i, p.in_spatial[i], axes) for i, axes in pixels.items()]
+    axes = halo.pixels(p, split).items()
+    parts = [sharding.inside(dx.shape, first + i, p.in_spatial[i], axis) for i, axis in axes]
     own = [part for part in parts if part is not None]
-    if own:  # x too: a NaN times a zero is NaN
-        signs, x, *statistics = norm
-        inside = functools.reduce(jnp.logical_and, own)
-        dx, norm = jnp.where(inside, dx, 0), (signs, jnp.where(inside, x, 0), *statistics)
-    dz, *sums = reference.through_relu(p.channel_axis, dx, *norm)
+    if not own:
+        return dx, x
+    inside = functools.reduce(jnp.logical_and, own)
+    return jnp.where(inside, dx, 0), jnp.where(inside, x, 0)
+
+
+def _norm_gradient_shard(
+    p: ConvProblem, split: sharding.Split, dy: Array, w: Array, x: Array, *norm: Array
+) -> list[Array]:
+    """Each shard's sums, added over the mesh; of its own pixels. The derivative needs the sum over the output channels:
+    where these are split it comes after adding the parts."""
+    pixels = halo.pixels(p, split)
+    if "k" in split or pixels:
+        (dx,) = dgrad_shard(p.bare(), split, dy, w)
+        dz, *sums = reference.through_norm(p, *_own_pixels(p, split, dx, x), *norm)
+    else:
+        dz, *sums = norm_gradient(p, dy, w, x, *norm)
     return [dz, *(summed(s, split, "n", *map(halo.name, pixels)) for s in sums)]
 
 
@@ -461,6 +481,22 @@ gradient_add = primitives.kernel(
     always=False,
 )
 primitives.by_reference(gradient_add)
+
+
+# norm_gradient: where the convolution alone reads y = f(z), z = xhat * scale + bias with xhat = (x - mean) * rstd,
+# dz = dgrad(dy, w) * f'(z), and its sums with xhat and alone, where a kernel makes them; elsewhere the dgrad, by a plan
+# of its own, and what XLA makes of the rest. The problem is the dgrad's, with f for its activation.
+norm_gradient = primitives.kernel(
+    "conv_norm_gradient",
+    "dy w x scale bias mean rstd -> dz dscale dbias",
+    replace(FUSED, batch=None),
+    reference=lambda p, dy, w, *norm: reference.through_norm(p, dgrad(p.bare(), dy, w), *norm),
+    flops=lambda p: p.flops + 7 * math.prod(p.x_shape),
+    channels="ck",
+    run=_norm_gradient_shard,
+    always=False,
+)
+primitives.by_reference(norm_gradient)
 
 
 # statistics: fprop, and from its epilogue the mean and biased variance of y's channels

@@ -543,6 +543,15 @@ def through_relu(axis: int, dy, bits, x, mean, rstd) -> list[jax.Array]:
     return [dz, jnp.sum(wide * xhat, pixels), jnp.sum(wide, pixels)]
 
 
+def through_norm(p: ConvProblem, dy, x, scale, bias, mean, rstd) -> list[jax.Array]:
+    """[dz, dscale, dbias] of y = f(z), z = xhat * scale + bias, xhat = (x - mean) * rstd; f is p's activation."""
+    norm = BatchNormProblem(p.name, p.dtype, x.shape, p.channel_axis, True, 0.0, 0.0, p.activation)
+    xhat, dz = batchnorm_dz(norm, x, dy, scale, bias, mean, rstd)
+    dz = dz.astype(x.dtype)
+    wide = dz.astype(mean.dtype)
+    return [dz, jnp.sum(wide * xhat, reduced_axes(norm)), jnp.sum(wide, reduced_axes(norm))]
+
+
 def batchnorm_shortcut(p: BatchNormProblem, x, scale, bias, mean, rstd, r, *norm_r: jax.Array) -> list[jax.Array]:
     """[y, mean, rstd, mean_r, rstd_r]: the sum of x and r, each normalised; `norm_r` is r's scale, bias, mean, rstd."""
     z = _affine(p, x, scale, bias, mean, rstd, _affine(p, r, *norm_r, None))

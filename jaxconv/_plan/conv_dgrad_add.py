@@ -16,6 +16,10 @@ SUMS_ALONE = ("narrow/rows",)
 # Bytes of an array from which on a batch-norm's backward pass reads memory: below, what dgrad's epilogue would save are
 # reads of caches. An H200's L2 cache has 50 MiB.
 LEAST_OF_SUMS = 64 << 20
+# Where only the convolution reads the norm: 49 MiB were faster by a tenth on an H100.
+LEAST_OF_NORMS = 48 << 20
+# The kernel whose bare dgrad's time is that of one with a batch-norm's sums, where it has another name
+DGRAD_OF = {"sm90/sums": "sm90/resident"}
 
 
 class DgradAdd(conv.Conv):
@@ -77,9 +81,9 @@ def _by_the_dgrads(planner: conv.Conv, bare: Plan, p: ConvProblem, device: Devic
 
 
 def _faster(
-    kernel: str, p: ConvProblem, device: Device, own: float, what: str, then: str, other: str = ""
+    kernel: str, p: ConvProblem, device: Device, own: float, what: str, then: str, other: str = "", passes: int = 3
 ) -> tuple[bool, str]:
-    """Whether the kernel beats XLA's dgrad and three passes over dx, from the bare dgrads' measured times; why.
+    """Whether the kernel beats XLA's dgrad and `passes` over dx, from the bare dgrads' measured times; why.
 
     `own`: passes over dx that the kernel makes beside the dgrad; `other`: the kernel whose dgrad it is, if not XLA's.
     """
@@ -94,7 +98,7 @@ def _faster(
     # XLA's slice of dx is no pass of its own in front of an add.
     sliced = m.copy_ms if model.copied("conv_dgrad", p.bare()) == "dx" else 0.0
     before = m.native_ms.get(other, m.native_ms[kernel]) if other else m.xla_ms - sliced
-    ratio = (before + 3 * one) / (m.native_ms[kernel] + own * one)
+    ratio = (before + passes * one) / (m.native_ms[kernel] + own * one)
     where = f"{m.of_kernels}, where XLA slices dx in the pass behind it" if sliced and not other else m.where
     text = f"{ratio:.2f} times as fast as {other or 'XLA'}'s dgrad and {then} would be {where}"
     return ratio > m.margin, f"{kernel} {what} {text}"
@@ -156,6 +160,65 @@ class GradientAdd(conv.Conv):
         if isinstance(own, str):
             return two(f"{alone.kernel} cannot add here: {own}")
         return dataclasses.replace(own, reason=f"{alone.reason}; c is added in the same pass")
+
+
+class NormGradient(conv.Conv):
+    """A dgrad that goes back through the batch-norm in front, or two calls: the dgrad has a plan of its own then."""
+
+    families = ("sm90",)
+    of_others = "only sm90 goes back through a batch-norm in its dgrads"
+
+    def composed(self, p: ConvProblem, device: Device) -> Plan:
+        two = calls("two", "a dgrad, then the batch-norm's backward pass")
+        bare = choose.plan("conv_dgrad", dataclasses.replace(p.bare(), algorithm=None), device)
+        if self.disabled(p):
+            return two(disabled_text())
+        if p.implementation == "xla" or self.empty(p):
+            return two(bare.reason)
+        refusal = choose.refusal(self.op, p, device) or (CUDA_ONLY if device.platform == "cpu" else None)
+        own = refusal or self.made(p.algorithm or "sm90", p, device)
+        if isinstance(own, str):
+            return two(own)
+        if p.algorithm is not None or p.implementation == "native":
+            return dataclasses.replace(own, reason=f"{asked(p)} was asked for")
+        size = math.prod(p.x_shape) * itemsize(p)
+        if size < LEAST_OF_NORMS:
+            return two(f"an array of {size >> 20} MiB is read again from the caches, so one pass less saves nothing")
+        if (slow := _slow_through_norm(own, p)) is not None:
+            return two(slow)
+        alone = DGRAD_OF.get(own.kernel, own.kernel)
+        reason = bare.reason
+        if alone != bare.kernel:
+            if device.partitioned or _decided("conv_dgrad", p, device):
+                return two(reason)
+            if own.kernel != "sm90/sums" and p.dtype != "float32":
+                then, other = "the sums", bare.kernel if bare.implementation == "native" else ""
+                faster, reason = _faster(alone, p, device, 1, "back through a norm", then, other, 2)
+                if not faster:
+                    return two(reason)
+            elif not (measured.table(device.kind) or measured.sisters(device)):
+                return two(f"nothing was measured on {device.kind or 'the device'}")
+        return dataclasses.replace(own, reason=f"{reason}; the sums need one read of x, instead of reads of dy and x")
+
+
+def _slow_through_norm(own: Plan, p: ConvProblem) -> str | None:
+    """Why the kernel takes at least as long as a dgrad and the reads of dy and x that it saves; measured on an H100.
+
+    1x1s in 16 bits whose filter stays in shared memory are the time of their bytes: 1.06 to 1.13 times as fast as two
+    calls. halo in 16 bits is 0.89 to 1.00, in TF32 1.08 to 1.11. The product in TF32 (tiles that both warpgroups make, so
+    that sums wait for products) is 1.02 to 1.10 up to 288 products a sum, 0.96 from 512 on, and 0.88 where a quarter of
+    its tiles' columns is empty.
+    """
+    if own.kernel == "sm90/halo":
+        return None if p.dtype == "float32" else "in 16 bits sm90/halo takes as long as the reads that it saves"
+    columns = int(own.tile.partition("x")[2])
+    empty = 1 - p.in_channels / (-(-p.in_channels // columns) * columns)
+    if empty > 0.5 or (p.dtype == "float32" and empty >= 0.25 and p.in_channels > columns):
+        return f"{empty:.0%} of its tiles' columns would be empty"
+    depth = math.prod(p.filter) * p.out_channels
+    if p.dtype == "float32" and depth > 288:
+        return f"sums of {depth} products in TF32 take longer than the read that they save"
+    return None
 
 
 class DgradSums(conv.Conv):

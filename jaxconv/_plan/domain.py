@@ -64,7 +64,7 @@ def conv_refusal(op: str, plan: Plan, p: ConvProblem, device: Device) -> str | N
     made = plan.kernel, plan.tile, plan.splits, plan.chunk, *capability(device), device.sm_count
     if isinstance(p, NormalisedConvProblem):
         return native.cpu.conv_normalised_refusal(op, _conv(p), p.x_activation.name, *made) or None
-    if op in ("conv_gradient", "conv_gradient_add"):
+    if op in ("conv_gradient", "conv_gradient_add", "conv_norm_gradient"):
         return native.cpu.conv_gradient_refusal(op, _conv(p), p.activation.name, *made) or None
     return native.cpu.conv_refusal(op, _conv(p), *made) or None
 

@@ -27,6 +27,7 @@ _TABLE: dict[type[Planner], str] = {
     conv_dgrad_add.DgradSums: "conv_dgrad_sums",
     conv_dgrad_add.ConvGradient: "conv_gradient",
     conv_dgrad_add.GradientAdd: "conv_gradient_add",
+    conv_dgrad_add.NormGradient: "conv_norm_gradient",
     conv_integer.ConvInteger: "conv_integer",
     conv_scaled.ConvScaled: "conv_scaled",
     conv_normalised.ConvNormalised: (

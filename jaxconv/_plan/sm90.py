@@ -27,6 +27,7 @@ FEW_ROWS: tuple[Choice, ...] = tuple(("cluster", tile) for tile in CLUSTERS)
 HALOS: tuple[Choice, ...] = (("halo", ""), ("halo_3d", ""), ("halo_stream", ""))
 SUMS: tuple[Choice, ...] = (("sums", "64x256"), ("sums", "64x128"))
 TF32_SUMS: tuple[Choice, ...] = (("sums", "128x128"), ("sums", "256x64"))
+NORM_GRADIENTS: tuple[Choice, ...] = (("product", "128x128"), ("product", "256x64"))
 STATISTICS: tuple[Choice, ...] = tuple(("statistics", tile) for tile in ("256x64", "128x128", "256x128", "128x256"))
 NORMALISED: tuple[Choice, ...] = tuple(("normalised", tile) for tile in ("256x64", "128x128", "128x256"))
 # 128x128 is that of a CTA: a pair makes 128x256
@@ -43,7 +44,7 @@ TF32_HALO = (9 * 64, 64)  # rows and columns of a weight gradient's tile in sm90
 
 
 def wants(op: str, p: ConvProblem, device: Device) -> Iterator[Plan]:
-    if op not in ("conv_dgrad_sums", "conv_gradient"):  # whose sums are of x's own channels
+    if op not in ("conv_dgrad_sums", "conv_gradient", "conv_norm_gradient"):  # whose sums are of x's own channels
         p = domain.folded(p, op in ("conv_dgrad", "conv_dgrad_add"))
     if op in ("conv_statistics", "conv_add_statistics"):
         wanted, every = iter([("statistics", _statistics_tile(p, device))]), STATISTICS
@@ -51,6 +52,8 @@ def wants(op: str, p: ConvProblem, device: Device) -> Iterator[Plan]:
         # All of its filter's columns in one tile read dy once; fewer fit where there are more channels of dy.
         own, first = (TF32_SUMS, p.out_channels > 128) if p.dtype == "float32" else (SUMS, p.in_channels % 256 == 0)
         wanted, every = iter(own if first else own[::-1]), own
+    elif op == "conv_norm_gradient":
+        wanted, every = _norm_gradients(p), (*SUMS, ("halo", ""), *NORM_GRADIENTS)
     elif op.startswith("conv_normalised"):
         # Columns that a tile computes for nothing cost less than reading and normalising x once more.
         narrow, wgrad = p.out_channels <= 64, op == "conv_normalised_wgrad"
@@ -82,6 +85,16 @@ def _plain(p: ConvProblem) -> bool:
 
 
 # ---- fprop and dgrad
+
+
+def _norm_gradients(p: ConvProblem) -> Iterator[Choice]:
+    """Of dgrads that go back through a batch-norm."""
+    single = p.dtype == "float32"
+    if _plain(p) and not single:
+        yield from SUMS if p.in_channels > 128 else SUMS[::-1]
+    if math.prod(p.filter) > 1 and (p.in_channels <= 64 and p.out_channels > 32 if single else p.out_channels > 16):
+        yield "halo", ""
+    yield NORM_GRADIENTS[p.in_channels <= 64]
 
 
 def _products(op: str, p: ConvProblem, device: Device) -> Iterator[Choice]:

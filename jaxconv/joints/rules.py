@@ -487,6 +487,34 @@ def sums_in_dgrad(program: Program, node: Node, device: _plan.Device) -> bool:
     return False
 
 
+def norm_and_dgrad(program: Program, node: Node, device: _plan.Device) -> bool:
+    """A batch-norm that only a convolution reads: its dgrad goes back through the norm's activation and sums up for
+    it."""
+    p: BatchNormProblem = node.params["problem"]
+    x, dy, scale, bias, mean, rstd = node.inputs[:6]
+    d = maker(dy, "conv_dgrad")
+    plain = not p.residual and not p.masked and p.batch is None and p.want_dx and p.count is None
+    chosen = p.implementation or p.algorithm
+    if d is None or not plain or chosen or not read_by(dy, node) or split_by_type(*node.inputs):
+        return False
+    of_dgrad: ConvProblem = replace(d.params["problem"], activation=p.activation)
+    if (of_dgrad.x_shape, of_dgrad.channel_axis) != (p.shape, p.channel_axis):
+        return False
+    if not wants("conv_norm_gradient", of_dgrad, device):
+        return False
+    inputs = [*d.inputs, x, scale, bias, mean, rstd]
+    if not program.fits([d, node], inputs, node.outputs):
+        return False
+
+    def call(dv: Array, w: Array, x: Array, scale: Array, bias: Array, mean: Array, rstd: Array) -> list[Array]:
+        dz, dscale, dbias = conv.norm_gradient(of_dgrad, dv, w, x, scale, bias, mean, rstd)
+        sums = replace(p, count=p.reduced, dz=True)
+        return [dscale, dbias, batchnorm.dx_of_sums(sums, x, dz, scale, bias, mean, rstd, dscale, dbias)]
+
+    program.splice([d, node], inputs, node.outputs, call, norm_and_dgrad, p, of_dgrad)
+    return True
+
+
 def _is_product(p: ConvProblem) -> bool:
     """A 1x1 of stride 1 without groups."""
     return p.pointwise and p.groups == 1 and set(p.stride) == {1}
@@ -957,6 +985,7 @@ RULES = (
     Rule("a bias' gradient from a pooling's", ("reduce_sum",), sum_behind_pooling),
     Rule("a dgrad that adds another gradient", ("add_any", "add"), dgrad_and_add),
     Rule("a batch-norm that adds another gradient", ("add_any", "add"), norm_and_add),
+    Rule("a dgrad that goes back through a batch-norm", ("jaxconv_batchnorm_backward",), norm_and_dgrad),
     Rule("a product that applies an activation's derivative", ("jaxconv_activation_gradient",), product_and_activation),
     Rule("a relu's derivative behind a dgrad", ("select_n",), dgrad_and_relu),
     Rule("a dgrad that applies an activation's derivative", ("jaxconv_activation_gradient",), dgrad_and_activation),

@@ -17,6 +17,7 @@
 
 #include <string>
 
+#include "common/launch.h"
 #include "common/plan.h"
 #include "common/problem.h"
 #include "common/status.h"
@@ -45,6 +46,9 @@ Status Sm90DgradSums(const Context& ctx, const ConvProblem& p, const Plan& plan,
 Status Sm90Gradient(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
                     const void* dy, const void* w, const void* kept, void* dz, void* dbias,
                     Workspace workspace);
+// ConvNormGradient (gradient.cc). There are elements.
+Status Sm90NormGradient(const Context& ctx, const ConvProblem& p, const Epilogue& e,
+                        const Plan& plan, const ConvNormGradientArrays& a, Workspace workspace);
 Status Sm90Wgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
                  const void* dy, void* dw, Workspace workspace);
 

@@ -41,7 +41,7 @@ namespace jaxconv::cuda::conv::sm90 {
 
 inline bool IsDgrad(ConvOp op) {
   return op == ConvOp::kDgrad || op == ConvOp::kDgradAdd || op == ConvOp::kDgradSums ||
-         op == ConvOp::kGradient;
+         op == ConvOp::kGradient || op == ConvOp::kNormGradient;
 }
 
 // Of dgrad, where p's strides are at most kSm90Phases together.
@@ -136,8 +136,9 @@ inline std::string RefuseProductTiles(ConvOp op, const ConvProblem& p, TileSize 
   return RefuseSm90Tiles(tiles, CeilDivide(dgrad ? p.group_k() : p.group_c(), depth));
 }
 
-// dgrad that goes back through an activation and sums up.
-inline std::string RefuseGradient(const ConvProblem& p, const Plan& plan, const Device& device) {
+// dgrad that goes back through an activation, kNormGradient: and a batch-norm, and sums up.
+inline std::string RefuseGradient(ConvOp op, const ConvProblem& p, const Plan& plan,
+                                  const Device& device) {
   const Sm90Choice choice = ReadSm90Choice(MemberOf(plan.kernel), plan.tile);
   const bool single = p.dtype == DType::kF32;
   if (choice.kernel != Sm90Kernel::kProduct)
@@ -148,11 +149,13 @@ inline std::string RefuseGradient(const ConvProblem& p, const Plan& plan, const 
     if (p.stride[i] != 1) return "through an activation it takes strides of 1";
   }
   if (plan.tile.empty()) return "";
-  if (!(single ? Among(choice.tile, kTf32Tiles) : Among(choice.tile, kDgradGradientTiles)))
-    return NoSuchTile(plan.tile);
+  const bool has = op == ConvOp::kNormGradient ? Among(choice.tile, kNormGradientTiles)
+                   : single                    ? Among(choice.tile, kTf32Tiles)
+                                               : Among(choice.tile, kDgradGradientTiles);
+  if (!has) return NoSuchTile(plan.tile);
   if (CeilDivide(p.c, choice.tile.columns) > device.multiprocessors)
     return "it has at most " + std::to_string(device.multiprocessors) + " columns of tiles";
-  return RefuseProductTiles(ConvOp::kGradient, p, choice.tile);
+  return RefuseProductTiles(op, p, choice.tile);
 }
 
 // Bytes: float32 sums of each part's rows.
@@ -170,7 +173,8 @@ inline std::string RefuseProduct(ConvOp op, const ConvProblem& p, const Plan& pl
   if (op == ConvOp::kWgrad) return "it makes no weight gradients";
   if (op == ConvOp::kStatistics) return "it makes no statistics";
   if (op == ConvOp::kDgradSums) return "it makes no sums";
-  if (op == ConvOp::kGradient) return RefuseGradient(p, plan, device);
+  if (op == ConvOp::kGradient || op == ConvOp::kNormGradient)
+    return RefuseGradient(op, p, plan, device);
   if (op == ConvOp::kDgradAdd && choice.kernel == Sm90Kernel::kProductSwapped)
     return std::string(plan.kernel) + " takes no addend";
   const bool cluster = choice.kernel == Sm90Kernel::kCluster;
@@ -204,6 +208,19 @@ inline std::string RefuseSums(const ConvProblem& p, std::string_view tile, const
   return why.empty() && !single ? RefuseResident(size, p.c, p.k, 1, device) : why;
 }
 
+// The same of a norm whose result only the convolution reads.
+inline std::string RefuseNormSums(const ConvProblem& p, std::string_view tile,
+                                  const Device& device) {
+  if (p.dtype == DType::kF32) return "with sums of such a norm it takes 16-bit arrays only";
+  if (!Plain(p) || p.groups > 1) return "it needs a 1x1 convolution of stride 1 without groups";
+  if (tile.empty()) return "";
+  const TileSize size = ReadTile(tile);
+  if (!Among(size, kSumsTiles)) return NoSuchTile(tile);
+  std::string why = RefuseProductTiles(ConvOp::kNormGradient, p, size);
+  // Two numbers of each column, of both warpgroups.
+  return why.empty() ? RefuseResident(size, p.c, p.k, 1, device, 2 * size.columns * 8) : why;
+}
+
 // Of x normalised where it is read, and put through `activation`.
 inline std::string RefuseNormalised(ConvOp op, const ConvProblem& p, Activation activation,
                                     const Plan& plan, const Device& device) {
@@ -232,7 +249,7 @@ inline std::string RefuseNormalised(ConvOp op, const ConvProblem& p, Activation 
 // Whether kGradient takes activations whose derivative has no pieces (core/derivative.h).
 inline bool HasEveryDerivative(std::string_view member) { return member != "halo"; }
 
-// `p` is folded (FoldPatches), but for kDgradSums and kGradient.
+// `p` is folded (FoldPatches), but for kDgradSums, kGradient and kNormGradient.
 inline std::string Refusal(ConvOp op, const ConvProblem& p, const Plan& plan,
                            const Device& device) {
   const std::string_view member = MemberOf(plan.kernel);
@@ -262,8 +279,9 @@ inline std::string Refusal(ConvOp op, const ConvProblem& p, const Plan& plan,
     return has ? RefuseProductTiles(op, p, tile) : NoSuchTile(plan.tile);
   }
   if (member == "sums") {
-    return op == ConvOp::kDgradSums ? RefuseSums(p, plan.tile, device)
-                                    : "it makes dgrads with a batch-norm's sums only";
+    return op == ConvOp::kDgradSums      ? RefuseSums(p, plan.tile, device)
+           : op == ConvOp::kNormGradient ? RefuseNormSums(p, plan.tile, device)
+                                         : "it makes dgrads with a batch-norm's sums only";
   }
   return RefuseProduct(op, p, plan, device);
 }
@@ -280,8 +298,10 @@ inline int64_t Workspace(ConvOp op, const ConvProblem& p, const Plan& plan) {
     return filter + MostGradientParts(p.dtype, p.n * p.out_size()) * (p.k * 8 + 4);
   }
   if (op == ConvOp::kDgradSums) return MostGradientParts(p.dtype, p.n * p.in_size()) * 2 * p.c * 4;
-  if (op == ConvOp::kGradient)
-    return member == "halo" ? HaloGradientParts(p) * p.c * 4 : GradientWorkspace(p);
+  if (op == ConvOp::kGradient || op == ConvOp::kNormGradient) {
+    const int64_t sums = op == ConvOp::kNormGradient ? 2 : 1;
+    return sums * (member == "halo" ? HaloGradientParts(p) * p.c * 4 : GradientWorkspace(p));
+  }
   if (op != ConvOp::kWgrad) {
     if (!single) return 0;
     if (p.full_float32) return Align256(6 * FilterCount(p));

@@ -102,7 +102,7 @@ struct HaloWalk {
   }
 };
 
-// The most parts of kGradient's sums.
+// The most parts of kGradient's and kNormGradient's sums.
 inline int64_t HaloGradientParts(const ConvProblem& p) {
   const int64_t places = p.dtype == DType::kF32 ? kHaloTf32Places : kHaloPlaces;
   const int64_t blocks = CeilDivide(p.group_c(), 64) * p.groups;
@@ -125,10 +125,11 @@ inline std::string RefuseHaloWgradTf32(const ConvProblem& p, const HaloWalk& wal
 
 inline std::string RefuseHalo(ConvOp op, const ConvProblem& p) {
   const bool wgrad = op == ConvOp::kWgrad;
-  const bool dgrad = op == ConvOp::kDgrad || op == ConvOp::kDgradAdd || op == ConvOp::kGradient;
+  const bool back = op == ConvOp::kGradient || op == ConvOp::kNormGradient;
+  const bool dgrad = op == ConvOp::kDgrad || op == ConvOp::kDgradAdd || back;
   const bool tf32 = p.dtype == DType::kF32;
   if (op == ConvOp::kStatistics || op == ConvOp::kDgradSums)
-    return "sm90/halo makes no statistics and no sums for a batch-norm";
+    return "sm90/halo makes no statistics, and no sums for a batch-norm with a residual";
   if (tf32 && p.full_float32) return "it rounds float32 to TF32";
   if (p.stride[0] * p.stride[1] * p.stride[2] != 1) return "it needs stride 1";
   const HaloWalk walk(p, dgrad);

@@ -11,10 +11,11 @@ namespace jaxconv::cuda {
 namespace {
 
 // d (of `made` channels) from x (of `summed`), fprop or dgrad of stride 1. `dbias`: not null where c is what e's derivative is
-// computed from, else c is added, or null.
+// computed from, `norm` where c is what a batch-norm in front of e's activation was given; else c is added, or null.
 Status HaloForward(const Context& ctx, const ConvProblem& p, bool dgrad, const Epilogue& e,
                    const void* x, const void* w, const void* bias, const void* c, void* d, void* z,
-                   void* dbias, Workspace workspace, const std::string& what) {
+                   void* dbias, const HaloNorm* norm, Workspace workspace,
+                   const std::string& what) {
   const bool tf32 = p.dtype == DType::kF32;
   const int places = tf32 ? kHaloTf32Places : kHaloPlaces;
   const HaloWalk walk(p, dgrad);
@@ -36,7 +37,7 @@ Status HaloForward(const Context& ctx, const ConvProblem& p, bool dgrad, const E
   g.flip = dgrad;
   g.instances = int(p.groups);
   g.tiles = int((g.line.places + places - 1) / places);
-  if (dbias == nullptr) {
+  if (dbias == nullptr && norm == nullptr) {
     g.epilogue.activation = e.activation;
     g.epilogue.slope = float(e.slope);
   } else {
@@ -65,6 +66,13 @@ Status HaloForward(const Context& ctx, const ConvProblem& p, bool dgrad, const E
   JAXCONV_RETURN_IF_ERROR(
       EncodeTiled(p.dtype, tf32 && !dgrad ? TransposedFilterTensor(p, w) : FilterTensor(p, w, 1),
                   {0, 1, 64, 1}, what + " w", &g.w, tf32));
+  if (norm != nullptr) {
+    g.norm = *norm;
+    const auto launch = tf32                      ? LaunchHaloNormGradientTf32
+                        : p.dtype == DType::kBF16 ? LaunchHaloNormGradientBf16
+                                                  : LaunchHaloNormGradientF16;
+    return launch(ctx, g, device.multiprocessors, what);
+  }
   if (dbias != nullptr) {
     const auto launch = tf32                      ? LaunchHaloGradientTf32
                         : p.dtype == DType::kBF16 ? LaunchHaloGradientBf16
@@ -82,21 +90,32 @@ Status HaloForward(const Context& ctx, const ConvProblem& p, bool dgrad, const E
 Status HaloFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const void* x,
                  const void* w, const void* bias, const void* residual, void* y, void* z,
                  Workspace workspace, const std::string& what) {
-  return HaloForward(ctx, p, false, e, x, w, bias, residual, y, z, nullptr, workspace, what);
+  return HaloForward(ctx, p, false, e, x, w, bias, residual, y, z, nullptr, nullptr, workspace,
+                     what);
 }
 
 // dx[h] sums dy[h + pad - t * dilation]: taps backwards, from h + pad - (taps - 1) * dilation on.
 Status HaloDgrad(const Context& ctx, const ConvProblem& p, const void* dy, const void* w,
                  const void* c, void* dx, const std::string& what) {
   const Epilogue none = {false, Activation::kNone, 0., false};
-  return HaloForward(ctx, p, true, none, dy, w, nullptr, c, dx, nullptr, nullptr, {}, what);
+  return HaloForward(ctx, p, true, none, dy, w, nullptr, c, dx, nullptr, nullptr, nullptr, {},
+                     what);
 }
 
 Status HaloGradient(const Context& ctx, const ConvProblem& p, const Epilogue& e, const void* dy,
                     const void* w, const void* kept, void* dz, void* dbias, Workspace workspace,
                     const std::string& what) {
   const Epilogue back = {false, e.activation, e.slope, false};
-  return HaloForward(ctx, p, true, back, dy, w, nullptr, kept, dz, nullptr, dbias, workspace, what);
+  return HaloForward(ctx, p, true, back, dy, w, nullptr, kept, dz, nullptr, dbias, nullptr,
+                     workspace, what);
+}
+
+Status HaloNormGradient(const Context& ctx, const ConvProblem& p, const Epilogue& e,
+                        const void* dy, const void* w, const void* x, const HaloNorm& norm,
+                        void* dz, Workspace workspace, const std::string& what) {
+  const Epilogue back = {false, e.activation, e.slope, false};
+  return HaloForward(ctx, p, true, back, dy, w, nullptr, x, dz, nullptr, nullptr, &norm, workspace,
+                     what);
 }
 
 Status HaloWgradOf(const Context& ctx, const ConvProblem& p, int64_t parts, const void* x,

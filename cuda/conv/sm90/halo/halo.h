@@ -18,6 +18,12 @@
 
 namespace jaxconv::cuda {
 
+// A batch-norm that the convolution reads, and where its gradients go: float32, (groups * n) each.
+struct HaloNorm {
+  const float *scale, *bias, *mean, *rstd;
+  float *dscale, *dbias;
+};
+
 // fprop, and dgrad of stride 1.
 struct HaloProduct {
   CUtensorMap x, w;
@@ -42,13 +48,15 @@ struct HaloProduct {
   int plane;        // pixels that are made
   int64_t image;
   int buffer_bytes;
-  // Of kKept.
+  // Of kKept and kNormed.
   DerivativePieces derivative;
-  float* parts;  // (2 * ctas, groups * n)
+  float* parts;  // (2 * ctas, groups * n); of kNormed (2 * ctas, 2, groups * n)
+  HaloNorm norm;
 };
 
-// What a dgrad reads beside its operands.
-enum class HaloBeside { kNothing, kAddend, kKept };
+// What a dgrad reads beside its operands: an array to add, what an activation was given or gave, or what the batch-norm in front
+// of an activation was given.
+enum class HaloBeside { kNothing, kAddend, kKept, kNormed };
 
 // wgrad of 3 x 3 filters.
 struct HaloWgrad {
@@ -80,6 +88,10 @@ Status HaloGradient(const Context& ctx, const ConvProblem& p, const Epilogue& e,
                     const void* w, const void* kept, void* dz, void* dbias, Workspace workspace,
                     const std::string& what);
 // 16 bit; TF32's is Sm90WgradTf32 (sm90/wgrad/wgrad_tf32.h).
+// dgrad through the batch-norm of x and e's activation, and the sums that the norm's gradients are (gemm/sm90_norm_gradient.h).
+Status HaloNormGradient(const Context& ctx, const ConvProblem& p, const Epilogue& e,
+                        const void* dy, const void* w, const void* x, const HaloNorm& norm,
+                        void* dz, Workspace workspace, const std::string& what);
 Status HaloWgradOf(const Context& ctx, const ConvProblem& p, int64_t parts, const void* x,
                    const void* dy, void* dw, Workspace workspace, const std::string& what);
 
@@ -96,6 +108,13 @@ Status LaunchHaloGradientF16(const Context& ctx, HaloProduct& p, void* dbias, in
                              const std::string& what);
 Status LaunchHaloGradientTf32(const Context& ctx, HaloProduct& p, void* dbias, int multiprocessors,
                               const std::string& what);
+// Of p.norm.
+Status LaunchHaloNormGradientBf16(const Context& ctx, HaloProduct& p, int multiprocessors,
+                                  const std::string& what);
+Status LaunchHaloNormGradientF16(const Context& ctx, HaloProduct& p, int multiprocessors,
+                                 const std::string& what);
+Status LaunchHaloNormGradientTf32(const Context& ctx, HaloProduct& p, int multiprocessors,
+                                  const std::string& what);
 Status LaunchHaloWgradBf16(const Context& ctx, HaloWgrad& p, const std::string& what);
 Status LaunchHaloWgradF16(const Context& ctx, HaloWgrad& p, const std::string& what);
 

@@ -22,18 +22,18 @@ __device__ __forceinline__ float LoadIf(bool there, const float* from) {
   return v;
 }
 
-// d = acc + c, or acc * f'(c) and its sums: a thread's accumulators are two channels of 32 places, eight at a time. What it
+// d = acc + c, or acc * f'(c) and its sums, or acc * f'(z) and its sums and those of its products with c less its mean: a thread's accumulators are two channels of 32 places, eight at a time. What it
 // reads of c for the next eight is on its way meanwhile.
-template <HaloBeside kBeside>
+template <HaloBeside kBeside, int kSums>
 __device__ __forceinline__ void FinishBeside(const HaloProduct& p, int tile, int64_t channel,
-                                             bool has_upper, bool has_lower, float (&acc)[64],
-                                             float (&sum)[2]) {
+                                             bool has_upper, bool has_lower,
+                                             float (&acc)[64], float (&sum)[kSums][2]) {
   constexpr int kEight = 8;
   const int64_t pitch = int64_t(p.instances) * p.n;
   const float* from = static_cast<const float*>(p.c) + channel;
   float* to = static_cast<float*>(p.d) + channel;
   int pixel[2][kEight];  // -1 in a gap
-  float c[2][kEight][2], part[2] = {};
+  float c[2][kEight][2], part[kSums][2] = {};
   const auto load = [&](int eight) {
 #pragma unroll
     for (int i = 0; i < kEight; ++i) {
@@ -51,6 +51,8 @@ __device__ __forceinline__ void FinishBeside(const HaloProduct& p, int tile, int
     }
   };
   load(0);
+  constexpr bool kNormed = kBeside == HaloBeside::kNormed;
+  const HaloAffine affine(p.norm, channel, kNormed && has_upper, kNormed && has_lower);
 #pragma unroll
   for (int eight = 0; eight < 4; ++eight) {
     if (eight < 3) load(eight + 1);
@@ -64,8 +66,15 @@ __device__ __forceinline__ void FinishBeside(const HaloProduct& p, int tile, int
         if constexpr (kBeside == HaloBeside::kAddend) {
           v[row] += c[eight % 2][i][row];
         } else {
-          v[row] = p.derivative(c[eight % 2][i][row], v[row]);
-          part[row] += place >= 0 ? v[row] : 0.f;
+          const float kept = c[eight % 2][i][row];
+          if constexpr (kNormed) {
+            const float centred = kept - affine.mean[row];
+            v[row] = p.derivative.Linear(affine.Of(centred, row), v[row]);
+            part[1][row] = fmaf(place >= 0 ? v[row] : 0.f, centred, part[1][row]);
+          } else {
+            v[row] = p.derivative(kept, v[row]);
+          }
+          part[0][row] += place >= 0 ? v[row] : 0.f;
         }
       }
       if (place >= 0) {
@@ -75,8 +84,11 @@ __device__ __forceinline__ void FinishBeside(const HaloProduct& p, int tile, int
       }
     }
   }
-  sum[0] += part[0];
-  sum[1] += part[1];
+#pragma unroll
+  for (int i = 0; i < kSums; ++i) {
+    sum[i][0] += part[i][0];
+    sum[i][1] += part[i][1];
+  }
 }
 
 template <HaloBeside kBeside>
@@ -102,7 +114,7 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
   const int first = blockIdx.x % p.ctas;
   const int group = __shfl_sync(0xffffffffu, int(threadIdx.x) / 128, 0) - 1;  // uniform
   if (group < 0) {
-    RegistersDown<kProducerRegisters>();
+    RegistersDown<HaloProducer(kBeside)>();
     if (threadIdx.x == 0) {
       PrefetchMap(p.x);
       BarrierExpect(loaded, p.taps * halves * kBlockBytes);
@@ -131,7 +143,7 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
       }
     }
   } else {
-    RegistersUp<kConsumerRegisters>();
+    RegistersUp<HaloConsumer(kBeside)>();
     const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
     const int upper = n + warp * 16 + lane / 4, lower = upper + 8;  // channels
     const bool has_upper = upper < p.n, has_lower = lower < p.n;
@@ -142,7 +154,8 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
       if (has_upper) bias[0] = __ldg(from);
       if (has_lower) bias[1] = __ldg(from + 8);
     }
-    float sum[2] = {};  // of d's upper and lower channel
+    constexpr int kSums = HaloSums(kBeside);
+    float sum[kSums > 0 ? kSums : 1][2] = {};  // of d's upper and lower channel
     BarrierWait(loaded, 0);
     uint32_t turns = group == 0 ? 1 : 0;
     int64_t buffer = group * halves;  // buffers before this tile's, of all tiles
@@ -211,7 +224,7 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
         FinishBeside<kBeside>(p, tile, channel, has_upper, has_lower, acc, sum);
       }
     }
-    if constexpr (kBeside == HaloBeside::kKept)
+    if constexpr (kSums > 0)
       WriteHaloSums(p, first * 2 + group, channel, has_upper, has_lower, sum);
   }
 #endif
@@ -247,6 +260,13 @@ Status LaunchHaloGradientTf32(const Context& ctx, HaloProduct& p, void* dbias, i
   multiprocessors = std::min<int>(multiprocessors, kHaloMostCtas);
   JAXCONV_RETURN_IF_ERROR(Launch<HaloBeside::kKept>(ctx, p, multiprocessors, what));
   return AddHaloSums<float>(ctx, p, dbias, what);
+}
+
+Status LaunchHaloNormGradientTf32(const Context& ctx, HaloProduct& p, int multiprocessors,
+                                  const std::string& what) {
+  multiprocessors = std::min<int>(multiprocessors, kHaloMostCtas);
+  JAXCONV_RETURN_IF_ERROR(Launch<HaloBeside::kNormed>(ctx, p, multiprocessors, what));
+  return AddHaloNormSums(ctx, p, what);
 }
 
 }  // namespace jaxconv::cuda
