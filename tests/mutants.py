@@ -430,7 +430,7 @@ MUTANTS = [
     Mutant(
         "patches are folded where a dgrad sums up for channels",
         "cuda/conv/domain.cc",
-        "if (op == ConvOp::kDgradSums || op == ConvOp::kGradient) return p;",
+        "if (op == ConvOp::kDgradSums || op == ConvOp::kGradient || op == ConvOp::kNormGradient) return p;",
         "",
         "tests/test_conv_dgrad.py -k patches",
     ),

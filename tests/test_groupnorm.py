@@ -120,7 +120,7 @@ TYPED = [
     (shape, groups, dtype)
     for dtype in DTYPES
     for shape, groups in SHAPES
-    if dtype == "float32" or PLATFORM == "cuda" or shape in ((3, 9, 11, 40), (2, 5, 7, 30))
+    if dtype == "float32" or PLATFORM == "cuda" or shape in ((5, 6), (3, 9, 11, 40), (2, 5, 7, 30), (2, 6, 5, 24))
 ]
 
 

@@ -807,9 +807,6 @@ def groupnorm_backward(p: GroupNormProblem, x, dy, scale, bias, mean, rstd) -> l
     if p.activation.residual:
         z = xhat * of_channels(p, scale) + of_channels(p, bias)
         dz = activate_tangent(p.activation, z, dz)
-        # Three passes read dz. XLA keeps it where an exponential is in it: in 16 bits, if it is told so.
-        if not p.rows and x.dtype.itemsize == 2 and p.activation.name not in CHEAP:
-            dz = lax.optimization_barrier(dz.astype(x.dtype)).astype(p.param_dtype)
     lead = len(p.lead)
     if p.rows:
         # In this form XLA makes few passes: a row's rstd is a factor of its sums, not of what is summed.
@@ -820,6 +817,9 @@ def groupnorm_backward(p: GroupNormProblem, x, dy, scale, bias, mean, rstd) -> l
         dx = of_groups(p, rstd) * (g - of_groups(p, mean_g) - d * of_groups(p, mean_gx))
         return [*outs, *[dx.astype(x.dtype)] * p.want_dx]
     sums, products = of_images(p, dz), of_images(p, dz * xhat)  # (N, C)
+    if p.want_dx and p.activation.residual and x.dtype.itemsize == 2 and p.activation.name not in CHEAP:
+        # XLA keeps dz where an exponential is in it: in 16 bits, if it is told so. The sums are of float32.
+        dz = lax.optimization_barrier(dz.astype(x.dtype)).astype(p.param_dtype)
     if p.want_dx:  # or XLA makes sums over all images from x and dy, in a pass of their own
         sums, products = lax.optimization_barrier((sums, products))
     outs = [jnp.sum(products, lead), jnp.sum(sums, lead)]

@@ -205,9 +205,9 @@ def _slow_through_norm(own: Plan, p: ConvProblem) -> str | None:
     """Why the kernel takes at least as long as a dgrad and the reads of dy and x that it saves; measured on an H100.
 
     1x1s in 16 bits whose filter stays in shared memory are the time of their bytes: 1.06 to 1.13 times as fast as two
-    calls. halo in 16 bits is 0.89 to 1.00, in TF32 1.08 to 1.11. The product in TF32 (tiles that both warpgroups make, so
-    that sums wait for products) is 1.02 to 1.10 up to 288 products a sum, 0.96 from 512 on, and 0.88 where a quarter of
-    its tiles' columns is empty.
+    calls. halo in 16 bits is 0.89 to 1.00, in TF32 1.08 to 1.11. The product in TF32, where sums wait for products
+    because both warpgroups make a tile, is 1.02 to 1.10 up to 288 products a sum, 0.96 from 512 on, and 0.88 where a
+    quarter of its tiles' columns is empty.
     """
     if own.kernel == "sm90/halo":
         return None if p.dtype == "float32" else "in 16 bits sm90/halo takes as long as the reads that it saves"
