@@ -51,6 +51,10 @@ class NormGradientCase(ConvCase):
         two = choice.get("algorithm") == "two"
         p = problem_of(self, setting, **({} if two else choice))
         p = dataclasses.replace(p, activation=Activation("relu"))
+        plan = _plan.plan("conv_norm_gradient", p, _plan.Device.default())
+        if not two and any(choice.values()) and plan.implementation != "native":
+            raise ValueError(plan.reason)
+        two = two or plan.implementation != "native"  # as a program has it
         q = BatchNormProblem(p.name, p.dtype, p.x_shape, p.channel_axis, True, 0.9, 1e-5, p.activation)
         sums = dataclasses.replace(q, count=q.reduced, dz=True)
 
@@ -58,9 +62,6 @@ class NormGradientCase(ConvCase):
             if two:
                 dscale, dbias, dx = batchnorm.backward(q, x, dgrad(p.bare(), dy, w), *norm)
                 return dx, dscale, dbias
-            plan = _plan.plan("conv_norm_gradient", p, _plan.Device.default())
-            if any(choice.values()) and plan.implementation != "native":
-                raise ValueError(plan.reason)
             dz, dscale, dbias = norm_gradient(p, dy, w, x, *norm)
             return batchnorm.dx_of_sums(sums, x, dz, *norm, dscale, dbias), dscale, dbias
 
