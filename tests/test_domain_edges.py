@@ -498,12 +498,12 @@ YES_AND_NO: dict[str, tuple[Callable[[], Refusal], Callable[[], Refusal], str]] 
     ),
     "direct goes back through no norm": (
         lambda: of_conv("direct", conv(filter=3), "conv_norm_gradient"),
-        lambda: of_conv("sm90/halo", conv(filter=3), "conv_norm_gradient"),
+        lambda: of_conv("sm90/product", conv(filter=3), "conv_norm_gradient"),
         "only sm90 goes back through a batch-norm in its dgrads",
     ),
     "behind a norm are some derivatives": (
-        lambda: of_conv("sm90/halo", behind("tanh"), "conv_norm_gradient"),
-        lambda: of_conv("sm90/halo", behind("relu6"), "conv_norm_gradient"),
+        lambda: of_conv("sm90/product", behind("tanh"), "conv_norm_gradient"),
+        lambda: of_conv("sm90/product", behind("relu6"), "conv_norm_gradient"),
         "behind a batch-norm it has no derivative of tanh",
     ),
     "a norm's tiles": (
@@ -515,6 +515,11 @@ YES_AND_NO: dict[str, tuple[Callable[[], Refusal], Callable[[], Refusal], str]] 
         lambda: of_conv("sm90/sums", conv(c=128, filter=3), "conv_norm_gradient", "64x128"),
         lambda: of_conv("sm90/sums", conv(c=128, filter=1), "conv_norm_gradient", "64x128"),
         "1x1",
+    ),
+    "halo goes back through norms in float32": (
+        lambda: of_conv("sm90/halo", conv(filter=3), "conv_norm_gradient"),
+        lambda: of_conv("sm90/halo", in_float32(), "conv_norm_gradient"),
+        "takes float32 only",
     ),
     "a norm's sums of float32": (
         lambda: of_conv("sm90/sums", in_float32(c=128, filter=1), "conv_norm_gradient", "64x128"),

@@ -11,22 +11,7 @@
 
 namespace jaxconv::cuda {
 
-// The tile with a table behind its barriers.
-template <typename Base>
-struct StreamedNormTile : Base {
-  using Table = ColumnTable<Base::kColumns>;
-  static constexpr int kTableOffset = (Base::kSharedBytes + 15) / 16 * 16;
-  static constexpr int kSharedBytes = kTableOffset + 2 * Table::kBytes;
-  static_assert(kSharedBytes <= kSm90SharedBytes);
-
-  // `outbox`: the warpgroup's.
-  static __device__ __forceinline__ uint32_t TableAt(uint32_t outbox, int group) {
-    return outbox - group * Base::kOutboxBytes - Base::kStages * Base::kStageBytes + kTableOffset +
-           group * Table::kBytes;
-  }
-};
-
-// The same behind its outboxes.
+// The tile with tables behind its outboxes.
 template <typename Base>
 struct ResidentNormTile : Base {
   using Table = ColumnTable<Base::kColumns>;
@@ -35,7 +20,8 @@ struct ResidentNormTile : Base {
   static constexpr int kOutboxes = Base::kOutboxes + kTables;
 
   static int Stages(int k_blocks) {
-    const int left = kSm90SharedBytes - Base::kBarrierBytes - kOutboxes - k_blocks * Base::kTileN * 128;
+    const int left =
+        kSm90SharedBytes - Base::kBarrierBytes - kOutboxes - k_blocks * Base::kTileN * 128;
     return std::min(left / (Base::kGroups * Base::kStageBytes), Base::kMostStages);
   }
   static __device__ __forceinline__ uint32_t TableAt(uint32_t outbox, int group) {
@@ -235,8 +221,8 @@ struct ResidentNormGradient : NormGradientColumns<Tile> {
 };
 
 template <typename T>
-Status LaunchByTile(const Context& ctx, Sm90Product& p, const Sm90NormGradientArgs& to, TileSize tile,
-                    bool resident, int multiprocessors, const std::string& what) {
+Status LaunchByTile(const Context& ctx, Sm90Product& p, const Sm90NormGradientArgs& to,
+                    TileSize tile, bool resident, int multiprocessors, const std::string& what) {
   if (p.phase[0].m == 0) return Status::Invalid(what + ": there are no rows to sum up");
   int count = 0;
   if (resident) {
@@ -260,10 +246,9 @@ Status LaunchByTile(const Context& ctx, Sm90Product& p, const Sm90NormGradientAr
 Status LaunchSm90NormGradient(const Context& ctx, DType dtype, Sm90Product& p,
                               const Sm90NormGradientArgs& to, TileSize tile, bool resident,
                               int multiprocessors, const std::string& what) {
-  return dtype == DType::kBF16 ? LaunchByTile<__nv_bfloat16>(ctx, p, to, tile, resident,
-                                                             multiprocessors, what)
-                               : LaunchByTile<__half>(ctx, p, to, tile, resident, multiprocessors,
-                                                      what);
+  return dtype == DType::kBF16
+             ? LaunchByTile<__nv_bfloat16>(ctx, p, to, tile, resident, multiprocessors, what)
+             : LaunchByTile<__half>(ctx, p, to, tile, resident, multiprocessors, what);
 }
 
 }  // namespace jaxconv::cuda

@@ -42,6 +42,21 @@ struct ColumnTable {
   uint32_t at;
 };
 
+// A tile of the streamed loop with a table for each warpgroup behind its barriers.
+template <typename Base>
+struct StreamedNormTile : Base {
+  using Table = ColumnTable<Base::kColumns>;
+  static constexpr int kTableOffset = (Base::kSharedBytes + 15) / 16 * 16;
+  static constexpr int kSharedBytes = kTableOffset + 2 * Table::kBytes;
+  static_assert(kSharedBytes <= kSm90SharedBytes);
+
+  // `outbox`: where the loop says that the warpgroup's is.
+  static __device__ __forceinline__ uint32_t TableAt(uint32_t outbox, int group) {
+    return outbox - group * Base::kOutboxBytes - Base::kStages * Base::kStageBytes + kTableOffset +
+           group * Table::kBytes;
+  }
+};
+
 // The means of two neighbouring columns, kept in a cache: there are no registers for all.
 __device__ __forceinline__ float2 MeansOf(const float* mean, int column, int n_end) {
   return column < n_end ? __ldg(reinterpret_cast<const float2*>(mean + column)) : float2{};

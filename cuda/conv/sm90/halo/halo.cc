@@ -68,10 +68,7 @@ Status HaloForward(const Context& ctx, const ConvProblem& p, bool dgrad, const E
                   {0, 1, 64, 1}, what + " w", &g.w, tf32));
   if (norm != nullptr) {
     g.norm = *norm;
-    const auto launch = tf32                      ? LaunchHaloNormGradientTf32
-                        : p.dtype == DType::kBF16 ? LaunchHaloNormGradientBf16
-                                                  : LaunchHaloNormGradientF16;
-    return launch(ctx, g, device.multiprocessors, what);
+    return LaunchHaloNormGradientTf32(ctx, g, device.multiprocessors, what);
   }
   if (dbias != nullptr) {
     const auto launch = tf32                      ? LaunchHaloGradientTf32
@@ -110,9 +107,9 @@ Status HaloGradient(const Context& ctx, const ConvProblem& p, const Epilogue& e,
                      workspace, what);
 }
 
-Status HaloNormGradient(const Context& ctx, const ConvProblem& p, const Epilogue& e,
-                        const void* dy, const void* w, const void* x, const HaloNorm& norm,
-                        void* dz, Workspace workspace, const std::string& what) {
+Status HaloNormGradient(const Context& ctx, const ConvProblem& p, const Epilogue& e, const void* dy,
+                        const void* w, const void* x, const HaloNorm& norm, void* dz,
+                        Workspace workspace, const std::string& what) {
   const Epilogue back = {false, e.activation, e.slope, false};
   return HaloForward(ctx, p, true, back, dy, w, nullptr, x, dz, nullptr, nullptr, &norm, workspace,
                      what);

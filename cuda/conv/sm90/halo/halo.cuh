@@ -93,21 +93,18 @@ struct HaloOutbox {
   // acc += the tile's part of `from`, which lies as PutTile's `to`.
   __device__ __forceinline__ void AddTile(const HaloProduct& p, const T* from, int tile,
                                           int channel, float (&acc)[128]) const {
-    ReadTile<false>(
-        p, from, tile, channel, [] {},
-        [&](int i, int, float2 two, bool, bool) {
-          acc[i] += two.x;
-          acc[i + 1] += two.y;
-        });
+    ReadTile<false>(p, from, tile, channel, [&](int i, int, float2 two, bool, bool) {
+      acc[i] += two.x;
+      acc[i + 1] += two.y;
+    });
   }
 
   // acc *= f' of the tile's part of `kept`, rounded; sum += its sums of the thread's upper and lower channel.
   __device__ __forceinline__ void GoBack(const HaloProduct& p, const T* kept, int tile, int channel,
-                                         float (&acc)[128], float (&sum)[1][2]) const {
+                                         float (&acc)[128], float (&sum)[2]) const {
     float part[2] = {};
     ReadTile<true>(
-        p, kept, tile, channel, [] {},
-        [&](int i, int row, float2 two, bool first, bool second) {
+        p, kept, tile, channel, [&](int i, int row, float2 two, bool first, bool second) {
           const uint32_t pair =
               PackHalves(p.derivative(two.x, acc[i]), p.derivative(two.y, acc[i + 1]), T());
           const float2 d = UnpackPair(pair, T());
@@ -115,38 +112,15 @@ struct HaloOutbox {
           acc[i + 1] = d.y;
           part[row] += (first ? d.x : 0.f) + (second ? d.y : 0.f);
         });
-    sum[0][0] += part[0];
-    sum[0][1] += part[1];
+    sum[0] += part[0];
+    sum[1] += part[1];
   }
 
-  // The same of z, which norm() makes of x, the tile's part of which this reads, and the sums of acc's products with x - mean.
-  template <typename Norm>
-  __device__ __forceinline__ void GoBack(const HaloProduct& p, const T* x, int tile, int channel,
-                                         const Norm& norm, float (&acc)[128],
-                                         float (&sum)[2][2]) const {
-    HaloAffine affine = norm();
-    ReadTile<true>(
-        p, x, tile, channel, [&] { affine = norm(); },
-        [&](int i, int row, float2 two, bool first, bool second) {
-          const float left = two.x - affine.mean[row], right = two.y - affine.mean[row];
-          const uint32_t pair = PackHalves(p.derivative.Linear(affine.Of(left, row), acc[i]),
-                                           p.derivative.Linear(affine.Of(right, row), acc[i + 1]),
-                                           T());
-          const float2 d = UnpackPair(pair, T());
-          acc[i] = d.x;
-          acc[i + 1] = d.y;
-          sum[0][row] += (first ? d.x : 0.f) + (second ? d.y : 0.f);
-          sum[1][row] = fmaf(first ? d.x : 0.f, left, sum[1][row]);
-          sum[1][row] = fmaf(second ? d.y : 0.f, right, sum[1][row]);
-        });
-  }
-
-  // use(i, row, two, first, second) of the tile's part of `from`, PutTile's way backwards, eight loads at a time, behind which
-  // begin() runs: `two` belongs
+  // use(i, row, two, first, second) of the tile's part of `from`, PutTile's way backwards, eight loads at a time: `two` belongs
   // to acc[i] and acc[i + 1], of the upper or the lower row; kWhere: whether these places exist.
-  template <bool kWhere, typename Begin, typename Use>
+  template <bool kWhere, typename Use>
   __device__ __forceinline__ void ReadTile(const HaloProduct& p, const T* from, int tile,
-                                           int channel, const Begin& begin, const Use& use) const {
+                                           int channel, const Use& use) const {
     const int lane = threadIdx.x % 32;
     const int first = tile * kHaloPlaces + lane / 2;
     Digits4 at = SplitDigits(first, p.by_extent[2], p.by_extent[1], p.by_extent[0]);
@@ -173,7 +147,6 @@ struct HaloOutbox {
             : "l"(from + pixel * pitch), "r"(int(made)));
         AddDigits(at, p.sixteen, p.line.extent[2], p.line.extent[1], p.line.extent[0]);
       }
-      begin();
 #pragma unroll
       for (int chunk = 0; chunk < 4; ++chunk) {
 #pragma unroll
@@ -241,7 +214,7 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
   const int first = blockIdx.x % p.ctas;
   const int group = __shfl_sync(0xffffffffu, int(threadIdx.x) / 128, 0) - 1;  // uniform
   if (group < 0) {
-    RegistersDown<HaloProducer(kBeside)>();
+    RegistersDown<kProducerRegisters>();
     if (threadIdx.x == 0) {
       PrefetchMap(p.x);
       BarrierExpect(loaded, p.taps * kBlockBytes);
@@ -263,7 +236,7 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
       }
     }
   } else {
-    RegistersUp<HaloConsumer(kBeside)>();
+    RegistersUp<kConsumerRegisters>();
     const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
     HaloOutbox<T> outbox;
     outbox.box = outboxes + (group * 4 + warp) * 1024;
@@ -271,9 +244,7 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
     const int channel = instance * p.n + in_block;
     outbox.wanted = in_block < p.n;
     const ColumnBias<T, 64> no_columns = {};
-    constexpr bool kSumsUp = HaloSums(kBeside) > 0;
-    float sum[kSumsUp ? HaloSums(kBeside) : 1][2] = {};  // of d's upper and lower channel
-    const int upper = n + warp * 16 + lane / 4;
+    float sum[1][2] = {};  // of d's upper and lower channel
     BarrierWait(loaded, 0);
     uint32_t turns = group == 0 ? 1 : 0, parity = 0;
     int slot = group;  // group 1 begins with the second tile
@@ -313,23 +284,18 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
       if constexpr (kBeside == HaloBeside::kAddend) {
         if (p.c != nullptr) outbox.AddTile(p, static_cast<const T*>(p.c), tile, channel, acc);
       }
-      const T* const kept = static_cast<const T*>(p.c);
       if constexpr (kBeside == HaloBeside::kKept) {
         // Always: a branch, as in ReadTile.
-        if (kept != nullptr) outbox.GoBack(p, kept, tile, channel, acc, sum);
-      } else if constexpr (kBeside == HaloBeside::kNormed) {
-        const auto norm = [&] {
-          return HaloAffine(p.norm, int64_t(instance) * p.n + upper, upper < p.n,
-                            upper + 8 < p.n);
-        };
-        if (kept != nullptr) outbox.GoBack(p, kept, tile, channel, norm, acc, sum);
+        if (p.c != nullptr)
+          outbox.GoBack(p, static_cast<const T*>(p.c), tile, channel, acc, sum[0]);
       } else {
         if (p.z != nullptr) outbox.PutTile(p, static_cast<T*>(p.z), tile, channel, acc);
         ActivateFast<T>(p.epilogue.activation, p.epilogue.slope, acc);
       }
       outbox.PutTile(p, static_cast<T*>(p.d), tile, channel, acc);
     }
-    if constexpr (kSumsUp) {
+    if constexpr (kBeside == HaloBeside::kKept) {
+      const int upper = n + warp * 16 + lane / 4;
       WriteHaloSums(p, first * 2 + group, int64_t(instance) * p.n + upper, upper < p.n,
                     upper + 8 < p.n, sum);
     }
@@ -374,15 +340,6 @@ Status LaunchHaloGradient(const Context& ctx, HaloProduct& p, void* dbias, int m
   JAXCONV_RETURN_IF_ERROR(
       (LaunchHaloProduct<T, true, HaloBeside::kKept>(ctx, p, multiprocessors, what)));
   return AddHaloSums<T>(ctx, p, dbias, what);
-}
-
-template <typename T>
-Status LaunchHaloNormGradient(const Context& ctx, HaloProduct& p, int multiprocessors,
-                              const std::string& what) {
-  multiprocessors = std::min<int>(multiprocessors, kHaloMostCtas);
-  JAXCONV_RETURN_IF_ERROR(
-      (LaunchHaloProduct<T, true, HaloBeside::kNormed>(ctx, p, multiprocessors, what)));
-  return AddHaloNormSums(ctx, p, what);
 }
 
 inline constexpr int kHaloWgradThreads = 512;

@@ -89,9 +89,9 @@ Status HaloGradient(const Context& ctx, const ConvProblem& p, const Epilogue& e,
                     const std::string& what);
 // 16 bit; TF32's is Sm90WgradTf32 (sm90/wgrad/wgrad_tf32.h).
 // dgrad through the batch-norm of x and e's activation, and the sums that the norm's gradients are (gemm/sm90_norm_gradient.h).
-Status HaloNormGradient(const Context& ctx, const ConvProblem& p, const Epilogue& e,
-                        const void* dy, const void* w, const void* x, const HaloNorm& norm,
-                        void* dz, Workspace workspace, const std::string& what);
+Status HaloNormGradient(const Context& ctx, const ConvProblem& p, const Epilogue& e, const void* dy,
+                        const void* w, const void* x, const HaloNorm& norm, void* dz,
+                        Workspace workspace, const std::string& what);
 Status HaloWgradOf(const Context& ctx, const ConvProblem& p, int64_t parts, const void* x,
                    const void* dy, void* dw, Workspace workspace, const std::string& what);
 
@@ -109,10 +109,6 @@ Status LaunchHaloGradientF16(const Context& ctx, HaloProduct& p, void* dbias, in
 Status LaunchHaloGradientTf32(const Context& ctx, HaloProduct& p, void* dbias, int multiprocessors,
                               const std::string& what);
 // Of p.norm.
-Status LaunchHaloNormGradientBf16(const Context& ctx, HaloProduct& p, int multiprocessors,
-                                  const std::string& what);
-Status LaunchHaloNormGradientF16(const Context& ctx, HaloProduct& p, int multiprocessors,
-                                 const std::string& what);
 Status LaunchHaloNormGradientTf32(const Context& ctx, HaloProduct& p, int multiprocessors,
                                   const std::string& what);
 Status LaunchHaloWgradBf16(const Context& ctx, HaloWgrad& p, const std::string& what);

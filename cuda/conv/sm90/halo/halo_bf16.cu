@@ -13,11 +13,6 @@ Status LaunchHaloGradientBf16(const Context& ctx, HaloProduct& p, void* dbias, i
   return LaunchHaloGradient<__nv_bfloat16>(ctx, p, dbias, multiprocessors, what);
 }
 
-Status LaunchHaloNormGradientBf16(const Context& ctx, HaloProduct& p, int multiprocessors,
-                                  const std::string& what) {
-  return LaunchHaloNormGradient<__nv_bfloat16>(ctx, p, multiprocessors, what);
-}
-
 Status LaunchHaloWgradBf16(const Context& ctx, HaloWgrad& p, const std::string& what) {
   return LaunchHaloWgrad<__nv_bfloat16>(ctx, p, what);
 }

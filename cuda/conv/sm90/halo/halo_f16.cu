@@ -13,11 +13,6 @@ Status LaunchHaloGradientF16(const Context& ctx, HaloProduct& p, void* dbias, in
   return LaunchHaloGradient<__half>(ctx, p, dbias, multiprocessors, what);
 }
 
-Status LaunchHaloNormGradientF16(const Context& ctx, HaloProduct& p, int multiprocessors,
-                                  const std::string& what) {
-  return LaunchHaloNormGradient<__half>(ctx, p, multiprocessors, what);
-}
-
 Status LaunchHaloWgradF16(const Context& ctx, HaloWgrad& p, const std::string& what) {
   return LaunchHaloWgrad<__half>(ctx, p, what);
 }

@@ -9,9 +9,42 @@
 #include "cuda/core/activate.cuh"
 #include "cuda/core/device.h"
 #include "cuda/gemm/sm90.cuh"
+#include "cuda/gemm/sm90_sums.cuh"
 
 namespace jaxconv::cuda {
 namespace {
+
+// Registers of a thread that loads, and of one that multiplies: 504 with one warpgroup of those and two of these.
+constexpr int HaloProducer(HaloBeside beside) {
+  return beside == HaloBeside::kNormed ? 40 : kProducerRegisters;
+}
+constexpr int HaloConsumer(HaloBeside beside) {
+  return beside == HaloBeside::kNormed ? 232 : kConsumerRegisters;
+}
+
+constexpr int HaloSums(HaloBeside beside) {
+  return beside == HaloBeside::kNormed ? 2 : beside == HaloBeside::kKept ? 1 : 0;
+}
+
+// Of a thread's upper and lower channel: z = (x - mean) * s + t. 0 of one that is not there.
+struct HaloAffine {
+  __device__ __forceinline__ HaloAffine(const HaloNorm& norm, int64_t channel, bool has_upper,
+                                        bool has_lower) {
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      mean[row] = s[row] = t[row] = 0.f;
+      if (row == 0 ? !has_upper : !has_lower) continue;
+      const int64_t at = channel + row * 8;
+      mean[row] = __ldg(norm.mean + at);
+      s[row] = __ldg(norm.scale + at) * __ldg(norm.rstd + at);
+      t[row] = __ldg(norm.bias + at);
+    }
+  }
+  __device__ __forceinline__ float Of(float centred, int row) const {
+    return fmaf(centred, s[row], t[row]);
+  }
+  float mean[2], s[2], t[2];
+};
 
 // Volatile: the compiler would work out all addresses first, and run out of registers.
 __device__ __forceinline__ float LoadIf(bool there, const float* from) {
@@ -26,8 +59,8 @@ __device__ __forceinline__ float LoadIf(bool there, const float* from) {
 // reads of c for the next eight is on its way meanwhile.
 template <HaloBeside kBeside, int kSums>
 __device__ __forceinline__ void FinishBeside(const HaloProduct& p, int tile, int64_t channel,
-                                             bool has_upper, bool has_lower,
-                                             float (&acc)[64], float (&sum)[kSums][2]) {
+                                             bool has_upper, bool has_lower, float (&acc)[64],
+                                             float (&sum)[kSums][2]) {
   constexpr int kEight = 8;
   const int64_t pitch = int64_t(p.instances) * p.n;
   const float* from = static_cast<const float*>(p.c) + channel;
@@ -266,7 +299,8 @@ Status LaunchHaloNormGradientTf32(const Context& ctx, HaloProduct& p, int multip
                                   const std::string& what) {
   multiprocessors = std::min<int>(multiprocessors, kHaloMostCtas);
   JAXCONV_RETURN_IF_ERROR(Launch<HaloBeside::kNormed>(ctx, p, multiprocessors, what));
-  return AddHaloNormSums(ctx, p, what);
+  return LaunchColumnTotals<32, 2>(ctx, p.parts, 2 * p.ctas, p.instances * p.n,
+                                   Sm90NormTotals{p.norm.rstd, p.norm.dscale, p.norm.dbias}, what);
 }
 
 }  // namespace jaxconv::cuda
