@@ -1187,7 +1187,8 @@ def test_plans_of_the_gradient_through_a_norm(code_for_gpus, monkeypatch):
         (dataclasses.replace(of(64, 64, (3, 3)), algorithm="sm90/halo"), "takes float32 only"),
         (of(32, 16, (1, 1), 112), "75% of its tiles' columns would be empty"),
         (of(144, 24, (1, 1), dtype="float32", precision="default"), "44% of its tiles' columns would be empty"),
-        (of(128, 512, (1, 1), dtype="float32", precision="default"), "sums of 512 products"),
+        (of(128, 256, (1, 1), dtype="float32", precision="default"), "sums of 256 products"),
+        (of(96, 8, (3, 3), dtype="float32", precision="default"), "sums of 288 products"),  # 32 of each tap
         (of(128, 512, (1, 1), 14), "read again from the caches"),
         (of(128, 256, (1, 1), dtype="float32", precision="highest"), "in TF32 only"),
         (of(128, 256, (3, 3), stride=2), "strides of 1"),
@@ -1199,6 +1200,9 @@ def test_plans_of_the_gradient_through_a_norm(code_for_gpus, monkeypatch):
         left = _plan.plan("conv_norm_gradient", other, H200)
         assert str(left) == "calls[two]" and why in left.reason, left.reason
     assert str(_plan.plan("conv_norm_gradient", p, _plan.Device("cpu"))) == "calls[two]"
-    monkeypatch.setenv("JAXCONV_DISABLE", "conv_norm_gradient")
-    left = _plan.plan("conv_norm_gradient", p, H200)
-    assert str(left) == "calls[two]" and "JAXCONV_DISABLE" in left.reason
+    for kind in ("none", "NVIDIA A100"):
+        assert str(_plan.plan("conv_norm_gradient", p, dataclasses.replace(H200, kind=kind))) == "calls[two]"
+    for op in ("conv_norm_gradient", "batchnorm"):
+        monkeypatch.setenv("JAXCONV_DISABLE", op)
+        left = _plan.plan("conv_norm_gradient", p, H200)
+        assert str(left) == "calls[two]" and "JAXCONV_DISABLE" in left.reason

@@ -628,7 +628,7 @@ ROWS: dict[str, Row] = {
         "batchnorm_backward",
         "conv_norm_gradient",
     ),
-    "norm, dgrad, pooled": Row(  # the second norm's result is read by no convolution
+    "norm, dgrad, last": Row(  # the second norm's result is read by no convolution
         lambda x, w, v, *norms: jnp.cos(norm(between(x, w, v, *norms[:2], act=lambda z: z), *norms[2:])),
         (X, (3, 3, 8, 16), (1, 1, 16, 8), (16,), (16,), V, V),
         {NORM_BACK: 1},
@@ -640,6 +640,24 @@ ROWS: dict[str, Row] = {
         (X, (3, 3, 8, 16), (3, 3, 16, 8), (16,), (16,)),
         {ADD: 1},
         {"conv_dgrad_add": 1, "batchnorm_backward": 1},
+        "conv_norm_gradient",
+        "conv_norm_gradient",
+        ruled_out=True,
+    ),
+    "norm, dgrad, residual": Row(  # without an activation: what it adds has a gradient, too
+        lambda x, w, r, v, s, b: conv(norm(conv(x, w), s, b) + r, v),
+        (X, (3, 3, 8, 16), (4, 8, 4, 16), (1, 1, 16, 8), (16,), (16,)),
+        {},
+        {"batchnorm_backward": 1, "conv_dgrad": 2},
+        "conv_norm_gradient",
+        "conv_norm_gradient",
+        ruled_out=True,
+    ),
+    "norm, dgrad, pieces": Row(  # a norm of a concatenation, which XLA does not write
+        lambda x, r, w, s, b: conv(jax.nn.relu(norm(jnp.concatenate([jnp.sin(x), r], -1), s, b)), w),
+        (X, X, (3, 3, 16, 8), (16,), (16,)),
+        {},
+        {"batchnorm_backward": 1, "conv_dgrad": 1},
         "conv_norm_gradient",
         "conv_norm_gradient",
         ruled_out=True,

@@ -138,7 +138,7 @@ struct Sm90Bare {
 // kAffine: d = sum + added + bias, as Sm90Plain's.
 template <typename Tile, bool kAffine>
 struct Sm90Moments : Sm90EpilogueDefaults {
-  using Args = Sm90Parts;
+  using Args = StatisticsParts;
   using Walk = Sm90OneColumn;
   using Affine = std::conditional_t<kAffine, Sm90Affine<Tile>, Sm90Bare>;
   using T = typename Tile::T;

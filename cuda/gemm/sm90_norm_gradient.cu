@@ -2,8 +2,8 @@
 // rounded, its sum and that of its products with x - mean.
 //
 // x comes through the ring behind the operands, and stays there until the sums are taken of it and of d, which lies beside it on
-// its way out (sm90_columns.cuh). Of 16 bits, x has none that z could lose without the mean subtracted first. Rows beyond the last
-// are zeros in A, and so in d.
+// its way out (sm90_columns.cuh). x of 16 bits loses nothing in x * s + t, so its mean need not be subtracted first. Rows beyond
+// the last are zeros in A, and so in d.
 #include <cstdint>
 
 #include "cuda/gemm/sm90_norm_gradient.cuh"

@@ -111,7 +111,7 @@ Status LaunchWritten(const Context& ctx, Sm90Product& p, const Sm90Normalisation
 // LaunchSm90Columns with what is normalised.
 template <typename Tile, bool kSilu>
 Status LaunchMoments(const Context& ctx, Sm90Product& p, const Sm90Normalisation& n,
-                     int multiprocessors, Sm90Parts* to, const std::string& what) {
+                     int multiprocessors, StatisticsParts* to, const std::string& what) {
   CountTiles<Tile>(p);
   const int ctas = CtasOfColumn(p, 1, MostColumnParts(p.phase[0].m) / 2, multiprocessors);
   to->parts = 2 * ctas;
@@ -123,7 +123,7 @@ Status LaunchMoments(const Context& ctx, Sm90Product& p, const Sm90Normalisation
 
 template <typename T>
 Status LaunchByTile(const Context& ctx, Sm90Product& p, Sm90Normalisation& n, TileSize tile,
-                    int multiprocessors, Sm90Parts* to, const std::string& what) {
+                    int multiprocessors, StatisticsParts* to, const std::string& what) {
   return ForNormalisation<T>(n, [&](auto silu) {
     return WithTile<kNormalisedTiles>(tile, what, [&](auto rows, auto columns) {
       constexpr bool kSilu = decltype(silu)::value;
@@ -138,7 +138,7 @@ Status LaunchByTile(const Context& ctx, Sm90Product& p, Sm90Normalisation& n, Ti
 }
 
 Status LaunchSm90Normalised(const Context& ctx, DType dtype, Sm90Product& p, Sm90Normalisation n,
-                            TileSize tile, int multiprocessors, Sm90Parts* to,
+                            TileSize tile, int multiprocessors, StatisticsParts* to,
                             const std::string& what) {
   return dtype == DType::kBF16
              ? LaunchByTile<__nv_bfloat16>(ctx, p, n, tile, multiprocessors, to, what)

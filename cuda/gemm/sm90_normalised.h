@@ -25,7 +25,7 @@ struct Sm90Normalisation {
 
 // For KN products of one phase, one instance and one tap, 16 bit, with no epilogue. `to`: null unless statistics are wanted.
 Status LaunchSm90Normalised(const Context& ctx, DType dtype, Sm90Product& p, Sm90Normalisation n,
-                            TileSize tile, int multiprocessors, Sm90Parts* to,
+                            TileSize tile, int multiprocessors, StatisticsParts* to,
                             const std::string& what);
 
 }  // namespace jaxconv::cuda

@@ -7,7 +7,7 @@ namespace jaxconv::cuda {
 
 template <typename T>
 Status LaunchByTile(const Context& ctx, Sm90Product& p, TileSize tile, int multiprocessors,
-                    Sm90Parts* to, const std::string& what) {
+                    StatisticsParts* to, const std::string& what) {
   return WithTile<kStatisticsTiles>(tile, what, [&](auto rows, auto columns) {
     using Tile = Sm90TileOf<T, true, false, decltype(rows)::value, decltype(columns)::value>;
     const auto launch = [&](auto affine) {
@@ -20,7 +20,7 @@ Status LaunchByTile(const Context& ctx, Sm90Product& p, TileSize tile, int multi
 }
 
 Status LaunchSm90Statistics(const Context& ctx, DType dtype, Sm90Product& p, TileSize tile,
-                            int multiprocessors, Sm90Parts* to, const std::string& what) {
+                            int multiprocessors, StatisticsParts* to, const std::string& what) {
   return dtype == DType::kBF16
              ? LaunchByTile<__nv_bfloat16>(ctx, p, tile, multiprocessors, to, what)
              : LaunchByTile<__half>(ctx, p, tile, multiprocessors, to, what);

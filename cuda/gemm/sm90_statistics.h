@@ -8,21 +8,15 @@
 #include <string>
 
 #include "cuda/gemm/sm90_product.h"
+#include "cuda/gemm/statistics_parts.h"
 
 namespace jaxconv::cuda {
 
-struct Sm90Parts {
-  // In a workspace: (parts, columns of all instances) pairs (mean, sum of squares about it), and
-  // (parts) numbers of rows, which may be 0, but not the first.
-  float2* moments;
-  float* counts;
-  int parts;  // the launch says, at most MostGradientParts
-};
-
+// to->parts: at most MostGradientParts.
 Status LaunchSm90Statistics(const Context& ctx, DType dtype, Sm90Product& p, TileSize tile,
-                            int multiprocessors, Sm90Parts* to, const std::string& what);
+                            int multiprocessors, StatisticsParts* to, const std::string& what);
 // p.out: c, and d, rows of all instances' columns.
 Status LaunchSm90StatisticsTf32(const Context& ctx, Sm90Product& p, TileSize tile,
-                                int multiprocessors, Sm90Parts* to, const std::string& what);
+                                int multiprocessors, StatisticsParts* to, const std::string& what);
 
 }  // namespace jaxconv::cuda

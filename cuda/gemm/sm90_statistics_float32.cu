@@ -13,7 +13,7 @@ namespace jaxconv::cuda {
 // kAffine: d = sum + c + bias, either of which may be null.
 template <typename Tile, bool kAffine>
 struct Sm90FloatMoments : Sm90EpilogueDefaults {
-  using Args = Sm90Parts;
+  using Args = StatisticsParts;
   using Walk = Sm90OneColumn;
   using Part = FloatPart<Tile>;
   static constexpr int kChunks = Part::kChunks, kBoxes = Tile::kBlocks * kChunks;
@@ -130,7 +130,7 @@ struct Sm90FloatMoments : Sm90EpilogueDefaults {
 };
 
 Status LaunchSm90StatisticsTf32(const Context& ctx, Sm90Product& p, TileSize tile,
-                                int multiprocessors, Sm90Parts* to, const std::string& what) {
+                                int multiprocessors, StatisticsParts* to, const std::string& what) {
   JAXCONV_RETURN_IF_ERROR(WithTile<kTf32StatisticsTiles>(tile, what, [&](auto rows, auto columns) {
     using Tile = Sm90Tf32Tile<decltype(rows)::value, decltype(columns)::value>;
     const auto launch = [&](auto affine) {

@@ -38,13 +38,13 @@ def first(p: ScaledConvProblem, device: Device) -> str:
     """The kernel that the problem wants, which may refuse it.
 
     EIGHT fetches a pixel nine times for 3x3 filters, and 64 channels are too few products to hide that: on an H100 its
-    int8 took 1.3 times as long as bfloat16 in sm90/halo, its float8 4.2 times. HALO fetches it once. It was not
-    timed yet: of 33 to 64 channels the tensor cores should bound it where its tiles fill the device.
+    int8 took 1.3 times as long as bfloat16 in sm90/halo, its float8 4.2 times. HALO fetches it once: 1.9 (float8 1.7)
+    times bfloat16's speed, where its tiles fill the device. Of other numbers of channels it was not timed.
     """
     places = 128 if p.dtype in FLOAT8 else 256
-    tiles = -(-p.batch * math.prod(p.out_spatial) // places) * -(-p.out_channels // 64)
+    count = -(-p.batch * math.prod(p.out_spatial) // places) * -(-p.out_channels // 64)
     few = p.groups == 1 and 32 < p.in_channels <= 64
-    return HALO if few and p.filter[-2:] == (3, 3) and tiles >= device.sm_count else EIGHT
+    return HALO if few and p.filter[-2:] == (3, 3) and count >= device.sm_count else EIGHT
 
 
 def by_kernel(algorithm: str, p: ScaledConvProblem, device: Device) -> Plan | str:

@@ -67,7 +67,7 @@ class Program(Graph):
             for v in node.inputs:
                 v.users.append(node)
         self.changes.append((dead, self.nodes[first:]))
-        for old, new in zip(outputs, results, strict=False):
+        for old, new in zip(outputs, results[: len(outputs)], strict=True):
             self._merge(old, new)
         return results[len(outputs) :]
 

@@ -493,7 +493,7 @@ def norm_and_dgrad(program: Program, node: Node, device: _plan.Device) -> bool:
     p: BatchNormProblem = node.params["problem"]
     x, dy, scale, bias, mean, rstd = node.inputs[:6]
     d = maker(dy, "conv_dgrad")
-    plain = not p.residual and not p.masked and p.batch is None and p.want_dx and p.count is None
+    plain = not (p.residual or p.want_dresidual or p.masked) and p.batch is None and p.want_dx and p.count is None
     chosen = p.implementation or p.algorithm
     if d is None or not plain or chosen or not read_by(dy, node) or split_by_type(*node.inputs):
         return False
@@ -503,7 +503,8 @@ def norm_and_dgrad(program: Program, node: Node, device: _plan.Device) -> bool:
     if not wants("conv_norm_gradient", of_dgrad, device):
         return False
     inputs = [*d.inputs, x, scale, bias, mean, rstd]
-    if not program.fits([d, node], inputs, node.outputs):
+    # XLA reads the pieces of a concatenation, a kernel would need it in memory.
+    if _pieces_of_norms(x, p) or not program.fits([d, node], inputs, node.outputs):
         return False
 
     def call(dv: Array, w: Array, x: Array, scale: Array, bias: Array, mean: Array, rstd: Array) -> list[Array]:

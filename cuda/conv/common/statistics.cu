@@ -16,8 +16,8 @@ constexpr int kThreads = 256;
 constexpr int kLanes = kThreads / kChannels;
 constexpr int kWarps = kThreads / 32;
 static_assert(kWarps / 2 * kChannels == 32);
-constexpr int kFlight =
-    9;  // loads of a thread on their way: all, of two parts a multiprocessor (16 bit)
+// Loads of a thread on their way: all, where there are two parts a multiprocessor.
+constexpr int kFlight = 9;
 
 __device__ __forceinline__ Moments Across(const Moments& a, int lanes) {
   return {__shfl_xor_sync(0xffffffffu, a.count, lanes), __shfl_xor_sync(0xffffffffu, a.mean, lanes),
@@ -25,7 +25,7 @@ __device__ __forceinline__ Moments Across(const Moments& a, int lanes) {
 }
 
 __global__ void __launch_bounds__(kThreads)
-    CombineStatisticsKernel(const Sm90Parts from, float rows, int64_t channels, float* mean,
+    CombineStatisticsKernel(const StatisticsParts from, float rows, int64_t channels, float* mean,
                             float* var) {
   __shared__ Moments shared[kWarps][kChannels];
   const int c = threadIdx.x % kChannels, lane = threadIdx.x / kChannels;
@@ -70,8 +70,8 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-Status CombineStatistics(const Context& ctx, const Sm90Parts& from, int64_t rows, int64_t channels,
-                         void* mean, void* var, const std::string& what) {
+Status CombineStatistics(const Context& ctx, const StatisticsParts& from, int64_t rows,
+                         int64_t channels, void* mean, void* var, const std::string& what) {
   if (rows < 1 || channels % kChannels != 0) {
     return Status::Invalid(what + ": statistics need at least one row and channels in eights");
   }

@@ -25,7 +25,7 @@ Status GroupedFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e,
 Status GroupedStatistics(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
                          const void* w, void* y, void* mean, void* var, Workspace workspace) {
   const std::string what = Describe("conv_statistics", p, plan);
-  Sm90Parts parts = {};
+  StatisticsParts parts = {};
   parts.moments = static_cast<float2*>(workspace.data);
   parts.counts = reinterpret_cast<float*>(parts.moments + conv::grouped::MostParts(p) * p.k);
   JAXCONV_RETURN_IF_ERROR(conv::GroupedRowsStatistics(ctx, p, x, w, y, &parts, what));

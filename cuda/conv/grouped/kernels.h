@@ -12,6 +12,6 @@ WgradLauncher GroupedMmaWgrad, GroupedRowsWgrad, GroupedRowsFloat32Wgrad;
 
 // fprop, and the statistics of y in parts, for which `parts` has room.
 Status GroupedRowsStatistics(const Context& ctx, const ConvProblem& p, const void* x, const void* w,
-                             void* y, Sm90Parts* parts, const std::string& what);
+                             void* y, StatisticsParts* parts, const std::string& what);
 
 }  // namespace jaxconv::cuda::conv

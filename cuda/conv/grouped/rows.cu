@@ -52,7 +52,7 @@ struct GroupedRowsArgs {
   int group_shift;  // log2 of its channels
   bool dgrad;
   StridedColumns strided;  // of src, Meet::kGather
-  Sm90Parts parts;         // kMoments; two of a block
+  StatisticsParts parts;   // kMoments; two of a block
 };
 
 // d = a * b + c, of K 16-bit numbers.
@@ -534,7 +534,7 @@ Status Launch(const Context& ctx, GroupedRowsArgs<T> g, const void* src, DType d
 
 // The problem's arrays and the kernel that runs it; `parts` is null where no statistics are wanted.
 Status Run(const Context& ctx, const ConvProblem& p, bool dgrad, const Epilogue& e, const void* src,
-           const void* w, const void* bias, void* dst, void* z, Sm90Parts* parts,
+           const void* w, const void* bias, void* dst, void* z, StatisticsParts* parts,
            const std::string& what) {
   const auto run = [&](auto tag) {
     using T = typename decltype(tag)::type;
@@ -575,7 +575,7 @@ Status GroupedRows(const Context& ctx, const ConvProblem& p, bool dgrad, const E
 }
 
 Status GroupedRowsStatistics(const Context& ctx, const ConvProblem& p, const void* x, const void* w,
-                             void* y, Sm90Parts* parts, const std::string& what) {
+                             void* y, StatisticsParts* parts, const std::string& what) {
   const Epilogue bare = {false, Activation::kNone, 0.0, false};
   return Run(ctx, p, false, bare, x, w, nullptr, y, nullptr, parts, what);
 }

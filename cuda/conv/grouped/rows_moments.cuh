@@ -46,8 +46,8 @@ struct RowMoments {
   }
 
   // Part `part` of these 16 channels, from channel0 on, of `channels`: of `count` pixels.
-  __device__ __forceinline__ void Write(const Sm90Parts& to, int part, int channel0, int channels,
-                                        int count) const {
+  __device__ __forceinline__ void Write(const StatisticsParts& to, int part, int channel0,
+                                        int channels, int count) const {
     const int lane = threadIdx.x % 32;
     float k[8];
     Unpack<T, 8>(make_uint4(about[0], about[0], about[1], about[1]), k);

@@ -22,7 +22,7 @@ namespace {
 // wanted, which results without an activation have in 16 bit and TF32.
 Status Product(const Context& ctx, const ConvProblem& p, const Epilogue& e, Sm90Choice choice,
                int splits, const void* x, const void* w, const void* bias, const void* residual,
-               void* y, void* z, Workspace workspace, Sm90Parts* statistics,
+               void* y, void* z, Workspace workspace, StatisticsParts* statistics,
                const std::string& what) {
   Device device;
   JAXCONV_RETURN_IF_ERROR(CurrentDevice(what, &device));
@@ -138,7 +138,7 @@ Status Sm90Statistics(const Context& ctx, const ConvProblem& p, const Plan& plan
   const int64_t rows = p.n * p.out_size(), most = MostGradientParts(p.dtype, rows);
   // The transposed filter lies in front of the parts.
   const int64_t filter = p.dtype == DType::kF32 ? Align256(4 * CountW(p)) : 0;
-  Sm90Parts parts = {};
+  StatisticsParts parts = {};
   parts.moments = reinterpret_cast<float2*>(static_cast<char*>(workspace.data) + filter);
   parts.counts = reinterpret_cast<float*>(parts.moments + most * p.k);
   const Epilogue e = {bias != nullptr, Activation::kNone, 0.0, false};

@@ -208,7 +208,7 @@ inline std::string RefuseSums(const ConvProblem& p, std::string_view tile, const
   return why.empty() && !single ? RefuseResident(size, p.c, p.k, 1, device) : why;
 }
 
-// The same of a norm whose result only the convolution reads.
+// dgrad with the sums of a batch-norm whose result only the convolution reads; any number of channels.
 inline std::string RefuseNormSums(const ConvProblem& p, std::string_view tile,
                                   const Device& device) {
   if (p.dtype == DType::kF32) return "with sums of such a norm it takes 16-bit arrays only";

@@ -94,12 +94,8 @@ Status Sm90NormGradient(const Context& ctx, const ConvProblem& p, const Epilogue
   const auto floats = [](const void* from) { return static_cast<const float*>(from); };
   const auto out = [](void* to) { return static_cast<float*>(to); };
   if (MemberOf(plan.kernel) == "halo") {
-    const HaloNorm norm = {floats(a.scale),
-                           floats(a.bias),
-                           floats(a.mean),
-                           floats(a.rstd),
-                           out(a.dscale),
-                           out(a.dbias)};
+    const HaloNorm norm = {floats(a.scale), floats(a.bias), floats(a.mean),
+                           floats(a.rstd),  out(a.dscale),  out(a.dbias)};
     return HaloNormGradient(ctx, p, e, a.dy, a.w, a.x, norm, a.dz, workspace, what);
   }
   Device device;

@@ -54,7 +54,7 @@ Status Sm90Normalised(const Context& ctx, const ConvProblem& p, const BatchNormP
       EncodeTiled(p.dtype, FilterTensor(p, w, 1), {0, 1, 64, 1}, what + " w", &g.b));
   JAXCONV_RETURN_IF_ERROR(
       EncodeTiled(p.dtype, MatrixTensor(y, p.k, 1, pixels), {64, 1, 64}, what + " y", &g.d[0]));
-  Sm90Parts parts = {};
+  StatisticsParts parts = {};
   if (statistics) {
     parts.moments = static_cast<float2*>(workspace.data);
     parts.counts =

@@ -55,8 +55,9 @@ __device__ __forceinline__ float LoadIf(bool there, const float* from) {
   return v;
 }
 
-// d = acc + c, or acc * f'(c) and its sums, or acc * f'(z) and its sums and those of its products with c less its mean: a thread's accumulators are two channels of 32 places, eight at a time. What it
-// reads of c for the next eight is on its way meanwhile.
+// d = acc + c, or acc * f'(c) and its sums, or acc * f'(z) of the z that a norm makes of c, its sums and those of its products
+// with c less its mean. A thread's accumulators are two channels of 32 places, eight at a time. What it reads of c for the next
+// eight is on its way meanwhile.
 template <HaloBeside kBeside, int kSums>
 __device__ __forceinline__ void FinishBeside(const HaloProduct& p, int tile, int64_t channel,
                                              bool has_upper, bool has_lower, float (&acc)[64],
