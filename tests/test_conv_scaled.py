@@ -414,7 +414,7 @@ HALO_CASES = {
     "several_tiles_each_in_wide_rows": Case((100, 28, 28, 128), (3, 3, 128, 80)),
 }
 HALO = "sm90/eight_halo"
-on_hopper = pytest.mark.skipif(not ON_GPU, reason="sm90/eight_halo is Hopper's: elsewhere other tests say the same")
+on_hopper = pytest.mark.skipif(not ON_GPU, reason="sm90/eight_halo needs a GPU of compute capability 9.0")
 
 
 @on_hopper

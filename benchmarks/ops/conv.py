@@ -254,6 +254,11 @@ class ConvCase(base.Case):
         """y of x and w, dx of dy and w, or dw of x and dy."""
         return _exact(self.conv, pass_, channels_last, {name: a[name] for name in _OPERANDS[pass_]})
 
+    @property
+    def reduced(self) -> int:
+        """Elements per channel of x."""
+        return self.batch * math.prod(self.spatial)
+
     def tolerance(self, pass_: str, result: str, rounding: base.Rounding) -> float:
         return 2 * (rounding.u + rounding.product(self.terms(pass_)))
 

@@ -30,11 +30,6 @@ class DgradSumsCase(ConvCase):
     algorithms = ("sm90", "two")
     layouts = ("NHWC",)
 
-    @property
-    def reduced(self) -> int:
-        """Elements per channel of x."""
-        return self.batch * math.prod(self.spatial)
-
     def work(self, pass_: str, item: int) -> tuple[float, float]:
         x = math.prod(self.x_shape())  # dy, w, c, x and a bit an element of x, to dz
         return self.flops, item * (self.elements + 2 * x) + x / 8

@@ -27,11 +27,6 @@ class ConvGradientCase(ConvCase):
     results: ClassVar = {"dgrad": ("dz", "dbias")}
     algorithms = ("sm90", "narrow", "three")
 
-    @property
-    def reduced(self) -> int:
-        """Elements per channel of x."""
-        return self.batch * math.prod(self.spatial)
-
     def work(self, pass_: str, item: int) -> tuple[float, float]:
         return self.flops, item * (self.elements + math.prod(self.x_shape()))  # dy, w and y, to dz
 

@@ -31,11 +31,6 @@ class NormGradientCase(ConvCase):
     algorithms = ("sm90", "two")
     layouts = ("NHWC",)
 
-    @property
-    def reduced(self) -> int:
-        """Elements per channel of x."""
-        return self.batch * math.prod(self.spatial)
-
     def work(self, pass_: str, item: int) -> tuple[float, float]:
         # dy, w and x, to dz; then x and dz, to dx
         return self.flops, item * (self.elements + 4 * math.prod(self.x_shape()))

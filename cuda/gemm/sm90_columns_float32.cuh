@@ -14,6 +14,43 @@ namespace jaxconv::cuda {
 
 inline constexpr int kFloatParts = 4;  // of a warpgroup
 
+__device__ __forceinline__ int SumsColumn() {
+  return threadIdx.x % 32 / 4 * 8 + threadIdx.x % 4 * 2;
+}
+
+// What a lane keeps of kChunks * 64 columns: two sums of columns SumsColumn() and the next of each 64.
+template <int kChunks>
+struct FloatColumnSums {
+  __device__ __forceinline__ FloatColumnSums() {
+#pragma unroll
+    for (int i = 0; i < 2 * kChunks; ++i) {
+      sum[i / kChunks][i % kChunks] = make_float2(0.f, 0.f);
+    }
+  }
+
+  __device__ __forceinline__ void Add(int which, int chunk, const float2& more) {
+    sum[which][chunk].x += more.x;
+    sum[which][chunk].y += more.y;
+  }
+
+  // The parts of the warps of part `part`, of parts (kFloatParts * parts, 2, p.n).
+  __device__ __forceinline__ void Write(const Sm90Product& p, const Sm90Place& at, int part,
+                                        float* parts) const {
+    const int64_t own = part * kFloatParts + threadIdx.x % 128 / 32;
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      const int column = at.n + i * 64 + SumsColumn();
+      if (column >= p.n) continue;
+#pragma unroll
+      for (int which = 0; which < 2; ++which) {
+        *reinterpret_cast<float2*>(parts + (own * 2 + which) * p.n + column) = sum[which][i];
+      }
+    }
+  }
+
+  float2 sum[2][kChunks];
+};
+
 // Both warpgroups make a tile: in turns neither two sums nor what lies ahead would have registers.
 template <int kRows, int kColumns>
 using Sm90SumsTile = Sm90Tile<float, true, true, kRows / 128, kColumns, false, false>;
@@ -79,10 +116,6 @@ __device__ __forceinline__ float2 SumRows(const float (&v)[32], bool upper, bool
   HalveColumns<4>(sum);
   HalveColumns<2>(sum);
   return make_float2(sum[0], sum[1]);
-}
-
-__device__ __forceinline__ int SumsColumn() {
-  return threadIdx.x % 32 / 4 * 8 + threadIdx.x % 4 * 2;
 }
 
 }  // namespace jaxconv::cuda

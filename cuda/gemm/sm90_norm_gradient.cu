@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "cuda/gemm/sm90_norm_gradient.cuh"
+#include "cuda/gemm/sm90_normalised.cuh"
 #include "cuda/gemm/sm90_resident.cuh"
 
 namespace jaxconv::cuda {
@@ -35,17 +36,13 @@ struct ResidentNormTile : Base {
 template <typename T, typename Table, typename F>
 __device__ __forceinline__ void ThroughNorm(uint32_t box, const Table& table, int first, const F& f,
                                             float (&v)[32]) {
-  const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
 #pragma unroll
   for (int j = 0; j < 4; ++j) {  // 16 columns
     uint32_t pair[4];
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
-                 : "=r"(pair[0]), "=r"(pair[1]), "=r"(pair[2]), "=r"(pair[3])
-                 : "r"(box + row * 128 + (((j * 2 + lane / 16) ^ (row % 8)) * 16))
-                 : "memory");
+    LoadRows<true>(box, j, pair);
 #pragma unroll
     for (int i = 0; i < 4; i += 2) {
-      const float4 affine = table.Load(first + j * 16 + i * 4 + lane % 4 * 2);
+      const float4 affine = table.Load(first + j * 16 + i * 4 + threadIdx.x % 4 * 2);
       auto& four = reinterpret_cast<float (&)[4]>(v[j * 8 + i * 2]);
       const float2 upper = UnpackPair(pair[i], T()), lower = UnpackPair(pair[i + 1], T());
       four[0] = f(fmaf(upper.x, affine.x, affine.z), four[0]);

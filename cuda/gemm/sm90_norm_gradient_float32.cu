@@ -21,10 +21,7 @@ struct Sm90FloatNormGradient : Sm90EpilogueDefaults {
               [&](int column) {
                 return make_float2(g.scale[column] * g.rstd[column], g.bias[column]);
               }),
-        block0(block0) {
-#pragma unroll
-    for (int i = 0; i < kChunks; ++i) sum[0][i] = sum[1][i] = make_float2(0.f, 0.f);
-  }
+        block0(block0) {}
 
   __device__ __forceinline__ void Begin(const Sm90Product& p, const Args&, const Sm90Place& at) {
     Part(p, at, block0, 0, p.n).Load(p.out.c, x);
@@ -56,36 +53,23 @@ struct Sm90FloatNormGradient : Sm90EpilogueDefaults {
         Pin(reinterpret_cast<float (&)[4]>(v[j * 4]));  // or the scheduler runs out of registers
       }
       part.Store(p.out.d, v);
-      const float2 plain = SumRows(v, part.upper, part.lower);
-      sum[0][box % kChunks].x += plain.x;
-      sum[0][box % kChunks].y += plain.y;
+      sums.Add(0, box % kChunks, SumRows(v, part.upper, part.lower));
 #pragma unroll
       for (int i = 0; i < 32; ++i) v[i] *= OfBox(x, i);
       if (box + 1 < kBoxes) Part(p, at, block0, box + 1, p.n).Load(p.out.c, x);
-      const float2 products = SumRows(v, part.upper, part.lower);
-      sum[1][box % kChunks].x += products.x;
-      sum[1][box % kChunks].y += products.y;
+      sums.Add(1, box % kChunks, SumRows(v, part.upper, part.lower));
     }
   }
 
   __device__ __forceinline__ void End(const Sm90Product& p, const Args& g, const Sm90Place& at,
                                       int part) {
-    const int64_t own = part * kFloatParts + threadIdx.x % 128 / 32;
-#pragma unroll
-    for (int i = 0; i < kChunks; ++i) {
-      const int column = at.n + i * 64 + SumsColumn();
-      if (column >= p.n) continue;
-#pragma unroll
-      for (int which = 0; which < 2; ++which) {
-        *reinterpret_cast<float2*>(g.parts + (own * 2 + which) * p.n + column) = sum[which][i];
-      }
-    }
+    sums.Write(p, at, part, g.parts);
   }
 
   typename Tile::Table table;
   int block0;
   float2 x[2][8];  // of the next box
-  float2 sum[2][kChunks];
+  FloatColumnSums<kChunks> sums;
 };
 
 Status LaunchSm90NormGradientTf32(const Context& ctx, Sm90Product& p,

@@ -17,10 +17,7 @@ struct Sm90FloatNormSums : Sm90EpilogueDefaults {
 
   __device__ __forceinline__ Sm90FloatNormSums(const Sm90Product&, const Args&, uint32_t, int,
                                                int block0)
-      : block0(block0) {
-#pragma unroll
-    for (int i = 0; i < kChunks; ++i) sum[0][i] = sum[1][i] = make_float2(0.f, 0.f);
-  }
+      : block0(block0) {}
 
   // The signs of a thread's two rows of a box, 64 columns each; of rows that are not there none.
   __device__ __forceinline__ void LoadSigns(const Args& s, const Part& part) {
@@ -63,9 +60,7 @@ struct Sm90FloatNormSums : Sm90EpilogueDefaults {
         LoadSigns(s, next);
       }
       part.Store(p.out.d, v);
-      const float2 plain = SumRows(v, part.upper, part.lower);
-      sum[0][box % kChunks].x += plain.x;
-      sum[0][box % kChunks].y += plain.y;
+      sums.Add(0, box % kChunks, SumRows(v, part.upper, part.lower));
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         const float2 mean = j * 8 < part.columns
@@ -77,30 +72,19 @@ struct Sm90FloatNormSums : Sm90EpilogueDefaults {
         }
       }
       if (more) next.Load(s.x, x);
-      const float2 products = SumRows(v, part.upper, part.lower);
-      sum[1][box % kChunks].x += products.x;
-      sum[1][box % kChunks].y += products.y;
+      sums.Add(1, box % kChunks, SumRows(v, part.upper, part.lower));
     }
   }
 
   __device__ __forceinline__ void End(const Sm90Product& p, const Args& s, const Sm90Place& at,
                                       int part) {
-    const int64_t own = part * kFloatParts + threadIdx.x % 128 / 32;
-#pragma unroll
-    for (int i = 0; i < kChunks; ++i) {
-      const int column = at.n + i * 64 + SumsColumn();
-      if (column >= p.n) continue;
-#pragma unroll
-      for (int which = 0; which < 2; ++which) {
-        *reinterpret_cast<float2*>(s.parts + (own * 2 + which) * p.n + column) = sum[which][i];
-      }
-    }
+    sums.Write(p, at, part, s.parts);
   }
 
   int block0;
   float2 c[2][8], x[2][8];  // of the next box
   uint2 bits[2];
-  float2 sum[2][kChunks];
+  FloatColumnSums<kChunks> sums;
 };
 
 Status LaunchSm90SumsTf32(const Context& ctx, Sm90Product& p, const Sm90FloatSums& to,

@@ -301,21 +301,21 @@ def _dgrad_sums_shard(
         return [dz, *(summed(s, split, "n") for s in sums)]
     (dx,) = _dgrad_add_shard(p, split, dy, w, c)
     signs, x, *statistics = norm
-    dx, x = _own_pixels(p, split, dx, x)
+    dx, x = _own_pixels(p, split, dx, x)  # x too: a NaN times a zero is NaN
     dz, *sums = reference.through_relu(p.channel_axis, dx, signs, x, *statistics)
     return [dz, *(summed(s, split, "n", *map(halo.name, halo.pixels(p, split))) for s in sums)]
 
 
-def _own_pixels(p: ConvProblem, split: sharding.Split, dx: Array, x: Array) -> tuple[Array, Array]:
-    """Both, with zeros where a shard has no pixels of its own. x too: a NaN times a zero is NaN."""
+def _own_pixels(p: ConvProblem, split: sharding.Split, *like_x: Array) -> list[Array]:
+    """The arrays, with zeros where a shard has no pixels of its own."""
     first = 1 if p.channels_last else 2
     axes = halo.pixels(p, split).items()
-    parts = [sharding.inside(dx.shape, first + i, p.in_spatial[i], axis) for i, axis in axes]
+    parts = [sharding.inside(like_x[0].shape, first + i, p.in_spatial[i], axis) for i, axis in axes]
     own = [part for part in parts if part is not None]
     if not own:
-        return dx, x
+        return list(like_x)
     inside = functools.reduce(jnp.logical_and, own)
-    return jnp.where(inside, dx, 0), jnp.where(inside, x, 0)
+    return [jnp.where(inside, a, 0) for a in like_x]
 
 
 def _norm_gradient_shard(
@@ -339,10 +339,7 @@ def _gradient_shard(p: ConvProblem, split: sharding.Split, dy: Array, w: Array, 
     if "k" in split or pixels:
         (dx,) = dgrad_shard(p.bare(), split, dy, w)
         dz = sum(c, activate_grad(p.activation, kept, dx))
-        first = 1 if p.channels_last else 2
-        parts = [sharding.inside(dz.shape, first + i, p.in_spatial[i], axes) for i, axes in pixels.items()]
-        own = [part for part in parts if part is not None]
-        dbias = _sum_of_channels(p, jnp.where(functools.reduce(jnp.logical_and, own), dz, 0) if own else dz)
+        dbias = _sum_of_channels(p, *_own_pixels(p, split, dz))
     else:
         dz, dbias = (gradient_add if c else gradient)(p, dy, w, kept, *c)
     wide = dbias.astype(_problem.promoted(dbias.dtype, jnp.float32))
