@@ -96,9 +96,11 @@ def pytest_collection_finish(session):
 
 
 def pytest_runtest_logreport(report):
-    """Names a failure when it happens: a run that is cut short has no summary."""
+    """Names a failure and its reason when it happens: a run that is cut short has no summary."""
     if report.failed and reporter is not None and not hasattr(reporter.config, "workerinput"):
-        reporter.write_line(f"\nfailed: {report.nodeid}")
+        crash = getattr(report.longrepr, "reprcrash", None)
+        reason = "" if crash is None else f": {crash.message[:1000]}"
+        reporter.write_line(f"\nfailed: {report.nodeid}{reason}")
     took.extend((report.nodeid.partition("[")[0], value) for name, value in report.user_properties if name == TOOK)
 
 

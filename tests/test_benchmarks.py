@@ -202,7 +202,8 @@ def test_a_layer_that_saves_z_is_measured(recorded):
 
 def test_an_activation_costs_xla_no_pass_behind_a_float32_batch_norm(recorded):
     """As in a program, where it goes back through jaxconv's meaning."""
-    found = recorded("--op", "batchnorm", "--suite", "core", "--cases", "seed", "--algorithm", "two_read")
+    of = "--op", "batchnorm", "--suite", "core", "--cases", "seed", "--dtype", "f32"
+    found = recorded(*of, "--algorithm", "two_read")
     for row in found["rows"]:
         if row["contender"] == "xla":
             row["ms"] = {"fwd": 1.0, "bwd": 2.0}.get(row["pass"], 5.0)

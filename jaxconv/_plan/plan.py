@@ -68,14 +68,15 @@ class Device:
         if platform == "cpu":
             return cls("cpu", "cpu")
         try:
-            return cls.of(platform, jax.devices(platform)[0])
+            return cls._of(platform, jax.devices(platform)[0])
         except RuntimeError:
             return cls(platform)
 
     @classmethod
     def of(cls, platform: str, device: Any) -> Device:
-        """JAX's `device`; where that is None, `current`."""
-        return cls.current(platform) if device is None or platform == "cpu" else cls._of(platform, device)
+        """JAX's `device`; where that is None, or another is assumed, `current`."""
+        known = device is not None and platform != "cpu" and _ASSUMED.get() is None
+        return cls._of(platform, device) if known else cls.current(platform)
 
     @classmethod
     @functools.cache
