@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks import fleet_report, limits
 from benchmarks.cases import BY_OP
-from benchmarks.runs import DEVICE, STEPS, WAYS, Run, problems, training_step
+from benchmarks.runs import DEVICE, STEPS, WAYS, Run, is_step_alone, problems, training_step
 from benchmarks.steps import KINDS
 
 XLA, OURS = "#b0b0b0", "#4c72b0"
@@ -87,7 +87,7 @@ def _kinds(device: str, runs: dict[str, Run]) -> dict[str, dict[str, Any]]:
     """{training step: {way: {kind of work: milliseconds}}} on one device, of the runs that a profile was taken of."""
     kinds: dict[str, dict[str, Any]] = {}
     for name, run in runs.items():
-        if not name.startswith(f"{device}/") or run["op"] != "train" or run["small"] or run["most_devices"] > 1:
+        if not name.startswith(f"{device}/") or not is_step_alone(run):
             continue
         ways = {
             row["way"]: {kind: round(ms, 2) for kind, ms in row["kinds"].items()}

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 
 from benchmarks import figures, fleet_report, record
 from benchmarks.cases import BY_OP
-from benchmarks.runs import DEVICE, NOTHING, WAYS, Run, markdown, problems, provenance, training_step
+from benchmarks.runs import DEVICE, NOTHING, WAYS, Run, is_step_alone, markdown, problems, provenance, training_step
 from benchmarks.steps import KINDS
 
 BLOCK = re.compile(r"(<!-- benchmarks:(\S+) -->\n)(.*?)(<!-- /benchmarks -->)", re.DOTALL)
@@ -482,7 +482,7 @@ def highlights(runs: dict[str, Run]) -> str:
     """Whole training steps beside PyTorch's, each of one run, and the geometric means of kinds of problems."""
     steps: dict[str, list[list[str]]] = {}
     for run in runs.values():
-        if run["op"] == "train" and not run["small"] and run["most_devices"] == 1 and (found := _together(run)):
+        if is_step_alone(run) and (found := _together(run)):
             torch, flax, ours = found
             row = [training_step(run), *(f"{ms:.1f} ms" for ms in found), f"{flax / ours:.2f}", f"{torch / ours:.2f}"]
             steps.setdefault(run["device"], []).append(row)
@@ -532,7 +532,7 @@ def block(name: str, runs: dict[str, Run]) -> str:
     if name == "highlights":
         return highlights(runs)
     if name in ("train", "torch"):
-        alone = {k: r for k, r in runs.items() if r["op"] == "train" and not r["small"] and r["most_devices"] == 1}
+        alone = {k: r for k, r in runs.items() if is_step_alone(r)}
         return NOTHING if not alone else train_summary(alone) if name == "train" else beside_torch(alone)
     if name == "infer":
         of_kind = {k: r for k, r in runs.items() if r["op"] == "infer" and not r["small"] and r["platform"] != "cpu"}

@@ -55,6 +55,11 @@ def problems(run: Run) -> dict[tuple[str, str], dict[str, Run]]:
     return by_problem
 
 
+def is_step_alone(run: Run) -> bool:
+    """Whether a record is of whole steps of one device, as XLA compiles them by default: these are compared."""
+    return run["op"] == "train" and not run["small"] and run["most_devices"] == 1 and not run.get("options")
+
+
 def training_step(run: Run) -> str:
     power = "³" if run.get("task") == "segment" else "²"
     return f"{run['model']}, {run['dtype']}, {run['batch']} x {run['image']}{power}"

@@ -100,6 +100,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--cache", metavar="FOLDER", help="keep programs and what XLA tried out there; no times to compile then"
     )
+    parser.add_argument("--graphs", action="store_true", help="compile with jaxconv.graph_options()")
     parser.add_argument("--small", action=argparse.BooleanOptionalAction, default=not gpu, help="a shrunk model")
     parser.add_argument("--json", nargs="?", const="auto", metavar="PATH", help="record; alone: in benchmarks/results/")
     args = parser.parse_args(argv)
@@ -379,10 +380,11 @@ def programs(args: argparse.Namespace, params: Tree, stats: Tree) -> Iterator[An
     ways = {name: Way.make(name, args) for name in args.ways if name in WAYS}
     placed = (Placed.make(n, *batch(args, args.batch * (n if each else 1)), args.split) for n in args.devices)
     pairs = ((name, where) for where in placed for name in args.ways if name in WAYS or where.devices == 1)
+    options = jaxconv.graph_options() if args.graphs else None
 
     def make(name: str, where: Placed, pool: concurrent.futures.Executor | None = None) -> Any:
         if name in WAYS:
-            return Program(ways[name], where, params, stats, args.statistics, pool)
+            return Program(ways[name], where, params, stats, args.statistics, pool, options)
         return torch_train.Program(args, where)
 
     if args.jobs == 1:
@@ -428,6 +430,7 @@ def measured(args: argparse.Namespace) -> int:
         "statistics": args.statistics,
         "limit_ms": limit(args, params, stats),
     }
+    config |= {"options": {"graphs": "all"}} if args.graphs else {}
     rows: list[dict[str, Any]] = []
     references: dict[int, tuple[list[float], list[float]]] = {}  # by images a step: losses, what is allowed
     for program in programs(args, params, stats):

@@ -13,7 +13,8 @@ import pytest
 
 pytest.importorskip("flax", reason="the models are Flax's")
 
-from benchmarks import figures, fleet_models, limits, report, steps, torch_contender, train, training
+import jaxconv
+from benchmarks import figures, fleet_models, limits, report, runs, steps, torch_contender, train, training
 
 # convolutions, batch-norms, dense layers; a squeeze-and-excitation is none of them
 LAYERS = {
@@ -273,6 +274,19 @@ def test_pytorchs_losses_are_flaxs(model, monkeypatch, tmp_path):
     assert "PyTorch, torch.compile" in report.table(run)
 
 
+def test_steps_compiled_with_graphs_are_a_table_of_their_own(tmp_path, monkeypatch):
+    given, compile_ = [], train.Program.compile
+    monkeypatch.setattr(
+        train.Program, "compile", staticmethod(lambda lowered, options=None: given.append(options) or compile_(lowered))
+    )
+    options = ["--model", "impala", "--ways", "flax", "--graphs", "--no-profile", "--json", str(tmp_path / "here")]
+    assert train.main([*SHORT, *options]) == 0
+    ((name, run),) = report.load(tmp_path).items()
+    assert given == [jaxconv.graph_options()] and name.endswith("-graphs-all")
+    assert runs.is_step_alone({**run, "small": False, "options": {}})
+    assert not runs.is_step_alone({**run, "small": False})
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # What a step is made of
 
@@ -373,10 +387,6 @@ def test_events_of_a_gpu_are_known_by_instruction_or_by_kernel():
 
 
 def test_the_roofline_is_the_sum_of_each_calls_limit():
-    import jax.numpy as jnp
-
-    import jaxconv
-
     x, w = jnp.ones((2, 8, 8, 16), jnp.bfloat16), jnp.ones((3, 3, 16, 32), jnp.bfloat16)
     calls = jaxconv.explain(lambda x, w: jaxconv.conv2d(x, w), platform="cuda")(x, w)
     flops, size = 2 * 2 * 64 * 9 * 16 * 32, 2 * (2 * 64 * 16 + 9 * 16 * 32 + 2 * 64 * 32)
