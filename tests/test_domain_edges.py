@@ -163,7 +163,24 @@ EDGES = {
         (2**31 - 1 - 4096) // 2**16,
         "too many phases",
     ),
+    "implicit_gemm's tiles": Edge(
+        lambda v: of_conv(
+            "implicit_gemm",
+            conv((8, 8), v, v, 8, VALID, stride=8, groups=v, batch=1),
+            "conv_dgrad",
+            "64x64",
+        ),
+        2**25 - 1 - 64,
+        "fewer than 2^31 tiles of 64 x 64",
+        64,
+    ),
     # ---- depthwise
+    "depthwise/rows run": Edge(
+        lambda v: of_conv("depthwise/rows", depthwise((1, 127), c=v, dilation=18, batch=1)),
+        (2**31 - 1) // (8 * 18) // 8 * 8,
+        "a run of 8 columns",
+        8,
+    ),
     "depthwise/mma rows": Edge(
         lambda v: of_conv("depthwise/mma", depthwise((64, 64), filter=(v, 3))), 41, "at most 41 filter rows"
     ),
@@ -241,6 +258,22 @@ EDGES = {
     "grouped planes": Edge(lambda v: of_conv("grouped/mma", grouped(**planes(v))), 2**15 - 1, "fewer than 2^30 planes"),
     "narrow planes": Edge(
         lambda v: of_conv("narrow/rows", few(16, 16, **planes(v))), 2**15 - 1, "fewer than 2^30 planes"
+    ),
+    "grouped/rows_float32 run": Edge(
+        lambda v: of_conv(
+            "grouped/rows_float32",
+            dataclasses.replace(conv((3, 70), c=v, k=v, groups=v // 8, batch=1), dtype="float32"),
+        ),
+        2**27 - 8,
+        "a run of 16 columns",
+        8,
+    ),
+    "stem row strides": Edge(
+        lambda v: of_conv(
+            "stem/mma", few(4, 8, (16, v), (16, 1), stride=(16, 1), padding=VALID, batch=1), "conv_dgrad"
+        ),
+        (2**31 - 1 - 4) // 64,
+        "in a stride of rows",
     ),
     "stem planes": Edge(lambda v: of_conv("stem/mma", few(**planes(v))), 2**15 - 1, "fewer than 2^30 planes"),
     "stem pixels of an image": Edge(

@@ -125,6 +125,7 @@ EDGES: dict[str, tuple[str, str, str, Any, int, int]] = {
         (2**31 - 4097) // 2,
         1,
     ),
+    "halo blocks of wgrad": ("conv_wgrad", "halo", "", lambda v: conv((3, 3), c=16, k=v), 64 * 65535, 8),
     "halo_stream width": ("conv_fprop", "halo_stream", "", lambda v: conv((16, v), c=128), 290, 1),
     "halo_stream channels": ("conv_fprop", "halo_stream", "", lambda v: conv((4, 4), c=v), 576, 8),
     "halo_stream taps": ("conv_fprop", "halo_stream", "", lambda v: conv(filter=(1, v)), 32, 1),
@@ -142,6 +143,14 @@ EDGES: dict[str, tuple[str, str, str, Any, int, int]] = {
     "halo_3d width": ("conv_fprop", "halo_3d", "", lambda v: conv((4, 8, v), c=16), 8 * 381, 1),
     "halo_3d width of 64 channels": ("conv_fprop", "halo_3d", "", lambda v: conv((4, 8, v), k=32), 8 * 105, 1),
     "halo_3d width of dgrad": ("conv_dgrad", "halo_3d", "", lambda v: conv((4, 8, v), c=32), 8 * 105, 1),
+    "halo_3d blocks of wgrad": (
+        "conv_wgrad",
+        "halo_3d",
+        "",
+        lambda v: conv((8, 16, 16), c=32 * 255, k=v),
+        32 * 257,
+        8,
+    ),
     "halo_3d width of wgrad": ("conv_wgrad", "halo_3d", "", lambda v: conv((4, 8, v), c=16), 8 * 197, 1),
 }
 

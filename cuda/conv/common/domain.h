@@ -14,6 +14,8 @@ namespace jaxconv::cuda::conv {
 // two stays an int.
 constexpr int64_t kCoordLimit = int64_t(1) << 30;
 
+constexpr int64_t kMostGridRows = 65535;  // CTAs along a grid's second axis
+
 inline bool Half(DType dtype) { return dtype == DType::kBF16 || dtype == DType::kF16; }
 
 // Bytes of an element times so many of them: whether 16-byte accesses fit.
@@ -67,6 +69,11 @@ inline std::string RefuseCoordinates(const ConvProblem& p) {
   return ok ? ""
             : "batch, channels, pixels of an image, taps times channels of a group, and every "
               "coordinate must stay below 2^30";
+}
+
+// Whether elements from a thread's first pixel of a row to its last are an int, where `run` pixels `dilation` apart are its own.
+inline bool RunFits(const ConvProblem& p, int64_t run) {
+  return run * p.dilation[2] * std::max(p.c, p.k) < int64_t(1) << 31;
 }
 
 }  // namespace jaxconv::cuda::conv

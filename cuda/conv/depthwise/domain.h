@@ -100,6 +100,7 @@ inline std::string RefuseRows(const ConvProblem& p, const Device& device) {
   const bool fits = SquareOverRows(p) && (p.k == p.c || multiplied) && p.k % p.c == 0 &&
                     p.stride[2] == 1 && (filter == 3 || large) &&
                     p.dilation[2] <= MostRowDilation(int(filter));
+  if (fits && !RunFits(p, 8)) return "it needs fewer than 2^31 elements in a run of 8 columns";
   return fits ? ""
               : "it needs channels-last arrays of whole 16 bytes of channels, stride 1, padding "
                 "below the filter's reach and "

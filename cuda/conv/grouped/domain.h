@@ -68,6 +68,7 @@ inline std::string Refusal(std::string_view kernel, ConvOp op, const ConvProblem
   }
   if (kernel == "rows_float32") {
     if (p.dtype != DType::kF32) return std::string("it needs float32, got ") + Name(p.dtype);
+    if (!RunFits(p, 16)) return "it needs fewer than 2^31 elements in a run of 16 columns";
     return RefuseRows(p, device);
   }
   return "there is no such kernel";

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <iterator>
 #include <string>
@@ -24,6 +25,23 @@ inline std::string RefuseTile(const ConvProblem& p, std::string_view tile) {
     return "if output channels of a group are not whole 16 bytes, it has only tile 64x64";
   }
   return "";
+}
+
+// Of the smallest tile, in all phases, groups and parts.
+inline double Ctas(ConvOp op, const ConvProblem& p, int64_t splits) {
+  const auto tiles = [](double extent) { return std::ceil(extent / 64); };
+  double rows = double(p.n * p.out_size()), columns = double(p.group_k()), phases = 1;
+  if (op == ConvOp::kWgrad) rows = double(p.filter_size() * p.group_c());
+  if (op == ConvOp::kDgrad) {
+    columns = double(p.group_c());
+    rows = double(p.n);
+    for (int i = 0; i < 3; ++i) {
+      rows *= std::ceil(double(p.in[i]) / double(p.stride[i]));
+      phases *= double(std::min(p.stride[i], p.in[i]));
+    }
+  }
+  return tiles(rows) * tiles(columns) * phases * double(p.groups) *
+         double(std::max<int64_t>(splits, 1));
 }
 
 // `p` is folded (FoldPatches).
@@ -49,6 +67,8 @@ inline std::string Refusal(ConvOp op, const ConvProblem& p, const Plan& plan) {
   for (int i = 0; i < 3; ++i) phases *= double(std::min(p.stride[i], p.in[i]));
   if (op == ConvOp::kDgrad && phases > double(kMaxExtent))
     return "its strides leave too many phases of dgrad";
+  if (Ctas(op, p, plan.splits) > double(kMaxExtent))
+    return "it needs fewer than 2^31 tiles of 64 x 64";
   return RefuseTile(p, plan.tile);
 }
 

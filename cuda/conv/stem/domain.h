@@ -71,6 +71,8 @@ inline std::string RefuseToNarrow(const ConvProblem& p, const StemGeometry& g, N
     return "it needs strides times channels of at most 64, got " + std::to_string(columns);
   }
   if (!SetOffsets(*o, g, p)) return "it needs filters of at most 16 taps an axis";
+  if (g.stride[0] * g.narrow_h + g.stride[1] * g.narrow_w >= int64_t(1) << 31)
+    return "it needs fewer than 2^31 elements of the few channels in a stride of rows";
   const int64_t operand = CeilDivide(g.wide_channels * int64_t(SizeOf(p.dtype)), 128) *
                           o->count[0] * o->count[1] * ToNarrowTile::KernelColumns(*o) * 128;
   if (operand <= kOperandBytes) return "";

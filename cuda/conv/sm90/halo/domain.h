@@ -152,6 +152,8 @@ inline std::string RefuseHalo(ConvOp op, const ConvProblem& p) {
   const int64_t taps = p.filter_size();
   if (wgrad && (p.filter[0] != 1 || p.filter[1] != 3 || p.filter[2] != 3))
     return "it needs a 3x3 filter";
+  if (wgrad && CeilDivide(made, 64) * p.groups > kMostGridRows)
+    return "it takes weight gradients of at most 65535 blocks of 64 output channels";
   if (taps > kHaloTaps) return "it takes at most 16 taps";
   const int64_t needed = wgrad  ? HaloWgradShared(walk.reach, 2)
                          : tf32 ? HaloTf32Shared(taps, summed, walk.reach)

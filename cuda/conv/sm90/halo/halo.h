@@ -87,11 +87,11 @@ Status HaloDgrad(const Context& ctx, const ConvProblem& p, const void* dy, const
 Status HaloGradient(const Context& ctx, const ConvProblem& p, const Epilogue& e, const void* dy,
                     const void* w, const void* kept, void* dz, void* dbias, Workspace workspace,
                     const std::string& what);
-// 16 bit; TF32's is Sm90WgradTf32 (sm90/wgrad/wgrad_tf32.h).
 // dgrad through the batch-norm of x and e's activation, and the sums that the norm's gradients are (gemm/sm90_norm_gradient.h).
 Status HaloNormGradient(const Context& ctx, const ConvProblem& p, const Epilogue& e, const void* dy,
                         const void* w, const void* x, const HaloNorm& norm, void* dz,
                         Workspace workspace, const std::string& what);
+// 16 bit; TF32's is Sm90WgradTf32 (sm90/wgrad/wgrad_tf32.h).
 Status HaloWgradOf(const Context& ctx, const ConvProblem& p, int64_t parts, const void* x,
                    const void* dy, void* dw, Workspace workspace, const std::string& what);
 

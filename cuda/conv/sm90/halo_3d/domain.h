@@ -197,6 +197,8 @@ inline std::string RefuseHalo3d(ConvOp op, const ConvProblem& p) {
   const char* room = "its planes do not fit shared memory";
   if (wgrad) {
     if (p.filter[1] != 3 || p.filter[2] != 3) return "it needs a 3x3x3 filter";
+    if (CeilDivide(p.c, 32) * CeilDivide(p.k, 32) > kMostGridRows)
+      return "it takes weight gradients of at most 65535 blocks of 32 x 32 channels";
     const Halo3dWgradWalk both = Halo3dWgradWalkOf(p);
     const Halo3dWalk& plane = both.plane;
     if (both.x_buffers == 0) return room;
