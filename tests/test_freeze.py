@@ -791,6 +791,29 @@ def test_training_is_refused():
         jaxconv.freeze(own, jnp.ones(4))(X)
 
 
+@pytest.mark.parametrize("in_loop", [False, True])
+def test_a_filter_may_be_standardised(in_loop):
+    """By statistics of its own, which are weights: no batch-norm in training. In a loop too, whose carry is data."""
+    w, b = array(0, (3, 3, 4, 4)), array(1, (4,))
+
+    def once(x, w):
+        w = (w - w.mean((0, 1, 2))) * lax.rsqrt(w.var((0, 1, 2)) + 1e-2)
+        x = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        return jax.nn.relu(x + b) / 16
+
+    def f(w, x):
+        return lax.scan(lambda x, w: (once(x, w), None), x, w)[0] if in_loop else once(x, w)
+
+    def trained(w, x):
+        return lax.scan(lambda x, w: (once(w, x), None), x, w)[0]  # what is standardised is carried
+
+    x, w = array(2, (2, 6, 6, 4)), jnp.stack([w, w[::-1]]) if in_loop else w
+    assert_same(jaxconv.freeze(f, w)(x), f(w, x), terms=64)
+    if in_loop:
+        with pytest.raises(ValueError, match="is in training mode"):
+            jaxconv.freeze(trained, w)(array(3, (3, 3, 4, 4)))
+
+
 def test_a_plain_object_that_changes_is_refused_and_stays_as_it_was():
     class Model:
         largest = None

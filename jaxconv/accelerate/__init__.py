@@ -174,10 +174,11 @@ class Traced:
     plain: PlainObjects
     results: Results
 
-    def rewritten(self, once: bool = False) -> tuple[Rewriting, Report]:
-        """`once`: whether values that depend on weights alone are computed once, as `freeze` does it."""
+    def rewritten(self, once: bool = False, data: Sequence[bool] | None = None) -> tuple[Rewriting, Report]:
+        """`once`: whether values that depend on weights alone are computed once, as `freeze` does it. `data`: which
+        arrays are no weights."""
         report = Report()
-        rewriting = Rewriting(self.jaxpr, report, Activations(), once=once)
+        rewriting = Rewriting(self.jaxpr, report, Activations(), once=once, data=data)
         if rewriting.differs and _plan.Device.default().platform == "cpu":
             report.notes.append(AS_WRITTEN)
         report.finish()

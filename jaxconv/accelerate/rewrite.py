@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
 from jaxconv import _plan
+from jaxconv._core import compat
 from jaxconv._core.graph import (
     REGION,
     Array,
@@ -83,13 +84,14 @@ class Rewriting:
         around: str = "",
         once: bool = False,
         of_cpu: bool = False,
+        data: Sequence[bool] | None = None,
     ):
         """`around`: the name scopes of the equation that carries this function, which its own start from.
 
         `once`: whether values that depend on weights alone are computed once, and not in every call. `of_cpu`: the
         program for CPUs, in which norms that go into no filter, dense layers, and what is behind a convolution stay as
         they were written; but for bias, residual and a cheap activation behind one with groups, which native code
-        computes.
+        computes. `data`: which operands are no weights; None: all.
         """
         self._of_cpu = of_cpu
         self.graph = Graph(closed, (lambda eqn: light_body(eqn, CPU)) if of_cpu else None)
@@ -103,12 +105,32 @@ class Rewriting:
         self._normalising: set[Value] = set()  # what is between what is normalised and the result of that
         self._layers: dict[Value, Dense] = {}  # of the values that dense layers give, each a call of its own
         self._left: dict[Node, Finding] = {}  # what a later call may still take in
-        self.over_batch: list[str] = []  # where what is normalised is by statistics of all images
+        self._given_data = [True] * len(self.graph.inputs) if data is None else data
+        self.over_batch: list[str] = []  # where data are normalised by statistics of all images
         self._find()
         for eqn in (one for outer in closed.jaxpr.eqns for one in equations_of(outer)) if not of_cpu else ():
             self.differs |= eqn.primitive.name == REGION and eqn.params["program"].on_cpu is not None
         own = any(node.name.startswith("jaxconv_") for node in self.graph.nodes)  # what rules may put together
         self.changed = bool(self._maker or self._inner) or own
+
+    @functools.cached_property
+    def _data(self) -> set[Value]:
+        """The values that are not made of weights alone."""
+        found = {v for v, is_data in zip(self.graph.inputs, self._given_data, strict=True) if is_data}
+        for node in self.graph.nodes:
+            if not found.isdisjoint(node.inputs):
+                found.update(node.outputs)
+        return found
+
+    def _data_inside(self, node: Node, count: int) -> list[bool] | None:
+        """Of the operands of a function that the node calls or repeats, as `data`."""
+        if len(node.inputs) != count or node.name in ("while", "cond"):
+            return None
+        found = [v in self._data for v in node.inputs]
+        if node.name == "scan":  # what is carried becomes data
+            consts, carry = compat.scan_counts(node.params)
+            found[consts : consts + carry] = [True] * carry
+        return found
 
     # ---- what is replaced
     def _find(self) -> None:
@@ -142,7 +164,7 @@ class Rewriting:
                 continue
             if node in found:
                 n = found[node]
-                if over_batch(n):
+                if over_batch(n) and n.x in self._data:  # no weights: a filter may be standardised
                     self.over_batch.append(str(node.name_stack))
                 candidates = functools.partial(find_batchnorm, n, self._activations, linear_before, self._folding)
                 self._try("batchnorm", node, n.x.shape, candidates)
@@ -308,7 +330,8 @@ class Rewriting:
         closed = inside if isinstance(inside, ClosedJaxpr) else ClosedJaxpr(inside, ())
         findings = Report()
         around_it, once = self._scopes(around), self._folding.once
-        rewriting = Rewriting(closed, findings, self._activations, around_it, once, self._of_cpu)
+        data = self._data_inside(around, len(closed.in_avals))
+        rewriting = Rewriting(closed, findings, self._activations, around_it, once, self._of_cpu, data)
         self.over_batch += rewriting.over_batch
         self.differs |= rewriting.differs
         if not rewriting.changed:

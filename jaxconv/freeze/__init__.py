@@ -328,7 +328,7 @@ class Frozen(Generic[R]):
         bound = [p[1].idx < len(self._args) if p[0].idx == 0 else p[1].key in self._kwargs for p in paths]
         _refuse_changes(traced)
         chosen = self._function.quantization
-        jaxpr, report, over_batch = _rewritten(traced, self._function.quantized)
+        jaxpr, report, over_batch = _rewritten(traced, bound, self._function.quantized)
         _refuse_effects(jaxpr)
         _refuse_training(traced, over_batch)
         if chosen is not None:
@@ -382,7 +382,7 @@ def _finish(program: _Program, arrays: Sequence[Array]) -> Any:
     return results.unflatten([*arrays, *[None] * (len(results.places) - len(arrays))])[0]
 
 
-def _rewritten(traced: Traced, always: bool) -> tuple[ClosedJaxpr, Report, list[str]]:
+def _rewritten(traced: Traced, bound: Sequence[bool], always: bool) -> tuple[ClosedJaxpr, Report, list[str]]:
     """What accelerate makes of the function, with f's own results alone; its report; `Rewriting.over_batch`.
 
     `always`: whatever JAXCONV_DISABLE says.
@@ -392,7 +392,7 @@ def _rewritten(traced: Traced, always: bool) -> tuple[ClosedJaxpr, Report, list[
     if reason:
         run, report, over_batch = jaxpr_as_fun(traced.jaxpr), Report(notes=[reason]), []
     else:
-        rewriting, report = traced.rewritten(once=True)
+        rewriting, report = traced.rewritten(once=True, data=[not is_bound for is_bound in bound])
         run, over_batch = rewriting.run, rewriting.over_batch
     return jax.make_jaxpr(lambda *arrays: run(*arrays)[:own])(*traced.jaxpr.in_avals), report, over_batch
 

@@ -31,7 +31,7 @@ class Joint:
 
     closed: ClosedJaxpr
     varied: tuple[bool, ...]
-    inexact: list[bool]  # the results that have a tangent
+    has_tangent: list[bool]  # of each result
     main: list[int]
     program: Program
     early: list[Node]
@@ -42,10 +42,10 @@ class Joint:
     def make(
         cls, closed: ClosedJaxpr, varied: tuple[bool, ...], types: Sequence[Any], device: _plan.Device
     ) -> Joint | None:
-        inexact = [jnp.issubdtype(aval.dtype, np.inexact) for aval in closed.out_avals]
         roles = _roles(closed.jaxpr, [2 if v else 0 for v in varied])
-        main = [i for i, role in enumerate(roles) if inexact[i] and role == 2]
-        if not any(floats and role for floats, role in zip(inexact, roles, strict=True)):
+        main = [i for i, role in enumerate(roles) if role == 2]
+        has_tangent = [role > 0 for role in roles]
+        if not any(has_tangent):
             return None
         n = len(varied)
 
@@ -59,14 +59,14 @@ class Joint:
             node.name_stack = compat.scopes_alone(node.name_stack)
         rewrite(program, device)
         early, kept, late = _cut(program, n, len(closed.out_avals))
-        return cls(closed, varied, inexact, main, program, early, kept, late)
+        return cls(closed, varied, has_tangent, main, program, early, kept, late)
 
     def __repr__(self) -> str:
         return f"tangents of {self.closed}"
 
     def forward(self, primals: Sequence[Array]) -> tuple[list[Array], list[Array]]:
         """The results, and what the backward pass reads."""
-        program, n = self.program, len(self.inexact)
+        program, n = self.program, len(self.has_tangent)
         known = dict(zip(program.inputs, primals, strict=False))
         found = evaluate(self.early, known, [*program.outputs[:n], *self.kept])
         return program.results(found[:n], program.outputs[:n]), found[n:]
@@ -74,10 +74,10 @@ class Joint:
     def backward(
         self, kept: Sequence[Array], primals: Sequence[Array], cts: Sequence[Array | None]
     ) -> list[Array | None]:
-        """Gradients of the varied arguments, of cotangents of the inexact results; None is zero."""
+        """Gradients of the varied arguments, of cotangents of the results that have a tangent; None is zero."""
         program, n = self.program, len(self.varied)
-        of = dict(zip([i for i, floats in enumerate(self.inexact) if floats], cts, strict=True))
-        wanted = program.outputs[len(self.inexact) :]
+        of = dict(zip([i for i, moves in enumerate(self.has_tangent) if moves], cts, strict=True))
+        wanted = program.outputs[len(self.has_tangent) :]
         grads: list[Array | None] = [None] * len(wanted)
         if any(of[i] is not None for i in self.main):
             known: dict[Value, Any] = dict(zip(self.kept, kept, strict=True))
@@ -115,9 +115,9 @@ class Joint:
                 evaluate([node], known, ())
 
     def pushed(self, primals: Sequence[Array], tangents: Sequence[Array]) -> list[Array]:
-        """The tangents of the inexact results: JAX's own of the plain program."""
+        """The tangents of the results that have one: JAX's own of the plain program."""
         f, varied = _of_varied(self.closed, self.varied, primals)
-        chosen = [i for i, floats in enumerate(self.inexact) if floats]
+        chosen = [i for i, moves in enumerate(self.has_tangent) if moves]
         return jax.jvp(lambda *values: [f(*values)[i] for i in chosen], tuple(varied), tuple(tangents))[1]
 
 
@@ -156,10 +156,17 @@ def _constant(v: Value) -> Any:
 # Which results are main ones
 
 _STATISTICS = ("jaxconv_batchnorm_train", "jaxconv_batchnorm_given")  # ops whose results but the first are statistics
+_FLAT = ("stop_gradient", "sign", "floor", "ceil", "round", "bitcast_convert_type")  # ops of floats without a tangent
+
+
+def tangents_of(closed: ClosedJaxpr, varied: Sequence[bool]) -> list[bool]:
+    """Whether each result has a tangent, as JAX knows it: one may go where nothing is differentiated."""
+    return [role > 0 for role in _roles(closed.jaxpr, [2 if v else 0 for v in varied])]
 
 
 def _roles(jaxpr: Jaxpr, roles: Sequence[int]) -> list[int]:
-    """Of each result: 0, it depends on no varied argument; 1, by a norm's batch statistics alone; 2, otherwise."""
+    """Of each result: 0, it has no tangent, whatever those of varied arguments are; 1, by a norm's batch statistics
+    alone; 2, otherwise."""
     known: dict[Any, int] = dict(zip(jaxpr.invars, roles, strict=True))
 
     def role(atom: Any) -> int:
@@ -168,13 +175,17 @@ def _roles(jaxpr: Jaxpr, roles: Sequence[int]) -> list[int]:
     for eqn in jaxpr.eqns:
         given = [role(atom) for atom in eqn.invars]
         most = max(given, default=0)
-        found = [most] * len(eqn.outvars)
+        found = [0 if eqn.primitive.name in _FLAT else most] * len(eqn.outvars)
         if eqn.primitive.name in _STATISTICS and most == 2:
             found = [2] + [1] * (len(found) - 1)
-        elif most == 2 and (inner := _called(eqn)) is not None:
+        elif most and (inner := _called(eqn)) is not None:
             found = inner(given)
-        known.update(zip(eqn.outvars, found, strict=True))
-    return [role(atom) for atom in jaxpr.outvars]
+        known.update((v, role if _is_inexact(v.aval) else 0) for v, role in zip(eqn.outvars, found, strict=True))
+    return [role(atom) if _is_inexact(atom.aval) else 0 for atom in jaxpr.outvars]
+
+
+def _is_inexact(aval: Any) -> bool:
+    return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, np.inexact)
 
 
 def _called(eqn: Any) -> Any:
@@ -202,6 +213,8 @@ def _called(eqn: Any) -> Any:
     inner = getattr(inner, "jaxpr", inner)
     if inner is None or len(inner.invars) != len(eqn.invars):
         return None
+    if name.startswith("custom_"):  # with derivatives of its own, also of what has none otherwise
+        return lambda given: [role or max(given) for role in _roles(inner, given)]
     return lambda given: _roles(inner, given)
 
 

@@ -25,7 +25,7 @@ from jax.interpreters import ad, batching, mlir
 from jaxconv import _plan
 from jaxconv._core import compat, primitives, sharding
 from jaxconv._plan import in_place
-from jaxconv.joints.joint import Joint
+from jaxconv.joints.joint import Joint, tangents_of
 from jaxconv.joints.program import Program
 from jaxconv.joints.rules import rewrite
 
@@ -124,7 +124,17 @@ def may_hold(effects: Any) -> bool:
 
 
 def _run(*args: Array, program: Body) -> list[Array]:
-    return program.rewritten(_plan.Device.default())(*args)
+    """Without jit. As of a jitted program JAX's checks for debugging are of the results: `jnp.var` holds a NaN."""
+    with jax.debug_nans(False), jax.debug_infs(False):
+        outs = program.rewritten(_plan.Device.default())(*args)
+    for name, found in (("nan", jnp.isnan), ("inf", jnp.isinf)):
+        if getattr(jax.config, f"jax_debug_{name}s") and any(_is_inexact(a) and found(a).any() for a in outs):
+            raise FloatingPointError(f"invalid value ({name}) encountered in an accelerated function")
+    return outs
+
+
+def _is_inexact(a: Array) -> bool:
+    return jnp.issubdtype(a.dtype, np.inexact)
 
 
 def _lower(platform: str | None, ctx: mlir.LoweringRuleContext, *operands: Any, program: Body) -> Any:
@@ -138,12 +148,14 @@ def _lower(platform: str | None, ctx: mlir.LoweringRuleContext, *operands: Any, 
 
 
 def _batch(axis: Any, args: Sequence[Array], dims: Sequence[int | None], *, program: Body) -> Any:
-    names = dict(axis_name=axis.name, axis_size=axis.size, spmd_axis_name=axis.spmd_name)
-    mapped = functools.partial(jax.vmap, in_axes=tuple(dims), **names)
+    closed, found = compat.mapped(program.closed, axis, dims)
     on_cpu = program.on_cpu
-    on_cpu = None if on_cpu is None else mapped(on_cpu)
-    outs = call(mapped(program.plain), *args, on_cpu=on_cpu, asked=program.asked)
-    return outs, [0] * len(outs)
+    if on_cpu is not None:
+        names = dict(axis_name=axis.name, axis_size=axis.size, spmd_axis_name=axis.spmd_name)
+        of_each = jax.vmap(on_cpu, in_axes=tuple(dims), out_axes=[0 if d is None else d for d in found], **names)
+        # What is not mapped in the one program is the same for all in the other.
+        on_cpu = lambda *args: [a[0] if d is None else a for a, d in zip(of_each(*args), found, strict=True)]  # noqa: E731
+    return bind(closed, *args, on_cpu=on_cpu, asked=program.asked), found
 
 
 def _jvp(primals: Sequence[Array], tangents: Sequence[Any], *, program: Body) -> Any:
@@ -153,15 +165,15 @@ def _jvp(primals: Sequence[Array], tangents: Sequence[Any], *, program: Body) ->
         # As JAX differentiates what was written: rules that fuse gradients are of kernels that only GPUs have.
         given = [t if v else z for t, v, z in zip(tangents, varied, map(_zero_like, primals), strict=True)]
         outs, outs_t = primitives.jvp_of_varied(program.on_cpu, primals, given)
-        floats = [jnp.issubdtype(aval.dtype, np.inexact) for aval in program.closed.out_avals]
-        return outs, [t if f else z for t, f, z in zip(outs_t, floats, zero, strict=True)]
+        moves = tangents_of(program.closed, varied)
+        return outs, [t if m else z for t, m, z in zip(outs_t, moves, zero, strict=True)]
     joint = program.joint(varied, [jax.typeof(a) for a in primals]) if any(varied) else None
     if joint is None:
         return region.bind(*primals, program=program), zero
     outs, kept = joint.forward(primals)
     given = [t for t, is_varied in zip(tangents, varied, strict=True) if is_varied]
     outs_t = iter(tangent.bind(*kept, *primals, *given, joint=joint, count=len(kept)))
-    return outs, [next(outs_t) if floats else z for floats, z in zip(joint.inexact, zero, strict=True)]
+    return outs, [next(outs_t) if moves else z for moves, z in zip(joint.has_tangent, zero, strict=True)]
 
 
 def _zero_like(primal: Any) -> ad.Zero:
@@ -176,7 +188,8 @@ def _transpose(cts: Sequence[Any], *operands: Any, program: Body) -> list[Any]:
         given = dict(zip(linear, values, strict=True))
         return program.plain(*(given.get(i, v) for i, v in enumerate(operands)))
 
-    back = jax.linear_transpose(of_linear, *(operands[i].aval for i in linear))
+    # Not `jax.linear_transpose`: a fused op goes back by a rule of its own. Anywhere a linear function's is the same.
+    _, back = jax.vjp(of_linear, *(compat.zeros_of_type(operands[i].aval) for i in linear))
     found = dict(zip(linear, back([ad.instantiate_zeros(ct) for ct in cts]), strict=True))
     return [found.get(i) for i in range(len(operands))]
 
@@ -211,7 +224,7 @@ def _forward_mode(*operands: Array, joint: Joint, count: int) -> list[Array]:
 
 def _types_of_tangents(*avals: Any, joint: Joint, count: int) -> Any:
     types = [
-        aval.to_tangent_aval() for aval, floats in zip(joint.closed.out_avals, joint.inexact, strict=True) if floats
+        aval.to_tangent_aval() for aval, moves in zip(joint.closed.out_avals, joint.has_tangent, strict=True) if moves
     ]
     return types, joint.closed.effects
 
@@ -233,10 +246,11 @@ def _jvp_of_tangent(primals: Sequence[Array], tangents: Sequence[Any], **params:
 
 
 def _batch_tangent(axis: Any, args: Sequence[Array], dims: Sequence[int | None], **params: Any) -> Any:
-    f = functools.partial(_forward_mode, **params)
-    names = dict(axis_name=axis.name, axis_size=axis.size, spmd_axis_name=axis.spmd_name)
-    outs = jax.vmap(f, in_axes=tuple(dims), **names)(*args)
-    return outs, [0] * len(outs)
+    joint: Joint = params["joint"]
+    given = [aval.to_tangent_aval() for aval, varied in zip(joint.closed.in_avals, joint.varied, strict=True) if varied]
+    types = [*(v.aval for v in joint.kept), *joint.closed.in_avals, *given]
+    closed, found = compat.mapped(jax.make_jaxpr(functools.partial(_forward_mode, **params))(*types), axis, dims)
+    return jaxpr_as_fun(closed)(*args), found
 
 
 tangent.def_effectful_abstract_eval(_types_of_tangents)
